@@ -53,7 +53,7 @@ pub(crate) fn find_where<F: Family>(
 
 /// A pod's loopback addresses are not the node's.
 #[inline(always)]
-pub(crate) fn has_node_ports<F: Family>(tables: &impl Tables<F>, address: &F::Address, origin: Origin) -> bool {
+fn has_node_ports<F: Family>(tables: &impl Tables<F>, address: &F::Address, origin: Origin) -> bool {
     let Some(node_address) = tables.node_address(address) else { return false };
     node_address.flags & NODE_ADDRESS_LOOPBACK == 0 || origin == Origin::Host
 }

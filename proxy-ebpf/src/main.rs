@@ -38,6 +38,7 @@ mod socket;
 mod tables;
 #[cfg(target_arch = "bpf")]
 mod tc;
+mod tunnel;
 #[cfg(target_arch = "bpf")]
 mod xdp;
 

@@ -5,17 +5,19 @@
 //! So the first node sees one direction of a flow, and the second has an ordinary one, with a client and a backend of its own.
 
 use super::{
-    Change, FlowEntry as _, FlowTables, Routine, SUSTAINED_AFTER, Scratch, Speaker, Step, decide, find, find_frontend, go_on,
-    is_admitted, is_over, open, set_key_of_packet,
-    tcp::{self, REACH, RESET_WINDOW, is_near},
+    Change, FlowEntry as _, FlowTables, Routine, SUSTAINED_AFTER, Scratch, Speaker, Stage, decide,
+    entries::is_stale,
+    is_admitted, lookup, open,
+    tcp::{self, RESET_WINDOW, is_near},
 };
 use crate::{
     affinity,
     family::{Family, Slot as _},
     layout::*,
-    packet::{Ends, Packet, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, Then},
+    packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
     port::Port,
     reason::Reason,
+    select,
 };
 
 /// Has the client closed a connection whose answers are not seen? The backend may go on sending for long. Nobody here sees the end, so that
@@ -25,64 +27,41 @@ pub(super) fn is_closing<A>(flow: &Flow<A>) -> bool {
     flow.flags & FLOW_DSR != 0 && flow.state.client_fin != 0
 }
 
-/// The ends of the packet in which `scratch.packet`, which goes to a backend, leaves this node. What clients have sent to a node port comes
-/// from the address that they have dialled: it is this node's, and the backend's node answers from it.
+/// What `scratch.packet`, which goes to a backend, is when it leaves this node, and in what. What clients have sent to a node port comes from the
+/// address that they have dialled: it is this node's, and the backend's node answers from it.
 #[inline(always)]
-pub(super) fn set_tunnel<F: Family, T: FlowTables<F>>(
+pub(super) fn encapsulate<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
-    let Scratch { packet, action, interface, tunnel, .. } = scratch;
+    let Scratch { packet, action, interface, tunnel, flow, .. } = scratch;
+    // The first fragment has told what the others are.
+    if !packet.is_later_fragment() {
+        action.rewrite = flow.undo_forward_rewrite();
+    }
     tunnel.destination = packet.destination;
     let dialled = action.rewrite.destination;
-    tunnel.source = if tables.node_address(&dialled).is_some() {
-        dialled
-    } else {
-        tables.masquerade_address(*interface)
-    };
+    tunnel.source =
+        if tables.node_address(&dialled).is_some() { dialled } else { tables.masquerade_address(*interface) };
     if tunnel.source == F::Address::UNSPECIFIED { Err(Reason::NoMasqueradeAddress) } else { Ok(()) }
 }
 
-/// Decides what becomes of `scratch.packet`, which has come in one to an address of `scratch.tunnel`. Fails with `NotAService` where it is
-/// not for a backend of this node: then it is nobody's to take out.
+/// Is `scratch.packet`, which has come in another, of `scratch.flow`, which has its ends?
 #[inline(always)]
-pub(super) fn unpack<F: Family, T: FlowTables<F>>(
+pub(super) fn is_for<A: Address>(Scratch { packet, flow, tunnel, .. }: &Scratch<A>) -> bool {
+    let from_client = packet.source.difference(&flow.client) | packet.destination.difference(&flow.frontend);
+    let elsewhere = u64::from(flow.flags & FLOW_DSR) | flow.backend.difference(&tunnel.destination);
+    from_client | elsewhere == 0
+}
+
+/// Makes `scratch.flow` one to the backend that another node has chosen. Fails with `NotAService` where the packet is for nobody here: then it
+/// is not taken out.
+#[inline(always)]
+pub(super) fn prepare<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
-    scratch.action.then = Then::Pass;
-    set_key_of_packet(scratch);
-    if let Some(found) = find(tables, scratch) {
-        if found.step != Step::ToFrontend {
-            return Err(Reason::NotAService);
-        }
-        let Scratch { packet, flow, tunnel, .. } = &*scratch;
-        // The other node may have forgotten its flow, and chosen anew.
-        let is_its = flow.backend == tunnel.destination && flow.flags & FLOW_DSR == 0;
-        let goes_on = is_its && !(packet.opens() && is_over(tables, scratch, found.entry));
-        if goes_on {
-            scratch.action.rewrite = scratch.flow.forward_rewrite();
-            return go_on(tables, scratch, found);
-        }
-        if scratch.packet.opens() {
-            tables.run(scratch, Routine::Replace);
-        }
-    }
-    if !scratch.packet.opens() {
-        return Err(Reason::NotAService);
-    }
-    prepare(tables, scratch)?;
-    decide(tables, scratch, Routine::Insert)?;
-    scratch.action.rewrite = scratch.flow.forward_rewrite();
-    Ok(())
-}
-
-/// Makes `scratch.flow` one to the backend that another node has chosen.
-#[inline(always)]
-fn prepare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Result<(), Reason> {
-    // Before the tables are read: a change meanwhile has them compared once more.
-    scratch.flow.epoch = tables.epoch();
-    let _found = find_frontend(tables, scratch);
+    find_frontend(tables, scratch);
     if scratch.frontend.flags & FRONTEND_DSR == 0 {
         return Err(Reason::NotAService);
     }
@@ -93,15 +72,24 @@ fn prepare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
     if place == NOWHERE {
         return Err(Reason::NotAService);
     }
+    // The other node may have forgotten its flow, and chosen anew.
+    if let Some((_, entry)) = lookup(tables, &scratch.key) {
+        entry.read_into(&mut scratch.flow);
+        tables.run(scratch, Routine::Replace);
+    }
+    scratch.flow.epoch = tables.epoch();
     open::detect(tables, scratch);
     open::set_backend(tables, scratch, place)
 }
 
-/// Is a packet that was in another sent to an address at which node ports are served? To that of the node which has encapsulated it, and to
-/// no other: whoever forges one can have an answer come only from an address that it can forge anyway.
-#[inline(always)]
-pub(super) fn has_node_ports<A: Address>(tunnel: &Ends<A>, packet: &Packet<A>) -> bool {
-    tunnel.source.difference(&packet.destination) == 0
+/// Sets `scratch.frontend`. Node ports are served at the address of the node that has encapsulated the packet, and at no other: whoever forges
+/// one can have an answer come only from an address that it can forge anyway.
+// Not inlined, for its stack.
+#[inline(never)]
+fn find_frontend<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    let Scratch { packet, tunnel, frontend, .. } = scratch;
+    let has_node_ports = || tunnel.source.difference(&packet.destination) == 0;
+    *frontend = select::find_where(tables, &packet.to(), has_node_ports).unwrap_or_default();
 }
 
 /// No slot has this index.
@@ -124,9 +112,36 @@ fn place<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address>)
     }
 }
 
-/// What a client says of `scratch.flow`, whose entry is at `scratch.key` in `scratch.stage`. Nothing tells an acknowledgement that is made up
-/// from one of what the backend has sent. So a client is believed to receive answers once it goes on: its flow is established by a segment
-/// that comes a second after the last stamp, or by a datagram seconds after the first one.
+/// A client's packet of `scratch.flow`, whose entry is at `scratch.key` in `scratch.stage`: learns what it says, and keeps the flow's entries.
+#[inline(always)]
+pub(super) fn go_on<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<(), Reason> {
+    if scratch.packet.is_error() {
+        return Ok(());
+    }
+    tables.run(scratch, Routine::HearClient);
+    let Scratch { flow, stage, packet, .. } = &*scratch;
+    let is_opening = *stage == Stage::Opening;
+    if flow.state.has_ended() || (is_closing(flow) && !is_opening) {
+        tables.run(scratch, Routine::Retire);
+        return Ok(());
+    }
+    // A SYN keeps no connection that its backend may have forgotten.
+    if !is_stale(flow, tables.now()) || (packet.is_tcp() && packet.opens()) {
+        return Ok(());
+    }
+    if is_opening && flow.state.progress >= PROGRESS_SUSTAINED && !is_closing(flow) {
+        decide(tables, scratch, Routine::Establish)?;
+    }
+    tables.run(scratch, Routine::Refresh);
+    Ok(())
+}
+
+/// What the packet says of `scratch.flow`. Nothing tells an acknowledgement that is made up from one of what the backend has sent. So a client
+/// is believed to receive answers once it goes on: its flow is established by a segment that comes a second after the flow's last stamp, or by
+/// a datagram that comes seconds after the first one.
 #[inline(always)]
 pub(super) fn hear_client<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     let Some(entry) = tables.flow(scratch.stage, &scratch.key) else { return };
@@ -162,12 +177,8 @@ pub(super) fn hear_client<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut
             }
         } else if is_believed {
             state.reset = 0;
-            let is_beyond = segment.next.wrapping_sub(sent).wrapping_sub(1) < REACH;
             if segment.has(TCP_FIN) {
                 state.client_fin = FIN_ACKNOWLEDGED;
-            } else if is_beyond {
-                // The FIN before was forged.
-                state.client_fin = 0;
             }
             tcp::advance(scratch, Speaker::Client, entry);
         }

@@ -8,7 +8,9 @@ use super::{
 };
 use crate::{
     family::Family,
-    layout::{FLOW_DSR, FLOW_FOREIGN, FLOW_FROM_HOST, FLOW_MASQUERADE, FLOW_OF_NETFILTER, PROGRESS_SUSTAINED},
+    layout::{
+        FLOW_DSR, FLOW_FOREIGN, FLOW_FROM_HOST, FLOW_MASQUERADE, FLOW_OF_NETFILTER, PROGRESS_SUSTAINED,
+    },
     packet::{Part, TCP_FIN, TCP_RST},
     reason::Reason,
 };

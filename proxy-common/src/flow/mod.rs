@@ -255,11 +255,7 @@ pub fn arriving<F: Family, T: FlowTables<F>>(
     if scratch.packet.is_later_fragment() {
         return decide(tables, scratch, Routine::FollowFragment);
     }
-    let outcome = if scratch.is_unpacked {
-        decide(tables, scratch, Routine::Unpack)
-    } else {
-        arriving_with_ports(tables, scratch)
-    };
+    let outcome = arriving_with_ports(tables, scratch);
     record_first_fragment(tables, scratch, outcome);
     outcome
 }
@@ -275,16 +271,20 @@ pub fn leaving<F: Family, T: FlowTables<F>>(
     scratch.is_unpacked = false;
     scratch.fragment_key.direction = FRAGMENT_LEAVING;
     if scratch.packet.is_later_fragment() {
-        decide(tables, scratch, Routine::FollowFragment)?;
-    } else {
-        let outcome = leaving_with_ports(tables, scratch, from_host);
-        record_first_fragment(tables, scratch, outcome);
-        outcome?;
+        return decide(tables, scratch, Routine::FollowFragment);
     }
-    if scratch.action.then == Then::Encapsulate {
-        decide(tables, scratch, Routine::SetTunnel)?;
-    }
-    Ok(())
+    let outcome = leaving_with_ports(tables, scratch, from_host);
+    record_first_fragment(tables, scratch, outcome);
+    outcome
+}
+
+/// What a packet becomes that leaves the node with [`Then::Encapsulate`]: as the client has sent it, in one with the ends `scratch.tunnel`.
+#[inline(always)]
+pub fn encapsulating<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<(), Reason> {
+    decide(tables, scratch, Routine::Encapsulate)
 }
 
 #[inline(always)]
@@ -346,6 +346,10 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
                 end_if_gone(tables, scratch, found.entry)?;
             }
             translate_arriving(scratch, found.step)?;
+            if scratch.flow.flags & FLOW_DSR != 0 {
+                scratch.stage = found.stage;
+                return decide(tables, scratch, Routine::GoOnDirectly);
+            }
             return go_on(tables, scratch, found);
         }
     }
@@ -393,6 +397,11 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
                 scratch.stage = found.stage;
                 decide(tables, scratch, Routine::Masquerade)?;
                 scratch.action.rewrite = scratch.flow.masquerade_rewrite();
+                return Ok(());
+            }
+            if found.step == Step::ToBackend && scratch.flow.flags & FLOW_DSR != 0 {
+                // The flow was kept where the packet has come in.
+                scratch.action.then = Then::Encapsulate;
                 return Ok(());
             }
             if is_hosts {
@@ -450,10 +459,6 @@ fn translate_leaving<A: Address>(scratch: &mut Scratch<A>, step: Step, is_hosts:
     action.rewrite = match step {
         Step::FromBackend => flow.reply_rewrite(),
         Step::ToBackend if flow.flags & FLOW_MASQUERADE != 0 => flow.masquerade_rewrite(),
-        Step::ToBackend if flow.flags & FLOW_DSR != 0 => {
-            action.then = Then::Encapsulate;
-            flow.undo_forward_rewrite()
-        }
         Step::ToFrontend if is_hosts || flow.flags & FLOW_FOREIGN != 0 => flow.forward_rewrite(),
         Step::ToFrontend
         | Step::FromFrontend
@@ -502,8 +507,11 @@ fn read<A: Address>(scratch: &mut Scratch<A>, entry: impl FlowEntry<A>) -> Optio
 
 // Not inlined: the ends would lie on the stack on the way of each packet.
 #[inline(never)]
-fn step_of_packet<A: Address>(Scratch { packet, flow, .. }: &Scratch<A>) -> Option<Step> {
-    flow.step_of(packet)
+fn step_of_packet<A: Address>(scratch: &Scratch<A>) -> Option<Step> {
+    if scratch.is_unpacked && !direct::is_for(scratch) {
+        return None;
+    }
+    scratch.flow.step_of(&scratch.packet)
 }
 
 #[inline(always)]
@@ -567,6 +575,9 @@ fn prepare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
     let Scratch { origin, rival, .. } = *scratch;
     // Before the tables are read: a change meanwhile has them compared once more.
     scratch.flow.epoch = tables.epoch();
+    if scratch.is_unpacked {
+        return direct::prepare(tables, scratch);
+    }
     let dials_frontend = rival != Rival::Masqueraded && find_frontend(tables, scratch);
     // To a node port at which another's datagrams are masqueraded: it would go round for ever.
     if dials_frontend && origin != Origin::Host && foreign::is_answer(tables, scratch) {
@@ -589,22 +600,9 @@ fn prepare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
 // Not inlined, for the same reason.
 #[inline(never)]
 fn find_frontend<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {
-    let found = dialled(tables, scratch);
+    let found = select::find(tables, &scratch.packet.to(), scratch.origin);
     scratch.frontend = found.unwrap_or_default();
     found.is_some()
-}
-
-/// The frontend that the packet dials.
-#[inline(always)]
-fn dialled<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address>) -> Option<Frontend> {
-    let Scratch { packet, origin, is_unpacked, tunnel, .. } = scratch;
-    select::find_where(tables, &packet.to(), || {
-        if *is_unpacked {
-            direct::has_node_ports(tunnel, packet)
-        } else {
-            select::has_node_ports(tables, &packet.destination, *origin)
-        }
-    })
 }
 
 /// Why nobody serves the packet, which dials no frontend.
@@ -643,10 +641,7 @@ fn go_on<F: Family, T: FlowTables<F>>(
     let mut is_confirmed = false;
     if matches!(found.step, Step::ToFrontend | Step::FromBackend) {
         let speaker = if found.step == Step::ToFrontend { Speaker::Client } else { Speaker::Backend };
-        if scratch.flow.flags & FLOW_DSR != 0 {
-            tables.run(scratch, Routine::HearClient);
-            is_confirmed = scratch.flow.state.progress == PROGRESS_SUSTAINED;
-        } else if scratch.packet.is_tcp() {
+        if scratch.packet.is_tcp() {
             tcp::hear(tables, scratch, speaker, found.entry);
             is_confirmed =
                 speaker == Speaker::Client && tcp::confirms(&scratch.flow, &scratch.packet.segment);
@@ -656,8 +651,7 @@ fn go_on<F: Family, T: FlowTables<F>>(
             hear_datagram(tables, scratch, found);
         }
     }
-    let is_closing = direct::is_closing(&scratch.flow);
-    if scratch.flow.state.has_ended() || (is_closing && found.stage == Stage::Established) {
+    if scratch.flow.state.has_ended() {
         // Also if it was found among the opening ones: another CPU may be establishing it.
         tables.run(scratch, Routine::Retire);
         return Ok(());
@@ -667,7 +661,7 @@ fn go_on<F: Family, T: FlowTables<F>>(
         return Ok(());
     }
     let is_stale = is_stale(&scratch.flow, tables.recently(&mut scratch.clock));
-    if found.stage == Stage::Opening && !is_closing {
+    if found.stage == Stage::Opening {
         if is_confirmed {
             found.entry.write(Change::Progress(PROGRESS_CONFIRMED));
         }
@@ -780,14 +774,17 @@ fn end_one_that_is_gone<F: Family, T: FlowTables<F>>(
     Err(Reason::BackendGone)
 }
 
-/// Does the flow's frontend still belong to its service, and its backend to any?
+/// Does the flow's frontend still belong to its service, and its backend to any? What another node has sent here was dialled there.
 // Not inlined: keys would lie on the stack on the way of each packet.
 #[inline(never)]
 fn is_in_service<F: Family, T: FlowTables<F>>(
     tables: &T,
-    scratch: &Scratch<F::Address>,
+    Scratch { packet, flow, origin, is_unpacked, .. }: &Scratch<F::Address>,
 ) -> bool {
-    let service = dialled(tables, scratch).map_or(NO_SERVICE, |frontend| frontend.service);
-    let flow = &scratch.flow;
+    let service = if *is_unpacked {
+        flow.service
+    } else {
+        select::find(tables, &packet.to(), *origin).map_or(NO_SERVICE, |frontend| frontend.service)
+    };
     service == flow.service && tables.backend(flow.backend_id).is_some()
 }

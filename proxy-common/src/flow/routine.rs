@@ -35,11 +35,12 @@ pub enum Routine {
     RecordFragment,
     /// Notes the ends of a packet that leaves and has no flow.
     NoticeForeign,
-    /// Decides what becomes of a packet that has come in another: `failure`.
-    Unpack,
-    /// Sets `tunnel` to the ends of the packet that this one leaves in: `failure`.
-    SetTunnel,
-    /// Learns what a client says whose answers are not seen.
+    /// Makes the packet, which goes to a backend, what the client has sent again, and sets `tunnel` to the ends of the one that it leaves
+    /// in: `failure`.
+    Encapsulate,
+    /// Keeps a flow whose answers are not seen here: `failure`.
+    GoOnDirectly,
+    /// Learns what a client says whose answers are not seen here.
     HearClient,
 }
 
@@ -61,8 +62,8 @@ pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
         Routine::FollowFragment => scratch.failure = fragments::follow(tables, scratch).err(),
         Routine::RecordFragment => fragments::record(tables, scratch),
         Routine::NoticeForeign => foreign::notice(tables, scratch),
-        Routine::Unpack => scratch.failure = direct::unpack(tables, scratch).err(),
-        Routine::SetTunnel => scratch.failure = direct::set_tunnel(tables, scratch).err(),
+        Routine::Encapsulate => scratch.failure = direct::encapsulate(tables, scratch).err(),
+        Routine::GoOnDirectly => scratch.failure = direct::go_on(tables, scratch).err(),
         Routine::HearClient => direct::hear_client(tables, scratch),
     }
 }

@@ -19,7 +19,7 @@ pub use self::{
     nat::rewrite as rewrite_headers,
     parse::{Network, parse},
     sum::Sum,
-    tunnel::{Ends, Tunnel, inner},
+    tunnel::{Ends, Tunnel, inner, write_outer},
 };
 use crate::{
     family::Destination,

@@ -5,9 +5,10 @@ use std::{collections::BTreeSet, iter, sync::Arc};
 use ipnet::IpNet;
 use proxy_common::{
     layout::{
-        BACKEND_LOCAL, EndpointSet, FRONTEND_AFFINITY, FRONTEND_EXTERNAL, FRONTEND_LOCAL_POLICY,
-        FRONTEND_MAGLEV, FRONTEND_SOURCE_RANGES, FrontendKey, NAME_BYTES, SERVICE_EXTERNAL_LOCAL,
-        SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, SERVICE_MAGLEV, ServiceName, SourceRange,
+        BACKEND_LOCAL, EndpointSet, FRONTEND_AFFINITY, FRONTEND_DSR, FRONTEND_EXTERNAL,
+        FRONTEND_LOCAL_POLICY, FRONTEND_MAGLEV, FRONTEND_SOURCE_RANGES, FrontendKey, NAME_BYTES, SERVICE_DSR,
+        SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, SERVICE_MAGLEV, ServiceName,
+        SourceRange,
     },
     port::Port,
 };
@@ -15,7 +16,7 @@ use proxy_common::{
 use super::{allocate::Range, family::TableFamily, maglev, tables::SourceRangeKey};
 use crate::model::{
     desired::{DesiredPort, Endpoint, Endpoints, FrontendKind, ServicePortName},
-    objects::{self, Algorithm, ObjectName, Protocol, TrafficPolicy},
+    objects::{self, Algorithm, Forwarding, ObjectName, Protocol, TrafficPolicy},
 };
 
 /// Where a service port's endpoint sets lie among its slots, first slot of the service = 0.
@@ -133,8 +134,9 @@ pub(super) fn span(sets: [EndpointSet; 3]) -> Range {
     Range { first, count: u32::try_from(end - u64::from(first)).unwrap_or(u32::MAX) }
 }
 
-pub(super) fn service_flags(port: &DesiredPort, algorithm: Algorithm) -> u32 {
+pub(super) fn service_flags(port: &DesiredPort, algorithm: Algorithm, forwarding: Forwarding) -> u32 {
     let flags = [
+        (forwarding == Forwarding::Dsr, SERVICE_DSR),
         (algorithm == Algorithm::Maglev, SERVICE_MAGLEV),
         (port.endpoints.any, SERVICE_HAS_ENDPOINTS),
         (port.internal_policy == TrafficPolicy::Local, SERVICE_INTERNAL_LOCAL),
@@ -152,6 +154,19 @@ pub(super) fn algorithm(flags: u32) -> Algorithm {
     if flags & SERVICE_MAGLEV != 0 { Algorithm::Maglev } else { Algorithm::Random }
 }
 
+/// As [`algorithm`].
+pub(super) fn forwarding(flags: u32) -> Forwarding {
+    if flags & SERVICE_DSR != 0 { Forwarding::Dsr } else { Forwarding::Snat }
+}
+
+/// `Snat` or `Dsr`; `of_node`: of service ports that name none. Where each node has its own endpoints (hints of EndpointSlices), that of the
+/// endpoint need not have it among its own, and then knows nothing of what was sent there: those get `Snat`.
+pub(super) fn forwarding_of(port: &DesiredPort, of_node: Forwarding) -> Forwarding {
+    let wanted = port.forwarding.unwrap_or(of_node).of_protocol(port.name.protocol);
+    let is_narrowed = port.endpoints.unused.iter().any(|endpoint| !endpoint.terminating);
+    if is_narrowed { Forwarding::Snat } else { wanted }
+}
+
 pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
     if endpoint.local { BACKEND_LOCAL } else { 0 }
 }
@@ -160,14 +175,19 @@ pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
 pub(super) fn frontends<F: TableFamily>(
     port: &DesiredPort,
     algorithm: Algorithm,
+    forwarding: Forwarding,
 ) -> Vec<(FrontendKey<F::Address>, u32)> {
     let of_port = [
         (port.affinity_seconds.is_some(), FRONTEND_AFFINITY),
         (algorithm == Algorithm::Maglev, FRONTEND_MAGLEV),
     ];
     let of_port = sum_of(of_port);
-    let external = FRONTEND_EXTERNAL
-        | if port.external_policy == TrafficPolicy::Local { FRONTEND_LOCAL_POLICY } else { 0 };
+    let external = [
+        (true, FRONTEND_EXTERNAL),
+        (port.external_policy == TrafficPolicy::Local, FRONTEND_LOCAL_POLICY),
+        (forwarding == Forwarding::Dsr, FRONTEND_DSR),
+    ];
+    let external = sum_of(external);
     let mut keys: Vec<_> = port
         .frontends
         .iter()
@@ -433,6 +453,7 @@ mod tests {
             affinity_seconds: None,
             source_ranges: Vec::new(),
             algorithm: None,
+            forwarding: None,
         }
     }
 
@@ -446,7 +467,7 @@ mod tests {
         ]);
         let http = |address| FrontendKey::of_address(address, Port::new(80), 6);
         assert_eq!(
-            frontends::<V4>(&port, Algorithm::Random),
+            frontends::<V4>(&port, Algorithm::Random, Forwarding::Snat),
             [
                 (http([10, 96, 0, 1]), 0),
                 (http([192, 0, 2, 1]), FRONTEND_EXTERNAL),
@@ -459,7 +480,7 @@ mod tests {
     fn addresses_of_the_other_family_are_no_frontends() {
         let address = "10.96.0.1".parse().unwrap();
         let port = port(vec![Frontend { kind: FrontendKind::ClusterIp, address, port: 80 }]);
-        assert!(frontends::<V6>(&port, Algorithm::Random).is_empty());
+        assert!(frontends::<V6>(&port, Algorithm::Random, Forwarding::Snat).is_empty());
     }
 
     #[rstest]
@@ -477,10 +498,13 @@ mod tests {
             frontend(FrontendKind::ExternalIp, "192.0.2.2"),
         ];
         let port = DesiredPort { affinity_seconds, external_policy, ..port(of_both) };
-        let flags: Vec<u32> =
-            frontends::<V4>(&port, Algorithm::Random).into_iter().map(|(_, flags)| flags).collect();
+        let flags: Vec<u32> = frontends::<V4>(&port, Algorithm::Random, Forwarding::Snat)
+            .into_iter()
+            .map(|(_, flags)| flags)
+            .collect();
         assert_eq!(flags, expected);
-        let flags = frontends::<V4>(&port, Algorithm::Maglev).into_iter().map(|(_, flags)| flags);
+        let flags =
+            frontends::<V4>(&port, Algorithm::Maglev, Forwarding::Snat).into_iter().map(|(_, flags)| flags);
         assert!(flags.zip(expected).all(|(flags, expected)| flags == expected | FRONTEND_MAGLEV));
     }
 
@@ -492,7 +516,10 @@ mod tests {
             frontend(FrontendKind::ExternalIp, "192.0.2.2"),
         ]);
         let flags = |port: &DesiredPort| {
-            frontends::<V4>(port, Algorithm::Random).into_iter().map(|(_, flags)| flags).collect::<Vec<_>>()
+            frontends::<V4>(port, Algorithm::Random, Forwarding::Snat)
+                .into_iter()
+                .map(|(_, flags)| flags)
+                .collect::<Vec<_>>()
         };
         assert_eq!(flags(&port), [FRONTEND_EXTERNAL; 2]);
         assert!(source_ranges::<V4>(&port, 7).is_empty());

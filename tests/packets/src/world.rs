@@ -451,6 +451,18 @@ impl World {
         self.run_with(program, packet, Some(&context))
     }
 
+    /// A packet that leaves by the interface with this index.
+    pub(crate) fn leaves_by(&self, interface: u32, program: &str, packet: &[u8]) -> Result<Output> {
+        /// Of `__sk_buff`, and the offsets of its `ingress_ifindex` and `ifindex`.
+        const CONTEXT: usize = 192;
+        const INGRESS_INTERFACE: usize = 36;
+        const INTERFACE: usize = 40;
+        let mut context = [0; CONTEXT];
+        context[INGRESS_INTERFACE] = 1;
+        context[INTERFACE..INTERFACE + 4].copy_from_slice(&interface.to_ne_bytes());
+        self.run_with(program, packet, Some(&context))
+    }
+
     fn run_with(&self, program: &str, packet: &[u8], context: Option<&[u8]>) -> Result<Output> {
         let program: &SchedClassifier =
             self.ebpf.program(program).with_context(|| format!("no program {program}"))?.try_into()?;

@@ -3,6 +3,7 @@
 mod affinity;
 mod balance;
 mod baseline;
+mod direct;
 mod events;
 mod floods;
 mod flows;
@@ -148,6 +149,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     source_address::cases::<W>(group);
     transit::cases::<W>(group);
     unserved::cases::<W>(group);
+    direct::cases::<W>(group);
 }
 
 fn with_flows<W: Tables + 'static>(group: &mut Group) {

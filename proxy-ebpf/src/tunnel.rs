@@ -5,7 +5,7 @@ use aya_ebpf::{
         __sk_buff, BPF_F_ADJ_ROOM_ENCAP_L3_IPV4, BPF_F_ADJ_ROOM_ENCAP_L3_IPV6, BPF_F_ADJ_ROOM_FIXED_GSO,
         TC_ACT_SHOT, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC,
     },
-    helpers::bpf_skb_adjust_room,
+    helpers::{bpf_check_mtu, bpf_skb_adjust_room},
     programs::TcContext,
 };
 use proxy_common::{
@@ -15,7 +15,7 @@ use proxy_common::{
 };
 
 use crate::{
-    host,
+    globals, host,
     refuse::{self, Refuse},
     route::Route,
     skb::Skb,
@@ -65,6 +65,20 @@ pub(crate) const ENCAPSULATED: u32 = 0;
 pub(crate) const TOO_BIG: u32 = 1;
 const FAILED: u32 = 2;
 
+/// Is the packet longer than its interface takes, once it has so much more?
+#[inline(always)]
+fn is_too_long(ctx: &TcContext, more: u32) -> bool {
+    /// Of this packet's own interface.
+    const OWN: u32 = 0;
+    /// Answered by bpf_check_mtu; 0: it fits.
+    const FRAGMENTATION_NEEDED: i64 = 1;
+    // 0: the length is the packet's.
+    let mut length = 0u32;
+    // SAFETY: the context of this program, and a local.
+    let answer = unsafe { bpf_check_mtu(ctx.skb.skb.cast(), OWN, &mut length, more as i32, 0) };
+    answer == FRAGMENTATION_NEEDED
+}
+
 /// Puts the packet into one with the ends `scratch.tunnel`.
 // Not inlined, for its stack.
 #[inline(never)]
@@ -73,7 +87,7 @@ pub(crate) fn encapsulate<F: Encapsulate>(
     network: u32,
     scratch: &Scratch<F::Address>,
 ) -> u32 {
-    /// Of the kernel's own; no number of errno(3).
+    /// Of the kernel's own; no number of errno(3). Before 5.12 it says that the packet would be too long for the interface.
     const ENOTSUPP: i64 = -524;
     let ctx = &TcContext::new(skb);
     let bytes = Skb::of(ctx);
@@ -81,6 +95,9 @@ pub(crate) fn encapsulate<F: Encapsulate>(
     let length = bytes.length() - network;
     // SAFETY: a field of the context.
     let has_segments = unsafe { (*skb).gso_size } != 0;
+    if !has_segments && globals::CAN_CHECK_MTU.load() == globals::ON && is_too_long(ctx, F::OUTER) {
+        return TOO_BIG;
+    }
     // Segments of a stream get shorter, so that they fit; datagrams must stay as they are.
     let is_fixed = has_segments && !scratch.packet.is_tcp();
     let fixed = if is_fixed { u64::from(BPF_F_ADJ_ROOM_FIXED_GSO) } else { 0 };

@@ -322,6 +322,7 @@ impl Wire for V4 {
         let (source, destination) = (Self::address(tunnel.source), Self::address(tunnel.destination));
         let mut header =
             Ipv4Header::new(inner.len() as u16, 64, IpNumber::IPV4, source, destination).unwrap();
+        header.dscp = (inner[1] >> 2).try_into().unwrap();
         header.header_checksum = header.calc_header_checksum();
         [link, &header.to_bytes(), inner].concat()
     }

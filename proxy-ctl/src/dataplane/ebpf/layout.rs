@@ -508,6 +508,45 @@ mod tests {
         assert!(flags.zip(expected).all(|(flags, expected)| flags == expected | FRONTEND_MAGLEV));
     }
 
+    #[rstest]
+    #[case::by_default(None, Forwarding::Snat, Protocol::Tcp, Forwarding::Snat)]
+    #[case::as_the_node(None, Forwarding::Dsr, Protocol::Udp, Forwarding::Dsr)]
+    #[case::not_as_the_node(Some(Forwarding::Snat), Forwarding::Dsr, Protocol::Tcp, Forwarding::Snat)]
+    #[case::hybrid_tcp(Some(Forwarding::Hybrid), Forwarding::Snat, Protocol::Tcp, Forwarding::Dsr)]
+    #[case::hybrid_udp(Some(Forwarding::Hybrid), Forwarding::Dsr, Protocol::Udp, Forwarding::Snat)]
+    fn forwarding_of_a_service_port(
+        #[case] forwarding: Option<Forwarding>,
+        #[case] of_node: Forwarding,
+        #[case] protocol: Protocol,
+        #[case] expected: Forwarding,
+    ) {
+        let frontend = |kind, address: &str| Frontend { kind, address: address.parse().unwrap(), port: 80 };
+        let of_both = vec![
+            frontend(FrontendKind::ClusterIp, "10.96.0.1"),
+            frontend(FrontendKind::ExternalIp, "192.0.2.2"),
+        ];
+        let mut port = DesiredPort { forwarding, ..port(of_both) };
+        port.name.protocol = protocol;
+        let found = forwarding_of(&port, of_node);
+        assert_eq!(found, expected);
+        let flags = frontends::<V4>(&port, Algorithm::Random, found).into_iter().map(|(_, flags)| flags);
+        let flag = if expected == Forwarding::Dsr { FRONTEND_DSR } else { 0 };
+        assert_eq!(flags.collect::<Vec<_>>(), [0, FRONTEND_EXTERNAL | flag]);
+        assert_eq!(super::forwarding(service_flags(&port, Algorithm::Maglev, found)), expected);
+    }
+
+    /// Other nodes may have chosen other endpoints by hints. One that terminates is used by nobody.
+    #[rstest]
+    #[case::ready(false, Forwarding::Snat)]
+    #[case::terminating(true, Forwarding::Dsr)]
+    fn endpoints_of_other_nodes_choice(#[case] terminating: bool, #[case] expected: Forwarding) {
+        let address = "10.244.2.2".parse().unwrap();
+        let unused = Endpoint { address, port: 80, local: false, terminating, weight: 1 };
+        let mut port = DesiredPort { forwarding: Some(Forwarding::Dsr), ..port(Vec::new()) };
+        port.endpoints.unused = Box::new([unused]);
+        assert_eq!(forwarding_of(&port, Forwarding::Snat), expected);
+    }
+
     #[test]
     fn source_ranges_close_load_balancer_addresses() {
         let frontend = |kind, address: &str| Frontend { kind, address: address.parse().unwrap(), port: 80 };

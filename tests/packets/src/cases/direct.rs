@@ -102,7 +102,9 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("direct: cut short anywhere, and one in one in another", |s| {
         backends_node(s)?;
         let whole = s.first(CLIENT, LOAD_BALANCER).in_tunnel::<W>(tunnel());
-        for length in 15..whole.len() {
+        // The kernel gives programs no shorter ones.
+        let shortest = if W::NAME == "ipv4" { 34 } else { 54 };
+        for length in shortest..whole.len() {
             s.send_bytes("uplink_ingress", &whole[..length], Expect::Untouched)?;
         }
         let nested = W::in_tunnel(&whole, tunnel());

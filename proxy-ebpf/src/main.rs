@@ -38,6 +38,7 @@ mod socket;
 mod tables;
 #[cfg(target_arch = "bpf")]
 mod tc;
+#[cfg(target_arch = "bpf")]
 mod tunnel;
 #[cfg(target_arch = "bpf")]
 mod xdp;

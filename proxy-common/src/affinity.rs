@@ -6,7 +6,7 @@ use crate::{
     layout::*,
     port::Port,
     select::Origin,
-    tables::{AffinityEntry as _, AffinityTables},
+    tables::{AffinityEntry as _, AffinityTables, Tables},
 };
 
 impl<A: Address> Client<A> {
@@ -91,6 +91,16 @@ const MOST_HALVINGS: u32 = 26;
 fn place_of<F: Family, T: AffinityTables<F>>(tables: &T, set: EndpointSet, affinity: Affinity) -> u32 {
     let Some(backend) = tables.backend(affinity.backend) else { return NOWHERE };
     let wanted = F::Slot::new(backend.address, Port::new(backend.port), affinity.backend, affinity.flags);
+    let place = last_up_to(tables, set, &wanted);
+    match tables.slot(place) {
+        Some(slot) if slot.backend() == affinity.backend => place,
+        Some(_) | None => NOWHERE,
+    }
+}
+
+/// Index of the last slot in this set that `wanted` does not precede; of the first one, if there is none.
+#[inline(always)]
+pub(crate) fn last_up_to<F: Family>(tables: &impl Tables<F>, set: EndpointSet, wanted: &F::Slot) -> u32 {
     let (mut first, mut count) = (set.first, set.count());
     for _ in 0..MOST_HALVINGS {
         if count <= 1 {
@@ -103,10 +113,7 @@ fn place_of<F: Family, T: AffinityTables<F>>(tables: &T, set: EndpointSet, affin
         }
         count -= half;
     }
-    match tables.slot(first) {
-        Some(slot) if slot.backend() == affinity.backend => first,
-        Some(_) | None => NOWHERE,
-    }
+    first
 }
 
 #[cfg(test)]
@@ -118,7 +125,7 @@ mod tests {
         family::{V4, V6},
         reason::Reason,
         select::choose,
-        tables::{Tables as _, host::HostTables},
+        tables::host::HostTables,
     };
 
     const SERVICE: u32 = 7;

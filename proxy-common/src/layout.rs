@@ -160,7 +160,10 @@ pub const FRONTEND_AFFINITY: u32 = 8;
 pub const FRONTEND_MAGLEV: u32 = 16;
 
 /// New connections draw two backends, and go to the one with fewer connections.
-pub const FRONTEND_LEAST_CONNECTION: u32 = 64;
+pub const FRONTEND_LEAST_CONNECTION: u32 = 32;
+/// With `FRONTEND_EXTERNAL`: what clients outside send to backends of other nodes goes there in a packet of this node, and the answers
+/// straight to the client (direct server return).
+pub const FRONTEND_DSR: u32 = 64;
 
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
@@ -276,6 +279,8 @@ pub const SERVICE_EXTERNAL_LOCAL: u32 = 4;
 pub const SERVICE_MAGLEV: u32 = 8;
 /// For people: its frontends have `FRONTEND_LEAST_CONNECTION`.
 pub const SERVICE_LEAST_CONNECTION: u32 = 16;
+/// For people: its frontends have `FRONTEND_DSR`.
+pub const SERVICE_DSR: u32 = 32;
 
 /// Table `services`, mmapable array by service id: one entry for each service port and family. All zero: unused.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -480,6 +485,9 @@ pub const FLOW_OVERLAPPING: u32 = 8;
 pub const FLOW_FOREIGN: u32 = 16;
 /// Its entry of client and frontend in `flows4/6` is counted as a connection of its backend.
 pub const FLOW_COUNTED: u32 = 64;
+/// Its packets leave the node as the client has sent them, each in a packet to the backend, whose node answers the client itself: no answer
+/// is seen here (direct server return).
+pub const FLOW_DSR: u32 = 32;
 
 /// Nothing is heard of the backend.
 pub const PROGRESS_OPENED: u8 = 0;
@@ -643,6 +651,8 @@ pub const FATE_TRANSLATED: u32 = 2;
 pub const FATE_REROUTED: u32 = 3;
 /// As `FATE_TRANSLATED`, into the node by the interface that leads to its new source.
 pub const FATE_INTO_NODE: u32 = 4;
+/// As `FATE_TRANSLATED`, in a packet to the backend.
+pub const FATE_ENCAPSULATED: u32 = 5;
 
 /// What became of the first fragment, so of the others.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

@@ -101,6 +101,8 @@ reasons! {
     SourceNotAllowed = 39, Drop, "source_not_allowed";
     /// An event that somebody watches for found the ring full.
     EventLost = 40, Pass, "event_lost";
+    /// With direct server return: longer than what fits into a packet to the backend. The client is told.
+    PacketTooBig = 44, Drop, "packet_too_big";
     /// A later fragment of a packet whose first one was dropped or refused.
     FragmentOfDropped = 36, Drop, "fragment_of_dropped";
 }

@@ -29,11 +29,21 @@ pub fn find<F: Family>(
     destination: &Destination<F::Address>,
     origin: Origin,
 ) -> Option<Frontend> {
+    find_where(tables, destination, || has_node_ports(tables, &destination.address, origin))
+}
+
+/// As [`find`]: `has_node_ports` says whether node ports are served at the destination's address.
+#[inline(always)]
+pub(crate) fn find_where<F: Family>(
+    tables: &impl Tables<F>,
+    destination: &Destination<F::Address>,
+    has_node_ports: impl FnOnce() -> bool,
+) -> Option<Frontend> {
     let Destination { address, port, protocol } = *destination;
     /// A value rather than an `Option` in between: of a register that holds nothing, LLVM makes one that the verifier refuses to read.
     const NONE: Frontend = Frontend { service: NO_SERVICE, flags: FRONTEND_EXTERNAL };
     let of_address = tables.frontend(&FrontendKey::of_address(address, port, protocol)).unwrap_or(NONE);
-    let found = if of_address.flags & FRONTEND_EXTERNAL != 0 && has_node_ports(tables, &address, origin) {
+    let found = if of_address.flags & FRONTEND_EXTERNAL != 0 && has_node_ports() {
         tables.frontend(&FrontendKey::of_node_port(port, protocol)).unwrap_or(of_address)
     } else {
         of_address

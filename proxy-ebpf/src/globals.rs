@@ -36,4 +36,6 @@ globals! {
     DROP_UNALLOCATED: u32 = 0x6f66_6607;
     /// 1: pings of ClusterIPs are answered.
     ANSWER_PING: u32 = 0x6f66_6608;
+    /// 1: the kernel has bpf_check_mtu (5.12). From then on bpf_skb_adjust_room makes packets longer than the interface takes.
+    CAN_CHECK_MTU: u32 = 0x6f66_660d;
 }

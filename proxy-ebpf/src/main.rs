@@ -41,6 +41,8 @@ mod tables;
 #[cfg(target_arch = "bpf")]
 mod tc;
 #[cfg(target_arch = "bpf")]
+mod tunnel;
+#[cfg(target_arch = "bpf")]
 mod xdp;
 
 /// A reachable panic is an endless loop, which the verifier refuses: it cannot be shipped.

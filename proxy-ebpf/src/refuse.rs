@@ -22,9 +22,16 @@ const HOP_LIMIT: u8 = 64;
 pub(crate) trait Refuse: Network {
     /// Swaps the addresses and resets the lifetime. The transport's checksum stays valid.
     fn turn_around(ctx: &TcContext, packet: &Packet<Self::Address>) -> Result<(), i64>;
-    /// Replaces the packet by the ICMP error that quotes it.
-    fn unreachable(ctx: &TcContext, packet: &Packet<Self::Address>) -> Result<(), i64>;
+    /// Begin of the ICMP error: port unreachable.
+    const PORT_UNREACHABLE: IcmpHeader;
+    /// Begin of the ICMP error: the packet is longer than `length`, which would have gone further.
+    fn too_big(length: u32) -> IcmpHeader;
+    /// Replaces the packet by an ICMP error that quotes it.
+    fn make_error(ctx: &TcContext, packet: &Packet<Self::Address>, header: IcmpHeader) -> Result<(), i64>;
 }
+
+/// Type, code, checksum, which is 0, and four bytes that depend on the type.
+type IcmpHeader = [u8; ICMP_HEADER as usize];
 
 /// Which way an answer leaves the packet's interface, to reach the client.
 #[derive(Clone, Copy, Eq, PartialEq)]
@@ -81,9 +88,20 @@ fn turn_into_refusal<F: Refuse>(
     if is_answered_by_reset(packet) {
         reset::<F>(ctx, packet)?;
     } else {
-        F::unreachable(ctx, packet)?;
+        F::make_error(ctx, packet, F::PORT_UNREACHABLE)?;
     }
     send_back(ctx, packet.headers.network, path)
+}
+
+/// Turns the packet into an ICMP error: it is longer than `length`, which would have gone further. False also where none is due.
+// Not inlined: what it needs of the stack would be added to what sending it needs.
+#[inline(never)]
+pub(crate) fn turn_into_too_big<F: Refuse>(
+    skb: *mut __sk_buff,
+    packet: &Packet<F::Address>,
+    length: u32,
+) -> bool {
+    is_due() && F::make_error(&TcContext::new(skb), packet, F::too_big(length)).is_ok()
 }
 
 /// Sends a packet that is turned around by the interface that it has come by.
@@ -131,7 +149,7 @@ fn reset<F: Refuse>(ctx: &TcContext, packet: &Packet<F::Address>) -> Result<(), 
     ctx.store(packet.headers.transport as usize, &new, 0)
 }
 
-/// ICMP type, code, checksum and four unused bytes.
+/// Bytes of an [`IcmpHeader`].
 const ICMP_HEADER: u32 = 8;
 /// As much of the transport as ICMP must quote: all of UDP's header.
 const QUOTED_TRANSPORT: u32 = 8;
@@ -179,6 +197,12 @@ fn store<T>(ctx: &TcContext, offset: u32, bytes: &T) -> Result<(), i64> {
     ctx.store(offset as usize, bytes, u64::from(BPF_F_RECOMPUTE_CSUM))
 }
 
+#[inline(always)]
+fn with_checksum([kind, code, _, _, a, b, c, d]: IcmpHeader, sum: Sum) -> IcmpHeader {
+    let [high, low] = sum.checksum();
+    [kind, code, high, low, a, b, c, d]
+}
+
 impl Refuse for V4 {
     #[inline(always)]
     fn turn_around(ctx: &TcContext, packet: &Packet<[u8; 4]>) -> Result<(), i64> {
@@ -193,11 +217,18 @@ impl Refuse for V4 {
         ctx.store((packet.headers.network + Self::DESTINATION) as usize, &packet.source, 0)
     }
 
+    const PORT_UNREACHABLE: IcmpHeader = [3, 3, 0, 0, 0, 0, 0, 0];
+
     #[inline(always)]
-    fn unreachable(ctx: &TcContext, packet: &Packet<[u8; 4]>) -> Result<(), i64> {
+    fn too_big(length: u32) -> IcmpHeader {
+        let [_, _, high, low] = length.to_be_bytes();
+        [3, 4, 0, 0, 0, 0, high, low]
+    }
+
+    #[inline(always)]
+    fn make_error(ctx: &TcContext, packet: &Packet<[u8; 4]>, icmp: IcmpHeader) -> Result<(), i64> {
         const HEADER: u32 = 20;
         const PROTOCOL_ICMP: u8 = 1;
-        const PORT_UNREACHABLE: [u8; 4] = [3, 3, 0, 0];
         /// Network control, as Linux marks its ICMP errors.
         const PRECEDENCE: u8 = 0xc0;
         let (quoted, sum) = quote(ctx, packet, HEADER + ICMP_HEADER)?;
@@ -212,8 +243,7 @@ impl Refuse for V4 {
         store(ctx, packet.headers.network + 8, &[HOP_LIMIT, PROTOCOL_ICMP, checksum[0], checksum[1]])?;
         store(ctx, packet.headers.network + Self::SOURCE, &from)?;
         store(ctx, packet.headers.network + Self::DESTINATION, &to)?;
-        let [high, low] = (sum + Sum::of(&PORT_UNREACHABLE)).checksum();
-        store(ctx, packet.headers.network + HEADER, &[3u8, 3, high, low, 0, 0, 0, 0])
+        store(ctx, packet.headers.network + HEADER, &with_checksum(icmp, sum + Sum::of(&icmp)))
     }
 }
 
@@ -226,11 +256,18 @@ impl Refuse for V6 {
         ctx.store((packet.headers.network + Self::DESTINATION) as usize, &packet.source, 0)
     }
 
+    const PORT_UNREACHABLE: IcmpHeader = [1, 4, 0, 0, 0, 0, 0, 0];
+
     #[inline(always)]
-    fn unreachable(ctx: &TcContext, packet: &Packet<[u8; 16]>) -> Result<(), i64> {
+    fn too_big(length: u32) -> IcmpHeader {
+        let [a, b, c, d] = length.to_be_bytes();
+        [2, 0, 0, 0, a, b, c, d]
+    }
+
+    #[inline(always)]
+    fn make_error(ctx: &TcContext, packet: &Packet<[u8; 16]>, icmp: IcmpHeader) -> Result<(), i64> {
         const HEADER: u32 = 40;
         const PROTOCOL_ICMP: u8 = 58;
-        const PORT_UNREACHABLE: [u8; 4] = [1, 4, 0, 0];
         let (quoted, sum) = quote(ctx, packet, HEADER + ICMP_HEADER)?;
         let length = (ICMP_HEADER + quoted) as u16;
         let [length_high, length_low] = length.to_be_bytes();
@@ -239,7 +276,6 @@ impl Refuse for V6 {
             + Sum::of(&to)
             + Sum::of(&[0, 0, length_high, length_low])
             + Sum::of(&[0, 0, 0, PROTOCOL_ICMP]);
-        let [high, low] = (sum + pseudo_header + Sum::of(&PORT_UNREACHABLE)).checksum();
         store(
             ctx,
             packet.headers.network,
@@ -247,6 +283,10 @@ impl Refuse for V6 {
         )?;
         store(ctx, packet.headers.network + Self::SOURCE, &from)?;
         store(ctx, packet.headers.network + Self::DESTINATION, &to)?;
-        store(ctx, packet.headers.network + HEADER, &[1u8, 4, high, low, 0, 0, 0, 0])
+        store(
+            ctx,
+            packet.headers.network + HEADER,
+            &with_checksum(icmp, sum + pseudo_header + Sum::of(&icmp)),
+        )
     }
 }

@@ -21,13 +21,14 @@ use crate::{
     route::Route,
     skb::Skb,
     tables::{Maps, count, count_packet, lease_has_ended, recently},
+    tunnel::{self, Encapsulate},
 };
 
 // Ethertypes as the context has them, in network order.
 const IPV4: u32 = 0x0800u16.to_be() as u32;
 const IPV6: u32 = 0x86ddu16.to_be() as u32;
 
-trait PacketFamily: Network + Refuse + Route + TellPacket {}
+trait PacketFamily: Network + Refuse + Route + TellPacket + Encapsulate {}
 impl PacketFamily for V4 {}
 impl PacketFamily for V6 {}
 
@@ -64,6 +65,8 @@ fn ethertype(ctx: &TcContext) -> u32 {
 
 /// Answered where a packet is none of those that most are, and nothing is done with it. No verdict.
 const UNDECIDED: i32 = i32::MIN;
+/// Answered where a packet is to leave in another. No verdict.
+const ENCAPSULATE: i32 = i32::MIN + 1;
 
 #[inline(always)]
 fn arrives<F: PacketFamily>(ctx: &TcContext, network: u32, origin: Origin) -> i32
@@ -82,8 +85,38 @@ where
     Maps: FlowTables<F>,
 {
     match known_leaves::<F>(ctx.skb.skb, network) {
-        UNDECIDED => egress_of::<F>(ctx.skb.skb, network, peers),
+        UNDECIDED => match egress_of::<F>(ctx.skb.skb, network, peers) {
+            ENCAPSULATE if peers == Origin::Outside => encapsulate::<F>(ctx.skb.skb, network),
+            verdict => verdict,
+        },
         verdict => verdict,
+    }
+}
+
+/// The packet goes on in another, as the client has sent it.
+// Not inlined, for its stack.
+#[inline(never)]
+fn encapsulate<F: PacketFamily>(skb: *mut __sk_buff, network: u32) -> i32
+where
+    Maps: FlowTables<F>,
+{
+    let ctx = &TcContext::new(skb);
+    let Some(scratch) = F::scratch() else { return TC_ACT_SHOT as i32 };
+    if let Err(reason) = flow::encapsulating(&Maps, scratch) {
+        return pass_or_drop::<F>(reason);
+    }
+    let translated = translate::<F>(ctx, &scratch.packet, &scratch.action.rewrite);
+    if translated != TC_ACT_UNSPEC {
+        return translated;
+    }
+    match tunnel::encapsulate::<F>(skb, network, scratch) {
+        tunnel::ENCAPSULATED => TC_ACT_UNSPEC,
+        tunnel::TOO_BIG => {
+            count(Reason::PacketTooBig);
+            F::tell_packet(Reason::PacketTooBig);
+            tunnel::tell_client::<F>(skb, scratch)
+        }
+        _ => pass_or_drop::<F>(Reason::RewriteFailed),
     }
 }
 
@@ -168,15 +201,30 @@ where
 {
     let ctx = &TcContext::new(skb);
     let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
+    scratch.is_unpacked = false;
     if let Err(reason) = parsed::<F>(ctx, network, scratch) {
-        return answer_or_pass::<F>(ctx, network, &mut scratch.packet, reason, AnswerPath::OutOfInterface);
+        scratch.is_unpacked = origin == Origin::Outside && tunnel::parse_inner::<F>(skb, network, scratch);
+        if !scratch.is_unpacked {
+            return answer_or_pass::<F>(
+                ctx,
+                network,
+                &mut scratch.packet,
+                reason,
+                AnswerPath::OutOfInterface,
+            );
+        }
     }
     // SAFETY: a field of the context.
     scratch.interface = unsafe { (*skb).ifindex };
     if let Err(reason) = flow::arriving(&Maps, scratch, origin) {
-        return conclude::<F>(ctx, &scratch.packet, reason, AnswerPath::OutOfInterface);
+        return conclude::<F>(ctx, scratch, reason, AnswerPath::OutOfInterface);
     }
-    carry_out::<F>(ctx, scratch, origin)
+    match carry_out::<F>(ctx, scratch, origin) {
+        TC_ACT_UNSPEC if scratch.is_unpacked && !tunnel::unpack::<F>(ctx) => {
+            pass_or_drop::<F>(Reason::RewriteFailed)
+        }
+        verdict => verdict,
+    }
 }
 
 // Not inlined: the stack of both families would lie beside each other.
@@ -199,7 +247,10 @@ where
     let from_host =
         peers == Origin::Outside && globals::HOST_PACKETS.load() == globals::ON && scratch.is_made_here;
     if let Err(reason) = flow::leaving(&Maps, scratch, from_host) {
-        return conclude::<F>(ctx, &scratch.packet, reason, AnswerPath::IntoNode);
+        return conclude::<F>(ctx, scratch, reason, AnswerPath::IntoNode);
+    }
+    if scratch.action.then == Then::Encapsulate {
+        return ENCAPSULATE;
     }
     carry_out::<F>(ctx, scratch, peers)
 }
@@ -253,11 +304,12 @@ fn carry_out<F: PacketFamily>(ctx: &TcContext, scratch: &Scratch<F::Address>, pe
 #[inline(always)]
 fn conclude<F: PacketFamily>(
     ctx: &TcContext,
-    packet: &Packet<F::Address>,
+    Scratch { packet, is_unpacked, .. }: &Scratch<F::Address>,
     reason: Reason,
     path: AnswerPath,
 ) -> i32 {
-    if reason.verdict() != Verdict::Refuse {
+    // What another node has sent here is refused there.
+    if reason.verdict() != Verdict::Refuse || *is_unpacked {
         return pass_or_drop::<F>(reason);
     }
     count(reason);

@@ -31,6 +31,7 @@ pub(super) fn follow<F: Family, T: FlowTables<F>>(
         FATE_TRANSLATED => Then::Pass,
         FATE_REROUTED => Then::Reroute,
         FATE_INTO_NODE => Then::IntoNode,
+        FATE_ENCAPSULATED => Then::Encapsulate,
         FATE_DROPPED => return Err(Reason::FragmentOfDropped),
         _ => return Err(Reason::NotAService),
     };
@@ -47,6 +48,9 @@ pub(super) fn follow<F: Family, T: FlowTables<F>>(
 #[inline(always)]
 pub(super) fn record<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     set_key::<F>(scratch);
+    if scratch.failure.is_none() && scratch.action.then == Then::Encapsulate {
+        scratch.action.rewrite = scratch.flow.undo_forward_rewrite();
+    }
     let Scratch { failure, fragment_key, first_fragment: first, action: Action { rewrite, then }, .. } =
         scratch;
     first.seen = tables.now();
@@ -59,6 +63,7 @@ pub(super) fn record<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
             Then::Pass => FATE_TRANSLATED,
             Then::Reroute => FATE_REROUTED,
             Then::IntoNode => FATE_INTO_NODE,
+            Then::Encapsulate => FATE_ENCAPSULATED,
         },
         Some(Verdict::Pass) => FATE_PASSED,
         Some(Verdict::Refuse | Verdict::Drop) => FATE_DROPPED,

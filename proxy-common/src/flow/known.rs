@@ -8,7 +8,9 @@ use super::{
 };
 use crate::{
     family::Family,
-    layout::{FLOW_FOREIGN, FLOW_FROM_HOST, FLOW_MASQUERADE, FLOW_OF_NETFILTER, PROGRESS_SUSTAINED},
+    layout::{
+        FLOW_DSR, FLOW_FOREIGN, FLOW_FROM_HOST, FLOW_MASQUERADE, FLOW_OF_NETFILTER, PROGRESS_SUSTAINED,
+    },
     packet::{Part, TCP_FIN, TCP_RST},
     reason::Reason,
 };
@@ -79,7 +81,7 @@ fn find<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
         return if is_opening { Known::Other } else { Known::NoFlow };
     };
     if read(scratch, entry).is_none()
-        || scratch.flow.flags & (FLOW_OF_NETFILTER | FLOW_FROM_HOST | FLOW_FOREIGN) != 0
+        || scratch.flow.flags & (FLOW_OF_NETFILTER | FLOW_FROM_HOST | FLOW_FOREIGN | FLOW_DSR) != 0
     {
         return Known::Other;
     }

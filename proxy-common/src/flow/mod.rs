@@ -13,6 +13,7 @@
 
 pub mod collect;
 mod describe;
+mod direct;
 mod entries;
 mod foreign;
 mod fragments;
@@ -41,7 +42,7 @@ use crate::{
     balance::Draw,
     family::Family,
     layout::*,
-    packet::{Action, Packet, Part, TCP_ACK, TCP_RST, TCP_SYN, Then},
+    packet::{Action, Ends, Packet, Part, TCP_ACK, TCP_RST, TCP_SYN, Then},
     port::Port,
     reason::Reason,
     select::{self, Detected, Origin},
@@ -125,6 +126,10 @@ pub struct Scratch<A> {
     pub is_parsed: bool,
     /// Of the Ethernet header that a packet in transit gets: destination and source.
     pub next_hop: [u8; 12],
+    /// The packet, which has come in, was in another.
+    pub is_unpacked: bool,
+    /// Of the packet that this one was in, or is to be in.
+    pub tunnel: Ends<A>,
     /// Where the packet comes from.
     origin: Origin,
     rival: Rival,
@@ -270,6 +275,7 @@ pub fn leaving<F: Family, T: FlowTables<F>>(
     from_host: bool,
 ) -> Result<(), Reason> {
     scratch.origin = Origin::Host;
+    scratch.is_unpacked = false;
     scratch.fragment_key.direction = FRAGMENT_LEAVING;
     if scratch.packet.is_later_fragment() {
         return decide(tables, scratch, Routine::FollowFragment);
@@ -277,6 +283,15 @@ pub fn leaving<F: Family, T: FlowTables<F>>(
     let outcome = leaving_with_ports(tables, scratch, from_host);
     record_first_fragment(tables, scratch, outcome);
     outcome
+}
+
+/// What a packet becomes that leaves the node with [`Then::Encapsulate`]: as the client has sent it, in one with the ends `scratch.tunnel`.
+#[inline(always)]
+pub fn encapsulating<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<(), Reason> {
+    decide(tables, scratch, Routine::Encapsulate)
 }
 
 #[inline(always)]
@@ -338,6 +353,10 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
                 end_if_gone(tables, scratch, found.entry)?;
             }
             translate_arriving(scratch, found.step)?;
+            if scratch.flow.flags & FLOW_DSR != 0 {
+                scratch.stage = found.stage;
+                return decide(tables, scratch, Routine::GoOnDirectly);
+            }
             return go_on(tables, scratch, found);
         }
     }
@@ -385,6 +404,11 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
                 scratch.stage = found.stage;
                 decide(tables, scratch, Routine::Masquerade)?;
                 scratch.action.rewrite = scratch.flow.masquerade_rewrite();
+                return Ok(());
+            }
+            if found.step == Step::ToBackend && scratch.flow.flags & FLOW_DSR != 0 {
+                // The flow was kept where the packet has come in.
+                scratch.action.then = Then::Encapsulate;
                 return Ok(());
             }
             if is_hosts {
@@ -490,8 +514,11 @@ fn read<A: Address>(scratch: &mut Scratch<A>, entry: impl FlowEntry<A>) -> Optio
 
 // Not inlined: the ends would lie on the stack on the way of each packet.
 #[inline(never)]
-fn step_of_packet<A: Address>(Scratch { packet, flow, .. }: &Scratch<A>) -> Option<Step> {
-    flow.step_of(packet)
+fn step_of_packet<A: Address>(scratch: &Scratch<A>) -> Option<Step> {
+    if scratch.is_unpacked && !direct::is_for(scratch) {
+        return None;
+    }
+    scratch.flow.step_of(&scratch.packet)
 }
 
 #[inline(always)]
@@ -557,6 +584,9 @@ fn prepare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
     scratch.flow.epoch = tables.epoch();
     if tables.holds_packets() {
         return Err(Reason::NotAService);
+    }
+    if scratch.is_unpacked {
+        return direct::prepare(tables, scratch);
     }
     let dials_frontend = rival != Rival::Masqueraded && find_frontend(tables, scratch);
     // To a node port at which another's datagrams are masqueraded: it would go round for ever.
@@ -692,7 +722,8 @@ fn is_over<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address
         // its backend gone, nobody might answer.
         let may_be_over = flow.state.progress < PROGRESS_CONFIRMED
             || tables.now().saturating_sub(flow.last_seen) > SILENT_AFTER;
-        return flow.state.has_ended() || (may_be_over && !is_in_service(tables, scratch));
+        let has_ended = flow.state.has_ended() || direct::is_closing(flow);
+        return has_ended || (may_be_over && !is_in_service(tables, scratch));
     }
     let epoch = tables.epoch();
     if flow.epoch == epoch {
@@ -753,13 +784,17 @@ fn end_one_that_is_gone<F: Family, T: FlowTables<F>>(
     Err(Reason::BackendGone)
 }
 
-/// Does the flow's frontend still belong to its service, and its backend to any?
+/// Does the flow's frontend still belong to its service, and its backend to any? What another node has sent here was dialled there.
 // Not inlined: keys would lie on the stack on the way of each packet.
 #[inline(never)]
 fn is_in_service<F: Family, T: FlowTables<F>>(
     tables: &T,
-    Scratch { packet, flow, origin, .. }: &Scratch<F::Address>,
+    Scratch { packet, flow, origin, is_unpacked, .. }: &Scratch<F::Address>,
 ) -> bool {
-    let service = select::find(tables, &packet.to(), *origin).map_or(NO_SERVICE, |frontend| frontend.service);
+    let service = if *is_unpacked {
+        flow.service
+    } else {
+        select::find(tables, &packet.to(), *origin).map_or(NO_SERVICE, |frontend| frontend.service)
+    };
     service == flow.service && tables.backend(flow.backend_id).is_some()
 }

@@ -49,7 +49,7 @@ fn set_draw<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Ad
 /// Makes the backend of this slot that of `scratch.flow`.
 // Not inlined: what it needs of the stack would be added to what choosing a backend needs.
 #[inline(never)]
-fn set_backend<F: Family, T: FlowTables<F>>(
+pub(super) fn set_backend<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     place: u32,
@@ -65,12 +65,20 @@ fn set_backend<F: Family, T: FlowTables<F>>(
     scratch.flow.flags = counted
         | if scratch.origin == Origin::Host {
             FLOW_FROM_HOST
+        } else if is_remote && returns_directly(scratch) {
+            FLOW_DSR
         } else if is_masqueraded(tables, scratch, is_remote) {
             FLOW_MASQUERADE
         } else {
             0
         };
     Ok(())
+}
+
+/// Do answers of another node reach the packet's client without this one? Pods may know their nodes' addresses only.
+#[inline(always)]
+fn returns_directly<A>(Scratch { origin, frontend, detected, .. }: &Scratch<A>) -> bool {
+    frontend.flags & FRONTEND_DSR != 0 && *origin == Origin::Outside && !select::is_inside(*origin, *detected)
 }
 
 /// Does the backend of `scratch.flow` see the node's address instead of the client's?
@@ -91,7 +99,7 @@ fn is_masqueraded<F: Family, T: FlowTables<F>>(
 /// Finds out whether the packet's client is a pod, as `scratch.detected`.
 // Not inlined: what it needs of the stack would be added to what choosing a backend needs.
 #[inline(never)]
-fn detect<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+pub(super) fn detect<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     scratch.detected = select::detect(tables, &scratch.packet.source, scratch.interface);
 }
 

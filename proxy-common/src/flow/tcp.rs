@@ -11,10 +11,10 @@ use crate::{
 /// How much of the client's first data the backend's SYN may acknowledge (TCP Fast Open).
 const FIRST_DATA: u32 = 0xffff;
 /// How far beyond what its receiver waits for a RST may be: data before it may be on its way.
-const RESET_WINDOW: u32 = 1 << 20;
+pub(super) const RESET_WINDOW: u32 = 1 << 20;
 /// How far both numbers of a segment may be from where the streams stand. The largest packet that the kernel puts together has 2^19 bytes;
 /// one segment of 2^24 whose numbers are guessed is believed.
-const REACH: u32 = 1 << 19;
+pub(super) const REACH: u32 = 1 << 19;
 
 /// Who has sent a segment.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -51,7 +51,7 @@ impl Speaker {
 }
 
 #[inline(always)]
-const fn is_near(number: u32, reached: u32) -> bool {
+pub(super) const fn is_near(number: u32, reached: u32) -> bool {
     number.wrapping_sub(reached).wrapping_add(REACH) < 2 * REACH
 }
 
@@ -116,7 +116,7 @@ pub(super) fn hear_plain<A: Address>(
 
 /// The streams have come as far as the segment says, which is believed.
 #[inline(always)]
-fn advance<A: Address>(scratch: &mut Scratch<A>, speaker: Speaker, entry: impl FlowEntry<A>) {
+pub(super) fn advance<A: Address>(scratch: &mut Scratch<A>, speaker: Speaker, entry: impl FlowEntry<A>) {
     let Scratch { flow, packet, .. } = scratch;
     for (side, number) in [(speaker, packet.segment.acknowledgement), (speaker.other(), packet.segment.next)]
     {
@@ -218,7 +218,7 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
 }
 
 #[inline(always)]
-fn write<A>(entry: impl FlowEntry<A>, old: FlowState, new: FlowState) {
+pub(super) fn write<A>(entry: impl FlowEntry<A>, old: FlowState, new: FlowState) {
     if new.progress != old.progress {
         entry.write(Change::Progress(new.progress));
     }

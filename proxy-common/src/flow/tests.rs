@@ -1,6 +1,7 @@
 //! Cases that a test cannot cause in the kernel: races, tables that are full at one certain write, lost entries.
 //! Round trips of real packets are in `tests/packets`.
 
+mod direct;
 mod foreign;
 mod interleavings;
 mod races;
@@ -14,7 +15,7 @@ use std::{
 
 use rstest::rstest;
 
-use super::{entries::REFRESH_AFTER, *};
+use super::{entries::REFRESH_AFTER, tcp::REACH, *};
 use crate::{
     family::{Slot as _, V4},
     packet::{Fragment, Headers, Rewrite, Segment, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},

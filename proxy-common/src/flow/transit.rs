@@ -31,6 +31,7 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
         return Err(Reason::NotAService);
     }
     scratch.origin = Origin::Outside;
+    scratch.is_unpacked = false;
     set_key_of_packet(scratch);
     let found = find(tables, scratch).ok_or(Reason::NotAService)?;
     let flags = scratch.flow.flags & (FLOW_MASQUERADE | FLOW_FROM_HOST | FLOW_FOREIGN | FLOW_OF_NETFILTER);

@@ -152,6 +152,12 @@ impl<A: Address> Flow<A> {
         rewrite(self.alias_end(), self.backend_end(), self.service)
     }
 
+    /// What a packet of the client to the backend gets where it leaves the node as the client has sent it.
+    #[inline(always)]
+    pub(super) fn undo_forward_rewrite(&self) -> Rewrite<A> {
+        rewrite(self.client_end(), self.frontend_end(), NO_SERVICE)
+    }
+
     /// What a packet of the client to the backend gets where it leaves the node.
     #[inline(always)]
     pub(super) fn masquerade_rewrite(&self) -> Rewrite<A> {

@@ -10,6 +10,7 @@ pub mod properties;
 mod sum;
 #[cfg(test)]
 mod tests;
+mod tunnel;
 
 use core::hint::black_box;
 
@@ -18,6 +19,7 @@ pub use self::{
     nat::rewrite as rewrite_headers,
     parse::{Network, parse},
     sum::Sum,
+    tunnel::{Ends, Tunnel, inner, write_outer},
 };
 use crate::{
     family::Destination,
@@ -249,4 +251,6 @@ pub enum Then {
     Reroute,
     /// Into the node, by the interface that leads to its new source: there reverse path filtering accepts it.
     IntoNode,
+    /// In a packet of its own to the backend.
+    Encapsulate,
 }

@@ -39,6 +39,7 @@ pub(crate) fn service(number: u32) -> Service {
         source_ranges: vec![],
         health_check_node_port: None,
         algorithm: None,
+        forwarding: None,
     }
 }
 

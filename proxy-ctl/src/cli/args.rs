@@ -176,9 +176,9 @@ const SERVICES_HELP: &str = "Examples:
   proxy-ctl services kube-system/kube-dns:dns
 
 LOCAL/ALL ENDPOINTS counts those on this node and all, for clients in the cluster. POLICY: which clients get endpoints of this node only, and the \
-algorithm that chooses among them, unless it is random.
+algorithm that chooses among them and how packets from outside get to other nodes, unless it is random and snat.
 
-JSON: a list of {namespace, name, port, protocol, family, id, policy, algorithm, frontends[]: {kind, address, port},
+JSON: a list of {namespace, name, port, protocol, family, id, policy, algorithm, forwarding, frontends[]: {kind, address, port},
   endpoints[]: {address, port, local, state}, internalEndpoints, externalEndpoints}.";
 
 /// List the endpoints that some service uses
@@ -227,7 +227,7 @@ const FLOWS_HELP: &str = "Examples:
 Connections that socket hooks have sent to a backend are not listed: they are plain connections to it, without a flow.
 Where the controller is down, the list is the same. `via` before an address: the source that the backend sees.
 
-JSON: a list of {service: {namespace, name, port} or null, protocol, client, frontend, backend, masquerade, state,
+JSON: a list of {service: {namespace, name, port} or null, protocol, client, frontend, backend, masquerade, direct, state,
   age: seconds, idle: seconds}; what is not known is null.";
 
 /// Show what becomes of new connections, as it happens

@@ -47,6 +47,7 @@ struct FlowView<'a> {
     frontend: Option<SocketAddr>,
     backend: SocketAddr,
     masquerade: Option<SocketAddr>,
+    direct: bool,
     state: FlowState,
     /// Seconds, as the next.
     age: u64,
@@ -62,6 +63,7 @@ impl<'a> FlowView<'a> {
             frontend: flow.frontend,
             backend: flow.backend,
             masquerade: flow.masquerade,
+            direct: flow.direct,
             state: flow.state,
             age: flow.age.as_secs(),
             idle: flow.idle.as_secs(),
@@ -143,9 +145,10 @@ fn in_words(flows: Option<&[FlowSnapshot]>, mode: Option<Mode>, limit: usize) ->
 
 fn row(flow: &FlowSnapshot) -> [String; 8] {
     let or_dash = |end: Option<SocketAddr>| end.map_or_else(|| "-".to_owned(), |end| end.to_string());
-    let backend = match flow.masquerade {
-        Some(masquerade) => format!("{}\nvia {masquerade}", flow.backend),
-        None => flow.backend.to_string(),
+    let backend = match (flow.masquerade, flow.direct) {
+        (Some(masquerade), _) => format!("{}\nvia {masquerade}", flow.backend),
+        (None, true) => format!("{}\nanswers directly", flow.backend),
+        (None, false) => flow.backend.to_string(),
     };
     let whole_seconds = |time: Duration| duration::format(Duration::from_secs(time.as_secs()));
     [
@@ -192,6 +195,7 @@ mod tests {
             frontend: "10.96.0.1:80".parse().ok(),
             backend: "10.244.2.3:8080".parse().unwrap(),
             masquerade: None,
+            direct: false,
             protocol: Protocol::Tcp,
             state: FlowState::Established,
             age: Duration::from_millis(61_900),
@@ -235,7 +239,8 @@ mod tests {
     #[test]
     fn flows_for_people() {
         let masqueraded = FlowSnapshot { masquerade: "172.18.0.2:1024".parse().ok(), ..web() };
-        let text = in_words(Some(&[web(), masqueraded]), Some(Mode::Ebpf), 1_000);
+        let direct = FlowSnapshot { direct: true, ..web() };
+        let text = in_words(Some(&[web(), masqueraded, direct]), Some(Mode::Ebpf), 1_000);
         let lines: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(
             lines[0],
@@ -253,6 +258,7 @@ mod tests {
         ];
         assert_eq!((lines[1].as_slice(), lines[2].as_slice()), (&row[..], &row[..]));
         assert_eq!(lines[3], ["via", "172.18.0.2:1024"]);
+        assert_eq!(lines[5], ["answers", "directly"]);
         assert!(text.ends_with(UNSEEN) && !text.contains("--limit"), "{text}");
         assert!(in_words(Some(&[web()]), Some(Mode::Ebpf), 1).contains("The newest 1:"));
     }
@@ -264,7 +270,7 @@ mod tests {
             serde_json::to_value(FlowView::new(&flow)).unwrap(),
             serde_json::json!({
                 "service": null, "protocol": "TCP", "client": "10.244.1.7:40000", "frontend": null,
-                "backend": "10.244.2.3:8080", "masquerade": null, "state": "established", "age": 61, "idle": 1
+                "backend": "10.244.2.3:8080", "masquerade": null, "direct": false, "state": "established", "age": 61, "idle": 1
             })
         );
         assert_eq!(serde_json::to_value(FlowView::new(&web())).unwrap()["service"]["port"], "http");

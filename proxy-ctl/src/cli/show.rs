@@ -144,6 +144,7 @@ fn service_view(service: ServiceSnapshot, terminating: impl Fn(u32) -> bool) -> 
         id,
         policy,
         algorithm: service.algorithm,
+        forwarding: service.forwarding,
         frontends,
         endpoints: shown.iter().map(endpoint).collect(),
         internal_endpoints: internal.len(),
@@ -196,7 +197,7 @@ mod tests {
     use super::*;
     use crate::model::{
         desired::ServicePortName,
-        objects::{Algorithm, IpFamily, ObjectName},
+        objects::{Algorithm, Forwarding, IpFamily, ObjectName},
     };
 
     fn endpoint(address: &str, local: bool, backend: u32) -> EndpointSnapshot {
@@ -224,6 +225,7 @@ mod tests {
             external_policy: TrafficPolicy::Local,
             affinity_seconds: 0,
             algorithm: Algorithm::Maglev,
+            forwarding: Forwarding::Snat,
         }
     }
 

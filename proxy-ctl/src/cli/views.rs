@@ -18,7 +18,7 @@ use crate::{
     dataplane::{ReasonUsage, TableUsage},
     leftovers::{Found, Part},
     mode::Mode,
-    model::objects::Algorithm,
+    model::objects::{Algorithm, Forwarding},
     process::record::{Record, Source, UnsupportedField},
 };
 
@@ -36,6 +36,7 @@ pub(super) struct ServiceView {
     pub(super) id: u32,
     pub(super) policy: Policy,
     pub(super) algorithm: Algorithm,
+    pub(super) forwarding: Forwarding,
     pub(super) frontends: Vec<FrontendView>,
     /// For clients in the cluster, other than through the cluster IP.
     pub(super) endpoints: Vec<EndpointView>,
@@ -126,14 +127,12 @@ impl ServiceView {
         }
     }
 
-    /// The algorithm where it is not the default.
-    fn policy_and_algorithm(&self) -> String {
-        let policy = self.policy.text();
-        if self.algorithm == Algorithm::default() {
-            policy.to_owned()
-        } else {
-            format!("{policy}, {}", self.algorithm.word())
-        }
+    /// Algorithm and forwarding where they are not the default.
+    fn policy_and_choices(&self) -> String {
+        let algorithm = (self.algorithm != Algorithm::default()).then(|| self.algorithm.word());
+        let forwarding = (self.forwarding != Forwarding::default()).then(|| self.forwarding.word());
+        let all: Vec<_> = [Some(self.policy.text()), algorithm, forwarding].into_iter().flatten().collect();
+        all.join(", ")
     }
 
     pub(super) fn matches(&self, wanted: &ServiceFilter) -> bool {
@@ -159,7 +158,7 @@ pub(super) fn services(services: &[ServiceView]) -> String {
             service.protocol.to_owned(),
             frontends.join("\n"),
             format!("{local}/{}", service.endpoints.len()),
-            service.policy_and_algorithm(),
+            service.policy_and_choices(),
         ]
     });
     let mut text = table(["SERVICE", "PROTOCOL", "FRONTENDS", "LOCAL/ALL ENDPOINTS", "POLICY"], rows);
@@ -442,6 +441,7 @@ mod tests {
             id: 3,
             policy: Policy::of(false, true),
             algorithm: Algorithm::Random,
+            forwarding: Forwarding::Snat,
             frontends: vec![
                 FrontendView {
                     kind: FrontendKind::ClusterIp,
@@ -469,11 +469,12 @@ mod tests {
     }
 
     #[test]
-    fn an_algorithm_that_is_not_the_default_is_shown() {
-        let view = ServiceView { algorithm: Algorithm::Maglev, ..dns() };
-        assert_eq!(serde_json::to_value(&view).unwrap()["algorithm"], "maglev");
+    fn choices_that_are_not_the_default_are_shown() {
+        let view = ServiceView { algorithm: Algorithm::Maglev, forwarding: Forwarding::Dsr, ..dns() };
+        let json = serde_json::to_value(&view).unwrap();
+        assert_eq!((&json["algorithm"], &json["forwarding"]), (&"maglev".into(), &"dsr".into()));
         let text = services(&[view]);
-        assert!(text.contains("external Local, maglev"), "{text}");
+        assert!(text.contains("external Local, maglev, dsr"), "{text}");
     }
 
     #[test]

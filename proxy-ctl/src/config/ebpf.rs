@@ -6,7 +6,10 @@ use proxy_common::flow::FlowLifetimes;
 pub use proxy_common::inventory::Limits;
 
 use super::{Config, Keyword};
-use crate::{dataplane::Role, model::objects::Algorithm};
+use crate::{
+    dataplane::Role,
+    model::objects::{Algorithm, Forwarding},
+};
 
 /// Whose connections the socket hooks translate.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -71,15 +74,9 @@ impl Keyword for SourceAddress {
         &[("preserve", Self::Preserve), ("masquerade", Self::Masquerade)];
 }
 
-/// How a packet from outside reaches a backend on another node.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub enum Forwarding {
-    #[default]
-    Snat,
-}
-
 impl Keyword for Forwarding {
-    const WORDS: &'static [(&'static str, Self)] = &[("snat", Self::Snat)];
+    const WORDS: &'static [(&'static str, Self)] =
+        &[("snat", Self::Snat), ("dsr", Self::Dsr), ("hybrid", Self::Hybrid)];
 }
 
 impl Keyword for Algorithm {
@@ -92,8 +89,8 @@ pub struct Ebpf {
     pub socket_load_balancing: SocketLoadBalancing,
     pub source_address: SourceAddress,
     pub xdp: Xdp,
+    /// Of Services that name none, as the next.
     pub forwarding: Forwarding,
-    /// Of Services that name none.
     pub algorithm: Algorithm,
     pub interfaces: Interfaces,
     pub limits: Limits,

@@ -5,7 +5,10 @@ use std::{collections::BTreeSet, net::IpAddr};
 use ipnet::IpNet;
 use proxy_common::flow::FlowLifetimes;
 
-use crate::{config::PortRange, model::objects::Algorithm};
+use crate::{
+    config::PortRange,
+    model::objects::{Algorithm, Forwarding},
+};
 
 /// The node's own addresses and interfaces, as its kernel has them.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
@@ -43,8 +46,9 @@ pub struct Host {
     pub masquerade_ports: Option<PortRange>,
     /// Of flows of mode ebpf.
     pub flow_lifetimes: FlowLifetimes,
-    /// In mode ebpf, of Services that name none.
+    /// In mode ebpf, of Services that name none, as the next.
     pub algorithm: Algorithm,
+    pub forwarding: Forwarding,
     /// Another mode serves other ports of the same addresses: a port of a cluster IP that is not known may be its.
     pub shares_addresses: bool,
 }

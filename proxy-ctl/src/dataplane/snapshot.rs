@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::model::{
     desired::ServicePortName,
-    objects::{Algorithm, Protocol, TrafficPolicy},
+    objects::{Algorithm, Forwarding, Protocol, TrafficPolicy},
 };
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -105,6 +105,9 @@ pub struct ServiceSnapshot {
     /// Of mode ebpf.
     #[serde(default)]
     pub algorithm: Algorithm,
+    /// Of mode ebpf: `Snat` or `Dsr`.
+    #[serde(default)]
+    pub forwarding: Forwarding,
 }
 
 impl ServiceSnapshot {
@@ -122,6 +125,7 @@ impl ServiceSnapshot {
             external_policy: TrafficPolicy::Cluster,
             affinity_seconds: 0,
             algorithm: Algorithm::Random,
+            forwarding: Forwarding::Snat,
         }
     }
 

@@ -4,7 +4,7 @@ use std::{borrow::Cow, collections::BTreeMap, net::SocketAddr, sync::Arc};
 
 use crate::model::{
     desired::{DesiredPort, Frontend, FrontendKind, UnservedReason, weigh_alike},
-    objects::Algorithm,
+    objects::{Algorithm, Forwarding},
 };
 
 /// Frontends that a text names; the others are counted.
@@ -66,6 +66,12 @@ impl Unsupported {
 
 /// What of the annotations for mode ebpf another mode does not honour. `instead`: how it chooses.
 pub(super) fn balancing(port: &DesiredPort, instead: &'static str) -> Vec<Unsupported> {
+    let is_direct = |forwarding: Forwarding| forwarding.of_protocol(port.name.protocol) == Forwarding::Dsr;
+    let forwarding = Unsupported::new(
+        "metadata.annotations[proxy-ctl.dev/forwarding]",
+        Effect::ServedDifferently,
+        "answers of other nodes come back through this one",
+    );
     let asked = [
         (
             port.algorithm.is_some_and(|algorithm| algorithm != Algorithm::Random),
@@ -74,7 +80,8 @@ pub(super) fn balancing(port: &DesiredPort, instead: &'static str) -> Vec<Unsupp
         (!weigh_alike(&port.endpoints.all), "EndpointSlice metadata.annotations[proxy-ctl.dev/weights]"),
     ];
     let unsupported = |field| Unsupported::new(field, Effect::ServedDifferently, instead);
-    asked.into_iter().filter(|(asked, _)| *asked).map(|(_, field)| unsupported(field)).collect()
+    let balancing = asked.into_iter().filter(|(asked, _)| *asked).map(|(_, field)| unsupported(field));
+    balancing.chain(port.forwarding.is_some_and(is_direct).then_some(forwarding)).collect()
 }
 
 /// The port, unless the mode serves nothing of it.
@@ -144,18 +151,20 @@ mod tests {
     };
 
     #[rstest]
-    #[case::nothing(None, [1, 1], &[])]
-    #[case::random(Some(Algorithm::Random), [7, 7], &[])]
-    #[case::maglev(Some(Algorithm::Maglev), [1, 1], &["metadata.annotations[proxy-ctl.dev/algorithm]"])]
-    #[case::least_connection(Some(Algorithm::LeastConnection), [1, 1], &["metadata.annotations[proxy-ctl.dev/algorithm]"])]
-    #[case::weights(None, [1, 2], &["EndpointSlice metadata.annotations[proxy-ctl.dev/weights]"])]
+    #[case::nothing(None, None, [1, 1], &[])]
+    #[case::random(Some(Algorithm::Random), Some(Forwarding::Snat), [7, 7], &[])]
+    #[case::maglev(Some(Algorithm::Maglev), None, [1, 1], &["metadata.annotations[proxy-ctl.dev/algorithm]"])]
+    #[case::least_connection(Some(Algorithm::LeastConnection), None, [1, 1], &["metadata.annotations[proxy-ctl.dev/algorithm]"])]
+    #[case::hybrid(None, Some(Forwarding::Hybrid), [1, 1], &["metadata.annotations[proxy-ctl.dev/forwarding]"])]
+    #[case::weights(None, None, [1, 2], &["EndpointSlice metadata.annotations[proxy-ctl.dev/weights]"])]
     fn what_only_mode_ebpf_honours_is_told(
         #[case] algorithm: Option<Algorithm>,
+        #[case] forwarding: Option<Forwarding>,
         #[case] weights: [u8; 2],
         #[case] fields: &[&str],
     ) {
         let mut model = Model::new("node");
-        model.apply_service(Service { algorithm, ..service("a/web", &["10.96.0.1"]) });
+        model.apply_service(Service { algorithm, forwarding, ..service("a/web", &["10.96.0.1"]) });
         let endpoints = ["10.0.0.1", "10.0.0.2"].iter().zip(weights);
         let endpoints = endpoints.map(|(address, weight)| Endpoint { weight, ..remote(address) }).collect();
         model.apply_slice(slice("a/web-1", "web", endpoints));

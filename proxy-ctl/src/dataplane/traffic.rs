@@ -42,6 +42,8 @@ pub struct FlowSnapshot {
     pub backend: SocketAddr,
     /// The source that the backend sees in the client's place.
     pub masquerade: Option<SocketAddr>,
+    /// The backend is another node's, which answers the client itself: answers are not seen here.
+    pub direct: bool,
     pub protocol: Protocol,
     pub state: FlowState,
     pub age: Duration,

@@ -4,7 +4,7 @@ use std::{fmt, net::IpAddr, sync::Arc};
 
 use serde::{Deserialize, Serialize};
 
-use super::objects::{Algorithm, IpFamily, ObjectName, Protocol, TrafficPolicy, Weight};
+use super::objects::{Algorithm, Forwarding, IpFamily, ObjectName, Protocol, TrafficPolicy, Weight};
 
 /// Identity of a service port in one family.
 #[derive(Clone, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
@@ -38,8 +38,9 @@ pub struct DesiredPort {
     pub affinity_seconds: Option<u32>,
     /// Of this family; empty: everyone may use the load-balancer addresses.
     pub source_ranges: Vec<ipnet::IpNet>,
-    /// `None`: the node's.
+    /// `None`: the node's, as the next.
     pub algorithm: Option<Algorithm>,
+    pub forwarding: Option<Forwarding>,
 }
 
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]

@@ -98,6 +98,31 @@ pub enum Algorithm {
     LeastConnection,
 }
 
+/// How packets from outside reach a backend on another node.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Forwarding {
+    /// From an address of this node, to which the backend answers.
+    #[default]
+    Snat,
+    /// As they are, in packets of this node. The backend's node answers the client: direct server return.
+    Dsr,
+    /// TCP as `Dsr`, UDP as `Snat`.
+    Hybrid,
+}
+
+impl Forwarding {
+    /// `Hybrid` is one or the other for each protocol.
+    #[must_use]
+    pub fn of_protocol(self, protocol: Protocol) -> Self {
+        match (self, protocol) {
+            (Self::Hybrid, Protocol::Tcp) => Self::Dsr,
+            (Self::Hybrid, Protocol::Udp | Protocol::Sctp) => Self::Snat,
+            (one @ (Self::Snat | Self::Dsr), _) => one,
+        }
+    }
+}
+
 /// Of new connections an endpoint gets as many as its weight is of all endpoints' sum. 0: none, as long as others have more.
 pub type Weight = u8;
 
@@ -125,8 +150,9 @@ pub struct Service {
     pub affinity_seconds: Option<u32>,
     pub source_ranges: Vec<ipnet::IpNet>,
     pub health_check_node_port: Option<u16>,
-    /// `None`: the node's.
+    /// `None`: the node's, as the next.
     pub algorithm: Option<Algorithm>,
+    pub forwarding: Option<Forwarding>,
 }
 
 /// What this node answers a load balancer that sends clients only to nodes with endpoints.

@@ -118,6 +118,7 @@ pub(super) fn desired_port(
         affinity_seconds: service.affinity_seconds,
         source_ranges: source_ranges.copied().collect(),
         algorithm: service.algorithm,
+        forwarding: service.forwarding,
     }
 }
 

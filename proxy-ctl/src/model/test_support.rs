@@ -39,6 +39,7 @@ pub(crate) fn service(text: &str, cluster_ips: &[&str]) -> Service {
         source_ranges: vec![],
         health_check_node_port: None,
         algorithm: None,
+        forwarding: None,
     }
 }
 

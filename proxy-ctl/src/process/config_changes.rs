@@ -6,10 +6,11 @@ use super::settings::is_within;
 use crate::config::LEFT_OUT_ELSEWHERE;
 
 /// Fields, and sections with everything in them, that the running process takes over.
-const LIVE: [&str; 14] = [
+const LIVE: [&str; 15] = [
     "conntrack",
     "ebpf.algorithm",
     "ebpf.flowLifetimes",
+    "ebpf.forwarding",
     "ebpf.interfaces",
     "iptables.minSyncPeriod",
     "iptables.syncPeriod",

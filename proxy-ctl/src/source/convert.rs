@@ -31,6 +31,8 @@ const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
 const ANNOTATION_TRIGGER_TIME: &str = "endpoints.kubernetes.io/last-change-trigger-time";
 /// Of a Service: a word of `ebpf.algorithm`.
 const ANNOTATION_ALGORITHM: &str = "proxy-ctl.dev/algorithm";
+/// Of a Service: a word of `ebpf.forwarding`.
+const ANNOTATION_FORWARDING: &str = "proxy-ctl.dev/forwarding";
 /// Of an EndpointSlice: weights of its endpoints.
 const ANNOTATION_WEIGHTS: &str = "proxy-ctl.dev/weights";
 

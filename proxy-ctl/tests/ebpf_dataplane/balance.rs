@@ -7,7 +7,7 @@ use proxy_ctl::{
     dataplane::{Applied, Dataplane as _, Effect, Host},
     model::{
         desired::{DesiredPort, Endpoint},
-        objects::Algorithm,
+        objects::{Algorithm, Forwarding},
     },
     sys::map::Map,
 };
@@ -78,6 +78,24 @@ fn the_nodes_algorithm_is_for_services_that_name_none() {
         assert_eq!(dataplane.set_host(&host).unwrap(), Applied::default());
         assert_eq!(algorithm(&sandbox, [10, 96, 0, 1]), (now, now == Algorithm::Maglev));
         assert_eq!(algorithm(&sandbox, [10, 96, 0, 2]), (Algorithm::Random, false));
+        assert_eq!(dataplane.resync(&desired).unwrap(), Applied::default());
+    }
+}
+
+#[test]
+fn the_nodes_forwarding_is_for_services_that_name_none() {
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
+    let named = DesiredPort { forwarding: Some(Forwarding::Dsr), ..port("named", "10.96.0.2", many(2)) };
+    let desired = shared([named, web(None, many(2))]);
+    dataplane.set_host(&Host::default()).unwrap();
+    dataplane.resync(&desired).unwrap();
+    for (now, expected) in [(Forwarding::Hybrid, Forwarding::Dsr), (Forwarding::Snat, Forwarding::Snat)] {
+        let host = Host { forwarding: now, ..Host::default() };
+        assert_ne!(dataplane.set_host(&host).unwrap(), Applied::default());
+        assert_eq!(dataplane.set_host(&host).unwrap(), Applied::default());
+        let services = sandbox.snapshot().services;
+        let forwarding: Vec<_> = services.iter().map(|service| service.forwarding).collect();
+        assert_eq!(forwarding, [Forwarding::Dsr, expected]);
         assert_eq!(dataplane.resync(&desired).unwrap(), Applied::default());
     }
 }

@@ -48,6 +48,7 @@ pub fn port(service: &str, cluster_ip: &str, all: Vec<Endpoint>) -> DesiredPort 
         affinity_seconds: None,
         source_ranges: Vec::new(),
         algorithm: None,
+        forwarding: None,
     }
 }
 

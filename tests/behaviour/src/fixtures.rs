@@ -97,6 +97,8 @@ pub const OVER_NETWORK: ServiceFixture = service("over-network", 31, &[]).node_p
 pub const SHIFTING: ServiceFixture = service("shifting", 32, &["web-1", "web-2"]).node_port(30_089);
 /// What scenarios about algorithms and weights write.
 pub const WEIGHED: ServiceFixture = service("weighed", 33, &["web-1", "web-2", "web-3"]).node_port(30_090);
+/// What scenarios about direct server return write.
+pub const DIRECT: ServiceFixture = service("direct", 34, &["web-2", "web-3"]).node_port(30_091);
 /// What scenarios change.
 pub const CHANGING: ServiceFixture = service("changing", 25, &["web-1", "web-2"]);
 

@@ -29,8 +29,9 @@ pub struct Service {
     /// Whom load-balancer addresses serve; empty: everybody.
     pub source_ranges: Vec<String>,
     pub health_check_node_port: Option<u16>,
-    /// An annotation of this project's proxy.
+    /// An annotation of this project's proxy, as the next.
     pub algorithm: Option<&'static str>,
+    pub forwarding: Option<&'static str>,
 }
 
 /// A load-balancer address.
@@ -124,6 +125,7 @@ impl Service {
             source_ranges: Vec::new(),
             health_check_node_port: None,
             algorithm: None,
+            forwarding: None,
         }
     }
 
@@ -162,8 +164,11 @@ impl Service {
         }
         let mut object =
             json!({"apiVersion": "v1", "kind": "Service", "metadata": metadata(&self.name), "spec": spec});
-        if let Some(algorithm) = self.algorithm {
-            object["metadata"]["annotations"] = json!({"proxy-ctl.dev/algorithm": algorithm});
+        let annotations = [("algorithm", self.algorithm), ("forwarding", self.forwarding)];
+        for (name, value) in annotations {
+            if let Some(value) = value {
+                object["metadata"]["annotations"][format!("proxy-ctl.dev/{name}")] = json!(value);
+            }
         }
         if is_load_balancer {
             object["spec"]["allocateLoadBalancerNodePorts"] = json!(has_node_port);

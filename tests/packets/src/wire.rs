@@ -52,6 +52,13 @@ pub(crate) struct Cut {
     pub(crate) piece: usize,
 }
 
+/// Who has put a packet into another, and where that goes.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tunnel {
+    pub(crate) source: KnownAddress,
+    pub(crate) destination: KnownAddress,
+}
+
 pub(crate) const HOP_BY_HOP: u8 = 0;
 pub(crate) const DESTINATION_OPTIONS: u8 = 60;
 
@@ -153,6 +160,11 @@ impl Segment {
         W::packet(self, self.protocol, &[&header[..], &self.payload].concat())
     }
 
+    /// In another packet.
+    pub(crate) fn in_tunnel<W: Wire>(&self, tunnel: Tunnel) -> Vec<u8> {
+        W::in_tunnel(&self.bytes::<W>(), tunnel)
+    }
+
     /// The fragments in order. One, if nothing is left to cut: IPv6 then has a fragment header all the same.
     pub(crate) fn fragments<W: Wire>(&self, cut: Cut) -> Vec<Vec<u8>> {
         let whole = self.bytes::<W>();
@@ -220,6 +232,13 @@ pub(crate) trait Wire: Family<Address: AsRef<[u8]> + std::fmt::Debug> {
     fn fragment(segment: &Segment, headers: &[u8], piece: &[u8], id: u16, place: (u16, bool)) -> Vec<u8>;
     /// The ICMP error from `source` to `destination` which says that nobody listens where `quoted` was sent.
     fn error(source: KnownAddress, destination: KnownAddress, quoted: &Segment) -> Vec<u8>;
+
+    /// A packet with Ethernet header in another.
+    fn in_tunnel(packet: &[u8], tunnel: Tunnel) -> Vec<u8>;
+
+    /// The ICMP error that tells the sender of `segment` that it is longer than `length`, which would have gone further. Ethernet addresses
+    /// are those of the segment.
+    fn too_big(segment: &Segment, length: usize) -> Vec<u8>;
 
     /// An ICMP echo request with the segment's ends and payload, or the reply with them.
     fn echo(segment: &Segment, is_reply: bool) -> Vec<u8>;
@@ -295,26 +314,22 @@ impl Wire for V4 {
     }
 
     fn error(source: KnownAddress, destination: KnownAddress, segment: &Segment) -> Vec<u8> {
-        let whole = Segment { link: Link::Bare, ..segment.clone() }.bytes::<Self>();
-        let quoted = &whole[..usize::from(whole[0] & 0xf) * 4 + 8];
-        let icmp = Icmpv4Header::with_checksum(
-            Icmpv4Type::DestinationUnreachable(icmpv4::DestUnreachableHeader::Port),
-            quoted,
-        );
-        let message = [&icmp.to_bytes()[..], quoted].concat();
-        let mut header = Ipv4Header::new(
-            message.len() as u16,
-            Self::ANSWER_HOP_LIMIT,
-            IpNumber::ICMP,
-            Self::address(source),
-            Self::address(destination),
-        )
-        .unwrap();
-        header.dscp = 0x30.try_into().unwrap();
-        header.dont_fragment = false;
-        header.fragment_offset = IpFragOffset::ZERO;
+        icmpv4_error(source, destination, segment, icmpv4::DestUnreachableHeader::Port)
+    }
+
+    fn in_tunnel(packet: &[u8], tunnel: Tunnel) -> Vec<u8> {
+        let (link, inner) = packet.split_at(14);
+        let (source, destination) = (Self::address(tunnel.source), Self::address(tunnel.destination));
+        let mut header =
+            Ipv4Header::new(inner.len() as u16, 64, IpNumber::IPV4, source, destination).unwrap();
+        header.dscp = (inner[1] >> 2).try_into().unwrap();
         header.header_checksum = header.calc_header_checksum();
-        [segment.link_header(0x0800), header.to_bytes().to_vec(), message].concat()
+        [link, &header.to_bytes(), inner].concat()
+    }
+
+    fn too_big(segment: &Segment, length: usize) -> Vec<u8> {
+        let kind = icmpv4::DestUnreachableHeader::FragmentationNeeded { next_hop_mtu: length as u16 };
+        icmpv4_error(segment.destination.0, segment.source.0, segment, kind)
     }
 
     fn echo(segment: &Segment, is_reply: bool) -> Vec<u8> {
@@ -322,6 +337,26 @@ impl Wire for V4 {
         let icmp = Icmpv4Header::with_checksum(kind, &segment.payload);
         Self::packet(segment, IpNumber::ICMP.0, &[&icmp.to_bytes()[..], &segment.payload].concat())
     }
+}
+
+fn icmpv4_error(
+    source: KnownAddress,
+    destination: KnownAddress,
+    segment: &Segment,
+    kind: icmpv4::DestUnreachableHeader,
+) -> Vec<u8> {
+    let whole = Segment { link: Link::Bare, ..segment.clone() }.bytes::<V4>();
+    let quoted = &whole[..usize::from(whole[0] & 0xf) * 4 + 8];
+    let icmp = Icmpv4Header::with_checksum(Icmpv4Type::DestinationUnreachable(kind), quoted);
+    let message = [&icmp.to_bytes()[..], quoted].concat();
+    let (from, to) = (V4::address(source), V4::address(destination));
+    let mut header =
+        Ipv4Header::new(message.len() as u16, V4::ANSWER_HOP_LIMIT, IpNumber::ICMP, from, to).unwrap();
+    header.dscp = 0x30.try_into().unwrap();
+    header.dont_fragment = false;
+    header.fragment_offset = IpFragOffset::ZERO;
+    header.header_checksum = header.calc_header_checksum();
+    [segment.link_header(0x0800), header.to_bytes().to_vec(), message].concat()
 }
 
 /// The extension headers before `last`: the number of the first, and their bytes.
@@ -399,24 +434,28 @@ impl Wire for V6 {
     fn error(source: KnownAddress, destination: KnownAddress, segment: &Segment) -> Vec<u8> {
         let whole = Segment { link: Link::Bare, ..segment.clone() }.bytes::<Self>();
         let quoted = &whole[..whole.len() - segment.payload.len()];
-        let (source, destination) = (Self::address(source), Self::address(destination));
-        let icmp = Icmpv6Header::with_checksum(
-            Icmpv6Type::DestinationUnreachable(icmpv6::DestUnreachableCode::Port),
-            source,
-            destination,
-            quoted,
-        )
-        .unwrap();
-        let message = [&icmp.to_bytes()[..], quoted].concat();
+        let kind = Icmpv6Type::DestinationUnreachable(icmpv6::DestUnreachableCode::Port);
+        icmpv6_error(source, destination, segment, (kind, quoted))
+    }
+
+    fn in_tunnel(packet: &[u8], tunnel: Tunnel) -> Vec<u8> {
+        let (link, inner) = packet.split_at(14);
         let header = Ipv6Header {
-            payload_length: message.len() as u16,
-            next_header: IpNumber::IPV6_ICMP,
-            hop_limit: Self::ANSWER_HOP_LIMIT,
-            source,
-            destination,
+            payload_length: inner.len() as u16,
+            next_header: IpNumber::IPV6,
+            hop_limit: 64,
+            source: Self::address(tunnel.source),
+            destination: Self::address(tunnel.destination),
             ..Ipv6Header::default()
         };
-        [segment.link_header(0x86dd), header.to_bytes().to_vec(), message].concat()
+        [link, &header.to_bytes(), inner].concat()
+    }
+
+    fn too_big(segment: &Segment, length: usize) -> Vec<u8> {
+        let whole = Segment { link: Link::Bare, ..segment.clone() }.bytes::<Self>();
+        let quoted = &whole[..Self::header_length(segment) + 8];
+        let kind = Icmpv6Type::PacketTooBig { mtu: length as u32 };
+        icmpv6_error(segment.destination.0, segment.source.0, segment, (kind, quoted))
     }
 
     fn echo(segment: &Segment, is_reply: bool) -> Vec<u8> {
@@ -425,4 +464,24 @@ impl Wire for V6 {
         let icmp = Icmpv6Header::with_checksum(kind, source, destination, &segment.payload).unwrap();
         Self::packet(segment, IpNumber::IPV6_ICMP.0, &[&icmp.to_bytes()[..], &segment.payload].concat())
     }
+}
+
+fn icmpv6_error(
+    source: KnownAddress,
+    destination: KnownAddress,
+    segment: &Segment,
+    (kind, quoted): (Icmpv6Type, &[u8]),
+) -> Vec<u8> {
+    let (source, destination) = (V6::address(source), V6::address(destination));
+    let icmp = Icmpv6Header::with_checksum(kind, source, destination, quoted).unwrap();
+    let message = [&icmp.to_bytes()[..], quoted].concat();
+    let header = Ipv6Header {
+        payload_length: message.len() as u16,
+        next_header: IpNumber::IPV6_ICMP,
+        hop_limit: V6::ANSWER_HOP_LIMIT,
+        source,
+        destination,
+        ..Ipv6Header::default()
+    };
+    [segment.link_header(0x86dd), header.to_bytes().to_vec(), message].concat()
 }

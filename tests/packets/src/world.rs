@@ -6,7 +6,8 @@ use anyhow::{Context as _, Result, bail, ensure};
 use aya::{
     Ebpf, EbpfLoader, Pod, TestRun as _, TestRunOptions,
     maps::{Array, HashMap, LpmTrie, Map, MapData, PerCpuArray, PerCpuValues, RingBuf, lpm_trie},
-    programs::{SchedClassifier, Xdp, XdpMode},
+    programs::{ProgramType, SchedClassifier, Xdp, XdpMode},
+    sys::{BpfHelper, is_helper_supported},
 };
 use proxy_common::{
     family::{Family, Slot as _, V4, V6},
@@ -325,6 +326,10 @@ fn flow_map<'a>(ebpf: &'a Ebpf, table: &str) -> Result<&'a MapData> {
     }
 }
 
+fn has_check_mtu() -> Result<bool> {
+    Ok(is_helper_supported(ProgramType::SchedClassifier, BpfHelper::BPF_FUNC_check_mtu)?)
+}
+
 fn open<K: Pod + Default, V: Pod + Default>(map: &MapData) -> Result<Table<K, V>> {
     Ok(Table::new(map.fd().as_fd().try_clone_to_owned()?)??)
 }
@@ -396,6 +401,7 @@ impl World {
         programs: &[&str],
         size: impl FnOnce(&mut EbpfLoader<'_>),
     ) -> Result<Self> {
+        let can_check_mtu = u32::from(has_check_mtu()?);
         let mut loader = EbpfLoader::new();
         loader
             .override_global("HOST_PACKETS", &globals.host_packets, true)
@@ -407,6 +413,7 @@ impl World {
         // No packet may look different because of them: a constant of the same bytes once shared their place.
         loader.override_global("SOCKET_HOST_ONLY", &1u32, true);
         loader.override_global("CAN_REFUSE", &1u32, true);
+        loader.override_global("CAN_CHECK_MTU", &can_check_mtu, true);
         for name in [table::services, table::slots4, table::slots6, table::service_counters] {
             loader.map_max_entries(name, SERVICES);
         }
@@ -448,6 +455,18 @@ impl World {
         const INGRESS_INTERFACE: usize = 36;
         let mut context = [0; CONTEXT];
         context[INGRESS_INTERFACE] = 1;
+        self.run_with(program, packet, Some(&context))
+    }
+
+    /// A packet that leaves by the interface with this index.
+    pub(crate) fn leaves_by(&self, interface: u32, program: &str, packet: &[u8]) -> Result<Output> {
+        /// Of `__sk_buff`, and the offsets of its `ingress_ifindex` and `ifindex`.
+        const CONTEXT: usize = 192;
+        const INGRESS_INTERFACE: usize = 36;
+        const INTERFACE: usize = 40;
+        let mut context = [0; CONTEXT];
+        context[INGRESS_INTERFACE] = 1;
+        context[INTERFACE..INTERFACE + 4].copy_from_slice(&interface.to_ne_bytes());
         self.run_with(program, packet, Some(&context))
     }
 

@@ -5,7 +5,7 @@ use std::{cmp::Reverse, net::SocketAddr, time::Duration};
 use proxy_common::{
     family::Destination,
     layout::{
-        FIN_ACKNOWLEDGED, FLOW_FOREIGN, FLOW_OF_NETFILTER, Flow, FlowKey, PROGRESS_ANSWERED,
+        FIN_ACKNOWLEDGED, FLOW_DSR, FLOW_FOREIGN, FLOW_OF_NETFILTER, Flow, FlowKey, PROGRESS_ANSWERED,
         PROGRESS_CONFIRMED,
     },
     port::Port,
@@ -174,6 +174,7 @@ fn snapshot<F: TableFamily>(flow: &Flow<F::Address>, now: u64) -> Option<FlowSna
         frontend: (!is_netfilters).then(|| end(flow.frontend, flow.frontend_port())),
         backend: end(flow.backend, flow.backend_port()),
         masquerade,
+        direct: flow.flags & FLOW_DSR != 0,
         protocol: layout::protocol(flow.protocol)?,
         state: state(flow),
         age: since(flow.opened),

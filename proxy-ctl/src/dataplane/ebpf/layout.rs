@@ -5,10 +5,10 @@ use std::{collections::BTreeSet, iter, sync::Arc};
 use ipnet::IpNet;
 use proxy_common::{
     layout::{
-        BACKEND_LOCAL, BACKEND_WEIGHT_SHIFT, EndpointSet, FRONTEND_AFFINITY, FRONTEND_EXTERNAL,
+        BACKEND_LOCAL, BACKEND_WEIGHT_SHIFT, EndpointSet, FRONTEND_AFFINITY, FRONTEND_DSR, FRONTEND_EXTERNAL,
         FRONTEND_LEAST_CONNECTION, FRONTEND_LOCAL_POLICY, FRONTEND_MAGLEV, FRONTEND_SOURCE_RANGES,
-        FrontendKey, NAME_BYTES, SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL,
-        SERVICE_LEAST_CONNECTION, SERVICE_MAGLEV, ServiceName, SourceRange,
+        FrontendKey, NAME_BYTES, SERVICE_DSR, SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS,
+        SERVICE_INTERNAL_LOCAL, SERVICE_LEAST_CONNECTION, SERVICE_MAGLEV, ServiceName, SourceRange,
     },
     port::Port,
 };
@@ -16,7 +16,7 @@ use proxy_common::{
 use super::{allocate::Range, family::TableFamily, maglev, tables::SourceRangeKey};
 use crate::model::{
     desired::{DesiredPort, Endpoint, Endpoints, FrontendKind, ServicePortName},
-    objects::{self, Algorithm, ObjectName, Protocol, TrafficPolicy},
+    objects::{self, Algorithm, Forwarding, ObjectName, Protocol, TrafficPolicy},
 };
 
 /// Where a service port's endpoint sets lie among its slots, first slot of the service = 0.
@@ -134,8 +134,9 @@ pub(super) fn span(sets: [EndpointSet; 3]) -> Range {
     Range { first, count: u32::try_from(end - u64::from(first)).unwrap_or(u32::MAX) }
 }
 
-pub(super) fn service_flags(port: &DesiredPort, algorithm: Algorithm) -> u32 {
+pub(super) fn service_flags(port: &DesiredPort, algorithm: Algorithm, forwarding: Forwarding) -> u32 {
     let flags = [
+        (forwarding == Forwarding::Dsr, SERVICE_DSR),
         (algorithm == Algorithm::Maglev, SERVICE_MAGLEV),
         (algorithm == Algorithm::LeastConnection, SERVICE_LEAST_CONNECTION),
         (port.endpoints.any, SERVICE_HAS_ENDPOINTS),
@@ -160,6 +161,19 @@ pub(super) fn algorithm(flags: u32) -> Algorithm {
     }
 }
 
+/// As [`algorithm`].
+pub(super) fn forwarding(flags: u32) -> Forwarding {
+    if flags & SERVICE_DSR != 0 { Forwarding::Dsr } else { Forwarding::Snat }
+}
+
+/// `Snat` or `Dsr`; `of_node`: of service ports that name none. Where each node has its own endpoints (hints of EndpointSlices), that of the
+/// endpoint need not have it among its own, and then knows nothing of what was sent there: those get `Snat`.
+pub(super) fn forwarding_of(port: &DesiredPort, of_node: Forwarding) -> Forwarding {
+    let wanted = port.forwarding.unwrap_or(of_node).of_protocol(port.name.protocol);
+    let is_narrowed = port.endpoints.unused.iter().any(|endpoint| !endpoint.terminating);
+    if is_narrowed { Forwarding::Snat } else { wanted }
+}
+
 pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
     let more_than_one = u32::from(endpoint.weight.saturating_sub(1));
     more_than_one << BACKEND_WEIGHT_SHIFT | if endpoint.local { BACKEND_LOCAL } else { 0 }
@@ -169,6 +183,7 @@ pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
 pub(super) fn frontends<F: TableFamily>(
     port: &DesiredPort,
     algorithm: Algorithm,
+    forwarding: Forwarding,
 ) -> Vec<(FrontendKey<F::Address>, u32)> {
     let of_port = [
         (port.affinity_seconds.is_some(), FRONTEND_AFFINITY),
@@ -176,8 +191,12 @@ pub(super) fn frontends<F: TableFamily>(
         (algorithm == Algorithm::LeastConnection, FRONTEND_LEAST_CONNECTION),
     ];
     let of_port = sum_of(of_port);
-    let external = FRONTEND_EXTERNAL
-        | if port.external_policy == TrafficPolicy::Local { FRONTEND_LOCAL_POLICY } else { 0 };
+    let external = [
+        (true, FRONTEND_EXTERNAL),
+        (port.external_policy == TrafficPolicy::Local, FRONTEND_LOCAL_POLICY),
+        (forwarding == Forwarding::Dsr, FRONTEND_DSR),
+    ];
+    let external = sum_of(external);
     let mut keys: Vec<_> = port
         .frontends
         .iter()
@@ -443,6 +462,7 @@ mod tests {
             affinity_seconds: None,
             source_ranges: Vec::new(),
             algorithm: None,
+            forwarding: None,
         }
     }
 
@@ -456,7 +476,7 @@ mod tests {
         ]);
         let http = |address| FrontendKey::of_address(address, Port::new(80), 6);
         assert_eq!(
-            frontends::<V4>(&port, Algorithm::Random),
+            frontends::<V4>(&port, Algorithm::Random, Forwarding::Snat),
             [
                 (http([10, 96, 0, 1]), 0),
                 (http([192, 0, 2, 1]), FRONTEND_EXTERNAL),
@@ -469,7 +489,7 @@ mod tests {
     fn addresses_of_the_other_family_are_no_frontends() {
         let address = "10.96.0.1".parse().unwrap();
         let port = port(vec![Frontend { kind: FrontendKind::ClusterIp, address, port: 80 }]);
-        assert!(frontends::<V6>(&port, Algorithm::Random).is_empty());
+        assert!(frontends::<V6>(&port, Algorithm::Random, Forwarding::Snat).is_empty());
     }
 
     #[rstest]
@@ -487,15 +507,57 @@ mod tests {
             frontend(FrontendKind::ExternalIp, "192.0.2.2"),
         ];
         let port = DesiredPort { affinity_seconds, external_policy, ..port(of_both) };
-        let flags: Vec<u32> =
-            frontends::<V4>(&port, Algorithm::Random).into_iter().map(|(_, flags)| flags).collect();
+        let flags: Vec<u32> = frontends::<V4>(&port, Algorithm::Random, Forwarding::Snat)
+            .into_iter()
+            .map(|(_, flags)| flags)
+            .collect();
         assert_eq!(flags, expected);
         for (algorithm, flag) in
             [(Algorithm::Maglev, FRONTEND_MAGLEV), (Algorithm::LeastConnection, FRONTEND_LEAST_CONNECTION)]
         {
-            let flags = frontends::<V4>(&port, algorithm).into_iter().map(|(_, flags)| flags);
+            let flags =
+                frontends::<V4>(&port, algorithm, Forwarding::Snat).into_iter().map(|(_, flags)| flags);
             assert!(flags.zip(expected).all(|(flags, expected)| flags == expected | flag));
         }
+    }
+
+    #[rstest]
+    #[case::by_default(None, Forwarding::Snat, Protocol::Tcp, Forwarding::Snat)]
+    #[case::as_the_node(None, Forwarding::Dsr, Protocol::Udp, Forwarding::Dsr)]
+    #[case::not_as_the_node(Some(Forwarding::Snat), Forwarding::Dsr, Protocol::Tcp, Forwarding::Snat)]
+    #[case::hybrid_tcp(Some(Forwarding::Hybrid), Forwarding::Snat, Protocol::Tcp, Forwarding::Dsr)]
+    #[case::hybrid_udp(Some(Forwarding::Hybrid), Forwarding::Dsr, Protocol::Udp, Forwarding::Snat)]
+    fn forwarding_of_a_service_port(
+        #[case] forwarding: Option<Forwarding>,
+        #[case] of_node: Forwarding,
+        #[case] protocol: Protocol,
+        #[case] expected: Forwarding,
+    ) {
+        let frontend = |kind, address: &str| Frontend { kind, address: address.parse().unwrap(), port: 80 };
+        let of_both = vec![
+            frontend(FrontendKind::ClusterIp, "10.96.0.1"),
+            frontend(FrontendKind::ExternalIp, "192.0.2.2"),
+        ];
+        let mut port = DesiredPort { forwarding, ..port(of_both) };
+        port.name.protocol = protocol;
+        let found = forwarding_of(&port, of_node);
+        assert_eq!(found, expected);
+        let flags = frontends::<V4>(&port, Algorithm::Random, found).into_iter().map(|(_, flags)| flags);
+        let flag = if expected == Forwarding::Dsr { FRONTEND_DSR } else { 0 };
+        assert_eq!(flags.collect::<Vec<_>>(), [0, FRONTEND_EXTERNAL | flag]);
+        assert_eq!(super::forwarding(service_flags(&port, Algorithm::Maglev, found)), expected);
+    }
+
+    /// Other nodes may have chosen other endpoints by hints. One that terminates is used by nobody.
+    #[rstest]
+    #[case::ready(false, Forwarding::Snat)]
+    #[case::terminating(true, Forwarding::Dsr)]
+    fn endpoints_of_other_nodes_choice(#[case] terminating: bool, #[case] expected: Forwarding) {
+        let address = "10.244.2.2".parse().unwrap();
+        let unused = Endpoint { address, port: 80, local: false, terminating, weight: 1 };
+        let mut port = DesiredPort { forwarding: Some(Forwarding::Dsr), ..port(Vec::new()) };
+        port.endpoints.unused = Box::new([unused]);
+        assert_eq!(forwarding_of(&port, Forwarding::Snat), expected);
     }
 
     #[test]
@@ -506,7 +568,10 @@ mod tests {
             frontend(FrontendKind::ExternalIp, "192.0.2.2"),
         ]);
         let flags = |port: &DesiredPort| {
-            frontends::<V4>(port, Algorithm::Random).into_iter().map(|(_, flags)| flags).collect::<Vec<_>>()
+            frontends::<V4>(port, Algorithm::Random, Forwarding::Snat)
+                .into_iter()
+                .map(|(_, flags)| flags)
+                .collect::<Vec<_>>()
         };
         assert_eq!(flags(&port), [FRONTEND_EXTERNAL; 2]);
         assert!(source_ranges::<V4>(&port, 7).is_empty());

@@ -133,6 +133,10 @@ pub(super) fn load(
         is_helper_supported(ProgramType::CgroupSockAddr, BpfHelper::BPF_FUNC_set_retval)
             .map_err(|source| Error::Program { program: "connect4", source: Box::new(source) })?,
     );
+    let can_check_mtu = u32::from(
+        is_helper_supported(ProgramType::SchedClassifier, BpfHelper::BPF_FUNC_check_mtu)
+            .map_err(|source| Error::Program { program: "uplink_egress", source: Box::new(source) })?,
+    );
     let mut loader = EbpfLoader::new();
     loader
         // No program has relocations by the kernel's types. `new` has read them; the loader would keep them while it loads: 16 MB.
@@ -140,6 +144,7 @@ pub(super) fn load(
         .override_global("SOCKET_HOST_ONLY", &host_only, true)
         .override_global("HOST_PACKETS", &host_packets, true)
         .override_global("CAN_REFUSE", &can_refuse, true)
+        .override_global("CAN_CHECK_MTU", &can_check_mtu, true)
         .override_global("LEASE", &lease, true)
         .override_global("RESETS_GONE", &resets_gone, true)
         .override_global("MASQUERADE_AS_KUBE_PROXY", &masquerade, true)

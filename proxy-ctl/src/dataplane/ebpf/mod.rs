@@ -250,6 +250,7 @@ impl EbpfDataplane {
             grace,
             is_epoch_over: true,
             algorithm: config.algorithm,
+            forwarding: config.forwarding,
             // A predecessor may have been killed before it ended them.
             lost_backends: BTreeSet::from([Transport::Tcp, Transport::Udp]),
         };
@@ -440,14 +441,16 @@ impl EbpfDataplane {
     }
 
     /// Of all service ports that name none.
-    fn use_algorithm(&mut self, algorithm: Algorithm, applied: &mut Applied, failures: &mut Failures) {
-        if std::mem::replace(&mut self.shared.algorithm, algorithm) == algorithm {
+    fn use_choices(&mut self, host: &Host, applied: &mut Applied, failures: &mut Failures) {
+        let chosen = (host.algorithm, host.forwarding);
+        if (self.shared.algorithm, self.shared.forwarding) == chosen {
             return;
         }
-        self.count_connections(algorithm == Algorithm::LeastConnection, failures);
+        (self.shared.algorithm, self.shared.forwarding) = chosen;
+        self.count_connections(host.algorithm == Algorithm::LeastConnection, failures);
         self.prepare(failures);
-        finish(self.v4.publish_by_the_nodes_algorithm(&mut self.shared), applied, failures);
-        finish(self.v6.publish_by_the_nodes_algorithm(&mut self.shared), applied, failures);
+        finish(self.v4.publish_by_the_nodes_choices(&mut self.shared), applied, failures);
+        finish(self.v6.publish_by_the_nodes_choices(&mut self.shared), applied, failures);
         self.publish_waiting(applied, failures);
     }
 
@@ -716,7 +719,7 @@ impl Dataplane for EbpfDataplane {
     fn set_host(&mut self, host: &Host) -> Result<Applied, super::Error> {
         self.flow_lifetimes = host.flow_lifetimes;
         let (mut applied, mut failures): (Applied, Failures) = Default::default();
-        self.use_algorithm(host.algorithm, &mut applied, &mut failures);
+        self.use_choices(host, &mut applied, &mut failures);
         let addresses = [
             write_addresses(&self.v4.tables, host),
             write_addresses(&self.v6.tables, host),

@@ -74,16 +74,18 @@ impl<F: TableFamily> FamilyWriter<F> {
         writes
     }
 
-    /// Publishes those that name no algorithm, as the node's has changed.
-    pub(super) fn publish_by_the_nodes_algorithm(&mut self, shared: &mut Common) -> Writes<F> {
+    /// Publishes those that name no algorithm or no forwarding, as the node's have changed.
+    pub(super) fn publish_by_the_nodes_choices(&mut self, shared: &mut Common) -> Writes<F> {
         let mut writes = Writes::default();
         let published = self.entries.services.values().filter_map(|published| match &published.used {
             UsedEndpoints::Desired(port) => Some(port),
             UsedEndpoints::Adopted(_) | UsedEndpoints::NotCounted => None,
         });
         let is_waiting = |port: &Arc<DesiredPort>| self.entries.without_room.ports.contains_key(&port.name);
+        let leaves_it_to_the_node =
+            |port: &Arc<DesiredPort>| port.algorithm.is_none() || port.forwarding.is_none();
         let ports: Vec<_> =
-            published.filter(|port| port.algorithm.is_none() && !is_waiting(port)).cloned().collect();
+            published.filter(|port| leaves_it_to_the_node(port) && !is_waiting(port)).cloned().collect();
         self.publish_all(shared, ports.iter(), &mut writes);
         self.retire(shared, &mut writes);
         writes
@@ -169,7 +171,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             }
         };
         let id = reservation.id;
-        let mut wanted = layout::frontends::<F>(port, shared.algorithm_of(port));
+        let mut wanted = layout::frontends::<F>(port, shared.algorithm_of(port), shared.forwarding_of(port));
         let (source_ranges, without_ranges) = self.write_source_ranges(port, id, writes);
         if without_ranges.is_some() && source_ranges.is_empty() {
             wanted.retain(|(_, flags)| flags & FRONTEND_SOURCE_RANGES == 0);
@@ -289,7 +291,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         writes: &mut Writes<F>,
     ) -> Result<Range, Error> {
         let Reservation { id, slots: reserved } = reservation;
-        let flags = layout::service_flags(port, shared.algorithm_of(port));
+        let flags = layout::service_flags(port, shared.algorithm_of(port), shared.forwarding_of(port));
         let affinity_seconds = port.affinity_seconds.unwrap_or(0);
         let (range, sets) = match reserved {
             ReservedSlots::Same(range) => {

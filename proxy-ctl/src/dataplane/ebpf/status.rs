@@ -167,6 +167,7 @@ impl Reader<'_> {
                 external_policy: policy(flags & SERVICE_EXTERNAL_LOCAL != 0),
                 affinity_seconds,
                 algorithm: layout::algorithm(flags),
+                forwarding: layout::forwarding(flags),
                 name,
             });
         }

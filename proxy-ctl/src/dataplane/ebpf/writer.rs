@@ -8,12 +8,16 @@ use super::{
     Error,
     allocate::{Range, Ranges},
     family::TableFamily,
+    layout,
     programmed::{BackendKey, Entries, Wanted},
     tables::{CommonTables, FamilyTables, SourceRangeKey},
 };
 use crate::{
     dataplane::Applied,
-    model::{desired::DesiredPort, objects::Algorithm},
+    model::{
+        desired::DesiredPort,
+        objects::{Algorithm, Forwarding},
+    },
     sys::{grace::GracePeriod, socket_diag::Transport},
 };
 
@@ -32,8 +36,9 @@ pub(super) struct Common {
     pub(super) grace: GracePeriod,
     /// What flows lead to may have changed since `settings.epoch` was raised last.
     pub(super) is_epoch_over: bool,
-    /// Of service ports that name none.
+    /// Of service ports that name none, as the next.
     pub(super) algorithm: Algorithm,
+    pub(super) forwarding: Forwarding,
     /// Sockets of these may have lost their backend since stale ones were ended last.
     pub(super) lost_backends: BTreeSet<Transport>,
 }
@@ -46,6 +51,11 @@ impl Common {
     /// Does one of them?
     pub(super) fn goes_by_connections(&self, ports: &[Arc<DesiredPort>]) -> bool {
         ports.iter().any(|port| self.algorithm_of(port) == Algorithm::LeastConnection)
+    }
+
+    /// `Snat` or `Dsr`.
+    pub(super) fn forwarding_of(&self, port: &DesiredPort) -> Forwarding {
+        layout::forwarding_of(port, self.forwarding)
     }
 
     /// Has flows compared with the tables once more, if any may be for another backend by now.

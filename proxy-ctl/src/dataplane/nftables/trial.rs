@@ -108,6 +108,7 @@ fn sample(family: IpFamily) -> Steps {
         affinity_seconds: Some(10_800),
         source_ranges: vec![address.into()],
         algorithm: None,
+        forwarding: None,
     };
     let mut blocks = Blocks::default();
     let placement = Placement { cluster: blocks.allocate(1), local: blocks.allocate(1) };

@@ -4,10 +4,12 @@ use std::net::IpAddr;
 
 use ipnet::IpNet;
 
-use super::{ANNOTATION_ALGORITHM, InvalidField, InvalidFields, is_foreign, name, shortened};
+use super::{
+    ANNOTATION_ALGORITHM, ANNOTATION_FORWARDING, InvalidField, InvalidFields, is_foreign, name, shortened,
+};
 use crate::{
-    config::Keyword as _,
-    model::objects::{Algorithm, IpFamily, Protocol, Service, ServicePort, TrafficPolicy},
+    config::Keyword,
+    model::objects::{IpFamily, Protocol, Service, ServicePort, TrafficPolicy},
     source::schema::core,
 };
 
@@ -67,7 +69,8 @@ pub fn service(service: &core::Service) -> (Option<Service>, Vec<InvalidField>) 
         affinity_seconds: affinity(spec, &mut invalid),
         source_ranges: source_ranges.unwrap_or_default(),
         health_check_node_port,
-        algorithm: algorithm(service, &mut invalid),
+        algorithm: annotation(service, ANNOTATION_ALGORITHM, &mut invalid),
+        forwarding: annotation(service, ANNOTATION_FORWARDING, &mut invalid),
         name,
     };
     (Some(service), invalid.found)
@@ -188,16 +191,17 @@ fn policy(invalid: &mut InvalidFields, field: &str, found: &str) -> TrafficPolic
     }
 }
 
-fn algorithm(service: &core::Service, invalid: &mut InvalidFields) -> Option<Algorithm> {
-    let word = service.metadata.annotations.get(ANNOTATION_ALGORITHM)?;
-    let algorithm = Algorithm::of(word);
-    if algorithm.is_none() {
+/// One that says for the Service what a setting says for the node.
+fn annotation<T: Keyword>(service: &core::Service, name: &str, invalid: &mut InvalidFields) -> Option<T> {
+    let word = service.metadata.annotations.get(name)?;
+    let meaning = T::of(word);
+    if meaning.is_none() {
         invalid.add(
-            format!("metadata.annotations[{ANNOTATION_ALGORITHM}]"),
-            format_args!("found {:?}, must be {}; the node's is used", shortened(word), Algorithm::words()),
+            format!("metadata.annotations[{name}]"),
+            format_args!("found {:?}, must be {}; the node's is used", shortened(word), T::words()),
         );
     }
-    algorithm
+    meaning
 }
 
 fn affinity(spec: &core::ServiceSpec, invalid: &mut InvalidFields) -> Option<u32> {

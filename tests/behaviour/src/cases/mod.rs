@@ -5,6 +5,7 @@ mod balance;
 mod change;
 mod cluster_ip;
 mod datagrams;
+mod direct;
 mod fragments;
 mod health_check;
 mod networks;
@@ -34,6 +35,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(datagrams::CASES)
         .chain(affinity::CASES)
         .chain(balance::CASES)
+        .chain(direct::CASES)
         .chain(sctp::CASES)
         .chain(source_ranges::CASES)
         .chain(unserved::CASES)

@@ -169,6 +169,7 @@ impl Place {
             health_check_node_port: (is_load_balancer && spec.external_local)
                 .then(|| slot.health_check_node_port()),
             algorithm: None,
+            forwarding: None,
         };
         let mut object = service.object();
         if headless {

@@ -4,6 +4,7 @@ mod affinity;
 mod balance;
 mod baseline;
 mod connections;
+mod direct;
 mod events;
 mod floods;
 mod flows;
@@ -150,6 +151,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     source_address::cases::<W>(group);
     transit::cases::<W>(group);
     unserved::cases::<W>(group);
+    direct::cases::<W>(group);
 }
 
 fn with_flows<W: Tables + 'static>(group: &mut Group) {

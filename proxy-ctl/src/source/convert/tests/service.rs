@@ -2,7 +2,7 @@ use rstest::rstest;
 use serde_json::{Value, json};
 
 use super::{super::*, ips, merged, read, shown};
-use crate::model::objects::{Algorithm, Service, ServicePort, TrafficPolicy};
+use crate::model::objects::{Algorithm, Forwarding, Service, ServicePort, TrafficPolicy};
 
 fn service_with(changes: Value) -> (Option<Service>, Vec<InvalidField>) {
     let object = json!({
@@ -24,7 +24,7 @@ fn good_service(changes: Value) -> Service {
 #[test]
 fn every_field_of_a_service() {
     let service = good_service(json!({
-        "metadata": {"annotations": {"proxy-ctl.dev/algorithm": "maglev"}},
+        "metadata": {"annotations": {"proxy-ctl.dev/algorithm": "maglev", "proxy-ctl.dev/forwarding": "hybrid"}},
         "spec": {
             "type": "LoadBalancer",
             "clusterIP": "10.96.0.1",
@@ -73,6 +73,7 @@ fn every_field_of_a_service() {
             source_ranges: vec!["203.0.113.0/25".parse().unwrap(), "2001:db8::/32".parse().unwrap()],
             health_check_node_port: Some(32000),
             algorithm: Some(Algorithm::Maglev),
+            forwarding: Some(Forwarding::Hybrid),
         }
     );
 }
@@ -204,6 +205,10 @@ fn leading_zeros_of_load_balancer_addresses_and_ranges_are_decimal() {
 #[case::algorithm(
     json!({"metadata": {"annotations": {"proxy-ctl.dev/algorithm": "Maglev"}}}),
     &["metadata.annotations[proxy-ctl.dev/algorithm]"], "found \"Maglev\", must be random, maglev or leastConnection; the node's is used"
+)]
+#[case::forwarding(
+    json!({"metadata": {"annotations": {"proxy-ctl.dev/forwarding": "ipip"}}}),
+    &["metadata.annotations[proxy-ctl.dev/forwarding]"], "found \"ipip\", must be snat, dsr or hybrid; the node's is used"
 )]
 #[case::long_algorithm(
     json!({"metadata": {"annotations": {"proxy-ctl.dev/algorithm": "x".repeat(1_000)}}}),

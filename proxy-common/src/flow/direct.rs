@@ -1,0 +1,188 @@
+//! Direct server return. The node that a client dials chooses a backend of another node, and sends the client's packets there as they are,
+//! each in a packet to the backend. The backend's node takes them out, translates their destination, and its answers go straight to the
+//! client, from the address that the client has dialled.
+//!
+//! So the first node sees one direction of a flow, and the second has an ordinary one, with a client and a backend of its own.
+
+use super::{
+    Change, FlowEntry as _, FlowTables, Routine, SUSTAINED_AFTER, Scratch, Speaker, Stage, decide,
+    entries::is_stale,
+    is_admitted, lookup, open,
+    tcp::{self, RESET_WINDOW, is_near},
+};
+use crate::{
+    affinity,
+    family::{Family, Slot as _},
+    layout::*,
+    packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
+    port::Port,
+    reason::Reason,
+    select,
+};
+
+/// Has the client closed a connection whose answers are not seen? The backend may go on sending for long. Nobody here sees the end, so that
+/// the flow must not stay in the table that does not evict.
+#[inline(always)]
+pub(super) fn is_closing<A>(flow: &Flow<A>) -> bool {
+    flow.flags & FLOW_DSR != 0 && flow.state.client_fin != 0
+}
+
+/// What `scratch.packet`, which goes to a backend, is when it leaves this node, and in what. What clients have sent to a node port comes from the
+/// address that they have dialled: it is this node's, and the backend's node answers from it.
+#[inline(always)]
+pub(super) fn encapsulate<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<(), Reason> {
+    let Scratch { packet, action, interface, tunnel, flow, .. } = scratch;
+    // The first fragment has told what the others are.
+    if !packet.is_later_fragment() {
+        action.rewrite = flow.undo_forward_rewrite();
+    }
+    tunnel.destination = packet.destination;
+    let dialled = action.rewrite.destination;
+    tunnel.source =
+        if tables.node_address(&dialled).is_some() { dialled } else { tables.masquerade_address(*interface) };
+    if tunnel.source == F::Address::UNSPECIFIED { Err(Reason::NoMasqueradeAddress) } else { Ok(()) }
+}
+
+/// Is `scratch.packet`, which has come in another, of `scratch.flow`, which has its ends?
+#[inline(always)]
+pub(super) fn is_for<A: Address>(Scratch { packet, flow, tunnel, .. }: &Scratch<A>) -> bool {
+    let from_client = packet.source.difference(&flow.client) | packet.destination.difference(&flow.frontend);
+    let elsewhere = u64::from(flow.flags & FLOW_DSR) | flow.backend.difference(&tunnel.destination);
+    from_client | elsewhere == 0
+}
+
+/// Makes `scratch.flow` one to the backend that another node has chosen. Fails with `NotAService` where the packet is for nobody here: then it
+/// is not taken out.
+#[inline(always)]
+pub(super) fn prepare<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<(), Reason> {
+    find_frontend(tables, scratch);
+    if scratch.frontend.flags & FRONTEND_DSR == 0 {
+        return Err(Reason::NotAService);
+    }
+    if !is_admitted(tables, scratch) {
+        return Err(Reason::SourceNotAllowed);
+    }
+    let place = place(tables, scratch);
+    if place == NOWHERE {
+        return Err(Reason::NotAService);
+    }
+    // The other node may have forgotten its flow, and chosen anew.
+    if let Some((_, entry)) = lookup(tables, &scratch.key) {
+        entry.read_into(&mut scratch.flow);
+        tables.run(scratch, Routine::Replace);
+    }
+    scratch.flow.epoch = tables.epoch();
+    open::detect(tables, scratch);
+    open::set_backend(tables, scratch, place)
+}
+
+/// Sets `scratch.frontend`. Node ports are served at the address of the node that has encapsulated the packet, and at no other: whoever forges
+/// one can have an answer come only from an address that it can forge anyway.
+// Not inlined, for its stack.
+#[inline(never)]
+fn find_frontend<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    let Scratch { packet, tunnel, frontend, .. } = scratch;
+    let has_node_ports = || tunnel.source.difference(&packet.destination) == 0;
+    *frontend = select::find_where(tables, &packet.to(), has_node_ports).unwrap_or_default();
+}
+
+/// No slot has this index.
+const NOWHERE: u32 = u32::MAX;
+
+/// Index of the slot of this node's backend with the address that the packet was sent to, among those that `scratch.frontend` leads to.
+// Not inlined, for its stack.
+#[inline(never)]
+fn place<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address>) -> u32 {
+    let Scratch { frontend, tunnel, .. } = scratch;
+    let Some(service) = tables.service(frontend.service) else { return NOWHERE };
+    if service.external.count() == 0 {
+        return NOWHERE;
+    }
+    let wanted = F::Slot::new(tunnel.destination, Port::new(u16::MAX), 0, BACKEND_LOCAL);
+    let place = affinity::last_up_to(tables, service.external, &wanted);
+    match tables.slot(place) {
+        Some(slot) if slot.address() == tunnel.destination && slot.flags() & BACKEND_LOCAL != 0 => place,
+        Some(_) | None => NOWHERE,
+    }
+}
+
+/// A client's packet of `scratch.flow`, whose entry is at `scratch.key` in `scratch.stage`: learns what it says, and keeps the flow's entries.
+#[inline(always)]
+pub(super) fn go_on<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<(), Reason> {
+    if scratch.packet.is_error() {
+        return Ok(());
+    }
+    tables.run(scratch, Routine::HearClient);
+    let Scratch { flow, stage, packet, .. } = &*scratch;
+    let is_opening = *stage == Stage::Opening;
+    if flow.state.has_ended() || (is_closing(flow) && !is_opening) {
+        tables.run(scratch, Routine::Retire);
+        return Ok(());
+    }
+    // A SYN keeps no connection that its backend may have forgotten.
+    if !is_stale(flow, tables.now()) || (packet.is_tcp() && packet.opens()) {
+        return Ok(());
+    }
+    if is_opening && flow.state.progress >= PROGRESS_SUSTAINED && !is_closing(flow) {
+        decide(tables, scratch, Routine::Establish)?;
+    }
+    tables.run(scratch, Routine::Refresh);
+    Ok(())
+}
+
+/// What the packet says of `scratch.flow`. Nothing tells an acknowledgement that is made up from one of what the backend has sent. So a client
+/// is believed to receive answers once it goes on: its flow is established by a segment that comes a second after the flow's last stamp, or by
+/// a datagram that comes seconds after the first one.
+#[inline(always)]
+pub(super) fn hear_client<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    let Some(entry) = tables.flow(scratch.stage, &scratch.key) else { return };
+    if entry.opened() != scratch.flow.opened {
+        return;
+    }
+    let old = scratch.flow.state;
+    let mut state = old;
+    if !scratch.packet.is_tcp() {
+        let age = tables.now().saturating_sub(scratch.flow.opened);
+        if age >= SUSTAINED_AFTER {
+            state.progress = state.progress.max(PROGRESS_SUSTAINED);
+        }
+    } else {
+        let segment = scratch.packet.segment;
+        let sent = scratch.flow.backend_numbers.reached;
+        let is_plain = segment.has(TCP_ACK) && !segment.has(TCP_SYN | TCP_RST);
+        if state.progress < PROGRESS_CONFIRMED && is_plain && is_near(segment.sequence, sent) {
+            // Where the backend's stream begins, nobody else says.
+            scratch.flow.client_numbers.reached = segment.acknowledgement;
+            entry.write(Change::Reached(Speaker::Client, segment.acknowledgement));
+            state.progress = PROGRESS_CONFIRMED;
+        }
+        let is_believed = is_plain
+            && is_near(segment.sequence, sent)
+            && is_near(segment.acknowledgement, scratch.flow.client_numbers.reached);
+        if segment.has(TCP_RST) {
+            let distance = segment.sequence.wrapping_sub(sent);
+            if distance == 0 {
+                state.reset = RESET_CONFIRMED;
+            } else if distance < RESET_WINDOW {
+                state.reset = state.reset.max(RESET_PLAUSIBLE);
+            }
+        } else if is_believed {
+            state.reset = 0;
+            if segment.has(TCP_FIN) {
+                state.client_fin = FIN_ACKNOWLEDGED;
+            }
+            tcp::advance(scratch, Speaker::Client, entry);
+        }
+    }
+    tcp::write(entry, old, state);
+    scratch.flow.state = state;
+}

@@ -1,0 +1,132 @@
+//! Direct server return: a client's packet leaves for a backend of another node in a packet of this one, and is taken out there.
+
+use aya_ebpf::{
+    bindings::{
+        __sk_buff, BPF_F_ADJ_ROOM_ENCAP_L3_IPV4, BPF_F_ADJ_ROOM_ENCAP_L3_IPV6, BPF_F_ADJ_ROOM_FIXED_GSO,
+        TC_ACT_SHOT, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC,
+    },
+    helpers::{bpf_check_mtu, bpf_skb_adjust_room},
+    programs::TcContext,
+};
+use proxy_common::{
+    family::{V4, V6},
+    flow::Scratch,
+    packet::{Bytes as _, Part, Tunnel, inner, parse, write_outer},
+};
+
+use crate::{
+    globals, host,
+    refuse::{self, Refuse},
+    route::Route,
+    skb::Skb,
+};
+
+pub(crate) trait Encapsulate: Tunnel + Refuse + Route {
+    /// Of bpf_skb_adjust_room.
+    const ROOM: u64;
+}
+
+impl Encapsulate for V4 {
+    const ROOM: u64 = BPF_F_ADJ_ROOM_ENCAP_L3_IPV4 as u64;
+}
+
+impl Encapsulate for V6 {
+    const ROOM: u64 = BPF_F_ADJ_ROOM_ENCAP_L3_IPV6 as u64;
+}
+
+/// Is the packet another's that can be parsed? Then that one is `scratch.packet`.
+// Not inlined, for its stack.
+#[inline(never)]
+pub(crate) fn parse_inner<F: Encapsulate>(
+    skb: *mut __sk_buff,
+    network: u32,
+    scratch: &mut Scratch<F::Address>,
+) -> bool {
+    let bytes = Skb::of(&TcContext::new(skb));
+    inner::<F, _>(bytes, network, &mut scratch.tunnel)
+        .is_ok_and(|network| parse::<F, _>(bytes, network, &mut scratch.packet).is_ok())
+}
+
+#[inline(always)]
+fn adjust_room(ctx: &TcContext, change: i32, flags: u64) -> i64 {
+    // SAFETY: the context of this program.
+    unsafe { bpf_skb_adjust_room(ctx.skb.skb, change, BPF_ADJ_ROOM_MAC, flags) }
+}
+
+/// Takes the outer header off. False: the kernel would not.
+#[inline(always)]
+pub(crate) fn unpack<F: Encapsulate>(ctx: &TcContext) -> bool {
+    adjust_room(ctx, -(F::OUTER as i32), u64::from(BPF_F_ADJ_ROOM_FIXED_GSO)) == 0
+}
+
+/// Answered by [`encapsulate`].
+pub(crate) const ENCAPSULATED: u32 = 0;
+/// As [`ENCAPSULATED`]: it would be longer than the interface takes.
+pub(crate) const TOO_BIG: u32 = 1;
+const FAILED: u32 = 2;
+
+/// Is the packet longer than its interface takes, once it has so much more?
+#[inline(always)]
+fn is_too_long(ctx: &TcContext, more: u32) -> bool {
+    /// Of this packet's own interface.
+    const OWN: u32 = 0;
+    /// Answered by bpf_check_mtu; 0: it fits.
+    const FRAGMENTATION_NEEDED: i64 = 1;
+    // 0: the length is the packet's.
+    let mut length = 0u32;
+    // SAFETY: the context of this program, and a local.
+    let answer = unsafe { bpf_check_mtu(ctx.skb.skb.cast(), OWN, &mut length, more as i32, 0) };
+    answer == FRAGMENTATION_NEEDED
+}
+
+/// Puts the packet into one with the ends `scratch.tunnel`.
+// Not inlined, for its stack.
+#[inline(never)]
+pub(crate) fn encapsulate<F: Encapsulate>(
+    skb: *mut __sk_buff,
+    network: u32,
+    scratch: &Scratch<F::Address>,
+) -> u32 {
+    /// Of the kernel's own; no number of errno(3). Before 5.12 it says that the packet would be too long for the interface.
+    const ENOTSUPP: i64 = -524;
+    let ctx = &TcContext::new(skb);
+    let bytes = Skb::of(ctx);
+    let Ok(begin) = bytes.read::<4>(network) else { return FAILED };
+    let length = bytes.length() - network;
+    // SAFETY: a field of the context.
+    let has_segments = unsafe { (*skb).gso_size } != 0;
+    if !has_segments && globals::CAN_CHECK_MTU.load() == globals::ON && is_too_long(ctx, F::OUTER) {
+        return TOO_BIG;
+    }
+    // Segments of a stream get shorter, so that they fit; datagrams must stay as they are.
+    let is_fixed = has_segments && !scratch.packet.is_tcp();
+    let fixed = if is_fixed { u64::from(BPF_F_ADJ_ROOM_FIXED_GSO) } else { 0 };
+    match adjust_room(ctx, F::OUTER as i32, F::ROOM | fixed) {
+        0 => {}
+        ENOTSUPP if !has_segments => return TOO_BIG,
+        _ => return FAILED,
+    }
+    match write_outer::<F, _>(bytes, network, (begin, length), &scratch.tunnel) {
+        Ok(()) => ENCAPSULATED,
+        Err(_) => FAILED,
+    }
+}
+
+/// Sends the client, whose packet `scratch.action` has restored, the ICMP error by which it learns the length that fits.
+// Not inlined, for its stack.
+#[inline(never)]
+pub(crate) fn tell_client<F: Encapsulate>(skb: *mut __sk_buff, scratch: &mut Scratch<F::Address>) -> i32 {
+    let ctx = &TcContext::new(skb);
+    let Scratch { packet, action, .. } = scratch;
+    if packet.is_error() || packet.fragment.part == Part::Later {
+        return TC_ACT_SHOT as i32;
+    }
+    (packet.source, packet.destination) = (action.rewrite.source, action.rewrite.destination);
+    // It fits into the interface, and not with the other header: so does what is shorter by that.
+    let length = ctx.len() - packet.headers.network - F::OUTER;
+    if !refuse::turn_into_too_big::<F>(skb, packet, length) {
+        return TC_ACT_SHOT as i32;
+    }
+    core::mem::swap(&mut action.rewrite.source, &mut action.rewrite.destination);
+    host::reroute::<F>(ctx, &action.rewrite).unwrap_or(TC_ACT_SHOT as i32)
+}

@@ -1,0 +1,99 @@
+//! Direct server return: a node that a client outside dials sends its packets on as they are, and the endpoint's node answers.
+
+use anyhow::{Context as _, Result, ensure};
+use lab::{Dial, Protocol, cluster::OUTSIDE};
+
+use crate::{
+    case::{Case, Variant, Variants},
+    check,
+    fixtures::DIRECT,
+    setting::{ProxyKind, Setting},
+    world::World,
+};
+
+pub(super) const CASES: &[Case] = &[
+    Case::new("dsr: endpoints of another node see the client, which is answered", Variants::All, direct)
+        .concerns(is_ebpf)
+        .core(),
+    Case::new("hybrid: TCP as with dsr, UDP as with snat", Variants::All, hybrid).concerns(is_ebpf),
+    Case::new("dsr: a client learns what length fits", Variants::Tcp, long).concerns(is_ebpf).core(),
+    Case::new("dsr comes and goes while connections go on", Variants::Tcp, changes).concerns(is_ebpf),
+];
+
+fn is_ebpf(setting: &Setting) -> bool {
+    setting.proxy == ProxyKind::Ebpf
+}
+
+fn set(world: &mut World, forwarding: Option<&'static str>) -> Result<()> {
+    let mut service = DIRECT.service();
+    service.forwarding = forwarding;
+    world.set_service(&service, DIRECT.endpoints)
+}
+
+fn dial(world: &World, variant: Variant) -> Result<Dial> {
+    Ok(Dial::new(variant.protocol, world.node_port(&DIRECT, 1, variant.family)?))
+}
+
+/// Do the endpoints see the client outside itself, or node 1?
+fn see(world: &World, variant: Variant, is_direct: bool) -> Result<()> {
+    let own = world.addresses(OUTSIDE)?;
+    let answers = world.answers(OUTSIDE, &dial(world, variant)?.times(20), DIRECT.endpoints)?;
+    check::saw(&answers, "the client outside", |seen| {
+        if is_direct { own.contains(seen) } else { world.is_node_address(1, seen) }
+    })
+}
+
+fn direct(world: &mut World, variant: Variant) -> Result<()> {
+    set(world, Some("dsr"))?;
+    see(world, variant, true)
+}
+
+fn hybrid(world: &mut World, variant: Variant) -> Result<()> {
+    set(world, Some("hybrid"))?;
+    see(world, variant, variant.protocol == Protocol::Tcp)
+}
+
+/// Its segments are as long as the network takes, and each leaves for itself.
+fn long(world: &mut World, variant: Variant) -> Result<()> {
+    const LONG: usize = 1 << 19;
+    set(world, Some("dsr"))?;
+    let outside = world.lab.netns(OUTSIDE)?.clone();
+    outside.ip("link set eth0 gso_max_segs 1\n")?;
+    let before = too_big(world)?;
+    let outcomes = world.dial(OUTSIDE, &dial(world, variant)?.payload(LONG));
+    outside.ip("link set eth0 gso_max_segs 65535\n")?;
+    let own = world.addresses(OUTSIDE)?;
+    check::saw(&check::answered(&outcomes?)?, "the client outside", |seen| own.contains(seen))?;
+    let told = too_big(world)? - before;
+    ensure!((1..100).contains(&told), "the client was told {told} times");
+    Ok(())
+}
+
+/// Packets of node 1.
+fn too_big(world: &World) -> Result<u64> {
+    let agent = world.agent("node1")?;
+    let metrics = std::net::SocketAddr::new(lab::address::Family::V4.loopback(), crate::proxy::METRICS);
+    let (_, body) = agent.http_get(metrics, "/metrics")?;
+    let counter = "proxy_reasons_total{reason=\"packet_too_big\"";
+    let line = body.lines().find(|line| line.starts_with(counter)).context("no such counter")?;
+    Ok(line.rsplit(' ').next().context("no value")?.parse()?)
+}
+
+fn changes(world: &mut World, variant: Variant) -> Result<()> {
+    set(world, None)?;
+    let dial = dial(world, variant)?;
+    let mut held = vec![world.agent(OUTSIDE)?.hold_as(&dial)?.0];
+    for forwarding in [Some("dsr"), Some("snat")] {
+        set(world, forwarding)?;
+        see(world, variant, forwarding == Some("dsr"))?;
+        held.push(world.agent(OUTSIDE)?.hold_as(&dial)?.0);
+        for connection in &held {
+            let outcome = world.agent(OUTSIDE)?.ping(*connection)?;
+            check::answered(&[outcome]).with_context(|| format!("{forwarding:?}"))?;
+        }
+    }
+    for connection in held {
+        world.agent(OUTSIDE)?.release(connection)?;
+    }
+    Ok(())
+}

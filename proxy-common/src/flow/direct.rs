@@ -75,11 +75,21 @@ pub(super) fn prepare<F: Family, T: FlowTables<F>>(
     // The other node may have forgotten its flow, and chosen anew.
     if let Some((_, entry)) = lookup(tables, &scratch.key) {
         entry.read_into(&mut scratch.flow);
+        if is_live(&scratch.flow) {
+            return Err(Reason::NotAService);
+        }
         tables.run(scratch, Routine::Replace);
     }
     scratch.flow.epoch = tables.epoch();
     open::detect(tables, scratch);
     open::set_backend(tables, scratch, place)
+}
+
+/// Must the flow be left to its backend? Whoever can send a packet in another must not move a connection that others have.
+#[inline(always)]
+fn is_live<A>(flow: &Flow<A>) -> bool {
+    let is_confirmed = flow.protocol == PROTOCOL_TCP && flow.state.progress >= PROGRESS_CONFIRMED;
+    flow.flags & FLOW_OF_NETFILTER != 0 || (is_confirmed && !flow.state.has_ended())
 }
 
 /// Sets `scratch.frontend`. Node ports are served at the address of the node that has encapsulated the packet, and at no other: whoever forges

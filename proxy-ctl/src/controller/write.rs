@@ -149,7 +149,6 @@ impl Controller {
                 }
                 if !active.services.is_complete() {
                     let took = active.listed_at.elapsed();
-                    metrics.own.first_sync_seconds.set(took.as_secs_f64());
                     tracing::info!(ports = desired.len(), ?took, "everything listed is programmed");
                 }
                 active.services.succeeded(scope, now);
@@ -197,7 +196,11 @@ impl Controller {
         self.reports.metrics.kube_proxy.service_changes.written();
         let now = Moment::now();
         self.latency.written(now.time, &self.reports.metrics);
-        let Some(ActiveDataplane { host, attached, .. }) = &self.active else { return };
+        let Some(ActiveDataplane { host, attached, listed_at, .. }) = &self.active else { return };
+        let first_sync = &self.reports.metrics.own.first_sync_seconds;
+        if *attached && first_sync.get() == 0.0 {
+            first_sync.set(listed_at.elapsed().as_secs_f64());
+        }
         self.coverage.written(*attached);
         if !host.is_failing() {
             let mut health = self.reports.health.lock();

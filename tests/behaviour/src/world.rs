@@ -16,7 +16,7 @@ use serde_json::{Map, Value};
 use crate::{
     check,
     fixtures::{FIRST_NEWCOMER_INDEX, PODS, PORT, SENTINEL_INDEX, SERVICES, ServiceFixture},
-    proxy::{Feed, HEALTH, METRICS, Proxy},
+    proxy::{Feed, METRICS, Proxy},
     setting::{PathKind, ProxyKind, Setting},
 };
 
@@ -272,17 +272,15 @@ impl World {
         if setting.proxy.is_kube_proxy() || std::mem::replace(&mut self.proxy(node)?.seen_at_work, true) {
             return Ok(());
         }
-        let agent = self.agent(&node_name(node))?;
-        let health = SocketAddr::new(self.addresses(&node_name(node))?.of(Family::V4), HEALTH);
-        let metrics = SocketAddr::new(Family::V4.loopback(), METRICS);
-        let ask = |address, path| agent.http_get(address, path).map_err(|error| format!("{error:#}"));
         wait::until(
             &format!("mode {} at work on node{node}", setting.datapath().mode()),
             SETTLES_WITHIN,
             || {
-                let (mode, health) = (ask(metrics, "/proxyMode")?, ask(health, "/healthz")?);
-                let is_at_work = mode == (200, setting.datapath().mode().to_owned()) && health.0 == 200;
-                if is_at_work { Ok(Some(())) } else { Err(format!("{mode:?}, {health:?}")) }
+                let mode = self.proxy_mode(node).map_err(|error| format!("{error:#}"))?;
+                let took = self.metric(node, "proxy_first_sync_duration_seconds");
+                let took = took.map_err(|error| format!("{error:#}"))?;
+                let is_at_work = mode == setting.datapath().mode() && took.is_some_and(|took| took > 0.0);
+                if is_at_work { Ok(Some(())) } else { Err(format!("mode {mode}, first sync {took:?}")) }
             },
         )
     }

@@ -199,6 +199,21 @@ fn another_choice_is_followed_by_what_opens_a_flow() {
     host.assert_whole();
 }
 
+/// Whoever can send packets in others could else move connections of others.
+#[test]
+fn another_choice_does_not_move_a_connection_that_is_confirmed() {
+    let host = node(true);
+    unpacked(&host, &syn(), from_other_node()).unwrap();
+    let answer = Segment::new(TCP_SYN | TCP_ACK, BACKEND_ISN, CLIENT_ISN + 1, 0);
+    host.arriving(&numbered((BACKEND, PORT), CLIENT, answer), Origin::Workload).unwrap();
+    unpacked(&host, &client(TCP_ACK, 0, 0), from_other_node()).unwrap();
+    let other = Ends { destination: BACKENDS[1], ..from_other_node() };
+    assert_eq!(unpacked(&host, &syn(), other), Err(Reason::NotAService));
+    assert_eq!(host.counted(Reason::FlowReplaced), 0);
+    unpacked(&host, &client(TCP_ACK, 0, 10), from_other_node()).unwrap();
+    host.assert_whole();
+}
+
 /// Whose frontend is still the service's, though no address of this node.
 #[test]
 fn datagrams_to_another_nodes_port_stay_with_their_flow() {

@@ -12,7 +12,7 @@ use proxy_common::{
     inventory::table,
     layout::{Collected, Connections, SOCKET_COUNTED, SocketOrigin},
 };
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{
     Error,
@@ -56,8 +56,11 @@ impl ConnectionTables {
         Ok([(table::connections, used[0] as u64), (table::collected, used[1] as u64)])
     }
 
-    /// So many more of the backend's have ended.
+    /// So many more of the backend's have ended. Where the programs have counted none, or have forgotten the backend, nothing is to be taken off.
     pub(super) fn collect(&self, backend: u32, kind: Kind, connections: i64) -> Result<(), Error> {
+        if self.connections.get(&backend)?.is_none() {
+            return Ok(());
+        }
         let mut collected = self.collected.get(&backend)?.unwrap_or_default();
         let count = match kind {
             Kind::Flows => &mut collected.flows,
@@ -65,6 +68,13 @@ impl ConnectionTables {
         };
         *count = count.wrapping_add_signed(connections);
         self.collected.set(&backend, &collected)
+    }
+
+    /// Of both tables: a controller may have been killed between them.
+    fn backends(&self) -> Result<FxHashSet<u32>, Error> {
+        let (connections, collected) = (self.connections.read_all()?, self.collected.read_all()?);
+        let ids = connections.into_iter().map(|(id, _)| id);
+        Ok(ids.chain(collected.into_iter().map(|(id, _)| id)).collect())
     }
 
     fn forget(&self, backend: u32) -> Result<(), Error> {
@@ -170,7 +180,7 @@ impl Recount {
 
 /// Forgets backends that are gone: nothing chooses them any more.
 pub(super) fn forget_gone(v4: &FamilyTables<V4>, v6: &FamilyTables<V6>) -> Result<(), Error> {
-    for id in v4.connections.read()?.into_keys() {
+    for id in v4.connections.backends()? {
         if v4.backends.get(&id)?.is_none() && v6.backends.get(&id)?.is_none() {
             v4.connections.forget(id)?;
         }

@@ -129,7 +129,11 @@ impl<F: TableFamily> StoredFlows<F::Address> for FamilyTables<F> {
     }
 
     fn count_collected(&self, backend: u32, connections: i64) -> Result<(), Error> {
-        self.connections.collect(backend, Kind::Flows, connections)
+        // Flows are removed also where their end finds no room.
+        if let Err(error) = self.connections.collect(backend, Kind::Flows, connections) {
+            tracing::debug!(backend, connections, %error, "ends of connections are not counted before the next walk");
+        }
+        Ok(())
     }
 }
 
@@ -224,7 +228,12 @@ impl<F: TableFamily> Collector<F> {
                 };
             }
             Ok(expired)
-        })?;
+        });
+        if progress.is_err() {
+            // The next walk may meet again what this one has met.
+            self.recount = None;
+        }
+        let progress = progress?;
         if stage == Stage::Established
             && progress.ended
             && let Some(recount) = self.recount.take()

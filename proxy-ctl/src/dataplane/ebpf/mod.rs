@@ -782,7 +782,9 @@ impl Dataplane for EbpfDataplane {
             self.keep_ports = KeepPorts::Done;
         }
         self.log.follow()?;
-        self.recount_flows()?;
+        if let Err(error) = self.recount_flows() {
+            failures.add("counting connections", error);
+        }
         let now = clock::since_boot();
         self.flows4.collect(&self.v4.tables, &self.flow_lifetimes, now)?;
         self.flows6.collect(&self.v6.tables, &self.flow_lifetimes, now)?;
@@ -791,7 +793,9 @@ impl Dataplane for EbpfDataplane {
         self.collections = self.collections.wrapping_add(1);
         if self.collections.is_multiple_of(COLLECTIONS_BETWEEN_INSPECTIONS) {
             self.restore_pins()?;
-            self.recount_sockets()?;
+            if let Err(error) = self.recount_sockets() {
+                failures.add("counting sockets", error);
+            }
             if self.write_masquerade_ports()? {
                 tracing::info!("the ports for translated sources follow the kernel's parameters");
             }

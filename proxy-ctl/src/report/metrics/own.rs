@@ -80,7 +80,7 @@ families! {
     pub frontend_conflicts: Counter = "frontend_conflicts", "Frontends that several service ports have claimed";
     pub listed: Gauge = "sources_listed", "1 once every source has listed its objects";
     pub first_sync_seconds: Seconds =
-        "first_sync_duration_seconds", "From everything listed to everything programmed, at the start of the process";
+        "first_sync_duration_seconds", "From everything listed to everything programmed and attached, at the start of the process; 0 before";
     pub former_rules: Gauge =
         "former_rules", "Chains, tables, sets, virtual servers and devices of another kube-proxy that are in the kernel";
     pub former_rule_blockers: Gauge =

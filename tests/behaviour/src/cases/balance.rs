@@ -17,7 +17,8 @@ use crate::{
 
 pub(super) const CASES: &[Case] = &[
     Case::new("maglev: nodes choose alike", Variants::All, alike).concerns(is_ebpf).core(),
-    Case::new("weights: an endpoint without weight has no new connections", Variants::All, weights)
+    // Not of UDP: a datagram from a port that was used shortly before is of the flow of then.
+    Case::new("weights: an endpoint without weight has no new connections", Variants::Tcp, weights)
         .concerns(is_ebpf)
         .core(),
     Case::new(

@@ -21,6 +21,9 @@ pub struct Arguments {
     /// Only cells whose names contain this, as --list shows them: `connect/`, `/nftables/`. Given again: and this
     #[arg(long, value_name = "TEXT")]
     pub filter: Vec<String>,
+    /// Only this contender; given again for several: ebpf-sockets, kube-proxy-nftables
+    #[arg(long, value_name = "NAME", value_parser = contender)]
+    pub contender: Vec<Contender>,
     /// Services in the cluster; given again for several sizes [default: 1, 1000, 10000]
     #[arg(long, value_name = "COUNT")]
     pub services: Vec<usize>,
@@ -42,6 +45,10 @@ pub struct Arguments {
     /// Measure nothing: list the cells
     #[arg(long)]
     pub list: bool,
+}
+
+fn contender(name: &str) -> Result<Contender, String> {
+    Contender::by_name(name).ok_or_else(|| format!("one of {}", CONTENDERS.map(|one| one.name).join(", ")))
 }
 
 impl Arguments {
@@ -67,16 +74,38 @@ impl Arguments {
     }
 
     pub fn contenders(&self) -> Vec<Contender> {
-        CONTENDERS.into_iter().filter(|contender| contender.is_lean || !self.lean).collect()
+        let of_names = !self.contender.is_empty();
+        let is_asked_for = |contender: &Contender| match of_names {
+            true => self.contender.iter().any(|asked| asked.name == contender.name),
+            false => contender.is_lean || !self.lean,
+        };
+        CONTENDERS.into_iter().filter(is_asked_for).collect()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use rstest::rstest;
+
     use super::*;
 
     fn settings(words: &[&str]) -> Settings {
         Arguments::try_parse_from([&["bench"], words].concat()).unwrap().settings()
+    }
+
+    #[rstest]
+    #[case::all(&[], CONTENDERS.len())]
+    #[case::one(&["--contender", "ipvs"], 1)]
+    #[case::two_though_lean(&["--lean", "--contender", "ipvs", "--contender", "ebpf-sockets"], 2)]
+    fn contenders_that_are_asked_for(#[case] words: &[&str], #[case] expected: usize) {
+        let arguments = Arguments::try_parse_from([&["bench"], words].concat()).unwrap();
+        assert_eq!(arguments.contenders().len(), expected);
+    }
+
+    #[test]
+    fn an_unknown_contender_is_told_those_there_are() {
+        let error = Arguments::try_parse_from(["bench", "--contender", "ebpf"]).unwrap_err().to_string();
+        assert!(error.contains("one of direct, ") && error.contains("kube-proxy-ipvs"), "{error}");
     }
 
     #[test]

@@ -105,7 +105,7 @@ mod tests {
     #[test]
     fn an_unknown_contender_is_told_those_there_are() {
         let error = Arguments::try_parse_from(["bench", "--contender", "ebpf"]).unwrap_err().to_string();
-        assert!(error.contains("one of direct, ") && error.contains("kube-proxy-ipvs"), "{error}");
+        assert!(error.contains("one of dropped, ") && error.contains("kube-proxy-ipvs"), "{error}");
     }
 
     #[test]

@@ -81,7 +81,7 @@ pub(crate) fn place<F: Family, T: AffinityTables<F>>(
 }
 
 /// No slot has this index.
-const NOWHERE: u32 = u32::MAX;
+pub(crate) const NOWHERE: u32 = u32::MAX;
 
 /// Of an endpoint set: `ebpf.limits.slots` is at most 2^26.
 const MOST_HALVINGS: u32 = 26;

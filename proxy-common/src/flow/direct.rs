@@ -11,7 +11,7 @@ use super::{
     tcp::{self, RESET_WINDOW, is_near},
 };
 use crate::{
-    affinity,
+    affinity::{self, NOWHERE},
     family::{Family, Slot as _},
     layout::*,
     packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
@@ -101,9 +101,6 @@ fn find_frontend<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<
     let has_node_ports = || tunnel.source.difference(&packet.destination) == 0;
     *frontend = select::find_where(tables, &packet.to(), has_node_ports).unwrap_or_default();
 }
-
-/// No slot has this index.
-const NOWHERE: u32 = u32::MAX;
 
 /// Index of the slot of this node's backend with the address that the packet was sent to, among those that `scratch.frontend` leads to.
 // Not inlined, for its stack.

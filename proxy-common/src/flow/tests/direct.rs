@@ -205,7 +205,7 @@ fn another_choice_does_not_move_a_connection_that_is_confirmed() {
     let host = node(true);
     unpacked(&host, &syn(), from_other_node()).unwrap();
     let answer = Segment::new(TCP_SYN | TCP_ACK, BACKEND_ISN, CLIENT_ISN + 1, 0);
-    host.arriving(&numbered((BACKEND, PORT), CLIENT, answer), Origin::Workload).unwrap();
+    host.leaving(&numbered((BACKEND, PORT), CLIENT, answer)).unwrap();
     unpacked(&host, &client(TCP_ACK, 0, 0), from_other_node()).unwrap();
     let other = Ends { destination: BACKENDS[1], ..from_other_node() };
     assert_eq!(unpacked(&host, &syn(), other), Err(Reason::NotAService));

@@ -61,8 +61,6 @@ struct Recording {
     resync_fails: bool,
     /// There is no room for the node's addresses.
     addresses_fail: bool,
-    /// No interface can be attached to.
-    attach_fails: bool,
     /// How many calls came before each attachment.
     attached_after: Vec<usize>,
     /// Another controller runs.
@@ -185,7 +183,7 @@ impl Dataplane for Recorder {
         let mut recording = self.lock();
         let calls = recording.calls.len();
         recording.attached_after.push(calls);
-        if recording.attach_fails { Err(full()) } else { Ok(()) }
+        Ok(())
     }
 
     fn renew_lease(&mut self) -> Result<(), Error> {

@@ -4,16 +4,17 @@ use anyhow::{Result, ensure};
 use proxy_common::{
     flow::Stage,
     layout::*,
-    packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
+    packet::{TCP_ACK, TCP_RST, TCP_SYN},
 };
 
 use super::{
     Group, Scene,
     affinity::{BOTH, met},
+    flows::close_from,
     scene::*,
 };
 use crate::{
-    wire::{Endpoint, KnownAddress, Segment},
+    wire::{Endpoint, KnownAddress},
     world::Tables,
 };
 
@@ -67,7 +68,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         answered(s, client(2), TCP_ACK)?;
         counted(s, (3, 0))?;
         if s.protocol == PROTOCOL_TCP {
-            close(s, client(1))?;
+            close_from(s, client(1))?;
             counted(s, (3, 1))?;
             sends(s, client(2), TCP_RST)?;
             counted(s, (3, 2))?;
@@ -104,9 +105,9 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         counted(s, (1, 0))?;
         s.frontend(CLUSTER_IP, SERVICE, 0)?;
         if s.protocol == PROTOCOL_TCP {
-            close(s, before)?;
+            close_from(s, before)?;
             counted(s, (1, 0))?;
-            close(s, after)?;
+            close_from(s, after)?;
             counted(s, (1, 1))?;
         }
         Ok(())
@@ -190,15 +191,4 @@ fn establish<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
     }
     sends(s, client, TCP_ACK)?;
     s.flow_of(Stage::Established, client).map(drop)
-}
-
-/// Both sides close, and each acknowledges that.
-fn close<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
-    sends(s, client, TCP_FIN | TCP_ACK)?;
-    let fin = s.answer(LOCAL, client, TCP_FIN | TCP_ACK);
-    let fin = Segment { acknowledgement: fin.acknowledgement + 1, ..fin };
-    s.send("workload_egress", &fin, Expect::Becomes(&fin.from(CLUSTER_IP)))?;
-    let last = s.packet(client, CLUSTER_IP, TCP_ACK);
-    let last = Segment { acknowledgement: last.acknowledgement + 1, sequence: last.sequence + 1, ..last };
-    s.send("workload_ingress", &last, Expect::Becomes(&last.to(LOCAL)))
 }

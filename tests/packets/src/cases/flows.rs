@@ -400,7 +400,7 @@ fn close<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 }
 
 /// Both sides close, and each acknowledges that.
-fn close_from<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
+pub(super) fn close_from<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
     sends(s, client, TCP_FIN | TCP_ACK)?;
     let fin = s.answer(LOCAL, client, TCP_FIN | TCP_ACK);
     let fin = Segment { acknowledgement: fin.acknowledgement + 1, ..fin };

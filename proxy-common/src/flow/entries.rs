@@ -144,7 +144,12 @@ pub(super) fn retire<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
         if entry.opened != flow.opened {
             continue;
         }
-        entry.state = entry.state.union(&flow.state);
+        // It is kept from its end on, however long it was silent before.
+        entry.last_seen = tables.now();
+        // Of what is masqueraded nothing is heard, so that nothing would take the end back where the connection goes on.
+        if leg != Leg::Masquerade {
+            entry.state = entry.state.union(&flow.state);
+        }
         match tables.flow(Stage::Opening, key) {
             // In place: a SYN on another CPU may be giving the key to a new flow.
             Some(copy) if copy.opened() == entry.opened => write_over(copy, entry),

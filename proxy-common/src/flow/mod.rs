@@ -648,6 +648,17 @@ fn go_on<F: Family, T: FlowTables<F>>(
         return Ok(());
     }
     scratch.stage = found.stage;
+    if found.step == Step::FromBackendMasqueraded {
+        // It is heard, and keeps the flow, where it leaves for the client: if it has an entry there.
+        let is_stale = is_stale(&scratch.flow, tables.recently(&mut scratch.clock));
+        if is_stale
+            && Leg::Backend.set_key(tables, scratch)
+            && tables.flow(found.stage, &scratch.key).is_none()
+        {
+            tables.run(scratch, Routine::Refresh);
+        }
+        return Ok(());
+    }
     let mut is_confirmed = false;
     if matches!(found.step, Step::ToFrontend | Step::FromBackend) {
         let speaker = if found.step == Step::ToFrontend { Speaker::Client } else { Speaker::Backend };

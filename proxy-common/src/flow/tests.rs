@@ -1121,6 +1121,34 @@ fn copies_of_the_last_segments_are_translated() {
     assert_eq!((host.entries(Stage::Opening), host.entries(Stage::Established)), (2, 0));
 }
 
+/// Else what its lifetime is counted from would be the last packet before the silence.
+#[test]
+fn what_ends_after_a_silence_is_kept_from_its_end_on() {
+    let host = Host::new();
+    let flow = establish_one(&host, Origin::Workload);
+    host.wait(60 * REFRESH_AFTER);
+    let (speaker, reset) = of_client(TCP_RST, CLIENTS, 0);
+    let ended = host.clock.get();
+    says(speaker, &host, &flow, reset).unwrap();
+    assert!(host.flow_of(Stage::Opening, &syn()).last_seen >= ended);
+}
+
+/// Which comes to a masquerade, whose entry learns nothing of what goes on.
+#[test]
+fn a_connection_that_goes_on_after_a_reset_is_not_ended_by_its_next_answer() {
+    let host = Host::new();
+    let flow = establish_one(&host, Origin::Outside);
+    let (speaker, reset) = of_client(TCP_RST, CLIENTS, 0);
+    says(speaker, &host, &flow, reset).unwrap();
+    assert_eq!(host.entries(Stage::Established), 0);
+    host.wait(2 * REFRESH_AFTER);
+    host.arriving(&packet(CLIENT, FRONTEND, TCP_ACK), Origin::Outside).unwrap();
+    assert_eq!(host.entries(Stage::Established), 3);
+    let answer = answer((flow.backend, PORT), (NODE, flow.masquerade_port()), TCP_ACK);
+    host.arriving(&answer, Origin::Outside).unwrap();
+    assert_eq!(host.entries(Stage::Established), 3);
+}
+
 #[rstest]
 #[case::far_off(FORGED, 86_400)]
 #[case::near(CLIENTS + 1_000, 10_800)]

@@ -11,6 +11,7 @@ use std::{
 
 use anyhow::{Context as _, Result, anyhow};
 use nix::{
+    errno::Errno,
     fcntl::{Flock, FlockArg},
     mount::{MntFlags, umount2},
     sys::signal::{SigSet, Signal},
@@ -83,12 +84,7 @@ pub(super) fn remove(name: &str) -> Result<()> {
     let cgroup = cgroup::mount_point()?.join(name);
     cgroup::end_members(&cgroup)?;
     // Pinned links go with the file system, so that the cgroups are free of programs.
-    for mounted in fs::read_dir(&directory).into_iter().flatten().flatten() {
-        if mounted.path().is_dir() {
-            // Fails where nothing is mounted.
-            let _not_mounted = umount2(&mounted.path(), MntFlags::MNT_DETACH);
-        }
-    }
+    unmount_below(&directory)?;
     for namespace in namespace::with_prefix(&format!("{name}-")) {
         namespace::ip(None, &format!("netns del {namespace}\n"))?;
     }
@@ -100,6 +96,22 @@ pub(super) fn remove(name: &str) -> Result<()> {
             Ok(()) | Err(_) => Ok(Some(())),
         }
     })
+}
+
+/// Unmounts what is mounted below a folder, the latest first: its files are removed then, and no file of what was mounted.
+fn unmount_below(directory: &Path) -> Result<()> {
+    let mounts = fs::read_to_string("/proc/thread-self/mountinfo").context("reading the mounts")?;
+    for mounted in mounts.lines().rev().filter_map(|mount| mount.split(' ').nth(4)).map(Path::new) {
+        if !mounted.starts_with(directory) {
+            continue;
+        }
+        match umount2(mounted, MntFlags::MNT_DETACH) {
+            // It went with the one that it was mounted on.
+            Ok(()) | Err(Errno::EINVAL) => {}
+            Err(error) => return Err(error).with_context(|| format!("unmounting {}", mounted.display())),
+        }
+    }
+    Ok(())
 }
 
 /// Removes labs whose process is gone. Kept ones stay.

@@ -132,7 +132,10 @@ pub fn open_to_retire(mode: Mode, config: &Config) -> Result<Option<Box<dyn Data
 pub fn remove_retired(mode: Mode, config: &Config) -> Result<bool, Error> {
     let entry = entry(mode);
     if entry.retires {
-        return (entry.cleanup)(&config.ebpf.bpffs, &config.ipvs.exclude_cidrs).map(|_| true);
+        (entry.cleanup)(&config.ebpf.bpffs, &config.ipvs.exclude_cidrs)?;
+        return leftovers::remove_holders()
+            .map(|()| true)
+            .map_err(|error| Error::new(ErrorKind::Other, error));
     }
     // Its rules have kube-proxy's names: no mode but those at work may have any.
     let keeps = &config.ipvs.exclude_cidrs;

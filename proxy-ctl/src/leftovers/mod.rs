@@ -337,6 +337,12 @@ pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
     Ok(removed)
 }
 
+/// Removes tables that only have the kernel go on translating connections, where a mode at work has it do so.
+pub fn remove_holders() -> Result<(), Error> {
+    let at_work = at_work::modes();
+    if names::translates(&at_work) { nft::remove_holders(Scope::but(&at_work)) } else { Ok(()) }
+}
+
 /// As [`Leftovers::find`], for one call.
 pub fn find(keeps: &[IpNet]) -> Found {
     Leftovers::default().find(keeps)

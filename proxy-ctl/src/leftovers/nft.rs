@@ -124,6 +124,21 @@ pub(super) fn hold(family: TableFamily, removed: &mut Removal) -> Result<(), Err
     }
 }
 
+/// Removes holders, which nobody needs where a mode at work translates.
+pub(super) fn remove_holders(scope: Scope<'_>) -> Result<(), Error> {
+    let Some(nftables) = NfTables::open()? else { return Ok(()) };
+    for family in Inventory::take(&nftables, &TableFamily::ALL, scope)?.holders {
+        let mut batch = Batch::default();
+        batch.delete_table(family, names::NFTABLES_TABLE);
+        match nftables.commit(batch)?.first() {
+            // Another program has removed it.
+            None | Some(Refused { errno: libc::ENOENT, .. }) => {}
+            Some(refused) => return Err(Error::refused(refused.errno)),
+        }
+    }
+    Ok(())
+}
+
 /// A family, and the messages of its holder in a transaction.
 type Holder = (TableFamily, Range<u32>);
 

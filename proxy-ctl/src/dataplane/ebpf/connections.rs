@@ -10,7 +10,7 @@ use aya::Pod;
 use proxy_common::{
     family::{V4, V6},
     inventory::table,
-    layout::{Collected, Connections, SOCKET_COUNTED, SocketOrigin},
+    layout::{Collected, Connections, SocketOrigin},
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -232,7 +232,7 @@ where
     let mut recount = Recount::begin(&tables.connections, Kind::Sockets)?;
     let origins = pinned_table(maps, F::SOCKET_ORIGIN)?;
     for socket in reader.read(origins.as_fd()).map_err(Error::CountingSockets)? {
-        if socket.value.flags & SOCKET_COUNTED != 0 {
+        if socket.value.is_counted() {
             recount.see(socket.value.backend_id);
         }
     }

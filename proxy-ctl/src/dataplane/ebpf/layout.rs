@@ -166,12 +166,12 @@ pub(super) fn forwarding(flags: u32) -> Forwarding {
     if flags & SERVICE_DSR != 0 { Forwarding::Dsr } else { Forwarding::Snat }
 }
 
-/// `Snat` or `Dsr`; `of_node`: of service ports that name none. Where each node has its own endpoints (hints of EndpointSlices), that of the
-/// endpoint need not have it among its own, and then knows nothing of what was sent there: those get `Snat`.
+/// `Snat` or `Dsr`; `of_node`: of service ports that name none.
 pub(super) fn forwarding_of(port: &DesiredPort, of_node: Forwarding) -> Forwarding {
-    let wanted = port.forwarding.unwrap_or(of_node).of_protocol(port.name.protocol);
-    let is_narrowed = port.endpoints.unused.iter().any(|endpoint| !endpoint.terminating);
-    if is_narrowed { Forwarding::Snat } else { wanted }
+    if port.endpoints.need_snat {
+        return Forwarding::Snat;
+    }
+    port.forwarding.unwrap_or(of_node).of_protocol(port.name.protocol)
 }
 
 pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
@@ -323,6 +323,7 @@ mod tests {
             internal: internal.into(),
             external: external.into(),
             any: count > 0,
+            need_snat: false,
             unused: Box::default(),
         }
     }
@@ -548,16 +549,14 @@ mod tests {
         assert_eq!(super::forwarding(service_flags(&port, Algorithm::Maglev, found)), expected);
     }
 
-    /// Other nodes may have chosen other endpoints by hints. One that terminates is used by nobody.
     #[rstest]
-    #[case::ready(false, Forwarding::Snat)]
-    #[case::terminating(true, Forwarding::Dsr)]
-    fn endpoints_of_other_nodes_choice(#[case] terminating: bool, #[case] expected: Forwarding) {
-        let address = "10.244.2.2".parse().unwrap();
-        let unused = Endpoint { address, port: 80, local: false, terminating, weight: 1 };
-        let mut port = DesiredPort { forwarding: Some(Forwarding::Dsr), ..port(Vec::new()) };
-        port.endpoints.unused = Box::new([unused]);
+    #[case::known_on_their_nodes(false, Forwarding::Dsr)]
+    #[case::not_known_there(true, Forwarding::Snat)]
+    fn endpoints_that_need_snat(#[case] need_snat: bool, #[case] expected: Forwarding) {
+        let endpoints = Endpoints { need_snat, ..Endpoints::default() };
+        let port = DesiredPort { forwarding: Some(Forwarding::Dsr), endpoints, ..port(Vec::new()) };
         assert_eq!(forwarding_of(&port, Forwarding::Snat), expected);
+        assert_eq!(forwarding_of(&port, Forwarding::Dsr), expected);
     }
 
     #[test]

@@ -297,7 +297,7 @@ impl<F: TableFamily> FamilyWriter<F> {
 
 /// The port with some of its endpoints, by their indexes. Without any it refuses clients, and does not drop their packets.
 fn with_endpoints(port: &DesiredPort, is_kept: impl Fn(u32) -> bool) -> DesiredPort {
-    let Endpoints { all, cluster, internal, external, any, unused } = &port.endpoints;
+    let Endpoints { all, cluster, internal, external, any, need_snat, unused } = &port.endpoints;
     let kept: Vec<u32> = (0..).take(all.len()).filter(|index| is_kept(*index)).collect();
     let set = |indexes: &[u32]| -> Arc<[u32]> {
         let places = indexes.iter().filter_map(|index| kept.binary_search(index).ok());
@@ -312,6 +312,7 @@ fn with_endpoints(port: &DesiredPort, is_kept: impl Fn(u32) -> bool) -> DesiredP
         internal: set(internal),
         external: set(external),
         any: *any && !kept.is_empty(),
+        need_snat: *need_snat,
         unused: unused.iter().copied().chain(left_out).collect(),
     };
     DesiredPort { endpoints, ..port.clone() }

@@ -39,6 +39,15 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         serve(s, &[(11, LOCAL, true)])?;
         s.opens("uplink_ingress", CLIENT, LOAD_BALANCER, LOCAL).map(drop)
     });
+    group.both::<W>("direct: to a backend of this node that is said to be elsewhere", |s| {
+        dialled(s)?;
+        let first = s.first(CLIENT, LOAD_BALANCER);
+        s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
+        s.send("workload_egress", &first.to(REMOTE), Expect::Untouched)?;
+        let answer = first.to(REMOTE).answer(TCP_SYN | TCP_ACK);
+        s.send("workload_ingress", &answer, Expect::Untouched)?;
+        s.send("uplink_egress", &answer, Expect::Becomes(&answer.from(LOAD_BALANCER)))
+    });
     group.both::<W>("direct: taken out and answered", |s| {
         backends_node(s)?;
         for dialled in [LOAD_BALANCER, OTHERS_NODE_PORT] {

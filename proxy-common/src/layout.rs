@@ -356,6 +356,8 @@ impl Default for ServiceName {
 
 /// The backend runs on this node.
 pub const BACKEND_LOCAL: u32 = 1;
+/// Of a slot: its endpoint terminates, and has connections of the set only from nodes that do not know yet (direct server return).
+pub const BACKEND_DRAINING: u32 = 2;
 /// Of a slot: in the bits from here on, by how much its weight is more than 1.
 pub const BACKEND_WEIGHT_SHIFT: u32 = 8;
 

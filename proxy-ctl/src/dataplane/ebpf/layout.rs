@@ -5,15 +5,16 @@ use std::{collections::BTreeSet, iter, sync::Arc};
 use ipnet::IpNet;
 use proxy_common::{
     layout::{
-        BACKEND_LOCAL, BACKEND_WEIGHT_SHIFT, EndpointSet, FRONTEND_AFFINITY, FRONTEND_DSR, FRONTEND_EXTERNAL,
-        FRONTEND_LEAST_CONNECTION, FRONTEND_LOCAL_POLICY, FRONTEND_MAGLEV, FRONTEND_SOURCE_RANGES,
-        FrontendKey, NAME_BYTES, SERVICE_DSR, SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS,
-        SERVICE_INTERNAL_LOCAL, SERVICE_LEAST_CONNECTION, SERVICE_MAGLEV, ServiceName, SourceRange,
+        BACKEND_DRAINING, BACKEND_LOCAL, BACKEND_WEIGHT_SHIFT, EndpointSet, FRONTEND_AFFINITY, FRONTEND_DSR,
+        FRONTEND_EXTERNAL, FRONTEND_LEAST_CONNECTION, FRONTEND_LOCAL_POLICY, FRONTEND_MAGLEV,
+        FRONTEND_SOURCE_RANGES, FrontendKey, NAME_BYTES, SERVICE_DSR, SERVICE_EXTERNAL_LOCAL,
+        SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, SERVICE_LEAST_CONNECTION, SERVICE_MAGLEV, ServiceName,
+        SourceRange,
     },
     port::Port,
 };
 
-use super::{allocate::Range, family::TableFamily, maglev, tables::SourceRangeKey};
+use super::{allocate::Range, draining::is_draining, family::TableFamily, maglev, tables::SourceRangeKey};
 use crate::model::{
     desired::{DesiredPort, Endpoint, Endpoints, FrontendKind, ServicePortName},
     objects::{self, Algorithm, Forwarding, ObjectName, Protocol, TrafficPolicy},
@@ -176,7 +177,8 @@ pub(super) fn forwarding_of(port: &DesiredPort, of_node: Forwarding) -> Forwardi
 
 pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
     let more_than_one = u32::from(endpoint.weight.saturating_sub(1));
-    more_than_one << BACKEND_WEIGHT_SHIFT | if endpoint.local { BACKEND_LOCAL } else { 0 }
+    let flags = [(endpoint.local, BACKEND_LOCAL), (is_draining(endpoint), BACKEND_DRAINING)];
+    more_than_one << BACKEND_WEIGHT_SHIFT | sum_of(flags)
 }
 
 /// Keys of the port's frontends with their `FRONTEND_*` flags, in order, each once.

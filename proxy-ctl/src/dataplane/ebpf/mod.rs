@@ -73,6 +73,7 @@ mod attach;
 pub mod cleanup;
 mod cluster_ips;
 mod connections;
+mod draining;
 mod error;
 mod events;
 mod family;

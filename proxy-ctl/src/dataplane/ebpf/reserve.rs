@@ -12,6 +12,7 @@ use rustc_hash::FxHashSet;
 use super::{
     Error,
     allocate::Range,
+    draining::{has_weight, is_draining},
     error::FullTable,
     family::TableFamily,
     layout::{self, Arrangement},
@@ -320,7 +321,10 @@ fn with_endpoints(port: &DesiredPort, is_kept: impl Fn(u32) -> bool) -> DesiredP
 
 /// The port with endpoints that are drawn at random, each alike.
 fn without_tables(port: &DesiredPort) -> DesiredPort {
-    let mut equal = DesiredPort { algorithm: Some(Algorithm::Random), ..port.clone() };
+    let has_others = has_weight(&port.endpoints);
+    let is_draining = |index: u32| port.endpoints.all.get(index as usize).is_some_and(is_draining);
+    let drawn = with_endpoints(port, |index| !(has_others && is_draining(index)));
+    let mut equal = DesiredPort { algorithm: Some(Algorithm::Random), ..drawn };
     equal.endpoints.all.iter_mut().for_each(|endpoint| endpoint.weight = DEFAULT_WEIGHT);
     equal
 }

@@ -460,13 +460,27 @@ impl World {
 
     /// A packet that leaves by the interface with this index.
     pub(crate) fn leaves_by(&self, interface: u32, program: &str, packet: &[u8]) -> Result<Output> {
-        /// Of `__sk_buff`, and the offsets of its `ingress_ifindex` and `ifindex`.
+        self.leaves_merged(interface, program, packet, 0)
+    }
+
+    /// As [`leaves_by`](Self::leaves_by), of segments of this size that are merged. The kernel does not say of what kind they are, so that it
+    /// makes no room in them.
+    pub(crate) fn leaves_merged(
+        &self,
+        interface: u32,
+        program: &str,
+        packet: &[u8],
+        size: u32,
+    ) -> Result<Output> {
+        /// Of `__sk_buff`, and the offsets of its `ingress_ifindex`, `ifindex` and `gso_size`.
         const CONTEXT: usize = 192;
         const INGRESS_INTERFACE: usize = 36;
         const INTERFACE: usize = 40;
+        const SEGMENT_SIZE: usize = 176;
         let mut context = [0; CONTEXT];
         context[INGRESS_INTERFACE] = 1;
         context[INTERFACE..INTERFACE + 4].copy_from_slice(&interface.to_ne_bytes());
+        context[SEGMENT_SIZE..SEGMENT_SIZE + 4].copy_from_slice(&size.to_ne_bytes());
         self.run_with(program, packet, Some(&context))
     }
 

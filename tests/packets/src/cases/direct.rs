@@ -165,7 +165,6 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.send_bytes("uplink_ingress", &carried, Expect::BecomesBytes(inside))
     });
     group.both::<W>("direct: the client is told of a packet that is too long with its header", |s| {
-        const MTU: usize = 1_500;
         let uplink = Uplink::new::<W>(s.world)?;
         uplink.knows::<W>(CLIENT.0, OWN)?;
         dialled(s)?;
@@ -186,7 +185,31 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(output.packet == W::too_big(&longer, told), "another error");
         s.counted(&[(Reason::FlowOpened, 1), (Reason::PacketTooBig, 1)])
     });
+    group.both::<W>("direct: merged datagrams are as long as each of them", |s| {
+        let uplink = Uplink::new::<W>(s.world)?;
+        uplink.knows::<W>(CLIENT.0, OWN)?;
+        dialled(s)?;
+        let first = s.first(CLIENT, LOAD_BALANCER);
+        s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
+        let headers = first.bytes::<W>().len() - first.payload.len() - 14;
+        let header = if W::NAME == "ipv4" { 20 } else { 40 };
+        let fits = MTU - headers - header;
+        for (size, is_too_long) in [(fits, false), (fits + 1, true)] {
+            let packet = Segment { payload: vec![1; 2 * size], ..s.packet(CLIENT, LOAD_BALANCER, TCP_ACK) };
+            let inside = packet.to(REMOTE).bytes::<W>();
+            let output = s.world.leaves_merged(uplink.index, "uplink_egress", &inside, size as u32)?;
+            // Segments of a stream are cut to what fits.
+            let is_told = is_too_long && s.protocol == PROTOCOL_UDP;
+            let expected = if is_told { Verdict::Redirected } else { Verdict::Dropped };
+            ensure!(output.verdict == expected, "{size}: {:?}", output.verdict);
+            let told = headers + size - header;
+            ensure!(!is_told || output.packet == W::too_big(&packet, told), "another error");
+        }
+        Ok(())
+    });
 }
+
+const MTU: usize = 1_500;
 
 /// What the node knows that the client dials.
 fn dialled<W: Tables>(s: &mut Scene<W>) -> Result<()> {

@@ -725,9 +725,6 @@ impl<A> SocketOrigin<A> {
     }
 }
 
-/// Room in the tables `connections` and `collected`.
-pub const CONNECTIONS: u32 = 65_536;
-
 /// Table `connections`, hash by backend id: what of its connections through service ports with `FRONTEND_LEAST_CONNECTION` the programs
 /// have seen begin and end. Only they write it, until the backend is gone: what is open is this without [`Collected`].
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

@@ -414,7 +414,14 @@ impl World {
         loader.override_global("SOCKET_HOST_ONLY", &1u32, true);
         loader.override_global("CAN_REFUSE", &1u32, true);
         loader.override_global("CAN_CHECK_MTU", &can_check_mtu, true);
-        for name in [table::services, table::slots4, table::slots6, table::service_counters] {
+        for name in [
+            table::services,
+            table::slots4,
+            table::slots6,
+            table::service_counters,
+            table::connections,
+            table::collected,
+        ] {
             loader.map_max_entries(name, SERVICES);
         }
         for name in [table::affinity4, table::affinity6] {

@@ -9,7 +9,7 @@ use std::{fmt, os::fd::AsFd as _, path::Path};
 use aya::Pod;
 use proxy_common::{
     family::{V4, V6},
-    inventory::table,
+    inventory::{Limit, table},
     layout::{Collected, Connections, SocketOrigin},
 };
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -31,8 +31,8 @@ pub(super) struct ConnectionTables {
 impl ConnectionTables {
     pub(super) fn open(folder: &Path) -> Result<Self, Error> {
         Ok(Self {
-            connections: Table::open(folder, table::connections, None)?,
-            collected: Table::open(folder, table::collected, None)?,
+            connections: Table::open(folder, table::connections, Some(Limit::Backends))?,
+            collected: Table::open(folder, table::collected, Some(Limit::Backends))?,
         })
     }
 

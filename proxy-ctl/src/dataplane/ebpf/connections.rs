@@ -77,6 +77,10 @@ impl ConnectionTables {
         Ok(ids.chain(collected.into_iter().map(|(id, _)| id)).collect())
     }
 
+    pub(super) fn forget_all(&self) -> Result<(), Error> {
+        self.backends()?.into_iter().try_for_each(|backend| self.forget(backend))
+    }
+
     fn forget(&self, backend: u32) -> Result<(), Error> {
         // In this order: without the first, the second counts nothing.
         self.connections.remove(&backend)?;

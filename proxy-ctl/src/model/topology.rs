@@ -104,7 +104,7 @@ impl CandidateFilter {
 /// Does its own node possibly not have it among those for clients outside? By what its slice says, so that all nodes say the same.
 pub(super) fn needs_snat(candidate: &Candidate<'_>) -> bool {
     let objects::Endpoint { hints, node, .. } = candidate.endpoint;
-    candidate.serves() && (hints.is_some() || node.is_none())
+    candidate.serves() && (hints.is_some() || node.as_deref().is_none_or(str::is_empty))
 }
 
 /// Hints count only where every ready endpoint has one: a single endpoint without is a sign that the

@@ -62,8 +62,8 @@ mod tests {
     use crate::{
         dataplane::ebpf::layout::{Arrangement, backend_flags, contents},
         model::{
-            Model, objects,
-            objects::Algorithm,
+            Model,
+            objects::{self, Algorithm},
             test_support::{HERE, local, remote, service, shown, slice},
         },
     };

@@ -93,7 +93,7 @@ fn place_of<F: Family, T: AffinityTables<F>>(tables: &T, set: EndpointSet, affin
     let wanted = F::Slot::new(backend.address, Port::new(backend.port), affinity.backend, affinity.flags);
     let place = last_up_to(tables, set, &wanted);
     match tables.slot(place) {
-        Some(slot) if slot.backend() == affinity.backend => place,
+        Some(slot) if slot.backend() == affinity.backend && slot.flags() & BACKEND_DRAINING == 0 => place,
         Some(_) | None => NOWHERE,
     }
 }
@@ -277,6 +277,17 @@ mod tests {
         let key = AffinityKey { service: SERVICE, client: CLIENT };
         let remembered = tables.affinity(&key).unwrap().read();
         assert_eq!((remembered.backend, remembered.last_used), (now, tables.now()));
+    }
+
+    #[test]
+    fn a_client_leaves_an_endpoint_that_only_other_nodes_may_send_to() {
+        let mut tables = tables();
+        assert_eq!(go(&tables, CLUSTER_IP, CLIENT, dice(1)), 2);
+        set_endpoints(&mut tables, &[(1, BACKEND_LOCAL), (2, BACKEND_LOCAL | BACKEND_DRAINING), (3, 0)]);
+        let now = go(&tables, CLUSTER_IP, CLIENT, 0);
+        assert_ne!(now, 2);
+        set_endpoints(&mut tables, &[(1, BACKEND_LOCAL), (2, BACKEND_LOCAL), (3, 0)]);
+        assert_eq!(go(&tables, CLUSTER_IP, CLIENT, dice(1)), now);
     }
 
     #[test]

@@ -148,7 +148,7 @@ impl Event {
         self.set_frontend(destination.0, destination.1);
         if let Some(origin) = sent_to {
             self.set_backend(&origin.backend, origin.backend_port());
-            (self.backend_id, self.service) = (origin.backend_id, origin.service);
+            (self.backend_id, self.service) = (origin.backend_id, origin.service());
         }
     }
 

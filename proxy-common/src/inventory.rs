@@ -113,8 +113,8 @@ macro_rules! tables {
             event_control: array(u32, EventControl), 1;
             events: ring(u32, Event), EVENT_BYTES;
             service_counters: per_cpu_array(u32, ServiceCounters), [ServiceCounters];
-            connections: hash(u32, Connections), CONNECTIONS;
-            collected: hash(u32, Collected), CONNECTIONS;
+            connections: hash(u32, Connections), [Backends];
+            collected: hash(u32, Collected), [Backends];
         }
     };
 }

@@ -356,6 +356,8 @@ impl Default for ServiceName {
 
 /// The backend runs on this node.
 pub const BACKEND_LOCAL: u32 = 1;
+/// Of a slot: its endpoint terminates, and has connections of the set only from nodes that do not know yet (direct server return).
+pub const BACKEND_DRAINING: u32 = 2;
 /// Of a slot: in the bits from here on, by how much its weight is more than 1.
 pub const BACKEND_WEIGHT_SHIFT: u32 = 8;
 
@@ -681,16 +683,35 @@ pub struct SocketOrigin<A> {
     backend_port: u16,
     /// Key of `backends4/6`.
     pub backend_id: u32,
-    /// Index into `services`.
-    pub service: u32,
-    /// `SOCKET_*`.
-    pub flags: u32,
+    /// Index into `services`, and `SOCKET_COUNTED`: the value is as long as it was before that was there.
+    service: u32,
 }
 
-/// As long as the socket is open, and in `socket_origin4/6`, it is counted as a connection of its backend.
-pub const SOCKET_COUNTED: u32 = 1;
+/// As long as the socket is open, and in `socket_origin4/6`, it is counted as a connection of its backend. No service has so large an index.
+const SOCKET_COUNTED: u32 = 1 << 31;
 
 impl<A> SocketOrigin<A> {
+    /// Index into `services`.
+    #[inline(always)]
+    pub const fn service(&self) -> u32 {
+        self.service & !SOCKET_COUNTED
+    }
+
+    #[inline(always)]
+    pub const fn is_counted(&self) -> bool {
+        self.service & SOCKET_COUNTED != 0
+    }
+
+    #[inline(always)]
+    pub(crate) const fn count(&mut self) {
+        self.service |= SOCKET_COUNTED;
+    }
+
+    #[inline(always)]
+    pub const fn stop_counting(&mut self) {
+        self.service &= !SOCKET_COUNTED;
+    }
+
     #[inline(always)]
     pub(crate) fn new(frontend: (A, Port), backend: (A, Port), backend_id: u32, service: u32) -> Self {
         Self {
@@ -700,13 +721,9 @@ impl<A> SocketOrigin<A> {
             backend_port: backend.1.number(),
             backend_id,
             service,
-            flags: 0,
         }
     }
 }
-
-/// Room in the tables `connections` and `collected`.
-pub const CONNECTIONS: u32 = 65_536;
 
 /// Table `connections`, hash by backend id: what of its connections through service ports with `FRONTEND_LEAST_CONNECTION` the programs
 /// have seen begin and end. Only they write it, until the backend is gone: what is open is this without [`Collected`].
@@ -716,7 +733,7 @@ pub struct Connections {
     /// Flows with `FLOW_COUNTED`.
     pub flows_opened: u64,
     pub flows_closed: u64,
-    /// Sockets with `SOCKET_COUNTED`.
+    /// Sockets that [are counted](SocketOrigin::is_counted).
     pub sockets_opened: u64,
     pub sockets_closed: u64,
 }
@@ -1003,8 +1020,8 @@ const _: () = {
     assert!(size_of::<Flow<[u8; 4]>>() == 80 && size_of::<Flow<[u8; 16]>>() == 128);
     assert!(size_of::<FragmentKey<[u8; 4]>>() == 16 && size_of::<FragmentKey<[u8; 16]>>() == 40);
     assert!(size_of::<FirstFragment<[u8; 4]>>() == 32 && size_of::<FirstFragment<[u8; 16]>>() == 56);
-    assert!(size_of::<SocketOrigin<[u8; 4]>>() == 24 && size_of::<SocketOrigin<[u8; 16]>>() == 48);
-    assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 100 && size_of::<DatagramOrigins<[u8; 16]>>() == 196);
+    assert!(size_of::<SocketOrigin<[u8; 4]>>() == 20 && size_of::<SocketOrigin<[u8; 16]>>() == 44);
+    assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
     assert!(size_of::<Settings>() == 88 && size_of::<FlowState>() == 4 && size_of::<ServiceCounters>() == 24);
     assert!(size_of::<InterfaceSettings>() == 24 && size_of::<FourPorts>() == 8);
     assert!(size_of::<ForeignFlow>() == 8);

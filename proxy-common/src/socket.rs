@@ -7,7 +7,7 @@ use crate::{
     layout::{
         Address, AffinityKey, Client, DatagramOrigins, FRONTEND_AFFINITY, FRONTEND_LEAST_CONNECTION,
         FRONTEND_LOCAL_POLICY, FRONTEND_SOURCE_RANGES, Frontend, PODS_BY_INTERFACE, PODS_UNKNOWN,
-        PROTOCOL_TCP, SOCKET_COUNTED, SocketOrigin,
+        PROTOCOL_TCP, SocketOrigin,
     },
     port::Port,
     reason::Reason,
@@ -42,7 +42,7 @@ pub fn connect<F: Family>(
     let mut origin =
         SocketOrigin::new(dialled, (slot.address(), slot.port()), slot.backend(), frontend.service);
     if frontend.flags & FRONTEND_LEAST_CONNECTION != 0 {
-        origin.flags = SOCKET_COUNTED;
+        origin.count();
     }
     Ok(origin)
 }
@@ -102,7 +102,7 @@ fn still_serves<F: Family>(
     let Some(frontend) = select::find(tables, destination, client) else { return false };
     // A pod's packets decide whether it is in the source ranges.
     let is_decided = client == Origin::Host || frontend.flags & FRONTEND_SOURCE_RANGES == 0;
-    frontend.service == origin.service && is_decided && tables.backend(origin.backend_id).is_some()
+    frontend.service == origin.service() && is_decided && tables.backend(origin.backend_id).is_some()
 }
 
 /// Does the backend that a connected socket was sent to not serve what was dialled, any more? For user space.
@@ -241,6 +241,26 @@ mod tests {
         tables.services.insert(1, Service { internal, ..Service::default() });
         tables.slots.insert(4, Slot4::new([10, 244, 0, 1], Port::new(5353), 1, 0));
         assert_eq!(connect(&tables, &udp(address, 53), Origin::Workload, 0), expected);
+    }
+
+    #[rstest]
+    #[case::by_random(0, false)]
+    #[case::by_least_connection(FRONTEND_LEAST_CONNECTION, true)]
+    fn a_socket_that_is_counted_stays_its_services(#[case] flags: u32, #[case] is_counted: bool) {
+        let mut tables = tables(&[1], 1);
+        for frontend in tables.frontends.values_mut() {
+            frontend.flags = flags;
+        }
+        let internal = EndpointSet::new(4, 1);
+        tables.services.insert(1, Service { internal, ..Service::default() });
+        tables.slots.insert(4, Slot4::new([10, 244, 0, 1], Port::new(5353), 1, 0));
+        let to = udp([10, 96, 0, 1], 53);
+        let connected = connect(&tables, &to, Origin::Workload, 0).unwrap();
+        assert_eq!((connected.service(), connected.is_counted()), (1, is_counted));
+        assert!(remembered_peer(&tables, &connected, &to, Origin::Workload));
+        let mut closed = connected;
+        closed.stop_counting();
+        assert_eq!(closed, origin(1, 1));
     }
 
     const EXTERNAL_LOCAL: u32 = FRONTEND_EXTERNAL | FRONTEND_LOCAL_POLICY;

@@ -11,7 +11,7 @@ use aya_ebpf::bindings::BPF_NOEXIST;
 use proxy_common::{
     balance,
     family::{V4, V6},
-    layout::{Collected, Connections, EndpointSet, FLOW_COUNTED, SOCKET_COUNTED},
+    layout::{Collected, Connections, EndpointSet, FLOW_COUNTED},
 };
 
 use crate::{maps, tables::Maps};
@@ -62,9 +62,10 @@ unsafe fn add_one(counter: *mut u64) {
     unsafe { asm!("lock *(u64 *)({0} + 0) += {1}", in(reg) counter, in(reg) 1_u64, options(nostack)) };
 }
 
-/// Each as a global function, so that the verifier goes through it once, whatever the flags, which say whether the connection is counted.
+/// Each as a global function, so that the verifier goes through it once, whatever the flags, which say whether the connection is counted: a
+/// flow's, or of a socket 1.
 macro_rules! counters {
-    ($($name:ident: $field:ident, $counted:ident, $is_begin:literal;)+) => { $(
+    ($($name:ident: $field:ident, $counted:expr, $is_begin:literal;)+) => { $(
         #[unsafe(no_mangle)]
         #[inline(never)]
         pub(crate) extern "C" fn $name(backend: u32, flags: u32) -> u32 {
@@ -89,6 +90,6 @@ macro_rules! counters {
 counters! {
     count_flow_opened: flows_opened, FLOW_COUNTED, true;
     count_flow_closed: flows_closed, FLOW_COUNTED, false;
-    count_socket_opened: sockets_opened, SOCKET_COUNTED, true;
-    count_socket_closed: sockets_closed, SOCKET_COUNTED, false;
+    count_socket_opened: sockets_opened, 1, true;
+    count_socket_closed: sockets_closed, 1, false;
 }

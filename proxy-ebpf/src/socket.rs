@@ -260,9 +260,9 @@ where
             };
             stop_counting(known);
             *known = new;
-            count_socket_opened(new.backend_id, new.flags);
+            count_socket_opened(new.backend_id, new.is_counted().into());
             redirect::<F>(ctx, &new);
-            count_connection(new.service);
+            count_connection(new.service());
             conclude(Reason::SocketConnected, &destination, Some(&new))
         }
         Err(reason) => {
@@ -320,7 +320,7 @@ where
             };
             socket::remember(known, &new);
             redirect::<F>(ctx, &new);
-            count_connection(new.service);
+            count_connection(new.service());
             conclude(Reason::SocketSent, &destination, Some(&new))
         }
         Err(reason) => {
@@ -436,10 +436,10 @@ fn forget_origin<F: AddressFormat>(ctx: &SockAddrContext) {
 /// The socket is not connected there any more.
 #[inline(always)]
 fn stop_counting<A>(origin: &mut SocketOrigin<A>) {
-    let flags = origin.flags;
+    let is_counted = origin.is_counted();
     // Who counts sockets by their storage must not find one that is closed, and not freed yet.
-    origin.flags = 0;
-    count_socket_closed(origin.backend_id, flags);
+    origin.stop_counting();
+    count_socket_closed(origin.backend_id, is_counted.into());
 }
 
 /// The process has closed the socket.

@@ -87,6 +87,8 @@ where
     match known_leaves::<F>(ctx.skb.skb, network) {
         UNDECIDED => match egress_of::<F>(ctx.skb.skb, network, peers) {
             ENCAPSULATE if peers == Origin::Outside => encapsulate::<F>(ctx.skb.skb, network),
+            // The backend is on this node after all, whatever its slice says: its answers come back here.
+            ENCAPSULATE => TC_ACT_UNSPEC,
             verdict => verdict,
         },
         verdict => verdict,

@@ -11,7 +11,7 @@ use aya_ebpf::{
 use proxy_common::{
     family::{V4, V6},
     flow::Scratch,
-    packet::{Bytes as _, Part, Tunnel, inner, parse, write_outer},
+    packet::{Bytes as _, Packet, Part, Tunnel, inner, parse, write_outer},
 };
 
 use crate::{
@@ -65,18 +65,32 @@ pub(crate) const ENCAPSULATED: u32 = 0;
 pub(crate) const TOO_BIG: u32 = 1;
 const FAILED: u32 = 2;
 
-/// Is the packet longer than its interface takes, once it has so much more?
+/// Does the packet's interface take none of this length? Without a link header.
 #[inline(always)]
-fn is_too_long(ctx: &TcContext, more: u32) -> bool {
-    /// Of this packet's own interface.
+fn is_too_long(ctx: &TcContext, length: u32) -> bool {
     const OWN: u32 = 0;
-    /// Answered by bpf_check_mtu; 0: it fits.
-    const FRAGMENTATION_NEEDED: i64 = 1;
-    // 0: the length is the packet's.
-    let mut length = 0u32;
+    // What is compared; then what the interface takes. Only that says something of segments that are merged.
+    let mut mtu = length;
     // SAFETY: the context of this program, and a local.
-    let answer = unsafe { bpf_check_mtu(ctx.skb.skb.cast(), OWN, &mut length, more as i32, 0) };
-    answer == FRAGMENTATION_NEEDED
+    let answer = unsafe { bpf_check_mtu(ctx.skb.skb.cast(), OWN, &mut mtu, 0, 0) };
+    answer >= 0 && length > mtu
+}
+
+/// Of each segment that is merged in the packet; 0: it is one itself.
+#[inline(always)]
+fn segment_size(ctx: &TcContext) -> u32 {
+    // SAFETY: a field of the context.
+    unsafe { (*ctx.skb.skb).gso_size }
+}
+
+/// Bytes of the packet, which begins at `network`, or of each of the datagrams that are merged in it.
+#[inline(always)]
+fn length_of_each<A>(ctx: &TcContext, network: u32, packet: &Packet<A>) -> u32 {
+    const UDP_HEADER: u32 = 8;
+    match segment_size(ctx) {
+        0 => ctx.len() - network,
+        size => packet.headers.transport - network + UDP_HEADER + size,
+    }
 }
 
 /// Puts the packet into one with the ends `scratch.tunnel`.
@@ -93,17 +107,20 @@ pub(crate) fn encapsulate<F: Encapsulate>(
     let bytes = Skb::of(ctx);
     let Ok(begin) = bytes.read::<4>(network) else { return FAILED };
     let length = bytes.length() - network;
-    // SAFETY: a field of the context.
-    let has_segments = unsafe { (*skb).gso_size } != 0;
-    if !has_segments && globals::CAN_CHECK_MTU.load() == globals::ON && is_too_long(ctx, F::OUTER) {
+    let packet = &scratch.packet;
+    let size = segment_size(ctx);
+    // Segments of a stream get shorter by the header, so that they fit, unless nothing would be left of them. Datagrams must stay as they are.
+    let is_cut_anew = packet.is_tcp() && size > F::OUTER;
+    if !is_cut_anew
+        && globals::CAN_CHECK_MTU.load() == globals::ON
+        && is_too_long(ctx, length_of_each(ctx, network, packet) + F::OUTER)
+    {
         return TOO_BIG;
     }
-    // Segments of a stream get shorter, so that they fit; datagrams must stay as they are.
-    let is_fixed = has_segments && !scratch.packet.is_tcp();
-    let fixed = if is_fixed { u64::from(BPF_F_ADJ_ROOM_FIXED_GSO) } else { 0 };
+    let fixed = if is_cut_anew || size == 0 { 0 } else { u64::from(BPF_F_ADJ_ROOM_FIXED_GSO) };
     match adjust_room(ctx, F::OUTER as i32, F::ROOM | fixed) {
         0 => {}
-        ENOTSUPP if !has_segments => return TOO_BIG,
+        ENOTSUPP if size == 0 => return TOO_BIG,
         _ => return FAILED,
     }
     match write_outer::<F, _>(bytes, network, (begin, length), &scratch.tunnel) {
@@ -123,7 +140,7 @@ pub(crate) fn tell_client<F: Encapsulate>(skb: *mut __sk_buff, scratch: &mut Scr
     }
     (packet.source, packet.destination) = (action.rewrite.source, action.rewrite.destination);
     // It fits into the interface, and not with the other header: so does what is shorter by that.
-    let length = ctx.len() - packet.headers.network - F::OUTER;
+    let length = length_of_each(ctx, packet.headers.network, packet) - F::OUTER;
     if !refuse::turn_into_too_big::<F>(skb, packet, length) {
         return TC_ACT_SHOT as i32;
     }

@@ -8,7 +8,7 @@ use super::{
     Change, FlowEntry as _, FlowTables, Routine, SUSTAINED_AFTER, Scratch, Speaker, Stage, decide,
     entries::is_stale,
     is_admitted, lookup, open,
-    tcp::{self, RESET_WINDOW, is_near},
+    tcp::{self, is_near},
 };
 use crate::{
     affinity::{self, NOWHERE},
@@ -176,12 +176,7 @@ pub(super) fn hear_client<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut
             && is_near(segment.sequence, sent)
             && is_near(segment.acknowledgement, scratch.flow.client_numbers.reached);
         if segment.has(TCP_RST) {
-            let distance = segment.sequence.wrapping_sub(sent);
-            if distance == 0 {
-                state.reset = RESET_CONFIRMED;
-            } else if distance < RESET_WINDOW {
-                state.reset = state.reset.max(RESET_PLAUSIBLE);
-            }
+            tcp::hear_reset(&mut state, segment.sequence, sent);
         } else if is_believed {
             state.reset = 0;
             if segment.has(TCP_FIN) {

@@ -11,7 +11,7 @@ use crate::{
 /// How much of the client's first data the backend's SYN may acknowledge (TCP Fast Open).
 const FIRST_DATA: u32 = 0xffff;
 /// How far beyond what its receiver waits for a RST may be: data before it may be on its way.
-pub(super) const RESET_WINDOW: u32 = 1 << 20;
+const RESET_WINDOW: u32 = 1 << 20;
 /// How far both numbers of a segment may be from where the streams stand. The largest packet that the kernel puts together has 2^19 bytes;
 /// one segment of 2^24 whose numbers are guessed is believed.
 pub(super) const REACH: u32 = 1 << 19;
@@ -174,11 +174,10 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
         let acknowledged_from =
             if speaker == Speaker::Client { PROGRESS_ANSWERED } else { PROGRESS_CONFIRMED };
         let is_comparable = is_other_known && state.progress >= acknowledged_from;
-        let distance = segment.sequence.wrapping_sub(awaited_by_other);
-        if refuses || (is_comparable && distance == 0) {
+        if refuses {
             state.reset = RESET_CONFIRMED;
-        } else if is_comparable && distance < RESET_WINDOW {
-            state.reset = state.reset.max(RESET_PLAUSIBLE);
+        } else if is_comparable {
+            hear_reset(&mut state, segment.sequence, awaited_by_other);
         }
     } else if !segment.has(TCP_SYN) || speaker == Speaker::Backend {
         // The connection goes on: the RST was forged, or, after both FINs, these were.
@@ -215,6 +214,17 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
         write(others, old, state);
     }
     scratch.flow.state = state;
+}
+
+/// A RST with this sequence number, to who waits for `awaited`.
+#[inline(always)]
+pub(super) fn hear_reset(state: &mut FlowState, sequence: u32, awaited: u32) {
+    let distance = sequence.wrapping_sub(awaited);
+    if distance == 0 {
+        state.reset = RESET_CONFIRMED;
+    } else if distance < RESET_WINDOW {
+        state.reset = state.reset.max(RESET_PLAUSIBLE);
+    }
 }
 
 #[inline(always)]

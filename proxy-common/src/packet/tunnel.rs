@@ -68,11 +68,10 @@ impl Tunnel for V4 {
         const IPV4_IN_IPV4: u8 = 4;
         const DO_NOT_FRAGMENT: u8 = 0x40;
         let [high, low] = length_field(length + Self::OUTER);
-        let service = inner[1];
-        let without_sum = [0x45, service, high, low, 0, 0, DO_NOT_FRAGMENT, 0, HOP_LIMIT, IPV4_IN_IPV4, 0, 0];
-        let sum = Sum::of(&without_sum) + Sum::of(&ends.source) + Sum::of(&ends.destination);
-        let [sum_high, sum_low] = sum.checksum();
-        [0x45, service, high, low, 0, 0, DO_NOT_FRAGMENT, 0, HOP_LIMIT, IPV4_IN_IPV4, sum_high, sum_low]
+        let mut begin = [0x45, inner[1], high, low, 0, 0, DO_NOT_FRAGMENT, 0, HOP_LIMIT, IPV4_IN_IPV4, 0, 0];
+        let sum = Sum::of(&begin) + Sum::of(&ends.source) + Sum::of(&ends.destination);
+        [begin[10], begin[11]] = sum.checksum();
+        begin
     }
 
     #[inline(always)]

@@ -292,7 +292,7 @@ pub static FIELDS: &[Field] = fields! {
     "ebpf.limits.slots", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.slots);
         "Most rows of the tables slots4 and slots6 each: endpoints, counted for each service. They have 524288 at first, and grow when more is desired.";
     "ebpf.limits.backends", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.backends);
-        "Most rows of the tables backends4 and backends6 each. They have 262144 at first, and grow when more is desired.";
+        "Most rows of the tables backends4, backends6, connections and collected each. They have 262144 at first, and grow when more is desired.";
     "ebpf.limits.flows", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.flows);
         "Rows of the tables flows4 and flows6 each; a flow takes two or three.";
     "ebpf.limits.openingFlows", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.opening_flows);

@@ -91,6 +91,9 @@ pub struct Endpoints {
     pub external: Arc<[u32]>,
     /// Some endpoint is usable somewhere in the cluster: an empty set then drops instead of refusing.
     pub any: bool,
+    /// Not each is known on its own node as one for clients outside: by hints of EndpointSlices nodes may have different ones, and
+    /// one may be on no node of the cluster. The same on every node.
+    pub need_snat: bool,
     /// Endpoints that no set uses and that still serve: flows that they have go on.
     pub unused: Box<[Endpoint]>,
 }

@@ -140,6 +140,8 @@ fn endpoints(
             }));
         }
     }
+    // Of all that are listed: which of two with one address is taken differs by node.
+    let need_snat = candidates.iter().any(topology::needs_snat);
     // An address may be listed twice while an endpoint moves between slices, or when a new pod has got the
     // address of one that is still terminating: the running one counts.
     candidates.sort_by_key(|candidate| {
@@ -148,7 +150,7 @@ fn endpoints(
         (endpoint.address, candidate.port, std::cmp::Reverse(running))
     });
     candidates.dedup_by_key(|candidate| (candidate.endpoint.address, candidate.port));
-    topology::choose(&candidates, policies, here)
+    Endpoints { need_snat, ..topology::choose(&candidates, policies, here) }
 }
 
 /// Identity of the port in the family.

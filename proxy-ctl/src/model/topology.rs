@@ -101,6 +101,12 @@ impl CandidateFilter {
     }
 }
 
+/// Does its own node possibly not have it among those for clients outside? By what its slice says, so that all nodes say the same.
+pub(super) fn needs_snat(candidate: &Candidate<'_>) -> bool {
+    let objects::Endpoint { hints, node, .. } = candidate.endpoint;
+    candidate.serves() && (hints.is_some() || node.as_deref().is_none_or(str::is_empty))
+}
+
 /// Hints count only where every ready endpoint has one: a single endpoint without is a sign that the
 /// hints are being introduced or withdrawn.
 fn cluster_rule(candidates: &[Candidate<'_>], here: NodeTopology<'_>) -> CandidateFilter {
@@ -167,5 +173,5 @@ pub(super) fn choose(candidates: &[Candidate<'_>], policies: Policies, here: Nod
     let any = !cluster.is_empty()
         || (policies.uses_local()
             && candidates.iter().any(|candidate| candidate.ready() || candidate.draining()));
-    Endpoints { all, cluster, internal, external, any, unused: unused.into() }
+    Endpoints { all, cluster, internal, external, any, need_snat: false, unused: unused.into() }
 }

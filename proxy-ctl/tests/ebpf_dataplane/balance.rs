@@ -2,7 +2,9 @@
 
 use std::sync::Arc;
 
-use proxy_common::layout::{FRONTEND_MAGLEV, Frontend, FrontendKey, PROTOCOL_TCP, Slot4};
+use proxy_common::layout::{
+    BACKEND_DRAINING, FRONTEND_MAGLEV, Frontend, FrontendKey, PROTOCOL_TCP, Service, Slot4,
+};
 use proxy_ctl::{
     dataplane::{Applied, Dataplane as _, Effect, Host},
     model::{
@@ -13,7 +15,7 @@ use proxy_ctl::{
 };
 
 use super::{
-    desired::{change, endpoint, endpoints, port, shared},
+    desired::{change, endpoint, endpoints, port, shared, with_node_port},
     sandbox::{Sandbox, serve},
 };
 
@@ -98,6 +100,40 @@ fn the_nodes_forwarding_is_for_services_that_name_none() {
         assert_eq!(forwarding, [Forwarding::Dsr, expected]);
         assert_eq!(dataplane.resync(&desired).unwrap(), Applied::default());
     }
+}
+
+/// It is in the set for clients outside, with others' connections alone.
+#[test]
+fn what_terminates_on_this_node_is_found_by_what_another_node_sends() {
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
+    let mut all = many(3);
+    all[0].local = true;
+    let web = port("web", CLUSTER_IP, all.clone());
+    let before = with_node_port(DesiredPort { forwarding: Some(Forwarding::Dsr), ..web }, 30_080);
+    dataplane.resync(&shared([before.clone()])).unwrap();
+    let draining = Endpoint { terminating: true, ..all.remove(0) };
+    let mut now = DesiredPort { endpoints: endpoints(all), ..before };
+    now.endpoints.unused = Box::new([draining]);
+    dataplane.apply(&change(vec![Arc::new(now.clone())])).unwrap();
+    let id = sandbox.snapshot().services[0].id;
+    let services: Map<u32, Service> = sandbox.map("services");
+    let slots: Map<u32, Slot4> = sandbox.map("slots4");
+    let Service { cluster, internal, external, .. } = services.get(&id).unwrap().unwrap();
+    assert_eq!((cluster.count(), internal.count(), external.count()), (2, 2, 3));
+    let drain = |places: std::ops::Range<u32>| -> Vec<bool> {
+        let flags = places.map(|place| slots.get(&place).unwrap().unwrap().flags);
+        flags.map(|flags| flags & BACKEND_DRAINING != 0).collect()
+    };
+    let end = external.first + external.count();
+    assert_eq!(drain(external.first..end), [true, false, false]);
+    assert_eq!(drain(end..end + 256), [false; 256]);
+    drop(dataplane);
+    let mut dataplane = sandbox.open();
+    assert_eq!(dataplane.resync(&shared([now.clone()])).unwrap(), Applied::default());
+    // It serves no more.
+    now.endpoints.unused = Box::default();
+    dataplane.apply(&change(vec![Arc::new(now)])).unwrap();
+    assert_eq!(services.get(&id).unwrap().unwrap().external.count(), 2);
 }
 
 #[test]

@@ -109,6 +109,40 @@ fn sockets_go_where_fewer_are_open() {
     assert_eq!(table.read_all().unwrap().len(), 0, "backends that are gone are counted");
 }
 
+/// As after a start: nothing is counted yet, and the next connection is.
+#[test]
+fn a_restart_goes_on_counting_until_nothing_goes_by_it() {
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
+    let hook = sandbox.links().join("cgroup_sock_release");
+    let servers = servers();
+    let by = |algorithm| shared([web(Some(algorithm), servers.clone())]);
+    dataplane.resync(&by(Algorithm::LeastConnection)).unwrap();
+    drop(dataplane);
+    let mut dataplane = sandbox.open();
+    (0..20).for_each(|_| dataplane.collect_garbage().unwrap());
+    let (first, _) = Holder::of(&sandbox, 4);
+    first.let_go();
+    assert_eq!(connections(&sandbox), [Some(0), Some(0)], "what ends before the first resync");
+    dataplane.resync(&by(Algorithm::LeastConnection)).unwrap();
+    (0..20).for_each(|_| dataplane.collect_garbage().unwrap());
+    assert!(hook.exists());
+    let (second, _) = Holder::of(&sandbox, 4);
+    // From now on none goes by connections, though some that were counted are open.
+    dataplane.resync(&by(Algorithm::Random)).unwrap();
+    (0..20).for_each(|_| dataplane.collect_garbage().unwrap());
+    let table: Map<u32, Connections> = sandbox.map("connections");
+    assert_eq!((hook.exists(), table.read_all().unwrap().len()), (false, 0));
+    // They count again where it begins again.
+    dataplane.resync(&by(Algorithm::LeastConnection)).unwrap();
+    assert!(hook.exists());
+    let (third, _) = Holder::of(&sandbox, 2);
+    (0..20).for_each(|_| dataplane.collect_garbage().unwrap());
+    assert_eq!(connections(&sandbox), [Some(3), Some(3)]);
+    second.let_go();
+    third.let_go();
+    assert_eq!(connections(&sandbox), [Some(0), Some(0)]);
+}
+
 fn flow(client_port: u16, backend: u32, last_seen: u64) -> Flow<[u8; 4]> {
     let mut flow = Flow::default();
     (flow.client, flow.frontend, flow.backend) = ([192, 0, 2, 7], [10, 96, 0, 1], [10, 0, 0, 1]);

@@ -30,6 +30,7 @@ pub fn endpoints(all: Vec<Endpoint>) -> Endpoints {
         internal: Arc::clone(&every),
         external: every,
         any,
+        need_snat: false,
         unused: Box::default(),
     }
 }

@@ -133,6 +133,8 @@ fn every_table_keeps_what_it_holds(#[case] first: u32, #[case] second: u32) {
         ("service_names", limits.services),
         ("slots6", limits.slots),
         ("backends4", limits.backends),
+        ("connections", limits.backends),
+        ("collected", limits.backends),
         ("flows4", limits.flows),
         ("opening_flows6", limits.opening_flows),
         ("foreign_flows4", limits.opening_flows),

@@ -414,7 +414,14 @@ impl World {
         loader.override_global("SOCKET_HOST_ONLY", &1u32, true);
         loader.override_global("CAN_REFUSE", &1u32, true);
         loader.override_global("CAN_CHECK_MTU", &can_check_mtu, true);
-        for name in [table::services, table::slots4, table::slots6, table::service_counters] {
+        for name in [
+            table::services,
+            table::slots4,
+            table::slots6,
+            table::service_counters,
+            table::connections,
+            table::collected,
+        ] {
             loader.map_max_entries(name, SERVICES);
         }
         for name in [table::affinity4, table::affinity6] {
@@ -460,13 +467,27 @@ impl World {
 
     /// A packet that leaves by the interface with this index.
     pub(crate) fn leaves_by(&self, interface: u32, program: &str, packet: &[u8]) -> Result<Output> {
-        /// Of `__sk_buff`, and the offsets of its `ingress_ifindex` and `ifindex`.
+        self.leaves_merged(interface, program, packet, 0)
+    }
+
+    /// As [`leaves_by`](Self::leaves_by), of segments of this size that are merged. The kernel does not say of what kind they are, so that it
+    /// makes no room in them.
+    pub(crate) fn leaves_merged(
+        &self,
+        interface: u32,
+        program: &str,
+        packet: &[u8],
+        size: u32,
+    ) -> Result<Output> {
+        /// Of `__sk_buff`, and the offsets of its `ingress_ifindex`, `ifindex` and `gso_size`.
         const CONTEXT: usize = 192;
         const INGRESS_INTERFACE: usize = 36;
         const INTERFACE: usize = 40;
+        const SEGMENT_SIZE: usize = 176;
         let mut context = [0; CONTEXT];
         context[INGRESS_INTERFACE] = 1;
         context[INTERFACE..INTERFACE + 4].copy_from_slice(&interface.to_ne_bytes());
+        context[SEGMENT_SIZE..SEGMENT_SIZE + 4].copy_from_slice(&size.to_ne_bytes());
         self.run_with(program, packet, Some(&context))
     }
 

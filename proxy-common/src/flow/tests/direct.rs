@@ -158,6 +158,23 @@ fn the_backend_is_the_one_that_was_chosen(
     }
 }
 
+/// This node knows that it terminates, and chooses it no more: the set's table has the other one alone.
+#[test]
+fn what_is_sent_to_an_endpoint_that_terminates_is_taken_out() {
+    let mut host = node(true);
+    host.tables.slots.get_mut(&0).unwrap().flags |= BACKEND_DRAINING;
+    for place in 2..4 {
+        let other = host.tables.slots[&1];
+        host.tables.slots.insert(place, other);
+    }
+    host.tables.services.get_mut(&1).unwrap().external = EndpointSet::new(0, 2).with_table(1);
+    assert_eq!(unpacked(&host, &syn(), from_other_node()).unwrap().destination, BACKEND);
+    for port in 40_001..40_010 {
+        let dialled_here = packet((CLIENT.0, Port::new(port)), FRONTEND, TCP_SYN);
+        assert_eq!(host.arriving(&dialled_here, Origin::Outside).unwrap().destination, BACKENDS[1]);
+    }
+}
+
 #[test]
 fn a_service_without_the_flag_takes_nothing_out() {
     let mut host = node(true);

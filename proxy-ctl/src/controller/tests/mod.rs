@@ -61,6 +61,8 @@ struct Recording {
     resync_fails: bool,
     /// There is no room for the node's addresses.
     addresses_fail: bool,
+    /// The kernel refuses hooks.
+    attach_fails: bool,
     /// How many calls came before each attachment.
     attached_after: Vec<usize>,
     /// Another controller runs.
@@ -183,7 +185,7 @@ impl Dataplane for Recorder {
         let mut recording = self.lock();
         let calls = recording.calls.len();
         recording.attached_after.push(calls);
-        Ok(())
+        if recording.attach_fails { Err(full()) } else { Ok(()) }
     }
 
     fn renew_lease(&mut self) -> Result<(), Error> {
@@ -373,6 +375,23 @@ fn services_are_served_without_room_for_all_addresses_but_not_without_hooks() {
     fixture.later(Duration::from_secs(1));
     fixture.write();
     assert!(fixture.reports.coverage.borrow().programmed && waiting.has_changed().unwrap());
+}
+
+#[test]
+fn hooks_that_the_kernel_refuses_are_tried_again_and_services_are_written_meanwhile() {
+    let mut fixture = Fixture::started(Config::default(), vec![service("a", "10.0.0.1")], &[]);
+    fixture.recorder.lock().attach_fails = true;
+    assert!(matches!(fixture.write().as_slice(), [Call::SetHost(_), Call::Resync(_)]));
+    assert!(fixture.metric("proxy_sync_errors_total 1"));
+    fixture.take(Update::ApplyService(service("b", "10.0.0.2")));
+    assert_eq!(fixture.write(), [Call::Apply(vec!["default/b".into()], vec![])]);
+    let is_programmed = |fixture: &Fixture| fixture.reports.coverage.borrow().programmed;
+    assert!(!is_programmed(&fixture) && !fixture.is_healthy_after(Duration::from_secs(61)));
+    fixture.recorder.lock().attach_fails = false;
+    fixture.later(Duration::from_secs(1));
+    assert!(matches!(fixture.write().as_slice(), [Call::SetHost(_)]));
+    assert_eq!(fixture.recorder.lock().attached_after.len(), 2);
+    assert!(is_programmed(&fixture) && fixture.is_healthy_after(Duration::from_secs(61)));
 }
 
 #[test]

@@ -122,10 +122,15 @@ impl Hooks {
         self.tcx = Some(false);
     }
 
-    /// From now on sockets are counted as connections, until they are closed: the next [`attach_sockets`](Self::attach_sockets) attaches the
-    /// hook for that too.
-    pub(super) const fn count_sockets(&mut self) {
-        self.counts_sockets = true;
+    /// From now on sockets are counted as connections, until they are closed, or not: the next [`attach_release`](Self::attach_release), alone
+    /// or with that of the others, attaches the hook for that, or detaches it.
+    pub(super) const fn count_sockets(&mut self, are_counted: bool) {
+        self.counts_sockets = are_counted;
+    }
+
+    /// Has a predecessor counted?
+    pub(super) fn is_release_pinned(&self) -> bool {
+        self.socket_link(program::sock_release).exists()
     }
 
     /// Answers whether anything had to be done.

@@ -9,8 +9,8 @@ use std::{fmt, os::fd::AsFd as _, path::Path};
 use aya::Pod;
 use proxy_common::{
     family::{V4, V6},
-    inventory::table,
-    layout::{Collected, Connections, SOCKET_COUNTED, SocketOrigin},
+    inventory::{Limit, table},
+    layout::{Collected, Connections, SocketOrigin},
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -31,8 +31,8 @@ pub(super) struct ConnectionTables {
 impl ConnectionTables {
     pub(super) fn open(folder: &Path) -> Result<Self, Error> {
         Ok(Self {
-            connections: Table::open(folder, table::connections, None)?,
-            collected: Table::open(folder, table::collected, None)?,
+            connections: Table::open(folder, table::connections, Some(Limit::Backends))?,
+            collected: Table::open(folder, table::collected, Some(Limit::Backends))?,
         })
     }
 
@@ -75,6 +75,10 @@ impl ConnectionTables {
         let (connections, collected) = (self.connections.read_all()?, self.collected.read_all()?);
         let ids = connections.into_iter().map(|(id, _)| id);
         Ok(ids.chain(collected.into_iter().map(|(id, _)| id)).collect())
+    }
+
+    pub(super) fn forget_all(&self) -> Result<(), Error> {
+        self.backends()?.into_iter().try_for_each(|backend| self.forget(backend))
     }
 
     fn forget(&self, backend: u32) -> Result<(), Error> {
@@ -232,7 +236,7 @@ where
     let mut recount = Recount::begin(&tables.connections, Kind::Sockets)?;
     let origins = pinned_table(maps, F::SOCKET_ORIGIN)?;
     for socket in reader.read(origins.as_fd()).map_err(Error::CountingSockets)? {
-        if socket.value.flags & SOCKET_COUNTED != 0 {
+        if socket.value.is_counted() {
             recount.see(socket.value.backend_id);
         }
     }

@@ -143,7 +143,7 @@ pub(super) struct Collector<F: TableFamily> {
     opening: Walk<FlowKey<F::Address>>,
     established: Walk<FlowKey<F::Address>>,
     /// Of those that the walk through `flows` meets.
-    recount: Option<Recount>,
+    pub(super) recount: Option<Recount>,
 }
 
 impl<F: TableFamily> Default for Collector<F> {

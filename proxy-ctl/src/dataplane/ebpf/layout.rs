@@ -5,15 +5,16 @@ use std::{collections::BTreeSet, iter, sync::Arc};
 use ipnet::IpNet;
 use proxy_common::{
     layout::{
-        BACKEND_LOCAL, BACKEND_WEIGHT_SHIFT, EndpointSet, FRONTEND_AFFINITY, FRONTEND_DSR, FRONTEND_EXTERNAL,
-        FRONTEND_LEAST_CONNECTION, FRONTEND_LOCAL_POLICY, FRONTEND_MAGLEV, FRONTEND_SOURCE_RANGES,
-        FrontendKey, NAME_BYTES, SERVICE_DSR, SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS,
-        SERVICE_INTERNAL_LOCAL, SERVICE_LEAST_CONNECTION, SERVICE_MAGLEV, ServiceName, SourceRange,
+        BACKEND_DRAINING, BACKEND_LOCAL, BACKEND_WEIGHT_SHIFT, EndpointSet, FRONTEND_AFFINITY, FRONTEND_DSR,
+        FRONTEND_EXTERNAL, FRONTEND_LEAST_CONNECTION, FRONTEND_LOCAL_POLICY, FRONTEND_MAGLEV,
+        FRONTEND_SOURCE_RANGES, FrontendKey, NAME_BYTES, SERVICE_DSR, SERVICE_EXTERNAL_LOCAL,
+        SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, SERVICE_LEAST_CONNECTION, SERVICE_MAGLEV, ServiceName,
+        SourceRange,
     },
     port::Port,
 };
 
-use super::{allocate::Range, family::TableFamily, maglev, tables::SourceRangeKey};
+use super::{allocate::Range, draining::is_draining, family::TableFamily, maglev, tables::SourceRangeKey};
 use crate::model::{
     desired::{DesiredPort, Endpoint, Endpoints, FrontendKind, ServicePortName},
     objects::{self, Algorithm, Forwarding, ObjectName, Protocol, TrafficPolicy},
@@ -166,17 +167,18 @@ pub(super) fn forwarding(flags: u32) -> Forwarding {
     if flags & SERVICE_DSR != 0 { Forwarding::Dsr } else { Forwarding::Snat }
 }
 
-/// `Snat` or `Dsr`; `of_node`: of service ports that name none. Where each node has its own endpoints (hints of EndpointSlices), that of the
-/// endpoint need not have it among its own, and then knows nothing of what was sent there: those get `Snat`.
+/// `Snat` or `Dsr`; `of_node`: of service ports that name none.
 pub(super) fn forwarding_of(port: &DesiredPort, of_node: Forwarding) -> Forwarding {
-    let wanted = port.forwarding.unwrap_or(of_node).of_protocol(port.name.protocol);
-    let is_narrowed = port.endpoints.unused.iter().any(|endpoint| !endpoint.terminating);
-    if is_narrowed { Forwarding::Snat } else { wanted }
+    if port.endpoints.need_snat {
+        return Forwarding::Snat;
+    }
+    port.forwarding.unwrap_or(of_node).of_protocol(port.name.protocol)
 }
 
 pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
     let more_than_one = u32::from(endpoint.weight.saturating_sub(1));
-    more_than_one << BACKEND_WEIGHT_SHIFT | if endpoint.local { BACKEND_LOCAL } else { 0 }
+    let flags = [(endpoint.local, BACKEND_LOCAL), (is_draining(endpoint), BACKEND_DRAINING)];
+    more_than_one << BACKEND_WEIGHT_SHIFT | sum_of(flags)
 }
 
 /// Keys of the port's frontends with their `FRONTEND_*` flags, in order, each once.
@@ -323,6 +325,7 @@ mod tests {
             internal: internal.into(),
             external: external.into(),
             any: count > 0,
+            need_snat: false,
             unused: Box::default(),
         }
     }
@@ -548,16 +551,14 @@ mod tests {
         assert_eq!(super::forwarding(service_flags(&port, Algorithm::Maglev, found)), expected);
     }
 
-    /// Other nodes may have chosen other endpoints by hints. One that terminates is used by nobody.
     #[rstest]
-    #[case::ready(false, Forwarding::Snat)]
-    #[case::terminating(true, Forwarding::Dsr)]
-    fn endpoints_of_other_nodes_choice(#[case] terminating: bool, #[case] expected: Forwarding) {
-        let address = "10.244.2.2".parse().unwrap();
-        let unused = Endpoint { address, port: 80, local: false, terminating, weight: 1 };
-        let mut port = DesiredPort { forwarding: Some(Forwarding::Dsr), ..port(Vec::new()) };
-        port.endpoints.unused = Box::new([unused]);
+    #[case::known_on_their_nodes(false, Forwarding::Dsr)]
+    #[case::not_known_there(true, Forwarding::Snat)]
+    fn endpoints_that_need_snat(#[case] need_snat: bool, #[case] expected: Forwarding) {
+        let endpoints = Endpoints { need_snat, ..Endpoints::default() };
+        let port = DesiredPort { forwarding: Some(Forwarding::Dsr), endpoints, ..port(Vec::new()) };
         assert_eq!(forwarding_of(&port, Forwarding::Snat), expected);
+        assert_eq!(forwarding_of(&port, Forwarding::Dsr), expected);
     }
 
     #[test]

@@ -73,6 +73,7 @@ mod attach;
 pub mod cleanup;
 mod cluster_ips;
 mod connections;
+mod draining;
 mod error;
 mod events;
 mod family;
@@ -149,8 +150,10 @@ pub struct EbpfDataplane {
     keep_ports: KeepPorts,
     stale_sockets: StaleSockets,
     service_cidrs: ServiceCidrs,
-    /// `None`: no service port goes by connections, and none has before.
+    /// `None`: no service port goes by connections.
     connections: Option<ConnectionCount>,
+    /// What is desired is known. Before, a predecessor's service ports are served.
+    is_synced: bool,
 }
 
 /// Of backends.
@@ -282,9 +285,10 @@ impl EbpfDataplane {
             stale_sockets,
             service_cidrs: ServiceCidrs::begin(config),
             connections: None,
+            is_synced: false,
         };
-        // A predecessor has counted, and some may still be open.
-        if !dataplane.v4.tables.connections.read()?.is_empty() {
+        // A predecessor has counted, and its service ports are served until the first resync.
+        if dataplane.hooks.is_release_pinned() || !dataplane.v4.tables.connections.read()?.is_empty() {
             dataplane.begin_to_count();
         }
         // Programs may be reading what a predecessor retired in its last moment.
@@ -467,7 +471,21 @@ impl EbpfDataplane {
 
     fn begin_to_count(&mut self) {
         self.connections = Some(ConnectionCount::default());
-        self.hooks.count_sockets();
+        self.hooks.count_sockets(true);
+    }
+
+    /// Where no service port goes by connections any more. Those that are open are known as counted by flows and sockets, should it begin again.
+    fn stop_counting(&mut self) -> Result<(), Error> {
+        let Self { shared, v4, v6, .. } = self;
+        if !self.is_synced || v4.goes_by_connections(shared) || v6.goes_by_connections(shared) {
+            return Ok(());
+        }
+        self.hooks.count_sockets(false);
+        self.hooks.attach_release()?;
+        (self.flows4.recount, self.flows6.recount) = (None, None);
+        self.v4.tables.connections.forget_all()?;
+        self.connections = None;
+        Ok(())
     }
 
     /// Has the next walks through flows compare what is counted with what is there.
@@ -490,8 +508,10 @@ impl EbpfDataplane {
                 Err(error) => tracing::warn!(%error, "what hooks have missed of them stays uncounted"),
             }
         }
-        let Some(counter) = sockets else { return Ok(()) };
-        counter.recount(&self.paths.maps(), &self.v4.tables, &self.v6.tables)
+        if let Some(counter) = sockets {
+            counter.recount(&self.paths.maps(), &self.v4.tables, &self.v6.tables)?;
+        }
+        self.stop_counting()
     }
 
     /// Before tables are written.
@@ -702,6 +722,7 @@ impl Dataplane for EbpfDataplane {
             }
         }
         self.publish_waiting(&mut applied, &mut failures);
+        self.is_synced = true;
         if failures.is_empty() {
             self.service_cidrs.synced();
         }

@@ -15,6 +15,7 @@ use rustc_hash::FxHashSet;
 use super::{
     Error,
     allocate::Range,
+    draining::with_draining,
     error::FullTable,
     family::TableFamily,
     layout::{self, Arrangement},
@@ -98,7 +99,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         changed: impl Iterator<Item = &'a Arc<DesiredPort>>,
         writes: &mut Writes<F>,
     ) {
-        let (reserved, refused) = self.reserve_all(shared, changed.collect());
+        let changed: Vec<_> = changed.map(|port| with_draining(port, shared.forwarding_of(port))).collect();
+        let (reserved, refused) = self.reserve_all(shared, changed.iter().collect());
         for (port, error) in refused {
             if let Error::Full(table) = error {
                 self.entries.without_room.insert_port(port, table);

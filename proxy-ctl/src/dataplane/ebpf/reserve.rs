@@ -12,6 +12,7 @@ use rustc_hash::FxHashSet;
 use super::{
     Error,
     allocate::Range,
+    draining::{has_weight, is_draining},
     error::FullTable,
     family::TableFamily,
     layout::{self, Arrangement},
@@ -297,7 +298,7 @@ impl<F: TableFamily> FamilyWriter<F> {
 
 /// The port with some of its endpoints, by their indexes. Without any it refuses clients, and does not drop their packets.
 fn with_endpoints(port: &DesiredPort, is_kept: impl Fn(u32) -> bool) -> DesiredPort {
-    let Endpoints { all, cluster, internal, external, any, unused } = &port.endpoints;
+    let Endpoints { all, cluster, internal, external, any, need_snat, unused } = &port.endpoints;
     let kept: Vec<u32> = (0..).take(all.len()).filter(|index| is_kept(*index)).collect();
     let set = |indexes: &[u32]| -> Arc<[u32]> {
         let places = indexes.iter().filter_map(|index| kept.binary_search(index).ok());
@@ -312,6 +313,7 @@ fn with_endpoints(port: &DesiredPort, is_kept: impl Fn(u32) -> bool) -> DesiredP
         internal: set(internal),
         external: set(external),
         any: *any && !kept.is_empty(),
+        need_snat: *need_snat,
         unused: unused.iter().copied().chain(left_out).collect(),
     };
     DesiredPort { endpoints, ..port.clone() }
@@ -319,7 +321,10 @@ fn with_endpoints(port: &DesiredPort, is_kept: impl Fn(u32) -> bool) -> DesiredP
 
 /// The port with endpoints that are drawn at random, each alike.
 fn without_tables(port: &DesiredPort) -> DesiredPort {
-    let mut equal = DesiredPort { algorithm: Some(Algorithm::Random), ..port.clone() };
+    let has_others = has_weight(&port.endpoints);
+    let is_draining = |index: u32| port.endpoints.all.get(index as usize).is_some_and(is_draining);
+    let drawn = with_endpoints(port, |index| !(has_others && is_draining(index)));
+    let mut equal = DesiredPort { algorithm: Some(Algorithm::Random), ..drawn };
     equal.endpoints.all.iter_mut().for_each(|endpoint| endpoint.weight = DEFAULT_WEIGHT);
     equal
 }

@@ -331,7 +331,8 @@ fn needed_slots(paths: &Paths) -> Result<u32, Error> {
     Ok(needed)
 }
 
-/// Of a table that nobody writes meanwhile.
+/// Of a table that nobody writes meanwhile; or of `connections`: what programs in use count until they are swapped is missed, and all that there
+/// are is counted again anyway.
 fn copy<K: Pod + Default, V: Pod + Default + PartialEq>(
     table: &'static str,
     from: &OwnedFd,

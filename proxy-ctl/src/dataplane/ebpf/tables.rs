@@ -9,8 +9,8 @@ use aya::Pod;
 use proxy_common::{
     inventory::{Limit, table},
     layout::{
-        Affinity, AffinityKey, Backend, CONNECTIONS, Collected, Connections, DatagramOrigins, EVENT_BYTES,
-        Event, EventControl, FirstFragment, Flow, FlowKey, ForeignFlow, FourPorts, FragmentKey, Frontend,
+        Affinity, AffinityKey, Backend, Collected, Connections, DatagramOrigins, EVENT_BYTES, Event,
+        EventControl, FirstFragment, Flow, FlowKey, ForeignFlow, FourPorts, FragmentKey, Frontend,
         FrontendKey, InterfaceSettings, Lease, MASQUERADE_PORT_ROOM, NodeAddress, PORTS, PrefixKey,
         SERVICE_CIDRS, Service, ServiceCounters, ServiceName, Settings, Slot4, Slot6, SocketOrigin,
         SourceRange,
@@ -371,5 +371,6 @@ mod tests {
         let limits = Limits { backends: 5, ..Limits::default() };
         let entries = |name| shapes(&limits).iter().find(|shape| shape.name == name).unwrap().entries;
         assert_eq!((entries("backends6"), entries("frontends4")), (5, 131_072));
+        assert_eq!((entries("connections"), entries("collected")), (5, 5));
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use proxy_common::layout::{FrontendKey, ServiceName};
+use proxy_common::layout::{FrontendKey, SERVICE_LEAST_CONNECTION, ServiceName};
 
 use super::{
     Error,
@@ -91,6 +91,19 @@ impl Common {
 pub(super) struct FamilyWriter<F: TableFamily> {
     pub(super) tables: FamilyTables<F>,
     pub(super) entries: Entries<F>,
+}
+
+impl<F: TableFamily> FamilyWriter<F> {
+    /// Does a service port that is served or waits for room?
+    pub(super) fn goes_by_connections(&self, shared: &Common) -> bool {
+        let Entries { services, without_room, .. } = &self.entries;
+        let flags = |id: u32| shared.tables.services.get(id as usize).unwrap_or_default().flags;
+        services.values().any(|published| flags(published.id) & SERVICE_LEAST_CONNECTION != 0)
+            || without_room
+                .ports
+                .values()
+                .any(|waiting| shared.algorithm_of(&waiting.port) == Algorithm::LeastConnection)
+    }
 }
 
 /// What one call of the dataplane does to one family.

@@ -157,6 +157,7 @@ mod tests {
                 internal: set(sets[1]),
                 external: set(sets[2]),
                 any: sets.contains(&true),
+                need_snat: false,
                 unused: Box::default(),
             },
             external_policy,

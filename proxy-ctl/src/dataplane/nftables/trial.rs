@@ -100,6 +100,7 @@ fn sample(family: IpFamily) -> Steps {
             internal: [0].into(),
             external: [0].into(),
             any: true,
+            need_snat: false,
             unused: Box::default(),
         },
         internal_policy: TrafficPolicy::Cluster,

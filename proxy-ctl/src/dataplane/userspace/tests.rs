@@ -561,6 +561,7 @@ fn redirected(service: Service, endpoints: &[&str]) -> Arc<DesiredPort> {
     let set: Arc<[u32]> = (0..all.len() as u32).collect();
     port.endpoints = crate::model::desired::Endpoints {
         any: !all.is_empty(),
+        need_snat: false,
         cluster: Arc::clone(&set),
         internal: Arc::clone(&set),
         external: set,

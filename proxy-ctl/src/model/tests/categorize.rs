@@ -305,3 +305,28 @@ fn categorizes_endpoints(#[case] input: Input, #[case] expected: Expected) {
     serving.retain(is_unused);
     assert_eq!(unused, serving, "unused");
 }
+
+/// What a port for clients outside says on this node, on that of the remote endpoints, and on one in another zone.
+#[rstest]
+#[case::plain(vec![local("10.0.0.1"), remote("10.0.0.2")], false)]
+#[case::none(vec![], false)]
+#[case::hints_that_only_some_nodes_follow(zone_hints(), true)]
+#[case::hints_that_no_node_follows(vec![remote("10.0.0.1").zones(&["zone-a"]), remote("10.0.0.2")], true)]
+#[case::hints_of_one_that_serves_nobody(vec![remote("10.0.0.1").zones(&["zone-a"]).dead(), local("10.0.0.2")], false)]
+#[case::one_on_no_node(vec![local("10.0.0.1"), nowhere("10.0.0.2")], true)]
+#[case::one_on_no_node_that_serves_nobody(vec![local("10.0.0.1"), nowhere("10.0.0.2").dead()], false)]
+#[case::listed_twice(vec![local("10.0.0.1"), remote("10.0.0.1").zones(&["zone-a"])], true)]
+fn all_nodes_agree_on_what_needs_snat(#[case] endpoints: Vec<Endpoint>, #[case] expected: bool) {
+    for (name, zone) in [(HERE, Some("zone-a")), (THERE, Some("zone-b")), ("elsewhere", None)] {
+        let mut model = Model::new(name);
+        model.apply_service(service("shop/web", &["10.96.0.1"]).node_port(30080));
+        model.apply_slice(slice("shop/web-1", "web", endpoints.clone()));
+        model.set_node(Some(Node { name: name.into(), ..node(zone) }));
+        let port = &model.take_changes().changed[0];
+        assert_eq!(port.endpoints.need_snat, expected, "{name}");
+    }
+}
+
+fn nowhere(address: &str) -> Endpoint {
+    Endpoint { node: None, ..remote(address) }
+}

@@ -39,6 +39,15 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         serve(s, &[(11, LOCAL, true)])?;
         s.opens("uplink_ingress", CLIENT, LOAD_BALANCER, LOCAL).map(drop)
     });
+    group.both::<W>("direct: to a backend of this node that is said to be elsewhere", |s| {
+        dialled(s)?;
+        let first = s.first(CLIENT, LOAD_BALANCER);
+        s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
+        s.send("workload_egress", &first.to(REMOTE), Expect::Untouched)?;
+        let answer = first.to(REMOTE).answer(TCP_SYN | TCP_ACK);
+        s.send("workload_ingress", &answer, Expect::Untouched)?;
+        s.send("uplink_egress", &answer, Expect::Becomes(&answer.from(LOAD_BALANCER)))
+    });
     group.both::<W>("direct: taken out and answered", |s| {
         backends_node(s)?;
         for dialled in [LOAD_BALANCER, OTHERS_NODE_PORT] {
@@ -156,7 +165,6 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.send_bytes("uplink_ingress", &carried, Expect::BecomesBytes(inside))
     });
     group.both::<W>("direct: the client is told of a packet that is too long with its header", |s| {
-        const MTU: usize = 1_500;
         let uplink = Uplink::new::<W>(s.world)?;
         uplink.knows::<W>(CLIENT.0, OWN)?;
         dialled(s)?;
@@ -177,7 +185,31 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(output.packet == W::too_big(&longer, told), "another error");
         s.counted(&[(Reason::FlowOpened, 1), (Reason::PacketTooBig, 1)])
     });
+    group.both::<W>("direct: merged datagrams are as long as each of them", |s| {
+        let uplink = Uplink::new::<W>(s.world)?;
+        uplink.knows::<W>(CLIENT.0, OWN)?;
+        dialled(s)?;
+        let first = s.first(CLIENT, LOAD_BALANCER);
+        s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
+        let headers = first.bytes::<W>().len() - first.payload.len() - 14;
+        let header = if W::NAME == "ipv4" { 20 } else { 40 };
+        let fits = MTU - headers - header;
+        for (size, is_too_long) in [(fits, false), (fits + 1, true)] {
+            let packet = Segment { payload: vec![1; 2 * size], ..s.packet(CLIENT, LOAD_BALANCER, TCP_ACK) };
+            let inside = packet.to(REMOTE).bytes::<W>();
+            let output = s.world.leaves_merged(uplink.index, "uplink_egress", &inside, size as u32)?;
+            // Segments of a stream are cut to what fits.
+            let is_told = is_too_long && s.protocol == PROTOCOL_UDP;
+            let expected = if is_told { Verdict::Redirected } else { Verdict::Dropped };
+            ensure!(output.verdict == expected, "{size}: {:?}", output.verdict);
+            let told = headers + size - header;
+            ensure!(!is_told || output.packet == W::too_big(&packet, told), "another error");
+        }
+        Ok(())
+    });
 }
+
+const MTU: usize = 1_500;
 
 /// What the node knows that the client dials.
 fn dialled<W: Tables>(s: &mut Scene<W>) -> Result<()> {

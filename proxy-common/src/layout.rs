@@ -725,6 +725,9 @@ impl<A> SocketOrigin<A> {
     }
 }
 
+/// In place of a backend's id: established flows with `FLOW_DSR`, of both families.
+pub const DIRECT_FLOWS: u32 = u32::MAX;
+
 /// Table `connections`, hash by backend id: what of its connections through service ports with `FRONTEND_LEAST_CONNECTION` the programs
 /// have seen begin and end. Only they write it, until the backend is gone: what is open is this without [`Collected`].
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -871,6 +874,11 @@ pub struct Settings {
     pub pods6: u32,
     /// As `pods6`, IPv4.
     pub pods4: u32,
+    /// How many flows of each family a CPU opens in a window ([`openings_per_window`](crate::flow::openings_per_window)) before services are
+    /// held to their shares; 0: any number.
+    pub openings_per_window: u32,
+    /// How many flows with `FLOW_DSR` may be in `flows4` and `flows6` together; 0: any number.
+    pub most_direct_flows: u32,
 }
 
 /// Table `masquerade_ports`, array: the ports of translated sources, four in an element; [`Settings`] say how many.
@@ -1022,7 +1030,7 @@ const _: () = {
     assert!(size_of::<FirstFragment<[u8; 4]>>() == 32 && size_of::<FirstFragment<[u8; 16]>>() == 56);
     assert!(size_of::<SocketOrigin<[u8; 4]>>() == 20 && size_of::<SocketOrigin<[u8; 16]>>() == 44);
     assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
-    assert!(size_of::<Settings>() == 88 && size_of::<FlowState>() == 4 && size_of::<ServiceCounters>() == 24);
+    assert!(size_of::<Settings>() == 96 && size_of::<FlowState>() == 4 && size_of::<ServiceCounters>() == 24);
     assert!(size_of::<InterfaceSettings>() == 24 && size_of::<FourPorts>() == 8);
     assert!(size_of::<ForeignFlow>() == 8);
     assert!(size_of::<Connections>() == 32 && size_of::<Collected>() == 16);

@@ -101,6 +101,9 @@ reasons! {
     SourceNotAllowed = 39, Drop, "source_not_allowed";
     /// An event that somebody watches for found the ring full.
     EventLost = 40, Pass, "event_lost";
+    /// More connections were to be opened on this CPU than the configuration allows (`ebpf.newConnectionsPerCore`), and more of this service
+    /// than its share.
+    ConnectionsLimited = 45, Drop, "connections_limited";
     /// With direct server return: longer than what fits into a packet to the backend. The client is told.
     PacketTooBig = 44, Drop, "packet_too_big";
     /// A later fragment of a packet whose first one was dropped or refused.

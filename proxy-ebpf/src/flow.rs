@@ -8,7 +8,10 @@ use core::{
 use aya_ebpf::{bindings::BPF_ANY, helpers::bpf_get_prandom_u32};
 use proxy_common::{
     family::{Family, V4, V6},
-    flow::{self, Change, Clock, FlowEntry, FlowTables, InsertError, Routine, Scratch, Stage},
+    flow::{
+        self, Change, Clock, FlowEntry, FlowTables, InsertError, OPENING_SERVICES, Routine, Scratch,
+        ServiceOpenings, Stage,
+    },
     layout::*,
     port::{Port, PortPool, PortRanges},
     reason::Reason,
@@ -328,6 +331,26 @@ macro_rules! flow_tables {
             #[inline(always)]
             fn holds_packets(&self) -> bool {
                 settings().is_some_and(|settings| settings.packets_held != 0)
+            }
+
+            #[inline(always)]
+            fn openings_per_window(&self) -> u32 {
+                settings().map_or(0, |settings| settings.openings_per_window)
+            }
+
+            #[inline(always)]
+            fn most_direct_flows(&self) -> u32 {
+                settings().map_or(0, |settings| settings.most_direct_flows)
+            }
+
+            #[inline(always)]
+            fn count_opening(&self, service: u32, admit: impl FnOnce(&mut ServiceOpenings) -> bool) -> bool {
+                let Some(openings) = maps::service_openings.get_ptr_mut(service % OPENING_SERVICES) else {
+                    return true;
+                };
+                // SAFETY: a value of this CPU, in bounds and aligned to 4. Programs of TC run with softirqs off, so nothing else on this CPU
+                // uses it meanwhile.
+                admit(unsafe { &mut *openings })
             }
 
             #[inline(always)]

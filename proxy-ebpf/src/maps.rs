@@ -6,7 +6,12 @@ use aya_ebpf::{
     btf_maps::{Array, ArrayOfMaps, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf, SkStorage},
     macros::btf_map,
 };
-use proxy_common::{flow::Scratch, inventory::Limit, layout::*, reason::REASONS};
+use proxy_common::{
+    flow::{OPENING_SERVICES, Scratch, ServiceOpenings},
+    inventory::Limit,
+    layout::*,
+    reason::REASONS,
+};
 
 type A4 = [u8; 4];
 type A6 = [u8; 16];
@@ -58,6 +63,7 @@ proxy_common::tables!(define);
 define! {
     kernel_log: array(u32, LogControl), 1;
     refusals: per_cpu_array(u32, RefusalCount), 1;
+    service_openings: per_cpu_array(u32, ServiceOpenings), OPENING_SERVICES;
     scratch4: per_cpu_array(u32, Scratch<A4>), 1;
     scratch6: per_cpu_array(u32, Scratch<A6>), 1;
 }

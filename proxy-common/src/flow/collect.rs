@@ -3,7 +3,7 @@
 use core::time::Duration;
 
 use super::{FlowLifetimes, Stage};
-use crate::layout::{Address, FLOW_COUNTED, Flow, FlowKey, FlowState};
+use crate::layout::{Address, DIRECT_FLOWS, FLOW_COUNTED, FLOW_DSR, Flow, FlowKey, FlowState};
 
 /// The flow tables from user space.
 pub trait StoredFlows<A> {
@@ -29,8 +29,8 @@ fn take<A: Address, T: StoredFlows<A>>(
     key: &FlowKey<A>,
 ) -> Result<Option<Flow<A>>, T::Error> {
     let taken = tables.take(stage, key)?;
-    if let Some(flow) = taken.filter(|flow| is_counted(stage, key, flow)) {
-        tables.count_collected(flow.backend_id, 1)?;
+    if let Some(flow) = &taken {
+        count(tables, (stage, key), flow, 1)?;
     }
     Ok(taken)
 }
@@ -41,10 +41,21 @@ fn put_back<A: Address, T: StoredFlows<A>>(
     key: &FlowKey<A>,
     flow: &Flow<A>,
 ) -> Result<(), T::Error> {
-    if tables.put_back(stage, key, flow)? && is_counted(stage, key, flow) {
-        tables.count_collected(flow.backend_id, -1)?;
+    if tables.put_back(stage, key, flow)? { count(tables, (stage, key), flow, -1) } else { Ok(()) }
+}
+
+/// Counts an entry that is taken, or, by -1, put back.
+fn count<A: Address, T: StoredFlows<A>>(
+    tables: &T,
+    (stage, key): (Stage, &FlowKey<A>),
+    flow: &Flow<A>,
+    taken: i64,
+) -> Result<(), T::Error> {
+    if is_counted(stage, key, flow) {
+        tables.count_collected(flow.backend_id, taken)?;
     }
-    Ok(())
+    let is_direct = stage == Stage::Established && flow.flags & FLOW_DSR != 0 && *key == flow.client_key();
+    if is_direct { tables.count_collected(DIRECT_FLOWS, taken) } else { Ok(()) }
 }
 
 /// Each of three keys in each of two tables.

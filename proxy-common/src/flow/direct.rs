@@ -7,7 +7,7 @@
 use super::{
     Change, FlowEntry as _, FlowTables, Routine, SUSTAINED_AFTER, Scratch, Speaker, Stage, decide,
     entries::is_stale,
-    is_admitted, lookup, open,
+    guard, is_admitted, lookup, open,
     tcp::{self, is_near},
 };
 use crate::{
@@ -71,6 +71,9 @@ pub(super) fn prepare<F: Family, T: FlowTables<F>>(
     let place = place(tables, scratch);
     if place == NOWHERE {
         return Err(Reason::NotAService);
+    }
+    if !guard::admits(tables, scratch) {
+        return Err(Reason::ConnectionsLimited);
     }
     // The other node may have forgotten its flow, and chosen anew.
     if let Some((_, entry)) = lookup(tables, &scratch.key) {
@@ -140,10 +143,22 @@ pub(super) fn go_on<F: Family, T: FlowTables<F>>(
         return Ok(());
     }
     if is_opening && flow.state.progress >= PROGRESS_SUSTAINED && !is_closing(flow) {
-        decide(tables, scratch, Routine::Establish)?;
+        if has_room(tables) {
+            decide(tables, scratch, Routine::Establish)?;
+        } else {
+            tables.count(Reason::FlowsFull);
+        }
     }
     tables.run(scratch, Routine::Refresh);
     Ok(())
+}
+
+/// May one more flow be established of which no answers are seen? Clients that are made up can go on too: they must not fill the table. Where
+/// two CPUs ask at once, it may be one too many.
+#[inline(always)]
+fn has_room<F: Family>(tables: &impl FlowTables<F>) -> bool {
+    let most = tables.most_direct_flows();
+    most == 0 || tables.open_connections(DIRECT_FLOWS) < u64::from(most)
 }
 
 /// What the packet says of `scratch.flow`. Nothing tells an acknowledgement that is made up from one of what the backend has sent. So a client

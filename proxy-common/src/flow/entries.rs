@@ -3,7 +3,7 @@
 use super::{Change, FlowEntry, FlowTables, InsertError, Routine, Scratch, Speaker, Stage};
 use crate::{
     family::Family,
-    layout::{Address, Flow, PROGRESS_CONFIRMED},
+    layout::{Address, DIRECT_FLOWS, FLOW_COUNTED, FLOW_DSR, Flow, PROGRESS_CONFIRMED},
     reason::Reason,
 };
 
@@ -46,6 +46,24 @@ impl Leg {
 #[inline(always)]
 fn is_counted(stage: Stage, leg: Leg) -> bool {
     stage == Stage::Established && leg == Leg::Client
+}
+
+/// Counts a flow that is established from now on.
+#[inline(always)]
+fn count_opened<F: Family, T: FlowTables<F>>(tables: &T, backend: u32, flags: u32) {
+    tables.count_opened(backend, flags);
+    if flags & FLOW_DSR != 0 {
+        tables.count_opened(DIRECT_FLOWS, FLOW_COUNTED);
+    }
+}
+
+/// It is no more.
+#[inline(always)]
+fn count_closed<F: Family, T: FlowTables<F>>(tables: &T, backend: u32, flags: u32) {
+    tables.count_closed(backend, flags);
+    if flags & FLOW_DSR != 0 {
+        tables.count_closed(DIRECT_FLOWS, FLOW_COUNTED);
+    }
 }
 
 /// The key of the entry of `scratch.flow` for `scratch.leg`.
@@ -122,7 +140,7 @@ fn copy<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
     match tables.insert(Stage::Established, key, copy) {
         Ok(()) => {
             if is_counted(Stage::Established, leg) {
-                tables.count_opened(copy.backend_id, copy.flags);
+                count_opened(tables, copy.backend_id, copy.flags);
             }
             Copied::Whole
         }
@@ -174,7 +192,7 @@ pub(super) fn leave<F: Family, T: FlowTables<F>>(
     Scratch { key, entry, .. }: &mut Scratch<F::Address>,
 ) {
     if tables.remove(Stage::Established, key) {
-        tables.count_closed(entry.backend_id, entry.flags);
+        count_closed(tables, entry.backend_id, entry.flags);
     }
 }
 
@@ -219,7 +237,7 @@ fn remove_entries<F: Family, T: FlowTables<F>>(tables: &T, stage: Stage, scratch
             && tables.remove(stage, &scratch.key)
             && is_counted(stage, leg)
         {
-            tables.count_closed(scratch.flow.backend_id, scratch.flow.flags);
+            count_closed(tables, scratch.flow.backend_id, scratch.flow.flags);
         }
     }
 }
@@ -255,7 +273,7 @@ pub(super) fn restore<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scr
     }
     if tables.insert(stage, &scratch.key, &scratch.flow) == Ok(()) {
         if is_counted(stage, scratch.leg) {
-            tables.count_opened(scratch.flow.backend_id, scratch.flow.flags);
+            count_opened(tables, scratch.flow.backend_id, scratch.flow.flags);
         }
         tables.count(Reason::FlowRestored);
     }

@@ -17,6 +17,7 @@ mod direct;
 mod entries;
 mod foreign;
 mod fragments;
+mod guard;
 mod known;
 mod lifetimes;
 mod masquerade;
@@ -28,6 +29,7 @@ mod tests;
 mod transit;
 mod tuples;
 
+pub use guard::{OPENING_SERVICES, ServiceOpenings, openings_per_window};
 pub use known::{arriving_known, leaving_known};
 pub use lifetimes::FlowLifetimes;
 pub use routine::{Routine, run};
@@ -36,6 +38,7 @@ pub use transit::in_transit;
 
 use self::{
     entries::{Leg, is_stale},
+    guard::Openings,
     tuples::Step,
 };
 use crate::{
@@ -144,6 +147,7 @@ pub struct Scratch<A> {
     /// The last random number that ports were tried with.
     random: u32,
     pub clock: Clock,
+    openings: Openings,
     /// Where the entries of `flow` are, for a routine that goes through them.
     stage: Stage,
     key: FlowKey<A>,
@@ -227,6 +231,12 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn masquerades_all(&self) -> bool;
     /// [`Settings::packets_held`].
     fn holds_packets(&self) -> bool;
+    /// [`Settings::openings_per_window`].
+    fn openings_per_window(&self) -> u32;
+    /// [`Settings::most_direct_flows`].
+    fn most_direct_flows(&self) -> u32;
+    /// Whether `admit` lets a flow of the service open, by what is counted of it at its place among [`OPENING_SERVICES`].
+    fn count_opening(&self, service: u32, admit: impl FnOnce(&mut ServiceOpenings) -> bool) -> bool;
     fn random(&self) -> u32;
     /// Counts a reason in addition to that of the packet's outcome.
     fn count(&self, reason: Reason);
@@ -597,6 +607,9 @@ fn prepare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
         return Err(Reason::SourceNotAllowed);
     }
     if dials_frontend {
+        if !guard::admits(tables, scratch) {
+            return Err(Reason::ConnectionsLimited);
+        }
         open::prepare_to_frontend(tables, scratch)?;
     } else if rival == Rival::None {
         return Err(why_unserved(tables, scratch));

@@ -3,6 +3,7 @@
 
 mod direct;
 mod foreign;
+mod guard;
 mod interleavings;
 mod races;
 mod transit;
@@ -128,6 +129,9 @@ struct Host {
     epoch: Cell<u32>,
     resets_gone: bool,
     holds_packets: bool,
+    openings_per_window: u32,
+    most_direct_flows: u32,
+    openings: RefCell<HashMap<u32, ServiceOpenings>>,
 }
 
 impl Host {
@@ -170,6 +174,9 @@ impl Host {
             epoch: Cell::default(),
             resets_gone: false,
             holds_packets: false,
+            openings_per_window: 0,
+            most_direct_flows: 0,
+            openings: RefCell::default(),
         }
     }
 
@@ -224,8 +231,12 @@ impl Host {
     fn established_and_counted(&self) -> BTreeMap<u32, (i64, i64)> {
         let mut both: BTreeMap<u32, (i64, i64)> = BTreeMap::new();
         for ((stage, key), flow) in self.flows.borrow().iter() {
-            if collect::is_counted(*stage, key, &flow.get()) {
-                both.entry(flow.get().backend_id).or_default().0 += 1;
+            let flow = flow.get();
+            if collect::is_counted(*stage, key, &flow) {
+                both.entry(flow.backend_id).or_default().0 += 1;
+            }
+            if *stage == Stage::Established && flow.flags & FLOW_DSR != 0 && *key == flow.client_key() {
+                both.entry(DIRECT_FLOWS).or_default().0 += 1;
             }
         }
         for (backend, open) in self.tables.open.borrow().iter() {
@@ -422,6 +433,18 @@ impl FlowTables<V4> for Host {
 
     fn holds_packets(&self) -> bool {
         self.holds_packets
+    }
+
+    fn openings_per_window(&self) -> u32 {
+        self.openings_per_window
+    }
+
+    fn most_direct_flows(&self) -> u32 {
+        self.most_direct_flows
+    }
+
+    fn count_opening(&self, service: u32, admit: impl FnOnce(&mut ServiceOpenings) -> bool) -> bool {
+        admit(self.openings.borrow_mut().entry(service % OPENING_SERVICES).or_default())
     }
 
     fn random(&self) -> u32 {

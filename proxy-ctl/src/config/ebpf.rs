@@ -94,6 +94,8 @@ pub struct Ebpf {
     pub algorithm: Algorithm,
     pub interfaces: Interfaces,
     pub limits: Limits,
+    /// In a second, that packets open; 0: any number.
+    pub new_connections_per_core: u32,
     pub flow_lifetimes: OwnLifetimes,
     /// The cgroup v2 folder whose processes are served; `None`: the mount that opens.
     pub cgroup: Option<PathBuf>,
@@ -121,6 +123,7 @@ impl Default for Ebpf {
             algorithm: Algorithm::default(),
             interfaces: Interfaces::default(),
             limits: Limits::default(),
+            new_connections_per_core: NEW_CONNECTIONS_PER_CORE,
             flow_lifetimes: OwnLifetimes::default(),
             cgroup: None,
             bpffs: PathBuf::from("/sys/fs/bpf"),
@@ -237,6 +240,12 @@ impl std::fmt::Display for NamePattern {
         write!(f, "{}{}", self.name, if self.prefix { "*" } else { "" })
     }
 }
+
+/// As many as a CPU can open that also completes and serves them, and so few that a flood leaves others' flows in the table of opening
+/// flows for longer than a handshake takes (docs/floods.md).
+const NEW_CONNECTIONS_PER_CORE: u32 = 20_000;
+/// More than a CPU can open.
+pub(super) const MAX_NEW_CONNECTIONS_PER_CORE: i64 = 10_000_000;
 
 /// Kernels accept more even for the largest of these tables.
 pub(super) const MAX_ENTRIES: i64 = 1 << 26;

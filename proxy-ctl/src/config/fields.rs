@@ -12,7 +12,7 @@ use super::{
         keyword, list, listen_address, number, optional_folder, optional_text, optional_timeout, parsed,
         period, port_range, quantity, switch, text, timeout, typed,
     },
-    ebpf::{MAX_ENTRIES, NamePattern, SHORTEST_LIFETIME},
+    ebpf::{MAX_ENTRIES, MAX_NEW_CONNECTIONS_PER_CORE, NamePattern, SHORTEST_LIFETIME},
 };
 
 pub(super) const API_VERSION: &str = "kubeproxy.config.k8s.io/v1alpha1";
@@ -307,6 +307,10 @@ pub static FIELDS: &[Field] = fields! {
         "Rows of the tables node_addresses4, node_addresses6 and interfaces each.";
     "ebpf.limits.serviceCounters", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.service_counters);
         "Rows of the table service_counters: service ports whose connections and bytes are counted.";
+    "ebpf.newConnectionsPerCore", integer::<_, 0, MAX_NEW_CONNECTIONS_PER_CORE>(|c| &mut c.ebpf.new_connections_per_core);
+        "How many connections and UDP flows of each family packets open on one core in a second, before those of a Service port that has had its share are \
+         dropped, so that a flood neither fills the table of opening flows nor keeps other Services from being served (docs/floods.md). In steps of 60. \
+         0: any number.";
     "ebpf.flowLifetimes.tcpOpening", lifetime(|c| &mut c.ebpf.flow_lifetimes.tcp_opening);
         "How long a TCP flow is kept whose client has not acknowledged an answer yet. Other states: conntrack.tcpEstablishedTimeout and the next ones.";
     "ebpf.flowLifetimes.tcpClosed", lifetime(|c| &mut c.ebpf.flow_lifetimes.tcp_closed);

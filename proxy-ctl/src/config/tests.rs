@@ -247,6 +247,10 @@ fn valid(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
 #[case("ebpf: {sourceAddress: none}", "ebpf.sourceAddress must be preserve or masquerade, found \"none\"")]
 #[case("ebpf: {limits: {flows: 0}}", "ebpf.limits.flows must be from 1 to 67108864, found 0")]
 #[case(
+    "ebpf: {newConnectionsPerCore: -1}",
+    "ebpf.newConnectionsPerCore must be from 0 to 10000000, found -1"
+)]
+#[case(
     "ebpf: {withdrawAfter: 9s}",
     "ebpf.withdrawAfter must be 10s or more, such as \"1h\", or 0s for no end, found \"9s\""
 )]

@@ -44,6 +44,8 @@ pub struct Host {
     pub masquerade_bit: u8,
     /// Ports of sources that netfilter masquerades, while mode ebpf has flows of its own; `None`: any from 1024 on, as the kernel chooses.
     pub masquerade_ports: Option<PortRange>,
+    /// Of packets in mode ebpf, in a second; 0: any number.
+    pub new_connections_per_core: u32,
     /// Of flows of mode ebpf.
     pub flow_lifetimes: FlowLifetimes,
     /// In mode ebpf, of Services that name none, as the next.

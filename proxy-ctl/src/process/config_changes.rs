@@ -6,12 +6,13 @@ use super::settings::is_within;
 use crate::config::LEFT_OUT_ELSEWHERE;
 
 /// Fields, and sections with everything in them, that the running process takes over.
-const LIVE: [&str; 15] = [
+const LIVE: [&str; 16] = [
     "conntrack",
     "ebpf.algorithm",
     "ebpf.flowLifetimes",
     "ebpf.forwarding",
     "ebpf.interfaces",
+    "ebpf.newConnectionsPerCore",
     "iptables.minSyncPeriod",
     "iptables.syncPeriod",
     "ipvs.minSyncPeriod",

@@ -38,6 +38,8 @@ pub(crate) fn run(object: &[u8], filter: &str) -> Result<()> {
     let mut world = World::load(object, Globals::default(), Sizes::Small)?;
     first_packets::<V4>(&mut world, filter)?;
     first_packets::<V6>(&mut world, filter)?;
+    limited::<V4>(&mut world, filter)?;
+    limited::<V6>(&mut world, filter)?;
     for count in FLOWS {
         let name = format!("known flow, translated, {count} flows in turn");
         if name.contains(filter) {
@@ -233,6 +235,32 @@ fn first_packets<W: Tables>(world: &mut World, filter: &str) -> Result<()> {
             print_rounds::<W>(&format!("{name}, {watched}"), rounds);
         }
     }
+    Ok(())
+}
+
+/// The guard against floods lets one SYN in each of its windows open a flow.
+fn limited<W: Tables>(world: &mut World, filter: &str) -> Result<()> {
+    const NAME: &str = "SYN that the guard drops";
+    const CLIENTS: u16 = 4_096;
+    const REPEATS: u32 = 256;
+    if !NAME.contains(filter) {
+        return Ok(());
+    }
+    world.clear()?;
+    let mut scene = Scene::<W>::new(world, PROTOCOL_TCP);
+    scene.cluster_ip()?;
+    scene.change_settings(|settings| settings.openings_per_window = 1)?;
+    let mut rounds = Vec::new();
+    for _ in 0..ROUNDS {
+        let mut times = Vec::new();
+        for port in 0..CLIENTS {
+            let packet = tcp((CLIENT.0, 1_024 + port), CLUSTER_IP, TCP_SYN).bytes::<W>();
+            times.push(nanoseconds(world, "workload_ingress", &packet, REPEATS)?);
+        }
+        times.sort_unstable();
+        rounds.push(times[times.len() / 2]);
+    }
+    print_rounds::<W>(NAME, rounds);
     Ok(())
 }
 

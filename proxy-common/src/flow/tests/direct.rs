@@ -336,6 +336,42 @@ fn a_new_connection_from_the_same_port_chooses_anew_once_the_client_has_closed()
     host.assert_whole();
 }
 
+/// Clients whose answers nobody sees may be made up: they must not fill the table that does not evict.
+#[rstest]
+#[case::once_one_has_closed(true)]
+#[case::once_one_has_expired(false)]
+fn only_so_many_are_established(#[case] closes: bool) {
+    const CLIENTS: u16 = 3;
+    let host = Host { most_direct_flows: 2, ..node(false) };
+    let of_client = |packet: Packet<A>, port: u16| Packet { source_port: Port::new(port), ..packet };
+    let send = |packet, port| {
+        let packet = of_client(packet, port);
+        assert_eq!(sent_on(&host, &packet).map(|(sent, _)| sent), Ok(packet));
+        host.flow(Stage::Established, &packet.key()).is_some()
+    };
+    let goes_on = |port| {
+        host.wait(2 * SECOND);
+        send(client(TCP_ACK, 0, 0), port)
+    };
+    for port in 0..CLIENTS {
+        send(syn(), port);
+        send(client(TCP_ACK, 0, 0), port);
+    }
+    assert_eq!([goes_on(0), goes_on(1), goes_on(2)], [true, true, false]);
+    assert_eq!(host.established_and_counted()[&DIRECT_FLOWS], (2, 2));
+    assert_eq!(host.counted(Reason::FlowsFull), 1);
+    if closes {
+        assert!(!send(client(TCP_FIN | TCP_ACK, 0, 0), 0));
+    } else {
+        let flow = host.flow_of(Stage::Established, &of_client(syn(), 0));
+        collect::remove_if(&host, &flow, |_| true).unwrap();
+    }
+    assert_eq!(host.established_and_counted()[&DIRECT_FLOWS], (1, 1));
+    assert!(goes_on(2));
+    assert_eq!(host.established_and_counted()[&DIRECT_FLOWS], (2, 2));
+    host.assert_whole();
+}
+
 #[rstest]
 #[case::one(&[0], 30, Stage::Opening)]
 #[case::many_at_once(&[0, 0, 1], 30, Stage::Opening)]

@@ -372,6 +372,18 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
         self.host.holds_packets()
     }
 
+    fn openings_per_window(&self) -> u32 {
+        0
+    }
+
+    fn most_direct_flows(&self) -> u32 {
+        0
+    }
+
+    fn count_opening(&self, _: u32, _: impl FnOnce(&mut ServiceOpenings) -> bool) -> bool {
+        unreachable!("any number may open")
+    }
+
     fn random(&self) -> u32 {
         self.dice.borrow_mut().pop_front().unwrap_or(FIRST)
     }

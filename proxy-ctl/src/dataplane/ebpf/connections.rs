@@ -10,7 +10,7 @@ use aya::Pod;
 use proxy_common::{
     family::{V4, V6},
     inventory::{Limit, table},
-    layout::{Collected, Connections, SocketOrigin},
+    layout::{Collected, Connections, DIRECT_FLOWS, SocketOrigin},
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -38,7 +38,8 @@ impl ConnectionTables {
 
     /// By backend id.
     pub(super) fn read(&self) -> Result<FxHashMap<u32, Counted>, Error> {
-        let connections = self.connections.read_all()?;
+        let mut connections = self.connections.read_all()?;
+        connections.retain(|(id, _)| *id != DIRECT_FLOWS);
         if connections.is_empty() {
             return Ok(FxHashMap::default());
         }
@@ -74,7 +75,8 @@ impl ConnectionTables {
     fn backends(&self) -> Result<FxHashSet<u32>, Error> {
         let (connections, collected) = (self.connections.read_all()?, self.collected.read_all()?);
         let ids = connections.into_iter().map(|(id, _)| id);
-        Ok(ids.chain(collected.into_iter().map(|(id, _)| id)).collect())
+        let ids = ids.chain(collected.into_iter().map(|(id, _)| id));
+        Ok(ids.filter(|id| *id != DIRECT_FLOWS).collect())
     }
 
     pub(super) fn forget_all(&self) -> Result<(), Error> {

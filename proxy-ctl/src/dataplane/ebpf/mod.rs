@@ -17,7 +17,7 @@ use aya_obj::generated::bpf_attach_type;
 use ipnet::IpNet;
 use proxy_common::{
     family::{V4, V6},
-    flow::FlowLifetimes,
+    flow::{self, FlowLifetimes},
     inventory::{program, table},
     layout::{
         Address as _, FourPorts, INTERFACE_OF_PODS, InterfaceSettings, NODE_ADDRESS_LOOPBACK, NodeAddress,
@@ -188,6 +188,8 @@ pub(super) const ENTRY: Entry = Entry {
 };
 
 const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;
+/// In a table of flows.
+const ROWS_OF_DIRECT_FLOW: u32 = 2;
 /// Of [`FourPorts`].
 const FOUR: usize = 4;
 
@@ -338,6 +340,8 @@ impl EbpfDataplane {
             settings.masquerade4 = masquerade4;
             settings.masquerade6 = masquerade6;
             settings.masquerade_all = u8::from(host.masquerade_all);
+            settings.openings_per_window = flow::openings_per_window(host.new_connections_per_core);
+            settings.most_direct_flows = self.config.limits.flows / ROWS_OF_DIRECT_FLOW / 2;
             (settings.pods4, settings.pod_range4, settings.pod_range4_bits) = pods::<V4>(&host.local_traffic);
             (settings.pods6, settings.pod_range6, settings.pod_range6_bits) = pods::<V6>(&host.local_traffic);
         })?;

@@ -8,13 +8,13 @@ use proxy_common::{
     flow::Stage,
     layout::{PROTOCOL_TCP, PROTOCOL_UDP},
     packet::{TCP_ACK, TCP_RST, TCP_SYN},
-    reason::{Reason, Verdict},
+    reason::{self, Reason},
 };
 
 use super::{Group, Scene, WorldKind, scene::*};
 use crate::{
-    wire::Segment,
-    world::{Tables, World},
+    wire::{Endpoint, Segment},
+    world::{Tables, Verdict, World},
 };
 
 /// Three times what the tables of opening flows have room for. `FORGED_CLIENTS` in the environment asks for more: a million take
@@ -105,27 +105,45 @@ fn write_client(bytes: &mut [u8], end_of_address: usize, client: u32) {
 
 /// The client's packet must reach the backend.
 pub(super) fn from_client<W: Tables>(world: &World, packet: &[u8], client: u32) -> Result<()> {
+    let verdict = to_backend::<W>(world, packet, client)?;
+    ensure!(verdict == Verdict::GoesOn, "{verdict:?}: the packet of client {client}");
+    Ok(())
+}
+
+/// As [`from_client`], unless it is dropped.
+pub(super) fn to_backend<W: Tables>(world: &World, packet: &[u8], client: u32) -> Result<Verdict> {
     let Offsets { source: _, destination, ports } = Offsets::of::<W>();
     let mut bytes = packet.to_vec();
     write_client(&mut bytes, destination, client);
     let output = world.run("uplink_ingress", &bytes)?;
     let (address, port) = (&output.packet[destination..ports], &output.packet[ports + 2..ports + 4]);
     ensure!(
-        address == W::address(LOCAL.0).as_ref() && port == LOCAL.1.to_be_bytes(),
+        output.verdict == Verdict::Dropped
+            || (address == W::address(LOCAL.0).as_ref() && port == LOCAL.1.to_be_bytes()),
         "the packet of client {client} goes to {address:?}, port {port:?}"
     );
-    Ok(())
+    Ok(output.verdict)
 }
 
 /// The backend's answer must come from the frontend.
 pub(super) fn to_client<W: Tables>(world: &World, packet: &[u8], client: u32) -> Result<()> {
+    is_from_frontend::<W>(world, packet, client, NODE_PORT)
+}
+
+/// As [`to_client`], of any frontend.
+pub(super) fn is_from_frontend<W: Tables>(
+    world: &World,
+    packet: &[u8],
+    client: u32,
+    frontend: Endpoint,
+) -> Result<()> {
     let Offsets { source, destination, ports } = Offsets::of::<W>();
     let mut bytes = packet.to_vec();
     write_client(&mut bytes, ports, client);
     let output = world.run("uplink_egress", &bytes)?;
     let (address, port) = (&output.packet[source..destination], &output.packet[ports..ports + 2]);
     ensure!(
-        address == W::address(NODE_PORT.0).as_ref() && port == NODE_PORT.1.to_be_bytes(),
+        address == W::address(frontend.0).as_ref() && port == frontend.1.to_be_bytes(),
         "the answer to client {client} comes from {address:?}, port {port:?}"
     );
     Ok(())
@@ -159,7 +177,8 @@ fn flood<W: Tables>(s: &mut Scene<W>, then: Then) -> Result<()> {
     let (_, entries) = s.flow_counts()?;
     ensure!(entries == 2 * confirmed as usize, "{entries} entries of {confirmed} established flows");
     let counted = s.world.counted()?;
-    let is_wrong = |reason: &Reason| *reason == Reason::FlowsFull || reason.verdict() != Verdict::Pass;
+    let is_wrong =
+        |reason: &Reason| *reason == Reason::FlowsFull || reason.verdict() != reason::Verdict::Pass;
     ensure!(!counted.iter().any(|(reason, _)| is_wrong(reason)), "counted {counted:?}");
     Ok(())
 }

@@ -9,6 +9,7 @@ mod events;
 mod floods;
 mod flows;
 mod fragments;
+mod guard;
 mod headers;
 mod host;
 mod icmp;
@@ -141,6 +142,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     refusals::cases::<W>(group);
     events::cases::<W>(group);
     floods::cases::<W>(group);
+    guard::cases::<W>(group);
     sustained::cases::<W>(group);
     headers::cases::<W>(group);
     host::cases::<W>(group);

@@ -1,0 +1,107 @@
+//! The guard against floods: a service that is flooded opens few flows, whatever comes, and nobody else is the worse for it.
+
+use std::time::Instant;
+
+use anyhow::{Result, ensure};
+use proxy_common::{
+    flow::openings_per_window,
+    layout::PROTOCOL_TCP,
+    packet::{TCP_ACK, TCP_SYN},
+    reason::Reason,
+};
+
+use super::{
+    Group, Scene, WorldKind,
+    floods::{from_client, is_from_frontend, to_backend},
+    scene::*,
+};
+use crate::{
+    wire::{Endpoint, Segment},
+    world::{Tables, Verdict},
+};
+
+/// In a second: so few that a flood is one also where a test takes a hundred times as long.
+const LIMIT: u32 = 450;
+const FORGED: u32 = 200_000;
+const ESTABLISHED: u32 = 1_000;
+/// Forged clients between one client of the other service and the next.
+const SPACING: u32 = 4_000;
+/// Forged clients while a packet goes to the backend and the answer back: without the guard, the table of opening flows has forgotten it.
+const ROUND_TRIP: u32 = 100_000;
+
+/// Numbers of clients; each has an address of its own.
+const FIRST_ESTABLISHED: u32 = 2_000_000;
+const FIRST_OF_OTHER: u32 = 3_000_000;
+
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+    let name = "a flood of forged SYN to one service";
+    group.each::<W>(&[PROTOCOL_TCP], WorldKind::Large, name, flood);
+}
+
+/// What the clients of a frontend send, and what they are answered.
+struct Connection {
+    frontend: Endpoint,
+    first: Vec<u8>,
+    answer: Vec<u8>,
+    second: Vec<u8>,
+}
+
+impl Connection {
+    fn to<W: Tables>(s: &Scene<W>, frontend: Endpoint) -> Self {
+        let first: Segment = s.first(CLIENT, frontend);
+        Self {
+            frontend,
+            answer: first.to(LOCAL).answer(TCP_SYN | TCP_ACK).bytes::<W>(),
+            second: first.flags(TCP_ACK).bytes::<W>(),
+            first: first.bytes::<W>(),
+        }
+    }
+
+    fn open<W: Tables>(&self, s: &Scene<W>, client: u32) -> Result<()> {
+        from_client::<W>(s.world, &self.first, client)
+    }
+
+    fn establish<W: Tables>(&self, s: &Scene<W>, client: u32) -> Result<()> {
+        is_from_frontend::<W>(s.world, &self.answer, client, self.frontend)?;
+        from_client::<W>(s.world, &self.second, client)
+    }
+}
+
+fn flood<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    s.node_port_here()?;
+    s.service(2, &[(12, LOCAL, true)])?;
+    s.frontend(CLUSTER_IP, 2, 0)?;
+    let flooded = Connection::to::<W>(s, NODE_PORT);
+    let other = Connection::to::<W>(s, CLUSTER_IP);
+    for client in FIRST_ESTABLISHED..FIRST_ESTABLISHED + ESTABLISHED {
+        flooded.open(s, client)?;
+        flooded.establish(s, client)?;
+    }
+    s.change_settings(|settings| settings.openings_per_window = openings_per_window(LIMIT))?;
+    let begin = Instant::now();
+    let mut opened = 0;
+    for forged in 0..FORGED {
+        opened += u64::from(to_backend::<W>(s.world, &flooded.first, forged)? == Verdict::GoesOn);
+        let Some(number) = (forged % SPACING == 0).then_some(forged / SPACING) else { continue };
+        other.open(s, FIRST_OF_OTHER + number)?;
+        if let Some(answered) = number.checked_sub(ROUND_TRIP / SPACING) {
+            other.establish(s, FIRST_OF_OTHER + answered)?;
+        }
+        flooded.establish(s, FIRST_ESTABLISHED + number)?;
+    }
+    // A window's room and the share beside it in each, and what a quarter of a second has left before.
+    let most = u64::from(LIMIT) * 2 * (begin.elapsed().as_secs() + 1) + u64::from(LIMIT);
+    ensure!((1..most).contains(&opened), "{opened} of {FORGED} forged clients have flows, {most} is most");
+    for client in FIRST_ESTABLISHED..FIRST_ESTABLISHED + ESTABLISHED {
+        flooded.establish(s, client)?;
+    }
+    let clients = u64::from(FORGED / SPACING);
+    let answered = u64::from((FORGED - ROUND_TRIP) / SPACING);
+    let (_, entries) = s.flow_counts()?;
+    let confirmed = u64::from(ESTABLISHED) + answered;
+    ensure!(entries as u64 == 2 * confirmed, "{entries} entries of {confirmed} established flows");
+    s.counted(&[
+        (Reason::FlowOpened, u64::from(ESTABLISHED) + clients + opened),
+        (Reason::ConnectionsLimited, u64::from(FORGED) - opened),
+    ])
+}

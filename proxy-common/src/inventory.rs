@@ -192,6 +192,8 @@ pub mod program {
 
     /// On uplinks, before the stack.
     pub const uplink_transit: &str = "uplink_transit";
+    /// The same for kernels whose drivers hand over frames in fragments.
+    pub const uplink_transit_frags: &str = "uplink_transit_frags";
     /// On the cgroup, where sockets are counted: one is closed.
     pub const sock_release: &str = "sock_release";
     /// On connect4 for a moment: tells the controller its own network namespace where the kernel does not.

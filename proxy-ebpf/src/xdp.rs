@@ -1,10 +1,7 @@
 //! The way of a packet from outside that leaves by the interface that it has come by, to a backend on another node or back to the
 //! client: the driver sends it on before the stack has it. All other packets pass, as they are, to the programs of TC.
 
-use aya_ebpf::{
-    bindings::{xdp_action, xdp_md},
-    programs::XdpContext,
-};
+use aya_ebpf::bindings::xdp_action;
 use proxy_common::{
     family::{V4, V6},
     flow::{self, FlowTables, Scratch},
@@ -37,34 +34,34 @@ impl TransitFamily for V6 {
     const LIFETIME: u32 = 7;
 }
 
-pub(crate) fn transit(ctx: &XdpContext) -> u32 {
+#[inline(always)]
+pub(crate) fn transit(frame: Frame) -> u32 {
     const ETHERTYPE: u32 = 12;
-    match Frame::of(ctx.ctx).read(ETHERTYPE) {
-        Ok([0x08, 0x00]) => transit_of::<V4>(ctx.ctx),
-        Ok([0x86, 0xdd]) => transit_of::<V6>(ctx.ctx),
+    match frame.read(ETHERTYPE) {
+        Ok([0x08, 0x00]) => transit_of::<V4>(frame),
+        Ok([0x86, 0xdd]) => transit_of::<V6>(frame),
         _ => xdp_action::XDP_PASS,
     }
 }
 
 // Not inlined: the stack of both families would lie beside each other.
 #[inline(never)]
-fn transit_of<F: TransitFamily>(ctx: *mut xdp_md) -> u32
+fn transit_of<F: TransitFamily>(frame: Frame) -> u32
 where
     Maps: FlowTables<F>,
 {
-    let frame = Frame::of(ctx);
     let Some(scratch) = F::scratch() else { return xdp_action::XDP_PASS };
-    if lease_has_ended(|| recently(&mut scratch.clock)) || parse_frame::<F>(ctx, &mut scratch.packet).is_err()
+    if lease_has_ended(|| recently(&mut scratch.clock))
+        || parse_frame::<F>(frame, &mut scratch.packet).is_err()
     {
         return xdp_action::XDP_PASS;
     }
     if !is_plain::<F>(frame, &scratch.packet) {
         return xdp_action::XDP_PASS;
     }
-    // SAFETY: a field of the context.
-    scratch.interface = unsafe { (*ctx).ingress_ifindex };
+    scratch.interface = frame.interface();
     scratch.is_made_here = false;
-    let decided = flow::in_transit(&Maps, scratch, |scratch| returns::<F>(ctx, scratch) == YES);
+    let decided = flow::in_transit(&Maps, scratch, |scratch| returns::<F>(frame, scratch) == YES);
     if decided.is_err() {
         return xdp_action::XDP_PASS;
     }
@@ -84,8 +81,8 @@ where
 
 // Not inlined: what it needs of the stack would be added to what keeping a flow needs.
 #[inline(never)]
-fn parse_frame<F: TransitFamily>(ctx: *mut xdp_md, packet: &mut Packet<F::Address>) -> Result<(), Reason> {
-    parse::<F, _>(Frame::of(ctx), ETHERNET, packet)
+fn parse_frame<F: TransitFamily>(frame: Frame, packet: &mut Packet<F::Address>) -> Result<(), Reason> {
+    parse::<F, _>(frame, ETHERNET, packet)
 }
 
 /// Does a router do nothing but send the packet on? It looks at options and extension headers, and answers to what has come too far.
@@ -103,9 +100,8 @@ const NO: u32 = 0;
 /// `scratch.next_hop`.
 // Not inlined: the parameters would lie on the stack beside what opening a flow needs.
 #[inline(never)]
-fn returns<F: TransitFamily>(ctx: *mut xdp_md, scratch: &mut Scratch<F::Address>) -> u32 {
+fn returns<F: TransitFamily>(frame: Frame, scratch: &mut Scratch<F::Address>) -> u32 {
     let Scratch { packet, action, interface, next_hop, .. } = scratch;
-    let frame = Frame::of(ctx);
     let rewrite = &action.rewrite;
     let mut parameters = route::parameters::<F>(*interface, &rewrite.source, &rewrite.destination);
     parameters.l4_protocol = packet.protocol;
@@ -113,7 +109,7 @@ fn returns<F: TransitFamily>(ctx: *mut xdp_md, scratch: &mut Scratch<F::Address>
     parameters.dport = u16::from_ne_bytes(rewrite.destination_port.to_network());
     // What is longer than the next hop takes is the stack's, which tells the sender.
     parameters.__bindgen_anon_1.tot_len = (frame.length() - ETHERNET).min(u16::MAX.into()) as u16;
-    if route::look_up(ctx.cast(), &mut parameters) != FOUND || parameters.ifindex != *interface {
+    if route::look_up(frame.context(), &mut parameters) != FOUND || parameters.ifindex != *interface {
         return NO;
     }
     let [to, from] = [parameters.dmac, parameters.smac];

@@ -2,6 +2,10 @@
 
 use std::{collections::BTreeMap, path::PathBuf};
 
+use aya::{
+    programs::ProgramType,
+    sys::{BpfHelper, is_helper_supported},
+};
 use proxy_common::inventory::program;
 
 use super::{Error, load::Programs, paths::Paths, pins::LinkPins};
@@ -33,6 +37,15 @@ fn mode(configured: Xdp, interface: &Interface) -> Option<XdpMode> {
     }
 }
 
+/// The one that the kernel has the helpers for. Drivers that hand over frames in fragments (5.18) take longer ones with it.
+fn best_program() -> &'static str {
+    // Who may not ask may not load programs either.
+    match is_helper_supported(ProgramType::Xdp, BpfHelper::BPF_FUNC_xdp_get_buff_len) {
+        Ok(true) => program::uplink_transit_frags,
+        Ok(false) | Err(_) => program::uplink_transit,
+    }
+}
+
 /// What the kernel's answer means.
 fn hint(errno: i32) -> &'static str {
     match errno {
@@ -49,13 +62,14 @@ fn hint(errno: i32) -> &'static str {
 #[derive(Debug)]
 pub(super) struct Transit {
     configured: Xdp,
+    program: &'static str,
     /// Uplinks that cannot have it, and what was said of them.
     refused: BTreeMap<u32, String>,
 }
 
 impl Transit {
-    pub(super) const fn new(configured: Xdp) -> Self {
-        Self { configured, refused: BTreeMap::new() }
+    pub(super) fn new(configured: Xdp) -> Self {
+        Self { configured, program: best_program(), refused: BTreeMap::new() }
     }
 
     fn path(paths: &Paths, index: u32, mode: XdpMode) -> PathBuf {
@@ -64,7 +78,7 @@ impl Transit {
 
     /// The program that the interface needs besides those of TC.
     pub(super) fn program(&self, interface: &Interface) -> Option<&'static str> {
-        mode(self.configured, interface).map(|_| program::uplink_transit)
+        mode(self.configured, interface).map(|_| self.program)
     }
 
     /// Answers whether anything had to be done. An uplink that cannot have the program is served by TC alone, which the log says.
@@ -82,7 +96,7 @@ impl Transit {
         }
         let Some(mode) = wanted else { return Ok(changed) };
         let path = Self::path(paths, interface.index, mode);
-        let refusal = match programs.get(program::uplink_transit) {
+        let refusal = match programs.get(self.program) {
             Ok(program) => {
                 let is_target = |target| target == LinkTarget::Xdp(interface.index);
                 let create = || bpf::link_xdp(program, interface.index, mode);

@@ -149,6 +149,34 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         uplink.passes(s, &to_all)?;
         uplink.sends(s, &second, &second.to(REMOTE).from(node))
     });
+    group.both::<W>("transit of frames in fragments", |s| {
+        let (uplink, node) = opened_with_neighbours(s)?;
+        ip(None, &format!("link set {UPLINK} mtu 9000\n"))?;
+        let packet = s.packet(CLIENT, NODE_PORT, TCP_ACK);
+        let long = Segment { payload: vec![1; 8_000], ..packet.clone() };
+        let sent = Segment { back: true, hop_limit: long.hop_limit - 1, ..long.to(REMOTE).from(node) };
+        let bytes = long.bytes::<W>();
+        let headers = bytes.len() - long.payload.len();
+        for first in [bytes.len(), headers] {
+            let output = s.world.transit_in_fragments(uplink.index, first, &bytes)?;
+            ensure!(output.verdict == Verdict::SentBack, "{first} in one piece: {:?}", output.verdict);
+            ensure!(output.packet == sent.bytes::<W>(), "{first} in one piece: not what leaves");
+        }
+        for first in [headers - 1, headers - 8, 14] {
+            let output = s.world.transit_in_fragments(uplink.index, first, &bytes)?;
+            ensure!(output.verdict == Verdict::GoesOn, "{first} in one piece: {:?}", output.verdict);
+            ensure!(output.packet == bytes, "{first} in one piece: it is not untouched");
+        }
+        // All bytes count.
+        let (first, counted) = (s.first(CLIENT, NODE_PORT).bytes::<W>().len(), s.world.service_counters(1)?);
+        let expected = (first + 2 * bytes.len()) as u64;
+        ensure!(counted.bytes == expected, "{counted:?}, not {expected} bytes");
+        let too_long = Segment { payload: vec![1; 9_000], ..packet };
+        let bytes = too_long.bytes::<W>();
+        let output = s.world.transit_in_fragments(uplink.index, headers, &bytes)?;
+        ensure!(output.verdict == Verdict::GoesOn, "longer than the interface takes: {:?}", output.verdict);
+        Ok(())
+    });
     group.both::<W>("no transit without a lease", |s| {
         let (uplink, node) = opened_with_neighbours(s)?;
         let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);

@@ -101,6 +101,7 @@ macro_rules! tables {
             node_addresses4: hash(A4, NodeAddress), [NodeAddresses];
             node_addresses6: hash(A6, NodeAddress), [NodeAddresses];
             interfaces: hash(u32, InterfaceSettings), [NodeAddresses];
+            vlan_devices: hash(VlanTag, u32), [NodeAddresses];
             masquerade_ports: shared_array(u32, FourPorts), (MASQUERADE_PORT_ROOM / 4);
             moved_ports: array(u32, u32), PORTS;
             socket_origin4: socket_storage(u32, SocketOrigin<A4>), 0;

@@ -562,6 +562,7 @@ impl World {
         clear(hash::<FlowKeyOf<V4>, ForeignFlow>(&mut self.ebpf, table::foreign_flows4)?)?;
         clear(hash::<FlowKeyOf<V6>, ForeignFlow>(&mut self.ebpf, table::foreign_flows6)?)?;
         clear(hash::<u32, InterfaceSettings>(&mut self.ebpf, table::interfaces)?)?;
+        clear(hash::<VlanTag, u32>(&mut self.ebpf, table::vlan_devices)?)?;
         clear(hash::<u32, Connections>(&mut self.ebpf, table::connections)?)?;
         clear(hash::<u32, Collected>(&mut self.ebpf, table::collected)?)?;
         self.set_settings(Settings::default())?;
@@ -643,6 +644,11 @@ impl World {
     /// Sources of what leaves by the interface that packets run on: `lo`, whose index is 1.
     pub(crate) fn set_interface(&mut self, settings: InterfaceSettings) -> Result<()> {
         Ok(hash(&mut self.ebpf, table::interfaces)?.insert(1u32, settings, 0)?)
+    }
+
+    /// Packets that have come by one interface with the tag are of this one.
+    pub(crate) fn put_vlan_device(&mut self, tag: VlanTag, interface: u32) -> Result<()> {
+        Ok(hash(&mut self.ebpf, table::vlan_devices)?.insert(tag, interface, 0)?)
     }
 
     pub(crate) fn set_lease_end(&mut self, end: u64) -> Result<()> {

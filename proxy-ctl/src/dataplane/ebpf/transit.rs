@@ -6,12 +6,12 @@ use aya::{
     programs::ProgramType,
     sys::{BpfHelper, is_helper_supported},
 };
-use proxy_common::inventory::program;
+use proxy_common::{inventory::program, layout::VlanTag};
 
 use super::{Error, load::Programs, paths::Paths, pins::LinkPins};
 use crate::{
     config::Xdp,
-    dataplane::{Interface, Role},
+    dataplane::{Device, Interface, Role, Vlan},
     sys::bpf::{self, LinkTarget, XdpMode},
 };
 
@@ -31,7 +31,7 @@ fn mode(configured: Xdp, interface: &Interface) -> Option<XdpMode> {
     }
     match configured {
         Xdp::Off => None,
-        Xdp::Auto => interface.is_card.then_some(XdpMode::Native),
+        Xdp::Auto => (interface.device == Device::Card).then_some(XdpMode::Native),
         Xdp::Native => Some(XdpMode::Native),
         Xdp::Generic => Some(XdpMode::Generic),
     }
@@ -56,6 +56,18 @@ fn hint(errno: i32) -> &'static str {
         }
         _ => "the kernel refused it",
     }
+}
+
+/// What the table of that name must hold.
+pub(super) fn vlan_devices(interfaces: &[Interface]) -> BTreeMap<VlanTag, u32> {
+    let device = |interface: &Interface| match (interface.role, interface.device) {
+        // A packet with id 0 is that of the interface below: the tag is a priority only.
+        (Role::Uplink, Device::Vlan(Vlan { below, protocol, id: id @ 1.. })) => {
+            Some((VlanTag { interface: below, protocol, id }, interface.index))
+        }
+        (Role::Uplink | Role::Workload, _) => None,
+    };
+    interfaces.iter().filter_map(device).collect()
 }
 
 /// Beside the programs of TC, which take what this one leaves to the stack.
@@ -135,26 +147,28 @@ impl Transit {
 
 #[cfg(test)]
 mod tests {
+    use proxy_common::layout::TAG_CUSTOMER;
     use rstest::rstest;
 
     use super::*;
     use crate::dataplane::RoleReason;
 
-    const fn interface(role: Role, ethernet: bool, is_card: bool) -> Interface {
+    const fn interface(role: Role, ethernet: bool, device: Device) -> Interface {
         Interface {
             index: 2,
             name: String::new(),
             role,
             reason: RoleReason::DefaultRoute,
             ethernet,
-            is_card,
+            device,
+            has_vlans: false,
             bridge: None,
             masquerade_addresses: Vec::new(),
         }
     }
 
-    const CARD: Interface = interface(Role::Uplink, true, true);
-    const BRIDGE: Interface = interface(Role::Uplink, true, false);
+    const CARD: Interface = interface(Role::Uplink, true, Device::Card);
+    const BRIDGE: Interface = interface(Role::Uplink, true, Device::Other);
 
     #[rstest]
     #[case::off(Xdp::Off, CARD, None)]
@@ -162,9 +176,21 @@ mod tests {
     #[case::device_of_the_kernel(Xdp::Auto, BRIDGE, None)]
     #[case::any_driver(Xdp::Native, BRIDGE, Some(XdpMode::Native))]
     #[case::any_device(Xdp::Generic, CARD, Some(XdpMode::Generic))]
-    #[case::pod(Xdp::Native, interface(Role::Workload, true, false), None)]
-    #[case::tunnel(Xdp::Generic, interface(Role::Uplink, false, false), None)]
+    #[case::pod(Xdp::Native, interface(Role::Workload, true, Device::Other), None)]
+    #[case::tunnel(Xdp::Generic, interface(Role::Uplink, false, Device::Other), None)]
     fn modes(#[case] configured: Xdp, #[case] interface: Interface, #[case] expected: Option<XdpMode>) {
         assert_eq!(mode(configured, &interface), expected);
+    }
+
+    #[test]
+    fn tags_are_of_uplinks() {
+        let vlan = |index, role, id| {
+            let tag = Vlan { below: 2, protocol: TAG_CUSTOMER, id };
+            Interface { index, ..interface(role, true, Device::Vlan(tag)) }
+        };
+        let interfaces =
+            [CARD, vlan(3, Role::Uplink, 10), vlan(4, Role::Workload, 20), vlan(5, Role::Uplink, 0)];
+        let tag = VlanTag { interface: 2, protocol: TAG_CUSTOMER, id: 10 };
+        assert_eq!(vlan_devices(&interfaces), BTreeMap::from([(tag, 3)]));
     }
 }

@@ -23,6 +23,7 @@ mod source_ports;
 mod supports;
 mod traffic;
 mod userspace;
+pub mod xdp;
 
 pub use entry::Removed;
 pub use error::{Error, ErrorKind};

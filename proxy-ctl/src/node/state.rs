@@ -156,7 +156,10 @@ impl State {
                 reason,
                 ethernet: link.ethernet,
                 device: link.device(),
-                has_vlans: self.links.values().any(|other| other.vlan.is_some_and(|vlan| vlan.below == *index)),
+                has_vlans: self
+                    .links
+                    .values()
+                    .any(|other| other.vlan.is_some_and(|vlan| vlan.below == *index)),
                 bridge: self.bridge_of(link).map(|(_, bridge)| bridge.name.clone()),
                 masquerade_addresses: match role {
                     Role::Uplink => self.masquerade_by(*index, link, node_addresses),

@@ -501,7 +501,9 @@ impl World {
     /// From now on frames can come by this interface.
     pub(crate) fn attach_transit(&mut self, interface: &str) -> Result<()> {
         let name = program::uplink_transit;
-        self.load_xdp(name)?.attach(interface, XdpMode::Driver).with_context(|| format!("attaching {name}"))?;
+        self.load_xdp(name)?
+            .attach(interface, XdpMode::Driver)
+            .with_context(|| format!("attaching {name}"))?;
         Ok(())
     }
 
@@ -533,7 +535,9 @@ impl World {
         self.load_xdp(name)?;
         let output = self.transit_by(name, &frame_context(interface, &frame[..first]), frame);
         // Other kernels fill a page first.
-        output.map_err(|error| Skip(format!("the kernel cuts no frames as it is told (6.18): {error:#}")).into())
+        output.map_err(|error| {
+            Skip(format!("the kernel cuts no frames as it is told (6.18): {error:#}")).into()
+        })
     }
 
     fn transit_by(&self, name: &str, context: &[u8], frame: &[u8]) -> Result<Output> {

@@ -11,31 +11,17 @@ use proxy_common::{inventory::program, layout::VlanTag};
 use super::{Error, load::Programs, paths::Paths, pins::LinkPins};
 use crate::{
     config::Xdp,
-    dataplane::{Device, Interface, Role, Vlan},
-    sys::bpf::{self, LinkTarget, XdpMode},
+    dataplane::{
+        Device, Interface, Role, Vlan,
+        xdp::{NoXdp, choose, word},
+    },
+    sys::{
+        bpf::{self, LinkTarget, XdpMode},
+        device::facts,
+    },
 };
 
 const MODES: [XdpMode; 2] = [XdpMode::Native, XdpMode::Generic];
-
-/// As [`status`](super::status) names it.
-pub(super) const fn word(mode: XdpMode) -> &'static str {
-    match mode {
-        XdpMode::Native => "native",
-        XdpMode::Generic => "generic",
-    }
-}
-
-fn mode(configured: Xdp, interface: &Interface) -> Option<XdpMode> {
-    if interface.role != Role::Uplink || !interface.ethernet {
-        return None;
-    }
-    match configured {
-        Xdp::Off => None,
-        Xdp::Auto => (interface.device == Device::Card).then_some(XdpMode::Native),
-        Xdp::Native => Some(XdpMode::Native),
-        Xdp::Generic => Some(XdpMode::Generic),
-    }
-}
 
 /// The one that the kernel has the helpers for. Drivers that hand over frames in fragments (5.18) take longer ones with it.
 fn best_program() -> &'static str {
@@ -52,7 +38,7 @@ fn hint(errno: i32) -> &'static str {
         libc::EOPNOTSUPP => "its driver has no XDP, or not with its settings",
         libc::EBUSY | libc::EEXIST => "another XDP program is attached to it",
         libc::EINVAL | libc::ERANGE => {
-            "its driver has no XDP with its settings: see MTU, large receive offload and number of queues"
+            "its driver has no XDP with its settings: see MTU, receive offloads and number of queues"
         }
         _ => "the kernel refused it",
     }
@@ -90,7 +76,13 @@ impl Transit {
 
     /// The program that the interface needs besides those of TC.
     pub(super) fn program(&self, interface: &Interface) -> Option<&'static str> {
-        mode(self.configured, interface).map(|_| self.program)
+        self.choose(interface).and_then(Result::ok).map(|_| self.program)
+    }
+
+    /// `None`: it is no uplink, or none is asked for.
+    fn choose(&self, interface: &Interface) -> Option<Result<(XdpMode, String), NoXdp>> {
+        let is_asked_for = self.configured != Xdp::Off && interface.role == Role::Uplink;
+        is_asked_for.then(|| choose(self.configured, interface, &facts(interface.index, &interface.name)))
     }
 
     /// Answers whether anything had to be done. An uplink that cannot have the program is served by TC alone, which the log says.
@@ -101,12 +93,20 @@ impl Transit {
         links: &mut LinkPins,
         interface: &Interface,
     ) -> Result<bool, Error> {
-        let wanted = mode(self.configured, interface);
+        let choice = self.choose(interface);
+        let wanted = choice.as_ref().and_then(|choice| Some(choice.as_ref().ok()?.0));
         let mut changed = false;
         for other in MODES.into_iter().filter(|mode| Some(*mode) != wanted) {
             changed |= links.remove(&Self::path(paths, interface.index, other))?;
         }
-        let Some(mode) = wanted else { return Ok(changed) };
+        let (mode, why) = match choice {
+            None => return Ok(changed),
+            Some(Ok(chosen)) => chosen,
+            Some(Err(obstacle)) => {
+                self.refuse(interface, obstacle.to_string());
+                return Ok(changed);
+            }
+        };
         let path = Self::path(paths, interface.index, mode);
         let refusal = match programs.get(self.program) {
             Ok(program) => {
@@ -118,22 +118,26 @@ impl Transit {
                         return Ok(changed | linked);
                     }
                     Err(error) if error.errno() == libc::ENODEV => return Ok(changed),
-                    Err(error) => format!("{}: {error}", hint(error.errno())),
+                    Err(error) => format!("{}, though {why}: {error}", hint(error.errno())),
                 }
             }
             Err(error) => error.to_string(),
         };
-        if self.refused.get(&interface.index) != Some(&refusal) {
-            tracing::warn!(
-                interface = interface.name,
-                xdp = word(mode),
-                reason = refusal,
-                "no XDP program on the uplink: packets to backends on other nodes take the way through the stack"
-            );
-            self.refused.insert(interface.index, refusal);
-        }
+        self.refuse(interface, refusal);
         // A former program would go on with tables that nobody writes any more.
         Ok(changed | links.remove(&path)?)
+    }
+
+    /// Says so, once.
+    fn refuse(&mut self, interface: &Interface, reason: String) {
+        if self.refused.get(&interface.index) != Some(&reason) {
+            tracing::info!(
+                interface = interface.name,
+                reason,
+                "no XDP program on the uplink: packets to backends on other nodes take the way through the stack"
+            );
+            self.refused.insert(interface.index, reason);
+        }
     }
 
     pub(super) fn detach(&mut self, paths: &Paths, links: &mut LinkPins, index: u32) -> Result<(), Error> {
@@ -148,18 +152,17 @@ impl Transit {
 #[cfg(test)]
 mod tests {
     use proxy_common::layout::TAG_CUSTOMER;
-    use rstest::rstest;
 
     use super::*;
     use crate::dataplane::RoleReason;
 
-    const fn interface(role: Role, ethernet: bool, device: Device) -> Interface {
+    const fn interface(role: Role, device: Device) -> Interface {
         Interface {
             index: 2,
             name: String::new(),
             role,
             reason: RoleReason::DefaultRoute,
-            ethernet,
+            ethernet: true,
             device,
             has_vlans: false,
             bridge: None,
@@ -167,29 +170,15 @@ mod tests {
         }
     }
 
-    const CARD: Interface = interface(Role::Uplink, true, Device::Card);
-    const BRIDGE: Interface = interface(Role::Uplink, true, Device::Other);
-
-    #[rstest]
-    #[case::off(Xdp::Off, CARD, None)]
-    #[case::card(Xdp::Auto, CARD, Some(XdpMode::Native))]
-    #[case::device_of_the_kernel(Xdp::Auto, BRIDGE, None)]
-    #[case::any_driver(Xdp::Native, BRIDGE, Some(XdpMode::Native))]
-    #[case::any_device(Xdp::Generic, CARD, Some(XdpMode::Generic))]
-    #[case::pod(Xdp::Native, interface(Role::Workload, true, Device::Other), None)]
-    #[case::tunnel(Xdp::Generic, interface(Role::Uplink, false, Device::Other), None)]
-    fn modes(#[case] configured: Xdp, #[case] interface: Interface, #[case] expected: Option<XdpMode>) {
-        assert_eq!(mode(configured, &interface), expected);
-    }
-
     #[test]
     fn tags_are_of_uplinks() {
         let vlan = |index, role, id| {
             let tag = Vlan { below: 2, protocol: TAG_CUSTOMER, id };
-            Interface { index, ..interface(role, true, Device::Vlan(tag)) }
+            Interface { index, ..interface(role, Device::Vlan(tag)) }
         };
+        let card = interface(Role::Uplink, Device::Card);
         let interfaces =
-            [CARD, vlan(3, Role::Uplink, 10), vlan(4, Role::Workload, 20), vlan(5, Role::Uplink, 0)];
+            [card, vlan(3, Role::Uplink, 10), vlan(4, Role::Workload, 20), vlan(5, Role::Uplink, 0)];
         let tag = VlanTag { interface: 2, protocol: TAG_CUSTOMER, id: 10 };
         assert_eq!(vlan_devices(&interfaces), BTreeMap::from([(tag, 3)]));
     }

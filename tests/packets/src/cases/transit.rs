@@ -310,7 +310,10 @@ impl Uplink {
         let output = s.world.transit(self.index, &tagged(&packet.bytes::<W>(), self.tags))?;
         ensure!(output.verdict == Verdict::SentBack, "{packet:?}: {:?}", output.verdict);
         let sent = Segment { back: true, hop_limit: packet.hop_limit - 1, ..becomes.clone() };
-        ensure!(output.packet == tagged(&sent.bytes::<W>(), self.tags), "{packet:?} became other bytes than {sent:?}");
+        ensure!(
+            output.packet == tagged(&sent.bytes::<W>(), self.tags),
+            "{packet:?} became other bytes than {sent:?}"
+        );
         Ok(())
     }
 

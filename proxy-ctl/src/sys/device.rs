@@ -4,7 +4,6 @@ use std::{collections::BTreeSet, fs, io};
 
 use libc::{IFLA_INFO_KIND, IFLA_LINKINFO, IFLA_MTU, RTM_GETLINK};
 use netlink_sys::protocols::NETLINK_ROUTE;
-use nix::unistd::{SysconfVar, sysconf};
 
 use super::{
     CallError,
@@ -57,8 +56,9 @@ pub fn facts(index: u32, name: &str) -> DeviceFacts {
 
 fn page() -> u32 {
     const USUAL: u32 = 4_096;
-    let page = sysconf(SysconfVar::PAGE_SIZE).ok().flatten();
-    page.and_then(|page| page.try_into().ok()).unwrap_or(USUAL)
+    // SAFETY: no pointers.
+    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    page.try_into().unwrap_or(USUAL)
 }
 
 /// Of a device of hardware. /sys shows the network namespace that it was mounted in.

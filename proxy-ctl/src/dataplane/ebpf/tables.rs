@@ -13,7 +13,7 @@ use proxy_common::{
         Event, EventControl, FirstFragment, Flow, FlowKey, ForeignFlow, FourPorts, FragmentKey, Frontend,
         FrontendKey, InterfaceSettings, Lease, MASQUERADE_PORT_ROOM, NodeAddress, PORTS, PrefixKey,
         SERVICE_CIDRS, Service, ServiceCounters, ServiceName, Settings, Slot4, Slot6, SocketOrigin,
-        SourceRange,
+        SourceRange, VlanTag,
     },
     reason::{REASONS, Reason},
 };

@@ -101,6 +101,7 @@ macro_rules! tables {
             node_addresses4: hash(A4, NodeAddress), [NodeAddresses];
             node_addresses6: hash(A6, NodeAddress), [NodeAddresses];
             interfaces: hash(u32, InterfaceSettings), [NodeAddresses];
+            vlan_devices: hash(VlanTag, u32), [NodeAddresses];
             masquerade_ports: shared_array(u32, FourPorts), (MASQUERADE_PORT_ROOM / 4);
             moved_ports: array(u32, u32), PORTS;
             socket_origin4: socket_storage(u32, SocketOrigin<A4>), 0;
@@ -192,6 +193,8 @@ pub mod program {
 
     /// On uplinks, before the stack.
     pub const uplink_transit: &str = "uplink_transit";
+    /// The same for kernels whose drivers hand over frames in fragments.
+    pub const uplink_transit_frags: &str = "uplink_transit_frags";
     /// On the cgroup, where sockets are counted: one is closed.
     pub const sock_release: &str = "sock_release";
     /// On connect4 for a moment: tells the controller its own network namespace where the kernel does not.

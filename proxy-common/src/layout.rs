@@ -827,6 +827,23 @@ pub struct InterfaceSettings {
     pub flags: u32,
 }
 
+/// Table `vlan_devices`, hash by tag → index of the interface that the stack gives a packet with it to. It has uplinks only.
+#[derive(Clone, Copy, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
+#[repr(C)]
+pub struct VlanTag {
+    /// Index of the interface that the packet comes by: of the inner one of two tags, the interface of the outer one.
+    pub interface: u32,
+    /// `TAG_*`, host byte order.
+    pub protocol: u16,
+    /// 1 to 4094.
+    pub id: u16,
+}
+
+/// Ethertype of 802.1Q.
+pub const TAG_CUSTOMER: u16 = 0x8100;
+/// Ethertype of 802.1ad.
+pub const TAG_SERVICE: u16 = 0x88a8;
+
 /// Nothing tells traffic of pods from other traffic.
 pub const PODS_UNKNOWN: u32 = 0;
 /// Traffic of pods has a source in `Settings::pod_range4/6`.
@@ -1032,6 +1049,7 @@ const _: () = {
     assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
     assert!(size_of::<Settings>() == 96 && size_of::<FlowState>() == 4 && size_of::<ServiceCounters>() == 24);
     assert!(size_of::<InterfaceSettings>() == 24 && size_of::<FourPorts>() == 8);
+    assert!(size_of::<VlanTag>() == 8);
     assert!(size_of::<ForeignFlow>() == 8);
     assert!(size_of::<Connections>() == 32 && size_of::<Collected>() == 16);
     assert!(size_of::<AffinityKey<[u8; 4]>>() == 12 && size_of::<AffinityKey<[u8; 16]>>() == 24);
@@ -1067,6 +1085,7 @@ mod pod {
         Slot6,
         NodeAddress,
         InterfaceSettings,
+        VlanTag,
         FourPorts,
         ForeignFlow,
         Affinity,

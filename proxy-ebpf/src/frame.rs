@@ -1,8 +1,11 @@
 //! The bytes of a frame that no skb holds yet: they are reached directly, and their checksums are whole.
 
-use core::ptr::{addr_of, read_volatile};
+use core::{
+    ffi::c_void,
+    ptr::{addr_of, read_volatile},
+};
 
-use aya_ebpf::bindings::xdp_md;
+use aya_ebpf::{bindings::xdp_md, helpers::bpf_xdp_get_buff_len};
 use proxy_common::{
     packet::{Bytes, Checksum, Sum},
     reason::Reason,
@@ -15,15 +18,39 @@ pub(crate) const ETHERNET: u32 = 14;
 /// Offset of the network header on a device without Ethernet headers.
 pub(crate) const BARE: u32 = 0;
 
-/// The context of the running program.
+/// That of the running program.
 #[derive(Clone, Copy)]
-#[repr(transparent)]
-pub(crate) struct Frame(*mut xdp_md);
+pub(crate) struct Frame {
+    ctx: *mut xdp_md,
+    length: u32,
+}
 
 impl Frame {
+    /// One that lies in one piece.
     #[inline(always)]
-    pub(crate) fn of(ctx: *mut xdp_md) -> Self {
-        Self(ctx)
+    pub(crate) fn whole(ctx: *mut xdp_md) -> Self {
+        let (begin, end) = Self { ctx, length: 0 }.bounds();
+        Self { ctx, length: (end - begin) as u32 }
+    }
+
+    /// One that may go on in fragments, which are not reached.
+    #[inline(always)]
+    pub(crate) fn in_fragments(ctx: *mut xdp_md) -> Self {
+        // SAFETY: the context; since 5.18, as are such frames.
+        Self { ctx, length: unsafe { bpf_xdp_get_buff_len(ctx) } as u32 }
+    }
+
+    /// For helpers.
+    #[inline(always)]
+    pub(crate) fn context(self) -> *mut c_void {
+        self.ctx.cast()
+    }
+
+    /// Index of the interface that it has come by.
+    #[inline(always)]
+    pub(crate) fn interface(self) -> u32 {
+        // SAFETY: a field of the context.
+        unsafe { (*self.ctx).ingress_ifindex }
     }
 }
 
@@ -33,18 +60,18 @@ impl Direct for Frame {
         // SAFETY: fields of the context.
         unsafe {
             (
-                read_volatile(addr_of!((*self.0).data)) as usize,
-                read_volatile(addr_of!((*self.0).data_end)) as usize,
+                read_volatile(addr_of!((*self.ctx).data)) as usize,
+                read_volatile(addr_of!((*self.ctx).data_end)) as usize,
             )
         }
     }
 }
 
 impl Bytes for Frame {
+    /// Of all of it.
     #[inline(always)]
     fn length(self) -> u32 {
-        let (begin, end) = self.bounds();
-        (end - begin) as u32
+        self.length
     }
 
     #[inline(always)]

@@ -9,7 +9,7 @@ use aya_ebpf::{
 use proxy_common::select::Origin;
 
 use crate::{
-    frame::{BARE, ETHERNET},
+    frame::{BARE, ETHERNET, Frame},
     socket, tc,
     xdp::transit,
 };
@@ -71,5 +71,10 @@ proxy_common::packet_programs!(packet_hooks);
 
 #[xdp]
 pub fn uplink_transit(ctx: XdpContext) -> u32 {
-    transit(&ctx)
+    transit(Frame::whole(ctx.ctx))
+}
+
+#[xdp(frags)]
+pub fn uplink_transit_frags(ctx: XdpContext) -> u32 {
+    transit(Frame::in_fragments(ctx.ctx))
 }

@@ -1,14 +1,12 @@
 //! The way of a packet from outside that leaves by the interface that it has come by, to a backend on another node or back to the
 //! client: the driver sends it on before the stack has it. All other packets pass, as they are, to the programs of TC.
 
-use aya_ebpf::{
-    bindings::{xdp_action, xdp_md},
-    programs::XdpContext,
-};
+use aya_ebpf::bindings::xdp_action;
 use proxy_common::{
     family::{V4, V6},
     flow::{self, FlowTables, Scratch},
-    packet::{Bytes as _, Network, Packet, Sum, parse, rewrite_headers},
+    layout::{TAG_CUSTOMER, TAG_SERVICE, VlanTag},
+    packet::{Bytes as _, Headers, Network, Packet, Sum, parse, rewrite_headers},
     reason::Reason,
 };
 
@@ -16,6 +14,7 @@ use crate::{
     direct::Direct as _,
     event::TellPacket,
     frame::{ETHERNET, Frame},
+    maps,
     route::{self, FOUND, Route},
     tables::{Maps, count, count_packet, lease_has_ended, recently},
 };
@@ -37,41 +36,88 @@ impl TransitFamily for V6 {
     const LIFETIME: u32 = 7;
 }
 
-pub(crate) fn transit(ctx: &XdpContext) -> u32 {
-    const ETHERTYPE: u32 = 12;
-    match Frame::of(ctx.ctx).read(ETHERTYPE) {
-        Ok([0x08, 0x00]) => transit_of::<V4>(ctx.ctx),
-        Ok([0x86, 0xdd]) => transit_of::<V6>(ctx.ctx),
+#[inline(always)]
+pub(crate) fn transit(frame: Frame) -> u32 {
+    let mut network = ETHERNET;
+    let mut interface = frame.interface();
+    let Ok(mut ethertype) = frame.load(network - 2) else { return xdp_action::XDP_PASS };
+    for _ in 0..TAGS {
+        match device_of_tag(frame, network, ethertype, interface) {
+            Tagged::No => break,
+            Tagged::Unknown => return xdp_action::XDP_PASS,
+            Tagged::Of(device, inner) => (interface, ethertype) = (device, inner),
+        }
+        network += TAG;
+    }
+    match u16::from_be_bytes(ethertype) {
+        IPV4 => transit_of::<V4>(frame, network, interface),
+        IPV6 => transit_of::<V6>(frame, network, interface),
         _ => xdp_action::XDP_PASS,
+    }
+}
+
+/// How many tags of VLANs are followed.
+const TAGS: usize = 2;
+/// Bytes of one.
+const TAG: u32 = 4;
+const IPV4: u16 = 0x0800;
+const IPV6: u16 = 0x86dd;
+
+enum Tagged {
+    No,
+    /// It is the stack's.
+    Unknown,
+    /// The interface, and the ethertype that follows.
+    Of(u32, [u8; 2]),
+}
+
+/// A frame that may have a tag at `place`, and that would be of `interface` without.
+#[inline(always)]
+fn device_of_tag(frame: Frame, place: u32, ethertype: [u8; 2], interface: u32) -> Tagged {
+    /// The rest is a priority.
+    const ID: u16 = 0xfff;
+    let protocol = u16::from_be_bytes(ethertype);
+    if protocol != TAG_CUSTOMER && protocol != TAG_SERVICE {
+        return Tagged::No;
+    }
+    let Ok([high, low, inner @ ..]) = frame.load::<{ TAG as usize }>(place) else { return Tagged::Unknown };
+    let tag = VlanTag { interface, protocol, id: u16::from_be_bytes([high, low]) & ID };
+    // SAFETY: copied at once. An element that is removed meanwhile becomes no other tag's before the next change.
+    match unsafe { maps::vlan_devices.get(tag) } {
+        Some(device) => Tagged::Of(*device, inner),
+        None => Tagged::Unknown,
     }
 }
 
 // Not inlined: the stack of both families would lie beside each other.
 #[inline(never)]
-fn transit_of<F: TransitFamily>(ctx: *mut xdp_md) -> u32
+fn transit_of<F: TransitFamily>(frame: Frame, network: u32, interface: u32) -> u32
 where
     Maps: FlowTables<F>,
 {
-    let frame = Frame::of(ctx);
     let Some(scratch) = F::scratch() else { return xdp_action::XDP_PASS };
-    if lease_has_ended(|| recently(&mut scratch.clock)) || parse_frame::<F>(ctx, &mut scratch.packet).is_err()
+    // Through memory, which the verifier knows nothing of: it would go on once for each number of tags.
+    scratch.packet.headers.network = network;
+    if lease_has_ended(|| recently(&mut scratch.clock))
+        || parse_frame::<F>(frame, &mut scratch.packet).is_err()
     {
         return xdp_action::XDP_PASS;
     }
     if !is_plain::<F>(frame, &scratch.packet) {
         return xdp_action::XDP_PASS;
     }
-    // SAFETY: a field of the context.
-    scratch.interface = unsafe { (*ctx).ingress_ifindex };
+    scratch.interface = interface;
     scratch.is_made_here = false;
-    let decided = flow::in_transit(&Maps, scratch, |scratch| returns::<F>(ctx, scratch) == YES);
+    let decided = flow::in_transit(&Maps, scratch, |scratch| returns::<F>(frame, scratch) == YES);
     if decided.is_err() {
         return xdp_action::XDP_PASS;
     }
     match send::<F>(frame, scratch) {
         Ok(()) => {
             count(Reason::SentByDriver);
-            count_packet(scratch.action.rewrite.service, frame.length());
+            // As the stack has it, without tags.
+            let length = frame.length() - scratch.packet.headers.network + ETHERNET;
+            count_packet(scratch.action.rewrite.service, length);
             xdp_action::XDP_TX
         }
         Err(reason) => {
@@ -84,36 +130,37 @@ where
 
 // Not inlined: what it needs of the stack would be added to what keeping a flow needs.
 #[inline(never)]
-fn parse_frame<F: TransitFamily>(ctx: *mut xdp_md, packet: &mut Packet<F::Address>) -> Result<(), Reason> {
-    parse::<F, _>(Frame::of(ctx), ETHERNET, packet)
+fn parse_frame<F: TransitFamily>(frame: Frame, packet: &mut Packet<F::Address>) -> Result<(), Reason> {
+    parse::<F, _>(frame, packet.headers.network, packet)
 }
 
 /// Does a router do nothing but send the packet on? It looks at options and extension headers, and answers to what has come too far.
 #[inline(always)]
 fn is_plain<F: TransitFamily>(frame: Frame, packet: &Packet<F::Address>) -> bool {
-    packet.headers.transport == ETHERNET + F::HEADER
-        && frame.read(ETHERNET + F::LIFETIME).is_ok_and(|[lifetime]: [u8; 1]| lifetime > 1)
+    let Headers { network, transport, .. } = packet.headers;
+    transport == network + F::HEADER
+        && frame.read(network + F::LIFETIME).is_ok_and(|[lifetime]: [u8; 1]| lifetime > 1)
 }
 
 /// Answered by [`returns`].
 const YES: u32 = 1;
 const NO: u32 = 0;
 
-/// Does the stack send a packet with the ends of `scratch.action` back by its interface? The frame is for this interface. Sets
-/// `scratch.next_hop`.
+/// Does the stack send a packet with the ends of `scratch.action` back by its interface, and so with the same tags? The frame is for this
+/// interface. Sets `scratch.next_hop`.
 // Not inlined: the parameters would lie on the stack beside what opening a flow needs.
 #[inline(never)]
-fn returns<F: TransitFamily>(ctx: *mut xdp_md, scratch: &mut Scratch<F::Address>) -> u32 {
+fn returns<F: TransitFamily>(frame: Frame, scratch: &mut Scratch<F::Address>) -> u32 {
     let Scratch { packet, action, interface, next_hop, .. } = scratch;
-    let frame = Frame::of(ctx);
     let rewrite = &action.rewrite;
     let mut parameters = route::parameters::<F>(*interface, &rewrite.source, &rewrite.destination);
     parameters.l4_protocol = packet.protocol;
     parameters.sport = u16::from_ne_bytes(rewrite.source_port.to_network());
     parameters.dport = u16::from_ne_bytes(rewrite.destination_port.to_network());
     // What is longer than the next hop takes is the stack's, which tells the sender.
-    parameters.__bindgen_anon_1.tot_len = (frame.length() - ETHERNET).min(u16::MAX.into()) as u16;
-    if route::look_up(ctx.cast(), &mut parameters) != FOUND || parameters.ifindex != *interface {
+    let length = frame.length() - packet.headers.network;
+    parameters.__bindgen_anon_1.tot_len = length.min(u16::MAX.into()) as u16;
+    if route::look_up(frame.context(), &mut parameters) != FOUND || parameters.ifindex != *interface {
         return NO;
     }
     let [to, from] = [parameters.dmac, parameters.smac];
@@ -132,13 +179,14 @@ fn send<F: TransitFamily>(
     Scratch { packet, action, next_hop, .. }: &Scratch<F::Address>,
 ) -> Result<(), Reason> {
     rewrite_headers::<F, _>(frame, packet, &action.rewrite)?;
-    let lifetime = ETHERNET + F::LIFETIME;
+    let network = packet.headers.network;
+    let lifetime = network + F::LIFETIME;
     let [old, protocol] = frame.read::<2>(lifetime)?;
     let new = old - 1;
     frame.store(lifetime, [new])?;
     if let Some(checksum) = F::CHECKSUM {
         let change = Sum::of_change(&[old, protocol, 0, 0], &[new, protocol, 0, 0]);
-        frame.change_header_checksum(ETHERNET + checksum, change)?;
+        frame.change_header_checksum(network + checksum, change)?;
     }
     frame.store(0, *next_hop)
 }

@@ -25,7 +25,7 @@ impl Checksum {
     }
 }
 
-/// Access to one packet. Offsets are from its first byte. It is passed by value: in the kernel it is one pointer, which takes no stack.
+/// Access to one packet. Offsets are from its first byte. It is passed by value: in the kernel it is a pointer, or one with a number, which take no stack.
 pub trait Bytes: Copy {
     /// Are only packets read as most are: whole ones, of TCP or UDP, right behind a network header without options? Parsing others fails.
     const PLAIN_ONLY: bool = false;

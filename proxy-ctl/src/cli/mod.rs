@@ -13,6 +13,7 @@ mod show;
 mod table;
 mod tree;
 mod views;
+mod xdp;
 
 use std::{ffi::OsString, io::Write as _, path::PathBuf, process::ExitCode};
 

@@ -14,9 +14,10 @@ use super::{
     table::{print, print_json, table},
     tree,
     views::FormerView,
+    xdp::{self, XdpView},
 };
 use crate::{
-    config::{CommandLine, Effective, RequestedMode},
+    config::{CommandLine, Config, Effective, Keyword as _, RequestedMode, Xdp},
     dataplane, leftovers,
     mode::{self, ChosenMode, Probe, Refusal, Requirement},
     node,
@@ -34,14 +35,42 @@ pub(super) fn probe(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Res
     }
     let probes = dataplane::probe(&config, &node::facts::gather());
     let choice = mode::choose(config.mode, config.ebpf.mode_fallback, &probes);
+    let uplinks = Uplinks::of(&config);
     let former = FormerView::new(&leftovers::find(&config.ipvs.exclude_cidrs), Vec::new());
     match line.text("output") {
-        None | Some("table") => print(&in_words(&probes, config.mode, &choice, &former))?,
-        Some("json") => print_json(&as_json(&probes, config.mode, &choice, &former))?,
+        None | Some("table") => print(&in_words(&probes, config.mode, &choice, &former, &uplinks))?,
+        Some("json") => print_json(&as_json(&probes, config.mode, &choice, &former, &uplinks))?,
         Some(other) => bail!("--output must be table or json, found {other:?}"),
     }
     choice?;
     Ok(())
+}
+
+/// What mode ebpf has on uplinks.
+struct Uplinks {
+    /// `off`: the others say what there would be with `auto`.
+    configured: Xdp,
+    xdp: Vec<XdpView>,
+}
+
+impl Uplinks {
+    fn of(config: &Config) -> Self {
+        let configured = config.ebpf.xdp;
+        // Who may not ask is told nothing of them.
+        let mut network = node::network(config).unwrap_or_default();
+        network.interfaces.retain(|interface| config.ebpf.interfaces.select(&interface.name));
+        let tried = if configured == Xdp::Off { Xdp::Auto } else { configured };
+        Self { configured, xdp: xdp::of_uplinks(tried, &network) }
+    }
+
+    /// Empty: there are none.
+    fn text(&self) -> String {
+        if self.xdp.is_empty() {
+            return String::new();
+        }
+        let column = if self.configured == Xdp::Off { "XDP, IF ebpf.xdp WERE auto" } else { "XDP" };
+        format!("\n{}", xdp::text(column, &self.xdp))
+    }
 }
 
 /// What several modes need is found once.
@@ -77,6 +106,7 @@ fn in_words(
     mode: RequestedMode,
     choice: &Result<ChosenMode, Refusal>,
     former: &FormerView,
+    uplinks: &Uplinks,
 ) -> String {
     let none = || "none".to_owned();
     let found = facts(probes).map(|one| [one.name.to_owned(), text(&one.found)]);
@@ -98,7 +128,7 @@ fn in_words(
         [probe.mode.name().to_owned(), can_run.to_owned(), missing.join("; ")]
     });
     let facts = table(["FACT", "FOUND"], found.chain(rows).chain(chosen));
-    format!("{}\n{facts}", table(["MODE", "CAN RUN", "MISSING"], modes))
+    format!("{}\n{facts}{}", table(["MODE", "CAN RUN", "MISSING"], modes), uplinks.text())
 }
 
 fn as_json(
@@ -106,6 +136,7 @@ fn as_json(
     mode: RequestedMode,
     choice: &Result<ChosenMode, Refusal>,
     former: &FormerView,
+    uplinks: &Uplinks,
 ) -> Value {
     let chosen = choice.as_ref().ok().map(
         |choice| json!({"mode": choice.mode.name(), "reasons": choice.reasons, "fallback": choice.fallback}),
@@ -129,5 +160,6 @@ fn as_json(
         "choice": chosen,
         "refusal": choice.as_ref().err().map(ToString::to_string),
         "formerKubeProxy": former,
+        "xdp": {"asked": uplinks.configured.word(), "uplinks": uplinks.xdp},
     })
 }

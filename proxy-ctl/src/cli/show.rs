@@ -15,14 +15,17 @@ use super::{
         self, BackendView, EndpointView, FormerView, FrontendKind, FrontendView, HookView, Policy,
         ServiceView, StatusView,
     },
+    xdp,
 };
 use crate::{
+    config::Config,
     dataplane::{
         self, BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, ServiceSnapshot, Snapshot, Usage,
     },
     leftovers,
     mode::Mode,
     model::objects::{Protocol, TrafficPolicy},
+    node,
     process::record::{Interface, Record},
 };
 
@@ -101,11 +104,20 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
     let keeps = record.as_ref().map(Record::keeps).unwrap_or_default();
     let held_back_by =
         record.as_ref().filter(|record| record.is_alive()).map(|record| record.removal_blockers.clone());
-    let mut status = StatusView::new(record, programmed.as_ref().map(|(mode, _)| *mode), starting);
+    let mut status = StatusView::new(record.clone(), programmed.as_ref().map(|(mode, _)| *mode), starting);
     status.former_kube_proxy = FormerView::new(&leftovers::find(&keeps), held_back_by.unwrap_or_default());
     if let Some((_, programmed)) = programmed {
         let Snapshot { hooks, lease, .. } = programmed.snapshot()?;
         status.withdraws_in = lease.map(|left| left.as_secs() + u64::from(left.subsec_nanos() > 0));
+        if let Some(record) = record {
+            // Where the kernel does not tell, nothing is said of them.
+            let network = node::network(&Config::default()).unwrap_or_default();
+            let attached = |index| {
+                let xdp = hooks.iter().find(|hook| hook.kind == "xdp" && hook.interface == Some(index));
+                xdp.map(|hook| hook.name.as_str())
+            };
+            status.xdp = xdp::of_controller(&record, &network, attached);
+        }
         status.hooks = hooks.into_iter().map(|hook| hook_view(hook, &interfaces)).collect();
         status.hooks.sort_unstable();
         Usage { tables: status.tables, reasons: status.counters } = programmed.usage()?;

@@ -12,6 +12,7 @@ use serde::Serialize;
 use super::{
     service_filter::ServiceFilter,
     table::{bytes, table},
+    xdp::{self, XdpView},
 };
 use crate::{
     config::{Keyword as _, duration},
@@ -212,6 +213,8 @@ pub(super) struct StatusView {
     pub(super) controller: ControllerView,
     pub(super) sources: Option<Vec<Source>>,
     pub(super) hooks: Vec<HookView>,
+    /// Of uplinks, with `ebpf.xdp`.
+    pub(super) xdp: Vec<XdpView>,
     /// Seconds for which everything is served without a controller; 0: nothing is translated any more. `None`: without end.
     pub(super) withdraws_in: Option<u64>,
     pub(super) tables: Vec<TableUsage>,
@@ -290,6 +293,7 @@ impl StatusView {
             unsupported: record.as_ref().map(|record| record.unsupported.clone()).unwrap_or_default(),
             sources: record.filter(|_| alive).map(|record| record.sources),
             hooks: Vec::new(),
+            xdp: Vec::new(),
             withdraws_in: None,
             tables: Vec::new(),
             counters: Vec::new(),
@@ -371,6 +375,7 @@ impl StatusView {
             self.hooks.len(),
             table(["HOOK", "INTERFACE", "ROLE", "ATTACHED BY", "THAT ROLE BECAUSE"], hooks),
         );
+        part(self.xdp.len(), xdp::text("XDP", &self.xdp));
         // Storage of sockets has no capacity: it lives and dies with them.
         let sized: Vec<_> = self.tables.iter().filter(|of| of.capacity > 0).collect();
         let tables = sized.iter().map(|of| {

@@ -265,7 +265,7 @@ pub static FIELDS: &[Field] = fields! {
          them, after the first one of each flow: no rule of netfilter sees the others. auto: devices of hardware whose driver has XDP. native: all whose driver has it; a \
          veth also needs an XDP program at its other end, and senders that fill in their checksums. generic: all, for tests: the stack \
          does it, no faster than without, and after receive offload, which must be off. What leaves by another interface, and where no program can be attached, takes the way \
-         through the stack; status shows the hooks, the log says why one is missing.";
+         through the stack; status and probe say why.";
     "ebpf.forwarding", keyword(|c| &mut c.ebpf.forwarding);
         "How packets from outside reach a backend on another node where their Service has no annotation proxy-ctl.dev/forwarding. snat: with an \
          address of this node as their source, and the answers come back through it. dsr (direct server return): as they are, each in a packet \
@@ -304,7 +304,7 @@ pub static FIELDS: &[Field] = fields! {
     "ebpf.limits.fragments", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.fragments);
         "Rows of the tables fragments4 and fragments6 each: packets that come in fragments.";
     "ebpf.limits.nodeAddresses", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.node_addresses);
-        "Rows of the tables node_addresses4, node_addresses6 and interfaces each.";
+        "Rows of the tables node_addresses4, node_addresses6, interfaces and vlan_devices each.";
     "ebpf.limits.serviceCounters", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.service_counters);
         "Rows of the table service_counters: service ports whose connections and bytes are counted.";
     "ebpf.newConnectionsPerCore", integer::<_, 0, MAX_NEW_CONNECTIONS_PER_CORE>(|c| &mut c.ebpf.new_connections_per_core);

@@ -93,12 +93,33 @@ pub struct Interface {
     pub reason: RoleReason,
     /// False: packets start at the IP header (tun, wireguard, ipip).
     pub ethernet: bool,
-    /// A device of hardware or of a hypervisor, not of the kernel alone.
-    pub is_card: bool,
+    pub device: Device,
+    /// VLAN devices are on it.
+    pub has_vlans: bool,
     /// Name of the bridge that it is a port of.
     pub bridge: Option<String>,
     /// Source of translated flows that leave by it, at most one of each family; none of a family: that of [`Host`].
     pub masquerade_addresses: Vec<IpAddr>,
+}
+
+/// What an interface is, as far as XDP tells them apart.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub enum Device {
+    /// Of hardware or of a hypervisor, not of the kernel alone.
+    Card,
+    Vlan(Vlan),
+    Bond,
+    Other,
+}
+
+/// The packets of an interface on another, where they have a tag.
+#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
+pub struct Vlan {
+    /// Index.
+    pub below: u32,
+    /// Ethertype of the tag.
+    pub protocol: u16,
+    pub id: u16,
 }
 
 /// By what an interface's role is decided.

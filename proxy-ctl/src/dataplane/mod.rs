@@ -23,10 +23,11 @@ mod source_ports;
 mod supports;
 mod traffic;
 mod userspace;
+pub mod xdp;
 
 pub use entry::Removed;
 pub use error::{Error, ErrorKind};
-pub use host::{Host, Interface, LocalTraffic, NodeNetwork, Role, RoleReason};
+pub use host::{Device, Host, Interface, LocalTraffic, NodeNetwork, Role, RoleReason, Vlan};
 pub use metrics::{Labels, MetricFamily, ServiceUsage};
 pub use modes::{
     Modes, cleanup, controller, load, masquerade_ports, open, open_to_retire, prepare, probe, read,

@@ -10,7 +10,7 @@ mod state;
 
 pub use self::{
     interfaces::{Ignored, LinkFacts, LinkKind, Master, role},
-    netlink::{Error, watch},
+    netlink::{Error, network, watch},
     own_node::OwnNode,
     primary::{NodeIps, host_addresses},
 };

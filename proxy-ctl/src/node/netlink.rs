@@ -87,6 +87,11 @@ pub async fn watch(
     }
 }
 
+/// As it is now; without a Node, whose addresses are not asked for.
+pub fn network(config: &Config) -> Result<NodeNetwork, Error> {
+    Ok(dump_all()?.host(&surroundings(&OwnNode::default(), config)))
+}
+
 fn surroundings(own_node: &OwnNode, config: &Config) -> Surroundings {
     let pod_cidrs = own_node.node().map(|node| node.pod_cidrs.as_slice()).unwrap_or_default();
     Surroundings {

@@ -9,14 +9,14 @@ use ipnet::IpNet;
 use netlink_packet_route::{
     AddressFamily, RouteNetlinkMessage,
     address::{AddressAttribute, AddressFlags, AddressMessage, AddressScope},
-    link::{InfoKind, LinkAttribute, LinkFlags, LinkInfo, LinkLayerType, LinkMessage},
+    link::{InfoData, InfoKind, InfoVlan, LinkAttribute, LinkFlags, LinkInfo, LinkLayerType, LinkMessage},
     route::{RouteAttribute, RouteHeader, RouteMessage, RouteType},
 };
 
 use super::interfaces::{LinkFacts, LinkKind, Master, role};
 use crate::{
     config::Interfaces,
-    dataplane::{Interface, NodeNetwork, Role},
+    dataplane::{Device, Interface, NodeNetwork, Role, Vlan},
     leftovers::names::IPVS_DEVICE,
 };
 
@@ -28,6 +28,26 @@ struct Link {
     kind: LinkKind,
     /// Index.
     master: Option<u32>,
+    vlan: Option<Vlan>,
+}
+
+impl Link {
+    fn device(&self) -> Device {
+        match (self.vlan, self.kind) {
+            (Some(vlan), _) => Device::Vlan(vlan),
+            (None, LinkKind::Physical) => Device::Card,
+            (None, LinkKind::Bond) => Device::Bond,
+            (
+                None,
+                LinkKind::Pair
+                | LinkKind::Tun
+                | LinkKind::Bridge
+                | LinkKind::Vrf
+                | LinkKind::Sink
+                | LinkKind::Network,
+            ) => Device::Other,
+        }
+    }
 }
 
 /// What is known of an address of an interface.
@@ -135,7 +155,11 @@ impl State {
                 role,
                 reason,
                 ethernet: link.ethernet,
-                is_card: link.kind == LinkKind::Physical,
+                device: link.device(),
+                has_vlans: self
+                    .links
+                    .values()
+                    .any(|other| other.vlan.is_some_and(|vlan| vlan.below == *index)),
                 bridge: self.bridge_of(link).map(|(_, bridge)| bridge.name.clone()),
                 masquerade_addresses: match role {
                     Role::Uplink => self.masquerade_by(*index, link, node_addresses),
@@ -257,7 +281,9 @@ fn parse_link(message: &LinkMessage) -> Link {
         ethernet: message.header.link_layer_type == LinkLayerType::Ether,
         kind: LinkKind::Physical,
         master: None,
+        vlan: None,
     };
+    let (mut below, mut tag) = (None, None);
     for attribute in &message.attributes {
         #[expect(clippy::wildcard_enum_match_arm, reason = "some seventy other attributes")]
         match attribute {
@@ -265,9 +291,16 @@ fn parse_link(message: &LinkMessage) -> Link {
             LinkAttribute::Controller(index) => link.master = Some(*index),
             LinkAttribute::LinkInfo(infos) => {
                 link.kind = infos.iter().find_map(parse_kind).unwrap_or(LinkKind::Physical);
+                tag = infos.iter().find_map(parse_tag);
             }
+            LinkAttribute::Link(index) => below = Some(*index),
             _ => {}
         }
+    }
+    // The index is that of another network namespace.
+    let is_elsewhere = |attribute: &LinkAttribute| matches!(attribute, LinkAttribute::LinkNetNsId(_));
+    if !message.attributes.iter().any(is_elsewhere) {
+        link.vlan = below.zip(tag).map(|(below, (protocol, id))| Vlan { below, protocol, id });
     }
     // Taps of virtual machines have link addresses. Tun devices without them are tunnels: a VPN, flannel's udp backend.
     if link.kind == LinkKind::Tun && !link.ethernet {
@@ -288,6 +321,21 @@ fn parse_kind(info: &LinkInfo) -> Option<LinkKind> {
         InfoKind::Dummy | InfoKind::Ifb | InfoKind::Nlmon => LinkKind::Sink,
         _ => LinkKind::Network,
     })
+}
+
+/// Of a VLAN device: ethertype and id.
+fn parse_tag(info: &LinkInfo) -> Option<(u16, u16)> {
+    let LinkInfo::Data(InfoData::Vlan(of_vlan)) = info else { return None };
+    let (mut protocol, mut id) = (None, None);
+    for attribute in of_vlan {
+        #[expect(clippy::wildcard_enum_match_arm, reason = "the other attributes do not matter")]
+        match attribute {
+            InfoVlan::Protocol(of_tag) => protocol = Some(u16::from(*of_tag)),
+            InfoVlan::Id(of_tag) => id = Some(*of_tag),
+            _ => {}
+        }
+    }
+    protocol.zip(id)
 }
 
 /// Without its place.
@@ -346,6 +394,8 @@ fn parse_default_route(message: &RouteMessage) -> Vec<DefaultRoute> {
 #[cfg(test)]
 mod tests {
     use rstest::rstest;
+
+    use netlink_packet_route::link::VlanProtocol;
 
     use super::*;
     use crate::config::NamePattern;
@@ -426,6 +476,43 @@ mod tests {
 
     fn ips(addresses: &[&str]) -> Vec<IpAddr> {
         addresses.iter().map(|ip| ip.parse().unwrap()).collect()
+    }
+
+    fn vlan(index: u32, below: u32, protocol: VlanProtocol, id: u16) -> LinkMessage {
+        let mut message = link(index, &format!("vlan{id}"), None, None);
+        message.attributes.push(LinkAttribute::Link(below));
+        message.attributes.push(LinkAttribute::LinkInfo(vec![
+            LinkInfo::Kind(InfoKind::Vlan),
+            LinkInfo::Data(InfoData::Vlan(vec![InfoVlan::Id(id), InfoVlan::Protocol(protocol)])),
+        ]));
+        message
+    }
+
+    #[test]
+    fn vlans_are_on_other_interfaces() {
+        let mut elsewhere = vlan(7, 3, VlanProtocol::Ieee8021Q, 30);
+        elsewhere.attributes.push(LinkAttribute::LinkNetNsId(1));
+        let host = state([
+            new_link(2, "eth0", None, None),
+            new_link(3, "eth1", None, None),
+            RouteNetlinkMessage::NewLink(vlan(5, 2, VlanProtocol::Ieee8021Ad, 10)),
+            RouteNetlinkMessage::NewLink(vlan(6, 5, VlanProtocol::Ieee8021Q, 20)),
+            RouteNetlinkMessage::NewLink(elsewhere),
+        ])
+        .host(&cluster(&[]));
+        let found: Vec<_> =
+            host.interfaces.iter().map(|of| (of.name.as_str(), of.device, of.has_vlans)).collect();
+        let tagged = |below, protocol, id| Device::Vlan(Vlan { below, protocol, id });
+        assert_eq!(
+            found,
+            [
+                ("eth0", Device::Card, true),
+                ("eth1", Device::Card, false),
+                ("vlan10", tagged(2, 0x88a8, 10), true),
+                ("vlan20", tagged(5, 0x8100, 20), false),
+                ("vlan30", Device::Other, false),
+            ]
+        );
     }
 
     #[test]

@@ -15,7 +15,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    config::Config,
+    config::{Config, Keyword as _},
     controller::Coverage,
     dataplane::{Effect, NodeNetwork, Role},
     model::objects::ObjectName,
@@ -43,6 +43,8 @@ pub struct Record {
     /// `ipvs.excludeCIDRs`: networks whose virtual servers are not kube-proxy's.
     #[serde(rename = "excludeCIDRs")]
     pub exclude_cidrs: Vec<String>,
+    /// `ebpf.xdp`.
+    pub xdp: String,
     /// Those that packet programs are attached to.
     pub interfaces: Vec<Interface>,
     /// Service ports for which the rules of another kube-proxy stay, and why.
@@ -215,6 +217,7 @@ pub(super) async fn keep(mut record: Record, mut inputs: RecordInputs, written: 
         let config = Arc::clone(&inputs.configs.borrow());
         record = record.in_mode(&inputs.choices.borrow(), &inputs.mode.borrow());
         record.sources = inputs.sources();
+        config.ebpf.xdp.word().clone_into(&mut record.xdp);
         record.interfaces = inputs.interfaces(&config);
         record.removal_blockers.clone_from(&inputs.removal_blockers.borrow());
         if inputs.coverage.has_changed().unwrap_or(false) {

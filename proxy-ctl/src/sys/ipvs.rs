@@ -6,17 +6,11 @@ use std::{
     sync::Arc,
 };
 
-use netlink_sys::protocols::NETLINK_GENERIC;
-
 use super::{
     CallError,
+    generic_netlink::{self, GenericFamily, HEADER},
     netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_DUMP, NetlinkSocket, ip_address},
 };
-
-const CONTROL: u16 = 0x10;
-const GET_FAMILY: u8 = 3;
-const FAMILY_ID: u16 = 1;
-const FAMILY_NAME: u16 = 2;
 
 const VERSION: u8 = 1;
 const NEW_SERVICE: u8 = 1;
@@ -60,12 +54,9 @@ const BY_SOURCE_PORT: u32 = 1 << 4;
 /// `IP_VS_CONN_F_MASQ`: the destination is translated.
 const MASQUERADING: u32 = 0;
 
-/// `genlmsghdr`.
-fn header(command: u8) -> [u8; 4] {
-    [command, VERSION, 0, 0]
+fn header(command: u8) -> [u8; HEADER] {
+    generic_netlink::header(command, VERSION)
 }
-
-const HEADER: usize = 4;
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct VirtualServer {
@@ -245,20 +236,8 @@ pub struct Ipvs {
 impl Ipvs {
     /// `None`: the kernel has no IPVS, or its module is not loaded.
     pub fn open() -> Result<Option<Self>, CallError> {
-        let connection =
-            NetlinkSocket::open(NETLINK_GENERIC).map_err(CallError::of("socket(NETLINK_GENERIC)"))?;
-        let mut request = Messages::default();
-        request.begin(CONTROL, NLM_F_ACK, &header(GET_FAMILY)).text(FAMILY_NAME, "IPVS");
-        let mut family = None;
-        let answered = connection.request(&request, |_, body| {
-            let id = Attributes(body.get(HEADER..).unwrap_or_default()).get(FAMILY_ID);
-            family = id.and_then(|id| id.first_chunk()).map(|id| u16::from_ne_bytes(*id));
-        });
-        match answered {
-            Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(None),
-            Err(error) => Err(CallError::of("netlink CTRL_CMD_GETFAMILY")(error)),
-            Ok(()) => Ok(family.map(|family| Self { connection, family })),
-        }
+        let family = GenericFamily::open("IPVS")?;
+        Ok(family.map(|GenericFamily { connection, id: family }| Self { connection, family }))
     }
 
     pub fn servers(&self) -> Result<Vec<VirtualServer>, CallError> {

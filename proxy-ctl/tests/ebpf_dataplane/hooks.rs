@@ -20,11 +20,11 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::gettid,
 };
-use proxy_common::layout::{InterfaceSettings, Settings};
+use proxy_common::layout::{InterfaceSettings, Settings, TAG_CUSTOMER, VlanTag};
 use proxy_ctl::{
     config::{Config, Ebpf, NamePattern, SocketLoadBalancing, Xdp},
     dataplane::{
-        Applied, Dataplane, Hook, Host, Interface, NodeNetwork, Role, RoleReason,
+        Applied, Dataplane, Device, Hook, Host, Interface, NodeNetwork, Role, RoleReason, Vlan,
         ebpf::{EbpfDataplane, Error, cleanup::cleanup, status::Pinned},
     },
     model::objects::Node,
@@ -73,7 +73,8 @@ fn host(interfaces: &[(&str, Role)]) -> Host {
         role: *role,
         reason: RoleReason::Configured,
         ethernet: true,
-        is_card: false,
+        device: Device::Other,
+        has_vlans: false,
         bridge: None,
         masquerade_addresses: Vec::new(),
     });
@@ -760,4 +761,23 @@ fn sources_of_uplinks_come_and_go_with_their_addresses() {
         (vec![(dpa, InterfaceSettings { masquerade4: v4, masquerade6: [0; 16], flags: 0 })], 1)
     );
     assert_eq!(sources(&[]), (Vec::new(), 1));
+}
+
+#[test]
+fn tags_of_vlans_lead_to_their_devices() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    // The second stands for a VLAN device, which not every kernel has.
+    let (dpa, dpb) = (veth("dpa"), veth("dpb"));
+    let mut dataplane = sandbox.open();
+    let table: Map<VlanTag, u32> = sandbox.map("vlan_devices");
+    let mut host = host(&[("dpa", Role::Uplink), ("dpb", Role::Uplink)]);
+    let mut devices = |id| {
+        host.interfaces[1].device = Device::Vlan(Vlan { below: dpa, protocol: TAG_CUSTOMER, id });
+        let applied = dataplane.take_host(&host).unwrap();
+        (table.read_all().unwrap(), applied.written + applied.removed)
+    };
+    let tag = |id| VlanTag { interface: dpa, protocol: TAG_CUSTOMER, id };
+    assert_eq!(devices(10).0, [(tag(10), dpb)]);
+    assert_eq!(devices(10), (vec![(tag(10), dpb)], 0));
+    assert_eq!(devices(20), (vec![(tag(20), dpb)], 2));
 }

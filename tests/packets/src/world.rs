@@ -18,6 +18,7 @@ use proxy_common::{
     reason::Reason,
 };
 use proxy_ctl::sys::{bpf::pod, map::Map as Table};
+use scenario::Skip;
 
 use crate::wire::{Endpoint, Wire};
 
@@ -326,6 +327,11 @@ fn flow_map<'a>(ebpf: &'a Ebpf, table: &str) -> Result<&'a MapData> {
     }
 }
 
+/// Of XDP.
+pub(crate) fn has_xdp_fragments() -> Result<bool> {
+    Ok(is_helper_supported(ProgramType::Xdp, BpfHelper::BPF_FUNC_xdp_get_buff_len)?)
+}
+
 fn has_check_mtu() -> Result<bool> {
     Ok(is_helper_supported(ProgramType::SchedClassifier, BpfHelper::BPF_FUNC_check_mtu)?)
 }
@@ -516,26 +522,53 @@ impl World {
     /// From now on frames can come by this interface.
     pub(crate) fn attach_transit(&mut self, interface: &str) -> Result<()> {
         let name = program::uplink_transit;
+        self.load_xdp(name)?
+            .attach(interface, XdpMode::Driver)
+            .with_context(|| format!("attaching {name}"))?;
+        Ok(())
+    }
+
+    fn load_xdp(&mut self, name: &str) -> Result<&mut Xdp> {
         let program: &mut Xdp =
             self.ebpf.program_mut(name).with_context(|| format!("no program {name}"))?.try_into()?;
         if program.fd().is_err() {
             program.load().with_context(|| format!("loading {name}"))?;
         }
-        program.attach(interface, XdpMode::Driver).with_context(|| format!("attaching {name}"))?;
-        Ok(())
+        Ok(program)
     }
 
-    /// A frame that comes by the interface with this index.
+    /// A frame that comes by the interface with this index, in one piece.
     pub(crate) fn transit(&self, interface: u32, frame: &[u8]) -> Result<Output> {
-        let name = program::uplink_transit;
+        self.transit_by(program::uplink_transit, &frame_context(interface, frame), frame)
+    }
+
+    /// A frame of which so many bytes come in one piece, and what follows in fragments.
+    pub(crate) fn transit_in_fragments(
+        &mut self,
+        interface: u32,
+        first: usize,
+        frame: &[u8],
+    ) -> Result<Output> {
+        if !has_xdp_fragments()? {
+            bail!(Skip("the kernel has no frames in fragments (5.18)".to_owned()));
+        }
+        let name = program::uplink_transit_frags;
+        self.load_xdp(name)?;
+        let output = self.transit_by(name, &frame_context(interface, &frame[..first]), frame);
+        // Other kernels fill a page first.
+        output.map_err(|error| {
+            Skip(format!("the kernel cuts no frames as it is told (6.18): {error:#}")).into()
+        })
+    }
+
+    fn transit_by(&self, name: &str, context: &[u8], frame: &[u8]) -> Result<Output> {
         let program: &Xdp =
             self.ebpf.program(name).with_context(|| format!("no program {name}"))?.try_into()?;
-        let context = frame_context(interface, frame);
         let mut out = vec![0; frame.len() + 256];
         let result = program.test_run(TestRunOptions {
             data_in: Some(frame),
             data_out: Some(&mut out),
-            ctx_in: Some(&context),
+            ctx_in: Some(context),
             ..TestRunOptions::default()
         })?;
         out.truncate(result.data_size_out as usize);
@@ -554,6 +587,7 @@ impl World {
         clear(hash::<FlowKeyOf<V4>, ForeignFlow>(&mut self.ebpf, table::foreign_flows4)?)?;
         clear(hash::<FlowKeyOf<V6>, ForeignFlow>(&mut self.ebpf, table::foreign_flows6)?)?;
         clear(hash::<u32, InterfaceSettings>(&mut self.ebpf, table::interfaces)?)?;
+        clear(hash::<VlanTag, u32>(&mut self.ebpf, table::vlan_devices)?)?;
         clear(hash::<u32, Connections>(&mut self.ebpf, table::connections)?)?;
         clear(hash::<u32, Collected>(&mut self.ebpf, table::collected)?)?;
         self.set_settings(Settings::default())?;
@@ -635,6 +669,11 @@ impl World {
     /// Sources of what leaves by the interface that packets run on: `lo`, whose index is 1.
     pub(crate) fn set_interface(&mut self, settings: InterfaceSettings) -> Result<()> {
         Ok(hash(&mut self.ebpf, table::interfaces)?.insert(1u32, settings, 0)?)
+    }
+
+    /// Packets that have come by one interface with the tag are of this one.
+    pub(crate) fn put_vlan_device(&mut self, tag: VlanTag, interface: u32) -> Result<()> {
+        Ok(hash(&mut self.ebpf, table::vlan_devices)?.insert(tag, interface, 0)?)
     }
 
     pub(crate) fn set_lease_end(&mut self, end: u64) -> Result<()> {

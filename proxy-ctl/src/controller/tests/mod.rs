@@ -14,7 +14,7 @@ use super::*;
 use crate::{
     config::NodePortAddress,
     dataplane::{
-        Applied, Effect, ErrorKind, Host, Interface, Modes, Programmed, Role, RoleReason, Snapshot,
+        Applied, Device, Effect, ErrorKind, Host, Interface, Modes, Programmed, Role, RoleReason, Snapshot,
         Unsupported, Usage,
     },
     mode::Mode,
@@ -248,7 +248,8 @@ fn network(addresses: &[&str]) -> NodeNetwork {
         role: Role::Uplink,
         reason: RoleReason::Network,
         ethernet: true,
-        is_card: false,
+        device: Device::Other,
+        has_vlans: false,
         bridge: None,
         masquerade_addresses: Vec::new(),
     };

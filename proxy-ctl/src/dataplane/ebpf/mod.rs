@@ -13,6 +13,7 @@ use std::{
     time::Duration,
 };
 
+use aya::Pod;
 use aya_obj::generated::bpf_attach_type;
 use ipnet::IpNet;
 use proxy_common::{
@@ -44,8 +45,8 @@ use self::{
     service_cidrs::ServiceCidrs,
     stale_sockets::StaleSockets,
     status::{Pinned, Reader},
-    tables::{CommonTables, FamilyTables, Shape},
-    transit::Transit,
+    tables::{CommonTables, FamilyTables, Shape, Table},
+    transit::{Transit, vlan_devices},
     writer::{Common, Failures, FamilyWriter, Writes},
 };
 use super::{
@@ -676,6 +677,7 @@ impl Programmed for EbpfDataplane {
             (table::services, u64::from(self.shared.ids.used().saturating_sub(1))),
             (table::service_names, (self.v4.entries.services.len() + self.v6.entries.services.len()) as u64),
             (table::interfaces, self.shared.tables.interfaces.read_all()?.len() as u64),
+            (table::vlan_devices, self.shared.tables.vlan_devices.read_all()?.len() as u64),
             (
                 table::masquerade_ports,
                 status::masquerade_ports(&self.shared.tables)?.len().div_ceil(FOUR) as u64,
@@ -749,6 +751,7 @@ impl Dataplane for EbpfDataplane {
             write_addresses(&self.v4.tables, host),
             write_addresses(&self.v6.tables, host),
             write_interfaces(&self.shared.tables, host),
+            replace(&self.shared.tables.vlan_devices, &vlan_devices(&host.interfaces)),
         ];
         match self.write_node(host) {
             Ok(written) => applied.written += u64::from(written),
@@ -937,24 +940,32 @@ fn write_addresses<F: TableFamily>(tables: &FamilyTables<F>, host: &Host) -> Res
 
 /// Makes `interfaces` hold exactly those that have sources of their own or bring traffic of pods.
 fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error> {
-    let table = &tables.interfaces;
     let settings = |interface: &Interface| {
         let (masquerade4, masquerade6) = masquerade(&interface.masquerade_addresses);
         let flags = if host.local_traffic.comes_in_by(interface) { INTERFACE_OF_PODS } else { 0 };
         InterfaceSettings { masquerade6, masquerade4, flags }
     };
     let all = host.interfaces.iter().map(|interface| (interface.index, settings(interface)));
-    let wanted: BTreeMap<_, _> =
-        all.filter(|(_, settings)| *settings != InterfaceSettings::default()).collect();
+    replace(
+        &tables.interfaces,
+        &all.filter(|(_, settings)| *settings != InterfaceSettings::default()).collect(),
+    )
+}
+
+/// Makes a table hold exactly this.
+fn replace<K: Pod + Default + Ord, V: Pod + Default + PartialEq>(
+    table: &Table<K, V>,
+    wanted: &BTreeMap<K, V>,
+) -> Result<Applied, Error> {
     let found: BTreeMap<_, _> = table.read_all()?.into_iter().collect();
     let mut applied = Applied::default();
     // First: from Linux 6.1 on a new entry may get the memory of a removed one, which a program may be reading.
-    for (index, settings) in wanted.iter().filter(|(index, settings)| found.get(index) != Some(settings)) {
-        table.set(index, settings)?;
+    for (key, value) in wanted.iter().filter(|(key, value)| found.get(key) != Some(value)) {
+        table.set(key, value)?;
         applied.written += 1;
     }
-    for index in found.keys().filter(|index| !wanted.contains_key(*index)) {
-        applied.removed += u64::from(table.remove(index)?);
+    for key in found.keys().filter(|key| !wanted.contains_key(*key)) {
+        applied.removed += u64::from(table.remove(key)?);
     }
     Ok(applied)
 }

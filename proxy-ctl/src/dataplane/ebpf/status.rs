@@ -220,6 +220,7 @@ impl Reader<'_> {
         let ports = masquerade_ports(self.common)?.len().div_ceil(super::FOUR);
         used.insert(table::masquerade_ports, ports as u64);
         used.insert(table::interfaces, self.common.interfaces.read_all()?.len() as u64);
+        used.insert(table::vlan_devices, self.common.vlan_devices.read_all()?.len() as u64);
         used.extend(self.v4.connections.used()?);
         let services = self.services()?;
         let counters = self.common.service_counters.capacity();

@@ -2,34 +2,33 @@
 
 use std::{collections::BTreeMap, path::PathBuf};
 
-use proxy_common::inventory::program;
+use aya::{
+    programs::ProgramType,
+    sys::{BpfHelper, is_helper_supported},
+};
+use proxy_common::{inventory::program, layout::VlanTag};
 
 use super::{Error, load::Programs, paths::Paths, pins::LinkPins};
 use crate::{
     config::Xdp,
-    dataplane::{Interface, Role},
-    sys::bpf::{self, LinkTarget, XdpMode},
+    dataplane::{
+        Device, Interface, Role, Vlan,
+        xdp::{NoXdp, choose, word},
+    },
+    sys::{
+        bpf::{self, LinkTarget, XdpMode},
+        device::facts,
+    },
 };
 
 const MODES: [XdpMode; 2] = [XdpMode::Native, XdpMode::Generic];
 
-/// As [`status`](super::status) names it.
-pub(super) const fn word(mode: XdpMode) -> &'static str {
-    match mode {
-        XdpMode::Native => "native",
-        XdpMode::Generic => "generic",
-    }
-}
-
-fn mode(configured: Xdp, interface: &Interface) -> Option<XdpMode> {
-    if interface.role != Role::Uplink || !interface.ethernet {
-        return None;
-    }
-    match configured {
-        Xdp::Off => None,
-        Xdp::Auto => interface.is_card.then_some(XdpMode::Native),
-        Xdp::Native => Some(XdpMode::Native),
-        Xdp::Generic => Some(XdpMode::Generic),
+/// The one that the kernel has the helpers for. Drivers that hand over frames in fragments (5.18) take longer ones with it.
+fn best_program() -> &'static str {
+    // Who may not ask may not load programs either.
+    match is_helper_supported(ProgramType::Xdp, BpfHelper::BPF_FUNC_xdp_get_buff_len) {
+        Ok(true) => program::uplink_transit_frags,
+        Ok(false) | Err(_) => program::uplink_transit,
     }
 }
 
@@ -39,23 +38,36 @@ fn hint(errno: i32) -> &'static str {
         libc::EOPNOTSUPP => "its driver has no XDP, or not with its settings",
         libc::EBUSY | libc::EEXIST => "another XDP program is attached to it",
         libc::EINVAL | libc::ERANGE => {
-            "its driver has no XDP with its settings: see MTU, large receive offload and number of queues"
+            "its driver has no XDP with its settings: see MTU, receive offloads and number of queues"
         }
         _ => "the kernel refused it",
     }
+}
+
+/// What the table of that name must hold.
+pub(super) fn vlan_devices(interfaces: &[Interface]) -> BTreeMap<VlanTag, u32> {
+    let device = |interface: &Interface| match (interface.role, interface.device) {
+        // A packet with id 0 is that of the interface below: the tag is a priority only.
+        (Role::Uplink, Device::Vlan(Vlan { below, protocol, id: id @ 1.. })) => {
+            Some((VlanTag { interface: below, protocol, id }, interface.index))
+        }
+        (Role::Uplink | Role::Workload, _) => None,
+    };
+    interfaces.iter().filter_map(device).collect()
 }
 
 /// Beside the programs of TC, which take what this one leaves to the stack.
 #[derive(Debug)]
 pub(super) struct Transit {
     configured: Xdp,
+    program: &'static str,
     /// Uplinks that cannot have it, and what was said of them.
     refused: BTreeMap<u32, String>,
 }
 
 impl Transit {
-    pub(super) const fn new(configured: Xdp) -> Self {
-        Self { configured, refused: BTreeMap::new() }
+    pub(super) fn new(configured: Xdp) -> Self {
+        Self { configured, program: best_program(), refused: BTreeMap::new() }
     }
 
     fn path(paths: &Paths, index: u32, mode: XdpMode) -> PathBuf {
@@ -64,7 +76,13 @@ impl Transit {
 
     /// The program that the interface needs besides those of TC.
     pub(super) fn program(&self, interface: &Interface) -> Option<&'static str> {
-        mode(self.configured, interface).map(|_| program::uplink_transit)
+        self.choose(interface).and_then(Result::ok).map(|_| self.program)
+    }
+
+    /// `None`: it is no uplink, or none is asked for.
+    fn choose(&self, interface: &Interface) -> Option<Result<(XdpMode, String), NoXdp>> {
+        let is_asked_for = self.configured != Xdp::Off && interface.role == Role::Uplink;
+        is_asked_for.then(|| choose(self.configured, interface, &facts(interface.index, &interface.name)))
     }
 
     /// Answers whether anything had to be done. An uplink that cannot have the program is served by TC alone, which the log says.
@@ -75,14 +93,22 @@ impl Transit {
         links: &mut LinkPins,
         interface: &Interface,
     ) -> Result<bool, Error> {
-        let wanted = mode(self.configured, interface);
+        let choice = self.choose(interface);
+        let wanted = choice.as_ref().and_then(|choice| Some(choice.as_ref().ok()?.0));
         let mut changed = false;
         for other in MODES.into_iter().filter(|mode| Some(*mode) != wanted) {
             changed |= links.remove(&Self::path(paths, interface.index, other))?;
         }
-        let Some(mode) = wanted else { return Ok(changed) };
+        let (mode, why) = match choice {
+            None => return Ok(changed),
+            Some(Ok(chosen)) => chosen,
+            Some(Err(obstacle)) => {
+                self.refuse(interface, obstacle.to_string());
+                return Ok(changed);
+            }
+        };
         let path = Self::path(paths, interface.index, mode);
-        let refusal = match programs.get(program::uplink_transit) {
+        let refusal = match programs.get(self.program) {
             Ok(program) => {
                 let is_target = |target| target == LinkTarget::Xdp(interface.index);
                 let create = || bpf::link_xdp(program, interface.index, mode);
@@ -92,22 +118,26 @@ impl Transit {
                         return Ok(changed | linked);
                     }
                     Err(error) if error.errno() == libc::ENODEV => return Ok(changed),
-                    Err(error) => format!("{}: {error}", hint(error.errno())),
+                    Err(error) => format!("{}, though {why}: {error}", hint(error.errno())),
                 }
             }
             Err(error) => error.to_string(),
         };
-        if self.refused.get(&interface.index) != Some(&refusal) {
-            tracing::warn!(
-                interface = interface.name,
-                xdp = word(mode),
-                reason = refusal,
-                "no XDP program on the uplink: packets to backends on other nodes take the way through the stack"
-            );
-            self.refused.insert(interface.index, refusal);
-        }
+        self.refuse(interface, refusal);
         // A former program would go on with tables that nobody writes any more.
         Ok(changed | links.remove(&path)?)
+    }
+
+    /// Says so, once.
+    fn refuse(&mut self, interface: &Interface, reason: String) {
+        if self.refused.get(&interface.index) != Some(&reason) {
+            tracing::info!(
+                interface = interface.name,
+                reason,
+                "no XDP program on the uplink: packets to backends on other nodes take the way through the stack"
+            );
+            self.refused.insert(interface.index, reason);
+        }
     }
 
     pub(super) fn detach(&mut self, paths: &Paths, links: &mut LinkPins, index: u32) -> Result<(), Error> {
@@ -121,36 +151,35 @@ impl Transit {
 
 #[cfg(test)]
 mod tests {
-    use rstest::rstest;
+    use proxy_common::layout::TAG_CUSTOMER;
 
     use super::*;
     use crate::dataplane::RoleReason;
 
-    const fn interface(role: Role, ethernet: bool, is_card: bool) -> Interface {
+    const fn interface(role: Role, device: Device) -> Interface {
         Interface {
             index: 2,
             name: String::new(),
             role,
             reason: RoleReason::DefaultRoute,
-            ethernet,
-            is_card,
+            ethernet: true,
+            device,
+            has_vlans: false,
             bridge: None,
             masquerade_addresses: Vec::new(),
         }
     }
 
-    const CARD: Interface = interface(Role::Uplink, true, true);
-    const BRIDGE: Interface = interface(Role::Uplink, true, false);
-
-    #[rstest]
-    #[case::off(Xdp::Off, CARD, None)]
-    #[case::card(Xdp::Auto, CARD, Some(XdpMode::Native))]
-    #[case::device_of_the_kernel(Xdp::Auto, BRIDGE, None)]
-    #[case::any_driver(Xdp::Native, BRIDGE, Some(XdpMode::Native))]
-    #[case::any_device(Xdp::Generic, CARD, Some(XdpMode::Generic))]
-    #[case::pod(Xdp::Native, interface(Role::Workload, true, false), None)]
-    #[case::tunnel(Xdp::Generic, interface(Role::Uplink, false, false), None)]
-    fn modes(#[case] configured: Xdp, #[case] interface: Interface, #[case] expected: Option<XdpMode>) {
-        assert_eq!(mode(configured, &interface), expected);
+    #[test]
+    fn tags_are_of_uplinks() {
+        let vlan = |index, role, id| {
+            let tag = Vlan { below: 2, protocol: TAG_CUSTOMER, id };
+            Interface { index, ..interface(role, Device::Vlan(tag)) }
+        };
+        let card = interface(Role::Uplink, Device::Card);
+        let interfaces =
+            [card, vlan(3, Role::Uplink, 10), vlan(4, Role::Workload, 20), vlan(5, Role::Uplink, 0)];
+        let tag = VlanTag { interface: 2, protocol: TAG_CUSTOMER, id: 10 };
+        assert_eq!(vlan_devices(&interfaces), BTreeMap::from([(tag, 3)]));
     }
 }

@@ -5,10 +5,11 @@ use std::{collections::HashMap, fs, ops::Range};
 use anyhow::{Context as _, Result, bail, ensure};
 use aya::programs::{CgroupSockAddr, Program};
 use aya_obj::{Object, generated::bpf_insn};
+use proxy_common::inventory::program;
 use scenario::Skip;
 
 use super::{Case, WorldKind};
-use crate::world::World;
+use crate::world::{World, has_xdp_fragments};
 
 const BASELINE: &str = include_str!("../../baseline.txt");
 const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/baseline.txt");
@@ -86,7 +87,11 @@ fn row(line: &'static str) -> Result<(&'static str, Cost)> {
 fn costs(world: &mut World) -> Result<Vec<(String, Cost)>> {
     let stacks = stacks()?;
     let mut costs = Vec::new();
+    let can_load = has_xdp_fragments()?;
     for (name, program) in world.ebpf.programs_mut() {
+        if name == program::uplink_transit_frags && !can_load {
+            continue;
+        }
         if program.fd().is_err() {
             let loaded = if let Program::Xdp(program) = &mut *program {
                 program.load()

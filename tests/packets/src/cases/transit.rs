@@ -7,12 +7,12 @@ use lab::namespace::ip;
 use nix::net::if_::if_nametoindex;
 use proxy_common::{
     flow::Stage,
-    layout::{PROTOCOL_TCP, ServiceCounters},
+    layout::{PROTOCOL_TCP, ServiceCounters, TAG_CUSTOMER, TAG_SERVICE, VlanTag},
     packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
     reason::Reason,
 };
 
-use super::{Group, scene::*};
+use super::{BOTH, Group, WorldKind, scene::*};
 use crate::{
     wire::{Cut, Endpoint, Extra, KnownAddress, Segment},
     world::{Tables, Verdict, World},
@@ -149,6 +149,40 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         uplink.passes(s, &to_all)?;
         uplink.sends(s, &second, &second.to(REMOTE).from(node))
     });
+    for (name, tags) in TAGS {
+        for protocol in BOTH {
+            let name = format!("transit of frames with {name}");
+            group.add(&name, protocol, WorldKind::Usual, move |s: &mut Scene<W>| with_tags(s, tags));
+        }
+    }
+    group.both::<W>("transit of frames in fragments", |s| {
+        let (uplink, node) = opened_with_neighbours(s)?;
+        ip(None, &format!("link set {UPLINK} mtu 9000\n"))?;
+        let packet = s.packet(CLIENT, NODE_PORT, TCP_ACK);
+        let long = Segment { payload: vec![1; 8_000], ..packet.clone() };
+        let sent = Segment { back: true, hop_limit: long.hop_limit - 1, ..long.to(REMOTE).from(node) };
+        let bytes = long.bytes::<W>();
+        let headers = bytes.len() - long.payload.len();
+        for first in [bytes.len(), headers] {
+            let output = s.world.transit_in_fragments(uplink.index, first, &bytes)?;
+            ensure!(output.verdict == Verdict::SentBack, "{first} in one piece: {:?}", output.verdict);
+            ensure!(output.packet == sent.bytes::<W>(), "{first} in one piece: not what leaves");
+        }
+        for first in [headers - 1, headers - 8, 14] {
+            let output = s.world.transit_in_fragments(uplink.index, first, &bytes)?;
+            ensure!(output.verdict == Verdict::GoesOn, "{first} in one piece: {:?}", output.verdict);
+            ensure!(output.packet == bytes, "{first} in one piece: it is not untouched");
+        }
+        // All bytes count.
+        let (first, counted) = (s.first(CLIENT, NODE_PORT).bytes::<W>().len(), s.world.service_counters(1)?);
+        let expected = (first + 2 * bytes.len()) as u64;
+        ensure!(counted.bytes == expected, "{counted:?}, not {expected} bytes");
+        let too_long = Segment { payload: vec![1; 9_000], ..packet };
+        let bytes = too_long.bytes::<W>();
+        let output = s.world.transit_in_fragments(uplink.index, headers, &bytes)?;
+        ensure!(output.verdict == Verdict::GoesOn, "longer than the interface takes: {:?}", output.verdict);
+        Ok(())
+    });
     group.both::<W>("no transit without a lease", |s| {
         let (uplink, node) = opened_with_neighbours(s)?;
         let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
@@ -158,18 +192,67 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
+type Tag = (u16, u16);
+
+/// Ethertype and id, the outer one first.
+const TAGS: [(&str, &[Tag]); 3] = [
+    ("a tag", &[(TAG_CUSTOMER, 10)]),
+    ("a tag of 802.1ad", &[(TAG_SERVICE, 4_094)]),
+    ("two tags", &[(TAG_SERVICE, 10), (TAG_CUSTOMER, 20)]),
+];
+
+fn with_tags<W: Tables>(s: &mut Scene<W>, tags: &'static [Tag]) -> Result<()> {
+    let uplink = Uplink::with_tags::<W>(s.world, tags)?.and_neighbours::<W>()?;
+    s.node_port_elsewhere()?;
+    let node = opened(s, &uplink)?;
+    let first = s.first(CLIENT, NODE_PORT);
+    let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
+    uplink.sends(s, &answer, &answer.to(CLIENT).from(NODE_PORT))?;
+    let second = first.flags(TCP_ACK);
+    uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
+    // Tags are not counted.
+    let bytes: usize = [&first, &answer, &second].iter().map(|packet| packet.bytes::<W>().len()).sum();
+    let counted = s.world.service_counters(1)?;
+    ensure!(counted.bytes == bytes as u64, "{counted:?}, not {bytes} bytes");
+    // The interface itself has no route, another tag no device, and a third tag is not looked at.
+    let inner = (TAG_CUSTOMER, 30);
+    let others: [&[Tag]; 4] = [&[], &[inner], &[(TAG_CUSTOMER, 0)], &[tags, &[inner, inner][..]].concat()];
+    others.into_iter().try_for_each(|tags| uplink.frame_passes(s, &tagged(&second.bytes::<W>(), tags)))?;
+    let cut = tagged(&second.bytes::<W>(), tags);
+    uplink.frame_passes(s, &cut[..14 + 4 * tags.len()])
+}
+
+/// The frame with these tags, and a priority in each.
+fn tagged(frame: &[u8], tags: &[Tag]) -> Vec<u8> {
+    const PRIORITY: u16 = 0xa000;
+    let (ends, rest) = frame.split_at(12);
+    let tags = tags.iter().flat_map(|(protocol, id)| [*protocol, PRIORITY | id]);
+    [ends, &tags.flat_map(u16::to_be_bytes).collect::<Vec<_>>(), rest].concat()
+}
+
 /// An interface that leads to everybody. Gone when dropped.
 pub(crate) struct Uplink {
     pub(crate) index: u32,
+    /// That of its tags: itself, where it has none.
+    device: &'static str,
+    /// Of all its frames.
+    tags: &'static [Tag],
 }
 
 const UPLINK: &str = "uplink";
+/// Stands for a VLAN device, which not every kernel has: the programs know the number of either alone.
+const TAGGED: &str = "tagged";
 // The link addresses of [`Segment`].
 pub(crate) const OWN: &str = "02:00:00:00:00:01";
 const NEXT_HOP: &str = "02:00:00:00:00:02";
 
 impl Uplink {
     pub(crate) fn new<W: Tables>(world: &mut World) -> Result<Self> {
+        Self::with_tags::<W>(world, &[])
+    }
+
+    fn with_tags<W: Tables>(world: &mut World, tags: &'static [Tag]) -> Result<Self> {
+        let device = if tags.is_empty() { UPLINK } else { TAGGED };
         let node = address::<W>(KnownAddress::Node);
         let (version, address) = if node.is_ipv4() {
             ("ipv4", format!("{node}/24"))
@@ -180,49 +263,75 @@ impl Uplink {
             None,
             &format!(
                 "link add {UPLINK} address {OWN} type veth peer name beyond\n\
+             link add {TAGGED} address {OWN} type veth peer name tagged-beyond\n\
              link set {UPLINK} up\n\
              link set beyond up\n\
-             addr add {address} dev {UPLINK}\n"
+             link set {TAGGED} up\n\
+             link set tagged-beyond up\n\
+             addr add {address} dev {device}\n"
             ),
         )?;
-        let uplink = Self { index: if_nametoindex(UPLINK)? };
-        fs::write(format!("/proc/sys/net/{version}/conf/{UPLINK}/forwarding"), "1")?;
+        let uplink = Self { index: if_nametoindex(UPLINK)?, device, tags };
+        fs::write(format!("/proc/sys/net/{version}/conf/{device}/forwarding"), "1")?;
         world.attach_transit(UPLINK)?;
+        uplink.put_vlan_devices(world)?;
         Ok(uplink)
     }
 
+    /// Those between the interface and the one that has the address have no other property than their number.
+    fn put_vlan_devices(&self, world: &mut World) -> Result<()> {
+        const BETWEEN: u32 = 1_000_000;
+        let mut interface = self.index;
+        for (place, &(protocol, id)) in self.tags.iter().enumerate() {
+            let device = if place + 1 == self.tags.len() { if_nametoindex(self.device)? } else { BETWEEN };
+            world.put_vlan_device(VlanTag { interface, protocol, id }, device)?;
+            interface = device;
+        }
+        Ok(())
+    }
+
     fn with_neighbours<W: Tables>(s: &mut Scene<W>) -> Result<Self> {
-        let uplink = Self::new::<W>(s.world)?;
-        uplink.knows::<W>(CLIENT.0, NEXT_HOP)?;
-        uplink.knows::<W>(REMOTE.0, NEXT_HOP)?;
-        Ok(uplink)
+        Self::new::<W>(s.world)?.and_neighbours::<W>()
+    }
+
+    fn and_neighbours<W: Tables>(self) -> Result<Self> {
+        self.knows::<W>(CLIENT.0, NEXT_HOP)?;
+        self.knows::<W>(REMOTE.0, NEXT_HOP)?;
+        Ok(self)
     }
 
     pub(crate) fn knows<W: Tables>(&self, neighbour: KnownAddress, link: &str) -> Result<()> {
         let address = address::<W>(neighbour);
-        ip(None, &format!("neigh add {address} lladdr {link} dev {UPLINK} nud permanent\n"))
+        ip(None, &format!("neigh add {address} lladdr {link} dev {} nud permanent\n", self.device))
     }
 
     /// It leaves as this, to the next hop.
     fn sends<W: Tables>(&self, s: &Scene<W>, packet: &Segment, becomes: &Segment) -> Result<()> {
-        let output = s.world.transit(self.index, &packet.bytes::<W>())?;
+        let output = s.world.transit(self.index, &tagged(&packet.bytes::<W>(), self.tags))?;
         ensure!(output.verdict == Verdict::SentBack, "{packet:?}: {:?}", output.verdict);
         let sent = Segment { back: true, hop_limit: packet.hop_limit - 1, ..becomes.clone() };
-        ensure!(output.packet == sent.bytes::<W>(), "{packet:?} became other bytes than {sent:?}");
+        ensure!(
+            output.packet == tagged(&sent.bytes::<W>(), self.tags),
+            "{packet:?} became other bytes than {sent:?}"
+        );
         Ok(())
     }
 
     fn passes<W: Tables>(&self, s: &Scene<W>, bytes: &[u8]) -> Result<()> {
-        let output = s.world.transit(self.index, bytes)?;
+        self.frame_passes(s, &tagged(bytes, self.tags))
+    }
+
+    fn frame_passes<W: Tables>(&self, s: &Scene<W>, frame: &[u8]) -> Result<()> {
+        let output = s.world.transit(self.index, frame)?;
         ensure!(output.verdict == Verdict::GoesOn, "{:?}", output.verdict);
-        ensure!(output.packet == bytes, "it is not untouched");
+        ensure!(output.packet == frame, "it is not untouched");
         Ok(())
     }
 }
 
 impl Drop for Uplink {
     fn drop(&mut self) {
-        if let Err(error) = ip(None, &format!("link del {UPLINK}\n")) {
+        if let Err(error) = ip(None, &format!("link del {UPLINK}\nlink del {TAGGED}\n")) {
             eprintln!("{error:#}");
         }
     }

@@ -1,0 +1,238 @@
+//! Whether XDP sends packets on that leave by the uplink that they have come by, and why. Pure.
+
+use super::{Device, Interface};
+use crate::{
+    config::Xdp,
+    sys::{
+        bpf::XdpMode,
+        device::{DeviceFacts, XdpFeatures},
+    },
+};
+
+/// As people read it.
+pub const fn word(mode: XdpMode) -> &'static str {
+    match mode {
+        XdpMode::Native => "native",
+        XdpMode::Generic => "generic",
+    }
+}
+
+/// Why packets of an uplink take the way through the stack.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum NoXdp {
+    #[error("ebpf.xdp is off")]
+    Off,
+    #[error("its packets have no Ethernet header, as those of tunnels")]
+    Bare,
+    #[error("a VLAN: XDP sees its packets on the device below it")]
+    Vlan,
+    #[error("a bond: XDP sees its packets on the ports")]
+    Bond,
+    #[error("no device of hardware (driver {0}); with ebpf.xdp native it is tried")]
+    NoCard(String),
+    #[error(
+        "the card strips the tags of VLANs, which XDP could not tell apart then: ethtool -K {0} rxvlan off"
+    )]
+    StripsTags(String),
+    #[error("the card joins packets of a stream: ethtool -K {0} lro off")]
+    JoinsPackets(String),
+    #[error("its driver {0} has no XDP, or not with its settings")]
+    NoDriver(String),
+    #[error("its driver {driver} has no XDP for frames in fragments, which an MTU of {mtu} needs")]
+    LongFrames { driver: String, mtu: u32 },
+}
+
+/// How XDP runs on an uplink, and what speaks for it.
+pub fn choose(
+    configured: Xdp,
+    interface: &Interface,
+    facts: &DeviceFacts,
+) -> Result<(XdpMode, String), NoXdp> {
+    if configured == Xdp::Off {
+        return Err(NoXdp::Off);
+    }
+    if !interface.ethernet {
+        return Err(NoXdp::Bare);
+    }
+    let driver = facts.driver.clone().unwrap_or_else(|| "unknown".to_owned());
+    let strips = ["rx-vlan-hw-parse", "rx-vlan-stag-hw-parse"];
+    if interface.has_vlans && strips.iter().any(|offload| facts.offloads.contains(*offload)) {
+        return Err(NoXdp::StripsTags(interface.name.clone()));
+    }
+    if facts.offloads.contains("rx-lro") {
+        return Err(NoXdp::JoinsPackets(interface.name.clone()));
+    }
+    match (configured, interface.device) {
+        (Xdp::Generic, _) => return Ok((XdpMode::Generic, "as ebpf.xdp says".to_owned())),
+        (_, Device::Vlan(_)) => return Err(NoXdp::Vlan),
+        (_, Device::Bond) => return Err(NoXdp::Bond),
+        (Xdp::Auto, Device::Other) => return Err(NoXdp::NoCard(driver)),
+        (Xdp::Auto, Device::Card) | (Xdp::Native | Xdp::Off, Device::Card | Device::Other) => {}
+    }
+    let mtu = facts.mtu.unwrap_or(0);
+    match facts.xdp {
+        Some(features) if !features.has(XdpFeatures::BASIC) => return Err(NoXdp::NoDriver(driver)),
+        Some(features) if !features.has(XdpFeatures::FRAGMENTS) && mtu > longest_in_a_page(facts.page) => {
+            return Err(NoXdp::LongFrames { driver, mtu });
+        }
+        Some(_) | None => {}
+    }
+    Ok((XdpMode::Native, describe(&driver, facts)))
+}
+
+/// What drivers leave in a page: room before the frame, the kernel's description of its fragments behind it, and its link header
+/// with a tag.
+const fn longest_in_a_page(page: u32) -> u32 {
+    page.saturating_sub(256 + 320 + 14 + 4)
+}
+
+fn describe(driver: &str, facts: &DeviceFacts) -> String {
+    let mut text = match facts.xdp {
+        Some(_) => format!("its driver {driver} has XDP"),
+        None => format!("its driver {driver} may have XDP, which kernels before 6.3 do not tell"),
+    };
+    let numbers = [(facts.mtu, "MTU"), (facts.queues, "queues")];
+    let known = numbers.into_iter().filter_map(|(number, name)| Some(format!("{name} {}", number?)));
+    for part in known {
+        text.push_str(", ");
+        text.push_str(&part);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+    use crate::dataplane::{Role, RoleReason, Vlan};
+
+    fn interface(device: Device) -> Interface {
+        Interface {
+            index: 2,
+            name: "eth0".to_owned(),
+            role: Role::Uplink,
+            reason: RoleReason::DefaultRoute,
+            ethernet: true,
+            device,
+            has_vlans: false,
+            bridge: None,
+            masquerade_addresses: Vec::new(),
+        }
+    }
+
+    fn card() -> Interface {
+        interface(Device::Card)
+    }
+
+    fn with_vlans() -> Interface {
+        Interface { has_vlans: true, ..card() }
+    }
+
+    fn vlan() -> Interface {
+        interface(Device::Vlan(Vlan { below: 2, protocol: 0x8100, id: 10 }))
+    }
+
+    /// Of a driver that can do all.
+    fn able() -> DeviceFacts {
+        DeviceFacts {
+            driver: Some("ice".to_owned()),
+            mtu: Some(1_500),
+            queues: Some(8),
+            xdp: Some(XdpFeatures(XdpFeatures::BASIC.0 | XdpFeatures::FRAGMENTS.0)),
+            page: 4_096,
+            ..DeviceFacts::default()
+        }
+    }
+
+    fn with(offload: &str) -> DeviceFacts {
+        DeviceFacts { offloads: [offload.to_owned()].into(), ..able() }
+    }
+
+    fn without_fragments(mtu: u32) -> DeviceFacts {
+        DeviceFacts { mtu: Some(mtu), xdp: Some(XdpFeatures::BASIC), ..able() }
+    }
+
+    fn without_xdp() -> DeviceFacts {
+        DeviceFacts { xdp: Some(XdpFeatures(0)), ..able() }
+    }
+
+    const NATIVE: Result<XdpMode, NoXdp> = Ok(XdpMode::Native);
+    const GENERIC: Result<XdpMode, NoXdp> = Ok(XdpMode::Generic);
+
+    #[rstest]
+    #[case::off(Xdp::Off, card(), able(), Err(NoXdp::Off))]
+    #[case::card(Xdp::Auto, card(), able(), NATIVE)]
+    #[case::card_of_an_old_kernel(Xdp::Auto, card(), DeviceFacts::default(), NATIVE)]
+    #[case::device_of_the_kernel(
+        Xdp::Auto,
+        interface(Device::Other),
+        able(),
+        Err(NoXdp::NoCard("ice".into()))
+    )]
+    #[case::any_driver(Xdp::Native, interface(Device::Other), able(), NATIVE)]
+    #[case::any_device(Xdp::Generic, interface(Device::Other), without_xdp(), GENERIC)]
+    #[case::tunnel(Xdp::Generic, Interface { ethernet: false, ..card() }, able(), Err(NoXdp::Bare))]
+    #[case::driver_without_xdp(Xdp::Auto, card(), without_xdp(), Err(NoXdp::NoDriver("ice".into())))]
+    #[case::vlan(Xdp::Native, vlan(), able(), Err(NoXdp::Vlan))]
+    #[case::vlan_by_the_stack(Xdp::Generic, vlan(), able(), GENERIC)]
+    #[case::bond(Xdp::Native, interface(Device::Bond), able(), Err(NoXdp::Bond))]
+    #[case::bond_by_the_stack(Xdp::Generic, interface(Device::Bond), able(), GENERIC)]
+    #[case::tags_stay(Xdp::Auto, with_vlans(), able(), NATIVE)]
+    #[case::tags_are_stripped(
+        Xdp::Auto,
+        with_vlans(),
+        with("rx-vlan-hw-parse"),
+        Err(NoXdp::StripsTags("eth0".into()))
+    )]
+    #[case::tags_of_802_1ad_are_stripped(
+        Xdp::Generic,
+        with_vlans(),
+        with("rx-vlan-stag-hw-parse"),
+        Err(NoXdp::StripsTags("eth0".into()))
+    )]
+    #[case::tags_that_nobody_has_are_stripped(Xdp::Auto, card(), with("rx-vlan-hw-parse"), NATIVE)]
+    #[case::packets_are_joined(
+        Xdp::Native,
+        card(),
+        with("rx-lro"),
+        Err(NoXdp::JoinsPackets("eth0".into()))
+    )]
+    #[case::longest_in_a_page(Xdp::Auto, card(), without_fragments(3_502), NATIVE)]
+    #[case::longer_than_a_page(
+        Xdp::Auto,
+        card(),
+        without_fragments(3_503),
+        Err(NoXdp::LongFrames { driver: "ice".into(), mtu: 3_503 })
+    )]
+    #[case::long_frames_in_fragments(
+        Xdp::Auto,
+        card(),
+        DeviceFacts { mtu: Some(9_000), ..able() },
+        NATIVE
+    )]
+    #[case::long_frames_in_larger_pages(
+        Xdp::Auto,
+        card(),
+        DeviceFacts { page: 65_536, ..without_fragments(9_000) },
+        NATIVE
+    )]
+    fn choices(
+        #[case] configured: Xdp,
+        #[case] interface: Interface,
+        #[case] facts: DeviceFacts,
+        #[case] expected: Result<XdpMode, NoXdp>,
+    ) {
+        assert_eq!(choose(configured, &interface, &facts).map(|(mode, _)| mode), expected);
+    }
+
+    #[test]
+    fn what_is_known_is_told() {
+        let why = |facts| choose(Xdp::Auto, &card(), &facts).unwrap().1;
+        assert_eq!(why(able()), "its driver ice has XDP, MTU 1500, queues 8");
+        assert_eq!(
+            why(DeviceFacts { page: 4_096, ..DeviceFacts::default() }),
+            "its driver unknown may have XDP, which kernels before 6.3 do not tell"
+        );
+    }
+}

@@ -1,0 +1,190 @@
+//! What network devices can do, as the kernel and their drivers tell.
+
+use std::{collections::BTreeSet, fs, io};
+
+use libc::{IFLA_INFO_KIND, IFLA_LINKINFO, IFLA_MTU, RTM_GETLINK};
+use netlink_sys::protocols::NETLINK_ROUTE;
+
+use super::{
+    CallError,
+    generic_netlink::{GenericFamily, HEADER, header},
+    netlink::{Attributes, Messages, NLM_F_ACK, NetlinkSocket, word},
+};
+
+/// `None`: nobody tells.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct DeviceFacts {
+    /// Name of the driver; of a device of the kernel's own, that of its kind.
+    pub driver: Option<String>,
+    pub mtu: Option<u32>,
+    /// Of those that receive.
+    pub queues: Option<u32>,
+    /// Offloads that are on, by ethtool's names; empty: not known, or none is.
+    pub offloads: BTreeSet<String>,
+    pub xdp: Option<XdpFeatures>,
+    /// Bytes of a page of memory.
+    pub page: u32,
+}
+
+/// `NETDEV_XDP_ACT_*`. The kernel tells since 6.3; some change with what is attached to the device.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct XdpFeatures(pub u64);
+
+impl XdpFeatures {
+    /// The driver runs programs.
+    pub const BASIC: Self = Self(1);
+    /// It receives frames in fragments.
+    pub const FRAGMENTS: Self = Self(1 << 5);
+
+    pub const fn has(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+}
+
+/// Of an interface of this thread's network namespace.
+pub fn facts(index: u32, name: &str) -> DeviceFacts {
+    let mut facts = DeviceFacts { page: page(), ..DeviceFacts::default() };
+    let asked = [link(index, &mut facts), ethtool(index, &mut facts), netdev(index, &mut facts)];
+    for error in asked.into_iter().filter_map(Result::err) {
+        tracing::debug!(interface = name, %error, "not all is known of the device");
+    }
+    if facts.driver.is_none() {
+        facts.driver = driver(name);
+    }
+    facts
+}
+
+fn page() -> u32 {
+    const USUAL: u32 = 4_096;
+    // SAFETY: no pointers.
+    let page = unsafe { libc::sysconf(libc::_SC_PAGESIZE) };
+    page.try_into().unwrap_or(USUAL)
+}
+
+/// Of a device of hardware. /sys shows the network namespace that it was mounted in.
+fn driver(name: &str) -> Option<String> {
+    let driver = fs::read_link(format!("/sys/class/net/{name}/device/driver")).ok()?;
+    Some(driver.file_name()?.to_str()?.to_owned())
+}
+
+fn link(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {
+    /// `ifinfomsg`.
+    const HEADER: usize = 16;
+    let mut header = [0; HEADER];
+    header[4..8].copy_from_slice(&index.to_ne_bytes());
+    let mut request = Messages::default();
+    request.begin(RTM_GETLINK, NLM_F_ACK, &header);
+    let answered = NetlinkSocket::open(NETLINK_ROUTE).and_then(|connection| {
+        connection.request(&request, |_, body| {
+            let attributes = Attributes(body.get(HEADER..).unwrap_or_default());
+            facts.mtu = attributes.get(IFLA_MTU).and_then(|mtu| word(mtu, 0));
+            let kind = attributes.nested(IFLA_LINKINFO).and_then(|info| info.text(IFLA_INFO_KIND));
+            facts.driver = kind.map(str::to_owned);
+        })
+    });
+    answered.map_err(CallError::of("netlink RTM_GETLINK"))
+}
+
+const ETHTOOL_FEATURES_GET: u8 = 11;
+const ETHTOOL_CHANNELS_GET: u8 = 17;
+/// Of every message.
+const ETHTOOL_HEADER: u16 = 1;
+const ETHTOOL_DEVICE: u16 = 1;
+const FEATURES_ACTIVE: u16 = 4;
+const BITSET_BITS: u16 = 3;
+const BIT_NAME: u16 = 2;
+const CHANNELS_RX: u16 = 6;
+const CHANNELS_COMBINED: u16 = 9;
+
+fn ethtool(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {
+    // Since 5.6.
+    let Some(family) = GenericFamily::open("ethtool")? else { return Ok(()) };
+    let ask = |command, take: &mut dyn FnMut(Attributes<'_>)| {
+        let mut request = Messages::default();
+        request.begin(family.id, NLM_F_ACK, &header(command, 1)).nested(ETHTOOL_HEADER, |device| {
+            device.attribute(ETHTOOL_DEVICE, &index.to_ne_bytes());
+        });
+        let answered = family
+            .connection
+            .request(&request, |_, body| take(Attributes(body.get(HEADER..).unwrap_or_default())));
+        answered.or_else(not_supported)
+    };
+    let offloads = ask(ETHTOOL_FEATURES_GET, &mut |told| facts.offloads.extend(names(told)));
+    let queues = ask(ETHTOOL_CHANNELS_GET, &mut |told| {
+        let counts = [CHANNELS_RX, CHANNELS_COMBINED].map(|kind| told.get(kind).and_then(|of| word(of, 0)));
+        facts.queues = Some(counts.iter().flatten().sum()).filter(|queues| *queues > 0);
+    });
+    offloads.and(queues).map_err(CallError::of("netlink of ethtool"))
+}
+
+/// Of the bits that are set.
+fn names(told: Attributes<'_>) -> impl Iterator<Item = String> {
+    let bits = told.nested(FEATURES_ACTIVE).and_then(|active| active.nested(BITSET_BITS));
+    let name = |(_, bit)| Attributes(bit).text(BIT_NAME).map(str::to_owned);
+    bits.into_iter().flatten().filter_map(name)
+}
+
+/// Not every driver answers every question.
+fn not_supported(error: io::Error) -> io::Result<()> {
+    if error.raw_os_error() == Some(libc::EOPNOTSUPP) { Ok(()) } else { Err(error) }
+}
+
+fn netdev(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {
+    const GET: u8 = 1;
+    const INTERFACE: u16 = 1;
+    const XDP_FEATURES: u16 = 3;
+    // Since 6.3.
+    let Some(family) = GenericFamily::open("netdev")? else { return Ok(()) };
+    let mut request = Messages::default();
+    request.begin(family.id, NLM_F_ACK, &header(GET, 1)).attribute(INTERFACE, &index.to_ne_bytes());
+    let answered = family.connection.request(&request, |_, body| {
+        let told = Attributes(body.get(HEADER..).unwrap_or_default()).get(XDP_FEATURES);
+        facts.xdp =
+            told.and_then(|told| told.first_chunk()).map(|told| XdpFeatures(u64::from_ne_bytes(*told)));
+    });
+    answered.map_err(CallError::of("netlink NETDEV_CMD_DEV_GET"))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use nix::sched::{CloneFlags, unshare};
+
+    use super::*;
+    use crate::sys::link;
+
+    fn run(program: &str, arguments: &str) {
+        let status = Command::new(program).args(arguments.split(' ')).status().unwrap();
+        assert!(status.success(), "{program} {arguments}");
+    }
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_devices_tell_what_they_can_do() {
+        // The thread ends with the test, and its network namespace with it.
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        run("ip", "link add here mtu 3000 type veth peer name there");
+        run("ip", "link add bridge type bridge");
+        let index = |name: &str| link::index(name).unwrap().unwrap();
+        let here = || facts(index("here"), "here");
+        let strips = |facts: &DeviceFacts| facts.offloads.contains("rx-vlan-hw-parse");
+        let before = here();
+        assert_eq!(
+            (before.driver.as_deref(), before.mtu, before.queues),
+            (Some("veth"), Some(3000), Some(1))
+        );
+        assert!(strips(&before), "{before:?}");
+        run("ethtool", "-K here rxvlan off");
+        assert!(!strips(&here()), "{:?}", here());
+        let bridge = facts(index("bridge"), "bridge");
+        assert_eq!((bridge.driver.as_deref(), bridge.queues), (Some("bridge"), None));
+        // Since 6.3.
+        if let (Some(of_pair), Some(of_bridge)) = (before.xdp, bridge.xdp) {
+            assert!(of_pair.has(XdpFeatures::BASIC) && of_pair.has(XdpFeatures::FRAGMENTS), "{of_pair:?}");
+            assert!(!of_bridge.has(XdpFeatures::BASIC), "{of_bridge:?}");
+        }
+        let nothing = DeviceFacts { page: page(), ..DeviceFacts::default() };
+        assert_eq!(facts(u32::MAX >> 1, "nowhere"), nothing);
+    }
+}

@@ -219,7 +219,14 @@ impl World {
     /// Publishes the objects and waits until every node serves them.
     pub fn settle(&mut self) -> Result<()> {
         self.publish()?;
-        self.settled()
+        self.settled()?;
+        if self.setting.proxy == ProxyKind::KubeProxyIpvs {
+            // It writes virtual servers first, and the sets and rules of all Services after the last one: the next sentinel is served
+            // only once that is done.
+            self.publish()?;
+            self.settled()?;
+        }
+        Ok(())
     }
 
     /// The sentinel moves to a new port with each version. It is written last, so a proxy that serves the
@@ -266,9 +273,6 @@ impl World {
     /// packets of interfaces are.
     fn at_work_on(&mut self, node: NodeNumber) -> Result<()> {
         let setting = self.setting;
-        if setting.proxy == ProxyKind::KubeProxyIpvs {
-            return self.synced_on(node);
-        }
         if setting.proxy.is_kube_proxy() || std::mem::replace(&mut self.proxy(node)?.seen_at_work, true) {
             return Ok(());
         }
@@ -283,22 +287,6 @@ impl World {
                 if is_at_work { Ok(Some(())) } else { Err(format!("mode {mode}, first sync {took:?}")) }
             },
         )
-    }
-
-    /// kube-proxy's mode ipvs writes virtual servers first, and the sets and rules of all Services after the last one.
-    fn synced_on(&self, node: NodeNumber) -> Result<()> {
-        for family in FAMILIES {
-            let moment = |of: &str| {
-                let name = format!("kubeproxy_sync_proxy_rules_last_{of}_seconds{{ip_family=\"{family}\"}}");
-                let moment = self.metric(node, &name).map_err(|error| format!("{error:#}"))?;
-                moment.ok_or_else(|| format!("no metric {name}"))
-            };
-            wait::until(&format!("a sync of node{node}"), SETTLES_WITHIN, || {
-                let (queued, synced) = (moment("queued_timestamp")?, moment("timestamp")?);
-                Ok((synced >= queued).then_some(()))
-            })?;
-        }
-        Ok(())
     }
 
     /// Publishes the objects, and waits until every node serves them, by a Service that is new: programs that a former proxy has left refuse the
@@ -401,6 +389,15 @@ impl World {
                 rest.strip_prefix('{').map_or(rest, |labels| labels.split_once('}').map_or("", |l| l.1));
             rest.strip_prefix(' ')?.trim().parse().ok()
         }))
+    }
+
+    /// How many packets and sockets of the node had this outcome.
+    pub fn counted(&self, node: NodeNumber, reason: &str) -> Result<u64> {
+        let address = SocketAddr::new(Family::V4.loopback(), METRICS);
+        let (_, body) = self.agent(&node_name(node))?.http_get(address, "/metrics")?;
+        let counter = format!("proxy_reasons_total{{reason=\"{reason}\"");
+        let line = body.lines().find(|line| line.starts_with(&counter)).context("no such counter")?;
+        Ok(line.rsplit(' ').next().context("no value")?.parse()?)
     }
 
     /// What the node's proxy answers to who asks for its mode.

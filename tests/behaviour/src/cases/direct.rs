@@ -59,24 +59,14 @@ fn long(world: &mut World, variant: Variant) -> Result<()> {
     set(world, Some("dsr"))?;
     let outside = world.lab.netns(OUTSIDE)?.clone();
     outside.ip("link set eth0 gso_max_segs 1\n")?;
-    let before = too_big(world)?;
+    let before = world.counted(1, "packet_too_big")?;
     let outcomes = world.dial(OUTSIDE, &dial(world, variant)?.payload(LONG));
     outside.ip("link set eth0 gso_max_segs 65535\n")?;
     let own = world.addresses(OUTSIDE)?;
     check::saw(&check::answered(&outcomes?)?, "the client outside", |seen| own.contains(seen))?;
-    let told = too_big(world)? - before;
+    let told = world.counted(1, "packet_too_big")? - before;
     ensure!((1..100).contains(&told), "the client was told {told} times");
     Ok(())
-}
-
-/// Packets of node 1.
-fn too_big(world: &World) -> Result<u64> {
-    let agent = world.agent("node1")?;
-    let metrics = std::net::SocketAddr::new(lab::address::Family::V4.loopback(), crate::proxy::METRICS);
-    let (_, body) = agent.http_get(metrics, "/metrics")?;
-    let counter = "proxy_reasons_total{reason=\"packet_too_big\"";
-    let line = body.lines().find(|line| line.starts_with(counter)).context("no such counter")?;
-    Ok(line.rsplit(' ').next().context("no value")?.parse()?)
 }
 
 fn changes(world: &mut World, variant: Variant) -> Result<()> {

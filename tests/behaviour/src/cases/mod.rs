@@ -6,6 +6,7 @@ mod change;
 mod cluster_ip;
 mod datagrams;
 mod direct;
+mod flood;
 mod fragments;
 mod health_check;
 mod networks;
@@ -36,6 +37,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(affinity::CASES)
         .chain(balance::CASES)
         .chain(direct::CASES)
+        .chain(flood::CASES)
         .chain(sctp::CASES)
         .chain(source_ranges::CASES)
         .chain(unserved::CASES)

@@ -17,7 +17,6 @@ use crate::{
     case::{Case, Variant, Variants},
     check,
     fixtures::{BALANCED, EMPTY, ON_NODE1, ON_NODE2, ServiceFixture},
-    proxy::METRICS,
     setting::{Datapath, PathKind, ProxyKind, Setting},
     world::World,
 };
@@ -146,19 +145,11 @@ fn from_outside(
 /// All but the first one of each flow.
 fn in_transit(world: &mut World, variant: Variant) -> Result<()> {
     const REQUESTS: u16 = 20;
-    let agent = world.agent(&node_name(1))?;
-    let metrics = SocketAddr::new(Family::V4.loopback(), METRICS);
-    let sent = || -> Result<u64> {
-        let (_, body) = agent.http_get(metrics, "/metrics")?;
-        let counter = "proxy_reasons_total{reason=\"sent_by_driver\"";
-        let line = body.lines().find(|line| line.starts_with(counter)).context("no such counter")?;
-        Ok(line.rsplit(' ').next().context("no value")?.parse()?)
-    };
-    let before = sent()?;
+    let before = world.counted(1, "sent_by_driver")?;
     let target = world.node_port(&ON_NODE2, 1, variant.family)?;
     let dial = Dial::new(variant.protocol, target).times(REQUESTS.into());
     world.answers(OUTSIDE, &dial, ON_NODE2.endpoints)?;
-    let packets = sent()? - before;
+    let packets = world.counted(1, "sent_by_driver")? - before;
     // Of a connection: the backend's SYN, what acknowledges it, request, answer, and the ends. The next hops are known after a few.
     let of_each = if variant.protocol == Protocol::Tcp { 5 } else { 1 };
     ensure!(packets >= of_each * u64::from(REQUESTS - 4), "{packets} packets of {REQUESTS} requests");

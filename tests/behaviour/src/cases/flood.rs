@@ -1,0 +1,52 @@
+//! More new connections than a node opens.
+
+use anyhow::{Context as _, Result, ensure};
+use lab::{Dial, Outcome, agent::protocol::Load, cluster::OUTSIDE};
+use serde_json::json;
+
+use crate::{
+    case::{Case, Variant, Variants},
+    fixtures::{BALANCED, ON_NODE1},
+    setting::ProxyKind,
+    world::World,
+};
+
+pub(super) const CASES: &[Case] =
+    &[Case::new("a flood of new connections to one Service leaves others served", Variants::All, flood)
+        .concerns(|setting| setting.proxy == ProxyKind::Ebpf)
+        .configured(|| json!({"ebpf": {"newConnectionsPerCore": 600}}))];
+
+/// Each opens another connection when it has an answer, or none for a moment.
+const FLOODERS: u32 = 100;
+/// The reason of what is dropped.
+const LIMITED: &str = "connections_limited";
+/// Microseconds. Who repeats a SYN waits for a second.
+const AT_ONCE: u64 = 500_000;
+
+fn flood(world: &mut World, variant: Variant) -> Result<()> {
+    let flooded = world.node_port(&ON_NODE1, 1, variant.family)?;
+    let quiet = world.node_port(&BALANCED, 1, variant.family)?;
+    let before = world.counted(1, LIMITED)?;
+    let held = world.agent(OUTSIDE)?.hold(variant.protocol, flooded)?.0;
+    let load =
+        Load { clients: FLOODERS, pause_micros: 0, timeout_ms: 50, ..Load::new(variant.protocol, flooded) };
+    let load = world.agent(OUTSIDE)?.start_load(&load)?;
+    let met = others_are_served(world, &Dial::new(variant.protocol, quiet), held);
+    let tally = world.agent(OUTSIDE)?.stop_load(load)?;
+    world.agent(OUTSIDE)?.release(held)?;
+    met?;
+    ensure!(tally.answered > 0, "nobody of the flood was served: {tally:?}");
+    let dropped = world.counted(1, LIMITED)? - before;
+    ensure!(dropped > 100, "{dropped} packets were dropped, of a flood with {tally:?}");
+    Ok(())
+}
+
+fn others_are_served(world: &World, quiet: &Dial, held: usize) -> Result<()> {
+    for _ in 0..100 {
+        let answers = world.answers(OUTSIDE, quiet, BALANCED.endpoints).context("beside the flood")?;
+        ensure!(answers.iter().all(|answer| answer.micros < AT_ONCE), "{answers:?}");
+    }
+    let outcome = world.agent(OUTSIDE)?.ping(held)?;
+    ensure!(matches!(outcome, Outcome::Answered(_)), "a connection that was there: {outcome}");
+    Ok(())
+}

@@ -1,7 +1,9 @@
 //! More new connections than a node opens.
 
-use anyhow::{Context as _, Result, ensure};
-use lab::{Dial, Outcome, agent::protocol::Load, cluster::OUTSIDE};
+use std::time::Duration;
+
+use anyhow::{Result, ensure};
+use lab::{Outcome, agent::protocol::Load, cluster::OUTSIDE, wait};
 use serde_json::json;
 
 use crate::{
@@ -22,6 +24,7 @@ const FLOODERS: u32 = 100;
 const LIMITED: &str = "connections_limited";
 /// Microseconds. Who repeats a SYN waits for a second.
 const AT_ONCE: u64 = 500_000;
+const LIMIT: Duration = Duration::from_secs(20);
 
 fn flood(world: &mut World, variant: Variant) -> Result<()> {
     let flooded = world.node_port(&ON_NODE1, 1, variant.family)?;
@@ -31,7 +34,7 @@ fn flood(world: &mut World, variant: Variant) -> Result<()> {
     let load =
         Load { clients: FLOODERS, pause_micros: 0, timeout_ms: 50, ..Load::new(variant.protocol, flooded) };
     let load = world.agent(OUTSIDE)?.start_load(&load)?;
-    let met = others_are_served(world, &Dial::new(variant.protocol, quiet), held);
+    let met = others_are_served(world, Load::new(variant.protocol, quiet), held);
     let tally = world.agent(OUTSIDE)?.stop_load(load)?;
     world.agent(OUTSIDE)?.release(held)?;
     met?;
@@ -41,12 +44,18 @@ fn flood(world: &mut World, variant: Variant) -> Result<()> {
     Ok(())
 }
 
-fn others_are_served(world: &World, quiet: &Dial, held: usize) -> Result<()> {
-    for _ in 0..100 {
-        let answers = world.answers(OUTSIDE, quiet, BALANCED.endpoints).context("beside the flood")?;
-        ensure!(answers.iter().all(|answer| answer.micros < AT_ONCE), "{answers:?}");
-    }
-    let outcome = world.agent(OUTSIDE)?.ping(held)?;
+/// They open fewer connections than their share.
+fn others_are_served(world: &World, quiet: Load, held: usize) -> Result<()> {
+    let agent = world.agent(OUTSIDE)?;
+    let load = agent.start_load(&Load { pause_micros: 20_000, ..quiet })?;
+    let asked = wait::until("other connections", LIMIT, || {
+        let tally = agent.peek_load(load).map_err(|error| format!("{error:#}"))?;
+        if tally.answered + tally.failed >= 50 { Ok(Some(())) } else { Err(format!("{tally:?}")) }
+    });
+    let tally = agent.stop_load(load)?;
+    asked?;
+    ensure!(tally.failed == 0 && tally.slowest_micros < AT_ONCE, "beside the flood: {tally:?}");
+    let outcome = agent.ping(held)?;
     ensure!(matches!(outcome, Outcome::Answered(_)), "a connection that was there: {outcome}");
     Ok(())
 }

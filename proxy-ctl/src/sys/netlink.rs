@@ -301,19 +301,10 @@ impl NetlinkSocket {
 
     /// A list that is the same from its beginning to its end. `parse` may be called for an attempt that is thrown away.
     pub fn dump<T>(&self, request: &Messages, parse: impl Fn(u16, &[u8]) -> Option<T>) -> io::Result<Vec<T>> {
-        self.dump_into(request, |list: &mut Vec<T>, kind, body| list.extend(parse(kind, body)))
-    }
-
-    /// As [`dump`](Self::dump), of a list too long to be kept as such: each attempt adds to a collection of its own.
-    pub fn dump_into<C: Default>(
-        &self,
-        request: &Messages,
-        add: impl Fn(&mut C, u16, &[u8]),
-    ) -> io::Result<C> {
         for _ in 0..DUMP_TRIES {
-            let mut list = C::default();
+            let mut list = Vec::new();
             let sequence = self.send(request)?;
-            match self.read(sequence, |kind, body| add(&mut list, kind, body)) {
+            match self.read(sequence, |kind, body| list.extend(parse(kind, body))) {
                 Ok(flags) if flags & NLM_F_DUMP_INTR == 0 => return Ok(list),
                 Ok(_) => {}
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}

@@ -381,20 +381,23 @@ impl World {
 
     /// A metric of the node's proxy; `None` if it has none of that name.
     pub fn metric(&self, node: NodeNumber, name: &str) -> Result<Option<f64>> {
-        let address = SocketAddr::new(Family::V4.loopback(), METRICS);
-        let (status, body) = self.agent(&node_name(node))?.http_get(address, "/metrics")?;
-        ensure!(status == 200, "/metrics answered {status}");
-        Ok(body.lines().filter_map(|line| line.strip_prefix(name)).find_map(|rest| {
+        Ok(self.metrics(node)?.lines().filter_map(|line| line.strip_prefix(name)).find_map(|rest| {
             let rest =
                 rest.strip_prefix('{').map_or(rest, |labels| labels.split_once('}').map_or("", |l| l.1));
             rest.strip_prefix(' ')?.trim().parse().ok()
         }))
     }
 
+    fn metrics(&self, node: NodeNumber) -> Result<String> {
+        let address = SocketAddr::new(Family::V4.loopback(), METRICS);
+        let (status, body) = self.agent(&node_name(node))?.http_get(address, "/metrics")?;
+        ensure!(status == 200, "/metrics answered {status}");
+        Ok(body)
+    }
+
     /// How many packets and sockets of the node had this outcome.
     pub fn counted(&self, node: NodeNumber, reason: &str) -> Result<u64> {
-        let address = SocketAddr::new(Family::V4.loopback(), METRICS);
-        let (_, body) = self.agent(&node_name(node))?.http_get(address, "/metrics")?;
+        let body = self.metrics(node)?;
         let counter = format!("proxy_reasons_total{{reason=\"{reason}\"");
         let line = body.lines().find(|line| line.starts_with(&counter)).context("no such counter")?;
         Ok(line.rsplit(' ').next().context("no value")?.parse()?)

@@ -1,6 +1,6 @@
 //! Where packets are sent on before the stack has them: to backends on other nodes, and their answers, by XDP on uplinks.
 
-use std::{collections::BTreeMap, path::PathBuf};
+use std::{cell::OnceCell, collections::BTreeMap, path::PathBuf};
 
 use aya::{
     programs::ProgramType,
@@ -60,14 +60,15 @@ pub(super) fn vlan_devices(interfaces: &[Interface]) -> BTreeMap<VlanTag, u32> {
 #[derive(Debug)]
 pub(super) struct Transit {
     configured: Xdp,
-    program: &'static str,
+    /// Asked for where XDP is.
+    program: OnceCell<&'static str>,
     /// Uplinks that cannot have it, and what was said of them.
     refused: BTreeMap<u32, String>,
 }
 
 impl Transit {
-    pub(super) fn new(configured: Xdp) -> Self {
-        Self { configured, program: best_program(), refused: BTreeMap::new() }
+    pub(super) const fn new(configured: Xdp) -> Self {
+        Self { configured, program: OnceCell::new(), refused: BTreeMap::new() }
     }
 
     fn path(paths: &Paths, index: u32, mode: XdpMode) -> PathBuf {
@@ -76,7 +77,11 @@ impl Transit {
 
     /// The program that the interface needs besides those of TC.
     pub(super) fn program(&self, interface: &Interface) -> Option<&'static str> {
-        self.choose(interface).and_then(Result::ok).map(|_| self.program)
+        self.choose(interface).and_then(Result::ok).map(|_| self.best_program())
+    }
+
+    fn best_program(&self) -> &'static str {
+        self.program.get_or_init(best_program)
     }
 
     /// `None`: it is no uplink, or none is asked for.
@@ -108,7 +113,7 @@ impl Transit {
             }
         };
         let path = Self::path(paths, interface.index, mode);
-        let refusal = match programs.get(self.program) {
+        let refusal = match programs.get(self.best_program()) {
             Ok(program) => {
                 let is_target = |target| target == LinkTarget::Xdp(interface.index);
                 let create = || bpf::link_xdp(program, interface.index, mode);

@@ -21,7 +21,7 @@ use crate::{
     model::{desired::ServicePortName, objects::IpFamily},
     sys::{
         CallError,
-        nftables::{ElementData, NfTables, NotedRule, user_data},
+        nftables::{ElementData, NfTables, user_data},
     },
 };
 
@@ -72,18 +72,16 @@ pub(super) fn read(nftables: &NfTables, language: Language) -> Result<Found, Cal
         }
         contents.sets.insert(set);
     }
-    contents.chains = nftables.noted_rules(family, TABLE, add_rule)?;
     for chain in nftables.chains(family)?.into_iter().filter(|chain| chain.table == TABLE) {
         contents.chains.entry(chain.name).or_default();
     }
+    for rule in nftables.noted_rules(family, TABLE)? {
+        let chain = contents.chains.entry(rule.chain).or_default();
+        chain.rules.push(RuleDigest::noted(&rule.user_data));
+        // The last rule that draws is the one that asks the map.
+        chain.slots = rule.random.or(chain.slots);
+    }
     Ok(Found::Own(contents))
-}
-
-fn add_rule(chains: &mut FxHashMap<String, KernelChain>, rule: NotedRule<'_>) {
-    let chain = chains.entry(rule.chain.to_owned()).or_default();
-    chain.rules.push(RuleDigest::noted(rule.user_data));
-    // The last rule that draws is the one that asks the map.
-    chain.slots = rule.random.or(chain.slots);
 }
 
 impl Contents {

@@ -44,10 +44,10 @@ pub struct Rule {
 }
 
 /// What its writer has noted at a rule.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct NotedRule<'a> {
-    pub chain: &'a str,
-    pub user_data: &'a [u8],
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct NotedRule {
+    pub chain: String,
+    pub user_data: Vec<u8>,
     /// The first number and how many there are, where it draws one.
     pub random: Option<(u32, u32)>,
 }
@@ -110,23 +110,16 @@ impl NfTables {
         or_gone(self.0.dump(&request, parse)).map_err(CallError::of("netlink NFT_MSG_GETRULE"))
     }
 
-    /// Adds those of all chains of the table to a collection; those of one chain in their order.
-    pub fn noted_rules<C: Default>(
-        &self,
-        family: TableFamily,
-        table: &str,
-        add: impl Fn(&mut C, NotedRule<'_>),
-    ) -> Result<C, CallError> {
+    /// Of all chains of the table; those of one chain in their order.
+    pub fn noted_rules(&self, family: TableFamily, table: &str) -> Result<Vec<NotedRule>, CallError> {
         let mut request = Messages::default();
         request.begin(GETRULE, NLM_F_DUMP, &family.header()).text(RULE_TABLE, table);
-        let parse = |rules: &mut C, _, body: &[u8]| {
-            let of_table = |rule: &Attributes<'_>| rule.text(RULE_TABLE) == Some(table);
-            let Some(rule) = of_family(family, body).filter(of_table) else { return };
-            let Some(chain) = rule.text(RULE_CHAIN) else { return };
-            let user_data = rule.get(RULE_USERDATA).unwrap_or_default();
-            add(rules, NotedRule { chain, user_data, random: random(rule) });
+        let parse = |_, body: &[u8]| {
+            let rule = of_family(family, body).filter(|rule| rule.text(RULE_TABLE) == Some(table))?;
+            let user_data = rule.get(RULE_USERDATA).unwrap_or_default().to_vec();
+            Some(NotedRule { chain: rule.text(RULE_CHAIN)?.to_owned(), user_data, random: random(rule) })
         };
-        or_gone(self.0.dump_into(&request, parse)).map_err(CallError::of("netlink NFT_MSG_GETRULE"))
+        or_gone(self.0.dump(&request, parse)).map_err(CallError::of("netlink NFT_MSG_GETRULE"))
     }
 
     /// With a name of their own.
@@ -165,9 +158,9 @@ impl NfTables {
 }
 
 /// Nothing, where it is gone since it was listed.
-fn or_gone<C: Default>(list: std::io::Result<C>) -> std::io::Result<C> {
+fn or_gone<T>(list: std::io::Result<Vec<T>>) -> std::io::Result<Vec<T>> {
     match list {
-        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(C::default()),
+        Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(Vec::new()),
         list => list,
     }
 }

@@ -17,6 +17,9 @@ use serde_json::{Value, json};
 
 use super::{api, node::NodeFiles};
 
+/// The API server's own Service.
+pub const API_SERVICE: &str = "/api/v1/namespaces/default/services/kubernetes";
+
 /// The volumes of an admitted pod: where on the node each is. What has to be written comes below `folder`.
 pub async fn volumes(
     client: &Client,
@@ -59,7 +62,7 @@ fn pod_field(pod: &Value, path: &str) -> Result<String> {
 
 /// Where each pod is told that the API server is, service links or not.
 async fn services(client: &Client, pod: &Value) -> Result<BTreeMap<String, String>> {
-    let service = api::get(client, "/api/v1/namespaces/default/services/kubernetes").await?;
+    let service = api::get(client, API_SERVICE).await?;
     let address = service["spec"]["clusterIP"].as_str().context("Service kubernetes has no address")?;
     let port = &service["spec"]["ports"][0]["port"];
     ensure!(pod["spec"]["enableServiceLinks"] == true, "service links are off");

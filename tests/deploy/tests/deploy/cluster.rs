@@ -4,6 +4,7 @@ use std::{
     collections::BTreeMap,
     env, fs,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail, ensure};
@@ -15,6 +16,7 @@ use lab::{
     cluster::{FABRIC, PodProcesses},
     namespace,
     objects::{Endpoint, Service},
+    wait,
 };
 use scenario::Skip;
 use serde_json::{Value, json};
@@ -76,9 +78,19 @@ impl Cluster {
         };
         let server = ApiServer::start_with(&lab.directory().join("control-plane"), options)?;
         let cluster = Self { server, node, lab, image, bundle };
+        cluster.wait_for_its_service()?;
         cluster.add_what_controllers_make()?;
         cluster.add_node()?;
         Ok(cluster)
+    }
+
+    /// The API server makes Service kubernetes after it is ready; kubelets name it in the environment of each pod.
+    fn wait_for_its_service(&self) -> Result<()> {
+        wait::until("Service kubernetes", Duration::from_secs(60), || {
+            let found = self.server.run(async |client| api::get(&client, kubelet::API_SERVICE).await);
+            found.map(Some).map_err(|error| format!("{error:#}"))
+        })
+        .map(drop)
     }
 
     /// What kube-controller-manager puts into each namespace.

@@ -8,7 +8,7 @@ use super::{
     frame::COMMENT,
     language::{Language, address_length},
     names::{PortChain, PortNames},
-    objects::{ElementId, Set},
+    objects::Set,
     render::{FACTS, Facts},
     slots,
 };
@@ -76,7 +76,7 @@ fn decode(contents: &Contents, family: IpFamily, snapshot: &mut Snapshot) {
     let mut services: BTreeMap<ServicePortName, ServiceSnapshot> = BTreeMap::new();
     for set in [Set::ServiceIps, Set::ServiceNodePorts, Set::NoEndpointServices, Set::NoEndpointNodePorts] {
         let has_address = matches!(set, Set::ServiceIps | Set::NoEndpointServices);
-        for (key, value) in contents.of_set(&set) {
+        for (key, value) in contents.elements.of_set(&set) {
             let noted = &value.user_data;
             let Some((address, protocol, port)) = frontend(key, has_address, family) else { continue };
             let Some(name) = user_data::comment(noted).and_then(|text| name(text, protocol, family)) else {
@@ -95,7 +95,7 @@ fn decode(contents: &Contents, family: IpFamily, snapshot: &mut Snapshot) {
         service
     });
     snapshot.add_family(sorted.collect());
-    let addresses = contents.of_set(&Set::NodePortIps).filter_map(|(key, _)| address(key, family));
+    let addresses = contents.elements.of_set(&Set::NodePortIps).filter_map(|(key, _)| address(key, family));
     let NodeSnapshot { node_port_addresses, .. } = &mut snapshot.node;
     node_port_addresses.extend(addresses.map(|address| (address, false)));
     node_port_addresses.sort_unstable();
@@ -126,8 +126,8 @@ fn endpoints(contents: &Contents, slots: Option<(u32, u32)>, family: IpFamily) -
     let Some((first, count)) = slots else { return Vec::new() };
     let set = Set::Endpoints(slots::map_of(first));
     let at = |slot: u32| {
-        let id = ElementId { set: set.clone(), key: slot.to_ne_bytes().to_vec() };
-        let (address, local) = endpoint_of(contents.elements.get(&id)?, family)?;
+        let element = contents.elements.get(&set, &slot.to_ne_bytes())?;
+        let (address, local) = endpoint_of(element, family)?;
         Some(EndpointSnapshot { address, local, backend: 0 })
     };
     (first..first.saturating_add(count)).filter_map(at).collect()

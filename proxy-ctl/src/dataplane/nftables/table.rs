@@ -400,7 +400,7 @@ impl FamilyTable {
         }
         let Contents { chains, sets, elements } = contents;
         let chains = chains.into_iter().map(|(name, chain)| (name, chain.rules)).collect();
-        plan.steps.remove(None, elements.into_keys(), chains, sets);
+        plan.steps.remove(None, elements.into_ids(), chains, sets);
         plan.fresh = Some(fresh);
         Ok(plan)
     }

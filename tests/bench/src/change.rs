@@ -66,23 +66,25 @@ fn wait_for(client: &Agent, server: &str) -> Result<()> {
     }
 }
 
+/// Moves the endpoint to one of its two pods; milliseconds from the API server's acknowledgement until that is followed.
+pub(crate) fn moved(cluster: &Cluster, to: usize) -> Result<f64> {
+    let slice = slice(cluster.moves_between()?[to]);
+    cluster.server.run(async |api| {
+        objects::apply(&api, &slice).await?;
+        let acknowledged = Instant::now();
+        wait_for(&cluster.client, MOVES_BETWEEN[to])?;
+        Ok(acknowledged.elapsed().as_secs_f64() * 1e3)
+    })
+}
+
 /// Moves the endpoint `rounds` times, and times how long each move takes to be followed.
 pub(crate) fn times(cluster: &Cluster, rounds: usize) -> Result<Figures> {
-    let addresses = cluster.moves_between()?;
-    let move_to = |to: usize| {
-        cluster.server.run(async |api| {
-            objects::apply(&api, &slice(addresses[to])).await?;
-            let acknowledged = Instant::now();
-            wait_for(&cluster.client, MOVES_BETWEEN[to])?;
-            Ok(acknowledged.elapsed().as_secs_f64() * 1e3)
-        })
-    };
     let mut times = Vec::with_capacity(rounds);
     // The first round moves it to where it may be already, as another proxy's rounds have ended anywhere.
-    move_to(0)?;
+    moved(cluster, 0)?;
     for round in 1..=rounds {
         thread::sleep(BETWEEN_ROUNDS);
-        times.push(move_to(round % 2)?);
+        times.push(moved(cluster, round % 2)?);
     }
     let longest = times.iter().copied().fold(0.0, f64::max);
     Ok(Figures::Times { millis: Spread::of(times).context("no rounds")?, longest })

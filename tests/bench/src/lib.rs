@@ -17,6 +17,7 @@ pub mod plots;
 mod program;
 pub mod render;
 pub mod results;
+mod rollout;
 pub mod run;
 pub mod statistics;
 mod subject;

@@ -29,6 +29,8 @@ pub enum Measure {
     ChangesCpu,
     /// Resident memory of the proxy at its highest.
     Memory,
+    /// How late a change is followed after a Service with many endpoints has replaced them one by one.
+    Rollout,
     /// Entries that a process writes that starts after kill -9 with nothing changed.
     Restart,
     CleanUp,
@@ -49,6 +51,7 @@ impl fmt::Display for Measure {
             Self::Change => "change",
             Self::ChangesCpu => "changes-cpu",
             Self::Memory => "memory",
+            Self::Rollout => "rollout",
             Self::Restart => "restart",
             Self::CleanUp => "clean-up",
         })
@@ -142,7 +145,8 @@ fn measures(contender: Contender) -> Vec<(Measure, Option<Path>)> {
             let without = |measures: &[Measure]| measures.iter().map(|measure| (*measure, None)).collect();
             let forwards = !proxy.datapath().is_a_process();
             let restart = (!proxy.is_kube_proxy()).then_some(Measure::Restart);
-            let changes: Vec<_> = without(&[Measure::Change, Measure::ChangesCpu, Measure::Memory]);
+            let changes: Vec<_> =
+                without(&[Measure::Change, Measure::ChangesCpu, Measure::Memory, Measure::Rollout]);
             let end = Vec::from_iter(restart.into_iter().chain([Measure::CleanUp]));
             [
                 without(&[Measure::Start]),

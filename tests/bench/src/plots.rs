@@ -91,6 +91,7 @@ fn panels(results: &Results, measure: Measure) -> Vec<(&'static str, Vec<Bar>)> 
             | Figures::Times { .. }
             | Figures::Changes { .. }
             | Figures::Memory { .. }
+            | Figures::Rollout { .. }
             | Figures::Writes { .. } => return None,
         };
         Some(Bar {
@@ -121,6 +122,7 @@ fn lines(results: &Results, measure: Measure) -> Vec<(Contender, Vec<(f64, f64)>
             Figures::Rates { .. }
             | Figures::Cpu { .. }
             | Figures::Packets { .. }
+            | Figures::Rollout { .. }
             | Figures::Writes { .. } => {
                 return None;
             }

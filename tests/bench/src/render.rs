@@ -151,6 +151,7 @@ fn shortest(figures: &Figures) -> String {
         Figures::Times { millis, .. } => format!("{:.1} ms", millis.median),
         Figures::Changes { cpu_seconds_per_1000, .. } => format!("{cpu_seconds_per_1000:.2} s"),
         Figures::Memory { megabytes } => format!("{megabytes:.1} MB"),
+        Figures::Rollout { behind_millis, .. } => format!("{behind_millis:.1} ms"),
         Figures::Writes { entries } => format!("{entries:.0}"),
     }
 }
@@ -171,11 +172,13 @@ fn control_plane(results: &Results) -> Option<String> {
             longest,
             of(Measure::ChangesCpu),
             of(Measure::Memory),
+            of(Measure::Rollout),
             of(Measure::Restart),
             of(Measure::CleanUp),
         ])
     });
-    let header = ["start", "change", "at most", "cpu/1,000", "memory", "restart writes", "clean-up"];
+    let header =
+        ["start", "change", "at most", "cpu/1,000", "memory", "rollout", "restart writes", "clean-up"];
     let title = format!(
         "control plane, {} endpoints each: start to first connection; API server's word to first connection that follows",
         results.settings.endpoints
@@ -241,6 +244,9 @@ pub(crate) mod tests {
                         Figures::Changes { cpu_seconds_per_1000: 12.34, per_second: 200.0 }
                     }
                     Measure::Memory => Figures::Memory { megabytes: 518.0 },
+                    Measure::Rollout => {
+                        Figures::Rollout { per_second: 200.0, behind_millis: 9_999.9, writes: Some(2.0) }
+                    }
                     Measure::Restart => Figures::Writes { entries: 0.0 },
                 };
                 cells.push(Cell { name, outcome: Outcome::Figures(figures) });

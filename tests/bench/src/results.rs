@@ -93,6 +93,13 @@ pub enum Figures {
     Memory {
         megabytes: f64,
     },
+    /// Endpoint changes a second that the API server took, how late the next one was followed, and the entries written for each, where
+    /// the proxy counts them.
+    Rollout {
+        per_second: f64,
+        behind_millis: f64,
+        writes: Option<f64>,
+    },
     Writes {
         entries: f64,
     },
@@ -171,6 +178,11 @@ impl Figures {
                 format!("{cpu_seconds_per_1000:.2} s of processor time for 1,000, at {per_second:.0}/s")
             }
             Self::Memory { megabytes } => format!("{megabytes:.1} MB"),
+            Self::Rollout { per_second, behind_millis, writes } => {
+                let writes =
+                    writes.map_or_else(String::new, |count| format!(", {count:.2} entries for each"));
+                format!("{behind_millis:.1} ms behind after {per_second:.0}/s{writes}")
+            }
             Self::Writes { entries } => format!("{entries:.0} entries"),
         }
     }

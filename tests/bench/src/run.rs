@@ -19,6 +19,7 @@ use crate::{
     machine::Machine,
     plan::{self, CellName, Measure, PATHS, Path},
     results::{Cell, Figures, Outcome, Results, Settings},
+    rollout,
     subject::{self, Subject},
     traffic,
 };
@@ -227,6 +228,7 @@ fn figures_of(
         Measure::Change => change::times(cluster, on.rounds),
         Measure::ChangesCpu => change::processor_time(cluster, subject, on.changes),
         Measure::Memory => Ok(Figures::Memory { megabytes: subject.peak_resident_bytes()? / 1e6 }),
+        Measure::Rollout => rollout::followed(cluster, subject, on.changes),
         Measure::Restart => {
             subject.kill()?;
             subject.start(&cluster.lab)?;

@@ -93,11 +93,20 @@ impl Subject {
         metrics::peak(self.process()?)
     }
 
+    fn metrics(&self) -> Result<String> {
+        let (_, text) = self.node.http_get(SocketAddr::from(([127, 0, 0, 1], METRICS_PORT)), "/metrics")?;
+        Ok(text)
+    }
+
+    /// Entries, rules or elements; `None`: the proxy does not count them.
+    pub(crate) fn written(&self) -> Result<Option<f64>> {
+        Ok(metrics::sum(&self.metrics()?, "proxy_writes_total"))
+    }
+
     /// Entries, rules or elements.
     pub(crate) fn written_by_the_first_sync(&self) -> Result<f64> {
-        let address = SocketAddr::from(([127, 0, 0, 1], METRICS_PORT));
         wait::until("the first sync", Duration::from_secs(60), || {
-            let (_, text) = self.node.http_get(address, "/metrics").map_err(|error| format!("{error:#}"))?;
+            let text = self.metrics().map_err(|error| format!("{error:#}"))?;
             let is_over =
                 metrics::sum(&text, "proxy_first_sync_duration_seconds").is_some_and(|took| took > 0.0);
             if !is_over {

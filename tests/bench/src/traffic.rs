@@ -36,6 +36,7 @@ pub(crate) fn rates(cluster: &Cluster, settings: &Settings, measure: Measure, pa
         | Measure::Change
         | Measure::ChangesCpu
         | Measure::Memory
+        | Measure::Rollout
         | Measure::Restart
         | Measure::CleanUp => bail!("{measure} is no exercise"),
     };

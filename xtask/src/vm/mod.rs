@@ -93,13 +93,19 @@ const SCTP: Run = Run {
 };
 const DIFFERENTIAL: Run =
     Run { program: "differential", flags: "--proxy ipvs --proxy kube-proxy-ipvs --lean", names: "" };
-/// Of the whole matrix, with kube-proxy's mode ipvs, what this mode is a part of.
-const SWITCHING: Run = Run {
-    program: "switching",
-    flags: "--connections 200 --proxy ebpf --proxy nftables --proxy iptables --proxy ipvs --proxy userspace \
-            --proxy kube-proxy-ipvs",
-    names: "ipvs",
-};
+/// Of the switches from and to mode ipvs, those of a process that goes on.
+const SWITCHING_LIVE: Run = switching("--connections 200 --skip process", "ipvs");
+const SWITCHING_ANEW: Run = switching("--connections 200 --skip file", "ipvs");
+/// From and to kube-proxy's mode ipvs.
+const SWITCHING_KUBE_PROXY: Run = switching(
+    "--connections 200 --proxy ebpf --proxy nftables --proxy iptables --proxy ipvs --proxy userspace \
+     --proxy kube-proxy-ipvs",
+    "kube-proxy/ipvs",
+);
+
+const fn switching(flags: &'static str, names: &'static str) -> Run {
+    Run { program: "switching", flags, names }
+}
 
 impl TestedMode {
     /// What is run, by one machine after the other: none has time for all of it.
@@ -110,7 +116,9 @@ impl TestedMode {
                 vec![vec![behaviour("--core --lean --path sockets --path packets")]]
             }
             (Self::Ipvs, Extent::Core) => {
-                vec![vec![behaviour("--core --proxy ipvs"), SCTP], vec![DIFFERENTIAL], vec![SWITCHING]]
+                let scenarios = vec![behaviour("--core --proxy ipvs"), SCTP];
+                let alone = [DIFFERENTIAL, SWITCHING_LIVE, SWITCHING_ANEW, SWITCHING_KUBE_PROXY];
+                std::iter::once(scenarios).chain(alone.map(|run| vec![run])).collect()
             }
             (Self::Ipvs, Extent::Lean) => vec![vec![behaviour("--core --lean --proxy ipvs")]],
         }

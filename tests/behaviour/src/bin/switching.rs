@@ -45,6 +45,8 @@ const SERVICES: [&ServiceFixture; 2] = [&BALANCED, &EXTERNAL_LOCAL_ON_NODE1];
 const CLIENTS: [&str; 4] = ["client-1", "client-2", NODE, OUTSIDE];
 /// How the names of those begin that modes leave as they have set them, as kube-proxy does; see docs/differences.md.
 const STAYING_PARAMETERS: [&str; 2] = ["net/ipv4/conf/all/route_localnet", "net/ipv4/vs/"];
+/// In the names of those of mode ipvs's device, which come and go with it.
+const PARAMETERS_OF_DEVICE: &str = "/kube-ipvs0/";
 /// The client that is the node itself.
 const NODE: &str = "node1";
 /// How long a process may take to follow its file, and to remove what the former mode has left.
@@ -295,6 +297,7 @@ impl Run {
         let now = self.read_parameters()?;
         let is_same = |(name, value): &(&String, &String), before: &Parameters| {
             STAYING_PARAMETERS.iter().any(|staying| name.starts_with(staying))
+                || name.contains(PARAMETERS_OF_DEVICE)
                 || before.get(*name) == Some(*value)
         };
         let changed = now
@@ -409,10 +412,11 @@ impl Run {
             for (variant, target) in targets.concat() {
                 // A segment that is lost is sent again after a second, a datagram with the next request.
                 let timeout_ms = if variant.protocol == Protocol::Udp { 500 } else { 2_000 };
+                let patience = u64::from(wait::patience());
                 let load = Load {
-                    timeout_ms,
+                    timeout_ms: timeout_ms * patience,
                     keeps_socket,
-                    pause_micros: 10_000,
+                    pause_micros: 10_000 * patience,
                     ..Load::new(variant.protocol, target)
                 };
                 let number = self.world.agent(client)?.start_load(&load)?;

@@ -155,6 +155,7 @@ routines! {
     FollowFragment: follow_fragment4 follow_fragment6;
     RecordFragment: record_fragment4 record_fragment6;
     NoticeForeign: notice_foreign4 notice_foreign6;
+    FindNobody: find_nobody4 find_nobody6;
     Encapsulate: encapsulate4 encapsulate6;
     GoOnDirectly: go_on_directly4 go_on_directly6;
     HearClient: hear_client4 hear_client6;
@@ -341,6 +342,11 @@ macro_rules! flow_tables {
             #[inline(always)]
             fn most_direct_flows(&self) -> u32 {
                 settings().map_or(0, |settings| settings.most_direct_flows)
+            }
+
+            #[inline(always)]
+            fn encapsulation(&self) -> u16 {
+                settings().map_or(ENCAPSULATION_IP, |settings| settings.encapsulation)
             }
 
             #[inline(always)]

@@ -307,10 +307,7 @@ pub fn leaving<F: Family, T: FlowTables<F>>(
 
 /// Is the packet, which has come from outside, one of Geneve and for nobody by itself? Then the one that it carries may be for this node.
 #[inline(always)]
-pub fn may_carry_another<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-) -> bool {
+pub fn may_carry_another<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {
     let packet = &scratch.packet;
     packet.destination_port == GENEVE
         && packet.protocol == PROTOCOL_UDP
@@ -852,10 +849,7 @@ fn end_one_that_is_gone<F: Family, T: FlowTables<F>>(
 /// Does the flow's frontend still belong to its service, and its backend to any? What another node has sent here was dialled there.
 // Not inlined: keys would lie on the stack on the way of each packet.
 #[inline(never)]
-fn is_in_service<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &Scratch<F::Address>,
-) -> bool {
+fn is_in_service<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address>) -> bool {
     let Scratch { packet, flow, origin, .. } = scratch;
     let service = if scratch.is_unpacked() {
         flow.service

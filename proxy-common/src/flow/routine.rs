@@ -1,7 +1,9 @@
 //! Parts of decisions that are off the way of most packets. In the kernel each is a function of its own that takes no pointers, so that the
 //! verifier goes through it once, and not once more with all that each of its callers knows.
 
-use super::{FlowTables, Scratch, direct, entries, foreign, find_nobody, fragments, masquerade, open, prepare, tcp};
+use super::{
+    FlowTables, Scratch, direct, entries, find_nobody, foreign, fragments, masquerade, open, prepare, tcp,
+};
 use crate::family::Family;
 
 /// What it needs, and what comes of it, is in the [`Scratch`].

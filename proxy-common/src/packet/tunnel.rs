@@ -23,8 +23,9 @@ pub struct Ends<A> {
 const HOP_LIMIT: u8 = 64;
 /// The port of UDP that Geneve goes to.
 pub const GENEVE: Port = Port::new(6081);
+const UDP_HEADER: u32 = 8;
 /// Bytes of the headers of UDP and Geneve, without options.
-const GENEVE_HEADERS: u32 = 16;
+const GENEVE_HEADERS: u32 = UDP_HEADER + 8;
 
 pub trait Tunnel: Network {
     /// Bytes of the outer IP header.
@@ -62,7 +63,7 @@ pub fn write_outer<F: Tunnel, B: Bytes>(
     let protocol = if ends.source_port == Port::NONE {
         F::PROTOCOL
     } else {
-        bytes.write(network + F::OUTER, &geneve::<F>(ends.source_port, length))?;
+        write_geneve::<F, B>(bytes, network + F::OUTER, ends.source_port, length)?;
         PROTOCOL_UDP
     };
     bytes.write(network, F::begin(inner, protocol, length, ends).as_ref())?;
@@ -70,19 +71,20 @@ pub fn write_outer<F: Tunnel, B: Bytes>(
     bytes.write(network + F::DESTINATION, ends.destination.as_ref())
 }
 
-/// The headers of UDP and Geneve, which begin this many bytes: of virtual network 0, without options. Without checksum too, as RFC 6935
+/// Writes the headers of UDP and Geneve, which begin `length` bytes: of virtual network 0, without options. Without checksum too, as RFC 6935
 /// allows it to tunnels over IPv6: what is carried has its own, no program can sum up all of it, and the kernel gives the segments that it
 /// makes of one packet none. Nor does it merge datagrams that have none before they are taken out.
 #[inline(always)]
-fn geneve<F: Tunnel>(source_port: Port, length: u32) -> [u8; GENEVE_HEADERS as usize] {
-    let [from_high, from_low] = source_port.to_network();
-    let [to_high, to_low] = GENEVE.to_network();
-    let [length_high, length_low] = length_field(length);
-    let [type_high, type_low] = F::ETHERTYPE.to_be_bytes();
-    [
-        from_high, from_low, to_high, to_low, length_high, length_low, 0, 0, 0, 0, type_high, type_low, 0, 0,
-        0, 0,
-    ]
+fn write_geneve<F: Tunnel, B: Bytes>(
+    bytes: B,
+    transport: u32,
+    source_port: Port,
+    length: u32,
+) -> Result<(), Reason> {
+    let [from, to] = [source_port, GENEVE].map(Port::to_network);
+    let (length, kind) = (length_field(length), F::ETHERTYPE.to_be_bytes());
+    bytes.write(transport, &[from[0], from[1], to[0], to[1], length[0], length[1], 0, 0])?;
+    bytes.write(transport + UDP_HEADER, &[0, 0, kind[0], kind[1], 0, 0, 0, 0])
 }
 
 /// Bytes of the headers of UDP and Geneve at `transport`. Options are passed over, unless they are critical. Fails with `NotAService` where
@@ -241,7 +243,8 @@ mod tests {
     fn more_than_the_field_can_say() {
         assert_eq!(V4::begin([0x45, 0, 0, 0], 4, 70_000, &ENDS4)[2..4], [0xff; 2]);
         assert_eq!(V6::begin([0x60, 0, 0, 0], 41, 70_000, &ENDS6)[4..6], [0xff; 2]);
-        assert_eq!(geneve::<V4>(SOURCE_PORT, 70_000)[4..6], [0xff; 2]);
+        let ends = Ends { source_port: SOURCE_PORT, ..ENDS4 };
+        assert_eq!(written::<V4>([0x45, 0, 0, 0], 70_000, &ends)[27..29], [0xff; 2]);
     }
 
     fn inner_of<F: Tunnel>(mut bytes: Vec<u8>) -> Result<(u32, Ends<F::Address>), Reason> {

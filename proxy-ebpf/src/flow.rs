@@ -155,7 +155,6 @@ routines! {
     FollowFragment: follow_fragment4 follow_fragment6;
     RecordFragment: record_fragment4 record_fragment6;
     NoticeForeign: notice_foreign4 notice_foreign6;
-    FindNobody: find_nobody4 find_nobody6;
     Encapsulate: encapsulate4 encapsulate6;
     GoOnDirectly: go_on_directly4 go_on_directly6;
     HearClient: hear_client4 hear_client6;

@@ -205,15 +205,17 @@ where
     let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
     scratch.outer_length = 0;
     let may_be_unpacked = origin == Origin::Outside;
-    let parsed = match parsed::<F>(ctx, network, scratch) {
-        Ok(()) if may_be_unpacked && flow::may_carry_another(&Maps, scratch) => Err(Reason::NotAService),
-        parsed => parsed,
+    let unserved = match parsed::<F>(ctx, network, scratch) {
+        Ok(()) if may_be_unpacked && flow::may_carry_another(&Maps, scratch) => Some(Reason::NotAService),
+        parsed => parsed.err(),
     };
-    if let Err(reason) = parsed {
+    // The verifier knows nothing of what was in memory: it would go on once for each reason.
+    scratch.unserved = unserved;
+    if unserved.is_some() {
         if may_be_unpacked {
             scratch.outer_length = tunnel::parse_inner::<F>(skb, network, scratch);
         }
-        if !scratch.is_unpacked() {
+        if let (Some(reason), false) = (scratch.unserved, scratch.is_unpacked()) {
             return answer_or_pass::<F>(
                 ctx,
                 network,

@@ -129,6 +129,8 @@ pub struct Scratch<A> {
     pub is_parsed: bool,
     /// Of the Ethernet header that a packet in transit gets: destination and source.
     pub next_hop: [u8; 12],
+    /// Why nothing is to be done with the packet itself, which has come in.
+    pub unserved: Option<Reason>,
     /// Bytes of the headers that were before the packet, which has come in another; 0: it has not.
     pub outer_length: u32,
     /// Of the packet that this one was in, or is to be in.
@@ -308,29 +310,21 @@ pub fn leaving<F: Family, T: FlowTables<F>>(
 /// Is the packet, which has come from outside, one of Geneve and for nobody by itself? Then the one that it carries may be for this node.
 #[inline(always)]
 pub fn may_carry_another<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {
-    let packet = &scratch.packet;
-    packet.destination_port == GENEVE
-        && packet.protocol == PROTOCOL_UDP
-        && packet.fragment.part == Part::Whole
-        && !packet.is_error()
-        && decide(tables, scratch, Routine::FindNobody).is_ok()
+    scratch.packet.destination_port == GENEVE && is_datagram_to_nobody(tables, scratch)
 }
 
-/// Fails where the packet, which has come from outside, is of a flow, for a frontend, or to be refused.
-#[inline(always)]
-fn find_nobody<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-) -> Result<(), Reason> {
+// Not inlined: what follows would be verified once more.
+#[inline(never)]
+fn is_datagram_to_nobody<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {
+    let packet = &scratch.packet;
+    if packet.protocol != PROTOCOL_UDP || packet.fragment.part != Part::Whole || packet.is_error() {
+        return false;
+    }
     scratch.origin = Origin::Outside;
     set_key_of_packet(scratch);
-    if lookup(tables, &scratch.key).is_some() || find_frontend(tables, scratch) {
-        return Err(Reason::NotAService);
-    }
-    match why_unserved(tables, scratch) {
-        Reason::NotAService => Ok(()),
-        reason => Err(reason),
-    }
+    lookup(tables, &scratch.key).is_none()
+        && !find_frontend(tables, scratch)
+        && why_unserved(tables, scratch) == Reason::NotAService
 }
 
 /// What a packet becomes that leaves the node with [`Then::Encapsulate`]: as the client has sent it, in one with the ends `scratch.tunnel`.

@@ -1,9 +1,7 @@
 //! Parts of decisions that are off the way of most packets. In the kernel each is a function of its own that takes no pointers, so that the
 //! verifier goes through it once, and not once more with all that each of its callers knows.
 
-use super::{
-    FlowTables, Scratch, direct, entries, find_nobody, foreign, fragments, masquerade, open, prepare, tcp,
-};
+use super::{FlowTables, Scratch, direct, entries, foreign, fragments, masquerade, open, prepare, tcp};
 use crate::family::Family;
 
 /// What it needs, and what comes of it, is in the [`Scratch`].
@@ -41,8 +39,6 @@ pub enum Routine {
     RecordFragment,
     /// Notes the ends of a packet that leaves and has no flow.
     NoticeForeign,
-    /// Finds out whether the packet is for nobody by itself: else `failure`.
-    FindNobody,
     /// Makes the packet, which goes to a backend, what the client has sent again, and sets `tunnel` to the ends of the one that it leaves
     /// in: `failure`.
     Encapsulate,
@@ -72,7 +68,6 @@ pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
         Routine::FollowFragment => scratch.failure = fragments::follow(tables, scratch).err(),
         Routine::RecordFragment => fragments::record(tables, scratch),
         Routine::NoticeForeign => foreign::notice(tables, scratch),
-        Routine::FindNobody => scratch.failure = find_nobody(tables, scratch).err(),
         Routine::Encapsulate => scratch.failure = direct::encapsulate(tables, scratch).err(),
         Routine::GoOnDirectly => scratch.failure = direct::go_on(tables, scratch).err(),
         Routine::HearClient => direct::hear_client(tables, scratch),

@@ -71,7 +71,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         dialled(s, way)?;
         sent_on(s, LOAD_BALANCER, KnownAddress::Node, way)
     });
-    each::<W>(group, "to a backend of this node", |s, way| {
+    each::<W>(group, "to a backend of this node", |s, _| {
         serve(s, &[(11, LOCAL, true)])?;
         s.opens("uplink_ingress", CLIENT, LOAD_BALANCER, LOCAL).map(drop)
     });

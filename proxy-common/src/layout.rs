@@ -845,11 +845,16 @@ pub const TAG_CUSTOMER: u16 = 0x8100;
 pub const TAG_SERVICE: u16 = 0x88a8;
 
 /// Nothing tells traffic of pods from other traffic.
-pub const PODS_UNKNOWN: u32 = 0;
+pub const PODS_UNKNOWN: u16 = 0;
 /// Traffic of pods has a source in `Settings::pod_range4/6`.
-pub const PODS_BY_SOURCE: u32 = 1;
+pub const PODS_BY_SOURCE: u16 = 1;
 /// Traffic of pods comes in by interfaces with `INTERFACE_OF_PODS`.
-pub const PODS_BY_INTERFACE: u32 = 2;
+pub const PODS_BY_INTERFACE: u16 = 2;
+
+/// With direct server return, packets go to backends of other nodes in IP alone.
+pub const ENCAPSULATION_IP: u16 = 0;
+/// In UDP, by Geneve.
+pub const ENCAPSULATION_GENEVE: u16 = 1;
 
 /// Table `settings`, array with one entry: what the programs need to know of the node.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -888,9 +893,12 @@ pub struct Settings {
     /// 1: no packet opens a flow, as not all interfaces have their programs yet.
     pub packets_held: u8,
     /// `PODS_*`: how traffic of pods is told from other traffic, IPv6.
-    pub pods6: u32,
+    pub pods6: u16,
+    /// `ENCAPSULATION_*`. What other nodes have sent is taken out of either.
+    pub encapsulation: u16,
     /// As `pods6`, IPv4.
-    pub pods4: u32,
+    pub pods4: u16,
+    pub _reserved: u16,
     /// How many flows of each family a CPU opens in a window ([`openings_per_window`](crate::flow::openings_per_window)) before services are
     /// held to their shares; 0: any number.
     pub openings_per_window: u32,

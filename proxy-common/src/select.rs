@@ -269,7 +269,7 @@ mod tests {
     #[case::by_the_interface(PODS_BY_INTERFACE, ([0; 4], 0), [203, 0, 113, 1], 5, Detected::Pod)]
     #[case::by_another_interface(PODS_BY_INTERFACE, ([0; 4], 0), [10, 244, 0, 9], 9, Detected::NoPod)]
     fn pods_are_detected(
-        #[case] told_by: u32,
+        #[case] told_by: u16,
         #[case] range: ([u8; 4], u32),
         #[case] address: [u8; 4],
         #[case] interface: u32,

@@ -281,7 +281,7 @@ mod tests {
     #[case::policy_cluster(FRONTEND_EXTERNAL, PODS_BY_INTERFACE, Origin::Workload, Ok(2))]
     fn by_whom_and_how_pods_are_told(
         #[case] flags: u32,
-        #[case] pods_told_by: u32,
+        #[case] pods_told_by: u16,
         #[case] origin: Origin,
         #[case] expected: Result<u32, Reason>,
     ) {

@@ -50,7 +50,7 @@ pub trait AffinityTables<F: Family>: Tables<F> {
     /// The node's own address; unspecified: it has none of this family.
     fn address_of_node(&self) -> F::Address;
     /// `PODS_*`: how traffic of pods is told from other traffic.
-    fn pods_told_by(&self) -> u32;
+    fn pods_told_by(&self) -> u16;
     /// Is the address in the settings' range of pods?
     fn is_in_pod_range(&self, address: &F::Address) -> bool;
     /// Has the interface `INTERFACE_OF_PODS`?
@@ -78,7 +78,7 @@ pub(crate) mod host {
         pub(crate) source_ranges: HashMap<u32, Vec<(F::Address, u32)>>,
         pub(crate) service_cidrs: Vec<(F::Address, u32)>,
         pub(crate) address_of_node: F::Address,
-        pub(crate) pods_told_by: u32,
+        pub(crate) pods_told_by: u16,
         pub(crate) pod_range: (F::Address, u32),
         pub(crate) pod_interface: u32,
         pub(crate) affinity: RefCell<HashMap<AffinityKey<F::Address>, KnownClient>>,
@@ -190,7 +190,7 @@ pub(crate) mod host {
             self.address_of_node
         }
 
-        fn pods_told_by(&self) -> u32 {
+        fn pods_told_by(&self) -> u16 {
             self.pods_told_by
         }
 

@@ -344,6 +344,11 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
+            fn encapsulation(&self) -> u16 {
+                settings().map_or(ENCAPSULATION_IP, |settings| settings.encapsulation)
+            }
+
+            #[inline(always)]
             fn count_opening(&self, service: u32, admit: impl FnOnce(&mut ServiceOpenings) -> bool) -> bool {
                 let Some(openings) = maps::service_openings.get_ptr_mut(service % OPENING_SERVICES) else {
                     return true;

@@ -152,7 +152,7 @@ macro_rules! tables {
             }
 
             #[inline(always)]
-            fn pods_told_by(&self) -> u32 {
+            fn pods_told_by(&self) -> u16 {
                 settings().map_or(PODS_UNKNOWN, |settings| settings.$pods)
             }
 

@@ -203,10 +203,19 @@ where
 {
     let ctx = &TcContext::new(skb);
     let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
-    scratch.is_unpacked = false;
-    if let Err(reason) = parsed::<F>(ctx, network, scratch) {
-        scratch.is_unpacked = origin == Origin::Outside && tunnel::parse_inner::<F>(skb, network, scratch);
-        if !scratch.is_unpacked {
+    scratch.outer_length = 0;
+    let may_be_unpacked = origin == Origin::Outside;
+    let unserved = match parsed::<F>(ctx, network, scratch) {
+        Ok(()) if may_be_unpacked && flow::may_carry_another(&Maps, scratch) => Some(Reason::NotAService),
+        parsed => parsed.err(),
+    };
+    // The verifier knows nothing of what was in memory: it would go on once for each reason.
+    scratch.unserved = unserved;
+    if unserved.is_some() {
+        if may_be_unpacked {
+            scratch.outer_length = tunnel::parse_inner::<F>(skb, network, scratch);
+        }
+        if let (Some(reason), false) = (scratch.unserved, scratch.is_unpacked()) {
             return answer_or_pass::<F>(
                 ctx,
                 network,
@@ -222,7 +231,7 @@ where
         return conclude::<F>(ctx, scratch, reason, AnswerPath::OutOfInterface);
     }
     match carry_out::<F>(ctx, scratch, origin) {
-        TC_ACT_UNSPEC if scratch.is_unpacked && !tunnel::unpack::<F>(ctx) => {
+        TC_ACT_UNSPEC if scratch.is_unpacked() && !tunnel::unpack(ctx, scratch.outer_length) => {
             pass_or_drop::<F>(Reason::RewriteFailed)
         }
         verdict => verdict,
@@ -306,17 +315,17 @@ fn carry_out<F: PacketFamily>(ctx: &TcContext, scratch: &Scratch<F::Address>, pe
 #[inline(always)]
 fn conclude<F: PacketFamily>(
     ctx: &TcContext,
-    Scratch { packet, is_unpacked, .. }: &Scratch<F::Address>,
+    scratch: &Scratch<F::Address>,
     reason: Reason,
     path: AnswerPath,
 ) -> i32 {
     // What another node has sent here is refused there.
-    if reason.verdict() != Verdict::Refuse || *is_unpacked {
+    if reason.verdict() != Verdict::Refuse || scratch.is_unpacked() {
         return pass_or_drop::<F>(reason);
     }
     count(reason);
     F::tell_packet(reason);
-    match refuse::refuse::<F>(ctx.skb.skb, packet, path) {
+    match refuse::refuse::<F>(ctx.skb.skb, &scratch.packet, path) {
         action @ 0.. => action as i32,
         refuse::LIMITED => pass_or_drop::<F>(Reason::RefusalsLimited),
         _ => pass_or_drop::<F>(Reason::RefusalFailed),

@@ -2,8 +2,8 @@
 
 use aya_ebpf::{
     bindings::{
-        __sk_buff, BPF_F_ADJ_ROOM_ENCAP_L3_IPV4, BPF_F_ADJ_ROOM_ENCAP_L3_IPV6, BPF_F_ADJ_ROOM_FIXED_GSO,
-        TC_ACT_SHOT, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC,
+        __sk_buff, BPF_F_ADJ_ROOM_ENCAP_L3_IPV4, BPF_F_ADJ_ROOM_ENCAP_L3_IPV6, BPF_F_ADJ_ROOM_ENCAP_L4_UDP,
+        BPF_F_ADJ_ROOM_FIXED_GSO, TC_ACT_SHOT, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC,
     },
     helpers::{bpf_check_mtu, bpf_skb_adjust_room},
     programs::TcContext,
@@ -11,7 +11,8 @@ use aya_ebpf::{
 use proxy_common::{
     family::{V4, V6},
     flow::Scratch,
-    packet::{Bytes as _, Packet, Part, Tunnel, inner, parse, write_outer},
+    packet::{Bytes as _, Packet, Part, Tunnel, inner, outer_length, parse, write_outer},
+    port::Port,
 };
 
 use crate::{
@@ -34,17 +35,19 @@ impl Encapsulate for V6 {
     const ROOM: u64 = BPF_F_ADJ_ROOM_ENCAP_L3_IPV6 as u64;
 }
 
-/// Is the packet another's that can be parsed? Then that one is `scratch.packet`.
+/// Has the packet another in it that can be parsed? Then that one is `scratch.packet`, and the answer how many bytes are before it; else 0.
 // Not inlined, for its stack.
 #[inline(never)]
 pub(crate) fn parse_inner<F: Encapsulate>(
     skb: *mut __sk_buff,
     network: u32,
     scratch: &mut Scratch<F::Address>,
-) -> bool {
+) -> u32 {
     let bytes = Skb::of(&TcContext::new(skb));
-    inner::<F, _>(bytes, network, &mut scratch.tunnel)
-        .is_ok_and(|network| parse::<F, _>(bytes, network, &mut scratch.packet).is_ok())
+    match inner::<F, _>(bytes, network, &mut scratch.tunnel) {
+        Ok(inside) if parse::<F, _>(bytes, inside, &mut scratch.packet).is_ok() => inside - network,
+        Ok(_) | Err(_) => 0,
+    }
 }
 
 #[inline(always)]
@@ -53,10 +56,10 @@ fn adjust_room(ctx: &TcContext, change: i32, flags: u64) -> i64 {
     unsafe { bpf_skb_adjust_room(ctx.skb.skb, change, BPF_ADJ_ROOM_MAC, flags) }
 }
 
-/// Takes the outer header off. False: the kernel would not.
+/// Takes the outer headers off, which have this many bytes. False: the kernel would not.
 #[inline(always)]
-pub(crate) fn unpack<F: Encapsulate>(ctx: &TcContext) -> bool {
-    adjust_room(ctx, -(F::OUTER as i32), u64::from(BPF_F_ADJ_ROOM_FIXED_GSO)) == 0
+pub(crate) fn unpack(ctx: &TcContext, length: u32) -> bool {
+    adjust_room(ctx, -(length as i32), u64::from(BPF_F_ADJ_ROOM_FIXED_GSO)) == 0
 }
 
 /// Answered by [`encapsulate`].
@@ -107,23 +110,25 @@ pub(crate) fn encapsulate<F: Encapsulate>(
     let bytes = Skb::of(ctx);
     let Ok(begin) = bytes.read::<4>(network) else { return FAILED };
     let length = bytes.length() - network;
-    let packet = &scratch.packet;
+    let Scratch { packet, tunnel, .. } = scratch;
+    let header = outer_length::<F>(tunnel);
     let size = segment_size(ctx);
     // Segments of a stream get shorter by the header, so that they fit, unless nothing would be left of them. Datagrams must stay as they are.
-    let is_cut_anew = packet.is_tcp() && size > F::OUTER;
+    let is_cut_anew = packet.is_tcp() && size > header;
     if !is_cut_anew
         && globals::CAN_CHECK_MTU.load() == globals::ON
-        && is_too_long(ctx, length_of_each(ctx, network, packet) + F::OUTER)
+        && is_too_long(ctx, length_of_each(ctx, network, packet) + header)
     {
         return TOO_BIG;
     }
     let fixed = if is_cut_anew || size == 0 { 0 } else { u64::from(BPF_F_ADJ_ROOM_FIXED_GSO) };
-    match adjust_room(ctx, F::OUTER as i32, F::ROOM | fixed) {
+    let transport = if tunnel.source_port == Port::NONE { 0 } else { u64::from(BPF_F_ADJ_ROOM_ENCAP_L4_UDP) };
+    match adjust_room(ctx, header as i32, F::ROOM | transport | fixed) {
         0 => {}
         ENOTSUPP if size == 0 => return TOO_BIG,
         _ => return FAILED,
     }
-    match write_outer::<F, _>(bytes, network, (begin, length), &scratch.tunnel) {
+    match write_outer::<F, _>(bytes, network, (begin, length), tunnel) {
         Ok(()) => ENCAPSULATED,
         Err(_) => FAILED,
     }
@@ -134,13 +139,13 @@ pub(crate) fn encapsulate<F: Encapsulate>(
 #[inline(never)]
 pub(crate) fn tell_client<F: Encapsulate>(skb: *mut __sk_buff, scratch: &mut Scratch<F::Address>) -> i32 {
     let ctx = &TcContext::new(skb);
-    let Scratch { packet, action, .. } = scratch;
+    let Scratch { packet, action, tunnel, .. } = scratch;
     if packet.is_error() || packet.fragment.part == Part::Later {
         return TC_ACT_SHOT as i32;
     }
     (packet.source, packet.destination) = (action.rewrite.source, action.rewrite.destination);
     // It fits into the interface, and not with the other header: so does what is shorter by that.
-    let length = length_of_each(ctx, packet.headers.network, packet) - F::OUTER;
+    let length = length_of_each(ctx, packet.headers.network, packet) - outer_length::<F>(tunnel);
     if !refuse::turn_into_too_big::<F>(skb, packet, length) {
         return TC_ACT_SHOT as i32;
     }

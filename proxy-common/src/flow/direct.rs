@@ -12,9 +12,10 @@ use super::{
 };
 use crate::{
     affinity::{self, NOWHERE},
+    balance,
     family::{Family, Slot as _},
     layout::*,
-    packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
+    packet::{Packet, Part, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
     port::Port,
     reason::Reason,
     select,
@@ -41,9 +42,26 @@ pub(super) fn encapsulate<F: Family, T: FlowTables<F>>(
     }
     tunnel.destination = packet.destination;
     let dialled = action.rewrite.destination;
+    tunnel.source_port =
+        if tables.encapsulation() == ENCAPSULATION_GENEVE { tunnel_port(packet) } else { Port::NONE };
     tunnel.source =
         if tables.node_address(&dialled).is_some() { dialled } else { tables.masquerade_address(*interface) };
     if tunnel.source == F::Address::UNSPECIFIED { Err(Reason::NoMasqueradeAddress) } else { Ok(()) }
+}
+
+/// By which networks and their cards tell flows apart that go between the same two addresses. It is one of those that the kernel gives to
+/// sockets by default: others the programs keep apart for sources of their own, and would look out for wherever it leaves a second time.
+#[inline(always)]
+fn tunnel_port<A: Address>(packet: &Packet<A>) -> Port {
+    const FIRST: u16 = 1 << 15;
+    const BITS: u32 = 14;
+    // Later fragments have none: all of a packet stay together.
+    let (from, to) = match packet.fragment.part {
+        Part::Whole => (packet.source_port, packet.destination_port),
+        Part::First | Part::Later => (Port::NONE, Port::NONE),
+    };
+    let hash = balance::connection_hash((&packet.source, from), to, packet.protocol);
+    Port::new(FIRST | (hash & ((1 << BITS) - 1)) as u16)
 }
 
 /// Is `scratch.packet`, which has come in another, of `scratch.flow`, which has its ends?

@@ -45,7 +45,7 @@ use crate::{
     balance::Draw,
     family::Family,
     layout::*,
-    packet::{Action, Ends, Packet, Part, TCP_ACK, TCP_RST, TCP_SYN, Then},
+    packet::{Action, Ends, GENEVE, Packet, Part, TCP_ACK, TCP_RST, TCP_SYN, Then},
     port::Port,
     reason::Reason,
     select::{self, Detected, Origin},
@@ -129,8 +129,10 @@ pub struct Scratch<A> {
     pub is_parsed: bool,
     /// Of the Ethernet header that a packet in transit gets: destination and source.
     pub next_hop: [u8; 12],
-    /// The packet, which has come in, was in another.
-    pub is_unpacked: bool,
+    /// Why nothing is to be done with the packet itself, which has come in.
+    pub unserved: Option<Reason>,
+    /// Bytes of the headers that were before the packet, which has come in another; 0: it has not.
+    pub outer_length: u32,
     /// Of the packet that this one was in, or is to be in.
     pub tunnel: Ends<A>,
     /// Where the packet comes from.
@@ -162,6 +164,14 @@ pub struct Scratch<A> {
     draw: Draw,
     fragment_key: FragmentKey<A>,
     first_fragment: FirstFragment<A>,
+}
+
+impl<A> Scratch<A> {
+    /// Has the packet come in another?
+    #[inline(always)]
+    pub fn is_unpacked(&self) -> bool {
+        self.outer_length != 0
+    }
 }
 
 /// When a CPU has last asked for the time.
@@ -235,6 +245,8 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn openings_per_window(&self) -> u32;
     /// [`Settings::most_direct_flows`].
     fn most_direct_flows(&self) -> u32;
+    /// `ENCAPSULATION_*`.
+    fn encapsulation(&self) -> u16;
     /// Whether `admit` lets a flow of the service open, by what is counted of it at its place among [`OPENING_SERVICES`].
     fn count_opening(&self, service: u32, admit: impl FnOnce(&mut ServiceOpenings) -> bool) -> bool;
     fn random(&self) -> u32;
@@ -285,7 +297,7 @@ pub fn leaving<F: Family, T: FlowTables<F>>(
     from_host: bool,
 ) -> Result<(), Reason> {
     scratch.origin = Origin::Host;
-    scratch.is_unpacked = false;
+    scratch.outer_length = 0;
     scratch.fragment_key.direction = FRAGMENT_LEAVING;
     if scratch.packet.is_later_fragment() {
         return decide(tables, scratch, Routine::FollowFragment);
@@ -293,6 +305,26 @@ pub fn leaving<F: Family, T: FlowTables<F>>(
     let outcome = leaving_with_ports(tables, scratch, from_host);
     record_first_fragment(tables, scratch, outcome);
     outcome
+}
+
+/// Is the packet, which has come from outside, one of Geneve and for nobody by itself? Then the one that it carries may be for this node.
+#[inline(always)]
+pub fn may_carry_another<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {
+    scratch.packet.destination_port == GENEVE && is_datagram_to_nobody(tables, scratch)
+}
+
+// Not inlined: what follows would be verified once more.
+#[inline(never)]
+fn is_datagram_to_nobody<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {
+    let packet = &scratch.packet;
+    if packet.protocol != PROTOCOL_UDP || packet.fragment.part != Part::Whole || packet.is_error() {
+        return false;
+    }
+    scratch.origin = Origin::Outside;
+    set_key_of_packet(scratch);
+    lookup(tables, &scratch.key).is_none()
+        && !find_frontend(tables, scratch)
+        && why_unserved(tables, scratch) == Reason::NotAService
 }
 
 /// What a packet becomes that leaves the node with [`Then::Encapsulate`]: as the client has sent it, in one with the ends `scratch.tunnel`.
@@ -525,7 +557,7 @@ fn read<A: Address>(scratch: &mut Scratch<A>, entry: impl FlowEntry<A>) -> Optio
 // Not inlined: the ends would lie on the stack on the way of each packet.
 #[inline(never)]
 fn step_of_packet<A: Address>(scratch: &Scratch<A>) -> Option<Step> {
-    if scratch.is_unpacked && !direct::is_for(scratch) {
+    if scratch.is_unpacked() && !direct::is_for(scratch) {
         return None;
     }
     scratch.flow.step_of(&scratch.packet)
@@ -595,7 +627,7 @@ fn prepare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
     if tables.holds_packets() {
         return Err(Reason::NotAService);
     }
-    if scratch.is_unpacked {
+    if scratch.is_unpacked() {
         return direct::prepare(tables, scratch);
     }
     let dials_frontend = rival != Rival::Masqueraded && find_frontend(tables, scratch);
@@ -811,11 +843,9 @@ fn end_one_that_is_gone<F: Family, T: FlowTables<F>>(
 /// Does the flow's frontend still belong to its service, and its backend to any? What another node has sent here was dialled there.
 // Not inlined: keys would lie on the stack on the way of each packet.
 #[inline(never)]
-fn is_in_service<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    Scratch { packet, flow, origin, is_unpacked, .. }: &Scratch<F::Address>,
-) -> bool {
-    let service = if *is_unpacked {
+fn is_in_service<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address>) -> bool {
+    let Scratch { packet, flow, origin, .. } = scratch;
+    let service = if scratch.is_unpacked() {
         flow.service
     } else {
         select::find(tables, &packet.to(), *origin).map_or(NO_SERVICE, |frontend| frontend.service)

@@ -88,11 +88,11 @@ fn is_masqueraded<F: Family, T: FlowTables<F>>(
     scratch: &Scratch<F::Address>,
     is_remote: bool,
 ) -> bool {
-    let Scratch { packet, origin, flow, frontend, detected, is_unpacked, .. } = scratch;
+    let Scratch { packet, origin, flow, frontend, detected, .. } = scratch;
     // Otherwise the answer would not come back to this node, or not leave the backend.
     let must_be = (*origin == Origin::Outside && is_remote) || packet.source == flow.backend;
     must_be
-        || (!is_unpacked
+        || (!scratch.is_unpacked()
             && tables.masquerades_as_kube_proxy()
             && select::kube_proxy_masquerades(*frontend, *detected, tables.masquerades_all()))
 }

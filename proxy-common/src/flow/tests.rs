@@ -131,6 +131,7 @@ struct Host {
     holds_packets: bool,
     openings_per_window: u32,
     most_direct_flows: u32,
+    encapsulation: u16,
     openings: RefCell<HashMap<u32, ServiceOpenings>>,
 }
 
@@ -176,6 +177,7 @@ impl Host {
             holds_packets: false,
             openings_per_window: 0,
             most_direct_flows: 0,
+            encapsulation: ENCAPSULATION_IP,
             openings: RefCell::default(),
         }
     }
@@ -314,7 +316,7 @@ impl AffinityTables<V4> for Host {
         self.tables.is_in_source_ranges(service, address)
     }
 
-    fn pods_told_by(&self) -> u32 {
+    fn pods_told_by(&self) -> u16 {
         self.tables.pods_told_by()
     }
 
@@ -441,6 +443,10 @@ impl FlowTables<V4> for Host {
 
     fn most_direct_flows(&self) -> u32 {
         self.most_direct_flows
+    }
+
+    fn encapsulation(&self) -> u16 {
+        self.encapsulation
     }
 
     fn count_opening(&self, service: u32, admit: impl FnOnce(&mut ServiceOpenings) -> bool) -> bool {

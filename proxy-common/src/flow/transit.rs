@@ -31,7 +31,7 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
         return Err(Reason::NotAService);
     }
     scratch.origin = Origin::Outside;
-    scratch.is_unpacked = false;
+    scratch.outer_length = 0;
     set_key_of_packet(scratch);
     let found = find(tables, scratch).ok_or(Reason::NotAService)?;
     let flags = scratch.flow.flags & (FLOW_MASQUERADE | FLOW_FROM_HOST | FLOW_FOREIGN | FLOW_OF_NETFILTER);

@@ -19,7 +19,7 @@ pub use self::{
     nat::rewrite as rewrite_headers,
     parse::{Network, parse},
     sum::Sum,
-    tunnel::{Ends, Tunnel, inner, write_outer},
+    tunnel::{Ends, GENEVE, Tunnel, inner, outer_length, write_outer},
 };
 use crate::{
     family::Destination,

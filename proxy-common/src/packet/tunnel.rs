@@ -1,36 +1,57 @@
-//! A packet in another of its family, as it goes to a backend of another node that answers the client itself: IPv4 in IPv4, IPv6 in IPv6.
+//! A packet in another of its family, as it goes to a backend of another node that answers the client itself: in IP alone (IPv4 in IPv4, IPv6
+//! in IPv6), or in UDP by Geneve (RFC 8926), where no Ethernet header is between.
 
 use super::{Bytes, Network, Sum};
 use crate::{
     family::{V4, V6},
+    layout::PROTOCOL_UDP,
+    port::Port,
     reason::Reason,
 };
 
-/// Addresses of the outer packet.
+/// Where the outer packet comes from, and where it goes.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Ends<A> {
     /// The node that has encapsulated it.
     pub source: A,
     /// The backend.
     pub destination: A,
+    /// Of UDP, with Geneve. [`Port::NONE`]: it is in IP alone.
+    pub source_port: Port,
 }
 
 const HOP_LIMIT: u8 = 64;
+/// The port of UDP that Geneve goes to.
+pub const GENEVE: Port = Port::new(6081);
+const UDP_HEADER: u32 = 8;
+/// Bytes of the headers of UDP and Geneve, without options.
+const GENEVE_HEADERS: u32 = UDP_HEADER + 8;
 
 pub trait Tunnel: Network {
-    /// Bytes of the outer header.
+    /// Bytes of the outer IP header.
     const OUTER: u32;
+    /// Of the family, where it is in IP alone.
+    const PROTOCOL: u8;
+    /// Of the family, where it is in Geneve.
+    const ETHERTYPE: u16;
     /// The outer header without its addresses, which lie behind.
     type Begin: AsRef<[u8]>;
 
-    /// Of a packet with this many bytes, whose own header begins with `inner`: a traffic class is kept, and in IPv6 the flow label.
-    fn begin(inner: [u8; 4], length: u32, ends: &Ends<Self::Address>) -> Self::Begin;
+    /// Before this many bytes, of this protocol, with a packet whose own header begins with `inner`: a traffic class is kept, and in IPv6
+    /// the flow label.
+    fn begin(inner: [u8; 4], protocol: u8, length: u32, ends: &Ends<Self::Address>) -> Self::Begin;
 
-    /// Is there at `network` a header like that, without options and of no fragment?
-    fn is_outer<B: Bytes>(bytes: B, network: u32) -> Result<bool, Reason>;
+    /// Number of what follows the header at `network`. Fails with `NotAService` where that has options, or is of a fragment.
+    fn carried<B: Bytes>(bytes: B, network: u32) -> Result<u8, Reason>;
 }
 
-/// Writes the outer header into the room that was made for it at `network`, before a packet of this length that begins with `inner`.
+/// Bytes that [`write_outer`] writes.
+#[inline(always)]
+pub fn outer_length<F: Tunnel>(ends: &Ends<F::Address>) -> u32 {
+    if ends.source_port == Port::NONE { F::OUTER } else { F::OUTER + GENEVE_HEADERS }
+}
+
+/// Writes the outer headers into the room that was made for them at `network`, before a packet of this length that begins with `inner`.
 #[inline(always)]
 pub fn write_outer<F: Tunnel, B: Bytes>(
     bytes: B,
@@ -38,65 +59,112 @@ pub fn write_outer<F: Tunnel, B: Bytes>(
     (inner, length): ([u8; 4], u32),
     ends: &Ends<F::Address>,
 ) -> Result<(), Reason> {
-    bytes.write(network, F::begin(inner, length, ends).as_ref())?;
+    let length = length + outer_length::<F>(ends) - F::OUTER;
+    let protocol = if ends.source_port == Port::NONE {
+        F::PROTOCOL
+    } else {
+        write_geneve::<F, B>(bytes, network + F::OUTER, ends.source_port, length)?;
+        PROTOCOL_UDP
+    };
+    bytes.write(network, F::begin(inner, protocol, length, ends).as_ref())?;
     bytes.write(network + F::SOURCE, ends.source.as_ref())?;
     bytes.write(network + F::DESTINATION, ends.destination.as_ref())
 }
 
-/// Where the packet begins that the one at `network` carries, and its ends. Fails with `NotAService` where that carries none.
+/// Writes the headers of UDP and Geneve, which begin `length` bytes: of virtual network 0, without options. Without checksum too, as RFC 6935
+/// allows it to tunnels over IPv6: what is carried has its own, no program can sum up all of it, and the kernel gives the segments that it
+/// makes of one packet none. Nor does it merge datagrams that have none before they are taken out.
+#[inline(always)]
+fn write_geneve<F: Tunnel, B: Bytes>(
+    bytes: B,
+    transport: u32,
+    source_port: Port,
+    length: u32,
+) -> Result<(), Reason> {
+    let [from, to] = [source_port, GENEVE].map(Port::to_network);
+    let (length, kind) = (length_field(length), F::ETHERTYPE.to_be_bytes());
+    bytes.write(transport, &[from[0], from[1], to[0], to[1], length[0], length[1], 0, 0])?;
+    bytes.write(transport + UDP_HEADER, &[0, 0, kind[0], kind[1], 0, 0, 0, 0])
+}
+
+/// Bytes of the headers of UDP and Geneve at `transport`. Options are passed over, unless they are critical. Fails with `NotAService` where
+/// other headers are there.
+#[inline(always)]
+fn geneve_length<F: Tunnel, B: Bytes>(bytes: B, transport: u32) -> Result<u32, Reason> {
+    const OPTION_WORDS: u8 = 0x3f;
+    /// In the first byte the version, in the second one that it is a control packet, and that there are critical options.
+    const OTHERS: u8 = 0xc0;
+    let header: [u8; GENEVE_HEADERS as usize] = bytes.read(transport)?;
+    let length = GENEVE_HEADERS + u32::from(header[8] & OPTION_WORDS) * 4;
+    let is_ours = Port::from_network([header[2], header[3]]) == GENEVE
+        && u16::from_be_bytes([header[4], header[5]]) as u32 >= length
+        && (header[8] | header[9]) & OTHERS == 0
+        && u16::from_be_bytes([header[10], header[11]]) == F::ETHERTYPE
+        && header[12] | header[13] | header[14] == 0;
+    if is_ours { Ok(length) } else { Err(Reason::NotAService) }
+}
+
+/// Where the packet begins that the one at `network` carries, and the addresses of that. Fails with `NotAService` where that carries none.
 #[inline(always)]
 pub fn inner<F: Tunnel, B: Bytes>(
     bytes: B,
     network: u32,
     ends: &mut Ends<F::Address>,
 ) -> Result<u32, Reason> {
-    if !F::is_outer(bytes, network)? {
+    let carried = F::carried(bytes, network)?;
+    let length = if carried == F::PROTOCOL {
+        F::OUTER
+    } else if carried == PROTOCOL_UDP {
+        F::OUTER + geneve_length::<F, B>(bytes, network + F::OUTER)?
+    } else {
         return Err(Reason::NotAService);
-    }
+    };
     // Past the stack, on which the compiler would keep each byte in a place of its own.
     bytes.read_into(network + F::SOURCE, ends.source.as_mut())?;
     bytes.read_into(network + F::DESTINATION, ends.destination.as_mut())?;
-    Ok(network + F::OUTER)
+    Ok(network + length)
 }
 
 impl Tunnel for V4 {
     const OUTER: u32 = 20;
+    const PROTOCOL: u8 = 4;
+    const ETHERTYPE: u16 = 0x0800;
     type Begin = [u8; 12];
 
     #[inline(always)]
-    fn begin(inner: [u8; 4], length: u32, ends: &Ends<[u8; 4]>) -> [u8; 12] {
-        const IPV4_IN_IPV4: u8 = 4;
+    fn begin(inner: [u8; 4], protocol: u8, length: u32, ends: &Ends<[u8; 4]>) -> [u8; 12] {
         const DO_NOT_FRAGMENT: u8 = 0x40;
         let [high, low] = length_field(length + Self::OUTER);
-        let mut begin = [0x45, inner[1], high, low, 0, 0, DO_NOT_FRAGMENT, 0, HOP_LIMIT, IPV4_IN_IPV4, 0, 0];
+        let mut begin = [0x45, inner[1], high, low, 0, 0, DO_NOT_FRAGMENT, 0, HOP_LIMIT, protocol, 0, 0];
         let sum = Sum::of(&begin) + Sum::of(&ends.source) + Sum::of(&ends.destination);
         [begin[10], begin[11]] = sum.checksum();
         begin
     }
 
     #[inline(always)]
-    fn is_outer<B: Bytes>(bytes: B, network: u32) -> Result<bool, Reason> {
+    fn carried<B: Bytes>(bytes: B, network: u32) -> Result<u8, Reason> {
         let header: [u8; 10] = bytes.read(network)?;
         let is_fragment = (header[6] & 0x3f) | header[7] != 0;
-        Ok(header[0] == 0x45 && header[9] == 4 && !is_fragment)
+        if header[0] == 0x45 && !is_fragment { Ok(header[9]) } else { Err(Reason::NotAService) }
     }
 }
 
 impl Tunnel for V6 {
     const OUTER: u32 = 40;
+    const PROTOCOL: u8 = 41;
+    const ETHERTYPE: u16 = 0x86dd;
     type Begin = [u8; 8];
 
     #[inline(always)]
-    fn begin(inner: [u8; 4], length: u32, _ends: &Ends<[u8; 16]>) -> [u8; 8] {
-        const IPV6_IN_IPV6: u8 = 41;
+    fn begin(inner: [u8; 4], protocol: u8, length: u32, _ends: &Ends<[u8; 16]>) -> [u8; 8] {
         let [high, low] = length_field(length);
-        [inner[0], inner[1], inner[2], inner[3], high, low, IPV6_IN_IPV6, HOP_LIMIT]
+        [inner[0], inner[1], inner[2], inner[3], high, low, protocol, HOP_LIMIT]
     }
 
     #[inline(always)]
-    fn is_outer<B: Bytes>(bytes: B, network: u32) -> Result<bool, Reason> {
+    fn carried<B: Bytes>(bytes: B, network: u32) -> Result<u8, Reason> {
         let header: [u8; 8] = bytes.read(network)?;
-        Ok(header[0] >> 4 == 6 && header[6] == 41)
+        if header[0] >> 4 == 6 { Ok(header[6]) } else { Err(Reason::NotAService) }
     }
 }
 
@@ -115,35 +183,44 @@ mod tests {
 
     use super::*;
 
-    const ENDS4: Ends<[u8; 4]> = Ends { source: [192, 0, 2, 1], destination: [10, 244, 2, 7] };
+    const ENDS4: Ends<[u8; 4]> =
+        Ends { source: [192, 0, 2, 1], destination: [10, 244, 2, 7], source_port: Port::NONE };
     const ENDS6: Ends<[u8; 16]> = Ends {
         source: [0x20, 1, 0xd, 0xb8, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1],
         destination: [0xfd, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 7],
+        source_port: Port::NONE,
     };
+    const SOURCE_PORT: Port = Port::new(0x9abc);
 
-    fn header4() -> Ipv4Header {
-        let Ends { source, destination } = ENDS4;
-        let mut header = Ipv4Header::new(1_480, 64, IpNumber(4), source, destination).unwrap();
+    fn header4(protocol: u8, length: u16) -> Ipv4Header {
+        let Ends { source, destination, .. } = ENDS4;
+        let mut header = Ipv4Header::new(length, 64, IpNumber(protocol), source, destination).unwrap();
         (header.dscp, header.ecn) = (0x2e.try_into().unwrap(), 1.try_into().unwrap());
         header.header_checksum = header.calc_header_checksum();
         header
     }
 
-    fn header6() -> Ipv6Header {
-        let Ends { source, destination } = ENDS6;
+    fn header6(protocol: u8, payload_length: u16) -> Ipv6Header {
+        let Ends { source, destination, .. } = ENDS6;
         Ipv6Header {
             traffic_class: 0xb9,
             flow_label: Ipv6FlowLabel::try_new(0x1_2345).unwrap(),
-            payload_length: 1_440,
-            next_header: IpNumber(41),
+            payload_length,
+            next_header: IpNumber(protocol),
             hop_limit: 64,
             source,
             destination,
         }
     }
 
+    /// UDP, and Geneve without options, before `length` bytes.
+    fn geneve_headers(length: u16, ethertype: u16) -> [u8; 16] {
+        let ([high, low], [type_high, type_low]) = ((length + 16).to_be_bytes(), ethertype.to_be_bytes());
+        [0x9a, 0xbc, 0x17, 0xc1, high, low, 0, 0, 0, 0, type_high, type_low, 0, 0, 0, 0]
+    }
+
     fn written<F: Tunnel>(inner: [u8; 4], length: u32, ends: &Ends<F::Address>) -> Vec<u8> {
-        let mut bytes = vec![0xee; 3 + F::OUTER as usize];
+        let mut bytes = vec![0xee; 3 + outer_length::<F>(ends) as usize];
         let cells = Cell::from_mut(&mut bytes[..]).as_slice_of_cells();
         assert_eq!(write_outer::<F, _>(cells, 3, (inner, length), ends), Ok(()));
         bytes
@@ -151,14 +228,23 @@ mod tests {
 
     #[test]
     fn outer_headers() {
-        assert_eq!(written::<V4>([0x45, 0xb9, 5, 0xc8], 1_480, &ENDS4), with_link(&header4().to_bytes()));
-        assert_eq!(written::<V6>([0x6b, 0x91, 0x23, 0x45], 1_440, &ENDS6), with_link(&header6().to_bytes()));
+        let (inner4, inner6) = ([0x45, 0xb9, 5, 0xc8], [0x6b, 0x91, 0x23, 0x45]);
+        assert_eq!(written::<V4>(inner4, 1_480, &ENDS4), with_link(&header4(4, 1_480).to_bytes()));
+        assert_eq!(written::<V6>(inner6, 1_440, &ENDS6), with_link(&header6(41, 1_440).to_bytes()));
+        let ends4 = Ends { source_port: SOURCE_PORT, ..ENDS4 };
+        let geneve4 = [&header4(17, 1_496).to_bytes()[..], &geneve_headers(1_480, 0x0800)].concat();
+        assert_eq!(written::<V4>(inner4, 1_480, &ends4), with_link(&geneve4));
+        let ends6 = Ends { source_port: SOURCE_PORT, ..ENDS6 };
+        let geneve6 = [&header6(17, 1_456).to_bytes()[..], &geneve_headers(1_440, 0x86dd)].concat();
+        assert_eq!(written::<V6>(inner6, 1_440, &ends6), with_link(&geneve6));
     }
 
     #[test]
     fn more_than_the_field_can_say() {
-        assert_eq!(V4::begin([0x45, 0, 0, 0], 70_000, &ENDS4)[2..4], [0xff; 2]);
-        assert_eq!(V6::begin([0x60, 0, 0, 0], 70_000, &ENDS6)[4..6], [0xff; 2]);
+        assert_eq!(V4::begin([0x45, 0, 0, 0], 4, 70_000, &ENDS4)[2..4], [0xff; 2]);
+        assert_eq!(V6::begin([0x60, 0, 0, 0], 41, 70_000, &ENDS6)[4..6], [0xff; 2]);
+        let ends = Ends { source_port: SOURCE_PORT, ..ENDS4 };
+        assert_eq!(written::<V4>([0x45, 0, 0, 0], 70_000, &ends)[27..29], [0xff; 2]);
     }
 
     fn inner_of<F: Tunnel>(mut bytes: Vec<u8>) -> Result<(u32, Ends<F::Address>), Reason> {
@@ -179,10 +265,14 @@ mod tests {
     #[case::first_fragment(|header: &mut Ipv4Header| header.more_fragments = true, false)]
     #[case::later_fragment(|header: &mut Ipv4Header| header.fragment_offset = 8.try_into().unwrap(), false)]
     fn what_carries_ipv4(#[case] change: fn(&mut Ipv4Header), #[case] carries: bool) {
-        let mut header = header4();
+        let expected = |inside| if carries { Ok((inside, ENDS4)) } else { Err(Reason::NotAService) };
+        let mut header = header4(4, 1_480);
         change(&mut header);
-        let expected = if carries { Ok((23, ENDS4)) } else { Err(Reason::NotAService) };
-        assert_eq!(inner_of::<V4>(with_link(&header.to_bytes())), expected);
+        assert_eq!(inner_of::<V4>(with_link(&header.to_bytes())), expected(23));
+        let mut header = header4(17, 1_496);
+        change(&mut header);
+        let geneve = [&header.to_bytes()[..], &geneve_headers(1_480, 0x0800)].concat();
+        assert_eq!(inner_of::<V4>(with_link(&geneve)), expected(39));
     }
 
     #[rstest]
@@ -191,20 +281,57 @@ mod tests {
     #[case::behind_options(60, false)]
     #[case::fragment(44, false)]
     fn what_carries_ipv6(#[case] next: u8, #[case] carries: bool) {
-        let header = Ipv6Header { next_header: IpNumber(next), ..header6() };
+        let header = header6(next, 1_440);
         let expected = if carries { Ok((43, ENDS6)) } else { Err(Reason::NotAService) };
         assert_eq!(inner_of::<V6>(with_link(&header.to_bytes())), expected);
     }
 
+    /// Some bytes of what follows the outer IP header are others.
+    #[rstest]
+    #[case::as_it_is_written(&[], Some(16))]
+    #[case::another_source_port(&[(0, 0x12)], Some(16))]
+    #[case::another_port(&[(3, 0xc2)], None)]
+    #[case::with_checksum(&[(6, 0x12)], Some(16))]
+    #[case::with_options(&[(8, 2)], Some(24))]
+    #[case::with_the_most_options(&[(4, 1), (8, 0x3f)], Some(268))]
+    #[case::with_options_beyond_the_datagram(&[(4, 0), (5, 0x17), (8, 2)], None)]
+    #[case::shorter_than_its_headers(&[(4, 0), (5, 15)], None)]
+    #[case::of_another_version(&[(8, 0x40)], None)]
+    #[case::to_control_the_tunnel(&[(9, 0x80)], None)]
+    #[case::with_critical_options(&[(8, 2), (9, 0x40)], None)]
+    #[case::with_bits_for_later(&[(9, 0x3f), (15, 0xff)], Some(16))]
+    #[case::with_ethernet(&[(10, 0x65), (11, 0x58)], None)]
+    #[case::with_the_other_family(&[(10, 0x99), (11, 0x99)], None)]
+    #[case::of_a_virtual_network(&[(14, 1)], None)]
+    #[case::of_a_high_virtual_network(&[(12, 1)], None)]
+    fn what_geneve_carries(#[case] others: &[(usize, u8)], #[case] length: Option<u32>) {
+        let changed = |ethertype| {
+            let mut headers = geneve_headers(100, ethertype);
+            others.iter().for_each(|(place, byte)| headers[*place] = *byte);
+            headers
+        };
+        let expected = |before: u32| length.map(|length| before + length).ok_or(Reason::NotAService);
+        let four = [&header4(17, 116).to_bytes()[..], &changed(0x0800)].concat();
+        assert_eq!(inner_of::<V4>(with_link(&four)), expected(23).map(|inside| (inside, ENDS4)));
+        let six = [&header6(17, 116).to_bytes()[..], &changed(0x86dd)].concat();
+        assert_eq!(inner_of::<V6>(with_link(&six)), expected(43).map(|inside| (inside, ENDS6)));
+    }
+
     #[test]
     fn a_header_that_is_cut_short_carries_nothing() {
-        for length in 0..20 {
-            let bytes = with_link(&header4().to_bytes()[..length]);
-            assert_eq!(inner_of::<V4>(bytes), Err(Reason::Malformed), "{length}");
+        let geneve4 = [&header4(17, 116).to_bytes()[..], &geneve_headers(100, 0x0800)].concat();
+        for (whole, length) in [(&header4(4, 100).to_bytes()[..], 20), (&geneve4[..], 36)] {
+            for shorter in 0..length {
+                let bytes = with_link(&whole[..shorter]);
+                assert_eq!(inner_of::<V4>(bytes), Err(Reason::Malformed), "{shorter}");
+            }
         }
-        for length in 0..40 {
-            let bytes = with_link(&header6().to_bytes()[..length]);
-            assert_eq!(inner_of::<V6>(bytes), Err(Reason::Malformed), "{length}");
+        let geneve6 = [&header6(17, 116).to_bytes()[..], &geneve_headers(100, 0x86dd)].concat();
+        for (whole, length) in [(&header6(41, 100).to_bytes()[..], 40), (&geneve6[..], 56)] {
+            for shorter in 0..length {
+                let bytes = with_link(&whole[..shorter]);
+                assert_eq!(inner_of::<V6>(bytes), Err(Reason::Malformed), "{shorter}");
+            }
         }
     }
 }

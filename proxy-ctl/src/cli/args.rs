@@ -176,10 +176,10 @@ const SERVICES_HELP: &str = "Examples:
   proxy-ctl services kube-system/kube-dns:dns
 
 LOCAL/ALL ENDPOINTS counts those on this node and all, for clients in the cluster. POLICY: which clients get endpoints of this node only, and the \
-algorithm that chooses among them and how packets from outside get to other nodes, unless it is random and snat.
+algorithm that chooses among them and how packets from outside get to other nodes, and in what, unless it is random, snat and ip.
 
-JSON: a list of {namespace, name, port, protocol, family, id, policy, algorithm, forwarding, frontends[]: {kind, address, port},
-  endpoints[]: {address, port, local, state}, internalEndpoints, externalEndpoints}.";
+JSON: a list of {namespace, name, port, protocol, family, id, policy, algorithm, forwarding, encapsulation or null,
+  frontends[]: {kind, address, port},  endpoints[]: {address, port, local, state}, internalEndpoints, externalEndpoints}.";
 
 /// List the endpoints that some service uses
 #[derive(Debug, ClapArgs)]

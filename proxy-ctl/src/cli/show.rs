@@ -18,13 +18,13 @@ use super::{
     xdp,
 };
 use crate::{
-    config::Config,
+    config::{Config, Encapsulation},
     dataplane::{
         self, BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, ServiceSnapshot, Snapshot, Usage,
     },
     leftovers,
     mode::Mode,
-    model::objects::{Protocol, TrafficPolicy},
+    model::objects::{Forwarding, Protocol, TrafficPolicy},
     node,
     process::record::{Interface, Record},
 };
@@ -70,7 +70,7 @@ pub(super) fn print<T: serde::Serialize>(
 }
 
 pub(super) fn services(args: &ServicesArgs, bpffs: &Path) -> anyhow::Result<()> {
-    let Some(Snapshot { services, backends, .. }) = snapshot(bpffs)? else {
+    let Some(Snapshot { services, backends, node, .. }) = snapshot(bpffs)? else {
         let nothing: Vec<ServiceView> = Vec::new();
         return print(args.output, &nothing, || views::services(&nothing));
     };
@@ -78,7 +78,7 @@ pub(super) fn services(args: &ServicesArgs, bpffs: &Path) -> anyhow::Result<()> 
         backends.iter().filter(|backend| backend.terminating).map(|backend| backend.id).collect();
     let terminating = |id| terminating.contains(&id);
     let mut services: Vec<ServiceView> =
-        services.into_iter().map(|service| service_view(service, terminating)).collect();
+        services.into_iter().map(|service| service_view(service, node.encapsulation, terminating)).collect();
     if let Some(wanted) = &args.name {
         services.retain(|service| service.matches(wanted));
         if services.is_empty() {
@@ -129,7 +129,11 @@ fn state(terminating: bool) -> &'static str {
     if terminating { "terminating" } else { "active" }
 }
 
-fn service_view(service: ServiceSnapshot, terminating: impl Fn(u32) -> bool) -> ServiceView {
+fn service_view(
+    service: ServiceSnapshot,
+    encapsulation: Encapsulation,
+    terminating: impl Fn(u32) -> bool,
+) -> ServiceView {
     let ServiceSnapshot { id, name, frontends, cluster, internal, external, .. } = service;
     // The external policy is without effect where no frontend can be dialled from outside.
     let is_external = frontends.iter().any(|frontend| frontend.external);
@@ -157,6 +161,7 @@ fn service_view(service: ServiceSnapshot, terminating: impl Fn(u32) -> bool) -> 
         policy,
         algorithm: service.algorithm,
         forwarding: service.forwarding,
+        encapsulation: (service.forwarding == Forwarding::Dsr).then_some(encapsulation),
         frontends,
         endpoints: shown.iter().map(endpoint).collect(),
         internal_endpoints: internal.len(),
@@ -244,7 +249,9 @@ mod tests {
     #[test]
     fn a_service_with_local_policy_for_outside_clients() {
         let all = web(Vec::new(), Vec::new()).cluster;
-        let view = service_view(web(all, vec![endpoint("10.1.0.1:8080", true, 1)]), |id| id == 2);
+        let service = web(all, vec![endpoint("10.1.0.1:8080", true, 1)]);
+        let view = service_view(service, Encapsulation::Geneve, |id| id == 2);
+        assert_eq!(view.encapsulation, None);
         assert_eq!(view.policy, Policy::ExternalLocal);
         assert_eq!((view.endpoints.len(), view.internal_endpoints, view.external_endpoints), (2, 2, 1));
         assert_eq!(view.endpoints[1].state, "terminating");
@@ -256,7 +263,7 @@ mod tests {
     fn a_local_policy_is_one_also_where_all_endpoints_are_local() {
         let all = vec![endpoint("10.1.0.1:8080", true, 1), endpoint("10.1.0.2:8080", true, 2)];
         let service = ServiceSnapshot { cluster: all.clone(), ..web(all.clone(), all) };
-        assert_eq!(service_view(service, |_| false).policy, Policy::ExternalLocal);
+        assert_eq!(service_view(service, Encapsulation::Ip, |_| false).policy, Policy::ExternalLocal);
     }
 
     #[test]
@@ -264,7 +271,7 @@ mod tests {
         let all = web(Vec::new(), Vec::new()).cluster;
         let mut service = web(all, Vec::new());
         service.frontends.retain(|frontend| !frontend.external);
-        assert_eq!(service_view(service, |_| false).policy, Policy::Cluster);
+        assert_eq!(service_view(service, Encapsulation::Ip, |_| false).policy, Policy::Cluster);
     }
 
     #[test]

@@ -15,7 +15,7 @@ use super::{
     xdp::{self, XdpView},
 };
 use crate::{
-    config::{Keyword as _, duration},
+    config::{Encapsulation, Keyword, duration},
     dataplane::{ReasonUsage, TableUsage},
     leftovers::{Found, Part},
     mode::Mode,
@@ -38,6 +38,8 @@ pub(super) struct ServiceView {
     pub(super) policy: Policy,
     pub(super) algorithm: Algorithm,
     pub(super) forwarding: Forwarding,
+    /// With direct server return.
+    pub(super) encapsulation: Option<Encapsulation>,
     pub(super) frontends: Vec<FrontendView>,
     /// For clients in the cluster, other than through the cluster IP.
     pub(super) endpoints: Vec<EndpointView>,
@@ -128,12 +130,14 @@ impl ServiceView {
         }
     }
 
-    /// Algorithm and forwarding where they are not the default.
+    /// Algorithm, forwarding and encapsulation where they are not the default.
     fn policy_and_choices(&self) -> String {
         let algorithm = (self.algorithm != Algorithm::default()).then(|| self.algorithm.word());
         let forwarding = (self.forwarding != Forwarding::default()).then(|| self.forwarding.word());
-        let all: Vec<_> = [Some(self.policy.text()), algorithm, forwarding].into_iter().flatten().collect();
-        all.join(", ")
+        let encapsulation =
+            self.encapsulation.filter(|one| *one != Encapsulation::default()).map(Keyword::word);
+        let all = [Some(self.policy.text()), algorithm, forwarding, encapsulation];
+        all.into_iter().flatten().collect::<Vec<_>>().join(", ")
     }
 
     pub(super) fn matches(&self, wanted: &ServiceFilter) -> bool {
@@ -447,6 +451,7 @@ mod tests {
             policy: Policy::of(false, true),
             algorithm: Algorithm::Random,
             forwarding: Forwarding::Snat,
+            encapsulation: None,
             frontends: vec![
                 FrontendView {
                     kind: FrontendKind::ClusterIp,
@@ -475,11 +480,17 @@ mod tests {
 
     #[test]
     fn choices_that_are_not_the_default_are_shown() {
-        let view = ServiceView { algorithm: Algorithm::Maglev, forwarding: Forwarding::Dsr, ..dns() };
+        let view = ServiceView {
+            algorithm: Algorithm::Maglev,
+            forwarding: Forwarding::Dsr,
+            encapsulation: Some(Encapsulation::Geneve),
+            ..dns()
+        };
         let json = serde_json::to_value(&view).unwrap();
         assert_eq!((&json["algorithm"], &json["forwarding"]), (&"maglev".into(), &"dsr".into()));
+        assert_eq!(json["encapsulation"], "geneve");
         let text = services(&[view]);
-        assert!(text.contains("external Local, maglev, dsr"), "{text}");
+        assert!(text.contains("external Local, maglev, dsr, geneve"), "{text}");
     }
 
     #[test]

@@ -4,6 +4,7 @@ use std::{path::PathBuf, time::Duration};
 
 use proxy_common::flow::FlowLifetimes;
 pub use proxy_common::inventory::Limits;
+use serde::{Deserialize, Serialize};
 
 use super::{Config, Keyword};
 use crate::{
@@ -79,6 +80,21 @@ impl Keyword for Forwarding {
         &[("snat", Self::Snat), ("dsr", Self::Dsr), ("hybrid", Self::Hybrid)];
 }
 
+/// What packets get before them on their way to backends of other nodes that answer clients themselves.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Encapsulation {
+    /// Another IP header.
+    #[default]
+    Ip,
+    /// Headers of IP, UDP and Geneve.
+    Geneve,
+}
+
+impl Keyword for Encapsulation {
+    const WORDS: &'static [(&'static str, Self)] = &[("ip", Self::Ip), ("geneve", Self::Geneve)];
+}
+
 impl Keyword for Algorithm {
     const WORDS: &'static [(&'static str, Self)] =
         &[("random", Self::Random), ("maglev", Self::Maglev), ("leastConnection", Self::LeastConnection)];
@@ -89,8 +105,9 @@ pub struct Ebpf {
     pub socket_load_balancing: SocketLoadBalancing,
     pub source_address: SourceAddress,
     pub xdp: Xdp,
-    /// Of Services that name none, as the next.
+    /// Of Services that name none, as `algorithm`.
     pub forwarding: Forwarding,
+    pub encapsulation: Encapsulation,
     pub algorithm: Algorithm,
     pub interfaces: Interfaces,
     pub limits: Limits,
@@ -120,6 +137,7 @@ impl Default for Ebpf {
             source_address: SourceAddress::default(),
             xdp: Xdp::default(),
             forwarding: Forwarding::default(),
+            encapsulation: Encapsulation::default(),
             algorithm: Algorithm::default(),
             interfaces: Interfaces::default(),
             limits: Limits::default(),

@@ -269,9 +269,13 @@ pub static FIELDS: &[Field] = fields! {
     "ebpf.forwarding", keyword(|c| &mut c.ebpf.forwarding);
         "How packets from outside reach a backend on another node where their Service has no annotation proxy-ctl.dev/forwarding. snat: with an \
          address of this node as their source, and the answers come back through it. dsr (direct server return): as they are, each in a packet \
-         of this node to the backend (IPv4 in IPv4, protocol 4; IPv6 in IPv6, 41), whose node takes it out and answers the client itself: the \
+         of this node to the backend (encapsulation says in what kind), whose node takes it out and answers the client itself: the \
          backend sees the client's address. hybrid: TCP as dsr, UDP as snat. All nodes with endpoints must run mode ebpf with it, and let such \
          packets pass between them (docs/dsr.md). Running connections stay as they are.";
+    "ebpf.encapsulation", keyword(|c| &mut c.ebpf.encapsulation);
+        "In what packets go to backends on other nodes with direct server return. ip: IPv4 in IPv4 (protocol 4), IPv6 in IPv6 (41). geneve: in \
+         UDP to port 6081, for networks that drop these protocols, or spread packets by their ports; it takes 16 bytes more. Nodes take packets \
+         out of both, so that they can be changed one after the other, while connections go on.";
     "ebpf.algorithm", keyword(|c| &mut c.ebpf.algorithm);
         "How the backend of a new connection is chosen where its Service has no annotation proxy-ctl.dev/algorithm. random: by its weight; \
          maglev: by a hash of the connection, to the same one on every node, for which each Service port takes at least a hundred rows of slots4 or \

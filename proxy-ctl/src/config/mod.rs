@@ -27,8 +27,8 @@ pub use access::Keyword;
 pub use command_line::{CommandLine, FlagError, VersionFormat};
 pub use document::LEFT_OUT_ELSEWHERE;
 pub use ebpf::{
-    Ebpf, Interfaces, Limits, NamePattern, SocketLoadBalancing, SourceAddress, UnallocatedServiceAddresses,
-    Xdp,
+    Ebpf, Encapsulation, Interfaces, Limits, NamePattern, SocketLoadBalancing, SourceAddress,
+    UnallocatedServiceAddresses, Xdp,
 };
 pub use feature_gates::{ALLOW_SERVICE_EXTERNAL_IPS, WATCH_LIST_CLIENT, is_gone as is_gone_gate};
 pub use fields::{FIELDS, Field};

@@ -169,7 +169,7 @@ fn json_is_read_too() {
     |config: &Config| config.flow_lifetimes() == FlowLifetimes::default()
 )]
 #[case::too_short_for_flows("conntrack: {udpTimeout: 1s}", |config: &Config| config.flow_lifetimes().udp == Duration::from_secs(2))]
-#[case::words("ebpf: {xdp: auto, forwarding: hybrid, algorithm: maglev, sourceAddress: preserve}", |_: &Config| true)]
+#[case::words("ebpf: {xdp: auto, forwarding: hybrid, encapsulation: geneve, algorithm: maglev, sourceAddress: preserve}", |_: &Config| true)]
 fn valid(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
     let loaded = parse(body).unwrap();
     assert!(holds(&loaded.config), "{:?}", loaded.config);
@@ -240,6 +240,7 @@ fn valid(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
 )]
 #[case("ebpf: {xdp: fast}", "ebpf.xdp must be off, auto, native or generic, found \"fast\"")]
 #[case("ebpf: {forwarding: geneve}", "ebpf.forwarding must be snat, dsr or hybrid, found \"geneve\"")]
+#[case("ebpf: {encapsulation: ipip}", "ebpf.encapsulation must be ip or geneve, found \"ipip\"")]
 #[case(
     "ebpf: {algorithm: roundRobin}",
     "ebpf.algorithm must be random, maglev or leastConnection, found \"roundRobin\""

@@ -54,6 +54,7 @@ pub(super) fn host(
         flow_lifetimes: config.flow_lifetimes(),
         algorithm: config.ebpf.algorithm,
         forwarding: config.ebpf.forwarding,
+        encapsulation: config.ebpf.encapsulation,
         shares_addresses: false,
     }
 }
@@ -75,7 +76,10 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::model::objects::{Algorithm, Forwarding};
+    use crate::{
+        config::Encapsulation,
+        model::objects::{Algorithm, Forwarding},
+    };
 
     fn cidrs(all: &[&str]) -> Vec<IpNet> {
         all.iter().map(|text| text.parse().unwrap()).collect()
@@ -97,13 +101,15 @@ mod tests {
         config.conntrack.udp_timeout = std::time::Duration::from_secs(7);
         config.ebpf.algorithm = Algorithm::Maglev;
         config.ebpf.forwarding = Forwarding::Hybrid;
+        config.ebpf.encapsulation = Encapsulation::Geneve;
         config.ebpf.new_connections_per_core = 7_000;
         let node = Node { pod_cidrs: cidrs(&["10.244.3.0/24"]), ..Node::default() };
         let service_cidrs = Some(cidrs(&["10.96.0.0/12"]));
         let host = host(&NodeNetwork::default(), &config, Some(&node), service_cidrs.clone(), None);
         assert_eq!(host.local_traffic, expected);
         assert_eq!((host.flow_lifetimes, host.algorithm), (config.flow_lifetimes(), Algorithm::Maglev));
-        assert_eq!((host.forwarding, host.new_connections_per_core), (Forwarding::Hybrid, 7_000));
+        assert_eq!((host.forwarding, host.encapsulation), (Forwarding::Hybrid, Encapsulation::Geneve));
+        assert_eq!(host.new_connections_per_core, 7_000);
         assert_eq!((host.cluster_cidrs, host.pod_cidrs), (config.cluster_cidrs, node.pod_cidrs));
         assert_eq!(host.service_cidrs, service_cidrs);
     }

@@ -6,7 +6,7 @@ use ipnet::IpNet;
 use proxy_common::flow::FlowLifetimes;
 
 use crate::{
-    config::PortRange,
+    config::{Encapsulation, PortRange},
     model::objects::{Algorithm, Forwarding},
 };
 
@@ -51,6 +51,8 @@ pub struct Host {
     /// In mode ebpf, of Services that name none, as the next.
     pub algorithm: Algorithm,
     pub forwarding: Forwarding,
+    /// Of mode ebpf.
+    pub encapsulation: Encapsulation,
     /// Another mode serves other ports of the same addresses: a port of a cluster IP that is not known may be its.
     pub shares_addresses: bool,
 }

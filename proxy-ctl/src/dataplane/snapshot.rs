@@ -8,9 +8,12 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::model::{
-    desired::ServicePortName,
-    objects::{Algorithm, Forwarding, Protocol, TrafficPolicy},
+use crate::{
+    config::Encapsulation,
+    model::{
+        desired::ServicePortName,
+        objects::{Algorithm, Forwarding, Protocol, TrafficPolicy},
+    },
 };
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -177,6 +180,9 @@ pub struct NodeSnapshot {
     pub masquerade_ports: Vec<(u16, u16)>,
     /// Cookie of the node's network namespace; 0 where the mode needs none.
     pub host_namespace: u64,
+    /// Of mode ebpf, with direct server return.
+    #[serde(default)]
+    pub encapsulation: Encapsulation,
 }
 
 /// Where the node's traffic meets what is programmed.

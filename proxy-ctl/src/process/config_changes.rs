@@ -6,9 +6,10 @@ use super::settings::is_within;
 use crate::config::LEFT_OUT_ELSEWHERE;
 
 /// Fields, and sections with everything in them, that the running process takes over.
-const LIVE: [&str; 16] = [
+const LIVE: [&str; 17] = [
     "conntrack",
     "ebpf.algorithm",
+    "ebpf.encapsulation",
     "ebpf.flowLifetimes",
     "ebpf.forwarding",
     "ebpf.interfaces",

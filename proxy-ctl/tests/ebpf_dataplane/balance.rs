@@ -6,6 +6,7 @@ use proxy_common::layout::{
     BACKEND_DRAINING, FRONTEND_MAGLEV, Frontend, FrontendKey, PROTOCOL_TCP, Service, Slot4,
 };
 use proxy_ctl::{
+    config::Encapsulation,
     dataplane::{Applied, Dataplane as _, Effect, Host},
     model::{
         desired::{DesiredPort, Endpoint},
@@ -99,6 +100,17 @@ fn the_nodes_forwarding_is_for_services_that_name_none() {
         let forwarding: Vec<_> = services.iter().map(|service| service.forwarding).collect();
         assert_eq!(forwarding, [Forwarding::Dsr, expected]);
         assert_eq!(dataplane.resync(&desired).unwrap(), Applied::default());
+    }
+}
+
+#[test]
+fn the_encapsulation_is_followed() {
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
+    for encapsulation in [Encapsulation::Geneve, Encapsulation::Ip] {
+        let host = Host { encapsulation, ..Host::default() };
+        dataplane.set_host(&host).unwrap();
+        assert_eq!(sandbox.snapshot().node.encapsulation, encapsulation);
+        assert_eq!(dataplane.set_host(&host).unwrap(), Applied::default());
     }
 }
 

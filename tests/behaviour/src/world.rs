@@ -163,6 +163,12 @@ impl World {
         self.settle()
     }
 
+    /// As [`configure`](Self::configure), of those that run.
+    pub fn reconfigure(&mut self, fields: Value) -> Result<()> {
+        self.fields = fields;
+        self.switch(self.setting)
+    }
+
     /// Writes the configuration of this setting for the proxies that run.
     pub fn switch(&mut self, setting: Setting) -> Result<()> {
         self.setting = setting;

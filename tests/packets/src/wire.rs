@@ -57,6 +57,20 @@ pub(crate) struct Cut {
 pub(crate) struct Tunnel {
     pub(crate) source: KnownAddress,
     pub(crate) destination: KnownAddress,
+    /// The source port, with Geneve. None: in IP alone.
+    pub(crate) port: Option<u16>,
+}
+
+impl Tunnel {
+    /// What follows the outer IP header, and its protocol: `packet`, which has these two numbers in IP alone and in Geneve.
+    fn carry(&self, packet: &[u8], (protocol, ethertype): (IpNumber, u16)) -> (IpNumber, Vec<u8>) {
+        const GENEVE: u16 = 6081;
+        let Some(source_port) = self.port else { return (protocol, packet.to_vec()) };
+        let length = (UdpHeader::LEN + 8 + packet.len()) as u16;
+        let udp = UdpHeader { source_port, destination_port: GENEVE, length, checksum: 0 };
+        let [high, low] = ethertype.to_be_bytes();
+        (IpNumber::UDP, [&udp.to_bytes()[..], &[0, 0, high, low, 0, 0, 0, 0], packet].concat())
+    }
 }
 
 pub(crate) const HOP_BY_HOP: u8 = 0;
@@ -320,11 +334,11 @@ impl Wire for V4 {
     fn in_tunnel(packet: &[u8], tunnel: Tunnel) -> Vec<u8> {
         let (link, inner) = packet.split_at(14);
         let (source, destination) = (Self::address(tunnel.source), Self::address(tunnel.destination));
-        let mut header =
-            Ipv4Header::new(inner.len() as u16, 64, IpNumber::IPV4, source, destination).unwrap();
+        let (protocol, carried) = tunnel.carry(inner, (IpNumber::IPV4, 0x0800));
+        let mut header = Ipv4Header::new(carried.len() as u16, 64, protocol, source, destination).unwrap();
         header.dscp = (inner[1] >> 2).try_into().unwrap();
         header.header_checksum = header.calc_header_checksum();
-        [link, &header.to_bytes(), inner].concat()
+        [link, &header.to_bytes(), &carried].concat()
     }
 
     fn too_big(segment: &Segment, length: usize) -> Vec<u8> {
@@ -440,15 +454,16 @@ impl Wire for V6 {
 
     fn in_tunnel(packet: &[u8], tunnel: Tunnel) -> Vec<u8> {
         let (link, inner) = packet.split_at(14);
+        let (next_header, carried) = tunnel.carry(inner, (IpNumber::IPV6, 0x86dd));
         let header = Ipv6Header {
-            payload_length: inner.len() as u16,
-            next_header: IpNumber::IPV6,
+            payload_length: carried.len() as u16,
+            next_header,
             hop_limit: 64,
             source: Self::address(tunnel.source),
             destination: Self::address(tunnel.destination),
             ..Ipv6Header::default()
         };
-        [link, &header.to_bytes(), inner].concat()
+        [link, &header.to_bytes(), &carried].concat()
     }
 
     fn too_big(segment: &Segment, length: usize) -> Vec<u8> {

@@ -42,13 +42,13 @@ fn sent_on(host: &Host, packet: &Packet<A>) -> Result<(Packet<A>, Ends<A>), Reas
 
 /// It comes in another packet.
 fn unpacked(host: &Host, packet: &Packet<A>, tunnel: Ends<A>) -> Result<Packet<A>, Reason> {
-    let mut scratch = Scratch { packet: *packet, is_unpacked: true, tunnel, ..Scratch::default() };
+    let mut scratch = Scratch { packet: *packet, outer_length: 20, tunnel, ..Scratch::default() };
     arriving(host, &mut scratch, Origin::Outside)?;
     Ok(rewritten(packet, scratch.action.rewrite))
 }
 
 fn from_other_node() -> Ends<A> {
-    Ends { source: OTHER_NODE, destination: BACKEND }
+    Ends { source: OTHER_NODE, destination: BACKEND, source_port: Port::NONE }
 }
 
 fn of_protocol(protocol: u8, packet: Packet<A>) -> Packet<A> {
@@ -68,11 +68,63 @@ fn packets_are_sent_on_as_they_are(
     host.masquerade.set([192, 0, 2, 9]);
     for flags in [TCP_SYN, TCP_ACK] {
         let packet = of_protocol(protocol, packet(CLIENT, frontend, flags));
-        assert_eq!(sent_on(&host, &packet), Ok((packet, Ends { source: from, destination: BACKEND })));
+        let ends = Ends { source: from, destination: BACKEND, source_port: Port::NONE };
+        assert_eq!(sent_on(&host, &packet), Ok((packet, ends)));
     }
     assert_eq!(host.entries(Stage::Opening), 2);
     host.assert_whole();
 }
+
+/// With Geneve a flow keeps to one port, which is none that flows have for sources of their own; flows differ in it, so that they are spread.
+#[rstest]
+fn ports_of_geneve(#[values(PROTOCOL_TCP, PROTOCOL_UDP)] protocol: u8) {
+    const CLIENTS: u16 = 64;
+    let host = Host { encapsulation: ENCAPSULATION_GENEVE, ..node(false) };
+    let port_of = |packet: Packet<A>| sent_on(&host, &packet).unwrap().1.source_port.number();
+    let mut ports = HashSet::new();
+    for number in 0..CLIENTS {
+        let of_flow = |flags| {
+            let client = (CLIENT.0, Port::new(CLIENT.1.number() + number));
+            of_protocol(protocol, packet(client, FRONTEND, flags))
+        };
+        let port = port_of(of_flow(TCP_SYN));
+        assert!((32_768..49_152).contains(&port), "{port}");
+        assert_eq!(port_of(of_flow(TCP_ACK)), port);
+        let error = Headers { icmp: 20, ..Headers::default() };
+        assert_eq!(port_of(Packet { headers: error, ..of_flow(TCP_ACK) }), port);
+        ports.insert(port);
+    }
+    assert!(ports.len() > 60, "{} ports of {CLIENTS} flows", ports.len());
+}
+
+/// From outside, to port 6081 of a backend.
+fn geneve() -> Packet<A> {
+    datagram((OTHER_NODE, Port::new(40_000)), (BACKEND, Port::new(6081)))
+}
+
+/// Whatever it carries, who dials somebody by its own ends is not looked into.
+#[rstest]
+#[case::to_nobody(geneve(), true)]
+#[case::another_port(Packet { destination_port: Port::new(6082), ..geneve() }, false)]
+#[case::tcp(Packet { protocol: PROTOCOL_TCP, ..geneve() }, false)]
+#[case::first_fragment(Packet { fragment: Fragment { part: Part::First, id: 7 }, ..geneve() }, false)]
+#[case::error(Packet { headers: Headers { icmp: 20, ..Headers::default() }, ..geneve() }, false)]
+#[case::to_a_frontend(Packet { destination: FRONTEND.0, ..geneve() }, false)]
+#[case::to_an_address_for_cluster_ips(Packet { destination: CLUSTER_IP, ..geneve() }, false)]
+#[case::of_a_flow(Packet { source: CLIENT.0, source_port: CLIENT.1, ..geneve() }, false)]
+fn what_may_carry_a_packet(#[case] packet: Packet<A>, #[case] expected: bool) {
+    let mut host = node(true);
+    let served = FrontendKey::of_address(FRONTEND.0, geneve().destination_port, PROTOCOL_UDP);
+    host.tables.frontends.insert(served, Frontend { service: 1, flags: 0 });
+    host.tables.frontends.insert(FrontendKey::of_cluster_ip(CLUSTER_IP), Frontend::NONE);
+    // Whose backend listens at the port.
+    host.tables.slots.values_mut().for_each(|slot| slot.port = geneve().destination_port.number());
+    host.arriving(&datagram(CLIENT, FRONTEND), Origin::Outside).unwrap();
+    let mut scratch = Scratch { packet, ..Scratch::default() };
+    assert_eq!(may_carry_another(&host, &mut scratch), expected);
+}
+
+const CLUSTER_IP: A = [10, 96, 0, 99];
 
 #[rstest]
 #[case::to_a_backend_of_this_node(true, CLIENT.0, Ok(Then::Pass))]
@@ -393,7 +445,8 @@ fn what_a_client_alone_tells_of_datagrams(#[case] waits: &[u64], #[case] seconds
 /// What the first fragment became becomes of the others: in packets to the same backend, and out of them.
 #[test]
 fn fragments_go_the_way_of_the_first() {
-    let (entry, other) = (node(false), node(true));
+    let (entry, other) = (Host { encapsulation: ENCAPSULATION_GENEVE, ..node(false) }, node(true));
+    let mut ports = HashSet::new();
     let part = |part, packet: Packet<A>| Packet { fragment: Fragment { part, id: 7 }, ..packet };
     let first = part(Part::First, datagram(CLIENT, FRONTEND));
     let no_ports = ((CLIENT.0, Port::NONE), (FRONTEND.0, Port::NONE));
@@ -401,8 +454,10 @@ fn fragments_go_the_way_of_the_first() {
     for fragment in [first, later] {
         let (sent, tunnel) = sent_on(&entry, &fragment).unwrap();
         assert_eq!((sent, tunnel.destination), (fragment, BACKEND));
+        ports.insert(tunnel.source_port);
         assert_eq!(unpacked(&other, &sent, tunnel).map(|packet| packet.destination), Ok(BACKEND));
     }
+    assert_eq!(ports.len(), 1);
 }
 
 /// As those of other flows: the client's router tells of answers that it cannot send on.

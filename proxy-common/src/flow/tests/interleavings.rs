@@ -234,7 +234,7 @@ impl<'a> AffinityTables<V4> for &'a Cpu<'a> {
         self.host.address_of_node()
     }
 
-    fn pods_told_by(&self) -> u32 {
+    fn pods_told_by(&self) -> u16 {
         self.host.pods_told_by()
     }
 
@@ -378,6 +378,10 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
 
     fn most_direct_flows(&self) -> u32 {
         0
+    }
+
+    fn encapsulation(&self) -> u16 {
+        ENCAPSULATION_IP
     }
 
     fn count_opening(&self, _: u32, _: impl FnOnce(&mut ServiceOpenings) -> bool) -> bool {

@@ -5,19 +5,22 @@ use std::{collections::BTreeSet, iter, sync::Arc};
 use ipnet::IpNet;
 use proxy_common::{
     layout::{
-        BACKEND_DRAINING, BACKEND_LOCAL, BACKEND_WEIGHT_SHIFT, EndpointSet, FRONTEND_AFFINITY, FRONTEND_DSR,
-        FRONTEND_EXTERNAL, FRONTEND_LEAST_CONNECTION, FRONTEND_LOCAL_POLICY, FRONTEND_MAGLEV,
-        FRONTEND_SOURCE_RANGES, FrontendKey, NAME_BYTES, SERVICE_DSR, SERVICE_EXTERNAL_LOCAL,
-        SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, SERVICE_LEAST_CONNECTION, SERVICE_MAGLEV, ServiceName,
-        SourceRange,
+        BACKEND_DRAINING, BACKEND_LOCAL, BACKEND_WEIGHT_SHIFT, ENCAPSULATION_GENEVE, ENCAPSULATION_IP,
+        EndpointSet, FRONTEND_AFFINITY, FRONTEND_DSR, FRONTEND_EXTERNAL, FRONTEND_LEAST_CONNECTION,
+        FRONTEND_LOCAL_POLICY, FRONTEND_MAGLEV, FRONTEND_SOURCE_RANGES, FrontendKey, NAME_BYTES, SERVICE_DSR,
+        SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, SERVICE_LEAST_CONNECTION,
+        SERVICE_MAGLEV, ServiceName, SourceRange,
     },
     port::Port,
 };
 
 use super::{allocate::Range, draining::is_draining, family::TableFamily, maglev, tables::SourceRangeKey};
-use crate::model::{
-    desired::{DesiredPort, Endpoint, Endpoints, FrontendKind, ServicePortName},
-    objects::{self, Algorithm, Forwarding, ObjectName, Protocol, TrafficPolicy},
+use crate::{
+    config::Encapsulation,
+    model::{
+        desired::{DesiredPort, Endpoint, Endpoints, FrontendKind, ServicePortName},
+        objects::{self, Algorithm, Forwarding, ObjectName, Protocol, TrafficPolicy},
+    },
 };
 
 /// Where a service port's endpoint sets lie among its slots, first slot of the service = 0.
@@ -165,6 +168,19 @@ pub(super) fn algorithm(flags: u32) -> Algorithm {
 /// As [`algorithm`].
 pub(super) fn forwarding(flags: u32) -> Forwarding {
     if flags & SERVICE_DSR != 0 { Forwarding::Dsr } else { Forwarding::Snat }
+}
+
+/// As [`Settings::encapsulation`](proxy_common::layout::Settings::encapsulation) has it.
+pub(super) fn encapsulation_number(encapsulation: Encapsulation) -> u16 {
+    match encapsulation {
+        Encapsulation::Ip => ENCAPSULATION_IP,
+        Encapsulation::Geneve => ENCAPSULATION_GENEVE,
+    }
+}
+
+/// The reverse of [`encapsulation_number`].
+pub(super) fn encapsulation(number: u16) -> Encapsulation {
+    if number == ENCAPSULATION_GENEVE { Encapsulation::Geneve } else { Encapsulation::Ip }
 }
 
 /// `Snat` or `Dsr`; `of_node`: of service ports that name none.

@@ -343,6 +343,7 @@ impl EbpfDataplane {
             settings.masquerade_all = u8::from(host.masquerade_all);
             settings.openings_per_window = flow::openings_per_window(host.new_connections_per_core);
             settings.most_direct_flows = self.config.limits.flows / ROWS_OF_DIRECT_FLOW / 2;
+            settings.encapsulation = layout::encapsulation_number(host.encapsulation);
             (settings.pods4, settings.pod_range4, settings.pod_range4_bits) = pods::<V4>(&host.local_traffic);
             (settings.pods6, settings.pod_range6, settings.pod_range6_bits) = pods::<V6>(&host.local_traffic);
         })?;
@@ -972,7 +973,7 @@ fn replace<K: Pod + Default + Ord, V: Pod + Default + PartialEq>(
 
 /// How traffic of pods of a family is told (`PODS_*`), and, by its source, the range and how many of its bits count. The configuration and
 /// the Node have one range of each family at most.
-fn pods<F: TableFamily>(local: &LocalTraffic) -> (u32, F::Address, u8) {
+fn pods<F: TableFamily>(local: &LocalTraffic) -> (u16, F::Address, u8) {
     match local {
         LocalTraffic::FromCidrs(cidrs) => {
             let by_source =

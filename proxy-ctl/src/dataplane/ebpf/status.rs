@@ -206,6 +206,7 @@ impl Reader<'_> {
             masquerade_addresses: masquerade.into_iter().filter(|ip| !ip.is_unspecified()).collect(),
             masquerade_ports: runs(&masquerade_ports(self.common)?),
             host_namespace: settings.host_namespace,
+            encapsulation: layout::encapsulation(settings.encapsulation),
         })
     }
 

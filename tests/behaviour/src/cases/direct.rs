@@ -1,7 +1,16 @@
 //! Direct server return: a node that a client outside dials sends its packets on as they are, and the endpoint's node answers.
 
-use anyhow::{Context as _, Result, ensure};
-use lab::{Dial, Protocol, cluster::OUTSIDE};
+use std::time::Duration;
+
+use anyhow::{Context as _, Result, bail, ensure};
+use lab::{
+    Dial, Protocol,
+    address::NodeNumber,
+    cluster::{FABRIC, NODES, OUTSIDE},
+    namespace, wait,
+};
+use scenario::Skip;
+use serde_json::{Value, json};
 
 use crate::{
     case::{Case, Variant, Variants},
@@ -18,7 +27,24 @@ pub(super) const CASES: &[Case] = &[
     Case::new("hybrid: TCP as with dsr, UDP as with snat", Variants::All, hybrid).concerns(is_ebpf),
     Case::new("dsr: a client learns what length fits", Variants::Tcp, long).concerns(is_ebpf).core(),
     Case::new("dsr comes and goes while connections go on", Variants::Tcp, changes).concerns(is_ebpf),
+    Case::new("dsr by geneve: endpoints of another node see the client", Variants::All, without_ip_in_ip)
+        .concerns(is_ebpf)
+        .configured(geneve)
+        .core(),
+    Case::new("dsr by geneve: a client learns what length fits", Variants::Tcp, long)
+        .concerns(is_ebpf)
+        .configured(geneve),
+    Case::new("dsr: geneve comes and goes while connections go on", Variants::Tcp, other_encapsulation)
+        .concerns(is_ebpf),
 ];
+
+fn geneve() -> Value {
+    encapsulation("geneve")
+}
+
+fn encapsulation(word: &str) -> Value {
+    json!({"ebpf": {"encapsulation": word}})
+}
 
 fn is_ebpf(setting: &Setting) -> bool {
     setting.proxy == ProxyKind::Ebpf
@@ -86,4 +112,59 @@ fn changes(world: &mut World, variant: Variant) -> Result<()> {
         world.agent(OUTSIDE)?.release(connection)?;
     }
     Ok(())
+}
+
+/// What comes from node 1 in IP alone is dropped meanwhile.
+fn dropping_ip_in_ip(world: &mut World, meanwhile: impl FnOnce(&mut World) -> Result<()>) -> Result<()> {
+    const DROP: &str = "table netdev network { chain from_node1 { \
+        type filter hook ingress device \"node1\" priority 0; \
+        meta l4proto { 4, 41 } drop; }; }";
+    if control_plane::go::on_path("nft").is_none() {
+        bail!(Skip("nft is not installed".into()));
+    }
+    let fabric = world.lab.netns(FABRIC)?.namespace.clone();
+    namespace::nft(&fabric, DROP)?;
+    let outcome = meanwhile(world);
+    namespace::nft(&fabric, "delete table netdev network")?;
+    outcome
+}
+
+fn without_ip_in_ip(world: &mut World, variant: Variant) -> Result<()> {
+    set(world, Some("dsr"))?;
+    dropping_ip_in_ip(world, |world| see(world, variant, true))
+}
+
+/// Node 2 follows before or after node 1: it takes packets out of either.
+fn other_encapsulation(world: &mut World, variant: Variant) -> Result<()> {
+    set(world, Some("dsr"))?;
+    let dial = dial(world, variant)?;
+    let mut held = vec![world.agent(OUTSIDE)?.hold_as(&dial)?.0];
+    for word in ["geneve", "ip"] {
+        world.reconfigure(encapsulation(word))?;
+        NODES.into_iter().try_for_each(|node| follows(world, node, word))?;
+        held.push(world.agent(OUTSIDE)?.hold_as(&dial)?.0);
+        let go_on = |world: &mut World| {
+            for connection in &held {
+                let outcome = world.agent(OUTSIDE)?.ping(*connection)?;
+                check::answered(&[outcome]).with_context(|| word)?;
+            }
+            see(world, variant, true)
+        };
+        if word == "geneve" { dropping_ip_in_ip(world, go_on)? } else { go_on(world)? }
+    }
+    for connection in held {
+        world.agent(OUTSIDE)?.release(connection)?;
+    }
+    world.reconfigure(json!({}))
+}
+
+/// Waits until the node has taken the encapsulation over.
+fn follows(world: &World, node: NodeNumber, word: &str) -> Result<()> {
+    const WITHIN: Duration = Duration::from_secs(10);
+    wait::until(&format!("{word} on node{node}"), WITHIN, || {
+        let services = world.tool(node, &["services", "default/direct", "--output", "json"]);
+        let services = services.map_err(|error| format!("{error:#}"))?;
+        let is_shown = services.contains(&format!("\"encapsulation\": \"{word}\""));
+        if is_shown { Ok(Some(())) } else { Err(services) }
+    })
 }

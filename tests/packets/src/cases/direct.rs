@@ -1,6 +1,7 @@
 //! Direct server return: the node that a client dials, and the one that answers. One world is both: its tables are filled as each has them.
+//! Each case is about packets in IP alone, and in Geneve.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use proxy_common::{
     flow::Stage,
     layout::*,
@@ -10,14 +11,48 @@ use proxy_common::{
 };
 
 use super::{
-    Group, Scene,
+    BOTH, Group, Scene, WorldKind,
     scene::*,
     transit::{OWN, Uplink},
 };
 use crate::{
     wire::{Cut, Endpoint, KnownAddress, Segment, Tunnel},
-    world::{Tables, Verdict},
+    world::{Output, Tables, Verdict},
 };
+
+/// What packets get before them.
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum Way {
+    Ip,
+    Geneve,
+}
+
+impl Way {
+    const fn encapsulation(self) -> u16 {
+        match self {
+            Self::Ip => ENCAPSULATION_IP,
+            Self::Geneve => ENCAPSULATION_GENEVE,
+        }
+    }
+
+    /// Bytes of the outer headers.
+    fn header<W: Tables>(self) -> usize {
+        ip_header::<W>() + if self == Self::Geneve { 16 } else { 0 }
+    }
+}
+
+fn ip_header<W: Tables>() -> usize {
+    if W::NAME == "ipv4" { 20 } else { 40 }
+}
+
+/// For both protocols, both ways.
+fn each<W: Tables + 'static>(group: &mut Group, name: &str, body: fn(&mut Scene<W>, Way) -> Result<()>) {
+    for (way, label) in [(Way::Ip, "direct"), (Way::Geneve, "direct by geneve")] {
+        for protocol in BOTH {
+            group.add::<W>(&format!("{label}: {name}"), protocol, WorldKind::Usual, move |s| body(s, way));
+        }
+    }
+}
 
 /// Served by every node alike.
 const LOAD_BALANCER: Endpoint = (KnownAddress::External, 80);
@@ -27,20 +62,21 @@ const SERVICE: u32 = 1;
 const FLAGS: u32 = FRONTEND_EXTERNAL | FRONTEND_DSR;
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
-    group.both::<W>("direct: to a node port of this node and its backend elsewhere", |s| {
-        dialled(s)?;
-        sent_on(s, NODE_PORT, KnownAddress::Node)
+    geneve_cases::<W>(group);
+    each::<W>(group, "to a node port of this node and its backend elsewhere", |s, way| {
+        dialled(s, way)?;
+        sent_on(s, NODE_PORT, KnownAddress::Node, way)
     });
-    group.both::<W>("direct: to a load balancer and a backend elsewhere", |s| {
-        dialled(s)?;
-        sent_on(s, LOAD_BALANCER, KnownAddress::Node)
+    each::<W>(group, "to a load balancer and a backend elsewhere", |s, way| {
+        dialled(s, way)?;
+        sent_on(s, LOAD_BALANCER, KnownAddress::Node, way)
     });
-    group.both::<W>("direct: to a backend of this node", |s| {
+    each::<W>(group, "to a backend of this node", |s, _| {
         serve(s, &[(11, LOCAL, true)])?;
         s.opens("uplink_ingress", CLIENT, LOAD_BALANCER, LOCAL).map(drop)
     });
-    group.both::<W>("direct: to a backend of this node that is said to be elsewhere", |s| {
-        dialled(s)?;
+    each::<W>(group, "to a backend of this node that is said to be elsewhere", |s, way| {
+        dialled(s, way)?;
         let first = s.first(CLIENT, LOAD_BALANCER);
         s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
         s.send("workload_egress", &first.to(REMOTE), Expect::Untouched)?;
@@ -48,23 +84,23 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.send("workload_ingress", &answer, Expect::Untouched)?;
         s.send("uplink_egress", &answer, Expect::Becomes(&answer.from(LOAD_BALANCER)))
     });
-    group.both::<W>("direct: taken out and answered", |s| {
+    each::<W>(group, "taken out and answered", |s, way| {
         backends_node(s)?;
         for dialled in [LOAD_BALANCER, OTHERS_NODE_PORT] {
             let client = (CLIENT.0, CLIENT.1 + u16::from(dialled == LOAD_BALANCER));
             let first = s.first(client, dialled);
-            arrives(s, &first, Expect::Becomes(&first.to(LOCAL)))?;
+            arrives(s, &first, way, Expect::Becomes(&first.to(LOCAL)))?;
             let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
             s.send("uplink_egress", &answer, Expect::Becomes(&answer.from(dialled)))?;
             let next = first.flags(TCP_ACK);
-            arrives(s, &next, Expect::Becomes(&next.to(LOCAL)))?;
+            arrives(s, &next, way, Expect::Becomes(&next.to(LOCAL)))?;
             ensure!(s.flow_of(Stage::Opening, client)?.flags == 0, "an ordinary flow");
         }
         s.counted(&[(Reason::FlowOpened, 2)])
     });
     // What one role makes is what the other takes.
-    group.both::<W>("direct: from one node to the other and back to the client", |s| {
-        dialled(s)?;
+    each::<W>(group, "from one node to the other and back to the client", |s, way| {
+        dialled(s, way)?;
         let first = Segment { payload: vec![7; 300], ..s.first(CLIENT, LOAD_BALANCER) };
         s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
         let carried = s.world.forward("uplink_egress", &first.to(REMOTE).bytes::<W>())?.packet;
@@ -76,9 +112,9 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let answer = first.to(REMOTE).answer(TCP_SYN | TCP_ACK);
         s.send("uplink_egress", &answer, Expect::Becomes(&answer.from(LOAD_BALANCER)))
     });
-    group.both::<W>("direct: what is not for this node passes as it is", |s| {
+    each::<W>(group, "what is not for this node passes as it is", |s, way| {
         backends_node(s)?;
-        let to = |source, destination| Tunnel { source, destination };
+        let to = |source, destination| Tunnel { source, destination, ..tunnel(way) };
         let first = s.first(CLIENT, LOAD_BALANCER);
         let others = [
             // To an endpoint of another node, and to none.
@@ -88,35 +124,35 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
             s.first(CLIENT, OTHERS_NODE_PORT)
                 .in_tunnel::<W>(to(KnownAddress::Stranger, KnownAddress::LocalBackend)),
             // To what no service has.
-            s.first(CLIENT, (KnownAddress::Stranger, 80)).in_tunnel::<W>(tunnel()),
+            s.first(CLIENT, (KnownAddress::Stranger, 80)).in_tunnel::<W>(tunnel(way)),
         ];
         for bytes in others {
             s.send_bytes("uplink_ingress", &bytes, Expect::Untouched)?;
         }
         if s.protocol == PROTOCOL_TCP {
-            let segment = first.flags(TCP_ACK).in_tunnel::<W>(tunnel());
+            let segment = first.flags(TCP_ACK).in_tunnel::<W>(tunnel(way));
             s.send_bytes("uplink_ingress", &segment, Expect::Untouched)?;
         }
         // From a pod.
-        s.send_bytes("workload_ingress", &first.in_tunnel::<W>(tunnel()), Expect::Untouched)?;
+        s.send_bytes("workload_ingress", &first.in_tunnel::<W>(tunnel(way)), Expect::Untouched)?;
         ensure!(s.flow_counts()? == (0, 0), "entries {:?}", s.flow_counts()?);
         s.counted(&[])
     });
-    group.both::<W>("direct: a service without it takes nothing out", |s| {
+    each::<W>(group, "a service without it takes nothing out", |s, way| {
         s.service(SERVICE, &[(11, LOCAL, true)])?;
         s.frontend(LOAD_BALANCER, SERVICE, FRONTEND_EXTERNAL)?;
-        let bytes = s.first(CLIENT, LOAD_BALANCER).in_tunnel::<W>(tunnel());
+        let bytes = s.first(CLIENT, LOAD_BALANCER).in_tunnel::<W>(tunnel(way));
         s.send_bytes("uplink_ingress", &bytes, Expect::Untouched)
     });
-    group.both::<W>("direct: cut short anywhere, and one in one in another", |s| {
+    each::<W>(group, "cut short anywhere, and one in one in another", |s, way| {
         backends_node(s)?;
-        let whole = s.first(CLIENT, LOAD_BALANCER).in_tunnel::<W>(tunnel());
+        let whole = s.first(CLIENT, LOAD_BALANCER).in_tunnel::<W>(tunnel(way));
         // The kernel gives programs no shorter ones.
         let shortest = if W::NAME == "ipv4" { 34 } else { 54 };
         for length in shortest..whole.len() {
             s.send_bytes("uplink_ingress", &whole[..length], Expect::Untouched)?;
         }
-        let nested = W::in_tunnel(&whole, tunnel());
+        let nested = W::in_tunnel(&whole, tunnel(way));
         s.send_bytes("uplink_ingress", &nested, Expect::Untouched)?;
         ensure!(s.flow_counts()? == (0, 0), "entries {:?}", s.flow_counts()?);
         s.send_bytes(
@@ -125,17 +161,15 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
             Expect::BecomesBytes(s.first(CLIENT, LOAD_BALANCER).to(LOCAL).bytes::<W>()),
         )
     });
-    group.both::<W>("direct: fragments", |s| {
-        dialled(s)?;
+    each::<W>(group, "fragments", |s, way| {
+        dialled(s, way)?;
         let cut = Cut { id: 7, piece: 32 };
         let packet = Segment { payload: vec![7; 100], ..s.first(CLIENT, LOAD_BALANCER) };
         let fragments = packet.fragments::<W>(cut).into_iter().zip(packet.to(REMOTE).fragments::<W>(cut));
         let carried: Vec<_> = fragments
             .map(|(fragment, inside)| {
                 s.send_bytes("uplink_ingress", &fragment, Expect::BecomesBytes(inside.clone()))?;
-                let carried = W::in_tunnel(&fragment, to_remote(KnownAddress::Node));
-                s.send_bytes("uplink_egress", &inside, Expect::BecomesBytes(carried.clone()))?;
-                Ok(carried)
+                leaves(s, &inside, &fragment, KnownAddress::Node, way)
             })
             .collect::<Result<_>>()?;
         s.world.clear()?;
@@ -146,38 +180,38 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         }
         Ok(())
     });
-    group.both::<W>("direct: errors about answers go to the backend", |s| {
-        dialled(s)?;
+    each::<W>(group, "errors about answers go to the backend", |s, way| {
+        dialled(s, way)?;
         let first = s.first(CLIENT, LOAD_BALANCER);
         s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
         let quoted = first.answer(TCP_ACK);
         let error = W::error(CLIENT.0, LOAD_BALANCER.0, &quoted);
         let inside = W::error(CLIENT.0, REMOTE.0, &quoted.from(REMOTE));
         s.send_bytes("uplink_ingress", &error, Expect::BecomesBytes(inside.clone()))?;
-        let carried = W::in_tunnel(&error, to_remote(KnownAddress::Node));
-        s.send_bytes("uplink_egress", &inside, Expect::BecomesBytes(carried.clone()))?;
+        let carried = leaves(s, &inside, &error, KnownAddress::Node, way)?;
         s.world.clear()?;
         s.service(SERVICE, &[(12, REMOTE, true)])?;
         s.frontend(LOAD_BALANCER, SERVICE, FLAGS)?;
-        s.send_bytes("uplink_ingress", &first.in_tunnel::<W>(to_remote(KnownAddress::OtherNode)), {
-            Expect::BecomesBytes(first.to(REMOTE).bytes::<W>())
-        })?;
+        let opening =
+            first.in_tunnel::<W>(Tunnel { destination: KnownAddress::RemoteBackend, ..tunnel(way) });
+        s.send_bytes("uplink_ingress", &opening, Expect::BecomesBytes(first.to(REMOTE).bytes::<W>()))?;
         s.send_bytes("uplink_ingress", &carried, Expect::BecomesBytes(inside))
     });
-    group.both::<W>("direct: the client is told of a packet that is too long with its header", |s| {
+    each::<W>(group, "the client is told of a packet that is too long with its header", |s, way| {
         let uplink = Uplink::new::<W>(s.world)?;
         uplink.knows::<W>(CLIENT.0, OWN)?;
-        dialled(s)?;
+        dialled(s, way)?;
         let first = s.first(CLIENT, LOAD_BALANCER);
         s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
         let room = MTU + 14 - first.bytes::<W>().len() + first.payload.len();
-        let header = if W::NAME == "ipv4" { 20 } else { 40 };
+        let header = way.header::<W>();
         let of =
             |length: usize| Segment { payload: vec![1; length], ..s.packet(CLIENT, LOAD_BALANCER, TCP_ACK) };
         let (fits, longer) = (of(room - header), of(room - header + 1));
         let output = s.world.leaves_by(uplink.index, "uplink_egress", &fits.to(REMOTE).bytes::<W>())?;
-        ensure!(output.verdict == Verdict::GoesOn, "{:?}", output.verdict);
-        ensure!(output.packet == fits.in_tunnel::<W>(to_remote(KnownAddress::Node)), "not as it was");
+        let length = output.packet.len();
+        is_carried::<W>(&output, &fits.bytes::<W>(), KnownAddress::Node, way)?;
+        ensure!(length == MTU + 14, "{length} bytes");
         let output = s.world.leaves_by(uplink.index, "uplink_egress", &longer.to(REMOTE).bytes::<W>())?;
         ensure!(output.verdict == Verdict::Redirected, "{:?}", output.verdict);
         // It fits into the interface, so that this much less does with the header.
@@ -185,14 +219,14 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(output.packet == W::too_big(&longer, told), "another error");
         s.counted(&[(Reason::FlowOpened, 1), (Reason::PacketTooBig, 1)])
     });
-    group.both::<W>("direct: merged datagrams are as long as each of them", |s| {
+    each::<W>(group, "merged datagrams are as long as each of them", |s, way| {
         let uplink = Uplink::new::<W>(s.world)?;
         uplink.knows::<W>(CLIENT.0, OWN)?;
-        dialled(s)?;
+        dialled(s, way)?;
         let first = s.first(CLIENT, LOAD_BALANCER);
         s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
         let headers = first.bytes::<W>().len() - first.payload.len() - 14;
-        let header = if W::NAME == "ipv4" { 20 } else { 40 };
+        let header = way.header::<W>();
         let fits = MTU - headers - header;
         for (size, is_too_long) in [(fits, false), (fits + 1, true)] {
             let packet = Segment { payload: vec![1; 2 * size], ..s.packet(CLIENT, LOAD_BALANCER, TCP_ACK) };
@@ -212,8 +246,9 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 const MTU: usize = 1_500;
 
 /// What the node knows that the client dials.
-fn dialled<W: Tables>(s: &mut Scene<W>) -> Result<()> {
-    serve(s, &[(12, REMOTE, false)])
+fn dialled<W: Tables>(s: &mut Scene<W>, way: Way) -> Result<()> {
+    serve(s, &[(12, REMOTE, false)])?;
+    s.change_settings(|settings| settings.encapsulation = way.encapsulation())
 }
 
 /// As [`dialled`]; of its service port.
@@ -238,26 +273,127 @@ fn backends_node<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 }
 
 /// In what another node sends packets to `LOCAL`.
-fn tunnel() -> Tunnel {
-    Tunnel { source: KnownAddress::OtherNode, destination: KnownAddress::LocalBackend }
+fn tunnel(way: Way) -> Tunnel {
+    let port = (way == Way::Geneve).then_some(50_000);
+    Tunnel { source: KnownAddress::OtherNode, destination: KnownAddress::LocalBackend, port }
 }
 
-fn to_remote(source: KnownAddress) -> Tunnel {
-    Tunnel { source, destination: KnownAddress::RemoteBackend }
+fn arrives<W: Tables>(s: &mut Scene<W>, packet: &Segment, way: Way, expected: Expect) -> Result<()> {
+    s.send_bytes("uplink_ingress", &packet.in_tunnel::<W>(tunnel(way)), expected)
 }
 
-fn arrives<W: Tables>(s: &mut Scene<W>, packet: &Segment, expected: Expect) -> Result<()> {
-    s.send_bytes("uplink_ingress", &packet.in_tunnel::<W>(tunnel()), expected)
+/// A packet with ends of this node leaves as the client has sent it, in one from this address to `REMOTE`. Gives that.
+fn leaves<W: Tables>(
+    s: &mut Scene<W>,
+    inside: &[u8],
+    sent: &[u8],
+    from: KnownAddress,
+    way: Way,
+) -> Result<Vec<u8>> {
+    let output = s.world.run("uplink_egress", inside)?;
+    is_carried::<W>(&output, sent, from, way)?;
+    Ok(output.packet)
+}
+
+/// The port that Geneve comes from.
+fn source_port<W: Tables>(packet: &[u8]) -> u16 {
+    let place = 14 + ip_header::<W>();
+    u16::from_be_bytes([packet[place], packet[place + 1]])
+}
+
+fn is_carried<W: Tables>(output: &Output, sent: &[u8], from: KnownAddress, way: Way) -> Result<()> {
+    ensure!(output.verdict == Verdict::GoesOn, "{:?}", output.verdict);
+    let port = (way == Way::Geneve).then(|| source_port::<W>(&output.packet));
+    ensure!(port.is_none_or(|port| (32_768..49_152).contains(&port)), "from port {port:?}");
+    let tunnel = Tunnel { source: from, destination: KnownAddress::RemoteBackend, port };
+    let expected = W::in_tunnel(sent, tunnel);
+    ensure!(output.packet == expected, "became\n  {:02x?}\nexpected\n  {expected:02x?}", output.packet);
+    Ok(())
 }
 
 /// The client's packets leave in packets from this address, as they came.
-fn sent_on<W: Tables>(s: &mut Scene<W>, dialled: Endpoint, from: KnownAddress) -> Result<()> {
+fn sent_on<W: Tables>(s: &mut Scene<W>, dialled: Endpoint, from: KnownAddress, way: Way) -> Result<()> {
+    let mut ports = Vec::new();
     for flags in [TCP_SYN, TCP_ACK] {
         let packet = s.packet(CLIENT, dialled, flags);
         s.send("uplink_ingress", &packet, Expect::Becomes(&packet.to(REMOTE)))?;
-        let carried = packet.in_tunnel::<W>(to_remote(from));
-        s.send_bytes("uplink_egress", &packet.to(REMOTE).bytes::<W>(), Expect::BecomesBytes(carried))?;
+        let inside = packet.to(REMOTE).bytes::<W>();
+        let carried = leaves(s, &inside, &packet.bytes::<W>(), from, way)?;
+        ports.push(source_port::<W>(&carried));
+        // A device below has programs too.
+        s.send_bytes("uplink_egress", &carried, Expect::Untouched)?;
     }
+    ports.dedup();
+    ensure!(way == Way::Ip || ports.len() == 1, "a flow from ports {ports:?}");
     ensure!(s.flow_of(Stage::Opening, CLIENT)?.flags == FLOW_DSR, "a flow of one direction");
     s.counted(&[(Reason::FlowOpened, 1)])
+}
+
+/// A packet of Geneve to `LOCAL`, some of whose bytes behind the outer IP header are others.
+fn geneve_cases<W: Tables + 'static>(group: &mut Group) {
+    /// Of UDP and Geneve.
+    const HEADERS: usize = 16;
+    type Change = fn(&mut Vec<u8>, usize);
+    const ARE_TAKEN_OUT: [Change; 3] = [
+        |bytes, udp| bytes[udp + 6] = 1,
+        |bytes, udp| bytes[udp + 15] = 1,
+        |bytes, udp| with_options(bytes, udp, &[0, 1, 7, 1, 1, 2, 3, 4]),
+    ];
+    const PASS: [(&str, Change); 8] = [
+        ("another port", |bytes, udp| bytes[udp + 3] += 1),
+        ("another version", |bytes, udp| bytes[udp + 8] |= 0x40),
+        ("control", |bytes, udp| bytes[udp + 9] |= 0x80),
+        ("critical options", |bytes, udp| {
+            with_options(bytes, udp, &[0, 1, 0x87, 1, 1, 2, 3, 4]);
+            bytes[udp + 9] |= 0x40;
+        }),
+        ("options that are not there", |bytes, udp| bytes[udp + 8] |= 0x3f),
+        ("Ethernet", |bytes, udp| bytes[udp + 10..udp + 12].copy_from_slice(&[0x65, 0x58])),
+        ("the other family", |bytes, udp| bytes[udp + 10] ^= 0x8e),
+        ("a virtual network", |bytes, udp| bytes[udp + 14] = 1),
+    ];
+    group.both::<W>("direct by geneve: other headers", |s| {
+        backends_node(s)?;
+        let udp = 14 + ip_header::<W>();
+        let first = s.first(CLIENT, LOAD_BALANCER);
+        let whole = first.in_tunnel::<W>(tunnel(Way::Geneve));
+        ensure!(whole[udp + HEADERS..] == first.bytes::<W>()[14..], "it begins elsewhere");
+        for (what, change) in PASS {
+            let mut bytes = whole.clone();
+            change(&mut bytes, udp);
+            s.send_bytes("uplink_ingress", &bytes, Expect::Untouched).context(what)?;
+        }
+        ensure!(s.flow_counts()? == (0, 0), "entries {:?}", s.flow_counts()?);
+        for change in ARE_TAKEN_OUT {
+            let mut bytes = whole.clone();
+            change(&mut bytes, udp);
+            let becomes = first.to(LOCAL).bytes::<W>();
+            s.send_bytes("uplink_ingress", &bytes, Expect::BecomesBytes(becomes))?;
+        }
+        s.counted(&[(Reason::FlowOpened, 1)])
+    });
+    group.both::<W>("direct by geneve: to a frontend at that port", |s| {
+        const OWN: Endpoint = (KnownAddress::LocalBackend, 6081);
+        backends_node(s)?;
+        // Its endpoint serves Geneve itself.
+        let key = FrontendKey::of_address(W::address(KnownAddress::External), Port::new(6081), PROTOCOL_UDP);
+        s.service(2, &[(13, OWN, true)])?;
+        W::put_frontend(&mut s.world.ebpf, key, Frontend { service: 2, flags: FRONTEND_EXTERNAL })?;
+        let to = Tunnel { destination: KnownAddress::External, ..tunnel(Way::Geneve) };
+        let first = s.first(CLIENT, LOAD_BALANCER);
+        let becomes = first.in_tunnel::<W>(Tunnel { destination: OWN.0, ..to });
+        s.send_bytes("uplink_ingress", &first.in_tunnel::<W>(to), Expect::BecomesBytes(becomes))?;
+        s.counted(&[(Reason::FlowOpened, 1)])
+    });
+}
+
+/// Puts options behind the header of Geneve, and corrects all lengths.
+fn with_options(bytes: &mut Vec<u8>, udp: usize, options: &[u8]) {
+    bytes.splice(udp + 16..udp + 16, options.iter().copied());
+    bytes[udp + 8] |= (options.len() / 4) as u8;
+    let added = options.len() as u16;
+    for place in [udp + 4, if udp == 34 { 16 } else { 18 }] {
+        let length = u16::from_be_bytes([bytes[place], bytes[place + 1]]) + added;
+        bytes[place..place + 2].copy_from_slice(&length.to_be_bytes());
+    }
 }

@@ -129,6 +129,8 @@ pub struct Scratch<A> {
     pub is_parsed: bool,
     /// Of the Ethernet header that a packet in transit gets: destination and source.
     pub next_hop: [u8; 12],
+    /// A packet in transit leaves by another interface than it has come by.
+    pub is_redirected: bool,
     /// The packet, which has come in, was in another.
     pub is_unpacked: bool,
     /// Of the packet that this one was in, or is to be in.

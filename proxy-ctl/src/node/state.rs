@@ -520,6 +520,18 @@ mod tests {
     }
 
     #[test]
+    fn link_addresses_are_those_of_ethernet() {
+        let with = |address: &[u8]| {
+            let mut message = link(2, "eth0", None, None);
+            message.attributes.push(LinkAttribute::Address(address.to_vec()));
+            let host = state([RouteNetlinkMessage::NewLink(message)]).host(&cluster(&[]));
+            host.interfaces[0].link_address
+        };
+        assert_eq!(with(&[2, 0, 0, 0, 0, 1]), Some([2, 0, 0, 0, 0, 1]));
+        assert_eq!(with(&[192, 0, 2, 1]), None, "of a tunnel");
+    }
+
+    #[test]
     fn a_plain_node() {
         let host = node().host(&cluster(&[]));
         assert_eq!(roles(&host), [("eth0", Role::Uplink), ("veth1", Role::Workload)]);

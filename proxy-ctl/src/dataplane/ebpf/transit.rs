@@ -114,10 +114,6 @@ impl Transit {
     /// What the interfaces that were attached to may do.
     pub(super) fn redirects(&self) -> Redirects {
         let mut redirects = Redirects::default();
-        // Nothing is sent to another where there is one.
-        if self.redirections.len() < 2 {
-            return redirects;
-        }
         let room = REDIRECTS as usize / KEYS_OF_TARGET;
         for (&interface, redirection) in self.redirections.iter().take(room) {
             redirects.sources.extend(redirection.gives.map(|address| (interface, address)));
@@ -129,7 +125,9 @@ impl Transit {
             let target = RedirectTarget { interface, program: 0 };
             redirects.targets.extend(keys.iter().map(|key| (*key, target)));
         }
-        redirects
+        let Redirects { sources, targets } = &redirects;
+        let has_other = |source| targets.values().any(|target| target.interface != source);
+        if sources.keys().any(|source| has_other(*source)) { redirects } else { Redirects::default() }
     }
 
     /// Answers whether anything had to be done. An uplink that cannot have the program is served by TC alone, which the log says.
@@ -260,7 +258,8 @@ mod tests {
             Transit { redirections, ..Transit::new(Xdp::Native) }.redirects()
         };
         let target = |interface| RedirectTarget { interface, program: 0 };
-        assert_eq!(of(vec![(2, Some(OWN), Some(Takes::All))]), Redirects::default(), "there is no other");
+        let without_other = vec![(2, Some(OWN), Some(Takes::All)), (3, None, None)];
+        assert_eq!(of(without_other), Redirects::default());
         let found =
             of(vec![(2, Some(OWN), None), (3, None, Some(Takes::All)), (4, Some(OWN), Some(Takes::Whole))]);
         let expected = Redirects {

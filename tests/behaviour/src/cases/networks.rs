@@ -95,21 +95,19 @@ fn redirected(world: &mut World, variant: Variant) -> Result<()> {
     const KNOWN_WITHIN: Duration = Duration::from_secs(30);
     over(world, variant, Network::SecondUplink)?;
     let target = world.node_port(&OVER_NETWORK, 1, variant.family)?;
-    let counted = || {
+    // Of a connection: the backend's SYN, what acknowledges it, request, answer, and the ends.
+    let of_each = if variant.protocol == Protocol::Tcp { 5 } else { 1 };
+    let request = || {
         let before = world.counted(1, REASON)?;
         let dial = Dial::new(variant.protocol, target).times(REQUESTS.into());
         world.answers(OUTSIDE, &dial, &[Network::SecondUplink.pod()])?;
-        anyhow::Ok(world.counted(1, REASON)? - before)
+        let packets = world.counted(1, REASON)? - before;
+        ensure!(packets >= of_each * u64::from(REQUESTS - 4), "{packets} packets of {REQUESTS} requests");
+        Ok(())
     };
     wait::until("frames leave by the other uplink", KNOWN_WITHIN, || {
-        let packets = counted().map_err(|error| error.to_string())?;
-        Ok((packets > 0).then_some(()))
-    })?;
-    let packets = counted()?;
-    // Of a connection: the backend's SYN, what acknowledges it, request, answer, and the ends.
-    let of_each = if variant.protocol == Protocol::Tcp { 5 } else { 1 };
-    ensure!(packets >= of_each * u64::from(REQUESTS - 4), "{packets} packets of {REQUESTS} requests");
-    Ok(())
+        request().map(Some).map_err(|error| error.to_string())
+    })
 }
 
 fn from_node(world: &mut World, variant: Variant) -> Result<()> {

@@ -6,7 +6,7 @@ use anyhow::{Result, bail, ensure};
 use lab::{
     Answer, Dial, Protocol,
     address::external,
-    cluster::{OUTSIDE, SECOND_OUTSIDE, network::Network},
+    cluster::{OUTSIDE, SECOND_OUTSIDE, drivers_tell_what_they_take, network::Network},
     objects::{Ingress, Service},
     wait,
 };
@@ -93,6 +93,9 @@ fn redirected(world: &mut World, variant: Variant) -> Result<()> {
     const REASON: &str = "redirected_by_driver";
     /// The controller looks at what devices can do every ten seconds: the other end of the pair became a card after it had met it.
     const KNOWN_WITHIN: Duration = Duration::from_secs(30);
+    if !drivers_tell_what_they_take() {
+        bail!(Skip("this kernel does not tell which frames a veth takes (6.3)".to_owned()));
+    }
     over(world, variant, Network::SecondUplink)?;
     let target = world.node_port(&OVER_NETWORK, 1, variant.family)?;
     // Of a connection: the backend's SYN, what acknowledges it, request, answer, and the ends.

@@ -65,7 +65,7 @@ limits! {
 ///
 /// Programs write flows, so a table of flows can only change its size while they work on it: they find it in an array of two maps,
 /// `<table>_maps` ([`layout::MAP_IN_USE`](crate::layout::MAP_IN_USE)). Kinds `maps_of_…` are these arrays, with the types of their maps.
-/// The keys of a `lpm_trie` are a [`PrefixKey`](crate::layout::PrefixKey) of the type. A `ring` has no keys, and its size is in bytes.
+/// Programs at tracepoints read only hash tables of kind `preallocated_hash`. `devices` is a hash of devices that frames can be sent by. The keys of a `lpm_trie` are a [`PrefixKey`](crate::layout::PrefixKey) of the type. A `ring` has no keys, and its size is in bytes.
 #[macro_export]
 macro_rules! tables {
     ($define:ident) => {
@@ -102,6 +102,8 @@ macro_rules! tables {
             node_addresses6: hash(A6, NodeAddress), [NodeAddresses];
             interfaces: hash(u32, InterfaceSettings), [NodeAddresses];
             vlan_devices: hash(VlanTag, u32), [NodeAddresses];
+            redirect_sources: preallocated_hash(u32, LinkAddress), REDIRECTS;
+            redirect_targets: devices(u32, RedirectTarget), REDIRECTS;
             masquerade_ports: shared_array(u32, FourPorts), (MASQUERADE_PORT_ROOM / 4);
             moved_ports: array(u32, u32), PORTS;
             socket_origin4: socket_storage(u32, SocketOrigin<A4>), 0;
@@ -195,6 +197,10 @@ pub mod program {
     pub const uplink_transit: &str = "uplink_transit";
     /// The same for kernels whose drivers hand over frames in fragments.
     pub const uplink_transit_frags: &str = "uplink_transit_frags";
+    /// On the kernel's tracepoint `xdp_devmap_xmit`: a device was given frames that XDP had redirected.
+    pub const redirect_sent: &str = "redirect_sent";
+    /// On the kernel's tracepoint `xdp_redirect_err`: a frame was not redirected.
+    pub const redirect_failed: &str = "redirect_failed";
     /// On the cgroup, where sockets are counted: one is closed.
     pub const sock_release: &str = "sock_release";
     /// On connect4 for a moment: tells the controller its own network namespace where the kernel does not.

@@ -839,6 +839,33 @@ pub struct VlanTag {
     pub id: u16,
 }
 
+/// Room in the tables `redirect_sources` and `redirect_targets`.
+pub const REDIRECTS: u32 = 512;
+
+/// Table `redirect_sources`, hash by interface index: uplinks whose frames XDP may send on by others, with their own link address. What is for
+/// another address is only seen by them.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct LinkAddress {
+    pub bytes: [u8; 6],
+    pub _padding: [u8; 2],
+}
+
+/// Table `redirect_targets`, map of devices: uplinks that XDP may send frames on by which have come by others. The key is the interface index,
+/// for frames in fragments with [`IN_FRAGMENTS`]. When a device goes, the kernel removes its entries.
+///
+/// As the kernel's `bpf_devmap_val`.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C)]
+pub struct RedirectTarget {
+    pub interface: u32,
+    /// 0: none.
+    pub program: u32,
+}
+
+/// Indexes of interfaces do not have this bit.
+pub const IN_FRAGMENTS: u32 = 1 << 31;
+
 /// Ethertype of 802.1Q.
 pub const TAG_CUSTOMER: u16 = 0x8100;
 /// Ethertype of 802.1ad.
@@ -1058,6 +1085,7 @@ const _: () = {
     assert!(size_of::<Settings>() == 96 && size_of::<FlowState>() == 4 && size_of::<ServiceCounters>() == 24);
     assert!(size_of::<InterfaceSettings>() == 24 && size_of::<FourPorts>() == 8);
     assert!(size_of::<VlanTag>() == 8);
+    assert!(size_of::<LinkAddress>() == 8 && size_of::<RedirectTarget>() == 8);
     assert!(size_of::<ForeignFlow>() == 8);
     assert!(size_of::<Connections>() == 32 && size_of::<Collected>() == 16);
     assert!(size_of::<AffinityKey<[u8; 4]>>() == 12 && size_of::<AffinityKey<[u8; 16]>>() == 24);
@@ -1094,6 +1122,8 @@ mod pod {
         NodeAddress,
         InterfaceSettings,
         VlanTag,
+        LinkAddress,
+        RedirectTarget,
         FourPorts,
         ForeignFlow,
         Affinity,

@@ -63,6 +63,10 @@ reasons! {
     PingAnswered = 10, Pass, "ping_answered";
     /// XDP has sent a packet on by the interface that it came by.
     SentByDriver = 11, Pass, "sent_by_driver";
+    /// XDP has sent a packet on by another interface than it came by.
+    RedirectedByDriver = 12, Pass, "redirected_by_driver";
+    /// No device has taken a frame that XDP had sent on by another interface.
+    RedirectFailed = 13, Drop, "redirect_failed";
     /// A packet opened a flow.
     FlowOpened = 16, Pass, "flow_opened";
     /// A SYN on a connection that ended, or a datagram whose backend is gone: the client gets a new backend.

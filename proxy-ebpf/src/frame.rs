@@ -40,6 +40,13 @@ impl Frame {
         Self { ctx, length: unsafe { bpf_xdp_get_buff_len(ctx) } as u32 }
     }
 
+    /// Nothing of it is in fragments.
+    #[inline(always)]
+    pub(crate) fn is_whole(self) -> bool {
+        let (begin, end) = self.bounds();
+        (end - begin) as u32 == self.length
+    }
+
     /// For helpers.
     #[inline(always)]
     pub(crate) fn context(self) -> *mut c_void {

@@ -1,7 +1,7 @@
 //! Constants that the controller sets when it loads the object. They lie in `.rodata`, so the verifier skips
 //! the branches that they switch off, with the helpers in them that an old kernel lacks.
 //!
-//! 1 is on, everything else off. The defaults are numbers that nothing else uses: LLVM may let an anonymous
+//! Of switches 1 is on, everything else off. The defaults are numbers that nothing else uses: LLVM may let an anonymous
 //! constant with the same bytes share the place of a global, and would then see what the controller sets there.
 
 use aya_ebpf::Global;
@@ -36,6 +36,14 @@ globals! {
     DROP_UNALLOCATED: u32 = 0x6f66_6607;
     /// 1: pings of ClusterIPs are answered.
     ANSWER_PING: u32 = 0x6f66_6608;
+    /// Offset of `ifindex` in the kernel's `net_device`.
+    DEVICE_INDEX: u32 = 0x6f66_660e;
+    /// Of `nd_net`.
+    DEVICE_NETWORK: u32 = 0x6f66_660f;
+    /// Of `ns.inum` in the kernel's `net`.
+    NETWORK_NUMBER: u32 = 0x6f66_6610;
+    /// Inode number of the node's network namespace.
+    OWN_NETWORK: u32 = 0x6f66_6611;
     /// 1: the kernel has bpf_check_mtu (5.12). From then on bpf_skb_adjust_room makes packets longer than the interface takes.
     CAN_CHECK_MTU: u32 = 0x6f66_660d;
 }

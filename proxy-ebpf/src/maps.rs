@@ -3,7 +3,9 @@
 
 use aya_ebpf::{
     bindings::{BPF_F_MMAPABLE, BPF_F_NO_PREALLOC},
-    btf_maps::{Array, ArrayOfMaps, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf, SkStorage},
+    btf_maps::{
+        Array, ArrayOfMaps, DevMapHash, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf, SkStorage,
+    },
     macros::btf_map,
 };
 use proxy_common::{
@@ -29,6 +31,7 @@ macro_rules! table {
     (hash, $key:ty, $value:ty, $entries:tt) => {
         HashMap<$key, $value, { entries!($entries) }, { BPF_F_NO_PREALLOC as usize }>
     };
+    (preallocated_hash, $key:ty, $value:ty, $entries:tt) => { HashMap<$key, $value, { entries!($entries) }> };
     (lpm_trie, $key:ty, $value:ty, $entries:tt) => { LpmTrie<$key, $value, { entries!($entries) }> };
     (lru_hash, $key:ty, $value:ty, $entries:tt) => { LruHashMap<$key, $value, { entries!($entries) }> };
     // The maps in the array say how many entries they have; since 5.10.
@@ -43,6 +46,7 @@ macro_rules! table {
         Array<$value, { entries!($entries) }, { BPF_F_MMAPABLE as usize }>
     };
     (per_cpu_array, $key:ty, $value:ty, $entries:tt) => { PerCpuArray<$value, { entries!($entries) }> };
+    (devices, $key:ty, $value:ty, $entries:tt) => { DevMapHash<{ entries!($entries) }> };
     (socket_storage, $key:ty, $value:ty, $entries:tt) => { SkStorage<$value> };
     (ring, $key:ty, $value:ty, $entries:tt) => { RingBuf<$value, { entries!($entries) }> };
 }

@@ -1,11 +1,11 @@
-//! The way of a packet from outside that leaves by the interface that it has come by, to a backend on another node or back to the
-//! client: the driver sends it on before the stack has it. All other packets pass, as they are, to the programs of TC.
+//! The way of a packet from outside to a backend on another node, or back to the client: the driver sends it on before the stack has it, by the
+//! interface that it has come by or by another uplink. All other packets pass, as they are, to the programs of TC.
 
 use aya_ebpf::bindings::xdp_action;
 use proxy_common::{
     family::{V4, V6},
     flow::{self, FlowTables, Scratch},
-    layout::{TAG_CUSTOMER, TAG_SERVICE, VlanTag},
+    layout::{IN_FRAGMENTS, TAG_CUSTOMER, TAG_SERVICE, VlanTag},
     packet::{Bytes as _, Headers, Network, Packet, Sum, parse, rewrite_headers},
     reason::Reason,
 };
@@ -108,17 +108,22 @@ where
     }
     scratch.interface = interface;
     scratch.is_made_here = false;
-    let decided = flow::in_transit(&Maps, scratch, |scratch| returns::<F>(frame, scratch) == YES);
+    let decided = flow::in_transit(&Maps, scratch, |scratch| leaves::<F>(frame, scratch) == YES);
     if decided.is_err() {
         return xdp_action::XDP_PASS;
     }
     match send::<F>(frame, scratch) {
         Ok(()) => {
-            count(Reason::SentByDriver);
+            let (reason, verdict) = if scratch.is_redirected {
+                (Reason::RedirectedByDriver, xdp_action::XDP_REDIRECT)
+            } else {
+                (Reason::SentByDriver, xdp_action::XDP_TX)
+            };
+            count(reason);
             // As the stack has it, without tags.
             let length = frame.length() - scratch.packet.headers.network + ETHERNET;
             count_packet(scratch.action.rewrite.service, length);
-            xdp_action::XDP_TX
+            verdict
         }
         Err(reason) => {
             count(reason);
@@ -142,16 +147,16 @@ fn is_plain<F: TransitFamily>(frame: Frame, packet: &Packet<F::Address>) -> bool
         && frame.read(network + F::LIFETIME).is_ok_and(|[lifetime]: [u8; 1]| lifetime > 1)
 }
 
-/// Answered by [`returns`].
+/// Answered by [`leaves`].
 const YES: u32 = 1;
 const NO: u32 = 0;
 
-/// Does the stack send a packet with the ends of `scratch.action` back by its interface, and so with the same tags? The frame is for this
-/// interface. Sets `scratch.next_hop`.
+/// Can the driver send a packet with the ends of `scratch.action` where the stack would: back by its interface, and so with the same tags, or by
+/// another? The frame is for the interface that it has come by. Sets `scratch.next_hop` and `scratch.is_redirected`.
 // Not inlined: the parameters would lie on the stack beside what opening a flow needs.
 #[inline(never)]
-fn returns<F: TransitFamily>(frame: Frame, scratch: &mut Scratch<F::Address>) -> u32 {
-    let Scratch { packet, action, interface, next_hop, .. } = scratch;
+fn leaves<F: TransitFamily>(frame: Frame, scratch: &mut Scratch<F::Address>) -> u32 {
+    let Scratch { packet, action, interface, next_hop, is_redirected, .. } = scratch;
     let rewrite = &action.rewrite;
     let mut parameters = route::parameters::<F>(*interface, &rewrite.source, &rewrite.destination);
     parameters.l4_protocol = packet.protocol;
@@ -160,17 +165,40 @@ fn returns<F: TransitFamily>(frame: Frame, scratch: &mut Scratch<F::Address>) ->
     // What is longer than the next hop takes is the stack's, which tells the sender.
     let length = frame.length() - packet.headers.network;
     parameters.__bindgen_anon_1.tot_len = length.min(u16::MAX.into()) as u16;
-    if route::look_up(frame.context(), &mut parameters) != FOUND || parameters.ifindex != *interface {
+    if route::look_up(frame.context(), &mut parameters) != FOUND {
         return NO;
     }
     let [to, from] = [parameters.dmac, parameters.smac];
-    // The one that packets leave with is the interface's own. What is for others is only seen by it.
-    if frame.read(0) != Ok(from) {
+    *is_redirected = parameters.ifindex != *interface;
+    let can_be_sent = if *is_redirected {
+        is_redirectable(frame, packet.headers.network, parameters.ifindex)
+    } else {
+        // The one that packets leave with is the interface's own. What is for others is only seen by it.
+        frame.read(0) == Ok(from)
+    };
+    if !can_be_sent {
         return NO;
     }
     next_hop[..6].copy_from_slice(&to);
     next_hop[6..].copy_from_slice(&from);
     YES
+}
+
+/// Can it leave by `target`, another interface than it has come by? Tells the kernel so, which is without effect unless the program
+/// ends with `XDP_REDIRECT`: nothing can fail between a look at the table and that.
+#[inline(always)]
+fn is_redirectable(frame: Frame, network: u32, target: u32) -> bool {
+    // A tag would go with it.
+    if network != ETHERNET {
+        return false;
+    }
+    // SAFETY: read at once. An element that is removed meanwhile becomes no other interface's before the next change.
+    let Some(own) = (unsafe { maps::redirect_sources.get(frame.interface()) }) else { return false };
+    if frame.read(0) != Ok(own.bytes) {
+        return false;
+    }
+    let key = if frame.is_whole() { target } else { target | IN_FRAGMENTS };
+    maps::redirect_targets.redirect(key, xdp_action::XDP_PASS.into()).is_ok()
 }
 
 #[inline(always)]

@@ -129,6 +129,8 @@ pub struct Scratch<A> {
     pub is_parsed: bool,
     /// Of the Ethernet header that a packet in transit gets: destination and source.
     pub next_hop: [u8; 12],
+    /// A packet in transit leaves by another interface than it has come by.
+    pub is_redirected: bool,
     /// Why nothing is to be done with the packet itself, which has come in.
     pub unserved: Option<Reason>,
     /// Bytes of the headers that were before the packet, which has come in another; 0: it has not.

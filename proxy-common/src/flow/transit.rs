@@ -1,5 +1,4 @@
-//! A packet that leaves the node by the interface that it has come by, without the stack between: to a backend on another node, or
-//! back from there.
+//! A packet that leaves the node again without the stack between: to a backend on another node, or back from there.
 
 use super::{
     FlowEntry as _, FlowTables, Found, Scratch, Step, end_if_gone, find, go_on, is_over, lookup,
@@ -14,16 +13,15 @@ use crate::{
 };
 
 /// Decides what [`arriving`](super::arriving) and [`leaving`](super::leaving) decide one after the other, of packets of flows that the stack
-/// has let out by an uplink before: reverse path filtering, rules of netfilter for new connections and IPsec have judged these. `returns`
-/// says whether the stack would send a packet with the ends of `scratch.action`, those between the two, out by the interface that it has
-/// come by.
+/// has let out by an uplink before: reverse path filtering, rules of netfilter for new connections and IPsec have judged these. `leaves`
+/// says whether the driver can send a packet with the ends of `scratch.action`, those between the two, where the stack would send it.
 ///
 /// Fails where the packet is the stack's. It is untouched then.
 #[inline(always)]
 pub fn in_transit<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
-    returns: impl FnOnce(&mut Scratch<F::Address>) -> bool,
+    leaves: impl FnOnce(&mut Scratch<F::Address>) -> bool,
 ) -> Result<(), Reason> {
     let is_simple = scratch.packet.fragment.part == Part::Whole && !scratch.packet.is_error();
     // A SYN may begin another flow.
@@ -45,7 +43,7 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
             }
             end_if_gone(tables, scratch, found.entry)?;
             scratch.action.rewrite = scratch.flow.forward_rewrite();
-            if !returns(scratch) {
+            if !leaves(scratch) {
                 return Err(Reason::NotAService);
             }
             scratch.action.rewrite = scratch.flow.masquerade_rewrite();
@@ -54,7 +52,7 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
         }
         Step::FromBackendMasqueraded => {
             scratch.action.rewrite = scratch.flow.unmasquerade_rewrite();
-            if !returns(scratch) {
+            if !leaves(scratch) {
                 return Err(Reason::NotAService);
             }
             scratch.action.rewrite = scratch.flow.reply_rewrite();

@@ -21,6 +21,7 @@ use crate::{
     config::{Config, Encapsulation},
     dataplane::{
         self, BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, ServiceSnapshot, Snapshot, Usage,
+        xdp::of_word,
     },
     leftovers,
     mode::Mode,
@@ -107,16 +108,16 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
     let mut status = StatusView::new(record.clone(), programmed.as_ref().map(|(mode, _)| *mode), starting);
     status.former_kube_proxy = FormerView::new(&leftovers::find(&keeps), held_back_by.unwrap_or_default());
     if let Some((_, programmed)) = programmed {
-        let Snapshot { hooks, lease, .. } = programmed.snapshot()?;
+        let Snapshot { hooks, lease, node, .. } = programmed.snapshot()?;
         status.withdraws_in = lease.map(|left| left.as_secs() + u64::from(left.subsec_nanos() > 0));
         if let Some(record) = record {
             // Where the kernel does not tell, nothing is said of them.
             let network = node::network(&Config::default()).unwrap_or_default();
             let attached = |index| {
                 let xdp = hooks.iter().find(|hook| hook.kind == "xdp" && hook.interface == Some(index));
-                xdp.map(|hook| hook.name.as_str())
+                xdp.and_then(|hook| of_word(&hook.name))
             };
-            status.xdp = xdp::of_controller(&record, &network, attached);
+            status.xdp = xdp::of_controller(&record, &network, attached, &node.redirect_targets);
         }
         status.hooks = hooks.into_iter().map(|hook| hook_view(hook, &interfaces)).collect();
         status.hooks.sort_unstable();

@@ -1,4 +1,6 @@
-//! Which way packets take that leave by the uplink that they have come by.
+//! On which uplinks XDP sends packets on, and by which ones.
+
+use std::collections::BTreeSet;
 
 use serde::Serialize;
 
@@ -7,10 +9,14 @@ use crate::{
     config::{Keyword as _, Xdp},
     dataplane::{
         Interface, NodeNetwork, Role,
+        redirect::{Takes, takes},
         xdp::{choose, word},
     },
     process::record,
-    sys::device::facts,
+    sys::{
+        bpf::XdpMode,
+        device::{cpus, facts},
+    },
 };
 
 /// Of one uplink.
@@ -20,23 +26,46 @@ pub(super) struct XdpView {
     /// `native`, `generic` or `no`.
     pub(super) xdp: &'static str,
     pub(super) reason: String,
+    /// Which frames that have come by other uplinks XDP sends by this one: `all`, `whole` ones, which are not in fragments, or `no`.
+    pub(super) takes: &'static str,
+    /// Why none.
+    pub(super) takes_none: Option<String>,
 }
 
 const NO: &str = "no";
 
 impl XdpView {
-    fn expected(configured: Xdp, interface: &Interface) -> Self {
-        let choice = choose(configured, interface, &facts(interface.index, &interface.name));
+    /// `attached`: the mode of the program that is there; `None`: that which would be.
+    fn expected(configured: Xdp, interface: &Interface, attached: Option<Option<XdpMode>>) -> Self {
+        let facts = facts(interface.index, &interface.name);
+        let choice = choose(configured, interface, &facts);
+        let attached = attached.unwrap_or_else(|| choice.as_ref().ok().map(|(mode, _)| *mode));
         let (xdp, reason) =
             choice.map_or_else(|obstacle| (NO, obstacle.to_string()), |(mode, why)| (word(mode), why));
-        Self { interface: interface.name.clone(), xdp, reason }
+        let (takes, takes_none) = match takes(configured, attached, interface, &facts, cpus()) {
+            Ok(Takes::All) => ("all", None),
+            Ok(Takes::Whole) => ("whole", None),
+            Err(obstacle) => (NO, Some(obstacle.to_string())),
+        };
+        Self { interface: interface.name.clone(), xdp, reason, takes, takes_none }
     }
 
-    /// `attached`: the mode of the program that is there.
-    fn found(self, attached: Option<&str>) -> Self {
+    /// `attached`: the mode of the program that is there. `is_target`: the program may send by this uplink what has come by others.
+    fn found(self, attached: Option<XdpMode>, is_target: bool) -> Self {
+        self.attached(attached).taking(is_target)
+    }
+
+    fn taking(self, is_target: bool) -> Self {
+        if is_target || self.takes == NO {
+            return self;
+        }
+        let why = "it would take them, but is the only uplink, or the controller has not looked at it yet";
+        Self { takes: NO, takes_none: Some(why.to_owned()), ..self }
+    }
+
+    fn attached(self, attached: Option<XdpMode>) -> Self {
         match attached {
-            Some("native") => Self { xdp: "native", ..self },
-            Some(_) => Self { xdp: "generic", ..self },
+            Some(mode) => Self { xdp: word(mode), ..self },
             None if self.xdp == NO => self,
             None => Self {
                 xdp: NO,
@@ -48,27 +77,37 @@ impl XdpView {
 }
 
 pub(super) fn text(column: &str, uplinks: &[XdpView]) -> String {
-    let rows = uplinks.iter().map(|of| [of.interface.clone(), of.xdp.to_owned(), of.reason.clone()]);
-    table(["UPLINK", column, "BECAUSE"], rows)
+    let takes = |of: &XdpView| match &of.takes_none {
+        Some(why) => format!("{}: {why}", of.takes),
+        None => of.takes.to_owned(),
+    };
+    let row = |of: &XdpView| [of.interface.clone(), of.xdp.to_owned(), of.reason.clone(), takes(of)];
+    table(["UPLINK", column, "BECAUSE", "SENDS FRAMES OF OTHERS"], uplinks.iter().map(row))
 }
 
 /// What uplinks would have.
 pub(super) fn of_uplinks(configured: Xdp, network: &NodeNetwork) -> Vec<XdpView> {
     let uplinks = network.interfaces.iter().filter(|interface| interface.role == Role::Uplink);
-    uplinks.map(|uplink| XdpView::expected(configured, uplink)).collect()
+    uplinks.map(|uplink| XdpView::expected(configured, uplink, None)).collect()
 }
 
-/// What those of a controller have, where it is to use XDP. `attached`: the mode of the program on the interface with this index.
-pub(super) fn of_controller<'a>(
+/// What those of a controller have, where it is to use XDP. `attached`: the mode of the program on the interface with this index. `targets`: where
+/// the programs may send what has come by others.
+pub(super) fn of_controller(
     record: &record::Record,
     network: &NodeNetwork,
-    attached: impl Fn(u32) -> Option<&'a str>,
+    attached: impl Fn(u32) -> Option<XdpMode>,
+    targets: &BTreeSet<u32>,
 ) -> Vec<XdpView> {
     let Some(configured) = Xdp::of(&record.xdp).filter(|xdp| *xdp != Xdp::Off) else { return Vec::new() };
     let is_uplink =
         |index: u32| record.interfaces.iter().any(|known| known.index == index && known.role == "uplink");
     let uplinks = network.interfaces.iter().filter(|interface| is_uplink(interface.index));
-    uplinks.map(|uplink| XdpView::expected(configured, uplink).found(attached(uplink.index))).collect()
+    let view = |uplink: &Interface| {
+        let attached = attached(uplink.index);
+        XdpView::expected(configured, uplink, Some(attached)).found(attached, targets.contains(&uplink.index))
+    };
+    uplinks.map(view).collect()
 }
 
 #[cfg(test)]
@@ -78,23 +117,38 @@ mod tests {
     use super::*;
 
     fn expected(xdp: &'static str) -> XdpView {
-        XdpView { interface: "eth0".to_owned(), xdp, reason: "why".to_owned() }
+        XdpView {
+            interface: "eth0".to_owned(),
+            xdp,
+            reason: "why".to_owned(),
+            takes: "whole",
+            takes_none: None,
+        }
     }
 
     const NOT_ATTACHED: &str = "why, but no program is attached: the controller's log says why";
 
     #[rstest]
-    #[case::as_expected("native", Some("native"), "native", "why")]
+    #[case::as_expected("native", Some(XdpMode::Native), "native", "why")]
     #[case::refused("native", None, "no", NOT_ATTACHED)]
     #[case::not_expected("no", None, "no", "why")]
-    #[case::of_a_former_configuration("no", Some("generic"), "generic", "why")]
+    #[case::of_a_former_configuration("no", Some(XdpMode::Generic), "generic", "why")]
     fn what_is_there_counts(
         #[case] wanted: &'static str,
-        #[case] attached: Option<&str>,
+        #[case] attached: Option<XdpMode>,
         #[case] xdp: &str,
         #[case] reason: &str,
     ) {
-        let found = expected(wanted).found(attached);
+        let found = expected(wanted).found(attached, true);
         assert_eq!((found.xdp, found.reason.as_str()), (xdp, reason));
+        assert_eq!((found.takes, found.takes_none), ("whole", None));
+    }
+
+    #[test]
+    fn only_what_the_programs_know_is_sent_to() {
+        let found = expected("native").found(Some(XdpMode::Native), false);
+        assert!(found.takes == NO && found.takes_none.is_some(), "{found:?}");
+        let none = XdpView { takes: NO, takes_none: Some("why".to_owned()), ..expected("native") };
+        assert_eq!(none.clone().found(Some(XdpMode::Native), false), none);
     }
 }

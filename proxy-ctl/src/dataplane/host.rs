@@ -96,12 +96,33 @@ pub struct Interface {
     /// False: packets start at the IP header (tun, wireguard, ipip).
     pub ethernet: bool,
     pub device: Device,
+    /// Of its Ethernet frames, where it has one.
+    pub link_address: Option<[u8; 6]>,
     /// VLAN devices are on it.
     pub has_vlans: bool,
     /// Name of the bridge that it is a port of.
     pub bridge: Option<String>,
     /// Source of translated flows that leave by it, at most one of each family; none of a family: that of [`Host`].
     pub masquerade_addresses: Vec<IpAddr>,
+}
+
+#[cfg(test)]
+impl Interface {
+    /// `eth0`, with index 2.
+    pub(crate) fn uplink(device: Device) -> Self {
+        Self {
+            index: 2,
+            name: "eth0".to_owned(),
+            role: Role::Uplink,
+            reason: RoleReason::DefaultRoute,
+            ethernet: true,
+            device,
+            link_address: None,
+            has_vlans: false,
+            bridge: None,
+            masquerade_addresses: Vec::new(),
+        }
+    }
 }
 
 /// What an interface is, as far as XDP tells them apart.

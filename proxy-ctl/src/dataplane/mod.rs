@@ -18,6 +18,7 @@ mod modes;
 pub mod netfilter;
 pub mod nftables;
 mod own_rules;
+pub mod redirect;
 mod snapshot;
 mod source_ports;
 mod supports;

@@ -1,7 +1,7 @@
 //! What is really programmed on the node, as data, whatever the mode.
 
 use std::{
-    collections::{BTreeMap, HashSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     net::{IpAddr, SocketAddr},
     time::Duration,
 };
@@ -173,6 +173,9 @@ pub struct BackendSnapshot {
 /// What is programmed of the node itself.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct NodeSnapshot {
+    /// Indexes of the uplinks by which XDP sends frames on that have come by others; of mode ebpf.
+    #[serde(default)]
+    pub redirect_targets: BTreeSet<u32>,
     /// Where node ports are served; true: for the node's own processes only.
     pub node_port_addresses: Vec<(IpAddr, bool)>,
     pub masquerade_addresses: Vec<IpAddr>,

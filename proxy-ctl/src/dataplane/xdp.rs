@@ -17,6 +17,11 @@ pub const fn word(mode: XdpMode) -> &'static str {
     }
 }
 
+/// Of a word.
+pub fn of_word(text: &str) -> Option<XdpMode> {
+    [XdpMode::Native, XdpMode::Generic].into_iter().find(|mode| word(*mode) == text)
+}
+
 /// Why packets of an uplink take the way through the stack.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum NoXdp {
@@ -105,24 +110,10 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::dataplane::{Role, RoleReason, Vlan};
-
-    fn interface(device: Device) -> Interface {
-        Interface {
-            index: 2,
-            name: "eth0".to_owned(),
-            role: Role::Uplink,
-            reason: RoleReason::DefaultRoute,
-            ethernet: true,
-            device,
-            has_vlans: false,
-            bridge: None,
-            masquerade_addresses: Vec::new(),
-        }
-    }
+    use crate::dataplane::Vlan;
 
     fn card() -> Interface {
-        interface(Device::Card)
+        Interface::uplink(Device::Card)
     }
 
     fn with_vlans() -> Interface {
@@ -130,7 +121,7 @@ mod tests {
     }
 
     fn vlan() -> Interface {
-        interface(Device::Vlan(Vlan { below: 2, protocol: 0x8100, id: 10 }))
+        Interface::uplink(Device::Vlan(Vlan { below: 2, protocol: 0x8100, id: 10 }))
     }
 
     /// Of a driver that can do all.
@@ -166,18 +157,18 @@ mod tests {
     #[case::card_of_an_old_kernel(Xdp::Auto, card(), DeviceFacts::default(), NATIVE)]
     #[case::device_of_the_kernel(
         Xdp::Auto,
-        interface(Device::Other),
+        Interface::uplink(Device::Other),
         able(),
         Err(NoXdp::NoCard("ice".into()))
     )]
-    #[case::any_driver(Xdp::Native, interface(Device::Other), able(), NATIVE)]
-    #[case::any_device(Xdp::Generic, interface(Device::Other), without_xdp(), GENERIC)]
+    #[case::any_driver(Xdp::Native, Interface::uplink(Device::Other), able(), NATIVE)]
+    #[case::any_device(Xdp::Generic, Interface::uplink(Device::Other), without_xdp(), GENERIC)]
     #[case::tunnel(Xdp::Generic, Interface { ethernet: false, ..card() }, able(), Err(NoXdp::Bare))]
     #[case::driver_without_xdp(Xdp::Auto, card(), without_xdp(), Err(NoXdp::NoDriver("ice".into())))]
     #[case::vlan(Xdp::Native, vlan(), able(), Err(NoXdp::Vlan))]
     #[case::vlan_by_the_stack(Xdp::Generic, vlan(), able(), GENERIC)]
-    #[case::bond(Xdp::Native, interface(Device::Bond), able(), Err(NoXdp::Bond))]
-    #[case::bond_by_the_stack(Xdp::Generic, interface(Device::Bond), able(), GENERIC)]
+    #[case::bond(Xdp::Native, Interface::uplink(Device::Bond), able(), Err(NoXdp::Bond))]
+    #[case::bond_by_the_stack(Xdp::Generic, Interface::uplink(Device::Bond), able(), GENERIC)]
     #[case::tags_stay(Xdp::Auto, with_vlans(), able(), NATIVE)]
     #[case::tags_are_stripped(
         Xdp::Auto,

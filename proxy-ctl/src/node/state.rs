@@ -25,6 +25,7 @@ struct Link {
     name: String,
     loopback: bool,
     ethernet: bool,
+    address: Option<[u8; 6]>,
     kind: LinkKind,
     /// Index.
     master: Option<u32>,
@@ -156,6 +157,7 @@ impl State {
                 reason,
                 ethernet: link.ethernet,
                 device: link.device(),
+                link_address: link.address,
                 has_vlans: self
                     .links
                     .values()
@@ -279,6 +281,7 @@ fn parse_link(message: &LinkMessage) -> Link {
         name: String::new(),
         loopback: message.header.flags.contains(LinkFlags::Loopback),
         ethernet: message.header.link_layer_type == LinkLayerType::Ether,
+        address: None,
         kind: LinkKind::Physical,
         master: None,
         vlan: None,
@@ -293,6 +296,7 @@ fn parse_link(message: &LinkMessage) -> Link {
                 link.kind = infos.iter().find_map(parse_kind).unwrap_or(LinkKind::Physical);
                 tag = infos.iter().find_map(parse_tag);
             }
+            LinkAttribute::Address(address) => link.address = address.as_slice().try_into().ok(),
             LinkAttribute::Link(index) => below = Some(*index),
             _ => {}
         }
@@ -513,6 +517,18 @@ mod tests {
                 ("vlan30", Device::Other, false),
             ]
         );
+    }
+
+    #[test]
+    fn link_addresses_are_those_of_ethernet() {
+        let with = |address: &[u8]| {
+            let mut message = link(2, "eth0", None, None);
+            message.attributes.push(LinkAttribute::Address(address.to_vec()));
+            let host = state([RouteNetlinkMessage::NewLink(message)]).host(&cluster(&[]));
+            host.interfaces[0].link_address
+        };
+        assert_eq!(with(&[2, 0, 0, 0, 0, 1]), Some([2, 0, 0, 0, 0, 1]));
+        assert_eq!(with(&[192, 0, 2, 1]), None, "of a tunnel");
     }
 
     #[test]

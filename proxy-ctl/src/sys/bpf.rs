@@ -1,7 +1,7 @@
 //! `bpf(2)`: pins, links and what the kernel tells about maps and links.
 
 use std::{
-    ffi::CString,
+    ffi::{CStr, CString},
     io,
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
@@ -270,6 +270,20 @@ pub fn link_xdp(program: BorrowedFd<'_>, interface: u32, mode: XdpMode) -> Resul
         XdpMode::Generic => XDP_FLAGS_SKB_MODE,
     };
     create_link(program, interface, bpf_attach_type::BPF_XDP, flags)
+}
+
+#[repr(C)]
+struct RawTracepointOpen {
+    name: u64,
+    program: u32,
+    _padding: u32,
+}
+
+/// Attaches `program` to a tracepoint of the kernel until the descriptor is closed.
+pub fn open_raw_tracepoint(program: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, CallError> {
+    let mut attr = RawTracepointOpen { name: address(name.as_ptr()), program: number(program), _padding: 0 };
+    // SAFETY: BPF_RAW_TRACEPOINT_OPEN reads a NUL-terminated name, which `name` keeps alive.
+    unsafe { open(bpf_cmd::BPF_RAW_TRACEPOINT_OPEN, "bpf(BPF_RAW_TRACEPOINT_OPEN)", &mut attr) }
 }
 
 #[repr(C)]

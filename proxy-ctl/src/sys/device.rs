@@ -33,8 +33,14 @@ pub struct XdpFeatures(pub u64);
 impl XdpFeatures {
     /// The driver runs programs.
     pub const BASIC: Self = Self(1);
+    /// A program may have it send frames by other devices.
+    pub const REDIRECTS: Self = Self(1 << 1);
+    /// It sends frames that have come by other devices.
+    pub const SENDS: Self = Self(1 << 2);
     /// It receives frames in fragments.
     pub const FRAGMENTS: Self = Self(1 << 5);
+    /// It sends frames in fragments that have come by other devices.
+    pub const SENDS_FRAGMENTS: Self = Self(1 << 2 | 1 << 6);
 
     pub const fn has(self, other: Self) -> bool {
         self.0 & other.0 == other.0
@@ -52,6 +58,11 @@ pub fn facts(index: u32, name: &str) -> DeviceFacts {
         facts.driver = driver(name);
     }
     facts
+}
+
+/// How many the machine may have: the numbers of CPUs are below that.
+pub fn cpus() -> u32 {
+    aya::util::nr_cpus().ok().and_then(|cpus| cpus.try_into().ok()).unwrap_or(u32::MAX)
 }
 
 fn page() -> u32 {

@@ -23,6 +23,7 @@ const ARRAY: u32 = 2;
 const LRU_HASH: u32 = 9;
 const LPM_TRIE: u32 = 11;
 const ARRAY_OF_MAPS: u32 = 12;
+const DEVMAP_HASH: u32 = 25;
 
 /// The map is not what its keys and values would be read as.
 #[derive(Debug, thiserror::Error)]
@@ -93,7 +94,7 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
     /// values, which are one for each CPU, over what lies behind a `V`.
     pub fn new(fd: OwnedFd) -> Result<Result<Self, Mismatch>, CallError> {
         let info = bpf::map_info(fd.as_fd())?;
-        if !matches!(info.kind, HASH | ARRAY | LRU_HASH | LPM_TRIE | ARRAY_OF_MAPS) {
+        if !matches!(info.kind, HASH | ARRAY | LRU_HASH | LPM_TRIE | ARRAY_OF_MAPS | DEVMAP_HASH) {
             return Ok(Err(Mismatch::Kind(info.kind)));
         }
         if info.key_size as usize == size_of::<K>() && info.value_size as usize == size_of::<V>() {

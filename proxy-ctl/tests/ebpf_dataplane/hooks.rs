@@ -44,7 +44,7 @@ use super::{
 };
 
 /// r0 = `value`; exit
-fn returns(value: i32) -> [u64; 2] {
+pub fn returns(value: i32) -> [u64; 2] {
     [0xb7 | u64::from(value.cast_unsigned()) << 32, 0x95]
 }
 
@@ -59,14 +59,14 @@ fn connect_program(verdict: i32) -> OwnedFd {
     bpf::load_program(CGROUP_SOCK_ADDR, hook as u32, &returns(verdict)).unwrap()
 }
 
-fn veth(name: &str) -> u32 {
+pub fn veth(name: &str) -> u32 {
     run("ip", &format!("link add {name} type veth peer name {name}p"));
     run("ip", &format!("link set {name} up"));
     run("ip", &format!("link set {name}p up"));
     index(name)
 }
 
-fn host(interfaces: &[(&str, Role)]) -> Host {
+pub fn host(interfaces: &[(&str, Role)]) -> Host {
     let interfaces = interfaces.iter().map(|(name, role)| Interface {
         index: index(name),
         name: (*name).to_owned(),
@@ -74,6 +74,7 @@ fn host(interfaces: &[(&str, Role)]) -> Host {
         reason: RoleReason::Configured,
         ethernet: true,
         device: Device::Other,
+        link_address: None,
         has_vlans: false,
         bridge: None,
         masquerade_addresses: Vec::new(),

@@ -17,6 +17,7 @@ mod hooks;
 mod lease;
 mod listing;
 mod ports;
+mod redirects;
 mod resize;
 mod room;
 mod sandbox;

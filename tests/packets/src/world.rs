@@ -34,6 +34,7 @@ const REFUSALS: &str = "refusals";
 
 const XDP_PASS: u32 = 2;
 const XDP_TX: u32 = 3;
+const XDP_REDIRECT: u32 = 4;
 const TC_ACT_UNSPEC: u32 = u32::MAX;
 const TC_ACT_SHOT: u32 = 2;
 const TC_ACT_REDIRECT: u32 = 7;
@@ -575,6 +576,7 @@ impl World {
         let verdict = match result.return_value {
             XDP_PASS => Verdict::GoesOn,
             XDP_TX => Verdict::SentBack,
+            XDP_REDIRECT => Verdict::Redirected,
             other => bail!("verdict {other}"),
         };
         Ok(Output { verdict, packet: out })
@@ -588,6 +590,9 @@ impl World {
         clear(hash::<FlowKeyOf<V6>, ForeignFlow>(&mut self.ebpf, table::foreign_flows6)?)?;
         clear(hash::<u32, InterfaceSettings>(&mut self.ebpf, table::interfaces)?)?;
         clear(hash::<VlanTag, u32>(&mut self.ebpf, table::vlan_devices)?)?;
+        clear(hash::<u32, LinkAddress>(&mut self.ebpf, table::redirect_sources)?)?;
+        let targets = self.redirect_targets()?;
+        targets.read_all()?.iter().try_for_each(|(key, _)| targets.remove(key).map(drop))?;
         clear(hash::<u32, Connections>(&mut self.ebpf, table::connections)?)?;
         clear(hash::<u32, Collected>(&mut self.ebpf, table::collected)?)?;
         self.set_settings(Settings::default())?;
@@ -674,6 +679,31 @@ impl World {
     /// Packets that have come by one interface with the tag are of this one.
     pub(crate) fn put_vlan_device(&mut self, tag: VlanTag, interface: u32) -> Result<()> {
         Ok(hash(&mut self.ebpf, table::vlan_devices)?.insert(tag, interface, 0)?)
+    }
+
+    /// Frames that come by the interface, which has this link address, may leave by others.
+    pub(crate) fn put_redirect_source(&mut self, interface: u32, address: &str) -> Result<()> {
+        let mut own = LinkAddress::default();
+        for (byte, text) in own.bytes.iter_mut().zip(address.split(':')) {
+            *byte = u8::from_str_radix(text, 16)?;
+        }
+        Ok(hash(&mut self.ebpf, table::redirect_sources)?.insert(interface, own, 0)?)
+    }
+
+    pub(crate) fn remove_redirect_source(&mut self, interface: u32) -> Result<()> {
+        Ok(hash::<u32, LinkAddress>(&mut self.ebpf, table::redirect_sources)?.remove(&interface)?)
+    }
+
+    /// What has come by others may leave by the interface.
+    pub(crate) fn put_redirect_target(&mut self, key: u32, interface: u32) -> Result<()> {
+        Ok(self.redirect_targets()?.set(&key, &RedirectTarget { interface, program: 0 })?)
+    }
+
+    fn redirect_targets(&self) -> Result<Table<u32, RedirectTarget>> {
+        match self.ebpf.map(table::redirect_targets) {
+            Some(Map::DevMapHash(map)) => open(map),
+            other => bail!("{} is {other:?}", table::redirect_targets),
+        }
     }
 
     pub(crate) fn set_lease_end(&mut self, end: u64) -> Result<()> {

@@ -83,10 +83,10 @@ impl Node {
         Ok(Rewrite { service: entered.service.min(left.service), ..left })
     }
 
-    /// `returns`: it leaves by the interface that it came by; otherwise the stack sends it.
-    fn in_transit(&self, packet: &Packet<A>, returns: bool) -> Result<Rewrite<A>, Reason> {
+    /// `leaves`: the driver can send it where the stack would; otherwise the stack sends it.
+    fn in_transit(&self, packet: &Packet<A>, leaves: bool) -> Result<Rewrite<A>, Reason> {
         let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
-        let decided = in_transit(&self.host, &mut scratch, |_| returns);
+        let decided = in_transit(&self.host, &mut scratch, |_| leaves);
         assert_eq!(scratch.packet, *packet, "it is not changed");
         match decided {
             Ok(()) => Ok(scratch.action.rewrite),
@@ -134,16 +134,16 @@ proptest! {
         let protocol = if is_tcp { PROTOCOL_TCP } else { PROTOCOL_UDP };
         let (mut stack, mut transit) = (Node::new(), Node::new());
         (stack.host.resets_gone, transit.host.resets_gone) = (resets_gone, resets_gone);
-        for (event, returns) in events {
+        for (event, leaves) in events {
             stack.pass(event);
             transit.pass(event);
             let Some(packet) = stack.packet(protocol, event) else { continue };
             let by_stack = stack.through_the_stack(&packet);
-            let by_transit = transit.in_transit(&packet, returns);
-            prop_assert_eq!(&by_stack, &by_transit, "{:?}, returns: {}", event, returns);
+            let by_transit = transit.in_transit(&packet, leaves);
+            prop_assert_eq!(&by_stack, &by_transit, "{:?}, leaves: {}", event, leaves);
             stack.learn(event, &by_stack);
             transit.learn(event, &by_transit);
-            prop_assert_eq!(stack.known(), transit.known(), "after {:?}, returns: {}", event, returns);
+            prop_assert_eq!(stack.known(), transit.known(), "after {:?}, leaves: {}", event, leaves);
             prop_assert_eq!(&*stack.host.connections.borrow(), &*transit.host.connections.borrow());
         }
     }

@@ -14,8 +14,7 @@ use super::*;
 use crate::{
     config::NodePortAddress,
     dataplane::{
-        Applied, Device, Effect, ErrorKind, Host, Interface, Modes, Programmed, Role, RoleReason, Snapshot,
-        Unsupported, Usage,
+        Applied, Device, Effect, ErrorKind, Host, Interface, Modes, Programmed, Snapshot, Unsupported, Usage,
     },
     mode::Mode,
     model::{
@@ -242,17 +241,7 @@ fn slice(service: &str, endpoint: &str) -> EndpointSlice {
 }
 
 fn network(addresses: &[&str]) -> NodeNetwork {
-    let interface = |name: &str| Interface {
-        index: 2,
-        name: name.into(),
-        role: Role::Uplink,
-        reason: RoleReason::Network,
-        ethernet: true,
-        device: Device::Other,
-        has_vlans: false,
-        bridge: None,
-        masquerade_addresses: Vec::new(),
-    };
+    let interface = |name: &str| Interface { name: name.into(), ..Interface::uplink(Device::Other) };
     NodeNetwork {
         addresses: addresses.iter().map(|text| ip(text)).collect(),
         masquerade_addresses: Vec::new(),

@@ -22,7 +22,8 @@ use super::{
     order::{HookOrder, Misplaced},
     paths::{Paths, make_folder, names, remove_folder},
     pins::LinkPins,
-    transit::Transit,
+    redirect_failures::RedirectFailures,
+    transit::{Redirects, Transit},
     writer::Failures,
 };
 use crate::{
@@ -98,6 +99,7 @@ pub(super) struct Hooks {
     interfaces: BTreeMap<u32, Interface>,
     order: HookOrder,
     transit: Transit,
+    redirect_failures: RedirectFailures,
 }
 
 impl Hooks {
@@ -114,6 +116,7 @@ impl Hooks {
             interfaces: BTreeMap::new(),
             order: HookOrder::default(),
             transit,
+            redirect_failures: RedirectFailures::default(),
         }
     }
 
@@ -304,11 +307,20 @@ impl Hooks {
             programs.get(program::sock_release)?;
         }
         programs.load_all(self.interfaces.values().flat_map(packet_programs))?;
-        for program in self.interfaces.values().filter_map(|interface| self.transit.program(interface)) {
+        if let Some(program) = self.transit.program() {
             // Where the kernel refuses it, attaching it says so.
             let _loaded = programs.get(program);
         }
         Ok(())
+    }
+
+    /// What the uplinks that are attached to may do.
+    pub(super) fn redirects(&self) -> Redirects {
+        self.transit.redirects()
+    }
+
+    pub(super) fn count_redirect_failures(&mut self, are_redirected: bool) {
+        self.redirect_failures.follow(are_redirected, &mut self.programs);
     }
 
     /// Loads what most nodes need before it is known which interfaces there are.

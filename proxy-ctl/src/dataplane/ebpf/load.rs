@@ -16,9 +16,12 @@ use aya::{
 use aya_obj::generated::bpf_attach_type;
 use proxy_common::inventory::program;
 
-use super::{Error, kernel_log::KernelLog, paths::Paths, resize::show_flows, tables::Shape};
+use super::{
+    Error, kernel_log::KernelLog, paths::Paths, redirect_failures::DeviceFields, resize::show_flows,
+    tables::Shape,
+};
 use crate::{
-    config::{self, SocketLoadBalancing, SourceAddress, UnallocatedServiceAddresses},
+    config::{self, SocketLoadBalancing, SourceAddress, UnallocatedServiceAddresses, Xdp},
     dataplane::Role,
     sys::{sampler::Undisturbed, tc::Direction},
 };
@@ -86,6 +89,8 @@ fn load_program(name: &'static str, program: &mut Program) -> Result<(), Error> 
         program.load()
     } else if let Program::CgroupSock(program) = program {
         program.load()
+    } else if let Program::RawTracePoint(program) = program {
+        program.load()
     } else {
         <&mut CgroupSockAddr>::try_from(program).and_then(CgroupSockAddr::load)
     };
@@ -137,6 +142,13 @@ pub(super) fn load(
         is_helper_supported(ProgramType::SchedClassifier, BpfHelper::BPF_FUNC_check_mtu)
             .map_err(|source| Error::Program { program: "uplink_egress", source: Box::new(source) })?,
     );
+    let device_fields = match config.xdp {
+        Xdp::Off => DeviceFields::default(),
+        Xdp::Auto | Xdp::Native | Xdp::Generic => DeviceFields::find().unwrap_or_else(|error| {
+            tracing::warn!(%error, "frames that XDP sends by another uplink, and that it does not take, are not counted");
+            DeviceFields::default()
+        }),
+    };
     let mut loader = EbpfLoader::new();
     loader
         // No program has relocations by the kernel's types. `new` has read them; the loader would keep them while it loads: 16 MB.
@@ -150,6 +162,7 @@ pub(super) fn load(
         .override_global("MASQUERADE_AS_KUBE_PROXY", &masquerade, true)
         .override_global("DROP_UNALLOCATED", &drop_unallocated, true)
         .override_global("ANSWER_PING", &answer_ping, true);
+    device_fields.set(&mut loader);
     for shape in shapes {
         loader.map_pin_path(shape.name, pins(shape).join(shape.name));
         if shape.limit.is_some() {

@@ -46,7 +46,7 @@ use self::{
     stale_sockets::StaleSockets,
     status::{Pinned, Reader},
     tables::{CommonTables, FamilyTables, Shape, Table},
-    transit::{Transit, vlan_devices},
+    transit::{Redirects, Transit, vlan_devices},
     writer::{Common, Failures, FamilyWriter, Writes},
 };
 use super::{
@@ -97,6 +97,7 @@ mod pins;
 pub(super) mod probe;
 mod programmed;
 mod publish;
+mod redirect_failures;
 mod reserve;
 mod resize;
 mod room;
@@ -386,6 +387,9 @@ impl EbpfDataplane {
             self.keep_netfilter_ports();
             self.keep_ports = KeepPorts::AfterModeBeside;
         }
+        if let Err(error) = self.write_redirects() {
+            failures.add("uplinks for redirects", error);
+        }
         if let Err(error) = self.hooks.attach_sockets() {
             failures.add("socket hooks", error);
         }
@@ -396,6 +400,18 @@ impl EbpfDataplane {
         self.shared.is_epoch_over = true;
         raise_epoch(&mut self.shared, &mut failures);
         failures
+    }
+
+    /// After a look at the uplinks: what they may do has a program on them.
+    fn write_redirects(&mut self) -> Result<(), Error> {
+        let Redirects { sources, targets } = self.hooks.redirects();
+        self.hooks.count_redirect_failures(!sources.is_empty() && !targets.is_empty());
+        replace(&self.shared.tables.redirect_sources, &sources)?;
+        match replace(&self.shared.tables.redirect_targets, &targets) {
+            // An uplink has vanished at this moment: its message comes next.
+            Err(Error::Table { source, .. }) if source.errno() == libc::EINVAL => Ok(()),
+            written => written.map(drop),
+        }
     }
 
     fn keep_netfilter_ports(&self) {
@@ -679,6 +695,8 @@ impl Programmed for EbpfDataplane {
             (table::service_names, (self.v4.entries.services.len() + self.v6.entries.services.len()) as u64),
             (table::interfaces, self.shared.tables.interfaces.read_all()?.len() as u64),
             (table::vlan_devices, self.shared.tables.vlan_devices.read_all()?.len() as u64),
+            (table::redirect_sources, self.shared.tables.redirect_sources.read_all()?.len() as u64),
+            (table::redirect_targets, self.shared.tables.redirect_targets.read_all()?.len() as u64),
             (
                 table::masquerade_ports,
                 status::masquerade_ports(&self.shared.tables)?.len().div_ceil(FOUR) as u64,
@@ -828,7 +846,9 @@ impl Dataplane for EbpfDataplane {
             if self.write_masquerade_ports()? {
                 tracing::info!("the ports for translated sources follow the kernel's parameters");
             }
-            self.hooks.repair().into_result()?;
+            let repaired = self.hooks.repair();
+            self.write_redirects()?;
+            repaired.into_result()?;
             self.mend_order()?;
         }
         resize::transfer(&self.paths, &mut self.resizing)?;

@@ -201,7 +201,9 @@ impl Reader<'_> {
         read_addresses(self.v6, &mut node_port_addresses)?;
         node_port_addresses.sort_unstable();
         let masquerade = [V4::ip(settings.masquerade4), V6::ip(settings.masquerade6)];
+        let targets = self.common.redirect_targets.read_all()?;
         Ok(NodeSnapshot {
+            redirect_targets: targets.into_iter().map(|(_, target)| target.interface).collect(),
             node_port_addresses,
             masquerade_addresses: masquerade.into_iter().filter(|ip| !ip.is_unspecified()).collect(),
             masquerade_ports: runs(&masquerade_ports(self.common)?),
@@ -222,6 +224,8 @@ impl Reader<'_> {
         used.insert(table::masquerade_ports, ports as u64);
         used.insert(table::interfaces, self.common.interfaces.read_all()?.len() as u64);
         used.insert(table::vlan_devices, self.common.vlan_devices.read_all()?.len() as u64);
+        used.insert(table::redirect_sources, self.common.redirect_sources.read_all()?.len() as u64);
+        used.insert(table::redirect_targets, self.common.redirect_targets.read_all()?.len() as u64);
         used.extend(self.v4.connections.used()?);
         let services = self.services()?;
         let counters = self.common.service_counters.capacity();

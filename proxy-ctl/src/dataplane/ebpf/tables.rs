@@ -11,9 +11,9 @@ use proxy_common::{
     layout::{
         Affinity, AffinityKey, Backend, Collected, Connections, DatagramOrigins, EVENT_BYTES, Event,
         EventControl, FirstFragment, Flow, FlowKey, ForeignFlow, FourPorts, FragmentKey, Frontend,
-        FrontendKey, InterfaceSettings, Lease, MASQUERADE_PORT_ROOM, NodeAddress, PORTS, PrefixKey,
-        SERVICE_CIDRS, Service, ServiceCounters, ServiceName, Settings, Slot4, Slot6, SocketOrigin,
-        SourceRange, VlanTag,
+        FrontendKey, InterfaceSettings, Lease, LinkAddress, MASQUERADE_PORT_ROOM, NodeAddress, PORTS,
+        PrefixKey, REDIRECTS, RedirectTarget, SERVICE_CIDRS, Service, ServiceCounters, ServiceName, Settings,
+        Slot4, Slot6, SocketOrigin, SourceRange, VlanTag,
     },
     reason::{REASONS, Reason},
 };
@@ -41,9 +41,12 @@ const LRU_HASH: u32 = 9;
 const LPM_TRIE: u32 = 11;
 const ARRAY_OF_MAPS: u32 = 12;
 const SK_STORAGE: u32 = 24;
+const DEVMAP_HASH: u32 = 25;
 const RING: u32 = 27;
 
 const NO_PREALLOC: u32 = 1;
+/// Of every map of devices.
+const READ_BY_PROGRAMS: u32 = 1 << 7;
 const MMAPABLE: u32 = 1 << 10;
 /// Flags that say how a map is accessed through one descriptor, not what it is.
 const IGNORED_FLAGS: u32 = (1 << 3) | (1 << 4);
@@ -74,7 +77,7 @@ impl Shape {
     fn new<K, V>(name: &'static str, kind: u32, flags: u32, entries: (u32, Option<Limit>)) -> Self {
         let (key, value) = (size_of::<K>(), size_of::<V>());
         let is_of_flows = table::RESIZABLE.iter().any(|(table, _)| *table == name);
-        let expendable = matches!(kind, LRU_HASH | PER_CPU_ARRAY | RING) && !is_of_flows;
+        let expendable = matches!(kind, LRU_HASH | PER_CPU_ARRAY | DEVMAP_HASH | RING) && !is_of_flows;
         let (most, limit) = entries;
         let entries = limit.map_or(most, |limit| limit.first_entries(most));
         Self { name, kind, key, value, entries, flags, limit, most, expendable }
@@ -89,6 +92,9 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
     macro_rules! kind {
         (hash) => {
             (HASH, NO_PREALLOC)
+        };
+        (preallocated_hash) => {
+            (HASH, 0)
         };
         (lru_hash) => {
             (LRU_HASH, 0)
@@ -110,6 +116,9 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
         };
         (per_cpu_array) => {
             (PER_CPU_ARRAY, 0)
+        };
+        (devices) => {
+            (DEVMAP_HASH, READ_BY_PROGRAMS)
         };
         (socket_storage) => {
             (SK_STORAGE, NO_PREALLOC)
@@ -297,6 +306,8 @@ pub(super) struct CommonTables {
     pub(super) names: Table<u32, ServiceName>,
     pub(super) interfaces: Table<u32, InterfaceSettings>,
     pub(super) vlan_devices: Table<VlanTag, u32>,
+    pub(super) redirect_sources: Table<u32, LinkAddress>,
+    pub(super) redirect_targets: Table<u32, RedirectTarget>,
     pub(super) masquerade_ports: SharedArray<FourPorts>,
     pub(super) settings: Table<u32, Settings>,
     pub(super) lease: Table<u32, Lease>,
@@ -319,6 +330,8 @@ impl CommonTables {
             names: Table::open(folder, table::service_names, Some(Limit::Services))?,
             interfaces: Table::open(folder, table::interfaces, Some(Limit::NodeAddresses))?,
             vlan_devices: Table::open(folder, table::vlan_devices, Some(Limit::NodeAddresses))?,
+            redirect_sources: Table::open(folder, table::redirect_sources, None)?,
+            redirect_targets: Table::open(folder, table::redirect_targets, None)?,
             masquerade_ports: shared(folder, table::masquerade_ports, writable)?,
             settings: Table::open(folder, table::settings, None)?,
             lease: Table::open(folder, table::lease, None)?,

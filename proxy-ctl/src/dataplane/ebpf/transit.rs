@@ -1,4 +1,4 @@
-//! Where packets are sent on before the stack has them: to backends on other nodes, and their answers, by XDP on uplinks.
+//! Where packets are sent on before the stack has them: to backends on other nodes, and their answers, by XDP on uplinks, and to others.
 
 use std::{cell::OnceCell, collections::BTreeMap, path::PathBuf};
 
@@ -6,22 +6,28 @@ use aya::{
     programs::ProgramType,
     sys::{BpfHelper, is_helper_supported},
 };
-use proxy_common::{inventory::program, layout::VlanTag};
+use proxy_common::{
+    inventory::program,
+    layout::{IN_FRAGMENTS, LinkAddress, REDIRECTS, RedirectTarget, VlanTag},
+};
 
 use super::{Error, load::Programs, paths::Paths, pins::LinkPins};
 use crate::{
     config::Xdp,
     dataplane::{
         Device, Interface, Role, Vlan,
-        xdp::{NoXdp, choose, word},
+        redirect::{Takes, gives, takes},
+        xdp::{choose, word},
     },
     sys::{
         bpf::{self, LinkTarget, XdpMode},
-        device::facts,
+        device::{self, DeviceFacts},
     },
 };
 
 const MODES: [XdpMode; 2] = [XdpMode::Native, XdpMode::Generic];
+/// In `redirect_targets`, at most.
+const KEYS_OF_TARGET: usize = 2;
 
 /// The one that the kernel has the helpers for. Drivers that hand over frames in fragments (5.18) take longer ones with it.
 fn best_program() -> &'static str {
@@ -56,6 +62,29 @@ pub(super) fn vlan_devices(interfaces: &[Interface]) -> BTreeMap<VlanTag, u32> {
     interfaces.iter().filter_map(device).collect()
 }
 
+/// What the tables of these names must hold.
+#[derive(Debug, Default, Eq, PartialEq)]
+pub(super) struct Redirects {
+    pub(super) sources: BTreeMap<u32, LinkAddress>,
+    pub(super) targets: BTreeMap<u32, RedirectTarget>,
+}
+
+/// Of frames that leave by another uplink than they have come by.
+#[derive(Debug)]
+struct Redirection {
+    /// Where the uplink's frames may do so: its own link address.
+    gives: Option<LinkAddress>,
+    takes: Option<Takes>,
+}
+
+impl Redirection {
+    fn of(configured: Xdp, attached: Option<XdpMode>, interface: &Interface, facts: &DeviceFacts) -> Self {
+        let takes = takes(configured, attached, interface, facts, device::cpus());
+        let address = interface.link_address.map(|bytes| LinkAddress { bytes, _padding: [0; 2] });
+        Self { gives: address.filter(|_| attached.is_some_and(|mode| gives(mode, facts))), takes: takes.ok() }
+    }
+}
+
 /// Beside the programs of TC, which take what this one leaves to the stack.
 #[derive(Debug)]
 pub(super) struct Transit {
@@ -64,30 +93,41 @@ pub(super) struct Transit {
     program: OnceCell<&'static str>,
     /// Uplinks that cannot have it, and what was said of them.
     refused: BTreeMap<u32, String>,
+    /// Of uplinks, as they were when they were looked at last.
+    redirections: BTreeMap<u32, Redirection>,
 }
 
 impl Transit {
     pub(super) const fn new(configured: Xdp) -> Self {
-        Self { configured, program: OnceCell::new(), refused: BTreeMap::new() }
+        Self { configured, program: OnceCell::new(), refused: BTreeMap::new(), redirections: BTreeMap::new() }
     }
 
     fn path(paths: &Paths, index: u32, mode: XdpMode) -> PathBuf {
         paths.links().join(format!("{index}_xdp_{}", word(mode)))
     }
 
-    /// The program that the interface needs besides those of TC.
-    pub(super) fn program(&self, interface: &Interface) -> Option<&'static str> {
-        self.choose(interface).and_then(Result::ok).map(|_| self.best_program())
+    /// The program that uplinks have besides those of TC, where one of them has it.
+    pub(super) fn program(&self) -> Option<&'static str> {
+        self.program.get().copied()
     }
 
-    fn best_program(&self) -> &'static str {
-        self.program.get_or_init(best_program)
-    }
-
-    /// `None`: it is no uplink, or none is asked for.
-    fn choose(&self, interface: &Interface) -> Option<Result<(XdpMode, String), NoXdp>> {
-        let is_asked_for = self.configured != Xdp::Off && interface.role == Role::Uplink;
-        is_asked_for.then(|| choose(self.configured, interface, &facts(interface.index, &interface.name)))
+    /// What the interfaces that were attached to may do.
+    pub(super) fn redirects(&self) -> Redirects {
+        let mut redirects = Redirects::default();
+        let room = REDIRECTS as usize / KEYS_OF_TARGET;
+        for (&interface, redirection) in self.redirections.iter().take(room) {
+            redirects.sources.extend(redirection.gives.map(|address| (interface, address)));
+            let keys: &[u32] = match redirection.takes {
+                None => &[],
+                Some(Takes::Whole) => &[interface],
+                Some(Takes::All) => &[interface, interface | IN_FRAGMENTS],
+            };
+            let target = RedirectTarget { interface, program: 0 };
+            redirects.targets.extend(keys.iter().map(|key| (*key, target)));
+        }
+        let Redirects { sources, targets } = &redirects;
+        let has_other = |source| targets.values().any(|target| target.interface != source);
+        if sources.keys().any(|source| has_other(*source)) { redirects } else { Redirects::default() }
     }
 
     /// Answers whether anything had to be done. An uplink that cannot have the program is served by TC alone, which the log says.
@@ -98,31 +138,56 @@ impl Transit {
         links: &mut LinkPins,
         interface: &Interface,
     ) -> Result<bool, Error> {
-        let choice = self.choose(interface);
-        let wanted = choice.as_ref().and_then(|choice| Some(choice.as_ref().ok()?.0));
-        let mut changed = false;
-        for other in MODES.into_iter().filter(|mode| Some(*mode) != wanted) {
-            changed |= links.remove(&Self::path(paths, interface.index, other))?;
+        if self.configured == Xdp::Off || interface.role != Role::Uplink {
+            self.redirections.remove(&interface.index);
+            return Self::remove_links(paths, links, interface.index, &MODES);
         }
-        let (mode, why) = match choice {
-            None => return Ok(changed),
-            Some(Ok(chosen)) => chosen,
-            Some(Err(obstacle)) => {
-                self.refuse(interface, obstacle.to_string());
-                return Ok(changed);
+        let mut facts = device::facts(interface.index, &interface.name);
+        let choice = choose(self.configured, interface, &facts);
+        let wanted = choice.as_ref().ok().map(|(mode, _)| *mode);
+        let others: Vec<_> = MODES.into_iter().filter(|mode| Some(*mode) != wanted).collect();
+        let mut changed = Self::remove_links(paths, links, interface.index, &others)?;
+        let mut attached = None;
+        match choice {
+            Ok((mode, why)) => {
+                let (is_attached, is_new) = self.link(paths, programs, links, interface, mode, &why)?;
+                attached = is_attached.then_some(mode);
+                changed |= is_new;
             }
-        };
+            Err(obstacle) => self.refuse(interface, obstacle.to_string()),
+        }
+        if changed {
+            // Some drivers take frames of others only with a program.
+            facts = device::facts(interface.index, &interface.name);
+        }
+        let redirection = Redirection::of(self.configured, attached, interface, &facts);
+        self.redirections.insert(interface.index, redirection);
+        Ok(changed)
+    }
+
+    /// Answers whether it is attached, and whether anything had to be done.
+    fn link(
+        &mut self,
+        paths: &Paths,
+        programs: &mut Programs,
+        links: &mut LinkPins,
+        interface: &Interface,
+        mode: XdpMode,
+        why: &str,
+    ) -> Result<(bool, bool), Error> {
         let path = Self::path(paths, interface.index, mode);
-        let refusal = match programs.get(self.best_program()) {
+        let name = *self.program.get_or_init(best_program);
+        let refusal = match programs.get(name) {
             Ok(program) => {
                 let is_target = |target| target == LinkTarget::Xdp(interface.index);
                 let create = || bpf::link_xdp(program, interface.index, mode);
                 match links.ensure(&path, program, is_target, create) {
-                    Ok(linked) => {
+                    Ok(is_new) => {
                         self.refused.remove(&interface.index);
-                        return Ok(changed | linked);
+                        return Ok((true, is_new));
                     }
-                    Err(error) if error.errno() == libc::ENODEV => return Ok(changed),
+                    // It has vanished.
+                    Err(error) if error.errno() == libc::ENODEV => return Ok((false, false)),
                     Err(error) => format!("{}, though {why}: {error}", hint(error.errno())),
                 }
             }
@@ -130,7 +195,18 @@ impl Transit {
         };
         self.refuse(interface, refusal);
         // A former program would go on with tables that nobody writes any more.
-        Ok(changed | links.remove(&path)?)
+        Ok((false, links.remove(&path)?))
+    }
+
+    fn remove_links(
+        paths: &Paths,
+        links: &mut LinkPins,
+        index: u32,
+        modes: &[XdpMode],
+    ) -> Result<bool, Error> {
+        modes
+            .iter()
+            .try_fold(false, |changed, mode| Ok(changed | links.remove(&Self::path(paths, index, *mode))?))
     }
 
     /// Says so, once.
@@ -147,10 +223,8 @@ impl Transit {
 
     pub(super) fn detach(&mut self, paths: &Paths, links: &mut LinkPins, index: u32) -> Result<(), Error> {
         self.refused.remove(&index);
-        for mode in MODES {
-            links.remove(&Self::path(paths, index, mode))?;
-        }
-        Ok(())
+        self.redirections.remove(&index);
+        Self::remove_links(paths, links, index, &MODES).map(drop)
     }
 }
 
@@ -159,32 +233,41 @@ mod tests {
     use proxy_common::layout::TAG_CUSTOMER;
 
     use super::*;
-    use crate::dataplane::RoleReason;
-
-    const fn interface(role: Role, device: Device) -> Interface {
-        Interface {
-            index: 2,
-            name: String::new(),
-            role,
-            reason: RoleReason::DefaultRoute,
-            ethernet: true,
-            device,
-            has_vlans: false,
-            bridge: None,
-            masquerade_addresses: Vec::new(),
-        }
-    }
 
     #[test]
     fn tags_are_of_uplinks() {
         let vlan = |index, role, id| {
             let tag = Vlan { below: 2, protocol: TAG_CUSTOMER, id };
-            Interface { index, ..interface(role, Device::Vlan(tag)) }
+            Interface { index, role, ..Interface::uplink(Device::Vlan(tag)) }
         };
-        let card = interface(Role::Uplink, Device::Card);
+        let card = Interface::uplink(Device::Card);
         let interfaces =
             [card, vlan(3, Role::Uplink, 10), vlan(4, Role::Workload, 20), vlan(5, Role::Uplink, 0)];
         let tag = VlanTag { interface: 2, protocol: TAG_CUSTOMER, id: 10 };
         assert_eq!(vlan_devices(&interfaces), BTreeMap::from([(tag, 3)]));
+    }
+
+    #[test]
+    fn frames_leave_by_other_uplinks() {
+        const OWN: LinkAddress = LinkAddress { bytes: [2, 0, 0, 0, 0, 1], _padding: [0; 2] };
+        let of = |redirections: Vec<(u32, Option<LinkAddress>, Option<Takes>)>| {
+            let redirections = redirections
+                .into_iter()
+                .map(|(interface, gives, takes)| (interface, Redirection { gives, takes }))
+                .collect();
+            Transit { redirections, ..Transit::new(Xdp::Native) }.redirects()
+        };
+        let target = |interface| RedirectTarget { interface, program: 0 };
+        let without_other = vec![(2, Some(OWN), Some(Takes::All)), (3, None, None)];
+        assert_eq!(of(without_other), Redirects::default());
+        let found =
+            of(vec![(2, Some(OWN), None), (3, None, Some(Takes::All)), (4, Some(OWN), Some(Takes::Whole))]);
+        let expected = Redirects {
+            sources: [(2, OWN), (4, OWN)].into(),
+            targets: [(3, target(3)), (3 | IN_FRAGMENTS, target(3)), (4, target(4))].into(),
+        };
+        assert_eq!(found, expected);
+        let many = of((1..=REDIRECTS).map(|index| (index, Some(OWN), Some(Takes::All))).collect());
+        assert_eq!(many.targets.len(), REDIRECTS as usize, "no more than there is room for");
     }
 }

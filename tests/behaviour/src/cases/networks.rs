@@ -2,12 +2,13 @@
 
 use std::{net::SocketAddr, time::Duration};
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 use lab::{
-    Answer, Dial,
+    Answer, Dial, Protocol,
     address::external,
-    cluster::{OUTSIDE, SECOND_OUTSIDE, network::Network},
+    cluster::{OUTSIDE, SECOND_OUTSIDE, drivers_tell_what_they_take, network::Network},
     objects::{Ingress, Service},
+    wait,
 };
 use scenario::Skip;
 
@@ -29,6 +30,13 @@ pub(super) const CASES: &[Case] = &[
     Case::new("networks: clients elsewhere reach a backend over a second uplink", Variants::All, |world, variant| {
         over(world, variant, Network::SecondUplink)
     }),
+    Case::new(
+        "networks: packets between a client outside and a backend over a second uplink pass the stack by",
+        Variants::All,
+        redirected,
+    )
+    .concerns(|setting| setting.uses_xdp())
+    .core(),
     Case::new("networks: clients elsewhere reach a backend over a VLAN of the card", Variants::All, |world, variant| {
         over(world, variant, Network::Vlan)
     })
@@ -77,6 +85,32 @@ fn over(world: &mut World, variant: Variant, network: Network) -> Result<()> {
         check::saw(&answers, client, |seen| network.node(1).contains(seen))?;
     }
     Ok(())
+}
+
+/// All but the first one of each flow.
+fn redirected(world: &mut World, variant: Variant) -> Result<()> {
+    const REQUESTS: u16 = 20;
+    const REASON: &str = "redirected_by_driver";
+    /// The controller looks at what devices can do every ten seconds: the other end of the pair became a card after it had met it.
+    const KNOWN_WITHIN: Duration = Duration::from_secs(30);
+    if !drivers_tell_what_they_take() {
+        bail!(Skip("this kernel does not tell which frames a veth takes (6.3)".to_owned()));
+    }
+    over(world, variant, Network::SecondUplink)?;
+    let target = world.node_port(&OVER_NETWORK, 1, variant.family)?;
+    // Of a connection: the backend's SYN, what acknowledges it, request, answer, and the ends.
+    let of_each = if variant.protocol == Protocol::Tcp { 5 } else { 1 };
+    let request = || {
+        let before = world.counted(1, REASON)?;
+        let dial = Dial::new(variant.protocol, target).times(REQUESTS.into());
+        world.answers(OUTSIDE, &dial, &[Network::SecondUplink.pod()])?;
+        let packets = world.counted(1, REASON)? - before;
+        ensure!(packets >= of_each * u64::from(REQUESTS - 4), "{packets} packets of {REQUESTS} requests");
+        Ok(())
+    };
+    wait::until("frames leave by the other uplink", KNOWN_WITHIN, || {
+        request().map(Some).map_err(|error| error.to_string())
+    })
 }
 
 fn from_node(world: &mut World, variant: Variant) -> Result<()> {

@@ -15,6 +15,7 @@ use std::{
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use nix::mount::{MsFlags, mount};
+use proxy_ctl::sys::device;
 
 use crate::{
     address::{self, Addresses, Family, NodeNumber},
@@ -54,6 +55,12 @@ pub enum PodProcesses {
     InNodeCgroup,
     /// Elsewhere, as those of a virtual machine are.
     Elsewhere,
+}
+
+/// Does the kernel tell what drivers do with frames of XDP that have come by others? Since 6.3; before, veths are not known to take them.
+pub fn drivers_tell_what_they_take() -> bool {
+    const LOOPBACK: u32 = 1;
+    device::facts(LOOPBACK, "lo").xdp.is_some()
 }
 
 /// A running cluster. Everything of it is removed when this is dropped.

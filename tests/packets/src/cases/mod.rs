@@ -15,6 +15,7 @@ mod host;
 mod icmp;
 mod masquerade;
 mod port_pool;
+mod redirect;
 mod refusals;
 pub(crate) mod scene;
 mod source_address;
@@ -152,6 +153,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     source_ranges::cases::<W>(group);
     source_address::cases::<W>(group);
     transit::cases::<W>(group);
+    redirect::cases::<W>(group);
     unserved::cases::<W>(group);
     direct::cases::<W>(group);
 }

@@ -223,7 +223,7 @@ fn with_tags<W: Tables>(s: &mut Scene<W>, tags: &'static [Tag]) -> Result<()> {
 }
 
 /// The frame with these tags, and a priority in each.
-fn tagged(frame: &[u8], tags: &[Tag]) -> Vec<u8> {
+pub(super) fn tagged(frame: &[u8], tags: &[Tag]) -> Vec<u8> {
     const PRIORITY: u16 = 0xa000;
     let (ends, rest) = frame.split_at(12);
     let tags = tags.iter().flat_map(|(protocol, id)| [*protocol, PRIORITY | id]);
@@ -234,7 +234,7 @@ fn tagged(frame: &[u8], tags: &[Tag]) -> Vec<u8> {
 pub(crate) struct Uplink {
     pub(crate) index: u32,
     /// That of its tags: itself, where it has none.
-    device: &'static str,
+    pub(super) device: &'static str,
     /// Of all its frames.
     tags: &'static [Tag],
 }
@@ -244,14 +244,14 @@ const UPLINK: &str = "uplink";
 const TAGGED: &str = "tagged";
 // The link addresses of [`Segment`].
 pub(crate) const OWN: &str = "02:00:00:00:00:01";
-const NEXT_HOP: &str = "02:00:00:00:00:02";
+pub(super) const NEXT_HOP: &str = "02:00:00:00:00:02";
 
 impl Uplink {
     pub(crate) fn new<W: Tables>(world: &mut World) -> Result<Self> {
         Self::with_tags::<W>(world, &[])
     }
 
-    fn with_tags<W: Tables>(world: &mut World, tags: &'static [Tag]) -> Result<Self> {
+    pub(super) fn with_tags<W: Tables>(world: &mut World, tags: &'static [Tag]) -> Result<Self> {
         let device = if tags.is_empty() { UPLINK } else { TAGGED };
         let node = address::<W>(KnownAddress::Node);
         let (version, address) = if node.is_ipv4() {
@@ -294,7 +294,7 @@ impl Uplink {
         Self::new::<W>(s.world)?.and_neighbours::<W>()
     }
 
-    fn and_neighbours<W: Tables>(self) -> Result<Self> {
+    pub(super) fn and_neighbours<W: Tables>(self) -> Result<Self> {
         self.knows::<W>(CLIENT.0, NEXT_HOP)?;
         self.knows::<W>(REMOTE.0, NEXT_HOP)?;
         Ok(self)
@@ -306,7 +306,7 @@ impl Uplink {
     }
 
     /// It leaves as this, to the next hop.
-    fn sends<W: Tables>(&self, s: &Scene<W>, packet: &Segment, becomes: &Segment) -> Result<()> {
+    pub(super) fn sends<W: Tables>(&self, s: &Scene<W>, packet: &Segment, becomes: &Segment) -> Result<()> {
         let output = s.world.transit(self.index, &tagged(&packet.bytes::<W>(), self.tags))?;
         ensure!(output.verdict == Verdict::SentBack, "{packet:?}: {:?}", output.verdict);
         let sent = Segment { back: true, hop_limit: packet.hop_limit - 1, ..becomes.clone() };
@@ -337,7 +337,7 @@ impl Drop for Uplink {
     }
 }
 
-fn address<W: Tables>(place: KnownAddress) -> IpAddr {
+pub(super) fn address<W: Tables>(place: KnownAddress) -> IpAddr {
     let address = W::address(place);
     let bytes: &[u8] = address.as_ref();
     match (<[u8; 4]>::try_from(bytes), <[u8; 16]>::try_from(bytes)) {
@@ -348,7 +348,7 @@ fn address<W: Tables>(place: KnownAddress) -> IpAddr {
 }
 
 /// The client's first packet takes the way through the stack; answers with its source at the backend.
-fn opened<W: Tables>(s: &mut Scene<W>, uplink: &Uplink) -> Result<Endpoint> {
+pub(super) fn opened<W: Tables>(s: &mut Scene<W>, uplink: &Uplink) -> Result<Endpoint> {
     let first = s.first(CLIENT, NODE_PORT);
     uplink.passes(s, &first.bytes::<W>())?;
     ensure!(s.flow_counts()? == (0, 0), "only the stack opens flows: {:?}", s.flow_counts()?);

@@ -1,0 +1,250 @@
+//! Which uplinks XDP sends frames on by that have come by others, and why not by the rest. Pure.
+
+use super::{Device, Interface};
+use crate::{
+    config::Xdp,
+    sys::{
+        bpf::XdpMode,
+        device::{DeviceFacts, XdpFeatures},
+    },
+};
+
+/// What an uplink takes of frames that have come by others.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Takes {
+    /// Those in one piece.
+    Whole,
+    /// Those in fragments too.
+    All,
+}
+
+/// Why frames leave by an uplink only if they have come by it.
+#[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
+pub enum NotTaken {
+    #[error("its packets have no Ethernet header")]
+    Bare,
+    #[error("a VLAN: frames would leave without their tag")]
+    Vlan,
+    #[error("a bond: the stack chooses the port")]
+    Bond,
+    #[error("no device of hardware (driver {0})")]
+    NoCard(String),
+    #[error(
+        "its driver {0} takes none, or not as it is set: most need an XDP program on the device, a veth one or GRO at its other end"
+    )]
+    NoDriver(String),
+    #[error("kernels before 6.3 do not tell whether its driver {0} takes any")]
+    NotTold(String),
+    #[error("no XDP program is on it, which its driver needs before Linux 6.3")]
+    NoProgram,
+    #[error(
+        "it has {queues} queues for {cpus} CPUs, and its driver {driver} may drop what the others send: ethtool -L {interface} combined {cpus}"
+    )]
+    FewQueues { interface: String, driver: String, queues: u32, cpus: u32 },
+}
+
+/// Drivers that have sent frames of others since before Linux 5.10, once a program is on the device, and that end programs with a redirect.
+const OF_OLD: [&str; 5] = ["bnxt_en", "i40e", "ice", "ixgbe", "mlx5_core"];
+
+/// Drivers that have their CPUs share queues where there are fewer, in every kernel that tells features. In others a CPU sends by the queue with
+/// its number, or not at all.
+const SHARE_QUEUES: [&str; 7] = ["bnxt_en", "ena", "ice", "ixgbe", "tun", "veth", "virtio_net"];
+
+/// What an uplink takes where the programs run as `configured`. `attached`: that of the uplink itself.
+pub fn takes(
+    configured: Xdp,
+    attached: Option<XdpMode>,
+    interface: &Interface,
+    facts: &DeviceFacts,
+    cpus: u32,
+) -> Result<Takes, NotTaken> {
+    let driver = facts.driver.clone().unwrap_or_else(|| "unknown".to_owned());
+    if !interface.ethernet {
+        return Err(NotTaken::Bare);
+    }
+    match (configured, interface.device) {
+        (_, Device::Vlan(_)) => return Err(NotTaken::Vlan),
+        (_, Device::Bond) => return Err(NotTaken::Bond),
+        // The stack sends them.
+        (Xdp::Generic, _) => return Ok(Takes::Whole),
+        (Xdp::Auto, Device::Other) => return Err(NotTaken::NoCard(driver)),
+        (Xdp::Auto | Xdp::Native | Xdp::Off, Device::Card | Device::Other) => {}
+    }
+    let takes = match facts.xdp {
+        Some(features) if features.has(XdpFeatures::SENDS_FRAGMENTS) => Takes::All,
+        Some(features) if features.has(XdpFeatures::SENDS) => Takes::Whole,
+        Some(_) => return Err(NotTaken::NoDriver(driver)),
+        None if !OF_OLD.contains(&driver.as_str()) => return Err(NotTaken::NotTold(driver)),
+        None if attached != Some(XdpMode::Native) => return Err(NotTaken::NoProgram),
+        None => Takes::Whole,
+    };
+    let shares = facts.xdp.is_some() && SHARE_QUEUES.contains(&driver.as_str());
+    match facts.queues {
+        Some(queues) if queues < cpus && !shares => {
+            Err(NotTaken::FewQueues { interface: interface.name.clone(), driver, queues, cpus })
+        }
+        Some(_) | None => Ok(takes),
+    }
+}
+
+/// May frames that have come by an uplink leave by others? `attached`: how the program runs on it.
+pub fn gives(attached: XdpMode, facts: &DeviceFacts) -> bool {
+    match (attached, facts.xdp) {
+        (XdpMode::Generic, _) => true,
+        (XdpMode::Native, Some(features)) => features.has(XdpFeatures::REDIRECTS),
+        (XdpMode::Native, None) => facts.driver.as_deref().is_some_and(|driver| OF_OLD.contains(&driver)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+    use crate::dataplane::Vlan;
+
+    const SENDS: u64 = XdpFeatures::SENDS.0;
+    const CPUS: u32 = 4;
+
+    fn device(driver: &str, xdp: Option<u64>) -> DeviceFacts {
+        let (driver, xdp) = (Some(driver.to_owned()), xdp.map(XdpFeatures));
+        DeviceFacts { driver, xdp, queues: Some(CPUS), ..DeviceFacts::default() }
+    }
+
+    fn with_queues(queues: Option<u32>, facts: DeviceFacts) -> DeviceFacts {
+        DeviceFacts { queues, ..facts }
+    }
+
+    fn card() -> Interface {
+        Interface::uplink(Device::Card)
+    }
+
+    fn few(driver: &str) -> Result<Takes, NotTaken> {
+        let (interface, driver) = ("eth0".to_owned(), driver.to_owned());
+        Err(NotTaken::FewQueues { interface, driver, queues: 3, cpus: CPUS })
+    }
+
+    const VLAN: Device = Device::Vlan(Vlan { below: 3, protocol: 0x8100, id: 10 });
+    const NATIVE: Option<XdpMode> = Some(XdpMode::Native);
+    const WHOLE: Result<Takes, NotTaken> = Ok(Takes::Whole);
+
+    #[rstest]
+    #[case::that_takes_any(Xdp::Auto, NATIVE, card(), device("i40e", Some(SENDS)), WHOLE)]
+    #[case::that_takes_fragments(
+        Xdp::Auto,
+        NATIVE,
+        card(),
+        device("i40e", Some(SENDS | XdpFeatures::SENDS_FRAGMENTS.0)),
+        Ok(Takes::All)
+    )]
+    #[case::without_a_program(Xdp::Auto, None, card(), device("some", Some(SENDS)), WHOLE)]
+    #[case::that_takes_none(
+        Xdp::Native,
+        NATIVE,
+        card(),
+        device("veth", Some(XdpFeatures::BASIC.0)),
+        Err(NotTaken::NoDriver("veth".into()))
+    )]
+    #[case::of_an_old_kernel(Xdp::Auto, NATIVE, card(), device("i40e", None), WHOLE)]
+    #[case::of_an_old_kernel_without_a_program(
+        Xdp::Auto,
+        None,
+        card(),
+        device("i40e", None),
+        Err(NotTaken::NoProgram)
+    )]
+    #[case::of_an_old_kernel_and_not_known(
+        Xdp::Native,
+        NATIVE,
+        card(),
+        device("veth", None),
+        Err(NotTaken::NotTold("veth".into()))
+    )]
+    #[case::few_queues(
+        Xdp::Auto,
+        NATIVE,
+        card(),
+        with_queues(Some(3), device("i40e", Some(SENDS))),
+        few("i40e")
+    )]
+    #[case::few_queues_that_are_shared(
+        Xdp::Auto,
+        NATIVE,
+        card(),
+        with_queues(Some(3), device("ice", Some(SENDS))),
+        WHOLE
+    )]
+    #[case::few_queues_of_an_old_kernel(
+        Xdp::Auto,
+        NATIVE,
+        card(),
+        with_queues(Some(3), device("ice", None)),
+        few("ice")
+    )]
+    #[case::queues_that_nobody_tells(
+        Xdp::Auto,
+        NATIVE,
+        card(),
+        with_queues(None, device("i40e", Some(SENDS))),
+        WHOLE
+    )]
+    #[case::bare(
+        Xdp::Generic,
+        None,
+        Interface { ethernet: false, ..card() },
+        device("ipip", None),
+        Err(NotTaken::Bare)
+    )]
+    #[case::vlan(Xdp::Generic, None, Interface::uplink(VLAN), device("vlan", None), Err(NotTaken::Vlan))]
+    #[case::bond(
+        Xdp::Native,
+        NATIVE,
+        Interface::uplink(Device::Bond),
+        device("bond", Some(SENDS)),
+        Err(NotTaken::Bond)
+    )]
+    #[case::by_the_stack(
+        Xdp::Generic,
+        None,
+        Interface::uplink(Device::Other),
+        device("bridge", Some(0)),
+        WHOLE
+    )]
+    #[case::device_of_the_kernel(
+        Xdp::Auto,
+        NATIVE,
+        Interface::uplink(Device::Other),
+        device("veth", Some(SENDS)),
+        Err(NotTaken::NoCard("veth".into()))
+    )]
+    #[case::any_driver(
+        Xdp::Native,
+        NATIVE,
+        Interface::uplink(Device::Other),
+        device("veth", Some(SENDS)),
+        WHOLE
+    )]
+    fn what_uplinks_take(
+        #[case] configured: Xdp,
+        #[case] attached: Option<XdpMode>,
+        #[case] interface: Interface,
+        #[case] facts: DeviceFacts,
+        #[case] expected: Result<Takes, NotTaken>,
+    ) {
+        assert_eq!(takes(configured, attached, &interface, &facts, CPUS), expected);
+    }
+
+    #[rstest]
+    #[case::told(XdpMode::Native, device("some", Some(XdpFeatures::REDIRECTS.0)), true)]
+    #[case::not_told(XdpMode::Native, device("i40e", Some(XdpFeatures::BASIC.0)), false)]
+    #[case::of_an_old_kernel(XdpMode::Native, device("i40e", None), true)]
+    #[case::of_an_old_kernel_and_not_known(XdpMode::Native, device("some", None), false)]
+    #[case::by_the_stack(XdpMode::Generic, device("some", Some(0)), true)]
+    fn whose_frames_leave_by_others(
+        #[case] attached: XdpMode,
+        #[case] facts: DeviceFacts,
+        #[case] expected: bool,
+    ) {
+        assert_eq!(gives(attached, &facts), expected);
+    }
+}

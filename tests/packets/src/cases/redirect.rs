@@ -1,0 +1,278 @@
+//! Frames that XDP sends on by another uplink than they have come by.
+
+use std::fs;
+
+use anyhow::{Result, ensure};
+use lab::namespace::ip;
+use nix::net::if_::if_nametoindex;
+use proxy_common::{
+    layout::{IN_FRAGMENTS, PROTOCOL_TCP, ServiceCounters, TAG_CUSTOMER},
+    packet::{TCP_ACK, TCP_SYN},
+    reason::Reason,
+};
+
+use super::{
+    Group,
+    scene::*,
+    transit::{NEXT_HOP, OWN, Uplink, address, opened, tagged},
+};
+use crate::{
+    wire::{Endpoint, Extra, Segment},
+    world::{Tables, Verdict},
+};
+
+pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
+    group.both::<W>("redirect to a backend behind another uplink and back", |s| {
+        let Node { uplink, other, address: node } = Node::with_tables(s)?;
+        let first = s.first(CLIENT, NODE_PORT);
+        let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
+        other.sends(s, &answer, &answer.to(CLIENT).from(NODE_PORT))?;
+        let second = first.flags(TCP_ACK);
+        uplink_sends(s, &uplink, &second, &second.to(REMOTE).from(node), &other)?;
+        let established = if s.protocol == PROTOCOL_TCP { 3 } else { 0 };
+        ensure!(s.flow_counts()? == (3, established), "entries {:?}", s.flow_counts()?);
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::RedirectedByDriver, 2)])?;
+        let bytes: usize = [&first, &answer, &second].iter().map(|p| p.bytes::<W>().len()).sum();
+        let counted = s.world.service_counters(1)?;
+        ensure!(
+            counted == ServiceCounters { connections: 1, packets: 3, bytes: bytes as u64 },
+            "{counted:?}, not {bytes} bytes"
+        );
+        Ok(())
+    });
+    group.both::<W>("redirect by the uplink that the route says", |s| {
+        let Node { uplink, other, address: node } = Node::with_tables(s)?;
+        let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
+        uplink_sends(s, &uplink, &second, &second.to(REMOTE).from(node), &other)?;
+        let third = Other::leading_to_backends::<W>(s, "third", "02:00:00:00:00:04")?;
+        passes(s, uplink.index, &second.bytes::<W>())?;
+        s.world.put_redirect_target(third.index, third.index)?;
+        uplink_sends(s, &uplink, &second, &second.to(REMOTE).from(node), &third)?;
+        drop(third);
+        other.leads_to_backends::<W>()?;
+        uplink_sends(s, &uplink, &second, &second.to(REMOTE).from(node), &other)?;
+        drop(other);
+        uplink.knows::<W>(REMOTE.0, NEXT_HOP)?;
+        uplink.sends(s, &second, &second.to(REMOTE).from(node))
+    });
+    group.both::<W>("no redirect to or from an uplink that is not known to do it", |s| {
+        let Node { uplink, other, address: node } = Node::new(s)?;
+        let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
+        let sent = second.to(REMOTE).from(node);
+        passes(s, uplink.index, &second.bytes::<W>())?;
+        s.world.put_redirect_source(uplink.index, OWN)?;
+        passes(s, uplink.index, &second.bytes::<W>())?;
+        s.world.put_redirect_target(other.index, other.index)?;
+        uplink_sends(s, &uplink, &second, &sent, &other)?;
+        s.world.remove_redirect_source(uplink.index)?;
+        passes(s, uplink.index, &second.bytes::<W>())?;
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::RedirectedByDriver, 1)])
+    });
+    group.both::<W>("no redirect of what is longer than the other uplink takes", |s| {
+        const MTU: usize = 1_300;
+        let Node { uplink, other, address: node } = Node::with_tables(s)?;
+        ip(None, &format!("link set {} mtu {MTU}\n", other.name))?;
+        let packet = s.packet(CLIENT, NODE_PORT, TCP_ACK);
+        let longest = Segment {
+            payload: vec![1; MTU + 14 - packet.bytes::<W>().len() + packet.payload.len()],
+            ..packet.clone()
+        };
+        uplink_sends(s, &uplink, &longest, &longest.to(REMOTE).from(node), &other)?;
+        let too_long = Segment { payload: [&longest.payload[..], &[1]].concat(), ..packet };
+        passes(s, uplink.index, &too_long.bytes::<W>())
+    });
+    group.both::<W>("no redirect to a neighbour that is not known", |s| {
+        let Node { uplink, other, address: node } = Node::with_tables(s)?;
+        let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
+        let neighbour = format!("{} dev {}", address::<W>(REMOTE.0), other.name);
+        ip(None, &format!("neigh del {neighbour}\n"))?;
+        passes(s, uplink.index, &second.bytes::<W>())?;
+        ip(None, &format!("neigh add {neighbour} lladdr {NEXT_HOP} nud permanent\n"))?;
+        uplink_sends(s, &uplink, &second, &second.to(REMOTE).from(node), &other)
+    });
+    group.both::<W>("no redirect of what a router does more with than sending it on", |s| {
+        let Node { uplink, other, address: node } = Node::with_tables(s)?;
+        let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
+        passes(s, uplink.index, &Segment { extra: Extra::Options, ..second.clone() }.bytes::<W>())?;
+        passes(s, uplink.index, &Segment { hop_limit: 1, ..second.clone() }.bytes::<W>())?;
+        ip(None, &format!("link set {} down\n", other.name))?;
+        passes(s, uplink.index, &second.bytes::<W>())?;
+        ip(None, &format!("link set {} up\n", other.name))?;
+        other.leads_to_backends::<W>()?;
+        uplink_sends(s, &uplink, &second, &second.to(REMOTE).from(node), &other)
+    });
+    group.both::<W>("no redirect of frames for others", |s| {
+        let Node { uplink, other, address: node } = Node::with_tables(s)?;
+        let answer = s.first(CLIENT, NODE_PORT).to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
+        // It has another address than the first uplink.
+        passes(s, other.index, &answer.bytes::<W>())?;
+        let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
+        let mut to_all = second.bytes::<W>();
+        to_all[..6].fill(0xff);
+        passes(s, uplink.index, &to_all)?;
+        uplink_sends(s, &uplink, &second, &second.to(REMOTE).from(node), &other)
+    });
+    group.both::<W>("no redirect of frames with a tag", |s| {
+        const TAG: (u16, u16) = (TAG_CUSTOMER, 10);
+        let uplink = Uplink::with_tags::<W>(s.world, &[TAG])?.and_neighbours::<W>()?;
+        s.node_port_elsewhere()?;
+        let node = opened(s, &uplink)?;
+        let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
+        uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
+        let other = Other::leading_to_backends::<W>(s, "other", OTHER)?;
+        for interface in [uplink.index, if_nametoindex(uplink.device)?] {
+            s.world.put_redirect_source(interface, OWN)?;
+        }
+        s.world.put_redirect_target(other.index, other.index)?;
+        passes(s, uplink.index, &tagged(&second.bytes::<W>(), &[TAG]))
+    });
+    group.both::<W>("redirect of frames in fragments", |s| {
+        let Node { uplink, other, address: node } = Node::with_tables(s)?;
+        ip(None, &format!("link set {} mtu 9000\nlink set uplink mtu 9000\n", other.name))?;
+        let packet = s.packet(CLIENT, NODE_PORT, TCP_ACK);
+        let short = packet.bytes::<W>();
+        let long = Segment { payload: vec![1; 8_000], ..packet.clone() };
+        let bytes = long.bytes::<W>();
+        let headers = bytes.len() - long.payload.len();
+        // The other uplink takes whole ones only.
+        let output = s.world.transit_in_fragments(uplink.index, headers, &bytes)?;
+        ensure!(output.verdict == Verdict::GoesOn && output.packet == bytes, "{:?}", output.verdict);
+        let sent = other.sent::<W>(&packet, &packet.to(REMOTE).from(node));
+        let output = s.world.transit_in_fragments(uplink.index, short.len(), &short)?;
+        ensure!(output.verdict == Verdict::Redirected, "in one piece: {:?}", output.verdict);
+        ensure!(output.packet == sent, "in one piece: not what leaves");
+        let sent = other.sent::<W>(&long, &long.to(REMOTE).from(node));
+        s.world.put_redirect_target(other.index | IN_FRAGMENTS, other.index)?;
+        let output = s.world.transit_in_fragments(uplink.index, headers, &bytes)?;
+        ensure!(output.verdict == Verdict::Redirected, "{:?}", output.verdict);
+        ensure!(output.packet == sent, "not what leaves");
+        Ok(())
+    });
+}
+
+const OTHER: &str = "02:00:00:00:00:03";
+
+/// One uplink to clients and another to the backend, for which a flow is open.
+struct Node {
+    uplink: Uplink,
+    other: Other,
+    /// The flow's source at the backend.
+    address: Endpoint,
+}
+
+impl Node {
+    fn new<W: Tables>(s: &mut Scene<W>) -> Result<Self> {
+        let uplink = Uplink::new::<W>(s.world)?;
+        uplink.knows::<W>(CLIENT.0, NEXT_HOP)?;
+        let other = Other::leading_to_backends::<W>(s, "other", OTHER)?;
+        s.node_port_elsewhere()?;
+        let address = opened(s, &uplink)?;
+        Ok(Self { uplink, other, address })
+    }
+
+    /// Both may send what has come by the other.
+    fn with_tables<W: Tables>(s: &mut Scene<W>) -> Result<Self> {
+        let node = Self::new(s)?;
+        for (interface, own) in [(node.uplink.index, OWN), (node.other.index, OTHER)] {
+            s.world.put_redirect_source(interface, own)?;
+            s.world.put_redirect_target(interface, interface)?;
+        }
+        Ok(node)
+    }
+}
+
+/// Gone when dropped.
+struct Other {
+    index: u32,
+    name: &'static str,
+    address: &'static str,
+}
+
+impl Other {
+    fn leading_to_backends<W: Tables>(
+        s: &mut Scene<W>,
+        name: &'static str,
+        link_address: &'static str,
+    ) -> Result<Self> {
+        let version = if address::<W>(REMOTE.0).is_ipv4() { "ipv4" } else { "ipv6" };
+        ip(
+            None,
+            &format!(
+                "link add {name} address {link_address} type veth peer name {name}-beyond\n\
+                 link set {name} up\nlink set {name}-beyond up\n"
+            ),
+        )?;
+        let other = Self { index: if_nametoindex(name)?, name, address: link_address };
+        fs::write(format!("/proc/sys/net/{version}/conf/{name}/forwarding"), "1")?;
+        s.world.attach_transit(name)?;
+        other.leads_to_backends::<W>()?;
+        Ok(other)
+    }
+
+    fn leads_to_backends<W: Tables>(&self) -> Result<()> {
+        let backend = address::<W>(REMOTE.0);
+        ip(
+            None,
+            &format!(
+                "route replace {backend} dev {name}\n\
+                 neigh replace {backend} lladdr {NEXT_HOP} dev {name} nud permanent\n",
+                name = self.name
+            ),
+        )
+    }
+
+    fn bytes(&self) -> Vec<u8> {
+        self.address.split(':').map(|byte| u8::from_str_radix(byte, 16).unwrap_or(0)).collect()
+    }
+
+    /// The frame that leaves by it.
+    fn sent<W: Tables>(&self, packet: &Segment, becomes: &Segment) -> Vec<u8> {
+        let mut sent = leaving::<W>(packet, becomes);
+        sent[6..12].copy_from_slice(&self.bytes());
+        sent
+    }
+
+    /// What comes by it leaves by the first uplink.
+    fn sends<W: Tables>(&self, s: &Scene<W>, packet: &Segment, becomes: &Segment) -> Result<()> {
+        let mut frame = packet.bytes::<W>();
+        frame[..6].copy_from_slice(&self.bytes());
+        redirects(s, self.index, &frame, &leaving::<W>(packet, becomes))
+    }
+}
+
+impl Drop for Other {
+    fn drop(&mut self) {
+        if let Err(error) = ip(None, &format!("link del {}\n", self.name)) {
+            eprintln!("{error:#}");
+        }
+    }
+}
+
+/// By the first uplink.
+fn leaving<W: Tables>(packet: &Segment, becomes: &Segment) -> Vec<u8> {
+    Segment { back: true, hop_limit: packet.hop_limit - 1, ..becomes.clone() }.bytes::<W>()
+}
+
+fn uplink_sends<W: Tables>(
+    s: &Scene<W>,
+    uplink: &Uplink,
+    packet: &Segment,
+    becomes: &Segment,
+    by: &Other,
+) -> Result<()> {
+    redirects(s, uplink.index, &packet.bytes::<W>(), &by.sent::<W>(packet, becomes))
+}
+
+fn redirects<W: Tables>(s: &Scene<W>, interface: u32, frame: &[u8], sent: &[u8]) -> Result<()> {
+    let output = s.world.transit(interface, frame)?;
+    ensure!(output.verdict == Verdict::Redirected, "{:?}", output.verdict);
+    ensure!(output.packet == sent, "it became {:02x?}, not {sent:02x?}", output.packet);
+    Ok(())
+}
+
+fn passes<W: Tables>(s: &Scene<W>, interface: u32, frame: &[u8]) -> Result<()> {
+    let output = s.world.transit(interface, frame)?;
+    ensure!(output.verdict == Verdict::GoesOn, "{:?}", output.verdict);
+    ensure!(output.packet == frame, "it is not untouched");
+    Ok(())
+}

@@ -65,7 +65,8 @@ limits! {
 ///
 /// Programs write flows, so a table of flows can only change its size while they work on it: they find it in an array of two maps,
 /// `<table>_maps` ([`layout::MAP_IN_USE`](crate::layout::MAP_IN_USE)). Kinds `maps_of_…` are these arrays, with the types of their maps.
-/// Programs at tracepoints read only hash tables of kind `preallocated_hash`. `devices` is a hash of devices that frames can be sent by. The keys of a `lpm_trie` are a [`PrefixKey`](crate::layout::PrefixKey) of the type. A `ring` has no keys, and its size is in bytes.
+/// Programs at tracepoints read only hash tables of kind `preallocated_hash`. `devices` is a hash of devices that frames can be sent by.
+/// The keys of a `lpm_trie` are a [`PrefixKey`](crate::layout::PrefixKey) of the type. A `ring` has no keys, and its size is in bytes.
 #[macro_export]
 macro_rules! tables {
     ($define:ident) => {

@@ -627,6 +627,8 @@ pub struct Affinity {
 pub const FRAGMENT_ARRIVING: u8 = 0;
 /// Of a packet that leaves the node.
 pub const FRAGMENT_LEAVING: u8 = 1;
+/// It has come in another packet.
+pub const FRAGMENT_UNPACKED: u8 = 2;
 
 /// Table `fragments4/6`, LRU hash: the packet that a fragment is a part of, as it is at a hook of one direction.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
@@ -638,7 +640,7 @@ pub struct FragmentKey<A> {
     pub id: u32,
     /// IANA number. 0 for IPv6: its stack knows what belongs together without it, and a later fragment need not have it.
     pub protocol: u8,
-    /// `FRAGMENT_ARRIVING` or `FRAGMENT_LEAVING`.
+    /// `FRAGMENT_*`.
     pub direction: u8,
     pub(crate) _reserved: u16,
 }

@@ -27,9 +27,13 @@ pub(crate) fn failed(ctx: &RawTracePointContext) -> i32 {
 /// Is the device, a `net_device`, one whose frames our program sends on? No other program of XDP is on it then.
 #[inline(always)]
 fn has_come_by_uplink(device: u64) -> bool {
+    let own_network = globals::OWN_NETWORK.load();
+    if own_network == 0 {
+        // The controller does not know the kernel's types.
+        return false;
+    }
     let Some(network) = field::<u64>(device, globals::DEVICE_NETWORK.load()) else { return false };
-    let is_of_node =
-        field::<u32>(network, globals::NETWORK_NUMBER.load()) == Some(globals::OWN_NETWORK.load());
+    let is_of_node = field::<u32>(network, globals::NETWORK_NUMBER.load()) == Some(own_network);
     let Some(interface) = field::<u32>(device, globals::DEVICE_INDEX.load()) else { return false };
     // SAFETY: nothing is read of what is found.
     is_of_node && unsafe { maps::redirect_sources.get(interface) }.is_some()

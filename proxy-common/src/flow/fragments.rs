@@ -27,6 +27,10 @@ pub(super) fn follow<F: Family, T: FlowTables<F>>(
     {
         return Err(Reason::Fragment);
     }
+    // All fragments of a packet are sent to the endpoint that the first one was for.
+    if scratch.outer_length != 0 && scratch.tunnel.destination != first.destination {
+        return Err(Reason::NotAService);
+    }
     *then = match first.fate {
         FATE_TRANSLATED => Then::Pass,
         FATE_REROUTED => Then::Reroute,

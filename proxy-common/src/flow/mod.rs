@@ -131,7 +131,7 @@ pub struct Scratch<A> {
     pub next_hop: [u8; 12],
     /// A packet in transit leaves by another interface than it has come by.
     pub is_redirected: bool,
-    /// Why nothing is to be done with the packet itself, which has come in.
+    /// Why the packet is not served as it has come; one inside it may be.
     pub unserved: Option<Reason>,
     /// Bytes of the headers that were before the packet, which has come in another; 0: it has not.
     pub outer_length: u32,
@@ -282,7 +282,8 @@ pub fn arriving<F: Family, T: FlowTables<F>>(
     origin: Origin,
 ) -> Result<(), Reason> {
     scratch.origin = origin;
-    scratch.fragment_key.direction = FRAGMENT_ARRIVING;
+    scratch.fragment_key.direction =
+        if scratch.is_unpacked() { FRAGMENT_UNPACKED } else { FRAGMENT_ARRIVING };
     if scratch.packet.is_later_fragment() {
         return decide(tables, scratch, Routine::FollowFragment);
     }

@@ -37,8 +37,8 @@ pub trait Tunnel: Network {
     /// The outer header without its addresses, which lie behind.
     type Begin: AsRef<[u8]>;
 
-    /// Before this many bytes, of this protocol, with a packet whose own header begins with `inner`: a traffic class is kept, and in IPv6
-    /// the flow label.
+    /// Before this many bytes, of this protocol, with a packet whose own header begins with `inner`. Its DSCP is kept, and in IPv6 the flow
+    /// label; its ECN is not, as whoever takes the header off does not hand on the mark of a switch (RFC 6040, compatibility mode).
     fn begin(inner: [u8; 4], protocol: u8, length: u32, ends: &Ends<Self::Address>) -> Self::Begin;
 
     /// Number of what follows the header at `network`. Fails with `NotAService` where that has options, or is of a fragment.
@@ -96,8 +96,10 @@ fn geneve_length<F: Tunnel, B: Bytes>(bytes: B, transport: u32) -> Result<u32, R
     const OTHERS: u8 = 0xc0;
     let header: [u8; GENEVE_HEADERS as usize] = bytes.read(transport)?;
     let length = GENEVE_HEADERS + u32::from(header[8] & OPTION_WORDS) * 4;
+    let datagram = u32::from(u16::from_be_bytes([header[4], header[5]]));
     let is_ours = Port::from_network([header[2], header[3]]) == GENEVE
-        && u16::from_be_bytes([header[4], header[5]]) as u32 >= length
+        && datagram >= length
+        && transport + datagram <= bytes.length()
         && (header[8] | header[9]) & OTHERS == 0
         && u16::from_be_bytes([header[10], header[11]]) == F::ETHERTYPE
         && header[12] | header[13] | header[14] == 0;
@@ -135,7 +137,8 @@ impl Tunnel for V4 {
     fn begin(inner: [u8; 4], protocol: u8, length: u32, ends: &Ends<[u8; 4]>) -> [u8; 12] {
         const DO_NOT_FRAGMENT: u8 = 0x40;
         let [high, low] = length_field(length + Self::OUTER);
-        let mut begin = [0x45, inner[1], high, low, 0, 0, DO_NOT_FRAGMENT, 0, HOP_LIMIT, protocol, 0, 0];
+        let mut begin =
+            [0x45, inner[1] & 0xfc, high, low, 0, 0, DO_NOT_FRAGMENT, 0, HOP_LIMIT, protocol, 0, 0];
         let sum = Sum::of(&begin) + Sum::of(&ends.source) + Sum::of(&ends.destination);
         [begin[10], begin[11]] = sum.checksum();
         begin
@@ -158,7 +161,7 @@ impl Tunnel for V6 {
     #[inline(always)]
     fn begin(inner: [u8; 4], protocol: u8, length: u32, _ends: &Ends<[u8; 16]>) -> [u8; 8] {
         let [high, low] = length_field(length);
-        [inner[0], inner[1], inner[2], inner[3], high, low, protocol, HOP_LIMIT]
+        [inner[0], inner[1] & 0xcf, inner[2], inner[3], high, low, protocol, HOP_LIMIT]
     }
 
     #[inline(always)]
@@ -195,7 +198,7 @@ mod tests {
     fn header4(protocol: u8, length: u16) -> Ipv4Header {
         let Ends { source, destination, .. } = ENDS4;
         let mut header = Ipv4Header::new(length, 64, IpNumber(protocol), source, destination).unwrap();
-        (header.dscp, header.ecn) = (0x2e.try_into().unwrap(), 1.try_into().unwrap());
+        header.dscp = 0x2e.try_into().unwrap();
         header.header_checksum = header.calc_header_checksum();
         header
     }
@@ -203,7 +206,7 @@ mod tests {
     fn header6(protocol: u8, payload_length: u16) -> Ipv6Header {
         let Ends { source, destination, .. } = ENDS6;
         Ipv6Header {
-            traffic_class: 0xb9,
+            traffic_class: 0xb8,
             flow_label: Ipv6FlowLabel::try_new(0x1_2345).unwrap(),
             payload_length,
             next_header: IpNumber(protocol),
@@ -271,7 +274,7 @@ mod tests {
         assert_eq!(inner_of::<V4>(with_link(&header.to_bytes())), expected(23));
         let mut header = header4(17, 1_496);
         change(&mut header);
-        let geneve = [&header.to_bytes()[..], &geneve_headers(1_480, 0x0800)].concat();
+        let geneve = [&header.to_bytes()[..], &geneve_headers(1_480, 0x0800), &[0; 1_480]].concat();
         assert_eq!(inner_of::<V4>(with_link(&geneve)), expected(39));
     }
 
@@ -295,6 +298,7 @@ mod tests {
     #[case::with_options(&[(8, 2)], Some(24))]
     #[case::with_the_most_options(&[(4, 1), (8, 0x3f)], Some(268))]
     #[case::with_options_beyond_the_datagram(&[(4, 0), (5, 0x17), (8, 2)], None)]
+    #[case::longer_than_the_packet(&[(4, 2)], None)]
     #[case::shorter_than_its_headers(&[(4, 0), (5, 15)], None)]
     #[case::of_another_version(&[(8, 0x40)], None)]
     #[case::to_control_the_tunnel(&[(9, 0x80)], None)]
@@ -305,15 +309,16 @@ mod tests {
     #[case::of_a_virtual_network(&[(14, 1)], None)]
     #[case::of_a_high_virtual_network(&[(12, 1)], None)]
     fn what_geneve_carries(#[case] others: &[(usize, u8)], #[case] length: Option<u32>) {
+        const CARRIED: [u8; 400] = [0; 400];
         let changed = |ethertype| {
             let mut headers = geneve_headers(100, ethertype);
             others.iter().for_each(|(place, byte)| headers[*place] = *byte);
             headers
         };
         let expected = |before: u32| length.map(|length| before + length).ok_or(Reason::NotAService);
-        let four = [&header4(17, 116).to_bytes()[..], &changed(0x0800)].concat();
+        let four = [&header4(17, 116).to_bytes()[..], &changed(0x0800), &CARRIED].concat();
         assert_eq!(inner_of::<V4>(with_link(&four)), expected(23).map(|inside| (inside, ENDS4)));
-        let six = [&header6(17, 116).to_bytes()[..], &changed(0x86dd)].concat();
+        let six = [&header6(17, 116).to_bytes()[..], &changed(0x86dd), &CARRIED].concat();
         assert_eq!(inner_of::<V6>(with_link(&six)), expected(43).map(|inside| (inside, ENDS6)));
     }
 

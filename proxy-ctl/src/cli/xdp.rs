@@ -50,16 +50,12 @@ impl XdpView {
         Self { interface: interface.name.clone(), xdp, reason, takes, takes_none }
     }
 
-    /// `attached`: the mode of the program that is there. `is_target`: the program may send by this uplink what has come by others.
-    fn found(self, attached: Option<XdpMode>, is_target: bool) -> Self {
-        self.attached(attached).taking(is_target)
-    }
-
+    /// `is_target`: the program may send by this uplink what has come by others.
     fn taking(self, is_target: bool) -> Self {
         if is_target || self.takes == NO {
             return self;
         }
-        let why = "it would take them, but is the only uplink, or the controller has not looked at it yet";
+        let why = "it would take them, but XDP sends none of another uplink on, or the controller has not looked at it yet";
         Self { takes: NO, takes_none: Some(why.to_owned()), ..self }
     }
 
@@ -105,7 +101,8 @@ pub(super) fn of_controller(
     let uplinks = network.interfaces.iter().filter(|interface| is_uplink(interface.index));
     let view = |uplink: &Interface| {
         let attached = attached(uplink.index);
-        XdpView::expected(configured, uplink, Some(attached)).found(attached, targets.contains(&uplink.index))
+        let view = XdpView::expected(configured, uplink, Some(attached));
+        view.attached(attached).taking(targets.contains(&uplink.index))
     };
     uplinks.map(view).collect()
 }
@@ -139,16 +136,16 @@ mod tests {
         #[case] xdp: &str,
         #[case] reason: &str,
     ) {
-        let found = expected(wanted).found(attached, true);
+        let found = expected(wanted).attached(attached).taking(true);
         assert_eq!((found.xdp, found.reason.as_str()), (xdp, reason));
         assert_eq!((found.takes, found.takes_none), ("whole", None));
     }
 
     #[test]
     fn only_what_the_programs_know_is_sent_to() {
-        let found = expected("native").found(Some(XdpMode::Native), false);
+        let found = expected("native").taking(false);
         assert!(found.takes == NO && found.takes_none.is_some(), "{found:?}");
         let none = XdpView { takes: NO, takes_none: Some("why".to_owned()), ..expected("native") };
-        assert_eq!(none.clone().found(Some(XdpMode::Native), false), none);
+        assert_eq!(none.clone().taking(false), none);
     }
 }

@@ -60,9 +60,9 @@ pub fn facts(index: u32, name: &str) -> DeviceFacts {
     facts
 }
 
-/// How many the machine may have: the numbers of CPUs are below that.
+/// The numbers of CPUs that are online are below that.
 pub fn cpus() -> u32 {
-    aya::util::nr_cpus().ok().and_then(|cpus| cpus.try_into().ok()).unwrap_or(u32::MAX)
+    aya::util::online_cpus().ok().and_then(|cpus| cpus.into_iter().max()).map_or(u32::MAX, |last| last + 1)
 }
 
 fn page() -> u32 {

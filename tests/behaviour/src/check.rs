@@ -76,13 +76,18 @@ pub fn refused_at_once(setting: Setting, outcomes: &[Outcome]) -> Result<()> {
 
 /// Has this kernel `bpf_set_retval` for socket hooks?
 fn has_set_retval() -> Result<bool> {
+    is_kernel((5, 18))
+}
+
+/// Is the kernel of this version, or a newer one?
+pub fn is_kernel(least: (u32, u32)) -> Result<bool> {
     let uname = nix::sys::utsname::uname()?;
     let release = uname.release().to_string_lossy();
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse::<u32>);
     let (Some(Ok(major)), Some(Ok(minor))) = (numbers.next(), numbers.next()) else {
         bail!("kernel release {release} does not begin with a version")
     };
-    Ok((major, minor) >= (5, 18))
+    Ok((major, minor) >= least)
 }
 
 /// Every request vanished: it was neither answered nor refused. What netfilter drops of a local process is EPERM to it.

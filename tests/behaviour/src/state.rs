@@ -48,11 +48,15 @@ impl State {
         Ok(Self(lines))
     }
 
+    /// What is here and not there.
+    pub fn left(&self, before: &Self) -> Vec<String> {
+        self.0.difference(&before.0).map(|line| format!("left: {line}")).collect()
+    }
+
     /// What is here and not there, and the other way round; empty: they are the same.
     pub fn differences(&self, expected: &Self) -> Vec<String> {
-        let more = self.0.difference(&expected.0).map(|line| format!("left: {line}"));
-        let less = expected.0.difference(&self.0).map(|line| format!("missing: {line}"));
-        more.chain(less).collect()
+        let missing = expected.0.difference(&self.0).map(|line| format!("missing: {line}"));
+        self.left(expected).into_iter().chain(missing).collect()
     }
 }
 

@@ -460,6 +460,26 @@ fn fragments_go_the_way_of_the_first() {
     assert_eq!(ports.len(), 1);
 }
 
+/// Of a later fragment nothing but its id and addresses is known: it must come as the first one has.
+#[rstest]
+#[case::to_another_endpoint(true, BACKENDS[1])]
+#[case::without_a_tunnel(false, BACKEND)]
+fn later_fragments_that_come_another_way_are_left_alone(
+    #[case] in_tunnel: bool,
+    #[case] destination: [u8; 4],
+) {
+    let other = node(true);
+    let part = |part, packet: Packet<A>| Packet { fragment: Fragment { part, id: 7 }, ..packet };
+    let first = part(Part::First, datagram(CLIENT, FRONTEND));
+    let later = part(Part::Later, datagram((CLIENT.0, Port::NONE), (FRONTEND.0, Port::NONE)));
+    unpacked(&other, &first, from_other_node()).unwrap();
+    assert!(unpacked(&other, &later, from_other_node()).is_ok());
+    let tunnel = Ends { destination, ..from_other_node() };
+    let mut scratch =
+        Scratch { packet: later, outer_length: if in_tunnel { 20 } else { 0 }, tunnel, ..Scratch::default() };
+    assert!(arriving(&other, &mut scratch, Origin::Outside).is_err());
+}
+
 /// As those of other flows: the client's router tells of answers that it cannot send on.
 #[test]
 fn errors_about_answers_go_to_the_backend() {

@@ -847,7 +847,9 @@ impl Dataplane for EbpfDataplane {
                 tracing::info!("the ports for translated sources follow the kernel's parameters");
             }
             let repaired = self.hooks.repair();
-            self.write_redirects()?;
+            if let Err(error) = self.write_redirects() {
+                failures.add("uplinks for redirects", error);
+            }
             repaired.into_result()?;
             self.mend_order()?;
         }

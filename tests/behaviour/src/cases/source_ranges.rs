@@ -115,9 +115,10 @@ fn nothing_stays(world: &mut World, _: Variant) -> Result<()> {
     world.set_service(&guarded_for(world, OUTSIDE)?, GUARDED.endpoints)?;
     world.objects.remove_service(GUARDED.name);
     world.settle_at_rest()?;
-    wait::until("the state of before", GONE_WITHIN, || {
+    // A hook that other scenarios needed may go meanwhile.
+    wait::until("nothing is left", GONE_WITHIN, || {
         let now = State::read(&world.lab, 1).map_err(|error| format!("{error:#}"))?;
-        let differences = now.differences(&before);
-        if differences.is_empty() { Ok(Some(())) } else { Err(differences.join("\n")) }
+        let left = now.left(&before);
+        if left.is_empty() { Ok(Some(())) } else { Err(left.join("\n")) }
     })
 }

@@ -20,7 +20,9 @@ pub(super) fn follow<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
     set_key::<F>(scratch);
-    let Scratch { fragment_key, first_fragment: first, action: Action { rewrite, then }, .. } = scratch;
+    let is_unpacked = scratch.is_unpacked();
+    let Scratch { fragment_key, first_fragment: first, action: Action { rewrite, then }, tunnel, .. } =
+        scratch;
     if !tables.first_fragment(fragment_key, first)
         || first.id != fragment_key.id
         || tables.now().saturating_sub(first.seen) > KEPT_FOR
@@ -28,7 +30,7 @@ pub(super) fn follow<F: Family, T: FlowTables<F>>(
         return Err(Reason::Fragment);
     }
     // All fragments of a packet are sent to the endpoint that the first one was for.
-    if scratch.outer_length != 0 && scratch.tunnel.destination != first.destination {
+    if is_unpacked && tunnel.destination != first.destination {
         return Err(Reason::NotAService);
     }
     *then = match first.fate {

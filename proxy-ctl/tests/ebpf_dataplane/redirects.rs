@@ -117,22 +117,20 @@ fn inspect(dataplane: &mut EbpfDataplane) {
     }
 }
 
-/// Says so where it does not (6.3).
-fn kernel_tells_what_drivers_do(interface: u32) -> bool {
-    let tells = device::facts(interface, "dpa").xdp.is_some();
-    if !tells {
+/// The uplinks `dpa` and `dpb`. Says so where the kernel does not tell what drivers do (6.3).
+fn two_uplinks() -> Option<(Sandbox, u32, u32)> {
+    let sandbox = Sandbox::new()?;
+    let (dpa, dpb) = (veth("dpa"), veth("dpb"));
+    if device::facts(dpa, "dpa").xdp.is_none() {
         println!("skipped: the kernel does not tell what drivers do with frames of XDP (6.3)");
+        return None;
     }
-    tells
+    Some((sandbox, dpa, dpb))
 }
 
 #[test]
 fn uplinks_for_redirects_follow_their_devices() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let (dpa, dpb) = (veth("dpa"), veth("dpb"));
-    if !kernel_tells_what_drivers_do(dpa) {
-        return;
-    }
+    let Some((sandbox, dpa, dpb)) = two_uplinks() else { return };
     let mut dataplane = opened(&sandbox, config::Xdp::Native);
     dataplane.take_host(&uplinks(OWN)).unwrap();
     assert_eq!((sources(&sandbox), targets(&sandbox)), Default::default(), "nothing is at their other ends");
@@ -162,11 +160,7 @@ fn uplinks_for_redirects_follow_their_devices() {
 
 #[test]
 fn an_index_that_another_device_gets_is_no_uplink_for_redirects() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let (dpa, dpb) = (veth("dpa"), veth("dpb"));
-    if !kernel_tells_what_drivers_do(dpa) {
-        return;
-    }
+    let Some((sandbox, dpa, dpb)) = two_uplinks() else { return };
     let _cards = ["dpap", "dpbp"].map(make_card);
     let mut dataplane = opened(&sandbox, config::Xdp::Native);
     dataplane.take_host(&uplinks(OWN)).unwrap();
@@ -195,11 +189,7 @@ fn the_stack_sends_by_any_uplink_that_a_program_of_its_own_runs_on() {
 #[test]
 fn frames_that_no_device_takes_are_counted() {
     const FRAMES: u32 = 10;
-    let Some(sandbox) = Sandbox::new() else { return };
-    let (dpa, dpb) = (veth("dpa"), veth("dpb"));
-    if !kernel_tells_what_drivers_do(dpa) {
-        return;
-    }
+    let Some((sandbox, dpa, dpb)) = two_uplinks() else { return };
     run("ip", "link set dpb mtu 3000");
     let [_of_dpa, of_dpb] = ["dpap", "dpbp"].map(make_card);
     let mut dataplane = opened(&sandbox, config::Xdp::Native);

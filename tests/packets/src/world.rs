@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, os::fd::AsFd as _, path::Path};
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, anyhow, bail, ensure};
 use aya::{
     Ebpf, EbpfLoader, Pod, TestRun as _, TestRunOptions,
     maps::{Array, HashMap, LpmTrie, Map, MapData, PerCpuArray, PerCpuValues, RingBuf, lpm_trie},
@@ -682,11 +682,8 @@ impl World {
     }
 
     /// Frames that come by the interface, which has this link address, may leave by others.
-    pub(crate) fn put_redirect_source(&mut self, interface: u32, address: &str) -> Result<()> {
-        let mut own = LinkAddress::default();
-        for (byte, text) in own.bytes.iter_mut().zip(address.split(':')) {
-            *byte = u8::from_str_radix(text, 16)?;
-        }
+    pub(crate) fn put_redirect_source(&mut self, interface: u32, address: [u8; 6]) -> Result<()> {
+        let own = LinkAddress { bytes: address, ..LinkAddress::default() };
         Ok(hash(&mut self.ebpf, table::redirect_sources)?.insert(interface, own, 0)?)
     }
 
@@ -752,4 +749,10 @@ impl World {
         }
         Ok(counted)
     }
+}
+
+/// `02:00:00:00:00:01`.
+pub(crate) fn link_address(text: &str) -> Result<[u8; 6]> {
+    let bytes = text.split(':').map(|byte| u8::from_str_radix(byte, 16)).collect::<Result<Vec<_>, _>>();
+    <[u8; 6]>::try_from(bytes?).map_err(|bytes| anyhow!("{text} has {} bytes", bytes.len()))
 }

@@ -144,10 +144,7 @@ pub(super) fn load(
     );
     let device_fields = match config.xdp {
         Xdp::Off => DeviceFields::default(),
-        Xdp::Auto | Xdp::Native | Xdp::Generic => DeviceFields::find().unwrap_or_else(|error| {
-            tracing::warn!(%error, "frames that XDP sends by another uplink, and that it does not take, are not counted");
-            DeviceFields::default()
-        }),
+        Xdp::Auto | Xdp::Native | Xdp::Generic => DeviceFields::find_or_warn(),
     };
     let mut loader = EbpfLoader::new();
     loader

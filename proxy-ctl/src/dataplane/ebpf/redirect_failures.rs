@@ -21,7 +21,7 @@ pub(super) struct DeviceFields {
 }
 
 impl DeviceFields {
-    pub(super) fn find() -> io::Result<Self> {
+    fn find() -> io::Result<Self> {
         let types = KernelTypes::read()?;
         let number = types.offset("net", "ns")?.saturating_add(types.offset("ns_common", "inum")?);
         // The kernel has it in 32 bits.
@@ -31,6 +31,14 @@ impl DeviceFields {
             network: types.offset("net_device", "nd_net")?.into(),
             number: number.into(),
             own_network,
+        })
+    }
+
+    /// [`find`](Self::find), or the log says why it fails.
+    pub(super) fn find_or_warn() -> Self {
+        Self::find().unwrap_or_else(|error| {
+            warn_uncounted(&error);
+            Self::default()
         })
     }
 
@@ -57,12 +65,14 @@ impl RedirectFailures {
         } else if !std::mem::replace(&mut self.is_tried, true) {
             match attach(programs) {
                 Ok(links) => self.links = links,
-                Err(error) => {
-                    tracing::warn!(%error, "frames that XDP sends by another uplink, and that it does not take, are not counted");
-                }
+                Err(error) => warn_uncounted(&error),
             }
         }
     }
+}
+
+fn warn_uncounted(error: &dyn std::error::Error) {
+    tracing::warn!(%error, "frames that XDP sends by another uplink, and that it does not take, are not counted");
 }
 
 fn attach(programs: &mut Programs) -> Result<Vec<OwnedFd>, Error> {

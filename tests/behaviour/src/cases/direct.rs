@@ -106,15 +106,20 @@ fn changes(world: &mut World, variant: Variant) -> Result<()> {
         set(world, forwarding)?;
         see(world, variant, forwarding == Some("dsr"))?;
         held.push(world.agent(OUTSIDE)?.hold_as(&dial)?.0);
-        for connection in &held {
-            let outcome = world.agent(OUTSIDE)?.ping(*connection)?;
-            check::answered(&[outcome]).with_context(|| format!("{forwarding:?}"))?;
-        }
+        go_on(world, &held).with_context(|| format!("{forwarding:?}"))?;
     }
-    for connection in held {
-        world.agent(OUTSIDE)?.release(connection)?;
-    }
-    Ok(())
+    release(world, held)
+}
+
+/// Connections of the client outside.
+fn go_on(world: &World, held: &[usize]) -> Result<()> {
+    let client = world.agent(OUTSIDE)?;
+    held.iter().try_for_each(|connection| check::answered(&[client.ping(*connection)?]).map(drop))
+}
+
+fn release(world: &World, held: Vec<usize>) -> Result<()> {
+    let client = world.agent(OUTSIDE)?;
+    held.into_iter().try_for_each(|connection| client.release(connection))
 }
 
 /// What comes from node 1 in IP alone is dropped meanwhile.
@@ -146,18 +151,13 @@ fn other_encapsulation(world: &mut World, variant: Variant) -> Result<()> {
         world.reconfigure(encapsulation(word))?;
         NODES.into_iter().try_for_each(|node| follows(world, node, word))?;
         held.push(world.agent(OUTSIDE)?.hold_as(&dial)?.0);
-        let go_on = |world: &mut World| {
-            for connection in &held {
-                let outcome = world.agent(OUTSIDE)?.ping(*connection)?;
-                check::answered(&[outcome]).with_context(|| word)?;
-            }
+        let serves = |world: &mut World| {
+            go_on(world, &held).context(word)?;
             see(world, variant, true)
         };
-        if word == "geneve" { dropping_ip_in_ip(world, go_on)? } else { go_on(world)? }
+        if word == "geneve" { dropping_ip_in_ip(world, serves)? } else { serves(world)? }
     }
-    for connection in held {
-        world.agent(OUTSIDE)?.release(connection)?;
-    }
+    release(world, held)?;
     world.reconfigure(json!({}))
 }
 

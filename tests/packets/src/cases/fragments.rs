@@ -3,7 +3,7 @@
 use anyhow::{Result, ensure};
 use proxy_common::{
     flow::Stage,
-    layout::{FRONTEND_EXTERNAL, ServiceCounters},
+    layout::FRONTEND_EXTERNAL,
     packet::{TCP_ACK, TCP_SYN},
     reason::Reason,
 };
@@ -57,13 +57,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.cluster_ip()?;
         let first = long(s.first(CLIENT, CLUSTER_IP));
         expect(s, "workload_ingress", &first, &first.to(LOCAL), &[0, 1, 2, 3])?;
-        let bytes = first.fragments::<W>(CUT).iter().map(|fragment| fragment.len() as u64).sum();
-        let counted = s.world.service_counters(1)?;
-        ensure!(
-            counted == ServiceCounters { connections: 1, packets: 4, bytes },
-            "{counted:?}, not {bytes} bytes"
-        );
-        Ok(())
+        s.counted_for_service(4, first.fragments::<W>(CUT).iter().map(Vec::len).sum())
     });
     group.both::<W>("in fragments, which keep no flow", |s| {
         s.cluster_ip()?;

@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 use proxy_common::{
     flow::Stage,
-    layout::{FLOW_FOREIGN, InterfaceSettings, PROTOCOL_TCP, ServiceCounters},
+    layout::{FLOW_FOREIGN, InterfaceSettings},
     packet::{TCP_ACK, TCP_SYN},
     reason::Reason,
 };
@@ -26,19 +26,13 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         // The established flow has the same port.
         let second = first.flags(TCP_ACK);
         s.send("uplink_ingress", &second, Expect::Becomes(&second.to(REMOTE)))?;
-        let established = if s.protocol == PROTOCOL_TCP { 3 } else { 0 };
-        ensure!(s.flow_counts()? == (3, established), "entries {:?}", s.flow_counts()?);
+        s.has_masqueraded_flow()?;
         s.send("uplink_egress", &second.to(REMOTE), Expect::Becomes(&second.to(REMOTE).from(node)))?;
         s.send("uplink_ingress", &answer, Expect::Becomes(&to_client))?;
         s.counted(&[(Reason::FlowOpened, 1)])?;
         // Each packet once, where it is between client and frontend.
         let bytes: usize = [&first, &to_client, &second].iter().map(|packet| packet.bytes::<W>().len()).sum();
-        let counted = s.world.service_counters(1)?;
-        ensure!(
-            counted == ServiceCounters { connections: 1, packets: 3, bytes: bytes as u64 },
-            "{counted:?}, not {bytes} bytes"
-        );
-        Ok(())
+        s.counted_for_service(3, bytes)
     });
     group.both::<W>("with the address of the interface that it leaves by", |s| {
         s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;

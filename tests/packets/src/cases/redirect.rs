@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use lab::namespace::ip;
 use nix::net::if_::if_nametoindex;
 use proxy_common::{
-    layout::{IN_FRAGMENTS, PROTOCOL_TCP, ServiceCounters, TAG_CUSTOMER},
+    layout::{IN_FRAGMENTS, TAG_CUSTOMER},
     packet::{TCP_ACK, TCP_SYN},
     reason::Reason,
 };
@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     wire::{Endpoint, Extra, Segment},
-    world::{Tables, Verdict},
+    world::{Tables, Verdict, link_address},
 };
 
 pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
@@ -29,16 +29,10 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         other.sends(s, &answer, &answer.to(CLIENT).from(NODE_PORT))?;
         let second = first.flags(TCP_ACK);
         uplink_sends(s, &uplink, &second, &second.to(REMOTE).from(node), &other)?;
-        let established = if s.protocol == PROTOCOL_TCP { 3 } else { 0 };
-        ensure!(s.flow_counts()? == (3, established), "entries {:?}", s.flow_counts()?);
+        s.has_masqueraded_flow()?;
         s.counted(&[(Reason::FlowOpened, 1), (Reason::RedirectedByDriver, 2)])?;
         let bytes: usize = [&first, &answer, &second].iter().map(|p| p.bytes::<W>().len()).sum();
-        let counted = s.world.service_counters(1)?;
-        ensure!(
-            counted == ServiceCounters { connections: 1, packets: 3, bytes: bytes as u64 },
-            "{counted:?}, not {bytes} bytes"
-        );
-        Ok(())
+        s.counted_for_service(3, bytes)
     });
     group.both::<W>("redirect by the uplink that the route says", |s| {
         let Node { uplink, other, address: node } = Node::with_tables(s)?;
@@ -60,7 +54,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
         let sent = second.to(REMOTE).from(node);
         passes(s, uplink.index, &second.bytes::<W>())?;
-        s.world.put_redirect_source(uplink.index, OWN)?;
+        s.world.put_redirect_source(uplink.index, link_address(OWN)?)?;
         passes(s, uplink.index, &second.bytes::<W>())?;
         s.world.put_redirect_target(other.index, other.index)?;
         uplink_sends(s, &uplink, &second, &sent, &other)?;
@@ -121,7 +115,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
         let other = Other::leading_to_backends::<W>(s, "other", OTHER)?;
         for interface in [uplink.index, if_nametoindex(uplink.device)?] {
-            s.world.put_redirect_source(interface, OWN)?;
+            s.world.put_redirect_source(interface, link_address(OWN)?)?;
         }
         s.world.put_redirect_target(other.index, other.index)?;
         passes(s, uplink.index, &tagged(&second.bytes::<W>(), &[TAG]))
@@ -173,7 +167,9 @@ impl Node {
     /// Both may send what has come by the other.
     fn with_tables<W: Tables>(s: &mut Scene<W>) -> Result<Self> {
         let node = Self::new(s)?;
-        for (interface, own) in [(node.uplink.index, OWN), (node.other.index, OTHER)] {
+        for (interface, own) in
+            [(node.uplink.index, link_address(OWN)?), (node.other.index, node.other.address)]
+        {
             s.world.put_redirect_source(interface, own)?;
             s.world.put_redirect_target(interface, interface)?;
         }
@@ -185,24 +181,20 @@ impl Node {
 struct Other {
     index: u32,
     name: &'static str,
-    address: &'static str,
+    address: [u8; 6],
 }
 
 impl Other {
-    fn leading_to_backends<W: Tables>(
-        s: &mut Scene<W>,
-        name: &'static str,
-        link_address: &'static str,
-    ) -> Result<Self> {
-        let version = if address::<W>(REMOTE.0).is_ipv4() { "ipv4" } else { "ipv6" };
+    fn leading_to_backends<W: Tables>(s: &mut Scene<W>, name: &'static str, address: &str) -> Result<Self> {
+        let version = if super::transit::address::<W>(REMOTE.0).is_ipv4() { "ipv4" } else { "ipv6" };
         ip(
             None,
             &format!(
-                "link add {name} address {link_address} type veth peer name {name}-beyond\n\
+                "link add {name} address {address} type veth peer name {name}-beyond\n\
                  link set {name} up\nlink set {name}-beyond up\n"
             ),
         )?;
-        let other = Self { index: if_nametoindex(name)?, name, address: link_address };
+        let other = Self { index: if_nametoindex(name)?, name, address: link_address(address)? };
         fs::write(format!("/proc/sys/net/{version}/conf/{name}/forwarding"), "1")?;
         s.world.attach_transit(name)?;
         other.leads_to_backends::<W>()?;
@@ -221,21 +213,17 @@ impl Other {
         )
     }
 
-    fn bytes(&self) -> Vec<u8> {
-        self.address.split(':').map(|byte| u8::from_str_radix(byte, 16).unwrap_or(0)).collect()
-    }
-
     /// The frame that leaves by it.
     fn sent<W: Tables>(&self, packet: &Segment, becomes: &Segment) -> Vec<u8> {
         let mut sent = leaving::<W>(packet, becomes);
-        sent[6..12].copy_from_slice(&self.bytes());
+        sent[6..12].copy_from_slice(&self.address);
         sent
     }
 
     /// What comes by it leaves by the first uplink.
     fn sends<W: Tables>(&self, s: &Scene<W>, packet: &Segment, becomes: &Segment) -> Result<()> {
         let mut frame = packet.bytes::<W>();
-        frame[..6].copy_from_slice(&self.bytes());
+        frame[..6].copy_from_slice(&self.address);
         redirects(s, self.index, &frame, &leaving::<W>(packet, becomes))
     }
 }

@@ -238,6 +238,21 @@ impl<'w, W: Tables> Scene<'w, W> {
         Ok(())
     }
 
+    /// One connection was counted for service 1, with these packets and bytes.
+    pub(crate) fn counted_for_service(&mut self, packets: u64, bytes: usize) -> Result<()> {
+        let counted = self.world.service_counters(1)?;
+        let expected = ServiceCounters { connections: 1, packets, bytes: bytes as u64 };
+        ensure!(counted == expected, "counted {counted:?}, expected {expected:?}");
+        Ok(())
+    }
+
+    /// There are the entries of one flow with a translated source, which is established if it is of TCP.
+    pub(crate) fn has_masqueraded_flow(&mut self) -> Result<()> {
+        let established = if self.protocol == PROTOCOL_TCP { 3 } else { 0 };
+        ensure!(self.flow_counts()? == (3, established), "entries {:?}", self.flow_counts()?);
+        Ok(())
+    }
+
     pub(crate) fn flows(&mut self, stage: Stage) -> Result<Vec<(FlowKeyOf<W>, FlowOf<W>)>> {
         W::flows(&mut self.world.ebpf, stage)
     }

@@ -21,7 +21,9 @@ pub fn arriving_known<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Option<Result<(), Reason>> {
-    let found = match find(tables, scratch) {
+    let known = find(tables, scratch);
+    scratch.has_no_flow = matches!(known, Known::NoFlow);
+    let found = match known {
         Known::Flow(found) => found,
         Known::Other => return None,
         Known::NoFlow => return (!scratch.packet.opens()).then_some(Err(Reason::NotAService)),

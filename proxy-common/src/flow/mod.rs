@@ -125,8 +125,10 @@ pub struct Scratch<A> {
     pub interface: u32,
     /// A process of the node has sent it; only of one that leaves.
     pub is_made_here: bool,
-    /// `packet` is it. Its headers are reached without helpers.
+    /// `packet` is it. Its headers are reached without helpers, and [`arriving_known`] or [`leaving_known`] has looked at it.
     pub is_parsed: bool,
+    /// Of a packet that arrives and `is_parsed`: no table had a flow with its ends.
+    has_no_flow: bool,
     /// Of the Ethernet header that a packet in transit gets: destination and source.
     pub next_hop: [u8; 12],
     /// A packet in transit leaves by another interface than it has come by.
@@ -370,7 +372,10 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
     scratch.action.then = Then::Pass;
     set_key_of_packet(scratch);
     let mut is_overlapped = false;
-    if let Some(mut found) = find(tables, scratch) {
+    // Not of a packet inside the one that was looked at.
+    let has_no_flow = scratch.is_parsed && scratch.has_no_flow && !scratch.is_unpacked();
+    let found = if has_no_flow { None } else { find(tables, scratch) };
+    if let Some(mut found) = found {
         if is_netfilters(tables, scratch, found.entry) {
             return Err(Reason::NotAService);
         }

@@ -46,6 +46,7 @@ fn decide_arriving<T: FlowTables<V4>>(
     scratch: &mut Scratch<A>,
     origin: Origin,
 ) -> Result<(), Reason> {
+    scratch.is_parsed = true;
     arriving_known(tables, scratch).unwrap_or_else(|| arriving(tables, scratch, origin))
 }
 
@@ -55,6 +56,7 @@ fn decide_leaving<T: FlowTables<V4>>(
     scratch: &mut Scratch<A>,
     from_host: bool,
 ) -> Result<(), Reason> {
+    scratch.is_parsed = true;
     leaving_known(tables, scratch).unwrap_or_else(|| leaving(tables, scratch, from_host))
 }
 

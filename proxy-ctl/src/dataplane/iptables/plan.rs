@@ -10,7 +10,7 @@ use super::{
     names,
     names::{SharedChain, Table},
     rules::{OwnChain, PortRules},
-    state::{State, chain_digest},
+    state::{PresentRule, State, chain_digest},
 };
 use crate::{dataplane::Applied, sys::xtables::saved::digest};
 
@@ -216,7 +216,10 @@ pub(super) fn base(state: &State, base: &BaseRules, script: &mut Script) {
             }
         }
         match table {
-            Table::Filter => martians(state, base, &mut table_script),
+            Table::Filter => {
+                martians(state, base, &mut table_script);
+                firewall_jumps(state, base, &mut table_script);
+            }
             Table::Nat => {
                 mark(state, base, &mut table_script);
                 node_ports(state, base, &mut table_script);
@@ -247,6 +250,20 @@ fn martians(state: &State, base: &BaseRules, script: &mut Script) {
     } else if there.rules(names::FIREWALL).iter().all(|present| present.digest != digest(rule)) {
         // The chain is the kubelet's too.
         script.line(format_args!("-A {} {rule}", names::FIREWALL));
+    }
+}
+
+/// Mode ipvs leads all packets to this chain. By this mode's rules in it, those of connections that IPVS still translates would be dropped.
+fn firewall_jumps(state: &State, base: &BaseRules, script: &mut Script) {
+    let leads_there = format!("-j {}", names::PROXY_FIREWALL);
+    for chain in ["INPUT", "FORWARD", "OUTPUT"] {
+        let wanted = |present: &PresentRule| {
+            base.jumps.iter().any(|jump| jump.chain == chain && digest(&jump.rule) == present.digest)
+        };
+        let present = state.of(Table::Filter).rules(chain).iter();
+        for other in present.filter(|present| present.rule.ends_with(&leads_there) && !wanted(present)) {
+            script.line(format_args!("-D {chain} {}", other.rule));
+        }
     }
 }
 

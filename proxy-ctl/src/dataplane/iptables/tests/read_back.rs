@@ -91,6 +91,18 @@ fn what_is_there_twice_or_not_desired_is_stale() {
     assert_eq!(format!("-A KUBE-SERVICES {}", stale.rules[0].1), twice.1);
 }
 
+/// Those of mode ipvs also lead packets of established connections to a chain that this mode fills.
+#[test]
+fn other_jumps_to_the_firewall_are_removed() {
+    let mut lines = saved(&first_script(&of_ipv4(), IpFamily::Ipv4, &host()));
+    let other = "-m comment --comment \"kube-proxy firewall rules\" -j KUBE-PROXY-FIREWALL";
+    lines.extend(["INPUT", "FORWARD"].map(|chain| (Table::Filter, format!("-A {chain} {other}"))));
+    let mut script = Script::default();
+    plan::base(&state(&lines), &BaseRules::new(IpFamily::Ipv4, &host(), ABLE), &mut script);
+    let own: Vec<&str> = script.text.lines().filter(|line| line.contains("KUBE-PROXY-FIREWALL")).collect();
+    assert_eq!(own, [format!("-D INPUT {other}"), format!("-D FORWARD {other}")]);
+}
+
 /// What leads to node ports comes last, and is there once.
 #[test]
 fn node_ports_are_moved_to_the_end() {

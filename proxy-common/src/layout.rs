@@ -815,7 +815,7 @@ pub struct NodeAddress {
 pub const NODE_ADDRESS_LOOPBACK: u32 = 1;
 
 /// What comes in by the interface is traffic of pods.
-pub const INTERFACE_OF_PODS: u32 = 1;
+pub const INTERFACE_OF_PODS: u16 = 1;
 
 /// Table `interfaces`, hash by interface index: what the programs need to know of those of which they need to know anything.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -826,7 +826,9 @@ pub struct InterfaceSettings {
     /// As `masquerade6`.
     pub masquerade4: [u8; 4],
     /// `INTERFACE_*`.
-    pub flags: u32,
+    pub flags: u16,
+    /// Bytes of the longest packet that leaves by it, without link header; 0: of any length. Uplinks have it.
+    pub mtu: u16,
 }
 
 /// Table `vlan_devices`, hash by tag → index of the interface that the stack gives a packet with it to. It has uplinks only.

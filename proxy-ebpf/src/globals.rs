@@ -44,6 +44,4 @@ globals! {
     NETWORK_NUMBER: u32 = 0x6f66_6610;
     /// Inode number of the node's network namespace.
     OWN_NETWORK: u32 = 0x6f66_6611;
-    /// 1: the kernel has bpf_check_mtu (5.12). From then on bpf_skb_adjust_room makes packets longer than the interface takes.
-    CAN_CHECK_MTU: u32 = 0x6f66_660d;
 }

@@ -5,7 +5,7 @@ use aya_ebpf::{
         __sk_buff, BPF_F_ADJ_ROOM_ENCAP_L3_IPV4, BPF_F_ADJ_ROOM_ENCAP_L3_IPV6, BPF_F_ADJ_ROOM_ENCAP_L4_UDP,
         BPF_F_ADJ_ROOM_FIXED_GSO, TC_ACT_SHOT, bpf_adj_room_mode::BPF_ADJ_ROOM_MAC,
     },
-    helpers::{bpf_check_mtu, bpf_skb_adjust_room},
+    helpers::bpf_skb_adjust_room,
     programs::TcContext,
 };
 use proxy_common::{
@@ -16,7 +16,7 @@ use proxy_common::{
 };
 
 use crate::{
-    globals, host,
+    host, maps,
     refuse::{self, Refuse},
     route::Route,
     skb::Skb,
@@ -68,15 +68,15 @@ pub(crate) const ENCAPSULATED: u32 = 0;
 pub(crate) const TOO_BIG: u32 = 1;
 const FAILED: u32 = 2;
 
-/// Does the packet's interface take none of this length? Without a link header.
+/// Does the packet's interface take none of this length? Without a link header. By the table: bpf_check_mtu came with Linux 5.12 only, and
+/// bpf_skb_adjust_room makes packets longer than an interface takes.
 #[inline(always)]
 fn is_too_long(ctx: &TcContext, length: u32) -> bool {
-    const OWN: u32 = 0;
-    // What is compared; then what the interface takes. Only that says something of segments that are merged.
-    let mut mtu = length;
-    // SAFETY: the context of this program, and a local.
-    let answer = unsafe { bpf_check_mtu(ctx.skb.skb.cast(), OWN, &mut mtu, 0, 0) };
-    answer >= 0 && length > mtu
+    // SAFETY: a field of the context.
+    let interface = unsafe { (*ctx.skb.skb).ifindex };
+    // SAFETY: a map element, copied at once. One that is removed meanwhile becomes no other interface's before the next change.
+    let mtu = unsafe { maps::interfaces.get(interface) }.map_or(0, |settings| settings.mtu.into());
+    mtu != 0 && length > mtu
 }
 
 /// Of each segment that is merged in the packet; 0: it is one itself.
@@ -104,8 +104,6 @@ pub(crate) fn encapsulate<F: Encapsulate>(
     network: u32,
     scratch: &Scratch<F::Address>,
 ) -> u32 {
-    /// Of the kernel's own; no number of errno(3). Before 5.12 it says that the packet would be too long for the interface.
-    const ENOTSUPP: i64 = -524;
     let ctx = &TcContext::new(skb);
     let bytes = Skb::of(ctx);
     let Ok(begin) = bytes.read::<4>(network) else { return FAILED };
@@ -115,18 +113,13 @@ pub(crate) fn encapsulate<F: Encapsulate>(
     let size = segment_size(ctx);
     // Segments of a stream get shorter by the header, so that they fit, unless nothing would be left of them. Datagrams must stay as they are.
     let is_cut_anew = packet.is_tcp() && size > header;
-    if !is_cut_anew
-        && globals::CAN_CHECK_MTU.load() == globals::ON
-        && is_too_long(ctx, length_of_each(ctx, network, packet) + header)
-    {
+    if !is_cut_anew && is_too_long(ctx, length_of_each(ctx, network, packet) + header) {
         return TOO_BIG;
     }
     let fixed = if is_cut_anew || size == 0 { 0 } else { u64::from(BPF_F_ADJ_ROOM_FIXED_GSO) };
     let transport = if tunnel.source_port == Port::NONE { 0 } else { u64::from(BPF_F_ADJ_ROOM_ENCAP_L4_UDP) };
-    match adjust_room(ctx, header as i32, F::ROOM | transport | fixed) {
-        0 => {}
-        ENOTSUPP if size == 0 => return TOO_BIG,
-        _ => return FAILED,
+    if adjust_room(ctx, header as i32, F::ROOM | transport | fixed) != 0 {
+        return FAILED;
     }
     match write_outer::<F, _>(bytes, network, (begin, length), tunnel) {
         Ok(()) => ENCAPSULATED,

@@ -96,6 +96,8 @@ pub struct Interface {
     /// False: packets start at the IP header (tun, wireguard, ipip).
     pub ethernet: bool,
     pub device: Device,
+    /// Bytes of the longest packet that it takes, without link header; 0: of any length.
+    pub mtu: u32,
     /// Of its Ethernet frames, where it has one.
     pub link_address: Option<[u8; 6]>,
     /// VLAN devices are on it.
@@ -117,6 +119,7 @@ impl Interface {
             reason: RoleReason::DefaultRoute,
             ethernet: true,
             device,
+            mtu: 1_500,
             link_address: None,
             has_vlans: false,
             bridge: None,

@@ -25,6 +25,7 @@ struct Link {
     name: String,
     loopback: bool,
     ethernet: bool,
+    mtu: u32,
     address: Option<[u8; 6]>,
     kind: LinkKind,
     /// Index.
@@ -157,6 +158,7 @@ impl State {
                 reason,
                 ethernet: link.ethernet,
                 device: link.device(),
+                mtu: link.mtu,
                 link_address: link.address,
                 has_vlans: self
                     .links
@@ -281,6 +283,7 @@ fn parse_link(message: &LinkMessage) -> Link {
         name: String::new(),
         loopback: message.header.flags.contains(LinkFlags::Loopback),
         ethernet: message.header.link_layer_type == LinkLayerType::Ether,
+        mtu: 0,
         address: None,
         kind: LinkKind::Physical,
         master: None,
@@ -291,6 +294,7 @@ fn parse_link(message: &LinkMessage) -> Link {
         #[expect(clippy::wildcard_enum_match_arm, reason = "some seventy other attributes")]
         match attribute {
             LinkAttribute::IfName(name) => link.name.clone_from(name),
+            LinkAttribute::Mtu(mtu) => link.mtu = *mtu,
             LinkAttribute::Controller(index) => link.master = Some(*index),
             LinkAttribute::LinkInfo(infos) => {
                 link.kind = infos.iter().find_map(parse_kind).unwrap_or(LinkKind::Physical);
@@ -529,6 +533,20 @@ mod tests {
         };
         assert_eq!(with(&[2, 0, 0, 0, 0, 1]), Some([2, 0, 0, 0, 0, 1]));
         assert_eq!(with(&[192, 0, 2, 1]), None, "of a tunnel");
+    }
+
+    #[test]
+    fn the_mtu_is_followed() {
+        let with = |mtu: u32| {
+            let mut message = link(2, "eth0", None, None);
+            message.attributes.push(LinkAttribute::Mtu(mtu));
+            RouteNetlinkMessage::NewLink(message)
+        };
+        let mtu = |messages: &[RouteNetlinkMessage]| {
+            state(messages.iter().cloned()).host(&cluster(&[])).interfaces[0].mtu
+        };
+        assert_eq!(mtu(&[with(1_500)]), 1_500);
+        assert_eq!(mtu(&[with(1_500), with(1_450)]), 1_450);
     }
 
     #[test]

@@ -74,6 +74,7 @@ pub fn host(interfaces: &[(&str, Role)]) -> Host {
         reason: RoleReason::Configured,
         ethernet: true,
         device: Device::Other,
+        mtu: 1_500,
         link_address: None,
         has_vlans: false,
         bridge: None,
@@ -741,27 +742,29 @@ fn where_there_is_no_room_for_all_addresses_the_nodes_own_are_served() {
 }
 
 #[test]
-fn sources_of_uplinks_come_and_go_with_their_addresses() {
+fn settings_of_uplinks_follow_their_addresses_and_mtu() {
     let Some(sandbox) = Sandbox::new() else { return };
     let dpa = veth("dpa");
     let mut dataplane = sandbox.open();
     let table: Map<u32, InterfaceSettings> = sandbox.map("interfaces");
     let mut host = host(&[("dpa", Role::Uplink)]);
-    let mut sources = |addresses: &[IpAddr]| {
+    let mut take = |addresses: &[IpAddr], mtu: u32| {
         host.interfaces[0].masquerade_addresses = addresses.to_vec();
+        host.interfaces[0].mtu = mtu;
         let applied = dataplane.take_host(&host).unwrap();
         (table.read_all().unwrap(), applied.written + applied.removed)
     };
     let v4 = [203, 0, 113, 7];
     let v6 = "2001:db8::7".parse::<std::net::Ipv6Addr>().unwrap().octets();
-    let both = vec![(dpa, InterfaceSettings { masquerade4: v4, masquerade6: v6, flags: 0 })];
-    assert_eq!(sources(&[v4.into(), v6.into()]).0, both);
-    assert_eq!(sources(&[v4.into(), v6.into()]), (both, 0));
-    assert_eq!(
-        sources(&[v4.into()]),
-        (vec![(dpa, InterfaceSettings { masquerade4: v4, masquerade6: [0; 16], flags: 0 })], 1)
-    );
-    assert_eq!(sources(&[]), (Vec::new(), 1));
+    let none = InterfaceSettings { mtu: 1_500, ..InterfaceSettings::default() };
+    let both = vec![(dpa, InterfaceSettings { masquerade4: v4, masquerade6: v6, ..none })];
+    assert_eq!(take(&[v4.into(), v6.into()], 1_500).0, both);
+    assert_eq!(take(&[v4.into(), v6.into()], 1_500), (both, 0));
+    let one = InterfaceSettings { masquerade4: v4, ..none };
+    assert_eq!(take(&[v4.into()], 1_500), (vec![(dpa, one)], 1));
+    assert_eq!(take(&[v4.into()], 9_000), (vec![(dpa, InterfaceSettings { mtu: 9_000, ..one })], 1));
+    assert_eq!(take(&[], 1_500), (vec![(dpa, none)], 1));
+    assert_eq!(take(&[], 65_536), (Vec::new(), 1), "it takes packets of any length");
 }
 
 #[test]

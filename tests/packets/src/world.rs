@@ -328,13 +328,12 @@ fn flow_map<'a>(ebpf: &'a Ebpf, table: &str) -> Result<&'a MapData> {
     }
 }
 
+/// Index of `lo`, the interface that packets run on.
+pub(crate) const LOOPBACK: u32 = 1;
+
 /// Of XDP.
 pub(crate) fn has_xdp_fragments() -> Result<bool> {
     Ok(is_helper_supported(ProgramType::Xdp, BpfHelper::BPF_FUNC_xdp_get_buff_len)?)
-}
-
-fn has_check_mtu() -> Result<bool> {
-    Ok(is_helper_supported(ProgramType::SchedClassifier, BpfHelper::BPF_FUNC_check_mtu)?)
 }
 
 fn open<K: Pod + Default, V: Pod + Default>(map: &MapData) -> Result<Table<K, V>> {
@@ -408,7 +407,6 @@ impl World {
         programs: &[&str],
         size: impl FnOnce(&mut EbpfLoader<'_>),
     ) -> Result<Self> {
-        let can_check_mtu = u32::from(has_check_mtu()?);
         let mut loader = EbpfLoader::new();
         loader
             .override_global("HOST_PACKETS", &globals.host_packets, true)
@@ -420,7 +418,6 @@ impl World {
         // No packet may look different because of them: a constant of the same bytes once shared their place.
         loader.override_global("SOCKET_HOST_ONLY", &1u32, true);
         loader.override_global("CAN_REFUSE", &1u32, true);
-        loader.override_global("CAN_CHECK_MTU", &can_check_mtu, true);
         for name in [
             table::services,
             table::slots4,
@@ -671,9 +668,8 @@ impl World {
         self.set_settings(settings)
     }
 
-    /// Sources of what leaves by the interface that packets run on: `lo`, whose index is 1.
-    pub(crate) fn set_interface(&mut self, settings: InterfaceSettings) -> Result<()> {
-        Ok(hash(&mut self.ebpf, table::interfaces)?.insert(1u32, settings, 0)?)
+    pub(crate) fn set_interface(&mut self, index: u32, settings: InterfaceSettings) -> Result<()> {
+        Ok(hash(&mut self.ebpf, table::interfaces)?.insert(index, settings, 0)?)
     }
 
     /// Packets that have come by one interface with the tag are of this one.

@@ -138,10 +138,6 @@ pub(super) fn load(
         is_helper_supported(ProgramType::CgroupSockAddr, BpfHelper::BPF_FUNC_set_retval)
             .map_err(|source| Error::Program { program: "connect4", source: Box::new(source) })?,
     );
-    let can_check_mtu = u32::from(
-        is_helper_supported(ProgramType::SchedClassifier, BpfHelper::BPF_FUNC_check_mtu)
-            .map_err(|source| Error::Program { program: "uplink_egress", source: Box::new(source) })?,
-    );
     let device_fields = match config.xdp {
         Xdp::Off => DeviceFields::default(),
         Xdp::Auto | Xdp::Native | Xdp::Generic => DeviceFields::find_or_warn(),
@@ -153,7 +149,6 @@ pub(super) fn load(
         .override_global("SOCKET_HOST_ONLY", &host_only, true)
         .override_global("HOST_PACKETS", &host_packets, true)
         .override_global("CAN_REFUSE", &can_refuse, true)
-        .override_global("CAN_CHECK_MTU", &can_check_mtu, true)
         .override_global("LEASE", &lease, true)
         .override_global("RESETS_GONE", &resets_gone, true)
         .override_global("MASQUERADE_AS_KUBE_PROXY", &masquerade, true)

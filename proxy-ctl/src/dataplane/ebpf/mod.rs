@@ -50,7 +50,7 @@ use self::{
     writer::{Common, Failures, FamilyWriter, Writes},
 };
 use super::{
-    Applied, Dataplane, Host, Interface, LocalTraffic, MetricFamily, Programmed, Snapshot, Unsupported,
+    Applied, Dataplane, Host, Interface, LocalTraffic, MetricFamily, Programmed, Role, Snapshot, Unsupported,
     Usage,
     entry::{Entry, TrackedFlows},
     source_ports::SourcePorts,
@@ -961,12 +961,17 @@ fn write_addresses<F: TableFamily>(tables: &FamilyTables<F>, host: &Host) -> Res
     Ok(applied)
 }
 
-/// Makes `interfaces` hold exactly those that have sources of their own or bring traffic of pods.
+/// Makes `interfaces` hold exactly those that have sources of their own or bring traffic of pods, and uplinks.
 fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error> {
     let settings = |interface: &Interface| {
         let (masquerade4, masquerade6) = masquerade(&interface.masquerade_addresses);
         let flags = if host.local_traffic.comes_in_by(interface) { INTERFACE_OF_PODS } else { 0 };
-        InterfaceSettings { masquerade6, masquerade4, flags }
+        let mtu = match interface.role {
+            // No packet is longer than that.
+            Role::Uplink => u16::try_from(interface.mtu).unwrap_or(0),
+            Role::Workload => 0,
+        };
+        InterfaceSettings { masquerade6, masquerade4, flags, mtu }
     };
     let all = host.interfaces.iter().map(|interface| (interface.index, settings(interface)));
     replace(

@@ -82,9 +82,6 @@ fn hybrid(world: &mut World, variant: Variant) -> Result<()> {
 /// Its segments are as long as the network takes, and each leaves for itself.
 fn long(world: &mut World, variant: Variant) -> Result<()> {
     const LONG: usize = 1 << 19;
-    if !check::is_kernel((5, 12))? {
-        bail!(Skip("programs of this kernel do not learn what length an interface takes (5.12)".to_owned()));
-    }
     set(world, Some("dsr"))?;
     let outside = world.lab.netns(OUTSIDE)?.clone();
     outside.ip("link set eth0 gso_max_segs 1\n")?;

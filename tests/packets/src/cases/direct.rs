@@ -200,6 +200,10 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     each::<W>(group, "the client is told of a packet that is too long with its header", |s, way| {
         let uplink = Uplink::new::<W>(s.world)?;
         uplink.knows::<W>(CLIENT.0, OWN)?;
+        s.world.set_interface(
+            uplink.index,
+            InterfaceSettings { mtu: MTU as u16, ..InterfaceSettings::default() },
+        )?;
         dialled(s, way)?;
         let first = s.first(CLIENT, LOAD_BALANCER);
         s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
@@ -222,6 +226,10 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     each::<W>(group, "merged datagrams are as long as each of them", |s, way| {
         let uplink = Uplink::new::<W>(s.world)?;
         uplink.knows::<W>(CLIENT.0, OWN)?;
+        s.world.set_interface(
+            uplink.index,
+            InterfaceSettings { mtu: MTU as u16, ..InterfaceSettings::default() },
+        )?;
         dialled(s, way)?;
         let first = s.first(CLIENT, LOAD_BALANCER);
         s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;

@@ -11,7 +11,7 @@ use proxy_common::{
 use super::{Group, Scene, scene::*};
 use crate::{
     wire::{Endpoint, KnownAddress, Segment},
-    world::Tables,
+    world::{LOOPBACK, Tables},
 };
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
@@ -38,12 +38,12 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
         let mut settings = InterfaceSettings::default();
         W::set_source(&mut settings, W::address(KnownAddress::OtherNode));
-        s.world.set_interface(settings)?;
+        s.world.set_interface(LOOPBACK, settings)?;
         leaves_as(s, KnownAddress::OtherNode)
     });
     group.both::<W>("with the node's address where the interface has none", |s| {
         s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
-        s.world.set_interface(InterfaceSettings::default())?;
+        s.world.set_interface(LOOPBACK, InterfaceSettings::default())?;
         leaves_as(s, KnownAddress::Node)
     });
     group.both::<W>("of a pod to itself and back", |s| hairpin_from(s, 40_000, 40_000));

@@ -11,7 +11,7 @@ use proxy_common::{
 use super::{Group, Scene, scene::*};
 use crate::{
     wire::{Endpoint, KnownAddress},
-    world::Tables,
+    world::{LOOPBACK, Tables},
 };
 
 const SERVICE: u32 = 1;
@@ -65,8 +65,10 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
             (settings.pods4, settings.pods6) = (PODS_BY_INTERFACE, PODS_BY_INTERFACE)
         })?;
         reaches(s, "workload_ingress", None)?;
-        s.world
-            .set_interface(InterfaceSettings { flags: INTERFACE_OF_PODS, ..InterfaceSettings::default() })?;
+        s.world.set_interface(
+            LOOPBACK,
+            InterfaceSettings { flags: INTERFACE_OF_PODS, ..InterfaceSettings::default() },
+        )?;
         reaches(s, "workload_ingress", Some(REMOTE))
     });
     group.both::<W>("policy Local is for everybody where pods are not known", |s| {

@@ -10,7 +10,9 @@ use std::{collections::BTreeSet, fs, path::Path, sync::Arc, time::Duration};
 use rustc_hash::FxHashMap;
 
 use self::{
+    calls::{Calls as _, System},
     error::Error,
+    family_rules::FamilyRules,
     kernel::Kernel,
     plan::Site,
     state::{Change, KernelObjects, Key, Wanted},
@@ -19,10 +21,7 @@ use super::{
     Applied, Dataplane, Host, MetricFamily, Programmed, Snapshot, TableUsage, Unsupported, Usage,
     entry::{Entry, TrackedFlows},
     mode_lock::lock,
-    netfilter::{
-        chains::{Chains, FamilyChains},
-        metrics,
-    },
+    netfilter::{chains::FamilyChains, metrics},
     own_rules,
 };
 use crate::{
@@ -42,7 +41,9 @@ use crate::{
     },
 };
 
+mod calls;
 mod error;
+mod family_rules;
 mod kernel;
 pub(super) mod load;
 mod parameters;
@@ -87,8 +88,7 @@ fn scheduler(config: &config::Ipvs) -> String {
 /// Asks the kernel for IPVS, the scheduler and ipset.
 fn check(config: &config::Ipvs) -> Result<(), Error> {
     let rules = FamilyChains::open(xtables::choose()?.backend);
-    let kernel = Kernel::open(families(&rules), Vec::new())?;
-    check_scheduler(kernel.ipvs(), &scheduler(config))
+    check_scheduler(&System::open(families(&rules))?.ipvs, &scheduler(config))
 }
 
 fn families(rules: &[FamilyChains]) -> Vec<IpFamily> {
@@ -138,13 +138,11 @@ fn prepare(config: &config::Ipvs) -> Result<(), Error> {
 struct IpvsDataplane {
     kernel: Kernel,
     /// Of each family that is served.
-    family_rules: Vec<FamilyChains>,
+    family_rules: Vec<FamilyRules>,
     site: Site,
     desired: FxHashMap<ServicePortName, Arc<DesiredPort>>,
     wanted: Wanted,
     objects: KernelObjects,
-    /// As they were written last; `None`: not known.
-    chains: FxHashMap<IpFamily, Chains>,
     /// The first `resync` was called.
     is_synced: bool,
     _lock: NamespaceLock,
@@ -154,26 +152,31 @@ impl IpvsDataplane {
     /// Reads nothing yet. Needs CAP_NET_ADMIN, and privileges to write kernel parameters that differ.
     fn open(config: &config::Ipvs) -> Result<Self, Error> {
         let lock = lock(Mode::Ipvs)?;
-        let family_rules = FamilyChains::open(xtables::choose()?.backend);
-        let kernel = Kernel::open(families(&family_rules), config.exclude_cidrs.clone())?;
-        check_scheduler(kernel.ipvs(), &scheduler(config))?;
+        let rules = FamilyChains::open(xtables::choose()?.backend);
+        let system = System::open(families(&rules))?;
+        check_scheduler(&system.ipvs, &scheduler(config))?;
         prepare(config)?;
-        Ok(Self {
+        let kernel = Kernel::new(system, config.exclude_cidrs.clone());
+        let family_rules = rules.into_iter().map(FamilyRules::new).collect();
+        Ok(Self::new(kernel, family_rules, Site::new(&config.scheduler), lock))
+    }
+
+    fn new(kernel: Kernel, family_rules: Vec<FamilyRules>, site: Site, lock: NamespaceLock) -> Self {
+        Self {
             kernel,
             family_rules,
-            site: Site::new(&config.scheduler),
+            site,
             desired: FxHashMap::default(),
             wanted: Wanted::default(),
             objects: KernelObjects::default(),
-            chains: FxHashMap::default(),
             is_synced: false,
             _lock: lock,
-        })
+        }
     }
 
     /// Adds what may be different now to `touched`.
     fn set(&mut self, port: &Arc<DesiredPort>, touched: &mut BTreeSet<Key>) {
-        if self.family_rules.iter().any(|rules| rules.family == port.name.family) {
+        if self.family_rules.iter().any(|rules| rules.family() == port.name.family) {
             self.wanted.set(&port.name, Some(plan::plan(port, &self.site)), touched);
             self.desired.insert(port.name.clone(), Arc::clone(port));
         }
@@ -191,8 +194,8 @@ impl IpvsDataplane {
         let rules = self.write_rules(&mut failures);
         let changes = state::differences(&self.wanted, &self.objects, touched);
         let written = self.kernel.write(changes, &mut self.objects)?;
-        for (key, error) in written.refused {
-            failures.add(|| self.shown(key), error.into());
+        for (change, error) in written.refused {
+            failures.add(|| self.shown(change.key()), error.into());
         }
         let mut applied = written.applied;
         applied.written += rules;
@@ -214,18 +217,11 @@ impl IpvsDataplane {
 
     fn write_rules(&mut self, failures: &mut Failures) -> u64 {
         let mut count = 0;
-        for of_family in &mut self.family_rules {
-            let family = of_family.family;
-            let chains = rules::chains(family, &self.site.host, self.wanted.closed_to_node());
-            if self.chains.get(&family) == Some(&chains) {
-                continue;
-            }
-            match of_family.write(&chains, &rules::JUMPS) {
-                Ok(written) => {
-                    count += written;
-                    self.chains.insert(family, chains);
-                }
-                Err(error) => failures.add(|| format!("rules of {}", family.name()), error.into()),
+        for rules in &mut self.family_rules {
+            let chains = rules::chains(rules.family(), &self.site.host, self.wanted.closed_to_node());
+            match rules.write(chains) {
+                Ok(written) => count += written,
+                Err(error) => failures.add(|| format!("rules of {}", rules.family().name()), error.into()),
             }
         }
         count
@@ -271,7 +267,7 @@ impl Dataplane for IpvsDataplane {
         desired.iter().for_each(|port| self.set(port, &mut touched));
         self.kernel.provide()?;
         self.objects = self.kernel.read()?;
-        self.chains.clear();
+        self.family_rules.iter_mut().for_each(FamilyRules::forget);
         self.is_synced = true;
         touched.extend(self.wanted.keys());
         touched.extend(self.objects.keys().filter(|key| !self.kernel.keeps(*key)));
@@ -298,21 +294,21 @@ impl Dataplane for IpvsDataplane {
     fn collect_garbage(&mut self) -> Result<(), super::Error> {
         let mut changes = Vec::new();
         for socket in self.objects.draining() {
-            let destinations = self.kernel.ipvs().destinations(socket).map_err(Error::from)?;
+            let destinations = self.kernel.destinations(socket).map_err(Error::from)?;
             let done = destinations.into_iter().filter(|one| !one.is_used && one.connections == 0);
             changes
                 .extend(done.map(|one| Change::Server(ServerChange::RemoveDestination(socket, one.address))));
         }
         let written = self.kernel.write(changes, &mut self.objects)?;
         let mut failures = Failures::default();
-        for (key, error) in written.refused {
-            failures.add(|| self.shown(key), error.into());
+        for (change, error) in written.refused {
+            failures.add(|| self.shown(change.key()), error.into());
         }
         Ok(failures.into_result()?)
     }
 
     fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
-        let counts = self.family_rules.iter().map(|rules| (rules.family, rules.failures));
+        let counts = self.family_rules.iter().map(|rules| (rules.family(), rules.failures()));
         Ok(vec![metrics::restore_failures(counts)])
     }
 
@@ -357,8 +353,7 @@ fn read() -> Result<Option<Read>, Error> {
     if link::index(IPVS_DEVICE)?.is_none() || !leftovers::is_marked(Mode::Ipvs)? {
         return Ok(None);
     }
-    let kernel = Kernel::open(IpFamily::ALL.into(), Vec::new())?;
-    Ok(Some(Read(kernel.read()?)))
+    Ok(Some(Read(System::open(IpFamily::ALL.into())?.read()?)))
 }
 
 impl Programmed for Read {

@@ -68,7 +68,6 @@ fn destinations(dataplane: &IpvsDataplane) -> Vec<(String, bool, bool)> {
     let socket = VirtualSocket { protocol: 6, address: SocketAddr::new(ip(CLUSTER_IP), 80) };
     let mut listed: Vec<_> = dataplane
         .kernel
-        .ipvs()
         .destinations(socket)
         .unwrap()
         .into_iter()
@@ -188,17 +187,18 @@ fn as_root_excluded_virtual_servers_stay_and_other_schedulers_are_named() {
     let mut config =
         config::Ipvs { exclude_cidrs: vec!["198.51.100.0/24".parse().unwrap()], ..config::Ipvs::default() };
     let Some(mut dataplane) = node(&config) else { return };
+    let ipvs = Ipvs::open().unwrap().unwrap();
     for address in ["198.51.100.1:80", "203.0.113.1:80"] {
-        crate::sys::ipvs::tests::serve(dataplane.kernel.ipvs(), address, &[]);
+        crate::sys::ipvs::tests::serve(&ipvs, address, &[]);
     }
     dataplane.resync(&[]).unwrap();
-    let left: Vec<_> = dataplane.kernel.ipvs().servers().unwrap().iter().map(|one| one.socket).collect();
+    let left: Vec<_> = ipvs.servers().unwrap().iter().map(|one| one.socket).collect();
     let excluded = VirtualSocket { protocol: 6, address: "198.51.100.1:80".parse().unwrap() };
     assert_eq!(left, [excluded]);
     let taken = IpvsDataplane::open(&config).err().unwrap().to_string();
     assert!(taken.contains(&format!("process {}", std::process::id())), "{taken}");
     for scheduler in ["rr", "wrr", "lc", "wlc", "lblc", "lblcr", "dh", "sh", "sed", "nq", "mh"] {
-        check_scheduler(dataplane.kernel.ipvs(), scheduler).unwrap();
+        check_scheduler(&ipvs, scheduler).unwrap();
     }
     drop(dataplane);
     config.scheduler = "mh".to_owned();

@@ -1,6 +1,6 @@
 //! The rules of one family, and when they are written.
 
-use super::rules::JUMPS;
+use super::rules::{self, JUMPS};
 use crate::{
     dataplane::netfilter::chains::{Chains, FamilyChains, Jump},
     model::objects::IpFamily,
@@ -14,6 +14,9 @@ pub(super) trait RuleTools: Send {
     /// Runs of iptables-restore that failed.
     fn failures(&self) -> u64;
 
+    /// The table, as iptables-save prints it.
+    fn saved(&self, table: &str) -> Result<String, ToolError>;
+
     /// Answers how many tables were written.
     fn write(&mut self, chains: &Chains, jumps: &[Jump]) -> Result<u64, ToolError>;
 }
@@ -25,6 +28,10 @@ impl RuleTools for FamilyChains {
 
     fn failures(&self) -> u64 {
         self.failures
+    }
+
+    fn saved(&self, table: &str) -> Result<String, ToolError> {
+        Self::saved(self, table)
     }
 
     fn write(&mut self, chains: &Chains, jumps: &[Jump]) -> Result<u64, ToolError> {
@@ -56,12 +63,21 @@ impl FamilyRules {
         self.written = None;
     }
 
-    pub(super) fn write(&mut self, chains: Chains) -> Result<u64, ToolError> {
-        if self.written.as_ref() == Some(&chains) {
+    /// What virtual servers need. Where another mode serves by the same chains, only what it does not write.
+    pub(super) fn write_first(&mut self, chains: &Chains) -> Result<u64, ToolError> {
+        if self.written.as_ref() != Some(chains) && rules::another_mode_serves(&self.tools.saved("nat")?) {
+            return self.tools.write(&rules::own_chains(chains), &JUMPS);
+        }
+        self.write_last(chains)
+    }
+
+    /// What is not written yet: with it another mode serves no longer.
+    pub(super) fn write_last(&mut self, chains: &Chains) -> Result<u64, ToolError> {
+        if self.written.as_ref() == Some(chains) {
             return Ok(0);
         }
-        let count = self.tools.write(&chains, &JUMPS)?;
-        self.written = Some(chains);
+        let count = self.tools.write(chains, &JUMPS)?;
+        self.written = Some(chains.clone());
         Ok(count)
     }
 }

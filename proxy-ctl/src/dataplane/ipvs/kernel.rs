@@ -30,6 +30,13 @@ pub(super) struct Written {
     pub(super) refused: Vec<(Change, CallError)>,
 }
 
+impl std::ops::AddAssign for Written {
+    fn add_assign(&mut self, other: Self) {
+        self.applied += other.applied;
+        self.refused.extend(other.refused);
+    }
+}
+
 impl Kernel {
     pub(super) fn new(calls: impl Calls + 'static, keeps: Vec<IpNet>) -> Self {
         Self { calls: Box::new(calls), keeps }

@@ -21,7 +21,10 @@ use super::{
     Applied, Dataplane, Host, MetricFamily, Programmed, Snapshot, TableUsage, Unsupported, Usage,
     entry::{Entry, TrackedFlows},
     mode_lock::lock,
-    netfilter::{chains::FamilyChains, metrics},
+    netfilter::{
+        chains::{Chains, FamilyChains},
+        metrics,
+    },
     own_rules,
 };
 use crate::{
@@ -37,7 +40,7 @@ use crate::{
         ipvs::{Balancing, Ipvs, ServerChange, Timeouts, VirtualSocket},
         link,
         namespace_lock::NamespaceLock,
-        xtables,
+        xtables::{self, ToolError},
     },
 };
 
@@ -187,18 +190,23 @@ impl IpvsDataplane {
         self.desired.remove(name);
     }
 
-    /// Writes what differs at these keys, and the rules.
+    /// Writes what differs at these keys, and the rules. Sets come first, as rules say by them who is masqueraded or refused; then
+    /// rules, as virtual servers need them. Rules of another mode in the same chains serve until all the rest is there: their
+    /// translation precedes IPVS.
     fn write(&mut self, touched: impl IntoIterator<Item = Key>) -> Result<Applied, Error> {
         let mut failures = Failures::default();
-        // They refuse and masquerade by what is in the sets, so they may come first.
-        let rules = self.write_rules(&mut failures);
-        let changes = state::differences(&self.wanted, &self.objects, touched);
-        let written = self.kernel.write(changes, &mut self.objects)?;
+        let mut changes = state::differences(&self.wanted, &self.objects, touched);
+        let others = changes.split_off(changes.partition_point(Change::precedes_rules));
+        let mut written = self.kernel.write(changes, &mut self.objects)?;
+        written.applied.written += self.write_rules(FamilyRules::write_first, &mut failures);
+        written += self.kernel.write(others, &mut self.objects)?;
         for (change, error) in written.refused {
             failures.add(|| self.shown(change.key()), error.into());
         }
         let mut applied = written.applied;
-        applied.written += rules;
+        if failures.first.is_none() {
+            applied.written += self.write_rules(FamilyRules::write_last, &mut failures);
+        }
         failures.into_result().map(|()| applied)
     }
 
@@ -215,11 +223,15 @@ impl IpvsDataplane {
         }
     }
 
-    fn write_rules(&mut self, failures: &mut Failures) -> u64 {
+    fn write_rules(
+        &mut self,
+        write: impl Fn(&mut FamilyRules, &Chains) -> Result<u64, ToolError>,
+        failures: &mut Failures,
+    ) -> u64 {
         let mut count = 0;
         for rules in &mut self.family_rules {
             let chains = rules::chains(rules.family(), &self.site.host, self.wanted.closed_to_node());
-            match rules.write(chains) {
+            match write(rules, &chains) {
                 Ok(written) => count += written,
                 Err(error) => failures.add(|| format!("rules of {}", rules.family().name()), error.into()),
             }
@@ -367,4 +379,8 @@ impl Programmed for Read {
 }
 
 #[cfg(test)]
+mod fake_kernel;
+#[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod write_tests;

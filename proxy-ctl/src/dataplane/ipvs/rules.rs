@@ -135,6 +135,22 @@ pub(super) fn chains(
     chains
 }
 
+/// Those that mode iptables does not write too, and that need nothing of what it writes.
+pub(super) fn own_chains(chains: &Chains) -> Chains {
+    let own = chains
+        .iter()
+        .filter(|((table, chain), _)| *table == "filter" && !names::writes(Mode::Iptables, table, chain));
+    own.map(|(place, rules)| (*place, rules.clone())).collect()
+}
+
+/// Whether mode iptables serves by rules in this mode's chains. `nat`: the table, as iptables-save prints it.
+pub(super) fn another_mode_serves(nat: &str) -> bool {
+    let is_anothers =
+        |chain| names::writes(Mode::Iptables, "nat", chain) && !names::writes(Mode::Ipvs, "nat", chain);
+    let rules = nat.lines().filter_map(|line| line.strip_prefix("-A KUBE-SERVICES "));
+    rules.filter_map(|rule| rule.rsplit_once("-j ")).any(|(_, target)| is_anothers(target))
+}
+
 /// What matches is masqueraded to these ports, as in mode iptables.
 fn masquerading(matches: &str, option: &str, ports: Option<PortRange>) -> Vec<String> {
     let Some(ports) = ports else { return vec![format!("{matches}-j MASQUERADE{option}")] };

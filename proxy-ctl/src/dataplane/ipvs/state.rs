@@ -247,6 +247,11 @@ impl Change {
         )
     }
 
+    /// It fills a set that rules match.
+    pub(super) fn precedes_rules(&self) -> bool {
+        self.step() == 0
+    }
+
     const fn set(&self) -> Option<Set> {
         if let Self::Member(set, _) = self { Some(*set) } else { None }
     }
@@ -354,4 +359,4 @@ fn drains(socket: VirtualSocket) -> bool {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

@@ -153,3 +153,34 @@ fn a_chain_that_is_missing_is_made_even_without_rules() {
     let expected = "*filter\n:KUBE-IPVS-OUT-FILTER - [0:0]\nCOMMIT\n";
     assert_eq!(restoration("filter", &chains, &JUMPS, &before).unwrap(), expected);
 }
+
+#[rstest]
+#[case::nothing("", false)]
+#[case::kube_proxy_iptables(
+    "-A KUBE-SERVICES -d 10.96.0.1/32 -p tcp -m comment --comment \"default/web cluster IP\" -m tcp --dport 80 -j KUBE-SVC-TCOU7JCQXEZGVUNU",
+    true
+)]
+#[case::node_ports_of_mode_iptables("-A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS", true)]
+#[case::left_after_it("-A KUBE-SEP-A -j KUBE-MARK-MASQ\n-A KUBE-SVC-A -j KUBE-SEP-A", false)]
+#[case::node_ports_of_mode_ipvs("-A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODE-PORT", false)]
+fn whether_another_mode_serves(#[case] nat: &str, #[case] expected: bool) {
+    assert_eq!(another_mode_serves(nat), expected);
+}
+
+#[test]
+fn this_mode_does_not_take_its_own_rules_for_anothers() {
+    let chains = chains_of(IpFamily::Ipv4, &host(cidrs(&["10.244.0.0/16"])));
+    assert!(!another_mode_serves(&saved("nat", &chains)));
+}
+
+#[test]
+fn what_is_this_modes_alone_is_written_with_the_jumps_to_it() {
+    let chains = own_chains(&chains_of(IpFamily::Ipv4, &host(cidrs(&[]))));
+    let names: Vec<_> = chains.keys().map(|(_, chain)| *chain).collect();
+    let own = ["KUBE-IPVS-FILTER", "KUBE-IPVS-OUT-FILTER", "KUBE-NODE-PORT", "KUBE-SOURCE-RANGES-FIREWALL"];
+    assert_eq!(names, own);
+    let written = restoration("filter", &chains, &JUMPS, "*filter\nCOMMIT\n").unwrap();
+    let jumps: Vec<_> = written.lines().filter(|line| line.starts_with("-I ")).collect();
+    assert_eq!(jumps.len(), 3, "{jumps:?}");
+    assert!(!jumps.iter().any(|jump| jump.contains("KUBE-PROXY-FIREWALL") || jump.contains("KUBE-FORWARD")));
+}

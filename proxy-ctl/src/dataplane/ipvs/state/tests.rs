@@ -59,7 +59,7 @@ fn written(wanted: &Wanted) -> KernelObjects {
     objects
 }
 
-fn shown(changes: &[Change]) -> Vec<String> {
+pub(in crate::dataplane::ipvs) fn shown(changes: &[Change]) -> Vec<String> {
     let shown = |change: &Change| match change {
         Change::Server(ServerChange::Create(socket, _)) => format!("create {socket}"),
         Change::Server(ServerChange::Set(socket, _)) => format!("set {socket}"),

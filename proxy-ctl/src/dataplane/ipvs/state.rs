@@ -249,7 +249,7 @@ impl Change {
 
     /// It fills a set that rules match.
     pub(super) fn precedes_rules(&self) -> bool {
-        self.step() == 0
+        self.step() <= 1
     }
 
     const fn set(&self) -> Option<Set> {
@@ -258,20 +258,23 @@ impl Change {
 
     /// No connection comes to a virtual server before what says how it is treated and before its destinations. A
     /// connection to an address of the device that is in no set of frontends is refused, so that set is filled last and
-    /// emptied first.
+    /// emptied first; and so is, of the sets that rules match, the one that restricts an address to the sources of others.
     fn step(&self) -> u8 {
+        let restricts = |set: &Set| set.role == SetRole::LoadBalancerRestricted;
         let of_device = |set: &Set| set.role == SetRole::DeviceAddresses;
         match self {
-            Self::Member(set, MemberChange::Add(_)) if !of_device(set) => 0,
-            Self::Server(ServerChange::Create(..) | ServerChange::Set(..)) => 1,
-            Self::Server(ServerChange::AddDestination(..) | ServerChange::UseDestination(_, _, true)) => 2,
-            Self::Address(AddressChange::Add(_)) => 3,
-            Self::Member(_, MemberChange::Add(_)) => 4,
-            Self::Server(ServerChange::UseDestination(..) | ServerChange::RemoveDestination(..)) => 5,
-            Self::Member(set, MemberChange::Remove(_)) if of_device(set) => 6,
-            Self::Address(AddressChange::Remove(_)) => 7,
-            Self::Server(ServerChange::Remove(_)) => 8,
-            Self::Member(_, MemberChange::Remove(_)) => 9,
+            Self::Member(set, MemberChange::Add(_)) if restricts(set) => 1,
+            Self::Member(set, MemberChange::Add(_)) if of_device(set) => 5,
+            Self::Member(_, MemberChange::Add(_)) => 0,
+            Self::Server(ServerChange::Create(..) | ServerChange::Set(..)) => 2,
+            Self::Server(ServerChange::AddDestination(..) | ServerChange::UseDestination(_, _, true)) => 3,
+            Self::Address(AddressChange::Add(_)) => 4,
+            Self::Server(ServerChange::UseDestination(..) | ServerChange::RemoveDestination(..)) => 6,
+            Self::Member(set, MemberChange::Remove(_)) if of_device(set) => 7,
+            Self::Address(AddressChange::Remove(_)) => 8,
+            Self::Server(ServerChange::Remove(_)) => 9,
+            Self::Member(set, MemberChange::Remove(_)) if restricts(set) => 10,
+            Self::Member(_, MemberChange::Remove(_)) => 11,
         }
     }
 }

@@ -7,7 +7,7 @@ use ipnet::IpNet;
 use super::{
     Error,
     calls::Calls,
-    state::{Change, KernelObjects, Key},
+    state::{Change, KernelObjects},
 };
 use crate::{
     dataplane::Applied,
@@ -47,14 +47,13 @@ impl Kernel {
         self.calls.provide()
     }
 
-    pub(super) fn read(&self) -> Result<KernelObjects, Error> {
-        self.calls.read()
-    }
-
-    /// Whether it may be somebody else's: then only what is wanted of it is written.
-    pub(super) fn keeps(&self, key: Key) -> bool {
-        let Key::Server(socket) = key else { return false };
-        self.keeps.iter().any(|network| network.contains(&socket.address.ip()))
+    /// Without what may be somebody else's, unless it is wanted.
+    pub(super) fn read(&self, is_wanted: impl Fn(VirtualSocket) -> bool) -> Result<KernelObjects, Error> {
+        let mut programmed = self.calls.read()?;
+        let is_kept =
+            |socket: &VirtualSocket| self.keeps.iter().any(|network| network.contains(&socket.address.ip()));
+        programmed.servers.retain(|socket, _| !is_kept(socket) || is_wanted(*socket));
+        Ok(programmed)
     }
 
     pub(super) fn destinations(&self, socket: VirtualSocket) -> Result<Vec<Destination>, CallError> {

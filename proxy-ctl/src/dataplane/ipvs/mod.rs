@@ -190,6 +190,10 @@ impl IpvsDataplane {
         self.desired.remove(name);
     }
 
+    fn read(&self) -> Result<KernelObjects, Error> {
+        self.kernel.read(|socket| self.wanted.server(socket).is_some())
+    }
+
     /// Writes what differs at these keys, and the rules. Sets come first, as rules say by them who is masqueraded or refused; then
     /// rules, as virtual servers need them. Rules of another mode in the same chains serve until all the rest is there: their
     /// translation precedes IPVS.
@@ -278,11 +282,11 @@ impl Dataplane for IpvsDataplane {
         gone.iter().for_each(|name| self.remove(name, &mut touched));
         desired.iter().for_each(|port| self.set(port, &mut touched));
         self.kernel.provide()?;
-        self.objects = self.kernel.read()?;
+        self.objects = self.read()?;
         self.family_rules.iter_mut().for_each(FamilyRules::forget);
         self.is_synced = true;
         touched.extend(self.wanted.keys());
-        touched.extend(self.objects.keys().filter(|key| !self.kernel.keeps(*key)));
+        touched.extend(self.objects.keys());
         Ok(self.write(touched)?)
     }
 
@@ -335,7 +339,7 @@ impl Dataplane for IpvsDataplane {
 
 impl Programmed for IpvsDataplane {
     fn snapshot(&self) -> Result<Snapshot, super::Error> {
-        let objects = self.kernel.read()?;
+        let objects = self.read()?;
         Ok(snapshot::snapshot(&objects, |socket| Some(self.wanted.server(socket)?.0.clone())))
     }
 
@@ -365,7 +369,8 @@ fn read() -> Result<Option<Read>, Error> {
     if link::index(IPVS_DEVICE)?.is_none() || !leftovers::is_marked(Mode::Ipvs)? {
         return Ok(None);
     }
-    Ok(Some(Read(System::open(IpFamily::ALL.into())?.read()?)))
+    // Which networks are excluded is not known here.
+    Ok(Some(Read(System::open(IpFamily::ALL.into())?.read()?.without_others())))
 }
 
 impl Programmed for Read {

@@ -116,9 +116,7 @@ pub(super) fn chains(
     add("filter", "KUBE-SOURCE-RANGES-FIREWALL", ranges);
     // What listens on all of the node's addresses must not be reached by an address of the device
     // (kubernetes/kubernetes#72236).
-    let frontends =
-        [SetRole::LoadBalancer, SetRole::ClusterIp, SetRole::ExternalIp, SetRole::ExternalIpLocal];
-    let mut filter: Vec<_> = frontends.map(|role| format!("{} -j RETURN", socket(role))).into();
+    let mut filter: Vec<_> = SetRole::FRONTENDS.map(|role| format!("{} -j RETURN", socket(role))).into();
     filter.push(format!("{health_check} -j RETURN"));
     let addresses = matches(SetRole::DeviceAddresses, "dst");
     filter.push(format!("-m conntrack --ctstate NEW {addresses} -j REJECT --reject-with {unreachable}"));

@@ -12,9 +12,10 @@ use rustc_hash::FxHashMap;
 use super::{
     plan::{PortObjects, Rank, Server},
     sets::{Set, SetRole},
+    snapshot,
 };
 use crate::{
-    model::desired::ServicePortName,
+    model::{desired::ServicePortName, objects::IpFamily},
     sys::{
         ipset::{Member, MemberChange},
         ipvs::{Balancing, ServerChange, VirtualSocket},
@@ -152,6 +153,21 @@ impl KernelObjects {
         let addresses = self.addresses.keys().map(|address| Key::Address(*address));
         let members = self.members.iter().map(|(set, member)| Key::Member(*set, *member));
         servers.chain(addresses).chain(members)
+    }
+
+    /// Leaves out virtual servers that are in no set of frontends: others have made them.
+    pub(super) fn without_others(mut self) -> Self {
+        let members = &self.members;
+        let is_own = |socket: &VirtualSocket| {
+            let family = IpFamily::of(socket.address.ip());
+            let forms = [Member::Socket(*socket), Member::Port(socket.address.port())];
+            let of_node = snapshot::protocol(*socket).map(SetRole::NodePort);
+            let roles = SetRole::FRONTENDS.into_iter().chain(of_node);
+            let mut sets = roles.map(|role| Set { role, family });
+            sets.any(|set| forms.iter().any(|member| members.contains(&(set, *member))))
+        };
+        self.servers.retain(|socket, _| is_own(socket));
+        self
     }
 
     /// Virtual servers with destinations that are drained.

@@ -97,7 +97,7 @@ fn as_root_a_restart_writes_nothing_and_what_is_not_desired_goes() {
     assert_eq!(dataplane.snapshot().unwrap(), before);
     assert!(dataplane.resync(&[]).unwrap().removed > 0);
     assert_eq!(dataplane.snapshot().unwrap().services, []);
-    assert_eq!(dataplane.kernel.read().unwrap(), KernelObjects::default());
+    assert_eq!(dataplane.read().unwrap(), KernelObjects::default());
 }
 
 #[test]
@@ -188,12 +188,18 @@ fn as_root_excluded_virtual_servers_stay_and_other_schedulers_are_named() {
         config::Ipvs { exclude_cidrs: vec!["198.51.100.0/24".parse().unwrap()], ..config::Ipvs::default() };
     let Some(mut dataplane) = node(&config) else { return };
     let ipvs = Ipvs::open().unwrap().unwrap();
+    let real: SocketAddr = (ip(ENDPOINTS[0]), 80).into();
     for address in ["198.51.100.1:80", "203.0.113.1:80"] {
-        crate::sys::ipvs::tests::serve(&ipvs, address, &[]);
+        crate::sys::ipvs::tests::serve(&ipvs, address, &[real]);
     }
-    dataplane.resync(&[]).unwrap();
-    let left: Vec<_> = ipvs.servers().unwrap().iter().map(|one| one.socket).collect();
     let excluded = VirtualSocket { protocol: 6, address: "198.51.100.1:80".parse().unwrap() };
+    let drained = ServerChange::UseDestination(excluded, real, false);
+    assert!(ipvs.write(&[drained]).unwrap().is_empty());
+    dataplane.resync(&[]).unwrap();
+    dataplane.collect_garbage().unwrap();
+    assert_eq!(ipvs.destinations(excluded).unwrap().len(), 1);
+    assert_eq!(dataplane.snapshot().unwrap().services, []);
+    let left: Vec<_> = ipvs.servers().unwrap().iter().map(|one| one.socket).collect();
     assert_eq!(left, [excluded]);
     let taken = IpvsDataplane::open(&config).err().unwrap().to_string();
     assert!(taken.contains(&format!("process {}", std::process::id())), "{taken}");

@@ -6,10 +6,13 @@ use super::{
     fake_kernel::{FakeKernel, OF_MODE_IPTABLES, dataplane},
     *,
 };
-use crate::model::{
-    Model,
-    objects::Service,
-    test_support::{HERE, remote, service, slice},
+use crate::{
+    dataplane::ipvs::state::ProgrammedServer,
+    model::{
+        Model,
+        objects::Service,
+        test_support::{HERE, remote, service, slice},
+    },
 };
 
 const CLUSTER_IP: &str = "10.96.0.1";
@@ -80,4 +83,39 @@ fn another_mode_serves_on_if_iptables_fails_and_everything_is_tried_again() {
     kernel.lock().restore_fails = false;
     dataplane.resync(&web()).unwrap();
     assert_eq!(kernel.take_journal(), ["own rules", "all rules"]);
+}
+
+fn socket(address: &str) -> VirtualSocket {
+    VirtualSocket { protocol: 6, address: address.parse().unwrap() }
+}
+
+/// Another program drains one of its real servers.
+fn of_another(address: &str) -> (VirtualSocket, ProgrammedServer) {
+    let balancing = Balancing { scheduler: "wrr".into(), affinity_seconds: None, by_source_port: false };
+    let destinations = ["192.0.2.1:80", "192.0.2.2:80"].map(|one| one.parse().unwrap());
+    let destinations = [(destinations[0], true), (destinations[1], false)].into();
+    (socket(address), ProgrammedServer { balancing, destinations })
+}
+
+#[test]
+fn excluded_virtual_servers_are_neither_changed_nor_shown_unless_a_service_has_their_address() {
+    let kernel = FakeKernel::default();
+    let [excluded, of_service, other] =
+        ["198.51.100.1:80", "198.51.100.2:80", "203.0.113.1:80"].map(of_another);
+    kernel.lock().objects.servers = [excluded.clone(), of_service.clone(), other].into();
+    let mut dataplane = dataplane(&kernel, &["198.51.100.0/24"]);
+    let desired = model(service("default/web", &["198.51.100.2"]), &[ENDPOINT]).desired();
+    dataplane.resync(&desired).unwrap();
+    dataplane.collect_garbage().unwrap();
+    let servers = kernel.lock().objects.servers.clone();
+    assert_eq!(servers.keys().collect::<Vec<_>>(), [&excluded.0, &of_service.0]);
+    assert_eq!(servers[&excluded.0], excluded.1);
+    let of_model = [(format!("{ENDPOINT}:8080").parse().unwrap(), true)].into();
+    assert_eq!(servers[&of_service.0].destinations, of_model);
+
+    let shown = dataplane.snapshot().unwrap();
+    assert_eq!(shown.services.iter().map(|one| &one.name).collect::<Vec<_>>(), [&desired[0].name]);
+    assert_eq!(dataplane.usage().unwrap().tables[0].used, 1);
+    let without_controller = kernel.lock().objects.clone().without_others();
+    assert_eq!(without_controller.servers.keys().collect::<Vec<_>>(), [&of_service.0]);
 }

@@ -21,6 +21,7 @@ pub(super) const OF_MODE_IPTABLES: &str = "-A KUBE-SERVICES -d 10.96.0.1/32 -j K
 #[derive(Default)]
 pub(super) struct Fake {
     pub(super) objects: KernelObjects,
+    /// Of both families.
     pub(super) nat: String,
     /// What was written, in its order.
     pub(super) journal: Vec<String>,
@@ -28,7 +29,7 @@ pub(super) struct Fake {
     pub(super) refuses: Option<fn(&Change) -> Option<i32>>,
     /// Calls that fail as a whole.
     pub(super) fails: Option<fn(&Change) -> bool>,
-    pub(super) restore_fails: bool,
+    pub(super) restore_fails: Option<IpFamily>,
 }
 
 #[derive(Clone, Default)]
@@ -84,12 +85,14 @@ impl Calls for FakeKernel {
     }
 }
 
-/// Of IPv4.
-struct FakeTools(FakeKernel);
+struct FakeTools {
+    family: IpFamily,
+    kernel: FakeKernel,
+}
 
 impl RuleTools for FakeTools {
     fn family(&self) -> IpFamily {
-        IpFamily::Ipv4
+        self.family
     }
 
     fn failures(&self) -> u64 {
@@ -98,12 +101,12 @@ impl RuleTools for FakeTools {
 
     fn saved(&self, table: &str) -> Result<String, ToolError> {
         assert_eq!(table, "nat");
-        Ok(self.0.lock().nat.clone())
+        Ok(self.kernel.lock().nat.clone())
     }
 
     fn write(&mut self, chains: &Chains, _: &[Jump]) -> Result<u64, ToolError> {
-        let mut fake = self.0.lock();
-        if fake.restore_fails {
+        let mut fake = self.kernel.lock();
+        if fake.restore_fails == Some(self.family) {
             let (program, source) = ("iptables-restore".to_owned(), std::io::ErrorKind::NotFound.into());
             return Err(ToolError::Run { program, source });
         }
@@ -126,8 +129,14 @@ fn lock() -> NamespaceLock {
     }
 }
 
-pub(super) fn dataplane(kernel: &FakeKernel, keeps: &[&str]) -> IpvsDataplane {
+pub(super) fn dataplane_of(families: &[IpFamily], kernel: &FakeKernel, keeps: &[&str]) -> IpvsDataplane {
     let keeps = keeps.iter().map(|network| network.parse().unwrap()).collect();
-    let rules = FamilyRules::new(FakeTools(kernel.clone()));
-    IpvsDataplane::new(Kernel::new(kernel.clone(), keeps), vec![rules], Site::new(""), lock())
+    let tools = families.iter().map(|family| FakeTools { family: *family, kernel: kernel.clone() });
+    let rules = tools.map(FamilyRules::new).collect();
+    IpvsDataplane::new(Kernel::new(kernel.clone(), keeps), rules, Site::new(""), lock())
+}
+
+/// Of IPv4.
+pub(super) fn dataplane(kernel: &FakeKernel, keeps: &[&str]) -> IpvsDataplane {
+    dataplane_of(&[IpFamily::Ipv4], kernel, keeps)
 }

@@ -39,6 +39,14 @@ impl RuleTools for FamilyChains {
     }
 }
 
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Step {
+    /// They need the rules. Where another mode serves by the same chains, only what it does not write is written.
+    BeforeServers,
+    /// What is not written yet: with it another mode serves no longer.
+    AfterAll,
+}
+
 pub(super) struct FamilyRules {
     tools: Box<dyn RuleTools>,
     /// As they were written last; `None`: not known.
@@ -63,18 +71,13 @@ impl FamilyRules {
         self.written = None;
     }
 
-    /// What virtual servers need. Where another mode serves by the same chains, only what it does not write.
-    pub(super) fn write_first(&mut self, chains: &Chains) -> Result<u64, ToolError> {
-        if self.written.as_ref() != Some(chains) && rules::another_mode_serves(&self.tools.saved("nat")?) {
-            return self.tools.write(&rules::own_chains(chains), &JUMPS);
-        }
-        self.write_last(chains)
-    }
-
-    /// What is not written yet: with it another mode serves no longer.
-    pub(super) fn write_last(&mut self, chains: &Chains) -> Result<u64, ToolError> {
+    /// Answers how many tables were written.
+    pub(super) fn write(&mut self, step: Step, chains: &Chains) -> Result<u64, ToolError> {
         if self.written.as_ref() == Some(chains) {
             return Ok(0);
+        }
+        if step == Step::BeforeServers && rules::another_mode_serves(&self.tools.saved("nat")?) {
+            return self.tools.write(&rules::own_chains(chains), &JUMPS);
         }
         let count = self.tools.write(chains, &JUMPS)?;
         self.written = Some(chains.clone());

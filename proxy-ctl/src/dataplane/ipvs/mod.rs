@@ -5,26 +5,30 @@
 //! `plan` says what a service port needs, `state` what is to be written in which order, `rules` what iptables must have; these
 //! are pure. `kernel` writes, and `netfilter::chains` the rules.
 
-use std::{collections::BTreeSet, fs, path::Path, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
 
 use rustc_hash::FxHashMap;
 
 use self::{
     calls::{Calls as _, System},
-    error::Error,
-    family_rules::FamilyRules,
-    kernel::Kernel,
+    error::{Error, Failures},
+    family_rules::{FamilyRules, Step},
+    kernel::{Kernel, Written},
     plan::Site,
+    refusals::Refusals,
     state::{Change, KernelObjects, Key, Wanted},
 };
 use super::{
     Applied, Dataplane, Host, MetricFamily, Programmed, Snapshot, TableUsage, Unsupported, Usage,
     entry::{Entry, TrackedFlows},
     mode_lock::lock,
-    netfilter::{
-        chains::{Chains, FamilyChains},
-        metrics,
-    },
+    netfilter::{chains::FamilyChains, metrics},
     own_rules,
 };
 use crate::{
@@ -40,7 +44,7 @@ use crate::{
         ipvs::{Balancing, Ipvs, ServerChange, Timeouts, VirtualSocket},
         link,
         namespace_lock::NamespaceLock,
-        xtables::{self, ToolError},
+        xtables,
     },
 };
 
@@ -52,6 +56,7 @@ pub(super) mod load;
 mod parameters;
 mod plan;
 pub(super) mod probe;
+mod refusals;
 mod rules;
 mod sets;
 mod snapshot;
@@ -146,6 +151,7 @@ struct IpvsDataplane {
     desired: FxHashMap<ServicePortName, Arc<DesiredPort>>,
     wanted: Wanted,
     objects: KernelObjects,
+    refusals: Refusals,
     /// The first `resync` was called.
     is_synced: bool,
     _lock: NamespaceLock,
@@ -172,6 +178,7 @@ impl IpvsDataplane {
             desired: FxHashMap::default(),
             wanted: Wanted::default(),
             objects: KernelObjects::default(),
+            refusals: Refusals::default(),
             is_synced: false,
             _lock: lock,
         }
@@ -197,72 +204,44 @@ impl IpvsDataplane {
     /// Writes what differs at these keys, and the rules. Sets come first, as rules say by them who is masqueraded or refused; then
     /// rules, as virtual servers need them. Rules of another mode in the same chains serve until all the rest is there: their
     /// translation precedes IPVS.
-    fn write(&mut self, touched: impl IntoIterator<Item = Key>) -> Result<Applied, Error> {
-        let mut failures = Failures::default();
-        let mut changes = state::differences(&self.wanted, &self.objects, touched);
+    fn write(&mut self, touched: BTreeSet<Key>) -> Result<Applied, Error> {
+        let mut changes = state::differences(&self.wanted, &self.objects, touched.iter().copied());
         let others = changes.split_off(changes.partition_point(Change::precedes_rules));
+        let mut failures = Failures::default();
         let mut written = self.kernel.write(changes, &mut self.objects)?;
-        written.applied.written += self.write_rules(FamilyRules::write_first, &mut failures);
+        written.applied.written += self.write_rules(Step::BeforeServers, &mut failures);
         written += self.kernel.write(others, &mut self.objects)?;
-        for (change, error) in written.refused {
-            failures.add(|| self.shown(change.key()), error.into());
+        let Written { mut applied, refused } = written;
+        for (key, error) in self.refusals.tried(&touched, refused, &self.wanted) {
+            failures.add(|| self.shown(key), error.into());
         }
-        let mut applied = written.applied;
-        if failures.first.is_none() {
-            applied.written += self.write_rules(FamilyRules::write_last, &mut failures);
+        if failures.is_empty() {
+            applied.written += self.write_rules(Step::AfterAll, &mut failures);
         }
         failures.into_result().map(|()| applied)
     }
 
-    /// For people: the service port, and what of it was refused.
+    /// For people, with a service port that asks for it.
     fn shown(&self, key: Key) -> String {
-        let what = match key {
-            Key::Server(socket) => format!("virtual server {socket}"),
-            Key::Address(address) => format!("address {address} of {IPVS_DEVICE}"),
-            Key::Member(set, member) => format!("{member} in set {}", set.name()),
-        };
-        match self.wanted.owners(key).next() {
-            Some(name) => format!("{name}, {what}"),
-            None => format!("{what}, which is not desired"),
+        match self.wanted.asking(|one| *one == key).next() {
+            Some((name, _)) => format!("{name}, {key}"),
+            None => format!("{key}, which is not desired"),
         }
     }
 
-    fn write_rules(
-        &mut self,
-        write: impl Fn(&mut FamilyRules, &Chains) -> Result<u64, ToolError>,
-        failures: &mut Failures,
-    ) -> u64 {
+    fn write_rules(&mut self, step: Step, failures: &mut Failures) -> u64 {
         let mut count = 0;
         for rules in &mut self.family_rules {
+            if step == Step::AfterAll && !failures.is_empty() {
+                break;
+            }
             let chains = rules::chains(rules.family(), &self.site.host, self.wanted.closed_to_node());
-            match write(rules, &chains) {
+            match rules.write(step, &chains) {
                 Ok(written) => count += written,
                 Err(error) => failures.add(|| format!("rules of {}", rules.family().name()), error.into()),
             }
         }
         count
-    }
-}
-
-#[derive(Default)]
-struct Failures {
-    count: usize,
-    first: Option<(String, Error)>,
-}
-
-impl Failures {
-    fn add(&mut self, what: impl FnOnce() -> String, error: Error) {
-        self.count += 1;
-        self.first.get_or_insert_with(|| (what(), error));
-    }
-
-    fn into_result(self) -> Result<(), Error> {
-        match self.first {
-            None => Ok(()),
-            Some((what, source)) => {
-                Err(Error::Incomplete { failed: self.count, what, source: Box::new(source) })
-            }
-        }
     }
 }
 
@@ -334,6 +313,10 @@ impl Dataplane for IpvsDataplane {
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
         super::supports::balancing(port, "mode ipvs chooses endpoints as ipvs.scheduler says, each alike")
+    }
+
+    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
+        self.refusals.take(&self.wanted, &self.desired)
     }
 }
 

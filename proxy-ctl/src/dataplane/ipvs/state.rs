@@ -4,6 +4,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    fmt,
     net::{IpAddr, SocketAddr},
 };
 
@@ -15,6 +16,7 @@ use super::{
     snapshot,
 };
 use crate::{
+    leftovers::names::IPVS_DEVICE,
     model::{desired::ServicePortName, objects::IpFamily},
     sys::{
         ipset::{Member, MemberChange},
@@ -29,6 +31,16 @@ pub(super) enum Key {
     Server(VirtualSocket),
     Address(IpAddr),
     Member(Set, Member),
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Server(socket) => write!(f, "virtual server {socket}"),
+            Self::Address(address) => write!(f, "address {address} of {IPVS_DEVICE}"),
+            Self::Member(set, member) => write!(f, "{member} in set {}", set.name()),
+        }
+    }
 }
 
 /// What all service ports ask for.
@@ -103,14 +115,21 @@ impl Wanted {
         Some((name, server))
     }
 
-    /// Service ports that ask for it; slow, for errors.
-    pub(super) fn owners(&self, key: Key) -> impl Iterator<Item = &ServicePortName> {
-        let asks = move |objects: &PortObjects| match key {
-            Key::Server(socket) => objects.servers.contains_key(&socket),
-            Key::Address(address) => objects.addresses.contains(&address),
-            Key::Member(set, member) => objects.members.contains(&(set, member)),
-        };
-        self.ports.iter().filter(move |(_, objects)| asks(objects)).map(|(name, _)| name)
+    pub(super) fn has(&self, key: Key) -> bool {
+        match key {
+            Key::Server(socket) => self.servers.contains_key(&socket),
+            Key::Address(address) => self.addresses.contains_key(&address),
+            Key::Member(set, member) => self.members.contains_key(&(set, member)),
+        }
+    }
+
+    /// Who asks for these; slow, for errors.
+    pub(super) fn asking(
+        &self,
+        is_meant: impl Fn(&Key) -> bool,
+    ) -> impl Iterator<Item = (&ServicePortName, Key)> {
+        let asked = self.ports.iter().flat_map(|(name, objects)| keys(objects).map(move |key| (name, key)));
+        asked.filter(move |(_, key)| is_meant(key))
     }
 }
 

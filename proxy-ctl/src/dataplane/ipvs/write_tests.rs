@@ -3,16 +3,20 @@
 use rstest::rstest;
 
 use super::{
-    fake_kernel::{FakeKernel, OF_MODE_IPTABLES, dataplane},
+    fake_kernel::{FakeKernel, OF_MODE_IPTABLES, dataplane, dataplane_of},
     *,
 };
 use crate::{
-    dataplane::ipvs::state::ProgrammedServer,
+    dataplane::{
+        Effect,
+        ipvs::{sets::SetRole, state::ProgrammedServer},
+    },
     model::{
         Model,
         objects::Service,
         test_support::{HERE, remote, service, slice},
     },
+    sys::ipset::{Member, MemberChange},
 };
 
 const CLUSTER_IP: &str = "10.96.0.1";
@@ -72,17 +76,19 @@ fn another_mode_serves_on_if_a_call_fails(#[case] fails: fn(&Change) -> bool) {
     assert_eq!(kernel.lock().nat, "");
 }
 
-#[test]
-fn another_mode_serves_on_if_iptables_fails_and_everything_is_tried_again() {
+#[rstest]
+#[case::one_family(&[IpFamily::Ipv4])]
+#[case::the_first_of_two(&IpFamily::ALL)]
+fn another_mode_serves_on_if_iptables_fails_and_everything_is_tried_again(#[case] families: &[IpFamily]) {
     let kernel = FakeKernel::default();
     kernel.lock().nat = OF_MODE_IPTABLES.to_owned();
-    kernel.lock().restore_fails = true;
-    let mut dataplane = dataplane(&kernel, &[]);
+    kernel.lock().restore_fails = Some(IpFamily::Ipv4);
+    let mut dataplane = dataplane_of(families, &kernel, &[]);
     dataplane.resync(&web()).unwrap_err();
-    assert_eq!(kernel.take_journal(), [&SETS[..], &SERVERS].concat());
-    kernel.lock().restore_fails = false;
+    assert_eq!(kernel.lock().nat, OF_MODE_IPTABLES);
+    kernel.lock().restore_fails = None;
     dataplane.resync(&web()).unwrap();
-    assert_eq!(kernel.take_journal(), ["own rules", "all rules"]);
+    assert_eq!(kernel.lock().nat, "");
 }
 
 fn socket(address: &str) -> VirtualSocket {
@@ -118,4 +124,105 @@ fn excluded_virtual_servers_are_neither_changed_nor_shown_unless_a_service_has_t
     assert_eq!(dataplane.usage().unwrap().tables[0].used, 1);
     let without_controller = kernel.lock().objects.clone().without_others();
     assert_eq!(without_controller.servers.keys().collect::<Vec<_>>(), [&of_service.0]);
+}
+
+const BROADCAST: &str = "10.244.1.255";
+
+fn destination(change: &Change) -> Option<String> {
+    let Change::Server(ServerChange::AddDestination(_, address)) = change else { return None };
+    Some(address.ip().to_string())
+}
+
+/// Error numbers as the kernel's; a full set answers with one of ipset's own.
+#[rstest]
+#[case::endpoint(
+    |change: &Change| destination(change).is_some_and(|it| it == BROADCAST).then_some(libc::EINVAL),
+    ("endpoints", Effect::ServedDifferently),
+    "endpoint 10.244.1.255:8080 of virtual server 10.96.0.2:80/TCP: a call failed"
+)]
+#[case::virtual_server_with_all_of_its_endpoints(
+    |change: &Change| match change {
+        Change::Server(ServerChange::Create(to, _)) if *to == socket("10.96.0.2:80") => Some(libc::EPROTONOSUPPORT),
+        Change::Server(ServerChange::AddDestination(to, _)) if *to == socket("10.96.0.2:80") => Some(libc::ESRCH),
+        _ => None,
+    },
+    ("spec.clusterIPs", Effect::NoRoom),
+    "virtual server 10.96.0.2:80/TCP: a call failed"
+)]
+#[case::address(
+    |change: &Change| (change.key() == Key::Address("10.96.0.2".parse().unwrap())).then_some(libc::EINVAL),
+    ("spec.clusterIPs", Effect::NoRoom),
+    "address 10.96.0.2 of kube-ipvs0: a call failed"
+)]
+#[case::member_of_a_full_set(
+    |change: &Change| match change {
+        Change::Member(set, MemberChange::Add(Member::Socket(member))) => {
+            (set.role == SetRole::ClusterIp && *member == socket("10.96.0.2:80")).then_some(4352)
+        }
+        _ => None,
+    },
+    ("spec.clusterIPs", Effect::NoRoom),
+    "10.96.0.2:80/TCP in set KUBE-CLUSTER-IP: a call failed"
+)]
+fn what_the_kernel_refuses_is_told_and_tried_again_and_everything_else_is_written(
+    #[case] refuses: fn(&Change) -> Option<i32>,
+    #[case] lacks: (&'static str, Effect),
+    #[case] why: &str,
+) {
+    let kernel = FakeKernel::default();
+    kernel.lock().refuses = Some(refuses);
+    let mut dataplane = dataplane(&kernel, &[]);
+    let mut model = model(service("default/web", &[CLUSTER_IP]), &[ENDPOINT]);
+    model.apply_service(service("default/odd", &["10.96.0.2"]));
+    model.apply_slice(slice("default/odd-1", "odd", vec![remote(BROADCAST)]));
+    for _ in 0..2 {
+        dataplane.resync(&model.desired()).unwrap();
+        let told = dataplane.take_without_room().unwrap();
+        let [(name, reasons)] = &Vec::from_iter(told)[..] else { panic!("one service port is refused") };
+        assert_eq!(name.service.to_string(), "default/odd");
+        let [reason] = &reasons[..] else { panic!("{reasons:?}") };
+        assert_eq!((reason.field, reason.effect), lacks);
+        assert!(reason.instead.starts_with(&format!("the kernel refuses {why}")), "{reason:?}");
+    }
+    assert_eq!(dataplane.take_without_room(), None, "nothing has been tried since");
+    let endpoint = format!("{ENDPOINT}:8080").parse().unwrap();
+    assert_eq!(
+        kernel.lock().objects.servers[&socket("10.96.0.1:80")].destinations,
+        [(endpoint, true)].into()
+    );
+
+    let served = [model.desired(), model.desired()].map(|mut ports| ports.remove(1));
+    assert_eq!(served[0].name.service.to_string(), "default/web");
+    kernel.lock().refuses = None;
+    dataplane.resync(&model.desired()).unwrap();
+    assert_eq!(dataplane.take_without_room(), Some(BTreeMap::new()));
+    assert_eq!(kernel.lock().objects.servers[&socket("10.96.0.2:80")].destinations.len(), 1);
+}
+
+#[test]
+fn what_is_refused_is_forgotten_with_its_service_port() {
+    let kernel = FakeKernel::default();
+    kernel.lock().refuses = Some(|change| destination(change).map(|_| libc::EINVAL));
+    let mut dataplane = dataplane(&kernel, &[]);
+    let desired = web();
+    dataplane.apply(&Changes { changed: desired.clone(), removed: Vec::new() }).unwrap();
+    assert_eq!(dataplane.take_without_room().unwrap().len(), 1);
+    let removed = desired.iter().map(|port| port.name.clone()).collect();
+    dataplane.apply(&Changes { changed: Vec::new(), removed }).unwrap();
+    assert_eq!(dataplane.take_without_room(), Some(BTreeMap::new()));
+}
+
+/// The controller has everything read again then.
+#[rstest]
+#[case::what_is_there_is_not_known(libc::EEXIST)]
+#[case::privileges_are_gone(libc::EPERM)]
+fn an_error_that_concerns_more_than_its_object_fails(#[case] errno: i32) {
+    let kernel = FakeKernel::default();
+    let refuses: [fn(&Change) -> Option<i32>; 2] = [
+        |change| matches!(change, Change::Server(ServerChange::Create(..))).then_some(libc::EEXIST),
+        |_| Some(libc::EPERM),
+    ];
+    kernel.lock().refuses = Some(refuses[usize::from(errno == libc::EPERM)]);
+    let error = dataplane(&kernel, &[]).resync(&web()).unwrap_err().to_string();
+    assert!(error.contains("default/web"), "{error}");
 }

@@ -12,6 +12,7 @@ use crate::{
         CallError,
         ipvs::Destination,
         namespace_lock::{NamespaceAttempt, NamespaceLock},
+        xtables::ToolError,
     },
 };
 

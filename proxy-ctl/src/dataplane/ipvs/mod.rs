@@ -294,7 +294,7 @@ impl Dataplane for IpvsDataplane {
             changes
                 .extend(done.map(|one| Change::Server(ServerChange::RemoveDestination(socket, one.address))));
         }
-        let written = self.kernel.write(changes, &mut self.objects)?;
+        let written = self.kernel.write(changes, &mut self.objects).map_err(Error::from)?;
         let mut failures = Failures::default();
         for (change, error) in written.refused {
             failures.add(|| self.shown(change.key()), error.into());

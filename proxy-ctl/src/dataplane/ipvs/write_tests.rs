@@ -34,16 +34,16 @@ fn web() -> Vec<Arc<DesiredPort>> {
     model(service("default/web", &[CLUSTER_IP]), &[ENDPOINT]).desired()
 }
 
-const SETS: [&str; 1] = ["into KUBE-CLUSTER-IP"];
-const SERVERS: [&str; 4] =
-    ["create 10.96.0.1:80/TCP", "add 10.244.1.1:8080", "bind 10.96.0.1", "into KUBE-IPVS-IPS"];
+const SETS: &[&str] = &["into KUBE-CLUSTER-IP"];
+const SERVERS: &[&str] =
+    &["create 10.96.0.1:80/TCP", "add 10.244.1.1:8080", "bind 10.96.0.1", "into KUBE-IPVS-IPS"];
 
 /// An answer of a virtual server without its rules is lost; and rules of another mode that are gone before there are virtual servers leave
 /// clients refused.
 #[rstest]
-#[case::nobody_serves("", &[&SETS, &["all rules"], &SERVERS])]
-#[case::this_mode_serves("-A KUBE-SERVICES -j KUBE-NODE-PORT\n", &[&SETS, &["all rules"], &SERVERS])]
-#[case::mode_iptables_serves(OF_MODE_IPTABLES, &[&SETS, &["own rules"], &SERVERS, &["all rules"]])]
+#[case::nobody_serves("", &[SETS, &["all rules"], SERVERS])]
+#[case::this_mode_serves("-A KUBE-SERVICES -j KUBE-NODE-PORT\n", &[SETS, &["all rules"], SERVERS])]
+#[case::mode_iptables_serves(OF_MODE_IPTABLES, &[SETS, &["own rules"], SERVERS, &["all rules"]])]
 fn rules_come_before_virtual_servers_but_for_those_that_end_another_modes_service(
     #[case] nat: &str,
     #[case] expected: &[&[&str]],

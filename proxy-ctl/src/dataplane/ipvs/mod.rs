@@ -235,7 +235,9 @@ impl IpvsDataplane {
             if step == Step::AfterAll && !failures.is_empty() {
                 break;
             }
-            let chains = rules::chains(rules.family(), &self.site.host, self.wanted.closed_to_node());
+            let (wanted, host) = (&self.wanted, &self.site.host);
+            let has_members = |set| wanted.has_members(set);
+            let chains = rules::chains(rules.family(), host, wanted.closed_to_node(), has_members);
             match rules.write(step, &chains) {
                 Ok(written) => count += written,
                 Err(error) => failures.add(|| format!("rules of {}", rules.family().name()), error.into()),

@@ -1,6 +1,6 @@
 //! The rules of iptables that match this mode's sets, as iptables-save prints them. Pure.
 //!
-//! They do not depend on Services, but for addresses that the node itself may not reach.
+//! They do not depend on Services, but for addresses that the node itself may not reach, and whether there are external IPs.
 
 use super::sets::{Set, SetRole};
 use crate::{
@@ -32,11 +32,12 @@ const fn jump(table: &'static str, from: &'static str, to: &'static str, comment
     Jump { table, from, to, comment }
 }
 
-/// The chains of one family with all their rules.
+/// The chains of one family with all their rules. `has_members`: of a set, as it must be.
 pub(super) fn chains(
     family: IpFamily,
     host: &Host,
     closed_to_node: impl Iterator<Item = VirtualSocket>,
+    has_members: impl Fn(Set) -> bool,
 ) -> Chains {
     let name = |role| Set { role, family }.name();
     let matches = |role, fields: &str| format!("-m set --match-set {} {fields}", name(role));
@@ -49,8 +50,12 @@ pub(super) fn chains(
         IpFamily::Ipv4 => ("127.0.0.0/8", "icmp-port-unreachable"),
         IpFamily::Ipv6 => ("::1/128", "icmp6-port-unreachable"),
     };
+    // They need more of the kernel than all others (CONFIG_NETFILTER_XT_MATCH_PHYSDEV).
     let external = [SetRole::ExternalIp, SetRole::ExternalIpLocal].map(|role| {
         let mut rules = Vec::new();
+        if !has_members(Set { role, family }) {
+            return rules;
+        }
         if role == SetRole::ExternalIp {
             rules.push(format!("{} -j {}", socket(role), names::MARK_MASQUERADE));
         }

@@ -5,7 +5,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fmt,
-    net::{IpAddr, SocketAddr},
+    net::{IpAddr, Ipv4Addr, SocketAddr},
 };
 
 use rustc_hash::FxHashMap;
@@ -121,6 +121,11 @@ impl Wanted {
             Key::Address(address) => self.addresses.contains_key(&address),
             Key::Member(set, member) => self.members.contains_key(&(set, member)),
         }
+    }
+
+    pub(super) fn has_members(&self, set: Set) -> bool {
+        const FIRST: Member = Member::Address(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
+        self.members.range((set, FIRST)..).next().is_some_and(|((of, _), _)| *of == set)
     }
 
     /// Who asks for these; slow, for errors.

@@ -226,3 +226,24 @@ fn an_error_that_concerns_more_than_its_object_fails(#[case] errno: i32) {
     let error = dataplane(&kernel, &[]).resync(&web()).unwrap_err().to_string();
     assert!(error.contains("default/web"), "{error}");
 }
+
+#[test]
+fn rules_are_written_with_the_first_external_ip_and_after_the_last() {
+    let kernel = FakeKernel::default();
+    let mut dataplane = dataplane(&kernel, &[]);
+    let mut model = model(service("default/web", &[CLUSTER_IP]), &[ENDPOINT]);
+    dataplane.resync(&model.take_changes().changed).unwrap();
+    let with = |addresses: &[&str]| {
+        let web = service("default/web", &[CLUSTER_IP]);
+        addresses.iter().fold(web, |service, address| service.external_ip(address))
+    };
+    let steps: [(&[&str], bool); 3] =
+        [(&["192.0.2.80"], true), (&["192.0.2.80", "192.0.2.81"], false), (&[], true)];
+    for (addresses, rewrites) in steps {
+        kernel.take_journal();
+        model.apply_service(with(addresses));
+        dataplane.apply(&model.take_changes()).unwrap();
+        let journal = kernel.take_journal();
+        assert_eq!(journal.iter().any(|one| one == "all rules"), rewrites, "{addresses:?}: {journal:?}");
+    }
+}

@@ -7,7 +7,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    fs,
+    fs, mem,
     path::Path,
     sync::Arc,
     time::Duration,
@@ -154,6 +154,8 @@ struct IpvsDataplane {
     refusals: Refusals,
     /// The first `resync` was called.
     is_synced: bool,
+    /// Everything as the last `set_host` asks for it.
+    is_host_written: bool,
     _lock: NamespaceLock,
 }
 
@@ -180,6 +182,7 @@ impl IpvsDataplane {
             objects: KernelObjects::default(),
             refusals: Refusals::default(),
             is_synced: false,
+            is_host_written: true,
             _lock: lock,
         }
     }
@@ -199,6 +202,17 @@ impl IpvsDataplane {
 
     fn read(&self) -> Result<KernelObjects, Error> {
         self.kernel.read(|socket| self.wanted.server(socket).is_some())
+    }
+
+    /// `touched`: what is not wanted any more, though it may not be there.
+    fn write_everything(&mut self, mut touched: BTreeSet<Key>) -> Result<Applied, Error> {
+        self.kernel.provide()?;
+        self.objects = self.read()?;
+        self.family_rules.iter_mut().for_each(FamilyRules::forget);
+        touched.extend(self.wanted.keys().chain(self.objects.keys()));
+        let applied = self.write(touched)?;
+        self.is_host_written = true;
+        Ok(applied)
     }
 
     /// Writes what differs at these keys, and the rules. Sets come first, as rules say by them who is masqueraded or refused; then
@@ -256,19 +270,13 @@ impl Dataplane for IpvsDataplane {
     }
 
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, super::Error> {
-        // All keys are compared in any case.
         let mut touched = BTreeSet::new();
         let names: BTreeSet<&ServicePortName> = desired.iter().map(|port| &port.name).collect();
         let gone: Vec<_> = self.wanted.names().filter(|name| !names.contains(name)).cloned().collect();
         gone.iter().for_each(|name| self.remove(name, &mut touched));
         desired.iter().for_each(|port| self.set(port, &mut touched));
-        self.kernel.provide()?;
-        self.objects = self.read()?;
-        self.family_rules.iter_mut().for_each(FamilyRules::forget);
         self.is_synced = true;
-        touched.extend(self.wanted.keys());
-        touched.extend(self.objects.keys());
-        Ok(self.write(touched)?)
+        Ok(self.write_everything(touched)?)
     }
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, super::Error> {
@@ -278,13 +286,17 @@ impl Dataplane for IpvsDataplane {
         let before = self.site.clone();
         self.site.own_addresses = own.collect();
         self.site.host = host.clone();
-        if self.site == before || !self.is_synced {
+        if self.site == before && self.is_host_written || !self.is_synced {
             return Ok(Applied::default());
         }
         let mut touched = BTreeSet::new();
         let ports: Vec<_> = self.desired.values().cloned().collect();
         ports.iter().for_each(|port| self.set(port, &mut touched));
-        Ok(self.write(touched)?)
+        // What a write that has failed has left is not known.
+        let is_known = mem::replace(&mut self.is_host_written, false);
+        let applied = if is_known { self.write(touched)? } else { self.write_everything(touched)? };
+        self.is_host_written = true;
+        Ok(applied)
     }
 
     /// Removes destinations that take no new connections and have no old ones any more.

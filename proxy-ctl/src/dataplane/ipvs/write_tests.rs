@@ -247,3 +247,20 @@ fn rules_are_written_with_the_first_external_ip_and_after_the_last() {
         assert_eq!(journal.iter().any(|one| one == "all rules"), rewrites, "{addresses:?}: {journal:?}");
     }
 }
+
+#[test]
+fn addresses_of_the_node_that_could_not_be_written_are_written_at_the_next_attempt() {
+    let kernel = FakeKernel::default();
+    let mut dataplane = dataplane(&kernel, &[]);
+    let desired = model(service("default/web", &[CLUSTER_IP]).node_port(30_080), &[ENDPOINT]).desired();
+    dataplane.resync(&desired).unwrap();
+    let host = Host { node_port_addresses: ["192.0.2.10".parse().unwrap()].into(), ..Host::default() };
+    kernel.lock().fails = Some(|change| matches!(change, Change::Server(_)));
+    for _ in 0..2 {
+        dataplane.set_host(&host).unwrap_err();
+    }
+    kernel.lock().fails = None;
+    dataplane.set_host(&host).unwrap();
+    assert!(kernel.lock().objects.servers.contains_key(&socket("192.0.2.10:30080")));
+    assert_eq!(dataplane.set_host(&host).unwrap(), Applied::default());
+}

@@ -31,6 +31,7 @@ pub(super) struct Fake {
     /// Calls that fail as a whole.
     pub(super) fails: Option<fn(&Change) -> bool>,
     pub(super) restore_fails: Option<IpFamily>,
+    pub(super) save_fails: Option<IpFamily>,
 }
 
 #[derive(Clone, Default)]
@@ -86,9 +87,13 @@ impl Calls for FakeKernel {
     }
 }
 
-struct FakeTools {
-    family: IpFamily,
-    kernel: FakeKernel,
+pub(super) struct FakeTools {
+    pub(super) family: IpFamily,
+    pub(super) kernel: FakeKernel,
+}
+
+fn failure() -> ToolError {
+    ToolError::Run { program: "iptables".to_owned(), source: std::io::ErrorKind::NotFound.into() }
 }
 
 impl RuleTools for FakeTools {
@@ -102,14 +107,14 @@ impl RuleTools for FakeTools {
 
     fn saved(&self, table: &str) -> Result<String, ToolError> {
         assert_eq!(table, "nat");
-        Ok(self.kernel.lock().nat.clone())
+        let fake = self.kernel.lock();
+        if fake.save_fails == Some(self.family) { Err(failure()) } else { Ok(fake.nat.clone()) }
     }
 
     fn write(&mut self, chains: &Chains, _: &[Jump]) -> Result<u64, ToolError> {
         let mut fake = self.kernel.lock();
         if fake.restore_fails == Some(self.family) {
-            let (program, source) = ("iptables-restore".to_owned(), std::io::ErrorKind::NotFound.into());
-            return Err(ToolError::Run { program, source });
+            return Err(failure());
         }
         let replaces = chains.contains_key(&("nat", "KUBE-SERVICES"));
         if replaces {

@@ -2,7 +2,7 @@
 
 use super::rules::{self, JUMPS};
 use crate::{
-    dataplane::netfilter::chains::{Chains, FamilyChains, Jump},
+    dataplane::netfilter::chains::{Chains, FamilyChains, Jump, can_translate},
     model::objects::IpFamily,
     sys::xtables::ToolError,
 };
@@ -37,6 +37,11 @@ impl RuleTools for FamilyChains {
     fn write(&mut self, chains: &Chains, jumps: &[Jump]) -> Result<u64, ToolError> {
         Self::write(self, chains, jumps)
     }
+}
+
+/// Whether the node can be programmed in this family.
+pub(super) fn is_served(rules: &impl RuleTools) -> bool {
+    can_translate(rules.family(), || rules.saved("nat"))
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

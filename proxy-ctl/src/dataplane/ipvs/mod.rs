@@ -95,8 +95,15 @@ fn scheduler(config: &config::Ipvs) -> String {
 
 /// Asks the kernel for IPVS, the scheduler and ipset.
 fn check(config: &config::Ipvs) -> Result<(), Error> {
-    let rules = FamilyChains::open(xtables::choose()?.backend);
+    let rules = open_rules()?;
     check_scheduler(&System::open(families(&rules))?.ipvs, &scheduler(config))
+}
+
+/// Of the families that are served.
+fn open_rules() -> Result<Vec<FamilyChains>, Error> {
+    let mut rules = FamilyChains::open(xtables::choose()?.backend);
+    rules.retain(family_rules::is_served);
+    Ok(rules)
 }
 
 fn families(rules: &[FamilyChains]) -> Vec<IpFamily> {
@@ -163,7 +170,7 @@ impl IpvsDataplane {
     /// Reads nothing yet. Needs CAP_NET_ADMIN, and privileges to write kernel parameters that differ.
     fn open(config: &config::Ipvs) -> Result<Self, Error> {
         let lock = lock(Mode::Ipvs)?;
-        let rules = FamilyChains::open(xtables::choose()?.backend);
+        let rules = open_rules()?;
         let system = System::open(families(&rules))?;
         check_scheduler(&system.ipvs, &scheduler(config))?;
         prepare(config)?;

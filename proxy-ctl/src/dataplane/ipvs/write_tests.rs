@@ -3,7 +3,7 @@
 use rstest::rstest;
 
 use super::{
-    fake_kernel::{FakeKernel, OF_MODE_IPTABLES, dataplane, dataplane_of},
+    fake_kernel::{FakeKernel, FakeTools, OF_MODE_IPTABLES, dataplane, dataplane_of},
     *,
 };
 use crate::{
@@ -263,4 +263,19 @@ fn addresses_of_the_node_that_could_not_be_written_are_written_at_the_next_attem
     dataplane.set_host(&host).unwrap();
     assert!(kernel.lock().objects.servers.contains_key(&socket("192.0.2.10:30080")));
     assert_eq!(dataplane.set_host(&host).unwrap(), Applied::default());
+}
+
+/// A kernel without NAT for IPv6.
+#[rstest]
+#[case::ipv4(IpFamily::Ipv4, None, true)]
+#[case::ipv6(IpFamily::Ipv6, None, true)]
+#[case::ipv6_without_nat(IpFamily::Ipv6, Some(IpFamily::Ipv6), false)]
+fn a_family_is_served_where_the_kernel_translates_it(
+    #[case] family: IpFamily,
+    #[case] save_fails: Option<IpFamily>,
+    #[case] expected: bool,
+) {
+    let kernel = FakeKernel::default();
+    kernel.lock().save_fails = save_fails;
+    assert_eq!(family_rules::is_served(&FakeTools { family, kernel }), expected);
 }

@@ -67,6 +67,18 @@ fn writeln_to(text: &mut String, line: std::fmt::Arguments<'_>) {
     let _written = writeln!(text, "{line}");
 }
 
+/// Kernels may be built without NAT for IPv6, which the backend legacy needs a module of its own for. `read`: reads the table nat.
+pub(in crate::dataplane) fn can_translate<T>(
+    family: IpFamily,
+    read: impl FnOnce() -> Result<T, ToolError>,
+) -> bool {
+    let read = if family == IpFamily::Ipv4 { Ok(()) } else { read().map(drop) };
+    if let Err(error) = &read {
+        tracing::warn!(%error, "IPv6 is not served");
+    }
+    read.is_ok()
+}
+
 /// The chains of one family, by the node's iptables-save and iptables-restore.
 #[derive(Debug)]
 pub(in crate::dataplane) struct FamilyChains {

@@ -109,8 +109,8 @@ pub trait Dataplane: Programmed + Send {
     /// What this mode does not honour of the service port; empty: it is served as its Service asks.
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported>;
 
-    /// All service ports that there is no room for, whole or in part, or that nothing can listen on, with the fields that ask for it; `None`: as at the
-    /// last call. They are served as soon as there is room.
+    /// All service ports that there is no room for, whole or in part, that nothing can listen on, or that the kernel refuses, with the fields that
+    /// ask for it; `None`: as at the last call. They are served as soon as that is over.
     fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
         None
     }

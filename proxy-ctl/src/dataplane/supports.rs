@@ -29,7 +29,8 @@ pub enum Effect {
     NotToOwnNode(FrontendKind),
     /// Every frontend but those that the model leaves out: nobody may take them.
     Refused,
-    /// Less than the field asks for, some of its frontends or its endpoints of before: there is no room, or nothing can listen there.
+    /// Less than the field asks for, some of its frontends or its endpoints of before: there is no room, nothing can listen there, or the
+    /// kernel refuses it.
     NoRoom,
     /// Every frontend, some by another mode beside the one at work.
     HandedOver,

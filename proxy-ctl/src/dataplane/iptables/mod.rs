@@ -12,6 +12,7 @@ use super::{
     Usage,
     entry::{BoxedProgrammed, Entry, TrackedFlows},
     mode_lock::lock,
+    netfilter::chains::can_translate,
     own_rules,
 };
 use crate::{
@@ -131,19 +132,11 @@ fn read_counters() -> Result<PacketCounts, CallError> {
 fn families(backend: Backend) -> Vec<(IpFamily, Tools)> {
     let find = |family: IpFamily| {
         let tools = Tools::find(family.into(), backend)?;
-        let is_there = family == IpFamily::Ipv4 || has_ipv6() && can_translate(&tools);
-        is_there.then_some((family, tools))
+        let is_there = family == IpFamily::Ipv4 || has_ipv6();
+        let can_translate = || can_translate(family, || tools.save(Table::Nat.name(), |_| ()));
+        (is_there && can_translate()).then_some((family, tools))
     };
     IpFamily::ALL.into_iter().filter_map(find).collect()
-}
-
-/// Kernels may be built without NAT for IPv6, which the backend legacy needs a module of its own for.
-fn can_translate(tools: &Tools) -> bool {
-    let read = tools.save(Table::Nat.name(), |_| ());
-    if let Err(error) = &read {
-        tracing::warn!(%error, "IPv6 is not served");
-    }
-    read.is_ok()
 }
 
 /// Conntrack takes packets outside of the window for valid. Not known before it is loaded: then it is not.

@@ -41,3 +41,30 @@ impl From<Error> for dataplane::Error {
         Self::new(kind, error)
     }
 }
+
+/// Of one call, which goes on with everything else.
+#[derive(Default)]
+pub(super) struct Failures {
+    count: usize,
+    first: Option<(String, Error)>,
+}
+
+impl Failures {
+    pub(super) fn add(&mut self, what: impl FnOnce() -> String, error: Error) {
+        self.count += 1;
+        self.first.get_or_insert_with(|| (what(), error));
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    pub(super) fn into_result(self) -> Result<(), Error> {
+        match self.first {
+            None => Ok(()),
+            Some((what, source)) => {
+                Err(Error::Incomplete { failed: self.count, what, source: Box::new(source) })
+            }
+        }
+    }
+}

@@ -1,30 +1,24 @@
-//! Reads and writes the kernel's virtual servers, sets and addresses.
+//! The kernel's virtual servers, sets and addresses, but for those of others.
 
-use std::{collections::BTreeMap, net::IpAddr};
+use std::collections::BTreeMap;
 
 use ipnet::IpNet;
 
 use super::{
     Error,
-    sets::Set,
-    state::{Change, KernelObjects, Key, ProgrammedServer},
+    calls::Calls,
+    state::{Change, KernelObjects},
 };
 use crate::{
     dataplane::Applied,
-    leftovers::names::IPVS_DEVICE,
-    model::objects::IpFamily,
     sys::{
         CallError,
-        ipset::{IpSets, MemberChange},
-        ipvs::{Ipvs, ServerChange, VirtualServer, VirtualSocket},
-        link::{self, AddressChange},
+        ipvs::{Destination, VirtualSocket},
     },
 };
 
 pub(super) struct Kernel {
-    ipvs: Ipvs,
-    sets: IpSets,
-    families: Vec<IpFamily>,
+    calls: Box<dyn Calls>,
     /// Virtual servers for these addresses that no service port asks for are somebody else's.
     keeps: Vec<IpNet>,
 }
@@ -33,74 +27,37 @@ pub(super) struct Kernel {
 #[derive(Default)]
 pub(super) struct Written {
     pub(super) applied: Applied,
-    pub(super) refused: Vec<(Key, CallError)>,
+    pub(super) refused: Vec<(Change, CallError)>,
+}
+
+impl std::ops::AddAssign for Written {
+    fn add_assign(&mut self, other: Self) {
+        self.applied += other.applied;
+        self.refused.extend(other.refused);
+    }
 }
 
 impl Kernel {
-    /// Changes nothing; the kernel loads its modules.
-    pub(super) fn open(families: Vec<IpFamily>, keeps: Vec<IpNet>) -> Result<Self, Error> {
-        let ipvs = Ipvs::open()?.ok_or(Error::Missing("IPVS (CONFIG_IP_VS; module ip_vs)"))?;
-        let sets = IpSets::load()?.ok_or(Error::Missing("ipset (CONFIG_IP_SET; module ip_set)"))?;
-        Ok(Self { ipvs, sets, families, keeps })
-    }
-
-    pub(super) fn ipvs(&self) -> &Ipvs {
-        &self.ipvs
+    pub(super) fn new(calls: impl Calls + 'static, keeps: Vec<IpNet>) -> Self {
+        Self { calls: Box::new(calls), keeps }
     }
 
     /// Makes the device and the sets that are not there.
     pub(super) fn provide(&self) -> Result<(), Error> {
-        link::create_dummy(IPVS_DEVICE)?;
-        for set in self.families.iter().flat_map(|family| Set::all(*family)) {
-            let name = set.name();
-            self.sets
-                .create(&name, set.role.kind(), set.family == IpFamily::Ipv4)
-                .map_err(|source| Error::Set { name, source })?;
-        }
-        Ok(())
+        self.calls.provide()
     }
 
-    pub(super) fn read(&self) -> Result<KernelObjects, Error> {
-        let mut programmed = KernelObjects {
-            servers: self.servers()?,
-            addresses: self.addresses()?,
-            ..KernelObjects::default()
-        };
-        for set in self.families.iter().flat_map(|family| Set::all(*family)) {
-            let members = self.sets.members(&set.name(), set.role.kind())?.unwrap_or_default();
-            programmed.members.extend(members.into_iter().map(|member| (set, member)));
-        }
+    /// Without what may be somebody else's, unless it is wanted.
+    pub(super) fn read(&self, is_wanted: impl Fn(VirtualSocket) -> bool) -> Result<KernelObjects, Error> {
+        let mut programmed = self.calls.read()?;
+        let is_kept =
+            |socket: &VirtualSocket| self.keeps.iter().any(|network| network.contains(&socket.address.ip()));
+        programmed.servers.retain(|socket, _| !is_kept(socket) || is_wanted(*socket));
         Ok(programmed)
     }
 
-    fn servers(&self) -> Result<BTreeMap<VirtualSocket, ProgrammedServer>, Error> {
-        let mut servers = BTreeMap::new();
-        for VirtualServer { socket, balancing } in self.ipvs.servers()? {
-            if self.families.contains(&IpFamily::of(socket.address.ip())) {
-                let destinations = self.ipvs.destinations(socket)?;
-                let destinations = destinations.into_iter().map(|one| (one.address, one.is_used)).collect();
-                servers.insert(socket, ProgrammedServer { balancing, destinations });
-            }
-        }
-        Ok(servers)
-    }
-
-    /// Whether it may be somebody else's: then only what is wanted of it is written.
-    pub(super) fn keeps(&self, key: Key) -> bool {
-        let Key::Server(socket) = key else { return false };
-        self.keeps.iter().any(|network| network.contains(&socket.address.ip()))
-    }
-
-    fn addresses(&self) -> Result<BTreeMap<IpAddr, bool>, Error> {
-        let Some(device) = link::index(IPVS_DEVICE)? else { return Ok(BTreeMap::new()) };
-        let of_device = link::addresses()?.into_iter().filter(|one| one.interface == device);
-        // The kernel gives one of these to a device that somebody has set up.
-        let is_link_local = |address: &IpAddr| match address {
-            IpAddr::V4(_) => false,
-            IpAddr::V6(address) => address.is_unicast_link_local(),
-        };
-        let held = of_device.filter(|one| !is_link_local(&one.address));
-        Ok(held.map(|one| (one.address, one.address.is_ipv4() || one.is_deprecated)).collect())
+    pub(super) fn destinations(&self, socket: VirtualSocket) -> Result<Vec<Destination>, CallError> {
+        self.calls.destinations(socket)
     }
 
     /// Writes in the order of `changes`, and takes what is done over into `programmed`. An error: nothing more is known of
@@ -109,13 +66,13 @@ impl Kernel {
         &self,
         changes: Vec<Change>,
         programmed: &mut KernelObjects,
-    ) -> Result<Written, Error> {
+    ) -> Result<Written, CallError> {
         let mut written = Written::default();
         for portion in changes.chunk_by(same_call) {
-            let mut refused: BTreeMap<usize, CallError> = self.write_portion(portion)?.into_iter().collect();
+            let mut refused: BTreeMap<usize, CallError> = self.calls.write(portion)?.into_iter().collect();
             for (place, change) in portion.iter().enumerate() {
                 if let Some(error) = refused.remove(&place) {
-                    written.refused.push((change.key(), error));
+                    written.refused.push((change.clone(), error));
                     continue;
                 }
                 let Applied { written, removed } = &mut written.applied;
@@ -124,26 +81,6 @@ impl Kernel {
             }
         }
         Ok(written)
-    }
-
-    /// Of one kind, as [`same_call`] says.
-    fn write_portion(&self, portion: &[Change]) -> Result<Vec<(usize, CallError)>, CallError> {
-        let Some(first) = portion.first() else { return Ok(Vec::new()) };
-        match first {
-            Change::Server(_) => {
-                let changes: Vec<ServerChange> = portion.iter().filter_map(Change::of_server).collect();
-                self.ipvs.write(&changes)
-            }
-            Change::Address(_) => {
-                let changes: Vec<AddressChange> = portion.iter().filter_map(Change::of_address).collect();
-                let device = link::index(IPVS_DEVICE)?.unwrap_or(0);
-                link::change_addresses(device, &changes)
-            }
-            Change::Member(set, _) => {
-                let changes: Vec<MemberChange> = portion.iter().filter_map(Change::of_member).collect();
-                self.sets.write(&set.name(), set.role.kind(), &changes)
-            }
-        }
     }
 }
 

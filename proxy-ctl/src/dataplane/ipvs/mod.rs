@@ -5,24 +5,30 @@
 //! `plan` says what a service port needs, `state` what is to be written in which order, `rules` what iptables must have; these
 //! are pure. `kernel` writes, and `netfilter::chains` the rules.
 
-use std::{collections::BTreeSet, fs, path::Path, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs, mem,
+    path::Path,
+    sync::Arc,
+    time::Duration,
+};
 
 use rustc_hash::FxHashMap;
 
 use self::{
-    error::Error,
-    kernel::Kernel,
+    calls::{Calls as _, System},
+    error::{Error, Failures},
+    family_rules::{FamilyRules, Step},
+    kernel::{Kernel, Written},
     plan::Site,
+    refusals::Refusals,
     state::{Change, KernelObjects, Key, Wanted},
 };
 use super::{
     Applied, Dataplane, Host, MetricFamily, Programmed, Snapshot, TableUsage, Unsupported, Usage,
     entry::{Entry, TrackedFlows},
     mode_lock::lock,
-    netfilter::{
-        chains::{Chains, FamilyChains},
-        metrics,
-    },
+    netfilter::{chains::FamilyChains, metrics},
     own_rules,
 };
 use crate::{
@@ -42,12 +48,15 @@ use crate::{
     },
 };
 
+mod calls;
 mod error;
+mod family_rules;
 mod kernel;
 pub(super) mod load;
 mod parameters;
 mod plan;
 pub(super) mod probe;
+mod refusals;
 mod rules;
 mod sets;
 mod snapshot;
@@ -86,9 +95,15 @@ fn scheduler(config: &config::Ipvs) -> String {
 
 /// Asks the kernel for IPVS, the scheduler and ipset.
 fn check(config: &config::Ipvs) -> Result<(), Error> {
-    let rules = FamilyChains::open(xtables::choose()?.backend);
-    let kernel = Kernel::open(families(&rules), Vec::new())?;
-    check_scheduler(kernel.ipvs(), &scheduler(config))
+    let rules = open_rules()?;
+    check_scheduler(&System::open(families(&rules))?.ipvs, &scheduler(config))
+}
+
+/// Of the families that are served.
+fn open_rules() -> Result<Vec<FamilyChains>, Error> {
+    let mut rules = FamilyChains::open(xtables::choose()?.backend);
+    rules.retain(family_rules::is_served);
+    Ok(rules)
 }
 
 fn families(rules: &[FamilyChains]) -> Vec<IpFamily> {
@@ -138,15 +153,16 @@ fn prepare(config: &config::Ipvs) -> Result<(), Error> {
 struct IpvsDataplane {
     kernel: Kernel,
     /// Of each family that is served.
-    family_rules: Vec<FamilyChains>,
+    family_rules: Vec<FamilyRules>,
     site: Site,
     desired: FxHashMap<ServicePortName, Arc<DesiredPort>>,
     wanted: Wanted,
     objects: KernelObjects,
-    /// As they were written last; `None`: not known.
-    chains: FxHashMap<IpFamily, Chains>,
+    refusals: Refusals,
     /// The first `resync` was called.
     is_synced: bool,
+    /// Everything as the last `set_host` asks for it.
+    is_host_written: bool,
     _lock: NamespaceLock,
 }
 
@@ -154,26 +170,33 @@ impl IpvsDataplane {
     /// Reads nothing yet. Needs CAP_NET_ADMIN, and privileges to write kernel parameters that differ.
     fn open(config: &config::Ipvs) -> Result<Self, Error> {
         let lock = lock(Mode::Ipvs)?;
-        let family_rules = FamilyChains::open(xtables::choose()?.backend);
-        let kernel = Kernel::open(families(&family_rules), config.exclude_cidrs.clone())?;
-        check_scheduler(kernel.ipvs(), &scheduler(config))?;
+        let rules = open_rules()?;
+        let system = System::open(families(&rules))?;
+        check_scheduler(&system.ipvs, &scheduler(config))?;
         prepare(config)?;
-        Ok(Self {
+        let kernel = Kernel::new(system, config.exclude_cidrs.clone());
+        let family_rules = rules.into_iter().map(FamilyRules::new).collect();
+        Ok(Self::new(kernel, family_rules, Site::new(&config.scheduler), lock))
+    }
+
+    fn new(kernel: Kernel, family_rules: Vec<FamilyRules>, site: Site, lock: NamespaceLock) -> Self {
+        Self {
             kernel,
             family_rules,
-            site: Site::new(&config.scheduler),
+            site,
             desired: FxHashMap::default(),
             wanted: Wanted::default(),
             objects: KernelObjects::default(),
-            chains: FxHashMap::default(),
+            refusals: Refusals::default(),
             is_synced: false,
+            is_host_written: true,
             _lock: lock,
-        })
+        }
     }
 
     /// Adds what may be different now to `touched`.
     fn set(&mut self, port: &Arc<DesiredPort>, touched: &mut BTreeSet<Key>) {
-        if self.family_rules.iter().any(|rules| rules.family == port.name.family) {
+        if self.family_rules.iter().any(|rules| rules.family() == port.name.family) {
             self.wanted.set(&port.name, Some(plan::plan(port, &self.site)), touched);
             self.desired.insert(port.name.clone(), Arc::clone(port));
         }
@@ -184,73 +207,64 @@ impl IpvsDataplane {
         self.desired.remove(name);
     }
 
-    /// Writes what differs at these keys, and the rules.
-    fn write(&mut self, touched: impl IntoIterator<Item = Key>) -> Result<Applied, Error> {
+    fn read(&self) -> Result<KernelObjects, Error> {
+        self.kernel.read(|socket| self.wanted.server(socket).is_some())
+    }
+
+    /// `touched`: what is not wanted any more, though it may not be there.
+    fn write_everything(&mut self, mut touched: BTreeSet<Key>) -> Result<Applied, Error> {
+        self.kernel.provide()?;
+        self.objects = self.read()?;
+        self.family_rules.iter_mut().for_each(FamilyRules::forget);
+        touched.extend(self.wanted.keys().chain(self.objects.keys()));
+        let applied = self.write(touched)?;
+        self.is_host_written = true;
+        Ok(applied)
+    }
+
+    /// Writes what differs at these keys, and the rules. Sets come first, as rules say by them who is masqueraded or refused; then
+    /// rules, as virtual servers need them. Rules of another mode in the same chains serve until all the rest is there: their
+    /// translation precedes IPVS.
+    fn write(&mut self, touched: BTreeSet<Key>) -> Result<Applied, Error> {
+        let mut changes = state::differences(&self.wanted, &self.objects, touched.iter().copied());
+        let others = changes.split_off(changes.partition_point(Change::precedes_rules));
         let mut failures = Failures::default();
-        // They refuse and masquerade by what is in the sets, so they may come first.
-        let rules = self.write_rules(&mut failures);
-        let changes = state::differences(&self.wanted, &self.objects, touched);
-        let written = self.kernel.write(changes, &mut self.objects)?;
-        for (key, error) in written.refused {
+        let mut written = self.kernel.write(changes, &mut self.objects)?;
+        written.applied.written += self.write_rules(Step::BeforeServers, &mut failures);
+        written += self.kernel.write(others, &mut self.objects)?;
+        let Written { mut applied, refused } = written;
+        for (key, error) in self.refusals.tried(&touched, refused, &self.wanted) {
             failures.add(|| self.shown(key), error.into());
         }
-        let mut applied = written.applied;
-        applied.written += rules;
+        if failures.is_empty() {
+            applied.written += self.write_rules(Step::AfterAll, &mut failures);
+        }
         failures.into_result().map(|()| applied)
     }
 
-    /// For people: the service port, and what of it was refused.
+    /// For people, with a service port that asks for it.
     fn shown(&self, key: Key) -> String {
-        let what = match key {
-            Key::Server(socket) => format!("virtual server {socket}"),
-            Key::Address(address) => format!("address {address} of {IPVS_DEVICE}"),
-            Key::Member(set, member) => format!("{member} in set {}", set.name()),
-        };
-        match self.wanted.owners(key).next() {
-            Some(name) => format!("{name}, {what}"),
-            None => format!("{what}, which is not desired"),
+        match self.wanted.asking(|one| *one == key).next() {
+            Some((name, _)) => format!("{name}, {key}"),
+            None => format!("{key}, which is not desired"),
         }
     }
 
-    fn write_rules(&mut self, failures: &mut Failures) -> u64 {
+    fn write_rules(&mut self, step: Step, failures: &mut Failures) -> u64 {
         let mut count = 0;
-        for of_family in &mut self.family_rules {
-            let family = of_family.family;
-            let chains = rules::chains(family, &self.site.host, self.wanted.closed_to_node());
-            if self.chains.get(&family) == Some(&chains) {
-                continue;
+        for rules in &mut self.family_rules {
+            if step == Step::AfterAll && !failures.is_empty() {
+                break;
             }
-            match of_family.write(&chains, &rules::JUMPS) {
-                Ok(written) => {
-                    count += written;
-                    self.chains.insert(family, chains);
-                }
-                Err(error) => failures.add(|| format!("rules of {}", family.name()), error.into()),
+            let (wanted, host) = (&self.wanted, &self.site.host);
+            let has_members = |set| wanted.has_members(set);
+            let chains = rules::chains(rules.family(), host, wanted.closed_to_node(), has_members);
+            match rules.write(step, &chains) {
+                Ok(written) => count += written,
+                Err(error) => failures.add(|| format!("rules of {}", rules.family().name()), error.into()),
             }
         }
         count
-    }
-}
-
-#[derive(Default)]
-struct Failures {
-    count: usize,
-    first: Option<(String, Error)>,
-}
-
-impl Failures {
-    fn add(&mut self, what: impl FnOnce() -> String, error: Error) {
-        self.count += 1;
-        self.first.get_or_insert_with(|| (what(), error));
-    }
-
-    fn into_result(self) -> Result<(), Error> {
-        match self.first {
-            None => Ok(()),
-            Some((what, source)) => {
-                Err(Error::Incomplete { failed: self.count, what, source: Box::new(source) })
-            }
-        }
     }
 }
 
@@ -263,19 +277,13 @@ impl Dataplane for IpvsDataplane {
     }
 
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, super::Error> {
-        // All keys are compared in any case.
         let mut touched = BTreeSet::new();
         let names: BTreeSet<&ServicePortName> = desired.iter().map(|port| &port.name).collect();
         let gone: Vec<_> = self.wanted.names().filter(|name| !names.contains(name)).cloned().collect();
         gone.iter().for_each(|name| self.remove(name, &mut touched));
         desired.iter().for_each(|port| self.set(port, &mut touched));
-        self.kernel.provide()?;
-        self.objects = self.kernel.read()?;
-        self.chains.clear();
         self.is_synced = true;
-        touched.extend(self.wanted.keys());
-        touched.extend(self.objects.keys().filter(|key| !self.kernel.keeps(*key)));
-        Ok(self.write(touched)?)
+        Ok(self.write_everything(touched)?)
     }
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, super::Error> {
@@ -285,34 +293,38 @@ impl Dataplane for IpvsDataplane {
         let before = self.site.clone();
         self.site.own_addresses = own.collect();
         self.site.host = host.clone();
-        if self.site == before || !self.is_synced {
+        if self.site == before && self.is_host_written || !self.is_synced {
             return Ok(Applied::default());
         }
         let mut touched = BTreeSet::new();
         let ports: Vec<_> = self.desired.values().cloned().collect();
         ports.iter().for_each(|port| self.set(port, &mut touched));
-        Ok(self.write(touched)?)
+        // What a write that has failed has left is not known.
+        let is_known = mem::replace(&mut self.is_host_written, false);
+        let applied = if is_known { self.write(touched)? } else { self.write_everything(touched)? };
+        self.is_host_written = true;
+        Ok(applied)
     }
 
     /// Removes destinations that take no new connections and have no old ones any more.
     fn collect_garbage(&mut self) -> Result<(), super::Error> {
         let mut changes = Vec::new();
         for socket in self.objects.draining() {
-            let destinations = self.kernel.ipvs().destinations(socket).map_err(Error::from)?;
+            let destinations = self.kernel.destinations(socket).map_err(Error::from)?;
             let done = destinations.into_iter().filter(|one| !one.is_used && one.connections == 0);
             changes
                 .extend(done.map(|one| Change::Server(ServerChange::RemoveDestination(socket, one.address))));
         }
-        let written = self.kernel.write(changes, &mut self.objects)?;
+        let written = self.kernel.write(changes, &mut self.objects).map_err(Error::from)?;
         let mut failures = Failures::default();
-        for (key, error) in written.refused {
-            failures.add(|| self.shown(key), error.into());
+        for (change, error) in written.refused {
+            failures.add(|| self.shown(change.key()), error.into());
         }
         Ok(failures.into_result()?)
     }
 
     fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
-        let counts = self.family_rules.iter().map(|rules| (rules.family, rules.failures));
+        let counts = self.family_rules.iter().map(|rules| (rules.family(), rules.failures()));
         Ok(vec![metrics::restore_failures(counts)])
     }
 
@@ -323,11 +335,15 @@ impl Dataplane for IpvsDataplane {
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
         super::supports::balancing(port, "mode ipvs chooses endpoints as ipvs.scheduler says, each alike")
     }
+
+    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
+        self.refusals.take(&self.wanted, &self.desired)
+    }
 }
 
 impl Programmed for IpvsDataplane {
     fn snapshot(&self) -> Result<Snapshot, super::Error> {
-        let objects = self.kernel.read()?;
+        let objects = self.read()?;
         Ok(snapshot::snapshot(&objects, |socket| Some(self.wanted.server(socket)?.0.clone())))
     }
 
@@ -357,8 +373,8 @@ fn read() -> Result<Option<Read>, Error> {
     if link::index(IPVS_DEVICE)?.is_none() || !leftovers::is_marked(Mode::Ipvs)? {
         return Ok(None);
     }
-    let kernel = Kernel::open(IpFamily::ALL.into(), Vec::new())?;
-    Ok(Some(Read(kernel.read()?)))
+    // Which networks are excluded is not known here.
+    Ok(Some(Read(System::open(IpFamily::ALL.into())?.read()?.without_others())))
 }
 
 impl Programmed for Read {
@@ -372,4 +388,8 @@ impl Programmed for Read {
 }
 
 #[cfg(test)]
+mod fake_kernel;
+#[cfg(test)]
 mod tests;
+#[cfg(test)]
+mod write_tests;

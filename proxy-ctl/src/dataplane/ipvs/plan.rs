@@ -1,8 +1,9 @@
 //! A service port → virtual servers, addresses of the device and members of sets. Pure.
 //!
 //! A virtual server has one set of destinations, whoever the client is. So where a traffic policy is Local, pods and the node
-//! itself get the local endpoints of external addresses too; and without local endpoints everybody gets all, as from
-//! kube-proxy in this mode (kubernetes/kubernetes#97081).
+//! itself get the local endpoints of external addresses too; and without local endpoints everybody gets those that policy Cluster
+//! gives, as from kube-proxy in this mode (kubernetes/kubernetes#97081). A service port that has a cluster IP only, with internal policy
+//! Local, has none of these: it refuses.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

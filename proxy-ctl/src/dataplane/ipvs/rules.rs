@@ -1,6 +1,6 @@
 //! The rules of iptables that match this mode's sets, as iptables-save prints them. Pure.
 //!
-//! They do not depend on Services, but for addresses that the node itself may not reach.
+//! They do not depend on Services, but for addresses that the node itself may not reach, and whether there are external IPs.
 
 use super::sets::{Set, SetRole};
 use crate::{
@@ -32,11 +32,12 @@ const fn jump(table: &'static str, from: &'static str, to: &'static str, comment
     Jump { table, from, to, comment }
 }
 
-/// The chains of one family with all their rules.
+/// The chains of one family with all their rules. `has_members`: of a set, as it must be.
 pub(super) fn chains(
     family: IpFamily,
     host: &Host,
     closed_to_node: impl Iterator<Item = VirtualSocket>,
+    has_members: impl Fn(Set) -> bool,
 ) -> Chains {
     let name = |role| Set { role, family }.name();
     let matches = |role, fields: &str| format!("-m set --match-set {} {fields}", name(role));
@@ -49,8 +50,12 @@ pub(super) fn chains(
         IpFamily::Ipv4 => ("127.0.0.0/8", "icmp-port-unreachable"),
         IpFamily::Ipv6 => ("::1/128", "icmp6-port-unreachable"),
     };
+    // They need more of the kernel than all others (CONFIG_NETFILTER_XT_MATCH_PHYSDEV).
     let external = [SetRole::ExternalIp, SetRole::ExternalIpLocal].map(|role| {
         let mut rules = Vec::new();
+        if !has_members(Set { role, family }) {
+            return rules;
+        }
         if role == SetRole::ExternalIp {
             rules.push(format!("{} -j {}", socket(role), names::MARK_MASQUERADE));
         }
@@ -116,9 +121,7 @@ pub(super) fn chains(
     add("filter", "KUBE-SOURCE-RANGES-FIREWALL", ranges);
     // What listens on all of the node's addresses must not be reached by an address of the device
     // (kubernetes/kubernetes#72236).
-    let frontends =
-        [SetRole::LoadBalancer, SetRole::ClusterIp, SetRole::ExternalIp, SetRole::ExternalIpLocal];
-    let mut filter: Vec<_> = frontends.map(|role| format!("{} -j RETURN", socket(role))).into();
+    let mut filter: Vec<_> = SetRole::FRONTENDS.map(|role| format!("{} -j RETURN", socket(role))).into();
     filter.push(format!("{health_check} -j RETURN"));
     let addresses = matches(SetRole::DeviceAddresses, "dst");
     filter.push(format!("-m conntrack --ctstate NEW {addresses} -j REJECT --reject-with {unreachable}"));
@@ -133,6 +136,22 @@ pub(super) fn chains(
     });
     add("filter", "KUBE-IPVS-OUT-FILTER", closed.collect());
     chains
+}
+
+/// Those that mode iptables does not write too, and that need nothing of what it writes.
+pub(super) fn own_chains(chains: &Chains) -> Chains {
+    let own = chains
+        .iter()
+        .filter(|((table, chain), _)| *table == "filter" && !names::writes(Mode::Iptables, table, chain));
+    own.map(|(place, rules)| (*place, rules.clone())).collect()
+}
+
+/// Whether mode iptables serves by rules in this mode's chains. `nat`: the table, as iptables-save prints it.
+pub(super) fn another_mode_serves(nat: &str) -> bool {
+    let is_anothers =
+        |chain| names::writes(Mode::Iptables, "nat", chain) && !names::writes(Mode::Ipvs, "nat", chain);
+    let rules = nat.lines().filter_map(|line| line.strip_prefix("-A KUBE-SERVICES "));
+    rules.filter_map(|rule| rule.rsplit_once("-j ")).any(|(_, target)| is_anothers(target))
 }
 
 /// What matches is masqueraded to these ports, as in mode iptables.

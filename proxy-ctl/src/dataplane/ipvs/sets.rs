@@ -53,6 +53,10 @@ impl SetRole {
         Self::DeviceAddresses,
     ];
 
+    /// Of addresses that clients dial, but for those of node ports.
+    pub(super) const FRONTENDS: [Self; 4] =
+        [Self::LoadBalancer, Self::ClusterIp, Self::ExternalIp, Self::ExternalIpLocal];
+
     const fn ipv4_name(self) -> &'static str {
         match self {
             Self::Hairpin => "KUBE-LOOP-BACK",

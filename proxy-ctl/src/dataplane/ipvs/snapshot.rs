@@ -48,7 +48,7 @@ pub(super) fn snapshot(
     }
 }
 
-fn protocol(socket: VirtualSocket) -> Option<Protocol> {
+pub(super) fn protocol(socket: VirtualSocket) -> Option<Protocol> {
     let all = [Protocol::Tcp, Protocol::Udp, Protocol::Sctp];
     all.into_iter().find(|protocol| u16::from(protocol.number()) == socket.protocol)
 }

@@ -4,7 +4,8 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    net::{IpAddr, SocketAddr},
+    fmt,
+    net::{IpAddr, Ipv4Addr, SocketAddr},
 };
 
 use rustc_hash::FxHashMap;
@@ -12,9 +13,11 @@ use rustc_hash::FxHashMap;
 use super::{
     plan::{PortObjects, Rank, Server},
     sets::{Set, SetRole},
+    snapshot,
 };
 use crate::{
-    model::desired::ServicePortName,
+    leftovers::names::IPVS_DEVICE,
+    model::{desired::ServicePortName, objects::IpFamily},
     sys::{
         ipset::{Member, MemberChange},
         ipvs::{Balancing, ServerChange, VirtualSocket},
@@ -28,6 +31,16 @@ pub(super) enum Key {
     Server(VirtualSocket),
     Address(IpAddr),
     Member(Set, Member),
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Server(socket) => write!(f, "virtual server {socket}"),
+            Self::Address(address) => write!(f, "address {address} of {IPVS_DEVICE}"),
+            Self::Member(set, member) => write!(f, "{member} in set {}", set.name()),
+        }
+    }
 }
 
 /// What all service ports ask for.
@@ -102,14 +115,26 @@ impl Wanted {
         Some((name, server))
     }
 
-    /// Service ports that ask for it; slow, for errors.
-    pub(super) fn owners(&self, key: Key) -> impl Iterator<Item = &ServicePortName> {
-        let asks = move |objects: &PortObjects| match key {
-            Key::Server(socket) => objects.servers.contains_key(&socket),
-            Key::Address(address) => objects.addresses.contains(&address),
-            Key::Member(set, member) => objects.members.contains(&(set, member)),
-        };
-        self.ports.iter().filter(move |(_, objects)| asks(objects)).map(|(name, _)| name)
+    pub(super) fn has(&self, key: Key) -> bool {
+        match key {
+            Key::Server(socket) => self.servers.contains_key(&socket),
+            Key::Address(address) => self.addresses.contains_key(&address),
+            Key::Member(set, member) => self.members.contains_key(&(set, member)),
+        }
+    }
+
+    pub(super) fn has_members(&self, set: Set) -> bool {
+        const FIRST: Member = Member::Address(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
+        self.members.range((set, FIRST)..).next().is_some_and(|((of, _), _)| *of == set)
+    }
+
+    /// Who asks for these; slow, for errors.
+    pub(super) fn asking(
+        &self,
+        is_meant: impl Fn(&Key) -> bool,
+    ) -> impl Iterator<Item = (&ServicePortName, Key)> {
+        let asked = self.ports.iter().flat_map(|(name, objects)| keys(objects).map(move |key| (name, key)));
+        asked.filter(move |(_, key)| is_meant(key))
     }
 }
 
@@ -152,6 +177,21 @@ impl KernelObjects {
         let addresses = self.addresses.keys().map(|address| Key::Address(*address));
         let members = self.members.iter().map(|(set, member)| Key::Member(*set, *member));
         servers.chain(addresses).chain(members)
+    }
+
+    /// Leaves out virtual servers that are in no set of frontends: others have made them.
+    pub(super) fn without_others(mut self) -> Self {
+        let members = &self.members;
+        let is_own = |socket: &VirtualSocket| {
+            let family = IpFamily::of(socket.address.ip());
+            let forms = [Member::Socket(*socket), Member::Port(socket.address.port())];
+            let of_node = snapshot::protocol(*socket).map(SetRole::NodePort);
+            let roles = SetRole::FRONTENDS.into_iter().chain(of_node);
+            let mut sets = roles.map(|role| Set { role, family });
+            sets.any(|set| forms.iter().any(|member| members.contains(&(set, *member))))
+        };
+        self.servers.retain(|socket, _| is_own(socket));
+        self
     }
 
     /// Virtual servers with destinations that are drained.
@@ -247,26 +287,34 @@ impl Change {
         )
     }
 
+    /// It fills a set that rules match.
+    pub(super) fn precedes_rules(&self) -> bool {
+        self.step() <= 1
+    }
+
     const fn set(&self) -> Option<Set> {
         if let Self::Member(set, _) = self { Some(*set) } else { None }
     }
 
     /// No connection comes to a virtual server before what says how it is treated and before its destinations. A
     /// connection to an address of the device that is in no set of frontends is refused, so that set is filled last and
-    /// emptied first.
+    /// emptied first; and so is, of the sets that rules match, the one that restricts an address to the sources of others.
     fn step(&self) -> u8 {
+        let restricts = |set: &Set| set.role == SetRole::LoadBalancerRestricted;
         let of_device = |set: &Set| set.role == SetRole::DeviceAddresses;
         match self {
-            Self::Member(set, MemberChange::Add(_)) if !of_device(set) => 0,
-            Self::Server(ServerChange::Create(..) | ServerChange::Set(..)) => 1,
-            Self::Server(ServerChange::AddDestination(..) | ServerChange::UseDestination(_, _, true)) => 2,
-            Self::Address(AddressChange::Add(_)) => 3,
-            Self::Member(_, MemberChange::Add(_)) => 4,
-            Self::Server(ServerChange::UseDestination(..) | ServerChange::RemoveDestination(..)) => 5,
-            Self::Member(set, MemberChange::Remove(_)) if of_device(set) => 6,
-            Self::Address(AddressChange::Remove(_)) => 7,
-            Self::Server(ServerChange::Remove(_)) => 8,
-            Self::Member(_, MemberChange::Remove(_)) => 9,
+            Self::Member(set, MemberChange::Add(_)) if restricts(set) => 1,
+            Self::Member(set, MemberChange::Add(_)) if of_device(set) => 5,
+            Self::Member(_, MemberChange::Add(_)) => 0,
+            Self::Server(ServerChange::Create(..) | ServerChange::Set(..)) => 2,
+            Self::Server(ServerChange::AddDestination(..) | ServerChange::UseDestination(_, _, true)) => 3,
+            Self::Address(AddressChange::Add(_)) => 4,
+            Self::Server(ServerChange::UseDestination(..) | ServerChange::RemoveDestination(..)) => 6,
+            Self::Member(set, MemberChange::Remove(_)) if of_device(set) => 7,
+            Self::Address(AddressChange::Remove(_)) => 8,
+            Self::Server(ServerChange::Remove(_)) => 9,
+            Self::Member(set, MemberChange::Remove(_)) if restricts(set) => 10,
+            Self::Member(_, MemberChange::Remove(_)) => 11,
         }
     }
 }
@@ -354,4 +402,4 @@ fn drains(socket: VirtualSocket) -> bool {
 }
 
 #[cfg(test)]
-mod tests;
+pub(super) mod tests;

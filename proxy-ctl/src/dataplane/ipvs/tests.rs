@@ -68,7 +68,6 @@ fn destinations(dataplane: &IpvsDataplane) -> Vec<(String, bool, bool)> {
     let socket = VirtualSocket { protocol: 6, address: SocketAddr::new(ip(CLUSTER_IP), 80) };
     let mut listed: Vec<_> = dataplane
         .kernel
-        .ipvs()
         .destinations(socket)
         .unwrap()
         .into_iter()
@@ -98,7 +97,7 @@ fn as_root_a_restart_writes_nothing_and_what_is_not_desired_goes() {
     assert_eq!(dataplane.snapshot().unwrap(), before);
     assert!(dataplane.resync(&[]).unwrap().removed > 0);
     assert_eq!(dataplane.snapshot().unwrap().services, []);
-    assert_eq!(dataplane.kernel.read().unwrap(), KernelObjects::default());
+    assert_eq!(dataplane.read().unwrap(), KernelObjects::default());
 }
 
 #[test]
@@ -155,13 +154,16 @@ fn as_root_a_service_port_that_the_kernel_refuses_is_named_and_its_neighbours_ar
     // A group is no destination of IPVS.
     let odd = |endpoint| slice("default/odd-1", "odd", vec![local(endpoint)]);
     model.apply_slice(odd("224.0.0.1"));
-    let refused = dataplane.resync(&model.take_changes().changed).unwrap_err().to_string();
-    assert!(refused.contains("1 writes failed") && refused.contains("default/odd"), "{refused}");
+    dataplane.resync(&model.take_changes().changed).unwrap();
+    let refused = dataplane.take_without_room().unwrap();
+    let refused: Vec<_> = refused.keys().map(|name| name.service.to_string()).collect();
+    assert_eq!(refused, ["default/odd"]);
     let _client = TcpStream::connect((CLUSTER_IP, 80)).unwrap();
     listener.accept().unwrap();
 
     model.apply_slice(odd(ENDPOINTS[0]));
     dataplane.apply(&model.take_changes()).unwrap();
+    assert_eq!(dataplane.take_without_room(), Some(BTreeMap::new()));
     let _client = TcpStream::connect(("10.96.0.2", 80)).unwrap();
     listener.accept().unwrap();
     let families = dataplane.metrics().unwrap();
@@ -188,17 +190,24 @@ fn as_root_excluded_virtual_servers_stay_and_other_schedulers_are_named() {
     let mut config =
         config::Ipvs { exclude_cidrs: vec!["198.51.100.0/24".parse().unwrap()], ..config::Ipvs::default() };
     let Some(mut dataplane) = node(&config) else { return };
+    let ipvs = Ipvs::open().unwrap().unwrap();
+    let real: SocketAddr = (ip(ENDPOINTS[0]), 80).into();
     for address in ["198.51.100.1:80", "203.0.113.1:80"] {
-        crate::sys::ipvs::tests::serve(dataplane.kernel.ipvs(), address, &[]);
+        crate::sys::ipvs::tests::serve(&ipvs, address, &[real]);
     }
-    dataplane.resync(&[]).unwrap();
-    let left: Vec<_> = dataplane.kernel.ipvs().servers().unwrap().iter().map(|one| one.socket).collect();
     let excluded = VirtualSocket { protocol: 6, address: "198.51.100.1:80".parse().unwrap() };
+    let drained = ServerChange::UseDestination(excluded, real, false);
+    assert!(ipvs.write(&[drained]).unwrap().is_empty());
+    dataplane.resync(&[]).unwrap();
+    dataplane.collect_garbage().unwrap();
+    assert_eq!(ipvs.destinations(excluded).unwrap().len(), 1);
+    assert_eq!(dataplane.snapshot().unwrap().services, []);
+    let left: Vec<_> = ipvs.servers().unwrap().iter().map(|one| one.socket).collect();
     assert_eq!(left, [excluded]);
     let taken = IpvsDataplane::open(&config).err().unwrap().to_string();
     assert!(taken.contains(&format!("process {}", std::process::id())), "{taken}");
     for scheduler in ["rr", "wrr", "lc", "wlc", "lblc", "lblcr", "dh", "sh", "sed", "nq", "mh"] {
-        check_scheduler(dataplane.kernel.ipvs(), scheduler).unwrap();
+        check_scheduler(&ipvs, scheduler).unwrap();
     }
     drop(dataplane);
     config.scheduler = "mh".to_owned();

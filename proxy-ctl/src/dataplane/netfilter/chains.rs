@@ -26,7 +26,7 @@ pub(in crate::dataplane) struct Jump {
     pub(in crate::dataplane) comment: &'static str,
 }
 
-/// Input of iptables-restore that makes one table as `chains` and `jumps` say; `None`: it is so. `saved`: the table, as iptables-save
+/// Input of iptables-restore that makes one table as `chains`, and those of `jumps` that lead to these, say; `None`: it is so. `saved`: the table, as iptables-save
 /// prints it.
 pub(in crate::dataplane) fn restoration(
     table: &str,
@@ -51,7 +51,8 @@ pub(in crate::dataplane) fn restoration(
         writeln_to(&mut declared, format_args!(":{chain} - [0:0]"));
         wanted.iter().for_each(|rule| writeln_to(&mut rules, format_args!("-A {chain} {rule}")));
     }
-    for Jump { from, to, comment, .. } in jumps.iter().filter(|jump| jump.table == table) {
+    let leads_there = |jump: &&Jump| jump.table == table && chains.contains_key(&(jump.table, jump.to));
+    for Jump { from, to, comment, .. } in jumps.iter().filter(leads_there) {
         let jump = format!("-m comment --comment \"{comment}\" -j {to}");
         if !found(from).contains(&jump.as_str()) {
             writeln_to(&mut rules, format_args!("-I {from} {jump}"));
@@ -64,6 +65,18 @@ pub(in crate::dataplane) fn restoration(
 fn writeln_to(text: &mut String, line: std::fmt::Arguments<'_>) {
     // A String takes everything.
     let _written = writeln!(text, "{line}");
+}
+
+/// Kernels may be built without NAT for IPv6, which the backend legacy needs a module of its own for. `read`: reads the table nat.
+pub(in crate::dataplane) fn can_translate<T>(
+    family: IpFamily,
+    read: impl FnOnce() -> Result<T, ToolError>,
+) -> bool {
+    let read = if family == IpFamily::Ipv4 { Ok(()) } else { read().map(drop) };
+    if let Err(error) = &read {
+        tracing::warn!(%error, "IPv6 is not served");
+    }
+    read.is_ok()
 }
 
 /// The chains of one family, by the node's iptables-save and iptables-restore.

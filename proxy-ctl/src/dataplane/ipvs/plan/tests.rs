@@ -117,6 +117,16 @@ fn policies_local(#[case] here: &[&str], #[case] there: &[&str], #[case] expecte
 }
 
 #[rstest]
+#[case::local_endpoint(&["10.244.0.1"], "10.244.0.1")]
+#[case::no_local_endpoint(&[], "")]
+fn internal_policy_local_of_a_cluster_ip_alone(#[case] here: &[&str], #[case] expected: &str) {
+    let internal =
+        service("default/web", &[CLUSTER_IP]).policies(TrafficPolicy::Local, TrafficPolicy::Cluster);
+    let (_, servers) = shown(&objects_with(internal, here, &["10.244.1.1"], &site()));
+    assert_eq!(servers, [format!("10.96.0.1:80/TCP -> {expected}")]);
+}
+
+#[rstest]
 #[case::tcp(Protocol::Tcp, "KUBE-NODE-PORT-TCP: 30080")]
 #[case::udp(Protocol::Udp, "KUBE-NODE-PORT-UDP: 30080")]
 #[case::sctp(Protocol::Sctp, "KUBE-NODE-PORT-SCTP-HASH: 192.0.2.10:30080/SCTP")]

@@ -51,7 +51,7 @@ fn as_root_what_is_written_is_read_back_as_it_is(
     let Some(mut rules) = with_sets(family) else { return };
     let chains = |bit| {
         let host = Host { masquerade_bit: bit, masquerade_ports, ..host(local_traffic.clone()) };
-        chains(family, &host, std::iter::empty())
+        chains(family, &host, std::iter::empty(), |_| true)
     };
     assert_eq!(rules.write(&chains(14), &JUMPS).unwrap(), 2);
     assert_eq!(rules.write(&chains(14), &JUMPS).unwrap(), 0);
@@ -74,7 +74,7 @@ fn as_root_rules_of_ipvs_are_read_back_as_they_are(#[case] family: IpFamily, #[c
         return;
     }
     let closed = [6, 17, 132].map(|protocol| VirtualSocket { protocol, address: closed.parse().unwrap() });
-    let chains = chains(family, &host(cidrs()), closed.into_iter());
+    let chains = chains(family, &host(cidrs()), closed.into_iter(), |_| true);
     assert_eq!(rules.write(&chains, &JUMPS).unwrap(), 2);
     assert_eq!(rules.write(&chains, &JUMPS).unwrap(), 0);
 }
@@ -87,7 +87,7 @@ fn both(rules: &FamilyChains) -> [String; 2] {
 #[ignore = "needs root"]
 fn as_root_cleanup_goes_by_the_mark(#[values(IpFamily::Ipv4, IpFamily::Ipv6)] family: IpFamily) {
     let Some(mut rules) = with_sets(family) else { return };
-    let chains = chains(family, &host(cidrs()), std::iter::empty());
+    let chains = chains(family, &host(cidrs()), std::iter::empty(), |_| true);
     rules.tools.restore("*nat\n-A OUTPUT -j ACCEPT\nCOMMIT\n*filter\n-A OUTPUT -j ACCEPT\nCOMMIT\n").unwrap();
     let without_counters = |saved: [String; 2]| {
         saved.map(|text| {
@@ -119,7 +119,7 @@ fn as_root_cleanup_goes_by_the_mark(#[values(IpFamily::Ipv4, IpFamily::Ipv6)] fa
 fn as_root_a_refusal_names_the_program_and_its_words() {
     unshare(CloneFlags::CLONE_NEWNET).unwrap();
     // The sets are not there.
-    let chains = chains(IpFamily::Ipv4, &host(cidrs()), std::iter::empty());
+    let chains = chains(IpFamily::Ipv4, &host(cidrs()), std::iter::empty(), |_| true);
     let rules = &mut FamilyChains::open(xtables::choose().unwrap().backend)[0];
     let error = rules.write(&chains, &JUMPS).unwrap_err().to_string();
     assert!(error.contains("-restore: ") && error.contains("KUBE-"), "{error}");

@@ -6,7 +6,7 @@ use super::*;
 use crate::{config::PortRange, dataplane::netfilter::chains::restoration, leftovers::names};
 
 fn chains_of(family: IpFamily, host: &Host) -> Chains {
-    chains(family, host, iter::empty())
+    chains(family, host, iter::empty(), |_| true)
 }
 
 fn host(local_traffic: LocalTraffic) -> Host {
@@ -88,7 +88,7 @@ fn sources_get_no_ports_of_the_programs(
 fn a_closed_address_is_refused_to_the_node_in_its_family() {
     let closed = ["203.0.113.80:80", "[2001:db8::80]:80"]
         .map(|address| VirtualSocket { protocol: 6, address: address.parse().unwrap() });
-    let of = |family| chains(family, &Host::default(), closed.into_iter());
+    let of = |family| chains(family, &Host::default(), closed.into_iter(), |_| true);
     let rule = |family| of(family)[&("filter", "KUBE-IPVS-OUT-FILTER")].clone();
     assert_eq!(
         rule(IpFamily::Ipv4),
@@ -152,4 +152,54 @@ fn a_chain_that_is_missing_is_made_even_without_rules() {
     let before = saved("filter", &chains).replace(":KUBE-IPVS-OUT-FILTER - [0:0]\n", "");
     let expected = "*filter\n:KUBE-IPVS-OUT-FILTER - [0:0]\nCOMMIT\n";
     assert_eq!(restoration("filter", &chains, &JUMPS, &before).unwrap(), expected);
+}
+
+#[rstest]
+#[case::nothing("", false)]
+#[case::kube_proxy_iptables(
+    "-A KUBE-SERVICES -d 10.96.0.1/32 -p tcp -m comment --comment \"default/web cluster IP\" -m tcp --dport 80 -j KUBE-SVC-TCOU7JCQXEZGVUNU",
+    true
+)]
+#[case::node_ports_of_mode_iptables("-A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODEPORTS", true)]
+#[case::left_after_it("-A KUBE-SEP-A -j KUBE-MARK-MASQ\n-A KUBE-SVC-A -j KUBE-SEP-A", false)]
+#[case::node_ports_of_mode_ipvs("-A KUBE-SERVICES -m addrtype --dst-type LOCAL -j KUBE-NODE-PORT", false)]
+fn whether_another_mode_serves(#[case] nat: &str, #[case] expected: bool) {
+    assert_eq!(another_mode_serves(nat), expected);
+}
+
+#[test]
+fn this_mode_does_not_take_its_own_rules_for_anothers() {
+    let chains = chains_of(IpFamily::Ipv4, &host(cidrs(&["10.244.0.0/16"])));
+    assert!(!another_mode_serves(&saved("nat", &chains)));
+}
+
+#[test]
+fn what_is_this_modes_alone_is_written_with_the_jumps_to_it() {
+    let chains = own_chains(&chains_of(IpFamily::Ipv4, &host(cidrs(&[]))));
+    let names: Vec<_> = chains.keys().map(|(_, chain)| *chain).collect();
+    let own = ["KUBE-IPVS-FILTER", "KUBE-IPVS-OUT-FILTER", "KUBE-NODE-PORT", "KUBE-SOURCE-RANGES-FIREWALL"];
+    assert_eq!(names, own);
+    let written = restoration("filter", &chains, &JUMPS, "*filter\nCOMMIT\n").unwrap();
+    let jumps: Vec<_> = written.lines().filter(|line| line.starts_with("-I ")).collect();
+    assert_eq!(jumps.len(), 3, "{jumps:?}");
+    assert!(!jumps.iter().any(|jump| jump.contains("KUBE-PROXY-FIREWALL") || jump.contains("KUBE-FORWARD")));
+}
+
+#[rstest]
+#[case::no_external_ip(&[], 0, 0)]
+#[case::cluster(&[SetRole::ExternalIp], 3, 1)]
+#[case::local(&[SetRole::ExternalIpLocal], 2, 1)]
+#[case::both(&[SetRole::ExternalIp, SetRole::ExternalIpLocal], 5, 2)]
+fn rules_of_external_ips_and_their_match_are_there_with_external_ips_only(
+    #[case] filled: &[SetRole],
+    #[case] rules: usize,
+    #[case] matches: usize,
+) {
+    let chains = chains(IpFamily::Ipv4, &Host::default(), iter::empty(), |set| filled.contains(&set.role));
+    let of_services = &chains[&("nat", "KUBE-SERVICES")];
+    let count = |text: &str| of_services.iter().filter(|rule| rule.contains(text)).count();
+    assert_eq!((count("KUBE-EXTERNAL-IP"), count("-m physdev")), (rules, matches));
+    assert!(!chains.iter().any(|(place, rules)| {
+        *place != ("nat", "KUBE-SERVICES") && rules.iter().any(|rule| rule.contains("physdev"))
+    }));
 }

@@ -59,7 +59,7 @@ fn written(wanted: &Wanted) -> KernelObjects {
     objects
 }
 
-fn shown(changes: &[Change]) -> Vec<String> {
+pub(in crate::dataplane::ipvs) fn shown(changes: &[Change]) -> Vec<String> {
     let shown = |change: &Change| match change {
         Change::Server(ServerChange::Create(socket, _)) => format!("create {socket}"),
         Change::Server(ServerChange::Set(socket, _)) => format!("set {socket}"),
@@ -205,4 +205,29 @@ fn destinations_that_are_drained_are_known() {
     objects.record(Change::Server(ServerChange::RemoveDestination(at, OTHER.parse().unwrap())));
     assert_eq!(objects.draining().count(), 0);
     assert_eq!(objects.addresses, [(ip("10.96.0.1"), true)].into());
+}
+
+#[test]
+fn source_ranges_of_a_served_address_restrict_it_once_all_of_them_are_there() {
+    let load_balancer = socket("203.0.113.80:80", Protocol::Tcp);
+    let from = |network: &str| Member::SocketAndNetwork(load_balancer, network.parse().unwrap());
+    let restriction = [
+        (SetRole::LoadBalancerRestricted, Member::Socket(load_balancer)),
+        (SetRole::LoadBalancerFromItself, from("203.0.113.80/32")),
+        (SetRole::LoadBalancerSources, from("198.51.100.0/24")),
+    ];
+    let restriction = restriction.map(|(role, member)| (Set { role, family: IpFamily::Ipv4 }, member));
+    let mut restricted = web(&[ONE]);
+    restricted.members.extend(restriction);
+    let (open, restricted) = (wanted(&[("a/web", web(&[ONE]))]), wanted(&[("a/web", restricted)]));
+    let [sources, itself, restricting] =
+        ["KUBE-LOAD-BALANCER-SOURCE-CIDR", "KUBE-LOAD-BALANCER-SOURCE-IP", "KUBE-LOAD-BALANCER-FW"];
+    assert_eq!(
+        shown(&differences(&restricted, &written(&open), restricted.keys())),
+        [itself, sources, restricting].map(|set| format!("into {set}"))
+    );
+    assert_eq!(
+        shown(&differences(&open, &written(&restricted), restricted.keys())),
+        [restricting, itself, sources].map(|set| format!("out of {set}"))
+    );
 }

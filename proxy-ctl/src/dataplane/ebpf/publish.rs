@@ -200,7 +200,10 @@ impl<F: TableFamily> FamilyWriter<F> {
             used,
             kept,
         };
-        if let Some(old) = self.entries.services.insert(port.name.clone(), now) {
+        let old = self.entries.services.remove(&port.name);
+        // Not over the former key, whose text another version of the port may be the last to have.
+        self.entries.services.insert(port.name.clone(), now);
+        if let Some(old) = old {
             for key in old.frontends.iter().filter(|key| !keys.contains(key)) {
                 writes.stale_frontends.push((*key, id));
                 self.entries.without_room.remove(key, id);

@@ -83,6 +83,7 @@ mod flows;
 mod frontend_names;
 mod gc;
 mod growth;
+mod inspect;
 mod kernel_log;
 mod layout;
 mod lease;
@@ -625,6 +626,42 @@ impl EbpfDataplane {
         Ok(())
     }
 
+    /// Do the tables hold what is desired, and nothing else?
+    fn has_only(&self, desired: &[Arc<DesiredPort>]) -> Result<bool, Error> {
+        let Self { shared, v4, v6, is_synced, .. } = self;
+        let of = |family| desired.iter().filter(move |port| port.name.family == family);
+        let mut published: Vec<_> = v4.published().chain(v6.published()).collect();
+        published.sort_unstable_by_key(|(id, _)| *id);
+        Ok(*is_synced
+            && v4.has_only(shared, of(V4::FAMILY))?
+            && v6.has_only(shared, of(V6::FAMILY))?
+            && shared.has_only(&published)?)
+    }
+
+    /// Writes what is different, after adopting.
+    fn write_everything(
+        &mut self,
+        desired: &[Arc<DesiredPort>],
+        applied: &mut Applied,
+        failures: &mut Failures,
+    ) -> Result<(), Error> {
+        let strays = self.adopt()?;
+        self.count_connections(self.shared.goes_by_connections(desired), failures);
+        self.prepare(failures);
+        let Self { shared, v4, v6, .. } = self;
+        finish(resync(v4, shared, desired), applied, failures);
+        finish(resync(v6, shared, desired), applied, failures);
+        for id in strays {
+            match remove_service(shared, id, applied) {
+                // Programs may be reading it.
+                Ok(()) => shared.ids.retire(Range { first: id, count: 1 }),
+                Err(error) => failures.add(format_args!("service {id}, which is not desired"), error),
+            }
+        }
+        self.publish_waiting(applied, failures);
+        Ok(())
+    }
+
     fn adopt(&mut self) -> Result<Vec<u32>, Error> {
         let names = self.shared.adopt()?;
         let largest = self.v4.adopt(&self.shared, &names)?.max(self.v6.adopt(&self.shared, &names)?);
@@ -732,21 +769,13 @@ impl Dataplane for EbpfDataplane {
     }
 
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, super::Error> {
-        let strays = self.adopt()?;
         let (mut applied, mut failures) = Default::default();
-        self.count_connections(self.shared.goes_by_connections(desired), &mut failures);
-        self.prepare(&mut failures);
-        let Self { shared, v4, v6, .. } = self;
-        finish(resync(v4, shared, desired), &mut applied, &mut failures);
-        finish(resync(v6, shared, desired), &mut applied, &mut failures);
-        for id in strays {
-            match remove_service(shared, id, &mut applied) {
-                // Programs may be reading it.
-                Ok(()) => shared.ids.retire(Range { first: id, count: 1 }),
-                Err(error) => failures.add(format_args!("service {id}, which is not desired"), error),
-            }
+        // As an inspection mostly finds them.
+        if self.has_only(desired)? {
+            self.prepare(&mut failures);
+        } else {
+            self.write_everything(desired, &mut applied, &mut failures)?;
         }
-        self.publish_waiting(&mut applied, &mut failures);
         self.is_synced = true;
         if failures.is_empty() {
             self.service_cidrs.synced();

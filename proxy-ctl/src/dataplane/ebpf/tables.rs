@@ -255,6 +255,16 @@ impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
         }
         Ok(true)
     }
+
+    /// Has it so many entries, and is each of them right?
+    pub(super) fn holds(&self, entries: usize, is_right: impl Fn(&K, &V) -> bool) -> Result<bool, Error> {
+        let mut found = 0;
+        let are_right = self.walk(|few| {
+            found += few.len();
+            few.iter().all(|(key, value)| is_right(key, value))
+        })?;
+        Ok(are_right && found == entries)
+    }
 }
 
 pub(super) fn typed<K: Pod + Default, V: Pod + Default>(

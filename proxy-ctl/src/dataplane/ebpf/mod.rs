@@ -565,16 +565,29 @@ impl EbpfDataplane {
             if demand.is_empty() {
                 return;
             }
-            if let Err(error) = self.grow(&demand, failures) {
-                tracing::warn!(%error, "tables cannot grow now; what has no room in them waits");
-                self.growth.rest();
-            }
+            self.grow_or_rest(&demand, failures);
             self.v4.entries.without_room.plan_anew();
             self.v6.entries.without_room.plan_anew();
-            self.let_tables_grow();
-            if let Err(error) = self.lease.renew(&self.shared.tables.lease) {
-                failures.add("lease", error);
-            }
+        }
+    }
+
+    /// At the start, before anything is published: later, changes would wait for it.
+    fn grow_ahead(&mut self, desired: &[Arc<DesiredPort>], failures: &mut Failures) {
+        let mut demand = growth::ahead(desired, |port| self.shared.algorithm_of(port), &self.shapes);
+        demand.retain(|limit, _| self.v4.entries.without_room.may_grow.contains(limit));
+        if !demand.is_empty() {
+            self.grow_or_rest(&demand, failures);
+        }
+    }
+
+    fn grow_or_rest(&mut self, demand: &Demand, failures: &mut Failures) {
+        if let Err(error) = self.grow(demand, failures) {
+            tracing::warn!(%error, "tables cannot grow now; what has no room in them waits");
+            self.growth.rest();
+        }
+        self.let_tables_grow();
+        if let Err(error) = self.lease.renew(&self.shared.tables.lease) {
+            failures.add("lease", error);
         }
     }
 
@@ -648,6 +661,9 @@ impl EbpfDataplane {
         let strays = self.adopt()?;
         self.count_connections(self.shared.goes_by_connections(desired), failures);
         self.prepare(failures);
+        if !self.is_synced {
+            self.grow_ahead(desired, failures);
+        }
         let Self { shared, v4, v6, .. } = self;
         finish(resync(v4, shared, desired), applied, failures);
         finish(resync(v6, shared, desired), applied, failures);

@@ -14,6 +14,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 use super::{
     Error,
     allocate::{Range, Ranges},
+    backends::Backends,
     family::TableFamily,
     layout,
     programmed::{BackendKey, ClusterIps, Entries, Published, UsedEndpoints, Uses, WithoutRoom},
@@ -96,7 +97,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         // Nothing fails from here on. What is known so far gives its memory to what is found.
         let mut frontends = emptied(&mut self.entries.frontends);
         frontends.extend(found_frontends);
-        let mut backends = emptied(&mut self.entries.backends);
+        let mut backends = std::mem::take(&mut self.entries.backends);
+        backends.clear();
         let (stray_backends, largest) = adopt_backends(found_backends, &mut backends);
         let mut services = emptied(&mut self.entries.services);
         let mut slots = self.entries.slots.without_owners();
@@ -156,7 +158,7 @@ fn emptied<K, V>(map: &mut FxHashMap<K, V>) -> FxHashMap<K, V> {
 /// Answers with ids that no service can refer to, and with the largest one.
 fn adopt_backends<A: Copy + Eq + Hash>(
     mut found: Vec<(u32, Backend<A>)>,
-    backends: &mut FxHashMap<BackendKey<A>, Uses>,
+    backends: &mut Backends<A>,
 ) -> (Vec<u32>, u32) {
     found.sort_unstable_by_key(|(id, _)| *id);
     let largest = found.last().map_or(0, |(id, _)| *id);

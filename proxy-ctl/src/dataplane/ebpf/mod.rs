@@ -71,6 +71,7 @@ mod adopt;
 mod affinity;
 mod allocate;
 mod attach;
+mod backends;
 pub mod cleanup;
 mod cluster_ips;
 mod connections;

@@ -800,6 +800,9 @@ impl Dataplane for EbpfDataplane {
         self.write_service_cidrs(&mut applied, &mut failures);
         raise_epoch(&mut self.shared, &mut failures);
         self.end_stale_sockets();
+        self.shared.tables.services.forget();
+        self.v4.tables.slots.forget();
+        self.v6.tables.slots.forget();
         // Also where something could not be written: the other service ports are served as they are desired.
         if let Err(error) = self.lease.resume(&self.shared.tables.lease) {
             failures.add("lease", error);

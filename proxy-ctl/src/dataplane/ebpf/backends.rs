@@ -125,7 +125,8 @@ mod tests {
             for step in steps {
                 match step {
                     Step::Insert(number, id) => {
-                        let uses = Uses { id, ..Uses::default() };
+                        let mut uses = Uses::default();
+                        uses.id = id;
                         backends.insert(key(number), uses);
                         expected.insert(key(number), uses);
                     }

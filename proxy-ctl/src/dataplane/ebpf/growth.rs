@@ -77,7 +77,8 @@ fn needed<F: TableFamily>(
         frontends += port.frontends.len();
         marks.extend(layout::cluster_ips::<F>(port));
         slots += u64::from(Arrangement::of(&port.endpoints, algorithm_of(port)).places());
-        backends.extend(port.endpoints.all.iter().filter_map(|endpoint| backend_key::<F>(&port.name, endpoint)));
+        backends
+            .extend(port.endpoints.all.iter().filter_map(|endpoint| backend_key::<F>(&port.name, endpoint)));
     }
     [
         (Limit::Frontends, (frontends + marks.len()) as u64),

@@ -37,7 +37,8 @@ impl Common {
         }
         // Not through the mapped memory, all of which would count as resident from then on.
         let services = typed::<u32, Service>(self.tables.services.fd(), table::services)?;
-        let is_anothers = |(id, service): &(u32, Service)| *service != Service::default() && name_of(*id).is_none();
+        let is_anothers =
+            |(id, service): &(u32, Service)| *service != Service::default() && name_of(*id).is_none();
         services
             .walk(|few| Ok(!few.iter().any(is_anothers)))
             .map_err(|source| Error::Table { table: table::services, source })
@@ -87,9 +88,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         };
         let service = shared.tables.services.get(*id as usize).unwrap_or_default();
         let (algorithm, forwarding) = (shared.algorithm_of(port), shared.forwarding_of(port));
-        let has_frontend = |(key, flags)| {
-            self.entries.frontends.get(&key) == Some(&Frontend { service: *id, flags })
-        };
+        let has_frontend =
+            |(key, flags)| self.entries.frontends.get(&key) == Some(&Frontend { service: *id, flags });
         (Arc::ptr_eq(used, port) || used == port)
             && service.flags == layout::service_flags(port, algorithm, forwarding)
             && service.affinity_seconds == port.affinity_seconds.unwrap_or(0)

@@ -438,9 +438,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         let strays = self.entries.frontends.iter().filter(|(key, _)| is_stray(*key));
         writes.stale_frontends.extend(strays.map(|(key, frontend)| (*key, frontend.service)));
         self.release_stray_marks();
-        let is_to_be_written = |(key, uses): &(&BackendKey<_>, &Uses)| {
-            uses.is_unused() || !uses.is_written(&uses.wanted(*key))
-        };
+        let is_to_be_written =
+            |(key, uses): &(&BackendKey<_>, &Uses)| uses.is_unused() || !uses.is_written(&uses.wanted(*key));
         let backends = self.entries.backends.iter().filter(is_to_be_written);
         writes.touched.extend(backends.map(|(key, _)| *key));
         if !self.entries.stray_backends.is_empty() {

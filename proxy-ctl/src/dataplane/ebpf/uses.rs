@@ -251,10 +251,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 }
 
-fn keep<F: TableFamily>(
-    backends: &mut Backends<F::Address>,
-    port: &DesiredPort,
-) -> Box<[Endpoint]> {
+fn keep<F: TableFamily>(backends: &mut Backends<F::Address>, port: &DesiredPort) -> Box<[Endpoint]> {
     let has_backend = |endpoint: &&Endpoint| {
         let uses = backend_key::<F>(&port.name, endpoint).and_then(|key| backends.get_mut(&key));
         uses.map(Uses::keep).is_some()

@@ -19,5 +19,6 @@ mod topology;
 mod update;
 
 pub use claims::Conflict;
+pub(crate) use names::NameInterner;
 pub use store::Model;
 pub use update::Update;

@@ -9,23 +9,33 @@ use super::objects::{EndpointSlice, Hints, Service};
 const SMALLEST_SWEEP: usize = 1024;
 
 #[derive(Debug, Default)]
-pub(super) struct NameInterner {
+pub(crate) struct NameInterner {
     strings: Interner<str>,
     hints: Interner<Hints>,
 }
 
 impl NameInterner {
     pub(super) fn intern_service(&mut self, service: &mut Service) {
-        self.strings.intern(&mut service.name.namespace);
         self.strings.intern(&mut service.name.name);
+        self.intern_shared_of_service(service);
+    }
+
+    pub(super) fn intern_slice(&mut self, slice: &mut EndpointSlice) {
+        self.strings.intern(&mut slice.service);
+        self.intern_shared_of_slice(slice);
+    }
+
+    /// Those that it has in common with other Services.
+    pub(crate) fn intern_shared_of_service(&mut self, service: &mut Service) {
+        self.strings.intern(&mut service.name.namespace);
         for port in &mut service.ports {
             self.strings.intern(&mut port.name);
         }
     }
 
-    pub(super) fn intern_slice(&mut self, slice: &mut EndpointSlice) {
+    /// Those that it has in common with slices of other Services.
+    pub(crate) fn intern_shared_of_slice(&mut self, slice: &mut EndpointSlice) {
         self.strings.intern(&mut slice.name.namespace);
-        self.strings.intern(&mut slice.service);
         for port in &mut slice.ports {
             self.strings.intern(&mut port.name);
         }

@@ -1,6 +1,6 @@
 //! Which endpoints this node uses for whom: kube-proxy's `CategorizeEndpoints`.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use super::{
     desired::{Endpoint, Endpoints},
@@ -128,6 +128,19 @@ fn cluster_rule(candidates: &[Candidate<'_>], here: NodeTopology<'_>) -> Candida
     }
 }
 
+/// Most service ports have few endpoints, and a set of all of them.
+const MOST_SHARED: usize = 64;
+
+/// Sets of all of so many endpoints are the same for all service ports.
+fn shared(set: Vec<u32>) -> Arc<[u32]> {
+    static WHOLE: [OnceLock<Arc<[u32]>>; MOST_SHARED + 1] = [const { OnceLock::new() }; MOST_SHARED + 1];
+    let is_whole = (0..).zip(&set).all(|(place, index)| place == *index);
+    match WHOLE.get(set.len()).filter(|_| is_whole) {
+        Some(whole) => Arc::clone(whole.get_or_init(|| set.into())),
+        None => set.into(),
+    }
+}
+
 /// `candidates` are without duplicates and in the order of address and port.
 pub(super) fn choose(candidates: &[Candidate<'_>], policies: Policies, here: NodeTopology<'_>) -> Endpoints {
     let cluster_rule = if policies.uses_cluster() {
@@ -163,7 +176,7 @@ pub(super) fn choose(candidates: &[Candidate<'_>], policies: Policies, here: Nod
     }
     all.shrink_to_fit();
 
-    let [cluster, local]: [Arc<[u32]>; 2] = [cluster, local].map(Into::into);
+    let [cluster, local] = [cluster, local].map(shared);
     let of = |policy| match policy {
         TrafficPolicy::Cluster => Arc::clone(&cluster),
         TrafficPolicy::Local => Arc::clone(&local),
@@ -174,4 +187,26 @@ pub(super) fn choose(candidates: &[Candidate<'_>], policies: Policies, here: Nod
         || (policies.uses_local()
             && candidates.iter().any(|candidate| candidate.ready() || candidate.draining()));
     Endpoints { all, cluster, internal, external, any, need_snat: false, unused: unused.into() }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case::all_of_three(0, 3, true)]
+    #[case::nobody(0, 0, true)]
+    #[case::all_but_the_first(1, 3, false)]
+    #[case::too_many(0, MOST_SHARED as u32 + 1, false)]
+    fn sets_of_all_endpoints_share_their_memory(
+        #[case] first: u32,
+        #[case] count: u32,
+        #[case] expected: bool,
+    ) {
+        let set = || shared((first..first + count).collect());
+        assert!(set().iter().copied().eq(first..first + count));
+        assert_eq!(Arc::ptr_eq(&set(), &set()), expected);
+    }
 }

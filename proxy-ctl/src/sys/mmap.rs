@@ -127,6 +127,13 @@ impl<T: Pod> SharedArray<T> {
         }
     }
 
+    /// Unmaps it. What is touched next is mapped again.
+    pub fn forget(&mut self) {
+        for segment in &mut self.segments {
+            segment.take();
+        }
+    }
+
     fn words(&self, index: usize) -> Option<&[AtomicU64]> {
         self.provide(index).ok()?;
         let in_segment = SEGMENT / size_of::<T>();
@@ -193,6 +200,9 @@ mod tests {
             assert_eq!((mapped(&array), array.get(last), array.get(in_first)), (2, Some(7), Some(5)));
             assert_eq!((array.get(last + 1), array.set(last + 1, &1)), (None, false));
             assert_eq!(array.get(usize::MAX), None);
+            let mut array = array;
+            array.forget();
+            assert_eq!((mapped(&array), array.get(last), mapped(&array)), (0, Some(7), 1));
             let other = SharedArray::<u64>::new(&map, false).unwrap();
             assert_eq!(
                 (other.get(last), other.get(in_first), other.get(in_first + 1)),

@@ -3,7 +3,9 @@
 use std::{fs, os::fd::AsFd, sync::Arc};
 
 use proxy_common::{
-    layout::{Backend, EndpointSet, Frontend, FrontendKey, Service, ServiceName},
+    layout::{
+        Backend, EndpointSet, Frontend, FrontendKey, PrefixKey, Service, ServiceName, Slot4, SourceRange,
+    },
     port::Port,
 };
 use proxy_ctl::{
@@ -127,6 +129,25 @@ fn flags_lost(sandbox: &Sandbox) {
     change_service(sandbox, "web", |service| service.flags = 0);
 }
 
+fn affinity_changed(sandbox: &Sandbox) {
+    change_service(sandbox, "web", |service| service.affinity_seconds = 5);
+}
+
+fn slot_empty(sandbox: &Sandbox) {
+    let service = sandbox.map::<u32, Service>("services").get(&id_of(sandbox, "gap")).unwrap().unwrap();
+    sandbox.map::<u32, Slot4>("slots4").set(&(service.internal.first + 1), &Slot4::default()).unwrap();
+}
+
+fn mark_missing(sandbox: &Sandbox) {
+    let frontends = sandbox.map::<FrontendKey<[u8; 4]>, Frontend>("frontends4");
+    assert!(frontends.remove(&FrontendKey::of_cluster_ip([10, 96, 0, 1])).unwrap());
+}
+
+fn source_range_of_nobody(sandbox: &Sandbox) {
+    let ranges = sandbox.map::<PrefixKey<SourceRange<[u8; 4]>>, u32>("source_ranges4");
+    ranges.set(&SourceRange::of_prefix(300, [10, 0, 0, 0], 8), &0).unwrap();
+}
+
 fn frontend_missing(sandbox: &Sandbox) {
     let frontends = sandbox.map::<FrontendKey<[u8; 4]>, Frontend>("frontends4");
     let (key, _) = frontends.read_all().unwrap()[0];
@@ -159,6 +180,10 @@ fn frontend_of_another(sandbox: &Sandbox) {
 #[case::slots_out_of_bounds(slots_out_of_bounds)]
 #[case::slots_of_another(slots_of_another)]
 #[case::flags_lost(flags_lost)]
+#[case::affinity_changed(affinity_changed)]
+#[case::slot_empty(slot_empty)]
+#[case::mark_missing(mark_missing)]
+#[case::source_range_of_nobody(source_range_of_nobody)]
 #[case::frontend_missing(frontend_missing)]
 #[case::frontend_of_nobody(frontend_of_nobody)]
 #[case::frontend_of_another(frontend_of_another)]

@@ -145,6 +145,22 @@ fn what_is_desired_has_room_and_is_dialled_all_the_time() {
 }
 
 #[test]
+fn the_first_sync_leaves_room_to_spare() {
+    let Some(mut sandbox) = Sandbox::new() else { return };
+    let mut dataplane = open(&mut sandbox, Limits::default());
+    // With marks, more than three quarters of the room for frontends.
+    let all = shared((0..200).map(slim));
+    dataplane.resync(&all).unwrap();
+    let [frontends, slots] = [Limit::Frontends, Limit::Slots].map(first);
+    let grown = [2 * frontends, 2 * frontends, slots, slots];
+    assert_eq!(sizes(&sandbox), grown);
+    drop(dataplane);
+    let mut dataplane = open(&mut sandbox, Limits::default());
+    assert_eq!(sizes(&sandbox), grown);
+    assert_eq!(dataplane.resync(&all).unwrap(), Applied::default());
+}
+
+#[test]
 fn the_limit_is_the_most_and_external_addresses_give_way_there() {
     let Some(mut sandbox) = Sandbox::new() else { return };
     let frontends = first(Limit::Frontends) + 100;

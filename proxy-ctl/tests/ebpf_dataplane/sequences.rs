@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, net::SocketAddr, sync::Arc};
 
 use proptest::{prelude::*, test_runner::TestRunner};
+use proxy_common::layout::ServiceName;
 use proxy_ctl::{
     dataplane::{
         Applied, BackendSnapshot, Dataplane, EndpointSnapshot, FrontendSnapshot, Programmed as _,
@@ -157,6 +158,7 @@ fn changes_leave_what_a_resync_would() {
     TestRunner::new(config)
         .run(&sequence, |steps| {
             let mut dataplane = sandbox.open();
+            let (names, mut nobody) = (sandbox.map::<u32, ServiceName>("service_names"), 400);
             let mut now: BTreeMap<u8, Arc<DesiredPort>> = BTreeMap::new();
             dataplane.resync(&[]).unwrap();
             for step in steps {
@@ -177,10 +179,13 @@ fn changes_leave_what_a_resync_would() {
                 if step.collect {
                     dataplane.collect_garbage().unwrap();
                 }
-                // Reads the tables as a new controller does.
                 if step.resync {
                     let all: Vec<_> = now.values().cloned().collect();
                     prop_assert_eq!(dataplane.resync(&all).unwrap(), Applied::default());
+                    // With a difference, the tables are read as a new controller does.
+                    nobody += 1;
+                    names.set(&nobody, &ServiceName::default()).unwrap();
+                    prop_assert_eq!(dataplane.resync(&all).unwrap(), Applied { written: 0, removed: 1 });
                 }
             }
             drop(dataplane);

@@ -3,17 +3,18 @@
 //! A controller may have been killed between any two writes. Whatever does not fit together is left out,
 //! so that the resync that follows writes it anew or removes it.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, hash::Hash};
 
 use proxy_common::{
     inventory::table,
-    layout::{EndpointSet, FRONTEND_EXTERNAL, Frontend, Service},
+    layout::{Backend, EndpointSet, FRONTEND_EXTERNAL, Frontend, Service},
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{
     Error,
     allocate::{Range, Ranges},
+    backends::Backends,
     family::TableFamily,
     layout,
     programmed::{BackendKey, ClusterIps, Entries, Published, UsedEndpoints, Uses, WithoutRoom},
@@ -33,21 +34,26 @@ pub(super) struct AdoptedNames {
 impl Common {
     /// Reads names and services anew and makes the owners of service ids those that are found.
     pub(super) fn adopt(&mut self) -> Result<AdoptedNames, Error> {
-        let mut names = self.tables.names.read_all()?;
+        let mut names = Vec::new();
+        self.tables.names.walk(|few| {
+            names.extend(few.iter().map(|(id, name)| (*id, layout::port_name(name))));
+            true
+        })?;
         names.sort_unstable_by_key(|(id, _)| *id);
-        self.ids = self.ids.without_owners();
+        let mut ids = self.ids.without_owners();
         // 0 is what an empty frontend would point at.
-        self.ids.claim(Range { first: 0, count: 1 });
-        let mut found = AdoptedNames { known: Vec::with_capacity(names.len()), strays: Vec::new() };
+        ids.claim(Range { first: 0, count: 1 });
         let mut seen = FxHashSet::default();
-        for (id, name) in names {
-            let name = layout::port_name(&name).filter(|name| !seen.contains(name));
-            match name {
-                Some(name) if self.ids.claim(Range { first: id, count: 1 }) => {
-                    seen.insert(name.clone());
-                    found.known.push((id, name));
-                }
-                Some(_) | None => found.strays.push(id),
+        let mut is_first = |id: u32, name| {
+            !seen.contains(name) && ids.claim(Range { first: id, count: 1 }) && seen.insert(name)
+        };
+        let are_known: Vec<bool> =
+            names.iter().map(|(id, name)| name.as_ref().is_some_and(|name| is_first(*id, name))).collect();
+        let mut found = AdoptedNames { known: Vec::with_capacity(names.len()), strays: Vec::new() };
+        for ((id, name), is_known) in names.into_iter().zip(are_known) {
+            match name.filter(|_| is_known) {
+                Some(name) => found.known.push((id, name)),
+                None => found.strays.push(id),
             }
         }
         let named: FxHashSet<u32> =
@@ -64,8 +70,9 @@ impl Common {
             .map_err(|source| Error::Table { table: table::services, source })?;
         // Theirs is not given to another before they are gone.
         for id in &found.strays {
-            self.ids.claim(Range { first: *id, count: 1 });
+            ids.claim(Range { first: *id, count: 1 });
         }
+        self.ids = ids;
         Ok(found)
     }
 
@@ -84,13 +91,19 @@ impl Common {
 impl<F: TableFamily> FamilyWriter<F> {
     /// Reads this family's tables anew. Returns the largest backend id found.
     pub(super) fn adopt(&mut self, shared: &Common, names: &AdoptedNames) -> Result<u32, Error> {
-        let frontends: FxHashMap<_, _> = self.tables.frontends.read_all()?.into_iter().collect();
-        let (backends, stray_backends, largest) = self.adopt_backends()?;
+        let found_frontends = self.tables.frontends.read_all()?;
+        let found_backends = self.tables.backends.read_all()?;
+        let source_ranges = self.tables.source_ranges.read_all()?;
+        // Nothing fails from here on. What is known so far gives its memory to what is found.
+        let mut frontends = emptied(&mut self.entries.frontends);
+        frontends.extend(found_frontends);
+        let mut backends = std::mem::take(&mut self.entries.backends);
+        backends.clear();
+        let (stray_backends, largest) = adopt_backends(found_backends, &mut backends);
+        let mut services = emptied(&mut self.entries.services);
         let mut slots = self.entries.slots.without_owners();
         let mut of_service = by_service(frontends.iter().map(|(key, frontend)| (frontend.service, *key)));
-        let source_ranges = self.tables.source_ranges.read_all()?;
         let mut ranges_of = by_service(source_ranges.iter().map(|(key, _)| (key.data.service, *key)));
-        let mut services = FxHashMap::default();
         for (id, name) in &names.known {
             if name.family != F::FAMILY {
                 continue;
@@ -134,25 +147,32 @@ impl<F: TableFamily> FamilyWriter<F> {
         self.use_cluster_ips(&cluster_ips);
         Ok(largest)
     }
+}
 
-    #[expect(clippy::type_complexity, reason = "three results of one pass over the table")]
-    fn adopt_backends(&self) -> Result<(FxHashMap<BackendKey<F::Address>, Uses>, Vec<u32>, u32), Error> {
-        let mut found = self.tables.backends.read_all()?;
-        found.sort_unstable_by_key(|(id, _)| *id);
-        let largest = found.last().map_or(0, |(id, _)| *id);
-        let mut backends = FxHashMap::default();
-        let mut strays = Vec::new();
-        for (id, backend) in found {
-            let key = BackendKey::of(&backend);
-            // Two ids for one endpoint: the older stays.
-            if id == 0 || backends.contains_key(&key) {
-                strays.push(id);
-            } else {
-                backends.insert(key, Uses::of(id, &backend));
-            }
+fn emptied<K, V>(map: &mut FxHashMap<K, V>) -> FxHashMap<K, V> {
+    let mut map = std::mem::take(map);
+    map.clear();
+    map
+}
+
+/// Answers with ids that no service can refer to, and with the largest one.
+fn adopt_backends<A: Copy + Eq + Hash>(
+    mut found: Vec<(u32, Backend<A>)>,
+    backends: &mut Backends<A>,
+) -> (Vec<u32>, u32) {
+    found.sort_unstable_by_key(|(id, _)| *id);
+    let largest = found.last().map_or(0, |(id, _)| *id);
+    let mut strays = Vec::new();
+    for (id, backend) in found {
+        let key = BackendKey::of(&backend);
+        // Two ids for one endpoint: the older stays.
+        if id == 0 || backends.contains_key(&key) {
+            strays.push(id);
+        } else {
+            backends.insert(key, Uses::of(id, &backend));
         }
-        Ok((backends, strays, largest))
     }
+    (strays, largest)
 }
 
 fn sorted<K: Ord>(mut keys: Vec<K>) -> Box<[K]> {

@@ -1,6 +1,6 @@
 //! Makes room in `frontends4/6`, first of all where it is taken by marks of ClusterIPs, and says what does not fit, there and in other tables.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 use proxy_common::{
     inventory::Limit,
@@ -17,7 +17,7 @@ use super::{
 };
 use crate::{
     dataplane::{Effect, Unsupported, supports},
-    model::desired::{Endpoint, FrontendKind, ServicePortName},
+    model::desired::{DesiredPort, Endpoint, FrontendKind, ServicePortName},
 };
 
 impl<F: TableFamily> FamilyWriter<F> {
@@ -64,6 +64,16 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
         fitting.extend(admit);
         fitting
+    }
+
+    /// Is there room for all that these ports can need, so that it does not matter who is asked first?
+    pub(super) fn has_room_for_frontends<'a>(
+        &self,
+        ports: impl Iterator<Item = &'a Arc<DesiredPort>>,
+    ) -> bool {
+        let most: usize = ports.map(|port| port.frontends.len()).sum();
+        let needed = self.entries.frontends.len() + most;
+        self.entries.without_room.frontends.is_empty() && needed <= self.frontend_capacity() as usize
     }
 
     fn frontend_capacity(&self) -> u32 {

@@ -71,6 +71,7 @@ mod adopt;
 mod affinity;
 mod allocate;
 mod attach;
+mod backends;
 pub mod cleanup;
 mod cluster_ips;
 mod connections;
@@ -83,6 +84,7 @@ mod flows;
 mod frontend_names;
 mod gc;
 mod growth;
+mod inspect;
 mod kernel_log;
 mod layout;
 mod lease;
@@ -564,16 +566,29 @@ impl EbpfDataplane {
             if demand.is_empty() {
                 return;
             }
-            if let Err(error) = self.grow(&demand, failures) {
-                tracing::warn!(%error, "tables cannot grow now; what has no room in them waits");
-                self.growth.rest();
-            }
+            self.grow_or_rest(&demand, failures);
             self.v4.entries.without_room.plan_anew();
             self.v6.entries.without_room.plan_anew();
-            self.let_tables_grow();
-            if let Err(error) = self.lease.renew(&self.shared.tables.lease) {
-                failures.add("lease", error);
-            }
+        }
+    }
+
+    /// At the start, before anything is published: later, changes would wait for it.
+    fn grow_ahead(&mut self, desired: &[Arc<DesiredPort>], failures: &mut Failures) {
+        let mut demand = growth::ahead(desired, |port| self.shared.algorithm_of(port), &self.shapes);
+        demand.retain(|limit, _| self.v4.entries.without_room.may_grow.contains(limit));
+        if !demand.is_empty() {
+            self.grow_or_rest(&demand, failures);
+        }
+    }
+
+    fn grow_or_rest(&mut self, demand: &Demand, failures: &mut Failures) {
+        if let Err(error) = self.grow(demand, failures) {
+            tracing::warn!(%error, "tables cannot grow now; what has no room in them waits");
+            self.growth.rest();
+        }
+        self.let_tables_grow();
+        if let Err(error) = self.lease.renew(&self.shared.tables.lease) {
+            failures.add("lease", error);
         }
     }
 
@@ -622,6 +637,45 @@ impl EbpfDataplane {
         let unswapped = self.hooks.mend(programs, &[]);
         self.is_swapped = unswapped.is_empty();
         failures.merge(unswapped);
+        Ok(())
+    }
+
+    /// Do the tables hold what is desired, and nothing else?
+    fn has_only(&self, desired: &[Arc<DesiredPort>]) -> Result<bool, Error> {
+        let Self { shared, v4, v6, is_synced, .. } = self;
+        let of = |family| desired.iter().filter(move |port| port.name.family == family);
+        let mut published: Vec<_> = v4.published().chain(v6.published()).collect();
+        published.sort_unstable_by_key(|(id, _)| *id);
+        Ok(*is_synced
+            && v4.has_only(shared, of(V4::FAMILY))?
+            && v6.has_only(shared, of(V6::FAMILY))?
+            && shared.has_only(&published)?)
+    }
+
+    /// Writes what is different, after adopting.
+    fn write_everything(
+        &mut self,
+        desired: &[Arc<DesiredPort>],
+        applied: &mut Applied,
+        failures: &mut Failures,
+    ) -> Result<(), Error> {
+        let strays = self.adopt()?;
+        self.count_connections(self.shared.goes_by_connections(desired), failures);
+        self.prepare(failures);
+        if !self.is_synced {
+            self.grow_ahead(desired, failures);
+        }
+        let Self { shared, v4, v6, .. } = self;
+        finish(resync(v4, shared, desired), applied, failures);
+        finish(resync(v6, shared, desired), applied, failures);
+        for id in strays {
+            match remove_service(shared, id, applied) {
+                // Programs may be reading it.
+                Ok(()) => shared.ids.retire(Range { first: id, count: 1 }),
+                Err(error) => failures.add(format_args!("service {id}, which is not desired"), error),
+            }
+        }
+        self.publish_waiting(applied, failures);
         Ok(())
     }
 
@@ -732,21 +786,13 @@ impl Dataplane for EbpfDataplane {
     }
 
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, super::Error> {
-        let strays = self.adopt()?;
         let (mut applied, mut failures) = Default::default();
-        self.count_connections(self.shared.goes_by_connections(desired), &mut failures);
-        self.prepare(&mut failures);
-        let Self { shared, v4, v6, .. } = self;
-        finish(resync(v4, shared, desired), &mut applied, &mut failures);
-        finish(resync(v6, shared, desired), &mut applied, &mut failures);
-        for id in strays {
-            match remove_service(shared, id, &mut applied) {
-                // Programs may be reading it.
-                Ok(()) => shared.ids.retire(Range { first: id, count: 1 }),
-                Err(error) => failures.add(format_args!("service {id}, which is not desired"), error),
-            }
+        // As an inspection mostly finds them.
+        if self.has_only(desired)? {
+            self.prepare(&mut failures);
+        } else {
+            self.write_everything(desired, &mut applied, &mut failures)?;
         }
-        self.publish_waiting(&mut applied, &mut failures);
         self.is_synced = true;
         if failures.is_empty() {
             self.service_cidrs.synced();
@@ -754,6 +800,9 @@ impl Dataplane for EbpfDataplane {
         self.write_service_cidrs(&mut applied, &mut failures);
         raise_epoch(&mut self.shared, &mut failures);
         self.end_stale_sockets();
+        self.shared.tables.services.forget();
+        self.v4.tables.slots.forget();
+        self.v6.tables.slots.forget();
         // Also where something could not be written: the other service ports are served as they are desired.
         if let Err(error) = self.lease.resume(&self.shared.tables.lease) {
             failures.add("lease", error);

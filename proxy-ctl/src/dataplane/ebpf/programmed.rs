@@ -13,6 +13,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{
     allocate::{Range, Ranges},
+    backends::Backends,
     error::FullTable,
     family::TableFamily,
     tables::SourceRangeKey,
@@ -25,7 +26,7 @@ pub(super) struct Entries<F: TableFamily> {
     pub(super) frontends: FxHashMap<FrontendKey<F::Address>, Frontend>,
     pub(super) services: FxHashMap<ServicePortName, Published<F>>,
     pub(super) cluster_ips: ClusterIps<F::Address>,
-    pub(super) backends: FxHashMap<BackendKey<F::Address>, Uses>,
+    pub(super) backends: Backends<F::Address>,
     /// Ids in `backends4/6` that no service can refer to.
     pub(super) stray_backends: Vec<u32>,
     /// Owners of `slots4/6`.
@@ -276,7 +277,7 @@ impl<F: TableFamily> Entries<F> {
             frontends: FxHashMap::default(),
             services: FxHashMap::default(),
             cluster_ips: ClusterIps::none(),
-            backends: FxHashMap::default(),
+            backends: Backends::default(),
             stray_backends: Vec::new(),
             slots: Ranges::new(slots),
             stray_source_ranges: Vec::new(),

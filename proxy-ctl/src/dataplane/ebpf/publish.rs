@@ -20,7 +20,7 @@ use super::{
     family::TableFamily,
     layout::{self, Arrangement},
     maglev,
-    programmed::{Published, UsedEndpoints},
+    programmed::{BackendKey, Published, UsedEndpoints, Uses},
     reserve::{Reservation, ReservedSlots},
     tables::SourceRangeKey,
     writer::{Common, FamilyWriter, Writes},
@@ -34,7 +34,7 @@ use crate::{
     sys::{CallError, socket_diag::Transport},
 };
 
-/// Service ports whose missing backends are inserted together. What is collected for one write is held in memory until then.
+/// Service ports that are written together. What is collected for one write is held in memory until then.
 const PORTS_WRITTEN_TOGETHER: usize = 256;
 
 impl<F: TableFamily> FamilyWriter<F> {
@@ -128,6 +128,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         writes: &mut Writes<F>,
     ) -> Vec<(&'a Arc<DesiredPort>, Option<FullTable>)> {
         let mut published = Vec::with_capacity(ports.len());
+        // Else it is decided of all together which frontends have room.
+        let have_room = self.has_room_for_frontends(ports.iter().map(|(port, _)| *port));
         let mut ports = ports.into_iter().peekable();
         while ports.peek().is_some() {
             let together: Vec<_> = ports.by_ref().take(PORTS_WRITTEN_TOGETHER).collect();
@@ -143,9 +145,14 @@ impl<F: TableFamily> FamilyWriter<F> {
             }
             // Those that are left have a port that uses them.
             writes.inserted.clear();
+            self.write_names(shared, writes);
+            if have_room {
+                self.write_frontends(writes);
+            }
         }
-        self.write_names(shared, writes);
-        self.write_frontends(writes);
+        if !have_room {
+            self.write_frontends(writes);
+        }
         published
     }
 
@@ -200,7 +207,10 @@ impl<F: TableFamily> FamilyWriter<F> {
             used,
             kept,
         };
-        if let Some(old) = self.entries.services.insert(port.name.clone(), now) {
+        let old = self.entries.services.remove(&port.name);
+        // Not over the former key, whose text another version of the port may be the last to have.
+        self.entries.services.insert(port.name.clone(), now);
+        if let Some(old) = old {
             for key in old.frontends.iter().filter(|key| !keys.contains(key)) {
                 writes.stale_frontends.push((*key, id));
                 self.entries.without_room.remove(key, id);
@@ -428,7 +438,10 @@ impl<F: TableFamily> FamilyWriter<F> {
         let strays = self.entries.frontends.iter().filter(|(key, _)| is_stray(*key));
         writes.stale_frontends.extend(strays.map(|(key, frontend)| (*key, frontend.service)));
         self.release_stray_marks();
-        writes.touched.extend(self.entries.backends.keys());
+        let is_to_be_written =
+            |(key, uses): &(&BackendKey<_>, &Uses)| uses.is_unused() || !uses.is_written(&uses.wanted(*key));
+        let backends = self.entries.backends.iter().filter(is_to_be_written);
+        writes.touched.extend(backends.map(|(key, _)| *key));
         if !self.entries.stray_backends.is_empty() {
             writes.lost.extend([Transport::Tcp, Transport::Udp]);
         }

@@ -151,7 +151,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 
     /// Do the tables hold the port's endpoint sets, in its service of this id?
-    fn has_sets(&self, shared: &Common, id: u32, port: &DesiredPort) -> bool {
+    pub(super) fn has_sets(&self, shared: &Common, id: u32, port: &DesiredPort) -> bool {
         let Some(slots) = self.slots_of(port) else { return false };
         let current = shared.tables.services.get(id as usize).unwrap_or_default();
         let Endpoints { cluster, internal, external, .. } = &port.endpoints;

@@ -22,6 +22,7 @@ use proxy_common::{
 use super::{
     Error,
     error::Difference,
+    growth::with_room_to_spare,
     layout,
     paths::{Paths, names, removed},
     tables::{Shape, difference, open_pinned, pinned_table, typed},
@@ -128,7 +129,8 @@ pub(super) fn set_aside(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error
     Ok(())
 }
 
-/// Where the pinned tables of a limit have grown and still hold more than they had room for at first, `shapes` have room for it.
+/// Where the pinned tables of a limit have grown and what they hold would have no room to spare in those of the first size, `shapes` have
+/// room for it.
 fn keep_growth(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error> {
     for index in 0..shapes.len() {
         let Some(Shape { name, entries, limit: Some(limit), most, .. }) = shapes.get(index).copied() else {
@@ -140,8 +142,8 @@ fn keep_growth(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error> {
         if bpf::map_info(found.as_fd()).map_err(failed)?.max_entries <= entries {
             continue;
         }
-        let needed = needed_by(paths, name, &contents, &found)?.min(most);
-        enlarge(shapes, limit, needed);
+        let needed = with_room_to_spare(needed_by(paths, name, &contents, &found)?.into());
+        enlarge(shapes, limit, u32::try_from(needed).unwrap_or(most).min(most));
     }
     Ok(())
 }

@@ -29,7 +29,7 @@ use crate::{
     sys::{
         CallError,
         bpf::{self, MapInfo},
-        map::{Map, PerCpuArray},
+        map::{Cursor, Map, PerCpuArray},
         mmap::SharedArray,
     },
 };
@@ -50,6 +50,9 @@ const READ_BY_PROGRAMS: u32 = 1 << 7;
 const MMAPABLE: u32 = 1 << 10;
 /// Flags that say how a map is accessed through one descriptor, not what it is.
 const IGNORED_FLAGS: u32 = (1 << 3) | (1 << 4);
+
+/// Entries in memory at once; those of `service_names` are the largest, with 200 bytes.
+const WALKED_TOGETHER: usize = 4_096;
 
 /// What a table must look like.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -238,6 +241,29 @@ impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
 
     pub(super) fn read_all(&self) -> Result<Vec<(K, V)>, Error> {
         self.map.read_all().map_err(|e| self.error(e))
+    }
+
+    /// Gives all entries to `each`, few at once, until it answers false. Answers whether it never has.
+    pub(super) fn walk(&self, mut each: impl FnMut(&[(K, V)]) -> bool) -> Result<bool, Error> {
+        let (mut cursor, mut few) = (Some(Cursor::Start), Vec::new());
+        while let Some(at) = cursor {
+            few.clear();
+            cursor = self.map.read(at, WALKED_TOGETHER, &mut few).map_err(|e| self.error(e))?;
+            if !each(&few) {
+                return Ok(false);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Has it so many entries, and is each of them right?
+    pub(super) fn holds(&self, entries: usize, is_right: impl Fn(&K, &V) -> bool) -> Result<bool, Error> {
+        let mut found = 0;
+        let are_right = self.walk(|few| {
+            found += few.len();
+            few.iter().all(|(key, value)| is_right(key, value))
+        })?;
+        Ok(are_right && found == entries)
     }
 }
 

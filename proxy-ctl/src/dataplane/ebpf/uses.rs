@@ -12,6 +12,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{
     Error,
+    backends::Backends,
     family::TableFamily,
     layout::{self, backend_flags},
     programmed::{BackendKey, Entries, UsedEndpoints, Uses},
@@ -61,10 +62,12 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    fn remember_backend(&mut self, id: u32, backend: &Backend<F::Address>, writes: &mut Writes<F>) {
-        let key = BackendKey::of(backend);
-        self.entries.backends.insert(key, Uses::of(id, backend));
+    /// It has no counted users yet.
+    fn remember_backend(&mut self, id: u32, backend: &Backend<F::Address>, writes: &mut Writes<F>) -> Uses {
+        let (key, uses) = (BackendKey::of(backend), Uses::of(id, backend));
+        self.entries.backends.insert(key, uses);
         writes.inserted.push(key);
+        uses
     }
 
     /// Removes the backends that were inserted for ports that could not be published.
@@ -124,17 +127,24 @@ impl<F: TableFamily> FamilyWriter<F> {
     ) -> Result<F::Slot, Error> {
         let key = backend_key::<F>(&port.name, endpoint)
             .ok_or_else(|| Error::ForeignAddress { port: port.name.clone(), address: endpoint.address })?;
-        if !self.entries.backends.contains_key(&key) {
-            let mut uses = Uses::default();
-            uses.id = shared.backend_id(&mut writes.applied)?;
-            uses.add(endpoint);
-            let backend = uses.wanted(&key);
-            self.tables.backends.set(&uses.id, &backend)?;
-            writes.applied.written += 1;
-            self.remember_backend(uses.id, &backend, writes);
-        }
-        let uses = self.entries.backends.entry(key).or_default();
-        uses.add(endpoint);
+        let uses = match self.entries.backends.get_mut(&key) {
+            Some(uses) => {
+                uses.add(endpoint);
+                *uses
+            }
+            None => {
+                let mut uses = Uses::default();
+                uses.id = shared.backend_id(&mut writes.applied)?;
+                uses.add(endpoint);
+                let backend = uses.wanted(&key);
+                self.tables.backends.set(&uses.id, &backend)?;
+                writes.applied.written += 1;
+                let mut uses = self.remember_backend(uses.id, &backend, writes);
+                uses.add(endpoint);
+                self.entries.backends.insert(key, uses);
+                uses
+            }
+        };
         if !uses.is_written(&uses.wanted(&key)) {
             writes.touched.push(key);
         }
@@ -241,10 +251,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 }
 
-fn keep<F: TableFamily>(
-    backends: &mut FxHashMap<BackendKey<F::Address>, Uses>,
-    port: &DesiredPort,
-) -> Box<[Endpoint]> {
+fn keep<F: TableFamily>(backends: &mut Backends<F::Address>, port: &DesiredPort) -> Box<[Endpoint]> {
     let has_backend = |endpoint: &&Endpoint| {
         let uses = backend_key::<F>(&port.name, endpoint).and_then(|key| backends.get_mut(&key));
         uses.map(Uses::keep).is_some()

@@ -138,7 +138,7 @@ fn source_ranges(spec: &core::ServiceSpec, invalid: &mut InvalidFields) -> Optio
 }
 
 fn ports(spec: &core::ServiceSpec, invalid: &mut InvalidFields) -> Vec<ServicePort> {
-    let mut ports: Vec<ServicePort> = Vec::new();
+    let mut ports: Vec<ServicePort> = Vec::with_capacity(spec.ports.len());
     for (index, port) in spec.ports.iter().enumerate() {
         let path = format!("spec.ports[{index}]");
         let number = invalid.port(|| format!("{path}.port"), port.port);

@@ -45,7 +45,7 @@ pub fn endpoint_slice(slice: &discovery::EndpointSlice) -> (Option<EndpointSlice
 }
 
 fn ports(slice: &discovery::EndpointSlice, invalid: &mut InvalidFields) -> Vec<EndpointPort> {
-    let mut ports: Vec<EndpointPort> = Vec::new();
+    let mut ports: Vec<EndpointPort> = Vec::with_capacity(slice.ports.len());
     for (index, port) in slice.ports.iter().enumerate() {
         let field = || format!("ports[{index}].port");
         let Some(number) = port.port else {

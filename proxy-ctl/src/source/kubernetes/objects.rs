@@ -5,6 +5,7 @@ use std::{
     mem,
 };
 
+use rustc_hash::FxHashMap;
 use tracing::warn;
 
 use super::{
@@ -14,7 +15,7 @@ use super::{
     wire::{Meta, Raw},
 };
 use crate::{
-    model::objects::ObjectName,
+    model::{NameInterner, objects::ObjectName},
     source::{InvalidField, Update, schema::ApiObject as _},
 };
 
@@ -64,11 +65,21 @@ pub(super) struct Listing<P> {
     invalid: Vec<(ObjectName, Vec<InvalidField>)>,
     /// Received, also those that are not served.
     pub(super) objects: usize,
+    /// Where each of `parsed` is, since the first was removed.
+    places: Option<FxHashMap<ObjectName, usize>>,
+    names: NameInterner,
 }
 
 impl<P> Default for Listing<P> {
     fn default() -> Self {
-        Self { parsed: Vec::new(), unreadable: Vec::new(), invalid: Vec::new(), objects: 0 }
+        Self {
+            parsed: Vec::new(),
+            unreadable: Vec::new(),
+            invalid: Vec::new(),
+            objects: 0,
+            places: None,
+            names: NameInterner::default(),
+        }
     }
 }
 
@@ -80,7 +91,13 @@ impl<P: ParsedObject> Listing<P> {
             self.invalid.push((name.clone(), invalid));
         }
         match content {
-            Content::Served(parsed) => self.parsed.push(parsed),
+            Content::Served(mut parsed) => {
+                parsed.intern(&mut self.names);
+                if let Some(places) = &mut self.places {
+                    places.insert(parsed.name(), self.parsed.len());
+                }
+                self.parsed.push(parsed);
+            }
             Content::NotServed => {}
             Content::Unreadable => self.unreadable.push(name),
         }
@@ -89,7 +106,16 @@ impl<P: ParsedObject> Listing<P> {
     /// The object was deleted, or comes again, before the list was complete.
     pub(super) fn remove(&mut self, name: &ObjectName) {
         self.objects = self.objects.saturating_sub(1);
-        self.parsed.retain(|parsed| parsed.name() != *name);
+        let parsed = &mut self.parsed;
+        let places = self
+            .places
+            .get_or_insert_with(|| parsed.iter().zip(0..).map(|(one, place)| (one.name(), place)).collect());
+        if let Some(place) = places.remove(name) {
+            parsed.swap_remove(place);
+            if let Some(moved) = parsed.get(place) {
+                places.insert(moved.name(), place);
+            }
+        }
         self.unreadable.retain(|unreadable| unreadable != name);
         self.invalid.retain(|(invalid, _)| invalid != name);
     }

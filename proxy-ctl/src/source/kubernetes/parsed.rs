@@ -3,7 +3,10 @@
 use std::sync::Arc;
 
 use crate::{
-    model::objects::{EndpointSlice, Node, ObjectName, Service, ServiceCidr},
+    model::{
+        NameInterner,
+        objects::{EndpointSlice, Node, ObjectName, Service, ServiceCidr},
+    },
     source::Update,
 };
 
@@ -20,6 +23,9 @@ pub(super) trait ParsedObject: Clone + PartialEq + Send + Sync + 'static {
 
     /// As a deletion has it.
     fn name(&self) -> ObjectName;
+
+    /// Of kinds of which there are many.
+    fn intern(&mut self, _names: &mut NameInterner) {}
 }
 
 impl ParsedObject for Service {
@@ -30,6 +36,10 @@ impl ParsedObject for Service {
     fn name(&self) -> ObjectName {
         self.name.clone()
     }
+
+    fn intern(&mut self, names: &mut NameInterner) {
+        names.intern_shared_of_service(self);
+    }
 }
 
 impl ParsedObject for EndpointSlice {
@@ -39,6 +49,10 @@ impl ParsedObject for EndpointSlice {
 
     fn name(&self) -> ObjectName {
         self.name.clone()
+    }
+
+    fn intern(&mut self, names: &mut NameInterner) {
+        names.intern_shared_of_slice(self);
     }
 }
 

@@ -1,3 +1,5 @@
+use std::sync::Arc;
+
 use bytes::Bytes;
 use serde_json::{Value, json};
 
@@ -111,6 +113,35 @@ fn what_is_deleted_or_changed_before_a_list_is_complete_is_not_listed_as_it_was(
     let (updates, new) = tracked.replace(listing);
     assert_eq!(updates.into_iter().map(shown).collect::<Vec<_>>(), ["all: a/web"]);
     assert_eq!((new, tracked.invalid.len()), (1, 1), "only a/db is invalid");
+}
+
+#[test]
+fn objects_are_found_where_others_have_left_them() {
+    let mut listing = listing::<Services>(&["a", "b", "c", "d"].map(service));
+    let served = |listing: &Listing<Service>| {
+        let mut names: Vec<_> = listing.parsed.iter().map(|service| service.name.name.to_string()).collect();
+        names.sort_unstable();
+        names.concat()
+    };
+    listing.remove(&name("a"));
+    listing.exchange(received::<Services>(&service("d")));
+    listing.add(received::<Services>(&service("e")));
+    listing.remove(&name("d"));
+    listing.remove(&name("unknown"));
+    assert_eq!(served(&listing), "bce");
+    for (gone, left) in [("b", "ce"), ("e", "c"), ("c", "")] {
+        listing.remove(&name(gone));
+        assert_eq!(served(&listing), left);
+    }
+}
+
+#[test]
+fn listed_objects_share_what_they_have_in_common() {
+    let listing = listing::<Services>(&["a", "b"].map(service));
+    let [a, b] = &listing.parsed[..] else { panic!("two are listed") };
+    assert!(Arc::ptr_eq(&a.name.namespace, &b.name.namespace));
+    assert!(Arc::ptr_eq(&a.ports[0].name, &b.ports[0].name));
+    assert_eq!(a.ports.capacity(), 1);
 }
 
 #[test]

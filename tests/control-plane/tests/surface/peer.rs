@@ -179,7 +179,7 @@ impl<'a> Peer<'a> {
     pub(crate) fn see(&self, page: &Page, cluster: &Cluster) -> Result<Value> {
         let own = format!("{}/", self.folder.display());
         let common = format!("{}/", cluster.folder().display());
-        self.ask(page)?.seen(page.keep, &[&own, &common])
+        Ok(page.seen(&self.ask(page)?, &[&own, &common]))
     }
 
     pub(crate) fn metrics(&self, path: &'static str) -> Result<String> {

@@ -20,7 +20,7 @@ use object::{
     elf::SHT_STRTAB,
 };
 
-use self::toolchain::{NIGHTLY, TARGET, nightly_has_source, prebuilt_compiler};
+use self::toolchain::{NIGHTLY, TARGET, cargo_home, nightly_has_source, prebuilt_compiler};
 
 const MISSING: &str =
     "the BPF toolchain is missing: run `cargo xtask setup`, or set PROXY_EBPF_OBJECT to a built object";
@@ -134,11 +134,8 @@ impl Toolchain {
 
 fn on_path(program: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
-    let cargo_home = env::var_os("CARGO_HOME")
-        .map(PathBuf::from)
-        .unwrap_or_else(|| PathBuf::from(env::var_os("HOME").unwrap_or_default()).join(".cargo"));
     env::split_paths(&path)
-        .chain([cargo_home.join("bin")])
+        .chain(cargo_home().map(|home| home.join("bin")))
         .map(|folder| folder.join(program))
         .find(|file| file.is_file())
 }

@@ -1,6 +1,6 @@
 //! What can compile Rust for BPF here, for the build script and for `cargo xtask setup`.
 
-use std::{path::PathBuf, process::Command};
+use std::{env, path::PathBuf, process::Command};
 
 /// aya-ebpf 0.2.1 compiles with this one; much newer ones refuse it.
 pub(crate) const NIGHTLY: &str = "nightly-2026-05-15";
@@ -18,6 +18,13 @@ pub(crate) fn prebuilt_compiler() -> Option<PathBuf> {
 pub(crate) fn nightly_has_source() -> bool {
     sysroot(Command::new("rustup").args(["run", NIGHTLY, "rustc"]))
         .is_some_and(|sysroot| sysroot.join("lib/rustlib/src/rust/library/core").is_dir())
+}
+
+/// Cargo's own folder, with what `cargo install` has built.
+pub(crate) fn cargo_home() -> Option<PathBuf> {
+    env::var_os("CARGO_HOME")
+        .map(PathBuf::from)
+        .or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cargo")))
 }
 
 fn sysroot(rustc: &mut Command) -> Option<PathBuf> {

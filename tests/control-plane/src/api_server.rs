@@ -12,14 +12,14 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use kube::{Client, config::Kubeconfig};
-use lab::{http, wait};
+use lab::{http, namespace::on_a_thread, wait};
 use serde_json::Value;
 
 use crate::{
     binaries::Program,
     certificates::Certificates,
     objects,
-    process::{BETWEEN_LOOKS, Process, within},
+    process::{BETWEEN_LOOKS, Process},
 };
 
 const READY_LIMIT: Duration = Duration::from_secs(90);
@@ -209,7 +209,7 @@ impl ApiServer {
     /// Runs `work` with a client as [`ADMIN`], on a thread of its own in the API server's namespace: for callers
     /// that are not asynchronous, or elsewhere.
     pub fn run<T: Send>(&self, work: impl AsyncFnOnce(Client) -> Result<T> + Send) -> Result<T> {
-        within(self.options.namespace.as_deref(), || {
+        on_a_thread(self.options.namespace.as_deref(), || {
             let runtime = tokio::runtime::Builder::new_current_thread()
                 .enable_all()
                 .build()
@@ -310,7 +310,7 @@ impl ApiServer {
     fn etcd(&self, path: &str, body: &str) -> Result<Value> {
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, self.etcd_port));
         let headers = [("Content-Type", "application/json")];
-        let answer = within(self.options.namespace.as_deref(), || {
+        let answer = on_a_thread(self.options.namespace.as_deref(), || {
             http::request(address, "POST", path, &headers, Some(body), ETCD_LIMIT)
         })?;
         if answer.status != 200 {
@@ -415,7 +415,7 @@ fn random_token() -> String {
 
 /// Ports that nobody listens on in the namespace now.
 fn free_ports<const N: usize>(namespace: Option<&str>) -> Result<[u16; N]> {
-    within(namespace, || {
+    on_a_thread(namespace, || {
         // All are held until all are found, so that they differ.
         let mut listeners = Vec::new();
         let mut ports = [0; N];

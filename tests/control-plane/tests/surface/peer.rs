@@ -9,8 +9,8 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use control_plane::{Process, go, within};
-use lab::OwnFolders;
+use control_plane::{Process, go};
+use lab::{OwnFolders, namespace::within};
 use serde_json::{Value, json};
 
 use crate::{
@@ -172,7 +172,7 @@ impl<'a> Peer<'a> {
 
     /// Sends a request from the node itself.
     pub(crate) fn ask(&self, page: &Page) -> Result<Answer> {
-        within(Some(&self.namespace.name), || page.ask())
+        within(&self.namespace.name, || page.ask())
     }
 
     /// An answer as it is compared.

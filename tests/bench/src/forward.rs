@@ -22,13 +22,14 @@ use lab::{
     Lab, address,
     cluster::{FABRIC, OUTSIDE, node_name},
     namespace::{run, within},
+    xdp,
 };
 use nix::{
     net::if_::if_nametoindex,
     sched::{CpuSet, sched_setaffinity},
     unistd::Pid,
 };
-use proxy_ctl::sys::bpf::{XdpMode, link_xdp, pin};
+use proxy_ctl::sys::bpf::pin;
 
 use crate::{
     cluster::{BYTE_PORT, Cluster, NODE},
@@ -61,9 +62,6 @@ pub(crate) enum Treatment {
     TranslatesByXdp,
 }
 
-/// Programs on devices; gone with the value.
-struct Attached(#[expect(dead_code, reason = "what is attached lives as long as its descriptor")] OwnedFd);
-
 pub(crate) fn packets(
     cluster: &Cluster,
     settings: &Settings,
@@ -85,7 +83,7 @@ pub(crate) fn packets(
         Treatment::SendsBack => attached.push(attach(lab, &node, DEVICE, &program::send_back())?),
         // As a driver runs one, whatever it does: else frames are no frames.
         Treatment::Forwards | Treatment::Translates => {
-            attached.push(attach(lab, &node, DEVICE, &program::pass())?);
+            attached.push(attach(lab, &node, DEVICE, &xdp::PASS)?);
         }
         Treatment::Drops | Treatment::TranslatesByXdp => {}
     }
@@ -120,13 +118,8 @@ pub(crate) fn packets(
     Ok(Figures::Packets { per_second, nanos: 1e9 / per_second.median, lost: lost.median.max(0.0) })
 }
 
-fn attach(lab: &Lab, name: &str, device: &str, instructions: &[u64]) -> Result<Attached> {
-    let attach = || {
-        let program = program::load(instructions)?;
-        Ok(Attached(link_xdp(program.as_fd(), if_nametoindex(device)?, XdpMode::Native)?))
-    };
-    within(&lab.netns(name)?.namespace, attach)
-        .with_context(|| format!("an XDP program on {device} of {name}"))
+fn attach(lab: &Lab, name: &str, device: &str, instructions: &[u64]) -> Result<OwnedFd> {
+    xdp::attach(&lab.netns(name)?.namespace, device, instructions)
 }
 
 /// On a thread of its own: the last core, as the first has most interrupts.
@@ -184,7 +177,7 @@ impl Generator {
     /// In the network namespace of the fabric.
     fn new(lab: &Lab, frame: &[u8; FRAME], flows: u32) -> Result<Self> {
         let port = if_nametoindex(node_name(NODE).as_str())?;
-        let program = program::load(&program::generate(frame, flows, port))?;
+        let program = xdp::load(&program::generate(frame, flows, port))?;
         // aya makes programs of object files and of pins.
         let at = lab.bpffs(NODE).join("bench-generator");
         pin(program.as_fd(), &at)?;

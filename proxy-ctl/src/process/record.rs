@@ -21,6 +21,7 @@ use crate::{
     model::objects::ObjectName,
     report::{ModeChoice, ModeInForce},
     source::kubernetes::{ResourceKind, SourceState},
+    sys::process::stat,
 };
 
 const FOLDER: &str = "proxy-ctl";
@@ -191,10 +192,9 @@ fn runtime_folder() -> PathBuf {
     named.map_or_else(|| PathBuf::from(format!("{RUN}/user/{user}")), PathBuf::from)
 }
 
-/// Field 22 of /proc/<pid>/stat. The name before it may hold spaces.
+/// In clock ticks since boot.
 pub fn began(pid: u32) -> Option<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
+    stat(pid)?(22)
 }
 
 /// What of the record changes while the process runs.

@@ -33,7 +33,7 @@ use proxy_ctl::sys::bpf::pin;
 
 use crate::{
     cluster::{BYTE_PORT, Cluster, NODE},
-    plan::Path,
+    plan::Route,
     program::{self, FIRST_PORT, FRAME},
     results::{Figures, Settings},
     statistics::Spread,
@@ -65,7 +65,7 @@ pub(crate) enum Treatment {
 pub(crate) fn packets(
     cluster: &Cluster,
     settings: &Settings,
-    route: Path,
+    route: Route,
     treatment: Treatment,
 ) -> Result<Figures> {
     let lab = &cluster.lab;
@@ -76,8 +76,8 @@ pub(crate) fn packets(
             attached.push(attach(lab, &node, DEVICE, &program::drop_datagrams())?);
             vec![(node.as_str(), DEVICE)]
         }
-        (_, Path::NodePortRemote) => vec![(FABRIC, node.as_str())],
-        (_, Path::ClusterIp | Path::NodePortLocal) => route.servers().map(|pod| (pod, DEVICE)).to_vec(),
+        (_, Route::NodePortRemote) => vec![(FABRIC, node.as_str())],
+        (_, Route::ClusterIp | Route::NodePortLocal) => route.servers().map(|pod| (pod, DEVICE)).to_vec(),
     };
     match treatment {
         Treatment::SendsBack => attached.push(attach(lab, &node, DEVICE, &program::send_back())?),
@@ -209,14 +209,14 @@ impl Generator {
     }
 }
 
-/// One rule for the Service of a path, as one writes it by hand; gone with the value.
+/// One rule for the Service of a route, as one writes it by hand; gone with the value.
 pub(crate) struct OneRule<'a> {
     namespace: &'a str,
     rules: [Vec<String>; 2],
 }
 
 impl<'a> OneRule<'a> {
-    pub(crate) fn install(cluster: &'a Cluster, route: Path) -> Result<Self> {
+    pub(crate) fn install(cluster: &'a Cluster, route: Route) -> Result<Self> {
         let service = cluster.targets(route, false)?.service;
         let pod = cluster.lab.netns(route.servers()[0])?.addresses.v4;
         let words = |text: String| Vec::from_iter(text.split(' ').map(str::to_owned));

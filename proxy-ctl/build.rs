@@ -3,6 +3,9 @@
 //! In this order: `PROXY_EBPF_OBJECT` (a prebuilt object); a rustc that brings its own core library for BPF
 //! (distribution packages); rustup's nightly with rust-src. `cargo xtask setup` installs what is missing.
 
+#[path = "build/toolchain.rs"]
+mod toolchain;
+
 use std::{
     env,
     ffi::OsString,
@@ -17,9 +20,8 @@ use object::{
     elf::SHT_STRTAB,
 };
 
-/// aya-ebpf 0.2.1 compiles with this one; much newer ones refuse it.
-const NIGHTLY: &str = "nightly-2026-05-15";
-const TARGET: &str = "bpfel-unknown-none";
+use self::toolchain::{NIGHTLY, TARGET, cargo_home, nightly_has_source, prebuilt_compiler};
+
 const MISSING: &str =
     "the BPF toolchain is missing: run `cargo xtask setup`, or set PROXY_EBPF_OBJECT to a built object";
 
@@ -130,33 +132,10 @@ impl Toolchain {
     }
 }
 
-/// A rustc outside rustup whose sysroot has a core library for BPF.
-fn prebuilt_compiler() -> Option<PathBuf> {
-    let candidates = [OsString::from("/usr/bin/rustc"), OsString::from("/usr/local/bin/rustc")];
-    candidates.into_iter().map(PathBuf::from).find(|rustc| {
-        sysroot(Command::new(rustc)).is_some_and(|sysroot| sysroot.join("lib/rustlib").join(TARGET).is_dir())
-    })
-}
-
-fn nightly_has_source() -> bool {
-    let mut rustc = Command::new("rustup");
-    rustc.args(["run", NIGHTLY, "rustc"]);
-    sysroot(rustc).is_some_and(|sysroot| sysroot.join("lib/rustlib/src/rust/library/core").is_dir())
-}
-
-fn sysroot(mut rustc: Command) -> Option<PathBuf> {
-    let output = rustc.args(["--print", "sysroot"]).env_remove("RUSTUP_TOOLCHAIN").output().ok()?;
-    let sysroot = String::from_utf8(output.stdout).ok()?;
-    output.status.success().then(|| PathBuf::from(sysroot.trim()))
-}
-
 fn on_path(program: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
-    let cargo_home = env::var_os("CARGO_HOME")
-        .map(PathBuf::from)
-        .unwrap_or_else(|| PathBuf::from(env::var_os("HOME").unwrap_or_default()).join(".cargo"));
     env::split_paths(&path)
-        .chain([cargo_home.join("bin")])
+        .chain(cargo_home().map(|home| home.join("bin")))
         .map(|folder| folder.join(program))
         .find(|file| file.is_file())
 }

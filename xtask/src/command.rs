@@ -11,6 +11,8 @@ use std::{
 
 use anyhow::{Context as _, Result, anyhow, bail};
 
+use crate::toolchain::cargo_home;
+
 /// The repository's root.
 pub(crate) fn workspace() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map_or_else(PathBuf::new, Path::to_owned)
@@ -25,12 +27,9 @@ pub(crate) fn cargo(arguments: &[&str]) -> Command {
 /// Where programs may be, cargo's own folder and the administrator's included.
 pub(crate) fn find(program: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
-    let cargo_home = env::var_os("CARGO_HOME")
-        .map(PathBuf::from)
-        .or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cargo")));
     env::split_paths(&path)
         .chain(["/usr/sbin", "/sbin", "/usr/local/sbin"].map(PathBuf::from))
-        .chain(cargo_home.map(|home| home.join("bin")))
+        .chain(cargo_home().map(|home| home.join("bin")))
         .map(|folder| folder.join(program))
         .find(|file| file.is_file())
 }

@@ -11,6 +11,8 @@ mod setup;
 mod suites;
 mod test;
 mod test_programs;
+#[path = "../../proxy-ctl/build/toolchain.rs"]
+mod toolchain;
 mod vm;
 
 use std::process::ExitCode;

@@ -18,7 +18,7 @@ pub(crate) struct PrivateApt {
 }
 
 impl PrivateApt {
-    /// `sources`: lines such as `bookworm main` of Debian's archive, security updates included.
+    /// `suites`: of Debian's archive, such as `bookworm` and `bookworm-security`.
     pub(crate) fn create(folder: &Path, architecture: &'static str, suites: &[&str]) -> Result<Self> {
         if find("apt-get").is_none() {
             bail!("this needs Debian's packages, and there is no apt-get here");

@@ -3,18 +3,18 @@
 use std::{
     fmt,
     io::{self, IsTerminal as _},
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Command, ExitCode},
     sync::Once,
 };
 
 use anyhow::{Result, bail};
 
-use crate::command::{as_root, cargo, find, output, run as execute, workspace};
+use crate::{
+    command::{as_root, cargo, find, output, run as execute, workspace},
+    toolchain::{NIGHTLY, nightly_has_source, prebuilt_compiler},
+};
 
-/// As proxy-ctl's build script asks for.
-const NIGHTLY: &str = "nightly-2026-05-15";
-const BPF_TARGET: &str = "bpfel-unknown-none";
 /// Debian's core library for BPF, and the compiler that it is for.
 const PACKAGED_CORE: &str = "libstd-rust-web-dev-bpf";
 const PACKAGED_COMPILER: &str = "rustc-web libstd-rust-web-dev-bpf";
@@ -232,7 +232,7 @@ fn quiet(command: &mut Command) -> &mut Command {
 /// How the kernel programs are compiled.
 enum BpfCompiler {
     /// A rustc outside rustup with a core library for BPF; the major version of its LLVM.
-    Packaged { rustc: &'static str, llvm: u32 },
+    Packaged { rustc: PathBuf, llvm: u32 },
     /// rustup's nightly, which builds core.
     Nightly,
 }
@@ -240,7 +240,7 @@ enum BpfCompiler {
 impl fmt::Display for BpfCompiler {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Packaged { rustc, llvm } => write!(f, "{rustc}, LLVM {llvm}"),
+            Self::Packaged { rustc, llvm } => write!(f, "{}, LLVM {llvm}", rustc.display()),
             Self::Nightly => write!(f, "rustup's {NIGHTLY}, rust-src"),
         }
     }
@@ -252,26 +252,15 @@ fn bpf_compiler() -> Option<BpfCompiler> {
 }
 
 fn packaged_compiler() -> Option<BpfCompiler> {
-    ["/usr/bin/rustc", "/usr/local/bin/rustc"].into_iter().find_map(|rustc| {
-        let ask = |argument: &[&str]| {
-            output(Command::new(rustc).args(argument).env_remove("RUSTUP_TOOLCHAIN")).ok()
-        };
-        let sysroot = PathBuf::from(ask(&["--print", "sysroot"])?.trim());
-        let target = sysroot.join("lib/rustlib").join(BPF_TARGET);
-        let llvm = llvm_of(&ask(&["-vV"])?)?;
-        target.is_dir().then_some(BpfCompiler::Packaged { rustc, llvm })
-    })
+    let rustc = prebuilt_compiler()?;
+    let version = output(Command::new(&rustc).arg("-vV").env_remove("RUSTUP_TOOLCHAIN")).ok()?;
+    Some(BpfCompiler::Packaged { llvm: llvm_of(&version)?, rustc })
 }
 
 /// The major version in the line `LLVM version: 22.1.0` of `rustc -vV`.
 fn llvm_of(version: &str) -> Option<u32> {
     let line = version.lines().find_map(|line| line.strip_prefix("LLVM version:"))?;
     line.trim().split('.').next()?.parse().ok()
-}
-
-fn nightly_has_source() -> bool {
-    let sysroot = output(Command::new("rustup").args(["run", NIGHTLY, "rustc", "--print", "sysroot"]));
-    sysroot.is_ok_and(|sysroot| Path::new(sysroot.trim()).join("lib/rustlib/src/rust/library/core").is_dir())
 }
 
 /// Prints what is there; true if nothing is missing that is needed.

@@ -88,7 +88,10 @@ JSON: {facts: {kernel, btf, cgroup2, bpffs, capabilities[], packetHook, refusesW
     ipvsModules, ipsetProtocol, redirect},
   modes[]: {mode, canRun, needs[]: name of a fact, missing[], remarks[]}, requested,
   choice: {mode, reasons[], fallback: text or null} or null, refusal: text or null,
-  formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]}}.";
+  formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]},
+  xdp: {asked, uplinks[]: {interface, xdp, reason, takes, takesNone: text or null}}}.
+
+asked is ebpf.xdp; where it is off, uplinks are as with auto. takes: which frames of other uplinks, all, whole or no.";
 
 /// Show the configuration that `run` would have, and where each value comes from
 #[derive(Debug, ClapArgs)]
@@ -155,11 +158,12 @@ const STATUS_HELP: &str = "Example:
 
 JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects,
   problem},
-  hooks[]: {name, interface, role, kind}, withdrawsIn: seconds, tables[]: {name, used, capacity, bytes},
+  hooks[]: {name, interface, role, reason, kind}, xdp[]: as xdp.uplinks[] of `probe`,
+  withdrawsIn: seconds, tables[]: {name, used, capacity, bytes},
   counters[]: {reason, count},
   formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]},
   unsupported[]: {namespace, name, port, protocol, family, field, effect, instead}}; what is not known is
-  null. effect: servedDifferently, partlyServed or notServed.";
+  null. effect: servedDifferently, handedOver, partlyServed or notServed.";
 
 /// List what is served, or one service
 #[derive(Debug, ClapArgs)]
@@ -192,7 +196,7 @@ pub(super) struct BackendsArgs {
 const BACKENDS_HELP: &str = "Example:
   proxy-ctl backends --output json
 
-JSON: a list of {id, address, port, protocol, state, local, services}.";
+JSON: a list of {id, address, port, protocol, state, local, services, connections: of this node, or null}.";
 
 /// List the connections that the packet programs translate, the newest first
 #[derive(Debug, ClapArgs)]

@@ -27,13 +27,13 @@ const UNSEEN: &str =
 
 /// A service port, as JSON names it.
 #[derive(Debug, Serialize)]
-pub(super) struct ServiceView<'a> {
+pub(super) struct FlowServiceView<'a> {
     namespace: &'a str,
     name: &'a str,
     port: &'a str,
 }
 
-impl<'a> ServiceView<'a> {
+impl<'a> FlowServiceView<'a> {
     pub(super) fn new(name: &'a ServicePortName) -> Self {
         Self { namespace: &name.service.namespace, name: &name.service.name, port: &name.port }
     }
@@ -41,7 +41,7 @@ impl<'a> ServiceView<'a> {
 
 #[derive(Debug, Serialize)]
 struct FlowView<'a> {
-    service: Option<ServiceView<'a>>,
+    service: Option<FlowServiceView<'a>>,
     protocol: &'static str,
     client: Option<SocketAddr>,
     frontend: Option<SocketAddr>,
@@ -57,7 +57,7 @@ struct FlowView<'a> {
 impl<'a> FlowView<'a> {
     fn new(flow: &'a FlowSnapshot) -> Self {
         Self {
-            service: flow.service.as_deref().map(ServiceView::new),
+            service: flow.service.as_deref().map(FlowServiceView::new),
             protocol: flow.protocol.name(),
             client: flow.client,
             frontend: flow.frontend,

@@ -26,6 +26,7 @@ use self::{
 use crate::{
     config::{CommandLine, Config},
     process::{self, Settings},
+    source::kubernetes::failure::with_causes,
 };
 
 /// Exit code where a flag or the configuration is invalid, or the work failed.
@@ -91,23 +92,10 @@ fn exit(done: anyhow::Result<()>) -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // Without stderr there is nowhere to report.
-            let _ = writeln!(std::io::stderr(), "error: {}", message(&error));
+            let _ = writeln!(std::io::stderr(), "error: {}", with_causes(error.as_ref()));
             ExitCode::from(FAILED)
         }
     }
-}
-
-/// The error and its causes, without those that are part of the text before them.
-fn message(error: &anyhow::Error) -> String {
-    error.chain().map(ToString::to_string).fold(String::new(), |message, cause| {
-        if message.is_empty() {
-            cause
-        } else if message.contains(&cause) {
-            message
-        } else {
-            format!("{message}: {cause}")
-        }
-    })
 }
 
 /// `--help` and `--version` come here too.

@@ -24,7 +24,7 @@ use serde::Serialize;
 
 use super::{
     args::{MonitorArgs, Output},
-    flows::{ServiceView, is_in, is_of},
+    flows::{FlowServiceView, is_in, is_of},
 };
 use crate::dataplane::{self, EventQuery, EventSnapshot};
 
@@ -42,7 +42,7 @@ struct EventView<'a> {
     kind: &'static str,
     reason: &'static str,
     by: &'static str,
-    service: Option<ServiceView<'a>>,
+    service: Option<FlowServiceView<'a>>,
     protocol: &'static str,
     client: Option<SocketAddr>,
     frontend: SocketAddr,
@@ -56,7 +56,7 @@ impl<'a> EventView<'a> {
             kind: event.kind.name(),
             reason: event.reason.name(),
             by: if event.of_socket { "socket" } else { "packet" },
-            service: event.service.as_deref().map(ServiceView::new),
+            service: event.service.as_deref().map(FlowServiceView::new),
             protocol: event.protocol.name(),
             client: event.client,
             frontend: event.frontend,

@@ -27,7 +27,7 @@ use crate::{
     mode::Mode,
     model::objects::{Forwarding, Protocol, TrafficPolicy},
     node,
-    process::record::{Interface, Record},
+    process::record::{InterfaceRecord, Record},
 };
 
 const DEFAULT_BPFFS: &str = "/sys/fs/bpf";
@@ -192,7 +192,7 @@ fn backend_view(backend: BackendSnapshot) -> BackendView {
     }
 }
 
-fn hook_view(hook: Hook, interfaces: &[Interface]) -> HookView {
+fn hook_view(hook: Hook, interfaces: &[InterfaceRecord]) -> HookView {
     let Hook { name, interface, kind } = hook;
     let known = interfaces.iter().find(|known| Some(known.index) == interface);
     let here = |index: u32| if_indextoname(index).ok().and_then(|name| name.into_string().ok());
@@ -280,7 +280,8 @@ mod tests {
         let hook = |interface| Hook { name: "ingress".into(), interface, kind: "tcx" };
         assert_eq!(hook_view(hook(None), &[]).interface, None);
         assert_eq!(hook_view(hook(Some(1)), &[]).interface.as_deref(), Some("lo"));
-        let uplink = Interface { index: 7, name: "eth0".into(), role: "uplink".into(), reason: "why".into() };
+        let uplink =
+            InterfaceRecord { index: 7, name: "eth0".into(), role: "uplink".into(), reason: "why".into() };
         let of_uplink = hook_view(hook(Some(7)), &[uplink]);
         assert_eq!(
             (of_uplink.interface.as_deref(), of_uplink.role.as_deref(), of_uplink.reason.as_deref()),

@@ -20,7 +20,7 @@ use crate::{
     leftovers::{Found, Part},
     mode::Mode,
     model::objects::{Algorithm, Forwarding},
-    process::record::{Record, Source, UnsupportedField},
+    process::record::{Record, SourceRecord, UnsupportedField},
 };
 
 /// One service port in one family.
@@ -215,7 +215,7 @@ pub(super) struct StatusView {
     pub(super) fallback: Option<String>,
     pub(super) node: Option<String>,
     pub(super) controller: ControllerView,
-    pub(super) sources: Option<Vec<Source>>,
+    pub(super) sources: Option<Vec<SourceRecord>>,
     pub(super) hooks: Vec<HookView>,
     /// Of uplinks, with `ebpf.xdp`.
     pub(super) xdp: Vec<XdpView>,
@@ -631,7 +631,12 @@ mod tests {
             node: "node-a".into(),
             mode: "ebpf".into(),
             reasons: vec!["ebpf was asked for".into(), "the kernel is 6.12".into()],
-            sources: vec![Source { name: "services".into(), connected: true, objects: 3, problem: None }],
+            sources: vec![SourceRecord {
+                name: "services".into(),
+                connected: true,
+                objects: 3,
+                problem: None,
+            }],
             ..Record::default()
         };
         let mut status = StatusView::new(Some(record), Some(Mode::Ebpf), None);

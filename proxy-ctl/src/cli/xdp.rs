@@ -21,6 +21,7 @@ use crate::{
 
 /// Of one uplink.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
 pub(super) struct XdpView {
     pub(super) interface: String,
     /// `native`, `generic` or `no`.

@@ -273,14 +273,16 @@ pub(super) const fn timeout(locate: Locate<Duration>) -> TypedField<Duration> {
         type_name: "duration",
         allowed: || "a duration of 0s or more, such as \"30s\" or \"1h0m0s\"".to_owned(),
         unset: |_| false,
-        read: |value| {
-            let nanoseconds = typed(value, |value| duration::parse(value.as_str()?))?;
-            let unsigned =
-                u64::try_from(nanoseconds).map_err(|_| InvalidValue::new(Problem::NotAllowed, value))?;
-            Ok(Duration::from_nanos(unsigned))
-        },
+        read: |value| duration_if(value, |_| true),
         write: |duration| Value::String(duration::format(*duration)),
     }
+}
+
+/// 0 or more, and `allowed`.
+pub(super) fn duration_if(value: &Value, allowed: impl FnOnce(&Duration) -> bool) -> ParseResult<Duration> {
+    let nanoseconds = typed(value, |value| duration::parse(value.as_str()?))?;
+    let found = u64::try_from(nanoseconds).ok().map(Duration::from_nanos).filter(allowed);
+    found.ok_or_else(|| InvalidValue::new(Problem::NotAllowed, value))
 }
 
 /// A duration, or a whole number of nanoseconds; zero means the default.

@@ -8,9 +8,9 @@ use super::{
     Config, HEALTHZ_PORT, LocalMode, METRICS_PORT, ModuleVerbosity, NodePortAddress, RequestedMode,
     access::{
         Access, InvalidValue, ListItem, Locate, MAX_I32, Problem, TypedField, accept_header, address,
-        as_whole, duration_or_nanoseconds, encoding, file, folder, integer, integer_not_zero, is_empty_text,
-        keyword, list, listen_address, number, optional_folder, optional_text, optional_timeout, parsed,
-        period, port_range, quantity, switch, text, timeout, typed,
+        as_whole, duration_if, duration_or_nanoseconds, encoding, file, folder, integer, integer_not_zero,
+        is_empty_text, keyword, list, listen_address, number, optional_folder, optional_text,
+        optional_timeout, parsed, period, port_range, quantity, switch, text, timeout, typed,
     },
     ebpf::{MAX_ENTRIES, MAX_NEW_CONNECTIONS_PER_CORE, NamePattern, SHORTEST_LIFETIME},
 };
@@ -352,25 +352,14 @@ const SHORTEST_LEASE: Duration = Duration::from_secs(10);
 
 const WITHDRAW_AFTER: TypedField<Duration> = TypedField {
     allowed: || "10s or more, such as \"1h\", or 0s for no end".to_owned(),
-    read: |value| {
-        let found = (timeout(|c| &mut c.ebpf.withdraw_after).read)(value)?;
-        let allowed = found.is_zero() || found >= SHORTEST_LEASE;
-        if allowed { Ok(found) } else { Err(InvalidValue::new(Problem::NotAllowed, value)) }
-    },
+    read: |value| duration_if(value, |found| found.is_zero() || *found >= SHORTEST_LEASE),
     ..optional_timeout(|c| &mut c.ebpf.withdraw_after)
 };
 
 const fn lifetime(locate: Locate<Duration>) -> TypedField<Duration> {
     TypedField {
         allowed: || "2s or more, such as \"30s\", or 0s for the default".to_owned(),
-        read: |value| {
-            let found = (timeout(|c| &mut c.ebpf.flow_lifetimes.tcp_opening).read)(value)?;
-            if found >= SHORTEST_LIFETIME {
-                Ok(found)
-            } else {
-                Err(InvalidValue::new(Problem::NotAllowed, value))
-            }
-        },
+        read: |value| duration_if(value, |found| *found >= SHORTEST_LIFETIME),
         ..period(locate)
     }
 }

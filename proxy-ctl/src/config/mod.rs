@@ -19,7 +19,7 @@ mod url;
 
 use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},
-    path::{Path, PathBuf},
+    path::PathBuf,
     time::Duration,
 };
 
@@ -333,11 +333,6 @@ pub enum Error {
 }
 
 impl Config {
-    /// Reads and checks a file without any flag.
-    pub fn load(path: &Path) -> Result<Effective, Error> {
-        Effective::load(Some(path), &CommandLine::default())
-    }
-
     /// Every field as a file of `kubeproxy.config.k8s.io/v1alpha1` says it, defaults too. Read back, it gives the
     /// same configuration, but for [`Config::not_for_a_file`].
     pub fn to_document(&self) -> serde_json::Value {
@@ -356,12 +351,6 @@ impl Config {
     /// `None`: the host's name.
     pub fn node_name(&self) -> Option<String> {
         self.hostname_override.as_ref().map(|name| name.trim().to_lowercase()).filter(|name| !name.is_empty())
-    }
-
-    /// How often everything is compared with what is programmed, and the longest pause between two attempts
-    /// after a failure.
-    pub fn sync_period(&self) -> Duration {
-        self.periods.sync
     }
 
     /// Whether `gate` is on: as it was set, else as its group was, else by default.

@@ -101,11 +101,6 @@ impl Effective {
         let used = FIELDS.iter().zip(&self.origins).filter(|(field, _)| field.applies_in(self.config.mode));
         used.map(|(field, origin)| (field, field.value(&self.config), *origin)).collect()
     }
-
-    pub fn origin(&self, path: &str) -> Option<Origin> {
-        let index = FIELDS.iter().position(|field| field.path == path)?;
-        self.origins.get(index).copied()
-    }
 }
 
 const ALPHA_LOGGING: &str = "LoggingAlphaOptions";

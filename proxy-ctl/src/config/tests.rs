@@ -1,3 +1,5 @@
+use std::path::Path;
+
 use proxy_common::flow::FlowLifetimes;
 use rstest::rstest;
 
@@ -344,15 +346,16 @@ fn settings_that_a_file_cannot_have() {
 }
 
 #[rstest]
-#[case::of_a_file("iptables: {masqueradeBit: 3}", &["--iptables-masquerade-bit=4"], "iptables.masqueradeBit", Origin::File)]
-#[case::default("", &["--iptables-masquerade-bit=4"], "iptables.masqueradeBit", Origin::Default)]
-#[case::zero_means_default("iptables: {syncPeriod: 0s}", &[], "iptables.syncPeriod", Origin::Default)]
-#[case::logging("logging: {verbosity: 3}", &["-v4"], "logging.verbosity", Origin::Flag("v"))]
-#[case::another_section("ipvs: {syncPeriod: 3s}", &[], "ipvs.syncPeriod", Origin::Default)]
-fn origins(#[case] body: &str, #[case] flags: &[&str], #[case] field: &str, #[case] origin: Origin) {
+#[case::of_a_file("iptables: {masqueradeBit: 3}", &["--iptables-masquerade-bit=4"], "iptables.masqueradeBit", Some(Origin::File))]
+#[case::default("", &["--iptables-masquerade-bit=4"], "iptables.masqueradeBit", Some(Origin::Default))]
+#[case::zero_means_default("iptables: {syncPeriod: 0s}", &[], "iptables.syncPeriod", Some(Origin::Default))]
+#[case::logging("logging: {verbosity: 3}", &["-v4"], "logging.verbosity", Some(Origin::Flag("v")))]
+#[case::another_section("ipvs: {syncPeriod: 3s}", &[], "ipvs.syncPeriod", None)]
+fn origins(#[case] body: &str, #[case] flags: &[&str], #[case] field: &str, #[case] origin: Option<Origin>) {
     let head = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n";
     let effective = Effective::of_text(Path::new("f"), &format!("{head}{body}"), &line(flags)).unwrap();
-    assert_eq!(effective.origin(field), Some(origin));
+    let told = effective.values().into_iter().find(|(known, ..)| known.path == field);
+    assert_eq!(told.map(|(.., origin)| origin), origin);
 }
 
 #[test]

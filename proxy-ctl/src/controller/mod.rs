@@ -213,7 +213,7 @@ impl Controller {
     /// From now on this configuration is in force, as far as it can be without a new process.
     pub fn configure(&mut self, config: Arc<Config>, now: Instant) {
         self.config = config;
-        self.reports.health.lock().set_sync_period(self.config.sync_period());
+        self.reports.health.lock().set_sync_period(self.config.periods.sync);
         if let Some(active) = &mut self.active {
             let services = service_intervals(active.dataplane.as_ref(), &self.config);
             active.host.set_intervals(host_intervals(&self.config), now);
@@ -236,12 +236,12 @@ impl Controller {
 
 /// A change of the node's network is written at once in every mode.
 fn host_intervals(config: &Config) -> Intervals {
-    Intervals { min: std::time::Duration::ZERO, burst: 1, max: config.sync_period() }
+    Intervals { min: std::time::Duration::ZERO, burst: 1, max: config.periods.sync }
 }
 
 fn service_intervals(dataplane: &dyn Dataplane, config: &Config) -> Intervals {
     let min = dataplane.min_interval(config.periods.min_sync);
-    Intervals { min, burst: BURST, max: config.sync_period() }
+    Intervals { min, burst: BURST, max: config.periods.sync }
 }
 
 #[cfg(test)]

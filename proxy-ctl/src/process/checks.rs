@@ -1,8 +1,6 @@
 //! Finds settings that are valid but do not fit this node: of the wrong address family, or node ports on every address.
 //! Pure. Warnings and fatal findings are the same as kube-proxy's.
 
-use std::net::{IpAddr, SocketAddr};
-
 use ipnet::IpNet;
 
 use crate::{
@@ -47,10 +45,11 @@ pub(super) fn check(config: &Config, node: &NodeFacts) -> Findings {
             add(false, "ipvs.excludeCIDRs");
         }
         let addresses = [
-            ("healthzBindAddress", listens_on(config.healthz_bind_address)),
-            ("metricsBindAddress", listens_on(config.metrics_bind_address)),
+            ("healthzBindAddress", config.healthz_bind_address),
+            ("metricsBindAddress", config.metrics_bind_address),
         ];
         for (field, address) in addresses {
+            let address = address.map(|address| address.ip());
             if address.is_some_and(|address| !address.is_unspecified() && IpFamily::of(address) == wrong) {
                 add(false, field);
             }
@@ -74,10 +73,6 @@ pub(super) fn nothing_is_local(config: &Config, node: &NodeFacts) -> Option<&'st
     };
     let has_primary = networks.iter().any(|network| IpFamily::of(network.addr()) == node.ips.primary);
     (!has_primary).then_some(nothing)
-}
-
-fn listens_on(address: impl Into<Option<SocketAddr>>) -> Option<IpAddr> {
-    address.into().map(|address| address.ip())
 }
 
 /// Warns if node ports are served on addresses that `nodePortAddresses` does not name.
@@ -131,6 +126,8 @@ fn other(family: IpFamily) -> IpFamily {
 
 #[cfg(test)]
 mod tests {
+    use std::net::{IpAddr, SocketAddr};
+
     use rstest::rstest;
 
     use super::*;

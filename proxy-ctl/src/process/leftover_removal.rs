@@ -49,7 +49,7 @@ impl LeftoverRemoval {
         loop {
             self.look_and_remove(&mut progress).await;
             // A running kube-proxy writes missing rules within its own sync period.
-            let next_look = Instant::now() + self.configs.borrow().sync_period();
+            let next_look = Instant::now() + self.configs.borrow().periods.sync;
             let held_back = !progress.reported.blockers.is_empty();
             let attempts = !progress.pending.is_empty() && !held_back;
             let next = if attempts { next_look.min(progress.next_attempt) } else { next_look };

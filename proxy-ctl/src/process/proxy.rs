@@ -105,7 +105,7 @@ impl Proxy {
             node_name: settings.node_name,
             source_state: from_api_server.then_some(source_state),
             events,
-            health: Arc::new(SharedHealth::new(Health::new(config.sync_period()))),
+            health: Arc::new(SharedHealth::new(Health::new(config.periods.sync))),
             metrics: Arc::new(metrics),
             own_node: watch::Sender::default(),
             networks: watch::Sender::default(),

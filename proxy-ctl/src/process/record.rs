@@ -21,6 +21,7 @@ use crate::{
     model::objects::ObjectName,
     report::{ModeChoice, ModeInForce},
     source::kubernetes::{ResourceKind, SourceState},
+    sys::process::stat,
 };
 
 const FOLDER: &str = "proxy-ctl";
@@ -39,14 +40,14 @@ pub struct Record {
     pub reasons: Vec<String>,
     /// The mode takes the place of the one that was asked for; why.
     pub fallback: Option<String>,
-    pub sources: Vec<Source>,
+    pub sources: Vec<SourceRecord>,
     /// `ipvs.excludeCIDRs`: networks whose virtual servers are not kube-proxy's.
     #[serde(rename = "excludeCIDRs")]
     pub exclude_cidrs: Vec<String>,
     /// `ebpf.xdp`.
     pub xdp: String,
     /// Those that packet programs are attached to.
-    pub interfaces: Vec<Interface>,
+    pub interfaces: Vec<InterfaceRecord>,
     /// Service ports for which the rules of another kube-proxy stay, and why.
     pub removal_blockers: Vec<String>,
     /// By service port.
@@ -103,7 +104,7 @@ impl UnsupportedField {
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase", default)]
-pub struct Interface {
+pub struct InterfaceRecord {
     pub index: u32,
     pub name: String,
     /// `workload` or `uplink`.
@@ -114,7 +115,7 @@ pub struct Interface {
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase", default)]
-pub struct Source {
+pub struct SourceRecord {
     pub name: String,
     pub connected: bool,
     pub objects: i64,
@@ -191,10 +192,9 @@ fn runtime_folder() -> PathBuf {
     named.map_or_else(|| PathBuf::from(format!("{RUN}/user/{user}")), PathBuf::from)
 }
 
-/// Field 22 of /proc/<pid>/stat. The name before it may hold spaces.
+/// In clock ticks since boot.
 pub fn began(pid: u32) -> Option<u64> {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
+    stat(pid)?(22)
 }
 
 /// What of the record changes while the process runs.
@@ -236,8 +236,8 @@ pub(super) async fn keep(mut record: Record, mut inputs: RecordInputs, written: 
 }
 
 impl RecordInputs {
-    fn sources(&self) -> Vec<Source> {
-        let source = |state: &SourceState, kind: ResourceKind| Source {
+    fn sources(&self) -> Vec<SourceRecord> {
+        let source = |state: &SourceState, kind: ResourceKind| SourceRecord {
             name: kind.plural().to_owned(),
             connected: state.connected(kind),
             objects: state.objects(kind),
@@ -247,12 +247,12 @@ impl RecordInputs {
         state.kinds().into_iter().map(|kind| source(state, kind)).collect()
     }
 
-    fn interfaces(&self, config: &Config) -> Vec<Interface> {
+    fn interfaces(&self, config: &Config) -> Vec<InterfaceRecord> {
         let networks = self.networks.borrow();
         let interfaces = networks.iter().flat_map(|network| &network.interfaces);
         interfaces
             .filter(|interface| config.ebpf.interfaces.select(&interface.name))
-            .map(|interface| Interface {
+            .map(|interface| InterfaceRecord {
                 index: interface.index,
                 name: interface.name.clone(),
                 role: match interface.role {

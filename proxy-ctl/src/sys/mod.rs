@@ -24,6 +24,7 @@ pub mod netlink;
 pub mod network_namespaces;
 pub mod nftables;
 pub mod packet_counters;
+pub mod process;
 pub mod ready;
 pub mod sampler;
 pub mod socket_diag;

@@ -150,7 +150,8 @@ fn renumber(messages: &mut [u8], first: u32) -> u32 {
     count
 }
 
-fn half(bytes: &[u8], at: usize) -> Option<u16> {
+/// In the machine's order of bytes.
+pub(super) fn half(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 

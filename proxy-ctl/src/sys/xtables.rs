@@ -9,7 +9,11 @@ use std::{
     os::fd::{AsRawFd, OwnedFd},
 };
 
-use super::{CallError, netlink::text, nftables::TableFamily};
+use super::{
+    CallError,
+    netlink::{half, text, word},
+    nftables::TableFamily,
+};
 
 mod backend;
 pub mod saved;
@@ -148,18 +152,11 @@ fn get(
     if result == 0 { Ok(()) } else { Err(CallError::last(call)) }
 }
 
-fn word(bytes: &[u8], at: usize) -> Option<u32> {
-    Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
-}
-
-fn half(bytes: &[u8], at: usize) -> Option<usize> {
-    Some(usize::from(u16::from_ne_bytes(*bytes.get(at..)?.first_chunk()?)))
-}
-
 /// A user-defined chain begins with a rule whose target is ERROR, with its name; so does the table's end.
 fn chain_names(mut rules: &[u8], target_offset: usize) -> Vec<String> {
     let mut names = Vec::new();
     while let (Some(target), Some(next)) = (half(rules, target_offset), half(rules, target_offset + 2)) {
+        let (target, next) = (usize::from(target), usize::from(next));
         let name = |at: usize| rules.get(at..).and_then(text);
         if name(target + 2) == Some("ERROR") {
             names.extend(name(target + TARGET_HEADER).filter(|name| *name != "ERROR").map(str::to_owned));

@@ -12,7 +12,7 @@ use lab::{
     objects::{Endpoint, Service, ServicePort},
 };
 
-use crate::{change, plan::Path};
+use crate::{change, plan::Route};
 
 /// Where the proxies run.
 pub(crate) const NODE: NodeNumber = 1;
@@ -37,7 +37,7 @@ pub(crate) struct Cluster {
     pub(crate) lab: Lab,
 }
 
-/// Who is dialled on a path.
+/// Who is dialled on a route.
 pub(crate) struct Targets {
     pub(crate) direct: Vec<SocketAddr>,
     pub(crate) service: SocketAddr,
@@ -56,7 +56,7 @@ const ON_NODES: [OnNode; 2] = [
     OnNode { name: "far", index: 301, node: 2, node_port: 30_082 },
 ];
 
-impl Path {
+impl Route {
     fn service(self) -> &'static OnNode {
         match self {
             Self::ClusterIp | Self::NodePortLocal => &ON_NODES[0],
@@ -144,7 +144,7 @@ impl Cluster {
         })
     }
 
-    /// Creates what is missing for as many Services; each that is dialled on a path counts as the same one.
+    /// Creates what is missing for as many Services; each that is dialled on a route counts as the same one.
     pub(crate) fn grow(&mut self, services: usize) -> Result<()> {
         let others = services.saturating_sub(1);
         if others > self.others.services {
@@ -168,27 +168,27 @@ impl Cluster {
         self.server.kubeconfig(ADMIN)
     }
 
-    /// Who dials on this path.
-    pub(crate) fn dialler(&self, path: Path) -> &Agent {
-        match path {
-            Path::ClusterIp => &self.client,
-            Path::NodePortLocal | Path::NodePortRemote => &self.outside,
+    /// Who dials on this route.
+    pub(crate) fn dialler(&self, route: Route) -> &Agent {
+        match route {
+            Route::ClusterIp => &self.client,
+            Route::NodePortLocal | Route::NodePortRemote => &self.outside,
         }
     }
 
-    pub(crate) fn targets(&self, path: Path, bulk: bool) -> Result<Targets> {
-        let service = path.service();
+    pub(crate) fn targets(&self, route: Route, bulk: bool) -> Result<Targets> {
+        let service = route.service();
         let port = if bulk { BULK_PORT } else { BYTE_PORT };
-        let direct = path.servers().into_iter().map(|name| {
+        let direct = route.servers().into_iter().map(|name| {
             let pod = self.lab.netns(name)?;
             anyhow::Ok(SocketAddr::new(pod.addresses.of(Family::V4), port))
         });
-        let service = match path {
-            Path::ClusterIp => {
+        let service = match route {
+            Route::ClusterIp => {
                 let port = if bulk { PORT_OF_BULK } else { PORT };
                 SocketAddr::new(cluster_ip(service.index).of(Family::V4), port)
             }
-            Path::NodePortLocal | Path::NodePortRemote => {
+            Route::NodePortLocal | Route::NodePortRemote => {
                 let port = service.node_port + u16::from(bulk);
                 SocketAddr::new(address::node(NODE).of(Family::V4), port)
             }

@@ -4,7 +4,7 @@ use std::fmt;
 
 use behaviour::setting::{PathKind, ProxyKind};
 
-use crate::plan::{OUTSIDE, PATHS, Path};
+use crate::plan::{OUTSIDE, ROUTES, Route};
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Contender {
@@ -90,13 +90,13 @@ impl Contender {
     }
 
     /// Those on which it differs from another of the same mode.
-    pub fn paths(self) -> &'static [Path] {
+    pub fn routes(self) -> &'static [Route] {
         let by_sockets =
             matches!(self.kind, Kind::Proxy { proxy: ProxyKind::Ebpf, path: PathKind::Sockets, .. });
         match (by_sockets, self.cards) {
-            (true, _) => &[Path::ClusterIp],
+            (true, _) => &[Route::ClusterIp],
             (false, true) => OUTSIDE,
-            (false, false) => &PATHS,
+            (false, false) => &ROUTES,
         }
     }
 

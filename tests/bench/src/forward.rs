@@ -22,17 +22,18 @@ use lab::{
     Lab, address,
     cluster::{FABRIC, OUTSIDE, node_name},
     namespace::{run, within},
+    xdp,
 };
 use nix::{
     net::if_::if_nametoindex,
     sched::{CpuSet, sched_setaffinity},
     unistd::Pid,
 };
-use proxy_ctl::sys::bpf::{XdpMode, link_xdp, pin};
+use proxy_ctl::sys::bpf::pin;
 
 use crate::{
     cluster::{BYTE_PORT, Cluster, NODE},
-    plan::Path,
+    plan::Route,
     program::{self, FIRST_PORT, FRAME},
     results::{Figures, Settings},
     statistics::Spread,
@@ -61,13 +62,10 @@ pub(crate) enum Treatment {
     TranslatesByXdp,
 }
 
-/// Programs on devices; gone with the value.
-struct Attached(#[expect(dead_code, reason = "what is attached lives as long as its descriptor")] OwnedFd);
-
 pub(crate) fn packets(
     cluster: &Cluster,
     settings: &Settings,
-    route: Path,
+    route: Route,
     treatment: Treatment,
 ) -> Result<Figures> {
     let lab = &cluster.lab;
@@ -78,14 +76,14 @@ pub(crate) fn packets(
             attached.push(attach(lab, &node, DEVICE, &program::drop_datagrams())?);
             vec![(node.as_str(), DEVICE)]
         }
-        (_, Path::NodePortRemote) => vec![(FABRIC, node.as_str())],
-        (_, Path::ClusterIp | Path::NodePortLocal) => route.servers().map(|pod| (pod, DEVICE)).to_vec(),
+        (_, Route::NodePortRemote) => vec![(FABRIC, node.as_str())],
+        (_, Route::ClusterIp | Route::NodePortLocal) => route.servers().map(|pod| (pod, DEVICE)).to_vec(),
     };
     match treatment {
         Treatment::SendsBack => attached.push(attach(lab, &node, DEVICE, &program::send_back())?),
         // As a driver runs one, whatever it does: else frames are no frames.
         Treatment::Forwards | Treatment::Translates => {
-            attached.push(attach(lab, &node, DEVICE, &program::pass())?);
+            attached.push(attach(lab, &node, DEVICE, &xdp::PASS)?);
         }
         Treatment::Drops | Treatment::TranslatesByXdp => {}
     }
@@ -120,13 +118,8 @@ pub(crate) fn packets(
     Ok(Figures::Packets { per_second, nanos: 1e9 / per_second.median, lost: lost.median.max(0.0) })
 }
 
-fn attach(lab: &Lab, name: &str, device: &str, instructions: &[u64]) -> Result<Attached> {
-    let attach = || {
-        let program = program::load(instructions)?;
-        Ok(Attached(link_xdp(program.as_fd(), if_nametoindex(device)?, XdpMode::Native)?))
-    };
-    within(&lab.netns(name)?.namespace, attach)
-        .with_context(|| format!("an XDP program on {device} of {name}"))
+fn attach(lab: &Lab, name: &str, device: &str, instructions: &[u64]) -> Result<OwnedFd> {
+    xdp::attach(&lab.netns(name)?.namespace, device, instructions)
 }
 
 /// On a thread of its own: the last core, as the first has most interrupts.
@@ -184,7 +177,7 @@ impl Generator {
     /// In the network namespace of the fabric.
     fn new(lab: &Lab, frame: &[u8; FRAME], flows: u32) -> Result<Self> {
         let port = if_nametoindex(node_name(NODE).as_str())?;
-        let program = program::load(&program::generate(frame, flows, port))?;
+        let program = xdp::load(&program::generate(frame, flows, port))?;
         // aya makes programs of object files and of pins.
         let at = lab.bpffs(NODE).join("bench-generator");
         pin(program.as_fd(), &at)?;
@@ -216,14 +209,14 @@ impl Generator {
     }
 }
 
-/// One rule for the Service of a path, as one writes it by hand; gone with the value.
+/// One rule for the Service of a route, as one writes it by hand; gone with the value.
 pub(crate) struct OneRule<'a> {
     namespace: &'a str,
     rules: [Vec<String>; 2],
 }
 
 impl<'a> OneRule<'a> {
-    pub(crate) fn install(cluster: &'a Cluster, route: Path) -> Result<Self> {
+    pub(crate) fn install(cluster: &'a Cluster, route: Route) -> Result<Self> {
         let service = cluster.targets(route, false)?.service;
         let pod = cluster.lab.netns(route.servers()[0])?.addresses.v4;
         let words = |text: String| Vec::from_iter(text.split(' ').map(str::to_owned));

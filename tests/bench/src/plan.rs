@@ -61,7 +61,7 @@ impl fmt::Display for Measure {
 /// From whom to where.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Path {
+pub enum Route {
     /// A pod to the cluster IP of endpoints on its node.
     ClusterIp,
     /// Outside to the node port of endpoints on that node.
@@ -70,11 +70,11 @@ pub enum Path {
     NodePortRemote,
 }
 
-pub const PATHS: [Path; 3] = [Path::ClusterIp, Path::NodePortLocal, Path::NodePortRemote];
+pub const ROUTES: [Route; 3] = [Route::ClusterIp, Route::NodePortLocal, Route::NodePortRemote];
 
-pub const OUTSIDE: &[Path] = &[Path::NodePortLocal, Path::NodePortRemote];
+pub const OUTSIDE: &[Route] = &[Route::NodePortLocal, Route::NodePortRemote];
 
-impl Path {
+impl Route {
     pub const fn describe(self) -> &'static str {
         match self {
             Self::ClusterIp => "pod to ClusterIP",
@@ -84,7 +84,7 @@ impl Path {
     }
 }
 
-impl fmt::Display for Path {
+impl fmt::Display for Route {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.pad(match self {
             Self::ClusterIp => "cluster-ip",
@@ -97,8 +97,8 @@ impl fmt::Display for Path {
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct CellName {
     pub measure: Measure,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub path: Option<Path>,
+    #[serde(rename = "path", skip_serializing_if = "Option::is_none")]
+    pub route: Option<Route>,
     pub contender: String,
     /// In the cluster; 0: none of them matters.
     pub services: usize,
@@ -108,8 +108,8 @@ impl fmt::Display for CellName {
     /// `connect/node-port-local/ebpf-xdp/1000`.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "{}/", self.measure)?;
-        if let Some(path) = self.path {
-            write!(formatter, "{path}/")?;
+        if let Some(route) = self.route {
+            write!(formatter, "{route}/")?;
         }
         write!(formatter, "{}/{}", self.contender, self.services)
     }
@@ -122,25 +122,26 @@ pub fn cells(contender: Contender, services: usize, is_first_size: bool, filter:
         Kind::Direct | Kind::Dropped | Kind::SentBack | Kind::OneRule if is_first_size => 0,
         Kind::Direct | Kind::Dropped | Kind::SentBack | Kind::OneRule => return Vec::new(),
     };
-    let name = |(measure, path)| CellName { measure, path, contender: contender.name.to_owned(), services };
+    let name = |(measure, route)| CellName { measure, route, contender: contender.name.to_owned(), services };
     let all = measures(contender).into_iter().map(name);
     all.filter(|cell| filter.iter().all(|text| cell.to_string().contains(text))).collect()
 }
 
-fn measures(contender: Contender) -> Vec<(Measure, Option<Path>)> {
-    let on = |measures: &[Measure], paths: &[Path]| {
-        let each = |measure: &Measure| paths.iter().map(|path| (*measure, Some(*path))).collect::<Vec<_>>();
+fn measures(contender: Contender) -> Vec<(Measure, Option<Route>)> {
+    let on = |measures: &[Measure], routes: &[Route]| {
+        let each =
+            |measure: &Measure| routes.iter().map(|route| (*measure, Some(*route))).collect::<Vec<_>>();
         measures.iter().flat_map(each).collect::<Vec<_>>()
     };
-    let paths = contender.paths();
-    let outside: Vec<Path> = OUTSIDE.iter().copied().filter(|path| paths.contains(path)).collect();
+    let routes = contender.routes();
+    let outside: Vec<Route> = OUTSIDE.iter().copied().filter(|route| routes.contains(route)).collect();
     let forward = on(&[Measure::Forward], &outside);
     match contender.kind {
-        Kind::Dropped | Kind::SentBack => on(&[Measure::Forward], &[Path::NodePortRemote]),
+        Kind::Dropped | Kind::SentBack => on(&[Measure::Forward], &[Route::NodePortRemote]),
         Kind::OneRule => forward,
-        Kind::Direct if contender.cards => on(&[Measure::Cpu], paths),
-        Kind::Direct => [on(&[Measure::Cpu], paths), forward].concat(),
-        Kind::Proxy { monitored: true, .. } => on(&[Measure::Connect, Measure::Cpu], paths),
+        Kind::Direct if contender.cards => on(&[Measure::Cpu], routes),
+        Kind::Direct => [on(&[Measure::Cpu], routes), forward].concat(),
+        Kind::Proxy { monitored: true, .. } => on(&[Measure::Connect, Measure::Cpu], routes),
         Kind::Proxy { proxy, .. } => {
             let without = |measures: &[Measure]| measures.iter().map(|measure| (*measure, None)).collect();
             let forwards = !proxy.datapath().is_a_process();
@@ -150,8 +151,8 @@ fn measures(contender: Contender) -> Vec<(Measure, Option<Path>)> {
             let end = Vec::from_iter(restart.into_iter().chain([Measure::CleanUp]));
             [
                 without(&[Measure::Start]),
-                on(&EXERCISES, paths),
-                on(&[Measure::Cpu], paths),
+                on(&EXERCISES, routes),
+                on(&[Measure::Cpu], routes),
                 if forwards { forward } else { Vec::new() },
                 changes,
                 without(&end),

@@ -1,6 +1,6 @@
 //! Results as SVG.
 
-use std::path::{Path as File, PathBuf};
+use std::path::{Path, PathBuf};
 
 use anyhow::{Result, anyhow};
 use plotters::{
@@ -14,7 +14,7 @@ use plotters::{
 
 use crate::{
     contender::{CONTENDERS, Contender, Kind},
-    plan::{Measure, PATHS, Path},
+    plan::{Measure, ROUTES, Route},
     results::{Figures, Results, TOO_BUSY},
 };
 
@@ -30,7 +30,7 @@ struct Bar {
 }
 
 /// Draws what there are figures for; answers with the files.
-pub fn draw(results: &Results, folder: &File) -> Result<Vec<PathBuf>> {
+pub fn draw(results: &Results, folder: &Path) -> Result<Vec<PathBuf>> {
     let mut drawn = Vec::new();
     for (name, title, measure) in [
         (
@@ -78,11 +78,11 @@ pub fn draw(results: &Results, folder: &File) -> Result<Vec<PathBuf>> {
     Ok(drawn)
 }
 
-/// One for each path, at the largest size.
+/// One for each route, at the largest size.
 fn panels(results: &Results, measure: Measure) -> Vec<(&'static str, Vec<Bar>)> {
     let size = results.settings.sizes.last().copied().unwrap_or(0);
-    let bar = |contender: Contender, path: Path| {
-        let (spread, scale) = match results.figures(measure, Some(path), contender.name, size)? {
+    let bar = |contender: Contender, route: Route| {
+        let (spread, scale) = match results.figures(measure, Some(route), contender.name, size)? {
             Figures::Rates { ratio, .. } => (*ratio, 1.0),
             Figures::Cpu { micros, busy_at_rest } if *busy_at_rest <= TOO_BUSY => (*micros, 1.0),
             Figures::Packets { per_second, .. } => (*per_second, 1e-6),
@@ -103,12 +103,12 @@ fn panels(results: &Results, measure: Measure) -> Vec<(&'static str, Vec<Bar>)> 
     };
     // What the devices alone can do is many times of what is compared.
     let is_shown = |contender: &Contender| !matches!(contender.kind, Kind::Dropped | Kind::SentBack);
-    let panel = |path: Path| {
+    let panel = |route: Route| {
         let shown = CONTENDERS.into_iter().filter(is_shown);
-        let bars: Vec<Bar> = shown.filter_map(|contender| bar(contender, path)).collect();
-        (path.describe(), bars)
+        let bars: Vec<Bar> = shown.filter_map(|contender| bar(contender, route)).collect();
+        (route.describe(), bars)
     };
-    PATHS.map(panel).into_iter().filter(|(_, bars)| !bars.is_empty()).collect()
+    ROUTES.map(panel).into_iter().filter(|(_, bars)| !bars.is_empty()).collect()
 }
 
 /// By the number of Services.
@@ -163,7 +163,7 @@ fn title(area: &Area<'_>, text: &str) -> Drawn {
     Ok(())
 }
 
-fn bars(file: &File, heading: &str, panels: &[(&str, Vec<Bar>)]) -> Drawn {
+fn bars(file: &Path, heading: &str, panels: &[(&str, Vec<Bar>)]) -> Drawn {
     let rows: i32 = panels.iter().map(|(_, bars)| bars.len() as i32 + 2).sum();
     let height = MARGIN * 3 + ROW * rows;
     let area = SVGBackend::new(file, (WIDTH, height.unsigned_abs())).into_drawing_area();
@@ -204,7 +204,7 @@ fn short(value: f64) -> String {
     }
 }
 
-fn growth(file: &File, heading: &str, lines: &[(Contender, Vec<(f64, f64)>)]) -> Drawn {
+fn growth(file: &Path, heading: &str, lines: &[(Contender, Vec<(f64, f64)>)]) -> Drawn {
     let area = SVGBackend::new(file, (WIDTH, 440)).into_drawing_area();
     title(&area, heading)?;
     let points = || lines.iter().flat_map(|(_, points)| points);

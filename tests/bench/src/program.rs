@@ -1,9 +1,4 @@
-//! Small XDP programs, as instructions.
-
-use std::os::fd::OwnedFd;
-
-use anyhow::{Context as _, Result};
-use proxy_ctl::sys::bpf::load_program;
+//! XDP programs of the benchmark, as instructions.
 
 /// Bytes of the smallest Ethernet frame, without its checksum.
 pub(crate) const FRAME: usize = 60;
@@ -52,16 +47,6 @@ fn frame(context: u8, length: usize, beyond: i16) -> [u64; 5] {
         instruction(0x07, 4, 0, 0, length as i32),
         instruction(0x2d, 4, 3, beyond, 0),
     ]
-}
-
-pub(crate) fn load(instructions: &[u64]) -> Result<OwnedFd> {
-    const XDP: u32 = 6;
-    const BPF_XDP: u32 = 37;
-    load_program(XDP, BPF_XDP, instructions).context("loading a program of the benchmark")
-}
-
-pub(crate) fn pass() -> Vec<u64> {
-    vec![set(0, XDP_PASS), EXIT]
 }
 
 pub(crate) fn send_back() -> Vec<u64> {

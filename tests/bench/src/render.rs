@@ -4,7 +4,7 @@ use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 
 use crate::{
     contender::CONTENDERS,
-    plan::{CellName, EXERCISES, Measure, PATHS, Path},
+    plan::{CellName, EXERCISES, Measure, ROUTES, Route},
     results::{Figures, Outcome, Results, TOO_BUSY},
 };
 
@@ -14,7 +14,7 @@ const LONGEST: usize = 200;
 
 pub fn text(results: &Results) -> String {
     let mut parts = vec![conditions(results)];
-    parts.extend(PATHS.into_iter().filter_map(|path| traffic(results, path)));
+    parts.extend(ROUTES.into_iter().filter_map(|route| traffic(results, route)));
     parts.extend(forwarded(results));
     parts.extend(control_plane(results));
     parts.extend(left_out(results));
@@ -80,9 +80,9 @@ fn table(title: &str, header: &[&str], rows: Vec<Vec<String>>) -> Option<String>
     Some(format!("{title}\n{}\n", lines.join("\n")))
 }
 
-fn traffic(results: &Results, path: Path) -> Option<String> {
+fn traffic(results: &Results, route: Route) -> Option<String> {
     let rows = rows(results, |contender, size| {
-        let figures = |measure| results.figures(measure, Some(path), contender, size);
+        let figures = |measure| results.figures(measure, Some(route), contender, size);
         let ratio = |measure, with_spread| match figures(measure) {
             Some(Figures::Rates { ratio, .. }) if with_spread => {
                 format!("{:.3} {:.2}..{:.2}", ratio.median, ratio.low, ratio.high)
@@ -109,7 +109,7 @@ fn traffic(results: &Results, path: Path) -> Option<String> {
     });
     let title = format!(
         "{}\nconnections a second, and each measure as a part of direct; latencies and processor time of a connection in us",
-        path.describe()
+        route.describe()
     );
     let header = ["connect/s", "connect", "p50", "p99", "request", "bulk", "datagram", "cpu"];
     table(&title, &header, rows)
@@ -117,7 +117,7 @@ fn traffic(results: &Results, path: Path) -> Option<String> {
 
 fn forwarded(results: &Results) -> Option<String> {
     let rows = rows(results, |contender, size| {
-        let figures = |path| match results.figures(Measure::Forward, Some(path), contender, size) {
+        let figures = |route| match results.figures(Measure::Forward, Some(route), contender, size) {
             Some(Figures::Packets { per_second, nanos, .. }) => [
                 format!(
                     "{:.0} {:.0}..{:.0}",
@@ -129,8 +129,8 @@ fn forwarded(results: &Results) -> Option<String> {
             ],
             _ => [NOTHING; 2].map(str::to_owned),
         };
-        let [near, near_nanos] = figures(Path::NodePortLocal);
-        let [far, far_nanos] = figures(Path::NodePortRemote);
+        let [near, near_nanos] = figures(Route::NodePortLocal);
+        let [far, far_nanos] = figures(Route::NodePortRemote);
         Some([near, near_nanos, far, far_nanos])
     });
     let header = ["to a pod here, k/s", "ns", "to another node, k/s", "ns"];

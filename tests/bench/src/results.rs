@@ -135,12 +135,12 @@ impl Results {
     pub fn figures(
         &self,
         measure: Measure,
-        path: Option<crate::plan::Path>,
+        route: Option<crate::plan::Route>,
         contender: &str,
         services: usize,
     ) -> Option<&Figures> {
         let is_it = |name: &CellName| {
-            (name.measure, name.path, name.contender.as_str()) == (measure, path, contender)
+            (name.measure, name.route, name.contender.as_str()) == (measure, route, contender)
                 && [0, services].contains(&name.services)
         };
         self.cells.iter().find(|cell| is_it(&cell.name)).and_then(|cell| match &cell.outcome {

@@ -17,7 +17,7 @@ use crate::{
     contender::{Contender, Kind},
     forward::{self, OneRule, Treatment},
     machine::Machine,
-    plan::{self, CellName, Measure, PATHS, Path},
+    plan::{self, CellName, Measure, ROUTES, Route},
     results::{Cell, Figures, Outcome, Results, Settings},
     rollout,
     subject::{self, Subject},
@@ -109,18 +109,18 @@ fn contend(
 
 /// Without a proxy.
 fn alone(cluster: &Cluster, on: &Settings, contender: Contender, cell: &CellName) -> Result<Figures> {
-    let path = path_of(cell)?;
+    let route = route_of(cell)?;
     let treatment = match contender.kind {
-        _ if cell.measure == Measure::Cpu => return traffic::processor_time(cluster, on, path, true),
+        _ if cell.measure == Measure::Cpu => return traffic::processor_time(cluster, on, route, true),
         Kind::OneRule => {
-            let _rule = OneRule::install(cluster, path)?;
-            return forward::packets(cluster, on, path, Treatment::Translates);
+            let _rule = OneRule::install(cluster, route)?;
+            return forward::packets(cluster, on, route, Treatment::Translates);
         }
         Kind::Dropped => Treatment::Drops,
         Kind::SentBack => Treatment::SendsBack,
         Kind::Direct | Kind::Proxy { .. } => Treatment::Forwards,
     };
-    forward::packets(cluster, on, path, treatment)
+    forward::packets(cluster, on, route, treatment)
 }
 
 fn with_proxy(
@@ -165,9 +165,9 @@ fn begin(cluster: &Cluster, subject: &mut Subject, monitored: bool) -> Result<f6
         ensure!(started.elapsed() < PATIENCE, "nothing is served after {} s", PATIENCE.as_secs());
     }
     let millis = started.elapsed().as_secs_f64() * 1e3;
-    for path in PATHS {
-        wait::until(path.describe(), PATIENCE, || {
-            let served = traffic::is_served(cluster, path).map_err(|error| format!("{error:#}"))?;
+    for route in ROUTES {
+        wait::until(route.describe(), PATIENCE, || {
+            let served = traffic::is_served(cluster, route).map_err(|error| format!("{error:#}"))?;
             Ok(served.then_some(()))
         })?;
     }
@@ -217,13 +217,13 @@ fn figures_of(
     match cell.measure {
         Measure::Start => Ok(Figures::Time { millis: start_millis }),
         Measure::Connect | Measure::Request | Measure::Bulk | Measure::Datagram => {
-            traffic::rates(cluster, on, cell.measure, path_of(cell)?)
+            traffic::rates(cluster, on, cell.measure, route_of(cell)?)
         }
-        Measure::Cpu => traffic::processor_time(cluster, on, path_of(cell)?, false),
+        Measure::Cpu => traffic::processor_time(cluster, on, route_of(cell)?, false),
         Measure::Forward => {
             let by_xdp = contender.uses_xdp();
             let treatment = if by_xdp { Treatment::TranslatesByXdp } else { Treatment::Translates };
-            forward::packets(cluster, on, path_of(cell)?, treatment)
+            forward::packets(cluster, on, route_of(cell)?, treatment)
         }
         Measure::Change => change::times(cluster, on.rounds),
         Measure::ChangesCpu => change::processor_time(cluster, subject, on.changes),
@@ -243,8 +243,8 @@ fn figures_of(
     }
 }
 
-fn path_of(cell: &CellName) -> Result<Path> {
-    cell.path.with_context(|| format!("{cell} has no path"))
+fn route_of(cell: &CellName) -> Result<Route> {
+    cell.route.with_context(|| format!("{cell} has no route"))
 }
 
 /// What was found, told as it is found.

@@ -12,7 +12,7 @@ use lab::{
 use crate::{
     cluster::Cluster,
     cpu,
-    plan::{Measure, Path},
+    plan::{Measure, Route},
     results::{Figures, Rate, Settings},
     statistics::Spread,
 };
@@ -23,7 +23,12 @@ const ROUNDS: u32 = 3;
 const MOST_FAILURES: f64 = 0.001;
 
 /// Direct connections and those through the proxy, by turns.
-pub(crate) fn rates(cluster: &Cluster, settings: &Settings, measure: Measure, path: Path) -> Result<Figures> {
+pub(crate) fn rates(
+    cluster: &Cluster,
+    settings: &Settings,
+    measure: Measure,
+    route: Route,
+) -> Result<Figures> {
     let (exercise, clients) = match measure {
         Measure::Connect => (Exercise::Connect, settings.clients),
         Measure::Request => (Exercise::Request, settings.clients),
@@ -40,7 +45,7 @@ pub(crate) fn rates(cluster: &Cluster, settings: &Settings, measure: Measure, pa
         | Measure::Restart
         | Measure::CleanUp => bail!("{measure} is no exercise"),
     };
-    let targets = cluster.targets(path, exercise == Exercise::Bulk)?;
+    let targets = cluster.targets(route, exercise == Exercise::Bulk)?;
     let bench = Bench {
         exercise,
         sides: vec![targets.direct, vec![targets.service]],
@@ -49,7 +54,7 @@ pub(crate) fn rates(cluster: &Cluster, settings: &Settings, measure: Measure, pa
         turn_ms: settings.turn_ms,
         pace: None,
     };
-    let agent = cluster.dialler(path);
+    let agent = cluster.dialler(route);
     warm_up(agent, &bench)?;
     let sides = agent.bench(&bench)?;
     let [direct, service] = sides.as_slice() else { bail!("{} sides", sides.len()) };
@@ -84,17 +89,17 @@ fn rate(side: &Side, name: &str) -> Result<Rate> {
     Ok(Rate { per_second, p50_micros: side.p50_micros, p99_micros: side.p99_micros })
 }
 
-/// Whether the Service of this path is.
-pub(crate) fn is_served(cluster: &Cluster, path: Path) -> Result<bool> {
+/// Whether the Service of this route is.
+pub(crate) fn is_served(cluster: &Cluster, route: Route) -> Result<bool> {
     let bench = Bench {
         exercise: Exercise::Connect,
-        sides: vec![vec![cluster.targets(path, false)?.service]],
+        sides: vec![vec![cluster.targets(route, false)?.service]],
         clients: 1,
         seconds: 0.0,
         turn_ms: 1,
         pace: None,
     };
-    let sides = cluster.dialler(path).bench(&bench)?;
+    let sides = cluster.dialler(route).bench(&bench)?;
     Ok(sides.iter().all(|side| side.answered > 0))
 }
 
@@ -102,10 +107,10 @@ pub(crate) fn is_served(cluster: &Cluster, path: Path) -> Result<bool> {
 pub(crate) fn processor_time(
     cluster: &Cluster,
     settings: &Settings,
-    path: Path,
+    route: Route,
     is_direct: bool,
 ) -> Result<Figures> {
-    let targets = cluster.targets(path, false)?;
+    let targets = cluster.targets(route, false)?;
     let side: Vec<SocketAddr> = if is_direct { targets.direct } else { vec![targets.service] };
     let seconds = settings.seconds / f64::from(ROUNDS);
     let bench = Bench {
@@ -116,7 +121,7 @@ pub(crate) fn processor_time(
         turn_ms: settings.turn_ms,
         pace: Some(settings.pace),
     };
-    let agent = cluster.dialler(path);
+    let agent = cluster.dialler(route);
     warm_up(agent, &bench)?;
     let (mut micros, mut busy_at_rest) = (Vec::new(), 0.0_f64);
     for _ in 0..ROUNDS {

@@ -4,8 +4,7 @@ use std::{
     collections::BTreeMap,
     fs,
     hash::{BuildHasher, Hasher, RandomState},
-    io::{Read, Write},
-    net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream},
+    net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener},
     path::{Path, PathBuf},
     process::Command,
     time::{Duration, Instant},
@@ -13,17 +12,18 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use kube::{Client, config::Kubeconfig};
-use lab::wait;
+use lab::{http, namespace::on_a_thread, wait};
 use serde_json::Value;
 
 use crate::{
     binaries::Program,
     certificates::Certificates,
     objects,
-    process::{BETWEEN_LOOKS, Process, within},
+    process::{BETWEEN_LOOKS, Process},
 };
 
 const READY_LIMIT: Duration = Duration::from_secs(90);
+const ETCD_LIMIT: Duration = Duration::from_secs(30);
 
 /// Someone the API server knows by a token.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -209,7 +209,7 @@ impl ApiServer {
     /// Runs `work` with a client as [`ADMIN`], on a thread of its own in the API server's namespace: for callers
     /// that are not asynchronous, or elsewhere.
     pub fn run<T: Send>(&self, work: impl AsyncFnOnce(Client) -> Result<T> + Send) -> Result<T> {
-        within(self.options.namespace.as_deref(), || {
+        on_a_thread(self.options.namespace.as_deref(), || {
             let runtime = tokio::runtime::Builder::new_current_thread()
                 .enable_all()
                 .build()
@@ -308,25 +308,15 @@ impl ApiServer {
 
     /// A request to etcd's JSON gateway.
     fn etcd(&self, path: &str, body: &str) -> Result<Value> {
-        let exchange = || -> Result<String> {
-            let address = SocketAddr::from((Ipv4Addr::LOCALHOST, self.etcd_port));
-            let mut stream = TcpStream::connect(address).context("connecting to etcd")?;
-            let length = body.len();
-            write!(
-                stream,
-                "POST {path} HTTP/1.0\r\nHost: etcd\r\nContent-Type: application/json\r\nContent-Length: {length}\r\n\r\n{body}"
-            )
-            .context("writing to etcd")?;
-            let mut answer = String::new();
-            stream.read_to_string(&mut answer).context("reading from etcd")?;
-            Ok(answer)
-        };
-        let answer = within(self.options.namespace.as_deref(), exchange)?;
-        let (head, body) = answer.split_once("\r\n\r\n").context("etcd's answer has no body")?;
-        if !head.lines().next().is_some_and(|status| status.contains(" 200 ")) {
-            bail!("etcd {path}: {answer}");
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, self.etcd_port));
+        let headers = [("Content-Type", "application/json")];
+        let answer = on_a_thread(self.options.namespace.as_deref(), || {
+            http::request(address, "POST", path, &headers, Some(body), ETCD_LIMIT)
+        })?;
+        if answer.status != 200 {
+            bail!("etcd {path}: {} {}", answer.status, answer.text());
         }
-        serde_json::from_str(body.trim()).with_context(|| format!("etcd {path}: {body}"))
+        serde_json::from_slice(&answer.body).with_context(|| format!("etcd {path}: {}", answer.text()))
     }
 
     fn arguments(&self) -> Vec<String> {
@@ -425,7 +415,7 @@ fn random_token() -> String {
 
 /// Ports that nobody listens on in the namespace now.
 fn free_ports<const N: usize>(namespace: Option<&str>) -> Result<[u16; N]> {
-    within(namespace, || {
+    on_a_thread(namespace, || {
         // All are held until all are found, so that they differ.
         let mut listeners = Vec::new();
         let mut ports = [0; N];

@@ -23,4 +23,4 @@ pub mod objects;
 mod process;
 
 pub use api_server::{ADMIN, ApiServer, Identity, Options, PROXY};
-pub use process::{Process, within};
+pub use process::Process;

@@ -1,5 +1,4 @@
-//! A child that never outlives its owner: killed when dropped, and by the kernel when this process dies; and work in
-//! another network namespace.
+//! A child that never outlives its owner: killed when dropped, and by the kernel when this process dies.
 
 use std::{
     fs::{self, File},
@@ -11,8 +10,8 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, bail};
+use lab::namespace::{enter, path};
 use nix::{
-    sched::{CloneFlags, setns},
     sys::signal::{Signal, kill},
     unistd::Pid,
 };
@@ -54,11 +53,12 @@ impl Process {
 
         let (owner, owned) = mpsc::channel::<()>();
         let (started, start) = mpsc::channel();
-        let namespace = namespace.map(str::to_owned);
+        let namespace = namespace.map(path);
         let parent = std::thread::Builder::new()
             .name(format!("parent of {name}"))
             .spawn(move || {
-                let child = enter(namespace.as_deref())
+                let child = namespace
+                    .map_or(Ok(()), |namespace| enter(&namespace))
                     .and_then(|()| bound.spawn().context("starting setpriv (package util-linux)"));
                 if started.send(child).is_ok() {
                     // Ends with an error once the owner is gone, which is what is waited for.
@@ -116,23 +116,4 @@ impl Drop for Process {
             let _ = parent.join();
         }
     }
-}
-
-/// Moves the calling thread into a named network namespace.
-fn enter(namespace: Option<&str>) -> Result<()> {
-    let Some(name) = namespace else { return Ok(()) };
-    let path = Path::new("/run/netns").join(name);
-    let file = File::open(&path).with_context(|| format!("opening {}", path.display()))?;
-    setns(file, CloneFlags::CLONE_NEWNET).with_context(|| format!("entering {}", path.display()))
-}
-
-/// Does `work` on a thread of its own in a named network namespace or, without a name, in ours.
-pub fn within<T: Send>(namespace: Option<&str>, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
-    std::thread::scope(|scope| {
-        let worker = scope.spawn(|| {
-            enter(namespace)?;
-            work()
-        });
-        worker.join().map_err(|_| anyhow!("a thread in a network namespace panicked"))?
-    })
 }

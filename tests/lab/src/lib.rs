@@ -12,6 +12,7 @@ pub mod namespace;
 pub mod objects;
 pub mod programs;
 pub mod wait;
+pub mod xdp;
 
 pub use agent::{
     client::Agent,

@@ -35,13 +35,18 @@ pub fn enter(namespace: &Path) -> Result<()> {
 
 /// Runs `work` on a thread of its own in the namespace.
 pub fn within<T: Send>(namespace: &str, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
-    let namespace = path(namespace);
+    on_a_thread(Some(namespace), work)
+}
+
+/// Runs `work` on a thread of its own, in a namespace or (`None`) in ours.
+pub fn on_a_thread<T: Send>(namespace: Option<&str>, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     std::thread::scope(|scope| {
         let worker = scope.spawn(|| {
-            enter(&namespace)?;
+            namespace.map_or(Ok(()), |name| enter(&path(name)))?;
             work()
         });
-        worker.join().map_err(|_| anyhow!("a thread in {} panicked", namespace.display()))?
+        let place = namespace.unwrap_or("our own namespace");
+        worker.join().map_err(|_| anyhow!("a thread in {place} panicked"))?
     })
 }
 

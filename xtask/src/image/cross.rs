@@ -16,6 +16,7 @@ use clap::ValueEnum;
 use crate::{
     cache,
     command::{cargo, run as execute, target, workspace},
+    toolchain::cargo_home,
 };
 
 const ZIG: &str = "ziglang==0.15.2";
@@ -138,9 +139,7 @@ pub(super) fn build_packages(toolchain: &Toolchain, profile: Profile, packages: 
 /// Call stacks are taken by frame pointers: these stand in place of the flags in `.cargo/config.toml`. Paths are remapped so
 /// that a binary does not tell where it was built.
 fn flags() -> Vec<String> {
-    let home = env::var_os("CARGO_HOME").map(PathBuf::from);
-    let home = home.or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cargo")));
-    let folders = [(Some(workspace()), "/proxy-ctl"), (home, "/cargo")];
+    let folders = [(Some(workspace()), "/proxy-ctl"), (cargo_home(), "/cargo")];
     let remapped = folders
         .into_iter()
         .filter_map(|(folder, to)| Some(format!("--remap-path-prefix={}={to}", folder?.display())));

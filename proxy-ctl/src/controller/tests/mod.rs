@@ -12,7 +12,7 @@ use tokio::sync::watch;
 
 use super::*;
 use crate::{
-    config::NodePortAddress,
+    config::{NamePattern, NodePortAddress},
     dataplane::{
         Applied, Device, Effect, ErrorKind, Host, Interface, Modes, Programmed, Snapshot, Unsupported, Usage,
     },
@@ -474,12 +474,9 @@ fn without_a_first_success_nothing_is_written_piecemeal() {
 
 #[test]
 fn the_configuration_chooses_interfaces_and_node_port_addresses() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("config.yaml");
-    let text = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n\
-        nodePortAddresses: [primary]\nebpf: {interfaces: {exclude: [docker*]}}\n";
-    std::fs::write(&path, text).unwrap();
-    let mut fixture = Fixture::new(Config::load(&path).unwrap().config);
+    let mut config = Config { node_port_addresses: vec![NodePortAddress::Primary], ..Config::default() };
+    config.ebpf.interfaces.exclude.extend(NamePattern::parse("docker*"));
+    let mut fixture = Fixture::new(config);
     let node = Node { addresses: vec![ip("192.0.2.1")], ..Node::default() };
     let own_node = fixture.reports.own_node.subscribe();
     assert_eq!(*own_node.borrow(), OwnNode::NotListed);
@@ -762,12 +759,10 @@ fn a_failed_write_is_not_compared_before_it_is_repaired() {
 #[test]
 fn a_new_configuration_is_taken_over_as_it_goes() {
     let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("config.yaml");
-    let text = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n\
-        iptables: {syncPeriod: 5s}\nebpf: {interfaces: {exclude: [docker*]}}\n";
-    std::fs::write(&path, text).unwrap();
-    fixture.controller.configure(Arc::new(Config::load(&path).unwrap().config), fixture.now);
+    let mut config = Config::default();
+    config.periods.sync = Duration::from_secs(5);
+    config.ebpf.interfaces.exclude.extend(NamePattern::parse("docker*"));
+    fixture.controller.configure(Arc::new(config), fixture.now);
     let calls = fixture.write();
     let [Call::SetHost(host)] = calls.as_slice() else { panic!("{calls:?}") };
     assert_eq!(host.interfaces.iter().map(|one| one.name.as_str()).collect::<Vec<_>>(), ["eth0"]);

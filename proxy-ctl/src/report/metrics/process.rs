@@ -8,6 +8,8 @@ use prometheus_client::{
     metrics::{counter::ConstCounter, gauge::ConstGauge},
 };
 
+use crate::sys::process;
+
 /// Clock ticks a second as the kernel shows them to user space: USER_HZ, 100 on every architecture we build for.
 const TICKS: f64 = 100.0;
 
@@ -120,15 +122,12 @@ fn gauge(
 }
 
 fn stat() -> Option<Stat> {
-    let text = fs::read_to_string("/proc/self/stat").ok()?;
+    let number = process::stat("self")?;
     let boot = fs::read_to_string("/proc/stat").ok()?;
     let boot: f64 = boot.lines().find_map(|line| line.strip_prefix("btime "))?.trim().parse().ok()?;
     let status = fs::read_to_string("/proc/self/status").ok()?;
     let resident = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     let resident: u64 = resident.trim().strip_suffix(" kB")?.parse().ok()?;
-    // The name may hold spaces and parentheses: count from its end. The first field there is number 3.
-    let fields: Vec<&str> = text.rsplit_once(')')?.1.split_whitespace().collect();
-    let number = |field: usize| fields.get(field - 3).and_then(|text| text.parse::<u64>().ok());
     Some(Stat {
         cpu_seconds: (number(14)? + number(15)?) as f64 / TICKS,
         start_time_seconds: boot + number(22)? as f64 / TICKS,

@@ -148,9 +148,9 @@ impl From<kube::Error> for Failure {
             }
             kube::Error::Service(source) => match source.downcast::<Self>() {
                 Ok(failure) => *failure,
-                Err(source) => Self::new(transport_reason(&*source), chain(&*source)),
+                Err(source) => Self::new(transport_reason(&*source), with_causes(&*source)),
             },
-            error => Self::new(transport_reason(&error), chain(&error)),
+            error => Self::new(transport_reason(&error), with_causes(&error)),
         }
     }
 }
@@ -195,7 +195,7 @@ pub(super) fn ends_too_early(error: &(dyn StdError + 'static)) -> bool {
 }
 
 /// The error and its causes in one line, without repeating what a layer only passes on.
-fn chain(error: &(dyn StdError + 'static)) -> String {
+pub(crate) fn with_causes(error: &(dyn StdError + 'static)) -> String {
     causes(error).map(ToString::to_string).fold(String::new(), |mut text, cause| {
         if !text.contains(&cause) {
             let colon = if text.is_empty() { "" } else { ": " };

@@ -328,7 +328,7 @@ fn server_url(text: &str) -> Result<Uri, String> {
     }
 }
 
-/// As API servers log it: first the impersonated user, then the real one.
+/// kube-proxy's User-Agent, with our own name behind it.
 fn user_agent() -> String {
     let (platform, own) = (version::platform(), env!("CARGO_PKG_VERSION"));
     format!("kube-proxy/v{} ({platform}) proxy-ctl/{own}", version::KUBE_PROXY)

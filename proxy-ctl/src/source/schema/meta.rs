@@ -107,8 +107,6 @@ pub struct Unknown {
     pub raw: Bytes,
     #[prost(string, tag = 3)]
     pub content_encoding: String,
-    #[prost(string, tag = 4)]
-    pub content_type: String,
 }
 
 #[derive(Clone, PartialEq, prost::Message)]

@@ -169,10 +169,6 @@ impl Proxy {
         self.process.as_mut()?.try_wait().ok()?
     }
 
-    pub fn process_id(&self) -> Option<u32> {
-        Some(self.process.as_ref()?.id())
-    }
-
     /// Another command of the same proxy-ctl in the node's network namespace, e.g. `services`.
     pub fn tool_command(&self, lab: &Lab, arguments: &[&str]) -> Result<Command> {
         let mut command = lab.command(lab.netns(&node_name(self.node))?, &self.program)?;

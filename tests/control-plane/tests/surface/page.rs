@@ -2,12 +2,12 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    io::{Read, Write},
-    net::TcpStream,
+    net::SocketAddr,
     time::Duration,
 };
 
 use anyhow::{Context, Result};
+use lab::http::{self, Answer};
 use serde_json::{Map, Value, json};
 
 pub(crate) const HEALTHZ: u16 = 10256;
@@ -155,54 +155,29 @@ const HEADERS: [&str; 7] = [
 
 const LIMIT: Duration = Duration::from_secs(30);
 
-pub(crate) struct Answer {
-    pub(crate) status: u16,
-    head: String,
-    body: Vec<u8>,
-}
-
 impl Page {
     pub(crate) fn ask(&self) -> Result<Answer> {
         let Self { name, address, port, method, path, accept, body, .. } = self;
-        let mut stream = TcpStream::connect((*address, *port))
-            .with_context(|| format!("connecting to {address}:{port} for {name}"))?;
-        stream.set_read_timeout(Some(LIMIT)).context("setting a timeout")?;
-        // Nothing is chunked in HTTP/1.0, and the answer's end is the connection's.
-        let mut request = format!("{method} {path} HTTP/1.0\r\nHost: node\r\n");
-        if !accept.is_empty() {
-            request.push_str(&format!("Accept: {accept}\r\n"));
-        }
-        if *method == "PUT" || *method == "POST" {
-            request.push_str(&format!("Content-Length: {}\r\n", body.len()));
-        }
-        write!(stream, "{request}\r\n{body}").with_context(|| format!("asking for {name}"))?;
-        let mut bytes = Vec::new();
-        stream.read_to_end(&mut bytes).with_context(|| format!("reading {name}"))?;
-        let end = bytes.windows(4).position(|four| four == b"\r\n\r\n").context("no end of the headers")?;
-        let head = String::from_utf8_lossy(&bytes[..end]).into_owned();
-        let status = head.split(' ').nth(1).and_then(|code| code.parse().ok()).context("no status")?;
-        Ok(Answer { status, head, body: bytes.split_off(end + 4) })
-    }
-}
-
-impl Answer {
-    pub(crate) fn text(&self) -> String {
-        String::from_utf8_lossy(&self.body).into_owned()
+        let address = SocketAddr::new(address.parse().context("an address")?, *port);
+        let accept = (!accept.is_empty()).then_some(("Accept", *accept));
+        let body = matches!(*method, "PUT" | "POST").then_some(*body);
+        http::request(address, method, path, accept.as_slice(), body, LIMIT)
+            .with_context(|| format!("asking for {name}"))
     }
 
     /// The answer as it is compared. What is in one of `folders` is called `<folder>/…`.
-    pub(crate) fn seen(&self, keep: Keep, folders: &[&str]) -> Result<Value> {
+    pub(crate) fn seen(&self, answer: &Answer, folders: &[&str]) -> Value {
         let mut seen = Map::new();
-        seen.insert("status".into(), self.status.into());
-        for line in self.head.lines().skip(1) {
+        seen.insert("status".into(), answer.status.into());
+        for line in answer.head.lines().skip(1) {
             if let Some((name, value)) = line.split_once(':')
                 && HEADERS.contains(&name.to_lowercase().as_str())
             {
                 seen.insert(name.to_lowercase(), value.trim().into());
             }
         }
-        let text = folders.iter().fold(self.text(), |text, folder| text.replace(folder, "<folder>/"));
-        match keep {
+        let text = folders.iter().fold(answer.text(), |text, folder| text.replace(folder, "<folder>/"));
+        match self.keep {
             Keep::Nothing => {}
             Keep::Text => drop(seen.insert("body".into(), text.into())),
             Keep::TextWithTimes => {
@@ -215,7 +190,7 @@ impl Answer {
                 seen.insert("body".into(), body);
             }
         }
-        Ok(seen.into())
+        seen.into()
     }
 }
 

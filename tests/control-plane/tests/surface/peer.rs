@@ -9,8 +9,8 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use control_plane::{Process, go, within};
-use lab::OwnFolders;
+use control_plane::{Process, go};
+use lab::{OwnFolders, namespace::within};
 use serde_json::{Value, json};
 
 use crate::{
@@ -172,14 +172,14 @@ impl<'a> Peer<'a> {
 
     /// Sends a request from the node itself.
     pub(crate) fn ask(&self, page: &Page) -> Result<Answer> {
-        within(Some(&self.namespace.name), || page.ask())
+        within(&self.namespace.name, || page.ask())
     }
 
     /// An answer as it is compared.
     pub(crate) fn see(&self, page: &Page, cluster: &Cluster) -> Result<Value> {
         let own = format!("{}/", self.folder.display());
         let common = format!("{}/", cluster.folder().display());
-        self.ask(page)?.seen(page.keep, &[&own, &common])
+        Ok(page.seen(&self.ask(page)?, &[&own, &common]))
     }
 
     pub(crate) fn metrics(&self, path: &'static str) -> Result<String> {

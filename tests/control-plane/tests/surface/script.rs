@@ -3,7 +3,7 @@
 use std::net::{Ipv4Addr, TcpListener};
 
 use anyhow::{Context, Result, ensure};
-use control_plane::within;
+use lab::namespace::within;
 use nix::unistd::gethostname;
 use serde_json::{Value, json};
 
@@ -179,7 +179,7 @@ impl Scene<'_> {
         for (number, (peer, seen)) in (1..).zip(&mut self.peers) {
             let (name, port) = (format!("taken-{number}"), CHECKED.1 + number);
             let address: Ipv4Addr = NODE_ADDRESS.parse().context("an address")?;
-            let _taken = within(Some(&peer.namespace.name), || {
+            let _taken = within(&peer.namespace.name, || {
                 TcpListener::bind((address, port)).with_context(|| format!("listening on {address}:{port}"))
             })?;
             cluster.health_checked(&name, port)?;

@@ -71,7 +71,7 @@ pub enum Request {
     },
     /// Opens a connection that stays open.
     Hold(Dial),
-    /// Opens as many connections that stay open, in both families of targets in turn.
+    /// Opens as many connections that stay open, to each target in turn, of both families.
     HoldMany {
         targets: Vec<SocketAddr>,
         protocol: Protocol,

@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use lab::{Dial, cluster::OUTSIDE, objects::Service};
 
 use crate::{
-    case::{Case, Variant, Variants},
+    case::{Case, Difference, Variant, Variants, says},
     check,
     fixtures::AFFINE,
     setting::{PathKind, Setting},
@@ -102,8 +102,9 @@ fn ends_with_its_endpoint(world: &mut World, variant: Variant) -> Result<()> {
     Ok(())
 }
 
-fn ends_with_the_process(setting: &Setting, _: Variant) -> Option<&'static str> {
-    setting.datapath().is_a_process().then_some("in mode userspace the process itself knows the clients")
+fn ends_with_the_process(setting: &Setting, _: Variant) -> Option<Difference> {
+    let why = "in mode userspace the process itself knows the clients";
+    setting.datapath().is_a_process().then_some(Difference { why, says: says::NOT_ANSWERED })
 }
 
 /// All clients, protocols and families at once: by chance, all go where they went before at one of 3 to the power of 16 times.

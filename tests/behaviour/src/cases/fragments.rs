@@ -4,7 +4,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use lab::{Dial, address::Family, cluster::OUTSIDE};
 
 use crate::{
-    case::{Case, Variant, Variants},
+    case::{Case, Difference, Variant, Variants, says},
     check,
     fixtures::{ON_NODE1, ON_NODE2, ServiceFixture},
     setting::{Datapath, ProxyKind, Setting},
@@ -38,16 +38,15 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 /// The kernel's own, whoever writes its virtual servers.
-fn too_big_for_ip_vs(setting: &Setting, variant: Variant) -> Option<&'static str> {
-    (setting.datapath() == Datapath::Ipvs && variant.family == Family::V6).then_some(
-        "ip_vs answers an IPv6 datagram that is longer than a packet with packet too big, in place of sending it on in fragments",
-    )
+fn too_big_for_ip_vs(setting: &Setting, variant: Variant) -> Option<Difference> {
+    let why = "ip_vs answers an IPv6 datagram that is longer than a packet with packet too big, in place of sending it on in fragments";
+    (setting.datapath() == Datapath::Ipvs && variant.family == Family::V6)
+        .then_some(Difference { why, says: says::NOT_ANSWERED })
 }
 
-fn not_reassembled(setting: &Setting, _: Variant) -> Option<&'static str> {
-    (setting.proxy == ProxyKind::Ebpf).then_some(
-        "programs of TC see packets before the kernel reassembles them, and cannot hold one back until its ports are known",
-    )
+fn not_reassembled(setting: &Setting, _: Variant) -> Option<Difference> {
+    let why = "programs of TC see packets before the kernel reassembles them, and cannot hold one back until its ports are known";
+    (setting.proxy == ProxyKind::Ebpf).then_some(Difference { why, says: says::NOT_ANSWERED })
 }
 
 /// In 2, 6 and 41 fragments.

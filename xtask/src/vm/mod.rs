@@ -35,7 +35,7 @@ pub(crate) struct Arguments {
     /// Whose scenarios
     #[arg(long, value_enum, default_value = "ebpf")]
     mode: TestedMode,
-    /// With one protocol of each family, and of mode ipvs nothing but its own scenarios
+    /// The core scenarios with one protocol of each family, and of mode ipvs nothing else
     #[arg(long)]
     lean: bool,
     /// Only scenarios whose name contains this

@@ -1,8 +1,19 @@
 //! What a node has, as far as modes ask for it. Parsed from texts; whoever may look reads them.
 
-use std::fmt;
+use std::{collections::BTreeMap, fmt};
 
 use super::Modules;
+
+/// Kernel parameters that mode ipvs may want another value of, below /proc/sys.
+pub const IPVS_PARAMETERS: [&str; 7] = [
+    "net/ipv4/vs/conntrack",
+    "net/ipv4/vs/conn_reuse_mode",
+    "net/ipv4/vs/expire_nodest_conn",
+    "net/ipv4/vs/expire_quiescent_template",
+    "net/ipv4/ip_forward",
+    "net/ipv4/conf/all/arp_ignore",
+    "net/ipv4/conf/all/arp_announce",
+];
 
 /// Of a kernel or a tool; a third number is 0 where there is none.
 #[derive(Clone, Copy, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
@@ -100,6 +111,8 @@ pub struct HostFacts {
     /// Packets to 127.0.0.0/8 may be translated to other addresses (net.ipv4.conf.all.route_localnet). `None`: the kernel has no
     /// such parameter.
     pub route_localnet: Option<bool>,
+    /// Of [`IPVS_PARAMETERS`] those that are there. IPVS makes its own when it is loaded.
+    pub ipvs_parameters: BTreeMap<&'static str, u32>,
     /// This process may write kernel parameters of the network.
     pub parameters_writable: bool,
     pub ipv6: bool,

@@ -16,7 +16,7 @@ pub(crate) mod recorded;
 mod tests;
 
 pub use choice::{ChosenMode, Refusal, choose};
-pub use facts::{Backend, Capabilities, HostFacts, KernelVersion, Tool, Version};
+pub use facts::{Backend, Capabilities, HostFacts, IPVS_PARAMETERS, KernelVersion, Tool, Version};
 pub use kernel_modules::{KernelModule, ModuleState, ModuleTexts, Modules};
 
 /// How a node is programmed.

@@ -1,6 +1,6 @@
 //! Facts of real hosts, cut to what modes ask for, in `recorded/`. What was printed stands below the name of its source.
 
-use super::{Capabilities, HostFacts, ModuleTexts, Modules, Tool};
+use super::{Capabilities, HostFacts, IPVS_PARAMETERS, ModuleTexts, Modules, Tool};
 
 pub(crate) const ALL: [(&str, &str); 5] = [
     ("debian 5.10", include_str!("recorded/debian-5.10.txt")),
@@ -70,6 +70,7 @@ impl Host {
             ip6tables: tool("ip6tables"),
             ipset_protocol: None,
             route_localnet: self.text("route_localnet").map(|value| value.trim() == "1"),
+            ipvs_parameters: IPVS_PARAMETERS.into_iter().map(|name| (name, 0)).collect(),
             parameters_writable: true,
             ipv6: true,
             skip_nftables_kernel_check: false,

@@ -10,7 +10,7 @@ use flate2::read::GzDecoder;
 use nix::unistd::{AccessFlags, access};
 
 use crate::{
-    mode::{Capabilities, HostFacts, ModuleTexts, Modules, Tool},
+    mode::{Capabilities, HostFacts, IPVS_PARAMETERS, ModuleTexts, Modules, Tool},
     sys::{has_ipv6, ipset::IpSets},
 };
 
@@ -25,6 +25,7 @@ const SKIP_NFTABLES_CHECK: &str = "KUBE_PROXY_NFTABLES_SKIP_KERNEL_VERSION_CHECK
 pub fn gather() -> HostFacts {
     let kernel_release = read("/proc/sys/kernel/osrelease").unwrap_or_default();
     let [iptables, ip6tables] = all_tools();
+    let parameter = |name| Some((name, read(&format!("/proc/sys/{name}"))?.parse().ok()?));
     HostFacts {
         capabilities: capabilities(),
         modules: Modules::parse(&module_texts(&kernel_release)),
@@ -32,6 +33,7 @@ pub fn gather() -> HostFacts {
         ip6tables,
         ipset_protocol: ipset_protocol(),
         route_localnet: read(ROUTE_LOCALNET).map(|value| value == "1"),
+        ipvs_parameters: IPVS_PARAMETERS.into_iter().filter_map(parameter).collect(),
         parameters_writable: access(ROUTE_LOCALNET, AccessFlags::W_OK).is_ok(),
         ipv6: has_ipv6(),
         skip_nftables_kernel_check: env::var_os(SKIP_NFTABLES_CHECK).is_some_and(|value| !value.is_empty()),

@@ -4,7 +4,7 @@ use std::process::ExitCode;
 
 use anyhow::{Result, anyhow, bail};
 use behaviour::{
-    case::{Case, Variant},
+    case::{Case, Difference, Variant},
     cases, not_yet, proxy,
     setting::{PathKind, ProxyKind, Setting},
     table, way_back,
@@ -85,14 +85,19 @@ fn trials(setting: Setting, cases: &[&'static Case], chosen: &[Variant], logs: b
     }))
 }
 
-/// A known difference must be there: a case that passes in spite of it is a failure.
+/// A known difference must be there: a case that passes in spite of it is a failure, and so is one that fails otherwise.
 fn judge(case: &Case, world: &mut World, variant: Variant) -> Result<Outcome> {
     world.configure((case.configuration)())?;
-    let differs =
-        not_yet::reason(&world.setting, case.name).or_else(|| (case.differs)(&world.setting, variant));
+    let not_yet = not_yet::reason(&world.setting, case.name).map(|why| Difference { why, says: &[""] });
+    let differs = not_yet.or_else(|| (case.differs)(&world.setting, variant));
     match (differs, (case.run)(world, variant)) {
         (None, result) => result.map(|()| Outcome::Passed),
-        (Some(_), Err(_)) => Ok(Outcome::Passed),
-        (Some(reason), Ok(())) => bail!("this no longer differs, but is listed as a difference: {reason}"),
+        (Some(difference), Err(error)) if difference.explains(&error) => Ok(Outcome::Passed),
+        (Some(Difference { why, .. }), Err(error)) => {
+            Err(error.context(format!("this fails otherwise than the difference that is listed: {why}")))
+        }
+        (Some(Difference { why, .. }), Ok(())) => {
+            bail!("this no longer differs, but is listed as a difference: {why}")
+        }
     }
 }

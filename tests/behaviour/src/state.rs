@@ -26,8 +26,7 @@ pub struct State(BTreeSet<String>);
 pub type Parameters = BTreeMap<String, String>;
 
 impl State {
-    /// Reads it all. Needs nft, iptables, ip and tc; looks at ipset and at programs of cgroups (bpftool) where these are
-    /// installed.
+    /// Reads it all. Needs nft, iptables, ip, tc, bpftool, and ipset where the kernel has it.
     pub fn read(lab: &Lab, node: NodeNumber) -> Result<Self> {
         let netns = lab.netns(&node_name(node))?;
         let mut lines = within(&netns.namespace, || {
@@ -286,7 +285,8 @@ fn legacy(save: &str) -> Result<BTreeSet<String>> {
 }
 
 fn ipsets() -> Result<BTreeSet<String>> {
-    if control_plane::go::on_path("ipset").is_none() {
+    // It is there for what is built in too.
+    if !Path::new("/sys/module/ip_set").exists() {
         return Ok(BTreeSet::new());
     }
     // Without the seed of its hash, which differs each time.
@@ -318,13 +318,28 @@ fn device(line: &str) -> Option<String> {
 
 /// IPVS of this network namespace, where the kernel has it.
 fn virtual_servers() -> BTreeSet<String> {
-    let text = fs::read_to_string("/proc/thread-self/net/ip_vs").unwrap_or_default();
-    let server = |line: &str| {
-        let words: Vec<&str> = line.split_whitespace().take(4).collect();
-        let is_one = words.first().is_some_and(|word| ["TCP", "UDP", "SCTP", "FWM"].contains(word));
-        is_one.then(|| format!("ipvs {}", words.join(" ")))
-    };
-    text.lines().filter_map(server).collect()
+    servers_and_destinations(&fs::read_to_string("/proc/thread-self/net/ip_vs").unwrap_or_default())
+}
+
+/// Without numbers of connections. A destination that takes no new ones is none as long as it has old ones.
+fn servers_and_destinations(text: &str) -> BTreeSet<String> {
+    let mut lines = BTreeSet::new();
+    let mut server = String::new();
+    for line in text.lines() {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        match words[..] {
+            ["TCP" | "UDP" | "SCTP" | "FWM", ..] => {
+                server = format!("ipvs {}", words[..words.len().min(4)].join(" "));
+                lines.insert(server.clone());
+            }
+            ["->", _, _, "0", active, inactive] if (active, inactive) != ("0", "0") => {}
+            ["->", address, _, weight, ..] if !server.is_empty() => {
+                lines.insert(format!("{server} to {address} weight {weight}"));
+            }
+            _ => {}
+        }
+    }
+    lines
 }
 
 /// On every device: tcx, and filters of a clsact qdisc.
@@ -350,9 +365,6 @@ fn packet_programs() -> Result<BTreeSet<String>> {
 }
 
 fn programs_of_cgroup(cgroup: &Path) -> Result<BTreeSet<String>> {
-    if control_plane::go::on_path("bpftool").is_none() {
-        return Ok(BTreeSet::new());
-    }
     let text = output("bpftool", &["-j", "cgroup", "show", &cgroup.display().to_string()])?;
     if text.trim().is_empty() {
         return Ok(BTreeSet::new());
@@ -376,4 +388,35 @@ fn files(folder: &Path, prefix: &str) -> BTreeSet<String> {
         }
     }
     names
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As Linux 6.1 prints it: a destination, and its line with another weight and number of connections.
+    const SERVED: &str = "IP Virtual Server version 1.2.1 (size=4096)
+Prot LocalAddress:Port Scheduler Flags
+  -> RemoteAddress:Port Forward Weight ActiveConn InActConn
+TCP  0A600001:0050 rr persistent 600 FFFFFFFF
+  -> 0A000002:1F90      Masq    1      3          2
+  -> 0A000001:1F90      Masq    ";
+    const SERVER: &str = "ipvs TCP 0A600001:0050 rr persistent";
+
+    #[test]
+    fn destinations_are_there_with_their_weight_unless_they_drain() {
+        for (line, weight) in [
+            ("1      7          0", Some("1")),
+            ("1      0          0", Some("1")),
+            ("5      0          0", Some("5")),
+            ("0      0          4", None),
+            // Nobody will remove it.
+            ("0      0          0", Some("0")),
+        ] {
+            let first = weight.map(|weight| format!("{SERVER} to 0A000001:1F90 weight {weight}"));
+            let others = [SERVER.to_owned(), format!("{SERVER} to 0A000002:1F90 weight 1")];
+            let expected: BTreeSet<String> = first.into_iter().chain(others).collect();
+            assert_eq!(servers_and_destinations(&format!("{SERVED}{line}\n")), expected, "{line}");
+        }
+    }
 }

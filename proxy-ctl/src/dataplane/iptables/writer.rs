@@ -5,7 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{
     base::{Abilities, BaseRules},
@@ -57,6 +57,12 @@ struct Written {
     rules: [u32; 3],
 }
 
+impl Written {
+    fn endpoints(&self) -> usize {
+        self.port.endpoints.all.len()
+    }
+}
+
 /// A service port and what it should become.
 struct PortChange {
     name: ServicePortName,
@@ -100,7 +106,7 @@ pub(super) struct Writer {
     pub(super) last: [u64; 3],
     /// When everything was compared last, and how long that took.
     compared: Option<(Instant, Duration)>,
-    /// What is there is not known.
+    /// What is there is not known, or not all that should be.
     doubtful: bool,
     /// The canary was missing at the last look.
     flushed: bool,
@@ -142,12 +148,13 @@ impl Writer {
         let settings = PortSettings::new(self.family, host, self.abilities, self.settings.endpoint_comments);
         let Some(before) = self.base.clone() else { return Ok(Applied::default()) };
         let base = BaseRules::new(self.family, host, self.abilities);
-        if settings == self.settings && before == base {
-            return Ok(Applied::default());
-        }
         let rests_on_state = before.jumps != base.jumps || before.martians != base.martians;
+        // What failed is tried again, though the settings are those that it has failed with.
         if settings != self.settings || rests_on_state || self.doubtful {
             return self.rewrite();
+        }
+        if before == base {
+            return Ok(Applied::default());
         }
         let mut script = Script::default();
         plan::base_change(&before, &base, &mut script);
@@ -239,12 +246,13 @@ impl Writer {
         for port in desired {
             let rules = port_rules(port, &self.settings);
             wanted.add(&rules);
-            let before = self.written.remove(&port.name);
+            let before = self.written.get(&port.name).cloned();
             ports.push(PortChange::new(&port.name, before, Some(port)));
         }
-        // What is left is no longer desired, and stale.
-        self.written.clear();
-        self.endpoints = 0;
+        // What is no longer desired is stale.
+        let names: FxHashSet<&ServicePortName> = desired.iter().map(|port| &port.name).collect();
+        self.written.retain(|name, _| names.contains(name));
+        self.endpoints = self.written.values().map(Written::endpoints).sum();
         let mut refusals = Vec::new();
         let written = self.write(ports, Some(&state), &mut refusals)?;
         // Of what this mode had written before, some is removed now.
@@ -264,7 +272,7 @@ impl Writer {
         self.remember_outlines();
         applied.removed += removed?;
         self.compared = Some((Instant::now(), started.elapsed()));
-        self.doubtful = false;
+        self.doubtful = !refusals.is_empty();
         without_refusals(applied, refusals)
     }
 
@@ -386,13 +394,12 @@ impl Writer {
     }
 
     fn know(&mut self, name: ServicePortName, written: Option<Written>) {
-        let endpoints = |written: &Written| written.port.endpoints.all.len();
-        self.endpoints += written.as_ref().map_or(0, endpoints);
+        self.endpoints += written.as_ref().map_or(0, Written::endpoints);
         let before = match written {
             Some(written) => self.written.insert(name, written),
             None => self.written.remove(&name),
         };
-        self.endpoints -= before.as_ref().map_or(0, endpoints);
+        self.endpoints -= before.as_ref().map_or(0, Written::endpoints);
     }
 
     fn remove(&mut self, mut stale: Stale) -> Result<u64, Error> {

@@ -1,5 +1,6 @@
-//! What mode ipvs needs of a node: modules of the kernel, ipset, and iptables for what IPVS does not do.
+//! What mode ipvs needs of a node: modules and parameters of the kernel, ipset, and iptables for what IPVS does not do.
 
+use super::parameters::wanted;
 use crate::{
     config::Config,
     dataplane::netfilter::requirements::{iptables, net_admin, unserved_family},
@@ -10,6 +11,8 @@ use crate::{
 const ONE_CONNTRACK: KernelVersion = KernelVersion::new(4, 19, 0);
 /// That of the tools' version 6.0.
 const OLDEST_IPSET: u8 = 6;
+/// Below /proc/sys, from the time when the kernel has loaded IPVS.
+const OF_IPVS: &str = "net/ipv4/vs/";
 
 /// The section `ipvs` counts, and of `iptables` the marks.
 pub(in crate::dataplane) const UNUSED_FIELDS: &[&str] = &["nftables.masqueradeBit"];
@@ -26,11 +29,36 @@ pub(in crate::dataplane) fn probe(config: &Config, host: &HostFacts) -> Probe {
             Requirement::kernel(host),
             net_admin(host),
             Requirement::modules("ipvsModules", "modules of ipvs", host, &modules),
+            parameters(config, host),
             ipset,
             iptables(host),
         ],
         remarks: unserved_family(host).into_iter().collect(),
     }
+}
+
+/// Those that the mode sets must be there, and writable where they have another value.
+fn parameters(config: &Config, host: &HostFacts) -> Requirement {
+    let dotted = |name: &str| name.replace('/', ".");
+    let has_ipvs = host.modules.has(&KernelModule::named("ip_vs"));
+    let lacking = |(name, value): (&'static str, u32)| match host.ipvs_parameters.get(name) {
+        Some(found) if *found == value || host.parameters_writable => None,
+        Some(found) => Some(format!(
+            "{} is {found} and must be {value}, and /proc/sys is read-only: run once with --init-only and privileges",
+            dotted(name)
+        )),
+        None if name.starts_with(OF_IPVS) && !has_ipvs => None,
+        None => {
+            let option = if name.ends_with("/conntrack") { " (CONFIG_IP_VS_NFCT)" } else { "" };
+            Some(format!("the kernel has no parameter {}{option}, or /proc is not mounted", dotted(name)))
+        }
+    };
+    let wanted = wanted(config.ipvs.strict_arp, &host.kernel_release);
+    let found =
+        |(name, _): &(&'static str, u32)| Some((dotted(name), (*host.ipvs_parameters.get(name)?).into()));
+    let found: serde_json::Map<_, _> = wanted.iter().filter_map(found).collect();
+    let missing = wanted.into_iter().filter_map(lacking).collect();
+    Requirement { missing, ..Requirement::new("ipvsParameters", "parameters of ipvs", found) }
 }
 
 /// `scheduler`: empty for round robin.
@@ -65,7 +93,10 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::mode::recorded::Host;
+    use crate::{
+        config::RequestedMode,
+        mode::{IPVS_PARAMETERS, choose, recorded::Host},
+    };
 
     fn obstacles(host: &Host, scheduler: &str) -> Vec<String> {
         let mut config = Config::default();
@@ -96,6 +127,66 @@ mod tests {
     fn impossible(#[case] host: Host, #[case] scheduler: &str, #[case] why: &str) {
         let obstacles = obstacles(&host, scheduler);
         assert!(obstacles.iter().any(|obstacle| obstacle.contains(why)), "{obstacles:?}");
+    }
+
+    /// Of a node that has loaded IPVS, and whose parameters are as this mode wants them.
+    fn prepared() -> HostFacts {
+        let mut facts = Host::named("debian 6.1").loaded().facts();
+        facts.ipvs_parameters.extend(wanted(true, &facts.kernel_release));
+        facts
+    }
+
+    fn read_only(facts: &mut HostFacts, parameter: &'static str, value: u32) {
+        facts.parameters_writable = false;
+        facts.ipvs_parameters.insert(parameter, value);
+    }
+
+    #[rstest]
+    #[case::read_only_and_as_wanted(|facts: &mut HostFacts| facts.parameters_writable = false, None)]
+    #[case::writable(
+        |facts: &mut HostFacts| { facts.ipvs_parameters.insert("net/ipv4/vs/conntrack", 0); },
+        None
+    )]
+    #[case::read_only(
+        |facts: &mut HostFacts| read_only(facts, "net/ipv4/vs/conntrack", 0),
+        Some("net.ipv4.vs.conntrack is 0 and must be 1, and /proc/sys is read-only")
+    )]
+    #[case::read_only_without_forwarding(
+        |facts: &mut HostFacts| read_only(facts, "net/ipv4/ip_forward", 0),
+        Some("net.ipv4.ip_forward is 0 and must be 1")
+    )]
+    #[case::read_only_and_not_strict(
+        |facts: &mut HostFacts| read_only(facts, "net/ipv4/conf/all/arp_ignore", 0),
+        None
+    )]
+    #[case::without_conntrack_of_ipvs(
+        |facts: &mut HostFacts| { facts.ipvs_parameters.remove("net/ipv4/vs/conntrack"); },
+        Some("the kernel has no parameter net.ipv4.vs.conntrack (CONFIG_IP_VS_NFCT)")
+    )]
+    #[case::read_only_and_not_loaded_yet(
+        |facts: &mut HostFacts| {
+            *facts = HostFacts { modules: Host::named("debian 6.1").facts().modules, ..facts.clone() };
+            facts.parameters_writable = false;
+            facts.ipvs_parameters.retain(|name, _| !name.starts_with(OF_IPVS));
+        },
+        None
+    )]
+    fn mode_by_parameters(#[case] change: fn(&mut HostFacts), #[case] why: Option<&str>) {
+        let mut facts = prepared();
+        change(&mut facts);
+        let able = Probe { mode: Mode::Iptables, requirements: Vec::new(), remarks: Vec::new() };
+        let probes = [able, probe(&Config::default(), &facts)];
+        let chosen = choose(RequestedMode::Ipvs, true, &probes).unwrap();
+        assert_eq!(chosen.mode, if why.is_some() { Mode::Iptables } else { Mode::Ipvs });
+        let fallback = chosen.fallback.unwrap_or_default();
+        assert!(fallback.contains(why.unwrap_or_default()), "{fallback}");
+    }
+
+    #[test]
+    fn the_facts_have_each_parameter_that_is_wanted() {
+        for (name, _) in wanted(true, "5.8.0") {
+            assert!(IPVS_PARAMETERS.contains(&name), "{name}");
+        }
     }
 
     #[rstest]

@@ -43,9 +43,12 @@ struct PlacedPort {
 #[derive(Debug)]
 pub(super) struct FamilyTable {
     language: Language,
+    /// Of the last transaction.
     context: Context,
     /// `resync` has been done.
     known: bool,
+    /// The last change of the context was not written, or not for every service port.
+    doubtful: bool,
     ports: FxHashMap<ServicePortName, PlacedPort>,
     /// How many service ports need an element.
     needs: FxHashMap<ElementId, u32>,
@@ -110,6 +113,7 @@ impl FamilyTable {
             language: Language { family },
             context: Context::new(family, &crate::dataplane::Host::default()),
             known: false,
+            doubtful: false,
             ports: FxHashMap::default(),
             needs: FxHashMap::default(),
             blocks: Blocks::default(),
@@ -135,19 +139,22 @@ impl FamilyTable {
     }
 
     pub(super) fn set_context(&mut self, nftables: &NfTables, context: Context) -> Result<Applied, Error> {
-        if self.context == context {
-            return Ok(Applied::default());
-        }
         if !self.known {
             self.context = context;
             return Ok(Applied::default());
         }
-        let placed = self.ports.iter();
-        let all: Vec<_> =
-            placed.map(|(name, placed)| (name.clone(), Some(Arc::clone(&placed.port)))).collect();
-        let result = self
-            .transact(nftables, &context, |table, refused| Ok(table.plan_changes(&all, &context, refused)));
-        self.context = context;
+        if self.context == context && !self.doubtful {
+            return Ok(Applied::default());
+        }
+        let ports: Vec<_> = self.ports.values().map(|placed| Arc::clone(&placed.port)).collect();
+        let result = if self.doubtful {
+            self.compare(nftables, &context, &ports)
+        } else {
+            let all: Vec<_> = ports.into_iter().map(|port| (port.name.clone(), Some(port))).collect();
+            let plan = |table: &mut Self, refused: &_| Ok(table.plan_changes(&all, &context, refused));
+            self.transact(nftables, &context, plan)
+        };
+        self.doubtful = result.is_err();
         result
     }
 
@@ -166,11 +173,21 @@ impl FamilyTable {
         desired: &[Arc<DesiredPort>],
     ) -> Result<Applied, Error> {
         let context = self.context.clone();
-        let applied = self.transact(nftables, &context, |table, refused| {
-            table.plan_everything(nftables, desired, refused)
-        })?;
+        let applied = self.compare(nftables, &context, desired)?;
         self.known = true;
+        self.doubtful = false;
         Ok(applied)
+    }
+
+    fn compare(
+        &mut self,
+        nftables: &NfTables,
+        context: &Context,
+        desired: &[Arc<DesiredPort>],
+    ) -> Result<Applied, Error> {
+        self.transact(nftables, context, |table, refused| {
+            table.plan_everything(nftables, desired, context, refused)
+        })
     }
 
     /// Deletes what was retired before the last collection but one: no packet is on its way there.
@@ -209,6 +226,7 @@ impl FamilyTable {
             let refused = if batch.is_empty() { Vec::new() } else { nftables.commit(batch)? };
             if refused.is_empty() {
                 self.took_place(plan);
+                self.context.clone_from(context);
                 for port in rebalanced {
                     affinity::forget_others(nftables, &port, context)?;
                 }
@@ -330,6 +348,7 @@ impl FamilyTable {
         &mut self,
         nftables: &NfTables,
         desired: &[Arc<DesiredPort>],
+        context: &Context,
         refused: &FxHashMap<ServicePortName, i32>,
     ) -> Result<Plan, Error> {
         let mut plan = Plan::new(self.language);
@@ -356,8 +375,7 @@ impl FamilyTable {
             contents.sets.retain(|set| set.endpoints_number().is_none());
             self.keep_retired(&mut contents, &mut fresh);
         }
-        let context = self.context.clone();
-        plan_fixed(&mut plan.steps, &context, &mut contents, &fresh.retired);
+        plan_fixed(&mut plan.steps, context, &mut contents, &fresh.retired);
 
         let held = |contents: &Contents, fresh: &mut Fresh, names: &PortNames, chain, count: usize| {
             let (first, old) = contents.slots_of(names, chain)?;
@@ -366,7 +384,7 @@ impl FamilyTable {
         let placements: Vec<_> = desired
             .iter()
             .map(|port| {
-                let (names, wanted) = (PortNames::new(&port.name), room(port, &context));
+                let (names, wanted) = (PortNames::new(&port.name), room(port, context));
                 let mut held = |chain, count| held(&contents, &mut fresh, &names, chain, count);
                 (held(PortChain::Service, wanted.cluster), held(PortChain::Local, wanted.local), wanted)
             })
@@ -384,7 +402,7 @@ impl FamilyTable {
                 Placement { cluster: place(cluster, wanted.cluster), local: place(local, wanted.local) };
             let slots = [placement.cluster, placement.local];
             new_maps.extend(slots.into_iter().flatten().map(Slots::map));
-            let objects = render(port, &context, placement);
+            let objects = render(port, context, placement);
             let existing = contents.take(&objects);
             plan.steps.compare(Some(plan.placed.len()), existing, objects, &fresh.retired);
             plan.placed.push((port.name.clone(), Some(PlacedPort { port: Arc::clone(port), placement })));

@@ -425,19 +425,20 @@ impl Dataplane for UserspaceDataplane {
     }
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
+        if lock(&self.served).host == *host {
+            // The redirection writes what it could not write.
+            return Ok(self.write(&[], &[])?);
+        }
         let ports: Vec<_> = {
             let mut served = lock(&self.served);
-            if served.host == *host {
-                return Ok(Applied::default());
-            }
             served.host = host.clone();
             served.ports.values().map(|port| Arc::clone(&port.desired)).collect()
         };
-        let mut applied = self.write(&ports, &[])?;
-        if let Some(redirect) = &mut self.redirect {
-            redirect.set_host(host)?;
-            applied.written += 1;
-        }
+        let applied = self.write(&ports, &[]);
+        // Also after an error: the redirection must know the host when it tries again.
+        let led = self.redirect.as_mut().map_or(Ok(0), |redirect| redirect.set_host(host).map(|()| 1))?;
+        let mut applied = applied?;
+        applied.written += led;
         Ok(applied)
     }
 

@@ -10,7 +10,8 @@ use std::{
 use rstest::rstest;
 
 use super::{
-    test_support::{desired, host},
+    redirect::noted::Notes,
+    test_support::{changed_web, desired, host, web},
     *,
 };
 use crate::{
@@ -543,6 +544,41 @@ fn as_root_rules_lead_clients_to_listeners(
     drop(held);
     wait_until("the rules go with the last connection", || !has_rules_of_ours());
     assert_eq!(cleanup().unwrap(), [""; 0]);
+}
+
+/// In a namespace of its own: the end of a dataplane removes the rules of this mode.
+#[rstest]
+#[case::of_a_service_port(false)]
+#[case::of_the_node(true)]
+#[ignore = "needs root"]
+fn as_root_what_could_not_be_written_is_written_by_the_next_attempt(#[case] of_the_node: bool) {
+    in_own_namespace();
+    let NamespaceAttempt::Held(lock) = NamespaceLock::acquire(NAME).unwrap() else { panic!("free") };
+    let notes = Notes::default();
+    let idle = Duration::from_millis(250);
+    let mut dataplane = UserspaceDataplane::with_lock(lock, Some(notes.redirect()), None, idle).unwrap();
+    dataplane.set_host(&host()).unwrap();
+    let before = changed_web(&["10.0.0.1:80"], |service| service.external_ips.clear());
+    let after = web(&["10.0.0.1:80"], TrafficPolicy::Cluster);
+    serve(&mut dataplane, &before);
+    assert_eq!(notes.look().frontends, 3);
+    let node_port_addresses = ["192.0.2.2".parse().unwrap()].into();
+    let moved = Host { node_port_addresses, ..host() };
+    let changes = Changes { changed: vec![Arc::clone(&after)], removed: Vec::new() };
+    notes.look().refuses = true;
+    if of_the_node {
+        dataplane.set_host(&moved).unwrap_err();
+        notes.look().refuses = false;
+        assert_ne!(dataplane.set_host(&moved).unwrap(), Applied::default());
+        assert_eq!(notes.look().node_addresses, moved.node_port_addresses);
+        assert_eq!(dataplane.set_host(&moved).unwrap(), Applied::default());
+    } else {
+        dataplane.apply(&changes).unwrap_err();
+        notes.look().refuses = false;
+        assert_ne!(dataplane.resync(&[Arc::clone(&after)]).unwrap(), Applied::default());
+        assert_eq!(notes.look().frontends, 4);
+        assert_eq!(dataplane.resync(&[after]).unwrap(), Applied::default());
+    }
 }
 
 fn lock_ports(dataplane: &UserspaceDataplane) -> Vec<Arc<DesiredPort>> {

@@ -7,7 +7,7 @@ use lab::{
 };
 
 use crate::{
-    case::{Case, Variant, Variants},
+    case::{Case, Difference, Variant, Variants, says},
     check,
     fixtures::{BALANCED, EMPTY, LONER1, LONER2, ON_NODE1, ON_NODE2},
     setting::Setting,
@@ -27,9 +27,9 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 /// Where endpoints see the node in the place of any client.
-pub(super) fn carried(setting: &Setting, _: Variant) -> Option<&'static str> {
-    let is_carried = setting.datapath().is_a_process();
-    is_carried.then_some("in mode userspace the process opens the connections that endpoints see")
+pub(super) fn carried(setting: &Setting, _: Variant) -> Option<Difference> {
+    let why = "in mode userspace the process opens the connections that endpoints see";
+    setting.datapath().is_a_process().then_some(Difference { why, says: says::OTHER_CLIENT })
 }
 
 fn from_pod(world: &mut World, variant: Variant) -> Result<()> {

@@ -4,7 +4,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use lab::{Dial, address::Family, cluster::OUTSIDE};
 
 use crate::{
-    case::{Case, Variant, Variants},
+    case::{Case, Difference, Variant, Variants, says},
     check,
     fixtures::{ON_NODE1, ON_NODE2, ServiceFixture},
     setting::{Datapath, ProxyKind, Setting},
@@ -30,24 +30,26 @@ pub(super) const CASES: &[Case] = &[
         "fragments: the first one first, the others in another order",
         Variants::Udp,
         |world, variant| in_order(world, variant, &[0, 3, 2, 1]),
-    ),
+    )
+    .differs(too_big_for_ip_vs),
     Case::new("fragments: the first one last", Variants::Udp, |world, variant| {
         in_order(world, variant, &[3, 2, 1, 0])
     })
-    .differs(not_reassembled),
+    .differs(|setting, variant| {
+        not_reassembled(setting, variant).or_else(|| too_big_for_ip_vs(setting, variant))
+    }),
 ];
 
 /// The kernel's own, whoever writes its virtual servers.
-fn too_big_for_ip_vs(setting: &Setting, variant: Variant) -> Option<&'static str> {
-    (setting.datapath() == Datapath::Ipvs && variant.family == Family::V6).then_some(
-        "ip_vs answers an IPv6 datagram that is longer than a packet with packet too big, in place of sending it on in fragments",
-    )
+fn too_big_for_ip_vs(setting: &Setting, variant: Variant) -> Option<Difference> {
+    let why = "ip_vs answers an IPv6 datagram that is longer than a packet with packet too big, in place of sending it on in fragments";
+    (setting.datapath() == Datapath::Ipvs && variant.family == Family::V6)
+        .then_some(Difference { why, says: says::NOT_ANSWERED })
 }
 
-fn not_reassembled(setting: &Setting, _: Variant) -> Option<&'static str> {
-    (setting.proxy == ProxyKind::Ebpf).then_some(
-        "programs of TC see packets before the kernel reassembles them, and cannot hold one back until its ports are known",
-    )
+fn not_reassembled(setting: &Setting, _: Variant) -> Option<Difference> {
+    let why = "programs of TC see packets before the kernel reassembles them, and cannot hold one back until its ports are known";
+    (setting.proxy == ProxyKind::Ebpf).then_some(Difference { why, says: says::NOT_ANSWERED })
 }
 
 /// In 2, 6 and 41 fragments.

@@ -13,7 +13,7 @@ use lab::{
 use scenario::Skip;
 
 use crate::{
-    case::{Case, Variant, Variants},
+    case::{Case, Difference, Variant, Variants, says},
     check,
     fixtures::{OVER_NETWORK, PORT},
     setting::{PathKind, ProxyKind, Setting},
@@ -61,10 +61,10 @@ pub(super) const CASES: &[Case] = &[
     .differs(super::policy::accepted_first),
 ];
 
-fn source_of_the_frontends_route(setting: &Setting, _: Variant) -> Option<&'static str> {
-    (setting.proxy == ProxyKind::Ebpf && setting.path == PathKind::Off).then_some(
-        "without socket hooks, what a process of the node sends keeps the source that the route to the frontend has given it",
-    )
+fn source_of_the_frontends_route(setting: &Setting, _: Variant) -> Option<Difference> {
+    let why = "without socket hooks, what a process of the node sends keeps the source that the route to the frontend has given it";
+    (setting.proxy == ProxyKind::Ebpf && setting.path == PathKind::Off)
+        .then_some(Difference { why, says: says::NOT_ANSWERED })
 }
 
 const SILENCE_MS: u64 = 300;

@@ -14,7 +14,7 @@ use lab::{
 };
 
 use crate::{
-    case::{Case, Variant, Variants},
+    case::{Case, Difference, Variant, Variants, says},
     check,
     fixtures::{BALANCED, EMPTY, ON_NODE1, ON_NODE2, ServiceFixture},
     setting::{Datapath, PathKind, ProxyKind, Setting},
@@ -80,9 +80,9 @@ fn serves_every_address(setting: &Setting) -> bool {
     matches!(setting.datapath(), Datapath::Ebpf | Datapath::Iptables)
 }
 
-fn masquerades(setting: &Setting, _: Variant) -> Option<&'static str> {
-    (setting.datapath() != Datapath::Ebpf)
-        .then_some("kube-proxy masquerades whatever comes through a node port, in every mode")
+fn masquerades(setting: &Setting, _: Variant) -> Option<Difference> {
+    let why = "kube-proxy masquerades whatever comes through a node port, in every mode";
+    (setting.datapath() != Datapath::Ebpf).then_some(Difference { why, says: says::OTHER_CLIENT })
 }
 
 /// What serves the node's own node ports to its processes: without socket hooks, mode nftables beside mode ebpf.
@@ -93,9 +93,10 @@ fn of_own_node(setting: Setting) -> Setting {
     }
 }
 
-fn no_loopback(setting: &Setting, _: Variant) -> Option<&'static str> {
+fn no_loopback(setting: &Setting, _: Variant) -> Option<Difference> {
+    let why = "kube-proxy serves node ports on loopback in mode iptables only";
     matches!(of_own_node(*setting).datapath(), Datapath::Nftables | Datapath::Ipvs)
-        .then_some("kube-proxy serves node ports on loopback in mode iptables only")
+        .then_some(Difference { why, says: says::NOT_ANSWERED })
 }
 
 /// Each client reaches every endpoint by the node port of this node.

@@ -5,10 +5,10 @@ use lab::{Dial, Protocol, cluster::OUTSIDE};
 
 use super::cluster_ip::carried;
 use crate::{
-    case::{Case, Variant, Variants},
+    case::{Case, Difference, Variant, Variants, says},
     check,
     fixtures::{EXTERNAL_LOCAL_ON_NODE1, INTERNAL_LOCAL, INTERNAL_LOCAL_ON_NODE2},
-    setting::Setting,
+    setting::{Datapath, Setting},
     world::World,
 };
 
@@ -30,14 +30,21 @@ pub(super) const CASES: &[Case] = &[
     ),
 ];
 
-fn nobody_is_served(setting: &Setting, _: Variant) -> Option<&'static str> {
-    let is_process = setting.datapath().is_a_process();
-    is_process.then_some("in mode userspace clients are refused where no client is served")
+fn nobody_is_served(setting: &Setting, _: Variant) -> Option<Difference> {
+    let why = match setting.datapath() {
+        Datapath::Userspace => "in mode userspace clients are refused where no client is served",
+        Datapath::Ipvs => {
+            "a virtual server without destinations refuses, and other policies of the Service ask for none"
+        }
+        Datapath::Ebpf | Datapath::Nftables | Datapath::Iptables => return None,
+    };
+    Some(Difference { why, says: &["expected dropped, found refused"] })
 }
 
-pub(super) fn accepted_first(setting: &Setting, variant: Variant) -> Option<&'static str> {
+pub(super) fn accepted_first(setting: &Setting, variant: Variant) -> Option<Difference> {
+    let why = "in mode userspace a connection is accepted before its policy is known, and reset";
     let is_accepted = setting.datapath().is_a_process() && variant.protocol == Protocol::Tcp;
-    is_accepted.then_some("in mode userspace a connection is accepted before its policy is known, and reset")
+    is_accepted.then_some(Difference { why, says: says::NOT_DROPPED })
 }
 
 fn internal(world: &mut World, variant: Variant) -> Result<()> {

@@ -7,7 +7,7 @@ use lab::{Dial, Protocol, address::FAMILIES, agent::protocol::Load, cluster::NOD
 use serde_json::{Value, json};
 
 use crate::{
-    case::{Case, Variant, Variants},
+    case::{Case, Difference, Variant, Variants, says},
     check,
     fixtures::{BALANCED, CHANGING, ON_NODE2, ServiceFixture},
     setting::{Datapath, PathKind, Setting},
@@ -24,7 +24,7 @@ pub(super) const CASES: &[Case] = &[
         .core()
         .concerns(is_ours),
     Case::new("many restarts under load fail no connection", Variants::Once, under_load)
-        .differs(ends_with_the_process),
+        .differs(fails_with_the_process),
     Case::new("tables get another size under load", Variants::Once, resized)
         .core()
         .concerns(has_tables)
@@ -77,12 +77,22 @@ fn has_tables(setting: &Setting) -> bool {
     setting.datapath() == Datapath::Ebpf
 }
 
-fn ends_with_the_process(setting: &Setting, _: Variant) -> Option<&'static str> {
-    setting.datapath().is_a_process().then_some("in mode userspace the process itself carries connections")
+fn ends_with_the_process(setting: &Setting, _: Variant) -> Option<Difference> {
+    let why = "in mode userspace the process itself carries connections";
+    setting.datapath().is_a_process().then_some(Difference { why, says: says::NOT_ANSWERED })
 }
 
-fn begins_with_the_process(setting: &Setting, _: Variant) -> Option<&'static str> {
-    setting.datapath().is_a_process().then_some("in mode userspace each process has listeners of its own")
+fn fails_with_the_process(setting: &Setting, variant: Variant) -> Option<Difference> {
+    let difference = ends_with_the_process(setting, variant)?;
+    Some(Difference { says: &[" connections failed of "], ..difference })
+}
+
+fn begins_with_the_process(setting: &Setting, _: Variant) -> Option<Difference> {
+    let why = "in mode userspace each process has listeners of its own";
+    setting
+        .datapath()
+        .is_a_process()
+        .then_some(Difference { why, says: &[" after a restart without changes"] })
 }
 
 /// Table entries that the running controller has written.
@@ -140,18 +150,19 @@ fn all_reach(world: &World, service: &ServiceFixture, servers: &[&str]) -> Resul
     Ok(())
 }
 
-/// Path `unseen` has the programs of `sockets`; with `off` the kernel checks its programs for seconds at each start.
-const fn restarts(path: PathKind) -> u32 {
+/// Path `unseen` has the programs of `sockets`; with `off` the kernel checks its programs for seconds at each start, and so long takes
+/// any start in a machine that is emulated.
+fn restarts(path: PathKind) -> u32 {
     match path {
-        PathKind::Sockets | PathKind::Packets => 20,
-        PathKind::Unseen | PathKind::Off => 5,
+        PathKind::Sockets | PathKind::Packets if wait::patience() == 1 => 20,
+        PathKind::Sockets | PathKind::Packets | PathKind::Unseen | PathKind::Off => 5,
     }
 }
 
 /// Both protocols and families at once, from pods on both nodes and from a host process.
 fn under_load(world: &mut World, _: Variant) -> Result<()> {
     let restarts = restarts(world.setting.path);
-    no_connection_fails(world, OFTEN, |world| {
+    no_connection_fails(world, OFTEN * u64::from(wait::patience()), |world| {
         (0..restarts).try_for_each(|_| {
             world.restart(1)?;
             world.restart(2)?;

@@ -1,13 +1,17 @@
 //! As root, each in a network namespace of its own, with both backends.
 
 use std::{
+    fs::File,
     path::Path,
     process::Command,
     thread,
     time::{Duration, Instant},
 };
 
-use nix::sched::{CloneFlags, unshare};
+use nix::{
+    mount::{MsFlags, mount},
+    sched::{CloneFlags, unshare},
+};
 use rstest::rstest;
 
 use super::*;
@@ -234,6 +238,29 @@ fn as_root_a_rule_that_is_refused_names_its_port_and_hurts_no_other(
     assert!(dataplane.resync(&ports).is_ok());
     drop(dataplane);
     assert_eq!(open(backend).resync(&ports).unwrap(), NOTHING);
+}
+
+/// The lock is one of the thread's own mount namespace: other tests need that of the machine.
+#[test]
+#[ignore = "needs root"]
+fn as_root_a_change_of_the_node_that_failed_is_written_by_the_next_attempt() {
+    let Some(Node { ports, mut dataplane }) = Node::serving(Backend::Legacy) else { return };
+    dataplane.writers.truncate(1);
+    unshare(CloneFlags::CLONE_NEWNS).unwrap();
+    let none = None::<&str>;
+    mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();
+    mount(Some("tmpfs"), "/run", Some("tmpfs"), MsFlags::empty(), none).unwrap();
+    let pods = LocalTraffic::FromCidrs(vec!["10.9.0.0/16".parse().unwrap()]);
+    let changed = Host { local_traffic: pods, ..host() };
+    let lock = File::create("/run/xtables.lock").unwrap();
+    lock.lock().unwrap();
+    let error = dataplane.set_host(&changed).unwrap_err().to_string();
+    assert!(error.contains("did not get the lock"), "{error}");
+    lock.unlock().unwrap();
+    assert_ne!(dataplane.set_host(&changed).unwrap(), NOTHING);
+    assert!(saved(Backend::Legacy).iter().any(|line| line.contains("10.9.0.0/16")));
+    assert_eq!(dataplane.set_host(&changed).unwrap(), NOTHING);
+    assert_eq!(dataplane.resync(&ports).unwrap(), NOTHING);
 }
 
 #[rstest]

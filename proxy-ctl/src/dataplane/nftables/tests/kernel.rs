@@ -289,6 +289,22 @@ fn as_root_a_change_of_the_node_is_written_without_a_comparison() {
 
 #[test]
 #[ignore = "needs root"]
+fn as_root_a_change_of_the_node_that_failed_is_written_by_the_next_attempt() {
+    in_own_namespace();
+    let desired = desired();
+    let mut dataplane = opened();
+    dataplane.resync(&desired).unwrap();
+    let everywhere = Host { node_ports_everywhere: true, masquerade_all: true, ..host() };
+    nft(&["flush ruleset"]);
+    dataplane.set_host(&everywhere).unwrap_err();
+    assert_ne!(dataplane.set_host(&everywhere).unwrap(), NOTHING);
+    assert!(listed().contains("fib daddr type local ip daddr != 127.0.0.0/8"), "{}", listed());
+    assert_eq!(dataplane.set_host(&everywhere).unwrap(), NOTHING);
+    assert_eq!(dataplane.resync(&desired).unwrap(), NOTHING);
+}
+
+#[test]
+#[ignore = "needs root"]
 fn as_root_there_is_one_writer() {
     in_own_namespace();
     let _first = opened();

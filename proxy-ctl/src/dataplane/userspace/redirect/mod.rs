@@ -3,6 +3,8 @@
 
 mod iptables;
 mod nf_tables;
+#[cfg(test)]
+pub(super) mod noted;
 mod refusing;
 
 use std::{
@@ -149,6 +151,8 @@ pub(super) struct Redirect {
     families: Vec<IpFamily>,
     refusing: RefusingPorts,
     wanted: Wanted,
+    /// The last write has failed: what the kernel has is not known.
+    doubtful: bool,
     stale_flows: StaleFlows<ListenerPort>,
     has_started: bool,
 }
@@ -185,8 +189,8 @@ impl Redirect {
         let refusing = refusing
             .inspect_err(|error| tracing::warn!(%error, "no rules: a port that refuses cannot be held"))
             .ok()?;
-        let (wanted, stale_flows, has_started) = Default::default();
-        Some(Self { rules, families, refusing, wanted, stale_flows, has_started })
+        let (wanted, doubtful, stale_flows, has_started) = Default::default();
+        Some(Self { rules, families, refusing, wanted, doubtful, stale_flows, has_started })
     }
 
     /// What has the rules, for people.
@@ -204,18 +208,31 @@ impl Redirect {
         self.refusing.port(name.family, name.protocol)
     }
 
-    /// Leads the frontends of these service ports there, and nowhere else. Answers with the number of frontends that come and go.
+    /// Leads the frontends of these service ports there, and nowhere else, and writes what the last write has failed with. Answers with
+    /// the number of frontends that come and go.
     pub(super) fn lead(
         &mut self,
         changes: Vec<(ServicePortName, Vec<Lead>)>,
     ) -> Result<(u64, u64), RedirectError> {
         let (go, come) = self.wanted.change(changes);
-        if !go.is_empty() || !come.is_empty() {
-            self.rules.change(&self.wanted, &go, &come)?;
-        }
         note(&mut self.stale_flows, Protocol::Udp, &go, &come);
+        let is_retry = self.doubtful;
+        if is_retry {
+            self.rewrite()?;
+        } else if !go.is_empty() || !come.is_empty() {
+            self.doubtful = true;
+            self.rules.change(&self.wanted, &go, &come)?;
+            self.doubtful = false;
+        }
         self.stale_flows.end(&self.wanted.addresses);
-        Ok((come.len() as u64, go.len() as u64))
+        Ok((come.len() as u64 + u64::from(is_retry), go.len() as u64))
+    }
+
+    fn rewrite(&mut self) -> Result<(), RedirectError> {
+        self.doubtful = true;
+        self.rules.rewrite(&self.wanted)?;
+        self.doubtful = false;
+        Ok(())
     }
 
     /// Once all frontends are led: ends connections to them that began before.
@@ -230,7 +247,7 @@ impl Redirect {
     pub(super) fn set_host(&mut self, host: &Host) -> Result<(), RedirectError> {
         self.wanted.addresses = host.node_port_addresses.clone();
         self.wanted.own = host.masquerade_addresses.clone();
-        self.rules.rewrite(&self.wanted)
+        self.rewrite()
     }
 
     /// Answers whether somebody else has removed rules.
@@ -241,7 +258,7 @@ impl Redirect {
     /// Nobody is led anywhere any more, and what is translated stays so: the kernel goes on while there are the chains.
     pub(super) fn lead_nobody(&mut self) -> Result<(), RedirectError> {
         let before = std::mem::take(&mut self.wanted);
-        self.rules.rewrite(&self.wanted)?;
+        self.rewrite()?;
         // The sessions of their clients end with the listeners.
         note(&mut self.stale_flows, Protocol::Udp, &before.leads(), &Leads::new());
         self.stale_flows.end(&before.addresses);

@@ -189,9 +189,13 @@ impl Controller {
         }
         // What a predecessor has left of it was adopted.
         let beside = self.reports.mode.borrow().modes.beside;
-        let (all, dataplane) = (self.model.desired(), active.dataplane.as_ref());
-        let serves_beside = beside.filter(|_| all.iter().any(|port| is_handed_over(port, dataplane)));
-        self.retiring.retain(|retiring| retiring.dataplane.is_some() || Some(retiring.mode) != serves_beside);
+        let is_adopted = |retiring: &Retiring| retiring.dataplane.is_none() && Some(retiring.mode) == beside;
+        // The desired state is large: it is asked for only where the answer matters.
+        if self.retiring.iter().any(is_adopted)
+            && self.model.desired().iter().any(|port| is_handed_over(port, active.dataplane.as_ref()))
+        {
+            self.retiring.retain(|retiring| !is_adopted(retiring));
+        }
         let config = Arc::clone(&self.config);
         let before = self.retiring.len();
         self.retiring.retain_mut(|retiring| !retiring.proceed(opener, &config));

@@ -1,15 +1,23 @@
 //! From one mode to another in a running process: the new one serves everything before the former serves nothing new.
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use super::{Controller, coverage::CoverageTracker, host::host, service_intervals};
 use crate::{
     config::Config,
     dataplane::{self, Dataplane, Effect, Error, Modes},
+    leftovers::Remains,
     mode::Mode,
     model::desired::{Changes, DesiredPort},
     report::ModeInForce,
 };
+
+/// Between two attempts to remove what a mode has left.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(15);
 
 /// Opens modes, and removes what they have programmed.
 pub trait ModeOpener {
@@ -21,8 +29,9 @@ pub trait ModeOpener {
     /// One of these, if connections may need it.
     fn open_to_retire(&self, mode: Mode, config: &Config) -> Result<Option<Box<dyn Dataplane>>, Error>;
 
-    /// Removes what the mode has programmed. False: something still has connections, and is to be removed later.
-    fn remove_retired(&self, mode: Mode, config: &Config) -> Result<bool, Error>;
+    /// Removes what the mode has programmed. False: something still has connections, and is to be removed later. `remains`: of this
+    /// mode, from the attempt before.
+    fn remove_retired(&self, mode: Mode, config: &Config, remains: &mut Remains) -> Result<bool, Error>;
 }
 
 /// A mode that was at work before, until no connection needs it.
@@ -32,6 +41,10 @@ pub(super) struct Retiring {
     dataplane: Option<Box<dyn Dataplane>>,
     is_over: bool,
     problem: Option<String>,
+    remains: Remains,
+    /// Of what remains.
+    next_attempt: Option<Instant>,
+    pause: Duration,
 }
 
 impl Retiring {
@@ -41,23 +54,34 @@ impl Retiring {
 
     /// Goes on from what is in the kernel, should it not come back to work.
     fn release(&mut self) {
-        (self.dataplane, self.is_over) = (None, false);
+        *self = Self::left(self.mode);
     }
 
     fn running(mode: Mode, dataplane: Box<dyn Dataplane>) -> Self {
-        Self { mode, dataplane: Some(dataplane), is_over: false, problem: None }
+        Self { dataplane: Some(dataplane), ..Self::left(mode) }
     }
 
     /// Of a predecessor.
     fn left(mode: Mode) -> Self {
-        Self { mode, dataplane: None, is_over: false, problem: None }
+        Self {
+            mode,
+            dataplane: None,
+            is_over: false,
+            problem: None,
+            remains: Remains::default(),
+            next_attempt: None,
+            pause: FIRST_PAUSE,
+        }
     }
 
     /// True: nothing is left of it.
-    fn proceed(&mut self, opener: &dyn ModeOpener, config: &Arc<Config>) -> bool {
-        let problem = match self.try_proceed(opener, config) {
+    fn proceed(&mut self, opener: &dyn ModeOpener, config: &Arc<Config>, now: Instant) -> bool {
+        if self.next_attempt.is_some_and(|at| now < at) {
+            return false;
+        }
+        let problem = match self.try_proceed(opener, config, now) {
             Ok(true) => {
-                tracing::info!(mode = %self.mode, "nothing is left of the former mode");
+                tracing::info!(mode = %self.mode, "the former mode is removed");
                 return true;
             }
             Ok(false) => None,
@@ -70,7 +94,12 @@ impl Retiring {
         false
     }
 
-    fn try_proceed(&mut self, opener: &dyn ModeOpener, config: &Arc<Config>) -> Result<bool, Error> {
+    fn try_proceed(
+        &mut self,
+        opener: &dyn ModeOpener,
+        config: &Arc<Config>,
+        now: Instant,
+    ) -> Result<bool, Error> {
         if !self.is_over {
             if self.dataplane.is_none() {
                 self.dataplane = opener.open_to_retire(self.mode, config)?;
@@ -85,7 +114,9 @@ impl Retiring {
         }
         // Its lock is released before others remove what it has written.
         self.dataplane = None;
-        opener.remove_retired(self.mode, config)
+        self.next_attempt = Some(now + self.pause);
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+        opener.remove_retired(self.mode, config, &mut self.remains)
     }
 }
 
@@ -115,7 +146,7 @@ impl Controller {
         if returns || shares_beside {
             return;
         }
-        if let Err(error) = opener.remove_retired(modes.mode, &self.config) {
+        if let Err(error) = opener.remove_retired(modes.mode, &self.config, &mut Remains::default()) {
             tracing::warn!(mode = %modes.mode, %error, "what the mode has written could not be removed");
         }
     }
@@ -180,7 +211,7 @@ impl Controller {
     }
 
     /// Called about once a second.
-    pub(super) fn retire(&mut self, opener: &dyn ModeOpener) {
+    pub(super) fn retire(&mut self, opener: &dyn ModeOpener, now: Instant) {
         let Some(active) = self.active.as_ref().filter(|active| active.services.is_complete()) else {
             return;
         };
@@ -198,7 +229,7 @@ impl Controller {
         }
         let config = Arc::clone(&self.config);
         let before = self.retiring.len();
-        self.retiring.retain_mut(|retiring| !retiring.proceed(opener, &config));
+        self.retiring.retain_mut(|retiring| !retiring.proceed(opener, &config, now));
         if self.retiring.len() < before {
             // The mode at work need not avoid its ports any more.
             self.ask_for_host();

@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     config::{Config, PortRange},
-    leftovers::{self, PendingRemoval, Purpose},
+    leftovers::{self, Remains},
     mode::{HostFacts, Mode, Probe},
 };
 
@@ -128,8 +128,8 @@ pub fn open_to_retire(mode: Mode, config: &Config) -> Result<Option<Box<dyn Data
 }
 
 /// Removes what this mode has programmed. Its dataplane must be dropped before, and another be at work. Connections that netfilter
-/// translates go on. False: virtual servers with connections stay until these have ended.
-pub fn remove_retired(mode: Mode, config: &Config) -> Result<bool, Error> {
+/// translates go on. False: virtual servers with connections stay until these have ended. `remains`: of this mode, from the attempt before.
+pub fn remove_retired(mode: Mode, config: &Config, remains: &mut Remains) -> Result<bool, Error> {
     let entry = entry(mode);
     if entry.retires {
         (entry.cleanup)(&config.ebpf.bpffs, &config.ipvs.exclude_cidrs)?;
@@ -138,12 +138,7 @@ pub fn remove_retired(mode: Mode, config: &Config) -> Result<bool, Error> {
             .map_err(|error| Error::new(ErrorKind::Other, error));
     }
     // Its rules have kube-proxy's names: no mode but those at work may have any.
-    let keeps = &config.ipvs.exclude_cidrs;
-    let removal = leftovers::remove(Purpose::TakeOver, keeps, &PendingRemoval::everything());
-    match removal.problems.into_iter().next() {
-        None => Ok(removal.pending.is_empty()),
-        Some(problem) => Err(Error::new(ErrorKind::Other, problem)),
-    }
+    remains.remove(&config.ipvs.exclude_cidrs).map_err(|error| Error::new(ErrorKind::Other, error))
 }
 
 /// Ports of sources that a netfilter mode masquerades while these modes are at work or retire. `None`: any.

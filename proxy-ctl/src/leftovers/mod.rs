@@ -16,6 +16,7 @@ mod marks;
 pub mod names;
 mod nft;
 pub mod plan;
+mod remains;
 
 use ipnet::IpNet;
 use serde::Serialize;
@@ -31,7 +32,7 @@ use crate::{
     sys::{CallError, lock::Holder, nftables::TableFamily, xtables::ToolError},
 };
 
-pub use self::marks::is_marked;
+pub use self::{marks::is_marked, remains::Remains};
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Purpose {
@@ -276,7 +277,9 @@ impl Leftovers {
     /// [`Self::find`]. Meanwhile no mode begins whose rules these are.
     pub fn remove(&mut self, purpose: Purpose, keeps: &[IpNet], pending: &PendingRemoval) -> Removal {
         let mut removed = Removal::default();
-        let AtWork { modes: at_work, locks: _locks, problems } = AtWork::lock_others();
+        // Nobody else's begin is in the way of what is left of mode ipvs, which may take long to go.
+        let writers = if pending.has_rules() { &at_work::MODES[..] } else { &[Mode::Ipvs] };
+        let AtWork { modes: at_work, locks: _locks, problems } = AtWork::lock_others(writers);
         if purpose == Purpose::Cleanup {
             problems.into_iter().for_each(|problem| add_once(&mut removed.problems, problem));
         }
@@ -302,7 +305,7 @@ impl Leftovers {
             removed.note(rules);
         }
         self.legacy.remove(purpose, scope, &pending.legacy, removed);
-        if scope.has(&[Mode::Iptables]) {
+        if pending.has_rules() && scope.has(&[Mode::Iptables]) {
             counters::remove(removed);
         }
         if !ipvs_stays {
@@ -321,7 +324,7 @@ pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
     if marks.is_empty() {
         return Ok(Removal::default());
     }
-    let AtWork { modes: at_work, locks: _locks, problems } = AtWork::lock_others();
+    let AtWork { modes: at_work, locks: _locks, problems } = AtWork::lock_others(&at_work::MODES);
     let of_mode = at_work.iter().zip(problems).find(|(at_work, _)| **at_work == mode);
     if let Some((_, problem)) = of_mode {
         return Err(problem);

@@ -16,6 +16,7 @@ use crate::{
     dataplane::{
         Applied, Device, Effect, ErrorKind, Host, Interface, Modes, Programmed, Snapshot, Unsupported, Usage,
     },
+    leftovers::Remains,
     mode::Mode,
     model::{
         desired::{Changes, DesiredPort, FrontendKind, ServicePortName},

@@ -1,0 +1,38 @@
+//! What a mode of this proxy leaves when another has taken its place.
+
+use ipnet::IpNet;
+
+use super::{Error, Leftovers, PendingRemoval, Purpose, Retained};
+
+/// Kept from one attempt to the next, which goes on with what the one before has left.
+#[derive(Debug)]
+pub struct Remains {
+    leftovers: Leftovers,
+    pending: PendingRemoval,
+    /// What stays, as others use it; it was logged.
+    retained: Vec<Retained>,
+}
+
+impl Default for Remains {
+    /// Nothing is removed yet.
+    fn default() -> Self {
+        Self { leftovers: Leftovers::default(), pending: PendingRemoval::everything(), retained: Vec::new() }
+    }
+}
+
+impl Remains {
+    /// Removes what no connection needs. False: virtual servers with connections stay, for a later attempt. `keeps`: as for
+    /// [`Leftovers::find`].
+    pub fn remove(&mut self, keeps: &[IpNet]) -> Result<bool, Error> {
+        let removal = self.leftovers.remove(Purpose::TakeOver, keeps, &self.pending);
+        self.pending = removal.pending;
+        for retained in removal.retained {
+            if !self.retained.contains(&retained) {
+                let Retained { place, name, why } = &retained;
+                tracing::warn!(place, name, "of the former mode, {why}");
+                self.retained.push(retained);
+            }
+        }
+        removal.problems.into_iter().next().map_or(Ok(self.pending.is_empty()), Err)
+    }
+}

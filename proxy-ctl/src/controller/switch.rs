@@ -31,7 +31,13 @@ pub trait ModeOpener {
 
     /// Removes what the mode has programmed. False: something still has connections, and is to be removed later. `remains`: of this
     /// mode, from the attempt before.
-    fn remove_retired(&self, mode: Mode, config: &Config, remains: &mut Remains) -> Result<bool, Error>;
+    fn remove_retired(
+        &self,
+        mode: Mode,
+        at_work: Mode,
+        config: &Config,
+        remains: &mut Remains,
+    ) -> Result<bool, Error>;
 }
 
 /// A mode that was at work before, until no connection needs it.
@@ -45,6 +51,14 @@ pub(super) struct Retiring {
     /// Of what remains.
     next_attempt: Option<Instant>,
     pause: Duration,
+}
+
+/// When a mode that retires may go on with that.
+struct Occasion<'a> {
+    opener: &'a dyn ModeOpener,
+    config: &'a Arc<Config>,
+    at_work: Mode,
+    now: Instant,
 }
 
 impl Retiring {
@@ -75,11 +89,11 @@ impl Retiring {
     }
 
     /// True: nothing is left of it.
-    fn proceed(&mut self, opener: &dyn ModeOpener, config: &Arc<Config>, now: Instant) -> bool {
-        if self.next_attempt.is_some_and(|at| now < at) {
+    fn proceed(&mut self, occasion: &Occasion<'_>) -> bool {
+        if self.next_attempt.is_some_and(|at| occasion.now < at) {
             return false;
         }
-        let problem = match self.try_proceed(opener, config, now) {
+        let problem = match self.try_proceed(occasion) {
             Ok(true) => {
                 tracing::info!(mode = %self.mode, "the former mode is removed");
                 return true;
@@ -94,12 +108,8 @@ impl Retiring {
         false
     }
 
-    fn try_proceed(
-        &mut self,
-        opener: &dyn ModeOpener,
-        config: &Arc<Config>,
-        now: Instant,
-    ) -> Result<bool, Error> {
+    fn try_proceed(&mut self, occasion: &Occasion<'_>) -> Result<bool, Error> {
+        let Occasion { opener, config, at_work, now } = *occasion;
         if !self.is_over {
             if self.dataplane.is_none() {
                 self.dataplane = opener.open_to_retire(self.mode, config)?;
@@ -116,7 +126,7 @@ impl Retiring {
         self.dataplane = None;
         self.next_attempt = Some(now + self.pause);
         self.pause = (self.pause * 2).min(LONGEST_PAUSE);
-        opener.remove_retired(self.mode, config, &mut self.remains)
+        opener.remove_retired(self.mode, at_work, config, &mut self.remains)
     }
 }
 
@@ -146,7 +156,9 @@ impl Controller {
         if returns || shares_beside {
             return;
         }
-        if let Err(error) = opener.remove_retired(modes.mode, &self.config, &mut Remains::default()) {
+        if let Err(error) =
+            opener.remove_retired(modes.mode, former.mode, &self.config, &mut Remains::default())
+        {
             tracing::warn!(mode = %modes.mode, %error, "what the mode has written could not be removed");
         }
     }
@@ -219,7 +231,7 @@ impl Controller {
             return;
         }
         // What a predecessor has left of it was adopted.
-        let beside = self.reports.mode.borrow().modes.beside;
+        let Modes { mode: at_work, beside } = self.reports.mode.borrow().modes;
         let is_adopted = |retiring: &Retiring| retiring.dataplane.is_none() && Some(retiring.mode) == beside;
         // The desired state is large: it is asked for only where the answer matters.
         if self.retiring.iter().any(is_adopted)
@@ -227,9 +239,9 @@ impl Controller {
         {
             self.retiring.retain(|retiring| !is_adopted(retiring));
         }
-        let config = Arc::clone(&self.config);
+        let occasion = Occasion { opener, config: &self.config, at_work, now };
         let before = self.retiring.len();
-        self.retiring.retain_mut(|retiring| !retiring.proceed(opener, &config, now));
+        self.retiring.retain_mut(|retiring| !retiring.proceed(&occasion));
         if self.retiring.len() < before {
             // The mode at work need not avoid its ports any more.
             self.ask_for_host();

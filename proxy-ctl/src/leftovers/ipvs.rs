@@ -267,9 +267,10 @@ fn try_remove_sets(scope: &Selection<String>, removed: &mut Removal) -> Result<(
     Ok(())
 }
 
-/// Must be called after the virtual servers are removed. The device stays if a running kube-proxy has added new ones.
+/// Must be called after the virtual servers are removed. The device stays if a running kube-proxy has added new ones, and while sockets
+/// with its addresses are to be ended.
 pub(super) fn remove_device(keeps: &[IpNet], removed: &mut Removal) {
-    if !removed.pending.servers.is_empty() {
+    if !removed.pending.servers.is_empty() || removed.pending.sockets {
         removed.pending.device = true;
         return;
     }

@@ -15,6 +15,7 @@ mod let_go;
 mod marks;
 pub mod names;
 mod nft;
+mod own_sockets;
 pub mod plan;
 mod remains;
 
@@ -156,6 +157,8 @@ impl<T> Default for Selection<T> {
 /// What is still to be removed: everything at first, later what failed and what has connections. Empty by default.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct PendingRemoval {
+    /// To be ended; see [`own_sockets`].
+    sockets: bool,
     servers: Selection<ipvs::PendingServer>,
     nft: Vec<TableFamily>,
     legacy: Vec<legacy::LegacyTable>,
@@ -164,8 +167,14 @@ pub struct PendingRemoval {
 }
 
 impl PendingRemoval {
+    /// `by_connect`: the mode that takes over translates in `connect` what the node sends. Sockets that are connected need to be told.
+    pub fn before(by_connect: bool) -> Self {
+        Self { sockets: by_connect, ..Self::everything() }
+    }
+
     pub fn everything() -> Self {
         Self {
+            sockets: false,
             servers: Selection::All,
             nft: TableFamily::ALL.into(),
             legacy: legacy::tables().collect(),
@@ -297,6 +306,9 @@ impl Leftovers {
     ) {
         let ipvs_stays = scope.at_work.contains(&Mode::Ipvs);
         if !ipvs_stays {
+            if pending.sockets {
+                own_sockets::end(removed);
+            }
             ipvs::remove_servers(purpose, keeps, &pending.servers, removed);
         }
         if !pending.nft.is_empty() {

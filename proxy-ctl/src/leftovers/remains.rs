@@ -9,6 +9,7 @@ use super::{Error, Leftovers, PendingRemoval, Purpose, Retained};
 pub struct Remains {
     leftovers: Leftovers,
     pending: PendingRemoval,
+    has_ended_sockets: bool,
     /// What stays, as others use it; it was logged.
     retained: Vec<Retained>,
 }
@@ -16,16 +17,23 @@ pub struct Remains {
 impl Default for Remains {
     /// Nothing is removed yet.
     fn default() -> Self {
-        Self { leftovers: Leftovers::default(), pending: PendingRemoval::everything(), retained: Vec::new() }
+        Self {
+            leftovers: Leftovers::default(),
+            pending: PendingRemoval::everything(),
+            has_ended_sockets: false,
+            retained: Vec::new(),
+        }
     }
 }
 
 impl Remains {
     /// Removes what no connection needs. False: virtual servers with connections stay, for a later attempt. `keeps`: as for
-    /// [`Leftovers::find`].
-    pub fn remove(&mut self, keeps: &[IpNet]) -> Result<bool, Error> {
+    /// [`Leftovers::find`]; `by_connect`: as for [`PendingRemoval::before`].
+    pub fn remove(&mut self, keeps: &[IpNet], by_connect: bool) -> Result<bool, Error> {
+        self.pending.sockets = by_connect && !self.has_ended_sockets;
         let removal = self.leftovers.remove(Purpose::TakeOver, keeps, &self.pending);
         self.pending = removal.pending;
+        self.has_ended_sockets |= by_connect && !self.pending.sockets;
         for retained in removal.retained {
             if !self.retained.contains(&retained) {
                 let Retained { place, name, why } = &retained;

@@ -9,11 +9,11 @@ use super::event;
 use crate::{
     config::Config,
     controller::Coverage,
-    dataplane::Unsupported,
+    dataplane::{self, Unsupported},
     events::Recorder,
     leftovers::{Found, Leftovers, Part, PendingRemoval, Purpose, Removal, Retained},
     model::desired::ServicePortName,
-    report::Metrics,
+    report::{Metrics, ModeInForce},
 };
 
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
@@ -24,6 +24,7 @@ const MOST_NAMED: usize = 10;
 pub(super) struct LeftoverRemoval {
     pub(super) configs: watch::Receiver<Arc<Config>>,
     pub(super) coverage: watch::Receiver<Coverage>,
+    pub(super) mode: watch::Receiver<ModeInForce>,
     /// What holds back the removal, for the record.
     pub(super) blockers: watch::Sender<Vec<String>>,
     pub(super) events: Recorder,
@@ -62,10 +63,12 @@ impl LeftoverRemoval {
 
     /// With `ebpf.removeKubeProxyRules: false` nothing is pending.
     async fn begin(&self) -> Progress {
-        let removes = self.configs.borrow().ebpf.remove_kube_proxy_rules;
+        let config = Arc::clone(&self.configs.borrow());
+        let removes = config.ebpf.remove_kube_proxy_rules;
+        let by_connect = dataplane::translates_in_connect(self.mode.borrow().modes.mode, &config);
         let mut progress = Progress {
             leftovers: Leftovers::default(),
-            pending: if removes { PendingRemoval::everything() } else { PendingRemoval::default() },
+            pending: if removes { PendingRemoval::before(by_connect) } else { PendingRemoval::default() },
             next_attempt: Instant::now(),
             pause: FIRST_PAUSE,
             baseline: Baseline::default(),

@@ -53,8 +53,14 @@ impl ModeOpener for BuiltModes {
         dataplane::open_to_retire(mode, config)
     }
 
-    fn remove_retired(&self, mode: Mode, config: &Config, remains: &mut Remains) -> Result<bool, Error> {
-        dataplane::remove_retired(mode, config, remains)
+    fn remove_retired(
+        &self,
+        mode: Mode,
+        at_work: Mode,
+        config: &Config,
+        remains: &mut Remains,
+    ) -> Result<bool, Error> {
+        dataplane::remove_retired(mode, at_work, config, remains)
     }
 }
 

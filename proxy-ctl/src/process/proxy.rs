@@ -226,6 +226,7 @@ impl Proxy {
         let removal = LeftoverRemoval {
             configs: self.configs.subscribe(),
             coverage: self.coverage.subscribe(),
+            mode: self.mode.subscribe(),
             blockers: self.removal_blockers.clone(),
             events: self.events.clone(),
             metrics: Arc::clone(&self.metrics),

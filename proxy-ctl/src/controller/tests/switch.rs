@@ -37,7 +37,7 @@ impl ModeOpener for Opener {
         Ok(self.left.get(mode.name()).map(|left| Box::new(left.clone()) as _))
     }
 
-    fn remove_retired(&self, mode: Mode, _: &Config, _: &mut Remains) -> Result<bool, Error> {
+    fn remove_retired(&self, mode: Mode, _: Mode, _: &Config, _: &mut Remains) -> Result<bool, Error> {
         let mut failures = self.failures.lock().unwrap();
         if *failures > 0 {
             *failures -= 1;

@@ -18,6 +18,7 @@ mod nft;
 mod own_sockets;
 pub mod plan;
 mod remains;
+mod server_owner;
 
 use ipnet::IpNet;
 use serde::Serialize;

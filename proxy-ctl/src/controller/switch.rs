@@ -202,8 +202,18 @@ impl Controller {
         active.services.begin_anew(now);
         active.host.begin_anew(now);
         self.reports.mode.send_replace(ModeInForce::new(modes));
+        self.report_retiring();
         tracing::info!(mode = %modes.mode, former = %former_mode, "another mode is at work");
         Ok(())
+    }
+
+    fn report_retiring(&self) {
+        let retiring: Vec<Mode> = self.retiring.iter().map(Retiring::mode).collect();
+        self.reports.retiring.send_if_modified(|told| {
+            let modified = *told != retiring;
+            *told = retiring;
+            modified
+        });
     }
 
     /// The mode that the configuration asks for cannot take over.
@@ -220,6 +230,7 @@ impl Controller {
             Ok(modes) => self.retiring = modes.into_iter().map(Retiring::left).collect(),
             Err(error) => tracing::warn!(%error, "it is unknown whether another mode was at work before"),
         }
+        self.report_retiring();
     }
 
     /// Called about once a second.
@@ -246,5 +257,6 @@ impl Controller {
             // The mode at work need not avoid its ports any more.
             self.ask_for_host();
         }
+        self.report_retiring();
     }
 }

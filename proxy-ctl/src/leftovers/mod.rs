@@ -267,10 +267,11 @@ pub struct Leftovers {
 }
 
 impl Leftovers {
-    /// `keeps`: networks whose virtual servers are not kube-proxy's (`ipvs.excludeCIDRs`).
-    pub fn find(&mut self, keeps: &[IpNet]) -> Found {
+    /// `keeps`: networks whose virtual servers are not kube-proxy's (`ipvs.excludeCIDRs`). `retiring`: modes that this proxy was in, and
+    /// removes itself.
+    pub fn find(&mut self, keeps: &[IpNet], retiring: &[Mode]) -> Found {
         let mut found = Found::default();
-        let at_work = at_work::modes();
+        let at_work = [at_work::modes(), retiring.to_vec()].concat();
         let scope = Scope::but(&at_work);
         found.note(nft::find(scope));
         self.legacy.find(scope, &mut found);
@@ -361,7 +362,7 @@ pub fn remove_holders() -> Result<(), Error> {
 
 /// As [`Leftovers::find`], for one call.
 pub fn find(keeps: &[IpNet]) -> Found {
-    Leftovers::default().find(keeps)
+    Leftovers::default().find(keeps, &[])
 }
 
 /// As [`Leftovers::remove`], for one call.

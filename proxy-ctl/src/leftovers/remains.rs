@@ -10,6 +10,8 @@ pub struct Remains {
     leftovers: Leftovers,
     pending: PendingRemoval,
     has_ended_sockets: bool,
+    /// Virtual servers, as was logged.
+    waiting: usize,
     /// What stays, as others use it; it was logged.
     retained: Vec<Retained>,
 }
@@ -21,6 +23,7 @@ impl Default for Remains {
             leftovers: Leftovers::default(),
             pending: PendingRemoval::everything(),
             has_ended_sockets: false,
+            waiting: 0,
             retained: Vec::new(),
         }
     }
@@ -34,6 +37,14 @@ impl Remains {
         let removal = self.leftovers.remove(Purpose::TakeOver, keeps, &self.pending);
         self.pending = removal.pending;
         self.has_ended_sockets |= by_connect && !self.pending.sockets;
+        if removal.waiting > 0 && removal.waiting != self.waiting {
+            let servers = removal.waiting;
+            tracing::info!(
+                servers,
+                "virtual servers of the former mode stay until their connections have ended"
+            );
+        }
+        self.waiting = removal.waiting;
         for retained in removal.retained {
             if !self.retained.contains(&retained) {
                 let Retained { place, name, why } = &retained;

@@ -265,6 +265,7 @@ fn reports() -> Reports {
         health_checks: watch::Sender::default(),
         coverage: watch::Sender::default(),
         mode: watch::Sender::new(ModeInForce::new(Modes { mode: Mode::Ebpf, beside: None })),
+        retiring: watch::Sender::default(),
     }
 }
 

@@ -107,6 +107,22 @@ fn the_former_mode_ends_with_its_last_connection_and_then_is_removed() {
     assert_eq!((fixture.recorder.calls(), opener.removed.lock().unwrap().len()), (Vec::new(), 1));
 }
 
+/// So that what is left of it is not taken for another kube-proxy's.
+#[test]
+fn a_mode_is_told_to_retire_until_nothing_is_left_of_it() {
+    let mut fixture = serving();
+    let told = fixture.reports.retiring.subscribe();
+    fixture.recorder.lock().idle = true;
+    fixture.switch();
+    assert_eq!(*told.borrow(), [Mode::Ebpf], "it has not let go of its name yet");
+    let opener = Opener { failures: Mutex::new(1), ..Opener::default() };
+    fixture.controller.retire(&opener, fixture.now);
+    assert_eq!(*told.borrow(), [Mode::Ebpf]);
+    fixture.later(PERIOD);
+    fixture.controller.retire(&opener, fixture.now);
+    assert_eq!(*told.borrow(), []);
+}
+
 #[test]
 fn what_cannot_be_removed_yet_is_looked_at_less_and_less_often() {
     let mut fixture = serving();
@@ -313,6 +329,7 @@ fn what_a_predecessor_has_left_of_another_mode_is_retired_once_everything_is_pro
     let opener = Opener { left: [("nftables", left.clone())].into(), ..Opener::default() };
     let mut fixture = Fixture::started(Config::default(), vec![service("web", "10.0.0.1")], &["192.0.2.1"]);
     fixture.controller.find_modes_to_retire(&opener);
+    assert_eq!(*fixture.reports.retiring.borrow(), [Mode::Nftables]);
     fixture.controller.retire(&opener, fixture.now);
     assert_eq!(left.calls(), [], "nothing is programmed yet");
     fixture.controller.write(fixture.now);

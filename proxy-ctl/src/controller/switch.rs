@@ -40,7 +40,7 @@ pub trait ModeOpener {
     ) -> Result<bool, Error>;
 }
 
-/// A mode that was at work before, until no connection needs it.
+/// A mode that was at work before, until no connection needs it; or one that could not take over.
 pub(super) struct Retiring {
     mode: Mode,
     /// `None`: it is to be opened, or is not needed any more and to be removed.
@@ -95,14 +95,14 @@ impl Retiring {
         }
         let problem = match self.try_proceed(occasion) {
             Ok(true) => {
-                tracing::info!(mode = %self.mode, "the former mode is removed");
+                tracing::info!(mode = %self.mode, "what the mode has written is removed");
                 return true;
             }
             Ok(false) => None,
             Err(error) => Some(error.to_string()),
         };
         if let Some(problem) = problem.as_ref().filter(|problem| self.problem.as_ref() != Some(problem)) {
-            tracing::warn!(mode = %self.mode, problem, "the former mode could not be ended; it is tried again");
+            tracing::warn!(mode = %self.mode, problem, "the mode could not be ended; it is tried again");
         }
         self.problem = problem;
         false
@@ -135,7 +135,7 @@ fn is_handed_over(port: &DesiredPort, dataplane: &dyn Dataplane) -> bool {
 }
 
 impl Controller {
-    /// The mode is opened and everything written to it; then it is at work. After an error nothing has changed for clients.
+    /// The mode is opened and everything written to it; then it is at work. After an error the former one is, and writes everything anew.
     pub fn switch(&mut self, modes: Modes, opener: &dyn ModeOpener, now: Instant) {
         let former = self.reports.mode.borrow().modes;
         // One that is in use already would find its name taken: what is in the kernel stays and is adopted.
@@ -150,16 +150,18 @@ impl Controller {
             opener.open(modes, &self.config).and_then(|dataplane| self.write_to(modes, dataplane, now));
         let Err(error) = switched else { return };
         self.refuse_switch(modes, &error);
-        if shares_beside && let Some(active) = &mut self.active {
+        if let Some(active) = &mut self.active {
+            // Modes on netfilter share chains, which the new one may have emptied.
+            active.dataplane.doubt();
             active.services.begin_anew(now);
         }
         if returns || shares_beside {
             return;
         }
-        if let Err(error) =
-            opener.remove_retired(modes.mode, former.mode, &self.config, &mut Remains::default())
-        {
-            tracing::warn!(mode = %modes.mode, %error, "what the mode has written could not be removed");
+        let mut refused = Retiring { is_over: true, ..Retiring::left(modes.mode) };
+        if !refused.proceed(&Occasion { opener, config: &self.config, at_work: former.mode, now }) {
+            self.retiring.push(refused);
+            self.report_retiring();
         }
     }
 

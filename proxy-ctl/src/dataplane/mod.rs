@@ -96,6 +96,9 @@ pub trait Dataplane: Programmed + Send {
         Ok(true)
     }
 
+    /// Another mode may have changed what is there: the next [`Dataplane::resync`] compares with what the kernel has.
+    fn doubt(&mut self) {}
+
     /// Lets go of the mode that serves beside this one, for another dataplane to adopt what it has written. The next write opens it
     /// again.
     fn release_beside(&mut self) {}

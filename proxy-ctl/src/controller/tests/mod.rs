@@ -43,6 +43,7 @@ enum Call {
     CollectGarbage,
     Retire,
     ReleaseBeside,
+    Doubt,
 }
 
 /// Clones share their memory, so that a test can look while the controller owns one.
@@ -209,6 +210,10 @@ impl Dataplane for Recorder {
         recording.calls.push(Call::Retire);
         recording.check_owner()?;
         Ok(recording.idle)
+    }
+
+    fn doubt(&mut self) {
+        self.lock().calls.push(Call::Doubt);
     }
 
     fn release_beside(&mut self) {

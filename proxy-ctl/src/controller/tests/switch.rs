@@ -201,9 +201,30 @@ fn a_mode_that_cannot_write_everything_does_not_take_over(#[case] new: Recording
     assert_eq!(in_force.modes.mode, Mode::Ebpf);
     assert_eq!(in_force.refused, Some((Mode::Nftables, full().to_string())));
     assert_eq!(*opener.removed.lock().unwrap(), ["nftables"], "what it has written before it failed");
+    assert_eq!(
+        fixture.write(),
+        [Call::Doubt, Call::Resync(vec!["default/web".into()])],
+        "it may have changed what the former mode has written"
+    );
     fixture.take(Update::ApplyService(service("api", "10.0.0.2")));
     fixture.controller.write(fixture.now);
     assert!(fixture.recorder.lock().programmed.contains_key("default/api"), "the former mode serves on");
+}
+
+#[test]
+fn what_a_refused_mode_has_written_is_removed_in_the_end() {
+    let mut fixture = serving();
+    let new = Recorder::default();
+    new.fail(1);
+    let opener = Opener { failures: Mutex::new(1), ..opening("nftables", &new) };
+    fixture.controller.switch(NFTABLES, &opener, fixture.now);
+    assert_eq!(*opener.removed.lock().unwrap(), [""; 0], "the first attempt has failed");
+    assert_eq!(*fixture.reports.retiring.borrow(), [Mode::Nftables]);
+    fixture.later(PERIOD);
+    fixture.controller.retire(&opener, fixture.now);
+    assert_eq!(*opener.removed.lock().unwrap(), ["nftables"]);
+    assert_eq!(*fixture.reports.retiring.borrow(), []);
+    assert_eq!(new.calls().len(), 1, "it is not opened again");
 }
 
 #[test]

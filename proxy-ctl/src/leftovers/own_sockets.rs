@@ -77,7 +77,7 @@ mod tests {
 
     use nix::sched::{CloneFlags, unshare};
 
-    use super::{super::PendingRemoval, *};
+    use super::super::PendingRemoval;
 
     fn ip(arguments: &str) {
         assert!(Command::new("ip").args(arguments.split(' ')).status().unwrap().success(), "ip {arguments}");
@@ -106,9 +106,8 @@ mod tests {
         unshare(CloneFlags::CLONE_NEWNET).unwrap();
         // A bridge: not every kernel has dummy devices.
         ip("link add kube-ipvs0 type bridge");
-        for of_service in ["10.96.0.1/32", "fd00:10:96::1/128"] {
-            ip(&format!("address add {of_service} dev kube-ipvs0 nodad"));
-        }
+        ip("address add 10.96.0.1/32 dev kube-ipvs0");
+        ip("address add fd00:10:96::1/128 dev kube-ipvs0 nodad");
         ip("link set lo up");
         ip("link set kube-ipvs0 up");
         ip("address add 192.0.2.10/32 dev lo");

@@ -31,6 +31,7 @@ pub use self::{
 use crate::{
     config::{ALLOW_SERVICE_EXTERNAL_IPS, Config},
     dataplane::{Dataplane, Error, MetricFamily, NodeNetwork},
+    mode::Mode,
     model::{
         Model, Update,
         objects::{IpFamily, Node},
@@ -53,6 +54,8 @@ pub struct Reports {
     /// Whether everything listed is programmed, and the service ports that are not served as asked.
     pub coverage: watch::Sender<Coverage>,
     pub mode: watch::Sender<ModeInForce>,
+    /// Modes that were at work before, while anything of them is left. Told before they let go of their names.
+    pub retiring: watch::Sender<Vec<Mode>>,
 }
 
 /// Which lists have come in. Nothing is written before all have.

@@ -139,7 +139,7 @@ pub fn run(
                 }
                 None => {
                     controller.collect_garbage();
-                    controller.retire(opener);
+                    controller.retire(opener, now);
                 }
             }
             garbage_at = Instant::now() + GARBAGE_PERIOD;

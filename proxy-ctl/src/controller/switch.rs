@@ -1,15 +1,23 @@
 //! From one mode to another in a running process: the new one serves everything before the former serves nothing new.
 
-use std::{sync::Arc, time::Instant};
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use super::{Controller, coverage::CoverageTracker, host::host, service_intervals};
 use crate::{
     config::Config,
     dataplane::{self, Dataplane, Effect, Error, Modes},
+    leftovers::Remains,
     mode::Mode,
     model::desired::{Changes, DesiredPort},
     report::ModeInForce,
 };
+
+/// Between two attempts to remove what a mode has left.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+const LONGEST_PAUSE: Duration = Duration::from_secs(15);
 
 /// Opens modes, and removes what they have programmed.
 pub trait ModeOpener {
@@ -21,17 +29,36 @@ pub trait ModeOpener {
     /// One of these, if connections may need it.
     fn open_to_retire(&self, mode: Mode, config: &Config) -> Result<Option<Box<dyn Dataplane>>, Error>;
 
-    /// Removes what the mode has programmed. False: something still has connections, and is to be removed later.
-    fn remove_retired(&self, mode: Mode, config: &Config) -> Result<bool, Error>;
+    /// Removes what the mode has programmed. False: something still has connections, and is to be removed later. `remains`: of this
+    /// mode, from the attempt before.
+    fn remove_retired(
+        &self,
+        mode: Mode,
+        at_work: Mode,
+        config: &Config,
+        remains: &mut Remains,
+    ) -> Result<bool, Error>;
 }
 
-/// A mode that was at work before, until no connection needs it.
+/// A mode that was at work before, until no connection needs it; or one that could not take over.
 pub(super) struct Retiring {
     mode: Mode,
     /// `None`: it is to be opened, or is not needed any more and to be removed.
     dataplane: Option<Box<dyn Dataplane>>,
     is_over: bool,
     problem: Option<String>,
+    remains: Remains,
+    /// Of what remains.
+    next_attempt: Option<Instant>,
+    pause: Duration,
+}
+
+/// When a mode that retires may go on with that.
+struct Occasion<'a> {
+    opener: &'a dyn ModeOpener,
+    config: &'a Arc<Config>,
+    at_work: Mode,
+    now: Instant,
 }
 
 impl Retiring {
@@ -41,36 +68,48 @@ impl Retiring {
 
     /// Goes on from what is in the kernel, should it not come back to work.
     fn release(&mut self) {
-        (self.dataplane, self.is_over) = (None, false);
+        *self = Self::left(self.mode);
     }
 
     fn running(mode: Mode, dataplane: Box<dyn Dataplane>) -> Self {
-        Self { mode, dataplane: Some(dataplane), is_over: false, problem: None }
+        Self { dataplane: Some(dataplane), ..Self::left(mode) }
     }
 
     /// Of a predecessor.
     fn left(mode: Mode) -> Self {
-        Self { mode, dataplane: None, is_over: false, problem: None }
+        Self {
+            mode,
+            dataplane: None,
+            is_over: false,
+            problem: None,
+            remains: Remains::default(),
+            next_attempt: None,
+            pause: FIRST_PAUSE,
+        }
     }
 
     /// True: nothing is left of it.
-    fn proceed(&mut self, opener: &dyn ModeOpener, config: &Arc<Config>) -> bool {
-        let problem = match self.try_proceed(opener, config) {
+    fn proceed(&mut self, occasion: &Occasion<'_>) -> bool {
+        if self.next_attempt.is_some_and(|at| occasion.now < at) {
+            return false;
+        }
+        let problem = match self.try_proceed(occasion) {
             Ok(true) => {
-                tracing::info!(mode = %self.mode, "nothing is left of the former mode");
+                tracing::info!(mode = %self.mode, "what the mode has written is removed");
                 return true;
             }
             Ok(false) => None,
             Err(error) => Some(error.to_string()),
         };
         if let Some(problem) = problem.as_ref().filter(|problem| self.problem.as_ref() != Some(problem)) {
-            tracing::warn!(mode = %self.mode, problem, "the former mode could not be ended; it is tried again");
+            tracing::warn!(mode = %self.mode, problem, "the mode could not be ended; it is tried again");
         }
         self.problem = problem;
         false
     }
 
-    fn try_proceed(&mut self, opener: &dyn ModeOpener, config: &Arc<Config>) -> Result<bool, Error> {
+    fn try_proceed(&mut self, occasion: &Occasion<'_>) -> Result<bool, Error> {
+        let Occasion { opener, config, at_work, now } = *occasion;
         if !self.is_over {
             if self.dataplane.is_none() {
                 self.dataplane = opener.open_to_retire(self.mode, config)?;
@@ -85,7 +124,9 @@ impl Retiring {
         }
         // Its lock is released before others remove what it has written.
         self.dataplane = None;
-        opener.remove_retired(self.mode, config)
+        self.next_attempt = Some(now + self.pause);
+        self.pause = (self.pause * 2).min(LONGEST_PAUSE);
+        opener.remove_retired(self.mode, at_work, config, &mut self.remains)
     }
 }
 
@@ -94,7 +135,7 @@ fn is_handed_over(port: &DesiredPort, dataplane: &dyn Dataplane) -> bool {
 }
 
 impl Controller {
-    /// The mode is opened and everything written to it; then it is at work. After an error nothing has changed for clients.
+    /// The mode is opened and everything written to it; then it is at work. After an error the former one is, and writes everything anew.
     pub fn switch(&mut self, modes: Modes, opener: &dyn ModeOpener, now: Instant) {
         let former = self.reports.mode.borrow().modes;
         // One that is in use already would find its name taken: what is in the kernel stays and is adopted.
@@ -109,14 +150,18 @@ impl Controller {
             opener.open(modes, &self.config).and_then(|dataplane| self.write_to(modes, dataplane, now));
         let Err(error) = switched else { return };
         self.refuse_switch(modes, &error);
-        if shares_beside && let Some(active) = &mut self.active {
+        if let Some(active) = &mut self.active {
+            // Modes on netfilter share chains, which the new one may have emptied.
+            active.dataplane.doubt();
             active.services.begin_anew(now);
         }
         if returns || shares_beside {
             return;
         }
-        if let Err(error) = opener.remove_retired(modes.mode, &self.config) {
-            tracing::warn!(mode = %modes.mode, %error, "what the mode has written could not be removed");
+        let mut refused = Retiring { is_over: true, ..Retiring::left(modes.mode) };
+        if !refused.proceed(&Occasion { opener, config: &self.config, at_work: former.mode, now }) {
+            self.retiring.push(refused);
+            self.report_retiring();
         }
     }
 
@@ -159,8 +204,18 @@ impl Controller {
         active.services.begin_anew(now);
         active.host.begin_anew(now);
         self.reports.mode.send_replace(ModeInForce::new(modes));
+        self.report_retiring();
         tracing::info!(mode = %modes.mode, former = %former_mode, "another mode is at work");
         Ok(())
+    }
+
+    fn report_retiring(&self) {
+        let retiring: Vec<Mode> = self.retiring.iter().map(Retiring::mode).collect();
+        self.reports.retiring.send_if_modified(|told| {
+            let modified = *told != retiring;
+            *told = retiring;
+            modified
+        });
     }
 
     /// The mode that the configuration asks for cannot take over.
@@ -177,10 +232,11 @@ impl Controller {
             Ok(modes) => self.retiring = modes.into_iter().map(Retiring::left).collect(),
             Err(error) => tracing::warn!(%error, "it is unknown whether another mode was at work before"),
         }
+        self.report_retiring();
     }
 
     /// Called about once a second.
-    pub(super) fn retire(&mut self, opener: &dyn ModeOpener) {
+    pub(super) fn retire(&mut self, opener: &dyn ModeOpener, now: Instant) {
         let Some(active) = self.active.as_ref().filter(|active| active.services.is_complete()) else {
             return;
         };
@@ -188,16 +244,21 @@ impl Controller {
             return;
         }
         // What a predecessor has left of it was adopted.
-        let beside = self.reports.mode.borrow().modes.beside;
-        let (all, dataplane) = (self.model.desired(), active.dataplane.as_ref());
-        let serves_beside = beside.filter(|_| all.iter().any(|port| is_handed_over(port, dataplane)));
-        self.retiring.retain(|retiring| retiring.dataplane.is_some() || Some(retiring.mode) != serves_beside);
-        let config = Arc::clone(&self.config);
+        let Modes { mode: at_work, beside } = self.reports.mode.borrow().modes;
+        let is_adopted = |retiring: &Retiring| retiring.dataplane.is_none() && Some(retiring.mode) == beside;
+        // The desired state is large: it is asked for only where the answer matters.
+        if self.retiring.iter().any(is_adopted)
+            && self.model.desired().iter().any(|port| is_handed_over(port, active.dataplane.as_ref()))
+        {
+            self.retiring.retain(|retiring| !is_adopted(retiring));
+        }
+        let occasion = Occasion { opener, config: &self.config, at_work, now };
         let before = self.retiring.len();
-        self.retiring.retain_mut(|retiring| !retiring.proceed(opener, &config));
+        self.retiring.retain_mut(|retiring| !retiring.proceed(&occasion));
         if self.retiring.len() < before {
             // The mode at work need not avoid its ports any more.
             self.ask_for_host();
         }
+        self.report_retiring();
     }
 }

@@ -230,6 +230,10 @@ impl Dataplane for WithConntrack {
         self.inner.collect_garbage()
     }
 
+    fn doubt(&mut self) {
+        self.inner.doubt();
+    }
+
     fn retire(&mut self) -> Result<bool, Error> {
         self.inner.retire()
     }

@@ -388,6 +388,13 @@ impl Dataplane for HandOver {
         Ok(done && self.opened.is_none())
     }
 
+    fn doubt(&mut self) {
+        self.primary.doubt();
+        if let Some(opened) = &mut self.opened {
+            opened.doubt();
+        }
+    }
+
     fn release_beside(&mut self) {
         self.is_released |= self.opened.take().is_some();
     }

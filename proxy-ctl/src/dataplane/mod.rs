@@ -32,7 +32,7 @@ pub use host::{Device, Host, Interface, LocalTraffic, NodeNetwork, Role, RoleRea
 pub use metrics::{Labels, MetricFamily, ServiceUsage};
 pub use modes::{
     Modes, cleanup, controller, load, masquerade_ports, open, open_to_retire, prepare, probe, read,
-    read_mode, reads_service_cidrs, remove_retired, to_retire, unused_fields,
+    read_mode, reads_service_cidrs, remove_retired, to_retire, translates_in_connect, unused_fields,
 };
 pub use snapshot::{
     BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, ServiceSnapshot, Snapshot,
@@ -95,6 +95,9 @@ pub trait Dataplane: Programmed + Send {
     fn retire(&mut self) -> Result<bool, Error> {
         Ok(true)
     }
+
+    /// Another mode may have changed what is there: the next [`Dataplane::resync`] compares with what the kernel has.
+    fn doubt(&mut self) {}
 
     /// Lets go of the mode that serves beside this one, for another dataplane to adopt what it has written. The next write opens it
     /// again.

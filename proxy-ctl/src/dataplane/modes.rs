@@ -15,8 +15,8 @@ use super::{
     userspace,
 };
 use crate::{
-    config::{Config, PortRange},
-    leftovers::{self, PendingRemoval, Purpose},
+    config::{Config, PortRange, SocketLoadBalancing},
+    leftovers::{self, Remains},
     mode::{HostFacts, Mode, Probe},
 };
 
@@ -64,6 +64,11 @@ pub fn prepare(mode: Mode, config: &Config) -> Result<(), Error> {
 /// Whether the mode needs [`super::Host::service_cidrs`].
 pub fn reads_service_cidrs(mode: Mode, config: &Config) -> bool {
     (entry(mode).reads_service_cidrs)(config)
+}
+
+/// Whether the mode translates what the node's own processes send when they connect.
+pub fn translates_in_connect(mode: Mode, config: &Config) -> bool {
+    mode == Mode::Ebpf && config.ebpf.sockets() != SocketLoadBalancing::Off
 }
 
 /// What serves a node.
@@ -128,8 +133,13 @@ pub fn open_to_retire(mode: Mode, config: &Config) -> Result<Option<Box<dyn Data
 }
 
 /// Removes what this mode has programmed. Its dataplane must be dropped before, and another be at work. Connections that netfilter
-/// translates go on. False: virtual servers with connections stay until these have ended.
-pub fn remove_retired(mode: Mode, config: &Config) -> Result<bool, Error> {
+/// translates go on. False: virtual servers with connections stay until these have ended. `remains`: of this mode, from the attempt before.
+pub fn remove_retired(
+    mode: Mode,
+    at_work: Mode,
+    config: &Config,
+    remains: &mut Remains,
+) -> Result<bool, Error> {
     let entry = entry(mode);
     if entry.retires {
         (entry.cleanup)(&config.ebpf.bpffs, &config.ipvs.exclude_cidrs)?;
@@ -138,12 +148,9 @@ pub fn remove_retired(mode: Mode, config: &Config) -> Result<bool, Error> {
             .map_err(|error| Error::new(ErrorKind::Other, error));
     }
     // Its rules have kube-proxy's names: no mode but those at work may have any.
-    let keeps = &config.ipvs.exclude_cidrs;
-    let removal = leftovers::remove(Purpose::TakeOver, keeps, &PendingRemoval::everything());
-    match removal.problems.into_iter().next() {
-        None => Ok(removal.pending.is_empty()),
-        Some(problem) => Err(Error::new(ErrorKind::Other, problem)),
-    }
+    remains
+        .remove(&config.ipvs.exclude_cidrs, translates_in_connect(at_work, config))
+        .map_err(|error| Error::new(ErrorKind::Other, error))
 }
 
 /// Ports of sources that a netfilter mode masquerades while these modes are at work or retire. `None`: any.

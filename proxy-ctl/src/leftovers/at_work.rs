@@ -8,7 +8,7 @@ use crate::{
     sys::namespace_lock::{NamespaceAttempt, NamespaceLock},
 };
 
-const MODES: [Mode; 4] = [Mode::Nftables, Mode::Iptables, Mode::Ipvs, Mode::Userspace];
+pub(super) const MODES: [Mode; 4] = [Mode::Nftables, Mode::Iptables, Mode::Ipvs, Mode::Userspace];
 
 pub(super) fn modes() -> Vec<Mode> {
     MODES.into_iter().filter(|mode| NamespaceLock::is_held(mode.name())).collect()
@@ -17,17 +17,17 @@ pub(super) fn modes() -> Vec<Mode> {
 #[derive(Default)]
 pub(super) struct AtWork {
     pub(super) modes: Vec<Mode>,
-    /// Of all other modes.
+    /// Of the other ones that were asked for.
     pub(super) locks: Vec<NamespaceLock>,
     /// Why the modes are taken to be at work.
     pub(super) problems: Vec<Error>,
 }
 
 impl AtWork {
-    /// While the locks are held, no further mode begins.
-    pub(super) fn lock_others() -> Self {
+    /// While the locks are held, none of these modes begins that is not at work.
+    pub(super) fn lock_others(modes: &[Mode]) -> Self {
         let mut all = Self::default();
-        for mode in MODES {
+        for mode in modes.iter().copied() {
             let problem = match NamespaceLock::try_acquire(mode.name()) {
                 Ok(NamespaceAttempt::Held(lock)) => {
                     all.locks.push(lock);
@@ -59,12 +59,12 @@ mod tests {
             panic!("free")
         };
         assert_eq!(modes(), [Mode::Iptables]);
-        let at_work = AtWork::lock_others();
+        let at_work = AtWork::lock_others(&MODES);
         assert_eq!((at_work.modes.as_slice(), at_work.locks.len()), (&[Mode::Iptables][..], 3));
         let own = std::process::id().to_string();
         assert!(at_work.problems[0].to_string().contains(&own), "{}", at_work.problems[0]);
         drop(held);
         drop(at_work);
-        assert_eq!(AtWork::lock_others().modes, []);
+        assert_eq!(AtWork::lock_others(&MODES).modes, []);
     }
 }

@@ -4,12 +4,14 @@
 //! ended, other programs may add theirs. The device kube-ipvs0 shows that kube-proxy was in mode ipvs, so it is removed
 //! last.
 
-use std::{collections::BTreeSet, net::IpAddr};
-
 use ipnet::IpNet;
-use proxy_common::port::NODE_PORTS;
 
-use super::{Error, Found, Part, PartKind, Purpose, Removal, Retained, Selection, let_go::LettingGo, names};
+use super::{
+    Error, Found, Part, PartKind, Purpose, Removal, Retained, Selection,
+    let_go::LettingGo,
+    names,
+    server_owner::{Addresses, Owner},
+};
 use crate::sys::{
     CallError,
     ipset::{Destroyed, IpSets},
@@ -19,50 +21,6 @@ use crate::sys::{
 
 const SERVERS: &str = "ipvs";
 const SETS: &str = "ipset";
-
-/// Addresses of this node. They show which virtual servers are kube-proxy's.
-#[derive(Debug, Default)]
-struct Addresses {
-    /// On kube-ipvs0: the addresses of Services that no other interface has.
-    of_services: BTreeSet<IpAddr>,
-    of_node: BTreeSet<IpAddr>,
-}
-
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Owner {
-    KubeProxy,
-    Unknown,
-    Other,
-}
-
-impl Addresses {
-    /// `None`: kube-proxy's device is not there.
-    fn read() -> Result<Option<Self>, Error> {
-        let Some(device) = link::index(names::IPVS_DEVICE)? else { return Ok(None) };
-        let mut addresses = Self::default();
-        for link::Address { interface, address, .. } in link::addresses()? {
-            if interface == device {
-                addresses.of_services.insert(address);
-            } else if !address.is_loopback() {
-                addresses.of_node.insert(address);
-            }
-        }
-        Ok(Some(addresses))
-    }
-
-    fn owner(&self, VirtualSocket { address: socket, .. }: VirtualSocket, keeps: &[IpNet]) -> Owner {
-        let address = socket.ip();
-        if keeps.iter().any(|network| network.contains(&address)) {
-            Owner::Other
-        } else if self.of_services.contains(&address)
-            || self.of_node.contains(&address) && NODE_PORTS.contains(&socket.port())
-        {
-            Owner::KubeProxy
-        } else {
-            Owner::Unknown
-        }
-    }
-}
 
 fn of_kube_proxy(ipvs: &Ipvs, addresses: &Addresses, keeps: &[IpNet]) -> Result<usize, Error> {
     let is_own = |socket| addresses.owner(socket, keeps) == Owner::KubeProxy;
@@ -190,7 +148,8 @@ fn wanted(
                 wanted.push(PendingServer { socket, quiesced: false });
             }
             (Owner::Unknown, Purpose::TakeOver) => {
-                let why = "another program may have made it: it is neither for an address of kube-ipvs0 nor a node port";
+                let why = "another program may have made it: it is neither for an address of kube-ipvs0 nor a node port, nor in one \
+                     of kube-proxy's sets";
                 removed.retained.push(retained(socket, why));
             }
             (Owner::Other, _) => {}
@@ -225,6 +184,11 @@ fn remove_server(purpose: Purpose, ipvs: &Ipvs, remaining: &PendingServer) -> Re
 
 /// Must be called after the rules that use the sets are removed.
 pub(super) fn remove_sets(scope: &Selection<String>, removed: &mut Removal) {
+    if removed.pending.servers == Selection::All {
+        // They say whose the virtual servers are.
+        removed.pending.sets = scope.clone();
+        return;
+    }
     if let Err(error) = try_remove_sets(scope, removed) {
         removed.pending.sets = scope.clone();
         removed.note(Err(error));
@@ -267,9 +231,10 @@ fn try_remove_sets(scope: &Selection<String>, removed: &mut Removal) -> Result<(
     Ok(())
 }
 
-/// Must be called after the virtual servers are removed. The device stays if a running kube-proxy has added new ones.
+/// Must be called after the virtual servers are removed. The device stays if a running kube-proxy has added new ones, and while sockets
+/// with its addresses are to be ended.
 pub(super) fn remove_device(keeps: &[IpNet], removed: &mut Removal) {
-    if !removed.pending.servers.is_empty() {
+    if !removed.pending.servers.is_empty() || removed.pending.sockets {
         removed.pending.device = true;
         return;
     }
@@ -293,7 +258,7 @@ fn try_remove_device(keeps: &[IpNet], removed: &mut Removal) -> Result<(), Error
 #[cfg(test)]
 mod tests {
     use std::{
-        net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream},
+        net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream},
         process::Command,
         time::Duration,
     };
@@ -301,27 +266,17 @@ mod tests {
     use nix::sched::{CloneFlags, unshare};
     use rstest::rstest;
 
-    use super::{super::PendingRemoval, *};
-    use crate::sys::ipvs::tests::{forgotten, serve};
-
-    #[rstest]
-    #[case::cluster_ip("10.96.0.1:443", Owner::KubeProxy)]
-    #[case::cluster_ip_of_ipv6("[fd00::a]:53", Owner::KubeProxy)]
-    #[case::node_port("192.0.2.10:30080", Owner::KubeProxy)]
-    #[case::node_port_of_ipv6("[2001:db8::10]:32767", Owner::KubeProxy)]
-    #[case::other_port_of_the_node("192.0.2.10:80", Owner::Unknown)]
-    #[case::port_after_the_range("192.0.2.10:32768", Owner::Unknown)]
-    #[case::address_of_no_link("198.51.100.1:30080", Owner::Unknown)]
-    #[case::excluded("192.0.2.99:30080", Owner::Other)]
-    fn virtual_servers_are_kube_proxys_by_their_address(#[case] socket: &str, #[case] expected: Owner) {
-        let ips = |texts: [&str; 2]| texts.map(|text| text.parse::<IpAddr>().unwrap()).into();
-        let mut of_node: BTreeSet<IpAddr> = ips(["192.0.2.10", "2001:db8::10"]);
-        of_node.insert([192, 0, 2, 99].into());
-        let addresses = Addresses { of_services: ips(["10.96.0.1", "fd00::a"]), of_node };
-        let keeps = ["192.0.2.96/29".parse().unwrap()];
-        let socket = VirtualSocket { protocol: 6, address: socket.parse().unwrap() };
-        assert_eq!(addresses.owner(socket, &keeps), expected);
-    }
+    use super::{
+        super::{
+            PendingRemoval,
+            server_owner::tests::{tcp, write},
+        },
+        *,
+    };
+    use crate::sys::{
+        ipset::{Member, SetKind},
+        ipvs::tests::{forgotten, serve},
+    };
 
     const IDLE: Destination = destination(true, 0);
     const BUSY: Destination = destination(true, 3);
@@ -385,6 +340,9 @@ mod tests {
         serve(&ipvs, "10.96.0.2:80", &real);
         serve(&ipvs, "[fd00:10:96::1]:80", &of_ipv6);
         serve(&ipvs, "192.0.2.10:30080", &real);
+        let sets = IpSets::load().unwrap().unwrap();
+        serve(&ipvs, "192.0.2.10:81", &real);
+        write(&sets, "KUBE-EXTERNAL-IP", SetKind::Sockets, true, Member::Socket(tcp("192.0.2.10:81")));
         let foreign = ["192.0.2.10:80/TCP", "198.51.100.1:30080/TCP"];
         serve(&ipvs, "192.0.2.10:80", &real);
         serve(&ipvs, "198.51.100.1:30080", &real);
@@ -395,7 +353,7 @@ mod tests {
         let mut found = Found::default();
         find(&keeps, &mut found);
         let parts: Vec<_> = found.parts.iter().map(Part::to_string).collect();
-        assert_eq!(parts, ["1 device in kube-ipvs0", "4 virtual servers in ipvs"]);
+        assert_eq!(parts, ["1 device in kube-ipvs0", "5 virtual servers in ipvs", "1 set in ipset"]);
 
         let client =
             TcpStream::connect_timeout(&([10, 96, 0, 1], 80).into(), Duration::from_secs(2)).unwrap();
@@ -407,11 +365,11 @@ mod tests {
         let everything =
             PendingRemoval { nft: Vec::new(), legacy: Vec::new(), ..PendingRemoval::everything() };
         let removed = remove(Purpose::TakeOver, &everything);
-        assert_eq!((removed.waiting, removed.parts[0].count), (1, 3));
+        assert_eq!((removed.waiting, removed.parts[0].count), (1, 4));
         assert_eq!(kept_names(&removed.retained), foreign);
         let left = ["10.96.0.1:80/TCP", foreign[0], foreign[1], excluded];
         assert_eq!(listed(&ipvs), left);
-        let waiting = VirtualSocket { protocol: 6, address: ([10, 96, 0, 1], 80).into() };
+        let waiting = tcp("10.96.0.1:80");
         let destinations = ipvs.destinations(waiting).unwrap();
         assert!(destinations.len() == 2 && destinations.iter().all(|one| !one.is_used), "{destinations:?}");
 

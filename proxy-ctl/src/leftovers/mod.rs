@@ -15,7 +15,10 @@ mod let_go;
 mod marks;
 pub mod names;
 mod nft;
+mod own_sockets;
 pub mod plan;
+mod remains;
+mod server_owner;
 
 use ipnet::IpNet;
 use serde::Serialize;
@@ -31,7 +34,7 @@ use crate::{
     sys::{CallError, lock::Holder, nftables::TableFamily, xtables::ToolError},
 };
 
-pub use self::marks::is_marked;
+pub use self::{marks::is_marked, remains::Remains};
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Purpose {
@@ -155,6 +158,8 @@ impl<T> Default for Selection<T> {
 /// What is still to be removed: everything at first, later what failed and what has connections. Empty by default.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct PendingRemoval {
+    /// To be ended; see [`own_sockets`].
+    sockets: bool,
     servers: Selection<ipvs::PendingServer>,
     nft: Vec<TableFamily>,
     legacy: Vec<legacy::LegacyTable>,
@@ -163,8 +168,14 @@ pub struct PendingRemoval {
 }
 
 impl PendingRemoval {
+    /// `by_connect`: the mode that takes over translates in `connect` what the node sends. Sockets that are connected need to be told.
+    pub fn before(by_connect: bool) -> Self {
+        Self { sockets: by_connect, ..Self::everything() }
+    }
+
     pub fn everything() -> Self {
         Self {
+            sockets: false,
             servers: Selection::All,
             nft: TableFamily::ALL.into(),
             legacy: legacy::tables().collect(),
@@ -256,10 +267,11 @@ pub struct Leftovers {
 }
 
 impl Leftovers {
-    /// `keeps`: networks whose virtual servers are not kube-proxy's (`ipvs.excludeCIDRs`).
-    pub fn find(&mut self, keeps: &[IpNet]) -> Found {
+    /// `keeps`: networks whose virtual servers are not kube-proxy's (`ipvs.excludeCIDRs`). `retiring`: modes that this proxy was in, and
+    /// removes itself.
+    pub fn find(&mut self, keeps: &[IpNet], retiring: &[Mode]) -> Found {
         let mut found = Found::default();
-        let at_work = at_work::modes();
+        let at_work = [at_work::modes(), retiring.to_vec()].concat();
         let scope = Scope::but(&at_work);
         found.note(nft::find(scope));
         self.legacy.find(scope, &mut found);
@@ -276,7 +288,9 @@ impl Leftovers {
     /// [`Self::find`]. Meanwhile no mode begins whose rules these are.
     pub fn remove(&mut self, purpose: Purpose, keeps: &[IpNet], pending: &PendingRemoval) -> Removal {
         let mut removed = Removal::default();
-        let AtWork { modes: at_work, locks: _locks, problems } = AtWork::lock_others();
+        // Nobody else's begin is in the way of what is left of mode ipvs, which may take long to go.
+        let writers = if pending.has_rules() { &at_work::MODES[..] } else { &[Mode::Ipvs] };
+        let AtWork { modes: at_work, locks: _locks, problems } = AtWork::lock_others(writers);
         if purpose == Purpose::Cleanup {
             problems.into_iter().for_each(|problem| add_once(&mut removed.problems, problem));
         }
@@ -294,6 +308,9 @@ impl Leftovers {
     ) {
         let ipvs_stays = scope.at_work.contains(&Mode::Ipvs);
         if !ipvs_stays {
+            if pending.sockets {
+                own_sockets::end(removed);
+            }
             ipvs::remove_servers(purpose, keeps, &pending.servers, removed);
         }
         if !pending.nft.is_empty() {
@@ -302,7 +319,7 @@ impl Leftovers {
             removed.note(rules);
         }
         self.legacy.remove(purpose, scope, &pending.legacy, removed);
-        if scope.has(&[Mode::Iptables]) {
+        if pending.has_rules() && scope.has(&[Mode::Iptables]) {
             counters::remove(removed);
         }
         if !ipvs_stays {
@@ -321,7 +338,7 @@ pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
     if marks.is_empty() {
         return Ok(Removal::default());
     }
-    let AtWork { modes: at_work, locks: _locks, problems } = AtWork::lock_others();
+    let AtWork { modes: at_work, locks: _locks, problems } = AtWork::lock_others(&at_work::MODES);
     let of_mode = at_work.iter().zip(problems).find(|(at_work, _)| **at_work == mode);
     if let Some((_, problem)) = of_mode {
         return Err(problem);
@@ -345,7 +362,7 @@ pub fn remove_holders() -> Result<(), Error> {
 
 /// As [`Leftovers::find`], for one call.
 pub fn find(keeps: &[IpNet]) -> Found {
-    Leftovers::default().find(keeps)
+    Leftovers::default().find(keeps, &[])
 }
 
 /// As [`Leftovers::remove`], for one call.

@@ -121,6 +121,12 @@ const IP_SETS: [&str; 17] = [
 ];
 const LONGEST_IP_SET: usize = 31;
 
+/// Sets of virtual servers' sockets whose addresses other interfaces than [`IPVS_DEVICE`] may have. Others have parts of these.
+pub const SOCKET_SETS: [&str; 4] =
+    ["KUBE-EXTERNAL-IP", "KUBE-EXTERNAL-IP-LOCAL", "KUBE-LOAD-BALANCER", "KUBE-NODE-PORT-SCTP-HASH"];
+/// Sets of all node ports of a protocol, by IANA's number.
+pub const NODE_PORT_SETS: [(&str, u16); 2] = [("KUBE-NODE-PORT-TCP", 6), ("KUBE-NODE-PORT-UDP", 17)];
+
 /// The modes that write this chain of a table of iptables; none: it is not kube-proxy's.
 fn writers(table: &str, chain: &str) -> Writers {
     let listed = |all: &[(&str, Writers)]| {
@@ -205,10 +211,14 @@ pub fn is_comment_of_jump(comment: &str) -> bool {
 }
 
 pub fn is_ip_set(name: &str) -> bool {
-    IP_SETS.iter().any(|set| {
-        let of_ipv6 = set.replacen("KUBE-", "KUBE-6-", 1);
-        name == *set || name == of_ipv6.get(..LONGEST_IP_SET).unwrap_or(&of_ipv6)
-    })
+    IP_SETS.iter().any(|set| ip_sets(set).iter().any(|set| set == name))
+}
+
+/// The sets of both families, by the name of the IPv4 one.
+pub fn ip_sets(ipv4: &str) -> [String; 2] {
+    let mut of_ipv6 = ipv4.replacen("KUBE-", "KUBE-6-", 1);
+    of_ipv6.truncate(LONGEST_IP_SET);
+    [ipv4.to_owned(), of_ipv6]
 }
 
 #[cfg(test)]

@@ -9,11 +9,12 @@ use super::event;
 use crate::{
     config::Config,
     controller::Coverage,
-    dataplane::Unsupported,
+    dataplane::{self, Unsupported},
     events::Recorder,
     leftovers::{Found, Leftovers, Part, PendingRemoval, Purpose, Removal, Retained},
+    mode::Mode,
     model::desired::ServicePortName,
-    report::Metrics,
+    report::{Metrics, ModeInForce},
 };
 
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
@@ -24,6 +25,9 @@ const MOST_NAMED: usize = 10;
 pub(super) struct LeftoverRemoval {
     pub(super) configs: watch::Receiver<Arc<Config>>,
     pub(super) coverage: watch::Receiver<Coverage>,
+    pub(super) mode: watch::Receiver<ModeInForce>,
+    /// Modes of this proxy that the controller removes.
+    pub(super) retiring: watch::Receiver<Vec<Mode>>,
     /// What holds back the removal, for the record.
     pub(super) blockers: watch::Sender<Vec<String>>,
     pub(super) events: Recorder,
@@ -62,17 +66,19 @@ impl LeftoverRemoval {
 
     /// With `ebpf.removeKubeProxyRules: false` nothing is pending.
     async fn begin(&self) -> Progress {
-        let removes = self.configs.borrow().ebpf.remove_kube_proxy_rules;
+        let config = Arc::clone(&self.configs.borrow());
+        let removes = config.ebpf.remove_kube_proxy_rules;
+        let by_connect = dataplane::translates_in_connect(self.mode.borrow().modes.mode, &config);
         let mut progress = Progress {
             leftovers: Leftovers::default(),
-            pending: if removes { PendingRemoval::everything() } else { PendingRemoval::default() },
+            pending: if removes { PendingRemoval::before(by_connect) } else { PendingRemoval::default() },
             next_attempt: Instant::now(),
             pause: FIRST_PAUSE,
             baseline: Baseline::default(),
             reported: Reported::default(),
         };
         if !removes {
-            let found = self.look(&mut progress.leftovers).await;
+            let (found, _) = self.look(&mut progress.leftovers).await;
             progress.reported.unknown(&found);
             if !found.parts.is_empty() {
                 tracing::warn!(
@@ -94,7 +100,7 @@ impl LeftoverRemoval {
             self.remove(progress).await;
             progress.baseline.removed_since = true;
         }
-        let found = self.look(&mut progress.leftovers).await;
+        let (found, retiring) = self.look(&mut progress.leftovers).await;
         progress.reported.unknown(&found);
         if found.parts.is_empty() && found.problems.is_empty() && !blockers.is_empty() {
             // Rules that appear from now on are of a running kube-proxy.
@@ -104,7 +110,7 @@ impl LeftoverRemoval {
         self.hold_back(if holds_back { blockers } else { Vec::new() }, &found.parts, &mut progress.reported);
         if found.problems.is_empty() {
             self.metrics.own.former_rules.set(i64::try_from(found.count()).unwrap_or(i64::MAX));
-            self.report_growth(&progress.baseline.update(&found.parts), &mut progress.reported);
+            self.report_growth(&progress.baseline.update(&found.parts, retiring), &mut progress.reported);
         }
     }
 
@@ -171,10 +177,18 @@ impl LeftoverRemoval {
         reported.other_runs = !grown.is_empty();
     }
 
-    async fn look(&self, leftovers: &mut Leftovers) -> Found {
-        let config = Arc::clone(&self.configs.borrow());
-        let work = move |leftovers: &mut Leftovers| leftovers.find(&config.ipvs.exclude_cidrs);
-        blocking(leftovers, work).await.unwrap_or_else(Found::unknown)
+    /// Answers with the modes whose parts are not in it, too.
+    async fn look(&self, leftovers: &mut Leftovers) -> (Found, Vec<Mode>) {
+        loop {
+            let (config, retiring) = (Arc::clone(&self.configs.borrow()), self.retiring.borrow().clone());
+            let but = retiring.clone();
+            let work = move |leftovers: &mut Leftovers| leftovers.find(&config.ipvs.exclude_cidrs, &but);
+            let found = blocking(leftovers, work).await.unwrap_or_else(Found::unknown);
+            // A mode may have let go of its name during the search.
+            if *self.retiring.borrow() == retiring {
+                return (found, retiring);
+            }
+        }
     }
 }
 
@@ -221,11 +235,18 @@ struct Baseline {
     /// `None`: before the first search.
     parts: Option<Vec<Part>>,
     removed_since: bool,
+    /// Modes of this proxy whose parts are in neither.
+    retiring: Vec<Mode>,
 }
 
 impl Baseline {
-    /// Returns the parts of `now` that are new or larger.
-    fn update(&mut self, now: &[Part]) -> Vec<Part> {
+    /// Returns the parts of `now` that are new or larger. `retiring`: modes whose parts are not in it. Where one has ended since, what
+    /// others use of it has stayed.
+    fn update(&mut self, now: &[Part], retiring: Vec<Mode>) -> Vec<Part> {
+        let before_it = std::mem::replace(&mut self.retiring, retiring);
+        if before_it.iter().any(|mode| !self.retiring.contains(mode)) {
+            self.parts = None;
+        }
         let before = self.parts.get_or_insert_with(|| now.to_vec());
         let more = grown(before, now);
         if std::mem::take(&mut self.removed_since) {
@@ -350,14 +371,25 @@ mod tests {
     fn a_failed_search_changes_nothing() {
         let mut baseline = Baseline { removed_since: true, ..Baseline::default() };
         let stays = [part("nat", 3), part("filter", 2)];
-        assert_eq!(baseline.update(&stays), []);
-        assert_eq!(baseline.update(&stays), []);
+        assert_eq!(baseline.update(&stays, Vec::new()), []);
+        assert_eq!(baseline.update(&stays, Vec::new()), []);
         // An attempt whose search fails.
         baseline.removed_since = true;
-        assert_eq!(baseline.update(&stays[..1]), []);
-        assert_eq!(baseline.update(&stays), stays[1..]);
+        assert_eq!(baseline.update(&stays[..1], Vec::new()), []);
+        assert_eq!(baseline.update(&stays, Vec::new()), stays[1..]);
         // It is reported and not removed.
-        assert_eq!(baseline.update(&stays), stays[1..]);
+        assert_eq!(baseline.update(&stays, Vec::new()), stays[1..]);
+    }
+
+    /// Of iptables, KUBE-FORWARD may stay; a chain more than that is another kube-proxy's.
+    #[test]
+    fn what_stays_of_an_own_mode_that_has_retired_has_not_grown() {
+        let mut baseline = Baseline::default();
+        assert_eq!(baseline.update(&[], Vec::new()), []);
+        assert_eq!(baseline.update(&[], vec![Mode::Iptables]), []);
+        assert_eq!(baseline.update(&[part("filter", 1)], Vec::new()), []);
+        assert_eq!(baseline.update(&[part("filter", 2)], Vec::new()), [part("filter", 2)]);
+        assert_eq!(baseline.update(&[part("filter", 2)], vec![Mode::Ipvs]), [part("filter", 2)]);
     }
 
     #[test]

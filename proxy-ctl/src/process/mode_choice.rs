@@ -10,6 +10,7 @@ use crate::{
     controller::ModeOpener,
     dataplane::{self, Dataplane, Error, Modes},
     events::{Event, Recorder},
+    leftovers::Remains,
     mode::{self, Mode, Refusal},
     node::facts,
     report::{Metrics, ModeChoice, ModeInForce},
@@ -52,8 +53,14 @@ impl ModeOpener for BuiltModes {
         dataplane::open_to_retire(mode, config)
     }
 
-    fn remove_retired(&self, mode: Mode, config: &Config) -> Result<bool, Error> {
-        dataplane::remove_retired(mode, config)
+    fn remove_retired(
+        &self,
+        mode: Mode,
+        at_work: Mode,
+        config: &Config,
+        remains: &mut Remains,
+    ) -> Result<bool, Error> {
+        dataplane::remove_retired(mode, at_work, config, remains)
     }
 }
 

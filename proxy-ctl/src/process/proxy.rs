@@ -27,6 +27,7 @@ use crate::{
     controller::{Coverage, Inputs, MetricsRequests, Reports, UnservedPorts},
     dataplane::NodeNetwork,
     events::Recorder,
+    mode::Mode,
     model::{Update, objects::ObjectName},
     node::{self, OwnNode},
     report::{Health, HealthChecks, Metrics, ModeChoice, ModeInForce, SharedHealth},
@@ -58,6 +59,8 @@ pub(super) struct Proxy {
     /// What the configuration in force leads to; sent before it.
     choices: watch::Sender<ModeChoice>,
     pub(super) mode: watch::Sender<ModeInForce>,
+    /// What has served before it, while anything of it is left.
+    retiring: watch::Sender<Vec<Mode>>,
     /// The configuration in force.
     configs: watch::Sender<Arc<Config>>,
     /// The same, as `/configz` shows it.
@@ -110,6 +113,7 @@ impl Proxy {
             own_node: watch::Sender::default(),
             networks: watch::Sender::default(),
             mode: watch::Sender::new(ModeInForce::new(choice.modes)),
+            retiring: watch::Sender::default(),
             choices: watch::Sender::new(choice),
             configs: watch::Sender::new(Arc::clone(&config)),
             document: watch::Sender::new(config.to_document()),
@@ -135,6 +139,7 @@ impl Proxy {
             health_checks: self.health_checks.clone(),
             coverage: self.coverage.clone(),
             mode: self.mode.clone(),
+            retiring: self.retiring.clone(),
         }
     }
 
@@ -226,6 +231,8 @@ impl Proxy {
         let removal = LeftoverRemoval {
             configs: self.configs.subscribe(),
             coverage: self.coverage.subscribe(),
+            mode: self.mode.subscribe(),
+            retiring: self.retiring.subscribe(),
             blockers: self.removal_blockers.clone(),
             events: self.events.clone(),
             metrics: Arc::clone(&self.metrics),

@@ -56,6 +56,7 @@ pub struct ConnectedSocket {
     id: [u8; ID_LENGTH],
     /// As `bpf_get_socket_cookie` gives it.
     pub cookie: u64,
+    pub local: SocketAddr,
     pub peer: SocketAddr,
 }
 
@@ -83,10 +84,11 @@ fn destroy(socket: &ConnectedSocket) -> Messages {
 fn parse(transport: Transport, answer: &[u8]) -> Option<ConnectedSocket> {
     let family = *answer.first()?;
     let id: [u8; ID_LENGTH] = *answer.get(ID..)?.first_chunk()?;
-    let peer_port = u16::from_be_bytes([id[2], id[3]]);
-    let peer = SocketAddr::new(ip_address(i32::from(family), &id[20..36])?, peer_port);
+    let end = |address, port| Some(SocketAddr::new(ip_address(i32::from(family), address)?, port));
+    let local = end(&id[4..20], u16::from_be_bytes([id[0], id[1]]))?;
+    let peer = end(&id[20..36], u16::from_be_bytes([id[2], id[3]]))?;
     let cookie = u64::from(word(&id, 40)?) | u64::from(word(&id, 44)?) << 32;
-    Some(ConnectedSocket { transport, family, id, cookie, peer })
+    Some(ConnectedSocket { transport, family, id, cookie, local, peer })
 }
 
 /// The sockets of the network namespace that the thread was in that opened it.
@@ -170,6 +172,7 @@ mod tests {
         id[44..48].copy_from_slice(&1_u32.to_ne_bytes());
         let socket = parse(Transport::Udp, &answer).unwrap();
         assert_eq!((socket.peer.to_string().as_str(), socket.cookie), ("10.1.0.9:5353", 1 << 32 | 7));
+        assert_eq!(socket.local.to_string(), "10.1.0.5:4000");
         let request = destroy(&socket);
         // Header of netlink, family and protocol; then the states; then the id, with the cookie at its end.
         assert_eq!(request.bytes()[16..18], [libc::AF_INET as u8, 17]);
@@ -187,7 +190,7 @@ mod tests {
 
     fn find(transport: Transport, local: SocketAddr) -> Option<ConnectedSocket> {
         let mut all = SocketDiag::open().unwrap().connected(AddressFamily::Inet, transport).unwrap();
-        all.retain(|socket| socket.id[..2] == local.port().to_be_bytes());
+        all.retain(|socket| socket.local == local);
         all.pop()
     }
 

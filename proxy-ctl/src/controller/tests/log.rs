@@ -38,8 +38,9 @@ fn that_a_former_mode_cannot_be_removed() {
     let opener = opening("nftables", &left);
     *opener.failures.lock().unwrap() = 2;
     fixture.controller.find_modes_to_retire(&opener);
-    for expected in ["could not be ended", "", "nothing is left of the former mode", ""] {
-        logs(expected, || fixture.controller.retire(&opener));
+    for expected in ["could not be ended", "", "what the mode has written is removed", ""] {
+        logs(expected, || fixture.controller.retire(&opener, fixture.now));
+        fixture.later(PERIOD);
     }
 }
 

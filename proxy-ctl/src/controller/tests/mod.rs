@@ -16,6 +16,7 @@ use crate::{
     dataplane::{
         Applied, Device, Effect, ErrorKind, Host, Interface, Modes, Programmed, Snapshot, Unsupported, Usage,
     },
+    leftovers::Remains,
     mode::Mode,
     model::{
         desired::{Changes, DesiredPort, FrontendKind, ServicePortName},
@@ -42,6 +43,7 @@ enum Call {
     CollectGarbage,
     Retire,
     ReleaseBeside,
+    Doubt,
 }
 
 /// Clones share their memory, so that a test can look while the controller owns one.
@@ -210,6 +212,10 @@ impl Dataplane for Recorder {
         Ok(recording.idle)
     }
 
+    fn doubt(&mut self) {
+        self.lock().calls.push(Call::Doubt);
+    }
+
     fn release_beside(&mut self) {
         self.lock().calls.push(Call::ReleaseBeside);
     }
@@ -264,6 +270,7 @@ fn reports() -> Reports {
         health_checks: watch::Sender::default(),
         coverage: watch::Sender::default(),
         mode: watch::Sender::new(ModeInForce::new(Modes { mode: Mode::Ebpf, beside: None })),
+        retiring: watch::Sender::default(),
     }
 }
 

@@ -37,7 +37,7 @@ impl ModeOpener for Opener {
         Ok(self.left.get(mode.name()).map(|left| Box::new(left.clone()) as _))
     }
 
-    fn remove_retired(&self, mode: Mode, _: &Config) -> Result<bool, Error> {
+    fn remove_retired(&self, mode: Mode, _: Mode, _: &Config, _: &mut Remains) -> Result<bool, Error> {
         let mut failures = self.failures.lock().unwrap();
         if *failures > 0 {
             *failures -= 1;
@@ -92,18 +92,52 @@ fn the_former_mode_ends_with_its_last_connection_and_then_is_removed() {
     let mut fixture = serving();
     fixture.switch();
     let opener = Opener { failures: Mutex::new(1), ..Opener::default() };
-    fixture.controller.retire(&opener);
+    fixture.controller.retire(&opener, fixture.now);
     assert_eq!(fixture.recorder.calls(), [Call::Retire]);
     assert_eq!(*opener.removed.lock().unwrap(), [""; 0]);
 
     fixture.recorder.lock().idle = true;
-    fixture.controller.retire(&opener);
+    fixture.controller.retire(&opener, fixture.now);
     assert_eq!(fixture.recorder.calls(), [Call::Retire]);
     assert_eq!(*opener.removed.lock().unwrap(), [""; 0], "the first attempt has failed");
-    fixture.controller.retire(&opener);
+    fixture.later(PERIOD);
+    fixture.controller.retire(&opener, fixture.now);
     assert_eq!(*opener.removed.lock().unwrap(), ["ebpf"]);
-    fixture.controller.retire(&opener);
+    fixture.controller.retire(&opener, fixture.now);
     assert_eq!((fixture.recorder.calls(), opener.removed.lock().unwrap().len()), (Vec::new(), 1));
+}
+
+/// So that what is left of it is not taken for another kube-proxy's.
+#[test]
+fn a_mode_is_told_to_retire_until_nothing_is_left_of_it() {
+    let mut fixture = serving();
+    let told = fixture.reports.retiring.subscribe();
+    fixture.recorder.lock().idle = true;
+    fixture.switch();
+    assert_eq!(*told.borrow(), [Mode::Ebpf], "it has not let go of its name yet");
+    let opener = Opener { failures: Mutex::new(1), ..Opener::default() };
+    fixture.controller.retire(&opener, fixture.now);
+    assert_eq!(*told.borrow(), [Mode::Ebpf]);
+    fixture.later(PERIOD);
+    fixture.controller.retire(&opener, fixture.now);
+    assert_eq!(*told.borrow(), []);
+}
+
+#[test]
+fn what_cannot_be_removed_yet_is_looked_at_less_and_less_often() {
+    let mut fixture = serving();
+    fixture.recorder.lock().idle = true;
+    fixture.switch();
+    let opener = Opener { failures: Mutex::new(8), ..Opener::default() };
+    let mut attempts = Vec::new();
+    for second in 0..70 {
+        let left = *opener.failures.lock().unwrap();
+        fixture.controller.retire(&opener, fixture.now);
+        attempts.extend((*opener.failures.lock().unwrap() < left).then_some(second));
+        fixture.later(Duration::from_secs(1));
+    }
+    assert_eq!(attempts, [0, 1, 3, 7, 15, 30, 45, 60]);
+    assert_eq!(fixture.recorder.calls(), [Call::Retire], "it is over once");
 }
 
 fn last_host(recorder: &Recorder) -> Option<Host> {
@@ -128,15 +162,15 @@ fn sources_get_no_ports_of_flows_that_go_on() {
     let new = fixture.switch();
     assert!(last_host(&new).unwrap().masquerade_ports.is_some());
     let opener = Opener::default();
-    fixture.controller.retire(&opener);
+    fixture.controller.retire(&opener, fixture.now);
     fixture.controller.write(fixture.now);
     assert!(last_host(&new).unwrap().masquerade_ports.is_some());
-    fixture.controller.retire(&opener);
+    fixture.controller.retire(&opener, fixture.now);
     fixture.controller.write(fixture.now);
     assert_eq!(last_host(&new), None, "nothing is over");
 
     fixture.recorder.lock().idle = true;
-    fixture.controller.retire(&opener);
+    fixture.controller.retire(&opener, fixture.now);
     fixture.controller.write(fixture.now);
     assert_eq!(last_host(&new).unwrap().masquerade_ports, None);
 }
@@ -167,9 +201,30 @@ fn a_mode_that_cannot_write_everything_does_not_take_over(#[case] new: Recording
     assert_eq!(in_force.modes.mode, Mode::Ebpf);
     assert_eq!(in_force.refused, Some((Mode::Nftables, full().to_string())));
     assert_eq!(*opener.removed.lock().unwrap(), ["nftables"], "what it has written before it failed");
+    assert_eq!(
+        fixture.write(),
+        [Call::Doubt, Call::Resync(vec!["default/web".into()])],
+        "it may have changed what the former mode has written"
+    );
     fixture.take(Update::ApplyService(service("api", "10.0.0.2")));
     fixture.controller.write(fixture.now);
     assert!(fixture.recorder.lock().programmed.contains_key("default/api"), "the former mode serves on");
+}
+
+#[test]
+fn what_a_refused_mode_has_written_is_removed_in_the_end() {
+    let mut fixture = serving();
+    let new = Recorder::default();
+    new.fail(1);
+    let opener = Opener { failures: Mutex::new(1), ..opening("nftables", &new) };
+    fixture.controller.switch(NFTABLES, &opener, fixture.now);
+    assert_eq!(*opener.removed.lock().unwrap(), [""; 0], "the first attempt has failed");
+    assert_eq!(*fixture.reports.retiring.borrow(), [Mode::Nftables]);
+    fixture.later(PERIOD);
+    fixture.controller.retire(&opener, fixture.now);
+    assert_eq!(*opener.removed.lock().unwrap(), ["nftables"]);
+    assert_eq!(*fixture.reports.retiring.borrow(), []);
+    assert_eq!(new.calls().len(), 1, "it is not opened again");
 }
 
 #[test]
@@ -186,7 +241,7 @@ fn a_mode_without_room_for_the_nodes_addresses_takes_over() {
 fn a_mode_that_still_retires_can_come_back() {
     let mut fixture = serving();
     fixture.switch();
-    fixture.controller.retire(&Opener::default());
+    fixture.controller.retire(&Opener::default(), fixture.now);
     assert_eq!(fixture.recorder.calls(), [Call::Retire]);
     fixture.recorder.lock().idle = true;
     let (former, again) = (fixture.recorder.clone(), Recorder::default());
@@ -195,7 +250,7 @@ fn a_mode_that_still_retires_can_come_back() {
     assert_eq!(fixture.mode().modes, EBPF);
     assert_eq!(again.calls()[1], Call::Resync(vec!["default/web".into()]));
     let opener = Opener::default();
-    fixture.controller.retire(&opener);
+    fixture.controller.retire(&opener, fixture.now);
     assert_eq!(*opener.removed.lock().unwrap(), [""; 0], "it is at work");
 }
 
@@ -210,7 +265,7 @@ fn a_mode_that_cannot_come_back_goes_on_retiring() {
     assert_eq!(fixture.mode().modes, NFTABLES);
     assert_eq!(*opener.removed.lock().unwrap(), [""; 0], "it may have connections");
     again.calls();
-    fixture.controller.retire(&opener);
+    fixture.controller.retire(&opener, fixture.now);
     assert_eq!(again.calls(), [Call::Retire]);
 }
 
@@ -245,7 +300,7 @@ fn the_mode_beside_both_is_removed_if_the_new_one_hands_nothing_over(
     let to = Modes { mode: Mode::Userspace, beside: Some(Mode::Nftables) };
     fixture.controller.switch(to, &opener, fixture.now);
     fixture.controller.write(fixture.now);
-    fixture.controller.retire(&opener);
+    fixture.controller.retire(&opener, fixture.now);
     assert_eq!(*opener.removed.lock().unwrap(), removed);
 }
 
@@ -266,7 +321,7 @@ fn the_former_mode_stays_beside_the_new_one_for_what_is_handed_over(
     let adoptions = new.calls().iter().filter(|call| matches!(call, Call::Resync(_))).count();
     assert_eq!(adoptions, if hands_over { 2 } else { 1 }, "what is handed over is adopted at once");
     fixture.controller.write(fixture.now);
-    fixture.controller.retire(&opener);
+    fixture.controller.retire(&opener, fixture.now);
     assert_eq!(*opener.removed.lock().unwrap(), removed);
 }
 
@@ -284,7 +339,7 @@ fn what_a_predecessor_has_left_beside_is_adopted_where_it_is_needed(
     fixture.recorder.lock().hands_over = hands_over;
     fixture.reports.mode.send_replace(ModeInForce::new(EBPF_AND_NFTABLES));
     fixture.controller.find_modes_to_retire(&opener);
-    fixture.controller.retire(&opener);
+    fixture.controller.retire(&opener, fixture.now);
     assert_eq!(*opener.removed.lock().unwrap(), removed);
 }
 
@@ -295,10 +350,11 @@ fn what_a_predecessor_has_left_of_another_mode_is_retired_once_everything_is_pro
     let opener = Opener { left: [("nftables", left.clone())].into(), ..Opener::default() };
     let mut fixture = Fixture::started(Config::default(), vec![service("web", "10.0.0.1")], &["192.0.2.1"]);
     fixture.controller.find_modes_to_retire(&opener);
-    fixture.controller.retire(&opener);
+    assert_eq!(*fixture.reports.retiring.borrow(), [Mode::Nftables]);
+    fixture.controller.retire(&opener, fixture.now);
     assert_eq!(left.calls(), [], "nothing is programmed yet");
     fixture.controller.write(fixture.now);
-    fixture.controller.retire(&opener);
+    fixture.controller.retire(&opener, fixture.now);
     assert_eq!(left.calls(), [Call::Retire]);
     assert_eq!(*opener.removed.lock().unwrap(), ["nftables"]);
 }

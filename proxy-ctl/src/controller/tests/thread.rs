@@ -49,7 +49,7 @@ impl<F: FnOnce() -> Result<Box<dyn Dataplane>, Error>> ModeOpener for OpenerOfOn
         Ok(Vec::new())
     }
 
-    fn remove_retired(&self, _: Mode, _: &Config) -> Result<bool, Error> {
+    fn remove_retired(&self, _: Mode, _: Mode, _: &Config, _: &mut Remains) -> Result<bool, Error> {
         Ok(true)
     }
 }

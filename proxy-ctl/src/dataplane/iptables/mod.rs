@@ -262,6 +262,10 @@ impl Dataplane for IptablesDataplane {
         self.in_each(|writer| writer.set_host(host))
     }
 
+    fn doubt(&mut self) {
+        self.writers.iter_mut().for_each(Writer::doubt);
+    }
+
     fn collect_garbage(&mut self) -> Result<(), super::Error> {
         self.in_each(|writer| writer.watch().map(|()| Applied::default())).map(drop)
     }

@@ -210,6 +210,11 @@ impl Writer {
         self.compare(&own)
     }
 
+    /// What has been written is not trusted at the next [`Self::resync`].
+    pub(super) fn doubt(&mut self) {
+        self.doubtful = true;
+    }
+
     /// Everything again, as it was last desired.
     fn rewrite(&mut self) -> Result<Applied, Error> {
         let desired: Vec<_> = self.written.values().map(|written| Arc::clone(&written.port)).collect();

@@ -81,7 +81,7 @@ impl Switch {
 
     /// UDP sockets of the client stay without answers. Mode ebpf translates for the node itself when a socket connects, and what
     /// was connected before depends on what the kernel still translates: to nobody, where a process has carried datagrams.
-    /// See docs/differences.md.
+    /// After mode ipvs they are ended, and clients open them anew. See docs/differences.md.
     fn strands(self, client: &str) -> bool {
         self.to.datapath() == Datapath::Ebpf && self.from.datapath().is_a_process() && client == NODE
     }

@@ -206,6 +206,23 @@ fn as_root_flushed_tables_are_written_again(#[values(Backend::Legacy, Backend::N
     assert_eq!(sorted(saved(backend)), sorted(written));
 }
 
+/// A mode has emptied a chain that it shares, and could not take over then.
+#[rstest]
+#[ignore = "needs root"]
+fn as_root_what_is_doubted_is_compared_at_once(#[values(Backend::Legacy, Backend::Nft)] backend: Backend) {
+    let Some(Node { ports, mut dataplane }) = Node::serving(backend) else { return };
+    let rules = || {
+        let mut rules = saved(backend);
+        rules.sort_unstable();
+        rules
+    };
+    let written = rules();
+    assert!(tool(backend, "", "-t nat -F KUBE-SERVICES").is_some());
+    dataplane.doubt();
+    assert!(dataplane.resync(&ports).unwrap().written > 0);
+    assert_eq!(rules(), written);
+}
+
 #[rstest]
 #[ignore = "needs root"]
 fn as_root_a_rule_that_is_refused_names_its_port_and_hurts_no_other(

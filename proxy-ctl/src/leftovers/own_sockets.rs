@@ -1,0 +1,139 @@
+//! Sockets of the node's own processes that mode ipvs has sent to its virtual servers, when a mode takes over that translates in `connect`.
+//!
+//! An address of kube-ipvs0 is one of the node: it is the source, too, of what the node sends to it. ip_vs sends such a datagram on with
+//! this source, and the rules that masqueraded it are gone: no answer comes back, and with each datagram ip_vs keeps its connection for
+//! longer. A process that gets an error connects anew.
+
+use std::{collections::BTreeSet, net::IpAddr};
+
+use nix::sys::socket::AddressFamily;
+
+use super::{Error, Removal, names};
+use crate::sys::{
+    CallError, link,
+    socket_diag::{SocketDiag, Transport, lacks},
+};
+
+/// Must be called before the device is removed. TCP connections go on: conntrack masquerades them as before.
+pub(super) fn end(removed: &mut Removal) {
+    let done = try_end();
+    removed.pending.sockets = done.is_err();
+    removed.note(done);
+}
+
+fn try_end() -> Result<(), Error> {
+    let addresses = addresses_of_services()?;
+    if addresses.is_empty() {
+        return Ok(());
+    }
+    if let Some(option) = lacks(Transport::Udp)? {
+        tracing::warn!(
+            option,
+            "UDP sockets of the node that are connected to addresses of {} get no answers until they are connected anew: the \
+             kernel cannot end them",
+            names::IPVS_DEVICE
+        );
+        return Ok(());
+    }
+    let diag = SocketDiag::open()?;
+    let ended = [AddressFamily::Inet, AddressFamily::Inet6].map(|family| end_of(&diag, family, &addresses));
+    let ended: u32 = ended.into_iter().sum::<Result<_, CallError>>()?;
+    if ended > 0 {
+        tracing::info!(
+            ended,
+            "UDP sockets of the node that mode ipvs served were ended, to be connected anew"
+        );
+    }
+    Ok(())
+}
+
+fn addresses_of_services() -> Result<BTreeSet<IpAddr>, CallError> {
+    let Some(device) = link::index(names::IPVS_DEVICE)? else { return Ok(BTreeSet::new()) };
+    let of_device = |one: link::Address| (one.interface == device).then_some(one.address);
+    Ok(link::addresses()?.into_iter().filter_map(of_device).collect())
+}
+
+/// An error is that of the first that could not be ended; the others are.
+fn end_of(diag: &SocketDiag, family: AddressFamily, addresses: &BTreeSet<IpAddr>) -> Result<u32, CallError> {
+    let (mut ended, mut outcome) = (0, Ok(()));
+    for socket in diag.connected(family, Transport::Udp)? {
+        if addresses.contains(&socket.local.ip().to_canonical()) {
+            match diag.destroy(&socket) {
+                Ok(done) => ended += u32::from(done),
+                Err(error) => outcome = outcome.and(Err(error)),
+            }
+        }
+    }
+    outcome.map(|()| ended)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::ErrorKind,
+        net::{TcpListener, TcpStream, UdpSocket},
+        process::Command,
+    };
+
+    use nix::sched::{CloneFlags, unshare};
+
+    use super::super::PendingRemoval;
+
+    fn ip(arguments: &str) {
+        assert!(Command::new("ip").args(arguments.split(' ')).status().unwrap().success(), "ip {arguments}");
+    }
+
+    /// Connected to a server at its own address.
+    fn connected(bind: &str, server: &UdpSocket) -> UdpSocket {
+        let socket = UdpSocket::bind(bind).unwrap();
+        socket.connect(server.local_addr().unwrap()).unwrap();
+        socket
+    }
+
+    fn is_ended(socket: &UdpSocket) -> bool {
+        socket.set_nonblocking(true).unwrap();
+        match socket.recv(&mut [0]).unwrap_err().kind() {
+            ErrorKind::ConnectionAborted => true,
+            ErrorKind::WouldBlock => false,
+            other => panic!("{other}"),
+        }
+    }
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_sockets_that_have_an_address_of_the_device_are_ended_and_no_others() {
+        // The thread ends with the test, and its network namespace with it.
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        // A bridge: not every kernel has dummy devices.
+        ip("link add kube-ipvs0 type bridge");
+        ip("address add 10.96.0.1/32 dev kube-ipvs0");
+        ip("address add fd00:10:96::1/128 dev kube-ipvs0 nodad");
+        ip("link set lo up");
+        ip("link set kube-ipvs0 up");
+        ip("address add 192.0.2.10/32 dev lo");
+        let at = |address: &str| UdpSocket::bind((address, 53)).unwrap();
+        let (service, service6, node) = (at("10.96.0.1"), at("fd00:10:96::1"), at("192.0.2.10"));
+        let of_services = [
+            connected("0.0.0.0:0", &service),
+            connected("[::]:0", &service6),
+            connected("[::]:0", &service6),
+        ];
+        let mapped = UdpSocket::bind("[::]:0").unwrap();
+        mapped.connect("[::ffff:10.96.0.1]:53").unwrap();
+        let others = [connected("0.0.0.0:0", &node), UdpSocket::bind("10.96.0.1:0").unwrap()];
+        let listener = TcpListener::bind("10.96.0.1:80").unwrap();
+        let connection = TcpStream::connect("10.96.0.1:80").unwrap();
+
+        let remove = |pending: &PendingRemoval| {
+            let removed = super::super::remove(super::super::Purpose::TakeOver, &[], pending);
+            assert!(removed.problems.is_empty(), "{:?}", removed.problems);
+            assert!(removed.pending.is_empty());
+        };
+        remove(&PendingRemoval::default());
+        assert!(of_services.iter().all(|socket| !is_ended(socket)), "another mode masquerades them");
+        remove(&PendingRemoval { sockets: true, ..PendingRemoval::default() });
+        assert!(of_services.iter().chain([&mapped]).all(is_ended));
+        assert!(others.iter().chain([&service, &service6]).all(|socket| !is_ended(socket)));
+        assert_eq!((connection.take_error().unwrap().is_none(), listener.accept().is_ok()), (true, true));
+    }
+}

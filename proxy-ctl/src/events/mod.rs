@@ -92,7 +92,7 @@ impl Event {
 
 /// What has become of an event: the label of the counter.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
-enum Outcome {
+pub enum Outcome {
     Written,
     /// The queue was full.
     Dropped,
@@ -106,7 +106,7 @@ impl Outcome {
     const ALL: [Self; 4] = [Self::Written, Self::Dropped, Self::Refused, Self::GivenUp];
 
     /// Label value of the metric.
-    const fn name(self) -> &'static str {
+    pub const fn name(self) -> &'static str {
         match self {
             Self::Written => "written",
             Self::Dropped => "dropped",
@@ -179,6 +179,11 @@ impl Recorder {
             self.counts.0.get_or_create(&ByOutcome { outcome: outcome.name() }).inc_by(0);
         }
         registry.register("events", "Kubernetes events, by what has become of them", self.counts.0.clone());
+    }
+
+    /// How many events have come to this end.
+    pub fn count(&self, outcome: Outcome) -> u64 {
+        self.counts.0.get_or_create(&ByOutcome { outcome: outcome.name() }).get()
     }
 
     /// Never blocks: if too many wait already, this one is dropped and counted.
@@ -346,10 +351,6 @@ mod tests {
 
     use super::*;
 
-    fn dropped(recorder: &Recorder) -> u64 {
-        recorder.counts.0.get_or_create(&ByOutcome { outcome: Outcome::Dropped.name() }).get()
-    }
-
     #[test]
     fn a_full_queue_drops_and_counts() {
         let (queue, mut jobs) = mpsc::channel(2);
@@ -357,7 +358,7 @@ mod tests {
         for number in 0..5 {
             recorder.record(Event::node(Type::Normal, "Starting", "StartKubeProxy", number.to_string()));
         }
-        assert_eq!(dropped(&recorder), 3);
+        assert_eq!(recorder.count(Outcome::Dropped), 3);
         let Some(Job::Record(first)) = jobs.blocking_recv() else { panic!("nothing waits") };
         assert_eq!(first.note, "0");
     }
@@ -367,7 +368,7 @@ mod tests {
         let recorder = Recorder::silent();
         recorder.record(Event::node(Type::Warning, "Starting", "StartKubeProxy", ""));
         recorder.flush().await;
-        assert_eq!(dropped(&recorder), 0);
+        assert_eq!(recorder.count(Outcome::Dropped), 0);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use kube::{Client, config::Kubeconfig};
-use lab::{http, namespace::on_a_thread, wait};
+use lab::{namespace::on_a_thread, wait};
 use serde_json::Value;
 
 use crate::{
@@ -311,7 +311,7 @@ impl ApiServer {
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, self.etcd_port));
         let headers = [("Content-Type", "application/json")];
         let answer = on_a_thread(self.options.namespace.as_deref(), || {
-            http::request(address, "POST", path, &headers, Some(body), ETCD_LIMIT)
+            lab::http::request(address, "POST", path, &headers, Some(body), ETCD_LIMIT)
         })?;
         if answer.status != 200 {
             bail!("etcd {path}: {} {}", answer.status, answer.text());

@@ -10,13 +10,13 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use control_plane::{Process, go};
-use lab::{OwnFolders, namespace::within};
+use lab::{OwnFolders, http::Answer, namespace::within};
 use serde_json::{Value, json};
 
 use crate::{
     cluster::{Cluster, NODE},
     network::Namespace,
-    page::{Answer, HEALTH, METRICS, PAGES, Page},
+    page::{HEALTH, METRICS, PAGES, Page},
 };
 
 /// Of kube-proxy.

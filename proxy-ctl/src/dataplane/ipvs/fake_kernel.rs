@@ -7,7 +7,7 @@ use std::sync::{
 
 use super::{calls::Calls, family_rules::RuleTools, state::tests::shown, *};
 use crate::{
-    dataplane::netfilter::chains::Jump,
+    dataplane::netfilter::chains::{Chains, Jump},
     sys::{
         CallError,
         ipvs::Destination,
@@ -43,7 +43,7 @@ impl FakeKernel {
     }
 
     pub(super) fn take_journal(&self) -> Vec<String> {
-        std::mem::take(&mut self.lock().journal)
+        mem::take(&mut self.lock().journal)
     }
 }
 

@@ -59,7 +59,9 @@ impl Refusals {
                 Entry::Vacant(_) if !wanted.has(key) => {
                     tracing::warn!(%error, "{key} could not be removed; it is tried again");
                 }
-                Entry::Vacant(place) => drop(place.insert(Refusal::new(&change, &error))),
+                Entry::Vacant(place) => {
+                    place.insert(Refusal::new(&change, &error));
+                }
             }
         }
         failures

@@ -31,7 +31,7 @@ fn model(service: Service, endpoints: &[&str]) -> Model {
 
 /// A cluster IP with one endpoint.
 fn web() -> Vec<Arc<DesiredPort>> {
-    model(service("default/web", &[CLUSTER_IP]), &[ENDPOINT]).desired()
+    model(service("default/web", &[CLUSTER_IP]), &[ENDPOINT]).take_changes().changed
 }
 
 const SETS: &[&str] = &["into KUBE-CLUSTER-IP"];
@@ -110,7 +110,7 @@ fn excluded_virtual_servers_are_neither_changed_nor_shown_unless_a_service_has_t
         ["198.51.100.1:80", "198.51.100.2:80", "203.0.113.1:80"].map(of_another);
     kernel.lock().objects.servers = [excluded.clone(), of_service.clone(), other].into();
     let mut dataplane = dataplane(&kernel, &["198.51.100.0/24"]);
-    let desired = model(service("default/web", &["198.51.100.2"]), &[ENDPOINT]).desired();
+    let desired = model(service("default/web", &["198.51.100.2"]), &[ENDPOINT]).take_changes().changed;
     dataplane.resync(&desired).unwrap();
     dataplane.collect_garbage().unwrap();
     let servers = kernel.lock().objects.servers.clone();
@@ -133,34 +133,38 @@ fn destination(change: &Change) -> Option<String> {
     Some(address.ip().to_string())
 }
 
-/// Error numbers as the kernel's; a full set answers with one of ipset's own.
+const ODD: &str = "10.96.0.2:80";
+
+fn is_into(change: &Change, role: SetRole) -> bool {
+    let Change::Member(set, MemberChange::Add(Member::Socket(member))) = change else { return false };
+    set.role == role && *member == socket(ODD)
+}
+
+/// A virtual server that is not there has no destinations.
+fn unknown_protocol(change: &Change) -> Option<i32> {
+    let Change::Server(change) = change else { return None };
+    let errno = if matches!(change, ServerChange::Create(..)) { libc::EPROTONOSUPPORT } else { libc::ESRCH };
+    (change.socket() == socket(ODD)).then_some(errno)
+}
+
 #[rstest]
 #[case::endpoint(
     |change: &Change| destination(change).is_some_and(|it| it == BROADCAST).then_some(libc::EINVAL),
     ("endpoints", Effect::ServedDifferently),
     "endpoint 10.244.1.255:8080 of virtual server 10.96.0.2:80/TCP: a call failed"
 )]
-#[case::virtual_server_with_all_of_its_endpoints(
-    |change: &Change| match change {
-        Change::Server(ServerChange::Create(to, _)) if *to == socket("10.96.0.2:80") => Some(libc::EPROTONOSUPPORT),
-        Change::Server(ServerChange::AddDestination(to, _)) if *to == socket("10.96.0.2:80") => Some(libc::ESRCH),
-        _ => None,
-    },
+#[case::virtual_server(
+    unknown_protocol,
     ("spec.clusterIPs", Effect::NoRoom),
     "virtual server 10.96.0.2:80/TCP: a call failed"
 )]
 #[case::address(
-    |change: &Change| (change.key() == Key::Address("10.96.0.2".parse().unwrap())).then_some(libc::EINVAL),
+    |change: &Change| (change.key() == Key::Address(socket(ODD).address.ip())).then_some(libc::EINVAL),
     ("spec.clusterIPs", Effect::NoRoom),
     "address 10.96.0.2 of kube-ipvs0: a call failed"
 )]
 #[case::member_of_a_full_set(
-    |change: &Change| match change {
-        Change::Member(set, MemberChange::Add(Member::Socket(member))) => {
-            (set.role == SetRole::ClusterIp && *member == socket("10.96.0.2:80")).then_some(4352)
-        }
-        _ => None,
-    },
+    |change: &Change| is_into(change, SetRole::ClusterIp).then_some(libc::ENOSPC),
     ("spec.clusterIPs", Effect::NoRoom),
     "10.96.0.2:80/TCP in set KUBE-CLUSTER-IP: a call failed"
 )]
@@ -175,8 +179,9 @@ fn what_the_kernel_refuses_is_told_and_tried_again_and_everything_else_is_writte
     let mut model = model(service("default/web", &[CLUSTER_IP]), &[ENDPOINT]);
     model.apply_service(service("default/odd", &["10.96.0.2"]));
     model.apply_slice(slice("default/odd-1", "odd", vec![remote(BROADCAST)]));
+    let desired = model.take_changes().changed;
     for _ in 0..2 {
-        dataplane.resync(&model.desired()).unwrap();
+        dataplane.resync(&desired).unwrap();
         let told = dataplane.take_without_room().unwrap();
         let [(name, reasons)] = &Vec::from_iter(told)[..] else { panic!("one service port is refused") };
         assert_eq!(name.service.to_string(), "default/odd");
@@ -191,12 +196,10 @@ fn what_the_kernel_refuses_is_told_and_tried_again_and_everything_else_is_writte
         [(endpoint, true)].into()
     );
 
-    let served = [model.desired(), model.desired()].map(|mut ports| ports.remove(1));
-    assert_eq!(served[0].name.service.to_string(), "default/web");
     kernel.lock().refuses = None;
-    dataplane.resync(&model.desired()).unwrap();
+    dataplane.resync(&desired).unwrap();
     assert_eq!(dataplane.take_without_room(), Some(BTreeMap::new()));
-    assert_eq!(kernel.lock().objects.servers[&socket("10.96.0.2:80")].destinations.len(), 1);
+    assert_eq!(kernel.lock().objects.servers[&socket(ODD)].destinations.len(), 1);
 }
 
 #[test]
@@ -214,17 +217,17 @@ fn what_is_refused_is_forgotten_with_its_service_port() {
 
 /// The controller has everything read again then.
 #[rstest]
-#[case::what_is_there_is_not_known(libc::EEXIST)]
-#[case::privileges_are_gone(libc::EPERM)]
-fn an_error_that_concerns_more_than_its_object_fails(#[case] errno: i32) {
+#[case::what_is_there_is_not_known(
+    |change: &Change| matches!(change, Change::Server(ServerChange::Create(..))).then_some(libc::EEXIST)
+)]
+#[case::privileges_are_gone(|_: &Change| Some(libc::EPERM))]
+fn an_error_that_concerns_more_than_its_object_fails(#[case] refuses: fn(&Change) -> Option<i32>) {
     let kernel = FakeKernel::default();
-    let refuses: [fn(&Change) -> Option<i32>; 2] = [
-        |change| matches!(change, Change::Server(ServerChange::Create(..))).then_some(libc::EEXIST),
-        |_| Some(libc::EPERM),
-    ];
-    kernel.lock().refuses = Some(refuses[usize::from(errno == libc::EPERM)]);
-    let error = dataplane(&kernel, &[]).resync(&web()).unwrap_err().to_string();
+    kernel.lock().refuses = Some(refuses);
+    let mut dataplane = dataplane(&kernel, &[]);
+    let error = dataplane.resync(&web()).unwrap_err().to_string();
     assert!(error.contains("default/web"), "{error}");
+    assert_eq!(dataplane.take_without_room().unwrap_or_default(), BTreeMap::new());
 }
 
 #[test]
@@ -252,7 +255,8 @@ fn rules_are_written_with_the_first_external_ip_and_after_the_last() {
 fn addresses_of_the_node_that_could_not_be_written_are_written_at_the_next_attempt() {
     let kernel = FakeKernel::default();
     let mut dataplane = dataplane(&kernel, &[]);
-    let desired = model(service("default/web", &[CLUSTER_IP]).node_port(30_080), &[ENDPOINT]).desired();
+    let desired =
+        model(service("default/web", &[CLUSTER_IP]).node_port(30_080), &[ENDPOINT]).take_changes().changed;
     dataplane.resync(&desired).unwrap();
     let host = Host { node_port_addresses: ["192.0.2.10".parse().unwrap()].into(), ..Host::default() };
     kernel.lock().fails = Some(|change| matches!(change, Change::Server(_)));

@@ -27,11 +27,11 @@ pub(crate) struct Arguments {
     /// Also run the scenarios against the real kube-proxy
     #[arg(long)]
     kube_proxy: bool,
-    /// Whole sets of scenarios in the modes nftables, iptables, ipvs and userspace and on all paths of mode ebpf, and all switches,
-    /// in place of small sets
+    /// Whole sets of scenarios in the modes nftables, iptables and userspace and on all paths of mode ebpf, and all switches, in place of
+    /// small sets; those of mode ipvs are part of --all-kernels
     #[arg(long)]
     all_modes: bool,
-    /// Also run all core scenarios in the machine of mode ipvs, and those of mode ebpf on kernels 5.10, 6.1, 6.12, the newest and arm64, in virtual machines
+    /// Also run all scenarios of mode ipvs, and the core ones of mode ebpf on kernels 5.10, 6.1, 6.12, the newest and arm64, in virtual machines
     #[arg(long)]
     all_kernels: bool,
     /// Of the suite `random`: how many clusters each proxy meets

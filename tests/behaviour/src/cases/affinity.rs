@@ -12,19 +12,21 @@ use crate::{
     case::{Case, Difference, Variant, Variants, says},
     check,
     fixtures::AFFINE,
-    setting::{PathKind, Setting},
+    setting::{Datapath, PathKind, Setting},
     world::World,
 };
 
 pub(super) const CASES: &[Case] = &[
     Case::new("affinity: a client stays with its endpoint", Variants::All, stays).core(),
-    Case::new("affinity: cluster IP and node port share it", Variants::All, shared),
+    Case::new("affinity: cluster IP and node port share it", Variants::All, shared)
+        .concerns(|setting| !chooses_by_address(setting)),
     Case::new("affinity: it ends with its endpoint", Variants::All, ends_with_its_endpoint),
     Case::new("affinity: it outlives the controller", Variants::Once, outlives_the_controller)
         .differs(ends_with_the_process),
     // Conntrack still knows some of the sockets' ports of before, and with UDP their endpoints.
     Case::new("affinity: switched on and off", Variants::Tcp, switched),
-    Case::new("affinity: it lasts while connections come, and expires after", Variants::Once, expires),
+    Case::new("affinity: it lasts while connections come, and expires after", Variants::Once, expires)
+        .differs(lasts_as_long_as_connections),
 ];
 
 /// Kubernetes' default.
@@ -105,6 +107,16 @@ fn ends_with_its_endpoint(world: &mut World, variant: Variant) -> Result<()> {
 fn ends_with_the_process(setting: &Setting, _: Variant) -> Option<Difference> {
     let why = "in mode userspace the process itself knows the clients";
     setting.datapath().is_a_process().then_some(Difference { why, says: says::NOT_ANSWERED })
+}
+
+/// Each virtual server of IPVS remembers clients of its own: by chance it gives a client the same endpoint as another one.
+fn chooses_by_address(setting: &Setting) -> bool {
+    setting.datapath() == Datapath::Ipvs
+}
+
+fn lasts_as_long_as_connections(setting: &Setting, _: Variant) -> Option<Difference> {
+    let why = "IPVS remembers a client as long as it knows a connection of it, which is for minutes after the last packet";
+    (setting.datapath() == Datapath::Ipvs).then_some(Difference { why, says: &[" s has not expired"] })
 }
 
 /// All clients, protocols and families at once: by chance, all go where they went before at one of 3 to the power of 16 times.

@@ -8,7 +8,7 @@ use crate::{
     case::{Case, Difference, Variant, Variants, says},
     check,
     fixtures::{EXTERNAL_LOCAL_ON_NODE1, INTERNAL_LOCAL, INTERNAL_LOCAL_ON_NODE2},
-    setting::Setting,
+    setting::{Datapath, Setting},
     world::World,
 };
 
@@ -31,11 +31,14 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 fn nobody_is_served(setting: &Setting, _: Variant) -> Option<Difference> {
-    let why = "in mode userspace clients are refused where no client is served";
-    setting
-        .datapath()
-        .is_a_process()
-        .then_some(Difference { why, says: &["expected dropped, found refused"] })
+    let why = match setting.datapath() {
+        Datapath::Userspace => "in mode userspace clients are refused where no client is served",
+        Datapath::Ipvs => {
+            "a virtual server without destinations refuses, and other policies of the Service ask for none"
+        }
+        Datapath::Ebpf | Datapath::Nftables | Datapath::Iptables => return None,
+    };
+    Some(Difference { why, says: &["expected dropped, found refused"] })
 }
 
 pub(super) fn accepted_first(setting: &Setting, variant: Variant) -> Option<Difference> {

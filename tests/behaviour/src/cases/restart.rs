@@ -150,18 +150,19 @@ fn all_reach(world: &World, service: &ServiceFixture, servers: &[&str]) -> Resul
     Ok(())
 }
 
-/// Path `unseen` has the programs of `sockets`; with `off` the kernel checks its programs for seconds at each start.
-const fn restarts(path: PathKind) -> u32 {
+/// Path `unseen` has the programs of `sockets`; with `off` the kernel checks its programs for seconds at each start, and so long takes
+/// any start in a machine that is emulated.
+fn restarts(path: PathKind) -> u32 {
     match path {
-        PathKind::Sockets | PathKind::Packets => 20,
-        PathKind::Unseen | PathKind::Off => 5,
+        PathKind::Sockets | PathKind::Packets if wait::patience() == 1 => 20,
+        PathKind::Sockets | PathKind::Packets | PathKind::Unseen | PathKind::Off => 5,
     }
 }
 
 /// Both protocols and families at once, from pods on both nodes and from a host process.
 fn under_load(world: &mut World, _: Variant) -> Result<()> {
     let restarts = restarts(world.setting.path);
-    no_connection_fails(world, OFTEN, |world| {
+    no_connection_fails(world, OFTEN * u64::from(wait::patience()), |world| {
         (0..restarts).try_for_each(|_| {
             world.restart(1)?;
             world.restart(2)?;

@@ -28,7 +28,14 @@ use crate::model::desired::ServicePortName;
 pub(super) struct AdoptedNames {
     pub(super) known: Vec<(u32, ServicePortName)>,
     /// Services without a usable name.
-    pub(super) strays: Vec<u32>,
+    pub(super) strays: Vec<Stray>,
+}
+
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) struct Stray {
+    pub(super) id: u32,
+    /// It is given to no other service before it is retired. False: it is never given out, or waits for a grace period already.
+    pub(super) is_claimed: bool,
 }
 
 impl Common {
@@ -49,31 +56,29 @@ impl Common {
         };
         let are_known: Vec<bool> =
             names.iter().map(|(id, name)| name.as_ref().is_some_and(|name| is_first(*id, name))).collect();
-        let mut found = AdoptedNames { known: Vec::with_capacity(names.len()), strays: Vec::new() };
+        let (mut known, mut strays) = (Vec::with_capacity(names.len()), Vec::new());
         for ((id, name), is_known) in names.into_iter().zip(are_known) {
             match name.filter(|_| is_known) {
-                Some(name) => found.known.push((id, name)),
-                None => found.strays.push(id),
+                Some(name) => known.push((id, name)),
+                None => strays.push(id),
             }
         }
-        let named: FxHashSet<u32> =
-            found.known.iter().map(|(id, _)| *id).chain(found.strays.iter().copied()).collect();
+        let named: FxHashSet<u32> = known.iter().map(|(id, _)| *id).chain(strays.iter().copied()).collect();
         // Not through the mapped memory, all of which would count as resident from then on.
         let services = typed::<u32, Service>(self.tables.services.fd(), table::services)?;
         let is_stray =
             |(id, service): &&(u32, Service)| *service != Service::default() && !named.contains(id);
         services
             .walk(|slice| {
-                found.strays.extend(slice.iter().filter(is_stray).map(|(id, _)| *id));
+                strays.extend(slice.iter().filter(is_stray).map(|(id, _)| *id));
                 Ok(true)
             })
             .map_err(|source| Error::Table { table: table::services, source })?;
         // Theirs is not given to another before they are gone.
-        for id in &found.strays {
-            ids.claim(Range { first: *id, count: 1 });
-        }
+        let claimed = |id| Stray { id, is_claimed: ids.claim(Range { first: id, count: 1 }) };
+        let strays = strays.into_iter().map(claimed).collect();
         self.ids = ids;
-        Ok(found)
+        Ok(AdoptedNames { known, strays })
     }
 
     /// Continues with backend ids that were never given.

@@ -27,6 +27,7 @@ use proxy_common::{
 };
 
 use self::{
+    adopt::Stray,
     affinity::AffinityCollector,
     allocate::{Range, Ranges},
     attach::{Cgroup, Hooks},
@@ -668,10 +669,11 @@ impl EbpfDataplane {
         let Self { shared, v4, v6, .. } = self;
         finish(resync(v4, shared, desired), applied, failures);
         finish(resync(v6, shared, desired), applied, failures);
-        for id in strays {
+        for Stray { id, is_claimed } in strays {
             match remove_service(shared, id, applied) {
                 // Programs may be reading it.
-                Ok(()) => shared.ids.retire(Range { first: id, count: 1 }),
+                Ok(()) if is_claimed => shared.ids.retire(Range { first: id, count: 1 }),
+                Ok(()) => {}
                 Err(error) => failures.add(format_args!("service {id}, which is not desired"), error),
             }
         }
@@ -679,7 +681,7 @@ impl EbpfDataplane {
         Ok(())
     }
 
-    fn adopt(&mut self) -> Result<Vec<u32>, Error> {
+    fn adopt(&mut self) -> Result<Vec<Stray>, Error> {
         let names = self.shared.adopt()?;
         let largest = self.v4.adopt(&self.shared, &names)?.max(self.v6.adopt(&self.shared, &names)?);
         self.shared.continue_backend_ids(largest)?;

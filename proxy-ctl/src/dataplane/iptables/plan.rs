@@ -12,7 +12,10 @@ use super::{
     rules::{OwnChain, PortRules},
     state::{PresentRule, State, chain_digest},
 };
-use crate::{dataplane::Applied, sys::xtables::saved::digest};
+use crate::{
+    dataplane::{Applied, netfilter::chains::leads_to_firewall},
+    sys::xtables::saved::digest,
+};
 
 /// What must be done for one service port.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
@@ -255,13 +258,12 @@ fn martians(state: &State, base: &BaseRules, script: &mut Script) {
 
 /// Mode ipvs leads all packets to this chain. By this mode's rules in it, those of connections that IPVS still translates would be dropped.
 fn firewall_jumps(state: &State, base: &BaseRules, script: &mut Script) {
-    let leads_there = format!("-j {}", names::PROXY_FIREWALL);
     for chain in ["INPUT", "FORWARD", "OUTPUT"] {
         let wanted = |present: &PresentRule| {
             base.jumps.iter().any(|jump| jump.chain == chain && digest(&jump.rule) == present.digest)
         };
         let present = state.of(Table::Filter).rules(chain).iter();
-        for other in present.filter(|present| present.rule.ends_with(&leads_there) && !wanted(present)) {
+        for other in present.filter(|present| leads_to_firewall(&present.rule) && !wanted(present)) {
             script.line(format_args!("-D {chain} {}", other.rule));
         }
     }

@@ -26,8 +26,22 @@ pub(in crate::dataplane) struct Jump {
     pub(in crate::dataplane) comment: &'static str,
 }
 
-/// Input of iptables-restore that makes one table as `chains`, and those of `jumps` that lead to these, say; `None`: it is so. `saved`: the table, as iptables-save
-/// prints it.
+impl Jump {
+    fn rule(&self) -> String {
+        format!("-m comment --comment \"{}\" -j {}", self.comment, self.to)
+    }
+}
+
+/// Of the table filter. Modes iptables and ipvs fill it, and lead other packets there: mode iptables only those of new connections.
+const FIREWALL: &str = "KUBE-PROXY-FIREWALL";
+
+/// A rule of a base chain, as iptables-save prints it.
+pub(in crate::dataplane) fn leads_to_firewall(rule: &str) -> bool {
+    rule.strip_suffix(FIREWALL).is_some_and(|before| before.ends_with("-j "))
+}
+
+/// Input of iptables-restore that makes one table as `chains`, and those of `jumps` that lead to these, say; `None`: it is so. Other modes'
+/// jumps to [`FIREWALL`] go with it. `saved`: the table, as iptables-save prints it.
 pub(in crate::dataplane) fn restoration(
     table: &str,
     chains: &Chains,
@@ -52,8 +66,16 @@ pub(in crate::dataplane) fn restoration(
         wanted.iter().for_each(|rule| writeln_to(&mut rules, format_args!("-A {chain} {rule}")));
     }
     let leads_there = |jump: &&Jump| jump.table == table && chains.contains_key(&(jump.table, jump.to));
-    for Jump { from, to, comment, .. } in jumps.iter().filter(leads_there) {
-        let jump = format!("-m comment --comment \"{comment}\" -j {to}");
+    let jumps: Vec<(&str, String)> =
+        jumps.iter().filter(leads_there).map(|jump| (jump.from, jump.rule())).collect();
+    if chains.contains_key(&(table, FIREWALL)) {
+        for from in ["INPUT", "FORWARD", "OUTPUT"] {
+            let is_wanted = |rule: &str| jumps.iter().any(|(of, jump)| *of == from && jump == rule);
+            let others = found(from).iter().filter(|rule| leads_to_firewall(rule) && !is_wanted(rule));
+            others.for_each(|rule| writeln_to(&mut rules, format_args!("-D {from} {rule}")));
+        }
+    }
+    for (from, jump) in jumps {
         if !found(from).contains(&jump.as_str()) {
             writeln_to(&mut rules, format_args!("-I {from} {jump}"));
         }

@@ -146,6 +146,21 @@ fn a_jump_that_is_gone_is_written_first_in_its_chain() {
     );
 }
 
+/// Mode iptables leads new connections alone to a chain that both modes fill.
+#[test]
+fn other_jumps_to_the_firewall_are_removed() {
+    let chains = chains_of(IpFamily::Ipv4, &host(cidrs(&[])));
+    let other = "-m conntrack --ctstate NEW -m comment --comment \"kubernetes load balancer firewall\" -j KUBE-PROXY-FIREWALL";
+    let jumps = ["INPUT", "OUTPUT"].map(|from| format!("-A {from} {other}\n"));
+    let before = saved("filter", &chains).replace("COMMIT\n", &(jumps.concat() + "COMMIT\n"));
+    assert_eq!(
+        restoration("filter", &chains, &JUMPS, &before).unwrap(),
+        format!("*filter\n-D INPUT {other}\n-D OUTPUT {other}\nCOMMIT\n")
+    );
+    // As long as the other mode's chain is there.
+    assert_eq!(restoration("filter", &own_chains(&chains), &JUMPS, &before), None);
+}
+
 #[test]
 fn a_chain_that_is_missing_is_made_even_without_rules() {
     let chains = chains_of(IpFamily::Ipv4, &host(cidrs(&[])));

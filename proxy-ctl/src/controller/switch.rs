@@ -158,11 +158,9 @@ impl Controller {
         if returns || shares_beside {
             return;
         }
-        let mut refused = Retiring { is_over: true, ..Retiring::left(modes.mode) };
-        if !refused.proceed(&Occasion { opener, config: &self.config, at_work: former.mode, now }) {
-            self.retiring.push(refused);
-            self.report_retiring();
-        }
+        // Once the mode at work has its chains back: they may lead to what is to be removed.
+        self.retiring.push(Retiring { is_over: true, ..Retiring::left(modes.mode) });
+        self.report_retiring();
     }
 
     fn write_to(&mut self, modes: Modes, mut new: Box<dyn Dataplane>, now: Instant) -> Result<(), Error> {

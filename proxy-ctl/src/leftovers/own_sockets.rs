@@ -4,7 +4,10 @@
 //! this source, and the rules that masqueraded it are gone: no answer comes back, and with each datagram ip_vs keeps its connection for
 //! longer. A process that gets an error connects anew.
 
-use std::{collections::BTreeSet, net::IpAddr};
+use std::{
+    collections::BTreeSet,
+    net::{IpAddr, SocketAddr},
+};
 
 use nix::sys::socket::AddressFamily;
 
@@ -57,7 +60,8 @@ fn addresses_of_services() -> Result<BTreeSet<IpAddr>, CallError> {
 fn end_of(diag: &SocketDiag, family: AddressFamily, addresses: &BTreeSet<IpAddr>) -> Result<u32, CallError> {
     let (mut ended, mut outcome) = (0, Ok(()));
     for socket in diag.connected(family, Transport::Udp)? {
-        if addresses.contains(&socket.local.ip().to_canonical()) {
+        let is_of_services = |end: SocketAddr| addresses.contains(&end.ip().to_canonical());
+        if is_of_services(socket.local) && is_of_services(socket.peer) {
             match diag.destroy(&socket) {
                 Ok(done) => ended += u32::from(done),
                 Err(error) => outcome = outcome.and(Err(error)),
@@ -118,7 +122,11 @@ mod tests {
         ];
         let mapped = UdpSocket::bind("[::]:0").unwrap();
         mapped.connect("[::ffff:10.96.0.1]:53").unwrap();
-        let others = [connected("0.0.0.0:0", &node), UdpSocket::bind("10.96.0.1:0").unwrap()];
+        let others = [
+            connected("0.0.0.0:0", &node),
+            connected("10.96.0.1:0", &node),
+            UdpSocket::bind("10.96.0.1:0").unwrap(),
+        ];
         let listener = TcpListener::bind("10.96.0.1:80").unwrap();
         let connection = TcpStream::connect("10.96.0.1:80").unwrap();
 

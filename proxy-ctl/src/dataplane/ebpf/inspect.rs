@@ -93,6 +93,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         (Arc::ptr_eq(used, port) || used == port)
             && service.flags == layout::service_flags(port, algorithm, forwarding)
             && service.affinity_seconds == port.affinity_seconds.unwrap_or(0)
+            // They stay as they were where the table has not taken others.
+            && published.source_ranges == layout::source_ranges::<F>(port, *id)
             && holds(*range, layout::span([service.cluster, service.internal, service.external]))
             && self.has_sets(shared, *id, port)
             && layout::frontends::<F>(port, algorithm, forwarding).into_iter().all(has_frontend)

@@ -577,9 +577,14 @@ impl EbpfDataplane {
     fn grow_ahead(&mut self, desired: &[Arc<DesiredPort>], failures: &mut Failures) {
         let mut demand = growth::ahead(desired, |port| self.shared.algorithm_of(port), &self.shapes);
         demand.retain(|limit, _| self.v4.entries.without_room.may_grow.contains(limit));
-        if !demand.is_empty() {
-            self.grow_or_rest(&demand, failures);
+        if demand.is_empty() {
+            return;
         }
+        // Most of it may have room nevertheless, and the rest is asked for by itself.
+        if let Err(error) = self.grow(&demand, failures) {
+            tracing::warn!(%error, "tables cannot grow ahead of later changes");
+        }
+        self.go_on_after_growth(failures);
     }
 
     fn grow_or_rest(&mut self, demand: &Demand, failures: &mut Failures) {
@@ -587,6 +592,10 @@ impl EbpfDataplane {
             tracing::warn!(%error, "tables cannot grow now; what has no room in them waits");
             self.growth.rest();
         }
+        self.go_on_after_growth(failures);
+    }
+
+    fn go_on_after_growth(&mut self, failures: &mut Failures) {
         self.let_tables_grow();
         if let Err(error) = self.lease.renew(&self.shared.tables.lease) {
             failures.add("lease", error);
@@ -1024,11 +1033,14 @@ fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error
         };
         InterfaceSettings { masquerade6, masquerade4, flags, mtu }
     };
+    let none = InterfaceSettings::default();
     let all = host.interfaces.iter().map(|interface| (interface.index, settings(interface)));
-    replace(
-        &tables.interfaces,
-        &all.filter(|(_, settings)| *settings != InterfaceSettings::default()).collect(),
-    )
+    let mut wanted: BTreeMap<_, _> = all.filter(|(_, settings)| *settings != none).collect();
+    // The other fields concern more packets.
+    if wanted.len() > tables.interfaces.map().capacity() as usize {
+        wanted.retain(|_, settings| InterfaceSettings { mtu: 0, ..*settings } != none);
+    }
+    replace(&tables.interfaces, &wanted)
 }
 
 /// Makes a table hold exactly this.

@@ -139,11 +139,13 @@ fn keep_growth(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error> {
         let failed = |source| Error::Table { table: name, source };
         let (Some(contents), true) = (contents(name), entries < most) else { continue };
         let Some(found) = open_pinned(&paths.maps().join(name)).map_err(failed)? else { continue };
-        if bpf::map_info(found.as_fd()).map_err(failed)?.max_entries <= entries {
+        let grown = bpf::map_info(found.as_fd()).map_err(failed)?.max_entries;
+        if grown <= entries {
             continue;
         }
         let needed = with_room_to_spare(needed_by(paths, name, &contents, &found)?.into());
-        enlarge(shapes, limit, u32::try_from(needed).unwrap_or(most).min(most));
+        // No larger than it is: the kernel may refuse that, and the pinned ones serve.
+        enlarge(shapes, limit, u32::try_from(needed).unwrap_or(most).min(grown));
     }
     Ok(())
 }

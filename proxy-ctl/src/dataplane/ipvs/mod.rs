@@ -207,14 +207,19 @@ impl IpvsDataplane {
         self.desired.remove(name);
     }
 
-    fn read(&self) -> Result<KernelObjects, Error> {
-        self.kernel.read(|socket| self.wanted.server(socket).is_some())
+    /// Of the excluded virtual servers those that are or were wanted: `touched`, and what is known.
+    fn read(&self, touched: &BTreeSet<Key>) -> Result<KernelObjects, Error> {
+        self.kernel.read(|socket| {
+            self.wanted.server(socket).is_some()
+                || self.objects.servers.contains_key(&socket)
+                || touched.contains(&Key::Server(socket))
+        })
     }
 
     /// `touched`: what is not wanted any more, though it may not be there.
     fn write_everything(&mut self, mut touched: BTreeSet<Key>) -> Result<Applied, Error> {
         self.kernel.provide()?;
-        self.objects = self.read()?;
+        self.objects = self.read(&touched)?;
         self.family_rules.iter_mut().for_each(FamilyRules::forget);
         touched.extend(self.wanted.keys().chain(self.objects.keys()));
         let applied = self.write(touched)?;
@@ -343,7 +348,7 @@ impl Dataplane for IpvsDataplane {
 
 impl Programmed for IpvsDataplane {
     fn snapshot(&self) -> Result<Snapshot, super::Error> {
-        let objects = self.read()?;
+        let objects = self.read(&BTreeSet::new())?;
         Ok(snapshot::snapshot(&objects, |socket| Some(self.wanted.server(socket)?.0.clone())))
     }
 

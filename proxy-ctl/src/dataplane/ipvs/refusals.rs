@@ -47,15 +47,16 @@ impl Refusals {
         refused: Vec<(Change, CallError)>,
         wanted: &Wanted,
     ) -> Vec<(Key, CallError)> {
-        self.changed |= !(self.by_key.is_empty() && refused.is_empty());
+        self.changed |= !refused.is_empty() || self.by_key.keys().any(|key| touched.contains(key));
         self.by_key.retain(|key, _| !touched.contains(key));
         let mut failures = Vec::new();
         for (change, error) in refused {
             let key = change.key();
             match self.by_key.entry(key) {
                 // The destinations of a virtual server that is refused are too.
+                Entry::Occupied(known) if !known.get().of_destination => {}
+                _ if is_failure(&error) => failures.push((key, error)),
                 Entry::Occupied(_) => {}
-                Entry::Vacant(_) if is_failure(&error) => failures.push((key, error)),
                 Entry::Vacant(_) if !wanted.has(key) => {
                     tracing::warn!(%error, "{key} could not be removed; it is tried again");
                 }

@@ -97,7 +97,7 @@ fn as_root_a_restart_writes_nothing_and_what_is_not_desired_goes() {
     assert_eq!(dataplane.snapshot().unwrap(), before);
     assert!(dataplane.resync(&[]).unwrap().removed > 0);
     assert_eq!(dataplane.snapshot().unwrap().services, []);
-    assert_eq!(dataplane.read().unwrap(), KernelObjects::default());
+    assert_eq!(dataplane.read(&BTreeSet::new()).unwrap(), KernelObjects::default());
 }
 
 #[test]

@@ -24,6 +24,7 @@ pub const MARK_MASQUERADE: &str = "KUBE-MARK-MASQ";
 pub const POSTROUTING: &str = "KUBE-POSTROUTING";
 /// Accepts what is forwarded for a Service; leads nowhere.
 pub const FORWARD: &str = "KUBE-FORWARD";
+pub const PROXY_FIREWALL: &str = "KUBE-PROXY-FIREWALL";
 
 /// Of mode userspace, up to 1.25: lead clients of frontends to the process, those that come in and those of the node itself.
 pub const PORTALS_CONTAINER: &str = "KUBE-PORTALS-CONTAINER";
@@ -77,7 +78,7 @@ const FILTER: [(&str, Writers); 11] = [
     ("KUBE-NODEPORT-NON-LOCAL", USERSPACE_ONLY),
     ("KUBE-NODEPORTS", IPTABLES_ONLY),
     ("KUBE-PROXY-CANARY", IPTABLES_ONLY),
-    ("KUBE-PROXY-FIREWALL", IPTABLES_AND_IPVS),
+    (PROXY_FIREWALL, IPTABLES_AND_IPVS),
     ("KUBE-SERVICES", IPTABLES_ONLY),
     ("KUBE-SOURCE-RANGES-FIREWALL", IPVS_ONLY),
 ];

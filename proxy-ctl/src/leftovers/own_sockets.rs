@@ -25,7 +25,8 @@ pub(super) fn end(removed: &mut Removal) {
 }
 
 fn try_end() -> Result<(), Error> {
-    let addresses = addresses_of_services()?;
+    let of_device = link::addresses_of(names::IPVS_DEVICE)?;
+    let addresses: BTreeSet<IpAddr> = of_device.into_iter().map(|one| one.address).collect();
     if addresses.is_empty() {
         return Ok(());
     }
@@ -48,12 +49,6 @@ fn try_end() -> Result<(), Error> {
         );
     }
     Ok(())
-}
-
-fn addresses_of_services() -> Result<BTreeSet<IpAddr>, CallError> {
-    let Some(device) = link::index(names::IPVS_DEVICE)? else { return Ok(BTreeSet::new()) };
-    let of_device = |one: link::Address| (one.interface == device).then_some(one.address);
-    Ok(link::addresses()?.into_iter().filter_map(of_device).collect())
 }
 
 /// An error is that of the first that could not be ended; the others are.

@@ -54,6 +54,14 @@ pub fn addresses() -> Result<Vec<Address>, CallError> {
     listed.map_err(CallError::of("netlink RTM_GETADDR"))
 }
 
+/// Those of one device; none where it is not there.
+pub fn addresses_of(device: &str) -> Result<Vec<Address>, CallError> {
+    let Some(device) = index(device)? else { return Ok(Vec::new()) };
+    let mut addresses = addresses()?;
+    addresses.retain(|one| one.interface == device);
+    Ok(addresses)
+}
+
 fn address(body: &[u8]) -> Option<Address> {
     let (header, attributes) = body.split_first_chunk::<{ ANY_ADDRESS.len() }>()?;
     let [family, _, flags, _, index @ ..] = *header;

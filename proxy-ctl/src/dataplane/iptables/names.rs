@@ -2,12 +2,12 @@
 
 use std::net::SocketAddr;
 
+pub(super) use crate::leftovers::names::PROXY_FIREWALL;
 use crate::{dataplane::netfilter::hash, model::desired::ServicePortName};
 
 pub(super) const SERVICES: &str = "KUBE-SERVICES";
 pub(super) const EXTERNAL_SERVICES: &str = "KUBE-EXTERNAL-SERVICES";
 pub(super) const NODE_PORTS: &str = "KUBE-NODEPORTS";
-pub(super) const PROXY_FIREWALL: &str = "KUBE-PROXY-FIREWALL";
 pub(super) const FORWARD: &str = "KUBE-FORWARD";
 pub(super) const POSTROUTING: &str = "KUBE-POSTROUTING";
 pub(super) const MARK_MASQUERADE: &str = "KUBE-MARK-MASQ";

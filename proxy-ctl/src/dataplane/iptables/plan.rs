@@ -10,10 +10,10 @@ use super::{
     names,
     names::{SharedChain, Table},
     rules::{OwnChain, PortRules},
-    state::{PresentRule, State, chain_digest},
+    state::{State, chain_digest},
 };
 use crate::{
-    dataplane::{Applied, netfilter::chains::leads_to_firewall},
+    dataplane::{Applied, netfilter::chains::other_firewall_jumps},
     sys::xtables::saved::digest,
 };
 
@@ -258,14 +258,13 @@ fn martians(state: &State, base: &BaseRules, script: &mut Script) {
 
 /// Mode ipvs leads all packets to this chain. By this mode's rules in it, those of connections that IPVS still translates would be dropped.
 fn firewall_jumps(state: &State, base: &BaseRules, script: &mut Script) {
-    for chain in ["INPUT", "FORWARD", "OUTPUT"] {
-        let wanted = |present: &PresentRule| {
-            base.jumps.iter().any(|jump| jump.chain == chain && digest(&jump.rule) == present.digest)
-        };
-        let present = state.of(Table::Filter).rules(chain).iter();
-        for other in present.filter(|present| leads_to_firewall(&present.rule) && !wanted(present)) {
-            script.line(format_args!("-D {chain} {}", other.rule));
-        }
+    let is_wanted = |chain: &str, rule: &str| {
+        base.jumps.iter().any(|jump| jump.chain == chain && digest(&jump.rule) == digest(rule))
+    };
+    let there = state.of(Table::Filter);
+    let rules_of = |chain| there.rules(chain).iter().map(|present| present.rule.as_str());
+    for (chain, rule) in other_firewall_jumps(rules_of, is_wanted) {
+        script.line(format_args!("-D {chain} {rule}"));
     }
 }
 

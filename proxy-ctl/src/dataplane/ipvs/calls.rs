@@ -64,14 +64,12 @@ impl System {
 }
 
 fn addresses() -> Result<BTreeMap<IpAddr, bool>, Error> {
-    let Some(device) = link::index(IPVS_DEVICE)? else { return Ok(BTreeMap::new()) };
-    let of_device = link::addresses()?.into_iter().filter(|one| one.interface == device);
     // The kernel gives one of these to a device that somebody has set up.
     let is_link_local = |address: &IpAddr| match address {
         IpAddr::V4(_) => false,
         IpAddr::V6(address) => address.is_unicast_link_local(),
     };
-    let held = of_device.filter(|one| !is_link_local(&one.address));
+    let held = link::addresses_of(IPVS_DEVICE)?.into_iter().filter(|one| !is_link_local(&one.address));
     Ok(held.map(|one| (one.address, one.address.is_ipv4() || one.is_deprecated)).collect())
 }
 

@@ -22,8 +22,8 @@ pub(super) const JUMPS: [Jump; 9] = [
     jump("nat", "POSTROUTING", names::POSTROUTING, "kubernetes postrouting rules"),
     jump("filter", "FORWARD", names::FORWARD, "kubernetes forwarding rules"),
     jump("filter", "INPUT", "KUBE-NODE-PORT", "kubernetes health check rules"),
-    jump("filter", "INPUT", "KUBE-PROXY-FIREWALL", "kube-proxy firewall rules"),
-    jump("filter", "FORWARD", "KUBE-PROXY-FIREWALL", "kube-proxy firewall rules"),
+    jump("filter", "INPUT", names::PROXY_FIREWALL, "kube-proxy firewall rules"),
+    jump("filter", "FORWARD", names::PROXY_FIREWALL, "kube-proxy firewall rules"),
     jump("filter", "INPUT", "KUBE-IPVS-FILTER", "kubernetes ipvs access filter"),
     jump("filter", "OUTPUT", "KUBE-IPVS-OUT-FILTER", "kubernetes ipvs access filter"),
 ];
@@ -114,7 +114,7 @@ pub(super) fn chains(
     let health_check = matches(SetRole::HealthCheckPort, "dst");
     add("filter", "KUBE-NODE-PORT", vec![format!("{health_check} -j ACCEPT")]);
     let restricted = socket(SetRole::LoadBalancerRestricted);
-    add("filter", "KUBE-PROXY-FIREWALL", vec![format!("{restricted} -j KUBE-SOURCE-RANGES-FIREWALL")]);
+    add("filter", names::PROXY_FIREWALL, vec![format!("{restricted} -j KUBE-SOURCE-RANGES-FIREWALL")]);
     let allowed = [SetRole::LoadBalancerSources, SetRole::LoadBalancerFromItself];
     let mut ranges: Vec<_> = allowed.map(|role| format!("{} -j RETURN", matches(role, "dst,dst,src"))).into();
     ranges.push("-j DROP".to_owned());

@@ -7,6 +7,7 @@ use std::{
 };
 
 use crate::{
+    leftovers::names::PROXY_FIREWALL,
     model::objects::IpFamily,
     sys::{
         has_ipv6,
@@ -32,16 +33,21 @@ impl Jump {
     }
 }
 
-/// Of the table filter. Modes iptables and ipvs fill it, and lead other packets there: mode iptables only those of new connections.
-const FIREWALL: &str = "KUBE-PROXY-FIREWALL";
-
-/// A rule of a base chain, as iptables-save prints it.
-pub(in crate::dataplane) fn leads_to_firewall(rule: &str) -> bool {
-    rule.strip_suffix(FIREWALL).is_some_and(|before| before.ends_with("-j "))
+/// Rules of the table filter that lead from a chain of the kernel to [`PROXY_FIREWALL`], and should not: with their chain. Modes iptables and
+/// ipvs fill it, and lead other packets there: mode iptables only those of new connections.
+pub(in crate::dataplane) fn other_firewall_jumps<'a, R: Iterator<Item = &'a str>>(
+    rules_of: impl Fn(&'static str) -> R,
+    is_wanted: impl Fn(&str, &str) -> bool,
+) -> Vec<(&'static str, &'a str)> {
+    let leads_there =
+        |rule: &str| rule.strip_suffix(PROXY_FIREWALL).is_some_and(|before| before.ends_with("-j "));
+    let chains = ["INPUT", "FORWARD", "OUTPUT"].into_iter();
+    let rules = chains.flat_map(|chain| rules_of(chain).map(move |rule| (chain, rule)));
+    rules.filter(|(chain, rule)| leads_there(rule) && !is_wanted(chain, rule)).collect()
 }
 
 /// Input of iptables-restore that makes one table as `chains`, and those of `jumps` that lead to these, say; `None`: it is so. Other modes'
-/// jumps to [`FIREWALL`] go with it. `saved`: the table, as iptables-save prints it.
+/// jumps to [`PROXY_FIREWALL`] go with it. `saved`: the table, as iptables-save prints it.
 pub(in crate::dataplane) fn restoration(
     table: &str,
     chains: &Chains,
@@ -68,11 +74,10 @@ pub(in crate::dataplane) fn restoration(
     let leads_there = |jump: &&Jump| jump.table == table && chains.contains_key(&(jump.table, jump.to));
     let jumps: Vec<(&str, String)> =
         jumps.iter().filter(leads_there).map(|jump| (jump.from, jump.rule())).collect();
-    if chains.contains_key(&(table, FIREWALL)) {
-        for from in ["INPUT", "FORWARD", "OUTPUT"] {
-            let is_wanted = |rule: &str| jumps.iter().any(|(of, jump)| *of == from && jump == rule);
-            let others = found(from).iter().filter(|rule| leads_to_firewall(rule) && !is_wanted(rule));
-            others.for_each(|rule| writeln_to(&mut rules, format_args!("-D {from} {rule}")));
+    if chains.contains_key(&(table, PROXY_FIREWALL)) {
+        let is_wanted = |from: &str, rule: &str| jumps.iter().any(|(of, jump)| *of == from && jump == rule);
+        for (from, rule) in other_firewall_jumps(|chain| found(chain).iter().copied(), is_wanted) {
+            writeln_to(&mut rules, format_args!("-D {from} {rule}"));
         }
     }
     for (from, jump) in jumps {

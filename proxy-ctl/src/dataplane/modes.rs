@@ -149,7 +149,7 @@ pub fn remove_retired(
     }
     // Its rules have kube-proxy's names: no mode but those at work may have any.
     remains
-        .remove(&config.ipvs.exclude_cidrs, translates_in_connect(at_work, config))
+        .remove(mode, &config.ipvs.exclude_cidrs, translates_in_connect(at_work, config))
         .map_err(|error| Error::new(ErrorKind::Other, error))
 }
 

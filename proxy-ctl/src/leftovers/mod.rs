@@ -205,6 +205,8 @@ pub struct Removal {
     pub problems: Vec<Error>,
     /// What the next attempt has to remove.
     pub pending: PendingRemoval,
+    /// Modes whose rules stay, as they are at work or another process holds their locks.
+    pub at_work: Vec<Mode>,
 }
 
 impl Removal {
@@ -295,6 +297,7 @@ impl Leftovers {
             problems.into_iter().for_each(|problem| add_once(&mut removed.problems, problem));
         }
         self.remove_in(Scope::but(&at_work), purpose, keeps, pending, &mut removed);
+        removed.at_work = at_work;
         removed
     }
 

@@ -3,6 +3,7 @@
 use ipnet::IpNet;
 
 use super::{Error, Leftovers, PendingRemoval, Purpose, Retained};
+use crate::mode::Mode;
 
 /// Kept from one attempt to the next, which goes on with what the one before has left.
 #[derive(Debug)]
@@ -30,11 +31,15 @@ impl Default for Remains {
 }
 
 impl Remains {
-    /// Removes what no connection needs. False: virtual servers with connections stay, for a later attempt. `keeps`: as for
-    /// [`Leftovers::find`]; `by_connect`: as for [`PendingRemoval::before`].
-    pub fn remove(&mut self, keeps: &[IpNet], by_connect: bool) -> Result<bool, Error> {
+    /// Removes what no connection needs of this mode. False: virtual servers with connections stay, for a later attempt; or everything,
+    /// while another removal holds the mode's lock. `keeps`: as for [`Leftovers::find`]; `by_connect`: as for
+    /// [`PendingRemoval::before`].
+    pub fn remove(&mut self, mode: Mode, keeps: &[IpNet], by_connect: bool) -> Result<bool, Error> {
         self.pending.sockets = by_connect && !self.has_ended_sockets;
         let removal = self.leftovers.remove(Purpose::TakeOver, keeps, &self.pending);
+        if removal.at_work.contains(&mode) {
+            return Ok(false);
+        }
         self.pending = removal.pending;
         self.has_ended_sockets |= by_connect && !self.pending.sockets;
         if removal.waiting > 0 && removal.waiting != self.waiting {
@@ -53,5 +58,27 @@ impl Remains {
             }
         }
         removal.problems.into_iter().next().map_or(Ok(self.pending.is_empty()), Err)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sched::{CloneFlags, unshare};
+
+    use super::*;
+    use crate::sys::namespace_lock::{NamespaceAttempt, NamespaceLock};
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_what_another_removal_is_at_is_not_taken_for_removed() {
+        // The thread ends with the test, and its network namespace with it.
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        let NamespaceAttempt::Held(other) = NamespaceLock::acquire(Mode::Iptables.name()).unwrap() else {
+            panic!("free")
+        };
+        let mut remains = Remains::default();
+        assert!(!remains.remove(Mode::Iptables, &[], false).unwrap());
+        drop(other);
+        assert!(remains.remove(Mode::Iptables, &[], false).unwrap());
     }
 }

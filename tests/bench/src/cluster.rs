@@ -3,7 +3,10 @@
 use std::net::{Ipv4Addr, SocketAddr};
 
 use anyhow::Result;
-use control_plane::{ADMIN, ApiServer, Options, objects::Bulk};
+use control_plane::{
+    ADMIN, ApiServer, Options,
+    objects::{self, Bulk},
+};
 use lab::{
     Agent, Lab, Objects, Protocol,
     address::{self, Family, NodeNumber, POD_RANGE4, POD_RANGE6, cluster_ip, gateway},
@@ -138,7 +141,7 @@ impl Cluster {
         let addresses = self.moves_between()?;
         self.server.run(async |api| {
             for (_, object) in objects.iter() {
-                control_plane::objects::apply(&api, object).await?;
+                objects::apply(&api, object).await?;
             }
             change::create(&api, addresses).await
         })
@@ -148,9 +151,10 @@ impl Cluster {
     pub(crate) fn grow(&mut self, services: usize) -> Result<()> {
         let others = services.saturating_sub(1);
         if others > self.others.services {
-            self.others.services = others;
-            let bulk = self.others.clone();
-            self.server.run(async |api| bulk.create(&api).await.map(drop))?;
+            let first = std::mem::replace(&mut self.others.services, others);
+            let namespace = objects::namespace(&self.others.namespace);
+            self.server.run(async |api| objects::apply(&api, &namespace).await)?;
+            self.server.store(self.others.stored(first))?;
         }
         Ok(())
     }

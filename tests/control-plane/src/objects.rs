@@ -191,6 +191,47 @@ impl Bulk {
         self.each(client, "DELETE").await
     }
 
+    /// The keys and values of etcd that Services from `first` on have, and their slices, as kube-apiserver stores them. In etcd, the
+    /// namespace must be there.
+    pub fn stored(&self, first: usize) -> impl Iterator<Item = (String, Value)> {
+        (first..self.services).flat_map(|index| {
+            let name = format!("s-{index}");
+            let at = |kind: &str| format!("/registry/{kind}/{}/{name}", self.namespace);
+            let address = Self::cluster_ip(index).to_string();
+            let mut service = self.service(index);
+            service["spec"]["clusterIP"] = json!(address);
+            service["spec"]["clusterIPs"] = json!([address]);
+            service["spec"]["ipFamilies"] = json!(["IPv4"]);
+            service["spec"]["ipFamilyPolicy"] = json!("SingleStack");
+            let parent = json!({"resource": "services", "namespace": self.namespace, "name": name});
+            let allocated = json!({
+                "apiVersion": "networking.k8s.io/v1",
+                "kind": "IPAddress",
+                "metadata": {"name": address, "labels": {
+                    "ipaddress.kubernetes.io/ip-family": "IPv4",
+                    "ipaddress.kubernetes.io/managed-by": "ipallocator.k8s.io",
+                }},
+                "spec": {"parentRef": parent},
+            });
+            let all = [
+                (format!("/registry/ipaddresses/{address}"), allocated),
+                (at("services/specs"), service),
+                (at("endpointslices"), self.slice(index)),
+            ];
+            all.into_iter().enumerate().map(move |(kind, (key, mut object))| {
+                object["metadata"]["uid"] = json!(format!("{kind:08x}-0000-4000-8000-{index:012x}"));
+                object["metadata"]["creationTimestamp"] = json!("2026-01-01T00:00:00Z");
+                (key, object)
+            })
+        })
+    }
+
+    /// In the half of the default range that the API server gives to who asks for no address.
+    fn cluster_ip(index: usize) -> Ipv4Addr {
+        let first = u32::from(Ipv4Addr::new(10, 104, 0, 0));
+        Ipv4Addr::from(first + u32::try_from(index).unwrap_or_default())
+    }
+
     async fn each(&self, client: &Client, method: &'static str) -> Result<()> {
         let requests = (0..self.services).flat_map(|index| [(index, false), (index, true)]);
         stream::iter(requests)

@@ -1,10 +1,11 @@
 //! Errors of mode ipvs.
 
-use std::{io, path::PathBuf};
+use std::{collections::BTreeSet, io, path::PathBuf};
 
 use crate::{
     dataplane::{self, ErrorKind, mode_lock::LockError},
     leftovers,
+    model::objects::IpFamily,
     sys::{
         CallError,
         xtables::{BackendError, ToolError},
@@ -47,16 +48,18 @@ impl From<Error> for dataplane::Error {
 pub(super) struct Failures {
     count: usize,
     first: Option<(String, Error)>,
+    families: BTreeSet<IpFamily>,
 }
 
 impl Failures {
-    pub(super) fn add(&mut self, what: impl FnOnce() -> String, error: Error) {
+    pub(super) fn add(&mut self, family: IpFamily, what: impl FnOnce() -> String, error: Error) {
         self.count += 1;
+        self.families.insert(family);
         self.first.get_or_insert_with(|| (what(), error));
     }
 
-    pub(super) fn is_empty(&self) -> bool {
-        self.count == 0
+    pub(super) fn concern(&self, family: IpFamily) -> bool {
+        self.families.contains(&family)
     }
 
     pub(super) fn into_result(self) -> Result<(), Error> {

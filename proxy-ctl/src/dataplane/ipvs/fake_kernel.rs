@@ -1,8 +1,11 @@
 //! A kernel and tools of iptables that are data, for tests of what is written in which order and of what is refused.
 
-use std::sync::{
-    Arc, Mutex, MutexGuard, PoisonError,
-    atomic::{AtomicU64, Ordering},
+use std::{
+    collections::BTreeMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use super::{calls::Calls, family_rules::RuleTools, state::tests::shown, *};
@@ -22,8 +25,8 @@ pub(super) const OF_MODE_IPTABLES: &str = "-A KUBE-SERVICES -d 10.96.0.1/32 -j K
 #[derive(Default)]
 pub(super) struct Fake {
     pub(super) objects: KernelObjects,
-    /// Of both families.
-    pub(super) nat: String,
+    /// The table nat of each family.
+    pub(super) nat: BTreeMap<IpFamily, String>,
     /// What was written, in its order.
     pub(super) journal: Vec<String>,
     /// Error numbers of writes that are refused.
@@ -32,6 +35,17 @@ pub(super) struct Fake {
     pub(super) fails: Option<fn(&Change) -> bool>,
     pub(super) restore_fails: Option<IpFamily>,
     pub(super) save_fails: Option<IpFamily>,
+}
+
+impl Fake {
+    pub(super) fn nat(&self, family: IpFamily) -> String {
+        self.nat.get(&family).cloned().unwrap_or_default()
+    }
+}
+
+/// In both families.
+pub(super) fn in_both(nat: &str) -> BTreeMap<IpFamily, String> {
+    IpFamily::ALL.map(|family| (family, nat.to_owned())).into()
 }
 
 #[derive(Clone, Default)]
@@ -108,7 +122,7 @@ impl RuleTools for FakeTools {
     fn saved(&self, table: &str) -> Result<String, ToolError> {
         assert_eq!(table, "nat");
         let fake = self.kernel.lock();
-        if fake.save_fails == Some(self.family) { Err(failure()) } else { Ok(fake.nat.clone()) }
+        if fake.save_fails == Some(self.family) { Err(failure()) } else { Ok(fake.nat(self.family)) }
     }
 
     fn write(&mut self, chains: &Chains, _: &[Jump]) -> Result<u64, ToolError> {
@@ -118,7 +132,7 @@ impl RuleTools for FakeTools {
         }
         let replaces = chains.contains_key(&("nat", "KUBE-SERVICES"));
         if replaces {
-            fake.nat.clear();
+            fake.nat.remove(&self.family);
         }
         fake.journal.push(if replaces { "all rules" } else { "own rules" }.to_owned());
         Ok(1)

@@ -239,11 +239,9 @@ impl IpvsDataplane {
         written += self.kernel.write(others, &mut self.objects)?;
         let Written { mut applied, refused } = written;
         for (key, error) in self.refusals.tried(&touched, refused, &self.wanted) {
-            failures.add(|| self.shown(key), error.into());
+            failures.add(key.family(), || self.shown(key), error.into());
         }
-        if failures.is_empty() {
-            applied.written += self.write_rules(Step::AfterAll, &mut failures);
-        }
+        applied.written += self.write_rules(Step::AfterAll, &mut failures);
         failures.into_result().map(|()| applied)
     }
 
@@ -255,18 +253,20 @@ impl IpvsDataplane {
         }
     }
 
+    /// [`Step::AfterAll`]: of the families in which nothing has failed.
     fn write_rules(&mut self, step: Step, failures: &mut Failures) -> u64 {
         let mut count = 0;
         for rules in &mut self.family_rules {
-            if step == Step::AfterAll && !failures.is_empty() {
-                break;
+            let family = rules.family();
+            if step == Step::AfterAll && failures.concern(family) {
+                continue;
             }
             let (wanted, host) = (&self.wanted, &self.site.host);
             let has_members = |set| wanted.has_members(set);
-            let chains = rules::chains(rules.family(), host, wanted.closed_to_node(), has_members);
+            let chains = rules::chains(family, host, wanted.closed_to_node(), has_members);
             match rules.write(step, &chains) {
                 Ok(written) => count += written,
-                Err(error) => failures.add(|| format!("rules of {}", rules.family().name()), error.into()),
+                Err(error) => failures.add(family, || format!("rules of {}", family.name()), error.into()),
             }
         }
         count
@@ -323,7 +323,8 @@ impl Dataplane for IpvsDataplane {
         let written = self.kernel.write(changes, &mut self.objects).map_err(Error::from)?;
         let mut failures = Failures::default();
         for (change, error) in written.refused {
-            failures.add(|| self.shown(change.key()), error.into());
+            let key = change.key();
+            failures.add(key.family(), || self.shown(key), error.into());
         }
         Ok(failures.into_result()?)
     }

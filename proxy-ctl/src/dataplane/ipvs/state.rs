@@ -33,6 +33,16 @@ pub(super) enum Key {
     Member(Set, Member),
 }
 
+impl Key {
+    pub(super) fn family(self) -> IpFamily {
+        match self {
+            Self::Server(socket) => IpFamily::of(socket.address.ip()),
+            Self::Address(address) => IpFamily::of(address),
+            Self::Member(set, _) => set.family,
+        }
+    }
+}
+
 impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {

@@ -63,6 +63,8 @@ impl Place {
 
 /// Has nothing but the services of this configuration's scenarios served.
 pub fn publish(world: &mut World, configuration: Configuration) -> Result<()> {
+    // First, since the real kube-proxy's first rules do not wait for its node's zone: those for the objects that follow have it.
+    world.configure(configuration.fields())?;
     for name in world.objects.services() {
         world.objects.remove_service(&name);
     }
@@ -72,8 +74,7 @@ pub fn publish(world: &mut World, configuration: Configuration) -> Result<()> {
         let endpoints = endpoints.collect::<Result<Vec<_>>>()?;
         world.objects.set_service(&service, &endpoints);
     }
-    world.settle()?;
-    world.configure(configuration.fields())
+    world.settle()
 }
 
 /// With their numbers in [`SCENARIOS`].

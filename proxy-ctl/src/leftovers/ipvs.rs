@@ -69,25 +69,29 @@ enum Step {
     Leave,
 }
 
-/// On [`Purpose::TakeOver`] a virtual server takes no new connections and is removed once it has none.
-fn step(purpose: Purpose, quiesced: bool, destinations: &[Destination]) -> Step {
+/// On [`Purpose::TakeOver`] a virtual server takes no new connections and is removed once it has none, or at once if it is `needless`.
+fn step(purpose: Purpose, quiesced: bool, needless: bool, destinations: &[Destination]) -> Step {
     let used = destinations.iter().any(|destination| destination.is_used);
     let known = destinations.iter().any(|destination| destination.connections > 0);
     match purpose {
         Purpose::Cleanup => Step::Remove,
         Purpose::TakeOver if quiesced && used => Step::Leave,
-        Purpose::TakeOver if known => Step::Quiesce,
+        Purpose::TakeOver if known && !needless => Step::Quiesce,
         Purpose::TakeOver => Step::Remove,
     }
 }
 
+/// `by_packets`: the mode that takes over translates datagrams before ip_vs has them. What ip_vs still has of their clients would
+/// translate answers too, of a client that uses its port again for another Service with the same endpoint: with the server that goes, by
+/// the parameter `net/ipv4/vs/expire_nodest_conn` (Linux 5.9).
 pub(super) fn remove_servers(
     purpose: Purpose,
     keeps: &[IpNet],
+    by_packets: bool,
     scope: &Selection<PendingServer>,
     removed: &mut Removal,
 ) {
-    if let Err(error) = try_remove_servers(purpose, keeps, scope, removed) {
+    if let Err(error) = try_remove_servers(purpose, keeps, by_packets, scope, removed) {
         removed.pending.servers = scope.clone();
         removed.note(Err(error));
     }
@@ -97,6 +101,7 @@ pub(super) fn remove_servers(
 fn try_remove_servers(
     purpose: Purpose,
     keeps: &[IpNet],
+    by_packets: bool,
     scope: &Selection<PendingServer>,
     removed: &mut Removal,
 ) -> Result<(), Error> {
@@ -111,7 +116,7 @@ fn try_remove_servers(
     };
     let (mut count, mut left) = (0, Vec::new());
     for mut remaining in wanted {
-        match remove_server(purpose, &ipvs, &remaining) {
+        match remove_server(purpose, &ipvs, by_packets, &remaining) {
             Ok(Step::Remove) => count += 1,
             Ok(Step::Quiesce) => {
                 remaining.quiesced = true;
@@ -162,13 +167,19 @@ fn retained(socket: VirtualSocket, why: &str) -> Retained {
     Retained::new(SERVERS.into(), socket.to_string(), why.to_owned())
 }
 
-fn remove_server(purpose: Purpose, ipvs: &Ipvs, remaining: &PendingServer) -> Result<Step, Error> {
+fn remove_server(
+    purpose: Purpose,
+    ipvs: &Ipvs,
+    by_packets: bool,
+    remaining: &PendingServer,
+) -> Result<Step, Error> {
     let socket = remaining.socket;
     let destinations = match purpose {
         Purpose::Cleanup => Vec::new(),
         Purpose::TakeOver => ipvs.destinations(socket)?,
     };
-    let step = step(purpose, remaining.quiesced, &destinations);
+    let needless = by_packets && i32::from(socket.protocol) == libc::IPPROTO_UDP;
+    let step = step(purpose, remaining.quiesced, needless, &destinations);
     let used = destinations.iter().filter(|destination| destination.is_used);
     let changes = match step {
         Step::Remove => vec![ServerChange::Remove(socket)],
@@ -288,16 +299,22 @@ mod tests {
     }
 
     #[rstest]
-    #[case::idle(false, &[IDLE], Step::Remove)]
-    #[case::without_real_servers(false, &[], Step::Remove)]
-    #[case::one_has_connections(false, &[IDLE, BUSY], Step::Quiesce)]
-    #[case::kube_proxy_was_draining_it(false, &[DRAINING], Step::Quiesce)]
-    #[case::connections_last(true, &[DRAINING], Step::Quiesce)]
-    #[case::connections_have_ended(true, &[destination(false, 0)], Step::Remove)]
-    #[case::in_service_again(true, &[DRAINING, IDLE], Step::Leave)]
-    fn steps(#[case] quiesced: bool, #[case] destinations: &[Destination], #[case] expected: Step) {
-        assert_eq!(step(Purpose::TakeOver, quiesced, destinations), expected);
-        assert_eq!(step(Purpose::Cleanup, quiesced, destinations), Step::Remove);
+    #[case::idle(false, false, &[IDLE], Step::Remove)]
+    #[case::without_real_servers(false, false, &[], Step::Remove)]
+    #[case::one_has_connections(false, false, &[IDLE, BUSY], Step::Quiesce)]
+    #[case::connections_need_it_no_longer(false, true, &[IDLE, BUSY], Step::Remove)]
+    #[case::kube_proxy_was_draining_it(false, false, &[DRAINING], Step::Quiesce)]
+    #[case::connections_last(true, false, &[DRAINING], Step::Quiesce)]
+    #[case::connections_have_ended(true, false, &[destination(false, 0)], Step::Remove)]
+    #[case::in_service_again(true, false, &[DRAINING, IDLE], Step::Leave)]
+    fn steps(
+        #[case] quiesced: bool,
+        #[case] needless: bool,
+        #[case] destinations: &[Destination],
+        #[case] expected: Step,
+    ) {
+        assert_eq!(step(Purpose::TakeOver, quiesced, needless, destinations), expected);
+        assert_eq!(step(Purpose::Cleanup, quiesced, needless, destinations), Step::Remove);
     }
 
     fn ip(arguments: &str) -> bool {

@@ -314,7 +314,7 @@ impl Leftovers {
             if pending.sockets {
                 own_sockets::end(removed);
             }
-            ipvs::remove_servers(purpose, keeps, &pending.servers, removed);
+            ipvs::remove_servers(purpose, keeps, pending.sockets, &pending.servers, removed);
         }
         if !pending.nft.is_empty() {
             let rules = nft::remove(purpose, scope, &pending.nft, removed);

@@ -159,7 +159,9 @@ impl Model {
         for name in gone {
             self.delete_service(&name);
         }
-        consume(services, |service| self.apply_service(service));
+        for service in services {
+            self.apply_service(service);
+        }
     }
 
     pub fn apply_slice(&mut self, mut slice: EndpointSlice) {
@@ -211,7 +213,9 @@ impl Model {
         for name in gone {
             self.delete_slice(&name);
         }
-        consume(slices, |slice| self.apply_slice(slice));
+        for slice in slices {
+            self.apply_slice(slice);
+        }
     }
 
     /// The ranges that service addresses are allocated from, in their order; `None`: no source has listed them.
@@ -398,16 +402,6 @@ impl Model {
 
     fn touch(&mut self, service: &ObjectName, families: Families) {
         touch(&mut self.touched, service, families);
-    }
-}
-
-/// Gives each to `take`, the last ones first, and memory back meanwhile: what `take` keeps of 50,000 objects is as large as they are.
-fn consume<T>(mut list: Vec<T>, mut take: impl FnMut(T)) {
-    const PORTION: usize = 4096;
-    while !list.is_empty() {
-        let portion = list.split_off(list.len().saturating_sub(PORTION));
-        list.shrink_to_fit();
-        portion.into_iter().for_each(&mut take);
     }
 }
 

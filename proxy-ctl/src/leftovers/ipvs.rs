@@ -81,17 +81,17 @@ fn step(purpose: Purpose, quiesced: bool, needless: bool, destinations: &[Destin
     }
 }
 
-/// `by_packets`: the mode that takes over translates datagrams before ip_vs has them. What ip_vs still has of their clients would
+/// `by_connect`: as for [`super::PendingRemoval::before`]; such a mode's programs have datagrams before ip_vs. What ip_vs still has of their clients would
 /// translate answers too, of a client that uses its port again for another Service with the same endpoint: with the server that goes, by
 /// the parameter `net/ipv4/vs/expire_nodest_conn` (Linux 5.9).
 pub(super) fn remove_servers(
     purpose: Purpose,
     keeps: &[IpNet],
-    by_packets: bool,
+    by_connect: bool,
     scope: &Selection<PendingServer>,
     removed: &mut Removal,
 ) {
-    if let Err(error) = try_remove_servers(purpose, keeps, by_packets, scope, removed) {
+    if let Err(error) = try_remove_servers(purpose, keeps, by_connect, scope, removed) {
         removed.pending.servers = scope.clone();
         removed.note(Err(error));
     }
@@ -101,7 +101,7 @@ pub(super) fn remove_servers(
 fn try_remove_servers(
     purpose: Purpose,
     keeps: &[IpNet],
-    by_packets: bool,
+    by_connect: bool,
     scope: &Selection<PendingServer>,
     removed: &mut Removal,
 ) -> Result<(), Error> {
@@ -116,7 +116,7 @@ fn try_remove_servers(
     };
     let (mut count, mut left) = (0, Vec::new());
     for mut remaining in wanted {
-        match remove_server(purpose, &ipvs, by_packets, &remaining) {
+        match remove_server(purpose, &ipvs, by_connect, &remaining) {
             Ok(Step::Remove) => count += 1,
             Ok(Step::Quiesce) => {
                 remaining.quiesced = true;
@@ -170,7 +170,7 @@ fn retained(socket: VirtualSocket, why: &str) -> Retained {
 fn remove_server(
     purpose: Purpose,
     ipvs: &Ipvs,
-    by_packets: bool,
+    by_connect: bool,
     remaining: &PendingServer,
 ) -> Result<Step, Error> {
     let socket = remaining.socket;
@@ -178,7 +178,7 @@ fn remove_server(
         Purpose::Cleanup => Vec::new(),
         Purpose::TakeOver => ipvs.destinations(socket)?,
     };
-    let needless = by_packets && i32::from(socket.protocol) == libc::IPPROTO_UDP;
+    let needless = by_connect && i32::from(socket.protocol) == libc::IPPROTO_UDP;
     let step = step(purpose, remaining.quiesced, needless, &destinations);
     let used = destinations.iter().filter(|destination| destination.is_used);
     let changes = match step {

@@ -7,6 +7,7 @@
 //!
 //! Everything is done in the network namespace of the calling thread.
 
+mod answers;
 mod at_work;
 mod counters;
 mod ipvs;
@@ -315,6 +316,13 @@ impl Leftovers {
                 own_sockets::end(removed);
             }
             ipvs::remove_servers(purpose, keeps, pending.sockets, &pending.servers, removed);
+            let done = match removed.pending.servers.is_empty() {
+                true => answers::leave_sources(),
+                false if pending.sockets => answers::restore_sources(),
+                false => Ok(()),
+            };
+            removed.pending.sockets |= pending.sockets && done.is_err();
+            removed.note(done);
         }
         if !pending.nft.is_empty() {
             let rules = nft::remove(purpose, scope, &pending.nft, removed);
@@ -357,8 +365,10 @@ pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
     Ok(removed)
 }
 
-/// Removes tables that only have the kernel go on translating connections, where a mode at work has it do so.
+/// Removes tables that only have the kernel go on translating connections, where a mode at work has it do so, and those that mode ipvs
+/// needed beside mode ebpf.
 pub fn remove_holders() -> Result<(), Error> {
+    answers::leave_sources()?;
     let at_work = at_work::modes();
     if names::translates(&at_work) { nft::remove_holders(Scope::but(&at_work)) } else { Ok(()) }
 }

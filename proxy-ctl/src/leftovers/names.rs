@@ -13,6 +13,9 @@ pub const NFTABLES_TABLE: &str = "kube-proxy";
 /// Of mode userspace of this proxy, in both families: leads clients to its process.
 pub const USERSPACE_TABLE: &str = "proxy-ctl-userspace";
 
+/// Of this proxy, in both families: see [`super::answers`].
+pub const ANSWERS_TABLE: &str = "proxy-ctl-answers";
+
 /// A chain of [`NFTABLES_TABLE`]. If it is the only chain there, this proxy has made it as a holder.
 pub const HOLDER: &str = "nat-postrouting";
 

@@ -182,13 +182,16 @@ impl Bulk {
     pub async fn create(&self, client: &Client) -> Result<Duration> {
         apply(client, &namespace(&self.namespace)).await?;
         let start = Instant::now();
-        self.each(client, "POST").await?;
+        let requests = (0..self.services).flat_map(|index| [(index, false), (index, true)]);
+        stream::iter(requests)
+            .map(|(index, slice)| async move {
+                let object = if slice { self.slice(index) } else { self.service(index) };
+                create(client, &object).await.or_else(unless_there)
+            })
+            .buffer_unordered(self.parallel)
+            .try_for_each(|()| async { Ok(()) })
+            .await?;
         Ok(start.elapsed())
-    }
-
-    /// Deletes all of them.
-    pub async fn delete(&self, client: &Client) -> Result<()> {
-        self.each(client, "DELETE").await
     }
 
     /// The keys and values of etcd that Services from `first` on have, and their slices, as kube-apiserver stores them. In etcd, the
@@ -230,22 +233,6 @@ impl Bulk {
     fn cluster_ip(index: usize) -> Ipv4Addr {
         let first = u32::from(Ipv4Addr::new(10, 104, 0, 0));
         Ipv4Addr::from(first + u32::try_from(index).unwrap_or_default())
-    }
-
-    async fn each(&self, client: &Client, method: &'static str) -> Result<()> {
-        let requests = (0..self.services).flat_map(|index| [(index, false), (index, true)]);
-        stream::iter(requests)
-            .map(|(index, slice)| async move {
-                let object = if slice { self.slice(index) } else { self.service(index) };
-                if method == "POST" {
-                    create(client, &object).await.or_else(unless_there)
-                } else {
-                    delete(client, &object).await
-                }
-            })
-            .buffer_unordered(self.parallel)
-            .try_for_each(|()| async { Ok(()) })
-            .await
     }
 }
 

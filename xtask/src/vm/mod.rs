@@ -321,7 +321,7 @@ fn inside(
     }
     if mode == TestedMode::Ipvs && is_first {
         let unit_tests = programs.executable(Choice::Library("proxy_ctl"))?.display();
-        commands.push(format!("{unit_tests} --ignored --show-output ipvs:: ipset:: link::"));
+        commands.push(format!("{unit_tests} --ignored --show-output ipvs:: ipset:: link:: answers::"));
         // All packet programs are loaded for it. Verifiers before 6.3 refuse what later ones accept: a look at stack that nobody has
         // written, and frames that are 512 bytes only without being rounded up.
         let packets = programs.executable(Choice::Test("packets"))?.display();

@@ -7,15 +7,13 @@ use ipnet::IpNet;
 use crate::{
     model::objects::{IpFamily, Protocol},
     sys::nftables::{
-        Comparison, Conntrack, Datum, Expression, Header, LOCAL_ADDRESS, Meta, Register, Side, TableFamily,
-        Verdict,
+        Comparison, Conntrack, DESTINATION_TRANSLATED, Datum, Expression, Header, LOCAL_ADDRESS, Meta,
+        Register, Side, TableFamily, Verdict,
     },
 };
 
 /// Bits of `ct state`.
 const NEW: u32 = 1 << 3;
-/// Bit of `ct status`: the destination is translated.
-const DESTINATION_TRANSLATED: u32 = 1 << 5;
 const INTERFACE_NAME: usize = 16;
 
 /// How packets of an address family look to rules.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::{
     TableFamily,
     attributes::*,
-    expressions::{Comparison, Conntrack, Expression, Register},
+    expressions::{Comparison, Conntrack, Expression, ORIGINAL, Register},
     sets::{ElementData, SetDefinition, write_element, write_key},
     user_data,
 };
@@ -13,8 +13,6 @@ use crate::sys::netlink::{Messages, NLM_F_APPEND, NLM_F_CREATE};
 
 /// Elements that one message has room for, in bytes: attributes are shorter than 64 KiB.
 const MOST_ELEMENTS: usize = 48 << 10;
-
-const ORIGINAL: u8 = 0;
 
 /// Where packets meet a chain.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

@@ -71,6 +71,15 @@ pub enum Header {
     Transport,
 }
 
+impl Header {
+    const fn number(self) -> u32 {
+        match self {
+            Self::Network => 1,
+            Self::Transport => 2,
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Meta {
     /// 4 bytes in the machine's order.
@@ -96,10 +105,20 @@ impl Meta {
 pub enum Conntrack {
     /// 4 bytes in the machine's order, as is the status.
     State,
+    /// [`DESTINATION_TRANSLATED`] and others.
     Status,
-    /// One byte.
+    /// One byte: [`ORIGINAL`] or [`REPLY`].
     Direction,
+    /// Where its first packet was sent to: 4 or 16 bytes, and a port of 2 bytes, both in network order.
+    CalledAddress,
+    CalledPort,
 }
+
+/// A bit of [`Conntrack::Status`].
+pub const DESTINATION_TRANSLATED: u32 = 1 << 5;
+/// Values of [`Conntrack::Direction`].
+pub(super) const ORIGINAL: u8 = 0;
+pub const REPLY: u8 = 1;
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Comparison {
@@ -125,6 +144,14 @@ pub enum Expression {
         offset: u32,
         length: u32,
         to: Register,
+    },
+    /// Writes to the packet. The checksum of its transport follows, and `checksum`, which is that far from the header's start.
+    SetPayload {
+        header: Header,
+        offset: u32,
+        length: u32,
+        checksum: Option<u32>,
+        from: Register,
     },
     Meta {
         key: Meta,
@@ -202,6 +229,8 @@ const NAT_DESTINATION: u32 = 1;
 const PORTS_SPECIFIED: u32 = 1 << 1;
 const FULLY_RANDOM: u32 = 1 << 4;
 const REJECT_BY_ICMP: u32 = 0;
+const INTERNET_CHECKSUM: u32 = 1;
+const OF_PSEUDO_HEADER: u32 = 1;
 
 pub(super) fn expression(list: &mut Messages, name: &str, fill: impl FnOnce(&mut Messages)) {
     list.nested(LIST_MEMBER, |expression| {
@@ -234,14 +263,22 @@ impl Expression {
                 value(number(out, IMMEDIATE_REGISTER, to.0), IMMEDIATE_DATA, constant);
             }),
             Self::Payload { header, offset, length, to } => expression(list, "payload", |out| {
-                number(out, PAYLOAD_REGISTER, to.0);
-                let base = match header {
-                    Header::Network => 1,
-                    Header::Transport => 2,
-                };
-                number(out, PAYLOAD_BASE, base);
+                number(number(out, PAYLOAD_REGISTER, to.0), PAYLOAD_BASE, header.number());
                 number(number(out, PAYLOAD_OFFSET, *offset), PAYLOAD_LENGTH, *length);
             }),
+            Self::SetPayload { header, offset, length, checksum, from } => {
+                expression(list, "payload", |out| {
+                    number(number(out, PAYLOAD_SOURCE, from.0), PAYLOAD_BASE, header.number());
+                    number(number(out, PAYLOAD_OFFSET, *offset), PAYLOAD_LENGTH, *length);
+                    if let Some(at) = checksum {
+                        number(out, PAYLOAD_CHECKSUM_TYPE, INTERNET_CHECKSUM);
+                        number(out, PAYLOAD_CHECKSUM_OFFSET, *at);
+                    }
+                    if *header == Header::Network {
+                        number(out, PAYLOAD_CHECKSUM_FLAGS, OF_PSEUDO_HEADER);
+                    }
+                });
+            }
             Self::Meta { key, to } => expression(list, "meta", |out| {
                 number(number(out, META_KEY, key.number()), META_REGISTER, to.0);
             }),
@@ -249,12 +286,17 @@ impl Expression {
                 number(number(out, META_KEY, Meta::Mark.number()), META_SOURCE, from.0);
             }),
             Self::Conntrack { key, to } => expression(list, "ct", |out| {
-                let key = match key {
-                    Conntrack::State => 0,
-                    Conntrack::Direction => 1,
-                    Conntrack::Status => 2,
+                let (key, direction) = match key {
+                    Conntrack::State => (0, None),
+                    Conntrack::Direction => (1, None),
+                    Conntrack::Status => (2, None),
+                    Conntrack::CalledAddress => (9, Some(ORIGINAL)),
+                    Conntrack::CalledPort => (12, Some(ORIGINAL)),
                 };
                 number(number(out, CT_KEY, key), CT_REGISTER, to.0);
+                if let Some(direction) = direction {
+                    out.attribute(CT_DIRECTION, &[direction]);
+                }
             }),
             Self::AddressType { of, to } => expression(list, "fib", |out| {
                 let side = match of {

@@ -15,7 +15,10 @@ use nix::sys::socket::{setsockopt, sockopt::SndBufForce};
 use self::{attributes::BATCH_END, batch::batch_header};
 pub use self::{
     batch::{BaseChain, Batch, ChainType, NetfilterHook},
-    expressions::{Comparison, Conntrack, Expression, Header, LOCAL_ADDRESS, Meta, Register, Side, Verdict},
+    expressions::{
+        Comparison, Conntrack, DESTINATION_TRANSLATED, Expression, Header, LOCAL_ADDRESS, Meta, REPLY,
+        Register, Side, Verdict,
+    },
     read::{Chain, NotedRule, Rule, Table},
     sets::{Datum, Element, ElementData, Set, SetDefinition, SetShape, Values},
 };

@@ -43,6 +43,12 @@ struct CommandLine {
 
 const SERVICES: [&ServiceFixture; 2] = [&BALANCED, &EXTERNAL_LOCAL_ON_NODE1];
 const CLIENTS: [&str; 4] = ["client-1", "client-2", NODE, OUTSIDE];
+/// Clients that call the Service itself by TCP, before and after a switch to mode ebpf from the same source ports.
+const PORT_USERS: [&str; 3] = ["client-1", "client-2", NODE];
+/// By each of them to each family. Which endpoint a connection goes to is random.
+const PORTS: u16 = 8;
+/// Below those that the kernel chooses.
+const FIRST_PORT: u16 = 10_000;
 /// How the names of those begin that modes leave as they have set them, as kube-proxy does; see docs/differences.md.
 const STAYING_PARAMETERS: [&str; 2] = ["net/ipv4/conf/all/route_localnet", "net/ipv4/vs/"];
 /// In the names of those of mode ipvs's device, which come and go with it.
@@ -105,6 +111,8 @@ type Matrix = Arc<Mutex<BTreeMap<Switch, Met>>>;
 struct Run {
     world: World,
     connections: usize,
+    /// No connection has had it, or one above it, as its source port.
+    free_port: u16,
     /// What is on the nodes without a proxy.
     nothing: Vec<State>,
     parameters: Vec<Parameters>,
@@ -201,7 +209,7 @@ fn trials_of(switches: Vec<Switch>, api_server: bool, connections: usize, matrix
             NODES.into_iter().try_for_each(|node| masquerade_as_plugins_do(lab, node))
         })?;
         let (nothing, parameters, fresh) = Default::default();
-        let mut run = Run { world, connections, nothing, parameters, fresh, matrix };
+        let mut run = Run { world, connections, free_port: FIRST_PORT, nothing, parameters, fresh, matrix };
         run.start_each(&proxies)?;
         Ok(Ok(run))
     });
@@ -334,7 +342,9 @@ impl Run {
         let held = self.hold()?;
         let mut loads = self.start_loads(false)?;
         loads.extend(self.start_loads(true)?);
+        let used = self.use_ports(switch)?;
         let switched = self.carry_out(switch);
+        let used_again = self.dial_each(&used);
         // What comes after the switch counts as well.
         let leaves_hooks = switch.from == ProxyKind::Ebpf && switch.to.is_kube_proxy();
         let settled = switched.and_then(|()| match leaves_hooks {
@@ -343,9 +353,10 @@ impl Run {
         });
         let tallies = self.stop_loads(loads)?;
         settled.context("after the switch")?;
-        let result = self.judge(switch, &held, &tallies);
+        let judged = self.judge(switch, &held, &tallies);
         self.release(held)?;
-        result?;
+        judged?;
+        used_again.context("from source ports that were used just before the switch")?;
         if switch.to.is_kube_proxy() && !switch.from.is_kube_proxy() {
             // kube-proxy does not know what only we have. The packet programs' connections end with them.
             NODES.into_iter().try_for_each(|node| self.world.cleanup(node, &[]))?;
@@ -387,6 +398,33 @@ impl Run {
             held.datagrams.push((client, agent.hold_many(Protocol::Udp, &targets, targets.len())?));
         }
         Ok(held)
+    }
+
+    /// Connections that have ended before a switch to mode ebpf, which connects clients to endpoints: their own kernels let them use a port
+    /// again at once.
+    fn use_ports(&mut self, switch: Switch) -> Result<Vec<(&'static str, lab::Dial)>> {
+        if switch.to.datapath() != Datapath::Ebpf || switch.from.datapath() == Datapath::Ebpf {
+            return Ok(Vec::new());
+        }
+        let mut dials = Vec::new();
+        for client in PORT_USERS {
+            for target in FAMILIES.map(|family| self.world.cluster_ip(&BALANCED, family)) {
+                let dial = lab::Dial::new(Protocol::Tcp, target);
+                let ports = self.free_port..self.free_port + PORTS;
+                self.free_port = ports.end;
+                dials.extend(ports.map(|port| (client, dial.clone().source_port(port))));
+            }
+        }
+        self.dial_each(&dials).context("before the switch")?;
+        Ok(dials)
+    }
+
+    fn dial_each(&self, dials: &[(&'static str, lab::Dial)]) -> Result<()> {
+        for (client, dial) in dials {
+            check::answered(&self.world.dial(client, dial)?)
+                .with_context(|| format!("{client} from {:?} to {}", dial.source_port, dial.target))?;
+        }
+        Ok(())
     }
 
     /// What the client dials, of [`BALANCED`] first.

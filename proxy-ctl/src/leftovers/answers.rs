@@ -1,10 +1,10 @@
 //! Answers of endpoints to clients that have called them by themselves, while ip_vs remembers connections of former clients.
 //!
 //! Where a mode takes over that translates in `connect`, clients call endpoints. The kernel may give such a call a source port that a
-//! connection to the same endpoint has had through a virtual server: ip_vs remembers it for two minutes after its end, and gives the endpoint's answers the
-//! address of the virtual server, where the client has called nobody. conntrack knows whom it has called: a rule gives TCP answers that
-//! address as their source. It changes nothing else. An answer that netfilter has translated is left alone; any other has that address
-//! already, also those of connections that ip_vs serves, whose clients have called the virtual server.
+//! connection to the same endpoint has had through a virtual server: ip_vs remembers it for two minutes after its end, and gives the
+//! endpoint's answers the address of the virtual server, where the client has called nobody. conntrack knows whom it has called: a rule
+//! gives TCP answers that address as their source. It changes nothing else. An answer that netfilter has translated is left alone; any
+//! other has that address already, also those of connections that ip_vs serves, whose clients have called the virtual server.
 
 use super::{Error, names::ANSWERS_TABLE as TABLE};
 use crate::sys::nftables::{
@@ -21,31 +21,24 @@ const HOOKS: [(NetfilterHook, &str); 2] =
 
 /// Makes the tables that are not there.
 pub(super) fn restore_sources() -> Result<(), Error> {
-    change(NfTables::load()?, |batch, family, is_there| {
-        if !is_there {
-            make_table(batch, family);
-        }
-    })
+    change(NfTables::load()?, true)
 }
 
 /// Removes the tables.
 pub(super) fn leave_sources() -> Result<(), Error> {
-    change(NfTables::open()?, |batch, family, is_there| {
-        if is_there {
-            batch.delete_table(family, TABLE);
-        }
-    })
+    change(NfTables::open()?, false)
 }
 
-fn change(
-    nftables: Option<NfTables>,
-    of_family: impl Fn(&mut Batch, TableFamily, bool),
-) -> Result<(), Error> {
+fn change(nftables: Option<NfTables>, are_wanted: bool) -> Result<(), Error> {
     let Some(nftables) = nftables else { return Ok(()) };
     let mut batch = Batch::default();
     for family in TableFamily::ALL {
         let is_there = nftables.tables(family)?.iter().any(|table| table == TABLE);
-        of_family(&mut batch, family, is_there);
+        match (is_there, are_wanted) {
+            (false, true) => make_table(&mut batch, family),
+            (true, false) => batch.delete_table(family, TABLE),
+            (true, true) | (false, false) => {}
+        }
     }
     if batch.is_empty() {
         return Ok(());
@@ -110,7 +103,7 @@ mod tests {
     use socket2::{Domain, Socket, Type};
 
     use super::*;
-    use crate::sys::ipvs::{Ipvs, tests::serve};
+    use crate::sys::ipvs::tests::{of_own_namespace, serve};
 
     const OTHER: &str = "other";
 
@@ -195,12 +188,7 @@ mod tests {
     #[test]
     #[ignore = "needs root"]
     fn as_root_a_port_that_ipvs_remembers_can_be_used_again() {
-        // The thread ends with the test, and its network namespace with it.
-        unshare(CloneFlags::CLONE_NEWNET).unwrap();
-        let Some(ipvs) = Ipvs::open().unwrap() else {
-            println!("skipped: the kernel's ip_vs (CONFIG_IP_VS) is not loaded");
-            return;
-        };
+        let Some(ipvs) = of_own_namespace() else { return };
         for command in ["link set lo up", "address add 10.96.0.1/32 dev lo"] {
             assert!(Command::new("ip").args(command.split(' ')).status().unwrap().success());
         }

@@ -245,7 +245,7 @@ fn try_remove_sets(scope: &Selection<String>, removed: &mut Removal) -> Result<(
 /// Must be called after the virtual servers are removed. The device stays if a running kube-proxy has added new ones, and while sockets
 /// with its addresses are to be ended.
 pub(super) fn remove_device(keeps: &[IpNet], removed: &mut Removal) {
-    if !removed.pending.servers.is_empty() || removed.pending.sockets {
+    if !removed.pending.servers.is_empty() || removed.pending.by_connect {
         removed.pending.device = true;
         return;
     }
@@ -274,7 +274,6 @@ mod tests {
         time::Duration,
     };
 
-    use nix::sched::{CloneFlags, unshare};
     use rstest::rstest;
 
     use super::{
@@ -286,7 +285,7 @@ mod tests {
     };
     use crate::sys::{
         ipset::{Member, SetKind},
-        ipvs::tests::{forgotten, serve},
+        ipvs::tests::{forgotten, of_own_namespace, serve},
     };
 
     const IDLE: Destination = destination(true, 0);
@@ -336,12 +335,7 @@ mod tests {
     #[test]
     #[ignore = "needs root"]
     fn as_root_virtual_servers_go_when_they_can_and_those_of_others_stay() {
-        // The thread ends with the test, and its network namespace with it.
-        unshare(CloneFlags::CLONE_NEWNET).unwrap();
-        let Some(ipvs) = Ipvs::open().unwrap() else {
-            println!("skipped: the kernel's ip_vs (CONFIG_IP_VS) is not loaded");
-            return;
-        };
+        let Some(ipvs) = of_own_namespace() else { return };
         if !ip("link add kube-ipvs0 type dummy") {
             println!("skipped: the kernel has no dummy devices (CONFIG_DUMMY)");
             return;

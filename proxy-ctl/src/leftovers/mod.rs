@@ -159,8 +159,8 @@ impl<T> Default for Selection<T> {
 /// What is still to be removed: everything at first, later what failed and what has connections. Empty by default.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct PendingRemoval {
-    /// To be ended; see [`own_sockets`].
-    sockets: bool,
+    /// The mode that takes over translates in `connect`, and what it needs is still to be done; see [`own_sockets`] and [`answers`].
+    by_connect: bool,
     servers: Selection<ipvs::PendingServer>,
     nft: Vec<TableFamily>,
     legacy: Vec<legacy::LegacyTable>,
@@ -171,12 +171,12 @@ pub struct PendingRemoval {
 impl PendingRemoval {
     /// `by_connect`: the mode that takes over translates in `connect` what the node sends. Sockets that are connected need to be told.
     pub fn before(by_connect: bool) -> Self {
-        Self { sockets: by_connect, ..Self::everything() }
+        Self { by_connect, ..Self::everything() }
     }
 
     pub fn everything() -> Self {
         Self {
-            sockets: false,
+            by_connect: false,
             servers: Selection::All,
             nft: TableFamily::ALL.into(),
             legacy: legacy::tables().collect(),
@@ -312,16 +312,16 @@ impl Leftovers {
     ) {
         let ipvs_stays = scope.at_work.contains(&Mode::Ipvs);
         if !ipvs_stays {
-            if pending.sockets {
+            if pending.by_connect {
                 own_sockets::end(removed);
             }
-            ipvs::remove_servers(purpose, keeps, pending.sockets, &pending.servers, removed);
+            ipvs::remove_servers(purpose, keeps, pending.by_connect, &pending.servers, removed);
             let done = match removed.pending.servers.is_empty() {
                 true => answers::leave_sources(),
-                false if pending.sockets => answers::restore_sources(),
+                false if pending.by_connect => answers::restore_sources(),
                 false => Ok(()),
             };
-            removed.pending.sockets |= pending.sockets && done.is_err();
+            removed.pending.by_connect |= pending.by_connect && done.is_err();
             removed.note(done);
         }
         if !pending.nft.is_empty() {

@@ -20,7 +20,7 @@ use crate::sys::{
 /// Must be called before the device is removed. TCP connections go on: conntrack masquerades them as before.
 pub(super) fn end(removed: &mut Removal) {
     let done = try_end();
-    removed.pending.sockets = done.is_err();
+    removed.pending.by_connect = done.is_err();
     removed.note(done);
 }
 
@@ -132,7 +132,7 @@ mod tests {
         };
         remove(&PendingRemoval::default());
         assert!(of_services.iter().all(|socket| !is_ended(socket)), "another mode masquerades them");
-        remove(&PendingRemoval { sockets: true, ..PendingRemoval::default() });
+        remove(&PendingRemoval { by_connect: true, ..PendingRemoval::default() });
         assert!(of_services.iter().chain([&mapped]).all(is_ended));
         assert!(others.iter().chain([&service, &service6]).all(|socket| !is_ended(socket)));
         assert_eq!((connection.take_error().unwrap().is_none(), listener.accept().is_ok()), (true, true));

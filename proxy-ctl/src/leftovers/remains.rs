@@ -10,7 +10,7 @@ use crate::mode::Mode;
 pub struct Remains {
     leftovers: Leftovers,
     pending: PendingRemoval,
-    has_ended_sockets: bool,
+    is_ready_for_connect: bool,
     /// Virtual servers, as was logged.
     waiting: usize,
     /// What stays, as others use it; it was logged.
@@ -23,7 +23,7 @@ impl Default for Remains {
         Self {
             leftovers: Leftovers::default(),
             pending: PendingRemoval::everything(),
-            has_ended_sockets: false,
+            is_ready_for_connect: false,
             waiting: 0,
             retained: Vec::new(),
         }
@@ -35,13 +35,13 @@ impl Remains {
     /// while another removal holds the mode's lock. `keeps`: as for [`Leftovers::find`]; `by_connect`: as for
     /// [`PendingRemoval::before`].
     pub fn remove(&mut self, mode: Mode, keeps: &[IpNet], by_connect: bool) -> Result<bool, Error> {
-        self.pending.sockets = by_connect && !self.has_ended_sockets;
+        self.pending.by_connect = by_connect && !self.is_ready_for_connect;
         let removal = self.leftovers.remove(Purpose::TakeOver, keeps, &self.pending);
         if removal.at_work.contains(&mode) {
             return Ok(false);
         }
         self.pending = removal.pending;
-        self.has_ended_sockets |= by_connect && !self.pending.sockets;
+        self.is_ready_for_connect |= by_connect && !self.pending.by_connect;
         if removal.waiting > 0 && removal.waiting != self.waiting {
             let servers = removal.waiting;
             tracing::info!(

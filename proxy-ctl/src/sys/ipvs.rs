@@ -385,6 +385,16 @@ pub(crate) mod tests {
         Balancing { scheduler: "rr".into(), affinity_seconds: None, by_source_port: false }
     }
 
+    /// Of a network namespace that ends with the test, as its thread does. `None`: says that the test is skipped.
+    pub(crate) fn of_own_namespace() -> Option<Ipvs> {
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        let ipvs = Ipvs::open().unwrap();
+        if ipvs.is_none() {
+            println!("skipped: the kernel's ip_vs (CONFIG_IP_VS) is not loaded");
+        }
+        ipvs
+    }
+
     /// `socket` leads to each of `real` in turns, by TCP.
     pub(crate) fn serve(ipvs: &Ipvs, socket: &str, real: &[SocketAddr]) {
         let socket = VirtualSocket { protocol: 6, address: socket.parse().unwrap() };
@@ -408,12 +418,7 @@ pub(crate) mod tests {
     #[case::ipv6("[fd00:96::1]:443", ["[fd00:244::1]:8443", "[fd00:244:1::1]:8443"])]
     #[ignore = "needs root"]
     fn as_root_what_is_written_is_listed(#[case] virtual_socket: &str, #[case] real: [&str; 2]) {
-        // The thread ends with the test, and its network namespace with it.
-        unshare(CloneFlags::CLONE_NEWNET).unwrap();
-        let Some(ipvs) = Ipvs::open().unwrap() else {
-            println!("skipped: the kernel's ip_vs (CONFIG_IP_VS) is not loaded");
-            return;
-        };
+        let Some(ipvs) = of_own_namespace() else { return };
         // Without any address, the kernel takes every IPv4 destination for a broadcast one.
         let status = std::process::Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap();
         assert!(status.success());
@@ -458,11 +463,7 @@ pub(crate) mod tests {
     #[test]
     #[ignore = "needs root"]
     fn as_root_a_refusal_names_its_change_and_hinders_no_other() {
-        unshare(CloneFlags::CLONE_NEWNET).unwrap();
-        let Some(ipvs) = Ipvs::open().unwrap() else {
-            println!("skipped: the kernel's ip_vs (CONFIG_IP_VS) is not loaded");
-            return;
-        };
+        let Some(ipvs) = of_own_namespace() else { return };
         let socket = |port| VirtualSocket { protocol: 6, address: ([10, 96, 0, 1], port).into() };
         let odd = Balancing { scheduler: "odd".into(), ..round_robin() };
         let changes: Vec<ServerChange> = (1..=1000)

@@ -6,12 +6,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use nix::sched::{CloneFlags, unshare};
-
 use super::*;
-use crate::model::{
-    Model,
-    test_support::{HERE, ip, local, service, slice},
+use crate::{
+    model::{
+        Model,
+        test_support::{HERE, ip, local, service, slice},
+    },
+    sys::ipvs::tests::of_own_namespace,
 };
 
 const CLUSTER_IP: &str = "10.96.0.1";
@@ -25,11 +26,7 @@ fn run(program: &str, arguments: &str) {
 /// A node with the endpoints' addresses on lo, in a network namespace that ends with the test's thread. `None`: the kernel
 /// has no IPVS.
 fn node(config: &config::Ipvs) -> Option<IpvsDataplane> {
-    unshare(CloneFlags::CLONE_NEWNET).unwrap();
-    if Ipvs::open().unwrap().is_none() {
-        println!("skipped: the kernel's ip_vs (CONFIG_IP_VS) is not loaded");
-        return None;
-    }
+    of_own_namespace()?;
     run("ip", "link set lo up");
     for address in ENDPOINTS {
         run("ip", &format!("address add {address}/32 dev lo"));

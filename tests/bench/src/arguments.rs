@@ -39,6 +39,9 @@ pub struct Arguments {
     /// Folder for results.json and plots [default: docs/benchmarks, with --lean target/benchmarks]
     #[arg(long, value_name = "FOLDER")]
     pub output: Option<PathBuf>,
+    /// Go on with a run that was ended: only cells of which results.json in the folder has no figures. The same machine and the same flags
+    #[arg(long, conflicts_with_all = ["render", "list"])]
+    pub resume: bool,
     /// Measure nothing: show the results that are in the folder, and draw the plots anew
     #[arg(long, conflicts_with = "list")]
     pub render: bool,

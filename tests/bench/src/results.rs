@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path};
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use serde::{Deserialize, Serialize};
 
 use crate::{
@@ -125,6 +125,24 @@ impl Results {
         fs::rename(&next, &file).with_context(|| format!("writing {}", file.display()))
     }
 
+    /// Of a run that was ended, to go on with: what has no figures in it is left out. It must be of this machine and these settings, as
+    /// figures are compared with each other.
+    pub fn resume(folder: &Path, machine: &Machine, settings: &Settings) -> Result<Vec<Cell>> {
+        let former = Self::read(folder)?;
+        ensure!(
+            former.machine == *machine,
+            "{FILE} is of another machine: {:?}; this is {machine:?}",
+            former.machine
+        );
+        ensure!(
+            former.settings == *settings,
+            "{FILE} was measured with other settings: {:?}; these are {settings:?}",
+            former.settings
+        );
+        let has_figures = |cell: &Cell| matches!(cell.outcome, Outcome::Figures(_));
+        Ok(former.cells.into_iter().filter(has_figures).collect())
+    }
+
     pub fn read(folder: &Path) -> Result<Self> {
         let file = folder.join(FILE);
         let text = fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))?;
@@ -185,5 +203,28 @@ impl Figures {
             }
             Self::Writes { entries } => format!("{entries:.0} entries"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_ended_run_is_resumed_where_it_was_measured_and_as_it_was() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut former = crate::render::tests::example();
+        former.cells[0].outcome = Outcome::Failed("no port was free".into());
+        former.write(folder.path()).unwrap();
+        let Results { machine, settings, cells } = former;
+        let resume =
+            |machine: &Machine, settings: &Settings| Results::resume(folder.path(), machine, settings);
+
+        let kept: Vec<_> = resume(&machine, &settings).unwrap().into_iter().map(|cell| cell.name).collect();
+        assert_eq!(kept, cells[1..].iter().map(|cell| cell.name.clone()).collect::<Vec<_>>());
+        let error = resume(&Machine { cores: 96, ..machine.clone() }, &settings).unwrap_err().to_string();
+        assert!(error.contains("of another machine") && error.contains("cores: 96"), "{error}");
+        let error = resume(&machine, &Settings { seconds: 1.0, ..settings }).unwrap_err().to_string();
+        assert!(error.contains("with other settings") && error.contains("seconds: 1.0"), "{error}");
     }
 }

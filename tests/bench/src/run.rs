@@ -47,14 +47,22 @@ pub fn run(arguments: &Arguments, output: PathBuf) -> Result<Results> {
     let planned = planned(arguments);
     let count = planned.iter().map(|(_, _, cells)| cells.len()).sum();
     ensure!(count > 0, "no cell has such a name; --list shows all");
-    let machine = Machine::describe();
+    let (machine, settings) = (Machine::describe(), arguments.settings());
+    let found = match arguments.resume {
+        true => Results::resume(&output, &machine, &settings)?,
+        false => Vec::new(),
+    };
     let mut cluster = step("starting a cluster: network namespaces, etcd, kube-apiserver", || {
         Cluster::start(arguments.endpoints)
     })?;
-    let results = Results { machine, settings: arguments.settings(), cells: Vec::new() };
+    let results = Results { machine, settings, cells: found };
     let mut record = Record { results, output, planned: count };
     let mut last = 0;
-    for (size, contender, cells) in planned {
+    for (size, contender, mut cells) in planned {
+        cells.retain(|name| !record.has(name));
+        if cells.is_empty() {
+            continue;
+        }
         if size > last
             && let Err(error) = step(&format!("a cluster of {size} Services"), || cluster.grow(size))
         {
@@ -289,9 +297,12 @@ impl Record {
 
     /// Those of these that have not been measured.
     fn rest(&mut self, names: &[CellName], error: &anyhow::Error) -> Result<()> {
-        let is_missing = |name: &&CellName| !self.results.cells.iter().any(|cell| cell.name == **name);
-        let missing: Vec<CellName> = names.iter().filter(is_missing).cloned().collect();
+        let missing: Vec<CellName> = names.iter().filter(|name| !self.has(name)).cloned().collect();
         self.all(&missing, Outcome::Failed(format!("{error:#}")))
+    }
+
+    fn has(&self, name: &CellName) -> bool {
+        self.results.cells.iter().any(|cell| cell.name == *name)
     }
 }
 

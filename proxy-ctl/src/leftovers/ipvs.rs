@@ -242,8 +242,8 @@ fn try_remove_sets(scope: &Selection<String>, removed: &mut Removal) -> Result<(
     Ok(())
 }
 
-/// Must be called after the virtual servers are removed. The device stays if a running kube-proxy has added new ones, and while sockets
-/// with its addresses are to be ended.
+/// Must be called after the virtual servers are removed. The device stays if a running kube-proxy has added new ones, and while servers have
+/// connections or sockets with its addresses are to be ended.
 pub(super) fn remove_device(keeps: &[IpNet], removed: &mut Removal) {
     if !removed.pending.servers.is_empty() || removed.pending.by_connect {
         removed.pending.device = true;
@@ -258,12 +258,11 @@ pub(super) fn remove_device(keeps: &[IpNet], removed: &mut Removal) {
 /// kube-proxy adds IPv6 addresses that the kernel chooses as the source of what the node sends to pods. As long as it is at work the node
 /// calls virtual servers; where clients are connected to endpoints, the endpoints' answers would go to a ClusterIP.
 fn deprecate_addresses() -> Result<(), Error> {
-    let Some(device) = link::index(names::IPVS_DEVICE)? else { return Ok(()) };
-    let sources = link::addresses_of(names::IPVS_DEVICE)?
-        .into_iter()
-        .filter(|one| one.address.is_ipv6() && !one.is_deprecated);
-    let changes: Vec<_> = sources.map(|one| AddressChange::Add(one.address)).collect();
-    match link::change_addresses(device, &changes)?.into_iter().next() {
+    let mut sources = link::addresses_of(names::IPVS_DEVICE)?;
+    sources.retain(|one| one.address.is_ipv6() && !one.is_deprecated);
+    let Some(first) = sources.first() else { return Ok(()) };
+    let changes: Vec<_> = sources.iter().map(|one| AddressChange::Add(one.address)).collect();
+    match link::change_addresses(first.interface, &changes)?.into_iter().next() {
         Some((_, error)) => Err(error.into()),
         None => Ok(()),
     }

@@ -78,7 +78,7 @@ impl Arrangement {
     pub(super) fn of(endpoints: &Endpoints, algorithm: Algorithm) -> Self {
         let sets = [&endpoints.cluster, &endpoints.internal, &endpoints.external];
         let bits = sets.map(|set| maglev::table_bits(algorithm, members(endpoints, set)));
-        // Mostly one.
+        // Mostly one, and held for all service ports that are written at once.
         let mut runs = Vec::with_capacity(1);
         if bits == [0; 3] {
             runs.push(Run { first: 0, slots: (0..).take(endpoints.all.len()).collect(), table_bits: 0 });

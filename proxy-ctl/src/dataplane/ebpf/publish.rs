@@ -219,7 +219,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             writes.stale_source_ranges.extend(missing_in(&source_ranges, &old.source_ranges));
             self.release_backends(&port.name, old.used.endpoints(), writes);
             self.stop_keeping_backends(&port.name, &old.kept, writes);
-            if matches!(reservation.slots, ReservedSlots::Fresh(_)) {
+            if matches!(reservation.slots, ReservedSlots::Fresh(..)) {
                 self.entries.slots.retire(old.range.unwrap_or_default());
             }
         }
@@ -305,7 +305,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         let Reservation { id, slots: reserved } = reservation;
         let flags = layout::service_flags(port, shared.algorithm_of(port), shared.forwarding_of(port));
         let affinity_seconds = port.affinity_seconds.unwrap_or(0);
-        let range = match reserved {
+        let (range, sets) = match reserved {
             ReservedSlots::Same(range) => {
                 let current = shared.tables.services.get(*id as usize).unwrap_or_default();
                 let service = Service { flags, affinity_seconds, ..current };
@@ -314,15 +314,14 @@ impl<F: TableFamily> FamilyWriter<F> {
                 }
                 return Ok(*range);
             }
-            ReservedSlots::Fresh(range) => *range,
+            ReservedSlots::Fresh(range, arrangement) => (*range, arrangement),
         };
         let name = layout::name(&port.name).ok_or_else(|| Error::NameTooLong(port.name.clone()))?;
-        let arrangement = Arrangement::of(&port.endpoints, shared.algorithm_of(port));
-        self.write_slots(range, &arrangement, port, slots, writes)?;
+        self.write_slots(range, sets, port, slots, writes)?;
         let service = Service {
-            cluster: layout::placed(arrangement.cluster, range),
-            internal: layout::placed(arrangement.internal, range),
-            external: layout::placed(arrangement.external, range),
+            cluster: layout::placed(sets.cluster, range),
+            internal: layout::placed(sets.internal, range),
+            external: layout::placed(sets.external, range),
             flags,
             affinity_seconds,
         };

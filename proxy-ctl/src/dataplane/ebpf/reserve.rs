@@ -38,7 +38,7 @@ pub(super) struct Reservation {
 pub(super) enum ReservedSlots {
     /// Its endpoint sets are what they were.
     Same(Range),
-    Fresh(Range),
+    Fresh(Range, Arrangement),
 }
 
 /// Backends that are to be inserted for the ports that have room.
@@ -116,15 +116,15 @@ impl<F: TableFamily> FamilyWriter<F> {
             return Err(full());
         }
         let added = self.backends_to_add(port, new)?;
-        let places = Arrangement::of(&port.endpoints, shared.algorithm_of(port)).places();
-        let range = self.entries.slots.allocate(places).ok_or_else(full)?;
+        let arrangement = Arrangement::of(&port.endpoints, shared.algorithm_of(port));
+        let range = self.entries.slots.allocate(arrangement.places()).ok_or_else(full)?;
         let id = old.map(|(id, _)| id).or_else(|| shared.ids.allocate(1).map(|id| id.first));
         let Some(id) = id else {
             self.entries.slots.release(range);
             return Err(Error::Full(services_full(shared)));
         };
         new.keys.extend(added);
-        Ok(Reservation { id, slots: ReservedSlots::Fresh(range) })
+        Ok(Reservation { id, slots: ReservedSlots::Fresh(range, arrangement) })
     }
 
     /// Backends that nobody has yet, as far as that matters for room.
@@ -164,7 +164,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     /// Gives back what was set aside and not written.
     pub(super) fn release(&mut self, shared: &mut Common, name: &ServicePortName, unused: Reservation) {
         let Reservation { id, slots } = unused;
-        if let ReservedSlots::Fresh(range) = slots {
+        if let ReservedSlots::Fresh(range, _) = slots {
             self.entries.slots.release(range);
         }
         if !self.entries.services.contains_key(name) {

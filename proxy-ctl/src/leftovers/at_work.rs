@@ -45,6 +45,8 @@ impl AtWork {
 
 #[cfg(test)]
 mod tests {
+    use std::{thread, time::Duration};
+
     use nix::sched::{CloneFlags, unshare};
 
     use super::*;
@@ -65,6 +67,11 @@ mod tests {
         assert!(at_work.problems[0].to_string().contains(&own), "{}", at_work.problems[0]);
         drop(held);
         drop(at_work);
-        assert_eq!(AtWork::lock_others(&MODES).modes, []);
+        // A process that another test is starting has copies of the locks until it executes its program.
+        let is_free = |_| {
+            thread::sleep(Duration::from_millis(1));
+            AtWork::lock_others(&MODES).modes.is_empty()
+        };
+        assert!((0..1000).any(is_free));
     }
 }

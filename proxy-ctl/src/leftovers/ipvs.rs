@@ -16,7 +16,7 @@ use crate::sys::{
     CallError,
     ipset::{Destroyed, IpSets},
     ipvs::{Destination, Ipvs, ServerChange, VirtualSocket},
-    link::{self, AddressChange},
+    link,
 };
 
 const SERVERS: &str = "ipvs";
@@ -247,25 +247,11 @@ fn try_remove_sets(scope: &Selection<String>, removed: &mut Removal) -> Result<(
 pub(super) fn remove_device(keeps: &[IpNet], removed: &mut Removal) {
     if !removed.pending.servers.is_empty() || removed.pending.by_connect {
         removed.pending.device = true;
-        removed.note(deprecate_addresses());
         return;
     }
     let done = try_remove_device(keeps, removed);
     removed.pending.device = done.is_err();
     removed.note(done);
-}
-
-/// kube-proxy adds IPv6 addresses that the kernel chooses as the source of what the node sends to pods. As long as it is at work the node
-/// calls virtual servers; where clients are connected to endpoints, the endpoints' answers would go to a ClusterIP.
-fn deprecate_addresses() -> Result<(), Error> {
-    let mut sources = link::addresses_of(names::IPVS_DEVICE)?;
-    sources.retain(|one| one.address.is_ipv6() && !one.is_deprecated);
-    let Some(first) = sources.first() else { return Ok(()) };
-    let changes: Vec<_> = sources.iter().map(|one| AddressChange::Add(one.address)).collect();
-    match link::change_addresses(first.interface, &changes)?.into_iter().next() {
-        Some((_, error)) => Err(error.into()),
-        None => Ok(()),
-    }
 }
 
 fn try_remove_device(keeps: &[IpNet], removed: &mut Removal) -> Result<(), Error> {
@@ -288,7 +274,6 @@ mod tests {
         time::Duration,
     };
 
-    use nix::sched::{CloneFlags, unshare};
     use rstest::rstest;
 
     use super::{
@@ -345,26 +330,6 @@ mod tests {
         let mut sockets: Vec<_> = sockets(ipvs).unwrap().iter().map(VirtualSocket::to_string).collect();
         sockets.sort_unstable();
         sockets
-    }
-
-    #[test]
-    #[ignore = "needs root"]
-    fn as_root_addresses_that_stay_are_no_source() {
-        unshare(CloneFlags::CLONE_NEWNET).unwrap();
-        assert!(ip("link add kube-ipvs0 type veth peer name other"));
-        assert!(ip("address add 10.96.0.1/32 dev kube-ipvs0"));
-        assert!(ip("address add fd00:10:96::1/128 dev kube-ipvs0 nodad"));
-        let mut removed = Removal::default();
-        removed.pending.by_connect = true;
-        for _ in 0..2 {
-            remove_device(&[], &mut removed);
-            assert!(removed.problems.is_empty() && removed.pending.device, "{:?}", removed.problems);
-            let held = link::addresses_of(names::IPVS_DEVICE).unwrap();
-            let mut held: Vec<_> =
-                held.iter().map(|one| (one.address.to_string(), one.is_deprecated)).collect();
-            held.sort_unstable();
-            assert_eq!(held, [("10.96.0.1".to_owned(), false), ("fd00:10:96::1".to_owned(), true)]);
-        }
     }
 
     #[test]

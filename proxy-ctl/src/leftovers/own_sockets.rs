@@ -2,20 +2,24 @@
 //!
 //! An address of kube-ipvs0 is one of the node: it is the source, too, of what the node sends to it. ip_vs sends such a datagram on with
 //! this source, and the rules that masqueraded it are gone: no answer comes back, and with each datagram ip_vs keeps its connection for
-//! longer. A process that gets an error connects anew.
+//! longer. One of IPv6 that kube-proxy has added can also be the source of what the node sends to a pod whose interface has no address,
+//! and the answer would go to a ClusterIP's port that no Service has. A process that gets an error connects anew.
 
-use std::{
-    collections::BTreeSet,
-    net::{IpAddr, SocketAddr},
-};
+use std::{collections::BTreeSet, net::IpAddr};
 
 use nix::sys::socket::AddressFamily;
 
 use super::{Error, Removal, names};
 use crate::sys::{
-    CallError, link,
+    CallError,
+    link::{self, AddressChange},
     socket_diag::{SocketDiag, Transport, lacks},
 };
+
+/// As long as the device is there. No socket that connects from now on has one of its IPv6 addresses as its source, unless it calls that one.
+pub fn deprecate_addresses() -> Result<(), Error> {
+    Ok(deprecate(&link::addresses_of(names::IPVS_DEVICE)?)?)
+}
 
 /// Must be called before the device is removed. TCP connections go on: conntrack masquerades them as before.
 pub(super) fn end(removed: &mut Removal) {
@@ -26,14 +30,15 @@ pub(super) fn end(removed: &mut Removal) {
 
 fn try_end() -> Result<(), Error> {
     let of_device = link::addresses_of(names::IPVS_DEVICE)?;
-    let addresses: BTreeSet<IpAddr> = of_device.into_iter().map(|one| one.address).collect();
-    if addresses.is_empty() {
+    if of_device.is_empty() {
         return Ok(());
     }
+    deprecate(&of_device)?;
+    let addresses = of_device.into_iter().map(|one| one.address).collect();
     if let Some(option) = lacks(Transport::Udp)? {
         tracing::warn!(
             option,
-            "UDP sockets of the node that are connected to addresses of {} get no answers until they are connected anew: the \
+            "UDP sockets of the node that have an address of {} get no answers until they are connected anew: the \
              kernel cannot end them",
             names::IPVS_DEVICE
         );
@@ -51,12 +56,22 @@ fn try_end() -> Result<(), Error> {
     Ok(())
 }
 
+fn deprecate(addresses: &[link::Address]) -> Result<(), CallError> {
+    let sources: Vec<_> =
+        addresses.iter().filter(|one| one.address.is_ipv6() && !one.is_deprecated).collect();
+    let Some(first) = sources.first() else { return Ok(()) };
+    let changes: Vec<_> = sources.iter().map(|one| AddressChange::Add(one.address)).collect();
+    match link::change_addresses(first.interface, &changes)?.into_iter().next() {
+        Some((_, error)) => Err(error),
+        None => Ok(()),
+    }
+}
+
 /// An error is that of the first that could not be ended; the others are.
 fn end_of(diag: &SocketDiag, family: AddressFamily, addresses: &BTreeSet<IpAddr>) -> Result<u32, CallError> {
     let (mut ended, mut outcome) = (0, Ok(()));
     for socket in diag.connected(family, Transport::Udp)? {
-        let is_of_services = |end: SocketAddr| addresses.contains(&end.ip().to_canonical());
-        if is_of_services(socket.local) && is_of_services(socket.peer) {
+        if addresses.contains(&socket.local.ip().to_canonical()) {
             match diag.destroy(&socket) {
                 Ok(done) => ended += u32::from(done),
                 Err(error) => outcome = outcome.and(Err(error)),
@@ -108,8 +123,20 @@ mod tests {
         ip("link set lo up");
         ip("link set kube-ipvs0 up");
         ip("address add 192.0.2.10/32 dev lo");
+        ip("address add 2001:db8::10/128 dev lo nodad");
         let at = |address: &str| UdpSocket::bind((address, 53)).unwrap();
+        ip("link add pod type bridge");
+        ip("link set pod up");
+        ip("route add fd00:10:244::/64 dev pod");
         let (service, service6, node) = (at("10.96.0.1"), at("fd00:10:96::1"), at("192.0.2.10"));
+        let connected_to_pod = || {
+            let socket = UdpSocket::bind("[::]:0").unwrap();
+            socket.connect("[fd00:10:244::2]:53").unwrap();
+            let source = socket.local_addr().unwrap().ip().to_string();
+            (socket, source)
+        };
+        let (to_pod, source) = connected_to_pod();
+        assert_eq!(source, "fd00:10:96::1");
         let of_services = [
             connected("0.0.0.0:0", &service),
             connected("[::]:0", &service6),
@@ -119,7 +146,6 @@ mod tests {
         mapped.connect("[::ffff:10.96.0.1]:53").unwrap();
         let others = [
             connected("0.0.0.0:0", &node),
-            connected("10.96.0.1:0", &node),
             UdpSocket::bind("10.96.0.1:0").unwrap(),
         ];
         let listener = TcpListener::bind("10.96.0.1:80").unwrap();
@@ -133,7 +159,8 @@ mod tests {
         remove(&PendingRemoval::default());
         assert!(of_services.iter().all(|socket| !is_ended(socket)), "another mode masquerades them");
         remove(&PendingRemoval { by_connect: true, ..PendingRemoval::default() });
-        assert!(of_services.iter().chain([&mapped]).all(is_ended));
+        assert!(of_services.iter().chain([&mapped, &to_pod]).all(is_ended));
+        assert_eq!(connected_to_pod().1, "2001:db8::10");
         assert!(others.iter().chain([&service, &service6]).all(|socket| !is_ended(socket)));
         assert_eq!((connection.take_error().unwrap().is_none(), listener.accept().is_ok()), (true, true));
     }

@@ -11,7 +11,7 @@ use crate::{
     controller::Coverage,
     dataplane::{self, Unsupported},
     events::Recorder,
-    leftovers::{Found, Leftovers, Part, PendingRemoval, Purpose, Removal, Retained},
+    leftovers::{self, Found, Leftovers, Part, PendingRemoval, Purpose, Removal, Retained},
     mode::Mode,
     model::desired::ServicePortName,
     report::{Metrics, ModeInForce},
@@ -46,6 +46,9 @@ struct Progress {
 impl LeftoverRemoval {
     /// Ends only if the controller ends before everything is programmed.
     pub(super) async fn follow(mut self) {
+        if self.translates_in_connect() {
+            self.deprecate_addresses().await;
+        }
         if self.coverage.wait_for(|coverage| coverage.programmed).await.is_err() {
             return;
         }
@@ -64,11 +67,26 @@ impl LeftoverRemoval {
         }
     }
 
+    fn translates_in_connect(&self) -> bool {
+        dataplane::translates_in_connect(self.mode.borrow().modes.mode, &self.configs.borrow())
+    }
+
+    /// Before the hooks in `connect` are at work, and also where rules stay: the answers would go to a ClusterIP.
+    async fn deprecate_addresses(&self) {
+        let done = tokio::task::spawn_blocking(leftovers::deprecate_addresses).await;
+        let done = done.map_err(anyhow::Error::new).and_then(|done| Ok(done?));
+        if let Err(error) = done {
+            tracing::warn!(
+                "IPv6 addresses of kube-ipvs0 may become the source of what this node sends to its pods, which is then \
+                 without an answer: {error:#}"
+            );
+        }
+    }
+
     /// With `ebpf.removeKubeProxyRules: false` nothing is pending.
     async fn begin(&self) -> Progress {
-        let config = Arc::clone(&self.configs.borrow());
-        let removes = config.ebpf.remove_kube_proxy_rules;
-        let by_connect = dataplane::translates_in_connect(self.mode.borrow().modes.mode, &config);
+        let removes = self.configs.borrow().ebpf.remove_kube_proxy_rules;
+        let by_connect = self.translates_in_connect();
         let mut progress = Progress {
             leftovers: Leftovers::default(),
             pending: if removes { PendingRemoval::before(by_connect) } else { PendingRemoval::default() },

@@ -34,6 +34,7 @@ fn main() {
 
 fn build() -> Result<(), String> {
     println!("cargo:rerun-if-env-changed=PROXY_EBPF_OBJECT");
+    println!("cargo:rerun-if-env-changed=PROXY_EBPF_LINES");
     let out = PathBuf::from(required("OUT_DIR")?);
     let object = out.join("proxy-ebpf");
     if let Some(prebuilt) = env::var_os("PROXY_EBPF_OBJECT") {
@@ -149,14 +150,24 @@ fn required(name: &str) -> Result<OsString, String> {
     env::var_os(name).ok_or_else(|| format!("cargo did not set {name}"))
 }
 
-/// Without the debug information, two thirds of the file, of which only the linker makes use.
+/// Without the debug information and relocations of it, of which only the linker makes use, and without the lines of the source, for each
+/// function of which aya copies those of all functions: 32 MB whenever it loads the object. With `PROXY_EBPF_LINES` they stay, and the
+/// kernel's log shows them if it refuses a program.
 fn copy(from: &Path, to: &Path) -> Result<(), String> {
     let told =
         |error: &dyn Display| format!("copying {} to {} failed: {error}", from.display(), to.display());
     let bytes = fs::read(from).map_err(|error| told(&error))?;
     let mut elf = Builder::read(bytes.as_slice()).map_err(|error| told(&error))?;
+    let keeps_lines = env::var_os("PROXY_EBPF_LINES").is_some();
     for section in &mut elf.sections {
-        section.delete |= section.name.starts_with(b".debug_") || section.name.starts_with(b".rel.debug_");
+        let is_for_linker = [".debug_", ".rel.debug_", ".rel.BTF"];
+        section.delete |= is_for_linker.iter().any(|name| section.name.starts_with(name.as_bytes()));
+        if let SectionData::Data(data) = &mut section.data
+            && *section.name == *b".BTF.ext"
+            && !keeps_lines
+        {
+            remove_lines(data.to_mut()).ok_or_else(|| told(&"its section .BTF.ext is too short"))?;
+        }
     }
     elf.delete_orphans();
     // The linker keeps the names of sections and symbols together, which `Builder` cannot.
@@ -167,4 +178,26 @@ fn copy(from: &Path, to: &Path) -> Result<(), String> {
     let mut stripped = Vec::new();
     elf.write(&mut stripped).map_err(|error| told(&error))?;
     fs::write(to, stripped).map_err(|error| told(&error))
+}
+
+/// The header of .BTF.ext has its own length, then where each part begins behind it and how long it is: functions, lines, relocations.
+/// `None`: it is shorter than it says.
+fn remove_lines(data: &mut Vec<u8>) -> Option<()> {
+    const HEADER_LENGTH: usize = 4;
+    const LINES: usize = 16;
+    const LINES_LENGTH: usize = 20;
+    const RELOCATIONS: usize = 24;
+    let number = |data: &[u8], at: usize| {
+        let bytes = data.get(at..at + 4)?.try_into().ok()?;
+        Some(u32::from_le_bytes(bytes) as usize)
+    };
+    let length = number(data, LINES_LENGTH)?;
+    let begin = number(data, HEADER_LENGTH)? + number(data, LINES)?;
+    let relocations = number(data, RELOCATIONS)?;
+    data.get(begin..begin + length)?;
+    data.drain(begin..begin + length);
+    let mut write = |at: usize, value: usize| data[at..at + 4].copy_from_slice(&(value as u32).to_le_bytes());
+    write(LINES_LENGTH, 0);
+    write(RELOCATIONS, relocations.checked_sub(length)?);
+    Some(())
 }

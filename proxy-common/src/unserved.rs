@@ -24,8 +24,13 @@ pub fn reason<F: Family>(tables: &impl AffinityTables<F>, address: &F::Address) 
 /// source an address would be reached.
 #[inline(always)]
 pub fn at_connect(reason: Reason, protocol: u8) -> Reason {
-    let is_told_later = matches!(reason, Reason::UnknownPort | Reason::UnallocatedAddress);
-    if protocol == PROTOCOL_UDP && is_told_later { Reason::NotAService } else { reason }
+    if is_datagram_to_nobody(reason, protocol) { Reason::NotAService } else { reason }
+}
+
+/// Is it refused only because there is no such service port, and may be no client's first?
+#[inline(always)]
+pub fn is_datagram_to_nobody(reason: Reason, protocol: u8) -> bool {
+    protocol == PROTOCOL_UDP && matches!(reason, Reason::UnknownPort | Reason::UnallocatedAddress)
 }
 
 /// Is it a ClusterIP that the node does not have itself?

@@ -3,6 +3,8 @@
 #![cfg_attr(target_arch = "bpf", no_std, no_main, feature(asm_experimental_arch))]
 
 #[cfg(target_arch = "bpf")]
+mod awaited;
+#[cfg(target_arch = "bpf")]
 mod connections;
 #[cfg(target_arch = "bpf")]
 mod direct;

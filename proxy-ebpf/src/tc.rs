@@ -10,9 +10,11 @@ use proxy_common::{
     packet::{self, Action, Network, Packet, Rewrite, Then, parse, rewrite_headers},
     reason::{Reason, Verdict},
     select::Origin,
+    unserved,
 };
 
 use crate::{
+    awaited,
     event::TellPacket,
     globals, host,
     linear::Linear,
@@ -228,6 +230,11 @@ where
     // SAFETY: a field of the context.
     scratch.interface = unsafe { (*skb).ifindex };
     if let Err(reason) = flow::arriving(&Maps, scratch, origin) {
+        if unserved::is_datagram_to_nobody(reason, scratch.packet.protocol)
+            && awaited::is_by_socket::<F>(ctx, &scratch.packet)
+        {
+            return pass_or_drop::<F>(Reason::NotAService);
+        }
         return conclude::<F>(ctx, scratch, reason, AnswerPath::OutOfInterface);
     }
     match carry_out::<F>(ctx, scratch, origin) {

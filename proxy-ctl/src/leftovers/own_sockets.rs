@@ -144,10 +144,7 @@ mod tests {
         ];
         let mapped = UdpSocket::bind("[::]:0").unwrap();
         mapped.connect("[::ffff:10.96.0.1]:53").unwrap();
-        let others = [
-            connected("0.0.0.0:0", &node),
-            UdpSocket::bind("10.96.0.1:0").unwrap(),
-        ];
+        let others = [connected("0.0.0.0:0", &node), UdpSocket::bind("10.96.0.1:0").unwrap()];
         let listener = TcpListener::bind("10.96.0.1:80").unwrap();
         let connection = TcpStream::connect("10.96.0.1:80").unwrap();
 

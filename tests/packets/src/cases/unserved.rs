@@ -1,6 +1,13 @@
 //! Clients of ClusterIPs' other ports, of addresses that no service has, and pings.
 
-use anyhow::ensure;
+use std::{
+    net::{IpAddr, UdpSocket},
+    process::Command,
+    thread,
+};
+
+use anyhow::{Context as _, anyhow, ensure};
+use nix::sched::{CloneFlags, unshare};
 use proxy_common::{
     layout::PROTOCOL_TCP,
     packet::{TCP_ACK, TCP_RST},
@@ -19,7 +26,7 @@ const BITS: u32 = 24;
 /// More than one segment of memory.
 const LONG: usize = 1_400;
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Tables + Send + 'static>(group: &mut Group) {
     group.both::<W>("another port of a ClusterIP is refused", |s| {
         s.cluster_ip()?;
         let first = s.first(CLIENT, OTHER_PORT);
@@ -54,6 +61,32 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(verdict == crate::world::Verdict::Redirected, "{verdict:?}");
         s.send_bytes("workload_ingress", &fragments[1], Expect::Dropped)?;
         s.counted(&[(Reason::UnknownPort, 1), (Reason::FragmentOfDropped, 1)])
+    });
+    group.udp::<W>("another port of a ClusterIP: a socket of the node has it as its source", |s| {
+        s.mark(CLUSTER_IP.0)?;
+        // In a network namespace of its own, where sockets have routes.
+        let answers = |s: &mut Scene<W>| {
+            unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
+            let [own, peer] = [CLUSTER_IP.0, LOCAL.0].map(|place| ip(W::address(place).as_ref()));
+            for arguments in [
+                "link set lo up".to_owned(),
+                format!("address add {own} dev lo nodad"),
+                format!("route add {peer} dev lo"),
+            ] {
+                let status = Command::new("ip").args(arguments.split(' ')).status()?;
+                ensure!(status.success(), "ip {arguments}");
+            }
+            let socket = UdpSocket::bind((own, 0))?;
+            let answer = s.first(LOCAL, (CLUSTER_IP.0, socket.local_addr()?.port()));
+            s.send("workload_ingress", &answer, Expect::Answered(refused::<W>(&answer)))?;
+            socket.connect((peer, LOCAL.1))?;
+            s.send("workload_ingress", &answer, Expect::Untouched)?;
+            let stranger = answer.from((LOCAL.0, LOCAL.1 + 1));
+            s.send("workload_ingress", &stranger, Expect::Answered(refused::<W>(&stranger)))
+        };
+        let done = thread::scope(|scope| scope.spawn(|| answers(s)).join());
+        done.map_err(|_| anyhow!("the thread panicked"))??;
+        s.counted(&[(Reason::UnknownPort, 2)])
     });
     group.both::<W>("another port of a ClusterIP that the node has itself", |s| {
         s.mark(CLUSTER_IP.0)?;
@@ -151,6 +184,11 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.send_bytes("workload_ingress", &ping::<W>(CLIENT, CLUSTER_IP, 56), Expect::Untouched)?;
         s.counted(&[])
     });
+}
+
+fn ip(address: &[u8]) -> IpAddr {
+    let v4 = <[u8; 4]>::try_from(address).map(IpAddr::from);
+    v4.or_else(|_| address.try_into().map(|v6: [u8; 16]| v6.into())).expect("4 or 16 bytes")
 }
 
 fn message(source: Endpoint, destination: Endpoint, length: usize) -> Segment {

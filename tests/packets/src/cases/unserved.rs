@@ -6,7 +6,7 @@ use std::{
     thread,
 };
 
-use anyhow::{Context as _, anyhow, ensure};
+use anyhow::{Context as _, Result, anyhow, ensure};
 use nix::sched::{CloneFlags, unshare};
 use proxy_common::{
     layout::PROTOCOL_TCP,
@@ -67,7 +67,7 @@ pub(crate) fn cases<W: Tables + Send + 'static>(group: &mut Group) {
         // In a network namespace of its own, where sockets have routes.
         let answers = |s: &mut Scene<W>| {
             unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
-            let [own, peer] = [CLUSTER_IP.0, LOCAL.0].map(|place| ip(W::address(place).as_ref()));
+            let (own, peer) = (ip(W::address(CLUSTER_IP.0).as_ref())?, ip(W::address(LOCAL.0).as_ref())?);
             for arguments in [
                 "link set lo up".to_owned(),
                 format!("address add {own} dev lo nodad"),
@@ -186,9 +186,11 @@ pub(crate) fn cases<W: Tables + Send + 'static>(group: &mut Group) {
     });
 }
 
-fn ip(address: &[u8]) -> IpAddr {
-    let v4 = <[u8; 4]>::try_from(address).map(IpAddr::from);
-    v4.or_else(|_| address.try_into().map(|v6: [u8; 16]| v6.into())).expect("4 or 16 bytes")
+fn ip(address: &[u8]) -> Result<IpAddr> {
+    match <[u8; 4]>::try_from(address) {
+        Ok(v4) => Ok(v4.into()),
+        Err(_) => Ok(<[u8; 16]>::try_from(address)?.into()),
+    }
 }
 
 fn message(source: Endpoint, destination: Endpoint, length: usize) -> Segment {

@@ -192,7 +192,11 @@ fn remove_lines(data: &mut Vec<u8>) -> Option<()> {
         Some(u32::from_le_bytes(bytes) as usize)
     };
     let length = number(data, LINES_LENGTH)?;
-    let begin = number(data, HEADER_LENGTH)? + number(data, LINES)?;
+    let header = number(data, HEADER_LENGTH)?;
+    if header < RELOCATIONS + 4 {
+        return None;
+    }
+    let begin = header + number(data, LINES)?;
     let relocations = number(data, RELOCATIONS)?;
     data.get(begin..begin + length)?;
     data.drain(begin..begin + length);

@@ -27,7 +27,7 @@ pub fn at_connect(reason: Reason, protocol: u8) -> Reason {
     if is_datagram_to_nobody(reason, protocol) { Reason::NotAService } else { reason }
 }
 
-/// Is it refused only because there is no such service port, and may be no client's first?
+/// Is it a datagram that is refused only because no service port has its destination? It may be an answer.
 #[inline(always)]
 pub fn is_datagram_to_nobody(reason: Reason, protocol: u8) -> bool {
     protocol == PROTOCOL_UDP && matches!(reason, Reason::UnknownPort | Reason::UnallocatedAddress)

@@ -19,7 +19,7 @@ struct Tuple<A> {
     local_port: [u8; 2],
 }
 
-/// Is a UDP socket of this network namespace connected to whom the datagram is from?
+/// Is a UDP socket of this network namespace connected to the datagram's source?
 // Not inlined: the tuple would lie on the stack beside what opening a flow needs.
 #[inline(never)]
 pub(crate) fn is_by_socket<F: Network>(ctx: &TcContext, packet: &Packet<F::Address>) -> bool {

@@ -13,7 +13,7 @@ use super::{Error, Removal, names};
 use crate::sys::{
     CallError,
     link::{self, AddressChange},
-    socket_diag::{SocketDiag, Transport, lacks},
+    socket_diag::{ConnectedSocket, SocketDiag, Transport, lacks},
 };
 
 /// As long as the device is there. No socket that connects from now on has one of its IPv6 addresses as its source, unless it calls that one.
@@ -29,12 +29,13 @@ pub(super) fn end(removed: &mut Removal) {
 }
 
 fn try_end() -> Result<(), Error> {
-    let of_device = link::addresses_of(names::IPVS_DEVICE)?;
+    let Some(device) = link::index(names::IPVS_DEVICE)? else { return Ok(()) };
+    let (of_device, others): (Vec<_>, Vec<_>) =
+        link::addresses()?.into_iter().partition(|one| one.interface == device);
     if of_device.is_empty() {
         return Ok(());
     }
-    deprecate(&of_device)?;
-    let addresses = of_device.into_iter().map(|one| one.address).collect();
+    let deprecated = deprecate(&of_device);
     if let Some(option) = lacks(Transport::Udp)? {
         tracing::warn!(
             option,
@@ -42,10 +43,18 @@ fn try_end() -> Result<(), Error> {
              kernel cannot end them",
             names::IPVS_DEVICE
         );
-        return Ok(());
+        return Ok(deprecated?);
     }
+    let addresses: BTreeSet<IpAddr> = of_device.into_iter().map(|one| one.address).collect();
+    let others: BTreeSet<IpAddr> = others.into_iter().map(|one| one.address).collect();
+    let is_without_answers = |socket: &ConnectedSocket| {
+        let [local, peer] = [socket.local, socket.peer].map(|end| end.ip().to_canonical());
+        let is_source = local.is_ipv6() && !others.contains(&local);
+        addresses.contains(&local) && (is_source || addresses.contains(&peer))
+    };
     let diag = SocketDiag::open()?;
-    let ended = [AddressFamily::Inet, AddressFamily::Inet6].map(|family| end_of(&diag, family, &addresses));
+    let ended =
+        [AddressFamily::Inet, AddressFamily::Inet6].map(|family| end_of(&diag, family, is_without_answers));
     let ended: u32 = ended.into_iter().sum::<Result<_, CallError>>()?;
     if ended > 0 {
         tracing::info!(
@@ -53,7 +62,7 @@ fn try_end() -> Result<(), Error> {
             "UDP sockets of the node that mode ipvs served were ended, to be connected anew"
         );
     }
-    Ok(())
+    Ok(deprecated?)
 }
 
 fn deprecate(addresses: &[link::Address]) -> Result<(), CallError> {
@@ -68,10 +77,14 @@ fn deprecate(addresses: &[link::Address]) -> Result<(), CallError> {
 }
 
 /// An error is that of the first that could not be ended; the others are.
-fn end_of(diag: &SocketDiag, family: AddressFamily, addresses: &BTreeSet<IpAddr>) -> Result<u32, CallError> {
+fn end_of(
+    diag: &SocketDiag,
+    family: AddressFamily,
+    is_to_end: impl Fn(&ConnectedSocket) -> bool,
+) -> Result<u32, CallError> {
     let (mut ended, mut outcome) = (0, Ok(()));
     for socket in diag.connected(family, Transport::Udp)? {
-        if addresses.contains(&socket.local.ip().to_canonical()) {
+        if is_to_end(&socket) {
             match diag.destroy(&socket) {
                 Ok(done) => ended += u32::from(done),
                 Err(error) => outcome = outcome.and(Err(error)),
@@ -124,11 +137,15 @@ mod tests {
         ip("link set kube-ipvs0 up");
         ip("address add 192.0.2.10/32 dev lo");
         ip("address add 2001:db8::10/128 dev lo nodad");
+        // An external IP that the node has itself.
+        ip("address add 2001:db8::20/128 dev kube-ipvs0 nodad");
+        ip("address add 2001:db8::20/128 dev lo nodad");
         let at = |address: &str| UdpSocket::bind((address, 53)).unwrap();
         ip("link add pod type bridge");
         ip("link set pod up");
         ip("route add fd00:10:244::/64 dev pod");
-        let (service, service6, node) = (at("10.96.0.1"), at("fd00:10:96::1"), at("192.0.2.10"));
+        let (service, service6) = (at("10.96.0.1"), at("fd00:10:96::1"));
+        let (node, node6) = (at("192.0.2.10"), at("2001:db8::10"));
         let connected_to_pod = || {
             let socket = UdpSocket::bind("[::]:0").unwrap();
             socket.connect("[fd00:10:244::2]:53").unwrap();
@@ -144,7 +161,12 @@ mod tests {
         ];
         let mapped = UdpSocket::bind("[::]:0").unwrap();
         mapped.connect("[::ffff:10.96.0.1]:53").unwrap();
-        let others = [connected("0.0.0.0:0", &node), UdpSocket::bind("10.96.0.1:0").unwrap()];
+        let others = [
+            connected("0.0.0.0:0", &node),
+            connected("10.96.0.1:0", &node),
+            connected("[2001:db8::20]:0", &node6),
+            UdpSocket::bind("10.96.0.1:0").unwrap(),
+        ];
         let listener = TcpListener::bind("10.96.0.1:80").unwrap();
         let connection = TcpStream::connect("10.96.0.1:80").unwrap();
 
@@ -157,7 +179,7 @@ mod tests {
         assert!(of_services.iter().all(|socket| !is_ended(socket)), "another mode masquerades them");
         remove(&PendingRemoval { by_connect: true, ..PendingRemoval::default() });
         assert!(of_services.iter().chain([&mapped, &to_pod]).all(is_ended));
-        assert_eq!(connected_to_pod().1, "2001:db8::10");
+        assert_ne!(connected_to_pod().1, "fd00:10:96::1");
         assert!(others.iter().chain([&service, &service6]).all(|socket| !is_ended(socket)));
         assert_eq!((connection.take_error().unwrap().is_none(), listener.accept().is_ok()), (true, true));
     }

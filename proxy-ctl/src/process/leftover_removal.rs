@@ -71,7 +71,7 @@ impl LeftoverRemoval {
         dataplane::translates_in_connect(self.mode.borrow().modes.mode, &self.configs.borrow())
     }
 
-    /// Before the hooks in `connect` are at work, and also where rules stay: the answers would go to a ClusterIP.
+    /// Also where rules stay: answers would go to a ClusterIP. The hooks in `connect` come later, after the lists.
     async fn deprecate_addresses(&self) {
         let done = tokio::task::spawn_blocking(leftovers::deprecate_addresses).await;
         let done = done.map_err(anyhow::Error::new).and_then(|done| Ok(done?));

@@ -12,7 +12,7 @@ use nix::sys::socket::AddressFamily;
 use super::{Error, Removal, names};
 use crate::sys::{
     CallError,
-    link::{self, AddressChange},
+    link::{self, Address, AddressChange},
     socket_diag::{ConnectedSocket, SocketDiag, Transport, lacks},
 };
 
@@ -36,6 +36,12 @@ fn try_end() -> Result<(), Error> {
         return Ok(());
     }
     let deprecated = deprecate(&of_device);
+    end_sockets(&of_device, &others)?;
+    Ok(deprecated?)
+}
+
+/// UDP sockets that get no answers from now on.
+fn end_sockets(of_device: &[Address], others: &[Address]) -> Result<(), CallError> {
     if let Some(option) = lacks(Transport::Udp)? {
         tracing::warn!(
             option,
@@ -43,14 +49,14 @@ fn try_end() -> Result<(), Error> {
              kernel cannot end them",
             names::IPVS_DEVICE
         );
-        return Ok(deprecated?);
+        return Ok(());
     }
-    let addresses: BTreeSet<IpAddr> = of_device.into_iter().map(|one| one.address).collect();
-    let others: BTreeSet<IpAddr> = others.into_iter().map(|one| one.address).collect();
+    let [of_device, others] =
+        [of_device, others].map(|all| all.iter().map(|one| one.address).collect::<BTreeSet<IpAddr>>());
     let is_without_answers = |socket: &ConnectedSocket| {
         let [local, peer] = [socket.local, socket.peer].map(|end| end.ip().to_canonical());
         let is_source = local.is_ipv6() && !others.contains(&local);
-        addresses.contains(&local) && (is_source || addresses.contains(&peer))
+        of_device.contains(&local) && (is_source || of_device.contains(&peer))
     };
     let diag = SocketDiag::open()?;
     let ended =
@@ -62,10 +68,10 @@ fn try_end() -> Result<(), Error> {
             "UDP sockets of the node that mode ipvs served were ended, to be connected anew"
         );
     }
-    Ok(deprecated?)
+    Ok(())
 }
 
-fn deprecate(addresses: &[link::Address]) -> Result<(), CallError> {
+fn deprecate(addresses: &[Address]) -> Result<(), CallError> {
     let sources: Vec<_> =
         addresses.iter().filter(|one| one.address.is_ipv6() && !one.is_deprecated).collect();
     let Some(first) = sources.first() else { return Ok(()) };

@@ -47,7 +47,7 @@ impl LeftoverRemoval {
     /// Ends only if the controller ends before everything is programmed.
     pub(super) async fn follow(mut self) {
         if self.translates_in_connect() {
-            self.deprecate_addresses().await;
+            deprecate_addresses().await;
         }
         if self.coverage.wait_for(|coverage| coverage.programmed).await.is_err() {
             return;
@@ -69,18 +69,6 @@ impl LeftoverRemoval {
 
     fn translates_in_connect(&self) -> bool {
         dataplane::translates_in_connect(self.mode.borrow().modes.mode, &self.configs.borrow())
-    }
-
-    /// Also where rules stay: answers would go to a ClusterIP. The hooks in `connect` come later, after the lists.
-    async fn deprecate_addresses(&self) {
-        let done = tokio::task::spawn_blocking(leftovers::deprecate_addresses).await;
-        let done = done.map_err(anyhow::Error::new).and_then(|done| Ok(done?));
-        if let Err(error) = done {
-            tracing::warn!(
-                "IPv6 addresses of kube-ipvs0 may become the source of what this node sends to its pods, which is then \
-                 without an answer: {error:#}"
-            );
-        }
     }
 
     /// With `ebpf.removeKubeProxyRules: false` nothing is pending.
@@ -241,6 +229,17 @@ async fn blocking<T: Send + 'static>(
     let (done, back) = tokio::task::spawn_blocking(work).await.map_err(failed).ok()?;
     *leftovers = back;
     Some(done)
+}
+
+/// Also where rules stay: answers would go to a ClusterIP. The hooks in `connect` come later, after the lists.
+async fn deprecate_addresses() {
+    let done = blocking(&mut Leftovers::default(), |_| leftovers::deprecate_addresses()).await;
+    if let Some(Err(error)) = done {
+        tracing::warn!(
+            %error,
+            "IPv6 addresses of kube-ipvs0 may become the source of what this node sends to its pods, which is then without an answer"
+        );
+    }
 }
 
 fn joined(all: &[impl Display]) -> String {

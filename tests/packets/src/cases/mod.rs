@@ -137,7 +137,7 @@ pub(crate) fn all() -> Vec<Case> {
     group.cases
 }
 
-fn of_family<W: Tables + Send + 'static>(group: &mut Group) {
+fn of_family<W: Tables + 'static>(group: &mut Group) {
     with_flows::<W>(group);
     port_pool::cases::<W>(group);
     refusals::cases::<W>(group);

@@ -1,20 +1,21 @@
 //! Clients of ClusterIPs' other ports, of addresses that no service has, and pings.
 
-use std::{
-    net::{IpAddr, UdpSocket},
-    process::Command,
-    thread,
-};
+use std::net::UdpSocket;
 
-use anyhow::{Context as _, Result, anyhow, ensure};
-use nix::sched::{CloneFlags, unshare};
+use anyhow::ensure;
+use lab::namespace::ip;
 use proxy_common::{
     layout::PROTOCOL_TCP,
     packet::{TCP_ACK, TCP_RST},
     reason::Reason,
 };
 
-use super::{Group, WorldKind, refusals::refused, scene::*};
+use super::{
+    Group, WorldKind,
+    refusals::refused,
+    scene::*,
+    transit::{Uplink, address},
+};
 use crate::{
     wire::{Cut, Endpoint, KnownAddress, Link, Segment},
     world::Tables,
@@ -26,7 +27,7 @@ const BITS: u32 = 24;
 /// More than one segment of memory.
 const LONG: usize = 1_400;
 
-pub(crate) fn cases<W: Tables + Send + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("another port of a ClusterIP is refused", |s| {
         s.cluster_ip()?;
         let first = s.first(CLIENT, OTHER_PORT);
@@ -64,28 +65,16 @@ pub(crate) fn cases<W: Tables + Send + 'static>(group: &mut Group) {
     });
     group.udp::<W>("another port of a ClusterIP: a socket of the node has it as its source", |s| {
         s.mark(CLUSTER_IP.0)?;
-        // In a network namespace of its own, where sockets have routes.
-        let answers = |s: &mut Scene<W>| {
-            unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
-            let (own, peer) = (ip(W::address(CLUSTER_IP.0).as_ref())?, ip(W::address(LOCAL.0).as_ref())?);
-            for arguments in [
-                "link set lo up".to_owned(),
-                format!("address add {own} dev lo nodad"),
-                format!("route add {peer} dev lo"),
-            ] {
-                let status = Command::new("ip").args(arguments.split(' ')).status()?;
-                ensure!(status.success(), "ip {arguments}");
-            }
-            let socket = UdpSocket::bind((own, 0))?;
-            let answer = s.first(LOCAL, (CLUSTER_IP.0, socket.local_addr()?.port()));
-            s.send("workload_ingress", &answer, Expect::Answered(refused::<W>(&answer)))?;
-            socket.connect((peer, LOCAL.1))?;
-            s.send("workload_ingress", &answer, Expect::Untouched)?;
-            let stranger = answer.from((LOCAL.0, LOCAL.1 + 1));
-            s.send("workload_ingress", &stranger, Expect::Answered(refused::<W>(&stranger)))
-        };
-        let done = thread::scope(|scope| scope.spawn(|| answers(s)).join());
-        done.map_err(|_| anyhow!("the thread panicked"))??;
+        let uplink = Uplink::new::<W>(s.world)?;
+        let (own, peer) = (address::<W>(CLUSTER_IP.0), address::<W>(LOCAL.0));
+        ip(None, &format!("addr add {own} dev {} nodad\n", uplink.device))?;
+        let socket = UdpSocket::bind((own, 0))?;
+        let answer = s.first(LOCAL, (CLUSTER_IP.0, socket.local_addr()?.port()));
+        s.send("workload_ingress", &answer, Expect::Answered(refused::<W>(&answer)))?;
+        socket.connect((peer, LOCAL.1))?;
+        s.send("workload_ingress", &answer, Expect::Untouched)?;
+        let stranger = answer.from((LOCAL.0, LOCAL.1 + 1));
+        s.send("workload_ingress", &stranger, Expect::Answered(refused::<W>(&stranger)))?;
         s.counted(&[(Reason::UnknownPort, 2)])
     });
     group.both::<W>("another port of a ClusterIP that the node has itself", |s| {
@@ -184,13 +173,6 @@ pub(crate) fn cases<W: Tables + Send + 'static>(group: &mut Group) {
         s.send_bytes("workload_ingress", &ping::<W>(CLIENT, CLUSTER_IP, 56), Expect::Untouched)?;
         s.counted(&[])
     });
-}
-
-fn ip(address: &[u8]) -> Result<IpAddr> {
-    match <[u8; 4]>::try_from(address) {
-        Ok(v4) => Ok(v4.into()),
-        Err(_) => Ok(<[u8; 16]>::try_from(address)?.into()),
-    }
 }
 
 fn message(source: Endpoint, destination: Endpoint, length: usize) -> Segment {

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use behaviour::setting::ProxyKind;
 use serde::{Deserialize, Serialize};
 
 use crate::contender::{Contender, Kind};
@@ -11,6 +12,8 @@ use crate::contender::{Contender, Kind};
 pub enum Measure {
     /// From the start of the process to the first connection through it.
     Start,
+    /// From the caches listed to everything programmed, as the proxy itself tells it.
+    FirstSync,
     /// Connections with a request each.
     Connect,
     /// Requests on an open connection.
@@ -29,6 +32,8 @@ pub enum Measure {
     ChangesCpu,
     /// Resident memory of the proxy at its highest.
     Memory,
+    /// Kernel memory of the proxy's BPF maps.
+    MapMemory,
     /// How late a change is followed after a Service with many endpoints has replaced them one by one.
     Rollout,
     /// Entries that a process writes that starts after kill -9 with nothing changed.
@@ -42,6 +47,7 @@ impl fmt::Display for Measure {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.pad(match self {
             Self::Start => "start",
+            Self::FirstSync => "first-sync",
             Self::Connect => "connect",
             Self::Request => "request",
             Self::Bulk => "bulk",
@@ -51,6 +57,7 @@ impl fmt::Display for Measure {
             Self::Change => "change",
             Self::ChangesCpu => "changes-cpu",
             Self::Memory => "memory",
+            Self::MapMemory => "map-memory",
             Self::Rollout => "rollout",
             Self::Restart => "restart",
             Self::CleanUp => "clean-up",
@@ -145,12 +152,16 @@ fn measures(contender: Contender) -> Vec<(Measure, Option<Route>)> {
         Kind::Proxy { proxy, .. } => {
             let without = |measures: &[Measure]| measures.iter().map(|measure| (*measure, None)).collect();
             let forwards = !proxy.datapath().is_a_process();
-            let restart = (!proxy.is_kube_proxy()).then_some(Measure::Restart);
+            let of_ours = |measure| (!proxy.is_kube_proxy()).then_some(measure);
+            let maps = (proxy == ProxyKind::Ebpf).then_some(Measure::MapMemory);
+            let start =
+                Vec::from_iter([Some(Measure::Start), of_ours(Measure::FirstSync)].into_iter().flatten());
             let changes: Vec<_> =
                 without(&[Measure::Change, Measure::ChangesCpu, Measure::Memory, Measure::Rollout]);
-            let end = Vec::from_iter(restart.into_iter().chain([Measure::CleanUp]));
+            let end = [maps, of_ours(Measure::Restart), Some(Measure::CleanUp)];
+            let end = Vec::from_iter(end.into_iter().flatten());
             [
-                without(&[Measure::Start]),
+                without(&start),
                 on(&EXERCISES, routes),
                 on(&[Measure::Cpu], routes),
                 if forwards { forward } else { Vec::new() },
@@ -185,6 +196,8 @@ mod tests {
         &["forward/node-port-local/direct/0", "forward/node-port-remote/direct/0"])]
     #[case::and_not_again("direct", false, &[], &[])]
     #[case::nothing_is_restarted_of_others("kube-proxy-nftables", true, &["restart"], &[])]
+    #[case::maps_of_mode_ebpf("ebpf-packets", false, &["map-memory"], &["map-memory/ebpf-packets/1000"])]
+    #[case::and_no_other("nftables", false, &["map-memory"], &[])]
     #[case::a_process_forwards_no_packets("userspace", true, &["forward"], &[])]
     fn chosen(
         #[case] contender: &str,

@@ -17,6 +17,7 @@ pub fn text(results: &Results) -> String {
     parts.extend(ROUTES.into_iter().filter_map(|route| traffic(results, route)));
     parts.extend(forwarded(results));
     parts.extend(control_plane(results));
+    parts.extend(own(results));
     parts.extend(left_out(results));
     parts.join("\n")
 }
@@ -173,17 +174,27 @@ fn control_plane(results: &Results) -> Option<String> {
             of(Measure::ChangesCpu),
             of(Measure::Memory),
             of(Measure::Rollout),
-            of(Measure::Restart),
             of(Measure::CleanUp),
         ])
     });
-    let header =
-        ["start", "change", "at most", "cpu/1,000", "memory", "rollout", "restart writes", "clean-up"];
+    let header = ["start", "change", "at most", "cpu/1,000", "memory", "rollout", "clean-up"];
     let title = format!(
         "control plane, {} endpoints each: start to first connection; API server's word to first connection that follows",
         results.settings.endpoints
     );
     table(&title, &header, rows)
+}
+
+/// What only our own proxy tells, or does.
+fn own(results: &Results) -> Option<String> {
+    let rows = rows(results, |contender, size| {
+        Some([Measure::FirstSync, Measure::MapMemory, Measure::Restart].map(|measure| {
+            let figures = results.figures(measure, None, contender, size);
+            figures.map_or_else(|| NOTHING.to_owned(), shortest)
+        }))
+    });
+    let title = "proxy-ctl alone: everything listed to everything programmed; entries that a restart writes";
+    table(title, &["first sync", "map memory", "restart writes"], rows)
 }
 
 /// What there is no figure of, and why; a contender once.
@@ -238,12 +249,14 @@ pub(crate) mod tests {
                     Measure::Forward => {
                         Figures::Packets { per_second: spread(1_234_567.0), nanos: 810.0, lost: 0.0 }
                     }
-                    Measure::Start | Measure::CleanUp => Figures::Time { millis: 22_500.0 },
+                    Measure::Start | Measure::FirstSync | Measure::CleanUp => {
+                        Figures::Time { millis: 22_500.0 }
+                    }
                     Measure::Change => Figures::Times { millis: spread(5_000.0), longest: 9_999.9 },
                     Measure::ChangesCpu => {
                         Figures::Changes { cpu_seconds_per_1000: 12.34, per_second: 200.0 }
                     }
-                    Measure::Memory => Figures::Memory { megabytes: 518.0 },
+                    Measure::Memory | Measure::MapMemory => Figures::Memory { megabytes: 518.0 },
                     Measure::Rollout => {
                         Figures::Rollout { per_second: 200.0, behind_millis: 9_999.9, writes: Some(2.0) }
                     }
@@ -288,9 +301,9 @@ pub(crate) mod tests {
             ("0.990 0.89..1.09", &[Measure::Connect][..]),
             ("123.4", &[Measure::Cpu]),
             ("1235 1111..1358", &[Measure::Forward]),
-            ("22500 ms", &[Measure::Start, Measure::CleanUp]),
+            ("22500 ms", &[Measure::Start, Measure::FirstSync, Measure::CleanUp]),
             ("12.34 s", &[Measure::ChangesCpu]),
-            ("518.0 MB", &[Measure::Memory]),
+            ("518.0 MB", &[Measure::Memory, Measure::MapMemory]),
         ] {
             assert_eq!(shown(part), planned(measures), "{part}");
         }

@@ -224,6 +224,7 @@ fn figures_of(
 ) -> Result<Figures> {
     match cell.measure {
         Measure::Start => Ok(Figures::Time { millis: start_millis }),
+        Measure::FirstSync => Ok(Figures::Time { millis: subject.first_sync()?.millis }),
         Measure::Connect | Measure::Request | Measure::Bulk | Measure::Datagram => {
             traffic::rates(cluster, on, cell.measure, route_of(cell)?)
         }
@@ -236,11 +237,12 @@ fn figures_of(
         Measure::Change => change::times(cluster, on.rounds),
         Measure::ChangesCpu => change::processor_time(cluster, subject, on.changes),
         Measure::Memory => Ok(Figures::Memory { megabytes: subject.peak_resident_bytes()? / 1e6 }),
+        Measure::MapMemory => Ok(Figures::Memory { megabytes: subject.map_bytes()? / 1e6 }),
         Measure::Rollout => rollout::followed(cluster, subject, on.changes),
         Measure::Restart => {
             subject.kill()?;
             subject.start(&cluster.lab)?;
-            Ok(Figures::Writes { entries: subject.written_by_the_first_sync()? })
+            Ok(Figures::Writes { entries: subject.first_sync()?.writes })
         }
         Measure::CleanUp => {
             subject.kill()?;

@@ -33,6 +33,13 @@ pub(crate) struct Subject {
     node: Agent,
 }
 
+pub(crate) struct FirstSync {
+    /// From everything listed to everything programmed.
+    pub(crate) millis: f64,
+    /// Entries, rules or elements.
+    pub(crate) writes: f64,
+}
+
 impl Subject {
     /// `path` and `xdp`: of mode ebpf.
     pub(crate) fn new(cluster: &Cluster, proxy: ProxyKind, path: PathKind, xdp: bool) -> Result<Self> {
@@ -103,16 +110,21 @@ impl Subject {
         Ok(metrics::sum(&self.metrics()?, "proxy_writes_total"))
     }
 
-    /// Entries, rules or elements.
-    pub(crate) fn written_by_the_first_sync(&self) -> Result<f64> {
+    /// Kernel memory of its BPF maps.
+    pub(crate) fn map_bytes(&self) -> Result<f64> {
+        metrics::sum(&self.metrics()?, "proxy_map_bytes").context("no metric proxy_map_bytes")
+    }
+
+    /// Of our proxy. Waits until it is over.
+    pub(crate) fn first_sync(&self) -> Result<FirstSync> {
         wait::until("the first sync", Duration::from_secs(60), || {
             let text = self.metrics().map_err(|error| format!("{error:#}"))?;
-            let is_over =
-                metrics::sum(&text, "proxy_first_sync_duration_seconds").is_some_and(|took| took > 0.0);
-            if !is_over {
+            let seconds = metrics::sum(&text, "proxy_first_sync_duration_seconds").unwrap_or(0.0);
+            if seconds == 0.0 {
                 return Err("no first sync yet".to_owned());
             }
-            Ok(Some(metrics::sum(&text, "proxy_writes_total").unwrap_or(0.0)))
+            let writes = metrics::sum(&text, "proxy_writes_total").unwrap_or(0.0);
+            Ok(Some(FirstSync { millis: seconds * 1e3, writes }))
         })
     }
 

@@ -36,11 +36,13 @@ pub(crate) fn rates(
         // Two cores: one sends, one receives.
         Measure::Bulk => (Exercise::Bulk, 1),
         Measure::Start
+        | Measure::FirstSync
         | Measure::Cpu
         | Measure::Forward
         | Measure::Change
         | Measure::ChangesCpu
         | Measure::Memory
+        | Measure::MapMemory
         | Measure::Rollout
         | Measure::Restart
         | Measure::CleanUp => bail!("{measure} is no exercise"),

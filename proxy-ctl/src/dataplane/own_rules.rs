@@ -3,11 +3,23 @@
 use ipnet::IpNet;
 
 use super::{Error, ErrorKind, Removed};
-use crate::{leftovers, mode::Mode};
+use crate::{
+    leftovers::{self, names::Mark},
+    mode::Mode,
+};
 
 /// The rule of [`leftovers::names::mark`], as iptables-save prints it.
 pub(super) fn mark(mode: Mode) -> Option<String> {
-    leftovers::names::mark(mode).map(|mark| format!("-m comment --comment \"{}\"", mark.comment))
+    leftovers::names::mark(mode).map(rule)
+}
+
+/// The rule of [`leftovers::names::mark_of_own_chains`].
+pub(super) fn mark_of_own_chains(mode: Mode) -> Option<String> {
+    leftovers::names::mark_of_own_chains(mode).map(rule)
+}
+
+fn rule(mark: Mark) -> String {
+    format!("-m comment --comment \"{}\"", mark.comment)
 }
 
 /// `keeps`: `ipvs.excludeCIDRs`. An error if a controller is in this mode.

@@ -1,4 +1,4 @@
-//! Whether it was this proxy that wrote last under kube-proxy's names: by the rule [`names::mark`].
+//! Whether it was this proxy that wrote last under kube-proxy's names: by the rules [`names::mark`] and [`names::mark_of_own_chains`].
 
 use super::{
     Error, PendingRemoval,
@@ -13,7 +13,7 @@ use crate::{
     },
 };
 
-/// Where the mark of a mode is.
+/// Where a mark is.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Marks {
     nft: Vec<TableFamily>,
@@ -22,9 +22,9 @@ pub(super) struct Marks {
 
 impl Marks {
     /// Needs CAP_NET_ADMIN.
-    pub(super) fn read(mode: Mode) -> Result<Self, Error> {
+    pub(super) fn read(mark: Option<Mark>) -> Result<Self, Error> {
         let mut marks = Self::default();
-        let Some(Mark { table, chain, comment }) = names::mark(mode) else { return Ok(marks) };
+        let Some(Mark { table, chain, comment }) = mark else { return Ok(marks) };
         let nftables = NfTables::open()?;
         for family in TableFamily::ALL {
             if let Some(nftables) = &nftables
@@ -57,7 +57,7 @@ impl Marks {
 
 /// Whether the mode's rules are there, and this proxy's. Without privileges nothing is seen.
 pub fn is_marked(mode: Mode) -> Result<bool, Error> {
-    match Marks::read(mode) {
+    match Marks::read(names::mark(mode)) {
         Ok(marks) => Ok(!marks.is_empty()),
         Err(Error::Call(error)) if matches!(error.errno(), libc::EPERM | libc::EACCES) => Ok(false),
         Err(error) => Err(error),

@@ -342,17 +342,21 @@ impl Leftovers {
     }
 }
 
-/// Removes what this proxy has written in a mode with kube-proxy's names. Nothing, where a kube-proxy of such a mode has written
-/// since. `keeps`: as for [`Leftovers::find`]. [`Error::AtWork`]: the mode is in use.
+/// Removes what this proxy has written in a mode with kube-proxy's names. Nothing, where a kube-proxy of the mode has written
+/// since; what both write stays, where one of mode iptables or ipvs has written after this proxy in the other. `keeps`: as for
+/// [`Leftovers::find`]. [`Error::AtWork`]: the mode is in use.
 pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
-    let marks = Marks::read(mode)?;
+    let marks = Marks::read(names::mark_of_own_chains(mode))?;
     if marks.is_empty() {
         return Ok(Removal::default());
     }
-    let AtWork { modes: at_work, locks: _locks, problems } = AtWork::lock_others(&at_work::MODES);
+    let AtWork { modes: mut at_work, locks: _locks, problems } = AtWork::lock_others(&at_work::MODES);
     let of_mode = at_work.iter().zip(problems).find(|(at_work, _)| **at_work == mode);
     if let Some((_, problem)) = of_mode {
         return Err(problem);
+    }
+    if Marks::read(names::mark(mode))? != marks {
+        at_work.extend(names::shares_chains_with(mode));
     }
     let mut pending = marks.rules();
     if mode == Mode::Ipvs {

@@ -200,6 +200,8 @@ pub struct Mark {
 
 /// The mark of this proxy in a mode that writes chains of iptables. A running kube-proxy of such a mode empties this chain when it
 /// writes its own rules: while the rule is there, this proxy was the last to write.
+///
+/// Modes iptables and ipvs both write its chain, and kube-proxy in one of them leaves what only the other writes: see [`mark_of_own_chains`].
 pub const fn mark(mode: Mode) -> Option<Mark> {
     let (chain, comment) = match mode {
         Mode::Iptables => ("KUBE-SERVICES", "proxy-ctl in mode iptables"),
@@ -210,8 +212,36 @@ pub const fn mark(mode: Mode) -> Option<Mark> {
     Some(Mark { table: "nat", chain, comment })
 }
 
+/// As [`mark`], in a chain that the mode alone writes, and that a running kube-proxy in this mode empties at each sync.
+pub const fn mark_of_own_chains(mode: Mode) -> Option<Mark> {
+    let (chain, comment) = match mode {
+        Mode::Iptables => ("KUBE-NODEPORTS", "proxy-ctl has chains of mode iptables"),
+        Mode::Ipvs => ("KUBE-LOAD-BALANCER", "proxy-ctl has chains of mode ipvs"),
+        Mode::Userspace | Mode::Ebpf | Mode::Nftables => return mark(mode),
+    };
+    Some(Mark { table: "nat", chain, comment })
+}
+
+/// The mode whose kube-proxy writes chains that this one writes too.
+pub const fn shares_chains_with(mode: Mode) -> Option<Mode> {
+    match mode {
+        Mode::Iptables => Some(Mode::Ipvs),
+        Mode::Ipvs => Some(Mode::Iptables),
+        Mode::Userspace | Mode::Ebpf | Mode::Nftables => None,
+    }
+}
+
 pub fn is_comment_of_jump(comment: &str) -> bool {
     COMMENTS.contains(&comment)
+}
+
+/// Of jumps to [`PROXY_FIREWALL`], which modes iptables and ipvs both write, each in its own words: whether they are in `scope`.
+pub fn is_comment_of_firewall_jump(comment: &str, scope: Scope<'_>) -> bool {
+    match comment {
+        "kubernetes load balancer firewall" => scope.has(IPTABLES_ONLY),
+        "kube-proxy firewall rules" => scope.has(IPVS_ONLY),
+        _ => false,
+    }
 }
 
 pub fn is_ip_set(name: &str) -> bool {
@@ -285,6 +315,20 @@ mod tests {
         let scope = Scope { at_work, only: Some(Mode::Iptables) };
         assert_eq!(is_chain(table, chain, scope), in_scope);
         assert!(!scope.has(&[Mode::Nftables]));
+    }
+
+    /// kube-proxy in the one mode empties the chain of the mark of both, and leaves that of the other's own chains.
+    #[test]
+    fn a_mode_that_shares_chains_has_a_mark_in_one_of_its_own() {
+        for mode in [Mode::Iptables, Mode::Ipvs] {
+            let other = [shares_chains_with(mode).unwrap()];
+            let is_the_others = |mark: Option<Mark>| {
+                let Mark { table, chain, .. } = mark.unwrap();
+                !is_chain(table, chain, Scope { at_work: &other, only: Some(mode) })
+            };
+            assert_eq!((is_the_others(mark(mode)), is_the_others(mark_of_own_chains(mode))), (true, false));
+        }
+        assert_eq!(mark_of_own_chains(Mode::Userspace), mark(Mode::Userspace));
     }
 
     #[rstest]

@@ -116,7 +116,14 @@ pub fn plan<R: Clone>(
     let own: BTreeSet<&str> =
         own_chains(table, chains.iter().map(|chain| chain.name.as_str()), scope).into_iter().collect();
     let is_base = |name: &str| chains.iter().any(|chain| chain.base && chain.name == name);
-    let leads_to_us = |rule: &&Rule<R>| rule.targets.iter().any(|target| own.contains(target.as_str()));
+    let is_firewall_jump = |rule: &Rule<R>| {
+        let is_ours = |comment: &str| names::is_comment_of_firewall_jump(comment, scope);
+        rule.comment.as_deref().is_some_and(is_ours)
+            && rule.targets.iter().any(|target| target == names::PROXY_FIREWALL)
+    };
+    let leads_to_us = |rule: &&Rule<R>| {
+        rule.targets.iter().any(|target| own.contains(target.as_str())) || is_firewall_jump(rule)
+    };
     let (ours, foreign): (Vec<&Rule<R>>, Vec<&Rule<R>>) =
         rules.iter().filter(leads_to_us).partition(|rule| {
             is_base(&rule.chain) && rule.comment.as_deref().is_some_and(names::is_comment_of_jump)
@@ -175,6 +182,7 @@ fn reachable<'a, R>(chain: &'a str, rules: &'a [Rule<R>]) -> Vec<&'a Rule<R>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::mode::Mode;
 
     fn chains(names: &[&str]) -> Vec<Chain> {
         let base = |name: &str| matches!(name, "PREROUTING" | "POSTROUTING" | "OUTPUT" | "FORWARD" | "INPUT");
@@ -282,6 +290,27 @@ mod tests {
         assert!(served.is_empty());
         assert_eq!(served.retained, [("KUBE-FORWARD".to_owned(), RetainReason::Forwards)]);
         assert_eq!(of("filter", &filter, Purpose::Cleanup).deleted, ["KUBE-FORWARD"]);
+    }
+
+    #[test]
+    fn where_two_modes_write_one_chain_the_jumps_of_the_one_that_left_go() {
+        let of_modes = [
+            (Mode::Iptables, "kubernetes load balancer firewall"),
+            (Mode::Ipvs, "kube-proxy firewall rules"),
+        ];
+        let chains = chains(&["INPUT", "KUBE-PROXY-FIREWALL", "KUBE-EXTERNAL-SERVICES", "KUBE-IPVS-FILTER"]);
+        let rules: Vec<_> = (1..)
+            .zip(of_modes)
+            .map(|(name, (_, comment))| rule("INPUT", name, comment, "KUBE-PROXY-FIREWALL"))
+            .collect();
+        for (name, (mode, _)) in (1..).zip(of_modes) {
+            let other =
+                of_modes.map(|(one, _)| one).into_iter().filter(|one| *one != mode).collect::<Vec<_>>();
+            let scope = Scope { at_work: &other, only: Some(mode) };
+            let plan = plan("filter", &chains, &rules, &BTreeSet::new(), Purpose::Cleanup, scope);
+            assert_eq!(plan.rules, [("INPUT".to_owned(), name)]);
+            assert!(!plan.emptied.contains(&"KUBE-PROXY-FIREWALL".to_owned()) && plan.deleted.len() == 1);
+        }
     }
 
     #[test]

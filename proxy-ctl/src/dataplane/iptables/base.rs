@@ -29,8 +29,8 @@ pub(super) struct Jump {
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct BaseRules {
     pub(super) chains: Vec<BaseChain>,
-    /// A rule of nat KUBE-SERVICES: this proxy was the last to write.
-    pub(super) mark: Option<String>,
+    /// Rules of these chains of nat: this proxy was the last to write.
+    pub(super) marks: Vec<(SharedChain, String)>,
     /// The last rules of nat KUBE-SERVICES.
     pub(super) node_ports: Vec<String>,
     /// Each goes before all rules of its chain, in this order.
@@ -113,7 +113,7 @@ impl BaseRules {
         }));
         Self {
             chains,
-            mark: own_rules::mark(Mode::Iptables),
+            marks: marks(),
             node_ports: node_ports(family, host, serves_localhost),
             jumps,
             martians,
@@ -124,9 +124,15 @@ impl BaseRules {
     pub(super) fn count(&self, table: Table) -> usize {
         let own = self.chains.iter().filter(|chain| chain.table == table).map(|chain| chain.rules.len());
         let jumps = self.jumps.iter().filter(|jump| jump.table == table).count();
-        let of_services = || self.node_ports.len() + usize::from(self.mark.is_some());
+        let of_services = || self.node_ports.len() + self.marks.len();
         own.sum::<usize>() + jumps + if table == Table::Nat { of_services() } else { 0 }
     }
+}
+
+fn marks() -> Vec<(SharedChain, String)> {
+    let in_services = own_rules::mark(Mode::Iptables).map(|rule| (SharedChain::Services, rule));
+    let in_own = own_rules::mark_of_own_chains(Mode::Iptables).map(|rule| (SharedChain::NodePorts, rule));
+    in_services.into_iter().chain(in_own).collect()
 }
 
 /// Node ports on 127.0.0.1.

@@ -128,15 +128,15 @@ impl Stale {
         }
         stale.chains.sort_unstable();
         let leads_to_node_ports = |rule: &str| rule.ends_with(&format!("-j {}", names::NODE_PORTS));
-        let mark = base.mark.as_deref().map(digest);
+        let marks: FxHashSet<(SharedChain, u64)> =
+            base.marks.iter().map(|(chain, rule)| (*chain, digest(rule))).collect();
         for chain in SharedChain::ALL {
             let mut seen = FxHashSet::default();
             for present in state.of(chain.table()).rules(chain.name()) {
-                let in_services = chain == SharedChain::Services;
-                let is_base = in_services && leads_to_node_ports(&present.rule);
+                let is_base = chain == SharedChain::Services && leads_to_node_ports(&present.rule);
                 let is_first = seen.insert(present.digest);
-                let is_wanted = in_services && Some(present.digest) == mark
-                    || wanted.shared.contains(&(chain, present.digest));
+                let place = (chain, present.digest);
+                let is_wanted = marks.contains(&place) || wanted.shared.contains(&place);
                 let stays = is_base || is_first && is_wanted;
                 if !stays {
                     stale.rules.push((chain, present.rule.clone()));
@@ -224,7 +224,7 @@ pub(super) fn base(state: &State, base: &BaseRules, script: &mut Script) {
                 firewall_jumps(state, base, &mut table_script);
             }
             Table::Nat => {
-                mark(state, base, &mut table_script);
+                marks(state, base, &mut table_script);
                 node_ports(state, base, &mut table_script);
             }
             Table::Mangle => {}
@@ -268,11 +268,12 @@ fn firewall_jumps(state: &State, base: &BaseRules, script: &mut Script) {
     }
 }
 
-fn mark(state: &State, base: &BaseRules, script: &mut Script) {
-    let chain = SharedChain::Services.name();
-    let Some(rule) = &base.mark else { return };
-    if state.of(Table::Nat).rules(chain).iter().all(|present| present.digest != digest(rule)) {
-        script.line(format_args!("-I {chain} {rule}"));
+fn marks(state: &State, base: &BaseRules, script: &mut Script) {
+    for (chain, rule) in &base.marks {
+        let chain = chain.name();
+        if state.of(Table::Nat).rules(chain).iter().all(|present| present.digest != digest(rule)) {
+            script.line(format_args!("-I {chain} {rule}"));
+        }
     }
 }
 

@@ -77,14 +77,12 @@ pub(super) fn chains(
         [SetRole::ClusterIp, SetRole::LoadBalancer].map(|role| format!("{} -j ACCEPT", socket(role))),
     );
     add("nat", "KUBE-SERVICES", services);
-    add(
-        "nat",
-        "KUBE-LOAD-BALANCER",
-        vec![
-            format!("{} -j RETURN", socket(SetRole::LoadBalancerLocal)),
-            format!("-j {}", names::MARK_MASQUERADE),
-        ],
-    );
+    let mut load_balancer: Vec<String> = own_rules::mark_of_own_chains(Mode::Ipvs).into_iter().collect();
+    load_balancer.extend([
+        format!("{} -j RETURN", socket(SetRole::LoadBalancerLocal)),
+        format!("-j {}", names::MARK_MASQUERADE),
+    ]);
+    add("nat", "KUBE-LOAD-BALANCER", load_balancer);
     let node_ports =
         [(Protocol::Tcp, "tcp", "dst"), (Protocol::Udp, "udp", "dst"), (Protocol::Sctp, "sctp", "dst,dst")];
     let node_ports = node_ports.into_iter().flat_map(|(protocol, word, fields)| {

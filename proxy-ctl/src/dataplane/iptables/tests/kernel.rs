@@ -452,7 +452,9 @@ fn as_root_cleanup_leaves_a_running_kube_proxys_rules(
     drop(dataplane);
     // A sync of kube-proxy begins with this.
     for family in ["", "6"] {
-        assert!(tool(backend, family, "-t nat -F KUBE-SERVICES").is_some());
+        for chain in ["KUBE-SERVICES", "KUBE-NODEPORTS"] {
+            assert!(tool(backend, family, &format!("-t nat -F {chain}")).is_some());
+        }
     }
     let rule =
         "-t nat -A KUBE-SERVICES -d 172.30.0.41/32 -p tcp -m tcp --dport 80 -j KUBE-SVC-XPGD46QRK7WJZT7O";
@@ -466,8 +468,49 @@ fn as_root_cleanup_leaves_a_running_kube_proxys_rules(
     dataplane.resync(&ports).unwrap();
     drop(dataplane);
     assert!(is_programmed());
-    assert!(cleanup().unwrap().tables.len() >= 2);
+    assert!(cleanup_at_rest().tables.len() >= 2);
     assert!(saved_of_mode(backend).iter().all(|line| !line.contains("KUBE-")));
+}
+
+/// It leaves what it does not write itself.
+#[rstest]
+#[ignore = "needs root"]
+fn as_root_cleanup_leaves_what_a_running_kube_proxy_of_mode_ipvs_writes(
+    #[values(Backend::Legacy, Backend::Nft)] backend: Backend,
+) {
+    let Some(Node { dataplane, .. }) = Node::serving(backend) else { return };
+    drop(dataplane);
+    let synced = "*filter\n:KUBE-FORWARD - [0:0]\n:KUBE-PROXY-FIREWALL - [0:0]\n:KUBE-IPVS-FILTER - [0:0]\n\
+                  -I INPUT -m comment --comment \"kube-proxy firewall rules\" -j KUBE-PROXY-FIREWALL\nCOMMIT\n\
+                  *nat\n:KUBE-SERVICES - [0:0]\n:KUBE-POSTROUTING - [0:0]\n:KUBE-MARK-MASQ - [0:0]\n\
+                  :KUBE-LOAD-BALANCER - [0:0]\n-A KUBE-SERVICES -j KUBE-LOAD-BALANCER\nCOMMIT\n";
+    for family in [TableFamily::Ipv4, TableFamily::Ipv6] {
+        Tools::find(family, backend).unwrap().restore(synced).unwrap();
+    }
+    assert!(!cleanup_at_rest().is_empty());
+    let left = saved_of_mode(backend);
+    for family in ["", "6"] {
+        let of_family = left.iter().filter_map(|line| line.strip_prefix(family)?.strip_prefix(' '));
+        assert_eq!(
+            of_family.filter(|line| line.contains("KUBE-")).collect::<Vec<_>>(),
+            [
+                "-A FORWARD -m comment --comment \"kubernetes forwarding rules\" -j KUBE-FORWARD",
+                "-A INPUT -m comment --comment \"kube-proxy firewall rules\" -j KUBE-PROXY-FIREWALL",
+                "-A KUBE-SERVICES -j KUBE-LOAD-BALANCER",
+                "-A OUTPUT -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES",
+                "-A POSTROUTING -m comment --comment \"kubernetes postrouting rules\" -j KUBE-POSTROUTING",
+                "-A PREROUTING -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES",
+                ":KUBE-FORWARD -",
+                ":KUBE-IPVS-FILTER -",
+                ":KUBE-LOAD-BALANCER -",
+                ":KUBE-MARK-MASQ -",
+                ":KUBE-POSTROUTING -",
+                ":KUBE-PROXY-FIREWALL -",
+                ":KUBE-SERVICES -",
+            ]
+        );
+    }
+    assert_eq!(cleanup().unwrap(), Removed::default());
 }
 
 #[rstest]

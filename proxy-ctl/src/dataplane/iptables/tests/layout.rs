@@ -68,6 +68,7 @@ fn script(family: IpFamily) -> String {
     "-m comment --comment \"kubernetes service traffic requiring SNAT\" -j MASQUERADE --random-fully",
 ])]
 #[case::node_ports("KUBE-NODEPORTS", &[
+    "-m comment --comment \"proxy-ctl has chains of mode iptables\"",
     "-p tcp -m comment --comment \"ns2/svc2:p80\" -m tcp --dport 3001 -j KUBE-EXT-GNZBNJ2PO5MGZ6GT",
     "-p udp -m comment --comment \"ns3/svc3:p80\" -m udp --dport 3003 -j KUBE-EXT-SGI4TAWZPNC67VHM",
 ])]

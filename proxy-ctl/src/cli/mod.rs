@@ -25,7 +25,7 @@ use self::{
 };
 use crate::{
     config::{CommandLine, Config},
-    process::{self, Settings},
+    process::{self, Record, Settings},
     source::kubernetes::failure::with_causes,
 };
 
@@ -50,7 +50,11 @@ pub fn main() -> ExitCode {
         Command::Backends(backends) => show::backends(&backends, &show::bpffs(bpffs)),
         Command::Flows(flows) => flows::flows(&flows, &show::bpffs(bpffs)),
         Command::Monitor(monitor) => monitor::monitor(&monitor, &show::bpffs(bpffs)),
-        Command::Cleanup(cleanup) => cleanup::cleanup(&cleanup, &show::bpffs(bpffs), &[]),
+        Command::Cleanup(cleanup) => {
+            let bpffs = show::bpffs(bpffs);
+            let keeps = Record::read(&bpffs).map(|record| record.keeps()).unwrap_or_default();
+            cleanup::cleanup(&cleanup, &bpffs, &keeps)
+        }
         Command::RolloutStatus(rollout) => rollout::wait(&rollout),
         Command::Probe(probe) => probe::probe(probe.flags.flags, bpffs),
         Command::Config(config) => effective::show(config.flags.flags, bpffs),

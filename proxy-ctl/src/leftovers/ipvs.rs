@@ -163,6 +163,16 @@ fn wanted(
     wanted
 }
 
+/// Those that are kube-proxy's, or this proxy's, by their addresses or sets.
+pub(super) fn known_servers(keeps: &[IpNet]) -> Result<Selection<PendingServer>, Error> {
+    let (Some(addresses), Some(ipvs)) = (Addresses::read()?, Ipvs::open()?) else {
+        return Ok(Selection::default());
+    };
+    let mut known = sockets(&ipvs)?;
+    known.retain(|socket| addresses.owner(*socket, keeps) == Owner::KubeProxy);
+    Ok(Selection::Only(known.into_iter().map(|socket| PendingServer { socket, quiesced: false }).collect()))
+}
+
 fn retained(socket: VirtualSocket, why: &str) -> Retained {
     Retained::new(SERVERS.into(), socket.to_string(), why.to_owned())
 }

@@ -2,7 +2,6 @@
 
 use super::{
     Error, PendingRemoval,
-    legacy::LegacyTable,
     names::{self, Mark},
 };
 use crate::{
@@ -13,11 +12,20 @@ use crate::{
     },
 };
 
-/// Where a mark is.
+/// A table nat.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Place {
+    Nft(TableFamily),
+    Legacy(TableFamily),
+}
+
+/// Where the chain of a mark is.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Marks {
-    nft: Vec<TableFamily>,
-    legacy: Vec<TableFamily>,
+    /// With the mark.
+    pub(super) marked: Vec<Place>,
+    /// Without: a kube-proxy has made the chain, or written it after this proxy.
+    pub(super) unmarked: Vec<Place>,
 }
 
 impl Marks {
@@ -32,34 +40,104 @@ impl Marks {
             {
                 let rules = nftables.rules(family, table, chain)?;
                 let is_marked = rules.iter().any(|rule| rule.comment.as_deref() == Some(comment));
-                marks.nft.extend(is_marked.then_some(family));
+                marks.add(Place::Nft(family), is_marked);
             }
             // To ask for another table would make it.
-            let is_there = xtables::tables(family)?.iter().any(|name| name == table);
-            if is_there && xtables::has_comment(family, table, comment)? {
-                marks.legacy.push(family);
+            if !xtables::tables(family)?.iter().any(|name| name == table) {
+                continue;
+            }
+            if xtables::has_comment(family, table, comment)? {
+                marks.add(Place::Legacy(family), true);
+            } else if xtables::chains(family, table)?
+                .is_some_and(|(_, all)| all.iter().any(|one| one == chain))
+            {
+                marks.add(Place::Legacy(family), false);
             }
         }
         Ok(marks)
     }
 
+    fn add(&mut self, place: Place, is_marked: bool) {
+        if is_marked { self.marked.push(place) } else { self.unmarked.push(place) }
+    }
+}
+
+/// Whose chains are in the places where a mode of this proxy has written.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub(super) struct OwnPlaces {
+    /// All of them are this proxy's.
+    pub(super) whole: Vec<Place>,
+    /// Those that two modes write are a kube-proxy's, which is in the other mode.
+    pub(super) partly: Vec<Place>,
+    /// A kube-proxy in the other mode has made its chains, and not yet written the common ones.
+    pub(super) begun: Vec<Place>,
+}
+
+impl OwnPlaces {
+    /// `common`: the marks [`names::mark`] of the mode, `own`: its marks [`names::mark_of_own_chains`]; `other`: these of the mode that writes some
+    /// of the same chains.
+    pub(super) fn new(common: &Marks, own: &Marks, other: &Marks) -> Self {
+        let is_begun = |place: &Place| other.unmarked.contains(place);
+        let (begun, whole) = common.marked.iter().copied().partition(is_begun);
+        let partly = own.marked.iter().copied().filter(|place| !common.marked.contains(place)).collect();
+        Self { whole, partly, begun }
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         *self == Self::default()
     }
+}
 
-    /// The rules beside the marks.
-    pub(super) fn rules(&self) -> PendingRemoval {
-        let of = |family: &TableFamily| names::IPTABLES.map(|table| (*family, table));
-        let legacy: Vec<LegacyTable> = self.legacy.iter().flat_map(of).collect();
-        PendingRemoval { nft: self.nft.clone(), legacy, ..PendingRemoval::default() }
+/// The rules of modes iptables, ipvs and userspace in these places.
+pub(super) fn rules_in(places: &[Place]) -> PendingRemoval {
+    let mut pending = PendingRemoval::default();
+    for place in places {
+        match *place {
+            Place::Nft(family) => pending.nft.push(family),
+            Place::Legacy(family) => pending.legacy.extend(names::IPTABLES.map(|table| (family, table))),
+        }
     }
+    pending
 }
 
 /// Whether the mode's rules are there, and this proxy's. Without privileges nothing is seen.
 pub fn is_marked(mode: Mode) -> Result<bool, Error> {
     match Marks::read(names::mark(mode)) {
-        Ok(marks) => Ok(!marks.is_empty()),
+        Ok(marks) => Ok(!marks.marked.is_empty()),
         Err(Error::Call(error)) if matches!(error.errno(), libc::EPERM | libc::EACCES) => Ok(false),
         Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    const IPV4: Place = Place::Nft(TableFamily::Ipv4);
+    const IPV6: Place = Place::Nft(TableFamily::Ipv6);
+    const BOTH: &[Place] = &[IPV4, IPV6];
+
+    #[rstest]
+    #[case::nobody_else(BOTH, BOTH, &[], BOTH, &[], &[])]
+    #[case::taken_over_by_the_other_mode(&[], BOTH, BOTH, &[], BOTH, &[])]
+    #[case::in_one_family_so_far(&[IPV6], BOTH, BOTH, &[], &[IPV4], &[IPV6])]
+    #[case::in_the_only_family_that_it_serves(&[IPV6], BOTH, &[IPV4], &[IPV6], &[IPV4], &[])]
+    #[case::chains_made_and_not_written(BOTH, BOTH, BOTH, &[], &[], BOTH)]
+    #[case::of_a_build_without_the_second_mark(BOTH, &[], &[], BOTH, &[], &[])]
+    #[case::taken_over_by_the_same_mode(&[], &[], &[], &[], &[], &[])]
+    fn whose_chains_are_there(
+        #[case] common: &[Place],
+        #[case] own: &[Place],
+        #[case] of_the_other_mode: &[Place],
+        #[case] whole: &[Place],
+        #[case] partly: &[Place],
+        #[case] begun: &[Place],
+    ) {
+        let marked = |places: &[Place]| Marks { marked: places.to_vec(), ..Marks::default() };
+        let other = Marks { unmarked: of_the_other_mode.to_vec(), ..Marks::default() };
+        let expected = OwnPlaces { whole: whole.to_vec(), partly: partly.to_vec(), begun: begun.to_vec() };
+        assert_eq!(OwnPlaces::new(&marked(common), &marked(own), &other), expected);
     }
 }

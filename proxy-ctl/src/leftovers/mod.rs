@@ -26,7 +26,7 @@ use serde::Serialize;
 
 use self::{
     at_work::AtWork,
-    marks::Marks,
+    marks::{Marks, OwnPlaces},
     names::Scope,
     plan::{Plan, RetainReason},
 };
@@ -58,6 +58,11 @@ pub enum Error {
     NotLooked,
     #[error("{holder} runs in mode {mode}: its rules stay; end it first")]
     AtWork { mode: Mode, holder: Holder },
+    #[error(
+        "a kube-proxy in mode {other} has made its chains and not written them yet: proxy-ctl's rules of mode {mode} stay beside them; call \
+         cleanup again when it has, or, if none runs, cleanup --kube-proxy"
+    )]
+    Begun { mode: Mode, other: Mode },
     #[error("locking mode {mode}: {source}")]
     Lock { mode: Mode, source: std::io::Error },
     #[error(transparent)]
@@ -346,26 +351,35 @@ impl Leftovers {
 /// since; what both write stays, where one of mode iptables or ipvs has written after this proxy in the other. `keeps`: as for
 /// [`Leftovers::find`]. [`Error::AtWork`]: the mode is in use.
 pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
-    let marks = Marks::read(names::mark_of_own_chains(mode))?;
-    if marks.is_empty() {
-        return Ok(Removal::default());
+    let other = names::shares_chains_with(mode);
+    let own = Marks::read(names::mark_of_own_chains(mode))?;
+    let others = Marks::read(other.and_then(names::mark_of_own_chains))?;
+    let places = OwnPlaces::new(&Marks::read(names::mark(mode))?, &own, &others);
+    let mut removed = Removal::default();
+    if places.is_empty() {
+        return Ok(removed);
     }
-    let AtWork { modes: mut at_work, locks: _locks, problems } = AtWork::lock_others(&at_work::MODES);
+    let AtWork { modes: at_work, locks: _locks, problems } = AtWork::lock_others(&at_work::MODES);
     let of_mode = at_work.iter().zip(problems).find(|(at_work, _)| **at_work == mode);
     if let Some((_, problem)) = of_mode {
         return Err(problem);
     }
-    if Marks::read(names::mark(mode))? != marks {
-        at_work.extend(names::shares_chains_with(mode));
+    let with_other = Vec::from_iter(at_work.iter().copied().chain(other));
+    let mut remove = |at_work: &[Mode], pending: &PendingRemoval| {
+        let scope = Scope { at_work, only: Some(mode) };
+        Leftovers::default().remove_in(scope, Purpose::Cleanup, keeps, pending, &mut removed);
+    };
+    remove(&with_other, &marks::rules_in(&places.partly));
+    let mut pending = marks::rules_in(&places.whole);
+    // A kube-proxy in mode ipvs that has written in one family has virtual servers, and uses the device.
+    if mode == Mode::Ipvs && places.begun.is_empty() && own.unmarked.is_empty() {
+        let PendingRemoval { sets, device, .. } = PendingRemoval::everything();
+        pending = PendingRemoval { servers: ipvs::known_servers(keeps)?, sets, device, ..pending };
     }
-    let mut pending = marks.rules();
-    if mode == Mode::Ipvs {
-        let PendingRemoval { servers, sets, device, .. } = PendingRemoval::everything();
-        pending = PendingRemoval { servers, sets, device, ..pending };
+    remove(&at_work, &pending);
+    if let (Some(other), false) = (other, places.begun.is_empty()) {
+        removed.problems.push(Error::Begun { mode, other });
     }
-    let mut removed = Removal::default();
-    let scope = Scope { at_work: &at_work, only: Some(mode) };
-    Leftovers::default().remove_in(scope, Purpose::Cleanup, keeps, &pending, &mut removed);
     Ok(removed)
 }
 

@@ -212,7 +212,8 @@ pub const fn mark(mode: Mode) -> Option<Mark> {
     Some(Mark { table: "nat", chain, comment })
 }
 
-/// As [`mark`], in a chain that the mode alone writes, and that a running kube-proxy in this mode empties at each sync.
+/// The mark in a chain that no other mode writes: while it is there, this proxy was the last to write the mode's own chains. A kube-proxy in the
+/// same mode empties the chain at each sync.
 pub const fn mark_of_own_chains(mode: Mode) -> Option<Mark> {
     let (chain, comment) = match mode {
         Mode::Iptables => ("KUBE-NODEPORTS", "proxy-ctl has chains of mode iptables"),
@@ -317,7 +318,7 @@ mod tests {
         assert!(!scope.has(&[Mode::Nftables]));
     }
 
-    /// kube-proxy in the one mode empties the chain of the mark of both, and leaves that of the other's own chains.
+    /// kube-proxy in one of the two modes empties KUBE-SERVICES, and leaves the chain that has the other mode's second mark.
     #[test]
     fn a_mode_that_shares_chains_has_a_mark_in_one_of_its_own() {
         for mode in [Mode::Iptables, Mode::Ipvs] {

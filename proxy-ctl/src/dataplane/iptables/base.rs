@@ -29,7 +29,7 @@ pub(super) struct Jump {
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct BaseRules {
     pub(super) chains: Vec<BaseChain>,
-    /// Rules of these chains of nat: this proxy was the last to write.
+    /// Rules of these chains of nat: each says that this proxy was the last to write the chain.
     pub(super) marks: Vec<(SharedChain, String)>,
     /// The last rules of nat KUBE-SERVICES.
     pub(super) node_ports: Vec<String>,

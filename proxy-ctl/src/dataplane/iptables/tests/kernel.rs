@@ -472,7 +472,7 @@ fn as_root_cleanup_leaves_a_running_kube_proxys_rules(
     assert!(saved_of_mode(backend).iter().all(|line| !line.contains("KUBE-")));
 }
 
-/// It leaves what it does not write itself.
+/// kube-proxy leaves what it does not write itself.
 #[rstest]
 #[ignore = "needs root"]
 fn as_root_cleanup_leaves_what_a_running_kube_proxy_of_mode_ipvs_writes(

@@ -117,7 +117,7 @@ fn set_names() -> Vec<String> {
     crate::sys::ipset::IpSets::load().unwrap().unwrap().names().unwrap()
 }
 
-/// It leaves what it does not write itself.
+/// kube-proxy leaves what it does not write itself.
 #[rstest]
 #[ignore = "needs root"]
 fn as_root_cleanup_leaves_what_a_running_kube_proxy_of_mode_iptables_writes(

@@ -400,12 +400,12 @@ fn cleanup() -> Result<Removed, dataplane::Error> {
 }
 
 /// As [`cleanup`], once nobody is at work. What a thread of another test has just forked holds all descriptors until it runs its program.
-fn cleanup_at_rest() -> Removed {
+fn cleanup_at_rest() -> Result<Removed, dataplane::Error> {
     let deadline = Instant::now() + Duration::from_secs(5);
     loop {
         match cleanup() {
             Err(error) if error.is_taken_over() && Instant::now() < deadline => thread::yield_now(),
-            removed => return removed.unwrap(),
+            removed => return removed,
         }
     }
 }
@@ -437,7 +437,7 @@ fn as_root_cleanup_leaves_what_was_there_before(#[values(Backend::Legacy, Backen
     assert!(refused.is_taken_over(), "{refused}");
     assert_eq!(saved_of_mode(backend), programmed);
     drop(dataplane);
-    assert!(cleanup_at_rest().tables.len() >= 4);
+    assert!(cleanup_at_rest().unwrap().tables.len() >= 4);
     assert_eq!(saved_of_mode(backend), before);
     assert!(!is_programmed());
     assert_eq!(cleanup().unwrap(), Removed::default());
@@ -468,7 +468,7 @@ fn as_root_cleanup_leaves_a_running_kube_proxys_rules(
     dataplane.resync(&ports).unwrap();
     drop(dataplane);
     assert!(is_programmed());
-    assert!(cleanup_at_rest().tables.len() >= 2);
+    assert!(cleanup_at_rest().unwrap().tables.len() >= 2);
     assert!(saved_of_mode(backend).iter().all(|line| !line.contains("KUBE-")));
 }
 
@@ -484,10 +484,21 @@ fn as_root_cleanup_leaves_what_a_running_kube_proxy_of_mode_ipvs_writes(
                   -I INPUT -m comment --comment \"kube-proxy firewall rules\" -j KUBE-PROXY-FIREWALL\nCOMMIT\n\
                   *nat\n:KUBE-SERVICES - [0:0]\n:KUBE-POSTROUTING - [0:0]\n:KUBE-MARK-MASQ - [0:0]\n\
                   :KUBE-LOAD-BALANCER - [0:0]\n-A KUBE-SERVICES -j KUBE-LOAD-BALANCER\nCOMMIT\n";
-    for family in [TableFamily::Ipv4, TableFamily::Ipv6] {
-        Tools::find(family, backend).unwrap().restore(synced).unwrap();
-    }
-    assert!(!cleanup_at_rest().is_empty());
+    let restore = |family, text: &str| Tools::find(family, backend).unwrap().restore(text).unwrap();
+    restore(TableFamily::Ipv4, synced);
+    // It has made its chains of IPv6, and not written them.
+    restore(TableFamily::Ipv6, "*nat\n:KUBE-LOAD-BALANCER - [0:0]\nCOMMIT\n");
+    let of_ipv6 = || {
+        let mut lines = saved_of_mode(backend);
+        lines.retain(|line| line.starts_with('6'));
+        lines
+    };
+    let before = of_ipv6();
+    let refused = cleanup_at_rest().unwrap_err().to_string();
+    assert!(refused.contains("mode ipvs has made its chains"), "{refused}");
+    assert_eq!(of_ipv6(), before);
+    restore(TableFamily::Ipv6, synced);
+    assert!(!cleanup_at_rest().unwrap().is_empty());
     let left = saved_of_mode(backend);
     for family in ["", "6"] {
         let of_family = left.iter().filter_map(|line| line.strip_prefix(family)?.strip_prefix(' '));

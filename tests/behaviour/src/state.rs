@@ -289,13 +289,18 @@ fn ipsets() -> Result<BTreeSet<String>> {
     if !Path::new("/sys/module/ip_set").exists() {
         return Ok(BTreeSet::new());
     }
-    // Without the seed of its hash, which differs each time.
+    // Of two programs, the kernel's default `bucketsize 12` is told where the one that has made the set asked for it. The seed of the hash
+    // (`initval`) differs each time.
     of_lines("ipset", &["save"], |line| {
-        let words = line.split(' ').collect::<Vec<_>>();
-        let seed = words.iter().position(|word| *word == "initval");
-        let kept =
-            words.iter().enumerate().filter(|(at, _)| seed.is_none_or(|seed| *at != seed && *at != seed + 1));
-        Some(format!("ipset {}", kept.map(|(_, word)| *word).collect::<Vec<_>>().join(" ")))
+        let mut kept = vec!["ipset"];
+        let mut words = line.split(' ');
+        while let Some(word) = words.next() {
+            match word {
+                "initval" | "bucketsize" => drop(words.next()),
+                _ => kept.push(word),
+            }
+        }
+        Some(kept.join(" "))
     })
 }
 

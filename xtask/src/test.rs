@@ -6,7 +6,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, ensure};
 use clap::Args;
 
 use crate::{
@@ -74,6 +74,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     let (checks, missing) = checks();
     for (name, program) in missing {
         println!("{name:<22} skipped: {program} is not installed");
+        total.names.push(name.to_owned());
         total.count.skipped += 1;
         total.skips.push(format!("{name}: {program} is not installed"));
     }
@@ -93,6 +94,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     for machine in std::iter::once(&vm::IPVS).chain(others) {
         total.add_machine(*machine, extent, &programs, arguments)?;
     }
+    ensure!(
+        total.names.iter().any(|name| name.contains(&arguments.suite)),
+        "no suite has {:?} in its name; there are: {}",
+        arguments.suite,
+        total.names.join(", ")
+    );
     println!("in {} s", start.elapsed().as_secs());
     let forbidden: Vec<&String> = total.skips.iter().filter(|skip| arguments.forbids(skip)).collect();
     for skip in &forbidden {
@@ -111,6 +118,8 @@ impl Arguments {
 
 #[derive(Default)]
 struct Total {
+    /// Of all suites, asked for or not.
+    names: Vec<String>,
     count: Count,
     /// What was skipped, with its suite and the reason.
     skips: Vec<String>,
@@ -120,6 +129,7 @@ impl Total {
     /// Runs the suite, if it is asked for.
     fn add(&mut self, suite: Suite, arguments: &Arguments) -> Result<()> {
         let name = suite.name;
+        self.names.push(name.to_owned());
         if name.contains(&arguments.suite) {
             let report = suite.run()?;
             print_report(name, &report);
@@ -139,6 +149,7 @@ impl Total {
     ) -> Result<()> {
         let name = machine.name();
         if !name.contains(&arguments.suite) {
+            self.names.push(name.to_owned());
             return Ok(());
         }
         match machine.provide() {
@@ -146,6 +157,7 @@ impl Total {
             Err(error) => {
                 let reason = format!("the machine cannot be had here: {error:#}");
                 println!("{name:<22} skipped: {reason}");
+                self.names.push(name.to_owned());
                 self.count.skipped += 1;
                 self.skips.push(format!("{name}: {reason}"));
                 Ok(())

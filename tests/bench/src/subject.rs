@@ -112,7 +112,7 @@ impl Subject {
 
     /// Kernel memory of its BPF maps.
     pub(crate) fn map_bytes(&self) -> Result<f64> {
-        metrics::sum(&self.metrics()?, "proxy_map_bytes").context("no metric proxy_map_bytes")
+        metrics::sum(&self.metrics()?, "proxy_table_bytes").context("no metric proxy_table_bytes")
     }
 
     /// Of our proxy. Waits until it is over.

@@ -1,6 +1,7 @@
 //! Runs every suite, quick ones first, and prints one line for each.
 
 use std::{
+    collections::BTreeSet,
     fs,
     process::{Command, ExitCode},
     time::{Duration, Instant},
@@ -74,7 +75,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     let (checks, missing) = checks();
     for (name, program) in missing {
         println!("{name:<22} skipped: {program} is not installed");
-        total.names.push(name.to_owned());
+        total.names.insert(name.to_owned());
         total.count.skipped += 1;
         total.skips.push(format!("{name}: {program} is not installed"));
     }
@@ -98,7 +99,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
         total.names.iter().any(|name| name.contains(&arguments.suite)),
         "no suite has {:?} in its name; there are: {}",
         arguments.suite,
-        total.names.join(", ")
+        Vec::from_iter(total.names).join(", ")
     );
     println!("in {} s", start.elapsed().as_secs());
     let forbidden: Vec<&String> = total.skips.iter().filter(|skip| arguments.forbids(skip)).collect();
@@ -119,18 +120,22 @@ impl Arguments {
 #[derive(Default)]
 struct Total {
     /// Of all suites, asked for or not.
-    names: Vec<String>,
+    names: BTreeSet<String>,
     count: Count,
     /// What was skipped, with its suite and the reason.
     skips: Vec<String>,
 }
 
 impl Total {
+    fn is_asked_for(&mut self, name: &str, arguments: &Arguments) -> bool {
+        self.names.insert(name.to_owned());
+        name.contains(&arguments.suite)
+    }
+
     /// Runs the suite, if it is asked for.
     fn add(&mut self, suite: Suite, arguments: &Arguments) -> Result<()> {
         let name = suite.name;
-        self.names.push(name.to_owned());
-        if name.contains(&arguments.suite) {
+        if self.is_asked_for(name, arguments) {
             let report = suite.run()?;
             print_report(name, &report);
             self.skips.extend(report.skips.iter().map(|skip| format!("{name}: {skip}")));
@@ -148,8 +153,7 @@ impl Total {
         arguments: &Arguments,
     ) -> Result<()> {
         let name = machine.name();
-        if !name.contains(&arguments.suite) {
-            self.names.push(name.to_owned());
+        if !self.is_asked_for(name, arguments) {
             return Ok(());
         }
         match machine.provide() {
@@ -157,7 +161,6 @@ impl Total {
             Err(error) => {
                 let reason = format!("the machine cannot be had here: {error:#}");
                 println!("{name:<22} skipped: {reason}");
-                self.names.push(name.to_owned());
                 self.count.skipped += 1;
                 self.skips.push(format!("{name}: {reason}"));
                 Ok(())

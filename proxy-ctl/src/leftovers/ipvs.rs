@@ -22,9 +22,11 @@ use crate::sys::{
 const SERVERS: &str = "ipvs";
 const SETS: &str = "ipset";
 
-fn of_kube_proxy(ipvs: &Ipvs, addresses: &Addresses, keeps: &[IpNet]) -> Result<usize, Error> {
-    let is_own = |socket| addresses.owner(socket, keeps) == Owner::KubeProxy;
-    Ok(sockets(ipvs)?.into_iter().filter(|socket| is_own(*socket)).count())
+/// Those that are kube-proxy's, or this proxy's, by their addresses or sets.
+fn of_kube_proxy(ipvs: &Ipvs, addresses: &Addresses, keeps: &[IpNet]) -> Result<Vec<VirtualSocket>, Error> {
+    let mut own = sockets(ipvs)?;
+    own.retain(|socket| addresses.owner(*socket, keeps) == Owner::KubeProxy);
+    Ok(own)
 }
 
 fn sockets(ipvs: &Ipvs) -> Result<Vec<VirtualSocket>, Error> {
@@ -42,7 +44,7 @@ fn find_servers(keeps: &[IpNet]) -> Result<Vec<Part>, Error> {
     let Some(addresses) = Addresses::read()? else { return Ok(Vec::new()) };
     let mut parts = vec![Part::new(names::IPVS_DEVICE.into(), PartKind::Devices, 1)];
     if let Some(ipvs) = Ipvs::open()? {
-        let own = of_kube_proxy(&ipvs, &addresses, keeps)?;
+        let own = of_kube_proxy(&ipvs, &addresses, keeps)?.len();
         parts.extend((own > 0).then(|| Part::new(SERVERS.into(), PartKind::VirtualServers, own)));
     }
     Ok(parts)
@@ -163,14 +165,13 @@ fn wanted(
     wanted
 }
 
-/// Those that are kube-proxy's, or this proxy's, by their addresses or sets.
+/// As [`of_kube_proxy`], to be removed.
 pub(super) fn known_servers(keeps: &[IpNet]) -> Result<Selection<PendingServer>, Error> {
     let (Some(addresses), Some(ipvs)) = (Addresses::read()?, Ipvs::open()?) else {
         return Ok(Selection::default());
     };
-    let mut known = sockets(&ipvs)?;
-    known.retain(|socket| addresses.owner(*socket, keeps) == Owner::KubeProxy);
-    Ok(Selection::Only(known.into_iter().map(|socket| PendingServer { socket, quiesced: false }).collect()))
+    let own = of_kube_proxy(&ipvs, &addresses, keeps)?.into_iter();
+    Ok(Selection::Only(own.map(|socket| PendingServer { socket, quiesced: false }).collect()))
 }
 
 fn retained(socket: VirtualSocket, why: &str) -> Retained {
@@ -267,7 +268,7 @@ pub(super) fn remove_device(keeps: &[IpNet], removed: &mut Removal) {
 fn try_remove_device(keeps: &[IpNet], removed: &mut Removal) -> Result<(), Error> {
     let Some(addresses) = Addresses::read()? else { return Ok(()) };
     if let Some(ipvs) = Ipvs::open()?
-        && of_kube_proxy(&ipvs, &addresses, keeps)? > 0
+        && !of_kube_proxy(&ipvs, &addresses, keeps)?.is_empty()
     {
         return Ok(());
     }

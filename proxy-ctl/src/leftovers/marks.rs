@@ -43,15 +43,10 @@ impl Marks {
                 marks.add(Place::Nft(family), is_marked);
             }
             // To ask for another table would make it.
-            if !xtables::tables(family)?.iter().any(|name| name == table) {
-                continue;
-            }
-            if xtables::has_comment(family, table, comment)? {
-                marks.add(Place::Legacy(family), true);
-            } else if xtables::chains(family, table)?
-                .is_some_and(|(_, all)| all.iter().any(|one| one == chain))
+            if xtables::tables(family)?.iter().any(|name| name == table)
+                && let Some(is_marked) = xtables::has_comment(family, table, chain, comment)?
             {
-                marks.add(Place::Legacy(family), false);
+                marks.add(Place::Legacy(family), is_marked);
             }
         }
         Ok(marks)
@@ -63,7 +58,7 @@ impl Marks {
 }
 
 /// Whose chains are in the places where a mode of this proxy has written.
-#[derive(Clone, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct OwnPlaces {
     /// All of them are this proxy's.
     pub(super) whole: Vec<Place>,
@@ -81,10 +76,6 @@ impl OwnPlaces {
         let (begun, whole) = common.marked.iter().copied().partition(is_begun);
         let partly = own.marked.iter().copied().filter(|place| !common.marked.contains(place)).collect();
         Self { whole, partly, begun }
-    }
-
-    pub(super) fn is_empty(&self) -> bool {
-        *self == Self::default()
     }
 }
 

@@ -353,30 +353,31 @@ impl Leftovers {
 pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
     let other = names::shares_chains_with(mode);
     let own = Marks::read(names::mark_of_own_chains(mode))?;
-    let others = Marks::read(other.and_then(names::mark_of_own_chains))?;
-    let places = OwnPlaces::new(&Marks::read(names::mark(mode))?, &own, &others);
-    let mut removed = Removal::default();
-    if places.is_empty() {
-        return Ok(removed);
+    let common = Marks::read(names::mark(mode))?;
+    if own.marked.is_empty() && common.marked.is_empty() {
+        return Ok(Removal::default());
     }
+    let others = Marks::read(other.and_then(names::mark_of_own_chains))?;
+    let places = OwnPlaces::new(&common, &own, &others);
     let AtWork { modes: at_work, locks: _locks, problems } = AtWork::lock_others(&at_work::MODES);
     let of_mode = at_work.iter().zip(problems).find(|(at_work, _)| **at_work == mode);
     if let Some((_, problem)) = of_mode {
         return Err(problem);
     }
+    let mut whole = marks::rules_in(&places.whole);
+    // A kube-proxy in mode ipvs that has written in one family has virtual servers, and uses the device.
+    if mode == Mode::Ipvs && places.begun.is_empty() && own.unmarked.is_empty() {
+        let PendingRemoval { sets, device, .. } = PendingRemoval::everything();
+        whole = PendingRemoval { servers: ipvs::known_servers(keeps)?, sets, device, ..whole };
+    }
     let with_other = Vec::from_iter(at_work.iter().copied().chain(other));
+    let mut removed = Removal::default();
     let mut remove = |at_work: &[Mode], pending: &PendingRemoval| {
         let scope = Scope { at_work, only: Some(mode) };
         Leftovers::default().remove_in(scope, Purpose::Cleanup, keeps, pending, &mut removed);
     };
     remove(&with_other, &marks::rules_in(&places.partly));
-    let mut pending = marks::rules_in(&places.whole);
-    // A kube-proxy in mode ipvs that has written in one family has virtual servers, and uses the device.
-    if mode == Mode::Ipvs && places.begun.is_empty() && own.unmarked.is_empty() {
-        let PendingRemoval { sets, device, .. } = PendingRemoval::everything();
-        pending = PendingRemoval { servers: ipvs::known_servers(keeps)?, sets, device, ..pending };
-    }
-    remove(&at_work, &pending);
+    remove(&at_work, &whole);
     if let (Some(other), false) = (other, places.begun.is_empty()) {
         removed.problems.push(Error::Begun { mode, other });
     }

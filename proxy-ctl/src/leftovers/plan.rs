@@ -304,8 +304,7 @@ mod tests {
             .map(|(name, (_, comment))| rule("INPUT", name, comment, "KUBE-PROXY-FIREWALL"))
             .collect();
         for (name, (mode, _)) in (1..).zip(of_modes) {
-            let other =
-                of_modes.map(|(one, _)| one).into_iter().filter(|one| *one != mode).collect::<Vec<_>>();
+            let other = [names::shares_chains_with(mode).unwrap()];
             let scope = Scope { at_work: &other, only: Some(mode) };
             let plan = plan("filter", &chains, &rules, &BTreeSet::new(), Purpose::Cleanup, scope);
             assert_eq!(plan.rules, [("INPUT".to_owned(), name)]);

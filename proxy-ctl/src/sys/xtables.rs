@@ -91,10 +91,17 @@ pub fn chains(family: TableFamily, table: &str) -> Result<Option<(Outline, Vec<S
     Ok(entries(family, table)?.map(|(outline, entries)| (outline, names(&entries[ENTRIES..]))))
 }
 
-/// Whether a rule of `table` has this comment. Costs as [`chains`] does. Needs CAP_NET_ADMIN.
-pub fn has_comment(family: TableFamily, table: &str, comment: &str) -> Result<bool, CallError> {
-    let entries = entries(family, table)?;
-    Ok(entries.is_some_and(|(_, entries)| contains_comment(&entries[ENTRIES..], comment)))
+/// Whether a rule of `table` has this comment. `None`: the table has no such chain. Costs as [`chains`] does. Needs CAP_NET_ADMIN.
+pub fn has_comment(
+    family: TableFamily,
+    table: &str,
+    chain: &str,
+    comment: &str,
+) -> Result<Option<bool>, CallError> {
+    let Some((_, entries)) = entries(family, table)? else { return Ok(None) };
+    let entries = &entries[ENTRIES..];
+    let is_there = chain_names(entries, layout(family).target_offset).iter().any(|name| name == chain);
+    Ok(is_there.then(|| contains_comment(entries, comment)))
 }
 
 /// The rules of `table` as the kernel has them, after [`ENTRIES`] bytes.

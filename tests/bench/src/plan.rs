@@ -150,23 +150,23 @@ fn measures(contender: Contender) -> Vec<(Measure, Option<Route>)> {
         Kind::Direct => [on(&[Measure::Cpu], routes), forward].concat(),
         Kind::Proxy { monitored: true, .. } => on(&[Measure::Connect, Measure::Cpu], routes),
         Kind::Proxy { proxy, .. } => {
-            let without = |measures: &[Measure]| measures.iter().map(|measure| (*measure, None)).collect();
+            let is_its = |measure: &Measure| {
+                let only_ours = matches!(measure, Measure::FirstSync | Measure::Restart);
+                (!only_ours || !proxy.is_kube_proxy())
+                    && (*measure != Measure::MapMemory || proxy == ProxyKind::Ebpf)
+            };
+            let without = |measures: &[Measure]| -> Vec<_> {
+                let its = measures.iter().copied().filter(is_its);
+                its.map(|measure| (measure, None)).collect()
+            };
             let forwards = !proxy.datapath().is_a_process();
-            let of_ours = |measure| (!proxy.is_kube_proxy()).then_some(measure);
-            let maps = (proxy == ProxyKind::Ebpf).then_some(Measure::MapMemory);
-            let start =
-                Vec::from_iter([Some(Measure::Start), of_ours(Measure::FirstSync)].into_iter().flatten());
-            let changes: Vec<_> =
-                without(&[Measure::Change, Measure::ChangesCpu, Measure::Memory, Measure::Rollout]);
-            let end = [maps, of_ours(Measure::Restart), Some(Measure::CleanUp)];
-            let end = Vec::from_iter(end.into_iter().flatten());
             [
-                without(&start),
+                without(&[Measure::Start, Measure::FirstSync]),
                 on(&EXERCISES, routes),
                 on(&[Measure::Cpu], routes),
                 if forwards { forward } else { Vec::new() },
-                changes,
-                without(&end),
+                without(&[Measure::Change, Measure::ChangesCpu, Measure::Memory, Measure::Rollout]),
+                without(&[Measure::MapMemory, Measure::Restart, Measure::CleanUp]),
             ]
             .concat()
         }

@@ -157,12 +157,13 @@ fn shortest(figures: &Figures) -> String {
     }
 }
 
+fn shown(results: &Results, measure: Measure, contender: &str, size: usize) -> String {
+    results.figures(measure, None, contender, size).map_or_else(|| NOTHING.to_owned(), shortest)
+}
+
 fn control_plane(results: &Results) -> Option<String> {
     let rows = rows(results, |contender, size| {
-        let of = |measure| {
-            let figures = results.figures(measure, None, contender, size);
-            figures.map_or_else(|| NOTHING.to_owned(), shortest)
-        };
+        let of = |measure| shown(results, measure, contender, size);
         let longest = match results.figures(Measure::Change, None, contender, size) {
             Some(Figures::Times { longest, .. }) => format!("{longest:.1} ms"),
             _ => NOTHING.to_owned(),
@@ -188,10 +189,8 @@ fn control_plane(results: &Results) -> Option<String> {
 /// What only our own proxy tells, or does.
 fn own(results: &Results) -> Option<String> {
     let rows = rows(results, |contender, size| {
-        Some([Measure::FirstSync, Measure::MapMemory, Measure::Restart].map(|measure| {
-            let figures = results.figures(measure, None, contender, size);
-            figures.map_or_else(|| NOTHING.to_owned(), shortest)
-        }))
+        let measures = [Measure::FirstSync, Measure::MapMemory, Measure::Restart];
+        Some(measures.map(|measure| shown(results, measure, contender, size)))
     });
     let title = "proxy-ctl alone: everything listed to everything programmed; entries that a restart writes";
     table(title, &["first sync", "map memory", "restart writes"], rows)

@@ -180,10 +180,12 @@ const SERVICES_HELP: &str = "Examples:
   proxy-ctl services kube-system/kube-dns:dns
 
 LOCAL/ALL ENDPOINTS counts those on this node and all, for clients in the cluster. POLICY: which clients get endpoints of this node only, and the \
-algorithm that chooses among them and how packets from outside get to other nodes, and in what, unless it is random, snat and ip.
+algorithm that chooses among them and how packets from outside get to other nodes, and in what, unless it is random, snat and ip; `by mode \
+nftables`: this mode serves what the mode at work cannot.
 
 JSON: a list of {namespace, name, port, protocol, family, id, policy, algorithm, forwarding, encapsulation or null,
-  frontends[]: {kind, address, port},  endpoints[]: {address, port, local, state}, internalEndpoints, externalEndpoints}.";
+  frontends[]: {kind, address, port},  endpoints[]: {address, port, local, state}, internalEndpoints, externalEndpoints,
+  handedOverTo: a mode, or null}.";
 
 /// List the endpoints that some service uses
 #[derive(Debug, ClapArgs)]

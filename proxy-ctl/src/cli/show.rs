@@ -45,7 +45,7 @@ fn snapshot(bpffs: &Path) -> anyhow::Result<Option<Snapshot>> {
         if let Some(beside) = Mode::ALL.into_iter().find(|mode| Some(mode.name()) == beside.as_deref())
             && let Some(programmed) = dataplane::read_mode(beside, bpffs)?
         {
-            snapshot.add(programmed.snapshot()?);
+            snapshot.add(beside, programmed.snapshot()?);
         }
         return Ok(Some(snapshot));
     }
@@ -167,6 +167,7 @@ fn service_view(
         endpoints: shown.iter().map(endpoint).collect(),
         internal_endpoints: internal.len(),
         external_endpoints: external.len(),
+        handed_over_to: service.beside.map(Mode::name),
     }
 }
 
@@ -244,6 +245,7 @@ mod tests {
             affinity_seconds: 0,
             algorithm: Algorithm::Maglev,
             forwarding: Forwarding::Snat,
+            beside: None,
         }
     }
 

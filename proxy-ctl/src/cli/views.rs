@@ -45,6 +45,8 @@ pub(super) struct ServiceView {
     pub(super) endpoints: Vec<EndpointView>,
     pub(super) internal_endpoints: usize,
     pub(super) external_endpoints: usize,
+    /// The mode that serves what the mode at work cannot.
+    pub(super) handed_over_to: Option<&'static str>,
 }
 
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
@@ -130,14 +132,16 @@ impl ServiceView {
         }
     }
 
-    /// Algorithm, forwarding and encapsulation where they are not the default.
+    /// Algorithm, forwarding and encapsulation where they are not the default, and the mode beside the one at work.
     fn policy_and_choices(&self) -> String {
         let algorithm = (self.algorithm != Algorithm::default()).then(|| self.algorithm.word());
         let forwarding = (self.forwarding != Forwarding::default()).then(|| self.forwarding.word());
         let encapsulation =
             self.encapsulation.filter(|one| *one != Encapsulation::default()).map(Keyword::word);
         let all = [Some(self.policy.text()), algorithm, forwarding, encapsulation];
-        all.into_iter().flatten().collect::<Vec<_>>().join(", ")
+        let beside = self.handed_over_to.map(|mode| format!("by mode {mode}"));
+        let all = all.into_iter().flatten().map(str::to_owned).chain(beside);
+        all.collect::<Vec<_>>().join(", ")
     }
 
     pub(super) fn matches(&self, wanted: &ServiceFilter) -> bool {
@@ -463,6 +467,7 @@ mod tests {
             endpoints: vec![endpoint(2, true), endpoint(3, false), endpoint(4, false)],
             internal_endpoints: 3,
             external_endpoints: 1,
+            handed_over_to: None,
         }
     }
 
@@ -484,13 +489,14 @@ mod tests {
             algorithm: Algorithm::Maglev,
             forwarding: Forwarding::Dsr,
             encapsulation: Some(Encapsulation::Geneve),
+            handed_over_to: Some("nftables"),
             ..dns()
         };
         let json = serde_json::to_value(&view).unwrap();
         assert_eq!((&json["algorithm"], &json["forwarding"]), (&"maglev".into(), &"dsr".into()));
-        assert_eq!(json["encapsulation"], "geneve");
+        assert_eq!((&json["encapsulation"], &json["handedOverTo"]), (&"geneve".into(), &"nftables".into()));
         let text = services(&[view]);
-        assert!(text.contains("external Local, maglev, dsr, geneve"), "{text}");
+        assert!(text.contains("external Local, maglev, dsr, geneve, by mode nftables"), "{text}");
     }
 
     #[test]

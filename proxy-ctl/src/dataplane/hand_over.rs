@@ -275,7 +275,7 @@ impl Programmed for HandOver {
     fn snapshot(&self) -> Result<Snapshot, Error> {
         let mut snapshot = self.primary.snapshot()?;
         if let Some(opened) = &self.opened {
-            snapshot.add(opened.snapshot()?);
+            snapshot.add(self.beside.mode(), opened.snapshot()?);
         }
         Ok(snapshot)
     }

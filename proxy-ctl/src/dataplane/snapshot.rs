@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     config::Encapsulation,
+    mode::Mode,
     model::{
         desired::ServicePortName,
         objects::{Algorithm, Forwarding, Protocol, TrafficPolicy},
@@ -33,14 +34,15 @@ pub struct Snapshot {
 
 impl Snapshot {
     /// Adds what a mode beside serves: service ports, or more frontends of those that are served already.
-    pub(crate) fn add(&mut self, beside: Snapshot) {
-        for service in beside.services {
+    pub(crate) fn add(&mut self, mode: Mode, beside: Snapshot) {
+        for mut service in beside.services {
+            service.beside = Some(mode);
             match self.services.binary_search_by(|one| one.name.cmp(&service.name)) {
                 Ok(found) => {
-                    let frontends = &mut self.services[found].frontends;
-                    let more = service.frontends.into_iter().filter(|one| !frontends.contains(one));
-                    let more: Vec<_> = more.collect();
-                    frontends.extend(more);
+                    let found = &mut self.services[found];
+                    found.beside = service.beside;
+                    service.frontends.retain(|one| !found.frontends.contains(one));
+                    found.frontends.extend(service.frontends);
                 }
                 Err(place) => self.services.insert(place, service),
             }
@@ -111,6 +113,9 @@ pub struct ServiceSnapshot {
     /// Of mode ebpf: `Snat` or `Dsr`.
     #[serde(default)]
     pub forwarding: Forwarding,
+    /// The mode beside the one at work that serves it, or some of its frontends.
+    #[serde(skip)]
+    pub beside: Option<Mode>,
 }
 
 impl ServiceSnapshot {
@@ -129,6 +134,7 @@ impl ServiceSnapshot {
             affinity_seconds: 0,
             algorithm: Algorithm::Random,
             forwarding: Forwarding::Snat,
+            beside: None,
         }
     }
 
@@ -235,9 +241,15 @@ mod tests {
             (vec![served("b", &[1, 2]), served("d", &[4])], vec![backend(1), backend(3)]);
         let mut both = Snapshot { services, backends, ..Snapshot::default() };
         let services = vec![served("a", &[7]), served("b", &[2, 3]), served("e", &[5])];
-        both.add(Snapshot { services, backends: vec![backend(2), backend(3)], ..Snapshot::default() });
+        both.add(
+            Mode::Nftables,
+            Snapshot { services, backends: vec![backend(2), backend(3)], ..Snapshot::default() },
+        );
         assert_eq!(both.backends, [backend(1), backend(2), backend(3)]);
-        let expected = [served("a", &[7]), served("b", &[1, 2, 3]), served("d", &[4]), served("e", &[5])];
+        let beside = |served| ServiceSnapshot { beside: Some(Mode::Nftables), ..served };
+        let [a, b, e] = [("a", &[7][..]), ("b", &[1, 2, 3]), ("e", &[5])]
+            .map(|(name, ports)| beside(served(name, ports)));
+        let expected = [a, b, served("d", &[4]), e];
         assert_eq!(both.services, expected);
     }
 }

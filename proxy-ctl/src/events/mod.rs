@@ -173,6 +173,17 @@ impl Recorder {
         Self { queue: None, counts: Counts::default() }
     }
 
+    /// With what answers with the events that were recorded, in their order.
+    #[cfg(test)]
+    pub fn kept() -> (Self, impl FnMut() -> Option<Event>) {
+        let (queue, mut jobs) = mpsc::channel(QUEUE);
+        let next = move || match jobs.try_recv() {
+            Ok(Job::Record(event)) => Some(event),
+            Ok(Job::Flush(_)) | Err(_) => None,
+        };
+        (Self { queue: Some(queue), counts: Counts::default() }, next)
+    }
+
     /// Registers `events{outcome}` below whatever prefix `registry` has.
     pub fn register(&self, registry: &mut Registry) {
         for outcome in Outcome::ALL {

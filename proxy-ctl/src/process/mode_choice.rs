@@ -107,6 +107,43 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
+    use crate::{config::RequestedMode, mode::ChosenMode, source::InvalidObjects};
+
+    fn choice(fallback: Option<&str>) -> ModeChoice {
+        let mode = if fallback.is_some() { Mode::Iptables } else { Mode::Ebpf };
+        let fallback = fallback.map(str::to_owned);
+        let chosen = ChosenMode { mode, requested: RequestedMode::Ebpf, reasons: Vec::new(), fallback };
+        ModeChoice { chosen, modes: Modes { mode, beside: None } }
+    }
+
+    #[tokio::test]
+    async fn a_fallback_is_told_by_an_event_and_a_metric() {
+        let (events, mut recorded) = Recorder::kept();
+        let metrics = Arc::new(Metrics::new(None, InvalidObjects::default(), |_| {}));
+        let (choose, choices) = watch::channel(choice(Some("no BTF")));
+        let (serve, in_force) = watch::channel(ModeInForce::new(choice(Some("no BTF")).modes));
+        let telling = tokio::spawn(tell(in_force, choices, events, Arc::clone(&metrics)));
+        let is_told = |expected: i64| {
+            let metrics = Arc::clone(&metrics);
+            async move {
+                let line = format!("\nproxy_mode_fallback {expected}\n");
+                while !metrics.encode().unwrap().contains(&line) {
+                    tokio::task::yield_now().await;
+                }
+            }
+        };
+        is_told(1).await;
+        // As it is after a change of the configuration that leads to the same.
+        serve.send_replace(ModeInForce::new(choice(Some("no BTF")).modes));
+        choose.send_replace(choice(None));
+        serve.send_replace(ModeInForce::new(choice(None).modes));
+        is_told(0).await;
+        drop(serve);
+        telling.await.unwrap();
+        let event = recorded().unwrap();
+        assert_eq!((event.reason, &*event.note), ("ProxyModeFallback", "no BTF"));
+        assert!(recorded().is_none());
+    }
 
     #[rstest]
     #[case::at_the_start(None, Mode::Ipvs, Some("IPVSDeprecation"))]

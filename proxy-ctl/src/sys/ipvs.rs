@@ -475,6 +475,33 @@ pub(crate) mod tests {
         let [(299, error)] = &refused[..] else { panic!("{refused:?}") };
         assert_eq!(error.errno(), libc::ENOENT);
         assert_eq!(ipvs.servers().unwrap().len(), 999);
-        ipvs.set_timeouts(Timeouts { tcp: 300, tcp_fin: 0, udp: 30 }).unwrap();
+    }
+
+    /// As the kernel tells them.
+    fn read_timeouts(ipvs: &Ipvs) -> Timeouts {
+        const GET_CONFIG: u8 = 13;
+        let mut request = Messages::default();
+        request.begin(ipvs.family, NLM_F_ACK, &header(GET_CONFIG));
+        let mut read = None;
+        let take = |_, body: &[u8]| {
+            let Some(attributes) = body.get(HEADER..).map(Attributes) else { return };
+            let seconds = |kind| Some(u32::from_ne_bytes(*attributes.get(kind)?.first_chunk()?));
+            read = read.or_else(|| {
+                let (tcp, tcp_fin, udp) =
+                    (seconds(TIMEOUT_TCP)?, seconds(TIMEOUT_TCP_FIN)?, seconds(TIMEOUT_UDP)?);
+                Some(Timeouts { tcp, tcp_fin, udp })
+            });
+        };
+        ipvs.connection.request(&request, take).unwrap();
+        read.unwrap()
+    }
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_a_timeout_of_zero_stays_as_it_is() {
+        let Some(ipvs) = of_own_namespace() else { return };
+        let before = read_timeouts(&ipvs);
+        ipvs.set_timeouts(Timeouts { tcp: 310, tcp_fin: 0, udp: 31 }).unwrap();
+        assert_eq!(read_timeouts(&ipvs), Timeouts { tcp: 310, udp: 31, ..before });
     }
 }

@@ -12,7 +12,9 @@ pub fn patience() -> u32 {
     std::env::var("LAB_PATIENCE").ok().and_then(|factor| factor.parse().ok()).unwrap_or(1)
 }
 
-/// Asks `condition` until it answers with a value. The error names `what` was waited for and the last
+const TELLS_EACH: Duration = Duration::from_mins(1);
+
+/// Asks `condition` until it answers with a value; says each minute what is still waited for. The error names `what` was waited for and the last
 /// reason `condition` gave for not being there yet.
 pub fn until<T>(
     what: &str,
@@ -22,6 +24,7 @@ pub fn until<T>(
     let start = Instant::now();
     let (limit, between_looks) = (limit * patience(), BETWEEN_LOOKS * patience());
     let mut last = String::new();
+    let mut tell_at = start + TELLS_EACH;
     loop {
         match condition() {
             Ok(Some(value)) => return Ok(value),
@@ -31,6 +34,10 @@ pub fn until<T>(
         if start.elapsed() > limit {
             let because = if last.is_empty() { String::new() } else { format!(": {last}") };
             bail!("{what}: not after {} s{because}", limit.as_secs_f32());
+        }
+        if Instant::now() >= tell_at {
+            eprintln!("{what}: waiting for {} s: {last}", start.elapsed().as_secs());
+            tell_at += TELLS_EACH;
         }
         std::thread::sleep(between_looks);
     }

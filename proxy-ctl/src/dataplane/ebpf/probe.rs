@@ -1,10 +1,13 @@
 //! What the eBPF mode needs of a node, and whether it is there. Nothing is changed.
 
-use std::path::{Path, PathBuf};
+use std::{
+    error::Error as _,
+    path::{Path, PathBuf},
+};
 
 use aya::{
-    programs::ProgramType,
-    sys::{BpfHelper, is_helper_supported},
+    programs::{ProgramError, ProgramType, SchedClassifier, tc::TcAttachType},
+    sys::{BpfHelper, is_helper_supported, is_program_supported},
 };
 
 use super::stale_sockets;
@@ -70,6 +73,10 @@ struct Facts {
     version: Option<KernelVersion>,
     /// /sys/kernel/btf/vmlinux is there.
     btf: bool,
+    /// Why programs of some type cannot be loaded.
+    unloadable: Vec<String>,
+    /// Packet programs are attached by links (6.6).
+    tcx: bool,
     cgroup2: Cgroup2,
     bpffs: BpfFilesystem,
     /// A refused connection fails with ECONNREFUSED (`bpf_set_retval`, 5.18), else with EPERM.
@@ -81,8 +88,13 @@ struct Facts {
 fn gather(config: &Ebpf, host: &HostFacts) -> Facts {
     let version = host.kernel();
     let may_mount = host.capabilities.sys_admin;
+    // Who may not load programs learns that from what the capabilities require.
+    let may_load = capabilities_requirement(host.capabilities).missing.is_empty();
+    let types = if may_load { program_types(config.sockets()) } else { &[] };
     Facts {
         version,
+        unloadable: types.iter().filter_map(|(kind, option)| unloadable(*kind, option)).collect(),
+        tcx: has_tcx(version),
         btf: Path::new("/sys/kernel/btf/vmlinux").exists(),
         cgroup2: cgroup2(config.cgroup.as_deref(), may_mount),
         bpffs: bpffs(&config.bpffs, may_mount),
@@ -90,6 +102,41 @@ fn gather(config: &Ebpf, host: &HostFacts) -> Facts {
         set_retval: is_helper_supported(ProgramType::CgroupSockAddr, BpfHelper::BPF_FUNC_set_retval)
             .unwrap_or(version >= Some(SET_RETVAL)),
         stale_sockets: stale_sockets::reach(config.sockets(), host.capabilities.sys_admin),
+    }
+}
+
+/// The types of programs that are loaded at each start, and the option of the kernel's configuration that each needs.
+fn program_types(sockets: SocketLoadBalancing) -> &'static [(ProgramType, &'static str)] {
+    const ALL: &[(ProgramType, &str)] = &[
+        (ProgramType::SchedClassifier, "CONFIG_NET"),
+        (ProgramType::CgroupSockAddr, "CONFIG_CGROUP_BPF"),
+        (ProgramType::CgroupSock, "CONFIG_CGROUP_BPF"),
+    ];
+    if sockets == SocketLoadBalancing::Off { &ALL[..1] } else { ALL }
+}
+
+/// Has the kernel load a program of this type that does nothing.
+fn unloadable(kind: ProgramType, option: &str) -> Option<String> {
+    match is_program_supported(kind) {
+        Ok(true) => None,
+        Ok(false) => Some(format!("the kernel has no programs of type {kind:?} ({option})")),
+        Err(error) => {
+            let why = error.source().map_or_else(|| error.to_string(), ToString::to_string);
+            Some(format!(
+                "the kernel loads no programs of type {kind:?}, as under lockdown or a seccomp filter: {why}"
+            ))
+        }
+    }
+}
+
+/// Asks for the programs of the loopback device. Who may not ask knows it by the version.
+fn has_tcx(version: Option<KernelVersion>) -> bool {
+    match SchedClassifier::query_tcx("lo", TcAttachType::Ingress) {
+        Ok(_) => true,
+        Err(ProgramError::SyscallError(error)) if error.io_error.raw_os_error() == Some(libc::EINVAL) => {
+            false
+        }
+        Err(_) => version >= Some(TCX),
     }
 }
 
@@ -125,8 +172,7 @@ fn bpffs(path: &Path, may_mount: bool) -> BpfFilesystem {
 
 fn answer(sockets: SocketLoadBalancing, host: &HostFacts, facts: &Facts) -> Probe {
     let mut remarks = vec![format!("the kernel is {}", host.kernel_release)];
-    let has_tcx = facts.version >= Some(TCX);
-    remarks.push(if has_tcx {
+    remarks.push(if facts.tcx {
         "packet programs are attached by tcx".to_owned()
     } else {
         format!("packet programs are attached by clsact: the kernel has no tcx ({TCX})")
@@ -152,10 +198,12 @@ fn answer(sockets: SocketLoadBalancing, host: &HostFacts, facts: &Facts) -> Prob
         Requirement::new("btf", "BTF", facts.btf).lacking(!facts.btf, || {
             "the kernel has no BTF (/sys/kernel/btf/vmlinux; CONFIG_DEBUG_INFO_BTF)".to_owned()
         }),
+        Requirement::new("programs", "programs", facts.unloadable.is_empty())
+            .lacking(!facts.unloadable.is_empty(), || facts.unloadable.join("; ")),
         cgroup2_requirement(&facts.cgroup2, sockets),
         bpffs_requirement(facts.bpffs),
         capabilities_requirement(*capabilities),
-        Requirement::new("packetHook", "packet programs by", if has_tcx { "tcx" } else { "clsact" }),
+        Requirement::new("packetHook", "packet programs by", if facts.tcx { "tcx" } else { "clsact" }),
         // What a client of a service without endpoints gets from `connect`.
         Requirement::new(
             "refusesWith",
@@ -213,6 +261,8 @@ mod tests {
         Facts {
             version: KernelVersion::parse("6.12.9-amd64"),
             btf: true,
+            unloadable: Vec::new(),
+            tcx: true,
             cgroup2: Cgroup2::Mounted("/sys/fs/cgroup".into()),
             bpffs: BpfFilesystem::Mounted,
             set_retval: true,
@@ -221,7 +271,7 @@ mod tests {
     }
 
     fn old() -> Facts {
-        Facts { version: KernelVersion::parse("5.10.0-39-amd64"), set_retval: false, ..able() }
+        Facts { version: KernelVersion::parse("5.10.0-39-amd64"), tcx: false, set_retval: false, ..able() }
     }
 
     fn answer_with(sockets: SocketLoadBalancing, capabilities: Capabilities, facts: &Facts) -> Probe {
@@ -253,6 +303,11 @@ mod tests {
     #[rstest]
     #[case::kernel(Facts { version: KernelVersion::parse("5.4.0"), ..able() }, ALL, "5.10 or newer is needed")]
     #[case::btf(Facts { btf: false, ..able() }, ALL, "BTF")]
+    #[case::programs(
+        Facts { unloadable: vec!["no programs of type CgroupSock (CONFIG_CGROUP_BPF)".into()], ..able() },
+        ALL,
+        "CONFIG_CGROUP_BPF"
+    )]
     #[case::cgroup(Facts { cgroup2: cgroup2(Some(Path::new("/proc")), true), ..able() }, ALL, "found /proc")]
     #[case::bpffs(Facts { bpffs: BpfFilesystem::Missing, ..able() }, ALL, "mount -t bpf")]
     #[case::capability(able(), Capabilities { net_admin: false, ..ALL }, "CAP_NET_ADMIN is missing")]
@@ -260,6 +315,16 @@ mod tests {
         let probe = answer_with(SocketLoadBalancing::All, capabilities, &facts);
         let obstacles: Vec<_> = probe.obstacles().collect();
         assert!(obstacles.len() == 1 && obstacles[0].contains(obstacle), "{obstacles:?}");
+    }
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_the_kernel_is_asked() {
+        assert_eq!(unloadable(ProgramType::SchedClassifier, "CONFIG_NET"), None);
+        let none = unloadable(ProgramType::Unspecified, "no option").unwrap();
+        assert_eq!(none, "the kernel has no programs of type Unspecified (no option)");
+        let has_tcx = has_tcx(None);
+        assert_eq!(has_tcx, crate::node::facts::gather().kernel() >= Some(TCX));
     }
 
     #[test]

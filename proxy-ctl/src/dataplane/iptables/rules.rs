@@ -46,7 +46,7 @@ impl PortRules {
 }
 
 /// What the rules of service ports take from the node.
-#[derive(Clone, Debug, Default, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct PortSettings {
     /// Matches what pods send; `None`: that cannot be told.
     from_pods: Option<String>,

@@ -38,6 +38,11 @@ const LINES_OF_NFT: usize = 2000;
 const LINES_OF_LEGACY: usize = usize::MAX;
 /// Of one run of the tool: bounds the memory for its input.
 const LINES_AT_ONCE: usize = 100_000;
+
+/// Whether rules of single endpoints have comments, where they `had` them or not, with so many endpoints.
+const fn has_endpoint_comments(had: bool, endpoints: usize) -> bool {
+    if had { endpoints <= MANY_ENDPOINTS } else { endpoints < FEW_ENDPOINTS }
+}
 /// Everything is read again when this many times the duration of the last time has passed, at the latest after
 /// [`LONGEST_TRUST`].
 const READ_SHARE: u32 = 100;
@@ -120,7 +125,8 @@ impl Writer {
             tools,
             abilities,
             host: Host::default(),
-            settings: PortSettings::default(),
+            // As few endpoints have them: kube-proxy begins there too.
+            settings: PortSettings::new(family, &Host::default(), abilities, true),
             base: None,
             written: FxHashMap::default(),
             endpoints: 0,
@@ -179,12 +185,8 @@ impl Writer {
         let applied = self.write(ports, None, &mut refusals);
         self.remember_outlines();
         let mut applied = applied?;
-        let few_or_many = if self.settings.endpoint_comments {
-            self.endpoints <= MANY_ENDPOINTS
-        } else {
-            self.endpoints < FEW_ENDPOINTS
-        };
-        if few_or_many != self.settings.endpoint_comments {
+        let had_comments = self.settings.endpoint_comments;
+        if has_endpoint_comments(had_comments, self.endpoints) != had_comments {
             applied += self.rewrite()?;
         }
         without_refusals(applied, refusals)
@@ -226,8 +228,7 @@ impl Writer {
         let started = Instant::now();
         let state = self.read()?;
         let endpoints: usize = desired.iter().map(|port| port.endpoints.all.len()).sum();
-        let most = if self.settings.endpoint_comments { MANY_ENDPOINTS } else { FEW_ENDPOINTS };
-        let comments = endpoints <= most;
+        let comments = has_endpoint_comments(self.settings.endpoint_comments, endpoints);
         self.settings = PortSettings::new(self.family, &self.host, self.abilities, comments);
         self.last = [0; 3];
 

@@ -137,16 +137,20 @@ fn prepare(config: &config::Ipvs) -> Result<(), Error> {
     let ipvs = Ipvs::open()?.ok_or(Error::Missing("IPVS (CONFIG_IP_VS; module ip_vs)"))?;
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
     parameters::set(Path::new("/"), &parameters::wanted(config.strict_arp, release.trim()))?;
-    let seconds = |timeout: Duration| u32::try_from(timeout.as_secs()).unwrap_or(u32::MAX);
-    let timeouts = Timeouts {
-        tcp: seconds(config.tcp_timeout),
-        tcp_fin: seconds(config.tcp_fin_timeout),
-        udp: seconds(config.udp_timeout),
-    };
+    let timeouts = timeouts(config);
     if timeouts != Timeouts::default() {
         ipvs.set_timeouts(timeouts)?;
     }
     Ok(())
+}
+
+fn timeouts(config: &config::Ipvs) -> Timeouts {
+    let seconds = |timeout: Duration| u32::try_from(timeout.as_secs()).unwrap_or(u32::MAX);
+    Timeouts {
+        tcp: seconds(config.tcp_timeout),
+        tcp_fin: seconds(config.tcp_fin_timeout),
+        udp: seconds(config.udp_timeout),
+    }
 }
 
 /// The virtual servers, addresses, sets and rules of this node. Dropping it leaves all of them in place.

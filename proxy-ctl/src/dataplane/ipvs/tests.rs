@@ -216,3 +216,13 @@ fn as_root_excluded_virtual_servers_stay_and_other_schedulers_are_named() {
     let error = IpvsDataplane::open(&config).err().unwrap().to_string();
     assert!(error.contains("ip_vs_odd"), "{error}");
 }
+
+#[test]
+fn timeouts_are_whole_seconds_and_zero_stays_zero() {
+    let config = config::Ipvs {
+        tcp_timeout: Duration::from_secs(900),
+        udp_timeout: Duration::from_millis(5_900),
+        ..config::Ipvs::default()
+    };
+    assert_eq!(timeouts(&config), Timeouts { tcp: 900, tcp_fin: 0, udp: 5 });
+}

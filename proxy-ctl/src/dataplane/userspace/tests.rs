@@ -493,8 +493,9 @@ fn as_root_rules_lead_clients_to_listeners(
         By::Iptables(backend) => Redirect::by_iptables(backend),
     };
     let redirect = redirect.expect("the kernel has nf_tables and both backends of iptables");
-    let mut dataplane =
-        UserspaceDataplane::with_lock(lock, Some(redirect), None, Duration::from_millis(250)).unwrap();
+    let range = PortRange { first: 36_000, last: 36_099 };
+    let idle = Duration::from_millis(250);
+    let mut dataplane = UserspaceDataplane::with_lock(lock, Some(redirect), Some(range), idle).unwrap();
     let addresses = [loopback_address, node_address].map(|address| address.parse().unwrap());
     dataplane.set_host(&Host { node_port_addresses: addresses.into(), ..host() }).unwrap();
 
@@ -510,6 +511,11 @@ fn as_root_rules_lead_clients_to_listeners(
     };
     serve(&mut dataplane, &web(&[&tcp.address]));
     serve(&mut dataplane, &dns(&[&udp.address]));
+    let ports: Vec<u16> = dataplane.listeners.values().map(|listener| listener.port).collect();
+    assert!(
+        ports.len() == 3 && ports.iter().all(|port| (range.first..=range.last).contains(port)),
+        "{ports:?}"
+    );
     let dial = |address: &str, number: u16| {
         let stream = TcpStream::connect((address, number))?;
         stream.set_read_timeout(Some(PATIENCE))?;

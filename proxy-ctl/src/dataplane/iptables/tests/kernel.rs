@@ -399,8 +399,13 @@ fn cleanup() -> Result<Removed, dataplane::Error> {
     (ENTRY.cleanup)(Path::new("/none"), &[])
 }
 
-/// As [`cleanup`], once nobody is at work. What a thread of another test has just forked holds all descriptors until it runs its program.
+/// As [`cleanup`], once nobody is at work.
 fn cleanup_at_rest() -> Result<Removed, dataplane::Error> {
+    at_rest(cleanup)
+}
+
+/// What a thread of another test has just forked holds all descriptors, the mode's lock among them, until it runs its program.
+fn at_rest(cleanup: impl Fn() -> Result<Removed, dataplane::Error>) -> Result<Removed, dataplane::Error> {
     let deadline = Instant::now() + Duration::from_secs(5);
     loop {
         match cleanup() {
@@ -522,6 +527,62 @@ fn as_root_cleanup_leaves_what_a_running_kube_proxy_of_mode_ipvs_writes(
         );
     }
     assert_eq!(cleanup().unwrap(), Removed::default());
+}
+
+#[rstest]
+#[ignore = "needs root"]
+fn as_root_rules_of_many_endpoints_have_no_comments(
+    #[values(Backend::Legacy, Backend::Nft)] backend: Backend,
+) {
+    if !enter(backend) {
+        return;
+    }
+    let addresses: Vec<String> = (0..1001).map(|n| format!("10.180.{}.{}", n / 250, n % 250 + 1)).collect();
+    let ports = |count: usize| {
+        let addresses: Vec<&str> = addresses[..count].iter().map(String::as_str).collect();
+        desired(vec![named("ns1/svc1", "172.30.0.41")], vec![endpoints("ns1/svc1", &addresses)])
+    };
+    let has_comments = || {
+        let saved = saved(backend);
+        let rules: Vec<&String> = saved.iter().filter(|line| line.contains("-A KUBE-SEP-")).collect();
+        let commented = rules.iter().filter(|line| line.contains("--comment")).count();
+        assert!(commented == 0 || commented == rules.len(), "{commented} of {} rules", rules.len());
+        commented > 0
+    };
+    let mut dataplane = open(backend);
+    dataplane.resync(&ports(1000)).unwrap();
+    assert!(has_comments());
+    for (count, expected) in [(1001, false), (900, false), (899, true)] {
+        dataplane.apply(&changes(&ports(count))).unwrap();
+        assert_eq!(has_comments(), expected, "{count} endpoints");
+        dataplane.resync(&ports(count)).unwrap();
+        assert_eq!(has_comments(), expected, "{count} endpoints, after a resync");
+    }
+}
+
+/// As a process leaves them that is killed on its way from one mode to the other.
+#[rstest]
+#[ignore = "needs root"]
+fn as_root_cleanup_removes_the_rules_of_two_modes(#[values(Backend::Legacy, Backend::Nft)] backend: Backend) {
+    if !enter(backend) {
+        return;
+    }
+    let before = saved_of_mode(backend);
+    let mark = own_rules::mark_of_own_chains(Mode::Ipvs).unwrap();
+    let of_mode_ipvs = format!(
+        "*nat\n:KUBE-MARK-MASQ - [0:0]\n:KUBE-LOAD-BALANCER - [0:0]\n-A KUBE-LOAD-BALANCER {mark}\n\
+         -A KUBE-LOAD-BALANCER -j KUBE-MARK-MASQ\nCOMMIT\n"
+    );
+    for family in TableFamily::ALL {
+        Tools::find(family, backend).unwrap().restore(&of_mode_ipvs).unwrap();
+    }
+    let (services, slices) = several();
+    let mut dataplane = open(backend);
+    dataplane.resync(&desired(services, slices)).unwrap();
+    drop(dataplane);
+    let removed = at_rest(|| dataplane::cleanup(Path::new("/none"), &[])).unwrap();
+    assert!(removed.tables.len() >= 4, "{removed:?}");
+    assert_eq!(saved_of_mode(backend), before);
 }
 
 #[rstest]

@@ -55,6 +55,7 @@ const TOOLS: &[Tool] = &[
     optional("nft", "nftables", "the real kube-proxy as oracle"),
     optional("conntrack", "conntrack", "the real kube-proxy as oracle"),
     optional("ipset", "ipset", "comparing what is left on a node"),
+    optional("ipvsadm", "ipvsadm", "comparing what is left on a node"),
 ];
 
 /// Everything that building and testing needs.

@@ -26,7 +26,7 @@ pub struct State(BTreeSet<String>);
 pub type Parameters = BTreeMap<String, String>;
 
 impl State {
-    /// Reads it all. Needs nft, iptables, ip, tc, bpftool, and ipset where the kernel has it.
+    /// Reads it all. Needs nft, iptables, ip, tc, bpftool, and ipset and ipvsadm where the kernel has them.
     pub fn read(lab: &Lab, node: NodeNumber) -> Result<Self> {
         let netns = lab.netns(&node_name(node))?;
         let mut lines = within(&netns.namespace, || {
@@ -38,7 +38,7 @@ impl State {
             lines.extend(of_lines("ip", &["-o", "address"], address)?);
             lines.extend(of_lines("ip", &["-o", "link"], link)?);
             lines.extend(of_lines("ip", &["rule"], |line| Some(format!("rule {line}")))?);
-            lines.extend(virtual_servers());
+            lines.extend(virtual_servers()?);
             lines.extend(packet_programs()?);
             Ok(lines)
         })?;
@@ -321,9 +321,13 @@ fn device(line: &str) -> Option<String> {
     Some(device.split('@').next().unwrap_or(device).to_owned())
 }
 
-/// IPVS of this network namespace, where the kernel has it.
-fn virtual_servers() -> BTreeSet<String> {
-    servers_and_destinations(&fs::read_to_string("/proc/thread-self/net/ip_vs").unwrap_or_default())
+/// IPVS of this network namespace, where the kernel has it. By netlink: /proc/net/ip_vs leaves out some in each page after the first, as it counts
+/// those of other namespaces too (6.1).
+fn virtual_servers() -> Result<BTreeSet<String>> {
+    if !Path::new("/proc/thread-self/net/ip_vs").exists() {
+        return Ok(BTreeSet::new());
+    }
+    Ok(servers_and_destinations(&output("ipvsadm", &["--list", "--numeric"])?))
 }
 
 /// Without numbers of connections. A destination that takes no new ones is none as long as it has old ones.
@@ -403,10 +407,10 @@ mod tests {
     const SERVED: &str = "IP Virtual Server version 1.2.1 (size=4096)
 Prot LocalAddress:Port Scheduler Flags
   -> RemoteAddress:Port Forward Weight ActiveConn InActConn
-TCP  0A600001:0050 rr persistent 600 FFFFFFFF
-  -> 0A000002:1F90      Masq    1      3          2
-  -> 0A000001:1F90      Masq    ";
-    const SERVER: &str = "ipvs TCP 0A600001:0050 rr persistent";
+TCP  10.96.0.1:80 rr persistent 600
+  -> 10.0.0.2:8080        Masq    1      3          2
+  -> 10.0.0.1:8080        Masq    ";
+    const SERVER: &str = "ipvs TCP 10.96.0.1:80 rr persistent";
 
     #[test]
     fn destinations_are_there_with_their_weight_unless_they_drain() {
@@ -418,8 +422,8 @@ TCP  0A600001:0050 rr persistent 600 FFFFFFFF
             // Nobody will remove it.
             ("0      0          0", Some("0")),
         ] {
-            let first = weight.map(|weight| format!("{SERVER} to 0A000001:1F90 weight {weight}"));
-            let others = [SERVER.to_owned(), format!("{SERVER} to 0A000002:1F90 weight 1")];
+            let first = weight.map(|weight| format!("{SERVER} to 10.0.0.1:8080 weight {weight}"));
+            let others = [SERVER.to_owned(), format!("{SERVER} to 10.0.0.2:8080 weight 1")];
             let expected: BTreeSet<String> = first.into_iter().chain(others).collect();
             assert_eq!(servers_and_destinations(&format!("{SERVED}{line}\n")), expected, "{line}");
         }

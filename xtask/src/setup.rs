@@ -82,6 +82,7 @@ pub(crate) fn install_for_vm() -> Result<()> {
         needed("depmod", "kmod", WHY),
         needed("udevadm", "udev", WHY),
         needed("ipset", "ipset", "kube-proxy's mode ipvs, in a virtual machine"),
+        needed("ipvsadm", "ipvsadm", "comparing virtual servers, in a virtual machine"),
     ])
 }
 

@@ -301,10 +301,10 @@ fn in_mode(arguments: &Arguments, mode: &'static str) -> Vec<&'static str> {
     ["--proxy", mode].into_iter().chain(core).collect()
 }
 
-/// Beside the real one; unless all is asked for, with one protocol of each family.
+/// Beside the real one; unless all is asked for, without mode userspace, and with one protocol of each family.
 fn differential(arguments: &Arguments) -> Vec<&'static str> {
-    let lean = (!arguments.all_modes).then_some("--lean");
-    ["--proxy", "iptables", "--proxy", "nftables", "--kube-proxy"].into_iter().chain(lean).collect()
+    let further: &[_] = if arguments.all_modes { &["--proxy", "userspace"] } else { &["--lean"] };
+    [&["--proxy", "iptables", "--proxy", "nftables", "--kube-proxy"], further].concat()
 }
 
 /// With both source addresses: to masquerade, packets of pods are translated though the path is that of sockets.

@@ -214,15 +214,11 @@ pub fn controller(bpffs: &Path) -> Option<u32> {
 /// Removes everything that any mode has programmed, and nothing else. `keeps`: `ipvs.excludeCIDRs`.
 pub fn cleanup(bpffs: &Path, keeps: &[IpNet]) -> Result<Removed, Error> {
     let mut all = Removed::default();
+    let mut entries: Vec<_> = entries().collect();
     // A process that was killed on its way from mode ipvs to mode iptables, or back, leaves rules of both. Those of the former mode go first:
-    // they lead to chains of both, which the mode that has written these last removes.
-    let mut of_former_first = Vec::new();
-    for (mode, entry) in entries() {
-        of_former_first
-            .push((leftovers::is_marked(mode).map_err(|error| Error::new(ErrorKind::Other, error))?, entry));
-    }
-    of_former_first.sort_by_key(|(is_marked, _)| *is_marked);
-    for (_, entry) in of_former_first {
+    // they lead to chains of both, which the mode that has written these last removes. What cannot be read is the mode's own clean-up to tell.
+    entries.sort_by_key(|(mode, _)| !leftovers::is_overwritten(*mode).unwrap_or(false));
+    for (_, entry) in entries {
         let Removed { links, filters, tables } = (entry.cleanup)(bpffs, keeps)?;
         all.links.extend(links);
         all.filters += filters;

@@ -177,9 +177,11 @@ impl Recorder {
     #[cfg(test)]
     pub fn kept() -> (Self, impl FnMut() -> Option<Event>) {
         let (queue, mut jobs) = mpsc::channel(QUEUE);
-        let next = move || match jobs.try_recv() {
-            Ok(Job::Record(event)) => Some(event),
-            Ok(Job::Flush(_)) | Err(_) => None,
+        let next = move || {
+            std::iter::from_fn(|| jobs.try_recv().ok()).find_map(|job| match job {
+                Job::Record(event) => Some(event),
+                Job::Flush(_) => None,
+            })
         };
         (Self { queue: Some(queue), counts: Counts::default() }, next)
     }

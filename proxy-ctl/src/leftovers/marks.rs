@@ -100,6 +100,16 @@ pub fn is_marked(mode: Mode) -> Result<bool, Error> {
     }
 }
 
+/// Whether the mode's own chains are there, and those that two modes write are not its own any more. Needs CAP_NET_ADMIN.
+pub fn is_overwritten(mode: Mode) -> Result<bool, Error> {
+    let own = Marks::read(names::mark_of_own_chains(mode))?;
+    if own.marked.is_empty() {
+        return Ok(false);
+    }
+    let common = Marks::read(names::mark(mode))?;
+    Ok(!OwnPlaces::new(&common, &own, &Marks::default()).partly.is_empty())
+}
+
 #[cfg(test)]
 mod tests {
     use rstest::rstest;

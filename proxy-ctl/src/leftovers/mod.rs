@@ -35,7 +35,11 @@ use crate::{
     sys::{CallError, lock::Holder, nftables::TableFamily, xtables::ToolError},
 };
 
-pub use self::{marks::is_marked, own_sockets::deprecate_addresses, remains::Remains};
+pub use self::{
+    marks::{is_marked, is_overwritten},
+    own_sockets::deprecate_addresses,
+    remains::Remains,
+};
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Purpose {

@@ -403,7 +403,7 @@ fn files(folder: &Path, prefix: &str) -> BTreeSet<String> {
 mod tests {
     use super::*;
 
-    /// As Linux 6.1 prints it: a destination, and its line with another weight and number of connections.
+    /// As ipvsadm prints it: a destination, and its line with another weight and number of connections.
     const SERVED: &str = "IP Virtual Server version 1.2.1 (size=4096)
 Prot LocalAddress:Port Scheduler Flags
   -> RemoteAddress:Port Forward Weight ActiveConn InActConn

@@ -23,7 +23,7 @@ pub fn until<T>(
 ) -> Result<T> {
     let start = Instant::now();
     let (limit, between_looks) = (limit * patience(), BETWEEN_LOOKS * patience());
-    let mut last = String::new();
+    let mut last = "no reason given".to_owned();
     let mut tell_at = start + TELLS_EACH;
     loop {
         match condition() {
@@ -32,8 +32,7 @@ pub fn until<T>(
             Err(reason) => last = reason,
         }
         if start.elapsed() > limit {
-            let because = if last.is_empty() { String::new() } else { format!(": {last}") };
-            bail!("{what}: not after {} s{because}", limit.as_secs_f32());
+            bail!("{what}: not after {} s: {last}", limit.as_secs_f32());
         }
         if Instant::now() >= tell_at {
             eprintln!("{what}: waiting for {} s: {last}", start.elapsed().as_secs());

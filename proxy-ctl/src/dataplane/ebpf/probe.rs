@@ -1,9 +1,6 @@
 //! What the eBPF mode needs of a node, and whether it is there. Nothing is changed.
 
-use std::{
-    error::Error as _,
-    path::{Path, PathBuf},
-};
+use std::path::{Path, PathBuf};
 
 use aya::{
     programs::{ProgramError, ProgramType, SchedClassifier, tc::TcAttachType},
@@ -21,6 +18,8 @@ use crate::{
 const OLDEST: KernelVersion = KernelVersion::new(5, 10, 0);
 const TCX: KernelVersion = KernelVersion::new(6, 6, 0);
 const SET_RETVAL: KernelVersion = KernelVersion::new(5, 18, 0);
+/// From here on a process can ask which network namespace it is in (SO_NETNS_COOKIE); before, a socket program tells.
+const NETNS_COOKIE: KernelVersion = KernelVersion::new(5, 14, 0);
 
 /// Fields that nothing depends on with this configuration.
 pub(in crate::dataplane) fn unused_fields(config: &Config) -> Vec<&'static str> {
@@ -73,8 +72,8 @@ struct Facts {
     version: Option<KernelVersion>,
     /// /sys/kernel/btf/vmlinux is there.
     btf: bool,
-    /// Why programs of some type cannot be loaded.
-    unloadable: Vec<String>,
+    /// Programs of each type that is needed can be loaded, or why not. `None`: this process may not load any.
+    programs: Option<Result<(), String>>,
     /// Packet programs are attached by links (6.6).
     tcx: bool,
     cgroup2: Cgroup2,
@@ -90,10 +89,14 @@ fn gather(config: &Ebpf, host: &HostFacts) -> Facts {
     let may_mount = host.capabilities.sys_admin;
     // Who may not load programs learns that from what the capabilities require.
     let may_load = capabilities_requirement(host.capabilities).missing.is_empty();
-    let types = if may_load { program_types(config.sockets()) } else { &[] };
+    let asked = || {
+        let types = program_types(config.sockets(), version);
+        let refused = types.iter().find_map(|kind| refusal(*kind, is_program_supported(*kind)));
+        refused.map_or(Ok(()), Err)
+    };
     Facts {
         version,
-        unloadable: types.iter().filter_map(|(kind, option)| unloadable(*kind, option)).collect(),
+        programs: may_load.then(asked),
         tcx: has_tcx(version),
         btf: Path::new("/sys/kernel/btf/vmlinux").exists(),
         cgroup2: cgroup2(config.cgroup.as_deref(), may_mount),
@@ -105,27 +108,31 @@ fn gather(config: &Ebpf, host: &HostFacts) -> Facts {
     }
 }
 
-/// The types of programs that are loaded at each start, and the option of the kernel's configuration that each needs.
-fn program_types(sockets: SocketLoadBalancing) -> &'static [(ProgramType, &'static str)] {
-    const ALL: &[(ProgramType, &str)] = &[
-        (ProgramType::SchedClassifier, "CONFIG_NET"),
-        (ProgramType::CgroupSockAddr, "CONFIG_CGROUP_BPF"),
-        (ProgramType::CgroupSock, "CONFIG_CGROUP_BPF"),
-    ];
-    if sockets == SocketLoadBalancing::Off { &ALL[..1] } else { ALL }
+/// The types of programs that are loaded at each start.
+fn program_types(sockets: SocketLoadBalancing, version: Option<KernelVersion>) -> &'static [ProgramType] {
+    let has_socket_programs = sockets != SocketLoadBalancing::Off || version < Some(NETNS_COOKIE);
+    if has_socket_programs {
+        &[ProgramType::SchedClassifier, ProgramType::CgroupSockAddr]
+    } else {
+        &[ProgramType::SchedClassifier]
+    }
 }
 
-/// Has the kernel load a program of this type that does nothing.
-fn unloadable(kind: ProgramType, option: &str) -> Option<String> {
-    match is_program_supported(kind) {
+/// Why the kernel does not load programs of the type. `answer`: of an attempt with one that does nothing. Another failure may pass.
+fn refusal(kind: ProgramType, answer: Result<bool, ProgramError>) -> Option<String> {
+    match answer {
         Ok(true) => None,
-        Ok(false) => Some(format!("the kernel has no programs of type {kind:?} ({option})")),
-        Err(error) => {
-            let why = error.source().map_or_else(|| error.to_string(), ToString::to_string);
-            Some(format!(
-                "the kernel loads no programs of type {kind:?}, as under lockdown or a seccomp filter: {why}"
-            ))
-        }
+        Ok(false) => Some(format!(
+            "the kernel has no programs of type {kind:?} (CONFIG_BPF_SYSCALL, CONFIG_CGROUP_BPF)"
+        )),
+        Err(ProgramError::SyscallError(error)) => match error.io_error.raw_os_error() {
+            Some(libc::EPERM | libc::EACCES | libc::ENOSYS) => Some(format!(
+                "the kernel loads no programs of type {kind:?}, because of its configuration or a seccomp filter: {}",
+                error.io_error
+            )),
+            _ => None,
+        },
+        Err(_) => None,
     }
 }
 
@@ -198,8 +205,7 @@ fn answer(sockets: SocketLoadBalancing, host: &HostFacts, facts: &Facts) -> Prob
         Requirement::new("btf", "BTF", facts.btf).lacking(!facts.btf, || {
             "the kernel has no BTF (/sys/kernel/btf/vmlinux; CONFIG_DEBUG_INFO_BTF)".to_owned()
         }),
-        Requirement::new("programs", "programs", facts.unloadable.is_empty())
-            .lacking(!facts.unloadable.is_empty(), || facts.unloadable.join("; ")),
+        programs_requirement(facts.programs.as_ref()),
         cgroup2_requirement(&facts.cgroup2, sockets),
         bpffs_requirement(facts.bpffs),
         capabilities_requirement(*capabilities),
@@ -214,6 +220,12 @@ fn answer(sockets: SocketLoadBalancing, host: &HostFacts, facts: &Facts) -> Prob
         Requirement::new("endsSocketsOf", "ends sockets of", facts.stale_sockets.clone()),
     ];
     Probe { mode: Mode::Ebpf, requirements, remarks }
+}
+
+fn programs_requirement(programs: Option<&Result<(), String>>) -> Requirement {
+    let refused = programs.and_then(|programs| programs.as_ref().err());
+    Requirement::new("programs", "loads programs", programs.map(Result::is_ok))
+        .lacking(refused.is_some(), || refused.cloned().unwrap_or_default())
 }
 
 fn cgroup2_requirement(cgroup2: &Cgroup2, sockets: SocketLoadBalancing) -> Requirement {
@@ -251,6 +263,7 @@ fn capabilities_requirement(capabilities: Capabilities) -> Requirement {
 
 #[cfg(test)]
 mod tests {
+    use aya::sys::SyscallError;
     use rstest::rstest;
 
     use super::*;
@@ -261,7 +274,7 @@ mod tests {
         Facts {
             version: KernelVersion::parse("6.12.9-amd64"),
             btf: true,
-            unloadable: Vec::new(),
+            programs: Some(Ok(())),
             tcx: true,
             cgroup2: Cgroup2::Mounted("/sys/fs/cgroup".into()),
             bpffs: BpfFilesystem::Mounted,
@@ -303,11 +316,7 @@ mod tests {
     #[rstest]
     #[case::kernel(Facts { version: KernelVersion::parse("5.4.0"), ..able() }, ALL, "5.10 or newer is needed")]
     #[case::btf(Facts { btf: false, ..able() }, ALL, "BTF")]
-    #[case::programs(
-        Facts { unloadable: vec!["no programs of type CgroupSock (CONFIG_CGROUP_BPF)".into()], ..able() },
-        ALL,
-        "CONFIG_CGROUP_BPF"
-    )]
+    #[case::programs(Facts { programs: Some(Err("no programs of type CgroupSockAddr".into())), ..able() }, ALL, "CgroupSockAddr")]
     #[case::cgroup(Facts { cgroup2: cgroup2(Some(Path::new("/proc")), true), ..able() }, ALL, "found /proc")]
     #[case::bpffs(Facts { bpffs: BpfFilesystem::Missing, ..able() }, ALL, "mount -t bpf")]
     #[case::capability(able(), Capabilities { net_admin: false, ..ALL }, "CAP_NET_ADMIN is missing")]
@@ -317,14 +326,34 @@ mod tests {
         assert!(obstacles.len() == 1 && obstacles[0].contains(obstacle), "{obstacles:?}");
     }
 
+    fn failed(errno: i32) -> Result<bool, ProgramError> {
+        let io_error = std::io::Error::from_raw_os_error(errno);
+        Err(ProgramError::SyscallError(SyscallError { call: "bpf_prog_load", io_error }))
+    }
+
+    #[rstest]
+    #[case::loads(Ok(true), None)]
+    #[case::no_such_type(Ok(false), Some("the kernel has no programs of type CgroupSockAddr"))]
+    #[case::seccomp(failed(libc::EPERM), Some("a seccomp filter: Operation not permitted"))]
+    #[case::no_bpf(failed(libc::ENOSYS), Some("Function not implemented"))]
+    #[case::disturbed_by_a_signal(failed(libc::EAGAIN), None)]
+    #[case::no_memory(failed(libc::ENOMEM), None)]
+    fn a_kernel_that_loads_no_programs(
+        #[case] answer: Result<bool, ProgramError>,
+        #[case] expected: Option<&str>,
+    ) {
+        let refused = refusal(ProgramType::CgroupSockAddr, answer);
+        assert_eq!(refused.is_some(), expected.is_some(), "{refused:?}");
+        assert!(refused.unwrap_or_default().contains(expected.unwrap_or_default()));
+    }
+
     #[test]
     #[ignore = "needs root"]
     fn as_root_the_kernel_is_asked() {
-        assert_eq!(unloadable(ProgramType::SchedClassifier, "CONFIG_NET"), None);
-        let none = unloadable(ProgramType::Unspecified, "no option").unwrap();
-        assert_eq!(none, "the kernel has no programs of type Unspecified (no option)");
-        let has_tcx = has_tcx(None);
-        assert_eq!(has_tcx, crate::node::facts::gather().kernel() >= Some(TCX));
+        let host = crate::node::facts::gather();
+        let facts = gather(&Ebpf::default(), &host);
+        assert_eq!(facts.programs, Some(Ok(())));
+        assert!(has_tcx(None) || host.kernel() < Some(TCX));
     }
 
     #[test]

@@ -38,15 +38,15 @@ const LINES_OF_NFT: usize = 2000;
 const LINES_OF_LEGACY: usize = usize::MAX;
 /// Of one run of the tool: bounds the memory for its input.
 const LINES_AT_ONCE: usize = 100_000;
+/// Everything is read again when this many times the duration of the last time has passed, at the latest after
+/// [`LONGEST_TRUST`].
+const READ_SHARE: u32 = 100;
+const LONGEST_TRUST: Duration = Duration::from_secs(3600);
 
 /// Whether rules of single endpoints have comments, where they `had` them or not, with so many endpoints.
 const fn has_endpoint_comments(had: bool, endpoints: usize) -> bool {
     if had { endpoints <= MANY_ENDPOINTS } else { endpoints < FEW_ENDPOINTS }
 }
-/// Everything is read again when this many times the duration of the last time has passed, at the latest after
-/// [`LONGEST_TRUST`].
-const READ_SHARE: u32 = 100;
-const LONGEST_TRUST: Duration = Duration::from_secs(3600);
 
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Failures {
@@ -125,7 +125,7 @@ impl Writer {
             tools,
             abilities,
             host: Host::default(),
-            // As few endpoints have them: kube-proxy begins there too.
+            // Up to the number to which kube-proxy writes comments.
             settings: PortSettings::new(family, &Host::default(), abilities, true),
             base: None,
             written: FxHashMap::default(),

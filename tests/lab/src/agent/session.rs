@@ -89,12 +89,17 @@ impl Session {
                 for target in targets.iter().cycle().take(count) {
                     let dial = Dial::new(protocol, *target);
                     let timeout_ms = dial.timeout_ms * u64::from(wait::patience());
-                    let opened = Held::open(&dial.timeout_ms(timeout_ms));
-                    let mut held = opened.with_context(|| format!("connecting to {target}"))?;
-                    let mut outcome = held.ping();
+                    let dial = dial.timeout_ms(timeout_ms);
+                    let open = || {
+                        let mut held =
+                            Held::open(&dial).with_context(|| format!("connecting to {target}"))?;
+                        let outcome = held.ping();
+                        anyhow::Ok((held, outcome))
+                    };
+                    let (mut held, mut outcome) = open()?;
                     if protocol == Protocol::Udp && matches!(outcome, Outcome::TimedOut) {
-                        // A single datagram may get lost.
-                        outcome = held.ping();
+                        // A single datagram may get lost. By another socket: the answer to the first may still come.
+                        (held, outcome) = open()?;
                     }
                     ensure!(matches!(outcome, Outcome::Answered(_)), "{target}: {protocol}: {outcome}");
                     let connection = self.number();

@@ -88,6 +88,11 @@ impl Datapath {
         }
     }
 
+    /// New connections to a frontend get its endpoints by turns, whoever makes them.
+    pub const fn takes_turns(self) -> bool {
+        matches!(self, Self::Ipvs | Self::Userspace)
+    }
+
     /// A process carries connections: they end with it, and it has opened those that endpoints see.
     pub const fn is_a_process(self) -> bool {
         matches!(self, Self::Userspace)

@@ -84,7 +84,7 @@ const PROBE_HELP: &str = "Examples:
 
 Nothing is changed. The exit code is 1 where the mode that was asked for cannot run here.
 
-JSON: {facts: {kernel, btf, cgroup2, bpffs, capabilities[], packetHook, refusesWith, endsSocketsOf, nftablesModules, iptables[], routeLocalnet,
+JSON: {facts: {kernel, btf, programs, cgroup2, bpffs, capabilities[], packetHook, refusesWith, endsSocketsOf, nftablesModules, iptables[], routeLocalnet,
     ipvsModules, ipvsParameters, ipsetProtocol, redirect},
   modes[]: {mode, canRun, needs[]: name of a fact, missing[], remarks[]}, requested,
   choice: {mode, reasons[], fallback: text or null} or null, refusal: text or null,

@@ -223,9 +223,13 @@ fn answer(sockets: SocketLoadBalancing, host: &HostFacts, facts: &Facts) -> Prob
 }
 
 fn programs_requirement(programs: Option<&Result<(), String>>) -> Requirement {
-    let refused = programs.and_then(|programs| programs.as_ref().err());
-    Requirement::new("programs", "loads programs", programs.map(Result::is_ok))
-        .lacking(refused.is_some(), || refused.cloned().unwrap_or_default())
+    let (state, refusal) = match programs {
+        None => ("not tried", None),
+        Some(Ok(())) => ("loaded", None),
+        Some(Err(refusal)) => ("refused", Some(refusal)),
+    };
+    Requirement::new("programs", "trial programs", state)
+        .lacking(refusal.is_some(), || refusal.cloned().unwrap_or_default())
 }
 
 fn cgroup2_requirement(cgroup2: &Cgroup2, sockets: SocketLoadBalancing) -> Requirement {

@@ -227,12 +227,28 @@ impl World {
         self.publish()?;
         self.settled()?;
         if self.setting.proxy == ProxyKind::KubeProxyIpvs {
-            // It writes virtual servers first, and the sets and rules of all Services after the last one: the next sentinel is served
-            // only once that is done.
-            self.publish()?;
-            self.settled()?;
+            NODES.into_iter().try_for_each(|node| self.synced_on(node))?;
         }
         Ok(())
+    }
+
+    /// Waits until kube-proxy in mode ipvs has ended a sync of each family. It writes virtual servers first, then the sets and rules of all Services,
+    /// and then removes what is old, entries of connection tracking among it. It syncs each 30 s also where nothing has changed.
+    fn synced_on(&self, node: NodeNumber) -> Result<()> {
+        const COUNTER: &str = "kubeproxy_sync_proxy_rules_duration_seconds_count";
+        let ended = || -> Result<BTreeMap<String, u64>> {
+            let body = self.metrics(node)?;
+            let counters = body.lines().filter_map(|line| line.strip_prefix(COUNTER)?.rsplit_once(' '));
+            counters.map(|(family, count)| Ok((family.to_owned(), count.parse()?))).collect()
+        };
+        let before = ended()?;
+        wait::until(&format!("kube-proxy on node{node} has ended a sync"), SETTLES_WITHIN * 2, || {
+            let now = ended().map_err(|error| format!("{error:#}"))?;
+            let is_newer =
+                |(family, count): (&String, &u64)| *count > before.get(family).copied().unwrap_or(0);
+            let is_ended = now.len() == FAMILIES.len() && now.iter().all(is_newer);
+            if is_ended { Ok(Some(())) } else { Err(format!("syncs: {before:?} before, {now:?} now")) }
+        })
     }
 
     /// The sentinel moves to a new port with each version. It is written last, so a proxy that serves the

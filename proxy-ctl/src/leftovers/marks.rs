@@ -102,6 +102,9 @@ pub fn is_marked(mode: Mode) -> Result<bool, Error> {
 
 /// Whether the mode's own chains are there, and those that two modes write are not its own any more. Needs CAP_NET_ADMIN.
 pub fn is_overwritten(mode: Mode) -> Result<bool, Error> {
+    if names::shares_chains_with(mode).is_none() {
+        return Ok(false);
+    }
     let own = Marks::read(names::mark_of_own_chains(mode))?;
     if own.marked.is_empty() {
         return Ok(false);

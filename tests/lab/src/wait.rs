@@ -5,14 +5,13 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 
 const BETWEEN_LOOKS: Duration = Duration::from_millis(5);
+const TELLS_EACH: Duration = Duration::from_mins(1);
 
 /// How many times longer than usual to wait, also between two looks: `LAB_PATIENCE`, for machines that are emulated, where
 /// looking takes the time of what is waited for.
 pub fn patience() -> u32 {
     std::env::var("LAB_PATIENCE").ok().and_then(|factor| factor.parse().ok()).unwrap_or(1)
 }
-
-const TELLS_EACH: Duration = Duration::from_mins(1);
 
 /// Asks `condition` until it answers with a value; says each minute what is still waited for. The error names `what` was waited for and the last
 /// reason `condition` gave for not being there yet.

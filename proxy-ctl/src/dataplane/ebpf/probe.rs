@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use aya::{
     programs::{ProgramError, ProgramType, SchedClassifier, tc::TcAttachType},
-    sys::{BpfHelper, is_helper_supported, is_program_supported},
+    sys::{BpfHelper, SyscallError, is_helper_supported, is_program_supported},
 };
 
 use super::stale_sockets;
@@ -121,18 +121,17 @@ fn program_types(sockets: SocketLoadBalancing, version: Option<KernelVersion>) -
 /// Why the kernel does not load programs of the type. `answer`: of an attempt with one that does nothing. Another failure may pass.
 fn refusal(kind: ProgramType, answer: Result<bool, ProgramError>) -> Option<String> {
     match answer {
-        Ok(true) => None,
         Ok(false) => Some(format!(
             "the kernel has no programs of type {kind:?} (CONFIG_BPF_SYSCALL, CONFIG_CGROUP_BPF)"
         )),
-        Err(ProgramError::SyscallError(error)) => match error.io_error.raw_os_error() {
-            Some(libc::EPERM | libc::EACCES | libc::ENOSYS) => Some(format!(
-                "the kernel loads no programs of type {kind:?}, because of its configuration or a seccomp filter: {}",
-                error.io_error
-            )),
-            _ => None,
-        },
-        Err(_) => None,
+        Err(ProgramError::SyscallError(SyscallError { io_error, .. }))
+            if matches!(io_error.raw_os_error(), Some(libc::EPERM | libc::EACCES | libc::ENOSYS)) =>
+        {
+            Some(format!(
+                "the kernel loads no programs of type {kind:?}, because of its configuration or a seccomp filter: {io_error}"
+            ))
+        }
+        Ok(true) | Err(_) => None,
     }
 }
 
@@ -140,7 +139,9 @@ fn refusal(kind: ProgramType, answer: Result<bool, ProgramError>) -> Option<Stri
 fn has_tcx(version: Option<KernelVersion>) -> bool {
     match SchedClassifier::query_tcx("lo", TcAttachType::Ingress) {
         Ok(_) => true,
-        Err(ProgramError::SyscallError(error)) if error.io_error.raw_os_error() == Some(libc::EINVAL) => {
+        Err(ProgramError::SyscallError(SyscallError { io_error, .. }))
+            if io_error.raw_os_error() == Some(libc::EINVAL) =>
+        {
             false
         }
         Err(_) => version >= Some(TCX),
@@ -267,7 +268,6 @@ fn capabilities_requirement(capabilities: Capabilities) -> Requirement {
 
 #[cfg(test)]
 mod tests {
-    use aya::sys::SyscallError;
     use rstest::rstest;
 
     use super::*;

@@ -549,13 +549,7 @@ impl Run {
             for variant in Variants::All.list() {
                 for target in self.targets(client, variant.family)? {
                     let dial = lab::Dial::new(variant.protocol, target).times(30);
-                    let mut outcomes = self.world.dial(client, &dial)?;
-                    if proxy == ProxyKind::KubeProxyIpvs && variant.protocol == Protocol::Udp {
-                        // It may clear entries of connection tracking meanwhile, and an answer with them.
-                        let lost =
-                            outcomes.iter().position(|outcome| matches!(outcome, lab::Outcome::TimedOut));
-                        lost.map(|lost| outcomes.remove(lost));
-                    }
+                    let outcomes = self.world.dial(client, &dial)?;
                     check::answered_by(&outcomes, BALANCED.endpoints)
                         .with_context(|| format!("{client} to {target}, {variant}"))?;
                 }

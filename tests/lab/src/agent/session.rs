@@ -17,7 +17,7 @@ use super::{
     protocol::{Dial, Outcome, Reply, Request},
     serve,
 };
-use crate::{Protocol, http, wait};
+use crate::{http, wait};
 
 /// For an answer over HTTP.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -89,18 +89,9 @@ impl Session {
                 for target in targets.iter().cycle().take(count) {
                     let dial = Dial::new(protocol, *target);
                     let timeout_ms = dial.timeout_ms * u64::from(wait::patience());
-                    let dial = dial.timeout_ms(timeout_ms);
-                    let open = || {
-                        let mut held =
-                            Held::open(&dial).with_context(|| format!("connecting to {target}"))?;
-                        let outcome = held.ping();
-                        anyhow::Ok((held, outcome))
-                    };
-                    let (mut held, mut outcome) = open()?;
-                    if protocol == Protocol::Udp && matches!(outcome, Outcome::TimedOut) {
-                        // A single datagram may get lost. By another socket: the answer to the first may still come.
-                        (held, outcome) = open()?;
-                    }
+                    let opened = Held::open(&dial.timeout_ms(timeout_ms));
+                    let mut held = opened.with_context(|| format!("connecting to {target}"))?;
+                    let outcome = held.ping();
                     ensure!(matches!(outcome, Outcome::Answered(_)), "{target}: {protocol}: {outcome}");
                     let connection = self.number();
                     self.held.insert(connection, held);

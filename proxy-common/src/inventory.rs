@@ -113,6 +113,7 @@ macro_rules! tables {
             datagrams6: socket_storage(u32, DatagramOrigins<A6>), 0;
             settings: array(u32, Settings), 1;
             lease: array(u32, Lease), 1;
+            route_epoch: shared_array(u32, RouteEpoch), 1;
             counters: per_cpu_array(u32, u64), REASONS;
             event_control: array(u32, EventControl), 1;
             events: ring(u32, Event), EVENT_BYTES;

@@ -574,6 +574,26 @@ pub struct Flow<A> {
     /// TCP. Up to date in the entry of client and backend.
     pub backend_numbers: Numbers,
     pub state: FlowState,
+    /// Of the packets that this entry is found for, where the driver sends them on.
+    pub next_hop: KnownHop,
+}
+
+/// A [`NextHop`](crate::flow::NextHop) that the routing tables have named, with a stamp of when: the upper 48 bits are the destination's link
+/// address, the source's, and index of the interface and length of the longest packet. Each word is replaced by one store, and has a
+/// part of the stamp: words of two writers do not belong together.
+#[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
+#[repr(C)]
+pub struct KnownHop {
+    pub(crate) words: [u64; 3],
+}
+
+/// Table `route_epoch`, mmapable array with one entry.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+#[repr(C, align(8))]
+pub struct RouteEpoch {
+    /// Rises after each change of routes, neighbours or interfaces that the controller is told of: next hops are then looked up once more.
+    pub number: u32,
+    pub _reserved: u32,
 }
 
 /// Table `foreign_flows4/6`, LRU hash by the ends of a connection that leaves with this node's address, to which flows are masqueraded too,
@@ -1081,13 +1101,15 @@ const _: () = {
     assert!(size_of::<Slot4>() == 16 && size_of::<Slot6>() == 32);
     assert!(size_of::<Backend<[u8; 4]>>() == 20 && size_of::<Backend<[u8; 16]>>() == 32);
     assert!(size_of::<FlowKey<[u8; 4]>>() == 16 && size_of::<FlowKey<[u8; 16]>>() == 40);
-    assert!(size_of::<Flow<[u8; 4]>>() == 80 && size_of::<Flow<[u8; 16]>>() == 128);
+    assert!(size_of::<Flow<[u8; 4]>>() == 104 && size_of::<Flow<[u8; 16]>>() == 152);
     assert!(size_of::<FragmentKey<[u8; 4]>>() == 16 && size_of::<FragmentKey<[u8; 16]>>() == 40);
     assert!(size_of::<FirstFragment<[u8; 4]>>() == 32 && size_of::<FirstFragment<[u8; 16]>>() == 56);
     assert!(size_of::<SocketOrigin<[u8; 4]>>() == 20 && size_of::<SocketOrigin<[u8; 16]>>() == 44);
     assert!(size_of::<DatagramOrigins<[u8; 4]>>() == 84 && size_of::<DatagramOrigins<[u8; 16]>>() == 180);
     assert!(size_of::<Settings>() == 96 && size_of::<FlowState>() == 4 && size_of::<ServiceCounters>() == 24);
-    assert!(size_of::<InterfaceSettings>() == 24 && size_of::<FourPorts>() == 8);
+    assert!(
+        size_of::<InterfaceSettings>() == 24 && size_of::<FourPorts>() == 8 && size_of::<RouteEpoch>() == 8
+    );
     assert!(size_of::<VlanTag>() == 8);
     assert!(size_of::<LinkAddress>() == 8 && size_of::<RedirectTarget>() == 8);
     assert!(size_of::<ForeignFlow>() == 8);
@@ -1136,6 +1158,7 @@ mod pod {
         Collected,
         Settings,
         Lease,
+        RouteEpoch,
         EventControl,
         Event,
         LogControl,

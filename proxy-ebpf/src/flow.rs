@@ -73,6 +73,14 @@ impl<A: Address> FlowEntry<A> for Entry<A> {
                     // Last: with it the address counts.
                     (*entry).set_masquerade_port(port);
                 }
+                Change::NextHop(hop) => {
+                    // In words, each by one store.
+                    let (from, to) =
+                        (addr_of!(hop).cast::<u64>(), addr_of_mut!((*entry).next_hop).cast::<u64>());
+                    for word in 0..size_of::<KnownHop>() / size_of::<u64>() {
+                        write_volatile(to.add(word), *from.add(word));
+                    }
+                }
             }
         }
     }
@@ -311,6 +319,13 @@ macro_rules! flow_tables {
             #[inline(always)]
             fn epoch(&self) -> u32 {
                 settings().map_or(0, |settings| settings.epoch)
+            }
+
+            #[inline(always)]
+            fn route_epoch(&self) -> u32 {
+                let Some(epoch) = maps::route_epoch.get_ptr(0) else { return 0 };
+                // SAFETY: of a map value, aligned to 8; one load, as the controller may be raising it.
+                unsafe { read_volatile(addr_of!((*epoch).number)) }
             }
 
             #[inline(always)]

@@ -4,7 +4,7 @@
 use aya_ebpf::bindings::xdp_action;
 use proxy_common::{
     family::{V4, V6},
-    flow::{self, FlowTables, Scratch},
+    flow::{self, Driver, FlowTables, Scratch},
     layout::{IN_FRAGMENTS, TAG_CUSTOMER, TAG_SERVICE, VlanTag},
     packet::{Bytes as _, Headers, Network, Packet, Sum, parse, rewrite_headers},
     reason::Reason,
@@ -62,6 +62,8 @@ const TAGS: usize = 2;
 const TAG: u32 = 4;
 const IPV4: u16 = 0x0800;
 const IPV6: u16 = 0x86dd;
+/// Bytes of a link address.
+const LINK_ADDRESS: u32 = 6;
 
 enum Tagged {
     No,
@@ -108,13 +110,12 @@ where
     }
     scratch.interface = interface;
     scratch.is_made_here = false;
-    let decided = flow::in_transit(&Maps, scratch, |scratch| leaves::<F>(frame, scratch) == YES);
-    if decided.is_err() {
+    if flow::in_transit(&Maps, scratch, &frame).is_err() {
         return xdp_action::XDP_PASS;
     }
     match send::<F>(frame, scratch) {
         Ok(()) => {
-            let (reason, verdict) = if scratch.is_redirected {
+            let (reason, verdict) = if scratch.next_hop.interface != scratch.interface {
                 (Reason::RedirectedByDriver, xdp_action::XDP_REDIRECT)
             } else {
                 (Reason::SentByDriver, xdp_action::XDP_TX)
@@ -147,16 +148,41 @@ fn is_plain<F: TransitFamily>(frame: Frame, packet: &Packet<F::Address>) -> bool
         && frame.read(network + F::LIFETIME).is_ok_and(|[lifetime]: [u8; 1]| lifetime > 1)
 }
 
-/// Answered by [`leaves`].
+impl<F: TransitFamily> Driver<F> for Frame
+where
+    Maps: FlowTables<F>,
+{
+    #[inline(always)]
+    fn packet_length(&self, scratch: &Scratch<F::Address>) -> u32 {
+        self.length() - scratch.packet.headers.network
+    }
+
+    #[inline(always)]
+    fn look_up(&self, scratch: &mut Scratch<F::Address>) -> bool {
+        look_up::<F>(*self, scratch) == YES
+    }
+
+    /// Back by its interface, and so with the same tags, or by another. The frame is for the interface that it has come by: others only see it.
+    #[inline(always)]
+    fn can_send(&self, Scratch { packet, interface, next_hop, .. }: &Scratch<F::Address>) -> bool {
+        if next_hop.interface == *interface {
+            // The link address that packets leave with is the interface's own.
+            self.read(0) == Ok(next_hop.source)
+        } else {
+            is_redirectable(*self, packet.headers.network, next_hop.interface)
+        }
+    }
+}
+
+/// Answered by [`look_up`].
 const YES: u32 = 1;
 const NO: u32 = 0;
 
-/// Can the driver send a packet with the ends of `scratch.action` where the stack would: back by its interface, and so with the same tags, or by
-/// another? The frame is for the interface that it has come by. Sets `scratch.next_hop` and `scratch.is_redirected`.
+/// Sets `scratch.next_hop`.
 // Not inlined: the parameters would lie on the stack beside what opening a flow needs.
 #[inline(never)]
-fn leaves<F: TransitFamily>(frame: Frame, scratch: &mut Scratch<F::Address>) -> u32 {
-    let Scratch { packet, action, interface, next_hop, is_redirected, .. } = scratch;
+fn look_up<F: TransitFamily>(frame: Frame, scratch: &mut Scratch<F::Address>) -> u32 {
+    let Scratch { packet, action, interface, next_hop, .. } = scratch;
     let rewrite = &action.rewrite;
     let mut parameters = route::parameters::<F>(*interface, &rewrite.source, &rewrite.destination);
     parameters.l4_protocol = packet.protocol;
@@ -168,19 +194,11 @@ fn leaves<F: TransitFamily>(frame: Frame, scratch: &mut Scratch<F::Address>) -> 
     if route::look_up(frame.context(), &mut parameters) != FOUND {
         return NO;
     }
-    let [to, from] = [parameters.dmac, parameters.smac];
-    *is_redirected = parameters.ifindex != *interface;
-    let can_be_sent = if *is_redirected {
-        is_redirectable(frame, packet.headers.network, parameters.ifindex)
-    } else {
-        // The one that packets leave with is the interface's own. What is for others is only seen by it.
-        frame.read(0) == Ok(from)
-    };
-    if !can_be_sent {
-        return NO;
-    }
-    next_hop[..6].copy_from_slice(&to);
-    next_hop[6..].copy_from_slice(&from);
+    next_hop.destination = parameters.dmac;
+    next_hop.source = parameters.smac;
+    next_hop.interface = parameters.ifindex;
+    // SAFETY: an integer whichever it is. The kernel has replaced the length by the most that goes there; before 5.13 it is still the length.
+    next_hop.longest = unsafe { parameters.__bindgen_anon_1.tot_len };
     YES
 }
 
@@ -216,5 +234,6 @@ fn send<F: TransitFamily>(
         let change = Sum::of_change(&[old, protocol, 0, 0], &[new, protocol, 0, 0]);
         frame.change_header_checksum(network + checksum, change)?;
     }
-    frame.store(0, *next_hop)
+    frame.store(0, next_hop.destination)?;
+    frame.store(LINK_ADDRESS, next_hop.source)
 }

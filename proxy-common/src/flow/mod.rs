@@ -21,6 +21,7 @@ mod guard;
 mod known;
 mod lifetimes;
 mod masquerade;
+mod next_hop;
 mod open;
 mod routine;
 mod tcp;
@@ -32,6 +33,7 @@ mod tuples;
 pub use guard::{OPENING_SERVICES, ServiceOpenings, openings_per_window};
 pub use known::{arriving_known, leaving_known};
 pub use lifetimes::FlowLifetimes;
+pub use next_hop::{Driver, NextHop};
 pub use routine::{Routine, run};
 pub use tcp::Speaker;
 pub use transit::in_transit;
@@ -82,6 +84,7 @@ pub enum Change<A> {
     /// `RESET_*`.
     Reset(u8),
     Masquerade(A, Port),
+    NextHop(KnownHop),
 }
 
 /// An entry of a flow table, in place. The kernel may give its memory to another flow at any time.
@@ -129,10 +132,8 @@ pub struct Scratch<A> {
     pub is_parsed: bool,
     /// Of a packet that arrives and `is_parsed`: no table had a flow with its ends.
     has_no_flow: bool,
-    /// Of the Ethernet header that a packet in transit gets: destination and source.
-    pub next_hop: [u8; 12],
-    /// A packet in transit leaves by another interface than it has come by.
-    pub is_redirected: bool,
+    /// Of a packet in transit.
+    pub next_hop: NextHop,
     /// Why the packet is not served as it has come; one inside it may be.
     pub unserved: Option<Reason>,
     /// Bytes of the headers that were before the packet, which has come in another; 0: it has not.
@@ -237,6 +238,9 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     }
     /// [`Settings::epoch`].
     fn epoch(&self) -> u32;
+    /// [`RouteEpoch::number`].
+    fn route_epoch(&self) -> u32;
+
     /// Are connections reset whose backend is gone?
     fn resets_gone(&self) -> bool;
     /// Is everybody masqueraded whom kube-proxy masquerades?

@@ -132,6 +132,7 @@ pub(super) fn insert<F: Family, T: FlowTables<F>>(
     flow.backend_numbers =
         Numbers { reached: packet.segment.next, awaited: packet.segment.sequence.wrapping_add(1) };
     flow.state = FlowState::default();
+    flow.next_hop = KnownHop::default();
     flow.opened = tables.now();
     flow.last_seen = flow.opened;
     if take_backend_key(tables, scratch)? == Try::Joined {

@@ -104,6 +104,7 @@ fn apply(flow: &mut Flow<A>, change: Change<A>) {
             flow.masquerade = address;
             flow.set_masquerade_port(port);
         }
+        Change::NextHop(hop) => flow.next_hop = hop,
     }
 }
 
@@ -129,6 +130,7 @@ struct Host {
     /// Counts down; at 0 another CPU does this first.
     interruption: RefCell<Option<(u32, Interruption)>>,
     epoch: Cell<u32>,
+    route_epoch: Cell<u32>,
     resets_gone: bool,
     holds_packets: bool,
     openings_per_window: u32,
@@ -175,6 +177,7 @@ impl Host {
             until_full: Cell::new(None),
             interruption: RefCell::default(),
             epoch: Cell::default(),
+            route_epoch: Cell::default(),
             resets_gone: false,
             holds_packets: false,
             openings_per_window: 0,
@@ -421,6 +424,10 @@ impl FlowTables<V4> for Host {
 
     fn epoch(&self) -> u32 {
         self.epoch.get()
+    }
+
+    fn route_epoch(&self) -> u32 {
+        self.route_epoch.get()
     }
 
     fn resets_gone(&self) -> bool {

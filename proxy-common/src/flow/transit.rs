@@ -1,8 +1,8 @@
 //! A packet that leaves the node again without the stack between: to a backend on another node, or back from there.
 
 use super::{
-    FlowEntry as _, FlowTables, Found, Scratch, Step, end_if_gone, find, go_on, is_over, lookup,
-    set_key_of_packet,
+    Driver, FlowEntry as _, FlowTables, Found, Scratch, Step, end_if_gone, find, go_on, is_over, lookup,
+    next_hop::leaves, set_key_of_packet,
 };
 use crate::{
     family::Family,
@@ -13,15 +13,15 @@ use crate::{
 };
 
 /// Decides what [`arriving`](super::arriving) and [`leaving`](super::leaving) decide one after the other, of packets of flows that the stack
-/// has let out by an uplink before: reverse path filtering, rules of netfilter for new connections and IPsec have judged these. `leaves`
-/// says whether the driver can send a packet with the ends of `scratch.action`, those between the two, where the stack would send it.
+/// has let out by an uplink before: reverse path filtering, rules of netfilter for new connections and IPsec have judged these. The
+/// packet is sent to `scratch.next_hop`, where the stack would send one with the ends between the two.
 ///
 /// Fails where the packet is the stack's. It is untouched then.
 #[inline(always)]
 pub fn in_transit<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
-    leaves: impl FnOnce(&mut Scratch<F::Address>) -> bool,
+    driver: &impl Driver<F>,
 ) -> Result<(), Reason> {
     let is_simple = scratch.packet.fragment.part == Part::Whole && !scratch.packet.is_error();
     // A SYN may begin another flow.
@@ -43,7 +43,7 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
             }
             end_if_gone(tables, scratch, found.entry)?;
             scratch.action.rewrite = scratch.flow.forward_rewrite();
-            if !leaves(scratch) {
+            if !leaves(tables, scratch, &found, driver) {
                 return Err(Reason::NotAService);
             }
             scratch.action.rewrite = scratch.flow.masquerade_rewrite();
@@ -52,7 +52,7 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
         }
         Step::FromBackendMasqueraded => {
             scratch.action.rewrite = scratch.flow.unmasquerade_rewrite();
-            if !leaves(scratch) {
+            if !leaves(tables, scratch, &found, driver) {
                 return Err(Reason::NotAService);
             }
             scratch.action.rewrite = scratch.flow.reply_rewrite();

@@ -2,12 +2,10 @@
 
 use std::{io, sync::Arc};
 
-use netlink_packet_core::{
-    DecodeError, NetlinkDeserializable as _, NetlinkHeader, NetlinkMessage, NetlinkPayload,
-};
+use netlink_packet_core::{NetlinkDeserializable as _, NetlinkHeader};
 use netlink_packet_route::RouteNetlinkMessage;
-use netlink_sys::{Socket, protocols::NETLINK_ROUTE};
-use tokio::{io::unix::AsyncFd, sync::watch};
+use netlink_sys::protocols::NETLINK_ROUTE;
+use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use super::{
@@ -18,26 +16,17 @@ use crate::{
     config::Config,
     dataplane::NodeNetwork,
     sys::{
+        CallError,
         netlink::{Messages, NLM_F_DUMP, NetlinkSocket},
         ready,
+        rtnetlink::{self, ADDRESSES, LINKS, ROUTES, Waiting, not_understood},
     },
 };
 
 #[derive(Debug, thiserror::Error)]
-#[error("following interfaces and addresses by netlink, in {call}: {source}")]
-pub struct Error {
-    call: &'static str,
-    source: io::Error,
-}
+#[error("following interfaces and addresses by netlink: {0}")]
+pub struct Error(#[from] CallError);
 
-fn failed(call: &'static str) -> impl FnOnce(io::Error) -> Error {
-    move |source| Error { call, source }
-}
-
-/// Multicast groups: links, IPv4 and IPv6 addresses, IPv4 and IPv6 routes.
-const GROUPS: [u32; 5] = [1, 5, 9, 7, 11];
-/// Size of the socket's receive buffer. When it is full, the kernel drops changes and reports an overrun.
-const RECEIVE_BUFFER: usize = 1 << 20;
 const RTM_GETLINK: u16 = 18;
 const RTM_GETADDR: u16 = 22;
 const RTM_GETROUTE: u16 = 26;
@@ -55,7 +44,8 @@ pub async fn watch(
         () = stop.cancelled() => return Ok(()),
     }
     // Subscribed before the dump, so that no change falls between them.
-    let mut changes = subscribe()?;
+    let groups = [LINKS].into_iter().chain(ADDRESSES).chain(ROUTES);
+    let changes = ready::readable(rtnetlink::subscribe(groups)?).map_err(CallError::of("epoll"))?;
     let mut state = dump().await?;
     let (mut own_node_told, mut configs_told) = (true, true);
     loop {
@@ -72,12 +62,13 @@ pub async fn watch(
             () = hosts.closed() => return Ok(()),
             changed = own_node.changed(), if own_node_told => own_node_told = changed.is_ok(),
             changed = configs.changed(), if configs_told => configs_told = changed.is_ok(),
-            ready = changes.readable_mut() => {
-                let mut ready = ready.map_err(failed("waiting for changes"))?;
-                if take_waiting(ready.get_inner_mut(), &mut state)? == Waiting::Lost {
+            ready = changes.readable() => {
+                let mut ready = ready.map_err(CallError::of("waiting for changes"))?;
+                let socket = ready.get_inner();
+                if rtnetlink::take_waiting(socket, |change| state.apply(change))? == Waiting::Lost {
                     tracing::info!("changes of interfaces came faster than they were read; all are listed again");
                     // What still waits is older than the list, and the kernel drops changes until nothing waits.
-                    while take_waiting(ready.get_inner_mut(), &mut state)? == Waiting::Lost {}
+                    while rtnetlink::take_waiting(socket, |_| ())? == Waiting::Lost {}
                     state = dump().await?;
                 } else {
                     ready.clear_ready();
@@ -101,56 +92,13 @@ fn surroundings(own_node: &OwnNode, config: &Config) -> Surroundings {
     }
 }
 
-fn subscribe() -> Result<AsyncFd<Socket>, Error> {
-    let mut socket = Socket::new(NETLINK_ROUTE).map_err(failed("socket"))?;
-    socket.bind_auto().map_err(failed("bind"))?;
-    socket.set_rx_buf_sz(RECEIVE_BUFFER).map_err(failed("setsockopt(SO_RCVBUF)"))?;
-    for group in GROUPS {
-        socket.add_membership(group).map_err(failed("setsockopt(NETLINK_ADD_MEMBERSHIP)"))?;
-    }
-    socket.set_non_blocking(true).map_err(failed("fcntl(O_NONBLOCK)"))?;
-    ready::readable(socket).map_err(failed("epoll"))
-}
-
-#[derive(Debug, Eq, PartialEq)]
-enum Waiting {
-    Taken,
-    /// The kernel has dropped changes.
-    Lost,
-}
-
-/// Applies all changes that are waiting.
-fn take_waiting(socket: &mut Socket, state: &mut State) -> Result<Waiting, Error> {
-    loop {
-        match socket.recv_from_full() {
-            Ok((bytes, _)) => each_change(&bytes, |change| state.apply(change)),
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(Waiting::Taken),
-            Err(e) if e.raw_os_error() == Some(libc::ENOBUFS) => return Ok(Waiting::Lost),
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(failed("recv")(e)),
-        }
-    }
-}
-
-fn each_change(bytes: &[u8], mut take: impl FnMut(&RouteNetlinkMessage)) {
-    let mut rest = bytes;
-    while let Some(length) = rest.first_chunk().map(|length| u32::from_ne_bytes(*length) as usize) {
-        let Some(one) = rest.get(..length).filter(|one| !one.is_empty()) else { return };
-        let message = NetlinkMessage::<RouteNetlinkMessage>::deserialize(one).inspect_err(not_understood);
-        if let Ok(NetlinkMessage { payload: NetlinkPayload::InnerMessage(change), .. }) = message {
-            take(&change);
-        }
-        rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
-    }
-}
-
 async fn dump() -> Result<State, Error> {
     let done = tokio::task::spawn_blocking(dump_all).await;
-    done.map_err(|e| failed("a blocking task")(io::Error::other(e)))?
+    done.map_err(|e| CallError::new("a blocking task", io::Error::other(e)))?
 }
 
 fn dump_all() -> Result<State, Error> {
-    let socket = NetlinkSocket::open(NETLINK_ROUTE).map_err(failed("socket"))?;
+    let socket = NetlinkSocket::open(NETLINK_ROUTE).map_err(CallError::of("socket"))?;
     let mut state = State::default();
     // Each with the header of its messages: empty, it stands for all.
     for (call, kind, header) in [
@@ -160,7 +108,7 @@ fn dump_all() -> Result<State, Error> {
     ] {
         let mut request = Messages::default();
         request.begin(kind, NLM_F_DUMP, header);
-        let found = socket.dump(&request, parse).map_err(failed(call))?;
+        let found = socket.dump(&request, parse).map_err(CallError::of(call))?;
         found.iter().for_each(|message| state.apply(message));
     }
     Ok(state)
@@ -173,11 +121,6 @@ fn parse(kind: u16, body: &[u8]) -> Option<RouteNetlinkMessage> {
     let message = RouteNetlinkMessage::deserialize(&header, body).inspect_err(not_understood).ok()?;
     let is_other_route = matches!(&message, RouteNetlinkMessage::NewRoute(route) if route.header.destination_prefix_length > 0);
     (!is_other_route).then_some(message)
-}
-
-/// It is skipped: newer kernels may send what this version does not know.
-fn not_understood(error: &DecodeError) {
-    tracing::debug!(%error, "netlink message not understood");
 }
 
 #[cfg(test)]

@@ -26,6 +26,7 @@ pub mod nftables;
 pub mod packet_counters;
 pub mod process;
 pub mod ready;
+pub mod rtnetlink;
 pub mod sampler;
 pub mod socket_diag;
 pub mod socket_storage;

@@ -651,6 +651,13 @@ impl World {
         Ok(array(&mut self.ebpf, table::settings)?.set(0, settings, 0)?)
     }
 
+    /// A route, a neighbour or an interface has changed.
+    pub(crate) fn raise_route_epoch(&mut self) -> Result<()> {
+        let mut table = array::<RouteEpoch>(&mut self.ebpf, table::route_epoch)?;
+        let RouteEpoch { number, .. } = table.get(&0, 0)?;
+        Ok(table.set(0, RouteEpoch { number: number + 1, ..RouteEpoch::default() }, 0)?)
+    }
+
     pub(crate) fn set_masquerade_ports(&mut self, ports: &[u16]) -> Result<()> {
         let mut table = array::<FourPorts>(&mut self.ebpf, table::masquerade_ports)?;
         for (index, chunk) in (0..).zip(ports.chunks(4)) {

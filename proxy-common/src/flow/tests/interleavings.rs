@@ -356,6 +356,10 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
         self.host.epoch()
     }
 
+    fn route_epoch(&self) -> u32 {
+        self.host.route_epoch()
+    }
+
     fn resets_gone(&self) -> bool {
         self.host.resets_gone()
     }

@@ -6,6 +6,31 @@ use proptest::prelude::*;
 
 use super::*;
 
+/// A driver that sends packets where its routes lead.
+#[derive(Default)]
+struct Routes {
+    leaves: bool,
+    hop: NextHop,
+    length: u32,
+    lookups: Cell<u32>,
+}
+
+impl Driver<V4> for Routes {
+    fn packet_length(&self, _: &Scratch<A>) -> u32 {
+        self.length
+    }
+
+    fn look_up(&self, scratch: &mut Scratch<A>) -> bool {
+        self.lookups.set(self.lookups.get() + 1);
+        scratch.next_hop = self.hop;
+        true
+    }
+
+    fn can_send(&self, _: &Scratch<A>) -> bool {
+        self.leaves
+    }
+}
+
 /// What happens to one packet, or to none.
 #[derive(Clone, Copy, Debug)]
 enum Event {
@@ -86,7 +111,7 @@ impl Node {
     /// `leaves`: the driver can send it where the stack would; otherwise the stack sends it.
     fn in_transit(&self, packet: &Packet<A>, leaves: bool) -> Result<Rewrite<A>, Reason> {
         let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
-        let decided = in_transit(&self.host, &mut scratch, |_| leaves);
+        let decided = in_transit(&self.host, &mut scratch, &Routes { leaves, ..Routes::default() });
         assert_eq!(scratch.packet, *packet, "it is not changed");
         match decided {
             Ok(()) => Ok(scratch.action.rewrite),
@@ -117,7 +142,7 @@ impl Node {
         let flows = self.host.flows.borrow();
         let known = flows.iter().map(|(key, flow)| {
             let mut flow = flow.get();
-            (flow.opened, flow.last_seen) = (0, 0);
+            (flow.opened, flow.last_seen, flow.next_hop) = (0, 0, KnownHop::default());
             (format!("{key:?}"), format!("{flow:?}"))
         });
         known.collect()
@@ -147,4 +172,63 @@ proptest! {
             prop_assert_eq!(&*stack.host.connections.borrow(), &*transit.host.connections.borrow());
         }
     }
+}
+
+/// One established flow, of which packets come.
+#[rstest]
+#[case::of_the_client(Event::Client(40_000, TCP_ACK, 0))]
+#[case::of_the_backend(Event::Backend(40_000, TCP_ACK, 0))]
+fn routes_are_asked_once_for_each_direction(#[case] event: Event) {
+    let mut node = Node::new();
+    let open = [
+        Event::Client(40_000, TCP_SYN, 0),
+        Event::Backend(40_000, TCP_SYN | TCP_ACK, 0),
+        Event::Client(40_000, TCP_ACK, 0),
+    ];
+    for event in open {
+        let packet = node.packet(PROTOCOL_TCP, event).unwrap();
+        let outcome = node.through_the_stack(&packet);
+        node.learn(event, &outcome);
+    }
+    let hop = |number| NextHop { destination: [number; 6], source: [9; 6], interface: 2, longest: 1_500 };
+    let mut routes = Routes { leaves: true, hop: hop(1), length: 60, ..Routes::default() };
+    let sends = |node: &Node, routes: &Routes, event| {
+        let packet = node.packet(PROTOCOL_TCP, event).unwrap();
+        let mut scratch = Scratch { packet, ..Scratch::default() };
+        assert_eq!(in_transit(&node.host, &mut scratch, routes), Ok(()));
+        (scratch.next_hop.destination[0], routes.lookups.get())
+    };
+    assert_eq!(sends(&node, &routes, event), (1, 1));
+    // The other direction goes elsewhere.
+    let opposite = match event {
+        Event::Client(..) => Event::Backend(40_000, TCP_ACK, 0),
+        _ => Event::Client(40_000, TCP_ACK, 0),
+    };
+    assert_eq!(sends(&node, &Routes { leaves: true, hop: hop(5), ..Routes::default() }, opposite), (5, 1));
+    routes.hop = hop(2);
+    assert_eq!(sends(&node, &routes, event), (1, 1), "known");
+    routes.length = 1_501;
+    assert_eq!(sends(&node, &routes, event), (2, 2), "longer than what goes there");
+    (routes.length, routes.hop) = (60, hop(3));
+    assert_eq!(sends(&node, &routes, event), (2, 2), "known");
+    node.host.route_epoch.set(1);
+    assert_eq!(sends(&node, &routes, event), (3, 3), "another epoch");
+    routes.hop = hop(4);
+    node.host.wait(2 * SECOND);
+    assert_eq!(sends(&node, &routes, event), (4, 4), "two seconds later");
+    let (stale, fresh) =
+        (Routes { leaves: false, ..Routes::default() }, node.packet(PROTOCOL_TCP, event).unwrap());
+    let mut scratch = Scratch { packet: fresh, ..Scratch::default() };
+    assert_eq!(in_transit(&node.host, &mut scratch, &stale), Err(Reason::NotAService), "it cannot be sent");
+}
+
+/// Another flow with the same ends does not go where the last one went.
+#[test]
+fn a_flow_begins_without_a_next_hop() {
+    let node = Node::new();
+    let mut scratch = Scratch::default();
+    scratch.flow.next_hop = KnownHop { words: [7; 3] };
+    scratch.packet = node.packet(PROTOCOL_TCP, Event::Client(40_000, TCP_SYN, 0)).unwrap();
+    arriving(&node.host, &mut scratch, Origin::Outside).unwrap();
+    assert!(node.host.flows.borrow().values().all(|flow| flow.get().next_hop == KnownHop::default()));
 }

@@ -23,6 +23,7 @@ use super::{
     paths::{Paths, make_folder, names, remove_folder},
     pins::LinkPins,
     redirect_failures::RedirectFailures,
+    route_watch::RouteWatch,
     transit::{Redirects, Transit},
     writer::Failures,
 };
@@ -100,6 +101,8 @@ pub(super) struct Hooks {
     order: HookOrder,
     transit: Transit,
     redirect_failures: RedirectFailures,
+    /// Where one of the uplinks has XDP.
+    route_watch: Option<RouteWatch>,
 }
 
 impl Hooks {
@@ -117,6 +120,7 @@ impl Hooks {
             order: HookOrder::default(),
             transit,
             redirect_failures: RedirectFailures::default(),
+            route_watch: None,
         }
     }
 
@@ -317,6 +321,14 @@ impl Hooks {
     /// What the uplinks that are attached to may do.
     pub(super) fn redirects(&self) -> Redirects {
         self.transit.redirects()
+    }
+
+    /// Programs at uplinks keep next hops as long as no route changes.
+    pub(super) fn follow_routes(&mut self) -> Result<(), Error> {
+        if self.transit.program().is_some() && self.route_watch.is_none() {
+            self.route_watch = Some(RouteWatch::begin(&self.paths.maps())?);
+        }
+        Ok(())
     }
 
     pub(super) fn count_redirect_failures(&mut self, are_redirected: bool) {

@@ -60,6 +60,8 @@ pub enum Error {
     OutOfSight,
     #[error("waiting for a grace period: {0}")]
     Grace(#[source] CallError),
+    #[error("following changes of routes: {0}")]
+    Routes(#[source] CallError),
     #[error("every backend id was given once; `proxy-ctl cleanup` starts anew")]
     BackendIdsExhausted,
     #[error("{port}: endpoint address {address} is not of the service port's family")]

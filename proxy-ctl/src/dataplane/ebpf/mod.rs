@@ -104,6 +104,7 @@ mod redirect_failures;
 mod reserve;
 mod resize;
 mod room;
+mod route_watch;
 mod service_cidrs;
 mod stale_sockets;
 pub mod status;
@@ -389,6 +390,9 @@ impl EbpfDataplane {
         if is_first {
             self.keep_netfilter_ports();
             self.keep_ports = KeepPorts::AfterModeBeside;
+        }
+        if let Err(error) = self.hooks.follow_routes() {
+            tracing::warn!(%error, "next hops are kept for up to a second after they have changed");
         }
         if let Err(error) = self.write_redirects() {
             failures.add("uplinks for redirects", error);

@@ -12,8 +12,8 @@ use proxy_common::{
         Affinity, AffinityKey, Backend, Collected, Connections, DatagramOrigins, EVENT_BYTES, Event,
         EventControl, FirstFragment, Flow, FlowKey, ForeignFlow, FourPorts, FragmentKey, Frontend,
         FrontendKey, InterfaceSettings, Lease, LinkAddress, MASQUERADE_PORT_ROOM, NodeAddress, PORTS,
-        PrefixKey, REDIRECTS, RedirectTarget, SERVICE_CIDRS, Service, ServiceCounters, ServiceName, Settings,
-        Slot4, Slot6, SocketOrigin, SourceRange, VlanTag,
+        PrefixKey, REDIRECTS, RedirectTarget, RouteEpoch, SERVICE_CIDRS, Service, ServiceCounters,
+        ServiceName, Settings, Slot4, Slot6, SocketOrigin, SourceRange, VlanTag,
     },
     reason::{REASONS, Reason},
 };
@@ -281,7 +281,11 @@ pub(super) fn pinned_table(folder: &Path, name: &'static str) -> Result<OwnedFd,
     bpf::pinned(&folder.join(name)).map_err(|source| Error::Table { table: name, source })
 }
 
-fn shared<T: Pod>(folder: &Path, name: &'static str, writable: bool) -> Result<SharedArray<T>, Error> {
+pub(super) fn shared<T: Pod>(
+    folder: &Path,
+    name: &'static str,
+    writable: bool,
+) -> Result<SharedArray<T>, Error> {
     SharedArray::new(&pinned_table(folder, name)?, writable)
         .map_err(|source| Error::Table { table: name, source })
 }

@@ -55,6 +55,7 @@ const STAYING_PARAMETERS: [&str; 2] = ["net/ipv4/conf/all/route_localnet", "net/
 const PARAMETERS_OF_DEVICE: &str = "/kube-ipvs0/";
 /// The client that is the node itself.
 const NODE: &str = "node1";
+const PODS: [&str; 2] = ["client-1", "client-2"];
 /// How long a process may take to follow its file, and to remove what the former mode has left.
 const SWITCHES_WITHIN: Duration = Duration::from_secs(60);
 
@@ -88,9 +89,12 @@ impl Switch {
 
     /// UDP sockets of the client stay without answers. Mode ebpf translates for the node itself when a socket connects, and what
     /// was connected before depends on what the kernel still translates: to nobody, where a process has carried datagrams.
-    /// After mode ipvs they are ended, and clients open them anew. See docs/differences.md.
+    /// After mode ipvs they are ended, and clients open them anew. See docs/differences.md. What is sent while nobody serves has an entry of
+    /// connection tracking, without a masquerade: kube-proxy in mode ipvs removes it when it syncs again, and pods need no masquerade.
     fn strands(self, client: &str) -> bool {
-        self.to.datapath() == Datapath::Ebpf && self.from.datapath().is_a_process() && client == NODE
+        let stays_untranslated = self.to.datapath() == Datapath::Ebpf && client == NODE;
+        let stays_unmasqueraded = self.to == ProxyKind::KubeProxyIpvs && !PODS.contains(&client);
+        self.from.datapath().is_a_process() && (stays_untranslated || stays_unmasqueraded)
     }
 
     /// Packets of a connection, whose ends these are, are dropped until `cleanup`. Mode ipvs leads all packets to the chain of the
@@ -102,6 +106,12 @@ impl Switch {
                 .both()
                 .into_iter()
                 .any(|address| ends.ends_with(&SocketAddr::new(address, PORT).to_string()))
+    }
+
+    /// How many of `held` connections may be lost. Where IPVS has one, it takes packets of others for it that have the same client, port and
+    /// endpoint: when these end, so does what it knows. Endpoints of kube-proxy in mode iptables are reached without IPVS.
+    fn mistaken(self, held: usize) -> usize {
+        if (self.from, self.to) == (ProxyKind::Ipvs, ProxyKind::KubeProxyIptables) { held / 20 } else { 0 }
     }
 }
 
@@ -503,15 +513,16 @@ impl Run {
             .into_iter()
             .filter(|(client, ends, _)| !switch.strands(client) && !switch.drops(ends))
             .collect();
-        ensure!(ends || lost.is_empty(), "{} held connections are lost: {:?}", lost.len(), lost.first());
+        let is_lost = lost.len() > switch.mistaken(self.connections);
+        ensure!(ends || !is_lost, "{} held connections are lost: {:?}", lost.len(), lost.first());
         ensure!(silent.is_empty(), "datagrams of held sockets are not answered: {silent:?}");
         for (load, tally) in tallies {
             let RunningLoad { client, name, protocol, keeps_socket, .. } = load;
             let has_gap = switch.has_gap();
-            ensure!(tally.answered > 0, "{name}: nothing was answered: {tally:?}");
+            let is_stranded = *keeps_socket && *protocol == Protocol::Udp && switch.strands(client);
+            ensure!(is_stranded || tally.answered > 0, "{name}: nothing was answered: {tally:?}");
             let breaks = *keeps_socket && *protocol == Protocol::Tcp && tally.failed > 0;
             ensure!(ends || has_gap || !breaks, "{name}: it has broken: {tally:?}");
-            let is_stranded = *keeps_socket && *protocol == Protocol::Udp && switch.strands(client);
             ensure!(
                 ends || has_gap || is_stranded || tally.failed_in_a_row <= 1,
                 "{name}: a retry has failed too: {tally:?}"

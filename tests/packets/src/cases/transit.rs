@@ -1,9 +1,9 @@
 //! Frames that XDP sends back out of the uplink that they have come by, and those that are the stack's.
 
-use std::{fs, net::IpAddr};
+use std::{fs, net::IpAddr, time::Duration};
 
 use anyhow::{Result, ensure};
-use lab::namespace::ip;
+use lab::{namespace::ip, wait};
 use nix::net::if_::if_nametoindex;
 use proxy_common::{
     flow::Stage,
@@ -133,6 +133,26 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         uplink.knows::<W>(REMOTE.0, NEXT_HOP)?;
         uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
         s.counted(&[(Reason::FlowOpened, 1), (Reason::SentByDriver, 2)])
+    });
+    group.both::<W>("transit to a next hop that is looked up once for a flow", |s| {
+        const LINKS: [&str; 2] = [NEXT_HOP, "02:00:00:00:00:03"];
+        let (uplink, _) = opened_with_neighbours(s)?;
+        let packet = s.packet(CLIENT, NODE_PORT, TCP_ACK);
+        let mut kept = 0;
+        let links = || LINKS.into_iter().cycle().skip(1).zip(LINKS.into_iter().cycle());
+        for (link, before) in links().take(4) {
+            ensure!(uplink.next_hop(s, &packet)? == before, "the neighbour is not known as {before}");
+            uplink.knows::<W>(REMOTE.0, link)?;
+            kept += usize::from(uplink.next_hop(s, &packet)? == before);
+            s.world.raise_route_epoch()?;
+            ensure!(uplink.next_hop(s, &packet)? == link, "not looked up after a change of routes");
+        }
+        ensure!(kept >= 2, "kept {kept} of 4 times, though only each second it is looked up anew");
+        uplink.knows::<W>(REMOTE.0, LINKS[1])?;
+        wait::until("the next hop to be looked up anew", Duration::from_secs(3), || {
+            let link = uplink.next_hop(s, &packet).map_err(|error| format!("{error:#}"))?;
+            if link == LINKS[1] { Ok(Some(())) } else { Err(format!("it is {link}")) }
+        })
     });
     group.both::<W>("no transit of frames for others", |s| {
         let (uplink, node) = opened_with_neighbours(s)?;
@@ -296,7 +316,15 @@ impl Uplink {
 
     pub(crate) fn knows<W: Tables>(&self, neighbour: KnownAddress, link: &str) -> Result<()> {
         let address = address::<W>(neighbour);
-        ip(None, &format!("neigh add {address} lladdr {link} dev {} nud permanent\n", self.device))
+        ip(None, &format!("neigh replace {address} lladdr {link} dev {} nud permanent\n", self.device))
+    }
+
+    /// The link address that the packet is sent to.
+    fn next_hop<W: Tables>(&self, s: &Scene<W>, packet: &Segment) -> Result<String> {
+        let output = s.world.transit(self.index, &packet.bytes::<W>())?;
+        ensure!(output.verdict == Verdict::SentBack, "{packet:?}: {:?}", output.verdict);
+        let bytes = output.packet.iter().take(6).map(|byte| format!("{byte:02x}"));
+        Ok(bytes.collect::<Vec<_>>().join(":"))
     }
 
     /// It leaves as this, to the next hop.

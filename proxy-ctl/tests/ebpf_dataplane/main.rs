@@ -20,6 +20,7 @@ mod ports;
 mod redirects;
 mod resize;
 mod room;
+mod route_watch;
 mod sandbox;
 mod sequences;
 mod sockets;

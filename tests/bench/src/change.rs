@@ -24,6 +24,8 @@ const NAME: &str = "measured";
 /// More than kube-proxy's default `minSyncPeriod` of one second, which would else be what is measured.
 const BETWEEN_ROUNDS: Duration = Duration::from_millis(1500);
 const LIMIT: Duration = Duration::from_secs(600);
+/// Processor time is counted in hundredths of a second.
+const REST: Duration = Duration::from_secs(20);
 
 fn target() -> SocketAddr {
     SocketAddr::new(cluster_ip(77).v4.into(), PORT)
@@ -114,6 +116,15 @@ pub(crate) fn processor_time(cluster: &Cluster, subject: &Subject, changes: usiz
     let seconds = cpu::of_process(process)? - before;
     let count = changes as f64;
     Ok(Figures::Changes { cpu_seconds_per_1000: seconds * 1e3 / count, per_second: count / elapsed })
+}
+
+/// What the proxy does while nothing changes and nobody asks.
+pub(crate) fn at_rest(subject: &Subject) -> Result<Figures> {
+    let process = subject.process()?;
+    let before = cpu::of_process(process)?;
+    thread::sleep(REST);
+    let seconds = cpu::of_process(process)? - before;
+    Ok(Figures::Rest { cpu_millis_per_minute: seconds * 1e3 * 60.0 / REST.as_secs_f64() })
 }
 
 /// The slice that the `index`-th change writes; `None`: there are no others.

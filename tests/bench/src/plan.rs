@@ -30,6 +30,8 @@ pub enum Measure {
     Change,
     /// The proxy's processor time for changes.
     ChangesCpu,
+    /// The proxy's processor time while nothing changes.
+    Rest,
     /// Resident memory of the proxy at its highest.
     Memory,
     /// Kernel memory of the proxy's BPF maps.
@@ -56,6 +58,7 @@ impl fmt::Display for Measure {
             Self::Forward => "forward",
             Self::Change => "change",
             Self::ChangesCpu => "changes-cpu",
+            Self::Rest => "rest",
             Self::Memory => "memory",
             Self::MapMemory => "map-memory",
             Self::Rollout => "rollout",
@@ -165,8 +168,8 @@ fn measures(contender: Contender) -> Vec<(Measure, Option<Route>)> {
                 on(&EXERCISES, routes),
                 on(&[Measure::Cpu], routes),
                 if forwards { forward } else { Vec::new() },
-                without(&[Measure::Change, Measure::ChangesCpu, Measure::Memory, Measure::Rollout]),
-                without(&[Measure::MapMemory, Measure::Restart, Measure::CleanUp]),
+                without(&[Measure::Change, Measure::ChangesCpu, Measure::Rest, Measure::Memory]),
+                without(&[Measure::Rollout, Measure::MapMemory, Measure::Restart, Measure::CleanUp]),
             ]
             .concat()
         }

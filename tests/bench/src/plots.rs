@@ -90,6 +90,7 @@ fn panels(results: &Results, measure: Measure) -> Vec<(&'static str, Vec<Bar>)> 
             | Figures::Time { .. }
             | Figures::Times { .. }
             | Figures::Changes { .. }
+            | Figures::Rest { .. }
             | Figures::Memory { .. }
             | Figures::Rollout { .. }
             | Figures::Writes { .. } => return None,
@@ -122,6 +123,7 @@ fn lines(results: &Results, measure: Measure) -> Vec<(Contender, Vec<(f64, f64)>
             Figures::Rates { .. }
             | Figures::Cpu { .. }
             | Figures::Packets { .. }
+            | Figures::Rest { .. }
             | Figures::Rollout { .. }
             | Figures::Writes { .. } => {
                 return None;

@@ -151,6 +151,7 @@ fn shortest(figures: &Figures) -> String {
         Figures::Time { millis } => format!("{millis:.0} ms"),
         Figures::Times { millis, .. } => format!("{:.1} ms", millis.median),
         Figures::Changes { cpu_seconds_per_1000, .. } => format!("{cpu_seconds_per_1000:.2} s"),
+        Figures::Rest { cpu_millis_per_minute } => format!("{cpu_millis_per_minute:.0} ms"),
         Figures::Memory { megabytes } => format!("{megabytes:.1} MB"),
         Figures::Rollout { behind_millis, .. } => format!("{behind_millis:.1} ms"),
         Figures::Writes { entries } => format!("{entries:.0}"),
@@ -173,12 +174,13 @@ fn control_plane(results: &Results) -> Option<String> {
             of(Measure::Change),
             longest,
             of(Measure::ChangesCpu),
+            of(Measure::Rest),
             of(Measure::Memory),
             of(Measure::Rollout),
             of(Measure::CleanUp),
         ])
     });
-    let header = ["start", "change", "at most", "cpu/1,000", "memory", "rollout", "clean-up"];
+    let header = ["start", "change", "at most", "cpu/1,000", "cpu/minute", "memory", "rollout", "clean-up"];
     let title = format!(
         "control plane, {} endpoints each: start to first connection; API server's word to first connection that follows",
         results.settings.endpoints
@@ -255,6 +257,7 @@ pub(crate) mod tests {
                     Measure::ChangesCpu => {
                         Figures::Changes { cpu_seconds_per_1000: 12.34, per_second: 200.0 }
                     }
+                    Measure::Rest => Figures::Rest { cpu_millis_per_minute: 1_234.0 },
                     Measure::Memory | Measure::MapMemory => Figures::Memory { megabytes: 518.0 },
                     Measure::Rollout => {
                         Figures::Rollout { per_second: 200.0, behind_millis: 9_999.9, writes: Some(2.0) }
@@ -302,6 +305,7 @@ pub(crate) mod tests {
             ("1235 1111..1358", &[Measure::Forward]),
             ("22500 ms", &[Measure::Start, Measure::FirstSync, Measure::CleanUp]),
             ("12.34 s", &[Measure::ChangesCpu]),
+            ("1234 ms", &[Measure::Rest]),
             ("518.0 MB", &[Measure::Memory, Measure::MapMemory]),
         ] {
             assert_eq!(shown(part), planned(measures), "{part}");

@@ -90,6 +90,10 @@ pub enum Figures {
         cpu_seconds_per_1000: f64,
         per_second: f64,
     },
+    /// The proxy's processor time, of one core.
+    Rest {
+        cpu_millis_per_minute: f64,
+    },
     Memory {
         megabytes: f64,
     },
@@ -194,6 +198,9 @@ impl Figures {
             Self::Times { millis, longest } => format!("{:.1} ms, at most {longest:.1} ms", millis.median),
             Self::Changes { cpu_seconds_per_1000, per_second } => {
                 format!("{cpu_seconds_per_1000:.2} s of processor time for 1,000, at {per_second:.0}/s")
+            }
+            Self::Rest { cpu_millis_per_minute } => {
+                format!("{cpu_millis_per_minute:.0} ms of processor time in a minute")
             }
             Self::Memory { megabytes } => format!("{megabytes:.1} MB"),
             Self::Rollout { per_second, behind_millis, writes } => {

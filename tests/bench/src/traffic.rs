@@ -41,6 +41,7 @@ pub(crate) fn rates(
         | Measure::Forward
         | Measure::Change
         | Measure::ChangesCpu
+        | Measure::Rest
         | Measure::Memory
         | Measure::MapMemory
         | Measure::Rollout

@@ -1,7 +1,7 @@
 //! Traffic policies: only endpoints of the own node.
 
 use anyhow::Result;
-use lab::{Dial, Protocol, cluster::OUTSIDE};
+use lab::{Dial, Protocol, cluster::OUTSIDE, wait};
 
 use super::cluster_ip::carried;
 use crate::{
@@ -12,8 +12,10 @@ use crate::{
     world::World,
 };
 
-/// Long enough to see that nobody answers.
-const SILENCE_MS: u64 = 300;
+/// Milliseconds, long enough to see that nobody answers, or refuses.
+fn silence() -> u64 {
+    300 * u64::from(wait::patience())
+}
 
 pub(super) const CASES: &[Case] = &[
     Case::new("internal policy Local: clients get the endpoint of their node", Variants::All, internal),
@@ -57,7 +59,7 @@ fn internal(world: &mut World, variant: Variant) -> Result<()> {
 
 fn internal_none(world: &mut World, variant: Variant) -> Result<()> {
     let target = world.cluster_ip(&INTERNAL_LOCAL_ON_NODE2, variant.family);
-    let dial = Dial::new(variant.protocol, target).timeout_ms(SILENCE_MS);
+    let dial = Dial::new(variant.protocol, target).timeout_ms(silence());
     let outcomes = world.dial("client-1", &dial)?;
     if world.setting.pods_use_sockets() {
         // A hook could only have `connect` fail, so it says why.
@@ -77,7 +79,7 @@ fn external(world: &mut World, variant: Variant) -> Result<()> {
 
 fn external_none(world: &mut World, variant: Variant) -> Result<()> {
     let target = world.node_port(&EXTERNAL_LOCAL_ON_NODE1, 2, variant.family)?;
-    let dial = Dial::new(variant.protocol, target).timeout_ms(SILENCE_MS);
+    let dial = Dial::new(variant.protocol, target).timeout_ms(silence());
     check::dropped(world.setting, &world.dial(OUTSIDE, &dial)?)
 }
 

@@ -8,6 +8,8 @@ use std::{
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::wait;
+
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub enum Protocol {
     Tcp,
@@ -127,6 +129,7 @@ pub struct Dial {
 }
 
 impl Dial {
+    /// Once, of 16 bytes; an answer may take 2 s, times `LAB_PATIENCE`.
     pub fn new(protocol: Protocol, target: SocketAddr) -> Self {
         Self {
             target,
@@ -138,7 +141,7 @@ impl Dial {
             source: None,
             source_port: None,
             payload: 16,
-            timeout_ms: 2_000,
+            timeout_ms: 2_000 * u64::from(wait::patience()),
         }
     }
 
@@ -247,7 +250,7 @@ pub struct Load {
 impl Load {
     /// Of one thread, 5 ms between two requests, a new connection for each, which may take 2 s, times `LAB_PATIENCE`.
     pub fn new(protocol: Protocol, target: SocketAddr) -> Self {
-        let timeout_ms = 2_000 * u64::from(crate::wait::patience());
+        let timeout_ms = 2_000 * u64::from(wait::patience());
         Self { target, protocol, clients: 1, pause_micros: 5_000, timeout_ms, keeps_socket: false }
     }
 }

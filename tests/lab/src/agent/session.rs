@@ -17,7 +17,7 @@ use super::{
     protocol::{Dial, Outcome, Reply, Request},
     serve,
 };
-use crate::{http, wait};
+use crate::http;
 
 /// For an answer over HTTP.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -87,9 +87,7 @@ impl Session {
             Request::HoldMany { targets, protocol, count } => {
                 let mut connections = Vec::new();
                 for target in targets.iter().cycle().take(count) {
-                    let dial = Dial::new(protocol, *target);
-                    let timeout_ms = dial.timeout_ms * u64::from(wait::patience());
-                    let opened = Held::open(&dial.timeout_ms(timeout_ms));
+                    let opened = Held::open(&Dial::new(protocol, *target));
                     let mut held = opened.with_context(|| format!("connecting to {target}"))?;
                     let outcome = held.ping();
                     ensure!(matches!(outcome, Outcome::Answered(_)), "{target}: {protocol}: {outcome}");

@@ -1,6 +1,6 @@
-//! What the programs take of the kernel's limits, beside what they took before: `baseline.txt`.
+//! What the programs take of the kernel's limits, beside what they took before: `baseline/`, a file for each kernel that one was written on.
 
-use std::{collections::HashMap, fs, ops::Range};
+use std::{collections::HashMap, fs, io::ErrorKind, ops::Range};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use aya::programs::{CgroupSockAddr, Program};
@@ -11,8 +11,7 @@ use scenario::Skip;
 use super::{Case, WorldKind};
 use crate::world::{World, has_xdp_fragments};
 
-const BASELINE: &str = include_str!("../../baseline.txt");
-const FILE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/baseline.txt");
+const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/baseline");
 /// Set: the cases write the baseline in place of comparing.
 const WRITE: &str = "WRITE_BASELINE";
 
@@ -38,7 +37,8 @@ struct Cost {
 fn compare(world: &mut World) -> Result<()> {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease")?;
     let kernel = release.split('.').take(2).collect::<Vec<_>>().join(".");
-    let measured_with = format!("Linux {kernel}, {}", proxy_ctl::dataplane::ebpf::OBJECT_BUILT_WITH);
+    let file = format!("{FOLDER}/{kernel}.txt");
+    let measured_with = proxy_ctl::dataplane::ebpf::OBJECT_BUILT_WITH;
     let costs = costs(world)?;
     for (name, cost) in &costs {
         ensure!(cost.stack <= STACK_LIMIT, "{name} takes {} bytes of stack of {STACK_LIMIT}", cost.stack);
@@ -47,13 +47,20 @@ fn compare(world: &mut World) -> Result<()> {
         let rows =
             costs.iter().map(|(name, Cost { stack, verified })| format!("{name} {stack} {verified}\n"));
         let text = format!("{measured_with}\n{}", rows.collect::<String>());
-        return fs::write(FILE, text).with_context(|| format!("writing {FILE}"));
+        return fs::write(&file, text).with_context(|| format!("writing {file}"));
     }
-    let mut lines = BASELINE.lines();
-    let known_with = lines.next().with_context(|| format!("{FILE} is empty"))?;
-    let known = lines.map(row).collect::<Result<HashMap<_, _>>>()?;
+    let baseline = match fs::read_to_string(&file) {
+        Ok(baseline) => baseline,
+        Err(error) if error.kind() == ErrorKind::NotFound => {
+            bail!(Skip(format!("stack and verified instructions: no baseline of Linux {kernel}")))
+        }
+        Err(error) => return Err(error).with_context(|| file),
+    };
+    let mut lines = baseline.lines();
+    let known_with = lines.next().with_context(|| format!("{file} is empty"))?;
+    let known = lines.map(row).collect::<Result<HashMap<_, _>>>().with_context(|| file.clone())?;
     let gone = known.keys().find(|name| !costs.iter().any(|(program, _)| program == *name));
-    ensure!(gone.is_none(), "{FILE} has {gone:?}, which is no program; {WRITE}=1 writes the new baseline");
+    ensure!(gone.is_none(), "{file} has {gone:?}, which is no program; {WRITE}=1 writes the new baseline");
     if measured_with != known_with {
         bail!(Skip(format!(
             "stack and verified instructions: known of {known_with}; this is {measured_with}"
@@ -76,9 +83,9 @@ fn compare(world: &mut World) -> Result<()> {
 }
 
 /// `name stack verified`.
-fn row(line: &'static str) -> Result<(&'static str, Cost)> {
+fn row(line: &str) -> Result<(&str, Cost)> {
     let [name, stack, verified] = line.split(' ').collect::<Vec<_>>()[..] else {
-        bail!("{FILE}: {line:?} is not a program with two numbers")
+        bail!("{line:?} is not a program with two numbers")
     };
     Ok((name, Cost { stack: stack.parse()?, verified: verified.parse()? }))
 }

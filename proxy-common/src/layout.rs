@@ -578,9 +578,9 @@ pub struct Flow<A> {
     pub next_hop: KnownHop,
 }
 
-/// A [`NextHop`](crate::flow::NextHop) that the routing tables have named, with a stamp of when: the upper 48 bits are the destination's link
-/// address, the source's, and index of the interface and length of the longest packet. Each word is replaced by one store, and has a
-/// part of the stamp: words of two writers do not belong together.
+/// A [`NextHop`](crate::flow::NextHop) that the routing tables have named. The upper 48 bits of the words are the destination's link address, the
+/// source's, and index of the interface and length of the longest packet. Each word is replaced by one store. Its lower bits are a part of
+/// a stamp, by which words of different lookups are told apart.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
 pub struct KnownHop {

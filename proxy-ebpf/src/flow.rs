@@ -53,7 +53,8 @@ impl<A: Address> FlowEntry<A> for Entry<A> {
     fn write(&self, change: Change<A>) {
         let entry = self.0;
         // SAFETY: as above; each field is written whole, and belongs to the CPUs in common. In the moment between a look at `opened` and
-        // this the element may become another flow's: its next packets set the field right, or it is refreshed.
+        // this the element may become another flow's: its next packets set the field right, or it is refreshed. A next hop tells by its stamp
+        // that it is not the flow's.
         unsafe {
             match change {
                 Change::LastSeen(now) => write_volatile(addr_of_mut!((*entry).last_seen), now),

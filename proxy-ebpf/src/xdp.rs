@@ -197,7 +197,7 @@ fn look_up<F: TransitFamily>(frame: Frame, scratch: &mut Scratch<F::Address>) ->
     next_hop.destination = parameters.dmac;
     next_hop.source = parameters.smac;
     next_hop.interface = parameters.ifindex;
-    // SAFETY: an integer whichever it is. The kernel has replaced the length by the most that goes there; before 5.13 it is still the length.
+    // SAFETY: an integer whichever it is. The kernel has replaced the length by the most that goes there; before 5.12 it is still the length.
     next_hop.longest = unsafe { parameters.__bindgen_anon_1.tot_len };
     YES
 }

@@ -18,21 +18,21 @@ pub struct NextHop {
 
 impl KnownHop {
     #[inline(always)]
-    fn new(hop: &NextHop, stamp: u32) -> Self {
+    fn new(hop: &NextHop, stamp: Stamp) -> Self {
         let [destination, source] = [link_word(hop.destination), link_word(hop.source)];
         let target = u64::from(hop.interface) << 32 | u64::from(hop.longest) << 16;
-        let [first, second, third] = parts(stamp);
+        let Stamp([first, second, third]) = stamp;
         Self { words: [destination | first, source | second, target | third] }
     }
 
     /// None: there is none with this stamp.
     #[inline(always)]
-    fn get(&self, stamp: u32) -> Option<NextHop> {
+    fn get(&self, stamp: Stamp) -> Option<NextHop> {
         let [destination, source, target] = self.words;
-        let [first, second, third] = parts(stamp);
+        let Stamp([first, second, third]) = stamp;
         let differs = (destination ^ first) | (source ^ second) | (target ^ third);
         let interface = (target >> 32) as u32;
-        if differs & STAMP != 0 || interface == 0 {
+        if differs & PART != 0 || interface == 0 {
             return None;
         }
         Some(NextHop {
@@ -42,15 +42,6 @@ impl KnownHop {
             longest: (target >> 16) as u16,
         })
     }
-}
-
-/// Bits of each word.
-const STAMP: u64 = 0xffff;
-
-#[inline(always)]
-fn parts(stamp: u32) -> [u64; 3] {
-    let (lower, upper) = (u64::from(stamp), u64::from(stamp >> 16));
-    [lower & STAMP, upper, (lower ^ upper) & STAMP]
 }
 
 #[inline(always)]
@@ -64,16 +55,34 @@ fn link_address(word: u64) -> [u8; 6] {
     [a, b, c, d, e, f]
 }
 
-/// Valid until an epoch or a window of time is over: nobody may be there to raise the epoch. `now`: nanoseconds since boot.
-///
-/// An entry may be rebuilt from the flow's other one, so that the directions differ too.
-#[inline(always)]
-fn stamp(step: Step, epoch: u32, now: u64) -> u32 {
-    /// Binary logarithm of the nanoseconds of a window: about a second.
-    const WINDOW: u32 = 30;
-    const WINDOW_BITS: u32 = 15;
-    let window = (now >> WINDOW) as u32 & ((1 << WINDOW_BITS) - 1);
-    epoch << (WINDOW_BITS + 1) | window << 1 | u32::from(step == Step::ToFrontend)
+/// A part for each word of a [`KnownHop`]. Each part is a hash of all that a next hop depends on, so that of two stamps that differ in anything
+/// each part differs, but for one in 65,536.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct Stamp([u64; 3]);
+
+/// Bits of each word that are of the stamp.
+const PART: u64 = 0xffff;
+
+impl Stamp {
+    /// `opened` names the flow: the kernel may give the entry to another one. `step` names the direction: one of a flow's entries may be copied to
+    /// another. `interface` is the one that the packet has come by. `now`, in nanoseconds since boot, ends what is known after a second at most,
+    /// as there may be no controller that raises the epoch.
+    #[inline(always)]
+    fn of(opened: u64, step: Step, interface: u32, epoch: u32, now: u64) -> Self {
+        /// Binary logarithm of the nanoseconds of a window.
+        const WINDOW: u32 = 30;
+        /// Odd, with bits all over: 2^64 by the golden ratio.
+        const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
+        let mix = |hash: u64, input: u64| {
+            let product = (hash ^ input).wrapping_mul(FACTOR);
+            product ^ product >> 32
+        };
+        let direction = u64::from(step == Step::ToFrontend);
+        let hash =
+            mix(mix(opened, now >> WINDOW << 1 | direction), u64::from(interface) << 32 | u64::from(epoch));
+        let hash = hash.wrapping_mul(FACTOR);
+        Self([hash >> 16 & PART, hash >> 32 & PART, hash >> 48])
+    }
 }
 
 /// What sends packets in transit on.
@@ -97,7 +106,8 @@ pub(super) fn leaves<F: Family, T: FlowTables<F>>(
     found: &Found<T::Entry>,
     driver: &impl Driver<F>,
 ) -> bool {
-    let stamp = stamp(found.step, tables.route_epoch(), tables.recently(&mut scratch.clock));
+    let now = tables.recently(&mut scratch.clock);
+    let stamp = Stamp::of(scratch.flow.opened, found.step, scratch.interface, tables.route_epoch(), now);
     let length = driver.packet_length(scratch);
     match scratch.flow.next_hop.get(stamp) {
         Some(hop) if length <= hop.longest.into() => scratch.next_hop = hop,
@@ -125,37 +135,42 @@ mod tests {
     };
     const SECOND: u64 = 1_000_000_000;
 
-    #[test]
-    fn a_hop_is_known_by_its_stamp() {
-        for stamp in [0, 1, 0x8000, 0x1_0000, 0xffff_ffff] {
-            let known = KnownHop::new(&HOP, stamp);
-            assert_eq!(known.get(stamp), Some(HOP), "{stamp:#x}");
-            for bit in 0..u32::BITS {
-                assert_eq!(known.get(stamp ^ 1 << bit), None, "{stamp:#x}, bit {bit}");
-            }
-        }
-        assert_eq!(KnownHop::default().get(0), None, "an entry of which nothing was sent yet");
+    fn stamp() -> Stamp {
+        Stamp::of(7, Step::ToFrontend, 2, 5, 100 * SECOND)
+    }
+
+    #[rstest]
+    #[case::at_once(stamp(), true)]
+    #[case::in_the_same_second(Stamp::of(7, Step::ToFrontend, 2, 5, 100 * SECOND + 1), true)]
+    #[case::two_seconds_later(Stamp::of(7, Step::ToFrontend, 2, 5, 102 * SECOND), false)]
+    #[case::a_route_has_changed(Stamp::of(7, Step::ToFrontend, 2, 6, 100 * SECOND), false)]
+    #[case::it_has_changed_and_the_clock_is_behind(Stamp::of(7, Step::ToFrontend, 2, 6, 99 * SECOND), false)]
+    #[case::by_another_interface(Stamp::of(7, Step::ToFrontend, 3, 5, 100 * SECOND), false)]
+    #[case::of_another_flow(Stamp::of(8, Step::ToFrontend, 2, 5, 100 * SECOND), false)]
+    #[case::in_the_other_direction(Stamp::of(7, Step::FromBackendMasqueraded, 2, 5, 100 * SECOND), false)]
+    fn a_hop_is_known_by_its_stamp(#[case] other: Stamp, #[case] is_known: bool) {
+        let known = KnownHop::new(&HOP, stamp());
+        assert_eq!(known.get(other), is_known.then_some(HOP));
+        let Stamp(parts) = stamp();
+        let Stamp(others) = other;
+        let differ = parts.iter().zip(others).filter(|(part, other)| **part != *other).count();
+        assert_eq!(differ, if is_known { 0 } else { 3 }, "words of both do not go together");
     }
 
     #[test]
-    fn words_of_two_writers_do_not_belong_together() {
-        let (old, new) = (KnownHop::new(&HOP, 7), KnownHop::new(&HOP, 0x1_0008));
+    fn a_new_entry_has_none() {
+        assert_eq!(KnownHop::default().get(Stamp([0; 3])), None);
+    }
+
+    #[test]
+    fn words_of_two_stamps_do_not_go_together() {
+        let stamps = [stamp(), Stamp::of(7, Step::ToFrontend, 2, 6, 100 * SECOND)];
+        let [old, new] = stamps.map(|stamp| KnownHop::new(&HOP, stamp));
         for mixed in 1..7 {
             let word =
                 |place: usize| if mixed >> place & 1 == 0 { old.words[place] } else { new.words[place] };
             let known = KnownHop { words: [word(0), word(1), word(2)] };
-            assert_eq!((known.get(7), known.get(0x1_0008)), (None, None), "{mixed:03b}");
+            assert_eq!(stamps.map(|stamp| known.get(stamp)), [None, None], "{mixed:03b}");
         }
-    }
-
-    #[rstest]
-    #[case::at_once(Step::ToFrontend, 5, 100 * SECOND, true)]
-    #[case::the_epoch_is_over(Step::ToFrontend, 6, 100 * SECOND, false)]
-    #[case::two_seconds_later(Step::ToFrontend, 5, 102 * SECOND, false)]
-    #[case::another_epoch_before_the_window(Step::ToFrontend, 6, 99 * SECOND, false)]
-    #[case::the_other_direction(Step::FromBackendMasqueraded, 5, 100 * SECOND, false)]
-    fn stamps(#[case] step: Step, #[case] epoch: u32, #[case] now: u64, #[case] is_same: bool) {
-        let noted = stamp(Step::ToFrontend, 5, 100 * SECOND);
-        assert_eq!(stamp(step, epoch, now) == noted, is_same);
     }
 }

@@ -65,10 +65,16 @@ pub async fn watch(
             ready = changes.readable() => {
                 let mut ready = ready.map_err(CallError::of("waiting for changes"))?;
                 let socket = ready.get_inner();
-                if rtnetlink::take_waiting(socket, |change| state.apply(change))? == Waiting::Lost {
+                let mut waiting = Waiting::Changes;
+                while waiting == Waiting::Changes {
+                    waiting = rtnetlink::take_waiting(socket, |change| {
+                        change.into_iter().for_each(|change| state.apply(change));
+                    })?;
+                }
+                if waiting == Waiting::Lost {
                     tracing::info!("changes of interfaces came faster than they were read; all are listed again");
-                    // What still waits is older than the list, and the kernel drops changes until nothing waits.
-                    while rtnetlink::take_waiting(socket, |_| ())? == Waiting::Lost {}
+                    // What still waits is older than the list.
+                    rtnetlink::drop_waiting(socket)?;
                     state = dump().await?;
                 } else {
                     ready.clear_ready();

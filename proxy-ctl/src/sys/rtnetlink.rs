@@ -32,42 +32,52 @@ pub fn subscribe(groups: impl IntoIterator<Item = u32>) -> Result<Socket, CallEr
     Ok(socket)
 }
 
+/// What has been waiting.
 #[derive(Debug, Eq, PartialEq)]
 pub enum Waiting {
-    Taken,
-    /// The kernel has dropped changes.
+    Nothing,
+    /// Some changes, which were taken. More may wait.
+    Changes,
+    /// More than there is room for: the kernel has dropped changes, and drops all until nothing waits any more.
     Lost,
 }
 
-/// Takes all changes that are waiting.
+/// Takes some of the changes that are waiting. `None`: a change that is not understood, as newer kernels may send what this version does not know.
 pub fn take_waiting(
     socket: &Socket,
-    mut take: impl FnMut(&RouteNetlinkMessage),
+    take: impl FnMut(Option<&RouteNetlinkMessage>),
 ) -> Result<Waiting, CallError> {
-    loop {
-        match socket.recv_from_full() {
-            Ok((bytes, _)) => each_change(&bytes, &mut take),
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(Waiting::Taken),
-            Err(e) if e.raw_os_error() == Some(libc::ENOBUFS) => return Ok(Waiting::Lost),
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
-            Err(e) => return Err(CallError::new("recv", e)),
+    match socket.recv_from_full() {
+        Ok((bytes, _)) => {
+            each_change(&bytes, take);
+            Ok(Waiting::Changes)
         }
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => Ok(Waiting::Nothing),
+        Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(Waiting::Changes),
+        Err(e) if e.raw_os_error() == Some(libc::ENOBUFS) => Ok(Waiting::Lost),
+        Err(e) => Err(CallError::new("recv", e)),
     }
 }
 
-fn each_change(bytes: &[u8], take: &mut impl FnMut(&RouteNetlinkMessage)) {
+/// After [`Waiting::Lost`]: until the kernel tells of changes again.
+pub fn drop_waiting(socket: &Socket) -> Result<(), CallError> {
+    while take_waiting(socket, |_| ())? != Waiting::Nothing {}
+    Ok(())
+}
+
+fn each_change(bytes: &[u8], mut take: impl FnMut(Option<&RouteNetlinkMessage>)) {
     let mut rest = bytes;
     while let Some(length) = rest.first_chunk().map(|length| u32::from_ne_bytes(*length) as usize) {
         let Some(one) = rest.get(..length).filter(|one| !one.is_empty()) else { return };
         let message = NetlinkMessage::<RouteNetlinkMessage>::deserialize(one).inspect_err(not_understood);
-        if let Ok(NetlinkMessage { payload: NetlinkPayload::InnerMessage(change), .. }) = message {
-            take(&change);
+        match message {
+            Ok(NetlinkMessage { payload: NetlinkPayload::InnerMessage(change), .. }) => take(Some(&change)),
+            Ok(_) | Err(_) => take(None),
         }
         rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
     }
 }
 
-/// It is skipped: newer kernels may send what this version does not know.
 pub fn not_understood(error: &DecodeError) {
     tracing::debug!(%error, "netlink message not understood");
 }

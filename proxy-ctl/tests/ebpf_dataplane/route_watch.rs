@@ -30,12 +30,16 @@ fn opened(sandbox: &Sandbox, xdp: Xdp) -> EbpfDataplane {
 
 #[test]
 fn each_change_of_routes_raises_the_epoch() {
-    const CHANGES: [&str; 10] = [
+    const CHANGES: [&str; 14] = [
         "neigh add 198.51.100.9 lladdr 02:00:00:00:00:09 dev dpa",
         "neigh replace 198.51.100.9 lladdr 02:00:00:00:00:0a dev dpa",
         "neigh del 198.51.100.9 dev dpa",
         "neigh add 2001:db8:9::9 lladdr 02:00:00:00:00:09 dev dpa",
         "addr add 203.0.113.1/24 dev dpa",
+        "addr add 2001:db8:9::1/64 dev dpa",
+        "nexthop add id 10 via 203.0.113.2 dev dpa",
+        "nexthop replace id 10 via 203.0.113.3 dev dpa",
+        "nexthop del id 10",
         "route add 192.0.2.0/24 via 203.0.113.2",
         "-6 route add 2001:db8:7::/64 dev dpa",
         "rule add to 192.0.2.0/24 lookup 9999",

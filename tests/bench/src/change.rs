@@ -24,8 +24,8 @@ const NAME: &str = "measured";
 /// More than kube-proxy's default `minSyncPeriod` of one second, which would else be what is measured.
 const BETWEEN_ROUNDS: Duration = Duration::from_millis(1500);
 const LIMIT: Duration = Duration::from_secs(600);
-/// Processor time is counted in hundredths of a second.
-const REST: Duration = Duration::from_secs(20);
+/// Of kube-proxy's periods of syncing two.
+const REST: Duration = Duration::from_secs(60);
 
 fn target() -> SocketAddr {
     SocketAddr::new(cluster_ip(77).v4.into(), PORT)

@@ -200,10 +200,9 @@ fn routes_are_asked_once_for_each_direction(#[case] event: Event) {
     };
     assert_eq!(sends(&node, &routes, event), (1, 1));
     // The other direction goes elsewhere.
-    let opposite = match event {
-        Event::Client(..) => Event::Backend(40_000, TCP_ACK, 0),
-        _ => Event::Client(40_000, TCP_ACK, 0),
-    };
+    let is_clients = matches!(event, Event::Client(..));
+    let opposite =
+        if is_clients { Event::Backend(40_000, TCP_ACK, 0) } else { Event::Client(40_000, TCP_ACK, 0) };
     assert_eq!(sends(&node, &Routes { leaves: true, hop: hop(5), ..Routes::default() }, opposite), (5, 1));
     routes.hop = hop(2);
     assert_eq!(sends(&node, &routes, event), (1, 1), "known");
@@ -216,10 +215,10 @@ fn routes_are_asked_once_for_each_direction(#[case] event: Event) {
     routes.hop = hop(4);
     node.host.wait(2 * SECOND);
     assert_eq!(sends(&node, &routes, event), (4, 4), "two seconds later");
-    let (stale, fresh) =
-        (Routes { leaves: false, ..Routes::default() }, node.packet(PROTOCOL_TCP, event).unwrap());
-    let mut scratch = Scratch { packet: fresh, ..Scratch::default() };
-    assert_eq!(in_transit(&node.host, &mut scratch, &stale), Err(Reason::NotAService), "it cannot be sent");
+    routes.leaves = false;
+    let packet = node.packet(PROTOCOL_TCP, event).unwrap();
+    let mut scratch = Scratch { packet, ..Scratch::default() };
+    assert_eq!(in_transit(&node.host, &mut scratch, &routes), Err(Reason::NotAService), "it cannot be sent");
 }
 
 /// Another flow with the same ends does not go where the last one went.

@@ -103,6 +103,8 @@ pub(super) struct Hooks {
     redirect_failures: RedirectFailures,
     /// Where one of the uplinks has XDP.
     route_watch: Option<RouteWatch>,
+    /// It could not begin, which the log has told.
+    is_watch_missed: bool,
 }
 
 impl Hooks {
@@ -121,6 +123,7 @@ impl Hooks {
             transit,
             redirect_failures: RedirectFailures::default(),
             route_watch: None,
+            is_watch_missed: false,
         }
     }
 
@@ -323,12 +326,21 @@ impl Hooks {
         self.transit.redirects()
     }
 
-    /// Programs at uplinks keep next hops as long as no route changes.
-    pub(super) fn follow_routes(&mut self) -> Result<(), Error> {
-        if self.transit.program().is_some() && self.route_watch.is_none() {
-            self.route_watch = Some(RouteWatch::begin(&self.paths.maps())?);
+    /// Has a [`RouteWatch`] where an uplink has XDP. Where it cannot begin, it is tried again at the next look at the uplinks.
+    pub(super) fn follow_routes(&mut self) {
+        if self.transit.program().is_none()
+            || self.route_watch.as_ref().is_some_and(|watch| !watch.has_ended())
+        {
+            return;
         }
-        Ok(())
+        match RouteWatch::begin(&self.paths.maps()) {
+            Ok(watch) => (self.route_watch, self.is_watch_missed) = (Some(watch), false),
+            Err(error) if !self.is_watch_missed => {
+                tracing::warn!(%error, "packets that XDP sends follow a changed route up to a second late");
+                self.is_watch_missed = true;
+            }
+            Err(_) => {}
+        }
     }
 
     pub(super) fn count_redirect_failures(&mut self, are_redirected: bool) {

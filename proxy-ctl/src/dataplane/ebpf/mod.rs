@@ -391,9 +391,6 @@ impl EbpfDataplane {
             self.keep_netfilter_ports();
             self.keep_ports = KeepPorts::AfterModeBeside;
         }
-        if let Err(error) = self.hooks.follow_routes() {
-            tracing::warn!(%error, "next hops are kept for up to a second after they have changed");
-        }
         if let Err(error) = self.write_redirects() {
             failures.add("uplinks for redirects", error);
         }
@@ -411,6 +408,7 @@ impl EbpfDataplane {
 
     /// After a look at the uplinks: what they may do has a program on them.
     fn write_redirects(&mut self) -> Result<(), Error> {
+        self.hooks.follow_routes();
         let Redirects { sources, targets } = self.hooks.redirects();
         self.hooks.count_redirect_failures(!sources.is_empty() && !targets.is_empty());
         replace(&self.shared.tables.redirect_sources, &sources)?;

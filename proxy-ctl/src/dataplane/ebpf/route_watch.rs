@@ -1,12 +1,13 @@
-//! Next hops that the programs have kept in flows are looked up anew once a route, a rule, a neighbour or an interface changes. The kernel tells a
-//! thread so, which raises `route_epoch`: no other change of the tables has to be waited for.
+//! Raises `route_epoch` when the kernel tells of a changed route, rule, neighbour, address or interface: the programs look next hops up again then. A
+//! thread does it, so that it waits for no other work of the controller.
 
 use std::{
     collections::HashMap,
+    io,
     net::IpAddr,
     os::{fd::AsFd as _, unix::net::UnixStream},
     path::Path,
-    thread,
+    thread::{self, JoinHandle},
 };
 
 use netlink_packet_route::{
@@ -24,10 +25,14 @@ use crate::sys::{
     rtnetlink::{self, ADDRESSES, LINKS, NEIGHBOURS, NEXT_HOPS, ROUTES, RULES, Waiting},
 };
 
+/// Milliseconds after a change. The kernel tells of some before it makes them.
+const SETTLED_AFTER: u8 = 50;
+
 /// The thread ends with it.
 #[derive(Debug)]
 pub(super) struct RouteWatch {
-    _alive: UnixStream,
+    alive: Option<UnixStream>,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl RouteWatch {
@@ -40,15 +45,31 @@ impl RouteWatch {
         let (alive, ended) = pair.map_err(Error::Routes)?;
         let mut follower = Follower { epoch, known: Neighbours::default() };
         // Changes may have been missed before this.
-        follower.raise();
+        follower.raise().map_err(Error::Routes)?;
         let follow = move || {
             if let Err(error) = follower.follow(&socket, &ended) {
-                tracing::warn!(%error, "changes of routes are not followed: next hops are kept for up to a second");
+                tracing::warn!(%error, "changes of routes are not followed for a moment");
             }
         };
         let spawned = thread::Builder::new().name("routes".to_owned()).spawn(follow);
-        spawned.map_err(CallError::of("clone")).map_err(Error::Routes)?;
-        Ok(Self { _alive: alive })
+        let thread = spawned.map_err(CallError::of("clone")).map_err(Error::Routes)?;
+        Ok(Self { alive: Some(alive), thread: Some(thread) })
+    }
+
+    /// It has failed, which the log has told.
+    pub(super) fn has_ended(&self) -> bool {
+        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    }
+}
+
+impl Drop for RouteWatch {
+    fn drop(&mut self) {
+        self.alive = None;
+        if let Some(thread) = self.thread.take()
+            && thread.join().is_err()
+        {
+            tracing::error!("the thread that follows routes has panicked");
+        }
     }
 }
 
@@ -60,10 +81,17 @@ struct Follower {
 impl Follower {
     /// Until the other end of `ended` is closed.
     fn follow(&mut self, socket: &Socket, ended: &UnixStream) -> Result<(), CallError> {
+        let mut is_settled = true;
         loop {
             let [changes, end] = [socket.as_fd(), ended.as_fd()].map(|fd| PollFd::new(fd, PollFlags::POLLIN));
             let mut descriptors = [changes, end];
-            match poll(&mut descriptors, PollTimeout::NONE) {
+            let timeout = if is_settled { PollTimeout::NONE } else { SETTLED_AFTER.into() };
+            match poll(&mut descriptors, timeout) {
+                Ok(0) => {
+                    self.raise()?;
+                    is_settled = true;
+                    continue;
+                }
                 Ok(_) => {}
                 Err(nix::Error::EINTR) => continue,
                 Err(error) => return Err(CallError::new("poll", error.into())),
@@ -72,22 +100,36 @@ impl Follower {
             if end.any().unwrap_or_default() {
                 return Ok(());
             }
-            let mut is_over = false;
-            let waiting = rtnetlink::take_waiting(socket, |change| is_over |= self.known.is_news(change))?;
-            if waiting == Waiting::Lost {
-                self.known = Neighbours::default();
-            }
-            if is_over || waiting == Waiting::Lost {
-                self.raise();
+            if self.take(socket)? {
+                self.raise()?;
+                is_settled = false;
             }
         }
     }
 
-    fn raise(&self) {
-        let RouteEpoch { number, .. } = self.epoch.get(0).unwrap_or_default();
-        let raised = RouteEpoch { number: number.wrapping_add(1), ..RouteEpoch::default() };
-        let is_written = self.epoch.set(0, &raised);
-        debug_assert!(is_written, "the array has one element, and is mapped for writing");
+    /// May packets go elsewhere from now on?
+    fn take(&mut self, socket: &Socket) -> Result<bool, CallError> {
+        let mut is_news = false;
+        match rtnetlink::take_waiting(socket, |change| is_news |= self.known.is_news(change))? {
+            Waiting::Changes | Waiting::Nothing => {}
+            Waiting::Lost => {
+                rtnetlink::drop_waiting(socket)?;
+                self.known = Neighbours::default();
+                is_news = true;
+            }
+        }
+        Ok(is_news)
+    }
+
+    fn raise(&self) -> Result<(), CallError> {
+        let is_raised = self.epoch.get(0).is_some_and(|RouteEpoch { number, .. }| {
+            self.epoch.set(0, &RouteEpoch { number: number.wrapping_add(1), ..RouteEpoch::default() })
+        });
+        if is_raised {
+            Ok(())
+        } else {
+            Err(CallError::new("mmap of a BPF array", io::ErrorKind::NotFound.into()))
+        }
     }
 }
 
@@ -99,15 +141,15 @@ struct Neighbours {
 }
 
 impl Neighbours {
-    /// May packets go elsewhere from now on?
-    fn is_news(&mut self, change: &RouteNetlinkMessage) -> bool {
+    /// May packets go elsewhere from now on? `None`: a change that is not understood, such as one of a nexthop object.
+    fn is_news(&mut self, change: Option<&RouteNetlinkMessage>) -> bool {
         match change {
-            RouteNetlinkMessage::NewNeighbour(neighbour) => {
+            Some(RouteNetlinkMessage::NewNeighbour(neighbour)) => {
                 let (Some(key), link) = key_and_link(neighbour) else { return false };
                 let link = link.map(<[u8]>::to_vec);
                 self.addresses.insert(key, link.clone()).is_none_or(|before| before != link)
             }
-            RouteNetlinkMessage::DelNeighbour(neighbour) => {
+            Some(RouteNetlinkMessage::DelNeighbour(neighbour)) => {
                 let (Some(key), _) = key_and_link(neighbour) else { return false };
                 self.addresses.remove(&key) != Some(None)
             }
@@ -120,18 +162,15 @@ impl Neighbours {
 fn key_and_link(neighbour: &NeighbourMessage) -> (Option<(u32, IpAddr)>, Option<&[u8]>) {
     let (mut key, mut link) = (None, None);
     for attribute in &neighbour.attributes {
-        match attribute {
-            NeighbourAttribute::Destination(NeighbourAddress::Inet(address)) => {
-                key = Some(IpAddr::from(*address))
-            }
-            NeighbourAttribute::Destination(NeighbourAddress::Inet6(address)) => {
-                key = Some(IpAddr::from(*address))
-            }
-            NeighbourAttribute::LinkLayerAddress(address) => link = Some(address.as_slice()),
-            _ => {}
+        if let NeighbourAttribute::Destination(NeighbourAddress::Inet(address)) = attribute {
+            key = Some((neighbour.header.ifindex, IpAddr::from(*address)));
+        } else if let NeighbourAttribute::Destination(NeighbourAddress::Inet6(address)) = attribute {
+            key = Some((neighbour.header.ifindex, IpAddr::from(*address)));
+        } else if let NeighbourAttribute::LinkLayerAddress(address) = attribute {
+            link = Some(address.as_slice());
         }
     }
-    (key.map(|address| (neighbour.header.ifindex, address)), link)
+    (key, link)
 }
 
 #[cfg(test)]
@@ -171,8 +210,9 @@ mod tests {
         ];
         let mut neighbours = Neighbours::default();
         for (name, change, expected) in told {
-            assert_eq!(neighbours.is_news(&change), expected, "{name}");
+            assert_eq!(neighbours.is_news(Some(&change)), expected, "{name}");
         }
+        assert!(neighbours.is_news(None), "something else");
         assert_eq!(neighbours.addresses, HashMap::default());
     }
 }

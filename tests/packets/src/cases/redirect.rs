@@ -44,9 +44,11 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         uplink_sends(s, &uplink, &second, &second.to(REMOTE).from(node), &third)?;
         drop(third);
         other.leads_to_backends::<W>()?;
+        s.world.raise_route_epoch()?;
         uplink_sends(s, &uplink, &second, &second.to(REMOTE).from(node), &other)?;
         drop(other);
         uplink.knows::<W>(REMOTE.0, NEXT_HOP)?;
+        s.world.raise_route_epoch()?;
         uplink.sends(s, &second, &second.to(REMOTE).from(node))
     });
     group.both::<W>("no redirect to or from an uplink that is not known to do it", |s| {
@@ -198,6 +200,7 @@ impl Other {
         fs::write(format!("/proc/sys/net/{version}/conf/{name}/forwarding"), "1")?;
         s.world.attach_transit(name)?;
         other.leads_to_backends::<W>()?;
+        s.world.raise_route_epoch()?;
         Ok(other)
     }
 

@@ -560,7 +560,8 @@ pub struct Flow<A> {
     alias_port: u16,
     /// IANA number.
     pub protocol: u8,
-    _reserved: u8,
+    /// With `FLOW_DSR`. 1: the stack has let a packet of the flow out of this node.
+    pub has_left: u8,
     /// Key of `backends4/6`.
     pub backend_id: u32,
     /// Index into `services`; `NO_SERVICE`: the client dialled the backend itself.

@@ -70,11 +70,15 @@ pub(crate) trait Direct: Copy {
         Ok(())
     }
 
-    /// As [`store`](Self::store), of any length. Of those of addresses and ports the bounds are checked once.
+    /// As [`store`](Self::store), of any length. Of those of addresses, ports and most headers the bounds are checked once.
     #[inline(always)]
     fn store_from(self, offset: u32, bytes: &[u8]) -> Result<(), Reason> {
         if let Ok(ports) = <[u8; 4]>::try_from(bytes) {
             self.store(offset, ports)
+        } else if let Ok(half) = <[u8; 8]>::try_from(bytes) {
+            self.store(offset, half)
+        } else if let Ok(begin) = <[u8; 12]>::try_from(bytes) {
+            self.store(offset, begin)
         } else if let Ok(address) = <[u8; 16]>::try_from(bytes) {
             self.store(offset, address)
         } else {

@@ -5,7 +5,10 @@ use core::{
     ptr::{addr_of, read_volatile},
 };
 
-use aya_ebpf::{bindings::xdp_md, helpers::bpf_xdp_get_buff_len};
+use aya_ebpf::{
+    bindings::xdp_md,
+    helpers::{bpf_xdp_adjust_head, bpf_xdp_get_buff_len},
+};
 use proxy_common::{
     packet::{Bytes, Checksum, Sum},
     reason::Reason,
@@ -45,6 +48,14 @@ impl Frame {
     pub(crate) fn is_whole(self) -> bool {
         let (begin, end) = self.bounds();
         (end - begin) as u32 == self.length
+    }
+
+    /// With so many bytes more before its first one, which are still to be written. None: there is no room; the frame is untouched.
+    #[inline(always)]
+    pub(crate) fn grown(self, bytes: u32) -> Option<Self> {
+        // SAFETY: the context. It moves the frame's begin, which every access reads anew.
+        let moved = unsafe { bpf_xdp_adjust_head(self.ctx, -(bytes as i32)) };
+        (moved == 0).then_some(Self { length: self.length + bytes, ..self })
     }
 
     /// For helpers.

@@ -4,9 +4,12 @@
 use aya_ebpf::bindings::xdp_action;
 use proxy_common::{
     family::{V4, V6},
-    flow::{self, Driver, FlowTables, Scratch},
+    flow::{self, Driver, FlowTables, NextHop, Scratch},
     layout::{IN_FRAGMENTS, TAG_CUSTOMER, TAG_SERVICE, VlanTag},
-    packet::{Bytes as _, Headers, Network, Packet, Sum, parse, rewrite_headers},
+    packet::{
+        Bytes as _, Headers, Network, Packet, Sum, Then, Tunnel, outer_length, parse, rewrite_headers,
+        write_outer,
+    },
     reason::Reason,
 };
 
@@ -19,7 +22,7 @@ use crate::{
     tables::{Maps, count, count_packet, lease_has_ended, recently},
 };
 
-trait TransitFamily: Network + Route + TellPacket {
+trait TransitFamily: Network + Route + TellPacket + Tunnel {
     /// Bytes of the network header alone.
     const HEADER: u32;
     /// Of the network header. A router takes one off it.
@@ -113,7 +116,17 @@ where
     if flow::in_transit(&Maps, scratch, &frame).is_err() {
         return xdp_action::XDP_PASS;
     }
-    match send::<F>(frame, scratch) {
+    // As the stack has it, without tags.
+    let length = frame.length() - scratch.packet.headers.network + ETHERNET;
+    let sent = if scratch.action.then == Then::Encapsulate {
+        let Some(frame) = frame.grown(outer_length::<F>(&scratch.tunnel)) else {
+            return xdp_action::XDP_PASS;
+        };
+        send_in_another::<F>(frame, scratch)
+    } else {
+        send::<F>(frame, scratch)
+    };
+    match sent {
         Ok(()) => {
             let (reason, verdict) = if scratch.next_hop.interface != scratch.interface {
                 (Reason::RedirectedByDriver, xdp_action::XDP_REDIRECT)
@@ -121,8 +134,6 @@ where
                 (Reason::SentByDriver, xdp_action::XDP_TX)
             };
             count(reason);
-            // As the stack has it, without tags.
-            let length = frame.length() - scratch.packet.headers.network + ETHERNET;
             count_packet(scratch.action.rewrite.service, length);
             verdict
         }
@@ -153,8 +164,9 @@ where
     Maps: FlowTables<F>,
 {
     #[inline(always)]
-    fn packet_length(&self, scratch: &Scratch<F::Address>) -> u32 {
-        self.length() - scratch.packet.headers.network
+    fn packet_length(&self, Scratch { packet, action, tunnel, .. }: &Scratch<F::Address>) -> u32 {
+        let length = self.length() - packet.headers.network;
+        if action.then == Then::Encapsulate { length + outer_length::<F>(tunnel) } else { length }
     }
 
     #[inline(always)]
@@ -181,15 +193,18 @@ const NO: u32 = 0;
 /// Sets `scratch.next_hop`.
 // Not inlined: the parameters would lie on the stack beside what opening a flow needs.
 #[inline(never)]
-fn look_up<F: TransitFamily>(frame: Frame, scratch: &mut Scratch<F::Address>) -> u32 {
+fn look_up<F: TransitFamily>(frame: Frame, scratch: &mut Scratch<F::Address>) -> u32
+where
+    Maps: FlowTables<F>,
+{
+    // What is longer than the next hop takes is the stack's, which tells the sender.
+    let length = Driver::<F>::packet_length(&frame, scratch);
     let Scratch { packet, action, interface, next_hop, .. } = scratch;
     let rewrite = &action.rewrite;
     let mut parameters = route::parameters::<F>(*interface, &rewrite.source, &rewrite.destination);
     parameters.l4_protocol = packet.protocol;
     parameters.sport = u16::from_ne_bytes(rewrite.source_port.to_network());
     parameters.dport = u16::from_ne_bytes(rewrite.destination_port.to_network());
-    // What is longer than the next hop takes is the stack's, which tells the sender.
-    let length = frame.length() - packet.headers.network;
     parameters.__bindgen_anon_1.tot_len = length.min(u16::MAX.into()) as u16;
     if route::look_up(frame.context(), &mut parameters) != FOUND {
         return NO;
@@ -225,15 +240,52 @@ fn send<F: TransitFamily>(
     Scratch { packet, action, next_hop, .. }: &Scratch<F::Address>,
 ) -> Result<(), Reason> {
     rewrite_headers::<F, _>(frame, packet, &action.rewrite)?;
+    shorten_lifetime::<F>(frame, packet.headers.network)?;
+    set_link_addresses(frame, next_hop)
+}
+
+/// As [`send`], in another packet. The frame has room for that one's headers before its first byte.
+// Not inlined, for its stack.
+#[inline(never)]
+fn send_in_another<F: TransitFamily>(
+    frame: Frame,
+    Scratch { packet, tunnel, next_hop, .. }: &Scratch<F::Address>,
+) -> Result<(), Reason> {
+    let room = outer_length::<F>(tunnel);
     let network = packet.headers.network;
+    let inner = network + room;
+    shorten_lifetime::<F>(frame, inner)?;
+    // Tags, and the ethertype.
+    let mut place = 2 * LINK_ADDRESS;
+    for _ in 0..=TAGS * 2 {
+        if place < network {
+            frame.store(place, frame.load::<2>(place + room)?)?;
+            place += 2;
+        }
+    }
+    let length = frame.length() - inner;
+    write_outer::<F, _>(frame, network, (frame.load(inner)?, length), tunnel)?;
+    set_link_addresses(frame, next_hop)
+}
+
+/// Of the packet with its header at `network`, as a router does.
+#[inline(always)]
+fn shorten_lifetime<F: TransitFamily>(frame: Frame, network: u32) -> Result<(), Reason> {
     let lifetime = network + F::LIFETIME;
     let [old, protocol] = frame.read::<2>(lifetime)?;
     let new = old - 1;
     frame.store(lifetime, [new])?;
-    if let Some(checksum) = F::CHECKSUM {
-        let change = Sum::of_change(&[old, protocol, 0, 0], &[new, protocol, 0, 0]);
-        frame.change_header_checksum(network + checksum, change)?;
+    match F::CHECKSUM {
+        None => Ok(()),
+        Some(checksum) => {
+            let change = Sum::of_change(&[old, protocol, 0, 0], &[new, protocol, 0, 0]);
+            frame.change_header_checksum(network + checksum, change)
+        }
     }
+}
+
+#[inline(always)]
+fn set_link_addresses(frame: Frame, next_hop: &NextHop) -> Result<(), Reason> {
     frame.store(0, next_hop.destination)?;
     frame.store(LINK_ADDRESS, next_hop.source)
 }

@@ -6,7 +6,7 @@
 
 use super::{
     Change, FlowEntry as _, FlowTables, Routine, SUSTAINED_AFTER, Scratch, Speaker, Stage, decide,
-    entries::is_stale,
+    entries::{Leg, is_stale},
     guard, is_admitted, lookup, open,
     tcp::{self, is_near},
 };
@@ -35,33 +35,93 @@ pub(super) fn encapsulate<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
-    let Scratch { packet, action, interface, tunnel, flow, .. } = scratch;
+    let Scratch { packet, action, tunnel, flow, .. } = &mut *scratch;
     // The first fragment has told what the others are.
     if !packet.is_later_fragment() {
         action.rewrite = flow.undo_forward_rewrite();
     }
     tunnel.destination = packet.destination;
-    let dialled = action.rewrite.destination;
-    tunnel.source_port =
-        if tables.encapsulation() == ENCAPSULATION_GENEVE { tunnel_port(packet) } else { Port::NONE };
-    tunnel.source =
-        if tables.node_address(&dialled).is_some() { dialled } else { tables.masquerade_address(*interface) };
-    if tunnel.source == F::Address::UNSPECIFIED { Err(Reason::NoMasqueradeAddress) } else { Ok(()) }
-}
-
-/// By which networks and their cards tell flows apart that go between the same two addresses. It is one of those that the kernel gives to
-/// sockets by default: others the programs keep apart for sources of their own, and would look out for wherever it leaves a second time.
-#[inline(always)]
-fn tunnel_port<A: Address>(packet: &Packet<A>) -> Port {
-    const FIRST: u16 = 1 << 15;
-    const BITS: u32 = 14;
     // Later fragments have none: all of a packet stay together.
-    let (from, to) = match packet.fragment.part {
+    let ports = match packet.fragment.part {
         Part::Whole => (packet.source_port, packet.destination_port),
         Part::First | Part::Later => (Port::NONE, Port::NONE),
     };
+    tunnel.source_port = tunnel_port(tables, packet, ports);
+    let interface = scratch.interface;
+    set_tunnel_source(tables, scratch, interface)?;
+    let Scratch { packet, flow, .. } = &*scratch;
+    if packet.fragment.part == Part::Whole && !packet.is_error() && flow.has_left == 0 {
+        note_left(tables, scratch);
+    }
+    Ok(())
+}
+
+/// Notes that the stack lets a packet of `scratch.flow` out: in the client's entry first, so that it is noted again where that is gone.
+#[inline(always)]
+fn note_left<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    for leg in [Leg::Client, Leg::Backend] {
+        leg.set_key(tables, scratch);
+        match lookup(tables, &scratch.key) {
+            Some((_, entry)) if entry.opened() == scratch.flow.opened => entry.write(Change::HasLeft),
+            Some(_) | None => return,
+        }
+    }
+}
+
+/// Prepares for the packet in transit, with the ends of `scratch.action`, that it leaves in another: its way is looked up next.
+// Not inlined, for its stack.
+#[inline(never)]
+pub(super) fn begin_transit<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    let Scratch { packet, action, tunnel, .. } = scratch;
+    tunnel.destination = action.rewrite.destination;
+    let ports = (action.rewrite.source_port, action.rewrite.destination_port);
+    tunnel.source_port = tunnel_port(tables, packet, ports);
+}
+
+/// Makes the packet in transit what leaves the node by `scratch.next_hop`, as [`encapsulate`] does.
+// Not inlined, for its stack.
+#[inline(never)]
+pub(super) fn end_transit<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<(), Reason> {
+    scratch.action.rewrite = scratch.flow.undo_forward_rewrite();
+    scratch.action.rewrite.service = scratch.flow.service;
+    let interface = scratch.next_hop.interface;
+    set_tunnel_source(tables, scratch, interface)
+}
+
+/// By which networks and their cards tell flows apart that go between the same two addresses. `ports` are those of client and backend. It is one
+/// of those that the kernel gives to sockets by default: others the programs keep apart for sources of their own, and would look out for wherever
+/// it leaves a second time.
+#[inline(always)]
+fn tunnel_port<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    packet: &Packet<F::Address>,
+    (from, to): (Port, Port),
+) -> Port {
+    const FIRST: u16 = 1 << 15;
+    const BITS: u32 = 14;
+    if tables.encapsulation() != ENCAPSULATION_GENEVE {
+        return Port::NONE;
+    }
     let hash = balance::connection_hash((&packet.source, from), to, packet.protocol);
     Port::new(FIRST | (hash & ((1 << BITS) - 1)) as u16)
+}
+
+/// Makes `scratch.tunnel` come from the address that the client has dialled, if it is this node's: the backend's node answers from it. Otherwise
+/// from the one that packets leave with by `interface`.
+#[inline(always)]
+fn set_tunnel_source<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    interface: u32,
+) -> Result<(), Reason> {
+    let Scratch { action, tunnel, .. } = scratch;
+    let dialled = action.rewrite.destination;
+    tunnel.source =
+        if tables.node_address(&dialled).is_some() { dialled } else { tables.masquerade_address(interface) };
+    if tunnel.source == F::Address::UNSPECIFIED { Err(Reason::NoMasqueradeAddress) } else { Ok(()) }
 }
 
 /// Is `scratch.packet`, which has come in another, of `scratch.flow`, which has its ends?

@@ -84,6 +84,8 @@ pub enum Change<A> {
     /// `RESET_*`.
     Reset(u8),
     Masquerade(A, Port),
+    /// [`Flow::has_left`], to 1.
+    HasLeft,
     NextHop(KnownHop),
 }
 

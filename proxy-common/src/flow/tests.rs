@@ -104,6 +104,7 @@ fn apply(flow: &mut Flow<A>, change: Change<A>) {
             flow.masquerade = address;
             flow.set_masquerade_port(port);
         }
+        Change::HasLeft => flow.has_left = 1,
         Change::NextHop(hop) => flow.next_hop = hop,
     }
 }

@@ -1,20 +1,21 @@
 //! A packet that leaves the node again without the stack between: to a backend on another node, or back from there.
 
 use super::{
-    Driver, FlowEntry as _, FlowTables, Found, Scratch, Step, end_if_gone, find, go_on, is_over, lookup,
-    next_hop::leaves, set_key_of_packet,
+    Driver, FlowEntry as _, FlowTables, Found, Routine, Scratch, Step, decide, direct, end_if_gone, find,
+    go_on, is_over, lookup, next_hop::leaves, set_key_of_packet,
 };
 use crate::{
     family::Family,
-    layout::{FLOW_FOREIGN, FLOW_FROM_HOST, FLOW_MASQUERADE, FLOW_OF_NETFILTER},
-    packet::Part,
+    layout::{FLOW_DSR, FLOW_FOREIGN, FLOW_FROM_HOST, FLOW_MASQUERADE, FLOW_OF_NETFILTER},
+    packet::{Part, Then},
     reason::Reason,
     select::Origin,
 };
 
 /// Decides what [`arriving`](super::arriving) and [`leaving`](super::leaving) decide one after the other, of packets of flows that the stack
 /// has let out by an uplink before: reverse path filtering, rules of netfilter for new connections and IPsec have judged these. The
-/// packet is sent to `scratch.next_hop`, where the stack would send one with the ends between the two.
+/// packet is sent to `scratch.next_hop`, where the stack would send one with the ends between the two. With [`Then::Encapsulate`] it
+/// leaves in one with the ends `scratch.tunnel`.
 ///
 /// Fails where the packet is the stack's. It is untouched then.
 #[inline(always)]
@@ -32,10 +33,14 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
     scratch.outer_length = 0;
     set_key_of_packet(scratch);
     let found = find(tables, scratch).ok_or(Reason::NotAService)?;
-    let flags = scratch.flow.flags & (FLOW_MASQUERADE | FLOW_FROM_HOST | FLOW_FOREIGN | FLOW_OF_NETFILTER);
-    if flags != FLOW_MASQUERADE || !scratch.flow.is_masqueraded() {
-        return Err(Reason::NotAService);
-    }
+    scratch.stage = found.stage;
+    let flow = &scratch.flow;
+    let of_others = FLOW_FROM_HOST | FLOW_FOREIGN | FLOW_OF_NETFILTER;
+    scratch.action.then = match flow.flags & (FLOW_MASQUERADE | FLOW_DSR | of_others) {
+        FLOW_MASQUERADE if flow.is_masqueraded() => Then::Pass,
+        FLOW_DSR if flow.has_left != 0 => Then::Encapsulate,
+        _ => return Err(Reason::NotAService),
+    };
     match found.step {
         Step::ToFrontend => {
             if scratch.packet.opens() && is_over(tables, scratch, found.entry) {
@@ -43,8 +48,15 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
             }
             end_if_gone(tables, scratch, found.entry)?;
             scratch.action.rewrite = scratch.flow.forward_rewrite();
+            if scratch.action.then == Then::Encapsulate {
+                direct::begin_transit(tables, scratch);
+            }
             if !leaves(tables, scratch, &found, driver) {
                 return Err(Reason::NotAService);
+            }
+            if scratch.action.then == Then::Encapsulate {
+                direct::end_transit(tables, scratch)?;
+                return decide(tables, scratch, Routine::GoOnDirectly);
             }
             scratch.action.rewrite = scratch.flow.masquerade_rewrite();
             scratch.action.rewrite.service = scratch.flow.service;

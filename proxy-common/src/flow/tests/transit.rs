@@ -68,9 +68,22 @@ struct Node {
     sources: BTreeMap<u16, ((A, Port), A)>,
 }
 
+/// What leaves the node: a packet's ends, and those of the packet that it is in, if any.
+type Left = (Rewrite<A>, Option<Ends<A>>);
+
 impl Node {
     fn new() -> Self {
         Self { host: Host::new(), sources: BTreeMap::new() }
+    }
+
+    /// Backends answer clients themselves.
+    fn with_direct_return(encapsulation: u16) -> Self {
+        let mut node = Self::new();
+        node.host.encapsulation = encapsulation;
+        for frontend in node.host.tables.frontends.values_mut() {
+            frontend.flags |= FRONTEND_DSR;
+        }
+        node
     }
 
     fn packet(&self, protocol: u8, event: Event) -> Option<Packet<A>> {
@@ -94,33 +107,31 @@ impl Node {
         Some(packet)
     }
 
-    /// By the stack: the ends that it leaves with.
-    fn through_the_stack(&self, packet: &Packet<A>) -> Result<Rewrite<A>, Reason> {
+    /// By the stack.
+    fn through_the_stack(&self, packet: &Packet<A>) -> Result<Left, Reason> {
         let entered = self.host.arriving(packet, Origin::Outside)?;
-        let inside = Packet {
-            source: entered.source,
-            source_port: entered.source_port,
-            destination: entered.destination,
-            destination_port: entered.destination_port,
-            ..*packet
-        };
-        let left = self.host.leaving(&inside)?;
-        Ok(Rewrite { service: entered.service.min(left.service), ..left })
+        let mut scratch = Scratch { packet: rewritten(packet, entered), ..Scratch::default() };
+        decide_leaving(&self.host, &mut scratch, false)?;
+        if scratch.action.then == Then::Encapsulate {
+            encapsulating(&self.host, &mut scratch)?;
+        }
+        let (left, tunnel) = left(&scratch);
+        Ok((Rewrite { service: entered.service.min(left.service), ..left }, tunnel))
     }
 
     /// `leaves`: the driver can send it where the stack would; otherwise the stack sends it.
-    fn in_transit(&self, packet: &Packet<A>, leaves: bool) -> Result<Rewrite<A>, Reason> {
+    fn in_transit(&self, packet: &Packet<A>, leaves: bool) -> Result<Left, Reason> {
         let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
         let decided = in_transit(&self.host, &mut scratch, &Routes { leaves, ..Routes::default() });
         assert_eq!(scratch.packet, *packet, "it is not changed");
         match decided {
-            Ok(()) => Ok(scratch.action.rewrite),
+            Ok(()) => Ok(left(&scratch)),
             Err(_) => self.through_the_stack(packet),
         }
     }
 
-    fn learn(&mut self, event: Event, outcome: &Result<Rewrite<A>, Reason>) {
-        if let (Event::Client(port, ..), Ok(left)) = (event, outcome) {
+    fn learn(&mut self, event: Event, outcome: &Result<Left, Reason>) {
+        if let (Event::Client(port, ..), Ok((left, None))) = (event, outcome) {
             self.sources.insert(port, ((left.source, left.source_port), left.destination));
         }
     }
@@ -149,15 +160,29 @@ impl Node {
     }
 }
 
+fn left(scratch: &Scratch<A>) -> Left {
+    let Scratch { action, tunnel, .. } = scratch;
+    (action.rewrite, (action.then == Then::Encapsulate).then_some(*tunnel))
+}
+
+fn node() -> impl Strategy<Value = fn() -> Node> {
+    prop::sample::select(vec![
+        Node::new as fn() -> Node,
+        || Node::with_direct_return(ENCAPSULATION_IP),
+        || Node::with_direct_return(ENCAPSULATION_GENEVE),
+    ])
+}
+
 proptest! {
     #[test]
     fn both_ways_are_one(
+        node in node(),
         is_tcp: bool,
         resets_gone: bool,
         events in prop::collection::vec((event(), any::<bool>()), 1..24),
     ) {
         let protocol = if is_tcp { PROTOCOL_TCP } else { PROTOCOL_UDP };
-        let (mut stack, mut transit) = (Node::new(), Node::new());
+        let (mut stack, mut transit) = (node(), node());
         (stack.host.resets_gone, transit.host.resets_gone) = (resets_gone, resets_gone);
         for (event, leaves) in events {
             stack.pass(event);
@@ -230,4 +255,26 @@ fn a_flow_begins_without_a_next_hop() {
     scratch.packet = node.packet(PROTOCOL_TCP, Event::Client(40_000, TCP_SYN, 0)).unwrap();
     arriving(&node.host, &mut scratch, Origin::Outside).unwrap();
     assert!(node.host.flows.borrow().values().all(|flow| flow.get().next_hop == KnownHop::default()));
+}
+
+/// A first packet that the stack has dropped between the hooks, as one that came by the wrong interface, opens no way around the stack.
+#[rstest]
+fn with_direct_return_the_stack_sees_a_flow_first(
+    #[values(ENCAPSULATION_IP, ENCAPSULATION_GENEVE)] encapsulation: u16,
+) {
+    let node = Node::with_direct_return(encapsulation);
+    let decides = |flags| {
+        let packet = node.packet(PROTOCOL_TCP, Event::Client(40_000, flags, 0)).unwrap();
+        let mut scratch = Scratch { packet, ..Scratch::default() };
+        in_transit(&node.host, &mut scratch, &Routes { leaves: true, ..Routes::default() })
+            .map(|()| left(&scratch))
+    };
+    let syn = node.packet(PROTOCOL_TCP, Event::Client(40_000, TCP_SYN, 0)).unwrap();
+    node.host.arriving(&syn, Origin::Outside).unwrap();
+    assert_eq!(decides(TCP_ACK), Err(Reason::NotAService), "nothing has left");
+    let (_, tunnel) = node.through_the_stack(&syn).unwrap();
+    let (rewrite, in_transit) = decides(TCP_ACK).unwrap();
+    assert_eq!(in_transit, tunnel);
+    assert_eq!(rewritten(&syn, rewrite), syn, "it leaves as the client has sent it");
+    assert_eq!(decides(TCP_SYN), Err(Reason::NotAService), "it may begin another flow");
 }

@@ -2,7 +2,7 @@
 
 use anyhow::{Result, bail, ensure};
 use lab::{
-    Dial, Protocol,
+    Dial,
     cluster::{OUTSIDE, SERVER_PORT},
     namespace,
 };
@@ -12,7 +12,6 @@ use crate::{
     case::{Case, Variant, Variants},
     check,
     fixtures::ON_NODE2,
-    setting::Datapath,
     state,
     world::World,
 };
@@ -31,9 +30,7 @@ fn masquerades(world: &mut World, variant: Variant) -> Result<()> {
     if control_plane::go::on_path("nft").is_none() {
         bail!(Skip("nft is not installed".into()));
     }
-    if world.setting.datapath() == Datapath::Ipvs && variant.protocol == Protocol::Udp {
-        bail!(Skip("of thousands of UDP flows IPVS mistakes some for others".into()));
-    }
+    super::skip_confused_flows(world, variant)?;
     let node = world.lab.netns("node1")?.namespace.clone();
     let (pod, backend) = (world.addresses("client-1")?, world.addresses("web-2")?);
     let rules = [

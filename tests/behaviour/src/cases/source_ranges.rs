@@ -97,6 +97,7 @@ fn connections_stay(world: &mut World, variant: Variant) -> Result<()> {
 
 /// Towards one endpoint, where the source of both is the node.
 fn flows_apart(world: &mut World, variant: Variant) -> Result<()> {
+    super::skip_confused_flows(world, variant)?;
     world.set_service(&guarded_for(world, OUTSIDE)?, GUARDED.endpoints)?;
     for target in
         [world.node_port(&BALANCED, 1, variant.family)?, (load_balancer(1).of(variant.family), PORT).into()]

@@ -2,22 +2,24 @@
 //! Each case is about packets in IP alone, and in Geneve.
 
 use anyhow::{Context as _, Result, ensure};
+use lab::namespace::ip;
 use proxy_common::{
     flow::Stage,
     layout::*,
-    packet::{TCP_ACK, TCP_SYN},
+    packet::{TCP_ACK, TCP_FIN, TCP_SYN},
     port::Port,
     reason::Reason,
 };
 
 use super::{
     BOTH, Group, Scene, WorldKind,
+    redirect::{self, Other},
     scene::*,
-    transit::{OWN, Uplink},
+    transit::{OWN, TAGS, Uplink},
 };
 use crate::{
     wire::{Cut, Endpoint, KnownAddress, Segment, Tunnel},
-    world::{Output, Tables, Verdict},
+    world::{Output, Tables, Verdict, link_address},
 };
 
 /// What packets get before them.
@@ -26,6 +28,8 @@ enum Way {
     Ip,
     Geneve,
 }
+
+const WAYS: [(Way, &str); 2] = [(Way::Ip, "direct"), (Way::Geneve, "direct by geneve")];
 
 impl Way {
     const fn encapsulation(self) -> u16 {
@@ -47,7 +51,7 @@ fn ip_header<W: Tables>() -> usize {
 
 /// For both protocols, both ways.
 fn each<W: Tables + 'static>(group: &mut Group, name: &str, body: fn(&mut Scene<W>, Way) -> Result<()>) {
-    for (way, label) in [(Way::Ip, "direct"), (Way::Geneve, "direct by geneve")] {
+    for (way, label) in WAYS {
         for protocol in BOTH {
             group.add::<W>(&format!("{label}: {name}"), protocol, WorldKind::Usual, move |s| body(s, way));
         }
@@ -63,6 +67,7 @@ const FLAGS: u32 = FRONTEND_EXTERNAL | FRONTEND_DSR;
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     geneve_cases::<W>(group);
+    transit_cases::<W>(group);
     each::<W>(group, "to a node port of this node and its backend elsewhere", |s, way| {
         dialled(s, way)?;
         sent_on(s, NODE_PORT, KnownAddress::Node, way)
@@ -335,6 +340,120 @@ fn sent_on<W: Tables>(s: &mut Scene<W>, dialled: Endpoint, from: KnownAddress, w
     ensure!(way == Way::Ip || ports.len() == 1, "a flow from ports {ports:?}");
     ensure!(s.flow_of(Stage::Opening, CLIENT)?.flags == FLOW_DSR, "a flow of one direction");
     s.counted(&[(Reason::FlowOpened, 1)])
+}
+
+/// Of packets that XDP sends on.
+fn transit_cases<W: Tables + 'static>(group: &mut Group) {
+    each::<W>(group, "transit", |s, way| {
+        let uplink = Uplink::new::<W>(s.world)?.and_neighbours::<W>()?;
+        dialled(s, way)?;
+        for (number, frontend) in (0..).zip([LOAD_BALANCER, NODE_PORT]) {
+            let first = s.first((CLIENT.0, CLIENT.1 + number), frontend);
+            let tunnel = let_out(s, &uplink, &first, way)?;
+            sends_on(s, &uplink, &first.flags(TCP_ACK), tunnel)?;
+        }
+        s.counted(&[(Reason::FlowOpened, 2), (Reason::SentByDriver, 2)])?;
+        let bytes = 4 * s.first(CLIENT, LOAD_BALANCER).bytes::<W>().len();
+        let counted = s.world.service_counters(SERVICE)?;
+        ensure!(counted.bytes == bytes as u64, "{counted:?}, not {bytes} bytes, without outer headers");
+        Ok(())
+    });
+    each::<W>(group, "transit by another uplink", |s, way| {
+        let uplink = Uplink::new::<W>(s.world)?;
+        let other = Other::leading_to_backends::<W>(s, "other", redirect::OTHER)?;
+        s.world.put_redirect_source(uplink.index, link_address(OWN)?)?;
+        s.world.put_redirect_target(other.index, other.index)?;
+        dialled(s, way)?;
+        let first = s.first(CLIENT, LOAD_BALANCER);
+        let tunnel = let_out(s, &uplink, &first, way)?;
+        let packet = first.flags(TCP_ACK);
+        let sent = W::in_tunnel(&other.sent::<W>(&packet, &packet), tunnel);
+        redirect::redirects(s, uplink.index, &packet.bytes::<W>(), &sent)
+    });
+    each::<W>(group, "transit of frames in fragments", |s, way| {
+        let uplink = Uplink::new::<W>(s.world)?.and_neighbours::<W>()?;
+        ip(None, "link set uplink mtu 9000\n")?;
+        dialled(s, way)?;
+        let first = s.first(CLIENT, LOAD_BALANCER);
+        let tunnel = let_out(s, &uplink, &first, way)?;
+        let long = Segment { payload: vec![1; 8_000], ..first.flags(TCP_ACK) };
+        let bytes = long.bytes::<W>();
+        for first in [bytes.len(), bytes.len() - long.payload.len()] {
+            let output = s.world.transit_in_fragments(uplink.index, first, &bytes)?;
+            ensure!(output.verdict == Verdict::SentBack, "{first} in one piece: {:?}", output.verdict);
+            let sent = sent_back(&long).in_tunnel::<W>(tunnel);
+            ensure!(output.packet == sent, "{first} in one piece: not what leaves");
+        }
+        Ok(())
+    });
+    for (name, tags) in TAGS {
+        for (way, label) in WAYS {
+            let name = format!("{label}: transit of frames with {name}");
+            group.add::<W>(&name, PROTOCOL_UDP, WorldKind::Usual, move |s| {
+                let uplink = Uplink::with_tags::<W>(s.world, tags)?.and_neighbours::<W>()?;
+                dialled(s, way)?;
+                let first = s.first(CLIENT, LOAD_BALANCER);
+                let tunnel = let_out(s, &uplink, &first, way)?;
+                sends_on(s, &uplink, &first, tunnel)
+            });
+        }
+    }
+    each::<W>(group, "no transit of what is the stack's", |s, way| {
+        let uplink = Uplink::new::<W>(s.world)?.and_neighbours::<W>()?;
+        dialled(s, way)?;
+        let first = s.first(CLIENT, LOAD_BALANCER);
+        let tunnel = let_out(s, &uplink, &first, way)?;
+        let packet = first.flags(TCP_ACK);
+        uplink.passes(s, &Segment { hop_limit: 1, ..packet.clone() }.bytes::<W>())?;
+        uplink.passes(s, &W::error(CLIENT.0, LOAD_BALANCER.0, &first.answer(TCP_ACK)))?;
+        for fragment in
+            (Segment { payload: vec![1; 64], ..packet.clone() }).fragments::<W>(Cut { id: 7, piece: 32 })
+        {
+            uplink.passes(s, &fragment)?;
+        }
+        let room = MTU + 14 - packet.bytes::<W>().len() + packet.payload.len() - way.header::<W>();
+        let of = |length: usize| Segment { payload: vec![1; length], ..packet.clone() };
+        sends_on(s, &uplink, &of(room), tunnel)?;
+        uplink.passes(s, &of(room + 1).bytes::<W>())
+    });
+    for (way, label) in WAYS {
+        let name = format!("{label}: transit of a connection to its end");
+        group.add::<W>(&name, PROTOCOL_TCP, WorldKind::Usual, move |s| {
+            let uplink = Uplink::new::<W>(s.world)?.and_neighbours::<W>()?;
+            dialled(s, way)?;
+            let first = s.first(CLIENT, LOAD_BALANCER);
+            let tunnel = let_out(s, &uplink, &first, way)?;
+            let next = first.flags(TCP_ACK);
+            sends_on(s, &uplink, &next, tunnel)?;
+            let state = s.flow_of(Stage::Opening, CLIENT)?.state;
+            ensure!(state.progress == PROGRESS_CONFIRMED, "{state:?}");
+            sends_on(s, &uplink, &Segment { tcp_flags: TCP_FIN | TCP_ACK, ..next }, tunnel)?;
+            let state = s.flow_of(Stage::Opening, CLIENT)?.state;
+            ensure!(state.client_fin == FIN_ACKNOWLEDGED, "{state:?}");
+            Ok(())
+        });
+    }
+}
+
+/// The stack lets the client's first packet out. Gives the ends of the packet that it leaves in.
+fn let_out<W: Tables>(s: &mut Scene<W>, uplink: &Uplink, first: &Segment, way: Way) -> Result<Tunnel> {
+    uplink.passes(s, &first.bytes::<W>())?;
+    s.send("uplink_ingress", first, Expect::Becomes(&first.to(REMOTE)))?;
+    // Also the next ones, until one has left.
+    uplink.passes(s, &first.flags(TCP_ACK).bytes::<W>())?;
+    let inside = first.to(REMOTE).bytes::<W>();
+    let carried = leaves(s, &inside, &first.bytes::<W>(), KnownAddress::Node, way)?;
+    let port = (way == Way::Geneve).then(|| source_port::<W>(&carried));
+    Ok(Tunnel { source: KnownAddress::Node, destination: KnownAddress::RemoteBackend, port })
+}
+
+/// XDP sends the packet on in one with these ends.
+fn sends_on<W: Tables>(s: &Scene<W>, uplink: &Uplink, packet: &Segment, tunnel: Tunnel) -> Result<()> {
+    uplink.sends_bytes(s, packet, &sent_back(packet).in_tunnel::<W>(tunnel))
+}
+
+fn sent_back(packet: &Segment) -> Segment {
+    Segment { back: true, hop_limit: packet.hop_limit - 1, ..packet.clone() }
 }
 
 /// A packet of Geneve to `LOCAL`, some of whose bytes behind the outer IP header are others.

@@ -146,7 +146,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-const OTHER: &str = "02:00:00:00:00:03";
+pub(super) const OTHER: &str = "02:00:00:00:00:03";
 
 /// One uplink to clients and another to the backend, for which a flow is open.
 struct Node {
@@ -180,14 +180,18 @@ impl Node {
 }
 
 /// Gone when dropped.
-struct Other {
-    index: u32,
+pub(super) struct Other {
+    pub(super) index: u32,
     name: &'static str,
     address: [u8; 6],
 }
 
 impl Other {
-    fn leading_to_backends<W: Tables>(s: &mut Scene<W>, name: &'static str, address: &str) -> Result<Self> {
+    pub(super) fn leading_to_backends<W: Tables>(
+        s: &mut Scene<W>,
+        name: &'static str,
+        address: &str,
+    ) -> Result<Self> {
         let version = if super::transit::address::<W>(REMOTE.0).is_ipv4() { "ipv4" } else { "ipv6" };
         ip(
             None,
@@ -217,7 +221,7 @@ impl Other {
     }
 
     /// The frame that leaves by it.
-    fn sent<W: Tables>(&self, packet: &Segment, becomes: &Segment) -> Vec<u8> {
+    pub(super) fn sent<W: Tables>(&self, packet: &Segment, becomes: &Segment) -> Vec<u8> {
         let mut sent = leaving::<W>(packet, becomes);
         sent[6..12].copy_from_slice(&self.address);
         sent
@@ -254,7 +258,7 @@ fn uplink_sends<W: Tables>(
     redirects(s, uplink.index, &packet.bytes::<W>(), &by.sent::<W>(packet, becomes))
 }
 
-fn redirects<W: Tables>(s: &Scene<W>, interface: u32, frame: &[u8], sent: &[u8]) -> Result<()> {
+pub(super) fn redirects<W: Tables>(s: &Scene<W>, interface: u32, frame: &[u8], sent: &[u8]) -> Result<()> {
     let output = s.world.transit(interface, frame)?;
     ensure!(output.verdict == Verdict::Redirected, "{:?}", output.verdict);
     ensure!(output.packet == sent, "it became {:02x?}, not {sent:02x?}", output.packet);

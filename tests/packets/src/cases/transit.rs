@@ -206,10 +206,10 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-type Tag = (u16, u16);
+pub(super) type Tag = (u16, u16);
 
 /// Ethertype and id, the outer one first.
-const TAGS: [(&str, &[Tag]); 3] = [
+pub(super) const TAGS: [(&str, &[Tag]); 3] = [
     ("a tag", &[(TAG_CUSTOMER, 10)]),
     ("a tag of 802.1ad", &[(TAG_SERVICE, 4_094)]),
     ("two tags", &[(TAG_SERVICE, 10), (TAG_CUSTOMER, 20)]),
@@ -329,17 +329,29 @@ impl Uplink {
 
     /// It leaves as this, to the next hop.
     pub(super) fn sends<W: Tables>(&self, s: &Scene<W>, packet: &Segment, becomes: &Segment) -> Result<()> {
+        let sent = Segment { back: true, hop_limit: packet.hop_limit - 1, ..becomes.clone() };
+        self.sends_bytes(s, packet, &sent.bytes::<W>())
+    }
+
+    /// It leaves as these bytes, which have no tags.
+    pub(super) fn sends_bytes<W: Tables>(
+        &self,
+        s: &Scene<W>,
+        packet: &Segment,
+        becomes: &[u8],
+    ) -> Result<()> {
         let output = s.world.transit(self.index, &tagged(&packet.bytes::<W>(), self.tags))?;
         ensure!(output.verdict == Verdict::SentBack, "{packet:?}: {:?}", output.verdict);
-        let sent = Segment { back: true, hop_limit: packet.hop_limit - 1, ..becomes.clone() };
+        let expected = tagged(becomes, self.tags);
         ensure!(
-            output.packet == tagged(&sent.bytes::<W>(), self.tags),
-            "{packet:?} became other bytes than {sent:?}"
+            output.packet == expected,
+            "{packet:?} became\n  {:02x?}\nexpected\n  {expected:02x?}",
+            output.packet
         );
         Ok(())
     }
 
-    fn passes<W: Tables>(&self, s: &Scene<W>, bytes: &[u8]) -> Result<()> {
+    pub(super) fn passes<W: Tables>(&self, s: &Scene<W>, bytes: &[u8]) -> Result<()> {
         self.frame_passes(s, &tagged(bytes, self.tags))
     }
 

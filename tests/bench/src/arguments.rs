@@ -73,6 +73,7 @@ impl Arguments {
             rounds: of(2, 7),
             changes: self.changes.unwrap_or(of(20, 1_000)),
             flows: 1_024,
+            syns_per_second: 50_000,
         }
     }
 

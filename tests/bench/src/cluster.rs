@@ -10,7 +10,7 @@ use control_plane::{
 use lab::{
     Agent, Lab, Objects, Protocol,
     address::{self, Family, NodeNumber, POD_RANGE4, POD_RANGE6, cluster_ip, gateway},
-    cluster::{FABRIC, NODES, OUTSIDE, PodProcesses, node_name},
+    cluster::{FABRIC, NODES, OUTSIDE, PodProcesses, SERVER_PORT, node_name},
     namespace::sysctl,
     objects::{Endpoint, Service, ServicePort},
 };
@@ -26,6 +26,7 @@ const SERVERS: [(NodeNumber, [&str; 2]); 2] = [(1, ["server-a", "server-c"]), (2
 pub(crate) const MOVES_BETWEEN: [&str; 2] = ["server-a", "server-b"];
 pub(crate) const PORT: u16 = 80;
 const PORT_OF_BULK: u16 = 81;
+const PORT_OF_NAMES: u16 = 82;
 /// Of the servers that return bytes.
 pub(crate) const BYTE_PORT: u16 = 9_090;
 /// Of the servers that take many.
@@ -56,7 +57,7 @@ struct OnNode {
 
 const ON_NODES: [OnNode; 2] = [
     OnNode { name: "near", index: 300, node: 1, node_port: 30_080 },
-    OnNode { name: "far", index: 301, node: 2, node_port: 30_082 },
+    OnNode { name: "far", index: 301, node: 2, node_port: 30_083 },
 ];
 
 impl Route {
@@ -81,13 +82,16 @@ impl OnNode {
     fn object(&self) -> Service {
         let mut service =
             Service::new(self.name, cluster_ip(self.index), PORT, BYTE_PORT, Some(self.node_port));
-        service.ports.push(ServicePort {
-            name: "bulk".to_owned(),
-            protocol: Protocol::Tcp,
-            port: PORT_OF_BULK,
-            target_port: BULK_PORT,
-            node_port: Some(self.node_port + 1),
-        });
+        let others = [("bulk", PORT_OF_BULK, BULK_PORT), ("names", PORT_OF_NAMES, SERVER_PORT)];
+        for (node_port, (name, port, target_port)) in (self.node_port + 1..).zip(others) {
+            service.ports.push(ServicePort {
+                name: name.to_owned(),
+                protocol: Protocol::Tcp,
+                port,
+                target_port,
+                node_port: Some(node_port),
+            });
+        }
         service
     }
 }
@@ -198,6 +202,12 @@ impl Cluster {
             }
         };
         Ok(Targets { direct: direct.collect::<Result<_>>()?, service })
+    }
+
+    /// A node port of endpoints on the other node, which tell their names.
+    pub(crate) fn names() -> SocketAddr {
+        let port = Route::NodePortRemote.service().node_port + 2;
+        SocketAddr::new(address::node(NODE).of(Family::V4), port)
     }
 }
 

@@ -7,16 +7,10 @@
 use std::{
     fs,
     net::{Ipv4Addr, SocketAddrV4},
-    os::fd::{AsFd as _, OwnedFd},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, anyhow, ensure};
-use aya::{
-    TestRun as _, TestRunOptions,
-    programs::{TestRunAttrs, Xdp},
-};
-use aya_obj::programs::xdp::XdpAttachType;
 use etherparse::PacketBuilder;
 use lab::{
     Lab, address,
@@ -24,26 +18,16 @@ use lab::{
     namespace::{run, within},
     xdp,
 };
-use nix::{
-    net::if_::if_nametoindex,
-    sched::{CpuSet, sched_setaffinity},
-    unistd::Pid,
-};
-use proxy_ctl::sys::bpf::pin;
 
 use crate::{
     cluster::{BYTE_PORT, Cluster, NODE},
+    generator::{DEVICE, Generator, attach, link_address, within_on_one_core},
     plan::Route,
     program::{self, FIRST_PORT, FRAME},
     results::{Figures, Settings},
     statistics::Spread,
 };
 
-const DEVICE: &str = "eth0";
-/// Frames before the kernel looks after what it has received.
-const BATCH: u32 = 64;
-/// Frames of one call.
-const FRAMES: u32 = 1 << 16;
 /// Rates whose spread is told.
 const ROUNDS: u32 = 5;
 
@@ -99,7 +83,7 @@ pub(crate) fn packets(
     };
     let frame = frame(lab, to)?;
     let rates = within_on_one_core(&lab.netns(FABRIC)?.namespace, || {
-        let generator = Generator::new(lab, &frame, settings.flows)?;
+        let generator = Generator::new(lab, |device| program::generate(&frame, settings.flows, device))?;
         let counted = || sinks.iter().map(|(name, device)| received(lab, name, device)).sum::<Result<u64>>();
         // Neighbours are asked for, flows are opened, what is only slow the first time is done.
         generator.run_for(Duration::from_secs_f64(settings.seconds / 5.0))?;
@@ -118,25 +102,9 @@ pub(crate) fn packets(
     Ok(Figures::Packets { per_second, nanos: 1e9 / per_second.median, lost: lost.median.max(0.0) })
 }
 
-fn attach(lab: &Lab, name: &str, device: &str, instructions: &[u64]) -> Result<OwnedFd> {
-    xdp::attach(&lab.netns(name)?.namespace, device, instructions)
-}
-
-/// On a thread of its own: the last core, as the first has most interrupts.
-fn within_on_one_core<T: Send>(namespace: &str, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
-    within(namespace, || {
-        let last = std::thread::available_parallelism().map_or(0, |cores| usize::from(cores) - 1);
-        let mut cores = CpuSet::new();
-        cores.set(last)?;
-        sched_setaffinity(Pid::from_raw(0), &cores).context("staying on one core")?;
-        work()
-    })
-}
-
 /// From the client outside to the node's device.
 fn frame(lab: &Lab, to: SocketAddrV4) -> Result<[u8; FRAME]> {
-    let [from, via] = [OUTSIDE.to_owned(), node_name(NODE)].map(|name| link_address(lab, &name));
-    let builder = PacketBuilder::ethernet2(from?, via?)
+    let builder = PacketBuilder::ethernet2(link_address(lab, OUTSIDE)?, link_address(lab, &node_name(NODE))?)
         .ipv4(address::outside().v4.octets(), Ipv4Addr::octets(to.ip()), 64)
         .udp(FIRST_PORT, to.port());
     let mut bytes = Vec::with_capacity(FRAME);
@@ -144,14 +112,6 @@ fn frame(lab: &Lab, to: SocketAddrV4) -> Result<[u8; FRAME]> {
     // No checksum: the program gives each frame another port.
     bytes[40..42].fill(0);
     bytes.try_into().map_err(|_| anyhow!("a frame of another length"))
-}
-
-fn link_address(lab: &Lab, name: &str) -> Result<[u8; 6]> {
-    let text = run(&lab.netns(name)?.namespace, "ip", &["-j", "link", "show", "dev", DEVICE])?;
-    let devices: serde_json::Value = serde_json::from_str(&text).context("reading what ip shows")?;
-    let address = devices[0]["address"].as_str().context("a device without address")?;
-    let bytes = address.split(':').map(|byte| u8::from_str_radix(byte, 16)).collect::<Result<Vec<_>, _>>()?;
-    bytes.try_into().map_err(|_| anyhow!("{address} is no link address"))
 }
 
 /// Frames that a device has received so far, those included that a program has dropped.
@@ -165,48 +125,6 @@ fn received(lab: &Lab, name: &str, device: &str) -> Result<u64> {
 fn received_in(table: &str, device: &str) -> Option<u64> {
     let line = table.lines().find_map(|line| line.trim_start().strip_prefix(device)?.strip_prefix(':'));
     line?.split_whitespace().nth(1)?.parse().ok()
-}
-
-struct Generator {
-    program: Xdp,
-    frame: [u8; FRAME],
-    context: Vec<u8>,
-}
-
-impl Generator {
-    /// In the network namespace of the fabric.
-    fn new(lab: &Lab, frame: &[u8; FRAME], flows: u32) -> Result<Self> {
-        let port = if_nametoindex(node_name(NODE).as_str())?;
-        let program = xdp::load(&program::generate(frame, flows, port))?;
-        // aya makes programs of object files and of pins.
-        let at = lab.bpffs(NODE).join("bench-generator");
-        pin(program.as_fd(), &at)?;
-        let opened = Xdp::from_pin(&at, XdpAttachType::Interface);
-        fs::remove_file(&at).with_context(|| format!("removing {}", at.display()))?;
-        // As `xdp_md`: data, data_end, data_meta, ingress_ifindex, rx_queue_index, egress_ifindex.
-        let context = [0, FRAME as u32, 0, port, 0, 0].map(u32::to_ne_bytes).concat();
-        Ok(Self { program: opened?, frame: *frame, context })
-    }
-
-    /// Answers how many it has sent, and in how many seconds: what the kernel does before the first and after the last frame of a call takes
-    /// as long as thousands of them.
-    fn run_for(&self, time: Duration) -> Result<(f64, f64)> {
-        let (start, mut sent, mut seconds) = (Instant::now(), 0.0, 0.0);
-        while start.elapsed() < time {
-            let options = TestRunOptions {
-                data_in: Some(&self.frame),
-                ctx_in: Some(&self.context),
-                repeat: FRAMES,
-                attrs: TestRunAttrs::new().xdp_live_frames(BATCH),
-                ..TestRunOptions::default()
-            };
-            let done = self.program.test_run(options).context("sending live frames (Linux 5.18)")?;
-            sent += f64::from(FRAMES);
-            // Of one frame.
-            seconds += done.duration.as_secs_f64() * f64::from(FRAMES);
-        }
-        Ok((sent, seconds))
-    }
 }
 
 /// One rule for the Service of a route, as one writes it by hand; gone with the value.

@@ -24,6 +24,8 @@ pub enum Measure {
     Datagram,
     /// Processor time of the whole machine for a connection.
     Cpu,
+    /// As `Connect`, while SYNs from forged addresses come to another Service.
+    Flood,
     /// Packets forwarded by one core.
     Forward,
     /// From the API server's acknowledgement of a change to the first connection that follows it.
@@ -55,6 +57,7 @@ impl fmt::Display for Measure {
             Self::Bulk => "bulk",
             Self::Datagram => "datagram",
             Self::Cpu => "cpu",
+            Self::Flood => "flood",
             Self::Forward => "forward",
             Self::Change => "change",
             Self::ChangesCpu => "changes-cpu",
@@ -163,10 +166,12 @@ fn measures(contender: Contender) -> Vec<(Measure, Option<Route>)> {
                 its.map(|measure| (measure, None)).collect()
             };
             let forwards = !proxy.datapath().is_a_process();
+            let floods = forwards && outside.contains(&Route::NodePortLocal);
             [
                 without(&[Measure::Start, Measure::FirstSync]),
                 on(&EXERCISES, routes),
                 on(&[Measure::Cpu], routes),
+                if floods { on(&[Measure::Flood], &[Route::NodePortLocal]) } else { Vec::new() },
                 if forwards { forward } else { Vec::new() },
                 without(&[Measure::Change, Measure::ChangesCpu, Measure::Rest, Measure::Memory]),
                 without(&[Measure::Rollout, Measure::MapMemory, Measure::Restart, Measure::CleanUp]),
@@ -202,6 +207,8 @@ mod tests {
     #[case::maps_of_mode_ebpf("ebpf-packets", false, &["map-memory"], &["map-memory/ebpf-packets/1000"])]
     #[case::and_no_other("nftables", false, &["map-memory"], &[])]
     #[case::a_process_forwards_no_packets("userspace", true, &["forward"], &[])]
+    #[case::floods_come_from_outside("ebpf-xdp", true, &["flood"], &["flood/node-port-local/ebpf-xdp/1000"])]
+    #[case::and_not_to_pods("ebpf-sockets", true, &["flood"], &[])]
     fn chosen(
         #[case] contender: &str,
         #[case] is_first_size: bool,

@@ -93,7 +93,8 @@ fn panels(results: &Results, measure: Measure) -> Vec<(&'static str, Vec<Bar>)> 
             | Figures::Rest { .. }
             | Figures::Memory { .. }
             | Figures::Rollout { .. }
-            | Figures::Writes { .. } => return None,
+            | Figures::Writes { .. }
+            | Figures::Flood { .. } => return None,
         };
         Some(Bar {
             contender,
@@ -125,9 +126,8 @@ fn lines(results: &Results, measure: Measure) -> Vec<(Contender, Vec<(f64, f64)>
             | Figures::Packets { .. }
             | Figures::Rest { .. }
             | Figures::Rollout { .. }
-            | Figures::Writes { .. } => {
-                return None;
-            }
+            | Figures::Writes { .. }
+            | Figures::Flood { .. } => return None,
         };
         // The scale is logarithmic.
         Some((size as f64, value.max(LEAST)))

@@ -70,19 +70,57 @@ pub(crate) fn drop_datagrams() -> Vec<u64> {
     program
 }
 
-/// Writes the whole frame anew, as translated ones come back from where they were dropped; with the source port of one of `flows`, a power
-/// of two. Sends it by the device.
+/// Sends each frame with the source port of one of `flows`, a power of two, by the device.
 pub(crate) fn generate(bytes: &[u8; FRAME], flows: u32, device: u32) -> Vec<u64> {
-    let (words, _) = bytes.as_chunks::<4>();
-    let beyond = words.len() as i16 + 5;
-    let mut program = vec![copy(6, 1), call(PRANDOM)];
-    program.extend([
+    let draw = [
         // r0 &= flows - 1; r0 += FIRST_PORT; r0 in the order of the network
         instruction(0x57, 0, 0, 0, flows.next_power_of_two() as i32 - 1),
         instruction(0x07, 0, 0, 0, i32::from(FIRST_PORT)),
         instruction(0xdc, 0, 0, 0, 16),
         copy(7, 0),
-    ]);
+    ];
+    send(bytes, &draw, &[store_half(7, SOURCE_PORT)], device)
+}
+
+/// Sends each frame, a SYN of IPv4, from another of 65,536 addresses and another port, by the device. Checksums stay right: the complement of
+/// what is changed is written where nobody looks, to the id of the IPv4 header and to numbers of the TCP header.
+pub(crate) fn flood(bytes: &[u8; FRAME], device: u32) -> Vec<u64> {
+    const ID: i16 = 18;
+    const LOWER_HALF_OF_SOURCE: i16 = 28;
+    const LOWER_HALF_OF_SEQUENCE: i16 = 40;
+    const LOWER_HALF_OF_ACKNOWLEDGEMENT: i16 = 44;
+    let draw = [
+        copy(7, 0),
+        copy(8, 0),
+        // r8 >>= 16; r8 |= 1: no port 0
+        instruction(0x77, 8, 0, 0, 16),
+        instruction(0x47, 8, 0, 0, 1),
+    ];
+    let vary = [
+        store_half(7, LOWER_HALF_OF_SOURCE),
+        store_half(8, SOURCE_PORT),
+        // r7 ^= -1; r8 ^= -1
+        instruction(0xa7, 7, 0, 0, -1),
+        instruction(0xa7, 8, 0, 0, -1),
+        store_half(7, ID),
+        store_half(7, LOWER_HALF_OF_ACKNOWLEDGEMENT),
+        store_half(8, LOWER_HALF_OF_SEQUENCE),
+    ];
+    send(bytes, &draw, &vary, device)
+}
+
+/// `*(u16 *)(r2 + offset) = r[from]`
+const fn store_half(from: u8, offset: i16) -> u64 {
+    instruction(0x6b, 2, from, offset, 0)
+}
+
+/// Writes the whole frame anew, as translated ones come back from where they were dropped, and sends it by the device. `draw` finds a random
+/// number in r0, and `vary` the frame in r2; r7 and r8 are theirs.
+fn send(bytes: &[u8; FRAME], draw: &[u64], vary: &[u64], device: u32) -> Vec<u64> {
+    let (words, _) = bytes.as_chunks::<4>();
+    let beyond = (words.len() + vary.len()) as i16 + 4;
+    let mut program = vec![copy(6, 1), call(PRANDOM)];
+    program.extend(draw);
     program.extend(frame(6, FRAME, beyond));
     program.extend(
         words
@@ -90,15 +128,8 @@ pub(crate) fn generate(bytes: &[u8; FRAME], flows: u32, device: u32) -> Vec<u64>
             .zip((0_i16..).step_by(4))
             .map(|(word, offset)| instruction(0x62, 2, 0, offset, i32::from_ne_bytes(*word))),
     );
-    program.extend([
-        instruction(0x6b, 2, 7, SOURCE_PORT, 0),
-        set(1, device as i32),
-        set(2, 0),
-        call(REDIRECT),
-        EXIT,
-        set(0, XDP_ABORTED),
-        EXIT,
-    ]);
+    program.extend(vary);
+    program.extend([set(1, device as i32), set(2, 0), call(REDIRECT), EXIT, set(0, XDP_ABORTED), EXIT]);
     program
 }
 
@@ -114,7 +145,7 @@ mod tests {
 
     #[test]
     fn jumps_go_to_the_last_two_instructions() {
-        for program in [drop_datagrams(), generate(&[0; FRAME], 1_024, 3)] {
+        for program in [drop_datagrams(), generate(&[0; FRAME], 1_024, 3), flood(&[0; FRAME], 3)] {
             let jumps = program.iter().enumerate().filter(|(_, word)| [0x2d, 0x55].contains(&(**word as u8)));
             for (place, word) in jumps {
                 assert_eq!(place + 1 + usize::from((word >> 16) as u16), program.len() - 2);

@@ -15,6 +15,7 @@ const LONGEST: usize = 200;
 pub fn text(results: &Results) -> String {
     let mut parts = vec![conditions(results)];
     parts.extend(ROUTES.into_iter().filter_map(|route| traffic(results, route)));
+    parts.extend(flooded(results));
     parts.extend(forwarded(results));
     parts.extend(control_plane(results));
     parts.extend(own(results));
@@ -116,6 +117,26 @@ fn traffic(results: &Results, route: Route) -> Option<String> {
     table(&title, &header, rows)
 }
 
+fn flooded(results: &Results) -> Option<String> {
+    let rows = rows(results, |contender, size| {
+        let route = Some(Route::NodePortLocal);
+        let Some(Figures::Flood { syns_per_second, ratio, p99_micros, held, lost }) =
+            results.figures(Measure::Flood, route, contender, size)
+        else {
+            return None;
+        };
+        Some([
+            format!("{:.1}", syns_per_second / 1e3),
+            format!("{:.3} {:.2}..{:.2}", ratio.median, ratio.low, ratio.high),
+            format!("{p99_micros:.0}"),
+            format!("{lost} of {held}"),
+        ])
+    });
+    let title = "outside to NodePort, endpoints on that node, while SYNs from forged addresses come to another Service\n\
+        connections as a part of direct ones, latency in us; established connections of the flooded Service that were lost";
+    table(title, &["1,000 SYN/s", "connect", "p99", "lost"], rows)
+}
+
 fn forwarded(results: &Results) -> Option<String> {
     let rows = rows(results, |contender, size| {
         let figures = |route| match results.figures(Measure::Forward, Some(route), contender, size) {
@@ -147,6 +168,7 @@ fn shortest(figures: &Figures) -> String {
     match figures {
         Figures::Rates { ratio, .. } => format!("{:.3}", ratio.median),
         Figures::Cpu { micros, .. } => format!("{:.1}", micros.median),
+        Figures::Flood { ratio, .. } => format!("{:.3}", ratio.median),
         Figures::Packets { nanos, .. } => format!("{nanos:.0} ns"),
         Figures::Time { millis } => format!("{millis:.0} ms"),
         Figures::Times { millis, .. } => format!("{:.1} ms", millis.median),
@@ -247,6 +269,13 @@ pub(crate) mod tests {
                         }
                     }
                     Measure::Cpu => Figures::Cpu { micros: spread(123.4), busy_at_rest: 0.01 },
+                    Measure::Flood => Figures::Flood {
+                        syns_per_second: 50_000.0,
+                        ratio: spread(0.875),
+                        p99_micros: 12_345.0,
+                        held: 100,
+                        lost: 0,
+                    },
                     Measure::Forward => {
                         Figures::Packets { per_second: spread(1_234_567.0), nanos: 810.0, lost: 0.0 }
                     }
@@ -285,6 +314,7 @@ pub(crate) mod tests {
             rounds: 7,
             changes: 1_000,
             flows: 1_024,
+            syns_per_second: 50_000,
         };
         Results { machine, settings, cells }
     }
@@ -302,6 +332,7 @@ pub(crate) mod tests {
         for (part, measures) in [
             ("0.990 0.89..1.09", &[Measure::Connect][..]),
             ("123.4", &[Measure::Cpu]),
+            ("0.875 0.79..0.96", &[Measure::Flood]),
             ("1235 1111..1358", &[Measure::Forward]),
             ("22500 ms", &[Measure::Start, Measure::FirstSync, Measure::CleanUp]),
             ("12.34 s", &[Measure::ChangesCpu]),

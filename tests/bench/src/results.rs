@@ -40,6 +40,8 @@ pub struct Settings {
     pub changes: usize,
     /// Flows that forwarded packets are of.
     pub flows: u32,
+    /// Of a flood.
+    pub syns_per_second: u32,
 }
 
 #[derive(Clone, Debug, Deserialize, Serialize)]
@@ -71,6 +73,14 @@ pub enum Figures {
     Cpu {
         micros: Spread,
         busy_at_rest: f64,
+    },
+    /// Connections to a Service while `syns_per_second` come to another, and how many of the `held` established connections to that one are `lost`.
+    Flood {
+        syns_per_second: f64,
+        ratio: Spread,
+        p99_micros: f64,
+        held: usize,
+        lost: usize,
     },
     /// `lost`: the part of those that were sent.
     Packets {
@@ -190,6 +200,10 @@ impl Figures {
                 "{:.1} us of processor time each, others had {:.0} % of it",
                 micros.median,
                 busy_at_rest * 100.0
+            ),
+            Self::Flood { syns_per_second, ratio, held, lost, .. } => format!(
+                "{:.3} of direct beside {syns_per_second:.0} SYNs/s, {lost} of {held} connections lost",
+                ratio.median
             ),
             Self::Packets { per_second, nanos, lost } => {
                 format!("{:.0} packets/s, {nanos:.0} ns each, {:.1} % lost", per_second.median, lost * 100.0)

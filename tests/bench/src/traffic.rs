@@ -38,6 +38,7 @@ pub(crate) fn rates(
         Measure::Start
         | Measure::FirstSync
         | Measure::Cpu
+        | Measure::Flood
         | Measure::Forward
         | Measure::Change
         | Measure::ChangesCpu

@@ -930,6 +930,8 @@ impl Dataplane for EbpfDataplane {
             self.write_service_cidrs(&mut applied, &mut failures);
             failures.into_result()?;
             self.resync(&[])?;
+            // A program that has read a frontend before may still open a flow.
+            self.shared.grace.wait().map_err(Error::Grace)?;
             Collector::end_for_retirement(&self.v4.tables)?;
             Collector::end_for_retirement(&self.v6.tables)?;
             (self.flows4, self.flows6) = Default::default();

@@ -87,6 +87,11 @@ impl Switch {
         self.to.is_kube_proxy() && self.to.datapath() != self.from.datapath() && !serves_on
     }
 
+    /// The process that carries connections takes them with it, and nobody serves until the next one does.
+    fn ends_connections(self) -> bool {
+        self.by == By::Process && self.from.datapath().is_a_process()
+    }
+
     /// UDP sockets of the client stay without answers. Mode ebpf translates for the node itself when a socket connects, and what
     /// was connected before depends on what the kernel still translates: to nobody, where a process has carried datagrams.
     /// After mode ipvs they are ended, and clients open them anew. See docs/differences.md. What is sent while nobody serves has an entry of
@@ -365,7 +370,11 @@ impl Run {
         let mut loads = self.start_loads(false)?;
         loads.extend(self.start_loads(true)?);
         let used = self.use_ports(switch)?;
-        let switched = self.carry_out(switch);
+        let mut switched = self.carry_out(switch);
+        if switch.ends_connections() {
+            // Nobody serves before everything is programmed.
+            switched = switched.and_then(|()| self.world.settle());
+        }
         let used_again = self.dial_each(&used);
         // What comes after the switch counts as well.
         let leaves_hooks = switch.from == ProxyKind::Ebpf && switch.to.is_kube_proxy();
@@ -506,8 +515,7 @@ impl Run {
             let (all, outage) = (tally.failed + tally.answered, tally.longest_outage_micros / 1_000);
             eprintln!("{switch}: {name}: {:?} of {all}, no answer for {outage} ms", tally.failures);
         }
-        // The process that carries connections takes them with it, and nobody serves until the next one does.
-        let ends = switch.by == By::Process && setting(switch.from).datapath().is_a_process();
+        let ends = switch.ends_connections();
         let lost: Vec<_> = lost.into_iter().filter(|(_, ends, _)| !switch.drops(ends)).collect();
         let silent: Vec<_> = silent
             .into_iter()

@@ -1,0 +1,123 @@
+//! Connections to one Service while SYNs that nobody goes on with come to another, as from an attacker who forges addresses.
+
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context as _, Result, anyhow, bail};
+use behaviour::state;
+use etherparse::PacketBuilder;
+use lab::{
+    Lab, Protocol,
+    cluster::{FABRIC, OUTSIDE, node_name},
+    xdp,
+};
+
+use crate::{
+    cluster::{Cluster, NODE},
+    generator::{DEVICE, Generator, attach, link_address, within_on_one_core},
+    plan::{Measure, Route},
+    program::{self, FRAME},
+    results::{Figures, Settings},
+    traffic,
+};
+
+/// Established connections to the flooded Service.
+const HELD: usize = 100;
+/// How often as many SYNs are sent as the pace asks for.
+const PERIOD: Duration = Duration::from_millis(20);
+/// Of the forged addresses, whose lower half is each. Answers to them end at the fabric.
+const FORGED: Ipv4Addr = Ipv4Addr::new(100, 64, 0, 0);
+const FORGED_BITS: u8 = 16;
+
+/// `route`: of the Service that is not flooded. `has_cards`: devices run XDP programs already.
+pub(crate) fn beside(
+    cluster: &Cluster,
+    settings: &Settings,
+    route: Route,
+    has_cards: bool,
+) -> Result<Figures> {
+    let lab = &cluster.lab;
+    let _nowhere = Nowhere::new(lab)?;
+    // Frames come to a device that runs an XDP program, as to a card.
+    let _receives = if has_cards { None } else { Some(attach(lab, &node_name(NODE), DEVICE, &xdp::PASS)?) };
+    let flooded = Cluster::names();
+    let outside = cluster.dialler(Route::NodePortRemote);
+    let held = outside.hold_many(Protocol::Tcp, &[flooded], HELD)?;
+    let frame = frame(lab, flooded)?;
+    let is_over = AtomicBool::new(false);
+    let (rates, syns_per_second) = thread::scope(|scope| {
+        let flood = scope.spawn(|| {
+            within_on_one_core(&lab.netns(FABRIC)?.namespace, || {
+                let generator = Generator::new(lab, |device| program::flood(&frame, device))?;
+                at_pace(&generator, settings.syns_per_second, &is_over)
+            })
+        });
+        let rates = traffic::rates(cluster, settings, Measure::Connect, route);
+        is_over.store(true, Ordering::Relaxed);
+        let sent = flood.join().map_err(|_| anyhow!("the thread of the flood has panicked"))?;
+        anyhow::Ok((rates.context("beside a flood")?, sent.context("the flood")?))
+    })?;
+    let lost = outside.ping_many(&held)?.len();
+    held.into_iter().try_for_each(|connection| outside.release(connection))?;
+    // Hundreds of thousands that were never answered would stay for minutes, and be in the way of what is measured next.
+    state::forget_connections(lab, NODE)?;
+    let Figures::Rates { ratio, service, .. } = rates else { bail!("no rates") };
+    Ok(Figures::Flood { syns_per_second, ratio, p99_micros: service.p99_micros, held: HELD, lost })
+}
+
+/// Answers how many it has sent in a second.
+fn at_pace(generator: &Generator, per_second: u32, is_over: &AtomicBool) -> Result<f64> {
+    let burst = (f64::from(per_second) * PERIOD.as_secs_f64()) as u32;
+    let (start, mut bursts) = (Instant::now(), 0_u32);
+    while !is_over.load(Ordering::Relaxed) {
+        generator.send(burst)?;
+        bursts += 1;
+        thread::sleep((PERIOD * bursts).saturating_sub(start.elapsed()));
+    }
+    Ok(f64::from(bursts) * f64::from(burst) / start.elapsed().as_secs_f64())
+}
+
+/// A SYN as from outside, whose changing fields are as [`program::flood`] needs them to keep its checksums right.
+fn frame(lab: &Lab, to: SocketAddr) -> Result<[u8; FRAME]> {
+    const HALF: u32 = 0xffff;
+    let SocketAddr::V4(to) = to else { bail!("{to} is no address of IPv4") };
+    let mut ip =
+        etherparse::Ipv4Header::new(20, 64, etherparse::IpNumber::TCP, FORGED.octets(), to.ip().octets())?;
+    ip.identification = HALF as u16;
+    let mut tcp = etherparse::TcpHeader::new(0, to.port(), HALF, 64_240);
+    (tcp.syn, tcp.acknowledgment_number) = (true, HALF);
+    let mut bytes = Vec::with_capacity(FRAME);
+    PacketBuilder::ethernet2(link_address(lab, OUTSIDE)?, link_address(lab, &node_name(NODE))?)
+        .ip(etherparse::IpHeaders::Ipv4(ip, etherparse::Ipv4Extensions::default()))
+        .tcp_header(tcp)
+        .write(&mut bytes, &[])?;
+    bytes.resize(FRAME, 0);
+    bytes.try_into().map_err(|_| anyhow!("a frame of another length"))
+}
+
+/// Where the fabric sends answers to forged addresses, so that nobody is asked for them. Gone with the value.
+struct Nowhere<'a>(&'a Lab);
+
+impl<'a> Nowhere<'a> {
+    fn new(lab: &'a Lab) -> Result<Self> {
+        let nowhere = Self(lab);
+        nowhere.route("add")?;
+        Ok(nowhere)
+    }
+
+    fn route(&self, what: &str) -> Result<()> {
+        self.0.netns(FABRIC)?.ip(&format!("route {what} blackhole {FORGED}/{FORGED_BITS}\n"))
+    }
+}
+
+impl Drop for Nowhere<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = self.route("del") {
+            eprintln!("bench: {error:#}");
+        }
+    }
+}

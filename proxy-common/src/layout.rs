@@ -560,8 +560,8 @@ pub struct Flow<A> {
     alias_port: u16,
     /// IANA number.
     pub protocol: u8,
-    /// With `FLOW_DSR`. 1: the stack has let a packet of the flow out of this node.
-    pub has_left: u8,
+    /// With `FLOW_DSR`: the stack has brought a packet of the flow to the egress of an uplink, if it [has left](Self::has_left).
+    pub left: u8,
     /// Key of `backends4/6`.
     pub backend_id: u32,
     /// Index into `services`; `NO_SERVICE`: the client dialled the backend itself.

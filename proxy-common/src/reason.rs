@@ -67,6 +67,8 @@ reasons! {
     RedirectedByDriver = 12, Pass, "redirected_by_driver";
     /// No device has taken a frame that XDP had sent on by another interface.
     RedirectFailed = 13, Drop, "redirect_failed";
+    /// XDP has no room before a frame for the headers of the packet that it is to leave in; the stack sends it.
+    NoHeadroom = 46, Pass, "no_headroom";
     /// A packet opened a flow.
     FlowOpened = 16, Pass, "flow_opened";
     /// A SYN on a connection that ended, or a datagram whose backend is gone: the client gets a new backend.

@@ -63,7 +63,7 @@ unsafe fn add_one(counter: *mut u64) {
 }
 
 /// Not on the stack: below the deepest chain of calls there is little of it left.
-static NONE: Connections =
+static NO_CONNECTIONS: Connections =
     Connections { flows_opened: 0, flows_closed: 0, sockets_opened: 0, sockets_closed: 0 };
 
 /// Each as a global function, so that the verifier goes through it once, whatever the flags, which say whether the connection is counted: a
@@ -79,7 +79,7 @@ macro_rules! counters {
             let mut counted = maps::connections.get_ptr_mut(backend);
             if $is_begin && counted.is_none() {
                 // Fails if another CPU is faster, or without room: then it is not counted.
-                let _known = maps::connections.insert(backend, &NONE, u64::from(BPF_NOEXIST));
+                let _known = maps::connections.insert(backend, &NO_CONNECTIONS, u64::from(BPF_NOEXIST));
                 counted = maps::connections.get_ptr_mut(backend);
             }
             if let Some(counted) = counted {

@@ -74,7 +74,7 @@ impl<A: Address> FlowEntry<A> for Entry<A> {
                     // Last: with it the address counts.
                     (*entry).set_masquerade_port(port);
                 }
-                Change::HasLeft => write_volatile(addr_of_mut!((*entry).has_left), 1),
+                Change::Left(mark) => write_volatile(addr_of_mut!((*entry).left), mark),
                 Change::NextHop(hop) => {
                     // In words, each by one store.
                     let (from, to) =

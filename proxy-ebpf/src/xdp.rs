@@ -27,16 +27,24 @@ trait TransitFamily: Network + Route + TellPacket + Tunnel {
     const HEADER: u32;
     /// Of the network header. A router takes one off it.
     const LIFETIME: u32;
+    /// Of the field with the packet's length, in two bytes.
+    const LENGTH: u32;
+    /// Bytes before those that the field counts.
+    const UNCOUNTED: u32;
 }
 
 impl TransitFamily for V4 {
     const HEADER: u32 = 20;
     const LIFETIME: u32 = 8;
+    const LENGTH: u32 = 2;
+    const UNCOUNTED: u32 = 0;
 }
 
 impl TransitFamily for V6 {
     const HEADER: u32 = 40;
     const LIFETIME: u32 = 7;
+    const LENGTH: u32 = 4;
+    const UNCOUNTED: u32 = 40;
 }
 
 #[inline(always)]
@@ -120,6 +128,7 @@ where
     let length = frame.length() - scratch.packet.headers.network + ETHERNET;
     let sent = if scratch.action.then == Then::Encapsulate {
         let Some(frame) = frame.grown(outer_length::<F>(&scratch.tunnel)) else {
+            count(Reason::NoHeadroom);
             return xdp_action::XDP_PASS;
         };
         send_in_another::<F>(frame, scratch)
@@ -199,13 +208,14 @@ where
 {
     // What is longer than the next hop takes is the stack's, which tells the sender.
     let length = Driver::<F>::packet_length(&frame, scratch);
+    let Ok(length) = u16::try_from(length) else { return NO };
     let Scratch { packet, action, interface, next_hop, .. } = scratch;
     let rewrite = &action.rewrite;
     let mut parameters = route::parameters::<F>(*interface, &rewrite.source, &rewrite.destination);
     parameters.l4_protocol = packet.protocol;
     parameters.sport = u16::from_ne_bytes(rewrite.source_port.to_network());
     parameters.dport = u16::from_ne_bytes(rewrite.destination_port.to_network());
-    parameters.__bindgen_anon_1.tot_len = length.min(u16::MAX.into()) as u16;
+    parameters.__bindgen_anon_1.tot_len = length;
     if route::look_up(frame.context(), &mut parameters) != FOUND {
         return NO;
     }
@@ -244,7 +254,8 @@ fn send<F: TransitFamily>(
     set_link_addresses(frame, next_hop)
 }
 
-/// As [`send`], in another packet. The frame has room for that one's headers before its first byte.
+/// As [`send`], in another packet. The first bytes of the frame are room for that one's headers; the old link header lies behind them. What
+/// pads a short frame stays behind both packets.
 // Not inlined, for its stack.
 #[inline(never)]
 fn send_in_another<F: TransitFamily>(
@@ -263,7 +274,7 @@ fn send_in_another<F: TransitFamily>(
             place += 2;
         }
     }
-    let length = frame.length() - inner;
+    let length = u32::from(u16::from_be_bytes(frame.load(inner + F::LENGTH)?)) + F::UNCOUNTED;
     write_outer::<F, _>(frame, network, (frame.load(inner)?, length), tunnel)?;
     set_link_addresses(frame, next_hop)
 }

@@ -50,38 +50,67 @@ pub(super) fn encapsulate<F: Family, T: FlowTables<F>>(
     let interface = scratch.interface;
     set_tunnel_source(tables, scratch, interface)?;
     let Scratch { packet, flow, .. } = &*scratch;
-    if packet.fragment.part == Part::Whole && !packet.is_error() && flow.has_left == 0 {
+    let is_clients = packet.fragment.part == Part::Whole && !packet.is_error() && !scratch.is_made_here;
+    if is_clients && !flow.has_left() {
         note_left(tables, scratch);
     }
     Ok(())
 }
 
-/// Notes that the stack lets a packet of `scratch.flow` out: in the client's entry first, so that it is noted again where that is gone.
+/// Notes that the stack has brought a packet of `scratch.flow` here. The client's entry comes first, in both tables, as another CPU may be
+/// copying it to the second one: what is not noted there is noted for the next packet.
 #[inline(always)]
 fn note_left<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     for leg in [Leg::Client, Leg::Backend] {
         leg.set_key(tables, scratch);
-        match lookup(tables, &scratch.key) {
-            Some((_, entry)) if entry.opened() == scratch.flow.opened => entry.write(Change::HasLeft),
-            Some(_) | None => return,
+        let mut is_noted = false;
+        for stage in [Stage::Opening, Stage::Established] {
+            if let Some(entry) = tables.flow(stage, &scratch.key)
+                && entry.opened() == scratch.flow.opened
+            {
+                entry.write(Change::Left(scratch.flow.mark_of_left()));
+                is_noted = true;
+            }
+        }
+        if !is_noted {
+            return;
         }
     }
 }
 
-/// Prepares for the packet in transit, with the ends of `scratch.action`, that it leaves in another: its way is looked up next.
+impl<A> Flow<A> {
+    /// Not 0, and of two flows rarely the same: the kernel may give an entry to another flow while it is marked.
+    #[inline(always)]
+    fn mark_of_left(&self) -> u8 {
+        /// Odd, with bits all over: 2^64 by the golden ratio.
+        const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
+        (self.opened.wrapping_mul(FACTOR) >> 56) as u8 | 1
+    }
+
+    #[inline(always)]
+    pub(super) fn has_left(&self) -> bool {
+        self.left == self.mark_of_left()
+    }
+}
+
+/// Sets `scratch.tunnel` of a packet in transit, with the ends of `scratch.action`, but for its source: that depends on the next hop, whose
+/// lookup needs the length of the outer headers.
 // Not inlined, for its stack.
 #[inline(never)]
-pub(super) fn begin_transit<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+pub(super) fn set_tunnel_but_source<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) {
     let Scratch { packet, action, tunnel, .. } = scratch;
     tunnel.destination = action.rewrite.destination;
     let ports = (action.rewrite.source_port, action.rewrite.destination_port);
     tunnel.source_port = tunnel_port(tables, packet, ports);
 }
 
-/// Makes the packet in transit what leaves the node by `scratch.next_hop`, as [`encapsulate`] does.
+/// Makes the packet in transit what leaves the node by `scratch.next_hop`, as [`encapsulate`] does, and sets the source of `scratch.tunnel`.
 // Not inlined, for its stack.
 #[inline(never)]
-pub(super) fn end_transit<F: Family, T: FlowTables<F>>(
+pub(super) fn finish_tunnel<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
@@ -91,7 +120,7 @@ pub(super) fn end_transit<F: Family, T: FlowTables<F>>(
     set_tunnel_source(tables, scratch, interface)
 }
 
-/// By which networks and their cards tell flows apart that go between the same two addresses. `ports` are those of client and backend. It is one
+/// By which networks and their cards tell flows apart that go between the same two addresses. The ports are those of the alias and the backend. It is one
 /// of those that the kernel gives to sockets by default: others the programs keep apart for sources of their own, and would look out for wherever
 /// it leaves a second time.
 #[inline(always)]

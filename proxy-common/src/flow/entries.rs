@@ -196,7 +196,7 @@ pub(super) fn leave<F: Family, T: FlowTables<F>>(
     }
 }
 
-/// Everything that changes while a flow lives, but for the next hop, which is looked up again.
+/// Everything that changes while a flow lives, but for the next hop, which is looked up again, and the mark that it has left, which is set again.
 #[inline(always)]
 fn write_over<A: Address>(copy: impl FlowEntry<A>, flow: &Flow<A>) {
     copy.write(Change::LastSeen(flow.last_seen));

@@ -84,8 +84,8 @@ pub enum Change<A> {
     /// `RESET_*`.
     Reset(u8),
     Masquerade(A, Port),
-    /// [`Flow::has_left`], to 1.
-    HasLeft,
+    /// [`Flow::left`].
+    Left(u8),
     NextHop(KnownHop),
 }
 

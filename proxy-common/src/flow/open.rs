@@ -132,7 +132,7 @@ pub(super) fn insert<F: Family, T: FlowTables<F>>(
     flow.backend_numbers =
         Numbers { reached: packet.segment.next, awaited: packet.segment.sequence.wrapping_add(1) };
     flow.state = FlowState::default();
-    flow.has_left = 0;
+    flow.left = 0;
     flow.next_hop = KnownHop::default();
     flow.opened = tables.now();
     flow.last_seen = flow.opened;

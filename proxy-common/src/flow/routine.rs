@@ -40,7 +40,7 @@ pub enum Routine {
     /// Notes the ends of a packet that leaves and has no flow.
     NoticeForeign,
     /// Makes the packet, which goes to a backend, what the client has sent again, and sets `tunnel` to the ends of the one that it leaves
-    /// in: `failure`.
+    /// in: `failure`. Notes that a packet of `flow` has left.
     Encapsulate,
     /// Keeps a flow whose answers are not seen here: `failure`.
     GoOnDirectly,

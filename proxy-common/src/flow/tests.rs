@@ -104,7 +104,7 @@ fn apply(flow: &mut Flow<A>, change: Change<A>) {
             flow.masquerade = address;
             flow.set_masquerade_port(port);
         }
-        Change::HasLeft => flow.has_left = 1,
+        Change::Left(mark) => flow.left = mark,
         Change::NextHop(hop) => flow.next_hop = hop,
     }
 }

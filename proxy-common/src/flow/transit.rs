@@ -38,7 +38,7 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
     let of_others = FLOW_FROM_HOST | FLOW_FOREIGN | FLOW_OF_NETFILTER;
     scratch.action.then = match flow.flags & (FLOW_MASQUERADE | FLOW_DSR | of_others) {
         FLOW_MASQUERADE if flow.is_masqueraded() => Then::Pass,
-        FLOW_DSR if flow.has_left != 0 => Then::Encapsulate,
+        FLOW_DSR if flow.has_left() => Then::Encapsulate,
         _ => return Err(Reason::NotAService),
     };
     match found.step {
@@ -49,13 +49,13 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
             end_if_gone(tables, scratch, found.entry)?;
             scratch.action.rewrite = scratch.flow.forward_rewrite();
             if scratch.action.then == Then::Encapsulate {
-                direct::begin_transit(tables, scratch);
+                direct::set_tunnel_but_source(tables, scratch);
             }
             if !leaves(tables, scratch, &found, driver) {
                 return Err(Reason::NotAService);
             }
             if scratch.action.then == Then::Encapsulate {
-                direct::end_transit(tables, scratch)?;
+                direct::finish_tunnel(tables, scratch)?;
                 return decide(tables, scratch, Routine::GoOnDirectly);
             }
             scratch.action.rewrite = scratch.flow.masquerade_rewrite();

@@ -153,6 +153,7 @@ impl Node {
         let flows = self.host.flows.borrow();
         let known = flows.iter().map(|(key, flow)| {
             let mut flow = flow.get();
+            flow.left = flow.has_left().into();
             (flow.opened, flow.last_seen, flow.next_hop) = (0, 0, KnownHop::default());
             (format!("{key:?}"), format!("{flow:?}"))
         });

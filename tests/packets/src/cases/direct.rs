@@ -358,6 +358,19 @@ fn transit_cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(counted.bytes == bytes as u64, "{counted:?}, not {bytes} bytes, without outer headers");
         Ok(())
     });
+    each::<W>(group, "transit of a short frame that is padded", |s, way| {
+        const PADDING: [u8; 6] = [0xaa; 6];
+        let uplink = Uplink::new::<W>(s.world)?.and_neighbours::<W>()?;
+        dialled(s, way)?;
+        let first = s.first(CLIENT, LOAD_BALANCER);
+        let tunnel = let_out(s, &uplink, &first, way)?;
+        let packet = first.flags(TCP_ACK);
+        let output = s.world.transit(uplink.index, &[&packet.bytes::<W>()[..], &PADDING].concat())?;
+        ensure!(output.verdict == Verdict::SentBack, "{:?}", output.verdict);
+        let sent = [&sent_back(&packet).in_tunnel::<W>(tunnel)[..], &PADDING].concat();
+        ensure!(output.packet == sent, "became\n  {:02x?}\nexpected\n  {sent:02x?}", output.packet);
+        Ok(())
+    });
     each::<W>(group, "transit by another uplink", |s, way| {
         let uplink = Uplink::new::<W>(s.world)?;
         let other = Other::leading_to_backends::<W>(s, "other", redirect::OTHER)?;
@@ -442,8 +455,12 @@ fn let_out<W: Tables>(s: &mut Scene<W>, uplink: &Uplink, first: &Segment, way: W
     // Also the next ones, until one has left.
     uplink.passes(s, &first.flags(TCP_ACK).bytes::<W>())?;
     let inside = first.to(REMOTE).bytes::<W>();
-    let carried = leaves(s, &inside, &first.bytes::<W>(), KnownAddress::Node, way)?;
-    let port = (way == Way::Geneve).then(|| source_port::<W>(&carried));
+    // Nor after one that the node itself has sent: nobody has judged the client by that.
+    leaves(s, &inside, &first.bytes::<W>(), KnownAddress::Node, way)?;
+    uplink.passes(s, &first.flags(TCP_ACK).bytes::<W>())?;
+    let output = s.world.forward("uplink_egress", &inside)?;
+    is_carried::<W>(&output, &first.bytes::<W>(), KnownAddress::Node, way)?;
+    let port = (way == Way::Geneve).then(|| source_port::<W>(&output.packet));
     Ok(Tunnel { source: KnownAddress::Node, destination: KnownAddress::RemoteBackend, port })
 }
 

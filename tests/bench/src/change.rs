@@ -14,7 +14,7 @@ use serde_json::{Value, json};
 use crate::{
     cluster::{Cluster, MOVES_BETWEEN, PORT},
     cpu,
-    results::Figures,
+    results::{Figures, Settings},
     statistics::Spread,
     subject::Subject,
 };
@@ -24,8 +24,8 @@ const NAME: &str = "measured";
 /// More than kube-proxy's default `minSyncPeriod` of one second, which would else be what is measured.
 const BETWEEN_ROUNDS: Duration = Duration::from_millis(1500);
 const LIMIT: Duration = Duration::from_secs(600);
-/// Of kube-proxy's periods of syncing two.
-const REST: Duration = Duration::from_secs(60);
+/// How much longer processor time at rest is watched than traffic: it is little.
+const REST: f64 = 12.0;
 
 fn target() -> SocketAddr {
     SocketAddr::new(cluster_ip(77).v4.into(), PORT)
@@ -119,12 +119,13 @@ pub(crate) fn processor_time(cluster: &Cluster, subject: &Subject, changes: usiz
 }
 
 /// What the proxy does while nothing changes and nobody asks.
-pub(crate) fn at_rest(subject: &Subject) -> Result<Figures> {
+pub(crate) fn at_rest(subject: &Subject, settings: &Settings) -> Result<Figures> {
+    let watched = settings.seconds * REST;
     let process = subject.process()?;
     let before = cpu::of_process(process)?;
-    thread::sleep(REST);
+    thread::sleep(Duration::from_secs_f64(watched));
     let seconds = cpu::of_process(process)? - before;
-    Ok(Figures::Rest { cpu_millis_per_minute: seconds * 1e3 * 60.0 / REST.as_secs_f64() })
+    Ok(Figures::Rest { cpu_millis_per_minute: seconds * 1e3 * 60.0 / watched })
 }
 
 /// The slice that the `index`-th change writes; `None`: there are no others.

@@ -238,7 +238,7 @@ fn figures_of(
         }
         Measure::Change => change::times(cluster, on.rounds),
         Measure::ChangesCpu => change::processor_time(cluster, subject, on.changes),
-        Measure::Rest => change::at_rest(subject),
+        Measure::Rest => change::at_rest(subject, on),
         Measure::Memory => Ok(Figures::Memory { megabytes: subject.peak_resident_bytes()? / 1e6 }),
         Measure::MapMemory => Ok(Figures::Memory { megabytes: subject.map_bytes()? / 1e6 }),
         Measure::Rollout => rollout::followed(cluster, subject, on.changes),

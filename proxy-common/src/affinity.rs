@@ -1,7 +1,7 @@
 //! Session affinity: a client's new connections go to the backend of its last one.
 
 use crate::{
-    balance::Draw,
+    balance::{Draw, HASH_FACTOR},
     family::{Family, Slot},
     layout::*,
     port::Port,
@@ -39,8 +39,8 @@ impl Affinity {
     /// Random bits to choose anew with: all CPUs that find this affinity over choose the same.
     #[inline(always)]
     const fn random(&self) -> u32 {
-        // By the golden ratio, so that moments close to each other lie apart.
-        (self.last_used.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32) as u32
+        // So that moments close to each other lie apart.
+        (self.last_used.wrapping_mul(HASH_FACTOR) >> 32) as u32
     }
 }
 

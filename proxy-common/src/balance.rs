@@ -127,6 +127,9 @@ fn mix_end<A: Address>(hash: u64, address: &A, ports: u64) -> u64 {
     mix(mix(hash, lower), ports)
 }
 
+/// Spreads numbers: odd, with bits all over, 2^64 by the golden ratio.
+pub(crate) const HASH_FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
+
 /// Of a new connection: the same on every node and in every version of the proxy, or connections that change their node would change their
 /// backend. The frontend's address is left out: that of a node port is each node's own.
 #[inline(always)]

@@ -124,8 +124,6 @@ where
     if flow::in_transit(&Maps, scratch, &frame).is_err() {
         return xdp_action::XDP_PASS;
     }
-    // As the stack has it, without tags.
-    let length = frame.length() - scratch.packet.headers.network + ETHERNET;
     let sent = if scratch.action.then == Then::Encapsulate {
         let Some(frame) = frame.grown(outer_length::<F>(&scratch.tunnel)) else {
             count(Reason::NoHeadroom);
@@ -143,6 +141,8 @@ where
                 (Reason::SentByDriver, xdp_action::XDP_TX)
             };
             count(reason);
+            // As the stack has it, without tags and outer headers.
+            let length = frame.length() - scratch.packet.headers.network + ETHERNET;
             count_packet(scratch.action.rewrite.service, length);
             verdict
         }

@@ -12,7 +12,7 @@ use super::{
 };
 use crate::{
     affinity::{self, NOWHERE},
-    balance,
+    balance::{self, HASH_FACTOR},
     family::{Family, Slot as _},
     layout::*,
     packet::{Packet, Part, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
@@ -82,9 +82,7 @@ impl<A> Flow<A> {
     /// Not 0, and of two flows rarely the same: the kernel may give an entry to another flow while it is marked.
     #[inline(always)]
     fn mark_of_left(&self) -> u8 {
-        /// Odd, with bits all over: 2^64 by the golden ratio.
-        const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
-        (self.opened.wrapping_mul(FACTOR) >> 56) as u8 | 1
+        (self.opened.wrapping_mul(HASH_FACTOR) >> 56) as u8 | 1
     }
 
     #[inline(always)]
@@ -120,9 +118,9 @@ pub(super) fn finish_tunnel<F: Family, T: FlowTables<F>>(
     set_tunnel_source(tables, scratch, interface)
 }
 
-/// By which networks and their cards tell flows apart that go between the same two addresses. The ports are those of the alias and the backend. It is one
-/// of those that the kernel gives to sockets by default: others the programs keep apart for sources of their own, and would look out for wherever
-/// it leaves a second time.
+/// By which networks and their cards tell flows apart that go between the same two addresses. The ports are those of the alias and the backend.
+/// It is one of those that the kernel gives to sockets by default: others the programs keep apart for sources of their own, and would look out
+/// for wherever it leaves a second time.
 #[inline(always)]
 fn tunnel_port<F: Family, T: FlowTables<F>>(
     tables: &T,

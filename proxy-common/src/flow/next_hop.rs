@@ -2,7 +2,7 @@
 //! entry that the direction's packets are found by.
 
 use super::{Change, FlowEntry as _, FlowTables, Found, Scratch, Step};
-use crate::{family::Family, layout::KnownHop};
+use crate::{balance::HASH_FACTOR, family::Family, layout::KnownHop};
 
 /// Where a packet that a driver sends on goes.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -71,16 +71,14 @@ impl Stamp {
     fn of(opened: u64, step: Step, interface: u32, epoch: u32, now: u64) -> Self {
         /// Binary logarithm of the nanoseconds of a window.
         const WINDOW: u32 = 30;
-        /// Odd, with bits all over: 2^64 by the golden ratio.
-        const FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
         let mix = |hash: u64, input: u64| {
-            let product = (hash ^ input).wrapping_mul(FACTOR);
+            let product = (hash ^ input).wrapping_mul(HASH_FACTOR);
             product ^ product >> 32
         };
         let direction = u64::from(step == Step::ToFrontend);
         let hash =
             mix(mix(opened, now >> WINDOW << 1 | direction), u64::from(interface) << 32 | u64::from(epoch));
-        let hash = hash.wrapping_mul(FACTOR);
+        let hash = hash.wrapping_mul(HASH_FACTOR);
         Self([hash >> 16 & PART, hash >> 32 & PART, hash >> 48])
     }
 }

@@ -158,6 +158,11 @@ impl Segment {
         Self { tcp_flags, sequence, acknowledgement, ..self.clone() }
     }
 
+    /// As a router that it has come to sends it on by the same interface.
+    pub(crate) fn sent_back(&self) -> Self {
+        Self { back: true, hop_limit: self.hop_limit - 1, ..self.clone() }
+    }
+
     pub(crate) fn bytes<W: Wire>(&self) -> Vec<u8> {
         let ends = [W::address(self.source.0), W::address(self.destination.0)];
         let header = if self.protocol == PROTOCOL_TCP {

@@ -367,7 +367,7 @@ fn transit_cases<W: Tables + 'static>(group: &mut Group) {
         let packet = first.flags(TCP_ACK);
         let output = s.world.transit(uplink.index, &[&packet.bytes::<W>()[..], &PADDING].concat())?;
         ensure!(output.verdict == Verdict::SentBack, "{:?}", output.verdict);
-        let sent = [&sent_back(&packet).in_tunnel::<W>(tunnel)[..], &PADDING].concat();
+        let sent = [&packet.sent_back().in_tunnel::<W>(tunnel)[..], &PADDING].concat();
         ensure!(output.packet == sent, "became\n  {:02x?}\nexpected\n  {sent:02x?}", output.packet);
         Ok(())
     });
@@ -380,7 +380,7 @@ fn transit_cases<W: Tables + 'static>(group: &mut Group) {
         let first = s.first(CLIENT, LOAD_BALANCER);
         let tunnel = let_out(s, &uplink, &first, way)?;
         let packet = first.flags(TCP_ACK);
-        let sent = W::in_tunnel(&other.sent::<W>(&packet, &packet), tunnel);
+        let sent = W::in_tunnel(&other.sent::<W>(&packet), tunnel);
         redirect::redirects(s, uplink.index, &packet.bytes::<W>(), &sent)
     });
     each::<W>(group, "transit of frames in fragments", |s, way| {
@@ -394,7 +394,7 @@ fn transit_cases<W: Tables + 'static>(group: &mut Group) {
         for first in [bytes.len(), bytes.len() - long.payload.len()] {
             let output = s.world.transit_in_fragments(uplink.index, first, &bytes)?;
             ensure!(output.verdict == Verdict::SentBack, "{first} in one piece: {:?}", output.verdict);
-            let sent = sent_back(&long).in_tunnel::<W>(tunnel);
+            let sent = long.sent_back().in_tunnel::<W>(tunnel);
             ensure!(output.packet == sent, "{first} in one piece: not what leaves");
         }
         Ok(())
@@ -466,11 +466,7 @@ fn let_out<W: Tables>(s: &mut Scene<W>, uplink: &Uplink, first: &Segment, way: W
 
 /// XDP sends the packet on in one with these ends.
 fn sends_on<W: Tables>(s: &Scene<W>, uplink: &Uplink, packet: &Segment, tunnel: Tunnel) -> Result<()> {
-    uplink.sends_bytes(s, packet, &sent_back(packet).in_tunnel::<W>(tunnel))
-}
-
-fn sent_back(packet: &Segment) -> Segment {
-    Segment { back: true, hop_limit: packet.hop_limit - 1, ..packet.clone() }
+    uplink.sends_bytes(s, packet, &packet.sent_back().in_tunnel::<W>(tunnel))
 }
 
 /// A packet of Geneve to `LOCAL`, some of whose bytes behind the outer IP header are others.

@@ -133,11 +133,11 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         // The other uplink takes whole ones only.
         let output = s.world.transit_in_fragments(uplink.index, headers, &bytes)?;
         ensure!(output.verdict == Verdict::GoesOn && output.packet == bytes, "{:?}", output.verdict);
-        let sent = other.sent::<W>(&packet, &packet.to(REMOTE).from(node));
+        let sent = other.sent::<W>(&packet.to(REMOTE).from(node));
         let output = s.world.transit_in_fragments(uplink.index, short.len(), &short)?;
         ensure!(output.verdict == Verdict::Redirected, "in one piece: {:?}", output.verdict);
         ensure!(output.packet == sent, "in one piece: not what leaves");
-        let sent = other.sent::<W>(&long, &long.to(REMOTE).from(node));
+        let sent = other.sent::<W>(&long.to(REMOTE).from(node));
         s.world.put_redirect_target(other.index | IN_FRAGMENTS, other.index)?;
         let output = s.world.transit_in_fragments(uplink.index, headers, &bytes)?;
         ensure!(output.verdict == Verdict::Redirected, "{:?}", output.verdict);
@@ -221,8 +221,8 @@ impl Other {
     }
 
     /// The frame that leaves by it.
-    pub(super) fn sent<W: Tables>(&self, packet: &Segment, becomes: &Segment) -> Vec<u8> {
-        let mut sent = leaving::<W>(packet, becomes);
+    pub(super) fn sent<W: Tables>(&self, becomes: &Segment) -> Vec<u8> {
+        let mut sent = becomes.sent_back().bytes::<W>();
         sent[6..12].copy_from_slice(&self.address);
         sent
     }
@@ -231,7 +231,7 @@ impl Other {
     fn sends<W: Tables>(&self, s: &Scene<W>, packet: &Segment, becomes: &Segment) -> Result<()> {
         let mut frame = packet.bytes::<W>();
         frame[..6].copy_from_slice(&self.address);
-        redirects(s, self.index, &frame, &leaving::<W>(packet, becomes))
+        redirects(s, self.index, &frame, &becomes.sent_back().bytes::<W>())
     }
 }
 
@@ -243,11 +243,6 @@ impl Drop for Other {
     }
 }
 
-/// By the first uplink.
-fn leaving<W: Tables>(packet: &Segment, becomes: &Segment) -> Vec<u8> {
-    Segment { back: true, hop_limit: packet.hop_limit - 1, ..becomes.clone() }.bytes::<W>()
-}
-
 fn uplink_sends<W: Tables>(
     s: &Scene<W>,
     uplink: &Uplink,
@@ -255,7 +250,7 @@ fn uplink_sends<W: Tables>(
     becomes: &Segment,
     by: &Other,
 ) -> Result<()> {
-    redirects(s, uplink.index, &packet.bytes::<W>(), &by.sent::<W>(packet, becomes))
+    redirects(s, uplink.index, &packet.bytes::<W>(), &by.sent::<W>(becomes))
 }
 
 pub(super) fn redirects<W: Tables>(s: &Scene<W>, interface: u32, frame: &[u8], sent: &[u8]) -> Result<()> {

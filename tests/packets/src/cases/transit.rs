@@ -174,7 +174,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         ip(None, &format!("link set {UPLINK} mtu 9000\n"))?;
         let packet = s.packet(CLIENT, NODE_PORT, TCP_ACK);
         let long = Segment { payload: vec![1; 8_000], ..packet.clone() };
-        let sent = Segment { back: true, hop_limit: long.hop_limit - 1, ..long.to(REMOTE).from(node) };
+        let sent = long.to(REMOTE).from(node).sent_back();
         let bytes = long.bytes::<W>();
         let headers = bytes.len() - long.payload.len();
         for first in [bytes.len(), headers] {
@@ -329,8 +329,7 @@ impl Uplink {
 
     /// It leaves as this, to the next hop.
     pub(super) fn sends<W: Tables>(&self, s: &Scene<W>, packet: &Segment, becomes: &Segment) -> Result<()> {
-        let sent = Segment { back: true, hop_limit: packet.hop_limit - 1, ..becomes.clone() };
-        self.sends_bytes(s, packet, &sent.bytes::<W>())
+        self.sends_bytes(s, packet, &becomes.sent_back().bytes::<W>())
     }
 
     /// It leaves as these bytes, which have no tags.

@@ -6,7 +6,7 @@
 //! As kube-proxy's (pkg/proxy/conntrack/cleanup.go), with three differences. Flows of service ports without endpoints, and of
 //! service ports that are gone, are ended too. A change that takes no endpoint away ends no flow, and reads none. Flows to a node port
 //! are ended on the node's own addresses only. TCP and SCTP flows are not ended, as their clients notice by themselves; but a start ends
-//! TCP connections that nobody has answered, as they began before the mode served.
+//! TCP connections that nobody answers: those that began before the mode served, and those of a process of mode userspace that has ended.
 
 mod stale_flows;
 
@@ -153,14 +153,16 @@ pub(super) struct WithConntrack {
     inner: Box<dyn Dataplane>,
     udp: UdpPorts,
     node_addresses: BTreeSet<IpAddr>,
+    /// Where listeners of mode userspace are, and flows that are masqueraded come from.
+    own: Vec<IpAddr>,
     until: Until,
     has_started: bool,
 }
 
 impl WithConntrack {
     pub(super) fn new(inner: Box<dyn Dataplane>) -> Self {
-        let (udp, node_addresses, has_started) = Default::default();
-        Self { inner, udp, node_addresses, until: Until::Forever, has_started }
+        let (udp, node_addresses, own, has_started) = Default::default();
+        Self { inner, udp, node_addresses, own, until: Until::Forever, has_started }
     }
 
     /// The mode itself opens no flow that netfilter translates.
@@ -207,14 +209,15 @@ impl Dataplane for WithConntrack {
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
         let applied = self.inner.resync(desired)?;
         self.follow(|udp| udp.resync(desired));
-        if self.until == Until::Forever && !std::mem::replace(&mut self.has_started, true) {
-            to_tcp_frontends(desired).end_unanswered(&self.node_addresses);
+        if self.until == Until::Forever && !self.has_started {
+            self.has_started = to_tcp_frontends(desired).end_unanswered(&self.node_addresses, &self.own);
         }
         Ok(applied)
     }
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
         self.node_addresses.clone_from(&host.node_port_addresses);
+        self.own.clone_from(&host.masquerade_addresses);
         self.inner.set_host(host)
     }
 

@@ -1,7 +1,9 @@
-//! Flows that the kernel's connection tracking knows: UDP ones and TCP ones without an answer listed and removed, translated TCP ones
-//! listed.
+//! Flows that the kernel's connection tracking knows: UDP ones and TCP connections listed and removed.
 
-use std::net::{IpAddr, SocketAddr};
+use std::{
+    net::{IpAddr, SocketAddr},
+    ops::RangeInclusive,
+};
 
 use netlink_sys::protocols::NETLINK_NETFILTER;
 use nix::sys::socket::AddressFamily;
@@ -19,6 +21,12 @@ const REPLY: u16 = 2;
 const PROTOCOL_STATE: u16 = 4;
 const TCP: u16 = 1;
 const TCP_STATE: u16 = 1;
+/// `enum tcp_conntrack` of linux/netfilter/nf_conntrack_tcp.h.
+const SYN_SENT: u8 = 1;
+const TIME_WAIT: u8 = 7;
+const CLOSED: u8 = 8;
+/// From ESTABLISHED on.
+const AFTER_HANDSHAKE: RangeInclusive<u8> = 3..=CLOSED;
 const ID: u16 = 12;
 const ZONE: u16 = 18;
 const TUPLE_ADDRESSES: u16 = 1;
@@ -55,6 +63,14 @@ impl TrackedFlow {
     }
 }
 
+/// A TCP connection that somebody has answered.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct AnsweredConnection {
+    pub flow: TrackedFlow,
+    /// To whom the replier sends.
+    pub answers_to: SocketAddr,
+}
+
 /// A TCP connection whose destination is translated, and which has not ended.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct TranslatedConnection {
@@ -81,6 +97,17 @@ impl Conntrack {
     /// TCP connections whose SYN nobody has answered, and whose destination is not translated. As [`Self::udp_flows`].
     pub fn unanswered_connections(&self, family: AddressFamily) -> Result<Vec<TrackedFlow>, CallError> {
         self.list(family, |flow| unanswered_connection(family, flow))
+    }
+
+    /// TCP connections that `is_replier` is said to answer, after the handshake, also those that a RST has ended a short time ago: a new SYN
+    /// with the same ends may get the same translation. Not those in TIME_WAIT, where a SYN begins a new one, and not those of other
+    /// zones than the node's own. As [`Self::udp_flows`].
+    pub fn answered_connections(
+        &self,
+        family: AddressFamily,
+        is_replier: impl Fn(IpAddr) -> bool,
+    ) -> Result<Vec<AnsweredConnection>, CallError> {
+        self.list(family, |flow| answered_connection(family, flow, &is_replier))
     }
 
     /// As [`Self::udp_flows`].
@@ -147,8 +174,6 @@ fn is_of_protocol(tuple: Attributes<'_>, protocol: i32) -> Option<()> {
 }
 
 fn translated_connection(family: AddressFamily, flow: Attributes<'_>) -> Option<TranslatedConnection> {
-    /// `TCP_CONNTRACK_TIME_WAIT`, `TCP_CONNTRACK_CLOSE`.
-    const ENDED: [u8; 2] = [7, 8];
     let (original, reply) = (flow.nested(ORIGINAL)?, flow.nested(REPLY)?);
     is_of_protocol(original, libc::IPPROTO_TCP)?;
     let state = tcp_state(flow);
@@ -159,7 +184,7 @@ fn translated_connection(family: AddressFamily, flow: Attributes<'_>) -> Option<
     let answers_to = endpoint(family, reply, destinations, DESTINATION_PORT)?;
     // What the node itself sends keeps its address, not its port.
     let is_masqueraded = answers_to != client;
-    let has_ended = state.is_some_and(|state| ENDED.contains(&state));
+    let has_ended = state.is_some_and(|state| [TIME_WAIT, CLOSED].contains(&state));
     (replier != dialled && !has_ended).then_some(TranslatedConnection { replier, answers_to, is_masqueraded })
 }
 
@@ -167,9 +192,23 @@ fn tcp_state(flow: Attributes<'_>) -> Option<u8> {
     flow.nested(PROTOCOL_STATE)?.nested(TCP)?.get(TCP_STATE)?.first().copied()
 }
 
+fn answered_connection(
+    family: AddressFamily,
+    flow: Attributes<'_>,
+    is_replier: impl Fn(IpAddr) -> bool,
+) -> Option<AnsweredConnection> {
+    let reply = flow.nested(REPLY)?;
+    let (sources, destinations) = address_kinds(family);
+    // Before anything is copied: there may be a million entries.
+    let is_one = is_replier(endpoint(family, reply, sources, SOURCE_PORT)?.ip())
+        && flow.get(ZONE).is_none()
+        && tcp_state(flow).is_some_and(|state| AFTER_HANDSHAKE.contains(&state) && state != TIME_WAIT);
+    let answers_to = endpoint(family, reply, destinations, DESTINATION_PORT)?;
+    let flow = tracked_flow(family, is_one.then_some(flow)?, libc::IPPROTO_TCP)?;
+    Some(AnsweredConnection { flow, answers_to })
+}
+
 fn unanswered_connection(family: AddressFamily, flow: Attributes<'_>) -> Option<TrackedFlow> {
-    /// `TCP_CONNTRACK_SYN_SENT`.
-    const SYN_SENT: u8 = 1;
     let tracked = tracked_flow(family, flow, libc::IPPROTO_TCP)?;
     let is_unanswered = tcp_state(flow) == Some(SYN_SENT) && tracked.replier == tracked.destination;
     is_unanswered.then_some(tracked)
@@ -261,6 +300,37 @@ mod tests {
         let message = in_state(state, listed_with(protocol, replier, ([10, 1, 0, 5], 4000)));
         let found = unanswered_connection(AddressFamily::Inet, Attributes(&message.bytes()[20..]));
         assert_eq!(found.is_some(), is_one);
+    }
+
+    #[rstest]
+    #[case::syn_sent(TCP_NUMBER, NODE, SYN_SENT, false)]
+    #[case::syn_received(TCP_NUMBER, NODE, 2, false)]
+    #[case::established(TCP_NUMBER, NODE, 3, true)]
+    #[case::half_closed(TCP_NUMBER, NODE, 5, true)]
+    #[case::time_wait(TCP_NUMBER, NODE, TIME_WAIT, false)]
+    #[case::reset(TCP_NUMBER, NODE, CLOSED, true)]
+    #[case::syn_of_both(TCP_NUMBER, NODE, 9, false)]
+    #[case::another_replier(TCP_NUMBER, ENDPOINT, 3, false)]
+    #[case::udp(17, NODE, 3, false)]
+    fn connections_that_the_node_answers(
+        #[case] protocol: u8,
+        #[case] replier: ([u8; 4], u16),
+        #[case] state: u8,
+        #[case] is_one: bool,
+    ) {
+        let message = in_state(state, listed_with(protocol, replier, ([10, 1, 0, 5], 4000)));
+        let flow = Attributes(&message.bytes()[20..]);
+        let found = answered_connection(AddressFamily::Inet, flow, |address| address == IpAddr::from(NODE.0));
+        let ends = found.map(|found| (found.flow.replier, found.answers_to));
+        assert_eq!(ends, is_one.then_some((NODE.into(), ([10, 1, 0, 5], 4000).into())));
+    }
+
+    #[test]
+    fn a_connection_of_another_zone_is_another_trackers() {
+        let mut message = in_state(3, listed_with(TCP_NUMBER, NODE, ([10, 1, 0, 5], 4000)));
+        message.attribute(ZONE, &[0, 7]);
+        let flow = Attributes(&message.bytes()[20..]);
+        assert_eq!(answered_connection(AddressFamily::Inet, flow, |_| true), None);
     }
 
     #[test]

@@ -17,10 +17,21 @@ const DESTROY: u16 = 21;
 const ID: usize = 4;
 /// `inet_diag_sockid`: ports and addresses in network order, interface, cookie.
 const ID_LENGTH: usize = 48;
+/// What the peer has not acknowledged, a FIN as one byte: after the time of expiry and the queue of what is received.
+const UNACKNOWLEDGED: usize = ID + ID_LENGTH + 8;
+/// After that and the user.
+const INODE: usize = UNACKNOWLEDGED + 8;
 
+/// `enum` of linux/tcp_states.h.
+const FIN_WAIT1: u8 = 4;
+const FIN_WAIT2: u8 = 5;
+const LAST_ACK: u8 = 9;
+const CLOSING: u8 = 11;
 const SYN_SENT: u32 = 1 << 2;
-/// With ESTABLISHED, which connected sockets of UDP are, FIN_WAIT1, FIN_WAIT2, CLOSE_WAIT, LAST_ACK and CLOSING.
-const WITH_PEER: u32 = SYN_SENT | 1 << 1 | 1 << 4 | 1 << 5 | 1 << 8 | 1 << 9 | 1 << 11;
+const SYN_RECEIVED: u32 = 1 << 3;
+/// With ESTABLISHED, which connected sockets of UDP are, and CLOSE_WAIT.
+const WITH_PEER: u32 =
+    SYN_SENT | 1 << 1 | 1 << FIN_WAIT1 | 1 << FIN_WAIT2 | 1 << 8 | 1 << LAST_ACK | 1 << CLOSING;
 
 /// What a socket speaks.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
@@ -58,6 +69,8 @@ pub struct ConnectedSocket {
     pub cookie: u64,
     pub local: SocketAddr,
     pub peer: SocketAddr,
+    /// A process has it open, or will accept it, or has closed it and the peer has not got all data yet.
+    pub is_open: bool,
 }
 
 /// `inet_diag_req_v2`.
@@ -69,9 +82,9 @@ fn header(family: u8, transport: Transport, states: u32, id: &[u8; ID_LENGTH]) -
     header
 }
 
-fn list(family: AddressFamily, transport: Transport) -> Messages {
+fn list(family: AddressFamily, transport: Transport, states: u32) -> Messages {
     let mut request = Messages::default();
-    request.begin(LIST, NLM_F_DUMP, &header(family as u8, transport, WITH_PEER, &[0; ID_LENGTH]));
+    request.begin(LIST, NLM_F_DUMP, &header(family as u8, transport, states, &[0; ID_LENGTH]));
     request
 }
 
@@ -88,7 +101,11 @@ fn parse(transport: Transport, answer: &[u8]) -> Option<ConnectedSocket> {
     let local = end(&id[4..20], u16::from_be_bytes([id[0], id[1]]))?;
     let peer = end(&id[20..36], u16::from_be_bytes([id[2], id[3]]))?;
     let cookie = u64::from(word(&id, 40)?) | u64::from(word(&id, 44)?) << 32;
-    Some(ConnectedSocket { transport, family, id, cookie, local, peer })
+    // What is not accepted yet has no inode either, and none of these states.
+    let is_closing = [FIN_WAIT1, FIN_WAIT2, LAST_ACK, CLOSING].contains(answer.get(1)?);
+    let (unacknowledged, inode) = (word(answer, UNACKNOWLEDGED)?, word(answer, INODE)?);
+    let is_open = !is_closing || inode != 0 || unacknowledged > 1;
+    Some(ConnectedSocket { transport, family, id, cookie, local, peer, is_open })
 }
 
 /// The sockets of the network namespace that the thread was in that opened it.
@@ -106,7 +123,21 @@ impl SocketDiag {
         family: AddressFamily,
         transport: Transport,
     ) -> Result<Vec<ConnectedSocket>, CallError> {
-        let sockets = self.0.dump(&list(family, transport), |_, answer| parse(transport, answer));
+        self.list(family, transport, WITH_PEER)
+    }
+
+    /// As [`Self::connected`], those of TCP, and those whose handshake is not over.
+    pub fn connections(&self, family: AddressFamily) -> Result<Vec<ConnectedSocket>, CallError> {
+        self.list(family, Transport::Tcp, WITH_PEER | SYN_RECEIVED)
+    }
+
+    fn list(
+        &self,
+        family: AddressFamily,
+        transport: Transport,
+        states: u32,
+    ) -> Result<Vec<ConnectedSocket>, CallError> {
+        let sockets = self.0.dump(&list(family, transport, states), |_, answer| parse(transport, answer));
         sockets.map_err(CallError::of("netlink SOCK_DIAG_BY_FAMILY"))
     }
 
@@ -155,13 +186,15 @@ pub fn lacks(transport: Transport) -> Result<Option<&'static str>, CallError> {
 mod tests {
     use std::net::{TcpListener, TcpStream, UdpSocket};
 
+    use rstest::rstest;
+
     use super::*;
     use crate::sys::namespace::socket_cookie;
 
     #[test]
     fn a_listed_socket_is_named_by_all_that_the_kernel_says_of_it() {
         // 10.1.0.5:4000 → 10.1.0.9:5353
-        let mut answer = vec![0; ID + ID_LENGTH];
+        let mut answer = vec![0; INODE + 4];
         (answer[0], answer[1]) = (libc::AF_INET as u8, 1);
         let id = &mut answer[ID..];
         id[0..2].copy_from_slice(&4000_u16.to_be_bytes());
@@ -176,16 +209,39 @@ mod tests {
         let request = destroy(&socket);
         // Header of netlink, family and protocol; then the states; then the id, with the cookie at its end.
         assert_eq!(request.bytes()[16..18], [libc::AF_INET as u8, 17]);
-        assert_eq!(request.bytes()[24..], answer[ID..]);
+        assert_eq!(request.bytes()[24..], answer[ID..ID + ID_LENGTH]);
         assert!((0..answer.len()).all(|length| parse(Transport::Udp, &answer[..length]).is_none()));
     }
 
     #[test]
     fn a_request_names_family_protocol_and_states() {
-        let request = list(AddressFamily::Inet6, Transport::Tcp);
+        let request = list(AddressFamily::Inet6, Transport::Tcp, WITH_PEER);
         assert_eq!(request.bytes()[16..18], [libc::AF_INET6 as u8, 6]);
         // Neither TIME_WAIT nor CLOSE, LISTEN nor sockets of the handshake.
         assert_eq!(request.bytes()[20..24], 0b1011_0011_0110_u32.to_ne_bytes());
+    }
+
+    #[rstest]
+    #[case::established(1, 4711, 0, true)]
+    #[case::not_accepted_yet(1, 0, 0, true)]
+    #[case::in_the_handshake(3, 0, 0, true)]
+    #[case::not_accepted_and_closed_by_its_peer(8, 0, 0, true)]
+    #[case::shut_down(FIN_WAIT2, 4711, 0, true)]
+    #[case::closed(FIN_WAIT2, 0, 0, false)]
+    #[case::closed_before_the_peer_has_all(FIN_WAIT1, 0, 1_449, true)]
+    #[case::closed_and_the_peer_has_not_said_so(FIN_WAIT1, 0, 1, false)]
+    #[case::closed_after_its_peer(LAST_ACK, 0, 1, false)]
+    fn sockets_that_somebody_has_open(
+        #[case] state: u8,
+        #[case] inode: u32,
+        #[case] unacknowledged: u32,
+        #[case] expected: bool,
+    ) {
+        let mut answer = vec![0; INODE + 4];
+        (answer[0], answer[1]) = (libc::AF_INET as u8, state);
+        answer[UNACKNOWLEDGED..][..4].copy_from_slice(&unacknowledged.to_ne_bytes());
+        answer[INODE..].copy_from_slice(&inode.to_ne_bytes());
+        assert_eq!(parse(Transport::Tcp, &answer).unwrap().is_open, expected);
     }
 
     fn find(transport: Transport, local: SocketAddr) -> Option<ConnectedSocket> {

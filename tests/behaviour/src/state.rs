@@ -66,13 +66,32 @@ pub fn forget_connections(lab: &Lab, node: NodeNumber) -> Result<()> {
 
 /// Has connection tracking follow connections of a node although no proxy asks for it, or no longer.
 pub fn track_connections(lab: &Lab, node: NodeNumber, is_on: bool) -> Result<()> {
-    const CHAINS: &str = "add table inet tracking
-        add chain inet tracking out { type filter hook output priority 0; }
-        add chain inet tracking in { type filter hook prerouting priority 0; }
-        add rule inet tracking out ct state new
-        add rule inet tracking in ct state new";
-    let commands = if is_on { CHAINS } else { "delete table inet tracking" };
-    within(&lab.netns(&node_name(node))?.namespace, || output("nft", &[commands]).map(drop))
+    let chains = "chain out { type filter hook output priority 0; ct state new }
+        chain in { type filter hook prerouting priority 0; ct state new }";
+    with_table(lab, node, "tracking", is_on.then_some(chains))
+}
+
+/// Has a node drop every RST before connection tracking sees it, or no longer.
+pub fn lose_resets(lab: &Lab, node: NodeNumber, is_on: bool) -> Result<()> {
+    let chains = "chain out { type filter hook output priority -500; tcp flags rst drop; }
+        chain in { type filter hook prerouting priority -500; tcp flags rst drop; }";
+    with_table(lab, node, "lossy", is_on.then_some(chains))
+}
+
+/// Ends sockets of a node that no process has any more, as the kernel does after a minute. Needs ss of iproute2 with `-K`.
+pub fn end_orphans(lab: &Lab, node: NodeNumber) -> Result<()> {
+    const STATES: &str = "state fin-wait-1 state fin-wait-2 state last-ack state closing";
+    let arguments: Vec<&str> = ["-K", "-t"].into_iter().chain(STATES.split(' ')).collect();
+    within(&lab.netns(&node_name(node))?.namespace, || output("ss", &arguments).map(drop))
+}
+
+/// A table of nftables with these chains on a node, or no such table any more.
+fn with_table(lab: &Lab, node: NodeNumber, name: &str, chains: Option<&str>) -> Result<()> {
+    let commands = match chains {
+        Some(chains) => format!("table inet {name} {{\n{chains}\n}}"),
+        None => format!("delete table inet {name}"),
+    };
+    within(&lab.netns(&node_name(node))?.namespace, || output("nft", &[&commands]).map(drop))
 }
 
 /// TCP connections that a node knows and nobody has answered, as the tool conntrack lists them.

@@ -1,8 +1,8 @@
 //! `cargo xtask bench`.
 
-use std::{path::Path, process::ExitCode};
+use std::{fs, path::Path, process::ExitCode};
 
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use bench::{arguments::Arguments, plots, render, results::Results, run};
 use clap::Parser as _;
 
@@ -31,7 +31,10 @@ fn main_of(arguments: &Arguments) -> Result<ExitCode> {
         lab::cluster::remove_on_signals()?;
         run::run(arguments, output.clone())?
     };
-    print!("{}", render::text(&results));
+    let tables = render::text(&results);
+    print!("{tables}");
+    let file = output.join(render::FILE);
+    fs::write(&file, tables).with_context(|| format!("writing {}", file.display()))?;
     for plot in plots::draw(&results, &output)? {
         eprintln!("drawn: {}", plot.display());
     }

@@ -8,6 +8,9 @@ use crate::{
     results::{Figures, Outcome, Results, TOO_BUSY},
 };
 
+/// The file that has them, beside the one for programs.
+pub const FILE: &str = "results.txt";
+
 const NOTHING: &str = "-";
 /// Of a line that says why something is not there.
 const LONGEST: usize = 200;
@@ -102,7 +105,9 @@ fn traffic(results: &Results, route: Route) -> Option<String> {
         };
         let cpu = match figures(Measure::Cpu) {
             Some(Figures::Cpu { busy_at_rest, .. }) if *busy_at_rest > TOO_BUSY => "too busy".to_owned(),
-            Some(Figures::Cpu { micros, .. }) => format!("{:.1}", micros.median),
+            Some(Figures::Cpu { micros, .. }) => {
+                format!("{:.1} {:.0}..{:.0}", micros.median, micros.low, micros.high)
+            }
             _ => NOTHING.to_owned(),
         };
         let [connect, request, bulk, datagram] =
@@ -138,24 +143,33 @@ fn flooded(results: &Results) -> Option<String> {
 }
 
 fn forwarded(results: &Results) -> Option<String> {
+    let packets = |contender: &str, size, route| match results.figures(
+        Measure::Forward,
+        Some(route),
+        contender,
+        size,
+    ) {
+        Some(Figures::Packets { per_second, nanos, .. }) => Some((*per_second, *nanos)),
+        _ => None,
+    };
     let rows = rows(results, |contender, size| {
-        let figures = |route| match results.figures(Measure::Forward, Some(route), contender, size) {
-            Some(Figures::Packets { per_second, nanos, .. }) => [
-                format!(
-                    "{:.0} {:.0}..{:.0}",
-                    per_second.median / 1e3,
-                    per_second.low / 1e3,
-                    per_second.high / 1e3
-                ),
-                format!("{nanos:.0}"),
-            ],
-            _ => [NOTHING; 2].map(str::to_owned),
+        let columns = |route| {
+            let Some((per_second, nanos)) = packets(contender, size, route) else {
+                return [NOTHING; 3].map(str::to_owned);
+            };
+            let rates = [per_second.median, per_second.low, per_second.high].map(|rate| rate / 1e3);
+            // What the kernel forwards without translating it.
+            let part = packets("direct", 0, route).map_or_else(
+                || NOTHING.to_owned(),
+                |(direct, _)| format!("{:.2}", per_second.median / direct.median),
+            );
+            [format!("{:.0} {:.0}..{:.0}", rates[0], rates[1], rates[2]), part, format!("{nanos:.0}")]
         };
-        let [near, near_nanos] = figures(Route::NodePortLocal);
-        let [far, far_nanos] = figures(Route::NodePortRemote);
-        Some([near, near_nanos, far, far_nanos])
+        let [near, near_part, near_nanos] = columns(Route::NodePortLocal);
+        let [far, far_part, far_nanos] = columns(Route::NodePortRemote);
+        Some([near, near_part, near_nanos, far, far_part, far_nanos])
     });
-    let header = ["to a pod here, k/s", "ns", "to another node, k/s", "ns"];
+    let header = ["to a pod here, k/s", "of direct", "ns", "to another node, k/s", "of direct", "ns"];
     let title = format!(
         "packets of {} bytes in {} flows, from outside to NodePort, by one core; making them included, as in `dropped`",
         crate::program::FRAME,
@@ -331,7 +345,7 @@ pub(crate) mod tests {
         };
         for (part, measures) in [
             ("0.990 0.89..1.09", &[Measure::Connect][..]),
-            ("123.4", &[Measure::Cpu]),
+            ("123.4 111..136", &[Measure::Cpu]),
             ("0.875 0.79..0.96", &[Measure::Flood]),
             ("1235 1111..1358", &[Measure::Forward]),
             ("22500 ms", &[Measure::Start, Measure::FirstSync, Measure::CleanUp]),

@@ -6,7 +6,7 @@ use std::{
 };
 
 use nix::sys::socket::AddressFamily;
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::address_family;
 use crate::{
@@ -17,6 +17,7 @@ use crate::{
     sys::{
         CallError,
         conntrack::{Conntrack, TrackedFlow},
+        socket_diag::SocketDiag,
     },
 };
 
@@ -99,12 +100,28 @@ impl<R: Repliers> StaleFlows<R> {
         ended.is_ok()
     }
 
-    /// Ends TCP connections to these frontends that began before anybody served them. The kernel translates a connection as it did its
-    /// first packet: not at all, however often the client repeats its SYN, and for two minutes whoever uses its port again.
-    pub(in crate::dataplane) fn end_unanswered(mut self, node_addresses: &BTreeSet<IpAddr>) {
-        if let Err(error) = self.try_end(node_addresses, Conntrack::unanswered_connections) {
-            tracing::warn!(%error, "TCP connections that began before this start could not be ended; clients may have to repeat them");
+    /// Ends TCP connections to these frontends from before this start that nobody answers any more. The kernel translates a connection as it
+    /// did its first packet, and mostly also one that uses the client's port again: not at all for two minutes, where nobody served; to
+    /// a closed port for up to five days, where a process of mode userspace has ended and the kernel has not seen both ends close.
+    /// `node_addresses` as in [`Self::end`]; `own`: where such a process listened, beside those. False: it failed.
+    pub(in crate::dataplane) fn end_unanswered(
+        mut self,
+        node_addresses: &BTreeSet<IpAddr>,
+        own: &[IpAddr],
+    ) -> bool {
+        let is_own = |address: IpAddr| {
+            address.is_loopback() || own.contains(&address) || node_addresses.contains(&address)
+        };
+        let ended = self
+            .try_end(node_addresses, Conntrack::unanswered_connections)
+            .and_then(|()| self.try_end(node_addresses, |list, family| without_socket(list, family, is_own)));
+        if let Err(error) = &ended {
+            tracing::warn!(
+                %error,
+                "TCP connections from before this start that nobody answers could not be ended; their clients may be refused once"
+            );
         }
+        ended.is_ok()
     }
 
     fn try_end(
@@ -138,4 +155,38 @@ impl<R: Repliers> StaleFlows<R> {
     pub(in crate::dataplane) fn forget(&mut self) {
         self.pending.clear();
     }
+}
+
+/// Connections that a socket of this node should answer, and that none has. What an overloaded listener knows only by SYN cookies has none.
+fn without_socket(
+    conntrack: &Conntrack,
+    family: AddressFamily,
+    is_own: impl Fn(IpAddr) -> bool,
+) -> Result<Vec<TrackedFlow>, CallError> {
+    /// A socket may be left out of a list while others go.
+    const LISTS: usize = 2;
+    // Before the sockets: each connection that goes on has its socket by then.
+    let mut connections = conntrack.answered_connections(family, is_own)?;
+    for _ in 0..LISTS {
+        if connections.is_empty() {
+            break;
+        }
+        let sockets = open_sockets()?;
+        connections.retain(|of| !sockets.contains(&(of.flow.replier, of.answers_to)));
+    }
+    Ok(connections.into_iter().map(|connection| connection.flow).collect())
+}
+
+/// Local end and peer of those of TCP.
+fn open_sockets() -> Result<FxHashSet<(SocketAddr, SocketAddr)>, CallError> {
+    // A socket of IPv6 may have clients of IPv4.
+    let canonical = |end: SocketAddr| SocketAddr::new(end.ip().to_canonical(), end.port());
+    let diag = SocketDiag::open()?;
+    let mut ends = FxHashSet::default();
+    for family in IpFamily::ALL {
+        let sockets = diag.connections(address_family(family))?;
+        let open = sockets.iter().filter(|socket| socket.is_open);
+        ends.extend(open.map(|socket| (canonical(socket.local), canonical(socket.peer))));
+    }
+    Ok(ends)
 }

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use lab::{Dial, Protocol, address::FAMILIES, agent::protocol::Load, cluster::NODES, wait};
 use serde_json::{Value, json};
 
@@ -23,6 +23,19 @@ pub(super) const CASES: &[Case] = &[
     Case::new("a connection that began before anybody served is answered", Variants::Once, began_before)
         .core()
         .concerns(is_ours),
+    Case::new(
+        "a client uses the port of a connection again that ended while nobody served",
+        Variants::Once,
+        ended,
+    )
+    .core()
+    .concerns(is_ours),
+    Case::new(
+        "connections to a process of the node itself go on after a restart",
+        Variants::Once,
+        of_the_node,
+    )
+    .differs(ends_with_the_process),
     Case::new("many restarts under load fail no connection", Variants::Once, under_load)
         .differs(fails_with_the_process),
     Case::new("tables get another size under load", Variants::Once, resized)
@@ -40,12 +53,9 @@ const SOURCE_PORT: u16 = 41_000;
 /// With nothing on the nodes but what connection tracking knows.
 fn began_before(world: &mut World, _: Variant) -> Result<()> {
     let dial_all = |world: &World, timeout_ms| {
-        let dial = |(client, family): (&'static str, _)| {
-            let dial = Dial::new(Protocol::Tcp, world.cluster_ip(&ON_NODE2, family));
-            Ok((client, world.dial(client, &dial.source_port(SOURCE_PORT).timeout_ms(timeout_ms))?))
-        };
-        let clients = CLIENTS.into_iter().flat_map(|client| FAMILIES.map(|family| (client, family)));
-        clients.map(dial).collect::<Result<Vec<_>>>()
+        let dial =
+            |(client, dial): (_, Dial)| Ok((client, world.dial(client, &dial.timeout_ms(timeout_ms))?));
+        dials(world, SOURCE_PORT).map(dial).collect::<Result<Vec<_>>>()
     };
     world.while_dead(|world| {
         for node in NODES {
@@ -67,6 +77,64 @@ fn began_before(world: &mut World, _: Variant) -> Result<()> {
         check::answered_by(&outcomes, &["web-2"]).context(client)?;
     }
     NODES.into_iter().try_for_each(|node| state::track_connections(&world.lab, node, false))
+}
+
+/// Of each client to each family.
+fn dials(world: &World, source_port: u16) -> impl Iterator<Item = (&'static str, Dial)> {
+    let clients = CLIENTS.into_iter().flat_map(|client| FAMILIES.map(|family| (client, family)));
+    clients.map(move |(client, family)| {
+        let dial = Dial::new(Protocol::Tcp, world.cluster_ip(&ON_NODE2, family));
+        (client, dial.source_port(source_port))
+    })
+}
+
+/// With what the former process has left in the kernel, and without. The nodes do not see that the clients end their connections.
+fn ended(world: &mut World, _: Variant) -> Result<()> {
+    for (port, cleans_up) in [(SOURCE_PORT + 1, false), (SOURCE_PORT + 2, true)] {
+        let hold = |(client, dial): (_, Dial)| {
+            let (connection, outcome) = world.agent(client)?.hold_as(&dial)?;
+            check::answered(&[outcome])?;
+            Ok((client, connection))
+        };
+        let held = dials(world, port).map(hold).collect::<Result<Vec<_>>>()?;
+        world.while_dead(|world| {
+            if cleans_up {
+                NODES.into_iter().try_for_each(|node| world.cleanup(node, &[]))?;
+            }
+            let lab = &world.lab;
+            NODES.into_iter().try_for_each(|node| state::lose_resets(lab, node, true))?;
+            let release = |(client, connection): (&str, _)| world.agent(client)?.release(connection);
+            held.into_iter().try_for_each(release)?;
+            NODES.into_iter().try_for_each(|node| state::end_orphans(lab, node))?;
+            NODES.into_iter().try_for_each(|node| state::lose_resets(lab, node, false))
+        })?;
+        for (client, dial) in dials(world, port) {
+            // An endpoint that has not seen the end of the former connection answers the second SYN.
+            check::answered_by(&world.dial(client, &dial.timeout_ms(3_000))?, &["web-2"])
+                .with_context(|| format!("{client} from port {port}, cleaned up: {cleans_up}"))?;
+        }
+    }
+    Ok(())
+}
+
+/// Connection tracking names the node as who answers, as it does where a process of mode userspace has ended. A connection that it had
+/// forgotten would go to either endpoint.
+fn of_the_node(world: &mut World, _: Variant) -> Result<()> {
+    const ENDPOINTS: [&str; 2] = ["node2", "web-1"];
+    const OF_EACH: usize = 8;
+    world.set_endpoints(&CHANGING, &ENDPOINTS)?;
+    let targets = FAMILIES.map(|family| world.cluster_ip(&CHANGING, family));
+    let hold = |client| Ok((client, world.agent(client)?.hold_many(Protocol::Tcp, &targets, OF_EACH)?));
+    let held = CLIENTS.into_iter().map(hold).collect::<Result<Vec<_>>>()?;
+    world.while_dead(|_| Ok(()))?;
+    for (client, connections) in held {
+        let agent = world.agent(client)?;
+        if let Some((ends, outcome)) = agent.ping_many(&connections)?.first() {
+            bail!("{client}: {ends} is not answered: {outcome:?}");
+        }
+        connections.into_iter().try_for_each(|connection| agent.release(connection))?;
+    }
+    Ok(())
 }
 
 fn is_ours(setting: &Setting) -> bool {

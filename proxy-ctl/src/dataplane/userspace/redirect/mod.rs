@@ -235,12 +235,13 @@ impl Redirect {
         Ok(())
     }
 
-    /// Once all frontends are led: ends connections to them that began before.
+    /// Once all frontends are led: ends connections to them from before that nobody answers.
     pub(super) fn end_unanswered_once(&mut self) {
-        if !std::mem::replace(&mut self.has_started, true) {
+        if !self.has_started {
             let mut unanswered = StaleFlows::default();
-            note(&mut unanswered, Protocol::Tcp, &Leads::new(), &self.wanted.leads());
-            unanswered.end_unanswered(&self.wanted.addresses);
+            // Of no listener: one may have the port that another had.
+            note(&mut unanswered, Protocol::Tcp, &self.wanted.leads(), &Leads::new());
+            self.has_started = unanswered.end_unanswered(&self.wanted.addresses, &self.wanted.own);
         }
     }
 

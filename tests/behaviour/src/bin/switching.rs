@@ -582,8 +582,18 @@ impl Run {
                 differences.retain(|one| !is_holder(one));
             }
             if differences.is_empty() { Ok(Some(())) } else { Err(format!("{differences:#?}")) }
-        })?;
+        })
+        .with_context(|| self.flows_left())?;
         self.parameters_stay()
+    }
+
+    /// What the programs of mode ebpf stay for, and what the proxies say.
+    fn flows_left(&self) -> String {
+        let of_node = |node| {
+            let flows = self.world.tool(node, &["flows"]).unwrap_or_else(|error| format!("{error:#}"));
+            format!("flows on {}:\n{flows}", node_name(node))
+        };
+        NODES.map(of_node).join("\n") + "\n" + &self.world.logs()
     }
 }
 

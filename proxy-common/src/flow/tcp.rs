@@ -1,7 +1,10 @@
 //! What segments say of a connection. Anybody can send one with the ends of a connection, so that one counts only if it has a sequence
 //! number that an attacker cannot know, or once the other side has acknowledged it.
 
-use super::{Change, FlowEntry, FlowTables, Routine, Scratch, entries::Leg};
+use super::{
+    Change, FlowEntry, FlowTables, Routine, Scratch,
+    entries::{Leg, is_stale},
+};
 use crate::{
     family::Family,
     layout::*,
@@ -179,11 +182,12 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
         } else if is_comparable {
             hear_reset(&mut state, segment.sequence, awaited_by_other);
         }
-    } else if !segment.has(TCP_SYN) || speaker == Speaker::Backend {
+    } else if (!segment.has(TCP_SYN) || speaker == Speaker::Backend)
+        && !may_precede_reset(&scratch.flow, segment, tables.now())
+    {
         // The connection goes on: the RST was forged, or, after both FINs, these were.
         state.reset = 0;
-        let has_payload = segment.next != segment.sequence && !segment.has(TCP_SYN | TCP_FIN);
-        if has_payload && state.has_ended() {
+        if segment.has_data() && state.has_ended() {
             (state.client_fin, state.backend_fin) = (0, 0);
         }
     }
@@ -214,6 +218,13 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
         write(others, old, state);
     }
     scratch.flow.state = state;
+}
+
+/// A RST has just ended the flow, and may have overtaken this segment: an acknowledgement and the RST that follows it come from two CPUs of
+/// the client. It would not end again, as nobody answers.
+#[inline(always)]
+pub(super) fn may_precede_reset<A>(flow: &Flow<A>, segment: &Segment, now: u64) -> bool {
+    flow.state.reset == RESET_CONFIRMED && !segment.has_data() && !is_stale(flow, now)
 }
 
 /// A RST with this sequence number, to who waits for `awaited`.

@@ -1188,6 +1188,30 @@ fn a_connection_that_goes_on_after_a_reset_is_not_ended_by_its_next_answer() {
     assert_eq!(host.entries(Stage::Established), 3);
 }
 
+/// Two CPUs of the client send an acknowledgement and its RST, which comes first. The backend answers the other with nothing, or with a
+/// RST that counts no more.
+#[rstest]
+#[case::of_the_answer(BACKENDS_NEXT + 100, None)]
+#[case::of_the_handshake(BACKENDS_NEXT, Some(of_backend(TCP_RST, BACKENDS_NEXT, 0)))]
+fn an_acknowledgement_that_a_reset_has_overtaken_opens_nothing_again(
+    #[case] acknowledgement: u32,
+    #[case] answer: Option<(Speaker, Segment)>,
+) {
+    let host = Host::new();
+    let flow = establish_one(&host, Origin::Workload);
+    says(Speaker::Backend, &host, &flow, Segment::new(TCP_ACK, BACKENDS_NEXT, CLIENTS, 100)).unwrap();
+    let last = [
+        of_client(TCP_ACK, CLIENTS, BACKENDS_NEXT + 100),
+        of_client(TCP_RST | TCP_ACK, CLIENTS, BACKENDS_NEXT + 100),
+        of_client(TCP_ACK, CLIENTS, acknowledgement),
+    ];
+    for (speaker, segment) in last.into_iter().chain(answer) {
+        says(speaker, &host, &flow, segment).unwrap();
+    }
+    assert_eq!(host.entries(Stage::Established), 0);
+    assert!(host.flow_of(Stage::Opening, &syn()).state.has_ended());
+}
+
 #[rstest]
 #[case::far_off(FORGED, 86_400)]
 #[case::near(CLIENTS + 1_000, 10_800)]

@@ -70,6 +70,12 @@ impl Segment {
     pub fn has(&self, flags: u8) -> bool {
         self.flags & flags != 0
     }
+
+    /// Has it payload, and neither begins nor ends the stream?
+    #[inline(always)]
+    pub fn has_data(&self) -> bool {
+        self.next != self.sequence && !self.has(TCP_SYN | TCP_FIN)
+    }
 }
 
 /// What of a packet is in a fragment.

@@ -66,8 +66,8 @@ pub fn forget_connections(lab: &Lab, node: NodeNumber) -> Result<()> {
 
 /// Has connection tracking follow connections of a node although no proxy asks for it, or no longer.
 pub fn track_connections(lab: &Lab, node: NodeNumber, is_on: bool) -> Result<()> {
-    let chains = "chain out { type filter hook output priority 0; ct state new }
-        chain in { type filter hook prerouting priority 0; ct state new }";
+    let chains = "chain out { type filter hook output priority 0; ct state new; }
+        chain in { type filter hook prerouting priority 0; ct state new; }";
     with_table(lab, node, "tracking", is_on.then_some(chains))
 }
 

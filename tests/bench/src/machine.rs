@@ -23,7 +23,7 @@ impl Machine {
             processor: processor(&text("/proc/cpuinfo")),
             cores: thread::available_parallelism().map_or(1, usize::from),
             memory_gib: memory_gib(&text("/proc/meminfo")),
-            kernel: text("/proc/sys/kernel/osrelease").trim().to_owned(),
+            kernel: version(text("/proc/sys/kernel/osrelease").trim()),
             kube_proxy: kube_proxy().unwrap_or_else(|| UNKNOWN.to_owned()),
         }
     }
@@ -49,6 +49,11 @@ fn memory_gib(meminfo: &str) -> f64 {
     let line = meminfo.lines().find_map(|line| line.strip_prefix("MemTotal:"));
     let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.parse().ok()).unwrap_or(0.0);
     (kib / f64::from(1 << 20) * 10.0_f64).round() / 10.0
+}
+
+/// Without what a distribution adds.
+fn version(release: &str) -> String {
+    release.split(['-', '+']).next().unwrap_or(release).to_owned()
 }
 
 #[cfg(test)]

@@ -5,7 +5,7 @@ use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use crate::{
     contender::CONTENDERS,
     plan::{CellName, EXERCISES, Measure, ROUTES, Route},
-    results::{Figures, Outcome, Results, TOO_BUSY},
+    results::{Cell, Figures, Outcome, Results, TOO_BUSY},
 };
 
 /// The file that has them, beside the one for programs.
@@ -234,22 +234,30 @@ fn own(results: &Results) -> Option<String> {
     table(title, &["first sync", "map memory", "restart writes"], rows)
 }
 
-/// What there is no figure of, and why; a contender once.
+/// What there is no figure of, and why: each reason once.
 fn left_out(results: &Results) -> Option<String> {
-    let mut lines = Vec::new();
-    for cell in &results.cells {
-        let line = match &cell.outcome {
+    let mut reasons: Vec<((&str, &str), Vec<&CellName>)> = Vec::new();
+    for Cell { name, outcome } in &results.cells {
+        let why = match outcome {
             Outcome::Figures(_) => continue,
-            Outcome::Failed(reason) => format!("failed: {}: {reason}", cell.name),
-            Outcome::Skipped(reason) => format!("skipped: {}: {reason}", cell.name.contender),
+            Outcome::Failed(reason) => ("failed", reason.as_str()),
+            Outcome::Skipped(reason) => ("skipped", reason.as_str()),
         };
-        // All of it is in the file.
-        let line: String = line.chars().take(LONGEST).collect();
-        if !lines.contains(&line) {
-            lines.push(line);
+        match reasons.iter_mut().find(|(known, _)| *known == why) {
+            Some((_, names)) => names.push(name),
+            None => reasons.push((why, vec![name])),
         }
     }
-    (!lines.is_empty()).then(|| lines.join("\n") + "\n")
+    let line = |((what, reason), names): &((&str, &str), Vec<&CellName>)| {
+        let cells = match names.as_slice() {
+            [name] => name.to_string(),
+            [first, ..] => format!("{} cells, as {first}", names.len()),
+            [] => String::new(),
+        };
+        // All of it is in the file.
+        format!("{what}: {cells}: {reason}").chars().take(LONGEST).collect::<String>() + "\n"
+    };
+    (!reasons.is_empty()).then(|| reasons.iter().map(line).collect())
 }
 
 #[cfg(test)]
@@ -257,7 +265,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::{
         machine::Machine,
-        results::{Cell, Rate, Settings},
+        results::{Rate, Settings},
         statistics::Spread,
     };
 
@@ -369,7 +377,8 @@ pub(crate) mod tests {
         }
         let text = text(&results);
         assert!(
-            text.ends_with("failed: start/nftables/10000: given up\nskipped: ipvs: no ip_vs\n"),
+            text.contains("failed: start/nftables/10000: given up\n")
+                && text.contains(" cells, as start/ipvs/10000: no ip_vs\n"),
             "{text}"
         );
     }

@@ -306,5 +306,6 @@ pub(super) fn hear_client<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut
         }
     }
     tcp::write(entry, old, state);
+    tcp::stamp(entry, tcp::ends(old, state).then(|| tables.now()));
     scratch.flow.state = state;
 }

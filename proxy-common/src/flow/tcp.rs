@@ -172,7 +172,7 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
         state.progress = PROGRESS_ANSWERED;
     }
     if segment.has(TCP_RST) {
-        let refuses = is_answer && state.progress < PROGRESS_CONFIRMED;
+        let refuses = is_answer && state.progress < PROGRESS_ANSWERED;
         // Only who has acknowledged something waits for a number that is known.
         let acknowledged_from =
             if speaker == Speaker::Client { PROGRESS_ANSWERED } else { PROGRESS_CONFIRMED };
@@ -213,18 +213,37 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
     if is_believed && !segment.has(TCP_SYN | TCP_RST) {
         advance(scratch, speaker, entry);
     }
+    let now = ends(old, state).then(|| tables.now());
     write(entry, old, state);
+    stamp(entry, now);
     if let Some(others) = others {
         write(others, old, state);
+        stamp(others, now);
     }
     scratch.flow.state = state;
 }
 
-/// A RST has just ended the flow, and may have overtaken this segment: an acknowledgement and the RST that follows it come from two CPUs of
-/// the client. It would not end again, as nobody answers.
+/// Is it by a RST?
+#[inline(always)]
+pub(super) const fn ends(old: FlowState, new: FlowState) -> bool {
+    new.reset == RESET_CONFIRMED && old.reset != RESET_CONFIRMED
+}
+
+/// [`may_precede_reset`] counts from the end.
+#[inline(always)]
+pub(super) fn stamp<A>(entry: impl FlowEntry<A>, now: Option<u64>) {
+    if let Some(now) = now {
+        entry.write(Change::LastSeen(now));
+    }
+}
+
+/// A RST ended the flow less than a second ago, and may have overtaken this segment: an acknowledgement and the RST after it come from two CPUs
+/// of their sender. If it took the end back, nobody would end the flow again, as the other side may answer nothing. Data does take it back: a
+/// connection whose RST was forged loses none.
 #[inline(always)]
 pub(super) fn may_precede_reset<A>(flow: &Flow<A>, segment: &Segment, now: u64) -> bool {
-    flow.state.reset == RESET_CONFIRMED && !segment.has_data() && !is_stale(flow, now)
+    let is_plain = !segment.has_data() && !segment.has(TCP_SYN);
+    flow.state.reset == RESET_CONFIRMED && is_plain && !is_stale(flow, now)
 }
 
 /// A RST with this sequence number, to who waits for `awaited`.

@@ -1213,6 +1213,22 @@ fn an_acknowledgement_that_a_reset_has_overtaken_opens_nothing_again(
 }
 
 #[rstest]
+#[case::before_the_answer(0)]
+#[case::after_it(1)]
+fn a_forged_refusal_keeps_no_connection_from_being_established(#[case] answers_before: usize) {
+    let host = Host::new();
+    host.arriving(&syn(), Origin::Workload).unwrap();
+    let flow = host.flow_of(Stage::Opening, &syn());
+    let answer = of_backend(TCP_SYN | TCP_ACK, BACKEND_ISN, CLIENTS);
+    let mut said = vec![answer, of_client(TCP_ACK, CLIENTS, BACKENDS_NEXT)];
+    said.insert(answers_before, of_backend(TCP_RST | TCP_ACK, 0, CLIENTS));
+    for (speaker, segment) in said {
+        says(speaker, &host, &flow, segment).unwrap();
+    }
+    assert!(!host.flow_of(Stage::Established, &syn()).state.has_ended());
+}
+
+#[rstest]
 #[case::far_off(FORGED, 86_400)]
 #[case::near(CLIENTS + 1_000, 10_800)]
 fn a_forged_reset_cuts_no_silent_connection_short(#[case] sequence: u32, #[case] seconds: u64) {

@@ -31,6 +31,8 @@ const ID: u16 = 12;
 const ZONE: u16 = 18;
 const TUPLE_ADDRESSES: u16 = 1;
 const TUPLE_PROTOCOL: u16 = 2;
+/// Of a zone that one direction alone is in.
+const TUPLE_ZONE: u16 = 3;
 const SOURCE_4: u16 = 1;
 const DESTINATION_4: u16 = 2;
 const SOURCE_6: u16 = 3;
@@ -200,8 +202,10 @@ fn answered_connection(
     let reply = flow.nested(REPLY)?;
     let (sources, destinations) = address_kinds(family);
     // Before anything is copied: there may be a million entries.
+    let has_zone = flow.get(ZONE).is_some()
+        || [flow.nested(ORIGINAL)?, reply].into_iter().any(|tuple| tuple.get(TUPLE_ZONE).is_some());
     let is_one = is_replier(endpoint(family, reply, sources, SOURCE_PORT)?.ip())
-        && flow.get(ZONE).is_none()
+        && !has_zone
         && tcp_state(flow).is_some_and(|state| AFTER_HANDSHAKE.contains(&state) && state != TIME_WAIT);
     let answers_to = endpoint(family, reply, destinations, DESTINATION_PORT)?;
     let flow = tracked_flow(family, is_one.then_some(flow)?, libc::IPPROTO_TCP)?;

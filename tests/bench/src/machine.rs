@@ -23,7 +23,7 @@ impl Machine {
             processor: processor(&text("/proc/cpuinfo")),
             cores: thread::available_parallelism().map_or(1, usize::from),
             memory_gib: memory_gib(&text("/proc/meminfo")),
-            kernel: version(text("/proc/sys/kernel/osrelease").trim()),
+            kernel: upstream_version(text("/proc/sys/kernel/osrelease").trim()),
             kube_proxy: kube_proxy().unwrap_or_else(|| UNKNOWN.to_owned()),
         }
     }
@@ -52,13 +52,21 @@ fn memory_gib(meminfo: &str) -> f64 {
 }
 
 /// Without what a distribution adds.
-fn version(release: &str) -> String {
+fn upstream_version(release: &str) -> String {
     release.split(['-', '+']).next().unwrap_or(release).to_owned()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_kernel_is_named_without_its_distribution() {
+        assert_eq!(
+            ["6.8.0-45-generic", "6.18.0+", "5.10.0"].map(upstream_version),
+            ["6.8.0", "6.18.0", "5.10.0"]
+        );
+    }
 
     #[test]
     fn the_kernel_tells_of_processor_and_memory() {

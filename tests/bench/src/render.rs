@@ -143,7 +143,7 @@ fn flooded(results: &Results) -> Option<String> {
 }
 
 fn forwarded(results: &Results) -> Option<String> {
-    let packets = |contender: &str, size, route| match results.figures(
+    let rate_of = |contender: &str, size, route| match results.figures(
         Measure::Forward,
         Some(route),
         contender,
@@ -154,12 +154,12 @@ fn forwarded(results: &Results) -> Option<String> {
     };
     let rows = rows(results, |contender, size| {
         let columns = |route| {
-            let Some((per_second, nanos)) = packets(contender, size, route) else {
+            let Some((per_second, nanos)) = rate_of(contender, size, route) else {
                 return [NOTHING; 3].map(str::to_owned);
             };
             let rates = [per_second.median, per_second.low, per_second.high].map(|rate| rate / 1e3);
             // What the kernel forwards without translating it.
-            let part = packets("direct", 0, route).map_or_else(
+            let part = rate_of("direct", 0, route).map_or_else(
                 || NOTHING.to_owned(),
                 |(direct, _)| format!("{:.2}", per_second.median / direct.median),
             );
@@ -234,30 +234,38 @@ fn own(results: &Results) -> Option<String> {
     table(title, &["first sync", "map memory", "restart writes"], rows)
 }
 
+/// Cells that have no figures for the same reason.
+struct Missing<'a> {
+    what: &'static str,
+    reason: &'a str,
+    first: &'a CellName,
+    count: usize,
+}
+
+impl Missing<'_> {
+    fn line(&self) -> String {
+        let Self { what, reason, first, count } = self;
+        let cells = if *count == 1 { first.to_string() } else { format!("{count} cells, as {first}") };
+        // All of it is in the file.
+        format!("{what}: {cells}: {reason}").chars().take(LONGEST).collect::<String>() + "\n"
+    }
+}
+
 /// What there is no figure of, and why: each reason once.
 fn left_out(results: &Results) -> Option<String> {
-    let mut reasons: Vec<((&str, &str), Vec<&CellName>)> = Vec::new();
+    let mut all: Vec<Missing<'_>> = Vec::new();
     for Cell { name, outcome } in &results.cells {
-        let why = match outcome {
+        let (what, reason) = match outcome {
             Outcome::Figures(_) => continue,
             Outcome::Failed(reason) => ("failed", reason.as_str()),
             Outcome::Skipped(reason) => ("skipped", reason.as_str()),
         };
-        match reasons.iter_mut().find(|(known, _)| *known == why) {
-            Some((_, names)) => names.push(name),
-            None => reasons.push((why, vec![name])),
+        match all.iter_mut().find(|missing| (missing.what, missing.reason) == (what, reason)) {
+            Some(missing) => missing.count += 1,
+            None => all.push(Missing { what, reason, first: name, count: 1 }),
         }
     }
-    let line = |((what, reason), names): &((&str, &str), Vec<&CellName>)| {
-        let cells = match names.as_slice() {
-            [name] => name.to_string(),
-            [first, ..] => format!("{} cells, as {first}", names.len()),
-            [] => String::new(),
-        };
-        // All of it is in the file.
-        format!("{what}: {cells}: {reason}").chars().take(LONGEST).collect::<String>() + "\n"
-    };
-    (!reasons.is_empty()).then(|| reasons.iter().map(line).collect())
+    (!all.is_empty()).then(|| all.iter().map(Missing::line).collect())
 }
 
 #[cfg(test)]
@@ -377,8 +385,8 @@ pub(crate) mod tests {
         }
         let text = text(&results);
         assert!(
-            text.contains("failed: start/nftables/10000: given up\n")
-                && text.contains(" cells, as start/ipvs/10000: no ip_vs\n"),
+            text.contains("\nfailed: start/nftables/10000: given up\nskipped: ")
+                && text.ends_with(" cells, as start/ipvs/10000: no ip_vs\n"),
             "{text}"
         );
     }

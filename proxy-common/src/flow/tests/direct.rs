@@ -339,6 +339,11 @@ fn lifetime(host: &Host) -> u64 {
     10,
     Stage::Opening
 )]
+#[case::reset_before_it_is_established_that_has_overtaken_an_acknowledgement(
+    &[(0, syn()), (0, client(TCP_ACK, 0, 9)), (2, client(TCP_RST, 9, 0)), (0, client(TCP_ACK, 9, 0))],
+    10,
+    Stage::Opening
+)]
 #[case::reset_that_may_be_forged(
     &[(0, syn()), (2, client(TCP_ACK, 0, 9)), (0, client(TCP_RST, 10, 0))],
     10_800,

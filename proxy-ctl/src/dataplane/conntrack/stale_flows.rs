@@ -118,7 +118,7 @@ impl<R: Repliers> StaleFlows<R> {
         if let Err(error) = &ended {
             tracing::warn!(
                 %error,
-                "TCP connections from before this start that nobody answers could not be ended; their clients may be refused once"
+                "TCP connections from before this start that nobody answers could not be ended; their clients may be refused once, and it is tried again"
             );
         }
         ended.is_ok()
@@ -171,7 +171,15 @@ fn without_socket(
         if connections.is_empty() {
             break;
         }
-        let sockets = open_sockets()?;
+        let sockets = match open_sockets() {
+            Err(error) if error.errno() == libc::ENOENT => {
+                tracing::warn!(
+                    "the kernel lists no sockets (CONFIG_INET_TCP_DIAG): connections of an ended process are not told from others"
+                );
+                return Ok(Vec::new());
+            }
+            sockets => sockets?,
+        };
         connections.retain(|of| !sockets.contains(&(of.flow.replier, of.answers_to)));
     }
     Ok(connections.into_iter().map(|connection| connection.flow).collect())

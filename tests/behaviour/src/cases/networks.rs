@@ -144,7 +144,8 @@ fn none_beyond(world: &mut World, variant: Variant) -> Result<()> {
 /// A service on a load-balancer address that the client sends to node 1 by the second network.
 fn balance_on_node1(world: &mut World, variant: Variant, local: bool, pods: &[&str]) -> Result<SocketAddr> {
     world.add_network(Network::SecondUplink)?;
-    let load_balancer = external(1, 30);
+    // Another for each policy: a datagram from a port that a former scenario has used would go on to its endpoint.
+    let load_balancer = external(1, if local { 31 } else { 30 });
     let service = Service {
         external_local: local,
         load_balancer: load_balancer.both().map(|address| Ingress { address, proxied: false }).to_vec(),

@@ -305,7 +305,6 @@ pub(super) fn hear_client<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut
             tcp::advance(scratch, Speaker::Client, entry);
         }
     }
-    tcp::write(entry, old, state);
-    tcp::stamp(entry, tcp::ends(old, state).then(|| tables.now()));
+    tcp::write(tables, entry, old, state);
     scratch.flow.state = state;
 }

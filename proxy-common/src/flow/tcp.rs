@@ -213,28 +213,11 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
     if is_believed && !segment.has(TCP_SYN | TCP_RST) {
         advance(scratch, speaker, entry);
     }
-    let now = ends(old, state).then(|| tables.now());
-    write(entry, old, state);
-    stamp(entry, now);
+    write(tables, entry, old, state);
     if let Some(others) = others {
-        write(others, old, state);
-        stamp(others, now);
+        write(tables, others, old, state);
     }
     scratch.flow.state = state;
-}
-
-/// Is it by a RST?
-#[inline(always)]
-pub(super) const fn ends(old: FlowState, new: FlowState) -> bool {
-    new.reset == RESET_CONFIRMED && old.reset != RESET_CONFIRMED
-}
-
-/// [`may_precede_reset`] counts from the end.
-#[inline(always)]
-pub(super) fn stamp<A>(entry: impl FlowEntry<A>, now: Option<u64>) {
-    if let Some(now) = now {
-        entry.write(Change::LastSeen(now));
-    }
 }
 
 /// A RST ended the flow less than a second ago, and may have overtaken this segment: an acknowledgement and the RST after it come from two CPUs
@@ -258,7 +241,12 @@ pub(super) fn hear_reset(state: &mut FlowState, sequence: u32, awaited: u32) {
 }
 
 #[inline(always)]
-pub(super) fn write<A>(entry: impl FlowEntry<A>, old: FlowState, new: FlowState) {
+pub(super) fn write<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    entry: T::Entry,
+    old: FlowState,
+    new: FlowState,
+) {
     if new.progress != old.progress {
         entry.write(Change::Progress(new.progress));
     }
@@ -269,6 +257,10 @@ pub(super) fn write<A>(entry: impl FlowEntry<A>, old: FlowState, new: FlowState)
         entry.write(Change::BackendFin(new.backend_fin));
     }
     if new.reset != old.reset {
+        if new.reset == RESET_CONFIRMED {
+            // `may_precede_reset` counts from the end.
+            entry.write(Change::LastSeen(tables.now()));
+        }
         entry.write(Change::Reset(new.reset));
     }
 }

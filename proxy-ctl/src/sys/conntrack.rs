@@ -65,7 +65,16 @@ impl TrackedFlow {
     }
 }
 
-/// A TCP connection that somebody has answered.
+/// A TCP connection that is in the way of a new one with the same ends.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum BegunConnection {
+    /// Nobody has answered its SYN, and its destination is not translated.
+    Unanswered(TrackedFlow),
+    Answered(AnsweredConnection),
+}
+
+/// After the handshake, also one that a RST has ended a short time ago: a new SYN with the same ends may get the same translation. Not in
+/// TIME_WAIT, where a SYN begins a new one, and not in another zone than the node's own.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct AnsweredConnection {
     pub flow: TrackedFlow,
@@ -96,20 +105,17 @@ impl Conntrack {
         self.list(family, |flow| udp_flow(family, flow))
     }
 
-    /// TCP connections whose SYN nobody has answered, and whose destination is not translated. As [`Self::udp_flows`].
-    pub fn unanswered_connections(&self, family: AddressFamily) -> Result<Vec<TrackedFlow>, CallError> {
-        self.list(family, |flow| unanswered_connection(family, flow))
-    }
-
-    /// TCP connections that `is_replier` is said to answer, after the handshake, also those that a RST has ended a short time ago: a new SYN
-    /// with the same ends may get the same translation. Not those in TIME_WAIT, where a SYN begins a new one, and not those of other
-    /// zones than the node's own. As [`Self::udp_flows`].
-    pub fn answered_connections(
+    /// As [`Self::udp_flows`]. `is_replier`: who is said to answer those that are answered.
+    pub fn begun_connections(
         &self,
         family: AddressFamily,
         is_replier: impl Fn(IpAddr) -> bool,
-    ) -> Result<Vec<AnsweredConnection>, CallError> {
-        self.list(family, |flow| answered_connection(family, flow, &is_replier))
+    ) -> Result<Vec<BegunConnection>, CallError> {
+        self.list(family, |flow| {
+            let unanswered = unanswered_connection(family, flow).map(BegunConnection::Unanswered);
+            unanswered
+                .or_else(|| answered_connection(family, flow, &is_replier).map(BegunConnection::Answered))
+        })
     }
 
     /// As [`Self::udp_flows`].
@@ -213,9 +219,9 @@ fn answered_connection(
 }
 
 fn unanswered_connection(family: AddressFamily, flow: Attributes<'_>) -> Option<TrackedFlow> {
-    let tracked = tracked_flow(family, flow, libc::IPPROTO_TCP)?;
-    let is_unanswered = tcp_state(flow) == Some(SYN_SENT) && tracked.replier == tracked.destination;
-    is_unanswered.then_some(tracked)
+    let is_syn_sent = tcp_state(flow) == Some(SYN_SENT);
+    let tracked = tracked_flow(family, is_syn_sent.then_some(flow)?, libc::IPPROTO_TCP)?;
+    (tracked.replier == tracked.destination).then_some(tracked)
 }
 
 fn udp_flow(family: AddressFamily, flow: Attributes<'_>) -> Option<TrackedFlow> {

@@ -133,10 +133,19 @@ impl Results {
     /// Replaces the file by one rename, so that a run that is ended leaves what it has found.
     pub fn write(&self, folder: &Path) -> Result<()> {
         let (file, next) = (folder.join(FILE), folder.join(format!("{FILE}.next")));
-        let text = serde_json::to_string_pretty(self)? + "\n";
+        let text = self.to_json()?;
         fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
         fs::write(&next, text).with_context(|| format!("writing {}", next.display()))?;
         fs::rename(&next, &file).with_context(|| format!("writing {}", file.display()))
+    }
+
+    /// A line for each cell, so that two runs can be compared line by line.
+    fn to_json(&self) -> serde_json::Result<String> {
+        let Self { machine, settings, cells } = self;
+        let (machine, settings) = (serde_json::to_string(machine)?, serde_json::to_string(settings)?);
+        let cells =
+            cells.iter().map(serde_json::to_string).collect::<serde_json::Result<Vec<_>>>()?.join(",\n");
+        Ok(format!("{{\"machine\":{machine},\n\"settings\":{settings},\n\"cells\":[\n{cells}\n]}}\n"))
     }
 
     /// Of a run that was ended, to go on with: what has no figures in it is left out. It must be of this machine and these settings, as

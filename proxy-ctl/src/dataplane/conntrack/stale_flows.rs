@@ -16,7 +16,7 @@ use crate::{
     },
     sys::{
         CallError,
-        conntrack::{Conntrack, TrackedFlow},
+        conntrack::{AnsweredConnection, BegunConnection, Conntrack, TrackedFlow},
         socket_diag::SocketDiag,
     },
 };
@@ -112,9 +112,7 @@ impl<R: Repliers> StaleFlows<R> {
         let is_own = |address: IpAddr| {
             address.is_loopback() || own.contains(&address) || node_addresses.contains(&address)
         };
-        let ended = self
-            .try_end(node_addresses, Conntrack::unanswered_connections)
-            .and_then(|()| self.try_end(node_addresses, |list, family| without_socket(list, family, is_own)));
+        let ended = self.try_end(node_addresses, |conntrack, family| unanswered(conntrack, family, is_own));
         if let Err(error) = &ended {
             tracing::warn!(
                 %error,
@@ -157,16 +155,30 @@ impl<R: Repliers> StaleFlows<R> {
     }
 }
 
-/// Connections that a socket of this node should answer, and that none has. What an overloaded listener knows only by SYN cookies has none.
-fn without_socket(
+/// Connections that nobody has answered, and those that a socket of this node should answer and none has. What an overloaded listener knows
+/// only by SYN cookies has none.
+fn unanswered(
     conntrack: &Conntrack,
     family: AddressFamily,
     is_own: impl Fn(IpAddr) -> bool,
 ) -> Result<Vec<TrackedFlow>, CallError> {
+    let (mut unanswered, mut answered) = (Vec::new(), Vec::new());
+    // Before the sockets: each connection that goes on has its socket by then.
+    for connection in conntrack.begun_connections(family, is_own)? {
+        match connection {
+            BegunConnection::Unanswered(flow) => unanswered.push(flow),
+            BegunConnection::Answered(connection) => answered.push(connection),
+        }
+    }
+    unanswered.extend(without_socket(answered)?);
+    Ok(unanswered)
+}
+
+fn without_socket(
+    mut connections: Vec<AnsweredConnection>,
+) -> Result<impl Iterator<Item = TrackedFlow>, CallError> {
     /// A socket may be left out of a list while others go.
     const LISTS: usize = 2;
-    // Before the sockets: each connection that goes on has its socket by then.
-    let mut connections = conntrack.answered_connections(family, is_own)?;
     for _ in 0..LISTS {
         if connections.is_empty() {
             break;
@@ -176,13 +188,14 @@ fn without_socket(
                 tracing::warn!(
                     "the kernel lists no sockets (CONFIG_INET_TCP_DIAG): connections of an ended process are not told from others"
                 );
-                return Ok(Vec::new());
+                connections.clear();
+                break;
             }
             sockets => sockets?,
         };
         connections.retain(|of| !sockets.contains(&(of.flow.replier, of.answers_to)));
     }
-    Ok(connections.into_iter().map(|connection| connection.flow).collect())
+    Ok(connections.into_iter().map(|connection| connection.flow))
 }
 
 /// Local end and peer of those of TCP.

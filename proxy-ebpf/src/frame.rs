@@ -86,6 +86,8 @@ impl Direct for Frame {
 }
 
 impl Bytes for Frame {
+    const PLAIN_ONLY: bool = true;
+
     /// Of all of it.
     #[inline(always)]
     fn length(self) -> u32 {

@@ -7,8 +7,7 @@ use proxy_common::{
     flow::{self, Driver, FlowTables, NextHop, Scratch},
     layout::{IN_FRAGMENTS, TAG_CUSTOMER, TAG_SERVICE, VlanTag},
     packet::{
-        Bytes as _, Headers, Network, Packet, Sum, Then, Tunnel, outer_length, parse, rewrite_headers,
-        write_outer,
+        Bytes as _, Network, Packet, Sum, Then, Tunnel, outer_length, parse, rewrite_headers, write_outer,
     },
     reason::Reason,
 };
@@ -23,8 +22,6 @@ use crate::{
 };
 
 trait TransitFamily: Network + Route + TellPacket + Tunnel {
-    /// Bytes of the network header alone.
-    const HEADER: u32;
     /// Of the network header. A router takes one off it.
     const LIFETIME: u32;
     /// Of the field with the packet's length, in two bytes.
@@ -34,14 +31,12 @@ trait TransitFamily: Network + Route + TellPacket + Tunnel {
 }
 
 impl TransitFamily for V4 {
-    const HEADER: u32 = 20;
     const LIFETIME: u32 = 8;
     const LENGTH: u32 = 2;
     const UNCOUNTED: u32 = 0;
 }
 
 impl TransitFamily for V6 {
-    const HEADER: u32 = 40;
     const LIFETIME: u32 = 7;
     const LENGTH: u32 = 4;
     const UNCOUNTED: u32 = 40;
@@ -116,7 +111,8 @@ where
     {
         return xdp_action::XDP_PASS;
     }
-    if !is_plain::<F>(frame, &scratch.packet) {
+    // What has come too far, the stack answers.
+    if !frame.read(network + F::LIFETIME).is_ok_and(|[lifetime]: [u8; 1]| lifetime > 1) {
         return xdp_action::XDP_PASS;
     }
     scratch.interface = interface;
@@ -158,14 +154,6 @@ where
 #[inline(never)]
 fn parse_frame<F: TransitFamily>(frame: Frame, packet: &mut Packet<F::Address>) -> Result<(), Reason> {
     parse::<F, _>(frame, packet.headers.network, packet)
-}
-
-/// Does a router do nothing but send the packet on? It looks at options and extension headers, and answers to what has come too far.
-#[inline(always)]
-fn is_plain<F: TransitFamily>(frame: Frame, packet: &Packet<F::Address>) -> bool {
-    let Headers { network, transport, .. } = packet.headers;
-    transport == network + F::HEADER
-        && frame.read(network + F::LIFETIME).is_ok_and(|[lifetime]: [u8; 1]| lifetime > 1)
 }
 
 impl<F: TransitFamily> Driver<F> for Frame

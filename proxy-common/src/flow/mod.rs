@@ -238,6 +238,8 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn recently(&self, _clock: &mut Clock) -> u64 {
         self.now()
     }
+    /// Do drivers of other interfaces send frames by this one?
+    fn drivers_send_by(&self, interface: u32) -> bool;
     /// [`Settings::epoch`].
     fn epoch(&self) -> u32;
     /// [`RouteEpoch::number`].
@@ -471,6 +473,10 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
                 end_if_gone(tables, scratch, found.entry)?;
                 scratch.action.then = Then::Reroute;
             }
+            let stays_here = found.step == Step::ToBackend && scratch.flow.flags & FLOW_MASQUERADE == 0;
+            if stays_here && tables.drivers_send_by(scratch.interface) {
+                tables.run(scratch, Routine::NoteLeft);
+            }
             translate_leaving(scratch, found.step, is_hosts)?;
             return go_on(tables, scratch, found);
         }
@@ -556,6 +562,24 @@ fn find<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
 ) -> Option<Found<T::Entry>> {
     let (stage, entry) = lookup(tables, &scratch.key)?;
+    found(scratch, stage, entry)
+}
+
+/// As [`find`], faster, and with more work for the verifier.
+#[inline(always)]
+fn find_inlined<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Option<Found<T::Entry>> {
+    let (stage, entry) = match tables.flow_inlined(Stage::Established, &scratch.key) {
+        Some(entry) => (Stage::Established, entry),
+        None => (Stage::Opening, tables.flow_inlined(Stage::Opening, &scratch.key)?),
+    };
+    found(scratch, stage, entry)
+}
+
+#[inline(always)]
+fn found<A: Address, E: FlowEntry<A>>(scratch: &mut Scratch<A>, stage: Stage, entry: E) -> Option<Found<E>> {
     read(scratch, entry)?;
     let step = step_of_packet(scratch)?;
     Some(Found { stage, entry, step })

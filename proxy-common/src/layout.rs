@@ -487,6 +487,8 @@ pub const FLOW_OVERLAPPING: u32 = 8;
 pub const FLOW_FOREIGN: u32 = 16;
 /// Its entry of client and frontend in `flows4/6` is counted as a connection of its backend.
 pub const FLOW_COUNTED: u32 = 64;
+/// Its client's packets come in by an interface of pods: those that come in by another are forged.
+pub const FLOW_FROM_POD: u32 = 128;
 /// Its packets leave the node as the client has sent them, each in a packet to the backend, whose node answers the client itself: no answer
 /// is seen here (direct server return).
 pub const FLOW_DSR: u32 = 32;

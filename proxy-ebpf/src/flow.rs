@@ -166,7 +166,6 @@ routines! {
     RecordFragment: record_fragment4 record_fragment6;
     NoticeForeign: notice_foreign4 notice_foreign6;
     Encapsulate: encapsulate4 encapsulate6;
-    NoteLeft: note_left4 note_left6;
     GoOnDirectly: go_on_directly4 go_on_directly6;
     HearClient: hear_client4 hear_client6;
 }
@@ -322,11 +321,6 @@ macro_rules! flow_tables {
             #[inline(always)]
             fn epoch(&self) -> u32 {
                 settings().map_or(0, |settings| settings.epoch)
-            }
-
-            #[inline(always)]
-            fn drivers_send_by(&self, interface: u32) -> bool {
-                maps::redirect_targets.get(interface).is_some()
             }
 
             #[inline(always)]

@@ -238,8 +238,6 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn recently(&self, _clock: &mut Clock) -> u64 {
         self.now()
     }
-    /// Do drivers of other interfaces send frames by this one?
-    fn drivers_send_by(&self, interface: u32) -> bool;
     /// [`Settings::epoch`].
     fn epoch(&self) -> u32;
     /// [`RouteEpoch::number`].
@@ -472,10 +470,6 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
             if is_hosts {
                 end_if_gone(tables, scratch, found.entry)?;
                 scratch.action.then = Then::Reroute;
-            }
-            let stays_here = found.step == Step::ToBackend && scratch.flow.flags & FLOW_MASQUERADE == 0;
-            if stays_here && tables.drivers_send_by(scratch.interface) {
-                tables.run(scratch, Routine::NoteLeft);
             }
             translate_leaving(scratch, found.step, is_hosts)?;
             return go_on(tables, scratch, found);

@@ -62,7 +62,9 @@ pub(super) fn set_backend<F: Family, T: FlowTables<F>>(
     flow.service = frontend.service;
     let is_remote = slot.flags() & BACKEND_LOCAL == 0;
     let counted = if frontend.flags & FRONTEND_LEAST_CONNECTION == 0 { 0 } else { FLOW_COUNTED };
+    let from_pod = if scratch.origin == Origin::Workload { FLOW_FROM_POD } else { 0 };
     scratch.flow.flags = counted
+        | from_pod
         | if scratch.origin == Origin::Host {
             FLOW_FROM_HOST
         } else if is_remote && returns_directly(scratch) {

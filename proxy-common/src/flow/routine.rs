@@ -1,9 +1,7 @@
 //! Parts of decisions that are off the way of most packets. In the kernel each is a function of its own that takes no pointers, so that the
 //! verifier goes through it once, and not once more with all that each of its callers knows.
 
-use super::{
-    FlowTables, Scratch, direct, entries, foreign, fragments, masquerade, open, prepare, tcp, transit,
-};
+use super::{FlowTables, Scratch, direct, entries, foreign, fragments, masquerade, open, prepare, tcp};
 use crate::family::Family;
 
 /// What it needs, and what comes of it, is in the [`Scratch`].
@@ -44,8 +42,6 @@ pub enum Routine {
     /// Makes the packet, which goes to a backend, what the client has sent again, and sets `tunnel` to the ends of the one that it leaves
     /// in: `failure`. Notes that a packet of `flow` has left.
     Encapsulate,
-    /// Notes that a packet of `flow` has left, if `flow` does not know it yet.
-    NoteLeft,
     /// Keeps a flow whose answers are not seen here: `failure`.
     GoOnDirectly,
     /// Learns what a client says whose answers are not seen here.
@@ -73,7 +69,6 @@ pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
         Routine::RecordFragment => fragments::record(tables, scratch),
         Routine::NoticeForeign => foreign::notice(tables, scratch),
         Routine::Encapsulate => scratch.failure = direct::encapsulate(tables, scratch).err(),
-        Routine::NoteLeft => transit::note_left(tables, scratch),
         Routine::GoOnDirectly => scratch.failure = direct::go_on(tables, scratch).err(),
         Routine::HearClient => direct::hear_client(tables, scratch),
     }

@@ -427,10 +427,6 @@ impl FlowTables<V4> for Host {
         self.epoch.get()
     }
 
-    fn drivers_send_by(&self, _interface: u32) -> bool {
-        true
-    }
-
     fn route_epoch(&self) -> u32 {
         self.route_epoch.get()
     }

@@ -1,20 +1,19 @@
-//! A packet that goes on without the stack between: to a backend, here or on another node, or back from there.
+//! A packet that leaves the node again without the stack between: to a backend on another node, or back from there.
 
 use super::{
-    Change, Driver, FlowEntry as _, FlowTables, Found, Routine, Scratch, Stage, Step, decide, direct,
-    end_if_gone, entries::Leg, find_inlined, go_on, is_over, lookup, next_hop::leaves, set_key_of_packet,
+    Driver, FlowEntry as _, FlowTables, Found, Routine, Scratch, Step, decide, direct, end_if_gone,
+    find_inlined, go_on, is_over, lookup, next_hop::leaves, set_key_of_packet,
 };
 use crate::{
-    balance::HASH_FACTOR,
     family::Family,
-    layout::{FLOW_DSR, FLOW_FOREIGN, FLOW_FROM_HOST, FLOW_MASQUERADE, FLOW_OF_NETFILTER, Flow},
+    layout::{FLOW_DSR, FLOW_FOREIGN, FLOW_FROM_HOST, FLOW_FROM_POD, FLOW_MASQUERADE, FLOW_OF_NETFILTER},
     packet::{Part, Then},
     reason::Reason,
     select::Origin,
 };
 
 /// Decides what [`arriving`](super::arriving) and [`leaving`](super::leaving) decide one after the other, of packets of flows that the stack
-/// has let out before: reverse path filtering, rules of netfilter for new connections and IPsec have judged these. The
+/// has let out by an uplink before: reverse path filtering, rules of netfilter for new connections and IPsec have judged these. The
 /// packet is sent to `scratch.next_hop`, where the stack would send one with the ends between the two. With [`Then::Encapsulate`] it
 /// leaves in one with the ends `scratch.tunnel`.
 ///
@@ -36,11 +35,10 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
     let found = find_inlined(tables, scratch).ok_or(Reason::NotAService)?;
     scratch.stage = found.stage;
     let flow = &scratch.flow;
-    let of_others = FLOW_FROM_HOST | FLOW_FOREIGN | FLOW_OF_NETFILTER;
+    let of_others = FLOW_FROM_HOST | FLOW_FROM_POD | FLOW_FOREIGN | FLOW_OF_NETFILTER;
     scratch.action.then = match flow.flags & (FLOW_MASQUERADE | FLOW_DSR | of_others) {
         FLOW_MASQUERADE if flow.is_masqueraded() => Then::Pass,
         FLOW_DSR if flow.has_left() => Then::Encapsulate,
-        0 if flow.has_left() => Then::Pass,
         _ => return Err(Reason::NotAService),
     };
     match found.step {
@@ -60,10 +58,8 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
                 direct::finish_tunnel(tables, scratch)?;
                 return decide(tables, scratch, Routine::GoOnDirectly);
             }
-            if scratch.flow.is_masqueraded() {
-                scratch.action.rewrite = scratch.flow.masquerade_rewrite();
-                scratch.action.rewrite.service = scratch.flow.service;
-            }
+            scratch.action.rewrite = scratch.flow.masquerade_rewrite();
+            scratch.action.rewrite.service = scratch.flow.service;
             go_on(tables, scratch, found)
         }
         Step::FromBackendMasqueraded => {
@@ -85,44 +81,5 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
         Step::ToBackend | Step::ToBackendMasqueraded | Step::FromBackend | Step::FromFrontend => {
             Err(Reason::NotAService)
         }
-    }
-}
-
-/// Notes that the stack has brought a packet of `scratch.flow` here. The client's entry comes first, in both tables, as another CPU may be
-/// copying it to the second one: what is not noted there is noted for the next packet.
-#[inline(always)]
-pub(super) fn note_left<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
-    let Scratch { packet, flow, is_made_here, .. } = &*scratch;
-    let is_clients = packet.fragment.part == Part::Whole && !packet.is_error() && !is_made_here;
-    if !is_clients || flow.has_left() {
-        return;
-    }
-    for leg in [Leg::Client, Leg::Backend] {
-        leg.set_key(tables, scratch);
-        let mut is_noted = false;
-        for stage in [Stage::Opening, Stage::Established] {
-            if let Some(entry) = tables.flow(stage, &scratch.key)
-                && entry.opened() == scratch.flow.opened
-            {
-                entry.write(Change::Left(scratch.flow.mark_of_left()));
-                is_noted = true;
-            }
-        }
-        if !is_noted {
-            return;
-        }
-    }
-}
-
-impl<A> Flow<A> {
-    /// Not 0, and of two flows rarely the same: the kernel may give an entry to another flow while it is marked.
-    #[inline(always)]
-    fn mark_of_left(&self) -> u8 {
-        (self.opened.wrapping_mul(HASH_FACTOR) >> 56) as u8 | 1
-    }
-
-    #[inline(always)]
-    pub(super) fn has_left(&self) -> bool {
-        self.left == self.mark_of_left()
     }
 }

@@ -159,7 +159,6 @@ const STATUS_HELP: &str = "Example:
 JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects,
   problem},
   hooks[]: {name, interface, role, reason, kind}, xdp[]: as xdp.uplinks[] of `probe`,
-  podInterfaces: {taking, all} with ebpf.xdp: XDP sends packets to pods by so many of all,
   withdrawsIn: seconds, tables[]: {name, used, capacity, bytes},
   counters[]: {reason, count},
   formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]},

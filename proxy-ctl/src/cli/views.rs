@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::{
     service_filter::ServiceFilter,
     table::{bytes, table},
-    xdp::{self, PodInterfaces, XdpView},
+    xdp::{self, XdpView},
 };
 use crate::{
     config::{Encapsulation, Keyword, duration},
@@ -223,8 +223,6 @@ pub(super) struct StatusView {
     pub(super) hooks: Vec<HookView>,
     /// Of uplinks, with `ebpf.xdp`.
     pub(super) xdp: Vec<XdpView>,
-    /// With `ebpf.xdp`.
-    pub(super) pod_interfaces: Option<PodInterfaces>,
     /// Seconds for which everything is served without a controller; 0: nothing is translated any more. `None`: without end.
     pub(super) withdraws_in: Option<u64>,
     pub(super) tables: Vec<TableUsage>,
@@ -304,7 +302,6 @@ impl StatusView {
             sources: record.filter(|_| alive).map(|record| record.sources),
             hooks: Vec::new(),
             xdp: Vec::new(),
-            pod_interfaces: None,
             withdraws_in: None,
             tables: Vec::new(),
             counters: Vec::new(),
@@ -387,10 +384,6 @@ impl StatusView {
             table(["HOOK", "INTERFACE", "ROLE", "ATTACHED BY", "THAT ROLE BECAUSE"], hooks),
         );
         part(self.xdp.len(), xdp::text("XDP", &self.xdp));
-        part(
-            self.pod_interfaces.iter().len(),
-            self.pod_interfaces.map(PodInterfaces::text).unwrap_or_default(),
-        );
         // Storage of sockets has no capacity: it lives and dies with them.
         let sized: Vec<_> = self.tables.iter().filter(|of| of.capacity > 0).collect();
         let tables = sized.iter().map(|of| {

@@ -35,35 +35,6 @@ pub(super) struct XdpView {
 
 const NO: &str = "no";
 
-/// Interfaces of pods.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq, Serialize)]
-#[serde(rename_all = "camelCase")]
-pub(super) struct PodInterfaces {
-    /// To so many of them XDP sends packets of clients outside.
-    pub(super) taking: usize,
-    pub(super) all: usize,
-}
-
-impl PodInterfaces {
-    /// Those of a controller that uses XDP. `targets`: where the programs may send what has come by others.
-    pub(super) fn of(record: &record::Record, targets: &BTreeSet<u32>) -> Option<Self> {
-        configured(record)?;
-        let of_pods = || record.interfaces.iter().filter(|known| known.role == "workload");
-        let taking = of_pods().filter(|known| targets.contains(&known.index)).count();
-        Some(Self { taking, all: of_pods().count() })
-    }
-
-    pub(super) fn text(self) -> String {
-        let Self { taking, all } = self;
-        format!("XDP sends packets to endpoints of this node by {taking} of {all} interfaces of pods.\n")
-    }
-}
-
-/// How XDP is used, if it is.
-fn configured(record: &record::Record) -> Option<Xdp> {
-    Xdp::of(&record.xdp).filter(|xdp| *xdp != Xdp::Off)
-}
-
 impl XdpView {
     /// `attached`: the mode of the program that is there; `None`: that which would be.
     fn expected(configured: Xdp, interface: &Interface, attached: Option<Option<XdpMode>>) -> Self {
@@ -125,7 +96,7 @@ pub(super) fn of_controller(
     attached: impl Fn(u32) -> Option<XdpMode>,
     targets: &BTreeSet<u32>,
 ) -> Vec<XdpView> {
-    let Some(configured) = configured(record) else { return Vec::new() };
+    let Some(configured) = Xdp::of(&record.xdp).filter(|xdp| *xdp != Xdp::Off) else { return Vec::new() };
     let is_uplink =
         |index: u32| record.interfaces.iter().any(|known| known.index == index && known.role == "uplink");
     let uplinks = network.interfaces.iter().filter(|interface| is_uplink(interface.index));

@@ -15,6 +15,9 @@ use crate::{
     report::{HealthCheckAddresses, Metrics, Moment, Phase, SyncKind},
 };
 
+/// An inspection is not put off longer for the time that the last one took.
+const LONGEST_REST: Duration = Duration::from_secs(600);
+
 impl Controller {
     /// Writes what is due. Failures are logged, counted, and tried again at [`Controller::wants_call_at`].
     pub fn write(&mut self, now: Instant) {
@@ -73,7 +76,7 @@ impl Controller {
         match attached.and(written) {
             Ok(applied) => {
                 let done = if scope == RunScope::Changes { RunScope::Everything } else { scope };
-                active.host.succeeded(done, now);
+                active.host.succeeded(done, now, Duration::ZERO);
                 metrics.own.applied(applied);
                 if scope == RunScope::Inspection {
                     report_drift(applied, metrics);
@@ -113,7 +116,7 @@ impl Controller {
         let changes = self.take_changes(now);
         let Some(active) = &mut self.active else { return };
         if changes.is_empty() {
-            active.services.succeeded(RunScope::Changes, now);
+            active.services.succeeded(RunScope::Changes, now, Duration::ZERO);
             return;
         }
         let started = Instant::now();
@@ -123,7 +126,7 @@ impl Controller {
         self.reports.metrics.own.phase(Phase::Write, took);
         match result {
             Ok(applied) => {
-                active.services.succeeded(RunScope::Changes, now);
+                active.services.succeeded(RunScope::Changes, now, Duration::ZERO);
                 self.report_written(applied, took, &families_of(&changes), SyncKind::Partial);
             }
             Err(error) => self.failed(&error, now, "writing changes failed"),
@@ -151,7 +154,8 @@ impl Controller {
                     let took = active.listed_at.elapsed();
                     tracing::info!(ports = desired.len(), ?took, "everything listed is programmed");
                 }
-                active.services.succeeded(scope, now);
+                let rest = (took * active.dataplane.inspection_share()).min(LONGEST_REST);
+                active.services.succeeded(scope, now, rest);
                 self.report_written(applied, took, &IpFamily::ALL, SyncKind::Full);
             }
             Err(error) => {

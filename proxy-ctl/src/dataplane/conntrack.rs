@@ -259,6 +259,10 @@ impl Dataplane for WithConntrack {
         self.inner.min_interval(configured)
     }
 
+    fn inspection_share(&self) -> u32 {
+        self.inner.inspection_share()
+    }
+
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
         self.inner.supports(port)
     }

@@ -411,6 +411,10 @@ impl Dataplane for HandOver {
         self.primary.min_interval(configured)
     }
 
+    fn inspection_share(&self) -> u32 {
+        if self.opened.is_some() { 0 } else { self.primary.inspection_share() }
+    }
+
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
         let mode = self.beside.mode();
         let told = |one: Unsupported| match can_be_handed_over(&one) {

@@ -109,6 +109,12 @@ pub trait Dataplane: Programmed + Send {
     /// Shortest interval between two calls of [`Dataplane::apply`]. `configured`: the mode's `minSyncPeriod`.
     fn min_interval(&self, configured: Duration) -> Duration;
 
+    /// Between two inspections passes this many times the duration of the first at least; 0: the sync period alone counts. What other
+    /// programs change is found so much later.
+    fn inspection_share(&self) -> u32 {
+        0
+    }
+
     /// What this mode does not honour of the service port; empty: it is served as its Service asks.
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported>;
 

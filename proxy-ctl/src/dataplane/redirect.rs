@@ -1,6 +1,6 @@
-//! By which interfaces XDP sends frames on that have come by uplinks, and why not by the rest. Pure.
+//! Which uplinks XDP sends frames on by that have come by others, and why not by the rest. Pure.
 
-use super::{Device, Interface, Role};
+use super::{Device, Interface};
 use crate::{
     config::Xdp,
     sys::{
@@ -9,7 +9,7 @@ use crate::{
     },
 };
 
-/// What an interface takes of frames that have come by others.
+/// What an uplink takes of frames that have come by others.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Takes {
     /// Those in one piece.
@@ -18,7 +18,7 @@ pub enum Takes {
     All,
 }
 
-/// Why frames that have come by others do not leave by an interface.
+/// Why frames leave by an uplink only if they have come by it.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum NotTaken {
     #[error("its packets have no Ethernet header")]
@@ -29,8 +29,6 @@ pub enum NotTaken {
     Bond,
     #[error("no device of hardware (driver {0})")]
     NoCard(String),
-    #[error("an interface of pods, to which generic XDP is no faster than the stack")]
-    Generic,
     #[error(
         "its driver {0} takes none, or not as it is set: most need an XDP program on the device, a veth one or GRO at its other end"
     )]
@@ -52,7 +50,7 @@ const OF_OLD: [&str; 5] = ["bnxt_en", "i40e", "ice", "ixgbe", "mlx5_core"];
 /// its number, or not at all.
 const SHARE_QUEUES: [&str; 7] = ["bnxt_en", "ena", "ice", "ixgbe", "tun", "veth", "virtio_net"];
 
-/// What an interface takes where the programs run as `configured`. `attached`: that of the interface itself.
+/// What an uplink takes where the programs run as `configured`. `attached`: that of the uplink itself.
 pub fn takes(
     configured: Xdp,
     attached: Option<XdpMode>,
@@ -64,14 +62,13 @@ pub fn takes(
     if !interface.ethernet {
         return Err(NotTaken::Bare);
     }
-    match (configured, interface.device, interface.role) {
-        (_, Device::Vlan(_), _) => return Err(NotTaken::Vlan),
-        (_, Device::Bond, _) => return Err(NotTaken::Bond),
+    match (configured, interface.device) {
+        (_, Device::Vlan(_)) => return Err(NotTaken::Vlan),
+        (_, Device::Bond) => return Err(NotTaken::Bond),
         // The stack sends them.
-        (Xdp::Generic, _, Role::Uplink) => return Ok(Takes::Whole),
-        (Xdp::Generic, _, Role::Workload) => return Err(NotTaken::Generic),
-        (Xdp::Auto, Device::Other, Role::Uplink) => return Err(NotTaken::NoCard(driver)),
-        (Xdp::Auto | Xdp::Native | Xdp::Off, Device::Card | Device::Other, _) => {}
+        (Xdp::Generic, _) => return Ok(Takes::Whole),
+        (Xdp::Auto, Device::Other) => return Err(NotTaken::NoCard(driver)),
+        (Xdp::Auto | Xdp::Native | Xdp::Off, Device::Card | Device::Other) => {}
     }
     let takes = match facts.xdp {
         Some(features) if features.has(XdpFeatures::SENDS_FRAGMENTS) => Takes::All,
@@ -120,10 +117,6 @@ mod tests {
 
     fn card() -> Interface {
         Interface::uplink(Device::Card)
-    }
-
-    fn pod() -> Interface {
-        Interface { role: Role::Workload, ..Interface::uplink(Device::Other) }
     }
 
     fn few(driver: &str) -> Result<Takes, NotTaken> {
@@ -223,21 +216,6 @@ mod tests {
         Interface::uplink(Device::Other),
         device("veth", Some(SENDS)),
         Err(NotTaken::NoCard("veth".into()))
-    )]
-    #[case::of_a_pod(Xdp::Auto, None, pod(), device("veth", Some(SENDS)), WHOLE)]
-    #[case::of_a_pod_without_gro(
-        Xdp::Native,
-        None,
-        pod(),
-        device("veth", Some(0)),
-        Err(NotTaken::NoDriver("veth".into()))
-    )]
-    #[case::of_a_pod_by_the_stack(
-        Xdp::Generic,
-        None,
-        pod(),
-        device("veth", Some(SENDS)),
-        Err(NotTaken::Generic)
     )]
     #[case::any_driver(
         Xdp::Native,

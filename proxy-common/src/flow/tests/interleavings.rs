@@ -356,10 +356,6 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
         self.host.epoch()
     }
 
-    fn drivers_send_by(&self, interface: u32) -> bool {
-        self.host.drivers_send_by(interface)
-    }
-
     fn route_epoch(&self) -> u32 {
         self.host.route_epoch()
     }

@@ -86,15 +86,6 @@ impl Node {
         node
     }
 
-    /// All backends are here.
-    fn with_local_backends() -> Self {
-        let mut node = Self::new();
-        for slot in node.host.tables.slots.values_mut() {
-            *slot = Slot4::new(slot.address(), slot.port(), slot.backend(), BACKEND_LOCAL);
-        }
-        node
-    }
-
     fn packet(&self, protocol: u8, event: Event) -> Option<Packet<A>> {
         let (mut packet, offset) = match event {
             Event::Client(port, flags, offset) => {
@@ -118,15 +109,9 @@ impl Node {
 
     /// By the stack.
     fn through_the_stack(&self, packet: &Packet<A>) -> Result<Left, Reason> {
-        let entered = self.host.arriving(packet, Origin::Outside);
-        let inside = entered.map_or(*packet, |entered| rewritten(packet, entered));
-        let mut scratch = Scratch { packet: inside, ..Scratch::default() };
-        match (entered, decide_leaving(&self.host, &mut scratch, false)) {
-            (Ok(entered), Err(Reason::NotAService)) => return Ok((entered, None)),
-            (Err(Reason::NotAService), Ok(())) => return Ok(left(&scratch)),
-            (entered, leaving) => (entered?, leaving?),
-        };
-        let entered = entered?;
+        let entered = self.host.arriving(packet, Origin::Outside)?;
+        let mut scratch = Scratch { packet: rewritten(packet, entered), ..Scratch::default() };
+        decide_leaving(&self.host, &mut scratch, false)?;
         if scratch.action.then == Then::Encapsulate {
             encapsulating(&self.host, &mut scratch)?;
         }
@@ -186,7 +171,6 @@ fn node() -> impl Strategy<Value = fn() -> Node> {
         Node::new as fn() -> Node,
         || Node::with_direct_return(ENCAPSULATION_IP),
         || Node::with_direct_return(ENCAPSULATION_GENEVE),
-        Node::with_local_backends,
     ])
 }
 
@@ -276,21 +260,37 @@ fn a_flow_begins_without_a_next_hop() {
 
 /// A first packet that the stack has dropped between the hooks, as one that came by the wrong interface, opens no way around the stack.
 #[rstest]
-#[case::to_backends_that_return_directly(Node::with_direct_return(ENCAPSULATION_IP))]
-#[case::to_backends_that_return_directly_by_geneve(Node::with_direct_return(ENCAPSULATION_GENEVE))]
-#[case::to_backends_of_this_node(Node::with_local_backends())]
-fn the_stack_sees_a_flow_first(#[case] node: Node) {
-    let packet = |flags| node.packet(PROTOCOL_TCP, Event::Client(40_000, flags, 0)).unwrap();
+fn with_direct_return_the_stack_sees_a_flow_first(
+    #[values(ENCAPSULATION_IP, ENCAPSULATION_GENEVE)] encapsulation: u16,
+) {
+    let node = Node::with_direct_return(encapsulation);
     let decides = |flags| {
-        let mut scratch = Scratch { packet: packet(flags), ..Scratch::default() };
+        let packet = node.packet(PROTOCOL_TCP, Event::Client(40_000, flags, 0)).unwrap();
+        let mut scratch = Scratch { packet, ..Scratch::default() };
         in_transit(&node.host, &mut scratch, &Routes { leaves: true, ..Routes::default() })
             .map(|()| left(&scratch))
     };
-    node.host.arriving(&packet(TCP_SYN), Origin::Outside).unwrap();
+    let syn = node.packet(PROTOCOL_TCP, Event::Client(40_000, TCP_SYN, 0)).unwrap();
+    node.host.arriving(&syn, Origin::Outside).unwrap();
     assert_eq!(decides(TCP_ACK), Err(Reason::NotAService), "nothing has left");
-    node.through_the_stack(&packet(TCP_SYN)).unwrap();
-    let by_driver = decides(TCP_ACK);
-    assert_eq!(by_driver, node.through_the_stack(&packet(TCP_ACK)));
-    assert!(by_driver.is_ok(), "{by_driver:?}");
+    let (_, tunnel) = node.through_the_stack(&syn).unwrap();
+    let (rewrite, in_transit) = decides(TCP_ACK).unwrap();
+    assert_eq!(in_transit, tunnel);
+    assert_eq!(rewritten(&syn, rewrite), syn, "it leaves as the client has sent it");
     assert_eq!(decides(TCP_SYN), Err(Reason::NotAService), "it may begin another flow");
+}
+
+/// A pod's flow that is masqueraded, as the pod dials itself. The stack would drop what comes from outside with the pod's address.
+#[test]
+fn packets_from_outside_are_of_no_pods_flow() {
+    let node = Node::new();
+    let pod = (BACKENDS[0], Port::new(40_000));
+    let syn = packet(pod, FRONTEND, TCP_SYN);
+    let entered = node.host.arriving(&syn, Origin::Workload).unwrap();
+    let mut leaves = Scratch { packet: rewritten(&syn, entered), ..Scratch::default() };
+    assert_eq!(decide_leaving(&node.host, &mut leaves, false), Ok(()));
+    assert_ne!(leaves.action.rewrite.source, pod.0, "it is masqueraded");
+    let mut forged = Scratch { packet: packet(pod, FRONTEND, TCP_ACK), ..Scratch::default() };
+    let outcome = in_transit(&node.host, &mut forged, &Routes { leaves: true, ..Routes::default() });
+    assert_eq!(outcome, Err(Reason::NotAService));
 }

@@ -10,7 +10,7 @@ use std::{
     os::fd::AsFd,
     path::PathBuf,
     sync::Arc,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use aya::Pod;
@@ -160,8 +160,6 @@ pub struct EbpfDataplane {
     connections: Option<ConnectionCount>,
     /// What is desired is known. Before, a predecessor's service ports are served.
     is_synced: bool,
-    /// When all tables were compared last and nothing has failed since, and how long that took.
-    compared: Option<(Instant, Duration)>,
 }
 
 /// Of backends.
@@ -296,7 +294,6 @@ impl EbpfDataplane {
             service_cidrs: ServiceCidrs::begin(config),
             connections: None,
             is_synced: false,
-            compared: None,
         };
         // A predecessor has counted, and its service ports are served until the first resync.
         if dataplane.hooks.is_release_pinned() || !dataplane.v4.tables.connections.read()?.is_empty() {
@@ -797,24 +794,18 @@ impl Dataplane for EbpfDataplane {
         self.write_service_cidrs(&mut applied, &mut failures);
         raise_epoch(&mut self.shared, &mut failures);
         self.end_stale_sockets();
-        if !failures.is_empty() {
-            self.compared = None;
-        }
         failures.into_result()?;
         Ok(applied)
     }
 
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, super::Error> {
         let (mut applied, mut failures) = Default::default();
-        let began = Instant::now();
-        let trusted = self.compared.take().filter(|(at, took)| is_trusted(at.elapsed(), *took));
         // As an inspection mostly finds them.
-        if trusted.is_some() || self.has_only(desired)? {
+        if self.has_only(desired)? {
             self.prepare(&mut failures);
         } else {
             self.write_everything(desired, &mut applied, &mut failures)?;
         }
-        let compared = trusted.unwrap_or_else(|| (Instant::now(), began.elapsed()));
         self.is_synced = true;
         if failures.is_empty() {
             self.service_cidrs.synced();
@@ -830,7 +821,6 @@ impl Dataplane for EbpfDataplane {
             failures.add("lease", error);
         }
         failures.into_result()?;
-        self.compared = Some(compared);
         Ok(applied)
     }
 
@@ -964,6 +954,11 @@ impl Dataplane for EbpfDataplane {
         Duration::ZERO
     }
 
+    /// Half a percent of a core: nobody else writes these tables.
+    fn inspection_share(&self) -> u32 {
+        200
+    }
+
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
         supports::supports(port, self.config.sockets())
     }
@@ -979,15 +974,6 @@ fn apply<F: TableFamily>(writer: &mut FamilyWriter<F>, shared: &mut Common, chan
     let changed = changes.changed.iter().filter(|port| port.name.family == F::FAMILY);
     let removed = changes.removed.iter().filter(|name| name.family == F::FAMILY);
     writer.apply(shared, changed, removed)
-}
-
-/// Are tables not compared again that were compared so long ago, which `took` so long? Large ones take half a percent of a core at most.
-fn is_trusted(ago: Duration, took: Duration) -> bool {
-    const SHARE: u32 = 200;
-    /// Compared at each call.
-    const SHORT: Duration = Duration::from_millis(50);
-    const LONGEST: Duration = Duration::from_secs(3600);
-    took > SHORT && ago < (took * SHARE).min(LONGEST)
 }
 
 fn resync<F: TableFamily>(
@@ -1104,24 +1090,4 @@ fn masquerade(addresses: &[IpAddr]) -> ([u8; 4], [u8; 16]) {
     let v4 = addresses.iter().find_map(|ip| V4::address(*ip)).unwrap_or_default();
     let v6 = addresses.iter().find_map(|ip| V6::address(*ip)).unwrap_or_default();
     (v4, v6)
-}
-
-#[cfg(test)]
-mod tests {
-    use rstest::rstest;
-
-    use super::*;
-
-    #[rstest]
-    #[case::small_tables(0, 20, false)]
-    #[case::large_ones(139, 700, true)]
-    #[case::large_ones_later(141, 700, false)]
-    #[case::after_an_hour(3_601, 60_000, false)]
-    fn large_tables_are_trusted_for_a_while(
-        #[case] ago: u64,
-        #[case] took_millis: u64,
-        #[case] expected: bool,
-    ) {
-        assert_eq!(is_trusted(Duration::from_secs(ago), Duration::from_millis(took_millis)), expected);
-    }
 }

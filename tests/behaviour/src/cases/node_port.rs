@@ -5,14 +5,13 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, bail, ensure};
+use anyhow::{Context as _, Result, ensure};
 use lab::{
     Dial, Protocol,
     address::{Family, NodeNumber, fabric},
-    cluster::{NODES, OUTSIDE, drivers_tell_what_they_take, node_name},
+    cluster::{NODES, OUTSIDE, node_name},
     namespace, wait,
 };
-use scenario::Skip;
 
 use crate::{
     case::{Case, Difference, Variant, Variants, says},
@@ -67,13 +66,6 @@ pub(super) const CASES: &[Case] = &[
         "packets between a client outside and another node pass the stack by",
         Variants::All,
         in_transit,
-    )
-    .concerns(|setting| setting.uses_xdp())
-    .core(),
-    Case::new(
-        "packets from a client outside to a pod of the node pass the stack by",
-        Variants::Tcp,
-        in_transit_to_pod,
     )
     .concerns(|setting| setting.uses_xdp())
     .core(),
@@ -153,33 +145,14 @@ fn from_outside(
 
 /// All but the first one of each flow.
 fn in_transit(world: &mut World, variant: Variant) -> Result<()> {
-    // Of a connection: the backend's SYN, what acknowledges it, request, answer, and the ends.
-    let of_each = if variant.protocol == Protocol::Tcp { 5 } else { 1 };
-    by_driver(world, variant, &ON_NODE2, "sent_by_driver", of_each)
-}
-
-fn in_transit_to_pod(world: &mut World, variant: Variant) -> Result<()> {
-    if !drivers_tell_what_they_take() {
-        bail!(Skip("this kernel does not tell which frames a veth takes (6.3)".to_owned()));
-    }
-    // Of a connection: what acknowledges the backend's SYN, the request, and what acknowledges the answer or ends the connection.
-    by_driver(world, variant, &ON_NODE1, "redirected_by_driver", 3)
-}
-
-/// As many packets of each connection or datagram pass the stack by. The next hops are known after a few.
-fn by_driver(
-    world: &mut World,
-    variant: Variant,
-    service: &ServiceFixture,
-    reason: &str,
-    of_each: u64,
-) -> Result<()> {
     const REQUESTS: u16 = 20;
-    let before = world.counted(1, reason)?;
-    let target = world.node_port(service, 1, variant.family)?;
+    let before = world.counted(1, "sent_by_driver")?;
+    let target = world.node_port(&ON_NODE2, 1, variant.family)?;
     let dial = Dial::new(variant.protocol, target).times(REQUESTS.into());
-    world.answers(OUTSIDE, &dial, service.endpoints)?;
-    let packets = world.counted(1, reason)? - before;
+    world.answers(OUTSIDE, &dial, ON_NODE2.endpoints)?;
+    let packets = world.counted(1, "sent_by_driver")? - before;
+    // Of a connection: the backend's SYN, what acknowledges it, request, answer, and the ends. The next hops are known after a few.
+    let of_each = if variant.protocol == Protocol::Tcp { 5 } else { 1 };
     ensure!(packets >= of_each * u64::from(REQUESTS - 4), "{packets} packets of {REQUESTS} requests");
     Ok(())
 }

@@ -9,6 +9,7 @@ use std::{
     net::{SocketAddr, SocketAddrV4, SocketAddrV6, TcpListener, TcpStream, UdpSocket},
     sync::Arc,
     thread,
+    time::Duration,
 };
 
 use nix::sys::socket::{
@@ -177,6 +178,9 @@ pub fn bulk(addresses: &[SocketAddr]) -> io::Result<()> {
     })
 }
 
+/// Of a client whose end of the connection never comes, as the proxy between is gone: it must not keep the thread.
+const LONGEST_SILENCE: Duration = Duration::from_secs(30);
+
 /// As many connections at a time as there are threads for an address.
 fn accept(addresses: &[SocketAddr], serve: fn(&mut TcpStream) -> io::Result<()>) -> io::Result<()> {
     for address in addresses {
@@ -186,7 +190,10 @@ fn accept(addresses: &[SocketAddr], serve: fn(&mut TcpStream) -> io::Result<()>)
             thread::spawn(move || {
                 for mut stream in listener.incoming().flatten() {
                     // The client counts what fails.
-                    let _closed_early = serve(&mut stream).and_then(|()| reset_on_close(&stream));
+                    let _closed_early = stream
+                        .set_read_timeout(Some(LONGEST_SILENCE))
+                        .and_then(|()| serve(&mut stream))
+                        .and_then(|()| reset_on_close(&stream));
                 }
             });
         }

@@ -1,4 +1,4 @@
-//! Frames that XDP sends on by another interface than they have come by: to other nodes, and to pods.
+//! Frames that XDP sends on by another uplink than they have come by.
 
 use std::fs;
 
@@ -33,44 +33,6 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.counted(&[(Reason::FlowOpened, 1), (Reason::RedirectedByDriver, 2)])?;
         let bytes: usize = [&first, &answer, &second].iter().map(|p| p.bytes::<W>().len()).sum();
         s.counted_for_service(3, bytes)
-    });
-    group.both::<W>("redirect to a pod, once the stack has brought it a packet of the flow", |s| {
-        let uplink = Uplink::new::<W>(s.world)?;
-        let pod = Other::leading_to_backends::<W>(s, "pod", OTHER)?;
-        s.node_port_here()?;
-        s.world.put_redirect_source(uplink.index, link_address(OWN)?)?;
-        let first = s.first(CLIENT, NODE_PORT);
-        let second = first.flags(TCP_ACK);
-        s.send("uplink_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
-        pod.receives(s, &first.to(LOCAL))?;
-        s.world.put_redirect_target(pod.index, pod.index)?;
-        passes(s, uplink.index, &second.bytes::<W>())?;
-        // As what the node itself sends, which reverse path filtering has not seen.
-        s.send("workload_egress", &second.to(LOCAL), Expect::Untouched)?;
-        passes(s, uplink.index, &second.bytes::<W>())?;
-        pod.receives(s, &second.to(LOCAL))?;
-        uplink_sends(s, &uplink, &second, &second.to(LOCAL), &pod)?;
-        let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
-        passes(s, uplink.index, &answer.bytes::<W>())?;
-        s.send("workload_ingress", &answer, Expect::Untouched)?;
-        s.send("uplink_egress", &answer, Expect::Becomes(&answer.from(NODE_PORT)))?;
-        s.counted(&[(Reason::FlowOpened, 1), (Reason::RedirectedByDriver, 1)])?;
-        let bytes: usize = [&first, &second, &answer].iter().map(|p| p.bytes::<W>().len()).sum();
-        s.counted_for_service(3, bytes)
-    });
-    group.both::<W>("no redirect to a pod whose interface takes no frames any more", |s| {
-        let uplink = Uplink::new::<W>(s.world)?;
-        let pod = Other::leading_to_backends::<W>(s, "pod", OTHER)?;
-        s.node_port_here()?;
-        s.world.put_redirect_source(uplink.index, link_address(OWN)?)?;
-        s.world.put_redirect_target(pod.index, pod.index)?;
-        let first = s.first(CLIENT, NODE_PORT);
-        s.send("uplink_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
-        pod.receives(s, &first.to(LOCAL))?;
-        s.world.remove_redirect_target(pod.index)?;
-        let second = first.flags(TCP_ACK);
-        passes(s, uplink.index, &second.bytes::<W>())?;
-        s.send("uplink_ingress", &second, Expect::Becomes(&second.to(LOCAL)))
     });
     group.both::<W>("redirect by the uplink that the route says", |s| {
         let Node { uplink, other, address: node } = Node::with_tables(s)?;
@@ -247,14 +209,15 @@ impl Other {
     }
 
     fn leads_to_backends<W: Tables>(&self) -> Result<()> {
-        let name = self.name;
-        let lead_to = |backend| {
-            format!(
+        let backend = address::<W>(REMOTE.0);
+        ip(
+            None,
+            &format!(
                 "route replace {backend} dev {name}\n\
-                 neigh replace {backend} lladdr {NEXT_HOP} dev {name} nud permanent\n"
-            )
-        };
-        ip(None, &[REMOTE.0, LOCAL.0].map(|backend| lead_to(address::<W>(backend))).concat())
+                 neigh replace {backend} lladdr {NEXT_HOP} dev {name} nud permanent\n",
+                name = self.name
+            ),
+        )
     }
 
     /// The frame that leaves by it.
@@ -262,14 +225,6 @@ impl Other {
         let mut sent = becomes.sent_back().bytes::<W>();
         sent[6..12].copy_from_slice(&self.address);
         sent
-    }
-
-    /// From the stack.
-    fn receives<W: Tables>(&self, s: &Scene<W>, packet: &Segment) -> Result<()> {
-        let bytes = packet.bytes::<W>();
-        let output = s.world.leaves_by(self.index, "workload_egress", &bytes)?;
-        ensure!(output.verdict == Verdict::GoesOn && output.packet == bytes, "{:?}", output.verdict);
-        Ok(())
     }
 
     /// What comes by it leaves by the first uplink.

@@ -154,7 +154,9 @@ impl Controller {
                     let took = active.listed_at.elapsed();
                     tracing::info!(ports = desired.len(), ?took, "everything listed is programmed");
                 }
-                let rest = (took * active.dataplane.inspection_share()).min(LONGEST_REST);
+                let found_all = scope == RunScope::Inspection && applied == Applied::default();
+                let share = if found_all { active.dataplane.inspection_share() } else { 0 };
+                let rest = (took * share).min(LONGEST_REST);
                 active.services.succeeded(scope, now, rest);
                 self.report_written(applied, took, &IpFamily::ALL, SyncKind::Full);
             }

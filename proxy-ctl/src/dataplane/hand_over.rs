@@ -412,7 +412,8 @@ impl Dataplane for HandOver {
     }
 
     fn inspection_share(&self) -> u32 {
-        if self.opened.is_some() { 0 } else { self.primary.inspection_share() }
+        // Others write netfilter's rules too, and what could not be opened is tried again.
+        if self.opened.is_some() || self.failure.is_some() { 0 } else { self.primary.inspection_share() }
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {

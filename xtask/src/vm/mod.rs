@@ -305,8 +305,8 @@ const STOPPED: &str = "the machine stopped while its programs ran: its kernel or
 /// What of the guest only costs time: udev looks at each device of the lab, and for a grace period all CPUs are waited for.
 const CALM: &str = "udevadm control --exit; echo 1 >/sys/kernel/rcu_expedited";
 
-/// Loads all programs, from Linux 5.18 on. Verifiers before 6.3 refuse what later ones accept: a look at stack that nobody has written, and frames that are 512
-/// bytes only without being rounded up.
+/// Loads all programs, from Linux 5.18 on. Verifiers before 6.3 refuse what later ones accept: a look at stack that nobody has written, and
+/// frames that are 512 bytes only without being rounded up.
 const PROGRAMS_LOAD: &str = "what the programs take of stack and verifier";
 
 /// What the guest's shell does: all of it, whatever fails.

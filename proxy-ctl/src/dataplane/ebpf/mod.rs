@@ -954,7 +954,7 @@ impl Dataplane for EbpfDataplane {
         Duration::ZERO
     }
 
-    /// Half a percent of a core: nobody else writes these tables.
+    /// Half a percent of a core, if that is not too seldom: nobody else writes these tables.
     fn inspection_share(&self) -> u32 {
         200
     }

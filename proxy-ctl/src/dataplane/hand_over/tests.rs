@@ -44,6 +44,9 @@ impl Fake {
     }
 }
 
+/// Of each mode alone.
+const SHARE: u32 = 200;
+
 fn kinds(port: &DesiredPort) -> String {
     let kinds = port.frontends.iter().map(|frontend| match frontend.kind {
         FrontendKind::ClusterIp => "c",
@@ -97,6 +100,10 @@ impl Dataplane for Fake {
 
     fn min_interval(&self, configured: Duration) -> Duration {
         configured
+    }
+
+    fn inspection_share(&self) -> u32 {
+        SHARE
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
@@ -373,7 +380,9 @@ fn what_is_handed_over_is_told_and_no_reason_to_keep_another_kube_proxys_rules()
 fn a_mode_beside_that_cannot_be_opened_is_told_by_service_port_and_tried_again() {
     let mut scene = Scene::new();
     *scene.fails.lock().unwrap() = true;
+    assert_eq!(scene.both.inspection_share(), SHARE);
     assert_eq!(scene.apply(with_node_port()), ["own web:cn"]);
+    assert_eq!(scene.both.inspection_share(), 0, "it is tried again soon");
     let told = scene.both.take_without_room().unwrap();
     let [(name, reasons)] = Vec::from_iter(told).try_into().unwrap();
     assert_eq!(name.service, with_node_port().name);
@@ -388,4 +397,5 @@ fn a_mode_beside_that_cannot_be_opened_is_told_by_service_port_and_tried_again()
         ["own all web:cn", "open", "beside host that is shared", "beside all web:n"]
     );
     assert_eq!(scene.both.take_without_room(), Some(BTreeMap::new()));
+    assert_eq!(scene.both.inspection_share(), 0, "others write netfilter's rules too");
 }

@@ -100,16 +100,20 @@ impl BoundedRunner {
         self.failing
     }
 
-    /// The next inspection is not before `rest` has passed, nor before the longest interval has.
-    pub(super) fn succeeded(&mut self, scope: RunScope, now: Instant, rest: Duration) {
+    pub(super) fn succeeded(&mut self, scope: RunScope, now: Instant) {
         self.ran(now);
         if scope != RunScope::Changes {
             self.everything_at = None;
             self.complete = true;
             self.failing = false;
             self.next_retry = FIRST_RETRY.min(self.intervals.max);
-            self.inspection_at = now + self.intervals.max.max(rest);
+            self.inspection_at = now + self.intervals.max;
         }
+    }
+
+    /// The next inspection is not before then.
+    pub(super) fn put_inspection_off(&mut self, until: Instant) {
+        self.inspection_at = self.inspection_at.max(until);
     }
 
     /// Answers with the pause before everything is tried again. A retry that is already planned is not put off.
@@ -154,7 +158,7 @@ mod tests {
     fn complete(now: Instant, intervals: Intervals) -> BoundedRunner {
         let mut runner = BoundedRunner::new(now, intervals);
         assert_eq!(runner.due(now), Some(RunScope::Everything));
-        runner.succeeded(RunScope::Everything, now, Duration::ZERO);
+        runner.succeeded(RunScope::Everything, now);
         runner
     }
 
@@ -164,7 +168,8 @@ mod tests {
     fn inspections_that_take_long_are_further_apart(#[case] rest: u32, #[case] seconds: u32) {
         let now = Instant::now();
         let mut runner = complete(now, intervals(0, 1, 30));
-        runner.succeeded(RunScope::Inspection, now, SECOND * rest);
+        runner.succeeded(RunScope::Inspection, now);
+        runner.put_inspection_off(now + SECOND * rest);
         assert_eq!(runner.next(), Some(now + SECOND * seconds));
     }
 
@@ -176,12 +181,12 @@ mod tests {
         runner.failed(now);
         runner.ask();
         assert_eq!(runner.due(now), None, "changes alone are of no use before everything was written");
-        runner.succeeded(RunScope::Everything, now, Duration::ZERO);
+        runner.succeeded(RunScope::Everything, now);
         for _ in 0..100 {
             assert_eq!(runner.due(now), None);
             runner.ask();
             assert_eq!(runner.due(now), Some(RunScope::Changes));
-            runner.succeeded(RunScope::Changes, now, Duration::ZERO);
+            runner.succeeded(RunScope::Changes, now);
         }
     }
 
@@ -200,7 +205,7 @@ mod tests {
         }
         assert_eq!(pauses, [1, 2, 4, 5, 5]);
         assert!(runner.is_failing());
-        runner.succeeded(RunScope::Everything, now, Duration::ZERO);
+        runner.succeeded(RunScope::Everything, now);
         assert!(runner.is_settled() && !runner.is_failing());
         assert_eq!(runner.failed(now), SECOND);
     }
@@ -215,7 +220,7 @@ mod tests {
         assert_eq!(runner.due(soon), Some(RunScope::Changes));
         assert_eq!(runner.failed(soon), Duration::from_millis(100));
         runner.ask();
-        runner.succeeded(RunScope::Changes, soon, Duration::ZERO);
+        runner.succeeded(RunScope::Changes, soon);
         assert!(runner.is_failing() && !runner.is_settled());
         assert_eq!(runner.due(now + SECOND), Some(RunScope::Everything));
     }
@@ -232,7 +237,7 @@ mod tests {
             runner.ask();
             now = runner.next().unwrap().max(now);
             assert_eq!(runner.due(now), Some(RunScope::Changes));
-            runner.succeeded(RunScope::Changes, now, Duration::ZERO);
+            runner.succeeded(RunScope::Changes, now);
             ran.push((now - start).as_secs());
         }
         assert_eq!(ran, expected);
@@ -247,11 +252,11 @@ mod tests {
         assert_eq!(runner.due(late), Some(RunScope::Inspection));
         runner.ask();
         assert_eq!(runner.due(late), Some(RunScope::Changes));
-        runner.succeeded(RunScope::Changes, late, Duration::ZERO);
+        runner.succeeded(RunScope::Changes, late);
         assert_eq!(runner.due(late), Some(RunScope::Inspection), "changes are no inspection");
         runner.failed(late);
         assert_eq!(runner.due(late), None);
-        runner.succeeded(RunScope::Everything, late + SECOND, Duration::ZERO);
+        runner.succeeded(RunScope::Everything, late + SECOND);
         assert_eq!(runner.next(), Some(late + SECOND * 31));
     }
 

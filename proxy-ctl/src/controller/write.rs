@@ -76,7 +76,7 @@ impl Controller {
         match attached.and(written) {
             Ok(applied) => {
                 let done = if scope == RunScope::Changes { RunScope::Everything } else { scope };
-                active.host.succeeded(done, now, Duration::ZERO);
+                active.host.succeeded(done, now);
                 metrics.own.applied(applied);
                 if scope == RunScope::Inspection {
                     report_drift(applied, metrics);
@@ -116,7 +116,7 @@ impl Controller {
         let changes = self.take_changes(now);
         let Some(active) = &mut self.active else { return };
         if changes.is_empty() {
-            active.services.succeeded(RunScope::Changes, now, Duration::ZERO);
+            active.services.succeeded(RunScope::Changes, now);
             return;
         }
         let started = Instant::now();
@@ -126,7 +126,7 @@ impl Controller {
         self.reports.metrics.own.phase(Phase::Write, took);
         match result {
             Ok(applied) => {
-                active.services.succeeded(RunScope::Changes, now, Duration::ZERO);
+                active.services.succeeded(RunScope::Changes, now);
                 self.report_written(applied, took, &families_of(&changes), SyncKind::Partial);
             }
             Err(error) => self.failed(&error, now, "writing changes failed"),
@@ -154,10 +154,11 @@ impl Controller {
                     let took = active.listed_at.elapsed();
                     tracing::info!(ports = desired.len(), ?took, "everything listed is programmed");
                 }
-                let found_all = scope == RunScope::Inspection && applied == Applied::default();
-                let share = if found_all { active.dataplane.inspection_share() } else { 0 };
-                let rest = (took * share).min(LONGEST_REST);
-                active.services.succeeded(scope, now, rest);
+                active.services.succeeded(scope, now);
+                if scope == RunScope::Inspection && applied == Applied::default() {
+                    let rest = took * active.dataplane.inspection_share();
+                    active.services.put_inspection_off(now + rest.min(LONGEST_REST));
+                }
                 self.report_written(applied, took, &IpFamily::ALL, SyncKind::Full);
             }
             Err(error) => {

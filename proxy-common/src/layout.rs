@@ -562,7 +562,8 @@ pub struct Flow<A> {
     alias_port: u16,
     /// IANA number.
     pub protocol: u8,
-    /// With `FLOW_DSR`: the stack has brought a packet of the flow to the egress of an uplink, if it [has left](Self::has_left).
+    /// Where XDP may send packets of the flow on: the stack has brought one to the egress of an uplink, with `FLOW_DSR` one of the client, without it
+    /// an answer, if it [has left](Self::has_left); XDP has sent one to a pod of this node, if it [is sent by the driver](Self::is_sent_by_driver).
     pub left: u8,
     /// Key of `backends4/6`.
     pub backend_id: u32,
@@ -680,6 +681,8 @@ pub const FATE_REROUTED: u32 = 3;
 pub const FATE_INTO_NODE: u32 = 4;
 /// As `FATE_TRANSLATED`, in a packet to the backend.
 pub const FATE_ENCAPSULATED: u32 = 5;
+/// Untouched, past the stack.
+pub const FATE_PAST_STACK: u32 = 6;
 
 /// What became of the first fragment, so of the others.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -878,7 +881,7 @@ pub struct LinkAddress {
     pub _padding: [u8; 2],
 }
 
-/// Table `redirect_targets`, map of devices: uplinks that XDP may send frames on by which have come by others. The key is the interface index,
+/// Table `redirect_targets`, map of devices: uplinks and interfaces of pods that XDP may send frames on by which have come by others. The key is the interface index,
 /// for frames in fragments with [`IN_FRAGMENTS`]. When a device goes, the kernel removes its entries.
 ///
 /// As the kernel's `bpf_devmap_val`.

@@ -67,6 +67,8 @@ reasons! {
     RedirectedByDriver = 12, Pass, "redirected_by_driver";
     /// No device has taken a frame that XDP had sent on by another interface.
     RedirectFailed = 13, Drop, "redirect_failed";
+    /// A pod's answer to packets that XDP sends to it has left for an uplink without the stack.
+    AnswerPastStack = 14, Pass, "answer_past_stack";
     /// XDP has no room before a frame for the headers of the packet that it is to leave in; the stack sends it.
     NoHeadroom = 46, Pass, "no_headroom";
     /// A packet opened a flow.

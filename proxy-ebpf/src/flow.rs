@@ -166,6 +166,8 @@ routines! {
     RecordFragment: record_fragment4 record_fragment6;
     NoticeForeign: notice_foreign4 notice_foreign6;
     Encapsulate: encapsulate4 encapsulate6;
+    NoteLeft: note_left4 note_left6;
+    NoteSentByDriver: note_sent_by_driver4 note_sent_by_driver6;
     GoOnDirectly: go_on_directly4 go_on_directly6;
     HearClient: hear_client4 hear_client6;
 }
@@ -321,6 +323,17 @@ macro_rules! flow_tables {
             #[inline(always)]
             fn epoch(&self) -> u32 {
                 settings().map_or(0, |settings| settings.epoch)
+            }
+
+            #[inline(always)]
+            fn driver_sends_by(&self, interface: u32) -> bool {
+                maps::redirect_targets.get(interface).is_some()
+            }
+
+            #[inline(always)]
+            fn driver_redirects_from(&self, interface: u32) -> bool {
+                // SAFETY: not read.
+                unsafe { maps::redirect_sources.get(interface) }.is_some()
             }
 
             #[inline(always)]

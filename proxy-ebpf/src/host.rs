@@ -12,7 +12,7 @@ use aya_ebpf::{
 };
 use proxy_common::packet::Rewrite;
 
-use crate::route::{self, FOUND, Route};
+use crate::route::{self, FOUND, NO_NEIGHBOUR, Route};
 
 /// Was the packet made on this node, not forwarded?
 #[inline(always)]
@@ -25,8 +25,6 @@ pub(crate) fn is_local(ctx: &TcContext) -> bool {
 // Not inlined: the parameters would lie on the stack beside what opening a flow needs.
 #[inline(never)]
 fn interface_to<F: Route>(ctx: *mut __sk_buff, source: &F::Address, destination: &F::Address) -> u32 {
-    /// The next hop's link address is not known yet: bpf_redirect_neigh asks for it.
-    const NO_NEIGHBOUR: i64 = 7;
     // SAFETY: a field of the context.
     let mut parameters = route::parameters::<F>(unsafe { (*ctx).ifindex }, source, destination);
     let found = route::look_up(ctx.cast(), &mut parameters);
@@ -56,7 +54,7 @@ pub(crate) fn to_uplink<F: Route>(ctx: &TcContext, rewrite: &Rewrite<F::Address>
 }
 
 #[inline(always)]
-fn redirected(action: i64) -> Option<i32> {
+pub(crate) fn redirected(action: i64) -> Option<i32> {
     (action == i64::from(TC_ACT_REDIRECT)).then_some(action as i32)
 }
 

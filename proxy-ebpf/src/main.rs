@@ -25,6 +25,8 @@ mod log;
 #[cfg(target_arch = "bpf")]
 mod maps;
 #[cfg(target_arch = "bpf")]
+mod past_stack;
+#[cfg(target_arch = "bpf")]
 mod ping;
 #[cfg(target_arch = "bpf")]
 mod programs;

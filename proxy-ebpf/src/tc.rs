@@ -18,7 +18,7 @@ use crate::{
     event::TellPacket,
     globals, host,
     linear::Linear,
-    ping,
+    past_stack, ping,
     refuse::{self, AnswerPath, Refuse},
     route::Route,
     skb::Skb,
@@ -69,14 +69,21 @@ fn ethertype(ctx: &TcContext) -> u32 {
 const UNDECIDED: i32 = i32::MIN;
 /// Answered where a packet is to leave in another. No verdict.
 const ENCAPSULATE: i32 = i32::MIN + 1;
+/// Answered where a packet is to leave without the stack. No verdict.
+const PAST_STACK: i32 = i32::MIN + 2;
 
 #[inline(always)]
 fn arrives<F: PacketFamily>(ctx: &TcContext, network: u32, origin: Origin) -> i32
 where
     Maps: FlowTables<F>,
 {
-    match known_arrives::<F>(ctx.skb.skb, network) {
+    let verdict = match known_arrives::<F>(ctx.skb.skb, network, origin) {
         UNDECIDED => ingress_of::<F>(ctx.skb.skb, network, origin),
+        verdict => verdict,
+    };
+    match verdict {
+        PAST_STACK if origin == Origin::Workload => past_stack::send::<F>(ctx.skb.skb, network),
+        PAST_STACK => TC_ACT_UNSPEC,
         verdict => verdict,
     }
 }
@@ -127,11 +134,11 @@ where
 // A function of its own, so that its stack does not lie beside what all others need. What it calls itself is inlined: each return takes as
 // long as tens of instructions, where the kernel guards them against speculation.
 #[inline(never)]
-fn known_arrives<F: PacketFamily>(skb: *mut __sk_buff, network: u32) -> i32
+fn known_arrives<F: PacketFamily>(skb: *mut __sk_buff, network: u32, origin: Origin) -> i32
 where
     Maps: FlowTables<F>,
 {
-    known::<F>(&TcContext::new(skb), network, |scratch| flow::arriving_known(&Maps, scratch))
+    known::<F>(&TcContext::new(skb), network, |scratch| flow::arriving_known(&Maps, scratch, origin))
 }
 
 // As above.
@@ -160,11 +167,16 @@ where
     if !scratch.is_parsed {
         return UNDECIDED;
     }
+    // SAFETY: a field of the context.
+    scratch.interface = unsafe { (*ctx.skb.skb).ifindex };
     match decide(scratch) {
         None => UNDECIDED,
         Some(Err(_)) => TC_ACT_UNSPEC,
         Some(Ok(())) => {
-            let Scratch { packet, action: Action { rewrite, .. }, .. } = scratch;
+            let Scratch { packet, action: Action { rewrite, then }, .. } = scratch;
+            if *then == Then::PastStack {
+                return PAST_STACK;
+            }
             count_packet(rewrite.service, ctx.len());
             match rewrite_headers::<F, _>(Linear::of(ctx), packet, rewrite) {
                 Ok(()) => TC_ACT_UNSPEC,
@@ -236,6 +248,9 @@ where
             return pass_or_drop::<F>(Reason::NotAService);
         }
         return conclude::<F>(ctx, scratch, reason, AnswerPath::OutOfInterface);
+    }
+    if scratch.action.then == Then::PastStack {
+        return PAST_STACK;
     }
     match carry_out::<F>(ctx, scratch, origin) {
         TC_ACT_UNSPEC if scratch.is_unpacked() && !tunnel::unpack(ctx, scratch.outer_length) => {

@@ -11,6 +11,7 @@ use aya_ebpf::{
 use proxy_common::{
     family::{V4, V6},
     flow::Scratch,
+    layout::Address,
     packet::{Bytes as _, Packet, Part, Tunnel, inner, outer_length, parse, write_outer},
     port::Port,
 };
@@ -86,13 +87,24 @@ fn segment_size(ctx: &TcContext) -> u32 {
     unsafe { (*ctx.skb.skb).gso_size }
 }
 
-/// Bytes of the packet, which begins at `network`, or of each of the datagrams that are merged in it.
+/// Bytes of the packet, which begins at `network`, or of each of the packets that are merged in it.
 #[inline(always)]
-fn length_of_each<A>(ctx: &TcContext, network: u32, packet: &Packet<A>) -> u32 {
-    const UDP_HEADER: u32 = 8;
+pub(crate) fn length_of_each<A: Address>(ctx: &TcContext, network: u32, packet: &Packet<A>) -> u32 {
     match segment_size(ctx) {
         0 => ctx.len() - network,
-        size => packet.headers.transport - network + UDP_HEADER + size,
+        size => packet.headers.transport - network + transport_header(ctx, packet) + size,
+    }
+}
+
+/// Bytes of the transport header.
+#[inline(always)]
+fn transport_header<A: Address>(ctx: &TcContext, packet: &Packet<A>) -> u32 {
+    const OF_UDP: u32 = 8;
+    /// Of a TCP header, the one whose upper half tells its length, in words.
+    const LENGTH: u32 = 12;
+    match Skb::of(ctx).read(packet.headers.transport + LENGTH) {
+        Ok([length]) if packet.is_tcp() => u32::from(length >> 4) * 4,
+        Ok(_) | Err(_) => OF_UDP,
     }
 }
 

@@ -7,7 +7,8 @@ use proxy_common::{
     flow::{self, Driver, FlowTables, NextHop, Scratch},
     layout::{IN_FRAGMENTS, TAG_CUSTOMER, TAG_SERVICE, VlanTag},
     packet::{
-        Bytes as _, Network, Packet, Sum, Then, Tunnel, outer_length, parse, rewrite_headers, write_outer,
+        Bytes as _, Network, Packet, Then, Tunnel, outer_length, parse, rewrite_headers, shorten_lifetime,
+        write_outer,
     },
     reason::Reason,
 };
@@ -22,8 +23,6 @@ use crate::{
 };
 
 trait TransitFamily: Network + Route + TellPacket + Tunnel {
-    /// Of the network header. A router takes one off it.
-    const LIFETIME: u32;
     /// Of the field with the packet's length, in two bytes.
     const LENGTH: u32;
     /// Bytes before those that the field counts.
@@ -31,13 +30,11 @@ trait TransitFamily: Network + Route + TellPacket + Tunnel {
 }
 
 impl TransitFamily for V4 {
-    const LIFETIME: u32 = 8;
     const LENGTH: u32 = 2;
     const UNCOUNTED: u32 = 0;
 }
 
 impl TransitFamily for V6 {
-    const LIFETIME: u32 = 7;
     const LENGTH: u32 = 4;
     const UNCOUNTED: u32 = 40;
 }
@@ -238,7 +235,7 @@ fn send<F: TransitFamily>(
     Scratch { packet, action, next_hop, .. }: &Scratch<F::Address>,
 ) -> Result<(), Reason> {
     rewrite_headers::<F, _>(frame, packet, &action.rewrite)?;
-    shorten_lifetime::<F>(frame, packet.headers.network)?;
+    shorten_lifetime::<F, _>(frame, packet.headers.network)?;
     set_link_addresses(frame, next_hop)
 }
 
@@ -253,7 +250,7 @@ fn send_in_another<F: TransitFamily>(
     let room = outer_length::<F>(tunnel);
     let network = packet.headers.network;
     let inner = network + room;
-    shorten_lifetime::<F>(frame, inner)?;
+    shorten_lifetime::<F, _>(frame, inner)?;
     // Tags, and the ethertype.
     let mut place = 2 * LINK_ADDRESS;
     for _ in 0..=TAGS * 2 {
@@ -265,22 +262,6 @@ fn send_in_another<F: TransitFamily>(
     let length = u32::from(u16::from_be_bytes(frame.load(inner + F::LENGTH)?)) + F::UNCOUNTED;
     write_outer::<F, _>(frame, network, (frame.load(inner)?, length), tunnel)?;
     set_link_addresses(frame, next_hop)
-}
-
-/// Of the packet with its header at `network`, as a router does.
-#[inline(always)]
-fn shorten_lifetime<F: TransitFamily>(frame: Frame, network: u32) -> Result<(), Reason> {
-    let lifetime = network + F::LIFETIME;
-    let [old, protocol] = frame.read::<2>(lifetime)?;
-    let new = old - 1;
-    frame.store(lifetime, [new])?;
-    match F::CHECKSUM {
-        None => Ok(()),
-        Some(checksum) => {
-            let change = Sum::of_change(&[old, protocol, 0, 0], &[new, protocol, 0, 0]);
-            frame.change_header_checksum(network + checksum, change)
-        }
-    }
 }
 
 #[inline(always)]

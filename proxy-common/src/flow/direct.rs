@@ -6,13 +6,14 @@
 
 use super::{
     Change, FlowEntry as _, FlowTables, Routine, SUSTAINED_AFTER, Scratch, Speaker, Stage, decide,
-    entries::{Leg, is_stale},
+    entries::is_stale,
     guard, is_admitted, lookup, open,
     tcp::{self, is_near},
+    transit,
 };
 use crate::{
     affinity::{self, NOWHERE},
-    balance::{self, HASH_FACTOR},
+    balance,
     family::{Family, Slot as _},
     layout::*,
     packet::{Packet, Part, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
@@ -49,46 +50,10 @@ pub(super) fn encapsulate<F: Family, T: FlowTables<F>>(
     tunnel.source_port = tunnel_port(tables, packet, ports);
     let interface = scratch.interface;
     set_tunnel_source(tables, scratch, interface)?;
-    let Scratch { packet, flow, .. } = &*scratch;
-    let is_clients = packet.fragment.part == Part::Whole && !packet.is_error() && !scratch.is_made_here;
-    if is_clients && !flow.has_left() {
-        note_left(tables, scratch);
+    if !scratch.flow.has_left() {
+        transit::note(tables, scratch, scratch.flow.mark_of_left());
     }
     Ok(())
-}
-
-/// Notes that the stack has brought a packet of `scratch.flow` here. The client's entry comes first, in both tables, as another CPU may be
-/// copying it to the second one: what is not noted there is noted for the next packet.
-#[inline(always)]
-fn note_left<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
-    for leg in [Leg::Client, Leg::Backend] {
-        leg.set_key(tables, scratch);
-        let mut is_noted = false;
-        for stage in [Stage::Opening, Stage::Established] {
-            if let Some(entry) = tables.flow(stage, &scratch.key)
-                && entry.opened() == scratch.flow.opened
-            {
-                entry.write(Change::Left(scratch.flow.mark_of_left()));
-                is_noted = true;
-            }
-        }
-        if !is_noted {
-            return;
-        }
-    }
-}
-
-impl<A> Flow<A> {
-    /// Not 0, and of two flows rarely the same: the kernel may give an entry to another flow while it is marked.
-    #[inline(always)]
-    fn mark_of_left(&self) -> u8 {
-        (self.opened.wrapping_mul(HASH_FACTOR) >> 56) as u8 | 1
-    }
-
-    #[inline(always)]
-    pub(super) fn has_left(&self) -> bool {
-        self.left == self.mark_of_left()
-    }
 }
 
 /// Sets `scratch.tunnel` of a packet in transit, with the ends of `scratch.action`, but for its source: that depends on the next hop, whose

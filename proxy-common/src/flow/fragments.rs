@@ -38,6 +38,7 @@ pub(super) fn follow<F: Family, T: FlowTables<F>>(
         FATE_REROUTED => Then::Reroute,
         FATE_INTO_NODE => Then::IntoNode,
         FATE_ENCAPSULATED => Then::Encapsulate,
+        FATE_PAST_STACK => Then::PastStack,
         FATE_DROPPED => return Err(Reason::FragmentOfDropped),
         _ => return Err(Reason::NotAService),
     };
@@ -70,6 +71,7 @@ pub(super) fn record<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
             Then::Reroute => FATE_REROUTED,
             Then::IntoNode => FATE_INTO_NODE,
             Then::Encapsulate => FATE_ENCAPSULATED,
+            Then::PastStack => FATE_PAST_STACK,
         },
         Some(Verdict::Pass) => FATE_PASSED,
         Some(Verdict::Refuse | Verdict::Drop) => FATE_DROPPED,

@@ -3,16 +3,17 @@
 //! take all others, in so little code that it needs no calls.
 
 use super::{
-    FlowTables, Found, Scratch, Speaker, Stage, Step, entries::is_stale, read, tcp, translate_arriving,
-    translate_leaving,
+    FlowTables, Found, Scratch, Speaker, Stage, Step, entries::is_stale, read, tcp, transit::answers_driver,
+    translate_arriving, translate_leaving,
 };
 use crate::{
     family::Family,
     layout::{
         FLOW_DSR, FLOW_FOREIGN, FLOW_FROM_HOST, FLOW_MASQUERADE, FLOW_OF_NETFILTER, PROGRESS_SUSTAINED,
     },
-    packet::{Part, TCP_FIN, TCP_RST},
+    packet::{Part, TCP_FIN, TCP_RST, Then},
     reason::Reason,
+    select::Origin,
 };
 
 /// A packet that enters the node. None: it is another, and nothing is changed.
@@ -20,7 +21,9 @@ use crate::{
 pub fn arriving_known<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
+    origin: Origin,
 ) -> Option<Result<(), Reason>> {
+    scratch.origin = origin;
     let known = find(tables, scratch);
     scratch.has_no_flow = matches!(known, Known::NoFlow);
     let found = match known {
@@ -30,6 +33,10 @@ pub fn arriving_known<F: Family, T: FlowTables<F>>(
     };
     if found.step == Step::ToBackend {
         return None;
+    }
+    if answers_driver(tables, scratch, found.step) {
+        scratch.action.then = Then::PastStack;
+        return Some(Ok(()));
     }
     match translate_arriving(scratch, found.step) {
         Ok(()) => goes_on(tables, scratch, found).then_some(Ok(())),
@@ -74,6 +81,7 @@ enum Known<E> {
 
 #[inline(always)]
 fn find<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Known<T::Entry> {
+    scratch.action.then = Then::Pass;
     if scratch.packet.fragment.part != Part::Whole || scratch.packet.is_error() {
         return Known::Other;
     }

@@ -238,6 +238,10 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn recently(&self, _clock: &mut Clock) -> u64 {
         self.now()
     }
+    /// May XDP send frames by this interface that have come by others?
+    fn driver_sends_by(&self, interface: u32) -> bool;
+    /// May XDP send frames by others that have come by this interface?
+    fn driver_redirects_from(&self, interface: u32) -> bool;
     /// [`Settings::epoch`].
     fn epoch(&self) -> u32;
     /// [`RouteEpoch::number`].
@@ -408,6 +412,10 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
             if found.step == Step::ToFrontend && !is_from_host(scratch) {
                 end_if_gone(tables, scratch, found.entry)?;
             }
+            if transit::answers_driver(tables, scratch, found.step) {
+                scratch.action.then = Then::PastStack;
+                return Ok(());
+            }
             translate_arriving(scratch, found.step)?;
             if scratch.flow.flags & FLOW_DSR != 0 {
                 scratch.stage = found.stage;
@@ -472,7 +480,11 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
                 scratch.action.then = Then::Reroute;
             }
             translate_leaving(scratch, found.step, is_hosts)?;
-            return go_on(tables, scratch, found);
+            go_on(tables, scratch, found)?;
+            if transit::shows_way_out(tables, scratch, found.step) {
+                tables.run(scratch, Routine::NoteLeft);
+            }
+            return Ok(());
         }
     }
     if from_host && !has_rival {

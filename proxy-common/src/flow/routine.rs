@@ -1,7 +1,9 @@
 //! Parts of decisions that are off the way of most packets. In the kernel each is a function of its own that takes no pointers, so that the
 //! verifier goes through it once, and not once more with all that each of its callers knows.
 
-use super::{FlowTables, Scratch, direct, entries, foreign, fragments, masquerade, open, prepare, tcp};
+use super::{
+    FlowTables, Scratch, direct, entries, foreign, fragments, masquerade, open, prepare, tcp, transit,
+};
 use crate::family::Family;
 
 /// What it needs, and what comes of it, is in the [`Scratch`].
@@ -42,6 +44,10 @@ pub enum Routine {
     /// Makes the packet, which goes to a backend, what the client has sent again, and sets `tunnel` to the ends of the one that it leaves
     /// in: `failure`. Notes that a packet of `flow` has left.
     Encapsulate,
+    /// Notes that the stack has let a packet of `flow` out.
+    NoteLeft,
+    /// Notes that XDP sends the client's packets of `flow` to a pod.
+    NoteSentByDriver,
     /// Keeps a flow whose answers are not seen here: `failure`.
     GoOnDirectly,
     /// Learns what a client says whose answers are not seen here.
@@ -69,6 +75,8 @@ pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
         Routine::RecordFragment => fragments::record(tables, scratch),
         Routine::NoticeForeign => foreign::notice(tables, scratch),
         Routine::Encapsulate => scratch.failure = direct::encapsulate(tables, scratch).err(),
+        Routine::NoteLeft => transit::note(tables, scratch, scratch.flow.mark_of_left()),
+        Routine::NoteSentByDriver => transit::note(tables, scratch, scratch.flow.mark_of_sent_by_driver()),
         Routine::GoOnDirectly => scratch.failure = direct::go_on(tables, scratch).err(),
         Routine::HearClient => direct::hear_client(tables, scratch),
     }

@@ -47,7 +47,7 @@ fn decide_arriving<T: FlowTables<V4>>(
     origin: Origin,
 ) -> Result<(), Reason> {
     scratch.is_parsed = true;
-    arriving_known(tables, scratch).unwrap_or_else(|| arriving(tables, scratch, origin))
+    arriving_known(tables, scratch, origin).unwrap_or_else(|| arriving(tables, scratch, origin))
 }
 
 /// As the programs have it.
@@ -425,6 +425,14 @@ impl FlowTables<V4> for Host {
 
     fn epoch(&self) -> u32 {
         self.epoch.get()
+    }
+
+    fn driver_sends_by(&self, _interface: u32) -> bool {
+        true
+    }
+
+    fn driver_redirects_from(&self, _interface: u32) -> bool {
+        true
     }
 
     fn route_epoch(&self) -> u32 {

@@ -16,7 +16,7 @@ use core::hint::black_box;
 
 pub use self::{
     bytes::{Bytes, Checksum},
-    nat::rewrite as rewrite_headers,
+    nat::{rewrite as rewrite_headers, shorten_lifetime},
     parse::{Network, parse},
     sum::Sum,
     tunnel::{Ends, GENEVE, Tunnel, inner, outer_length, write_outer},
@@ -259,4 +259,6 @@ pub enum Then {
     IntoNode,
     /// In a packet of its own to the backend.
     Encapsulate,
+    /// As it is, to its destination by the route there, without the stack.
+    PastStack,
 }

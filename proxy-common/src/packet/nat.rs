@@ -42,6 +42,22 @@ fn write<F: Network, B: Bytes>(
     bytes.write(headers.transport, &new)
 }
 
+/// Takes one off the lifetime of the packet with its header at `network`, as a router does. It must not be 0.
+#[inline(always)]
+pub fn shorten_lifetime<F: Network, B: Bytes>(bytes: B, network: u32) -> Result<(), Reason> {
+    let lifetime = network + F::LIFETIME;
+    let [old, protocol] = bytes.read::<2>(lifetime)?;
+    let new = old.wrapping_sub(1);
+    match F::CHECKSUM {
+        None => bytes.write_uncovered(lifetime, &[new]),
+        Some(checksum) => {
+            bytes.write(lifetime, &[new])?;
+            let change = Sum::of_change(&[old, protocol, 0, 0], &[new, protocol, 0, 0]);
+            bytes.change_header_checksum(network + checksum, change)
+        }
+    }
+}
+
 #[inline(always)]
 pub(super) fn transport_checksum<A: Address>(packet: &Packet<A>) -> Checksum {
     const OF_TCP: u32 = 16;

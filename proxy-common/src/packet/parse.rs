@@ -14,6 +14,8 @@ pub trait Network: Family {
     const DESTINATION: u32;
     /// Its own checksum. None: it has none, and the checksum of ICMP covers the addresses too.
     const CHECKSUM: Option<u32>;
+    /// Of the header. A router takes one off it.
+    const LIFETIME: u32;
     /// Types of ICMP.
     const ECHO_REQUEST: u8;
     const ECHO_REPLY: u8;
@@ -80,6 +82,7 @@ impl Network for V4 {
     const SOURCE: u32 = 12;
     const DESTINATION: u32 = 16;
     const CHECKSUM: Option<u32> = Some(10);
+    const LIFETIME: u32 = 8;
     const ECHO_REQUEST: u8 = 8;
     const ECHO_REPLY: u8 = 0;
 
@@ -168,6 +171,7 @@ impl Network for V6 {
     const SOURCE: u32 = 8;
     const DESTINATION: u32 = 24;
     const CHECKSUM: Option<u32> = None;
+    const LIFETIME: u32 = 7;
     const ECHO_REQUEST: u8 = 128;
     const ECHO_REPLY: u8 = 129;
 

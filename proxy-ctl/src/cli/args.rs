@@ -159,6 +159,7 @@ const STATUS_HELP: &str = "Example:
 JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects,
   problem},
   hooks[]: {name, interface, role, reason, kind}, xdp[]: as xdp.uplinks[] of `probe`,
+  podInterfaces: {taking, notTaking: {reason: count}} with ebpf.xdp: by how many XDP sends packets to pods,
   withdrawsIn: seconds, tables[]: {name, used, capacity, bytes},
   counters[]: {reason, count},
   formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]},

@@ -12,7 +12,7 @@ use serde::Serialize;
 use super::{
     service_filter::ServiceFilter,
     table::{bytes, table},
-    xdp::{self, XdpView},
+    xdp::{self, PodInterfaces, XdpView},
 };
 use crate::{
     config::{Encapsulation, Keyword, duration},
@@ -223,6 +223,8 @@ pub(super) struct StatusView {
     pub(super) hooks: Vec<HookView>,
     /// Of uplinks, with `ebpf.xdp`.
     pub(super) xdp: Vec<XdpView>,
+    /// With `ebpf.xdp`.
+    pub(super) pod_interfaces: Option<PodInterfaces>,
     /// Seconds for which everything is served without a controller; 0: nothing is translated any more. `None`: without end.
     pub(super) withdraws_in: Option<u64>,
     pub(super) tables: Vec<TableUsage>,
@@ -302,6 +304,7 @@ impl StatusView {
             sources: record.filter(|_| alive).map(|record| record.sources),
             hooks: Vec::new(),
             xdp: Vec::new(),
+            pod_interfaces: None,
             withdraws_in: None,
             tables: Vec::new(),
             counters: Vec::new(),
@@ -384,6 +387,8 @@ impl StatusView {
             table(["HOOK", "INTERFACE", "ROLE", "ATTACHED BY", "THAT ROLE BECAUSE"], hooks),
         );
         part(self.xdp.len(), xdp::text("XDP", &self.xdp));
+        let pods = self.pod_interfaces.as_ref().map(PodInterfaces::text);
+        part(pods.iter().len(), pods.unwrap_or_default());
         // Storage of sockets has no capacity: it lives and dies with them.
         let sized: Vec<_> = self.tables.iter().filter(|of| of.capacity > 0).collect();
         let tables = sized.iter().map(|of| {

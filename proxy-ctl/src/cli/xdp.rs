@@ -1,6 +1,6 @@
 //! On which uplinks XDP sends packets on, and by which ones.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
 
@@ -35,6 +35,60 @@ pub(super) struct XdpView {
 
 const NO: &str = "no";
 
+/// Interfaces of pods.
+#[derive(Clone, Debug, Default, Eq, PartialEq, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub(super) struct PodInterfaces {
+    /// To so many of them XDP sends packets of clients outside.
+    pub(super) taking: usize,
+    /// How many it does not, by the reason.
+    pub(super) not_taking: BTreeMap<String, usize>,
+}
+
+impl PodInterfaces {
+    /// Those of a controller that uses XDP. `targets`: where the programs may send what has come by others.
+    pub(super) fn of(
+        record: &record::Record,
+        network: &NodeNetwork,
+        targets: &BTreeSet<u32>,
+    ) -> Option<Self> {
+        let configured = configured(record)?;
+        let mut pods = Self::default();
+        for interface in network.interfaces.iter().filter(|of| has_role(record, of.index, "workload")) {
+            if targets.contains(&interface.index) {
+                pods.taking += 1;
+                continue;
+            }
+            let pod = Interface { role: Role::Workload, ..interface.clone() };
+            let facts = facts(pod.index, &pod.name);
+            let why = takes(configured, None, &pod, &facts, cpus()).err();
+            let why = why.map_or_else(|| NOT_SENT_BY.to_owned(), |why| why.to_string());
+            *pods.not_taking.entry(why).or_default() += 1;
+        }
+        Some(pods)
+    }
+
+    pub(super) fn text(&self) -> String {
+        let taking = (self.taking > 0).then(|| (self.taking, String::new()));
+        let not_taking = self.not_taking.iter().map(|(why, count)| (*count, format!("no: {why}")));
+        let row = |(count, why): (usize, String)| {
+            [count.to_string(), if why.is_empty() { "yes".to_owned() } else { why }]
+        };
+        table(["INTERFACES OF PODS", "XDP SENDS BY THEM"], taking.into_iter().chain(not_taking).map(row))
+    }
+}
+
+fn has_role(record: &record::Record, index: u32, role: &str) -> bool {
+    record.interfaces.iter().any(|known| known.index == index && known.role == role)
+}
+
+const NOT_SENT_BY: &str = "it would take frames, but XDP sends none of another uplink on, or the controller has not looked at it yet";
+
+/// How XDP is used, if it is.
+fn configured(record: &record::Record) -> Option<Xdp> {
+    Xdp::of(&record.xdp).filter(|xdp| *xdp != Xdp::Off)
+}
+
 impl XdpView {
     /// `attached`: the mode of the program that is there; `None`: that which would be.
     fn expected(configured: Xdp, interface: &Interface, attached: Option<Option<XdpMode>>) -> Self {
@@ -56,8 +110,7 @@ impl XdpView {
         if is_target || self.takes == NO {
             return self;
         }
-        let why = "it would take them, but XDP sends none of another uplink on, or the controller has not looked at it yet";
-        Self { takes: NO, takes_none: Some(why.to_owned()), ..self }
+        Self { takes: NO, takes_none: Some(NOT_SENT_BY.to_owned()), ..self }
     }
 
     fn attached(self, attached: Option<XdpMode>) -> Self {
@@ -96,10 +149,8 @@ pub(super) fn of_controller(
     attached: impl Fn(u32) -> Option<XdpMode>,
     targets: &BTreeSet<u32>,
 ) -> Vec<XdpView> {
-    let Some(configured) = Xdp::of(&record.xdp).filter(|xdp| *xdp != Xdp::Off) else { return Vec::new() };
-    let is_uplink =
-        |index: u32| record.interfaces.iter().any(|known| known.index == index && known.role == "uplink");
-    let uplinks = network.interfaces.iter().filter(|interface| is_uplink(interface.index));
+    let Some(configured) = configured(record) else { return Vec::new() };
+    let uplinks = network.interfaces.iter().filter(|interface| has_role(record, interface.index, "uplink"));
     let view = |uplink: &Interface| {
         let attached = attached(uplink.index);
         let view = XdpView::expected(configured, uplink, Some(attached));

@@ -1,6 +1,6 @@
-//! Which uplinks XDP sends frames on by that have come by others, and why not by the rest. Pure.
+//! By which interfaces XDP sends frames on that have come by uplinks, and why not by the rest. Pure.
 
-use super::{Device, Interface};
+use super::{Device, Interface, Role};
 use crate::{
     config::Xdp,
     sys::{
@@ -9,7 +9,7 @@ use crate::{
     },
 };
 
-/// What an uplink takes of frames that have come by others.
+/// What an interface takes of frames that have come by others.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Takes {
     /// Those in one piece.
@@ -18,7 +18,7 @@ pub enum Takes {
     All,
 }
 
-/// Why frames leave by an uplink only if they have come by it.
+/// Why frames that have come by others do not leave by an interface.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum NotTaken {
     #[error("its packets have no Ethernet header")]
@@ -29,6 +29,16 @@ pub enum NotTaken {
     Bond,
     #[error("no device of hardware (driver {0})")]
     NoCard(String),
+    #[error("generic XDP is no faster to it than the stack")]
+    Generic,
+    #[error("a port of the bridge {0}, through which routes lead to the pod")]
+    Port(String),
+    #[error("frames would not pass through its queueing discipline ({0})")]
+    Queueing(String),
+    #[error(
+        "frames would not meet the programs or filters that others have on it; before Linux 6.6 those of this proxy are among them"
+    )]
+    Filters,
     #[error(
         "its driver {0} takes none, or not as it is set: most need an XDP program on the device, a veth one or GRO at its other end"
     )]
@@ -50,7 +60,7 @@ const OF_OLD: [&str; 5] = ["bnxt_en", "i40e", "ice", "ixgbe", "mlx5_core"];
 /// its number, or not at all.
 const SHARE_QUEUES: [&str; 7] = ["bnxt_en", "ena", "ice", "ixgbe", "tun", "veth", "virtio_net"];
 
-/// What an uplink takes where the programs run as `configured`. `attached`: that of the uplink itself.
+/// What an interface takes where the programs run as `configured`. `attached`: that of the interface itself.
 pub fn takes(
     configured: Xdp,
     attached: Option<XdpMode>,
@@ -62,13 +72,15 @@ pub fn takes(
     if !interface.ethernet {
         return Err(NotTaken::Bare);
     }
-    match (configured, interface.device) {
-        (_, Device::Vlan(_)) => return Err(NotTaken::Vlan),
-        (_, Device::Bond) => return Err(NotTaken::Bond),
+    match (configured, interface.device, interface.role) {
+        (_, Device::Vlan(_), _) => return Err(NotTaken::Vlan),
+        (_, Device::Bond, _) => return Err(NotTaken::Bond),
         // The stack sends them.
-        (Xdp::Generic, _) => return Ok(Takes::Whole),
-        (Xdp::Auto, Device::Other) => return Err(NotTaken::NoCard(driver)),
-        (Xdp::Auto | Xdp::Native | Xdp::Off, Device::Card | Device::Other) => {}
+        (Xdp::Generic, _, Role::Uplink) => return Ok(Takes::Whole),
+        (Xdp::Generic, _, Role::Workload) => return Err(NotTaken::Generic),
+        (_, _, Role::Workload) => nothing_acts_on_pods_packets(interface, facts)?,
+        (Xdp::Auto, Device::Other, Role::Uplink) => return Err(NotTaken::NoCard(driver)),
+        (Xdp::Auto | Xdp::Native | Xdp::Off, Device::Card | Device::Other, _) => {}
     }
     let takes = match facts.xdp {
         Some(features) if features.has(XdpFeatures::SENDS_FRAGMENTS) => Takes::All,
@@ -84,6 +96,18 @@ pub fn takes(
             Err(NotTaken::FewQueues { interface: interface.name.clone(), driver, queues, cpus })
         }
         Some(_) | None => Ok(takes),
+    }
+}
+
+/// What is sent to a pod by XDP, and its answers, do not meet what is at the host's end of its interface.
+fn nothing_acts_on_pods_packets(interface: &Interface, facts: &DeviceFacts) -> Result<(), NotTaken> {
+    /// One of ours for each direction.
+    const OURS: usize = 2;
+    match (&interface.bridge, &facts.discipline) {
+        (Some(bridge), _) => Err(NotTaken::Port(bridge.clone())),
+        (None, Some(discipline)) => Err(NotTaken::Queueing(discipline.clone())),
+        (None, None) if facts.filters || facts.programs > OURS => Err(NotTaken::Filters),
+        (None, None) => Ok(()),
     }
 }
 
@@ -117,6 +141,10 @@ mod tests {
 
     fn card() -> Interface {
         Interface::uplink(Device::Card)
+    }
+
+    fn pod() -> Interface {
+        Interface { role: Role::Workload, ..Interface::uplink(Device::Other) }
     }
 
     fn few(driver: &str) -> Result<Takes, NotTaken> {
@@ -216,6 +244,49 @@ mod tests {
         Interface::uplink(Device::Other),
         device("veth", Some(SENDS)),
         Err(NotTaken::NoCard("veth".into()))
+    )]
+    #[case::of_a_pod(Xdp::Auto, None, pod(), device("veth", Some(SENDS)), WHOLE)]
+    #[case::of_a_pod_without_gro(
+        Xdp::Native,
+        None,
+        pod(),
+        device("veth", Some(0)),
+        Err(NotTaken::NoDriver("veth".into()))
+    )]
+    #[case::of_a_pod_on_a_bridge(
+        Xdp::Native,
+        None,
+        Interface { bridge: Some("cni0".into()), ..pod() },
+        device("veth", Some(SENDS)),
+        Err(NotTaken::Port("cni0".into()))
+    )]
+    #[case::of_a_pod_whose_rate_is_limited(
+        Xdp::Native,
+        None,
+        pod(),
+        DeviceFacts { discipline: Some("tbf".into()), ..device("veth", Some(SENDS)) },
+        Err(NotTaken::Queueing("tbf".into()))
+    )]
+    #[case::of_a_pod_that_another_program_looks_at(
+        Xdp::Native,
+        None,
+        pod(),
+        DeviceFacts { programs: 3, ..device("veth", Some(SENDS)) },
+        Err(NotTaken::Filters)
+    )]
+    #[case::of_a_pod_with_filters(
+        Xdp::Native,
+        None,
+        pod(),
+        DeviceFacts { filters: true, ..device("veth", Some(SENDS)) },
+        Err(NotTaken::Filters)
+    )]
+    #[case::of_a_pod_by_the_stack(
+        Xdp::Generic,
+        None,
+        pod(),
+        device("veth", Some(SENDS)),
+        Err(NotTaken::Generic)
     )]
     #[case::any_driver(
         Xdp::Native,

@@ -2,13 +2,15 @@
 
 use std::{collections::BTreeSet, fs, io};
 
-use libc::{IFLA_INFO_KIND, IFLA_LINKINFO, IFLA_MTU, RTM_GETLINK};
+use aya::programs::{SchedClassifier, TcAttachType};
+use libc::{IFLA_INFO_KIND, IFLA_LINKINFO, IFLA_MTU, IFLA_QDISC, RTM_GETLINK};
 use netlink_sys::protocols::NETLINK_ROUTE;
 
 use super::{
     CallError,
     generic_netlink::{GenericFamily, HEADER, header},
     netlink::{Attributes, Messages, NLM_F_ACK, NetlinkSocket, word},
+    tc::{Direction, has_filters},
 };
 
 /// `None`: nobody tells.
@@ -22,6 +24,12 @@ pub struct DeviceFacts {
     /// Offloads that are on, by ethtool's names; empty: not known, or none is.
     pub offloads: BTreeSet<String>,
     pub xdp: Option<XdpFeatures>,
+    /// Kind of the queueing discipline of packets that leave, if there is one.
+    pub discipline: Option<String>,
+    /// How many programs tcx has on it, in both directions; before Linux 6.6 none.
+    pub programs: usize,
+    /// Traffic control has filters on it.
+    pub filters: bool,
     /// Bytes of a page of memory.
     pub page: u32,
 }
@@ -50,13 +58,21 @@ impl XdpFeatures {
 /// Of an interface of this thread's network namespace.
 pub fn facts(index: u32, name: &str) -> DeviceFacts {
     let mut facts = DeviceFacts { page: page(), ..DeviceFacts::default() };
-    let asked = [link(index, &mut facts), ethtool(index, &mut facts), netdev(index, &mut facts)];
+    let asked = [
+        link(index, &mut facts),
+        filters(index, &mut facts),
+        ethtool(index, &mut facts),
+        netdev(index, &mut facts),
+    ];
     for error in asked.into_iter().filter_map(Result::err) {
         tracing::debug!(interface = name, %error, "not all is known of the device");
     }
     if facts.driver.is_none() {
         facts.driver = driver(name);
     }
+    let programs =
+        [TcAttachType::Ingress, TcAttachType::Egress].map(|hook| SchedClassifier::query_tcx(name, hook));
+    facts.programs = programs.into_iter().flatten().map(|(_, programs)| programs.len()).sum();
     facts
 }
 
@@ -91,9 +107,18 @@ fn link(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {
             facts.mtu = attributes.get(IFLA_MTU).and_then(|mtu| word(mtu, 0));
             let kind = attributes.nested(IFLA_LINKINFO).and_then(|info| info.text(IFLA_INFO_KIND));
             facts.driver = kind.map(str::to_owned);
+            let discipline = attributes.text(IFLA_QDISC).filter(|kind| *kind != "noqueue");
+            facts.discipline = discipline.map(str::to_owned);
         })
     });
     answered.map_err(CallError::of("netlink RTM_GETLINK"))
+}
+
+fn filters(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {
+    for direction in Direction::ALL {
+        facts.filters |= has_filters(index, direction)?;
+    }
+    Ok(())
 }
 
 const ETHTOOL_FEATURES_GET: u8 = 11;
@@ -195,6 +220,14 @@ mod tests {
             assert!(of_pair.has(XdpFeatures::BASIC) && of_pair.has(XdpFeatures::FRAGMENTS), "{of_pair:?}");
             assert!(!of_bridge.has(XdpFeatures::BASIC), "{of_bridge:?}");
         }
+        let acts = || (here().discipline, here().filters);
+        assert_eq!(acts(), (None, false));
+        run("tc", "qdisc add dev here root tbf rate 1mbit burst 10k latency 1s");
+        run("tc", "qdisc add dev here clsact");
+        assert_eq!(acts(), (Some("tbf".to_owned()), false));
+        run("tc", "qdisc del dev here root");
+        run("tc", "filter add dev here ingress matchall action drop");
+        assert_eq!(acts(), (None, true));
         let nothing = DeviceFacts { page: page(), ..DeviceFacts::default() };
         assert_eq!(facts(u32::MAX >> 1, "nowhere"), nothing);
     }

@@ -699,6 +699,10 @@ impl World {
         Ok(self.redirect_targets()?.set(&key, &RedirectTarget { interface, program: 0 })?)
     }
 
+    pub(crate) fn remove_redirect_target(&mut self, key: u32) -> Result<()> {
+        Ok(self.redirect_targets()?.remove(&key).map(drop)?)
+    }
+
     fn redirect_targets(&self) -> Result<Table<u32, RedirectTarget>> {
         match self.ebpf.map(table::redirect_targets) {
             Some(Map::DevMapHash(map)) => open(map),

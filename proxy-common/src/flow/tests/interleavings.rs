@@ -356,6 +356,14 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
         self.host.epoch()
     }
 
+    fn driver_sends_by(&self, interface: u32) -> bool {
+        self.host.driver_sends_by(interface)
+    }
+
+    fn driver_redirects_from(&self, interface: u32) -> bool {
+        self.host.driver_redirects_from(interface)
+    }
+
     fn route_epoch(&self) -> u32 {
         self.host.route_epoch()
     }

@@ -66,6 +66,7 @@ fn event() -> impl Strategy<Value = Event> {
 struct Node {
     host: Host,
     sources: BTreeMap<u16, ((A, Port), A)>,
+    has_backends: bool,
 }
 
 /// What leaves the node: a packet's ends, and those of the packet that it is in, if any.
@@ -73,7 +74,7 @@ type Left = (Rewrite<A>, Option<Ends<A>>);
 
 impl Node {
     fn new() -> Self {
-        Self { host: Host::new(), sources: BTreeMap::new() }
+        Self { host: Host::new(), sources: BTreeMap::new(), has_backends: false }
     }
 
     /// Backends answer clients themselves.
@@ -82,6 +83,15 @@ impl Node {
         node.host.encapsulation = encapsulation;
         for frontend in node.host.tables.frontends.values_mut() {
             frontend.flags |= FRONTEND_DSR;
+        }
+        node
+    }
+
+    /// All backends are here.
+    fn with_local_backends() -> Self {
+        let mut node = Self { has_backends: true, ..Self::new() };
+        for slot in node.host.tables.slots.values_mut() {
+            *slot = Slot4::new(slot.address(), slot.port(), slot.backend(), BACKEND_LOCAL);
         }
         node
     }
@@ -107,11 +117,28 @@ impl Node {
         Some(packet)
     }
 
+    fn origin(&self, packet: &Packet<A>) -> Origin {
+        if self.has_backends && BACKENDS.contains(&packet.source) {
+            Origin::Workload
+        } else {
+            Origin::Outside
+        }
+    }
+
     /// By the stack.
     fn through_the_stack(&self, packet: &Packet<A>) -> Result<Left, Reason> {
-        let entered = self.host.arriving(packet, Origin::Outside)?;
-        let mut scratch = Scratch { packet: rewritten(packet, entered), ..Scratch::default() };
-        decide_leaving(&self.host, &mut scratch, false)?;
+        let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
+        let entered = decide_arriving(&self.host, &mut scratch, self.origin(packet));
+        let entered = if scratch.action.then == Then::PastStack { Err(Reason::NotAService) } else { entered };
+        let entered = entered.map(|()| scratch.action.rewrite);
+        let inside = entered.map_or(*packet, |entered| rewritten(packet, entered));
+        let mut scratch = Scratch { packet: inside, ..Scratch::default() };
+        match (entered, decide_leaving(&self.host, &mut scratch, false)) {
+            (Ok(entered), Err(Reason::NotAService)) => return Ok((entered, None)),
+            (Err(Reason::NotAService), Ok(())) => return Ok(left(&scratch)),
+            (entered, leaving) => (entered?, leaving?),
+        };
+        let entered = entered?;
         if scratch.action.then == Then::Encapsulate {
             encapsulating(&self.host, &mut scratch)?;
         }
@@ -171,6 +198,7 @@ fn node() -> impl Strategy<Value = fn() -> Node> {
         Node::new as fn() -> Node,
         || Node::with_direct_return(ENCAPSULATION_IP),
         || Node::with_direct_return(ENCAPSULATION_GENEVE),
+        Node::with_local_backends,
     ])
 }
 
@@ -260,24 +288,73 @@ fn a_flow_begins_without_a_next_hop() {
 
 /// A first packet that the stack has dropped between the hooks, as one that came by the wrong interface, opens no way around the stack.
 #[rstest]
-fn with_direct_return_the_stack_sees_a_flow_first(
-    #[values(ENCAPSULATION_IP, ENCAPSULATION_GENEVE)] encapsulation: u16,
-) {
-    let node = Node::with_direct_return(encapsulation);
-    let decides = |flags| {
-        let packet = node.packet(PROTOCOL_TCP, Event::Client(40_000, flags, 0)).unwrap();
-        let mut scratch = Scratch { packet, ..Scratch::default() };
+#[case::to_backends_that_return_directly(Node::with_direct_return(ENCAPSULATION_IP))]
+#[case::to_backends_that_return_directly_by_geneve(Node::with_direct_return(ENCAPSULATION_GENEVE))]
+#[case::to_backends_of_this_node(Node::with_local_backends())]
+fn the_stack_sees_a_flow_first(#[case] mut node: Node) {
+    let packet = |node: &Node, flags| node.packet(PROTOCOL_TCP, client(flags)).unwrap();
+    let decides = |node: &Node, flags| {
+        let mut scratch = Scratch { packet: packet(node, flags), ..Scratch::default() };
         in_transit(&node.host, &mut scratch, &Routes { leaves: true, ..Routes::default() })
             .map(|()| left(&scratch))
     };
-    let syn = node.packet(PROTOCOL_TCP, Event::Client(40_000, TCP_SYN, 0)).unwrap();
-    node.host.arriving(&syn, Origin::Outside).unwrap();
-    assert_eq!(decides(TCP_ACK), Err(Reason::NotAService), "nothing has left");
-    let (_, tunnel) = node.through_the_stack(&syn).unwrap();
-    let (rewrite, in_transit) = decides(TCP_ACK).unwrap();
-    assert_eq!(in_transit, tunnel);
-    assert_eq!(rewritten(&syn, rewrite), syn, "it leaves as the client has sent it");
-    assert_eq!(decides(TCP_SYN), Err(Reason::NotAService), "it may begin another flow");
+    node.host.arriving(&packet(&node, TCP_SYN), Origin::Outside).unwrap();
+    assert_eq!(decides(&node, TCP_ACK), Err(Reason::NotAService), "nothing has left");
+    let outcome = node.through_the_stack(&packet(&node, TCP_SYN));
+    node.learn(client(TCP_SYN), &outcome);
+    if let Some(answer) = node.packet(PROTOCOL_TCP, backend(TCP_SYN | TCP_ACK)) {
+        assert_eq!(decides(&node, TCP_ACK), Err(Reason::NotAService), "no answer has left");
+        node.through_the_stack(&answer).unwrap();
+    }
+    let by_driver = decides(&node, TCP_ACK);
+    assert_eq!(by_driver, node.through_the_stack(&packet(&node, TCP_ACK)));
+    assert!(by_driver.is_ok(), "{by_driver:?}");
+    assert_eq!(decides(&node, TCP_SYN), Err(Reason::NotAService), "it may begin another flow");
+}
+
+const fn client(flags: u8) -> Event {
+    Event::Client(40_000, flags, 0)
+}
+
+const fn backend(flags: u8) -> Event {
+    Event::Backend(40_000, flags, 0)
+}
+
+/// Connection tracking sees both directions or none.
+#[rstest]
+fn a_pods_answers_take_the_way_of_its_clients_packets(
+    #[values(PROTOCOL_TCP, PROTOCOL_UDP)] protocol: u8,
+    #[values(0, 1)] entry_without_mark: usize,
+) {
+    let mut node = Node::with_local_backends();
+    let then = |node: &Node, origin| {
+        let packet = node.packet(protocol, backend(TCP_ACK)).unwrap();
+        let mut scratch = Scratch { packet, ..Scratch::default() };
+        let _what_the_stack_gets = decide_arriving(&node.host, &mut scratch, origin);
+        scratch.action.then
+    };
+    for event in [client(TCP_SYN), backend(TCP_SYN | TCP_ACK)] {
+        let outcome = node.through_the_stack(&node.packet(protocol, event).unwrap());
+        node.learn(event, &outcome);
+    }
+    assert_eq!(then(&node, Origin::Workload), Then::Pass);
+    let sends = |node: &Node| {
+        let packet = node.packet(protocol, client(TCP_ACK)).unwrap();
+        let mut scratch = Scratch { packet, ..Scratch::default() };
+        in_transit(&node.host, &mut scratch, &Routes { leaves: true, ..Routes::default() })
+    };
+    assert_eq!(sends(&node), Ok(()));
+    assert_eq!(then(&node, Origin::Workload), Then::PastStack);
+    assert_eq!(then(&node, Origin::Outside), Then::Pass, "anybody can have sent it");
+    // Another CPU has copied an entry to the other table before it was marked.
+    for flow in node.host.flows.borrow().values().skip(entry_without_mark).step_by(2) {
+        let mut unmarked = flow.get();
+        unmarked.left = unmarked.mark_of_left();
+        flow.set(unmarked);
+    }
+    node.host.wait(2 * SECOND);
+    assert_eq!(sends(&node), Ok(()));
+    assert_eq!(then(&node, Origin::Workload), Then::PastStack);
 }
 
 /// A pod's flow that is masqueraded, as the pod dials itself. The stack would drop what comes from outside with the pod's address.

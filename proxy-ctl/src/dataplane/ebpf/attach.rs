@@ -28,7 +28,7 @@ use super::{
     writer::Failures,
 };
 use crate::{
-    dataplane::Interface,
+    dataplane::{Interface, Role},
     sys::{
         CallError,
         bpf::{self, LinkTarget, Order},
@@ -253,7 +253,9 @@ impl Hooks {
             Ok(true) => changed(None),
             Err(error) => failures.add("socket hooks", error),
         }
-        let interfaces: Vec<Interface> = self.interfaces.values().cloned().collect();
+        let mut interfaces: Vec<Interface> = self.interfaces.values().cloned().collect();
+        // What pods take of XDP depends on uplinks.
+        interfaces.sort_by_key(|interface| interface.role != Role::Uplink);
         for interface in &interfaces {
             match self.attach(interface) {
                 Ok(false) => {}

@@ -1,4 +1,4 @@
-//! Where packets are sent on before the stack has them: to backends on other nodes, and their answers, by XDP on uplinks, and to others.
+//! Where packets are sent on before the stack has them, by XDP on uplinks: to backends on this node and on others, and their answers.
 
 use std::{cell::OnceCell, collections::BTreeMap, path::PathBuf};
 
@@ -69,10 +69,10 @@ pub(super) struct Redirects {
     pub(super) targets: BTreeMap<u32, RedirectTarget>,
 }
 
-/// Of frames that leave by another uplink than they have come by.
+/// Of frames that leave by another interface than they have come by.
 #[derive(Debug)]
 struct Redirection {
-    /// Where the uplink's frames may do so: its own link address.
+    /// Where frames of this interface, an uplink, may do so: its own link address.
     gives: Option<LinkAddress>,
     takes: Option<Takes>,
 }
@@ -93,7 +93,7 @@ pub(super) struct Transit {
     program: OnceCell<&'static str>,
     /// Uplinks that cannot have it, and what was said of them.
     refused: BTreeMap<u32, String>,
-    /// Of uplinks, as they were when they were looked at last.
+    /// Of interfaces, as they were when they were looked at last.
     redirections: BTreeMap<u32, Redirection>,
 }
 
@@ -115,7 +115,9 @@ impl Transit {
     pub(super) fn redirects(&self) -> Redirects {
         let mut redirects = Redirects::default();
         let room = REDIRECTS as usize / KEYS_OF_TARGET;
-        for (&interface, redirection) in self.redirections.iter().take(room) {
+        let (uplinks, pods): (Vec<_>, Vec<_>) =
+            self.redirections.iter().partition(|(_, redirection)| redirection.gives.is_some());
+        for (&interface, redirection) in uplinks.into_iter().chain(pods).take(room) {
             redirects.sources.extend(redirection.gives.map(|address| (interface, address)));
             let keys: &[u32] = match redirection.takes {
                 None => &[],
@@ -138,8 +140,12 @@ impl Transit {
         links: &mut LinkPins,
         interface: &Interface,
     ) -> Result<bool, Error> {
-        if self.configured == Xdp::Off || interface.role != Role::Uplink {
+        if self.configured == Xdp::Off {
             self.redirections.remove(&interface.index);
+            return Self::remove_links(paths, links, interface.index, &MODES);
+        }
+        if interface.role == Role::Workload {
+            self.look_at_pod(interface);
             return Self::remove_links(paths, links, interface.index, &MODES);
         }
         let mut facts = device::facts(interface.index, &interface.name);
@@ -163,6 +169,16 @@ impl Transit {
         let redirection = Redirection::of(self.configured, attached, interface, &facts);
         self.redirections.insert(interface.index, redirection);
         Ok(changed)
+    }
+
+    fn look_at_pod(&mut self, interface: &Interface) {
+        if !self.redirections.values().any(|uplink| uplink.gives.is_some()) {
+            self.redirections.remove(&interface.index);
+            return;
+        }
+        let facts = device::facts(interface.index, &interface.name);
+        let redirection = Redirection::of(self.configured, None, interface, &facts);
+        self.redirections.insert(interface.index, redirection);
     }
 
     /// Answers whether it is attached, and whether anything had to be done.

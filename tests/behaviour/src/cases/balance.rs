@@ -1,10 +1,13 @@
 //! By what a connection's endpoint is chosen: algorithms and weights.
 
+use std::time::Duration;
+
 use anyhow::{Context as _, Result, bail, ensure};
 use lab::{
     Dial,
     cluster::{NODES, OUTSIDE},
     objects::Endpoint,
+    wait,
 };
 
 use crate::{
@@ -100,6 +103,7 @@ fn weights(world: &mut World, variant: Variant) -> Result<()> {
     Ok(())
 }
 
+const COUNTED_ANEW_WITHIN: Duration = Duration::from_secs(30);
 /// Those of each client are held to one endpoint.
 const HELD: usize = 5;
 
@@ -117,7 +121,11 @@ fn least(world: &mut World, variant: Variant) -> Result<()> {
         set(world, None, &[1, 1])?;
         world.answers(client, &one.clone().times(MANY), &[*busy, *idle])?;
         set(world, Some("leastConnection"), &[1, 1])?;
-        world.answers(client, &one.clone().times(MANY), &[*idle]).with_context(|| client.to_owned())?;
+        // What is open is counted anew within ten seconds, if nothing went by connections when the proxy last looked.
+        wait::until(&format!("{client} is sent to the idle endpoint"), COUNTED_ANEW_WITHIN, || {
+            let answers = world.answers(client, &one.clone().times(MANY), &[*idle]);
+            answers.map(|_| Some(())).map_err(|error| format!("{error:#}"))
+        })?;
         for connection in held {
             world.agent(client)?.release(connection)?;
         }

@@ -5,13 +5,14 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, ensure};
+use anyhow::{Context as _, Result, bail, ensure};
 use lab::{
     Dial, Protocol,
     address::{Family, NodeNumber, fabric},
-    cluster::{NODES, OUTSIDE, node_name},
+    cluster::{NODES, OUTSIDE, drivers_tell_what_they_take, node_name},
     namespace, wait,
 };
+use scenario::Skip;
 
 use crate::{
     case::{Case, Difference, Variant, Variants, says},
@@ -66,6 +67,13 @@ pub(super) const CASES: &[Case] = &[
         "packets between a client outside and another node pass the stack by",
         Variants::All,
         in_transit,
+    )
+    .concerns(|setting| setting.uses_xdp())
+    .core(),
+    Case::new(
+        "packets from a client outside to a pod of the node pass the stack by",
+        Variants::Tcp,
+        in_transit_to_pod,
     )
     .concerns(|setting| setting.uses_xdp())
     .core(),
@@ -145,14 +153,35 @@ fn from_outside(
 
 /// All but the first one of each flow.
 fn in_transit(world: &mut World, variant: Variant) -> Result<()> {
-    const REQUESTS: u16 = 20;
-    let before = world.counted(1, "sent_by_driver")?;
-    let target = world.node_port(&ON_NODE2, 1, variant.family)?;
-    let dial = Dial::new(variant.protocol, target).times(REQUESTS.into());
-    world.answers(OUTSIDE, &dial, ON_NODE2.endpoints)?;
-    let packets = world.counted(1, "sent_by_driver")? - before;
-    // Of a connection: the backend's SYN, what acknowledges it, request, answer, and the ends. The next hops are known after a few.
+    // Of a connection: the backend's SYN, what acknowledges it, request, answer, and the ends.
     let of_each = if variant.protocol == Protocol::Tcp { 5 } else { 1 };
+    by_driver(world, variant, &ON_NODE2, "sent_by_driver", of_each)
+}
+
+fn in_transit_to_pod(world: &mut World, variant: Variant) -> Result<()> {
+    if !drivers_tell_what_they_take() {
+        bail!(Skip("this kernel does not tell which frames a veth takes (6.3)".to_owned()));
+    }
+    // Of a connection: what acknowledges the backend's SYN, the request, and what acknowledges the answer or ends the connection.
+    by_driver(world, variant, &ON_NODE1, "redirected_by_driver", 3)?;
+    // What acknowledges the request, the answer, and the end.
+    by_driver(world, variant, &ON_NODE1, "answer_past_stack", 2)
+}
+
+/// As many packets of each connection or datagram pass the stack by. The next hops are known after a few.
+fn by_driver(
+    world: &mut World,
+    variant: Variant,
+    service: &ServiceFixture,
+    reason: &str,
+    of_each: u64,
+) -> Result<()> {
+    const REQUESTS: u16 = 20;
+    let before = world.counted(1, reason)?;
+    let target = world.node_port(service, 1, variant.family)?;
+    let dial = Dial::new(variant.protocol, target).times(REQUESTS.into());
+    world.answers(OUTSIDE, &dial, service.endpoints)?;
+    let packets = world.counted(1, reason)? - before;
     ensure!(packets >= of_each * u64::from(REQUESTS - 4), "{packets} packets of {REQUESTS} requests");
     Ok(())
 }

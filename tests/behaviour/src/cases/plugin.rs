@@ -11,16 +11,24 @@ use scenario::Skip;
 use crate::{
     case::{Case, Variant, Variants},
     check,
-    fixtures::ON_NODE2,
+    fixtures::{ON_NODE1, ON_NODE2},
     state,
     world::World,
 };
 
-pub(super) const CASES: &[Case] = &[Case::new(
-    "a network plugin's masquerade and the proxy's lose no answer of each other",
-    Variants::All,
-    masquerades,
-)];
+pub(super) const CASES: &[Case] = &[
+    Case::new(
+        "a network plugin's masquerade and the proxy's lose no answer of each other",
+        Variants::All,
+        masquerades,
+    ),
+    Case::new(
+        "a client outside keeps its connection to a pod that a plugin masquerades",
+        Variants::All,
+        forgotten,
+    )
+    .concerns(|setting| setting.uses_xdp()),
+];
 
 /// Of each of both: thirty of them are at a port that a short one of the other gets.
 const LASTING: usize = 1_000;
@@ -45,6 +53,32 @@ fn masquerades(world: &mut World, variant: Variant) -> Result<()> {
     // Without the table nothing translates what is left of them, and a new datagram of the same ends would be dropped.
     state::forget_connections(&world.lab, 1)?;
     outcome
+}
+
+/// XDP sends the packets of both sides past connection tracking, which forgets them: the pod's answers must not become connections of the pod.
+fn forgotten(world: &mut World, variant: Variant) -> Result<()> {
+    if control_plane::go::on_path("nft").is_none() {
+        bail!(Skip("nft is not installed".into()));
+    }
+    let node = world.lab.netns("node1")?.namespace.clone();
+    let (pod, client) = (world.addresses("web-1")?, world.addresses(OUTSIDE)?);
+    let rules = [
+        format!("ip saddr {} ip daddr {} masquerade", pod.v4, client.v4),
+        format!("ip6 saddr {} ip6 daddr {} masquerade", pod.v6, client.v6),
+    ];
+    namespace::masquerade(&node, &rules)?;
+    let agent = world.agent(OUTSIDE)?;
+    let held = agent.hold_many(variant.protocol, &[world.node_port(&ON_NODE1, 1, variant.family)?], 20)?;
+    let pinged = (0..2).try_for_each(|_| {
+        state::forget_connections(&world.lab, 1)?;
+        let lost = agent.ping_many(&held)?;
+        ensure!(lost.is_empty(), "{} of {} lost: {:?}", lost.len(), held.len(), lost.first());
+        Ok(())
+    });
+    namespace::end_masquerade(&node)?;
+    state::forget_connections(&world.lab, 1)?;
+    held.into_iter().try_for_each(|connection| agent.release(connection))?;
+    pinged
 }
 
 fn beside(world: &mut World, variant: Variant, endpoint: std::net::SocketAddr) -> Result<()> {

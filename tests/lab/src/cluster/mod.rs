@@ -46,6 +46,10 @@ impl Netns {
     pub fn ip(&self, script: &str) -> Result<()> {
         namespace::ip(Some(&self.namespace), script)
     }
+
+    fn is_pod(&self) -> bool {
+        self.node.is_some_and(|node| self.name != node_name(node))
+    }
 }
 
 /// Where the processes of a pod are, as seen by the hooks on the node's cgroup.
@@ -118,8 +122,9 @@ impl Lab {
         Ok(lab)
     }
 
-    /// XDP programs run on the nodes' devices as they do on network cards.
+    /// XDP programs run on the nodes' devices as they do on network cards, and pods take frames that such programs send to them.
     pub fn equip_with_cards(&mut self) -> Result<()> {
+        self.pods().try_for_each(|pod| card::take_frames(pod, "on"))?;
         for name in NODES.map(node_name).into_iter().chain([OUTSIDE.to_owned()]) {
             self.cards.push(Card::make(self.fabric()?, &name, self.netns(&name)?, "eth0")?);
         }
@@ -128,7 +133,15 @@ impl Lab {
 
     /// The devices are simple veths again.
     pub fn take_cards_out(&mut self) -> Result<()> {
+        if self.cards.is_empty() {
+            return Ok(());
+        }
+        self.pods().try_for_each(|pod| card::take_frames(pod, "off"))?;
         self.cards.drain(..).try_for_each(Card::take_out)
+    }
+
+    fn pods(&self) -> impl Iterator<Item = &Netns> {
+        self.netns.values().filter(|netns| netns.is_pod())
     }
 
     /// Prefix of everything that belongs to this lab.
@@ -190,6 +203,9 @@ impl Lab {
         self.add_netns_in(name, cgroup, addresses, Some(node))?;
         let pod = self.netns(name)?;
         topology::connect_pod(&node_netns, pod)?;
+        if !self.cards.is_empty() {
+            card::take_frames(pod, "on")?;
+        }
         Ok(pod)
     }
 

@@ -1,4 +1,4 @@
-//! Frames that XDP sends on by another uplink than they have come by.
+//! Frames that XDP sends on by another interface than they have come by: to other nodes, and to pods.
 
 use std::fs;
 
@@ -17,7 +17,7 @@ use super::{
     transit::{NEXT_HOP, OWN, Uplink, address, opened, tagged},
 };
 use crate::{
-    wire::{Endpoint, Extra, Segment},
+    wire::{Cut, Endpoint, Extra, Segment},
     world::{Tables, Verdict, link_address},
 };
 
@@ -33,6 +33,87 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.counted(&[(Reason::FlowOpened, 1), (Reason::RedirectedByDriver, 2)])?;
         let bytes: usize = [&first, &answer, &second].iter().map(|p| p.bytes::<W>().len()).sum();
         s.counted_for_service(3, bytes)
+    });
+    group.both::<W>("redirect to a pod once an answer has left, and its answers past the stack", |s| {
+        let (uplink, pod) = node_with_pod(s)?;
+        let first = s.first(CLIENT, NODE_PORT);
+        let second = first.flags(TCP_ACK);
+        let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
+        let sent = Expect::Becomes(&answer.from(NODE_PORT));
+        s.send("uplink_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+        passes(s, uplink.index, &second.bytes::<W>())?;
+        pod.answers_by_stack(s, &answer)?;
+        // By a device without XDP, so that the client's packets may come by one.
+        s.send("uplink_egress", &answer, sent)?;
+        passes(s, uplink.index, &second.bytes::<W>())?;
+        let_out(s, &uplink, &answer)?;
+        pod.answers_by_stack(s, &answer)?;
+        uplink_sends(s, &uplink, &second, &second.to(LOCAL), &pod)?;
+        pod.answers_past_stack(s, &answer)?;
+        let_out(s, &uplink, &answer)?;
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::RedirectedByDriver, 1), (Reason::AnswerPastStack, 1)])?;
+        let bytes: usize =
+            [&first, &second, &answer, &answer, &answer].iter().map(|p| p.bytes::<W>().len()).sum();
+        s.counted_for_service(5, bytes)
+    });
+    group.both::<W>(
+        "no redirect to a pod whose interface takes no frames any more, nor past the stack",
+        |s| {
+            let (uplink, pod) = node_with_pod(s)?;
+            let answer = pod.opened(s, &uplink)?;
+            pod.answers_past_stack(s, &answer)?;
+            s.world.remove_redirect_target(pod.index)?;
+            let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
+            passes(s, uplink.index, &second.bytes::<W>())?;
+            s.send("uplink_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
+            pod.answers_by_stack(s, &answer)
+        },
+    );
+    group.both::<W>("past the stack goes what a router only sends on, to uplinks with XDP", |s| {
+        let (uplink, pod) = node_with_pod(s)?;
+        let answer = pod.opened(s, &uplink)?;
+        s.send("workload_ingress", &answer, Expect::Untouched)?;
+        s.send("uplink_ingress", &answer, Expect::Untouched)?;
+        pod.answers_by_stack(s, &Segment { hop_limit: 1, ..answer.clone() })?;
+        pod.answers_by_stack(s, &Segment { extra: Extra::Options, ..answer.clone() })?;
+        let client = address::<W>(CLIENT.0);
+        ip(None, &format!("route add blackhole {client}\n"))?;
+        pod.answers_by_stack(s, &answer)?;
+        ip(None, &format!("route del blackhole {client}\n"))?;
+        pod.answers_past_stack(s, &answer)?;
+        // The kernel asks for the link address then.
+        ip(None, &format!("neigh del {client} dev {}\n", uplink.device))?;
+        pod.answers_past_stack(s, &answer)?;
+        s.world.remove_redirect_source(uplink.index)?;
+        pod.answers_by_stack(s, &answer)
+    });
+    group.both::<W>("past the stack goes what the uplink takes, whole or in segments", |s| {
+        let (uplink, pod) = node_with_pod(s)?;
+        let answer = pod.opened(s, &uplink)?;
+        ip(None, "link set uplink mtu 1300\n")?;
+        let headers = answer.bytes::<W>().len() - answer.payload.len() - 14;
+        let with_payload = |length| Segment { payload: vec![1; length], ..answer.clone() };
+        pod.answers_past_stack(s, &with_payload(1300 - headers))?;
+        pod.answers_by_stack(s, &with_payload(1301 - headers))?;
+        let merged = |size: usize, verdict| {
+            let bytes = with_payload(1400).bytes::<W>();
+            let output = s.world.leaves_merged(pod.index, "workload_ingress", &bytes, size as u32)?;
+            ensure!(output.verdict == verdict, "segments of {size}: {:?}", output.verdict);
+            Ok(())
+        };
+        merged(1300 - headers, Verdict::Redirected)?;
+        merged(1301 - headers, Verdict::GoesOn)
+    });
+    group.both::<W>("past the stack go answers in fragments", |s| {
+        const CUT: Cut = Cut { piece: 64, id: 7 };
+        let (uplink, pod) = node_with_pod(s)?;
+        let answer = Segment { payload: vec![1; 150], ..pod.opened(s, &uplink)? };
+        let sent = Segment { hop_limit: answer.hop_limit - 1, ..answer.clone() }.fragments::<W>(CUT);
+        for (fragment, sent) in answer.fragments::<W>(CUT).iter().zip(sent) {
+            let output = s.world.leaves_by(pod.index, "workload_ingress", fragment)?;
+            ensure!(output.verdict == Verdict::Redirected && output.packet == sent, "{:?}", output.verdict);
+        }
+        Ok(())
     });
     group.both::<W>("redirect by the uplink that the route says", |s| {
         let Node { uplink, other, address: node } = Node::with_tables(s)?;
@@ -209,15 +290,14 @@ impl Other {
     }
 
     fn leads_to_backends<W: Tables>(&self) -> Result<()> {
-        let backend = address::<W>(REMOTE.0);
-        ip(
-            None,
-            &format!(
+        let name = self.name;
+        let lead_to = |backend| {
+            format!(
                 "route replace {backend} dev {name}\n\
-                 neigh replace {backend} lladdr {NEXT_HOP} dev {name} nud permanent\n",
-                name = self.name
-            ),
-        )
+                 neigh replace {backend} lladdr {NEXT_HOP} dev {name} nud permanent\n"
+            )
+        };
+        ip(None, &[REMOTE.0, LOCAL.0].map(|backend| lead_to(address::<W>(backend))).concat())
     }
 
     /// The frame that leaves by it.
@@ -227,12 +307,59 @@ impl Other {
         sent
     }
 
+    /// The interface is a pod's, which answers.
+    fn answers_by_stack<W: Tables>(&self, s: &Scene<W>, answer: &Segment) -> Result<()> {
+        let bytes = answer.bytes::<W>();
+        let output = s.world.leaves_by(self.index, "workload_ingress", &bytes)?;
+        ensure!(output.verdict == Verdict::GoesOn && output.packet == bytes, "{:?}", output.verdict);
+        Ok(())
+    }
+
+    /// As above. The kernel writes the link addresses when the program has ended.
+    fn answers_past_stack<W: Tables>(&self, s: &Scene<W>, answer: &Segment) -> Result<()> {
+        let sent = Segment { hop_limit: answer.hop_limit - 1, ..answer.clone() }.bytes::<W>();
+        let output = s.world.leaves_by(self.index, "workload_ingress", &answer.bytes::<W>())?;
+        ensure!(output.verdict == Verdict::Redirected, "{:?}", output.verdict);
+        ensure!(output.packet == sent, "it became {:02x?}, not {sent:02x?}", output.packet);
+        Ok(())
+    }
+
+    /// A flow to the pod of which XDP has sent a packet on. Answers with the pod's first one.
+    fn opened<W: Tables>(&self, s: &mut Scene<W>, uplink: &Uplink) -> Result<Segment> {
+        let first = s.first(CLIENT, NODE_PORT);
+        let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
+        let second = first.flags(TCP_ACK);
+        s.send("uplink_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
+        let_out(s, uplink, &answer)?;
+        uplink_sends(s, uplink, &second, &second.to(LOCAL), self)?;
+        Ok(answer)
+    }
+
     /// What comes by it leaves by the first uplink.
     fn sends<W: Tables>(&self, s: &Scene<W>, packet: &Segment, becomes: &Segment) -> Result<()> {
         let mut frame = packet.bytes::<W>();
         frame[..6].copy_from_slice(&self.address);
         redirects(s, self.index, &frame, &becomes.sent_back().bytes::<W>())
     }
+}
+
+/// One uplink, and a pod that answers at a node port.
+fn node_with_pod<W: Tables>(s: &mut Scene<W>) -> Result<(Uplink, Other)> {
+    let uplink = Uplink::new::<W>(s.world)?;
+    uplink.knows::<W>(CLIENT.0, NEXT_HOP)?;
+    let pod = Other::leading_to_backends::<W>(s, "pod", OTHER)?;
+    s.node_port_here()?;
+    s.world.put_redirect_source(uplink.index, link_address(OWN)?)?;
+    s.world.put_redirect_target(pod.index, pod.index)?;
+    Ok((uplink, pod))
+}
+
+/// The stack has routed a pod's answer.
+fn let_out<W: Tables>(s: &Scene<W>, uplink: &Uplink, answer: &Segment) -> Result<()> {
+    let output = s.world.leaves_by(uplink.index, "uplink_egress", &answer.bytes::<W>())?;
+    let is_sent = output.packet == answer.from(NODE_PORT).bytes::<W>();
+    ensure!(output.verdict == Verdict::GoesOn && is_sent, "{:?}", output.verdict);
+    Ok(())
 }
 
 impl Drop for Other {

@@ -563,7 +563,7 @@ pub struct Flow<A> {
     /// IANA number.
     pub protocol: u8,
     /// Where XDP may send packets of the flow on: the stack has brought one to the egress of an uplink, with `FLOW_DSR` one of the client, without it
-    /// an answer, if it [has left](Self::has_left); XDP has sent one to a pod of this node, if it [is sent by the driver](Self::is_sent_by_driver).
+    /// an answer, if it [has left](Self::has_left).
     pub left: u8,
     /// Key of `backends4/6`.
     pub backend_id: u32,
@@ -578,7 +578,8 @@ pub struct Flow<A> {
     /// TCP. Up to date in the entry of client and backend.
     pub backend_numbers: Numbers,
     pub state: FlowState,
-    /// Of the packets that this entry is found for, where the driver sends them on.
+    /// Of the packets that this entry is found for, where the driver sends them on. In the entry of client and backend of a flow to a pod: that XDP sends
+    /// the client's packets to the interface of this stamp.
     pub next_hop: KnownHop,
 }
 
@@ -882,7 +883,7 @@ pub struct LinkAddress {
 }
 
 /// Table `redirect_targets`, map of devices: uplinks and interfaces of pods that XDP may send frames on by which have come by others. The key is the interface index,
-/// for frames in fragments with [`IN_FRAGMENTS`]. When a device goes, the kernel removes its entries.
+/// of a pod with [`TO_POD`], for frames in fragments with [`IN_FRAGMENTS`]. When a device goes, the kernel removes its entries.
 ///
 /// As the kernel's `bpf_devmap_val`.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -893,8 +894,9 @@ pub struct RedirectTarget {
     pub program: u32,
 }
 
-/// Indexes of interfaces do not have this bit.
+/// Indexes of interfaces have neither this bit nor the next one.
 pub const IN_FRAGMENTS: u32 = 1 << 31;
+pub const TO_POD: u32 = 1 << 30;
 
 /// Ethertype of 802.1Q.
 pub const TAG_CUSTOMER: u16 = 0x8100;

@@ -168,6 +168,7 @@ routines! {
     Encapsulate: encapsulate4 encapsulate6;
     NoteLeft: note_left4 note_left6;
     NoteSentByDriver: note_sent_by_driver4 note_sent_by_driver6;
+    LeaveToStack: leave_to_stack4 leave_to_stack6;
     GoOnDirectly: go_on_directly4 go_on_directly6;
     HearClient: hear_client4 hear_client6;
 }
@@ -326,8 +327,8 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
-            fn driver_sends_by(&self, interface: u32) -> bool {
-                maps::redirect_targets.get(interface).is_some()
+            fn driver_sends_to(&self, interface: u32) -> bool {
+                maps::redirect_targets.get(interface | TO_POD).is_some()
             }
 
             #[inline(always)]

@@ -7,7 +7,7 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use proxy_common::{
-    flow::Scratch,
+    flow::{FlowTables, Scratch, not_past_stack},
     packet::{Bytes as _, Network, shorten_lifetime},
     reason::Reason,
 };
@@ -16,40 +16,64 @@ use crate::{
     flow::FlowScratch,
     host::redirected,
     maps,
-    route::{self, FOUND, NO_NEIGHBOUR, Route},
+    route::{self, FOUND, NO_NEIGHBOUR, Route, TOO_LONG},
     skb::Skb,
-    tables::count,
+    tables::{Maps, count},
     tunnel::length_of_each,
 };
 
 /// Sends the packet of the family's `Scratch` where the stack would. `TC_ACT_UNSPEC`: it is untouched, and the stack's, which tells its sender what
 /// is wrong with it.
+#[inline(always)]
+pub(crate) fn send<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, network: u32) -> i32
+where
+    Maps: FlowTables<F>,
+{
+    match redirect::<F>(skb, network) {
+        refusal @ (NO_WAY | NOT_THIS) => {
+            if let Some(scratch) = F::scratch() {
+                not_past_stack(&Maps, scratch, refusal == NOT_THIS);
+            }
+            TC_ACT_UNSPEC
+        }
+        verdict => verdict,
+    }
+}
+
+/// Answered by [`redirect`]: the routing tables do not lead to an uplink with XDP.
+const NO_WAY: i32 = i32::MIN;
+/// As above: this packet is the stack's.
+const NOT_THIS: i32 = i32::MIN + 1;
+
 // Not inlined, for its stack.
 #[inline(never)]
-pub(crate) fn send<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, network: u32) -> i32 {
+fn redirect<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, network: u32) -> i32 {
     let ctx = &TcContext::new(skb);
     let bytes = Skb::of(ctx);
-    let (Some(scratch), Ok(begin)) = (F::scratch(), bytes.read(network)) else { return TC_ACT_UNSPEC };
+    let (Some(scratch), Ok(begin)) = (F::scratch(), bytes.read(network)) else { return NOT_THIS };
     if has_options(begin) || !bytes.read(network + F::LIFETIME).is_ok_and(|[lifetime]: [u8; 1]| lifetime > 1)
     {
-        return TC_ACT_UNSPEC;
+        return NOT_THIS;
     }
     let Scratch { packet, interface, .. } = &*scratch;
     let (Ok(length), source, destination) =
         (u16::try_from(length_of_each(ctx, network, packet)), &packet.source, &packet.destination)
     else {
-        return TC_ACT_UNSPEC;
+        return NOT_THIS;
     };
     let mut parameters = route::parameters::<F>(*interface, source, destination);
     parameters.l4_protocol = packet.protocol;
     parameters.sport = u16::from_ne_bytes(packet.source_port.to_network());
     parameters.dport = u16::from_ne_bytes(packet.destination_port.to_network());
     parameters.__bindgen_anon_1.tot_len = length;
-    let found = route::look_up(skb.cast(), &mut parameters);
-    let is_routed = found == FOUND || found == NO_NEIGHBOUR;
+    match route::look_up(skb.cast(), &mut parameters) {
+        FOUND | NO_NEIGHBOUR => {}
+        TOO_LONG => return NOT_THIS,
+        _ => return NO_WAY,
+    }
     // SAFETY: not read.
-    if !is_routed || unsafe { maps::redirect_sources.get(parameters.ifindex) }.is_none() {
-        return TC_ACT_UNSPEC;
+    if unsafe { maps::redirect_sources.get(parameters.ifindex) }.is_none() {
+        return NO_WAY;
     }
     // SAFETY: integers, whichever they are: of IPv4 only the first counts.
     let address = unsafe { parameters.__bindgen_anon_4.ipv6_dst };
@@ -65,7 +89,7 @@ pub(crate) fn send<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, networ
             count(Reason::AnswerPastStack);
             verdict
         }
-        Some(_) | None => TC_ACT_UNSPEC,
+        Some(_) | None => NOT_THIS,
     }
 }
 

@@ -9,6 +9,8 @@ use proxy_common::family::{Family, V4, V6};
 pub(crate) const FOUND: i64 = 0;
 /// Answered by [`look_up`] where the next hop's link address is not known yet: bpf_redirect_neigh asks for it.
 pub(crate) const NO_NEIGHBOUR: i64 = 7;
+/// Answered by [`look_up`] where the packet is longer than what goes there.
+pub(crate) const TOO_LONG: i64 = 8;
 
 /// How a family's addresses lie in the parameters of a route lookup.
 pub(crate) trait Route: Family {

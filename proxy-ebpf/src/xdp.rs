@@ -1,11 +1,11 @@
-//! The way of a packet from outside to a backend on another node, or back to the client: the driver sends it on before the stack has it, by the
-//! interface that it has come by or by another uplink. All other packets pass, as they are, to the programs of TC.
+//! The way of a packet from outside to a backend, or back from another node to the client: the driver sends it on before the stack has it, by the
+//! interface that it has come by, by another uplink, or to a pod. All other packets pass, as they are, to the programs of TC.
 
 use aya_ebpf::bindings::xdp_action;
 use proxy_common::{
     family::{V4, V6},
     flow::{self, Driver, FlowTables, NextHop, Scratch},
-    layout::{IN_FRAGMENTS, TAG_CUSTOMER, TAG_SERVICE, VlanTag},
+    layout::{IN_FRAGMENTS, TAG_CUSTOMER, TAG_SERVICE, TO_POD, VlanTag},
     packet::{
         Bytes as _, Network, Packet, Then, Tunnel, outer_length, parse, rewrite_headers, shorten_lifetime,
         write_outer,
@@ -170,8 +170,11 @@ where
 
     /// Back by its interface, and so with the same tags, or by another. The frame is for the interface that it has come by: others only see it.
     #[inline(always)]
-    fn can_send(&self, Scratch { packet, interface, next_hop, .. }: &Scratch<F::Address>) -> bool {
-        if next_hop.interface == *interface {
+    fn can_send(&self, scratch: &Scratch<F::Address>) -> bool {
+        let Scratch { packet, interface, next_hop, .. } = scratch;
+        if scratch.is_for_pod() {
+            is_redirectable(*self, packet.headers.network, next_hop.interface | TO_POD)
+        } else if next_hop.interface == *interface {
             // The link address that packets leave with is the interface's own.
             self.read(0) == Ok(next_hop.source)
         } else {
@@ -212,7 +215,7 @@ where
     YES
 }
 
-/// Can it leave by `target`, another interface than it has come by? Tells the kernel so, which is without effect unless the program
+/// Can it leave by `target`, a key of `redirect_targets` for another interface than it has come by? Tells the kernel so, which is without effect unless the program
 /// ends with `XDP_REDIRECT`: nothing can fail between a look at the table and that.
 #[inline(always)]
 fn is_redirectable(frame: Frame, network: u32, target: u32) -> bool {

@@ -50,9 +50,7 @@ pub(super) fn encapsulate<F: Family, T: FlowTables<F>>(
     tunnel.source_port = tunnel_port(tables, packet, ports);
     let interface = scratch.interface;
     set_tunnel_source(tables, scratch, interface)?;
-    if !scratch.flow.has_left() {
-        transit::note(tables, scratch, scratch.flow.mark_of_left());
-    }
+    transit::note_left(tables, scratch);
     Ok(())
 }
 

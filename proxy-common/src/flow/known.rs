@@ -38,6 +38,9 @@ pub fn arriving_known<F: Family, T: FlowTables<F>>(
         scratch.action.then = Then::PastStack;
         return Some(Ok(()));
     }
+    if found.step == Step::ToFrontend && scratch.flow.is_sent_to_pod() {
+        return None;
+    }
     match translate_arriving(scratch, found.step) {
         Ok(()) => goes_on(tables, scratch, found).then_some(Ok(())),
         Err(Reason::NotAService) => Some(Err(Reason::NotAService)),

@@ -238,8 +238,8 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn recently(&self, _clock: &mut Clock) -> u64 {
         self.now()
     }
-    /// May XDP send frames by this interface that have come by others?
-    fn driver_sends_by(&self, interface: u32) -> bool;
+    /// May XDP send frames to a pod by this interface?
+    fn driver_sends_to(&self, interface: u32) -> bool;
     /// May XDP send frames by others that have come by this interface?
     fn driver_redirects_from(&self, interface: u32) -> bool;
     /// [`Settings::epoch`].
@@ -351,6 +351,19 @@ pub fn encapsulating<F: Family, T: FlowTables<F>>(
     decide(tables, scratch, Routine::Encapsulate)
 }
 
+/// What was to go past the stack with [`Then::PastStack`] is the stack's. `has_way`: other packets of its flow may go past it.
+#[inline(always)]
+pub fn not_past_stack<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    has_way: bool,
+) {
+    if !has_way {
+        tables.run(scratch, Routine::LeaveToStack);
+    }
+    record_first_fragment(tables, scratch, Err(Reason::NotAService));
+}
+
 #[inline(always)]
 fn record_first_fragment<F: Family, T: FlowTables<F>>(
     tables: &T,
@@ -421,7 +434,12 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
                 scratch.stage = found.stage;
                 return decide(tables, scratch, Routine::GoOnDirectly);
             }
-            return go_on(tables, scratch, found);
+            let was_sent_to_pod = found.step == Step::ToFrontend && scratch.flow.is_sent_to_pod();
+            go_on(tables, scratch, found)?;
+            if was_sent_to_pod {
+                tables.run(scratch, Routine::LeaveToStack);
+            }
+            return Ok(());
         }
     }
     scratch.rival = if is_overlapped { Rival::OfClient } else { Rival::None };

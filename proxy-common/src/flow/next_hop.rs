@@ -18,11 +18,17 @@ pub struct NextHop {
 
 impl KnownHop {
     #[inline(always)]
-    fn new(hop: &NextHop, stamp: Stamp) -> Self {
+    pub(super) fn new(hop: &NextHop, stamp: Stamp) -> Self {
         let [destination, source] = [link_word(hop.destination), link_word(hop.source)];
         let target = u64::from(hop.interface) << 32 | u64::from(hop.longest) << 16;
         let Stamp([first, second, third]) = stamp;
         Self { words: [destination | first, source | second, target | third] }
+    }
+
+    /// Has it this stamp?
+    #[inline(always)]
+    pub(super) fn is_of(&self, stamp: Stamp) -> bool {
+        self.get(stamp).is_some()
     }
 
     /// None: there is none with this stamp.
@@ -58,12 +64,18 @@ fn link_address(word: u64) -> [u8; 6] {
 /// A part for each word of a [`KnownHop`]. Each part is a hash of all that a next hop depends on, so that of two stamps that differ in anything
 /// each part differs, but for one in 65,536.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-struct Stamp([u64; 3]);
+pub(super) struct Stamp([u64; 3]);
 
 /// Bits of each word that are of the stamp.
 const PART: u64 = 0xffff;
 
 impl Stamp {
+    /// Of packets that a pod sends by this interface, as long as the flow lives. What a hop with it says is never used.
+    #[inline(always)]
+    pub(super) fn of_answers(opened: u64, interface: u32) -> Self {
+        Self::of(opened, Step::FromBackend, interface, 0, 0)
+    }
+
     /// `opened` names the flow: the kernel may give the entry to another one. `step` names the direction: one of a flow's entries may be copied to
     /// another. `interface` is the one that the packet has come by. `now`, in nanoseconds since boot, ends what is known after a second at most,
     /// as there may be no controller that raises the epoch.
@@ -96,27 +108,32 @@ pub trait Driver<F: Family> {
     fn can_send(&self, scratch: &Scratch<F::Address>) -> bool;
 }
 
-/// Can `driver` send the packet, with the ends of `scratch.action`, where the stack would? Sets `scratch.next_hop`.
+/// Can `driver` send the packet, with the ends of `scratch.action`, where the stack would? Sets `scratch.next_hop`, and answers whether the routing
+/// tables were asked for it.
 #[inline(always)]
 pub(super) fn leaves<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     found: &Found<T::Entry>,
     driver: &impl Driver<F>,
-) -> bool {
+) -> Option<bool> {
     let now = tables.recently(&mut scratch.clock);
     let stamp = Stamp::of(scratch.flow.opened, found.step, scratch.interface, tables.route_epoch(), now);
     let length = driver.packet_length(scratch);
-    match scratch.flow.next_hop.get(stamp) {
-        Some(hop) if length <= hop.longest.into() => scratch.next_hop = hop,
+    let is_asked = match scratch.flow.next_hop.get(stamp) {
+        Some(hop) if length <= hop.longest.into() => {
+            scratch.next_hop = hop;
+            false
+        }
         _ => {
             if !driver.look_up(scratch) {
-                return false;
+                return None;
             }
             found.entry.write(Change::NextHop(KnownHop::new(&scratch.next_hop, stamp)));
+            true
         }
-    }
-    driver.can_send(scratch)
+    };
+    driver.can_send(scratch).then_some(is_asked)
 }
 
 #[cfg(test)]

@@ -46,8 +46,10 @@ pub enum Routine {
     Encapsulate,
     /// Notes that the stack has let a packet of `flow` out.
     NoteLeft,
-    /// Notes that XDP sends the client's packets of `flow` to a pod.
+    /// Notes that XDP sends the client's packets of `flow` to a pod, by `next_hop`.
     NoteSentByDriver,
+    /// Notes that XDP does so no more.
+    LeaveToStack,
     /// Keeps a flow whose answers are not seen here: `failure`.
     GoOnDirectly,
     /// Learns what a client says whose answers are not seen here.
@@ -75,8 +77,9 @@ pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
         Routine::RecordFragment => fragments::record(tables, scratch),
         Routine::NoticeForeign => foreign::notice(tables, scratch),
         Routine::Encapsulate => scratch.failure = direct::encapsulate(tables, scratch).err(),
-        Routine::NoteLeft => transit::note(tables, scratch, scratch.flow.mark_of_left()),
-        Routine::NoteSentByDriver => transit::note(tables, scratch, scratch.flow.mark_of_sent_by_driver()),
+        Routine::NoteLeft => transit::note_left(tables, scratch),
+        Routine::NoteSentByDriver => transit::note_sent_by_driver(tables, scratch),
+        Routine::LeaveToStack => transit::leave_to_stack(tables, scratch),
         Routine::GoOnDirectly => scratch.failure = direct::go_on(tables, scratch).err(),
         Routine::HearClient => direct::hear_client(tables, scratch),
     }

@@ -427,7 +427,7 @@ impl FlowTables<V4> for Host {
         self.epoch.get()
     }
 
-    fn driver_sends_by(&self, _interface: u32) -> bool {
+    fn driver_sends_to(&self, _interface: u32) -> bool {
         true
     }
 

@@ -3,18 +3,19 @@
 use super::{
     Change, Driver, FlowEntry as _, FlowTables, Found, Routine, Scratch, Stage, Step, decide, direct,
     end_if_gone,
-    entries::{Leg, is_stale},
+    entries::Leg,
     find_inlined, go_on, is_over, lookup,
-    next_hop::leaves,
+    next_hop::{Stamp, leaves},
     set_key_of_packet,
 };
 use crate::{
     balance::HASH_FACTOR,
     family::Family,
     layout::{
-        FLOW_DSR, FLOW_FOREIGN, FLOW_FROM_HOST, FLOW_FROM_POD, FLOW_MASQUERADE, FLOW_OF_NETFILTER, Flow,
+        Address, FLOW_DSR, FLOW_FOREIGN, FLOW_FROM_HOST, FLOW_FROM_POD, FLOW_MASQUERADE, FLOW_OF_NETFILTER,
+        Flow, KnownHop,
     },
-    packet::{Part, Then},
+    packet::{Packet, Part, Then},
     reason::Reason,
     select::Origin,
 };
@@ -31,9 +32,8 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
     driver: &impl Driver<F>,
 ) -> Result<(), Reason> {
-    let is_simple = scratch.packet.fragment.part == Part::Whole && !scratch.packet.is_error();
     // A SYN may begin another flow.
-    if !is_simple || (scratch.packet.is_tcp() && scratch.packet.opens()) {
+    if !is_simple(&scratch.packet) || (scratch.packet.is_tcp() && scratch.packet.opens()) {
         return Err(Reason::NotAService);
     }
     scratch.origin = Origin::Outside;
@@ -58,9 +58,7 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
             if scratch.action.then == Then::Encapsulate {
                 direct::set_tunnel_but_source(tables, scratch);
             }
-            if !leaves(tables, scratch, &found, driver) {
-                return Err(Reason::NotAService);
-            }
+            let is_asked = leaves(tables, scratch, &found, driver).ok_or(Reason::NotAService)?;
             if scratch.action.then == Then::Encapsulate {
                 direct::finish_tunnel(tables, scratch)?;
                 return decide(tables, scratch, Routine::GoOnDirectly);
@@ -69,20 +67,16 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
                 scratch.action.rewrite = scratch.flow.masquerade_rewrite();
                 scratch.action.rewrite.service = scratch.flow.service;
             }
-            // Once more from time to time: another CPU may have copied an entry before it was marked.
-            let is_due = !scratch.flow.is_sent_by_driver()
-                || is_stale(&scratch.flow, tables.recently(&mut scratch.clock));
             go_on(tables, scratch, found)?;
-            if scratch.flow.is_of_a_pod() && is_due {
+            // Again with each lookup: another CPU may have copied the entry before.
+            if scratch.is_for_pod() && is_asked {
                 tables.run(scratch, Routine::NoteSentByDriver);
             }
             Ok(())
         }
         Step::FromBackendMasqueraded => {
             scratch.action.rewrite = scratch.flow.unmasquerade_rewrite();
-            if !leaves(tables, scratch, &found, driver) {
-                return Err(Reason::NotAService);
-            }
+            leaves(tables, scratch, &found, driver).ok_or(Reason::NotAService)?;
             scratch.action.rewrite = scratch.flow.reply_rewrite();
             // What the backend says is kept in the entry of the other step.
             scratch.key = scratch.flow.backend_key();
@@ -98,6 +92,12 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
             Err(Reason::NotAService)
         }
     }
+}
+
+/// Is it whole, and a packet of the flow itself?
+#[inline(always)]
+fn is_simple<A: Address>(packet: &Packet<A>) -> bool {
+    packet.fragment.part == Part::Whole && !packet.is_error()
 }
 
 /// Flows whose packets are never sent on without the stack.
@@ -125,66 +125,97 @@ pub(super) fn answers_driver<F: Family, T: FlowTables<F>>(
 ) -> bool {
     let Scratch { flow, interface, origin, .. } = scratch;
     let is_pods = step == Step::FromBackend && *origin == Origin::Workload && flow.is_of_a_pod();
-    is_pods && flow.is_sent_by_driver() && tables.driver_sends_by(*interface)
+    is_pods
+        && flow.next_hop.is_of(Stamp::of_answers(flow.opened, *interface))
+        && tables.driver_sends_to(*interface)
 }
 
-/// Writes `mark` into the entries of `scratch.flow`, for a whole packet that the node has not made itself. The client's entry comes first, in both
-/// tables, as another CPU may be copying it to the second one: what is not noted there is noted for the next packet.
+/// Notes that the stack has let a packet of `scratch.flow` out. The client's entry comes first, in both tables, as another CPU may be copying it to the
+/// second one: what is not noted there is noted for the next packet.
 #[inline(always)]
-pub(super) fn note<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>, mark: u8) {
-    let Scratch { packet, is_made_here, .. } = &*scratch;
-    if packet.fragment.part != Part::Whole || packet.is_error() || *is_made_here {
+pub(super) fn note_left<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    if !is_simple(&scratch.packet) || scratch.is_made_here || scratch.flow.has_left() {
         return;
     }
+    let mark = Change::Left(scratch.flow.mark_of_left());
     for leg in [Leg::Client, Leg::Backend] {
-        leg.set_key(tables, scratch);
-        let mut is_noted = false;
-        for stage in [Stage::Opening, Stage::Established] {
-            if let Some(entry) = tables.flow(stage, &scratch.key)
-                && entry.opened() == scratch.flow.opened
-            {
-                entry.write(Change::Left(mark));
-                is_noted = true;
-            }
-        }
-        if !is_noted {
+        if !write(tables, scratch, leg, mark) {
             return;
         }
     }
 }
 
-/// Of two flows the marks are rarely the same: the kernel may give an entry to another flow while it is marked.
+/// Notes for a pod's answers that XDP has sent a packet of the client to `scratch.next_hop`, an interface of that pod.
+#[inline(always)]
+pub(super) fn note_sent_by_driver<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) {
+    let stamp = Stamp::of_answers(scratch.flow.opened, scratch.next_hop.interface);
+    let hop = Change::NextHop(KnownHop::new(&scratch.next_hop, stamp));
+    write(tables, scratch, Leg::Backend, hop);
+}
+
+/// Notes that the stack has had a packet of a client, or has to have a pod's answer, where XDP has sent the client's packets to the pod: from now on it
+/// has all of `scratch.flow`.
+#[inline(always)]
+pub(super) fn leave_to_stack<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    let none = Change::NextHop(KnownHop::default());
+    write(tables, scratch, Leg::Client, Change::Left(0));
+    write(tables, scratch, Leg::Client, none);
+    write(tables, scratch, Leg::Backend, none);
+}
+
+/// In both tables. False: neither has the flow's entry.
+#[inline(always)]
+fn write<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    leg: Leg,
+    change: Change<F::Address>,
+) -> bool {
+    leg.set_key(tables, scratch);
+    let mut is_written = false;
+    for stage in [Stage::Opening, Stage::Established] {
+        if let Some(entry) = tables.flow(stage, &scratch.key)
+            && entry.opened() == scratch.flow.opened
+        {
+            entry.write(change);
+            is_written = true;
+        }
+    }
+    is_written
+}
+
+impl<A> Scratch<A> {
+    /// Is the packet, which is in transit, for a pod of this node?
+    #[inline(always)]
+    pub fn is_for_pod(&self) -> bool {
+        self.flow.is_of_a_pod()
+    }
+}
+
 impl<A> Flow<A> {
+    /// Not 0, and of two flows rarely the same: the kernel may give an entry to another flow while it is marked.
     #[inline(always)]
-    fn mark(&self) -> u8 {
-        (self.opened.wrapping_mul(HASH_FACTOR) >> 56) as u8
-    }
-
-    /// Not 0.
-    #[inline(always)]
-    pub(super) fn mark_of_left(&self) -> u8 {
-        self.mark() | 1
-    }
-
-    /// Neither 0 nor [`mark_of_left`](Self::mark_of_left).
-    #[inline(always)]
-    pub(super) fn mark_of_sent_by_driver(&self) -> u8 {
-        (self.mark() | 3) ^ 1
+    fn mark_of_left(&self) -> u8 {
+        (self.opened.wrapping_mul(HASH_FACTOR) >> 56) as u8 | 1
     }
 
     #[inline(always)]
     pub(super) fn has_left(&self) -> bool {
-        self.left == self.mark_of_left() || self.is_sent_by_driver()
-    }
-
-    #[inline(always)]
-    fn is_sent_by_driver(&self) -> bool {
-        self.left == self.mark_of_sent_by_driver()
+        self.left == self.mark_of_left()
     }
 
     /// Is it between a client outside and a pod of this node, whose answers come back here without being masqueraded?
     #[inline(always)]
     fn is_of_a_pod(&self) -> bool {
         self.flags & (FLOW_MASQUERADE | FLOW_DSR | OF_OTHERS) == 0
+    }
+
+    /// By the client's entry: has XDP sent its packets to a pod?
+    #[inline(always)]
+    pub(super) fn is_sent_to_pod(&self) -> bool {
+        self.is_of_a_pod() && self.has_left() && self.next_hop != KnownHop::default()
     }
 }

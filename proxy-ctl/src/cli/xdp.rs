@@ -46,7 +46,7 @@ pub(super) struct PodInterfaces {
 }
 
 impl PodInterfaces {
-    /// Those of a controller that uses XDP. `targets`: where the programs may send what has come by others.
+    /// Those of a controller that uses XDP, if there are any. `targets`: where the programs may send what has come by others.
     pub(super) fn of(
         record: &record::Record,
         network: &NodeNetwork,
@@ -65,7 +65,7 @@ impl PodInterfaces {
             let why = why.map_or_else(|| NOT_SENT_BY.to_owned(), |why| why.to_string());
             *pods.not_taking.entry(why).or_default() += 1;
         }
-        Some(pods)
+        Some(pods).filter(|pods| pods.taking > 0 || !pods.not_taking.is_empty())
     }
 
     pub(super) fn text(&self) -> String {

@@ -261,11 +261,11 @@ pub static FIELDS: &[Field] = fields! {
         "The source address that a backend sees. preserve: the client's, where the answer comes back; masquerade: the node's wherever \
          kube-proxy masquerades, for which packets of pods are translated, as with socketLoadBalancing: host.";
     "ebpf.xdp", keyword(|c| &mut c.ebpf.xdp);
-        "On which uplinks XDP sends packets from outside to backends on other nodes, and their answers, on before the network stack has \
-         them, after the first one of each flow: no rule of netfilter sees the others. auto: devices of hardware whose driver has XDP. native: all whose driver has it; a \
+        "On which uplinks XDP sends packets from outside to their backends, and the answers, on before the network stack has \
+         them, after the first ones of each flow: no rule of netfilter sees the others. auto: devices of hardware whose driver has XDP. native: all whose driver has it; a \
          veth also needs an XDP program at its other end, and senders that fill in their checksums. generic: all, for tests: the stack \
-         does it, no faster than without, and after receive offload, which must be off. By another uplink than they came by where its driver takes \
-         them. What is left, and where no program can be attached, takes the way through the stack; status and probe say why.";
+         does it, no faster than without, and after receive offload, which must be off. By another uplink than they came by, or to a pod, where that \
+         interface's driver takes them (a pod's veth: with GRO on in the pod). What is left, and where no program can be attached, takes the way through the stack; status and probe say why.";
     "ebpf.forwarding", keyword(|c| &mut c.ebpf.forwarding);
         "How packets from outside reach a backend on another node where their Service has no annotation proxy-ctl.dev/forwarding. snat: with an \
          address of this node as their source, and the answers come back through it. dsr (direct server return): as they are, each in a packet \

@@ -36,7 +36,7 @@ pub enum NotTaken {
     #[error("frames would not pass through its queueing discipline ({0})")]
     Queueing(String),
     #[error(
-        "frames would not meet the programs or filters that others have on it; before Linux 6.6 those of this proxy are among them"
+        "frames would not meet programs or filters of others on it, or the kernel does not tell whether there are any (6.6)"
     )]
     Filters,
     #[error(
@@ -106,7 +106,9 @@ fn nothing_acts_on_pods_packets(interface: &Interface, facts: &DeviceFacts) -> R
     match (&interface.bridge, &facts.discipline) {
         (Some(bridge), _) => Err(NotTaken::Port(bridge.clone())),
         (None, Some(discipline)) => Err(NotTaken::Queueing(discipline.clone())),
-        (None, None) if facts.filters || facts.programs > OURS => Err(NotTaken::Filters),
+        (None, None) if facts.filters != Some(false) || facts.programs.is_none_or(|count| count > OURS) => {
+            Err(NotTaken::Filters)
+        }
         (None, None) => Ok(()),
     }
 }
@@ -132,7 +134,8 @@ mod tests {
 
     fn device(driver: &str, xdp: Option<u64>) -> DeviceFacts {
         let (driver, xdp) = (Some(driver.to_owned()), xdp.map(XdpFeatures));
-        DeviceFacts { driver, xdp, queues: Some(CPUS), ..DeviceFacts::default() }
+        let (programs, filters) = (Some(2), Some(false));
+        DeviceFacts { driver, xdp, queues: Some(CPUS), programs, filters, ..DeviceFacts::default() }
     }
 
     fn with_queues(queues: Option<u32>, facts: DeviceFacts) -> DeviceFacts {
@@ -271,14 +274,21 @@ mod tests {
         Xdp::Native,
         None,
         pod(),
-        DeviceFacts { programs: 3, ..device("veth", Some(SENDS)) },
+        DeviceFacts { programs: Some(3), ..device("veth", Some(SENDS)) },
+        Err(NotTaken::Filters)
+    )]
+    #[case::of_a_pod_before_tcx(
+        Xdp::Native,
+        None,
+        pod(),
+        DeviceFacts { programs: None, ..device("veth", Some(SENDS)) },
         Err(NotTaken::Filters)
     )]
     #[case::of_a_pod_with_filters(
         Xdp::Native,
         None,
         pod(),
-        DeviceFacts { filters: true, ..device("veth", Some(SENDS)) },
+        DeviceFacts { filters: Some(true), ..device("veth", Some(SENDS)) },
         Err(NotTaken::Filters)
     )]
     #[case::of_a_pod_by_the_stack(

@@ -26,10 +26,10 @@ pub struct DeviceFacts {
     pub xdp: Option<XdpFeatures>,
     /// Kind of the queueing discipline of packets that leave, if there is one.
     pub discipline: Option<String>,
-    /// How many programs tcx has on it, in both directions; before Linux 6.6 none.
-    pub programs: usize,
+    /// How many programs tcx has on it, in both directions; since Linux 6.6.
+    pub programs: Option<usize>,
     /// Traffic control has filters on it.
-    pub filters: bool,
+    pub filters: Option<bool>,
     /// Bytes of a page of memory.
     pub page: u32,
 }
@@ -70,9 +70,7 @@ pub fn facts(index: u32, name: &str) -> DeviceFacts {
     if facts.driver.is_none() {
         facts.driver = driver(name);
     }
-    let programs =
-        [TcAttachType::Ingress, TcAttachType::Egress].map(|hook| SchedClassifier::query_tcx(name, hook));
-    facts.programs = programs.into_iter().flatten().map(|(_, programs)| programs.len()).sum();
+    facts.programs = programs(name);
     facts
 }
 
@@ -107,17 +105,25 @@ fn link(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {
             facts.mtu = attributes.get(IFLA_MTU).and_then(|mtu| word(mtu, 0));
             let kind = attributes.nested(IFLA_LINKINFO).and_then(|info| info.text(IFLA_INFO_KIND));
             facts.driver = kind.map(str::to_owned);
-            let discipline = attributes.text(IFLA_QDISC).filter(|kind| *kind != "noqueue");
+            // The second is that of a device which is down.
+            let discipline = attributes.text(IFLA_QDISC).filter(|kind| !["noqueue", "noop"].contains(kind));
             facts.discipline = discipline.map(str::to_owned);
         })
     });
     answered.map_err(CallError::of("netlink RTM_GETLINK"))
 }
 
+fn programs(name: &str) -> Option<usize> {
+    let count = |hook| SchedClassifier::query_tcx(name, hook).map(|(_, programs)| programs.len()).ok();
+    Some(count(TcAttachType::Ingress)? + count(TcAttachType::Egress)?)
+}
+
 fn filters(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {
+    let mut has_any = false;
     for direction in Direction::ALL {
-        facts.filters |= has_filters(index, direction)?;
+        has_any |= has_filters(index, direction)?;
     }
+    facts.filters = Some(has_any);
     Ok(())
 }
 
@@ -221,14 +227,14 @@ mod tests {
             assert!(!of_bridge.has(XdpFeatures::BASIC), "{of_bridge:?}");
         }
         let acts = || (here().discipline, here().filters);
-        assert_eq!(acts(), (None, false));
+        assert_eq!(acts(), (None, Some(false)));
         run("tc", "qdisc add dev here root tbf rate 1mbit burst 10k latency 1s");
         run("tc", "qdisc add dev here clsact");
-        assert_eq!(acts(), (Some("tbf".to_owned()), false));
+        assert_eq!(acts(), (Some("tbf".to_owned()), Some(false)));
         run("tc", "qdisc del dev here root");
         run("tc", "filter add dev here ingress matchall action drop");
-        assert_eq!(acts(), (None, true));
-        let nothing = DeviceFacts { page: page(), ..DeviceFacts::default() };
-        assert_eq!(facts(u32::MAX >> 1, "nowhere"), nothing);
+        assert_eq!(acts(), (None, Some(true)));
+        let nowhere = DeviceFacts { filters: None, ..facts(u32::MAX >> 1, "nowhere") };
+        assert_eq!(nowhere, DeviceFacts { page: page(), ..DeviceFacts::default() });
     }
 }

@@ -16,7 +16,7 @@ use lab::{
     Lab, address,
     cluster::{FABRIC, OUTSIDE, node_name},
     namespace::{run, within},
-    xdp,
+    wait, xdp,
 };
 
 use crate::{
@@ -71,9 +71,6 @@ pub(crate) fn packets(
         }
         Treatment::Drops | Treatment::TranslatesByXdp => {}
     }
-    for (pod, device) in sinks.iter().filter(|(name, _)| *name != FABRIC && *name != node) {
-        attached.push(attach(lab, pod, device, &program::drop_datagrams())?);
-    }
     let to = match treatment {
         Treatment::Forwards => SocketAddrV4::new(lab.netns(route.servers()[0])?.addresses.v4, BYTE_PORT),
         Treatment::Drops | Treatment::SendsBack | Treatment::Translates | Treatment::TranslatesByXdp => {
@@ -84,8 +81,14 @@ pub(crate) fn packets(
     let frame = frame(lab, to)?;
     let rates = within_on_one_core(&lab.netns(FABRIC)?.namespace, || {
         let generator = Generator::new(lab, |device| program::generate(&frame, settings.flows, device))?;
+        if !matches!(treatment, Treatment::Drops | Treatment::SendsBack) {
+            open_flows(&generator, settings.flows, || received(lab, FABRIC, &node))?;
+        }
+        for (pod, device) in sinks.iter().filter(|(name, _)| *name != FABRIC && *name != node) {
+            attached.push(attach(lab, pod, device, &program::drop_datagrams())?);
+        }
         let counted = || sinks.iter().map(|(name, device)| received(lab, name, device)).sum::<Result<u64>>();
-        // Neighbours are asked for, flows are opened, what is only slow the first time is done.
+        // What is only slow the first time is done.
         generator.run_for(Duration::from_secs_f64(settings.seconds / 5.0))?;
         let round = Duration::from_secs_f64(settings.seconds / f64::from(ROUNDS));
         let rate = |_| {
@@ -100,6 +103,25 @@ pub(crate) fn packets(
     let (per_second, lost) = (of(|(rate, _)| *rate)?, of(|(_, lost)| *lost)?);
     ensure!(per_second.median > 1_000.0, "{:.0} packets a second came through", per_second.median);
     Ok(Figures::Packets { per_second, nanos: 1e9 / per_second.median, lost: lost.median.max(0.0) })
+}
+
+/// Opens each flow, and has pods of the node answer it: XDP sends only those on to them that have been answered. `answers`: how many have come back so
+/// far; frames to another node are among them, as they are dropped there.
+fn open_flows(generator: &Generator, flows: u32, answers: impl Fn() -> Result<u64>) -> Result<()> {
+    /// Less than a server's buffer holds.
+    const AT_ONCE: u32 = 64;
+    const LIMIT: Duration = Duration::from_secs(20);
+    // Frames are of flows that are drawn: so many leave hardly one out.
+    let enough = answers()? + u64::from(flows) * 8;
+    let failed = |error: anyhow::Error| format!("{error:#}");
+    wait::until("flows are answered", LIMIT, || {
+        let before = answers().map_err(failed)?;
+        if before < enough {
+            generator.send(AT_ONCE).map_err(failed)?;
+            return Err(format!("{} answers are missing", enough - before));
+        }
+        Ok(Some(()))
+    })
 }
 
 /// From the client outside to the node's device.

@@ -112,7 +112,10 @@ fn contend(
             cells.iter().try_for_each(|cell| record.cell(cell, |on| alone(cluster, on, contender, cell)))
         }
     };
-    cluster.lab.take_cards_out()?;
+    if contender.cards {
+        cluster.lab.take_cards_out()?;
+        cluster.lab.let_pods_take_frames(false)?;
+    }
     done
 }
 

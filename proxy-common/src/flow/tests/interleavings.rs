@@ -356,8 +356,8 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
         self.host.epoch()
     }
 
-    fn driver_sends_by(&self, interface: u32) -> bool {
-        self.host.driver_sends_by(interface)
+    fn driver_sends_to(&self, interface: u32) -> bool {
+        self.host.driver_sends_to(interface)
     }
 
     fn driver_redirects_from(&self, interface: u32) -> bool {

@@ -180,7 +180,8 @@ impl Node {
         let flows = self.host.flows.borrow();
         let known = flows.iter().map(|(key, flow)| {
             let mut flow = flow.get();
-            flow.left = flow.has_left().into();
+            // A flow to a pod that the stack has had a packet of is left to it.
+            flow.left = (flow.has_left() && !self.has_backends).into();
             (flow.opened, flow.last_seen, flow.next_hop) = (0, 0, KnownHop::default());
             (format!("{key:?}"), format!("{flow:?}"))
         });
@@ -320,41 +321,87 @@ const fn backend(flags: u8) -> Event {
     Event::Backend(40_000, flags, 0)
 }
 
-/// Connection tracking sees both directions or none.
-#[rstest]
-fn a_pods_answers_take_the_way_of_its_clients_packets(
-    #[values(PROTOCOL_TCP, PROTOCOL_UDP)] protocol: u8,
-    #[values(0, 1)] entry_without_mark: usize,
-) {
+/// A pod of this node that has answered through the stack.
+fn node_that_has_answered(protocol: u8) -> Node {
     let mut node = Node::with_local_backends();
-    let then = |node: &Node, origin| {
-        let packet = node.packet(protocol, backend(TCP_ACK)).unwrap();
-        let mut scratch = Scratch { packet, ..Scratch::default() };
-        let _what_the_stack_gets = decide_arriving(&node.host, &mut scratch, origin);
-        scratch.action.then
-    };
     for event in [client(TCP_SYN), backend(TCP_SYN | TCP_ACK)] {
         let outcome = node.through_the_stack(&node.packet(protocol, event).unwrap());
         node.learn(event, &outcome);
     }
-    assert_eq!(then(&node, Origin::Workload), Then::Pass);
-    let sends = |node: &Node| {
-        let packet = node.packet(protocol, client(TCP_ACK)).unwrap();
-        let mut scratch = Scratch { packet, ..Scratch::default() };
-        in_transit(&node.host, &mut scratch, &Routes { leaves: true, ..Routes::default() })
-    };
-    assert_eq!(sends(&node), Ok(()));
-    assert_eq!(then(&node, Origin::Workload), Then::PastStack);
-    assert_eq!(then(&node, Origin::Outside), Then::Pass, "anybody can have sent it");
-    // Another CPU has copied an entry to the other table before it was marked.
-    for flow in node.host.flows.borrow().values().skip(entry_without_mark).step_by(2) {
-        let mut unmarked = flow.get();
-        unmarked.left = unmarked.mark_of_left();
-        flow.set(unmarked);
+    node
+}
+
+const POD_INTERFACE: u32 = 7;
+
+/// By XDP, to the pod's interface.
+fn sends(node: &Node, protocol: u8) -> Result<(), Reason> {
+    let packet = node.packet(protocol, client(TCP_ACK)).unwrap();
+    let hop = NextHop { interface: POD_INTERFACE, longest: 1_500, ..NextHop::default() };
+    let mut scratch = Scratch { packet, ..Scratch::default() };
+    in_transit(&node.host, &mut scratch, &Routes { leaves: true, hop, ..Routes::default() })
+}
+
+fn answers(node: &Node, protocol: u8, origin: Origin, interface: u32) -> Then {
+    let packet = node.packet(protocol, backend(TCP_ACK)).unwrap();
+    let mut scratch = Scratch { packet, interface, ..Scratch::default() };
+    let _what_the_stack_gets = decide_arriving(&node.host, &mut scratch, origin);
+    scratch.action.then
+}
+
+/// Connection tracking sees both directions or none.
+#[rstest]
+fn a_pods_answers_take_the_way_of_its_clients_packets(#[values(PROTOCOL_TCP, PROTOCOL_UDP)] protocol: u8) {
+    let node = node_that_has_answered(protocol);
+    let answer = |origin, interface| answers(&node, protocol, origin, interface);
+    assert_eq!(answer(Origin::Workload, POD_INTERFACE), Then::Pass);
+    assert_eq!(sends(&node, protocol), Ok(()));
+    assert_eq!(answer(Origin::Workload, POD_INTERFACE), Then::PastStack);
+    assert_eq!(answer(Origin::Outside, POD_INTERFACE), Then::Pass, "anybody can have sent it");
+    assert_eq!(answer(Origin::Workload, POD_INTERFACE + 1), Then::Pass, "another pod has sent it");
+    let packet = node.packet(protocol, client(TCP_ACK)).unwrap();
+    node.through_the_stack(&packet).unwrap();
+    assert_eq!(answer(Origin::Workload, POD_INTERFACE), Then::Pass);
+    assert_eq!(sends(&node, protocol), Err(Reason::NotAService), "the stack has had one");
+}
+
+/// Another CPU has copied the entry to the other table before it was marked.
+#[rstest]
+fn a_lost_mark_comes_back(#[values(PROTOCOL_TCP, PROTOCOL_UDP)] protocol: u8) {
+    let node = node_that_has_answered(protocol);
+    assert_eq!(sends(&node, protocol), Ok(()));
+    let key = node.packet(protocol, backend(TCP_ACK)).unwrap().key();
+    for ((_, of), flow) in node.host.flows.borrow().iter() {
+        if *of == key {
+            let mut unmarked = flow.get();
+            unmarked.next_hop = KnownHop::default();
+            flow.set(unmarked);
+        }
     }
+    assert_eq!(answers(&node, protocol, Origin::Workload, POD_INTERFACE), Then::Pass);
     node.host.wait(2 * SECOND);
-    assert_eq!(sends(&node), Ok(()));
-    assert_eq!(then(&node, Origin::Workload), Then::PastStack);
+    assert_eq!(sends(&node, protocol), Ok(()));
+    assert_eq!(answers(&node, protocol, Origin::Workload, POD_INTERFACE), Then::PastStack);
+}
+
+/// Its route does not lead to an uplink with XDP any more.
+#[rstest]
+fn an_answer_without_way_past_the_stack_takes_its_flow_back(
+    #[values(PROTOCOL_TCP, PROTOCOL_UDP)] protocol: u8,
+) {
+    let node = node_that_has_answered(protocol);
+    assert_eq!(sends(&node, protocol), Ok(()));
+    let mut scratch = Scratch {
+        packet: node.packet(protocol, backend(TCP_ACK)).unwrap(),
+        interface: POD_INTERFACE,
+        ..Scratch::default()
+    };
+    assert_eq!(decide_arriving(&node.host, &mut scratch, Origin::Workload), Ok(()));
+    assert_eq!(scratch.action.then, Then::PastStack);
+    not_past_stack(&node.host, &mut scratch, true);
+    assert_eq!(sends(&node, protocol), Ok(()), "only this one had no way");
+    not_past_stack(&node.host, &mut scratch, false);
+    assert_eq!(sends(&node, protocol), Err(Reason::NotAService));
+    assert_eq!(answers(&node, protocol, Origin::Workload, POD_INTERFACE), Then::Pass);
 }
 
 /// A pod's flow that is masqueraded, as the pod dials itself. The stack would drop what comes from outside with the pod's address.

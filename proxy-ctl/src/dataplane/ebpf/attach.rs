@@ -199,7 +199,7 @@ impl Hooks {
         if let Err(error) = self.programs.load_all(interfaces.iter().flat_map(packet_programs)) {
             failures.add("packet programs", error);
         }
-        for interface in interfaces {
+        for interface in uplinks_first(interfaces) {
             // Also where that fails: it is tried again.
             self.interfaces.insert(interface.index, interface.clone());
             match self.attach(interface) {
@@ -253,10 +253,8 @@ impl Hooks {
             Ok(true) => changed(None),
             Err(error) => failures.add("socket hooks", error),
         }
-        let mut interfaces: Vec<Interface> = self.interfaces.values().cloned().collect();
-        // What pods take of XDP depends on uplinks.
-        interfaces.sort_by_key(|interface| interface.role != Role::Uplink);
-        for interface in &interfaces {
+        let interfaces: Vec<Interface> = self.interfaces.values().cloned().collect();
+        for interface in uplinks_first(&interfaces) {
             match self.attach(interface) {
                 Ok(false) => {}
                 Ok(true) => changed(Some(interface)),
@@ -467,6 +465,12 @@ impl Hooks {
         remove_filters(&self.paths, index)?;
         Ok(())
     }
+}
+
+/// What XDP does with packets to pods depends on uplinks.
+fn uplinks_first(interfaces: &[Interface]) -> impl Iterator<Item = &Interface> {
+    let of = |role| interfaces.iter().filter(move |interface| interface.role == role);
+    of(Role::Uplink).chain(of(Role::Workload))
 }
 
 fn tcx_hook(direction: Direction) -> (bpf_attach_type, Order) {

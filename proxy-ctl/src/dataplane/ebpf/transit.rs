@@ -8,7 +8,7 @@ use aya::{
 };
 use proxy_common::{
     inventory::program,
-    layout::{IN_FRAGMENTS, LinkAddress, REDIRECTS, RedirectTarget, VlanTag},
+    layout::{IN_FRAGMENTS, LinkAddress, REDIRECTS, RedirectTarget, TO_POD, VlanTag},
 };
 
 use super::{Error, load::Programs, paths::Paths, pins::LinkPins};
@@ -75,13 +75,18 @@ struct Redirection {
     /// Where frames of this interface, an uplink, may do so: its own link address.
     gives: Option<LinkAddress>,
     takes: Option<Takes>,
+    role: Role,
 }
 
 impl Redirection {
     fn of(configured: Xdp, attached: Option<XdpMode>, interface: &Interface, facts: &DeviceFacts) -> Self {
         let takes = takes(configured, attached, interface, facts, device::cpus());
         let address = interface.link_address.map(|bytes| LinkAddress { bytes, _padding: [0; 2] });
-        Self { gives: address.filter(|_| attached.is_some_and(|mode| gives(mode, facts))), takes: takes.ok() }
+        Self {
+            gives: address.filter(|_| attached.is_some_and(|mode| gives(mode, facts))),
+            takes: takes.ok(),
+            role: interface.role,
+        }
     }
 }
 
@@ -116,13 +121,15 @@ impl Transit {
         let mut redirects = Redirects::default();
         let room = REDIRECTS as usize / KEYS_OF_TARGET;
         let (uplinks, pods): (Vec<_>, Vec<_>) =
-            self.redirections.iter().partition(|(_, redirection)| redirection.gives.is_some());
+            self.redirections.iter().partition(|(_, redirection)| redirection.role == Role::Uplink);
+        let pods = pods.into_iter().filter(|(_, pod)| pod.takes.is_some());
         for (&interface, redirection) in uplinks.into_iter().chain(pods).take(room) {
             redirects.sources.extend(redirection.gives.map(|address| (interface, address)));
+            let key = if redirection.role == Role::Workload { interface | TO_POD } else { interface };
             let keys: &[u32] = match redirection.takes {
                 None => &[],
-                Some(Takes::Whole) => &[interface],
-                Some(Takes::All) => &[interface, interface | IN_FRAGMENTS],
+                Some(Takes::Whole) => &[key],
+                Some(Takes::All) => &[key, key | IN_FRAGMENTS],
             };
             let target = RedirectTarget { interface, program: 0 };
             redirects.targets.extend(keys.iter().map(|key| (*key, target)));
@@ -172,7 +179,9 @@ impl Transit {
     }
 
     fn look_at_pod(&mut self, interface: &Interface) {
-        if !self.redirections.values().any(|uplink| uplink.gives.is_some()) {
+        // What the kernel is not asked for in vain, for each pod.
+        let is_possible = self.configured != Xdp::Generic && interface.bridge.is_none();
+        if !is_possible || !self.redirections.values().any(|uplink| uplink.gives.is_some()) {
             self.redirections.remove(&interface.index);
             return;
         }
@@ -231,7 +240,7 @@ impl Transit {
             tracing::info!(
                 interface = interface.name,
                 reason,
-                "no XDP program on the uplink: packets to backends on other nodes take the way through the stack"
+                "no XDP program on the uplink: its packets take the way through the stack"
             );
             self.refused.insert(interface.index, reason);
         }
@@ -269,7 +278,9 @@ mod tests {
         let of = |redirections: Vec<(u32, Option<LinkAddress>, Option<Takes>)>| {
             let redirections = redirections
                 .into_iter()
-                .map(|(interface, gives, takes)| (interface, Redirection { gives, takes }))
+                .map(|(interface, gives, takes)| {
+                    (interface, Redirection { gives, takes, role: Role::Uplink })
+                })
                 .collect();
             Transit { redirections, ..Transit::new(Xdp::Native) }.redirects()
         };

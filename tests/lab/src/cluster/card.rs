@@ -7,9 +7,9 @@ use anyhow::Result;
 use super::Netns;
 use crate::{namespace::run, xdp};
 
-/// `on` or `off`: does the pod's veth take frames that XDP programs send to it? By a queue of its own, which GRO makes.
-pub(super) fn take_frames(pod: &Netns, whether: &str) -> Result<()> {
-    run(&pod.namespace, "ethtool", &["-K", "eth0", "gro", whether]).map(drop)
+/// A veth takes frames that XDP programs send to it if the other end has queues of its own, which GRO makes.
+pub(super) fn let_take_frames(pod: &Netns, take: bool) -> Result<()> {
+    run(&pod.namespace, "ethtool", &["-K", "eth0", "gro", if take { "on" } else { "off" }]).map(drop)
 }
 
 /// A veth stays one as long as this lives.

@@ -124,24 +124,22 @@ impl Lab {
 
     /// XDP programs run on the nodes' devices as they do on network cards, and pods take frames that such programs send to them.
     pub fn equip_with_cards(&mut self) -> Result<()> {
-        self.pods().try_for_each(|pod| card::take_frames(pod, "on"))?;
+        self.let_pods_take_frames(true)?;
         for name in NODES.map(node_name).into_iter().chain([OUTSIDE.to_owned()]) {
             self.cards.push(Card::make(self.fabric()?, &name, self.netns(&name)?, "eth0")?);
         }
         Ok(())
     }
 
-    /// The devices are simple veths again.
+    /// The devices of nodes are simple veths again.
     pub fn take_cards_out(&mut self) -> Result<()> {
-        if self.cards.is_empty() {
-            return Ok(());
-        }
-        self.pods().try_for_each(|pod| card::take_frames(pod, "off"))?;
         self.cards.drain(..).try_for_each(Card::take_out)
     }
 
-    fn pods(&self) -> impl Iterator<Item = &Netns> {
-        self.netns.values().filter(|netns| netns.is_pod())
+    /// That XDP programs send to them.
+    pub fn let_pods_take_frames(&self, take: bool) -> Result<()> {
+        let mut pods = self.netns.values().filter(|netns| netns.is_pod());
+        pods.try_for_each(|pod| card::let_take_frames(pod, take))
     }
 
     /// Prefix of everything that belongs to this lab.
@@ -204,7 +202,7 @@ impl Lab {
         let pod = self.netns(name)?;
         topology::connect_pod(&node_netns, pod)?;
         if !self.cards.is_empty() {
-            card::take_frames(pod, "on")?;
+            card::let_take_frames(pod, true)?;
         }
         Ok(pod)
     }

@@ -6,7 +6,7 @@ use anyhow::{Result, ensure};
 use lab::namespace::ip;
 use nix::net::if_::if_nametoindex;
 use proxy_common::{
-    layout::{IN_FRAGMENTS, TAG_CUSTOMER},
+    layout::{IN_FRAGMENTS, TAG_CUSTOMER, TO_POD},
     packet::{TCP_ACK, TCP_SYN},
     reason::Reason,
 };
@@ -62,7 +62,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
             let (uplink, pod) = node_with_pod(s)?;
             let answer = pod.opened(s, &uplink)?;
             pod.answers_past_stack(s, &answer)?;
-            s.world.remove_redirect_target(pod.index)?;
+            s.world.remove_redirect_target(pod.index | TO_POD)?;
             let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
             passes(s, uplink.index, &second.bytes::<W>())?;
             s.send("uplink_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
@@ -76,16 +76,51 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.send("uplink_ingress", &answer, Expect::Untouched)?;
         pod.answers_by_stack(s, &Segment { hop_limit: 1, ..answer.clone() })?;
         pod.answers_by_stack(s, &Segment { extra: Extra::Options, ..answer.clone() })?;
-        let client = address::<W>(CLIENT.0);
-        ip(None, &format!("route add blackhole {client}\n"))?;
-        pod.answers_by_stack(s, &answer)?;
-        ip(None, &format!("route del blackhole {client}\n"))?;
-        pod.answers_past_stack(s, &answer)?;
         // The kernel asks for the link address then.
+        let client = address::<W>(CLIENT.0);
         ip(None, &format!("neigh del {client} dev {}\n", uplink.device))?;
         pod.answers_past_stack(s, &answer)?;
         s.world.remove_redirect_source(uplink.index)?;
         pod.answers_by_stack(s, &answer)
+    });
+    group.both::<W>("a flow stays with the stack whose answer it has to have", |s| {
+        let (uplink, pod) = node_with_pod(s)?;
+        let answer = pod.opened(s, &uplink)?;
+        let client = address::<W>(CLIENT.0);
+        ip(None, &format!("route add blackhole {client}\n"))?;
+        pod.answers_by_stack(s, &answer)?;
+        ip(None, &format!("route del blackhole {client}\n"))?;
+        pod.answers_by_stack(s, &answer)?;
+        passes(s, uplink.index, &s.packet(CLIENT, NODE_PORT, TCP_ACK).bytes::<W>())
+    });
+    group.both::<W>("a flow stays with the stack which has had a packet of its client", |s| {
+        let (uplink, pod) = node_with_pod(s)?;
+        let answer = pod.opened(s, &uplink)?;
+        let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
+        s.send("uplink_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
+        pod.answers_by_stack(s, &answer)?;
+        passes(s, uplink.index, &second.bytes::<W>())
+    });
+    group.both::<W>("past the stack goes nothing that another pod sends", |s| {
+        let (uplink, pod) = node_with_pod(s)?;
+        let answer = pod.opened(s, &uplink)?;
+        let another = Other::leading_to_backends::<W>(s, "third", "02:00:00:00:00:04")?;
+        s.world.put_redirect_target(another.index | TO_POD, another.index)?;
+        another.answers_by_stack(s, &answer)?;
+        pod.answers_past_stack(s, &answer)
+    });
+    group.both::<W>("no redirect to a pod of what is masqueraded, as answers come through the stack", |s| {
+        let Node { uplink, other, .. } = Node::new(s)?;
+        s.world.put_redirect_source(uplink.index, link_address(OWN)?)?;
+        s.world.put_redirect_target(other.index | TO_POD, other.index)?;
+        passes(s, uplink.index, &s.packet(CLIENT, NODE_PORT, TCP_ACK).bytes::<W>())
+    });
+    group.both::<W>("no redirect by an uplink of what is for a pod", |s| {
+        let (uplink, pod) = node_with_pod(s)?;
+        pod.opened(s, &uplink)?;
+        s.world.remove_redirect_target(pod.index | TO_POD)?;
+        s.world.put_redirect_target(pod.index, pod.index)?;
+        passes(s, uplink.index, &s.packet(CLIENT, NODE_PORT, TCP_ACK).bytes::<W>())
     });
     group.both::<W>("past the stack goes what the uplink takes, whole or in segments", |s| {
         let (uplink, pod) = node_with_pod(s)?;
@@ -103,6 +138,17 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         };
         merged(1300 - headers, Verdict::Redirected)?;
         merged(1301 - headers, Verdict::GoesOn)
+    });
+    group.both::<W>("past the stack goes no fragment of an answer whose first one does not", |s| {
+        const CUT: Cut = Cut { piece: 1_304, id: 7 };
+        let (uplink, pod) = node_with_pod(s)?;
+        let answer = Segment { payload: vec![1; 1_400], ..pod.opened(s, &uplink)? };
+        ip(None, "link set uplink mtu 1300\n")?;
+        for fragment in answer.fragments::<W>(CUT) {
+            let output = s.world.leaves_by(pod.index, "workload_ingress", &fragment)?;
+            ensure!(output.verdict == Verdict::GoesOn && output.packet == fragment, "{:?}", output.verdict);
+        }
+        Ok(())
     });
     group.both::<W>("past the stack go answers in fragments", |s| {
         const CUT: Cut = Cut { piece: 64, id: 7 };
@@ -350,7 +396,7 @@ fn node_with_pod<W: Tables>(s: &mut Scene<W>) -> Result<(Uplink, Other)> {
     let pod = Other::leading_to_backends::<W>(s, "pod", OTHER)?;
     s.node_port_here()?;
     s.world.put_redirect_source(uplink.index, link_address(OWN)?)?;
-    s.world.put_redirect_target(pod.index, pod.index)?;
+    s.world.put_redirect_target(pod.index | TO_POD, pod.index)?;
     Ok((uplink, pod))
 }
 

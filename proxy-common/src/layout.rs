@@ -699,7 +699,8 @@ pub struct FirstFragment<A> {
     pub fate: u32,
     /// As in the key: the kernel may give the element to another packet at any time.
     pub id: u32,
-    pub(crate) _reserved: u32,
+    /// Index of the interface that the first fragment has come or left by.
+    pub interface: u32,
 }
 
 /// Table `socket_origin4/6`, socket storage: what a connected socket dialled, and where it was sent.

@@ -1,4 +1,4 @@
-//! What becomes of frames that XDP has sent on by another uplink, where no device takes them: the program has ended before.
+//! What becomes of frames that XDP has sent on by another interface, where no device takes them: the program has ended before.
 
 use aya_ebpf::{helpers::bpf_probe_read_kernel, programs::RawTracePointContext};
 use proxy_common::reason::Reason;

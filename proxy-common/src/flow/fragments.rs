@@ -20,7 +20,7 @@ pub(super) fn follow<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
     set_key::<F>(scratch);
-    let is_unpacked = scratch.is_unpacked();
+    let (is_unpacked, interface) = (scratch.is_unpacked(), scratch.interface);
     let Scratch { fragment_key, first_fragment: first, action: Action { rewrite, then }, tunnel, .. } =
         scratch;
     if !tables.first_fragment(fragment_key, first)
@@ -38,7 +38,8 @@ pub(super) fn follow<F: Family, T: FlowTables<F>>(
         FATE_REROUTED => Then::Reroute,
         FATE_INTO_NODE => Then::IntoNode,
         FATE_ENCAPSULATED => Then::Encapsulate,
-        FATE_PAST_STACK => Then::PastStack,
+        // Reverse path filtering does not see it.
+        FATE_PAST_STACK if first.interface == interface => Then::PastStack,
         FATE_DROPPED => return Err(Reason::FragmentOfDropped),
         _ => return Err(Reason::NotAService),
     };
@@ -58,8 +59,10 @@ pub(super) fn record<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
     if scratch.failure.is_none() && scratch.action.then == Then::Encapsulate {
         scratch.action.rewrite = scratch.flow.undo_forward_rewrite();
     }
+    let interface = scratch.interface;
     let Scratch { failure, fragment_key, first_fragment: first, action: Action { rewrite, then }, .. } =
         scratch;
+    first.interface = interface;
     first.seen = tables.now();
     first.source = rewrite.source;
     first.destination = rewrite.destination;

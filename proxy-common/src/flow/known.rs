@@ -3,7 +3,10 @@
 //! take all others, in so little code that it needs no calls.
 
 use super::{
-    FlowTables, Found, Scratch, Speaker, Stage, Step, entries::is_stale, read, tcp, transit::answers_driver,
+    FlowTables, Found, Scratch, Speaker, Stage, Step,
+    entries::is_stale,
+    read, tcp,
+    transit::{answers_driver, is_by_stack},
     translate_arriving, translate_leaving,
 };
 use crate::{
@@ -38,9 +41,6 @@ pub fn arriving_known<F: Family, T: FlowTables<F>>(
         scratch.action.then = Then::PastStack;
         return Some(Ok(()));
     }
-    if found.step == Step::ToFrontend && scratch.flow.is_sent_to_pod() {
-        return None;
-    }
     match translate_arriving(scratch, found.step) {
         Ok(()) => goes_on(tables, scratch, found).then_some(Ok(())),
         Err(Reason::NotAService) => Some(Err(Reason::NotAService)),
@@ -65,7 +65,7 @@ pub fn leaving_known<F: Family, T: FlowTables<F>>(
         }
     };
     let gets_source = scratch.flow.flags & FLOW_MASQUERADE != 0 && !scratch.flow.is_masqueraded();
-    if found.step == Step::ToBackendMasqueraded || gets_source {
+    if found.step == Step::ToBackendMasqueraded || gets_source || is_by_stack(scratch, found.step) {
         return None;
     }
     match translate_leaving(scratch, found.step, false) {

@@ -358,7 +358,8 @@ pub fn not_past_stack<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
     has_way: bool,
 ) {
-    if !has_way {
+    // Of a later fragment the flow is not known.
+    if !has_way && !scratch.packet.is_later_fragment() {
         tables.run(scratch, Routine::LeaveToStack);
     }
     record_first_fragment(tables, scratch, Err(Reason::NotAService));
@@ -434,12 +435,7 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
                 scratch.stage = found.stage;
                 return decide(tables, scratch, Routine::GoOnDirectly);
             }
-            let was_sent_to_pod = found.step == Step::ToFrontend && scratch.flow.is_sent_to_pod();
-            go_on(tables, scratch, found)?;
-            if was_sent_to_pod {
-                tables.run(scratch, Routine::LeaveToStack);
-            }
-            return Ok(());
+            return go_on(tables, scratch, found);
         }
     }
     scratch.rival = if is_overlapped { Rival::OfClient } else { Rival::None };
@@ -496,6 +492,9 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
             if is_hosts {
                 end_if_gone(tables, scratch, found.entry)?;
                 scratch.action.then = Then::Reroute;
+            }
+            if transit::is_by_stack(scratch, found.step) {
+                tables.run(scratch, Routine::LeaveToStack);
             }
             translate_leaving(scratch, found.step, is_hosts)?;
             go_on(tables, scratch, found)?;

@@ -48,7 +48,7 @@ pub enum Routine {
     NoteLeft,
     /// Notes that XDP sends the client's packets of `flow` to a pod, by `next_hop`.
     NoteSentByDriver,
-    /// Notes that XDP does so no more.
+    /// Leaves all packets of `flow`, which XDP has sent to a pod, to the stack.
     LeaveToStack,
     /// Keeps a flow whose answers are not seen here: `failure`.
     GoOnDirectly,

@@ -58,7 +58,13 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
             if scratch.action.then == Then::Encapsulate {
                 direct::set_tunnel_but_source(tables, scratch);
             }
-            let is_asked = leaves(tables, scratch, &found, driver).ok_or(Reason::NotAService)?;
+            let Some(is_asked) = leaves(tables, scratch, &found, driver) else {
+                if scratch.is_for_pod() {
+                    // It stays with the stack: XDP would look for its way with each packet.
+                    found.entry.write(Change::Left(0));
+                }
+                return Err(Reason::NotAService);
+            };
             if scratch.action.then == Then::Encapsulate {
                 direct::finish_tunnel(tables, scratch)?;
                 return decide(tables, scratch, Routine::GoOnDirectly);
@@ -130,6 +136,14 @@ pub(super) fn answers_driver<F: Family, T: FlowTables<F>>(
         && tables.driver_sends_to(*interface)
 }
 
+/// Is the packet, which leaves to a backend, one that the stack has brought there although XDP sends the client's packets? Where it has been let out,
+/// connection tracking knows the connection again, as the client's. It makes none for an error, and takes a SYN for a new one.
+#[inline(always)]
+pub(super) fn is_by_stack<A: Address>(Scratch { packet, flow, .. }: &Scratch<A>, step: Step) -> bool {
+    let is_noted = step == Step::ToBackend && flow.is_of_a_pod() && flow.next_hop != KnownHop::default();
+    is_noted && !packet.is_error() && !(packet.is_tcp() && packet.opens())
+}
+
 /// Notes that the stack has let a packet of `scratch.flow` out. The client's entry comes first, in both tables, as another CPU may be copying it to the
 /// second one: what is not noted there is noted for the next packet.
 #[inline(always)]
@@ -156,8 +170,7 @@ pub(super) fn note_sent_by_driver<F: Family, T: FlowTables<F>>(
     write(tables, scratch, Leg::Backend, hop);
 }
 
-/// Notes that the stack has had a packet of a client, or has to have a pod's answer, where XDP has sent the client's packets to the pod: from now on it
-/// has all of `scratch.flow`.
+/// Leaves all packets of `scratch.flow`, which XDP has sent to a pod, to the stack.
 #[inline(always)]
 pub(super) fn leave_to_stack<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     let none = Change::NextHop(KnownHop::default());
@@ -207,15 +220,9 @@ impl<A> Flow<A> {
         self.left == self.mark_of_left()
     }
 
-    /// Is it between a client outside and a pod of this node, whose answers come back here without being masqueraded?
+    /// Is it between a client outside and an endpoint of this node, whose answers come back here without being masqueraded?
     #[inline(always)]
     fn is_of_a_pod(&self) -> bool {
         self.flags & (FLOW_MASQUERADE | FLOW_DSR | OF_OTHERS) == 0
-    }
-
-    /// By the client's entry: has XDP sent its packets to a pod?
-    #[inline(always)]
-    pub(super) fn is_sent_to_pod(&self) -> bool {
-        self.is_of_a_pod() && self.has_left() && self.next_hop != KnownHop::default()
     }
 }

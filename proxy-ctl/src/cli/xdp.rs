@@ -82,7 +82,7 @@ fn has_role(record: &record::Record, index: u32, role: &str) -> bool {
     record.interfaces.iter().any(|known| known.index == index && known.role == role)
 }
 
-const NOT_SENT_BY: &str = "it would take frames, but XDP sends none of another uplink on, or the controller has not looked at it yet";
+const NOT_SENT_BY: &str = "it would take frames, but XDP sends none of another uplink on, has no room for more interfaces, or the controller has not looked at it yet";
 
 /// How XDP is used, if it is.
 fn configured(record: &record::Record) -> Option<Xdp> {

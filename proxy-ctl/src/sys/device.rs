@@ -74,6 +74,15 @@ pub fn facts(index: u32, name: &str) -> DeviceFacts {
     facts
 }
 
+/// May XDP programs send frames by this interface, as far as its driver tells?
+pub fn takes_frames(index: u32, name: &str) -> bool {
+    let mut facts = DeviceFacts::default();
+    if let Err(error) = netdev(index, &mut facts) {
+        tracing::debug!(interface = name, %error, "not all is known of the device");
+    }
+    facts.xdp.is_some_and(|features| features.has(XdpFeatures::SENDS))
+}
+
 /// The numbers of CPUs that are online are below that.
 pub fn cpus() -> u32 {
     aya::util::online_cpus().ok().and_then(|cpus| cpus.into_iter().max()).map_or(u32::MAX, |last| last + 1)

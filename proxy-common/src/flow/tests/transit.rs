@@ -62,6 +62,10 @@ fn event() -> impl Strategy<Value = Event> {
     ]
 }
 
+const POD_INTERFACE: u32 = 7;
+const TO_POD: NextHop =
+    NextHop { destination: [1; 6], source: [2; 6], interface: POD_INTERFACE, longest: 1_500 };
+
 /// A node, and the sources that it has given to clients.
 struct Node {
     host: Host,
@@ -127,7 +131,7 @@ impl Node {
 
     /// By the stack.
     fn through_the_stack(&self, packet: &Packet<A>) -> Result<Left, Reason> {
-        let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
+        let mut scratch = Scratch { packet: *packet, interface: POD_INTERFACE, ..Scratch::default() };
         let entered = decide_arriving(&self.host, &mut scratch, self.origin(packet));
         let entered = if scratch.action.then == Then::PastStack { Err(Reason::NotAService) } else { entered };
         let entered = entered.map(|()| scratch.action.rewrite);
@@ -149,7 +153,8 @@ impl Node {
     /// `leaves`: the driver can send it where the stack would; otherwise the stack sends it.
     fn in_transit(&self, packet: &Packet<A>, leaves: bool) -> Result<Left, Reason> {
         let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
-        let decided = in_transit(&self.host, &mut scratch, &Routes { leaves, ..Routes::default() });
+        let routes = Routes { leaves, hop: TO_POD, length: 60, ..Routes::default() };
+        let decided = in_transit(&self.host, &mut scratch, &routes);
         assert_eq!(scratch.packet, *packet, "it is not changed");
         match decided {
             Ok(()) => Ok(left(&scratch)),
@@ -331,14 +336,11 @@ fn node_that_has_answered(protocol: u8) -> Node {
     node
 }
 
-const POD_INTERFACE: u32 = 7;
-
 /// By XDP, to the pod's interface.
 fn sends(node: &Node, protocol: u8) -> Result<(), Reason> {
     let packet = node.packet(protocol, client(TCP_ACK)).unwrap();
-    let hop = NextHop { interface: POD_INTERFACE, longest: 1_500, ..NextHop::default() };
     let mut scratch = Scratch { packet, ..Scratch::default() };
-    in_transit(&node.host, &mut scratch, &Routes { leaves: true, hop, ..Routes::default() })
+    in_transit(&node.host, &mut scratch, &Routes { leaves: true, hop: TO_POD, ..Routes::default() })
 }
 
 fn answers(node: &Node, protocol: u8, origin: Origin, interface: u32) -> Then {
@@ -358,10 +360,31 @@ fn a_pods_answers_take_the_way_of_its_clients_packets(#[values(PROTOCOL_TCP, PRO
     assert_eq!(answer(Origin::Workload, POD_INTERFACE), Then::PastStack);
     assert_eq!(answer(Origin::Outside, POD_INTERFACE), Then::Pass, "anybody can have sent it");
     assert_eq!(answer(Origin::Workload, POD_INTERFACE + 1), Then::Pass, "another pod has sent it");
-    let packet = node.packet(protocol, client(TCP_ACK)).unwrap();
-    node.through_the_stack(&packet).unwrap();
+    // Connection tracking makes none for an error, and would take the SYN for a new connection.
+    let mut error = node.packet(protocol, client(TCP_ACK)).unwrap();
+    error.headers.icmp = 1;
+    node.through_the_stack(&error).unwrap();
+    if protocol == PROTOCOL_TCP {
+        node.through_the_stack(&node.packet(protocol, client(TCP_SYN)).unwrap()).unwrap();
+    }
+    assert_eq!(answer(Origin::Workload, POD_INTERFACE), Then::PastStack);
+    node.through_the_stack(&node.packet(protocol, client(TCP_ACK)).unwrap()).unwrap();
     assert_eq!(answer(Origin::Workload, POD_INTERFACE), Then::Pass);
     assert_eq!(sends(&node, protocol), Err(Reason::NotAService), "the stack has had one");
+}
+
+/// XDP does not look for the way of each of its packets.
+#[test]
+fn a_flow_without_way_to_its_pod_is_left_to_the_stack() {
+    let node = node_that_has_answered(PROTOCOL_TCP);
+    let packet = node.packet(PROTOCOL_TCP, client(TCP_ACK)).unwrap();
+    let routes = Routes { leaves: false, hop: TO_POD, ..Routes::default() };
+    for _ in 0..2 {
+        let mut scratch = Scratch { packet, ..Scratch::default() };
+        assert_eq!(in_transit(&node.host, &mut scratch, &routes), Err(Reason::NotAService));
+        node.through_the_stack(&packet).unwrap();
+    }
+    assert_eq!(routes.lookups.get(), 1);
 }
 
 /// Another CPU has copied the entry to the other table before it was marked.

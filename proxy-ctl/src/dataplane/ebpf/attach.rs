@@ -321,7 +321,7 @@ impl Hooks {
         Ok(())
     }
 
-    /// What the uplinks that are attached to may do.
+    /// What the interfaces that are attached to may do.
     pub(super) fn redirects(&self) -> Redirects {
         self.transit.redirects()
     }

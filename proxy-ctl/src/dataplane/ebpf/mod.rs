@@ -406,7 +406,7 @@ impl EbpfDataplane {
         failures
     }
 
-    /// After a look at the uplinks: what they may do has a program on them.
+    /// After a look at the interfaces: some can do it only with a program on them.
     fn write_redirects(&mut self) -> Result<(), Error> {
         self.hooks.follow_routes();
         let Redirects { sources, targets } = self.hooks.redirects();

@@ -119,7 +119,8 @@ impl Transit {
     /// What the interfaces that were attached to may do.
     pub(super) fn redirects(&self) -> Redirects {
         let mut redirects = Redirects::default();
-        let room = REDIRECTS as usize / KEYS_OF_TARGET;
+        // Half: new entries come before old ones go.
+        let room = REDIRECTS as usize / KEYS_OF_TARGET / 2;
         let (uplinks, pods): (Vec<_>, Vec<_>) =
             self.redirections.iter().partition(|(_, redirection)| redirection.role == Role::Uplink);
         let pods = pods.into_iter().filter(|(_, pod)| pod.takes.is_some());
@@ -185,7 +186,12 @@ impl Transit {
             self.redirections.remove(&interface.index);
             return;
         }
-        let facts = device::facts(interface.index, &interface.name);
+        // Most take none.
+        let facts = if device::takes_frames(interface.index, &interface.name) {
+            device::facts(interface.index, &interface.name)
+        } else {
+            DeviceFacts::default()
+        };
         let redirection = Redirection::of(self.configured, None, interface, &facts);
         self.redirections.insert(interface.index, redirection);
     }
@@ -273,13 +279,16 @@ mod tests {
     }
 
     #[test]
-    fn frames_leave_by_other_uplinks() {
+    fn frames_leave_by_other_interfaces() {
+        /// Interfaces from this index on are of pods.
+        const PODS: u32 = 1_000;
         const OWN: LinkAddress = LinkAddress { bytes: [2, 0, 0, 0, 0, 1], _padding: [0; 2] };
         let of = |redirections: Vec<(u32, Option<LinkAddress>, Option<Takes>)>| {
             let redirections = redirections
                 .into_iter()
                 .map(|(interface, gives, takes)| {
-                    (interface, Redirection { gives, takes, role: Role::Uplink })
+                    let role = if interface < PODS { Role::Uplink } else { Role::Workload };
+                    (interface, Redirection { gives, takes, role })
                 })
                 .collect();
             Transit { redirections, ..Transit::new(Xdp::Native) }.redirects()
@@ -294,7 +303,13 @@ mod tests {
             targets: [(3, target(3)), (3 | IN_FRAGMENTS, target(3)), (4, target(4))].into(),
         };
         assert_eq!(found, expected);
+        let with_pod =
+            of(vec![(2, Some(OWN), None), (PODS, None, Some(Takes::Whole)), (PODS + 1, None, None)]);
+        assert_eq!(with_pod.targets, [(PODS | TO_POD, target(PODS))].into());
+        let many_pods = (PODS..).take(REDIRECTS as usize).map(|pod| (pod, None, Some(Takes::All)));
+        let with_many = of(many_pods.chain([(2, Some(OWN), Some(Takes::Whole))]).collect());
+        assert!(with_many.targets.contains_key(&2), "uplinks come first");
         let many = of((1..=REDIRECTS).map(|index| (index, Some(OWN), Some(Takes::All))).collect());
-        assert_eq!(many.targets.len(), REDIRECTS as usize, "no more than there is room for");
+        assert_eq!(many.targets.len(), REDIRECTS as usize / 2, "no more than there is room for");
     }
 }

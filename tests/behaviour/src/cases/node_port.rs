@@ -9,7 +9,7 @@ use anyhow::{Context as _, Result, bail, ensure};
 use lab::{
     Dial, Protocol,
     address::{Family, NodeNumber, fabric},
-    cluster::{NODES, OUTSIDE, drivers_tell_what_they_take, node_name},
+    cluster::{NODES, OUTSIDE, node_name, pods_can_take_frames},
     namespace, wait,
 };
 use scenario::Skip;
@@ -159,8 +159,8 @@ fn in_transit(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn in_transit_to_pod(world: &mut World, variant: Variant) -> Result<()> {
-    if !drivers_tell_what_they_take() {
-        bail!(Skip("this kernel does not tell which frames a veth takes (6.3)".to_owned()));
+    if !pods_can_take_frames() {
+        bail!(Skip("this kernel does not tell what programs a veth has (6.6)".to_owned()));
     }
     // Of a connection: what acknowledges the backend's SYN, the request, and what acknowledges the answer or ends the connection.
     by_driver(world, variant, &ON_NODE1, "redirected_by_driver", 3)?;

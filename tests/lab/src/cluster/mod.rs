@@ -61,9 +61,15 @@ pub enum PodProcesses {
     Elsewhere,
 }
 
+/// Does the kernel tell what mode ebpf asks before it sends frames of XDP to pods? Since 6.6.
+pub fn pods_can_take_frames() -> bool {
+    device::facts(LOOPBACK, "lo").programs.is_some()
+}
+
+const LOOPBACK: u32 = 1;
+
 /// Does the kernel tell what drivers do with frames of XDP that have come by others? Since 6.3; before, veths are not known to take them.
 pub fn drivers_tell_what_they_take() -> bool {
-    const LOOPBACK: u32 = 1;
     device::facts(LOOPBACK, "lo").xdp.is_some()
 }
 

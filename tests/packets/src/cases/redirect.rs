@@ -98,6 +98,9 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         let answer = pod.opened(s, &uplink)?;
         let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
         s.send("uplink_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
+        // Connection tracking does not know it yet.
+        pod.answers_past_stack(s, &answer)?;
+        s.send("workload_egress", &second.to(LOCAL), Expect::Untouched)?;
         pod.answers_by_stack(s, &answer)?;
         passes(s, uplink.index, &second.bytes::<W>())
     });
@@ -158,6 +161,12 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         for (fragment, sent) in answer.fragments::<W>(CUT).iter().zip(sent) {
             let output = s.world.leaves_by(pod.index, "workload_ingress", fragment)?;
             ensure!(output.verdict == Verdict::Redirected && output.packet == sent, "{:?}", output.verdict);
+        }
+        let another = Other::leading_to_backends::<W>(s, "third", "02:00:00:00:00:04")?;
+        s.world.put_redirect_target(another.index | TO_POD, another.index)?;
+        for forged in answer.fragments::<W>(CUT).iter().skip(1) {
+            let output = s.world.leaves_by(another.index, "workload_ingress", forged)?;
+            ensure!(output.verdict == Verdict::GoesOn, "{:?}", output.verdict);
         }
         Ok(())
     });

@@ -241,7 +241,7 @@ mod tests {
         run("tc", "qdisc add dev here clsact");
         assert_eq!(acts(), (Some("tbf".to_owned()), Some(false)));
         run("tc", "qdisc del dev here root");
-        run("tc", "filter add dev here ingress matchall action drop");
+        run("tc", "filter add dev here ingress u32 match u32 0 0");
         assert_eq!(acts(), (None, Some(true)));
         let nowhere = DeviceFacts { filters: None, ..facts(u32::MAX >> 1, "nowhere") };
         assert_eq!(nowhere, DeviceFacts { page: page(), ..DeviceFacts::default() });

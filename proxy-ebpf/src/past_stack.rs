@@ -62,10 +62,8 @@ fn redirect<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, network: u32)
         return NOT_THIS;
     };
     let mut parameters = route::parameters::<F>(*interface, source, destination);
-    parameters.l4_protocol = packet.protocol;
-    parameters.sport = u16::from_ne_bytes(packet.source_port.to_network());
-    parameters.dport = u16::from_ne_bytes(packet.destination_port.to_network());
-    parameters.__bindgen_anon_1.tot_len = length;
+    let ports = (packet.source_port, packet.destination_port);
+    route::set_transport(&mut parameters, packet.protocol, ports, length);
     match route::look_up(skb.cast(), &mut parameters) {
         FOUND | NO_NEIGHBOUR => {}
         TOO_LONG => return NOT_THIS,

@@ -3,7 +3,10 @@
 use core::ffi::c_void;
 
 use aya_ebpf::{bindings::bpf_fib_lookup as FibLookup, helpers::bpf_fib_lookup};
-use proxy_common::family::{Family, V4, V6};
+use proxy_common::{
+    family::{Family, V4, V6},
+    port::Port,
+};
 
 /// Answered by [`look_up`] where the packet is forwarded, and the next hop's link address is known.
 pub(crate) const FOUND: i64 = 0;
@@ -60,6 +63,20 @@ pub(crate) fn parameters<F: Route>(
     F::set_addresses(&mut parameters, source, destination);
     parameters.ifindex = interface;
     parameters
+}
+
+/// For rules by protocol and ports, and what is longer than what goes there.
+#[inline(always)]
+pub(crate) fn set_transport(
+    parameters: &mut FibLookup,
+    protocol: u8,
+    (source, destination): (Port, Port),
+    length: u16,
+) {
+    parameters.l4_protocol = protocol;
+    parameters.sport = u16::from_ne_bytes(source.to_network());
+    parameters.dport = u16::from_ne_bytes(destination.to_network());
+    parameters.__bindgen_anon_1.tot_len = length;
 }
 
 /// Answers with `BPF_FIB_LKUP_RET_*`, or with a negative error. `ctx`: of the running program.

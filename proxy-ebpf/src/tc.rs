@@ -83,6 +83,7 @@ where
     };
     match verdict {
         PAST_STACK if origin == Origin::Workload => past_stack::send::<F>(ctx.skb.skb, network),
+        // Never decided of what comes from outside: so programs of uplinks are without that code.
         PAST_STACK => TC_ACT_UNSPEC,
         verdict => verdict,
     }

@@ -200,10 +200,8 @@ where
     let Scratch { packet, action, interface, next_hop, .. } = scratch;
     let rewrite = &action.rewrite;
     let mut parameters = route::parameters::<F>(*interface, &rewrite.source, &rewrite.destination);
-    parameters.l4_protocol = packet.protocol;
-    parameters.sport = u16::from_ne_bytes(rewrite.source_port.to_network());
-    parameters.dport = u16::from_ne_bytes(rewrite.destination_port.to_network());
-    parameters.__bindgen_anon_1.tot_len = length;
+    let ports = (rewrite.source_port, rewrite.destination_port);
+    route::set_transport(&mut parameters, packet.protocol, ports, length);
     if route::look_up(frame.context(), &mut parameters) != FOUND {
         return NO;
     }
@@ -215,8 +213,8 @@ where
     YES
 }
 
-/// Can it leave by `target`, a key of `redirect_targets` for another interface than it has come by? Tells the kernel so, which is without effect unless the program
-/// ends with `XDP_REDIRECT`: nothing can fail between a look at the table and that.
+/// Can it leave by `target`, a key of `redirect_targets` for another interface than it has come by? Tells the kernel so, which is without effect
+/// unless the program ends with `XDP_REDIRECT`: nothing can fail between a look at the table and that.
 #[inline(always)]
 fn is_redirectable(frame: Frame, network: u32, target: u32) -> bool {
     // A tag would go with it.

@@ -69,11 +69,9 @@ impl PodInterfaces {
     }
 
     pub(super) fn text(&self) -> String {
-        let taking = (self.taking > 0).then(|| (self.taking, String::new()));
+        let taking = (self.taking > 0).then(|| (self.taking, "yes".to_owned()));
         let not_taking = self.not_taking.iter().map(|(why, count)| (*count, format!("no: {why}")));
-        let row = |(count, why): (usize, String)| {
-            [count.to_string(), if why.is_empty() { "yes".to_owned() } else { why }]
-        };
+        let row = |(count, why): (usize, String)| [count.to_string(), why];
         table(["INTERFACES OF PODS", "XDP SENDS BY THEM"], taking.into_iter().chain(not_taking).map(row))
     }
 }

@@ -2,7 +2,6 @@
 
 use std::{collections::BTreeSet, fs, io};
 
-use aya::programs::{SchedClassifier, TcAttachType};
 use libc::{IFLA_INFO_KIND, IFLA_LINKINFO, IFLA_MTU, IFLA_QDISC, RTM_GETLINK};
 use netlink_sys::protocols::NETLINK_ROUTE;
 
@@ -10,7 +9,7 @@ use super::{
     CallError,
     generic_netlink::{GenericFamily, HEADER, header},
     netlink::{Attributes, Messages, NLM_F_ACK, NetlinkSocket, word},
-    tc::{Direction, has_filters},
+    tc::{Direction, has_filters, tcx_programs},
 };
 
 /// `None`: nobody tells.
@@ -70,7 +69,7 @@ pub fn facts(index: u32, name: &str) -> DeviceFacts {
     if facts.driver.is_none() {
         facts.driver = driver(name);
     }
-    facts.programs = programs(name);
+    facts.programs = programs(index);
     facts
 }
 
@@ -122,9 +121,8 @@ fn link(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {
     answered.map_err(CallError::of("netlink RTM_GETLINK"))
 }
 
-fn programs(name: &str) -> Option<usize> {
-    let count = |hook| SchedClassifier::query_tcx(name, hook).map(|(_, programs)| programs.len()).ok();
-    Some(count(TcAttachType::Ingress)? + count(TcAttachType::Egress)?)
+fn programs(index: u32) -> Option<usize> {
+    Direction::ALL.into_iter().map(|direction| Some(tcx_programs(index, direction)?.len())).sum()
 }
 
 fn filters(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {

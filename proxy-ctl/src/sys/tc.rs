@@ -1,7 +1,8 @@
-//! BPF filters on the clsact qdisc, for kernels without tcx (before 6.6).
+//! BPF filters on the clsact qdisc, for kernels without tcx (before 6.6), and what tcx has.
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
+use aya::programs::{SchedClassifier, TcAttachType};
 use libc::{
     RTM_DELQDISC, RTM_DELTFILTER, RTM_GETTFILTER, RTM_NEWQDISC, RTM_NEWTFILTER, TCA_KIND, TCA_OPTIONS,
 };
@@ -162,6 +163,23 @@ pub fn has_filters(interface: u32, direction: Direction) -> Result<bool, CallErr
 /// Every BPF filter in one direction; none where there is no clsact qdisc.
 pub fn filters(interface: u32, direction: Direction) -> Result<Vec<Filter>, CallError> {
     list(interface, direction, filter)
+}
+
+/// Ids of the programs of a tcx hook in their order. None: the interface is gone, or the kernel does not tell.
+pub fn tcx_programs(index: u32, direction: Direction) -> Option<Vec<u32>> {
+    let name =
+        nix::net::if_::if_indextoname(index).ok()?.into_string().ok().filter(|name| !name.is_empty())?;
+    let hook = match direction {
+        Direction::Ingress => TcAttachType::Ingress,
+        Direction::Egress => TcAttachType::Egress,
+    };
+    match SchedClassifier::query_tcx(&name, hook) {
+        Ok((_, programs)) => Some(programs.iter().map(aya::programs::ProgramInfo::id).collect()),
+        Err(error) => {
+            tracing::debug!(interface = name, %error, "the programs of a hook cannot be listed");
+            None
+        }
+    }
 }
 
 fn filter(body: &[u8]) -> Option<Filter> {

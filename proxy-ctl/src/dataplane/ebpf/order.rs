@@ -3,9 +3,10 @@
 
 use std::collections::BTreeMap;
 
-use aya::programs::{SchedClassifier, TcAttachType};
-
-use crate::{dataplane::Interface, sys::tc::Direction};
+use crate::{
+    dataplane::Interface,
+    sys::tc::{Direction, tcx_programs},
+};
 
 /// How often the order of a hook is mended while the process lives.
 const MOST_MENDS: u8 = 3;
@@ -31,7 +32,7 @@ impl HookOrder {
         direction: Direction,
         program: u32,
     ) -> bool {
-        let Some(programs) = programs(interface.index, direction) else { return false };
+        let Some(programs) = tcx_programs(interface.index, direction) else { return false };
         if is_in_place(&programs, direction, program) {
             return false;
         }
@@ -59,23 +60,6 @@ fn is_in_place(programs: &[u32], direction: Direction, ours: u32) -> bool {
         Direction::Egress => programs.last(),
     };
     end == Some(&ours) || !programs.contains(&ours)
-}
-
-/// Ids of the programs of a tcx hook in their order. None: the interface is gone, or the kernel does not tell.
-fn programs(index: u32, direction: Direction) -> Option<Vec<u32>> {
-    let name =
-        nix::net::if_::if_indextoname(index).ok()?.into_string().ok().filter(|name| !name.is_empty())?;
-    let hook = match direction {
-        Direction::Ingress => TcAttachType::Ingress,
-        Direction::Egress => TcAttachType::Egress,
-    };
-    match SchedClassifier::query_tcx(&name, hook) {
-        Ok((_, programs)) => Some(programs.iter().map(aya::programs::ProgramInfo::id).collect()),
-        Err(error) => {
-            tracing::debug!(interface = name, %error, "the programs of a hook cannot be listed");
-            None
-        }
-    }
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 use anyhow::{Result, bail, ensure};
 use lab::{
     Dial,
+    address::Addresses,
     cluster::{OUTSIDE, SERVER_PORT},
     namespace,
 };
@@ -35,50 +36,56 @@ const LASTING: usize = 1_000;
 const SHORT: u32 = 2_000;
 
 fn masquerades(world: &mut World, variant: Variant) -> Result<()> {
-    if control_plane::go::on_path("nft").is_none() {
-        bail!(Skip("nft is not installed".into()));
-    }
     super::skip_confused_flows(world, variant)?;
-    let node = world.lab.netns("node1")?.namespace.clone();
-    let (pod, backend) = (world.addresses("client-1")?, world.addresses("web-2")?);
-    let rules = [
-        format!("ip saddr {} ip daddr {} masquerade fully-random", pod.v4, backend.v4),
-        format!("ip6 saddr {} ip6 daddr {} masquerade fully-random", pod.v6, backend.v6),
-    ];
-    namespace::masquerade(&node, &rules)?;
-    // A datagram of a pair of ports that was used before would be translated, or not, as it was then.
-    state::forget_connections(&world.lab, 1)?;
-    let outcome = beside(world, variant, (backend.of(variant.family), SERVER_PORT).into());
-    namespace::end_masquerade(&node)?;
-    // Without the table nothing translates what is left of them, and a new datagram of the same ends would be dropped.
-    state::forget_connections(&world.lab, 1)?;
-    outcome
+    let backend = world.addresses("web-2")?;
+    masquerading(world, "client-1", backend, "masquerade fully-random", |world| {
+        beside(world, variant, (backend.of(variant.family), SERVER_PORT).into())
+    })
 }
 
 /// XDP sends the packets of both sides past connection tracking, which forgets them: the pod's answers must not become connections of the pod.
 fn forgotten(world: &mut World, variant: Variant) -> Result<()> {
+    let client = world.addresses(OUTSIDE)?;
+    masquerading(world, "web-1", client, "masquerade", |world| {
+        let agent = world.agent(OUTSIDE)?;
+        let node_port = world.node_port(&ON_NODE1, 1, variant.family)?;
+        let held = agent.hold_many(variant.protocol, &[node_port], 20)?;
+        let pinged = (0..2).try_for_each(|_| {
+            state::forget_connections(&world.lab, 1)?;
+            let lost = agent.ping_many(&held)?;
+            ensure!(lost.is_empty(), "{} of {} lost: {:?}", lost.len(), held.len(), lost.first());
+            Ok(())
+        });
+        held.into_iter().try_for_each(|connection| agent.release(connection))?;
+        pinged
+    })
+}
+
+/// While node 1 has a rule for what the pod sends to these addresses.
+fn masquerading(
+    world: &mut World,
+    pod: &str,
+    to: Addresses,
+    what: &str,
+    work: impl FnOnce(&mut World) -> Result<()>,
+) -> Result<()> {
     if control_plane::go::on_path("nft").is_none() {
         bail!(Skip("nft is not installed".into()));
     }
     let node = world.lab.netns("node1")?.namespace.clone();
-    let (pod, client) = (world.addresses("web-1")?, world.addresses(OUTSIDE)?);
+    let pod = world.addresses(pod)?;
     let rules = [
-        format!("ip saddr {} ip daddr {} masquerade", pod.v4, client.v4),
-        format!("ip6 saddr {} ip6 daddr {} masquerade", pod.v6, client.v6),
+        format!("ip saddr {} ip daddr {} {what}", pod.v4, to.v4),
+        format!("ip6 saddr {} ip6 daddr {} {what}", pod.v6, to.v6),
     ];
     namespace::masquerade(&node, &rules)?;
-    let agent = world.agent(OUTSIDE)?;
-    let held = agent.hold_many(variant.protocol, &[world.node_port(&ON_NODE1, 1, variant.family)?], 20)?;
-    let pinged = (0..2).try_for_each(|_| {
-        state::forget_connections(&world.lab, 1)?;
-        let lost = agent.ping_many(&held)?;
-        ensure!(lost.is_empty(), "{} of {} lost: {:?}", lost.len(), held.len(), lost.first());
-        Ok(())
-    });
-    namespace::end_masquerade(&node)?;
+    // A datagram of a pair of ports that was used before would be translated, or not, as it was then.
     state::forget_connections(&world.lab, 1)?;
-    held.into_iter().try_for_each(|connection| agent.release(connection))?;
-    pinged
+    let outcome = work(world);
+    namespace::end_masquerade(&node)?;
+    // Without the table nothing translates what is left of them, and a new datagram of the same ends would be dropped.
+    state::forget_connections(&world.lab, 1)?;
+    outcome
 }
 
 fn beside(world: &mut World, variant: Variant, endpoint: std::net::SocketAddr) -> Result<()> {

@@ -1,18 +1,15 @@
-//! Nanoseconds a packet takes: `cargo test -p packets -- --bench [part of a name]`.
+//! Nanoseconds a packet takes, for every path of a packet: `cargo test -p packets -- --bench [part of a name]`.
 //!
-//! BPF_PROG_TEST_RUN does not restore the packet between runs, so a program meets its own output. Here each flow translates into what the
-//! next one's client sends, and the last one into what the first one's does: every run translates a known flow.
+//! With `WRITE_NANOSECONDS=1` in the environment the figures are written to `docs/benchmarks/nanoseconds.txt` too.
+
+use std::{env, fs, thread};
 
 use anyhow::{Context as _, Result, ensure};
-use aya::{
-    TestRun as _, TestRunOptions,
-    programs::{SchedClassifier, Xdp},
-};
 use proxy_common::{
     family::{V4, V6},
     flow::Stage,
     inventory::program,
-    layout::{EventControl, FLOW_MASQUERADE, Flow, PROGRESS_CONFIRMED, PROTOCOL_TCP, Settings},
+    layout::*,
     packet::{TCP_ACK, TCP_SYN},
     port::Port,
     reason::Reason,
@@ -20,264 +17,585 @@ use proxy_common::{
 
 use crate::{
     cases::{
-        scene::{CLIENT, CLUSTER_IP, Scene},
-        transit::{OWN, Uplink},
+        balance, connections, direct,
+        redirect::{self, Other},
+        scene::*,
+        transit::Uplink,
     },
-    wire::{Endpoint, KnownAddress, tcp, udp},
-    world::{FlowOf, Globals, Sizes, Tables, World, frame_context},
+    restored::Restored,
+    wire::{Cut, Endpoint, KnownAddress, Segment, tcp, udp},
+    world::{FlowOf, Globals, LOOPBACK, Tables, Verdict, World, frame_context, packet_context},
 };
 
-const RUNS: u32 = 1_048_576;
+const FIGURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/benchmarks/nanoseconds.txt");
+/// Set: the figures are written there.
+const WRITE: &str = "WRITE_NANOSECONDS";
+
 const ROUNDS: usize = 5;
-/// How many flows packets come from in turn.
-const FLOWS: [u32; 4] = [2, 1_024, 65_536, 1_048_576];
+/// In each round.
+const RUNS: u32 = 65_536;
+/// Instead, where each run is a call.
+const CALLS: u32 = 256;
+/// How many flows packets come from in turn, or how many they open.
+const SIZES: [u32; 4] = [1, 1_024, 65_536, 1_048_576];
+const ONE: &[u32] = &[1];
+const FEW: &[u32] = &[1, 1_024];
+const NEW: &[u32] = &[1_024];
+/// So many that the guard lets few of them through.
+const FLOOD: &[u32] = &[65_536];
+
+/// Flows differ in their client's port up to so many, and beyond that in the ports of frontend and backend.
+const CLIENT_PORTS: u32 = 32_768;
+const FROM: Endpoint = (KnownAddress::Client, 1_024);
+/// Has no flow; the second address is at a port that flows are given.
+const NODES: [Endpoint; 2] = [(KnownAddress::Node, 40_000), (KnownAddress::Node, 20_000)];
+const STRANGER: Endpoint = (KnownAddress::Stranger, 80);
+
+/// Ends of the first of the flows.
+#[derive(Clone, Copy)]
+struct Known {
+    client: Endpoint,
+    frontend: Endpoint,
+    backend: Endpoint,
+    /// What the backend's side sees as the client: of a masqueraded flow, and of the node itself.
+    node: Endpoint,
+    flags: u32,
+}
+
+const PLAIN: Known = Known { client: FROM, frontend: CLUSTER_IP, backend: LOCAL, node: FROM, flags: 0 };
+const TO_POD: Known = Known { frontend: NODE_PORT, ..PLAIN };
+const MASQUERADED: Known =
+    Known { backend: REMOTE, node: (KnownAddress::Node, 1_024), flags: FLOW_MASQUERADE, ..TO_POD };
+const OF_NODE: Known = Known {
+    client: (KnownAddress::Node, 1_024),
+    node: (KnownAddress::Node, 34_000),
+    flags: FLOW_FROM_HOST,
+    backend: REMOTE,
+    ..PLAIN
+};
+const DIRECT: Known = Known { frontend: direct::LOAD_BALANCER, backend: REMOTE, flags: FLOW_DSR, ..PLAIN };
+const DIRECT_HERE: Known = Known { frontend: direct::LOAD_BALANCER, ..PLAIN };
+
+impl Known {
+    fn flow<W: Tables>(&self, number: u32) -> Result<FlowOf<W>> {
+        let (low, high) = (u16::try_from(number % CLIENT_PORTS)?, u16::try_from(number / CLIENT_PORTS)?);
+        let mut flow = FlowOf::<W>::default();
+        (flow.client, flow.protocol, flow.service) = (W::address(self.client.0), PROTOCOL_TCP, 1);
+        flow.flags = self.flags;
+        // In the future: nothing has to be refreshed.
+        (flow.opened, flow.last_seen) = (1, u64::MAX);
+        (flow.frontend, flow.backend) = (W::address(self.frontend.0), W::address(self.backend.0));
+        flow.set_client_port(Port::new(self.client.1 + low));
+        flow.set_frontend_port(Port::new(self.frontend.1 + high));
+        flow.set_backend_port(Port::new(self.backend.1 + high));
+        let alias = if self.flags & FLOW_FROM_HOST == 0 { self.client } else { self.node };
+        flow.set_alias_port(Port::new(alias.1 + low));
+        if self.flags & FLOW_MASQUERADE != 0 {
+            flow.masquerade = W::address(self.node.0);
+            flow.set_masquerade_port(Port::new(self.node.1 + low));
+        }
+        flow.state.progress = PROGRESS_CONFIRMED;
+        // The packets are of the middle of a connection.
+        let segment = tcp(self.client, self.frontend, TCP_ACK);
+        flow.backend_numbers.reached = segment.sequence;
+        flow.client_numbers.reached = segment.acknowledgement;
+        Ok(flow)
+    }
+
+    fn put<W: Tables>(&self, world: &World, count: u32) -> Result<()> {
+        let numbers: Vec<_> = (0..count).collect();
+        for some in numbers.chunks(16_384) {
+            let flows = some.iter().map(|number| self.flow::<W>(*number)).collect::<Result<Vec<_>>>()?;
+            let mut keys: Vec<_> = flows.iter().map(Flow::client_key).collect();
+            world.put_flows::<W>(Stage::Established, &keys, &flows)?;
+            keys = flows.iter().map(Flow::backend_key).collect();
+            world.put_flows::<W>(Stage::Established, &keys, &flows)?;
+            if self.flags & FLOW_MASQUERADE != 0 {
+                keys = flows.iter().map(Flow::masquerade_key).collect();
+                world.put_flows::<W>(Stage::Established, &keys, &flows)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn to_frontend<W: Tables>(self) -> Packet {
+        Packet::from_client::<W>(&tcp(self.client, self.frontend, TCP_ACK))
+    }
+
+    fn to_backend<W: Tables>(self) -> Packet {
+        Packet::from_client::<W>(&tcp(self.client, self.backend, TCP_ACK))
+    }
+
+    /// To the client as the backend's side sees it.
+    fn answer<W: Tables>(&self) -> Packet {
+        Packet::to_client::<W>(&tcp(self.node, self.backend, 0).answer(TCP_ACK))
+    }
+
+    fn answer_inside<W: Tables>(&self) -> Packet {
+        Packet::to_client::<W>(&tcp(self.client, self.backend, 0).answer(TCP_ACK))
+    }
+}
+
+/// That of the first flow, and where those of others have another number: what is added is the flow's modulo `CLIENT_PORTS`, and the rest.
+#[derive(Clone)]
+struct Packet {
+    bytes: Vec<u8>,
+    places: [Option<usize>; 2],
+}
+
+impl Packet {
+    fn from_client<W: Tables>(segment: &Segment) -> Self {
+        let at = 14 + direct::ip_header::<W>();
+        Self { bytes: segment.bytes::<W>(), places: [Some(at), Some(at + 2)] }
+    }
+
+    fn to_client<W: Tables>(segment: &Segment) -> Self {
+        let at = 14 + direct::ip_header::<W>();
+        Self { bytes: segment.bytes::<W>(), places: [Some(at + 2), Some(at)] }
+    }
+
+    fn alone<W: Tables>(segment: &Segment) -> Self {
+        Self { bytes: segment.bytes::<W>(), places: [None; 2] }
+    }
+
+    fn opening<W: Tables>() -> Self {
+        Self::from_client::<W>(&tcp(FROM, CLUSTER_IP, TCP_SYN))
+    }
+
+    fn fragment<W: Tables>(later: usize) -> Self {
+        let segment = Segment { payload: vec![7; 100], ..tcp(FROM, CLUSTER_IP, TCP_ACK) };
+        let bytes = segment.fragments::<W>(Cut { id: 0, piece: 64 }).swap_remove(later);
+        // The id, whose lower half IPv6 has at the end of a header of its own.
+        let id = if W::NAME == "ipv4" { 14 + 4 } else { 14 + 40 + 6 };
+        Self { bytes, places: [Some(id), None] }
+    }
+
+    fn change(&self, bytes: &mut [u8], number: u32) {
+        for (place, added) in self.places.into_iter().zip([number % CLIENT_PORTS, number / CLIENT_PORTS]) {
+            let Some(place) = place else { continue };
+            let before = u16::from_be_bytes([bytes[place], bytes[place + 1]]);
+            bytes[place..place + 2].copy_from_slice(&before.wrapping_add(added as u16).to_be_bytes());
+        }
+    }
+}
+
+/// The interface that a packet is at.
+#[derive(Clone, Copy)]
+enum At {
+    /// None: it has not come by another.
+    Here,
+    /// It has come by another.
+    Forwarded,
+    Uplink,
+    Pod,
+}
+
+/// Gone when dropped.
+#[derive(Default)]
+struct Devices {
+    uplink: Option<Uplink>,
+    pod: Option<Other>,
+}
+
+#[derive(Clone)]
+struct Step {
+    program: &'static str,
+    at: At,
+    packet: Packet,
+    verdict: Verdict,
+    is_changed: bool,
+}
+
+impl Step {
+    fn translates(program: &'static str, packet: Packet) -> Self {
+        Self { program, at: At::Here, packet, verdict: Verdict::GoesOn, is_changed: true }
+    }
+
+    fn passes(program: &'static str, packet: Packet) -> Self {
+        Self { is_changed: false, ..Self::translates(program, packet) }
+    }
+
+    fn transit(packet: Packet, verdict: Verdict) -> Self {
+        Self { at: At::Uplink, verdict, ..Self::translates(program::uplink_transit, packet) }
+    }
+
+    fn at(self, at: At) -> Self {
+        Self { at, ..self }
+    }
+
+    /// Runs on the packets of so many flows. It is tried on the first one.
+    fn on(&self, world: &World, devices: &Devices, count: u32) -> Result<Restored> {
+        let uplink = devices.uplink.as_ref().map_or(0, |uplink| uplink.index);
+        let Packet { bytes, .. } = &self.packet;
+        let context = match self.at {
+            At::Here => None,
+            At::Forwarded => Some(packet_context(LOOPBACK, 0)),
+            At::Uplink if self.program == program::uplink_transit => Some(frame_context(uplink, bytes)),
+            At::Uplink => Some(packet_context(uplink, 0)),
+            At::Pod => Some(packet_context(devices.pod.as_ref().map_or(0, |pod| pod.index), 0)),
+        };
+        let change = |bytes: &mut [u8], number| self.packet.change(bytes, number);
+        let mut restored = Restored::new(world, self.program, context, bytes, count, change)?;
+        let output = restored.run()?;
+        let is = (output.verdict, output.packet != *bytes);
+        ensure!(is == (self.verdict, self.is_changed), "{}: {is:?}", self.program);
+        Ok(restored)
+    }
+}
+
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum Runs {
+    Again,
+    /// On each packet, with tables that are filled anew before.
+    Once,
+    /// In a call of its own, so that the kernel's caches are colder: bpf_skb_adjust_room encapsulates no packet that it has encapsulated before,
+    /// whatever is restored of it.
+    Alone,
+}
+
+type Prepare<W> = Box<dyn Fn(&mut Scene<W>) -> Result<Devices>>;
+
+struct Path<W: Tables + 'static> {
+    name: String,
+    globals: Globals,
+    sizes: &'static [u32],
+    runs: Runs,
+    prepare: Prepare<W>,
+    known: Option<Known>,
+    /// Of each flow, before the step that is measured.
+    before: Vec<Step>,
+    step: Step,
+}
+
+impl<W: Tables + 'static> Path<W> {
+    fn new(name: impl Into<String>, step: Step) -> Self {
+        Self {
+            name: name.into(),
+            globals: Globals::default(),
+            sizes: ONE,
+            runs: Runs::Again,
+            prepare: Box::new(|_| Ok(Devices::default())),
+            known: None,
+            before: Vec::new(),
+            step,
+        }
+    }
+
+    fn known(name: impl Into<String>, known: Known, step: Step) -> Self {
+        Self { known: Some(known), sizes: FEW, ..Self::new(name, step) }
+    }
+
+    fn opening(name: impl Into<String>, prepare: impl Fn(&mut Scene<W>) -> Result<()> + 'static) -> Self {
+        let step = Step::translates("workload_ingress", Packet::opening::<W>());
+        Self { sizes: NEW, runs: Runs::Once, ..Self::new(name, step) }.with(move |s| {
+            prepare(s)?;
+            Ok(Devices::default())
+        })
+    }
+
+    fn with(self, prepare: impl Fn(&mut Scene<W>) -> Result<Devices> + 'static) -> Self {
+        Self { prepare: Box::new(prepare), ..self }
+    }
+
+    fn nanoseconds(&self, world: &mut World, count: u32) -> Result<Vec<u64>> {
+        let mut filled = None;
+        (0..ROUNDS)
+            .map(|_| {
+                if self.runs == Runs::Once {
+                    filled = None;
+                }
+                let (_, restored) = match &mut filled {
+                    Some(filled) => filled,
+                    none => none.insert(self.fill(world, count)?),
+                };
+                match self.runs {
+                    Runs::Again => restored.nanoseconds(1, RUNS.max(count)),
+                    Runs::Once => restored.nanoseconds(1, count),
+                    Runs::Alone => restored.nanoseconds(CALLS, 1),
+                }
+            })
+            .collect()
+    }
+
+    fn fill(&self, world: &mut World, count: u32) -> Result<(Devices, Restored)> {
+        world.clear()?;
+        let devices = (self.prepare)(&mut Scene::new(world, PROTOCOL_TCP))?;
+        if let Some(known) = self.known {
+            known.put::<W>(world, count)?;
+        }
+        for step in &self.before {
+            step.on(world, &devices, count)?.nanoseconds(count, 1)?;
+        }
+        let mut restored = self.step.on(world, &devices, count)?;
+        if self.runs == Runs::Again {
+            restored.nanoseconds(1, count)?;
+        }
+        Ok((devices, restored))
+    }
+}
+
+fn paths<W: Tables + 'static>() -> Vec<Path<W>> {
+    let mut paths = of_no_flow::<W>();
+    paths.extend(translated::<W>());
+    paths.extend(of_new_flows::<W>());
+    paths.extend(direct_paths::<W>());
+    paths.extend(past_stack::<W>());
+    paths
+}
+
+fn of_no_flow<W: Tables + 'static>() -> Vec<Path<W>> {
+    let stranger = Packet::alone::<W>(&tcp(FROM, STRANGER, TCP_ACK));
+    let mut foreign = stranger.clone();
+    foreign.bytes[12] = 0x88;
+    let leaving = [
+        ("leaves, SYN of the node", tcp(NODES[0], STRANGER, TCP_SYN)),
+        ("leaves, datagram of the node", udp(NODES[0], STRANGER)),
+        ("leaves, datagram from a port for flows", udp(NODES[1], STRANGER)),
+    ];
+    let mut paths = vec![
+        Path::new("neither IPv4 nor IPv6", Step::passes("workload_ingress", foreign)),
+        Path::new("of no service", Step::passes("workload_ingress", stranger.clone())),
+        Path::new("leaves, of no flow", Step::passes("workload_egress", stranger.clone())),
+        Path::new(
+            "XDP: of no service",
+            Step { is_changed: false, ..Step::transit(stranger, Verdict::GoesOn) },
+        )
+        .with(with_uplink),
+    ];
+    for (name, segment) in leaving {
+        let step = Step::passes("uplink_egress", Packet::alone::<W>(&segment));
+        paths.push(Path::new(name, step).with(|s| {
+            let mut settings = Settings { apart_ports: [[20_000, 29_999], [1, 0]], ..Settings::default() };
+            W::set_masquerade(&mut settings, W::address(KnownAddress::Node));
+            s.world.set_settings(settings)?;
+            Ok(Devices::default())
+        }));
+    }
+    paths
+}
+
+fn translated<W: Tables + 'static>() -> Vec<Path<W>> {
+    let known = |name, known: Known, program, packet: Packet| {
+        Path::known(name, known, Step::translates(program, packet))
+    };
+    let leased = Globals { lease: 1, ..Globals::default() };
+    let host = Globals { host_packets: 1, ..Globals::default() };
+    let mut leaves =
+        known("masqueraded, leaves", MASQUERADED, "uplink_egress", MASQUERADED.to_backend::<W>());
+    leaves.step.at = At::Forwarded;
+    let (first, later) = (Packet::fragment::<W>(0), Packet::fragment::<W>(1));
+    let to_cluster_ip =
+        || known("known flow, translated", PLAIN, "workload_ingress", PLAIN.to_frontend::<W>());
+    vec![
+        Path { sizes: &SIZES, ..to_cluster_ip() },
+        Path { name: "known flow, with a lease".to_owned(), globals: leased, ..to_cluster_ip() },
+        known("its answer, to a pod", PLAIN, "workload_egress", PLAIN.answer::<W>()),
+        known("its answer, by the uplink", TO_POD, "uplink_egress", TO_POD.answer::<W>()),
+        known("masqueraded, comes in", MASQUERADED, "uplink_ingress", MASQUERADED.to_frontend::<W>()),
+        leaves,
+        known("its answer comes in", MASQUERADED, "uplink_ingress", MASQUERADED.answer::<W>()),
+        known("its answer leaves", MASQUERADED, "uplink_egress", MASQUERADED.answer_inside::<W>()),
+        Path {
+            globals: host,
+            ..known("of the node itself", OF_NODE, "uplink_egress", OF_NODE.to_frontend::<W>())
+        },
+        Path {
+            globals: host,
+            ..known("its answer, to the node", OF_NODE, "uplink_ingress", OF_NODE.answer::<W>())
+        },
+        known("first fragment", PLAIN, "workload_ingress", first.clone()),
+        Path {
+            before: vec![Step::translates("workload_ingress", first)],
+            ..known("later fragment", PLAIN, "workload_ingress", later)
+        },
+    ]
+}
+
+fn of_new_flows<W: Tables + 'static>() -> Vec<Path<W>> {
+    /// One event of so many.
+    fn watched(one_of: u32) -> EventControl {
+        EventControl::new(u64::MAX, Reason::ALL.iter().copied(), one_of.into())
+    }
+    let watched = [
+        ("nobody watches", EventControl::default()),
+        ("each is told", watched(1)),
+        ("one of ten is", watched(10)),
+    ];
+    let mut paths = Vec::new();
+    for (name, control) in watched {
+        paths.push(Path::opening(format!("SYN that opens a flow, {name}"), move |s| {
+            s.cluster_ip()?;
+            s.world.set_event_control(control)
+        }));
+    }
+    paths.extend([
+        Path::opening("SYN that opens a flow at random of two", |s| connections::serve(s, 0)),
+        Path::opening("SYN that opens a flow by Maglev", |s| {
+            balance::serve(s, &balance::TABLE, FRONTEND_MAGLEV, 0)
+        }),
+        Path::opening("SYN that opens a flow by leastConnection", |s| {
+            connections::serve(s, FRONTEND_LEAST_CONNECTION)
+        }),
+        Path::opening("SYN that opens a flow by affinity", |s| {
+            balance::serve(s, &balance::TABLE, FRONTEND_AFFINITY, 60)
+        }),
+    ]);
+    for (name, control) in watched {
+        let mut path = Path::opening(format!("SYN that is refused, {name}"), move |s| {
+            s.without_endpoints()?;
+            s.world.set_event_control(control)
+        });
+        path.step.verdict = Verdict::Redirected;
+        paths.push(path);
+    }
+    let mut dropped = Path::opening("SYN that the guard drops", |s| {
+        s.cluster_ip()?;
+        s.change_settings(|settings| settings.openings_per_window = 1)
+    });
+    dropped.sizes = FLOOD;
+    paths.push(dropped);
+    paths
+}
+
+fn direct_paths<W: Tables + 'static>() -> Vec<Path<W>> {
+    let mut paths = Vec::new();
+    for (way, label) in direct::WAYS {
+        let dialled = move |s: &mut Scene<W>| {
+            direct::dialled(s, way)?;
+            Ok(Devices::default())
+        };
+        let arrives = Step::translates("uplink_ingress", DIRECT.to_frontend::<W>());
+        let leaves = Step::translates("uplink_egress", DIRECT.to_backend::<W>()).at(At::Forwarded);
+        let tunnel = direct::tunnel(way);
+        let carried = tcp(FROM, direct::LOAD_BALANCER, TCP_ACK).in_tunnel::<W>(tunnel);
+        let ports = carried.len() - 20;
+        let carried = Packet { bytes: carried, places: [Some(ports), Some(ports + 2)] };
+        paths.extend([
+            Path::known(format!("{label}: comes in"), DIRECT, arrives).with(dialled),
+            Path { runs: Runs::Alone, ..Path::known(format!("{label}: leaves"), DIRECT, leaves.clone()) }
+                .with(dialled),
+            Path::known(
+                format!("{label}: is taken out"),
+                DIRECT_HERE,
+                Step::translates("uplink_ingress", carried),
+            )
+            .with(|s| {
+                direct::backends_node(s)?;
+                Ok(Devices::default())
+            }),
+            Path {
+                before: vec![leaves],
+                ..Path::known(
+                    format!("XDP: {label}"),
+                    DIRECT,
+                    Step::transit(DIRECT.to_frontend::<W>(), Verdict::SentBack),
+                )
+            }
+            .with(move |s| {
+                direct::dialled(s, way)?;
+                with_uplink(s)
+            }),
+        ]);
+    }
+    paths
+}
+
+fn past_stack<W: Tables + 'static>() -> Vec<Path<W>> {
+    let sent = |packet| Step::transit(packet, Verdict::SentBack);
+    // The stack lets it out as it begins.
+    let first = tcp(FROM, NODE_PORT, TCP_SYN);
+    let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
+    let begun = vec![
+        Step::translates("uplink_ingress", Packet::from_client::<W>(&first)),
+        Step::translates("uplink_egress", Packet::to_client::<W>(&answer)).at(At::Uplink),
+    ];
+    let to_pod = Step::transit(TO_POD.to_frontend::<W>(), Verdict::Redirected);
+    let past_stack = Step {
+        verdict: Verdict::Redirected,
+        ..Step::translates("workload_ingress", TO_POD.answer::<W>()).at(At::Pod)
+    };
+    vec![
+        Path {
+            sizes: &SIZES,
+            ..Path::known("XDP: masqueraded, sent on", MASQUERADED, sent(MASQUERADED.to_frontend::<W>()))
+        }
+        .with(with_uplink),
+        Path::known("XDP: its answer, sent on", MASQUERADED, sent(MASQUERADED.answer::<W>()))
+            .with(with_uplink),
+        Path { before: begun.clone(), sizes: FEW, ..Path::new("XDP: to a pod", to_pod.clone()) }
+            .with(with_pod),
+        Path {
+            before: [begun, vec![to_pod]].concat(),
+            sizes: FEW,
+            ..Path::new("a pod's answer, past the stack", past_stack)
+        }
+        .with(with_pod),
+    ]
+}
+
+fn with_uplink<W: Tables>(s: &mut Scene<W>) -> Result<Devices> {
+    let uplink = Uplink::new::<W>(s.world)?.and_neighbours::<W>()?;
+    Ok(Devices { uplink: Some(uplink), pod: None })
+}
+
+fn with_pod<W: Tables>(s: &mut Scene<W>) -> Result<Devices> {
+    let (uplink, pod) = redirect::node_with_pod(s)?;
+    Ok(Devices { uplink: Some(uplink), pod: Some(pod) })
+}
 
 /// Takes the figures whose names have this part.
 pub(crate) fn run(object: &[u8], filter: &str) -> Result<()> {
-    single_packets(object, filter)?;
-    let mut world = World::load(object, Globals::default(), Sizes::Small)?;
-    first_packets::<V4>(&mut world, filter)?;
-    first_packets::<V6>(&mut world, filter)?;
-    limited::<V4>(&mut world, filter)?;
-    limited::<V6>(&mut world, filter)?;
-    for count in FLOWS {
-        let name = format!("known flow, translated, {count} flows in turn");
-        if name.contains(filter) {
-            known_flows::<V4>(object, count, &name)?;
-            known_flows::<V6>(object, count, &name)?;
-        }
-    }
-    for count in FLOWS {
-        let name = format!("XDP: known flow, sent on, {count} flows in turn");
-        if name.contains(filter) {
-            transit::<V4>(object, count, &name)?;
-            transit::<V6>(object, count, &name)?;
-        }
+    let head = format!(
+        "{}\nNanoseconds that the programs take for a packet: medians of {ROUNDS} rounds, in brackets the least; packets of so many flows in turn.",
+        machine()?
+    );
+    println!("{head}");
+    let figures = [head, family::<V4>(object, filter)?, family::<V6>(object, filter)?].join("\n");
+    if env::var_os(WRITE).is_some() {
+        ensure!(filter.is_empty(), "{WRITE} is for all figures");
+        fs::write(FIGURES, figures).with_context(|| format!("writing {FIGURES}"))?;
     }
     Ok(())
 }
 
-fn single_packets(object: &[u8], filter: &str) -> Result<()> {
-    let nobody = EventControl::default();
-    for (lease, watched, name) in
-        [(0, nobody, "without lease"), (1, nobody, "with a lease"), (0, watched(1), "while somebody watches")]
-    {
-        println!("{name}");
-        let mut world = World::load(object, Globals { lease, ..Globals::default() }, Sizes::Small)?;
-        family::<V4>(&mut world, watched, filter)?;
-        family::<V6>(&mut world, watched, filter)?;
-    }
-    Ok(())
-}
-
-/// As [`known_flows`], masqueraded flows of which XDP sends each packet on, to the interface itself as the next hop.
-fn transit<W: Tables>(object: &[u8], count: u32, name: &str) -> Result<()> {
-    /// A packet goes so far, and then begins anew.
-    const HOPS: u32 = 60;
-    const CLIENT_PORTS: u32 = 50_000;
-    const FIRST: u32 = 1_024;
-    // Neighbours differ in both ports, so that no flow's way to its backend is another's to its frontend.
-    let ends = |number: u32| {
-        let frontend = FIRST + number / CLIENT_PORTS * 2 + number % 2;
-        anyhow::Ok((u16::try_from(FIRST + number % CLIENT_PORTS)?, u16::try_from(frontend)?))
-    };
-    let mut world = World::with_flows::<W>(object, 2 * count)?;
-    let uplink = Uplink::new::<W>(&mut world)?;
-    for neighbour in [CLIENT.0, CLUSTER_IP.0] {
-        uplink.knows::<W>(neighbour, OWN)?;
-    }
-    for number in 0..count {
-        let (client, frontend) = ends(number)?;
-        let (masquerade, backend) = ends((number + 1) % count)?;
-        let mut flow = flow::<W>(client, client, (CLUSTER_IP.0, frontend), (CLUSTER_IP.0, backend));
-        (flow.flags, flow.masquerade) = (FLOW_MASQUERADE, W::address(CLIENT.0));
-        flow.set_masquerade_port(Port::new(masquerade));
-        for key in [flow.client_key(), flow.backend_key()] {
-            W::put_flow(&mut world.ebpf, Stage::Established, key, flow)?;
-        }
-    }
-    let program: &Xdp = world.ebpf.program(program::uplink_transit).context("no program")?.try_into()?;
-    let time = |number: u32, hops: u32, port: Endpoint| {
-        let packet = tcp((CLIENT.0, ends(number)?.0), port, TCP_ACK).bytes::<W>();
-        let context = frame_context(uplink.index, &packet);
-        let options = TestRunOptions {
-            data_in: Some(&packet),
-            ctx_in: Some(&context),
-            repeat: hops,
-            ..TestRunOptions::default()
-        };
-        anyhow::Ok(program.test_run(options)?.duration.as_nanos())
-    };
-    let mut rounds = Vec::new();
-    for _ in 0..ROUNDS {
-        let begins = (0..RUNS / HOPS).map(|run| run * HOPS % count);
-        let sum: u128 =
-            begins.map(|begin| time(begin, HOPS, (CLUSTER_IP.0, ends(begin)?.1))).sum::<Result<u128>>()?;
-        rounds.push(sum / u128::from(RUNS / HOPS));
-    }
-    print_rounds::<W>(name, rounds);
-    if count == FLOWS[0] {
-        let stranger = (KnownAddress::Stranger, 80);
-        let rounds = (0..ROUNDS).map(|_| time(0, RUNS, stranger)).collect::<Result<_>>()?;
-        print_rounds::<W>("XDP: not a service", rounds);
-    }
-    Ok(())
-}
-
-/// One event of so many.
-fn watched(one_of: u32) -> EventControl {
-    EventControl::new(u64::MAX, Reason::ALL.iter().copied(), one_of.into())
-}
-
-fn known_flows<W: Tables>(object: &[u8], count: u32, name: &str) -> Result<()> {
-    /// Each port of the client has as many flows at most, to as many ports of the service.
-    const PER_PORT: u32 = 50_000;
-    const FIRST: u32 = 1_024;
-    let ends = |number: u32| {
-        let port = |number: u32| u16::try_from(FIRST + number);
-        anyhow::Ok((port(number / PER_PORT)?, (CLUSTER_IP.0, port(number % PER_PORT)?)))
-    };
-    let mut world = World::with_flows::<W>(object, count)?;
-    for number in 0..count {
-        let (client, frontend) = ends(number)?;
-        let (alias, backend) = ends((number + 1) % count)?;
-        let flow = flow::<W>(client, alias, frontend, backend);
-        W::put_flow(&mut world.ebpf, Stage::Established, flow.client_key(), flow)?;
-    }
-    let (port, frontend) = ends(0)?;
-    let packet = tcp((CLIENT.0, port), frontend, TCP_ACK).bytes::<W>();
-    report::<W>(&world, name, program::uplink_ingress, &packet)
-}
-
-/// A flow of the port `client` to `frontend`, whose backend sees the port `alias`.
-fn flow<W: Tables>(client: u16, alias: u16, frontend: Endpoint, backend: Endpoint) -> FlowOf<W> {
-    let mut flow = Flow::default();
-    (flow.client, flow.protocol, flow.service) = (W::address(CLIENT.0), PROTOCOL_TCP, 1);
-    // In the future: nothing has to be refreshed.
-    (flow.opened, flow.last_seen) = (1, u64::MAX);
-    (flow.frontend, flow.backend) = (W::address(frontend.0), W::address(backend.0));
-    flow.set_client_port(Port::new(client));
-    flow.set_alias_port(Port::new(alias));
-    flow.set_frontend_port(Port::new(frontend.1));
-    flow.set_backend_port(Port::new(backend.1));
-    flow.state.progress = PROGRESS_CONFIRMED;
-    // The packets are of the middle of a connection.
-    let segment = tcp(CLIENT, CLUSTER_IP, TCP_ACK);
-    flow.backend_numbers.reached = segment.sequence;
-    flow.client_numbers.reached = segment.acknowledgement;
-    flow
-}
-
-fn family<W: Tables>(world: &mut World, watched: EventControl, filter: &str) -> Result<()> {
-    const OTHER: (KnownAddress, u16) = (KnownAddress::OtherClusterIp, 8080);
-    const STRANGER: Endpoint = (KnownAddress::Stranger, 80);
-    const ALIAS: u16 = CLIENT.1 + 1;
-    /// Of nobody's flow; the second at a port that flows are given.
-    const NODES: [Endpoint; 2] = [(KnownAddress::Node, 40_000), (KnownAddress::Node, 20_000)];
-    world.clear()?;
-    let mut settings = Settings { apart_ports: [[20_000, 29_999], [1, 0]], ..Settings::default() };
-    W::set_masquerade(&mut settings, W::address(KnownAddress::Node));
-    world.set_settings(settings)?;
-    for flow in [flow::<W>(CLIENT.1, ALIAS, CLUSTER_IP, OTHER), flow::<W>(ALIAS, CLIENT.1, OTHER, CLUSTER_IP)]
-    {
-        W::put_flow(&mut world.ebpf, Stage::Established, flow.client_key(), flow)?;
-    }
-    world.set_event_control(watched)?;
-    let mut foreign = tcp(CLIENT, CLUSTER_IP, TCP_ACK).bytes::<W>();
-    foreign[12] = 0x88;
-    let stranger = tcp(CLIENT, STRANGER, TCP_ACK).bytes::<W>();
-    let packets = [
-        ("neither IPv4 nor IPv6", "workload_ingress", foreign),
-        ("not a service", "workload_ingress", stranger.clone()),
-        ("known flow, translated", "workload_ingress", tcp(CLIENT, CLUSTER_IP, TCP_ACK).bytes::<W>()),
-        ("leaving, no flow", "workload_egress", stranger),
-        ("leaving, SYN of the node", "uplink_egress", tcp(NODES[0], STRANGER, TCP_SYN).bytes::<W>()),
-        ("leaving, datagram of the node", "uplink_egress", udp(NODES[0], STRANGER).bytes::<W>()),
-        ("the same from a port for flows", "uplink_egress", udp(NODES[1], STRANGER).bytes::<W>()),
-    ];
-    let mut wanted = packets.iter().filter(|(name, ..)| name.contains(filter));
-    wanted.try_for_each(|(name, program, packet)| report::<W>(world, name, program, packet))
-}
-
-/// What watching costs: only packets that open a flow, or end with a reason, make events.
-fn first_packets<W: Tables>(world: &mut World, filter: &str) -> Result<()> {
-    /// As many as the ring of events has room for.
-    const CLIENTS: u16 = 8_192;
-    let controls = [EventControl::default(), watched(1), watched(10)];
-    for (endpoints, name) in [(true, "SYN that opens a flow"), (false, "SYN that is refused")] {
-        if !name.contains(filter) {
-            continue;
-        }
-        let mut rounds = [const { Vec::new() }; 3];
-        // By turns, so that all meet the same machine.
-        for _ in 0..ROUNDS {
-            for (control, rounds) in controls.iter().zip(&mut rounds) {
-                world.clear()?;
-                let mut scene = Scene::<W>::new(world, PROTOCOL_TCP);
-                if endpoints {
-                    scene.cluster_ip()?;
-                } else {
-                    scene.service(1, &[])?;
-                    scene.frontend(CLUSTER_IP, 1, 0)?;
-                }
-                world.set_event_control(*control)?;
-                let mut sum = 0;
-                for port in 0..CLIENTS {
-                    let packet = tcp((CLIENT.0, 1_024 + port), CLUSTER_IP, TCP_SYN).bytes::<W>();
-                    sum += nanoseconds(world, "workload_ingress", &packet, 1)?;
-                }
-                rounds.push(sum / u128::from(CLIENTS));
-                let told = world.events()?.len();
-                ensure!(control.one_of != 1 || told == usize::from(CLIENTS), "{told} events");
+fn family<W: Tables + 'static>(object: &[u8], filter: &str) -> Result<String> {
+    let mut paths = paths::<W>();
+    paths.retain(|path| path.name.contains(filter));
+    let mut cells = vec![[const { String::new() }; SIZES.len()]; paths.len()];
+    let mut loaded: Option<(Globals, u32, World)> = None;
+    for (column, count) in SIZES.into_iter().enumerate() {
+        for (path, cells) in paths.iter().zip(&mut cells).filter(|(path, _)| path.sizes.contains(&count)) {
+            let is_it =
+                |(globals, size, _): &(Globals, u32, World)| (*globals, *size) == (path.globals, count);
+            if !loaded.as_ref().is_some_and(is_it) {
+                // One world at a time, for its memory.
+                drop(loaded.take());
+                let world = World::with_flows::<W>(object, path.globals, &PROGRAMS, 3 * count.max(16))?;
+                loaded = Some((path.globals, count, world));
             }
-        }
-        for (rounds, watched) in rounds.into_iter().zip(["nobody watches", "each is told", "one of ten is"]) {
-            print_rounds::<W>(&format!("{name}, {watched}"), rounds);
+            let (_, _, world) = loaded.as_mut().context("no world")?;
+            let mut rounds = path.nanoseconds(world, count).with_context(|| path.name.clone())?;
+            rounds.sort_unstable();
+            cells[column] = format!("{} ({})", rounds[ROUNDS / 2], rounds[0]);
         }
     }
-    Ok(())
-}
-
-/// The guard against floods lets one SYN in each of its windows open a flow.
-fn limited<W: Tables>(world: &mut World, filter: &str) -> Result<()> {
-    const NAME: &str = "SYN that the guard drops";
-    const CLIENTS: u16 = 4_096;
-    const REPEATS: u32 = 256;
-    if !NAME.contains(filter) {
-        return Ok(());
+    let sizes = ["1", "1,024", "65,536", "1,048,576"];
+    let mut text = format!("\n{:<44} {}\n", W::NAME, sizes.map(|size| format!("{size:>12}")).concat());
+    for (path, cells) in paths.iter().zip(cells) {
+        let row = format!("{:<44} {}", path.name, cells.map(|cell| format!("{cell:>12}")).concat());
+        text.push_str(row.trim_end());
+        text.push('\n');
     }
-    world.clear()?;
-    let mut scene = Scene::<W>::new(world, PROTOCOL_TCP);
-    scene.cluster_ip()?;
-    scene.change_settings(|settings| settings.openings_per_window = 1)?;
-    let mut rounds = Vec::new();
-    for _ in 0..ROUNDS {
-        let mut times = Vec::new();
-        for port in 0..CLIENTS {
-            let packet = tcp((CLIENT.0, 1_024 + port), CLUSTER_IP, TCP_SYN).bytes::<W>();
-            times.push(nanoseconds(world, "workload_ingress", &packet, REPEATS)?);
-        }
-        times.sort_unstable();
-        rounds.push(times[times.len() / 2]);
-    }
-    print_rounds::<W>(NAME, rounds);
-    Ok(())
+    print!("{text}");
+    Ok(text)
 }
 
-fn report<W: Tables>(world: &World, name: &str, program: &str, packet: &[u8]) -> Result<()> {
-    let rounds = (0..ROUNDS).map(|_| nanoseconds(world, program, packet, RUNS)).collect::<Result<_>>()?;
-    print_rounds::<W>(name, rounds);
-    Ok(())
-}
-
-fn print_rounds<W: Tables>(name: &str, mut rounds: Vec<u128>) {
-    rounds.sort_unstable();
-    println!("{} {name}: {} ns/packet (least {})", W::NAME, rounds[ROUNDS / 2], rounds[0]);
-}
-
-fn nanoseconds(world: &World, program: &str, packet: &[u8], runs: u32) -> Result<u128> {
-    let program: &SchedClassifier =
-        world.ebpf.program(program).with_context(|| format!("no program {program}"))?.try_into()?;
-    let options = TestRunOptions { data_in: Some(packet), repeat: runs, ..TestRunOptions::default() };
-    Ok(program.test_run(options)?.duration.as_nanos())
+/// `AMD EPYC, 2 cores, Linux 6.18.44`.
+fn machine() -> Result<String> {
+    let processors = fs::read_to_string("/proc/cpuinfo")?;
+    let name = processors.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
+    let name = name.map_or("unknown", |(_, name)| name);
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease")?;
+    let kernel = release.trim().split(['-', '+']).next().unwrap_or_default();
+    Ok(format!("{name}, {} cores, Linux {kernel}", thread::available_parallelism()?))
 }

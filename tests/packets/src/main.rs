@@ -7,6 +7,7 @@
 
 mod bench;
 mod cases;
+mod restored;
 mod wire;
 mod world;
 

@@ -48,6 +48,26 @@ pub(crate) enum Verdict {
     SentBack,
 }
 
+impl Verdict {
+    pub(crate) fn of_tc(returned: u32) -> Result<Self> {
+        Ok(match returned {
+            TC_ACT_UNSPEC => Self::GoesOn,
+            TC_ACT_SHOT => Self::Dropped,
+            TC_ACT_REDIRECT => Self::Redirected,
+            other => bail!("verdict {other}"),
+        })
+    }
+
+    pub(crate) fn of_xdp(returned: u32) -> Result<Self> {
+        Ok(match returned {
+            XDP_PASS => Self::GoesOn,
+            XDP_TX => Self::SentBack,
+            XDP_REDIRECT => Self::Redirected,
+            other => bail!("verdict {other}"),
+        })
+    }
+}
+
 /// What comes out of a program.
 pub(crate) struct Output {
     pub(crate) verdict: Verdict,
@@ -250,7 +270,7 @@ impl Sizes {
 }
 
 /// Constants of the programs by their names there; 1 is on.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Globals {
     pub(crate) host_packets: u32,
     pub(crate) resets_gone: u32,
@@ -309,6 +329,21 @@ impl<K: Pod + Default, V: Pod + Default> Moving for Resized<K, V> {
 /// egress_ifindex.
 pub(crate) fn frame_context(interface: u32, frame: &[u8]) -> Vec<u8> {
     [0, frame.len() as u32, 0, interface, 0, 0].map(u32::to_ne_bytes).concat()
+}
+
+/// Of a packet that another interface has received and that is at the one with this index (0: at `lo`), of segments of this size that are merged,
+/// as `__sk_buff`.
+pub(crate) fn packet_context(interface: u32, size: u32) -> Vec<u8> {
+    const CONTEXT: usize = 192;
+    /// Offsets of `ingress_ifindex`, `ifindex` and `gso_size`.
+    const INGRESS_INTERFACE: usize = 36;
+    const INTERFACE: usize = 40;
+    const SEGMENT_SIZE: usize = 176;
+    let mut context = vec![0; CONTEXT];
+    context[INGRESS_INTERFACE] = 1;
+    context[INTERFACE..INTERFACE + 4].copy_from_slice(&interface.to_ne_bytes());
+    context[SEGMENT_SIZE..SEGMENT_SIZE + 4].copy_from_slice(&size.to_ne_bytes());
+    context
 }
 
 /// The array that programs find a table of flows in, with its map in use.
@@ -381,10 +416,16 @@ impl World {
         })
     }
 
-    /// With established flows of one family for so many entries, and one program.
-    pub(crate) fn with_flows<W: Tables>(object: &[u8], entries: u32) -> Result<Self> {
-        Self::load_with(object, Globals::default(), &[program::uplink_ingress], |loader| {
+    /// With established flows of one family for so many entries, and as many packets in fragments as a node.
+    pub(crate) fn with_flows<W: Tables>(
+        object: &[u8],
+        globals: Globals,
+        programs: &[&str],
+        entries: u32,
+    ) -> Result<Self> {
+        Self::load_with(object, globals, programs, |loader| {
             loader.map_max_entries(W::FLOWS, entries);
+            loader.map_max_entries(W::FRAGMENTS, Limit::Fragments.default_entries());
         })
     }
 
@@ -448,6 +489,17 @@ impl World {
         Ok(Self { ebpf, flow_maps, moving: Vec::new() })
     }
 
+    /// As [`Tables::put_flow`], in a few calls.
+    pub(crate) fn put_flows<W: Tables>(
+        &self,
+        stage: Stage,
+        keys: &[FlowKeyOf<W>],
+        flows: &[FlowOf<W>],
+    ) -> Result<()> {
+        let table: Table<FlowKeyOf<W>, FlowOf<W>> = open(flow_map(&self.ebpf, W::flow_table_name(stage))?)?;
+        table.set_all(keys, flows).map_err(|(_, error)| error.into())
+    }
+
     /// As [`Tables::flows`], in a few calls and while others work on them.
     pub(crate) fn count_flows<W: Tables>(&self, stage: Stage) -> Result<usize> {
         let table = flow_map(&self.ebpf, W::flow_table_name(stage))?;
@@ -461,12 +513,7 @@ impl World {
 
     /// A packet that another interface has received.
     pub(crate) fn forward(&self, program: &str, packet: &[u8]) -> Result<Output> {
-        /// Of `__sk_buff`, and the offset of its `ingress_ifindex`.
-        const CONTEXT: usize = 192;
-        const INGRESS_INTERFACE: usize = 36;
-        let mut context = [0; CONTEXT];
-        context[INGRESS_INTERFACE] = 1;
-        self.run_with(program, packet, Some(&context))
+        self.leaves_by(0, program, packet)
     }
 
     /// A packet that leaves by the interface with this index.
@@ -483,16 +530,7 @@ impl World {
         packet: &[u8],
         size: u32,
     ) -> Result<Output> {
-        /// Of `__sk_buff`, and the offsets of its `ingress_ifindex`, `ifindex` and `gso_size`.
-        const CONTEXT: usize = 192;
-        const INGRESS_INTERFACE: usize = 36;
-        const INTERFACE: usize = 40;
-        const SEGMENT_SIZE: usize = 176;
-        let mut context = [0; CONTEXT];
-        context[INGRESS_INTERFACE] = 1;
-        context[INTERFACE..INTERFACE + 4].copy_from_slice(&interface.to_ne_bytes());
-        context[SEGMENT_SIZE..SEGMENT_SIZE + 4].copy_from_slice(&size.to_ne_bytes());
-        self.run_with(program, packet, Some(&context))
+        self.run_with(program, packet, Some(&packet_context(interface, size)))
     }
 
     fn run_with(&self, program: &str, packet: &[u8], context: Option<&[u8]>) -> Result<Output> {
@@ -508,13 +546,7 @@ impl World {
         })?;
         self.moving.iter().try_for_each(|table| table.bring())?;
         out.truncate(result.data_size_out as usize);
-        let verdict = match result.return_value {
-            TC_ACT_UNSPEC => Verdict::GoesOn,
-            TC_ACT_SHOT => Verdict::Dropped,
-            TC_ACT_REDIRECT => Verdict::Redirected,
-            other => bail!("verdict {other}"),
-        };
-        Ok(Output { verdict, packet: out })
+        Ok(Output { verdict: Verdict::of_tc(result.return_value)?, packet: out })
     }
 
     /// From now on frames can come by this interface.
@@ -570,13 +602,7 @@ impl World {
             ..TestRunOptions::default()
         })?;
         out.truncate(result.data_size_out as usize);
-        let verdict = match result.return_value {
-            XDP_PASS => Verdict::GoesOn,
-            XDP_TX => Verdict::SentBack,
-            XDP_REDIRECT => Verdict::Redirected,
-            other => bail!("verdict {other}"),
-        };
-        Ok(Output { verdict, packet: out })
+        Ok(Output { verdict: Verdict::of_xdp(result.return_value)?, packet: out })
     }
 
     /// Empties every table; no masquerade address.

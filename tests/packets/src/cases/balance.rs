@@ -12,10 +12,10 @@ use crate::{wire::KnownAddress, world::Tables};
 
 const SERVICE: u32 = 1;
 /// Two thirds of them the second backend's.
-const TABLE: [usize; 16] = [1, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1];
+pub(crate) const TABLE: [usize; 16] = [1, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1];
 const PORTS: std::ops::Range<u16> = 1_024..1_084;
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("with Maglev goes where its hash says, by either role of interface", |s| {
         for program in ["workload_ingress", "uplink_ingress"] {
             serve(s, &TABLE, FRONTEND_MAGLEV, 0)?;
@@ -60,7 +60,12 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 }
 
 /// `CLUSTER_IP`, served by both backends.
-fn serve<W: Tables>(s: &mut Scene<W>, table: &[usize], flags: u32, affinity_seconds: u32) -> Result<()> {
+pub(crate) fn serve<W: Tables>(
+    s: &mut Scene<W>,
+    table: &[usize],
+    flags: u32,
+    affinity_seconds: u32,
+) -> Result<()> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     let set = s.set_with_table(&BOTH, table)?;
     publish(s, set, affinity_seconds)?;

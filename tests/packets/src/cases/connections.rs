@@ -24,7 +24,7 @@ const ELSEWHERE: u32 = BOTH[1].0;
 /// As many at random would not all go one way.
 const PORTS: std::ops::Range<u16> = 1_024..1_084;
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("by least connection goes where fewer are, by either role of interface", |s| {
         serve(s, FRONTEND_LEAST_CONNECTION)?;
         for (here, elsewhere) in [(7, 6), (1, 0), (0, 1), (1_000, 1_001)] {
@@ -127,7 +127,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 }
 
 /// `CLUSTER_IP`, served by both backends.
-fn serve<W: Tables>(s: &mut Scene<W>, flags: u32) -> Result<()> {
+pub(crate) fn serve<W: Tables>(s: &mut Scene<W>, flags: u32) -> Result<()> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     let set = s.set(&BOTH)?;
     publish(s, set)?;

@@ -24,12 +24,12 @@ use crate::{
 
 /// What packets get before them.
 #[derive(Clone, Copy, Eq, PartialEq)]
-enum Way {
+pub(crate) enum Way {
     Ip,
     Geneve,
 }
 
-const WAYS: [(Way, &str); 2] = [(Way::Ip, "direct"), (Way::Geneve, "direct by geneve")];
+pub(crate) const WAYS: [(Way, &str); 2] = [(Way::Ip, "direct"), (Way::Geneve, "direct by geneve")];
 
 impl Way {
     const fn encapsulation(self) -> u16 {
@@ -45,7 +45,7 @@ impl Way {
     }
 }
 
-fn ip_header<W: Tables>() -> usize {
+pub(crate) fn ip_header<W: Tables>() -> usize {
     if W::NAME == "ipv4" { 20 } else { 40 }
 }
 
@@ -59,13 +59,13 @@ fn each<W: Tables + 'static>(group: &mut Group, name: &str, body: fn(&mut Scene<
 }
 
 /// Served by every node alike.
-const LOAD_BALANCER: Endpoint = (KnownAddress::External, 80);
+pub(crate) const LOAD_BALANCER: Endpoint = (KnownAddress::External, 80);
 /// Of the node that the client dials, seen from the other.
 const OTHERS_NODE_PORT: Endpoint = (KnownAddress::OtherNode, NODE_PORT.1);
 const SERVICE: u32 = 1;
 const FLAGS: u32 = FRONTEND_EXTERNAL | FRONTEND_DSR;
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
     geneve_cases::<W>(group);
     transit_cases::<W>(group);
     each::<W>(group, "to a node port of this node and its backend elsewhere", |s, way| {
@@ -259,7 +259,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 const MTU: usize = 1_500;
 
 /// What the node knows that the client dials.
-fn dialled<W: Tables>(s: &mut Scene<W>, way: Way) -> Result<()> {
+pub(crate) fn dialled<W: Tables>(s: &mut Scene<W>, way: Way) -> Result<()> {
     serve(s, &[(12, REMOTE, false)])?;
     s.change_settings(|settings| settings.encapsulation = way.encapsulation())
 }
@@ -279,14 +279,14 @@ fn node_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 }
 
 /// What the node of `LOCAL` knows.
-fn backends_node<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+pub(crate) fn backends_node<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.service(SERVICE, &[(11, LOCAL, true), (12, REMOTE, false)])?;
     s.frontend(LOAD_BALANCER, SERVICE, FLAGS)?;
     node_port(s)
 }
 
 /// In what another node sends packets to `LOCAL`.
-fn tunnel(way: Way) -> Tunnel {
+pub(crate) fn tunnel(way: Way) -> Tunnel {
     let port = (way == Way::Geneve).then_some(50_000);
     Tunnel { source: KnownAddress::OtherNode, destination: KnownAddress::LocalBackend, port }
 }

@@ -1,10 +1,10 @@
 //! The table of cases: each once for every family and protocol that it is about.
 
 mod affinity;
-mod balance;
+pub(crate) mod balance;
 mod baseline;
-mod connections;
-mod direct;
+pub(crate) mod connections;
+pub(crate) mod direct;
 mod events;
 mod floods;
 mod flows;
@@ -15,7 +15,7 @@ mod host;
 mod icmp;
 mod masquerade;
 mod port_pool;
-mod redirect;
+pub(crate) mod redirect;
 mod refusals;
 pub(crate) mod scene;
 mod source_address;

@@ -316,8 +316,8 @@ impl Node {
 }
 
 /// Gone when dropped.
-pub(super) struct Other {
-    pub(super) index: u32,
+pub(crate) struct Other {
+    pub(crate) index: u32,
     name: &'static str,
     address: [u8; 6],
 }
@@ -399,7 +399,7 @@ impl Other {
 }
 
 /// One uplink, and a pod that answers at a node port.
-fn node_with_pod<W: Tables>(s: &mut Scene<W>) -> Result<(Uplink, Other)> {
+pub(crate) fn node_with_pod<W: Tables>(s: &mut Scene<W>) -> Result<(Uplink, Other)> {
     let uplink = Uplink::new::<W>(s.world)?;
     uplink.knows::<W>(CLIENT.0, NEXT_HOP)?;
     let pod = Other::leading_to_backends::<W>(s, "pod", OTHER)?;

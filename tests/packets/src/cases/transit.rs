@@ -308,7 +308,7 @@ impl Uplink {
         Self::new::<W>(s.world)?.and_neighbours::<W>()
     }
 
-    pub(super) fn and_neighbours<W: Tables>(self) -> Result<Self> {
+    pub(crate) fn and_neighbours<W: Tables>(self) -> Result<Self> {
         self.knows::<W>(CLIENT.0, NEXT_HOP)?;
         self.knows::<W>(REMOTE.0, NEXT_HOP)?;
         Ok(self)

@@ -24,9 +24,9 @@ const WARM_UP: usize = 1;
 pub fn run(bench: &Bench) -> Vec<Side> {
     let plan = Plan::new(bench);
     let workers: Vec<_> = (0..plan.bench.clients as usize)
-        .map(|number| {
+        .map(|_| {
             let plan = plan.clone();
-            thread::spawn(move || Worker::new(&plan, number).work())
+            thread::spawn(move || Worker::new(&plan).work())
         })
         .collect();
     let done: Vec<Vec<Turn>> = workers.into_iter().filter_map(|worker| worker.join().ok()).collect();
@@ -107,17 +107,15 @@ fn percentile(sorted_nanos: &[u64], part: f64) -> f64 {
 
 struct Worker<'a> {
     plan: &'a Plan,
-    /// Which of a side's targets is next.
-    next: usize,
     /// The connection of this turn, for exercises that keep one.
     open: Option<(usize, TcpStream)>,
     buffer: Vec<u8>,
 }
 
 impl<'a> Worker<'a> {
-    fn new(plan: &'a Plan, number: usize) -> Self {
+    fn new(plan: &'a Plan) -> Self {
         let buffer = if plan.bench.exercise == Exercise::Bulk { vec![0; BULK] } else { Vec::new() };
-        Self { plan, next: number, open: None, buffer }
+        Self { plan, open: None, buffer }
     }
 
     fn work(mut self) -> Vec<Turn> {
@@ -144,12 +142,12 @@ impl<'a> Worker<'a> {
         turns
     }
 
-    fn target(&mut self, turn: usize) -> io::Result<SocketAddr> {
+    /// Draws one, as a Service does: taken in turn, two servers would never be dialled by two clients at once.
+    fn target(&self, turn: usize) -> io::Result<SocketAddr> {
         let targets = self.plan.bench.sides.get(self.plan.side_of(turn));
         let targets = targets.filter(|targets| !targets.is_empty());
         let targets = targets.ok_or_else(|| io::Error::other("a side without targets"))?;
-        self.next += 1;
-        Ok(targets[self.next % targets.len()])
+        Ok(targets[fastrand::usize(..targets.len())])
     }
 
     /// Answers how long it took.

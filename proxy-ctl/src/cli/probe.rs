@@ -21,6 +21,7 @@ use crate::{
     dataplane, leftovers,
     mode::{self, ChosenMode, Probe, Refusal, Requirement},
     node,
+    process::record::Record,
 };
 
 pub(super) fn probe(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
@@ -60,7 +61,8 @@ impl Uplinks {
         let mut network = node::network(config).unwrap_or_default();
         network.interfaces.retain(|interface| config.ebpf.interfaces.select(&interface.name));
         let tried = if configured == Xdp::Off { Xdp::Auto } else { configured };
-        Self { configured, xdp: xdp::of_uplinks(tried, &network) }
+        let record = Record::read(&config.ebpf.bpffs);
+        Self { configured, xdp: xdp::of_uplinks(tried, &network, record.as_ref()) }
     }
 
     /// Empty: there are none.

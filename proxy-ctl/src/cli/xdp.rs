@@ -34,6 +34,7 @@ pub(super) struct XdpView {
 }
 
 const NO: &str = "no";
+const NOT_ATTACHED_YET: &str = "the controller has not attached a program yet";
 
 /// Interfaces of pods.
 #[derive(Clone, Debug, Default, Eq, PartialEq, Serialize)]
@@ -111,15 +112,15 @@ impl XdpView {
         Self { takes: NO, takes_none: Some(NOT_SENT_BY.to_owned()), ..self }
     }
 
-    fn attached(self, attached: Option<XdpMode>) -> Self {
-        match attached {
-            Some(mode) => Self { xdp: word(mode), ..self },
-            None if self.xdp == NO => self,
-            None => Self {
-                xdp: NO,
-                reason: format!("{}, but no program is attached: the controller's log says why", self.reason),
-                ..self
-            },
+    /// `refusal`: why the controller has attached none.
+    fn attached(self, attached: Option<XdpMode>, refusal: Option<&str>) -> Self {
+        match (attached, refusal) {
+            (Some(mode), _) => Self { xdp: word(mode), ..self },
+            (None, _) if self.xdp == NO => self,
+            (None, Some(refusal)) => Self { xdp: NO, reason: refusal.to_owned(), ..self },
+            (None, None) => {
+                Self { xdp: NO, reason: format!("{}, but {NOT_ATTACHED_YET}", self.reason), ..self }
+            }
         }
     }
 }
@@ -133,10 +134,27 @@ pub(super) fn text(column: &str, uplinks: &[XdpView]) -> String {
     table(["UPLINK", column, "BECAUSE", "SENDS FRAMES OF OTHERS"], uplinks.iter().map(row))
 }
 
-/// What uplinks would have.
-pub(super) fn of_uplinks(configured: Xdp, network: &NodeNetwork) -> Vec<XdpView> {
+/// What uplinks would have. `record`: of a controller, which may have met a refusal of the kernel, as it is the only one to ask for a program.
+pub(super) fn of_uplinks(
+    configured: Xdp,
+    network: &NodeNetwork,
+    record: Option<&record::Record>,
+) -> Vec<XdpView> {
     let uplinks = network.interfaces.iter().filter(|interface| interface.role == Role::Uplink);
-    uplinks.map(|uplink| XdpView::expected(configured, uplink, None)).collect()
+    let tried = record.filter(|record| record.is_alive() && self::configured(record) == Some(configured));
+    let view = |uplink: &Interface| {
+        let view = XdpView::expected(configured, uplink, None);
+        match tried.and_then(|record| refusal(record, uplink.index)) {
+            Some(refusal) => view.attached(None, Some(refusal)),
+            None => view,
+        }
+    };
+    uplinks.map(view).collect()
+}
+
+/// Why the controller of the record has attached no program to an interface.
+fn refusal(record: &record::Record, index: u32) -> Option<&str> {
+    record.interfaces.iter().find(|known| known.index == index)?.without_xdp.as_deref()
 }
 
 /// What those of a controller have, where it is to use XDP. `attached`: the mode of the program on the interface with this index. `targets`: where
@@ -152,7 +170,7 @@ pub(super) fn of_controller(
     let view = |uplink: &Interface| {
         let attached = attached(uplink.index);
         let view = XdpView::expected(configured, uplink, Some(attached));
-        view.attached(attached).taking(targets.contains(&uplink.index))
+        view.attached(attached, refusal(record, uplink.index)).taking(targets.contains(&uplink.index))
     };
     uplinks.map(view).collect()
 }
@@ -173,20 +191,25 @@ mod tests {
         }
     }
 
-    const NOT_ATTACHED: &str = "why, but no program is attached: the controller's log says why";
+    const NOT_YET: &str = "why, but the controller has not attached a program yet";
+    const REFUSAL: &str = "the kernel refuses it, driver veth: too few queues";
 
     #[rstest]
-    #[case::as_expected("native", Some(XdpMode::Native), "native", "why")]
-    #[case::refused("native", None, "no", NOT_ATTACHED)]
-    #[case::not_expected("no", None, "no", "why")]
-    #[case::of_a_former_configuration("no", Some(XdpMode::Generic), "generic", "why")]
+    #[case::as_expected("native", Some(XdpMode::Native), None, "native", "why")]
+    #[case::attached_since_it_was_refused("native", Some(XdpMode::Native), Some(REFUSAL), "native", "why")]
+    #[case::refused("native", None, Some(REFUSAL), "no", REFUSAL)]
+    #[case::not_looked_at("native", None, None, "no", NOT_YET)]
+    #[case::not_expected("no", None, None, "no", "why")]
+    #[case::not_expected_since_it_was_refused("no", None, Some(REFUSAL), "no", "why")]
+    #[case::of_a_former_configuration("no", Some(XdpMode::Generic), None, "generic", "why")]
     fn what_is_there_counts(
         #[case] wanted: &'static str,
         #[case] attached: Option<XdpMode>,
+        #[case] refusal: Option<&str>,
         #[case] xdp: &str,
         #[case] reason: &str,
     ) {
-        let found = expected(wanted).attached(attached).taking(true);
+        let found = expected(wanted).attached(attached, refusal).taking(true);
         assert_eq!((found.xdp, found.reason.as_str()), (xdp, reason));
         assert_eq!((found.takes, found.takes_none), ("whole", None));
     }

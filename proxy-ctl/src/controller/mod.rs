@@ -12,7 +12,7 @@ mod service_metrics;
 mod switch;
 mod write;
 
-use std::{sync::Arc, time::Instant};
+use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
 use tokio::sync::watch;
 
@@ -56,6 +56,8 @@ pub struct Reports {
     pub mode: watch::Sender<ModeInForce>,
     /// Modes that were at work before, while anything of them is left. Told before they let go of their names.
     pub retiring: watch::Sender<Vec<Mode>>,
+    /// Why uplinks have no XDP program, by their index.
+    pub without_xdp: watch::Sender<BTreeMap<u32, String>>,
 }
 
 /// Which lists have come in. Nothing is written before all have.

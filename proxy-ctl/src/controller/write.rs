@@ -244,6 +244,12 @@ impl Controller {
         let Some(active) = &mut self.active else { return };
         let started = Instant::now();
         let result = active.dataplane.collect_garbage();
+        let without_xdp = active.dataplane.without_xdp();
+        self.reports.without_xdp.send_if_modified(|told| {
+            let is_other = *told != without_xdp;
+            *told = without_xdp;
+            is_other
+        });
         self.coverage.take_without_room(active.dataplane.as_mut());
         self.reports.metrics.own.phase(Phase::Collect, started.elapsed());
         let failure = match result {

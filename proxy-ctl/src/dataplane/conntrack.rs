@@ -270,6 +270,10 @@ impl Dataplane for WithConntrack {
     fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
         self.inner.take_without_room()
     }
+
+    fn without_xdp(&self) -> BTreeMap<u32, String> {
+        self.inner.without_xdp()
+    }
 }
 
 #[cfg(test)]

@@ -443,6 +443,10 @@ impl Dataplane for HandOver {
         }
         Some(all)
     }
+
+    fn without_xdp(&self) -> BTreeMap<u32, String> {
+        self.primary.without_xdp()
+    }
 }
 
 #[cfg(test)]

@@ -123,6 +123,11 @@ pub trait Dataplane: Programmed + Send {
     fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
         None
     }
+
+    /// Why uplinks have no XDP program, by their index; empty: all have one, or none is to have one.
+    fn without_xdp(&self) -> BTreeMap<u32, String> {
+        BTreeMap::new()
+    }
 }
 
 /// What a call has written: table entries, rules or the like.

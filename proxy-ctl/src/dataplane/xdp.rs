@@ -1,5 +1,7 @@
 //! Whether XDP sends packets on that leave by the uplink that they have come by, and why. Pure.
 
+use std::io;
+
 use super::{Device, Interface};
 use crate::{
     config::Xdp,
@@ -31,7 +33,9 @@ pub enum NoXdp {
     Bare,
     #[error("a VLAN: XDP sees its packets on the device below it")]
     Vlan,
-    #[error("a bond: XDP sees its packets on the ports")]
+    #[error(
+        "a bond, whose program runs on its ports and not for the routes and VLANs of the bond, or a team, which takes none"
+    )]
     Bond,
     #[error("no device of hardware (driver {0}); with ebpf.xdp native it is tried")]
     NoCard(String),
@@ -43,8 +47,10 @@ pub enum NoXdp {
     JoinsPackets(String),
     #[error("its driver {0} has no XDP, or not with its settings")]
     NoDriver(String),
-    #[error("its driver {driver} has no XDP for frames in fragments, which an MTU of {mtu} needs")]
-    LongFrames { driver: String, mtu: u32 },
+    #[error(
+        "its driver {driver} has no XDP for frames in fragments, which an MTU of {mtu} needs: ip link set {interface} mtu {longest}, or what the driver takes"
+    )]
+    LongFrames { interface: String, driver: String, mtu: u32, longest: u32 },
 }
 
 /// How XDP runs on an uplink, and what speaks for it.
@@ -74,11 +80,11 @@ pub fn choose(
         (Xdp::Auto, Device::Other) => return Err(NoXdp::NoCard(driver)),
         (Xdp::Auto, Device::Card) | (Xdp::Native | Xdp::Off, Device::Card | Device::Other) => {}
     }
-    let mtu = facts.mtu.unwrap_or(0);
+    let (mtu, longest) = (facts.mtu.unwrap_or(0), longest_in_a_page(facts.page));
     match facts.xdp {
         Some(features) if !features.has(XdpFeatures::BASIC) => return Err(NoXdp::NoDriver(driver)),
-        Some(features) if !features.has(XdpFeatures::FRAGMENTS) && mtu > longest_in_a_page(facts.page) => {
-            return Err(NoXdp::LongFrames { driver, mtu });
+        Some(features) if !features.has(XdpFeatures::FRAGMENTS) && mtu > longest => {
+            return Err(NoXdp::LongFrames { interface: interface.name.clone(), driver, mtu, longest });
         }
         Some(_) | None => {}
     }
@@ -89,6 +95,46 @@ pub fn choose(
 /// with a tag.
 const fn longest_in_a_page(page: u32) -> u32 {
     page.saturating_sub(256 + 320 + 14 + 4)
+}
+
+/// Why the kernel has not attached the program, and what to do. `words`: its own or the driver's, where there are some.
+pub fn refusal(interface: &str, facts: &DeviceFacts, errno: i32, words: Option<&str>) -> String {
+    let driver = facts.driver.as_deref().unwrap_or("unknown");
+    let error = io::Error::from_raw_os_error(errno);
+    let named = format!("{driver}: ");
+    let cause = words.map_or_else(|| meaning(errno), |words| words.strip_prefix(&named).unwrap_or(words));
+    let what_to_do = words.map_or_else(
+        || "the kernel's log (dmesg) may tell more".to_owned(),
+        |words| advice(interface, facts, words).unwrap_or_default(),
+    );
+    let separator = if what_to_do.is_empty() { "" } else { "; " };
+    format!("the kernel refuses it, driver {driver}: {cause}: {error}{separator}{what_to_do}")
+}
+
+/// Of an error for which there are no words. Which one a driver has chosen for what differs.
+const fn meaning(errno: i32) -> &'static str {
+    match errno {
+        libc::EOPNOTSUPP => "its driver has no XDP, or not with its settings",
+        libc::EBUSY | libc::EEXIST => "another XDP program is attached to it",
+        libc::EINVAL | libc::ERANGE => {
+            "its driver has no XDP with its settings: see MTU, receive offloads and number of queues"
+        }
+        libc::ENOSPC | libc::ENOMEM => "it has not the queues or the memory for it",
+        _ => "no reason is told",
+    }
+}
+
+/// `None`: the words say it themselves.
+fn advice(interface: &str, facts: &DeviceFacts, words: &str) -> Option<String> {
+    let speaks_of = |subjects: &[&str]| subjects.iter().any(|subject| words.contains(subject));
+    let known =
+        |number: Option<u32>| number.map_or_else(String::new, |number| format!(", {interface} has {number}"));
+    if speaks_of(&["MTU", "umbo frame"]) {
+        let longest = longest_in_a_page(facts.page);
+        return Some(format!("lower that MTU: a page has room for {longest}{}", known(facts.mtu)));
+    }
+    speaks_of(&["queue", "channel", "rings"])
+        .then(|| format!("ethtool -L changes their number{}", known(facts.queues)))
 }
 
 fn describe(driver: &str, facts: &DeviceFacts) -> String {
@@ -194,7 +240,7 @@ mod tests {
         Xdp::Auto,
         card(),
         without_fragments(3_503),
-        Err(NoXdp::LongFrames { driver: "ice".into(), mtu: 3_503 })
+        Err(NoXdp::LongFrames { interface: "eth0".into(), driver: "ice".into(), mtu: 3_503, longest: 3_502 })
     )]
     #[case::long_frames_in_fragments(
         Xdp::Auto,
@@ -215,6 +261,54 @@ mod tests {
         #[case] expected: Result<XdpMode, NoXdp>,
     ) {
         assert_eq!(choose(configured, &interface, &facts).map(|(mode, _)| mode), expected);
+    }
+
+    /// As drivers say it; bnxt_en tells the kernel's log only.
+    #[rstest]
+    #[case::mtu(
+        libc::EINVAL,
+        Some("virtio_net: MTU too large to enable XDP without frags"),
+        "virtio_net: MTU too large to enable XDP without frags: Invalid argument (os error 22); lower that MTU: a page has room for 3502, eth0 has 9000"
+    )]
+    #[case::with_the_name_of_the_driver(
+        libc::EOPNOTSUPP,
+        Some("ice: XDP is in the way"),
+        "XDP is in the way: Operation not supported (os error 95)"
+    )]
+    #[case::jumbo_frames(
+        libc::EOPNOTSUPP,
+        Some("Jumbo frames not supported"),
+        "Jumbo frames not supported: Operation not supported (os error 95); lower that MTU: a page has room for 3502, eth0 has 9000"
+    )]
+    #[case::queues(
+        libc::ENOSPC,
+        Some("veth: XDP expects number of rx queues not less than peer tx queues"),
+        "veth: XDP expects number of rx queues not less than peer tx queues: No space left on device (os error 28); ethtool -L changes their number, eth0 has 8"
+    )]
+    #[case::rings(
+        libc::ENOMEM,
+        Some("virtio_net: Too few free TX rings available"),
+        "virtio_net: Too few free TX rings available: Cannot allocate memory (os error 12); ethtool -L changes their number, eth0 has 8"
+    )]
+    #[case::what_says_itself_what_to_do(
+        libc::EOPNOTSUPP,
+        Some("Can't set XDP while host is implementing GRO_HW/CSUM, disable GRO_HW/CSUM first"),
+        "Can't set XDP while host is implementing GRO_HW/CSUM, disable GRO_HW/CSUM first: Operation not supported (os error 95)"
+    )]
+    #[case::no_words(
+        libc::EOPNOTSUPP,
+        None,
+        "its driver has no XDP, or not with its settings: Operation not supported (os error 95); the kernel's log (dmesg) may tell more"
+    )]
+    #[case::no_words_for_too_few_queues(
+        libc::ENOSPC,
+        None,
+        "it has not the queues or the memory for it: No space left on device (os error 28); the kernel's log (dmesg) may tell more"
+    )]
+    fn refusals_say_what_to_do(#[case] errno: i32, #[case] words: Option<&str>, #[case] expected: &str) {
+        let facts = DeviceFacts { mtu: Some(9_000), ..able() };
+        let expected = format!("the kernel refuses it, driver ice: {expected}");
+        assert_eq!(refusal("eth0", &facts, errno, words), expected);
     }
 
     #[test]

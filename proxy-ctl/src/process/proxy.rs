@@ -1,6 +1,6 @@
 //! What the tasks of a running proxy share, and the tasks.
 
-use std::{io, net::SocketAddr, sync::Arc};
+use std::{collections::BTreeMap, io, net::SocketAddr, sync::Arc};
 
 use ipnet::IpNet;
 use prometheus_client::registry::Registry;
@@ -61,6 +61,8 @@ pub(super) struct Proxy {
     pub(super) mode: watch::Sender<ModeInForce>,
     /// What has served before it, while anything of it is left.
     retiring: watch::Sender<Vec<Mode>>,
+    /// Why uplinks have no XDP program, by their index.
+    without_xdp: watch::Sender<BTreeMap<u32, String>>,
     /// The configuration in force.
     configs: watch::Sender<Arc<Config>>,
     /// The same, as `/configz` shows it.
@@ -114,6 +116,7 @@ impl Proxy {
             networks: watch::Sender::default(),
             mode: watch::Sender::new(ModeInForce::new(choice.modes)),
             retiring: watch::Sender::default(),
+            without_xdp: watch::Sender::default(),
             choices: watch::Sender::new(choice),
             configs: watch::Sender::new(Arc::clone(&config)),
             document: watch::Sender::new(config.to_document()),
@@ -140,6 +143,7 @@ impl Proxy {
             coverage: self.coverage.clone(),
             mode: self.mode.clone(),
             retiring: self.retiring.clone(),
+            without_xdp: self.without_xdp.clone(),
         }
     }
 
@@ -276,6 +280,7 @@ impl Proxy {
             configs: self.configs.subscribe(),
             removal_blockers: self.removal_blockers.subscribe(),
             coverage: self.coverage.subscribe(),
+            without_xdp: self.without_xdp.subscribe(),
         };
         let written = CancellationToken::new();
         self.spawn(tasks, record::keep(record.clone(), inputs, written.clone()));

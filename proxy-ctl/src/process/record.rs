@@ -2,6 +2,7 @@
 //! tables do not hold. It is in /run, so that it does not outlive a reboot; an ordinary user's is in his own folder there.
 
 use std::{
+    collections::BTreeMap,
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
@@ -111,6 +112,8 @@ pub struct InterfaceRecord {
     pub role: String,
     /// Why.
     pub reason: String,
+    /// Why it has no XDP program, where one was to be attached.
+    pub without_xdp: Option<String>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -207,6 +210,7 @@ pub(super) struct RecordInputs {
     pub(super) configs: watch::Receiver<Arc<Config>>,
     pub(super) removal_blockers: watch::Receiver<Vec<String>>,
     pub(super) coverage: watch::Receiver<Coverage>,
+    pub(super) without_xdp: watch::Receiver<BTreeMap<u32, String>>,
 }
 
 /// Once the record was `written` first, writes it again whenever it has changed.
@@ -261,6 +265,7 @@ impl RecordInputs {
                 }
                 .to_owned(),
                 reason: interface.reason.to_string(),
+                without_xdp: self.without_xdp.borrow().get(&interface.index).cloned(),
             })
             .collect()
     }

@@ -260,16 +260,20 @@ pub enum XdpMode {
     Generic,
 }
 
+impl XdpMode {
+    /// `XDP_FLAGS_DRV_MODE` or `XDP_FLAGS_SKB_MODE`.
+    pub(super) const fn flag(self) -> u32 {
+        match self {
+            Self::Native => 1 << 2,
+            Self::Generic => 1 << 1,
+        }
+    }
+}
+
 /// Attaches `program` to an interface before its stack. Linux 5.9; `EOPNOTSUPP`: the driver has no XDP; `EBUSY` and `EEXIST`: another
 /// program is attached, or its mode is another.
 pub fn link_xdp(program: BorrowedFd<'_>, interface: u32, mode: XdpMode) -> Result<OwnedFd, CallError> {
-    const XDP_FLAGS_SKB_MODE: u32 = 1 << 1;
-    const XDP_FLAGS_DRV_MODE: u32 = 1 << 2;
-    let flags = match mode {
-        XdpMode::Native => XDP_FLAGS_DRV_MODE,
-        XdpMode::Generic => XDP_FLAGS_SKB_MODE,
-    };
-    create_link(program, interface, bpf_attach_type::BPF_XDP, flags)
+    create_link(program, interface, bpf_attach_type::BPF_XDP, mode.flag())
 }
 
 #[repr(C)]

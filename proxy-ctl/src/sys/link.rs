@@ -1,16 +1,20 @@
 //! Network interfaces.
 
-use std::net::IpAddr;
+use std::{
+    net::IpAddr,
+    os::fd::{AsRawFd as _, BorrowedFd},
+};
 
 use libc::{
-    IFA_ADDRESS, IFA_CACHEINFO, IFA_LOCAL, IFLA_IFNAME, IFLA_INFO_KIND, IFLA_LINKINFO, RTM_DELADDR,
-    RTM_DELLINK, RTM_GETADDR, RTM_NEWADDR, RTM_NEWLINK,
+    IFA_ADDRESS, IFA_CACHEINFO, IFA_LOCAL, IFLA_IFNAME, IFLA_INFO_KIND, IFLA_LINKINFO, IFLA_XDP, RTM_DELADDR,
+    RTM_DELLINK, RTM_GETADDR, RTM_NEWADDR, RTM_NEWLINK, RTM_SETLINK,
 };
 use netlink_sys::protocols::NETLINK_ROUTE;
 use nix::{errno::Errno, net::if_::if_nametoindex};
 
 use super::{
     CallError,
+    bpf::XdpMode,
     netlink::{
         Attributes, Messages, NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REPLACE, NetlinkSocket,
         ip_address,
@@ -104,6 +108,43 @@ pub fn create_dummy(name: &str) -> Result<(), CallError> {
     }
 }
 
+/// Why the kernel does not attach an XDP program, in its own or the driver's words, which `bpf(2)` keeps to itself: it is asked to once more.
+/// `None`: it has no words for it, or has nothing against it any more.
+pub fn words_against_xdp(
+    program: BorrowedFd<'_>,
+    interface: u32,
+    mode: XdpMode,
+) -> Result<Option<String>, CallError> {
+    const IFLA_XDP_FD: u16 = 1;
+    const IFLA_XDP_FLAGS: u16 = 3;
+    const IFLA_XDP_EXPECTED_FD: u16 = 8;
+    const XDP_FLAGS_UPDATE_IF_NOEXIST: u32 = 1;
+    const XDP_FLAGS_REPLACE: u32 = 1 << 4;
+    const NONE: i32 = -1;
+    let program = program.as_raw_fd();
+    let mut header = HEADER;
+    header[4..8].copy_from_slice(&interface.to_ne_bytes());
+    let set = |program: i32, flags: u32, expected: Option<i32>| {
+        let mut request = Messages::default();
+        request.begin(RTM_SETLINK, NLM_F_ACK, &header).nested(IFLA_XDP, |xdp| {
+            xdp.attribute(IFLA_XDP_FD, &program.to_ne_bytes());
+            xdp.attribute(IFLA_XDP_FLAGS, &(mode.flag() | flags).to_ne_bytes());
+            if let Some(expected) = expected {
+                xdp.attribute(IFLA_XDP_EXPECTED_FD, &expected.to_ne_bytes());
+            }
+        });
+        NetlinkSocket::open(NETLINK_ROUTE).and_then(|connection| connection.verdict(&request))
+    };
+    let asked = set(program, XDP_FLAGS_UPDATE_IF_NOEXIST, None).and_then(|(attached, words)| {
+        if attached.is_err() {
+            return Ok(words);
+        }
+        // A link is what is wanted.
+        set(NONE, XDP_FLAGS_REPLACE, Some(program))?.0.map(|()| None)
+    });
+    asked.map_err(CallError::of("netlink RTM_SETLINK with an XDP program"))
+}
+
 /// An address of an interface, by itself in its network.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum AddressChange {
@@ -160,6 +201,7 @@ pub fn change_addresses(
 mod tests {
     use std::{
         net::{Ipv4Addr, Ipv6Addr},
+        os::fd::AsFd as _,
         process::Command,
         time::{Duration, Instant},
     };
@@ -168,6 +210,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
+    use crate::sys::bpf;
 
     fn ip(arguments: &str) {
         let status = Command::new("ip").args(arguments.split(' ')).status().unwrap();
@@ -205,6 +248,34 @@ mod tests {
         delete("here").unwrap();
         assert_eq!((index("here").unwrap(), index("there").unwrap()), (None, None));
         delete("here").unwrap();
+    }
+
+    #[rstest]
+    #[case::too_few_queues(
+        "ethtool -L there tx 2",
+        Some("veth: XDP expects number of rx queues not less than peer tx queues")
+    )]
+    #[case::too_large_an_mtu("ip link set there mtu 9000", Some("veth: Peer MTU is too large to set XDP"))]
+    #[case::nothing("ip link set there mtu 1500", None)]
+    #[ignore = "needs root"]
+    fn as_root_a_driver_tells_why_it_takes_no_xdp_program(
+        #[case] setting: &str,
+        #[case] expected: Option<&str>,
+    ) {
+        /// r0 = XDP_PASS; exit
+        const PASS: [u64; 2] = [0x0000_0002_0000_00b7, 0x95];
+        const XDP: u32 = 6;
+        const BPF_XDP: u32 = 37;
+        unshare(CloneFlags::CLONE_NEWNET).unwrap();
+        ip("link add here type veth peer name there");
+        let set = Command::new("sh").args(["-c", setting]).status().unwrap();
+        assert!(set.success(), "{setting}");
+        let here = index("here").unwrap().unwrap();
+        let program = bpf::load_program(XDP, BPF_XDP, &PASS).unwrap();
+        let words = words_against_xdp(program.as_fd(), here, XdpMode::Native).unwrap();
+        assert_eq!(words.as_deref(), expected);
+        let link = bpf::link_xdp(program.as_fd(), here, XdpMode::Native);
+        assert_eq!(link.is_err(), expected.is_some(), "to ask leaves nothing behind: {link:?}");
     }
 
     #[test]

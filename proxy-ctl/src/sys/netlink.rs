@@ -23,6 +23,11 @@ pub const NLM_F_APPEND: u16 = 0x800;
 /// The list changed while it was read: something may be missing.
 const NLM_F_DUMP_INTR: u16 = 0x10;
 const NLMSG_ERROR: u16 = 2;
+/// Of a verdict that repeats no more than the header of the request.
+const NLM_F_CAPPED: u16 = 0x100;
+/// Of a verdict with attributes.
+const NLM_F_ACK_TLVS: u16 = 0x200;
+const NLMSGERR_ATTR_MSG: u16 = 1;
 const NLMSG_DONE: u16 = 3;
 const NLA_F_NESTED: u16 = 0x8000;
 /// The highest two bits of an attribute's type are flags.
@@ -237,6 +242,16 @@ fn each_answer(bytes: &[u8], mut take: impl FnMut(NetlinkAnswer<'_>, u32)) {
     }
 }
 
+/// Of a verdict that is not longer than [`NLM_F_CAPPED`] says.
+fn words(verdict: &[u8]) -> Option<&str> {
+    const ERRNO: usize = 4;
+    const WITH_WORDS: u16 = NLM_F_CAPPED | NLM_F_ACK_TLVS;
+    let has_words = half(verdict, 6)? & WITH_WORDS == WITH_WORDS;
+    let length = word(verdict, 0)? as usize;
+    let attributes = verdict.get(MESSAGE_HEADER + ERRNO + MESSAGE_HEADER..length).filter(|_| has_words)?;
+    Attributes(attributes).text(NLMSGERR_ATTR_MSG)
+}
+
 /// The answers to one request, as far as they were read.
 #[derive(Debug)]
 struct Reading {
@@ -298,6 +313,28 @@ impl NetlinkSocket {
     pub fn request(&self, request: &Messages, mut take: impl FnMut(u16, &[u8])) -> io::Result<()> {
         let sequence = self.send(request)?;
         self.read(sequence, |kind, body| take(kind, body)).map(drop)
+    }
+
+    /// The kernel's verdict on a request that is only acknowledged, with its own words for it, where it or a driver has some.
+    pub fn verdict(&self, request: &Messages) -> io::Result<(io::Result<()>, Option<String>)> {
+        self.socket.set_ext_ack(true).and_then(|()| self.socket.set_cap_ack(true))?;
+        let sequence = self.send(request)?;
+        let mut bytes = BytesMut::with_capacity(MOST_AT_ONCE);
+        loop {
+            self.receive(&mut bytes)?;
+            let mut verdict = None;
+            each_answer(&bytes, |answer, of| {
+                if let NetlinkAnswer::Verdict(errno) = answer
+                    && of == sequence
+                {
+                    verdict = Some(errno);
+                }
+            });
+            if let Some(errno) = verdict {
+                let result = if errno == 0 { Ok(()) } else { Err(io::Error::from_raw_os_error(errno)) };
+                return Ok((result, words(&bytes).map(str::to_owned)));
+            }
+        }
     }
 
     /// A list that is the same from its beginning to its end. `parse` may be called for an attempt that is thrown away.
@@ -479,6 +516,24 @@ mod tests {
             }
         });
         assert_eq!(answers, [(libc::EBUSY, 9)]);
+    }
+
+    #[test]
+    fn the_words_of_a_verdict_are_behind_the_header_of_the_request() {
+        let with = |flags: u16| {
+            let mut words = Messages::default();
+            words.begin(0, 0, &[]).text(NLMSGERR_ATTR_MSG, "MTU too large");
+            let attribute = &words.bytes()[MESSAGE_HEADER..];
+            let mut verdict = (36 + attribute.len() as u32).to_ne_bytes().to_vec();
+            verdict.extend([NLMSG_ERROR, flags].map(u16::to_ne_bytes).as_flattened());
+            verdict.extend([0; 8 + 4 + MESSAGE_HEADER]);
+            verdict.extend(attribute);
+            verdict
+        };
+        assert_eq!(words(&with(NLM_F_CAPPED | NLM_F_ACK_TLVS)), Some("MTU too large"));
+        assert_eq!(words(&with(NLM_F_CAPPED)), None, "attributes are announced");
+        assert_eq!(words(&with(NLM_F_ACK_TLVS)), None, "the request comes before them");
+        assert_eq!(words(&with(NLM_F_CAPPED | NLM_F_ACK_TLVS)[..30]), None, "cut off");
     }
 
     fn answer(kind: u16, flags: u16, sequence: u32, body: i32) -> Vec<u8> {

@@ -3,11 +3,14 @@
 use std::{
     collections::BTreeSet,
     fs,
-    net::IpAddr,
+    io::ErrorKind,
+    net::{IpAddr, TcpStream},
     os::fd::{AsFd, OwnedFd},
+    process::Command,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
+        mpsc,
     },
     thread,
     time::{Duration, Instant},
@@ -36,6 +39,7 @@ use proxy_ctl::{
         tc::{self, Direction},
     },
 };
+use rstest::rstest;
 use tokio_util::sync::CancellationToken;
 
 use super::{
@@ -547,6 +551,82 @@ fn xdp_waits_for_another_program_to_go() {
         dataplane.collect_garbage().unwrap();
     }
     assert_eq!(links(&sandbox), &named(uplink) | &[format!("{uplink}_native")].into());
+}
+
+/// Drops what has come by the interface, and passes the rest.
+fn dropping_what_comes_by(interface: u32) -> OwnedFd {
+    const XDP: u32 = 6;
+    let program = [
+        // r0 = XDP_PASS
+        0x0000_0002_0000_00b7,
+        // r1 = r1.ingress_ifindex
+        0x0000_0000_000c_1161,
+        // if r1 != interface goto +1
+        0x0000_0000_0001_0155 | u64::from(interface) << 32,
+        // r0 = XDP_DROP
+        0x0000_0001_0000_00b7,
+        // exit
+        0x95,
+    ];
+    bpf::load_program(XDP, bpf_attach_type::BPF_XDP as u32, &program).unwrap()
+}
+
+/// Why bonds are left to TC: what the kernel runs for one sees the port that a frame has come by, and not the bond.
+#[rstest]
+#[case::active_backup("active-backup", true)]
+#[case::balance_rr("balance-rr", true)]
+#[case::balance_xor("balance-xor", true)]
+#[case::lacp("802.3ad", true)]
+#[case::broadcast("broadcast", false)]
+#[case::balance_tlb("balance-tlb", false)]
+#[case::balance_alb("balance-alb", false)]
+fn the_kernel_runs_the_program_of_a_bond_on_its_ports(#[case] mode: &str, #[case] takes_programs: bool) {
+    let Some(_sandbox) = Sandbox::new() else { return };
+    let made =
+        Command::new("ip").args(["link", "add", "bond", "type", "bond", "mode", mode]).output().unwrap();
+    if !made.status.success() {
+        let error = String::from_utf8_lossy(&made.stderr).into_owned();
+        println!("skipped: the kernel has no bonding (CONFIG_BONDING): {error}");
+        return;
+    }
+    run("ip", "link add port type veth peer name beyond");
+    run("ip", "link set port master bond");
+    run("ip", "link set bond up");
+    run("ip", "address add 192.0.2.1/24 dev bond");
+    let attach = |program: OwnedFd| bpf::link_xdp(program.as_fd(), index("bond"), XdpMode::Native);
+    if !takes_programs {
+        assert_eq!(attach(dropping_what_comes_by(0)).unwrap_err().errno(), libc::EOPNOTSUPP);
+        return;
+    }
+    let (asks, asked) = mpsc::channel::<()>();
+    let (answers, answer) = mpsc::channel();
+    thread::scope(move |scope| {
+        scope.spawn(move || {
+            unshare(CloneFlags::CLONE_NEWNET).unwrap();
+            answers.send(Err(gettid().to_string())).unwrap();
+            asked.recv().unwrap();
+            run("ip", "link set beyond up");
+            run("ip", "address add 192.0.2.2/24 dev beyond");
+            for () in asked {
+                let dialled = TcpStream::connect_timeout(&([192, 0, 2, 1], 9).into(), Duration::from_secs(1));
+                let refused = dialled.is_err_and(|error| error.kind() == ErrorKind::ConnectionRefused);
+                answers.send(Ok(refused)).unwrap();
+            }
+        });
+        let Err(thread) = answer.recv().unwrap() else { panic!("its namespace comes first") };
+        run("ip", &format!("link set beyond netns {thread}"));
+        asks.send(()).unwrap();
+        let is_reached = || {
+            asks.send(()).unwrap();
+            answer.recv().unwrap() == Ok(true)
+        };
+        let link = attach(dropping_what_comes_by(index("bond"))).unwrap();
+        // A bond takes a moment to choose its port.
+        assert!((0..20).any(|_| is_reached()), "no frame comes by the bond");
+        bpf::link_detach(link.as_fd()).unwrap();
+        let _link = attach(dropping_what_comes_by(index("port"))).unwrap();
+        assert!(!is_reached(), "every frame comes by the port");
+    });
 }
 
 #[test]

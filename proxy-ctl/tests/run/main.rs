@@ -11,6 +11,7 @@ use std::{
     fs,
     io::{Read as _, Write as _},
     net::TcpStream,
+    os::fd::AsFd as _,
     path::{Path, PathBuf},
     process::{Command, Output},
     time::{Duration, Instant},
@@ -23,7 +24,7 @@ use nix::{
     unistd::Uid,
 };
 use proxy_common::layout::{Backend, Frontend, FrontendKey, LAYOUT_VERSION, NodeAddress};
-use proxy_ctl::sys::{bpf, filesystem, map::Map};
+use proxy_ctl::sys::{bpf, filesystem, link, map::Map};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -391,4 +392,74 @@ fn a_changed_file_and_a_changed_node_are_followed_without_a_new_process() {
     node.write_manifest(&manifest("10.244.0.2").replace("address: 192.0.2.1", "address: 192.0.2.2"));
     served_on(&[second]);
     assert_eq!(node.show("status")["controller"]["pid"], controller.child.id());
+}
+
+/// Uplinks: one that can have XDP, one with another's program, and one whose driver has none.
+#[test]
+fn status_and_probe_say_how_xdp_runs_on_each_uplink_and_why() {
+    /// r0 = XDP_PASS; exit
+    const PASS: [u64; 2] = [0x0000_0002_0000_00b7, 0x95];
+    const XDP: u32 = 6;
+    const BPF_XDP: u32 = 37;
+    let Some(node) = Node::new("xdp") else { return };
+    let ip = |script: &str| {
+        let added = Command::new("ip").args(script.split(' ')).status().unwrap();
+        assert!(added.success(), "ip {script}");
+    };
+    ip("link add up1 type veth peer name up1p");
+    ip("link add up2 type veth peer name up2p");
+    ip("link add up3 type vxlan id 5 dstport 4789 remote 198.51.0.9");
+    for (number, uplink) in ["up1", "up2", "up3"].iter().enumerate() {
+        ip(&format!("link set {uplink} up"));
+        ip(&format!("address add 198.51.{number}.1/24 dev {uplink}"));
+    }
+    let other = bpf::load_program(XDP, BPF_XDP, &PASS).unwrap();
+    let up2 = link::index("up2").unwrap().unwrap();
+    let _others_link = bpf::link_xdp(other.as_fd(), up2, bpf::XdpMode::Native).unwrap();
+    node.configure("  xdp: native\n  interfaces: {uplinks: [up1, up2, up3]}\n");
+    node.write_manifest(&manifest("10.244.0.2"));
+    let mut controller = node.serve_manifests();
+    controller.wait_for("everything compared and written");
+    let config = node.folder.path().join("config.yaml");
+    let config = config.to_str().unwrap();
+    let of_status = || node.show("status")["xdp"].clone();
+    let of_probe = || {
+        let told = shown(&node.command(&["probe", "--config", config, "--output", "json"]));
+        told["xdp"]["uplinks"].clone()
+    };
+    let expected = [
+        ("up1", "native", "its driver veth has XDP, MTU 1500, queues 1"),
+        (
+            "up2",
+            "no",
+            "the kernel refuses it, driver veth: Can't replace active BPF XDP link: Device or resource busy (os error 16)",
+        ),
+        ("up3", "no", "its driver vxlan has no XDP, or not with its settings"),
+    ];
+    let asks: [(&str, &dyn Fn() -> Value); 2] = [("status", &of_status), ("probe", &of_probe)];
+    for (command, ask) in asks {
+        let deadline = Instant::now() + PATIENCE;
+        let is_told = |told: &Value| {
+            let told = told.as_array().unwrap();
+            let text = |of: &Value, key: &str| of[key].as_str().unwrap().to_owned();
+            let rows = told.iter().map(|of| (text(of, "interface"), text(of, "xdp"), text(of, "reason")));
+            rows.eq(expected.map(|(name, xdp, why)| (name.into(), xdp.into(), why.into())))
+        };
+        while !is_told(&ask()) {
+            assert!(Instant::now() < deadline, "{command}: {:#}", ask());
+            std::thread::sleep(Duration::from_millis(100));
+        }
+        let table = node.command(&[command, "--config", config][..if command == "probe" { 3 } else { 1 }]);
+        let table = String::from_utf8_lossy(&table.stdout).into_owned();
+        let header = ["UPLINK", "XDP", "BECAUSE", "SENDS FRAMES OF OTHERS"];
+        let row = |words: &[&str]| {
+            table.lines().any(|line| {
+                words.iter().try_fold(line, |rest, word| Some(rest.split_once(word)?.1)).is_some()
+            })
+        };
+        assert!(row(&header), "{table}");
+        for (interface, xdp, reason) in expected {
+            assert!(row(&[interface, xdp, reason]), "{interface}: {table}");
+        }
+    }
 }

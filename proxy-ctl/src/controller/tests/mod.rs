@@ -271,6 +271,7 @@ fn reports() -> Reports {
         coverage: watch::Sender::default(),
         mode: watch::Sender::new(ModeInForce::new(Modes { mode: Mode::Ebpf, beside: None })),
         retiring: watch::Sender::default(),
+        without_xdp: watch::Sender::default(),
     }
 }
 

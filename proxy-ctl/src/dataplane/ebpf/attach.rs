@@ -321,6 +321,11 @@ impl Hooks {
         Ok(())
     }
 
+    /// Why uplinks have no XDP program, by their index.
+    pub(super) const fn refusals(&self) -> &BTreeMap<u32, String> {
+        self.transit.refusals()
+    }
+
     /// What the interfaces that are attached to may do.
     pub(super) fn redirects(&self) -> Redirects {
         self.transit.redirects()

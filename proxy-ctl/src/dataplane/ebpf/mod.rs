@@ -968,6 +968,10 @@ impl Dataplane for EbpfDataplane {
         let v6 = std::mem::take(&mut self.v6.entries.without_room.changed);
         (v4 || v6).then(|| self.v4.without_room().into_iter().chain(self.v6.without_room()).collect())
     }
+
+    fn without_xdp(&self) -> BTreeMap<u32, String> {
+        self.hooks.refusals().clone()
+    }
 }
 
 fn apply<F: TableFamily>(writer: &mut FamilyWriter<F>, shared: &mut Common, changes: &Changes) -> Writes<F> {

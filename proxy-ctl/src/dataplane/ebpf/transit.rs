@@ -17,11 +17,12 @@ use crate::{
     dataplane::{
         Device, Interface, Role, Vlan,
         redirect::{Takes, gives, takes},
-        xdp::{choose, word},
+        xdp::{choose, refusal, word},
     },
     sys::{
         bpf::{self, LinkTarget, XdpMode},
         device::{self, DeviceFacts},
+        link,
     },
 };
 
@@ -35,18 +36,6 @@ fn best_program() -> &'static str {
     match is_helper_supported(ProgramType::Xdp, BpfHelper::BPF_FUNC_xdp_get_buff_len) {
         Ok(true) => program::uplink_transit_frags,
         Ok(false) | Err(_) => program::uplink_transit,
-    }
-}
-
-/// What the kernel's answer means.
-fn hint(errno: i32) -> &'static str {
-    match errno {
-        libc::EOPNOTSUPP => "its driver has no XDP, or not with its settings",
-        libc::EBUSY | libc::EEXIST => "another XDP program is attached to it",
-        libc::EINVAL | libc::ERANGE => {
-            "its driver has no XDP with its settings: see MTU, receive offloads and number of queues"
-        }
-        _ => "the kernel refused it",
     }
 }
 
@@ -116,6 +105,11 @@ impl Transit {
         self.program.get().copied()
     }
 
+    /// Why uplinks have no program, by their index.
+    pub(super) const fn refusals(&self) -> &BTreeMap<u32, String> {
+        &self.refused
+    }
+
     /// What the interfaces that were attached to may do.
     pub(super) fn redirects(&self) -> Redirects {
         let mut redirects = Redirects::default();
@@ -163,8 +157,8 @@ impl Transit {
         let mut changed = Self::remove_links(paths, links, interface.index, &others)?;
         let mut attached = None;
         match choice {
-            Ok((mode, why)) => {
-                let (is_attached, is_new) = self.link(paths, programs, links, interface, mode, &why)?;
+            Ok((mode, _)) => {
+                let (is_attached, is_new) = self.link(paths, programs, links, interface, mode, &facts)?;
                 attached = is_attached.then_some(mode);
                 changed |= is_new;
             }
@@ -204,11 +198,11 @@ impl Transit {
         links: &mut LinkPins,
         interface: &Interface,
         mode: XdpMode,
-        why: &str,
+        facts: &DeviceFacts,
     ) -> Result<(bool, bool), Error> {
         let path = Self::path(paths, interface.index, mode);
         let name = *self.program.get_or_init(best_program);
-        let refusal = match programs.get(name) {
+        let reason = match programs.get(name) {
             Ok(program) => {
                 let is_target = |target| target == LinkTarget::Xdp(interface.index);
                 let create = || bpf::link_xdp(program, interface.index, mode);
@@ -219,12 +213,15 @@ impl Transit {
                     }
                     // It has vanished.
                     Err(error) if error.errno() == libc::ENODEV => return Ok((false, false)),
-                    Err(error) => format!("{}, though {why}: {error}", hint(error.errno())),
+                    Err(error) => {
+                        let words = link::words_against_xdp(program, interface.index, mode);
+                        refusal(&interface.name, facts, error.errno(), words.unwrap_or_default().as_deref())
+                    }
                 }
             }
             Err(error) => error.to_string(),
         };
-        self.refuse(interface, refusal);
+        self.refuse(interface, reason);
         // A former program would go on with tables that nobody writes any more.
         Ok((false, links.remove(&path)?))
     }

@@ -69,6 +69,8 @@ reasons! {
     RedirectFailed = 13, Drop, "redirect_failed";
     /// A pod's answer to packets that XDP sends to it has left for an uplink without the stack.
     AnswerPastStack = 14, Pass, "answer_past_stack";
+    /// A packet from outside has left for a backend on another node, or back from there, by an uplink and without the stack.
+    SentPastStack = 15, Pass, "sent_past_stack";
     /// XDP has no room before a frame for the headers of the packet that it is to leave in; the stack sends it.
     NoHeadroom = 46, Pass, "no_headroom";
     /// A packet opened a flow.

@@ -332,6 +332,11 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
+            fn sends_past_stack(&self) -> bool {
+                globals::PAST_STACK.load() == globals::ON
+            }
+
+            #[inline(always)]
             fn driver_redirects_from(&self, interface: u32) -> bool {
                 // SAFETY: not read.
                 unsafe { maps::redirect_sources.get(interface) }.is_some()

@@ -36,6 +36,8 @@ globals! {
     DROP_UNALLOCATED: u32 = 0x6f66_6607;
     /// 1: pings of ClusterIPs are answered.
     ANSWER_PING: u32 = 0x6f66_6608;
+    /// 1: packets that come from outside leave by uplinks past the stack, where they may.
+    PAST_STACK: u32 = 0x6f66_6609;
     /// Offset of `ifindex` in the kernel's `net_device`.
     DEVICE_INDEX: u32 = 0x6f66_660e;
     /// Of `nd_net`.

@@ -1,5 +1,6 @@
-//! A pod's answer to packets that XDP sends to the pod. It leaves without the stack too, so that connection tracking sees neither direction, and is
-//! translated at the egress of the uplink, as all are.
+//! Packets that leave without the stack, where it would send them: a pod's answers to packets that XDP sends to the pod, so that connection tracking
+//! sees neither direction, and what goes from outside to a backend on another node, or back. All that there is to be done to them at the egress of
+//! the uplink is done there, as to all others.
 
 use aya_ebpf::{
     bindings::{__sk_buff, TC_ACT_UNSPEC, bpf_redir_neigh as NextHop},
@@ -8,7 +9,9 @@ use aya_ebpf::{
 };
 use proxy_common::{
     flow::{FlowTables, Scratch, not_past_stack},
-    packet::{Bytes as _, Network, shorten_lifetime},
+    layout::INTERFACE_OF_UPLINK,
+    packet::{Bytes as _, Network, Packet, Rewrite, shorten_lifetime},
+    port::Port,
     reason::Reason,
 };
 
@@ -22,14 +25,14 @@ use crate::{
     tunnel::length_of_each,
 };
 
-/// Sends the packet of the family's `Scratch` where the stack would. `TC_ACT_UNSPEC`: it is untouched, and the stack's, which tells its sender what
-/// is wrong with it.
+/// Sends the pod's answer of the family's `Scratch` where the stack would. `TC_ACT_UNSPEC`: it is untouched, and the stack's, which tells its sender
+/// what is wrong with it.
 #[inline(always)]
-pub(crate) fn send<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, network: u32) -> i32
+pub(crate) fn send_answer<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, network: u32) -> i32
 where
     Maps: FlowTables<F>,
 {
-    match redirect::<F>(skb, network) {
+    match redirect_answer::<F>(skb, network) {
         refusal @ (NO_WAY | NOT_THIS) => {
             if let Some(scratch) = F::scratch() {
                 not_past_stack(&Maps, scratch, refusal == NOT_THIS);
@@ -40,37 +43,72 @@ where
     }
 }
 
-/// Answered by [`redirect`]: the routing tables do not lead to an uplink with XDP.
+/// As [`send_answer`], a packet from outside that has been translated as `scratch.action` says.
+#[inline(always)]
+pub(crate) fn send_translated<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, network: u32) -> i32 {
+    match redirect_translated::<F>(skb, network) {
+        NO_WAY | NOT_THIS => TC_ACT_UNSPEC,
+        verdict => verdict,
+    }
+}
+
+/// Answered by [`redirect`]: the routing tables do not lead to such an interface.
 const NO_WAY: i32 = i32::MIN;
 /// As above: this packet is the stack's.
 const NOT_THIS: i32 = i32::MIN + 1;
 
 // Not inlined, for its stack.
 #[inline(never)]
-fn redirect<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, network: u32) -> i32 {
+fn redirect_answer<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, network: u32) -> i32 {
+    let Some(scratch) = F::scratch() else { return NOT_THIS };
+    let Packet { source, destination, source_port, destination_port, .. } = &scratch.packet;
+    let ends = (source, *source_port, destination, *destination_port);
+    // SAFETY: not read.
+    let is_target = |interface| unsafe { maps::redirect_sources.get(interface) }.is_some();
+    redirect::<F>(skb, network, scratch, ends, is_target, Reason::AnswerPastStack)
+}
+
+// As above.
+#[inline(never)]
+fn redirect_translated<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, network: u32) -> i32 {
+    let Some(scratch) = F::scratch() else { return NOT_THIS };
+    let Rewrite { source, destination, source_port, destination_port, .. } = &scratch.action.rewrite;
+    let ends = (source, *source_port, destination, *destination_port);
+    let is_target = |interface| {
+        // SAFETY: read at once. An element that is removed meanwhile becomes no other interface's before the next change.
+        let flags = unsafe { maps::interfaces.get(interface) }.map_or(0, |settings| settings.flags);
+        flags & INTERFACE_OF_UPLINK != 0
+    };
+    redirect::<F>(skb, network, scratch, ends, is_target, Reason::SentPastStack)
+}
+
+/// `ends` are those that the packet has now.
+#[inline(always)]
+fn redirect<F: FlowScratch + Network + Route>(
+    skb: *mut __sk_buff,
+    network: u32,
+    scratch: &Scratch<F::Address>,
+    (source, source_port, destination, destination_port): (&F::Address, Port, &F::Address, Port),
+    is_target: impl FnOnce(u32) -> bool,
+    reason: Reason,
+) -> i32 {
     let ctx = &TcContext::new(skb);
     let bytes = Skb::of(ctx);
-    let (Some(scratch), Ok(begin)) = (F::scratch(), bytes.read(network)) else { return NOT_THIS };
+    let Ok(begin) = bytes.read(network) else { return NOT_THIS };
     if has_options(begin) || !bytes.read(network + F::LIFETIME).is_ok_and(|[lifetime]: [u8; 1]| lifetime > 1)
     {
         return NOT_THIS;
     }
-    let Scratch { packet, interface, .. } = &*scratch;
-    let (Ok(length), source, destination) =
-        (u16::try_from(length_of_each(ctx, network, packet)), &packet.source, &packet.destination)
-    else {
-        return NOT_THIS;
-    };
+    let Scratch { packet, interface, .. } = scratch;
+    let Ok(length) = u16::try_from(length_of_each(ctx, network, packet)) else { return NOT_THIS };
     let mut parameters = route::parameters::<F>(*interface, source, destination);
-    let ports = (packet.source_port, packet.destination_port);
-    route::set_transport(&mut parameters, packet.protocol, ports, length);
+    route::set_transport(&mut parameters, packet.protocol, (source_port, destination_port), length);
     match route::look_up(skb.cast(), &mut parameters) {
         FOUND | NO_NEIGHBOUR => {}
         TOO_LONG => return NOT_THIS,
         _ => return NO_WAY,
     }
-    // SAFETY: not read.
-    if unsafe { maps::redirect_sources.get(parameters.ifindex) }.is_none() {
+    if !is_target(parameters.ifindex) {
         return NO_WAY;
     }
     // SAFETY: integers, whichever they are: of IPv4 only the first counts.
@@ -84,7 +122,7 @@ fn redirect<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, network: u32)
     });
     match verdict {
         Some(verdict) if shorten_lifetime::<F, _>(bytes, network).is_ok() => {
-            count(Reason::AnswerPastStack);
+            count(reason);
             verdict
         }
         Some(_) | None => NOT_THIS,

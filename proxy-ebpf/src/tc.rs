@@ -82,9 +82,8 @@ where
         verdict => verdict,
     };
     match verdict {
-        PAST_STACK if origin == Origin::Workload => past_stack::send::<F>(ctx.skb.skb, network),
-        // Never decided of what comes from outside: so programs of uplinks are without that code.
-        PAST_STACK => TC_ACT_UNSPEC,
+        PAST_STACK if origin == Origin::Workload => past_stack::send_answer::<F>(ctx.skb.skb, network),
+        PAST_STACK => past_stack::send_translated::<F>(ctx.skb.skb, network),
         verdict => verdict,
     }
 }
@@ -139,7 +138,7 @@ fn known_arrives<F: PacketFamily>(skb: *mut __sk_buff, network: u32, origin: Ori
 where
     Maps: FlowTables<F>,
 {
-    known::<F>(&TcContext::new(skb), network, |scratch| flow::arriving_known(&Maps, scratch, origin))
+    known::<F>(&TcContext::new(skb), network, origin, |scratch| flow::arriving_known(&Maps, scratch, origin))
 }
 
 // As above.
@@ -148,13 +147,14 @@ fn known_leaves<F: PacketFamily>(skb: *mut __sk_buff, network: u32) -> i32
 where
     Maps: FlowTables<F>,
 {
-    known::<F>(&TcContext::new(skb), network, |scratch| flow::leaving_known(&Maps, scratch))
+    known::<F>(&TcContext::new(skb), network, Origin::Host, |scratch| flow::leaving_known(&Maps, scratch))
 }
 
 #[inline(always)]
 fn known<F: PacketFamily>(
     ctx: &TcContext,
     network: u32,
+    origin: Origin,
     decide: impl FnOnce(&mut Scratch<F::Address>) -> Option<Result<(), Reason>>,
 ) -> i32
 where
@@ -175,11 +175,13 @@ where
         Some(Err(_)) => TC_ACT_UNSPEC,
         Some(Ok(())) => {
             let Scratch { packet, action: Action { rewrite, then }, .. } = scratch;
-            if *then == Then::PastStack {
+            let is_past_stack = *then == Then::PastStack;
+            if is_past_stack && origin == Origin::Workload {
                 return PAST_STACK;
             }
             count_packet(rewrite.service, ctx.len());
             match rewrite_headers::<F, _>(Linear::of(ctx), packet, rewrite) {
+                Ok(()) if is_past_stack => PAST_STACK,
                 Ok(()) => TC_ACT_UNSPEC,
                 Err(reason) => pass_or_drop::<F>(reason),
             }
@@ -250,10 +252,12 @@ where
         }
         return conclude::<F>(ctx, scratch, reason, AnswerPath::OutOfInterface);
     }
-    if scratch.action.then == Then::PastStack {
+    let is_past_stack = scratch.action.then == Then::PastStack;
+    if is_past_stack && origin == Origin::Workload {
         return PAST_STACK;
     }
     match carry_out::<F>(ctx, scratch, origin) {
+        TC_ACT_UNSPEC if is_past_stack => PAST_STACK,
         TC_ACT_UNSPEC if scratch.is_unpacked() && !tunnel::unpack(ctx, scratch.outer_length) => {
             pass_or_drop::<F>(Reason::RewriteFailed)
         }

@@ -6,7 +6,7 @@ use super::{
     FlowTables, Found, Scratch, Speaker, Stage, Step,
     entries::is_stale,
     read, tcp,
-    transit::{answers_driver, is_by_stack},
+    transit::{answers_driver, goes_past_stack, is_by_stack},
     translate_arriving, translate_leaving,
 };
 use crate::{
@@ -42,7 +42,12 @@ pub fn arriving_known<F: Family, T: FlowTables<F>>(
         return Some(Ok(()));
     }
     match translate_arriving(scratch, found.step) {
-        Ok(()) => goes_on(tables, scratch, found).then_some(Ok(())),
+        Ok(()) => goes_on(tables, scratch, found).then(|| {
+            if goes_past_stack(tables, scratch, found.stage, found.step) {
+                scratch.action.then = Then::PastStack;
+            }
+            Ok(())
+        }),
         Err(Reason::NotAService) => Some(Err(Reason::NotAService)),
         Err(_) => None,
     }

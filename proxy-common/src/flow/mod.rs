@@ -240,6 +240,8 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     }
     /// May XDP send frames to a pod by this interface?
     fn driver_sends_to(&self, interface: u32) -> bool;
+    /// Do packets that come from outside leave by uplinks past the stack, where they may?
+    fn sends_past_stack(&self) -> bool;
     /// May XDP send frames by others that have come by this interface?
     fn driver_redirects_from(&self, interface: u32) -> bool;
     /// [`Settings::epoch`].
@@ -351,7 +353,7 @@ pub fn encapsulating<F: Family, T: FlowTables<F>>(
     decide(tables, scratch, Routine::Encapsulate)
 }
 
-/// What was to go past the stack with [`Then::PastStack`] is the stack's. `has_way`: other packets of its flow may go past it.
+/// A pod's answer that was to go past the stack with [`Then::PastStack`] is the stack's. `has_way`: other packets of its flow may go past it.
 #[inline(always)]
 pub fn not_past_stack<F: Family, T: FlowTables<F>>(
     tables: &T,
@@ -435,7 +437,12 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
                 scratch.stage = found.stage;
                 return decide(tables, scratch, Routine::GoOnDirectly);
             }
-            return go_on(tables, scratch, found);
+            let (stage, step) = (found.stage, found.step);
+            go_on(tables, scratch, found)?;
+            if transit::goes_past_stack(tables, scratch, stage, step) {
+                scratch.action.then = Then::PastStack;
+            }
+            return Ok(());
         }
     }
     scratch.rival = if is_overlapped { Rival::OfClient } else { Rival::None };

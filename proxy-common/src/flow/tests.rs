@@ -133,6 +133,7 @@ struct Host {
     epoch: Cell<u32>,
     route_epoch: Cell<u32>,
     resets_gone: bool,
+    sends_past_stack: bool,
     holds_packets: bool,
     openings_per_window: u32,
     most_direct_flows: u32,
@@ -180,6 +181,7 @@ impl Host {
             epoch: Cell::default(),
             route_epoch: Cell::default(),
             resets_gone: false,
+            sends_past_stack: false,
             holds_packets: false,
             openings_per_window: 0,
             most_direct_flows: 0,
@@ -429,6 +431,10 @@ impl FlowTables<V4> for Host {
 
     fn driver_sends_to(&self, _interface: u32) -> bool {
         true
+    }
+
+    fn sends_past_stack(&self) -> bool {
+        self.sends_past_stack
     }
 
     fn driver_redirects_from(&self, _interface: u32) -> bool {

@@ -136,6 +136,24 @@ pub(super) fn answers_driver<F: Family, T: FlowTables<F>>(
         && tables.driver_sends_to(*interface)
 }
 
+/// Does the packet, which has been translated as it came from outside, leave by an uplink past the stack? So do packets of masqueraded flows in both
+/// directions, once the stack has let out what opened them: where XDP has not sent them on, as to overlays.
+#[inline(always)]
+pub(super) fn goes_past_stack<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &Scratch<F::Address>,
+    stage: Stage,
+    step: Step,
+) -> bool {
+    let Scratch { packet, flow, origin, .. } = scratch;
+    let is_in_transit = matches!(step, Step::ToFrontend | Step::FromBackendMasqueraded);
+    // A SYN may begin another flow.
+    let is_plain = is_simple(packet) && !(packet.is_tcp() && packet.opens());
+    let is_let_out = flow.flags & OF_OTHERS == 0 && flow.is_masqueraded();
+    let is_outsides = *origin == Origin::Outside && tables.sends_past_stack();
+    is_outsides && is_in_transit && is_let_out && is_plain && stage == Stage::Established
+}
+
 /// Is the packet, which leaves to a backend, one that the stack has brought there although XDP sends the client's packets? Where it has been let out,
 /// connection tracking knows the connection again, as the client's. It makes none for an error, and takes a SYN for a new one.
 #[inline(always)]

@@ -45,7 +45,7 @@ fn start() -> Result<Started<Worlds>> {
     sched_setaffinity(Pid::from_raw(0), &one_cpu).context("staying on one CPU")?;
     let object = object()?;
     let usual = Globals { lease: 1, ..Globals::default() };
-    let resetting = Globals { resets_gone: 1, drop_unallocated: 1, answer_ping: 1, ..usual };
+    let resetting = Globals { resets_gone: 1, drop_unallocated: 1, answer_ping: 1, past_stack: 1, ..usual };
     let load = |globals, sizes| World::load(&object, globals, sizes);
     Ok(Ok(HashMap::from([
         (WorldKind::Usual, load(usual, Sizes::Small)?),

@@ -278,6 +278,7 @@ pub(crate) struct Globals {
     pub(crate) lease: u32,
     pub(crate) drop_unallocated: u32,
     pub(crate) answer_ping: u32,
+    pub(crate) past_stack: u32,
 }
 
 pub(crate) struct World {
@@ -455,7 +456,8 @@ impl World {
             .override_global("MASQUERADE_AS_KUBE_PROXY", &globals.masquerade_as_kube_proxy, true)
             .override_global("LEASE", &globals.lease, true)
             .override_global("DROP_UNALLOCATED", &globals.drop_unallocated, true)
-            .override_global("ANSWER_PING", &globals.answer_ping, true);
+            .override_global("ANSWER_PING", &globals.answer_ping, true)
+            .override_global("PAST_STACK", &globals.past_stack, true);
         // No packet may look different because of them: a constant of the same bytes once shared their place.
         loader.override_global("SOCKET_HOST_ONLY", &1u32, true);
         loader.override_global("CAN_REFUSE", &1u32, true);

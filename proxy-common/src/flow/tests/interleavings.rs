@@ -360,6 +360,10 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
         self.host.driver_sends_to(interface)
     }
 
+    fn sends_past_stack(&self) -> bool {
+        self.host.sends_past_stack()
+    }
+
     fn driver_redirects_from(&self, interface: u32) -> bool {
         self.host.driver_redirects_from(interface)
     }

@@ -326,6 +326,46 @@ const fn backend(flags: u8) -> Event {
     Event::Backend(40_000, flags, 0)
 }
 
+/// Where XDP has not sent them on.
+#[rstest]
+#[case::of_the_client(Node::new(), client(TCP_ACK), Origin::Outside, Then::PastStack)]
+#[case::of_the_backend(Node::new(), backend(TCP_ACK), Origin::Outside, Then::PastStack)]
+#[case::that_end_it(Node::new(), client(TCP_FIN | TCP_ACK), Origin::Outside, Then::PastStack)]
+#[case::that_may_open_another(Node::new(), client(TCP_SYN), Origin::Outside, Then::Pass)]
+#[case::of_a_pod(Node::new(), client(TCP_ACK), Origin::Workload, Then::Pass)]
+#[case::to_endpoints_of_the_node(Node::with_local_backends(), client(TCP_ACK), Origin::Outside, Then::Pass)]
+#[case::to_backends_that_return_directly(
+    Node::with_direct_return(ENCAPSULATION_IP),
+    client(TCP_ACK),
+    Origin::Outside,
+    Then::Pass
+)]
+fn packets_of_an_established_flow_go_past_the_stack(
+    #[case] mut node: Node,
+    #[case] event: Event,
+    #[case] origin: Origin,
+    #[case] expected: Then,
+) {
+    let decides = |node: &Node| {
+        let packet = node.packet(PROTOCOL_TCP, event).unwrap();
+        let mut scratch = Scratch { packet, ..Scratch::default() };
+        let _outcome = decide_arriving(&node.host, &mut scratch, origin);
+        scratch.action.then
+    };
+    node.host.sends_past_stack = true;
+    for opening in [client(TCP_SYN), backend(TCP_SYN | TCP_ACK), client(TCP_ACK)] {
+        let Some(packet) = node.packet(PROTOCOL_TCP, opening) else { continue };
+        let outcome = node.through_the_stack(&packet);
+        node.learn(opening, &outcome);
+        if matches!((opening, event), (Event::Client(_, TCP_SYN, _), Event::Client(_, TCP_ACK, _))) {
+            assert_eq!(decides(&node), Then::Pass, "it is not established");
+        }
+    }
+    assert_eq!(decides(&node), expected);
+    node.host.sends_past_stack = false;
+    assert_eq!(decides(&node), Then::Pass, "the stack has all packets");
+}
+
 /// A pod of this node that has answered through the stack.
 fn node_that_has_answered(protocol: u8) -> Node {
     let mut node = Node::with_local_backends();

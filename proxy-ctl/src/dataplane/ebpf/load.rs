@@ -138,6 +138,7 @@ pub(super) fn load(
         is_helper_supported(ProgramType::CgroupSockAddr, BpfHelper::BPF_FUNC_set_retval)
             .map_err(|source| Error::Program { program: "connect4", source: Box::new(source) })?,
     );
+    let past_stack = u32::from(config.xdp != Xdp::Off);
     let device_fields = match config.xdp {
         Xdp::Off => DeviceFields::default(),
         Xdp::Auto | Xdp::Native | Xdp::Generic => DeviceFields::find_or_warn(),
@@ -153,7 +154,8 @@ pub(super) fn load(
         .override_global("RESETS_GONE", &resets_gone, true)
         .override_global("MASQUERADE_AS_KUBE_PROXY", &masquerade, true)
         .override_global("DROP_UNALLOCATED", &drop_unallocated, true)
-        .override_global("ANSWER_PING", &answer_ping, true);
+        .override_global("ANSWER_PING", &answer_ping, true)
+        .override_global("PAST_STACK", &past_stack, true);
     device_fields.set(&mut loader);
     for shape in shapes {
         loader.map_pin_path(shape.name, pins(shape).join(shape.name));

@@ -21,8 +21,8 @@ use proxy_common::{
     flow::{self, FlowLifetimes},
     inventory::{program, table},
     layout::{
-        Address as _, FourPorts, INTERFACE_OF_PODS, InterfaceSettings, NODE_ADDRESS_LOOPBACK, NodeAddress,
-        PODS_BY_INTERFACE, PODS_BY_SOURCE, PODS_UNKNOWN, Settings,
+        Address as _, FourPorts, INTERFACE_OF_PODS, INTERFACE_OF_UPLINK, InterfaceSettings,
+        NODE_ADDRESS_LOOPBACK, NodeAddress, PODS_BY_INTERFACE, PODS_BY_SOURCE, PODS_UNKNOWN, Settings,
     },
 };
 
@@ -1038,20 +1038,25 @@ fn write_addresses<F: TableFamily>(tables: &FamilyTables<F>, host: &Host) -> Res
 fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error> {
     let settings = |interface: &Interface| {
         let (masquerade4, masquerade6) = masquerade(&interface.masquerade_addresses);
-        let flags = if host.local_traffic.comes_in_by(interface) { INTERFACE_OF_PODS } else { 0 };
-        let mtu = match interface.role {
+        let of_pods = if host.local_traffic.comes_in_by(interface) { INTERFACE_OF_PODS } else { 0 };
+        let (of_uplink, mtu) = match interface.role {
             // No packet is longer than that.
-            Role::Uplink => u16::try_from(interface.mtu).unwrap_or(0),
-            Role::Workload => 0,
+            Role::Uplink => (INTERFACE_OF_UPLINK, u16::try_from(interface.mtu).unwrap_or(0)),
+            Role::Workload => (0, 0),
         };
-        InterfaceSettings { masquerade6, masquerade4, flags, mtu }
+        InterfaceSettings { masquerade6, masquerade4, flags: of_pods | of_uplink, mtu }
     };
     let none = InterfaceSettings::default();
     let all = host.interfaces.iter().map(|interface| (interface.index, settings(interface)));
     let mut wanted: BTreeMap<_, _> = all.filter(|(_, settings)| *settings != none).collect();
     // The other fields concern more packets.
     if wanted.len() > tables.interfaces.map().capacity() as usize {
-        wanted.retain(|_, settings| InterfaceSettings { mtu: 0, ..*settings } != none);
+        let others = |settings: &InterfaceSettings| InterfaceSettings {
+            mtu: 0,
+            flags: settings.flags & !INTERFACE_OF_UPLINK,
+            ..*settings
+        };
+        wanted.retain(|_, settings| others(settings) != none);
     }
     replace(&tables.interfaces, &wanted)
 }

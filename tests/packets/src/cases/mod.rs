@@ -14,6 +14,7 @@ mod headers;
 mod host;
 mod icmp;
 mod masquerade;
+mod past_stack;
 mod port_pool;
 pub(crate) mod redirect;
 mod refusals;
@@ -44,7 +45,7 @@ pub(crate) struct Case {
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(crate) enum WorldKind {
     Usual,
-    /// With `RESETS_GONE`, `DROP_UNALLOCATED` and `ANSWER_PING` on.
+    /// With `RESETS_GONE`, `DROP_UNALLOCATED`, `ANSWER_PING` and `PAST_STACK` on.
     Resetting,
     /// As `Resetting`, with `HOST_PACKETS` on too.
     HostPackets,
@@ -112,6 +113,10 @@ impl Group {
         self.each(&[PROTOCOL_TCP], WorldKind::Resetting, name, body);
     }
 
+    fn past_stack<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
+        self.each(&BOTH, WorldKind::Resetting, name, body);
+    }
+
     fn masquerading<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
         self.each(&BOTH, WorldKind::Masquerading, name, body);
     }
@@ -154,6 +159,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     source_address::cases::<W>(group);
     transit::cases::<W>(group);
     redirect::cases::<W>(group);
+    past_stack::cases::<W>(group);
     unserved::cases::<W>(group);
     direct::cases::<W>(group);
 }

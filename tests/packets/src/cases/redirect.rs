@@ -285,15 +285,15 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
 pub(super) const OTHER: &str = "02:00:00:00:00:03";
 
 /// One uplink to clients and another to the backend, for which a flow is open.
-struct Node {
-    uplink: Uplink,
-    other: Other,
+pub(super) struct Node {
+    pub(super) uplink: Uplink,
+    pub(super) other: Other,
     /// The flow's source at the backend.
-    address: Endpoint,
+    pub(super) address: Endpoint,
 }
 
 impl Node {
-    fn new<W: Tables>(s: &mut Scene<W>) -> Result<Self> {
+    pub(super) fn new<W: Tables>(s: &mut Scene<W>) -> Result<Self> {
         let uplink = Uplink::new::<W>(s.world)?;
         uplink.knows::<W>(CLIENT.0, NEXT_HOP)?;
         let other = Other::leading_to_backends::<W>(s, "other", OTHER)?;
@@ -318,7 +318,7 @@ impl Node {
 /// Gone when dropped.
 pub(crate) struct Other {
     pub(crate) index: u32,
-    name: &'static str,
+    pub(super) name: &'static str,
     address: [u8; 6],
 }
 

@@ -37,6 +37,20 @@ pub(super) const CASES: &[Case] = &[
     )
     .concerns(|setting| setting.uses_xdp())
     .core(),
+    Case::new(
+        "networks: packets between a client outside and a backend over a vxlan overlay pass the stack by",
+        Variants::Tcp,
+        |world, variant| past_stack(world, variant, Network::Vxlan),
+    )
+    .concerns(|setting| setting.uses_xdp())
+    .core(),
+    Case::new(
+        "networks: packets between a client outside and a backend over an ipip tunnel pass the stack by",
+        Variants::TcpV4,
+        |world, variant| past_stack(world, variant, Network::Ipip),
+    )
+    .concerns(|setting| setting.uses_xdp())
+    .core(),
     Case::new("networks: clients elsewhere reach a backend over a VLAN of the card", Variants::All, |world, variant| {
         over(world, variant, Network::Vlan)
     })
@@ -89,27 +103,37 @@ fn over(world: &mut World, variant: Variant, network: Network) -> Result<()> {
 
 /// All but the first one of each flow.
 fn redirected(world: &mut World, variant: Variant) -> Result<()> {
-    const REQUESTS: u16 = 20;
-    const REASON: &str = "redirected_by_driver";
-    /// The controller looks at what devices can do every ten seconds: the other end of the pair became a card after it had met it.
-    const KNOWN_WITHIN: Duration = Duration::from_secs(30);
     if !drivers_tell_what_they_take() {
         bail!(Skip("this kernel does not tell which frames a veth takes (6.3)".to_owned()));
     }
     over(world, variant, Network::SecondUplink)?;
-    let target = world.node_port(&OVER_NETWORK, 1, variant.family)?;
     // Of a connection: the backend's SYN, what acknowledges it, request, answer, and the ends.
     let of_each = if variant.protocol == Protocol::Tcp { 5 } else { 1 };
+    counted(world, variant, Network::SecondUplink, ("redirected_by_driver", of_each))
+}
+
+/// Of each connection request, answer, and the ends.
+fn past_stack(world: &mut World, variant: Variant, network: Network) -> Result<()> {
+    over(world, variant, network)?;
+    counted(world, variant, network, ("sent_past_stack", 4))
+}
+
+/// So many packets of each flow of a client outside, for this reason.
+fn counted(world: &World, variant: Variant, network: Network, (reason, of_each): (&str, u64)) -> Result<()> {
+    const REQUESTS: u16 = 20;
+    /// The controller looks at what devices can do every ten seconds: the other end of the pair became a card after it had met it.
+    const KNOWN_WITHIN: Duration = Duration::from_secs(30);
+    let target = world.node_port(&OVER_NETWORK, 1, variant.family)?;
     let request = || {
-        let before = world.counted(1, REASON)?;
+        let before = world.counted(1, reason)?;
         let dial = Dial::new(variant.protocol, target).times(REQUESTS.into());
-        world.answers(OUTSIDE, &dial, &[Network::SecondUplink.pod()])?;
-        let packets = world.counted(1, REASON)? - before;
+        world.answers(OUTSIDE, &dial, &[network.pod()])?;
+        let packets = world.counted(1, reason)? - before;
         ensure!(packets >= of_each * u64::from(REQUESTS - 4), "{packets} packets of {REQUESTS} requests");
         Ok(())
     };
-    wait::until("frames leave by the other uplink", KNOWN_WITHIN, || {
-        request().map(Some).map_err(|error| error.to_string())
+    wait::until(&format!("packets are counted as {reason}"), KNOWN_WITHIN, || {
+        request().map(Some).map_err(|error: anyhow::Error| error.to_string())
     })
 }
 

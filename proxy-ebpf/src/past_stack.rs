@@ -4,7 +4,7 @@
 
 use aya_ebpf::{
     bindings::{__sk_buff, TC_ACT_UNSPEC, bpf_redir_neigh as NextHop},
-    helpers::bpf_redirect_neigh,
+    helpers::{bpf_redirect_neigh, bpf_skb_vlan_pop},
     programs::TcContext,
 };
 use proxy_common::{
@@ -71,7 +71,19 @@ fn redirect_answer<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, networ
 // As above.
 #[inline(never)]
 fn redirect_translated<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, network: u32) -> i32 {
+    const PACKET_HOST: u32 = 0;
     let Some(scratch) = F::scratch() else { return NOT_THIS };
+    // SAFETY: fields of the context.
+    let (kind, is_tagged) = unsafe { ((*skb).pkt_type, (*skb).vlan_present != 0) };
+    // A switch floods the others, and the stack drops them.
+    if kind != PACKET_HOST {
+        return NOT_THIS;
+    }
+    // A priority, which is the card's alone.
+    // SAFETY: the context of this program.
+    if is_tagged && unsafe { bpf_skb_vlan_pop(skb) } != 0 {
+        return NOT_THIS;
+    }
     let Rewrite { source, destination, source_port, destination_port, .. } = &scratch.action.rewrite;
     let ends = (source, *source_port, destination, *destination_port);
     let is_target = |interface| {

@@ -83,7 +83,9 @@ where
     };
     match verdict {
         PAST_STACK if origin == Origin::Workload => past_stack::send_answer::<F>(ctx.skb.skb, network),
-        PAST_STACK => past_stack::send_translated::<F>(ctx.skb.skb, network),
+        PAST_STACK if network != 0 => past_stack::send_translated::<F>(ctx.skb.skb, network),
+        // bpf_redirect_neigh drops packets that have come without a link header.
+        PAST_STACK => TC_ACT_UNSPEC,
         verdict => verdict,
     }
 }

@@ -43,7 +43,7 @@ pub fn arriving_known<F: Family, T: FlowTables<F>>(
     }
     match translate_arriving(scratch, found.step) {
         Ok(()) => goes_on(tables, scratch, found).then(|| {
-            if goes_past_stack(tables, scratch, found.stage, found.step) {
+            if goes_past_stack(tables, scratch, found.step) {
                 scratch.action.then = Then::PastStack;
             }
             Ok(())

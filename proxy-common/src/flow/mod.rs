@@ -437,9 +437,9 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
                 scratch.stage = found.stage;
                 return decide(tables, scratch, Routine::GoOnDirectly);
             }
-            let (stage, step) = (found.stage, found.step);
+            let step = found.step;
             go_on(tables, scratch, found)?;
-            if transit::goes_past_stack(tables, scratch, stage, step) {
+            if transit::goes_past_stack(tables, scratch, step) {
                 scratch.action.then = Then::PastStack;
             }
             return Ok(());

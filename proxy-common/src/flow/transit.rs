@@ -137,12 +137,12 @@ pub(super) fn answers_driver<F: Family, T: FlowTables<F>>(
 }
 
 /// Does the packet, which has been translated as it came from outside, leave by an uplink past the stack? So do packets of masqueraded flows in both
-/// directions, once the stack has let out what opened them: where XDP has not sent them on, as to overlays.
+/// directions, once the stack has let out what opened them: where XDP has not sent them on, as to overlays. The backend's SYN is one of them: connection
+/// tracking would keep a connection of which it sees the opening alone for a day.
 #[inline(always)]
 pub(super) fn goes_past_stack<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &Scratch<F::Address>,
-    stage: Stage,
     step: Step,
 ) -> bool {
     let Scratch { packet, flow, origin, .. } = scratch;
@@ -151,7 +151,7 @@ pub(super) fn goes_past_stack<F: Family, T: FlowTables<F>>(
     let is_plain = is_simple(packet) && !(packet.is_tcp() && packet.opens());
     let is_let_out = flow.flags & OF_OTHERS == 0 && flow.is_masqueraded();
     let is_outsides = *origin == Origin::Outside && tables.sends_past_stack();
-    is_outsides && is_in_transit && is_let_out && is_plain && stage == Stage::Established
+    is_outsides && is_in_transit && is_let_out && is_plain
 }
 
 /// Is the packet, which leaves to a backend, one that the stack has brought there although XDP sends the client's packets? Where it has been let out,

@@ -40,9 +40,9 @@ pub enum NoXdp {
     #[error("no device of hardware (driver {0}); with ebpf.xdp native it is tried")]
     NoCard(String),
     #[error(
-        "the card strips the tags of VLANs, which XDP could not tell apart then: ethtool -K {0} rxvlan off"
+        "the card strips the tags of VLANs, which XDP could not tell apart then: ethtool -K {interface} {switches}"
     )]
-    StripsTags(String),
+    StripsTags { interface: String, switches: String },
     #[error("the card joins packets of a stream: ethtool -K {0} lro off")]
     JoinsPackets(String),
     #[error("its driver {0} has no XDP, or not with its settings")]
@@ -67,8 +67,11 @@ pub fn choose(
     }
     let driver = facts.driver.clone().unwrap_or_else(|| "unknown".to_owned());
     let strips = ["rx-vlan-hw-parse", "rx-vlan-stag-hw-parse"];
-    if interface.has_vlans && strips.iter().any(|offload| facts.offloads.contains(*offload)) {
-        return Err(NoXdp::StripsTags(interface.name.clone()));
+    let stripping = strips.into_iter().filter(|offload| facts.offloads.contains(*offload));
+    let switches: Vec<String> = stripping.map(|offload| format!("{offload} off")).collect();
+    if interface.has_vlans && !switches.is_empty() {
+        let (interface, switches) = (interface.name.clone(), switches.join(" "));
+        return Err(NoXdp::StripsTags { interface, switches });
     }
     if facts.offloads.contains("rx-lro") {
         return Err(NoXdp::JoinsPackets(interface.name.clone()));
@@ -194,6 +197,10 @@ mod tests {
         DeviceFacts { xdp: Some(XdpFeatures(0)), ..able() }
     }
 
+    fn strips_tags(switches: &str) -> Result<XdpMode, NoXdp> {
+        Err(NoXdp::StripsTags { interface: "eth0".into(), switches: switches.into() })
+    }
+
     const NATIVE: Result<XdpMode, NoXdp> = Ok(XdpMode::Native);
     const GENERIC: Result<XdpMode, NoXdp> = Ok(XdpMode::Generic);
 
@@ -220,13 +227,19 @@ mod tests {
         Xdp::Auto,
         with_vlans(),
         with("rx-vlan-hw-parse"),
-        Err(NoXdp::StripsTags("eth0".into()))
+        strips_tags("rx-vlan-hw-parse off")
     )]
     #[case::tags_of_802_1ad_are_stripped(
         Xdp::Generic,
         with_vlans(),
         with("rx-vlan-stag-hw-parse"),
-        Err(NoXdp::StripsTags("eth0".into()))
+        strips_tags("rx-vlan-stag-hw-parse off")
+    )]
+    #[case::all_tags_are_stripped(
+        Xdp::Auto,
+        with_vlans(),
+        DeviceFacts { offloads: ["rx-vlan-hw-parse".into(), "rx-vlan-stag-hw-parse".into()].into(), ..able() },
+        strips_tags("rx-vlan-hw-parse off rx-vlan-stag-hw-parse off")
     )]
     #[case::tags_that_nobody_has_are_stripped(Xdp::Auto, card(), with("rx-vlan-hw-parse"), NATIVE)]
     #[case::packets_are_joined(

@@ -206,6 +206,9 @@ struct LinkCreate {
     expected_revision: u64,
 }
 
+/// [`CallError::call`] where a link cannot be made.
+pub const LINK_CREATE: &str = "bpf(BPF_LINK_CREATE)";
+
 fn create_link(
     program: BorrowedFd<'_>,
     target: u32,
@@ -215,7 +218,7 @@ fn create_link(
     let (program, attach_type) = (number(program), hook as u32);
     let mut attr = LinkCreate { program, target, attach_type, flags, ..LinkCreate::default() };
     // SAFETY: the attributes of BPF_LINK_CREATE for cgroups, tcx and XDP hold no addresses.
-    unsafe { open(bpf_cmd::BPF_LINK_CREATE, "bpf(BPF_LINK_CREATE)", &mut attr) }
+    unsafe { open(bpf_cmd::BPF_LINK_CREATE, LINK_CREATE, &mut attr) }
 }
 
 /// Attaches `program` to a cgroup, after the programs that are there. Linux 5.7.
@@ -315,7 +318,7 @@ pub fn link_map_iterator(program: BorrowedFd<'_>, map: BorrowedFd<'_>) -> Result
         _padding: 0,
     };
     // SAFETY: the kernel reads `info_length` bytes, which `map` keeps alive.
-    unsafe { open(bpf_cmd::BPF_LINK_CREATE, "bpf(BPF_LINK_CREATE)", &mut attr) }
+    unsafe { open(bpf_cmd::BPF_LINK_CREATE, LINK_CREATE, &mut attr) }
 }
 
 #[repr(C)]

@@ -56,7 +56,7 @@ fn a_restart_finds_the_tables_as_they_are_to_be() {
     let desired = [shared([local]), shared([port("canary", "10.96.0.2", weighted)])].concat();
     let mut dataplane = sandbox.open();
     dataplane.resync(&desired).unwrap();
-    assert_eq!(slots(&sandbox), 5 + 512 + 2 + 256 + 3 + 1_024);
+    assert_eq!(slots(&sandbox), 5 + 512 + 2 + 512 + 3 + 1_024);
     assert_eq!(algorithm(&sandbox, [10, 96, 0, 1]), (Algorithm::Maglev, true));
     assert_eq!(algorithm(&sandbox, [10, 96, 0, 2]), (Algorithm::Random, false));
     drop(dataplane);

@@ -107,7 +107,6 @@ pub enum Variants {
     Udp,
     /// TCP and UDP over IPv4.
     V4,
-    TcpV4,
     /// The scenario looks at everything at once.
     Once,
 }
@@ -116,12 +115,12 @@ impl Variants {
     pub fn list(self) -> Vec<Variant> {
         let protocols: &[Protocol] = match self {
             Self::All | Self::V4 => &[Protocol::Tcp, Protocol::Udp],
-            Self::Tcp | Self::TcpV4 | Self::Once => &[Protocol::Tcp],
+            Self::Tcp | Self::Once => &[Protocol::Tcp],
             Self::Udp => &[Protocol::Udp],
         };
         let families: &[Family] = match self {
             Self::All | Self::Tcp | Self::Udp => &FAMILIES,
-            Self::V4 | Self::TcpV4 | Self::Once => &[Family::V4],
+            Self::V4 | Self::Once => &[Family::V4],
         };
         let every = |protocol: &Protocol| {
             let protocol = *protocol;

@@ -330,6 +330,7 @@ const fn backend(flags: u8) -> Event {
 #[rstest]
 #[case::of_the_client(Node::new(), client(TCP_ACK), Origin::Outside, Then::PastStack)]
 #[case::of_the_backend(Node::new(), backend(TCP_ACK), Origin::Outside, Then::PastStack)]
+#[case::that_answer_the_first(Node::new(), backend(TCP_SYN | TCP_ACK), Origin::Outside, Then::PastStack)]
 #[case::that_end_it(Node::new(), client(TCP_FIN | TCP_ACK), Origin::Outside, Then::PastStack)]
 #[case::that_may_open_another(Node::new(), client(TCP_SYN), Origin::Outside, Then::Pass)]
 #[case::of_a_pod(Node::new(), client(TCP_ACK), Origin::Workload, Then::Pass)]
@@ -340,11 +341,12 @@ const fn backend(flags: u8) -> Event {
     Origin::Outside,
     Then::Pass
 )]
-fn packets_of_an_established_flow_go_past_the_stack(
+fn packets_of_a_flow_that_the_stack_has_let_out_go_past_it(
     #[case] mut node: Node,
     #[case] event: Event,
     #[case] origin: Origin,
     #[case] expected: Then,
+    #[values(false, true)] is_established: bool,
 ) {
     let decides = |node: &Node| {
         let packet = node.packet(PROTOCOL_TCP, event).unwrap();
@@ -353,17 +355,26 @@ fn packets_of_an_established_flow_go_past_the_stack(
         scratch.action.then
     };
     node.host.sends_past_stack = true;
-    for opening in [client(TCP_SYN), backend(TCP_SYN | TCP_ACK), client(TCP_ACK)] {
-        let Some(packet) = node.packet(PROTOCOL_TCP, opening) else { continue };
+    let opening = [client(TCP_SYN), backend(TCP_SYN | TCP_ACK), client(TCP_ACK)];
+    for event in opening.into_iter().take(if is_established { 3 } else { 1 }) {
+        let Some(packet) = node.packet(PROTOCOL_TCP, event) else { continue };
         let outcome = node.through_the_stack(&packet);
-        node.learn(opening, &outcome);
-        if matches!((opening, event), (Event::Client(_, TCP_SYN, _), Event::Client(_, TCP_ACK, _))) {
-            assert_eq!(decides(&node), Then::Pass, "it is not established");
-        }
+        node.learn(event, &outcome);
     }
     assert_eq!(decides(&node), expected);
     node.host.sends_past_stack = false;
     assert_eq!(decides(&node), Then::Pass, "the stack has all packets");
+}
+
+#[test]
+fn the_stack_has_all_packets_until_it_has_let_one_out() {
+    let mut node = Node::new();
+    node.host.sends_past_stack = true;
+    let packet = |flags| node.packet(PROTOCOL_TCP, client(flags)).unwrap();
+    node.host.arriving(&packet(TCP_SYN), Origin::Outside).unwrap();
+    let mut scratch = Scratch { packet: packet(TCP_ACK), ..Scratch::default() };
+    assert_eq!(decide_arriving(&node.host, &mut scratch, Origin::Outside), Ok(()));
+    assert_eq!(scratch.action.then, Then::Pass);
 }
 
 /// A pod of this node that has answered through the stack.

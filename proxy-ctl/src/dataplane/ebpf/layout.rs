@@ -369,8 +369,8 @@ mod tests {
     #[rstest]
     #[case::all_the_same(&[0, 1, 2], &[0, 1, 2], &[0, 1, 2], 3 + 512)]
     #[case::one_endpoint_needs_none(&[0, 1, 2], &[0, 1, 2], &[0], 3 + 512)]
-    #[case::each_set_has_its_own(&[0, 1, 2], &[0, 1, 2], &[0, 1], 3 + 512 + 2 + 256)]
-    #[case::three_tables(&[0, 1, 2], &[1, 2], &[0, 1], 3 + 512 + 2 * (2 + 256))]
+    #[case::each_set_has_its_own(&[0, 1, 2], &[0, 1, 2], &[0, 1], 3 + 512 + 2 + 512)]
+    #[case::three_tables(&[0, 1, 2], &[1, 2], &[0, 1], 3 + 512 + 2 * (2 + 512))]
     fn tables_follow_their_sets(
         #[case] cluster: &[u32],
         #[case] internal: &[u32],

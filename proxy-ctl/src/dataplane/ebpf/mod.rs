@@ -1044,6 +1044,8 @@ fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error
             Role::Uplink => (INTERFACE_OF_UPLINK, u16::try_from(interface.mtu).unwrap_or(0)),
             Role::Workload => (0, 0),
         };
+        // What comes back by a device without link headers cannot leave past the stack, so nothing goes there past it.
+        let of_uplink = if interface.ethernet { of_uplink } else { 0 };
         InterfaceSettings { masquerade6, masquerade4, flags: of_pods | of_uplink, mtu }
     };
     let none = InterfaceSettings::default();

@@ -1,6 +1,6 @@
 //! Where packets are sent on before the stack has them, by XDP on uplinks: to backends on this node and on others, and their answers.
 
-use std::{cell::OnceCell, collections::BTreeMap, path::PathBuf};
+use std::{cell::OnceCell, collections::BTreeMap, os::fd::BorrowedFd, path::PathBuf};
 
 use aya::{
     programs::ProgramType,
@@ -79,6 +79,22 @@ impl Redirection {
     }
 }
 
+/// What the kernel's words against a program depend on.
+#[derive(Debug, Eq, PartialEq)]
+struct Cause {
+    errno: i32,
+    mtu: Option<u32>,
+    queues: Option<u32>,
+}
+
+/// What keeps the controller from hearing them is logged.
+fn words_against(program: BorrowedFd<'_>, interface: &Interface, mode: XdpMode) -> Option<String> {
+    link::words_against_xdp(program, interface.index, mode).unwrap_or_else(|error| {
+        tracing::warn!(interface = interface.name, %error, "the kernel was not asked why it refuses XDP");
+        None
+    })
+}
+
 /// Beside the programs of TC, which take what this one leaves to the stack.
 #[derive(Debug)]
 pub(super) struct Transit {
@@ -87,13 +103,21 @@ pub(super) struct Transit {
     program: OnceCell<&'static str>,
     /// Uplinks that cannot have it, and what was said of them.
     refused: BTreeMap<u32, String>,
+    /// Those of the kernel against it, and what they depend on.
+    words: BTreeMap<u32, (Cause, Option<String>)>,
     /// Of interfaces, as they were when they were looked at last.
     redirections: BTreeMap<u32, Redirection>,
 }
 
 impl Transit {
     pub(super) const fn new(configured: Xdp) -> Self {
-        Self { configured, program: OnceCell::new(), refused: BTreeMap::new(), redirections: BTreeMap::new() }
+        Self {
+            configured,
+            program: OnceCell::new(),
+            refused: BTreeMap::new(),
+            words: BTreeMap::new(),
+            redirections: BTreeMap::new(),
+        }
     }
 
     fn path(paths: &Paths, index: u32, mode: XdpMode) -> PathBuf {
@@ -209,14 +233,22 @@ impl Transit {
                 match links.ensure(&path, program, is_target, create) {
                     Ok(is_new) => {
                         self.refused.remove(&interface.index);
+                        self.words.remove(&interface.index);
                         return Ok((true, is_new));
                     }
                     // It has vanished.
                     Err(error) if error.errno() == libc::ENODEV => return Ok((false, false)),
-                    Err(error) => {
-                        let words = link::words_against_xdp(program, interface.index, mode);
-                        refusal(&interface.name, facts, error.errno(), words.unwrap_or_default().as_deref())
+                    Err(error) if error.call == bpf::LINK_CREATE => {
+                        let cause = Cause { errno: error.errno(), mtu: facts.mtu, queues: facts.queues };
+                        // Once: a driver may stop its queues each time.
+                        let known = self.words.get(&interface.index).filter(|(of, _)| *of == cause);
+                        let words = known.map(|(_, words)| words.clone());
+                        let words = words.unwrap_or_else(|| words_against(program, interface, mode));
+                        let reason = refusal(&interface.name, facts, cause.errno, words.as_deref());
+                        self.words.insert(interface.index, (cause, words));
+                        reason
                     }
+                    Err(error) => error.to_string(),
                 }
             }
             Err(error) => error.to_string(),
@@ -251,6 +283,7 @@ impl Transit {
 
     pub(super) fn detach(&mut self, paths: &Paths, links: &mut LinkPins, index: u32) -> Result<(), Error> {
         self.refused.remove(&index);
+        self.words.remove(&index);
         self.redirections.remove(&index);
         Self::remove_links(paths, links, index, &MODES).map(drop)
     }

@@ -11,6 +11,7 @@ use lab::{
     wait,
 };
 use scenario::Skip;
+use serde_json::Value;
 
 use crate::{
     case::{Case, Difference, Variant, Variants, says},
@@ -39,21 +40,22 @@ pub(super) const CASES: &[Case] = &[
     .core(),
     Case::new(
         "networks: packets between a client outside and a backend over a vxlan overlay pass the stack by",
-        Variants::Tcp,
-        |world, variant| past_stack(world, variant, Network::Vxlan),
-    )
-    .concerns(|setting| setting.uses_xdp())
-    .core(),
-    Case::new(
-        "networks: packets between a client outside and a backend over an ipip tunnel pass the stack by",
-        Variants::TcpV4,
-        |world, variant| past_stack(world, variant, Network::Ipip),
+        Variants::All,
+        |world, variant| by_node_port(world, variant, Network::Vxlan, "sent_past_stack"),
     )
     .concerns(|setting| setting.uses_xdp())
     .core(),
     Case::new("networks: clients elsewhere reach a backend over a VLAN of the card", Variants::All, |world, variant| {
         over(world, variant, Network::Vlan)
     })
+    .core(),
+    // After those of a card that strips tags.
+    Case::new(
+        "networks: packets between a client and a backend in a VLAN of a VLAN pass the stack by",
+        Variants::All,
+        tagged_twice,
+    )
+    .concerns(|setting| setting.uses_xdp())
     .core(),
     Case::new("networks: a process of the node reaches a backend over a vxlan overlay", Variants::All, from_node)
         .differs(source_of_the_frontends_route),
@@ -101,29 +103,59 @@ fn over(world: &mut World, variant: Variant, network: Network) -> Result<()> {
     Ok(())
 }
 
-/// All but the first one of each flow.
 fn redirected(world: &mut World, variant: Variant) -> Result<()> {
     if !drivers_tell_what_they_take() {
         bail!(Skip("this kernel does not tell which frames a veth takes (6.3)".to_owned()));
     }
-    over(world, variant, Network::SecondUplink)?;
-    // Of a connection: the backend's SYN, what acknowledges it, request, answer, and the ends.
-    let of_each = if variant.protocol == Protocol::Tcp { 5 } else { 1 };
-    counted(world, variant, Network::SecondUplink, ("redirected_by_driver", of_each))
+    by_node_port(world, variant, Network::SecondUplink, "redirected_by_driver")
 }
 
-/// Of each connection request, answer, and the ends.
-fn past_stack(world: &mut World, variant: Variant, network: Network) -> Result<()> {
+fn by_node_port(world: &mut World, variant: Variant, network: Network, reason: &str) -> Result<()> {
     over(world, variant, network)?;
-    counted(world, variant, network, ("sent_past_stack", 4))
+    let target = world.node_port(&OVER_NETWORK, 1, variant.family)?;
+    counted(world, variant, target, network, reason)
 }
 
-/// So many packets of each flow of a client outside, for this reason.
-fn counted(world: &World, variant: Variant, network: Network, (reason, of_each): (&str, u64)) -> Result<()> {
+/// By node 1, whose card leaves the tags. Node 2's strips them: what comes there takes the way through the stack.
+fn tagged_twice(world: &mut World, variant: Variant) -> Result<()> {
+    const NETWORK: Network = Network::VlanInVlan;
+    if let Some(option) = NETWORK.missing_option() {
+        bail!(Skip(format!("this kernel has no {option}")));
+    }
+    world.add_network(NETWORK)?;
+    world.set_service(&OVER_NETWORK.service(), &[NETWORK.pod()])?;
+    let port = world.node_port(&OVER_NETWORK, 1, variant.family)?.port();
+    let target = SocketAddr::new(NETWORK.node(1).of(variant.family), port);
+    dial(world, OUTSIDE, variant, target, NETWORK.pod())?;
+    let says = [(1, "native", "its driver veth has XDP"), (2, "no", "ethtool -K eth0 rx-vlan-hw-parse off")];
+    for (node, xdp, why) in says {
+        wait::until("status tells what the uplink has", APPEARS_WITHIN, || {
+            let status =
+                world.tool(node, &["status", "--output", "json"]).map_err(|error| error.to_string())?;
+            let status: Value = serde_json::from_str(&status).map_err(|error| error.to_string())?;
+            let uplinks = status["xdp"].as_array().map(Vec::as_slice).unwrap_or_default();
+            let card = uplinks.iter().find(|uplink| uplink["interface"] == "eth0").ok_or("no eth0")?;
+            let is_told =
+                card["xdp"] == xdp && card["reason"].as_str().is_some_and(|told| told.contains(why));
+            if is_told { Ok(Some(())) } else { Err(format!("node{node}: {card}")) }
+        })?;
+    }
+    counted(world, variant, target, NETWORK, "sent_by_driver")
+}
+
+/// All packets but the first one of each flow are counted for this reason.
+fn counted(
+    world: &World,
+    variant: Variant,
+    target: SocketAddr,
+    network: Network,
+    reason: &str,
+) -> Result<()> {
     const REQUESTS: u16 = 20;
     /// The controller looks at what devices can do every ten seconds: the other end of the pair became a card after it had met it.
     const KNOWN_WITHIN: Duration = Duration::from_secs(30);
-    let target = world.node_port(&OVER_NETWORK, 1, variant.family)?;
+    // Of a connection: the backend's SYN, what acknowledges it, request, answer, and the ends.
+    let of_each = if variant.protocol == Protocol::Tcp { 5 } else { 1 };
     let request = || {
         let before = world.counted(1, reason)?;
         let dial = Dial::new(variant.protocol, target).times(REQUESTS.into());

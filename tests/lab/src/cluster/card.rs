@@ -12,6 +12,17 @@ pub(super) fn let_take_frames(pod: &Netns, take: bool) -> Result<()> {
     run(&pod.namespace, "ethtool", &["-K", "eth0", "gro", if take { "on" } else { "off" }]).map(drop)
 }
 
+/// Tags of VLANs stay in the frames that come to `device`, whose other end is `port`.
+pub(super) fn leave_tags(fabric: &Netns, port: &str, netns: &Netns, device: &str) -> Result<()> {
+    run(
+        &netns.namespace,
+        "ethtool",
+        &["-K", device, "rx-vlan-hw-parse", "off", "rx-vlan-stag-hw-parse", "off"],
+    )?;
+    // The other end writes them.
+    run(&fabric.namespace, "ethtool", &["-K", port, "txvlan", "off"]).map(drop)
+}
+
 /// A veth stays one as long as this lives.
 pub(super) struct Card {
     _link: OwnedFd,

@@ -223,8 +223,15 @@ impl Lab {
             self.add_netns(SECOND_OUTSIDE, address::second_outside(), None)?;
             network::build_second_fabric(self.fabric()?, self.netns(SECOND_OUTSIDE)?)?;
         }
+        if network == Network::VlanInVlan {
+            let name = node_name(1);
+            card::leave_tags(self.fabric()?, &name, self.netns(&name)?, "eth0")?;
+        }
         for number in NODES {
             network::connect(network, self.fabric()?, self.netns(&node_name(number))?, number)?;
+        }
+        if network == Network::VlanInVlan {
+            network::join_vlan_in_vlan(self.netns(OUTSIDE)?, self.netns(&node_name(1))?)?;
         }
         if network == Network::SecondUplink && !self.cards.is_empty() {
             let ends = NODES.map(|number| (node_name(number), network.device()));

@@ -19,7 +19,12 @@ pub enum Network {
     SecondUplink,
     /// A VLAN on the node's network card, which shows its packets too, with their tag.
     Vlan,
+    /// A VLAN in a VLAN, which the client outside is in as well. Node 1's network card leaves the tags in the frames.
+    VlanInVlan,
 }
+
+const VLAN_IN_VLAN: &str = "link add link eth0 name eth0.9 type vlan id 9\nlink set eth0.9 up\n\
+                            link add link eth0.9 name eth0.9.8 type vlan id 8\n";
 
 impl Network {
     /// The pod on node 2 that is reached by it.
@@ -29,6 +34,7 @@ impl Network {
             Self::Ipip => "ipip-web",
             Self::SecondUplink => "second-web",
             Self::Vlan => "vlan-web",
+            Self::VlanInVlan => "twice-web",
         }
     }
 
@@ -39,7 +45,7 @@ impl Network {
     /// The node's address on it.
     pub fn node(self, node: NodeNumber) -> Addresses {
         match self {
-            Self::Vxlan | Self::Ipip | Self::Vlan => address::pod(self.pods_of(node), 0),
+            Self::Vxlan | Self::Ipip | Self::Vlan | Self::VlanInVlan => address::pod(self.pods_of(node), 0),
             Self::SecondUplink => address::second_node(node),
         }
     }
@@ -49,7 +55,7 @@ impl Network {
         let (device, option) = match self {
             Self::Vxlan | Self::SecondUplink => return None,
             Self::Ipip => ("link add ipip1 type ipip local 192.0.2.1 remote 192.0.2.2\n", "CONFIG_NET_IPIP"),
-            Self::Vlan => (
+            Self::Vlan | Self::VlanInVlan => (
                 "link add card type veth peer name other\nlink add link card name card.7 type vlan id 7\n",
                 "CONFIG_VLAN_8021Q",
             ),
@@ -67,6 +73,7 @@ impl Network {
             Self::Ipip => 2,
             Self::SecondUplink => 3,
             Self::Vlan => 4,
+            Self::VlanInVlan => 5,
         }
     }
 
@@ -81,6 +88,7 @@ impl Network {
             Self::Ipip => "ipip1",
             Self::SecondUplink => "eth1",
             Self::Vlan => "eth0.7",
+            Self::VlanInVlan => "eth0.9.8",
         }
     }
 }
@@ -145,15 +153,39 @@ pub(super) fn connect(network: Network, fabric: &Netns, node: &Netns, number: No
             plug(fabric, node, device, own)?;
             format!("route add {}/24 via {}\nroute add {}/64 via {}\n", pods.v4, its.v4, pods.v6, its.v6)
         }
-        Network::Vlan => format!(
-            "link add link eth0 name {device} type vlan id 7\n\
-             addr add {}/32 dev {device}\naddr add {}/128 dev {device} nodad\nlink set {device} up\n\
+        Network::Vlan | Network::VlanInVlan => format!(
+            "{made}addr add {}/32 dev {device}\naddr add {}/128 dev {device} nodad\nlink set {device} up\n\
              route add {}/24 via {} dev {device} onlink\nroute add {}/64 via {} dev {device} onlink\n",
-            own.v4, own.v6, pods.v4, its.v4, pods.v6, its.v6
+            own.v4,
+            own.v6,
+            pods.v4,
+            its.v4,
+            pods.v6,
+            its.v6,
+            made = if network == Network::Vlan {
+                "link add link eth0 name eth0.7 type vlan id 7\n"
+            } else {
+                VLAN_IN_VLAN
+            },
         ),
     };
     node.ip(&script)?;
     filter_by_reverse_path(node, device)
+}
+
+/// The client outside and node 1 reach each other by [`Network::VlanInVlan`].
+pub(super) fn join_vlan_in_vlan(outside: &Netns, node: &Netns) -> Result<()> {
+    let network = Network::VlanInVlan;
+    let (device, of_node, own) = (network.device(), network.node(1), address::pod(network.pods_of(9), 0));
+    let route =
+        |to: Addresses| format!("route add {} dev {device}\nroute add {} dev {device}\n", to.v4, to.v6);
+    outside.ip(&format!(
+        "{VLAN_IN_VLAN}link set {device} up\naddr add {}/32 dev {device}\naddr add {}/128 dev {device} nodad\n{}",
+        own.v4,
+        own.v6,
+        route(of_node)
+    ))?;
+    node.ip(&route(own))
 }
 
 fn link_address(node: NodeNumber) -> String {

@@ -9,69 +9,102 @@ use proxy_common::{
     reason::Reason,
 };
 
-use super::{Group, redirect::Node, scene::*, transit::address};
+use super::{
+    Group,
+    redirect::Node,
+    scene::*,
+    transit::{NEXT_HOP, address},
+};
 use crate::{
-    wire::{Cut, Extra, Segment},
-    world::{Tables, Verdict},
+    wire::{Cut, Extra, Link, Segment},
+    world::{Tables, Verdict, link_address},
 };
 
 pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
-    group.past_stack::<W>("an established flow goes past the stack, to the backend and back", |s| {
-        let connection = Connection::established(s)?;
-        let Connection { node, second, answer } = &connection;
-        let (uplink, other) = (node.uplink.index, node.other.index);
-        past_stack(s, uplink, second, &second.to(REMOTE))?;
-        by_stack(s, "uplink_egress", other, &second.to(REMOTE), &second.to(REMOTE).from(node.address))?;
-        past_stack(s, other, answer, &answer.to(CLIENT))?;
-        by_stack(s, "uplink_egress", uplink, &answer.to(CLIENT), &answer.to(CLIENT).from(NODE_PORT))?;
-        s.counted(&[(Reason::FlowOpened, 1), (Reason::SentPastStack, 2)])
-    });
-    group.past_stack::<W>("so does what the tables have to be asked for again", |s| {
-        let Connection { node, second, .. } = Connection::established(s)?;
-        s.world.raise_epoch()?;
-        past_stack(s, node.uplink.index, &second, &second.to(REMOTE))
-    });
+    group.past_stack::<W>(
+        "a flow goes past the stack once it has let a packet out, to the backend and back",
+        |s| {
+            let Connection { node, second, answer } = Connection::opened(s)?;
+            let (uplink, other) = (node.uplink.index, node.other.index);
+            node.past_stack(s, uplink, &second, &second.to(REMOTE))?;
+            node.by_stack(
+                s,
+                "uplink_egress",
+                other,
+                &second.to(REMOTE),
+                &second.to(REMOTE).from(node.address),
+            )?;
+            node.past_stack(s, other, &answer, &answer.to(CLIENT))?;
+            node.by_stack(
+                s,
+                "uplink_egress",
+                uplink,
+                &answer.to(CLIENT),
+                &answer.to(CLIENT).from(NODE_PORT),
+            )?;
+            s.counted(&[(Reason::FlowOpened, 1), (Reason::SentPastStack, 2)])
+        },
+    );
+    group.past_stack::<W>(
+        "an established flow goes past the stack, also when it is compared with the tables",
+        |s| {
+            let Connection { node, second, answer } = Connection::established(s)?;
+            node.past_stack(s, node.uplink.index, &second, &second.to(REMOTE))?;
+            s.world.raise_epoch()?;
+            node.past_stack(s, node.uplink.index, &second, &second.to(REMOTE))?;
+            node.past_stack(s, node.other.index, &answer, &answer.to(CLIENT))
+        },
+    );
     group.resetting::<W>("what opens a connection goes by the stack, also where one is open", |s| {
         let Connection { node, .. } = Connection::established(s)?;
         let first = s.first(CLIENT, NODE_PORT);
-        by_stack(s, "uplink_ingress", node.uplink.index, &first, &first.to(REMOTE))
+        node.by_stack(s, "uplink_ingress", node.uplink.index, &first, &first.to(REMOTE))
     });
     group.past_stack::<W>("the end of a connection goes past the stack", |s| {
         let Connection { node, second, answer } = Connection::established(s)?;
-        let (uplink, other) = (node.uplink.index, node.other.index);
         let ends = second.flags(TCP_FIN | TCP_ACK);
-        past_stack(s, uplink, &ends, &ends.to(REMOTE))?;
+        node.past_stack(s, node.uplink.index, &ends, &ends.to(REMOTE))?;
         let ends = answer.flags(TCP_FIN | TCP_ACK);
-        past_stack(s, other, &ends, &ends.to(CLIENT))
+        node.past_stack(s, node.other.index, &ends, &ends.to(CLIENT))
     });
-    group.past_stack::<W>("only to interfaces that are uplinks", |s| {
-        let Connection { node, second, answer } = Connection::established(s)?;
+    group.past_stack::<W>("only to interfaces that are uplinks, and have link headers", |s| {
+        let Connection { node, second, answer } = Connection::opened(s)?;
         s.world.set_interface(node.other.index, InterfaceSettings::default())?;
-        by_stack(s, "uplink_ingress", node.uplink.index, &second, &second.to(REMOTE))?;
-        past_stack(s, node.other.index, &answer, &answer.to(CLIENT))
+        node.by_stack(s, "uplink_ingress", node.uplink.index, &second, &second.to(REMOTE))?;
+        node.past_stack(s, node.other.index, &answer, &answer.to(CLIENT))?;
+        let answer = Segment { link: Link::Bare, ..answer };
+        node.by_stack(s, "uplink_ingress_l3", node.other.index, &answer, &answer.to(CLIENT))
     });
     group.past_stack::<W>("only what a router does no more with than sending it on", |s| {
-        let Connection { node, second, .. } = Connection::established(s)?;
+        let Connection { node, second, .. } = Connection::opened(s)?;
         let (uplink, other) = (node.uplink.index, node.other.name);
         for packet in
             [Segment { extra: Extra::Options, ..second.clone() }, Segment { hop_limit: 1, ..second.clone() }]
         {
-            by_stack(s, "uplink_ingress", uplink, &packet, &packet.to(REMOTE))?;
+            node.by_stack(s, "uplink_ingress", uplink, &packet, &packet.to(REMOTE))?;
         }
         ip(None, &format!("link set {other} mtu 1300\n"))?;
         let headers = second.bytes::<W>().len() - second.payload.len() - 14;
         let with_payload = |length| Segment { payload: vec![1; length], ..second.clone() };
         let (longest, longer) = (with_payload(1_300 - headers), with_payload(1_301 - headers));
-        past_stack(s, uplink, &longest, &longest.to(REMOTE))?;
-        by_stack(s, "uplink_ingress", uplink, &longer, &longer.to(REMOTE))
+        node.past_stack(s, uplink, &longest, &longest.to(REMOTE))?;
+        node.by_stack(s, "uplink_ingress", uplink, &longer, &longer.to(REMOTE))
+    });
+    group.past_stack::<W>("not what a switch floods", |s| {
+        let Connection { node, second, .. } = Connection::opened(s)?;
+        let mut flooded = second.bytes::<W>();
+        flooded[..6].copy_from_slice(&link_address(NEXT_HOP)?);
+        let output = s.world.leaves_by(node.uplink.index, "uplink_ingress", &flooded)?;
+        ensure!(output.verdict == Verdict::GoesOn, "{:?}", output.verdict);
+        Ok(())
     });
     group.past_stack::<W>("also where the kernel has to ask for the link address", |s| {
-        let Connection { node, second, .. } = Connection::established(s)?;
+        let Connection { node, second, .. } = Connection::opened(s)?;
         ip(None, &format!("neigh del {} dev {}\n", address::<W>(REMOTE.0), node.other.name))?;
-        past_stack(s, node.uplink.index, &second, &second.to(REMOTE))
+        node.past_stack(s, node.uplink.index, &second, &second.to(REMOTE))
     });
     group.past_stack::<W>("fragments go by the stack", |s| {
-        let Connection { node, second, .. } = Connection::established(s)?;
+        let Connection { node, second, .. } = Connection::opened(s)?;
         let long = Segment { payload: vec![1; 150], ..second };
         let cut = Cut { piece: 64, id: 7 };
         for (fragment, sent) in long.fragments::<W>(cut).iter().zip(long.to(REMOTE).fragments::<W>(cut)) {
@@ -92,20 +125,23 @@ struct Connection {
 }
 
 impl Connection {
-    fn established<W: Tables>(s: &mut Scene<W>) -> Result<Self> {
+    fn opened<W: Tables>(s: &mut Scene<W>) -> Result<Self> {
         let node = Node::new(s)?;
-        let Node { uplink, other, address } = &node;
-        for interface in [uplink.index, other.index] {
+        for interface in [node.uplink.index, node.other.index] {
             let settings = InterfaceSettings { flags: INTERFACE_OF_UPLINK, ..InterfaceSettings::default() };
             s.world.set_interface(interface, settings)?;
         }
         let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
-        let answer = |flags| second.to(REMOTE).from(*address).answer(flags);
-        let first = answer(TCP_SYN | TCP_ACK);
+        let answer = second.to(REMOTE).from(node.address).answer(TCP_SYN | TCP_ACK);
+        Ok(Self { node, second, answer })
+    }
+
+    fn established<W: Tables>(s: &mut Scene<W>) -> Result<Self> {
+        let Self { node, second, answer: first } = Self::opened(s)?;
         let answered = |s: &Scene<W>| {
             let inside = first.to(CLIENT);
-            by_stack(s, "uplink_ingress", other.index, &first, &inside)?;
-            by_stack(s, "uplink_egress", uplink.index, &inside, &inside.from(NODE_PORT))
+            node.past_stack(s, node.other.index, &first, &inside)?;
+            node.by_stack(s, "uplink_egress", node.uplink.index, &inside, &inside.from(NODE_PORT))
         };
         answered(s)?;
         if s.protocol == PROTOCOL_UDP {
@@ -113,32 +149,51 @@ impl Connection {
             s.age(Stage::Opening)?;
             answered(s)?;
         }
-        by_stack(s, "uplink_ingress", uplink.index, &second, &second.to(REMOTE))?;
+        node.past_stack(s, node.uplink.index, &second, &second.to(REMOTE))?;
         s.flow_of(Stage::Established, CLIENT)?;
-        let answer = answer(TCP_ACK);
+        let answer = first.flags(TCP_ACK);
         Ok(Self { node, second, answer })
     }
 }
 
-fn by_stack<W: Tables>(
-    s: &Scene<W>,
-    program: &str,
-    interface: u32,
-    packet: &Segment,
-    becomes: &Segment,
-) -> Result<()> {
-    let output = s.world.leaves_by(interface, program, &packet.bytes::<W>())?;
-    let becomes = becomes.bytes::<W>();
-    ensure!(output.verdict == Verdict::GoesOn, "{packet:?}: {:?}", output.verdict);
-    ensure!(output.packet == becomes, "it became {:02x?}, not {becomes:02x?}", output.packet);
-    Ok(())
-}
+impl Node {
+    /// As it comes by, or leaves by, the interface: with the link address of the interface.
+    fn frame<W: Tables>(&self, interface: u32, packet: &Segment) -> Vec<u8> {
+        let mut frame = packet.bytes::<W>();
+        if interface == self.other.index && packet.link == Link::Ethernet {
+            frame[..6].copy_from_slice(&self.other.address);
+        }
+        frame
+    }
 
-/// The kernel writes the link addresses when the program has ended.
-fn past_stack<W: Tables>(s: &Scene<W>, interface: u32, packet: &Segment, becomes: &Segment) -> Result<()> {
-    let becomes = Segment { hop_limit: becomes.hop_limit - 1, ..becomes.clone() }.bytes::<W>();
-    let output = s.world.leaves_by(interface, "uplink_ingress", &packet.bytes::<W>())?;
-    ensure!(output.verdict == Verdict::Redirected, "{packet:?}: {:?}", output.verdict);
-    ensure!(output.packet == becomes, "it became {:02x?}, not {becomes:02x?}", output.packet);
-    Ok(())
+    fn by_stack<W: Tables>(
+        &self,
+        s: &Scene<W>,
+        program: &str,
+        interface: u32,
+        packet: &Segment,
+        becomes: &Segment,
+    ) -> Result<()> {
+        let output = s.world.leaves_by(interface, program, &self.frame::<W>(interface, packet))?;
+        let becomes = self.frame::<W>(interface, becomes);
+        ensure!(output.verdict == Verdict::GoesOn, "{packet:?}: {:?}", output.verdict);
+        ensure!(output.packet == becomes, "it became {:02x?}, not {becomes:02x?}", output.packet);
+        Ok(())
+    }
+
+    /// The kernel writes the link addresses when the program has ended.
+    fn past_stack<W: Tables>(
+        &self,
+        s: &Scene<W>,
+        interface: u32,
+        packet: &Segment,
+        becomes: &Segment,
+    ) -> Result<()> {
+        let becomes = Segment { hop_limit: becomes.hop_limit - 1, ..becomes.clone() };
+        let becomes = self.frame::<W>(interface, &becomes);
+        let output = s.world.leaves_by(interface, "uplink_ingress", &self.frame::<W>(interface, packet))?;
+        ensure!(output.verdict == Verdict::Redirected, "{packet:?}: {:?}", output.verdict);
+        ensure!(output.packet == becomes, "it became {:02x?}, not {becomes:02x?}", output.packet);
+        Ok(())
+    }
 }

@@ -319,7 +319,7 @@ impl Node {
 pub(crate) struct Other {
     pub(crate) index: u32,
     pub(super) name: &'static str,
-    address: [u8; 6],
+    pub(super) address: [u8; 6],
 }
 
 impl Other {

@@ -59,6 +59,13 @@ impl<T: Pod> StorageReader<T> {
     }
 }
 
+/// Why socket storage cannot be read, where it cannot: kernels that are locked down may refuse such a program with `EPERM`.
+pub fn obstacle() -> Option<String> {
+    let types = KernelTypes::read().map_err(CallError::of("reading the kernel's types"));
+    let loaded = types.and_then(|types| StorageReader::<u64>::load(&types));
+    loaded.err().map(|error| format!("the kernel does not let socket storage be read: {error}"))
+}
+
 fn parse<T: Pod>(record: &[u8]) -> Option<StoredSocket<T>> {
     let (header, value) = record.split_at_checked(HEADER)?;
     let (low, high) = (word(header, 0)?, word(header, 4)?);

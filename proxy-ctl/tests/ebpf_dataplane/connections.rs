@@ -112,7 +112,8 @@ fn sockets_go_where_fewer_are_open() {
 /// As after a start: nothing is counted yet, and the next connection is.
 #[test]
 fn a_restart_goes_on_counting_until_nothing_goes_by_it() {
-    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
+    let Some(sandbox) = Sandbox::with_socket_storage() else { return };
+    let mut dataplane = sandbox.open();
     let hook = sandbox.links().join("cgroup_sock_release");
     let servers = servers();
     let by = |algorithm| shared([web(Some(algorithm), servers.clone())]);
@@ -160,7 +161,8 @@ fn flow(client_port: u16, backend: u32, last_seen: u64) -> Flow<[u8; 4]> {
 
 #[test]
 fn what_programs_do_not_see_end_is_counted_by_the_controller() {
-    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
+    let Some(sandbox) = Sandbox::with_socket_storage() else { return };
+    let mut dataplane = sandbox.open();
     let endpoints = vec![endpoint("10.0.0.1", 80), endpoint("10.0.0.2", 80)];
     dataplane.resync(&shared([web(Some(Algorithm::LeastConnection), endpoints)])).unwrap();
     let ids: Vec<u32> = sandbox.snapshot().backends.iter().map(|backend| backend.id).collect();

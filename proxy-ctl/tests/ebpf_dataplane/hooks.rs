@@ -23,7 +23,7 @@ use nix::{
     sys::signal::{Signal, kill},
     unistd::gettid,
 };
-use proxy_common::layout::{InterfaceSettings, Settings, TAG_CUSTOMER, VlanTag};
+use proxy_common::layout::{INTERFACE_OF_UPLINK, InterfaceSettings, Settings, TAG_CUSTOMER, VlanTag};
 use proxy_ctl::{
     config::{Config, Ebpf, NamePattern, SocketLoadBalancing, Xdp},
     dataplane::{
@@ -836,7 +836,7 @@ fn settings_of_uplinks_follow_their_addresses_and_mtu() {
     };
     let v4 = [203, 0, 113, 7];
     let v6 = "2001:db8::7".parse::<std::net::Ipv6Addr>().unwrap().octets();
-    let none = InterfaceSettings { mtu: 1_500, ..InterfaceSettings::default() };
+    let none = InterfaceSettings { mtu: 1_500, flags: INTERFACE_OF_UPLINK, ..InterfaceSettings::default() };
     let both = vec![(dpa, InterfaceSettings { masquerade4: v4, masquerade6: v6, ..none })];
     assert_eq!(take(&[v4.into(), v6.into()], 1_500).0, both);
     assert_eq!(take(&[v4.into(), v6.into()], 1_500), (both, 0));
@@ -844,7 +844,8 @@ fn settings_of_uplinks_follow_their_addresses_and_mtu() {
     assert_eq!(take(&[v4.into()], 1_500), (vec![(dpa, one)], 1));
     assert_eq!(take(&[v4.into()], 9_000), (vec![(dpa, InterfaceSettings { mtu: 9_000, ..one })], 1));
     assert_eq!(take(&[], 1_500), (vec![(dpa, none)], 1));
-    assert_eq!(take(&[], 65_536), (Vec::new(), 1), "it takes packets of any length");
+    let of_any = InterfaceSettings { mtu: 0, ..none };
+    assert_eq!(take(&[], 65_536), (vec![(dpa, of_any)], 1), "it takes packets of any length");
 }
 
 #[test]

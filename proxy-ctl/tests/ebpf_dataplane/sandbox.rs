@@ -20,7 +20,7 @@ use proxy_ctl::{
         self, Applied, Dataplane, Host, Programmed as _, Snapshot,
         ebpf::{EbpfDataplane, cleanup::cleanup, status::Pinned},
     },
-    sys::{bpf, filesystem, map::Map},
+    sys::{bpf, filesystem, map::Map, socket_storage},
 };
 
 /// As the controller does, once everything is written.
@@ -81,6 +81,15 @@ impl Sandbox {
     }
 
     /// With a dataplane that was opened there.
+    /// As [`Self::new`]. `None` also where the kernel does not let socket storage be read.
+    pub fn with_socket_storage() -> Option<Self> {
+        if let Some(obstacle) = socket_storage::obstacle() {
+            println!("skipped: {obstacle}");
+            return None;
+        }
+        Self::new()
+    }
+
     pub fn opened() -> Option<(Self, EbpfDataplane)> {
         let sandbox = Self::new()?;
         let dataplane = sandbox.open();

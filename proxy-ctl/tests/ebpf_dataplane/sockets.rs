@@ -206,7 +206,7 @@ const CASES: &[(&str, &[State], Option<&str>)] = &[
 
 #[test]
 fn sockets_follow_where_their_endpoint_goes_and_stay_where_it_serves() {
-    let Some(sandbox) = Sandbox::new() else { return };
+    let Some(sandbox) = Sandbox::with_socket_storage() else { return };
     let pod = Pod::new();
     serve(None);
     serve(Some(&pod));
@@ -266,7 +266,7 @@ fn is_answered(socket: &UdpSocket) -> bool {
 #[test]
 fn ten_thousand_changes_end_no_other_socket() {
     const CHANGES: u32 = 10_000;
-    let Some(sandbox) = Sandbox::new() else { return };
+    let Some(sandbox) = Sandbox::with_socket_storage() else { return };
     serve(None);
     let mut dataplane = sandbox.open();
     // It has the same endpoint all the time.
@@ -310,7 +310,7 @@ fn strangers_come_and_go() -> bool {
 
 #[test]
 fn connections_to_endpoints_that_are_gone_are_reset_where_that_is_wanted() {
-    let Some(mut sandbox) = Sandbox::new() else { return };
+    let Some(mut sandbox) = Sandbox::with_socket_storage() else { return };
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let web = |used: &[SocketAddr], unused: &[SocketAddr]| {

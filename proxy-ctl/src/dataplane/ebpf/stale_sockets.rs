@@ -45,7 +45,7 @@ use crate::{
         kernel_types::KernelTypes,
         network_namespaces::{NetworkNamespace, mounted},
         socket_diag::{SocketDiag, Transport, lacks},
-        socket_storage::{StorageReader, StoredSocket},
+        socket_storage::{self, StorageReader, StoredSocket},
     },
 };
 
@@ -419,7 +419,9 @@ pub(super) fn reach(sockets: SocketLoadBalancing, may_enter: bool) -> String {
         Ok(mounted()?.keys().filter(|inode| **inode != own).count())
     };
     let missing = match lacks(Transport::Udp) {
-        Ok(missing) => missing.map(|option| format!("the kernel lacks {option}")),
+        Ok(missing) => {
+            missing.map(|option| format!("the kernel lacks {option}")).or_else(socket_storage::obstacle)
+        }
         Err(error) => Some(error.to_string()),
     };
     match (sockets, missing) {

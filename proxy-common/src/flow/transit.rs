@@ -32,8 +32,7 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
     driver: &impl Driver<F>,
 ) -> Result<(), Reason> {
-    // A SYN may begin another flow.
-    if !is_simple(&scratch.packet) || (scratch.packet.is_tcp() && scratch.packet.opens()) {
+    if !is_simple(&scratch.packet) || may_begin_another(&scratch.packet) {
         return Err(Reason::NotAService);
     }
     scratch.origin = Origin::Outside;
@@ -106,6 +105,12 @@ fn is_simple<A: Address>(packet: &Packet<A>) -> bool {
     packet.fragment.part == Part::Whole && !packet.is_error()
 }
 
+/// A SYN may begin another flow.
+#[inline(always)]
+fn may_begin_another<A: Address>(packet: &Packet<A>) -> bool {
+    packet.is_tcp() && packet.opens()
+}
+
 /// Flows whose packets are never sent on without the stack.
 const OF_OTHERS: u32 = FLOW_FROM_HOST | FLOW_FROM_POD | FLOW_FOREIGN | FLOW_OF_NETFILTER;
 
@@ -147,8 +152,7 @@ pub(super) fn goes_past_stack<F: Family, T: FlowTables<F>>(
 ) -> bool {
     let Scratch { packet, flow, origin, .. } = scratch;
     let is_in_transit = matches!(step, Step::ToFrontend | Step::FromBackendMasqueraded);
-    // A SYN may begin another flow.
-    let is_plain = is_simple(packet) && !(packet.is_tcp() && packet.opens());
+    let is_plain = is_simple(packet) && !may_begin_another(packet);
     let is_let_out = flow.flags & OF_OTHERS == 0 && flow.is_masqueraded();
     let is_outsides = *origin == Origin::Outside && tables.sends_past_stack();
     is_outsides && is_in_transit && is_let_out && is_plain
@@ -159,7 +163,7 @@ pub(super) fn goes_past_stack<F: Family, T: FlowTables<F>>(
 #[inline(always)]
 pub(super) fn is_by_stack<A: Address>(Scratch { packet, flow, .. }: &Scratch<A>, step: Step) -> bool {
     let is_noted = step == Step::ToBackend && flow.is_of_a_pod() && flow.next_hop != KnownHop::default();
-    is_noted && !packet.is_error() && !(packet.is_tcp() && packet.opens())
+    is_noted && !packet.is_error() && !may_begin_another(packet)
 }
 
 /// Notes that the stack has let a packet of `scratch.flow` out. The client's entry comes first, in both tables, as another CPU may be copying it to the

@@ -1039,13 +1039,11 @@ fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error
     let settings = |interface: &Interface| {
         let (masquerade4, masquerade6) = masquerade(&interface.masquerade_addresses);
         let of_pods = if host.local_traffic.comes_in_by(interface) { INTERFACE_OF_PODS } else { 0 };
-        let (of_uplink, mtu) = match interface.role {
-            // No packet is longer than that.
-            Role::Uplink => (INTERFACE_OF_UPLINK, u16::try_from(interface.mtu).unwrap_or(0)),
-            Role::Workload => (0, 0),
-        };
+        let is_uplink = interface.role == Role::Uplink;
         // What comes back by a device without link headers cannot leave past the stack, so nothing goes there past it.
-        let of_uplink = if interface.ethernet { of_uplink } else { 0 };
+        let of_uplink = if is_uplink && interface.ethernet { INTERFACE_OF_UPLINK } else { 0 };
+        // 0, where it does not fit: no packet is longer than that.
+        let mtu = if is_uplink { u16::try_from(interface.mtu).unwrap_or(0) } else { 0 };
         InterfaceSettings { masquerade6, masquerade4, flags: of_pods | of_uplink, mtu }
     };
     let none = InterfaceSettings::default();

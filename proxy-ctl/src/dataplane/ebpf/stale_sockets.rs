@@ -412,16 +412,16 @@ impl<F: TableFamily> OfFamily<F> {
     }
 }
 
-/// Whose sockets are ended, for people. Ends none.
-pub(super) fn reach(sockets: SocketLoadBalancing, may_enter: bool) -> String {
+/// Whose sockets are ended, for people. Ends none. `may_load`: this process may load programs; otherwise the kernel is not asked for one.
+pub(super) fn reach(sockets: SocketLoadBalancing, may_enter: bool, may_load: bool) -> String {
     let in_sight = || -> io::Result<usize> {
         let own = NetworkNamespace::own()?.inode()?;
         Ok(mounted()?.keys().filter(|inode| **inode != own).count())
     };
     let missing = match lacks(Transport::Udp) {
-        Ok(missing) => {
-            missing.map(|option| format!("the kernel lacks {option}")).or_else(socket_storage::obstacle)
-        }
+        _ if sockets == SocketLoadBalancing::Off => None,
+        Ok(Some(option)) => Some(format!("the kernel lacks {option}")),
+        Ok(None) => may_load.then(socket_storage::obstacle).flatten(),
         Err(error) => Some(error.to_string()),
     };
     match (sockets, missing) {

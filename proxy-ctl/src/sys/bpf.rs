@@ -304,17 +304,17 @@ struct IteratorLinkCreate {
     _padding: u32,
 }
 
-/// Has an iterator visit the elements of a map. Linux 5.9.
-pub fn link_map_iterator(program: BorrowedFd<'_>, map: BorrowedFd<'_>) -> Result<OwnedFd, CallError> {
-    let map = number(map);
-    let info: *const u32 = &map;
+/// Has an iterator visit the elements of `map`, or else what there is in the network namespace that reads it. Linux 5.9.
+pub fn link_iterator(program: BorrowedFd<'_>, map: Option<BorrowedFd<'_>>) -> Result<OwnedFd, CallError> {
+    let map = map.map(number);
+    let info: *const u32 = map.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
     let mut attr = IteratorLinkCreate {
         program: number(program),
         target: 0,
         attach_type: bpf_attach_type::BPF_TRACE_ITER as u32,
         flags: 0,
         info: address(info),
-        info_length: size_of::<u32>() as u32,
+        info_length: if map.is_some() { size_of::<u32>() as u32 } else { 0 },
         _padding: 0,
     };
     // SAFETY: the kernel reads `info_length` bytes, which `map` keeps alive.

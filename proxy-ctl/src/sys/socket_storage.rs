@@ -1,15 +1,15 @@
-//! What BPF programs have stored with sockets, read for all sockets of all network namespaces: sock_diag tells it of TCP alone.
+//! What BPF programs have stored with sockets, which sock_diag tells of TCP alone.
 
 use std::{
     fs::File,
     io::{self, Read as _},
     marker::PhantomData,
-    os::fd::{AsFd as _, BorrowedFd, OwnedFd},
+    os::fd::{AsFd as _, AsRawFd as _, BorrowedFd, OwnedFd, RawFd},
 };
 
 use aya::Pod;
 
-use super::{CallError, bpf, kernel_types::KernelTypes, netlink::word};
+use super::{CallError, bpf, kernel_types::KernelTypes, netlink::word, socket_diag::Transport};
 
 /// A socket that has a value.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -26,7 +26,8 @@ pub struct StoredSocket<T> {
 /// What precedes each value.
 const HEADER: usize = 16;
 
-/// A program that reads maps of values of this type. Linux 5.9; needs CAP_BPF and CAP_PERFMON.
+/// Reads maps of values of this type, of all network namespaces at once. Linux 5.9; needs CAP_BPF and CAP_PERFMON.
+/// `EPERM` with both: a kernel that is locked down may refuse each iterator over a map; it still has [`SocketIterators`].
 #[derive(Debug)]
 pub struct StorageReader<T> {
     program: OwnedFd,
@@ -35,35 +36,98 @@ pub struct StorageReader<T> {
 
 impl<T: Pod> StorageReader<T> {
     pub fn load(types: &KernelTypes) -> Result<Self, CallError> {
-        let instructions = Offsets::find(types).map_err(CallError::of("reading the kernel's types"))?;
-        let function = types
-            .function("bpf_iter_bpf_sk_storage_map")
-            .map_err(CallError::of("reading the kernel's types"))?;
-        let program = bpf::load_iterator(function, &instructions.program(size_of::<T>()))?;
+        let find = || Ok((Offsets::find(types)?, types.function("bpf_iter_bpf_sk_storage_map")?));
+        let (offsets, function) = find().map_err(CallError::of("reading the kernel's types"))?;
+        let program = bpf::load_iterator(function, &offsets.program(&Visited::Value, size_of::<T>()))?;
         Ok(Self { program, types: PhantomData })
     }
 
     /// Every socket that has a value in `map`, which must be a socket storage of values of this type.
     pub fn read(&self, map: BorrowedFd<'_>) -> Result<Vec<StoredSocket<T>>, CallError> {
-        let found = bpf::map_info(map)?.value_size;
-        if found as usize != size_of::<T>() {
-            let problem = format!("values have {found} bytes, not {}", size_of::<T>());
-            return Err(CallError::new("reading socket storage", io::Error::other(problem)));
-        }
-        let link = bpf::link_map_iterator(self.program.as_fd(), map)?;
-        let mut bytes = Vec::new();
-        File::from(bpf::iterator(link.as_fd())?)
-            .read_to_end(&mut bytes)
-            .map_err(CallError::of("reading socket storage"))?;
-        Ok(bytes.chunks_exact(HEADER + size_of::<T>()).filter_map(parse).collect())
+        check::<T>(map)?;
+        read(bpf::link_iterator(self.program.as_fd(), Some(map))?.as_fd())
     }
 }
 
-/// Why socket storage cannot be read, where it cannot: kernels that are locked down may refuse such a program with `EPERM`.
+/// The kernel's iterators over the sockets of a network namespace.
+#[derive(Debug)]
+pub struct SocketIterators {
+    offsets: Offsets,
+    tcp: u32,
+    udp: u32,
+}
+
+impl SocketIterators {
+    pub fn find(types: &KernelTypes) -> Result<Self, CallError> {
+        let find = || {
+            let offsets = Offsets::find(types)?;
+            Ok(Self { offsets, tcp: types.function("bpf_iter_tcp")?, udp: types.function("bpf_iter_udp")? })
+        };
+        find().map_err(CallError::of("reading the kernel's types"))
+    }
+
+    /// What `map`, a socket storage of values of this type, has of sockets of these transports. Linux 5.11; needs CAP_BPF and
+    /// CAP_PERFMON.
+    pub fn storage<T: Pod>(
+        &self,
+        map: BorrowedFd<'_>,
+        transports: &[Transport],
+    ) -> Result<NamespaceStorage<T>, CallError> {
+        check::<T>(map)?;
+        let link = |transport: &Transport| {
+            let visited = Visited::Socket { map: map.as_raw_fd(), protocol: transport.number() };
+            let function = match transport {
+                Transport::Tcp => self.tcp,
+                Transport::Udp => self.udp,
+            };
+            let program = bpf::load_iterator(function, &self.offsets.program(&visited, size_of::<T>()))?;
+            bpf::link_iterator(program.as_fd(), None)
+        };
+        let links = transports.iter().map(link).collect::<Result<_, _>>()?;
+        Ok(NamespaceStorage { links, types: PhantomData })
+    }
+}
+
+/// A map that is read of one network namespace after the other.
+#[derive(Debug)]
+pub struct NamespaceStorage<T> {
+    links: Vec<OwnedFd>,
+    types: PhantomData<fn() -> T>,
+}
+
+impl<T: Pod> NamespaceStorage<T> {
+    /// Every socket of this thread's network namespace that has a value.
+    pub fn read(&self) -> Result<Vec<StoredSocket<T>>, CallError> {
+        let mut all = Vec::new();
+        for link in &self.links {
+            all.append(&mut read(link.as_fd())?);
+        }
+        Ok(all)
+    }
+}
+
+/// Why socket storage cannot be read of all network namespaces at once, where it cannot.
 pub fn obstacle() -> Option<String> {
     let types = KernelTypes::read().map_err(CallError::of("reading the kernel's types"));
     let loaded = types.and_then(|types| StorageReader::<u64>::load(&types));
-    loaded.err().map(|error| format!("the kernel does not let socket storage be read: {error}"))
+    loaded.err().map(|error| format!("the kernel does not let socket storage be read at once: {error}"))
+}
+
+fn check<T>(map: BorrowedFd<'_>) -> Result<(), CallError> {
+    let found = bpf::map_info(map)?.value_size;
+    if found as usize == size_of::<T>() {
+        return Ok(());
+    }
+    let problem = format!("values have {found} bytes, not {}", size_of::<T>());
+    Err(CallError::new("reading socket storage", io::Error::other(problem)))
+}
+
+fn read<T: Pod>(link: BorrowedFd<'_>) -> Result<Vec<StoredSocket<T>>, CallError> {
+    let mut bytes = Vec::new();
+    File::from(bpf::iterator(link)?)
+        .read_to_end(&mut bytes)
+        .map_err(CallError::of("reading socket storage"))?;
+    Ok(bytes.chunks_exact(HEADER + size_of::<T>()).filter_map(parse).collect())
 }
 
 fn parse<T: Pod>(record: &[u8]) -> Option<StoredSocket<T>> {
@@ -77,7 +141,16 @@ fn parse<T: Pod>(record: &[u8]) -> Option<StoredSocket<T>> {
     })
 }
 
+/// What an iterator visits, one after the other.
+enum Visited {
+    /// Values of a map, with their sockets.
+    Value,
+    /// Sockets of this protocol, whose values in `map` are looked up.
+    Socket { map: RawFd, protocol: u8 },
+}
+
 /// Where the kernel has what a record says of its socket.
+#[derive(Debug)]
 struct Offsets {
     cookie: u16,
     net: u16,
@@ -95,35 +168,53 @@ impl Offsets {
         })
     }
 
-    /// Writes a record for each socket: header and value.
-    fn program(&self, value: usize) -> [u64; 25] {
+    /// Writes a record for each socket that has a value: header and value.
+    fn program(&self, visited: &Visited, value: usize) -> Vec<u64> {
         const SEQ_WRITE: u64 = 127;
+        const SK_STORAGE_GET: u64 = 107;
         const HEADER_AT: i16 = -(HEADER as i16);
         const WORD: u64 = 0x61;
         const DOUBLE: u64 = 0x79;
         const HALF: u64 = 0x69;
+        const LEAVE_IF_ZERO: u64 = 0x15;
         let load = |size: u64, to: u64, from: u64, at: u16| size | to << 8 | from << 12 | u64::from(at) << 16;
         let store =
             |size: u64, from: u64, at: i16| size | 10 << 8 | from << 12 | u64::from(at.cast_unsigned()) << 16;
         let copy = |to: u64, from: u64| 0xbf | to << 8 | from << 12;
         let set = |to: u64, value: u64| 0xb7 | to << 8 | value << 32;
-        // To the end of the program, counted from the next instruction.
-        let leave_if_zero = |register: u64, distance: u64| 0x15 | register << 8 | distance << 16;
-        let call = 0x85 | SEQ_WRITE << 32;
-        [
-            copy(6, 1),
-            // The socket and its value; both are null at the end of the list.
-            load(DOUBLE, 7, 6, 16),
-            leave_if_zero(7, 20),
-            load(DOUBLE, 8, 6, 24),
-            leave_if_zero(8, 18),
+        let leave_if_zero = |register: u64| LEAVE_IF_ZERO | register << 8;
+        let call = |helper: u64| 0x85 | helper << 32;
+        let mut program = vec![copy(6, 1)];
+        // The socket to r7, its value to r8, its protocol to r9. All are null at the end of the list.
+        match visited {
+            Visited::Value => program.extend([
+                load(DOUBLE, 7, 6, 16),
+                leave_if_zero(7),
+                load(DOUBLE, 8, 6, 24),
+                leave_if_zero(8),
+                load(HALF, 9, 7, self.protocol),
+            ]),
+            Visited::Socket { map, protocol } => program.extend([
+                load(DOUBLE, 7, 6, 8),
+                leave_if_zero(7),
+                0x18 | 1 << 8 | 1 << 12 | u64::from(map.cast_unsigned()) << 32,
+                0,
+                copy(2, 7),
+                set(3, 0),
+                set(4, 0),
+                call(SK_STORAGE_GET),
+                leave_if_zero(0),
+                copy(8, 0),
+                set(9, u64::from(*protocol)),
+            ]),
+        }
+        program.extend([
+            store(0x63, 9, HEADER_AT + 12),
             load(DOUBLE, 1, 7, self.cookie),
             store(0x7b, 1, HEADER_AT),
             load(DOUBLE, 1, 7, self.net),
             load(WORD, 1, 1, self.inode),
             store(0x63, 1, HEADER_AT + 8),
-            load(HALF, 1, 7, self.protocol),
-            store(0x63, 1, HEADER_AT + 12),
             // meta.seq
             load(DOUBLE, 1, 6, 0),
             load(DOUBLE, 9, 1, 0),
@@ -131,14 +222,22 @@ impl Offsets {
             copy(2, 10),
             0x07 | 2 << 8 | u64::from((i32::from(HEADER_AT)).cast_unsigned()) << 32,
             set(3, HEADER as u64),
-            call,
+            call(SEQ_WRITE),
             copy(1, 9),
             copy(2, 8),
             set(3, value as u64),
-            call,
+            call(SEQ_WRITE),
             set(0, 0),
             0x95,
-        ]
+        ]);
+        let leave = program.len() - 2;
+        for (at, instruction) in program.iter_mut().enumerate() {
+            if *instruction & 0xff == LEAVE_IF_ZERO {
+                // Counted from the next instruction.
+                *instruction |= ((leave - at - 1) as u64) << 16;
+            }
+        }
+        program
     }
 }
 

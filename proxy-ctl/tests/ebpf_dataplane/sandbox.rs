@@ -80,8 +80,7 @@ impl Sandbox {
         Some(Self { config: Ebpf { bpffs, limits, cgroup: Some(cgroup.clone()), ..Ebpf::default() }, cgroup })
     }
 
-    /// With a dataplane that was opened there.
-    /// As [`Self::new`]. `None` also where the kernel does not let socket storage be read.
+    /// As [`Self::new`]. `None` also where the kernel does not let socket storage be read at once, as counting it needs.
     pub fn with_socket_storage() -> Option<Self> {
         if let Some(obstacle) = socket_storage::obstacle() {
             println!("skipped: {obstacle}");
@@ -90,6 +89,7 @@ impl Sandbox {
         Self::new()
     }
 
+    /// With a dataplane that was opened there.
     pub fn opened() -> Option<(Self, EbpfDataplane)> {
         let sandbox = Self::new()?;
         let dataplane = sandbox.open();

@@ -3,19 +3,30 @@
 use std::{
     fs::File,
     io::{BufRead as _, BufReader, ErrorKind, Read as _, Write as _},
-    net::{SocketAddr, UdpSocket},
+    net::{SocketAddr, TcpListener, TcpStream, UdpSocket},
+    os::fd::{AsFd as _, AsRawFd},
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
     sync::Arc,
     thread,
     time::{Duration, Instant},
 };
 
-use nix::sched::{CloneFlags, setns};
+use aya::maps::{Map, MapData, SkStorage};
+use nix::sched::{CloneFlags, setns, unshare};
+use proxy_common::layout::SocketOrigin;
 use proxy_ctl::{
     dataplane::{Dataplane, ebpf::EbpfDataplane},
     model::{
         desired::{Changes, DesiredPort},
         objects::Protocol,
+    },
+    sys::{
+        bpf,
+        kernel_types::KernelTypes,
+        namespace::socket_cookie,
+        network_namespaces::NetworkNamespace,
+        socket_diag::Transport,
+        socket_storage::{SocketIterators, StorageReader, StoredSocket},
     },
 };
 
@@ -206,7 +217,7 @@ const CASES: &[(&str, &[State], Option<&str>)] = &[
 
 #[test]
 fn sockets_follow_where_their_endpoint_goes_and_stay_where_it_serves() {
-    let Some(sandbox) = Sandbox::with_socket_storage() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     let pod = Pod::new();
     serve(None);
     serve(Some(&pod));
@@ -247,6 +258,47 @@ fn sockets_follow_where_their_endpoint_goes_and_stay_where_it_serves() {
     }
 }
 
+/// Where the kernel lets all namespaces be read at once, that way answers the same.
+#[test]
+fn what_is_stored_with_sockets_is_read_in_their_network_namespace() {
+    let Some((sandbox, _dataplane)) = Sandbox::opened() else { return };
+    let table = bpf::pinned(&sandbox.table("socket_origin4")).unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let tcp = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let [udp, without_value] = [(); 2].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
+    let own = NetworkNamespace::own().unwrap().inode().unwrap() as u32;
+    let pin = MapData::from_pin(sandbox.table("socket_origin4")).unwrap();
+    let mut values: SkStorage<_, SocketOrigin<[u8; 4]>> = SkStorage::try_from(Map::SkStorage(pin)).unwrap();
+    let mut stored = |socket: &dyn AsRawFd, cookie: u64, protocol: u32, backend_id: u32| {
+        let mut value = SocketOrigin::<[u8; 4]>::default();
+        value.backend_id = backend_id;
+        values.insert(&socket.as_raw_fd(), &value, 0).unwrap();
+        StoredSocket { cookie, namespace: own, protocol, value }
+    };
+    let expected =
+        [stored(&tcp, socket_cookie(&tcp).unwrap(), 6, 1), stored(&udp, socket_cookie(&udp).unwrap(), 17, 2)];
+    let types = KernelTypes::read().unwrap();
+    let iterators = SocketIterators::find(&types).unwrap();
+    let read =
+        |transports: &[Transport]| iterators.storage(table.as_fd(), transports).unwrap().read().unwrap();
+    assert_eq!(read(&[Transport::Tcp, Transport::Udp]), expected);
+    assert_eq!(read(&[Transport::Udp]), expected[1..]);
+    let elsewhere = thread::scope(|scope| {
+        let there = || unshare(CloneFlags::CLONE_NEWNET).map(|()| read(&[Transport::Udp]));
+        scope.spawn(there).join().unwrap().unwrap()
+    });
+    assert_eq!(elsewhere, []);
+    match StorageReader::<SocketOrigin<[u8; 4]>>::load(&types) {
+        Ok(reader) => {
+            let mut all = reader.read(table.as_fd()).unwrap();
+            all.sort_by_key(|socket| socket.value.backend_id);
+            assert_eq!(all, expected);
+        }
+        Err(error) => println!("not compared with what is read at once: {error}"),
+    }
+    drop(without_value);
+}
+
 /// Sockets that nobody has sent anywhere: of a process outside the cgroup.
 fn strangers(count: usize) -> Vec<UdpSocket> {
     let connected = || {
@@ -266,7 +318,7 @@ fn is_answered(socket: &UdpSocket) -> bool {
 #[test]
 fn ten_thousand_changes_end_no_other_socket() {
     const CHANGES: u32 = 10_000;
-    let Some(sandbox) = Sandbox::with_socket_storage() else { return };
+    let Some(sandbox) = Sandbox::new() else { return };
     serve(None);
     let mut dataplane = sandbox.open();
     // It has the same endpoint all the time.
@@ -310,8 +362,8 @@ fn strangers_come_and_go() -> bool {
 
 #[test]
 fn connections_to_endpoints_that_are_gone_are_reset_where_that_is_wanted() {
-    let Some(mut sandbox) = Sandbox::with_socket_storage() else { return };
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let Some(mut sandbox) = Sandbox::new() else { return };
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let web = |used: &[SocketAddr], unused: &[SocketAddr]| {
         let all = |some: &[SocketAddr]| {

@@ -172,11 +172,6 @@ impl Setting {
         self.proxy == ProxyKind::Ebpf && self.path == PathKind::Packets
     }
 
-    /// Connections of processes of the node, at least, are translated in the socket layer.
-    pub fn translates_sockets(self) -> bool {
-        self.proxy == ProxyKind::Ebpf && self.path != PathKind::Off
-    }
-
     /// Connections of pods are translated in the socket layer.
     pub fn pods_use_sockets(self) -> bool {
         self.proxy == ProxyKind::Ebpf && self.path == PathKind::Sockets && self.source == SourceKind::Preserve

@@ -532,7 +532,9 @@ impl EbpfDataplane {
         if !std::mem::replace(is_tried, true) {
             match SocketCounter::load() {
                 Ok(counter) => *sockets = Some(counter),
-                Err(error) => tracing::warn!(%error, "what hooks have missed of them stays uncounted"),
+                Err(error) => {
+                    tracing::warn!(%error, "connections of sockets are not counted anew: what hooks have missed of them stays uncounted")
+                }
             }
         }
         if let Some(counter) = sockets {

@@ -5,7 +5,7 @@
 //! dialled, and the socket is still connected there. The kernel compares its cookie, which no other socket ever has.
 //!
 //! All of it is done by a thread of its own, so that no change waits for it. Storage is read of all sockets at once; only namespaces
-//! that have a socket to end are visited.
+//! that have a socket to end are visited. A kernel that is locked down may refuse that: then it is read of each namespace by itself.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
@@ -22,7 +22,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use aya::Pod;
 use nix::sys::socket::AddressFamily;
 use proxy_common::{
     family::{V4, V6},
@@ -45,7 +44,7 @@ use crate::{
         kernel_types::KernelTypes,
         network_namespaces::{NetworkNamespace, mounted},
         socket_diag::{SocketDiag, Transport, lacks},
-        socket_storage::{self, StorageReader, StoredSocket},
+        socket_storage::{SocketIterators, StorageReader, StoredSocket},
     },
 };
 
@@ -140,8 +139,7 @@ impl StaleSockets {
         let own = |source| Error::Folder { path: "/proc/thread-self/ns/net".into(), source };
         let namespace = NetworkNamespace::own().map_err(own)?;
         let sweep = Sweep {
-            reader4: StorageReader::load(&types).map_err(Error::Sockets)?,
-            reader6: StorageReader::load(&types).map_err(Error::Sockets)?,
+            storage: Storage::open(&types).map_err(Error::Sockets)?,
             inode: namespace.inode().map_err(own)?,
             maps: paths.maps(),
             is_everywhere: config.sockets() == SocketLoadBalancing::All,
@@ -183,14 +181,33 @@ impl StaleSockets {
     }
 }
 
+/// How origins of sockets are read.
+enum Storage {
+    AtOnce {
+        v4: StorageReader<SocketOrigin<[u8; 4]>>,
+        v6: StorageReader<SocketOrigin<[u8; 16]>>,
+    },
+    /// In each network namespace.
+    ByNamespace(SocketIterators),
+}
+
+impl Storage {
+    fn open(types: &KernelTypes) -> Result<Self, CallError> {
+        match StorageReader::load(types) {
+            Ok(v4) => Ok(Self::AtOnce { v4, v6: StorageReader::load(types)? }),
+            Err(error) if error.errno() == libc::EPERM => SocketIterators::find(types).map(Self::ByNamespace),
+            Err(error) => Err(error),
+        }
+    }
+}
+
 /// What the thread has.
 struct Sweep {
     /// The folder of the pinned tables.
     maps: PathBuf,
     /// Not only in the node's own namespace.
     is_everywhere: bool,
-    reader4: StorageReader<SocketOrigin<[u8; 4]>>,
-    reader6: StorageReader<SocketOrigin<[u8; 16]>>,
+    storage: Storage,
     /// The node's own namespace, its inode, and its sockets.
     namespace: NetworkNamespace,
     inode: u64,
@@ -244,28 +261,60 @@ impl Sweep {
     }
 
     fn end_all(&self, transports: &[Transport]) -> Result<(), Error> {
-        let stale = self.stale(transports)?;
-        let outcome = self.visit(&stale);
+        let Found { stale, unread } = self.stale(transports)?;
+        let mut outcome = self.visit(&stale);
         if stale.values().flatten().any(|(_, cookie, _)| *cookie == 0) {
             // They have got their cookies when their namespace was visited.
-            return self.visit(&self.stale(transports)?);
+            outcome = self.visit(&self.stale(transports)?.stale);
         }
-        outcome
+        outcome.and(unread)
     }
 
-    fn stale(&self, transports: &[Transport]) -> Result<Stale, Error> {
+    fn stale(&self, transports: &[Transport]) -> Result<Found, Error> {
         loop {
             let growths = self.growths.load(Ordering::Acquire);
             let tables = OpenTables::open(&self.maps)?;
-            let mut stale = Stale::new();
             let find = Find { transports, node: self.inode, is_everywhere: self.is_everywhere };
-            find.add(&tables.v4, &tables.common, &self.reader4, &mut stale)?;
-            find.add(&tables.v6, &tables.common, &self.reader6, &mut stale)?;
+            let found = match &self.storage {
+                Storage::AtOnce { v4, v6 } => {
+                    let mut stale = Stale::new();
+                    find.add(&tables.v4, &tables.common, v4.read(tables.v4.origins.as_fd()), &mut stale)?;
+                    find.add(&tables.v6, &tables.common, v6.read(tables.v6.origins.as_fd()), &mut stale)?;
+                    Found { stale, unread: Ok(()) }
+                }
+                Storage::ByNamespace(iterators) => self.by_namespace(iterators, &find, &tables)?,
+            };
             // What was written after tables have grown is not in the former ones.
             if self.growths.load(Ordering::Acquire) == growths {
-                return Ok(stale);
+                return Ok(found);
             }
         }
+    }
+
+    fn by_namespace(
+        &self,
+        iterators: &SocketIterators,
+        find: &Find<'_>,
+        tables: &OpenTables,
+    ) -> Result<Found, Error> {
+        let v4 = iterators.storage(tables.v4.origins.as_fd(), find.transports).map_err(Error::Sockets)?;
+        let v6 = iterators.storage(tables.v6.origins.as_fd(), find.transports).map_err(Error::Sockets)?;
+        let mut stale = Stale::new();
+        let mut read_here = || {
+            find.add(&tables.v4, &tables.common, v4.read(), &mut stale)?;
+            find.add(&tables.v6, &tables.common, v6.read(), &mut stale)
+        };
+        read_here()?;
+        let mut unread = Ok(());
+        let mounts = if self.is_everywhere { mounted().map_err(Error::Mounts)? } else { BTreeMap::new() };
+        for (inode, path) in mounts.iter().filter(|(inode, _)| **inode != self.inode) {
+            match NetworkNamespace::open(path, *inode) {
+                Ok(Some(namespace)) => unread = unread.and(self.within(&namespace, &mut read_here)),
+                Ok(None) => {}
+                Err(error) => unread = unread.and(Err(Error::Mounts(error))),
+            }
+        }
+        Ok(Found { stale, unread })
     }
 
     /// Ends them, as far as that is possible: an error is that of the first namespace or socket where it is not.
@@ -289,7 +338,10 @@ impl Sweep {
     fn end_elsewhere(&self, inode: u64, mount: Option<&PathBuf>, sockets: &StaleOfOne) -> Result<(), Error> {
         let namespace = mount.map(|path| NetworkNamespace::open(path, inode)).transpose();
         match namespace.map_err(Error::Mounts)?.flatten() {
-            Some(namespace) => self.end_in(&namespace, sockets),
+            Some(namespace) => self.within(&namespace, || {
+                let diag = SocketDiag::open().map_err(Error::Sockets)?;
+                self.end(&diag, sockets)
+            }),
             None => {
                 tracing::debug!(
                     inode,
@@ -301,12 +353,16 @@ impl Sweep {
         }
     }
 
-    fn end_in(&self, namespace: &NetworkNamespace, sockets: &StaleOfOne) -> Result<(), Error> {
+    fn within(
+        &self,
+        namespace: &NetworkNamespace,
+        act: impl FnOnce() -> Result<(), Error>,
+    ) -> Result<(), Error> {
         namespace.enter().map_err(Error::OtherNamespaces)?;
-        let ended = SocketDiag::open().map_err(Error::Sockets).and_then(|diag| self.end(&diag, sockets));
+        let outcome = act();
         // A namespace lives as long as a thread is in it.
         self.namespace.enter().map_err(Error::Sockets)?;
-        ended
+        outcome
     }
 
     fn end(&self, diag: &SocketDiag, stale: &StaleOfOne) -> Result<(), Error> {
@@ -349,6 +405,12 @@ type StaleOfOne = HashSet<(Transport, u64, SocketAddr)>;
 /// By the inode of the network namespace.
 type Stale = BTreeMap<u64, StaleOfOne>;
 
+struct Found {
+    stale: Stale,
+    /// Why some network namespaces were not read.
+    unread: Result<(), Error>,
+}
+
 /// Which sockets are looked for.
 struct Find<'a> {
     transports: &'a [Transport],
@@ -362,14 +424,11 @@ impl Find<'_> {
         &self,
         of_family: &OfFamily<F>,
         services: &CommonTables,
-        reader: &StorageReader<SocketOrigin<F::Address>>,
+        sockets: Result<Vec<StoredSocket<SocketOrigin<F::Address>>>, CallError>,
         stale: &mut Stale,
-    ) -> Result<(), Error>
-    where
-        SocketOrigin<F::Address>: Pod,
-    {
+    ) -> Result<(), Error> {
         let lookups = Lookups::new(services, &of_family.tables);
-        for found in reader.read(of_family.origins.as_fd()).map_err(Error::Sockets)? {
+        for found in sockets.map_err(Error::Sockets)? {
             let StoredSocket { cookie, protocol, value: origin, .. } = found;
             let transport = u8::try_from(protocol).ok().and_then(Transport::from_number);
             let Some(transport) = transport.filter(|one| self.transports.contains(one)) else { continue };
@@ -412,16 +471,14 @@ impl<F: TableFamily> OfFamily<F> {
     }
 }
 
-/// Whose sockets are ended, for people. Ends none. `may_load`: this process may load programs; otherwise the kernel is not asked for one.
-pub(super) fn reach(sockets: SocketLoadBalancing, may_enter: bool, may_load: bool) -> String {
+/// Whose sockets are ended, for people. Ends none.
+pub(super) fn reach(sockets: SocketLoadBalancing, may_enter: bool) -> String {
     let in_sight = || -> io::Result<usize> {
         let own = NetworkNamespace::own()?.inode()?;
         Ok(mounted()?.keys().filter(|inode| **inode != own).count())
     };
     let missing = match lacks(Transport::Udp) {
-        _ if sockets == SocketLoadBalancing::Off => None,
-        Ok(Some(option)) => Some(format!("the kernel lacks {option}")),
-        Ok(None) => may_load.then(socket_storage::obstacle).flatten(),
+        Ok(missing) => missing.map(|option| format!("the kernel lacks {option}")),
         Err(error) => Some(error.to_string()),
     };
     match (sockets, missing) {

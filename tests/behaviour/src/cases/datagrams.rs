@@ -2,10 +2,8 @@
 
 use std::time::Duration;
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 use lab::{Agent, Dial, Outcome, Protocol, cluster::OUTSIDE, objects::State, wait};
-use proxy_ctl::sys::socket_storage;
-use scenario::Skip;
 
 use crate::{
     case::{Case, Difference, Variant, Variants},
@@ -114,11 +112,6 @@ fn through(world: &mut World, variant: Variant, change: impl FnOnce(&mut World) 
 
 /// Connected and unconnected sockets of all clients, which `web-1` answers.
 fn hold(world: &World, variant: Variant) -> Result<Vec<HeldSocket>> {
-    if world.setting.translates_sockets()
-        && let Some(obstacle) = socket_storage::obstacle()
-    {
-        bail!(Skip(obstacle));
-    }
     let mut held = Vec::new();
     for client in CLIENTS {
         let target = match client {

@@ -272,7 +272,7 @@ fn what_is_stored_with_sockets_is_read_in_their_network_namespace() {
     let mut stored = |socket: &dyn AsRawFd, cookie: u64, protocol: u32, backend_id: u32| {
         let mut value = SocketOrigin::<[u8; 4]>::default();
         value.backend_id = backend_id;
-        values.insert(&socket.as_raw_fd(), &value, 0).unwrap();
+        values.insert(&socket.as_raw_fd(), value, 0).unwrap();
         StoredSocket { cookie, namespace: own, protocol, value }
     };
     let expected =

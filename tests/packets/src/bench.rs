@@ -2,7 +2,7 @@
 //!
 //! With `WRITE_NANOSECONDS=1` in the environment the figures are written to `docs/benchmarks/nanoseconds.txt` too.
 
-use std::{env, fs, thread};
+use std::{env, fs, path::Path as FilePath, thread};
 
 use anyhow::{Context as _, Result, ensure};
 use proxy_common::{
@@ -22,6 +22,7 @@ use crate::{
         scene::*,
         transit::Uplink,
     },
+    katran::Katran,
     restored::Restored,
     wire::{Cut, Endpoint, KnownAddress, Segment, tcp, udp},
     world::{FlowOf, Globals, LOOPBACK, Tables, Verdict, World, frame_context, packet_context},
@@ -30,6 +31,8 @@ use crate::{
 const FIGURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/benchmarks/nanoseconds.txt");
 /// Set: the figures are written there.
 const WRITE: &str = "WRITE_NANOSECONDS";
+/// Set: the object file of a program to compare with.
+const KATRAN: &str = "KATRAN";
 
 const ROUNDS: usize = 5;
 /// In each round.
@@ -38,6 +41,7 @@ const RUNS: u32 = 65_536;
 const CALLS: u32 = 256;
 /// How many flows packets come from in turn, or how many they open.
 const SIZES: [u32; 4] = [1, 1_024, 65_536, 1_048_576];
+const SIZES_IN_WORDS: [&str; 4] = ["1", "1,024", "65,536", "1,048,576"];
 const ONE: &[u32] = &[1];
 const FEW: &[u32] = &[1, 1_024];
 const NEW: &[u32] = &[1_024];
@@ -235,7 +239,9 @@ impl Step {
             At::Pod => Some(packet_context(devices.pod.as_ref().map_or(0, |pod| pod.index), 0)),
         };
         let change = |bytes: &mut [u8], number| self.packet.change(bytes, number);
-        let mut restored = Restored::new(world, self.program, context, bytes, count, change)?;
+        let program =
+            world.ebpf.program(self.program).with_context(|| format!("no program {}", self.program))?;
+        let mut restored = Restored::new(program, context, bytes, count, change)?;
         let output = restored.run()?;
         let is = (output.verdict, output.packet != *bytes);
         ensure!(is == (self.verdict, self.is_changed), "{}: {is:?}", self.program);
@@ -550,7 +556,11 @@ pub(crate) fn run(object: &[u8], filter: &str) -> Result<()> {
         machine()?
     );
     println!("{head}");
-    let figures = [head, family::<V4>(object, filter)?, family::<V6>(object, filter)?].join("\n");
+    let katran = match env::var_os(KATRAN) {
+        Some(object) => beside(object.as_ref())?,
+        None => String::new(),
+    };
+    let figures = [head, katran, family::<V4>(object, filter)?, family::<V6>(object, filter)?].join("\n");
     if env::var_os(WRITE).is_some() {
         ensure!(filter.is_empty(), "{WRITE} is for all figures");
         fs::write(FIGURES, figures).with_context(|| format!("writing {FIGURES}"))?;
@@ -574,20 +584,50 @@ fn family<W: Tables + 'static>(object: &[u8], filter: &str) -> Result<String> {
                 loaded = Some((path.globals, count, world));
             }
             let (_, _, world) = loaded.as_mut().context("no world")?;
-            let mut rounds = path.nanoseconds(world, count).with_context(|| path.name.clone())?;
-            rounds.sort_unstable();
-            cells[column] = format!("{} ({})", rounds[ROUNDS / 2], rounds[0]);
+            let rounds = path.nanoseconds(world, count).with_context(|| path.name.clone())?;
+            cells[column] = median(rounds.into_iter().map(Ok))?;
         }
     }
-    let sizes = ["1", "1,024", "65,536", "1,048,576"];
-    let mut text = format!("\n{:<44} {}\n", W::NAME, sizes.map(|size| format!("{size:>12}")).concat());
-    for (path, cells) in paths.iter().zip(cells) {
-        let row = format!("{:<44} {}", path.name, cells.map(|cell| format!("{cell:>12}")).concat());
-        text.push_str(row.trim_end());
-        text.push('\n');
-    }
+    let mut text = format!("\n{}", row(W::NAME, SIZES_IN_WORDS.map(str::to_owned)));
+    text.extend(paths.iter().zip(cells).map(|(path, cells)| row(&path.name, cells)));
     print!("{text}");
     Ok(text)
+}
+
+/// Of Katran's program, given as an object file.
+fn beside(object: &FilePath) -> Result<String> {
+    let known = SIZES.map(|count| {
+        let katran = Katran::load(object, 3 * count.max(1_024))?;
+        let mut restored = katran.known_flows(count)?;
+        median((0..ROUNDS).map(|_| restored.nanoseconds(1, RUNS.max(count))))
+    });
+    let katran = Katran::load(object, RUNS)?;
+    let mut foreign = katran.of_no_service()?;
+    let foreign = median((0..ROUNDS).map(|_| foreign.nanoseconds(1, RUNS)));
+    // Each takes the place of one of an earlier round.
+    katran.known_flows(RUNS)?;
+    let opening = (1..).take(ROUNDS).map(|round| katran.new_flows(RUNS, round * RUNS)?.nanoseconds(1, RUNS));
+    let opening = median(opening);
+    let mut rows = vec![row("katran", SIZES_IN_WORDS.map(str::to_owned))];
+    rows.push(row("of no service", [foreign?, String::new(), String::new(), String::new()]));
+    let [one, some, many, most] = known;
+    rows.push(row("known flow, encapsulated", [one?, some?, many?, most?]));
+    rows.push(row("new flow, in place of another", [String::new(), String::new(), opening?, String::new()]));
+    let text = format!("\n{}", rows.concat());
+    print!("{text}");
+    Ok(text)
+}
+
+/// With the least in brackets.
+fn median(rounds: impl Iterator<Item = Result<u64>>) -> Result<String> {
+    let mut rounds = rounds.collect::<Result<Vec<_>>>()?;
+    rounds.sort_unstable();
+    Ok(format!("{} ({})", rounds[rounds.len() / 2], rounds[0]))
+}
+
+fn row(name: &str, cells: [String; SIZES.len()]) -> String {
+    let row = format!("{name:<44} {}", cells.map(|cell| format!("{cell:>12}")).concat());
+    format!("{}\n", row.trim_end())
 }
 
 /// `AMD EPYC, 2 cores, Linux 6.18.44`.

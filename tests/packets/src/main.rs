@@ -7,6 +7,7 @@
 
 mod bench;
 mod cases;
+mod katran;
 mod restored;
 mod wire;
 mod world;

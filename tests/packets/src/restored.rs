@@ -23,7 +23,7 @@ use proxy_ctl::sys::{
     map::Map as Table,
 };
 
-use crate::world::{Output, Verdict, World};
+use crate::world::{Output, Verdict};
 
 /// Bytes that are restored: programs change no others.
 const HEADERS: usize = 128;
@@ -43,8 +43,7 @@ pub(crate) struct Restored {
 impl Restored {
     /// The packets have the length of `packet`, and the headers that `change` makes for numbers below `count`, a power of two.
     pub(crate) fn new(
-        world: &World,
-        program: &str,
+        program: &Program,
         context: Option<Vec<u8>>,
         packet: &[u8],
         count: u32,
@@ -76,7 +75,6 @@ impl Restored {
         let called = ProgramArray::try_from(Map::ProgramArray(MapData::from_id(
             bpf::map_info(programs.as_fd())?.id,
         )?))?;
-        let program = world.ebpf.program(program).with_context(|| format!("no program {program}"))?;
         let is_xdp = matches!(program, Program::Xdp(_));
         let first = first(is_xdp, [&counter, &packets, &programs], count, packet.len());
         Ok(Self {

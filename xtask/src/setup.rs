@@ -198,7 +198,7 @@ fn install_bpf_linker() -> Result<()> {
 /// What looks at the sources.
 fn install_checks() -> Result<()> {
     let without = Some("its check will be skipped");
-    for (component, program) in [("rustfmt", "cargo-fmt"), ("clippy", "cargo-clippy")] {
+    for (component, program) in [("rustfmt", "cargo-fmt"), ("clippy", "clippy-driver")] {
         if find(program).is_none() && find("rustup").is_some() {
             step(&format!("installing {component} by rustup, for the tests"), without, || {
                 execute(Command::new("rustup").args(["component", "add", component]).current_dir(workspace()))
@@ -287,7 +287,7 @@ fn print_state() -> bool {
     for (program, why, optional) in [
         ("bpf-linker", "linking the kernel programs", false),
         ("cargo-fmt", "tests: format", true),
-        ("cargo-clippy", "tests: lints", true),
+        ("clippy-driver", "tests: lints", true),
         ("cargo-deny", "tests: licences and sources of dependencies", true),
     ] {
         line(program, at(program), why, optional);

@@ -183,6 +183,17 @@ fn send_lines(pipe: impl io::Read + Send + 'static, to: mpsc::Sender<Line>, as_l
 }
 
 impl Report {
+    /// Of one check, which each of these complaints fails.
+    pub(crate) fn of_check(complaints: String, elapsed: Duration) -> Self {
+        let failed = u64::from(!complaints.is_empty());
+        Self {
+            count: Count { passed: 1 - failed, failed, skipped: 0 },
+            text: complaints,
+            elapsed,
+            ..Self::default()
+        }
+    }
+
     /// A line of a test program.
     fn take(&mut self, line: &str) {
         let summary = Count::in_line(line);

@@ -17,6 +17,7 @@ use crate::{
     setup,
     suites::{self, Count, Kind, Report, Suite},
     test_programs::{
+        CLIPPY,
         Choice::{Bin, Libraries, Test},
         TestPrograms,
     },
@@ -82,7 +83,12 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     for suite in checks {
         total.add(suite, arguments)?;
     }
-    let programs = TestPrograms::build()?;
+    let (programs, lints) = TestPrograms::build()?;
+    if let Some(lints) = lints
+        && total.is_asked_for("clippy", arguments)
+    {
+        total.record("clippy", lints);
+    }
     for suite in user_suites(&programs)? {
         total.add(suite, arguments)?;
     }
@@ -136,12 +142,15 @@ impl Total {
     fn add(&mut self, suite: Suite, arguments: &Arguments) -> Result<()> {
         let name = suite.name;
         if self.is_asked_for(name, arguments) {
-            let report = suite.run()?;
-            print_report(name, &report);
-            self.skips.extend(report.skips.iter().map(|skip| format!("{name}: {skip}")));
-            self.count += report.count;
+            self.record(name, suite.run()?);
         }
         Ok(())
+    }
+
+    fn record(&mut self, name: &str, report: Report) {
+        print_report(name, &report);
+        self.skips.extend(report.skips.iter().map(|skip| format!("{name}: {skip}")));
+        self.count += report.count;
     }
 
     /// Others than those that are asked for are not downloaded.
@@ -194,21 +203,22 @@ fn suite(name: &'static str, kind: Kind, command: Command) -> Suite {
     Suite { name, kind, commands: vec![command], limit: suites::LIMIT }
 }
 
-/// What looks at the sources only; and which of it cannot be done here, for want of which program.
+/// What looks at the sources only; and which checks cannot be done here, for want of which program.
 fn checks() -> (Vec<Suite>, Vec<(&'static str, &'static str)>) {
     let deny = |what: &[&str]| {
         let mut command = cargo(&["deny", "--log-level", "error", "check"]);
         command.args(what);
         command
     };
-    let lints = ["clippy", "-q", "--all-targets", "--", "-D", "warnings"];
     let all = [
         ("cargo-fmt", suite("format", Kind::Check, cargo(&["fmt", "--all", "--check"]))),
         ("cargo-deny", suite("licences and sources", Kind::Check, deny(&["bans", "licenses", "sources"]))),
         ("cargo-deny", suite("advisories", Kind::Online, deny(&["advisories"]))),
-        ("cargo-clippy", suite("clippy", Kind::Check, cargo(&lints))),
     ];
     let (mut suites, mut missing) = (Vec::new(), Vec::new());
+    if find(CLIPPY).is_none() {
+        missing.push(("clippy", CLIPPY));
+    }
     for (program, suite) in all {
         if find(program).is_some() {
             suites.push(suite);

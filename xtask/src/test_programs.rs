@@ -1,23 +1,37 @@
 //! The programs of all test suites, built by one call of cargo.
 //!
 //! `cargo test --test <name>` and `cargo test --bin <name>` look at the packages that have such a target only. These enable
-//! other features of what all depend on, so that cargo would build most of it anew for nearly every suite.
+//! other features of what all depend on, so that cargo would build most of it anew for nearly every suite. Clippy is the compiler of this build:
+//! by a command of its own it would compile everything a second time.
 
 use std::{
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    time::Instant,
 };
 
 use anyhow::{Context as _, Result, bail};
 use serde_json::Value;
 
 use crate::{
-    command::{as_root, cargo, describe},
-    suites::{self, Kind, Suite},
+    command::{as_root, cargo, describe, find},
+    suites::{self, Kind, Report, Suite},
 };
+
+/// Compiles and lints.
+pub(crate) const CLIPPY: &str = "clippy-driver";
 
 #[derive(Debug)]
 pub(crate) struct TestPrograms(Vec<TestProgram>);
+
+/// What the compiler says in these messages of cargo's, in JSON, as people read it.
+fn complaints(messages: &str) -> String {
+    let rendered = |message: &str| {
+        let message: Value = serde_json::from_str(message).ok()?;
+        Some(message["message"]["rendered"].as_str()?.to_owned())
+    };
+    messages.lines().filter_map(rendered).collect()
+}
 
 #[derive(Debug, Eq, PartialEq)]
 struct TestProgram {
@@ -40,16 +54,23 @@ pub(crate) enum Choice<'a> {
 }
 
 impl TestPrograms {
-    pub(crate) fn build() -> Result<Self> {
-        let mut command =
-            cargo(&["test", "-q", "--no-run", "--tests", "--message-format", "json-render-diagnostics"]);
+    /// Also what the lints say, if clippy is installed.
+    pub(crate) fn build() -> Result<(Self, Option<Report>)> {
+        let began = Instant::now();
+        let clippy = find(CLIPPY);
+        let mut command = cargo(&["test", "-q", "--no-run", "--tests", "--message-format", "json"]);
+        if let Some(clippy) = &clippy {
+            command.env("RUSTC_WORKSPACE_WRAPPER", clippy);
+        }
         let name = describe(&command);
         let output = command.stderr(Stdio::inherit()).output().with_context(|| format!("starting {name}"))?;
-        if !output.status.success() {
-            bail!("{name}: {}", output.status);
-        }
         let messages = String::from_utf8_lossy(&output.stdout);
-        Ok(Self(messages.lines().filter_map(TestProgram::in_message).collect()))
+        let lints = Report::of_check(complaints(&messages), began.elapsed());
+        if !output.status.success() {
+            bail!("{}{name}: {}", lints.text, output.status);
+        }
+        let programs = messages.lines().filter_map(TestProgram::in_message).collect();
+        Ok((Self(programs), clippy.map(|_| lints)))
     }
 
     /// Tests with what is given to their harness.
@@ -151,6 +172,13 @@ mod tests {
         assert_eq!(TestProgram::in_message(&message(false, r#""/w/target/cluster-1""#)), None);
         assert_eq!(TestProgram::in_message(&message(true, "null")), None);
         assert_eq!(TestProgram::in_message(r#"{"reason":"build-finished","success":true}"#), None);
+    }
+
+    #[test]
+    fn messages_of_the_compiler_are_complaints() {
+        let messages = r#"{"reason":"compiler-artifact","executable":null}
+            {"reason":"compiler-message","message":{"level":"warning","rendered":"warning: useless use of `vec!`"}}"#;
+        assert_eq!(complaints(messages), "warning: useless use of `vec!`");
     }
 
     #[test]

@@ -209,7 +209,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     let machine = Machine { kernel: arguments.kernel, arch: arguments.arch, mode: arguments.mode };
     machine.provide()?;
     let extent = if arguments.lean { Extent::Lean } else { Extent::Core };
-    let programs = TestPrograms::build()?;
+    let (programs, _lints) = TestPrograms::build()?;
     let mut succeeded = true;
     let commands = machine.commands(extent, &programs, &arguments.filter, arguments.program.as_deref())?;
     ensure!(!commands.is_empty(), "--program: no machine of this mode and extent runs it");

@@ -50,9 +50,14 @@ fn build() -> Result<(), String> {
     }
     let toolchain = Toolchain::find().ok_or(MISSING)?;
     println!("cargo:rustc-env=PROXY_EBPF_BUILT_WITH={}", toolchain.describe());
-    let target = out.join("bpf");
+    let target = shared(&out).join("bpf");
     toolchain.build(&workspace, &target)?;
     copy(&target.join(TARGET).join("bpf/proxy-ebpf"), &object)
+}
+
+/// The folder of all of cargo's builds: the object is the same in each, and compiling it takes a minute.
+fn shared(out: &Path) -> &Path {
+    out.ancestors().find(|folder| folder.join("CACHEDIR.TAG").is_file()).unwrap_or(out)
 }
 
 /// What can compile Rust for BPF here.

@@ -4,8 +4,6 @@ use std::{
     collections::BTreeSet,
     fs,
     process::{Command, ExitCode},
-    sync::{Mutex, PoisonError, mpsc},
-    thread,
     time::{Duration, Instant},
 };
 
@@ -94,12 +92,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     for suite in user_suites(&programs)? {
         total.add(suite, arguments)?;
     }
-    let RootSuites { first, beside_each_other, last } = root_suites(&programs, arguments)?;
-    for suite in first {
-        total.add(suite, arguments)?;
-    }
-    total.add_beside_each_other(beside_each_other, arguments)?;
-    for suite in last {
+    for suite in root_suites(&programs, arguments)? {
         total.add(suite, arguments)?;
     }
     // Every run of the tests waits for this one.
@@ -152,27 +145,6 @@ impl Total {
             self.record(name, suite.run()?);
         }
         Ok(())
-    }
-
-    /// Two at a time, told in the order in which they end.
-    fn add_beside_each_other(&mut self, mut suites: Vec<Suite>, arguments: &Arguments) -> Result<()> {
-        suites.retain(|suite| self.is_asked_for(suite.name, arguments));
-        let waiting = Mutex::new(suites.into_iter());
-        let next = || waiting.lock().unwrap_or_else(PoisonError::into_inner).next();
-        let (ended, reports) = mpsc::channel();
-        thread::scope(|scope| {
-            for ended in [ended.clone(), ended] {
-                scope.spawn(move || {
-                    while let Some(suite) = next()
-                        && ended.send((suite.name, suite.run())).is_ok()
-                    {}
-                });
-            }
-            reports.iter().try_for_each(|(name, report)| {
-                self.record(name, report?);
-                Ok(())
-            })
-        })
     }
 
     fn record(&mut self, name: &str, report: Report) {
@@ -274,15 +246,7 @@ fn tests_of_proxy_ctl() -> Result<Vec<String>> {
     names.collect::<Result<_>>().with_context(|| format!("reading {}", folder.display()))
 }
 
-struct RootSuites {
-    first: Vec<Suite>,
-    /// Each in network namespaces of its own, and waiting for half of its time.
-    beside_each_other: Vec<Suite>,
-    /// They measure times, or need what others have.
-    last: Vec<Suite>,
-}
-
-fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<RootSuites> {
+fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Suite>> {
     let own = tests_of_proxy_ctl()?;
     let own: Vec<_> = own.iter().map(|name| Test(name)).collect();
     let behaviour =
@@ -293,14 +257,11 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<RootSui
             command.env("FORGED_CLIENTS", "1000000").env("SUSTAINED_SECONDS", "60");
         }
     }
-    let first = vec![
+    let mut suites = vec![
         programs.suite_as_root("unit as root", &[Libraries], &["--ignored", "as_root"])?,
         programs.suite_as_root("proxy-ctl", &own, &[])?,
         packets,
         programs.suite_as_root("lab", &[Test("cluster")], &[])?,
-    ];
-    let beside_each_other = vec![
-        programs.suite_as_root("life cycle", &[Test("life_cycle")], &[])?,
         behaviour("behaviour sockets", &on_path(arguments, "sockets", &["--lean"]))?,
         behaviour("behaviour packets", &on_path(arguments, "packets", &["--lean"]))?,
         behaviour("behaviour unseen", &on_path(arguments, "unseen", &["--core", "--lean"]))?,
@@ -308,13 +269,12 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<RootSui
         behaviour("behaviour iptables", &in_mode(arguments, "iptables"))?,
         behaviour("behaviour nftables", &in_mode(arguments, "nftables"))?,
         behaviour("behaviour userspace", &in_mode(arguments, "userspace"))?,
-        programs.suite_as_root("sources", &[Test("sources")], &[])?,
-    ];
-    let mut last = vec![
         programs.suite_as_root("differential", &[Bin("differential")], &differential(arguments))?,
         programs.suite_as_root("differential ebpf", &[Bin("differential")], &differential_ebpf(arguments))?,
         random(programs, arguments)?,
         programs.suite_as_root("switching", &[Bin("switching")], &switching(arguments))?,
+        programs.suite_as_root("sources", &[Test("sources")], &[])?,
+        programs.suite_as_root("life cycle", &[Test("life_cycle")], &[])?,
         programs.suite_as_root("surface", &[Test("surface")], &[])?,
         programs.suite_as_root("bench", &[Test("bench")], &[])?,
     ];
@@ -332,12 +292,12 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<RootSui
             command.env(variable, &value);
         }
     }
-    last.push(deploy);
+    suites.push(deploy);
     if arguments.kube_proxy {
-        last.push(behaviour("kube-proxy iptables", &["--proxy", "kube-proxy-iptables"])?);
-        last.push(behaviour("kube-proxy nftables", &["--proxy", "kube-proxy-nftables"])?);
+        suites.push(behaviour("kube-proxy iptables", &["--proxy", "kube-proxy-iptables"])?);
+        suites.push(behaviour("kube-proxy nftables", &["--proxy", "kube-proxy-nftables"])?);
     }
-    Ok(RootSuites { first, beside_each_other, last })
+    Ok(suites)
 }
 
 /// `in_every_run`: flags that choose some of the scenarios, unless all are asked for.

@@ -11,6 +11,7 @@ use std::{
     ffi::OsString,
     fmt::Display,
     fs,
+    hash::{DefaultHasher, Hash as _, Hasher as _},
     path::{Path, PathBuf},
     process::Command,
 };
@@ -50,14 +51,17 @@ fn build() -> Result<(), String> {
     }
     let toolchain = Toolchain::find().ok_or(MISSING)?;
     println!("cargo:rustc-env=PROXY_EBPF_BUILT_WITH={}", toolchain.describe());
-    let target = shared(&out).join("bpf");
+    let target = toolchain.folder(&workspace, &out);
+    // Until it is copied, no other build may change what is there.
+    let lock = target.join("lock");
+    let locked = fs::create_dir_all(&target).and_then(|()| {
+        let file = fs::File::create(&lock)?;
+        file.lock()?;
+        Ok(file)
+    });
+    let _locked = locked.map_err(|error| format!("{}: {error}", lock.display()))?;
     toolchain.build(&workspace, &target)?;
     copy(&target.join(TARGET).join("bpf/proxy-ebpf"), &object)
-}
-
-/// The folder of all of cargo's builds: the object is the same in each, and compiling it takes a minute.
-fn shared(out: &Path) -> &Path {
-    out.ancestors().find(|folder| folder.join("CACHEDIR.TAG").is_file()).unwrap_or(out)
 }
 
 /// What can compile Rust for BPF here.
@@ -96,6 +100,15 @@ impl Toolchain {
             Compiler::Nightly => version(Command::new("rustup").args(["run", NIGHTLY, "rustc"])),
         };
         format!("{compiler}, {}", version(&mut Command::new(&self.linker)))
+    }
+
+    /// That of all cargo's builds has one for these sources and tools: the object is the same in each, and compiling it takes a minute.
+    fn folder(&self, workspace: &Path, out: &Path) -> PathBuf {
+        let mut hash = DefaultHasher::new();
+        (workspace, self.describe()).hash(&mut hash);
+        // `<target>[/<triple>]/<profile>/build/<package>/out`
+        let all = out.ancestors().take(6).find(|folder| folder.join("CACHEDIR.TAG").is_file());
+        all.unwrap_or(out).join(format!("bpf-{:016x}", hash.finish()))
     }
 
     fn build(&self, workspace: &Path, target: &Path) -> Result<(), String> {

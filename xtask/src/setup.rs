@@ -12,6 +12,7 @@ use anyhow::{Result, bail};
 
 use crate::{
     command::{as_root, cargo, find, output, run as execute, workspace},
+    test_programs::clippy,
     toolchain::{NIGHTLY, nightly_has_source, prebuilt_compiler},
 };
 
@@ -198,8 +199,8 @@ fn install_bpf_linker() -> Result<()> {
 /// What looks at the sources.
 fn install_checks() -> Result<()> {
     let without = Some("its check will be skipped");
-    for (component, program) in [("rustfmt", "cargo-fmt"), ("clippy", "clippy-driver")] {
-        if find(program).is_none() && find("rustup").is_some() {
+    for (component, is_there) in [("rustfmt", find("cargo-fmt").is_some()), ("clippy", clippy().is_some())] {
+        if !is_there && find("rustup").is_some() {
             step(&format!("installing {component} by rustup, for the tests"), without, || {
                 execute(Command::new("rustup").args(["component", "add", component]).current_dir(workspace()))
             })?;

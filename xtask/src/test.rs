@@ -17,9 +17,8 @@ use crate::{
     setup,
     suites::{self, Count, Kind, Report, Suite},
     test_programs::{
-        CLIPPY,
         Choice::{Bin, Libraries, Test},
-        TestPrograms,
+        TestPrograms, clippy,
     },
     vm::{self, Extent, Machine},
 };
@@ -216,8 +215,8 @@ fn checks() -> (Vec<Suite>, Vec<(&'static str, &'static str)>) {
         ("cargo-deny", suite("advisories", Kind::Online, deny(&["advisories"]))),
     ];
     let (mut suites, mut missing) = (Vec::new(), Vec::new());
-    if find(CLIPPY).is_none() {
-        missing.push(("clippy", CLIPPY));
+    if clippy().is_none() {
+        missing.push(("clippy", "the compiler's clippy-driver"));
     }
     for (program, suite) in all {
         if find(program).is_some() {

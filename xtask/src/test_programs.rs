@@ -14,15 +14,20 @@ use anyhow::{Context as _, Result, bail};
 use serde_json::Value;
 
 use crate::{
-    command::{as_root, cargo, describe, find},
+    command::{as_root, cargo, describe, find, output},
     suites::{self, Kind, Report, Suite},
 };
 
-/// Compiles and lints.
-pub(crate) const CLIPPY: &str = "clippy-driver";
-
 #[derive(Debug)]
 pub(crate) struct TestPrograms(Vec<TestProgram>);
+
+/// Clippy, if it is that of the compiler: rustup has a program of this name also where the component is missing.
+pub(crate) fn clippy() -> Option<PathBuf> {
+    let clippy = find("clippy-driver")?;
+    let version = |command: &mut Command| output(command.arg("-vV")).ok();
+    let compiler = version(&mut Command::new("rustc"))?;
+    (version(Command::new(&clippy).arg("rustc"))? == compiler).then_some(clippy)
+}
 
 /// What the compiler says in these messages of cargo's, in JSON, as people read it.
 fn complaints(messages: &str) -> String {
@@ -57,18 +62,21 @@ impl TestPrograms {
     /// Also what the lints say, if clippy is installed.
     pub(crate) fn build() -> Result<(Self, Option<Report>)> {
         let began = Instant::now();
-        let clippy = find(CLIPPY);
-        let mut command = cargo(&["test", "-q", "--no-run", "--tests", "--message-format", "json"]);
+        let clippy = clippy();
+        let mut command =
+            cargo(&["test", "-q", "--no-run", "--tests", "--benches", "--message-format", "json"]);
         if let Some(clippy) = &clippy {
             command.env("RUSTC_WORKSPACE_WRAPPER", clippy);
         }
         let name = describe(&command);
-        let output = command.stderr(Stdio::inherit()).output().with_context(|| format!("starting {name}"))?;
-        let messages = String::from_utf8_lossy(&output.stdout);
-        let lints = Report::of_check(complaints(&messages), began.elapsed());
-        if !output.status.success() {
-            bail!("{}{name}: {}", lints.text, output.status);
+        let built = command.stderr(Stdio::inherit()).output().with_context(|| format!("starting {name}"))?;
+        let messages = String::from_utf8_lossy(&built.stdout);
+        let complaints = complaints(&messages);
+        eprint!("{complaints}");
+        if !built.status.success() {
+            bail!("{name}: {}", built.status);
         }
+        let lints = Report::of_check(complaints.is_empty(), began.elapsed());
         let programs = messages.lines().filter_map(TestProgram::in_message).collect();
         Ok((Self(programs), clippy.map(|_| lints)))
     }

@@ -58,12 +58,16 @@ pub struct SocketIterators {
 }
 
 impl SocketIterators {
-    pub fn find(types: &KernelTypes) -> Result<Self, CallError> {
+    /// `EPERM`: the kernel refuses these too.
+    pub fn open(types: &KernelTypes) -> Result<Self, CallError> {
+        const RETURN_0: [u64; 2] = [0xb7, 0x95];
         let find = || {
             let offsets = Offsets::find(types)?;
             Ok(Self { offsets, tcp: types.function("bpf_iter_tcp")?, udp: types.function("bpf_iter_udp")? })
         };
-        find().map_err(CallError::of("reading the kernel's types"))
+        let found = find().map_err(CallError::of("reading the kernel's types"))?;
+        bpf::load_iterator(found.udp, &RETURN_0)?;
+        Ok(found)
     }
 
     /// What `map`, a socket storage of values of this type, has of sockets of these transports. Linux 5.11; needs CAP_BPF and
@@ -96,13 +100,9 @@ pub struct NamespaceStorage<T> {
 }
 
 impl<T: Pod> NamespaceStorage<T> {
-    /// Every socket of this thread's network namespace that has a value.
-    pub fn read(&self) -> Result<Vec<StoredSocket<T>>, CallError> {
-        let mut all = Vec::new();
-        for link in &self.links {
-            all.append(&mut read(link.as_fd())?);
-        }
-        Ok(all)
+    /// Every socket of this thread's network namespace that has a value, by transport.
+    pub fn read(&self) -> impl Iterator<Item = Result<Vec<StoredSocket<T>>, CallError>> {
+        self.links.iter().map(|link| read(link.as_fd()))
     }
 }
 
@@ -123,10 +123,18 @@ fn check<T>(map: BorrowedFd<'_>) -> Result<(), CallError> {
 }
 
 fn read<T: Pod>(link: BorrowedFd<'_>) -> Result<Vec<StoredSocket<T>>, CallError> {
-    let mut bytes = Vec::new();
-    File::from(bpf::iterator(link)?)
-        .read_to_end(&mut bytes)
-        .map_err(CallError::of("reading socket storage"))?;
+    /// The kernel's own buffer. A read that asks for less ends in the middle of a table, and some iterators go on from there by counting.
+    const AT_ONCE: usize = 32 << 10;
+    let (mut file, mut bytes, mut buffer) = (File::from(bpf::iterator(link)?), Vec::new(), vec![0; AT_ONCE]);
+    loop {
+        match file.read(&mut buffer) {
+            Ok(0) => break,
+            Ok(length) => bytes.extend_from_slice(&buffer[..length]),
+            // It has visited a million sockets, and found none of these.
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            Err(error) => return Err(CallError::new("reading socket storage", error)),
+        }
+    }
     Ok(bytes.chunks_exact(HEADER + size_of::<T>()).filter_map(parse).collect())
 }
 

@@ -560,7 +560,8 @@ pub(crate) fn run(object: &[u8], filter: &str) -> Result<()> {
         Some(object) => beside(object.as_ref())?,
         None => String::new(),
     };
-    let figures = [head, katran, family::<V4>(object, filter)?, family::<V6>(object, filter)?].join("\n");
+    let figures =
+        [head + "\n", katran, family::<V4>(object, filter)?, family::<V6>(object, filter)?].concat();
     if env::var_os(WRITE).is_some() {
         ensure!(filter.is_empty(), "{WRITE} is for all figures");
         fs::write(FIGURES, figures).with_context(|| format!("writing {FIGURES}"))?;

@@ -104,7 +104,7 @@ fn gather(config: &Ebpf, host: &HostFacts) -> Facts {
         // Who may not load programs knows it by the version.
         set_retval: is_helper_supported(ProgramType::CgroupSockAddr, BpfHelper::BPF_FUNC_set_retval)
             .unwrap_or(version >= Some(SET_RETVAL)),
-        stale_sockets: stale_sockets::reach(config.sockets(), may_mount),
+        stale_sockets: stale_sockets::reach(config.sockets(), may_mount, may_load),
     }
 }
 

@@ -15,7 +15,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Arc,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
         mpsc::{Receiver, RecvTimeoutError, Sender, channel},
     },
     thread::{self, JoinHandle},
@@ -84,6 +84,7 @@ pub(super) struct StaleSockets {
 
 #[derive(Debug)]
 struct Running {
+    is_over: Arc<AtomicBool>,
     /// `None`: it is to end.
     requests: Option<Sender<Transport>>,
     thread: Option<JoinHandle<()>>,
@@ -91,6 +92,7 @@ struct Running {
 
 impl Drop for Running {
     fn drop(&mut self) {
+        self.is_over.store(true, Ordering::Relaxed);
         self.requests = None;
         if let Some(thread) = self.thread.take()
             && thread.join().is_err()
@@ -134,6 +136,7 @@ impl StaleSockets {
 
     fn start(paths: &Paths, config: &Ebpf, transports: BTreeSet<Transport>) -> Result<Self, Error> {
         let (ended, growths) = (Arc::new(Ended::default()), Arc::new(AtomicU64::new(0)));
+        let is_over = Arc::new(AtomicBool::new(false));
         let types = KernelTypes::read()
             .map_err(|source| Error::Folder { path: "/sys/kernel/btf/vmlinux".into(), source })?;
         let own = |source| Error::Folder { path: "/proc/thread-self/ns/net".into(), source };
@@ -147,6 +150,7 @@ impl StaleSockets {
             namespace,
             ended: Arc::clone(&ended),
             growths: Arc::clone(&growths),
+            is_over: Arc::clone(&is_over),
             problem: None,
         };
         let (requests, received) = channel();
@@ -154,7 +158,7 @@ impl StaleSockets {
             .name("stale-sockets".to_owned())
             .spawn(move || sweep.run(&received))
             .map_err(|source| Error::Sockets(CallError::new("starting a thread", source)))?;
-        let running = Running { requests: Some(requests), thread: Some(thread) };
+        let running = Running { is_over, requests: Some(requests), thread: Some(thread) };
         Ok(Self { ended, growths, transports, running: Some(running) })
     }
 
@@ -195,7 +199,7 @@ impl Storage {
     fn open(types: &KernelTypes) -> Result<Self, CallError> {
         match StorageReader::load(types) {
             Ok(v4) => Ok(Self::AtOnce { v4, v6: StorageReader::load(types)? }),
-            Err(error) if error.errno() == libc::EPERM => SocketIterators::find(types).map(Self::ByNamespace),
+            Err(error) if error.errno() == libc::EPERM => SocketIterators::open(types).map(Self::ByNamespace),
             Err(error) => Err(error),
         }
     }
@@ -214,6 +218,8 @@ struct Sweep {
     node: SocketDiag,
     ended: Arc<Ended>,
     growths: Arc<AtomicU64>,
+    /// The thread is to end.
+    is_over: Arc<AtomicBool>,
     /// Of the last pass.
     problem: Option<String>,
 }
@@ -300,14 +306,29 @@ impl Sweep {
         let v4 = iterators.storage(tables.v4.origins.as_fd(), find.transports).map_err(Error::Sockets)?;
         let v6 = iterators.storage(tables.v6.origins.as_fd(), find.transports).map_err(Error::Sockets)?;
         let mut stale = Stale::new();
+        // What cannot be read keeps nobody from ending what can.
         let mut read_here = || {
-            find.add(&tables.v4, &tables.common, v4.read(), &mut stale)?;
-            find.add(&tables.v6, &tables.common, v6.read(), &mut stale)
+            let mut outcome = Ok(());
+            for sockets in v4.read() {
+                outcome = outcome.and(find.add(&tables.v4, &tables.common, sockets, &mut stale));
+            }
+            for sockets in v6.read() {
+                outcome = outcome.and(find.add(&tables.v6, &tables.common, sockets, &mut stale));
+            }
+            outcome
         };
-        read_here()?;
-        let mut unread = Ok(());
-        let mounts = if self.is_everywhere { mounted().map_err(Error::Mounts)? } else { BTreeMap::new() };
+        let mut unread = read_here();
+        let mounts = match if self.is_everywhere { mounted() } else { Ok(BTreeMap::new()) } {
+            Ok(mounts) => mounts,
+            Err(error) => {
+                unread = unread.and(Err(Error::Mounts(error)));
+                BTreeMap::new()
+            }
+        };
         for (inode, path) in mounts.iter().filter(|(inode, _)| **inode != self.inode) {
+            if self.is_over.load(Ordering::Relaxed) {
+                break;
+            }
             match NetworkNamespace::open(path, *inode) {
                 Ok(Some(namespace)) => unread = unread.and(self.within(&namespace, &mut read_here)),
                 Ok(None) => {}
@@ -471,14 +492,20 @@ impl<F: TableFamily> OfFamily<F> {
     }
 }
 
-/// Whose sockets are ended, for people. Ends none.
-pub(super) fn reach(sockets: SocketLoadBalancing, may_enter: bool) -> String {
+/// Whose sockets are ended, for people. Ends none. `may_load`: this process may load programs; otherwise the kernel is not asked for one.
+pub(super) fn reach(sockets: SocketLoadBalancing, may_enter: bool, may_load: bool) -> String {
     let in_sight = || -> io::Result<usize> {
         let own = NetworkNamespace::own()?.inode()?;
         Ok(mounted()?.keys().filter(|inode| **inode != own).count())
     };
+    let refused = || {
+        let types = KernelTypes::read().map_err(CallError::of("reading the kernel's types"));
+        types.and_then(|types| Storage::open(&types)).err().map(|error| error.to_string())
+    };
     let missing = match lacks(Transport::Udp) {
-        Ok(missing) => missing.map(|option| format!("the kernel lacks {option}")),
+        _ if sockets == SocketLoadBalancing::Off => None,
+        Ok(Some(option)) => Some(format!("the kernel lacks {option}")),
+        Ok(None) => may_load.then(refused).flatten(),
         Err(error) => Some(error.to_string()),
     };
     match (sockets, missing) {

@@ -222,7 +222,7 @@ fn all_reach(world: &World, service: &ServiceFixture, servers: &[&str]) -> Resul
 /// any start in a machine that is emulated.
 fn restarts(path: PathKind) -> u32 {
     match path {
-        PathKind::Sockets | PathKind::Packets if wait::patience() == 1 => 20,
+        PathKind::Sockets | PathKind::Packets if wait::patience() == 1 => 10,
         PathKind::Sockets | PathKind::Packets | PathKind::Unseen | PathKind::Off => 5,
     }
 }

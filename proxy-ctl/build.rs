@@ -106,8 +106,8 @@ impl Toolchain {
     fn folder(&self, workspace: &Path, out: &Path) -> PathBuf {
         let mut hash = DefaultHasher::new();
         (workspace, self.describe()).hash(&mut hash);
-        // `<target>[/<triple>]/<profile>/build/<package>/out`
-        let all = out.ancestors().take(6).find(|folder| folder.join("CACHEDIR.TAG").is_file());
+        // `<target>[/<triple>]/<profile>/build/<package>/out`; the triple's folder has a tag too.
+        let all = out.ancestors().take(6).filter(|folder| folder.join("CACHEDIR.TAG").is_file()).last();
         all.unwrap_or(out).join(format!("bpf-{:016x}", hash.finish()))
     }
 

@@ -4,6 +4,8 @@ use std::{
     collections::BTreeSet,
     fs,
     process::{Command, ExitCode},
+    sync::mpsc,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -91,7 +93,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     for suite in user_suites(&programs)? {
         total.add(suite, arguments)?;
     }
-    for suite in root_suites(&programs, arguments)? {
+    let RootSuites { beside_each_other, alone } = root_suites(&programs, arguments)?;
+    total.add_beside_each_other(beside_each_other, arguments)?;
+    for suite in alone {
         total.add(suite, arguments)?;
     }
     // Every run of the tests waits for this one.
@@ -144,6 +148,29 @@ impl Total {
             self.record(name, suite.run()?);
         }
         Ok(())
+    }
+
+    /// All at once, told in the order in which they end.
+    fn add_beside_each_other<const COUNT: usize>(
+        &mut self,
+        suites: [Suite; COUNT],
+        arguments: &Arguments,
+    ) -> Result<()> {
+        let (ended, reports) = mpsc::channel();
+        thread::scope(|scope| {
+            for suite in suites {
+                if self.is_asked_for(suite.name, arguments) {
+                    let ended = ended.clone();
+                    // Whoever waits for the reports has failed if nobody takes this one.
+                    scope.spawn(move || ended.send((suite.name, suite.run())).is_ok());
+                }
+            }
+            drop(ended);
+            reports.into_iter().try_for_each(|(name, report)| {
+                self.record(name, report?);
+                Ok(())
+            })
+        })
     }
 
     fn record(&mut self, name: &str, report: Report) {
@@ -245,7 +272,13 @@ fn tests_of_proxy_ctl() -> Result<Vec<String>> {
     names.collect::<Result<_>>().with_context(|| format!("reading {}", folder.display()))
 }
 
-fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Suite>> {
+struct RootSuites {
+    /// One waits nearly all the time, and one has one CPU only.
+    beside_each_other: [Suite; 2],
+    alone: Vec<Suite>,
+}
+
+fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<RootSuites> {
     let own = tests_of_proxy_ctl()?;
     let own: Vec<_> = own.iter().map(|name| Test(name)).collect();
     let behaviour =
@@ -256,10 +289,10 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
             command.env("FORGED_CLIENTS", "1000000").env("SUSTAINED_SECONDS", "60");
         }
     }
+    let life_cycle = programs.suite_as_root("life cycle", &[Test("life_cycle")], &[])?;
     let mut suites = vec![
         programs.suite_as_root("unit as root", &[Libraries], &["--ignored", "as_root"])?,
         programs.suite_as_root("proxy-ctl", &own, &[])?,
-        packets,
         programs.suite_as_root("lab", &[Test("cluster")], &[])?,
         behaviour("behaviour sockets", &on_path(arguments, "sockets", &["--lean"]))?,
         behaviour("behaviour packets", &on_path(arguments, "packets", &["--lean"]))?,
@@ -273,7 +306,6 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
         random(programs, arguments)?,
         programs.suite_as_root("switching", &[Bin("switching")], &switching(arguments))?,
         programs.suite_as_root("sources", &[Test("sources")], &[])?,
-        programs.suite_as_root("life cycle", &[Test("life_cycle")], &[])?,
         programs.suite_as_root("surface", &[Test("surface")], &[])?,
         programs.suite_as_root("bench", &[Test("bench")], &[])?,
     ];
@@ -296,7 +328,7 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<Vec<Sui
         suites.push(behaviour("kube-proxy iptables", &["--proxy", "kube-proxy-iptables"])?);
         suites.push(behaviour("kube-proxy nftables", &["--proxy", "kube-proxy-nftables"])?);
     }
-    Ok(suites)
+    Ok(RootSuites { beside_each_other: [life_cycle, packets], alone: suites })
 }
 
 /// `in_every_run`: flags that choose some of the scenarios, unless all are asked for.

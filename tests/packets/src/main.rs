@@ -12,7 +12,10 @@ mod restored;
 mod wire;
 mod world;
 
-use std::{collections::HashMap, process::ExitCode};
+use std::{
+    collections::{HashMap, hash_map::Entry},
+    process::ExitCode,
+};
 
 use anyhow::{Context as _, Result};
 use nix::{
@@ -32,7 +35,34 @@ pub(crate) fn object() -> Result<Vec<u8>> {
     }
 }
 
-type Worlds = HashMap<WorldKind, World>;
+/// Each is loaded for the first case that needs it: verifiers take seconds for one.
+struct Worlds {
+    object: Vec<u8>,
+    loaded: HashMap<WorldKind, World>,
+}
+
+impl Worlds {
+    fn get(&mut self, kind: WorldKind) -> Result<&mut World> {
+        Ok(match self.loaded.entry(kind) {
+            Entry::Occupied(loaded) => loaded.into_mut(),
+            Entry::Vacant(none) => none.insert(load(&self.object, kind)?),
+        })
+    }
+}
+
+fn load(object: &[u8], kind: WorldKind) -> Result<World> {
+    let usual = Globals { lease: 1, ..Globals::default() };
+    let resetting = Globals { resets_gone: 1, drop_unallocated: 1, answer_ping: 1, past_stack: 1, ..usual };
+    let load = |globals, sizes| World::load(object, globals, sizes);
+    match kind {
+        WorldKind::Usual => load(usual, Sizes::Small),
+        WorldKind::Resetting => load(resetting, Sizes::Small),
+        WorldKind::HostPackets => load(Globals { host_packets: 1, ..resetting }, Sizes::Small),
+        WorldKind::Masquerading => load(Globals { masquerade_as_kube_proxy: 1, ..usual }, Sizes::Small),
+        WorldKind::Large => load(usual, Sizes::Default),
+        WorldKind::Moving => load(usual, Sizes::Moving)?.moving(object),
+    }
+}
 
 fn start() -> Result<Started<Worlds>> {
     if !Uid::effective().is_root() {
@@ -44,18 +74,7 @@ fn start() -> Result<Started<Worlds>> {
     let mut one_cpu = CpuSet::new();
     one_cpu.set(0)?;
     sched_setaffinity(Pid::from_raw(0), &one_cpu).context("staying on one CPU")?;
-    let object = object()?;
-    let usual = Globals { lease: 1, ..Globals::default() };
-    let resetting = Globals { resets_gone: 1, drop_unallocated: 1, answer_ping: 1, past_stack: 1, ..usual };
-    let load = |globals, sizes| World::load(&object, globals, sizes);
-    Ok(Ok(HashMap::from([
-        (WorldKind::Usual, load(usual, Sizes::Small)?),
-        (WorldKind::Resetting, load(resetting, Sizes::Small)?),
-        (WorldKind::HostPackets, load(Globals { host_packets: 1, ..resetting }, Sizes::Small)?),
-        (WorldKind::Masquerading, load(Globals { masquerade_as_kube_proxy: 1, ..usual }, Sizes::Small)?),
-        (WorldKind::Large, load(usual, Sizes::Default)?),
-        (WorldKind::Moving, load(usual, Sizes::Moving)?.moving(&object)?),
-    ])))
+    Ok(Ok(Worlds { object: object()?, loaded: HashMap::new() }))
 }
 
 fn main() -> ExitCode {
@@ -76,7 +95,7 @@ fn main() -> ExitCode {
     }
     let cases = cases::all().into_iter().map(|Case { name, world, run }| {
         Scenario::new(name, move |worlds: &mut Worlds| {
-            let world = worlds.get_mut(&world).context("no such world")?;
+            let world = worlds.get(world)?;
             world.clear()?;
             run(world)
         })

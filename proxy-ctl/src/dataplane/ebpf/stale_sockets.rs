@@ -318,13 +318,8 @@ impl Sweep {
             outcome
         };
         let mut unread = read_here();
-        let mounts = match if self.is_everywhere { mounted() } else { Ok(BTreeMap::new()) } {
-            Ok(mounts) => mounts,
-            Err(error) => {
-                unread = unread.and(Err(Error::Mounts(error)));
-                BTreeMap::new()
-            }
-        };
+        let (mounts, seen) = mounts_if(self.is_everywhere);
+        unread = unread.and(seen);
         for (inode, path) in mounts.iter().filter(|(inode, _)| **inode != self.inode) {
             if self.is_over.load(Ordering::Relaxed) {
                 break;
@@ -341,10 +336,7 @@ impl Sweep {
     /// Ends them, as far as that is possible: an error is that of the first namespace or socket where it is not.
     fn visit(&self, stale: &Stale) -> Result<(), Error> {
         let others = stale.keys().any(|inode| *inode != self.inode);
-        let (mounts, mut outcome) = match if others { mounted() } else { Ok(BTreeMap::new()) } {
-            Ok(mounts) => (mounts, Ok(())),
-            Err(error) => (BTreeMap::new(), Err(Error::Mounts(error))),
-        };
+        let (mounts, mut outcome) = mounts_if(others);
         for (inode, sockets) in stale {
             let ended = if *inode == self.inode {
                 self.end(&self.node, sockets)
@@ -418,6 +410,14 @@ impl Sweep {
         self.ended.of(transport).fetch_add(ended, Ordering::Relaxed);
         tracing::debug!(ended, ?family, ?transport, "sockets whose endpoint is gone were ended");
         outcome
+    }
+}
+
+/// Where the network namespaces are mounted, and why that cannot be known. None, if they are not `wanted`.
+fn mounts_if(wanted: bool) -> (BTreeMap<u64, PathBuf>, Result<(), Error>) {
+    match if wanted { mounted() } else { Ok(BTreeMap::new()) } {
+        Ok(mounts) => (mounts, Ok(())),
+        Err(error) => (BTreeMap::new(), Err(Error::Mounts(error))),
     }
 }
 

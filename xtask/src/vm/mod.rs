@@ -69,7 +69,7 @@ pub(crate) enum Kernel {
 enum TestedMode {
     /// The core ones, on both paths
     Ebpf,
-    /// All of them, with what most kernels lack too: tests of IPVS and ipset, and SCTP in the other modes
+    /// All of them, with what most kernels lack too: tests of IPVS, ipset and bonds, and SCTP in the other modes
     Ipvs,
 }
 
@@ -309,6 +309,9 @@ const CALM: &str = "udevadm control --exit; echo 1 >/sys/kernel/rcu_expedited";
 /// frames that are 512 bytes only without being rounded up.
 const PROGRAMS_LOAD: &str = "what the programs take of stack and verifier";
 
+/// Needs a kernel with bonds.
+const BONDS: &str = "the_kernel_runs_the_program_of_a_bond_on_its_ports";
+
 /// What the guest's shell does: all of it, whatever fails.
 fn inside(
     programs: &TestPrograms,
@@ -319,11 +322,13 @@ fn inside(
 ) -> Result<String> {
     let mut commands = Vec::new();
     if mode == TestedMode::Ipvs {
-        commands.push("modprobe -a ip_vs ip_set dummy".to_owned());
+        commands.push("modprobe -a ip_vs ip_set dummy bonding".to_owned());
     }
     if mode == TestedMode::Ipvs && is_first {
         let unit_tests = programs.executable(Choice::Library("proxy_ctl"))?.display();
         commands.push(format!("{unit_tests} --ignored --show-output ipvs:: ipset:: link:: answers::"));
+        let dataplane = programs.executable(Choice::Test("ebpf_dataplane"))?.display();
+        commands.push(format!("{dataplane} --show-output {BONDS}"));
     }
     if is_first {
         let packets = programs.executable(Choice::Test("packets"))?.display();

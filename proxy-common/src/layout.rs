@@ -844,8 +844,10 @@ pub const NODE_ADDRESS_LOOPBACK: u32 = 1;
 
 /// What comes in by the interface is traffic of pods.
 pub const INTERFACE_OF_PODS: u16 = 1;
-/// It is an uplink whose packets have link headers: packets may leave by it past the stack.
+/// It is an uplink: packets may leave by it past the stack.
 pub const INTERFACE_OF_UPLINK: u16 = 2;
+/// Its packets have no link headers, as those of IPIP and WireGuard.
+pub const INTERFACE_WITHOUT_LINK_HEADERS: u16 = 4;
 
 /// Table `interfaces`, hash by interface index: what the programs need to know of those of which they need to know anything.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

@@ -58,10 +58,12 @@ pub(crate) fn redirected(action: i64) -> Option<i32> {
     (action == i64::from(TC_ACT_REDIRECT)).then_some(action as i32)
 }
 
+/// Of `pkt_type`: for the link address of the interface that the packet has come by.
+pub(crate) const PACKET_HOST: u32 = 0;
+
 /// A redirected packet has the link address of another interface, so the kernel has marked it PACKET_OTHERHOST.
 #[inline(always)]
 pub(crate) fn accept(ctx: &TcContext) {
-    const PACKET_HOST: u32 = 0;
     // SAFETY: the context of this program. Fails for no type that a received packet has.
     let _changed = unsafe { bpf_skb_change_type(ctx.skb.skb, PACKET_HOST) };
 }

@@ -2,14 +2,16 @@
 //! sees neither direction, and what goes from outside to a backend on another node, or back. All that there is to be done to them at the egress of
 //! the uplink is done there, as to all others.
 
+use core::ptr;
+
 use aya_ebpf::{
     bindings::{__sk_buff, TC_ACT_UNSPEC, bpf_redir_neigh as NextHop},
-    helpers::{bpf_redirect_neigh, bpf_skb_vlan_pop},
+    helpers::{bpf_redirect_neigh, bpf_skb_change_head, bpf_skb_vlan_pop},
     programs::TcContext,
 };
 use proxy_common::{
     flow::{FlowTables, Scratch, not_past_stack},
-    layout::INTERFACE_OF_UPLINK,
+    layout::{INTERFACE_OF_UPLINK, INTERFACE_WITHOUT_LINK_HEADERS},
     packet::{Bytes as _, Network, Packet, Rewrite, shorten_lifetime},
     port::Port,
     reason::Reason,
@@ -17,7 +19,8 @@ use proxy_common::{
 
 use crate::{
     flow::FlowScratch,
-    host::redirected,
+    frame::{BARE, ETHERNET},
+    host::{PACKET_HOST, redirected},
     maps,
     route::{self, FOUND, NO_NEIGHBOUR, Route, TOO_LONG},
     skb::Skb,
@@ -63,35 +66,49 @@ fn redirect_answer<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, networ
     let Some(scratch) = F::scratch() else { return NOT_THIS };
     let Packet { source, destination, source_port, destination_port, .. } = &scratch.packet;
     let ends = (source, *source_port, destination, *destination_port);
-    // SAFETY: not read.
-    let is_target = |interface| unsafe { maps::redirect_sources.get(interface) }.is_some();
-    redirect::<F>(skb, network, scratch, ends, is_target, Reason::AnswerPastStack)
+    let target = |interface| {
+        // SAFETY: not read.
+        unsafe { maps::redirect_sources.get(interface) }.map(|_| Target::WithLinkHeaders)
+    };
+    redirect::<F>(skb, network, scratch, ends, target, Reason::AnswerPastStack)
 }
 
 // As above.
 #[inline(never)]
 fn redirect_translated<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, network: u32) -> i32 {
-    const PACKET_HOST: u32 = 0;
     let Some(scratch) = F::scratch() else { return NOT_THIS };
     // SAFETY: fields of the context.
     let (kind, is_tagged) = unsafe { ((*skb).pkt_type, (*skb).vlan_present != 0) };
-    // A switch floods the others, and the stack drops them.
-    if kind != PACKET_HOST {
+    // For other link addresses, flooded by a switch: the stack drops these.
+    if network != BARE && kind != PACKET_HOST {
         return NOT_THIS;
     }
-    // A priority, which is the card's alone.
+    // With id 0 the tag is a priority, for the link that the packet has come by.
     // SAFETY: the context of this program.
     if is_tagged && unsafe { bpf_skb_vlan_pop(skb) } != 0 {
         return NOT_THIS;
     }
     let Rewrite { source, destination, source_port, destination_port, .. } = &scratch.action.rewrite;
     let ends = (source, *source_port, destination, *destination_port);
-    let is_target = |interface| {
+    let target = |interface| {
         // SAFETY: read at once. An element that is removed meanwhile becomes no other interface's before the next change.
         let flags = unsafe { maps::interfaces.get(interface) }.map_or(0, |settings| settings.flags);
-        flags & INTERFACE_OF_UPLINK != 0
+        if flags & INTERFACE_OF_UPLINK == 0 {
+            None
+        } else if flags & INTERFACE_WITHOUT_LINK_HEADERS == 0 {
+            Some(Target::WithLinkHeaders)
+        } else {
+            Some(Target::WithoutLinkHeaders)
+        }
     };
-    redirect::<F>(skb, network, scratch, ends, is_target, Reason::SentPastStack)
+    redirect::<F>(skb, network, scratch, ends, target, Reason::SentPastStack)
+}
+
+/// An interface that packets may leave by.
+#[derive(Clone, Copy, Eq, PartialEq)]
+enum Target {
+    WithLinkHeaders,
+    WithoutLinkHeaders,
 }
 
 /// `ends` are those that the packet has now.
@@ -101,7 +118,7 @@ fn redirect<F: FlowScratch + Network + Route>(
     network: u32,
     scratch: &Scratch<F::Address>,
     (source, source_port, destination, destination_port): (&F::Address, Port, &F::Address, Port),
-    is_target: impl FnOnce(u32) -> bool,
+    target: impl FnOnce(u32) -> Option<Target>,
     reason: Reason,
 ) -> i32 {
     let ctx = &TcContext::new(skb);
@@ -120,25 +137,39 @@ fn redirect<F: FlowScratch + Network + Route>(
         TOO_LONG => return NOT_THIS,
         _ => return NO_WAY,
     }
-    if !is_target(parameters.ifindex) {
-        return NO_WAY;
-    }
-    // SAFETY: integers, whichever they are: of IPv4 only the first counts.
-    let address = unsafe { parameters.__bindgen_anon_4.ipv6_dst };
-    // A gateway may be of IPv6 where the packet is of IPv4, which the lookup tells.
-    let mut next_hop = NextHop { nh_family: parameters.family.into(), ..no_next_hop() };
-    next_hop.__bindgen_anon_1.ipv6_nh = address;
-    // SAFETY: the parameters with their size; since 5.10. Without effect unless the program ends with this verdict.
-    let verdict = redirected(unsafe {
-        bpf_redirect_neigh(parameters.ifindex, &raw mut next_hop, size_of::<NextHop>() as i32, 0)
-    });
-    match verdict {
+    let Some(target) = target(parameters.ifindex) else { return NO_WAY };
+    let sent = if target == Target::WithLinkHeaders {
+        // SAFETY: integers, whichever they are: of IPv4 only the first counts.
+        let address = unsafe { parameters.__bindgen_anon_4.ipv6_dst };
+        // A gateway may be of IPv6 where the packet is of IPv4, which the lookup tells.
+        let mut next_hop = NextHop { nh_family: parameters.family.into(), ..no_next_hop() };
+        next_hop.__bindgen_anon_1.ipv6_nh = address;
+        // SAFETY: the parameters with their size; since 5.10. Without effect unless the program ends with this verdict.
+        unsafe { bpf_redirect_neigh(parameters.ifindex, &raw mut next_hop, size_of::<NextHop>() as i32, 0) }
+    } else {
+        // A tunnel without fixed remote takes it from the route, which the kernel looks up again where no next hop is given.
+        // SAFETY: as above.
+        unsafe { bpf_redirect_neigh(parameters.ifindex, ptr::null_mut(), 0, 0) }
+    };
+    let Some(network) = with_link_header(skb, network) else { return NOT_THIS };
+    match redirected(sent) {
         Some(verdict) if shorten_lifetime::<F, _>(bytes, network).is_ok() => {
             count(reason);
             verdict
         }
         Some(_) | None => NOT_THIS,
     }
+}
+
+/// Gives the packet room for a link header, which bpf_redirect_neigh expects, and takes off again. Answers with where its network header begins then.
+#[inline(always)]
+fn with_link_header(skb: *mut __sk_buff, network: u32) -> Option<u32> {
+    if network != BARE {
+        return Some(network);
+    }
+    // SAFETY: the context of this program.
+    let grown = unsafe { bpf_skb_change_head(skb, ETHERNET, 0) };
+    (grown == 0).then_some(ETHERNET)
 }
 
 /// By the first bytes of an IP header: the stack looks at options, or a pod could choose its way by source routing.

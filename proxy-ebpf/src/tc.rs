@@ -7,7 +7,7 @@ use aya_ebpf::{
 use proxy_common::{
     family::{V4, V6},
     flow::{self, FlowTables, Scratch},
-    packet::{self, Action, Network, Packet, Rewrite, Then, parse, rewrite_headers},
+    packet::{self, Action, Network, Packet, Rewrite, Then, Tunnel as _, parse, rewrite_headers},
     reason::{Reason, Verdict},
     select::Origin,
     unserved,
@@ -27,8 +27,8 @@ use crate::{
 };
 
 // Ethertypes as the context has them, in network order.
-const IPV4: u32 = 0x0800u16.to_be() as u32;
-const IPV6: u32 = 0x86ddu16.to_be() as u32;
+const IPV4: u32 = V4::ETHERTYPE.to_be() as u32;
+const IPV6: u32 = V6::ETHERTYPE.to_be() as u32;
 
 trait PacketFamily: Network + Refuse + Route + TellPacket + Encapsulate {}
 impl PacketFamily for V4 {}
@@ -83,9 +83,7 @@ where
     };
     match verdict {
         PAST_STACK if origin == Origin::Workload => past_stack::send_answer::<F>(ctx.skb.skb, network),
-        PAST_STACK if network != 0 => past_stack::send_translated::<F>(ctx.skb.skb, network),
-        // bpf_redirect_neigh drops packets that have come without a link header.
-        PAST_STACK => TC_ACT_UNSPEC,
+        PAST_STACK => past_stack::send_translated::<F>(ctx.skb.skb, network),
         verdict => verdict,
     }
 }

@@ -53,8 +53,8 @@ pub(crate) fn transit(frame: Frame) -> u32 {
         network += TAG;
     }
     match u16::from_be_bytes(ethertype) {
-        IPV4 => transit_of::<V4>(frame, network, interface),
-        IPV6 => transit_of::<V6>(frame, network, interface),
+        V4::ETHERTYPE => transit_of::<V4>(frame, network, interface),
+        V6::ETHERTYPE => transit_of::<V6>(frame, network, interface),
         _ => xdp_action::XDP_PASS,
     }
 }
@@ -63,8 +63,6 @@ pub(crate) fn transit(frame: Frame) -> u32 {
 const TAGS: usize = 2;
 /// Bytes of one.
 const TAG: u32 = 4;
-const IPV4: u16 = 0x0800;
-const IPV6: u16 = 0x86dd;
 /// Bytes of a link address.
 const LINK_ADDRESS: u32 = 6;
 

@@ -1,6 +1,10 @@
 //! What is downloaded once and kept: `$XDG_CACHE_HOME/proxy-ctl`.
 
-use std::{env, fs, path::PathBuf, process::Command};
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use anyhow::{Context as _, Result, anyhow};
 
@@ -21,14 +25,21 @@ pub(crate) fn folder(name: &str) -> Result<PathBuf> {
 /// A Python environment with one package, such as `name==1.0`, in it.
 pub(crate) fn python_environment(requirement: &str, why: &str) -> Result<PathBuf> {
     let environment = folder("python")?.join(requirement.replace("==", "-"));
-    let complete = environment.join("complete");
-    if !complete.exists() {
+    fill_once(&environment, || {
         println!("installing {requirement} for {why}");
         setup::install_python()?;
         run(Command::new("python3").args(["-m", "venv"]).arg(&environment))?;
-        run(Command::new(environment.join("bin/pip")).args(["install", "-q", requirement]))?;
-        // An installation that was interrupted must not look like one.
-        fs::write(&complete, "").with_context(|| format!("writing {}", complete.display()))?;
-    }
+        run(Command::new(environment.join("bin/pip")).args(["install", "-q", requirement]))
+    })?;
     Ok(environment)
+}
+
+/// Fills a folder of the cache, unless that was done before. What was interrupted is done again.
+pub(crate) fn fill_once(folder: &Path, fill: impl FnOnce() -> Result<()>) -> Result<()> {
+    let complete = folder.join(".complete");
+    if complete.exists() {
+        return Ok(());
+    }
+    fill()?;
+    fs::write(&complete, "").with_context(|| format!("writing {}", complete.display()))
 }

@@ -76,10 +76,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     let mut total = Total::default();
     let (checks, missing) = checks();
     for (name, program) in missing {
-        println!("{name:<22} skipped: {program} is not installed");
-        total.names.insert(name.to_owned());
-        total.count.skipped += 1;
-        total.skips.push(format!("{name}: {program} is not installed"));
+        if total.is_asked_for(name, arguments) {
+            total.skip(name, &format!("{program} is not installed"));
+        }
     }
     for suite in checks {
         total.add(suite, arguments)?;
@@ -98,7 +97,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     for suite in alone {
         total.add(suite, arguments)?;
     }
-    // Every run of the tests waits for this one.
+    // Every run has the machine of mode ipvs: it is lean, unless all kernels are asked for.
     let (extent, others): (_, &[Machine]) =
         if arguments.all_kernels { (Extent::Core, &vm::OTHERS) } else { (Extent::Lean, &[]) };
     for machine in std::iter::once(&vm::IPVS).chain(others) {
@@ -151,11 +150,7 @@ impl Total {
     }
 
     /// All at once, told in the order in which they end.
-    fn add_beside_each_other<const COUNT: usize>(
-        &mut self,
-        suites: [Suite; COUNT],
-        arguments: &Arguments,
-    ) -> Result<()> {
+    fn add_beside_each_other(&mut self, suites: [Suite; 2], arguments: &Arguments) -> Result<()> {
         let (ended, reports) = mpsc::channel();
         thread::scope(|scope| {
             for suite in suites {
@@ -179,7 +174,13 @@ impl Total {
         self.count += report.count;
     }
 
-    /// Others than those that are asked for are not downloaded.
+    fn skip(&mut self, name: &str, reason: &str) {
+        println!("{name:<22} skipped: {reason}");
+        self.count.skipped += 1;
+        self.skips.push(format!("{name}: {reason}"));
+    }
+
+    /// Downloads the machine and runs its suite, if that is asked for.
     fn add_machine(
         &mut self,
         machine: Machine,
@@ -194,10 +195,7 @@ impl Total {
         match machine.provide() {
             Ok(()) => self.add(machine.suite(extent, programs)?, arguments),
             Err(error) => {
-                let reason = format!("the machine cannot be had here: {error:#}");
-                println!("{name:<22} skipped: {reason}");
-                self.count.skipped += 1;
-                self.skips.push(format!("{name}: {reason}"));
+                self.skip(name, &format!("the machine cannot be had here: {error:#}"));
                 Ok(())
             }
         }
@@ -314,9 +312,9 @@ fn root_suites(programs: &TestPrograms, arguments: &Arguments) -> Result<RootSui
         println!("building an image, not optimised");
         let (variable, value) = match image::for_tests() {
             Ok(ForTests::Built(file)) => ("PROXY_IMAGE", file.into_os_string()),
-            // That check is skipped,
+            // The test of the image is skipped for this reason.
             Ok(ForTests::Impossible(error)) => ("PROXY_NO_IMAGE", format!("{error:#}").into()),
-            // and fails here.
+            // The test of the image fails with this error.
             Err(error) => ("PROXY_BROKEN_IMAGE", format!("{error:#}").into()),
         };
         for command in &mut deploy.commands {

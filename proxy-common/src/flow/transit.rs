@@ -59,7 +59,7 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
             }
             let Some(is_asked) = leaves(tables, scratch, &found, driver) else {
                 if scratch.is_for_pod() {
-                    // It stays with the stack: XDP would look for its way with each packet.
+                    // Marked, it would have XDP look up its route for each packet in vain.
                     found.entry.write(Change::Left(0));
                 }
                 return Err(Reason::NotAService);

@@ -3,6 +3,7 @@
 use std::{
     io::{self, Write},
     net::IpAddr,
+    ops::Range,
     sync::{Arc, Mutex},
 };
 
@@ -16,8 +17,9 @@ use proxy_ctl::{
         desired::{Changes, DesiredPort},
         objects::Protocol,
     },
-    sys::lock::Holder,
+    sys::{lock::Holder, map::writing_calls},
 };
+use rstest::rstest;
 use tracing::Level;
 
 use super::{
@@ -415,6 +417,27 @@ fn one_endpoint_more_costs_only_its_service() {
     let applied = dataplane.apply(&change(web)).unwrap();
     // A backend, three slots, the service.
     assert_eq!(applied, Applied { written: 5, removed: 0 });
+}
+
+/// However many endpoints the service has, and in how many others there are: slots and the service itself are mapped into memory.
+#[rstest]
+#[case::an_endpoint_more(0..100, 0..101)]
+#[case::an_endpoint_less(0..100, 0..99)]
+#[case::an_endpoint_replaced(0..100, 1..101)]
+fn an_endpoint_costs_three_calls_at_most(#[case] before: Range<u8>, #[case] after: Range<u8>) {
+    let Some((_sandbox, mut dataplane)) = Sandbox::opened() else { return };
+    let web = |endpoints: Range<u8>| {
+        let all = endpoints.map(|last| endpoint(&format!("10.0.0.{last}"), 8080)).collect();
+        shared([port("web", "10.96.0.1", all)])
+    };
+    let others = (0..100).map(|last| {
+        port(&format!("other-{last}"), &format!("10.96.1.{last}"), vec![endpoint("10.0.1.1", 80)])
+    });
+    dataplane.resync(&[web(before), shared(others)].concat()).unwrap();
+    let calls = writing_calls();
+    dataplane.apply(&change(web(after))).unwrap();
+    let calls = writing_calls() - calls;
+    assert!((1..=3).contains(&calls), "{calls}");
 }
 
 #[test]

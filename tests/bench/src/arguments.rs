@@ -1,6 +1,6 @@
 //! The command line, and what a run measures by it.
 
-use std::path::PathBuf;
+use std::{num::NonZeroUsize, path::PathBuf};
 
 use clap::Parser;
 
@@ -35,7 +35,7 @@ pub struct Arguments {
     pub seconds: Option<f64>,
     /// Endpoint changes whose processor time is measured [default: 1000]
     #[arg(long)]
-    pub changes: Option<usize>,
+    pub changes: Option<NonZeroUsize>,
     /// Folder for results.json and plots [default: docs/benchmarks, with --lean target/benchmarks]
     #[arg(long, value_name = "FOLDER")]
     pub output: Option<PathBuf>,
@@ -71,7 +71,7 @@ impl Arguments {
             clients: 4,
             pace: if self.lean { 1_000.0 } else { 4_000.0 },
             rounds: of(2, 7),
-            changes: self.changes.unwrap_or(of(20, 1_000)),
+            changes: self.changes.map_or(of(20, 1_000), NonZeroUsize::get),
             flows: 1_024,
             syns_per_second: 50_000,
         }

@@ -99,12 +99,13 @@ pub(crate) fn processor_time(cluster: &Cluster, subject: &Subject, changes: usiz
     let apply = |object: &Value| cluster.server.run(async |api| objects::apply(&api, object).await);
     apply(&first)?;
     wait_for(&cluster.client, MOVES_BETWEEN[0])?;
+    // Each that is taken is given back.
+    let changes = changes.next_multiple_of(2);
     let process = subject.process()?;
     let before = cpu::of_process(process)?;
     let start = Instant::now();
     cluster.server.run(async |api| {
-        // Each that is taken is given back.
-        for index in 0..changes.next_multiple_of(2) {
+        for index in 0..changes {
             objects::apply(&api, &changed(cluster.others(), index).unwrap_or_else(|| first.clone())).await?;
         }
         Ok(())

@@ -22,11 +22,14 @@ use crate::{
     plan::{Measure, Route},
     program::{self, FRAME},
     results::{Figures, Settings},
+    subject::Subject,
     traffic,
 };
 
 /// Established connections to the flooded Service.
 const HELD: usize = 100;
+/// How much longer than without a flood: turns differ more.
+const LONGER: f64 = 5.0;
 /// How often as many SYNs are sent as the pace asks for.
 const PERIOD: Duration = Duration::from_millis(20);
 /// Of the forged addresses, whose lower half is each. Answers to them end at the fabric.
@@ -36,6 +39,7 @@ const FORGED_BITS: u8 = 16;
 /// `route`: of the Service that is not flooded. `has_cards`: devices run XDP programs already.
 pub(crate) fn beside(
     cluster: &Cluster,
+    subject: &Subject,
     settings: &Settings,
     route: Route,
     has_cards: bool,
@@ -49,7 +53,9 @@ pub(crate) fn beside(
     let held = outside.hold_many(Protocol::Tcp, &[flooded], HELD)?;
     let frame = frame(lab, flooded)?;
     let is_over = AtomicBool::new(false);
-    let (rates, syns_per_second) = thread::scope(|scope| {
+    let settings = &Settings { seconds: settings.seconds * LONGER, ..settings.clone() };
+    let dropped_before = subject.dropped_by_guard()?;
+    let (rates, sent) = thread::scope(|scope| {
         let flood = scope.spawn(|| {
             within_on_one_core(&lab.netns(FABRIC)?.namespace, || {
                 let generator = Generator::new(lab, |device| program::flood(&frame, device))?;
@@ -61,16 +67,23 @@ pub(crate) fn beside(
         let sent = flood.join().map_err(|_| anyhow!("the thread of the flood has panicked"))?;
         anyhow::Ok((rates.context("beside a flood")?, sent.context("the flood")?))
     })?;
+    let dropped =
+        subject.dropped_by_guard()?.zip(dropped_before).map(|(now, before)| (now - before) / sent.syns);
     let lost = outside.ping_many(&held)?.len();
     held.into_iter().try_for_each(|connection| outside.release(connection))?;
     // Hundreds of thousands that were never answered would stay for minutes, and be in the way of what is measured next.
     state::forget_connections(lab, NODE)?;
     let Figures::Rates { ratio, service, .. } = rates else { bail!("no rates") };
-    Ok(Figures::Flood { syns_per_second, ratio, p99_micros: service.p99_micros, held: HELD, lost })
+    let syns_per_second = sent.syns / sent.seconds;
+    Ok(Figures::Flood { syns_per_second, dropped, ratio, p99_micros: service.p99_micros, held: HELD, lost })
 }
 
-/// Answers how many it has sent in a second.
-fn at_pace(generator: &Generator, per_second: u32, is_over: &AtomicBool) -> Result<f64> {
+struct Sent {
+    syns: f64,
+    seconds: f64,
+}
+
+fn at_pace(generator: &Generator, per_second: u32, is_over: &AtomicBool) -> Result<Sent> {
     let burst = (f64::from(per_second) * PERIOD.as_secs_f64()) as u32;
     let (start, mut bursts) = (Instant::now(), 0_u32);
     while !is_over.load(Ordering::Relaxed) {
@@ -78,7 +91,7 @@ fn at_pace(generator: &Generator, per_second: u32, is_over: &AtomicBool) -> Resu
         bursts += 1;
         thread::sleep((PERIOD * bursts).saturating_sub(start.elapsed()));
     }
-    Ok(f64::from(bursts) * f64::from(burst) / start.elapsed().as_secs_f64())
+    Ok(Sent { syns: f64::from(bursts) * f64::from(burst), seconds: start.elapsed().as_secs_f64() })
 }
 
 /// A SYN as from outside, whose changing fields are as [`program::flood`] needs them to keep its checksums right.

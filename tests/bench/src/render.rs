@@ -125,21 +125,23 @@ fn traffic(results: &Results, route: Route) -> Option<String> {
 fn flooded(results: &Results) -> Option<String> {
     let rows = rows(results, |contender, size| {
         let route = Some(Route::NodePortLocal);
-        let Some(Figures::Flood { syns_per_second, ratio, p99_micros, held, lost }) =
+        let Some(Figures::Flood { syns_per_second, dropped, ratio, p99_micros, held, lost }) =
             results.figures(Measure::Flood, route, contender, size)
         else {
             return None;
         };
         Some([
             format!("{:.1}", syns_per_second / 1e3),
+            dropped.map_or_else(|| NOTHING.to_owned(), |dropped| format!("{:.0} %", dropped * 100.0)),
             format!("{:.3} {:.2}..{:.2}", ratio.median, ratio.low, ratio.high),
             format!("{p99_micros:.0}"),
             format!("{lost} of {held}"),
         ])
     });
     let title = "outside to NodePort, endpoints on that node, while SYNs from forged addresses come to another Service\n\
-        connections as a part of direct ones, latency in us; established connections of the flooded Service that were lost";
-    table(title, &["1,000 SYN/s", "connect", "p99", "lost"], rows)
+        SYNs that the guard has dropped; connections as a part of direct ones, latency in us; established connections of the flooded Service that\n\
+        were lost";
+    table(title, &["1,000 SYN/s", "dropped", "connect", "p99", "lost"], rows)
 }
 
 fn forwarded(results: &Results) -> Option<String> {
@@ -301,6 +303,7 @@ pub(crate) mod tests {
                     Measure::Cpu => Figures::Cpu { micros: spread(123.4), busy_at_rest: 0.01 },
                     Measure::Flood => Figures::Flood {
                         syns_per_second: 50_000.0,
+                        dropped: Some(0.5),
                         ratio: spread(0.875),
                         p99_micros: 12_345.0,
                         held: 100,

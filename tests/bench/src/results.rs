@@ -75,8 +75,10 @@ pub enum Figures {
         busy_at_rest: f64,
     },
     /// Connections to a Service while `syns_per_second` come to another, and how many of the `held` established connections to that one are `lost`.
+    /// `dropped`: the part of the SYNs that the proxy's guard has dropped, where it has one.
     Flood {
         syns_per_second: f64,
+        dropped: Option<f64>,
         ratio: Spread,
         p99_micros: f64,
         held: usize,

@@ -233,7 +233,7 @@ fn figures_of(
             traffic::rates(cluster, on, cell.measure, route_of(cell)?)
         }
         Measure::Cpu => traffic::processor_time(cluster, on, route_of(cell)?, false),
-        Measure::Flood => flood::beside(cluster, on, route_of(cell)?, contender.uses_xdp()),
+        Measure::Flood => flood::beside(cluster, subject, on, route_of(cell)?, contender.uses_xdp()),
         Measure::Forward => {
             let by_xdp = contender.uses_xdp();
             let treatment = if by_xdp { Treatment::TranslatesByXdp } else { Treatment::Translates };

@@ -115,6 +115,12 @@ impl Subject {
         metrics::sum(&self.metrics()?, "proxy_table_bytes").context("no metric proxy_table_bytes")
     }
 
+    /// First packets that the guard against floods has dropped; `None`: the proxy has no such guard.
+    pub(crate) fn dropped_by_guard(&self) -> Result<Option<f64>> {
+        let dropped = "proxy_reasons_total{reason=\"connections_limited\",verdict=\"drop\"}";
+        Ok(metrics::sum(&self.metrics()?, dropped))
+    }
+
     /// Of our proxy. Waits until it is over.
     pub(crate) fn first_sync(&self) -> Result<FirstSync> {
         wait::until("the first sync", Duration::from_secs(60), || {

@@ -37,7 +37,7 @@ const KATRAN: &str = "KATRAN";
 const ROUNDS: usize = 5;
 /// In each round.
 const RUNS: u32 = 65_536;
-/// Instead, where each run is a call.
+/// In place of `RUNS`, for [`Runs::Alone`].
 const CALLS: u32 = 256;
 /// How many flows packets come from in turn, or how many they open.
 const SIZES: [u32; 4] = [1, 1_024, 65_536, 1_048_576];
@@ -45,6 +45,7 @@ const SIZES_IN_WORDS: [&str; 4] = ["1", "1,024", "65,536", "1,048,576"];
 const ONE: &[u32] = &[1];
 const FEW: &[u32] = &[1, 1_024];
 const NEW: &[u32] = &[1_024];
+const MANY_NEW: &[u32] = &[1_024, 65_536];
 /// So many that the guard lets few of them through.
 const FLOOD: &[u32] = &[65_536];
 
@@ -386,21 +387,26 @@ fn translated<W: Tables + 'static>() -> Vec<Path<W>> {
     };
     let leased = Globals { lease: 1, ..Globals::default() };
     let host = Globals { host_packets: 1, ..Globals::default() };
+    let with_many = |name, known: Known, program, packet: Packet| Path {
+        sizes: &SIZES,
+        ..Path::known(name, known, Step::translates(program, packet))
+    };
     let mut leaves =
-        known("masqueraded, leaves", MASQUERADED, "uplink_egress", MASQUERADED.to_backend::<W>());
+        with_many("masqueraded, leaves", MASQUERADED, "uplink_egress", MASQUERADED.to_backend::<W>());
     leaves.step.at = At::Forwarded;
     let (first, later) = (Packet::fragment::<W>(0), Packet::fragment::<W>(1));
-    let to_cluster_ip =
-        || known("known flow, translated", PLAIN, "workload_ingress", PLAIN.to_frontend::<W>());
     vec![
-        Path { sizes: &SIZES, ..to_cluster_ip() },
-        Path { name: "known flow, with a lease".to_owned(), globals: leased, ..to_cluster_ip() },
+        with_many("known flow, translated", PLAIN, "workload_ingress", PLAIN.to_frontend::<W>()),
+        Path {
+            globals: leased,
+            ..known("known flow, with a lease", PLAIN, "workload_ingress", PLAIN.to_frontend::<W>())
+        },
         known("its answer, to a pod", PLAIN, "workload_egress", PLAIN.answer::<W>()),
-        known("its answer, by the uplink", TO_POD, "uplink_egress", TO_POD.answer::<W>()),
-        known("masqueraded, comes in", MASQUERADED, "uplink_ingress", MASQUERADED.to_frontend::<W>()),
+        with_many("its answer, by the uplink", TO_POD, "uplink_egress", TO_POD.answer::<W>()),
+        with_many("masqueraded, comes in", MASQUERADED, "uplink_ingress", MASQUERADED.to_frontend::<W>()),
         leaves,
-        known("its answer comes in", MASQUERADED, "uplink_ingress", MASQUERADED.answer::<W>()),
-        known("its answer leaves", MASQUERADED, "uplink_egress", MASQUERADED.answer_inside::<W>()),
+        with_many("its answer comes in", MASQUERADED, "uplink_ingress", MASQUERADED.answer::<W>()),
+        with_many("its answer leaves", MASQUERADED, "uplink_egress", MASQUERADED.answer_inside::<W>()),
         Path {
             globals: host,
             ..known("of the node itself", OF_NODE, "uplink_egress", OF_NODE.to_frontend::<W>())
@@ -429,10 +435,11 @@ fn of_new_flows<W: Tables + 'static>() -> Vec<Path<W>> {
     ];
     let mut paths = Vec::new();
     for (name, control) in watched {
-        paths.push(Path::opening(format!("SYN that opens a flow, {name}"), move |s| {
+        let opening = Path::opening(format!("SYN that opens a flow, {name}"), move |s| {
             s.cluster_ip()?;
             s.world.set_event_control(control)
-        }));
+        });
+        paths.push(Path { sizes: MANY_NEW, ..opening });
     }
     paths.extend([
         Path::opening("SYN that opens a flow at random of two", |s| connections::serve(s, 0)),
@@ -526,8 +533,11 @@ fn past_stack<W: Tables + 'static>() -> Vec<Path<W>> {
             ..Path::known("XDP: masqueraded, sent on", MASQUERADED, sent(MASQUERADED.to_frontend::<W>()))
         }
         .with(with_uplink),
-        Path::known("XDP: its answer, sent on", MASQUERADED, sent(MASQUERADED.answer::<W>()))
-            .with(with_uplink),
+        Path {
+            sizes: &SIZES,
+            ..Path::known("XDP: its answer, sent on", MASQUERADED, sent(MASQUERADED.answer::<W>()))
+        }
+        .with(with_uplink),
         Path { before: begun.clone(), sizes: FEW, ..Path::new("XDP: to a pod", to_pod.clone()) }
             .with(with_pod),
         Path {
@@ -555,6 +565,9 @@ pub(crate) fn run(object: &[u8], filter: &str) -> Result<()> {
         "{}\nNanoseconds that the programs take for a packet: medians of {ROUNDS} rounds, in brackets the least; packets of so many flows in turn.",
         machine()?
     );
+    let is_written = env::var_os(WRITE).is_some();
+    let is_all = filter.is_empty() && env::var_os(KATRAN).is_some();
+    ensure!(is_all || !is_written, "{WRITE} is for all figures, those of {KATRAN} too");
     println!("{head}");
     let katran = match env::var_os(KATRAN) {
         Some(object) => beside(object.as_ref())?,
@@ -562,8 +575,7 @@ pub(crate) fn run(object: &[u8], filter: &str) -> Result<()> {
     };
     let figures =
         [head + "\n", katran, family::<V4>(object, filter)?, family::<V6>(object, filter)?].concat();
-    if env::var_os(WRITE).is_some() {
-        ensure!(filter.is_empty(), "{WRITE} is for all figures");
+    if is_written {
         fs::write(FIGURES, figures).with_context(|| format!("writing {FIGURES}"))?;
     }
     Ok(())
@@ -605,7 +617,7 @@ fn beside(object: &FilePath) -> Result<String> {
     let katran = Katran::load(object, RUNS)?;
     let mut foreign = katran.of_no_service()?;
     let foreign = median((0..ROUNDS).map(|_| foreign.nanoseconds(1, RUNS)));
-    // Each takes the place of one of an earlier round.
+    // The table is full: each new flow takes the place of one of the round before.
     katran.known_flows(RUNS)?;
     let opening = (1..).take(ROUNDS).map(|round| katran.new_flows(RUNS, round * RUNS)?.nanoseconds(1, RUNS));
     let opening = median(opening);

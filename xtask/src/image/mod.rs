@@ -16,9 +16,10 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use clap::{Args, ValueEnum as _};
 
+pub(crate) use self::cross::Architecture;
 use self::{
     archive::{Image, Program},
-    cross::{Architecture, Profile, Toolchain},
+    cross::{Profile, Toolchain},
     iptables::Tools,
 };
 use crate::{

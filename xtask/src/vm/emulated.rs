@@ -87,9 +87,7 @@ struct KernelFiles {
 
 fn kernel_files(kernel: Kernel, cache: &Path) -> Result<KernelFiles> {
     let folder = cache.join(format!("{}-{DEBIAN}", kernel.name()));
-    if super::image_in(&folder).is_none() {
-        super::download(kernel, DEBIAN, &folder)?;
-    }
+    cache::fill_once(&folder, || super::download(kernel, DEBIAN, &folder))?;
     let image = super::image_in(&folder).ok_or_else(|| anyhow!("no kernel in {}", folder.display()))?;
     let name = image.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let version = name.trim_start_matches("vmlinuz-").to_owned();
@@ -104,8 +102,7 @@ fn kernel_files(kernel: Kernel, cache: &Path) -> Result<KernelFiles> {
 
 fn userland(cache: &Path) -> Result<PathBuf> {
     let folder = cache.join("userland-arm64");
-    let complete = folder.join(".complete");
-    if !complete.exists() {
+    cache::fill_once(&folder, || {
         println!("downloading Debian's {} for {DEBIAN}", PROGRAMS.join(", "));
         let apt = PrivateApt::create(&cache.join("apt-userland-arm64"), DEBIAN, &SUITES)?;
         apt.unpack_with_dependencies(&PROGRAMS, &folder)?;
@@ -115,9 +112,8 @@ fn userland(cache: &Path) -> Result<PathBuf> {
                 fs::remove_dir_all(&unread).with_context(|| format!("removing {}", unread.display()))?;
             }
         }
-        // An interrupted download must not look like one.
-        fs::write(&complete, "").with_context(|| format!("writing {}", complete.display()))?;
-    }
+        Ok(())
+    })?;
     Ok(folder)
 }
 

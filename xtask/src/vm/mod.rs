@@ -18,6 +18,7 @@ use clap::{Args, ValueEnum};
 use crate::{
     cache,
     command::{as_root, find},
+    image::Architecture,
     packages::PrivateApt,
     setup,
     suites::{Kind, Suite},
@@ -44,12 +45,6 @@ pub(crate) struct Arguments {
     /// Only the machine that runs this program: behaviour, differential or switching
     #[arg(long)]
     program: Option<String>,
-}
-
-#[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
-enum Architecture {
-    Amd64,
-    Arm64,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
@@ -139,16 +134,6 @@ pub(crate) enum Extent {
     Lean,
 }
 
-impl Extent {
-    /// Machines are slow: some compute every instruction of another architecture.
-    const fn limit(self) -> Duration {
-        match self {
-            Self::Core => Duration::from_secs(5 * 3600),
-            Self::Lean => Duration::from_secs(30 * 60),
-        }
-    }
-}
-
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Machine {
     kernel: Kernel,
@@ -160,7 +145,7 @@ const fn amd64(kernel: Kernel, mode: TestedMode) -> Machine {
     Machine { kernel, arch: Architecture::Amd64, mode }
 }
 
-/// For what the kernels of most machines that test lack.
+/// Has what most kernels lack: IPVS, ipset, bonds, SCTP.
 pub(crate) const IPVS: Machine = amd64(Kernel::V6_1, TestedMode::Ipvs);
 
 /// The others of `test --all-kernels`.
@@ -172,8 +157,8 @@ pub(crate) const OTHERS: [Machine; 5] = [
     Machine { kernel: Kernel::V6_12, arch: Architecture::Arm64, mode: TestedMode::Ebpf },
 ];
 
-/// In seconds. A machine that hangs says nothing.
-const LONGEST: &str = "2400";
+/// In seconds. A machine that hangs says nothing, and one that is emulated is slow.
+const LONGEST: u64 = 2400;
 /// What is emulated is that much slower.
 const PATIENCE: u32 = 10;
 /// Each is a thread here.
@@ -248,7 +233,8 @@ impl Machine {
 
     pub(crate) fn suite(self, extent: Extent, programs: &TestPrograms) -> Result<Suite> {
         let commands = self.commands(extent, programs, "", None)?;
-        Ok(Suite { name: self.name(), kind: Kind::Tests, commands, limit: extent.limit() })
+        // Each of them ends itself before.
+        Ok(Suite { name: self.name(), kind: Kind::Tests, commands, limit: Duration::from_secs(LONGEST + 60) })
     }
 
     /// Downloads what is missing; each command runs the scenarios of one machine whose names contain `filter`. `program`: no other's.
@@ -272,6 +258,9 @@ impl Machine {
             }
             Architecture::Arm64 if self.mode == TestedMode::Ipvs => {
                 bail!("mode ipvs is tested on amd64 only")
+            }
+            Architecture::Arm64 if extent == Extent::Lean || program.is_some() => {
+                bail!("--lean and --program are for amd64")
             }
             Architecture::Arm64 => Ok(vec![emulated::command(self.kernel, filter)?]),
         }
@@ -359,9 +348,7 @@ fn virtme() -> Result<PathBuf> {
 /// The kernel's image, unpacked in the cache; its modules lie beside it.
 fn image(kernel: Kernel) -> Result<PathBuf> {
     let folder = cache::folder("vm")?.join(kernel.name());
-    if image_in(&folder).is_none() {
-        download(kernel, "amd64", &folder)?;
-    }
+    cache::fill_once(&folder, || download(kernel, "amd64", &folder))?;
     image_in(&folder).ok_or_else(|| anyhow!("no kernel image in {}", folder.display()))
 }
 

@@ -21,8 +21,9 @@ use proxy_common::{
     flow::{self, FlowLifetimes},
     inventory::{program, table},
     layout::{
-        Address as _, FourPorts, INTERFACE_OF_PODS, INTERFACE_OF_UPLINK, InterfaceSettings,
-        NODE_ADDRESS_LOOPBACK, NodeAddress, PODS_BY_INTERFACE, PODS_BY_SOURCE, PODS_UNKNOWN, Settings,
+        Address as _, FourPorts, INTERFACE_OF_PODS, INTERFACE_OF_UPLINK, INTERFACE_WITHOUT_LINK_HEADERS,
+        InterfaceSettings, NODE_ADDRESS_LOOPBACK, NodeAddress, PODS_BY_INTERFACE, PODS_BY_SOURCE,
+        PODS_UNKNOWN, Settings,
     },
 };
 
@@ -1042,8 +1043,11 @@ fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error
         let (masquerade4, masquerade6) = masquerade(&interface.masquerade_addresses);
         let of_pods = if host.local_traffic.comes_in_by(interface) { INTERFACE_OF_PODS } else { 0 };
         let is_uplink = interface.role == Role::Uplink;
-        // What comes back by a device without link headers cannot leave past the stack, so nothing goes there past it.
-        let of_uplink = if is_uplink && interface.ethernet { INTERFACE_OF_UPLINK } else { 0 };
+        let of_uplink = match (is_uplink, interface.ethernet) {
+            (true, true) => INTERFACE_OF_UPLINK,
+            (true, false) => INTERFACE_OF_UPLINK | INTERFACE_WITHOUT_LINK_HEADERS,
+            (false, _) => 0,
+        };
         // 0, where it does not fit: no packet is longer than that.
         let mtu = if is_uplink { u16::try_from(interface.mtu).unwrap_or(0) } else { 0 };
         InterfaceSettings { masquerade6, masquerade4, flags: of_pods | of_uplink, mtu }
@@ -1055,7 +1059,7 @@ fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error
     if wanted.len() > tables.interfaces.map().capacity() as usize {
         let others = |settings: &InterfaceSettings| InterfaceSettings {
             mtu: 0,
-            flags: settings.flags & !INTERFACE_OF_UPLINK,
+            flags: settings.flags & INTERFACE_OF_PODS,
             ..*settings
         };
         wanted.retain(|_, settings| others(settings) != none);

@@ -137,7 +137,7 @@ impl Transit {
     /// What the interfaces that were attached to may do.
     pub(super) fn redirects(&self) -> Redirects {
         let mut redirects = Redirects::default();
-        // Half: new entries come before old ones go.
+        // Half of the table: during a change it holds new entries beside old ones.
         let room = REDIRECTS as usize / KEYS_OF_TARGET / 2;
         let (uplinks, pods): (Vec<_>, Vec<_>) =
             self.redirections.iter().partition(|(_, redirection)| redirection.role == Role::Uplink);
@@ -199,17 +199,15 @@ impl Transit {
 
     fn look_at_pod(&mut self, interface: &Interface) {
         // What the kernel is not asked for in vain, for each pod.
-        let is_possible = self.configured != Xdp::Generic && interface.bridge.is_none();
-        if !is_possible || !self.redirections.values().any(|uplink| uplink.gives.is_some()) {
+        let is_possible = self.configured != Xdp::Generic
+            && interface.bridge.is_none()
+            && self.redirections.values().any(|uplink| uplink.gives.is_some());
+        // Most take none.
+        if !is_possible || !device::takes_frames(interface.index, &interface.name) {
             self.redirections.remove(&interface.index);
             return;
         }
-        // Most take none.
-        let facts = if device::takes_frames(interface.index, &interface.name) {
-            device::facts(interface.index, &interface.name)
-        } else {
-            DeviceFacts::default()
-        };
+        let facts = device::facts(interface.index, &interface.name);
         let redirection = Redirection::of(self.configured, None, interface, &facts);
         self.redirections.insert(interface.index, redirection);
     }

@@ -28,6 +28,9 @@ pub(super) const CASES: &[Case] = &[
     Case::new("networks: clients elsewhere reach a backend over an ipip tunnel", Variants::V4, |world, variant| {
         over(world, variant, Network::Ipip)
     }),
+    Case::new("networks: clients elsewhere reach a backend over WireGuard", Variants::All, |world, variant| {
+        over(world, variant, Network::WireGuard)
+    }),
     Case::new("networks: clients elsewhere reach a backend over a second uplink", Variants::All, |world, variant| {
         over(world, variant, Network::SecondUplink)
     }),
@@ -42,6 +45,20 @@ pub(super) const CASES: &[Case] = &[
         "networks: packets between a client outside and a backend over a vxlan overlay pass the stack by",
         Variants::All,
         |world, variant| by_node_port(world, variant, Network::Vxlan, "sent_past_stack"),
+    )
+    .concerns(|setting| setting.uses_xdp())
+    .core(),
+    Case::new(
+        "networks: packets between a client outside and a backend over an ipip tunnel pass the stack by",
+        Variants::V4,
+        |world, variant| by_node_port(world, variant, Network::Ipip, "sent_past_stack"),
+    )
+    .concerns(|setting| setting.uses_xdp())
+    .core(),
+    Case::new(
+        "networks: packets between a client outside and a backend over WireGuard pass the stack by",
+        Variants::All,
+        |world, variant| by_node_port(world, variant, Network::WireGuard, "sent_past_stack"),
     )
     .concerns(|setting| setting.uses_xdp())
     .core(),

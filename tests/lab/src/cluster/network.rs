@@ -6,15 +6,17 @@ use anyhow::{Result, bail};
 use super::{NODES, Netns};
 use crate::{
     address::{self, Addresses, NodeNumber},
-    namespace::{ip, nft, sysctl},
+    namespace::{ip, nft, run, sysctl},
 };
 
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum Network {
     /// An overlay as flannel builds it: the device has one address, which nothing else shares.
     Vxlan,
-    /// A tunnel without link addresses, IPv4 only.
+    /// A tunnel without link addresses and without fixed remote, IPv4 only, as Calico builds it.
     Ipip,
+    /// As [`Ipip`](Self::Ipip), of both families.
+    WireGuard,
     /// A second network card, here a veth: it has neither the default route nor an address of the Node.
     SecondUplink,
     /// A VLAN on the node's network card, which shows its packets too, with their tag.
@@ -22,6 +24,12 @@ pub enum Network {
     /// A VLAN in a VLAN, which the client outside is in as well. Node 1's network card leaves the tags in the frames.
     VlanInVlan,
 }
+
+/// Private and public, of node 1 and node 2: any would do.
+const KEYS: [[&str; 2]; 2] = [
+    ["sGi309tBaBbHhgwXbG/8ZV0AVlSINaTVMcdk5rlGPls=", "vD5j9XVhA00P1f2hFZYMOpKRyzvPl54o8jg133R0Rxw="],
+    ["iBoKSZ3Ib4rPPKhYLaTdlLddbDZX/UR7Vfqe/+/8QFA=", "vPy/oHwYdxzeK7mQJEG87TI4kg99dabpDjI+AtH4rQI="],
+];
 
 const VLAN_IN_VLAN: &str = "link add link eth0 name eth0.9 type vlan id 9\nlink set eth0.9 up\n\
                             link add link eth0.9 name eth0.9.8 type vlan id 8\n";
@@ -32,6 +40,7 @@ impl Network {
         match self {
             Self::Vxlan => "vxlan-web",
             Self::Ipip => "ipip-web",
+            Self::WireGuard => "wireguard-web",
             Self::SecondUplink => "second-web",
             Self::Vlan => "vlan-web",
             Self::VlanInVlan => "twice-web",
@@ -45,7 +54,9 @@ impl Network {
     /// The node's address on it.
     pub fn node(self, node: NodeNumber) -> Addresses {
         match self {
-            Self::Vxlan | Self::Ipip | Self::Vlan | Self::VlanInVlan => address::pod(self.pods_of(node), 0),
+            Self::Vxlan | Self::Ipip | Self::WireGuard | Self::Vlan | Self::VlanInVlan => {
+                address::pod(self.pods_of(node), 0)
+            }
             Self::SecondUplink => address::second_node(node),
         }
     }
@@ -55,6 +66,7 @@ impl Network {
         let (device, option) = match self {
             Self::Vxlan | Self::SecondUplink => return None,
             Self::Ipip => ("link add ipip1 type ipip local 192.0.2.1 remote 192.0.2.2\n", "CONFIG_NET_IPIP"),
+            Self::WireGuard => ("link add wg1 type wireguard\n", "CONFIG_WIREGUARD"),
             Self::Vlan | Self::VlanInVlan => (
                 "link add card type veth peer name other\nlink add link card name card.7 type vlan id 7\n",
                 "CONFIG_VLAN_8021Q",
@@ -74,6 +86,7 @@ impl Network {
             Self::SecondUplink => 3,
             Self::Vlan => 4,
             Self::VlanInVlan => 5,
+            Self::WireGuard => 6,
         }
     }
 
@@ -86,6 +99,7 @@ impl Network {
         match self {
             Self::Vxlan => "flannel.1",
             Self::Ipip => "ipip1",
+            Self::WireGuard => "wg1",
             Self::SecondUplink => "eth1",
             Self::Vlan => "eth0.7",
             Self::VlanInVlan => "eth0.9.8",
@@ -145,9 +159,15 @@ pub(super) fn connect(network: Network, fabric: &Netns, node: &Netns, number: No
             its6 = its.v6,
         ),
         Network::Ipip => format!(
-            "link add {device} type ipip local {under} remote {its_under} ttl 64\n\
-             addr add {}/32 dev {device}\nlink set {device} up\nroute add {}/24 dev {device}\n",
+            "link add {device} type ipip local {under} ttl 64\n\
+             addr add {}/32 dev {device}\nlink set {device} up\n\
+             route add {}/24 via {its_under} dev {device} onlink\n",
             own.v4, pods.v4
+        ),
+        Network::WireGuard => format!(
+            "link add {device} type wireguard\naddr add {}/32 dev {device}\naddr add {}/128 dev {device} nodad\n\
+             link set {device} up\nroute add {}/24 dev {device}\nroute add {}/64 dev {device}\n",
+            own.v4, own.v6, pods.v4, pods.v6
         ),
         Network::SecondUplink => {
             plug(fabric, node, device, own)?;
@@ -170,6 +190,15 @@ pub(super) fn connect(network: Network, fabric: &Netns, node: &Netns, number: No
         ),
     };
     node.ip(&script)?;
+    if network == Network::WireGuard {
+        let key_of = |node: NodeNumber| KEYS[usize::from(node) - 1];
+        let ([private, _], [_, public]) = (key_of(number), key_of(other));
+        let set = format!(
+            "echo {private} | wg set {device} private-key /dev/stdin listen-port 51820 \
+             peer {public} endpoint {its_under}:51820 allowed-ips 0.0.0.0/0,::/0"
+        );
+        run(&node.namespace, "sh", &["-c", &set])?;
+    }
     filter_by_reverse_path(node, device)
 }
 

@@ -16,6 +16,8 @@ const WRITE: &str = "WRITE_BASELINE";
 
 /// Bytes of stack of a program with all functions that it calls. The kernel's limit is 512, of which 96 are kept for changes to come.
 const STACK_LIMIT: u32 = 416;
+/// Instructions that the verifier goes through. The kernel's limit is 1,000,000.
+const VERIFIED_LIMIT: u32 = 250_000;
 /// Kernels before 6.8 round each frame up to it.
 const FRAME_STEP: u32 = 32;
 /// In percent: less needs no new baseline.
@@ -45,6 +47,8 @@ fn compare(world: &mut World) -> Result<()> {
     let costs = costs(world)?;
     for (name, cost) in &costs {
         ensure!(cost.stack <= STACK_LIMIT, "{name} takes {} bytes of stack of {STACK_LIMIT}", cost.stack);
+        let verified = cost.verified;
+        ensure!(verified <= VERIFIED_LIMIT, "{name}: {verified} instructions verified of {VERIFIED_LIMIT}");
     }
     if std::env::var_os(WRITE).is_some() {
         let rows =

@@ -4,7 +4,7 @@ use anyhow::{Result, ensure};
 use lab::namespace::ip;
 use proxy_common::{
     flow::Stage,
-    layout::{INTERFACE_OF_UPLINK, InterfaceSettings, PROTOCOL_UDP},
+    layout::{INTERFACE_OF_UPLINK, INTERFACE_WITHOUT_LINK_HEADERS, InterfaceSettings, PROTOCOL_UDP},
     packet::{TCP_ACK, TCP_FIN, TCP_SYN},
     reason::Reason,
 };
@@ -67,13 +67,25 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         let ends = answer.flags(TCP_FIN | TCP_ACK);
         node.past_stack(s, node.other.index, &ends, &ends.to(CLIENT))
     });
-    group.past_stack::<W>("only to interfaces that are uplinks, and have link headers", |s| {
+    group.past_stack::<W>("only to interfaces that are uplinks", |s| {
         let Connection { node, second, answer } = Connection::opened(s)?;
         s.world.set_interface(node.other.index, InterfaceSettings::default())?;
         node.by_stack(s, "uplink_ingress", node.uplink.index, &second, &second.to(REMOTE))?;
-        node.past_stack(s, node.other.index, &answer, &answer.to(CLIENT))?;
+        node.past_stack(s, node.other.index, &answer, &answer.to(CLIENT))
+    });
+    group.past_stack::<W>("to an interface without link headers, and back", |s| {
+        let Connection { node, second, answer } = Connection::opened(s)?;
+        let flags = INTERFACE_OF_UPLINK | INTERFACE_WITHOUT_LINK_HEADERS;
+        s.world
+            .set_interface(node.other.index, InterfaceSettings { flags, ..InterfaceSettings::default() })?;
+        node.past_stack(s, node.uplink.index, &second, &second.to(REMOTE))?;
         let answer = Segment { link: Link::Bare, ..answer };
-        node.by_stack(s, "uplink_ingress_l3", node.other.index, &answer, &answer.to(CLIENT))
+        let output = s.world.leaves_by(node.other.index, "uplink_ingress_l3", &answer.bytes::<W>())?;
+        ensure!(output.verdict == Verdict::Redirected, "{:?}", output.verdict);
+        let sent = Segment { hop_limit: answer.hop_limit - 1, ..answer.to(CLIENT) };
+        let (header, packet) = output.packet.split_at(14);
+        ensure!(header == [0; 14] && packet == sent.bytes::<W>(), "it became {:02x?}", output.packet);
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::SentPastStack, 2)])
     });
     group.past_stack::<W>("only what a router does no more with than sending it on", |s| {
         let Connection { node, second, .. } = Connection::opened(s)?;

@@ -18,6 +18,7 @@ use lab::{
 
 use crate::{
     cluster::{Cluster, NODE},
+    forward::received,
     generator::{DEVICE, Generator, attach, link_address, within_on_one_core},
     plan::{Measure, Route},
     program::{self, FRAME},
@@ -29,7 +30,7 @@ use crate::{
 /// Established connections to the flooded Service.
 const HELD: usize = 100;
 /// How much longer than without a flood: turns differ more.
-const LONGER: f64 = 5.0;
+const LONGER: f64 = 3.0;
 /// How often as many SYNs are sent as the pace asks for.
 const PERIOD: Duration = Duration::from_millis(20);
 /// Of the forged addresses, whose lower half is each. Answers to them end at the fabric.
@@ -54,8 +55,9 @@ pub(crate) fn beside(
     let frame = frame(lab, flooded)?;
     let is_over = AtomicBool::new(false);
     let settings = &Settings { seconds: settings.seconds * LONGER, ..settings.clone() };
-    let dropped_before = subject.dropped_by_guard()?;
-    let (rates, sent) = thread::scope(|scope| {
+    let without_room = || Ok::<_, anyhow::Error>(received(lab, &node_name(NODE), DEVICE)?.lost);
+    let (dropped_before, lost_before) = (subject.dropped_by_guard()?, without_room()?);
+    let measured = thread::scope(|scope| {
         let flood = scope.spawn(|| {
             within_on_one_core(&lab.netns(FABRIC)?.namespace, || {
                 let generator = Generator::new(lab, |device| program::flood(&frame, device))?;
@@ -66,15 +68,23 @@ pub(crate) fn beside(
         is_over.store(true, Ordering::Relaxed);
         let sent = flood.join().map_err(|_| anyhow!("the thread of the flood has panicked"))?;
         anyhow::Ok((rates.context("beside a flood")?, sent.context("the flood")?))
-    })?;
+    });
+    let (rates, sent) = match measured {
+        Ok(measured) => measured,
+        Err(error) => {
+            state::forget_connections(lab, NODE)?;
+            return Err(error);
+        }
+    };
+    let arrived = sent.syns - (without_room()? - lost_before) as f64;
     let dropped =
-        subject.dropped_by_guard()?.zip(dropped_before).map(|(now, before)| (now - before) / sent.syns);
+        subject.dropped_by_guard()?.zip(dropped_before).map(|(now, before)| (now - before) / arrived);
     let lost = outside.ping_many(&held)?.len();
     held.into_iter().try_for_each(|connection| outside.release(connection))?;
     // Hundreds of thousands that were never answered would stay for minutes, and be in the way of what is measured next.
     state::forget_connections(lab, NODE)?;
     let Figures::Rates { ratio, service, .. } = rates else { bail!("no rates") };
-    let syns_per_second = sent.syns / sent.seconds;
+    let syns_per_second = arrived / sent.seconds;
     Ok(Figures::Flood { syns_per_second, dropped, ratio, p99_micros: service.p99_micros, held: HELD, lost })
 }
 

@@ -82,12 +82,15 @@ pub(crate) fn packets(
     let rates = within_on_one_core(&lab.netns(FABRIC)?.namespace, || {
         let generator = Generator::new(lab, |device| program::generate(&frame, settings.flows, device))?;
         if !matches!(treatment, Treatment::Drops | Treatment::SendsBack) {
-            open_flows(&generator, settings.flows, || received(lab, FABRIC, &node))?;
+            open_flows(&generator, settings.flows, || Ok(received(lab, FABRIC, &node)?.frames))?;
         }
         for (pod, device) in sinks.iter().filter(|(name, _)| *name != FABRIC && *name != node) {
             attached.push(attach(lab, pod, device, &program::drop_datagrams())?);
         }
-        let counted = || sinks.iter().map(|(name, device)| received(lab, name, device)).sum::<Result<u64>>();
+        let counted = || {
+            let of_each = sinks.iter().map(|(name, device)| Ok(received(lab, name, device)?.frames));
+            of_each.sum::<Result<u64>>()
+        };
         // What is only slow the first time is done.
         generator.run_for(Duration::from_secs_f64(settings.seconds / 5.0))?;
         let round = Duration::from_secs_f64(settings.seconds / f64::from(ROUNDS));
@@ -136,17 +139,26 @@ fn frame(lab: &Lab, to: SocketAddrV4) -> Result<[u8; FRAME]> {
     bytes.try_into().map_err(|_| anyhow!("a frame of another length"))
 }
 
-/// Frames that a device has received so far, those included that a program has dropped.
-fn received(lab: &Lab, name: &str, device: &str) -> Result<u64> {
+/// What has come to a device so far.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(crate) struct Received {
+    /// Those included that a program has dropped.
+    pub(crate) frames: u64,
+    /// For which the device had no room.
+    pub(crate) lost: u64,
+}
+
+pub(crate) fn received(lab: &Lab, name: &str, device: &str) -> Result<Received> {
     let table = within(&lab.netns(name)?.namespace, || {
         fs::read_to_string("/proc/thread-self/net/dev").context("reading net/dev")
     })?;
     received_in(&table, device).with_context(|| format!("no {device} in net/dev of {name}"))
 }
 
-fn received_in(table: &str, device: &str) -> Option<u64> {
-    let line = table.lines().find_map(|line| line.trim_start().strip_prefix(device)?.strip_prefix(':'));
-    line?.split_whitespace().nth(1)?.parse().ok()
+fn received_in(table: &str, device: &str) -> Option<Received> {
+    let line = table.lines().find_map(|line| line.trim_start().strip_prefix(device)?.strip_prefix(':'))?;
+    let column = |number| line.split_whitespace().nth(number)?.parse().ok();
+    Some(Received { frames: column(1)?, lost: column(3)? })
 }
 
 /// One rule for the Service of a route, as one writes it by hand; gone with the value.
@@ -192,8 +204,9 @@ mod tests {
 
     #[test]
     fn the_kernel_tells_what_a_device_has_received() {
-        let table = "Inter-|   Receive\n face |bytes    packets errs\n    lo: 10 1 0\n  eth0: 1890 27 0 0\n";
-        assert_eq!(received_in(table, "eth0"), Some(27));
+        let table =
+            "Inter-|   Receive\n face |bytes    packets errs drop\n    lo: 10 1 0 0\n  eth0: 1890 27 0 4\n";
+        assert_eq!(received_in(table, "eth0"), Some(Received { frames: 27, lost: 4 }));
         assert_eq!(received_in(table, "eth"), None);
     }
 }

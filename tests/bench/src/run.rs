@@ -125,8 +125,11 @@ fn alone(cluster: &Cluster, on: &Settings, contender: Contender, cell: &CellName
     let treatment = match contender.kind {
         _ if cell.measure == Measure::Cpu => return traffic::processor_time(cluster, on, route, true),
         Kind::OneRule => {
-            let _rule = OneRule::install(cluster, route)?;
-            return forward::packets(cluster, on, route, Treatment::Translates);
+            let rule = OneRule::install(cluster, route)?;
+            let figures = forward::packets(cluster, on, route, Treatment::Translates);
+            drop(rule);
+            subject::sweep(&cluster.lab)?;
+            return figures;
         }
         Kind::Dropped => Treatment::Drops,
         Kind::SentBack => Treatment::SendsBack,
@@ -189,13 +192,13 @@ fn begin(cluster: &Cluster, subject: &mut Subject, monitored: bool) -> Result<f6
     Ok(millis)
 }
 
-/// The clean-up of the proxy itself is a cell; this is for when it was not asked for, or has failed.
+/// The clean-up of the proxy itself is a cell; this is for when it was not asked for or has failed, and for what it leaves: empty tables of
+/// iptables, which packets of the next contender would pass.
 fn leave_nothing(cluster: &Cluster, subject: &mut Subject) -> Result<()> {
-    let own = subject.clean_up(&cluster.lab, PATIENCE);
-    if own.is_err() || change::is_served(&cluster.client)? {
-        subject::sweep(&cluster.lab)?;
+    if let Err(error) = subject.clean_up(&cluster.lab, PATIENCE) {
+        eprintln!("bench: {error:#}");
     }
-    Ok(())
+    subject::sweep(&cluster.lab)
 }
 
 /// As [`figures_of`]. If the proxy does not outlive the cell, that is what is told of it, and the next cell has a new one.

@@ -181,7 +181,6 @@ fn command(lab: &Lab, program: &Path, log: &Path, arguments: &[String]) -> Resul
 /// Removes whatever proxies have left on the node, so that the next one is measured alone.
 pub(crate) fn sweep(lab: &Lab) -> Result<()> {
     let node = lab.netns(&node_name(NODE))?;
-    namespace::nft(&node.namespace, "flush ruleset")?;
     for (program, table) in
         ["iptables", "ip6tables"].iter().flat_map(|p| ["nat", "filter", "mangle"].map(|t| (*p, t)))
     {
@@ -194,7 +193,8 @@ pub(crate) fn sweep(lab: &Lab) -> Result<()> {
     let output = command.args(["cleanup", &bpffs(lab)]).stdin(Stdio::null()).output();
     let output = output.context("starting proxy-ctl cleanup")?;
     ensure!(output.status.success(), "proxy-ctl cleanup: {}", String::from_utf8_lossy(&output.stderr));
-    Ok(())
+    // Last: the others may make empty tables.
+    namespace::nft(&node.namespace, "flush ruleset").map(drop)
 }
 
 /// Of both what they do by default, but for what a lab needs.

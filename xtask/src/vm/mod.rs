@@ -64,7 +64,7 @@ pub(crate) enum Kernel {
 enum TestedMode {
     /// The core ones, on both paths
     Ebpf,
-    /// All of them, with what most kernels lack too: tests of IPVS, ipset and bonds, and SCTP in the other modes
+    /// All of them, with what most kernels lack too: tests of IPVS, ipset and bonds, SCTP in the other modes, and packets to overlays and VLANs
     Ipvs,
 }
 
@@ -104,6 +104,13 @@ const SWITCHING_KUBE_PROXY: Run = switching(
     "kube-proxy/ipvs",
 );
 
+/// Devices that many kernels lack. Before 6.3 a kernel does not tell what a second card takes.
+const NETWORKS: Run = Run {
+    program: "behaviour",
+    flags: "--lean --proxy ebpf --path packets --skip 'second uplink'",
+    names: "networks: packets between",
+};
+
 const fn switching(flags: &'static str, names: &'static str) -> Run {
     Run { program: "switching", flags, names }
 }
@@ -118,10 +125,11 @@ impl TestedMode {
             }
             (Self::Ipvs, Extent::Core) => {
                 let [first, second, third] = IPVS_PARTS;
-                let alone = [third, DIFFERENTIAL, SWITCHING_LIVE, SWITCHING_ANEW, SWITCHING_KUBE_PROXY];
+                let alone =
+                    [third, NETWORKS, DIFFERENTIAL, SWITCHING_LIVE, SWITCHING_ANEW, SWITCHING_KUBE_PROXY];
                 [vec![first], vec![second, SCTP]].into_iter().chain(alone.map(|run| vec![run])).collect()
             }
-            (Self::Ipvs, Extent::Lean) => vec![vec![behaviour("--core --lean --proxy ipvs")]],
+            (Self::Ipvs, Extent::Lean) => vec![vec![behaviour("--core --lean --proxy ipvs"), NETWORKS]],
         }
     }
 }
@@ -145,7 +153,7 @@ const fn amd64(kernel: Kernel, mode: TestedMode) -> Machine {
     Machine { kernel, arch: Architecture::Amd64, mode }
 }
 
-/// Has what most kernels lack: IPVS, ipset, bonds, SCTP.
+/// Has what most kernels lack.
 pub(crate) const IPVS: Machine = amd64(Kernel::V6_1, TestedMode::Ipvs);
 
 /// The others of `test --all-kernels`.

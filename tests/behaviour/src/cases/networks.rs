@@ -144,7 +144,7 @@ fn tagged_twice(world: &mut World, variant: Variant) -> Result<()> {
     let port = world.node_port(&OVER_NETWORK, 1, variant.family)?.port();
     let target = SocketAddr::new(NETWORK.node(1).of(variant.family), port);
     dial(world, OUTSIDE, variant, target, NETWORK.pod())?;
-    let says = [(1, "native", "its driver veth has XDP"), (2, "no", "ethtool -K eth0 rx-vlan-hw-parse off")];
+    let says = [(1, "native", "its driver veth "), (2, "no", "ethtool -K eth0 rx-vlan-hw-parse off")];
     for (node, xdp, why) in says {
         wait::until("status tells what the uplink has", APPEARS_WITHIN, || {
             let status =

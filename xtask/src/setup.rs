@@ -48,7 +48,7 @@ const TOOLS: &[Tool] = &[
     needed("cc", "gcc libc6-dev", "linking Rust programs"),
     needed("make", "make", "building the memory allocator"),
     needed("ethtool", "ethtool", "network cards of the lab that run XDP programs"),
-    optional("wg", "wireguard-tools", "a network between the nodes of the lab"),
+    needed("wg", "wireguard-tools", "a network between the nodes of the lab"),
     optional("setpriv", "util-linux", "the API server in tests ends with them"),
     optional("bpftool", "bpftool", "looking at tables, and tests of how they read"),
     optional("openssl", "openssl", "certificates of the API server in tests"),

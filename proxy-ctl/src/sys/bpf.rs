@@ -1,6 +1,7 @@
 //! `bpf(2)`: pins, links and what the kernel tells about maps and links.
 
 use std::{
+    cell::Cell,
     ffi::{CStr, CString},
     io,
     os::{
@@ -15,6 +16,25 @@ use aya_obj::generated::{bpf_attach_type, bpf_cmd};
 
 use super::{CallError, sampler::Undisturbed};
 
+thread_local! {
+    static WRITING_CALLS: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Calls of bpf(2) by which this thread has written maps so far, or tried to. What is mapped into memory is written without a call.
+pub fn writing_calls() -> u64 {
+    WRITING_CALLS.get()
+}
+
+const fn writes(command: bpf_cmd) -> bool {
+    matches!(
+        command,
+        bpf_cmd::BPF_MAP_UPDATE_ELEM
+            | bpf_cmd::BPF_MAP_UPDATE_BATCH
+            | bpf_cmd::BPF_MAP_DELETE_ELEM
+            | bpf_cmd::BPF_MAP_LOOKUP_AND_DELETE_ELEM
+    )
+}
+
 /// Calls `bpf(2)`; answers with the (non-negative) result.
 ///
 /// # Safety
@@ -22,6 +42,9 @@ use super::{CallError, sampler::Undisturbed};
 /// `attr` is a prefix of the kernel's `union bpf_attr` for `command`, and every address in it is valid for what the
 /// command does with it.
 pub(super) unsafe fn call<A>(command: bpf_cmd, attr: &mut A) -> io::Result<libc::c_long> {
+    if writes(command) {
+        WRITING_CALLS.set(WRITING_CALLS.get() + 1);
+    }
     let attr: *mut A = attr;
     // SAFETY: the caller vouches for `attr`; the kernel reads and writes no more than the length given.
     let result = unsafe { libc::syscall(libc::SYS_bpf, command as libc::c_long, attr, size_of::<A>()) };

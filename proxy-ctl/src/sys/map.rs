@@ -1,7 +1,6 @@
 //! A hash or array map with typed keys and values.
 
 use std::{
-    cell::Cell,
     fmt, io,
     marker::PhantomData,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
@@ -17,19 +16,6 @@ use super::{
     CallError,
     bpf::{self, MapInfo, address, number},
 };
-
-thread_local! {
-    static WRITING_CALLS: Cell<u64> = const { Cell::new(0) };
-}
-
-/// Calls of bpf(2) by which this thread has written maps so far, or tried to. What is mapped into memory is written without a call.
-pub fn writing_calls() -> u64 {
-    WRITING_CALLS.get()
-}
-
-fn count_writing_call() {
-    WRITING_CALLS.set(WRITING_CALLS.get() + 1);
-}
 
 /// `enum bpf_map_type`, of the maps that have one value for each key.
 const HASH: u32 = 1;
@@ -164,7 +150,6 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
 
     /// Inserts or replaces. `E2BIG`, of a trie `ENOSPC`: the table is full.
     pub fn set(&self, key: &K, value: &V) -> Result<(), CallError> {
-        count_writing_call();
         let mut attr = self.element(key, value);
         // SAFETY: the kernel reads a key and a value; `new` has compared their sizes with the types.
         unsafe { bpf::call(bpf_cmd::BPF_MAP_UPDATE_ELEM, &mut attr) }
@@ -174,7 +159,6 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
 
     /// False: the key is there already, and its value stays. `E2BIG`, of a trie `ENOSPC`: the table is full.
     pub fn insert(&self, key: &K, value: &V) -> Result<bool, CallError> {
-        count_writing_call();
         let mut attr = Element { flags: BPF_NOEXIST.into(), ..self.element(key, value) };
         // SAFETY: the kernel reads a key and a value; `new` has compared their sizes with the types.
         match unsafe { bpf::call(bpf_cmd::BPF_MAP_UPDATE_ELEM, &mut attr) } {
@@ -189,7 +173,6 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         let count = keys.len().min(values.len());
         let mut done = 0;
         while done < count {
-            count_writing_call();
             let mut attr = Batch {
                 from: 0,
                 to: 0,
@@ -223,7 +206,6 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
 
     /// False: there was no such key.
     pub fn remove(&self, key: &K) -> Result<bool, CallError> {
-        count_writing_call();
         let mut attr = self.element(key, std::ptr::null());
         // SAFETY: the kernel reads a key; `new` has compared its size with the type.
         match unsafe { bpf::call(bpf_cmd::BPF_MAP_DELETE_ELEM, &mut attr) } {
@@ -236,7 +218,6 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
     /// Removes an entry and answers what it was at that moment. Below 5.14, where the kernel cannot do both at once, what it was just
     /// before. For hash tables.
     pub fn take(&self, key: &K) -> Result<Option<V>, CallError> {
-        count_writing_call();
         match self.value_by(bpf_cmd::BPF_MAP_LOOKUP_AND_DELETE_ELEM, key) {
             Ok(found) => Ok(found),
             Err(e) if matches!(e.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP | ENOTSUPP)) => {

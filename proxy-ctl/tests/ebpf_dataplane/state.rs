@@ -17,7 +17,7 @@ use proxy_ctl::{
         desired::{Changes, DesiredPort},
         objects::Protocol,
     },
-    sys::{lock::Holder, map::writing_calls},
+    sys::{bpf::writing_calls, lock::Holder},
 };
 use rstest::rstest;
 use tracing::Level;

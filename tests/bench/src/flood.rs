@@ -45,6 +45,19 @@ pub(crate) fn beside(
     route: Route,
     has_cards: bool,
 ) -> Result<Figures> {
+    let figures = measured(cluster, subject, settings, route, has_cards);
+    // Hundreds of thousands that were never answered would stay for minutes, and be in the way of what is measured next.
+    state::forget_connections(&cluster.lab, NODE)?;
+    figures
+}
+
+fn measured(
+    cluster: &Cluster,
+    subject: &Subject,
+    settings: &Settings,
+    route: Route,
+    has_cards: bool,
+) -> Result<Figures> {
     let lab = &cluster.lab;
     let _nowhere = Nowhere::new(lab)?;
     // Frames come to a device that runs an XDP program, as to a card.
@@ -57,7 +70,7 @@ pub(crate) fn beside(
     let settings = &Settings { seconds: settings.seconds * LONGER, ..settings.clone() };
     let without_room = || Ok::<_, anyhow::Error>(received(lab, &node_name(NODE), DEVICE)?.lost);
     let (dropped_before, lost_before) = (subject.dropped_by_guard()?, without_room()?);
-    let measured = thread::scope(|scope| {
+    let (rates, sent) = thread::scope(|scope| {
         let flood = scope.spawn(|| {
             within_on_one_core(&lab.netns(FABRIC)?.namespace, || {
                 let generator = Generator::new(lab, |device| program::flood(&frame, device))?;
@@ -68,21 +81,12 @@ pub(crate) fn beside(
         is_over.store(true, Ordering::Relaxed);
         let sent = flood.join().map_err(|_| anyhow!("the thread of the flood has panicked"))?;
         anyhow::Ok((rates.context("beside a flood")?, sent.context("the flood")?))
-    });
-    let (rates, sent) = match measured {
-        Ok(measured) => measured,
-        Err(error) => {
-            state::forget_connections(lab, NODE)?;
-            return Err(error);
-        }
-    };
+    })?;
     let arrived = sent.syns - (without_room()? - lost_before) as f64;
     let dropped =
         subject.dropped_by_guard()?.zip(dropped_before).map(|(now, before)| (now - before) / arrived);
     let lost = outside.ping_many(&held)?.len();
     held.into_iter().try_for_each(|connection| outside.release(connection))?;
-    // Hundreds of thousands that were never answered would stay for minutes, and be in the way of what is measured next.
-    state::forget_connections(lab, NODE)?;
     let Figures::Rates { ratio, service, .. } = rates else { bail!("no rates") };
     let syns_per_second = arrived / sent.seconds;
     Ok(Figures::Flood { syns_per_second, dropped, ratio, p99_micros: service.p99_micros, held: HELD, lost })

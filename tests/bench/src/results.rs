@@ -74,7 +74,8 @@ pub enum Figures {
         micros: Spread,
         busy_at_rest: f64,
     },
-    /// Connections to a Service while `syns_per_second` come to another (those that the device had room for), and how many of the `held` established connections to that one are `lost`.
+    /// Connections to a Service while `syns_per_second` come to another (those that the device had room for), and how many of the `held`
+    /// established connections to that one are `lost`.
     /// `dropped`: the part of the SYNs that the proxy's guard has dropped, where it has one.
     Flood {
         syns_per_second: f64,

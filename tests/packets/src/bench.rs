@@ -387,10 +387,7 @@ fn translated<W: Tables + 'static>() -> Vec<Path<W>> {
     };
     let leased = Globals { lease: 1, ..Globals::default() };
     let host = Globals { host_packets: 1, ..Globals::default() };
-    let with_many = |name, known: Known, program, packet: Packet| Path {
-        sizes: &SIZES,
-        ..Path::known(name, known, Step::translates(program, packet))
-    };
+    let with_many = |name, of, program, packet| Path { sizes: &SIZES, ..known(name, of, program, packet) };
     let mut leaves =
         with_many("masqueraded, leaves", MASQUERADED, "uplink_egress", MASQUERADED.to_backend::<W>());
     leaves.step.at = At::Forwarded;

@@ -14,7 +14,7 @@ use scenario::Skip;
 use serde_json::Value;
 
 use crate::{
-    case::{Case, Difference, Variant, Variants, says},
+    case::{Case, Difference, Run, Variant, Variants, says},
     check,
     fixtures::{OVER_NETWORK, PORT},
     setting::{PathKind, ProxyKind, Setting},
@@ -34,46 +34,36 @@ pub(super) const CASES: &[Case] = &[
     Case::new("networks: clients elsewhere reach a backend over a second uplink", Variants::All, |world, variant| {
         over(world, variant, Network::SecondUplink)
     }),
-    Case::new(
+    of_xdp(
         "networks: packets between a client outside and a backend over a second uplink pass the stack by",
         Variants::All,
         redirected,
-    )
-    .concerns(|setting| setting.uses_xdp())
-    .core(),
-    Case::new(
+    ),
+    of_xdp(
         "networks: packets between a client outside and a backend over a vxlan overlay pass the stack by",
         Variants::All,
         |world, variant| by_node_port(world, variant, Network::Vxlan, "sent_past_stack"),
-    )
-    .concerns(|setting| setting.uses_xdp())
-    .core(),
-    Case::new(
+    ),
+    of_xdp(
         "networks: packets between a client outside and a backend over an ipip tunnel pass the stack by",
         Variants::V4,
         |world, variant| by_node_port(world, variant, Network::Ipip, "sent_past_stack"),
-    )
-    .concerns(|setting| setting.uses_xdp())
-    .core(),
-    Case::new(
+    ),
+    of_xdp(
         "networks: packets between a client outside and a backend over WireGuard pass the stack by",
         Variants::All,
         |world, variant| by_node_port(world, variant, Network::WireGuard, "sent_past_stack"),
-    )
-    .concerns(|setting| setting.uses_xdp())
-    .core(),
+    ),
     Case::new("networks: clients elsewhere reach a backend over a VLAN of the card", Variants::All, |world, variant| {
         over(world, variant, Network::Vlan)
     })
     .core(),
     // After those of a card that strips tags.
-    Case::new(
+    of_xdp(
         "networks: packets between a client and a backend in a VLAN of a VLAN pass the stack by",
         Variants::All,
         tagged_twice,
-    )
-    .concerns(|setting| setting.uses_xdp())
-    .core(),
+    ),
     Case::new("networks: a process of the node reaches a backend over a vxlan overlay", Variants::All, from_node)
         .differs(source_of_the_frontends_route),
     Case::new(
@@ -93,6 +83,11 @@ pub(super) const CASES: &[Case] = &[
     )
     .differs(super::policy::accepted_first),
 ];
+
+/// A core one, where packets skip the network stack.
+const fn of_xdp(name: &'static str, variants: Variants, run: Run) -> Case {
+    Case::new(name, variants, run).concerns(|setting| setting.uses_xdp()).core()
+}
 
 fn source_of_the_frontends_route(setting: &Setting, _: Variant) -> Option<Difference> {
     let why = "without socket hooks, what a process of the node sends keeps the source that the route to the frontend has given it";
@@ -144,7 +139,12 @@ fn tagged_twice(world: &mut World, variant: Variant) -> Result<()> {
     let port = world.node_port(&OVER_NETWORK, 1, variant.family)?.port();
     let target = SocketAddr::new(NETWORK.node(1).of(variant.family), port);
     dial(world, OUTSIDE, variant, target, NETWORK.pod())?;
-    let says = [(1, "native", "its driver veth "), (2, "no", "ethtool -K eth0 rx-vlan-hw-parse off")];
+    let has_xdp = if drivers_tell_what_they_take() {
+        "its driver veth has XDP"
+    } else {
+        "its driver veth may have XDP, which kernels before 6.3 do not tell"
+    };
+    let says = [(1, "native", has_xdp), (2, "no", "ethtool -K eth0 rx-vlan-hw-parse off")];
     for (node, xdp, why) in says {
         wait::until("status tells what the uplink has", APPEARS_WITHIN, || {
             let status =

@@ -8,10 +8,10 @@ use std::{
 
 use anyhow::{Context as _, Result, anyhow};
 
-use crate::{command::run, setup};
+use crate::command::run;
 
 /// A folder of the cache, made if it is not there.
-pub(crate) fn folder(name: &str) -> Result<PathBuf> {
+pub fn folder(name: &str) -> Result<PathBuf> {
     let base = env::var_os("XDG_CACHE_HOME")
         .filter(|folder| !folder.is_empty())
         .map(PathBuf::from)
@@ -22,12 +22,12 @@ pub(crate) fn folder(name: &str) -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// A Python environment with one package, such as `name==1.0`, in it.
-pub(crate) fn python_environment(requirement: &str, why: &str) -> Result<PathBuf> {
+/// Returns a Python environment with one package, such as `name==1.0`, in it. It is made if it is not there, for
+/// which `setup` has installed what Python needs.
+pub fn python_environment(requirement: &str, why: &str) -> Result<PathBuf> {
     let environment = folder("python")?.join(requirement.replace("==", "-"));
     fill_once(&environment, || {
         println!("installing {requirement} for {why}");
-        setup::install_python()?;
         run(Command::new("python3").args(["-m", "venv"]).arg(&environment))?;
         run(Command::new(environment.join("bin/pip")).args(["install", "-q", requirement]))
     })?;
@@ -35,7 +35,7 @@ pub(crate) fn python_environment(requirement: &str, why: &str) -> Result<PathBuf
 }
 
 /// Fills a folder of the cache, unless that was done before. What was interrupted is done again.
-pub(crate) fn fill_once(folder: &Path, fill: impl FnOnce() -> Result<()>) -> Result<()> {
+pub fn fill_once(folder: &Path, fill: impl FnOnce() -> Result<()>) -> Result<()> {
     let complete = folder.join(".complete");
     if complete.exists() {
         return Ok(());

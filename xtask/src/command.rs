@@ -14,18 +14,18 @@ use anyhow::{Context as _, Result, anyhow, bail};
 use crate::toolchain::cargo_home;
 
 /// The repository's root.
-pub(crate) fn workspace() -> PathBuf {
+pub fn workspace() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map_or_else(PathBuf::new, Path::to_owned)
 }
 
-pub(crate) fn cargo(arguments: &[&str]) -> Command {
+pub fn cargo(arguments: &[&str]) -> Command {
     let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     cargo.args(arguments).current_dir(workspace());
     cargo
 }
 
 /// Where programs may be, cargo's own folder and the administrator's included.
-pub(crate) fn find(program: &str) -> Option<PathBuf> {
+pub fn find(program: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
     env::split_paths(&path)
         .chain(["/usr/sbin", "/sbin", "/usr/local/sbin"].map(PathBuf::from))
@@ -34,12 +34,12 @@ pub(crate) fn find(program: &str) -> Option<PathBuf> {
         .find(|file| file.is_file())
 }
 
-pub(crate) fn is_root() -> bool {
+pub fn is_root() -> bool {
     fs::metadata("/proc/self").is_ok_and(|own| own.uid() == 0)
 }
 
 /// The command as root: unchanged if we are, through sudo with our environment otherwise.
-pub(crate) fn as_root(program: impl AsRef<OsStr>) -> Command {
+pub fn as_root(program: impl AsRef<OsStr>) -> Command {
     if is_root() {
         return Command::new(program);
     }
@@ -49,7 +49,7 @@ pub(crate) fn as_root(program: impl AsRef<OsStr>) -> Command {
 }
 
 /// Runs to the end with our own output.
-pub(crate) fn run(command: &mut Command) -> Result<()> {
+pub fn run(command: &mut Command) -> Result<()> {
     let name = describe(command);
     let status = command.status().with_context(|| format!("starting {name}"))?;
     if !status.success() {
@@ -59,7 +59,7 @@ pub(crate) fn run(command: &mut Command) -> Result<()> {
 }
 
 /// Standard output of a command that must succeed.
-pub(crate) fn output(command: &mut Command) -> Result<String> {
+pub fn output(command: &mut Command) -> Result<String> {
     let name = describe(command);
     let output = command.output().with_context(|| format!("starting {name}"))?;
     if !output.status.success() {
@@ -68,13 +68,13 @@ pub(crate) fn output(command: &mut Command) -> Result<String> {
     String::from_utf8(output.stdout).map_err(|_| anyhow!("{name} did not print text"))
 }
 
-pub(crate) fn describe(command: &Command) -> String {
+pub fn describe(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ")
 }
 
 /// Where cargo puts what it builds.
-pub(crate) fn target() -> PathBuf {
+pub fn target() -> PathBuf {
     let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace().join("target"), PathBuf::from);
     workspace().join(target)
 }

@@ -7,7 +7,7 @@ use clap::Args;
 
 use crate::{
     command::{cargo, output, run as execute, target},
-    setup,
+    setup::{self, Purpose},
 };
 
 const FOLDER: [&str; 2] = ["--fuzz-dir", "proxy-common/fuzz"];
@@ -23,7 +23,7 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
-    setup::install_for_fuzzing()?;
+    setup::install(&[Purpose::Building, Purpose::Fuzzing], false)?;
     let targets = output(cargo(&["fuzz", "list"]).args(FOLDER))?;
     for name in targets.lines().filter(|name| name.contains(&arguments.target)) {
         println!("{name}, for {} s", arguments.seconds);

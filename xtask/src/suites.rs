@@ -1,6 +1,7 @@
 //! What a test suite is, and how its result is read: from the words of cargo's own harness, which all suites print.
 
 use std::{
+    fs,
     io::{self, BufRead as _, BufReader, IsTerminal as _, Write as _},
     process::{Command, Stdio},
     sync::mpsc::{self, RecvTimeoutError},
@@ -83,6 +84,8 @@ pub(crate) struct Report {
     /// Standard error.
     pub(crate) errors: String,
     pub(crate) elapsed: Duration,
+    /// Processor time of the suite's programs, and of those that they have waited for.
+    pub(crate) processor: Duration,
 }
 
 /// Where in the output of a test program a line is.
@@ -149,6 +152,7 @@ impl Suite {
                 }
             }
         }
+        report.processor += processor_time(child.id());
         let succeeded = child.wait().with_context(|| format!("waiting for {name}"))?.success();
         match self.kind {
             Kind::Check | Kind::Online if succeeded => report.count.passed += 1,
@@ -163,6 +167,22 @@ impl Suite {
         }
         Ok(())
     }
+}
+
+/// Processor time of a process that has ended, or is about to, and of the children that it has waited for.
+fn processor_time(process: u32) -> Duration {
+    // What is not known is not counted: the figure is for people who look for where time goes.
+    let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+    processor_time_in(&stat).unwrap_or_default()
+}
+
+/// From `/proc/<pid>/stat`: fields 14 to 17, in hundredths of a second (USER_HZ, which is 100 for user space on every
+/// architecture that Rust knows).
+fn processor_time_in(stat: &str) -> Option<Duration> {
+    // The second field is the program's name in brackets, which may have spaces.
+    let (_, fields) = stat.rsplit_once(") ")?;
+    let ticks = fields.split(' ').skip(11).take(4).map(str::parse::<u64>);
+    Some(Duration::from_millis(ticks.sum::<Result<u64, _>>().ok()? * 10))
 }
 
 enum Line {
@@ -270,7 +290,7 @@ fn clear() {
 mod tests {
     use std::{process::Command, time::Duration};
 
-    use super::{Count, Kind, Report, Suite};
+    use super::{Count, Kind, Report, Suite, processor_time_in};
 
     fn read(lines: &str) -> Report {
         let mut report = Report::default();
@@ -320,6 +340,18 @@ mod tests {
         ];
         assert_eq!(report.skips, told);
         assert_eq!(report.count, Count { passed: 0, failed: 0, skipped: 4 });
+    }
+
+    #[test]
+    fn processor_time_is_that_of_a_process_and_its_children() {
+        let stat = "7 (a b) c) S 1 7 7 0 -1 4194560 1 2 3 4 150 50 1000 300 20 0 1 0 99";
+        assert_eq!(processor_time_in(stat), Some(Duration::from_secs(15)));
+        assert_eq!(processor_time_in(""), None);
+        let mut command = Command::new("sh");
+        command.args(["-c", "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done"]);
+        let limit = Duration::from_secs(60);
+        let report = Suite { name: "busy", kind: Kind::Check, commands: vec![command], limit }.run().unwrap();
+        assert!(report.processor > Duration::ZERO && report.processor <= report.elapsed * 2, "{:?}", report.processor);
     }
 
     #[test]

@@ -16,7 +16,7 @@ use crate::{
     command::{cargo, find, workspace},
     fresh,
     image::{self, ForTests},
-    setup,
+    setup::{self, Purpose},
     suites::{self, Count, Kind, Report, Suite},
     test_programs::{
         Choice::{Bin, Libraries, Test},
@@ -52,6 +52,9 @@ pub(crate) struct Arguments {
     /// Do not look for missing programs first
     #[arg(long)]
     no_setup: bool,
+    /// Show all that the programs print which install what is missing
+    #[arg(long)]
+    verbose: bool,
     /// As on a fresh machine: HEAD in a clean clone, with nothing in any cache; all of it is removed at the end
     #[arg(long)]
     fresh: bool,
@@ -65,13 +68,19 @@ pub(crate) struct Arguments {
 
 const LAST_LINES: usize = 60;
 
+/// Names of suites that are made in one place and asked for in another.
+const KERNEL_OBJECT: &str = "kernel object";
+const DEPENDENCIES: &str = "licences and sources";
+const ADVISORIES: &str = "advisories";
+const DEPLOY: &str = "deploy";
+
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     if arguments.fresh {
         return fresh::run();
     }
     let start = Instant::now();
     if !arguments.no_setup {
-        setup::run_setup()?;
+        setup::install(&arguments.purposes(), arguments.verbose)?;
     }
     let mut total = Total::default();
     let (checks, missing) = checks();
@@ -120,6 +129,25 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
 }
 
 impl Arguments {
+    /// What must be installed for the suites that are asked for.
+    fn purposes(&self) -> Vec<Purpose> {
+        let further = [
+            (Purpose::Lab, ""),
+            (Purpose::Tests, ""),
+            (Purpose::KernelPrograms, KERNEL_OBJECT),
+            (Purpose::Dependencies, DEPENDENCIES),
+            (Purpose::Dependencies, ADVISORIES),
+            (Purpose::Containers, DEPLOY),
+            (Purpose::Machines, vm::IPVS.name()),
+        ];
+        let asked_for = further.into_iter().filter(|(_, suite)| self.asks_for(suite) || suite.is_empty());
+        [Purpose::Building].into_iter().chain(asked_for.map(|(purpose, _)| purpose)).collect()
+    }
+
+    fn asks_for(&self, suite: &str) -> bool {
+        suite.contains(&self.suite)
+    }
+
     fn forbids(&self, skip: &str) -> bool {
         self.strict && !self.may_skip.iter().any(|text| skip.contains(text))
     }

@@ -15,9 +15,9 @@ use super::{Kernel, LONGEST};
 use crate::{
     cache,
     command::{run as execute, target},
-    image,
+    cross,
     packages::PrivateApt,
-    setup,
+    setup::{self, Purpose},
 };
 
 const DEBIAN: &str = "arm64";
@@ -45,8 +45,7 @@ const SUCCEEDED: &str = "guest: succeeded";
 
 /// Downloads what is missing.
 pub(super) fn provide(kernel: Kernel) -> Result<()> {
-    setup::install_for_vm()?;
-    setup::install_for_emulation()?;
+    setup::install(&[Purpose::Machines, Purpose::Emulation], false)?;
     let folder = cache::folder("vm")?;
     kernel_files(kernel, &folder)?;
     userland(&folder)?;
@@ -58,7 +57,7 @@ pub(super) fn command(kernel: Kernel, filter: &str) -> Result<Command> {
     let folder = cache::folder("vm")?;
     let kernel_files = kernel_files(kernel, &folder)?;
     let userland = userland(&folder)?;
-    let programs = image::programs_for_arm64(&["proxy-ctl", "lab", "behaviour"])?;
+    let programs = cross::programs_for_arm64(&["proxy-ctl", "lab", "behaviour"])?;
     let initial = target().join("vm").join("arm64.cpio");
     pack(&initial, &kernel_files, &userland, &programs, filter)
         .with_context(|| format!("writing {}", initial.display()))?;

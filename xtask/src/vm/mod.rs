@@ -18,9 +18,9 @@ use clap::{Args, ValueEnum};
 use crate::{
     cache,
     command::{as_root, find},
-    image::Architecture,
+    cross::Architecture,
     packages::PrivateApt,
-    setup,
+    setup::{self, Purpose},
     suites::{Kind, Suite},
     test_programs::{Choice, TestPrograms},
 };
@@ -198,7 +198,7 @@ impl Kernel {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
-    setup::run_setup()?;
+    setup::install(&[Purpose::Building, Purpose::Lab, Purpose::Tests], false)?;
     let machine = Machine { kernel: arguments.kernel, arch: arguments.arch, mode: arguments.mode };
     machine.provide()?;
     let extent = if arguments.lean { Extent::Lean } else { Extent::Core };
@@ -345,7 +345,7 @@ fn inside(
 
 /// virtme-ng: from PATH, or installed into a Python environment of its own.
 fn virtme() -> Result<PathBuf> {
-    setup::install_for_vm()?;
+    setup::install(&[Purpose::Machines], false)?;
     if let Some(found) = find("vng") {
         return Ok(found);
     }

@@ -2,7 +2,6 @@
 
 mod archive;
 mod components;
-mod cross;
 mod iptables;
 
 use std::{
@@ -14,21 +13,22 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
-use clap::{Args, ValueEnum as _};
-
-pub(crate) use self::cross::Architecture;
-use self::{
-    archive::{Image, Program},
-    cross::{Profile, Toolchain},
-    iptables::Tools,
-};
-use crate::{
+use clap::{Parser, ValueEnum as _};
+use xtask::{
     command::{output, target, workspace},
+    cross::{self, Architecture, Profile, Toolchain},
+    image::IMPOSSIBLE,
     setup,
 };
 
-#[derive(Args)]
-pub(crate) struct Arguments {
+use self::{
+    archive::{Image, Program},
+    iptables::Tools,
+};
+
+#[derive(Parser)]
+#[command(name = "cargo xtask image", about = "Writes a container image, without a container engine")]
+struct Arguments {
     /// The machines it is for; for several under one name: --arch amd64,arm64 [default: those like this one]
     #[arg(long, value_enum, value_delimiter = ',')]
     arch: Vec<Architecture>,
@@ -41,12 +41,27 @@ pub(crate) struct Arguments {
     /// dev builds sooner, and its binary is larger and slower
     #[arg(long, value_enum, default_value_t = Profile::Release)]
     profile: Profile,
+    /// Write the image that the tests use: not optimised, and without a program for other machines
+    #[arg(long, hide = true, requires = "output")]
+    for_tests: bool,
 }
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
 
-pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
-    setup::run_setup()?;
+fn main() -> ExitCode {
+    let arguments = Arguments::parse();
+    let done = match &arguments.output {
+        Some(file) if arguments.for_tests => for_tests(file),
+        _ => run(&arguments),
+    };
+    done.unwrap_or_else(|error| {
+        eprintln!("image: {error:#}");
+        ExitCode::FAILURE
+    })
+}
+
+fn run(arguments: &Arguments) -> Result<ExitCode> {
+    setup::for_building()?;
     let mut architectures = arguments.arch.clone();
     architectures.sort_unstable();
     architectures.dedup();
@@ -73,25 +88,20 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-pub(crate) enum ForTests {
-    Built(PathBuf),
-    /// Why this machine cannot: a tool is missing, or the network.
-    Impossible(anyhow::Error),
-}
-
-/// For the tests: for this machine's architecture, without optimisation; for the other one there is no program in it, but all else
-/// is as it is for several. An error: it cannot be built from these sources.
-pub(crate) fn for_tests() -> Result<ForTests> {
+/// For this machine's architecture, without optimisation. For the other one there is no program in it, but all
+/// else is as it is for several. An error means that it cannot be built from these sources.
+fn for_tests(file: &Path) -> Result<ExitCode> {
     let ready = || {
-        setup::install_for_containers()?;
         let architecture = Architecture::of_this_machine()?;
         Ok((Toolchain::install(architecture)?, Tools::fetch(architecture)?))
     };
     let (toolchain, tools) = match ready() {
         Ok(ready) => ready,
-        Err(error) => return Ok(ForTests::Impossible(error)),
+        Err::<_, anyhow::Error>(error) => {
+            eprintln!("{error:#}");
+            return Ok(ExitCode::from(IMPOSSIBLE));
+        }
     };
-    let file = target().join("image").join("test.oci.tar");
     let mut programs = vec![program(&toolchain, &tools, Profile::Dev)?];
     let other = Architecture::value_variants().iter().find(|other| **other != toolchain.architecture());
     programs.extend(other.map(|other| Program {
@@ -99,13 +109,8 @@ pub(crate) fn for_tests() -> Result<ForTests> {
         binary: b"not for tests".to_vec(),
         files: Vec::new(),
     }));
-    write(&[toolchain], &[tools], &programs, &format!("localhost/proxy-ctl:{VERSION}"), &file)?;
-    Ok(ForTests::Built(file))
-}
-
-/// Static programs of these packages, not optimised, for arm64; returns the folder that they are in.
-pub(crate) fn programs_for_arm64(packages: &[&str]) -> Result<PathBuf> {
-    cross::build_packages(&Toolchain::install(Architecture::Arm64)?, Profile::Dev, packages)
+    write(&[toolchain], &[tools], &programs, &format!("localhost/proxy-ctl:{VERSION}"), file)?;
+    Ok(ExitCode::SUCCESS)
 }
 
 fn program(toolchain: &Toolchain, tools: &Tools, profile: Profile) -> Result<Program> {

@@ -9,9 +9,12 @@ use std::{
 
 use anyhow::{Context as _, Result, bail};
 use serde_json::{Value, json};
+use xtask::{
+    command::{cargo, output, workspace},
+    cross::Toolchain,
+};
 
-use super::{VERSION, cross::Toolchain};
-use crate::command::{cargo, output, workspace};
+use crate::VERSION;
 
 /// The kernel programs are in the binary.
 const KERNEL: (&str, &str) = ("proxy-ebpf", "bpfel-unknown-none");

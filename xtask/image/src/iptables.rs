@@ -8,13 +8,12 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, bail};
+use xtask::{command::target, cross::Architecture, packages::PrivateApt};
 
-use super::{
+use crate::{
     archive::{Content, File},
     components::{Component, read},
-    cross::Architecture,
 };
-use crate::{command::target, packages::PrivateApt};
 
 const SUITES: [&str; 2] = ["bookworm", "bookworm-security"];
 const GPL: &str = "GPL-2.0-only AND GPL-2.0-or-later AND Artistic-1.0-Perl";

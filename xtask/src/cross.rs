@@ -22,13 +22,13 @@ use crate::{
 const ZIG: &str = "ziglang==0.15.2";
 
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, ValueEnum)]
-pub(crate) enum Architecture {
+pub enum Architecture {
     Amd64,
     Arm64,
 }
 
 impl Architecture {
-    pub(super) fn of_this_machine() -> Result<Self> {
+    pub fn of_this_machine() -> Result<Self> {
         match env::consts::ARCH {
             "x86_64" => Ok(Self::Amd64),
             "aarch64" => Ok(Self::Arm64),
@@ -37,7 +37,7 @@ impl Architecture {
     }
 
     /// As container images say it.
-    pub(super) const fn name(self) -> &'static str {
+    pub const fn name(self) -> &'static str {
         match self {
             Self::Amd64 => "amd64",
             Self::Arm64 => "arm64",
@@ -60,7 +60,7 @@ impl Architecture {
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
-pub(crate) enum Profile {
+pub enum Profile {
     Release,
     Dev,
 }
@@ -82,7 +82,7 @@ impl Profile {
 }
 
 /// What a build needs that comes from elsewhere.
-pub(super) struct Toolchain {
+pub struct Toolchain {
     architecture: Architecture,
     /// A Python environment with Zig in it.
     zig: PathBuf,
@@ -90,35 +90,35 @@ pub(super) struct Toolchain {
 
 impl Toolchain {
     /// Installs what is not there. An error: a tool is missing, or the network.
-    pub(super) fn install(architecture: Architecture) -> Result<Self> {
+    pub fn install(architecture: Architecture) -> Result<Self> {
         let triple = architecture.rust_target();
         execute(Command::new("rustup").args(["-q", "target", "add", triple]).current_dir(workspace()))
             .with_context(|| format!("installing Rust's standard library for {triple}"))?;
         Ok(Self { architecture, zig: cache::python_environment(ZIG, "C compilers for static binaries")? })
     }
 
-    pub(super) const fn architecture(&self) -> Architecture {
+    pub const fn architecture(&self) -> Architecture {
         self.architecture
     }
 
-    pub(super) const fn target(&self) -> &'static str {
+    pub const fn target(&self) -> &'static str {
         self.architecture.rust_target()
     }
 
     /// The licence of musl: Zig has it too, and its text.
-    pub(super) fn musl_notice(&self) -> Result<PathBuf> {
+    pub fn musl_notice(&self) -> Result<PathBuf> {
         let zig = zig(&self.zig)?;
         Ok(zig.with_file_name("lib").join("libc/musl/COPYRIGHT"))
     }
 }
 
 /// Builds proxy-ctl and returns where it is.
-pub(super) fn build(toolchain: &Toolchain, profile: Profile) -> Result<PathBuf> {
+pub fn build(toolchain: &Toolchain, profile: Profile) -> Result<PathBuf> {
     Ok(build_packages(toolchain, profile, &["proxy-ctl"])?.join("proxy-ctl"))
 }
 
 /// Builds the programs of these packages and returns the folder that they are in.
-pub(super) fn build_packages(toolchain: &Toolchain, profile: Profile, packages: &[&str]) -> Result<PathBuf> {
+pub fn build_packages(toolchain: &Toolchain, profile: Profile, packages: &[&str]) -> Result<PathBuf> {
     let triple = toolchain.architecture.rust_target();
     let compiler = compiler(toolchain)?;
     let variable = triple.replace('-', "_");
@@ -187,4 +187,9 @@ fn script(path: &Path, text: &str) -> Result<()> {
         fs::set_permissions(path, fs::Permissions::from_mode(0o755))
     };
     write().with_context(|| format!("writing {}", path.display()))
+}
+
+/// Builds static programs of these packages, not optimised, for arm64, and returns the folder that they are in.
+pub fn programs_for_arm64(packages: &[&str]) -> Result<PathBuf> {
+    build_packages(&Toolchain::install(Architecture::Arm64)?, Profile::Dev, packages)
 }

@@ -3,11 +3,11 @@
 use std::{env, path::PathBuf, process::Command};
 
 /// aya-ebpf 0.2.1 compiles with this one; much newer ones refuse it.
-pub(crate) const NIGHTLY: &str = "nightly-2026-05-15";
-pub(crate) const TARGET: &str = "bpfel-unknown-none";
+pub const NIGHTLY: &str = "nightly-2026-05-15";
+pub const TARGET: &str = "bpfel-unknown-none";
 
 /// A rustc outside rustup whose sysroot has a core library for BPF.
-pub(crate) fn prebuilt_compiler() -> Option<PathBuf> {
+pub fn prebuilt_compiler() -> Option<PathBuf> {
     ["/usr/bin/rustc", "/usr/local/bin/rustc"].into_iter().map(PathBuf::from).find(|rustc| {
         sysroot(&mut Command::new(rustc))
             .is_some_and(|sysroot| sysroot.join("lib/rustlib").join(TARGET).is_dir())
@@ -15,13 +15,13 @@ pub(crate) fn prebuilt_compiler() -> Option<PathBuf> {
 }
 
 /// Whether rustup's nightly is there, with rust-src.
-pub(crate) fn nightly_has_source() -> bool {
+pub fn nightly_has_source() -> bool {
     sysroot(Command::new("rustup").args(["run", NIGHTLY, "rustc"]))
         .is_some_and(|sysroot| sysroot.join("lib/rustlib/src/rust/library/core").is_dir())
 }
 
 /// Cargo's own folder, with what `cargo install` has built.
-pub(crate) fn cargo_home() -> Option<PathBuf> {
+pub fn cargo_home() -> Option<PathBuf> {
     env::var_os("CARGO_HOME")
         .map(PathBuf::from)
         .or_else(|| Some(PathBuf::from(env::var_os("HOME")?).join(".cargo")))

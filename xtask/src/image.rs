@@ -1,0 +1,53 @@
+//! Runs the package `image`, which writes container images. It is a package of its own, as what it needs to
+//! pack, compress and describe takes longer to build than all else here.
+
+use std::{
+    ffi::OsString,
+    path::PathBuf,
+    process::{Command, ExitCode},
+};
+
+use anyhow::{Context as _, Result, bail};
+use clap::Args;
+
+use crate::command::{cargo, target};
+
+#[derive(Args)]
+#[command(disable_help_flag = true)]
+pub(crate) struct Arguments {
+    /// See --help, which is built first
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENT")]
+    arguments: Vec<OsString>,
+}
+
+/// Where [`for_tests`] writes, below cargo's target folder.
+const FOR_TESTS: &str = "image/test.oci.tar";
+/// The exit code of the package `image` where this machine cannot build an image, for want of a tool or the network.
+pub const IMPOSSIBLE: u8 = 3;
+
+fn program() -> Command {
+    cargo(&["run", "-q", "-p", "image", "--"])
+}
+
+pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
+    let status = program().args(&arguments.arguments).status().context("starting cargo")?;
+    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+pub(crate) enum ForTests {
+    Built(PathBuf),
+    /// Why this machine cannot: a tool is missing, or the network.
+    Impossible(String),
+}
+
+/// Builds an image for the tests, without optimisation. An error means that it cannot be built from these sources.
+pub(crate) fn for_tests() -> Result<ForTests> {
+    let file = target().join(FOR_TESTS);
+    let output = program().args(["--for-tests", "--output"]).arg(&file).output().context("starting cargo")?;
+    let errors = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    match output.status.code() {
+        Some(0) => Ok(ForTests::Built(file)),
+        Some(code) if code == i32::from(IMPOSSIBLE) => Ok(ForTests::Impossible(errors)),
+        _ => bail!("{}\n{errors}", output.status),
+    }
+}

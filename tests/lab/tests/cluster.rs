@@ -56,10 +56,16 @@ fn everybody_reaches_everybody_and_nothing_stays() -> Result<()> {
     let cgroup = lab.netns("routed")?.cgroup.clone();
     let directory = lab.directory().to_owned();
     assert!(cgroup.exists() && directory.exists());
+    // A proxy that is killed leaves its record.
+    let bpffs = lab.bpffs(1).to_string_lossy().trim_matches('/').replace('/', "-");
+    let record = Path::new("/run/proxy-ctl").join(format!("{bpffs}.json"));
+    std::fs::create_dir_all("/run/proxy-ctl").context("a folder for records")?;
+    std::fs::write(&record, "{}").context("a record")?;
     drop(agents);
     drop(lab);
     assert!(!cgroup.exists(), "{} is left", cgroup.display());
     assert!(!directory.exists(), "{} is left", directory.display());
+    assert!(!record.exists(), "{} is left", record.display());
     assert_eq!(namespace::with_prefix(&name), Vec::<String>::new());
     let mounts = std::fs::read_to_string(Path::new("/proc/mounts")).context("mounts")?;
     assert!(!mounts.contains(&name), "mounts are left");

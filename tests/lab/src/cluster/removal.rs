@@ -26,6 +26,9 @@ const LABS: &str = "/run/proxy-ctl-lab";
 const LOCK: &str = "lock";
 const KEPT: &str = "kept";
 
+/// Where a proxy leaves what `proxy-ctl status` reads, in a file that is named after the path of its bpffs.
+const RECORDS: &str = "/run/proxy-ctl";
+
 /// Labs of this process that are up and not to be kept.
 static RUNNING: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
@@ -89,6 +92,7 @@ pub(super) fn remove(name: &str) -> Result<()> {
         namespace::ip(None, &format!("netns del {namespace}\n"))?;
     }
     cgroup::remove(&cgroup)?;
+    remove_records(&directory)?;
     // A process that is on its way out may still write.
     wait::until(&format!("removing {}", directory.display()), LIMIT, || {
         match fs::remove_dir_all(&directory) {
@@ -96,6 +100,33 @@ pub(super) fn remove(name: &str) -> Result<()> {
             Ok(()) | Err(_) => Ok(Some(())),
         }
     })
+}
+
+/// Removes what the lab's proxies have left in [`RECORDS`].
+fn remove_records(directory: &Path) -> Result<()> {
+    let records = match fs::read_dir(RECORDS) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        found => found.with_context(|| format!("reading {RECORDS}"))?,
+    };
+    let prefix = format!("{}-", directory.to_string_lossy().trim_matches('/').replace('/', "-"));
+    for record in records {
+        let record = record.with_context(|| format!("reading {RECORDS}"))?;
+        if record.file_name().to_string_lossy().starts_with(&prefix) {
+            fs::remove_file(record.path())
+                .with_context(|| format!("removing {}", record.path().display()))?;
+        }
+    }
+    Ok(())
+}
+
+fn remove_if_empty(folder: &Path) -> Result<()> {
+    match fs::remove_dir(folder) {
+        Err(error) if !matches!(error.kind(), ErrorKind::NotFound | ErrorKind::DirectoryNotEmpty) => {
+            Err(error).with_context(|| format!("removing {}", folder.display()))
+        }
+        // Another lab, or a proxy of this machine, still has files there.
+        Ok(()) | Err(_) => Ok(()),
+    }
 }
 
 /// Unmounts what is mounted below a folder, the latest first: its files are removed then, and no file of what was mounted.
@@ -134,6 +165,8 @@ pub fn remove_kept() -> Result<Vec<String>> {
     for name in &kept {
         remove(name).with_context(|| format!("removing lab {name}"))?;
     }
+    // Labs that are made meanwhile could miss their folder, so this is left to the user's own command.
+    [LABS, RECORDS].iter().try_for_each(|folder| remove_if_empty(Path::new(folder)))?;
     Ok(kept)
 }
 

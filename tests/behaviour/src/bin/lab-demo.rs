@@ -10,20 +10,25 @@ use std::{
 
 use anyhow::{Context as _, Result};
 use behaviour::{
+    check,
     fixtures::{BALANCED, ON_NODE2, ServiceFixture},
     setting::{PathKind, ProxyKind, Setting},
     world::World,
 };
 use clap::Parser;
 use lab::{
-    Protocol, Tally,
+    Dial, Protocol, Tally,
     address::{Family, node},
     agent::protocol::Load,
-    cluster::{NODES, OUTSIDE},
+    cluster::{NODES, OUTSIDE, SERVER_PORT},
 };
 
 #[derive(Parser)]
-#[command(about = "Shows proxy-ctl at work on a small cluster in network namespaces")]
+#[command(
+    name = "cargo xtask demo",
+    about = "Shows proxy-ctl at work on a small cluster in network namespaces",
+    after_help = "Example:\n  cargo xtask demo --keep      # shows it, and leaves the cluster up\n  cargo xtask demo --remove    # removes it"
+)]
 struct Arguments {
     /// Feed the proxies from a real etcd and kube-apiserver
     #[arg(long)]
@@ -37,6 +42,9 @@ struct Arguments {
     /// Seconds that each step is shown
     #[arg(long, default_value_t = 3)]
     seconds: u64,
+    /// Show all that cargo and apt print before the demo begins
+    #[arg(long)]
+    verbose: bool,
 }
 
 /// One endpoint on node 1, two on node 2, and a node port.
@@ -96,9 +104,11 @@ fn run(arguments: &Arguments) -> Result<u64> {
     heading("the same in the kernel: bpftool map dump name frontends4");
     dump(&world);
 
+    heading("what a Service costs: client-1 dials one, and its endpoint directly");
+    compare(&world)?;
     let shown = Duration::from_secs(arguments.seconds);
     let mut loads = Loads::start(&world)?;
-    heading("who answers whom: connections a second, and how long each took");
+    heading("who answers whom: five clients at once, each as fast as it is answered");
     loads.show(&world, shown)?;
     heading("endpoint web-3 is removed");
     world.set_endpoints(&WEB, &["web-1", "web-2"])?;
@@ -141,8 +151,38 @@ fn dump(world: &World) {
             }
             println!("  … {} lines", text.lines().count());
         }
-        Err(error) => println!("  (bpftool cannot be started: {error})"),
+        Err(_) => println!("  (bpftool is not installed; the package of that name shows this table)"),
     }
+}
+
+/// Connections of each round, and rounds of each way. The two ways take turns, as other work on the machine comes and goes.
+const ROUND: u32 = 100;
+const ROUNDS: u32 = 20;
+
+/// Shows how long connections take through a Service and without one.
+fn compare(world: &World) -> Result<()> {
+    let ways = [
+        ("ClusterIP of queue", world.cluster_ip(&QUEUE, Family::V4)),
+        ("its endpoint web-2", SocketAddr::new(world.addresses("web-2")?.of(Family::V4), SERVER_PORT)),
+    ];
+    let mut times: [Vec<u64>; 2] = Default::default();
+    for _ in 0..ROUNDS {
+        for ((_, target), times) in ways.iter().zip(&mut times) {
+            let outcomes = world.dial("client-1", &Dial::new(Protocol::Tcp, *target).times(ROUND))?;
+            times.extend(check::answered(&outcomes)?.iter().map(|answer| answer.micros));
+        }
+    }
+    println!(
+        "{:<20} {:<22} {:>11} {:>10} {:>10}",
+        "client-1 dials", "", "connections", "median us", "90 % us"
+    );
+    for ((name, target), times) in ways.iter().zip(&mut times) {
+        times.sort_unstable();
+        let at = |percent: usize| times.get(times.len() * percent / 100).copied().unwrap_or_default();
+        println!("{name:<20} {:<22} {:>11} {:>10} {:>10}", target.to_string(), times.len(), at(50), at(90));
+    }
+    println!("each with a request and its answer; the programs of the demo are not optimised");
+    Ok(())
 }
 
 /// Clients that dial without end.
@@ -184,7 +224,7 @@ impl Loads {
         target: SocketAddr,
         protocol: Protocol,
     ) -> Result<Running> {
-        let load = Load { pause_micros: 2_000, ..Load::new(protocol, target) };
+        let load = Load { pause_micros: 0, ..Load::new(protocol, target) };
         let number = world.agent(client)?.start_load(&load)?;
         let what = format!("{name} {target} {protocol}");
         Ok(Running { client, what, load: number, before: Tally::default() })
@@ -254,18 +294,21 @@ impl Loads {
     }
 }
 
+/// Leaves the cluster up. The hints are commands that root can paste.
 fn keep(world: World) -> Result<()> {
-    heading("it stays: look around");
+    heading("it stays: look around as root");
     let lab = world.lab.name();
-    let bpffs = world.lab.bpffs(1);
+    let bpffs = world.lab.bpffs(1).display().to_string();
     let web = world.cluster_ip(&WEB, Family::V4);
-    println!("proxy-ctl --bpffs {} services", bpffs.display());
-    println!("bpftool map dump pinned {}/proxy-ctl/v1/maps/backends4", bpffs.display());
-    println!("bpftool map dump pinned {}/proxy-ctl/v1/maps/flows4", bpffs.display());
-    println!("ip netns exec {lab}-{OUTSIDE} curl -s {}:30080", node(1).v4);
+    let program = std::env::current_exe().context("finding this program")?.with_file_name("proxy-ctl");
+    let on_node1 = format!("nsenter --net=/run/netns/{lab}-node1 {}", program.display());
+    for command in ["services", "status", "flows"] {
+        println!("{on_node1} {command} --bpffs {bpffs}");
+    }
     println!("ip netns exec {lab}-client-1 curl -s {web}");
-    println!("nsenter --net=/run/netns/{lab}-node1 tcpdump -ni any port 8080");
-    println!("ls {}                      # manifests, configuration, logs", world.lab.directory().display());
-    println!("cargo xtask demo --remove                      # when you have seen enough");
+    println!("ip netns exec {lab}-{OUTSIDE} curl -s {}:30080", node(1).v4);
+    println!("bpftool map dump pinned {bpffs}/proxy-ctl/v1/maps/backends4");
+    println!("ls {}    # manifests, configuration, logs", world.lab.directory().display());
+    println!("cargo xtask demo --remove    # when you have seen enough");
     world.keep()
 }

@@ -59,7 +59,13 @@ impl Arguments {
     }
 
     /// Installs what is missing, builds, and runs the program with our arguments.
-    fn run(&self, program: &Program, profile: &[&str], purposes: &[Purpose], before: &str) -> Result<ExitCode> {
+    fn run(
+        &self,
+        program: &Program,
+        profile: &[&str],
+        purposes: &[Purpose],
+        before: &str,
+    ) -> Result<ExitCode> {
         let mut build = cargo(&["build"]);
         build.args(program.packages.iter().flat_map(|package| ["-p", package]));
         build.args(program.programs.iter().flat_map(|program| ["--bin", program])).args(profile);

@@ -3,7 +3,7 @@
 
 use std::{
     ffi::OsString,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Command, ExitCode},
 };
 
@@ -40,10 +40,16 @@ pub(crate) enum ForTests {
     Impossible(String),
 }
 
-/// Builds an image for the tests, without optimisation. An error means that it cannot be built from these sources.
-pub(crate) fn for_tests() -> Result<ForTests> {
+/// Builds an image for the tests, without optimisation. `linked` is a program of this machine that is used instead of a
+/// static one, which is built otherwise. An error means that it cannot be built from these sources.
+pub(crate) fn for_tests(linked: Option<&Path>) -> Result<ForTests> {
     let file = target().join(FOR_TESTS);
-    let output = program().args(["--for-tests", "--output"]).arg(&file).output().context("starting cargo")?;
+    let mut command = program();
+    command.args(["--for-tests", "--output"]).arg(&file);
+    if let Some(program) = linked {
+        command.arg("--program").arg(program);
+    }
+    let output = command.output().context("starting cargo")?;
     let errors = String::from_utf8_lossy(&output.stderr).trim().to_owned();
     match output.status.code() {
         Some(0) => Ok(ForTests::Built(file)),

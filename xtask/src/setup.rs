@@ -119,9 +119,12 @@ impl Purpose {
     const fn needs_python(self) -> bool {
         match self {
             Self::Dependencies | Self::Machines | Self::Containers => true,
-            Self::Building | Self::Lab | Self::Tests | Self::KernelPrograms | Self::Emulation | Self::Fuzzing => {
-                false
-            }
+            Self::Building
+            | Self::Lab
+            | Self::Tests
+            | Self::KernelPrograms
+            | Self::Emulation
+            | Self::Fuzzing => false,
         }
     }
 }
@@ -220,8 +223,13 @@ impl Packages {
             }
             is_known
         });
-        let mut names: Vec<String> =
-            self.needed.iter().chain(&self.optional).map(|name| (*name).to_owned()).chain(self.found).collect();
+        let mut names: Vec<String> = self
+            .needed
+            .iter()
+            .chain(&self.optional)
+            .map(|name| (*name).to_owned())
+            .chain(self.found)
+            .collect();
         names.sort_unstable();
         names.dedup();
         let what = match &names[..] {
@@ -332,7 +340,8 @@ fn lint_steps() -> Vec<Step> {
         .map(|(component, _)| {
             let mut add = Command::new("rustup");
             add.args(["component", "add", component]).current_dir(workspace());
-            Step::new(format!("installing {component} by rustup"), [add]).or_without("its check will be skipped")
+            Step::new(format!("installing {component} by rustup"), [add])
+                .or_without("its check will be skipped")
         })
         .collect()
 }

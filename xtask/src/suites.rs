@@ -99,6 +99,25 @@ enum Section {
 }
 
 impl Suite {
+    /// The same suite, whose programs get what others leave of the processors.
+    pub(crate) fn at_lowest_priority(self) -> Self {
+        let behind = |command: Command| {
+            let mut nice = Command::new("nice");
+            nice.args(["-n", "19"]).arg(command.get_program()).args(command.get_args());
+            for (name, value) in command.get_envs() {
+                match value {
+                    Some(value) => nice.env(name, value),
+                    None => nice.env_remove(name),
+                };
+            }
+            if let Some(folder) = command.get_current_dir() {
+                nice.current_dir(folder);
+            }
+            nice
+        };
+        Self { commands: self.commands.into_iter().map(behind).collect(), ..self }
+    }
+
     /// Runs it; on a terminal the line below shows what it is at.
     pub(crate) fn run(mut self) -> Result<Report> {
         let start = Instant::now();
@@ -203,6 +222,12 @@ fn send_lines(pipe: impl io::Read + Send + 'static, to: mpsc::Sender<Line>, as_l
 }
 
 impl Report {
+    /// One thing that this machine cannot do.
+    pub(crate) fn skipped(reason: &str) -> Self {
+        let count = Count { skipped: 1, ..Count::default() };
+        Self { count, skips: vec![reason.to_owned()], ..Self::default() }
+    }
+
     pub(crate) fn of_check(passed: bool, elapsed: Duration) -> Self {
         let count = Count { passed: u64::from(passed), failed: u64::from(!passed), skipped: 0 };
         Self { count, elapsed, ..Self::default() }
@@ -351,7 +376,11 @@ mod tests {
         command.args(["-c", "i=0; while [ $i -lt 200000 ]; do i=$((i+1)); done"]);
         let limit = Duration::from_secs(60);
         let report = Suite { name: "busy", kind: Kind::Check, commands: vec![command], limit }.run().unwrap();
-        assert!(report.processor > Duration::ZERO && report.processor <= report.elapsed * 2, "{:?}", report.processor);
+        assert!(
+            report.processor > Duration::ZERO && report.processor <= report.elapsed * 2,
+            "{:?}",
+            report.processor
+        );
     }
 
     #[test]

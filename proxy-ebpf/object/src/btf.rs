@@ -36,7 +36,8 @@ pub fn without_lines(btf: &[u8], ext: &[u8]) -> Result<(Vec<u8>, Vec<u8>)> {
     let ext = remove_lines(ext).context("section .BTF.ext")?;
     let header = number(btf, HEADER_LENGTH)?;
     let types = part(btf, header, types::OFFSET, types::LENGTH).context("types in section .BTF")?;
-    let strings = part(btf, header, types::STRINGS, types::STRINGS_LENGTH).context("strings in section .BTF")?;
+    let strings =
+        part(btf, header, types::STRINGS, types::STRINGS_LENGTH).context("strings in section .BTF")?;
     // The first string is empty: what has no name names it.
     let mut kept = Strings { former: strings, places: BTreeMap::from([(0, 0)]), bytes: vec![0] };
     let mut new_types = types.to_vec();
@@ -205,8 +206,19 @@ mod tests {
     fn btf() -> Vec<u8> {
         let strings = b"\0int\0/home/me/a.rs\0pair\0x\0y\0xdp\00:0\0";
         let types = words(&[
-            1, 1 << 24, 4, 32, //
-            19, (4 << 24) | 2, 8, 24, 1, 0, 26, 1, 32,
+            1,
+            1 << 24,
+            4,
+            32, //
+            19,
+            (4 << 24) | 2,
+            8,
+            24,
+            1,
+            0,
+            26,
+            1,
+            32,
         ]);
         let header = words(&[MAGIC, 24, 0, types.len() as u32, types.len() as u32, strings.len() as u32]);
         [header, types, strings.to_vec()].concat()
@@ -230,11 +242,7 @@ mod tests {
         assert_eq!(&btf[24..24 + types.len()], types);
         let header = words(&[MAGIC, 24, 0, types.len() as u32, types.len() as u32, strings.len() as u32]);
         assert_eq!(&btf[..24], header);
-        let expected = [
-            &[MAGIC, 32, 0, 20, 20, 0, 20, 28][..],
-            &[8, 14, 1, 0, 1],
-            &[16, 14, 1, 8, 2, 18, 0],
-        ];
+        let expected = [&[MAGIC, 32, 0, 20, 20, 0, 20, 28][..], &[8, 14, 1, 0, 1], &[16, 14, 1, 8, 2, 18, 0]];
         assert_eq!(ext, words(&expected.concat()));
     }
 

@@ -49,7 +49,8 @@ impl MadeOf {
         let field = |name: &str| {
             let mut fields = text.lines().filter_map(|line| line.split_once(": "));
             let found = fields.find_map(|(field, value)| (field == name).then(|| value.to_owned()));
-            found.with_context(|| format!("{MADE_OF} has no line `{name}: …`; `cargo xtask object` writes it"))
+            found
+                .with_context(|| format!("{MADE_OF} has no line `{name}: …`; `cargo xtask object` writes it"))
         };
         Ok(Self {
             sources: field("sources")?,
@@ -90,7 +91,8 @@ impl Committed {
 
     /// Writes both files.
     pub fn write(&self, workspace: &Path) -> Result<()> {
-        for (name, content) in [(OBJECT, self.bytes.as_slice()), (MADE_OF, self.made_of.to_text().as_bytes())] {
+        for (name, content) in [(OBJECT, self.bytes.as_slice()), (MADE_OF, self.made_of.to_text().as_bytes())]
+        {
             let path = workspace.join(name);
             fs::write(&path, content).with_context(|| format!("writing {}", path.display()))?;
         }
@@ -104,7 +106,8 @@ mod tests {
 
     #[test]
     fn what_is_written_is_read_again() {
-        let tools = Tools { compiler: "rustc 1.96.0 (ac68)".to_owned(), linker: "bpf-linker 0.13.0".to_owned() };
+        let tools =
+            Tools { compiler: "rustc 1.96.0 (ac68)".to_owned(), linker: "bpf-linker 0.13.0".to_owned() };
         let made_of = MadeOf { sources: "ab12".to_owned(), tools };
         assert_eq!(MadeOf::parse(&made_of.to_text()).unwrap(), made_of);
     }

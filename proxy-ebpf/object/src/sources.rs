@@ -101,10 +101,7 @@ fn locked(lock: &str) -> String {
             }
         }
     }
-    found
-        .into_iter()
-        .map(|(name, version, checksum)| format!("{name} {version} {checksum}\n"))
-        .collect()
+    found.into_iter().map(|(name, version, checksum)| format!("{name} {version} {checksum}\n")).collect()
 }
 
 /// An entry of Cargo.lock.
@@ -126,9 +123,9 @@ impl<'a> Locked<'a> {
                 Some(("version", value)) => locked.version = value.trim_matches('"'),
                 Some(("checksum", value)) => locked.checksum = value.trim_matches('"'),
                 Some(_) => {}
-                None => locked.dependencies.extend(
-                    line.strip_prefix(" \"").and_then(|dependency| dependency.strip_suffix("\",")),
-                ),
+                None => locked
+                    .dependencies
+                    .extend(line.strip_prefix(" \"").and_then(|dependency| dependency.strip_suffix("\","))),
             }
         }
         locked
@@ -194,7 +191,8 @@ dependencies = [
 
     #[test]
     fn sections_of_other_profiles_do_not_count() {
-        let manifest = "[workspace]\nresolver = \"3\"\n[profile.bpf]\n# why\nlto = true\n\n[profile.dev]\ndebug = 1\n";
+        let manifest =
+            "[workspace]\nresolver = \"3\"\n[profile.bpf]\n# why\nlto = true\n\n[profile.dev]\ndebug = 1\n";
         assert_eq!(sections(manifest), "[profile.bpf]\nlto = true\n");
     }
 

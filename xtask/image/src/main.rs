@@ -22,7 +22,7 @@ use xtask::{
 };
 
 use self::{
-    archive::{Image, Program},
+    archive::{Content, File, Image, Program},
     iptables::Tools,
 };
 
@@ -44,6 +44,9 @@ struct Arguments {
     /// Write the image that the tests use: not optimised, and without a program for other machines
     #[arg(long, hide = true, requires = "output")]
     for_tests: bool,
+    /// With --for-tests: use this program, which is linked with libraries of this machine, in place of a static one
+    #[arg(long, hide = true, requires = "for_tests", value_name = "FILE")]
+    program: Option<PathBuf>,
 }
 
 const VERSION: &str = env!("CARGO_PKG_VERSION");
@@ -51,7 +54,7 @@ const VERSION: &str = env!("CARGO_PKG_VERSION");
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
     let done = match &arguments.output {
-        Some(file) if arguments.for_tests => for_tests(file),
+        Some(file) if arguments.for_tests => for_tests(file, arguments.program.as_deref()),
         _ => run(&arguments),
     };
     done.unwrap_or_else(|error| {
@@ -77,7 +80,7 @@ fn run(arguments: &Arguments) -> Result<ExitCode> {
     let name = arguments.name.clone().unwrap_or_else(|| format!("localhost/proxy-ctl:{VERSION}"));
     let with_tools = |toolchain: &Toolchain| {
         let tools = Tools::fetch(toolchain.architecture())?;
-        Ok((program(toolchain, &tools, arguments.profile)?, tools))
+        Ok((static_program(toolchain, &tools, arguments.profile)?, tools))
     };
     let programs: Vec<_> = toolchains.iter().map(with_tools).collect::<Result<_>>()?;
     let (programs, tools): (Vec<_>, Vec<_>) = programs.into_iter().unzip();
@@ -88,9 +91,9 @@ fn run(arguments: &Arguments) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// For this machine's architecture, without optimisation. For the other one there is no program in it, but all
-/// else is as it is for several. An error means that it cannot be built from these sources.
-fn for_tests(file: &Path) -> Result<ExitCode> {
+/// For this machine's architecture, with `program` or a static one that is not optimised. For the other one there is
+/// no program in it, but all else is as it is for several. An error means that it cannot be built from these sources.
+fn for_tests(file: &Path, program: Option<&Path>) -> Result<ExitCode> {
     let ready = || {
         let architecture = Architecture::of_this_machine()?;
         Ok((Toolchain::install(architecture)?, Tools::fetch(architecture)?))
@@ -102,7 +105,10 @@ fn for_tests(file: &Path) -> Result<ExitCode> {
             return Ok(ExitCode::from(IMPOSSIBLE));
         }
     };
-    let mut programs = vec![program(&toolchain, &tools, Profile::Dev)?];
+    let mut programs = vec![match program {
+        Some(path) => linked_program(&toolchain, &tools, path)?,
+        None => static_program(&toolchain, &tools, Profile::Dev)?,
+    }];
     let other = Architecture::value_variants().iter().find(|other| **other != toolchain.architecture());
     programs.extend(other.map(|other| Program {
         architecture: other.name(),
@@ -113,7 +119,28 @@ fn for_tests(file: &Path) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn program(toolchain: &Toolchain, tools: &Tools, profile: Profile) -> Result<Program> {
+/// A program of this machine with its libraries, which take the place of Debian's of the same names.
+fn linked_program(toolchain: &Toolchain, tools: &Tools, path: &Path) -> Result<Program> {
+    let read = |path: &Path| fs::read(path).with_context(|| format!("reading {}", path.display()));
+    let mut files: BTreeMap<String, File> =
+        tools.files()?.into_iter().map(|file| (file.path.clone(), file)).collect();
+    for library in libraries(&output(Command::new("ldd").arg(path))?) {
+        let path = library.trim_start_matches('/').to_owned();
+        files.insert(path.clone(), File { path, content: Content::Program(read(Path::new(library))?) });
+    }
+    Ok(Program {
+        architecture: toolchain.architecture().name(),
+        binary: read(path)?,
+        files: files.into_values().collect(),
+    })
+}
+
+/// Paths in what ldd prints, as `libc.so.6 => /lib/libc.so.6 (0x00)` or `/lib64/ld-linux.so.2 (0x00)`.
+fn libraries(ldd: &str) -> Vec<&str> {
+    ldd.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/'))).collect()
+}
+
+fn static_program(toolchain: &Toolchain, tools: &Tools, profile: Profile) -> Result<Program> {
     let binary = cross::build(toolchain, profile)?;
     let binary = fs::read(&binary).with_context(|| format!("reading {}", binary.display()))?;
     Ok(Program { architecture: toolchain.architecture().name(), binary, files: tools.files()? })
@@ -187,4 +214,16 @@ fn labels() -> BTreeMap<&'static str, String> {
 fn git(arguments: &[&str]) -> Option<String> {
     let text = output(Command::new("git").args(arguments).current_dir(workspace())).ok()?;
     Some(text.trim().to_owned()).filter(|text| !text.is_empty())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::libraries;
+
+    #[test]
+    fn libraries_are_those_that_ldd_finds() {
+        let ldd = "\tlinux-vdso.so.1 (0x00007f)\n\tlibc.so.6 => /lib/x86_64-linux-gnu/libc.so.6 (0x00007f)\n\
+                   \t/lib64/ld-linux-x86-64.so.2 (0x00007f)\n";
+        assert_eq!(libraries(ldd), ["/lib/x86_64-linux-gnu/libc.so.6", "/lib64/ld-linux-x86-64.so.2"]);
+    }
 }

@@ -5,7 +5,7 @@
 mod emulated;
 
 use std::{
-    env, fs,
+    env, fs, io,
     os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::{Command, ExitCode, Stdio},
@@ -17,7 +17,7 @@ use clap::{Args, ValueEnum};
 
 use crate::{
     cache,
-    command::{as_root, find},
+    command::{as_root, find, output, target, workspace},
     cross::Architecture,
     packages::PrivateApt,
     setup::{self, Purpose},
@@ -212,8 +212,39 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     Ok(if succeeded { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
+/// The commit that is checked out. `None`: there is none, or files differ from it.
+fn clean_commit() -> Option<String> {
+    let git = |arguments: &[&str]| output(Command::new("git").args(arguments).current_dir(workspace())).ok();
+    git(&["status", "--porcelain"])?.is_empty().then_some(())?;
+    Some(git(&["rev-parse", "HEAD"])?.trim().to_owned())
+}
+
 impl Machine {
-    pub(crate) fn name(self) -> &'static str {
+    /// Where the commit is noted with which all of this machine's scenarios have passed.
+    fn note(self) -> PathBuf {
+        target().join("vm/passed").join(self.name())
+    }
+
+    /// Whether all of its scenarios have passed with the commit that is checked out.
+    pub(crate) fn has_passed(self) -> Result<bool> {
+        let note = self.note();
+        let noted = match fs::read_to_string(&note) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(false),
+            read => read.with_context(|| format!("reading {}", note.display()))?,
+        };
+        Ok(clean_commit().is_some_and(|commit| commit == noted))
+    }
+
+    pub(crate) fn note_that_it_has_passed(self) -> Result<()> {
+        let (note, Some(commit)) = (self.note(), clean_commit()) else { return Ok(()) };
+        let write = || {
+            fs::create_dir_all(note.parent().unwrap_or(Path::new("/")))?;
+            fs::write(&note, commit)
+        };
+        write().with_context(|| format!("writing {}", note.display()))
+    }
+
+    pub(crate) const fn name(self) -> &'static str {
         match (self.arch, self.mode, self.kernel) {
             (Architecture::Amd64, TestedMode::Ebpf, Kernel::V5_10) => "vm 5.10",
             (Architecture::Amd64, TestedMode::Ebpf, Kernel::V6_1) => "vm 6.1",
@@ -239,8 +270,9 @@ impl Machine {
         }
     }
 
-    pub(crate) fn suite(self, extent: Extent, programs: &TestPrograms) -> Result<Suite> {
-        let commands = self.commands(extent, programs, "", None)?;
+    /// Its scenarios whose names contain `filter`.
+    pub(crate) fn suite(self, extent: Extent, programs: &TestPrograms, filter: &str) -> Result<Suite> {
+        let commands = self.commands(extent, programs, filter, None)?;
         // Each of them ends itself before.
         Ok(Suite { name: self.name(), kind: Kind::Tests, commands, limit: Duration::from_secs(LONGEST + 60) })
     }

@@ -1,0 +1,318 @@
+//! The suites of a run: which programs, with which flags, beside which others.
+
+use std::{collections::BTreeSet, fs, process::Command, sync::OnceLock, time::Duration};
+
+use anyhow::{Context as _, Result};
+
+use crate::{
+    command::{cargo, find, target, workspace},
+    image::{self, ForTests},
+    jobs::{Job, Room},
+    setup,
+    suites::{self, Kind, Report, Suite},
+    test::{ADVISORIES, Arguments, DEPENDENCIES, DEPLOY, KERNEL_OBJECT},
+    test_programs::{
+        Choice::{self, Bin, Libraries, Test},
+        TestPrograms,
+    },
+    vm::{self, Extent, Machine},
+};
+
+/// The suite that builds the real Kubernetes and other programs that are Go modules.
+const OTHERS: &str = "programs of others";
+const IMAGE: &str = "image";
+
+/// How the suite `deploy` learns what has become of the image: a variable of its environment, and its value.
+pub(crate) type ImageVariable = OnceLock<(&'static str, std::ffi::OsString)>;
+
+pub(crate) struct Plan<'a> {
+    arguments: &'a Arguments,
+    /// Names of all suites, asked for or not.
+    pub(crate) names: BTreeSet<&'static str>,
+    pub(crate) jobs: Vec<Job<'a>>,
+}
+
+impl<'a> Plan<'a> {
+    pub(crate) fn new(arguments: &'a Arguments) -> Self {
+        Self { arguments, names: BTreeSet::new(), jobs: Vec::new() }
+    }
+
+    /// Whether the suite is asked for. Its name is known from now on.
+    pub(crate) fn asks_for(&mut self, name: &'static str) -> bool {
+        self.names.insert(name);
+        self.arguments.asks_for(name)
+    }
+
+    fn add(
+        &mut self,
+        name: &'static str,
+        room: Room,
+        after: &'static [&'static str],
+        run: impl FnOnce() -> Result<Report> + Send + 'a,
+    ) {
+        self.jobs.push(Job { name, room, after, run: Box::new(run) });
+    }
+
+    /// Adds a suite if it is asked for.
+    fn suite(
+        &mut self,
+        name: &'static str,
+        room: Room,
+        after: &'static [&'static str],
+        make: impl FnOnce() -> Result<Suite>,
+    ) -> Result<()> {
+        if self.asks_for(name) {
+            let suite = make()?;
+            let suite = if room == Room::Behind { suite.at_lowest_priority() } else { suite };
+            self.add(name, room, after, || suite.run());
+        }
+        Ok(())
+    }
+
+    /// What looks at the sources only.
+    pub(crate) fn add_checks(&mut self) -> Result<()> {
+        let check = |name, kind, command| Suite { name, kind, commands: vec![command], limit: suites::LIMIT };
+        if find("cargo-fmt").is_some() {
+            let format = || Ok(check("format", Kind::Check, cargo(&["fmt", "--all", "--check"])));
+            self.suite("format", Room::Shared, &[], format)?;
+        } else if self.asks_for("format") {
+            self.add("format", Room::Shared, &[], || Ok(Report::skipped("cargo-fmt is not installed")));
+        }
+        for (name, kind, what) in [
+            (DEPENDENCIES, Kind::Check, &["bans", "licenses", "sources"][..]),
+            (ADVISORIES, Kind::Online, &["advisories"]),
+        ] {
+            if !self.asks_for(name) {
+                continue;
+            }
+            self.add(name, Room::Shared, &[], move || match setup::cargo_deny() {
+                Ok(program) => {
+                    let mut command = Command::new(program);
+                    command.args(["--log-level", "error", "check"]).args(what).current_dir(workspace());
+                    check(name, kind, command).run()
+                }
+                Err(error) => Ok(Report::skipped(&format!("cargo-deny cannot be had here: {error:#}"))),
+            });
+        }
+        Ok(())
+    }
+
+    /// What needs no root. Programs of others are built here: later suites enter network namespaces, where nothing can
+    /// be downloaded, and caches belong to whom they are for.
+    pub(crate) fn add_user_suites(&mut self, programs: &TestPrograms) -> Result<()> {
+        let test = self.arguments.test.as_str();
+        self.suite(OTHERS, Room::Behind, &[], || programs.suite(OTHERS, &[Test("programs")], &[test]))?;
+        let unit = [Libraries, Bin("xtask"), Bin("image")];
+        self.suite("unit", Room::Alone, &[], || programs.suite("unit", &unit, &["--skip", "as_root", test]))?;
+        self.suite(KERNEL_OBJECT, Room::Behind, &[], || {
+            programs.suite(KERNEL_OBJECT, &[Test("committed")], &[test])
+        })
+    }
+
+    /// A suite in network namespaces, with programs loaded into the kernel.
+    fn root_suite(
+        &mut self,
+        programs: &TestPrograms,
+        name: &'static str,
+        (room, after): (Room, &'static [&'static str]),
+        choices: &[Choice<'_>],
+        flags: &[&str],
+    ) -> Result<()> {
+        let test = self.arguments.test.as_str();
+        self.suite(name, room, after, || programs.suite_as_root(name, choices, &[flags, &[test]].concat()))
+    }
+
+    pub(crate) fn add_root_suites(
+        &mut self,
+        programs: &'a TestPrograms,
+        image: &'a ImageVariable,
+    ) -> Result<()> {
+        const ALONE: (Room, &[&str]) = (Room::Alone, &[]);
+        const SHARED: (Room, &[&str]) = (Room::Shared, &[]);
+        const WITH_ORACLE: (Room, &[&str]) = (Room::Shared, &[OTHERS]);
+        let arguments = self.arguments;
+        let own = tests_of_proxy_ctl()?;
+        let own: Vec<_> = own.iter().map(|name| Test(name)).collect();
+        let as_root: &[&str] = if arguments.test.is_empty() { &["as_root"] } else { &[] };
+
+        self.add_packets(programs)?;
+        for (name, path, in_every_run) in [
+            ("behaviour packets", "packets", &["--lean"][..]),
+            ("behaviour sockets", "sockets", &["--lean"]),
+            ("behaviour unseen", "unseen", &["--core", "--lean"]),
+            ("behaviour off", "off", &["--core", "--lean"]),
+        ] {
+            let flags = on_path(arguments, path, in_every_run);
+            self.root_suite(programs, name, SHARED, &[Bin("behaviour")], &flags)?;
+        }
+        for (name, mode) in [
+            ("behaviour iptables", "iptables"),
+            ("behaviour nftables", "nftables"),
+            ("behaviour userspace", "userspace"),
+        ] {
+            self.root_suite(programs, name, SHARED, &[Bin("behaviour")], &in_mode(arguments, mode))?;
+        }
+        let flags = [&["--ignored"], as_root].concat();
+        self.root_suite(programs, "unit as root", ALONE, &[Libraries], &flags)?;
+        self.root_suite(programs, "proxy-ctl", ALONE, &own, &[])?;
+        self.root_suite(programs, "lab", SHARED, &[Test("cluster")], &[])?;
+        self.add_random(programs)?;
+        self.add_machine(vm::IPVS, programs)?;
+        self.root_suite(programs, "life cycle", WITH_ORACLE, &[Test("life_cycle")], &[])?;
+        let flags = differential(arguments);
+        self.root_suite(programs, "differential", WITH_ORACLE, &[Bin("differential")], &flags)?;
+        let flags = differential_ebpf(arguments);
+        self.root_suite(programs, "differential ebpf", SHARED, &[Bin("differential")], &flags)?;
+        let flags = switching(arguments);
+        self.root_suite(programs, "switching", WITH_ORACLE, &[Bin("switching")], &flags)?;
+        self.root_suite(programs, "sources", WITH_ORACLE, &[Test("sources")], &[])?;
+        self.root_suite(programs, "surface", WITH_ORACLE, &[Test("surface")], &[])?;
+        self.root_suite(programs, "bench", (Room::Alone, &[OTHERS]), &[Test("bench")], &[])?;
+        self.add_deploy(programs, image)?;
+        if arguments.all {
+            for (name, proxy) in [
+                ("kube-proxy iptables", "kube-proxy-iptables"),
+                ("kube-proxy nftables", "kube-proxy-nftables"),
+            ] {
+                self.root_suite(programs, name, WITH_ORACLE, &[Bin("behaviour")], &["--proxy", proxy])?;
+            }
+        }
+        if arguments.all_kernels {
+            for machine in vm::OTHERS {
+                self.add_machine(machine, programs)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Packets by the thousand, also floods of them, some of which measure time.
+    fn add_packets(&mut self, programs: &TestPrograms) -> Result<()> {
+        let Arguments { all, test, .. } = self.arguments;
+        self.suite("packets", Room::Alone, &[], || {
+            let mut packets = programs.suite_as_root("packets", &[Test("packets")], &[test])?;
+            if *all {
+                for command in &mut packets.commands {
+                    command.env("FORGED_CLIENTS", "1000000").env("SUSTAINED_SECONDS", "60");
+                }
+            }
+            Ok(packets)
+        })
+    }
+
+    /// On its clusters also every mode and path and the real kube-proxy, if all is asked for.
+    fn add_random(&mut self, programs: &TestPrograms) -> Result<()> {
+        let Arguments { all, clusters, first, seed, test, .. } = self.arguments;
+        let numbers = [
+            ("--clusters", clusters.to_string()),
+            ("--first", first.to_string()),
+            ("--seed", seed.to_string()),
+        ];
+        let mut flags: Vec<&str> =
+            numbers.iter().flat_map(|(flag, number)| [*flag, number.as_str()]).collect();
+        if *all {
+            flags.extend(["--path", "sockets", "--path", "packets", "--path", "unseen", "--kube-proxy"]);
+        } else {
+            flags.extend(["--proxy", "ebpf", "--proxy", "nftables", "--proxy", "iptables"]);
+        }
+        flags.push(test);
+        let after: &[_] = if *all { &[OTHERS] } else { &[] };
+        self.suite("random", Room::Shared, after, || {
+            let mut suite = programs.suite_as_root("random", &[Bin("random")], &flags)?;
+            // Many clusters take longer than one suite may.
+            suite.limit = suite.limit.max(Duration::from_mins(1) * *clusters);
+            Ok(suite)
+        })
+    }
+
+    fn add_deploy(&mut self, programs: &'a TestPrograms, image: &'a ImageVariable) -> Result<()> {
+        if !self.asks_for(DEPLOY) {
+            return Ok(());
+        }
+        // The program that the tests have built already does, unless all is asked for: users get the static one.
+        let linked = (!self.arguments.all).then(|| target().join("debug/proxy-ctl"));
+        self.add(IMAGE, Room::Behind, &[], move || {
+            let variable = match image::for_tests(linked.as_deref()) {
+                Ok(ForTests::Built(file)) => ("PROXY_IMAGE", file.into_os_string()),
+                // The test of the image is skipped for this reason.
+                Ok(ForTests::Impossible(reason)) => ("PROXY_NO_IMAGE", reason.into()),
+                // The test of the image fails with this error.
+                Err(error) => ("PROXY_BROKEN_IMAGE", format!("{error:#}").into()),
+            };
+            image.get_or_init(|| variable);
+            Ok(Report::default())
+        });
+        let mut suite = programs.suite_as_root(DEPLOY, &[Test("deploy")], &[&self.arguments.test])?;
+        self.add(DEPLOY, Room::Shared, &[OTHERS, IMAGE], || {
+            let (variable, value) = image.get().context("the image was not built before the suite deploy")?;
+            for command in &mut suite.commands {
+                command.env(variable, value);
+            }
+            suite.run()
+        });
+        Ok(())
+    }
+
+    /// Every run has the machine of mode ipvs: it is lean, unless all kernels are asked for.
+    fn add_machine(&mut self, machine: Machine, programs: &'a TestPrograms) -> Result<()> {
+        let name = machine.name();
+        if !self.asks_for(name) {
+            return Ok(());
+        }
+        let arguments = self.arguments;
+        let extent = if arguments.all_kernels { Extent::Core } else { Extent::Lean };
+        self.add(name, Room::Behind, &[], move || {
+            if arguments.all_kernels && machine.has_passed()? {
+                return Ok(Report::skipped(
+                    "it has passed with this commit; rm -r target/vm/passed runs it again",
+                ));
+            }
+            if let Err(error) = machine.provide() {
+                return Ok(Report::skipped(&format!("the machine cannot be had here: {error:#}")));
+            }
+            let report = machine.suite(extent, programs, &arguments.test)?.at_lowest_priority().run()?;
+            if arguments.all_kernels && arguments.test.is_empty() && report.count.failed == 0 {
+                machine.note_that_it_has_passed()?;
+            }
+            Ok(report)
+        });
+        Ok(())
+    }
+}
+
+/// proxy-ctl's own, by the names of their files and folders.
+fn tests_of_proxy_ctl() -> Result<Vec<String>> {
+    let folder = workspace().join("proxy-ctl/tests");
+    let found = fs::read_dir(&folder).with_context(|| format!("reading {}", folder.display()))?;
+    let names = found.map(|test| Ok(test?.path().file_stem().unwrap_or_default().display().to_string()));
+    names.collect::<Result<_>>().with_context(|| format!("reading {}", folder.display()))
+}
+
+/// `in_every_run`: flags that choose some of the scenarios, unless all are asked for.
+fn on_path<'a>(arguments: &Arguments, path: &'a str, in_every_run: &[&'a str]) -> Vec<&'a str> {
+    let chosen = if arguments.all { &[] } else { in_every_run };
+    [&["--path", path], chosen].concat()
+}
+
+fn in_mode(arguments: &Arguments, mode: &'static str) -> Vec<&'static str> {
+    let core = (!arguments.all).then_some("--core");
+    ["--proxy", mode].into_iter().chain(core).collect()
+}
+
+/// Beside the real one; unless all is asked for, without mode userspace, and with one protocol of each family.
+fn differential(arguments: &Arguments) -> Vec<&'static str> {
+    let further: &[_] = if arguments.all { &["--proxy", "userspace"] } else { &["--lean"] };
+    [&["--proxy", "iptables", "--proxy", "nftables", "--kube-proxy"], further].concat()
+}
+
+/// With both source addresses: to masquerade, packets of pods are translated though the path is that of sockets.
+fn differential_ebpf(arguments: &Arguments) -> Vec<&'static str> {
+    let further: &[_] = if arguments.all { &["--path", "packets"] } else { &["--lean"] };
+    let both = ["--proxy", "ebpf", "--source", "preserve", "--source", "masquerade", "--path", "sockets"];
+    [&both, further].concat()
+}
+
+/// From and to the real one too; unless all is asked for, each mode once from and once to, over fewer connections.
+fn switching(arguments: &Arguments) -> Vec<&'static str> {
+    let lean: &[_] = if arguments.all { &[] } else { &["--lean", "--connections", "200"] };
+    [&["--kube-proxy"], lean].concat()
+}

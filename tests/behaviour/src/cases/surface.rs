@@ -47,11 +47,14 @@ fn health_and_mode(world: &mut World, _: Variant) -> Result<()> {
 
 fn connections(world: &mut World, Variant { protocol, family }: Variant) -> Result<()> {
     const CLIENT: &str = "client-1";
+    /// A port that no other scenario uses: a datagram from one that was used shortly before would
+    /// open no flow.
+    const CLIENT_PORT: u16 = 2_200;
     let client = world.addresses(CLIENT)?.of(family);
     let service = world.cluster_ip(&ON_NODE2, family);
     let watch = Watch::begin(world, 1)?;
     let agent = world.agent(CLIENT)?;
-    let (held, outcome) = agent.hold(protocol, service)?;
+    let (held, outcome) = agent.hold_as(&Dial::new(protocol, service).source_port(CLIENT_PORT))?;
     check::answered_by(&[outcome], &["web-2"])?;
     let refused = agent.dial(&Dial::new(protocol, world.cluster_ip(&EMPTY, family)))?;
     check::refused_at_once(world.setting, &refused)?;

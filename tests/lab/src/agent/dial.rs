@@ -67,7 +67,8 @@ fn stream(dial: &Dial, start: Instant) -> io::Result<Outcome> {
 }
 
 fn udp(dial: &Dial, start: Instant) -> io::Result<Outcome> {
-    Datagrams::open(dial)?.request(dial.payload, start)
+    let socket = socket::fresh_udp(dial, target_of(dial))?;
+    Datagrams { socket, dial: dial.clone() }.request(dial.payload, start)
 }
 
 /// One request to each target in turn, `rounds` times, from one unconnected socket.

@@ -3,6 +3,10 @@
 use std::{
     io,
     net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream, UdpSocket},
+    sync::{
+        LazyLock,
+        atomic::{AtomicU32, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -10,6 +14,14 @@ use nix::errno::Errno;
 use socket2::{Domain, SockRef, Socket, Type};
 
 use super::protocol::{Dial, Outcome, Protocol};
+
+/// The first of the ports that the kernel chooses from by default.
+const FIRST_PORT: u16 = 32_768;
+/// The number of these ports.
+const PORTS: u16 = 28_232;
+/// The number of the port that [`fresh_udp`] tries next. Each client begins somewhere else, so that
+/// clients do not have the same ports at the same time.
+static NEXT: LazyLock<AtomicU32> = LazyLock::new(|| AtomicU32::new(fastrand::u32(..u32::from(PORTS))));
 
 const SCTP: socket2::Protocol = socket2::Protocol::SCTP;
 
@@ -19,14 +31,17 @@ fn open(dial: &Dial, target: SocketAddr, kind: Type) -> io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(target), kind, protocol)?;
     if dial.source.is_some() || dial.source_port.is_some() {
         socket.set_reuse_address(true)?;
-        let any: IpAddr =
-            if target.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() };
-        let local = SocketAddr::new(dial.source.unwrap_or(any), dial.source_port.unwrap_or(0));
+        let local =
+            SocketAddr::new(dial.source.unwrap_or_else(|| any(target)), dial.source_port.unwrap_or(0));
         socket.bind(&local.into())?;
     }
     socket.set_write_timeout(Some(limit(dial)))?;
     socket.set_read_timeout(Some(limit(dial)))?;
     Ok(socket)
+}
+
+fn any(target: SocketAddr) -> IpAddr {
+    if target.is_ipv4() { Ipv4Addr::UNSPECIFIED.into() } else { Ipv6Addr::UNSPECIFIED.into() }
 }
 
 fn limit(dial: &Dial) -> Duration {
@@ -53,7 +68,32 @@ pub fn stream(dial: &Dial, target: SocketAddr) -> io::Result<TcpStream> {
 }
 
 pub fn udp(dial: &Dial, target: SocketAddr) -> io::Result<UdpSocket> {
-    let socket = open(dial, target, Type::DGRAM)?;
+    connected(open(dial, target, Type::DGRAM)?, dial, target)
+}
+
+/// Does what [`udp`] does, from the port that was used the longest time ago, unless the dial names
+/// one. The kernel chooses a port at random: after a hundred datagrams of other sockets, the next one
+/// has the port of one of them with a chance of 0.4 %. Proxies send it to the endpoint of that one
+/// for as long as they know its flow, whatever the Service has now.
+pub fn fresh_udp(dial: &Dial, target: SocketAddr) -> io::Result<UdpSocket> {
+    if dial.source.is_some() || dial.source_port.is_some() {
+        return udp(dial, target);
+    }
+    for _ in 0..PORTS {
+        let socket = open(dial, target, Type::DGRAM)?;
+        let number = NEXT.fetch_add(1, Ordering::Relaxed) % u32::from(PORTS);
+        let port = FIRST_PORT + number as u16;
+        match socket.bind(&SocketAddr::new(any(target), port).into()) {
+            // Another socket is open at the port.
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}
+            Err(error) => return Err(error),
+            Ok(()) => return connected(socket, dial, target),
+        }
+    }
+    Err(io::ErrorKind::AddrInUse.into())
+}
+
+fn connected(socket: Socket, dial: &Dial, target: SocketAddr) -> io::Result<UdpSocket> {
     if !dial.unconnected {
         connect(&socket, dial, target)?;
     }

@@ -21,7 +21,14 @@ use crate::{
 };
 
 /// How long a proxy may take to follow a change (kube-proxy on a busy machine).
-const SETTLES_WITHIN: Duration = Duration::from_secs(30);
+const SETTLES_WITHIN: Duration = Duration::from_secs(60);
+/// Milliseconds after which a process of the node looks again whether it is served. Each look takes
+/// as long where packets to a port that is not served yet are lost.
+const BETWEEN_LOOKS_MS: u64 = 50;
+/// Milliseconds that a request of [`World::answers`] may take at least. A machine that is busy with
+/// something else may keep an answer back for longer than a scenario waits to see that nobody
+/// answers.
+const ANSWERS_WITHIN_MS: u64 = 10_000;
 
 /// No world gets as far.
 const AT_REST: u16 = 20_000;
@@ -38,6 +45,11 @@ pub struct World {
     late_pods: u32,
     networks: Vec<Network>,
     pub lab: Lab,
+}
+
+/// The same dial, whose answers may be as late as a busy machine makes them.
+fn patient(dial: &Dial) -> Dial {
+    dial.clone().timeout_ms(dial.timeout_ms.max(ANSWERS_WITHIN_MS))
 }
 
 impl World {
@@ -117,13 +129,21 @@ impl World {
         self.agent(from)?.dial(dial)
     }
 
-    /// Dials: every request is answered, by nobody but these, and by each of them.
+    /// Dials: every request is answered, by nobody but these, and by each of them. The scenario
+    /// expects the answers, so a shorter limit of the dial does not apply.
     pub fn answers(&self, from: &str, dial: &Dial, by: &[&str]) -> Result<Vec<Answer>> {
-        let mut outcomes = self.dial(from, dial)?;
-        if self.setting.datapath() == Datapath::Ipvs && dial.protocol == Protocol::Udp {
-            self.ask_again(from, dial, &mut outcomes)?;
+        let loses_datagrams = self.setting.datapath() == Datapath::Ipvs && dial.protocol == Protocol::Udp;
+        let dial = if loses_datagrams { dial.clone() } else { patient(dial) };
+        let mut outcomes = self.dial(from, &dial)?;
+        if loses_datagrams {
+            self.ask_again(from, &dial, &mut outcomes)?;
         }
         check::answered_by(&outcomes, by).with_context(|| format!("from {from} to {}", dial.target))
+    }
+
+    /// Dials: every request is answered, whoever answers. A shorter limit of the dial does not apply.
+    pub fn answered(&self, from: &str, dial: &Dial) -> Result<Vec<Answer>> {
+        check::answered(&self.dial(from, &patient(dial))?)
     }
 
     /// Sends one of a hundred datagrams again, from another port, that had no answer: IPVS confuses flows of one client port to the same endpoint by
@@ -348,7 +368,8 @@ impl World {
         for family in FAMILIES {
             for protocol in [Protocol::Tcp, Protocol::Udp] {
                 let target = SocketAddr::new(address.of(family), port);
-                let dial = Dial::new(protocol, target).timeout_ms(200);
+                let timeout_ms = BETWEEN_LOOKS_MS * u64::from(wait::patience());
+                let dial = Dial::new(protocol, target).timeout_ms(timeout_ms);
                 let agent = self.agents.get(&node_name(node)).ok_or_else(|| anyhow!("no agent"))?;
                 let proxy = self.proxies.iter_mut().find(|proxy| proxy.node == node);
                 let proxy = proxy.ok_or_else(|| anyhow!("no proxy on node {node}"))?;

@@ -130,7 +130,7 @@ fn pod_preserved(world: &mut World, variant: Variant) -> Result<()> {
 fn host_to_loopback(world: &mut World, variant: Variant) -> Result<()> {
     let port = world.node_port(&BALANCED, 1, Family::V4)?.port();
     let target = SocketAddr::new(variant.family.loopback(), port);
-    let dial = Dial::new(variant.protocol, target).times(40).timeout_ms(500);
+    let dial = Dial::new(variant.protocol, target).times(40);
     for node in NODES {
         world.answers(&node_name(node), &dial, BALANCED.endpoints)?;
     }

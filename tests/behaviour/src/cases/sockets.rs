@@ -81,7 +81,7 @@ fn mapped_socket(world: &mut World, variant: Variant) -> Result<()> {
 fn mapped_unconnected(world: &mut World, variant: Variant) -> Result<()> {
     let target = world.cluster_ip(&BALANCED, variant.family);
     let dial = Dial::new(Protocol::Udp, target).mapped().unconnected().times(20);
-    for answer in check::answered(&world.dial("client-1", &dial)?)? {
+    for answer in world.answered("client-1", &dial)? {
         ensure!(answer.peer == mapped(target), "answer is from {}, not {}", answer.peer, mapped(target));
     }
     Ok(())

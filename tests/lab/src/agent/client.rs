@@ -96,15 +96,17 @@ impl Agent {
         self.ask(&Request::DialShared { targets: targets.to_vec(), rounds, mapped })
     }
 
-    /// Sends one datagram of `payload` bytes from this address, its fragments of 1,400 bytes in this order.
+    /// Sends one datagram of `payload` bytes from this address, its fragments of 1,400 bytes in this
+    /// order, and waits for the answer for `timeout_ms`.
     pub fn dial_in_fragments(
         &self,
         source: IpAddr,
         target: SocketAddr,
         payload: usize,
         order: &[usize],
+        timeout_ms: u64,
     ) -> Result<Outcome> {
-        self.ask(&Request::DialInFragments { source, target, payload, order: order.to_vec() })
+        self.ask(&Request::DialInFragments { source, target, payload, order: order.to_vec(), timeout_ms })
     }
 
     /// Opens a connection that stays open; returns its number and what the first request met.

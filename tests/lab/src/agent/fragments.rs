@@ -13,12 +13,12 @@ use super::{dial::answered_datagram, protocol::Outcome, socket::outcome_of};
 
 /// Bytes after the network header in each fragment but the last.
 const PIECE: usize = 1_400;
-const LIMIT: Duration = Duration::from_secs(1);
 
-/// Sends `payload` bytes from `source`, the fragments of these numbers in this order, and waits for the answer.
-pub fn dial(source: IpAddr, target: SocketAddr, payload: usize, order: &[usize]) -> Outcome {
+/// Sends `payload` bytes from `source`, the fragments of these numbers in this order, and waits for
+/// the answer, no longer than `limit`.
+pub fn dial(source: IpAddr, target: SocketAddr, payload: usize, order: &[usize], limit: Duration) -> Outcome {
     let start = Instant::now();
-    request(source, target, payload, order, start).unwrap_or_else(|error| outcome_of(&error, start))
+    request(source, target, payload, order, limit, start).unwrap_or_else(|error| outcome_of(&error, start))
 }
 
 fn request(
@@ -26,11 +26,12 @@ fn request(
     target: SocketAddr,
     payload: usize,
     order: &[usize],
+    limit: Duration,
     start: Instant,
 ) -> io::Result<Outcome> {
     // It has the port, and gets the answer.
     let socket = UdpSocket::bind(SocketAddr::new(source, 0))?;
-    socket.set_read_timeout(Some(LIMIT))?;
+    socket.set_read_timeout(Some(limit))?;
     let own = socket.local_addr()?;
     let fragments = fragments(own, target, payload)?;
     // IPPROTO_RAW: the network header is ours.

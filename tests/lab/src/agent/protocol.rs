@@ -70,6 +70,8 @@ pub enum Request {
         target: SocketAddr,
         payload: usize,
         order: Vec<usize>,
+        /// The longest wait for the answer.
+        timeout_ms: u64,
     },
     /// Opens a connection that stays open.
     Hold(Dial),

@@ -73,8 +73,9 @@ impl Session {
             Request::DialShared { targets, rounds, mapped } => {
                 to_value(dial::shared(&targets, rounds, mapped)?)
             }
-            Request::DialInFragments { source, target, payload, order } => {
-                to_value(fragments::dial(source, target, payload, &order))
+            Request::DialInFragments { source, target, payload, order, timeout_ms } => {
+                let limit = Duration::from_millis(timeout_ms.max(1));
+                to_value(fragments::dial(source, target, payload, &order, limit))
             }
             Request::Hold(dial) => {
                 let opened = Held::open(&dial);

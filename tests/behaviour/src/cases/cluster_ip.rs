@@ -35,8 +35,8 @@ pub(super) fn carried(setting: &Setting, _: Variant) -> Option<Difference> {
 fn from_pod(world: &mut World, variant: Variant) -> Result<()> {
     for client in ["client-1", "client-2"] {
         let own = world.addresses(client)?;
-        let dial = Dial::new(variant.protocol, world.cluster_ip(&BALANCED, variant.family)).times(100);
-        let answers = world.answers(client, &dial, BALANCED.endpoints)?;
+        let dial = Dial::new(variant.protocol, world.cluster_ip(&BALANCED, variant.family));
+        let answers = world.answers(client, &dial.times(check::MANY), BALANCED.endpoints)?;
         check::roughly_even(&answers)?;
         check::saw(&answers, client, |seen| own.contains(seen))?;
     }

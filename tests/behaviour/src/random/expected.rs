@@ -300,7 +300,8 @@ impl Expected {
         }
     }
 
-    /// How many connections meet each of the endpoints, but for a chance of one in ten million.
+    /// Returns how many connections meet each of the endpoints, but for a chance of one in ten
+    /// billion. A run has thousands of probes.
     pub fn connections(&self) -> u32 {
         let Self::Answered { by, sticks: false } = self else { return 0 };
         // n endpoints, k connections: one is not met with a chance of at most n (1 - 1/n)^k.
@@ -308,7 +309,7 @@ impl Expected {
             endpoints * (1.0 - 1.0 / endpoints).powf(f64::from(connections))
         };
         let endpoints = f64::from(u32::try_from(by.len()).unwrap_or(u32::MAX));
-        (1..).find(|connections| miss(endpoints, *connections) < 1e-7).unwrap_or(u32::MAX)
+        (1..).find(|connections| miss(endpoints, *connections) < 1e-10).unwrap_or(u32::MAX)
     }
 }
 

@@ -216,14 +216,16 @@ impl Expected {
         }
     }
 
-    /// As many connections meet every endpoint, but for a chance of one in a million; where one alone is to answer, a second of two shows
-    /// but for one in a hundred.
+    /// Returns how many connections are made. They meet each of two endpoints but for a chance of
+    /// 2^-33, which is one in eight million for the thousand of such rows of a run. Where one endpoint
+    /// alone is to answer, a second of two shows but for a chance of one in a hundred.
     pub(crate) const fn connections(&self) -> u32 {
         match self {
             Self::Answered([_], _) => 8,
             Self::Refused | Self::Dropped => 3,
-            Self::Answered([_, _], _) => 22,
-            Self::Answered(..) | Self::Sticks(..) => 40,
+            Self::Answered([_, _], _) => 34,
+            Self::Answered(..) => 60,
+            Self::Sticks(..) => 40,
         }
     }
 }

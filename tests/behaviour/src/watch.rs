@@ -19,7 +19,7 @@ use serde_json::Value;
 use crate::world::World;
 
 /// Within which an event is told.
-const TOLD_WITHIN: Duration = Duration::from_secs(10);
+const TOLD_WITHIN: Duration = Duration::from_secs(30);
 
 /// `proxy-ctl monitor`, whose events are looked at. It runs until this is dropped.
 pub struct Watch {

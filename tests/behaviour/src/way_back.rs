@@ -21,7 +21,7 @@ use crate::{
 const CLIENTS: [&str; 3] = ["client-1", "client-2", "node1"];
 /// `ebpf.withdrawAfter`, and what a busy machine needs.
 const WITHDRAWN_WITHIN: Duration = Duration::from_secs(60);
-const ANSWERED_WITHIN: Duration = Duration::from_secs(20);
+const ANSWERED_WITHIN: Duration = Duration::from_secs(60);
 
 pub type Run = fn(&mut World) -> Result<()>;
 

@@ -113,7 +113,7 @@ pub(crate) fn packets(
 fn open_flows(generator: &Generator, flows: u32, answers: impl Fn() -> Result<u64>) -> Result<()> {
     /// Less than a server's buffer holds.
     const AT_ONCE: u32 = 64;
-    const LIMIT: Duration = Duration::from_secs(20);
+    const LIMIT: Duration = Duration::from_secs(60);
     // Frames are of flows that are drawn: so many leave hardly one out.
     let enough = answers()? + u64::from(flows) * 8;
     let failed = |error: anyhow::Error| format!("{error:#}");

@@ -69,7 +69,7 @@ pub(crate) fn rates(
 /// What is only slow the first time is not measured: neighbours are looked for, a SYN is sent again after a second.
 fn warm_up(agent: &Agent, bench: &Bench) -> Result<()> {
     let short = Bench { seconds: 0.0, ..bench.clone() };
-    wait::until("an answer of all that is dialled", Duration::from_secs(20), || {
+    wait::until("an answer of all that is dialled", Duration::from_secs(60), || {
         let sides = agent.bench(&short).map_err(|error| format!("{error:#}"))?;
         let failure = sides.iter().find_map(|side| side.failure.clone());
         let is_warm = sides.iter().all(|side| !side.per_second.is_empty())

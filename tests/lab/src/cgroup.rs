@@ -27,7 +27,7 @@ pub fn join(cgroup: &Path) -> Result<()> {
     fs::write(cgroup.join("cgroup.procs"), "0").with_context(|| format!("joining {}", cgroup.display()))
 }
 
-const LIMIT: Duration = Duration::from_secs(10);
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// Ends every process in the cgroup and below, and waits until they are gone.
 pub fn end_members(cgroup: &Path) -> Result<()> {

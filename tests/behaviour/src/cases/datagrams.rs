@@ -45,7 +45,7 @@ fn ended_with_the_choice(setting: &Setting, _: Variant) -> Option<Difference> {
 }
 
 /// A proxy cleans conntrack after it has written its rules, which `settle` waits for.
-const RECOVERS_WITHIN: Duration = Duration::from_secs(10);
+const RECOVERS_WITHIN: Duration = Duration::from_secs(30);
 
 const CLIENTS: [&str; 4] = ["client-1", "client-2", "node1", OUTSIDE];
 

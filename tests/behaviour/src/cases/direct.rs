@@ -160,7 +160,7 @@ fn other_encapsulation(world: &mut World, variant: Variant) -> Result<()> {
 
 /// Waits until the node has taken the encapsulation over.
 fn follows(world: &World, node: NodeNumber, word: &str) -> Result<()> {
-    const WITHIN: Duration = Duration::from_secs(10);
+    const WITHIN: Duration = Duration::from_secs(30);
     wait::until(&format!("{word} on node{node}"), WITHIN, || {
         let services = world.tool(node, &["services", "default/direct", "--output", "json"]);
         let services = services.map_err(|error| format!("{error:#}"))?;

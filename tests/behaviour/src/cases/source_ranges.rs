@@ -31,7 +31,7 @@ pub(super) const CASES: &[Case] = &[
 /// Long enough to see that nobody answers.
 const SILENCE_MS: u64 = 300;
 /// A mode deletes some time after it has stopped using it.
-const GONE_WITHIN: Duration = Duration::from_secs(10);
+const GONE_WITHIN: Duration = Duration::from_secs(30);
 const MANY: u32 = 40;
 /// Of each kind at once: were their ports chosen at random out of 64,512, some hundred would coincide.
 const FLOWS: u32 = 3_000;

@@ -15,7 +15,7 @@ use serde_json::{Value, json};
 use super::{chart, objects};
 
 const RELEASE: &str = "proxy-ctl";
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(120);
 
 fn helm(server: &ApiServer, folder: &Path, arguments: &[&str]) -> Result<Command> {
     let mut command = Command::new(Tool::Helm.path().map_err(skip)?);
@@ -57,7 +57,7 @@ pub(super) fn helm_uninstall_waits_for_clean_nodes_and_leaves_nothing((): &mut (
     ensure!(there(&server, &installed)?.len() == installed.len(), "{:?}", there(&server, &installed)?);
     ensure!(there(&server, &hooks)?.is_empty(), "{:?}", there(&server, &hooks)?);
 
-    let mut uninstall = helm(&server, folder.path(), &["uninstall", RELEASE, "--timeout", "60s"])?;
+    let mut uninstall = helm(&server, folder.path(), &["uninstall", RELEASE, "--timeout", "300s"])?;
     let mut uninstall = uninstall.stdout(Stdio::null()).spawn().context("starting helm")?;
     wait::until("all hooks are there", PATIENCE, || {
         let there = there(&server, &hooks).map_err(|error| format!("{error:#}"))?;

@@ -17,7 +17,7 @@ use serde_json::{Value, json};
 use super::chart;
 
 /// Longest wait for a new kind to be served.
-const SERVED: Duration = Duration::from_secs(30);
+const SERVED: Duration = Duration::from_secs(120);
 
 /// A server in a folder that goes with it.
 pub(super) fn start() -> Result<(tempfile::TempDir, ApiServer)> {

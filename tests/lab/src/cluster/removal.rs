@@ -19,11 +19,14 @@ use nix::{
 
 use crate::{cgroup, namespace, wait};
 
-const LIMIT: Duration = Duration::from_secs(5);
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// One folder for each lab: its lock says whether the lab is alive.
 const LABS: &str = "/run/proxy-ctl-lab";
 const LOCK: &str = "lock";
+/// A file that is locked while a lab comes or goes. Without it, another process could take a lab
+/// that has no lock yet, or is half removed, for an abandoned one.
+const GUARD: &str = "/run/proxy-ctl-lab.lock";
 const KEPT: &str = "kept";
 
 /// Where a proxy leaves what `proxy-ctl status` reads, in a file that is named after the path of its bpffs.
@@ -42,8 +45,11 @@ pub(super) struct LabDirectory {
 impl LabDirectory {
     pub(super) fn create(name: &str) -> Result<Self> {
         let path = Path::new(LABS).join(name);
-        fs::create_dir_all(&path).with_context(|| format!("creating {}", path.display()))?;
-        let lock = lock(&path).ok_or_else(|| anyhow!("{} is locked by another lab", path.display()))?;
+        let lock = {
+            let _guard = guard()?;
+            fs::create_dir_all(&path).with_context(|| format!("creating {}", path.display()))?;
+            lock(&path).ok_or_else(|| anyhow!("{} is locked by another lab", path.display()))?
+        };
         RUNNING.lock().unwrap_or_else(PoisonError::into_inner).insert(name.to_owned());
         Ok(Self { name: name.to_owned(), path, kept: false, _lock: lock })
     }
@@ -70,7 +76,7 @@ impl Drop for LabDirectory {
         // Under the lock, so that a signal that comes now waits for us instead of doing the same twice.
         let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
         running.remove(&self.name);
-        if let Err(error) = remove(&self.name) {
+        if let Err(error) = guard().and_then(|_guard| remove(&self.name)) {
             eprintln!("removing lab {}: {error:#}", self.name);
         }
     }
@@ -79,6 +85,15 @@ impl Drop for LabDirectory {
 fn lock(directory: &Path) -> Option<Flock<File>> {
     let file = File::create(directory.join(LOCK)).ok()?;
     Flock::lock(file, FlockArg::LockExclusiveNonblock).ok()
+}
+
+/// Waits until no other process makes or removes a lab, and keeps them from it as long as the value
+/// lives.
+fn guard() -> Result<Flock<File>> {
+    let file = File::create(GUARD).with_context(|| format!("creating {GUARD}"))?;
+    Flock::lock(file, FlockArg::LockExclusive)
+        .map_err(|(_, error)| error)
+        .with_context(|| format!("locking {GUARD}"))
 }
 
 /// Ends the lab's processes and removes its namespaces, mounts, cgroups and files.
@@ -147,6 +162,7 @@ fn unmount_below(directory: &Path) -> Result<()> {
 
 /// Removes labs whose process is gone. Kept ones stay.
 pub fn remove_leftovers() -> Result<()> {
+    let _guard = guard()?;
     for name in labs() {
         let directory = Path::new(LABS).join(&name);
         if directory.join(KEPT).exists() {
@@ -160,6 +176,7 @@ pub fn remove_leftovers() -> Result<()> {
 
 /// Removes the labs that were kept, and returns their names.
 pub fn remove_kept() -> Result<Vec<String>> {
+    let _guard = guard()?;
     let kept: Vec<String> =
         labs().into_iter().filter(|name| Path::new(LABS).join(name).join(KEPT).exists()).collect();
     for name in &kept {
@@ -187,7 +204,7 @@ pub fn remove_on_signals() -> Result<()> {
         let signal = signals.wait();
         let running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
         for name in running.iter() {
-            if let Err(error) = remove(name) {
+            if let Err(error) = guard().and_then(|_guard| remove(name)) {
                 eprintln!("removing lab {name}: {error:#}");
             }
         }

@@ -9,6 +9,7 @@ use crate::{
     node::{Node, nothing_is_programmed},
     proxy::{answers, get, metric},
     scenarios::PROGRAMMED,
+    until::until,
     world::World,
 };
 
@@ -57,13 +58,20 @@ impl Account {
 fn is_denied(own: &Node, resource: &str) -> Result<()> {
     for verb in ["list", "watch"] {
         let name = format!("proxy_source_denied{{resource=\"{resource}\",verb=\"{verb}\"}}");
-        ensure!(metric(&own.metrics(), &name)? == 1.0, "{name}");
+        is_counted(own, &name)?;
     }
     Ok(())
 }
 
-fn is_watched(own: &Node, resource: &str) -> Result<bool> {
-    Ok(metric(&own.metrics(), &format!("proxy_source_connected{{resource=\"{resource}\"}}"))? == 1.0)
+/// Waits until a metric is 1, which may be a moment after the log has told why.
+fn is_counted(own: &Node, name: &str) -> Result<()> {
+    // A family without a sample has none of this name yet.
+    let is_it = || Ok(metric(&own.metrics(), name).is_ok_and(|value| value == 1.0).then_some(()));
+    until(name, is_it, String::new)
+}
+
+fn is_watched(own: &Node, resource: &str) -> Result<()> {
+    is_counted(own, &format!("proxy_source_connected{{resource=\"{resource}\"}}"))
 }
 
 /// Without Services or their endpoints there is nothing to serve; what is neither is not missed.
@@ -87,7 +95,7 @@ pub(crate) fn what_rbac_denies_is_named_and_comes_once_granted(world: &mut World
         own.serves()?;
         answers(&own.healthz(), "/healthz", 200)?;
         proxy.says("nobody sees this proxy's events, everything else works")?;
-        ensure!(is_watched(&own, resource)?, "{resource} are not watched");
+        is_watched(&own, resource)?;
         proxy.runs()?;
     }
     Ok(())

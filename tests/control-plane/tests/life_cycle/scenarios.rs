@@ -26,6 +26,7 @@ use crate::{
     rights::{
         what_rbac_denies_is_named_and_comes_once_granted, without_the_right_to_read_nodes_services_work,
     },
+    until::until,
     world::{World, node},
 };
 
@@ -199,7 +200,8 @@ fn a_swapped_config_map_is_taken_over_or_ends_it(world: &mut World) -> Result<()
     let resyncs = metric(&own.metrics(), "proxy_resyncs_total")?;
     own.until_metric(&proxy, "proxy_resyncs_total", |count| count > resyncs)?;
     if world.without_conntrack.is_none() {
-        ensure!(sysctl("nf_conntrack_tcp_timeout_close_wait")? == "1800", "the timeout is not in force");
+        let is_in_force = || Ok((sysctl("nf_conntrack_tcp_timeout_close_wait")? == "1800").then_some(()));
+        until("the timeout to be in force", is_in_force, || proxy.log())?;
     }
     let (_, shown) = get(&own.metrics(), "/configz")?.context("nobody listens")?;
     ensure!(shown.contains(r#""verbosity":4"#), "/configz shows what was: {shown}");
@@ -228,7 +230,7 @@ fn an_invalid_configuration_file_changes_nothing(world: &mut World) -> Result<()
     own.write_configuration(&json!({"oomScoreAdj": 2000}))?;
     proxy.says("the former configuration stays in force")?;
     ensure!(proxy.log().contains("oomScoreAdj"), "the field is not named:\n{}", proxy.log());
-    ensure!(metric(&own.metrics(), "proxy_refused_configurations_total")? == 1.0, "not counted");
+    own.until_metric(&proxy, "proxy_refused_configurations_total", |count| count == 1.0)?;
     let event = world.event(own.name, "InvalidConfiguration")?;
     ensure!(event["type"] == "Warning" && event["note"].to_string().contains("oomScoreAdj"), "{event}");
     own.write_configuration(&json!({}))?;

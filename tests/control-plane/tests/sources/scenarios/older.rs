@@ -41,8 +41,9 @@ pub(super) fn watches_that_always_fail_are_tried_ever_less(world: &mut World) ->
     ];
     for (content, body, reason) in cases {
         fake.spoil_services(Some((content, body.to_vec())));
-        let mut follower = Follower::start_with(world, &fake.kubeconfig(world)?)?;
+        // Before the follower begins: this thread may not run for a while after.
         let begin = Instant::now();
+        let mut follower = Follower::start_with(world, &fake.kubeconfig(world)?)?;
         follower.wait(world, "three failures", |follower| {
             follower.state.errors(ResourceKind::Services, reason) >= 3
         })?;

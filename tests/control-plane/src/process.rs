@@ -18,8 +18,8 @@ use nix::{
 
 /// Interval between two looks at a condition.
 pub(crate) const BETWEEN_LOOKS: Duration = Duration::from_millis(10);
-/// An API server waits for watches to end, for a minute.
-const TERM_LIMIT: Duration = Duration::from_secs(3);
+/// An API server waits for watches to end, for a minute. It has stopped to listen long before this.
+const TERM_LIMIT: Duration = Duration::from_secs(1);
 
 /// Killed when dropped.
 pub struct Process {
@@ -87,7 +87,7 @@ impl Process {
         lines[lines.len().saturating_sub(15)..].join("\n")
     }
 
-    /// Asks the process to end and waits for it; after 3 s it is killed.
+    /// Asks the process to end and waits for it; after a second it is killed.
     pub fn stop(mut self) -> Result<ExitStatus> {
         let id = i32::try_from(self.child.id()).context("process id")?;
         kill(Pid::from_raw(id), Signal::SIGTERM).with_context(|| format!("stopping {}", self.name))?;

@@ -63,7 +63,7 @@ fn began_before(world: &mut World, _: Variant) -> Result<()> {
             world.cleanup(node, &[])?;
             state::track_connections(&world.lab, node, true)?;
         }
-        for (client, outcomes) in dial_all(world, 500)? {
+        for (client, outcomes) in dial_all(world, 200)? {
             ensure!(check::answered(&outcomes).is_err(), "{client} is answered though nobody serves");
         }
         for node in NODES {

@@ -139,10 +139,13 @@ impl Runner {
         let protocol = probe.port.protocol();
         let silence_ms = match (&expected, protocol) {
             // What netfilter refuses by ICMP is refused after the second SYN only, 1 s later.
-            (Expected::Dropped, Protocol::Tcp | Protocol::Sctp) => 1_600,
-            (Expected::Dropped, Protocol::Udp) => 500,
-            (Expected::Refused, _) => 2_000,
-            (Expected::Answered { .. }, _) => 4_000,
+            (Expected::Dropped, Protocol::Tcp | Protocol::Sctp)
+                if self.world.setting.datapath().is_netfilter() =>
+            {
+                1_600
+            }
+            (Expected::Dropped, _) => 500,
+            (Expected::Refused | Expected::Answered { .. }, _) => 4_000,
         };
         Some(Job {
             service: number,

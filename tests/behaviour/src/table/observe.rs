@@ -136,8 +136,8 @@ pub fn observe(
             for variant in
                 variants.iter().filter(|variant| row.family.is_none_or(|family| family == variant.family))
             {
-                let dial = Dial::new(variant.protocol, place.target(row.destination, variant.family));
-                let job = Job { at: (number, row_number), row, expected, variant: *variant, dial };
+                let target = place.target(row.destination, variant.family);
+                let job = Job { at: (number, row_number), row, expected, variant: *variant, target };
                 jobs.entry(row.client).or_default().push(job);
             }
         }
@@ -146,11 +146,21 @@ pub fn observe(
     // Of two clients that dial at the same time, each may get every second turn, which is always the same endpoint's.
     let turn = Mutex::new(());
     let observed = by_client(world, jobs, |agent, own, jobs| {
-        let observe = |job: Job<'_>| {
-            let _turn = datapath.takes_turns().then(|| turn.lock().unwrap_or_else(PoisonError::into_inner));
-            Ok((job.at, job.expected, (job.variant, found(agent, own, datapath, &job)?)))
+        // They are dialled at the same time: most end only a second later, and none takes a turn or
+        // chooses an endpoint.
+        let (silent, others): (Vec<Job<'_>>, Vec<Job<'_>>) =
+            jobs.into_iter().partition(|job| matches!(job.expected, Expected::Refused | Expected::Dropped));
+        let dials = silent.iter().map(|job| vec![job.dial(datapath)]).collect();
+        let first = agent.dial_groups(dials)?.into_iter().map(|group| group.concat());
+        let told = |job: &Job<'_>, outcomes| {
+            Ok((job.at, job.expected, (job.variant, found(agent, own, datapath, job, outcomes)?)))
         };
-        jobs.into_iter().map(observe).collect()
+        let silent = silent.iter().zip(first).map(|(job, outcomes)| told(job, outcomes));
+        let others = others.iter().map(|job| {
+            let _turn = datapath.takes_turns().then(|| turn.lock().unwrap_or_else(PoisonError::into_inner));
+            told(job, agent.dial(&job.dial(datapath))?)
+        });
+        silent.chain(others).collect()
     });
     let mut results: BTreeMap<RowNumber, Observed> = BTreeMap::new();
     for (at, expected, result) in observed? {
@@ -167,7 +177,7 @@ struct Job<'a> {
     row: &'a Row,
     expected: Expected,
     variant: Variant,
-    dial: Dial,
+    target: SocketAddr,
 }
 
 /// Does the work of each client, all at the same time.
@@ -193,17 +203,30 @@ pub(crate) fn by_client<J: Send, D: Send>(
     })
 }
 
-fn found(agent: &Agent, own: Addresses, datapath: Datapath, job: &Job) -> Result<Found> {
-    let silence_ms = match (job.expected, job.variant.protocol) {
-        // What netfilter refuses by ICMP is refused after the second SYN only, 1 s later.
-        (Expected::Dropped, Protocol::Tcp | Protocol::Sctp) if datapath.is_netfilter() => 1_600,
-        (Expected::Dropped, _) => 300,
-        (Expected::Answered(..) | Expected::Sticks(..) | Expected::Refused, _) => 4_000,
-    };
-    let dial = job.dial.clone().timeout_ms(silence_ms);
-    let mut outcomes = agent.dial(&dial)?;
+impl Job<'_> {
+    /// Returns one connection of the row.
+    fn dial(&self, datapath: Datapath) -> Dial {
+        let silence_ms = match (self.expected, self.variant.protocol) {
+            // What netfilter refuses by ICMP is refused after the second SYN only, 1 s later.
+            (Expected::Dropped, Protocol::Tcp | Protocol::Sctp) if datapath.is_netfilter() => 1_600,
+            (Expected::Dropped, _) => 300,
+            (Expected::Answered(..) | Expected::Sticks(..) | Expected::Refused, _) => 4_000,
+        };
+        Dial::new(self.variant.protocol, self.target).timeout_ms(silence_ms)
+    }
+}
+
+/// Tells what became of a first connection with these outcomes and, if it was answered, of as many
+/// further ones as show whom else the row reaches.
+fn found(
+    agent: &Agent,
+    own: Addresses,
+    datapath: Datapath,
+    job: &Job,
+    mut outcomes: Vec<Outcome>,
+) -> Result<Found> {
     if let [Outcome::Answered(_)] = outcomes.as_slice() {
-        outcomes.extend(agent.dial(&dial.times(job.expected.connections() - 1))?);
+        outcomes.extend(agent.dial(&job.dial(datapath).times(job.expected.connections() - 1))?);
     }
     Ok(told(&outcomes, own, job.row.client))
 }

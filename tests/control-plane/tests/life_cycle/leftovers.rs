@@ -496,7 +496,7 @@ pub(crate) fn connections_that_it_leaves_live_on_where_nobody_else_translates(
         is_as(&HOLDERS, &without_holders(&in_nftables.dump()?).0)?;
         let _listener = TcpListener::bind((ENDPOINT, PORT))?;
         let address: SocketAddr = format!("{CLUSTER_IP}:{PORT}").parse()?;
-        let others = TcpStream::connect_timeout(&address, Duration::from_secs(1));
+        let others = TcpStream::connect_timeout(&address, Duration::from_millis(300));
         ensure!(others.is_err(), "another program still serves");
         connect_within(&own).context("a new connection")?;
         own.until_metric(&proxy, FORMER_RULES, |count| count == 0.0)?;

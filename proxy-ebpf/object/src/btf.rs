@@ -204,7 +204,7 @@ mod tests {
 
     /// An integer `int`, and a struct `pair` of two of them; between their names the path of a file.
     fn btf() -> Vec<u8> {
-        let strings = b"\0int\0/home/me/a.rs\0pair\0x\0y\0xdp\00:0\0";
+        let strings = b"\0int\0/home/me/a.rs\0pair\0x\0y\0xdp\x000:0\0";
         let types = words(&[
             1,
             1 << 24,
@@ -236,7 +236,7 @@ mod tests {
     #[test]
     fn what_only_lines_name_is_removed_and_all_else_is_named_as_before() {
         let (btf, ext) = without_lines(&btf(), &ext()).unwrap();
-        let strings = b"\0int\0pair\0x\0y\0xdp\00:0\0";
+        let strings = b"\0int\0pair\0x\0y\0xdp\x000:0\0";
         assert_eq!(&btf[btf.len() - strings.len()..], strings);
         let types = words(&[1, 1 << 24, 4, 32, 5, (4 << 24) | 2, 8, 10, 1, 0, 12, 1, 32]);
         assert_eq!(&btf[24..24 + types.len()], types);

@@ -184,6 +184,9 @@ pub fn remove_kept() -> Result<Vec<String>> {
     }
     // Labs that are made meanwhile could miss their folder, so this is left to the user's own command.
     [LABS, RECORDS].iter().try_for_each(|folder| remove_if_empty(Path::new(folder)))?;
+    if labs().is_empty() {
+        fs::remove_file(GUARD).with_context(|| format!("removing {GUARD}"))?;
+    }
     Ok(kept)
 }
 

@@ -165,7 +165,9 @@ mod tests {
         }
     }
 
-    /// Short timeouts, for tests in which nothing more comes.
+    /// Short timeouts, for tests in which nothing more comes. The clock of these tests is paused:
+    /// it moves on only when every task waits, so a test that gets no CPU for a while meets no
+    /// timeout.
     const SHORT: Patience =
         Patience { addresses: Duration::from_millis(20), pod_cidrs: Duration::from_millis(20) };
 
@@ -181,7 +183,7 @@ mod tests {
     #[case::pod_cidrs_never_come(&[node(&["192.0.2.1"], &[])], true, Err(Error::NoPodCidr { node: "a".into() }))]
     #[case::pod_cidrs_of_no_node(&[None], true, Err(Error::NoNode { node: "a".into() }))]
     #[case::pod_cidrs_suffice_without_addresses(&[node(&[], &["10.1.0.0/24"])], true, Ok(node(&[], &["10.1.0.0/24"])))]
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn what_is_waited_for(
         #[case] first: &[Option<Node>],
         #[case] needs_pod_cidrs: bool,
@@ -194,7 +196,7 @@ mod tests {
         assert_eq!(found, expected);
     }
 
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn the_first_list_is_waited_for_without_a_limit() {
         let own_node = watch::Sender::default();
         let mut receiver = own_node.subscribe();
@@ -234,7 +236,7 @@ mod tests {
             now: vec!["10.2.0.0/24".parse().unwrap()],
         }),
     )]
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn what_ends_the_process(
         #[case] before: Option<Node>,
         #[case] later: &[Option<Node>],
@@ -249,7 +251,7 @@ mod tests {
     }
 
     /// Both changes come before the first look.
-    #[tokio::test]
+    #[tokio::test(start_paused = true)]
     async fn a_node_that_is_deleted_and_back_as_it_was_needs_no_new_process() {
         let before = node(&["192.0.2.1"], &[]);
         let own_node = watch::Sender::new(listed(&before));

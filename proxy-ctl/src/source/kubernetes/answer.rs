@@ -209,7 +209,8 @@ mod tests {
         }
     }
 
-    #[tokio::test]
+    /// The clock is paused: it moves on only when the reader and the body both wait.
+    #[tokio::test(start_paused = true)]
     async fn a_long_answer_may_take_its_time_but_not_fall_silent() {
         let slow = Trickle { left: 12, pause: Duration::from_millis(100), next: None };
         let whole = read(slow, usize::MAX, Duration::from_secs(1)).await.unwrap();

@@ -140,12 +140,14 @@ async fn output(child: Child, limit: Duration) -> Option<io::Result<Output>> {
 
 #[cfg(test)]
 mod tests {
-    use std::{fs, time::Instant};
+    use std::{fs, thread, time::Instant};
 
     use rstest::rstest;
 
     use super::*;
 
+    /// Longest wait for a process. Only a failing test waits so long.
+    const PATIENCE: Duration = Duration::from_secs(60);
     const GOOD: &str = r#"{"kind": "ExecCredential", "status": {"token": "secret"}}"#;
 
     fn shell(script: &str) -> ExecConfig {
@@ -194,23 +196,34 @@ mod tests {
         assert!(error.contains("/bin/sh: interactiveMode is Always"), "{error}");
     }
 
-    #[tokio::test]
+    /// The clock is paused and stands still while the blocking task runs, so the limit passes once
+    /// the plugin hangs and not before, however slowly its shell starts.
+    #[tokio::test(start_paused = true)]
     async fn a_hung_plugin_is_ended_with_what_it_has_started_and_named() {
         let folder = tempfile::tempdir().unwrap();
         let started = folder.path().join("started");
         let plugin = shell(&format!("sleep 600 & echo $! > {}; wait", started.display()));
-        let began = Instant::now();
+        let hangs = tokio::task::spawn_blocking(move || {
+            let deadline = Instant::now() + PATIENCE;
+            loop {
+                let told = fs::read_to_string(&started).unwrap_or_default();
+                if let Some(sleeper) = told.strip_suffix('\n') {
+                    return sleeper.parse::<i32>().unwrap();
+                }
+                assert!(Instant::now() < deadline, "the plugin has not started: {told:?}");
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
         let limit = Duration::from_secs(1);
         let error = ask(&plugin, &mut AuthInfo::default(), limit).await.unwrap_err().to_string();
-        assert!(began.elapsed() < Duration::from_secs(60));
         assert!(error.starts_with("credential plugin /bin/sh: no answer within 1 s"), "{error}");
-        let sleeper: i32 = fs::read_to_string(started).unwrap().trim().parse().unwrap();
+        let sleeper = hangs.await.unwrap();
         // A killed process stays a zombie until it is waited for.
-        let deadline = Instant::now() + Duration::from_secs(10);
+        let deadline = Instant::now() + PATIENCE;
         let state = || fs::read_to_string(format!("/proc/{sleeper}/stat")).unwrap_or_default();
         while !state().is_empty() && !state().contains(") Z ") {
             assert!(Instant::now() < deadline, "it still runs: {}", state());
-            tokio::time::sleep(Duration::from_millis(10)).await;
+            thread::sleep(Duration::from_millis(1));
         }
     }
 

@@ -1,22 +1,46 @@
 //! Ports for what tests start.
 
 use std::{
-    net::{Ipv4Addr, TcpListener, UdpSocket},
-    process,
-    sync::atomic::{AtomicU16, Ordering},
+    fs,
+    os::{linux::net::SocketAddrExt as _, unix::net},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicU16, Ordering},
+    },
 };
 
-/// A port of TCP and UDP that nobody has. It is none that the kernel chooses for connections: those of another test could take it before
-/// who is to listen on it does, and a connection to it could be given this very port and meet itself.
+/// Returns a port of TCP and UDP that nobody has, and that no other test gets while this process
+/// lives.
+///
+/// The port lies below the range from which the kernel chooses ports for connections. A connection
+/// of another test could take a port of that range before the server of this test listens on it,
+/// and a connection to it could be given this very port and meet itself.
 pub(crate) fn free_port() -> u16 {
     const FIRST: u16 = 20_000;
-    const OF_A_PROCESS: u16 = 1_000;
+    const COUNT: u16 = 10_000;
+    /// A name for each port that was given out. Tests of another process in this network namespace
+    /// find it taken.
+    static NAMES: Mutex<Vec<net::UnixListener>> = Mutex::new(Vec::new());
     static NEXT: AtomicU16 = AtomicU16::new(0);
-    let first = FIRST + OF_A_PROCESS * (process::id() % 10) as u16;
     loop {
-        let address = (Ipv4Addr::UNSPECIFIED, first + NEXT.fetch_add(1, Ordering::Relaxed) % OF_A_PROCESS);
-        if TcpListener::bind(address).is_ok() && UdpSocket::bind(address).is_ok() {
-            return address.1;
+        let port = FIRST + NEXT.fetch_add(1, Ordering::Relaxed) % COUNT;
+        let name = net::SocketAddr::from_abstract_name(format!("proxy-ctl/test-port-{port}"));
+        let Ok(name) = name.and_then(|name| net::UnixListener::bind_addr(&name)) else { continue };
+        if !is_in_use(port) {
+            NAMES.lock().unwrap_or_else(PoisonError::into_inner).push(name);
+            return port;
         }
     }
+}
+
+/// Returns true if a socket of this network namespace has the port. The kernel's tables are read,
+/// and no socket is bound to try: a child that another test starts at that moment would hold the
+/// socket, and the port, until it runs its program.
+fn is_in_use(port: u16) -> bool {
+    ["tcp", "tcp6", "udp", "udp6"].into_iter().any(|table| {
+        // A kernel without IPv6 has no such table.
+        let sockets = fs::read_to_string(format!("/proc/thread-self/net/{table}")).unwrap_or_default();
+        let mut local = sockets.lines().filter_map(|socket| socket.split_whitespace().nth(1));
+        local.any(|address| address.rsplit_once(':').is_some_and(|(_, hex)| hex == format!("{port:04X}")))
+    })
 }

@@ -154,7 +154,7 @@ mod tests {
 
     /// Until the answer is as wanted.
     async fn until(port: u16, wanted: impl Fn(&std::io::Result<String>) -> bool) -> std::io::Result<String> {
-        let deadline = tokio::time::Instant::now() + Duration::from_secs(30);
+        let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
         loop {
             let answer = get(port).await;
             if wanted(&answer) {
@@ -203,8 +203,8 @@ mod tests {
 
     #[tokio::test]
     async fn a_port_in_use_is_reported_once_and_tried_again() {
-        let taken = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let port = taken.local_addr().unwrap().port();
+        let port = free_port();
+        let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await.unwrap();
         let reported = Arc::new(Mutex::new(Vec::new()));
         let failures = Arc::clone(&reported);
         let (sender, _stop) = start(checks(vec![check("web", port, 1)]), move |service, socket, _| {

@@ -219,7 +219,10 @@ mod tests {
         super::{answer::ApiAnswer, connection::ApiConnection},
         *,
     };
-    use crate::source::kubernetes::{Config, Requests};
+    use crate::{
+        free_port::free_port,
+        source::kubernetes::{Config, Requests},
+    };
 
     fn connection(server: String) -> ApiConnection {
         let config = Config { master: Some(server), ..Config::default() };
@@ -270,11 +273,9 @@ mod tests {
 
     #[tokio::test]
     async fn a_name_that_is_not_found_and_a_port_without_a_listener_are_unreachable() {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let closed = listener.local_addr().unwrap();
-        drop(listener);
+        let closed = free_port();
         // The resolver refuses the empty label without a query.
-        for server in [format!("http://{closed}"), "http://certificate..invalid:1".to_owned()] {
+        for server in [format!("http://127.0.0.1:{closed}"), "http://certificate..invalid:1".to_owned()] {
             let failure = failure(server).await;
             assert_eq!(failure.reason, FailureReason::Unreachable, "{failure}");
         }

@@ -86,6 +86,12 @@ impl Descriptors {
         self.free.available_permits() == self.total
     }
 
+    /// Number of descriptors that may still be opened.
+    #[cfg(test)]
+    pub(super) fn free(&self) -> usize {
+        self.free.available_permits()
+    }
+
     pub(super) fn exhausted(&self) -> String {
         format!("all of the {} open files that RLIMIT_NOFILE allows are in use: raise it", self.limit)
     }

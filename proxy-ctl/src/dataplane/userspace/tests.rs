@@ -3,7 +3,7 @@
 use std::{
     io::{self, Read as _, Write as _},
     net::{Ipv4Addr, Shutdown, TcpListener, TcpStream, UdpSocket},
-    sync::atomic::{AtomicU32, Ordering},
+    sync::atomic::{AtomicBool, AtomicU32, Ordering},
     thread,
 };
 
@@ -24,7 +24,7 @@ use crate::{
 };
 
 /// Long enough for a busy machine; nothing waits that long unless it fails.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 fn dataplane_with(idle: Duration) -> UserspaceDataplane {
     static NUMBER: AtomicU32 = AtomicU32::new(0);
@@ -101,6 +101,18 @@ fn read(stream: &mut TcpStream, length: usize) -> io::Result<String> {
     let mut text = vec![0; length];
     stream.read_exact(&mut text)?;
     Ok(String::from_utf8(text).unwrap())
+}
+
+/// Waits until nobody listens on a port whose listener was closed. A child that another test starts
+/// at that moment holds the listener until it runs its program.
+fn is_refused_soon(port: u16) {
+    wait_until("connections are refused", || match TcpStream::connect((Ipv4Addr::LOCALHOST, port)) {
+        Ok(_) => false,
+        Err(error) => {
+            assert_eq!(error.kind(), io::ErrorKind::ConnectionRefused);
+            true
+        }
+    });
 }
 
 /// The endpoint that answers a new connection.
@@ -204,8 +216,7 @@ fn a_listener_goes_with_its_port_and_connections_go_on() {
     let mut client = connect(number);
     assert_eq!(read(&mut client, 1).unwrap(), "a");
     dataplane.apply(&Changes { changed: Vec::new(), removed: vec![port.name.clone()] }).unwrap();
-    let refused = TcpStream::connect((Ipv4Addr::LOCALHOST, number)).unwrap_err();
-    assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused);
+    is_refused_soon(number);
     let still_works = |client: &mut TcpStream| {
         client.write_all(b"x").unwrap();
         assert_eq!(read(client, 1).unwrap(), "x");
@@ -238,17 +249,29 @@ fn no_connection_fails_while_endpoints_change() {
         })
         .collect();
     serve(&mut dataplane, &states[0]);
-    let clients: Vec<_> = (0..4)
-        .map(|_| thread::spawn(move || (0..200).map(|_| answering(number)).collect::<String>()))
-        .collect();
-    let mut changes = 0;
-    while clients.iter().any(|client| !client.is_finished()) {
-        serve(&mut dataplane, &states[changes % states.len()]);
-        changes += 1;
-    }
-    let answers: String = clients.into_iter().map(|client| client.join().unwrap()).collect();
-    assert_eq!(answers.len(), 800);
-    assert!(answers.contains('a') && answers.contains('b') && changes > 3, "{changes} changes: {answers}");
+    let (answers, is_enough) = (Mutex::new(String::new()), AtomicBool::new(false));
+    // A wait that has failed does not tell the clients, and is over by then.
+    let deadline = Instant::now() + 2 * PATIENCE;
+    let client = || {
+        while !is_enough.load(Ordering::Relaxed) && Instant::now() < deadline {
+            let answer = answering(number);
+            lock(&answers).push_str(&answer);
+        }
+    };
+    thread::scope(|scope| {
+        let clients: Vec<_> = (0..4).map(|_| scope.spawn(client)).collect();
+        let mut changes = 0;
+        wait_until("many are answered, by both endpoints, while these change", || {
+            serve(&mut dataplane, &states[changes % states.len()]);
+            changes += 1;
+            let answers = lock(&answers);
+            let is_met =
+                answers.len() >= 800 && answers.contains('a') && answers.contains('b') && changes > 3;
+            // A client that has failed ends the wait, and its panic the test.
+            is_met || clients.iter().any(thread::ScopedJoinHandle::is_finished)
+        });
+        is_enough.store(true, Ordering::Relaxed);
+    });
 }
 
 fn udp_client(port: u16) -> UdpSocket {
@@ -272,19 +295,19 @@ fn datagrams_of_a_client_stay_with_an_endpoint_until_it_is_silent() {
     let (mut dataplane, number) = (dataplane_with(idle), free_port());
     let (a, b) = (Endpoint::udp("a"), Endpoint::udp("b"));
     serve(&mut dataplane, &desired(loopback(Protocol::Udp, number), &[&a.address, &b.address]));
+    let free = dataplane.shared.descriptors.free();
     let client = udp_client(number);
     let begun = Instant::now();
-    let (first, second) = (ask(&client), ask(&client));
-    assert!(first == second || begun.elapsed() >= idle, "{first}, then {second}");
+    let first = ask(&client);
     let silent_since = Instant::now();
-    let free = || dataplane.shared.descriptors.for_session();
+    let second = ask(&client);
+    assert!(first == second || begun.elapsed() >= idle, "{first}, then {second}");
     let sessions =
         |dataplane: &UserspaceDataplane| dataplane.shared.counters.sessions.load(Ordering::Relaxed);
-    assert!(free().is_some());
-    while silent_since.elapsed() < idle * 2 {
-        thread::yield_now();
-    }
     let before = sessions(&dataplane);
+    // A session that has ended gives back what it has taken.
+    wait_until("the session ends", || dataplane.shared.descriptors.free() == free);
+    assert!(silent_since.elapsed() >= idle, "it ends once the client is silent");
     assert_ne!(ask(&client), second, "the session has not ended");
     assert_eq!(sessions(&dataplane), before + 1);
 }
@@ -336,8 +359,8 @@ fn source_ranges_are_enforced_by_the_listener(#[case] range: &str, #[case] serve
 #[test]
 fn addresses_of_others_are_named_and_tried_again() {
     let mut dataplane = dataplane();
-    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
-    let number = taken.local_addr().unwrap().port();
+    let number = free_port();
+    let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, number)).unwrap();
     let a = Endpoint::tcp("a");
     let mut web = loopback(Protocol::Tcp, number);
     web.external_ips = vec!["198.51.100.1".parse().unwrap()];
@@ -353,8 +376,11 @@ fn addresses_of_others_are_named_and_tried_again() {
     assert!(texts[1].1.contains("it is no address of this node"), "{texts:?}");
     assert_eq!(dataplane.take_without_room(), None, "nothing has changed");
     drop(taken);
-    dataplane.resync(&[Arc::clone(&port)]).unwrap();
-    assert_eq!(dataplane.take_without_room().unwrap()[&port.name].len(), 1);
+    // A child that another test starts at this moment holds the listener until it runs its program.
+    wait_until("one address is served", || {
+        dataplane.resync(&[Arc::clone(&port)]).unwrap();
+        dataplane.take_without_room().is_some_and(|told| told[&port.name].len() == 1)
+    });
     assert_eq!(answering(number), "a");
 }
 
@@ -372,10 +398,7 @@ fn the_same_again_changes_nothing_and_what_is_not_desired_goes() {
         dataplane.snapshot().unwrap(),
         Snapshot { node: dataplane.snapshot().unwrap().node, ..Snapshot::default() }
     );
-    assert_eq!(
-        TcpStream::connect((Ipv4Addr::LOCALHOST, number)).unwrap_err().kind(),
-        io::ErrorKind::ConnectionRefused
-    );
+    is_refused_soon(number);
 }
 
 #[test]

@@ -1,17 +1,12 @@
 //! The servers over real sockets on the loopback.
 
-use std::{
-    future::Future,
-    pin::Pin,
-    sync::atomic::{AtomicUsize, Ordering},
-    time::Duration,
-};
+use std::{future::Future, pin::Pin, time::Duration};
 
 use rstest::rstest;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{TcpListener, TcpStream},
-    sync::watch,
+    sync::{Semaphore, watch},
 };
 
 use super::*;
@@ -208,13 +203,15 @@ async fn an_address_in_use_fails_at_once_only_if_asked_to() {
     tokio::task::yield_now().await;
     assert!(!waiting.is_finished());
     drop(taken);
-    let answers = async {
-        while TcpStream::connect(address).await.is_err() {
-            tokio::time::sleep(Duration::from_millis(100)).await;
-        }
-    };
-    // The next attempt is 5 s after the first.
-    tokio::time::timeout(Duration::from_secs(60), answers).await.unwrap();
+    // The paused clock moves on to the next attempt, which is 5 s after the first, as nobody else
+    // does anything.
+    tokio::time::pause();
+    let deadline = std::time::Instant::now() + ANSWERS_WITHIN;
+    while TcpStream::connect(address).await.is_err() {
+        assert!(std::time::Instant::now() < deadline, "it does not listen");
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    tokio::time::resume();
     let (status, ..) = get(address, "/metrics", "").await;
     assert_eq!(status, 200);
     stop.cancel();
@@ -310,17 +307,56 @@ async fn the_unspecified_address_answers_over_both_families() {
     server.await.unwrap().unwrap();
 }
 
+/// Awaits `outcome` while tokio's clock stands still, so that no timeout of the servers ends a
+/// connection meanwhile.
+async fn without_timeouts<T>(outcome: impl Future<Output = T>) -> T {
+    let (is_over, waiting) = std::sync::mpsc::channel::<()>();
+    tokio::time::pause();
+    // A paused clock does not move on by itself while a blocking task runs.
+    let limit = tokio::task::spawn_blocking(move || waiting.recv_timeout(ANSWERS_WITHIN));
+    let outcome = tokio::select! {
+        outcome = outcome => outcome,
+        _ = limit => panic!("it takes longer than {ANSWERS_WITHIN:?}"),
+    };
+    drop(is_over);
+    tokio::time::resume();
+    outcome
+}
+
 #[tokio::test]
 async fn silent_connections_keep_nobody_from_an_answer() {
     let servers = servers().await;
     get(servers.healthz, "/livez", "").await;
     let mut silent = Vec::new();
-    for _ in 0..300 {
-        silent.push(TcpStream::connect(servers.healthz).await.unwrap());
-    }
-    let answer = tokio::time::timeout(Duration::from_secs(1), get(servers.healthz, "/livez", "")).await;
-    assert_eq!(answer.expect("sooner than the silent ones are given up").0, 200);
+    // The silent ones are not given up meanwhile.
+    let (status, ..) = without_timeouts(async {
+        for _ in 0..300 {
+            silent.push(TcpStream::connect(servers.healthz).await.unwrap());
+        }
+        get(servers.healthz, "/livez", "").await
+    })
+    .await;
+    assert_eq!(status, 200);
     assert_eq!(silent[0].read(&mut [0]).await.unwrap_or(0), 0);
+}
+
+/// Awaits `outcome` while tokio's clock moves on to the next timeout as soon as nobody has anything
+/// else to do. `outcome` may have no timeout of its own.
+async fn at_the_next_timeout<T>(outcome: impl Future<Output = T>) -> T {
+    let (late, is_late) = tokio::sync::oneshot::channel::<()>();
+    // tokio's clock moves on at once, so the limit goes by the machine's clock.
+    std::thread::spawn(move || {
+        std::thread::sleep(ANSWERS_WITHIN);
+        // Nobody listens any more where the outcome has come.
+        drop(late);
+    });
+    tokio::time::pause();
+    let outcome = tokio::select! {
+        outcome = outcome => outcome,
+        _ = is_late => panic!("it takes longer than {ANSWERS_WITHIN:?}"),
+    };
+    tokio::time::resume();
+    outcome
 }
 
 #[tokio::test]
@@ -329,8 +365,11 @@ async fn a_connection_without_a_whole_header_is_closed_soon() {
     get(servers.healthz, "/livez", "").await;
     let mut slow = TcpStream::connect(servers.healthz).await.unwrap();
     slow.write_all(b"GET /livez HTTP/1.1\r\n").await.unwrap();
-    let closed = tokio::time::timeout(Duration::from_secs(8), slow.read_to_end(&mut Vec::new())).await;
-    closed.expect("it is closed").unwrap();
+    // The server accepts one after the other: it waits for the rest of the header by now.
+    get(servers.healthz, "/livez", "").await;
+    let before = tokio::time::Instant::now();
+    at_the_next_timeout(slow.read_to_end(&mut Vec::new())).await.unwrap();
+    assert!(before.elapsed() < Duration::from_secs(8), "{:?}", before.elapsed());
 }
 
 #[tokio::test]
@@ -340,10 +379,12 @@ async fn a_body_that_does_not_come_is_not_waited_for() {
     let mut slow = TcpStream::connect(servers.metrics).await.unwrap();
     let head = b"PUT /debug/flags/v HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 1\r\n\r\n";
     slow.write_all(head).await.unwrap();
-    let mut answer = Vec::new();
-    let read = tokio::time::timeout(Duration::from_secs(30), slow.read_to_end(&mut answer)).await;
-    read.expect("it is answered").unwrap();
+    // The server accepts one after the other: it waits for the body by now.
+    get(servers.metrics, "/healthz", "").await;
+    let (before, mut answer) = (tokio::time::Instant::now(), Vec::new());
+    at_the_next_timeout(slow.read_to_end(&mut answer)).await.unwrap();
     assert!(answer.starts_with(b"HTTP/1.1 408"), "{}", String::from_utf8_lossy(&answer));
+    assert!(before.elapsed() < Duration::from_secs(30), "{:?}", before.elapsed());
 }
 
 /// A connection to this port of 127.0.0.1 from another address of the loopback.
@@ -353,64 +394,88 @@ async fn connect_from(source: [u8; 4], to: SocketAddr) -> std::io::Result<TcpStr
     socket.connect(to).await
 }
 
+/// Connections from many sources, of which the last are kept open.
+struct Flood {
+    /// One permit for each connection that may be tried.
+    allowed: Semaphore,
+    /// One permit for each that was tried.
+    tried: Semaphore,
+}
+
+impl Flood {
+    async fn open(&self, sources: u32, to: SocketAddr) {
+        /// More than the server has places.
+        const HELD: usize = 160;
+        let mut held = std::collections::VecDeque::new();
+        for number in (0..sources).cycle() {
+            self.allowed.acquire().await.unwrap().forget();
+            let source = std::net::Ipv4Addr::from_bits(0x7f01_0000 + number).octets();
+            held.extend(connect_from(source, to).await);
+            if held.len() > HELD {
+                held.pop_front();
+            }
+            self.tried.add_permits(1);
+        }
+    }
+
+    /// Tries so many further connections while `beside` is done.
+    async fn further<T>(&self, connections: u32, beside: impl Future<Output = T>) -> T {
+        self.allowed.add_permits(connections as usize);
+        let outcome = beside.await;
+        self.tried.acquire_many(connections).await.unwrap().forget();
+        outcome
+    }
+}
+
 /// With one order for all connections, those of the flood would end the probes that are connected before it. Among many
-/// sources that have one connection each, the oldest gives way; a probe asks long before it is that.
+/// sources that have one connection each, the oldest gives way, so as many connections come beside
+/// a probe as half of the server's places: how many come before the probe asks must not depend on
+/// who gets a CPU.
 #[rstest]
 #[case::one_source(1, 8)]
 #[case::many_sources(50_000, 0)]
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_flood_keeps_no_other_source_from_an_answer(#[case] sources: u32, #[case] connected_before: usize) {
-    const PROBES: usize = 200;
-    /// More than the server has places.
-    const HELD: usize = 160;
+    const PROBES: usize = 100;
+    const BESIDE_A_PROBE: u32 = 64;
+    const PROBING: [u8; 4] = [127, 0, 0, 3];
     let servers = servers().await;
     get(servers.healthz, "/livez", "").await;
-    let (stop, floods) = (CancellationToken::new(), Arc::<AtomicUsize>::default());
-    let flood = tokio::spawn({
-        let (address, stop, floods) = (servers.healthz, stop.clone(), Arc::clone(&floods));
-        async move {
-            let mut held = std::collections::VecDeque::new();
-            for number in (0..sources).cycle() {
-                if stop.is_cancelled() {
-                    return;
-                }
-                let source = std::net::Ipv4Addr::from_bits(0x7f01_0000 + number).octets();
-                if let Ok(stream) = connect_from(source, address).await {
-                    floods.fetch_add(1, Ordering::Relaxed);
-                    held.push_back(stream);
-                }
-                if held.len() > HELD {
-                    held.pop_front();
-                }
-            }
-        }
+    let flood = Arc::new(Flood { allowed: Semaphore::new(0), tried: Semaphore::new(0) });
+    let flooding = tokio::spawn({
+        let (flood, address) = (Arc::clone(&flood), servers.healthz);
+        async move { flood.open(sources, address).await }
     });
-    let mut probes = Vec::new();
-    for _ in 0..connected_before {
-        probes.push(connect_from([127, 0, 0, 3], servers.healthz).await.unwrap());
-    }
-    let before = floods.load(Ordering::Relaxed);
-    while floods.load(Ordering::Relaxed) < before + 300 {
-        tokio::task::yield_now().await;
-    }
-    let (started, before) = (std::time::Instant::now(), floods.load(Ordering::Relaxed));
+    // The server gives up who is silent for two seconds. Where the flood has taken half of that,
+    // probes are connected anew.
+    let mut probes = loop {
+        let connected = std::time::Instant::now();
+        let mut probes = Vec::new();
+        for _ in 0..connected_before {
+            probes.push(connect_from(PROBING, servers.healthz).await.unwrap());
+        }
+        flood.further(300, async {}).await;
+        if connected.elapsed() < Duration::from_secs(1) {
+            break probes;
+        }
+    };
     for number in 0..PROBES {
-        let mut stream = match probes.pop() {
-            Some(stream) => stream,
-            None => connect_from([127, 0, 0, 3], servers.healthz).await.unwrap(),
-        };
         let answer = async {
+            let mut stream = match probes.pop() {
+                Some(stream) => stream,
+                None => connect_from(PROBING, servers.healthz).await?,
+            };
             stream.write_all(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").await?;
             let mut answer = Vec::new();
             stream.read_to_end(&mut answer).await.map(|_| answer)
         };
-        let answer = tokio::time::timeout(Duration::from_secs(5), answer).await.expect("in time");
+        // The probes that are connected already are asked soon, one after the other.
+        let beside = if number < connected_before { BESIDE_A_PROBE / 4 } else { BESIDE_A_PROBE };
+        let answer = flood.further(beside, tokio::time::timeout(ANSWERS_WITHIN, answer)).await;
+        let answer = answer.expect("it is answered");
         assert!(answer.is_ok_and(|text| text.starts_with(b"HTTP/1.1 200")), "probe {number}");
     }
-    let connects = (floods.load(Ordering::Relaxed) - before) as f64;
-    println!("{:.0} connects a second during {PROBES} probes", connects / started.elapsed().as_secs_f64());
-    stop.cancel();
-    flood.await.unwrap();
+    flooding.abort();
 }
 
 #[tokio::test]

@@ -97,8 +97,8 @@ mod tests {
 
     use super::*;
 
-    /// Far more than an event takes.
-    const SOON: Duration = Duration::from_secs(10);
+    /// Far more than an event takes, and less than [`LOOK_AGAIN`].
+    const SOON: Duration = Duration::from_secs(50);
 
     fn folder() -> (TempDir, PathBuf) {
         let folder = TempDir::new().unwrap();

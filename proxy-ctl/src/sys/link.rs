@@ -328,7 +328,7 @@ mod tests {
             socket.connect(destination).map(|()| socket.local_addr().unwrap().ip().to_string())
         };
         // The kernel adds the route to an address a moment after the address.
-        let limit = Instant::now() + Duration::from_secs(10);
+        let limit = Instant::now() + Duration::from_secs(60);
         let to_itself = std::iter::repeat_with(|| source_to("[fd00:10:96::1]:80"));
         let to_itself = to_itself.take_while(|_| Instant::now() < limit).find_map(Result::ok);
         // The rules for masquerading tell the node's own connections by this.

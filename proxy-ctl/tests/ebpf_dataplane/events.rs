@@ -16,6 +16,9 @@ use super::{
     sandbox::{Sandbox, serve},
 };
 
+/// Longest wait for what is told. Only a failing test waits so long.
+const PATIENCE: Duration = Duration::from_secs(60);
+
 fn watch(sandbox: &Sandbox) -> Result<Box<dyn EventStream>, String> {
     let query = EventQuery { reasons: Reason::ALL.to_vec(), one_of: 1 };
     let pinned = Pinned::open(&sandbox.config.bpffs).unwrap();
@@ -30,7 +33,7 @@ fn control(sandbox: &Sandbox) -> EventControl {
 /// As many as come until there are `count`.
 fn read(events: &mut dyn EventStream, count: usize) -> Vec<EventSnapshot> {
     let (mut all, begun) = (Vec::new(), Instant::now());
-    while all.len() < count && begun.elapsed() < Duration::from_secs(10) {
+    while all.len() < count && begun.elapsed() < PATIENCE {
         all.extend(events.read().unwrap());
     }
     all
@@ -92,7 +95,7 @@ fn events_end_with_who_watches() {
     let left = Duration::from_nanos(first.saturating_sub(clock::since_boot()));
     assert!(left <= Duration::from_secs(5) && !left.is_zero(), "where nobody renews it: {left:?}");
     let begun = Instant::now();
-    while control(&sandbox).until == first && begun.elapsed() < Duration::from_secs(10) {
+    while control(&sandbox).until == first && begun.elapsed() < PATIENCE {
         events.read().unwrap();
     }
     assert!(control(&sandbox).until > first, "it is renewed while events are read");
@@ -119,7 +122,7 @@ fn who_watches_learns_that_the_tables_are_gone() {
     let error = loop {
         match events.read() {
             Err(error) => break error.to_string(),
-            Ok(_) => assert!(begun.elapsed() < Duration::from_secs(10), "nothing is told"),
+            Ok(_) => assert!(begun.elapsed() < PATIENCE, "nothing is told"),
         }
     };
     assert!(error.contains("removed or replaced"), "{error}");

@@ -44,7 +44,7 @@ fn a_flow_that_a_former_proxy_has_opened_ends_with_its_endpoint() {
     // Of a process that is not in the cgroup: as one that has connected before the hooks were there.
     let client = UdpSocket::bind((A, 0)).unwrap();
     client.connect((SERVICE, 80)).unwrap();
-    client.set_read_timeout(Some(Duration::from_secs(5))).unwrap();
+    client.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     client.send(b"x").unwrap();
     client.recv(&mut [0; 8]).unwrap();
     assert_eq!(led_to_a(), 1);

@@ -54,7 +54,7 @@ fn each_change_of_routes_raises_the_epoch() {
         run("ip", change);
         let begin = Instant::now();
         while epoch(&sandbox) == before {
-            assert!(begin.elapsed() < Duration::from_secs(5), "ip {change}");
+            assert!(begin.elapsed() < Duration::from_secs(60), "ip {change}");
             thread::yield_now();
         }
     }

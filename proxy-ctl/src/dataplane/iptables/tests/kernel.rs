@@ -313,7 +313,7 @@ fn ip_tool(arguments: &str) {
 
 /// What the endpoint that answers says of itself.
 fn dial(address: &str) -> std::io::Result<std::net::SocketAddr> {
-    let patience = Duration::from_secs(5);
+    let patience = Duration::from_secs(60);
     let mut stream = std::net::TcpStream::connect_timeout(&address.parse().unwrap(), patience)?;
     let mut said = String::new();
     std::io::Read::read_to_string(&mut stream, &mut said)?;
@@ -406,7 +406,7 @@ fn cleanup_at_rest() -> Result<Removed, dataplane::Error> {
 
 /// What a thread of another test has just forked holds all descriptors, the mode's lock among them, until it runs its program.
 fn at_rest(cleanup: impl Fn() -> Result<Removed, dataplane::Error>) -> Result<Removed, dataplane::Error> {
-    let deadline = Instant::now() + Duration::from_secs(5);
+    let deadline = Instant::now() + Duration::from_secs(60);
     loop {
         match cleanup() {
             Err(error) if error.is_taken_over() && Instant::now() < deadline => thread::yield_now(),

@@ -89,8 +89,9 @@ const ROUNDS: u32 = 10;
 fn a_wait_is_for_programs_that_run() {
     let Some(sandbox) = Sandbox::new() else { return };
     let reader = SlowReader::new(&sandbox);
+    // Where another process has the other CPU, the program may be over whenever this thread looks.
     assert!(
-        (0..ROUNDS).any(|_| !reader.has_ended_after(&sandbox, || ())),
+        (0..100 * ROUNDS).any(|_| !reader.has_ended_after(&sandbox, || ())),
         "the program is too quick to prove anything"
     );
     let grace = GracePeriod::new().unwrap();

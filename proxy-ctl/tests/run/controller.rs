@@ -70,6 +70,19 @@ pub(crate) fn replace(folder: &Path, file: &str, text: &str) {
     fs::rename(draft, folder.join(file)).unwrap();
 }
 
+/// Returns the status of a controller that serves. Its record, which says that it has started, may
+/// be written a moment after its log line.
+pub(crate) fn once_started(status: impl Fn() -> Value) -> Value {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let told = status();
+        if told["controller"]["starting"] == false {
+            return told;
+        }
+        assert!(Instant::now() < deadline, "{told}");
+    }
+}
+
 /// What a command with `--output json` shows.
 pub(crate) fn shown(output: &Output) -> Value {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

@@ -27,17 +27,20 @@ const FLOODING: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 2);
 const PROBING: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 3);
 const HEALTHZ: u16 = 10_256;
 const HEALTH_CHECK_NODE_PORT: u16 = 31_100;
-/// Connects a second that the flood aims at.
+/// Connects a second that the flood aims at. It reaches them on two cores that nobody else uses.
 const AIM: f64 = 12_000.0;
-/// The flood must reach so many, or nothing is shown. It reaches [`AIM`] on two cores that nobody else uses.
-const LEAST: f64 = 5_000.0;
+/// The least ratio of the flood's connects to those of a flood to a plain server. Below it, nothing
+/// is shown.
+const LEAST: f64 = 0.4;
+/// The length of the flood to the plain server.
+const COMPARED: Duration = Duration::from_secs(1);
 const FLOOD: Duration = Duration::from_secs(3);
 const HELD: usize = 400;
 /// From the connection to the request, as over a network with this round trip.
 const ROUND_TRIP: Duration = Duration::from_millis(20);
 const PROBE_PERIOD: Duration = Duration::from_millis(100);
 const ANSWER_WITHIN: Duration = Duration::from_secs(1);
-const STARTS_WITHIN: Duration = Duration::from_secs(30);
+const STARTS_WITHIN: Duration = Duration::from_secs(120);
 
 const MANIFEST: &str = "apiVersion: v1
 kind: Node
@@ -125,6 +128,46 @@ fn flood(to: &SockAddr, stop: &AtomicBool, established: &AtomicUsize) {
     }
 }
 
+/// Floods `to` while `work` is done. Returns the connects a second, and what `work` returns.
+fn flooded<T>(to: SocketAddr, work: impl FnOnce() -> T) -> (f64, T) {
+    let (stop, established, target) = (AtomicBool::new(false), AtomicUsize::new(0), to.into());
+    thread::scope(|scope| {
+        scope.spawn(|| flood(&target, &stop, &established));
+        let start = Instant::now();
+        let outcome = work();
+        let count = u32::try_from(established.load(Ordering::Relaxed)).unwrap();
+        let rate = f64::from(count) / start.elapsed().as_secs_f64();
+        stop.store(true, Ordering::Relaxed);
+        (rate, outcome)
+    })
+}
+
+/// Returns the connects a second of a flood to a server that resets what it accepts, as this
+/// machine has them now.
+fn rate_of_plain_server() -> f64 {
+    let listener = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
+    listener.bind(&SocketAddr::from((NODE, 0)).into()).unwrap();
+    listener.listen(4_096).unwrap();
+    let to = listener.local_addr().unwrap().as_socket().unwrap();
+    // It serves until the test's process ends.
+    thread::spawn(move || {
+        while let Ok((accepted, _)) = listener.accept() {
+            let _ends_anyway = accepted.set_linger(Some(Duration::ZERO));
+        }
+    });
+    flooded(to, || thread::sleep(COMPARED)).0
+}
+
+/// Puts this thread, and what it starts from now on, before all other processes: the test measures
+/// how fast a process answers, and what others take of the machine is not that process's doing.
+fn go_first() {
+    let thread = nix::unistd::gettid().to_string();
+    let told = Command::new("renice").args(["-n", "-20", "-p", &thread]).stdout(Stdio::null()).status();
+    if !told.as_ref().is_ok_and(std::process::ExitStatus::success) {
+        println!("the test measures beside other processes: renice: {told:?}");
+    }
+}
+
 /// Status of the answer, and how long the probe took without the round trip.
 fn probe(to: SocketAddr) -> io::Result<(String, Duration)> {
     let start = Instant::now();
@@ -151,6 +194,9 @@ fn probes_are_answered_while_another_source_opens_ten_thousand_connections_a_sec
     for address in [NODE, FLOODING, PROBING] {
         ip(&["address", "add", &format!("{address}/24"), "dev", "lo"]);
     }
+    go_first();
+    let plain = rate_of_plain_server();
+    println!("{plain:.0} connects a second to a server that resets them");
     let _proxy = Proxy::start();
     for port in [HEALTHZ, HEALTH_CHECK_NODE_PORT] {
         let to = SocketAddr::from((NODE, port));
@@ -158,23 +204,14 @@ fn probes_are_answered_while_another_source_opens_ten_thousand_connections_a_sec
         while !probe(to).is_ok_and(|(status, _)| status == "200") {
             assert!(Instant::now() < deadline, "{to} does not answer");
         }
-        let (stop, established) = (AtomicBool::new(false), AtomicUsize::new(0));
-        let (rate, answers) = thread::scope(|scope| {
-            let target = to.into();
-            scope.spawn({
-                let (stop, established) = (&stop, &established);
-                move || flood(&target, stop, established)
-            });
-            let start = Instant::now();
-            let mut answers = Vec::new();
+        let (rate, answers) = flooded(to, || {
+            let (start, mut answers) = (Instant::now(), Vec::new());
             while start.elapsed() < FLOOD {
                 let next = Instant::now() + PROBE_PERIOD;
                 answers.push(probe(to));
                 thread::sleep(next.saturating_duration_since(Instant::now()));
             }
-            let count = u32::try_from(established.load(Ordering::Relaxed)).unwrap();
-            stop.store(true, Ordering::Relaxed);
-            (f64::from(count) / start.elapsed().as_secs_f64(), answers)
+            answers
         });
         let is_good = |answer: &io::Result<(String, Duration)>| {
             answer.as_ref().is_ok_and(|(status, took)| status == "200" && *took < ANSWER_WITHIN)
@@ -187,6 +224,9 @@ fn probes_are_answered_while_another_source_opens_ten_thousand_connections_a_sec
         );
         let bad = answers.iter().find(|answer| !is_good(answer));
         assert!(bad.is_none(), "{to}: {} of {} probes, as {bad:?}", answers.len() - good, answers.len());
-        assert!(rate >= LEAST, "{to}: the flood reached {rate:.0} connects a second: nothing is shown");
+        assert!(
+            rate >= LEAST * plain,
+            "{to}: the flood reached {rate:.0} of {plain:.0} connects a second: nothing is shown"
+        );
     }
 }

@@ -5,6 +5,7 @@
 //! by a command of its own it would compile everything a second time.
 
 use std::{
+    env,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::Instant,
@@ -17,6 +18,9 @@ use crate::{
     command::{as_root, cargo, describe, find, output},
     suites::{self, Kind, Report, Suite},
 };
+
+/// The environment variable by which proptest takes its seed.
+const PROPTEST_SEED: &str = "PROPTEST_RNG_SEED";
 
 #[derive(Debug)]
 pub(crate) struct TestPrograms(Vec<TestProgram>);
@@ -121,6 +125,11 @@ impl TestPrograms {
                 command.arg("--show-output").args(harness);
                 // As cargo runs them.
                 command.current_dir(&program.package).env("CARGO_MANIFEST_DIR", &program.package);
+                // Each run has the same cases, so that none fails by chance. Another seed has
+                // others.
+                if env::var_os(PROPTEST_SEED).is_none() {
+                    command.env(PROPTEST_SEED, "1");
+                }
                 commands.push(command);
             }
             if commands.len() == before {

@@ -21,6 +21,8 @@ use crate::{
 /// The suite that builds the real Kubernetes and other programs that are Go modules.
 const OTHERS: &str = "programs of others";
 const IMAGE: &str = "image";
+/// A test of proxy-ctl that is a suite of its own.
+const PROBE_FLOOD: &str = "probe_flood";
 
 /// How the suite `deploy` learns what has become of the image: a variable of its environment, and its value.
 pub(crate) type ImageVariable = OnceLock<(&'static str, std::ffi::OsString)>;
@@ -132,7 +134,7 @@ impl<'a> Plan<'a> {
         const WITH_ORACLE: (Room, &[&str]) = (Room::Shared, &[OTHERS]);
         let arguments = self.arguments;
         let own = tests_of_proxy_ctl()?;
-        let own: Vec<_> = own.iter().map(|name| Test(name)).collect();
+        let own: Vec<_> = own.iter().filter(|name| *name != PROBE_FLOOD).map(|name| Test(name)).collect();
         let as_root: &[&str] = if arguments.test.is_empty() { &["as_root"] } else { &[] };
 
         self.add_packets(programs)?;
@@ -154,7 +156,9 @@ impl<'a> Plan<'a> {
         }
         let flags = [&["--ignored"], as_root].concat();
         self.root_suite(programs, "unit as root", ALONE, &[Libraries], &flags)?;
-        self.root_suite(programs, "proxy-ctl", ALONE, &own, &[])?;
+        self.root_suite(programs, "proxy-ctl", SHARED, &own, &[])?;
+        // It goes before all others, and measures how soon answers come.
+        self.root_suite(programs, "flood of probes", ALONE, &[Test(PROBE_FLOOD)], &[])?;
         self.root_suite(programs, "lab", SHARED, &[Test("cluster")], &[])?;
         self.add_random(programs)?;
         self.add_machine(vm::IPVS, programs)?;
@@ -185,10 +189,11 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    /// Packets by the thousand, also floods of them, some of which measure time.
+    /// Packets by the thousand, also floods of them, on one processor. Figures of time are ratios.
     fn add_packets(&mut self, programs: &TestPrograms) -> Result<()> {
         let Arguments { all, test, .. } = self.arguments;
-        self.suite("packets", Room::Alone, &[], || {
+        let room = if *all { Room::Alone } else { Room::Shared };
+        self.suite("packets", room, &[], || {
             let mut packets = programs.suite_as_root("packets", &[Test("packets")], &[test])?;
             if *all {
                 for command in &mut packets.commands {

@@ -4,6 +4,11 @@
 //! and which tools made it. A build uses that file if the sources are still the same, so that it needs
 //! neither LLVM nor bpf-linker. Otherwise the sources are compiled. `cargo xtask object` writes both
 //! files anew, and the test of this package compares them with what the sources compile to.
+//!
+//! Why a file in the repository: a release artifact exists for releases only and needs the network, and
+//! a cache helps nobody on a new machine. A change of the kernel programs adds 120 kB to the history, as
+//! git compresses it. The bytes can be compared because they depend neither on the folder nor on the
+//! architecture of the machine that compiled them, see [`btf`].
 
 pub mod btf;
 pub mod committed;

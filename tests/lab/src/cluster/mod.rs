@@ -305,7 +305,9 @@ impl Lab {
         for address in netns.addresses.with_port(SERVER_PORT) {
             command.arg(format!("--address={address}"));
         }
-        command.stdin(Stdio::null()).spawn().with_context(|| format!("serving in {}", netns.name)).map(drop)
+        // Whoever reads our output is not to wait for the end of these servers.
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        command.spawn().with_context(|| format!("serving in {}", netns.name)).map(drop)
     }
 
     /// Leaves everything up when this is dropped; the next lab of another process will not remove it either.

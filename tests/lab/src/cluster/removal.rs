@@ -117,16 +117,25 @@ pub(super) fn remove(name: &str) -> Result<()> {
     })
 }
 
-/// Removes what the lab's proxies have left in [`RECORDS`].
+/// Removes what a lab's proxies have left in [`RECORDS`].
 fn remove_records(directory: &Path) -> Result<()> {
+    let prefix = format!("{}-", dashed(directory));
+    remove_records_if(|name| name.starts_with(&prefix))
+}
+
+/// A path as it stands in the name of a record.
+fn dashed(path: &Path) -> String {
+    path.to_string_lossy().trim_matches('/').replace('/', "-")
+}
+
+fn remove_records_if(goes: impl Fn(&str) -> bool) -> Result<()> {
     let records = match fs::read_dir(RECORDS) {
         Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
         found => found.with_context(|| format!("reading {RECORDS}"))?,
     };
-    let prefix = format!("{}-", directory.to_string_lossy().trim_matches('/').replace('/', "-"));
     for record in records {
         let record = record.with_context(|| format!("reading {RECORDS}"))?;
-        if record.file_name().to_string_lossy().starts_with(&prefix) {
+        if goes(&record.file_name().to_string_lossy()) {
             fs::remove_file(record.path())
                 .with_context(|| format!("removing {}", record.path().display()))?;
         }
@@ -183,6 +192,11 @@ pub fn remove_kept() -> Result<Vec<String>> {
         remove(name).with_context(|| format!("removing lab {name}"))?;
     }
     // Labs that are made meanwhile could miss their folder, so this is left to the user's own command.
+    if labs().is_empty() {
+        // Also what labs have left that no longer exist.
+        let prefix = format!("{}-", dashed(Path::new(LABS)));
+        remove_records_if(|name| name.starts_with(&prefix))?;
+    }
     [LABS, RECORDS].iter().try_for_each(|folder| remove_if_empty(Path::new(folder)))?;
     if labs().is_empty() {
         fs::remove_file(GUARD).with_context(|| format!("removing {GUARD}"))?;

@@ -295,10 +295,13 @@ mod tests {
         },
         *,
     };
-    use crate::sys::{
-        ipset::{Member, SetKind},
-        ipvs::tests::{forgotten, of_own_namespace, serve},
-        namespace_lock::NamespaceLock,
+    use crate::{
+        mode::Mode,
+        sys::{
+            ipset::{Member, SetKind},
+            ipvs::tests::{forgotten, of_own_namespace, serve},
+            namespace_lock::NamespaceLock,
+        },
     };
 
     const IDLE: Destination = destination(true, 0);

@@ -31,6 +31,8 @@ struct Program {
     /// Packages and their programs.
     packages: &'static [&'static str],
     programs: &'static [&'static str],
+    /// For cargo.
+    flags: &'static [&'static str],
     purposes: &'static [Purpose],
 }
 
@@ -38,6 +40,8 @@ const DEMO: Program = Program {
     name: "lab-demo",
     packages: &["proxy-ctl", "lab", "behaviour"],
     programs: &["proxy-ctl", "lab-agent", "lab-demo"],
+    // Without jemalloc: two small nodes show nothing of how much memory a proxy takes.
+    flags: &["--no-default-features"],
     purposes: &[Purpose::Building, Purpose::Lab],
 };
 const DEMO_WITH_API_SERVER: &[Purpose] = &[Purpose::Building, Purpose::Lab, Purpose::Tests];
@@ -45,6 +49,7 @@ const BENCH: Program = Program {
     name: "bench",
     packages: &["proxy-ctl", "lab", "bench"],
     programs: &["proxy-ctl", "lab-agent", "bench"],
+    flags: &[],
     purposes: DEMO_WITH_API_SERVER,
 };
 
@@ -69,6 +74,7 @@ impl Arguments {
         let mut build = cargo(&["build"]);
         build.args(program.packages.iter().flat_map(|package| ["-p", package]));
         build.args(program.programs.iter().flat_map(|program| ["--bin", program])).args(profile);
+        build.args(program.flags);
         if self.only_tell() {
             execute(build.arg("-q"))?;
         } else {

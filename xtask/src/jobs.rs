@@ -13,6 +13,8 @@ pub(crate) enum Room {
     Alone,
     /// It waits for most of its time: three of these run at once.
     Shared,
+    /// It computes, and others wait for it: one such job runs beside all others.
+    Beside,
     /// It takes what others leave of the processors, at the lowest priority, one such job at a time.
     Behind,
 }
@@ -71,14 +73,14 @@ fn next(waiting: &[Job<'_>], running: &[(&'static str, Room)]) -> Option<usize> 
             continue;
         }
         let has_room = match job.room {
-            Room::Behind => count(Room::Behind) == 0,
+            Room::Beside | Room::Behind => count(job.room) == 0,
             Room::Shared => !is_kept && count(Room::Alone) == 0 && count(Room::Shared) < AT_ONCE,
             Room::Alone => !is_kept && count(Room::Alone) + count(Room::Shared) == 0,
         };
         if has_room {
             return Some(at);
         }
-        is_kept |= job.room != Room::Behind;
+        is_kept |= matches!(job.room, Room::Shared | Room::Alone);
     }
     None
 }
@@ -105,6 +107,7 @@ mod tests {
         running.push(("c", Room::Shared));
         assert_eq!(may_begin(&waiting, &running), Some("go"));
         assert_eq!(may_begin(&waiting[1..], &[("image", Room::Behind)]), None);
+        assert_eq!(may_begin(&waiting[1..], &[("tools", Room::Beside)]), Some("go"));
     }
 
     #[test]

@@ -18,8 +18,10 @@ use crate::{
     vm::{self, Extent, Machine},
 };
 
-/// The suite that builds the real Kubernetes and other programs that are Go modules.
-const OTHERS: &str = "programs of others";
+/// The suite that builds the real Kubernetes, for which most suites wait on a new machine.
+const KUBERNETES: &str = "kubernetes is built";
+/// The suite that builds and downloads what else is made of Go modules, for the suite `deploy`.
+const TOOLS: &str = "tools are built";
 const IMAGE: &str = "image";
 /// A test of proxy-ctl that is a suite of its own.
 const PROBE_FLOOD: &str = "probe_flood";
@@ -103,9 +105,14 @@ impl<'a> Plan<'a> {
     /// be downloaded, and caches belong to whom they are for.
     pub(crate) fn add_user_suites(&mut self, programs: &TestPrograms) -> Result<()> {
         let test = self.arguments.test.as_str();
-        self.suite(OTHERS, Room::Behind, &[], || programs.suite(OTHERS, &[Test("programs")], &[test]))?;
+        self.suite(KUBERNETES, Room::Beside, &[], || {
+            programs.suite(KUBERNETES, &[Test("programs")], &["kubernetes_is_built"])
+        })?;
         let unit = [Libraries, Bin("xtask"), Bin("image")];
         self.suite("unit", Room::Alone, &[], || programs.suite("unit", &unit, &["--skip", "as_root", test]))?;
+        self.suite(TOOLS, Room::Beside, &[], || {
+            programs.suite(TOOLS, &[Test("programs")], &["--skip", "kubernetes_is_built"])
+        })?;
         self.suite(KERNEL_OBJECT, Room::Behind, &[], || {
             programs.suite(KERNEL_OBJECT, &[Test("committed")], &[test])
         })
@@ -131,20 +138,15 @@ impl<'a> Plan<'a> {
     ) -> Result<()> {
         const ALONE: (Room, &[&str]) = (Room::Alone, &[]);
         const SHARED: (Room, &[&str]) = (Room::Shared, &[]);
-        const WITH_ORACLE: (Room, &[&str]) = (Room::Shared, &[OTHERS]);
+        const WITH_ORACLE: (Room, &[&str]) = (Room::Shared, &[KUBERNETES]);
         let arguments = self.arguments;
         let own = tests_of_proxy_ctl()?;
         let own: Vec<_> = own.iter().filter(|name| *name != PROBE_FLOOD).map(|name| Test(name)).collect();
         let as_root: &[&str] = if arguments.test.is_empty() { &["as_root"] } else { &[] };
 
         self.add_packets(programs)?;
-        for (name, path, in_every_run) in [
-            ("behaviour packets", "packets", &["--lean"][..]),
-            ("behaviour sockets", "sockets", &["--lean"]),
-            ("behaviour unseen", "unseen", &["--core", "--lean"]),
-            ("behaviour off", "off", &["--core", "--lean"]),
-        ] {
-            let flags = on_path(arguments, path, in_every_run);
+        for (name, path) in [("behaviour unseen", "unseen"), ("behaviour off", "off")] {
+            let flags = on_path(arguments, path, &["--core", "--lean"]);
             self.root_suite(programs, name, SHARED, &[Bin("behaviour")], &flags)?;
         }
         for (name, mode) in [
@@ -162,6 +164,11 @@ impl<'a> Plan<'a> {
         self.root_suite(programs, "lab", SHARED, &[Test("cluster")], &[])?;
         self.add_random(programs)?;
         self.add_machine(vm::IPVS, programs)?;
+        // The way back to the real kube-proxy is part of these two.
+        for (name, path) in [("behaviour packets", "packets"), ("behaviour sockets", "sockets")] {
+            let flags = on_path(arguments, path, &["--lean"]);
+            self.root_suite(programs, name, WITH_ORACLE, &[Bin("behaviour")], &flags)?;
+        }
         self.root_suite(programs, "life cycle", WITH_ORACLE, &[Test("life_cycle")], &[])?;
         let flags = differential(arguments);
         self.root_suite(programs, "differential", WITH_ORACLE, &[Bin("differential")], &flags)?;
@@ -171,7 +178,7 @@ impl<'a> Plan<'a> {
         self.root_suite(programs, "switching", WITH_ORACLE, &[Bin("switching")], &flags)?;
         self.root_suite(programs, "sources", WITH_ORACLE, &[Test("sources")], &[])?;
         self.root_suite(programs, "surface", WITH_ORACLE, &[Test("surface")], &[])?;
-        self.root_suite(programs, "bench", (Room::Alone, &[OTHERS]), &[Test("bench")], &[])?;
+        self.root_suite(programs, "bench", (Room::Alone, &[KUBERNETES]), &[Test("bench")], &[])?;
         self.add_deploy(programs, image)?;
         if arguments.all {
             for (name, proxy) in [
@@ -220,7 +227,7 @@ impl<'a> Plan<'a> {
             flags.extend(["--proxy", "ebpf", "--proxy", "nftables", "--proxy", "iptables"]);
         }
         flags.push(test);
-        let after: &[_] = if *all { &[OTHERS] } else { &[] };
+        let after: &[_] = if *all { &[KUBERNETES] } else { &[] };
         self.suite("random", Room::Shared, after, || {
             let mut suite = programs.suite_as_root("random", &[Bin("random")], &flags)?;
             // Many clusters take longer than one suite may.
@@ -247,7 +254,7 @@ impl<'a> Plan<'a> {
             Ok(Report::default())
         });
         let mut suite = programs.suite_as_root(DEPLOY, &[Test("deploy")], &[&self.arguments.test])?;
-        self.add(DEPLOY, Room::Shared, &[OTHERS, IMAGE], || {
+        self.add(DEPLOY, Room::Shared, &[KUBERNETES, TOOLS, IMAGE], || {
             let (variable, value) = image.get().context("the image was not built before the suite deploy")?;
             for command in &mut suite.commands {
                 command.env(variable, value);

@@ -1,4 +1,5 @@
-//! Leaves the object of the kernel programs where `dataplane::ebpf` embeds it; see the package `kernel-object`.
+//! Leaves the object of the kernel programs where `dataplane::ebpf` embeds it; see the package
+//! `kernel-object`.
 
 use std::{env, fs, path::PathBuf, process::ExitCode};
 

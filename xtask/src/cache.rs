@@ -22,8 +22,8 @@ pub fn folder(name: &str) -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Returns a Python environment with one package, such as `name==1.0`, in it. It is made if it is not there, for
-/// which `setup` has installed what Python needs.
+/// Returns a Python environment with one package, such as `name==1.0`, in it. It is made if it is
+/// not there, for which `setup` has installed what Python needs.
 pub fn python_environment(requirement: &str, why: &str) -> Result<PathBuf> {
     let environment = folder("python")?.join(requirement.replace("==", "-"));
     fill_once(&environment, || {

@@ -189,7 +189,8 @@ fn script(path: &Path, text: &str) -> Result<()> {
     write().with_context(|| format!("writing {}", path.display()))
 }
 
-/// Builds static programs of these packages, not optimised, for arm64, and returns the folder that they are in.
+/// Builds static programs of these packages, not optimised, for arm64, and returns the folder that
+/// they are in.
 pub fn programs_for_arm64(packages: &[&str]) -> Result<PathBuf> {
     build_packages(&Toolchain::install(Architecture::Arm64)?, Profile::Dev, packages)
 }

@@ -25,13 +25,13 @@ pub(crate) struct Arguments {
     arguments: Vec<OsString>,
 }
 
-/// What is built and run.
+/// A program that is built and run.
 struct Program {
     name: &'static str,
     /// Packages and their programs.
     packages: &'static [&'static str],
     programs: &'static [&'static str],
-    /// For cargo.
+    /// Further flags of the call of cargo.
     flags: &'static [&'static str],
     purposes: &'static [Purpose],
 }

@@ -1,5 +1,5 @@
-//! Runs the package `image`, which writes container images. It is a package of its own, as what it needs to
-//! pack, compress and describe takes longer to build than all else here.
+//! Runs the package `image`, which writes container images. It is a package of its own, as what it
+//! needs to pack, compress and describe takes longer to build than all else here.
 
 use std::{
     ffi::OsString,
@@ -20,9 +20,10 @@ pub(crate) struct Arguments {
     arguments: Vec<OsString>,
 }
 
-/// Where [`for_tests`] writes, below cargo's target folder.
+/// The file that [`for_tests`] writes, below cargo's target folder.
 const FOR_TESTS: &str = "image/test.oci.tar";
-/// The exit code of the package `image` where this machine cannot build an image, for want of a tool or the network.
+/// The exit code of the package `image` where this machine cannot build an image, for want of a
+/// tool or the network.
 pub const IMPOSSIBLE: u8 = 3;
 
 fn program() -> Command {
@@ -40,8 +41,9 @@ pub(crate) enum ForTests {
     Impossible(String),
 }
 
-/// Builds an image for the tests, without optimisation. `linked` is a program of this machine that is used instead of a
-/// static one, which is built otherwise. An error means that it cannot be built from these sources.
+/// Builds an image for the tests, without optimisation. `linked` is a program of this machine that
+/// is used instead of a static one, which is built otherwise. An error means that it cannot be
+/// built from these sources.
 pub(crate) fn for_tests(linked: Option<&Path>) -> Result<ForTests> {
     let file = target().join(FOR_TESTS);
     let mut command = program();

@@ -1,4 +1,4 @@
-//! Which suites run at the same time.
+//! Decides which suites run at the same time.
 
 use std::{collections::BTreeSet, sync::mpsc, thread};
 
@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 
 use crate::suites::Report;
 
-/// What a job leaves for others.
+/// The room that a job leaves for others.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Room {
     /// It needs all processors, or measures time.
@@ -15,7 +15,8 @@ pub(crate) enum Room {
     Shared,
     /// It computes, and others wait for it: one such job runs beside all others.
     Beside,
-    /// It takes what others leave of the processors, at the lowest priority, one such job at a time.
+    /// It takes what others leave of the processors, at the lowest priority, one such job at a
+    /// time.
     Behind,
 }
 
@@ -28,10 +29,11 @@ pub(crate) struct Job<'a> {
     pub(crate) run: Box<dyn FnOnce() -> Result<Report> + Send + 'a>,
 }
 
-/// How many [`Room::Shared`] jobs run at once.
+/// The number of [`Room::Shared`] jobs that run at once.
 const AT_ONCE: usize = 3;
 
-/// Runs all jobs, in their order as far as room and needs allow it, and hands over each report when it is there.
+/// Runs all jobs, in their order as far as room and needs allow it, and hands over each report when
+/// it is there.
 pub(crate) fn run(mut waiting: Vec<Job<'_>>, mut record: impl FnMut(&'static str, Report)) -> Result<()> {
     let (ended, reports) = mpsc::channel();
     thread::scope(|scope| {

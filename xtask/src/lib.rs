@@ -53,7 +53,8 @@ enum Task {
     Demo(demo::Arguments),
     /// Measure proxy-ctl beside the real kube-proxy and no proxy; --lean tries it
     Bench(demo::Arguments),
-    /// Try packets of any bytes, as long as one likes; what is found is written to proxy-common/fuzz/artifacts
+    /// Try packets of any bytes, as long as one likes; what is found is written to
+    /// proxy-common/fuzz/artifacts
     Fuzz(fuzz::Arguments),
     /// Compile the kernel programs and write the object that the repository has of them
     Object,

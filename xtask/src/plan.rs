@@ -26,7 +26,8 @@ const IMAGE: &str = "image";
 /// A test of proxy-ctl that is a suite of its own.
 const PROBE_FLOOD: &str = "probe_flood";
 
-/// How the suite `deploy` learns what has become of the image: a variable of its environment, and its value.
+/// Tells the suite `deploy` what has become of the image: a variable of its environment, and
+/// its value.
 pub(crate) type ImageVariable = OnceLock<(&'static str, std::ffi::OsString)>;
 
 pub(crate) struct Plan<'a> {
@@ -41,7 +42,7 @@ impl<'a> Plan<'a> {
         Self { arguments, names: BTreeSet::new(), jobs: Vec::new() }
     }
 
-    /// Whether the suite is asked for. Its name is known from now on.
+    /// Returns true if the suite is asked for. Its name is known from now on.
     pub(crate) fn asks_for(&mut self, name: &'static str) -> bool {
         self.names.insert(name);
         self.arguments.asks_for(name)
@@ -73,7 +74,7 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    /// What looks at the sources only.
+    /// Adds the suites that look at the sources only.
     pub(crate) fn add_checks(&mut self) -> Result<()> {
         let check = |name, kind, command| Suite { name, kind, commands: vec![command], limit: suites::LIMIT };
         if find("cargo-fmt").is_some() {
@@ -101,8 +102,8 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    /// What needs no root. Programs of others are built here: later suites enter network namespaces, where nothing can
-    /// be downloaded, and caches belong to whom they are for.
+    /// Adds the suites that need no root. Programs of others are built here: later suites enter
+    /// network namespaces, where nothing can be downloaded, and caches belong to whom they are for.
     pub(crate) fn add_user_suites(&mut self, programs: &TestPrograms) -> Result<()> {
         let test = self.arguments.test.as_str();
         self.suite(KUBERNETES, Room::Beside, &[], || {
@@ -240,7 +241,8 @@ impl<'a> Plan<'a> {
         if !self.asks_for(DEPLOY) {
             return Ok(());
         }
-        // The program that the tests have built already does, unless all is asked for: users get the static one.
+        // The program that the tests have built already does, unless all is asked for: users get
+        // the static one.
         let linked = (!self.arguments.all).then(|| target().join("debug/proxy-ctl"));
         self.add(IMAGE, Room::Behind, &[], move || {
             let variable = match image::for_tests(linked.as_deref()) {
@@ -310,20 +312,23 @@ fn in_mode(arguments: &Arguments, mode: &'static str) -> Vec<&'static str> {
     ["--proxy", mode].into_iter().chain(core).collect()
 }
 
-/// Beside the real one; unless all is asked for, without mode userspace, and with one protocol of each family.
+/// Beside the real one; unless all is asked for, without mode userspace, and with one protocol of
+/// each family.
 fn differential(arguments: &Arguments) -> Vec<&'static str> {
     let further: &[_] = if arguments.all { &["--proxy", "userspace"] } else { &["--lean"] };
     [&["--proxy", "iptables", "--proxy", "nftables", "--kube-proxy"], further].concat()
 }
 
-/// With both source addresses: to masquerade, packets of pods are translated though the path is that of sockets.
+/// With both source addresses: to masquerade, packets of pods are translated though the path is
+/// that of sockets.
 fn differential_ebpf(arguments: &Arguments) -> Vec<&'static str> {
     let further: &[_] = if arguments.all { &["--path", "packets"] } else { &["--lean"] };
     let both = ["--proxy", "ebpf", "--source", "preserve", "--source", "masquerade", "--path", "sockets"];
     [&both, further].concat()
 }
 
-/// From and to the real one too; unless all is asked for, each mode once from and once to, over fewer connections.
+/// From and to the real one too; unless all is asked for, each mode once from and once to, over
+/// fewer connections.
 fn switching(arguments: &Arguments) -> Vec<&'static str> {
     let lean: &[_] = if arguments.all { &[] } else { &["--lean", "--connections", "200"] };
     [&["--kube-proxy"], lean].concat()

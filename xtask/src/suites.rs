@@ -99,7 +99,7 @@ enum Section {
 }
 
 impl Suite {
-    /// The same suite, whose programs get what others leave of the processors.
+    /// Returns the same suite, whose programs get what others leave of the processors.
     pub(crate) fn at_lowest_priority(self) -> Self {
         let behind = |command: Command| {
             let mut nice = Command::new("nice");
@@ -188,15 +188,16 @@ impl Suite {
     }
 }
 
-/// Processor time of a process that has ended, or is about to, and of the children that it has waited for.
+/// Processor time of a process that has ended, or is about to, and of the children that it has
+/// waited for.
 fn processor_time(process: u32) -> Duration {
-    // What is not known is not counted: the figure is for people who look for where time goes.
+    // An unknown time counts as none: the figure is for people who look for where time goes.
     let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
     processor_time_in(&stat).unwrap_or_default()
 }
 
-/// From `/proc/<pid>/stat`: fields 14 to 17, in hundredths of a second (USER_HZ, which is 100 for user space on every
-/// architecture that Rust knows).
+/// From `/proc/<pid>/stat`: fields 14 to 17, in hundredths of a second (USER_HZ, which is 100 for
+/// user space on every architecture that Rust knows).
 fn processor_time_in(stat: &str) -> Option<Duration> {
     // The second field is the program's name in brackets, which may have spaces.
     let (_, fields) = stat.rsplit_once(") ")?;

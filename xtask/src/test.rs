@@ -26,12 +26,13 @@ use crate::{
   cargo xtask test --suite packets --test fragment  its tests of that name
   cargo xtask test --all                            all but virtual machines")]
 pub(crate) struct Arguments {
-    /// Everything but virtual machines: whole sets of scenarios in every mode and on all paths of mode ebpf, all switches, and the
-    /// scenarios with the real kube-proxy
+    /// Everything but virtual machines: whole sets of scenarios in every mode and on all paths of
+    /// mode ebpf, all switches, and the scenarios with the real kube-proxy
     #[arg(long)]
     pub(crate) all: bool,
-    /// Also run all scenarios of mode ipvs, and the core ones of mode ebpf on kernels 5.10, 6.1, 6.12, the newest and arm64, in virtual
-    /// machines; what has passed with this commit is not run again
+    /// Also run all scenarios of mode ipvs, and the core ones of mode ebpf on kernels 5.10, 6.1,
+    /// 6.12, the newest and arm64, in virtual machines; what has passed with this commit is not run
+    /// again
     #[arg(long)]
     pub(crate) all_kernels: bool,
     /// Of the suite `random`: how many clusters each proxy meets
@@ -66,9 +67,9 @@ pub(crate) struct Arguments {
     may_skip: Vec<String>,
 }
 
-/// How many lines of a suite's output are shown when it has failed.
+/// The number of lines of a suite's output that are shown when it has failed.
 const LAST_LINES: usize = 60;
-/// How many of the tests that failed are named at the end of a run.
+/// The number of failed tests that are named at the end of a run.
 const LAST_FAILURES: usize = 8;
 
 /// Names of suites that are made in one place and asked for in another.
@@ -122,7 +123,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
 }
 
 impl Arguments {
-    /// What must be installed for the suites that are asked for.
+    /// Returns what must be installed for the suites that are asked for.
     fn purposes(&self) -> Vec<Purpose> {
         let further = [
             (Purpose::KernelPrograms, KERNEL_OBJECT),
@@ -150,7 +151,8 @@ struct Total {
     count: Count,
     /// What was skipped, with its suite and the reason.
     skips: Vec<String>,
-    /// For each suite that has failed the tests that did. Empty if the suite failed without naming one.
+    /// For each suite that has failed the tests that did. Empty if the suite failed without naming
+    /// one.
     failures: BTreeMap<&'static str, Vec<String>>,
 }
 
@@ -192,7 +194,7 @@ fn print_report(name: &str, report: &Report) {
     );
 }
 
-/// What has failed, and how to run it alone, in at most ten lines.
+/// Says what has failed, and how to run it alone, in at most ten lines.
 fn summary(failures: &BTreeMap<&'static str, Vec<String>>) -> Vec<String> {
     let command = |suite: &str, test: Option<&String>| {
         let test = test.map_or_else(String::new, |test| format!(" --test '{test}'"));

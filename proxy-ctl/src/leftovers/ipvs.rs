@@ -385,8 +385,9 @@ mod tests {
         let client =
             TcpStream::connect_timeout(&([10, 96, 0, 1], 80).into(), Duration::from_secs(2)).unwrap();
         let remove = |purpose, pending: &PendingRemoval| {
-            // A child that another test has just forked holds the mode's name from the removal before,
-            // until it runs its program. Virtual servers of a mode that somebody holds are left alone.
+            // A child that another test has just forked holds the mode's name from the removal
+            // before, until it runs its program. Virtual servers of a mode that somebody holds are
+            // left alone.
             let limit = Instant::now() + Duration::from_mins(1);
             while NamespaceLock::is_held(Mode::Ipvs.name()) {
                 assert!(Instant::now() < limit, "the name of mode ipvs is held");

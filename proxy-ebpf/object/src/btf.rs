@@ -1,8 +1,8 @@
 //! Makes the type information (BTF) of an object small, and the same wherever it was compiled.
 //!
-//! The compiler notes for each instruction the file and the line of the source. aya copies these notes for
-//! every function that it loads, 32 MB in all, and the names of the files are paths of one machine. So the
-//! notes are removed, and with them the strings that nothing else names.
+//! The compiler notes for each instruction the file and the line of the source. aya copies these
+//! notes for every function that it loads, 32 MB in all, and the names of the files are paths of
+//! one machine. So the notes are removed, and with them the strings that nothing else names.
 //!
 //! Layouts: the kernel's Documentation/bpf/btf.rst. All numbers are little-endian.
 
@@ -13,7 +13,8 @@ use anyhow::{Context as _, Result, bail, ensure};
 /// A header's field with the length of the header itself, the same in both sections.
 const HEADER_LENGTH: usize = 4;
 
-/// Fields of the header of `.BTF`, each four bytes: where a part begins behind the header, and its length.
+/// Fields of the header of `.BTF`, each four bytes: where a part begins behind the header, and its
+/// length.
 mod types {
     pub(super) const OFFSET: usize = 8;
     pub(super) const LENGTH: usize = 12;
@@ -65,7 +66,7 @@ pub fn without_lines(btf: &[u8], ext: &[u8]) -> Result<(Vec<u8>, Vec<u8>)> {
 /// The strings that are still named, in the order in which they are first named.
 struct Strings<'a> {
     former: &'a [u8],
-    /// For each former place, the new one.
+    /// Maps the place of each kept string before to its place now.
     places: BTreeMap<usize, usize>,
     bytes: Vec<u8>,
 }
@@ -89,8 +90,8 @@ impl Strings<'_> {
     }
 }
 
-/// Where in the types the places of strings stand. A type has a name, its kind and how many members it has,
-/// and a size or another type; then come its members.
+/// Returns where in the types the places of strings stand. A type has a name, its kind and how many
+/// members it has, and a size or another type; then come its members.
 fn names_in_types(types: &[u8]) -> Result<Vec<usize>> {
     const TYPE: usize = 12;
     let mut names = Vec::new();
@@ -99,11 +100,12 @@ fn names_in_types(types: &[u8]) -> Result<Vec<usize>> {
         names.push(at);
         let info = number(types, at + 4)?;
         let (kind, count) = ((info >> 24) & 0x1f, info & 0xffff);
-        // How long what follows is, and how long each member is whose first field is a name.
+        // The bytes that follow the type, and the length of a member if its first field is a name.
         let (following, member) = match kind {
             // Integers, variables, tags of declarations.
             1 | 14 | 17 => (4, None),
-            // Pointers, declarations without a body, aliases, qualifiers, functions, floats, tags of types.
+            // Pointers, declarations without a body, aliases, qualifiers, functions, floats, tags
+            // of types.
             2 | 7..=12 | 16 | 18 => (0, None),
             // Arrays.
             3 => (12, None),
@@ -125,8 +127,8 @@ fn names_in_types(types: &[u8]) -> Result<Vec<usize>> {
     Ok(names)
 }
 
-/// Where in `.BTF.ext` the places of strings stand: for each section its name, and for each relocation how
-/// the field is reached. Records of functions name no strings.
+/// Returns where in `.BTF.ext` the places of strings stand: for each section its name, and for each
+/// relocation how the field is reached. Records of functions name no strings.
 fn names_in_notes(ext: &[u8]) -> Result<Vec<usize>> {
     const ACCESS: usize = 8;
     let header = number(ext, HEADER_LENGTH)?;
@@ -202,7 +204,8 @@ mod tests {
 
     const MAGIC: u32 = 0x0001_eb9f;
 
-    /// An integer `int`, and a struct `pair` of two of them; between their names the path of a file.
+    /// An integer `int`, and a struct `pair` of two of them; between their names the path of a
+    /// file.
     fn btf() -> Vec<u8> {
         let strings = b"\0int\0/home/me/a.rs\0pair\0x\0y\0xdp\x000:0\0";
         let types = words(&[

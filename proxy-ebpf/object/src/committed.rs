@@ -10,9 +10,9 @@ use crate::{
     strip::{Lines, strip},
 };
 
-/// The object, by its path in the workspace.
+/// The path of the object in the workspace.
 pub const OBJECT: &str = "proxy-ebpf/object/proxy-ebpf.o";
-/// What it was made of, by its path in the workspace.
+/// The path in the workspace of the file that says what the object was made of.
 pub const MADE_OF: &str = "proxy-ebpf/object/made-of.txt";
 
 /// The object in the repository.
@@ -22,7 +22,7 @@ pub struct Committed {
     pub made_of: MadeOf,
 }
 
-/// What an object was made of and with.
+/// The sources and the tools of an object.
 #[derive(Debug, Eq, PartialEq)]
 pub struct MadeOf {
     /// See [`sources::hash`].

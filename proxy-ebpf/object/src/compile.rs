@@ -15,14 +15,15 @@ use crate::{
     toolchain::{NIGHTLY, TARGET, cargo_home, nightly_has_source, prebuilt_compiler},
 };
 
-/// What can compile Rust for BPF on this machine.
+/// The compiler and the linker for BPF of this machine.
 pub struct Toolchain {
     linker: PathBuf,
     compiler: Compiler,
 }
 
 enum Compiler {
-    /// A rustc outside rustup that brings a core library for the target, as distributions package it.
+    /// A rustc outside rustup that brings a core library for the target, as distributions package
+    /// it.
     Prebuilt(PathBuf),
     /// rustup's nightly with rust-src. The core library is compiled along.
     Nightly,
@@ -49,8 +50,9 @@ impl Toolchain {
         Ok(Tools { compiler: compiler?, linker: version(&mut Command::new(&self.linker))? })
     }
 
-    /// Compiles the sources in `workspace` and returns the object as it was linked. `built` is any path below
-    /// cargo's target folder. What is compiled is kept there for every build of these sources with these tools.
+    /// Compiles the sources in `workspace` and returns the object as it was linked. `built` is any
+    /// path below cargo's target folder. What is compiled is kept there for every build of these
+    /// sources with these tools.
     pub fn compile(&self, workspace: &Path, built: &Path) -> Result<Vec<u8>> {
         let target = self.folder(workspace, built)?;
         let lock = target.join("lock");
@@ -66,12 +68,13 @@ impl Toolchain {
         fs::read(&object).with_context(|| format!("reading {}", object.display()))
     }
 
-    /// The topmost folder of cargo's target folder is shared by the profiles and by the targets that `--target`
-    /// names. Compiling takes a minute, and the object is the same for all of them.
+    /// The topmost folder of cargo's target folder is shared by the profiles and by the targets
+    /// that `--target` names. Compiling takes a minute, and the object is the same for all of them.
     fn folder(&self, workspace: &Path, built: &Path) -> Result<PathBuf> {
         let mut hash = DefaultHasher::new();
         (workspace, self.tools()?.describe()).hash(&mut hash);
-        // `<target>[/<triple>]/<profile>/build/<package>/out`: the folder of a triple is tagged too.
+        // `<target>[/<triple>]/<profile>/build/<package>/out`: the folder of a triple is tagged
+        // too.
         let all = built.ancestors().take(6).filter(|folder| folder.join("CACHEDIR.TAG").is_file()).last();
         Ok(all.unwrap_or(built).join(format!("bpf-{:016x}", hash.finish())))
     }
@@ -100,9 +103,11 @@ impl Toolchain {
             .env_remove("RUSTC_WORKSPACE_WRAPPER")
             .env_remove("RUSTFLAGS")
             .env("CARGO_TARGET_BPFEL_UNKNOWN_NONE_LINKER", &self.linker)
-            // Pieces that are compiled alone make programs for which the verifier needs a third more.
+            // Pieces that are compiled alone make programs for which the verifier needs a third
+            // more.
             .env("CARGO_INCREMENTAL", "0")
-            // Without full debug information for every crate --btf lacks func_info, which kernels ask for.
+            // If a crate has less than full debug information, --btf lacks func_info, which kernels
+            // ask for.
             .env("CARGO_ENCODED_RUSTFLAGS", "-Cdebuginfo=2\u{1f}-Clink-arg=--btf");
         let output = cargo.output().with_context(|| format!("running {cargo:?}"))?;
         if !output.status.success() {

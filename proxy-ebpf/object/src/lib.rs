@@ -1,14 +1,15 @@
 //! Provides the object file of the kernel programs.
 //!
-//! `proxy-ebpf.o` in this folder is the stripped object, and `made-of.txt` beside it says which sources
-//! and which tools made it. A build uses that file if the sources are still the same, so that it needs
-//! neither LLVM nor bpf-linker. Otherwise the sources are compiled. `cargo xtask object` writes both
-//! files anew, and the test of this package compares them with what the sources compile to.
+//! `proxy-ebpf.o` in this folder is the stripped object, and `made-of.txt` beside it says which
+//! sources and which tools made it. A build uses that file if the sources are still the same, so
+//! that it needs neither LLVM nor bpf-linker. Otherwise the sources are compiled. `cargo xtask
+//! object` writes both files anew, and the test of this package compares them with what the sources
+//! compile to.
 //!
-//! Why a file in the repository: a release artifact exists for releases only and needs the network, and
-//! a cache helps nobody on a new machine. A change of the kernel programs adds 120 kB to the history, as
-//! git compresses it. The bytes can be compared because they depend neither on the folder nor on the
-//! architecture of the machine that compiled them, see [`btf`].
+//! Why a file in the repository: a release artifact exists for releases only and needs the network,
+//! and a cache helps nobody on a new machine. A change of the kernel programs adds 120 kB to the
+//! history, as git compresses it. The bytes can be compared because they depend neither on the
+//! folder nor on the architecture of the machine that compiled them, see [`btf`].
 
 pub mod btf;
 pub mod committed;
@@ -49,8 +50,8 @@ pub fn workspace() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).map_or_else(PathBuf::new, Path::to_owned)
 }
 
-/// Returns the object that a build embeds. In this order: the one that [`PREBUILT`] names, the committed
-/// one if it is of these sources, and what these sources compile to.
+/// Returns the object that a build embeds. In this order: the one that [`PREBUILT`] names, the
+/// committed one if it is of these sources, and what these sources compile to.
 ///
 /// `built` is any path below cargo's target folder, where compiled objects are kept.
 pub fn provide(built: &Path) -> Result<Object> {

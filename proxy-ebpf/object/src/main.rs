@@ -1,4 +1,5 @@
-//! `cargo xtask object`: compiles the kernel programs and writes the object that the repository has.
+//! `cargo xtask object`: compiles the kernel programs and writes the object that the repository
+//! has.
 
 use std::{env, process::ExitCode};
 

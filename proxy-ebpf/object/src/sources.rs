@@ -1,4 +1,4 @@
-//! What the object is made of, as one hash.
+//! Computes one hash of all that the object is made of.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,8 +23,8 @@ pub fn paths() -> impl Iterator<Item = &'static str> {
     WHOLE.into_iter().chain(["Cargo.toml", "Cargo.lock"])
 }
 
-/// Returns the SHA-256 of the sources of the kernel programs, of the dependencies that Cargo.lock chooses
-/// for them, and of the profile that compiles them, in hexadecimal digits.
+/// Returns the SHA-256 of the sources of the kernel programs, of the dependencies that Cargo.lock
+/// chooses for them, and of the profile that compiles them, in hexadecimal digits.
 pub fn hash(workspace: &Path) -> Result<String> {
     let read = |name: &str| {
         let path = workspace.join(name);
@@ -81,9 +81,9 @@ fn sections(manifest: &str) -> String {
     kept
 }
 
-/// Returns the name, version and checksum of each package that a Cargo.lock has for [`PACKAGE`]. Packages of
-/// the workspace are listed, and what else they depend on is not: Cargo.lock does not tell a library's
-/// dependencies from those of its tests.
+/// Returns the name, version and checksum of each package that a Cargo.lock has for [`PACKAGE`].
+/// Packages of the workspace are listed, and what else they depend on is not: Cargo.lock does not
+/// tell a library's dependencies from those of its tests.
 fn locked(lock: &str) -> String {
     let packages: Vec<Locked<'_>> = lock.split("[[package]]").skip(1).map(Locked::read).collect();
     let mut wanted = vec![PACKAGE];

@@ -8,15 +8,15 @@ use object::{
 
 use crate::btf;
 
-/// Whether the lines of the source stay in the object.
+/// Says whether the lines of the source stay in the object.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Lines {
     Keep,
     Remove,
 }
 
-/// Returns an ELF object without debug information, without the relocations of it and of BTF, and, if `lines`
-/// says so, without the lines of the source.
+/// Returns an ELF object without debug information, without the relocations of it and of BTF, and,
+/// if `lines` says so, without the lines of the source.
 pub fn strip(bytes: &[u8], lines: Lines) -> Result<Vec<u8>> {
     let mut elf = Builder::read(bytes).context("reading the object")?;
     for section in &mut elf.sections {
@@ -27,7 +27,8 @@ pub fn strip(bytes: &[u8], lines: Lines) -> Result<Vec<u8>> {
         remove_lines(&mut elf)?;
     }
     elf.delete_orphans();
-    // bpf-linker keeps the names of sections and symbols in one section, which `Builder` cannot write.
+    // bpf-linker keeps the names of sections and symbols in one section, which `Builder` cannot
+    // write.
     let names = elf.sections.add();
     names.name = ".shstrtab".into();
     names.sh_type = SHT_STRTAB;

@@ -39,8 +39,8 @@ pub fn saw(answers: &[Answer], client: &str, is_right: impl Fn(IpAddr) -> bool) 
 }
 
 /// The number of answers by two endpoints that [`roughly_even`] is asked about. If each is drawn
-/// evenly, it fails with a chance of less than 1e-12. Of 100 answers it was 2e-7, some fifty times a
-/// run.
+/// evenly, it fails with a chance of less than 1e-12. Of 100 answers it was 2e-7, some fifty times
+/// a run.
 pub const MANY: u32 = 200;
 
 /// Nobody has less than half of an even share.

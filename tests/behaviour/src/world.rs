@@ -141,7 +141,8 @@ impl World {
         check::answered_by(&outcomes, by).with_context(|| format!("from {from} to {}", dial.target))
     }
 
-    /// Dials: every request is answered, whoever answers. A shorter limit of the dial does not apply.
+    /// Dials: every request is answered, whoever answers. A shorter limit of the dial does not
+    /// apply.
     pub fn answered(&self, from: &str, dial: &Dial) -> Result<Vec<Answer>> {
         check::answered(&self.dial(from, &patient(dial))?)
     }

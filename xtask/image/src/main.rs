@@ -44,7 +44,8 @@ struct Arguments {
     /// Write the image that the tests use: not optimised, and without a program for other machines
     #[arg(long, hide = true, requires = "output")]
     for_tests: bool,
-    /// With --for-tests: use this program, which is linked with libraries of this machine, in place of a static one
+    /// With --for-tests: use this program, which is linked with libraries of this machine, in place
+    /// of a static one
     #[arg(long, hide = true, requires = "for_tests", value_name = "FILE")]
     program: Option<PathBuf>,
 }
@@ -91,8 +92,9 @@ fn run(arguments: &Arguments) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// For this machine's architecture, with `program` or a static one that is not optimised. For the other one there is
-/// no program in it, but all else is as it is for several. An error means that it cannot be built from these sources.
+/// For this machine's architecture, with `program` or a static one that is not optimised. For the
+/// other one there is no program in it, but all else is as it is for several. An error means that
+/// it cannot be built from these sources.
 fn for_tests(file: &Path, program: Option<&Path>) -> Result<ExitCode> {
     let ready = || {
         let architecture = Architecture::of_this_machine()?;
@@ -119,7 +121,8 @@ fn for_tests(file: &Path, program: Option<&Path>) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// A program of this machine with its libraries, which take the place of Debian's of the same names.
+/// A program of this machine with its libraries, which take the place of Debian's of the same
+/// names.
 fn linked_program(toolchain: &Toolchain, tools: &Tools, path: &Path) -> Result<Program> {
     let read = |path: &Path| fs::read(path).with_context(|| format!("reading {}", path.display()));
     let mut files: BTreeMap<String, File> =
@@ -135,7 +138,8 @@ fn linked_program(toolchain: &Toolchain, tools: &Tools, path: &Path) -> Result<P
     })
 }
 
-/// Paths in what ldd prints, as `libc.so.6 => /lib/libc.so.6 (0x00)` or `/lib64/ld-linux.so.2 (0x00)`.
+/// Paths in what ldd prints, as `libc.so.6 => /lib/libc.so.6 (0x00)` or `/lib64/ld-linux.so.2
+/// (0x00)`.
 fn libraries(ldd: &str) -> Vec<&str> {
     ldd.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/'))).collect()
 }

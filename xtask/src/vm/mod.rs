@@ -111,8 +111,8 @@ const NETWORKS: Run = Run {
     names: "networks: packets between",
 };
 
-/// What every run has time for: emulated, a scenario takes ten times as long. The same scenarios over UDP and IPv6 are
-/// part of `--all-kernels`.
+/// The scenarios that every run has time for: emulated, a scenario takes ten times as long. The
+/// same scenarios over UDP and IPv6 are part of `--all-kernels`.
 const LEAN_IPVS: Run = behaviour("--core --lean --proxy ipvs --skip 'UDP IPv6'");
 const LEAN_NETWORKS: Run =
     Run { flags: "--lean --proxy ebpf --path packets --skip 'second uplink' --skip 'UDP IPv6'", ..NETWORKS };
@@ -144,7 +144,8 @@ impl TestedMode {
 pub(crate) enum Extent {
     /// The core scenarios; of mode ipvs all, how it differs, and switches from and to it.
     Core,
-    /// Core scenarios with one protocol of each family, and of mode ipvs its own, over TCP and IPv4.
+    /// Core scenarios with one protocol of each family, and of mode ipvs its own, over TCP and
+    /// IPv4.
     Lean,
 }
 
@@ -231,7 +232,7 @@ impl Machine {
         target().join("vm/passed").join(self.name())
     }
 
-    /// Whether all of its scenarios have passed with the commit that is checked out.
+    /// Returns true if all of its scenarios have passed with the commit that is checked out.
     pub(crate) fn has_passed(self) -> Result<bool> {
         let note = self.note();
         let noted = match fs::read_to_string(&note) {
@@ -276,7 +277,7 @@ impl Machine {
         }
     }
 
-    /// Its scenarios whose names contain `filter`.
+    /// Returns the suite of its scenarios whose names contain `filter`.
     pub(crate) fn suite(self, extent: Extent, programs: &TestPrograms, filter: &str) -> Result<Suite> {
         let commands = self.commands(extent, programs, filter, None)?;
         // Each of them ends itself before.

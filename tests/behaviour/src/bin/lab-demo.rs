@@ -155,7 +155,8 @@ fn dump(world: &World) {
     }
 }
 
-/// Connections of each round, and rounds of each way. The two ways take turns, as other work on the machine comes and goes.
+/// Connections of each round, and rounds of each way. The two ways take turns, as other work on the
+/// machine comes and goes.
 const ROUND: u32 = 100;
 const ROUNDS: u32 = 20;
 

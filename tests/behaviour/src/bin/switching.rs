@@ -59,11 +59,11 @@ const PODS: [&str; 2] = ["client-1", "client-2"];
 /// How long a process may take to follow its file, and to remove what the former mode has left.
 const SWITCHES_WITHIN: Duration = Duration::from_secs(60);
 
-/// How long a client may go without an answer while the real kube-proxy has removed what another mode
-/// has left, and not yet written its own. Datagrams show that it takes up to 3 s on two busy cores; an
-/// attempt by TCP that begins in it is given up after 2 s more. The limit is ten times as long, as a
-/// busy machine makes kube-proxy slow, which is nothing of ours. It is longer on machines that are
-/// emulated, as `LAB_PATIENCE` says.
+/// The time that a client may go without an answer while the real kube-proxy has removed what
+/// another mode has left, and not yet written its own. Datagrams show that it takes up to 3 s on
+/// two busy cores; an attempt by TCP that begins in it is given up after 2 s more. The limit is ten
+/// times as long, as a busy machine makes kube-proxy slow, which is nothing of ours. It is longer
+/// on machines that are emulated, as `LAB_PATIENCE` says.
 const KUBE_PROXY_GAP: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]

@@ -39,8 +39,8 @@ const SILENCE_MS: u64 = 200;
 const CLIENTS: [&str; 3] = ["client-1", "client-2", "node1"];
 
 /// The number of connections for each server that is expected. With three servers one is left out
-/// with a chance of 3 × (2/3)^60, less than 1e-10. A second server beside the only one shows but for
-/// a chance of one in a million.
+/// with a chance of 3 × (2/3)^60, less than 1e-10. A second server beside the only one shows but
+/// for a chance of one in a million.
 const CONNECTIONS: u32 = 20;
 
 fn expect(world: &World, variant: Variant, servers: &[&str]) -> Result<()> {
@@ -226,7 +226,7 @@ fn established(world: &mut World, variant: Variant) -> Result<()> {
     Ok(())
 }
 
-/// How long a new interface may go without its programs, also on a busy machine.
+/// The time that a new interface may go without its programs, also on a busy machine.
 const ATTACHED_WITHIN: Duration = Duration::from_secs(10);
 
 fn late_pod(world: &mut World, variant: Variant) -> Result<()> {

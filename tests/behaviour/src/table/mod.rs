@@ -217,8 +217,8 @@ impl Expected {
     }
 
     /// Returns how many connections are made. They meet each of two endpoints but for a chance of
-    /// 2^-33, which is one in eight million for the thousand of such rows of a run. Where one endpoint
-    /// alone is to answer, a second of two shows but for a chance of one in a hundred.
+    /// 2^-33, which is one in eight million for the thousand of such rows of a run. Where one
+    /// endpoint alone is to answer, a second of two shows but for a chance of one in a hundred.
     pub(crate) const fn connections(&self) -> u32 {
         match self {
             Self::Answered([_], _) => 8,

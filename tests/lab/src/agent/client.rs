@@ -96,8 +96,8 @@ impl Agent {
         self.ask(&Request::DialShared { targets: targets.to_vec(), rounds, mapped })
     }
 
-    /// Sends one datagram of `payload` bytes from this address, its fragments of 1,400 bytes in this
-    /// order, and waits for the answer for `timeout_ms`.
+    /// Sends one datagram of `payload` bytes from this address, its fragments of 1,400 bytes in
+    /// this order, and waits for the answer for `timeout_ms`.
     pub fn dial_in_fragments(
         &self,
         source: IpAddr,

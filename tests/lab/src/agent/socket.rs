@@ -72,9 +72,9 @@ pub fn udp(dial: &Dial, target: SocketAddr) -> io::Result<UdpSocket> {
 }
 
 /// Does what [`udp`] does, from the port that was used the longest time ago, unless the dial names
-/// one. The kernel chooses a port at random: after a hundred datagrams of other sockets, the next one
-/// has the port of one of them with a chance of 0.4 %. Proxies send it to the endpoint of that one
-/// for as long as they know its flow, whatever the Service has now.
+/// one. The kernel chooses a port at random: after a hundred datagrams of other sockets, the next
+/// one has the port of one of them with a chance of 0.4 %. Proxies send it to the endpoint of that
+/// one for as long as they know its flow, whatever the Service has now.
 pub fn fresh_udp(dial: &Dial, target: SocketAddr) -> io::Result<UdpSocket> {
     if dial.source.is_some() || dial.source_port.is_some() {
         return udp(dial, target);

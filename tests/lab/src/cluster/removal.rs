@@ -29,7 +29,8 @@ const LOCK: &str = "lock";
 const GUARD: &str = "/run/proxy-ctl-lab.lock";
 const KEPT: &str = "kept";
 
-/// Where a proxy leaves what `proxy-ctl status` reads, in a file that is named after the path of its bpffs.
+/// Where a proxy leaves what `proxy-ctl status` reads, in a file that is named after the path of
+/// its bpffs.
 const RECORDS: &str = "/run/proxy-ctl";
 
 /// Labs of this process that are up and not to be kept.
@@ -191,9 +192,10 @@ pub fn remove_kept() -> Result<Vec<String>> {
     for name in &kept {
         remove(name).with_context(|| format!("removing lab {name}"))?;
     }
-    // Labs that are made meanwhile could miss their folder, so this is left to the user's own command.
+    // Labs that are made meanwhile could miss their folder, so this is left to the user's own
+    // command.
     if labs().is_empty() {
-        // Also what labs have left that no longer exist.
+        // Labs that no longer exist may have left records too.
         let prefix = format!("{}-", dashed(Path::new(LABS)));
         remove_records_if(|name| name.starts_with(&prefix))?;
     }

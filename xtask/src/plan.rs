@@ -110,7 +110,9 @@ impl<'a> Plan<'a> {
             programs.suite(KUBERNETES, &[Test("programs")], &["kubernetes_is_built"])
         })?;
         let unit = [Libraries, Bin("xtask"), Bin("image")];
-        self.suite("unit", Room::Alone, &[], || programs.suite("unit", &unit, &["--skip", "as_root", test]))?;
+        self.suite("unit", Room::Shared, &[], || {
+            programs.suite("unit", &unit, &["--skip", "as_root", test])
+        })?;
         self.suite(TOOLS, Room::Beside, &[], || {
             programs.suite(TOOLS, &[Test("programs")], &["--skip", "kubernetes_is_built"])
         })?;
@@ -145,6 +147,14 @@ impl<'a> Plan<'a> {
         let own: Vec<_> = own.iter().filter(|name| *name != PROBE_FLOOD).map(|name| Test(name)).collect();
         let as_root: &[&str] = if arguments.test.is_empty() { &["as_root"] } else { &[] };
 
+        // Those that need all room come first: later, others would have to end before them.
+        // Tables of the iptables of old are locked for the whole machine.
+        let flags = [&["--ignored"], as_root].concat();
+        self.root_suite(programs, "unit as root", ALONE, &[Libraries], &flags)?;
+        // It goes before all others, and measures how soon answers come.
+        self.root_suite(programs, "flood of probes", ALONE, &[Test(PROBE_FLOOD)], &[])?;
+        // The longest is early.
+        self.add_life_cycle(programs)?;
         self.add_packets(programs)?;
         for (name, path) in [("behaviour unseen", "unseen"), ("behaviour off", "off")] {
             let flags = on_path(arguments, path, &["--core", "--lean"]);
@@ -157,11 +167,7 @@ impl<'a> Plan<'a> {
         ] {
             self.root_suite(programs, name, SHARED, &[Bin("behaviour")], &in_mode(arguments, mode))?;
         }
-        let flags = [&["--ignored"], as_root].concat();
-        self.root_suite(programs, "unit as root", ALONE, &[Libraries], &flags)?;
         self.root_suite(programs, "proxy-ctl", SHARED, &own, &[])?;
-        // It goes before all others, and measures how soon answers come.
-        self.root_suite(programs, "flood of probes", ALONE, &[Test(PROBE_FLOOD)], &[])?;
         self.root_suite(programs, "lab", SHARED, &[Test("cluster")], &[])?;
         self.add_random(programs)?;
         self.add_machine(vm::IPVS, programs)?;
@@ -170,7 +176,6 @@ impl<'a> Plan<'a> {
             let flags = on_path(arguments, path, &["--lean"]);
             self.root_suite(programs, name, WITH_ORACLE, &[Bin("behaviour")], &flags)?;
         }
-        self.root_suite(programs, "life cycle", WITH_ORACLE, &[Test("life_cycle")], &[])?;
         let flags = differential(arguments);
         self.root_suite(programs, "differential", WITH_ORACLE, &[Bin("differential")], &flags)?;
         let flags = differential_ebpf(arguments);
@@ -179,7 +184,6 @@ impl<'a> Plan<'a> {
         self.root_suite(programs, "switching", WITH_ORACLE, &[Bin("switching")], &flags)?;
         self.root_suite(programs, "sources", WITH_ORACLE, &[Test("sources")], &[])?;
         self.root_suite(programs, "surface", WITH_ORACLE, &[Test("surface")], &[])?;
-        self.root_suite(programs, "bench", (Room::Alone, &[KUBERNETES]), &[Test("bench")], &[])?;
         self.add_deploy(programs, image)?;
         if arguments.all {
             for (name, proxy) in [
@@ -195,6 +199,24 @@ impl<'a> Plan<'a> {
             }
         }
         Ok(())
+    }
+
+    /// Adds the suite that measures, which takes all room when the others have ended. It must be added last.
+    pub(crate) fn add_bench(&mut self, programs: &TestPrograms) -> Result<()> {
+        self.root_suite(programs, "bench", (Room::Alone, &[KUBERNETES]), &[Test("bench")], &[])
+    }
+
+    fn add_life_cycle(&mut self, programs: &TestPrograms) -> Result<()> {
+        let Arguments { all, test, .. } = self.arguments;
+        self.suite("life cycle", Room::Shared, &[KUBERNETES], || {
+            let mut suite = programs.suite_as_root("life cycle", &[Test("life_cycle")], &[test])?;
+            if *all {
+                for command in &mut suite.commands {
+                    command.env("OUTAGE_SECONDS", "60");
+                }
+            }
+            Ok(suite)
+        })
     }
 
     /// Packets by the thousand, also floods of them, on one processor. Figures of time are ratios.

@@ -98,9 +98,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
             lints.unwrap_or_else(|| Report::skipped("the compiler's clippy is not installed")),
         );
     }
-    plan.add_checks()?;
-    plan.add_user_suites(&programs)?;
     plan.add_root_suites(&programs, &image)?;
+    plan.add_user_suites(&programs)?;
+    plan.add_checks()?;
+    plan.add_bench(&programs)?;
     let Plan { names, jobs, .. } = plan;
     ensure!(
         names.iter().any(|name| arguments.asks_for(name)),

@@ -1,7 +1,7 @@
 //! Scenarios of an API server that is away.
 
 use std::{
-    thread,
+    env, thread,
     time::{Duration, Instant},
 };
 
@@ -17,9 +17,16 @@ use crate::{
     world::World,
 };
 
-const OUTAGE: Duration = Duration::from_secs(60);
+/// The length of an outage in seconds, unless the environment variable `OUTAGE_SECONDS` has another. In this time
+/// each watcher tries more than once. With 60 seconds it comes to its longest pause.
+const OUTAGE_SECONDS: u64 = 20;
 /// In the log where the API server cannot be reached: the first connection may be reset or refused.
 const UNREACHABLE: &str = "reason=\"unreachable\"";
+
+fn outage() -> Duration {
+    let seconds = env::var("OUTAGE_SECONDS").ok().and_then(|seconds| seconds.parse().ok());
+    Duration::from_secs(seconds.unwrap_or(OUTAGE_SECONDS))
+}
 
 pub(crate) fn an_api_server_that_is_away_changes_nothing(world: &mut World) -> Result<()> {
     let own = Node::known(world, "alone", 17)?;
@@ -33,7 +40,8 @@ pub(crate) fn an_api_server_that_is_away_changes_nothing(world: &mut World) -> R
     let mut started_late = late.start(&json!({}))?;
     started_late.says(UNREACHABLE)?;
     world.server.replace_token(PROXY);
-    thread::sleep(OUTAGE.saturating_sub(away_since.elapsed()));
+    // Nothing tells the end of an outage but the API server, which stays away until then.
+    thread::sleep(outage().saturating_sub(away_since.elapsed()));
     answers(&own.healthz(), "/healthz", 200)?;
     own.serves()?;
     nothing_is_programmed(&late)?;

@@ -1,6 +1,6 @@
 //! Decides which suites run at the same time.
 
-use std::{collections::BTreeSet, sync::mpsc, thread};
+use std::{collections::BTreeSet, sync::mpsc, thread, time::Instant};
 
 use anyhow::{Result, bail};
 
@@ -44,7 +44,11 @@ pub(crate) fn run(mut waiting: Vec<Job<'_>>, mut record: impl FnMut(&'static str
                 running.push((name, room));
                 let ended = ended.clone();
                 // Nobody takes the report of a job once another has failed to run.
-                scope.spawn(move || ended.send((name, run())).is_ok());
+                scope.spawn(move || {
+                    let start = Instant::now();
+                    let report = run().map(|report| report.after(start.elapsed()));
+                    ended.send((name, report)).is_ok()
+                });
             }
             if running.is_empty() && waiting.is_empty() {
                 return Ok(());

@@ -113,9 +113,10 @@ impl<'a> Plan<'a> {
         self.suite("unit", Room::Shared, &[], || {
             programs.suite("unit", &unit, &["--skip", "as_root", test])
         })?;
-        self.suite(TOOLS, Room::Beside, &[], || {
-            programs.suite(TOOLS, &[Test("programs")], &["--skip", "kubernetes_is_built"])
-        })?;
+        if self.asks_for(TOOLS) {
+            let suite = programs.suite(TOOLS, &[Test("programs")], &["--skip", "kubernetes_is_built"])?;
+            self.add(TOOLS, Room::Beside, &[], || with_promtool(suite).run());
+        }
         self.suite(KERNEL_OBJECT, Room::Behind, &[], || {
             programs.suite(KERNEL_OBJECT, &[Test("committed")], &[test])
         })
@@ -283,7 +284,7 @@ impl<'a> Plan<'a> {
             for command in &mut suite.commands {
                 command.env(variable, value);
             }
-            suite.run()
+            with_promtool(suite).run()
         });
         Ok(())
     }
@@ -313,6 +314,19 @@ impl<'a> Plan<'a> {
         });
         Ok(())
     }
+}
+
+/// Tells a suite where promtool is. Without it, the suite builds it.
+fn with_promtool(mut suite: Suite) -> Suite {
+    match setup::promtool() {
+        Ok(program) => {
+            for command in &mut suite.commands {
+                command.env("PROMTOOL", &program);
+            }
+        }
+        Err(error) => eprintln!("promtool is built, as Debian's cannot be had here: {error:#}"),
+    }
+    suite
 }
 
 /// proxy-ctl's own, by the names of their files and folders.

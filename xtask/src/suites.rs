@@ -223,6 +223,11 @@ fn send_lines(pipe: impl io::Read + Send + 'static, to: mpsc::Sender<Line>, as_l
 }
 
 impl Report {
+    /// The same report of a suite that has taken so long, with all that was done for it.
+    pub(crate) fn after(self, elapsed: Duration) -> Self {
+        Self { elapsed, ..self }
+    }
+
     /// One thing that this machine cannot do.
     pub(crate) fn skipped(reason: &str) -> Self {
         let count = Count { skipped: 1, ..Count::default() };

@@ -1,7 +1,8 @@
-//! helm and promtool: from PATH, else built from the Go module beside this crate, once, and kept in the cache.
+//! helm and promtool: from the environment variable `HELM` or `PROMTOOL`, from PATH, else built from the Go
+//! module beside this crate, once, and kept in the cache.
 
 use std::{
-    fs,
+    env, fs,
     path::{Path, PathBuf},
 };
 
@@ -34,7 +35,8 @@ impl Tool {
     }
 
     fn installed(self) -> Option<PathBuf> {
-        go::on_path(self.name()).or_else(|| module().built(self.name()))
+        let named = env::var_os(self.name().to_uppercase()).map(PathBuf::from);
+        named.or_else(|| go::on_path(self.name())).or_else(|| module().built(self.name()))
     }
 
     /// An error if it is not there and cannot be built.

@@ -15,7 +15,7 @@ use crate::{
 };
 
 /// Measured on a machine with two cores, from a clean clone.
-const DEMO_BUILD: &str = "about 3 minutes on 2 cores the first time, and 0.9 GB in the folder target";
+const DEMO_BUILD: &str = "about 3 minutes on 2 cores the first time, and 2 GB in the folder target";
 
 #[derive(Args)]
 #[command(disable_help_flag = true)]

@@ -30,7 +30,11 @@ use clap::{Parser, Subcommand};
 use crate::setup::Purpose;
 
 #[derive(Parser)]
-#[command(name = "cargo xtask", about = "Sets up, shows, tests and measures proxy-ctl")]
+#[command(
+    name = "cargo xtask",
+    bin_name = "cargo xtask",
+    about = "Sets up, shows, tests and measures proxy-ctl"
+)]
 struct Arguments {
     #[command(subcommand)]
     command: Task,

@@ -437,7 +437,7 @@ fn print_state() -> bool {
             (None, false) => "MISSING".to_owned(),
         };
         complete &= found.is_some() || optional;
-        println!("  {name:<14} {state:<44} {why}");
+        println!("{name:<14} {state:<29} {why}");
     };
     let at = |program: &str| find(program).map(|path| path.display().to_string());
     for tool in EVERYTHING.iter().flat_map(|purpose| purpose.tools()) {

@@ -27,7 +27,11 @@ use self::{
 };
 
 #[derive(Parser)]
-#[command(name = "cargo xtask image", about = "Writes a container image, without a container engine")]
+#[command(
+    name = "cargo xtask image",
+    bin_name = "cargo xtask image",
+    about = "Writes a container image, without a container engine"
+)]
 struct Arguments {
     /// The machines it is for; for several under one name: --arch amd64,arm64 [default: those like this one]
     #[arg(long, value_enum, value_delimiter = ',')]

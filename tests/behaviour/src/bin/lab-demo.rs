@@ -26,6 +26,7 @@ use lab::{
 #[derive(Parser)]
 #[command(
     name = "cargo xtask demo",
+    bin_name = "cargo xtask demo",
     about = "Shows proxy-ctl at work on a small cluster in network namespaces",
     after_help = "Example:\n  cargo xtask demo --keep      # shows it, and leaves the cluster up\n  cargo xtask demo --remove    # removes it"
 )]

@@ -78,11 +78,11 @@ const BUILDING: &[Tool] = &[
 const LAB: &[Tool] = &[needed("ip", "iproute2", "network namespaces for the lab")];
 
 const TESTS: &[Tool] = &[
-    needed("ethtool", "ethtool", "network cards of the lab that run XDP programs"),
-    needed("wg", "wireguard-tools", "a network between the nodes of the lab"),
-    optional("setpriv", "util-linux", "the API server in tests ends with them"),
-    optional("bpftool", "bpftool", "looking at maps, and tests of how they read"),
-    optional("openssl", "openssl", "certificates of the API server in tests"),
+    needed("ethtool", "ethtool", "cards of the lab that run XDP"),
+    needed("wg", "wireguard-tools", "a network between nodes of the lab"),
+    optional("setpriv", "util-linux", "the API server ends with its tests"),
+    optional("bpftool", "bpftool", "maps as people read them"),
+    optional("openssl", "openssl", "certificates of the API server"),
     optional("etcd", "etcd-server", "the API server in tests"),
     optional("iptables", "iptables", "the real kube-proxy as oracle"),
     optional("nft", "nftables", "the real kube-proxy as oracle"),
@@ -101,7 +101,7 @@ const MACHINES: &[Tool] = &[
 ];
 
 const EMULATION: &[Tool] = &[needed("qemu-system-aarch64", "qemu-system-arm", "arm64, emulated")];
-const CONTAINERS: &[Tool] = &[optional("runc", "runc", "running the image as the manifests do")];
+const CONTAINERS: &[Tool] = &[optional("runc", "runc", "running the image in the tests")];
 const FUZZING: &[Tool] = &[needed("c++", "g++", "compiling libFuzzer")];
 
 impl Purpose {

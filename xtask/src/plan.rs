@@ -306,7 +306,7 @@ impl<'a> Plan<'a> {
             if let Err(error) = machine.provide() {
                 return Ok(Report::skipped(&format!("the machine cannot be had here: {error:#}")));
             }
-            let report = machine.suite(extent, programs, &arguments.test)?.at_lowest_priority().run()?;
+            let report = machine.suite(extent, programs, &arguments.test)?.run()?;
             if arguments.all_kernels && arguments.test.is_empty() && report.count.failed == 0 {
                 machine.note_that_it_has_passed()?;
             }

@@ -143,6 +143,10 @@ impl Module {
     fn go(&self) -> Result<Command> {
         let mut command = Command::new(find_go()?);
         command.current_dir(&self.folder).env("CGO_ENABLED", "0").stdin(Stdio::null());
+        // The compiler ends before its memory is worth collecting. It takes a tenth of its time for that otherwise.
+        if env::var_os("GOGC").is_none() {
+            command.env("GOGC", "400");
+        }
         Ok(command)
     }
 

@@ -23,6 +23,11 @@ const KUBERNETES: &str = "kubernetes is built";
 /// The suite that builds and downloads what else is made of Go modules, for the suite `deploy`.
 const TOOLS: &str = "tools are built";
 const IMAGE: &str = "image";
+/// Suites that measure time, which nothing else runs beside.
+const MEASURING: &[&str] = &["unit as root", "flood of probes", "behaviour floods"];
+/// The scenario that measures, which is a suite of its own.
+const FLOOD: &str = "a flood of new connections";
+const NO_FLOOD: [&str; 2] = ["--skip", FLOOD];
 /// A test of proxy-ctl that is a suite of its own.
 const PROBE_FLOOD: &str = "probe_flood";
 
@@ -106,7 +111,7 @@ impl<'a> Plan<'a> {
     /// network namespaces, where nothing can be downloaded, and caches belong to whom they are for.
     pub(crate) fn add_user_suites(&mut self, programs: &TestPrograms) -> Result<()> {
         let test = self.arguments.test.as_str();
-        self.suite(KUBERNETES, Room::Beside, &[], || {
+        self.suite(KUBERNETES, Room::Beside, MEASURING, || {
             programs.suite(KUBERNETES, &[Test("programs")], &["kubernetes_is_built"])
         })?;
         let unit = [Libraries, Bin("xtask"), Bin("image")];
@@ -115,9 +120,9 @@ impl<'a> Plan<'a> {
         })?;
         if self.asks_for(TOOLS) {
             let suite = programs.suite(TOOLS, &[Test("programs")], &["--skip", "kubernetes_is_built"])?;
-            self.add(TOOLS, Room::Beside, &[], || with_promtool(suite).run());
+            self.add(TOOLS, Room::Beside, MEASURING, || with_promtool(suite).run());
         }
-        self.suite(KERNEL_OBJECT, Room::Behind, &[], || {
+        self.suite(KERNEL_OBJECT, Room::Behind, MEASURING, || {
             programs.suite(KERNEL_OBJECT, &[Test("committed")], &[test])
         })
     }
@@ -132,7 +137,8 @@ impl<'a> Plan<'a> {
         flags: &[&str],
     ) -> Result<()> {
         let test = self.arguments.test.as_str();
-        self.suite(name, room, after, || programs.suite_as_root(name, choices, &[flags, &[test]].concat()))
+        let given = flags.iter().copied().chain([test]).filter(|word| !word.is_empty()).collect::<Vec<_>>();
+        self.suite(name, room, after, || programs.suite_as_root(name, choices, &given))
     }
 
     pub(crate) fn add_root_suites(
@@ -154,11 +160,21 @@ impl<'a> Plan<'a> {
         self.root_suite(programs, "unit as root", ALONE, &[Libraries], &flags)?;
         // It goes before all others, and measures how soon answers come.
         self.root_suite(programs, "flood of probes", ALONE, &[Test(PROBE_FLOOD)], &[])?;
+        // It measures how soon others are served beside a flood.
+        let flags = [
+            "--path",
+            "packets",
+            "--path",
+            "sockets",
+            "--lean",
+            if arguments.test.is_empty() { FLOOD } else { "" },
+        ];
+        self.root_suite(programs, "behaviour floods", ALONE, &[Bin("behaviour")], &flags)?;
         // The longest is early.
         self.add_life_cycle(programs)?;
         self.add_packets(programs)?;
         for (name, path) in [("behaviour unseen", "unseen"), ("behaviour off", "off")] {
-            let flags = on_path(arguments, path, &["--core", "--lean"]);
+            let flags = [on_path(arguments, path, &["--core", "--lean"]), NO_FLOOD.to_vec()].concat();
             self.root_suite(programs, name, SHARED, &[Bin("behaviour")], &flags)?;
         }
         for (name, mode) in [
@@ -174,7 +190,7 @@ impl<'a> Plan<'a> {
         self.add_machine(vm::IPVS, programs)?;
         // The way back to the real kube-proxy is part of these two.
         for (name, path) in [("behaviour packets", "packets"), ("behaviour sockets", "sockets")] {
-            let flags = on_path(arguments, path, &["--lean"]);
+            let flags = [on_path(arguments, path, &["--lean"]), NO_FLOOD.to_vec()].concat();
             self.root_suite(programs, name, WITH_ORACLE, &[Bin("behaviour")], &flags)?;
         }
         let flags = differential(arguments);
@@ -267,7 +283,7 @@ impl<'a> Plan<'a> {
         // The program that the tests have built already does, unless all is asked for: users get
         // the static one.
         let linked = (!self.arguments.all).then(|| target().join("debug/proxy-ctl"));
-        self.add(IMAGE, Room::Behind, &[], move || {
+        self.add(IMAGE, Room::Behind, MEASURING, move || {
             let variable = match image::for_tests(linked.as_deref()) {
                 Ok(ForTests::Built(file)) => ("PROXY_IMAGE", file.into_os_string()),
                 // The test of the image is skipped for this reason.
@@ -297,7 +313,7 @@ impl<'a> Plan<'a> {
         }
         let arguments = self.arguments;
         let extent = if arguments.all_kernels { Extent::Core } else { Extent::Lean };
-        self.add(name, Room::Behind, &[], move || {
+        self.add(name, Room::Behind, MEASURING, move || {
             if arguments.all_kernels && machine.has_passed()? {
                 return Ok(Report::skipped(
                     "it has passed with this commit; rm -r target/vm/passed runs it again",

@@ -27,6 +27,8 @@ const IMAGE: &str = "image";
 const MEASURING: &[&str] = &["unit as root", "flood of probes", "behaviour floods"];
 /// The scenario that measures, which is a suite of its own.
 const FLOOD: &str = "a flood of new connections";
+/// Flags that choose its variants in every run. With `--all` it runs on every path.
+const FLOOD_PATHS: [&str; 5] = ["--path", "packets", "--path", "sockets", "--lean"];
 const NO_FLOOD: [&str; 2] = ["--skip", FLOOD];
 /// A test of proxy-ctl that is a suite of its own.
 const PROBE_FLOOD: &str = "probe_flood";
@@ -88,14 +90,15 @@ impl<'a> Plan<'a> {
         } else if self.asks_for("format") {
             self.add("format", Room::Shared, &[], || Ok(Report::skipped("cargo-fmt is not installed")));
         }
-        for (name, kind, what) in [
-            (DEPENDENCIES, Kind::Check, &["bans", "licenses", "sources"][..]),
-            (ADVISORIES, Kind::Online, &["advisories"]),
+        // One after the other: the first installs cargo-deny, and two at once would spoil its folder.
+        for (name, after, kind, what) in [
+            (DEPENDENCIES, &[][..], Kind::Check, &["bans", "licenses", "sources"][..]),
+            (ADVISORIES, &[DEPENDENCIES], Kind::Online, &["advisories"]),
         ] {
             if !self.asks_for(name) {
                 continue;
             }
-            self.add(name, Room::Shared, &[], move || match setup::cargo_deny() {
+            self.add(name, Room::Shared, after, move || match setup::cargo_deny() {
                 Ok(program) => {
                     let mut command = Command::new(program);
                     command.args(["--log-level", "error", "check"]).args(what).current_dir(workspace());
@@ -161,14 +164,8 @@ impl<'a> Plan<'a> {
         // It goes before all others, and measures how soon answers come.
         self.root_suite(programs, "flood of probes", ALONE, &[Test(PROBE_FLOOD)], &[])?;
         // It measures how soon others are served beside a flood.
-        let flags = [
-            "--path",
-            "packets",
-            "--path",
-            "sockets",
-            "--lean",
-            if arguments.test.is_empty() { FLOOD } else { "" },
-        ];
+        let mut flags = if arguments.all { Vec::new() } else { FLOOD_PATHS.to_vec() };
+        flags.extend(arguments.test.is_empty().then_some(FLOOD));
         self.root_suite(programs, "behaviour floods", ALONE, &[Bin("behaviour")], &flags)?;
         // The longest is early.
         self.add_life_cycle(programs)?;

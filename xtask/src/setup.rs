@@ -238,11 +238,10 @@ impl Packages {
         names.dedup();
         let what = match &names[..] {
             [] => return Ok(None),
-            few if few.len() <= 4 => format!("installing {} by apt", few.join(", ")),
-            [first, second, rest @ ..] => {
+            [first, second, rest @ ..] if rest.len() > 2 => {
                 format!("installing {first}, {second} and {} other packages by apt", rest.len())
             }
-            [_] => return Ok(None),
+            few => format!("installing {} by apt", few.join(", ")),
         };
         // sudo passes variables on only if its configuration allows it.
         let mut install = as_root("env");
@@ -369,18 +368,17 @@ pub(crate) fn promtool() -> Result<PathBuf> {
     }
     let folder = cache::folder("promtool")?;
     cache::fill_once(&folder, || {
-        PrivateApt::create(&cache::folder("apt-promtool")?, debian_architecture()?, &["bookworm"])?
-            .unpack("prometheus", &folder.join("packages"), &folder)
-            .map(drop)
+        PrivateApt::create(
+            &cache::folder("apt-promtool")?,
+            Architecture::of_this_machine()?.name(),
+            &["bookworm"],
+        )?
+        .unpack("prometheus", &folder.join("packages"), &folder)
+        .map(drop)
     })?;
     let promtool = folder.join("usr/bin/promtool");
     ensure!(promtool.is_file(), "Debian's package prometheus has no {}", promtool.display());
     Ok(promtool)
-}
-
-/// As Debian calls the architecture of this machine.
-fn debian_architecture() -> Result<&'static str> {
-    Ok(Architecture::of_this_machine()?.name())
 }
 
 /// `cargo install`, not optimised. Optimising takes four times as long, for programs that then run

@@ -20,7 +20,7 @@ use super::{
     Error,
     load::{Programs, SOCKET_HOOKS, common_packet_programs, packet_program},
     order::{HookOrder, Misplaced},
-    paths::{Paths, make_folder, names, remove_folder},
+    paths::{Paths, SOCKET_LINK, make_folder, names, remove_folder},
     pins::LinkPins,
     redirect_failures::RedirectFailures,
     route_watch::RouteWatch,
@@ -176,7 +176,7 @@ impl Hooks {
     }
 
     fn socket_link(&self, name: &str) -> PathBuf {
-        self.paths.links().join(format!("cgroup_{name}"))
+        self.paths.links().join(format!("{SOCKET_LINK}{name}"))
     }
 
     /// Attaches to exactly these interfaces. What is attached already is looked at again, so that a link that

@@ -5,7 +5,7 @@ use std::path::Path;
 use super::{
     Error,
     attach::remove_filters,
-    paths::{Paths, names, remove_folder},
+    paths::{Paths, SOCKET_LINK, names, remove_folder},
     pins::{remove_link, remove_pin},
 };
 use crate::dataplane::Removed;
@@ -19,17 +19,14 @@ pub fn cleanup(bpffs: &Path) -> Result<Removed, Error> {
         return Ok(removed);
     }
     let lock = current.lock()?;
-    let mut links = names(&current.links())?;
-    // Those before the stack first: what they leave to the stack needs the others.
-    links.sort_by_key(|name| !name.contains("_xdp_"));
-    for name in links {
-        if remove_link(&current.links().join(&name))? {
-            removed.links.push(name);
-        }
-    }
+    let links = names(&current.links())?;
+    remove_links(&current, &links, Step::BeforeStack, &mut removed)?;
+    remove_links(&current, &links, Step::Interfaces, &mut removed)?;
     for index in names(&current.clsact())?.iter().filter_map(|name| name.parse().ok()) {
         removed.filters += remove_filters(&current, index)?;
     }
+    remove_links(&current, &links, Step::Sending, &mut removed)?;
+    remove_links(&current, &links, Step::Answers, &mut removed)?;
     for folder in [current.links(), current.clsact()] {
         remove_folder(&folder)?;
     }
@@ -48,4 +45,59 @@ pub fn cleanup(bpffs: &Path) -> Result<Removed, Error> {
     remove_folder(&current.top)?;
     drop(lock);
     Ok(removed)
+}
+
+/// The step in which a link is removed, in this order.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Step {
+    /// XDP programs leave packets to the programs of the interfaces.
+    BeforeStack,
+    /// While the socket programs are attached, no new socket of this node sends to a frontend. So
+    /// none of them has an answer under way that these programs would have to translate.
+    Interfaces,
+    /// What sockets send goes to the frontends from here on.
+    Sending,
+    /// Answers to what was sent before come from backends.
+    Answers,
+}
+
+impl Step {
+    /// Of the link that is pinned by this name.
+    fn of(link: &str) -> Self {
+        match link.strip_prefix(SOCKET_LINK) {
+            Some(hook) if hook.starts_with("connect") || hook.starts_with("sendmsg") => Self::Sending,
+            Some(_) => Self::Answers,
+            None if link.contains("_xdp_") => Self::BeforeStack,
+            None => Self::Interfaces,
+        }
+    }
+}
+
+fn remove_links(paths: &Paths, links: &[String], step: Step, removed: &mut Removed) -> Result<(), Error> {
+    for name in links.iter().filter(|name| Step::of(name) == step) {
+        if remove_link(&paths.links().join(name))? {
+            removed.links.push(name.clone());
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::Step::{self, Answers, BeforeStack, Interfaces, Sending};
+
+    #[rstest]
+    #[case::before_the_stack("3_xdp_driver", BeforeStack)]
+    #[case::interface("3_ingress", Interfaces)]
+    #[case::connect("cgroup_connect4", Sending)]
+    #[case::connect_mapped("cgroup_connect6", Sending)]
+    #[case::send("cgroup_sendmsg6", Sending)]
+    #[case::receive("cgroup_recvmsg4", Answers)]
+    #[case::name_of_the_peer("cgroup_getpeername6", Answers)]
+    #[case::release("cgroup_sock_release", Answers)]
+    fn links_are_removed_in_steps(#[case] link: &str, #[case] step: Step) {
+        assert_eq!(Step::of(link), step);
+    }
 }

@@ -16,6 +16,8 @@ use crate::sys::{
 
 /// The folder of ours on the bpffs.
 const OURS: &str = "proxy-ctl";
+/// What the names of the socket programs' links begin with.
+pub(super) const SOCKET_LINK: &str = "cgroup_";
 
 /// `<bpffs>/proxy-ctl` and what is in it.
 #[derive(Clone, Debug)]

@@ -34,10 +34,10 @@ pub(super) struct Component {
     pub(super) notices: Vec<String>,
 }
 
-/// Everything in the binaries of these toolchains.
-pub(super) fn linked(toolchains: &[Toolchain]) -> Result<Vec<Component>> {
-    let targets: Vec<_> = toolchains.iter().map(Toolchain::target).collect();
-    let mut components = crates(&targets)?;
+/// Everything in the binaries that were compiled for these targets. The notice of musl is the one
+/// that the first toolchain has.
+pub(super) fn linked(toolchains: &[Toolchain], targets: &[String]) -> Result<Vec<Component>> {
+    let mut components = crates(targets)?;
     let rustc = |arguments: &[&str]| output(Command::new("rustc").args(arguments).current_dir(workspace()));
     let release = rustc(&["--version"])?.split(' ').nth(1).context("rustc --version")?.to_owned();
     let documents = PathBuf::from(rustc(&["--print", "sysroot"])?.trim()).join("share/doc/rust");
@@ -60,10 +60,10 @@ pub(super) fn linked(toolchains: &[Toolchain]) -> Result<Vec<Component>> {
 }
 
 /// The crates that are compiled into proxy-ctl for these targets, and into its kernel programs.
-fn crates(targets: &[&str]) -> Result<Vec<Component>> {
+fn crates(targets: &[String]) -> Result<Vec<Component>> {
     let mut wanted = BTreeSet::new();
     let mut platforms = Vec::new();
-    for (package, target) in targets.iter().map(|target| ("proxy-ctl", *target)).chain([KERNEL]) {
+    for (package, target) in targets.iter().map(|target| ("proxy-ctl", target.as_str())).chain([KERNEL]) {
         let tree = ["tree", "--edges", "normal,no-proc-macro", "--prefix", "none", "--format", "{p}"];
         let tree = output(cargo(&tree).args(["--package", package, "--target", target]))?;
         for line in tree.lines() {
@@ -203,7 +203,8 @@ mod tests {
 
     #[test]
     fn crates_of_the_binary_are_in_both_documents_and_others_in_none() {
-        let components = crates(&["x86_64-unknown-linux-musl", "aarch64-unknown-linux-musl"]).unwrap();
+        let targets = ["x86_64-unknown-linux-musl", "aarch64-unknown-linux-musl"].map(str::to_owned);
+        let components = crates(&targets).unwrap();
         let (notices, bill) = (notices(&components), bill_of_materials(&components, 0).unwrap());
         let listed = |name: &str| {
             let of_name = |component: &&Value| component["name"] == name;

@@ -89,7 +89,8 @@ fn run(arguments: &Arguments) -> Result<ExitCode> {
     };
     let programs: Vec<_> = toolchains.iter().map(with_tools).collect::<Result<_>>()?;
     let (programs, tools): (Vec<_>, Vec<_>) = programs.into_iter().unzip();
-    let digest = write(&toolchains, &tools, &programs, &name, &file)?;
+    let targets: Vec<_> = toolchains.iter().map(|toolchain| toolchain.target().to_owned()).collect();
+    let digest = write(&toolchains, &targets, &tools, &programs, &name, &file)?;
     println!("{} holds {name} for {}, {digest}", file.display(), names.join(" and "));
     println!("{}, and in the image with NOTICES: what it is made of", bill_beside(&file).display());
     println!("load it by: ctr -n k8s.io images import FILE, podman load -i FILE, docker load -i FILE");
@@ -111,18 +112,26 @@ fn for_tests(file: &Path, program: Option<&Path>) -> Result<ExitCode> {
             return Ok(ExitCode::from(IMPOSSIBLE));
         }
     };
-    let mut programs = vec![match program {
-        Some(path) => linked_program(&toolchain, &tools, path)?,
-        None => static_program(&toolchain, &tools, Profile::Dev)?,
-    }];
+    let (program, target) = match program {
+        Some(path) => (linked_program(&toolchain, &tools, path)?, host()?),
+        None => (static_program(&toolchain, &tools, Profile::Dev)?, toolchain.target().to_owned()),
+    };
+    let mut programs = vec![program];
     let other = Architecture::value_variants().iter().find(|other| **other != toolchain.architecture());
     programs.extend(other.map(|other| Program {
         architecture: other.name(),
         binary: b"not for tests".to_vec(),
         files: Vec::new(),
     }));
-    write(&[toolchain], &[tools], &programs, &format!("localhost/proxy-ctl:{VERSION}"), file)?;
+    write(&[toolchain], &[target], &[tools], &programs, &format!("localhost/proxy-ctl:{VERSION}"), file)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The target that cargo compiles for if none is named.
+fn host() -> Result<String> {
+    let version = output(Command::new("rustc").arg("-vV").current_dir(workspace()))?;
+    let host = version.lines().find_map(|line| line.strip_prefix("host: "));
+    Ok(host.context("rustc -vV names no host")?.to_owned())
 }
 
 /// A program of this machine with its libraries, which take the place of Debian's of the same
@@ -159,15 +168,17 @@ fn bill_beside(archive: &Path) -> PathBuf {
 }
 
 /// Writes the archive, and the bill of materials beside it. Returns the digest of the image.
+/// `targets` are those that the programs were compiled for.
 fn write(
     toolchains: &[Toolchain],
+    targets: &[String],
     tools: &[Tools],
     programs: &[Program],
     name: &str,
     file: &Path,
 ) -> Result<String> {
     let created = created()?;
-    let mut components = components::linked(toolchains)?;
+    let mut components = components::linked(toolchains, targets)?;
     for tools in tools {
         components.extend(tools.components()?);
     }

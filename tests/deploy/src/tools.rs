@@ -1,4 +1,4 @@
-//! helm and promtool: from the environment variable `HELM` or `PROMTOOL`, from PATH, else built from the Go
+//! Helm and promtool: from the environment variable `HELM` or `PROMTOOL`, from PATH, else built from the Go
 //! module beside this crate, once, and kept in the cache.
 
 use std::{

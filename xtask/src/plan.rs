@@ -75,7 +75,11 @@ impl<'a> Plan<'a> {
     ) -> Result<()> {
         if self.asks_for(name) {
             let suite = make()?;
-            let suite = if room == Room::Behind { suite.at_lowest_priority() } else { suite };
+            let mut suite = if room == Room::Behind { suite.at_lowest_priority() } else { suite };
+            if matches!(room, Room::Beside | Room::Behind) {
+                // It has what the other suites leave of the processors.
+                suite.limit = suite.limit.max(suites::LONGEST);
+            }
             self.add(name, room, after, || suite.run());
         }
         Ok(())
@@ -122,8 +126,9 @@ impl<'a> Plan<'a> {
             programs.suite("unit", &unit, &["--skip", "as_root", test])
         })?;
         if self.asks_for(TOOLS) {
-            let suite = programs.suite(TOOLS, &[Test("programs")], &["--skip", "kubernetes_is_built"])?;
+            let mut suite = programs.suite(TOOLS, &[Test("programs")], &["--skip", "kubernetes_is_built"])?;
             let all = self.arguments.all;
+            suite.limit = suites::LONGEST;
             self.add(TOOLS, Room::Beside, MEASURING, move || with_tools(suite, all).run());
         }
         self.suite(KERNEL_OBJECT, Room::Behind, MEASURING, || {

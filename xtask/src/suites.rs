@@ -46,6 +46,8 @@ impl Count {
 
 /// For one command of a suite.
 pub(crate) const LIMIT: Duration = Duration::from_secs(20 * 60);
+/// The limit of a suite that leaves the processors to others.
+pub(crate) const LONGEST: Duration = Duration::from_secs(60 * 60);
 
 /// How a suite's output becomes counts.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

@@ -180,7 +180,7 @@ pub(crate) const OTHERS: [Machine; 5] = [
 ];
 
 /// In seconds. A machine that hangs says nothing, and one that is emulated is slow.
-const LONGEST: u64 = 2400;
+const LONGEST: u64 = 3600;
 /// What is emulated is that much slower.
 const PATIENCE: u32 = 10;
 /// Each is a thread here.

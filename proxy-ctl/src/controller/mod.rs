@@ -37,7 +37,7 @@ use crate::{
         objects::{IpFamily, Node},
     },
     node::OwnNode,
-    report::{HealthChecks, Metrics, ModeInForce, Moment, SharedHealth},
+    report::{HealthChecks, Heartbeats, Metrics, ModeInForce, Moment, SharedHealth},
 };
 
 /// Runs for changes that need not wait for the mode's shortest interval; as many as kube-proxy allows.
@@ -56,6 +56,7 @@ pub struct Reports {
     pub mode: watch::Sender<ModeInForce>,
     /// Modes that were at work before, while anything of them is left. Told before they let go of their names.
     pub retiring: watch::Sender<Vec<Mode>>,
+    pub heartbeats: Heartbeats,
     /// Why uplinks have no XDP program, by their index.
     pub without_xdp: watch::Sender<BTreeMap<u32, String>>,
 }

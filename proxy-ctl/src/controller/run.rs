@@ -90,6 +90,7 @@ pub fn run(
     runtime: &tokio::runtime::Handle,
 ) -> Result<(), Ended> {
     let started = Instant::now();
+    let heartbeat = controller.reports.heartbeats.begin("dataplane");
     controller.reports.health.lock().busy(started);
     let mut opened = Some(opener.open(inputs.choices.borrow().modes, &controller.config)?);
     when_opened();
@@ -100,6 +101,7 @@ pub fn run(
     let mut report_wait_at = Instant::now() + WAIT_REPORT_PERIOD;
     take_network(&mut controller, &mut inputs.networks);
     loop {
+        heartbeat.beat();
         let until = controller.wants_call_at().map_or(garbage_at, |retry_at| retry_at.min(garbage_at));
         controller.reports.health.lock().idle();
         let wake = runtime.block_on(inputs.wake(&mut batch, until));

@@ -21,6 +21,25 @@ const LONGEST_REST: Duration = Duration::from_secs(600);
 impl Controller {
     /// Writes what is due. Failures are logged, counted, and tried again at [`Controller::wants_call_at`].
     pub fn write(&mut self, now: Instant) {
+        self.write_what_is_due(now);
+        self.reports.health.lock().set_programmed(self.programmed());
+    }
+
+    /// Whether everything that was listed is programmed. A change that is about to be written does not count.
+    fn programmed(&self) -> Result<(), String> {
+        let Some(active) = &self.active else {
+            return Err(format!("waiting for {}", self.waits_for().join(", ")));
+        };
+        if active.services.is_failing() || !active.services.is_complete() {
+            return Err("Services are not written".to_owned());
+        }
+        if active.host.is_failing() || !active.attached {
+            return Err("the node's addresses and interfaces are not taken over".to_owned());
+        }
+        Ok(())
+    }
+
+    fn write_what_is_due(&mut self, now: Instant) {
         let host = self.write_host(now);
         if self.taken_over.is_some() {
             return;

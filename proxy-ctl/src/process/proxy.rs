@@ -30,8 +30,8 @@ use crate::{
     mode::Mode,
     model::{Update, objects::ObjectName},
     node::{self, OwnNode},
-    report::{Health, HealthChecks, Metrics, ModeChoice, ModeInForce, SharedHealth},
-    serve::{self, Pages},
+    report::{Health, HealthChecks, Heartbeats, Metrics, ModeChoice, ModeInForce, SharedHealth},
+    serve::{self, HealthPages, Pages},
     source::kubernetes::SourceState,
 };
 
@@ -52,6 +52,7 @@ pub(super) struct Proxy {
     source_state: Option<SourceState>,
     pub(super) events: Recorder,
     health: Arc<SharedHealth>,
+    heartbeats: Heartbeats,
     pub(super) metrics: Arc<Metrics>,
     own_node: watch::Sender<OwnNode>,
     /// Nothing is written before the first.
@@ -111,6 +112,7 @@ impl Proxy {
             source_state: from_api_server.then_some(source_state),
             events,
             health: Arc::new(SharedHealth::new(Health::new(config.periods.sync))),
+            heartbeats: Heartbeats::default(),
             metrics: Arc::new(metrics),
             own_node: watch::Sender::default(),
             networks: watch::Sender::default(),
@@ -137,6 +139,7 @@ impl Proxy {
     pub(super) fn reports(&self) -> Reports {
         Reports {
             health: Arc::clone(&self.health),
+            heartbeats: self.heartbeats.clone(),
             metrics: Arc::clone(&self.metrics),
             own_node: self.own_node.clone(),
             health_checks: self.health_checks.clone(),
@@ -150,14 +153,19 @@ impl Proxy {
     pub(super) fn serve_http(&self, tasks: &mut Tasks) {
         let hard_fail = self.config.bind_address_hard_fail;
         if let Some(address) = self.config.healthz_bind_address {
-            let (health, metrics) = (Arc::clone(&self.health), Arc::clone(&self.metrics));
-            let healthz = serve::healthz(address, hard_fail, health, metrics, self.stop.clone());
-            tasks.spawn(async { Ok(healthz.await?) });
+            let pages = HealthPages {
+                health: Arc::clone(&self.health),
+                heartbeats: self.heartbeats.clone(),
+                sources: self.source_state.clone(),
+                metrics: Arc::clone(&self.metrics),
+            };
+            let healthz = serve::healthz(address, hard_fail, pages, self.stop.clone());
+            self.begin(tasks, "health server", async { Ok(healthz.await?) });
         }
         if let Some(address) = self.config.metrics_bind_address {
             let metrics = Arc::clone(&self.metrics);
             let metrics = serve::metrics(address, hard_fail, self.pages(), metrics, self.stop.clone());
-            tasks.spawn(async { Ok(metrics.await?) });
+            self.begin(tasks, "metrics server", async { Ok(metrics.await?) });
         }
     }
 
@@ -179,13 +187,24 @@ impl Proxy {
             events.record(event::service_health_failed(&node_name, service, address, error));
         };
         let (checks, health) = (self.health_checks.subscribe(), Arc::clone(&self.health));
-        self.spawn(tasks, serve::service_health(checks, health, failed, self.stop.clone()));
+        let serving = serve::service_health(checks, health, failed, self.stop.clone());
+        self.spawn(tasks, "health checks of Services", serving);
+    }
+
+    /// Begins a task that is watched for being stuck. Its failure ends the process.
+    pub(super) fn begin(
+        &self,
+        tasks: &mut Tasks,
+        name: &'static str,
+        task: impl Future<Output = anyhow::Result<()>> + Send + 'static,
+    ) {
+        tasks.spawn(self.heartbeats.clone().watch(name, task));
     }
 
     /// A task whose end is no failure, until the process ends.
-    fn spawn(&self, tasks: &mut Tasks, work: impl Future<Output = ()> + Send + 'static) {
+    fn spawn(&self, tasks: &mut Tasks, name: &'static str, work: impl Future<Output = ()> + Send + 'static) {
         let stop = self.stop.clone();
-        tasks.spawn(async move {
+        self.begin(tasks, name, async move {
             stop.run_until_cancelled(work).await;
             Ok(())
         });
@@ -211,7 +230,7 @@ impl Proxy {
             self.events.clone(),
             Arc::clone(&self.metrics),
         );
-        tasks.spawn(async move {
+        self.begin(tasks, "node", async move {
             let node = set_up::set_up(&config, &node_name, own_node.as_mut(), &events).await?;
             let by_pod_cidrs = set_up::needs_pod_cidrs(&config);
             let node_change = async {
@@ -241,13 +260,14 @@ impl Proxy {
             events: self.events.clone(),
             metrics: Arc::clone(&self.metrics),
         };
-        self.spawn(tasks, removal.follow());
+        self.spawn(tasks, "former rules", removal.follow());
     }
 
     pub(super) fn tell_of_mode(&self, tasks: &mut Tasks) {
         let (events, metrics) = (self.events.clone(), Arc::clone(&self.metrics));
         self.spawn(
             tasks,
+            "mode",
             mode_choice::tell(self.mode.subscribe(), self.choices.subscribe(), events, metrics),
         );
     }
@@ -256,7 +276,9 @@ impl Proxy {
     pub(super) fn tell_of_unsupported_services(&self, tasks: &mut Tasks) {
         let told = Record::read(&self.config.ebpf.bpffs).unwrap_or_default().unsupported;
         let (coverage, events) = (self.coverage.subscribe(), self.events.clone());
-        self.spawn(tasks, async move { unsupported_services::follow(coverage, &told, events).await });
+        self.spawn(tasks, "unsupported Services", async move {
+            unsupported_services::follow(coverage, &told, events).await
+        });
     }
 
     /// The record is written first by what this answers with, and then whenever it has changed: only whoever holds the
@@ -283,7 +305,7 @@ impl Proxy {
             without_xdp: self.without_xdp.subscribe(),
         };
         let written = CancellationToken::new();
-        self.spawn(tasks, record::keep(record.clone(), inputs, written.clone()));
+        self.spawn(tasks, "record", record::keep(record.clone(), inputs, written.clone()));
         let bpffs = self.config.ebpf.bpffs.clone();
         move || {
             if let Err(error) = record.write(&bpffs) {

@@ -97,13 +97,14 @@ async fn serve(line: CommandLine, settings: Settings, choice: ModeChoice) -> any
     let mut tasks = JoinSet::new();
     proxy.serve_http(&mut tasks);
     proxy.serve_service_health(&mut tasks);
-    tasks.spawn(source.run(
+    let following = source.run(
         inputs.updates,
         proxy.metrics.clone(),
         proxy.mode.subscribe(),
         Arc::clone(&proxy.config),
         proxy.stop.clone(),
-    ));
+    );
+    proxy.begin(&mut tasks, "sources", following);
     proxy.set_up_and_follow(&mut tasks);
     proxy.remove_leftovers(&mut tasks);
     proxy.tell_of_mode(&mut tasks);

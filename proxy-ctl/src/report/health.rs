@@ -40,6 +40,8 @@ pub struct Health {
     families: [FamilyHealth; 2],
     busy_since: Option<Instant>,
     node_eligible: bool,
+    /// Why not everything that was listed is programmed.
+    unprogrammed: Option<String>,
 }
 
 impl Health {
@@ -50,6 +52,7 @@ impl Health {
             families: Default::default(),
             busy_since: None,
             node_eligible: false,
+            unprogrammed: Some("the process has just begun".to_owned()),
         }
     }
 
@@ -75,6 +78,16 @@ impl Health {
     /// The dataplane's thread is done, and waits for more to do.
     pub fn idle(&mut self) {
         self.busy_since = None;
+    }
+
+    /// Whether everything that was listed is programmed, and if not, why. A change that is about to be written does not count.
+    pub fn set_programmed(&mut self, programmed: Result<(), String>) {
+        self.unprogrammed = programmed.err();
+    }
+
+    /// Why not everything that was listed is programmed.
+    pub fn unprogrammed(&self) -> Option<String> {
+        self.unprogrammed.clone()
     }
 
     pub fn set_node(&mut self, node: Option<&Node>) {

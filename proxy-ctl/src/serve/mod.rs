@@ -5,6 +5,7 @@ mod connections;
 #[cfg(test)]
 mod documented;
 mod exposition;
+mod health;
 mod listen;
 mod pages;
 mod reply;
@@ -12,30 +13,28 @@ mod service_health;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
 
-use http::StatusCode;
+pub use health::HealthPages;
 pub use listen::BindError;
 pub use pages::Pages;
 pub use service_health::service_health;
 use tokio_util::sync::CancellationToken;
 
-use self::reply::{JSON, Reply, not_found, reply};
-use crate::report::{Metrics, SharedHealth};
+use crate::report::Metrics;
 
 const HEALTH_ANSWER: Duration = Duration::from_secs(5);
 /// The longest CPU profile, and the time that it takes to look up its names.
 const LONGEST_ANSWER: Duration = Duration::from_secs(pages::LONGEST_PROFILE + 60);
 
-/// Answers `/healthz` and `/livez` until `stop` is cancelled.
+/// Answers [`HealthPages`] until `stop` is cancelled.
 pub async fn healthz(
     address: SocketAddr,
     hard_fail: bool,
-    health: Arc<SharedHealth>,
-    metrics: Arc<Metrics>,
+    pages: HealthPages,
     stop: CancellationToken,
 ) -> Result<(), BindError> {
     let Some(listener) = listen::listen("healthz", address, hard_fail, &stop).await? else { return Ok(()) };
     let answer = move |request: http::Request<_>| {
-        let reply = health_reply(request.uri().path(), &health, &metrics);
+        let reply = pages.answer(request.uri().path());
         async move { reply }
     };
     connections::serve(listener, answer, HEALTH_ANSWER, stop).await;
@@ -58,20 +57,6 @@ pub async fn metrics(
     };
     connections::serve(listener, answer, LONGEST_ANSWER, stop).await;
     Ok(())
-}
-
-/// Every method is accepted, as by kube-proxy.
-fn health_reply(path: &str, health: &SharedHealth, metrics: &Metrics) -> Reply {
-    let ready = match path {
-        "/healthz" => true,
-        "/livez" => false,
-        _ => return not_found(),
-    };
-    let report = health.report();
-    let well = report.healthy && (!ready || report.node_eligible);
-    let status = if well { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    metrics.answered(ready, status.as_u16());
-    reply(status, JSON, report.body(ready, well))
 }
 
 #[cfg(test)]

@@ -2,6 +2,7 @@
 
 use std::{future::Future, pin::Pin, time::Duration};
 
+use http::StatusCode;
 use rstest::rstest;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -15,8 +16,14 @@ use crate::{
     free_port::free_port,
     mode::Mode,
     model::objects::{IpFamily, Node},
-    report::{Health, ModeFamilies, ModeInForce, Moment, SyncKind},
-    source::InvalidObjects,
+    report::{Health, Heartbeats, ModeFamilies, ModeInForce, Moment, STUCK_AFTER, SharedHealth, SyncKind},
+    source::{
+        InvalidObjects,
+        kubernetes::{
+            ListMethod, ResourceKind, SourceState,
+            failure::{Failure, FailureReason},
+        },
+    },
 };
 
 pub(super) struct SampleFamilies;
@@ -31,6 +38,8 @@ struct Servers {
     healthz: SocketAddr,
     metrics: SocketAddr,
     health: Arc<SharedHealth>,
+    heartbeats: Heartbeats,
+    sources: SourceState,
     families: Arc<Metrics>,
     _stop: tokio_util::sync::DropGuard,
 }
@@ -59,11 +68,19 @@ async fn servers_with(pages: Pages) -> Servers {
     let health = Arc::new(SharedHealth::new(Health::new(Duration::from_secs(30))));
     let families = Arc::new(Metrics::new(Some(Box::new(SampleFamilies)), InvalidObjects::default(), |_| {}));
     let (healthz_address, metrics_address) = (free_address(), free_address());
-    let task = healthz(healthz_address, true, Arc::clone(&health), Arc::clone(&families), stop.clone());
+    let (heartbeats, sources) = (Heartbeats::default(), SourceState::new());
+    let pages_of_health = HealthPages {
+        health: Arc::clone(&health),
+        heartbeats: heartbeats.clone(),
+        sources: Some(sources.clone()),
+        metrics: Arc::clone(&families),
+    };
+    let task = healthz(healthz_address, true, pages_of_health, stop.clone());
     tokio::spawn(async move { task.await.unwrap() });
     let task = metrics(metrics_address, true, pages, Arc::clone(&families), stop.clone());
     tokio::spawn(async move { task.await.unwrap() });
-    Servers { healthz: healthz_address, metrics: metrics_address, health, families, _stop: stop.drop_guard() }
+    let (healthz, metrics, _stop) = (healthz_address, metrics_address, stop.drop_guard());
+    Servers { healthz, metrics, health, heartbeats, sources, families, _stop }
 }
 
 /// Status and body.
@@ -135,6 +152,50 @@ async fn healthz_asks_the_node_and_livez_does_not() {
     ] {
         assert!(metrics.lines().any(|found| found == line), "{line} is not in\n{metrics}");
     }
+}
+
+#[tokio::test]
+async fn readyz_says_whether_everything_listed_is_programmed() {
+    let servers = servers().await;
+    let readyz = async || {
+        let (status, _, body) = get(servers.healthz, "/readyz", "").await;
+        (status, body)
+    };
+    let (status, body) = readyz().await;
+    let begun = "[-]programmed failed: the process has just begun\nreadyz check failed\n";
+    assert_eq!((status, body.as_str()), (503, begun));
+    servers.health.lock().set_programmed(Err("Services are not written".to_owned()));
+    assert!(readyz().await.1.starts_with("[-]programmed failed: Services are not written\n"));
+    servers.health.lock().set_programmed(Ok(()));
+    assert_eq!(readyz().await, (200, "ok".to_owned()));
+
+    // The Node alone makes no endpoint stale.
+    let failure = Failure::new(FailureReason::Forbidden, "user x cannot list");
+    servers.sources.failed(ResourceKind::Nodes, &failure);
+    assert_eq!(readyz().await.0, 200);
+    servers.sources.failed(ResourceKind::EndpointSlices, &failure);
+    let unlisted = "[-]sources failed: endpointslices cannot be watched\nreadyz check failed\n";
+    assert_eq!(readyz().await, (503, unlisted.to_owned()));
+    servers.sources.listed(ResourceKind::EndpointSlices, ListMethod::Whole, 1);
+    assert_eq!(readyz().await.0, 200);
+}
+
+#[tokio::test]
+async fn only_a_stuck_loop_fails_the_liveness_probe() {
+    let servers = servers().await;
+    // No write succeeds: load balancers leave, and nothing is restarted.
+    let long_ago = Moment { instant: std::time::Instant::now() - Duration::from_secs(61), ..Moment::now() };
+    servers.health.lock().updated(IpFamily::Ipv4, long_ago);
+    servers.health.lock().queued(IpFamily::Ipv4, long_ago.instant);
+    assert_eq!(get(servers.healthz, "/livez", "").await.0, 503);
+    let threads = async || get(servers.healthz, "/livez/threads", "").await;
+    let (status, _, body) = threads().await;
+    assert_eq!((status, body.as_str()), (200, "ok"));
+
+    let _dataplane = servers.heartbeats.begin_at("dataplane", long_ago.instant - STUCK_AFTER);
+    let (status, _, body) = threads().await;
+    let silent = "[-]dataplane failed: no sign of life for 361 s\nlivez/threads check failed\n";
+    assert_eq!((status, body.as_str()), (503, silent));
 }
 
 #[tokio::test]
@@ -296,7 +357,9 @@ async fn the_unspecified_address_answers_over_both_families() {
     let health = Arc::new(SharedHealth::new(Health::new(Duration::from_secs(30))));
     let families = Arc::new(Metrics::new(None, InvalidObjects::default(), |_| {}));
     let port = free_address().port();
-    let server = healthz(([0, 0, 0, 0], port).into(), true, health, families, stop.clone());
+    let (heartbeats, sources) = (Heartbeats::default(), None);
+    let pages = HealthPages { health, heartbeats, sources, metrics: families };
+    let server = healthz(([0, 0, 0, 0], port).into(), true, pages, stop.clone());
     let server = tokio::spawn(server);
     assert_eq!(get(([127, 0, 0, 1], port).into(), "/livez", "").await.0, 200);
     match TcpListener::bind("[::1]:0").await {

@@ -267,6 +267,7 @@ fn reports() -> Reports {
         health: Arc::new(SharedHealth::new(Health::new(Duration::from_secs(30)))),
         metrics: Arc::new(Metrics::new(None, InvalidObjects::default(), |_| {})),
         own_node: watch::Sender::default(),
+        heartbeats: Heartbeats::default(),
         health_checks: watch::Sender::default(),
         coverage: watch::Sender::default(),
         mode: watch::Sender::new(ModeInForce::new(Modes { mode: Mode::Ebpf, beside: None })),
@@ -326,6 +327,10 @@ impl Fixture {
     fn is_healthy_after(&self, wait: Duration) -> bool {
         let moment = Moment { instant: self.now + wait, time: jiff::Timestamp::now() };
         self.reports.health.lock().report(moment).healthy
+    }
+
+    fn unprogrammed(&self) -> Option<String> {
+        self.reports.health.lock().unprogrammed()
     }
 
     fn metric(&self, line: &str) -> bool {
@@ -390,6 +395,40 @@ fn hooks_that_the_kernel_refuses_are_tried_again_and_services_are_written_meanwh
     assert!(matches!(fixture.write().as_slice(), [Call::SetHost(_)]));
     assert_eq!(fixture.recorder.lock().attached_after.len(), 2);
     assert!(is_programmed(&fixture) && fixture.is_healthy_after(Duration::from_secs(61)));
+}
+
+#[test]
+fn everything_listed_is_programmed_once_it_is_written_and_while_writes_succeed() {
+    let mut fixture = Fixture::new(Config::default());
+    fixture.take(Update::ReplaceServices(vec![service("a", "10.0.0.1")]));
+    fixture.write();
+    let missing = "waiting for EndpointSlices, the own Node, the node to be set up";
+    assert_eq!(fixture.unprogrammed().as_deref(), Some(missing));
+    fixture.take(Update::ReplaceSlices(Vec::new()));
+    fixture.take(Update::Node(None));
+    fixture.controller.set_network(network(&[]));
+    fixture.start();
+    // The node, then the Services.
+    fixture.recorder.fail(2);
+    fixture.write();
+    assert_eq!(fixture.unprogrammed().as_deref(), Some("Services are not written"));
+    fixture.recorder.lock().attach_fails = true;
+    fixture.later(Duration::from_secs(1));
+    fixture.write();
+    let refused = "the node's addresses and interfaces are not taken over";
+    assert_eq!(fixture.unprogrammed().as_deref(), Some(refused));
+    fixture.recorder.lock().attach_fails = false;
+    fixture.later(Duration::from_secs(2));
+    fixture.write();
+    assert_eq!(fixture.unprogrammed(), None);
+
+    fixture.recorder.fail(1);
+    fixture.take(Update::ApplySlice(slice("a", "10.1.0.1")));
+    fixture.write();
+    assert_eq!(fixture.unprogrammed().as_deref(), Some("Services are not written"));
+    fixture.later(Duration::from_secs(1));
+    fixture.write();
+    assert_eq!(fixture.unprogrammed(), None);
 }
 
 #[test]

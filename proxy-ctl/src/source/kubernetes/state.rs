@@ -184,7 +184,7 @@ impl SourceState {
         self.errors.get_or_create(&of_with(kind, "reason", reason.name())).get()
     }
 
-    pub(super) fn listed(&self, kind: ResourceKind, method: ListMethod, objects: usize) {
+    pub(crate) fn listed(&self, kind: ResourceKind, method: ListMethod, objects: usize) {
         let labels = of(kind);
         self.lists.get_or_create(&of_with(kind, "method", method.name())).inc();
         self.objects.get_or_create(&labels).set(i64::try_from(objects).unwrap_or(i64::MAX));
@@ -221,7 +221,7 @@ impl SourceState {
         }
     }
 
-    pub(super) fn failed(&self, kind: ResourceKind, failure: &Failure) {
+    pub(crate) fn failed(&self, kind: ResourceKind, failure: &Failure) {
         let reason = failure.reason.name();
         self.errors.get_or_create(&of_with(kind, "reason", reason)).inc();
         // A kind that the API server does not have is not reported.

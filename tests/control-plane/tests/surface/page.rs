@@ -61,6 +61,10 @@ pub(crate) const HEALTH: &[Page] = &[
     get("livez", HEALTHZ, "/livez", Keep::TextWithTimes),
 ];
 
+/// What the probes of our manifests ask.
+pub(crate) const READY: Page = get("readyz", HEALTHZ, "/readyz", Keep::Text);
+pub(crate) const LIVE: Page = get("livez, threads", HEALTHZ, "/livez/threads", Keep::Text);
+
 pub(crate) const PAGES: &[Page] = &[
     Page { keep: Keep::TextWithTimes, ..with("healthz, POST", HEALTHZ, "POST", "/healthz", "") },
     with("healthz, HEAD", HEALTHZ, "HEAD", "/healthz", ""),

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, bail, ensure};
 use control_plane::{Process, go};
 use lab::{OwnFolders, http::Answer, namespace::within};
 use serde_json::{Value, json};
@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use crate::{
     cluster::{Cluster, NODE},
     network::Namespace,
-    page::{HEALTH, METRICS, PAGES, Page},
+    page::{HEALTH, LIVE, METRICS, PAGES, Page, READY},
 };
 
 /// Of kube-proxy.
@@ -195,6 +195,18 @@ impl<'a> Peer<'a> {
     pub(crate) fn until_healthz(&mut self, status: u16) -> Result<()> {
         let [page, ..] = HEALTH else { bail!("no page") };
         self.until(&format!("/healthz answers {status}"), |peer| Ok(peer.ask(page)?.status == status))
+    }
+
+    pub(crate) fn is_own(&self) -> bool {
+        self.own_folders.is_some()
+    }
+
+    /// Of ours: `/readyz` answers so, and the path of the liveness probe with 200.
+    pub(crate) fn until_ready(&mut self, status: u16) -> Result<()> {
+        self.until(&format!("/readyz answers {status}"), |peer| Ok(peer.ask(&READY)?.status == status))?;
+        let answer = self.ask(&LIVE)?;
+        ensure!(answer.status == 200, "no thread is stuck, and yet: {}", answer.text());
+        Ok(())
     }
 
     /// What cannot be asked is not so yet.

@@ -62,6 +62,12 @@ impl Scene<'_> {
         self.see(HEALTH, &format!(", {state}"))
     }
 
+    /// Waits until ours says whether everything that was listed is programmed. Nothing in this script makes a thread stuck, so
+    /// that no liveness probe fails.
+    fn own_readiness(&mut self, status: u16) -> Result<()> {
+        self.each(|_, peer, _| if peer.is_own() { peer.until_ready(status) } else { Ok(()) })
+    }
+
     /// Writes pages down, by their names and this.
     fn see(&mut self, pages: &[Page], state: &str) -> Result<()> {
         self.each(|cluster, peer, seen| {
@@ -77,6 +83,7 @@ impl Scene<'_> {
         self.cluster.grant(&RIGHTS[..1])?;
         self.each(|cluster, peer, _| peer.start(cluster, &json!({})))?;
         self.health("before everything is listed", 200)?;
+        self.own_readiness(503)?;
         self.cluster.grant(&RIGHTS)
     }
 
@@ -92,6 +99,7 @@ impl Scene<'_> {
             peer.until("the change is programmed", |peer| Ok(is_counted(&peer.metrics("/metrics")?, line)))
         })?;
         self.health("all is well", 200)?;
+        self.own_readiness(200)?;
         self.see(PAGES, "")
     }
 
@@ -133,10 +141,12 @@ impl Scene<'_> {
         self.each(|_, peer, _| peer.break_tools())?;
         self.cluster.endpoints_of_web(50, None)?;
         self.health("a change waits too long", 503)?;
+        self.own_readiness(503)?;
         self.see(&[CHECK], ", a change waits too long")?;
         self.cluster.endpoints_of_web(2, None)?;
         self.each(|_, peer, _| peer.mend_tools())?;
-        self.health("all is well again", 200)
+        self.health("all is well again", 200)?;
+        self.own_readiness(200)
     }
 
     fn the_node_goes_away(&mut self) -> Result<()> {

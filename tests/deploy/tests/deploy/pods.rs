@@ -80,12 +80,15 @@ fn install(cluster: &Cluster, mut objects: Vec<Value>) -> Result<Value> {
     cluster.server.run(async |client| api::get(&client, &path).await)
 }
 
-/// The limit of conntrack belongs to the whole machine, and cannot be set from a network namespace. Profiles are looked at.
+/// Changes what the test needs otherwise. The limit of conntrack belongs to the whole machine, and cannot be set from a network
+/// namespace. Profiles are looked at.
 fn change(config_map: &mut Value) -> Result<()> {
     let text = config_map["data"]["config.conf"].as_str().context("no config.conf")?;
     let mut config = files::documents(text)?.pop().context("config.conf is empty")?;
     config["conntrack"]["maxPerCore"] = 0.into();
     config["enableProfiling"] = true.into();
+    // So long it takes at most until a write that fails is noticed, and tried again.
+    config["iptables"]["syncPeriod"] = "5s".into();
     config_map["data"]["config.conf"] = config.to_string().into();
     Ok(())
 }
@@ -210,6 +213,9 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
     }
     profiles::name_our_functions(&node).with_context(|| format!("profiles\n{}", running.log()))?;
 
+    what_cannot_write_stops_the_rollout(&cluster, &daemon_set, &mut running)?;
+    reach(&clients, service).context("a proxy whose writes fail")?;
+
     running.signal(Signal::SIGKILL)?;
     let status = running.wait(PATIENCE)?;
     ensure!(!status.success(), "it survives being killed: {status}");
@@ -247,6 +253,41 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
     ];
     let unseen: Vec<&str> = unseen.into_iter().flatten().collect();
     if unseen.is_empty() { Ok(()) } else { Err(Skip(unseen.join("; ")).into()) }
+}
+
+/// A build whose writes fail: another's folder is in the way of a pin. Its pod is not ready, so that a rollout touches no further
+/// node, and it is not restarted, which would cure nothing.
+fn what_cannot_write_stops_the_rollout(
+    cluster: &Cluster,
+    daemon_set: &Value,
+    running: &mut Container,
+) -> Result<()> {
+    ensure!(daemon_set["spec"]["minReadySeconds"].as_u64() > Some(0), "the first success of a probe counts");
+    let container = &daemon_set["spec"]["template"]["spec"]["containers"][0];
+    let pin = cluster.node.bpffs().join("proxy-ctl/v1/maps/settings");
+    fs::remove_file(&pin).with_context(|| format!("removing {}", pin.display()))?;
+    fs::create_dir(&pin).with_context(|| format!("making {}", pin.display()))?;
+    let unready = || match ask(cluster, container, "readinessProbe")? {
+        Err(error) if error.to_string().contains("503") => Ok(()),
+        answer => bail!("not refused: {answer:?}"),
+    };
+    running.until(PATIENCE, unready).context("a proxy whose writes fail")?;
+    ask(cluster, container, "livenessProbe")?.context("a proxy whose writes fail is restarted")?;
+    fs::remove_dir(&pin).with_context(|| format!("removing {}", pin.display()))?;
+    running
+        .until(PATIENCE, || ask(cluster, container, "readinessProbe")?)
+        .context("a proxy that can write again")
+}
+
+/// Asks a probe once, at each address of the node.
+fn ask(cluster: &Cluster, container: &Value, probe: &str) -> Result<Result<()>> {
+    let network = &cluster.lab.netns(NODE)?.namespace;
+    let mut probes = Vec::new();
+    for address in cluster.addresses()?.both() {
+        probes.extend(Probe::of(container, probe, address)?);
+    }
+    ensure!(!probes.is_empty(), "there is no {probe}");
+    Ok(probes.iter().try_for_each(|probe| namespace::within(network, || probe.ask())))
 }
 
 /// The pod of deploy/cleanup.
@@ -367,7 +408,7 @@ fn reset(network: &str) -> Result<bool> {
 }
 
 fn ensure_set(network: &str) -> Result<()> {
-    // /healthz says that the Node is known, which is when the parameters are set.
+    // /readyz says that everything is programmed, which follows after the parameters are set.
     wait::until(ESTABLISHED.0, PATIENCE, || {
         let read = || fs::read_to_string(ESTABLISHED.0).context("reading a kernel parameter");
         let found = namespace::within(network, read).map_err(|error| format!("{error:#}"))?;

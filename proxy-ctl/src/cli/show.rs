@@ -284,7 +284,7 @@ mod tests {
         assert_eq!(hook_view(hook(None), &[]).interface, None);
         assert_eq!(hook_view(hook(Some(1)), &[]).interface.as_deref(), Some("lo"));
         let (name, role, reason) = ("eth0".into(), "uplink".into(), "why".into());
-        let uplink = InterfaceRecord { index: 7, name, role, reason, without_xdp: None };
+        let uplink = InterfaceRecord { index: 7, name, role, reason, ..InterfaceRecord::default() };
         let of_uplink = hook_view(hook(Some(7)), &[uplink]);
         assert_eq!(
             (of_uplink.interface.as_deref(), of_uplink.role.as_deref(), of_uplink.reason.as_deref()),

@@ -20,7 +20,7 @@ use crate::{
     leftovers::{Found, Part},
     mode::Mode,
     model::objects::{Algorithm, Forwarding},
-    process::record::{Record, SourceRecord, UnsupportedField},
+    process::record::{InterfaceRecord, Record, SourceRecord, UnsupportedField},
 };
 
 /// One service port in one family.
@@ -221,6 +221,8 @@ pub(super) struct StatusView {
     pub(super) controller: ControllerView,
     pub(super) sources: Option<Vec<SourceRecord>>,
     pub(super) hooks: Vec<HookView>,
+    /// Why interfaces of workloads have no packet programs: "name: reason".
+    pub(super) unattached: Vec<String>,
     /// Of uplinks, with `ebpf.xdp`.
     pub(super) xdp: Vec<XdpView>,
     /// With `ebpf.xdp`.
@@ -301,6 +303,7 @@ impl StatusView {
             node: record.as_ref().map(|record| record.node.clone()),
             controller: ControllerView { running, starting: starting.is_some(), pid },
             unsupported: record.as_ref().map(|record| record.unsupported.clone()).unwrap_or_default(),
+            unattached: record.iter().filter(|_| alive).flat_map(unattached).collect(),
             sources: record.filter(|_| alive).map(|record| record.sources),
             hooks: Vec::new(),
             xdp: Vec::new(),
@@ -357,6 +360,9 @@ impl StatusView {
             };
             line("source", &format!("{}: {connected}, {} objects", source.name, source.objects));
         }
+        for interface in &self.unattached {
+            line("unattached", interface);
+        }
         if let Some(former) = self.former_kube_proxy.text() {
             line("kube-proxy", &format!("another one's rules: {former}"));
         }
@@ -400,6 +406,12 @@ impl StatusView {
         let counters = counted.iter().map(|counter| [counter.name.to_owned(), counter.count.to_string()]);
         part(counted.len(), table(["REASON", "COUNT"], counters));
     }
+}
+
+/// Returns a line for each interface that the controller cannot attach packet programs to.
+fn unattached(record: &Record) -> impl Iterator<Item = String> {
+    let line = |of: &InterfaceRecord| Some(format!("{}: {}", of.name, of.unattached.as_ref()?));
+    record.interfaces.iter().filter_map(line)
 }
 
 /// The same for both families.

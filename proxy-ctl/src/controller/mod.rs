@@ -12,7 +12,7 @@ mod service_metrics;
 mod switch;
 mod write;
 
-use std::{collections::BTreeMap, sync::Arc, time::Instant};
+use std::{sync::Arc, time::Instant};
 
 use tokio::sync::watch;
 
@@ -30,7 +30,7 @@ pub use self::{
 };
 use crate::{
     config::{ALLOW_SERVICE_EXTERNAL_IPS, Config},
-    dataplane::{Dataplane, Error, MetricFamily, NodeNetwork},
+    dataplane::{Dataplane, Error, HookProblems, MetricFamily, NodeNetwork},
     mode::Mode,
     model::{
         Model, Update,
@@ -57,8 +57,8 @@ pub struct Reports {
     /// Modes that were at work before, while anything of them is left. Told before they let go of their names.
     pub retiring: watch::Sender<Vec<Mode>>,
     pub heartbeats: Heartbeats,
-    /// Why uplinks have no XDP program, by their index.
-    pub without_xdp: watch::Sender<BTreeMap<u32, String>>,
+    /// Why interfaces lack programs.
+    pub hook_problems: watch::Sender<HookProblems>,
 }
 
 /// Which lists have come in. Nothing is written before all have.

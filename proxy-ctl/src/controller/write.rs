@@ -263,10 +263,10 @@ impl Controller {
         let Some(active) = &mut self.active else { return };
         let started = Instant::now();
         let result = active.dataplane.collect_garbage();
-        let without_xdp = active.dataplane.without_xdp();
-        self.reports.without_xdp.send_if_modified(|told| {
-            let is_other = *told != without_xdp;
-            *told = without_xdp;
+        let hook_problems = active.dataplane.hook_problems();
+        self.reports.hook_problems.send_if_modified(|told| {
+            let is_other = *told != hook_problems;
+            *told = hook_problems;
             is_other
         });
         self.coverage.take_without_room(active.dataplane.as_mut());

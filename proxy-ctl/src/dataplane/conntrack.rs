@@ -21,7 +21,9 @@ use nix::sys::socket::AddressFamily;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 pub(super) use self::stale_flows::{Repliers, StaleFlows};
-use super::{Applied, Dataplane, Error, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage};
+use super::{
+    Applied, Dataplane, Error, HookProblems, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage,
+};
 use crate::{
     model::{
         desired::{Changes, DesiredPort, ServicePortName},
@@ -271,8 +273,8 @@ impl Dataplane for WithConntrack {
         self.inner.take_without_room()
     }
 
-    fn without_xdp(&self) -> BTreeMap<u32, String> {
-        self.inner.without_xdp()
+    fn hook_problems(&self) -> HookProblems {
+        self.inner.hook_problems()
     }
 }
 

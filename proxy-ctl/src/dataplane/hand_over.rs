@@ -7,7 +7,8 @@
 use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use super::{
-    Applied, Dataplane, Effect, Error, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage, servable,
+    Applied, Dataplane, Effect, Error, HookProblems, Host, MetricFamily, Programmed, Snapshot, Unsupported,
+    Usage, servable,
 };
 use crate::{
     mode::Mode,
@@ -444,8 +445,8 @@ impl Dataplane for HandOver {
         Some(all)
     }
 
-    fn without_xdp(&self) -> BTreeMap<u32, String> {
-        self.primary.without_xdp()
+    fn hook_problems(&self) -> HookProblems {
+        self.primary.hook_problems()
     }
 }
 

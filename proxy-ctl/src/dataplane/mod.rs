@@ -124,10 +124,19 @@ pub trait Dataplane: Programmed + Send {
         None
     }
 
-    /// Why uplinks have no XDP program, by their index; empty: all have one, or none is to have one.
-    fn without_xdp(&self) -> BTreeMap<u32, String> {
-        BTreeMap::new()
+    /// What keeps programs from interfaces. It is no failure of a call: everything else is programmed.
+    fn hook_problems(&self) -> HookProblems {
+        HookProblems::default()
     }
+}
+
+/// Why interfaces lack programs, by their index.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct HookProblems {
+    /// Uplinks that have no XDP program. Empty: all have one, or none is to have one.
+    pub without_xdp: BTreeMap<u32, String>,
+    /// Interfaces of workloads that packet programs cannot be attached to.
+    pub unattached: BTreeMap<u32, String>,
 }
 
 /// What a call has written: table entries, rules or the like.

@@ -89,6 +89,12 @@ pub(super) fn service_not_served_as_asked(service: ObjectName, leaves_unserved: 
     }
 }
 
+/// The packet programs cannot be attached to a workload's interface, and why. kube-proxy has no such event.
+pub(super) fn interface_not_attached(problem: &str) -> Event {
+    let note = format!("{problem}; this workload reaches Services by socket hooks only");
+    Event::node(Type::Warning, "InterfaceNotAttached", "AttachPrograms", note)
+}
+
 /// Another mode takes the place of the one that was asked for, and why. kube-proxy has no such event.
 pub(super) fn mode_fallback(why: &str) -> Event {
     Event::node(Type::Warning, "ProxyModeFallback", "ChooseMode", why)

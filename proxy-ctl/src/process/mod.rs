@@ -23,6 +23,7 @@ mod run;
 mod set_up;
 mod settings;
 mod source;
+mod unattached_interfaces;
 mod unsupported_services;
 
 pub use self::{record::Record, run::run, settings::Settings};

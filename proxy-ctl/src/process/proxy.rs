@@ -1,6 +1,6 @@
 //! What the tasks of a running proxy share, and the tasks.
 
-use std::{collections::BTreeMap, io, net::SocketAddr, sync::Arc};
+use std::{io, net::SocketAddr, sync::Arc};
 
 use ipnet::IpNet;
 use prometheus_client::registry::Registry;
@@ -20,12 +20,12 @@ use super::{
     set_up,
     settings::Settings,
     source::Source,
-    unsupported_services,
+    unattached_interfaces, unsupported_services,
 };
 use crate::{
     config::{CommandLine, Config},
     controller::{Coverage, Inputs, MetricsRequests, Reports, UnservedPorts},
-    dataplane::NodeNetwork,
+    dataplane::{HookProblems, NodeNetwork},
     events::Recorder,
     mode::Mode,
     model::{Update, objects::ObjectName},
@@ -62,8 +62,8 @@ pub(super) struct Proxy {
     pub(super) mode: watch::Sender<ModeInForce>,
     /// What has served before it, while anything of it is left.
     retiring: watch::Sender<Vec<Mode>>,
-    /// Why uplinks have no XDP program, by their index.
-    without_xdp: watch::Sender<BTreeMap<u32, String>>,
+    /// Why interfaces lack programs.
+    hook_problems: watch::Sender<HookProblems>,
     /// The configuration in force.
     configs: watch::Sender<Arc<Config>>,
     /// The same, as `/configz` shows it.
@@ -118,7 +118,7 @@ impl Proxy {
             networks: watch::Sender::default(),
             mode: watch::Sender::new(ModeInForce::new(choice.modes)),
             retiring: watch::Sender::default(),
-            without_xdp: watch::Sender::default(),
+            hook_problems: watch::Sender::default(),
             choices: watch::Sender::new(choice),
             configs: watch::Sender::new(Arc::clone(&config)),
             document: watch::Sender::new(config.to_document()),
@@ -146,7 +146,7 @@ impl Proxy {
             coverage: self.coverage.clone(),
             mode: self.mode.clone(),
             retiring: self.retiring.clone(),
-            without_xdp: self.without_xdp.clone(),
+            hook_problems: self.hook_problems.clone(),
         }
     }
 
@@ -281,6 +281,11 @@ impl Proxy {
         });
     }
 
+    pub(super) fn tell_of_unattached_interfaces(&self, tasks: &mut Tasks) {
+        let (problems, events) = (self.hook_problems.subscribe(), self.events.clone());
+        self.spawn(tasks, "unattached interfaces", unattached_interfaces::follow(problems, events));
+    }
+
     /// The record is written first by what this answers with, and then whenever it has changed: only whoever holds the
     /// dataplane's lock may write it.
     pub(super) fn keep_record(&self, tasks: &mut Tasks) -> impl FnOnce() + Send + 'static {
@@ -302,7 +307,7 @@ impl Proxy {
             configs: self.configs.subscribe(),
             removal_blockers: self.removal_blockers.subscribe(),
             coverage: self.coverage.subscribe(),
-            without_xdp: self.without_xdp.subscribe(),
+            hook_problems: self.hook_problems.subscribe(),
         };
         let written = CancellationToken::new();
         self.spawn(tasks, "record", record::keep(record.clone(), inputs, written.clone()));

@@ -2,7 +2,6 @@
 //! tables do not hold. It is in /run, so that it does not outlive a reboot; an ordinary user's is in his own folder there.
 
 use std::{
-    collections::BTreeMap,
     fs, io,
     path::{Path, PathBuf},
     sync::Arc,
@@ -18,7 +17,7 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     config::{Config, Keyword as _},
     controller::Coverage,
-    dataplane::{Effect, NodeNetwork, Role},
+    dataplane::{Effect, HookProblems, NodeNetwork, Role},
     model::objects::ObjectName,
     report::{ModeChoice, ModeInForce},
     source::kubernetes::{ResourceKind, SourceState},
@@ -114,6 +113,8 @@ pub struct InterfaceRecord {
     pub reason: String,
     /// Why it has no XDP program, where one was to be attached.
     pub without_xdp: Option<String>,
+    /// Why it has no packet programs, where they were to be attached.
+    pub unattached: Option<String>,
 }
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
@@ -210,7 +211,7 @@ pub(super) struct RecordInputs {
     pub(super) configs: watch::Receiver<Arc<Config>>,
     pub(super) removal_blockers: watch::Receiver<Vec<String>>,
     pub(super) coverage: watch::Receiver<Coverage>,
-    pub(super) without_xdp: watch::Receiver<BTreeMap<u32, String>>,
+    pub(super) hook_problems: watch::Receiver<HookProblems>,
 }
 
 /// Once the record was `written` first, writes it again whenever it has changed.
@@ -252,7 +253,7 @@ impl RecordInputs {
     }
 
     fn interfaces(&self, config: &Config) -> Vec<InterfaceRecord> {
-        let networks = self.networks.borrow();
+        let (networks, problems) = (self.networks.borrow(), self.hook_problems.borrow());
         let interfaces = networks.iter().flat_map(|network| &network.interfaces);
         interfaces
             .filter(|interface| config.ebpf.interfaces.select(&interface.name))
@@ -265,7 +266,8 @@ impl RecordInputs {
                 }
                 .to_owned(),
                 reason: interface.reason.to_string(),
-                without_xdp: self.without_xdp.borrow().get(&interface.index).cloned(),
+                without_xdp: problems.without_xdp.get(&interface.index).cloned(),
+                unattached: problems.unattached.get(&interface.index).cloned(),
             })
             .collect()
     }

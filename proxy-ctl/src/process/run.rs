@@ -109,6 +109,7 @@ async fn serve(line: CommandLine, settings: Settings, choice: ModeChoice) -> any
     proxy.remove_leftovers(&mut tasks);
     proxy.tell_of_mode(&mut tasks);
     proxy.tell_of_unsupported_services(&mut tasks);
+    proxy.tell_of_unattached_interfaces(&mut tasks);
     let opened = proxy.keep_record(&mut tasks);
     let mut ended = dataplane_thread::start(&proxy, inputs.controller, opened)?;
 

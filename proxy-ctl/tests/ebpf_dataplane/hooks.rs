@@ -199,6 +199,69 @@ fn devices_without_an_ethernet_header_get_programs_of_their_own() {
     }
 }
 
+/// Attaches programs of others until the hook takes no more, which Linux 6.18 refuses with ERANGE after 63. `None`: the kernel has
+/// no tcx; says that the test is skipped.
+fn fill(interface: u32, hook: bpf_attach_type) -> Option<Vec<OwnedFd>> {
+    let mut links = Vec::new();
+    loop {
+        match bpf::link_tcx(packet_program(0).as_fd(), interface, hook, Order::Last) {
+            Ok(link) => links.push(link),
+            Err(error) if links.is_empty() && error.errno() == libc::EINVAL => {
+                println!("skipped: the kernel has no tcx");
+                return None;
+            }
+            Err(error) => {
+                assert_eq!(error.errno(), libc::ERANGE, "{error}");
+                return Some(links);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_workloads_interface_that_takes_no_program_is_named_and_keeps_nothing_else_from_being_served() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let (refuses, other) = (veth("dpa"), veth("dpb"));
+    let Some(foreign) = fill(refuses, bpf_attach_type::BPF_TCX_EGRESS) else { return };
+    let mut dataplane = sandbox.open();
+    dataplane.take_host(&host(&[("dpa", Role::Workload), ("dpb", Role::Workload)])).unwrap();
+    assert_eq!(links(&sandbox), named(other), "no direction is translated alone");
+    let unattached = dataplane.hook_problems().unattached;
+    let reason = unattached.get(&refuses).expect("it is named");
+    assert!(unattached.len() == 1 && reason.contains("dpa (egress)"), "{unattached:?}");
+    let counted = |dataplane: &EbpfDataplane| {
+        let families = dataplane.metrics().unwrap();
+        let family =
+            families.into_iter().find(|family| family.name == "proxy_unattached_interfaces").unwrap();
+        family.samples[0].1
+    };
+    assert_eq!(counted(&dataplane), 1);
+
+    drop(foreign);
+    until_inspected(&mut dataplane, |dataplane| dataplane.hook_problems().unattached.is_empty());
+    assert_eq!(links(&sandbox), &named(refuses) | &named(other));
+    assert_eq!(counted(&dataplane), 0);
+}
+
+/// An uplink without programs leaves all clients outside unserved: the node is not healthy.
+#[test]
+fn an_uplink_that_takes_no_program_fails_the_call() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let uplink = veth("dpa");
+    let Some(_foreign) = fill(uplink, bpf_attach_type::BPF_TCX_INGRESS) else { return };
+    let error = sandbox.open().take_host(&host(&[("dpa", Role::Uplink)])).unwrap_err();
+    assert!(error.to_string().contains("dpa (ingress)"), "{error}");
+}
+
+/// Collects until an inspection has made `done` true; the kernel detaches links of others in the background.
+fn until_inspected(dataplane: &mut EbpfDataplane, done: impl Fn(&EbpfDataplane) -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !done(dataplane) {
+        assert!(Instant::now() < deadline, "no inspection has cured it");
+        dataplane.collect_garbage().unwrap();
+    }
+}
+
 #[test]
 fn a_link_that_somebody_removed_comes_back() {
     let Some(sandbox) = Sandbox::new() else { return };
@@ -419,6 +482,16 @@ fn first_on_ingress(interface: u32) -> u32 {
     tcx_programs(interface, TcAttachType::Ingress)[0]
 }
 
+/// Returns true, and says that the test is skipped, if the kernel cannot attach filters.
+fn is_without_clsact(dataplane: &EbpfDataplane) -> bool {
+    let unattached = dataplane.hook_problems().unattached;
+    let is_missing = unattached.values().any(|reason| reason.contains("No such file"));
+    if is_missing {
+        println!("skipped: the kernel has no clsact qdisc or no cls_bpf");
+    }
+    is_missing
+}
+
 #[test]
 fn clsact_filters_do_the_same_where_tcx_is_missing() {
     let Some(sandbox) = Sandbox::new() else { return };
@@ -426,13 +499,10 @@ fn clsact_filters_do_the_same_where_tcx_is_missing() {
     let open = || sandbox.open().without_tcx();
     let host = host(&[("dpa", Role::Workload)]);
     let mut dataplane = open();
-    match dataplane.take_host(&host) {
-        Err(error) if error.to_string().contains("No such file") => {
-            println!("skipped: the kernel has no clsact qdisc or no cls_bpf");
-            return;
-        }
-        done => done.unwrap(),
-    };
+    dataplane.take_host(&host).unwrap();
+    if is_without_clsact(&dataplane) {
+        return;
+    }
     let ours = |direction| tc::filters(interface, direction).unwrap();
     let (ingress, egress) = (ours(Direction::Ingress), ours(Direction::Egress));
     assert_eq!((ingress.len(), egress.len()), (1, 1));
@@ -469,9 +539,8 @@ fn a_clsact_qdisc_of_ours_goes_with_the_last_filter() {
     let Some(sandbox) = Sandbox::new() else { return };
     veth("dpa");
     let mut dataplane = sandbox.open().without_tcx();
-    if let Err(error) = dataplane.take_host(&host(&[("dpa", Role::Workload)])) {
-        assert!(error.to_string().contains("No such file"), "{error}");
-        println!("skipped: the kernel has no clsact qdisc or no cls_bpf");
+    dataplane.take_host(&host(&[("dpa", Role::Workload)])).unwrap();
+    if is_without_clsact(&dataplane) {
         return;
     }
     assert!(run("tc", "qdisc show dev dpa").contains("clsact"));

@@ -14,7 +14,8 @@ use super::*;
 use crate::{
     config::{NamePattern, NodePortAddress},
     dataplane::{
-        Applied, Device, Effect, ErrorKind, Host, Interface, Modes, Programmed, Snapshot, Unsupported, Usage,
+        Applied, Device, Effect, ErrorKind, HookProblems, Host, Interface, Modes, Programmed, Snapshot,
+        Unsupported, Usage,
     },
     leftovers::Remains,
     mode::Mode,
@@ -64,6 +65,7 @@ struct Recording {
     addresses_fail: bool,
     /// The kernel refuses hooks.
     attach_fails: bool,
+    hook_problems: HookProblems,
     /// How many calls came before each attachment.
     attached_after: Vec<usize>,
     /// Another controller runs.
@@ -224,6 +226,10 @@ impl Dataplane for Recorder {
         self.lock().without_room.take()
     }
 
+    fn hook_problems(&self) -> HookProblems {
+        self.lock().hook_problems.clone()
+    }
+
     fn min_interval(&self, configured: Duration) -> Duration {
         if self.lock().paced { configured } else { Duration::ZERO }
     }
@@ -272,7 +278,7 @@ fn reports() -> Reports {
         coverage: watch::Sender::default(),
         mode: watch::Sender::new(ModeInForce::new(Modes { mode: Mode::Ebpf, beside: None })),
         retiring: watch::Sender::default(),
-        without_xdp: watch::Sender::default(),
+        hook_problems: watch::Sender::default(),
     }
 }
 
@@ -395,6 +401,19 @@ fn hooks_that_the_kernel_refuses_are_tried_again_and_services_are_written_meanwh
     assert!(matches!(fixture.write().as_slice(), [Call::SetHost(_)]));
     assert_eq!(fixture.recorder.lock().attached_after.len(), 2);
     assert!(is_programmed(&fixture) && fixture.is_healthy_after(Duration::from_secs(61)));
+}
+
+/// A restart cures no interface, and everything else is served.
+#[test]
+fn an_interface_that_refuses_programs_is_told_of_and_is_no_pending_change() {
+    let mut fixture = Fixture::started(Config::default(), vec![service("a", "10.0.0.1")], &[]);
+    let problems = HookProblems { unattached: [(7, "veth7 is full".into())].into(), ..Default::default() };
+    fixture.recorder.lock().hook_problems = problems.clone();
+    fixture.write();
+    fixture.controller.collect_garbage();
+    assert_eq!(*fixture.reports.hook_problems.borrow(), problems);
+    assert!(fixture.reports.coverage.borrow().programmed && fixture.is_healthy_after(PERIOD * 100));
+    assert_eq!(fixture.unprogrammed(), None);
 }
 
 #[test]

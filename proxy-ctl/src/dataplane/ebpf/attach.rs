@@ -98,6 +98,8 @@ pub(super) struct Hooks {
     /// `None`: not tried yet.
     tcx: Option<bool>,
     interfaces: BTreeMap<u32, Interface>,
+    /// Why interfaces of workloads have no programs, by their index.
+    unattached: BTreeMap<u32, String>,
     order: HookOrder,
     transit: Transit,
     redirect_failures: RedirectFailures,
@@ -119,6 +121,7 @@ impl Hooks {
             links,
             tcx: None,
             interfaces: BTreeMap::new(),
+            unattached: BTreeMap::new(),
             order: HookOrder::default(),
             transit,
             redirect_failures: RedirectFailures::default(),
@@ -190,6 +193,7 @@ impl Hooks {
                 Vec::new()
             }
         };
+        gone.extend(self.interfaces.keys().filter(|index| self.unattached.contains_key(index)));
         gone.retain(|index| interfaces.iter().all(|interface| interface.index != *index));
         for index in gone {
             if let Err(error) = self.detach(index) {
@@ -202,15 +206,50 @@ impl Hooks {
         for interface in uplinks_first(interfaces) {
             // Also where that fails: it is tried again.
             self.interfaces.insert(interface.index, interface.clone());
-            match self.attach(interface) {
-                Ok(_) => {}
-                Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {
-                    tracing::debug!(interface = interface.name, "interface vanished while being attached");
-                }
-                Err(error) => failures.add(&interface.name, error),
-            }
+            self.attach_or_note(interface, &mut failures);
         }
         failures
+    }
+
+    /// Attaches to an interface, and returns true if anything had to be done. The refusal of one workload's interface is noted,
+    /// and fails no call: trying again at once cannot cure it, and everything else is served.
+    fn attach_or_note(&mut self, interface: &Interface, failures: &mut Failures) -> bool {
+        let index = interface.index;
+        match self.attach(interface) {
+            Ok(changed) => {
+                if self.unattached.remove(&index).is_some() {
+                    tracing::info!(interface = interface.name, "packet programs are attached now");
+                }
+                return changed;
+            }
+            Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {
+                tracing::debug!(interface = interface.name, "interface vanished while being attached");
+            }
+            Err(error) if interface.role == Role::Workload && is_refused(&error) => {
+                self.note_refusal(interface, &error);
+                // Programs on one direction alone would translate packets whose answers stay untranslated.
+                if let Err(error) = self.remove_packet_programs(index) {
+                    failures.add(&interface.name, error);
+                }
+            }
+            Err(error) => {
+                self.unattached.remove(&index);
+                failures.add(&interface.name, error);
+            }
+        }
+        false
+    }
+
+    fn note_refusal(&mut self, interface: &Interface, error: &Error) {
+        let reason = error.to_string();
+        if self.unattached.get(&interface.index) != Some(&reason) {
+            tracing::warn!(
+                interface = interface.name,
+                reason,
+                "no packet program can be attached to the interface: its workload reaches Services by socket hooks only; it is tried again every 10 s"
+            );
+            self.unattached.insert(interface.index, reason);
+        }
     }
 
     /// Are programs of ours, or of a predecessor, at any? Also where that cannot be told.
@@ -255,11 +294,9 @@ impl Hooks {
         }
         let interfaces: Vec<Interface> = self.interfaces.values().cloned().collect();
         for interface in uplinks_first(&interfaces) {
-            match self.attach(interface) {
-                Ok(false) => {}
-                Ok(true) => changed(Some(interface)),
-                Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {}
-                Err(error) => failures.add(&interface.name, error),
+            let was_refused = self.unattached.contains_key(&interface.index);
+            if self.attach_or_note(interface, &mut failures) && !was_refused {
+                changed(Some(interface));
             }
         }
         failures
@@ -324,6 +361,11 @@ impl Hooks {
     /// Why uplinks have no XDP program, by their index.
     pub(super) const fn refusals(&self) -> &BTreeMap<u32, String> {
         self.transit.refusals()
+    }
+
+    /// Why interfaces of workloads have no programs, by their index.
+    pub(super) const fn unattached(&self) -> &BTreeMap<u32, String> {
+        &self.unattached
     }
 
     /// What the interfaces that are attached to may do.
@@ -462,14 +504,26 @@ impl Hooks {
 
     fn detach(&mut self, index: u32) -> Result<(), Error> {
         self.interfaces.remove(&index);
+        self.unattached.remove(&index);
         self.order.forget(index);
         self.transit.detach(&self.paths, &mut self.links, index)?;
+        self.remove_packet_programs(index)
+    }
+
+    fn remove_packet_programs(&mut self, index: u32) -> Result<(), Error> {
         for direction in Direction::ALL {
             self.links.remove(&self.link_path(index, direction))?;
         }
         remove_filters(&self.paths, index)?;
         Ok(())
     }
+}
+
+/// Returns true if the kernel or a program of others keeps ours from the interface. Where the program itself is still there, as
+/// the kernel detaches a removed link in the background, the next attempt succeeds.
+fn is_refused(error: &Error) -> bool {
+    let is_detaching = |source: &CallError| source.call == bpf::LINK_CREATE && source.errno() == libc::EEXIST;
+    matches!(error, Error::Attach { source, .. } if !is_detaching(source))
 }
 
 /// What XDP does with packets to pods depends on uplinks.

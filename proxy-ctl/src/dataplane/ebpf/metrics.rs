@@ -52,6 +52,14 @@ pub(super) fn families(
     families
 }
 
+pub(super) fn unattached_interfaces(number: usize) -> MetricFamily {
+    MetricFamily::gauge(
+        "proxy_unattached_interfaces",
+        "Interfaces of workloads that packet programs cannot be attached to; status names them.",
+        [([].into(), u64::try_from(number).unwrap_or(u64::MAX))],
+    )
+}
+
 /// A sample of each family, and of each reason.
 #[cfg(test)]
 pub(crate) fn sample_metrics() -> Vec<MetricFamily> {
@@ -74,11 +82,13 @@ pub(crate) fn sample_metrics() -> Vec<MetricFamily> {
     let table = TableUsage { name: "frontends4", used: 3, capacity: 100, can_fill_up: true, bytes: 4096 };
     let reason =
         |of: &Reason| ReasonUsage { name: of.name(), verdict: super::status::verdict(*of), count: 7 };
-    families(
+    let mut all = families(
         &Usage { tables: vec![table], reasons: Reason::ALL.iter().map(reason).collect() },
         &[web],
         3,
         [("TCP", 1), ("UDP", 2)],
         4,
-    )
+    );
+    all.push(unattached_interfaces(1));
+    all
 }

@@ -52,8 +52,8 @@ use self::{
     writer::{Common, Failures, FamilyWriter, Writes},
 };
 use super::{
-    Applied, Dataplane, Host, Interface, LocalTraffic, MetricFamily, Programmed, Role, Snapshot, Unsupported,
-    Usage,
+    Applied, Dataplane, HookProblems, Host, Interface, LocalTraffic, MetricFamily, Programmed, Role,
+    Snapshot, Unsupported, Usage,
     entry::{Entry, TrackedFlows},
     source_ports::SourcePorts,
 };
@@ -949,7 +949,10 @@ impl Dataplane for EbpfDataplane {
         let v6 = self.v6.entries.services.iter().map(|(name, published)| (published.id, name));
         let (services, uncounted) = status::service_usage(&self.shared.tables, v4.chain(v6))?;
         let ended = self.stale_sockets.ended();
-        Ok(metrics::families(&self.usage()?, &services, uncounted, ended, self.affinity.evicted()))
+        let mut families =
+            metrics::families(&self.usage()?, &services, uncounted, ended, self.affinity.evicted());
+        families.push(metrics::unattached_interfaces(self.hooks.unattached().len()));
+        Ok(families)
     }
 
     /// None: a change costs what it writes, so that each is written at once.
@@ -972,8 +975,9 @@ impl Dataplane for EbpfDataplane {
         (v4 || v6).then(|| self.v4.without_room().into_iter().chain(self.v6.without_room()).collect())
     }
 
-    fn without_xdp(&self) -> BTreeMap<u32, String> {
-        self.hooks.refusals().clone()
+    fn hook_problems(&self) -> HookProblems {
+        let (without_xdp, unattached) = (self.hooks.refusals().clone(), self.hooks.unattached().clone());
+        HookProblems { without_xdp, unattached }
     }
 }
 

@@ -39,11 +39,12 @@ pub(super) const fn address_family(family: IpFamily) -> AddressFamily {
     }
 }
 
-/// Whether netfilter knows a connection, of any protocol, whose destination it translates. One that has ended counts for some time.
-pub(super) fn has_translated_connections() -> Result<bool, CallError> {
+/// Returns true if netfilter knows a connection, of any protocol, whose destination it translates and is one of these. One that has
+/// ended counts for some time.
+pub(super) fn has_translated_connections(is_one: impl Fn(SocketAddr) -> bool) -> Result<bool, CallError> {
     let conntrack = Conntrack::open()?;
     for family in IpFamily::ALL {
-        if conntrack.has_translated(address_family(family))? {
+        if conntrack.has_translated(address_family(family), &is_one)? {
             return Ok(true);
         }
     }

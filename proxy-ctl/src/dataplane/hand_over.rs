@@ -4,7 +4,14 @@
 //! frontends of one kind; these may be served by both, each for its own clients. The mode beside is opened with the first such
 //! port, and removed after the last once no connection rests on it.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
+
+use rustc_hash::FxHashSet;
 
 use super::{
     Applied, Dataplane, Effect, Error, HookProblems, Host, MetricFamily, Programmed, Snapshot, Unsupported,
@@ -12,18 +19,48 @@ use super::{
 };
 use crate::{
     mode::Mode,
-    model::desired::{Changes, DesiredPort, Frontend, ServicePortName},
+    model::desired::{Changes, DesiredPort, Frontend, FrontendKind, ServicePortName},
 };
 
 /// Opens and removes the mode beside.
 pub(super) trait ModeBeside: Send {
     fn mode(&self) -> Mode;
     fn open(&self) -> Result<Box<dyn Dataplane>, Error>;
-    /// Whether connections rest on the mode's rules: netfilter translates those that it knows, whoever has opened them, only while
-    /// something of type nat is there.
-    fn has_connections(&self) -> Result<bool, Error>;
+    /// Returns true if connections to these frontends rest on the mode's rules: netfilter translates those that it knows, whoever
+    /// has opened them, only while something of type nat is there.
+    fn has_connections(&self, to: &DialledFrontends) -> Result<bool, Error>;
     /// Removes what the mode has written. Its dataplane is dropped.
     fn remove(&self) -> Result<(), Error>;
+}
+
+/// What clients of Services dial. Connections to anything else, such as the ports that a container engine publishes, rest on the
+/// rules of others.
+#[derive(Clone, Debug, Default)]
+pub(super) struct DialledFrontends {
+    addresses: FxHashSet<SocketAddr>,
+    node_ports: FxHashSet<u16>,
+    node_addresses: BTreeSet<IpAddr>,
+}
+
+impl DialledFrontends {
+    /// `address`: `None` for a node port.
+    fn add(&mut self, address: Option<IpAddr>, port: u16) {
+        match address {
+            Some(address) => drop(self.addresses.insert(SocketAddr::new(address, port))),
+            None => drop(self.node_ports.insert(port)),
+        }
+    }
+
+    fn add_all(&mut self, port: &DesiredPort) {
+        for Frontend { kind, address, port, .. } in &port.frontends {
+            self.add((*kind != FrontendKind::NodePort).then_some(*address), *port);
+        }
+    }
+
+    pub(super) fn has(&self, dialled: SocketAddr) -> bool {
+        self.addresses.contains(&dialled)
+            || self.node_ports.contains(&dialled.port()) && self.node_addresses.contains(&dialled.ip())
+    }
 }
 
 pub(super) struct HandOver {
@@ -33,6 +70,8 @@ pub(super) struct HandOver {
     opened: Option<Box<dyn Dataplane>>,
     /// What is handed over.
     handed: BTreeMap<ServicePortName, Arc<DesiredPort>>,
+    /// What was handed over since the mode beside was opened.
+    was_handed: DialledFrontends,
     /// What passes to the mode at work: it is served beside until that has written everything.
     passing: BTreeMap<ServicePortName, Arc<DesiredPort>>,
     host: Option<Host>,
@@ -105,6 +144,7 @@ impl HandOver {
             beside,
             opened: None,
             handed: BTreeMap::new(),
+            was_handed: DialledFrontends::default(),
             passing: BTreeMap::new(),
             host: None,
             removal_pending: false,
@@ -133,7 +173,7 @@ impl HandOver {
             match parts.handed {
                 Some(part) => {
                     let before = self.take_back(&port.name);
-                    self.handed.insert(port.name.clone(), Arc::clone(&part));
+                    self.hand_over(&part);
                     let is_known =
                         |one: &Frontend| before.as_ref().is_some_and(|before| before.frontends.contains(one));
                     let arrives = !part.frontends.iter().all(is_known);
@@ -155,6 +195,24 @@ impl HandOver {
             }
         }
         split
+    }
+
+    fn hand_over(&mut self, part: &Arc<DesiredPort>) {
+        self.was_handed.add_all(part);
+        self.handed.insert(part.name.clone(), Arc::clone(part));
+    }
+
+    /// Returns what clients may have dialled whose connections rest on the mode beside: what it has served, and the frontends of the
+    /// mode at work, as the rules of a former proxy that are gone have translated connections to these.
+    fn dialled(&self) -> Result<DialledFrontends, Error> {
+        let mut dialled = self.was_handed.clone();
+        if let Some(host) = &self.host {
+            dialled.node_addresses.clone_from(&host.node_port_addresses);
+        }
+        for service in self.primary.snapshot()?.services {
+            service.frontends.iter().for_each(|frontend| dialled.add(frontend.address, frontend.port));
+        }
+        Ok(dialled)
     }
 
     /// Answers with what the mode beside serves of the service port.
@@ -226,7 +284,7 @@ impl HandOver {
     fn remove_idle_beside(&mut self) -> Result<(), Error> {
         self.idle = 0;
         if self.opened.is_some() {
-            match self.beside.has_connections() {
+            match self.dialled().and_then(|dialled| self.beside.has_connections(&dialled)) {
                 Ok(false) => {}
                 Ok(true) => return Ok(()),
                 Err(error) => {
@@ -249,6 +307,7 @@ impl HandOver {
         if self.removal_pending {
             self.beside.remove()?;
             self.removal_pending = false;
+            self.was_handed = DialledFrontends::default();
             tracing::info!(mode = %self.beside.mode(), "removed: the mode at work serves everything");
         }
         Ok(())
@@ -317,7 +376,7 @@ impl Dataplane for HandOver {
             let parts = self.parts(port);
             own.extend(parts.own);
             match parts.handed {
-                Some(part) => drop(self.handed.insert(part.name.clone(), part)),
+                Some(part) => self.hand_over(&part),
                 None => {
                     let passing = before.get_key_value(&port.name);
                     self.passing.extend(passing.map(|(name, part)| (name.clone(), Arc::clone(part))));

@@ -9,7 +9,7 @@ use super::{
     conntrack::{self, WithConntrack},
     ebpf,
     entry::{BoxedProgrammed, Entry, Removed, TrackedFlows},
-    hand_over::{HandOver, ModeBeside},
+    hand_over::{DialledFrontends, HandOver, ModeBeside},
     iptables, ipvs, nftables,
     source_ports::SourcePorts,
     userspace,
@@ -173,12 +173,13 @@ impl ModeBeside for Beside {
         open_one(self.mode, &self.config)
     }
 
-    fn has_connections(&self) -> Result<bool, Error> {
+    fn has_connections(&self, to: &DialledFrontends) -> Result<bool, Error> {
         if self.at_work != Mode::Ebpf {
             // Its own rules translate.
             return Ok(false);
         }
-        conntrack::has_translated_connections().map_err(|error| Error::new(ErrorKind::Other, error))
+        conntrack::has_translated_connections(|dialled| to.has(dialled))
+            .map_err(|error| Error::new(ErrorKind::Other, error))
     }
 
     fn remove(&self) -> Result<(), Error> {

@@ -126,13 +126,18 @@ impl Conntrack {
         self.list(family, |flow| translated_connection(family, flow))
     }
 
-    /// Whether somebody else than was dialled answers a connection of any protocol. False where [`Self::udp_flows`] has none.
-    pub fn has_translated(&self, family: AddressFamily) -> Result<bool, CallError> {
+    /// Returns true if somebody else than was dialled answers a connection of any protocol. `is_asked_for`: what was dialled. False
+    /// where [`Self::udp_flows`] has none.
+    pub fn has_translated(
+        &self,
+        family: AddressFamily,
+        is_asked_for: impl Fn(SocketAddr) -> bool,
+    ) -> Result<bool, CallError> {
         let translated = self.list(family, |flow| {
             let (sources, destinations) = address_kinds(family);
             let dialled = endpoint(family, flow.nested(ORIGINAL)?, destinations, DESTINATION_PORT)?;
             let replier = endpoint(family, flow.nested(REPLY)?, sources, SOURCE_PORT)?;
-            (replier != dialled).then_some(())
+            (replier != dialled && is_asked_for(dialled)).then_some(())
         })?;
         Ok(!translated.is_empty())
     }

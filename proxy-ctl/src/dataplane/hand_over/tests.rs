@@ -4,11 +4,11 @@ use rstest::rstest;
 
 use super::*;
 use crate::{
-    dataplane::ErrorKind,
+    dataplane::{ErrorKind, FrontendSnapshot, ServiceSnapshot},
     model::{
         Model,
         desired::FrontendKind,
-        objects::{Protocol, Service},
+        objects::{IpFamily, ObjectName, Protocol, Service},
         test_support::{port, service},
     },
 };
@@ -58,8 +58,19 @@ fn kinds(port: &DesiredPort) -> String {
 }
 
 impl Programmed for Fake {
+    /// The mode at work serves a Service at 10.96.0.7.
     fn snapshot(&self) -> Result<Snapshot, Error> {
-        Ok(Snapshot::default())
+        let address = Some(IpAddr::from([10, 96, 0, 7]));
+        let frontends = vec![FrontendSnapshot { address, port: 80, external: false }];
+        let name = ServicePortName {
+            service: ObjectName::new("default", "served"),
+            port: "".into(),
+            protocol: Protocol::Tcp,
+            family: IpFamily::Ipv4,
+        };
+        let served = ServiceSnapshot { frontends, ..ServiceSnapshot::new(name) };
+        let services = if self.who == "own" { vec![served] } else { Vec::new() };
+        Ok(Snapshot { services, ..Snapshot::default() })
     }
 
     fn usage(&self) -> Result<Usage, Error> {
@@ -120,7 +131,8 @@ impl Dataplane for Fake {
 struct FakeBeside {
     log: Log,
     fails: Arc<Mutex<bool>>,
-    has_connections: Arc<Mutex<bool>>,
+    /// What their clients have dialled.
+    connections: Arc<Mutex<Vec<SocketAddr>>>,
 }
 
 impl ModeBeside for FakeBeside {
@@ -136,8 +148,8 @@ impl ModeBeside for FakeBeside {
         Ok(Box::new(Fake { who: "beside", log: self.log.clone(), is_incomplete: Arc::default() }))
     }
 
-    fn has_connections(&self) -> Result<bool, Error> {
-        Ok(*self.has_connections.lock().unwrap())
+    fn has_connections(&self, to: &DialledFrontends) -> Result<bool, Error> {
+        Ok(self.connections.lock().unwrap().iter().any(|dialled| to.has(*dialled)))
     }
 
     fn remove(&self) -> Result<(), Error> {
@@ -151,32 +163,34 @@ struct Scene {
     model: Model,
     log: Log,
     fails: Arc<Mutex<bool>>,
-    has_connections: Arc<Mutex<bool>>,
+    /// What their clients have dialled.
+    connections: Arc<Mutex<Vec<SocketAddr>>>,
     is_incomplete: Arc<Mutex<bool>>,
 }
 
 impl Scene {
     /// Nothing is served yet.
     fn new() -> Self {
-        let (log, fails, has_connections) = (Log::default(), Arc::default(), Arc::default());
+        let (log, fails, connections) = (Log::default(), Arc::default(), Arc::default());
         let is_incomplete = Arc::default();
         let primary =
             Box::new(Fake { who: "own", log: log.clone(), is_incomplete: Arc::clone(&is_incomplete) });
-        let beside = FakeBeside {
-            log: log.clone(),
-            fails: Arc::clone(&fails),
-            has_connections: Arc::clone(&has_connections),
-        };
+        let beside =
+            FakeBeside { log: log.clone(), fails: Arc::clone(&fails), connections: Arc::clone(&connections) };
         let mut both = HandOver::new(primary, Box::new(beside));
         both.set_host(&Host::default()).unwrap();
         both.resync(&[]).unwrap();
         log.take();
-        Self { both, model: Model::new("node"), log, fails, has_connections, is_incomplete }
+        Self { both, model: Model::new("node"), log, fails, connections, is_incomplete }
     }
 
     fn apply(&mut self, service: Service) -> Vec<String> {
         self.model.apply_service(service);
         self.write()
+    }
+
+    fn connect_to(&self, dialled: &str) {
+        self.connections.lock().unwrap().push(dialled.parse().unwrap());
     }
 
     fn write(&mut self) -> Vec<String> {
@@ -195,6 +209,9 @@ fn with_node_port() -> Service {
     web.ports[0].node_port = Some(30_080);
     web
 }
+
+/// Where clients reach [`sctp`].
+const SCTP: &str = "10.96.0.2:80";
 
 fn sctp() -> Service {
     let mut sctp = service("default/sctp", &["10.96.0.2"]);
@@ -282,7 +299,7 @@ fn the_mode_beside_is_removed_after_the_last_port() {
 fn the_mode_beside_goes_on_translating_its_connections() {
     let mut scene = Scene::new();
     scene.apply(sctp());
-    *scene.has_connections.lock().unwrap() = true;
+    scene.connect_to(SCTP);
     scene.model.delete_service(&sctp().name);
     assert_eq!(scene.write(), ["own -sctp", "beside -sctp"]);
     assert_eq!(scene.apply(sctp()), ["beside sctp:c", "own -sctp"], "it is still there");
@@ -291,9 +308,29 @@ fn the_mode_beside_goes_on_translating_its_connections() {
     let mut collect = |times| (0..times).for_each(|_| scene.both.collect_garbage().unwrap());
     collect(2 * COLLECTIONS_BETWEEN_REMOVALS);
     assert_eq!(scene.log.take(), [""; 0]);
-    *scene.has_connections.lock().unwrap() = false;
+    scene.connections.lock().unwrap().clear();
     collect(COLLECTIONS_BETWEEN_REMOVALS);
     assert_eq!(scene.log.take(), ["remove"]);
+}
+
+#[rstest]
+#[case::what_was_handed_over(SCTP, true)]
+#[case::a_node_port_that_was_handed_over("192.0.2.1:30080", true)]
+#[case::a_service_that_a_former_proxy_has_served("10.96.0.7:80", true)]
+#[case::a_port_that_a_container_engine_publishes("192.0.2.1:8080", false)]
+#[case::the_same_port_as_a_node_port_of_another_machine("198.51.100.1:30080", false)]
+fn only_connections_to_services_keep_the_mode_beside(#[case] dialled: &str, #[case] stays: bool) {
+    let mut scene = Scene::new();
+    let host = Host { node_port_addresses: ["192.0.2.1".parse().unwrap()].into(), ..Host::default() };
+    scene.both.set_host(&host).unwrap();
+    scene.apply(sctp());
+    scene.apply(with_node_port());
+    scene.connect_to(dialled);
+    scene.model.delete_service(&sctp().name);
+    scene.model.delete_service(&with_node_port().name);
+    scene.write();
+    scene.both.collect_garbage().unwrap();
+    assert_eq!(scene.both.opened.is_some(), stays);
 }
 
 /// The new mode has found its name free, and could not take over.
@@ -301,13 +338,13 @@ fn the_mode_beside_goes_on_translating_its_connections() {
 fn an_idle_mode_beside_that_was_let_go_for_a_switch_that_failed_is_taken_back() {
     let mut scene = Scene::new();
     scene.apply(sctp());
-    *scene.has_connections.lock().unwrap() = true;
+    scene.connect_to(SCTP);
     scene.model.delete_service(&sctp().name);
     scene.write();
     scene.both.release_beside();
     scene.both.resync(&[]).unwrap();
     assert_eq!(scene.log.take(), ["own all ", "open", "beside host that is shared", "beside all "]);
-    *scene.has_connections.lock().unwrap() = false;
+    scene.connections.lock().unwrap().clear();
     (0..COLLECTIONS_BETWEEN_REMOVALS).for_each(|_| scene.both.collect_garbage().unwrap());
     assert_eq!(scene.log.take(), ["remove"]);
 }
@@ -316,7 +353,7 @@ fn an_idle_mode_beside_that_was_let_go_for_a_switch_that_failed_is_taken_back() 
 fn a_mode_beside_that_could_not_be_taken_back_is_tried_again() {
     let mut scene = Scene::new();
     scene.apply(sctp());
-    *scene.has_connections.lock().unwrap() = true;
+    scene.connect_to(SCTP);
     scene.model.delete_service(&sctp().name);
     scene.write();
     scene.both.release_beside();
@@ -333,11 +370,11 @@ fn a_mode_beside_that_could_not_be_taken_back_is_tried_again() {
 fn what_is_not_desired_any_more_leaves_the_mode_beside_whatever_the_mode_at_work_could_not_write() {
     let mut scene = Scene::new();
     scene.apply(sctp());
-    *scene.has_connections.lock().unwrap() = true;
+    scene.connect_to(SCTP);
     *scene.is_incomplete.lock().unwrap() = true;
     assert!(scene.both.resync(&[]).is_err());
     assert_eq!(scene.log.take(), ["own all ", "beside all "]);
-    *scene.has_connections.lock().unwrap() = false;
+    scene.connections.lock().unwrap().clear();
     assert!(scene.both.resync(&[]).is_err());
     assert_eq!(scene.log.take(), ["own all ", "beside all ", "remove"]);
 }

@@ -1,8 +1,12 @@
 //! One writer at a time in a network namespace: a name in its table of abstract sockets, which the kernel drops with its
-//! holder.
+//! holder. Containers that share the namespace see it, as they would not see a file below /run.
+//!
+//! Any local user can bind such a name. Only sockets of the own user or of root count as the lock, so that nobody else can keep a
+//! mode from opening. Where another user holds the name, the lock is a longer one that cannot be guessed.
 
 use std::{
     fs,
+    hash::{BuildHasher as _, RandomState},
     io::{self, Read as _},
     os::{
         fd::{AsFd, AsRawFd as _},
@@ -14,6 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use netlink_sys::protocols::NETLINK_SOCK_DIAG;
 use nix::{
     sys::socket::{
         AddressFamily, SockFlag, SockType, UnixAddr, connect, getsockopt, socket, sockopt::PeerCredentials,
@@ -21,7 +26,10 @@ use nix::{
     unistd::Uid,
 };
 
-use super::lock::Holder;
+use super::{
+    lock::Holder,
+    netlink::{Attributes, Messages, NLM_F_DUMP, NetlinkSocket, word},
+};
 
 /// Longest time from fork to exec, on a busy node.
 const LONGEST_START: Duration = Duration::from_secs(2);
@@ -30,6 +38,16 @@ const PAUSE: Duration = Duration::from_millis(5);
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The longest answer that is read, in bytes.
 const LONGEST_ANSWER: u64 = 1 << 30;
+
+/// `SOCK_DIAG_BY_FAMILY`.
+const LIST: u16 = 20;
+/// `unix_diag_req`: sockets that listen, each with its name and its owner (`UDIAG_SHOW_UID`: Linux 5.3).
+const LISTENING: u32 = 1 << 10;
+const WITH_NAME_AND_OWNER: u32 = 1 | 1 << 6;
+/// Attributes of the answer, which come after `unix_diag_msg`.
+const NAME: u16 = 0;
+const OWNER: u16 = 7;
+const ANSWER_HEADER: usize = 16;
 
 /// Held until dropped.
 #[derive(Debug)]
@@ -61,27 +79,34 @@ impl NamespaceLock {
 
     /// Takes `proxy-ctl/<name>` in the network namespace of the calling thread, without waiting.
     pub fn try_acquire(name: &str) -> io::Result<NamespaceAttempt> {
-        match UnixListener::bind_addr(&address(name)?) {
-            Ok(name) => Ok(NamespaceAttempt::Held(Self { name })),
-            Err(error) if error.kind() == io::ErrorKind::AddrInUse => {
-                Ok(NamespaceAttempt::Taken(Holder(Self::holder(name))))
+        let mut own = path(name);
+        let bound = match UnixListener::bind_addr(&address(&own)?) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && counted(name).is_empty() => {
+                own = format!("{own}/{:016x}", RandomState::new().hash_one(id()));
+                UnixListener::bind_addr(&address(&own)?)
             }
+            bound => bound,
+        };
+        let taken = || Ok(NamespaceAttempt::Taken(Holder(Self::holder(name))));
+        match bound {
+            // Of two that have taken different names at the same moment, none goes on.
+            Ok(_) if counted(name).iter().any(|other| *other != own) => taken(),
+            Ok(name) => Ok(NamespaceAttempt::Held(Self { name })),
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse => taken(),
             Err(error) => Err(error),
         }
     }
 
-    /// By this or another process.
+    /// Returns true if this or another process holds the lock.
     pub fn is_held(name: &str) -> bool {
-        let sockets = fs::read_to_string("/proc/thread-self/net/unix").unwrap_or_default();
-        let path = format!("@proxy-ctl/{name}");
-        sockets.lines().any(|socket| socket.split_whitespace().nth(7) == Some(&path))
+        !counted(name).is_empty()
     }
 
     /// The process that holds the name; `None`: none, or the kernel does not tell.
     pub fn holder(name: &str) -> Option<u32> {
         // A holder that accepts nobody is asked without waiting: its queue may be full.
         let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_NONBLOCK, None).ok()?;
-        let path = format!("proxy-ctl/{name}");
+        let path = counted(name).into_iter().next()?;
         connect(socket.as_raw_fd(), &UnixAddr::new_abstract(path.as_bytes()).ok()?).ok()?;
         let process = getsockopt(&socket, PeerCredentials).ok()?.pid();
         u32::try_from(process).ok().filter(|process| *process != 0)
@@ -95,7 +120,8 @@ impl NamespaceLock {
     /// What the holder of the name writes to whoever connects; only of a process of the own user or of root. `None`: nobody
     /// holds it.
     pub fn ask(name: &str) -> io::Result<Option<Vec<u8>>> {
-        let stream = match UnixStream::connect_addr(&address(name)?) {
+        let held = counted(name).into_iter().next().unwrap_or_else(|| path(name));
+        let stream = match UnixStream::connect_addr(&address(&held)?) {
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => return Ok(None),
             stream => stream?,
         };
@@ -117,13 +143,94 @@ pub fn is_trusted(stream: &impl AsFd) -> bool {
     own.is_root() || peer.is_ok_and(|peer| peer == own || peer.is_root())
 }
 
-fn address(name: &str) -> io::Result<SocketAddr> {
-    SocketAddr::from_abstract_name(format!("proxy-ctl/{name}"))
+/// Returns the names of sockets that count as the lock, without the leading zero byte. Where the kernel does not tell the owners
+/// (CONFIG_UNIX_DIAG), a socket of the very name counts, whoever has it.
+fn counted(name: &str) -> Vec<String> {
+    let path = path(name);
+    let is_one =
+        |of: &&str| of.strip_prefix(&path).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
+    let own = Uid::effective();
+    match listening() {
+        Ok(sockets) => {
+            let trusted = sockets.iter().filter(|(_, owner)| *owner == own || owner.is_root());
+            trusted.map(|(name, _)| name.as_str()).filter(is_one).map(str::to_owned).collect()
+        }
+        Err(_) => {
+            let sockets = fs::read_to_string("/proc/thread-self/net/unix").unwrap_or_default();
+            let mut names =
+                sockets.lines().filter_map(|socket| socket.split_whitespace().nth(7)?.strip_prefix('@'));
+            names.find(|name| *name == path).map(str::to_owned).into_iter().collect()
+        }
+    }
+}
+
+/// Returns the abstract sockets of the network namespace that listen, with their owners.
+fn listening() -> io::Result<Vec<(String, Uid)>> {
+    let mut header = [0; 24];
+    header[0] = AddressFamily::Unix as u8;
+    header[4..8].copy_from_slice(&LISTENING.to_ne_bytes());
+    header[12..16].copy_from_slice(&WITH_NAME_AND_OWNER.to_ne_bytes());
+    let mut request = Messages::default();
+    request.begin(LIST, NLM_F_DUMP, &header);
+    NetlinkSocket::open(NETLINK_SOCK_DIAG)?.dump(&request, |_, answer| {
+        let attributes = Attributes(answer.get(ANSWER_HEADER..)?);
+        let name = attributes.get(NAME)?.strip_prefix(&[0])?;
+        let owner = Uid::from_raw(word(attributes.get(OWNER)?, 0)?);
+        Some((str::from_utf8(name).ok()?.to_owned(), owner))
+    })
+}
+
+fn path(name: &str) -> String {
+    format!("proxy-ctl/{name}")
+}
+
+fn address(path: &str) -> io::Result<SocketAddr> {
+    SocketAddr::from_abstract_name(path)
 }
 
 #[cfg(test)]
 mod tests {
+    use nix::unistd::fchown;
+
     use super::*;
+
+    /// A socket that an ordinary user has bound.
+    fn of_a_user(path: &str) -> UnixListener {
+        let listener = UnixListener::bind_addr(&address(path).unwrap()).unwrap();
+        fchown(&listener, Some(Uid::from_raw(65_534)), None).unwrap();
+        listener
+    }
+
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_a_name_that_an_ordinary_user_has_bound_is_no_lock() {
+        let name = format!("test-user-{}", id());
+        let users = [of_a_user(&path(&name)), of_a_user(&format!("{}/0", path(&name)))];
+        assert!(!NamespaceLock::is_held(&name));
+        assert_eq!(NamespaceLock::holder(&name), None);
+        let NamespaceAttempt::Held(first) = NamespaceLock::acquire(&name).unwrap() else { panic!("free") };
+        assert!(NamespaceLock::is_held(&name));
+        let taken = NamespaceLock::try_acquire(&name).unwrap();
+        assert!(
+            matches!(taken, NamespaceAttempt::Taken(Holder(Some(process))) if process == id()),
+            "{taken:?}"
+        );
+
+        // The name gets free, and the lock is held all the same.
+        drop(users);
+        let taken = NamespaceLock::try_acquire(&name).unwrap();
+        assert!(matches!(taken, NamespaceAttempt::Taken(_)), "{taken:?}");
+        drop(first);
+    }
+
+    #[test]
+    fn a_name_that_only_begins_alike_is_another_lock() {
+        let name = format!("test-alike-{}", id());
+        let longer = format!("{name}er");
+        let NamespaceAttempt::Held(_other) = NamespaceLock::acquire(&longer).unwrap() else { panic!("free") };
+        assert!(!NamespaceLock::is_held(&name));
+        assert!(matches!(NamespaceLock::acquire(&name).unwrap(), NamespaceAttempt::Held(_)));
+    }
 
     #[test]
     fn the_holder_answers_who_asks() {

@@ -276,8 +276,9 @@ impl Proxy {
     pub(super) fn tell_of_unsupported_services(&self, tasks: &mut Tasks) {
         let told = Record::read(&self.config.ebpf.bpffs).unwrap_or_default().unsupported;
         let (coverage, events) = (self.coverage.subscribe(), self.events.clone());
+        let node = Arc::clone(&self.node_name);
         self.spawn(tasks, "unsupported Services", async move {
-            unsupported_services::follow(coverage, &told, events).await
+            unsupported_services::follow(coverage, &told, &node, events).await
         });
     }
 

@@ -1,8 +1,19 @@
 //! Tells the cluster of Services that are not served as they ask: one event for each Service and change.
+//!
+//! Each node has the same to tell, so that a thousand such Services on five thousand nodes would be five million requests at once.
+//! Nodes therefore tell at different moments and in different orders, and each tells of a few Services in an hour. All of them
+//! together tell of every Service; metrics, log and `status` of each node name all of them.
 
-use std::collections::BTreeMap;
+use std::{
+    collections::{BTreeMap, VecDeque},
+    hash::{DefaultHasher, Hash as _, Hasher as _},
+    time::Duration,
+};
 
-use tokio::sync::watch;
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep_until},
+};
 
 use super::{event, record::UnsupportedField};
 use crate::{
@@ -14,10 +25,36 @@ use crate::{
 /// What was told of each Service.
 type Told = BTreeMap<ObjectName, Event>;
 
-/// Ends when nothing will ever be served. `told_before`: what a predecessor has told.
+/// The moments at which nodes tell of the same Service are spread over so long.
+const SPREAD: Duration = Duration::from_secs(30);
+/// Events of a node in each hour.
+const MOST_IN_AN_HOUR: usize = 20;
+const HOUR: Duration = Duration::from_secs(3_600);
+
+/// The last events of this node, at most [`MOST_IN_AN_HOUR`].
+#[derive(Debug, Default)]
+struct Allowance(VecDeque<Instant>);
+
+impl Allowance {
+    /// Returns when the next event may be told, `now` or later.
+    fn next(&self, now: Instant) -> Instant {
+        let is_spent = self.0.len() >= MOST_IN_AN_HOUR;
+        self.0.front().filter(|_| is_spent).map_or(now, |oldest| now.max(*oldest + HOUR))
+    }
+
+    fn spend(&mut self, now: Instant) {
+        if self.0.len() >= MOST_IN_AN_HOUR {
+            self.0.pop_front();
+        }
+        self.0.push_back(now);
+    }
+}
+
+/// Ends when nothing will ever be served. `told_before`: what a predecessor has told. `node`: the own name.
 pub(super) async fn follow(
     mut coverage: watch::Receiver<Coverage>,
     told_before: &[UnsupportedField],
+    node: &str,
     events: Recorder,
 ) {
     let mut told = events_of(told_before);
@@ -25,20 +62,45 @@ pub(super) async fn follow(
     if coverage.wait_for(|coverage| coverage.programmed).await.is_err() {
         return;
     }
+    let mut allowance = Allowance::default();
     loop {
         let now = events_of(&UnsupportedField::all(&coverage.borrow_and_update()));
-        for event in news(&told, &now) {
+        told.retain(|service, _| now.contains_key(service));
+        let Some(service) = next(&told, &now, node) else {
+            if coverage.changed().await.is_err() {
+                return;
+            }
+            continue;
+        };
+        let moment = allowance.next(Instant::now()) + spread(node, service);
+        sleep_until(moment).await;
+        // Meanwhile it may have become another one, or be served.
+        let still = events_of(&UnsupportedField::all(&coverage.borrow()));
+        if let Some(event) = still.get(service).filter(|event| told.get(service) != Some(*event)) {
             events.record(event.clone());
-        }
-        told = now;
-        if coverage.changed().await.is_err() {
-            return;
+            allowance.spend(moment);
+            told.insert(service.clone(), event.clone());
         }
     }
 }
 
-fn news<'a>(told: &Told, now: &'a Told) -> Vec<&'a Event> {
-    now.iter().filter(|(service, event)| told.get(*service) != Some(*event)).map(|(_, event)| event).collect()
+/// Returns the Service to tell of next. Each node has an order of its own.
+fn next<'a>(told: &Told, now: &'a Told, node: &str) -> Option<&'a ObjectName> {
+    let news = now.iter().filter(|(service, event)| told.get(*service) != Some(*event));
+    news.map(|(service, _)| service).min_by_key(|service| number(node, service))
+}
+
+/// Returns how long the node waits before it tells of the Service.
+fn spread(node: &str, service: &ObjectName) -> Duration {
+    // Less than SPREAD: the remainder fits.
+    SPREAD.mul_f64((number(node, service) % 1_000) as f64 / 1_000.0)
+}
+
+/// Returns a number that is another one for each node and Service, and the same each time.
+fn number(node: &str, service: &ObjectName) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (node, &service.namespace, &service.name).hash(&mut hasher);
+    hasher.finish()
 }
 
 fn events_of(fields: &[UnsupportedField]) -> Told {
@@ -76,7 +138,58 @@ fn note(fields: &[&UnsupportedField]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::events::Regarding;
+    use crate::{
+        dataplane::{Effect, Unsupported},
+        events::Regarding,
+        model::{
+            desired::ServicePortName,
+            objects::{IpFamily, Protocol},
+        },
+    };
+
+    /// So many Services are not served.
+    fn unserved(services: usize) -> Coverage {
+        let port = |number: usize| {
+            let unsupported =
+                Unsupported { field: "spec.x", effect: Effect::NotServed, instead: "no".into() };
+            let name = ServicePortName {
+                service: ObjectName::new("shop", format!("web-{number}")),
+                port: "".into(),
+                protocol: Protocol::Tcp,
+                family: IpFamily::Ipv4,
+            };
+            (name, vec![unsupported])
+        };
+        Coverage { programmed: true, unsupported: (0..services).map(port).collect(), ..Coverage::default() }
+    }
+
+    /// What a node has told after so long.
+    async fn told_by(node: &'static str, services: usize, after: Duration) -> Vec<String> {
+        let (_sender, coverage) = watch::channel(unserved(services));
+        let (events, mut next) = Recorder::kept();
+        let following = follow(coverage, &[], node, events);
+        assert!(tokio::time::timeout(after, following).await.is_err(), "it goes on");
+        std::iter::from_fn(|| next()).map(|event| format!("{:?}", event.regarding)).collect()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_node_tells_of_few_services_in_an_hour_and_of_one_soon() {
+        assert_eq!(told_by("a", 1, SPREAD).await.len(), 1);
+        assert!(told_by("a", 1_000, SPREAD).await.len() <= MOST_IN_AN_HOUR);
+        assert_eq!(told_by("a", 1_000, HOUR).await.len(), MOST_IN_AN_HOUR);
+        let later = told_by("a", 1_000, HOUR * 10).await.len();
+        assert!((9 * MOST_IN_AN_HOUR..=11 * MOST_IN_AN_HOUR).contains(&later), "{later}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn nodes_tell_of_different_services_first_and_at_different_moments() {
+        let (a, b) = (told_by("a", 1_000, HOUR).await, told_by("b", 1_000, HOUR).await);
+        assert!(a.iter().filter(|one| b.contains(one)).count() < MOST_IN_AN_HOUR / 2, "{a:?} {b:?}");
+        let web = ObjectName::new("shop", "web");
+        let moments: Vec<Duration> = (0..100).map(|node| spread(&format!("node-{node}"), &web)).collect();
+        let early = moments.iter().filter(|moment| **moment < SPREAD / 2).count();
+        assert!((30..=70).contains(&early) && moments.iter().all(|moment| *moment < SPREAD), "{moments:?}");
+    }
 
     fn field(name: &str, port: &str, family: &str, field: &str, effect: &str) -> UnsupportedField {
         UnsupportedField {
@@ -117,6 +230,9 @@ mod tests {
         };
         let (nothing, a, both) = (told(&[]), told(&["spec.a"]), told(&["spec.a", "spec.b"]));
         let told_at = [(&nothing, &a), (&a, &a), (&a, &both), (&both, &a), (&a, &nothing)];
-        assert_eq!(told_at.map(|(before, now)| news(before, now).len()), [1, 0, 1, 1, 0]);
+        assert_eq!(
+            told_at.map(|(before, now)| next(before, now, "a").is_some()),
+            [true, false, true, true, false]
+        );
     }
 }

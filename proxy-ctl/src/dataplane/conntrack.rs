@@ -250,11 +250,7 @@ impl Dataplane for WithConntrack {
             // A mode beside this one has the family.
             return Ok(families);
         }
-        families.push(MetricFamily::of_families(
-            "kubeproxy_conntrack_reconciler_deleted_entries",
-            "Cumulative conntrack flows deleted by conntrack reconciler",
-            self.udp.stale.ended.iter().map(|(family, ended)| (*family, *ended)),
-        ));
+        families.extend(reconciler_families(&self.udp.stale));
         Ok(families)
     }
 
@@ -277,6 +273,29 @@ impl Dataplane for WithConntrack {
     fn hook_problems(&self) -> HookProblems {
         self.inner.hook_problems()
     }
+}
+
+fn reconciler_families<R>(flows: &StaleFlows<R>) -> [MetricFamily; 2] {
+    [
+        MetricFamily::of_families(
+            "kubeproxy_conntrack_reconciler_deleted_entries",
+            "Cumulative conntrack flows deleted by conntrack reconciler",
+            flows.ended.iter().map(|(family, ended)| (*family, *ended)),
+        ),
+        MetricFamily::histograms_of_families(
+            "kubeproxy_conntrack_reconciler_sync_duration_seconds",
+            "Time that one look for stale UDP flows took, with their end",
+            flows.took.iter().map(|(family, took)| (*family, took.clone())),
+        ),
+    ]
+}
+
+/// A sample of each family.
+#[cfg(test)]
+pub(super) fn sample_metrics() -> Vec<MetricFamily> {
+    let flows = StaleFlows::<Endpoints>::default();
+    flows.took.values().for_each(|took| took.observe(0.001));
+    reconciler_families(&flows).into()
 }
 
 #[cfg(test)]

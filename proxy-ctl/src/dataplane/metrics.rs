@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::{MetricType, histogram::Histogram};
 
 use crate::model::{desired::ServicePortName, objects::IpFamily};
 
@@ -19,14 +19,17 @@ pub struct ServiceUsage {
 
 pub type Labels = Arc<[(&'static str, Arc<str>)]>;
 
-/// A counter or a gauge.
+/// A counter, a gauge or a histogram.
 #[derive(Clone, Debug)]
 pub struct MetricFamily {
     /// A counter's without `_total`.
     pub name: &'static str,
     pub help: &'static str,
     pub kind: MetricType,
+    /// Of a counter or a gauge.
     pub samples: Vec<(Labels, u64)>,
+    /// Of a histogram.
+    pub histograms: Vec<(Labels, Histogram)>,
 }
 
 impl MetricFamily {
@@ -35,7 +38,8 @@ impl MetricFamily {
         help: &'static str,
         samples: impl IntoIterator<Item = (Labels, u64)>,
     ) -> Self {
-        Self { name, help, kind: MetricType::Counter, samples: samples.into_iter().collect() }
+        let (samples, histograms) = (samples.into_iter().collect(), Vec::new());
+        Self { name, help, kind: MetricType::Counter, samples, histograms }
     }
 
     pub(super) fn gauge(
@@ -52,9 +56,21 @@ impl MetricFamily {
         help: &'static str,
         counts: impl IntoIterator<Item = (IpFamily, u64)>,
     ) -> Self {
-        let of_family =
-            |(family, count): (IpFamily, u64)| ([("ip_family", family.name().into())].into(), count);
-        Self::counter(name, help, counts.into_iter().map(of_family))
+        Self::counter(name, help, counts.into_iter().map(|(family, count)| (of_family(family), count)))
+    }
+
+    /// A histogram of each family of addresses.
+    pub(super) fn histograms_of_families(
+        name: &'static str,
+        help: &'static str,
+        histograms: impl IntoIterator<Item = (IpFamily, Histogram)>,
+    ) -> Self {
+        let histograms = histograms.into_iter().map(|(family, histogram)| (of_family(family), histogram));
+        Self {
+            kind: MetricType::Histogram,
+            histograms: histograms.collect(),
+            ..Self::counter(name, help, [])
+        }
     }
 
     /// The families that count what clients of service ports do, in every mode that can.
@@ -69,6 +85,10 @@ impl MetricFamily {
             family("proxy_service_bytes", "Bytes of a service port's flows.", |of| of.bytes),
         ]
     }
+}
+
+fn of_family(family: IpFamily) -> Labels {
+    Arc::new([("ip_family", family.name().into())])
 }
 
 fn labels_of(name: &ServicePortName) -> Labels {

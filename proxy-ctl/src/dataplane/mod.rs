@@ -192,6 +192,7 @@ pub(crate) fn sample_metrics() -> Vec<MetricFamily> {
         iptables::sample_metrics(),
         nftables::sample_metrics(),
         userspace::sample_metrics(),
+        conntrack::sample_metrics(),
     ]
     .concat()
 }

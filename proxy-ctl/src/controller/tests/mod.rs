@@ -163,7 +163,7 @@ impl Programmed for Recorder {
 impl Dataplane for Recorder {
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
         let (name, kind) = ("of_the_mode", MetricType::Gauge);
-        Ok(vec![MetricFamily { name, help: "", kind, samples: Vec::new() }])
+        Ok(vec![MetricFamily { name, help: "", kind, samples: Vec::new(), histograms: Vec::new() }])
     }
 
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {

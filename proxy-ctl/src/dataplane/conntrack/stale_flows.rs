@@ -3,9 +3,11 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
+    time::Instant,
 };
 
 use nix::sys::socket::AddressFamily;
+use prometheus_client::metrics::histogram::{Histogram, exponential_buckets};
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::address_family;
@@ -45,12 +47,17 @@ pub(in crate::dataplane) struct StaleFlows<R> {
     pending: FxHashMap<(IpFamily, Dialled), R>,
     /// Flows that were ended so far.
     pub(in crate::dataplane) ended: BTreeMap<IpFamily, u64>,
+    /// How long it took each time to list flows and to end those that are stale, in seconds.
+    pub(in crate::dataplane) took: BTreeMap<IpFamily, Histogram>,
 }
 
 impl<R> Default for StaleFlows<R> {
     fn default() -> Self {
         let ended = IpFamily::ALL.into_iter().map(|family| (family, 0)).collect();
-        Self { pending: FxHashMap::default(), ended }
+        // As kube-proxy's: 1 ms to 16.384 s.
+        let took = || Histogram::new(exponential_buckets(0.001, 2.0, 15));
+        let took = IpFamily::ALL.into_iter().map(|family| (family, took())).collect();
+        Self { pending: FxHashMap::default(), ended, took }
     }
 }
 
@@ -130,6 +137,7 @@ impl<R: Repliers> StaleFlows<R> {
         let conntrack = Conntrack::open()?;
         let families: BTreeSet<IpFamily> = self.pending.keys().map(|(family, _)| *family).collect();
         for family in families {
+            let started = Instant::now();
             let kernels = address_family(family);
             let flows = list(&conntrack, kernels)?;
             let mut ended = 0;
@@ -140,6 +148,9 @@ impl<R: Repliers> StaleFlows<R> {
                 tracing::debug!(ended, family = family.name(), "stale flows ended");
             }
             *self.ended.entry(family).or_default() += ended;
+            if let Some(took) = self.took.get(&family) {
+                took.observe(started.elapsed().as_secs_f64());
+            }
         }
         Ok(())
     }

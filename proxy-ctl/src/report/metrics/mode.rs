@@ -15,7 +15,7 @@ pub(super) struct ModeMetrics(pub(super) Mutex<Vec<MetricFamily>>);
 
 impl Collector for ModeMetrics {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> std::fmt::Result {
-        for MetricFamily { name, help, kind, samples } in
+        for MetricFamily { name, help, kind, samples, histograms } in
             &*self.0.lock().unwrap_or_else(PoisonError::into_inner)
         {
             let mut metric = encoder.encode_descriptor(name, help, None, *kind)?;
@@ -23,6 +23,9 @@ impl Collector for ModeMetrics {
                 true => ConstCounter::new(value).encode(metric),
                 false => ConstGauge::new(value).encode(metric),
             };
+            for (labels, histogram) in histograms {
+                histogram.encode(metric.encode_family(&&**labels)?)?;
+            }
             match samples.as_slice() {
                 [(labels, value)] if labels.is_empty() => encode(metric, *value)?,
                 samples => {

@@ -25,7 +25,8 @@ impl Controller {
         self.reports.health.lock().set_programmed(self.programmed());
     }
 
-    /// Whether everything that was listed is programmed. A change that is about to be written does not count.
+    /// Returns an error that says why not everything that was listed is programmed. A change that
+    /// is about to be written is no reason.
     fn programmed(&self) -> Result<(), String> {
         let Some(active) = &self.active else {
             return Err(format!("waiting for {}", self.waits_for().join(", ")));

@@ -39,8 +39,8 @@ pub(super) const fn address_family(family: IpFamily) -> AddressFamily {
     }
 }
 
-/// Returns true if netfilter knows a connection, of any protocol, whose destination it translates and is one of these. One that has
-/// ended counts for some time.
+/// Returns true if netfilter knows a connection, of any protocol, whose destination it translates
+/// and is one of these. One that has ended counts for some time.
 pub(super) fn has_translated_connections(is_one: impl Fn(SocketAddr) -> bool) -> Result<bool, CallError> {
     let conntrack = Conntrack::open()?;
     for family in IpFamily::ALL {

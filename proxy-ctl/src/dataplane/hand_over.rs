@@ -26,15 +26,16 @@ use crate::{
 pub(super) trait ModeBeside: Send {
     fn mode(&self) -> Mode;
     fn open(&self) -> Result<Box<dyn Dataplane>, Error>;
-    /// Returns true if connections to these frontends rest on the mode's rules: netfilter translates those that it knows, whoever
-    /// has opened them, only while something of type nat is there.
+    /// Returns true if connections to these frontends rest on the mode's rules: netfilter
+    /// translates those that it knows, whoever has opened them, only while something of type nat is
+    /// there.
     fn has_connections(&self, to: &DialledFrontends) -> Result<bool, Error>;
     /// Removes what the mode has written. Its dataplane is dropped.
     fn remove(&self) -> Result<(), Error>;
 }
 
-/// What clients of Services dial. Connections to anything else, such as the ports that a container engine publishes, rest on the
-/// rules of others.
+/// The frontends that clients of Services dial. Connections to anything else, such as the ports
+/// that a container engine publishes, rest on the rules of others.
 #[derive(Clone, Debug, Default)]
 pub(super) struct DialledFrontends {
     addresses: FxHashSet<SocketAddr>,
@@ -70,7 +71,7 @@ pub(super) struct HandOver {
     opened: Option<Box<dyn Dataplane>>,
     /// What is handed over.
     handed: BTreeMap<ServicePortName, Arc<DesiredPort>>,
-    /// What was handed over since the mode beside was opened.
+    /// The frontends that were handed over since the mode beside was opened.
     was_handed: DialledFrontends,
     /// What passes to the mode at work: it is served beside until that has written everything.
     passing: BTreeMap<ServicePortName, Arc<DesiredPort>>,
@@ -202,8 +203,9 @@ impl HandOver {
         self.handed.insert(part.name.clone(), Arc::clone(part));
     }
 
-    /// Returns what clients may have dialled whose connections rest on the mode beside: what it has served, and the frontends of the
-    /// mode at work, as the rules of a former proxy that are gone have translated connections to these.
+    /// Returns what clients may have dialled whose connections rest on the mode beside: what it has
+    /// served, and the frontends of the mode at work, as the rules of a former proxy that are gone
+    /// have translated connections to these.
     fn dialled(&self) -> Result<DialledFrontends, Error> {
         let mut dialled = self.was_handed.clone();
         if let Some(host) = &self.host {

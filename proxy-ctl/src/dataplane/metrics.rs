@@ -26,9 +26,9 @@ pub struct MetricFamily {
     pub name: &'static str,
     pub help: &'static str,
     pub kind: MetricType,
-    /// Of a counter or a gauge.
+    /// The values of a counter or a gauge, by labels.
     pub samples: Vec<(Labels, u64)>,
-    /// Of a histogram.
+    /// The values of a histogram, by labels.
     pub histograms: Vec<(Labels, Histogram)>,
 }
 

@@ -124,7 +124,8 @@ pub trait Dataplane: Programmed + Send {
         None
     }
 
-    /// What keeps programs from interfaces. It is no failure of a call: everything else is programmed.
+    /// Returns what keeps programs from interfaces. It is no failure of a call: everything else is
+    /// programmed.
     fn hook_problems(&self) -> HookProblems {
         HookProblems::default()
     }

@@ -1,4 +1,5 @@
-//! Tells the cluster of interfaces that packet programs cannot be attached to: one event for each interface and reason.
+//! Tells the cluster of interfaces that packet programs cannot be attached to: one event for each
+//! interface and reason.
 
 use std::collections::BTreeMap;
 

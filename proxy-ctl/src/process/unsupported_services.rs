@@ -1,8 +1,9 @@
 //! Tells the cluster of Services that are not served as they ask: one event for each Service and change.
 //!
-//! Each node has the same to tell, so that a thousand such Services on five thousand nodes would be five million requests at once.
-//! Nodes therefore tell at different moments and in different orders, and each tells of a few Services in an hour. All of them
-//! together tell of every Service; metrics, log and `status` of each node name all of them.
+//! Each node has the same to tell, so that a thousand such Services on five thousand nodes would be
+//! five million requests at once. Nodes therefore tell at different moments and in different
+//! orders, and each tells of a few Services in an hour. All of them together tell of every Service;
+//! metrics, log and `status` of each node name all of them.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -50,7 +51,8 @@ impl Allowance {
     }
 }
 
-/// Ends when nothing will ever be served. `told_before`: what a predecessor has told. `node`: the own name.
+/// Ends when nothing will ever be served. `told_before`: what a predecessor has told. `node`: the
+/// own name.
 pub(super) async fn follow(
     mut coverage: watch::Receiver<Coverage>,
     told_before: &[UnsupportedField],
@@ -147,7 +149,7 @@ mod tests {
         },
     };
 
-    /// So many Services are not served.
+    /// A coverage in which so many Services are not served.
     fn unserved(services: usize) -> Coverage {
         let port = |number: usize| {
             let unsupported =
@@ -163,13 +165,13 @@ mod tests {
         Coverage { programmed: true, unsupported: (0..services).map(port).collect(), ..Coverage::default() }
     }
 
-    /// What a node has told after so long.
+    /// Returns what a node has told after so long.
     async fn told_by(node: &'static str, services: usize, after: Duration) -> Vec<String> {
         let (_sender, coverage) = watch::channel(unserved(services));
-        let (events, mut next) = Recorder::kept();
+        let (events, next) = Recorder::kept();
         let following = follow(coverage, &[], node, events);
         assert!(tokio::time::timeout(after, following).await.is_err(), "it goes on");
-        std::iter::from_fn(|| next()).map(|event| format!("{:?}", event.regarding)).collect()
+        std::iter::from_fn(next).map(|event| format!("{:?}", event.regarding)).collect()
     }
 
     #[tokio::test(start_paused = true)]

@@ -40,7 +40,7 @@ pub struct Health {
     families: [FamilyHealth; 2],
     busy_since: Option<Instant>,
     node_eligible: bool,
-    /// Why not everything that was listed is programmed.
+    /// The reason why not everything that was listed is programmed. `None`: everything is.
     unprogrammed: Option<String>,
 }
 
@@ -80,12 +80,13 @@ impl Health {
         self.busy_since = None;
     }
 
-    /// Whether everything that was listed is programmed, and if not, why. A change that is about to be written does not count.
+    /// Takes in whether everything that was listed is programmed, and if not, why. A change that is
+    /// about to be written does not count.
     pub fn set_programmed(&mut self, programmed: Result<(), String>) {
         self.unprogrammed = programmed.err();
     }
 
-    /// Why not everything that was listed is programmed.
+    /// Returns the reason why not everything that was listed is programmed.
     pub fn unprogrammed(&self) -> Option<String> {
         self.unprogrammed.clone()
     }

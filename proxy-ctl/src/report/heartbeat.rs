@@ -1,5 +1,6 @@
-//! Signs of life of the loops that run as long as the process. A loop that gives none for [`STUCK_AFTER`] is in a call that does
-//! not return, which only a new process ends. Everything else that goes wrong is tried again by the process itself.
+//! Signs of life of the loops that run as long as the process. A loop that gives none for
+//! [`STUCK_AFTER`] is in a call that does not return, which only a new process ends. Everything
+//! else that goes wrong is tried again by the process itself.
 
 use std::{
     collections::BTreeMap,
@@ -47,7 +48,7 @@ impl Heartbeats {
         heartbeat
     }
 
-    /// As [`begin`](Self::begin), with a last sign of life in the past.
+    /// Begins like [`begin`](Self::begin), with a last sign of life in the past.
     #[cfg(test)]
     pub(crate) fn begin_at(&self, name: &'static str, last: std::time::Instant) -> Heartbeat {
         let heartbeat = self.begin(name);
@@ -55,7 +56,8 @@ impl Heartbeats {
         heartbeat
     }
 
-    /// Runs a task that gives signs of life while it waits, and none while it blocks the thread that it runs on.
+    /// Runs a task that gives signs of life while it waits, and none while it blocks the thread
+    /// that it runs on.
     pub async fn watch<F: Future>(self, name: &'static str, task: F) -> F::Output {
         let heartbeat = self.begin(name);
         let (mut task, mut period) = (pin!(task), interval(PERIOD));
@@ -75,7 +77,8 @@ impl Heartbeats {
         self.lock().iter().map(silent).filter(|(_, silence)| *silence >= STUCK_AFTER).collect()
     }
 
-    /// A thread that panicked while it held the lock leaves it usable: each change is one insertion or removal.
+    /// A thread that panicked while it held the lock leaves it usable: each change is one insertion
+    /// or removal.
     fn lock(&self) -> MutexGuard<'_, BTreeMap<&'static str, Instant>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -109,7 +112,8 @@ mod tests {
         let all = Heartbeats::default();
         let waiting = tokio::spawn(all.clone().watch("waiting", pending::<()>()));
         let blocked = all.clone();
-        // The clock advances while the task is being polled, as it does in a call that does not return.
+        // The clock advances while the task is being polled, as it does in a call that does not
+        // return.
         let blocking = async move {
             sleep(SECOND).await;
             let mut passed = pin!(advance(STUCK_AFTER));

@@ -1,5 +1,6 @@
-//! What the health server answers: `/healthz` and `/livez` by kube-proxy's rules, and two paths of our own for the probes of our
-//! manifests. kube-proxy's rules tell load balancers to leave a node whose changes are late; a restart cures no such thing.
+//! The answers of the health server: `/healthz` and `/livez` by kube-proxy's rules, and two paths
+//! of our own for the probes of our manifests. kube-proxy's rules tell load balancers to leave a
+//! node whose changes are late; a restart cures no such thing.
 
 use std::{sync::Arc, time::Duration};
 
@@ -41,7 +42,8 @@ impl HealthPages {
         reply(status, JSON, report.body(with_node, well))
     }
 
-    /// Everybody may ask: why a list fails is in the log and in `status`.
+    /// Returns why the node is not ready. Everybody may ask, so the reason why a list fails is only
+    /// in the log and in `status`.
     fn unready(&self) -> Vec<String> {
         let unprogrammed = self.health.lock().unprogrammed();
         let fails = |kind: &ResourceKind| self.sources.as_ref().is_some_and(|of| of.problem(*kind).is_some());
@@ -58,7 +60,8 @@ fn stuck(loops: &[(&'static str, Duration)]) -> Vec<String> {
     loops.iter().map(line).collect()
 }
 
-/// An answer in the form of kube-apiserver's checks. The status of a failure is 503, as kube-proxy's.
+/// An answer in the form of kube-apiserver's checks. The status of a failure is 503, as
+/// kube-proxy's.
 fn checked(path: &str, failures: Vec<String>) -> Reply {
     if failures.is_empty() {
         return plain(StatusCode::OK, "ok");

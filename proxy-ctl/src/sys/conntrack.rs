@@ -126,8 +126,8 @@ impl Conntrack {
         self.list(family, |flow| translated_connection(family, flow))
     }
 
-    /// Returns true if somebody else than was dialled answers a connection of any protocol. `is_asked_for`: what was dialled. False
-    /// where [`Self::udp_flows`] has none.
+    /// Returns true if somebody else than was dialled answers a connection of any protocol.
+    /// `is_asked_for`: what was dialled. False where [`Self::udp_flows`] has none.
     pub fn has_translated(
         &self,
         family: AddressFamily,

@@ -1,8 +1,10 @@
-//! One writer at a time in a network namespace: a name in its table of abstract sockets, which the kernel drops with its
-//! holder. Containers that share the namespace see it, as they would not see a file below /run.
+//! One writer at a time in a network namespace: a name in its table of abstract sockets, which the
+//! kernel drops with its holder. Containers that share the namespace see it, as they would not see
+//! a file below /run.
 //!
-//! Any local user can bind such a name. Only sockets of the own user or of root count as the lock, so that nobody else can keep a
-//! mode from opening. Where another user holds the name, the lock is a longer one that cannot be guessed.
+//! Any local user can bind such a name. Only sockets of the own user or of root count as the lock,
+//! so that nobody else can keep a mode from opening. Where another user holds the name, the lock is
+//! a longer one that cannot be guessed.
 
 use std::{
     fs,
@@ -41,7 +43,8 @@ const LONGEST_ANSWER: u64 = 1 << 30;
 
 /// `SOCK_DIAG_BY_FAMILY`.
 const LIST: u16 = 20;
-/// `unix_diag_req`: sockets that listen, each with its name and its owner (`UDIAG_SHOW_UID`: Linux 5.3).
+/// `unix_diag_req`: sockets that listen, each with its name and its owner (`UDIAG_SHOW_UID`: Linux
+/// 5.3).
 const LISTENING: u32 = 1 << 10;
 const WITH_NAME_AND_OWNER: u32 = 1 | 1 << 6;
 /// Attributes of the answer, which come after `unix_diag_msg`.
@@ -89,7 +92,7 @@ impl NamespaceLock {
         };
         let taken = || Ok(NamespaceAttempt::Taken(Holder(Self::holder(name))));
         match bound {
-            // Of two that have taken different names at the same moment, none goes on.
+            // If two have taken different names at the same moment, none of them goes on.
             Ok(_) if counted(name).iter().any(|other| *other != own) => taken(),
             Ok(name) => Ok(NamespaceAttempt::Held(Self { name })),
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => taken(),
@@ -143,8 +146,9 @@ pub fn is_trusted(stream: &impl AsFd) -> bool {
     own.is_root() || peer.is_ok_and(|peer| peer == own || peer.is_root())
 }
 
-/// Returns the names of sockets that count as the lock, without the leading zero byte. Where the kernel does not tell the owners
-/// (CONFIG_UNIX_DIAG), a socket of the very name counts, whoever has it.
+/// Returns the names of sockets that count as the lock, without the leading zero byte. Where the
+/// kernel does not tell the owners (CONFIG_UNIX_DIAG), a socket of the very name counts, whoever
+/// has it.
 fn counted(name: &str) -> Vec<String> {
     let path = path(name);
     let is_one =

@@ -199,8 +199,8 @@ fn devices_without_an_ethernet_header_get_programs_of_their_own() {
     }
 }
 
-/// Attaches programs of others until the hook takes no more, which Linux 6.18 refuses with ERANGE after 63. `None`: the kernel has
-/// no tcx; says that the test is skipped.
+/// Attaches programs of others until the hook takes no more, which Linux 6.18 refuses with ERANGE
+/// after 63. `None`: the kernel has no tcx; says that the test is skipped.
 fn fill(interface: u32, hook: bpf_attach_type) -> Option<Vec<OwnedFd>> {
     let mut links = Vec::new();
     loop {
@@ -253,7 +253,8 @@ fn an_uplink_that_takes_no_program_fails_the_call() {
     assert!(error.to_string().contains("dpa (ingress)"), "{error}");
 }
 
-/// Collects until an inspection has made `done` true; the kernel detaches links of others in the background.
+/// Collects until an inspection has made `done` true; the kernel detaches links of others in the
+/// background.
 fn until_inspected(dataplane: &mut EbpfDataplane, done: impl Fn(&EbpfDataplane) -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !done(dataplane) {

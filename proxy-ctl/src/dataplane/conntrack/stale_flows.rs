@@ -47,14 +47,14 @@ pub(in crate::dataplane) struct StaleFlows<R> {
     pending: FxHashMap<(IpFamily, Dialled), R>,
     /// Flows that were ended so far.
     pub(in crate::dataplane) ended: BTreeMap<IpFamily, u64>,
-    /// How long it took each time to list flows and to end those that are stale, in seconds.
+    /// The times that it took to list flows and to end the stale ones, in seconds.
     pub(in crate::dataplane) took: BTreeMap<IpFamily, Histogram>,
 }
 
 impl<R> Default for StaleFlows<R> {
     fn default() -> Self {
         let ended = IpFamily::ALL.into_iter().map(|family| (family, 0)).collect();
-        // As kube-proxy's: 1 ms to 16.384 s.
+        // kube-proxy has these buckets: 1 ms to 16.384 s.
         let took = || Histogram::new(exponential_buckets(0.001, 2.0, 15));
         let took = IpFamily::ALL.into_iter().map(|family| (family, took())).collect();
         Self { pending: FxHashMap::default(), ended, took }

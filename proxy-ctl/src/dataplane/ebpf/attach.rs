@@ -211,8 +211,9 @@ impl Hooks {
         failures
     }
 
-    /// Attaches to an interface, and returns true if anything had to be done. The refusal of one workload's interface is noted,
-    /// and fails no call: trying again at once cannot cure it, and everything else is served.
+    /// Attaches to an interface, and returns true if anything had to be done. The refusal of one
+    /// workload's interface is noted, and fails no call: trying again at once cannot cure it, and
+    /// everything else is served.
     fn attach_or_note(&mut self, interface: &Interface, failures: &mut Failures) -> bool {
         let index = interface.index;
         match self.attach(interface) {
@@ -227,7 +228,8 @@ impl Hooks {
             }
             Err(error) if interface.role == Role::Workload && is_refused(&error) => {
                 self.note_refusal(interface, &error);
-                // Programs on one direction alone would translate packets whose answers stay untranslated.
+                // Programs on one direction alone would translate packets whose answers stay
+                // untranslated.
                 if let Err(error) = self.remove_packet_programs(index) {
                     failures.add(&interface.name, error);
                 }
@@ -519,8 +521,9 @@ impl Hooks {
     }
 }
 
-/// Returns true if the kernel or a program of others keeps ours from the interface. Where the program itself is still there, as
-/// the kernel detaches a removed link in the background, the next attempt succeeds.
+/// Returns true if the kernel or a program of others keeps ours from the interface. Where the
+/// program itself is still there, as the kernel detaches a removed link in the background, the next
+/// attempt succeeds.
 fn is_refused(error: &Error) -> bool {
     let is_detaching = |source: &CallError| source.call == bpf::LINK_CREATE && source.errno() == libc::EEXIST;
     matches!(error, Error::Attach { source, .. } if !is_detaching(source))

@@ -131,7 +131,7 @@ impl Dataplane for Fake {
 struct FakeBeside {
     log: Log,
     fails: Arc<Mutex<bool>>,
-    /// What their clients have dialled.
+    /// The destinations that clients have dialled.
     connections: Arc<Mutex<Vec<SocketAddr>>>,
 }
 
@@ -163,7 +163,7 @@ struct Scene {
     model: Model,
     log: Log,
     fails: Arc<Mutex<bool>>,
-    /// What their clients have dialled.
+    /// The destinations that clients have dialled.
     connections: Arc<Mutex<Vec<SocketAddr>>>,
     is_incomplete: Arc<Mutex<bool>>,
 }
@@ -210,7 +210,7 @@ fn with_node_port() -> Service {
     web
 }
 
-/// Where clients reach [`sctp`].
+/// The address at which clients reach [`sctp`].
 const SCTP: &str = "10.96.0.2:80";
 
 fn sctp() -> Service {

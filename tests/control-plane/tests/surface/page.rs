@@ -61,7 +61,7 @@ pub(crate) const HEALTH: &[Page] = &[
     get("livez", HEALTHZ, "/livez", Keep::TextWithTimes),
 ];
 
-/// What the probes of our manifests ask.
+/// The pages that the probes of our manifests ask for.
 pub(crate) const READY: Page = get("readyz", HEALTHZ, "/readyz", Keep::Text);
 pub(crate) const LIVE: Page = get("livez, threads", HEALTHZ, "/livez/threads", Keep::Text);
 

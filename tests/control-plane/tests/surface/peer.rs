@@ -201,7 +201,8 @@ impl<'a> Peer<'a> {
         self.own_folders.is_some()
     }
 
-    /// Of ours: `/readyz` answers so, and the path of the liveness probe with 200.
+    /// Waits until `/readyz` of ours answers so. The path of the liveness probe then answers with
+    /// 200.
     pub(crate) fn until_ready(&mut self, status: u16) -> Result<()> {
         self.until(&format!("/readyz answers {status}"), |peer| Ok(peer.ask(&READY)?.status == status))?;
         let answer = self.ask(&LIVE)?;

@@ -62,8 +62,8 @@ impl Scene<'_> {
         self.see(HEALTH, &format!(", {state}"))
     }
 
-    /// Waits until ours says whether everything that was listed is programmed. Nothing in this script makes a thread stuck, so
-    /// that no liveness probe fails.
+    /// Waits until ours says whether everything that was listed is programmed. Nothing in this
+    /// script makes a thread stuck, so that no liveness probe fails.
     fn own_readiness(&mut self, status: u16) -> Result<()> {
         self.each(|_, peer, _| if peer.is_own() { peer.until_ready(status) } else { Ok(()) })
     }

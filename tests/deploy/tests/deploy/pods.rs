@@ -80,14 +80,14 @@ fn install(cluster: &Cluster, mut objects: Vec<Value>) -> Result<Value> {
     cluster.server.run(async |client| api::get(&client, &path).await)
 }
 
-/// Changes what the test needs otherwise. The limit of conntrack belongs to the whole machine, and cannot be set from a network
-/// namespace. Profiles are looked at.
+/// Changes what the test needs otherwise. The limit of conntrack belongs to the whole machine, and
+/// cannot be set from a network namespace. Profiles are looked at.
 fn change(config_map: &mut Value) -> Result<()> {
     let text = config_map["data"]["config.conf"].as_str().context("no config.conf")?;
     let mut config = files::documents(text)?.pop().context("config.conf is empty")?;
     config["conntrack"]["maxPerCore"] = 0.into();
     config["enableProfiling"] = true.into();
-    // So long it takes at most until a write that fails is noticed, and tried again.
+    // A write that fails is noticed, and tried again, after so long at most.
     config["iptables"]["syncPeriod"] = "5s".into();
     config_map["data"]["config.conf"] = config.to_string().into();
     Ok(())
@@ -255,8 +255,8 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
     if unseen.is_empty() { Ok(()) } else { Err(Skip(unseen.join("; ")).into()) }
 }
 
-/// A build whose writes fail: another's folder is in the way of a pin. Its pod is not ready, so that a rollout touches no further
-/// node, and it is not restarted, which would cure nothing.
+/// A build whose writes fail: another's folder is in the way of a pin. Its pod is not ready, so
+/// that a rollout touches no further node, and it is not restarted, which would cure nothing.
 fn what_cannot_write_stops_the_rollout(
     cluster: &Cluster,
     daemon_set: &Value,

@@ -13,11 +13,12 @@ use serde::{Serialize, Serializer as _};
 use super::{
     args::{FlowsArgs, Output},
     service_filter::ServiceFilter,
+    show,
     table::{self, table},
 };
 use crate::{
     config::duration,
-    dataplane::{self, FlowQuery, FlowSnapshot, FlowState},
+    dataplane::{FlowQuery, FlowSnapshot, FlowState},
     mode::Mode,
     model::desired::ServicePortName,
 };
@@ -74,9 +75,9 @@ impl<'a> FlowView<'a> {
 pub(super) fn flows(args: &FlowsArgs, bpffs: &Path) -> anyhow::Result<()> {
     let limit = if args.limit == 0 { usize::MAX } else { args.limit };
     let query = FlowQuery { wanted: &|flow| is_wanted(args, flow), limit };
-    let programmed = dataplane::read(bpffs)?;
+    let programmed = show::programmed(bpffs)?;
     let flows = match &programmed {
-        Some((_, programmed)) => programmed.flows(&query)?,
+        Some((_, programmed)) => programmed.flows(&query).map_err(show::explained)?,
         None => None,
     };
     match args.output.output {

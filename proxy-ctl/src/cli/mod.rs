@@ -25,7 +25,7 @@ use self::{
 };
 use crate::{
     config::{CommandLine, Config},
-    process::{self, Record, Settings},
+    process::{self, Settings},
     source::kubernetes::failure::with_causes,
 };
 
@@ -52,8 +52,7 @@ pub fn main() -> ExitCode {
         Command::Monitor(monitor) => monitor::monitor(&monitor, &show::bpffs(bpffs)),
         Command::Cleanup(cleanup) => {
             let bpffs = show::bpffs(bpffs);
-            let keeps = Record::read(&bpffs).map(|record| record.keeps()).unwrap_or_default();
-            cleanup::cleanup(&cleanup, &bpffs, &keeps)
+            cleanup::of_record(&cleanup, &bpffs)
         }
         Command::RolloutStatus(rollout) => rollout::wait(&rollout),
         Command::Probe(probe) => probe::probe(probe.flags.flags, bpffs),

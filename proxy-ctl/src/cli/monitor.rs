@@ -25,8 +25,9 @@ use serde::Serialize;
 use super::{
     args::{MonitorArgs, Output},
     flows::{FlowServiceView, is_in, is_of},
+    show, table,
 };
-use crate::dataplane::{self, EventQuery, EventSnapshot};
+use crate::dataplane::{EventQuery, EventSnapshot};
 
 /// Milliseconds: the events must be read as often, that there are more.
 const WAIT: u16 = 500;
@@ -69,7 +70,7 @@ pub(super) fn monitor(args: &MonitorArgs, bpffs: &Path) -> anyhow::Result<()> {
     if !geteuid().is_root() {
         bail!("`proxy-ctl monitor` must be run as root: it has the kernel programs make events");
     }
-    let Some((mode, programmed)) = dataplane::read(bpffs)? else {
+    let Some((mode, programmed)) = show::programmed(bpffs)? else {
         bail!("nothing is programmed on this node; `proxy-ctl status` tells more");
     };
     let reasons = if args.reason.is_empty() { Reason::ALL.to_vec() } else { args.reason.clone() };

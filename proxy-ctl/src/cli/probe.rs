@@ -61,7 +61,8 @@ impl Uplinks {
         let mut network = node::network(config).unwrap_or_default();
         network.interfaces.retain(|interface| config.ebpf.interfaces.select(&interface.name));
         let tried = if configured == Xdp::Off { Xdp::Auto } else { configured };
-        let record = Record::read(&config.ebpf.bpffs);
+        // Who may not read it is told what would be attached.
+        let record = Record::read(&config.ebpf.bpffs).ok().flatten();
         Self { configured, xdp: xdp::of_uplinks(tried, &network, record.as_ref()) }
     }
 

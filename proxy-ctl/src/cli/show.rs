@@ -20,8 +20,8 @@ use super::{
 use crate::{
     config::{Config, Encapsulation},
     dataplane::{
-        self, BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, ServiceSnapshot, Snapshot, Usage,
-        xdp::of_word,
+        self, BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, Programmed, ServiceSnapshot,
+        Snapshot, Usage, xdp::of_word,
     },
     leftovers,
     mode::Mode,
@@ -36,11 +36,27 @@ pub(super) fn bpffs(flag: Option<PathBuf>) -> PathBuf {
     flag.unwrap_or_else(|| PathBuf::from(DEFAULT_BPFFS))
 }
 
+/// Says what to do where the kernel does not let the caller look.
+pub(super) fn explained(error: dataplane::Error) -> anyhow::Error {
+    if !error.is_denied() {
+        return error.into();
+    }
+    anyhow::anyhow!(
+        "permission denied: what is programmed on this node is not known ({error}); run this as root, or in the \
+         proxy's pod with `kubectl exec`"
+    )
+}
+
+/// Reads what is programmed on this node.
+pub(super) fn programmed(bpffs: &Path) -> anyhow::Result<Option<(Mode, Box<dyn Programmed>)>> {
+    dataplane::read(bpffs).map_err(explained)
+}
+
 /// What is programmed; says so if it only will be.
-fn snapshot(bpffs: &Path) -> anyhow::Result<Option<Snapshot>> {
-    if let Some((mode, programmed)) = dataplane::read(bpffs)? {
-        let mut snapshot = programmed.snapshot()?;
-        let record = Record::read(bpffs).filter(|record| record.mode == mode.name());
+pub(super) fn snapshot(bpffs: &Path) -> anyhow::Result<Option<Snapshot>> {
+    if let Some((mode, programmed)) = programmed(bpffs)? {
+        let mut snapshot = programmed.snapshot().map_err(explained)?;
+        let record = Record::read(bpffs)?.filter(|record| record.mode == mode.name());
         let beside = record.and_then(|record| record.beside);
         if let Some(beside) = Mode::ALL.into_iter().find(|mode| Some(mode.name()) == beside.as_deref())
             && let Some(programmed) = dataplane::read_mode(beside, bpffs)?
@@ -96,8 +112,14 @@ pub(super) fn backends(args: &BackendsArgs, bpffs: &Path) -> anyhow::Result<()> 
 }
 
 pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
-    let programmed = dataplane::read(bpffs)?;
-    let record = Record::read(bpffs);
+    let (programmed, denied) = match dataplane::read(bpffs) {
+        Err(error) if error.is_denied() => (None, Some(error)),
+        programmed => (programmed?, None),
+    };
+    let (record, record_denied) = match Record::read(bpffs) {
+        Ok(record) => (record, None),
+        Err(error) => (None, Some(error)),
+    };
     // It leaves its record once it has loaded its programs.
     let speaks = |process: &u32| record.as_ref().is_some_and(|record| record.pid == *process);
     let starting = dataplane::controller(bpffs).filter(|process| !speaks(process));
@@ -106,6 +128,12 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
     let held_back_by =
         record.as_ref().filter(|record| record.is_alive()).map(|record| record.removal_blockers.clone());
     let mut status = StatusView::new(record.clone(), programmed.as_ref().map(|(mode, _)| *mode), starting);
+    if let Some(error) = &denied {
+        status.not_readable(format!("hooks, tables, counters and the lease: {error}"));
+    }
+    if let Some(error) = &record_denied {
+        status.not_readable(error.to_string());
+    }
     status.former_kube_proxy = FormerView::new(&leftovers::find(&keeps), held_back_by.unwrap_or_default());
     if let Some((_, programmed)) = programmed {
         let Snapshot { hooks, lease, node, .. } = programmed.snapshot()?;
@@ -124,7 +152,11 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
         status.hooks.sort_unstable();
         Usage { tables: status.tables, reasons: status.counters } = programmed.usage()?;
     }
-    print(args.output, &status, || status.text())
+    print(args.output, &status, || status.text())?;
+    match (denied, record_denied) {
+        (Some(error), _) => Err(explained(error)),
+        (None, record_denied) => record_denied.map_or(Ok(()), |error| Err(error.into())),
+    }
 }
 
 fn state(terminating: bool) -> &'static str {

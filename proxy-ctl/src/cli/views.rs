@@ -234,6 +234,8 @@ pub(super) struct StatusView {
     pub(super) former_kube_proxy: FormerView,
     /// Fields of Services that are not honoured, by service port.
     pub(super) unsupported: Vec<UnsupportedField>,
+    /// Things that the caller may not read, each with the reason.
+    pub(super) not_readable: Vec<String>,
 }
 
 /// What another kube-proxy has programmed on this node.
@@ -270,7 +272,8 @@ impl FormerView {
 
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct ControllerView {
-    pub(super) running: bool,
+    /// `None`: the caller may not look.
+    pub(super) running: Option<bool>,
     /// What is programmed is a predecessor's.
     pub(super) starting: bool,
     pub(super) pid: Option<u32>,
@@ -301,7 +304,7 @@ impl StatusView {
             reasons: record.as_ref().map(|record| record.reasons.clone()).unwrap_or_default(),
             fallback: record.as_ref().and_then(|record| record.fallback.clone()),
             node: record.as_ref().map(|record| record.node.clone()),
-            controller: ControllerView { running, starting: starting.is_some(), pid },
+            controller: ControllerView { running: Some(running), starting: starting.is_some(), pid },
             unsupported: record.as_ref().map(|record| record.unsupported.clone()).unwrap_or_default(),
             unattached: record.iter().filter(|_| alive).flat_map(unattached).collect(),
             sources: record.filter(|_| alive).map(|record| record.sources),
@@ -312,13 +315,28 @@ impl StatusView {
             tables: Vec::new(),
             counters: Vec::new(),
             former_kube_proxy: FormerView::default(),
+            not_readable: Vec::new(),
         }
+    }
+
+    /// Notes that the caller may not read something. Whether a controller runs that was not found is then not known.
+    pub(super) fn not_readable(&mut self, what: String) {
+        self.not_readable.push(what);
+        self.controller.running = self.controller.running.filter(|running| *running);
     }
 
     pub(super) fn text(&self) -> String {
         let mut text = String::new();
         let mut line = |name: &str, value: &str| text.push_str(&format!("{name:<12}{value}\n"));
-        line("mode", self.mode.as_deref().unwrap_or("none: nothing of ours is programmed on this node"));
+        let no_mode = if self.not_readable.is_empty() {
+            "none: nothing of ours is programmed on this node"
+        } else {
+            "not known"
+        };
+        line("mode", self.mode.as_deref().unwrap_or(no_mode));
+        for what in &self.not_readable {
+            line("not read", what);
+        }
         if let Some(fallback) = &self.fallback {
             line("fallback", fallback);
         }
@@ -329,18 +347,19 @@ impl StatusView {
             line("node", node);
         }
         match (self.controller.running, self.controller.pid) {
-            (true, Some(pid)) if self.controller.starting => {
+            (None, _) => line("controller", "not known"),
+            (Some(true), Some(pid)) if self.controller.starting => {
                 line("controller", &format!("starting, pid {pid}"));
             }
-            (true, Some(pid)) => line("controller", &format!("running, pid {pid}")),
-            (true, None) => line("controller", "running"),
-            (false, _) if self.mode.is_some() => {
+            (Some(true), Some(pid)) => line("controller", &format!("running, pid {pid}")),
+            (Some(true), None) => line("controller", "running"),
+            (Some(false), _) if self.mode.is_some() => {
                 line(
                     "controller",
                     "not running; what is programmed goes on working, but changes are not followed",
                 );
             }
-            (false, _) => line("controller", "not running; start it with `proxy-ctl run`"),
+            (Some(false), _) => line("controller", "not running; start it with `proxy-ctl run`"),
         }
         match self.withdraws_in {
             Some(0) => {
@@ -569,6 +588,29 @@ mod tests {
         let status = StatusView::new(None, None, None);
         assert!(status.text().contains("start it with `proxy-ctl run`"), "{}", status.text());
         assert_eq!(serde_json::to_value(&status).unwrap()["mode"], serde_json::Value::Null);
+    }
+
+    #[test]
+    fn what_may_not_be_read_is_not_told_as_absent() {
+        let mut status = StatusView::new(None, None, None);
+        status.not_readable("tables: Permission denied".into());
+        let text = status.text();
+        for line in
+            ["mode        not known", "controller  not known", "not read    tables: Permission denied"]
+        {
+            assert!(text.contains(line), "{text}");
+        }
+        assert!(!text.contains("none") && !text.contains("proxy-ctl run"), "{text}");
+        let json = serde_json::to_value(&status).unwrap();
+        assert_eq!(json["controller"]["running"], serde_json::Value::Null);
+        assert_eq!(json["notReadable"], serde_json::json!(["tables: Permission denied"]));
+    }
+
+    #[test]
+    fn a_controller_that_runs_is_told_also_where_the_tables_may_not_be_read() {
+        let mut status = StatusView::new(None, None, Some(4711));
+        status.not_readable("tables: Permission denied".into());
+        assert!(status.text().contains("controller  starting, pid 4711"), "{}", status.text());
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! What can go wrong in any mode.
 
-use std::{error, fmt};
+use std::{error, fmt, io};
 
 /// What the caller of a dataplane does about an error.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -31,6 +31,16 @@ impl Error {
 
     pub fn is_taken_over(&self) -> bool {
         self.kind == ErrorKind::TakenOver
+    }
+
+    /// Returns true if the kernel has refused access to the caller. What was asked for may be there or not.
+    pub fn is_denied(&self) -> bool {
+        let causes = std::iter::successors(Some(self.inner() as &(dyn error::Error + 'static)), |error| {
+            error.source()
+        });
+        causes
+            .filter_map(|cause| cause.downcast_ref::<io::Error>())
+            .any(|cause| cause.kind() == io::ErrorKind::PermissionDenied)
     }
 
     /// The mode's own error.

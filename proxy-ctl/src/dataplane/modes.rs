@@ -111,18 +111,22 @@ fn open_one(mode: Mode, config: &Config) -> Result<Box<dyn Dataplane>, Error> {
     })
 }
 
-/// Modes other than this one that a predecessor has programmed.
+/// Returns the modes other than this one that a predecessor has programmed. What this process may not read, it may not
+/// remove either, so such a mode is left out.
 pub fn to_retire(at_work: Mode, config: &Config) -> Result<Vec<Mode>, Error> {
     let mut modes = Vec::new();
     for (mode, entry) in entries().filter(|(mode, _)| *mode != at_work) {
         let is_left = match mode {
             // It is read from its process, which has ended.
-            Mode::Userspace => userspace::has_rules()?,
+            Mode::Userspace => userspace::has_rules(),
             Mode::Ebpf | Mode::Nftables | Mode::Iptables | Mode::Ipvs => {
-                (entry.read)(&config.ebpf.bpffs)?.is_some()
+                (entry.read)(&config.ebpf.bpffs).map(|programmed| programmed.is_some())
             }
         };
-        modes.extend(is_left.then_some(mode));
+        match is_left {
+            Err(error) if error.is_denied() => {}
+            is_left => modes.extend(is_left?.then_some(mode)),
+        }
     }
     Ok(modes)
 }

@@ -91,13 +91,9 @@ pub(super) fn rules_in(places: &[Place]) -> PendingRemoval {
     pending
 }
 
-/// Whether the mode's rules are there, and this proxy's. Without privileges nothing is seen.
+/// Returns whether the mode's rules are there, and this proxy's. Needs CAP_NET_ADMIN.
 pub fn is_marked(mode: Mode) -> Result<bool, Error> {
-    match Marks::read(names::mark(mode)) {
-        Ok(marks) => Ok(!marks.marked.is_empty()),
-        Err(Error::Call(error)) if matches!(error.errno(), libc::EPERM | libc::EACCES) => Ok(false),
-        Err(error) => Err(error),
-    }
+    Ok(!Marks::read(names::mark(mode))?.marked.is_empty())
 }
 
 /// Whether the mode's own chains are there, and those that two modes write are not its own any more. Needs CAP_NET_ADMIN.

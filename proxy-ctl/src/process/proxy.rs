@@ -274,7 +274,13 @@ impl Proxy {
 
     /// To be called before the record of a predecessor is replaced.
     pub(super) fn tell_of_unsupported_services(&self, tasks: &mut Tasks) {
-        let told = Record::read(&self.config.ebpf.bpffs).unwrap_or_default().unsupported;
+        let told = match Record::read(&self.config.ebpf.bpffs) {
+            Ok(record) => record.unwrap_or_default().unsupported,
+            Err(error) => {
+                tracing::warn!(%error, "events that a predecessor has sent of Services may be sent again");
+                Vec::new()
+            }
+        };
         let (coverage, events) = (self.coverage.subscribe(), self.events.clone());
         let node = Arc::clone(&self.node_name);
         self.spawn(tasks, "unsupported Services", async move {

@@ -54,6 +54,14 @@ pub struct Record {
     pub unsupported: Vec<UnsupportedField>,
 }
 
+/// The record of a running proxy is there and cannot be read.
+#[derive(Debug, thiserror::Error)]
+#[error("the controller's record {}: {source}", path.display())]
+pub struct UnreadableRecord {
+    path: PathBuf,
+    source: io::Error,
+}
+
 /// A field of a Service that is not honoured for one of its ports.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase", default)]
@@ -134,14 +142,22 @@ impl Record {
         run.join(FOLDER).join(format!("{name}.json"))
     }
 
-    /// The own user's, or else root's.
-    pub fn read(bpffs: &Path) -> Option<Self> {
-        let folders = [runtime_folder(), PathBuf::from(RUN)];
-        let read = |run: &PathBuf| {
-            let text = fs::read_to_string(Self::path(run, bpffs)).ok()?;
-            serde_json::from_str(&text).ok()
-        };
-        folders.iter().find_map(read)
+    /// Returns the own user's record, or else root's. A file that the caller may not read is an error; one of another
+    /// form, as another version may have left it, is no record.
+    pub fn read(bpffs: &Path) -> Result<Option<Self>, UnreadableRecord> {
+        for run in [runtime_folder(), PathBuf::from(RUN)] {
+            let path = Self::path(&run, bpffs);
+            match fs::read_to_string(&path) {
+                Ok(text) => {
+                    if let Ok(record) = serde_json::from_str(&text) {
+                        return Ok(Some(record));
+                    }
+                }
+                Err(source) if source.kind() == io::ErrorKind::NotFound => {}
+                Err(source) => return Err(UnreadableRecord { path, source }),
+            }
+        }
+        Ok(None)
     }
 
     /// A reader finds the old or the new text, never half of it.

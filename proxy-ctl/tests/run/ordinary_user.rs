@@ -6,7 +6,10 @@ use std::{
     fs,
     io::{Read as _, Write as _},
     net::{TcpListener, TcpStream},
-    os::unix::{fs::chown, process::CommandExt as _},
+    os::unix::{
+        fs::{PermissionsExt as _, chown},
+        process::CommandExt as _,
+    },
     path::PathBuf,
     process::{Command, Output},
     thread,
@@ -168,6 +171,29 @@ fn everything_works_without_any_right() {
 
     assert_eq!(controller.end_by(Signal::SIGTERM).code(), Some(0));
     assert!(TcpStream::connect(("127.0.0.1", node_port)).is_err(), "nobody carries connections any more");
+}
+
+#[test]
+fn what_may_not_be_read_is_told_and_not_taken_for_absent() {
+    let user = User::new();
+    let pins = user.folder.path().join("bpf");
+    let ours = pins.join("proxy-ctl");
+    fs::create_dir_all(&ours).unwrap();
+    fs::set_permissions(&ours, fs::Permissions::from_mode(0o000)).unwrap();
+    for command in ["services", "backends", "flows", "status"] {
+        let output = user.output(&[command, "--bpffs", pins.to_str().unwrap()]);
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(1), "{command}: {told}");
+        assert!(told.contains("permission denied") && told.contains("as root"), "{command}: {told}");
+        let shown = String::from_utf8_lossy(&output.stdout).into_owned();
+        if command == "status" {
+            assert!(shown.contains("not read    hooks, tables, counters and the lease: "), "{shown}");
+            assert!(shown.contains("mode        not known"), "{shown}");
+        } else {
+            assert_eq!(shown, "", "{command}");
+        }
+    }
+    fs::set_permissions(&ours, fs::Permissions::from_mode(0o700)).unwrap();
 }
 
 #[test]

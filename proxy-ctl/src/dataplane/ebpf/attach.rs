@@ -20,7 +20,7 @@ use super::{
     Error,
     load::{Programs, SOCKET_HOOKS, common_packet_programs, packet_program},
     order::{HookOrder, Misplaced},
-    paths::{Paths, SOCKET_LINK, make_folder, names, remove_folder},
+    paths::{Paths, SOCKET_LINK, is_there, make_folder, names, remove_folder},
     pins::LinkPins,
     redirect_failures::RedirectFailures,
     route_watch::RouteWatch,
@@ -567,7 +567,7 @@ fn exists(index: u32) -> bool {
 /// there were.
 pub(super) fn remove_filters(paths: &Paths, index: u32) -> Result<usize, Error> {
     let folder = paths.clsact().join(index.to_string());
-    if !folder.exists() {
+    if !is_there(&folder)? {
         return Ok(0);
     }
     let failed = |source| Error::Detach { target: format!("interface {index}"), source };
@@ -581,7 +581,7 @@ pub(super) fn remove_filters(paths: &Paths, index: u32) -> Result<usize, Error> 
         others |= tc::has_filters(index, direction).map_err(failed)?;
     }
     let marker = folder.join(MADE_QDISC);
-    if marker.exists() {
+    if is_there(&marker)? {
         if !others && removed > 0 {
             tc::remove_clsact(index).map_err(failed)?;
         }

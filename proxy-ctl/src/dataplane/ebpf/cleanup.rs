@@ -5,7 +5,7 @@ use std::path::Path;
 use super::{
     Error,
     attach::remove_filters,
-    paths::{Paths, SOCKET_LINK, names, remove_folder},
+    paths::{Paths, SOCKET_LINK, is_there, names, remove_folder},
     pins::{remove_link, remove_pin},
 };
 use crate::dataplane::Removed;
@@ -15,7 +15,7 @@ use crate::dataplane::Removed;
 pub fn cleanup(bpffs: &Path) -> Result<Removed, Error> {
     let mut removed = Removed::default();
     let current = Paths::new(bpffs);
-    if !current.top.exists() {
+    if !is_there(&current.top)? {
         return Ok(removed);
     }
     let lock = current.lock()?;

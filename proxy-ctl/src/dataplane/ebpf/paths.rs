@@ -102,6 +102,11 @@ pub(super) fn make_folder(path: &Path) -> Result<(), Error> {
     }
 }
 
+/// Returns whether there is something at this path. Unlike [`Path::exists`], it fails where the caller may not look.
+pub(super) fn is_there(path: &Path) -> Result<bool, Error> {
+    path.try_exists().map_err(|source| Error::Folder { path: path.to_owned(), source })
+}
+
 pub(super) fn remove_folder(path: &Path) -> Result<bool, Error> {
     removed(path, fs::remove_dir(path))
 }

@@ -25,7 +25,7 @@ use super::{
     family::TableFamily,
     flows::Newest,
     layout,
-    paths::Paths,
+    paths::{Paths, is_there},
     tables::{CommonTables, FamilyTables, Shape, open_pinned, shapes},
 };
 use crate::{
@@ -79,11 +79,12 @@ pub(super) struct Reader<'a> {
 }
 
 impl Pinned {
-    /// Opens the tables below the bpffs at this path; [`Error::NotThere`] if there are none.
+    /// Opens the tables below the bpffs at this path; [`Error::NotThere`] if there are none. A folder that the caller
+    /// may not look into is another error, as tables may be in it.
     pub fn open(bpffs: &Path) -> Result<Self, Error> {
         let paths = Paths::new(bpffs);
         let maps = paths.maps();
-        if !maps.exists() {
+        if !is_there(&maps)? {
             return Err(Error::NotThere(bpffs.to_owned()));
         }
         Ok(Self {
@@ -440,7 +441,34 @@ fn memlock(fdinfo: &str) -> u64 {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::{fs, os::unix::fs::PermissionsExt as _, thread};
+
+    use nix::unistd::{Uid, setfsuid};
+    use tempfile::TempDir;
+
+    use super::{super::cleanup::cleanup, *};
+
+    /// Gives up the rights that root has over files, in the calling thread alone.
+    fn become_nobody() {
+        setfsuid(Uid::from_raw(65_534));
+    }
+
+    #[test]
+    fn tables_that_may_not_be_looked_for_are_not_absent_ones() {
+        let bpffs = TempDir::new().unwrap();
+        let open = || dataplane::Error::from(Pinned::open(bpffs.path()).unwrap_err());
+        assert!(!open().is_denied(), "nothing is there");
+        let ours = bpffs.path().join("proxy-ctl");
+        fs::create_dir(&ours).unwrap();
+        fs::set_permissions(&ours, fs::Permissions::from_mode(0o000)).unwrap();
+        let of_nobody = || {
+            become_nobody();
+            (open(), cleanup(bpffs.path()).map_err(dataplane::Error::from))
+        };
+        let (opened, cleaned) = thread::scope(|scope| scope.spawn(of_nobody).join()).unwrap();
+        assert!(opened.is_denied() && opened.to_string().contains("Permission denied"), "{opened}");
+        assert!(cleaned.unwrap_err().is_denied());
+    }
 
     #[test]
     fn hooks_are_known_by_the_names_of_their_links() {

@@ -35,12 +35,8 @@ impl Pinned {
     pub(super) fn open() -> Result<Option<Self>, Error> {
         let Some(nftables) = NfTables::open()? else { return Ok(None) };
         for family in TableFamily::ALL {
-            match is_own(&nftables, family) {
-                Ok(false) => {}
-                Ok(true) => return Ok(Some(Self(nftables))),
-                // Without privileges nothing is seen.
-                Err(error) if error.errno() == libc::EPERM => return Ok(None),
-                Err(error) => return Err(error.into()),
+            if is_own(&nftables, family)? {
+                return Ok(Some(Self(nftables)));
             }
         }
         Ok(None)

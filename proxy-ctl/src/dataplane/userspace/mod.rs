@@ -342,12 +342,9 @@ impl UserspaceDataplane {
     }
 }
 
-/// Whether rules are there, of whichever process. Without privileges none are seen.
+/// Returns whether rules are there, of whichever process. Needs CAP_NET_ADMIN.
 pub(super) fn has_rules() -> Result<bool, Error> {
-    match redirect::has_tables() {
-        Err(RedirectError::Call(error)) if matches!(error.errno(), libc::EPERM | libc::EACCES) => Ok(false),
-        found => Ok(found?),
-    }
+    Ok(redirect::has_tables()?)
 }
 
 /// Listeners end with their process, and rules do not. Those of a process that is in this mode stay.

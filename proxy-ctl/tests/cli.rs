@@ -79,6 +79,10 @@ fn refused(folder: &Path, output: &Output, message: &str) {
     "mode: ebpf\nebpf: {cgroup: /proc, modeFallback: false}",
     "ebpf.cgroup must be a folder of cgroup v2, found /proc"
 )]
+#[case::unknown_scheduler(
+    "mode: ipvs\nipvs: {scheduler: nosuch}",
+    "ipvs.scheduler must be rr, wrr, lc, wlc, lblc, lblcr, dh, sh, sed, nq, fo, ovf, mh or twos, found \"nosuch\""
+)]
 #[case::two_documents("---\nmode: ebpf", "config.yaml: must be one document, found a second at line 4")]
 #[case::no_yaml("mode: [", "config.yaml: is neither YAML nor JSON")]
 #[case::kubeconfig(
@@ -171,6 +175,32 @@ fn empty_state_prints_the_next_step(#[values("table", "json")] format: &str) {
         }
     }
     assert!(!pins.exists());
+}
+
+#[rstest]
+#[case::two_slashes("a/b/c", "at most one slash")]
+#[case::an_address("10.96.0.16", "`proxy-ctl services` lists the names")]
+#[case::a_port_number("web:80", "the name of a port")]
+fn what_is_no_name_of_a_service_is_told(#[case] name: &str, #[case] told: &str) {
+    for args in [vec!["services", name], vec!["flows", "--service", name], vec!["monitor", "--service", name]]
+    {
+        let output = proxy_ctl(&args);
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        assert!(stderr(&output).contains(told), "{args:?}: {}", stderr(&output));
+    }
+}
+
+#[test]
+fn a_service_that_is_not_there_is_told() {
+    let folder = TempDir::new().unwrap();
+    for args in [["services", "nosuch"].as_slice(), &["flows", "--service", "nosuch"]] {
+        let output = proxy_ctl(&[args, &["--bpffs", folder.path().to_str().unwrap()]].concat());
+        assert_eq!(output.status.code(), Some(1), "{args:?}");
+        let told = stderr(&output);
+        let is_told =
+            told.contains("nosuch is not served on this node") || told.contains("permission denied");
+        assert!(is_told, "{args:?}: {told}");
+    }
 }
 
 #[test]
@@ -288,7 +318,10 @@ fn probe_says_what_a_mode_lacks_and_what_takes_its_place() {
     let folder = config("mode: ebpf\nebpf: {cgroup: /nonexistent}");
     let ask = |more: &[&str]| configured("probe", folder.path(), more);
     let lacks = "ebpf.cgroup must be a folder of cgroup v2, found /nonexistent";
-    let table = stdout(&ask(&[]));
+    let asked = ask(&[]);
+    assert_eq!(asked.status.code(), Some(1), "the mode that was asked for cannot run");
+    assert!(stderr(&asked).contains(lacks), "{}", stderr(&asked));
+    let table = stdout(&asked);
     assert!(table.contains("mode asked for") && table.contains(lacks), "{table}");
     let told: serde_json::Value = serde_json::from_str(&stdout(&ask(&["-o", "json"]))).unwrap();
     let fallback = told["choice"]["fallback"].as_str().or(told["refusal"].as_str()).unwrap();

@@ -80,6 +80,11 @@ pub(super) fn flows(args: &FlowsArgs, bpffs: &Path) -> anyhow::Result<()> {
         Some((_, programmed)) => programmed.flows(&query).map_err(show::explained)?,
         None => None,
     };
+    if let Some(wanted) = &args.service
+        && flows.as_ref().is_none_or(Vec::is_empty)
+    {
+        show::ensure_served(wanted, &show::snapshot(bpffs)?.unwrap_or_default().services)?;
+    }
     match args.output.output {
         Output::Json => print_json(flows.unwrap_or_default().iter().map(FlowView::new)),
         Output::Table => {

@@ -77,6 +77,9 @@ pub(super) fn monitor(args: &MonitorArgs, bpffs: &Path) -> anyhow::Result<()> {
     let Some(mut events) = programmed.watch(EventQuery { reasons, one_of: args.sample })? else {
         bail!("there are no events in mode {}: only the programs of mode ebpf make any", mode.name());
     };
+    if let Some(wanted) = &args.service {
+        show::ensure_served(wanted, &show::snapshot(bpffs)?.unwrap_or_default().services)?;
+    }
     let ends: SigSet = [Signal::SIGINT, Signal::SIGTERM].into_iter().collect();
     ends.thread_block().context("blocking SIGINT and SIGTERM")?;
     let signals =

@@ -43,8 +43,10 @@ pub(super) fn probe(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Res
         Some("json") => print_json(&as_json(&probes, config.mode, &choice, &former, &uplinks))?,
         Some(other) => bail!("--output must be table or json, found {other:?}"),
     }
-    choice?;
-    Ok(())
+    match choice?.fallback {
+        Some(fallback) => bail!(fallback),
+        None => Ok(()),
+    }
 }
 
 /// What mode ebpf has on uplinks.

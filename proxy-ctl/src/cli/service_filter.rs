@@ -1,6 +1,10 @@
 //! Service ports as people name them on the command line.
 
-use std::{convert::Infallible, fmt, str::FromStr};
+use std::{
+    fmt,
+    net::{IpAddr, SocketAddr},
+    str::FromStr,
+};
 
 /// `[NAMESPACE/]NAME[:PORT]`.
 #[derive(Clone, Debug)]
@@ -11,13 +15,41 @@ pub(super) struct ServiceFilter {
     port: Option<String>,
 }
 
-impl FromStr for ServiceFilter {
-    type Err = Infallible;
+/// Why a text names no Service.
+#[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
+pub(super) enum NotAService {
+    #[error("an address is no name of a Service: `proxy-ctl services` lists the names with their addresses")]
+    Address,
+    #[error("a Service is named NAMESPACE/NAME, or NAME alone, and has at most one slash")]
+    Slashes,
+    #[error("after the colon stands the name of a port, as in web:http, and not its number")]
+    PortNumber,
+    #[error(
+        "a Service is named NAMESPACE/NAME, or NAME alone, with :PORT for one port; one of these parts is empty"
+    )]
+    Empty,
+}
 
-    fn from_str(text: &str) -> Result<Self, Infallible> {
+impl FromStr for ServiceFilter {
+    type Err = NotAService;
+
+    fn from_str(text: &str) -> Result<Self, NotAService> {
+        if text.parse::<IpAddr>().is_ok() || text.parse::<SocketAddr>().is_ok() {
+            return Err(NotAService::Address);
+        }
         let (object, port) = text.split_once(':').map_or((text, None), |(object, port)| (object, Some(port)));
         let (namespace, name) =
             object.split_once('/').map_or((None, object), |(namespace, name)| (Some(namespace), name));
+        if name.contains('/') {
+            return Err(NotAService::Slashes);
+        }
+        if name.is_empty() || [namespace, port].contains(&Some("")) {
+            return Err(NotAService::Empty);
+        }
+        // A port's name has a letter.
+        if port.is_some_and(|port| port.bytes().all(|byte| byte.is_ascii_digit())) {
+            return Err(NotAService::PortNumber);
+        }
         let owned = str::to_owned;
         Ok(Self {
             text: owned(text),
@@ -57,5 +89,19 @@ mod tests {
     #[case("kube", false)]
     fn a_service_is_found_by(#[case] wanted: ServiceFilter, #[case] found: bool) {
         assert_eq!(wanted.matches("kube-system", "kube-dns", "dns"), found);
+    }
+
+    #[rstest]
+    #[case::address("10.96.0.16", NotAService::Address)]
+    #[case::address_and_port("10.96.0.16:80", NotAService::Address)]
+    #[case::ipv6_address("fd00:10:96::a", NotAService::Address)]
+    #[case::two_slashes("a/b/c", NotAService::Slashes)]
+    #[case::port_number("web:80", NotAService::PortNumber)]
+    #[case::no_name("default/", NotAService::Empty)]
+    #[case::no_namespace("/web", NotAService::Empty)]
+    #[case::no_port("web:", NotAService::Empty)]
+    #[case::nothing("", NotAService::Empty)]
+    fn what_names_no_service_is_told(#[case] text: &str, #[case] why: NotAService) {
+        assert_eq!(text.parse::<ServiceFilter>().unwrap_err(), why);
     }
 }

@@ -10,6 +10,7 @@ use nix::net::if_::if_indextoname;
 
 use super::{
     args::{BackendsArgs, Output, OutputArgs, ServicesArgs, StatusArgs},
+    service_filter::ServiceFilter,
     table,
     views::{
         self, BackendView, EndpointView, FormerView, FrontendKind, FrontendView, HookView, Policy,
@@ -25,7 +26,10 @@ use crate::{
     },
     leftovers,
     mode::Mode,
-    model::objects::{Forwarding, Protocol, TrafficPolicy},
+    model::{
+        desired::ServicePortName,
+        objects::{Forwarding, Protocol, TrafficPolicy},
+    },
     node,
     process::record::{InterfaceRecord, Record},
 };
@@ -86,11 +90,27 @@ pub(super) fn print<T: serde::Serialize>(
     }
 }
 
-pub(super) fn services(args: &ServicesArgs, bpffs: &Path) -> anyhow::Result<()> {
-    let Some(Snapshot { services, backends, node, .. }) = snapshot(bpffs)? else {
-        let nothing: Vec<ServiceView> = Vec::new();
-        return print(args.output, &nothing, || views::services(&nothing));
+/// Refuses a Service of which no port is programmed.
+pub(super) fn ensure_served(wanted: &ServiceFilter, services: &[ServiceSnapshot]) -> anyhow::Result<()> {
+    let is_wanted = |ServicePortName { service, port, .. }: &ServicePortName| {
+        wanted.matches(&service.namespace, &service.name, port)
     };
+    anyhow::ensure!(
+        !services.iter().any(|service| service.name.service.namespace.is_empty()),
+        "{wanted} cannot be found by its name: IPVS keeps no names of Services; `proxy-ctl services` lists addresses"
+    );
+    anyhow::ensure!(
+        services.iter().any(|service| is_wanted(&service.name)),
+        "{wanted} is not served on this node; `proxy-ctl services` lists what is"
+    );
+    Ok(())
+}
+
+pub(super) fn services(args: &ServicesArgs, bpffs: &Path) -> anyhow::Result<()> {
+    let Snapshot { services, backends, node, .. } = snapshot(bpffs)?.unwrap_or_default();
+    if let Some(wanted) = &args.name {
+        ensure_served(wanted, &services)?;
+    }
     let terminating: HashSet<u32> =
         backends.iter().filter(|backend| backend.terminating).map(|backend| backend.id).collect();
     let terminating = |id| terminating.contains(&id);
@@ -98,9 +118,6 @@ pub(super) fn services(args: &ServicesArgs, bpffs: &Path) -> anyhow::Result<()> 
         services.into_iter().map(|service| service_view(service, node.encapsulation, terminating)).collect();
     if let Some(wanted) = &args.name {
         services.retain(|service| service.matches(wanted));
-        if services.is_empty() {
-            anyhow::bail!("{wanted} is not served on this node; `proxy-ctl services` lists what is");
-        }
     }
     print(args.output, &services, || views::services(&services))
 }
@@ -247,10 +264,7 @@ mod tests {
     use std::net::SocketAddr;
 
     use super::*;
-    use crate::model::{
-        desired::ServicePortName,
-        objects::{Algorithm, Forwarding, IpFamily, ObjectName},
-    };
+    use crate::model::objects::{Algorithm, Forwarding, IpFamily, ObjectName};
 
     fn endpoint(address: &str, local: bool, backend: u32) -> EndpointSnapshot {
         EndpointSnapshot { address: address.parse::<SocketAddr>().unwrap(), local, backend }
@@ -308,6 +322,23 @@ mod tests {
         let mut service = web(all, Vec::new());
         service.frontends.retain(|frontend| !frontend.external);
         assert_eq!(service_view(service, Encapsulation::Ip, |_| false).policy, Policy::Cluster);
+    }
+
+    #[test]
+    fn a_service_that_is_not_there_is_refused() {
+        let services = [web(Vec::new(), Vec::new())];
+        let refusal = |wanted: &str| {
+            let refused = ensure_served(&wanted.parse().unwrap(), &services).err();
+            refused.map(|error| error.to_string())
+        };
+        for served in ["web", "default/web", "web:http"] {
+            assert_eq!(refusal(served), None);
+        }
+        for absent in ["nosuch", "kube-system/web", "web:https"] {
+            let told = refusal(absent).unwrap();
+            assert!(told.starts_with(&format!("{absent} is not served on this node")), "{told}");
+        }
+        assert!(ensure_served(&"web".parse().unwrap(), &[]).is_err(), "nothing is programmed");
     }
 
     #[test]

@@ -46,6 +46,8 @@ pub(super) trait Access: Sync {
     fn allowed(&self) -> String;
     /// The word for its type in the documentation.
     fn type_name(&self) -> &'static str;
+    /// All values that the field takes, where they are a few words. Empty for every other type.
+    fn words(&self) -> Vec<&'static str>;
     /// Whether this value in a file means the default.
     fn unset(&self, value: &Value) -> bool;
     fn read(&self, config: &mut Config, value: &Value) -> ParseResult<()>;
@@ -60,6 +62,7 @@ pub(super) struct TypedField<T: 'static> {
     pub(super) locate: Locate<T>,
     pub(super) type_name: &'static str,
     pub(super) allowed: fn() -> String,
+    pub(super) words: fn() -> Vec<&'static str>,
     pub(super) unset: fn(&Value) -> bool,
     pub(super) read: fn(&Value) -> ParseResult<T>,
     pub(super) write: fn(&T) -> Value,
@@ -72,6 +75,10 @@ impl<T> Access for TypedField<T> {
 
     fn type_name(&self) -> &'static str {
         self.type_name
+    }
+
+    fn words(&self) -> Vec<&'static str> {
+        (self.words)()
     }
 
     fn unset(&self, value: &Value) -> bool {
@@ -109,6 +116,7 @@ pub(super) const fn switch(locate: Locate<bool>) -> TypedField<bool> {
         locate,
         type_name: "boolean",
         allowed: || "true or false".to_owned(),
+        words: Vec::new,
         unset: Value::is_null,
         read: |value| typed(value, Value::as_bool),
         write: |on| Value::Bool(*on),
@@ -120,9 +128,24 @@ pub(super) const fn text(locate: Locate<String>) -> TypedField<String> {
         locate,
         type_name: "text",
         allowed: || "text".to_owned(),
+        words: Vec::new,
         unset: is_empty_text,
         read: |value| Ok(typed(value, Value::as_str)?.to_owned()),
         write: |text| Value::String(text.clone()),
+    }
+}
+
+/// The schedulers of the kernel, from net/netfilter/ipvs.
+const SCHEDULERS: [&str; 14] =
+    ["rr", "wrr", "lc", "wlc", "lblc", "lblcr", "dh", "sh", "sed", "nq", "fo", "ovf", "mh", "twos"];
+
+pub(super) const fn scheduler(locate: Locate<String>) -> TypedField<String> {
+    TypedField {
+        type_name: "word",
+        allowed: || one_of(SCHEDULERS),
+        words: || SCHEDULERS.to_vec(),
+        read: |value| parsed(value, |text| SCHEDULERS.contains(&text).then(|| text.to_owned())),
+        ..text(locate)
     }
 }
 
@@ -131,6 +154,7 @@ pub(super) const fn optional_text(locate: Locate<Option<String>>) -> TypedField<
         locate,
         type_name: "text",
         allowed: || "text".to_owned(),
+        words: Vec::new,
         unset: is_empty_text,
         read: |value| Ok(Some(typed(value, Value::as_str)?.to_owned()).filter(|text| !text.is_empty())),
         write: |text| Value::String(text.clone().unwrap_or_default()),
@@ -142,6 +166,7 @@ pub(super) const fn port_range(locate: Locate<Option<PortRange>>) -> TypedField<
         locate,
         type_name: "port range",
         allowed: || "ports such as 8000-9000, 8000+1000 or 8000".to_owned(),
+        words: Vec::new,
         unset: |value| is_empty_text(value) || value == "0-0" || value == "0",
         read: |value| parsed(value, PortRange::parse).map(Some),
         write: |range| Value::String(range.map(|range| range.to_string()).unwrap_or_default()),
@@ -153,6 +178,7 @@ pub(super) const fn encoding(locate: Locate<Encoding>) -> TypedField<Encoding> {
         locate,
         type_name: "media type",
         allowed: || "application/vnd.kubernetes.protobuf or application/json".to_owned(),
+        words: Vec::new,
         unset: is_empty_text,
         read: |value| parsed(value, Encoding::of),
         write: |encoding| Value::String(encoding.media_type().to_owned()),
@@ -176,6 +202,7 @@ pub(super) const fn file(locate: Locate<Option<PathBuf>>) -> TypedField<Option<P
         locate,
         type_name: "path",
         allowed: || "the path of a file".to_owned(),
+        words: Vec::new,
         unset: is_empty_text,
         read: |value| Ok(Some(PathBuf::from(typed(value, Value::as_str)?))),
         write: |path| {
@@ -201,6 +228,7 @@ pub(super) const fn folder(locate: Locate<PathBuf>) -> TypedField<PathBuf> {
         locate,
         type_name: "path",
         allowed: || "an absolute path".to_owned(),
+        words: Vec::new,
         unset: is_empty_text,
         read: absolute,
         write: |path| Value::String(path.to_string_lossy().into_owned()),
@@ -212,6 +240,7 @@ pub(super) const fn number(locate: Locate<f64>) -> TypedField<f64> {
         locate,
         type_name: "number",
         allowed: || "a number".to_owned(),
+        words: Vec::new,
         unset: is_zero,
         read: |value| typed(value, Value::as_f64),
         // Go writes 5.0 as 5.
@@ -231,6 +260,7 @@ pub(super) const fn address(locate: Locate<IpAddr>) -> TypedField<IpAddr> {
         locate,
         type_name: "IP address",
         allowed: || "an IP address".to_owned(),
+        words: Vec::new,
         unset: is_empty_text,
         read: |value| parsed(value, |text| Some(text.parse::<IpAddr>().ok()?.to_canonical())),
         write: |address| Value::String(address.to_string()),
@@ -245,6 +275,7 @@ pub(super) const fn listen_address<const PORT: u16>(
         locate,
         type_name: "address and port",
         allowed: || format!("an IP address and a port from 1 to 65535, such as \"0.0.0.0:{PORT}\""),
+        words: Vec::new,
         unset: is_empty_text,
         read: |value| {
             let address = |text: &str| {
@@ -272,6 +303,7 @@ pub(super) const fn timeout(locate: Locate<Duration>) -> TypedField<Duration> {
         locate,
         type_name: "duration",
         allowed: || "a duration of 0s or more, such as \"30s\" or \"1h0m0s\"".to_owned(),
+        words: Vec::new,
         unset: |_| false,
         read: |value| duration_if(value, |_| true),
         write: |duration| Value::String(duration::format(*duration)),
@@ -340,6 +372,7 @@ where
         locate,
         type_name: "integer",
         allowed: || format!("from {MIN} to {MAX}"),
+        words: Vec::new,
         unset: Value::is_null,
         read: |value| in_range(value, MIN, MAX),
         write: |number| Value::from((*number).into()),
@@ -376,6 +409,7 @@ pub(super) const fn keyword<T: Keyword>(locate: Locate<T>) -> TypedField<T> {
         locate,
         type_name: "word",
         allowed: T::words,
+        words: || T::WORDS.iter().map(|(word, _)| *word).filter(|word| !word.is_empty()).collect(),
         unset: is_empty_text,
         read: |value| {
             // YAML 1.1 reads a bare `off` as false.
@@ -402,6 +436,7 @@ pub(super) const fn list<T: ListItem>(locate: Locate<Vec<T>>) -> TypedField<Vec<
         locate,
         type_name: T::LIST,
         allowed: || T::ALLOWED.to_owned(),
+        words: Vec::new,
         unset: Value::is_null,
         read: |value| {
             let item = |(index, value): (usize, &Value)| {

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use serde_json::{Map, Value};
-use serde_saphyr::DuplicateKeyPolicy;
+use serde_saphyr::{DuplicateKeyPolicy, UserMessageFormatter};
 
 use super::{
     Config, Error, duration,
@@ -29,7 +29,7 @@ pub(super) fn parse(path: &Path, text: &str) -> Result<Document, Error> {
     if !problems.is_empty() {
         return Err(Error::Values(problems.iter().map(|problem| format!("{at}: {problem}")).collect()));
     }
-    let warning = |error| format!("{at}: the last of two equal fields counts: {error}");
+    let warning = |error| format!("{at}: {}", duplicate(&error));
     Ok(Document { root, warnings: duplicates.map(warning).into_iter().collect() })
 }
 
@@ -54,12 +54,24 @@ fn read_with(text: &str, duplicates: DuplicateKeyPolicy) -> Result<Value, serde_
     }
 }
 
+/// Tells of a field that is given twice, in words of the file and not of the library.
+fn duplicate(error: &serde_saphyr::Error) -> String {
+    let line = error.location().map(|again| format!(" in line {}", again.line())).unwrap_or_default();
+    let duplicate = error.without_snippet();
+    let field = if let serde_saphyr::Error::DuplicateMappingKey { key: Some(key), .. } = duplicate {
+        key.as_str()
+    } else {
+        "a field"
+    };
+    format!("{field} is given again{line}; the last value counts")
+}
+
 fn problem(error: &serde_saphyr::Error) -> String {
     match (error.without_snippet(), error.location()) {
         (serde_saphyr::Error::MultipleDocuments { .. }, Some(second)) => {
             format!("must be one document, found a second at line {}", second.line())
         }
-        _ => format!("is neither YAML nor JSON: {error}"),
+        _ => format!("is neither YAML nor JSON: {}", error.render_with_formatter(&UserMessageFormatter)),
     }
 }
 
@@ -124,6 +136,29 @@ impl Structure {
             }
         }
     }
+}
+
+/// Names the field that was probably meant: one of this name in another section, or one of this section with a similar
+/// name.
+fn similar(path: &str) -> Option<String> {
+    let (section, name) = path.rsplit_once('.').map_or(("", path), |(section, name)| (section, name));
+    let last = |path: &str| path.rsplit('.').next().unwrap_or_default().to_lowercase();
+    let mut elsewhere = FIELDS.iter().filter(|field| last(field.path) == name.to_lowercase());
+    if let (Some(only), None) = (elsewhere.next(), elsewhere.next()) {
+        return Some(only.path.to_owned());
+    }
+    let prefix = if section.is_empty() { String::new() } else { format!("{section}.") };
+    let siblings = FIELDS.iter().filter_map(|field| field.path.strip_prefix(&prefix)?.split('.').next());
+    let alike = |sibling: &str| strsim::jaro(&sibling.to_lowercase(), &name.to_lowercase());
+    let best = siblings.map(|sibling| (alike(sibling), sibling)).max_by(|(a, _), (b, _)| a.total_cmp(b))?;
+    // The threshold is clap's for flags.
+    (best.0 > 0.7).then(|| format!("{prefix}{}", best.1))
+}
+
+/// Tells of a field that is in no table.
+pub(super) fn unknown(path: &str) -> String {
+    let meant = similar(path).map(|field| format!(": did you mean {field}?")).unwrap_or_default();
+    format!("{path} is not a known field, ignored{meant}")
 }
 
 fn is_type(path: &str) -> bool {
@@ -191,5 +226,36 @@ fn insert(object: &mut Map<String, Value>, path: &str, value: Value) {
                 insert(section, rest, value);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case::misspelt("conntrack.maxPerCor", Some("conntrack.maxPerCore"))]
+    #[case::misspelt_at_the_top("clusterCidr", Some("clusterCIDR"))]
+    #[case::another_case("hostnameoverride", Some("hostnameOverride"))]
+    #[case::misspelt_section("contrack", Some("conntrack"))]
+    #[case::another_section("excludeCIDRs", Some("ipvs.excludeCIDRs"))]
+    #[case::of_several_sections("syncPeriod", Some("configSyncPeriod"))]
+    #[case::nothing_alike("colour", None)]
+    fn an_unknown_field_is_likened_to(#[case] path: &str, #[case] meant: Option<&str>) {
+        assert_eq!(similar(path).as_deref(), meant);
+    }
+
+    #[rstest]
+    #[case::at_the_top("mode: ebpf\nmode: ipvs", "mode is given again in line 4; the last value counts")]
+    #[case::in_a_section(
+        "conntrack: {min: 1, min: 2}",
+        "min is given again in line 3; the last value counts"
+    )]
+    fn a_field_that_is_given_twice(#[case] body: &str, #[case] expected: &str) {
+        let text = format!("apiVersion: {API_VERSION}\nkind: {KIND}\n{body}\n");
+        let document = parse(Path::new("c.yaml"), &text).map_err(|error| error.to_string());
+        assert_eq!(document.map(|document| document.warnings), Ok(vec![format!("c.yaml: {expected}")]));
     }
 }

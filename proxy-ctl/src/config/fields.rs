@@ -10,7 +10,7 @@ use super::{
         Access, InvalidValue, ListItem, Locate, MAX_I32, Problem, TypedField, accept_header, address,
         as_whole, duration_if, duration_or_nanoseconds, encoding, file, folder, integer, integer_not_zero,
         is_empty_text, keyword, list, listen_address, number, optional_folder, optional_text,
-        optional_timeout, parsed, period, port_range, quantity, switch, text, timeout, typed,
+        optional_timeout, parsed, period, port_range, quantity, scheduler, switch, text, timeout, typed,
     },
     ebpf::{MAX_ENTRIES, MAX_NEW_CONNECTIONS_PER_CORE, NamePattern, SHORTEST_LIFETIME},
 };
@@ -42,6 +42,11 @@ impl Field {
     /// The allowed values, to follow "must be".
     pub fn allowed(&self) -> String {
         self.access.allowed()
+    }
+
+    /// All values that it takes, where they are a few words. Empty for every other type.
+    pub fn words(&self) -> Vec<&'static str> {
+        self.access.words()
     }
 
     /// The word for its type.
@@ -187,7 +192,7 @@ pub static FIELDS: &[Field] = fields! {
         "As iptables.syncPeriod, in mode ipvs.";
     "ipvs.minSyncPeriod", period(|c| &mut c.periods.min_sync), Applies::InMode(in_ipvs);
         "As iptables.minSyncPeriod, in mode ipvs. Its default is 0s in a file.";
-    "ipvs.scheduler", text(|c| &mut c.ipvs.scheduler);
+    "ipvs.scheduler", scheduler(|c| &mut c.ipvs.scheduler), IPVS;
         "IPVS scheduler. Empty: rr.";
     "ipvs.excludeCIDRs", list(|c| &mut c.ipvs.exclude_cidrs), IPVS;
         "Virtual servers in these networks are left alone.";
@@ -408,6 +413,7 @@ const FEATURE_GATES: TypedField<Vec<(String, bool)>> = TypedField {
     locate: |c| &mut c.feature_gates,
     type_name: "names with true or false",
     allowed: || "true or false".to_owned(),
+    words: Vec::new,
     unset: Value::is_null,
     read: |value| {
         let gate = |(name, on): (&String, &Value)| {
@@ -426,6 +432,7 @@ const VMODULE: TypedField<Vec<ModuleVerbosity>> = TypedField {
     allowed: || {
         "a list of {filePattern, verbosity}: a file name without = and comma, and 0 or more".to_owned()
     },
+    words: Vec::new,
     unset: Value::is_null,
     read: |value| {
         let module = |(index, module): (usize, &Value)| {
@@ -457,6 +464,7 @@ const CLUSTER_CIDR: TypedField<Vec<ipnet::IpNet>> = TypedField {
     locate: |c| &mut c.cluster_cidrs,
     type_name: "text",
     allowed: || "one network, or two of different families separated by a comma".to_owned(),
+    words: Vec::new,
     unset: is_empty_text,
     read: |value| parsed(value, cluster_cidrs),
     write: |networks| {

@@ -135,7 +135,7 @@ impl<'a> Resolution<'a> {
         let structure = file.document.structure();
         self.problems.extend(structure.problems.iter().map(|problem| format!("{at}: {problem}")));
         let unknown = structure.unknown.iter();
-        self.warnings.extend(unknown.map(|field| format!("{at}: {field} is not a known field, ignored")));
+        self.warnings.extend(unknown.map(|field| format!("{at}: {}", document::unknown(field))));
     }
 
     /// The flag that sets `field`, if one is given that is not ignored.

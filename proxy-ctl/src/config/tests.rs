@@ -300,6 +300,25 @@ fn document_that_is_not_yaml() {
     assert!(matches!(error, Error::Syntax { .. }), "{error}");
 }
 
+#[rstest]
+#[case::in_the_file("mode: ipvs\nipvs: {scheduler: nosuch}", "ipvs.scheduler must be rr, wrr, ")]
+#[case::the_lists_end("mode: ipvs\nipvs: {scheduler: RR}", "mh or twos, found \"RR\"")]
+fn a_scheduler_that_the_kernel_cannot_have_is_refused(#[case] body: &str, #[case] message: &str) {
+    let error = parse(body).unwrap_err().to_string();
+    assert!(error.contains(message), "{error}");
+}
+
+#[test]
+fn a_scheduler_is_not_refused_where_no_mode_uses_it() {
+    let loaded = parse("mode: ebpf\nipvs: {scheduler: nosuch}").unwrap();
+    assert_eq!(loaded.config.ipvs.scheduler, "");
+    assert!(
+        loaded.warnings.iter().any(|warning| warning.contains("ipvs.scheduler is ignored")),
+        "{:?}",
+        loaded.warnings
+    );
+}
+
 #[test]
 fn unknown_and_duplicate_fields_are_warnings() {
     let loaded = parse("colour: red\nconntrack: {maximum: 1, min: 5}\nmode: iptables\nmode: ebpf\n").unwrap();
@@ -308,7 +327,7 @@ fn unknown_and_duplicate_fields_are_warnings() {
     let warned = |text: &str| loaded.warnings.iter().any(|warning| warning.contains(text));
     assert!(warned("config.yaml: colour is not a known field"), "{:?}", loaded.warnings);
     assert!(warned("config.yaml: conntrack.maximum is not a known field"), "{:?}", loaded.warnings);
-    assert!(warned("config.yaml: the last of two equal fields counts"), "{:?}", loaded.warnings);
+    assert!(warned("config.yaml: mode is given again in line"), "{:?}", loaded.warnings);
     assert_eq!(loaded.warnings.len(), 3);
 }
 

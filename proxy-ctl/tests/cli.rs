@@ -349,6 +349,42 @@ fn completions_have_commands_and_flags(#[case] shell: &str, #[case] mark: &str) 
     }
 }
 
+/// Returns what bash offers for the last of these words, by the printed function.
+fn completed(words: &[&str]) -> Vec<String> {
+    const CALL: &str = r#"
+        source <("$1" completion bash); shift
+        COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=()
+        _proxy__ctl "$1" "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"
+        printf '%s\n' "${COMPREPLY[@]}""#;
+    let called = Command::new("bash")
+        .args(["-c", CALL, "bash", env!("CARGO_BIN_EXE_proxy-ctl"), "proxy-ctl"])
+        .args(words)
+        .output()
+        .unwrap();
+    printed(&called).split_whitespace().map(str::to_owned).collect()
+}
+
+#[rstest]
+#[case::commands(&["sta"], &["status"])]
+#[case::flags_of_a_command(&["status", "--out"], &["--output"])]
+#[case::flags_of_a_command_with_a_hyphen(&["rollout-status", "--bp"], &["--bpffs"])]
+#[case::flags_after_a_global_one(&["--bpffs", "/sys/fs/bpf", "flows", "--serv"], &["--service"])]
+#[case::flags_of_run(&["run", "--conntrack-max"], &["--conntrack-max-per-core"])]
+#[case::formats(&["status", "--output", ""], &["table", "json"])]
+#[case::formats_of_probe(&["probe", "--output", ""], &["table", "json"])]
+#[case::formats_of_config(&["config", "--output", ""], &["table", "json", "yaml"])]
+#[case::modes(&["run", "--proxy-mode", ""], &["ebpf", "nftables", "iptables", "ipvs", "userspace"])]
+#[case::modes_of_probe(&["probe", "--proxy-mode", "ip"], &["iptables", "ipvs"])]
+#[case::log_formats(&["run", "--logging-format", ""], &["text", "json"])]
+#[case::schedulers(&["run", "--ipvs-scheduler", "w"], &["wrr", "wlc"])]
+#[case::reasons(&["monitor", "--reason", "no_end"], &["no_endpoints"])]
+#[case::protocols(&["flows", "--protocol", ""], &["tcp", "udp"])]
+#[case::states(&["flows", "--state", "clo"], &["closing"])]
+#[case::shells(&["completion", "z"], &["zsh"])]
+fn bash_completes(#[case] words: &[&str], #[case] expected: &[&str]) {
+    assert_eq!(completed(words), expected);
+}
+
 #[test]
 fn manual_pages_are_written() {
     let folder = TempDir::new().unwrap();

@@ -2,7 +2,10 @@
 
 use std::{ffi::OsString, path::PathBuf};
 
-use clap::{Args as ClapArgs, Parser, Subcommand, ValueEnum};
+use clap::{
+    Args as ClapArgs, Parser, Subcommand, ValueEnum, ValueHint,
+    builder::{PossibleValuesParser, TypedValueParser},
+};
 use clap_complete::Shell;
 use ipnet::IpNet;
 use proxy_common::{event::EventKind, reason::Reason};
@@ -18,7 +21,7 @@ pub(super) const VERSION: &str =
 #[command(name = "proxy-ctl", version, long_version = VERSION, after_help = EXAMPLES, max_term_width = 100)]
 pub(super) struct Args {
     /// Where the tables are pinned [default: ebpf.bpffs of the configuration, else /sys/fs/bpf]
-    #[arg(long, global = true, value_name = "DIR", value_parser = absolute)]
+    #[arg(long, global = true, value_name = "DIR", value_parser = absolute, value_hint = ValueHint::DirPath)]
     pub(super) bpffs: Option<PathBuf>,
     #[command(subcommand)]
     pub(super) command: Command,
@@ -127,7 +130,7 @@ const COMPLETION_HELP: &str = "Examples:
 #[command(after_help = "Example:\n  proxy-ctl man --directory /usr/local/share/man/man1")]
 pub(super) struct ManArgs {
     /// Folder for proxy-ctl.1, proxy-ctl-run.1 and so on
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub(super) directory: PathBuf,
 }
 
@@ -206,15 +209,16 @@ JSON: a list of {id, address, port, protocol, state, local, services, connection
 #[command(after_help = FLOWS_HELP)]
 pub(super) struct FlowsArgs {
     /// Only of NAMESPACE/NAME, or NAME in any namespace; with :PORT only of that port
-    #[arg(long, value_name = "SERVICE")]
+    #[arg(long, value_name = "SERVICE", value_hint = ValueHint::Other)]
     pub(super) service: Option<ServiceFilter>,
     /// Only from this address or range
-    #[arg(long, value_name = "ADDRESS", value_parser = range)]
+    #[arg(long, value_name = "ADDRESS", value_parser = range, value_hint = ValueHint::Other)]
     pub(super) client: Option<IpNet>,
     /// Only to endpoints of this address or range
-    #[arg(long, value_name = "ADDRESS", value_parser = range)]
+    #[arg(long, value_name = "ADDRESS", value_parser = range, value_hint = ValueHint::Other)]
     pub(super) backend: Option<IpNet>,
-    #[arg(long, value_name = "PROTOCOL", value_parser = protocol)]
+    /// Show only flows of this protocol
+    #[arg(long, value_name = "PROTOCOL", value_parser = protocol(), ignore_case = true)]
     pub(super) protocol: Option<Protocol>,
     /// Only in these states; without it in all but ended
     #[arg(long, value_enum, value_name = "STATE", value_delimiter = ',')]
@@ -242,13 +246,13 @@ JSON: a list of {service: {namespace, name, port} or null, protocol, client, fro
 #[command(after_help = MONITOR_HELP)]
 pub(super) struct MonitorArgs {
     /// Only of NAMESPACE/NAME, or NAME in any namespace; with :PORT only of that port
-    #[arg(long, value_name = "SERVICE")]
+    #[arg(long, value_name = "SERVICE", value_hint = ValueHint::Other)]
     pub(super) service: Option<ServiceFilter>,
     /// Only where client, frontend or backend has this address or is in this range
-    #[arg(long, value_name = "ADDRESS", value_parser = range)]
+    #[arg(long, value_name = "ADDRESS", value_parser = range, value_hint = ValueHint::Other)]
     pub(super) address: Option<IpNet>,
     /// Only with these reasons, as `proxy-ctl status` names them
-    #[arg(long, value_name = "REASON", value_delimiter = ',', value_parser = reason)]
+    #[arg(long, value_name = "REASON", value_delimiter = ',', value_parser = reason(), hide_possible_values = true)]
     pub(super) reason: Vec<Reason>,
     /// One of so many, at random
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
@@ -281,18 +285,22 @@ fn range(text: &str) -> Result<IpNet, String> {
         .map_err(|_| "must be an address, or a range such as 10.0.0.0/8".to_owned())
 }
 
-fn protocol(text: &str) -> Result<Protocol, String> {
-    let known = [Protocol::Tcp, Protocol::Udp];
-    let found = known.into_iter().find(|protocol| protocol.name().eq_ignore_ascii_case(text));
-    found.ok_or_else(|| "must be tcp or udp".to_owned())
+const PROTOCOLS: [(&str, Protocol); 2] = [("tcp", Protocol::Tcp), ("udp", Protocol::Udp)];
+
+/// Protocols in upper or lower case.
+fn protocol() -> impl TypedValueParser<Value = Protocol> {
+    let find = |text: String| {
+        let found = PROTOCOLS.into_iter().find(|(name, _)| name.eq_ignore_ascii_case(&text));
+        found.map(|(_, protocol)| protocol).ok_or("must be tcp or udp")
+    };
+    PossibleValuesParser::new(PROTOCOLS.map(|(name, _)| name)).try_map(find)
 }
 
-fn reason(text: &str) -> Result<Reason, String> {
+/// Reasons that events can have.
+fn reason() -> impl TypedValueParser<Value = Reason> {
     let with_events = || Reason::ALL.iter().copied().filter(|reason| EventKind::of(*reason).is_some());
-    with_events().find(|reason| reason.name() == text).ok_or_else(|| {
-        let names: Vec<&str> = with_events().map(Reason::name).collect();
-        format!("must be one of {}", names.join(", "))
-    })
+    let find = move |text: String| with_events().find(|reason| reason.name() == text).ok_or("is no reason");
+    PossibleValuesParser::new(with_events().map(Reason::name)).try_map(find)
 }
 
 /// Remove everything of ours from this node, and nothing else
@@ -323,7 +331,8 @@ JSON: {removed: {links[], filters, tables[]}, problems[]}; with --kube-proxy als
 #[derive(Debug, ClapArgs)]
 #[command(after_help = ROLLOUT_HELP)]
 pub(super) struct RolloutArgs {
-    #[arg(value_name = "NAMESPACE/NAME")]
+    /// The DaemonSet
+    #[arg(value_name = "NAMESPACE/NAME", value_hint = ValueHint::Other)]
     pub(super) daemon_set: String,
 }
 

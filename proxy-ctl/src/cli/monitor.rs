@@ -273,6 +273,6 @@ mod tests {
         let found = args(&["--reason", "no_endpoints,flow_opened"]).unwrap();
         assert_eq!(found.reason, [Reason::NoEndpoints, Reason::FlowOpened]);
         let error = args(&["--reason", "malformed"]).unwrap_err();
-        assert!(error.contains("must be one of") && error.contains("no_endpoints"), "{error}");
+        assert!(error.contains("possible values") && error.contains("no_endpoints"), "{error}");
     }
 }

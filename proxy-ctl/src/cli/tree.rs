@@ -18,7 +18,7 @@ pub(super) static OUTPUT: [Flag; 1] = [Flag {
     sets: Sets::Other,
     group: Group::Main,
     deprecated: None,
-    help: "A table for people, or json or yaml for programs [default: table].",
+    help: "A table for people, or another format for programs [default: table].",
 }];
 
 const WIDTH: usize = 100;
@@ -29,10 +29,15 @@ fn proxy_ctl() -> Command {
     let run: Vec<_> = FLAGS.iter().filter(|flag| flag.name != "bpffs").collect();
     let effective = run.iter().copied().filter(|flag| flag.sets != Sets::Nothing);
     let asking: Vec<_> = OUTPUT.iter().chain(effective).collect();
+    let printed = |words: &'static [&'static str]| {
+        move |command: Command| command.mut_arg("output", |output| output.value_parser(words.to_vec()))
+    };
     Args::command()
         .mut_subcommand("run", with(run))
         .mut_subcommand("probe", with(asking.clone()))
+        .mut_subcommand("probe", printed(&["table", "json"]))
         .mut_subcommand("config", with(asking))
+        .mut_subcommand("config", printed(&["table", "json", "yaml"]))
 }
 
 pub(super) fn run() -> Command {
@@ -68,7 +73,15 @@ pub(super) fn help(mut command: Command) -> anyhow::Result<()> {
 pub(super) fn completion(shell: Shell) -> anyhow::Result<()> {
     let mut text = Vec::new();
     clap_complete::generate(shell, &mut proxy_ctl(), "proxy-ctl", &mut text);
-    Ok(table::print(&String::from_utf8(text)?)?)
+    let text = String::from_utf8(text)?;
+    Ok(table::print(&if shell == Shell::Bash { with_one_label(&text) } else { text })?)
+}
+
+/// Gives each subcommand one label. clap_complete 4.6 writes `proxy__ctl__subcmd__status` where it looks for the
+/// subcommand and `proxy__subcmd__ctl__subcmd__status` where it completes it, as it takes the hyphen of `proxy-ctl` for
+/// the border of a subcommand there (clap #6421).
+fn with_one_label(script: &str) -> String {
+    script.replace("proxy__subcmd__ctl", "proxy__ctl")
 }
 
 pub(super) fn manual(folder: &Path) -> anyhow::Result<()> {

@@ -1,7 +1,7 @@
 //! The table of every flag of `run`: kube-proxy's, those of its older versions, and our own. clap parses and shows flags
 //! by it.
 
-use clap::{Arg, ArgAction};
+use clap::{Arg, ArgAction, ValueHint, builder::PossibleValuesParser};
 
 /// One flag.
 #[derive(Clone, Copy, Debug)]
@@ -319,9 +319,23 @@ impl Flag {
             Some(letter) => argument.short(letter),
             None => argument,
         };
-        match self.value.placeholder() {
-            Some(name) => argument.value_name(name).action(ArgAction::Append),
-            None => argument.action(ArgAction::SetTrue),
+        let Some(name) = self.value.placeholder() else { return argument.action(ArgAction::SetTrue) };
+        let argument = argument.value_name(name).action(ArgAction::Append).value_hint(match name {
+            "FILE" => ValueHint::FilePath,
+            "DIR" => ValueHint::DirPath,
+            _ => ValueHint::Other,
+        });
+        let words = self.words();
+        if words.is_empty() {
+            argument
+        } else {
+            argument.value_parser(PossibleValuesParser::new(words)).hide_possible_values(true)
         }
+    }
+
+    /// All values that it takes, where they are a few words.
+    fn words(&'static self) -> Vec<&'static str> {
+        let field = self.fields().first().and_then(|path| super::fields::field(path));
+        field.map(super::fields::Field::words).unwrap_or_default()
     }
 }

@@ -28,10 +28,13 @@ pub(super) struct Args {
 }
 
 const EXAMPLES: &str = "Examples:
-  proxy-ctl run --config /var/lib/kube-proxy/config.conf --hostname-override \"$NODE_NAME\"
-  proxy-ctl run --manifests ./services     # without a cluster: serve what the YAML files say
-  proxy-ctl services default/web           # what is served right now, also while the controller is down
-  proxy-ctl monitor --service default/web  # who connects, and who is refused, as it happens
+  proxy-ctl run --config /var/lib/kube-proxy/config.conf
+  # Without a cluster: serve what YAML files say.
+  proxy-ctl run --manifests ./services
+  # What is served right now, also while the controller is down.
+  proxy-ctl services default/web
+  # Who connects, and who is refused, as it happens.
+  proxy-ctl monitor --service default/web
   proxy-ctl status --output json | jq .tables";
 
 #[derive(Debug, Subcommand)]
@@ -66,11 +69,13 @@ pub(super) struct RunFlags {
 }
 
 const RUN_HELP: &str = "Examples:
-  proxy-ctl run --config /var/lib/kube-proxy/config.conf --hostname-override \"$NODE_NAME\"
+  proxy-ctl run --config /var/lib/kube-proxy/config.conf
   proxy-ctl run --manifests ./services --v 4
 
 The process needs CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN, and CAP_SYS_ADMIN where it has to mount a bpffs.
-It ends on SIGTERM and SIGINT; what it has programmed goes on working. To remove it: proxy-ctl cleanup.
+
+It ends on SIGTERM and SIGINT; what it has programmed goes on working. `proxy-ctl cleanup` removes it.
+
 Called by the name kube-proxy, the program takes these flags without `run`.";
 
 /// Show what this node can do, and which mode it would run in
@@ -83,18 +88,13 @@ pub(super) struct ProbeArgs {
 
 const PROBE_HELP: &str = "Examples:
   proxy-ctl probe
-  proxy-ctl probe --config /var/lib/kube-proxy/config.conf --output json | jq .choice.mode
+  proxy-ctl probe --config config.conf --output json | jq .choice.mode
 
-Nothing is changed. The exit code is 1 where the mode that was asked for cannot run here.
+Nothing is changed. The exit code is 1 where the mode that was asked for cannot run here, also where another takes its place.
 
-JSON: {facts: {kernel, btf, programs, cgroup2, bpffs, capabilities[], packetHook, refusesWith, endsSocketsOf, nftablesModules, iptables[], routeLocalnet,
-    ipvsModules, ipvsParameters, ipsetProtocol, redirect},
-  modes[]: {mode, canRun, needs[]: name of a fact, missing[], remarks[]}, requested,
-  choice: {mode, reasons[], fallback: text or null} or null, refusal: text or null,
-  formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]},
-  xdp: {asked, uplinks[]: {interface, xdp, reason, takes, takesNone: text or null}}}.
+JSON: {facts: {kernel, btf, programs, cgroup2, bpffs, capabilities[], packetHook, refusesWith, endsSocketsOf, nftablesModules, iptables[], routeLocalnet, ipvsModules, ipvsParameters, ipsetProtocol, redirect}, modes[]: {mode, canRun, needs[]: name of a fact, missing[], remarks[]}, requested, choice: {mode, reasons[], fallback: text or null} or null, refusal: text or null, formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]}, xdp: {asked, uplinks[]: {interface, xdp, reason, takes, takesNone: text or null}}}.
 
-asked is ebpf.xdp; where it is off, uplinks are as with auto. takes: which frames of other uplinks, all, whole or no.";
+asked is ebpf.xdp; where it is off, uplinks are as with auto. takes says which frames of other uplinks it sends: all, whole or no.";
 
 /// Show the configuration that `run` would have, and where each value comes from
 #[derive(Debug, ClapArgs)]
@@ -105,11 +105,10 @@ pub(super) struct ConfigArgs {
 }
 
 const CONFIG_HELP: &str = "Examples:
-  proxy-ctl config --config /var/lib/kube-proxy/config.conf --hostname-override node1
+  proxy-ctl config --config /var/lib/kube-proxy/config.conf
   proxy-ctl config --conntrack-min=0 --output yaml > config.conf
 
-FORMAT is table, json or yaml. YAML is a file that gives the same configuration, as from --write-config-to; what a
-file cannot say, such as the zero of --iptables-min-sync-period=0 or --healthz-port=0, is told as a warning.
+YAML is a file that gives the same configuration, as --write-config-to writes it. What a file cannot say is told as a warning, such as the zero of --iptables-min-sync-period=0 or --healthz-port=0.
 
 JSON: {config, values[]: {field, value, origin}, warnings[]}; origin is default, file or --FLAG.";
 
@@ -159,15 +158,11 @@ pub(super) struct StatusArgs {
 const STATUS_HELP: &str = "Example:
   proxy-ctl status
 
-JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects,
-  problem},
-  hooks[]: {name, interface, role, reason, kind}, xdp[]: as xdp.uplinks[] of `probe`,
-  podInterfaces: {taking, notTaking: {reason: count}} with ebpf.xdp: by how many XDP sends packets to pods,
-  withdrawsIn: seconds, tables[]: {name, used, capacity, bytes},
-  counters[]: {reason, count},
-  formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]},
-  unsupported[]: {namespace, name, port, protocol, family, field, effect, instead}}; what is not known is
-  null. effect: servedDifferently, handedOver, partlyServed or notServed.";
+The exit code is 1 where the caller may not read everything.
+
+JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects, problem}, hooks[]: {name, interface, role, reason, kind}, xdp[]: as xdp.uplinks[] of `probe`, podInterfaces: {taking, notTaking: {reason: count}} with ebpf.xdp: by how many XDP sends packets to pods, withdrawsIn: seconds, tables[]: {name, used, capacity, bytes}, counters[]: {reason, count}, formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]}, unsupported[]: {namespace, name, port, protocol, family, field, effect, instead}, notReadable[]: what the caller may not read, and why}.
+
+What is not known is null. effect is servedDifferently, handedOver, partlyServed or notServed.";
 
 /// List what is served, or one service
 #[derive(Debug, ClapArgs)]
@@ -183,13 +178,11 @@ const SERVICES_HELP: &str = "Examples:
   proxy-ctl services
   proxy-ctl services kube-system/kube-dns:dns
 
-LOCAL/ALL ENDPOINTS counts those on this node and all, for clients in the cluster. POLICY: which clients get endpoints of this node only, and the \
-algorithm that chooses among them and how packets from outside get to other nodes, and in what, unless it is random, snat and ip; `by mode \
-nftables`: this mode serves what the mode at work cannot.
+LOCAL/ALL ENDPOINTS counts the endpoints on this node and all endpoints, for clients in the cluster.
 
-JSON: a list of {namespace, name, port, protocol, family, id, policy, algorithm, forwarding, encapsulation or null,
-  frontends[]: {kind, address, port},  endpoints[]: {address, port, local, state}, internalEndpoints, externalEndpoints,
-  handedOverTo: a mode, or null}.";
+POLICY says which clients get endpoints of this node only. The algorithm that chooses among endpoints, the way of packets from outside to other nodes, and its encapsulation follow, unless they are random, snat and ip. `by mode nftables` says that this mode serves what the mode at work cannot.
+
+JSON: a list of {namespace, name, port, protocol, family, id, policy, algorithm, forwarding, encapsulation or null, frontends[]: {kind, address, port}, endpoints[]: {address, port, local, state}, internalEndpoints, externalEndpoints, handedOverTo: a mode, or null}.";
 
 /// List the endpoints that some service uses
 #[derive(Debug, ClapArgs)]
@@ -235,11 +228,9 @@ const FLOWS_HELP: &str = "Examples:
   proxy-ctl flows --client 10.244.1.0/24 --state opening,closing
   proxy-ctl flows --limit 0 --output json | jq '.[].backend'
 
-Connections that socket hooks have sent to a backend are not listed: they are plain connections to it, without a flow.
-Where the controller is down, the list is the same. `via` before an address: the source that the backend sees.
+Connections that socket hooks have sent to a backend are not listed: they are plain connections to it, without a flow. The list is the same where the controller is down. An address after `via` is the source that the backend sees.
 
-JSON: a list of {service: {namespace, name, port} or null, protocol, client, frontend, backend, masquerade, direct, state,
-  age: seconds, idle: seconds}; what is not known is null.";
+JSON: a list of {service: {namespace, name, port} or null, protocol, client, frontend, backend, masquerade, direct, state, age: seconds, idle: seconds}; what is not known is null.";
 
 /// Show what becomes of new connections, as it happens
 #[derive(Debug, ClapArgs)]
@@ -266,16 +257,14 @@ pub(super) struct MonitorArgs {
 
 const MONITOR_HELP: &str = "Examples:
   proxy-ctl monitor --service default/web
-  proxy-ctl monitor --reason no_endpoints,no_local_endpoints,source_not_allowed
+  proxy-ctl monitor --reason no_endpoints,source_not_allowed
   proxy-ctl monitor --sample 100 --output json | jq .client
 
-Each line is a flow that opens, a flow whose client gets another backend (rebound), a socket that is connected or sends to
-a backend, or a client that is refused or dropped, with the reason. Packets of open connections are not shown. It ends on
-Ctrl-C. The programs make events only meanwhile; --reason and --sample have them make fewer, the other filters do
-not. One process at a time can watch. Needs root.
+Each event is a flow that opens, a flow whose client gets another backend (rebound), a socket that is connected or sends to a backend, or a client that is refused or dropped, with the reason. Packets of open connections are not shown. Ctrl-C ends it.
 
-JSON: a line each, {time, kind, reason, by: packet or socket, service: {namespace, name, port} or null, protocol,
-  client, frontend, backend}; what is not known is null, as is the address of a socket's client.";
+The programs make events only while somebody watches. --reason and --sample have them make fewer, the other filters do not. One process at a time can watch. It must be run as root.
+
+JSON: a line each, {time, kind, reason, by: packet or socket, service: {namespace, name, port} or null, protocol, client, frontend, backend}; what is not known is null, as is the address of a socket's client.";
 
 /// An address, or a range of them.
 fn range(text: &str) -> Result<IpNet, String> {
@@ -318,14 +307,14 @@ pub(super) struct CleanupArgs {
 }
 
 const CLEANUP_HELP: &str = "Examples:
-  proxy-ctl cleanup                 # on the way back to kube-proxy
-  proxy-ctl cleanup --kube-proxy    # as `kube-proxy --cleanup`: whatever a service proxy has left
+  # On the way back to kube-proxy.
+  proxy-ctl cleanup
+  # As `kube-proxy --cleanup`: whatever a service proxy has left.
+  proxy-ctl cleanup --kube-proxy
 
-Connections to services that the packet programs translate end with it. The exit code is 1 where something could not
-be removed.
+Connections to services that the packet programs translate end with it. The exit code is 1 where something could not be removed.
 
-JSON: {removed: {links[], filters, tables[]}, problems[]}; with --kube-proxy also
-  kubeProxy: {removed[]: {place, what, count}, kept[]: {place, name, why}}.";
+JSON: {removed: {links[], filters, tables[]}, problems[]}; with --kube-proxy also kubeProxy: {removed[]: {place, what, count}, kept[]: {place, name, why}}.";
 
 /// Wait until a DaemonSet is ready on every node, as `kubectl rollout status` does
 #[derive(Debug, ClapArgs)]
@@ -339,7 +328,7 @@ pub(super) struct RolloutArgs {
 const ROLLOUT_HELP: &str = "Example:
   proxy-ctl rollout-status kube-system/proxy-ctl-cleanup
 
-For a pod whose service account may get the DaemonSet: the chart waits so until all nodes are cleaned.";
+It is for a pod whose service account may get the DaemonSet: the chart waits so until all nodes are cleaned.";
 
 fn absolute(text: &str) -> Result<PathBuf, String> {
     let path = PathBuf::from(text);

@@ -136,10 +136,12 @@ fn in_words(flows: Option<&[FlowSnapshot]>, mode: Option<Mode>, limit: usize) ->
         ),
         (Some([]), Some(_)) => format!("There is no such flow. {UNSEEN}"),
         (Some(flows), Some(_)) => {
-            let mut text = table(
-                ["SERVICE", "PROTOCOL", "CLIENT", "FRONTEND", "BACKEND", "STATE", "AGE", "IDLE"],
-                flows.iter().map(row),
-            );
+            let rows: Vec<_> = flows.iter().map(row).collect();
+            let mut text = if table::fits(COLUMNS, &rows) {
+                table(COLUMNS, rows)
+            } else {
+                table(NARROW_COLUMNS, rows.into_iter().map(narrow_row))
+            };
             if flows.len() == limit {
                 text.push_str(&format!("The newest {limit}: --limit says how many.\n"));
             }
@@ -147,6 +149,17 @@ fn in_words(flows: Option<&[FlowSnapshot]>, mode: Option<Mode>, limit: usize) ->
             text
         }
     }
+}
+
+const COLUMNS: [&str; 8] = ["SERVICE", "PROTOCOL", "CLIENT", "FRONTEND", "BACKEND", "STATE", "AGE", "IDLE"];
+
+/// For terminals that have no room for three addresses beside each other.
+const NARROW_COLUMNS: [&str; 6] =
+    ["SERVICE", "PROTOCOL", "CLIENT, FRONTEND, BACKEND", "STATE", "AGE", "IDLE"];
+
+/// Puts the addresses of a flow below each other.
+fn narrow_row([service, protocol, client, frontend, backend, state, age, idle]: [String; 8]) -> [String; 6] {
+    [service, protocol, format!("{client}\n{frontend}\n{backend}"), state, age, idle]
 }
 
 fn row(flow: &FlowSnapshot) -> [String; 8] {
@@ -267,6 +280,12 @@ mod tests {
         assert_eq!(lines[5], ["answers", "directly"]);
         assert!(text.ends_with(UNSEEN) && !text.contains("--limit"), "{text}");
         assert!(in_words(Some(&[web()]), Some(Mode::Ebpf), 1).contains("The newest 1:"));
+    }
+
+    #[test]
+    fn addresses_of_a_flow_stand_below_each_other_where_there_is_no_room() {
+        let addresses = &narrow_row(row(&web()))[2];
+        assert_eq!(addresses, "10.244.1.7:40000\n10.96.0.1:80\n10.244.2.3:8080");
     }
 
     #[test]

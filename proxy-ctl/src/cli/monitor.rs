@@ -90,11 +90,12 @@ pub(super) fn monitor(args: &MonitorArgs, bpffs: &Path) -> anyhow::Result<()> {
     let mut shown = 0;
     let ended = 'watch: loop {
         let started = Instant::now();
+        let width = table::width().map(usize::from);
         for event in events.read()?.iter().filter(|event| is_wanted(args, event)) {
             if args.count.is_some_and(|count| shown >= count) {
                 break;
             }
-            if let Err(error) = write_event(&mut out, args.output.output, event) {
+            if let Err(error) = write_event(&mut out, args.output.output, event, width) {
                 break 'watch Err(error);
             }
             shown += 1;
@@ -144,9 +145,14 @@ fn is_wanted(args: &MonitorArgs, event: &EventSnapshot) -> bool {
         && args.service.as_ref().is_none_or(|wanted| is_of(wanted, event.service.as_deref()))
 }
 
-fn write_event(out: &mut impl Write, format: Output, event: &EventSnapshot) -> io::Result<()> {
+fn write_event(
+    out: &mut impl Write,
+    format: Output,
+    event: &EventSnapshot,
+    width: Option<usize>,
+) -> io::Result<()> {
     match format {
-        Output::Table => writeln!(out, "{}", line(event, &TimeZone::system())),
+        Output::Table => writeln!(out, "{}", line(event, &TimeZone::system(), width)),
         Output::Json => {
             serde_json::to_writer(&mut *out, &EventView::new(event))?;
             writeln!(out)
@@ -158,26 +164,44 @@ fn timestamp(time: SystemTime) -> Timestamp {
     Timestamp::try_from(time).unwrap_or(Timestamp::UNIX_EPOCH)
 }
 
-fn line(event: &EventSnapshot, zone: &TimeZone) -> String {
+/// Continues an event in the next line.
+const INDENT: &str = "    ";
+
+/// An event for people: in one line, or in several where the terminal has no room for its addresses.
+fn line(event: &EventSnapshot, zone: &TimeZone, width: Option<usize>) -> String {
     let EventSnapshot { time, kind, reason, service, client, frontend, backend, protocol, .. } = event;
     let time = timestamp(*time).to_zoned(zone.clone());
-    let client = client.map_or_else(|| "a socket".to_owned(), |client| client.to_string());
-    let to = match (kind, backend) {
-        (EventKind::Rebound, Some(backend)) => format!(", no longer to {backend}"),
-        (_, Some(backend)) => format!(" → {backend}"),
-        (_, None) => String::new(),
-    };
-    let mut line = format!(
-        "{} {:<9} {:<18} {} {client} → {frontend}{to}",
+    let head = format!(
+        "{} {:<9} {:<18} {}",
         time.strftime("%H:%M:%S%.6f"),
         kind.name(),
         reason.name(),
-        protocol.name(),
+        protocol.name()
     );
-    if let Some(service) = service {
-        line.push_str(&format!("  {service}"));
+    let client = client.map_or_else(|| "a socket".to_owned(), |client| client.to_string());
+    let (comma, to) = match (kind, backend) {
+        (EventKind::Rebound, Some(backend)) => (",", Some(format!("no longer to {backend}"))),
+        (_, Some(backend)) => ("", Some(format!("→ {backend}"))),
+        (_, None) => ("", None),
+    };
+    let parts = [Some(client), Some(format!("→ {frontend}{comma}")), to];
+    let service = service.as_ref().map(|service| format!(" {service}"));
+    let mut column = head.chars().count();
+    let mut text = head;
+    for part in parts.into_iter().flatten().chain(service) {
+        let length = part.chars().count();
+        if width.is_some_and(|width| column + 1 + length > width) {
+            text.push('\n');
+            text.push_str(INDENT);
+            text.push_str(part.trim_start());
+            column = INDENT.len() + part.trim_start().chars().count();
+        } else {
+            text.push(' ');
+            text.push_str(&part);
+            column += 1 + length;
+        }
     }
-    line
+    text
 }
 
 #[cfg(test)]
@@ -234,7 +258,24 @@ mod tests {
         "01:02:03.000005 refused   no_endpoints       TCP a socket → 10.96.0.1:80  default/web"
     )]
     fn an_event_for_people(#[case] event: EventSnapshot, #[case] expected: &str) {
-        assert_eq!(line(&event, &TimeZone::UTC), expected);
+        assert_eq!(line(&event, &TimeZone::UTC, None), expected);
+    }
+
+    #[rstest]
+    #[case::wide(
+        121,
+        "01:02:03.000005 opened    flow_opened        TCP 10.244.1.7:40000 → 10.96.0.1:80 → 10.244.2.3:8080  default/web"
+    )]
+    #[case::of_100_columns(
+        100,
+        "01:02:03.000005 opened    flow_opened        TCP 10.244.1.7:40000 → 10.96.0.1:80 → 10.244.2.3:8080\n    default/web"
+    )]
+    #[case::of_80_columns(
+        80,
+        "01:02:03.000005 opened    flow_opened        TCP 10.244.1.7:40000 → 10.96.0.1:80\n    → 10.244.2.3:8080  default/web"
+    )]
+    fn an_event_fits_the_terminal(#[case] width: usize, #[case] expected: &str) {
+        assert_eq!(line(&opened(), &TimeZone::UTC, Some(width)), expected);
     }
 
     #[test]

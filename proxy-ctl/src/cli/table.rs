@@ -2,19 +2,25 @@
 
 use std::io::{self, Write as _};
 
-use comfy_table::{ContentArrangement, Row, Table, presets};
+use comfy_table::{ColumnConstraint, ContentArrangement, Row, Table, Width, presets};
 use serde::Serialize;
 
 /// Narrower tables cannot be read.
 const NARROWEST: u16 = 40;
 
+/// Between two columns.
+const GAP: u16 = 2;
+
 /// Columns of the terminal, by COLUMNS or by asking it. `None`: stdout goes elsewhere.
-fn width() -> Option<u16> {
+pub(super) fn width() -> Option<u16> {
     let said = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
     said.or_else(|| terminal_size::terminal_size_of(io::stdout()).map(|(columns, _)| columns.0))
 }
 
-/// As wide as the terminal; for another reader no line is wrapped.
+/// Lays out a table that is as wide as the terminal; for another reader no line is wrapped.
+///
+/// Lines break between words only, so that an address can be copied. A table whose words have no room in the terminal is
+/// wider than it.
 ///
 /// Without borders, so that columns can be cut out by other tools.
 pub(super) fn table<const N: usize>(
@@ -24,11 +30,37 @@ pub(super) fn table<const N: usize>(
     table_of_width(header, rows, width())
 }
 
+/// Length of the longest word.
+fn longest_word(cell: &str) -> u16 {
+    let longest = cell.split_whitespace().map(|word| word.chars().count()).max();
+    longest.and_then(|longest| u16::try_from(longest).ok()).unwrap_or(0)
+}
+
+/// Length of the longest word in each column.
+fn longest_words<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> [u16; N] {
+    let mut longest = header.map(longest_word);
+    for row in rows {
+        for (longest, cell) in longest.iter_mut().zip(row) {
+            *longest = longest_word(cell).max(*longest);
+        }
+    }
+    longest
+}
+
+/// Returns whether a table of these rows fits the terminal with no word broken.
+pub(super) fn fits<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> bool {
+    let words: u32 =
+        longest_words(header, rows).into_iter().map(|word| u32::from(word) + u32::from(GAP)).sum();
+    width().is_none_or(|width| words <= u32::from(width.max(NARROWEST)) + u32::from(GAP))
+}
+
 fn table_of_width<const N: usize>(
     header: [&str; N],
     rows: impl IntoIterator<Item = [String; N]>,
     width: Option<u16>,
 ) -> String {
+    let rows: Vec<_> = rows.into_iter().collect();
+    let words = longest_words(header, &rows);
     let mut table = Table::new();
     table
         .load_style(presets::NOTHING)
@@ -36,10 +68,14 @@ fn table_of_width<const N: usize>(
         .set_header(header)
         .add_rows(rows.into_iter().map(Row::from));
     if let Some(width) = width {
-        table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width.max(NARROWEST));
+        let least: u32 = words.iter().map(|word| u32::from(*word) + u32::from(GAP)).sum();
+        let width = u32::from(width.max(NARROWEST)).max(least);
+        let width = u16::try_from(width).unwrap_or(u16::MAX);
+        table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width);
     }
-    for column in table.column_iter_mut() {
-        column.set_padding((0, 2));
+    for (column, word) in table.column_iter_mut().zip(words) {
+        column.set_padding((0, GAP));
+        column.set_constraint(ColumnConstraint::LowerBoundary(Width::Fixed(word.saturating_add(GAP))));
     }
     let lines: Vec<String> = table.lines().map(|line| line.trim_end().to_owned()).collect();
     lines.join("\n") + "\n"
@@ -84,6 +120,19 @@ mod tests {
             let text = table_of_width(["NAME", "FRONTENDS"], [row.clone()], Some(width));
             assert!(text.lines().all(|line| line.chars().count() <= usize::from(width)), "{text}");
             assert!(text.starts_with("NAME"), "{text}");
+        }
+    }
+
+    #[test]
+    fn no_word_is_broken() {
+        let addresses = ["10.244.1.7:40000", "[fd00:10:244:1::7]:40000", "10.96.0.1:80", "10.244.2.3:8080"];
+        let row = ["default/web-with-a-long-name:http", "TCP", addresses[0], addresses[1]].map(str::to_owned);
+        for width in [40, 60, 80, 100] {
+            let text =
+                table_of_width(["SERVICE", "PROTOCOL", "CLIENT", "FRONTEND"], [row.clone()], Some(width));
+            for word in &row {
+                assert!(text.contains(word.as_str()), "{width}: {text}");
+            }
         }
     }
 

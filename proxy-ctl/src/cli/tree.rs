@@ -102,6 +102,47 @@ mod tests {
         kube_proxy().debug_assert();
     }
 
+    fn subcommands() -> impl Iterator<Item = Command> {
+        let mut tree = proxy_ctl();
+        tree.build();
+        let subcommands: Vec<_> =
+            tree.get_subcommands().filter(|one| one.get_name() != "help").cloned().collect();
+        std::iter::once(tree).chain(subcommands)
+    }
+
+    #[test]
+    fn paragraphs_of_help_are_wrapped_once() {
+        for command in subcommands() {
+            let text = command.get_after_help().map(ToString::to_string).unwrap_or_default();
+            let lines: Vec<&str> = text.lines().collect();
+            for (line, next) in lines.iter().zip(lines.iter().skip(1)) {
+                let is_example = |line: &str| line.starts_with("  ");
+                let is_heading = line.ends_with(':');
+                assert!(
+                    next.is_empty()
+                        || line.is_empty()
+                        || is_example(next) && (is_heading || is_example(line)),
+                    "{}: a paragraph goes on in another line: {line:?}, {next:?}",
+                    command.get_name()
+                );
+                assert!(
+                    !is_example(line) || line.len() <= 80,
+                    "the example is wrapped at 80 columns: {line:?}"
+                );
+            }
+        }
+    }
+
+    #[rstest::rstest]
+    fn help_fits_the_terminal(#[values(80, 100)] width: usize) {
+        for command in subcommands() {
+            let text = command.term_width(width).render_long_help().to_string();
+            for line in text.lines() {
+                assert!(line.chars().count() <= width, "{line:?}");
+            }
+        }
+    }
+
     #[test]
     fn help_lists_every_flag() {
         let texts = [kube_proxy(), run()].map(|mut command| command.render_help().to_string());

@@ -159,6 +159,26 @@ fn version_includes_the_build_of_the_bpf_object() {
 }
 
 #[rstest]
+#[case::of_proxy_ctl("proxy-ctl", "--version", "commit: ", "commit date: ")]
+#[case::of_kube_proxy("kube-proxy", "--version=raw", "GitCommit:\"", "BuildDate:\"")]
+fn version_names_the_commit_and_its_date(
+    #[case] program: &str,
+    #[case] flag: &str,
+    #[case] commit: &str,
+    #[case] date: &str,
+) {
+    let folder = TempDir::new().unwrap();
+    let text = printed(&called(program, folder.path(), &[flag]));
+    let told = |name: &str| text.split(name).nth(1).unwrap_or_default().to_owned();
+    let or_unknown = |known: &str| if known.is_empty() { "unknown".to_owned() } else { known.to_owned() };
+    assert!(told(commit).starts_with(&or_unknown(env!("PROXY_CTL_COMMIT"))), "{text}");
+    let seconds = env!("PROXY_CTL_COMMIT_TIME").parse().ok();
+    let time = seconds.and_then(|seconds| jiff::Timestamp::from_second(seconds).ok());
+    let time = time.map(|time| time.to_string()).unwrap_or_default();
+    assert!(told(date).starts_with(&or_unknown(&time)), "{text}");
+}
+
+#[rstest]
 fn empty_state_prints_the_next_step(#[values("table", "json")] format: &str) {
     let folder = TempDir::new().unwrap();
     let pins = folder.path().join("bpf");

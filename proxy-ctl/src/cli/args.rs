@@ -11,14 +11,11 @@ use ipnet::IpNet;
 use proxy_common::{event::EventKind, reason::Reason};
 
 use super::service_filter::ServiceFilter;
-use crate::{dataplane::FlowState, model::objects::Protocol};
-
-pub(super) const VERSION: &str =
-    concat!(env!("CARGO_PKG_VERSION"), "\nBPF object: ", env!("PROXY_EBPF_BUILT_WITH"));
+use crate::{dataplane::FlowState, model::objects::Protocol, version};
 
 /// Service proxy for Kubernetes nodes: takes the place of kube-proxy.
 #[derive(Debug, Parser)]
-#[command(name = "proxy-ctl", version, long_version = VERSION, after_help = EXAMPLES, max_term_width = 100)]
+#[command(name = "proxy-ctl", version, long_version = version::long(), after_help = EXAMPLES, max_term_width = 100)]
 pub(super) struct Args {
     /// Where the tables are pinned [default: ebpf.bpffs of the configuration, else /sys/fs/bpf]
     #[arg(long, global = true, value_name = "DIR", value_parser = absolute, value_hint = ValueHint::DirPath)]

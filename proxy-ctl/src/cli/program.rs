@@ -2,7 +2,7 @@
 
 use std::{ffi::OsStr, path::Path};
 
-use super::{args, tree};
+use super::tree;
 use crate::{config::VersionFormat, version};
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -29,15 +29,18 @@ impl Program {
     /// In the form of kube-proxy: a semantic version, with ours as the build metadata after `+`.
     pub(super) fn version(self, format: VersionFormat) -> String {
         match (self, format) {
-            (Self::ProxyCtl, _) => format!("proxy-ctl {}\n", args::VERSION),
+            (Self::ProxyCtl, _) => format!("proxy-ctl {}\n", version::long()),
             (Self::KubeProxy, VersionFormat::Short) => format!("Kubernetes {}\n", version::reported()),
             (Self::KubeProxy, VersionFormat::Long) => {
                 let mut numbers = version::KUBE_PROXY.split('.');
                 let (major, minor) = (numbers.next().unwrap_or_default(), numbers.next().unwrap_or_default());
                 let (reported, platform) = (version::reported(), version::platform());
                 format!(
-                    "version.Info{{Major:{major:?}, Minor:{minor:?}, GitVersion:{reported:?}, Compiler:\"rustc\", \
-                     Platform:{platform:?}}}\n"
+                    "version.Info{{Major:{major:?}, Minor:{minor:?}, GitVersion:{reported:?}, GitCommit:{:?}, \
+                     BuildDate:{:?}, Compiler:\"rustc\", \
+                     Platform:{platform:?}}}\n",
+                    version::commit(),
+                    version::commit_date()
                 )
             }
         }

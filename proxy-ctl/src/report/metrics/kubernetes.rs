@@ -20,6 +20,7 @@ const MINOR: &str = "36";
 /// The same, as `/statusz` has it.
 pub(crate) const EMULATED: &str = "1.36";
 
+use crate::version::{commit, commit_date};
 pub(crate) use crate::version::{platform, reported as version};
 
 /// The count of families follows those of the mode.
@@ -32,9 +33,9 @@ impl Collector for ComponentInfo {
     fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
         let (version, platform) = (version(), platform());
         let build = [
-            ("build_date", ""),
+            ("build_date", commit_date()),
             ("compiler", "rustc"),
-            ("git_commit", ""),
+            ("git_commit", commit()),
             ("git_tree_state", ""),
             ("git_version", version.as_str()),
             ("go_version", ""),

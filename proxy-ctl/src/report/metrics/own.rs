@@ -18,6 +18,7 @@ use crate::{
     dataplane::{Applied, Unsupported},
     mode::ChosenMode,
     source::InvalidObjects,
+    version,
 };
 
 /// What the controller spends its time with.
@@ -108,9 +109,11 @@ fn new<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, help: &
 
 impl ProxyMetrics {
     pub(super) fn register(registry: &mut Registry, invalid_objects: InvalidObjects) -> Self {
-        let build = Family::<[Label; 2], Gauge>::default();
+        let build = Family::<[Label; 4], Gauge>::default();
         let labels = [
             ("version", env!("CARGO_PKG_VERSION")),
+            ("commit", version::commit()),
+            ("date", version::commit_date()),
             ("object", option_env!("PROXY_EBPF_BUILT_WITH").unwrap_or("unknown")),
         ];
         build.get_or_create(&labels).set(1);

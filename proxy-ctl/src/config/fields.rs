@@ -231,7 +231,7 @@ pub static FIELDS: &[Field] = fields! {
         "oom_score_adj of this process.";
 
     "conntrack.maxPerCore", integer::<_, 0, MAX_I32>(|c| &mut c.conntrack.max_per_core);
-        "nf_conntrack_max for each core. 0: left as it is, and min is ignored.";
+        "Least nf_conntrack_max for each core; a higher one stays. 0: left as it is, and min is ignored.";
     "conntrack.min", integer::<_, 0, MAX_I32>(|c| &mut c.conntrack.min);
         "Lowest nf_conntrack_max.";
     "conntrack.tcpEstablishedTimeout", optional_timeout(|c| &mut c.conntrack.tcp_established_timeout);

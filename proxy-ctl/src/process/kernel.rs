@@ -1,9 +1,10 @@
 //! Kernel parameters: which ones a configuration asks for (pure), and setting them.
 //!
-//! As kube-proxy: a parameter is written only if it has another value, and a setting of zero leaves it alone.
-//! Three things are no reason to end, because the datapath works without them: parameters of a module that is not
-//! loaded, file systems that are mounted read-only, as /sys and /proc/sys are in a container without privileges, and an
-//! ordinary user's want of rights.
+//! As in kube-proxy, a timeout is written only if it has another value, a limit only if it is lower
+//! than what is asked for, and a setting of zero leaves the parameter alone. Three things are no
+//! reason to end, because the datapath works without them: parameters of a module that is not
+//! loaded, file systems that are mounted read-only, as /sys and /proc/sys are in a container
+//! without privileges, and an ordinary user's want of rights.
 
 use std::{
     fs, io,
@@ -64,7 +65,9 @@ pub(super) fn wanted(config: &Conntrack, cores: u32) -> Vec<Parameter> {
     let mut parameters = Vec::new();
     let mut add = |path, wanted, field| parameters.push(Parameter { path, wanted, field });
     if let Some(entries) = conntrack_max(config, cores) {
-        add(max, Wanted::Exactly(entries), "conntrack.maxPerCore");
+        // kubernetes#141943: lowering an administrator's limit drops connections, and fails where
+        // the file is read-only.
+        add(max, Wanted::AtLeast(entries), "conntrack.maxPerCore");
         add(HASH_SIZE, Wanted::AtLeast(entries / 4), "conntrack.maxPerCore");
     }
     let mut timeout = |path, timeout: Duration, field| {
@@ -269,7 +272,7 @@ mod tests {
         assert_eq!(
             wanted,
             [
-                ("nf_conntrack_max", Wanted::Exactly(262_144)),
+                ("nf_conntrack_max", Wanted::AtLeast(262_144)),
                 ("hashsize", Wanted::AtLeast(65_536)),
                 ("nf_conntrack_tcp_timeout_established", Wanted::Exactly(86_400)),
                 ("nf_conntrack_tcp_timeout_close_wait", Wanted::Exactly(3_600)),
@@ -294,29 +297,49 @@ mod tests {
     }
 
     const MAX: Parameter =
-        Parameter { path: NETFILTER[0], wanted: Wanted::Exactly(131_072), field: "conntrack.maxPerCore" };
+        Parameter { path: NETFILTER[0], wanted: Wanted::AtLeast(131_072), field: "conntrack.maxPerCore" };
     const HASH: Parameter =
         Parameter { path: HASH_SIZE, wanted: Wanted::AtLeast(32_768), field: "conntrack.maxPerCore" };
+    const ESTABLISHED: Parameter = Parameter {
+        path: NETFILTER[1],
+        wanted: Wanted::Exactly(86_400),
+        field: "conntrack.tcpEstablishedTimeout",
+    };
 
+    /// Returns the text of a kernel's file after the default parameters of a node with four cores
+    /// were set.
+    fn after_defaults(path: &str, before: &str) -> String {
+        let (root, kernel) = kernel(&[(path, before)]);
+        kernel.set(&wanted(&Config::default().conntrack, 4)).unwrap();
+        fs::read_to_string(root.path().join(path)).unwrap()
+    }
+
+    /// An administrator, or kube-proxy before 1.36, may have set a limit of several million
+    /// connections.
     #[rstest]
-    #[case::lower("65536\n", "131072")]
-    #[case::higher("262144\n", "131072")]
-    #[case::longer_than_the_new_one("1000000000\n", "131072")]
-    #[case::equal("131072\n", "131072\n")]
-    #[case::unreadable("many\n", "131072")]
-    fn a_limit_is_written_if_it_differs(#[case] before: &str, #[case] after: &str) {
-        let (root, kernel) = kernel(&[(NETFILTER[0], before)]);
-        assert_eq!(kernel.set(&[MAX]).unwrap(), Skipped::default());
-        assert_eq!(fs::read_to_string(root.path().join(NETFILTER[0])).unwrap(), after);
+    #[case::lower_is_raised("65536\n", "131072")]
+    #[case::equal_is_not_written("131072\n", "131072\n")]
+    #[case::higher_is_not_written("262144\n", "262144\n")]
+    #[case::higher_than_the_cap_is_not_written("4194304\n", "4194304\n")]
+    fn the_limit_of_connections_is_only_raised(#[case] before: &str, #[case] after: &str) {
+        assert_eq!(after_defaults(NETFILTER[0], before), after);
     }
 
     #[rstest]
-    #[case::lower("16384\n", "32768")]
-    #[case::higher("65536\n", "65536\n")]
+    #[case::lower_is_raised("16384\n", "32768")]
+    #[case::higher_is_not_written("65536\n", "65536\n")]
     fn the_hash_table_only_grows(#[case] before: &str, #[case] after: &str) {
-        let (root, kernel) = kernel(&[(HASH_SIZE, before)]);
-        kernel.set(&[HASH]).unwrap();
-        assert_eq!(fs::read_to_string(root.path().join(HASH_SIZE)).unwrap(), after);
+        assert_eq!(after_defaults(HASH_SIZE, before), after);
+    }
+
+    #[rstest]
+    #[case::lower("3600\n", "86400")]
+    #[case::higher("432000\n", "86400")]
+    #[case::longer_than_the_new_one("1000000000\n", "86400")]
+    #[case::equal("86400\n", "86400\n")]
+    #[case::unreadable("many\n", "86400")]
+    fn a_timeout_is_written_if_it_differs(#[case] before: &str, #[case] after: &str) {
+        assert_eq!(after_defaults(NETFILTER[1], before), after);
     }
 
     #[test]
@@ -334,7 +357,8 @@ mod tests {
             mount::{MntFlags, MsFlags, mount, umount2},
             sched::{CloneFlags, unshare},
         };
-        let (root, kernel) = kernel(&[(NETFILTER[0], "65536\n"), (HASH_SIZE, "65536\n")]);
+        let files = [(NETFILTER[0], "4194304\n"), (HASH_SIZE, "65536\n"), (NETFILTER[1], "3600\n")];
+        let (root, kernel) = kernel(&files);
         let path = root.path().to_owned();
         let none = None::<&str>;
         // In a thread with a mount namespace of its own.
@@ -344,13 +368,19 @@ mod tests {
             mount(Some(&path), &path, none, MsFlags::MS_BIND, none).unwrap();
             let read_only = MsFlags::MS_BIND | MsFlags::MS_REMOUNT | MsFlags::MS_RDONLY;
             mount(none, &path, none, read_only, none).unwrap();
-            let skipped = kernel.set(&[MAX, HASH]);
+            let skipped = kernel.set(&[MAX, HASH, ESTABLISHED]);
             umount2(&path, MntFlags::MNT_DETACH).unwrap();
             skipped
         });
         let skipped = skipped.join().unwrap().unwrap();
-        assert_eq!(skipped.read_only, [root.path().join(NETFILTER[0])], "the hash table is large enough");
-        assert_eq!(fs::read_to_string(root.path().join(NETFILTER[0])).unwrap(), "65536\n");
+        assert_eq!(
+            skipped.read_only,
+            [root.path().join(NETFILTER[1])],
+            "limit and hash table are large enough"
+        );
+        for (path, text) in files {
+            assert_eq!(fs::read_to_string(root.path().join(path)).unwrap(), text);
+        }
     }
 
     #[rstest]

@@ -41,7 +41,9 @@ impl Owners {
     }
 }
 
-/// What the service port claims in this family: each address and port once, under its first kind.
+/// Lists what the service port claims in this family: each address and port once, under its first
+/// kind. Load-balancer addresses come before external IPs, because only they have source ranges,
+/// which an external IP with the same address must not circumvent.
 pub(super) fn frontends(service: &Service, port: &ServicePort, family: IpFamily) -> Vec<Frontend> {
     let unspecified: IpAddr = match family {
         IpFamily::Ipv4 => Ipv4Addr::UNSPECIFIED.into(),
@@ -55,8 +57,8 @@ pub(super) fn frontends(service: &Service, port: &ServicePort, family: IpFamily)
         port.node_port.map(|port| Frontend { kind: FrontendKind::NodePort, address: unspecified, port });
 
     let mut frontends: Vec<Frontend> = Vec::with_capacity(1 + usize::from(node_port.is_some()));
-    let external = of(FrontendKind::ExternalIp, &service.external_ips)
-        .chain(of(FrontendKind::LoadBalancer, &service.load_balancer_ips))
+    let external = of(FrontendKind::LoadBalancer, &service.load_balancer_ips)
+        .chain(of(FrontendKind::ExternalIp, &service.external_ips))
         .filter(|frontend| !addresses::is_special(frontend.address));
     for frontend in of(FrontendKind::ClusterIp, &service.cluster_ips)
         .chain(node_port)

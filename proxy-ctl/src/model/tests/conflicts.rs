@@ -234,13 +234,13 @@ fn what_differs_is_no_conflict(#[case] protocol: Protocol, #[case] number: u16) 
 }
 
 #[test]
-fn an_address_listed_twice_is_one_frontend_of_its_first_kind() {
+fn an_address_listed_twice_is_one_frontend() {
     let mut model =
         model(vec![service("a/a", &["10.96.0.1"]).load_balancer_ip("192.0.2.1").external_ip("192.0.2.1")]);
     let changes = model.take_changes();
     assert_eq!(
         frontends(&changes.changed, "a/a"),
-        [(CLUSTER_IP, "10.96.0.1".into(), 80), (EXTERNAL_IP, "192.0.2.1".into(), 80)]
+        [(CLUSTER_IP, "10.96.0.1".into(), 80), (LOAD_BALANCER, "192.0.2.1".into(), 80)]
     );
     assert_eq!(model.conflicts(), []);
 }

@@ -4,7 +4,7 @@ use rstest::rstest;
 
 use crate::model::{
     Model, Update,
-    desired::{Changes, Frontend},
+    desired::{Changes, Frontend, FrontendKind},
     objects::{Endpoint, IpFamily::Ipv4, Protocol, Service, ServiceCidr},
     test_support::*,
 };
@@ -178,6 +178,25 @@ fn each_family_has_its_own_frontends_ranges_and_endpoints() {
     assert_eq!(shown(v6, &v6.endpoints.cluster), ["[fd00:10::1]:8080"]);
     assert_eq!(v4.source_ranges.len(), 1);
     assert!(v6.source_ranges.is_empty());
+}
+
+/// loadBalancerSourceRanges guard the frontends of kind [`FrontendKind::LoadBalancer`] alone, so
+/// the kind decides who gets in.
+#[rstest]
+#[case::external_ip_only(&["192.0.2.1"], &[], FrontendKind::ExternalIp)]
+#[case::load_balancer_address_only(&[], &["192.0.2.1"], FrontendKind::LoadBalancer)]
+#[case::both(&["192.0.2.1"], &["192.0.2.1"], FrontendKind::LoadBalancer)]
+fn an_address_of_two_kinds_is_served_as_the_one_with_source_ranges(
+    #[case] external_ips: &[&str],
+    #[case] load_balancer_ips: &[&str],
+    #[case] kind: FrontendKind,
+) {
+    let mut service = service("shop/web", &["10.96.0.1"]);
+    service.external_ips = external_ips.iter().map(|address| ip(address)).collect();
+    service.load_balancer_ips = load_balancer_ips.iter().map(|address| ip(address)).collect();
+    let desired = after(vec![Update::ApplyService(service)]).desired();
+    let external: Vec<_> = desired[0].frontends[1..].iter().map(|one| (one.kind, one.address)).collect();
+    assert_eq!(external, [(kind, ip("192.0.2.1"))]);
 }
 
 #[test]

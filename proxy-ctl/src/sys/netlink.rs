@@ -43,8 +43,6 @@ const MOST_AT_ONCE: usize = 64 << 10;
 const DUMP_TRIES: usize = 8;
 /// As many refusals as the kernel's default receive buffer holds, with their messages.
 const PORTION: usize = 128;
-/// The messages of a batch have smaller sequence numbers: their places.
-const FIRST_REQUEST: u32 = 1 << 31;
 
 /// Messages, one after the other; header fields are in the machine's order of bytes.
 #[derive(Clone, Debug, Default)]
@@ -130,6 +128,14 @@ impl Messages {
         &self.bytes
     }
 
+    /// Gives the messages sequence numbers from `first` on.
+    fn number_from(&mut self, first: u32) {
+        let mut next = first;
+        for bytes in self.earlier.iter_mut().chain([&mut self.bytes]) {
+            next = next.wrapping_add(renumber(bytes, next));
+        }
+    }
+
     /// All messages.
     fn parts(&self) -> impl Iterator<Item = &[u8]> {
         self.earlier.iter().chain([&self.bytes]).map(Vec::as_slice)
@@ -148,7 +154,7 @@ fn renumber(messages: &mut [u8], first: u32) -> u32 {
         && let Some((message, others)) = rest.split_at_mut_checked((length as usize).next_multiple_of(4))
         && let Some(field) = message.get_mut(SEQUENCE)
     {
-        field.copy_from_slice(&(first + count).to_ne_bytes());
+        field.copy_from_slice(&first.wrapping_add(count).to_ne_bytes());
         count += 1;
         rest = others;
     }
@@ -297,7 +303,8 @@ pub struct Refused {
 /// A connection to one protocol of the kernel.
 pub struct NetlinkSocket {
     socket: Socket,
-    /// Sequence number of the next request, so that nothing that is left of another is taken for its answer.
+    /// Sequence number of the next message. None is used twice, so that nothing that is left of one
+    /// request is taken for the answer to another.
     next: AtomicU32,
 }
 
@@ -306,7 +313,7 @@ impl NetlinkSocket {
         let mut socket = Socket::new(protocol)?;
         socket.bind_auto()?;
         socket.connect(&SocketAddr::new(0, 0))?;
-        Ok(Self { socket, next: AtomicU32::new(FIRST_REQUEST) })
+        Ok(Self { socket, next: AtomicU32::new(1) })
     }
 
     /// Sends one request and gives the type and body of each answer to `take`, until the kernel is done.
@@ -321,7 +328,7 @@ impl NetlinkSocket {
         let sequence = self.send(request)?;
         let mut bytes = BytesMut::with_capacity(MOST_AT_ONCE);
         loop {
-            self.receive(&mut bytes)?;
+            self.receive(&mut bytes, 0)?;
             let mut verdict = None;
             each_answer(&bytes, |answer, of| {
                 if let NetlinkAnswer::Verdict(errno) = answer
@@ -354,7 +361,7 @@ impl NetlinkSocket {
 
     /// Sends a single request with a sequence number of its own, and answers with that.
     fn send(&self, request: &Messages) -> io::Result<u32> {
-        let sequence = self.next.fetch_add(1, Ordering::Relaxed) | FIRST_REQUEST;
+        let sequence = self.next.fetch_add(1, Ordering::Relaxed);
         let mut bytes = request.bytes().to_vec();
         if let Some(field) = bytes.get_mut(SEQUENCE) {
             field.copy_from_slice(&sequence.to_ne_bytes());
@@ -365,9 +372,9 @@ impl NetlinkSocket {
 
     /// The kernel fills as much as the longest buffer that it was given has room for: a list in small pieces takes it
     /// longer than one in large ones, as it looks for its place in the list for each.
-    fn receive(&self, bytes: &mut BytesMut) -> io::Result<()> {
+    fn receive(&self, bytes: &mut BytesMut, flags: libc::c_int) -> io::Result<()> {
         bytes.clear();
-        let length = self.socket.recv(bytes, libc::MSG_TRUNC)?;
+        let length = self.socket.recv(bytes, libc::MSG_TRUNC | flags)?;
         if length > bytes.len() {
             return Err(io::Error::other(format!(
                 "an answer of {length} bytes is longer than any should be"
@@ -380,7 +387,7 @@ impl NetlinkSocket {
     fn read(&self, sequence: u32, mut take: impl FnMut(u16, &[u8])) -> io::Result<u16> {
         let (mut reading, mut bytes) = (Reading::new(sequence), BytesMut::with_capacity(MOST_AT_ONCE));
         while reading.end.is_none() {
-            self.receive(&mut bytes)?;
+            self.receive(&mut bytes, 0)?;
             reading.go_on(&bytes, &mut take);
         }
         match reading.end {
@@ -400,7 +407,7 @@ impl NetlinkSocket {
         for (portion, items) in items.chunks(PORTION).enumerate() {
             let mut messages = Messages::default();
             items.iter().for_each(|item| write(item, &mut messages));
-            let of_portion = self.send_at_once(&messages, |_| Ok(()))?;
+            let of_portion = self.send_at_once(messages, |_| Ok(()))?;
             refused.extend(
                 of_portion.into_iter().map(|one| (portion * PORTION + one.message as usize, one.errno)),
             );
@@ -408,36 +415,53 @@ impl NetlinkSocket {
         Ok(refused)
     }
 
-    /// Sends all messages in one call; answers with those that were refused. For protocols that have answered when the
-    /// call comes back, as nfnetlink has.
+    /// Sends all messages in one call; returns those that were refused. This works with protocols
+    /// that have answered when the call comes back, as nfnetlink has. If there are more refusals
+    /// than the socket has room for, the kernel drops the rest: then only some are returned.
     pub fn send_at_once(
         &self,
-        messages: &Messages,
+        mut messages: Messages,
         room: impl FnOnce(&Socket) -> io::Result<()>,
     ) -> io::Result<Vec<Refused>> {
         room(&self.socket)?;
+        let first = self.next.fetch_add(messages.count(), Ordering::Relaxed);
+        messages.number_from(first);
+        // Answers to an earlier request would take the room of these, and their overflow would be
+        // taken for an overflow of these.
+        self.take_waiting(|_| ())?;
         let parts: Vec<_> = messages.parts().map(IoSlice::new).collect();
         sendmsg::<NetlinkAddr>(self.socket.as_raw_fd(), &parts, &[], MsgFlags::empty(), None)?;
-        self.socket.set_non_blocking(true)?;
-        let (mut refused, mut bytes) = (Vec::new(), BytesMut::with_capacity(MOST_AT_ONCE));
-        let read = loop {
-            match self.receive(&mut bytes) {
-                Ok(()) => each_answer(&bytes, |answer, message| {
-                    if let NetlinkAnswer::Verdict(errno) = answer
-                        && errno != 0
-                        && message < messages.count()
-                    {
-                        refused.push(Refused { message, errno });
-                    }
-                }),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break Ok(()),
-                // More answers than there was room for: those that were read are enough to go on.
-                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) && !refused.is_empty() => {}
-                Err(error) => break Err(error),
+        let mut refused = Vec::new();
+        let overflow = self.take_waiting(|bytes| {
+            each_answer(bytes, |answer, sequence| {
+                let message = sequence.wrapping_sub(first);
+                if let NetlinkAnswer::Verdict(errno) = answer
+                    && errno != 0
+                    && message < messages.count()
+                {
+                    refused.push(Refused { message, errno });
+                }
+            });
+        })?;
+        match overflow {
+            // It is known that something was refused, but not what.
+            Some(overflow) if refused.is_empty() => Err(overflow),
+            Some(_) | None => Ok(refused),
+        }
+    }
+
+    /// Gives the answers that wait to `take`, until none does. Returns ENOBUFS if the kernel has
+    /// dropped some for want of room.
+    fn take_waiting(&self, mut take: impl FnMut(&[u8])) -> io::Result<Option<io::Error>> {
+        let (mut overflow, mut bytes) = (None, BytesMut::with_capacity(MOST_AT_ONCE));
+        loop {
+            match self.receive(&mut bytes, libc::MSG_DONTWAIT) {
+                Ok(()) => take(&bytes),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(overflow),
+                Err(error) if error.raw_os_error() == Some(libc::ENOBUFS) => overflow = Some(error),
+                Err(error) => return Err(error),
             }
-        };
-        self.socket.set_non_blocking(false)?;
-        read.map(|()| refused)
+        }
     }
 }
 
@@ -534,6 +558,54 @@ mod tests {
         assert_eq!(words(&with(NLM_F_CAPPED)), None, "attributes are announced");
         assert_eq!(words(&with(NLM_F_ACK_TLVS)), None, "the request comes before them");
         assert_eq!(words(&with(NLM_F_CAPPED | NLM_F_ACK_TLVS)[..30]), None, "cut off");
+    }
+
+    /// Opens a connection to rtnetlink, which answers at once.
+    fn routes() -> NetlinkSocket {
+        NetlinkSocket::open(libc::NETLINK_ROUTE as isize).unwrap()
+    }
+
+    /// Messages of a type that rtnetlink does not know: it refuses each with an answer of its own.
+    fn unknown(count: u32) -> Messages {
+        let mut messages = Messages::default();
+        for _ in 0..count {
+            messages.begin(1_000, 0, &[0; 4]);
+        }
+        messages
+    }
+
+    /// Asks for the loopback interface, which is never refused.
+    fn accepted(count: u32) -> Messages {
+        let mut index = [0; 16];
+        index[4..8].copy_from_slice(&1_u32.to_ne_bytes());
+        let mut messages = Messages::default();
+        for _ in 0..count {
+            messages.begin(libc::RTM_GETLINK, 0, &index);
+        }
+        messages
+    }
+
+    #[test]
+    fn a_batch_with_more_refusals_than_there_is_room_for_names_some() {
+        let refused = routes().send_at_once(unknown(4_000), |_| Ok(())).unwrap();
+        assert!(!refused.is_empty() && refused.len() < 4_000, "{}", refused.len());
+        assert_eq!(refused[0], Refused { message: 0, errno: libc::EOPNOTSUPP });
+    }
+
+    #[test]
+    fn refusals_that_are_left_of_one_batch_are_not_of_the_next() {
+        let kernel = routes();
+        drop(kernel.send_at_once(unknown(4_000), |_| Ok(())));
+        assert_eq!(kernel.send_at_once(accepted(3), |_| Ok(())).unwrap(), []);
+    }
+
+    #[test]
+    fn answers_that_were_not_read_are_not_of_the_next_batch() {
+        let kernel = routes();
+        for _ in 0..4_000 {
+            kernel.socket.send(unknown(1).bytes(), 0).unwrap();
+        }
+        assert_eq!(kernel.send_at_once(accepted(3), |_| Ok(())).unwrap(), []);
     }
 
     fn answer(kind: u16, flags: u16, sequence: u32, body: i32) -> Vec<u8> {

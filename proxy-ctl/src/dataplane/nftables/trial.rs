@@ -71,7 +71,7 @@ fn answer(nftables: NfTablesFact) -> Requirement {
 /// What the kernel would refuse of a table with a service port that uses everything, under another name.
 pub(super) fn refusals(nftables: &NfTables, family: IpFamily) -> Result<Vec<Refused>, Error> {
     let (batch, _) = sample(family).take_batch();
-    Ok(nftables.check(&batch)?)
+    Ok(nftables.check(batch)?)
 }
 
 /// A table that is never there.

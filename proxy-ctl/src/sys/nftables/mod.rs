@@ -84,15 +84,15 @@ impl NfTables {
     pub fn commit(&self, batch: Batch) -> Result<Vec<Refused>, CallError> {
         let mut messages = batch.0;
         messages.begin(BATCH_END, 0, &batch_header());
-        self.send(&messages).map_err(CallError::of("netlink batch of nf_tables"))
+        self.send(messages).map_err(CallError::of("netlink batch of nf_tables"))
     }
 
     /// What would be refused of it. Nothing is done: the kernel takes back a batch without an end.
-    pub fn check(&self, batch: &Batch) -> Result<Vec<Refused>, CallError> {
-        self.send(&batch.0).map_err(CallError::of("netlink batch of nf_tables"))
+    pub fn check(&self, batch: Batch) -> Result<Vec<Refused>, CallError> {
+        self.send(batch.0).map_err(CallError::of("netlink batch of nf_tables"))
     }
 
-    fn send(&self, messages: &Messages) -> io::Result<Vec<Refused>> {
+    fn send(&self, messages: Messages) -> io::Result<Vec<Refused>> {
         let length = messages.length();
         self.0.send_at_once(messages, |socket| make_room(socket, length))
     }

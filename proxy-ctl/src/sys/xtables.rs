@@ -15,6 +15,7 @@ use super::{
     nftables::TableFamily,
 };
 
+mod any_bytes;
 mod backend;
 pub mod saved;
 mod tools;

@@ -11,6 +11,7 @@ use std::{
     process::{Child, Command, ExitStatus, Stdio},
 };
 
+use super::any_bytes::{decode, encode};
 use crate::sys::nftables::TableFamily;
 
 /// Seconds for which a tool waits for the lock.
@@ -141,15 +142,17 @@ impl Tools {
         self.version >= Version(1, 6, 2)
     }
 
-    /// Gives each line of a table, without its end, to `take`. No lines: the kernel has no such table yet. Needs CAP_NET_ADMIN.
+    /// Gives each line of a table, without its end, to `take`. No lines: the kernel has no such
+    /// table yet. What is not UTF-8 in a line is readable by [`Self::restore`] alone. Needs
+    /// CAP_NET_ADMIN.
     pub fn save(&self, table: &str, mut take: impl FnMut(&str)) -> Result<(), ToolError> {
         let mut command = Command::new(&self.save);
         command.args(["-t", table]).stdin(Stdio::null());
         let mut child = spawn(&self.save, &mut command)?;
         let read = child.stdout.take().map_or(Ok(()), |stdout| {
-            let (mut stdout, mut line) = (BufReader::with_capacity(1 << 16, stdout), String::new());
-            while stdout.read_line(&mut line)? > 0 {
-                take(line.trim_end_matches('\n'));
+            let (mut stdout, mut line) = (BufReader::with_capacity(1 << 16, stdout), Vec::new());
+            while stdout.read_until(b'\n', &mut line)? > 0 {
+                take(&decode(line.strip_suffix(b"\n").unwrap_or(&line)));
                 line.clear();
             }
             Ok(())
@@ -165,7 +168,7 @@ impl Tools {
         command.args(["-w", LOCK_SECONDS, "--noflush", "--counters"]).stdin(Stdio::piped());
         let mut child = spawn(&self.restore, &mut command)?;
         // These tools print nothing before they have read all input.
-        let written = child.stdin.take().map_or(Ok(()), |mut stdin| stdin.write_all(input.as_bytes()));
+        let written = child.stdin.take().map_or(Ok(()), |mut stdin| stdin.write_all(&encode(input)));
         finish(&self.restore, child)?;
         written.map_err(|source| ToolError::Run { program: shown(&self.restore), source })
     }

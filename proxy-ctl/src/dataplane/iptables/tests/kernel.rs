@@ -1,7 +1,9 @@
 //! As root, each in a network namespace of its own, with both backends.
 
 use std::{
+    ffi::OsStr,
     fs::File,
+    os::unix::ffi::OsStrExt as _,
     path::Path,
     process::Command,
     thread,
@@ -607,5 +609,36 @@ fn as_root_the_mark_of_another_mode_goes(#[values(Backend::Legacy, Backend::Nft)
     dataplane.resync(&[]).unwrap();
     assert!(!leftovers::is_marked(Mode::Ipvs).unwrap());
     assert!(leftovers::is_marked(Mode::Iptables).unwrap());
+    assert_eq!(dataplane.resync(&[]).unwrap(), NOTHING);
+}
+
+/// A comment is cut after 255 bytes, which may be in the middle of a character.
+#[rstest]
+#[ignore = "needs root"]
+fn as_root_comments_of_others_may_hold_any_bytes(#[values(Backend::Legacy, Backend::Nft)] backend: Backend) {
+    if !enter(backend) {
+        return;
+    }
+    let comment = OsStr::from_bytes(b"caf\xe9");
+    let add = |chain: &str| {
+        let mut command = Command::new(format!("iptables-{backend}"));
+        command.args(["-t", "nat", "-A", chain, "-m", "comment", "--comment"]).arg(comment);
+        assert!(command.args(["-j", "ACCEPT"]).status().unwrap().success());
+    };
+    let chains = || -> Vec<String> {
+        let output = Command::new(format!("iptables-{backend}-save")).args(["-t", "nat"]).output().unwrap();
+        let lines = output.stdout.split(|byte| *byte == b'\n');
+        let has = |line: &&[u8]| line.windows(comment.len()).any(|bytes| bytes == comment.as_bytes());
+        lines
+            .filter(has)
+            .map(|line| String::from_utf8_lossy(line).split(' ').nth(1).unwrap().to_owned())
+            .collect()
+    };
+    assert!(tool(backend, "", "-t nat -N KUBE-SERVICES").is_some());
+    ["OUTPUT", "KUBE-SERVICES"].into_iter().for_each(add);
+    assert_eq!(chains(), ["OUTPUT", "KUBE-SERVICES"]);
+    let mut dataplane = open(backend);
+    dataplane.resync(&[]).unwrap();
+    assert_eq!(chains(), ["OUTPUT"], "the other one was in a chain of this proxy");
     assert_eq!(dataplane.resync(&[]).unwrap(), NOTHING);
 }

@@ -39,7 +39,7 @@ pub(super) struct BaseRules {
     pub(super) martians: Option<String>,
 }
 
-/// What does not change while the process runs.
+/// What the tools, the kernel and its parameters allow. It does not change after the first write.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Abilities {
     /// MASQUERADE knows `--random-fully`.

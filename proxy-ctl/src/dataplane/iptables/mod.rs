@@ -89,8 +89,8 @@ fn route_localnet(config: &Config) -> Result<(), Error> {
 #[derive(Debug)]
 pub struct IptablesDataplane {
     writers: Vec<Writer>,
-    /// Whether packet counters are there; `None`: before the first resync.
-    has_counters: Option<bool>,
+    /// The node is set up after the mode is opened: what rules may ask of it is looked up before the first write.
+    is_prepared: bool,
     _lock: NamespaceLock,
 }
 
@@ -100,14 +100,22 @@ impl IptablesDataplane {
         let lock = lock(Mode::Iptables)?;
         let writer = |(family, tools): (IpFamily, Tools)| {
             let random_fully = tools.has_random_fully();
-            Ok(Writer::new(
-                family,
-                tools,
-                Abilities { random_fully, drop_invalid: !is_liberal()?, counts_packets: false },
-            ))
+            let abilities = Abilities { random_fully, drop_invalid: false, counts_packets: false };
+            Writer::new(family, tools, abilities)
         };
-        let writers = families(backend).into_iter().map(writer).collect::<Result<_, Error>>()?;
-        Ok(Self { writers, has_counters: None, _lock: lock })
+        let writers = families(backend).into_iter().map(writer).collect();
+        Ok(Self { writers, is_prepared: false, _lock: lock })
+    }
+
+    fn prepare(&mut self) -> Result<(), Error> {
+        let has_counters = make_counters()?;
+        if !has_counters {
+            tracing::info!("packets are not counted: the kernel has no CONFIG_NETFILTER_NETLINK_ACCT");
+        }
+        let drop_invalid = !is_liberal()?;
+        self.writers.iter_mut().for_each(|writer| writer.prepare(drop_invalid, has_counters));
+        self.is_prepared = true;
+        Ok(())
     }
 }
 
@@ -246,14 +254,8 @@ impl Dataplane for IptablesDataplane {
     }
 
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, super::Error> {
-        if self.has_counters.is_none() {
-            let has_counters = make_counters().map_err(Error::from)?;
-            if has_counters {
-                self.writers.iter_mut().for_each(Writer::count_packets);
-            } else {
-                tracing::info!("packets are not counted: the kernel has no CONFIG_NETFILTER_NETLINK_ACCT");
-            }
-            self.has_counters = Some(has_counters);
+        if !self.is_prepared {
+            self.prepare()?;
         }
         self.in_each(|writer| writer.resync(desired))
     }

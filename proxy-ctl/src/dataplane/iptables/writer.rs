@@ -139,9 +139,10 @@ impl Writer {
         }
     }
 
-    /// Packets are counted, as far as the tools and the kernel can.
-    pub(super) fn count_packets(&mut self) {
-        self.abilities.counts_packets = self.abilities.drop_invalid;
+    /// Tells what the node is set up for, before the first [`Self::resync`].
+    pub(super) fn prepare(&mut self, drop_invalid: bool, has_counters: bool) {
+        self.abilities.drop_invalid = drop_invalid;
+        self.abilities.counts_packets = drop_invalid && has_counters;
     }
 
     pub(super) fn counts_packets(&self) -> bool {

@@ -2,7 +2,7 @@
 
 use std::{
     ffi::OsStr,
-    fs::File,
+    fs::{self, File},
     os::unix::ffi::OsStrExt as _,
     path::Path,
     process::Command,
@@ -20,7 +20,7 @@ use super::*;
 use crate::{
     dataplane::{
         self, Applied, Dataplane, Programmed, Removed,
-        iptables::{ENTRY, IptablesDataplane},
+        iptables::{BE_LIBERAL, ENTRY, IptablesDataplane},
         own_rules,
     },
     leftovers,
@@ -610,6 +610,25 @@ fn as_root_the_mark_of_another_mode_goes(#[values(Backend::Legacy, Backend::Nft)
     assert!(!leftovers::is_marked(Mode::Ipvs).unwrap());
     assert!(leftovers::is_marked(Mode::Iptables).unwrap());
     assert_eq!(dataplane.resync(&[]).unwrap(), NOTHING);
+}
+
+/// The node is set up after the mode is opened, and before anything is written.
+#[rstest]
+#[case::liberal("1", false)]
+#[case::strict("0", true)]
+#[ignore = "needs root"]
+fn as_root_packets_outside_of_the_window_are_dropped_unless_conntrack_is_liberal_when_rules_are_written(
+    #[values(Backend::Legacy, Backend::Nft)] backend: Backend,
+    #[case] liberal: &str,
+    #[case] drops: bool,
+) {
+    if !enter(backend) {
+        return;
+    }
+    let mut dataplane = open(backend);
+    fs::write(BE_LIBERAL, liberal).unwrap();
+    dataplane.resync(&[]).unwrap();
+    assert_eq!(saved(backend).iter().any(|rule| rule.contains("--ctstate INVALID")), drops);
 }
 
 /// A comment is cut after 255 bytes, which may be in the middle of a character.

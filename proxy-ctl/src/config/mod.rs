@@ -366,6 +366,20 @@ impl Config {
         !mentioned || wanted.iter().any(|one| one.covers(address, node_addresses))
     }
 
+    /// Returns true if node ports may be served on an address of 127.0.0.0/8, on none of ::1 in any
+    /// mode. As in kube-proxy, a network of `nodePortAddresses` counts if it is in 127.0.0.0/8 or
+    /// contains it.
+    pub fn serves_node_ports_on_loopback(&self) -> bool {
+        const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
+        let in_loopback = |one: &NodePortAddress| match one {
+            NodePortAddress::Network(network) => network.addr().is_ipv4() && network.addr().is_loopback(),
+            NodePortAddress::Primary | NodePortAddress::Localhost | NodePortAddress::All => false,
+        };
+        self.iptables.localhost_node_ports
+            && (self.serves_node_ports_on(LOOPBACK, &[self.bind_address])
+                || self.node_port_addresses.iter().any(in_loopback))
+    }
+
     /// Whether node ports are served on every address of both families.
     pub fn serves_node_ports_everywhere(&self) -> bool {
         let wanted = &self.node_port_addresses;

@@ -19,9 +19,8 @@ pub(super) fn host(
     masquerade_ports: Option<PortRange>,
 ) -> Host {
     let mut node_port_addresses = node_port_addresses(network, config, node);
-    // As kube-proxy: never on ::1, whatever the mode.
-    let serves_loopback = |address: &IpAddr| config.iptables.localhost_node_ports && address.is_ipv4();
-    node_port_addresses.retain(|address| !address.is_loopback() || serves_loopback(address));
+    let serves_loopback = config.serves_node_ports_on_loopback();
+    node_port_addresses.retain(|address| !address.is_loopback() || serves_loopback && address.is_ipv4());
     let pod_cidrs = node.map(|node| node.pod_cidrs.clone()).unwrap_or_default();
     let selected = network.interfaces.iter().filter(|one| config.ebpf.interfaces.select(&one.name));
     Host {

@@ -6,7 +6,13 @@
 
 use std::{fs, io, sync::Arc, time::Duration};
 
-use self::{base::Abilities, error::Error, metrics::PacketCounts, names::Table, writer::Writer};
+use self::{
+    base::{Abilities, serves_localhost},
+    error::Error,
+    metrics::PacketCounts,
+    names::Table,
+    writer::Writer,
+};
 use super::{
     Applied, Dataplane, Host, MetricFamily, NodeSnapshot, Programmed, Snapshot, TableUsage, Unsupported,
     Usage,
@@ -16,7 +22,6 @@ use super::{
     own_rules,
 };
 use crate::{
-    config::Config,
     leftovers::{
         self,
         names::{INVALID_DROPPED, LOCALHOST_ACCEPTED, PACKET_COUNTERS},
@@ -61,10 +66,15 @@ pub(super) const ENTRY: Entry = Entry {
     hands_over: false,
     serves_beside: true,
     probe: probe::probe,
-    prepare: |config| Ok(route_localnet(config)?),
+    prepare: |config| {
+        if config.serves_node_ports_on_loopback() {
+            route_localnet()?;
+        }
+        Ok(())
+    },
     open: |config| {
-        if let Err(error) = route_localnet(config) {
-            tracing::warn!(%error, "node ports are not served on 127.0.0.1");
+        if config.serves_node_ports_on_loopback() {
+            try_route_localnet();
         }
         Ok(Box::new(IptablesDataplane::open(xtables::choose().map_err(Error::from)?.backend)?))
     },
@@ -73,11 +83,10 @@ pub(super) const ENTRY: Entry = Entry {
     cleanup: |_, keeps| own_rules::remove_own(Mode::Iptables, keeps),
 };
 
-/// Connections from 127.0.0.1 to a node port leave by another interface.
-fn route_localnet(config: &Config) -> Result<(), Error> {
-    if !config.iptables.localhost_node_ports {
-        return Ok(());
-    }
+/// Sets the parameter without which connections from 127.0.0.1 to a node port cannot leave by
+/// another interface. Nothing else needs it, and only [`base`]'s rules for node ports on loopback
+/// keep neighbours from what listens there (CVE-2020-8558).
+fn route_localnet() -> Result<(), Error> {
     let failed = |source| Error::RouteLocalnet { path: ROUTE_LOCALNET, source };
     if fs::read_to_string(ROUTE_LOCALNET).map_err(failed)?.trim() == "1" {
         return Ok(());
@@ -86,10 +95,17 @@ fn route_localnet(config: &Config) -> Result<(), Error> {
 }
 
 /// The rules of this network namespace. Dropping it leaves all of them in place.
+fn try_route_localnet() {
+    if let Err(error) = route_localnet() {
+        tracing::warn!(%error, "node ports are not served on 127.0.0.1");
+    }
+}
+
 #[derive(Debug)]
 pub struct IptablesDataplane {
     writers: Vec<Writer>,
-    /// The node is set up after the mode is opened: what rules may ask of it is looked up before the first write.
+    /// The node is set up after the mode is opened: what rules may ask of it is looked up before
+    /// the first write.
     is_prepared: bool,
     _lock: NamespaceLock,
 }
@@ -261,7 +277,13 @@ impl Dataplane for IptablesDataplane {
     }
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, super::Error> {
-        self.in_each(|writer| writer.set_host(host))
+        let applied = self.in_each(|writer| writer.set_host(host))?;
+        // nodePortAddresses may have changed since the mode was opened. The rules that keep
+        // neighbours out are there by now.
+        if self.is_prepared && serves_localhost(IpFamily::Ipv4, host) {
+            try_route_localnet();
+        }
+        Ok(applied)
     }
 
     fn doubt(&mut self) {

@@ -31,7 +31,7 @@ fn answer(config: &Config, host: &HostFacts) -> Probe {
             "the kernel has no parameter net.ipv4.conf.all.route_localnet (3.6), or /proc is not mounted"
                 .to_owned()
         })
-        .lacking(config.iptables.localhost_node_ports && cannot_set, || {
+        .lacking(config.serves_node_ports_on_loopback() && cannot_set, || {
             "net.ipv4.conf.all.route_localnet is 0 and /proc/sys is read-only: run once with --init-only and \
              privileges, or set iptables.localhostNodePorts to false"
                 .to_owned()
@@ -48,7 +48,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::mode::recorded::Host;
+    use crate::{config::NodePortAddress, mode::recorded::Host};
 
     fn told(host: &Host, change: fn(&mut HostFacts)) -> (Vec<String>, Vec<String>) {
         let mut facts = host.facts();
@@ -96,13 +96,28 @@ mod tests {
         assert!(remarks.iter().zip(remark).all(|(found, text)| found.contains(text)), "{remarks:?}");
     }
 
-    #[test]
-    fn a_read_only_proc_is_enough_only_without_node_ports_on_localhost() {
+    #[rstest]
+    #[case::everywhere(true, &[], Some("--init-only"))]
+    #[case::switched_off(false, &[], None)]
+    #[case::on_addresses_without_loopback(true, &["192.0.2.0/24"], None)]
+    #[case::on_addresses_of_the_other_family(true, &["2001:db8::/64"], Some("--init-only"))]
+    #[case::on_loopback_too(true, &["192.0.2.0/24", "127.0.0.0/8"], Some("--init-only"))]
+    fn a_read_only_proc_is_enough_only_without_node_ports_on_localhost(
+        #[case] localhost_node_ports: bool,
+        #[case] addresses: &[&str],
+        #[case] why: Option<&str>,
+    ) {
         let facts = HostFacts { parameters_writable: false, ..Host::named("debian 6.1").facts() };
-        let mut config = Config::default();
+        let mut config = Config {
+            node_port_addresses: addresses
+                .iter()
+                .map(|one| NodePortAddress::Network(one.parse().unwrap()))
+                .collect(),
+            ..Config::default()
+        };
+        config.iptables.localhost_node_ports = localhost_node_ports;
         let obstacles: Vec<_> = answer(&config, &facts).obstacles().map(str::to_owned).collect();
-        assert!(obstacles.len() == 1 && obstacles[0].contains("--init-only"), "{obstacles:?}");
-        config.iptables.localhost_node_ports = false;
-        assert!(answer(&config, &facts).can_run());
+        assert_eq!(obstacles.len(), why.iter().len(), "{obstacles:?}");
+        assert!(obstacles.iter().zip(why).all(|(found, why)| found.contains(why)), "{obstacles:?}");
     }
 }

@@ -18,9 +18,10 @@ use rstest::rstest;
 
 use super::*;
 use crate::{
+    config::{Config, NodePortAddress},
     dataplane::{
         self, Applied, Dataplane, Programmed, Removed,
-        iptables::{BE_LIBERAL, ENTRY, IptablesDataplane},
+        iptables::{BE_LIBERAL, ENTRY, IptablesDataplane, ROUTE_LOCALNET},
         own_rules,
     },
     leftovers,
@@ -610,6 +611,40 @@ fn as_root_the_mark_of_another_mode_goes(#[values(Backend::Legacy, Backend::Nft)
     assert!(!leftovers::is_marked(Mode::Ipvs).unwrap());
     assert!(leftovers::is_marked(Mode::Iptables).unwrap());
     assert_eq!(dataplane.resync(&[]).unwrap(), NOTHING);
+}
+
+/// CVE-2020-8558: with route_localnet, neighbours reach what listens on 127.0.0.1, unless a rule
+/// forbids it.
+#[rstest]
+#[case::everywhere(&[], "1")]
+#[case::on_loopback(&["127.0.0.0/8"], "1")]
+#[case::not_on_loopback(&["192.0.2.0/24"], "0")]
+#[ignore = "needs root"]
+fn as_root_loopback_is_routed_only_where_it_serves_node_ports(
+    #[case] addresses: &[&str],
+    #[case] expected: &str,
+) {
+    if !enter(Backend::Nft) {
+        return;
+    }
+    // A new namespace has the value of the machine's first one.
+    fs::write(ROUTE_LOCALNET, "0").unwrap();
+    let config = Config {
+        node_port_addresses: addresses
+            .iter()
+            .map(|one| NodePortAddress::Network(one.parse().unwrap()))
+            .collect(),
+        ..Config::default()
+    };
+    let found = || fs::read_to_string(ROUTE_LOCALNET).unwrap().trim().to_owned();
+    let mut dataplane = (ENTRY.open)(&config).unwrap();
+    assert_eq!(found(), expected);
+    // A changed file serves node ports on 127.0.0.1 from now on.
+    dataplane.set_host(&Host { node_port_addresses: [ip("192.168.0.2")].into(), ..host() }).unwrap();
+    dataplane.resync(&[]).unwrap();
+    assert_eq!(found(), expected);
+    dataplane.set_host(&host()).unwrap();
+    assert_eq!(found(), "1");
 }
 
 /// The node is set up after the mode is opened, and before anything is written.

@@ -127,7 +127,7 @@ pub(super) const DECIDING: usize = 2;
 /// In the order in which they are read.
 pub static FIELDS: &[Field] = fields! {
     "mode", keyword(|c| &mut c.mode);
-        "How the node is programmed. Empty: ebpf where the node can, else iptables, else userspace. kube-proxy knows iptables, ipvs and \
+        "How the node is programmed. Empty: the first that the node can do of ebpf, iptables, nftables and userspace. kube-proxy knows iptables, ipvs and \
          nftables. The settings of the mode that is asked for also apply in one that takes its place (ebpf.modeFallback).";
     "bindAddress", address(|c| &mut c.bind_address);
         "The node's own address, where it is not that of its Node object. Nothing is bound to it. An IPv6 address in \
@@ -334,7 +334,7 @@ pub static FIELDS: &[Field] = fields! {
         "Remove what another kube-proxy has left in the kernel, once, when every service port is served: else it would go on \
          leading to endpoints that are gone. false: leave it, to try both side by side. Not with --manifests.";
     "ebpf.modeFallback", switch(|c| &mut c.ebpf.mode_fallback);
-        "Where the mode that is asked for cannot run on the node, mode iptables takes its place, or else userspace: with a warning in \
+        "Where the mode that is asked for cannot run on the node, the first of iptables, nftables and userspace that can takes its place: with a warning in \
          the log, an event and metrics. false: that is an error, as with kube-proxy.";
     "ebpf.withdrawAfter", WITHDRAW_AFTER;
         "How long the node serves what was programmed after its controller has gone. From then on nothing is translated, so that another \

@@ -25,10 +25,10 @@ pub enum Refusal {
 fn candidates(requested: RequestedMode) -> &'static [Mode] {
     use Mode::{Ebpf, Iptables, Ipvs, Nftables, Userspace};
     match requested {
-        RequestedMode::Automatic | RequestedMode::Ebpf => &[Ebpf, Iptables, Userspace],
+        RequestedMode::Automatic | RequestedMode::Ebpf => &[Ebpf, Iptables, Nftables, Userspace],
         RequestedMode::Nftables => &[Nftables, Iptables, Userspace],
-        RequestedMode::Ipvs => &[Ipvs, Iptables, Userspace],
-        RequestedMode::Iptables => &[Iptables, Userspace],
+        RequestedMode::Ipvs => &[Ipvs, Iptables, Nftables, Userspace],
+        RequestedMode::Iptables => &[Iptables, Nftables, Userspace],
         RequestedMode::Userspace => &[Userspace],
     }
 }

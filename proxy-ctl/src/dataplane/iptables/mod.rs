@@ -48,6 +48,7 @@ pub(super) mod probe;
 mod rules;
 mod snapshot;
 mod state;
+mod trial;
 mod writer;
 
 #[cfg(test)]
@@ -94,13 +95,13 @@ fn route_localnet() -> Result<(), Error> {
     fs::write(ROUTE_LOCALNET, "1").map_err(failed)
 }
 
-/// The rules of this network namespace. Dropping it leaves all of them in place.
 fn try_route_localnet() {
     if let Err(error) = route_localnet() {
         tracing::warn!(%error, "node ports are not served on 127.0.0.1");
     }
 }
 
+/// The rules of this network namespace. Dropping it leaves all of them in place.
 #[derive(Debug)]
 pub struct IptablesDataplane {
     writers: Vec<Writer>,

@@ -1,5 +1,6 @@
 //! What mode iptables needs of a node.
 
+use super::trial;
 use crate::{
     config::Config,
     dataplane::netfilter::requirements::{iptables, net_admin, unserved_family},
@@ -16,6 +17,7 @@ pub(in crate::dataplane) fn probe(config: &Config, host: &HostFacts) -> Probe {
     if probe.can_run() {
         probe.remarks.push(match xtables::choose() {
             Ok(ChosenBackend { backend, reason }) => {
+                probe.requirements.push(trial::requirement(backend));
                 format!("rules are written to the backend {backend} of iptables: {reason}")
             }
             Err(error) => format!("which backend of iptables the node uses is not known: {error}"),

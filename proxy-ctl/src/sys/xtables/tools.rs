@@ -131,6 +131,11 @@ impl Tools {
         named(&format!("{program}-{backend}")).or_else(|| named(program))
     }
 
+    #[cfg(test)]
+    pub(crate) fn of_programs(save: PathBuf, restore: PathBuf) -> Self {
+        Self { backend: Backend::Nft, save, restore, version: Version(1, 8, 9) }
+    }
+
     /// For people.
     pub fn version(&self) -> String {
         let Version(major, minor, patch) = self.version;

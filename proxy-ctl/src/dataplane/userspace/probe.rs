@@ -7,10 +7,10 @@ use crate::{
     mode::{HostFacts, KernelModule, Mode, Probe, Requirement},
 };
 
-/// Every connection ends here and begins anew: there is nothing to masquerade.
+/// Every connection ends here and begins anew: there is nothing to masquerade. The bit of the
+/// packet mark is used by [`mark`](super::redirect::mark).
 pub(in crate::dataplane) const UNUSED_FIELDS: &[&str] = &[
     "iptables.masqueradeAll",
-    "iptables.masqueradeBit",
     "nftables.masqueradeAll",
     "nftables.masqueradeBit",
     "ipvs.scheduler",

@@ -39,7 +39,7 @@ pub(super) struct BaseRules {
     pub(super) martians: Option<String>,
 }
 
-/// What the tools, the kernel and its parameters allow. It does not change after the first write.
+/// Abilities of the tools and the kernel. They do not change after the first write.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Abilities {
     /// MASQUERADE knows `--random-fully`.
@@ -103,14 +103,14 @@ impl BaseRules {
                 why("block incoming localnet connections")
             )
         });
-        let mut jumps = jumps();
-        jumps.extend(martians.iter().flat_map(|_| {
+        let to_martians = martians.iter().flat_map(|_| {
             ["INPUT", "OUTPUT"].map(|chain| Jump {
                 table: Table::Filter,
                 chain,
                 rule: format!("-j {}", names::FIREWALL),
             })
-        }));
+        });
+        let jumps = to_martians.chain(jumps()).collect();
         Self {
             chains,
             marks: marks(),
@@ -141,7 +141,7 @@ pub(super) fn serves_localhost(family: IpFamily, host: &Host) -> bool {
         && host.node_port_addresses.iter().any(|address| address.is_ipv4() && address.is_loopback())
 }
 
-/// In the order in which kube-proxy's lie.
+/// Returns the jumps that follow those to KUBE-FIREWALL, in the order in which kube-proxy's lie.
 fn jumps() -> Vec<Jump> {
     const NEW: &str = "-m conntrack --ctstate NEW ";
     let jump = |table, chain, matches: &str, comment: &str, target: &str| Jump {

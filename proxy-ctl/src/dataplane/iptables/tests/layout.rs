@@ -212,3 +212,14 @@ fn packets_to_node_ports_on_localhost(
         assert!(at(&uncounted).unwrap() < at(rule).unwrap(), "what is inserted later is asked first");
     }
 }
+
+/// kube-proxy puts each of its jumps before all others, and those to KUBE-FIREWALL last.
+#[rstest]
+#[case("INPUT", &["KUBE-FIREWALL", "KUBE-PROXY-FIREWALL", "KUBE-NODEPORTS", "KUBE-EXTERNAL-SERVICES"])]
+#[case("OUTPUT", &["KUBE-FIREWALL", "KUBE-PROXY-FIREWALL", "KUBE-SERVICES"])]
+fn jumps_lie_in_the_order_of_kube_proxy(#[case] chain: &str, #[case] targets: &[&str]) {
+    let base = BaseRules::new(IpFamily::Ipv4, &host(), ABLE);
+    let of_chain = base.jumps.iter().filter(|jump| jump.table == Table::Filter && jump.chain == chain);
+    let found: Vec<_> = of_chain.filter_map(|jump| jump.rule.rsplit(' ').next()).collect();
+    assert_eq!(found, targets);
+}

@@ -186,7 +186,7 @@ pub static FIELDS: &[Field] = fields! {
         "How often everything is compared with what is programmed, and the longest pause after a failure. Also in modes \
          ebpf and userspace. Mode ebpf compares large tables less often: it takes half a percent of a CPU at most, or happens every ten minutes.";
     "iptables.minSyncPeriod", period(|c| &mut c.periods.min_sync), Applies::InMode(in_others);
-        "Shortest pause between two syncs. Without effect in mode ebpf, which writes each change at once.";
+        "Shortest pause between two syncs, in mode iptables. Modes ebpf, nftables and userspace write each change at once.";
 
     "ipvs.syncPeriod", period(|c| &mut c.periods.sync), Applies::InMode(in_ipvs);
         "As iptables.syncPeriod, in mode ipvs.";
@@ -212,7 +212,7 @@ pub static FIELDS: &[Field] = fields! {
     "nftables.syncPeriod", period(|c| &mut c.periods.sync), Applies::InMode(in_nftables);
         "As iptables.syncPeriod, in mode nftables.";
     "nftables.minSyncPeriod", period(|c| &mut c.periods.min_sync), Applies::InMode(in_nftables);
-        "As iptables.minSyncPeriod, in mode nftables.";
+        "Without effect: mode nftables writes each change at once.";
 
     "detectLocalMode", keyword(|c| &mut c.detect_local_mode);
         "How traffic of the node's own pods is told from other traffic. Mode ebpf does not need to tell it: all that this \

@@ -231,3 +231,23 @@ pub fn cleanup(bpffs: &Path, keeps: &[IpNet]) -> Result<Removed, Error> {
     }
     Ok(all)
 }
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case(Mode::Ebpf, true)]
+    #[case(Mode::Nftables, true)]
+    #[case(Mode::Userspace, true)]
+    #[case(Mode::Iptables, false)]
+    #[case(Mode::Ipvs, false)]
+    fn modes_that_write_at_once_do_not_use_the_shortest_interval(#[case] mode: Mode, #[case] unused: bool) {
+        let config = Config::default();
+        let fields = ["iptables.minSyncPeriod", "ipvs.minSyncPeriod", "nftables.minSyncPeriod"];
+        let said = unused_fields(mode, &config);
+        assert_eq!(fields.map(|field| said.contains(&field)), [unused; 3]);
+    }
+}

@@ -12,11 +12,14 @@ const OLDEST: KernelVersion = KernelVersion::new(5, 13, 0);
 /// Who asks for this mode gets the section `nftables`.
 pub(in crate::dataplane) const UNUSED_FIELDS: &[&str] = &[
     "iptables.masqueradeBit",
+    "iptables.minSyncPeriod",
+    "ipvs.minSyncPeriod",
     "ipvs.scheduler",
     "ipvs.strictARP",
     "ipvs.tcpFinTimeout",
     "ipvs.tcpTimeout",
     "ipvs.udpTimeout",
+    "nftables.minSyncPeriod",
 ];
 
 pub(in crate::dataplane) fn probe(_: &Config, host: &HostFacts) -> Probe {

@@ -11,8 +11,11 @@ use crate::{
 /// packet mark is used by [`mark`](super::redirect::mark).
 pub(in crate::dataplane) const UNUSED_FIELDS: &[&str] = &[
     "iptables.masqueradeAll",
+    "iptables.minSyncPeriod",
     "nftables.masqueradeAll",
     "nftables.masqueradeBit",
+    "nftables.minSyncPeriod",
+    "ipvs.minSyncPeriod",
     "ipvs.scheduler",
     "ipvs.strictARP",
     "ipvs.tcpFinTimeout",

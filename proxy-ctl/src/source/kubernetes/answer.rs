@@ -3,8 +3,12 @@
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
-use http::{Response, header::CONTENT_TYPE};
+use http::{
+    HeaderMap, Response,
+    header::{CONTENT_TYPE, RETRY_AFTER},
+};
 use http_body_util::BodyExt as _;
+use jiff::{Timestamp, fmt::rfc2822};
 use kube::client::Body;
 use tokio::time::timeout;
 
@@ -34,6 +38,7 @@ impl ApiAnswer {
     /// Fails if the answer is an error; the failure has the message of its body.
     pub(super) async fn new(response: Response<Body>) -> Result<Self, Failure> {
         let code = response.status();
+        let delay = retry_after(response.headers(), Timestamp::now());
         let content_type = response.headers().get(CONTENT_TYPE);
         let content_type =
             content_type.map(|of| String::from_utf8_lossy(of.as_bytes()).into_owned()).unwrap_or_default();
@@ -54,7 +59,7 @@ impl ApiAnswer {
             };
         }
         status.code = code.as_u16().into();
-        Err(Failure::from(&status))
+        Err(Failure::from(&status).asked_to_wait(delay))
     }
 
     /// Fails if `what` has more than `most` bytes.
@@ -81,6 +86,18 @@ impl ApiAnswer {
         let encoding = self.encoding()?;
         Ok(Events { encoding, of, frames: Frames::new(encoding), body: self.body, list: None })
     }
+}
+
+/// Returns the delay that the header Retry-After asks for: seconds, or a date (RFC 9110, section
+/// 10.2.3). An API server that is overloaded or shutting down has it in this header alone, without
+/// a Status.
+fn retry_after(headers: &HeaderMap, now: Timestamp) -> Option<Duration> {
+    let value = headers.get(RETRY_AFTER)?.to_str().ok()?.trim();
+    if let Ok(seconds) = value.parse() {
+        return Some(Duration::from_secs(seconds));
+    }
+    let date = rfc2822::DateTimeParser::new().parse_timestamp(value).ok()?;
+    date.duration_since(now).try_into().ok()
 }
 
 pub(super) fn list_of(kind: ApiType) -> String {
@@ -167,6 +184,7 @@ mod tests {
     };
 
     use hyper::body::Frame;
+    use rstest::rstest;
     use tokio::time::{Sleep, sleep};
 
     use super::*;
@@ -207,6 +225,18 @@ mod tests {
             assert_eq!((failure.reason, failure.code), (reason, Some(code)));
             assert!(failure.message.starts_with(message), "{failure}");
         }
+    }
+
+    #[rstest]
+    #[case::seconds("7", Some(7))]
+    #[case::date("Sun, 06 Nov 1994 08:49:37 GMT", Some(37))]
+    #[case::date_that_has_passed("Sun, 06 Nov 1994 08:48:59 GMT", None)]
+    #[case::neither("soon", None)]
+    #[case::negative("-1", None)]
+    fn retry_after_is_a_number_of_seconds_or_a_date(#[case] value: &str, #[case] expected: Option<u64>) {
+        let now: Timestamp = "1994-11-06T08:49:00Z".parse().unwrap();
+        let headers = HeaderMap::from_iter([(RETRY_AFTER, value.parse().unwrap())]);
+        assert_eq!(retry_after(&headers, now), expected.map(Duration::from_secs));
     }
 
     /// The clock is paused: it moves on only when the reader and the body both wait.

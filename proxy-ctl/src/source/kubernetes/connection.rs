@@ -185,6 +185,17 @@ impl ApiConnection {
     }
 }
 
+#[cfg(test)]
+impl ApiConnection {
+    /// A connection whose only client is this one.
+    pub(super) fn with_client(client: Client) -> Self {
+        let config = Config { master: Some("http://192.0.2.1".into()), ..Config::default() };
+        let connection = Self::new(config, HeaderValue::from_static("*/*"), Requests::default());
+        let current = Current { client: Some(client), generation: 1, ..Current::default() };
+        Self { current: Mutex::new(current), ..connection }
+    }
+}
+
 pub(super) fn connect(
     loaded: Loaded,
     limit: &Arc<RateLimit>,

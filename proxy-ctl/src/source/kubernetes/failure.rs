@@ -5,6 +5,10 @@ use std::{error::Error as StdError, io, iter, time::Duration};
 use super::token_file::TokenFileError;
 use crate::source::schema::meta::Status;
 
+/// The longest delay that the API server, or a proxy in front of it, can ask for. A node follows
+/// nothing meanwhile.
+const LONGEST_RETRY_AFTER: Duration = Duration::from_secs(300);
+
 /// Why a list or watch failed: the label of the error counter, and what state changes are judged by.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum FailureReason {
@@ -80,7 +84,7 @@ pub(crate) struct Failure {
     pub(crate) reason: FailureReason,
     /// For people.
     pub(crate) message: String,
-    /// What the server asked for.
+    /// The delay that the server asked for, at most [`LONGEST_RETRY_AFTER`].
     pub(crate) retry_after: Option<Duration>,
     /// HTTP status, where the server answered.
     pub(crate) code: Option<u16>,
@@ -107,15 +111,16 @@ impl Failure {
             _ => FailureReason::Refused,
         };
         let message = if message.is_empty() { reason } else { message };
-        Self {
-            reason: kind,
-            message: format!("{message} ({code})"),
-            retry_after: u64::try_from(retry_after)
-                .ok()
-                .filter(|seconds| *seconds > 0)
-                .map(Duration::from_secs),
-            code: u16::try_from(code).ok(),
-        }
+        let failure = Self::new(kind, format!("{message} ({code})"));
+        Self { code: u16::try_from(code).ok(), ..failure }
+            .asked_to_wait(u64::try_from(retry_after).ok().map(Duration::from_secs))
+    }
+
+    /// Adds a delay that the server asked for; of two delays the longer one counts.
+    pub(super) fn asked_to_wait(mut self, delay: Option<Duration>) -> Self {
+        let delay = delay.filter(|delay| !delay.is_zero()).map(|delay| delay.min(LONGEST_RETRY_AFTER));
+        self.retry_after = self.retry_after.max(delay);
+        self
     }
 
     pub(super) fn silence(limit: Duration) -> Self {

@@ -10,7 +10,7 @@ use kube::{
     Client,
     runtime::{utils::Backoff as _, watcher::DefaultBackoff},
 };
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 use tracing::{debug, info};
 
 use super::{
@@ -156,13 +156,14 @@ impl<W: Watched> Watcher<W> {
             return Some(EndReason::NotServed(failure));
         }
         let delay = self.backoff.next().map_or(LONGEST_DELAY, |delay| delay.min(LONGEST_DELAY));
-        let delay = delay.max(failure.retry_after.unwrap_or_default());
+        let asked_for = failure.retry_after.unwrap_or_default();
+        let (delay, earliest) = (delay.max(asked_for), Instant::now() + asked_for);
         let failure = match self.renew(generation, reason).await {
-            Ok(Renewed::New) => {
+            Ok(Renewed::New) if asked_for.is_zero() => {
                 debug!(resource = %W::RESOURCE, "{failure}; trying again with the credentials found now");
                 return None;
             }
-            Ok(Renewed::Same) => failure,
+            Ok(Renewed::New | Renewed::Same) => failure,
             Err(error) => {
                 let message = format!("{failure}; and the credentials cannot be read again: {error}");
                 Failure::new(FailureReason::Credentials, message)
@@ -172,10 +173,15 @@ impl<W: Watched> Watcher<W> {
         if self.send_hidden().await.is_err() {
             return Some(EndReason::ReceiverGone);
         }
+        // Once another watcher has succeeded, earlier failures no longer count, but the delay that
+        // the API server asked this one for does.
+        let other_recovered = async {
+            self.context.connection.recovered.notified().await;
+            sleep_until(earliest).await;
+        };
         tokio::select! {
             () = sleep(delay) => {}
-            // Another watcher has succeeded: earlier failures no longer count.
-            () = self.context.connection.recovered.notified() => self.backoff.reset(),
+            () = other_recovered => self.backoff.reset(),
             () = self.context.updates.closed() => return Some(EndReason::ReceiverGone),
         }
         None
@@ -395,20 +401,4 @@ async fn next(events: &mut Events, limit: Duration) -> Result<Option<Event>, Fai
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn lists_are_never_older_than_what_was_seen_until_the_server_does_not_have_that() {
-        let mut start = Start::Watch("7".to_owned());
-        start.relist();
-        assert_eq!(start, Start::List("7".to_owned()));
-        start.relist();
-        assert_eq!(start, Start::List("7".to_owned()));
-        start.expired();
-        assert_eq!(start, Start::List(String::new()));
-        let mut start = Start::Watch("8".to_owned());
-        start.expired();
-        assert_eq!(start, Start::List("8".to_owned()));
-    }
-}
+mod tests;

@@ -1,0 +1,159 @@
+//! Watchers of an API server that the test plays, on a clock that moves on only when everything
+//! waits.
+
+use std::{
+    ops::RangeInclusive,
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
+
+use bytes::Bytes;
+use http::{Request, Response, StatusCode, header};
+use hyper::body::Frame;
+use kube::client::Body;
+use rstest::rstest;
+use tokio::{
+    sync::{mpsc, oneshot},
+    task::JoinHandle,
+};
+use tower::BoxError;
+
+use super::{
+    super::{connection::ApiConnection, resource::Services, state::SourceState},
+    *,
+};
+
+#[test]
+fn lists_are_never_older_than_what_was_seen_until_the_server_does_not_have_that() {
+    let mut start = Start::Watch("7".to_owned());
+    start.relist();
+    assert_eq!(start, Start::List("7".to_owned()));
+    start.relist();
+    assert_eq!(start, Start::List("7".to_owned()));
+    start.expired();
+    assert_eq!(start, Start::List(String::new()));
+    let mut start = Start::Watch("8".to_owned());
+    start.expired();
+    assert_eq!(start, Start::List("8".to_owned()));
+}
+
+/// A watcher of Services and the API server that it asks.
+struct World {
+    requests: mpsc::UnboundedReceiver<Asked>,
+    connection: Arc<ApiConnection>,
+    watcher: JoinHandle<()>,
+    _updates: mpsc::Receiver<Update>,
+}
+
+/// A request that waits for its answer.
+struct Asked {
+    answer: oneshot::Sender<Response<Scripted>>,
+}
+
+/// A body that brings what the test sends, and ends when the test drops the sender.
+struct Scripted(mpsc::UnboundedReceiver<Bytes>);
+
+impl hyper::body::Body for Scripted {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        self.0.poll_recv(context).map(|data| data.map(|data| Ok(Frame::data(data))))
+    }
+}
+
+impl World {
+    fn start() -> Self {
+        let (ask, requests) = mpsc::unbounded_channel();
+        let client = Client::new(
+            tower::service_fn(move |_: Request<Body>| {
+                let (answer, answered) = oneshot::channel();
+                let asked = ask.send(Asked { answer });
+                async move {
+                    asked.map_err(|_| "the test has ended")?;
+                    answered.await.map_err(BoxError::from)
+                }
+            }),
+            "default",
+        );
+        let connection = Arc::new(ApiConnection::with_client(client));
+        let (updates, received) = mpsc::channel(64);
+        let context = WatchContext {
+            connection: Arc::clone(&connection),
+            updates,
+            state: SourceState::new(),
+            plain_lists: Arc::default(),
+        };
+        let watcher = tokio::spawn(async move {
+            Watcher::new(context, Query::<Services>::all()).run().await;
+        });
+        Self { requests, connection, watcher, _updates: received }
+    }
+
+    /// The next request, however long it takes.
+    async fn asked(&mut self) -> Asked {
+        self.requests.recv().await.unwrap()
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        self.watcher.abort();
+    }
+}
+
+impl Asked {
+    /// Answers as kube-apiserver does that has too much to do: with the header, and without a
+    /// Status.
+    fn refuse(self, code: StatusCode, retry_after: Option<&str>) {
+        let (_, body) = mpsc::unbounded_channel();
+        let mut answer = Response::builder().status(code);
+        if let Some(retry_after) = retry_after {
+            answer = answer.header(header::RETRY_AFTER, retry_after);
+        }
+        self.send(answer.body(Scripted(body)).unwrap());
+    }
+
+    fn send(self, answer: Response<Scripted>) {
+        assert!(self.answer.send(answer).is_ok(), "nobody waits for the answer");
+    }
+}
+
+/// Returns the seconds after which a watcher asks again that was refused like this. Meanwhile
+/// another watcher recovers each second.
+async fn asks_again_after(code: StatusCode, retry_after: Option<&str>) -> u64 {
+    let mut world = World::start();
+    world.asked().await.refuse(code, retry_after);
+    let refused = Instant::now();
+    let connection = Arc::clone(&world.connection);
+    let recovering = tokio::spawn(async move {
+        loop {
+            sleep(Duration::from_secs(1)).await;
+            connection.recovered.notify_waiters();
+        }
+    });
+    world.asked().await;
+    recovering.abort();
+    refused.elapsed().as_secs()
+}
+
+/// Without a delay that the server asks for, the first one is at most 1.6 s, and the recovery of
+/// another watcher ends it.
+#[rstest]
+#[case::too_many_requests(StatusCode::TOO_MANY_REQUESTS, Some("20"), 20..=20)]
+#[case::shutting_down(StatusCode::SERVICE_UNAVAILABLE, Some("5"), 5..=5)]
+#[case::longer_than_a_node_may_be_stale(StatusCode::SERVICE_UNAVAILABLE, Some("86400"), 300..=300)]
+#[case::no_delay_asked_for(StatusCode::SERVICE_UNAVAILABLE, None, 0..=1)]
+#[tokio::test(start_paused = true)]
+async fn the_delay_that_the_server_asks_for_is_kept_when_another_watcher_recovers(
+    #[case] code: StatusCode,
+    #[case] retry_after: Option<&str>,
+    #[case] expected: RangeInclusive<u64>,
+) {
+    let found = asks_again_after(code, retry_after).await;
+    assert!(expected.contains(&found), "after {found} s");
+}

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
 use http::{
-    HeaderMap, Response,
+    HeaderMap, Response, Version,
     header::{CONTENT_TYPE, RETRY_AFTER},
 };
 use http_body_util::BodyExt as _;
@@ -29,6 +29,7 @@ const SHOWN: usize = 500;
 pub(super) const LONGEST_LIST: usize = 256 << 20;
 
 pub(super) struct ApiAnswer {
+    is_pinged: bool,
     encoding: Option<Encoding>,
     content_type: String,
     body: Body,
@@ -39,14 +40,15 @@ impl ApiAnswer {
     pub(super) async fn new(response: Response<Body>) -> Result<Self, Failure> {
         let code = response.status();
         let delay = retry_after(response.headers(), Timestamp::now());
+        let is_pinged = response.version() == Version::HTTP_2;
         let content_type = response.headers().get(CONTENT_TYPE);
         let content_type =
             content_type.map(|of| String::from_utf8_lossy(of.as_bytes()).into_owned()).unwrap_or_default();
-        let answer = Self { encoding: Encoding::of(&content_type), content_type, body: response.into_body() };
+        let encoding = Encoding::of(&content_type);
+        let answer = Self { is_pinged, encoding, content_type, body: response.into_body() };
         if !(code.is_client_error() || code.is_server_error()) {
             return Ok(answer);
         }
-        let encoding = answer.encoding;
         let body = read(answer.body, LONGEST_ERROR, SILENCE).await?;
         let status = encoding.and_then(|encoding| wire::status(encoding, &body).ok());
         // A proxy on the way may answer with something else, such as a page of HTML.
@@ -84,7 +86,8 @@ impl ApiAnswer {
     /// The events of a watch of this kind.
     pub(super) fn events(self, of: ApiType) -> Result<Events, Failure> {
         let encoding = self.encoding()?;
-        Ok(Events { encoding, of, frames: Frames::new(encoding), body: self.body, list: None })
+        let (is_pinged, body) = (self.is_pinged, self.body);
+        Ok(Events { is_pinged, encoding, of, frames: Frames::new(encoding), body, list: None })
     }
 }
 
@@ -127,6 +130,7 @@ where
 
 /// The events of a watch, one after the other.
 pub(super) struct Events {
+    is_pinged: bool,
     encoding: Encoding,
     of: ApiType,
     frames: Frames,
@@ -136,6 +140,11 @@ pub(super) struct Events {
 }
 
 impl Events {
+    /// Returns true if the events come over HTTP/2, whose pings prove the connection end to end.
+    pub(super) fn is_pinged(&self) -> bool {
+        self.is_pinged
+    }
+
     /// They begin with a list, which must end within [`LONGEST_LIST`].
     pub(super) fn begin_list(&mut self) {
         self.list = Some(LONGEST_LIST);

@@ -7,15 +7,12 @@ use std::{
 };
 
 use http::{HeaderValue, Response, StatusCode};
-use hyper_util::{
-    client::legacy::{
-        Client as HttpClient,
-        connect::{HttpConnector, proxy::Tunnel},
-    },
-    rt::TokioExecutor,
+use hyper_util::client::legacy::{
+    Client as HttpClient,
+    connect::{Connect, proxy::Tunnel},
 };
 use jiff::{SignedDuration, Timestamp};
-use kube::client::{Body, Client, ConfigExt};
+use kube::client::{Body, Client, ConfigExt as _};
 use tokio::sync::{Mutex, Notify};
 use tower::{
     BoxError, ServiceBuilder,
@@ -23,6 +20,7 @@ use tower::{
 };
 
 use super::{
+    dial,
     failure::{Failure, FailureReason},
     kubeconfig::{Config, Loaded},
     plugin,
@@ -32,17 +30,8 @@ use super::{
     token_file::TokenFile,
 };
 
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// A dead peer is noticed after idle time + probes × interval: 30 s, as long as kube-proxy's HTTP/2 pings take.
-const KEEPALIVE_IDLE: Duration = Duration::from_secs(15);
-const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
-const KEEPALIVE_PROBES: u32 = 3;
-/// Keepalive probes are not sent while something sent is not acknowledged: that is given up after this time.
-const UNACKNOWLEDGED: Duration = Duration::from_secs(30);
 /// For the answer to a request that is neither a list nor a watch.
 const ANSWER: Duration = Duration::from_secs(30);
-/// Bytes of an answer that a connection holds at most before they are parsed.
-const READ_BUFFER: usize = 64 << 10;
 /// A plugin is asked again this long before its credentials expire.
 const EXPIRES_SOON: SignedDuration = SignedDuration::from_secs(60);
 
@@ -202,31 +191,16 @@ pub(super) fn connect(
     requests: &Requests,
 ) -> Result<Client, kube::Error> {
     let Loaded { client: config, token_file, .. } = loaded;
-    let mut tcp = HttpConnector::new();
-    tcp.enforce_http(false);
-    tcp.set_nodelay(true);
-    tcp.set_connect_timeout(Some(CONNECT_TIMEOUT));
-    tcp.set_keepalive(Some(KEEPALIVE_IDLE));
-    tcp.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
-    tcp.set_keepalive_retries(Some(KEEPALIVE_PROBES));
-    tcp.set_tcp_user_timeout(Some(UNACKNOWLEDGED));
-
     match config.proxy_url.clone() {
         None => {
-            let tls = config.rustls_https_connector_with_connector(tcp)?;
-            stack(&config, token_file, limit, requests, http().build(tls))
+            let connector = dial::with_tls(&config, dial::tcp())?;
+            stack(&config, token_file, limit, requests, dial::http(connector))
         }
         Some(proxy) => {
-            let tls = config.rustls_https_connector_with_connector(Tunnel::new(proxy, tcp))?;
-            stack(&config, token_file, limit, requests, http().build(tls))
+            let connector = dial::with_tls(&config, Tunnel::new(proxy, dial::tcp()))?;
+            stack(&config, token_file, limit, requests, dial::http(connector))
         }
     }
-}
-
-fn http() -> hyper_util::client::legacy::Builder {
-    let mut builder = HttpClient::builder(TokioExecutor::new());
-    builder.http1_max_buf_size(READ_BUFFER);
-    builder
 }
 
 /// kube's own stack less its retries: they hide failures from us, for minutes.
@@ -238,7 +212,7 @@ fn stack<C>(
     http: HttpClient<C, Body>,
 ) -> Result<Client, kube::Error>
 where
-    C: hyper_util::client::legacy::connect::Connect + Clone + Send + Sync + 'static,
+    C: Connect + Clone + Send + Sync + 'static,
 {
     let host = host(&config.cluster_url);
     let (limit, waits, requests) = (Arc::clone(limit), requests.clone(), requests.clone());

@@ -3,6 +3,7 @@
 mod answer;
 mod connection;
 mod context;
+mod dial;
 pub mod failure;
 mod follow;
 mod frames;

@@ -30,6 +30,10 @@ use crate::source::Update;
 
 /// For the next object of a streaming list. An old API server ignores the request for one and sends nothing.
 const NEXT_OF_LIST: Duration = Duration::from_secs(20);
+/// A watch over HTTP/1.1 is replaced after a silence of between three quarters of this time and all
+/// of it, as nothing else proves its connection. The time is random because all nodes have heard
+/// the last event at the same moment.
+const LONGEST_SILENCE: Duration = Duration::from_secs(40);
 /// A watch that is silent for this much longer than it should last is dead.
 const MARGIN: Duration = Duration::from_secs(10);
 /// So is a watch that has received a bookmark, which API servers send each minute, and then nothing for this long.
@@ -282,16 +286,28 @@ impl<W: Watched> Watcher<W> {
         if self.context.state.works(W::RESOURCE) {
             self.context.connection.recovered.notify_waiters();
         }
+        let is_pinged = events.is_pinged();
         let mut longest = LONGEST_WATCH + MARGIN;
+        if !is_pinged {
+            longest = LONGEST_SILENCE.mul_f64(1.0 - fastrand::f64() / 4.0);
+        }
         let mut heard = false;
         loop {
             let event = tokio::select! {
-                event = next(&mut events, longest) => event,
+                event = timeout(longest, events.next()) => event,
                 () = self.context.updates.closed() => return Err(Stop::ReceiverGone),
             };
             if started.elapsed() >= SETTLED {
                 self.settled();
             }
+            let event = match event {
+                Ok(event) => event,
+                Err(_) if is_pinged => Err(Failure::silence(longest)),
+                Err(_) => {
+                    debug!(resource = %W::RESOURCE, "replacing a watch that is silent for {longest:?}");
+                    return Ok(());
+                }
+            };
             let event = event.inspect_err(|failure| {
                 // A new watch from this version would receive the same event.
                 if failure.reason == FailureReason::Malformed {

@@ -9,10 +9,11 @@ use std::{
 };
 
 use bytes::Bytes;
-use http::{Request, Response, StatusCode, header};
+use http::{Request, Response, StatusCode, Version, header};
 use hyper::body::Frame;
 use kube::client::Body;
 use rstest::rstest;
+use serde_json::json;
 use tokio::{
     sync::{mpsc, oneshot},
     task::JoinHandle,
@@ -20,7 +21,7 @@ use tokio::{
 use tower::BoxError;
 
 use super::{
-    super::{connection::ApiConnection, resource::Services, state::SourceState},
+    super::{connection::ApiConnection, kind::ResourceKind, resource::Services, state::SourceState},
     *,
 };
 
@@ -42,12 +43,14 @@ fn lists_are_never_older_than_what_was_seen_until_the_server_does_not_have_that(
 struct World {
     requests: mpsc::UnboundedReceiver<Asked>,
     connection: Arc<ApiConnection>,
+    state: SourceState,
     watcher: JoinHandle<()>,
     _updates: mpsc::Receiver<Update>,
 }
 
 /// A request that waits for its answer.
 struct Asked {
+    target: String,
     answer: oneshot::Sender<Response<Scripted>>,
 }
 
@@ -70,9 +73,9 @@ impl World {
     fn start() -> Self {
         let (ask, requests) = mpsc::unbounded_channel();
         let client = Client::new(
-            tower::service_fn(move |_: Request<Body>| {
+            tower::service_fn(move |request: Request<Body>| {
                 let (answer, answered) = oneshot::channel();
-                let asked = ask.send(Asked { answer });
+                let asked = ask.send(Asked { target: request.uri().to_string(), answer });
                 async move {
                     asked.map_err(|_| "the test has ended")?;
                     answered.await.map_err(BoxError::from)
@@ -82,21 +85,29 @@ impl World {
         );
         let connection = Arc::new(ApiConnection::with_client(client));
         let (updates, received) = mpsc::channel(64);
+        let state = SourceState::new();
         let context = WatchContext {
             connection: Arc::clone(&connection),
             updates,
-            state: SourceState::new(),
+            state: state.clone(),
             plain_lists: Arc::default(),
         };
         let watcher = tokio::spawn(async move {
             Watcher::new(context, Query::<Services>::all()).run().await;
         });
-        Self { requests, connection, watcher, _updates: received }
+        Self { requests, connection, state, watcher, _updates: received }
     }
 
     /// The next request, however long it takes.
     async fn asked(&mut self) -> Asked {
         self.requests.recv().await.unwrap()
+    }
+
+    /// Lists no Services at version 7, and returns the watch that follows.
+    async fn watch(&mut self, version: Version) -> mpsc::UnboundedSender<Bytes> {
+        let watch = self.asked().await.begin(version);
+        watch.send(bookmark(7, true)).unwrap();
+        watch
     }
 }
 
@@ -107,6 +118,18 @@ impl Drop for World {
 }
 
 impl Asked {
+    fn is_streaming_list(&self) -> bool {
+        self.target.contains("watch=true") && self.target.contains("sendInitialEvents=true")
+    }
+
+    /// Begins an answer in JSON; the rest of it is what the sender sends.
+    fn begin(self, version: Version) -> mpsc::UnboundedSender<Bytes> {
+        let (sender, body) = mpsc::unbounded_channel();
+        let answer = Response::builder().version(version).header(header::CONTENT_TYPE, "application/json");
+        self.send(answer.body(Scripted(body)).unwrap());
+        sender
+    }
+
     /// Answers as kube-apiserver does that has too much to do: with the header, and without a
     /// Status.
     fn refuse(self, code: StatusCode, retry_after: Option<&str>) {
@@ -121,6 +144,13 @@ impl Asked {
     fn send(self, answer: Response<Scripted>) {
         assert!(self.answer.send(answer).is_ok(), "nobody waits for the answer");
     }
+}
+
+fn bookmark(version: u64, ends_list: bool) -> Bytes {
+    let annotations = if ends_list { json!({"k8s.io/initial-events-end": "true"}) } else { json!({}) };
+    let metadata = json!({"resourceVersion": version.to_string(), "annotations": annotations});
+    let event = json!({"type": "BOOKMARK", "object": {"metadata": metadata}});
+    format!("{event}\n").into()
 }
 
 /// Returns the seconds after which a watcher asks again that was refused like this. Meanwhile
@@ -156,4 +186,35 @@ async fn the_delay_that_the_server_asks_for_is_kept_when_another_watcher_recover
 ) {
     let found = asks_again_after(code, retry_after).await;
     assert!(expected.contains(&found), "after {found} s");
+}
+
+#[rstest]
+#[case::replaced_where_nothing_else_proves_it(Version::HTTP_11, 40)]
+#[case::proven_by_pings(Version::HTTP_2, 360)]
+#[tokio::test(start_paused = true)]
+async fn a_silent_watch_is_replaced_from_where_it_was(#[case] version: Version, #[case] seconds: u64) {
+    let mut world = World::start();
+    let _silent = world.watch(version).await;
+    let began = Instant::now();
+    let again = world.asked().await;
+    assert!(began.elapsed().as_secs().abs_diff(seconds) <= 15, "{:?}", began.elapsed());
+    assert!(
+        again.target.contains("watch=true") && again.target.contains("resourceVersion=7"),
+        "{}",
+        again.target
+    );
+    assert!(!again.is_streaming_list(), "{}", again.target);
+    let timeouts = world.state.errors(ResourceKind::Services, FailureReason::Timeout);
+    assert_eq!(timeouts, u64::from(version == Version::HTTP_2), "replacing a silent watch is no failure");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_watch_that_is_heard_of_is_not_replaced() {
+    let mut world = World::start();
+    let watch = world.watch(Version::HTTP_11).await;
+    for version in 8..20 {
+        sleep(Duration::from_secs(30)).await;
+        watch.send(bookmark(version, false)).unwrap();
+    }
+    assert!(world.requests.is_empty());
 }

@@ -1,6 +1,9 @@
 //! Lists, broken watches, and lists again.
 
-use std::env;
+use std::{
+    env,
+    time::{Duration, Instant},
+};
 
 use anyhow::{Context as _, Result, ensure};
 use control_plane::{PROXY, objects::Bulk};
@@ -53,6 +56,29 @@ pub(super) fn a_broken_connection_goes_on_where_it_was(world: &mut World) -> Res
     world.create(&world.slice("keep-1", "keep", &[1]))?;
     relay.mend();
     follower.wait_served(world, &[("keep:main", &["10.0.0.1:8080"]), ("new:main", &[])])?;
+    for kind in follower.state.kinds() {
+        ensure!(lists(&follower, kind) == 1, "{kind} were listed {} times", lists(&follower, kind));
+    }
+    Ok(())
+}
+
+/// Nothing but an answer of the API server itself proves a connection: the relay's kernel
+/// acknowledges whatever is sent.
+pub(super) fn a_connection_that_only_seems_alive_is_replaced(world: &mut World) -> Result<()> {
+    const NOTICED_WITHIN: Duration = Duration::from_secs(50);
+    let relay = Relay::start(world)?;
+    let mut follower = Follower::start_through(world, PROXY, relay.address)?;
+    follower.wait_listed(world)?;
+    follower.wait(world, "all watches", |follower| {
+        follower.state.kinds().into_iter().all(|kind| follower.state.connected(kind))
+    })?;
+    relay.freeze();
+    let began = Instant::now();
+    world.create(&world.service("new"))?;
+    follower.wait_served(world, &[("new:main", &[])])?;
+    let elapsed = began.elapsed();
+    world.note(format!("a dead connection was replaced after {elapsed:.1?}"));
+    ensure!(elapsed < NOTICED_WITHIN, "only after {elapsed:?}");
     for kind in follower.state.kinds() {
         ensure!(lists(&follower, kind) == 1, "{kind} were listed {} times", lists(&follower, kind));
     }

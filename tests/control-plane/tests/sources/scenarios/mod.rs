@@ -31,6 +31,7 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
             everything_is_listed_and_watched_within_the_burst;
         lists:
             a_broken_connection_goes_on_where_it_was,
+            a_connection_that_only_seems_alive_is_replaced,
             what_happened_before_a_compaction_is_seen_in_one_replace,
             thousands_of_services;
         credentials:

@@ -1,0 +1,152 @@
+//! Connections to the API server: how one is made, and how a dead one is noticed.
+//!
+//! HTTP/2 is used wherever the server offers it, as client-go does. All watches share one
+//! connection, and a ping proves it end to end, which TCP keepalive cannot: a load balancer in
+//! between answers that itself. Over HTTP/1.1 a connection cannot be proven while a watch occupies
+//! it, so the watcher replaces a silent watch.
+
+use std::time::Duration;
+
+use hyper_rustls::{FixedServerNameResolver, HttpsConnector, HttpsConnectorBuilder};
+use hyper_util::{
+    client::legacy::{
+        Builder, Client as HttpClient,
+        connect::{Connect, HttpConnector},
+    },
+    rt::{TokioExecutor, TokioTimer},
+};
+use kube::client::{Body, ConfigExt as _, RustlsTlsError};
+use rustls::pki_types::ServerName;
+
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
+/// TCP notices a dead peer after idle time + probes × interval: 30 s.
+const KEEPALIVE_IDLE: Duration = Duration::from_secs(15);
+const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
+const KEEPALIVE_PROBES: u32 = 3;
+/// Keepalive probes are not sent while something sent is not acknowledged: that is given up after
+/// this time.
+const UNACKNOWLEDGED: Duration = Duration::from_secs(30);
+/// An HTTP/2 connection is pinged after this silence, and given up if the answer does not come
+/// within [`PING_ANSWER`]: 40 s in all, where client-go takes 45 s.
+const PING_AFTER: Duration = Duration::from_secs(25);
+const PING_ANSWER: Duration = Duration::from_secs(15);
+/// Bytes of an answer that an HTTP/1.1 connection holds at most before they are parsed.
+const READ_BUFFER: usize = 64 << 10;
+pub(super) fn tcp() -> HttpConnector {
+    let mut tcp = HttpConnector::new();
+    tcp.enforce_http(false);
+    tcp.set_nodelay(true);
+    tcp.set_connect_timeout(Some(CONNECT_TIMEOUT));
+    tcp.set_keepalive(Some(KEEPALIVE_IDLE));
+    tcp.set_keepalive_interval(Some(KEEPALIVE_INTERVAL));
+    tcp.set_keepalive_retries(Some(KEEPALIVE_PROBES));
+    tcp.set_tcp_user_timeout(Some(UNACKNOWLEDGED));
+    tcp
+}
+
+/// Returns a connector that offers HTTP/2 and HTTP/1.1 to a server with TLS. kube's own one offers
+/// HTTP/1.1 only.
+pub(super) fn with_tls<H>(config: &kube::Config, tcp: H) -> Result<HttpsConnector<H>, kube::Error> {
+    let mut builder =
+        HttpsConnectorBuilder::new().with_tls_config(config.rustls_client_config()?).https_or_http();
+    if let Some(name) = &config.tls_server_name {
+        let name = ServerName::try_from(name.clone())
+            .map_err(|error| kube::Error::RustlsTls(RustlsTlsError::InvalidServerName(error)))?;
+        builder = builder.with_server_name_resolver(FixedServerNameResolver::new(name));
+    }
+    Ok(builder.enable_all_versions().wrap_connector(tcp))
+}
+
+pub(super) fn http<C: Connect + Clone>(connector: C) -> HttpClient<C, Body> {
+    builder().build(connector)
+}
+
+fn builder() -> Builder {
+    let mut builder = HttpClient::builder(TokioExecutor::new());
+    builder.timer(TokioTimer::new());
+    builder.http1_max_buf_size(READ_BUFFER);
+    builder.http2_keep_alive_interval(PING_AFTER).http2_keep_alive_timeout(PING_ANSWER);
+    builder
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        convert::Infallible,
+        pin::Pin,
+        task::{Context, Poll},
+    };
+
+    use bytes::Bytes;
+    use http::{Request, Response};
+    use http_body_util::BodyExt as _;
+    use hyper::{
+        body::{Frame, Incoming},
+        server::conn::http2,
+        service::service_fn,
+    };
+    use hyper_util::rt::TokioIo;
+    use tokio::{
+        io::{copy_bidirectional, duplex},
+        net::TcpListener,
+        sync::oneshot,
+        time::Instant,
+    };
+
+    use super::*;
+
+    /// The body of a watch in which nothing happens.
+    struct Quiet;
+
+    impl hyper::body::Body for Quiet {
+        type Data = Bytes;
+        type Error = Infallible;
+
+        fn poll_frame(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+            Poll::Pending
+        }
+    }
+
+    /// A server of watches over HTTP/2. Once it is told to, the load balancer in front of it passes
+    /// nothing on any more, while its side of the connection stays open.
+    async fn behind_a_load_balancer() -> (u16, oneshot::Sender<()>) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let (freeze, frozen) = oneshot::channel();
+        tokio::spawn(async move {
+            let (mut client, _) = listener.accept().await.unwrap();
+            let (mut inside, server) = duplex(1 << 16);
+            tokio::spawn(async move {
+                let watch =
+                    service_fn(|_: Request<Incoming>| async { Ok::<_, Infallible>(Response::new(Quiet)) });
+                http2::Builder::new(TokioExecutor::new()).serve_connection(TokioIo::new(server), watch).await
+            });
+            tokio::select! {
+                passed = copy_bidirectional(&mut client, &mut inside) => panic!("{passed:?}"),
+                _ = frozen => {}
+            }
+            std::future::pending::<()>().await;
+        });
+        (port, freeze)
+    }
+
+    #[tokio::test]
+    async fn a_connection_that_nobody_answers_is_given_up_after_40_seconds_of_silence() {
+        let (port, freeze) = behind_a_load_balancer().await;
+        let client: HttpClient<_, Body> = builder().http2_only(true).build(tcp());
+        let request = Request::get(format!("http://127.0.0.1:{port}/")).body(Body::empty()).unwrap();
+        let answer = client.request(request).await.unwrap();
+        freeze.send(()).unwrap();
+        // The clock moves on only when everything waits.
+        tokio::time::pause();
+        let began = Instant::now();
+        let end = answer.into_body().frame().await;
+        assert!(end.is_some_and(|frame| frame.is_err()));
+        // The silence began with the last bytes, which came before the clock stopped.
+        let elapsed = began.elapsed().as_secs();
+        assert!((30..=40).contains(&elapsed), "after {elapsed} s");
+    }
+}

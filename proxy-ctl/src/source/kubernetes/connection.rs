@@ -7,10 +7,7 @@ use std::{
 };
 
 use http::{HeaderValue, Response, StatusCode};
-use hyper_util::client::legacy::{
-    Client as HttpClient,
-    connect::{Connect, proxy::Tunnel},
-};
+use hyper_util::client::legacy::connect::{Connect, proxy::Tunnel};
 use jiff::{SignedDuration, Timestamp};
 use kube::client::{Body, Client, ConfigExt as _};
 use tokio::sync::{Mutex, Notify};
@@ -20,7 +17,7 @@ use tower::{
 };
 
 use super::{
-    dial,
+    dial::{self, Connections},
     failure::{Failure, FailureReason},
     kubeconfig::{Config, Loaded},
     plugin,
@@ -194,11 +191,11 @@ pub(super) fn connect(
     match config.proxy_url.clone() {
         None => {
             let connector = dial::with_tls(&config, dial::tcp())?;
-            stack(&config, token_file, limit, requests, dial::http(connector))
+            stack(&config, token_file, limit, requests, Connections::new(connector))
         }
         Some(proxy) => {
             let connector = dial::with_tls(&config, Tunnel::new(proxy, dial::tcp()))?;
-            stack(&config, token_file, limit, requests, dial::http(connector))
+            stack(&config, token_file, limit, requests, Connections::new(connector))
         }
     }
 }
@@ -209,7 +206,7 @@ fn stack<C>(
     token_file: Option<PathBuf>,
     limit: &Arc<RateLimit>,
     requests: &Requests,
-    http: HttpClient<C, Body>,
+    connections: Connections<C>,
 ) -> Result<Client, kube::Error>
 where
     C: Connect + Clone + Send + Sync + 'static,
@@ -233,6 +230,7 @@ where
             Ok(request)
         })
     });
+    let connections = Arc::new(connections);
     let service = ServiceBuilder::new()
         .layer(limit)
         .layer(config.base_uri_layer())
@@ -240,7 +238,7 @@ where
         .option_layer(config.auth_layer()?)
         .option_layer(token)
         .service_fn(move |request: http::Request<Body>| {
-            let (requests, http) = (requests.clone(), http.clone());
+            let (requests, http) = (requests.clone(), connections.for_request(request.uri()));
             let secrets = Secrets::of(request.headers());
             async move {
                 let answer =

@@ -1,12 +1,16 @@
-//! Connections to the API server: how one is made, and how a dead one is noticed.
+//! Connections to the API server: how one is made, how a dead one is noticed, how a node moves.
 //!
 //! HTTP/2 is used wherever the server offers it, as client-go does. All watches share one
 //! connection, and a ping proves it end to end, which TCP keepalive cannot: a load balancer in
 //! between answers that itself. Over HTTP/1.1 a connection cannot be proven while a watch occupies
 //! it, so the watcher replaces a silent watch.
 
-use std::time::Duration;
+use std::{
+    sync::{Mutex, PoisonError},
+    time::Duration,
+};
 
+use http::Uri;
 use hyper_rustls::{FixedServerNameResolver, HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::{
     client::legacy::{
@@ -17,6 +21,8 @@ use hyper_util::{
 };
 use kube::client::{Body, ConfigExt as _, RustlsTlsError};
 use rustls::pki_types::ServerName;
+
+use super::requests::is_watch;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// TCP notices a dead peer after idle time + probes × interval: 30 s.
@@ -32,6 +38,11 @@ const PING_AFTER: Duration = Duration::from_secs(25);
 const PING_ANSWER: Duration = Duration::from_secs(15);
 /// Bytes of an answer that an HTTP/1.1 connection holds at most before they are parsed.
 const READ_BUFFER: usize = 64 << 10;
+/// The probability that a watch begins with a new connection. A node has about 50 watches an hour,
+/// so it comes to a server that was started later within an hour or two. An API server without
+/// `--goaway-chance`, which is the default, never asks its clients to move.
+const RECONNECT_CHANCE: f64 = 0.02;
+
 pub(super) fn tcp() -> HttpConnector {
     let mut tcp = HttpConnector::new();
     tcp.enforce_http(false);
@@ -57,7 +68,32 @@ pub(super) fn with_tls<H>(config: &kube::Config, tcp: H) -> Result<HttpsConnecto
     Ok(builder.enable_all_versions().wrap_connector(tcp))
 }
 
-pub(super) fn http<C: Connect + Clone>(connector: C) -> HttpClient<C, Body> {
+/// The connections that the requests of one client share.
+pub(super) struct Connections<C> {
+    connector: C,
+    reconnect_chance: f64,
+    current: Mutex<HttpClient<C, Body>>,
+}
+
+impl<C: Connect + Clone + Send + Sync + 'static> Connections<C> {
+    pub(super) fn new(connector: C) -> Self {
+        let current = Mutex::new(http(connector.clone()));
+        Self { connector, reconnect_chance: RECONNECT_CHANCE, current }
+    }
+
+    /// Returns the connections to send a request for this URI over. Now and then a watch gets new
+    /// ones. Whoever still reads an answer from the old ones is not disturbed; they are closed
+    /// after the last of those answers.
+    pub(super) fn for_request(&self, uri: &Uri) -> HttpClient<C, Body> {
+        let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
+        if is_watch(uri) && fastrand::f64() < self.reconnect_chance {
+            *current = http(self.connector.clone());
+        }
+        current.clone()
+    }
+}
+
+fn http<C: Connect + Clone>(connector: C) -> HttpClient<C, Body> {
     builder().build(connector)
 }
 
@@ -74,6 +110,10 @@ mod tests {
     use std::{
         convert::Infallible,
         pin::Pin,
+        sync::{
+            Arc,
+            atomic::{AtomicUsize, Ordering},
+        },
         task::{Context, Poll},
     };
 
@@ -86,14 +126,56 @@ mod tests {
         service::service_fn,
     };
     use hyper_util::rt::TokioIo;
+    use rstest::rstest;
     use tokio::{
-        io::{copy_bidirectional, duplex},
+        io::{AsyncReadExt as _, AsyncWriteExt as _, copy_bidirectional, duplex},
         net::TcpListener,
         sync::oneshot,
         time::Instant,
     };
 
     use super::*;
+
+    /// A server that answers each request of a connection; it counts the connections.
+    async fn server() -> (u16, Arc<AtomicUsize>) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let connections = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&connections);
+        tokio::spawn(async move {
+            while let Ok((mut connection, _)) = listener.accept().await {
+                counted.fetch_add(1, Ordering::SeqCst);
+                tokio::spawn(async move {
+                    let mut request = [0; 4096];
+                    while connection.read(&mut request).await.is_ok_and(|bytes| bytes > 0) {
+                        let _ = connection.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").await;
+                    }
+                });
+            }
+        });
+        (port, connections)
+    }
+
+    #[rstest]
+    #[case::watches_that_always_move("watch=true", 1.0, 4)]
+    #[case::watches_that_never_move("watch=true", 0.0, 1)]
+    #[case::other_requests_do_not_move("resourceVersion=0", 1.0, 1)]
+    #[tokio::test]
+    async fn watches_move_to_new_connections_with_the_probability(
+        #[case] query: &str,
+        #[case] reconnect_chance: f64,
+        #[case] expected: usize,
+    ) {
+        let (port, made) = server().await;
+        let connections = Connections { reconnect_chance, ..Connections::new(tcp()) };
+        for _ in 0..4 {
+            let uri: Uri = format!("http://127.0.0.1:{port}/api/v1/services?{query}").parse().unwrap();
+            let request = Request::get(&uri).body(Body::empty()).unwrap();
+            let answer = connections.for_request(&uri).request(request).await.unwrap();
+            assert_eq!(&answer.into_body().collect().await.unwrap().to_bytes()[..], b"ok");
+        }
+        assert_eq!(made.load(Ordering::SeqCst), expected);
+    }
 
     /// The body of a watch in which nothing happens.
     struct Quiet;

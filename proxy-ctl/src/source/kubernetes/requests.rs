@@ -140,7 +140,7 @@ pub(super) fn host(uri: &Uri) -> String {
     authority.rsplit('@').next().unwrap_or_default().to_owned()
 }
 
-fn is_watch(uri: &Uri) -> bool {
+pub(super) fn is_watch(uri: &Uri) -> bool {
     uri.query().is_some_and(|query| query.split('&').any(|part| matches!(part, "watch=true" | "watch=1")))
 }
 

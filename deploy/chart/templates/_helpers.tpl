@@ -26,6 +26,34 @@ k8s-app: proxy-ctl
 {{- toYaml (mergeOverwrite $own (deepCopy .Values.config)) }}
 {{- end }}
 
+{{/* The files below /var/lib/kube-proxy. */}}
+{{- define "proxy-ctl.configData" -}}
+config.conf: |
+  {{- include "proxy-ctl.config" . | nindent 2 }}
+kubeconfig.conf: |
+  apiVersion: v1
+  kind: Config
+  clusters:
+    - name: default
+      cluster:
+        certificate-authority: /var/run/secrets/kubernetes.io/serviceaccount/ca.crt
+        server: {{ required "apiServer is required: where the API server is reached without this proxy, such as https://10.0.0.1:6443" .Values.apiServer }}
+  users:
+    - name: default
+      user:
+        tokenFile: /var/run/secrets/kubernetes.io/serviceaccount/token
+  contexts:
+    - name: default
+      context:
+        cluster: default
+        user: default
+  current-context: default
+{{- end }}
+
+{{- define "proxy-ctl.configName" -}}
+proxy-ctl-{{ include "proxy-ctl.configData" . | sha256sum | trunc 10 }}
+{{- end }}
+
 {{/* The port of an address that ends in one. */}}
 {{- define "proxy-ctl.port" -}}
 {{ regexFind "[0-9]+$" . }}

@@ -85,6 +85,11 @@ impl CommandLine {
         self.value(name) == Some(&Value::Bool(true))
     }
 
+    /// Returns true if the configuration file is followed while the process runs.
+    pub fn follows_config(&self) -> bool {
+        self.value("follow-config") != Some(&Value::Bool(false))
+    }
+
     pub fn version(&self) -> Option<VersionFormat> {
         if self.text("version").is_some() {
             return Some(VersionFormat::Long);

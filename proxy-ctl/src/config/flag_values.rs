@@ -27,6 +27,9 @@ impl CommandLine {
 }
 
 fn default_of(flag: &'static Flag, defaults: &Config) -> Option<Value> {
+    if flag.name == "follow-config" {
+        return Some(true.into());
+    }
     let port = match flag.name {
         "healthz-port" => defaults.healthz_bind_address,
         "metrics-port" => defaults.metrics_bind_address,
@@ -86,6 +89,7 @@ mod tests {
             ("nodeport-addresses", "[10.0.0.0/8,fd00::/8]"),
             ("profiling", "true"),
             ("cleanup", "false"),
+            ("follow-config", "true"),
             ("ipvs-exclude-cidrs", "[]"),
             ("kube-api-qps", "5"),
             ("healthz-port", "10256"),

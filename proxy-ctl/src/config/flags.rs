@@ -152,6 +152,12 @@ pub static FLAGS: &[Flag] = &[
         Sets::Other,
         "Serve the Services, EndpointSlices, ServiceCIDRs and the Node in the YAML and JSON files of this folder, without an API server.",
     ),
+    own(
+        "follow-config",
+        Switch,
+        Sets::Other,
+        "--follow-config=false: a change of the configuration file counts from the next start on, not at once.",
+    ),
     own("bpffs", Text("DIR"), Sets::Override("ebpf.bpffs"), "Where the tables are pinned."),
     own(
         "mode-fallback",

@@ -63,7 +63,8 @@ impl Reload {
 
     /// Ends with a change that takes a new process.
     pub(super) async fn follow(mut self) -> anyhow::Error {
-        let Some(path) = self.line.text("config").map(PathBuf::from) else {
+        let followed = self.line.text("config").filter(|_| self.line.follows_config());
+        let Some(path) = followed.map(PathBuf::from) else {
             return std::future::pending().await;
         };
         // Watched before it is compared, so that nothing that has happened since the start is missed.
@@ -171,6 +172,7 @@ async fn changed(watch: &mut PathWatch, path: &Path) {
 mod tests {
     use std::fs;
 
+    use rstest::rstest;
     use tempfile::TempDir;
     use tokio::time::sleep;
 
@@ -192,10 +194,15 @@ mod tests {
 
     impl Scene {
         fn new() -> Self {
+            Self::with_flags(&[])
+        }
+
+        fn with_flags(flags: &[&str]) -> Self {
             let folder = tempfile::tempdir().unwrap();
             write(&folder, "oomScoreAdj: 0\nconntrack: {maxPerCore: 0}\n");
             let flag = format!("--config={}", folder.path().join("config.yaml").display());
-            let line = CommandLine::parse([flag.into()]).unwrap();
+            let flags = flags.iter().map(|&flag| flag.into());
+            let line = CommandLine::parse(flags.chain([flag.into()])).unwrap();
             let config = Arc::new(Settings::new(&line).unwrap().config);
             let reload = Reload {
                 kernel: Kernel::below(folder.path().join("root")),
@@ -254,6 +261,26 @@ mod tests {
         scene.change(&format!("oomScoreAdj: 1\n{changed}"));
         assert_eq!(scene.max_per_core(), 1000);
         assert_ne!(fs::read_to_string(&limit).unwrap(), "5\n");
+    }
+
+    #[rstest]
+    #[case::by_default(&[], true)]
+    #[case::asked_for(&["--follow-config"], true)]
+    #[case::switched_off(&["--follow-config=false"], false)]
+    #[tokio::test]
+    async fn a_changed_file_is_taken_over_unless_it_is_not_to_be_followed(
+        #[case] flags: &[&str],
+        #[case] expected: bool,
+    ) {
+        let scene = Scene::with_flags(flags);
+        let document = scene.reload.document.clone();
+        write(&scene.folder, "oomScoreAdj: 0\nconntrack: {maxPerCore: 0}\niptables: {syncPeriod: 7s}\n");
+        tokio::select! {
+            biased;
+            end = scene.reload.follow() => panic!("{end}"),
+            () = std::future::ready(()) => {}
+        }
+        assert_eq!(document.borrow()["iptables"]["syncPeriod"] == "7s", expected);
     }
 
     #[tokio::test]

@@ -65,13 +65,57 @@ fn same(rendered: Vec<Value>, written: Vec<Value>, what: &str) -> Result<()> {
 /// The operator's choice that anyone may read the metrics.
 const EXPOSED: &str = "monitoring.podMonitor.exposeToAnyone=true";
 
+/// The chart's ConfigMap has the hash of its contents in its name, and never changes. Returns the
+/// objects as the manifests have them: the same name for any contents.
+fn under_one_name(mut objects: Vec<Value>) -> Result<Vec<Value>> {
+    for object in &mut objects {
+        if object["kind"] == "ConfigMap" {
+            ensure!(object["immutable"] == true, "{object}");
+            object.as_object_mut().map(|map| map.remove("immutable"));
+            object["metadata"]["name"] = "proxy-ctl".into();
+        } else if object["kind"] == "DaemonSet" {
+            *config_map(object)? = "proxy-ctl".into();
+        }
+    }
+    Ok(objects)
+}
+
+/// The name of the ConfigMap that the pods of a DaemonSet mount.
+fn config_map(daemon_set: &mut Value) -> Result<&mut Value> {
+    let volumes = daemon_set.pointer_mut("/spec/template/spec/volumes").and_then(Value::as_array_mut);
+    let config = volumes.into_iter().flatten().find(|volume| volume["name"] == "config");
+    Ok(&mut config.context("no volume config")?["configMap"]["name"])
+}
+
+/// Pods are replaced one after the other with whatever changes their template.
+pub(super) fn a_changed_configuration_is_a_rolling_update((): &mut ()) -> Result<()> {
+    let mounted = |values: &[&str]| {
+        let mut objects = render(values)?;
+        let map = objects.iter().find(|object| object["kind"] == "ConfigMap").context("no ConfigMap")?;
+        let name = map["metadata"]["name"].clone();
+        let daemon_set = objects.iter_mut().find(|object| object["kind"] == "DaemonSet");
+        let mounted = config_map(daemon_set.context("no DaemonSet")?)?.clone();
+        ensure!(mounted == name, "the DaemonSet mounts {mounted}, the ConfigMap is {name}");
+        Ok(name)
+    };
+    let name = mounted(&[])?;
+    ensure!(mounted(&[])? == name, "the same contents have two names");
+    for changed in ["config.mode=nftables", "apiServer=https://10.0.0.1:6443"] {
+        ensure!(mounted(&[changed])? != name, "--set {changed} changes no pod");
+    }
+    ensure!(mounted(&["image.tag=9.9"])? == name, "the image is no part of the configuration");
+    Ok(())
+}
+
 pub(super) fn the_chart_renders_the_manifests((): &mut ()) -> Result<()> {
     let (installed, hooks) = apart(render(&[])?);
+    let installed = under_one_name(installed)?;
     same(installed, files::objects("manifests")?, "manifests")?;
     let daemon_set = hooks.into_iter().filter(|object| object["kind"] == "DaemonSet").collect();
     same(daemon_set, files::objects("cleanup")?, "cleanup")?;
 
     let (least, _) = apart(render(&["privileged=false"])?);
+    let least = under_one_name(least)?;
     let daemon_set = least.into_iter().filter(|object| object["kind"] == "DaemonSet").collect();
     same(daemon_set, files::objects("least-capabilities")?, "least-capabilities")?;
 
@@ -178,11 +222,11 @@ pub(super) fn the_chart_follows_its_values((): &mut ()) -> Result<()> {
         "image.repository=registry.example/proxy-ctl",
         "image.tag=9.9",
     ])?;
-    let map = |name: &str| {
-        objects.iter().find(|object| object["kind"] == "ConfigMap" && object["metadata"]["name"] == name)
+    let map = |file: &str| {
+        objects.iter().find(|object| object["kind"] == "ConfigMap" && object["data"][file].is_string())
     };
     let config =
-        map("proxy-ctl").and_then(|map| map["data"]["config.conf"].as_str()).context("config.conf")?;
+        map("config.conf").and_then(|map| map["data"]["config.conf"].as_str()).context("config.conf")?;
     let config = files::documents(config)?.pop().context("config.conf is empty")?;
     ensure!(config["ebpf"]["socketLoadBalancing"] == "host" && config["mode"] == "ebpf", "{config}");
     // One field of a section leaves the chart's others in it alone.
@@ -198,7 +242,8 @@ pub(super) fn the_chart_follows_its_values((): &mut ()) -> Result<()> {
         ensure!(container[probe]["httpGet"]["host"] == "127.0.0.1", "{probe}: {container}");
     }
 
-    let dashboard = map("proxy-ctl-dashboard").context("no dashboard")?;
+    let dashboard = map("proxy-ctl.json").context("no dashboard")?;
+    ensure!(dashboard["metadata"]["name"] == "proxy-ctl-dashboard", "{dashboard}");
     let text = dashboard["data"]["proxy-ctl.json"].as_str().context("proxy-ctl.json")?;
     let file: Value = serde_json::from_str(&files::text("chart/files/dashboard.json")?)?;
     ensure!(serde_json::from_str::<Value>(text)? == file, "the ConfigMap holds another dashboard");

@@ -22,7 +22,7 @@ fn main() -> ExitCode {
         scenarios![
             chart: versions_are_those_of_the_workspace;
             objects: manifests_can_be_joined;
-            chart: the_chart_renders_the_manifests, an_uninstallation_waits_for_clean_nodes, wrong_values_are_refused,
+            chart: the_chart_renders_the_manifests, a_changed_configuration_is_a_rolling_update, an_uninstallation_waits_for_clean_nodes, wrong_values_are_refused,
                 the_nodes_modules_are_mounted_where_they_are_wanted,
                 the_chart_follows_its_values, the_oldest_kubernetes_knows_every_field;
             monitoring: the_dashboard_opens_without_editing, rules_fire_when_they_should;

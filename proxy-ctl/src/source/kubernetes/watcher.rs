@@ -28,7 +28,7 @@ use super::{
 };
 use crate::source::Update;
 
-/// For the next object of a streaming list. An old API server ignores the request for one and sends nothing.
+/// The longest silence within a streaming list. After it a plain list is tried.
 const NEXT_OF_LIST: Duration = Duration::from_secs(20);
 /// A watch over HTTP/1.1 is replaced after a silence of between three quarters of this time and all
 /// of it, as nothing else proves its connection. The time is random because all nodes have heard
@@ -262,7 +262,8 @@ impl<W: Watched> Watcher<W> {
         loop {
             let event = next(&mut events, NEXT_OF_LIST).await.inspect_err(|failure| {
                 if failure.reason == FailureReason::Timeout {
-                    self.context.plain_lists.store(true, Ordering::Relaxed);
+                    // This list is asked for as a plain one; the next one streams again.
+                    self.failed_streams = STREAM_ATTEMPTS;
                 }
             })?;
             let ended = || Failure::new(FailureReason::Disconnected, "the list ended before it was complete");

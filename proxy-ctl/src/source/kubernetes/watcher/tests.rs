@@ -13,7 +13,7 @@ use http::{Request, Response, StatusCode, Version, header};
 use hyper::body::Frame;
 use kube::client::Body;
 use rstest::rstest;
-use serde_json::json;
+use serde_json::{Value, json};
 use tokio::{
     sync::{mpsc, oneshot},
     task::JoinHandle,
@@ -130,6 +130,11 @@ impl Asked {
         sender
     }
 
+    /// Answers the whole of this.
+    fn answer(self, body: &Value) {
+        self.begin(Version::HTTP_11).send(format!("{body}\n").into()).unwrap();
+    }
+
     /// Answers as kube-apiserver does that has too much to do: with the header, and without a
     /// Status.
     fn refuse(self, code: StatusCode, retry_after: Option<&str>) {
@@ -217,4 +222,19 @@ async fn a_watch_that_is_heard_of_is_not_replaced() {
         watch.send(bookmark(version, false)).unwrap();
     }
     assert!(world.requests.is_empty());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_stalled_streaming_list_gives_way_to_one_plain_list() {
+    let mut world = World::start();
+    let stalled = world.asked().await;
+    assert!(stalled.is_streaming_list(), "{}", stalled.target);
+    let _silent = stalled.begin(Version::HTTP_11);
+    let plain = world.asked().await;
+    assert!(!plain.target.contains("watch=true"), "{}", plain.target);
+    plain.answer(&json!({"kind": "ServiceList", "metadata": {"resourceVersion": "7"}, "items": []}));
+    let expired = json!({"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"});
+    world.asked().await.answer(&json!({"type": "ERROR", "object": expired}));
+    let again = world.asked().await;
+    assert!(again.is_streaming_list(), "{}", again.target);
 }

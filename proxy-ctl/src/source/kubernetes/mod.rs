@@ -13,6 +13,7 @@ mod kubeconfig;
 mod objects;
 mod parsed;
 mod plugin;
+mod proxy_variables;
 mod query;
 mod rate_limit;
 mod requests;
@@ -31,6 +32,7 @@ use tokio::sync::{mpsc, watch};
 use self::{
     connection::ApiConnection,
     context::WatchContext,
+    proxy_variables::ignored_proxy,
     query::Query,
     resource::{EndpointSlices, OwnNode, SERVED_SELECTOR, Services},
     watchers::Watchers,
@@ -77,6 +79,17 @@ impl Kubernetes {
             tracing::warn!(
                 server,
                 "the API server is spoken to without TLS, so it is not told the kubeconfig's user"
+            );
+        }
+        // The kubeconfig may name a proxy, which is dialled in the server's place.
+        let dialled = loaded.client.proxy_url.is_none().then_some(&loaded.client.cluster_url);
+        let variable = |name: &str| std::env::var(name).ok();
+        if let Some((name, proxy)) = dialled.and_then(|url| ignored_proxy(url, variable)) {
+            tracing::warn!(
+                server,
+                proxy,
+                "the variable {name} is ignored: the API server is dialled directly. If it can only be reached through a \
+                 proxy, name that in the kubeconfig, in proxy-url of the cluster"
             );
         }
         let accept = config.accept()?;

@@ -12,7 +12,7 @@ mod service_metrics;
 mod switch;
 mod write;
 
-use std::{sync::Arc, time::Instant};
+use std::{net::IpAddr, sync::Arc, time::Instant};
 
 use tokio::sync::watch;
 
@@ -123,6 +123,11 @@ impl Controller {
             latency: Latency::new(start.time),
             taken_over: None,
         }
+    }
+
+    /// See [`Model::keeping_endpoints_of`].
+    pub fn keeping_endpoints_of(self, server: Option<IpAddr>) -> Self {
+        Self { model: self.model.keeping_endpoints_of(server), ..self }
     }
 
     /// Takes in what a source tells; [`Controller::write`] then writes what all updates have changed.

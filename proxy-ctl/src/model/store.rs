@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet, btree_map},
     mem,
+    net::IpAddr,
     num::NonZeroI64,
     sync::Arc,
 };
@@ -29,6 +30,8 @@ pub struct Model {
     node_name: Arc<str>,
     node: Option<Node>,
     serves_external_ips: bool,
+    /// The address at which this process dials the API server, if it is known.
+    server: Option<IpAddr>,
     services: FxHashMap<ObjectName, Box<KnownService>>,
     /// The service, in the slice's namespace, of every slice.
     slices: FxHashMap<ObjectName, Arc<str>>,
@@ -83,6 +86,7 @@ impl Model {
             node_name: node_name.into(),
             node: None,
             serves_external_ips: true,
+            server: None,
             services: FxHashMap::default(),
             slices: FxHashMap::default(),
             service_cidrs: None,
@@ -100,6 +104,14 @@ impl Model {
     /// As if no Service had `externalIPs`.
     pub fn without_external_ips(self) -> Self {
         Self { serves_external_ips: false, ..self }
+    }
+
+    /// A Service with this address keeps its last endpoints while it has none. `server` is the
+    /// address at which this process dials the API server. If that is an address of a Service, the
+    /// process serves it to itself. A single API server that restarts first removes itself from the
+    /// endpoints, and nobody could hear of the new ones.
+    pub fn keeping_endpoints_of(self, server: Option<IpAddr>) -> Self {
+        Self { server, ..self }
     }
 
     /// Takes in what a source tells. Many updates can be taken in before one [`Model::take_changes`].
@@ -361,7 +373,13 @@ impl Model {
                     continue;
                 }
                 self.ports_computed += 1;
-                let port = resolve::desired_port(name, service, port, &known.slices, &self.owners, here);
+                let mut port = resolve::desired_port(name, service, port, &known.slices, &self.owners, here);
+                if let Some(previous) = previous
+                    && port.endpoints.all.is_empty()
+                    && port.frontends.iter().any(|frontend| Some(frontend.address) == self.server)
+                {
+                    port.endpoints = previous.endpoints.clone();
+                }
                 match previous {
                     Some(previous) if **previous == port => now.push(Arc::clone(previous)),
                     _ => {

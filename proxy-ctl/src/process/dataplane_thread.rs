@@ -18,7 +18,8 @@ pub(super) fn start(
 ) -> anyhow::Result<oneshot::Receiver<DataplaneEnd>> {
     let (end, ended) = oneshot::channel();
     let controller =
-        Controller::new(Arc::clone(&proxy.config), Arc::clone(&proxy.node_name), proxy.reports());
+        Controller::new(Arc::clone(&proxy.config), Arc::clone(&proxy.node_name), proxy.reports())
+            .keeping_endpoints_of(proxy.server);
     let runtime = tokio::runtime::Handle::current();
     let body = move || {
         // Whoever waits may have given up.

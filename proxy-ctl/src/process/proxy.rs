@@ -1,6 +1,10 @@
 //! What the tasks of a running proxy share, and the tasks.
 
-use std::{io, net::SocketAddr, sync::Arc};
+use std::{
+    io,
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+};
 
 use ipnet::IpNet;
 use prometheus_client::registry::Registry;
@@ -50,6 +54,9 @@ pub(super) struct Proxy {
     pub(super) node_name: Arc<str>,
     /// `None`: a folder of manifests. It need not tell all that a kube-proxy serves, and its Node is followed as it changes.
     source_state: Option<SourceState>,
+    /// The address at which the API server is dialled; None if it is a name, or there is a proxy in
+    /// between.
+    pub(super) server: Option<IpAddr>,
     pub(super) events: Recorder,
     health: Arc<SharedHealth>,
     heartbeats: Heartbeats,
@@ -110,6 +117,7 @@ impl Proxy {
             line,
             node_name: settings.node_name,
             source_state: from_api_server.then_some(source_state),
+            server: source.server_address(),
             events,
             health: Arc::new(SharedHealth::new(Health::new(config.periods.sync))),
             heartbeats: Heartbeats::default(),

@@ -1,6 +1,6 @@
 //! Where Services come from: the API server or a folder of manifests.
 
-use std::sync::Arc;
+use std::{net::IpAddr, sync::Arc};
 
 use anyhow::Context as _;
 use tokio::sync::{mpsc, watch};
@@ -39,6 +39,14 @@ impl Source {
         let Self::Kubernetes(kubernetes) = self else { return Ok(Recorder::silent()) };
         let host = nix::unistd::gethostname().context("asking for the host's name")?;
         Ok(Recorder::new(kubernetes.api(), Arc::clone(node_name), &host.to_string_lossy()))
+    }
+
+    /// The address at which the API server is dialled, if it is known.
+    pub(super) fn server_address(&self) -> Option<IpAddr> {
+        match self {
+            Self::Kubernetes(kubernetes) => kubernetes.server_address(),
+            Self::Manifests(_) => None,
+        }
     }
 
     pub(super) async fn run(

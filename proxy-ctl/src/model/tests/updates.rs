@@ -535,3 +535,41 @@ fn health_checks_count_ready_endpoints_of_this_node() {
     model.update(Update::DeleteService(name("shop/cart")));
     assert_eq!(changed(&mut model), [None]);
 }
+
+/// The API server's Service, with an endpoint, in a node whose process dials the API server at this
+/// address.
+fn with_server(server: &str) -> Model {
+    let mut model = Model::new(HERE).keeping_endpoints_of(Some(ip(server)));
+    model.apply_service(service("default/kubernetes", &["10.96.0.1"]).load_balancer_ip("192.0.2.100"));
+    model.apply_slice(slice("default/kubernetes", "kubernetes", vec![remote("192.0.2.1")]));
+    model.take_changes();
+    model
+}
+
+#[rstest]
+#[case::slice_without_endpoints(Update::ApplySlice(slice("default/kubernetes", "kubernetes", vec![])))]
+#[case::slice_deleted(Update::DeleteSlice(name("default/kubernetes")))]
+#[case::relist_without_the_slice(Update::ReplaceSlices(vec![]))]
+#[case::endpoint_that_is_not_ready(
+    Update::ApplySlice(slice("default/kubernetes", "kubernetes", vec![remote("192.0.2.1").dead()]))
+)]
+fn the_service_that_the_api_server_is_dialled_through_keeps_its_last_endpoints(#[case] gone: Update) {
+    for (server, expected) in [
+        ("10.96.0.1", &["192.0.2.1:8080"][..]),
+        ("192.0.2.100", &["192.0.2.1:8080"]),
+        // Nobody needs this Service to reach the API server.
+        ("192.0.2.1", &[]),
+    ] {
+        let mut model = with_server(server);
+        model.update(gone.clone());
+        assert_eq!(model.take_changes().is_empty(), !expected.is_empty(), "{server}");
+        assert_eq!(cluster(&model, "default/kubernetes"), expected, "{server}");
+
+        model.apply_slice(slice("default/kubernetes", "kubernetes", vec![remote("192.0.2.2")]));
+        model.take_changes();
+        assert_eq!(cluster(&model, "default/kubernetes"), ["192.0.2.2:8080"], "{server}");
+        model.delete_service(&name("default/kubernetes"));
+        model.take_changes();
+        assert_eq!(cluster(&model, "default/kubernetes"), [""; 0], "{server}");
+    }
+}

@@ -25,7 +25,10 @@ mod watcher;
 mod watchers;
 mod wire;
 
-use std::sync::{Arc, atomic::AtomicBool};
+use std::{
+    net::IpAddr,
+    sync::{Arc, atomic::AtomicBool},
+};
 
 use tokio::sync::{mpsc, watch};
 
@@ -59,6 +62,7 @@ impl Api {
 /// The watchers, ready to run.
 pub struct Kubernetes {
     server: String,
+    server_address: Option<IpAddr>,
     connection: Arc<ApiConnection>,
     node_name: Arc<str>,
     state: SourceState,
@@ -83,6 +87,8 @@ impl Kubernetes {
         }
         // The kubeconfig may name a proxy, which is dialled in the server's place.
         let dialled = loaded.client.proxy_url.is_none().then_some(&loaded.client.cluster_url);
+        let server_address =
+            dialled.and_then(|url| url.host()?.trim_matches(['[', ']']).parse::<IpAddr>().ok());
         let variable = |name: &str| std::env::var(name).ok();
         if let Some((name, proxy)) = dialled.and_then(|url| ignored_proxy(url, variable)) {
             tracing::warn!(
@@ -105,7 +111,7 @@ impl Kubernetes {
         let connection = Arc::new(ApiConnection::new(config, accept, state.requests.clone()));
         let (_, wants_service_cidrs) = watch::channel(false);
         let node_name = node_name.into();
-        Ok(Self { server, connection, node_name, state, plain_lists, wants_service_cidrs })
+        Ok(Self { server, server_address, connection, node_name, state, plain_lists, wants_service_cidrs })
     }
 
     /// ServiceCIDRs are watched while this is true; without it they never are.
@@ -116,6 +122,12 @@ impl Kubernetes {
     /// The API server's address, for people.
     pub fn server(&self) -> &str {
         &self.server
+    }
+
+    /// The address at which the API server is dialled; None if it is a name, or there is a proxy in
+    /// between.
+    pub fn server_address(&self) -> Option<IpAddr> {
+        self.server_address
     }
 
     /// For events.
@@ -143,5 +155,36 @@ impl Kubernetes {
         watchers.spawn(ResourceKind::EndpointSlices, context.clone().watch(slices));
         watchers.spawn(ResourceKind::ServiceCidrs, context.watch_service_cidrs(self.wants_service_cidrs));
         watchers.first_end(&updates).await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use rstest::rstest;
+
+    use super::*;
+
+    #[rstest]
+    #[case::ipv4("https://10.96.0.1:443", "", Some("10.96.0.1"))]
+    #[case::ipv6("https://[fd00::1]:6443", "", Some("fd00::1"))]
+    #[case::name("https://kubernetes.default.svc", "", None)]
+    #[case::behind_a_proxy("https://10.96.0.1", "proxy-url: 'http://192.0.2.1:3128'", None)]
+    fn the_address_that_is_dialled(
+        #[case] server: &str,
+        #[case] proxy: &str,
+        #[case] expected: Option<&str>,
+    ) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("kubeconfig");
+        let text = format!(
+            "{{current-context: c, contexts: [{{name: c, context: {{cluster: c}}}}], \
+             clusters: [{{name: c, cluster: {{server: '{server}', {proxy}}}}}]}}"
+        );
+        fs::write(&path, text).unwrap();
+        let config = Config { kubeconfig: Some(path), ..Config::default() };
+        let source = Kubernetes::new(config, "node", SourceState::new()).unwrap();
+        assert_eq!(source.server_address(), expected.map(|address| address.parse().unwrap()));
     }
 }

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::{Config, Keyword};
 use crate::{
     dataplane::Role,
-    model::objects::{Algorithm, Forwarding},
+    model::objects::{Algorithm, Forwarding, NodeForwarding},
 };
 
 /// Whose connections the socket hooks translate.
@@ -107,6 +107,8 @@ pub struct Ebpf {
     pub xdp: Xdp,
     /// Of Services that name none, as `algorithm`.
     pub forwarding: Forwarding,
+    /// Services may ask for direct server return where `forwarding` has none.
+    pub allow_forwarding_annotation: bool,
     pub encapsulation: Encapsulation,
     pub algorithm: Algorithm,
     pub interfaces: Interfaces,
@@ -137,6 +139,7 @@ impl Default for Ebpf {
             source_address: SourceAddress::default(),
             xdp: Xdp::default(),
             forwarding: Forwarding::default(),
+            allow_forwarding_annotation: false,
             encapsulation: Encapsulation::default(),
             algorithm: Algorithm::default(),
             interfaces: Interfaces::default(),
@@ -163,6 +166,11 @@ impl Ebpf {
             (SocketLoadBalancing::All, SourceAddress::Masquerade) => SocketLoadBalancing::Host,
             (asked, SourceAddress::Preserve | SourceAddress::Masquerade) => asked,
         }
+    }
+
+    /// What Services get that ask for a way of forwarding, and that do not.
+    pub const fn forwarding(&self) -> NodeForwarding {
+        NodeForwarding { by_default: self.forwarding, allows_more: self.allow_forwarding_annotation }
     }
 }
 

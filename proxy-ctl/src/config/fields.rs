@@ -277,6 +277,10 @@ pub static FIELDS: &[Field] = fields! {
          of this node to the backend (encapsulation says in what kind), whose node takes it out and answers the client itself: the \
          backend sees the client's address. hybrid: TCP as dsr, UDP as snat. All nodes with endpoints must run mode ebpf with it, and let such \
          packets pass between them (docs/dsr.md). Running connections stay as they are.";
+    "ebpf.allowForwardingAnnotation", switch(|c| &mut c.ebpf.allow_forwarding_annotation);
+        "Services may ask for more than ebpf.forwarding by their annotation proxy-ctl.dev/forwarding: for direct server return where the node's \
+         setting is snat, or hybrid and the protocol is UDP. A node with an endpoint of such a Service takes packets out of others, \
+         whoever has sent them, so that whoever may annotate a Service can have that done. A Service may always ask for less.";
     "ebpf.encapsulation", keyword(|c| &mut c.ebpf.encapsulation);
         "In what packets go to backends on other nodes with direct server return. ip: IPv4 in IPv4 (protocol 4), IPv6 in IPv6 (41). geneve: in \
          UDP to port 6081, for networks that drop these protocols, or spread packets by their ports; it takes 16 bytes more. Nodes take packets \

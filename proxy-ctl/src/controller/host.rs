@@ -52,7 +52,7 @@ pub(super) fn host(
         new_connections_per_core: config.ebpf.new_connections_per_core,
         flow_lifetimes: config.flow_lifetimes(),
         algorithm: config.ebpf.algorithm,
-        forwarding: config.ebpf.forwarding,
+        forwarding: config.ebpf.forwarding(),
         encapsulation: config.ebpf.encapsulation,
         shares_addresses: false,
     }
@@ -77,7 +77,7 @@ mod tests {
     use super::*;
     use crate::{
         config::Encapsulation,
-        model::objects::{Algorithm, Forwarding},
+        model::objects::{Algorithm, Forwarding, NodeForwarding},
     };
 
     fn cidrs(all: &[&str]) -> Vec<IpNet> {
@@ -107,7 +107,8 @@ mod tests {
         let host = host(&NodeNetwork::default(), &config, Some(&node), service_cidrs.clone(), None);
         assert_eq!(host.local_traffic, expected);
         assert_eq!((host.flow_lifetimes, host.algorithm), (config.flow_lifetimes(), Algorithm::Maglev));
-        assert_eq!((host.forwarding, host.encapsulation), (Forwarding::Hybrid, Encapsulation::Geneve));
+        let forwarding = NodeForwarding { by_default: Forwarding::Hybrid, allows_more: false };
+        assert_eq!((host.forwarding, host.encapsulation), (forwarding, Encapsulation::Geneve));
         assert_eq!(host.new_connections_per_core, 7_000);
         assert_eq!((host.cluster_cidrs, host.pod_cidrs), (config.cluster_cidrs, node.pod_cidrs));
         assert_eq!(host.service_cidrs, service_cidrs);

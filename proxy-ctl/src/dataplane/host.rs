@@ -7,7 +7,7 @@ use proxy_common::flow::FlowLifetimes;
 
 use crate::{
     config::{Encapsulation, PortRange},
-    model::objects::{Algorithm, Forwarding},
+    model::objects::{Algorithm, NodeForwarding},
 };
 
 /// The node's own addresses and interfaces, as its kernel has them.
@@ -50,7 +50,7 @@ pub struct Host {
     pub flow_lifetimes: FlowLifetimes,
     /// In mode ebpf, of Services that name none, as the next.
     pub algorithm: Algorithm,
-    pub forwarding: Forwarding,
+    pub forwarding: NodeForwarding,
     /// Of mode ebpf.
     pub encapsulation: Encapsulation,
     /// Another mode serves other ports of the same addresses: a port of a cluster IP that is not known may be its.

@@ -123,6 +123,34 @@ impl Forwarding {
     }
 }
 
+/// How a node forwards, and what Services may ask for instead.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub struct NodeForwarding {
+    /// Of Services that ask for nothing.
+    pub by_default: Forwarding,
+    /// A Service may ask for direct server return also where `by_default` has none. It makes the
+    /// nodes of its endpoints take packets of other hosts out of the packets that carry them.
+    pub allows_more: bool,
+}
+
+impl NodeForwarding {
+    /// `Snat` or `Dsr`, for a Service that asks for this.
+    #[must_use]
+    pub fn of(self, asked: Option<Forwarding>, protocol: Protocol) -> Forwarding {
+        if self.refuses(asked, protocol) {
+            return Forwarding::Snat;
+        }
+        asked.unwrap_or(self.by_default).of_protocol(protocol)
+    }
+
+    /// Returns true if the Service asks for more than the node allows.
+    #[must_use]
+    pub fn refuses(self, asked: Option<Forwarding>, protocol: Protocol) -> bool {
+        let is_direct = |forwarding: Forwarding| forwarding.of_protocol(protocol) == Forwarding::Dsr;
+        asked.is_some_and(is_direct) && !is_direct(self.by_default) && !self.allows_more
+    }
+}
+
 /// Of new connections an endpoint gets as many as its weight is of all endpoints' sum. 0: none, as long as others have more.
 pub type Weight = u8;
 

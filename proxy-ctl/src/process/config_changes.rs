@@ -6,9 +6,10 @@ use super::settings::is_within;
 use crate::config::LEFT_OUT_ELSEWHERE;
 
 /// Fields, and sections with everything in them, that the running process takes over.
-const LIVE: [&str; 17] = [
+const LIVE: [&str; 18] = [
     "conntrack",
     "ebpf.algorithm",
+    "ebpf.allowForwardingAnnotation",
     "ebpf.encapsulation",
     "ebpf.flowLifetimes",
     "ebpf.forwarding",

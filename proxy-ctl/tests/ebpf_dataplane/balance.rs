@@ -10,7 +10,7 @@ use proxy_ctl::{
     dataplane::{Applied, Dataplane as _, Effect, Host},
     model::{
         desired::{DesiredPort, Endpoint},
-        objects::{Algorithm, Forwarding},
+        objects::{Algorithm, Forwarding, NodeForwarding},
     },
     sys::map::Map,
 };
@@ -86,19 +86,23 @@ fn the_nodes_algorithm_is_for_services_that_name_none() {
 }
 
 #[test]
-fn the_nodes_forwarding_is_for_services_that_name_none() {
+fn the_nodes_forwarding_is_for_services_that_name_none_and_the_most_they_get() {
     let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     let named = DesiredPort { forwarding: Some(Forwarding::Dsr), ..port("named", "10.96.0.2", many(2)) };
     let desired = shared([named, web(None, many(2))]);
     dataplane.set_host(&Host::default()).unwrap();
     dataplane.resync(&desired).unwrap();
-    for (now, expected) in [(Forwarding::Hybrid, Forwarding::Dsr), (Forwarding::Snat, Forwarding::Snat)] {
-        let host = Host { forwarding: now, ..Host::default() };
+    for (by_default, allows_more, expected) in [
+        (Forwarding::Hybrid, false, [Forwarding::Dsr, Forwarding::Dsr]),
+        (Forwarding::Snat, false, [Forwarding::Snat, Forwarding::Snat]),
+        (Forwarding::Snat, true, [Forwarding::Dsr, Forwarding::Snat]),
+    ] {
+        let host = Host { forwarding: NodeForwarding { by_default, allows_more }, ..Host::default() };
         assert_ne!(dataplane.set_host(&host).unwrap(), Applied::default());
         assert_eq!(dataplane.set_host(&host).unwrap(), Applied::default());
         let services = sandbox.snapshot().services;
         let forwarding: Vec<_> = services.iter().map(|service| service.forwarding).collect();
-        assert_eq!(forwarding, [Forwarding::Dsr, expected]);
+        assert_eq!(forwarding, expected);
         assert_eq!(dataplane.resync(&desired).unwrap(), Applied::default());
     }
 }

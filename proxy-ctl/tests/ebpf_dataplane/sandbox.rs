@@ -77,7 +77,16 @@ impl Sandbox {
             node_addresses: 64,
             service_counters: 4,
         };
-        Some(Self { config: Ebpf { bpffs, limits, cgroup: Some(cgroup.clone()), ..Ebpf::default() }, cgroup })
+        Some(Self {
+            config: Ebpf {
+                bpffs,
+                limits,
+                cgroup: Some(cgroup.clone()),
+                allow_forwarding_annotation: true,
+                ..Ebpf::default()
+            },
+            cgroup,
+        })
     }
 
     /// As [`Self::new`]. `None` also where the kernel does not let socket storage be read at once, as counting it needs.

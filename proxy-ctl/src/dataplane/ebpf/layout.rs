@@ -19,7 +19,7 @@ use crate::{
     config::Encapsulation,
     model::{
         desired::{DesiredPort, Endpoint, Endpoints, FrontendKind, ServicePortName},
-        objects::{self, Algorithm, Forwarding, ObjectName, Protocol, TrafficPolicy},
+        objects::{self, Algorithm, Forwarding, NodeForwarding, ObjectName, Protocol, TrafficPolicy},
     },
 };
 
@@ -184,12 +184,12 @@ pub(super) fn encapsulation(number: u16) -> Encapsulation {
     if number == ENCAPSULATION_GENEVE { Encapsulation::Geneve } else { Encapsulation::Ip }
 }
 
-/// `Snat` or `Dsr`; `of_node`: of service ports that name none.
-pub(super) fn forwarding_of(port: &DesiredPort, of_node: Forwarding) -> Forwarding {
+/// Returns `Snat` or `Dsr`.
+pub(super) fn forwarding_of(port: &DesiredPort, of_node: NodeForwarding) -> Forwarding {
     if port.endpoints.need_snat {
         return Forwarding::Snat;
     }
-    port.forwarding.unwrap_or(of_node).of_protocol(port.name.protocol)
+    of_node.of(port.forwarding, port.name.protocol)
 }
 
 pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
@@ -325,6 +325,7 @@ mod tests {
     use crate::model::{
         Model,
         desired::Frontend,
+        objects::Forwarding::{Dsr, Hybrid, Snat},
         test_support::{HERE, THERE, remote, service, slice, target},
     };
 
@@ -496,7 +497,7 @@ mod tests {
         ]);
         let http = |address| FrontendKey::of_address(address, Port::new(80), 6);
         assert_eq!(
-            frontends::<V4>(&port, Algorithm::Random, Forwarding::Snat),
+            frontends::<V4>(&port, Algorithm::Random, Snat),
             [
                 (http([10, 96, 0, 1]), 0),
                 (http([192, 0, 2, 1]), FRONTEND_EXTERNAL),
@@ -509,7 +510,7 @@ mod tests {
     fn addresses_of_the_other_family_are_no_frontends() {
         let address = "10.96.0.1".parse().unwrap();
         let port = port(vec![Frontend { kind: FrontendKind::ClusterIp, address, port: 80 }]);
-        assert!(frontends::<V6>(&port, Algorithm::Random, Forwarding::Snat).is_empty());
+        assert!(frontends::<V6>(&port, Algorithm::Random, Snat).is_empty());
     }
 
     #[rstest]
@@ -527,29 +528,38 @@ mod tests {
             frontend(FrontendKind::ExternalIp, "192.0.2.2"),
         ];
         let port = DesiredPort { affinity_seconds, external_policy, ..port(of_both) };
-        let flags: Vec<u32> = frontends::<V4>(&port, Algorithm::Random, Forwarding::Snat)
-            .into_iter()
-            .map(|(_, flags)| flags)
-            .collect();
+        let flags: Vec<u32> =
+            frontends::<V4>(&port, Algorithm::Random, Snat).into_iter().map(|(_, flags)| flags).collect();
         assert_eq!(flags, expected);
         for (algorithm, flag) in
             [(Algorithm::Maglev, FRONTEND_MAGLEV), (Algorithm::LeastConnection, FRONTEND_LEAST_CONNECTION)]
         {
-            let flags =
-                frontends::<V4>(&port, algorithm, Forwarding::Snat).into_iter().map(|(_, flags)| flags);
+            let flags = frontends::<V4>(&port, algorithm, Snat).into_iter().map(|(_, flags)| flags);
             assert!(flags.zip(expected).all(|(flags, expected)| flags == expected | flag));
         }
     }
 
+    const ANY: NodeForwarding = NodeForwarding { by_default: Snat, allows_more: true };
+
+    const fn up_to(by_default: Forwarding) -> NodeForwarding {
+        NodeForwarding { by_default, allows_more: false }
+    }
+
     #[rstest]
-    #[case::by_default(None, Forwarding::Snat, Protocol::Tcp, Forwarding::Snat)]
-    #[case::as_the_node(None, Forwarding::Dsr, Protocol::Udp, Forwarding::Dsr)]
-    #[case::not_as_the_node(Some(Forwarding::Snat), Forwarding::Dsr, Protocol::Tcp, Forwarding::Snat)]
-    #[case::hybrid_tcp(Some(Forwarding::Hybrid), Forwarding::Snat, Protocol::Tcp, Forwarding::Dsr)]
-    #[case::hybrid_udp(Some(Forwarding::Hybrid), Forwarding::Dsr, Protocol::Udp, Forwarding::Snat)]
+    #[case::by_default(None, up_to(Snat), Protocol::Tcp, Snat)]
+    #[case::as_the_node(None, up_to(Dsr), Protocol::Udp, Dsr)]
+    #[case::not_as_the_node(Some(Snat), up_to(Dsr), Protocol::Tcp, Snat)]
+    #[case::hybrid_tcp(Some(Hybrid), up_to(Dsr), Protocol::Tcp, Dsr)]
+    #[case::hybrid_udp(Some(Hybrid), up_to(Dsr), Protocol::Udp, Snat)]
+    #[case::more_than_the_node(Some(Dsr), up_to(Snat), Protocol::Tcp, Snat)]
+    #[case::hybrid_is_more_than_the_node(Some(Hybrid), up_to(Snat), Protocol::Tcp, Snat)]
+    #[case::as_much_as_a_hybrid_node(Some(Dsr), up_to(Hybrid), Protocol::Tcp, Dsr)]
+    #[case::more_than_a_hybrid_node(Some(Dsr), up_to(Hybrid), Protocol::Udp, Snat)]
+    #[case::more_where_that_is_allowed(Some(Dsr), ANY, Protocol::Udp, Dsr)]
+    #[case::nothing_where_more_is_allowed(None, ANY, Protocol::Tcp, Snat)]
     fn forwarding_of_a_service_port(
         #[case] forwarding: Option<Forwarding>,
-        #[case] of_node: Forwarding,
+        #[case] of_node: NodeForwarding,
         #[case] protocol: Protocol,
         #[case] expected: Forwarding,
     ) {
@@ -563,19 +573,19 @@ mod tests {
         let found = forwarding_of(&port, of_node);
         assert_eq!(found, expected);
         let flags = frontends::<V4>(&port, Algorithm::Random, found).into_iter().map(|(_, flags)| flags);
-        let flag = if expected == Forwarding::Dsr { FRONTEND_DSR } else { 0 };
+        let flag = if expected == Dsr { FRONTEND_DSR } else { 0 };
         assert_eq!(flags.collect::<Vec<_>>(), [0, FRONTEND_EXTERNAL | flag]);
         assert_eq!(super::forwarding(service_flags(&port, Algorithm::Maglev, found)), expected);
     }
 
     #[rstest]
-    #[case::known_on_their_nodes(false, Forwarding::Dsr)]
-    #[case::not_known_there(true, Forwarding::Snat)]
+    #[case::known_on_their_nodes(false, Dsr)]
+    #[case::not_known_there(true, Snat)]
     fn endpoints_that_need_snat(#[case] need_snat: bool, #[case] expected: Forwarding) {
         let endpoints = Endpoints { need_snat, ..Endpoints::default() };
-        let port = DesiredPort { forwarding: Some(Forwarding::Dsr), endpoints, ..port(Vec::new()) };
-        assert_eq!(forwarding_of(&port, Forwarding::Snat), expected);
-        assert_eq!(forwarding_of(&port, Forwarding::Dsr), expected);
+        let port = DesiredPort { forwarding: Some(Dsr), endpoints, ..port(Vec::new()) };
+        assert_eq!(forwarding_of(&port, ANY), expected);
+        assert_eq!(forwarding_of(&port, up_to(Dsr)), expected);
     }
 
     #[test]
@@ -586,7 +596,7 @@ mod tests {
             frontend(FrontendKind::ExternalIp, "192.0.2.2"),
         ]);
         let flags = |port: &DesiredPort| {
-            frontends::<V4>(port, Algorithm::Random, Forwarding::Snat)
+            frontends::<V4>(port, Algorithm::Random, Snat)
                 .into_iter()
                 .map(|(_, flags)| flags)
                 .collect::<Vec<_>>()

@@ -262,7 +262,7 @@ impl EbpfDataplane {
             grace,
             is_epoch_over: true,
             algorithm: config.algorithm,
-            forwarding: config.forwarding,
+            forwarding: config.forwarding(),
             // A predecessor may have been killed before it ended them.
             lost_backends: BTreeSet::from([Transport::Tcp, Transport::Udp]),
         };
@@ -966,7 +966,7 @@ impl Dataplane for EbpfDataplane {
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
-        supports::supports(port, self.config.sockets())
+        supports::supports(port, self.config.sockets(), self.shared.forwarding)
     }
 
     fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {

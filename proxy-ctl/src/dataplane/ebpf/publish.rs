@@ -29,7 +29,7 @@ use crate::{
     dataplane::Applied,
     model::{
         desired::{DesiredPort, ServicePortName},
-        objects::Algorithm,
+        objects::{Algorithm, Forwarding},
     },
     sys::{CallError, socket_diag::Transport},
 };
@@ -75,7 +75,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         writes
     }
 
-    /// Publishes those that name no algorithm or no forwarding, as the node's have changed.
+    /// Publishes those that depend on the node's algorithm or forwarding, which have changed.
     pub(super) fn publish_by_the_nodes_choices(&mut self, shared: &mut Common) -> Writes<F> {
         let mut writes = Writes::default();
         let published = self.entries.services.values().filter_map(|published| match &published.used {
@@ -83,10 +83,10 @@ impl<F: TableFamily> FamilyWriter<F> {
             UsedEndpoints::Adopted(_) | UsedEndpoints::NotCounted => None,
         });
         let is_waiting = |port: &Arc<DesiredPort>| self.entries.without_room.ports.contains_key(&port.name);
-        let leaves_it_to_the_node =
-            |port: &Arc<DesiredPort>| port.algorithm.is_none() || port.forwarding.is_none();
+        let depends_on_the_node =
+            |port: &Arc<DesiredPort>| port.algorithm.is_none() || port.forwarding != Some(Forwarding::Snat);
         let ports: Vec<_> =
-            published.filter(|port| leaves_it_to_the_node(port) && !is_waiting(port)).cloned().collect();
+            published.filter(|port| depends_on_the_node(port) && !is_waiting(port)).cloned().collect();
         self.publish_all(shared, ports.iter(), &mut writes);
         self.retire(shared, &mut writes);
         writes

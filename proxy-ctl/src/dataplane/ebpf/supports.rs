@@ -5,7 +5,7 @@ use crate::{
     dataplane::{Effect, Unsupported},
     model::{
         desired::{DesiredPort, FrontendKind},
-        objects::Protocol,
+        objects::{NodeForwarding, Protocol},
     },
 };
 
@@ -22,10 +22,23 @@ const OWN_NODE_PORTS: Unsupported = Unsupported::new(
     "processes of this node do not reach its own node ports: ebpf.socketLoadBalancing is off",
 );
 
-pub(super) fn supports(port: &DesiredPort, balancing: SocketLoadBalancing) -> Vec<Unsupported> {
+/// A Service cannot open a node to packets in packets.
+const DIRECT: Unsupported = Unsupported::new(
+    "metadata.annotations[proxy-ctl.dev/forwarding]",
+    Effect::ServedDifferently,
+    "answers of other nodes come back through this one: it asks for more than ebpf.forwarding, and \
+     ebpf.allowForwardingAnnotation is false",
+);
+
+pub(super) fn supports(
+    port: &DesiredPort,
+    balancing: SocketLoadBalancing,
+    forwarding: NodeForwarding,
+) -> Vec<Unsupported> {
     let has_node_port = port.frontends.iter().any(|one| one.kind == FrontendKind::NodePort);
     let asked = [
         (balancing == SocketLoadBalancing::Off && has_node_port, OWN_NODE_PORTS),
+        (forwarding.refuses(port.forwarding, port.name.protocol), DIRECT),
         (port.name.protocol == Protocol::Sctp, SCTP),
     ];
     asked.into_iter().filter(|(asked, _)| *asked).map(|(_, unsupported)| unsupported).collect()
@@ -43,7 +56,7 @@ mod tests {
         model::{
             Model,
             desired::DesiredPort,
-            objects::{Service, ServicePort},
+            objects::{Forwarding, Service, ServicePort},
             test_support::service,
         },
     };
@@ -62,7 +75,7 @@ mod tests {
     #[test]
     fn a_port_without_special_wishes_is_supported() {
         let port = port(|service| service.affinity_seconds = Some(10_800));
-        assert_eq!(supports(&port, SocketLoadBalancing::All), []);
+        assert_eq!(supports(&port, SocketLoadBalancing::All, NodeForwarding::default()), []);
         assert_eq!(servable(Arc::clone(&port), &[]), Some(port));
     }
 
@@ -72,8 +85,24 @@ mod tests {
             service.ports =
                 vec![ServicePort { name: "".into(), protocol: Protocol::Sctp, port: 81, node_port: None }];
         });
-        assert_eq!(supports(&port, SocketLoadBalancing::All), [SCTP]);
-        assert_eq!(servable(Arc::clone(&port), &supports(&port, SocketLoadBalancing::All)), None);
+        assert_eq!(supports(&port, SocketLoadBalancing::All, NodeForwarding::default()), [SCTP]);
+        assert_eq!(
+            servable(
+                Arc::clone(&port),
+                &supports(&port, SocketLoadBalancing::All, NodeForwarding::default())
+            ),
+            None
+        );
+    }
+
+    #[test]
+    fn direct_server_return_beyond_the_nodes_setting_is_told() {
+        let port = port(|service| service.forwarding = Some(Forwarding::Dsr));
+        let told = |forwarding| supports(&port, SocketLoadBalancing::All, forwarding);
+        let node = NodeForwarding::default();
+        assert_eq!(told(node), [DIRECT]);
+        assert_eq!(told(NodeForwarding { allows_more: true, ..node }), []);
+        assert_eq!(told(NodeForwarding { by_default: Forwarding::Dsr, ..node }), []);
     }
 
     #[rstest]
@@ -85,7 +114,7 @@ mod tests {
         #[case] expected: &[Unsupported],
     ) {
         let port = port(|service| service.ports[0].node_port = Some(30_080));
-        let unsupported = supports(&port, balancing);
+        let unsupported = supports(&port, balancing, NodeForwarding::default());
         assert_eq!(unsupported, expected);
         assert_eq!(servable(Arc::clone(&port), &unsupported), Some(port), "others reach them");
     }

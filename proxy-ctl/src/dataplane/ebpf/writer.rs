@@ -16,7 +16,7 @@ use crate::{
     dataplane::Applied,
     model::{
         desired::DesiredPort,
-        objects::{Algorithm, Forwarding},
+        objects::{Algorithm, Forwarding, NodeForwarding},
     },
     sys::{grace::GracePeriod, socket_diag::Transport},
 };
@@ -38,7 +38,7 @@ pub(super) struct Common {
     pub(super) is_epoch_over: bool,
     /// Of service ports that name none, as the next.
     pub(super) algorithm: Algorithm,
-    pub(super) forwarding: Forwarding,
+    pub(super) forwarding: NodeForwarding,
     /// Sockets of these may have lost their backend since stale ones were ended last.
     pub(super) lost_backends: BTreeSet<Transport>,
 }

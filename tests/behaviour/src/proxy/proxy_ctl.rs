@@ -33,6 +33,7 @@ pub(super) fn configuration(lab: &Lab, setting: Setting, feed: &Feed, node: Node
             },
             "sourceAddress": setting.source.to_string(),
             "xdp": if setting.uses_xdp() { "native" } else { "off" },
+            "allowForwardingAnnotation": true,
             "cgroup": lab.netns(&name)?.cgroup,
             "bpffs": lab.bpffs(node),
         },

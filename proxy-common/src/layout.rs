@@ -1066,18 +1066,28 @@ pub struct Event {
     pub(crate) _reserved: [u8; 3],
 }
 
-/// Table `refusals`, per-CPU array with one entry: how many ICMP errors were sent. Each load of the programs has its own.
+/// Table `icmp_errors`, per-CPU array with one entry for each [`IcmpBudget`]: how many ICMP errors
+/// were sent. Each load of the programs has its own.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
-pub struct RefusalCount {
-    /// Since boot: when `refusals` was last counted from 0.
+pub struct IcmpErrorCount {
+    /// Since boot: when `errors` was last counted from 0.
     pub second: u64,
     /// In that second, also those that were left out.
-    pub refusals: u64,
+    pub errors: u64,
 }
 
-/// How many ICMP errors each CPU sends at most, as the kernel's net.ipv4.icmp_msgs_per_sec: their addressees may be forged.
-pub const REFUSALS_PER_SECOND: u64 = 1_000;
+/// What an ICMP error is for. Each has a budget of its own, so that a flood of packets that are
+/// refused does not keep clients from learning which length of packets goes through.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[repr(u32)]
+pub enum IcmpBudget {
+    Refusals = 0,
+    TooBig = 1,
+}
+
+/// How many ICMP errors each CPU sends at most of each budget, as the kernel's net.ipv4.icmp_msgs_per_sec: their addressees may be forged.
+pub const ICMP_ERRORS_PER_SECOND: u64 = 1_000;
 
 /// Each port by the name of its role, and a method that sets it where code does.
 macro_rules! ports {
@@ -1137,7 +1147,7 @@ const _: () = {
             && size_of::<EventControl>() == 24
             && size_of::<Event>() == 80
     );
-    assert!(size_of::<RefusalCount>() == 16);
+    assert!(size_of::<IcmpErrorCount>() == 16);
 };
 
 #[cfg(feature = "user")]
@@ -1175,7 +1185,7 @@ mod pod {
         EventControl,
         Event,
         LogControl,
-        RefusalCount
+        IcmpErrorCount
     );
 
     macro_rules! pod_of_family {

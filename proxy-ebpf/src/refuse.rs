@@ -4,13 +4,13 @@
 use core::ptr::{addr_of, addr_of_mut, read_volatile, write_volatile};
 
 use aya_ebpf::{
-    bindings::{__sk_buff, BPF_F_INGRESS, BPF_F_RECOMPUTE_CSUM, TC_ACT_REDIRECT},
+    bindings::{__sk_buff, BPF_F_INGRESS, BPF_F_PSEUDO_HDR, BPF_F_RECOMPUTE_CSUM, TC_ACT_REDIRECT},
     helpers::{bpf_ktime_get_boot_ns, bpf_redirect, bpf_skb_change_tail},
     programs::TcContext,
 };
 use proxy_common::{
     family::{V4, V6},
-    layout::{Address, REFUSALS_PER_SECOND},
+    layout::{Address, ICMP_ERRORS_PER_SECOND, IcmpBudget},
     packet::{Network, Packet, Part, Sum, TCP_ACK, TCP_RST},
 };
 
@@ -20,6 +20,12 @@ const HOP_LIMIT: u8 = 64;
 
 /// What differs between the families in an answer.
 pub(crate) trait Refuse: Network {
+    /// Makes the network header say that `length` bytes of transport follow it, and returns how
+    /// many it said before.
+    fn set_transport_length(ctx: &TcContext, packet: &Packet<Self::Address>, length: u16)
+    -> Result<u16, i64>;
+    /// The sum of what a checksum covers besides the transport's `length` bytes.
+    fn pseudo_header(packet: &Packet<Self::Address>, protocol: u8, length: u16) -> Sum;
     /// Swaps the addresses and resets the lifetime. The transport's checksum stays valid.
     fn turn_around(ctx: &TcContext, packet: &Packet<Self::Address>) -> Result<(), i64>;
     /// Begin of the ICMP error: port unreachable.
@@ -46,7 +52,7 @@ pub(crate) enum AnswerPath {
 // Not inlined: it would need stack on the way of each packet.
 #[inline(never)]
 pub(crate) fn refuse<F: Refuse>(skb: *mut __sk_buff, packet: &Packet<F::Address>, path: AnswerPath) -> i64 {
-    if !is_answered_by_reset(packet) && !is_due() {
+    if !is_answered_by_reset(packet) && !is_due(IcmpBudget::Refusals) {
         return LIMITED;
     }
     match turn_into_refusal::<F>(&TcContext::new(skb), packet, path) {
@@ -64,19 +70,19 @@ fn is_answered_by_reset<A: Address>(packet: &Packet<A>) -> bool {
 /// Answered by [`refuse`] where no more ICMP errors are sent in this second. No error number of a helper.
 pub(crate) const LIMITED: i64 = i64::MIN;
 
-/// Is there room for an ICMP error in this second?
+/// Returns true if the budget has room for an ICMP error in this second.
 #[inline(always)]
-fn is_due() -> bool {
-    let Some(count) = maps::refusals.get_ptr_mut(0) else { return false };
+fn is_due(budget: IcmpBudget) -> bool {
+    let Some(count) = maps::icmp_errors.get_ptr_mut(budget as u32) else { return false };
     // SAFETY: no arguments; since 5.8.
     let second = unsafe { bpf_ktime_get_boot_ns() } / 1_000_000_000;
     // SAFETY: a value of this CPU, in bounds. Programs of TC run with softirqs off.
     let count = unsafe { &mut *count };
     if count.second != second {
-        (count.second, count.refusals) = (second, 0);
+        (count.second, count.errors) = (second, 0);
     }
-    count.refusals += 1;
-    count.refusals <= REFUSALS_PER_SECOND
+    count.errors += 1;
+    count.errors <= ICMP_ERRORS_PER_SECOND
 }
 
 #[inline(always)]
@@ -101,7 +107,7 @@ pub(crate) fn turn_into_too_big<F: Refuse>(
     packet: &Packet<F::Address>,
     length: u32,
 ) -> bool {
-    is_due() && F::make_error(&TcContext::new(skb), packet, F::too_big(length)).is_ok()
+    is_due(IcmpBudget::TooBig) && F::make_error(&TcContext::new(skb), packet, F::too_big(length)).is_ok()
 }
 
 /// Sends a packet that is turned around by the interface that it has come by.
@@ -128,13 +134,25 @@ pub(crate) fn send_back(ctx: &TcContext, network: u32, path: AnswerPath) -> Resu
     if action == i64::from(TC_ACT_REDIRECT) { Ok(action) } else { Err(action) }
 }
 
-/// The segment becomes the answer in place, and keeps its length and options: then the checksum changes by the few words below, which the
-/// helpers get right also for a packet whose checksum is still to be filled in.
+/// The segment becomes the answer in place: a header without options and payload. Its checksum is
+/// changed and not computed, so that it is right also where it was still to be filled in.
 #[inline(always)]
 fn reset<F: Refuse>(ctx: &TcContext, packet: &Packet<F::Address>) -> Result<(), i64> {
+    const TCP: u8 = 6;
+    const LENGTH: u16 = 20;
     const CHECKSUM: u32 = 16;
+    /// Header length in words, in the upper half of a byte.
+    const HEADER_WORDS: u8 = (LENGTH as u8 / 4) << 4;
+    let transport = packet.headers.transport;
+    let checksum = (transport + CHECKSUM) as usize;
+    let old: [u8; LENGTH as usize] = ctx.load(transport as usize)?;
+    let old_length = F::set_transport_length(ctx, packet, LENGTH)?;
+    // SAFETY: the context of this program.
+    let resized = unsafe { bpf_skb_change_tail(ctx.skb.skb, transport + u32::from(LENGTH), 0) };
+    if resized != 0 {
+        return Err(resized);
+    }
     F::turn_around(ctx, packet)?;
-    let old: [u8; 16] = ctx.load(packet.headers.transport as usize)?;
     let segment = &packet.segment;
     // As RFC 9293, section 3.10.7.1, has it. The payload of a SYN is not taken, as by a server that does not know TCP Fast Open.
     let ([s0, s1, s2, s3], [a0, a1, a2, a3], flags) = if segment.has(TCP_ACK) {
@@ -142,11 +160,21 @@ fn reset<F: Refuse>(ctx: &TcContext, packet: &Packet<F::Address>) -> Result<(), 
     } else {
         ([0; 4], segment.sequence.wrapping_add(1).to_be_bytes(), TCP_RST | TCP_ACK)
     };
-    // Ports swapped, sequence, acknowledgement, same header length, flags, no window.
-    let new = [old[2], old[3], old[0], old[1], s0, s1, s2, s3, a0, a1, a2, a3, old[12], flags, 0, 0];
-    let change = Sum::of_change(&old, &new).folded();
-    ctx.l4_csum_replace((packet.headers.transport + CHECKSUM) as usize, 0, change.into(), 0)?;
-    ctx.store(packet.headers.transport as usize, &new, 0)
+    // Ports swapped, sequence, acknowledgement, header length, flags, no window, nothing urgent.
+    let mut new = old;
+    (new[0], new[1], new[2], new[3]) = (old[2], old[3], old[0], old[1]);
+    (new[4], new[5], new[6], new[7]) = (s0, s1, s2, s3);
+    (new[8], new[9], new[10], new[11]) = (a0, a1, a2, a3);
+    (new[12], new[13], new[14], new[15]) = (HEADER_WORDS, flags, 0, 0);
+    (new[18], new[19]) = (0, 0);
+    ctx.store(transport as usize, &new, 0)?;
+    // All that a checksum covers adds up to zero. So what was cut off is missing with the sum of
+    // all that was before it: the pseudo header and the old header.
+    let change = Sum::of_change(&old, &new) + Sum::of(&old) + F::pseudo_header(packet, TCP, old_length);
+    ctx.l4_csum_replace(checksum, 0, change.folded().into(), 0)?;
+    let word = |length: u16| u64::from(u16::from_ne_bytes(length.to_be_bytes()));
+    let of_pseudo_header = u64::from(BPF_F_PSEUDO_HDR) | size_of::<u16>() as u64;
+    ctx.l4_csum_replace(checksum, word(old_length), word(LENGTH), of_pseudo_header)
 }
 
 /// Bytes of an [`IcmpHeader`].
@@ -205,6 +233,25 @@ fn with_checksum([kind, code, _, _, a, b, c, d]: IcmpHeader, sum: Sum) -> IcmpHe
 
 impl Refuse for V4 {
     #[inline(always)]
+    fn set_transport_length(ctx: &TcContext, packet: &Packet<[u8; 4]>, length: u16) -> Result<u16, i64> {
+        const LENGTH: u32 = 2;
+        const CHECKSUM: u32 = 10;
+        let header = (packet.headers.transport - packet.headers.network) as u16;
+        let old: [u8; 2] = ctx.load((packet.headers.network + LENGTH) as usize)?;
+        let new = header.wrapping_add(length).to_be_bytes();
+        let (from, to) = (u16::from_ne_bytes(old), u16::from_ne_bytes(new));
+        ctx.l3_csum_replace((packet.headers.network + CHECKSUM) as usize, from.into(), to.into(), 2)?;
+        ctx.store((packet.headers.network + LENGTH) as usize, &new, 0)?;
+        Ok(u16::from_be_bytes(old).wrapping_sub(header))
+    }
+
+    #[inline(always)]
+    fn pseudo_header(packet: &Packet<[u8; 4]>, protocol: u8, length: u16) -> Sum {
+        let [high, low] = length.to_be_bytes();
+        Sum::of(&packet.source) + Sum::of(&packet.destination) + Sum::of(&[0, protocol, high, low])
+    }
+
+    #[inline(always)]
     fn turn_around(ctx: &TcContext, packet: &Packet<[u8; 4]>) -> Result<(), i64> {
         const LIFETIME: u32 = 8;
         const CHECKSUM: u32 = 10;
@@ -249,6 +296,26 @@ impl Refuse for V4 {
 
 impl Refuse for V6 {
     #[inline(always)]
+    fn set_transport_length(ctx: &TcContext, packet: &Packet<[u8; 16]>, length: u16) -> Result<u16, i64> {
+        const LENGTH: u32 = 4;
+        const FIXED_HEADER: u32 = 40;
+        let extensions = (packet.headers.transport - packet.headers.network - FIXED_HEADER) as u16;
+        let old: [u8; 2] = ctx.load((packet.headers.network + LENGTH) as usize)?;
+        let new = extensions.wrapping_add(length).to_be_bytes();
+        ctx.store((packet.headers.network + LENGTH) as usize, &new, 0)?;
+        Ok(u16::from_be_bytes(old).wrapping_sub(extensions))
+    }
+
+    #[inline(always)]
+    fn pseudo_header(packet: &Packet<[u8; 16]>, protocol: u8, length: u16) -> Sum {
+        let [high, low] = length.to_be_bytes();
+        Sum::of(&packet.source)
+            + Sum::of(&packet.destination)
+            + Sum::of(&[0, 0, high, low])
+            + Sum::of(&[0, 0, 0, protocol])
+    }
+
+    #[inline(always)]
     fn turn_around(ctx: &TcContext, packet: &Packet<[u8; 16]>) -> Result<(), i64> {
         const LIFETIME: u32 = 7;
         store(ctx, packet.headers.network + LIFETIME, &HOP_LIMIT)?;
@@ -272,10 +339,6 @@ impl Refuse for V6 {
         let length = (ICMP_HEADER + quoted) as u16;
         let [length_high, length_low] = length.to_be_bytes();
         let (from, to) = (packet.destination, packet.source);
-        let pseudo_header = Sum::of(&from)
-            + Sum::of(&to)
-            + Sum::of(&[0, 0, length_high, length_low])
-            + Sum::of(&[0, 0, 0, PROTOCOL_ICMP]);
         store(
             ctx,
             packet.headers.network,
@@ -286,7 +349,7 @@ impl Refuse for V6 {
         store(
             ctx,
             packet.headers.network + HEADER,
-            &with_checksum(icmp, sum + pseudo_header + Sum::of(&icmp)),
+            &with_checksum(icmp, sum + Self::pseudo_header(packet, PROTOCOL_ICMP, length) + Sum::of(&icmp)),
         )
     }
 }

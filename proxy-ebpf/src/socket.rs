@@ -299,8 +299,7 @@ where
     }
     let destination = destination::<F>(ctx, PROTOCOL_UDP);
     let ended = lease_has_ended(now);
-    let connected = <F::Family as SocketTables>::socket_origin();
-    if let Some(peer) = stored(ctx, connected) {
+    if let Some(peer) = peer::<F>(ctx) {
         if !ended && socket::remembered_peer(&Maps, peer, &destination, origin) {
             redirect::<F>(ctx, peer);
             return PROCEED;
@@ -348,7 +347,7 @@ pub(crate) fn recvmsg6(ctx: &SockAddrContext) -> i32 {
 #[inline(always)]
 fn recvmsg<F: AddressFormat>(ctx: &SockAddrContext) -> i32 {
     // One after the other: the verifier forbids what `or` of two pointers compiles to.
-    if let Some(origin) = stored(ctx, <F::Family as SocketTables>::socket_origin()) {
+    if let Some(origin) = peer::<F>(ctx) {
         if let Some(shown) = socket::shown(origin, &F::read(ctx), port(ctx)) {
             show::<F>(ctx, shown);
             return PROCEED;
@@ -413,6 +412,19 @@ fn stored<T>(ctx: &SockAddrContext, storage: &'static Storage<T>) -> Option<&'st
     // is this socket's alone, and system calls that reach these hooks on one socket at once can at worst
     // mix two answers to a race that the application made.
     unsafe { storage.get_ptr_mut(ctx).as_mut() }
+}
+
+/// The origin of a datagram socket that is connected. `connect` with AF_UNSPEC ends a connection
+/// and runs no program, so that the storage still has its origin.
+#[inline(always)]
+fn peer<F: AddressFormat>(
+    ctx: &SockAddrContext,
+) -> Option<&'static mut SocketOrigin<<F::Family as Family>::Address>> {
+    /// The state of a datagram socket that is connected, named as that of a TCP socket.
+    const ESTABLISHED: u32 = 1;
+    // SAFETY: the socket of the context, which is there since 5.3.
+    let state = unsafe { read_volatile(addr_of!((*(*ctx.sock_addr).__bindgen_anon_1.sk).state)) };
+    if state == ESTABLISHED { stored(ctx, <F::Family as SocketTables>::socket_origin()) } else { None }
 }
 
 #[inline(always)]

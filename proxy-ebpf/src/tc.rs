@@ -16,6 +16,7 @@ use proxy_common::{
 use crate::{
     awaited,
     event::TellPacket,
+    frame::ETHERNET,
     globals, host,
     linear::Linear,
     past_stack, ping,
@@ -37,6 +38,9 @@ impl PacketFamily for V6 {}
 /// A packet enters the node.
 #[inline(always)]
 pub(crate) fn ingress(ctx: &TcContext, network: u32, origin: Origin) -> i32 {
+    if network == ETHERNET && origin == Origin::Outside && is_for_another_host(ctx) {
+        return TC_ACT_UNSPEC;
+    }
     match ethertype(ctx) {
         IPV4 => arrives::<V4>(ctx, network, origin),
         IPV6 => arrives::<V6>(ctx, network, origin),
@@ -52,6 +56,16 @@ pub(crate) fn egress(ctx: &TcContext, network: u32, peers: Origin) -> i32 {
         IPV6 => leaves::<V6>(ctx, network, peers),
         _ => TC_ACT_UNSPEC,
     }
+}
+
+/// Returns true for a frame that is addressed to another host: a device shows such frames to a
+/// node that captures packets, and the stack drops them. A pod's device may be the port of a
+/// bridge, where each frame to another address than the port's own counts as one.
+#[inline(always)]
+fn is_for_another_host(ctx: &TcContext) -> bool {
+    const PACKET_OTHERHOST: u32 = 3;
+    // SAFETY: a field of the context.
+    unsafe { (*ctx.skb.skb).pkt_type == PACKET_OTHERHOST }
 }
 
 /// 0: not a packet of this device.

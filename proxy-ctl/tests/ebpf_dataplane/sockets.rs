@@ -398,3 +398,24 @@ fn connections_to_endpoints_that_are_gone_are_reset_where_that_is_wanted() {
         assert_eq!(outcome_within(patience), expected);
     }
 }
+
+/// What a datagram socket does that connects to the Service, disconnects and sends to the endpoint
+/// itself; it prints who has answered, as the kernel says. No shell can do this.
+const DISCONNECTS: &str = r#"perl -MSocket -e '
+    socket(S, PF_INET, SOCK_DGRAM, 0) or die "socket: $!";
+    connect(S, sockaddr_in(80, inet_aton("10.96.0.1"))) or die "connect: $!";
+    connect(S, pack("S x14", AF_UNSPEC)) or die "disconnect: $!";
+    send(S, "x", 0, sockaddr_in(53, inet_aton("10.1.0.1"))) or die "send: $!";
+    my ($port, $address) = sockaddr_in(recv(S, my $answer, 64, 0));
+    print inet_ntoa($address), ":$port";
+'"#;
+
+#[test]
+fn a_socket_that_was_disconnected_is_told_who_answers() {
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
+    serve(None);
+    dataplane.resync(&[dns(&[A], &[])]).unwrap();
+    let output = sandbox.in_cgroup(DISCONNECTS);
+    let printed = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert_eq!(printed, format!("{A}:{PORT}"), "{}", String::from_utf8_lossy(&output.stderr));
+}

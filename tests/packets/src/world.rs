@@ -30,7 +30,7 @@ pub(crate) const FRAGMENTS: u32 = 1_024;
 const CLIENTS: u32 = 1_024;
 const SERVICES: u32 = 64;
 /// Not pinned.
-const REFUSALS: &str = "refusals";
+const ICMP_ERRORS: &str = "icmp_errors";
 
 const XDP_PASS: u32 = 2;
 const XDP_TX: u32 = 3;
@@ -631,8 +631,10 @@ impl World {
         for reason in Reason::ALL {
             counters.set(*reason as u32, PerCpuValues::try_from(vec![0; cpus])?, 0)?;
         }
-        let mut refusals = per_cpu(&mut self.ebpf, REFUSALS)?;
-        refusals.set(0, PerCpuValues::try_from(vec![RefusalCount::default(); cpus])?, 0)?;
+        let mut errors = per_cpu(&mut self.ebpf, ICMP_ERRORS)?;
+        for budget in [IcmpBudget::Refusals, IcmpBudget::TooBig] {
+            errors.set(budget as u32, PerCpuValues::try_from(vec![IcmpErrorCount::default(); cpus])?, 0)?;
+        }
         let mut services = per_cpu(&mut self.ebpf, table::service_counters)?;
         for id in 0..SERVICES {
             services.set(id, PerCpuValues::try_from(vec![ServiceCounters::default(); cpus])?, 0)?;

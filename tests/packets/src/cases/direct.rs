@@ -228,6 +228,10 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(output.packet == W::too_big(&longer, told), "another error");
         s.counted(&[(Reason::FlowOpened, 1), (Reason::PacketTooBig, 1)])
     });
+    for (way, label) in WAYS {
+        let name = format!("{label}: the client is told so beside a flood of refused packets");
+        group.add::<W>(&name, PROTOCOL_UDP, WorldKind::Usual, move |s| told_beside_a_flood(s, way));
+    }
     each::<W>(group, "merged datagrams are as long as each of them", |s, way| {
         let uplink = Uplink::new::<W>(s.world)?;
         uplink.knows::<W>(CLIENT.0, OWN)?;
@@ -257,6 +261,24 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
 }
 
 const MTU: usize = 1_500;
+
+fn told_beside_a_flood<W: Tables>(s: &mut Scene<W>, way: Way) -> Result<()> {
+    let uplink = Uplink::new::<W>(s.world)?;
+    uplink.knows::<W>(CLIENT.0, OWN)?;
+    let settings = InterfaceSettings { mtu: MTU as u16, ..InterfaceSettings::default() };
+    s.world.set_interface(uplink.index, settings)?;
+    dialled(s, way)?;
+    let first = s.first(CLIENT, LOAD_BALANCER);
+    s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
+    // Beyond the table: it has no endpoints.
+    s.frontend(CLUSTER_IP, 1_000, 0)?;
+    let refused = s.first(CLIENT, CLUSTER_IP).bytes::<W>();
+    while s.world.run("workload_ingress", &refused)?.verdict != Verdict::Dropped {}
+    let longer = Segment { payload: vec![1; MTU], ..s.packet(CLIENT, LOAD_BALANCER, TCP_ACK) };
+    let output = s.world.leaves_by(uplink.index, "uplink_egress", &longer.to(REMOTE).bytes::<W>())?;
+    ensure!(output.verdict == Verdict::Redirected, "{:?}", output.verdict);
+    Ok(())
+}
 
 /// What the node knows that the client dials.
 pub(crate) fn dialled<W: Tables>(s: &mut Scene<W>, way: Way) -> Result<()> {

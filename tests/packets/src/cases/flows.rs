@@ -383,8 +383,15 @@ fn move_service<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 fn reset_by<W: Tables>(segment: &Segment) -> Expect<'static> {
     let reset = segment.answer(TCP_RST);
     let number = segment.acknowledgement;
-    let reset =
-        Segment { sequence: number, acknowledgement: 0, window: 0, hop_limit: 64, back: true, ..reset };
+    let reset = Segment {
+        sequence: number,
+        acknowledgement: 0,
+        window: 0,
+        hop_limit: 64,
+        back: true,
+        payload: Vec::new(),
+        ..reset
+    };
     Expect::Answered(reset.bytes::<W>())
 }
 

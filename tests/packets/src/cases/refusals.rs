@@ -4,12 +4,12 @@ use std::time::Instant;
 
 use anyhow::{Result, bail, ensure};
 use proxy_common::{
-    layout::{LOG_LINES_PER_SECOND, PROTOCOL_TCP, REFUSALS_PER_SECOND},
+    layout::{ICMP_ERRORS_PER_SECOND, LOG_LINES_PER_SECOND, PROTOCOL_TCP},
     packet::{TCP_ACK, TCP_RST},
     reason::Reason,
 };
 
-use super::{Group, Scene, scene::*};
+use super::{BOTH, Group, Scene, WorldKind, scene::*};
 use crate::{
     wire::{Extra, KnownAddress, Link, Segment},
     world::{Tables, Verdict},
@@ -23,9 +23,20 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("refused: a packet with options", |s| {
         no_endpoint(s, "workload_ingress", |packet| Segment { extra: Extra::ManyOptions, ..packet })
     });
-    group.both::<W>("refused: a packet with payload", |s| {
-        no_endpoint(s, "workload_ingress", |packet| Segment { payload: vec![0xa5; 333], ..packet })
-    });
+    for (name, length) in [
+        ("refused: a packet with payload", 334),
+        ("refused: a packet with a payload of odd length", 333),
+        ("refused: a packet with a byte of payload", 1),
+        ("refused: a packet as long as a device takes", 1_400),
+    ] {
+        for protocol in BOTH {
+            group.add::<W>(name, protocol, WorldKind::Usual, move |s| {
+                s.without_endpoints()?;
+                let packet = Segment { payload: vec![0xa5; length], ..s.first(CLIENT, CLUSTER_IP) };
+                expect_refused(s, "workload_ingress", &packet)
+            });
+        }
+    }
     group.both::<W>("refused from outside: node port without endpoint", |s| {
         s.service(1, &[])?;
         s.node_port(1)?;
@@ -37,7 +48,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let (answered, dropped) = refused_in_flood(s, 20_000)?;
         // Each CPU counts for itself, and a new second may have begun with the first packet.
         let cpus = std::thread::available_parallelism()?.get() as u64;
-        let most = REFUSALS_PER_SECOND * cpus * (start.elapsed().as_secs() + 2);
+        let most = ICMP_ERRORS_PER_SECOND * cpus * (start.elapsed().as_secs() + 2);
         ensure!(answered > 0 && answered <= most, "{answered} answers, at most {most}");
         s.counted(&[(Reason::NoEndpoints, 20_000), (Reason::RefusalsLimited, dropped)])
     });
@@ -91,6 +102,8 @@ pub(crate) fn refused<W: Tables>(packet: &Segment) -> Vec<u8> {
         window: 0,
         hop_limit: 64,
         back: true,
+        // It would be the attacker's, sent to whose address the attacker has forged.
+        payload: Vec::new(),
         ..packet.answer(TCP_RST | TCP_ACK)
     }
     .bytes::<W>()

@@ -22,6 +22,16 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         }
         s.counted(&[])
     });
+    group.both::<W>("a frame that is addressed to another host", |s| {
+        s.node_port_here()?;
+        let first = Segment { link: Link::ForAnotherHost, ..s.first(CLIENT, NODE_PORT) };
+        s.send("uplink_ingress", &first, Expect::Untouched)?;
+        s.counted(&[])?;
+        // The port of a bridge gets such frames for the bridge.
+        s.cluster_ip()?;
+        let first = Segment { link: Link::ForAnotherHost, ..s.first(CLIENT, CLUSTER_IP) };
+        s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))
+    });
     group.both::<W>("to a cluster IP and back", |s| {
         s.cluster_ip()?;
         there_and_back(s, CLUSTER_IP, LOCAL, "workload_ingress", "workload_egress", Link::Ethernet)

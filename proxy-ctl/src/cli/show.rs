@@ -244,7 +244,7 @@ fn backend_view(backend: BackendSnapshot) -> BackendView {
 }
 
 fn hook_view(hook: Hook, interfaces: &[InterfaceRecord]) -> HookView {
-    let Hook { name, interface, kind } = hook;
+    let Hook { name, interface, kind, others } = hook;
     let known = interfaces.iter().find(|known| Some(known.index) == interface);
     let here = |index: u32| if_indextoname(index).ok().and_then(|name| name.into_string().ok());
     HookView {
@@ -256,6 +256,7 @@ fn hook_view(hook: Hook, interfaces: &[InterfaceRecord]) -> HookView {
         role: known.map(|known| known.role.clone()),
         reason: known.map(|known| known.reason.clone()),
         kind: kind.to_owned(),
+        others,
     }
 }
 
@@ -343,7 +344,7 @@ mod tests {
 
     #[test]
     fn hooks_are_named_for_people() {
-        let hook = |interface| Hook { name: "ingress".into(), interface, kind: "tcx" };
+        let hook = |interface| Hook { name: "ingress".into(), interface, kind: "tcx", others: Vec::new() };
         assert_eq!(hook_view(hook(None), &[]).interface, None);
         assert_eq!(hook_view(hook(Some(1)), &[]).interface.as_deref(), Some("lo"));
         let (name, role, reason) = ("eth0".into(), "uplink".into(), "why".into());

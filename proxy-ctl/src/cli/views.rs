@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     config::{Encapsulation, Keyword, duration},
-    dataplane::{ReasonUsage, TableUsage},
+    dataplane::{OtherProgram, ReasonUsage, TableUsage},
     leftovers::{Found, Part},
     mode::Mode,
     model::objects::{Algorithm, Forwarding},
@@ -290,6 +290,18 @@ pub(super) struct HookView {
     pub(super) reason: Option<String>,
     /// `cgroup`, `tcx`, `clsact` or `xdp`, whose name is its mode.
     pub(super) kind: String,
+    /// The programs of others at the same hook, in the order in which they run.
+    pub(super) others: Vec<OtherProgram>,
+}
+
+impl HookView {
+    fn rows_of_others(&self) -> impl Iterator<Item = [String; 4]> + '_ {
+        self.others.iter().map(|other| {
+            let name = if other.name.is_empty() { "without name" } else { &other.name };
+            let place = if other.is_before { "before the proxy's" } else { "after the proxy's" };
+            [name, self.interface.as_deref().unwrap_or("-"), other.hook, place].map(str::to_owned)
+        })
+    }
 }
 
 impl StatusView {
@@ -411,6 +423,8 @@ impl StatusView {
             self.hooks.len(),
             table(["HOOK", "INTERFACE", "ROLE", "ATTACHED BY", "THAT ROLE BECAUSE"], hooks),
         );
+        let others: Vec<_> = self.hooks.iter().flat_map(HookView::rows_of_others).collect();
+        part(others.len(), table(["PROGRAM OF ANOTHER", "INTERFACE", "HOOK", "RUNS"], others));
         part(self.xdp.len(), xdp::text("XDP", &self.xdp));
         let pods = self.pod_interfaces.as_ref().map(PodInterfaces::text);
         part(pods.iter().len(), pods.unwrap_or_default());

@@ -35,7 +35,8 @@ pub use modes::{
     read_mode, reads_service_cidrs, remove_retired, to_retire, translates_in_connect, unused_fields,
 };
 pub use snapshot::{
-    BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, ServiceSnapshot, Snapshot,
+    BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, OtherProgram, ServiceSnapshot,
+    Snapshot,
 };
 pub use supports::{Effect, Unsupported, refused, servable};
 pub use traffic::{EventQuery, EventSnapshot, EventStream, FlowQuery, FlowSnapshot, FlowState};

@@ -201,8 +201,22 @@ pub struct Hook {
     pub name: String,
     /// Index; `None`: of no interface.
     pub interface: Option<u32>,
-    /// How it is attached: `cgroup`, `tcx` or `clsact`.
+    /// How it is attached: `cgroup`, `tcx`, `clsact` or `xdp`.
     pub kind: &'static str,
+    /// The programs of others at the same hook of the interface, in the order in which they run.
+    pub others: Vec<OtherProgram>,
+}
+
+/// A program of another at a hook of ours.
+#[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub struct OtherProgram {
+    /// As the kernel knows it, such as `cil_to_container`.
+    pub name: String,
+    /// `ingress` or `egress`.
+    pub hook: &'static str,
+    /// It runs before ours, and may keep packets from it.
+    pub is_before: bool,
 }
 
 #[cfg(test)]

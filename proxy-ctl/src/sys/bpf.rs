@@ -257,6 +257,7 @@ pub fn link_cgroup(
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Order {
     First,
+    /// Where programs of others are, in tests.
     Last,
 }
 

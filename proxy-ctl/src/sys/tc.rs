@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
-use aya::programs::{SchedClassifier, TcAttachType};
+use aya::programs::{ProgramInfo, SchedClassifier, TcAttachType};
 use libc::{
     RTM_DELQDISC, RTM_DELTFILTER, RTM_GETTFILTER, RTM_NEWQDISC, RTM_NEWTFILTER, TCA_KIND, TCA_OPTIONS,
 };
@@ -24,12 +24,22 @@ pub enum Direction {
 }
 
 /// A BPF filter.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+#[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Filter {
     pub priority: u16,
     pub handle: u32,
     /// Id of its program; 0: the kernel does not tell (before 4.16).
     pub program: u32,
+    /// As whoever has attached it calls it; may be empty.
+    pub name: String,
+}
+
+/// A program of a hook.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub struct AttachedProgram {
+    pub id: u32,
+    /// At most 15 characters, which the kernel keeps; may be empty.
+    pub name: String,
 }
 
 const TCA_BPF_FD: u16 = 6;
@@ -160,13 +170,15 @@ pub fn has_filters(interface: u32, direction: Direction) -> Result<bool, CallErr
     Ok(!list(interface, direction, |_| Some(()))?.is_empty())
 }
 
-/// Every BPF filter in one direction; none where there is no clsact qdisc.
+/// Every BPF filter in one direction, in the order in which they run; none where there is no
+/// clsact qdisc.
 pub fn filters(interface: u32, direction: Direction) -> Result<Vec<Filter>, CallError> {
     list(interface, direction, filter)
 }
 
-/// Ids of the programs of a tcx hook in their order. None: the interface is gone, or the kernel does not tell.
-pub fn tcx_programs(index: u32, direction: Direction) -> Option<Vec<u32>> {
+/// The programs of a tcx hook in the order in which they run. None: the interface is gone, or the
+/// kernel does not tell.
+pub fn tcx_programs(index: u32, direction: Direction) -> Option<Vec<AttachedProgram>> {
     let name =
         nix::net::if_::if_indextoname(index).ok()?.into_string().ok().filter(|name| !name.is_empty())?;
     let hook = match direction {
@@ -174,7 +186,13 @@ pub fn tcx_programs(index: u32, direction: Direction) -> Option<Vec<u32>> {
         Direction::Egress => TcAttachType::Egress,
     };
     match SchedClassifier::query_tcx(&name, hook) {
-        Ok((_, programs)) => Some(programs.iter().map(aya::programs::ProgramInfo::id).collect()),
+        Ok((_, programs)) => {
+            let attached = |program: &ProgramInfo| AttachedProgram {
+                id: program.id(),
+                name: program.name_as_str().unwrap_or_default().to_owned(),
+            };
+            Some(programs.iter().map(attached).collect())
+        }
         Err(error) => {
             tracing::debug!(interface = name, %error, "the programs of a hook cannot be listed");
             None
@@ -188,7 +206,8 @@ fn filter(body: &[u8]) -> Option<Filter> {
     // Without options it is the chain that a priority stands for.
     let options = attributes.nested(TCA_OPTIONS).filter(|_| attributes.text(TCA_KIND) == Some("bpf"))?;
     let program = options.get(TCA_BPF_ID).and_then(|id| word(id, 0)).unwrap_or(0);
-    Some(Filter { priority: (info >> 16) as u16, handle, program })
+    let name = options.text(TCA_BPF_NAME).unwrap_or_default().to_owned();
+    Some(Filter { priority: (info >> 16) as u16, handle, program, name })
 }
 
 #[cfg(test)]
@@ -200,12 +219,15 @@ mod tests {
         let of = |kind: &str| {
             let mut message = message(RTM_NEWTFILTER, 0, 3, 0x7063, 0, 7 << 16);
             message.text(TCA_KIND, kind).nested(TCA_OPTIONS, |options| {
-                options.attribute(TCA_BPF_ID, &42_u32.to_ne_bytes());
+                options.attribute(TCA_BPF_ID, &42_u32.to_ne_bytes()).text(TCA_BPF_NAME, "other");
             });
             let after_netlink_header = 16;
             filter(&message.bytes()[after_netlink_header..])
         };
-        assert_eq!(of("bpf"), Some(Filter { priority: 7, handle: 0x7063, program: 42 }));
+        assert_eq!(
+            of("bpf"),
+            Some(Filter { priority: 7, handle: 0x7063, program: 42, name: "other".into() })
+        );
         assert_eq!(of("u32"), None);
         assert_eq!(filter(&[0; HEADER]), None);
     }

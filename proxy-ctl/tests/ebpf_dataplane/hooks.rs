@@ -427,49 +427,55 @@ fn others_programs_stay_and_go_on_working() {
     sandbox.dial("10.96.0.1", 80).unwrap_err();
 }
 
-/// Others come first on ingress and last on egress, and come again.
+/// Others come before ours. How often that is mended, `order.rs` tests.
 #[test]
-fn the_order_of_a_hook_is_mended_but_not_for_ever() {
-    const TCX_NEXT: i32 = -1;
+fn a_program_that_was_put_before_ours_gets_behind_it() {
+    const TC_ACT_OK: i32 = 0;
     let Some(sandbox) = Sandbox::new() else { return };
     let (interface, other) = (veth("dpa"), veth("dpb"));
     let mut dataplane = sandbox.open();
     dataplane.take_host(&host(&[("dpa", Role::Workload), ("dpb", Role::Workload)])).unwrap();
-    let is_ours = |interface: u32| {
-        let ours = |hook: &str| program_of(&sandbox, &format!("{interface}_{hook}"));
-        let (ingress, egress) =
-            (tcx_programs(interface, TcAttachType::Ingress), tcx_programs(interface, TcAttachType::Egress));
-        ingress.first() == Some(&ours("ingress")) && egress.last() == Some(&ours("egress"))
+    let is_first = |interface: u32| {
+        [("ingress", TcAttachType::Ingress), ("egress", TcAttachType::Egress)].into_iter().all(
+            |(hook, kind)| {
+                let ours = program_of(&sandbox, &format!("{interface}_{hook}"));
+                tcx_programs(interface, kind).first() == Some(&ours)
+            },
+        )
     };
     let mut inspect = || {
         for _ in 0..COLLECTIONS_BETWEEN_INSPECTIONS {
             dataplane.collect_garbage().unwrap();
         }
     };
-    let foreign = packet_program(TCX_NEXT);
-    let (ingress, egress) = (bpf_attach_type::BPF_TCX_INGRESS, bpf_attach_type::BPF_TCX_EGRESS);
+    let foreign = packet_program(TC_ACT_OK);
     let come = || {
-        [(ingress, Order::First), (egress, Order::Last)]
-            .map(|(hook, order)| bpf::link_tcx(foreign.as_fd(), interface, hook, order).unwrap())
+        [bpf_attach_type::BPF_TCX_INGRESS, bpf_attach_type::BPF_TCX_EGRESS]
+            .map(|hook| bpf::link_tcx(foreign.as_fd(), interface, hook, Order::First).unwrap())
     };
-    for round in 1..=3 {
-        let links = come();
-        assert!(!is_ours(interface), "round {round}");
-        inspect();
-        assert!(is_ours(interface), "round {round}");
-        assert_eq!(tcx_programs(interface, TcAttachType::Ingress).len(), 2, "both are there");
-        let before = program_of(&sandbox, &format!("{interface}_ingress"));
-        inspect();
-        assert_eq!(program_of(&sandbox, &format!("{interface}_ingress")), before, "nothing is to be mended");
-        assert!(is_ours(other));
-        for link in links {
-            bpf::link_detach(link.as_fd()).unwrap();
-        }
+    let links = come();
+    assert!(!is_first(interface));
+    inspect();
+    assert!(is_first(interface));
+    assert_eq!(tcx_programs(interface, TcAttachType::Ingress).len(), 2, "both are there");
+    let others = |is_before| {
+        let hooks = sandbox.snapshot().hooks;
+        let others: Vec<_> = hooks.iter().flat_map(|hook| &hook.others).collect();
+        assert_eq!(others.len(), 2, "{others:?}");
+        others.iter().all(|other| other.is_before == is_before)
+    };
+    assert!(others(false), "status tells where they are");
+    let before = program_of(&sandbox, &format!("{interface}_ingress"));
+    inspect();
+    assert_eq!(program_of(&sandbox, &format!("{interface}_ingress")), before, "nothing is to be mended");
+    for link in links {
+        bpf::link_detach(link.as_fd()).unwrap();
     }
     let _links = come();
     inspect();
-    assert!(!is_ours(interface), "it is left its place");
-    assert!(is_ours(other));
+    assert!(!is_first(interface), "it is left its place for a minute");
+    assert!(others(true), "status tells that ours may not run");
+    assert!(is_first(other));
 }
 
 /// Ids of the tcx programs in their order, as bpftool lists them.
@@ -507,7 +513,7 @@ fn clsact_filters_do_the_same_where_tcx_is_missing() {
     let ours = |direction| tc::filters(interface, direction).unwrap();
     let (ingress, egress) = (ours(Direction::Ingress), ours(Direction::Egress));
     assert_eq!((ingress.len(), egress.len()), (1, 1));
-    assert!(ingress[0].priority < egress[0].priority);
+    assert_eq!((ingress[0].priority, egress[0].priority), (1, 1));
     assert_eq!(links(&sandbox), [format!("{interface}_clsact")].into());
 
     drop(dataplane);

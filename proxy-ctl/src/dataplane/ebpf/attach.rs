@@ -41,14 +41,9 @@ pub(super) const HANDLE: u32 = 0x7063;
 /// Marks a clsact qdisc that we made, in the interface's folder.
 const MADE_QDISC: &str = "qdisc";
 
-/// Of our filters, the best first: first on ingress, last on egress, where others' programs see backends. A priority
-/// belongs to one kind of filter for one protocol, so another's may be taken.
-fn priorities(direction: Direction) -> [u16; 8] {
-    match direction {
-        Direction::Ingress => [1, 2, 3, 4, 5, 6, 7, 8],
-        Direction::Egress => [0xff00, 0xfeff, 0xfefe, 0xfefd, 0xfefc, 0xfefb, 0xfefa, 0xfef9],
-    }
-}
+/// Of our filters, the best first; see [`order`](super::order). A priority belongs to one kind of
+/// filter for one protocol, so another's may be taken.
+const PRIORITIES: [u16; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
 
 fn packet_programs(interface: &Interface) -> [&'static str; 2] {
     Direction::ALL.map(|direction| packet_program(interface.role, direction, interface.ethernet))
@@ -304,7 +299,8 @@ impl Hooks {
         failures
     }
 
-    /// Where another program has come to our side of ours, on kernels with tcx: those whose order is to be mended.
+    /// The hooks where another program has come before ours, and ours is to be moved. They have tcx:
+    /// a filter of clsact keeps the priority that it has got.
     pub(super) fn misplaced(&mut self) -> Result<Vec<Misplaced>, Error> {
         if self.tcx != Some(true) {
             return Ok(Vec::new());
@@ -337,7 +333,7 @@ impl Hooks {
                 Ok(()) => tracing::warn!(
                     interface = interface.name,
                     hook = direction.name(),
-                    "another program had come between packets and the proxy's; it is first on ingress and last on egress again"
+                    "another program had come before the proxy's, which is the first again"
                 ),
                 Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {}
                 Err(error) => failures.add(&interface.name, error),
@@ -404,9 +400,8 @@ impl Hooks {
     fn move_link(&mut self, interface: &Interface, direction: Direction) -> Result<(), Error> {
         let name = packet_program(interface.role, direction, interface.ethernet);
         let path = self.link_path(interface.index, direction);
-        let (hook, order) = tcx_hook(direction);
         let target = || format!("{} ({})", interface.name, direction.name());
-        let new = bpf::link_tcx(self.programs.get(name)?, interface.index, hook, order)
+        let new = bpf::link_tcx(self.programs.get(name)?, interface.index, tcx_hook(direction), Order::First)
             .map_err(|source| Error::Attach { program: name, target: target(), source })?;
         self.links.replace(&path, new)
     }
@@ -468,8 +463,7 @@ impl Hooks {
     ) -> Result<Result<bool, CallError>, Error> {
         let path = self.link_path(index, direction);
         let program = self.programs.get(name)?;
-        let (hook, order) = tcx_hook(direction);
-        let create = || bpf::link_tcx(program, index, hook, order);
+        let create = || bpf::link_tcx(program, index, tcx_hook(direction), Order::First);
         Ok(self.links.ensure(&path, program, |target| target == LinkTarget::Tcx(index), create))
     }
 
@@ -487,7 +481,7 @@ impl Hooks {
             Err(e) => return Ok(Err(e)),
         };
         match bpf::program_id(program) {
-            Ok(id) if ours.is_some_and(|filter| filter.program == id) => return Ok(Ok(false)),
+            Ok(id) if ours.as_ref().is_some_and(|filter| filter.program == id) => return Ok(Ok(false)),
             Ok(_) => {}
             Err(e) => return Ok(Err(e)),
         }
@@ -499,7 +493,7 @@ impl Hooks {
         let put = |priority| tc::replace_filter(index, direction, priority, HANDLE, program, name);
         let placed = match ours {
             Some(filter) => put(filter.priority),
-            None => first_accepted(priorities(direction), put),
+            None => first_accepted(PRIORITIES, put),
         };
         Ok(placed.map(|()| true))
     }
@@ -535,10 +529,10 @@ fn uplinks_first(interfaces: &[Interface]) -> impl Iterator<Item = &Interface> {
     of(Role::Uplink).chain(of(Role::Workload))
 }
 
-fn tcx_hook(direction: Direction) -> (bpf_attach_type, Order) {
+const fn tcx_hook(direction: Direction) -> bpf_attach_type {
     match direction {
-        Direction::Ingress => (bpf_attach_type::BPF_TCX_INGRESS, Order::First),
-        Direction::Egress => (bpf_attach_type::BPF_TCX_EGRESS, Order::Last),
+        Direction::Ingress => bpf_attach_type::BPF_TCX_INGRESS,
+        Direction::Egress => bpf_attach_type::BPF_TCX_EGRESS,
     }
 }
 
@@ -552,8 +546,7 @@ fn first_accepted(priorities: [u16; 8], put: impl Fn(u16) -> Result<(), CallErro
 }
 
 fn our_filter(index: u32, direction: Direction) -> Result<Option<tc::Filter>, CallError> {
-    let ours =
-        |filter: &tc::Filter| filter.handle == HANDLE && priorities(direction).contains(&filter.priority);
+    let ours = |filter: &tc::Filter| filter.handle == HANDLE && PRIORITIES.contains(&filter.priority);
     Ok(tc::filters(index, direction)?.into_iter().find(ours))
 }
 

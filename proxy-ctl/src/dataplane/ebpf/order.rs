@@ -1,31 +1,50 @@
-//! Our place among the programs of an interface: first on ingress, last on egress, so that others' programs see backends. Another
-//! program that wants the same place gets it after a few times, or both would change places for ever.
+//! Our place among the programs of an interface: the first, on ingress and on egress.
+//!
+//! A program that answers TC_ACT_OK ends the chain, as those of Cilium and of AWS's network-policy
+//! agent do, and a program behind it never runs. So ours comes first and lets the next one run. On
+//! egress, others see what kube-proxy would show them: netfilter translates before TC. On ingress
+//! they see backends, as they do of sockets that connect to a Service.
+//!
+//! Another program that moves itself before ours again and again gets that place, so that the two
+//! do not change places for ever.
 
-use std::collections::BTreeMap;
+use std::{
+    collections::BTreeMap,
+    time::{Duration, Instant},
+};
 
 use crate::{
     dataplane::Interface,
-    sys::tc::{Direction, tcx_programs},
+    sys::tc::{AttachedProgram, Direction, tcx_programs},
 };
 
 /// How often the order of a hook is mended while the process lives.
 const MOST_MENDS: u8 = 3;
+/// The time between two of them.
+const PAUSE: Duration = Duration::from_secs(60);
 
-/// A hook where ours is not where it belongs.
+/// A hook where ours is not the first.
 #[derive(Clone, Debug)]
 pub(super) struct Misplaced {
     pub(super) interface: Interface,
     pub(super) direction: Direction,
 }
 
-/// How often each hook was found in another order, by index of the interface.
+/// How often each hook was mended, by index of the interface.
 #[derive(Debug, Default)]
 pub(super) struct HookOrder {
-    found: BTreeMap<(u32, &'static str), u8>,
+    mended: BTreeMap<(u32, &'static str), Mends>,
+}
+
+/// Of one hook.
+#[derive(Clone, Copy, Debug)]
+struct Mends {
+    count: u8,
+    last: Instant,
 }
 
 impl HookOrder {
-    /// Is `program`, which is ours, not where it belongs, and not for so many times that it stays there?
+    /// Returns true if `program`, which is ours, is to be moved to its place.
     pub(super) fn is_to_be_mended(
         &mut self,
         interface: &Interface,
@@ -33,33 +52,39 @@ impl HookOrder {
         program: u32,
     ) -> bool {
         let Some(programs) = tcx_programs(interface.index, direction) else { return false };
-        if is_in_place(&programs, direction, program) {
+        !is_in_place(&programs, program) && self.may_mend(interface, direction, Instant::now())
+    }
+
+    /// Counts one more, unless the hook is left as it is.
+    fn may_mend(&mut self, interface: &Interface, direction: Direction, now: Instant) -> bool {
+        let hook = (interface.index, direction.name());
+        let Some(mends) = self.mended.get_mut(&hook) else {
+            self.mended.insert(hook, Mends { count: 1, last: now });
+            return true;
+        };
+        if mends.count > MOST_MENDS || now.duration_since(mends.last) < PAUSE {
             return false;
         }
-        let found = self.found.entry((interface.index, direction.name())).or_default();
-        *found = found.saturating_add(1);
-        if *found == MOST_MENDS + 1 {
+        *mends = Mends { count: mends.count + 1, last: now };
+        if mends.count > MOST_MENDS {
             tracing::warn!(
                 interface = interface.name,
                 hook = direction.name(),
-                "another program takes the proxy's place again and again; it is left there, and may see packets before they are translated"
+                "another program takes the proxy's place again and again; it is left there. If it \
+                 ends the chain, packets are not translated here; `proxy-ctl status` names it"
             );
         }
-        *found <= MOST_MENDS
+        mends.count <= MOST_MENDS
     }
 
     pub(super) fn forget(&mut self, index: u32) {
-        self.found.retain(|(of, _), _| *of != index);
+        self.mended.retain(|(of, _), _| *of != index);
     }
 }
 
 /// Where ours is not among them, it is not attached, which is no matter of order.
-fn is_in_place(programs: &[u32], direction: Direction, ours: u32) -> bool {
-    let end = match direction {
-        Direction::Ingress => programs.first(),
-        Direction::Egress => programs.last(),
-    };
-    end == Some(&ours) || !programs.contains(&ours)
+fn is_in_place(programs: &[AttachedProgram], ours: u32) -> bool {
+    programs.first().is_none_or(|first| first.id == ours) || programs.iter().all(|one| one.id != ours)
 }
 
 #[cfg(test)]
@@ -67,16 +92,30 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
+    use crate::dataplane::Device;
 
     #[rstest]
-    #[case::alone(&[7], true, true)]
-    #[case::first_of_two(&[7, 8], true, false)]
-    #[case::last_of_two(&[8, 7], false, true)]
-    #[case::between(&[8, 7, 9], false, false)]
-    #[case::not_attached(&[8, 9], true, true)]
-    #[case::nobody(&[], true, true)]
-    fn places(#[case] programs: &[u32], #[case] on_ingress: bool, #[case] on_egress: bool) {
-        assert_eq!(is_in_place(programs, Direction::Ingress, 7), on_ingress);
-        assert_eq!(is_in_place(programs, Direction::Egress, 7), on_egress);
+    #[case::alone(&[7], true)]
+    #[case::first_of_two(&[7, 8], true)]
+    #[case::last_of_two(&[8, 7], false)]
+    #[case::between(&[8, 7, 9], false)]
+    #[case::not_attached(&[8, 9], true)]
+    #[case::nobody(&[], true)]
+    fn places(#[case] programs: &[u32], #[case] expected: bool) {
+        let attached = |id: &u32| AttachedProgram { id: *id, name: String::new() };
+        assert_eq!(is_in_place(&Vec::from_iter(programs.iter().map(attached)), 7), expected);
+    }
+
+    #[test]
+    fn a_hook_is_mended_once_a_minute_and_three_times() {
+        let began = Instant::now();
+        let interface = Interface::uplink(Device::Other);
+        let mut order = HookOrder::default();
+        let mut may =
+            |seconds, direction| order.may_mend(&interface, direction, began + Duration::from_secs(seconds));
+        let seconds = [0, 59, 60, 119, 120, 180, 240, 3_600];
+        let mended = seconds.map(|seconds| may(seconds, Direction::Egress));
+        assert_eq!(mended, [true, false, true, false, true, false, false, false]);
+        assert!(may(3_600, Direction::Ingress), "each hook counts for itself");
     }
 }

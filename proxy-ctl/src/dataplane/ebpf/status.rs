@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeMap, HashSet},
     net::{IpAddr, SocketAddr},
-    os::fd::{AsRawFd, OwnedFd},
+    os::fd::{AsFd as _, AsRawFd, OwnedFd},
     path::Path,
     time::Duration,
 };
@@ -20,6 +20,7 @@ use proxy_common::{
 
 use super::{
     Error,
+    attach::HANDLE,
     connections::Counted,
     events::Events,
     family::TableFamily,
@@ -32,14 +33,17 @@ use crate::{
     config::Limits,
     dataplane::{
         self, BackendSnapshot, EndpointSnapshot, EventQuery, EventStream, FlowQuery, FlowSnapshot,
-        FrontendSnapshot, Hook, NodeSnapshot, Programmed, ReasonUsage, ServiceSnapshot, ServiceUsage,
-        Snapshot, TableUsage, Usage, source_ports::runs,
+        FrontendSnapshot, Hook, NodeSnapshot, OtherProgram, Programmed, ReasonUsage, ServiceSnapshot,
+        ServiceUsage, Snapshot, TableUsage, Usage, source_ports::runs,
     },
     model::{
         desired::ServicePortName,
         objects::{Algorithm, TrafficPolicy},
     },
-    sys::{CallError, bpf, clock, lock},
+    sys::{
+        CallError, bpf, clock, lock,
+        tc::{self, Direction},
+    },
 };
 
 /// The pinned tables of this layout version, for reading.
@@ -251,13 +255,50 @@ impl Reader<'_> {
     fn hooks(&self) -> Result<Vec<Hook>, Error> {
         let links = super::paths::names(&self.paths.links())?;
         let mut hooks: Vec<_> = links.iter().map(|link| hook(link)).collect();
+        for hook in hooks.iter_mut().filter(|hook| hook.kind == "tcx") {
+            hook.others = self.others_by_tcx(hook);
+        }
         for index in super::paths::names(&self.paths.clsact())? {
             let interface = index.parse().ok();
-            hooks.push(Hook { name: "ingress, egress".into(), interface, kind: "clsact" });
+            let others = interface.map(others_by_clsact).unwrap_or_default();
+            hooks.push(Hook { name: "ingress, egress".into(), interface, kind: "clsact", others });
         }
         hooks.sort_unstable();
         Ok(hooks)
     }
+
+    /// Those at the hook of one of our links. What cannot be read is left out.
+    fn others_by_tcx(&self, hook: &Hook) -> Vec<OtherProgram> {
+        let Some(interface) = hook.interface else { return Vec::new() };
+        let direction = Direction::ALL.into_iter().find(|direction| direction.name() == hook.name);
+        let link = self.paths.links().join(format!("{interface}_{}", hook.name));
+        let ours = bpf::pinned(&link).and_then(|link| bpf::link_info(link.as_fd())).map(|info| info.program);
+        let (Some(direction), Ok(ours)) = (direction, ours) else { return Vec::new() };
+        let programs = tc::tcx_programs(interface, direction).unwrap_or_default();
+        others(direction, programs.into_iter().map(|one| (one.name, one.id == ours)).collect())
+    }
+}
+
+/// Those that the kernel names: the interface of a hook may be gone.
+fn others_by_clsact(interface: u32) -> Vec<OtherProgram> {
+    let of_direction = |direction: Direction| {
+        let filters = tc::filters(interface, direction).unwrap_or_default();
+        let programs = filters.iter().map(|filter| (filter.name.clone(), filter.handle == HANDLE)).collect();
+        others(direction, programs)
+    };
+    Direction::ALL.into_iter().flat_map(of_direction).collect()
+}
+
+/// `programs` have their names, and whether they are ours, in the order in which they run.
+fn others(direction: Direction, programs: Vec<(String, bool)>) -> Vec<OtherProgram> {
+    let ours = programs.iter().position(|(_, is_ours)| *is_ours);
+    let programs = programs.into_iter().enumerate().filter(|(_, (_, is_ours))| !is_ours);
+    let other = |(place, (name, _))| OtherProgram {
+        name,
+        hook: direction.name(),
+        is_before: ours.is_none_or(|ours| place < ours),
+    };
+    programs.map(other).collect()
 }
 
 /// From the name of its link: `cgroup_connect4`, `3_ingress`, `3_xdp_native`.
@@ -268,7 +309,7 @@ fn hook(link: &str) -> Hook {
         _ if target == "cgroup" => (name, "cgroup"),
         _ => (name, "tcx"),
     };
-    Hook { name: name.to_owned(), interface: target.parse().ok(), kind }
+    Hook { name: name.to_owned(), interface: target.parse().ok(), kind, others: Vec::new() }
 }
 
 fn policy(is_local: bool) -> TrafficPolicy {
@@ -444,6 +485,7 @@ mod tests {
     use std::{fs, os::unix::fs::PermissionsExt as _, thread};
 
     use nix::unistd::{Uid, setfsuid};
+    use rstest::rstest;
     use tempfile::TempDir;
 
     use super::{super::cleanup::cleanup, *};
@@ -470,9 +512,23 @@ mod tests {
         assert!(cleaned.unwrap_err().is_denied());
     }
 
+    #[rstest]
+    #[case::alone(&["ours"], &[])]
+    #[case::behind(&["ours", "cil_to_netdev"], &[("cil_to_netdev", false)])]
+    #[case::around(&["a", "ours", "b"], &[("a", true), ("b", false)])]
+    #[case::ours_is_gone(&["a"], &[("a", true)])]
+    fn programs_of_others_have_a_place(#[case] names: &[&str], #[case] expected: &[(&str, bool)]) {
+        let programs = names.iter().map(|name| ((*name).to_owned(), *name == "ours")).collect();
+        let found = others(Direction::Egress, programs);
+        assert!(found.iter().all(|other| other.hook == "egress"));
+        let found: Vec<_> = found.iter().map(|other| (other.name.as_str(), other.is_before)).collect();
+        assert_eq!(found, expected);
+    }
+
     #[test]
     fn hooks_are_known_by_the_names_of_their_links() {
-        let hook_of = |name: &str, interface, kind| Hook { name: name.into(), interface, kind };
+        let hook_of =
+            |name: &str, interface, kind| Hook { name: name.into(), interface, kind, others: Vec::new() };
         assert_eq!(hook("cgroup_connect4"), hook_of("connect4", None, "cgroup"));
         assert_eq!(hook("7_egress"), hook_of("egress", Some(7), "tcx"));
         assert_eq!(hook("7_xdp_native"), hook_of("native", Some(7), "xdp"));

@@ -34,7 +34,7 @@ use crate::{
     mode::Mode,
     model::{
         Model, Update,
-        objects::{IpFamily, Node},
+        objects::{IpFamily, Node, NodeForwarding},
     },
     node::OwnNode,
     report::{HealthChecks, Heartbeats, Metrics, ModeInForce, Moment, SharedHealth},
@@ -81,6 +81,8 @@ pub struct Controller {
     /// Modes that were at work before.
     retiring: Vec<Retiring>,
     reports: Reports,
+    /// Of the node as it was written last.
+    forwarding: NodeForwarding,
     coverage: CoverageTracker,
     service_metrics: ServiceMetrics,
     latency: Latency,
@@ -110,6 +112,7 @@ impl Controller {
             reports.health.lock().updated(family, start);
         }
         Self {
+            forwarding: config.ebpf.forwarding(),
             config,
             model: if serves_external_ips { model } else { model.without_external_ips() },
             node_name,

@@ -75,6 +75,11 @@ impl Controller {
         let started = Instant::now();
         let written = active.dataplane.set_host(&host);
         metrics.own.phase(Phase::Node, started.elapsed());
+        if std::mem::replace(&mut self.forwarding, host.forwarding) != host.forwarding {
+            // What a Service asks for may be more than the node allows now, or less.
+            let all = Changes { changed: self.model.desired(), removed: Vec::new() };
+            self.coverage.changed(all, active.dataplane.as_ref());
+        }
         self.coverage.take_without_room(active.dataplane.as_mut());
         match written {
             Err(error) if error.is_taken_over() => {

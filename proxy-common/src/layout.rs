@@ -849,6 +849,9 @@ pub const INTERFACE_OF_UPLINK: u16 = 2;
 /// Its packets have no link headers, as those of IPIP and WireGuard.
 pub const INTERFACE_WITHOUT_LINK_HEADERS: u16 = 4;
 
+/// It is the port of a bridge. Frames for the bridge come by it too.
+pub const INTERFACE_OF_BRIDGE: u16 = 8;
+
 /// Table `interfaces`, hash by interface index: what the programs need to know of those of which they need to know anything.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]

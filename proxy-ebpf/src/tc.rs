@@ -7,6 +7,7 @@ use aya_ebpf::{
 use proxy_common::{
     family::{V4, V6},
     flow::{self, FlowTables, Scratch},
+    layout::{INTERFACE_OF_BRIDGE, INTERFACE_OF_UPLINK},
     packet::{self, Action, Network, Packet, Rewrite, Then, Tunnel as _, parse, rewrite_headers},
     reason::{Reason, Verdict},
     select::Origin,
@@ -19,7 +20,7 @@ use crate::{
     frame::ETHERNET,
     globals, host,
     linear::Linear,
-    past_stack, ping,
+    maps, past_stack, ping,
     refuse::{self, AnswerPath, Refuse},
     route::Route,
     skb::Skb,
@@ -59,13 +60,21 @@ pub(crate) fn egress(ctx: &TcContext, network: u32, peers: Origin) -> i32 {
 }
 
 /// Returns true for a frame that is addressed to another host: a device shows such frames to a
-/// node that captures packets, and the stack drops them. A pod's device may be the port of a
-/// bridge, where each frame to another address than the port's own counts as one.
+/// node that captures packets, and the stack drops them. Frames look so too where they are for the
+/// bridge that the device is a port of, and where a program of ours has moved the answer of a pod
+/// to the uplink.
 #[inline(always)]
 fn is_for_another_host(ctx: &TcContext) -> bool {
     const PACKET_OTHERHOST: u32 = 3;
-    // SAFETY: a field of the context.
-    unsafe { (*ctx.skb.skb).pkt_type == PACKET_OTHERHOST }
+    const OF_BRIDGE: u16 = INTERFACE_OF_UPLINK | INTERFACE_OF_BRIDGE;
+    // SAFETY: fields of the context.
+    let (kind, interface) = unsafe { ((*ctx.skb.skb).pkt_type, (*ctx.skb.skb).ifindex) };
+    if kind != PACKET_OTHERHOST || globals::HOST_PACKETS.load() == globals::ON {
+        return false;
+    }
+    // SAFETY: read at once. An element that is removed meanwhile becomes no other interface's before the next change.
+    let flags = unsafe { maps::interfaces.get(interface) }.map_or(0, |settings| settings.flags);
+    flags & OF_BRIDGE == INTERFACE_OF_UPLINK
 }
 
 /// 0: not a packet of this device.

@@ -402,6 +402,7 @@ fn connections_to_endpoints_that_are_gone_are_reset_where_that_is_wanted() {
 /// What a datagram socket does that connects to the Service, disconnects and sends to the endpoint
 /// itself; it prints who has answered, as the kernel says. No shell can do this.
 const DISCONNECTS: &str = r#"perl -MSocket -e '
+    alarm 60;
     socket(S, PF_INET, SOCK_DGRAM, 0) or die "socket: $!";
     connect(S, sockaddr_in(80, inet_aton("10.96.0.1"))) or die "connect: $!";
     connect(S, pack("S x14", AF_UNSPEC)) or die "disconnect: $!";

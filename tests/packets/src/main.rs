@@ -18,14 +18,13 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
-use lab::namespace::ip;
 use nix::{
     sched::{CloneFlags, CpuSet, sched_setaffinity, unshare},
     unistd::{Pid, Uid},
 };
 use scenario::{Scenario, Started};
 
-use cases::{Case, WorldKind, transit::OWN};
+use cases::{Case, WorldKind};
 use world::{Globals, Sizes, World};
 
 /// The embedded object, or the one that PROXY_EBPF_OBJECT names.
@@ -65,19 +64,12 @@ fn load(object: &[u8], kind: WorldKind) -> Result<World> {
     }
 }
 
-/// Programs ask for routes: here there are none, whatever the machine has. Packets are run as if
-/// they had come by the loopback, which gets the address that their frames are sent to: others are
-/// another host's.
-fn enter_namespace() -> Result<()> {
-    unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
-    ip(None, &format!("link set lo address {OWN}\n")).context("an address for the loopback")
-}
-
 fn start() -> Result<Started<Worlds>> {
     if !Uid::effective().is_root() {
         return Ok(Err("loading BPF programs needs root".to_owned()));
     }
-    enter_namespace()?;
+    // Programs ask for routes: here there are none, whatever the machine has.
+    unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
     // A table that evicts has free entries of each CPU's own: on several, a small one has room for less.
     let mut one_cpu = CpuSet::new();
     one_cpu.set(0)?;
@@ -90,7 +82,7 @@ fn main() -> ExitCode {
     if arguments.any(|argument| argument == "--bench") {
         let filter = arguments.next().unwrap_or_default();
         let bench = || {
-            enter_namespace()?;
+            unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
             bench::run(&object()?, &filter)
         };
         return match bench() {

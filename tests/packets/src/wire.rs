@@ -30,8 +30,6 @@ pub(crate) type Endpoint = (KnownAddress, u16);
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Link {
     Ethernet,
-    /// The frame is addressed to another host.
-    ForAnotherHost,
     Bare,
 }
 
@@ -201,13 +199,11 @@ impl Segment {
     /// Ethernet header, if there is one.
     fn link_header(&self, ethertype: u16) -> Vec<u8> {
         const HERE: [u8; 6] = [2, 0, 0, 0, 0, 1];
-        const ANOTHER: [u8; 6] = [2, 0, 0, 0, 0, 3];
         const THERE: [u8; 6] = [2, 0, 0, 0, 0, 2];
         match self.link {
             Link::Bare => Vec::new(),
-            Link::Ethernet | Link::ForAnotherHost => {
-                let here = if self.link == Link::Ethernet { HERE } else { ANOTHER };
-                let (destination, source) = if self.back { (THERE, here) } else { (here, THERE) };
+            Link::Ethernet => {
+                let (destination, source) = if self.back { (THERE, HERE) } else { (HERE, THERE) };
                 [&destination[..], &source[..], &ethertype.to_be_bytes()[..]].concat()
             }
         }

@@ -21,9 +21,9 @@ use proxy_common::{
     flow::{self, FlowLifetimes},
     inventory::{program, table},
     layout::{
-        Address as _, FourPorts, INTERFACE_OF_PODS, INTERFACE_OF_UPLINK, INTERFACE_WITHOUT_LINK_HEADERS,
-        InterfaceSettings, NODE_ADDRESS_LOOPBACK, NodeAddress, PODS_BY_INTERFACE, PODS_BY_SOURCE,
-        PODS_UNKNOWN, Settings,
+        Address as _, FourPorts, INTERFACE_OF_BRIDGE, INTERFACE_OF_PODS, INTERFACE_OF_UPLINK,
+        INTERFACE_WITHOUT_LINK_HEADERS, InterfaceSettings, NODE_ADDRESS_LOOPBACK, NodeAddress,
+        PODS_BY_INTERFACE, PODS_BY_SOURCE, PODS_UNKNOWN, Settings,
     },
 };
 
@@ -1054,7 +1054,8 @@ fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error
         };
         // 0, where it does not fit: no packet is longer than that.
         let mtu = if is_uplink { u16::try_from(interface.mtu).unwrap_or(0) } else { 0 };
-        InterfaceSettings { masquerade6, masquerade4, flags: of_pods | of_uplink, mtu }
+        let of_bridge = if is_uplink && interface.bridge.is_some() { INTERFACE_OF_BRIDGE } else { 0 };
+        InterfaceSettings { masquerade6, masquerade4, flags: of_pods | of_uplink | of_bridge, mtu }
     };
     let none = InterfaceSettings::default();
     let all = host.interfaces.iter().map(|interface| (interface.index, settings(interface)));

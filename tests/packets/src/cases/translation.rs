@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use proxy_common::{
-    layout::FRONTEND_EXTERNAL,
+    layout::{FRONTEND_EXTERNAL, INTERFACE_OF_BRIDGE, INTERFACE_OF_UPLINK, InterfaceSettings},
     packet::{TCP_ACK, TCP_SYN},
     reason::Reason,
 };
@@ -13,6 +13,9 @@ use crate::{
     world::Tables,
 };
 
+/// The index of the loopback in every namespace.
+const LOOPBACK: u32 = 1;
+
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("to nobody's address goes on untouched", |s| {
         s.cluster_ip()?;
@@ -22,15 +25,23 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         }
         s.counted(&[])
     });
+    // Packets are run as if they had come by the loopback, to which none of these frames is addressed.
     group.both::<W>("a frame that is addressed to another host", |s| {
         s.node_port_here()?;
-        let first = Segment { link: Link::ForAnotherHost, ..s.first(CLIENT, NODE_PORT) };
+        let first = s.first(CLIENT, NODE_PORT);
+        let by_uplink = |flags| InterfaceSettings { flags, ..InterfaceSettings::default() };
+        s.world.set_interface(LOOPBACK, by_uplink(INTERFACE_OF_UPLINK))?;
         s.send("uplink_ingress", &first, Expect::Untouched)?;
         s.counted(&[])?;
-        // The port of a bridge gets such frames for the bridge.
-        s.cluster_ip()?;
-        let first = Segment { link: Link::ForAnotherHost, ..s.first(CLIENT, CLUSTER_IP) };
-        s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))
+        s.world.set_interface(LOOPBACK, by_uplink(INTERFACE_OF_UPLINK | INTERFACE_OF_BRIDGE))?;
+        s.send("uplink_ingress", &first, Expect::Becomes(&first.to(LOCAL)))
+    });
+    group.host::<W>("a frame of a pod's answer that was moved to the uplink", |s| {
+        s.node_port_here()?;
+        let settings = InterfaceSettings { flags: INTERFACE_OF_UPLINK, ..InterfaceSettings::default() };
+        s.world.set_interface(LOOPBACK, settings)?;
+        let first = s.first(CLIENT, NODE_PORT);
+        s.send("uplink_ingress", &first, Expect::Becomes(&first.to(LOCAL)))
     });
     group.both::<W>("to a cluster IP and back", |s| {
         s.cluster_ip()?;

@@ -83,11 +83,17 @@ impl ApiAnswer {
         })
     }
 
-    /// The events of a watch of this kind.
-    pub(super) fn events(self, of: ApiType) -> Result<Events, Failure> {
+    /// Returns true if it came over HTTP/2, whose pings prove the connection end to end.
+    pub(super) fn is_pinged(&self) -> bool {
+        self.is_pinged
+    }
+
+    /// Returns the events of a watch of this kind. `lasts` is the time after which the server was
+    /// asked to end it.
+    pub(super) fn events(self, of: ApiType, lasts: Duration) -> Result<Events, Failure> {
         let encoding = self.encoding()?;
         let (is_pinged, body) = (self.is_pinged, self.body);
-        Ok(Events { is_pinged, encoding, of, frames: Frames::new(encoding), body, list: None })
+        Ok(Events { is_pinged, lasts, encoding, of, frames: Frames::new(encoding), body, list: None })
     }
 }
 
@@ -131,6 +137,7 @@ where
 /// The events of a watch, one after the other.
 pub(super) struct Events {
     is_pinged: bool,
+    lasts: Duration,
     encoding: Encoding,
     of: ApiType,
     frames: Frames,
@@ -143,6 +150,11 @@ impl Events {
     /// Returns true if the events come over HTTP/2, whose pings prove the connection end to end.
     pub(super) fn is_pinged(&self) -> bool {
         self.is_pinged
+    }
+
+    /// Returns the time after which the server was asked to end the watch.
+    pub(super) fn lasts(&self) -> Duration {
+        self.lasts
     }
 
     /// They begin with a list, which must end within [`LONGEST_LIST`].
@@ -200,6 +212,7 @@ mod tests {
 
     const STATUS: &[u8] = include_bytes!("recorded/status.protobuf");
     const WATCH: &[u8] = include_bytes!("recorded/watch.protobuf");
+    const LASTS: Duration = Duration::from_secs(300);
     const SERVICE: ApiType = ApiType { api_version: "v1", kind: "Service" };
 
     async fn answer(code: u16, content_type: &str, body: &[u8]) -> Result<ApiAnswer, Failure> {
@@ -293,11 +306,11 @@ mod tests {
         assert_eq!(failure.message, expected);
 
         let content_type = "application/vnd.kubernetes.protobuf;stream=watch";
-        let mut events = answer(200, content_type, WATCH).await.unwrap().events(SERVICE).unwrap();
+        let mut events = answer(200, content_type, WATCH).await.unwrap().events(SERVICE, LASTS).unwrap();
         events.list = Some(WATCH.len() - 1);
         let failure = events.next().await.err().unwrap();
         assert!(failure.message.contains("kind Service is longer than"), "{failure}");
-        let mut events = answer(200, content_type, WATCH).await.unwrap().events(SERVICE).unwrap();
+        let mut events = answer(200, content_type, WATCH).await.unwrap().events(SERVICE, LASTS).unwrap();
         events.begin_list();
         assert!(events.next().await.unwrap().is_some());
     }
@@ -305,7 +318,7 @@ mod tests {
     #[tokio::test]
     async fn what_cannot_be_read_is_named() {
         let page = answer(200, "text/html; charset=utf-8", b"<h1>Sign in</h1>").await.unwrap();
-        let failure = page.events(SERVICE).err().unwrap();
+        let failure = page.events(SERVICE, LASTS).err().unwrap();
         assert_eq!(failure.reason, FailureReason::Malformed);
         assert!(failure.message.contains("\"text/html; charset=utf-8\""), "{failure}");
     }
@@ -313,14 +326,14 @@ mod tests {
     #[tokio::test]
     async fn a_watch_that_ends_within_an_event_has_failed() {
         let content_type = "application/vnd.kubernetes.protobuf;stream=watch";
-        let mut whole = answer(200, content_type, WATCH).await.unwrap().events(SERVICE).unwrap();
+        let mut whole = answer(200, content_type, WATCH).await.unwrap().events(SERVICE, LASTS).unwrap();
         let mut events = 0;
         while whole.next().await.unwrap().is_some() {
             events += 1;
         }
         assert_eq!(events, 6);
         let cut = &WATCH[..WATCH.len() - 1];
-        let mut cut = answer(200, content_type, cut).await.unwrap().events(SERVICE).unwrap();
+        let mut cut = answer(200, content_type, cut).await.unwrap().events(SERVICE, LASTS).unwrap();
         for _ in 0..5 {
             assert!(cut.next().await.unwrap().is_some());
         }

@@ -2,7 +2,7 @@
 
 use std::{
     path::PathBuf,
-    sync::Arc,
+    sync::{Arc, atomic::AtomicBool},
     time::{Duration, Instant},
 };
 
@@ -41,6 +41,8 @@ pub(super) struct ApiConnection {
     requests: Requests,
     /// Locked while the files are read and the plugin runs, so that it runs once for all.
     current: Mutex<Current>,
+    /// True if the last answer came over HTTP/2, whose pings prove the connection.
+    pub(super) is_pinged: AtomicBool,
     /// Notified when a watcher succeeds after failures, so that the others end their delays.
     pub(super) recovered: Notify,
 }
@@ -77,7 +79,8 @@ pub(super) enum Renewed {
 impl ApiConnection {
     pub(super) fn new(config: Config, accept: HeaderValue, requests: Requests) -> Self {
         let limit = Arc::new(RateLimit::new(config.qps, config.burst));
-        Self { config, limit, accept, requests, current: Mutex::default(), recovered: Notify::new() }
+        let (is_pinged, recovered) = (AtomicBool::new(false), Notify::new());
+        Self { config, limit, accept, requests, current: Mutex::default(), is_pinged, recovered }
     }
 
     /// The client to use now, and its generation for [`Self::renew`]. Where there is none, reads files, and runs the

@@ -1,6 +1,6 @@
 //! The requests for one kind of object: its list and its watch.
 
-use std::{marker::PhantomData, time::Duration};
+use std::{marker::PhantomData, ops::Range, sync::atomic::Ordering, time::Duration};
 
 use kube::{
     Client,
@@ -19,9 +19,19 @@ use super::{
     wire::Page,
 };
 
-/// How long a watch lasts before the server ends it: 4 to 6 minutes, so that nodes do not renew together.
-const SHORTEST_WATCH: Duration = Duration::from_secs(240);
-pub(super) const LONGEST_WATCH: Duration = Duration::from_secs(360);
+/// How long a watch lasts before the server ends it. The time is random, so that nodes do not renew
+/// together.
+pub(super) const WATCH: Range<Duration> = Duration::from_secs(240)..Duration::from_secs(360);
+/// How long a watch over HTTP/1.1 lasts before the server ends it. Only the end proves that the
+/// connection is alive. A watch that is left earlier brings no bookmark, because the server sends
+/// the first one after a minute or 2 s before the end. Without bookmarks the version of a quiet kind
+/// expires.
+pub(super) const UNPINGED_WATCH: Range<Duration> = Duration::from_secs(30)..Duration::from_secs(35);
+
+/// Returns a random duration of this range.
+pub(super) fn random_in(range: Range<Duration>) -> Duration {
+    range.start + (range.end - range.start).mul_f64(fastrand::f64())
+}
 
 /// Which objects of a kind.
 pub(super) struct Query<W> {
@@ -76,7 +86,9 @@ impl<W: Watched> Query<W> {
         version: &str,
         with_list: bool,
     ) -> Result<Events, Failure> {
-        let lasts = SHORTEST_WATCH + (LONGEST_WATCH - SHORTEST_WATCH).mul_f64(fastrand::f64());
+        // A long list may take longer than a watch over HTTP/1.1.
+        let is_long = with_list || context.connection.is_pinged.load(Ordering::Relaxed);
+        let lasts = random_in(if is_long { WATCH } else { UNPINGED_WATCH });
         let params = WatchParams {
             label_selector: self.labels.map(str::to_owned),
             field_selector: self.fields.clone(),
@@ -85,7 +97,7 @@ impl<W: Watched> Query<W> {
             send_initial_events: with_list,
         };
         let request = Request::new(W::path()).watch(&params, version).map_err(kube::Error::BuildRequest)?;
-        let mut events = self.ask(context, client, request, Verb::Watch).await?.events(W::KIND)?;
+        let mut events = self.ask(context, client, request, Verb::Watch).await?.events(W::KIND, lasts)?;
         context.state.set_denied(W::RESOURCE, Verb::Watch, false);
         if with_list {
             events.begin_list();
@@ -111,6 +123,7 @@ impl<W: Watched> Query<W> {
                 context.state.set_denied(W::RESOURCE, verb, true);
             }
         })?;
+        context.connection.is_pinged.store(answer.is_pinged(), Ordering::Relaxed);
         context.state.answered_in(W::RESOURCE, answer.encoding()?);
         Ok(answer)
     }

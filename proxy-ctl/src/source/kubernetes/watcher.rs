@@ -21,7 +21,7 @@ use super::{
     kind::Verb,
     objects::{Listing, Received, Tracked},
     parsed::ParsedObject as _,
-    query::{LONGEST_WATCH, Query},
+    query::{Query, UNPINGED_WATCH, WATCH, random_in},
     resource::Watched,
     state::ListMethod,
     wire::{Event, Raw},
@@ -30,12 +30,10 @@ use crate::source::Update;
 
 /// The longest silence within a streaming list. After it a plain list is tried.
 const NEXT_OF_LIST: Duration = Duration::from_secs(20);
-/// A watch over HTTP/1.1 is replaced after a silence of between three quarters of this time and all
-/// of it, as nothing else proves its connection. The time is random because all nodes have heard
-/// the last event at the same moment.
-const LONGEST_SILENCE: Duration = Duration::from_secs(40);
 /// A watch that is silent for this much longer than it should last is dead.
 const MARGIN: Duration = Duration::from_secs(10);
+/// The same over HTTP/1.1, where nothing else proves the connection: it is found dead after 40 s.
+const UNPINGED_MARGIN: Duration = Duration::from_secs(5);
 /// So is a watch that has received a bookmark, which API servers send each minute, and then nothing for this long.
 const BOOKMARKS: Duration = Duration::from_secs(180);
 /// A watch that ends sooner without an event is a failure, not a renewal.
@@ -287,11 +285,7 @@ impl<W: Watched> Watcher<W> {
         if self.context.state.works(W::RESOURCE) {
             self.context.connection.recovered.notify_waiters();
         }
-        let is_pinged = events.is_pinged();
-        let mut longest = LONGEST_WATCH + MARGIN;
-        if !is_pinged {
-            longest = LONGEST_SILENCE.mul_f64(1.0 - fastrand::f64() / 4.0);
-        }
+        let (mut longest, is_dead_after) = longest_silence(&events);
         let mut heard = false;
         loop {
             let event = tokio::select! {
@@ -303,7 +297,7 @@ impl<W: Watched> Watcher<W> {
             }
             let event = match event {
                 Ok(event) => event,
-                Err(_) if is_pinged => Err(Failure::silence(longest)),
+                Err(_) if is_dead_after => Err(Failure::silence(longest)),
                 Err(_) => {
                     debug!(resource = %W::RESOURCE, "replacing a watch that is silent for {longest:?}");
                     return Ok(());
@@ -409,6 +403,20 @@ impl<W: Watched> Watcher<W> {
     async fn send(&mut self, update: Update) -> Result<(), Stop> {
         self.has_sent = true;
         self.context.updates.send(update).await.map_err(|_| Stop::ReceiverGone)
+    }
+}
+
+/// Returns how long a watch may be silent. The second value is true if a longer silence proves that
+/// its connection is dead, because the server should have ended the watch meanwhile.
+fn longest_silence(events: &Events) -> (Duration, bool) {
+    if events.is_pinged() {
+        (WATCH.end + MARGIN, true)
+    } else if events.lasts() <= UNPINGED_WATCH.end {
+        (events.lasts() + UNPINGED_MARGIN, true)
+    } else {
+        // The watch behind a streaming list is replaced by a shorter one. The time is random
+        // because all nodes have heard the last event at the same moment.
+        (random_in(UNPINGED_WATCH) + UNPINGED_MARGIN, false)
     }
 }
 

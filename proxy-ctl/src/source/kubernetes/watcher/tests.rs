@@ -122,6 +122,11 @@ impl Asked {
         self.target.contains("watch=true") && self.target.contains("sendInitialEvents=true")
     }
 
+    fn timeout_seconds(&self) -> u64 {
+        let (_, after) = self.target.split_once("timeoutSeconds=").unwrap();
+        after.split('&').next().unwrap().parse().unwrap()
+    }
+
     /// Begins an answer in JSON; the rest of it is what the sender sends.
     fn begin(self, version: Version) -> mpsc::UnboundedSender<Bytes> {
         let (sender, body) = mpsc::unbounded_channel();
@@ -211,6 +216,46 @@ async fn a_silent_watch_is_replaced_from_where_it_was(#[case] version: Version, 
     assert!(!again.is_streaming_list(), "{}", again.target);
     let timeouts = world.state.errors(ResourceKind::Services, FailureReason::Timeout);
     assert_eq!(timeouts, u64::from(version == Version::HTTP_2), "replacing a silent watch is no failure");
+}
+
+/// An API server sends the first bookmark after a minute, or 2 s before the end of a watch that
+/// ends earlier.
+#[rstest]
+#[case::for_a_bookmark_soon(Version::HTTP_11, 30..=35)]
+#[case::for_few_requests(Version::HTTP_2, 240..=360)]
+#[tokio::test(start_paused = true)]
+async fn the_server_is_asked_to_end_a_watch(#[case] version: Version, #[case] expected: RangeInclusive<u64>) {
+    let mut world = World::start();
+    drop(world.watch(version).await);
+    let again = world.asked().await;
+    assert!(expected.contains(&again.timeout_seconds()), "{}", again.target);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_quiet_kind_advances_by_the_bookmark_at_the_end_of_each_watch_over_http_1() {
+    let mut world = World::start();
+    let _list = world.watch(Version::HTTP_11).await;
+    for version in 7..12 {
+        let asked = world.asked().await;
+        assert!(asked.target.contains(&format!("resourceVersion={version}")), "{}", asked.target);
+        let lasts = Duration::from_secs(asked.timeout_seconds());
+        let watch = asked.begin(Version::HTTP_11);
+        sleep(lasts - Duration::from_secs(2)).await;
+        watch.send(bookmark(version + 1, false)).unwrap();
+        sleep(Duration::from_secs(2)).await;
+    }
+    assert_eq!(world.state.errors(ResourceKind::Services, FailureReason::Timeout), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_watch_over_http_1_that_does_not_end_as_asked_has_failed() {
+    let mut world = World::start();
+    drop(world.watch(Version::HTTP_11).await);
+    let _dead = world.asked().await.begin(Version::HTTP_11);
+    let began = Instant::now();
+    world.asked().await;
+    assert!(began.elapsed() <= Duration::from_secs(45), "{:?}", began.elapsed());
+    assert_eq!(world.state.errors(ResourceKind::Services, FailureReason::Timeout), 1);
 }
 
 #[tokio::test(start_paused = true)]

@@ -232,11 +232,10 @@ impl<W: Watched> Watcher<W> {
     async fn list(&mut self, client: &Client, version: &str) -> Result<Option<Events>, Stop> {
         if self.failed_streams < STREAM_ATTEMPTS && !self.context.plain_lists.load(Ordering::Relaxed) {
             match self.stream(client, version).await {
-                Ok(events) => return Ok(Some(events)),
+                Ok(Some(events)) => return Ok(Some(events)),
+                Ok(None) => self.use_plain_lists("it ignores sendInitialEvents"),
                 Err(Stop::Failed(failure)) if failure.refuses_streaming() => {
-                    if !self.context.plain_lists.swap(true, Ordering::Relaxed) {
-                        info!(resource = %W::RESOURCE, "the API server refuses streaming lists, using plain ones: {failure}");
-                    }
+                    self.use_plain_lists(&failure.message);
                 }
                 // An account that may not watch may still list.
                 Err(Stop::Failed(failure)) if failure.reason == FailureReason::Forbidden => {}
@@ -252,8 +251,16 @@ impl<W: Watched> Watcher<W> {
         Ok(None)
     }
 
-    /// A list and the watch after it in one answer.
-    async fn stream(&mut self, client: &Client, version: &str) -> Result<Events, Stop> {
+    fn use_plain_lists(&self, reason: &str) {
+        if !self.context.plain_lists.swap(true, Ordering::Relaxed) {
+            info!(resource = %W::RESOURCE, "the API server has no streaming lists, using plain ones: {reason}");
+        }
+    }
+
+    /// Returns the watch behind a list in the same answer. None: the answer is a watch without a
+    /// list. kube-apiserver refuses what it does not know, but something in between may drop the
+    /// parameter.
+    async fn stream(&mut self, client: &Client, version: &str) -> Result<Option<Events>, Stop> {
         let mut events = self.query.watch(&self.context, client, version, true).await?;
         self.failed_streams += 1;
         let mut listing = Listing::default();
@@ -272,9 +279,10 @@ impl<W: Watched> Watcher<W> {
                 Event::Bookmark { resource_version, ends_list: true } => {
                     events.end_list();
                     self.replace(listing, resource_version, ListMethod::Streamed).await?;
-                    return Ok(events);
+                    return Ok(Some(events));
                 }
-                Event::Bookmark { ends_list: false, .. } => self.context.state.heard_from(W::RESOURCE),
+                // The first bookmark of a streaming list is the one that ends it.
+                Event::Bookmark { ends_list: false, .. } => return Ok(None),
                 Event::Error(failure) => return Err(failure.into()),
             }
         }

@@ -283,3 +283,32 @@ async fn a_stalled_streaming_list_gives_way_to_one_plain_list() {
     let again = world.asked().await;
     assert!(again.is_streaming_list(), "{}", again.target);
 }
+
+/// kube-apiserver before 1.27 does not know sendInitialEvents, but it refuses resourceVersionMatch in
+/// a watch with 422.
+#[rstest]
+#[case::refused(|list: Asked| {
+    list.refuse(StatusCode::UNPROCESSABLE_ENTITY, None);
+    None
+})]
+#[case::ignored(|list: Asked| {
+    let watch = list.begin(Version::HTTP_2);
+    watch.send(bookmark(7, false)).unwrap();
+    Some(watch)
+})]
+#[tokio::test(start_paused = true)]
+async fn a_server_without_streaming_lists_is_asked_for_plain_ones_from_then_on(
+    #[case] answer: fn(Asked) -> Option<mpsc::UnboundedSender<Bytes>>,
+) {
+    let mut world = World::start();
+    let list = world.asked().await;
+    assert!(list.is_streaming_list() && list.target.contains("resourceVersionMatch=NotOlderThan"));
+    let _watch = answer(list);
+    for _ in 0..2 {
+        let plain = world.asked().await;
+        assert!(!plain.target.contains("watch=true"), "{}", plain.target);
+        plain.answer(&json!({"kind": "ServiceList", "metadata": {"resourceVersion": "7"}, "items": []}));
+        let expired = json!({"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"});
+        world.asked().await.answer(&json!({"type": "ERROR", "object": expired}));
+    }
+}

@@ -12,7 +12,7 @@ mod service_metrics;
 mod switch;
 mod write;
 
-use std::{net::IpAddr, sync::Arc, time::Instant};
+use std::{net::SocketAddr, sync::Arc, time::Instant};
 
 use tokio::sync::watch;
 
@@ -129,7 +129,7 @@ impl Controller {
     }
 
     /// See [`Model::keeping_endpoints_of`].
-    pub fn keeping_endpoints_of(self, server: Option<IpAddr>) -> Self {
+    pub fn keeping_endpoints_of(self, server: Option<SocketAddr>) -> Self {
         Self { model: self.model.keeping_endpoints_of(server), ..self }
     }
 

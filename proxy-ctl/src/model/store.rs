@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet, btree_map},
     mem,
-    net::IpAddr,
+    net::SocketAddr,
     num::NonZeroI64,
     sync::Arc,
 };
@@ -30,8 +30,8 @@ pub struct Model {
     node_name: Arc<str>,
     node: Option<Node>,
     serves_external_ips: bool,
-    /// The address at which this process dials the API server, if it is known.
-    server: Option<IpAddr>,
+    /// The address and port at which this process dials the API server, if they are known.
+    server: Option<SocketAddr>,
     services: FxHashMap<ObjectName, Box<KnownService>>,
     /// The service, in the slice's namespace, of every slice.
     slices: FxHashMap<ObjectName, Arc<str>>,
@@ -106,11 +106,11 @@ impl Model {
         Self { serves_external_ips: false, ..self }
     }
 
-    /// A Service with this address keeps its last endpoints while it has none. `server` is the
-    /// address at which this process dials the API server. If that is an address of a Service, the
-    /// process serves it to itself. A single API server that restarts first removes itself from the
-    /// endpoints, and nobody could hear of the new ones.
-    pub fn keeping_endpoints_of(self, server: Option<IpAddr>) -> Self {
+    /// A service port at this address keeps its last endpoints while it has none. `server` is the
+    /// address and port at which this process dials the API server. If a Service has them, the
+    /// process serves them to itself. A single API server that restarts first removes itself from
+    /// the endpoints, and nobody could hear of the new ones.
+    pub fn keeping_endpoints_of(self, server: Option<SocketAddr>) -> Self {
         Self { server, ..self }
     }
 
@@ -376,7 +376,7 @@ impl Model {
                 let mut port = resolve::desired_port(name, service, port, &known.slices, &self.owners, here);
                 if let Some(previous) = previous
                     && port.endpoints.all.is_empty()
-                    && port.frontends.iter().any(|frontend| Some(frontend.address) == self.server)
+                    && port.frontends.iter().any(|of| Some((of.address, of.port).into()) == self.server)
                 {
                     port.endpoints = previous.endpoints.clone();
                 }

@@ -1,10 +1,6 @@
 //! What the tasks of a running proxy share, and the tasks.
 
-use std::{
-    io,
-    net::{IpAddr, SocketAddr},
-    sync::Arc,
-};
+use std::{io, net::SocketAddr, sync::Arc};
 
 use ipnet::IpNet;
 use prometheus_client::registry::Registry;
@@ -54,9 +50,9 @@ pub(super) struct Proxy {
     pub(super) node_name: Arc<str>,
     /// `None`: a folder of manifests. It need not tell all that a kube-proxy serves, and its Node is followed as it changes.
     source_state: Option<SourceState>,
-    /// The address at which the API server is dialled; None if it is a name, or there is a proxy in
-    /// between.
-    pub(super) server: Option<IpAddr>,
+    /// The address and port at which the API server is dialled; None if it has a name, or there is a
+    /// proxy in between.
+    pub(super) server: Option<SocketAddr>,
     pub(super) events: Recorder,
     health: Arc<SharedHealth>,
     heartbeats: Heartbeats,

@@ -1,6 +1,6 @@
 //! Where Services come from: the API server or a folder of manifests.
 
-use std::{net::IpAddr, sync::Arc};
+use std::{net::SocketAddr, sync::Arc};
 
 use anyhow::Context as _;
 use tokio::sync::{mpsc, watch};
@@ -41,8 +41,8 @@ impl Source {
         Ok(Recorder::new(kubernetes.api(), Arc::clone(node_name), &host.to_string_lossy()))
     }
 
-    /// The address at which the API server is dialled, if it is known.
-    pub(super) fn server_address(&self) -> Option<IpAddr> {
+    /// The address and port at which the API server is dialled, if they are known.
+    pub(super) fn server_address(&self) -> Option<SocketAddr> {
         match self {
             Self::Kubernetes(kubernetes) => kubernetes.server_address(),
             Self::Manifests(_) => None,

@@ -539,7 +539,7 @@ fn health_checks_count_ready_endpoints_of_this_node() {
 /// The API server's Service, with an endpoint, in a node whose process dials the API server at this
 /// address.
 fn with_server(server: &str) -> Model {
-    let mut model = Model::new(HERE).keeping_endpoints_of(Some(ip(server)));
+    let mut model = Model::new(HERE).keeping_endpoints_of(Some(server.parse().unwrap()));
     model.apply_service(service("default/kubernetes", &["10.96.0.1"]).load_balancer_ip("192.0.2.100"));
     model.apply_slice(slice("default/kubernetes", "kubernetes", vec![remote("192.0.2.1")]));
     model.take_changes();
@@ -555,10 +555,12 @@ fn with_server(server: &str) -> Model {
 )]
 fn the_service_that_the_api_server_is_dialled_through_keeps_its_last_endpoints(#[case] gone: Update) {
     for (server, expected) in [
-        ("10.96.0.1", &["192.0.2.1:8080"][..]),
-        ("192.0.2.100", &["192.0.2.1:8080"]),
+        ("10.96.0.1:80", &["192.0.2.1:8080"][..]),
+        ("192.0.2.100:80", &["192.0.2.1:8080"]),
         // Nobody needs this Service to reach the API server.
-        ("192.0.2.1", &[]),
+        ("192.0.2.1:80", &[]),
+        // A load balancer of the API server may lead other ports to other Services.
+        ("192.0.2.100:6443", &[]),
     ] {
         let mut model = with_server(server);
         model.update(gone.clone());

@@ -26,10 +26,11 @@ mod watchers;
 mod wire;
 
 use std::{
-    net::IpAddr,
+    net::{IpAddr, SocketAddr},
     sync::{Arc, atomic::AtomicBool},
 };
 
+use http::Uri;
 use tokio::sync::{mpsc, watch};
 
 use self::{
@@ -62,7 +63,7 @@ impl Api {
 /// The watchers, ready to run.
 pub struct Kubernetes {
     server: String,
-    server_address: Option<IpAddr>,
+    server_address: Option<SocketAddr>,
     connection: Arc<ApiConnection>,
     node_name: Arc<str>,
     state: SourceState,
@@ -87,8 +88,7 @@ impl Kubernetes {
         }
         // The kubeconfig may name a proxy, which is dialled in the server's place.
         let dialled = loaded.client.proxy_url.is_none().then_some(&loaded.client.cluster_url);
-        let server_address =
-            dialled.and_then(|url| url.host()?.trim_matches(['[', ']']).parse::<IpAddr>().ok());
+        let server_address = dialled.and_then(socket_address);
         let variable = |name: &str| std::env::var(name).ok();
         if let Some((name, proxy)) = dialled.and_then(|url| ignored_proxy(url, variable)) {
             tracing::warn!(
@@ -124,9 +124,9 @@ impl Kubernetes {
         &self.server
     }
 
-    /// The address at which the API server is dialled; None if it is a name, or there is a proxy in
-    /// between.
-    pub fn server_address(&self) -> Option<IpAddr> {
+    /// The address and port at which the API server is dialled; None if it has a name, or there is a
+    /// proxy in between.
+    pub fn server_address(&self) -> Option<SocketAddr> {
         self.server_address
     }
 
@@ -158,6 +158,13 @@ impl Kubernetes {
     }
 }
 
+/// Returns the address and port of a URL; None if its host is a name.
+fn socket_address(url: &Uri) -> Option<SocketAddr> {
+    let address: IpAddr = url.host()?.trim_matches(['[', ']']).parse().ok()?;
+    let default = if url.scheme_str() == Some("http") { 80 } else { 443 };
+    Some((address, url.port_u16().unwrap_or(default)).into())
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs;
@@ -167,8 +174,10 @@ mod tests {
     use super::*;
 
     #[rstest]
-    #[case::ipv4("https://10.96.0.1:443", "", Some("10.96.0.1"))]
-    #[case::ipv6("https://[fd00::1]:6443", "", Some("fd00::1"))]
+    #[case::ipv4("https://10.96.0.1:443", "", Some("10.96.0.1:443"))]
+    #[case::ipv6("https://[fd00::1]:6443", "", Some("[fd00::1]:6443"))]
+    #[case::default_port("https://10.96.0.1", "", Some("10.96.0.1:443"))]
+    #[case::default_port_without_tls("http://10.96.0.1", "", Some("10.96.0.1:80"))]
     #[case::name("https://kubernetes.default.svc", "", None)]
     #[case::behind_a_proxy("https://10.96.0.1", "proxy-url: 'http://192.0.2.1:3128'", None)]
     fn the_address_that_is_dialled(

@@ -263,7 +263,7 @@ async fn a_watch_that_is_heard_of_is_not_replaced() {
     let mut world = World::start();
     let watch = world.watch(Version::HTTP_11).await;
     for version in 8..20 {
-        sleep(Duration::from_secs(30)).await;
+        sleep(Duration::from_secs(29)).await;
         watch.send(bookmark(version, false)).unwrap();
     }
     assert!(world.requests.is_empty());

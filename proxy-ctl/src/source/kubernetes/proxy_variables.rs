@@ -16,8 +16,9 @@ pub(super) fn ignored_proxy(
     server: &Uri,
     variable: impl Fn(&str) -> Option<String>,
 ) -> Option<(&'static str, String)> {
-    let either =
-        |upper: &str| variable(upper).or_else(|| variable(&upper.to_lowercase())).unwrap_or_default();
+    // Go takes the first one that is not empty.
+    let set = |name: &str| variable(name).filter(|value| !value.is_empty());
+    let either = |upper: &str| set(upper).or_else(|| set(&upper.to_lowercase())).unwrap_or_default();
     let name = if server.scheme_str() == Some("http") { "HTTP_PROXY" } else { "HTTPS_PROXY" };
     let matcher = Matcher::builder().all(either(name)).no(either("NO_PROXY")).build();
     let host = server.host()?.trim_matches(['[', ']']);
@@ -40,6 +41,7 @@ mod tests {
     #[case::none("https://10.0.0.1:6443", &[], false)]
     #[case::for_https("https://10.0.0.1:6443", &[PROXY], true)]
     #[case::in_lower_case("https://10.0.0.1:6443", &[("https_proxy", PROXY.1)], true)]
+    #[case::empty_in_upper_case("https://10.0.0.1:6443", &[("HTTPS_PROXY", ""), ("https_proxy", PROXY.1)], true)]
     #[case::for_http_only("https://10.0.0.1:6443", &[("HTTP_PROXY", PROXY.1)], false)]
     #[case::server_without_tls("http://10.0.0.1:8080", &[PROXY], false)]
     #[case::exempt_by_network("https://10.0.0.1:6443", &[PROXY, ("NO_PROXY", "example.org,10.0.0.0/8")], false)]

@@ -46,10 +46,10 @@ impl HealthPages {
     /// in the log and in `status`.
     fn unready(&self) -> Vec<String> {
         let unprogrammed = self.health.lock().unprogrammed();
-        let fails = |kind: &ResourceKind| self.sources.as_ref().is_some_and(|of| of.problem(*kind).is_some());
-        let unlisted = [ResourceKind::Services, ResourceKind::EndpointSlices].into_iter().filter(fails);
-        let unlisted = unlisted.map(|kind| format!("sources failed: {} cannot be watched", kind.plural()));
-        unprogrammed.map(|why| format!("programmed failed: {why}")).into_iter().chain(unlisted).collect()
+        let is_stale = |kind: &ResourceKind| self.sources.as_ref().is_some_and(|of| of.is_stale(*kind));
+        let stale = [ResourceKind::Services, ResourceKind::EndpointSlices].into_iter().filter(is_stale);
+        let stale = stale.map(|kind| format!("sources failed: {} cannot be watched", kind.plural()));
+        unprogrammed.map(|why| format!("programmed failed: {why}")).into_iter().chain(stale).collect()
     }
 }
 

@@ -178,6 +178,11 @@ async fn readyz_says_whether_everything_listed_is_programmed() {
     assert_eq!(readyz().await, (503, unlisted.to_owned()));
     servers.sources.listed(ResourceKind::EndpointSlices, ListMethod::Whole, 1);
     assert_eq!(readyz().await.0, 200);
+    // What was listed is served while the API server is away.
+    servers
+        .sources
+        .failed(ResourceKind::EndpointSlices, &Failure::new(FailureReason::Unreachable, "refused"));
+    assert_eq!(readyz().await.0, 200);
 }
 
 #[tokio::test]

@@ -7,7 +7,7 @@ use crate::source::schema::meta::Status;
 
 /// The longest delay that the API server, or a proxy in front of it, can ask for. A node follows
 /// nothing meanwhile.
-const LONGEST_RETRY_AFTER: Duration = Duration::from_secs(300);
+pub(super) const LONGEST_RETRY_AFTER: Duration = Duration::from_secs(300);
 
 /// Why a list or watch failed: the label of the error counter, and what state changes are judged by.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]

@@ -9,9 +9,12 @@ use std::{
 use tracing::{debug, error, info, warn};
 
 use super::{
-    failure::{Failure, FailureReason},
+    failure::{Failure, FailureReason, LONGEST_RETRY_AFTER},
     kind::{ResourceKind, Verb},
 };
+
+/// A kind that has failed for this long is stale. An API server that asks for a delay makes none so.
+const STALE_AFTER: Duration = LONGEST_RETRY_AFTER.saturating_add(Duration::from_secs(60));
 
 /// Of all kinds that are watched, or would be if the API server allowed it.
 #[derive(Debug, Default)]
@@ -19,10 +22,19 @@ pub(super) struct Health(pub(super) BTreeMap<ResourceKind, KindHealth>);
 
 #[derive(Debug, Default)]
 pub(super) struct KindHealth {
-    /// Why the kind is not being watched now, for people.
-    pub(super) problem: Option<String>,
+    /// Why the kind is not being watched now. None while it is.
+    problem: Option<Problem>,
+    /// True if the kind was listed.
+    was_listed: bool,
     failing: Option<Failing>,
     was_watched: bool,
+}
+
+#[derive(Debug)]
+struct Problem {
+    /// The last failure, for people.
+    message: String,
+    since: Instant,
 }
 
 #[derive(Debug)]
@@ -32,6 +44,34 @@ struct Failing {
     attempts: u32,
     /// At more than debug level.
     is_logged: bool,
+}
+
+impl KindHealth {
+    pub(super) fn problem(&self) -> Option<&str> {
+        self.problem.as_ref().map(|problem| problem.message.as_str())
+    }
+
+    /// Notes that the API server was heard from. The first time is a list.
+    pub(super) fn heard_from(&mut self) {
+        self.problem = None;
+        self.was_listed = true;
+    }
+
+    pub(super) fn failed(&mut self, message: String, now: Instant) {
+        let since = self.problem.take().map_or(now, |problem| problem.since);
+        self.problem = Some(Problem { message, since });
+    }
+
+    /// Returns true if the kind cannot be relied upon: it was never listed, it may not be listed, or
+    /// it has failed for long. A failure that is young changes nothing, because what was listed is
+    /// served meanwhile.
+    pub(super) fn is_stale(&self, denied: &[Verb], now: Instant) -> bool {
+        self.problem.as_ref().is_some_and(|problem| {
+            !self.was_listed
+                || denied.contains(&Verb::List)
+                || now.saturating_duration_since(problem.since) >= STALE_AFTER
+        })
+    }
 }
 
 impl Health {
@@ -127,6 +167,7 @@ fn log(kind: ResourceKind, failure: &Failure, denied: &[Verb], retry_in: Duratio
 
 #[cfg(test)]
 mod tests {
+    use rstest::rstest;
     use tracing::level_filters::LevelFilter;
     use tracing_subscriber::fmt::format;
 
@@ -144,6 +185,33 @@ mod tests {
             health.0.entry(kind).or_default();
         }
         capture::logged(format().without_time(), LevelFilter::INFO, || work(&mut health))
+    }
+
+    #[rstest]
+    #[case::never_listed(false, &[], 0, true)]
+    #[case::young_failure(true, &[], 0, false)]
+    #[case::as_long_as_a_server_may_ask_to_wait(true, &[], 300, false)]
+    #[case::old_failure(true, &[], 360, true)]
+    #[case::list_denied(true, &[Verb::List], 0, true)]
+    #[case::watch_denied(true, &[Verb::Watch], 0, false)]
+    fn a_kind_that_fails_is_stale(
+        #[case] was_listed: bool,
+        #[case] denied: &[Verb],
+        #[case] seconds: u64,
+        #[case] expected: bool,
+    ) {
+        let mut health = KindHealth::default();
+        if was_listed {
+            health.heard_from();
+        }
+        let began = Instant::now();
+        assert!(!health.is_stale(denied, began), "nothing has failed");
+        let now = began + Duration::from_secs(seconds);
+        health.failed("connection refused".to_owned(), began);
+        health.failed("connection reset".to_owned(), now);
+        assert_eq!(health.is_stale(denied, now), expected);
+        health.heard_from();
+        assert!(!health.is_stale(denied, now), "it was heard again");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError, atomic::AtomicU64},
-    time::{Duration, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use prometheus_client::{
@@ -140,7 +140,14 @@ impl SourceState {
 
     /// Why the resource is not being watched now, for people.
     pub fn problem(&self, kind: ResourceKind) -> Option<String> {
-        self.health().0.get(&kind)?.problem.clone()
+        self.health().0.get(&kind)?.problem().map(str::to_owned)
+    }
+
+    /// Returns true if what is known of the kind cannot be relied upon: it was never listed, it may
+    /// not be listed, or it has not been watched for six minutes.
+    pub fn is_stale(&self, kind: ResourceKind) -> bool {
+        let denied = self.denied(kind);
+        self.health().0.get(&kind).is_some_and(|health| health.is_stale(&denied, Instant::now()))
     }
 
     /// The verbs that RBAC does not allow. Without `watch` a resource is listed again and again.
@@ -217,7 +224,7 @@ impl SourceState {
         self.connected.get_or_create(&labels).set(1);
         self.last_event.get_or_create(&labels).set(now);
         if let Some(health) = self.health().0.get_mut(&kind) {
-            health.problem = None;
+            health.heard_from();
         }
     }
 
@@ -227,7 +234,7 @@ impl SourceState {
         // A kind that the API server does not have is not reported.
         if let Some(health) = self.health().0.get_mut(&kind) {
             self.connected.get_or_create(&of(kind)).set(0);
-            health.problem = Some(failure.message.clone());
+            health.failed(failure.message.clone(), Instant::now());
         }
     }
 

@@ -83,7 +83,7 @@ impl ApiAnswer {
         })
     }
 
-    /// Returns true if it came over HTTP/2, whose pings prove the connection end to end.
+    /// Returns true if it came over HTTP/2, whose pings prove the connection.
     pub(super) fn is_pinged(&self) -> bool {
         self.is_pinged
     }
@@ -147,7 +147,7 @@ pub(super) struct Events {
 }
 
 impl Events {
-    /// Returns true if the events come over HTTP/2, whose pings prove the connection end to end.
+    /// Returns true if the events come over HTTP/2, whose pings prove the connection.
     pub(super) fn is_pinged(&self) -> bool {
         self.is_pinged
     }

@@ -1,9 +1,10 @@
 //! Connections to the API server: how one is made, how a dead one is noticed, how a node moves.
 //!
 //! HTTP/2 is used wherever the server offers it, as client-go does. All watches share one
-//! connection, and a ping proves it end to end, which TCP keepalive cannot: a load balancer in
-//! between answers that itself. Over HTTP/1.1 a connection cannot be proven while a watch occupies
-//! it, so the watcher replaces a silent watch.
+//! connection, and a ping proves it as far as HTTP/2 goes. A load balancer that passes bytes on
+//! answers TCP keepalive itself, but no pings. One that ends HTTP/2 itself answers pings too: what
+//! is lost behind it shows by missing bookmarks only. Over HTTP/1.1 a connection cannot be proven
+//! while a watch occupies it, so the server is asked to end each watch soon.
 
 use std::{
     sync::{Mutex, PoisonError},

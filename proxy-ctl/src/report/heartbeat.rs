@@ -1,6 +1,10 @@
-//! Signs of life of the loops that run as long as the process. A loop that gives none for
-//! [`STUCK_AFTER`] is in a call that does not return, which only a new process ends. Everything
-//! else that goes wrong is tried again by the process itself.
+//! Signs of life of the controller's loop and of the tasks that run beside it. A loop that gives
+//! none for [`STUCK_AFTER`] is in a call that does not return, which only a new process ends.
+//! Everything else that goes wrong is tried again by the process itself.
+//!
+//! A task that begins others vouches for its own thread only. The task "sources" is one: each kind
+//! of the API server is watched by a task of its own, and "sources" waits for the first of them to
+//! end. A watcher that blocks its thread is not found here; the metrics show that its kind is stale.
 
 use std::{
     collections::BTreeMap,

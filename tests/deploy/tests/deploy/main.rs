@@ -25,7 +25,8 @@ fn main() -> ExitCode {
             chart: the_chart_renders_the_manifests, a_changed_configuration_is_a_rolling_update, an_uninstallation_waits_for_clean_nodes, wrong_values_are_refused,
                 the_nodes_modules_are_mounted_where_they_are_wanted,
                 the_chart_follows_its_values, the_oldest_kubernetes_knows_every_field;
-            monitoring: the_dashboard_opens_without_editing, rules_fire_when_they_should;
+            monitoring: the_dashboard_opens_without_editing, the_pod_monitor_keeps_the_labels_of_the_metrics,
+                rules_fire_when_they_should;
             objects: the_api_server_accepts_everything;
             monitoring: rules_and_dashboard_name_metrics_that_exist;
             objects: kubeadm_is_patched_and_restored;

@@ -24,6 +24,9 @@ const METRICS: &str = "127.0.0.1:10249";
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Prometheus makes this one itself, of each target.
 const OF_THE_SCRAPE: &str = "up";
+/// Labels by which rules and dashboard tell targets apart. `namespace` is missing here: metrics of a
+/// Service have the Service's.
+const OF_THE_TARGET: [&str; 6] = ["job", "instance", "pod", "container", "endpoint", "node"];
 
 fn dashboard() -> Result<Value> {
     serde_json::from_str(&files::text("chart/files/dashboard.json")?).context("dashboard.json")
@@ -102,6 +105,19 @@ pub(super) fn the_dashboard_opens_without_editing((): &mut ()) -> Result<()> {
     Ok(())
 }
 
+/// Without honorLabels, the label namespace of a Service's metrics becomes `exported_namespace`, and
+/// the rules would name the namespace of the proxy's pod.
+pub(super) fn the_pod_monitor_keeps_the_labels_of_the_metrics((): &mut ()) -> Result<()> {
+    let objects = files::objects("monitoring")?;
+    let monitor = files::of_kind(&objects, "PodMonitor")?;
+    let endpoints = monitor["spec"]["podMetricsEndpoints"].as_array().context("podMetricsEndpoints")?;
+    ensure!(!endpoints.is_empty(), "the PodMonitor scrapes nothing");
+    for endpoint in endpoints {
+        ensure!(endpoint["honorLabels"] == true, "{endpoint}");
+    }
+    Ok(())
+}
+
 pub(super) fn rules_fire_when_they_should((): &mut ()) -> Result<()> {
     let promtool = Tool::Promtool.path().map_err(skip)?;
     let folder = tempfile::tempdir().context("making a folder")?;
@@ -164,6 +180,11 @@ pub(super) fn rules_and_dashboard_name_metrics_that_exist((): &mut ()) -> Result
     let exposition = exposition()?;
     let declared = promql::declared(&exposition);
     ensure!(declared.contains("proxy_build_info"), "that is no exposition: {exposition}");
+    // The PodMonitor's honorLabels would let such a label take the place of the target's.
+    for label in OF_THE_TARGET {
+        let has_label = [format!("{{{label}=\""), format!(",{label}=\"")];
+        ensure!(!has_label.iter().any(|text| exposition.contains(text)), "a metric has the label {label}");
+    }
     let mut missing = BTreeSet::new();
     for expression in rules()?.into_iter().map(|(_, expression)| expression).chain(expressions(&dashboard()?))
     {

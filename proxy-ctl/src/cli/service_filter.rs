@@ -22,8 +22,6 @@ pub(super) enum NotAService {
     Address,
     #[error("a Service is named NAMESPACE/NAME, or NAME alone, and has at most one slash")]
     Slashes,
-    #[error("after the colon stands the name of a port, as in web:http, and not its number")]
-    PortNumber,
     #[error(
         "a Service is named NAMESPACE/NAME, or NAME alone, with :PORT for one port; one of these parts is empty"
     )]
@@ -45,10 +43,6 @@ impl FromStr for ServiceFilter {
         }
         if name.is_empty() || [namespace, port].contains(&Some("")) {
             return Err(NotAService::Empty);
-        }
-        // A port's name has a letter.
-        if port.is_some_and(|port| port.bytes().all(|byte| byte.is_ascii_digit())) {
-            return Err(NotAService::PortNumber);
         }
         let owned = str::to_owned;
         Ok(Self {
@@ -72,6 +66,12 @@ impl ServiceFilter {
             && self.namespace.as_ref().is_none_or(|wanted| wanted == namespace)
             && self.port.as_ref().is_none_or(|wanted| wanted == port)
     }
+
+    /// Returns true if the part after the colon may be meant as a port's number. The API server
+    /// accepts a number as a port's name too.
+    pub(super) fn may_name_port_by_number(&self) -> bool {
+        self.port.as_ref().is_some_and(|port| port.bytes().all(|byte| byte.is_ascii_digit()))
+    }
 }
 
 #[cfg(test)]
@@ -91,12 +91,20 @@ mod tests {
         assert_eq!(wanted.matches("kube-system", "kube-dns", "dns"), found);
     }
 
+    /// The name of a port is a label of DNS-1123, so it may be digits alone.
+    #[rstest]
+    #[case::that_number("web:80", true)]
+    #[case::another_number("web:8080", false)]
+    fn a_port_may_be_named_by_digits(#[case] wanted: ServiceFilter, #[case] found: bool) {
+        assert_eq!(wanted.matches("default", "web", "80"), found);
+        assert!(wanted.may_name_port_by_number());
+    }
+
     #[rstest]
     #[case::address("10.96.0.16", NotAService::Address)]
     #[case::address_and_port("10.96.0.16:80", NotAService::Address)]
     #[case::ipv6_address("fd00:10:96::a", NotAService::Address)]
     #[case::two_slashes("a/b/c", NotAService::Slashes)]
-    #[case::port_number("web:80", NotAService::PortNumber)]
     #[case::no_name("default/", NotAService::Empty)]
     #[case::no_namespace("/web", NotAService::Empty)]
     #[case::no_port("web:", NotAService::Empty)]

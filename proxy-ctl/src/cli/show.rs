@@ -99,9 +99,14 @@ pub(super) fn ensure_served(wanted: &ServiceFilter, services: &[ServiceSnapshot]
         !services.iter().any(|service| service.name.service.namespace.is_empty()),
         "{wanted} cannot be found by its name: IPVS keeps no names of Services; `proxy-ctl services` lists addresses"
     );
+    let hint = if wanted.may_name_port_by_number() {
+        ". After the colon stands the name of a port, as in web:http, and not its number"
+    } else {
+        ""
+    };
     anyhow::ensure!(
         services.iter().any(|service| is_wanted(&service.name)),
-        "{wanted} is not served on this node; `proxy-ctl services` lists what is"
+        "{wanted} is not served on this node; `proxy-ctl services` lists what is{hint}"
     );
     Ok(())
 }
@@ -335,9 +340,12 @@ mod tests {
         for served in ["web", "default/web", "web:http"] {
             assert_eq!(refusal(served), None);
         }
-        for absent in ["nosuch", "kube-system/web", "web:https"] {
+        for (absent, is_number) in
+            [("nosuch", false), ("kube-system/web", false), ("web:https", false), ("web:80", true)]
+        {
             let told = refusal(absent).unwrap();
             assert!(told.starts_with(&format!("{absent} is not served on this node")), "{told}");
+            assert_eq!(told.contains("and not its number"), is_number, "{told}");
         }
         assert!(ensure_served(&"web".parse().unwrap(), &[]).is_err(), "nothing is programmed");
     }

@@ -27,7 +27,7 @@ use crate::{
 #[derive(Debug)]
 enum Trial {
     Passed(Vec<IpFamily>),
-    /// This process may make no network namespace, or no thread.
+    /// Nothing is known of the kernel: there was no network namespace, no thread, or no run of the tool.
     NotMade(io::Error),
     Refused(IpFamily, ToolError),
 }
@@ -45,7 +45,11 @@ fn make(tools: impl FnOnce() -> Vec<(IpFamily, Tools)> + Send) -> Trial {
         let tools = tools();
         for (family, tools) in &tools {
             if let Err(error) = tools.restore(&rules(*family, tools.has_random_fully())) {
-                return Trial::Refused(*family, error);
+                return match error {
+                    ToolError::Failed { .. } => Trial::Refused(*family, error),
+                    // A lock that others hold, or a process that cannot be made, is no answer of the kernel.
+                    ToolError::Busy { .. } | ToolError::Run { .. } => Trial::NotMade(io::Error::other(error)),
+                };
             }
         }
         Trial::Passed(tools.into_iter().map(|(family, _)| family).collect())
@@ -61,6 +65,10 @@ fn make(tools: impl FnOnce() -> Vec<(IpFamily, Tools)> + Send) -> Trial {
 fn answer(trial: Trial) -> Requirement {
     let mut requirement = Requirement::new("iptablesRules", "rules on trial", serde_json::Value::Null);
     match trial {
+        Trial::Passed(families) if families.is_empty() => requirement.missing.push(
+            "no family can be served by iptables: the tools of IPv4 are missing, and IPv6 is missing, or its nat table"
+                .to_owned(),
+        ),
         Trial::Passed(families) => {
             let names: Vec<_> = families.iter().map(|family| family.name()).collect();
             requirement.found = names.join(", ").into();
@@ -177,6 +185,30 @@ mod tests {
     }
 
     #[test]
+    /// Exit status 4 is how iptables says that another process holds /run/xtables.lock.
+    #[rstest]
+    #[case::lock_is_held(Some("#!/bin/sh\nexit 4\n"))]
+    #[case::no_such_program(None)]
+    #[ignore = "needs root"]
+    fn as_root_a_tool_that_did_not_ask_the_kernel_refuses_nothing(#[case] script: Option<&str>) {
+        let folder = tempfile::tempdir().unwrap();
+        let restore = folder.path().join("iptables-restore");
+        if let Some(script) = script {
+            fs::write(&restore, script).unwrap();
+            fs::set_permissions(&restore, fs::Permissions::from_mode(0o755)).unwrap();
+        }
+        let tools = Tools::of_programs(restore.clone(), restore);
+        let requirement = answer(make(|| vec![(IpFamily::Ipv4, tools)]));
+        assert_eq!(requirement.missing, [""; 0]);
+        assert!(requirement.found.as_str().unwrap().starts_with("not tried: "), "{requirement:?}");
+    }
+
+    #[test]
+    fn a_node_without_a_family_that_can_be_served_cannot_run_the_mode() {
+        let requirement = answer(Trial::Passed(Vec::new()));
+        assert_eq!(requirement.missing.len(), 1, "{requirement:?}");
+    }
+
     fn a_trial_that_cannot_be_made_is_no_obstacle() {
         let requirement = answer(Trial::NotMade(io::ErrorKind::PermissionDenied.into()));
         assert_eq!(requirement.missing, [""; 0]);

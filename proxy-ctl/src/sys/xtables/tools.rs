@@ -198,11 +198,17 @@ fn finish(program: &Path, child: Child) -> Result<(), ToolError> {
         return Ok(());
     }
     let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
-    Err(if output.status.code() == Some(RESOURCE_PROBLEM) && named_line(&said).is_none() {
+    Err(if output.status.code() == Some(RESOURCE_PROBLEM) && !tells_of_the_kernel(&said) {
         ToolError::Busy { program, said }
     } else {
         ToolError::Failed { program, status: output.status, said }
     })
+}
+
+/// Returns true for an answer of the kernel. iptables-nft ends with the exit status of a held lock also
+/// if the kernel refuses a line, or has no nf_tables and so no rule set either.
+fn tells_of_the_kernel(said: &str) -> bool {
+    named_line(said).is_some() || said.contains("rule set generation id")
 }
 
 fn on_path(name: &str) -> Option<PathBuf> {
@@ -232,6 +238,18 @@ mod tests {
     #[case::lock("Another app is currently holding the xtables lock; waited 5s", None)]
     fn lines_that_the_tools_name(#[case] said: &str, #[case] line: Option<usize>) {
         assert_eq!(named_line(said), line);
+    }
+
+    #[rstest]
+    #[case::refused("iptables-restore v1.8.9 (nf_tables): \nline 431: RULE_APPEND failed", true)]
+    #[case::no_nf_tables(
+        "iptables-restore v1.8.9 (nf_tables): Could not fetch rule set generation id: Invalid argument",
+        true
+    )]
+    #[case::lock("Another app is currently holding the xtables lock; waited 5s", false)]
+    #[case::no_memory("iptables-restore: Resource temporarily unavailable.", false)]
+    fn what_is_an_answer_of_the_kernel(#[case] said: &str, #[case] expected: bool) {
+        assert_eq!(tells_of_the_kernel(said), expected);
     }
 
     #[rstest]

@@ -39,8 +39,8 @@ pub(super) struct BaseRules {
     pub(super) martians: Option<String>,
 }
 
-/// Abilities of the tools and the kernel. They do not change after the first write.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+/// Abilities of the tools and the kernel. Parameters of the node may change them at any time.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(super) struct Abilities {
     /// MASQUERADE knows `--random-fully`.
     pub(super) random_fully: bool,
@@ -48,6 +48,8 @@ pub(super) struct Abilities {
     pub(super) drop_invalid: bool,
     /// Packets are counted by nfacct, as far as invalid ones are dropped.
     pub(super) counts_packets: bool,
+    /// Neighbours reach 127.0.0.0/8 unless a rule forbids it (`route_localnet`, CVE-2020-8558).
+    pub(super) routes_localnet: bool,
 }
 
 /// Matches everything, and counts it.
@@ -97,7 +99,9 @@ impl BaseRules {
         ];
         chains.extend(Table::ALL.map(|table| chain(table, names::CANARY, &[])));
         let serves_localhost = serves_localhost(family, host);
-        let martians = serves_localhost.then(|| {
+        // The parameter stays set when node ports are no longer served on 127.0.0.1.
+        let is_open = serves_localhost || family == IpFamily::Ipv4 && abilities.routes_localnet;
+        let martians = is_open.then(|| {
             format!(
                 "! -s 127.0.0.0/8 -d 127.0.0.0/8 {} -m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT -j DROP",
                 why("block incoming localnet connections")

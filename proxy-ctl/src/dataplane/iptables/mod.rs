@@ -105,9 +105,9 @@ fn try_route_localnet() {
 #[derive(Debug)]
 pub struct IptablesDataplane {
     writers: Vec<Writer>,
-    /// The node is set up after the mode is opened: what rules may ask of it is looked up before
-    /// the first write.
-    is_prepared: bool,
+    /// The kernel has packet counters. It is empty before the first write: the node is set up after
+    /// the mode is opened.
+    has_counters: Option<bool>,
     _lock: NamespaceLock,
 }
 
@@ -117,22 +117,54 @@ impl IptablesDataplane {
         let lock = lock(Mode::Iptables)?;
         let writer = |(family, tools): (IpFamily, Tools)| {
             let random_fully = tools.has_random_fully();
-            let abilities = Abilities { random_fully, drop_invalid: false, counts_packets: false };
+            let abilities = Abilities { random_fully, ..Abilities::default() };
             Writer::new(family, tools, abilities)
         };
         let writers = families(backend).into_iter().map(writer).collect();
-        Ok(Self { writers, is_prepared: false, _lock: lock })
+        Ok(Self { writers, has_counters: None, _lock: lock })
     }
 
+    /// Looks up what rules ask of the node. Its parameters follow the configuration while this runs.
     fn prepare(&mut self) -> Result<(), Error> {
-        let has_counters = make_counters()?;
-        if !has_counters {
-            tracing::info!("packets are not counted: the kernel has no CONFIG_NETFILTER_NETLINK_ACCT");
-        }
-        let drop_invalid = !is_liberal()?;
-        self.writers.iter_mut().for_each(|writer| writer.prepare(drop_invalid, has_counters));
-        self.is_prepared = true;
+        let has_counters = match self.has_counters {
+            Some(known) => known,
+            None => {
+                let has_counters = make_counters()?;
+                if !has_counters {
+                    tracing::info!(
+                        "packets are not counted: the kernel has no CONFIG_NETFILTER_NETLINK_ACCT"
+                    );
+                }
+                has_counters
+            }
+        };
+        let parameters = Parameters::read()?;
+        self.has_counters = Some(has_counters);
+        self.writers.iter_mut().for_each(|writer| writer.prepare(parameters, has_counters));
         Ok(())
+    }
+}
+
+/// Kernel parameters that rules rest on.
+#[derive(Clone, Copy, Debug)]
+struct Parameters {
+    /// Conntrack takes packets outside of the window for valid. It is false before conntrack is loaded.
+    is_liberal: bool,
+    routes_localnet: bool,
+}
+
+impl Parameters {
+    fn read() -> Result<Self, Error> {
+        Ok(Self { is_liberal: is_set(BE_LIBERAL)?, routes_localnet: is_set(ROUTE_LOCALNET)? })
+    }
+}
+
+/// Returns false for a parameter that the kernel does not have.
+fn is_set(path: &'static str) -> Result<bool, Error> {
+    match fs::read_to_string(path) {
+        Ok(value) => Ok(value.trim() != "0"),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(source) => Err(Error::File { path, source }),
     }
 }
 
@@ -162,15 +194,6 @@ fn families(backend: Backend) -> Vec<(IpFamily, Tools)> {
         (is_there && can_translate()).then_some((family, tools))
     };
     IpFamily::ALL.into_iter().filter_map(find).collect()
-}
-
-/// Conntrack takes packets outside of the window for valid. Not known before it is loaded: then it is not.
-fn is_liberal() -> Result<bool, Error> {
-    match fs::read_to_string(BE_LIBERAL) {
-        Ok(value) => Ok(value.trim() != "0"),
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(source) => Err(Error::File { path: BE_LIBERAL, source }),
-    }
 }
 
 /// What is programmed, read by the tools.
@@ -271,17 +294,19 @@ impl Dataplane for IptablesDataplane {
     }
 
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, super::Error> {
-        if !self.is_prepared {
-            self.prepare()?;
-        }
+        self.prepare()?;
         self.in_each(|writer| writer.resync(desired))
     }
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, super::Error> {
+        let is_prepared = self.has_counters.is_some();
+        if is_prepared {
+            self.prepare()?;
+        }
         let applied = self.in_each(|writer| writer.set_host(host))?;
         // nodePortAddresses may have changed since the mode was opened. The rules that keep
         // neighbours out are there by now.
-        if self.is_prepared && serves_localhost(IpFamily::Ipv4, host) {
+        if is_prepared && serves_localhost(IpFamily::Ipv4, host) {
             try_route_localnet();
         }
         Ok(applied)

@@ -23,7 +23,8 @@ mod kernel;
 mod layout;
 mod read_back;
 
-const ABLE: Abilities = Abilities { random_fully: true, drop_invalid: true, counts_packets: false };
+const ABLE: Abilities =
+    Abilities { random_fully: true, drop_invalid: true, counts_packets: false, routes_localnet: false };
 
 fn host() -> Host {
     Host {

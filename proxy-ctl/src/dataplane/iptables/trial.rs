@@ -135,7 +135,8 @@ fn rules(family: IpFamily, random_fully: bool) -> String {
     let ports =
         [port("served", FrontendKind::LoadBalancer, &[0, 1]), port("refused", FrontendKind::ClusterIp, &[])];
     // Packets are counted where that can be done.
-    let abilities = Abilities { random_fully, drop_invalid: true, counts_packets: false };
+    let abilities =
+        Abilities { random_fully, drop_invalid: true, counts_packets: false, routes_localnet: true };
     let mut script = Script::default();
     plan::base(&State::default(), &BaseRules::new(family, &host, abilities), &mut script);
     let settings = PortSettings::new(family, &host, abilities, true);
@@ -184,7 +185,6 @@ mod tests {
         );
     }
 
-    #[test]
     /// Exit status 4 is how iptables says that another process holds /run/xtables.lock.
     #[rstest]
     #[case::lock_is_held(Some("#!/bin/sh\nexit 4\n"))]
@@ -209,6 +209,7 @@ mod tests {
         assert_eq!(requirement.missing.len(), 1, "{requirement:?}");
     }
 
+    #[test]
     fn a_trial_that_cannot_be_made_is_no_obstacle() {
         let requirement = answer(Trial::NotMade(io::ErrorKind::PermissionDenied.into()));
         assert_eq!(requirement.missing, [""; 0]);

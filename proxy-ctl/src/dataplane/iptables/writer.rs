@@ -8,6 +8,7 @@ use std::{
 use rustc_hash::{FxHashMap, FxHashSet};
 
 use super::{
+    Parameters,
     base::{Abilities, BaseRules},
     error::Error,
     names,
@@ -139,10 +140,19 @@ impl Writer {
         }
     }
 
-    /// Tells what the node is set up for, before the first [`Self::resync`].
-    pub(super) fn prepare(&mut self, drop_invalid: bool, has_counters: bool) {
-        self.abilities.drop_invalid = drop_invalid;
-        self.abilities.counts_packets = drop_invalid && has_counters;
+    /// Follows the node's parameters. Rules that rest on other values are written again by the next
+    /// [`Self::resync`] or [`Self::set_host`].
+    pub(super) fn prepare(&mut self, parameters: Parameters, has_counters: bool) {
+        let Parameters { is_liberal, routes_localnet } = parameters;
+        if self.abilities.drop_invalid == is_liberal {
+            self.abilities.drop_invalid = !is_liberal;
+            self.abilities.counts_packets = !is_liberal && has_counters;
+            self.doubtful = true;
+        }
+        if self.abilities.routes_localnet != routes_localnet {
+            self.abilities.routes_localnet = routes_localnet;
+            self.doubtful = true;
+        }
     }
 
     pub(super) fn counts_packets(&self) -> bool {

@@ -640,11 +640,24 @@ fn as_root_loopback_is_routed_only_where_it_serves_node_ports(
     let mut dataplane = (ENTRY.open)(&config).unwrap();
     assert_eq!(found(), expected);
     // A changed file serves node ports on 127.0.0.1 from now on.
-    dataplane.set_host(&Host { node_port_addresses: [ip("192.168.0.2")].into(), ..host() }).unwrap();
+    let elsewhere = Host { node_port_addresses: [ip("192.168.0.2")].into(), ..host() };
+    dataplane.set_host(&elsewhere).unwrap();
     dataplane.resync(&[]).unwrap();
     assert_eq!(found(), expected);
     dataplane.set_host(&host()).unwrap();
     assert_eq!(found(), "1");
+    // It stays set when they are served there no longer, so that a flush must not open the node.
+    dataplane.set_host(&elsewhere).unwrap();
+    for table in ["nat", "filter", "mangle"] {
+        for step in ["-F", "-X"] {
+            assert!(tool(Backend::Nft, "", &format!("-t {table} {step}")).is_some());
+        }
+    }
+    dataplane.resync(&[]).unwrap();
+    let rules = saved(Backend::Nft);
+    for rule in ["-A INPUT -j KUBE-FIREWALL", "-A KUBE-FIREWALL ! -s 127.0.0.0/8 -d 127.0.0.0/8"] {
+        assert!(rules.iter().any(|line| line.contains(rule)), "{rule}: {rules:?}");
+    }
 }
 
 /// The node is set up after the mode is opened, and before anything is written.
@@ -663,7 +676,16 @@ fn as_root_packets_outside_of_the_window_are_dropped_unless_conntrack_is_liberal
     let mut dataplane = open(backend);
     fs::write(BE_LIBERAL, liberal).unwrap();
     dataplane.resync(&[]).unwrap();
-    assert_eq!(saved(backend).iter().any(|rule| rule.contains("--ctstate INVALID")), drops);
+    let are_dropped = || saved(backend).iter().any(|rule| rule.contains("--ctstate INVALID"));
+    assert_eq!(are_dropped(), drops);
+    // `conntrack.tcpBeLiberal` is changed while the proxy runs.
+    fs::write(BE_LIBERAL, if drops { "1" } else { "0" }).unwrap();
+    dataplane.resync(&[]).unwrap();
+    assert_eq!(are_dropped(), !drops, "at a comparison");
+    fs::write(BE_LIBERAL, liberal).unwrap();
+    dataplane.set_host(&host()).unwrap();
+    assert_eq!(are_dropped(), drops, "at a change of the node");
+    assert_eq!(dataplane.resync(&[]).unwrap(), NOTHING);
 }
 
 /// A comment is cut after 255 bytes, which may be in the middle of a character.

@@ -213,6 +213,24 @@ fn packets_to_node_ports_on_localhost(
     }
 }
 
+/// CVE-2020-8558: with route_localnet, neighbours reach what listens on 127.0.0.1.
+#[rstest]
+#[case::node_ports_on_localhost("127.0.0.1", false, IpFamily::Ipv4, true)]
+#[case::no_longer_on_localhost("192.168.0.2", true, IpFamily::Ipv4, true)]
+#[case::never_on_localhost("192.168.0.2", false, IpFamily::Ipv4, false)]
+#[case::no_such_parameter_of_ipv6("2001:db8::1", true, IpFamily::Ipv6, false)]
+fn neighbours_are_kept_from_localhost(
+    #[case] address: &str,
+    #[case] routes_localnet: bool,
+    #[case] family: IpFamily,
+    #[case] expected: bool,
+) {
+    let host = Host { node_port_addresses: [ip(address)].into(), ..host() };
+    let base = BaseRules::new(family, &host, Abilities { routes_localnet, ..ABLE });
+    let leads_there = base.jumps.iter().any(|jump| jump.rule == "-j KUBE-FIREWALL");
+    assert_eq!((base.martians.is_some(), leads_there), (expected, expected));
+}
+
 /// kube-proxy puts each of its jumps before all others, and those to KUBE-FIREWALL last.
 #[rstest]
 #[case("INPUT", &["KUBE-FIREWALL", "KUBE-PROXY-FIREWALL", "KUBE-NODEPORTS", "KUBE-EXTERNAL-SERVICES"])]

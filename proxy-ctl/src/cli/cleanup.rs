@@ -15,15 +15,15 @@ use crate::{
     sys::filesystem,
 };
 
-/// One thing that cannot be removed keeps no other; the error is kube-proxy's.
-///
 /// Cleans up with the `ipvs.excludeCIDRs` of the controller that runs or ran here.
 pub(super) fn of_record(args: &CleanupArgs, bpffs: &Path) -> anyhow::Result<()> {
     let record = Record::read(bpffs)?;
     cleanup(args, bpffs, &record.map(|record| record.keeps()).unwrap_or_default())
 }
 
-/// `keeps`: `ipvs.excludeCIDRs`.
+/// Removes what this proxy has programmed, and a former kube-proxy's rules if `args` ask for that.
+/// If one thing cannot be removed, the others still are; the error is the one that kube-proxy gives.
+/// `keeps` is `ipvs.excludeCIDRs`.
 pub(super) fn cleanup(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyhow::Result<()> {
     if !args.stay {
         return remove(args, bpffs, keeps);

@@ -146,18 +146,21 @@ impl Record {
     /// form, as another version may have left it, is no record.
     pub fn read(bpffs: &Path) -> Result<Option<Self>, UnreadableRecord> {
         for run in [runtime_folder(), PathBuf::from(RUN)] {
-            let path = Self::path(&run, bpffs);
-            match fs::read_to_string(&path) {
-                Ok(text) => {
-                    if let Ok(record) = serde_json::from_str(&text) {
-                        return Ok(Some(record));
-                    }
-                }
-                Err(source) if source.kind() == io::ErrorKind::NotFound => {}
-                Err(source) => return Err(UnreadableRecord { path, source }),
+            let record = Self::read_file(Self::path(&run, bpffs))?;
+            if record.is_some() {
+                return Ok(record);
             }
         }
         Ok(None)
+    }
+
+    fn read_file(path: PathBuf) -> Result<Option<Self>, UnreadableRecord> {
+        use io::ErrorKind::{IsADirectory, NotADirectory, NotFound};
+        match fs::read(&path) {
+            Ok(text) => Ok(serde_json::from_slice(&text).ok()),
+            Err(error) if matches!(error.kind(), NotFound | NotADirectory | IsADirectory) => Ok(None),
+            Err(source) => Err(UnreadableRecord { path, source }),
+        }
     }
 
     /// A reader finds the old or the new text, never half of it.
@@ -291,6 +294,8 @@ impl RecordInputs {
 
 #[cfg(test)]
 mod tests {
+    use rstest::rstest;
+
     use super::*;
 
     #[test]
@@ -312,6 +317,20 @@ mod tests {
         assert_eq!(serde_json::from_str::<Record>(&text).unwrap(), record);
         let older: Record = serde_json::from_str(r#"{"pid": 7, "mode": "ebpf"}"#).unwrap();
         assert_eq!((older.pid, older.keeps()), (7, Vec::new()));
+    }
+
+    #[rstest]
+    #[case::absent("nosuch/record.json")]
+    #[case::below_a_file("text/record.json")]
+    #[case::folder("folder")]
+    #[case::other_text("text")]
+    #[case::not_utf8("bytes")]
+    fn what_is_no_record_is_passed_over(#[case] name: &str) {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join("folder")).unwrap();
+        fs::write(folder.path().join("text"), "no record").unwrap();
+        fs::write(folder.path().join("bytes"), b"{\"mode\": \"\xff\"}").unwrap();
+        assert_eq!(Record::read_file(folder.path().join(name)).unwrap(), None);
     }
 
     #[test]

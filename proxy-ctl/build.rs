@@ -63,7 +63,8 @@ fn tell_commit() -> Result<()> {
     Ok(())
 }
 
-/// Asks git, if there is one and this folder is a repository of its own, and has Cargo ask again after the next commit.
+/// Asks git, if there is one and this folder is a repository of its own, and has Cargo ask again after the next commit and
+/// the next change of a file in it. `-dirty` follows the commit if the files are not those of the commit.
 fn commit_of_repository(workspace: &Path) -> Option<(String, String)> {
     let git = |arguments: &[&str]| {
         let output = Command::new("git").arg("-C").arg(workspace).args(arguments).output().ok()?;
@@ -80,7 +81,13 @@ fn commit_of_repository(workspace: &Path) -> Option<(String, String)> {
             println!("cargo:rerun-if-changed={}", path.display());
         }
     }
+    for name in git(&["ls-files", "-z"])?.split_terminator('\0') {
+        println!("cargo:rerun-if-changed={}", workspace.join(name).display());
+    }
     let commit = git(&["log", "-1", "--format=%H %ct"])?;
     let (commit, time) = commit.split_once(' ')?;
-    Some((commit.to_owned(), time.to_owned()))
+    let is_changed =
+        !git(&["--no-optional-locks", "status", "--porcelain", "--untracked-files=no"])?.is_empty();
+    let dirty = if is_changed { "-dirty" } else { "" };
+    Some((format!("{commit}{dirty}"), time.to_owned()))
 }

@@ -366,8 +366,8 @@ impl Config {
         !mentioned || wanted.iter().any(|one| one.covers(address, node_addresses))
     }
 
-    /// Returns true if node ports may be served on an address of 127.0.0.0/8, on none of ::1 in any
-    /// mode. As in kube-proxy, a network of `nodePortAddresses` counts if it is in 127.0.0.0/8 or
+    /// Returns true if node ports are served on some address of 127.0.0.0/8. No mode serves node ports
+    /// on ::1. As in kube-proxy, a network of `nodePortAddresses` counts if it is in 127.0.0.0/8 or
     /// contains it.
     pub fn serves_node_ports_on_loopback(&self) -> bool {
         const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);

@@ -560,9 +560,12 @@ mod tests {
         assert_eq!(words(&with(NLM_F_CAPPED | NLM_F_ACK_TLVS)[..30]), None, "cut off");
     }
 
-    /// Opens a connection to rtnetlink, which answers at once.
+    /// Opens a connection to rtnetlink, which answers at once. It has room for fewer than 4,000
+    /// answers, whatever net.core.rmem_default is.
     fn routes() -> NetlinkSocket {
-        NetlinkSocket::open(libc::NETLINK_ROUTE as isize).unwrap()
+        let kernel = NetlinkSocket::open(libc::NETLINK_ROUTE as isize).unwrap();
+        kernel.socket.set_rx_buf_sz(64 << 10).unwrap();
+        kernel
     }
 
     /// Messages of a type that rtnetlink does not know: it refuses each with an answer of its own.

@@ -6,11 +6,11 @@
 use rustc_hash::FxHashSet;
 
 use super::{
-    base::BaseRules,
+    base::{BaseRules, Jump},
     names,
     names::{SharedChain, Table},
     rules::{OwnChain, PortRules},
-    state::{State, chain_digest},
+    state::{State, TableState, chain_digest},
 };
 use crate::{
     dataplane::{Applied, netfilter::chains::other_firewall_jumps},
@@ -229,19 +229,35 @@ pub(super) fn base(state: &State, base: &BaseRules, script: &mut Script) {
             }
             Table::Mangle => {}
         }
-        let is_missing =
-            |chain: &str, rule: &str| there.rules(chain).iter().all(|present| present.digest != digest(rule));
-        for jump in base.jumps.iter().rev().filter(|jump| jump.table == table) {
-            if is_missing(jump.chain, &jump.rule) {
-                table_script.line(format_args!("-I {} {}", jump.chain, jump.rule));
-            }
-        }
+        jumps(there, base.jumps.iter().filter(|jump| jump.table == table), &mut table_script);
         if !table_script.is_empty() {
             script.table(table, usize::MAX);
             script.text.push_str(&table_script.text);
             script.lines += table_script.lines;
             script.close();
         }
+    }
+}
+
+/// Inserts what is missing. An older version may have left them in another order: then all jumps of
+/// the chain are moved to its front.
+fn jumps<'a>(
+    there: &TableState,
+    wanted: impl DoubleEndedIterator<Item = &'a Jump> + Clone,
+    script: &mut Script,
+) {
+    let place =
+        |jump: &Jump| there.rules(jump.chain).iter().position(|present| present.digest == digest(&jump.rule));
+    // A missing jump is less than one that is there, as `None` is: those are inserted before these.
+    let in_order = |chain: &str| wanted.clone().filter(|jump| jump.chain == chain).map(place).is_sorted();
+    for jump in wanted.clone().rev() {
+        if place(jump).is_some() {
+            if in_order(jump.chain) {
+                continue;
+            }
+            script.line(format_args!("-D {} {}", jump.chain, jump.rule));
+        }
+        script.line(format_args!("-I {} {}", jump.chain, jump.rule));
     }
 }
 

@@ -20,9 +20,10 @@ fn saved(script: &str) -> Vec<(Table, String)> {
     for line in script.lines() {
         if let Some(name) = line.strip_prefix('*') {
             table = Table::ALL.into_iter().find(|table| table.name() == name).unwrap();
+        } else if let Some(rule) = line.strip_prefix("-I ") {
+            lines.insert(0, (table, format!("-A {rule}")));
         } else if line != "COMMIT" {
-            // Chains of the kernel come first, and none of these tests asks for more than that.
-            lines.push((table, line.replacen("-I ", "-A ", 1)));
+            lines.push((table, line.to_owned()));
         }
     }
     lines.sort_by_key(|(table, line)| (*table as usize, !line.starts_with(':')));
@@ -61,11 +62,7 @@ fn of_ipv4() -> Vec<Arc<DesiredPort>> {
 #[test]
 fn what_is_as_it_was_written_is_neither_written_nor_stale() {
     let ports = of_ipv4();
-    let mut lines = saved(&first_script(&ports, IpFamily::Ipv4, &host()));
-    // The rule that must be last was written first.
-    let last = lines.iter().position(|(_, line)| line.contains("must be the last")).unwrap();
-    let last = lines.remove(last);
-    lines.push(last);
+    let lines = saved(&first_script(&ports, IpFamily::Ipv4, &host()));
     let (state, base) = (state(&lines), BaseRules::new(IpFamily::Ipv4, &host(), ABLE));
     let mut script = Script::default();
     plan::base(&state, &base, &mut script);
@@ -103,11 +100,36 @@ fn other_jumps_to_the_firewall_are_removed() {
     assert_eq!(own, [format!("-D INPUT {other}"), format!("-D FORWARD {other}")]);
 }
 
+/// An older version put the jump to KUBE-FIREWALL behind the others.
+#[test]
+fn jumps_are_moved_where_their_order_is_another() {
+    let lines = saved(&first_script(&of_ipv4(), IpFamily::Ipv4, &host()));
+    let is_jump = |(_, line): &&(Table, String)| line == "-A INPUT -j KUBE-FIREWALL";
+    let jump = lines.iter().find(is_jump).unwrap().clone();
+    let written = |lines: &[(Table, String)]| {
+        let mut script = Script::default();
+        plan::base(&state(lines), &BaseRules::new(IpFamily::Ipv4, &host(), ABLE), &mut script);
+        script.text
+    };
+    let others: Vec<_> = lines.iter().filter(|line| !is_jump(line)).cloned().collect();
+    assert_eq!(written(&others), "*filter\n-I INPUT -j KUBE-FIREWALL\nCOMMIT\n", "missing");
+    let behind = written(&[others, vec![jump]].concat());
+    let lines: Vec<&str> = behind.lines().collect();
+    assert!(lines.iter().all(|line| !line.contains("OUTPUT") && !line.contains("FORWARD")), "{lines:?}");
+    assert_eq!(lines.iter().filter(|line| line.starts_with("-D INPUT ")).count(), 4, "{lines:?}");
+    assert_eq!(
+        lines[lines.len() - 3..],
+        ["-D INPUT -j KUBE-FIREWALL", "-I INPUT -j KUBE-FIREWALL", "COMMIT"],
+        "the last one that is inserted is the first"
+    );
+}
+
 /// What leads to node ports comes last, and is there once.
 #[test]
 fn node_ports_are_moved_to_the_end() {
     let ports = of_ipv4();
-    let lines = saved(&first_script(&ports, IpFamily::Ipv4, &host()));
+    let mut lines = saved(&first_script(&ports, IpFamily::Ipv4, &host()));
+    lines.push((Table::Nat, "-A KUBE-SERVICES -d 203.0.113.9/32 -j KUBE-SVC-AAAAAAAAAAAAAAAA".into()));
     let mut script = Script::default();
     plan::base(&state(&lines), &BaseRules::new(IpFamily::Ipv4, &host(), ABLE), &mut script);
     let own: Vec<&str> = script.text.lines().filter(|line| line.contains("KUBE-NODEPORTS")).collect();

@@ -83,12 +83,6 @@ fn chains(family: IpFamily, wanted: &Wanted) -> Chains {
     ])
 }
 
-/// What is written at the start: no frontends yet, and a mark, so that a kernel without the match `mark`
-/// refuses it at once and not each later write.
-fn on_trial() -> Wanted {
-    Wanted { mark: 1, ..Wanted::default() }
-}
-
 pub(super) struct PortalChains {
     families: Vec<FamilyChains>,
 }
@@ -96,7 +90,7 @@ pub(super) struct PortalChains {
 impl PortalChains {
     /// Makes the chains, without rules that lead anywhere. Needs CAP_NET_ADMIN. `None`: it cannot be done, or there are no tools.
     pub(super) fn open(backend: Backend) -> Option<Self> {
-        let make = |mut of: FamilyChains| match of.write(&chains(of.family, &on_trial()), &JUMPS) {
+        let make = |mut of: FamilyChains| match of.write(&chains(of.family, &Wanted::default()), &JUMPS) {
             Ok(_) => Some(of),
             Err(error) => {
                 tracing::debug!(%error, family = of.family.name(), "no rules of iptables");
@@ -143,20 +137,6 @@ mod tests {
         leftovers::names::{self, is_chain, is_comment_of_jump},
         model::objects::TrafficPolicy,
     };
-
-    #[test]
-    fn the_first_write_has_every_match_of_a_later_one() {
-        let port = web(&["10.0.0.1:80"], TrafficPolicy::Cluster);
-        let leads = port.frontends.iter().map(|frontend| Lead { frontend: *frontend, port: 40_000 });
-        let mut later = Wanted { mark: 1 << 14, ..Wanted::default() };
-        later.change(vec![(port.name.clone(), leads.collect())]);
-        let uses = |wanted: &Wanted, text: &str| {
-            chains(IpFamily::Ipv4, wanted).values().flatten().any(|rule| rule.contains(text))
-        };
-        for text in ["-m conntrack ", "-m mark "] {
-            assert!(uses(&later, text) && uses(&on_trial(), text), "{text}");
-        }
-    }
 
     #[test]
     fn each_frontend_has_a_rule_for_those_who_come_in_and_one_for_the_node() {

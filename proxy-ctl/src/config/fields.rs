@@ -177,7 +177,7 @@ pub static FIELDS: &[Field] = fields! {
         "Format json: bytes that are buffered. Without effect: each line is written at once here. Needs the feature gate LoggingAlphaOptions.";
 
     "iptables.masqueradeBit", integer::<_, 0, MAX_BIT>(|c| &mut c.iptables.masquerade_bit);
-        "Bit of the packet mark that asks for masquerading, in modes iptables and ipvs. In mode userspace the process marks its own connections to endpoints with it.";
+        "Bit of the packet mark that asks for masquerading, in modes iptables and ipvs.";
     "iptables.masqueradeAll", switch(|c| &mut c.masquerade_all), Applies::InMode(not_in_nftables);
         "Masquerade everything that is sent to a cluster IP. In modes iptables and ipvs.";
     "iptables.localhostNodePorts", switch(|c| &mut c.iptables.localhost_node_ports);

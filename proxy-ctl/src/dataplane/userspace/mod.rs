@@ -9,7 +9,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     mem,
     os::unix::net::UnixListener,
-    sync::{Arc, Mutex, atomic::Ordering},
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -422,9 +422,6 @@ impl Dataplane for UserspaceDataplane {
     }
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
-        if self.redirect.is_some() {
-            self.shared.mark.store(redirect::mark(host), Ordering::Relaxed);
-        }
         if lock(&self.served).host == *host {
             // The redirection writes what it could not write.
             return Ok(self.write(&[], &[])?);

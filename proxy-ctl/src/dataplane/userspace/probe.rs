@@ -7,11 +7,11 @@ use crate::{
     mode::{HostFacts, KernelModule, Mode, Probe, Requirement},
 };
 
-/// Every connection ends here and begins anew: there is nothing to masquerade. The bit of the
-/// packet mark is used by [`mark`](super::redirect::mark).
+/// Every connection ends here and begins anew: there is nothing to masquerade.
 pub(in crate::dataplane) const UNUSED_FIELDS: &[&str] = &[
     "iptables.masqueradeAll",
     "iptables.minSyncPeriod",
+    "iptables.masqueradeBit",
     "nftables.masqueradeAll",
     "nftables.masqueradeBit",
     "nftables.minSyncPeriod",

@@ -4,15 +4,13 @@ use std::{
     convert::Infallible,
     io,
     net::{IpAddr, SocketAddr},
-    os::fd::AsFd,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     time::{Duration, Instant},
 };
 
-use nix::sys::socket::{setsockopt, sockopt::Mark};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError, mpsc};
 
 use super::{
@@ -112,20 +110,11 @@ pub(super) fn count(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
-/// Marks what the socket sends; 0: leaves it unmarked. Needs CAP_NET_ADMIN, as the rules do that go
-/// by the mark.
-pub(super) fn set_mark(socket: &impl AsFd, mark: u32) -> io::Result<()> {
-    if mark == 0 { Ok(()) } else { Ok(setsockopt(socket, Mark, &mark)?) }
-}
-
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) descriptors: Descriptors,
     pub(super) counters: Counters,
     pub(super) udp_idle_timeout: Duration,
-    /// Mark of the sockets by which endpoints are dialled, which the rules lead nowhere; 0: there
-    /// are no rules.
-    pub(super) mark: AtomicU32,
     /// Room for one datagram, for all tasks of the one thread that they run on.
     pub(super) datagram: Mutex<Vec<u8>>,
 }
@@ -139,7 +128,6 @@ impl Shared {
             descriptors: Descriptors::new(limit),
             counters: Counters::default(),
             udp_idle_timeout,
-            mark: AtomicU32::new(0),
             datagram: Mutex::new(vec![0; LONGEST_DATAGRAM]),
         }
     }

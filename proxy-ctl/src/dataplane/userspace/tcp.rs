@@ -3,19 +3,18 @@
 use std::{
     io,
     net::{IpAddr, SocketAddr},
-    sync::atomic::Ordering,
     time::Duration,
 };
 
 use socket2::{SockRef, TcpKeepalive};
 use tokio::{
     io::copy_bidirectional,
-    net::{TcpListener, TcpSocket, TcpStream},
+    net::{TcpListener, TcpStream},
     time,
 };
 use tokio_util::sync::CancellationToken;
 
-use super::shared::{Permit, Portal, count, set_mark};
+use super::shared::{Permit, Portal, count};
 
 /// How long each attempt waits for an endpoint.
 pub(super) const DIAL_TIMEOUTS: [Duration; 4] =
@@ -92,18 +91,11 @@ async fn dial(client: IpAddr, portal: &Portal) -> Option<TcpStream> {
     for timeout in DIAL_TIMEOUTS {
         let endpoint = portal.choose(client, &tried).ok()?;
         let timed_out = |_| Err(io::ErrorKind::TimedOut.into());
-        let mark = portal.shared.mark.load(Ordering::Relaxed);
-        match time::timeout(timeout, connect(endpoint, mark)).await.unwrap_or_else(timed_out) {
+        match time::timeout(timeout, TcpStream::connect(endpoint)).await.unwrap_or_else(timed_out) {
             Ok(stream) => return Some(stream),
             Err(error) => portal.failed(endpoint, &error),
         }
         tried.push(endpoint);
     }
     None
-}
-
-async fn connect(endpoint: SocketAddr, mark: u32) -> io::Result<TcpStream> {
-    let socket = if endpoint.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
-    set_mark(&socket, mark)?;
-    socket.connect(endpoint).await
 }

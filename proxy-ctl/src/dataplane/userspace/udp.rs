@@ -21,7 +21,7 @@ use tokio_util::sync::CancellationToken;
 use super::{
     datagrams::{Datagram, Datagrams},
     plan::unspecified,
-    shared::{Permit, Portal, count, lock, set_mark},
+    shared::{Permit, Portal, count, lock},
     tcp::DIAL_TIMEOUTS,
 };
 use crate::model::objects::IpFamily;
@@ -103,7 +103,7 @@ fn open(path: Path, portal: &Portal) -> Option<Session> {
     let mut tried = Vec::new();
     for _ in DIAL_TIMEOUTS {
         let endpoint = portal.choose(path.client.ip(), &tried).ok()?;
-        match connect(endpoint, portal.shared.mark.load(Ordering::Relaxed)) {
+        match connect(endpoint) {
             Ok(socket) => {
                 count(&portal.shared.counters.sessions);
                 let (used, ended) = (Mutex::new(Instant::now()), AtomicBool::new(false));
@@ -116,9 +116,8 @@ fn open(path: Path, portal: &Portal) -> Option<Session> {
     None
 }
 
-fn connect(endpoint: SocketAddr, mark: u32) -> io::Result<UdpSocket> {
+fn connect(endpoint: SocketAddr) -> io::Result<UdpSocket> {
     let socket = StdUdpSocket::bind((unspecified(IpFamily::of(endpoint.ip())), 0))?;
-    set_mark(&socket, mark)?;
     socket.set_nonblocking(true)?;
     socket.connect(endpoint)?;
     UdpSocket::from_std(socket)

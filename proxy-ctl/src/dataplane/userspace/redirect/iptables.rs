@@ -42,9 +42,6 @@ fn chains(family: IpFamily, wanted: &Wanted) -> Chains {
     // The last rule that uses connection tracking ends it, and the translation of established connections with it.
     let mark = own_rules::mark(Mode::Userspace);
     portals_container.extend(mark.map(|mark| format!("-m conntrack --ctstate NEW {mark}")));
-    if wanted.mark != 0 {
-        portals_host.push(format!("-m mark --mark {0:#x}/{0:#x} -j RETURN", wanted.mark));
-    }
     for (name, leads) in wanted.ports.iter().filter(|(name, _)| name.family == family) {
         for (led, port) in of_port(name, leads) {
             let (container, host, address) = match led.frontend.kind {

@@ -72,16 +72,6 @@ struct Wanted {
     addresses: BTreeSet<IpAddr>,
     /// Where clients of other machines and of pods are led, at most one of each family.
     own: Vec<IpAddr>,
-    /// Packet mark of what this process sends to endpoints, which is led nowhere; 0: there is none.
-    mark: u32,
-}
-
-/// Returns the mark of what this process sends to endpoints. An endpoint may be behind its own
-/// frontend: a pod with hostNetwork, and an external IP that is the node's address. Led to the
-/// listener again, each connection would open another one, without end. The bit is the one that the
-/// node leaves to kube-proxy, and no other rule of this mode uses it.
-pub(super) fn mark(host: &Host) -> u32 {
-    1 << host.masquerade_bit
 }
 
 impl Wanted {
@@ -258,7 +248,6 @@ impl Redirect {
     pub(super) fn set_host(&mut self, host: &Host) -> Result<(), RedirectError> {
         self.wanted.addresses = host.node_port_addresses.clone();
         self.wanted.own = host.masquerade_addresses.clone();
-        self.wanted.mark = mark(host);
         self.rewrite()
     }
 

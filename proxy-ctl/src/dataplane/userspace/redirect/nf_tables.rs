@@ -11,8 +11,8 @@ use crate::{
         objects::{IpFamily, Protocol},
     },
     sys::nftables::{
-        BaseChain, Batch, ChainType, Comparison, Datum, ElementData, Expression, Header, Meta, NetfilterHook,
-        NfTables, Register, SetDefinition, TableFamily, Values, Verdict,
+        BaseChain, Batch, ChainType, Datum, ElementData, Expression, Header, Meta, NetfilterHook, NfTables,
+        Register, SetDefinition, TableFamily, Values,
     },
 };
 
@@ -106,8 +106,8 @@ fn delete(batch: &mut Batch, family: IpFamily, leads: &Leads) {
     }
 }
 
-/// The table with its chains, sets and rules, and no elements.
-fn make_table(batch: &mut Batch, family: IpFamily, wanted: &Wanted) {
+/// The table with its chains, sets and rules, and no elements. `own`: an address of this node.
+fn make_table(batch: &mut Batch, family: IpFamily, own: Option<IpAddr>) {
     let table_family = TableFamily::from(family);
     batch.add_table(table_family, TABLE, COMMENT);
     for place in Place::ALL {
@@ -141,7 +141,7 @@ fn make_table(batch: &mut Batch, family: IpFamily, wanted: &Wanted) {
         Expression::Lookup { set: Place::NodeAddresses.name().to_owned(), key: Register::new(0), to: None };
     let redirect = vec![Expression::Redirect { port }];
     // A redirection goes to an address of the interface, and an interface that leads to a pod may have none.
-    let translate = wanted.own(family).map(|own| {
+    let translate = own.map(|own| {
         let address = Register::new(12);
         let own = Expression::Immediate { value: address_bytes(own), to: address };
         vec![own, Expression::DestinationNat { family: table_family, address, port }]
@@ -152,9 +152,6 @@ fn make_table(batch: &mut Batch, family: IpFamily, wanted: &Wanted) {
     {
         let base = BaseChain { kind: ChainType::Nat, hook, priority: PRIORITY };
         batch.add_chain(table_family, TABLE, chain, Some(base));
-        if hook == NetfilterHook::Output && wanted.mark != 0 {
-            batch.add_rule(table_family, TABLE, chain, &accepts_marked(wanted.mark), &[]);
-        }
         let mut frontends = vec![address.clone()];
         frontends.extend(load_protocol_and_port(address_length / 4));
         frontends.push(find(Place::Frontends));
@@ -165,17 +162,6 @@ fn make_table(batch: &mut Batch, family: IpFamily, wanted: &Wanted) {
             batch.add_rule(table_family, TABLE, chain, &[keys.as_slice(), lead].concat(), &[]);
         }
     }
-}
-
-/// A rule that ends the chain for packets with a bit of `mark`.
-fn accepts_marked(mark: u32) -> [Expression; 4] {
-    let register = Register::new(0);
-    [
-        Expression::Meta { key: Meta::Mark, to: register },
-        Expression::Bitwise { register, mask: mark.to_ne_bytes().to_vec(), xor: vec![0; 4] },
-        Expression::Compare { register, comparison: Comparison::NotEqual, value: vec![0; 4] },
-        Expression::Verdict(Verdict::Accept),
-    ]
 }
 
 pub(super) struct Tables {
@@ -246,7 +232,7 @@ fn rebuild(kernel: &NfTables, family: IpFamily, wanted: &Wanted) -> Result<(), R
     // One that is not there could not be deleted.
     batch.add_table(table_family, TABLE, COMMENT);
     batch.delete_table(table_family, TABLE);
-    make_table(&mut batch, family, wanted);
+    make_table(&mut batch, family, wanted.own(family));
     add(&mut batch, family, &wanted.leads());
     let addresses: Vec<_> = wanted.node_addresses(family).map(address_bytes).collect();
     let members = addresses.iter().map(|address| (address.as_slice(), &ElementData::None, [].as_slice()));

@@ -8,7 +8,7 @@ use super::{
     paths::{Paths, SOCKET_LINK, is_there, names, remove_folder},
     pins::{remove_link, remove_pin},
 };
-use crate::dataplane::Removed;
+use crate::{dataplane::Removed, sys::tc::Direction};
 
 /// Detaches the programs first, then removes the tables, of every layout version. Nothing of ours there: nothing is
 /// done. If a controller runs: [`Error::Locked`].
@@ -21,7 +21,8 @@ pub fn cleanup(bpffs: &Path) -> Result<Removed, Error> {
     let lock = current.lock()?;
     let links = names(&current.links())?;
     remove_links(&current, &links, Step::BeforeStack, &mut removed)?;
-    remove_links(&current, &links, Step::Interfaces, &mut removed)?;
+    remove_links(&current, &links, Step::Ingress, &mut removed)?;
+    remove_links(&current, &links, Step::Egress, &mut removed)?;
     for index in names(&current.clsact())?.iter().filter_map(|name| name.parse().ok()) {
         removed.filters += remove_filters(&current, index)?;
     }
@@ -53,8 +54,10 @@ enum Step {
     /// XDP programs leave packets to the programs of the interfaces.
     BeforeStack,
     /// While the socket programs are attached, no new socket of this node sends to a frontend. So
-    /// none of them has an answer under way that these programs would have to translate.
-    Interfaces,
+    /// none of them has an answer under way that the programs of interfaces would have to translate.
+    Ingress,
+    /// What was translated before has its answers here.
+    Egress,
     /// What sockets send goes to the frontends from here on.
     Sending,
     /// Answers to what was sent before come from backends.
@@ -68,7 +71,8 @@ impl Step {
             Some(hook) if hook.starts_with("connect") || hook.starts_with("sendmsg") => Self::Sending,
             Some(_) => Self::Answers,
             None if link.contains("_xdp_") => Self::BeforeStack,
-            None => Self::Interfaces,
+            None if link.ends_with(Direction::Egress.name()) => Self::Egress,
+            None => Self::Ingress,
         }
     }
 }
@@ -86,11 +90,12 @@ fn remove_links(paths: &Paths, links: &[String], step: Step, removed: &mut Remov
 mod tests {
     use rstest::rstest;
 
-    use super::Step::{self, Answers, BeforeStack, Interfaces, Sending};
+    use super::Step::{self, Answers, BeforeStack, Egress, Ingress, Sending};
 
     #[rstest]
     #[case::before_the_stack("3_xdp_driver", BeforeStack)]
-    #[case::interface("3_ingress", Interfaces)]
+    #[case::ingress("3_ingress", Ingress)]
+    #[case::egress("3_egress", Egress)]
     #[case::connect("cgroup_connect4", Sending)]
     #[case::connect_mapped("cgroup_connect6", Sending)]
     #[case::send("cgroup_sendmsg6", Sending)]

@@ -90,11 +90,18 @@ fn request(call: &'static str, message: &Messages) -> Result<(), CallError> {
     asked.map_err(CallError::of(call))
 }
 
+/// [`CallError::call`] where the clsact qdisc cannot be made.
+pub const ADD_CLSACT: &str = "netlink RTM_NEWQDISC clsact";
+/// [`CallError::call`] where a filter cannot be added.
+pub const ADD_FILTER: &str = "netlink RTM_NEWTFILTER bpf";
+/// [`CallError::call`] where a filter keeps its program.
+pub const REPLACE_FILTER: &str = "netlink RTM_NEWTFILTER bpf, which replaces one,";
+
 /// Makes the clsact qdisc. False: there is one already.
 pub fn add_clsact(interface: u32) -> Result<bool, CallError> {
     let flags = NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL;
     let mut message = message(RTM_NEWQDISC, flags, interface, CLSACT_HANDLE, TC_H_CLSACT, 0);
-    match request("netlink RTM_NEWQDISC clsact", message.text(TCA_KIND, "clsact")) {
+    match request(ADD_CLSACT, message.text(TCA_KIND, "clsact")) {
         Ok(()) => Ok(true),
         Err(e) if e.errno() == libc::EEXIST => Ok(false),
         Err(e) => Err(e),
@@ -111,8 +118,32 @@ fn filter_info(priority: u16) -> u32 {
     u32::from(priority) << 16 | u32::from(ETH_P_ALL.to_be())
 }
 
-/// Attaches `program`, or swaps it in where there is a filter with this priority and handle.
+/// Attaches `program` as a new filter.
+pub fn add_filter(
+    interface: u32,
+    direction: Direction,
+    priority: u16,
+    handle: u32,
+    program: BorrowedFd<'_>,
+    name: &str,
+) -> Result<(), CallError> {
+    put_filter(ADD_FILTER, interface, direction, priority, handle, program, name)
+}
+
+/// Swaps `program` in where there is a filter with this priority and handle, or attaches it.
 pub fn replace_filter(
+    interface: u32,
+    direction: Direction,
+    priority: u16,
+    handle: u32,
+    program: BorrowedFd<'_>,
+    name: &str,
+) -> Result<(), CallError> {
+    put_filter(REPLACE_FILTER, interface, direction, priority, handle, program, name)
+}
+
+fn put_filter(
+    call: &'static str,
     interface: u32,
     direction: Direction,
     priority: u16,
@@ -129,7 +160,7 @@ pub fn replace_filter(
             .text(TCA_BPF_NAME, name)
             .attribute(TCA_BPF_FLAGS, &TCA_BPF_FLAG_ACT_DIRECT.to_ne_bytes());
     });
-    request("netlink RTM_NEWTFILTER bpf", &message)
+    request(call, &message)
 }
 
 /// False: there is no such filter.

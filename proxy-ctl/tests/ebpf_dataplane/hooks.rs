@@ -6,6 +6,7 @@ use std::{
     io::ErrorKind,
     net::{IpAddr, TcpStream},
     os::fd::{AsFd, OwnedFd},
+    path::{Path, PathBuf},
     process::Command,
     sync::{
         Arc,
@@ -241,6 +242,91 @@ fn a_workloads_interface_that_takes_no_program_is_named_and_keeps_nothing_else_f
     until_inspected(&mut dataplane, |dataplane| dataplane.hook_problems().unattached.is_empty());
     assert_eq!(links(&sandbox), &named(refuses) | &named(other));
     assert_eq!(counted(&dataplane), 0);
+}
+
+/// A folder that cannot be written until this is dropped.
+struct ReadOnly(PathBuf);
+
+impl ReadOnly {
+    fn begin(folder: &Path) -> Self {
+        run("mount", &format!("--bind {0} {0}", folder.display()));
+        let read_only = Self(folder.to_owned());
+        run("mount", &format!("-o remount,bind,ro {}", folder.display()));
+        read_only
+    }
+}
+
+impl Drop for ReadOnly {
+    fn drop(&mut self) {
+        run("umount", &self.0.display().to_string());
+    }
+}
+
+/// Returns the ids of the programs on both hooks of an interface.
+fn running(interface: u32) -> [Vec<u32>; 2] {
+    [TcAttachType::Ingress, TcAttachType::Egress].map(|hook| tcx_programs(interface, hook))
+}
+
+/// A pin that cannot be made says nothing about the interface, whose programs go on.
+#[test]
+fn links_that_cannot_be_pinned_again_stay_attached() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let (old, new) = (veth("dpa"), veth("dpb"));
+    let mut dataplane = sandbox.open();
+    dataplane.take_host(&host(&[("dpa", Role::Workload)])).unwrap();
+    let before = running(old);
+    fs::remove_file(sandbox.links().join(format!("{old}_egress"))).unwrap();
+
+    let both = host(&[("dpa", Role::Workload), ("dpb", Role::Workload)]);
+    let read_only = ReadOnly::begin(&sandbox.config.bpffs);
+    for _ in 0..2 {
+        let error = dataplane.take_host(&both).unwrap_err();
+        assert_eq!(running(old), before, "{error}");
+    }
+    assert_eq!(dataplane.hook_problems().unattached, [].into(), "no interface has refused anything");
+    drop(read_only);
+    until_attached(&mut dataplane, &both);
+    assert_eq!(links(&sandbox), &named(old) | &named(new));
+    assert_eq!(running(old), before);
+}
+
+/// The kernel detaches a link in the background whose pin could not be made, and refuses its
+/// program until then (EEXIST).
+fn until_attached(dataplane: &mut EbpfDataplane, host: &Host) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while let Err(error) = dataplane.take_host(host) {
+        assert!(Instant::now() < deadline, "{error}");
+    }
+}
+
+/// The kernel has no program twice at a hook, so that a link cannot run the one of another link.
+#[rstest]
+#[case::ingress(bpf_attach_type::BPF_TCX_INGRESS, TcAttachType::Ingress, "ingress")]
+#[case::egress(bpf_attach_type::BPF_TCX_EGRESS, TcAttachType::Egress, "egress")]
+fn a_link_that_cannot_run_the_new_program_runs_the_old_one(
+    #[case] hook: bpf_attach_type,
+    #[case] same_hook: TcAttachType,
+    #[case] direction: &str,
+) {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let (changes, model) = (veth("dpa"), veth("dpb"));
+    let mut dataplane = sandbox.open();
+    dataplane.take_host(&host(&[("dpa", Role::Uplink), ("dpb", Role::Workload)])).unwrap();
+    let ours = |interface, direction| program_of(&sandbox, &format!("{interface}_{direction}"));
+    let before = ours(changes, direction);
+    let (_, of_workloads) = SchedClassifier::query_tcx("dpb", same_hook).unwrap();
+    let foreign = bpf::link_tcx(of_workloads[0].fd().unwrap().as_fd(), changes, hook, Order::Last).unwrap();
+
+    let host = host(&[("dpa", Role::Workload), ("dpb", Role::Workload)]);
+    let error = dataplane.take_host(&host).unwrap_err();
+    assert!(error.to_string().contains("BPF_LINK_UPDATE"), "{error}");
+    assert_eq!(links(&sandbox), &named(changes) | &named(model));
+    assert_eq!(ours(changes, direction), before);
+    let other = if direction == "ingress" { "egress" } else { "ingress" };
+    assert_eq!(ours(changes, other), ours(model, other), "the other direction is swapped");
+    bpf::link_detach(foreign.as_fd()).unwrap();
+    dataplane.take_host(&host).unwrap();
+    assert_eq!(ours(changes, direction), ours(model, direction));
 }
 
 /// An uplink without programs leaves all clients outside unserved: the node is not healthy.

@@ -21,8 +21,9 @@ use super::{
     load::{Programs, SOCKET_HOOKS, common_packet_programs, packet_program},
     order::{HookOrder, Misplaced},
     paths::{Paths, SOCKET_LINK, is_there, make_folder, names, remove_folder},
-    pins::LinkPins,
+    pins::{Ensured, LinkPins},
     redirect_failures::RedirectFailures,
+    refusal::is_refused,
     route_watch::RouteWatch,
     transit::{Redirects, Transit},
     writer::Failures,
@@ -160,7 +161,7 @@ impl Hooks {
         let create = || bpf::link_cgroup(program, cgroup.fd.as_fd(), hook);
         let failed =
             |source| Error::Attach { program: name, target: cgroup.path.display().to_string(), source };
-        self.links.ensure(&path, program, is_target, create).map_err(failed)
+        self.links.ensure(&path, program, is_target, create).map(Ensured::is_change).map_err(failed)
     }
 
     /// Of sockets that are closed.
@@ -211,7 +212,7 @@ impl Hooks {
     /// everything else is served.
     fn attach_or_note(&mut self, interface: &Interface, failures: &mut Failures) -> bool {
         let index = interface.index;
-        match self.attach(interface) {
+        match self.attach(interface, failures) {
             Ok(changed) => {
                 if self.unattached.remove(&index).is_some() {
                     tracing::info!(interface = interface.name, "packet programs are attached now");
@@ -223,14 +224,11 @@ impl Hooks {
             }
             Err(error) if interface.role == Role::Workload && is_refused(&error) => {
                 self.note_refusal(interface, &error);
-                // Programs on one direction alone would translate packets whose answers stay
-                // untranslated.
-                if let Err(error) = self.remove_packet_programs(index) {
-                    failures.add(&interface.name, error);
-                }
             }
             Err(error) => {
-                self.unattached.remove(&index);
+                if interface.role == Role::Uplink {
+                    self.unattached.remove(&index);
+                }
                 failures.add(&interface.name, error);
             }
         }
@@ -422,33 +420,80 @@ impl Hooks {
         Ok(found)
     }
 
-    /// Answers whether anything had to be done.
-    fn attach(&mut self, interface: &Interface) -> Result<bool, Error> {
-        let mut changed = false;
+    /// Attaches to both directions of an interface, and returns true if anything had to be done. What
+    /// ran before an error runs on. What this call has attached to a workload's interface is taken
+    /// back then: one direction alone would translate packets whose answers stay untranslated.
+    fn attach(&mut self, interface: &Interface, failures: &mut Failures) -> Result<bool, Error> {
+        let (mut changed, mut attached, mut failed) = (false, Vec::new(), None);
         for direction in Direction::ALL {
-            let program = packet_program(interface.role, direction, interface.ethernet);
-            let failed = |source| Error::Attach {
-                program,
-                target: format!("{} ({})", interface.name, direction.name()),
-                source,
-            };
-            if self.tcx != Some(false) {
-                match self.attach_tcx(interface.index, direction, program)? {
-                    Ok(linked) => {
-                        changed |= linked;
-                        self.tcx = Some(true);
-                        continue;
-                    }
-                    // Kernels before 6.6 know no such attach type. On others it is a real error.
-                    Err(e) if e.errno() == libc::EINVAL && self.tcx.is_none() => self.tcx = Some(false),
-                    Err(e) => return Err(failed(e)),
-                }
+            // A program that is there, or may be, is swapped all the same: it may use former tables.
+            if failed.is_some() && !self.has_program(interface.index, direction).unwrap_or(true) {
+                continue;
             }
-            changed |= self.attach_filter(interface.index, direction, program)?.map_err(failed)?;
+            match self.attach_direction(interface, direction) {
+                Ok(ensured) => {
+                    changed |= ensured.is_change();
+                    attached.extend((ensured == Ensured::Attached).then_some(direction));
+                }
+                Err(error) => failed = failed.or(Some(error)),
+            }
+        }
+        if let Some(error) = failed {
+            if interface.role == Role::Workload
+                && let Err(error) = self.take_back(interface.index, &attached)
+            {
+                failures.add(&interface.name, error);
+            }
+            return Err(error);
         }
         // Last, and first to go: what it leaves to the stack needs those of TC.
         let Self { paths, programs, links, transit, .. } = self;
         Ok(changed | transit.attach(paths, programs, links, interface)?)
+    }
+
+    fn attach_direction(&mut self, interface: &Interface, direction: Direction) -> Result<Ensured, Error> {
+        let program = packet_program(interface.role, direction, interface.ethernet);
+        let failed = |source| Error::Attach {
+            program,
+            target: format!("{} ({})", interface.name, direction.name()),
+            source,
+        };
+        if self.tcx != Some(false) {
+            match self.attach_tcx(interface.index, direction, program)? {
+                Ok(ensured) => {
+                    self.tcx = Some(true);
+                    return Ok(ensured);
+                }
+                // Kernels before 6.6 know no such attach type. On others it is a real error.
+                Err(e) if e.errno() == libc::EINVAL && self.tcx.is_none() => self.tcx = Some(false),
+                Err(e) => return Err(failed(e)),
+            }
+        }
+        self.attach_filter(interface.index, direction, program)?.map_err(failed)
+    }
+
+    /// Returns true if there is a link or filter of ours, which may be of a predecessor.
+    fn has_program(&self, index: u32, direction: Direction) -> Result<bool, Error> {
+        if self.tcx == Some(false) {
+            return has_filter(index, direction);
+        }
+        self.links.has(&self.link_path(index, direction))
+    }
+
+    /// Detaches from these directions of an interface. What is attached to the others stays.
+    fn take_back(&mut self, index: u32, attached: &[Direction]) -> Result<(), Error> {
+        if self.tcx != Some(false) {
+            return attached
+                .iter()
+                .try_for_each(|direction| self.links.remove(&self.link_path(index, *direction)).map(drop));
+        }
+        for direction in Direction::ALL.into_iter().filter(|direction| !attached.contains(direction)) {
+            if has_filter(index, direction)? {
+                let remove = |direction: &Direction| remove_filter(index, *direction).map(drop);
+                return attached.iter().try_for_each(remove);
+            }
+        }
+        remove_filters(&self.paths, index).map(drop)
     }
 
     fn link_path(&self, index: u32, direction: Direction) -> PathBuf {
@@ -460,7 +505,7 @@ impl Hooks {
         index: u32,
         direction: Direction,
         name: &'static str,
-    ) -> Result<Result<bool, CallError>, Error> {
+    ) -> Result<Result<Ensured, CallError>, Error> {
         let path = self.link_path(index, direction);
         let program = self.programs.get(name)?;
         let create = || bpf::link_tcx(program, index, tcx_hook(direction), Order::First);
@@ -472,7 +517,7 @@ impl Hooks {
         index: u32,
         direction: Direction,
         name: &'static str,
-    ) -> Result<Result<bool, CallError>, Error> {
+    ) -> Result<Result<Ensured, CallError>, Error> {
         let program = self.programs.get(name)?;
         let folder = self.paths.clsact().join(index.to_string());
         make_folder(&folder)?;
@@ -481,7 +526,9 @@ impl Hooks {
             Err(e) => return Ok(Err(e)),
         };
         match bpf::program_id(program) {
-            Ok(id) if ours.as_ref().is_some_and(|filter| filter.program == id) => return Ok(Ok(false)),
+            Ok(id) if ours.as_ref().is_some_and(|filter| filter.program == id) => {
+                return Ok(Ok(Ensured::Unchanged));
+            }
             Ok(_) => {}
             Err(e) => return Ok(Err(e)),
         }
@@ -490,12 +537,12 @@ impl Hooks {
             Ok(false) => {}
             Err(e) => return Ok(Err(e)),
         }
-        let put = |priority| tc::replace_filter(index, direction, priority, HANDLE, program, name);
-        let placed = match ours {
-            Some(filter) => put(filter.priority),
-            None => first_accepted(PRIORITIES, put),
-        };
-        Ok(placed.map(|()| true))
+        let add = |priority| tc::add_filter(index, direction, priority, HANDLE, program, name);
+        Ok(match ours {
+            Some(filter) => tc::replace_filter(index, direction, filter.priority, HANDLE, program, name)
+                .map(|()| Ensured::Mended),
+            None => first_accepted(PRIORITIES, add).map(|()| Ensured::Attached),
+        })
     }
 
     fn detach(&mut self, index: u32) -> Result<(), Error> {
@@ -513,14 +560,6 @@ impl Hooks {
         remove_filters(&self.paths, index)?;
         Ok(())
     }
-}
-
-/// Returns true if the kernel or a program of others keeps ours from the interface. Where the
-/// program itself is still there, as the kernel detaches a removed link in the background, the next
-/// attempt succeeds.
-fn is_refused(error: &Error) -> bool {
-    let is_detaching = |source: &CallError| source.call == bpf::LINK_CREATE && source.errno() == libc::EEXIST;
-    matches!(error, Error::Attach { source, .. } if !is_detaching(source))
 }
 
 /// What XDP does with packets to pods depends on uplinks.
@@ -550,6 +589,18 @@ fn our_filter(index: u32, direction: Direction) -> Result<Option<tc::Filter>, Ca
     Ok(tc::filters(index, direction)?.into_iter().find(ours))
 }
 
+fn has_filter(index: u32, direction: Direction) -> Result<bool, Error> {
+    let failed = |source| Error::Detach { target: format!("interface {index}"), source };
+    Ok(our_filter(index, direction).map_err(failed)?.is_some())
+}
+
+/// Returns true if there was a filter of ours in this direction.
+fn remove_filter(index: u32, direction: Direction) -> Result<bool, Error> {
+    let failed = |source| Error::Detach { target: format!("interface {index}"), source };
+    let Some(filter) = our_filter(index, direction).map_err(failed)? else { return Ok(false) };
+    tc::remove_filter(index, direction, filter.priority, HANDLE).map_err(failed)
+}
+
 /// Is there an interface with this index in our network namespace?
 fn exists(index: u32) -> bool {
     // nix 0.31 answers with an empty name where there is none.
@@ -567,10 +618,7 @@ pub(super) fn remove_filters(paths: &Paths, index: u32) -> Result<usize, Error> 
     let mut removed = 0;
     let mut others = false;
     for direction in Direction::ALL {
-        if let Some(filter) = our_filter(index, direction).map_err(failed)? {
-            let found = tc::remove_filter(index, direction, filter.priority, HANDLE).map_err(failed)?;
-            removed += usize::from(found);
-        }
+        removed += usize::from(remove_filter(index, direction)?);
         others |= tc::has_filters(index, direction).map_err(failed)?;
     }
     let marker = folder.join(MADE_QDISC);

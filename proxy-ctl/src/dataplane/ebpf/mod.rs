@@ -102,6 +102,7 @@ pub(super) mod probe;
 mod programmed;
 mod publish;
 mod redirect_failures;
+mod refusal;
 mod reserve;
 mod resize;
 mod room;

@@ -12,7 +12,7 @@ use std::{
 
 use super::{
     Error,
-    paths::Paths,
+    paths::{Paths, is_there},
     tables::{Shape, open_pinned, pinned_table},
 };
 use crate::sys::{
@@ -80,6 +80,23 @@ fn unlink(path: &Path) -> Result<(), CallError> {
     fs::remove_file(path).map_err(|e| CallError { call: "unlinking the old pin", source: e })
 }
 
+/// What [`LinkPins::ensure`] has done.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Ensured {
+    /// Nothing had to be done.
+    Unchanged,
+    /// What is attached has got its pin or its program.
+    Mended,
+    /// Nothing of ours was attached.
+    Attached,
+}
+
+impl Ensured {
+    pub(super) fn is_change(self) -> bool {
+        self != Self::Unchanged
+    }
+}
+
 /// Links by where they are pinned.
 #[derive(Debug, Default)]
 pub(super) struct LinkPins {
@@ -88,14 +105,14 @@ pub(super) struct LinkPins {
 
 impl LinkPins {
     /// Makes the link at `path` run `program` on what `is_target` accepts; `create` makes a new one.
-    /// Answers whether anything had to be done.
+    /// Only an error of `create` means that nothing of ours is attached there.
     pub(super) fn ensure(
         &mut self,
         path: &Path,
         program: BorrowedFd<'_>,
         is_target: impl Fn(LinkTarget) -> bool,
         create: impl Fn() -> Result<OwnedFd, CallError>,
-    ) -> Result<bool, CallError> {
+    ) -> Result<Ensured, CallError> {
         let pinned = open_pinned(path)?;
         let is_pinned = pinned.is_some();
         if let Some(link) = pinned {
@@ -109,7 +126,8 @@ impl LinkPins {
                         if !is_pinned {
                             bpf::pin(link.as_fd(), path)?;
                         }
-                        return Ok(swapped || !is_pinned);
+                        let is_mended = swapped || !is_pinned;
+                        return Ok(if is_mended { Ensured::Mended } else { Ensured::Unchanged });
                     }
                     // The target vanished at this moment.
                     Err(e) if e.errno() == libc::ENOLINK => {}
@@ -123,7 +141,7 @@ impl LinkPins {
         }
         bpf::pin(new.as_fd(), path)?;
         self.held.insert(path.to_owned(), new);
-        Ok(true)
+        Ok(Ensured::Attached)
     }
 
     /// Puts a link that is attached already in the place of the one at `path`, which is detached.
@@ -141,6 +159,11 @@ impl LinkPins {
             detach(link).map_err(|source| Error::Link { path: path.to_owned(), source })?;
         }
         Ok(remove_link(path)? || held.is_some())
+    }
+
+    /// Returns true if there is a link at `path`. Its interface may be gone.
+    pub(super) fn has(&self, path: &Path) -> Result<bool, Error> {
+        Ok(self.held.contains_key(path) || is_there(path)?)
     }
 
     /// Where links are pinned, or were.

@@ -229,10 +229,10 @@ impl Transit {
                 let is_target = |target| target == LinkTarget::Xdp(interface.index);
                 let create = || bpf::link_xdp(program, interface.index, mode);
                 match links.ensure(&path, program, is_target, create) {
-                    Ok(is_new) => {
+                    Ok(ensured) => {
                         self.refused.remove(&interface.index);
                         self.words.remove(&interface.index);
-                        return Ok((true, is_new));
+                        return Ok((true, ensured.is_change()));
                     }
                     // It has vanished.
                     Err(error) if error.errno() == libc::ENODEV => return Ok((false, false)),

@@ -43,10 +43,12 @@ const LONGEST_ANSWER: u64 = 1 << 30;
 
 /// `SOCK_DIAG_BY_FAMILY`.
 const LIST: u16 = 20;
-/// `unix_diag_req`: sockets that listen, each with its name and its owner (`UDIAG_SHOW_UID`: Linux
-/// 5.3).
+/// `unix_diag_req`: sockets that listen.
 const LISTENING: u32 = 1 << 10;
-const WITH_NAME_AND_OWNER: u32 = 1 | 1 << 6;
+/// What is asked of each: `UDIAG_SHOW_NAME`.
+const WITH_NAME: u32 = 1;
+/// `UDIAG_SHOW_UID` besides, which kernels before 5.3 leave unanswered.
+const WITH_NAME_AND_OWNER: u32 = WITH_NAME | 1 << 6;
 /// Attributes of the answer, which come after `unix_diag_msg`.
 const NAME: u16 = 0;
 const OWNER: u16 = 7;
@@ -147,14 +149,18 @@ pub fn is_trusted(stream: &impl AsFd) -> bool {
 }
 
 /// Returns the names of sockets that count as the lock, without the leading zero byte. Where the
-/// kernel does not tell the owners (CONFIG_UNIX_DIAG), a socket of the very name counts, whoever
-/// has it.
+/// kernel does not tell the owners, as it has no CONFIG_UNIX_DIAG or is older than 5.3, a socket of
+/// the very name counts, whoever has it.
 fn counted(name: &str) -> Vec<String> {
+    counted_of(name, listening(WITH_NAME_AND_OWNER))
+}
+
+fn counted_of(name: &str, listening: io::Result<Vec<(String, Uid)>>) -> Vec<String> {
     let path = path(name);
     let is_one =
         |of: &&str| of.strip_prefix(&path).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'));
     let own = Uid::effective();
-    match listening() {
+    match listening {
         Ok(sockets) => {
             let trusted = sockets.iter().filter(|(_, owner)| *owner == own || owner.is_root());
             trusted.map(|(name, _)| name.as_str()).filter(is_one).map(str::to_owned).collect()
@@ -168,20 +174,24 @@ fn counted(name: &str) -> Vec<String> {
     }
 }
 
-/// Returns the abstract sockets of the network namespace that listen, with their owners.
-fn listening() -> io::Result<Vec<(String, Uid)>> {
+/// Returns the abstract sockets of the network namespace that listen, with their owners, which are
+/// to be among what is `shown`. Fails where the kernel does not tell the owners.
+fn listening(shown: u32) -> io::Result<Vec<(String, Uid)>> {
     let mut header = [0; 24];
     header[0] = AddressFamily::Unix as u8;
     header[4..8].copy_from_slice(&LISTENING.to_ne_bytes());
-    header[12..16].copy_from_slice(&WITH_NAME_AND_OWNER.to_ne_bytes());
+    header[12..16].copy_from_slice(&shown.to_ne_bytes());
     let mut request = Messages::default();
     request.begin(LIST, NLM_F_DUMP, &header);
-    NetlinkSocket::open(NETLINK_SOCK_DIAG)?.dump(&request, |_, answer| {
+    let sockets = NetlinkSocket::open(NETLINK_SOCK_DIAG)?.dump(&request, |_, answer| {
         let attributes = Attributes(answer.get(ANSWER_HEADER..)?);
         let name = attributes.get(NAME)?.strip_prefix(&[0])?;
-        let owner = Uid::from_raw(word(attributes.get(OWNER)?, 0)?);
+        let owner = attributes.get(OWNER).and_then(|owner| word(owner, 0)).map(Uid::from_raw);
         Some((str::from_utf8(name).ok()?.to_owned(), owner))
-    })
+    })?;
+    let with_owner = |(name, owner): (String, Option<Uid>)| Some((name, owner?));
+    let owned: Option<Vec<_>> = sockets.into_iter().map(with_owner).collect();
+    owned.ok_or_else(|| io::Error::new(io::ErrorKind::Unsupported, "the kernel tells no owners of sockets"))
 }
 
 fn path(name: &str) -> String {
@@ -225,6 +235,15 @@ mod tests {
         let taken = NamespaceLock::try_acquire(&name).unwrap();
         assert!(matches!(taken, NamespaceAttempt::Taken(_)), "{taken:?}");
         drop(first);
+    }
+
+    #[test]
+    fn a_kernel_that_tells_names_without_owners_leaves_the_lock_held() {
+        let name = format!("test-owners-{}", id());
+        let NamespaceAttempt::Held(_lock) = NamespaceLock::acquire(&name).unwrap() else { panic!("free") };
+        // Kernels before 5.3 answer so to any request.
+        let old_kernel = listening(WITH_NAME);
+        assert_eq!(counted_of(&name, old_kernel), [path(&name)]);
     }
 
     #[test]

@@ -96,6 +96,9 @@ pub(super) struct Hooks {
     interfaces: BTreeMap<u32, Interface>,
     /// Why interfaces of workloads have no programs, by their index.
     unattached: BTreeMap<u32, String>,
+    /// The direction of each interface that could not be attached to last. It is tried first, so that
+    /// packets are not translated one way for a moment at each attempt.
+    failed_last: BTreeMap<u32, Direction>,
     order: HookOrder,
     transit: Transit,
     redirect_failures: RedirectFailures,
@@ -118,6 +121,7 @@ impl Hooks {
             tcx: None,
             interfaces: BTreeMap::new(),
             unattached: BTreeMap::new(),
+            failed_last: BTreeMap::new(),
             order: HookOrder::default(),
             transit,
             redirect_failures: RedirectFailures::default(),
@@ -425,7 +429,7 @@ impl Hooks {
     /// back then: one direction alone would translate packets whose answers stay untranslated.
     fn attach(&mut self, interface: &Interface, failures: &mut Failures) -> Result<bool, Error> {
         let (mut changed, mut attached, mut failed) = (false, Vec::new(), None);
-        for direction in Direction::ALL {
+        for direction in failed_first(self.failed_last.remove(&interface.index)) {
             // A program that is there, or may be, is swapped all the same: it may use former tables.
             if failed.is_some() && !self.has_program(interface.index, direction).unwrap_or(true) {
                 continue;
@@ -435,7 +439,11 @@ impl Hooks {
                     changed |= ensured.is_change();
                     attached.extend((ensured == Ensured::Attached).then_some(direction));
                 }
-                Err(error) => failed = failed.or(Some(error)),
+                Err(error) if failed.is_none() => {
+                    self.failed_last.insert(interface.index, direction);
+                    failed = Some(error);
+                }
+                Err(_) => {}
             }
         }
         if let Some(error) = failed {
@@ -548,6 +556,7 @@ impl Hooks {
     fn detach(&mut self, index: u32) -> Result<(), Error> {
         self.interfaces.remove(&index);
         self.unattached.remove(&index);
+        self.failed_last.remove(&index);
         self.order.forget(index);
         self.transit.detach(&self.paths, &mut self.links, index)?;
         self.remove_packet_programs(index)
@@ -559,6 +568,13 @@ impl Hooks {
         }
         remove_filters(&self.paths, index)?;
         Ok(())
+    }
+}
+
+fn failed_first(failed: Option<Direction>) -> [Direction; 2] {
+    match failed {
+        None | Some(Direction::Ingress) => [Direction::Ingress, Direction::Egress],
+        Some(Direction::Egress) => [Direction::Egress, Direction::Ingress],
     }
 }
 

@@ -15,7 +15,7 @@ use super::{
     event,
     leftover_removal::LeftoverRemoval,
     mode_choice, own_node,
-    record::{self, Record, RecordInputs},
+    record::{self, Record, RecordInputs, UnsupportedField},
     reload::Reload,
     set_up,
     settings::Settings,
@@ -67,6 +67,8 @@ pub(super) struct Proxy {
     retiring: watch::Sender<Vec<Mode>>,
     /// Why interfaces lack programs.
     hook_problems: watch::Sender<HookProblems>,
+    /// What of Services is not honoured and was told in events, also by a predecessor.
+    told: watch::Sender<Vec<UnsupportedField>>,
     /// The configuration in force.
     configs: watch::Sender<Arc<Config>>,
     /// The same, as `/configz` shows it.
@@ -123,6 +125,7 @@ impl Proxy {
             mode: watch::Sender::new(ModeInForce::new(choice.modes)),
             retiring: watch::Sender::default(),
             hook_problems: watch::Sender::default(),
+            told: watch::Sender::default(),
             choices: watch::Sender::new(choice),
             configs: watch::Sender::new(Arc::clone(&config)),
             document: watch::Sender::new(config.to_document()),
@@ -279,13 +282,14 @@ impl Proxy {
     /// To be called before the record of a predecessor is replaced.
     pub(super) fn tell_of_unsupported_services(&self, tasks: &mut Tasks) {
         let told = match Record::read(&self.config.ebpf.bpffs) {
-            Ok(record) => record.unwrap_or_default().unsupported,
+            Ok(record) => record.unwrap_or_default().told,
             Err(error) => {
                 tracing::warn!(%error, "events that a predecessor has sent of Services may be sent again");
                 Vec::new()
             }
         };
-        let (coverage, events) = (self.coverage.subscribe(), self.events.clone());
+        self.told.send_replace(told);
+        let (coverage, told, events) = (self.coverage.subscribe(), self.told.clone(), self.events.clone());
         let node = Arc::clone(&self.node_name);
         self.spawn(tasks, "unsupported Services", async move {
             unsupported_services::follow(coverage, &told, &node, events).await
@@ -307,6 +311,7 @@ impl Proxy {
             node: self.node_name.to_string(),
             // Another value ends the process.
             exclude_cidrs: self.config.ipvs.exclude_cidrs.iter().map(IpNet::to_string).collect(),
+            told: self.told.borrow().clone(),
             ..Record::default()
         }
         .in_mode(&self.choices.borrow(), &self.mode.borrow());
@@ -319,6 +324,7 @@ impl Proxy {
             removal_blockers: self.removal_blockers.subscribe(),
             coverage: self.coverage.subscribe(),
             hook_problems: self.hook_problems.subscribe(),
+            told: self.told.subscribe(),
         };
         let written = CancellationToken::new();
         self.spawn(tasks, "record", record::keep(record.clone(), inputs, written.clone()));

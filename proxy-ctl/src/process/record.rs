@@ -52,6 +52,8 @@ pub struct Record {
     pub removal_blockers: Vec<String>,
     /// By service port.
     pub unsupported: Vec<UnsupportedField>,
+    /// Those of them that events of this node have told of.
+    pub told: Vec<UnsupportedField>,
 }
 
 /// The record of a running proxy is there and cannot be read.
@@ -231,6 +233,7 @@ pub(super) struct RecordInputs {
     pub(super) removal_blockers: watch::Receiver<Vec<String>>,
     pub(super) coverage: watch::Receiver<Coverage>,
     pub(super) hook_problems: watch::Receiver<HookProblems>,
+    pub(super) told: watch::Receiver<Vec<UnsupportedField>>,
 }
 
 /// Once the record was `written` first, writes it again whenever it has changed.
@@ -247,6 +250,7 @@ pub(super) async fn keep(mut record: Record, mut inputs: RecordInputs, written: 
         if inputs.coverage.has_changed().unwrap_or(false) {
             record.unsupported = UnsupportedField::all(&inputs.coverage.borrow_and_update());
         }
+        record.told.clone_from(&inputs.told.borrow());
         if last.as_ref() != Some(&record) {
             match record.write(&config.ebpf.bpffs) {
                 Ok(()) => last = Some(record.clone()),

@@ -29,21 +29,21 @@ type Told = BTreeMap<ObjectName, Event>;
 /// The moments at which nodes tell of the same Service are spread over so long.
 const SPREAD: Duration = Duration::from_secs(30);
 /// Events of a node in each hour.
-const MOST_IN_AN_HOUR: usize = 20;
-const HOUR: Duration = Duration::from_secs(3_600);
+pub(super) const MOST_IN_AN_HOUR: usize = 20;
+pub(super) const HOUR: Duration = Duration::from_secs(3_600);
 
 /// The last events of this node, at most [`MOST_IN_AN_HOUR`].
 #[derive(Debug, Default)]
-struct Allowance(VecDeque<Instant>);
+pub(super) struct Allowance(VecDeque<Instant>);
 
 impl Allowance {
     /// Returns when the next event may be told, `now` or later.
-    fn next(&self, now: Instant) -> Instant {
+    pub(super) fn next(&self, now: Instant) -> Instant {
         let is_spent = self.0.len() >= MOST_IN_AN_HOUR;
         self.0.front().filter(|_| is_spent).map_or(now, |oldest| now.max(*oldest + HOUR))
     }
 
-    fn spend(&mut self, now: Instant) {
+    pub(super) fn spend(&mut self, now: Instant) {
         if self.0.len() >= MOST_IN_AN_HOUR {
             self.0.pop_front();
         }
@@ -51,15 +51,15 @@ impl Allowance {
     }
 }
 
-/// Ends when nothing will ever be served. `told_before`: what a predecessor has told. `node`: the
-/// own name.
+/// Ends when nothing will ever be served. `told`: what events have told of, at first those of a
+/// predecessor. `node`: the own name. The allowance is not kept over a restart, which lets the node
+/// tell of [`MOST_IN_AN_HOUR`] more.
 pub(super) async fn follow(
     mut coverage: watch::Receiver<Coverage>,
-    told_before: &[UnsupportedField],
+    told: &watch::Sender<Vec<UnsupportedField>>,
     node: &str,
     events: Recorder,
 ) {
-    let mut told = events_of(told_before);
     // Before that, what is not listed yet would seem to be gone.
     if coverage.wait_for(|coverage| coverage.programmed).await.is_err() {
         return;
@@ -67,8 +67,9 @@ pub(super) async fn follow(
     let mut allowance = Allowance::default();
     loop {
         let now = events_of(&UnsupportedField::all(&coverage.borrow_and_update()));
-        told.retain(|service, _| now.contains_key(service));
-        let Some(service) = next(&told, &now, node) else {
+        told.send_modify(|told| told.retain(|field| now.contains_key(&field.service())));
+        let told_so_far = events_of(&told.borrow());
+        let Some(service) = next(&told_so_far, &now, node) else {
             if coverage.changed().await.is_err() {
                 return;
             }
@@ -77,11 +78,16 @@ pub(super) async fn follow(
         let moment = allowance.next(Instant::now()) + spread(node, service);
         sleep_until(moment).await;
         // Meanwhile it may have become another one, or be served.
-        let still = events_of(&UnsupportedField::all(&coverage.borrow()));
-        if let Some(event) = still.get(service).filter(|event| told.get(service) != Some(*event)) {
-            events.record(event.clone());
+        let mut still = UnsupportedField::all(&coverage.borrow());
+        still.retain(|field| field.service() == *service);
+        let event = events_of(&still).remove(service);
+        if let Some(event) = event.filter(|event| told_so_far.get(service) != Some(event)) {
+            events.record(event);
             allowance.spend(moment);
-            told.insert(service.clone(), event.clone());
+            told.send_modify(|told| {
+                told.retain(|field| field.service() != *service);
+                told.append(&mut still);
+            });
         }
     }
 }
@@ -167,9 +173,18 @@ mod tests {
 
     /// Returns what a node has told after so long.
     async fn told_by(node: &'static str, services: usize, after: Duration) -> Vec<String> {
+        told_after(&watch::Sender::default(), node, services, after).await
+    }
+
+    async fn told_after(
+        told: &watch::Sender<Vec<UnsupportedField>>,
+        node: &'static str,
+        services: usize,
+        after: Duration,
+    ) -> Vec<String> {
         let (_sender, coverage) = watch::channel(unserved(services));
         let (events, next) = Recorder::kept();
-        let following = follow(coverage, &[], node, events);
+        let following = follow(coverage, told, node, events);
         assert!(tokio::time::timeout(after, following).await.is_err(), "it goes on");
         std::iter::from_fn(next).map(|event| format!("{:?}", event.regarding)).collect()
     }
@@ -181,6 +196,17 @@ mod tests {
         assert_eq!(told_by("a", 1_000, HOUR).await.len(), MOST_IN_AN_HOUR);
         let later = told_by("a", 1_000, HOUR * 10).await.len();
         assert!((9 * MOST_IN_AN_HOUR..=11 * MOST_IN_AN_HOUR).contains(&later), "{later}");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn after_a_restart_a_node_tells_of_what_it_has_not_told() {
+        let told = watch::Sender::default();
+        let first = told_after(&told, "a", 30, HOUR).await;
+        let second = told_after(&told, "a", 30, HOUR).await;
+        assert_eq!((first.len(), second.len()), (MOST_IN_AN_HOUR, 30 - MOST_IN_AN_HOUR));
+        assert!(first.iter().all(|service| !second.contains(service)), "{first:?} {second:?}");
+        assert_eq!(told_after(&told, "a", 30, HOUR).await, Vec::<String>::new());
+        assert_eq!(told.borrow().len(), 30);
     }
 
     #[tokio::test(start_paused = true)]

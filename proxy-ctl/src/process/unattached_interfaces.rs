@@ -1,40 +1,77 @@
 //! Tells the cluster of interfaces that packet programs cannot be attached to: one event for each
-//! interface and reason.
+//! interface and reason, and few of them in an hour, as each new pod may bring such an interface.
+//! Metric, log and `status` name all of them.
 
 use std::collections::BTreeMap;
 
-use tokio::sync::watch;
-
-use super::event;
-use crate::{
-    dataplane::HookProblems,
-    events::{Event, Recorder},
+use tokio::{
+    sync::watch,
+    time::{Instant, sleep_until},
 };
+
+use super::{event, unsupported_services::Allowance};
+use crate::{dataplane::HookProblems, events::Recorder};
 
 /// Ends when there is no dataplane any more.
 pub(super) async fn follow(mut problems: watch::Receiver<HookProblems>, events: Recorder) {
-    let mut told = BTreeMap::new();
-    while problems.changed().await.is_ok() {
+    let (mut told, mut allowance) = (BTreeMap::new(), Allowance::default());
+    loop {
         let now = problems.borrow_and_update().unattached.clone();
-        news(&told, &now).for_each(|event| events.record(event));
-        told = now;
+        told.retain(|index, _| now.contains_key(index));
+        let news = next(&told, &now);
+        if let Some((index, reason)) = news {
+            let moment = allowance.next(Instant::now());
+            if moment <= Instant::now() {
+                events.record(event::interface_not_attached(reason));
+                allowance.spend(moment);
+                told.insert(index, reason.clone());
+                continue;
+            }
+            tokio::select! {
+                () = sleep_until(moment) => continue,
+                changed = problems.changed() => if changed.is_err() { return },
+            }
+        } else if problems.changed().await.is_err() {
+            return;
+        }
     }
 }
 
-fn news(told: &BTreeMap<u32, String>, now: &BTreeMap<u32, String>) -> impl Iterator<Item = Event> {
-    let is_new = |(index, reason): &(&u32, &String)| told.get(*index) != Some(*reason);
-    now.iter().filter(is_new).map(|(_, reason)| event::interface_not_attached(reason))
+/// Returns an interface that was not told of with its present reason.
+fn next<'a>(told: &BTreeMap<u32, String>, now: &'a BTreeMap<u32, String>) -> Option<(u32, &'a String)> {
+    now.iter().map(|(index, reason)| (*index, reason)).find(|(index, reason)| told.get(index) != Some(reason))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use tokio::time::timeout;
+
+    use super::{
+        super::unsupported_services::{HOUR, MOST_IN_AN_HOUR},
+        *,
+    };
 
     #[test]
     fn an_interface_is_told_again_only_with_another_reason() {
         let problem = |reason: &str| BTreeMap::from([(7, reason.to_owned())]);
         let (none, full, denied) = (BTreeMap::new(), problem("full"), problem("denied"));
         let steps = [(&none, &full), (&full, &full), (&full, &denied), (&denied, &none)];
-        assert_eq!(steps.map(|(told, now)| news(told, now).count()), [1, 0, 1, 0]);
+        assert_eq!(steps.map(|(told, now)| next(told, now).is_some()), [true, false, true, false]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn of_many_interfaces_few_are_told_in_an_hour_and_all_of_them_later() {
+        let interfaces = u32::try_from(MOST_IN_AN_HOUR).unwrap() + 5;
+        let unattached = (0..interfaces).map(|index| (index, format!("veth{index}"))).collect();
+        let (_sender, problems) = watch::channel(HookProblems { unattached, ..HookProblems::default() });
+        let (events, mut taken) = Recorder::kept();
+        let following = follow(problems, events);
+        tokio::pin!(following);
+        let mut told = 0;
+        for (span, expected) in [(HOUR / 2, MOST_IN_AN_HOUR), (HOUR, MOST_IN_AN_HOUR + 5)] {
+            assert!(timeout(span, &mut following).await.is_err(), "it goes on");
+            told += std::iter::from_fn(&mut taken).count();
+            assert_eq!(told, expected);
+        }
     }
 }

@@ -245,7 +245,7 @@ impl Hooks {
             tracing::warn!(
                 interface = interface.name,
                 reason,
-                "no packet program can be attached to the interface: its workload reaches Services by socket hooks only; it is tried again every 10 s"
+                "no packet program can be attached to the interface: its workload reaches Services only where socket hooks serve it; it is tried again every 10 s"
             );
             self.unattached.insert(interface.index, reason);
         }

@@ -571,10 +571,12 @@ impl Hooks {
     }
 }
 
+/// The directions in the order in which they are attached to: the one that has failed first, else
+/// egress, where the answers to what is translated on ingress are translated back.
 fn failed_first(failed: Option<Direction>) -> [Direction; 2] {
     match failed {
-        None | Some(Direction::Ingress) => [Direction::Ingress, Direction::Egress],
-        Some(Direction::Egress) => [Direction::Egress, Direction::Ingress],
+        Some(Direction::Ingress) => [Direction::Ingress, Direction::Egress],
+        None | Some(Direction::Egress) => [Direction::Egress, Direction::Ingress],
     }
 }
 

@@ -200,7 +200,6 @@ fn empty_state_prints_the_next_step(#[values("table", "json")] format: &str) {
 #[rstest]
 #[case::two_slashes("a/b/c", "at most one slash")]
 #[case::an_address("10.96.0.16", "`proxy-ctl services` lists the names")]
-#[case::a_port_number("web:80", "the name of a port")]
 fn what_is_no_name_of_a_service_is_told(#[case] name: &str, #[case] told: &str) {
     for args in [vec!["services", name], vec!["flows", "--service", name], vec!["monitor", "--service", name]]
     {

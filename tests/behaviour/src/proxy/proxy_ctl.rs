@@ -25,7 +25,8 @@ pub(super) fn configuration(lab: &Lab, setting: Setting, feed: &Feed, node: Node
         "iptables": {"minSyncPeriod": "1ms"},
         "nftables": {"minSyncPeriod": "1ms"},
         "ebpf": {
-            "withdrawAfter": if setting.withdraws { "10s" } else { "0s" },
+            // Longer than a slow machine takes from the end of the controller to the dials that follow.
+            "withdrawAfter": if setting.withdraws { "30s" } else { "0s" },
             "socketLoadBalancing": match setting.path {
                 PathKind::Sockets | PathKind::Unseen => "all",
                 PathKind::Packets => "host",

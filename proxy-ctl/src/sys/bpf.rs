@@ -253,29 +253,15 @@ pub fn link_cgroup(
     create_link(program, number(cgroup), hook, 0)
 }
 
-/// Where among the programs of an interface.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub enum Order {
-    First,
-    /// Where programs of others are, in tests.
-    Last,
-}
-
 const BPF_F_BEFORE: u32 = 1 << 3;
-const BPF_F_AFTER: u32 = 1 << 4;
 
-/// Attaches `program` to an interface by tcx. Linux 6.6; before: `EINVAL`.
+/// Attaches `program` to an interface by tcx, before all others. Linux 6.6; before: `EINVAL`.
 pub fn link_tcx(
     program: BorrowedFd<'_>,
     interface: u32,
     hook: bpf_attach_type,
-    order: Order,
 ) -> Result<OwnedFd, CallError> {
-    let flags = match order {
-        Order::First => BPF_F_BEFORE,
-        Order::Last => BPF_F_AFTER,
-    };
-    create_link(program, interface, hook, flags)
+    create_link(program, interface, hook, BPF_F_BEFORE)
 }
 
 /// Who runs an XDP program.

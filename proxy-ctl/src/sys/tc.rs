@@ -118,31 +118,9 @@ fn filter_info(priority: u16) -> u32 {
     u32::from(priority) << 16 | u32::from(ETH_P_ALL.to_be())
 }
 
-/// Attaches `program` as a new filter.
-pub fn add_filter(
-    interface: u32,
-    direction: Direction,
-    priority: u16,
-    handle: u32,
-    program: BorrowedFd<'_>,
-    name: &str,
-) -> Result<(), CallError> {
-    put_filter(ADD_FILTER, interface, direction, priority, handle, program, name)
-}
-
-/// Swaps `program` in where there is a filter with this priority and handle, or attaches it.
-pub fn replace_filter(
-    interface: u32,
-    direction: Direction,
-    priority: u16,
-    handle: u32,
-    program: BorrowedFd<'_>,
-    name: &str,
-) -> Result<(), CallError> {
-    put_filter(REPLACE_FILTER, interface, direction, priority, handle, program, name)
-}
-
-fn put_filter(
+/// Attaches `program`, or swaps it in where there is a filter with this priority and handle. An error
+/// names `call`: [`ADD_FILTER`], or [`REPLACE_FILTER`] where there is one.
+pub fn put_filter(
     call: &'static str,
     interface: u32,
     direction: Direction,

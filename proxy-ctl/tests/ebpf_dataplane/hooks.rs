@@ -34,7 +34,7 @@ use proxy_ctl::{
     model::objects::Node,
     node::{self, OwnNode},
     sys::{
-        bpf::{self, LinkTarget, Order, XdpMode},
+        bpf::{self, LinkTarget, XdpMode},
         map::Map,
         sampler::Sampler,
         tc::{self, Direction},
@@ -205,7 +205,7 @@ fn devices_without_an_ethernet_header_get_programs_of_their_own() {
 fn fill(interface: u32, hook: bpf_attach_type) -> Option<Vec<OwnedFd>> {
     let mut links = Vec::new();
     loop {
-        match bpf::link_tcx(packet_program(0).as_fd(), interface, hook, Order::Last) {
+        match bpf::link_tcx(packet_program(0).as_fd(), interface, hook) {
             Ok(link) => links.push(link),
             Err(error) if links.is_empty() && error.errno() == libc::EINVAL => {
                 println!("skipped: the kernel has no tcx");
@@ -315,7 +315,7 @@ fn a_link_that_cannot_run_the_new_program_runs_the_old_one(
     let ours = |interface, direction| program_of(&sandbox, &format!("{interface}_{direction}"));
     let before = ours(changes, direction);
     let (_, of_workloads) = SchedClassifier::query_tcx("dpb", same_hook).unwrap();
-    let foreign = bpf::link_tcx(of_workloads[0].fd().unwrap().as_fd(), changes, hook, Order::Last).unwrap();
+    let foreign = bpf::link_tcx(of_workloads[0].fd().unwrap().as_fd(), changes, hook).unwrap();
 
     let host = host(&[("dpa", Role::Workload), ("dpb", Role::Workload)]);
     let error = dataplane.take_host(&host).unwrap_err();
@@ -479,13 +479,8 @@ fn others_programs_stay_and_go_on_working() {
     let Some(sandbox) = Sandbox::new() else { return };
     let interface = veth("dpa");
     let listening = serve("127.0.0.1", "backend");
-    let foreign_packets = bpf::link_tcx(
-        packet_program(TCX_NEXT).as_fd(),
-        interface,
-        bpf_attach_type::BPF_TCX_INGRESS,
-        Order::First,
-    )
-    .unwrap();
+    let foreign_packets =
+        bpf::link_tcx(packet_program(TCX_NEXT).as_fd(), interface, bpf_attach_type::BPF_TCX_INGRESS).unwrap();
     let cgroup = sandbox.cgroup();
     let connect4 = bpf_attach_type::BPF_CGROUP_INET4_CONNECT;
     let allows = bpf::link_cgroup(connect_program(1).as_fd(), cgroup.as_fd(), connect4).unwrap();
@@ -537,7 +532,7 @@ fn a_program_that_was_put_before_ours_gets_behind_it() {
     let foreign = packet_program(TC_ACT_OK);
     let come = || {
         [bpf_attach_type::BPF_TCX_INGRESS, bpf_attach_type::BPF_TCX_EGRESS]
-            .map(|hook| bpf::link_tcx(foreign.as_fd(), interface, hook, Order::First).unwrap())
+            .map(|hook| bpf::link_tcx(foreign.as_fd(), interface, hook).unwrap())
     };
     let links = come();
     assert!(!is_first(interface));
@@ -618,7 +613,8 @@ fn clsact_filters_do_the_same_where_tcx_is_missing() {
 
     // Another's filter keeps the qdisc alive.
     let foreign = packet_program(-1);
-    tc::replace_filter(interface, Direction::Egress, 7, 1, foreign.as_fd(), "foreign").unwrap();
+    tc::put_filter(tc::REPLACE_FILTER, interface, Direction::Egress, 7, 1, foreign.as_fd(), "foreign")
+        .unwrap();
     drop(dataplane);
     let removed = cleanup(&sandbox.config.bpffs).unwrap();
     assert_eq!(removed.filters, 2);

@@ -32,7 +32,7 @@ use crate::{
     dataplane::{Interface, Role},
     sys::{
         CallError,
-        bpf::{self, LinkTarget, Order},
+        bpf::{self, LinkTarget},
         tc::{self, Direction},
     },
 };
@@ -403,7 +403,7 @@ impl Hooks {
         let name = packet_program(interface.role, direction, interface.ethernet);
         let path = self.link_path(interface.index, direction);
         let target = || format!("{} ({})", interface.name, direction.name());
-        let new = bpf::link_tcx(self.programs.get(name)?, interface.index, tcx_hook(direction), Order::First)
+        let new = bpf::link_tcx(self.programs.get(name)?, interface.index, tcx_hook(direction))
             .map_err(|source| Error::Attach { program: name, target: target(), source })?;
         self.links.replace(&path, new)
     }
@@ -516,7 +516,7 @@ impl Hooks {
     ) -> Result<Result<Ensured, CallError>, Error> {
         let path = self.link_path(index, direction);
         let program = self.programs.get(name)?;
-        let create = || bpf::link_tcx(program, index, tcx_hook(direction), Order::First);
+        let create = || bpf::link_tcx(program, index, tcx_hook(direction));
         Ok(self.links.ensure(&path, program, |target| target == LinkTarget::Tcx(index), create))
     }
 
@@ -545,10 +545,13 @@ impl Hooks {
             Ok(false) => {}
             Err(e) => return Ok(Err(e)),
         }
-        let add = |priority| tc::add_filter(index, direction, priority, HANDLE, program, name);
+        let add =
+            |priority| tc::put_filter(tc::ADD_FILTER, index, direction, priority, HANDLE, program, name);
         Ok(match ours {
-            Some(filter) => tc::replace_filter(index, direction, filter.priority, HANDLE, program, name)
-                .map(|()| Ensured::Mended),
+            Some(filter) => {
+                tc::put_filter(tc::REPLACE_FILTER, index, direction, filter.priority, HANDLE, program, name)
+                    .map(|()| Ensured::Mended)
+            }
             None => first_accepted(PRIORITIES, add).map(|()| Ensured::Attached),
         })
     }

@@ -149,7 +149,8 @@ mod tests {
                 tokio::spawn(async move {
                     let mut request = [0; 4096];
                     while connection.read(&mut request).await.is_ok_and(|bytes| bytes > 0) {
-                        let _ = connection.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").await;
+                        let _client_may_be_gone =
+                            connection.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").await;
                     }
                 });
             }

@@ -154,7 +154,7 @@ impl Count {
 
 fn line(title: &str, count: Option<Count>, elapsed: Duration) -> String {
     let count = count.map_or_else(String::new, |Count { done, all }| format!("  {done} of {all} crates"));
-    format!("{title}{count}  {}", time(elapsed)).chars().take(WIDTH).collect()
+    format!("{title}{count}  {}", time(elapsed))
 }
 
 /// Minutes and seconds, as `1:07`.
@@ -163,9 +163,15 @@ pub(crate) fn time(elapsed: Duration) -> String {
     format!("{}:{:02}", seconds / 60, seconds % 60)
 }
 
+/// Cuts a text to the width of a terminal. A longer one would wrap, and each line that takes its
+/// place would begin below it.
+fn fit(text: &str) -> String {
+    text.trim_end().chars().take(WIDTH).collect()
+}
+
 /// Puts a text in place of the line that moves.
 pub(crate) fn show(text: &str) {
-    eprint!("\r\x1b[K{text}");
+    eprint!("\r\x1b[K{}", fit(text));
     // A line that does not appear is no failure.
     let _shown = io::stderr().flush();
 }
@@ -193,7 +199,8 @@ mod tests {
         let count = Some(Count { done: 187, all: 402 });
         let told = line("[2/3] building", count, Duration::from_secs(72));
         assert_eq!(told, "[2/3] building  187 of 402 crates  1:12");
-        assert_eq!(line(&"long ".repeat(30), None, Duration::ZERO).chars().count(), WIDTH);
+        assert_eq!(fit(&"long ".repeat(30)).chars().count(), WIDTH);
+        assert_eq!(fit("padded by a harness          "), "padded by a harness");
     }
 
     #[test]

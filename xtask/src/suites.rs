@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    io::{self, BufRead as _, BufReader, IsTerminal as _, Write as _},
+    io::{self, BufRead as _, BufReader, IsTerminal as _},
     process::{Command, Stdio},
     sync::mpsc::{self, RecvTimeoutError},
     thread,
@@ -10,6 +10,8 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
+
+use crate::progress;
 
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Count {
@@ -302,20 +304,16 @@ impl Report {
     }
 }
 
-/// The line that shows what is going on, cut to the width of a terminal.
+/// Shows what a suite does, where somebody looks.
 fn show(suite: &str, line: &str, start: Instant) {
     if io::stderr().is_terminal() {
-        let text: String =
-            format!("{suite} ({} s) {}", start.elapsed().as_secs(), line.trim()).chars().take(98).collect();
-        eprint!("\r\x1b[K{text}");
-        // A line that does not appear is no failure of a test.
-        let _shown = io::stderr().flush();
+        progress::show(&format!("{suite} ({} s) {}", start.elapsed().as_secs(), line.trim()));
     }
 }
 
 fn clear() {
     if io::stderr().is_terminal() {
-        eprint!("\r\x1b[K");
+        progress::show("");
     }
 }
 

@@ -54,6 +54,7 @@ pub struct Capabilities {
     /// 5.8; `sys_admin` includes it.
     pub perfmon: bool,
     pub net_admin: bool,
+    pub setgid: bool,
 }
 
 /// Where the rules of an iptables tool go.

@@ -90,6 +90,7 @@ impl Requirement {
             (held.bpf, "CAP_BPF"),
             (held.perfmon, "CAP_PERFMON"),
             (held.net_admin, "CAP_NET_ADMIN"),
+            (held.setgid, "CAP_SETGID"),
         ];
         let names: Vec<&str> = names.into_iter().filter(|(held, _)| *held).map(|(_, name)| name).collect();
         Self::new("capabilities", "capabilities", names)

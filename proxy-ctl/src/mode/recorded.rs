@@ -64,7 +64,13 @@ impl Host {
         let tool = |name| self.text(name).and_then(|told| Tool::parse(&told)).into_iter().collect();
         HostFacts {
             kernel_release: self.text("osrelease").unwrap_or_default().trim().to_owned(),
-            capabilities: Capabilities { sys_admin: true, bpf: true, perfmon: true, net_admin: true },
+            capabilities: Capabilities {
+                sys_admin: true,
+                bpf: true,
+                perfmon: true,
+                net_admin: true,
+                setgid: true,
+            },
             modules: Modules::parse(&texts),
             iptables: tool("iptables"),
             ip6tables: tool("ip6tables"),

@@ -14,6 +14,7 @@ use crate::{
     sys::{has_ipv6, ipset::IpSets},
 };
 
+const CAP_SETGID: u32 = 6;
 const CAP_NET_ADMIN: u32 = 12;
 const CAP_SYS_ADMIN: u32 = 21;
 const CAP_PERFMON: u32 = 38;
@@ -124,10 +125,11 @@ mod tests {
     use super::*;
 
     #[test]
+        setgid: holds(CAP_SETGID),
     fn capabilities_are_read_from_the_effective_set() {
         let none = Capabilities::default();
         assert_eq!(effective_capabilities("CapPrm:\t000001ffffffffff\nCapEff:\t0000000000000000\n"), none);
-        let datapath = Capabilities { bpf: true, perfmon: true, net_admin: true, sys_admin: false };
+        let datapath = Capabilities { bpf: true, perfmon: true, net_admin: true, ..none };
         assert_eq!(effective_capabilities("CapEff:\t000000c000001000\n"), datapath);
     }
 }

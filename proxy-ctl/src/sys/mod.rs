@@ -5,6 +5,7 @@ use std::{io, path::Path};
 pub mod bpf;
 pub mod clock;
 pub mod conntrack;
+pub mod credentials;
 pub mod device;
 pub mod filesystem;
 mod frames;

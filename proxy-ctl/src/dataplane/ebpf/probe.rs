@@ -256,7 +256,7 @@ fn bpffs_requirement(bpffs: BpfFilesystem) -> Requirement {
 }
 
 fn capabilities_requirement(capabilities: Capabilities) -> Requirement {
-    let Capabilities { sys_admin, bpf, perfmon, net_admin } = capabilities;
+    let Capabilities { sys_admin, bpf, perfmon, net_admin, .. } = capabilities;
     let missing = |name: &'static str, purpose: &'static str| {
         move || format!("{name} is missing, to {purpose} programs")
     };
@@ -272,7 +272,8 @@ mod tests {
 
     use super::*;
 
-    const ALL: Capabilities = Capabilities { sys_admin: false, bpf: true, perfmon: true, net_admin: true };
+    const ALL: Capabilities =
+        Capabilities { sys_admin: false, bpf: true, perfmon: true, net_admin: true, setgid: false };
 
     fn able() -> Facts {
         Facts {

@@ -161,7 +161,8 @@ impl UserspaceDataplane {
     ) -> Result<Self, OpenError> {
         let limit = limits::raise_open_files().map_err(|error| error.source)?;
         let makes_rules = redirect.is_some();
-        let runtime = Runtime::start(move || {
+        let opens_as = makes_rules.then_some(redirect::DIALLING_GROUP);
+        let runtime = Runtime::start(opens_as, move || {
             if makes_rules {
                 remove_rules();
             }

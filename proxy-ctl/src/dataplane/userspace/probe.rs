@@ -28,14 +28,18 @@ fn redirects_by(host: &HostFacts) -> Result<&'static str, String> {
     if !host.capabilities.net_admin {
         return Err("CAP_NET_ADMIN is missing, to lead clients to the listeners".to_owned());
     }
+    if !host.capabilities.setgid {
+        return Err("CAP_SETGID is missing, to tell apart what this process dials from clients".to_owned());
+    }
     let missing = |modules: &[KernelModule]| modules.iter().find_map(|module| host.modules.missing(module));
     let [nft_nat, nft_redir] = ["nft_nat", "nft_redir"].map(KernelModule::named);
     let Some(without_nftables) = missing(&[nf_tables(), nft_nat, nft_redir, conntrack()]) else {
         return Ok("nftables");
     };
     let redirection = KernelModule::new("xt_REDIRECT", "CONFIG_NETFILTER_XT_TARGET_REDIRECT");
+    let owner = KernelModule::new("xt_owner", "CONFIG_NETFILTER_XT_MATCH_OWNER");
     let without_tools = iptables(host).missing.into_iter().next();
-    match without_tools.or_else(|| missing(&[redirection, conntrack()])) {
+    match without_tools.or_else(|| missing(&[redirection, owner, conntrack()])) {
         None => Ok("iptables"),
         Some(without_iptables) => Err(format!("{without_nftables}; {without_iptables}")),
     }
@@ -67,7 +71,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::mode::recorded::Host;
+    use crate::mode::{Capabilities, recorded::Host};
 
     #[rstest]
     fn where_rules_can_lead_clients_to_it_it_serves_all(
@@ -82,8 +86,8 @@ mod tests {
 
     #[test]
     fn iptables_leads_clients_where_the_kernel_has_no_nf_tables() {
-        let config =
-            "CONFIG_NETFILTER_XTABLES=y\nCONFIG_NETFILTER_XT_TARGET_REDIRECT=y\nCONFIG_NF_CONNTRACK=y\n";
+        let config = "CONFIG_NETFILTER_XTABLES=y\nCONFIG_NETFILTER_XT_TARGET_REDIRECT=y\nCONFIG_NF_CONNTRACK=y\n\
+             CONFIG_NETFILTER_XT_MATCH_OWNER=y\n";
         let legacy = |program: &str| format!("{program} v1.8.9 (legacy)");
         let host = Host::named("microvm 6.18")
             .with("config", config)
@@ -101,12 +105,17 @@ mod tests {
     fn without_rules_it_runs_only_where_it_is_asked_for(
         #[case] mode: RequestedMode,
         #[case] expected: bool,
-        #[values("no right", "no kernel option")] lacking: &str,
+        #[values("no right", "no right to a group", "no kernel option")] lacking: &str,
     ) {
         let (facts, why) = match lacking {
             "no right" => {
                 let facts = Host::named("debian 6.1").facts();
                 (HostFacts { capabilities: Default::default(), ..facts }, "CAP_NET_ADMIN is missing")
+            }
+            "no right to a group" => {
+                let facts = Host::named("debian 6.1").facts();
+                let capabilities = Capabilities { setgid: false, ..facts.capabilities };
+                (HostFacts { capabilities, ..facts }, "CAP_SETGID is missing")
             }
             _ => (
                 Host::named("microvm 6.18").with("config", "CONFIG_NF_TABLES=y\nCONFIG_NFT_NAT=y\n").facts(),

@@ -10,6 +10,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::shared::Alive;
+use crate::sys::credentials;
 
 #[derive(Debug)]
 pub(super) struct Runtime {
@@ -18,16 +19,28 @@ pub(super) struct Runtime {
 }
 
 impl Runtime {
+    /// `opens_as`: the group of the sockets that tasks open, if it is not the process's own.
     /// `at_the_end` is called when neither this nor anything that holds `alive` is left.
-    pub(super) fn start(at_the_end: impl FnOnce() + Send + 'static) -> io::Result<Self> {
+    pub(super) fn start(
+        opens_as: Option<u32>,
+        at_the_end: impl FnOnce() + Send + 'static,
+    ) -> io::Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
         let handle = runtime.handle().clone();
         let (alive, mut ended) = mpsc::channel(1);
+        let (started, starting) = std::sync::mpsc::sync_channel(1);
         thread::Builder::new().name("connections".to_owned()).spawn(move || {
-            // Nothing is ever sent: it ends with the last sender.
-            let _ = runtime.block_on(ended.recv());
+            let opening = opens_as.map_or(Ok(()), credentials::open_as_group);
+            let may_run = opening.is_ok();
+            // Whoever starts this thread waits for the answer.
+            let _ = started.send(opening);
+            if may_run {
+                // Nothing is ever sent: it ends with the last sender.
+                let _ = runtime.block_on(ended.recv());
+            }
             at_the_end();
         })?;
+        starting.recv().map_err(io::Error::other)?.map_err(io::Error::other)?;
         Ok(Self { handle, alive })
     }
 

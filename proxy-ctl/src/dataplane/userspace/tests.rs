@@ -59,7 +59,11 @@ struct Endpoint {
 
 impl Endpoint {
     fn tcp(name: &'static str) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        Self::tcp_at("127.0.0.1:0", name)
+    }
+
+    fn tcp_at(at: &str, name: &'static str) -> Self {
+        let listener = TcpListener::bind(at).unwrap();
         let address = listener.local_addr().unwrap().to_string();
         thread::spawn(move || {
             while let Ok((mut stream, _)) = listener.accept() {
@@ -79,7 +83,11 @@ impl Endpoint {
     }
 
     fn udp(name: &'static str) -> Self {
-        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
+        Self::udp_at("127.0.0.1:0", name)
+    }
+
+    fn udp_at(at: &str, name: &'static str) -> Self {
+        let socket = UdpSocket::bind(at).unwrap();
         let address = socket.local_addr().unwrap().to_string();
         thread::spawn(move || {
             let mut buffer = [0; 4096];
@@ -573,6 +581,47 @@ fn as_root_rules_lead_clients_to_listeners(
     drop(held);
     wait_until("the rules go with the last connection", || !has_rules_of_ours());
     assert_eq!(cleanup().unwrap(), [""; 0]);
+}
+
+/// A pod with hostNetwork is behind an external IP that is the node's own address. One connection,
+/// or datagram, must not become many.
+#[rstest]
+#[ignore = "needs root"]
+fn as_root_what_this_process_dials_is_not_led_to_itself(
+    #[values(By::NfTables, By::Iptables(Backend::Nft), By::Iptables(Backend::Legacy))] by: By,
+) {
+    in_own_namespace();
+    let NamespaceAttempt::Held(lock) = NamespaceLock::acquire(NAME).unwrap() else { panic!("free") };
+    let redirect = match by {
+        By::NfTables => Redirect::by_nf_tables(),
+        By::Iptables(backend) => Redirect::by_iptables(backend),
+    };
+    let redirect = redirect.expect("the kernel has nf_tables and both backends of iptables");
+    let idle = Duration::from_secs(1);
+    let mut dataplane = UserspaceDataplane::with_lock(lock, Some(redirect), None, idle).unwrap();
+    // A loop ends before it takes the machine's memory.
+    dataplane.shared = Arc::new(Shared::new(256 + 64, idle));
+    dataplane.set_host(&host()).unwrap();
+
+    let (tcp, udp) = (Endpoint::tcp_at("192.0.2.1:80", "a"), Endpoint::udp_at("192.0.2.1:53", "u"));
+    let own = |name: &str, number: u16, protocol| {
+        service(name, &["10.96.0.1"])
+            .ports(vec![port("", number).protocol(protocol)])
+            .external_ip("192.0.2.1")
+    };
+    serve(&mut dataplane, &redirected(own("default/web", 80, Protocol::Tcp), &[&tcp.address]));
+    serve(&mut dataplane, &redirected(own("default/dns", 53, Protocol::Udp), &[&udp.address]));
+
+    let mut stream = TcpStream::connect("192.0.2.1:80").unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    assert_eq!(read(&mut stream, 1).unwrap(), "a");
+    let client = UdpSocket::bind("192.0.2.1:0").unwrap();
+    client.set_read_timeout(Some(PATIENCE)).unwrap();
+    client.connect("192.0.2.1:53").unwrap();
+    assert!(ask(&client).starts_with('u'));
+    let count = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
+    let counters = &dataplane.shared.counters;
+    assert_eq!((count(&counters.connections), count(&counters.sessions)), (1, 1));
 }
 
 /// In a namespace of its own: the end of a dataplane removes the rules of this mode.

@@ -86,6 +86,9 @@ pub enum Meta {
     Mark,
     /// 16 bytes with zeros at its end.
     InputInterface,
+    /// Group of the process that opened the sending socket, in 4 bytes in the machine's order. A
+    /// packet that no socket of this node sends ends the rule.
+    SocketGroup,
     /// IANA number in one byte.
     Protocol,
 }
@@ -95,6 +98,7 @@ impl Meta {
         match self {
             Self::Mark => 3,
             Self::InputInterface => 6,
+            Self::SocketGroup => 11,
             Self::Protocol => 16,
         }
     }

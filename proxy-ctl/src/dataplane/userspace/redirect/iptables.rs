@@ -5,7 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use ipnet::IpNet;
 
-use super::{LeadingRules, Leads, RedirectError, Wanted, of_port};
+use super::{DIALLING_GROUP, LeadingRules, Leads, RedirectError, Wanted, of_port};
 use crate::{
     dataplane::{
         netfilter::chains::{Chains, FamilyChains, Jump},
@@ -42,6 +42,7 @@ fn chains(family: IpFamily, wanted: &Wanted) -> Chains {
     // The last rule that uses connection tracking ends it, and the translation of established connections with it.
     let mark = own_rules::mark(Mode::Userspace);
     portals_container.extend(mark.map(|mark| format!("-m conntrack --ctstate NEW {mark}")));
+    portals_host.push(format!("-m owner --gid-owner {DIALLING_GROUP} -j RETURN"));
     for (name, leads) in wanted.ports.iter().filter(|(name, _)| name.family == family) {
         for (led, port) in of_port(name, leads) {
             let (container, host, address) = match led.frontend.kind {
@@ -152,10 +153,11 @@ mod tests {
         assert_eq!(container[0], mark);
         let cluster_ip = format!("-d 10.96.0.1/32 {matches} 80 -j ");
         assert_eq!(container[1], format!("{cluster_ip}DNAT --to-destination 192.0.2.1:40000"));
-        assert_eq!(host[0], format!("{cluster_ip}REDIRECT --to-ports 40000"));
+        assert_eq!(host[0], "-m owner --gid-owner 65529 -j RETURN", "before all that lead");
+        assert_eq!(host[1], format!("{cluster_ip}REDIRECT --to-ports 40000"));
         let node_ports = format!("-d 192.0.2.1/32 -m comment --comment \"{NODE_PORTS_COMMENT}\" -j ");
         assert_eq!(container[4..], [format!("{node_ports}{NODE_PORT_CONTAINER}")]);
-        assert_eq!(host[3..], [format!("{node_ports}{NODE_PORT_HOST}")]);
+        assert_eq!(host[4..], [format!("{node_ports}{NODE_PORT_HOST}")]);
         let node_port = &of_ipv4[&(TABLE, NODE_PORT_CONTAINER)];
         assert_eq!(*node_port, [format!("{matches} 30080 -j DNAT --to-destination 192.0.2.1:40000")]);
 

@@ -11,6 +11,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     io,
     net::{IpAddr, SocketAddr},
+    thread,
 };
 
 pub(super) use self::nf_tables::{is_there as has_tables, remove as remove_tables};
@@ -26,10 +27,20 @@ use crate::{
         objects::{IpFamily, Protocol},
     },
     sys::{
-        CallError,
+        CallError, credentials,
         xtables::{self, Backend, ToolError},
     },
 };
+
+/// Group of the thread that dials endpoints. The rules lead nowhere what its sockets send. An
+/// endpoint may be behind its own frontend, such as a pod with hostNetwork behind an external IP
+/// that is the node's address: led to the listener again, each connection would open the next.
+///
+/// Both kinds of rules can match the group of a socket on every kernel since 5.10, and packets do
+/// not show it. Each bit of the packet mark may belong to a network plugin, to a rule of routing or
+/// to the mode beside this one. systemd leaves this number unused, and a rootless node's user
+/// namespace has it.
+pub(super) const DIALLING_GROUP: u32 = 65_529;
 
 #[derive(Debug, thiserror::Error)]
 pub(super) enum RedirectError {
@@ -72,6 +83,13 @@ struct Wanted {
     addresses: BTreeSet<IpAddr>,
     /// Where clients of other machines and of pods are led, at most one of each family.
     own: Vec<IpAddr>,
+}
+
+/// Returns why a thread cannot take [`DIALLING_GROUP`].
+fn may_dial_as_group() -> io::Result<()> {
+    let trial = thread::Builder::new().spawn(|| credentials::open_as_group(DIALLING_GROUP))?;
+    let taken = trial.join().map_err(|_| io::Error::other("a thread has panicked"))?;
+    taken.map_err(io::Error::other)
 }
 
 impl Wanted {
@@ -166,6 +184,10 @@ impl std::fmt::Debug for Redirect {
 impl Redirect {
     /// Makes the rules anew; they lead nobody. Needs CAP_NET_ADMIN. `None`: the kernel cannot do it, or this process may not.
     pub(super) fn open() -> Option<Self> {
+        if let Err(error) = may_dial_as_group() {
+            tracing::warn!(%error, "no rules: what this process dials would be led to itself");
+            return None;
+        }
         Self::by_nf_tables().or_else(|| match xtables::choose() {
             Ok(chosen) => Self::by_iptables(chosen.backend),
             Err(error) => {

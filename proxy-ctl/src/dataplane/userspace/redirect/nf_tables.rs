@@ -1,9 +1,10 @@
-//! The table of nf_tables, one of our own in each family: maps from frontends to listeners, and two rules in each chain that ask
-//! them.
+//! The table of nf_tables, one of our own in each family: maps from frontends to listeners, and two
+//! rules in each chain that ask them. In the chain of what this node sends, a rule before them
+//! passes what this process dials.
 
 use std::{io, net::IpAddr};
 
-use super::{LeadingRules, Leads, Led, RedirectError, Wanted};
+use super::{DIALLING_GROUP, LeadingRules, Leads, Led, RedirectError, Wanted};
 use crate::{
     leftovers::names::USERSPACE_TABLE as TABLE,
     model::{
@@ -11,8 +12,8 @@ use crate::{
         objects::{IpFamily, Protocol},
     },
     sys::nftables::{
-        BaseChain, Batch, ChainType, Datum, ElementData, Expression, Header, Meta, NetfilterHook, NfTables,
-        Register, SetDefinition, TableFamily, Values,
+        BaseChain, Batch, ChainType, Comparison, Datum, ElementData, Expression, Header, Meta, NetfilterHook,
+        NfTables, Register, SetDefinition, TableFamily, Values, Verdict,
     },
 };
 
@@ -152,6 +153,9 @@ fn make_table(batch: &mut Batch, family: IpFamily, own: Option<IpAddr>) {
     {
         let base = BaseChain { kind: ChainType::Nat, hook, priority: PRIORITY };
         batch.add_chain(table_family, TABLE, chain, Some(base));
+        if hook == NetfilterHook::Output {
+            batch.add_rule(table_family, TABLE, chain, &accept_own_dials(), &[]);
+        }
         let mut frontends = vec![address.clone()];
         frontends.extend(load_protocol_and_port(address_length / 4));
         frontends.push(find(Place::Frontends));
@@ -162,6 +166,20 @@ fn make_table(batch: &mut Batch, family: IpFamily, own: Option<IpAddr>) {
             batch.add_rule(table_family, TABLE, chain, &[keys.as_slice(), lead].concat(), &[]);
         }
     }
+}
+
+/// Ends the chain for what the thread sends that dials endpoints.
+fn accept_own_dials() -> [Expression; 3] {
+    let group = Register::new(0);
+    [
+        Expression::Meta { key: Meta::SocketGroup, to: group },
+        Expression::Compare {
+            register: group,
+            comparison: Comparison::Equal,
+            value: DIALLING_GROUP.to_ne_bytes().to_vec(),
+        },
+        Expression::Verdict(Verdict::Accept),
+    ]
 }
 
 pub(super) struct Tables {

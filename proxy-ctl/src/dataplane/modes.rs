@@ -10,7 +10,7 @@ use super::{
     ebpf,
     entry::{BoxedProgrammed, Entry, Removed, TrackedFlows},
     hand_over::{DialledFrontends, HandOver, ModeBeside},
-    iptables, ipvs, nftables,
+    iptables, ipvs, netfilter, nftables,
     source_ports::SourcePorts,
     userspace,
 };
@@ -229,6 +229,8 @@ pub fn cleanup(bpffs: &Path, keeps: &[IpNet]) -> Result<Removed, Error> {
         all.filters += filters;
         all.tables.extend(tables);
     }
+    let of_health_checks = netfilter::health_checks::remove();
+    all.tables.extend(of_health_checks.map_err(|error| Error::new(ErrorKind::Other, error))?);
     Ok(all)
 }
 

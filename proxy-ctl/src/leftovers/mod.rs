@@ -10,6 +10,7 @@
 mod answers;
 mod at_work;
 mod counters;
+mod health_checks;
 mod ipvs;
 mod legacy;
 mod let_go;
@@ -36,6 +37,7 @@ use crate::{
 };
 
 pub use self::{
+    health_checks::{Place, accepted_by_kube_proxy, accepted_in_its_place, is_at_work},
     marks::{is_marked, is_overwritten},
     own_sockets::deprecate_addresses,
     remains::Remains,

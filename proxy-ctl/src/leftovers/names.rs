@@ -45,6 +45,12 @@ pub const INVALID_DROPPED: &str = "ct_state_invalid_dropped_pkts";
 pub const LOCALHOST_ACCEPTED: &str = "localhost_nps_accepted_pkts";
 pub const PACKET_COUNTERS: [&str; 2] = [INVALID_DROPPED, LOCALHOST_ACCEPTED];
 
+/// Chains of the table filter in which modes iptables and ipvs accept health checks of load
+/// balancers.
+pub const HEALTH_CHECKS: [&str; 2] = ["KUBE-NODEPORTS", "KUBE-NODE-PORT"];
+/// The chain of the table filter in which this proxy accepts them in a former kube-proxy's place.
+pub const OWN_HEALTH_CHECKS: &str = "PROXY-CTL-HEALTH-CHECKS";
+
 /// The modes that write a chain.
 type Writers = &'static [Mode];
 

@@ -1,7 +1,8 @@
-//! Removes the rules of another kube-proxy once this proxy serves every service port, then reports rules that come back: a
-//! kube-proxy that still runs writes them again.
+//! Removes the rules of another kube-proxy once this proxy serves every service port, then reports
+//! rules that come back: a kube-proxy that still runs writes them again. What those rules accepted
+//! of load balancers' health checks is accepted further on.
 
-use std::{fmt::Display, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, fmt::Display, sync::Arc, time::Duration};
 
 use tokio::{sync::watch, time::Instant};
 
@@ -9,12 +10,15 @@ use super::event;
 use crate::{
     config::Config,
     controller::Coverage,
-    dataplane::{self, Unsupported},
+    dataplane::{
+        self, Unsupported,
+        netfilter::{AcceptedHealthChecks, HealthCheckError},
+    },
     events::Recorder,
     leftovers::{self, Found, Leftovers, Part, PendingRemoval, Purpose, Removal, Retained},
     mode::Mode,
     model::desired::ServicePortName,
-    report::{Metrics, ModeInForce},
+    report::{HealthChecks, Metrics, ModeInForce},
 };
 
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
@@ -28,6 +32,7 @@ pub(super) struct LeftoverRemoval {
     pub(super) mode: watch::Receiver<ModeInForce>,
     /// Modes of this proxy that the controller removes.
     pub(super) retiring: watch::Receiver<Vec<Mode>>,
+    pub(super) health_checks: watch::Receiver<HealthChecks>,
     /// What holds back the removal, for the record.
     pub(super) blockers: watch::Sender<Vec<String>>,
     pub(super) events: Recorder,
@@ -36,6 +41,9 @@ pub(super) struct LeftoverRemoval {
 
 struct Progress {
     leftovers: Leftovers,
+    accepted: AcceptedHealthChecks,
+    /// The ports of health checks that were written last.
+    accepted_ports: BTreeSet<u16>,
     pending: PendingRemoval,
     next_attempt: Instant,
     pause: Duration,
@@ -55,15 +63,71 @@ impl LeftoverRemoval {
         let mut progress = self.begin().await;
         loop {
             self.look_and_remove(&mut progress).await;
+            self.accept_health_checks(&mut progress).await;
             // A running kube-proxy writes missing rules within its own sync period.
             let next_look = Instant::now() + self.configs.borrow().periods.sync;
             let held_back = !progress.reported.blockers.is_empty();
             let attempts = !progress.pending.is_empty() && !held_back;
             let next = if attempts { next_look.min(progress.next_attempt) } else { next_look };
+            self.wait(next, held_back, &mut progress).await;
+        }
+    }
+
+    /// Waits for the next look. Meanwhile the ports of health checks are followed.
+    async fn wait(&mut self, next: Instant, held_back: bool, progress: &mut Progress) {
+        loop {
             tokio::select! {
-                () = tokio::time::sleep_until(next) => {}
-                _ = self.coverage.wait_for(|coverage| removal_blockers(coverage).next().is_none()), if held_back => {}
+                () = tokio::time::sleep_until(next) => return,
+                _ = self.coverage.wait_for(|coverage| removal_blockers(coverage).next().is_none()), if held_back => return,
+                Ok(()) = self.health_checks.changed(), if !progress.accepted.is_empty() => {}
             }
+            if self.health_checks.borrow_and_update().ports() != progress.accepted_ports {
+                self.accept_health_checks(progress).await;
+            }
+        }
+    }
+
+    /// Accepts health checks where a former kube-proxy did. What cannot be written is tried again
+    /// at the next look.
+    async fn accept_health_checks(&self, progress: &mut Progress) {
+        if progress.accepted.is_empty() {
+            return;
+        }
+        let ports = self.health_checks.borrow().ports();
+        let wanted = ports.clone();
+        let written = blocking(&mut progress.accepted, move |accepted| accepted.write(&wanted)).await;
+        match written {
+            Some(Ok(_)) => progress.accepted_ports = ports,
+            Some(Err(error)) => progress.reported.not_accepted(&error),
+            None => {}
+        }
+    }
+
+    /// Accepts health checks wherever another kube-proxy does, before its rules go. Modes iptables
+    /// and ipvs do so by rules of their own. Returns false if the removal has to wait for another
+    /// attempt.
+    async fn keep_accepting(&self, progress: &mut Progress) -> bool {
+        if matches!(self.mode.borrow().modes.mode, Mode::Iptables | Mode::Ipvs) {
+            return true;
+        }
+        let ports = self.health_checks.borrow().ports();
+        let taken_over = blocking(&mut progress.accepted, move |accepted| accepted.take_over(&ports)).await;
+        match taken_over {
+            Some(Ok(is_new)) => {
+                if is_new {
+                    tracing::info!(
+                        "INPUT goes on accepting health checks of load balancers, as another kube-proxy's rules did, by the \
+                         chain {}",
+                        leftovers::names::OWN_HEALTH_CHECKS
+                    );
+                }
+                true
+            }
+            Some(Err(error)) => {
+                progress.reported.not_accepted(&error);
+                error.is_lasting()
+            }
+            None => false,
         }
     }
 
@@ -77,12 +141,23 @@ impl LeftoverRemoval {
         let by_connect = self.translates_in_connect();
         let mut progress = Progress {
             leftovers: Leftovers::default(),
+            accepted: AcceptedHealthChecks::default(),
+            accepted_ports: BTreeSet::new(),
             pending: if removes { PendingRemoval::before(by_connect) } else { PendingRemoval::default() },
             next_attempt: Instant::now(),
             pause: FIRST_PAUSE,
             baseline: Baseline::default(),
             reported: Reported::default(),
         };
+        match blocking(&mut progress.accepted, |accepted| {
+            *accepted = AcceptedHealthChecks::adopt()?;
+            Ok::<_, HealthCheckError>(())
+        })
+        .await
+        {
+            Some(Err(error)) => progress.reported.not_accepted(&error),
+            Some(Ok(())) | None => {}
+        }
         if !removes {
             let (found, _) = self.look(&mut progress.leftovers).await;
             progress.reported.unknown(&found);
@@ -121,6 +196,16 @@ impl LeftoverRemoval {
     }
 
     async fn remove(&self, progress: &mut Progress) {
+        if self.keep_accepting(progress).await {
+            self.remove_rules(progress).await;
+        } else {
+            self.metrics.own.former_rule_errors.inc();
+        }
+        progress.next_attempt = Instant::now() + progress.pause;
+        progress.pause = (progress.pause * 2).min(LONGEST_PAUSE);
+    }
+
+    async fn remove_rules(&self, progress: &mut Progress) {
         let config = Arc::clone(&self.configs.borrow());
         let pending = progress.pending.clone();
         let work = move |leftovers: &mut Leftovers| {
@@ -130,8 +215,6 @@ impl LeftoverRemoval {
             self.report_removal(&removal, progress);
             progress.pending = removal.pending;
         }
-        progress.next_attempt = Instant::now() + progress.pause;
-        progress.pause = (progress.pause * 2).min(LONGEST_PAUSE);
     }
 
     fn report_removal(&self, removal: &Removal, progress: &mut Progress) {
@@ -219,21 +302,21 @@ fn blockers(coverage: &Coverage) -> Vec<String> {
 }
 
 /// Runs `work` on a thread of its own, because large rule sets take long to read. `None`: it panicked, which is logged.
-async fn blocking<T: Send + 'static>(
-    leftovers: &mut Leftovers,
-    work: impl FnOnce(&mut Leftovers) -> T + Send + 'static,
+async fn blocking<S: Default + Send + 'static, T: Send + 'static>(
+    state: &mut S,
+    work: impl FnOnce(&mut S) -> T + Send + 'static,
 ) -> Option<T> {
-    let mut lent = std::mem::take(leftovers);
+    let mut lent = std::mem::take(state);
     let work = move || (work(&mut lent), lent);
-    let failed = |error| tracing::error!(%error, "the search for another kube-proxy's rules failed");
+    let failed = |error| tracing::error!(%error, "the work on another kube-proxy's rules failed");
     let (done, back) = tokio::task::spawn_blocking(work).await.map_err(failed).ok()?;
-    *leftovers = back;
+    *state = back;
     Some(done)
 }
 
 /// Also where rules stay: answers would go to a ClusterIP. The hooks in `connect` come later, after the lists.
 async fn deprecate_addresses() {
-    let done = blocking(&mut Leftovers::default(), |_| leftovers::deprecate_addresses()).await;
+    let done = blocking(&mut (), |()| leftovers::deprecate_addresses()).await;
     if let Some(Err(error)) = done {
         tracing::warn!(
             %error,
@@ -294,6 +377,7 @@ fn shrunk(before: &[Part], now: &[Part]) -> Vec<Part> {
 /// What was reported last, so that it is logged only when it changes.
 #[derive(Default)]
 struct Reported {
+    not_accepted: String,
     problems: String,
     unknown: String,
     waiting: usize,
@@ -304,6 +388,16 @@ struct Reported {
 }
 
 impl Reported {
+    fn not_accepted(&mut self, error: &dyn Display) {
+        let error = error.to_string();
+        if error != self.not_accepted {
+            tracing::warn!(
+                "INPUT may drop health checks of load balancers, which another kube-proxy's rules accepted: {error}"
+            );
+            self.not_accepted = error;
+        }
+    }
+
     /// Returns whether something was logged.
     fn unknown(&mut self, found: &Found) -> bool {
         let unknown = joined(&found.problems);

@@ -263,6 +263,7 @@ impl Proxy {
             coverage: self.coverage.subscribe(),
             mode: self.mode.subscribe(),
             retiring: self.retiring.subscribe(),
+            health_checks: self.health_checks.subscribe(),
             blockers: self.removal_blockers.clone(),
             events: self.events.clone(),
             metrics: Arc::clone(&self.metrics),

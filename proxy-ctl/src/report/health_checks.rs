@@ -46,6 +46,11 @@ impl HealthChecks {
         sockets
     }
 
+    /// The node ports that are asked, of all Services.
+    pub fn ports(&self) -> BTreeSet<u16> {
+        self.services.values().map(|check| check.port).collect()
+    }
+
     /// Ready endpoints of the Service on this node.
     pub fn local_ready(&self, service: &ObjectName) -> usize {
         self.services.get(service).map_or(0, |check| check.local_ready)

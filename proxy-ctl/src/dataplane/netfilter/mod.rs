@@ -1,7 +1,9 @@
-//! What the modes that stand on netfilter (nftables, iptables, ipvs, and the rules of userspace) share. Pure, but for `chains`.
+//! The modules that the modes on netfilter share: nftables, iptables, ipvs, and the rules of
+//! userspace. They are pure, but for `chains` and `health_checks`.
 
 pub(super) mod chains;
 mod hash;
+pub(super) mod health_checks;
 pub(super) mod metrics;
 mod policy;
 pub(super) mod requirements;
@@ -9,6 +11,7 @@ pub(super) mod requirements;
 use crate::{model::objects::IpFamily, sys::nftables::TableFamily};
 
 pub use hash::hash;
+pub use health_checks::{AcceptedHealthChecks, HealthCheckError};
 pub use policy::{ClientPolicy, EndpointSet, Masquerade, Outcome, PortPolicy};
 
 impl From<IpFamily> for TableFamily {

@@ -36,6 +36,8 @@ const ENDPOINT: &str = "10.0.0.77";
 const PORT: u16 = 8077;
 /// How many pieces of kube-proxy are left.
 const FORMER_RULES: &str = "proxy_former_rules";
+/// The chain in which proxy-ctl accepts health checks in a former kube-proxy's place.
+const HEALTH_CHECKS: &str = "PROXY-CTL-HEALTH-CHECKS";
 const REMOVED: &str = "removed rules of another kube-proxy";
 
 /// Somebody else's, in tables of their own and in those that kube-proxy uses too.
@@ -438,13 +440,78 @@ pub(crate) fn run_removes_them_and_connections_live_on(world: &mut World) -> Res
         let mut proxy = own.start(&json!({}))?;
         proxy.says(REMOVED)?;
         let (holders, others) = without_holders(&tables.dump()?);
-        is_as(&expected, &others)?;
+        is_as(&expected, &without_health_checks(&others))?;
         is_as(&HOLDERS, &holders)?;
         connection.works().context("after kube-proxy's rules were removed")?;
         let log = proxy.log();
         ensure!(log.find(PROGRAMMED) < log.find(REMOVED), "they were removed before all was served:\n{log}");
         proxy.runs()
     })
+}
+
+/// Without the chain by which proxy-ctl goes on accepting health checks, in [`RuleApi::dump`]'s
+/// form.
+fn without_health_checks(dump: &str) -> String {
+    dump.split_inclusive('\n').filter(|line| !line.contains(HEALTH_CHECKS)).collect()
+}
+
+/// A Service that load balancers ask this node for at `port`.
+fn checked_service(name: &str, port: u16) -> Value {
+    let mut service = objects::service("default", name, PORT);
+    service["spec"]["type"] = json!("LoadBalancer");
+    service["spec"]["externalTrafficPolicy"] = json!("Local");
+    service["spec"]["healthCheckNodePort"] = json!(port);
+    service
+}
+
+/// INPUT drops what no rule before accepts; kube-proxy's modes iptables and ipvs have such rules
+/// for load balancers.
+pub(crate) fn health_checks_stay_accepted(world: &mut World) -> Result<Outcome> {
+    const FIRST: u16 = 31_977;
+    const LATER: u16 = 31_978;
+    let own = with_service(world, "checked", 54)?;
+    let (first, later) = (checked_service("first", FIRST), checked_service("later", LATER));
+    world.apply(&first)?;
+    let is_answered =
+        |port| TcpStream::connect_timeout(&([127, 0, 0, 1], port).into(), Duration::from_millis(500)).is_ok();
+    let outcome =
+        with_each(&own, &[RuleApi::Nft("iptables"), RuleApi::Legacy, RuleApi::Nft("nftables")], |former| {
+            let iptables = |arguments: &str| {
+                let program = format!("iptables-{}", former.tables.variant());
+                run(&program, &arguments.split(' ').collect::<Vec<_>>())
+            };
+            let dropping = format!("-A INPUT -p tcp -m multiport --dports {FIRST},{LATER} -j DROP");
+            iptables(&dropping)?;
+            let accepts = former.tables.mode() == "iptables";
+            let kube_proxy = former.start(&own)?;
+            ensure!(is_answered(FIRST) == accepts, "kube-proxy's rules are others than expected");
+            drop(kube_proxy);
+
+            let proxy = own.start(&json!({}))?;
+            proxy.says(REMOVED)?;
+            ensure!(is_answered(FIRST) == accepts, "after the takeover: {}", iptables("-S")?);
+            ensure!(iptables("-S")?.contains(HEALTH_CHECKS) == accepts, "{}", iptables("-S")?);
+            if accepts {
+                world.apply(&later)?;
+                let state = || proxy.log();
+                until("a new port", || Ok(is_answered(LATER).then_some(())), state)?;
+                drop(proxy);
+                let again = own.run(&json!({}))?;
+                world.delete(&later)?;
+                let accepts_no_more = || {
+                    let rules = iptables(&format!("-S {HEALTH_CHECKS}"))?;
+                    Ok((!rules.contains(&LATER.to_string())).then_some(()))
+                };
+                until("a port that is gone", accepts_no_more, || again.log())?;
+                ensure!(is_answered(FIRST), "after another start: {}", iptables("-S")?);
+            }
+            clean_up()?;
+            ensure!(iptables("-S INPUT")?.contains(&dropping), "a rule of others is gone");
+            ensure!(!iptables("-S")?.contains(HEALTH_CHECKS), "{}", iptables("-S")?);
+            Ok(())
+        });
+    world.delete(&first)?;
+    outcome
 }
 
 /// What is left of kube-proxy's table of mode nftables, in [`RuleApi::dump`]'s form.

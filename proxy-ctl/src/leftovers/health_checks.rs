@@ -1,0 +1,59 @@
+//! Where a former kube-proxy has accepted what load balancers ask node ports for
+//! (`healthCheckNodePort`), and where this proxy has gone on with that in its place. kube-proxy
+//! does so in modes iptables and ipvs.
+
+use super::{
+    Error, at_work,
+    names::{self, Scope},
+};
+use crate::sys::{
+    nftables::{NfTables, TableFamily},
+    xtables::{self, Backend},
+};
+
+/// A table filter.
+pub type Place = (TableFamily, Backend);
+
+const TABLE: &str = "filter";
+
+/// Returns the tables in which a kube-proxy accepts health checks whose mode this proxy is not in.
+/// Needs CAP_NET_ADMIN.
+pub fn accepted_by_kube_proxy() -> Result<Vec<Place>, Error> {
+    let at_work = at_work::modes();
+    let scope = Scope::but(&at_work);
+    let of_others = names::HEALTH_CHECKS.into_iter().filter(|chain| names::is_chain(TABLE, chain, scope));
+    with_one_of(&of_others.collect::<Vec<_>>())
+}
+
+/// Returns the tables in which this proxy accepts health checks in a former kube-proxy's place.
+/// Needs CAP_NET_ADMIN.
+pub fn accepted_in_its_place() -> Result<Vec<Place>, Error> {
+    with_one_of(&[names::OWN_HEALTH_CHECKS])
+}
+
+/// Returns whether a process is in a mode that writes rules of netfilter.
+pub fn is_at_work() -> bool {
+    !at_work::modes().is_empty()
+}
+
+fn with_one_of(chains: &[&str]) -> Result<Vec<Place>, Error> {
+    let mut places = Vec::new();
+    let nftables = NfTables::open()?;
+    for family in TableFamily::ALL {
+        if let Some(nftables) = &nftables {
+            for chain in chains {
+                if nftables.has_chain(family, TABLE, chain)? {
+                    places.push((family, Backend::Nft));
+                    break;
+                }
+            }
+        }
+        // To ask for a table that is not there would make it.
+        let is_there = xtables::tables(family)?.iter().any(|name| name == TABLE);
+        let found = if is_there { xtables::chains(family, TABLE)? } else { None };
+        if found.is_some_and(|(_, names)| names.iter().any(|name| chains.contains(&name.as_str()))) {
+            places.push((family, Backend::Legacy));
+        }
+    }
+    Ok(places)
+}

@@ -159,7 +159,7 @@ The exit code is 1 where the caller may not read everything.
 
 JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects, problem}, hooks[]: {name, interface, role, reason, kind, others[]: {name, hook, isBefore}}, xdp[]: as xdp.uplinks[] of `probe`, podInterfaces: {taking, notTaking: {reason: count}} with ebpf.xdp: by how many XDP sends packets to pods, withdrawsIn: seconds, tables[]: {name, used, capacity, bytes}, counters[]: {reason, count}, formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]}, unsupported[]: {namespace, name, port, protocol, family, field, effect, instead}, notReadable[]: what the caller may not read, and why}.
 
-What is not known is null. effect is servedDifferently, handedOver, partlyServed or notServed.";
+What is not known is null. effect is servedDifferently, handedOver, leftToNode, partlyServed or notServed.";
 
 /// List what is served, or one service
 #[derive(Debug, ClapArgs)]

@@ -189,6 +189,7 @@ impl CoverageTracker {
     fn tell(&self, service_port: &ServicePortName, before: &[Unsupported], now: &[Unsupported]) {
         for Unsupported { field, effect, instead } in now.iter().filter(|one| !before.contains(one)) {
             match effect {
+                Effect::LeftToNode => tracing::info!(%service_port, field, "{instead}"),
                 Effect::HandedOver => tracing::debug!(%service_port, field, "{instead}"),
                 Effect::ServedDifferently
                 | Effect::NotToOwnNode(_)

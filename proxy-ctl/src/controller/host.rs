@@ -24,6 +24,8 @@ pub(super) fn host(
     let pod_cidrs = node.map(|node| node.pod_cidrs.clone()).unwrap_or_default();
     let selected = network.interfaces.iter().filter(|one| config.ebpf.interfaces.select(&one.name));
     Host {
+        addresses: network.addresses.clone(),
+        own_cluster_ips: BTreeSet::new(),
         node_port_addresses,
         node_ports_everywhere: config.serves_node_ports_everywhere(),
         masquerade_addresses: network.masquerade_addresses.clone(),

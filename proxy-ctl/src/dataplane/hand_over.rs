@@ -129,7 +129,11 @@ impl Parts {
 const fn can_be_handed_over(unsupported: &Unsupported) -> bool {
     match unsupported.effect {
         Effect::NotToOwnNode(_) | Effect::NotServed => true,
-        Effect::ServedDifferently | Effect::Refused | Effect::NoRoom | Effect::HandedOver => false,
+        Effect::ServedDifferently
+        | Effect::Refused
+        | Effect::NoRoom
+        | Effect::HandedOver
+        | Effect::LeftToNode => false,
     }
 }
 

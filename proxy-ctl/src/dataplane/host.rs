@@ -23,6 +23,11 @@ pub struct NodeNetwork {
 /// The node as its dataplane sees it: its network, what the configuration selects of that, and the cluster around it.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Host {
+    /// All addresses of the node, as [`NodeNetwork::addresses`].
+    pub addresses: BTreeSet<IpAddr>,
+    /// ClusterIPs among these. Mode ebpf takes them for the node's own where no service port is
+    /// served there.
+    pub own_cluster_ips: BTreeSet<IpAddr>,
     /// Every address on which node ports are served; loopback ones serve the host's own processes only.
     pub node_port_addresses: BTreeSet<IpAddr>,
     /// These are all of the node's addresses.

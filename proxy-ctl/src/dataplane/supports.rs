@@ -34,6 +34,8 @@ pub enum Effect {
     NoRoom,
     /// Every frontend, some by another mode beside the one at work.
     HandedOver,
+    /// Every frontend but those that the node itself listens at.
+    LeftToNode,
     NotServed,
 }
 
@@ -44,6 +46,7 @@ impl Effect {
             Self::ServedDifferently => "servedDifferently",
             Self::NotToOwnNode(_) | Self::Refused | Self::NoRoom => "partlyServed",
             Self::HandedOver => "handedOver",
+            Self::LeftToNode => "leftToNode",
             Self::NotServed => "notServed",
         }
     }
@@ -56,7 +59,7 @@ impl Unsupported {
 
     /// Some frontend of the service port is not served.
     pub fn leaves_unserved(&self) -> bool {
-        !matches!(self.effect, Effect::ServedDifferently | Effect::HandedOver)
+        !matches!(self.effect, Effect::ServedDifferently | Effect::HandedOver | Effect::LeftToNode)
     }
 
     /// Another kube-proxy may serve what is not served here, and should.

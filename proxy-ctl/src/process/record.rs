@@ -76,7 +76,7 @@ pub struct UnsupportedField {
     pub family: String,
     /// As Kubernetes names it: `spec.sessionAffinity`.
     pub field: String,
-    /// `servedDifferently`, `handedOver`, `partlyServed` or `notServed`.
+    /// `servedDifferently`, `handedOver`, `leftToNode`, `partlyServed` or `notServed`.
     pub effect: String,
     /// What happens instead, for people.
     pub instead: String,
@@ -107,8 +107,13 @@ impl UnsupportedField {
         self.effect == Effect::HandedOver.name()
     }
 
+    /// The node itself serves it.
+    pub(super) fn is_left_to_node(&self) -> bool {
+        self.effect == Effect::LeftToNode.name()
+    }
+
     pub(super) fn leaves_unserved(&self) -> bool {
-        !self.is_handed_over() && self.effect != Effect::ServedDifferently.name()
+        !self.is_handed_over() && !self.is_left_to_node() && self.effect != Effect::ServedDifferently.name()
     }
 }
 

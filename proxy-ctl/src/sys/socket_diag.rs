@@ -1,4 +1,5 @@
-//! Connected sockets of a network namespace, and their end: NETLINK_SOCK_DIAG.
+//! Sockets of a network namespace by NETLINK_SOCK_DIAG: those that are connected, with their end,
+//! and those that listen.
 
 use std::{io, net::SocketAddr};
 
@@ -27,6 +28,9 @@ const FIN_WAIT1: u8 = 4;
 const FIN_WAIT2: u8 = 5;
 const LAST_ACK: u8 = 9;
 const CLOSING: u8 = 11;
+/// Datagram sockets without a peer.
+const CLOSE: u32 = 1 << 7;
+const LISTEN: u32 = 1 << 10;
 const SYN_SENT: u32 = 1 << 2;
 const SYN_RECEIVED: u32 = 1 << 3;
 /// With ESTABLISHED, which connected sockets of UDP are, and CLOSE_WAIT.
@@ -129,6 +133,21 @@ impl SocketDiag {
     /// As [`Self::connected`], those of TCP, and those whose handshake is not over.
     pub fn connections(&self, family: AddressFamily) -> Result<Vec<ConnectedSocket>, CallError> {
         self.list(family, Transport::Tcp, WITH_PEER | SYN_RECEIVED)
+    }
+
+    /// Returns where sockets of `family` accept connections, or get datagrams from any peer. Those
+    /// for every address have the unspecified one. Errors are as for [`Self::connected`].
+    pub fn listening(
+        &self,
+        family: AddressFamily,
+        transport: Transport,
+    ) -> Result<Vec<SocketAddr>, CallError> {
+        let state = match transport {
+            Transport::Tcp => LISTEN,
+            Transport::Udp => CLOSE,
+        };
+        let sockets = self.list(family, transport, state)?;
+        Ok(sockets.into_iter().map(|socket| socket.local).collect())
     }
 
     fn list(
@@ -248,6 +267,17 @@ mod tests {
         let mut all = SocketDiag::open().unwrap().connected(AddressFamily::Inet, transport).unwrap();
         all.retain(|socket| socket.local == local);
         all.pop()
+    }
+
+    #[test]
+    fn who_listens_is_listed_with_the_address() {
+        let (listener, socket) =
+            (TcpListener::bind("127.0.0.3:0").unwrap(), UdpSocket::bind("127.0.0.3:0").unwrap());
+        let (tcp, udp) = (listener.local_addr().unwrap(), socket.local_addr().unwrap());
+        let listening =
+            |transport| SocketDiag::open().unwrap().listening(AddressFamily::Inet, transport).unwrap();
+        assert!(listening(Transport::Tcp).contains(&tcp) && !listening(Transport::Udp).contains(&tcp));
+        assert!(listening(Transport::Udp).contains(&udp) && !listening(Transport::Tcp).contains(&udp));
     }
 
     #[test]

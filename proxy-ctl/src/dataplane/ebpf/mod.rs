@@ -38,6 +38,7 @@ use self::{
     growth::{Demand, Growth, Larger, make_larger},
     kernel_log::KernelLog,
     lease::LeaseRenewal,
+    left_to_node::LeftToNode,
     netfilter_ports::KeepPorts,
     paths::Paths,
     pins::TablePins,
@@ -90,6 +91,7 @@ mod inspect;
 mod kernel_log;
 mod layout;
 mod lease;
+mod left_to_node;
 mod load;
 mod lookups;
 mod maglev;
@@ -184,7 +186,7 @@ pub(super) const ENTRY: Entry = Entry {
         provide_cgroup2()?;
         Ok(())
     },
-    open: |config| Ok(Box::new(EbpfDataplane::open(&config.ebpf)?)),
+    open: |config| Ok(Box::new(LeftToNode::new(Box::new(EbpfDataplane::open(&config.ebpf)?)))),
     read: |bpffs| match Pinned::open(bpffs) {
         Ok(pinned) => Ok(Some(Box::new(pinned))),
         Err(error) if error.is_not_there() => Ok(None),
@@ -1016,13 +1018,14 @@ fn used_by<F: TableFamily>(
 
 /// Makes `node_addresses4/6` hold exactly the host's addresses.
 fn write_addresses<F: TableFamily>(tables: &FamilyTables<F>, host: &Host) -> Result<Applied, Error> {
-    let wanted: BTreeMap<F::Address, NodeAddress> = host
-        .node_port_addresses
-        .iter()
-        .filter_map(|ip| {
-            let flags = if ip.is_loopback() { NODE_ADDRESS_LOOPBACK } else { 0 };
-            Some((F::address(*ip)?, NodeAddress { flags }))
-        })
+    // A ClusterIP that the node has itself serves no node ports for others, unless it was chosen
+    // for these.
+    let own_cluster_ips = host.own_cluster_ips.iter().map(|ip| (ip, NODE_ADDRESS_LOOPBACK));
+    let serving = host.node_port_addresses.iter();
+    let serving = serving.map(|ip| (ip, if ip.is_loopback() { NODE_ADDRESS_LOOPBACK } else { 0 }));
+    let wanted: BTreeMap<F::Address, NodeAddress> = own_cluster_ips
+        .chain(serving)
+        .filter_map(|(ip, flags)| Some((F::address(*ip)?, NodeAddress { flags })))
         .collect();
     let found: BTreeMap<_, _> = tables.node_addresses.read_all()?.into_iter().collect();
     let mut applied = Applied::default();

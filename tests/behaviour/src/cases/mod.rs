@@ -10,6 +10,7 @@ mod flood;
 mod fragments;
 mod health_check;
 mod networks;
+mod node_listener;
 mod node_port;
 mod plugin;
 mod policy;
@@ -49,6 +50,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(sctp::CASES)
         .chain(source_ranges::CASES)
         .chain(unserved::CASES)
+        .chain(node_listener::CASES)
         .chain(plugin::CASES)
         .chain(networks::CASES)
         .chain(restart::CASES)

@@ -1,0 +1,508 @@
+//! Leaves to the node what it listens for itself at a ClusterIP, as NodeLocal DNSCache does at that
+//! of kube-dns. Packets of such a frontend must reach the node's own socket, which rules without
+//! connection tracking see to under kube-proxy.
+//!
+//! The frontend is withheld from the tables for as long as the node has the address, on another
+//! interface than `kube-ipvs0`, and a socket is bound to exactly that address and port. Until
+//! somebody listens, and after that, it is served as any other.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    mem,
+    net::{IpAddr, SocketAddr},
+    sync::Arc,
+    time::Duration,
+};
+
+use nix::sys::socket::AddressFamily;
+use rustc_hash::FxHashMap;
+
+use crate::{
+    dataplane::{
+        Applied, Dataplane, Effect, Error, ErrorKind, EventQuery, EventStream, FlowQuery, FlowSnapshot,
+        HookProblems, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage, supports,
+    },
+    model::{
+        desired::{Changes, DesiredPort, Frontend, FrontendKind, ServicePortName},
+        objects::Protocol,
+    },
+    sys::{
+        CallError,
+        socket_diag::{SocketDiag, Transport},
+    },
+};
+
+/// The protocol and the place of a socket that listens, or receives datagrams of any peer.
+type Listener = (Protocol, SocketAddr);
+
+type Listeners = BTreeSet<Listener>;
+
+/// Returns the listeners of this network namespace at some of `addresses`. Sockets for every
+/// address do not count: a program that serves the node, such as sshd, does not mean an address of
+/// Services.
+pub(super) fn listeners_at(addresses: &BTreeSet<IpAddr>) -> Result<Listeners, CallError> {
+    let mut found = Listeners::new();
+    if addresses.is_empty() {
+        return Ok(found);
+    }
+    let diag = SocketDiag::open()?;
+    for family in [AddressFamily::Inet, AddressFamily::Inet6] {
+        if !addresses.iter().any(|address| address.is_ipv6() == (family == AddressFamily::Inet6)) {
+            continue;
+        }
+        for (protocol, transport) in [(Protocol::Tcp, Transport::Tcp), (Protocol::Udp, Transport::Udp)] {
+            let bound = diag.listening(family, transport)?.into_iter();
+            found.extend(bound.filter(|at| addresses.contains(&at.ip())).map(|at| (protocol, at)));
+        }
+    }
+    Ok(found)
+}
+
+type Look = Box<dyn Fn(&BTreeSet<IpAddr>) -> Result<Listeners, CallError> + Send>;
+
+/// A dataplane that is not given the frontends that the node listens at.
+pub(super) struct LeftToNode {
+    inner: Box<dyn Dataplane>,
+    look: Look,
+    /// The node as it was told last. `None` at first.
+    host: Option<Host>,
+    /// `inner` does not know `host` yet.
+    host_is_new: bool,
+    /// ClusterIPs that the node has itself, as `inner` knows them.
+    own_cluster_ips: BTreeSet<IpAddr>,
+    /// Everything that is desired.
+    ports: FxHashMap<ServicePortName, Arc<DesiredPort>>,
+    /// Names in `ports` by ClusterIP.
+    by_cluster_ip: FxHashMap<IpAddr, BTreeSet<ServicePortName>>,
+    left: Listeners,
+    /// Service ports that `inner` has otherwise than `left` says.
+    pending: BTreeSet<ServicePortName>,
+    has_synced: bool,
+    /// `left`, or service ports that it concerns, are others than at the last
+    /// [`Dataplane::take_without_room`].
+    told_is_old: bool,
+    /// The exceptions that `inner` has told last.
+    without_room: BTreeMap<ServicePortName, Vec<Unsupported>>,
+}
+
+impl LeftToNode {
+    pub(super) fn new(inner: Box<dyn Dataplane>) -> Self {
+        Self::with(inner, Box::new(listeners_at))
+    }
+
+    fn with(inner: Box<dyn Dataplane>, look: Look) -> Self {
+        Self {
+            inner,
+            look,
+            host: None,
+            host_is_new: false,
+            own_cluster_ips: BTreeSet::new(),
+            ports: FxHashMap::default(),
+            by_cluster_ip: FxHashMap::default(),
+            left: Listeners::new(),
+            pending: BTreeSet::new(),
+            has_synced: false,
+            told_is_old: false,
+            without_room: BTreeMap::new(),
+        }
+    }
+
+    fn is_left(&self, protocol: Protocol, frontend: &Frontend) -> bool {
+        frontend.kind == FrontendKind::ClusterIp
+            && self.left.contains(&(protocol, SocketAddr::new(frontend.address, frontend.port)))
+    }
+
+    /// The port without the frontends that are left to the node.
+    fn served(&self, port: &Arc<DesiredPort>) -> Arc<DesiredPort> {
+        let is_left = |frontend: &Frontend| self.is_left(port.name.protocol, frontend);
+        if self.left.is_empty() || !port.frontends.iter().any(is_left) {
+            return Arc::clone(port);
+        }
+        let frontends = port.frontends.iter().filter(|frontend| !is_left(frontend)).cloned().collect();
+        Arc::new(DesiredPort { frontends, ..DesiredPort::clone(port) })
+    }
+
+    fn note(&mut self, port: &Arc<DesiredPort>) {
+        self.forget(&port.name);
+        for address in cluster_ips(port) {
+            self.by_cluster_ip.entry(address).or_default().insert(port.name.clone());
+        }
+        self.ports.insert(port.name.clone(), Arc::clone(port));
+    }
+
+    fn forget(&mut self, name: &ServicePortName) {
+        let Some(before) = self.ports.remove(name) else { return };
+        for address in cluster_ips(&before) {
+            if let Some(names) = self.by_cluster_ip.get_mut(&address) {
+                names.remove(name);
+                if names.is_empty() {
+                    self.by_cluster_ip.remove(&address);
+                }
+            }
+        }
+    }
+
+    /// ClusterIPs that the node has itself.
+    fn own_now(&self) -> BTreeSet<IpAddr> {
+        let addresses = self.host.iter().flat_map(|host| &host.addresses);
+        addresses.filter(|address| self.by_cluster_ip.contains_key(address)).copied().collect()
+    }
+
+    /// Looks who listens, and notes for which service ports this changes something.
+    fn look(&mut self) -> Result<(), Error> {
+        let own = self.own_now();
+        let left = match own.is_empty() {
+            true => Listeners::new(),
+            false => (self.look)(&own).map_err(|error| Error::new(ErrorKind::Other, error))?,
+        };
+        let differing: Vec<IpAddr> = self.left.symmetric_difference(&left).map(|(_, at)| at.ip()).collect();
+        self.left = left;
+        self.told_is_old |= !differing.is_empty();
+        let names = differing.iter().filter_map(|address| self.by_cluster_ip.get(address));
+        self.pending.extend(names.flatten().cloned());
+        Ok(())
+    }
+
+    /// Writes, while `inner` takes the ClusterIPs for the node's own that are so before or after
+    /// that. A client of a frontend that is withheld must not be refused at such an address.
+    fn write(&mut self, write: impl FnOnce(&mut Self) -> Result<Applied, Error>) -> Result<Applied, Error> {
+        let own = self.own_now();
+        let mut applied = self.tell_host(self.own_cluster_ips.union(&own).copied().collect())?;
+        applied += write(self)?;
+        applied += self.tell_host(own)?;
+        Ok(applied)
+    }
+
+    fn tell_host(&mut self, own_cluster_ips: BTreeSet<IpAddr>) -> Result<Applied, Error> {
+        let Some(host) = &self.host else { return Ok(Applied::default()) };
+        if !self.host_is_new && own_cluster_ips == self.own_cluster_ips {
+            return Ok(Applied::default());
+        }
+        let applied =
+            self.inner.set_host(&Host { own_cluster_ips: own_cluster_ips.clone(), ..host.clone() })?;
+        self.own_cluster_ips = own_cluster_ips;
+        self.host_is_new = false;
+        Ok(applied)
+    }
+
+    /// Writes the service ports for which something has changed because somebody listens, or no
+    /// longer does.
+    fn write_pending(&mut self) -> Result<Applied, Error> {
+        if self.pending.is_empty() || !self.has_synced {
+            return Ok(Applied::default());
+        }
+        let ports = self.pending.iter().filter_map(|name| self.ports.get(name));
+        let changed = ports.map(|port| self.served(port)).collect();
+        let applied = self.inner.apply(&Changes { changed, removed: Vec::new() })?;
+        self.pending.clear();
+        Ok(applied)
+    }
+
+    /// Returns what is left to the node, for people.
+    fn told(&self) -> impl Iterator<Item = (ServicePortName, Unsupported)> {
+        let addresses: BTreeSet<IpAddr> = self.left.iter().map(|(_, at)| at.ip()).collect();
+        let names = addresses.into_iter().filter_map(|address| self.by_cluster_ip.get(&address)).flatten();
+        let ports = names.filter_map(|name| self.ports.get(name));
+        ports.filter_map(|port| {
+            let is_left = |frontend: &&Frontend| self.is_left(port.name.protocol, frontend);
+            let left = port.frontends.iter().filter(is_left);
+            let at: Vec<String> =
+                left.map(|one| SocketAddr::new(one.address, one.port).to_string()).collect();
+            let instead =
+                format!("left to this node, which has the address and listens there: {}", at.join(", "));
+            let field = supports::field(FrontendKind::ClusterIp);
+            let told = Unsupported { field, effect: Effect::LeftToNode, instead: instead.into() };
+            (!at.is_empty()).then(|| (port.name.clone(), told))
+        })
+    }
+}
+
+fn cluster_ips(port: &DesiredPort) -> impl Iterator<Item = IpAddr> {
+    let of_kind = port.frontends.iter().filter(|frontend| frontend.kind == FrontendKind::ClusterIp);
+    of_kind.map(|frontend| frontend.address)
+}
+
+impl Programmed for LeftToNode {
+    fn snapshot(&self) -> Result<Snapshot, Error> {
+        self.inner.snapshot()
+    }
+
+    fn usage(&self) -> Result<Usage, Error> {
+        self.inner.usage()
+    }
+
+    fn flows(&self, query: &FlowQuery<'_>) -> Result<Option<Vec<FlowSnapshot>>, Error> {
+        self.inner.flows(query)
+    }
+
+    fn watch(&self, query: EventQuery) -> Result<Option<Box<dyn EventStream>>, Error> {
+        self.inner.watch(query)
+    }
+}
+
+impl Dataplane for LeftToNode {
+    fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
+        changes.removed.iter().for_each(|name| self.forget(name));
+        changes.changed.iter().for_each(|port| self.note(port));
+        self.told_is_old |= !self.left.is_empty();
+        self.look()?;
+        self.write(|this| {
+            for name in changes.changed.iter().map(|port| &port.name).chain(&changes.removed) {
+                this.pending.remove(name);
+            }
+            let mut applied = this.write_pending()?;
+            let changed = changes.changed.iter().map(|port| this.served(port)).collect();
+            applied += this.inner.apply(&Changes { changed, removed: changes.removed.clone() })?;
+            Ok(applied)
+        })
+    }
+
+    fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
+        self.ports.clear();
+        self.by_cluster_ip.clear();
+        desired.iter().for_each(|port| self.note(port));
+        self.told_is_old |= !self.left.is_empty();
+        self.look()?;
+        self.write(|this| {
+            let served: Vec<_> = desired.iter().map(|port| this.served(port)).collect();
+            let applied = this.inner.resync(&served)?;
+            this.pending.clear();
+            this.has_synced = true;
+            Ok(applied)
+        })
+    }
+
+    fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
+        self.host = Some(host.clone());
+        self.host_is_new = true;
+        self.look()?;
+        self.write(Self::write_pending)
+    }
+
+    fn attach(&mut self) -> Result<(), Error> {
+        self.inner.attach()
+    }
+
+    fn renew_lease(&mut self) -> Result<(), Error> {
+        self.inner.renew_lease()
+    }
+
+    fn collect_garbage(&mut self) -> Result<(), Error> {
+        let followed = self.look().and_then(|()| self.write(Self::write_pending));
+        self.inner.collect_garbage()?;
+        followed.map(drop)
+    }
+
+    fn doubt(&mut self) {
+        self.inner.doubt();
+    }
+
+    fn retire(&mut self) -> Result<bool, Error> {
+        self.inner.retire()
+    }
+
+    fn release_beside(&mut self) {
+        self.inner.release_beside();
+    }
+
+    fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
+        self.inner.metrics()
+    }
+
+    fn min_interval(&self, configured: Duration) -> Duration {
+        self.inner.min_interval(configured)
+    }
+
+    fn inspection_share(&self) -> u32 {
+        self.inner.inspection_share()
+    }
+
+    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
+        self.inner.supports(port)
+    }
+
+    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
+        let of_inner = self.inner.take_without_room();
+        if !mem::take(&mut self.told_is_old) && of_inner.is_none() {
+            return None;
+        }
+        self.without_room = of_inner.unwrap_or_else(|| mem::take(&mut self.without_room));
+        let mut all = self.without_room.clone();
+        for (name, told) in self.told() {
+            all.entry(name).or_default().push(told);
+        }
+        Some(all)
+    }
+
+    fn hook_problems(&self) -> HookProblems {
+        self.inner.hook_problems()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::model::{
+        Model,
+        test_support::{port, service},
+    };
+
+    const CLUSTER_IP: &str = "10.96.0.10";
+
+    /// What the dataplane below was told, and what it refuses.
+    #[derive(Default)]
+    struct Notes {
+        /// Numbers of the frontends of each service port.
+        frontends: BTreeMap<String, Vec<u16>>,
+        own_cluster_ips: BTreeSet<IpAddr>,
+        /// Whether the ClusterIP was the node's own at each change of service ports.
+        was_own: Vec<bool>,
+        refuses: bool,
+    }
+
+    struct Inner(Arc<Mutex<Notes>>);
+
+    impl Inner {
+        fn note(&self, ports: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
+            let mut notes = self.0.lock().unwrap();
+            if notes.refuses {
+                return Err(Error::new(ErrorKind::Other, "refused"));
+            }
+            let is_own = notes.own_cluster_ips.contains(&CLUSTER_IP.parse().unwrap());
+            notes.was_own.push(is_own);
+            for port in ports {
+                let numbers = port.frontends.iter().map(|frontend| frontend.port).collect();
+                notes.frontends.insert(port.name.port.to_string(), numbers);
+            }
+            Ok(Applied::default())
+        }
+    }
+
+    impl Programmed for Inner {
+        fn snapshot(&self) -> Result<Snapshot, Error> {
+            Ok(Snapshot::default())
+        }
+
+        fn usage(&self) -> Result<Usage, Error> {
+            Ok(Usage::default())
+        }
+    }
+
+    impl Dataplane for Inner {
+        fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
+            self.note(&changes.changed)
+        }
+
+        fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
+            self.note(desired)
+        }
+
+        fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
+            self.0.lock().unwrap().own_cluster_ips.clone_from(&host.own_cluster_ips);
+            Ok(Applied::default())
+        }
+
+        fn collect_garbage(&mut self) -> Result<(), Error> {
+            Ok(())
+        }
+
+        fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
+            Ok(Vec::new())
+        }
+
+        fn min_interval(&self, configured: Duration) -> Duration {
+            configured
+        }
+
+        fn supports(&self, _port: &DesiredPort) -> Vec<Unsupported> {
+            Vec::new()
+        }
+    }
+
+    /// A Service with the ports 53 and 9153 at an address that the node has.
+    struct Fixture {
+        dataplane: LeftToNode,
+        notes: Arc<Mutex<Notes>>,
+        listeners: Arc<Mutex<Listeners>>,
+    }
+
+    fn host(addresses: &[&str]) -> Host {
+        let addresses = addresses.iter().map(|address| address.parse().unwrap()).collect();
+        Host { addresses, ..Host::default() }
+    }
+
+    impl Fixture {
+        fn new() -> Self {
+            let (notes, listeners): (Arc<Mutex<Notes>>, Arc<Mutex<Listeners>>) = Default::default();
+            let known = Arc::clone(&listeners);
+            let look = move |_: &BTreeSet<IpAddr>| Ok(known.lock().unwrap().clone());
+            let mut dataplane = LeftToNode::with(Box::new(Inner(Arc::clone(&notes))), Box::new(look));
+            let mut model = Model::new("node");
+            let ports = vec![port("dns", 53), port("metrics", 9153)];
+            model.apply_service(service("kube-system/kube-dns", &[CLUSTER_IP]).ports(ports));
+            dataplane.set_host(&host(&[CLUSTER_IP, "192.0.2.1"])).unwrap();
+            dataplane.resync(&model.take_changes().changed).unwrap();
+            Self { dataplane, notes, listeners }
+        }
+
+        fn listen(&self, at: &[&str]) {
+            let at = at.iter().map(|at| (Protocol::Tcp, at.parse().unwrap()));
+            *self.listeners.lock().unwrap() = at.collect();
+        }
+
+        /// The frontends that the dataplane below has.
+        fn served(&self) -> Vec<u16> {
+            self.notes.lock().unwrap().frontends.values().flatten().copied().collect()
+        }
+
+        fn told(&mut self) -> Option<Vec<String>> {
+            let told = self.dataplane.take_without_room()?;
+            Some(told.values().flatten().map(|one| one.instead.to_string()).collect())
+        }
+    }
+
+    #[test]
+    fn what_the_node_listens_at_is_left_to_it_and_nothing_else() {
+        let mut fixture = Fixture::new();
+        assert_eq!(fixture.served(), [53, 9153]);
+        fixture.listen(&["10.96.0.10:53", "10.96.0.10:8080"]);
+        fixture.dataplane.collect_garbage().unwrap();
+        assert_eq!(fixture.served(), [9153]);
+        let told = fixture.told().unwrap();
+        assert!(told.len() == 1 && told[0].contains("10.96.0.10:53"), "{told:?}");
+        assert_eq!(fixture.told(), None, "nothing has changed");
+        fixture.listen(&[]);
+        fixture.dataplane.collect_garbage().unwrap();
+        assert_eq!((fixture.served(), fixture.told()), (vec![53, 9153], Some(Vec::new())));
+    }
+
+    /// Else a client would be refused as at an unknown port, before or after the change.
+    #[test]
+    fn an_address_is_the_nodes_own_for_as_long_as_a_frontend_is_withheld() {
+        let mut fixture = Fixture::new();
+        fixture.listen(&["10.96.0.10:53"]);
+        fixture.dataplane.collect_garbage().unwrap();
+        fixture.notes.lock().unwrap().was_own.clear();
+        fixture.dataplane.set_host(&host(&["192.0.2.1"])).unwrap();
+        assert_eq!(fixture.served(), [53, 9153]);
+        assert_eq!(fixture.notes.lock().unwrap().was_own, [true], "while it is published again");
+        assert!(fixture.notes.lock().unwrap().own_cluster_ips.is_empty());
+        fixture.dataplane.set_host(&host(&[CLUSTER_IP])).unwrap();
+        assert_eq!(fixture.served(), [9153], "with the address, at once");
+        assert_eq!(fixture.notes.lock().unwrap().was_own, [true, true]);
+    }
+
+    #[test]
+    fn what_could_not_be_written_is_written_by_the_next_look() {
+        let mut fixture = Fixture::new();
+        fixture.listen(&["10.96.0.10:53"]);
+        fixture.notes.lock().unwrap().refuses = true;
+        fixture.dataplane.collect_garbage().unwrap_err();
+        assert_eq!(fixture.served(), [53, 9153]);
+        fixture.notes.lock().unwrap().refuses = false;
+        fixture.dataplane.collect_garbage().unwrap();
+        assert_eq!(fixture.served(), [9153]);
+    }
+}

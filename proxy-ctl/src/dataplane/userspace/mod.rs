@@ -44,6 +44,7 @@ use crate::{
 };
 
 mod balancer;
+mod both_ways;
 mod datagrams;
 mod listen;
 mod metrics;

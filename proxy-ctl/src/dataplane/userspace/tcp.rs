@@ -8,13 +8,15 @@ use std::{
 
 use socket2::{SockRef, TcpKeepalive};
 use tokio::{
-    io::copy_bidirectional,
     net::{TcpListener, TcpStream},
     time,
 };
 use tokio_util::sync::CancellationToken;
 
-use super::shared::{Permit, Portal, count};
+use super::{
+    both_ways::copy_both_ways,
+    shared::{Permit, Portal, count},
+};
 
 /// How long each attempt waits for an endpoint.
 pub(super) const DIAL_TIMEOUTS: [Duration; 4] =
@@ -65,8 +67,7 @@ async fn carry(mut client: TcpStream, address: IpAddr, portal: Portal, _permit: 
             tracing::debug!(%error, "a connection is slower, or its end is found later");
         }
     }
-    // Ends after both sides have said that they send no more.
-    if copy_bidirectional(&mut client, &mut endpoint).await.is_err() {
+    if copy_both_ways(&mut client, &mut endpoint).await.is_err() {
         reset(&client);
         reset(&endpoint);
     }

@@ -168,6 +168,11 @@ impl Script {
         self.owners[..after].last().and_then(|(_, owner)| *owner)
     }
 
+    /// Returns true if a part ends before this line: it is carried out where the line is refused.
+    pub(super) fn commits_before(&self, line: usize) -> bool {
+        self.text.lines().take(line.saturating_sub(1)).any(|line| line == "COMMIT")
+    }
+
     fn line(&mut self, line: std::fmt::Arguments<'_>) {
         use std::fmt::Write as _;
         // Writing to a String does not fail.

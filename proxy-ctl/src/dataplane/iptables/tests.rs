@@ -22,6 +22,7 @@ mod changes;
 mod kernel;
 mod layout;
 mod read_back;
+mod refusals;
 
 const ABLE: Abilities =
     Abilities { random_fully: true, drop_invalid: true, counts_packets: false, routes_localnet: false };

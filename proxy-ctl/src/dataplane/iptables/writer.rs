@@ -336,17 +336,18 @@ impl Writer {
             lines += difference.lines();
             waiting.push((port, difference));
             if lines >= LINES_AT_ONCE && self.tools.backend == Backend::Nft {
-                applied += self.write_differences(std::mem::take(&mut waiting), refusals)?;
+                applied += self.write_differences(std::mem::take(&mut waiting), state, refusals)?;
                 lines = 0;
             }
         }
-        applied += self.write_differences(waiting, refusals)?;
+        applied += self.write_differences(waiting, state, refusals)?;
         Ok(applied)
     }
 
     fn write_differences(
         &mut self,
         waiting: Vec<(PortChange, PortDifference)>,
+        state: Option<&State>,
         refusals: &mut Vec<Refusal>,
     ) -> Result<Applied, Error> {
         if waiting.is_empty() {
@@ -377,7 +378,14 @@ impl Writer {
             .unwrap_or_default()
             .to_owned();
         let owner = line.and_then(|line| script.owner(line)).or_else(|| (ports.len() == 1).then_some(0));
+        let has_written = line.is_none_or(|line| script.commits_before(line));
         drop((script, differences));
+        if let (Some(owner), false) = (owner, has_written) {
+            // Nothing was written, so what is known of the tables still holds. A reading takes
+            // long.
+            self.refused(ports.swap_remove(owner), rule, error, refusals);
+            return self.write(ports, state, refusals);
+        }
         let state = match self.read() {
             Ok(state) => state,
             Err(error) => {
@@ -387,10 +395,7 @@ impl Writer {
             }
         };
         if let Some(owner) = owner {
-            let refused = ports.swap_remove(owner);
-            tracing::warn!(port = %refused.name, rule, %error, "a rule of the service port was refused; it is served as before");
-            refusals.push(Refusal { name: refused.name.clone(), rule, error });
-            self.keep(vec![refused]);
+            self.refused(ports.swap_remove(owner), rule, error, refusals);
             return self.write(ports, Some(&state), refusals);
         }
         // iptables-legacy does not say which rule it was that the kernel refused.
@@ -399,6 +404,13 @@ impl Writer {
         let state = if rest.is_empty() { state } else { self.read()? };
         applied += self.write(rest, Some(&state), refusals)?;
         Ok(applied)
+    }
+
+    /// The tool does not take this rule of the port.
+    fn refused(&mut self, port: PortChange, rule: String, error: ToolError, refusals: &mut Vec<Refusal>) {
+        tracing::warn!(port = %port.name, rule, %error, "a rule of the service port was refused; it is served as before");
+        refusals.push(Refusal { name: port.name.clone(), rule, error });
+        self.keep(vec![port]);
     }
 
     fn wrote(&mut self, port: PortChange) {

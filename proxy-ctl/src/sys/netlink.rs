@@ -41,6 +41,7 @@ const ATTRIBUTE_HEADER: usize = 4;
 const MOST_AT_ONCE: usize = 64 << 10;
 /// Tries of a dump that changes while it is read.
 const DUMP_TRIES: usize = 8;
+const CHANGING: &str = "the list kept changing while it was read";
 /// As many refusals as the kernel's default receive buffer holds, with their messages.
 const PORTION: usize = 128;
 
@@ -356,7 +357,30 @@ impl NetlinkSocket {
                 Err(error) => return Err(error),
             }
         }
-        Err(io::Error::other("the list kept changing while it was read"))
+        Err(io::Error::other(CHANGING))
+    }
+
+    /// Reads a list as [`Self::dump`] does, and takes it for whole if it reads the same twice. The
+    /// kernel also marks a list of nf_tables as interrupted if only another program's table has
+    /// changed.
+    pub fn dump_of_part<T: PartialEq>(
+        &self,
+        request: &Messages,
+        parse: impl Fn(u16, &[u8]) -> Option<T>,
+    ) -> io::Result<Vec<T>> {
+        let mut before = None;
+        for _ in 0..DUMP_TRIES {
+            let mut list = Vec::new();
+            let sequence = self.send(request)?;
+            match self.read(sequence, |kind, body| list.extend(parse(kind, body))) {
+                Ok(flags) if flags & NLM_F_DUMP_INTR == 0 => return Ok(list),
+                Ok(_) if before.as_ref() == Some(&list) => return Ok(list),
+                Ok(_) => before = Some(list),
+                Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Err(io::Error::other(CHANGING))
     }
 
     /// Sends a single request with a sequence number of its own, and answers with that.

@@ -67,7 +67,7 @@ impl NfTables {
             let comment = table.get(TABLE_USERDATA).and_then(user_data::comment).map(str::to_owned);
             Some(Table { name: table.text(TABLE_NAME)?.to_owned(), comment })
         };
-        match self.0.dump(&request, parse) {
+        match self.0.dump_of_part(&request, parse) {
             // What nfnetlink says of a subsystem that is not there.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
                 Ok(Vec::new())
@@ -81,7 +81,7 @@ impl NfTables {
         let mut request = Messages::default();
         request.begin(GETCHAIN, NLM_F_DUMP, &family.header());
         let parse = |_, body: &[u8]| chain(of_family(family, body)?);
-        self.0.dump(&request, parse).map_err(CallError::of("netlink NFT_MSG_GETCHAIN"))
+        self.0.dump_of_part(&request, parse).map_err(CallError::of("netlink NFT_MSG_GETCHAIN"))
     }
 
     /// Takes no time, however many chains there are.
@@ -107,7 +107,7 @@ impl NfTables {
             rule.text(RULE_TABLE) == Some(table) && rule.text(RULE_CHAIN) == Some(chain)
         };
         let parse = |_, body: &[u8]| rule(of_family(family, body).filter(is_asked_for)?);
-        or_gone(self.0.dump(&request, parse)).map_err(CallError::of("netlink NFT_MSG_GETRULE"))
+        or_gone(self.0.dump_of_part(&request, parse)).map_err(CallError::of("netlink NFT_MSG_GETRULE"))
     }
 
     /// Of all chains of the table; those of one chain in their order.
@@ -119,7 +119,7 @@ impl NfTables {
             let user_data = rule.get(RULE_USERDATA).unwrap_or_default().to_vec();
             Some(NotedRule { chain: rule.text(RULE_CHAIN)?.to_owned(), user_data, random: random(rule) })
         };
-        or_gone(self.0.dump(&request, parse)).map_err(CallError::of("netlink NFT_MSG_GETRULE"))
+        or_gone(self.0.dump_of_part(&request, parse)).map_err(CallError::of("netlink NFT_MSG_GETRULE"))
     }
 
     /// With a name of their own.
@@ -137,7 +137,7 @@ impl NfTables {
             };
             Some(Set { name: set.text(SET_NAME)?.to_owned(), shape })
         };
-        or_gone(self.0.dump(&request, parse)).map_err(CallError::of("netlink NFT_MSG_GETSET"))
+        or_gone(self.0.dump_of_part(&request, parse)).map_err(CallError::of("netlink NFT_MSG_GETSET"))
     }
 
     /// Those that can be made with this module; in no order.
@@ -151,8 +151,8 @@ impl NfTables {
             let list = of_family(family, body)?.nested(ELEMENTS_LIST)?;
             Some(list.filter_map(|(_, element)| read_element(Attributes(element))).collect::<Vec<_>>())
         };
-        let messages =
-            or_gone(self.0.dump(&request, parse)).map_err(CallError::of("netlink NFT_MSG_GETSETELEM"))?;
+        let messages = or_gone(self.0.dump_of_part(&request, parse))
+            .map_err(CallError::of("netlink NFT_MSG_GETSETELEM"))?;
         Ok(messages.into_iter().flatten().collect())
     }
 }
@@ -220,10 +220,53 @@ fn rule(rule: Attributes<'_>) -> Option<Rule> {
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        sync::atomic::{AtomicBool, Ordering},
+        thread,
+    };
+
     use super::{
-        super::expressions::{Expression, Verdict, expression},
+        super::{
+            Batch,
+            expressions::{Expression, Verdict, expression},
+        },
         *,
     };
+
+    /// The kernel marks a list of rules as interrupted whoever has committed something meanwhile.
+    #[test]
+    #[ignore = "needs root"]
+    fn as_root_a_table_is_read_while_another_one_is_changed() {
+        const RULES: usize = 20_000;
+        const FAMILY: TableFamily = TableFamily::Ipv4;
+        // The thread ends with the test, and its network namespace with it.
+        nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
+        let kernel = NfTables::load().unwrap().unwrap();
+        let mut batch = Batch::default();
+        batch.add_table(FAMILY, "mine", "");
+        batch.add_chain(FAMILY, "mine", "all", None);
+        for _ in 0..RULES {
+            batch.add_rule(FAMILY, "mine", "all", &[Expression::Verdict(Verdict::Accept)], &[]);
+        }
+        assert_eq!(kernel.commit(batch).unwrap(), []);
+        let is_over = AtomicBool::new(false);
+        let found: Vec<_> = thread::scope(|scope| {
+            scope.spawn(|| {
+                let kernel = NfTables::load().unwrap().unwrap();
+                while !is_over.load(Ordering::Relaxed) {
+                    let mut batch = Batch::default();
+                    batch.add_table(FAMILY, "other", "");
+                    batch.delete_table(FAMILY, "other");
+                    kernel.commit(batch).unwrap();
+                }
+            });
+            let read = || kernel.noted_rules(FAMILY, "mine").map(|rules| rules.len());
+            let found = (0..5).map(|_| read().map_err(|error| error.to_string())).collect();
+            is_over.store(true, Ordering::Relaxed);
+            found
+        });
+        assert_eq!(found, vec![Ok(RULES); 5]);
+    }
 
     #[test]
     fn a_rule_tells_where_it_leads_and_whether_it_drops() {

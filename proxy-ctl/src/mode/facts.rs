@@ -119,12 +119,31 @@ pub struct HostFacts {
     pub ipv6: bool,
     /// KUBE_PROXY_NFTABLES_SKIP_KERNEL_VERSION_CHECK is set.
     pub skip_nftables_kernel_check: bool,
+    /// The kernel is built with CONFIG_PREEMPT_RT.
+    pub realtime: bool,
 }
+
+/// The first kernel whose CONFIG_PREEMPT_RT lets softirqs of one CPU preempt each other.
+const SOFTIRQS_PREEMPT: KernelVersion = KernelVersion::new(6, 18, 0);
+/// Has them wait for each other, as they did before.
+const SOFTIRQ_LOCK: &str = "CONFIG_PREEMPT_RT_NEEDS_BH_LOCK";
 
 impl HostFacts {
     /// `None`: not known.
     pub fn kernel(&self) -> Option<KernelVersion> {
         Version::parse(&self.kernel_release)
+    }
+
+    /// Returns true if work that runs with softirqs off can be preempted by other such work on the
+    /// same CPU.
+    pub fn softirqs_preempt_each_other(&self) -> bool {
+        self.realtime
+            && match self.modules.option(SOFTIRQ_LOCK) {
+                Some("n") => true,
+                // A kernel without the option always has the lock.
+                Some(_) => false,
+                None => self.kernel() >= Some(SOFTIRQS_PREEMPT),
+            }
     }
 }
 

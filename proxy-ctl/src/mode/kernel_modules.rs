@@ -98,8 +98,11 @@ impl Modules {
     pub fn parse(texts: &ModuleTexts) -> Self {
         let loaded = lines(&texts.loaded).filter_map(|line| line.split(' ').next()).map(normal);
         let option = |line: &str| {
-            let (name, value) = line.split_once('=')?;
-            Some((name.to_owned(), value.trim().to_owned()))
+            let unset = |line: &str| Some(line.strip_prefix("# ")?.strip_suffix(" is not set")?.to_owned());
+            match line.split_once('=') {
+                Some((name, value)) => Some((name.to_owned(), value.trim().to_owned())),
+                None => unset(line.trim_end()).map(|name| (name, "n".to_owned())),
+            }
         };
         Self {
             present: loaded.chain(lines(&texts.folders).map(normal)).collect(),
@@ -140,6 +143,14 @@ impl Modules {
             (Some(_), _) | (_, Some(true)) => ModuleState::Loadable,
             (None, None) => ModuleState::Unknown,
         }
+    }
+
+    /// Returns the value of an option of the kernel's configuration, `n` for one that is not set,
+    /// and the empty text for one that this kernel does not have. `None`: the configuration cannot
+    /// be read.
+    pub fn option(&self, name: &str) -> Option<&str> {
+        let options = self.options.as_ref()?;
+        Some(options.get(name).map_or("", String::as_str))
     }
 
     /// Why there is no such module, and what can be done; `None`: it is there, or may be.

@@ -80,6 +80,7 @@ impl Host {
             parameters_writable: true,
             ipv6: true,
             skip_nftables_kernel_check: false,
+            realtime: false,
         }
     }
 }

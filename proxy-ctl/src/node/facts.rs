@@ -38,8 +38,16 @@ pub fn gather() -> HostFacts {
         parameters_writable: access(ROUTE_LOCALNET, AccessFlags::W_OK).is_ok(),
         ipv6: has_ipv6(),
         skip_nftables_kernel_check: env::var_os(SKIP_NFTABLES_CHECK).is_some_and(|value| !value.is_empty()),
+        realtime: is_realtime(),
         kernel_release,
     }
+}
+
+/// Kernels with the patches of PREEMPT_RT have the file, and all that are built so have it in their
+/// version.
+fn is_realtime() -> bool {
+    let version = read("/proc/sys/kernel/version").unwrap_or_default();
+    read("/sys/kernel/realtime").is_some_and(|value| value == "1") || version.contains("PREEMPT_RT")
 }
 
 /// `None`: it cannot be read.
@@ -117,6 +125,7 @@ fn effective_capabilities(status: &str) -> Capabilities {
         bpf: holds(CAP_BPF),
         perfmon: holds(CAP_PERFMON),
         net_admin: holds(CAP_NET_ADMIN),
+        setgid: holds(CAP_SETGID),
     }
 }
 
@@ -125,7 +134,6 @@ mod tests {
     use super::*;
 
     #[test]
-        setgid: holds(CAP_SETGID),
     fn capabilities_are_read_from_the_effective_set() {
         let none = Capabilities::default();
         assert_eq!(effective_capabilities("CapPrm:\t000001ffffffffff\nCapEff:\t0000000000000000\n"), none);

@@ -42,6 +42,12 @@ const UNUSED_FIELDS: &[&str] = &[
     "nftables.minSyncPeriod",
 ];
 
+/// The programs of TC and XDP work in tables with one row for each CPU (`scratch4`, `scratch6`,
+/// `icmp_errors`, `service_openings`). One that preempts another on its CPU would write into the
+/// other's packet. Programs of sockets, which may be preempted on every kernel, use none of these.
+const PREEMPTED: &str = "the kernel is built with CONFIG_PREEMPT_RT and without CONFIG_PREEMPT_RT_NEEDS_BH_LOCK: packet programs \
+     of one CPU would preempt each other, and they share memory of the CPU";
+
 pub(super) fn probe(config: &Ebpf, host: &HostFacts) -> Probe {
     answer(config.sockets(), host, &gather(config, host))
 }
@@ -200,9 +206,11 @@ fn answer(sockets: SocketLoadBalancing, host: &HostFacts, facts: &Facts) -> Prob
     }
     let HostFacts { kernel_release, capabilities, .. } = host;
     let requirements = vec![
-        Requirement::kernel(host).lacking(facts.version.is_some_and(|version| version < OLDEST), || {
-            format!("the kernel is {kernel_release}, {OLDEST} or newer is needed")
-        }),
+        Requirement::kernel(host)
+            .lacking(facts.version.is_some_and(|version| version < OLDEST), || {
+                format!("the kernel is {kernel_release}, {OLDEST} or newer is needed")
+            })
+            .lacking(host.softirqs_preempt_each_other(), || PREEMPTED.to_owned()),
         Requirement::new("btf", "BTF", facts.btf).lacking(!facts.btf, || {
             "the kernel has no BTF (/sys/kernel/btf/vmlinux; CONFIG_DEBUG_INFO_BTF)".to_owned()
         }),
@@ -271,6 +279,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
+    use crate::mode::{ModuleTexts, Modules};
 
     const ALL: Capabilities =
         Capabilities { sys_admin: false, bpf: true, perfmon: true, net_admin: true, setgid: false };
@@ -298,6 +307,30 @@ mod tests {
             &HostFacts { kernel_release: "its release".into(), capabilities, ..HostFacts::default() },
             facts,
         )
+    }
+
+    const RT_OPTION: &str = "CONFIG_PREEMPT_RT_NEEDS_BH_LOCK";
+
+    #[rstest]
+    #[case::no_realtime(false, "7.2.0", Some(format!("# {RT_OPTION} is not set")), false)]
+    #[case::with_the_lock(true, "7.2.0-rt", Some(format!("{RT_OPTION}=y")), false)]
+    #[case::without_the_lock(true, "6.12.60-rt", Some(format!("# {RT_OPTION} is not set")), true)]
+    #[case::before_the_option(true, "6.18.0-rt", Some("CONFIG_PREEMPT_RT=y".to_owned()), false)]
+    #[case::unknown_and_new(true, "6.18.0-rt", None, true)]
+    #[case::unknown_and_old(true, "6.12.9-rt", None, false)]
+    fn packet_programs_must_not_preempt_each_other(
+        #[case] realtime: bool,
+        #[case] release: &str,
+        #[case] config: Option<String>,
+        #[case] refused: bool,
+    ) {
+        let modules = Modules::parse(&ModuleTexts { config, ..ModuleTexts::default() });
+        let kernel_release = release.to_owned();
+        let host = HostFacts { realtime, kernel_release, modules, capabilities: ALL, ..HostFacts::default() };
+        let probe = answer(SocketLoadBalancing::All, &host, &able());
+        let obstacles: Vec<_> = probe.obstacles().collect();
+        assert_eq!(obstacles.iter().any(|why| why.contains("CONFIG_PREEMPT_RT")), refused, "{obstacles:?}");
+        assert_eq!(probe.can_run(), !refused);
     }
 
     #[rstest]

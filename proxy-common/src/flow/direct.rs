@@ -259,7 +259,7 @@ pub(super) fn hear_client<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut
             && is_near(segment.sequence, sent)
             && is_near(segment.acknowledgement, scratch.flow.client_numbers.reached);
         if segment.has(TCP_RST) {
-            tcp::hear_reset(&mut state, segment.sequence, sent);
+            tcp::hear_reset(&mut state, segment.sequence, sent, sent);
         } else if is_believed && !tcp::may_precede_reset(&scratch.flow, &segment, tables.now()) {
             state.reset = 0;
             if segment.has(TCP_FIN) {

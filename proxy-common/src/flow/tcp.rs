@@ -180,7 +180,7 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
         if refuses {
             state.reset = RESET_CONFIRMED;
         } else if is_comparable {
-            hear_reset(&mut state, segment.sequence, awaited_by_other);
+            hear_reset(&mut state, segment.sequence, awaited_by_other, sent);
         }
     } else if (!segment.has(TCP_SYN) || speaker == Speaker::Backend)
         && !may_precede_reset(&scratch.flow, segment, tables.now())
@@ -229,13 +229,15 @@ pub(super) fn may_precede_reset<A>(flow: &Flow<A>, segment: &Segment, now: u64) 
     flow.state.reset == RESET_CONFIRMED && is_plain && !is_stale(flow, now)
 }
 
-/// A RST with this sequence number, to who waits for `awaited`.
+/// Judges a RST by its sequence number. It counts at `awaited`, where its receiver waits. It also
+/// counts at `sent`, the end of what its own side has sent: a server that closes with data under
+/// way sends its RST right behind that data (RFC 1122, 4.2.2.13). A forger who sees no packet of
+/// the connection knows neither number.
 #[inline(always)]
-pub(super) fn hear_reset(state: &mut FlowState, sequence: u32, awaited: u32) {
-    let distance = sequence.wrapping_sub(awaited);
-    if distance == 0 {
+pub(super) fn hear_reset(state: &mut FlowState, sequence: u32, awaited: u32, sent: u32) {
+    if sequence == awaited || sequence == sent {
         state.reset = RESET_CONFIRMED;
-    } else if distance < RESET_WINDOW {
+    } else if sequence.wrapping_sub(awaited) < RESET_WINDOW {
         state.reset = state.reset.max(RESET_PLAUSIBLE);
     }
 }

@@ -2,6 +2,7 @@
 //! Round trips of real packets are in `tests/packets`.
 
 mod direct;
+mod ends;
 mod foreign;
 mod guard;
 mod interleavings;

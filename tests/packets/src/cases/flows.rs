@@ -194,6 +194,17 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
         Ok(())
     });
+    group.tcp::<W>("a reset behind data under way leaves no row", |s| {
+        const PAYLOAD: u32 = 1_000;
+        establish(s)?;
+        let data = Segment { payload: vec![0x5a; PAYLOAD as usize], ..s.answer(LOCAL, CLIENT, TCP_ACK) };
+        s.send("workload_egress", &data, Expect::Becomes(&data.from(CLUSTER_IP)))?;
+        let reset = s.answer(LOCAL, CLIENT, TCP_RST | TCP_ACK);
+        let reset = Segment { sequence: data.sequence + PAYLOAD, ..reset };
+        s.send("workload_egress", &reset, Expect::Becomes(&reset.from(CLUSTER_IP)))?;
+        ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
+        Ok(())
+    });
     group.tcp::<W>("forged clients establish nothing", |s| {
         s.cluster_ip()?;
         for (port, flags) in (1u16..).zip([TCP_ACK, 0, TCP_RST, TCP_RST | TCP_ACK, TCP_FIN | TCP_ACK]) {

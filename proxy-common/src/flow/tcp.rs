@@ -58,6 +58,15 @@ pub(super) const fn is_near(number: u32, reached: u32) -> bool {
     number.wrapping_sub(reached).wrapping_add(REACH) < 2 * REACH
 }
 
+/// The largest window of TCP (RFC 7323, 2.3). Two numbers of a stream are never further apart.
+const LARGEST_WINDOW: u32 = 1 << 30;
+
+#[inline(always)]
+const fn is_ahead(number: u32, reached: u32) -> bool {
+    let distance = number.wrapping_sub(reached);
+    distance != 0 && distance < LARGEST_WINDOW
+}
+
 /// Has the client received the backend's SYN?
 #[inline(always)]
 pub(super) fn confirms<A>(flow: &Flow<A>, segment: &Segment) -> bool {
@@ -182,12 +191,15 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
         } else if is_comparable {
             hear_reset(&mut state, segment.sequence, awaited_by_other, sent);
         }
-    } else if (!segment.has(TCP_SYN) || speaker == Speaker::Backend)
+    } else if speaker == Speaker::Backend
+        && (is_believed || is_opening)
         && !may_precede_reset(&scratch.flow, segment, tables.now())
     {
-        // The connection goes on: the RST was forged, or, after both FINs, these were.
+        // The connection goes on: the RST was forged, or, after both FINs, these were. A client's
+        // segment shows nothing: it may come late, or from a client that wants to keep the rows.
         state.reset = 0;
-        if segment.has_data() && state.has_ended() {
+        let goes_on = segment.has_data() || is_ahead(segment.acknowledgement, own.awaited);
+        if goes_on && state.has_ended() {
             (state.client_fin, state.backend_fin) = (0, 0);
         }
     }

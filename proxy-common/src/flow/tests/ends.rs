@@ -60,3 +60,32 @@ fn rows_after(host: &Host, said: &[(Speaker, Segment)]) -> usize {
 fn rows_after_a_reset_behind_data(#[case] said: Vec<(Speaker, Segment)>, #[case] rows: usize) {
     assert_eq!(rows_after(&Host::new(), &said), rows);
 }
+
+/// A segment that comes to a connection after its end, more than a second later, and twice, as a row is established again
+/// by the second one. Only a backend that still serves the connection shows that it goes on.
+#[rstest]
+#[case::forged_data(Speaker::Client, Segment::new(TCP_ACK, FORGED, FORGED, 100), 0)]
+#[case::forged_data_of_the_backend(Speaker::Backend, Segment::new(TCP_ACK, FORGED, FORGED, 100), 0)]
+#[case::forged_acknowledgement(Speaker::Backend, Segment::new(TCP_ACK, FORGED, FORGED, 0), 0)]
+#[case::one_number_is_guessed(Speaker::Backend, Segment::new(TCP_ACK, BACKENDS_NEXT, FORGED, 100), 0)]
+#[case::data_without_acknowledgement(Speaker::Backend, Segment::new(0, BACKENDS_NEXT, 0, 100), 0)]
+#[case::syn_of_the_backend(Speaker::Backend, Segment::new(TCP_SYN | TCP_ACK, FORGED, FORGED, 0), 0)]
+#[case::late_data_of_the_client(Speaker::Client, Segment::new(TCP_ACK, CLIENTS, BACKENDS_NEXT, 100), 0)]
+#[case::late_acknowledgement(Speaker::Client, Segment::new(TCP_ACK, CLIENTS, BACKENDS_NEXT, 0), 0)]
+#[case::backend_goes_on(Speaker::Backend, Segment::new(TCP_ACK, BACKENDS_NEXT, CLIENTS, 100), 2)]
+fn rows_after_a_segment_that_follows_the_end(
+    #[case] speaker: Speaker,
+    #[case] segment: Segment,
+    #[case] rows: usize,
+    #[values(vec![of_client(TCP_RST, CLIENTS, 0)], vec![of_backend(TCP_RST, BACKENDS_NEXT, 0)], close())]
+    end: Vec<(Speaker, Segment)>,
+) {
+    let host = Host::new();
+    assert_eq!(rows_after(&host, &end), 0);
+    let flow = host.flow_of(Stage::Opening, &syn());
+    for _ in 0..2 {
+        host.wait(2 * REFRESH_AFTER);
+        says(speaker, &host, &flow, segment).unwrap();
+    }
+    assert_eq!(host.entries(Stage::Established), rows);
+}

@@ -205,6 +205,24 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
         Ok(())
     });
+    group.tcp::<W>("segments with forged numbers take no end back", |s| {
+        establish(s)?;
+        sends(s, CLIENT, TCP_RST)?;
+        for _ in 0..2 {
+            for (key, mut flow) in s.flows(Stage::Opening)? {
+                flow.last_seen = 0;
+                W::put_flow(&mut s.world.ebpf, Stage::Opening, key, flow)?;
+            }
+            let data = Segment { payload: vec![0x5a; 100], ..s.packet(CLIENT, CLUSTER_IP, TCP_ACK) };
+            let forged = Segment { sequence: data.sequence.wrapping_add(1 << 30), ..data };
+            s.send("workload_ingress", &forged, Expect::Becomes(&forged.to(LOCAL)))?;
+            let data = Segment { payload: vec![0x5a; 100], ..s.answer(LOCAL, CLIENT, TCP_ACK) };
+            let forged = Segment { sequence: data.sequence.wrapping_add(1 << 30), ..data };
+            s.send("workload_egress", &forged, Expect::Becomes(&forged.from(CLUSTER_IP)))?;
+        }
+        ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
+        Ok(())
+    });
     group.tcp::<W>("forged clients establish nothing", |s| {
         s.cluster_ip()?;
         for (port, flags) in (1u16..).zip([TCP_ACK, 0, TCP_RST, TCP_RST | TCP_ACK, TCP_FIN | TCP_ACK]) {

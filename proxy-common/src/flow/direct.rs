@@ -8,7 +8,7 @@ use super::{
     Change, FlowEntry as _, FlowTables, Routine, SUSTAINED_AFTER, Scratch, Speaker, Stage, decide,
     entries::is_stale,
     guard, is_admitted, lookup, open,
-    tcp::{self, is_near},
+    tcp::{self, is_in_reach, is_near},
     transit,
 };
 use crate::{
@@ -255,9 +255,12 @@ pub(super) fn hear_client<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut
             entry.write(Change::Reached(Speaker::Client, segment.acknowledgement));
             state.progress = PROGRESS_CONFIRMED;
         }
-        let is_believed = is_plain
-            && is_near(segment.sequence, sent)
-            && is_near(segment.acknowledgement, scratch.flow.client_numbers.reached);
+        let acknowledged = scratch.flow.client_numbers.reached;
+        let is_expected = is_near(segment.sequence, sent) && is_near(segment.acknowledgement, acknowledged);
+        // After a loss an acknowledgement jumps over all that was under way, which is not seen here.
+        // Its exact sequence number vouches for it.
+        let is_jump = segment.sequence == sent && is_in_reach(segment.acknowledgement, acknowledged);
+        let is_believed = is_plain && (is_expected || is_jump);
         if segment.has(TCP_RST) {
             tcp::hear_reset(&mut state, segment.sequence, sent, sent);
         } else if is_believed && !tcp::may_precede_reset(&scratch.flow, &segment, tables.now()) {

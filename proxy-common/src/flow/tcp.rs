@@ -67,6 +67,20 @@ const fn is_ahead(number: u32, reached: u32) -> bool {
     distance != 0 && distance < LARGEST_WINDOW
 }
 
+/// Returns true if a number is near one of the two ends of what is under way, or between them.
+#[inline(always)]
+const fn is_within(number: u32, acknowledged: u32, sent: u32) -> bool {
+    let under_way = sent.wrapping_sub(acknowledged);
+    let is_between = under_way < LARGEST_WINDOW && number.wrapping_sub(acknowledged) < under_way;
+    is_between || is_near(number, acknowledged) || is_near(number, sent)
+}
+
+/// Returns true if two numbers of a stream are no further apart than a window can be.
+#[inline(always)]
+pub(super) const fn is_in_reach(number: u32, other: u32) -> bool {
+    number.wrapping_sub(other).wrapping_add(LARGEST_WINDOW) < 2 * LARGEST_WINDOW
+}
+
 /// Has the client received the backend's SYN?
 #[inline(always)]
 pub(super) fn confirms<A>(flow: &Flow<A>, segment: &Segment) -> bool {
@@ -133,8 +147,8 @@ pub(super) fn advance<A: Address>(scratch: &mut Scratch<A>, speaker: Speaker, en
     for (side, number) in [(speaker, packet.segment.acknowledgement), (speaker.other(), packet.segment.next)]
     {
         let numbers = side.numbers_of(flow);
-        // Not of one that comes late.
-        if numbers.reached.wrapping_sub(number) >= REACH {
+        // A segment that comes late, or again, takes nothing back.
+        if numbers.reached.wrapping_sub(number) >= LARGEST_WINDOW {
             numbers.reached = number;
             entry.write(Change::Reached(side, number));
         }
@@ -163,10 +177,13 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
         sent_by_other = speaker.numbers_of(&mut scratch.entry).reached;
     }
     let segment = &scratch.packet.segment;
-    // One entry may be behind: after a gap that was filled, or where segments went another way.
-    let is_believed = segment.has(TCP_ACK)
-        && (is_near(segment.sequence, sent) || is_near(segment.sequence, awaited_by_other))
-        && (is_near(segment.acknowledgement, own.reached) || is_near(segment.acknowledgement, sent_by_other));
+    // With megabytes under way one loss has acknowledgements jump by megabytes. What is between the
+    // ends that both entries know is believed, as RFC 5961 and conntrack have it.
+    let is_expected = is_within(segment.sequence, awaited_by_other, sent)
+        && is_within(segment.acknowledgement, own.reached, sent_by_other);
+    // After a gap before this node, data goes on far ahead. Its exact acknowledgement vouches for it.
+    let is_after_gap = segment.acknowledgement == own.reached && is_in_reach(segment.sequence, sent);
+    let is_believed = segment.has(TCP_ACK) && (is_expected || is_after_gap);
     let old = scratch.flow.state;
     let mut state = old;
     let others_fin = speaker.other().fin_of(&mut state);
@@ -241,6 +258,15 @@ pub(super) fn may_precede_reset<A>(flow: &Flow<A>, segment: &Segment, now: u64) 
     flow.state.reset == RESET_CONFIRMED && is_plain && !is_stale(flow, now)
 }
 
+/// Returns true if a receiver that waits for `awaited` may take a RST with this number.
+#[inline(always)]
+const fn is_plausible(sequence: u32, awaited: u32, sent: u32) -> bool {
+    let under_way = sent.wrapping_sub(awaited);
+    let window =
+        if under_way < LARGEST_WINDOW && under_way > RESET_WINDOW { under_way } else { RESET_WINDOW };
+    sequence.wrapping_sub(awaited) < window
+}
+
 /// Judges a RST by its sequence number. It counts at `awaited`, where its receiver waits. It also
 /// counts at `sent`, the end of what its own side has sent: a server that closes with data under
 /// way sends its RST right behind that data (RFC 1122, 4.2.2.13). A forger who sees no packet of
@@ -249,7 +275,7 @@ pub(super) fn may_precede_reset<A>(flow: &Flow<A>, segment: &Segment, now: u64) 
 pub(super) fn hear_reset(state: &mut FlowState, sequence: u32, awaited: u32, sent: u32) {
     if sequence == awaited || sequence == sent {
         state.reset = RESET_CONFIRMED;
-    } else if sequence.wrapping_sub(awaited) < RESET_WINDOW {
+    } else if is_plausible(sequence, awaited, sent) {
         state.reset = state.reset.max(RESET_PLAUSIBLE);
     }
 }

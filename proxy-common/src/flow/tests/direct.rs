@@ -300,6 +300,12 @@ fn client(flags: u8, offset: u32, payload: u32) -> Packet<A> {
     numbered(CLIENT, FRONTEND, Segment::new(flags, CLIENT_ISN + 1 + offset, acknowledgement, payload))
 }
 
+/// As [`client`], with an acknowledgement of so much of what the backend has sent.
+fn acknowledges(flags: u8, offset: u32, received: u32) -> Packet<A> {
+    let acknowledgement = BACKENDS_NEXT.wrapping_add(received);
+    numbered(CLIENT, FRONTEND, Segment::new(flags, CLIENT_ISN + 1 + offset, acknowledgement, 0))
+}
+
 /// What the entries know of the flow, and in which table it is.
 fn known(host: &Host) -> (FlowState, Stage) {
     let is_established = host.flow(Stage::Established, &syn().key()).is_some();
@@ -320,6 +326,12 @@ fn lifetime(host: &Host) -> u64 {
 #[case::goes_on(&[(0, syn()), (0, client(TCP_ACK, 0, 9)), (2, client(TCP_ACK, 9, 9))], 86_400, Stage::Established)]
 #[case::closed(
     &[(0, syn()), (0, client(TCP_ACK, 0, 9)), (2, client(TCP_ACK, 9, 9)), (0, client(TCP_FIN | TCP_ACK, 18, 0))],
+    3_600,
+    Stage::Opening
+)]
+#[case::closed_after_a_loss_with_megabytes_under_way(
+    &[(0, syn()), (0, client(TCP_ACK, 0, 9)), (2, acknowledges(TCP_ACK, 9, 0)),
+      (0, acknowledges(TCP_ACK, 9, 6 << 20)), (0, acknowledges(TCP_FIN | TCP_ACK, 9, 6 << 20))],
     3_600,
     Stage::Opening
 )]

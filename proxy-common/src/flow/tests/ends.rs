@@ -89,3 +89,84 @@ fn rows_after_a_segment_that_follows_the_end(
     }
     assert_eq!(host.entries(Stage::Established), rows);
 }
+
+const MEBIBYTE: u32 = 1 << 20;
+/// What one packet carries where the kernel puts segments together.
+const BUNCH: u32 = 1 << 16;
+
+/// The backend's data from one offset to another.
+fn bunches(from: u32, to: u32) -> Vec<(Speaker, Segment)> {
+    let bunch = |offset| {
+        (Speaker::Backend, Segment::new(TCP_ACK, BACKENDS_NEXT.wrapping_add(offset), CLIENTS, BUNCH))
+    };
+    (from..to).step_by(BUNCH as usize).map(bunch).collect()
+}
+
+fn acknowledged(offset: u32) -> (Speaker, Segment) {
+    of_client(TCP_ACK, CLIENTS, BACKENDS_NEXT.wrapping_add(offset))
+}
+
+/// Six mebibytes are under way, as at 1 Gbit/s and 50 ms. The first segment is lost, and its copy fills the gap while six
+/// more are under way; the client has all of this before it.
+fn one_loss() -> Vec<(Speaker, Segment)> {
+    let mut said = bunches(0, 6 * MEBIBYTE);
+    said.extend([acknowledged(0); 3]);
+    said.extend(bunches(0, BUNCH));
+    said.extend(bunches(6 * MEBIBYTE, 12 * MEBIBYTE));
+    said.push(acknowledged(6 * MEBIBYTE));
+    said
+}
+
+/// What is heard of a connection with megabytes under way after one loss: the ends that follow count.
+#[rstest]
+#[case::goes_on(vec![], 2)]
+#[case::client_resets(vec![of_client(TCP_RST, CLIENTS, 0)], 0)]
+#[case::backend_resets_behind_its_data(
+    vec![of_backend(TCP_RST, BACKENDS_NEXT + 12 * MEBIBYTE, 0)], 0)]
+#[case::backend_resets_where_the_client_waits(
+    vec![of_backend(TCP_RST, BACKENDS_NEXT + 6 * MEBIBYTE, 0)], 0)]
+#[case::backend_resets_elsewhere(vec![of_backend(TCP_RST, BACKENDS_NEXT + 40 * MEBIBYTE, 0)], 2)]
+#[case::both_close(vec![
+    of_client(TCP_FIN | TCP_ACK, CLIENTS, BACKENDS_NEXT + 6 * MEBIBYTE),
+    of_backend(TCP_FIN | TCP_ACK, BACKENDS_NEXT + 12 * MEBIBYTE, CLIENTS + 1),
+    of_client(TCP_ACK, CLIENTS + 1, BACKENDS_NEXT + 12 * MEBIBYTE + 1),
+], 0)]
+#[case::forged_reset_where_the_client_has_waited(vec![of_backend(TCP_RST, BACKENDS_NEXT, 0)], 2)]
+#[case::forged_acknowledgement_before_its_reset(vec![
+    of_client(TCP_ACK, CLIENTS, FORGED),
+    of_backend(TCP_RST, FORGED, 0),
+], 2)]
+fn rows_after_a_loss_on_a_long_path(#[case] said: Vec<(Speaker, Segment)>, #[case] rows: usize) {
+    assert_eq!(rows_after(&Host::new(), &followed_by(one_loss(), &said)), rows);
+}
+
+/// Each acknowledgement after the loss moves the stream on at once, in the entry that it comes by alone.
+#[test]
+fn acknowledgements_after_a_loss_are_believed_while_the_path_is_full() {
+    let host = Host::new();
+    rows_after(&host, &one_loss());
+    let flow = host.flow_of(Stage::Established, &syn());
+    for offset in (12..40).map(|n| n * MEBIBYTE / 2) {
+        for (speaker, segment) in bunches(offset + 6 * MEBIBYTE, offset + 6 * MEBIBYTE + MEBIBYTE / 2) {
+            says(speaker, &host, &flow, segment).unwrap();
+        }
+        let (speaker, segment) = acknowledged(offset);
+        says(speaker, &host, &flow, segment).unwrap();
+        let reached = host.flow_of(Stage::Established, &syn()).client_numbers.reached;
+        assert_eq!(reached, BACKENDS_NEXT.wrapping_add(offset));
+    }
+}
+
+/// A client's upload, of which more than a mebibyte in a row is lost before this node.
+#[rstest]
+#[case::client_resets(of_client(TCP_RST, CLIENTS + 9 * MEBIBYTE + PAYLOAD, 0), 0)]
+#[case::backend_resets(of_backend(TCP_RST, BACKENDS_NEXT, 0), 0)]
+#[case::client_resets_elsewhere(of_client(TCP_RST, CLIENTS + 20 * MEBIBYTE, 0), 2)]
+fn rows_after_a_gap_before_this_node(#[case] end: (Speaker, Segment), #[case] rows: usize) {
+    let said = [
+        data(Speaker::Client, CLIENTS, BACKENDS_NEXT),
+        data(Speaker::Client, CLIENTS + 9 * MEBIBYTE, BACKENDS_NEXT),
+        end,
+    ];
+    assert_eq!(rows_after(&Host::new(), &said), rows);
+}

@@ -194,6 +194,25 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
         Ok(())
     });
+    group.tcp::<W>("a loss with six mebibytes under way, and then a reset", |s| {
+        const STEP: u32 = 1 << 18;
+        const UNDER_WAY: u32 = 24;
+        establish(s)?;
+        let data = s.answer(LOCAL, CLIENT, TCP_ACK);
+        let ack = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+        // The first segment is lost. Its copy arrives after as much again was sent.
+        for steps in (1..=UNDER_WAY).chain([0]).chain(UNDER_WAY..=2 * UNDER_WAY) {
+            let data = Segment { sequence: data.sequence + steps * STEP, ..data.clone() };
+            s.send("workload_egress", &data, Expect::Becomes(&data.from(CLUSTER_IP)))?;
+        }
+        let waits_at = data.sequence + UNDER_WAY * STEP;
+        let ack = Segment { acknowledgement: waits_at, ..ack };
+        s.send("workload_ingress", &ack, Expect::Becomes(&ack.to(LOCAL)))?;
+        let reset = Segment { tcp_flags: TCP_RST | TCP_ACK, sequence: waits_at, ..data };
+        s.send("workload_egress", &reset, Expect::Becomes(&reset.from(CLUSTER_IP)))?;
+        ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
+        Ok(())
+    });
     group.tcp::<W>("a reset behind data under way leaves no row", |s| {
         const PAYLOAD: u32 = 1_000;
         establish(s)?;

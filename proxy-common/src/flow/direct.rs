@@ -257,8 +257,8 @@ pub(super) fn hear_client<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut
         }
         let acknowledged = scratch.flow.client_numbers.reached;
         let is_expected = is_near(segment.sequence, sent) && is_near(segment.acknowledgement, acknowledged);
-        // After a loss an acknowledgement jumps over all that was under way, which is not seen here.
-        // Its exact sequence number vouches for it.
+        // After a loss an acknowledgement jumps over all that was under way. The data is not seen
+        // here, so that the exact sequence number has to vouch for the acknowledgement.
         let is_jump = segment.sequence == sent && is_in_reach(segment.acknowledgement, acknowledged);
         let is_believed = is_plain && (is_expected || is_jump);
         if segment.has(TCP_RST) {

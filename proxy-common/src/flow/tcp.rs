@@ -181,7 +181,8 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
     // ends that both entries know is believed, as RFC 5961 and conntrack have it.
     let is_expected = is_within(segment.sequence, awaited_by_other, sent)
         && is_within(segment.acknowledgement, own.reached, sent_by_other);
-    // After a gap before this node, data goes on far ahead. Its exact acknowledgement vouches for it.
+    // After a gap before this node, data goes on far ahead. Its exact acknowledgement vouches for
+    // its sequence number.
     let is_after_gap = segment.acknowledgement == own.reached && is_in_reach(segment.sequence, sent);
     let is_believed = segment.has(TCP_ACK) && (is_expected || is_after_gap);
     let old = scratch.flow.state;

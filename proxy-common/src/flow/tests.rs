@@ -1400,7 +1400,7 @@ fn a_restored_client_is_confirmed_as_any(#[values(false, true)] by_backend: bool
 /// Numbers that are believed, as they are near the true ones.
 const GUESSED: u32 = BACKENDS_NEXT + 0x1000;
 
-/// The segments of such a connection were all forged. It goes on, as the backend answers its client.
+/// All segments that seemed to end it were forged. It goes on, as the backend answers its client.
 #[rstest]
 #[case::resets_of_both(vec![
     of_client(TCP_ACK, CLIENTS, GUESSED),

@@ -300,7 +300,7 @@ fn client(flags: u8, offset: u32, payload: u32) -> Packet<A> {
     numbered(CLIENT, FRONTEND, Segment::new(flags, CLIENT_ISN + 1 + offset, acknowledgement, payload))
 }
 
-/// As [`client`], with an acknowledgement of so much of what the backend has sent.
+/// Returns a segment as [`client`] does, which acknowledges so many bytes of the backend.
 fn acknowledges(flags: u8, offset: u32, received: u32) -> Packet<A> {
     let acknowledgement = BACKENDS_NEXT.wrapping_add(received);
     numbered(CLIENT, FRONTEND, Segment::new(flags, CLIENT_ISN + 1 + offset, acknowledgement, 0))

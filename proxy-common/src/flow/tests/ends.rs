@@ -1,8 +1,8 @@
-//! Which rows of established flows are left after the segments of a connection.
+//! These tests count the rows of established flows that the segments of a connection leave.
 
 use super::*;
 
-/// How much a segment carries that fills a packet of 1,500 bytes.
+/// The bytes that a segment carries if it fills a packet of 1,500 bytes.
 const PAYLOAD: u32 = 1_460;
 
 fn data(speaker: Speaker, sequence: u32, acknowledgement: u32) -> (Speaker, Segment) {
@@ -28,8 +28,8 @@ fn rows_after(host: &Host, said: &[(Speaker, Segment)]) -> usize {
     host.entries(Stage::Established)
 }
 
-/// Servers close with unread input, and probes of health close without waiting: the RST follows data that nobody
-/// acknowledges any more.
+/// Servers close with unread input, and health probes close without waiting. Their RST follows
+/// data that nobody acknowledges any more.
 #[rstest]
 #[case::backend_behind_its_answer(
     followed_by(answers(1), &[of_backend(TCP_RST, BACKENDS_NEXT + PAYLOAD, 0)]), 0)]
@@ -61,8 +61,8 @@ fn rows_after_a_reset_behind_data(#[case] said: Vec<(Speaker, Segment)>, #[case]
     assert_eq!(rows_after(&Host::new(), &said), rows);
 }
 
-/// A segment that comes to a connection after its end, more than a second later, and twice, as a row is established again
-/// by the second one. Only a backend that still serves the connection shows that it goes on.
+/// A segment comes twice to a connection that has ended more than a second before. Only a backend
+/// that still serves the connection shows that it goes on.
 #[rstest]
 #[case::forged_data(Speaker::Client, Segment::new(TCP_ACK, FORGED, FORGED, 100), 0)]
 #[case::forged_data_of_the_backend(Speaker::Backend, Segment::new(TCP_ACK, FORGED, FORGED, 100), 0)]
@@ -91,7 +91,7 @@ fn rows_after_a_segment_that_follows_the_end(
 }
 
 const MEBIBYTE: u32 = 1 << 20;
-/// What one packet carries where the kernel puts segments together.
+/// The bytes that one packet carries if the kernel has put segments together.
 const BUNCH: u32 = 1 << 16;
 
 /// The backend's data from one offset to another.
@@ -106,8 +106,8 @@ fn acknowledged(offset: u32) -> (Speaker, Segment) {
     of_client(TCP_ACK, CLIENTS, BACKENDS_NEXT.wrapping_add(offset))
 }
 
-/// Six mebibytes are under way, as at 1 Gbit/s and 50 ms. The first segment is lost, and its copy fills the gap while six
-/// more are under way; the client has all of this before it.
+/// Returns a transfer with one loss. Six mebibytes are under way, as at 1 Gbit/s and 50 ms. The
+/// copy of the lost segment fills the gap while six more are under way.
 fn one_loss() -> Vec<(Speaker, Segment)> {
     let mut said = bunches(0, 6 * MEBIBYTE);
     said.extend([acknowledged(0); 3]);
@@ -117,7 +117,7 @@ fn one_loss() -> Vec<(Speaker, Segment)> {
     said
 }
 
-/// What is heard of a connection with megabytes under way after one loss: the ends that follow count.
+/// The ends that follow a loss count, although megabytes are under way.
 #[rstest]
 #[case::goes_on(vec![], 2)]
 #[case::client_resets(vec![of_client(TCP_RST, CLIENTS, 0)], 0)]
@@ -140,7 +140,7 @@ fn rows_after_a_loss_on_a_long_path(#[case] said: Vec<(Speaker, Segment)>, #[cas
     assert_eq!(rows_after(&Host::new(), &followed_by(one_loss(), &said)), rows);
 }
 
-/// Each acknowledgement after the loss moves the stream on at once, in the entry that it comes by alone.
+/// Each acknowledgement after the loss moves the stream on at once.
 #[test]
 fn acknowledgements_after_a_loss_are_believed_while_the_path_is_full() {
     let host = Host::new();
@@ -157,7 +157,7 @@ fn acknowledgements_after_a_loss_are_believed_while_the_path_is_full() {
     }
 }
 
-/// A client's upload, of which more than a mebibyte in a row is lost before this node.
+/// A client uploads data, and nine mebibytes in a row are lost before they reach this node.
 #[rstest]
 #[case::client_resets(of_client(TCP_RST, CLIENTS + 9 * MEBIBYTE + PAYLOAD, 0), 0)]
 #[case::backend_resets(of_backend(TCP_RST, BACKENDS_NEXT, 0), 0)]

@@ -2,8 +2,10 @@
 
 use core::time::Duration;
 
-use super::{FlowLifetimes, Stage};
-use crate::layout::{Address, DIRECT_FLOWS, FLOW_COUNTED, FLOW_DSR, Flow, FlowKey, FlowState};
+use super::{FlowLifetimes, Stage, tcp::is_ahead};
+use crate::layout::{
+    Address, DIRECT_FLOWS, FIN_ACKNOWLEDGED, FLOW_COUNTED, FLOW_DSR, Flow, FlowKey, FlowState, PROTOCOL_TCP,
+};
 
 /// The flow tables from user space.
 pub trait StoredFlows<A> {
@@ -58,33 +60,35 @@ fn count<A: Address, T: StoredFlows<A>>(
     if is_direct { tables.count_collected(DIRECT_FLOWS, taken) } else { Ok(()) }
 }
 
+/// An entry of a flow, and where it lies.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Entry<A> {
+    pub stage: Stage,
+    pub key: FlowKey<A>,
+    pub flow: Flow<A>,
+}
+
 /// Each of three keys in each of two tables.
 const MOST_ENTRIES: usize = 6;
 
-/// Entries of one flow, and where they are.
+/// The entries that were found of one flow.
 struct Entries<A> {
-    places: [(Stage, FlowKey<A>); MOST_ENTRIES],
-    flows: [Flow<A>; MOST_ENTRIES],
+    entries: [Entry<A>; MOST_ENTRIES],
     count: usize,
 }
 
 impl<A: Address> Entries<A> {
     fn new() -> Self {
-        let place = (Stage::Opening, FlowKey::default());
-        Self { places: [place; MOST_ENTRIES], flows: [Flow::default(); MOST_ENTRIES], count: 0 }
+        Self { entries: [Entry::default(); MOST_ENTRIES], count: 0 }
     }
 
-    fn push(&mut self, place: (Stage, FlowKey<A>), flow: Flow<A>) {
-        (self.places[self.count], self.flows[self.count]) = (place, flow);
+    fn push(&mut self, entry: Entry<A>) {
+        self.entries[self.count] = entry;
         self.count += 1;
     }
 
-    fn flows(&self) -> &[Flow<A>] {
-        &self.flows[..self.count]
-    }
-
-    fn iter(&self) -> impl Iterator<Item = (&(Stage, FlowKey<A>), &Flow<A>)> {
-        self.places.iter().zip(self.flows())
+    fn found(&self) -> &[Entry<A>] {
+        &self.entries[..self.count]
     }
 }
 
@@ -92,7 +96,7 @@ impl<A: Address> Entries<A> {
 pub fn remove_if<A: Address, T: StoredFlows<A>>(
     tables: &T,
     flow: &Flow<A>,
-    is_over: impl Fn(&[Flow<A>]) -> bool,
+    is_over: impl Fn(&[Entry<A>]) -> bool,
 ) -> Result<usize, T::Error> {
     let keys = [
         flow.is_masqueraded().then(|| flow.masquerade_key()),
@@ -104,31 +108,88 @@ pub fn remove_if<A: Address, T: StoredFlows<A>>(
         for stage in [Stage::Opening, Stage::Established] {
             // A key may have passed to another flow since.
             if let Some(entry) = tables.get(stage, &key)?.filter(|entry| entry.is_same(flow)) {
-                found.push((stage, key), entry);
+                found.push(Entry { stage, key, flow: entry });
             }
         }
     }
-    if !is_over(found.flows()) {
+    if !is_over(found.found()) {
         return Ok(0);
     }
     let mut taken = Entries::new();
-    for ((stage, key), _) in found.iter() {
+    for Entry { stage, key, .. } in found.found() {
         match take(tables, *stage, key)? {
-            Some(entry) if entry.is_same(flow) => taken.push((*stage, *key), entry),
+            Some(entry) if entry.is_same(flow) => taken.push(Entry { stage: *stage, key: *key, flow: entry }),
             // The key has passed to another flow in this moment.
             Some(entry) => put_back(tables, *stage, key, &entry)?,
             None => {}
         }
     }
-    if is_over(taken.flows()) {
+    if is_over(taken.found()) {
         return Ok(taken.count);
     }
     // A packet has come since.
     let mut outcome = Ok(0);
-    for ((stage, key), entry) in taken.iter() {
-        outcome = outcome.and(put_back(tables, *stage, key, entry).map(|()| 0));
+    for Entry { stage, key, flow } in taken.found() {
+        outcome = outcome.and(put_back(tables, *stage, key, flow).map(|()| 0));
     }
     outcome
+}
+
+/// Removes the flow of an entry that a walk has met, if the flow has expired. Returns how many
+/// entries were removed. `now` is in nanoseconds since boot, suspend included.
+pub fn remove_expired<A: Address, T: StoredFlows<A>>(
+    tables: &T,
+    met: &Entry<A>,
+    lifetimes: &FlowLifetimes,
+    now: u64,
+) -> Result<usize, T::Error> {
+    if !may_be_expired(&met.flow, lifetimes, now) && !is_abandoned(tables, met, lifetimes, now)? {
+        return Ok(0);
+    }
+    if met.stage == Stage::Opening && is_established(tables, met)? {
+        // A copy that no reader between its two lookups needs any more.
+        return Ok(usize::from(take(tables, met.stage, &met.key)?.is_some()));
+    }
+    remove_if(tables, &met.flow, |entries| is_expired(entries, lifetimes, now))
+}
+
+fn is_established<A: Address, T: StoredFlows<A>>(tables: &T, met: &Entry<A>) -> Result<bool, T::Error> {
+    Ok(tables.get(Stage::Established, &met.key)?.is_some_and(|established| established.is_same(&met.flow)))
+}
+
+/// Judges by one entry alone. Another may know more of how the flow ends, and have been seen later.
+fn may_be_expired<A>(flow: &Flow<A>, lifetimes: &FlowLifetimes, now: u64) -> bool {
+    let lifetime = lifetimes.of(flow.protocol, flow.state);
+    let ended = FlowState { client_fin: FIN_ACKNOWLEDGED, backend_fin: FIN_ACKNOWLEDGED, ..flow.state };
+    let is_ending = flow.state.client_fin.max(flow.state.backend_fin) == FIN_ACKNOWLEDGED;
+    age(flow, now) >= if is_ending { lifetime.min(lifetimes.of(flow.protocol, ended)) } else { lifetime }
+}
+
+/// Returns true if a silent connection may have lost one of its sides. The client's entry alone is
+/// looked at, so that a connection which is only silent costs one lookup in each walk.
+fn is_abandoned<A: Address, T: StoredFlows<A>>(
+    tables: &T,
+    Entry { stage, key, flow }: &Entry<A>,
+    lifetimes: &FlowLifetimes,
+    now: u64,
+) -> Result<bool, T::Error> {
+    let is_silent = *stage == Stage::Established
+        && flow.protocol == PROTOCOL_TCP
+        && flow.flags & FLOW_DSR == 0
+        && age(flow, now) >= lifetimes.unacknowledged(flow.state)
+        && *key == flow.client_key();
+    if !is_silent {
+        return Ok(false);
+    }
+    let backends = tables.get(*stage, &flow.backend_key())?.filter(|entry| entry.is_same(flow));
+    Ok(backends.is_some_and(|backends| is_unacknowledged(flow, &backends)))
+}
+
+/// Returns true if one side has sent what the other has not acknowledged. The entry of each side is
+/// up to date in what that side has said.
+fn is_unacknowledged<A>(clients: &Flow<A>, backends: &Flow<A>) -> bool {
+    is_ahead(clients.backend_numbers.reached, backends.backend_numbers.reached)
+        || is_ahead(backends.client_numbers.reached, clients.client_numbers.reached)
 }
 
 pub fn age<A>(flow: &Flow<A>, now: u64) -> Duration {
@@ -136,8 +197,96 @@ pub fn age<A>(flow: &Flow<A>, now: u64) -> Duration {
     Duration::from_nanos(now.saturating_sub(flow.last_seen))
 }
 
-/// Judged by all entries of a flow. `now` in nanoseconds since boot, suspend included.
-pub fn is_expired<A>(entries: &[Flow<A>], lifetimes: &FlowLifetimes, now: u64) -> bool {
-    let state = entries.iter().fold(FlowState::default(), |state, flow| state.union(&flow.state));
-    entries.iter().all(|flow| age(flow, now) >= lifetimes.of(flow.protocol, state))
+/// Judges by all entries of a flow. `now` is in nanoseconds since boot, suspend included.
+pub fn is_expired<A: Address>(entries: &[Entry<A>], lifetimes: &FlowLifetimes, now: u64) -> bool {
+    let state = entries.iter().fold(FlowState::default(), |state, entry| state.union(&entry.flow.state));
+    let entry_with = |key: fn(&Flow<A>) -> FlowKey<A>| {
+        let is_sides = |entry: &&Entry<A>| entry.stage == Stage::Established && entry.key == key(&entry.flow);
+        entries.iter().find(is_sides).map(|entry| &entry.flow)
+    };
+    let sides = entry_with(Flow::client_key).zip(entry_with(Flow::backend_key));
+    let is_waiting = sides.is_some_and(|(clients, backends)| {
+        let sees_both = clients.protocol == PROTOCOL_TCP && clients.flags & FLOW_DSR == 0;
+        sees_both && is_unacknowledged(clients, backends)
+    });
+    let lifetime = |flow: &Flow<A>| {
+        if is_waiting { lifetimes.unacknowledged(state) } else { lifetimes.of(flow.protocol, state) }
+    };
+    entries.iter().all(|Entry { flow, .. }| age(flow, now) >= lifetime(flow))
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+    use crate::layout::{PROGRESS_CONFIRMED, PROGRESS_SUSTAINED, PROTOCOL_UDP, RESET_CONFIRMED};
+
+    const SECOND: u64 = 1_000_000_000;
+
+    const OPEN: FlowState =
+        FlowState { progress: PROGRESS_CONFIRMED, client_fin: 0, backend_fin: 0, reset: 0 };
+    const SILENT: FlowState = FlowState { progress: 0, ..OPEN };
+    const SUSTAINED: FlowState = FlowState { progress: PROGRESS_SUSTAINED, ..OPEN };
+    const CLIENT_CLOSED: FlowState = FlowState { client_fin: FIN_ACKNOWLEDGED, ..OPEN };
+    const BACKEND_CLOSED: FlowState = FlowState { backend_fin: FIN_ACKNOWLEDGED, ..OPEN };
+    const RESET: FlowState = FlowState { reset: RESET_CONFIRMED, ..OPEN };
+
+    fn entry(protocol: u8, state: FlowState, last_seen: u64) -> Entry<[u8; 4]> {
+        let mut entry = Entry::default();
+        let flow: &mut Flow<[u8; 4]> = &mut entry.flow;
+        (flow.protocol, flow.state, flow.last_seen) = (protocol, state, last_seen * SECOND);
+        entry
+    }
+
+    #[rstest]
+    #[case::answered_tcp_lives_a_day(PROTOCOL_TCP, OPEN, 86_399, false)]
+    #[case::answered_tcp_ends_after_a_day(PROTOCOL_TCP, OPEN, 86_400, true)]
+    #[case::reset(PROTOCOL_TCP, RESET, 10, true)]
+    #[case::half_closed(PROTOCOL_TCP, CLIENT_CLOSED, 100, false)]
+    #[case::unanswered_udp(PROTOCOL_UDP, SILENT, 30, true)]
+    #[case::answered_udp(PROTOCOL_UDP, SUSTAINED, 30, false)]
+    fn one_entry_decides_where_it_is_alone(
+        #[case] protocol: u8,
+        #[case] state: FlowState,
+        #[case] age: u64,
+        #[case] expired: bool,
+    ) {
+        let entries = [entry(protocol, state, 1_000)];
+        assert_eq!(is_expired(&entries, &FlowLifetimes::default(), (1_000 + age) * SECOND), expired);
+        assert!(
+            !expired || may_be_expired(&entries[0].flow, &FlowLifetimes::default(), (1_000 + age) * SECOND)
+        );
+    }
+
+    #[test]
+    fn an_entry_that_was_seen_keeps_its_partners() {
+        let entries = [entry(PROTOCOL_UDP, SILENT, 10), entry(PROTOCOL_UDP, SILENT, 1_000)];
+        assert!(may_be_expired(&entries[0].flow, &FlowLifetimes::default(), 1_010 * SECOND));
+        assert!(!is_expired(&entries, &FlowLifetimes::default(), 1_010 * SECOND));
+    }
+
+    #[test]
+    fn two_halves_of_a_close_make_a_whole() {
+        let entries = [entry(PROTOCOL_TCP, CLIENT_CLOSED, 1_000), entry(PROTOCOL_TCP, BACKEND_CLOSED, 1_000)];
+        assert!(may_be_expired(&entries[0].flow, &FlowLifetimes::default(), 1_060 * SECOND));
+        assert!(is_expired(&entries, &FlowLifetimes::default(), 1_060 * SECOND));
+        assert!(!is_expired(&entries[..1], &FlowLifetimes::default(), 1_060 * SECOND));
+    }
+
+    #[test]
+    fn a_short_lifetime_after_one_fin_is_kept() {
+        let lifetimes = FlowLifetimes { tcp_close_wait: Duration::from_secs(5), ..FlowLifetimes::default() };
+        let entries = [entry(PROTOCOL_TCP, CLIENT_CLOSED, 1_000)];
+        for (age, expired) in [(4, false), (5, true)] {
+            let now = (1_000 + age) * SECOND;
+            assert_eq!(may_be_expired(&entries[0].flow, &lifetimes, now), expired);
+            assert_eq!(is_expired(&entries, &lifetimes, now), expired);
+        }
+    }
+
+    #[test]
+    fn a_stamp_from_the_future_is_no_age() {
+        assert!(!is_expired(&[entry(PROTOCOL_UDP, SILENT, 1_000)], &FlowLifetimes::default(), 999 * SECOND));
+    }
 }

@@ -7,6 +7,10 @@ use crate::layout::*;
 /// Longer than Linux waits before it asks whether the other side lives (net.ipv4.tcp_keepalive_time).
 const PERHAPS_RESET: Duration = Duration::from_secs(10_800);
 
+/// The most that a connection is kept while one side waits for an acknowledgement. It is conntrack's
+/// nf_conntrack_tcp_timeout_unacknowledged: no pause between two retransmissions lasts longer.
+const UNACKNOWLEDGED: Duration = Duration::from_secs(300);
+
 /// By protocol and state.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct FlowLifetimes {
@@ -54,6 +58,12 @@ impl FlowLifetimes {
             (RESET_PLAUSIBLE, _) => self.tcp_established.min(PERHAPS_RESET),
             _ => self.tcp_established,
         }
+    }
+
+    /// Returns the lifetime of a connection of which one side has not acknowledged all that the
+    /// other has sent. `state` is as for [`of`](Self::of).
+    pub fn unacknowledged(&self, state: FlowState) -> Duration {
+        self.of(PROTOCOL_TCP, state).min(UNACKNOWLEDGED)
     }
 }
 

@@ -62,7 +62,7 @@ pub(super) const fn is_near(number: u32, reached: u32) -> bool {
 const LARGEST_WINDOW: u32 = 1 << 30;
 
 #[inline(always)]
-const fn is_ahead(number: u32, reached: u32) -> bool {
+pub(super) const fn is_ahead(number: u32, reached: u32) -> bool {
     let distance = number.wrapping_sub(reached);
     distance != 0 && distance < LARGEST_WINDOW
 }

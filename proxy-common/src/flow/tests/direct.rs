@@ -381,6 +381,25 @@ fn what_a_client_alone_tells_of_a_connection(
     assert_eq!((lifetime(&host), known(&host).1), (seconds, stage));
 }
 
+/// The dialled node sees no acknowledgement of what the client sends.
+#[test]
+fn a_silent_connection_is_kept_for_a_day() {
+    let host = node(false);
+    for (wait, packet) in [(0, syn()), (0, client(TCP_ACK, 0, 9)), (2, client(TCP_ACK, 9, 9))] {
+        host.wait(wait * SECOND);
+        sent_on(&host, &packet).unwrap();
+    }
+    host.wait(86_000 * SECOND);
+    let met = collect::Entry {
+        stage: Stage::Established,
+        key: syn().key(),
+        flow: host.flow_of(Stage::Established, &syn()),
+    };
+    let now = host.clock.get();
+    assert_eq!(collect::remove_expired(&host, &met, &FlowLifetimes::default(), now), Ok(0));
+    assert_eq!(host.entries(Stage::Established), 2);
+}
+
 /// Its entries stay stamped, so that the controller does not take them.
 #[test]
 fn a_connection_that_is_closed_on_one_side_is_kept_while_the_client_receives() {

@@ -1,6 +1,6 @@
 //! These tests count the rows of established flows that the segments of a connection leave.
 
-use super::*;
+use super::{collect::Entry, *};
 
 /// The bytes that a segment carries if it fills a packet of 1,500 bytes.
 const PAYLOAD: u32 = 1_460;
@@ -169,4 +169,80 @@ fn rows_after_a_gap_before_this_node(#[case] end: (Speaker, Segment), #[case] ro
         end,
     ];
     assert_eq!(rows_after(&Host::new(), &said), rows);
+}
+
+/// Lets the controller look at each entry after so many seconds of silence, and returns how many
+/// rows are left.
+fn rows_after_silence(host: &Host, seconds: u64) -> usize {
+    host.wait(seconds * SECOND);
+    let met: Vec<_> =
+        host.flows.borrow().iter().map(|((stage, key), flow)| (*stage, *key, flow.get())).collect();
+    for (stage, key, flow) in met {
+        let met = Entry { stage, key, flow };
+        collect::remove_expired(host, &met, &FlowLifetimes::default(), host.clock.get()).unwrap();
+    }
+    host.entries(Stage::Established)
+}
+
+const SOON: u64 = 290;
+const AFTER_MINUTES: u64 = 310;
+const DAY: u64 = 86_400;
+
+/// A side vanishes, and the other gives up in silence. Such a connection is kept for five minutes,
+/// and one that is only silent for a day.
+#[rstest]
+#[case::silent(vec![], DAY - 1)]
+#[case::silent_after_an_answer(
+    followed_by(answers(3), &[of_client(TCP_ACK, CLIENTS, BACKENDS_NEXT + 3 * PAYLOAD)]), DAY - 1)]
+#[case::silent_after_a_request(vec![
+    data(Speaker::Client, CLIENTS, BACKENDS_NEXT),
+    of_backend(TCP_ACK, BACKENDS_NEXT, CLIENTS + PAYLOAD),
+], DAY - 1)]
+#[case::silent_after_segments_in_another_order(vec![
+    answers(2)[1], answers(1)[0], of_client(TCP_ACK, CLIENTS, BACKENDS_NEXT + 2 * PAYLOAD), acknowledged(0),
+], DAY - 1)]
+#[case::silent_after_a_loss_on_a_long_path(
+    followed_by(one_loss(), &[acknowledged(12 * MEBIBYTE)]), DAY - 1)]
+#[case::asked_whether_it_lives(vec![
+    of_backend(TCP_ACK, BACKENDS_NEXT.wrapping_sub(1), CLIENTS),
+    of_client(TCP_ACK, CLIENTS - 1, BACKENDS_NEXT),
+], DAY - 1)]
+#[case::client_vanishes_in_an_answer(answers(3), SOON)]
+#[case::client_has_had_half_of_it(followed_by(answers(2), &[acknowledged(PAYLOAD)]), SOON)]
+#[case::client_vanishes_on_a_long_path(one_loss(), SOON)]
+#[case::backend_vanishes(vec![data(Speaker::Client, CLIENTS, BACKENDS_NEXT)], SOON)]
+#[case::client_vanishes_before_the_fin(vec![of_backend(TCP_FIN | TCP_ACK, BACKENDS_NEXT, CLIENTS)], SOON)]
+#[case::reset_that_may_be_forged_within_data(
+    followed_by(answers(2), &[of_backend(TCP_RST, BACKENDS_NEXT + PAYLOAD, 0)]), SOON)]
+fn rows_after_silence_of(#[case] said: Vec<(Speaker, Segment)>, #[case] kept_for: u64) {
+    let host = Host::new();
+    assert_eq!(rows_after(&host, &said), 2);
+    assert_eq!(rows_after_silence(&host, kept_for), 2);
+    assert_eq!(rows_after_silence(&host, AFTER_MINUTES - SOON), 0);
+}
+
+/// Each copy of the data keeps the connection for as long again.
+#[test]
+fn rows_while_a_backend_sends_again() {
+    let host = Host::new();
+    rows_after(&host, &answers(1));
+    let flow = host.flow_of(Stage::Established, &syn());
+    for _ in 0..8 {
+        assert_eq!(rows_after_silence(&host, 120), 2);
+        let (speaker, segment) = answers(1)[0];
+        says(speaker, &host, &flow, segment).unwrap();
+    }
+    assert_eq!(rows_after_silence(&host, AFTER_MINUTES), 0);
+}
+
+/// A masqueraded flow has a third entry, which hears nothing.
+#[rstest]
+#[case::silent(0, 3)]
+#[case::client_has_vanished(PAYLOAD, 0)]
+fn rows_of_a_masqueraded_connection_after_silence(#[case] payload: u32, #[case] rows: usize) {
+    let host = Host::new();
+    let flow = establish_one(&host, Origin::Outside);
+    let segment = Segment::new(TCP_ACK, BACKENDS_NEXT, CLIENTS, payload);
+    host.leaving(&numbered((flow.backend, PORT), CLIENT, segment)).unwrap();
+    assert_eq!(rows_after_silence(&host, AFTER_MINUTES), rows);
 }

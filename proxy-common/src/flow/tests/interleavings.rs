@@ -12,7 +12,7 @@ use std::{
 };
 
 use super::{
-    collect::{StoredFlows, is_expired, remove_if},
+    collect::{Entry, StoredFlows, is_expired, remove_if},
     *,
 };
 use crate::tables::AffinityEntry;
@@ -508,7 +508,7 @@ impl Work {
             }
             Self::Collects(flow) => {
                 let now = tables.now();
-                let is_over = |entries: &[Flow<A>]| is_expired(entries, &FlowLifetimes::default(), now);
+                let is_over = |entries: &[Entry<A>]| is_expired(entries, &FlowLifetimes::default(), now);
                 remove_if(tables, flow, is_over).ok();
                 None
             }

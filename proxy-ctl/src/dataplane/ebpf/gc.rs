@@ -6,9 +6,9 @@ use aya::Pod;
 use proxy_common::{
     flow::{
         FlowLifetimes, Stage,
-        collect::{StoredFlows, age, is_counted, is_expired, remove_if},
+        collect::{Entry, StoredFlows, is_counted, remove_expired, remove_if},
     },
-    layout::{FIN_ACKNOWLEDGED, FLOW_OF_NETFILTER, Flow, FlowKey, FlowState},
+    layout::{FLOW_OF_NETFILTER, Flow, FlowKey},
 };
 
 use super::{
@@ -219,13 +219,9 @@ impl<F: TableFamily> Collector<F> {
                 let counted = slice.iter().filter(|(key, flow)| is_counted(stage, key, flow));
                 counted.for_each(|(_, flow)| recount.see(flow.backend_id));
             }
-            for (key, flow) in slice.iter().filter(|(_, flow)| may_be_expired(flow, lifetimes, now)) {
-                expired += if stage == Stage::Opening && is_established(tables, key, flow)? {
-                    // A copy that no reader between its two lookups needs any more.
-                    u64::from(table.remove(key)?)
-                } else {
-                    remove_if(tables, flow, |entries| is_expired(entries, lifetimes, now))? as u64
-                };
+            for (key, flow) in slice {
+                let met = Entry { stage, key: *key, flow: *flow };
+                expired += remove_expired(tables, &met, lifetimes, now)? as u64;
             }
             Ok(expired)
         });
@@ -244,95 +240,9 @@ impl<F: TableFamily> Collector<F> {
     }
 }
 
-fn is_established<F: TableFamily>(
-    tables: &FamilyTables<F>,
-    key: &FlowKey<F::Address>,
-    flow: &Flow<F::Address>,
-) -> Result<bool, Error> {
-    Ok(tables.flows.get(key)?.is_some_and(|established| established.is_same(flow)))
-}
-
-/// Judged by one entry alone. Another may know more of how the flow ends, and have been seen later.
-fn may_be_expired<A>(flow: &Flow<A>, lifetimes: &FlowLifetimes, now: u64) -> bool {
-    let lifetime = lifetimes.of(flow.protocol, flow.state);
-    let ended = FlowState { client_fin: FIN_ACKNOWLEDGED, backend_fin: FIN_ACKNOWLEDGED, ..flow.state };
-    let is_ending = flow.state.client_fin.max(flow.state.backend_fin) == FIN_ACKNOWLEDGED;
-    age(flow, now) >= if is_ending { lifetime.min(lifetimes.of(flow.protocol, ended)) } else { lifetime }
-}
-
 #[cfg(test)]
 mod tests {
-    use proxy_common::layout::{
-        PROGRESS_CONFIRMED, PROGRESS_SUSTAINED, PROTOCOL_TCP, PROTOCOL_UDP, RESET_CONFIRMED,
-    };
-    use rstest::rstest;
-
     use super::*;
-
-    const SECOND: u64 = 1_000_000_000;
-
-    const OPEN: FlowState =
-        FlowState { progress: PROGRESS_CONFIRMED, client_fin: 0, backend_fin: 0, reset: 0 };
-    const SILENT: FlowState = FlowState { progress: 0, ..OPEN };
-    const SUSTAINED: FlowState = FlowState { progress: PROGRESS_SUSTAINED, ..OPEN };
-    const CLIENT_CLOSED: FlowState = FlowState { client_fin: FIN_ACKNOWLEDGED, ..OPEN };
-    const BACKEND_CLOSED: FlowState = FlowState { backend_fin: FIN_ACKNOWLEDGED, ..OPEN };
-    const RESET: FlowState = FlowState { reset: RESET_CONFIRMED, ..OPEN };
-
-    fn flow(protocol: u8, state: FlowState, last_seen: u64) -> Flow<[u8; 4]> {
-        let mut flow = Flow::default();
-        (flow.protocol, flow.state, flow.last_seen) = (protocol, state, last_seen * SECOND);
-        flow
-    }
-
-    #[rstest]
-    #[case::answered_tcp_lives_a_day(PROTOCOL_TCP, OPEN, 86_399, false)]
-    #[case::answered_tcp_ends_after_a_day(PROTOCOL_TCP, OPEN, 86_400, true)]
-    #[case::reset(PROTOCOL_TCP, RESET, 10, true)]
-    #[case::half_closed(PROTOCOL_TCP, CLIENT_CLOSED, 100, false)]
-    #[case::unanswered_udp(PROTOCOL_UDP, SILENT, 30, true)]
-    #[case::answered_udp(PROTOCOL_UDP, SUSTAINED, 30, false)]
-    fn one_entry_decides_where_it_is_alone(
-        #[case] protocol: u8,
-        #[case] state: FlowState,
-        #[case] age: u64,
-        #[case] expired: bool,
-    ) {
-        let entries = [flow(protocol, state, 1_000)];
-        assert_eq!(is_expired(&entries, &FlowLifetimes::default(), (1_000 + age) * SECOND), expired);
-        assert!(!expired || may_be_expired(&entries[0], &FlowLifetimes::default(), (1_000 + age) * SECOND));
-    }
-
-    #[test]
-    fn an_entry_that_was_seen_keeps_its_partners() {
-        let entries = [flow(PROTOCOL_UDP, SILENT, 10), flow(PROTOCOL_UDP, SILENT, 1_000)];
-        assert!(may_be_expired(&entries[0], &FlowLifetimes::default(), 1_010 * SECOND));
-        assert!(!is_expired(&entries, &FlowLifetimes::default(), 1_010 * SECOND));
-    }
-
-    #[test]
-    fn two_halves_of_a_close_make_a_whole() {
-        let entries = [flow(PROTOCOL_TCP, CLIENT_CLOSED, 1_000), flow(PROTOCOL_TCP, BACKEND_CLOSED, 1_000)];
-        assert!(may_be_expired(&entries[0], &FlowLifetimes::default(), 1_060 * SECOND));
-        assert!(is_expired(&entries, &FlowLifetimes::default(), 1_060 * SECOND));
-        assert!(!is_expired(&entries[..1], &FlowLifetimes::default(), 1_060 * SECOND));
-    }
-
-    #[test]
-    fn a_short_lifetime_after_one_fin_is_kept() {
-        let lifetimes = FlowLifetimes { tcp_close_wait: Duration::from_secs(5), ..FlowLifetimes::default() };
-        let entries = [flow(PROTOCOL_TCP, CLIENT_CLOSED, 1_000)];
-        for (age, expired) in [(4, false), (5, true)] {
-            let now = (1_000 + age) * SECOND;
-            assert_eq!(may_be_expired(&entries[0], &lifetimes, now), expired);
-            assert_eq!(is_expired(&entries, &lifetimes, now), expired);
-        }
-    }
-
-    #[test]
-    fn a_stamp_from_the_future_is_no_age() {
-        assert!(!is_expired(&[flow(PROTOCOL_UDP, SILENT, 1_000)], &FlowLifetimes::default(), 999 * SECOND));
-    }
 
     #[test]
     fn a_walk_counts_what_it_has_seen_when_it_ends() {

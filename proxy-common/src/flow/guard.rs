@@ -4,6 +4,10 @@
 //! windows before: so many at once are no flood. When the room is used up, a service may go on to its equal share of the limit, together
 //! with the others at most as many flows again. So whoever floods a service takes the room, and not the shares of other services.
 //!
+//! If more services are flooded than a window has openings, a share is less than one opening. So each service has credit as well. It
+//! grows with time, and each flow that the service opens costs some. A service that is flooded spends its credit on the room; one
+//! that has opened little lately still has it, and may open flows beyond what the flooded services take together.
+//!
 //! What a CPU counts is its own. Nothing is counted of packets that open no flow.
 
 use super::{FlowTables, Scratch};
@@ -15,6 +19,10 @@ const WINDOW_BITS: u32 = 24;
 /// How many windows' room is kept: that of a quarter of a second.
 const KEPT_WINDOWS: u32 = 16;
 
+/// How many windows' credit a service keeps: half a second's. A flood has spent what its services
+/// had after as many windows.
+const CREDITED_WINDOWS: u32 = 32;
+
 /// How many services are counted apart. Of those that have a place in common, each has a smaller share.
 pub const OPENING_SERVICES: u32 = 4_096;
 
@@ -24,6 +32,9 @@ pub const OPENING_SERVICES: u32 = 4_096;
 pub struct ServiceOpenings {
     window: u32,
     opened: u32,
+    /// What the service has saved: it grows by the limit in each window, and each flow costs as much
+    /// as there are services.
+    credit: u32,
 }
 
 /// What a CPU has opened in a window, in one family: each has tables of its own.
@@ -75,25 +86,45 @@ impl Openings {
     #[inline(always)]
     fn admit(&mut self, of_service: &mut ServiceOpenings, limit: u32) -> bool {
         if of_service.window != self.window {
-            *of_service = ServiceOpenings { window: self.window, opened: 0 };
+            of_service.begin(self.window, limit);
             self.services = self.services.wrapping_add(1);
         }
-        if self.opened >= self.room && !self.lacks_share(of_service, limit) {
+        let cost = self.services.max(self.services_before);
+        if self.opened >= self.room && !self.may_exceed_room(of_service, limit, cost) {
             return false;
         }
         self.opened = self.opened.wrapping_add(1);
         of_service.opened = of_service.opened.wrapping_add(1);
+        of_service.credit = of_service.credit.saturating_sub(cost);
         true
     }
 
-    /// Has the service opened less than its share, and have all together not opened the limit beyond the room? Its first one of the window
-    /// is not more than its share, however many services there are.
+    /// Returns true if the service may open one more flow although the room is used up. All services
+    /// together may open the limit once more. If there are too many for shares, a service pays with
+    /// its credit, and one that has twice the cost may go beyond that: flooded services spend theirs
+    /// before they have so much.
     #[inline(always)]
-    fn lacks_share(&self, of_service: &ServiceOpenings, limit: u32) -> bool {
-        let services = u64::from(self.services.max(self.services_before));
+    fn may_exceed_room(&self, of_service: &ServiceOpenings, limit: u32, cost: u32) -> bool {
+        let beyond = u64::from(self.opened.wrapping_sub(self.room));
         let opened = u64::from(of_service.opened);
-        let is_below = opened == 0 || (opened + 1).wrapping_mul(services) <= u64::from(limit);
-        is_below && self.opened.wrapping_sub(self.room) < limit
+        let (limit, cost, credit) = (u64::from(limit), u64::from(cost), u64::from(of_service.credit));
+        if cost <= limit {
+            return beyond < limit && opened.wrapping_add(1).wrapping_mul(cost) <= limit;
+        }
+        let most = limit.wrapping_mul(u64::from(CREDITED_WINDOWS));
+        let has_some = credit >= cost.min(most);
+        let has_plenty = credit >= cost.wrapping_mul(2).min(most);
+        (beyond < limit && has_some) || (beyond < limit.wrapping_mul(2) && has_plenty)
+    }
+}
+
+impl ServiceOpenings {
+    #[inline(always)]
+    fn begin(&mut self, window: u32, limit: u32) {
+        let elapsed = window.wrapping_sub(self.window).min(CREDITED_WINDOWS);
+        let most = limit.wrapping_mul(CREDITED_WINDOWS);
+        let credit = self.credit.saturating_add(limit.wrapping_mul(elapsed)).min(most);
+        *self = Self { window, opened: 0, credit };
     }
 }
 
@@ -202,22 +233,53 @@ mod tests {
         assert_eq!(opened, expected);
     }
 
-    /// In each window the flood comes first, as it is faster than anybody. How many services it is to, shows in the first one.
+    /// How many windows pass between two connections of the quiet service.
+    const SPACING: u32 = 25;
+    const CONNECTIONS: u32 = 100;
+
+    /// In each window the flood comes first, as it is faster than anybody. At its begin it spends the
+    /// credit that its services have.
     #[rstest]
     #[case::of_one_service(1)]
     #[case::of_ten(10)]
     #[case::of_as_many_as_have_shares(LIMIT - 1)]
+    #[case::of_more_than_have_shares(LIMIT + 20)]
     #[case::of_a_thousand(1_000)]
-    fn a_flood_is_bounded_and_leaves_others_their_shares(#[case] flooded: u32) {
+    fn a_flood_is_bounded_and_a_quiet_service_opens_all_of_its_connections(#[case] flooded: u32) {
         const QUIET: u32 = u32::MAX;
         let mut cpu = Cpu::busy();
-        for window in 0..100 {
-            let all: u32 = (0..flooded).map(|service| cpu.send(service, 1_000)).sum();
-            let quiet = cpu.send(QUIET, 1);
-            assert!(all + quiet <= 2 * LIMIT, "{all} in window {window}");
-            assert!(window == 0 || quiet == u32::from(flooded < LIMIT), "{quiet} in window {window}");
+        // The first service takes all of the room.
+        let packets = |service| if service == 0 { FLOOD / 100 } else { 4 };
+        let flood =
+            |cpu: &mut Cpu| -> u32 { (0..flooded).map(|service| cpu.send(service, packets(service))).sum() };
+        for _ in 0..CREDITED_WINDOWS {
+            assert!(flood(&mut cpu) <= 3 * LIMIT);
             cpu.wait(1);
         }
+        let (mut opened, mut of_quiet) = (0, 0);
+        for window in 0..CONNECTIONS * SPACING {
+            let of_flood = flood(&mut cpu);
+            assert!(of_flood <= 3 * LIMIT, "{of_flood} in window {window}");
+            opened += of_flood;
+            of_quiet += if window % SPACING == 0 { cpu.send(QUIET, 1) } else { 0 };
+            cpu.wait(1);
+        }
+        assert_eq!(of_quiet, CONNECTIONS);
+        assert!(opened <= 2 * LIMIT * CONNECTIONS * SPACING, "{opened}");
+    }
+
+    /// A page that is asked for opens several connections at once.
+    #[test]
+    fn a_quiet_service_opens_several_at_once() {
+        const QUIET: u32 = u32::MAX;
+        let flood = |cpu: &mut Cpu| -> u32 { (0..LIMIT + 20).map(|service| cpu.send(service, 10)).sum() };
+        let mut cpu = Cpu::busy();
+        for _ in 0..CREDITED_WINDOWS {
+            flood(&mut cpu);
+            cpu.wait(1);
+        }
+        flood(&mut cpu);
+        assert_eq!(cpu.send(QUIET, 6), 6);
     }
 
     /// What the room leaves is the same for each in the end.

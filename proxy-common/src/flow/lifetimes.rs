@@ -7,8 +7,8 @@ use crate::layout::*;
 /// Longer than Linux waits before it asks whether the other side lives (net.ipv4.tcp_keepalive_time).
 const PERHAPS_RESET: Duration = Duration::from_secs(10_800);
 
-/// The most that a connection is kept while one side waits for an acknowledgement. It is conntrack's
-/// nf_conntrack_tcp_timeout_unacknowledged: no pause between two retransmissions lasts longer.
+/// The most that a connection is kept while one side waits for an acknowledgement. It is the value
+/// of nf_conntrack_tcp_timeout_unacknowledged: no pause between two retransmissions lasts longer.
 const UNACKNOWLEDGED: Duration = Duration::from_secs(300);
 
 /// By protocol and state.

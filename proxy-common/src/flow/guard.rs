@@ -4,9 +4,10 @@
 //! windows before: so many at once are no flood. When the room is used up, a service may go on to its equal share of the limit, together
 //! with the others at most as many flows again. So whoever floods a service takes the room, and not the shares of other services.
 //!
-//! If more services are flooded than a window has openings, a share is less than one opening. So each service has credit as well. It
-//! grows with time, and each flow that the service opens costs some. A service that is flooded spends its credit on the room; one
-//! that has opened little lately still has it, and may open flows beyond what the flooded services take together.
+//! If more services are flooded than a window has openings, a share is less than one opening. So
+//! each service has credit as well, which grows with time, and each flow that it opens costs some.
+//! A flooded service spends its credit on the room. One that has opened little lately still has it,
+//! and may open flows beyond what the flooded services take together.
 //!
 //! What a CPU counts is its own. Nothing is counted of packets that open no flow.
 
@@ -19,8 +20,8 @@ const WINDOW_BITS: u32 = 24;
 /// How many windows' room is kept: that of a quarter of a second.
 const KEPT_WINDOWS: u32 = 16;
 
-/// How many windows' credit a service keeps: half a second's. A flood has spent what its services
-/// had after as many windows.
+/// The number of windows whose credit a service keeps: those of half a second. A flood has spent
+/// what its services had after as many windows.
 const CREDITED_WINDOWS: u32 = 32;
 
 /// How many services are counted apart. Of those that have a place in common, each has a smaller share.
@@ -32,7 +33,7 @@ pub const OPENING_SERVICES: u32 = 4_096;
 pub struct ServiceOpenings {
     window: u32,
     opened: u32,
-    /// What the service has saved: it grows by the limit in each window, and each flow costs as much
+    /// The credit of the service. It grows by the limit in each window, and each flow costs as much
     /// as there are services.
     credit: u32,
 }
@@ -99,10 +100,10 @@ impl Openings {
         true
     }
 
-    /// Returns true if the service may open one more flow although the room is used up. All services
-    /// together may open the limit once more. If there are too many for shares, a service pays with
-    /// its credit, and one that has twice the cost may go beyond that: flooded services spend theirs
-    /// before they have so much.
+    /// Returns true if the service may open one more flow although the room is used up. All
+    /// services together may open the limit once more. If there are too many for shares, a service
+    /// pays with its credit. One that has twice the cost may go beyond that, as flooded services
+    /// spend theirs before they have so much.
     #[inline(always)]
     fn may_exceed_room(&self, of_service: &ServiceOpenings, limit: u32, cost: u32) -> bool {
         let beyond = u64::from(self.opened.wrapping_sub(self.room));
@@ -233,12 +234,12 @@ mod tests {
         assert_eq!(opened, expected);
     }
 
-    /// How many windows pass between two connections of the quiet service.
+    /// The number of windows between two connections of the quiet service.
     const SPACING: u32 = 25;
     const CONNECTIONS: u32 = 100;
 
-    /// In each window the flood comes first, as it is faster than anybody. At its begin it spends the
-    /// credit that its services have.
+    /// In each window the flood comes first, as it is faster than anybody. At its begin it spends
+    /// the credit that its services have.
     #[rstest]
     #[case::of_one_service(1)]
     #[case::of_ten(10)]

@@ -8,7 +8,7 @@ use super::{
 use crate::{
     family::Family,
     layout::*,
-    packet::{Segment, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
+    packet::{Packet, Segment, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
 };
 
 /// How much of the client's first data the backend's SYN may acknowledge (TCP Fast Open).
@@ -67,12 +67,16 @@ pub(super) const fn is_ahead(number: u32, reached: u32) -> bool {
     distance != 0 && distance < LARGEST_WINDOW
 }
 
-/// Returns true if a number is near one of the two ends of what is under way, or between them.
+/// Returns 0 if a number is near one of the two ends of what is under way, or between them, and
+/// otherwise less than 2^28. It has no branches, as the verifier would follow each of them.
 #[inline(always)]
-const fn is_within(number: u32, acknowledged: u32, sent: u32) -> bool {
+fn outside(number: u32, acknowledged: u32, sent: u32) -> u64 {
+    let far = |from: u32| u64::from(number.wrapping_sub(from).wrapping_add(REACH) / (2 * REACH));
     let under_way = sent.wrapping_sub(acknowledged);
-    let is_between = under_way < LARGEST_WINDOW && number.wrapping_sub(acknowledged) < under_way;
-    is_between || is_near(number, acknowledged) || is_near(number, sent)
+    let distance = u64::from(number.wrapping_sub(acknowledged));
+    let is_behind_sent = distance.wrapping_sub(u64::from(under_way)) >> 63;
+    let not_between = (is_behind_sent ^ 1) | u64::from(under_way / LARGEST_WINDOW);
+    far(acknowledged).wrapping_mul(far(sent)).wrapping_mul(not_between)
 }
 
 /// Returns true if two numbers of a stream are no further apart than a window can be.
@@ -163,37 +167,26 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
     let is_of_flow = |entry: &T::Entry| entry.opened() == scratch.flow.opened;
     let Some(entry) = tables.flow(stage, &scratch.own_key).filter(is_of_flow) else { return };
     let others = tables.flow(stage, &scratch.key).filter(is_of_flow);
-    let own = *speaker.numbers_of(&mut scratch.flow);
-    let sent = speaker.other().numbers_of(&mut scratch.flow).reached;
+    let awaited = speaker.numbers_of(&mut scratch.flow).awaited;
     // Where the other side's entry is evicted, nothing that ends the flow counts until it is restored.
     // Not an Option: the verifier of 5.10 refuses to look at the number of one that has none.
     let mut is_other_known = false;
-    let mut awaited_by_other = sent;
-    let mut sent_by_other = own.reached;
+    let Flow { client_numbers, backend_numbers, state: old, .. } = scratch.flow;
+    (scratch.entry.client_numbers, scratch.entry.backend_numbers) = (client_numbers, backend_numbers);
     if let Some(others) = others {
         others.read_into(&mut scratch.entry);
         is_other_known = true;
-        awaited_by_other = speaker.other().numbers_of(&mut scratch.entry).reached;
-        sent_by_other = speaker.numbers_of(&mut scratch.entry).reached;
     }
+    let is_believed = is_believed(scratch);
     let segment = &scratch.packet.segment;
-    // With megabytes under way one loss has acknowledgements jump by megabytes. What is between the
-    // ends that both entries know is believed, as RFC 5961 and conntrack have it.
-    let is_expected = is_within(segment.sequence, awaited_by_other, sent)
-        && is_within(segment.acknowledgement, own.reached, sent_by_other);
-    // After a gap before this node, data goes on far ahead. Its exact acknowledgement vouches for
-    // its sequence number.
-    let is_after_gap = segment.acknowledgement == own.reached && is_in_reach(segment.sequence, sent);
-    let is_believed = segment.has(TCP_ACK) && (is_expected || is_after_gap);
-    let old = scratch.flow.state;
-    let mut state = old;
-    let others_fin = speaker.other().fin_of(&mut state);
-    if *others_fin == FIN_SEEN && segment.has(TCP_ACK) && segment.acknowledgement == own.awaited {
+    let state = &mut scratch.flow.state;
+    let others_fin = speaker.other().fin_of(state);
+    if *others_fin == FIN_SEEN && segment.has(TCP_ACK) && segment.acknowledgement == awaited {
         *others_fin = FIN_ACKNOWLEDGED;
     }
     let is_answer = speaker == Speaker::Backend
         && segment.has(TCP_ACK)
-        && segment.acknowledgement.wrapping_sub(own.awaited) <= FIRST_DATA;
+        && segment.acknowledgement.wrapping_sub(awaited) <= FIRST_DATA;
     let is_opening = is_answer && segment.has(TCP_SYN) && state.progress <= PROGRESS_ANSWERED;
     if is_opening {
         state.progress = PROGRESS_ANSWERED;
@@ -207,7 +200,7 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
         if refuses {
             state.reset = RESET_CONFIRMED;
         } else if is_comparable {
-            hear_reset(&mut state, segment.sequence, awaited_by_other, sent);
+            compare_reset(scratch);
         }
     } else if speaker == Speaker::Backend
         && (is_believed || is_opening)
@@ -215,13 +208,15 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
     {
         // The connection goes on: the RST was forged, or, after both FINs, these were. A client's
         // segment shows nothing: it may come late, or from a client that wants to keep the rows.
+        let state = &mut scratch.flow.state;
         state.reset = 0;
-        let goes_on = segment.has_data() || is_ahead(segment.acknowledgement, own.awaited);
+        let goes_on = segment.has_data() || is_ahead(segment.acknowledgement, awaited);
         if goes_on && state.has_ended() {
             (state.client_fin, state.backend_fin) = (0, 0);
         }
     }
-    let fin = speaker.fin_of(&mut state);
+    let segment = &scratch.packet.segment;
+    let fin = speaker.fin_of(&mut scratch.flow.state);
     let is_end = segment.has(TCP_FIN) && is_other_known && is_believed && *fin != FIN_ACKNOWLEDGED;
     if is_end {
         *fin = FIN_SEEN;
@@ -243,11 +238,48 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
     if is_believed && !segment.has(TCP_SYN | TCP_RST) {
         advance(scratch, speaker, entry);
     }
+    let state = scratch.flow.state;
     write(tables, entry, old, state);
     if let Some(others) = others {
         write(tables, others, old, state);
     }
-    scratch.flow.state = state;
+}
+
+/// The numbers that both sides' entries know of the stream that the receiver gets: what it has
+/// acknowledged, and what was sent. `scratch.entry` is that of the side which has not spoken.
+#[inline(always)]
+fn stream_to<A>(scratch: &mut Scratch<A>, receiver: Speaker) -> (u32, u32) {
+    let own = receiver.numbers_of(&mut scratch.flow).reached;
+    let others = receiver.numbers_of(&mut scratch.entry).reached;
+    if scratch.speaker == receiver { (own, others) } else { (others, own) }
+}
+
+/// Returns true if the numbers of a segment fit what the entries of both sides know.
+// Not inlined, for the stack of its caller.
+#[inline(never)]
+fn is_believed<A>(scratch: &mut Scratch<A>) -> bool {
+    let Scratch { speaker, packet: Packet { segment, .. }, .. } = *scratch;
+    let (awaited, sent) = stream_to(scratch, speaker.other());
+    let (acknowledged, sent_by_other) = stream_to(scratch, speaker);
+    // With megabytes under way one loss has acknowledgements jump by megabytes. What is between the
+    // ends that both entries know is believed, as RFC 5961 and conntrack have it.
+    let unexpected = outside(segment.sequence, awaited, sent)
+        | outside(segment.acknowledgement, acknowledged, sent_by_other);
+    // After a gap before this node, data goes on far ahead. Its exact acknowledgement vouches for
+    // its sequence number.
+    let is_after_gap = segment.acknowledgement == acknowledged
+        && !segment.has(TCP_FIN)
+        && is_in_reach(segment.sequence, sent);
+    segment.has(TCP_ACK) && (unexpected == 0 || is_after_gap)
+}
+
+/// Judges a RST by what the entries of both sides know.
+// Not inlined, for the stack of its caller.
+#[inline(never)]
+fn compare_reset<A>(scratch: &mut Scratch<A>) {
+    let receiver = scratch.speaker.other();
+    let (awaited, sent) = stream_to(scratch, receiver);
+    hear_reset(&mut scratch.flow.state, scratch.packet.segment.sequence, awaited, sent);
 }
 
 /// A RST ended the flow less than a second ago, and may have overtaken this segment: an acknowledgement and the RST after it come from two CPUs

@@ -432,7 +432,7 @@ pub struct FlowKey<A> {
     upper_port: u16,
     /// IANA number.
     pub protocol: u8,
-    /// 1: client and frontend of a `FLOW_OVERLAPPING`.
+    /// 1: client and frontend of a `FLOW_OVERLAPPING`. With a [mark](Self::mark_of): client and frontend of a `FLOW_APART`.
     pub overlapping: u8,
     _reserved: u16,
 }
@@ -472,6 +472,21 @@ impl<A: Address> FlowKey<A> {
     }
 }
 
+impl<A> FlowKey<A> {
+    const APART: u8 = 2;
+    const APART_OF_POD: u8 = 4;
+    const APART_OF_HOST: u8 = 8;
+
+    /// Returns what `overlapping` has in addition for client and frontend of a `FLOW_APART` whose
+    /// client is where these flags say.
+    #[inline(always)]
+    pub const fn mark_of(flags: u32) -> u8 {
+        let of_pod = if flags & FLOW_FROM_POD == 0 { 0 } else { Self::APART_OF_POD };
+        let of_host = if flags & FLOW_FROM_HOST == 0 { 0 } else { Self::APART_OF_HOST };
+        Self::APART | of_pod | of_host
+    }
+}
+
 /// It leaves this node with an address of the node as its source, which is chosen where its first packet leaves.
 pub const FLOW_MASQUERADE: u32 = 1;
 /// The client is a process of this node whose packets are translated (socket balancing off).
@@ -489,6 +504,10 @@ pub const FLOW_FOREIGN: u32 = 16;
 pub const FLOW_COUNTED: u32 = 64;
 /// Its client's packets come in by an interface of pods: those that come in by another are forged.
 pub const FLOW_FROM_POD: u32 = 128;
+/// When the flow was opened, another had its client and frontend, whose client is elsewhere: in a
+/// pod, on this node or outside. One of the two clients is forged. The key of its client and
+/// frontend has a mark of where its client is.
+pub const FLOW_APART: u32 = 256;
 /// Its packets leave the node as the client has sent them, each in a packet to the backend, whose node answers the client itself: no answer
 /// is seen here (direct server return).
 pub const FLOW_DSR: u32 = 32;

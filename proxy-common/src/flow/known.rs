@@ -5,7 +5,7 @@
 use super::{
     FlowTables, Found, Scratch, Speaker, Stage, Step,
     entries::is_stale,
-    read, tcp,
+    is_of_origin, read, tcp,
     transit::{answers_driver, goes_past_stack, is_by_stack},
     translate_arriving, translate_leaving,
 };
@@ -32,9 +32,13 @@ pub fn arriving_known<F: Family, T: FlowTables<F>>(
     let found = match known {
         Known::Flow(found) => found,
         Known::Other => return None,
-        Known::NoFlow => return (!scratch.packet.opens()).then_some(Err(Reason::NotAService)),
+        Known::NoFlow => {
+            let is_of_nobody = !scratch.packet.opens() && !tables.is_moved(scratch.packet.source_port);
+            return is_of_nobody.then_some(Err(Reason::NotAService));
+        }
     };
-    if found.step == Step::ToBackend {
+    let is_anothers = found.step == Step::ToFrontend && !is_of_origin(scratch);
+    if found.step == Step::ToBackend || is_anothers {
         return None;
     }
     if answers_driver(tables, scratch, found.step) {

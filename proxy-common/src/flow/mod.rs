@@ -145,6 +145,8 @@ pub struct Scratch<A> {
     /// Where the packet comes from.
     origin: Origin,
     rival: Rival,
+    /// Another flow has the packet's ends, and a client elsewhere.
+    is_apart: bool,
     leg: Leg,
     speaker: Speaker,
     own_key: FlowKey<A>,
@@ -397,56 +399,109 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
 ) -> Result<(), Reason> {
     scratch.action.then = Then::Pass;
     set_key_of_packet(scratch);
-    let mut is_overlapped = false;
+    (scratch.rival, scratch.is_apart) = (Rival::None, false);
     // Not of a packet inside the one that was looked at.
     let has_no_flow = scratch.is_parsed && scratch.has_no_flow && !scratch.is_unpacked();
-    let found = if has_no_flow { None } else { find(tables, scratch) };
-    if let Some(mut found) = found {
-        if is_netfilters(tables, scratch, found.entry) {
-            return Err(Reason::NotAService);
-        }
-        if found.step == Step::ToBackend {
-            // The client dials the endpoint itself, and would get the answers of this flow, or this flow its.
-            scratch.key.overlapping = 1;
-            if let Some(overlapping) = find(tables, scratch) {
-                found = overlapping;
-            } else {
-                found.entry.read_into(&mut scratch.flow);
-                is_overlapped = true;
-            }
-        }
-        let is_over = scratch.packet.opens()
-            && if is_overlapped {
-                scratch.flow.state.has_ended()
-            } else {
-                found.step == Step::ToFrontend && is_over(tables, scratch, found.entry)
-            };
-        if is_over {
-            tables.run(scratch, Routine::Replace);
-            is_overlapped = false;
-        } else if !is_overlapped {
-            if found.step == Step::ToFrontend && !is_from_host(scratch) {
-                end_if_gone(tables, scratch, found.entry)?;
-            }
-            if transit::answers_driver(tables, scratch, found.step) {
-                scratch.action.then = Then::PastStack;
-                return Ok(());
-            }
-            translate_arriving(scratch, found.step)?;
-            if scratch.flow.flags & FLOW_DSR != 0 {
-                scratch.stage = found.stage;
-                return decide(tables, scratch, Routine::GoOnDirectly);
-            }
-            let step = found.step;
-            go_on(tables, scratch, found)?;
-            if transit::goes_past_stack(tables, scratch, step) {
-                scratch.action.then = Then::PastStack;
-            }
-            return Ok(());
-        }
+    let mut met = if has_no_flow { None } else { find(tables, scratch) };
+    if met.is_none() && tables.is_moved(scratch.packet.source_port) {
+        met = find_apart(tables, scratch);
     }
-    scratch.rival = if is_overlapped { Rival::OfClient } else { Rival::None };
-    open(tables, scratch)
+    let Some(met) = met else {
+        scratch.key.overlapping = 0;
+        return open(tables, scratch);
+    };
+    if is_netfilters(tables, scratch, met.entry) {
+        return Err(Reason::NotAService);
+    }
+    let own = own_of_arriving(tables, scratch, met);
+    let is_over = scratch.packet.opens()
+        && match own {
+            Some(own) => own.step == Step::ToFrontend && is_over(tables, scratch, own.entry),
+            None => !scratch.is_apart && scratch.flow.state.has_ended(),
+        };
+    if is_over {
+        tables.run(scratch, Routine::Replace);
+        scratch.rival = Rival::None;
+        scratch.is_apart = scratch.flow.flags & FLOW_APART != 0;
+        return open(tables, scratch);
+    }
+    let Some(own) = own else { return open(tables, scratch) };
+    if own.step == Step::ToFrontend && !is_from_host(scratch) {
+        end_if_gone(tables, scratch, own.entry)?;
+    }
+    if transit::answers_driver(tables, scratch, own.step) {
+        scratch.action.then = Then::PastStack;
+        return Ok(());
+    }
+    translate_arriving(scratch, own.step)?;
+    if scratch.flow.flags & FLOW_DSR != 0 {
+        scratch.stage = own.stage;
+        return decide(tables, scratch, Routine::GoOnDirectly);
+    }
+    let step = own.step;
+    go_on(tables, scratch, own)?;
+    if transit::goes_past_stack(tables, scratch, step) {
+        scratch.action.then = Then::PastStack;
+    }
+    Ok(())
+}
+
+/// Returns the flow that an arriving packet belongs to, where `met` has its ends. None: it has none
+/// of its own, and `scratch.rival` and `scratch.is_apart` say what stands in its way.
+#[inline(always)]
+fn own_of_arriving<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    met: Found<T::Entry>,
+) -> Option<Found<T::Entry>> {
+    let mut own = met;
+    if met.step == Step::ToBackend {
+        // The client dials the endpoint itself, and would get the answers of this flow, or this flow its.
+        scratch.key.overlapping = 1;
+        let Some(overlapping) = find(tables, scratch) else {
+            met.entry.read_into(&mut scratch.flow);
+            scratch.rival = Rival::OfClient;
+            return None;
+        };
+        own = overlapping;
+    }
+    if own.step != Step::ToFrontend || is_of_origin(scratch) {
+        return Some(own);
+    }
+    // The other client may be forged, or this one.
+    let overlapping = scratch.key.overlapping;
+    if let Some(apart) = find_apart(tables, scratch) {
+        return Some(apart);
+    }
+    own.entry.read_into(&mut scratch.flow);
+    // Nobody forges the client of a connection that is up: its interface has got another role.
+    let is_up = scratch.packet.is_tcp() && scratch.flow.state.progress == PROGRESS_CONFIRMED;
+    if is_up && !scratch.packet.opens() {
+        scratch.key.overlapping = overlapping;
+        return Some(own);
+    }
+    scratch.is_apart = true;
+    if overlapping != 0 {
+        scratch.rival = Rival::OfClient;
+    }
+    None
+}
+
+/// Looks for the flow of the packet's client among those whose ends another flow has too.
+#[inline(always)]
+fn find_apart<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Option<Found<T::Entry>> {
+    scratch.key.overlapping |= FlowKey::<F::Address>::mark_of(open::flag_of(scratch.origin));
+    find(tables, scratch)
+}
+
+/// Returns true if the client of `scratch.flow` is where the packet, which arrives, comes from.
+#[inline(always)]
+fn is_of_origin<A>(Scratch { flow, origin, .. }: &Scratch<A>) -> bool {
+    let is_nodes = flow.flags & (FLOW_FROM_HOST | FLOW_FOREIGN) != 0;
+    is_nodes || (flow.flags & FLOW_FROM_POD != 0) == (*origin == Origin::Workload)
 }
 
 #[inline(always)]
@@ -458,7 +513,7 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
     scratch.action.then = Then::Pass;
     set_key_of_packet(scratch);
     let mut found = find(tables, scratch);
-    scratch.rival = Rival::None;
+    (scratch.rival, scratch.is_apart) = (Rival::None, false);
     if found.is_some_and(|found| foreign::meets(scratch, found.step)) {
         scratch.rival = Rival::Masqueraded;
     }
@@ -471,6 +526,14 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
             found = None;
         }
     }
+    if from_host && !has_rival {
+        let is_anothers = found.is_some_and(|found| is_another_clients(scratch, found.step));
+        if is_anothers || (found.is_none() && tables.is_moved(scratch.packet.source_port)) {
+            scratch.key.overlapping = 0;
+            found = find_apart(tables, scratch);
+            scratch.is_apart = is_anothers && found.is_none();
+        }
+    }
     if let Some(found) = found {
         if is_netfilters(tables, scratch, found.entry) {
             return Err(Reason::NotAService);
@@ -478,6 +541,7 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
         let is_hosts = from_host && found.step == Step::ToFrontend && is_from_host(scratch);
         if is_hosts && scratch.packet.opens() && is_over(tables, scratch, found.entry) {
             tables.run(scratch, Routine::Replace);
+            scratch.is_apart = scratch.flow.flags & FLOW_APART != 0;
         } else {
             if found.step == Step::ToBackend
                 && scratch.flow.flags & FLOW_MASQUERADE != 0
@@ -523,6 +587,14 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
         tables.run(scratch, Routine::NoticeForeign);
     }
     outcome
+}
+
+/// Returns true if the flow, which has the ends of a packet that a process of the node sends, has
+/// another client: that one has forged the node's address.
+#[inline(always)]
+fn is_another_clients<A>(Scratch { flow, .. }: &Scratch<A>, step: Step) -> bool {
+    const OF_NODE: u32 = FLOW_FROM_HOST | FLOW_FOREIGN | FLOW_OF_NETFILTER;
+    step == Step::ToFrontend && flow.flags & OF_NODE == 0
 }
 
 /// What a packet of `scratch.flow` becomes where it enters the node.
@@ -676,6 +748,10 @@ fn open<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
     let rival = scratch.rival;
     if rival != Rival::None {
         scratch.flow.flags |= FLOW_OVERLAPPING;
+    }
+    if scratch.is_apart {
+        scratch.flow.flags |= FLOW_APART;
+        tables.set_moved(scratch.packet.source_port);
     }
     if rival == Rival::Masqueraded {
         scratch.flow.flags |= FLOW_FOREIGN;

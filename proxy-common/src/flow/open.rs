@@ -62,11 +62,10 @@ pub(super) fn set_backend<F: Family, T: FlowTables<F>>(
     flow.service = frontend.service;
     let is_remote = slot.flags() & BACKEND_LOCAL == 0;
     let counted = if frontend.flags & FRONTEND_LEAST_CONNECTION == 0 { 0 } else { FLOW_COUNTED };
-    let from_pod = if scratch.origin == Origin::Workload { FLOW_FROM_POD } else { 0 };
     scratch.flow.flags = counted
-        | from_pod
+        | flag_of(scratch.origin)
         | if scratch.origin == Origin::Host {
-            FLOW_FROM_HOST
+            0
         } else if is_remote && returns_directly(scratch) {
             FLOW_DSR
         } else if is_masqueraded(tables, scratch, is_remote) {
@@ -75,6 +74,16 @@ pub(super) fn set_backend<F: Family, T: FlowTables<F>>(
             0
         };
     Ok(())
+}
+
+/// Returns the flag of flows whose client is there.
+#[inline(always)]
+pub(super) const fn flag_of(origin: Origin) -> u32 {
+    match origin {
+        Origin::Workload => FLOW_FROM_POD,
+        Origin::Host => FLOW_FROM_HOST,
+        Origin::Outside => 0,
+    }
 }
 
 /// Do answers of another node reach the packet's client without this one? Pods may know their nodes' addresses only.
@@ -108,12 +117,13 @@ pub(super) fn detect<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
 
 /// Makes `scratch.flow`, which has the packet's ends as client and backend, one to that endpoint itself.
 #[inline(always)]
-pub(super) fn prepare_to_endpoint<A: Address>(Scratch { packet, flow, .. }: &mut Scratch<A>) {
+pub(super) fn prepare_to_endpoint<A: Address>(Scratch { packet, flow, origin, .. }: &mut Scratch<A>) {
     // The backend's id stays: while that endpoint lives, so does this flow.
     flow.backend = packet.destination;
     flow.set_backend_port(packet.destination_port);
     flow.service = NO_SERVICE;
-    flow.flags = 0;
+    // What leaves with the node's address is known by `FLOW_FOREIGN`.
+    flow.flags = flag_of(*origin) & FLOW_FROM_POD;
 }
 
 /// Inserts `scratch.flow`, whose backend is chosen, as that of the packet. It may be another CPU's then, which was first.

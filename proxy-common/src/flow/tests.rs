@@ -6,6 +6,7 @@ mod ends;
 mod foreign;
 mod guard;
 mod interleavings;
+mod origins;
 mod races;
 mod transit;
 

@@ -96,6 +96,9 @@ impl<A: Address> Flow<A> {
     pub fn client_key(&self) -> FlowKey<A> {
         let mut key = FlowKey::between(self.client_end(), self.frontend_end(), self.protocol);
         key.overlapping = u8::from(self.flags & FLOW_OVERLAPPING != 0);
+        if self.flags & FLOW_APART != 0 {
+            key.overlapping |= FlowKey::<A>::mark_of(self.flags);
+        }
         key
     }
 
@@ -134,7 +137,8 @@ impl<A: Address> Flow<A> {
 
     #[inline(always)]
     pub(super) fn same_client_and_frontend(&self, other: &Self) -> bool {
-        self.client_port() == other.client_port()
+        (self.flags ^ other.flags) & (FLOW_FROM_POD | FLOW_FROM_HOST) == 0
+            && self.client_port() == other.client_port()
             && self.frontend_port() == other.frontend_port()
             && self.client == other.client
             && self.frontend == other.frontend

@@ -16,6 +16,7 @@ mod icmp;
 mod masquerade;
 mod past_stack;
 mod port_pool;
+mod origins;
 pub(crate) mod redirect;
 mod refusals;
 pub(crate) mod scene;
@@ -159,6 +160,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     source_address::cases::<W>(group);
     transit::cases::<W>(group);
     redirect::cases::<W>(group);
+    origins::cases::<W>(group);
     past_stack::cases::<W>(group);
     unserved::cases::<W>(group);
     direct::cases::<W>(group);

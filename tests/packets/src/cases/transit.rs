@@ -400,7 +400,7 @@ pub(super) fn opened<W: Tables>(s: &mut Scene<W>, uplink: &Uplink) -> Result<End
     s.masqueraded(CLIENT)
 }
 
-fn opened_with_neighbours<W: Tables>(s: &mut Scene<W>) -> Result<(Uplink, Endpoint)> {
+pub(super) fn opened_with_neighbours<W: Tables>(s: &mut Scene<W>) -> Result<(Uplink, Endpoint)> {
     let uplink = Uplink::with_neighbours(s)?;
     s.node_port_elsewhere()?;
     let node = opened(s, &uplink)?;

@@ -774,8 +774,23 @@ impl<A> SocketOrigin<A> {
     }
 }
 
-/// In place of a backend's id: established flows with `FLOW_DSR`, of both families.
-pub const DIRECT_FLOWS: u32 = u32::MAX;
+/// In place of a backend's id, which is lower: the entries of `flows4` whose flows
+/// [prove no client](Flow::proves_no_client).
+const UNPROVEN_ENTRIES4: u32 = u32::MAX;
+/// The same of `flows6`.
+const UNPROVEN_ENTRIES6: u32 = u32::MAX - 1;
+
+/// Returns the id under which `connections` has the entries of one family's established flows
+/// that [prove no client](Flow::proves_no_client).
+#[inline(always)]
+pub const fn unproven_entries<A: Address>() -> u32 {
+    if A::BITS == u32::BITS { UNPROVEN_ENTRIES4 } else { UNPROVEN_ENTRIES6 }
+}
+
+/// Returns false for what `connections` counts in place of a backend.
+pub const fn is_backend(id: u32) -> bool {
+    id < UNPROVEN_ENTRIES6
+}
 
 /// Table `connections`, hash by backend id: what of its connections through service ports with `FRONTEND_LEAST_CONNECTION` the programs
 /// have seen begin and end. Only they write it, until the backend is gone: what is open is this without [`Collected`].
@@ -988,8 +1003,9 @@ pub struct Settings {
     /// How many flows of each family a CPU opens in a window ([`openings_per_window`](crate::flow::openings_per_window)) before services are
     /// held to their shares; 0: any number.
     pub openings_per_window: u32,
-    /// How many flows with `FLOW_DSR` may be in `flows4` and `flows6` together; 0: any number.
-    pub most_direct_flows: u32,
+    /// How many entries of `flows4`, and of `flows6`, flows may have that
+    /// [prove no client](Flow::proves_no_client); 0: any number.
+    pub most_unproven_entries: u32,
 }
 
 /// Table `masquerade_ports`, array: the ports of translated sources, four in an element; [`Settings`] say how many.

@@ -375,8 +375,8 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
-            fn most_direct_flows(&self) -> u32 {
-                settings().map_or(0, |settings| settings.most_direct_flows)
+            fn most_unproven_entries(&self) -> u32 {
+                settings().map_or(0, |settings| settings.most_unproven_entries)
             }
 
             #[inline(always)]

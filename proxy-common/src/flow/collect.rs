@@ -4,7 +4,8 @@ use core::time::Duration;
 
 use super::{FlowLifetimes, Stage, tcp::is_ahead};
 use crate::layout::{
-    Address, DIRECT_FLOWS, FIN_ACKNOWLEDGED, FLOW_COUNTED, FLOW_DSR, Flow, FlowKey, FlowState, PROTOCOL_TCP,
+    Address, FIN_ACKNOWLEDGED, FLOW_COUNTED, FLOW_DSR, Flow, FlowKey, FlowState, PROTOCOL_TCP,
+    unproven_entries,
 };
 
 /// The flow tables from user space.
@@ -23,6 +24,14 @@ pub trait StoredFlows<A> {
 /// Does this entry stand for one of its backend's connections?
 pub fn is_counted<A: Address>(stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) -> bool {
     stage == Stage::Established && flow.flags & FLOW_COUNTED != 0 && *key == flow.client_key()
+}
+
+/// Returns how many entries of flows that [prove no client](Flow::proves_no_client) this one
+/// stands for.
+pub fn unproven<A: Address>(stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) -> u32 {
+    let stands_for_all =
+        stage == Stage::Established && flow.proves_no_client() && *key == flow.client_key();
+    if stands_for_all { flow.entries() } else { 0 }
 }
 
 fn take<A: Address, T: StoredFlows<A>>(
@@ -56,8 +65,10 @@ fn count<A: Address, T: StoredFlows<A>>(
     if is_counted(stage, key, flow) {
         tables.count_collected(flow.backend_id, taken)?;
     }
-    let is_direct = stage == Stage::Established && flow.flags & FLOW_DSR != 0 && *key == flow.client_key();
-    if is_direct { tables.count_collected(DIRECT_FLOWS, taken) } else { Ok(()) }
+    match unproven(stage, key, flow) {
+        0 => Ok(()),
+        entries => tables.count_collected(unproven_entries::<A>(), taken * i64::from(entries)),
+    }
 }
 
 /// An entry of a flow, and where it lies.

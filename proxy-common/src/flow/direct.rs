@@ -211,22 +211,10 @@ pub(super) fn go_on<F: Family, T: FlowTables<F>>(
         return Ok(());
     }
     if is_opening && flow.state.progress >= PROGRESS_SUSTAINED && !is_closing(flow) {
-        if has_room(tables) {
-            decide(tables, scratch, Routine::Establish)?;
-        } else {
-            tables.count(Reason::FlowsFull);
-        }
+        decide(tables, scratch, Routine::Establish)?;
     }
     tables.run(scratch, Routine::Refresh);
     Ok(())
-}
-
-/// May one more flow be established of which no answers are seen? Clients that are made up can go on too: they must not fill the table. Where
-/// two CPUs ask at once, it may be one too many.
-#[inline(always)]
-fn has_room<F: Family>(tables: &impl FlowTables<F>) -> bool {
-    let most = tables.most_direct_flows();
-    most == 0 || tables.open_connections(DIRECT_FLOWS) < u64::from(most)
 }
 
 /// What the packet says of `scratch.flow`. Nothing tells an acknowledgement that is made up from one of what the backend has sent. So a client

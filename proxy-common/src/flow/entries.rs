@@ -3,7 +3,7 @@
 use super::{Change, FlowEntry, FlowTables, InsertError, Routine, Scratch, Speaker, Stage};
 use crate::{
     family::Family,
-    layout::{Address, DIRECT_FLOWS, FLOW_COUNTED, FLOW_DSR, Flow, PROGRESS_CONFIRMED},
+    layout::{Address, FLOW_COUNTED, Flow, PROGRESS_CONFIRMED, unproven_entries},
     reason::Reason,
 };
 
@@ -50,20 +50,37 @@ fn is_counted(stage: Stage, leg: Leg) -> bool {
 
 /// Counts a flow that is established from now on.
 #[inline(always)]
-fn count_opened<F: Family, T: FlowTables<F>>(tables: &T, backend: u32, flags: u32) {
-    tables.count_opened(backend, flags);
-    if flags & FLOW_DSR != 0 {
-        tables.count_opened(DIRECT_FLOWS, FLOW_COUNTED);
+fn count_opened<F: Family, T: FlowTables<F>>(tables: &T, flow: &Flow<F::Address>) {
+    tables.count_opened(flow.backend_id, flow.flags);
+    if flow.proves_no_client() {
+        for _entry in 0..flow.entries() {
+            tables.count_opened(unproven_entries::<F::Address>(), FLOW_COUNTED);
+        }
     }
 }
 
 /// It is no more.
 #[inline(always)]
-fn count_closed<F: Family, T: FlowTables<F>>(tables: &T, backend: u32, flags: u32) {
-    tables.count_closed(backend, flags);
-    if flags & FLOW_DSR != 0 {
-        tables.count_closed(DIRECT_FLOWS, FLOW_COUNTED);
+fn count_closed<F: Family, T: FlowTables<F>>(tables: &T, flow: &Flow<F::Address>) {
+    tables.count_closed(flow.backend_id, flow.flags);
+    if flow.proves_no_client() {
+        for _entry in 0..flow.entries() {
+            tables.count_closed(unproven_entries::<F::Address>(), FLOW_COUNTED);
+        }
     }
+}
+
+/// Returns false where `flow` proves no client, and those that prove none have as many entries
+/// among the established ones as they may have: clients that are forged must not fill the table.
+/// Where two CPUs ask at once, it may be one flow too many.
+#[inline(always)]
+fn may_be_established<F: Family, T: FlowTables<F>>(tables: &T, flow: &Flow<F::Address>) -> bool {
+    let most = tables.most_unproven_entries();
+    if most == 0 || !flow.proves_no_client() {
+        return true;
+    }
+    let taken = tables.open_connections(unproven_entries::<F::Address>());
+    taken.saturating_add(flow.entries().into()) <= u64::from(most)
 }
 
 /// The key of the entry of `scratch.flow` for `scratch.leg`.
@@ -91,6 +108,10 @@ pub(super) fn establish<F: Family, T: FlowTables<F>>(
 ) -> Result<(), Reason> {
     scratch.flow.last_seen = tables.now();
     scratch.flow.state.progress = PROGRESS_CONFIRMED;
+    if !may_be_established(tables, &scratch.flow) {
+        tables.count(Reason::FlowsFull);
+        return Ok(());
+    }
     for leg in INSERTION {
         if !leg.set_key(tables, scratch) {
             continue;
@@ -140,7 +161,7 @@ fn copy<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
     match tables.insert(Stage::Established, key, copy) {
         Ok(()) => {
             if is_counted(Stage::Established, leg) {
-                count_opened(tables, copy.backend_id, copy.flags);
+                count_opened(tables, copy);
             }
             Copied::Whole
         }
@@ -192,7 +213,7 @@ pub(super) fn leave<F: Family, T: FlowTables<F>>(
     Scratch { key, entry, .. }: &mut Scratch<F::Address>,
 ) {
     if tables.remove(Stage::Established, key) {
-        count_closed(tables, entry.backend_id, entry.flags);
+        count_closed(tables, entry);
     }
 }
 
@@ -237,7 +258,7 @@ fn remove_entries<F: Family, T: FlowTables<F>>(tables: &T, stage: Stage, scratch
             && tables.remove(stage, &scratch.key)
             && is_counted(stage, leg)
         {
-            count_closed(tables, scratch.flow.backend_id, scratch.flow.flags);
+            count_closed(tables, &scratch.flow);
         }
     }
 }
@@ -273,7 +294,7 @@ pub(super) fn restore<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scr
     }
     if tables.insert(stage, &scratch.key, &scratch.flow) == Ok(()) {
         if is_counted(stage, scratch.leg) {
-            count_opened(tables, scratch.flow.backend_id, scratch.flow.flags);
+            count_opened(tables, &scratch.flow);
         }
         tables.count(Reason::FlowRestored);
     }

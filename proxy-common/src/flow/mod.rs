@@ -5,8 +5,8 @@
 //! costs one lookup.
 //!
 //! A flow opens in the table of opening flows, which evicts. Its entries are copied to the established ones when the client has
-//! shown that it received an answer: by acknowledging the backend's SYN, or, UDP, by sending on seconds later. A client with a forged
-//! address does neither, so that a flood cannot fill the table that does not evict. The copies in the opening table stay until they
+//! acknowledged the backend's SYN, whose number a client with a forged address does not know. Datagrams prove nothing of their client:
+//! those that go on for seconds may take a part of the established ones, so that a flood cannot fill the table that does not evict. The copies in the opening table stay until they
 //! age: a reader between two lookups would otherwise find neither.
 //!
 //! The state of a flow is the union of what its entries know: no CPU overwrites what another learned.
@@ -261,8 +261,8 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn holds_packets(&self) -> bool;
     /// [`Settings::openings_per_window`].
     fn openings_per_window(&self) -> u32;
-    /// [`Settings::most_direct_flows`].
-    fn most_direct_flows(&self) -> u32;
+    /// [`Settings::most_unproven_entries`].
+    fn most_unproven_entries(&self) -> u32;
     /// `ENCAPSULATION_*`.
     fn encapsulation(&self) -> u16;
     /// Whether `admit` lets a flow of the service open, by what is counted of it at its place among [`OPENING_SERVICES`].

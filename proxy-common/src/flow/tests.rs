@@ -138,7 +138,7 @@ struct Host {
     sends_past_stack: bool,
     holds_packets: bool,
     openings_per_window: u32,
-    most_direct_flows: u32,
+    most_unproven_entries: u32,
     encapsulation: u16,
     openings: RefCell<HashMap<u32, ServiceOpenings>>,
 }
@@ -186,7 +186,7 @@ impl Host {
             sends_past_stack: false,
             holds_packets: false,
             openings_per_window: 0,
-            most_direct_flows: 0,
+            most_unproven_entries: 0,
             encapsulation: ENCAPSULATION_IP,
             openings: RefCell::default(),
         }
@@ -247,9 +247,8 @@ impl Host {
             if collect::is_counted(*stage, key, &flow) {
                 both.entry(flow.backend_id).or_default().0 += 1;
             }
-            if *stage == Stage::Established && flow.flags & FLOW_DSR != 0 && *key == flow.client_key() {
-                both.entry(DIRECT_FLOWS).or_default().0 += 1;
-            }
+            let unproven = collect::unproven(*stage, key, &flow);
+            both.entry(unproven_entries::<A>()).or_default().0 += i64::from(unproven);
         }
         for (backend, open) in self.tables.open.borrow().iter() {
             both.entry(*backend).or_default().1 += open;
@@ -467,8 +466,8 @@ impl FlowTables<V4> for Host {
         self.openings_per_window
     }
 
-    fn most_direct_flows(&self) -> u32 {
-        self.most_direct_flows
+    fn most_unproven_entries(&self) -> u32 {
+        self.most_unproven_entries
     }
 
     fn encapsulation(&self) -> u16 {

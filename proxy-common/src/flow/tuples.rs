@@ -91,6 +91,20 @@ impl<A: Address> Flow<A> {
         self.masquerade_port() != Port::NONE
     }
 
+    /// Returns true if a forged client could have brought the flow as far as it is. Datagrams
+    /// prove nothing, as a backend answers whoever sends them. With direct server return no
+    /// answer is seen, so that none tells a number that the client must know.
+    #[inline(always)]
+    pub fn proves_no_client(&self) -> bool {
+        self.protocol != PROTOCOL_TCP || self.flags & FLOW_DSR != 0
+    }
+
+    /// Returns how many entries the flow has in one table.
+    #[inline(always)]
+    pub fn entries(&self) -> u32 {
+        if self.is_masqueraded() { 3 } else { 2 }
+    }
+
     /// Between client and frontend.
     #[inline(always)]
     pub fn client_key(&self) -> FlowKey<A> {

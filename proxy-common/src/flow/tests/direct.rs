@@ -435,7 +435,7 @@ fn a_new_connection_from_the_same_port_chooses_anew_once_the_client_has_closed()
 #[case::once_one_has_expired(false)]
 fn only_so_many_are_established(#[case] closes: bool) {
     const CLIENTS: u16 = 3;
-    let host = Host { most_direct_flows: 2, ..node(false) };
+    let host = Host { most_unproven_entries: 4, ..node(false) };
     let of_client = |packet: Packet<A>, port: u16| Packet { source_port: Port::new(port), ..packet };
     let send = |packet, port| {
         let packet = of_client(packet, port);
@@ -451,7 +451,7 @@ fn only_so_many_are_established(#[case] closes: bool) {
         send(client(TCP_ACK, 0, 0), port);
     }
     assert_eq!([goes_on(0), goes_on(1), goes_on(2)], [true, true, false]);
-    assert_eq!(host.established_and_counted()[&DIRECT_FLOWS], (2, 2));
+    assert_eq!(host.established_and_counted()[&unproven_entries::<A>()], (4, 4));
     assert_eq!(host.counted(Reason::FlowsFull), 1);
     if closes {
         assert!(!send(client(TCP_FIN | TCP_ACK, 0, 0), 0));
@@ -459,9 +459,9 @@ fn only_so_many_are_established(#[case] closes: bool) {
         let flow = host.flow_of(Stage::Established, &of_client(syn(), 0));
         collect::remove_if(&host, &flow, |_| true).unwrap();
     }
-    assert_eq!(host.established_and_counted()[&DIRECT_FLOWS], (1, 1));
+    assert_eq!(host.established_and_counted()[&unproven_entries::<A>()], (2, 2));
     assert!(goes_on(2));
-    assert_eq!(host.established_and_counted()[&DIRECT_FLOWS], (2, 2));
+    assert_eq!(host.established_and_counted()[&unproven_entries::<A>()], (4, 4));
     host.assert_whole();
 }
 

@@ -119,3 +119,38 @@ fn the_node_is_not_limited() {
         assert_eq!(decide_leaving(&node.host, &mut node.scratch, true), Ok(()));
     }
 }
+
+/// A backend answers forged datagrams too, so that each forged client could have a flow that goes
+/// on for seconds.
+#[test]
+fn datagrams_of_forged_clients_leave_room_for_connections() {
+    const MOST: u32 = 100;
+    const CLIENTS: u16 = 200;
+    let host = Host { most_unproven_entries: MOST, ..Host::new() };
+    let clients = || (1..=CLIENTS).map(|port| (CLIENT.0, Port::new(port)));
+    for client in clients() {
+        host.arriving(&datagram(client, FRONTEND), Origin::Workload).unwrap();
+    }
+    host.wait(SUSTAINED_AFTER);
+    for client in clients() {
+        let backend = (host.flow_of(Stage::Opening, &datagram(client, FRONTEND)).backend, PORT);
+        host.leaving(&datagram(backend, client)).unwrap();
+        for _ in 0..2 {
+            host.arriving(&datagram(client, FRONTEND), Origin::Workload).unwrap();
+        }
+    }
+    assert_eq!(host.entries(Stage::Established), MOST as usize);
+    // Each of them is tried once.
+    assert_eq!(host.counted(Reason::FlowsFull), u32::from(CLIENTS) - MOST / 2);
+    establish_one(&host, Origin::Workload);
+    assert_eq!(host.entries(Stage::Established), MOST as usize + 2);
+    // The first ones are silent for so long that they are collected.
+    let first = datagram((CLIENT.0, Port::new(1)), FRONTEND);
+    let flow = host.flow_of(Stage::Established, &first);
+    collect::remove_if(&host, &flow, |_| true).unwrap();
+    host.wait(REFRESH_AFTER);
+    host.arriving(&datagram((CLIENT.0, Port::new(CLIENTS)), FRONTEND), Origin::Workload).unwrap();
+    assert_eq!(host.entries(Stage::Established), MOST as usize + 2);
+    let counted = host.established_and_counted()[&unproven_entries::<A>()];
+    assert_eq!(counted, (i64::from(MOST), i64::from(MOST)));
+}

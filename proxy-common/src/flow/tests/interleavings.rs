@@ -392,7 +392,7 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
         0
     }
 
-    fn most_direct_flows(&self) -> u32 {
+    fn most_unproven_entries(&self) -> u32 {
         0
     }
 

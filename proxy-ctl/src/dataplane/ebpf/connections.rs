@@ -10,7 +10,7 @@ use aya::Pod;
 use proxy_common::{
     family::{V4, V6},
     inventory::{Limit, table},
-    layout::{Collected, Connections, DIRECT_FLOWS, SocketOrigin},
+    layout::{Address, Collected, Connections, SocketOrigin, is_backend, unproven_entries},
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
@@ -39,7 +39,7 @@ impl ConnectionTables {
     /// By backend id.
     pub(super) fn read(&self) -> Result<FxHashMap<u32, Counted>, Error> {
         let mut connections = self.connections.read_all()?;
-        connections.retain(|(id, _)| *id != DIRECT_FLOWS);
+        connections.retain(|(id, _)| is_backend(*id));
         if connections.is_empty() {
             return Ok(FxHashMap::default());
         }
@@ -71,12 +71,25 @@ impl ConnectionTables {
         self.collected.set(&backend, &collected)
     }
 
+    /// Also where the programs have counted nothing yet.
+    fn count_anew(&self, id: u32, missed: i64) -> Result<(), Error> {
+        // Without an entry of theirs nothing of this would count.
+        self.connections.insert(&id, &Connections::default())?;
+        self.collect(id, Kind::Flows, missed)
+    }
+
+    fn flows_of(&self, id: u32) -> Result<Tally, Error> {
+        let connections = self.connections.get(&id)?.unwrap_or_default();
+        let collected = self.collected.get(&id)?.unwrap_or_default();
+        Ok(Counted { connections, collected }.tally(Kind::Flows))
+    }
+
     /// Of both tables: a controller may have been killed between them.
     fn backends(&self) -> Result<FxHashSet<u32>, Error> {
         let (connections, collected) = (self.connections.read_all()?, self.collected.read_all()?);
         let ids = connections.into_iter().map(|(id, _)| id);
         let ids = ids.chain(collected.into_iter().map(|(id, _)| id));
-        Ok(ids.filter(|id| *id != DIRECT_FLOWS).collect())
+        Ok(ids.filter(|id| is_backend(*id)).collect())
     }
 
     pub(super) fn forget_all(&self) -> Result<(), Error> {
@@ -181,6 +194,38 @@ impl Recount {
             tables.connections.collect(id, kind, missed)?;
         }
         Ok(())
+    }
+}
+
+/// Counts the entries of one family's established flows that prove no client, while a walk meets
+/// them all. A former version has counted them differently, or not at all.
+#[derive(Debug)]
+pub(super) struct UnprovenRecount {
+    id: u32,
+    before: Tally,
+    seen: u64,
+}
+
+impl UnprovenRecount {
+    pub(super) fn begin<A: Address>(tables: &ConnectionTables) -> Result<Self, Error> {
+        let id = unproven_entries::<A>();
+        Ok(Self { id, before: tables.flows_of(id)?, seen: 0 })
+    }
+
+    pub(super) fn see(&mut self, entries: u32) {
+        self.seen += u64::from(entries);
+    }
+
+    /// Corrects what is counted, now that the walk has met all.
+    pub(super) fn end(self, tables: &ConnectionTables) -> Result<(), Error> {
+        let Self { id, before, seen } = self;
+        match tables.flows_of(id)?.missed(before, seen) {
+            0 => Ok(()),
+            missed => {
+                tracing::debug!(missed, "entries of flows that prove no client are counted anew");
+                tables.count_anew(id, missed)
+            }
+        }
     }
 }
 

@@ -6,14 +6,14 @@ use aya::Pod;
 use proxy_common::{
     flow::{
         FlowLifetimes, Stage,
-        collect::{Entry, StoredFlows, is_counted, remove_expired, remove_if},
+        collect::{Entry, StoredFlows, is_counted, remove_expired, remove_if, unproven},
     },
     layout::{FLOW_OF_NETFILTER, Flow, FlowKey},
 };
 
 use super::{
     Error,
-    connections::{Kind, Recount},
+    connections::{Kind, Recount, UnprovenRecount},
     family::TableFamily,
     tables::{FamilyTables, Table},
 };
@@ -144,11 +144,13 @@ pub(super) struct Collector<F: TableFamily> {
     established: Walk<FlowKey<F::Address>>,
     /// Of those that the walk through `flows` meets.
     pub(super) recount: Option<Recount>,
+    /// Of every walk through `flows` from its beginning on.
+    unproven: Option<UnprovenRecount>,
 }
 
 impl<F: TableFamily> Default for Collector<F> {
     fn default() -> Self {
-        Self { opening: Walk::default(), established: Walk::default(), recount: None }
+        Self { opening: Walk::default(), established: Walk::default(), recount: None, unproven: None }
     }
 }
 
@@ -212,12 +214,18 @@ impl<F: TableFamily> Collector<F> {
             walk.rest -= 1;
             return Ok(0);
         }
-        let recount = &mut self.recount;
+        if stage == Stage::Established && matches!(walk.cursor, Cursor::Start) {
+            self.unproven = Some(UnprovenRecount::begin::<F::Address>(&tables.connections)?);
+        }
+        let (recount, recount_unproven) = (&mut self.recount, &mut self.unproven);
         let progress = walk.go_on(table, |slice| {
             let mut expired = 0;
             if let Some(recount) = recount.as_mut().filter(|_| stage == Stage::Established) {
                 let counted = slice.iter().filter(|(key, flow)| is_counted(stage, key, flow));
                 counted.for_each(|(_, flow)| recount.see(flow.backend_id));
+            }
+            if let Some(recount) = recount_unproven.as_mut().filter(|_| stage == Stage::Established) {
+                slice.iter().for_each(|(key, flow)| recount.see(unproven(stage, key, flow)));
             }
             for (key, flow) in slice {
                 let met = Entry { stage, key: *key, flow: *flow };
@@ -227,14 +235,16 @@ impl<F: TableFamily> Collector<F> {
         });
         if progress.is_err() {
             // The next walk may meet again what this one has met.
-            self.recount = None;
+            (self.recount, self.unproven) = (None, None);
         }
         let progress = progress?;
-        if stage == Stage::Established
-            && progress.ended
-            && let Some(recount) = self.recount.take()
-        {
-            recount.end(tables)?;
+        if stage == Stage::Established && progress.ended {
+            if let Some(recount) = self.recount.take() {
+                recount.end(tables)?;
+            }
+            if let Some(recount) = self.unproven.take() {
+                recount.end(&tables.connections)?;
+            }
         }
         Ok(progress.removed)
     }

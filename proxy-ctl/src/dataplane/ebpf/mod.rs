@@ -198,8 +198,6 @@ pub(super) const ENTRY: Entry = Entry {
 };
 
 const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;
-/// In a table of flows.
-const ROWS_OF_DIRECT_FLOW: u32 = 2;
 /// Of [`FourPorts`].
 const FOUR: usize = 4;
 
@@ -351,7 +349,7 @@ impl EbpfDataplane {
             settings.masquerade6 = masquerade6;
             settings.masquerade_all = u8::from(host.masquerade_all);
             settings.openings_per_window = flow::openings_per_window(host.new_connections_per_core);
-            settings.most_direct_flows = self.config.limits.flows / ROWS_OF_DIRECT_FLOW / 2;
+            settings.most_unproven_entries = self.config.limits.flows / 2;
             settings.encapsulation = layout::encapsulation_number(host.encapsulation);
             (settings.pods4, settings.pod_range4, settings.pod_range4_bits) = pods::<V4>(&host.local_traffic);
             (settings.pods6, settings.pod_range6, settings.pod_range6_bits) = pods::<V6>(&host.local_traffic);

@@ -50,6 +50,50 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     ] {
         group.add::<W>(name, protocol, WorldKind::Large, move |s| flood(s, then));
     }
+    group.add::<W>(
+        "a flood of forged datagrams, each followed by two more seconds later",
+        PROTOCOL_UDP,
+        WorldKind::Large,
+        flood_for_seconds,
+    );
+}
+
+/// The backend answers them all, so that each forged client has a flow that goes on.
+fn flood_for_seconds<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    const MOST: u32 = 4_000;
+    const FORGED: u32 = 5_000;
+    s.node_port_here()?;
+    s.change_settings(|settings| settings.most_unproven_entries = MOST)?;
+    let clients = Clients::new(s, Then::Nothing);
+    establish(s, &clients)?;
+    for forged in 0..FORGED {
+        from_client::<W>(s.world, &clients.first, forged)?;
+        to_client::<W>(s.world, &clients.answer, forged)?;
+    }
+    s.age(Stage::Opening)?;
+    for forged in 0..FORGED {
+        to_client::<W>(s.world, &clients.answer, forged)?;
+        from_client::<W>(s.world, &clients.second, forged)?;
+        from_client::<W>(s.world, &clients.second, forged)?;
+    }
+    let (_, entries) = s.flow_counts()?;
+    ensure!(entries == MOST as usize, "{entries} entries of flows that prove no client");
+    for client in established_clients() {
+        from_client::<W>(s.world, &clients.second, client)?;
+        to_client::<W>(s.world, &clients.answer, client)?;
+    }
+    // The room of connections is theirs.
+    let mut tcp = Scene::<W>::new(s.world, PROTOCOL_TCP);
+    tcp.node_port_here()?;
+    let clients = Clients::new(&tcp, Then::Nothing);
+    for client in established_clients() {
+        from_client::<W>(tcp.world, &clients.first, client)?;
+        to_client::<W>(tcp.world, &clients.answer, client)?;
+        from_client::<W>(tcp.world, &clients.second, client)?;
+    }
+    let (_, entries) = tcp.flow_counts()?;
+    ensure!(entries == (MOST + 2 * ESTABLISHED) as usize, "{entries} entries beside {ESTABLISHED} connections");
+    Ok(())
 }
 
 /// Packets of one client after the other: the address is written into a packet's bytes, without its checksum, which no program reads.

@@ -491,8 +491,8 @@ impl<A> FlowKey<A> {
 pub const FLOW_MASQUERADE: u32 = 1;
 /// The client is a process of this node whose packets are translated (socket balancing off).
 pub const FLOW_FROM_HOST: u32 = 2;
-/// Netfilter translates it, the programs do not. It has one entry, of the ends that its answers have, so that no other flow gets these.
-/// Its frontend is unspecified.
+/// Netfilter translates it, the programs do not. It has two entries, of the ends of its client's packets and of those of its answers, so that no
+/// other flow gets these.
 pub const FLOW_OF_NETFILTER: u32 = 4;
 /// Its client and frontend are client and backend of another flow: the client has dialled an endpoint itself, from a port from which it
 /// reaches the endpoint through a frontend already.

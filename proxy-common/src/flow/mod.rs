@@ -37,6 +37,7 @@ pub use next_hop::{Driver, NextHop};
 pub use routine::{Routine, run};
 pub use tcp::Speaker;
 pub use transit::in_transit;
+pub use tuples::NetfilterConnection;
 
 use self::{
     entries::{Leg, is_stale},

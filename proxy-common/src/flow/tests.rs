@@ -716,11 +716,13 @@ fn flows_keep_the_address_that_they_were_opened_with() {
 fn netfilter_keeps_the_ports_of_its_connections() {
     let host = Host::new();
     let (backend, first) = ((BACKENDS[0], PORT), Port::new(20_000));
-    let of_netfilter = [((NODE, first), true), (CLIENT, false)]
-        .map(|(answers_to, masqueraded)| Flow::of_netfilter(backend, answers_to, masqueraded, host.now()));
-    for (key, flow) in &of_netfilter {
-        host.insert(Stage::Established, key, flow).unwrap();
-    }
+    let other = (CLIENT.0, Port::new(50_000));
+    // The frontends are those of a service that is gone, and of one that netfilter alone serves.
+    let of_netfilter = [(other, (NODE, first)), (CLIENT, CLIENT)].map(|(client, answers_to)| {
+        let frontend = ([10, 96, 0, 9], Port::new(80));
+        NetfilterConnection { client, frontend, backend, answers_to }
+    });
+    let of_netfilter = of_netfilter.map(|connection| reserve(&host, &connection));
     let sent = through(&host, &syn(), Origin::Outside).unwrap();
     assert_eq!((sent.source, sent.source_port), (NODE, Port::new(20_001)));
     assert_ne!(host.flow_of(Stage::Opening, &syn()).alias_port(), CLIENT.1);
@@ -732,12 +734,44 @@ fn netfilter_keeps_the_ports_of_its_connections() {
     );
     assert_eq!(host.leaving(&answer(backend, CLIENT, TCP_ACK)), Err(Reason::NotAService));
     assert_eq!(host.arriving(&packet(CLIENT, backend, TCP_SYN), Origin::Workload), Err(Reason::NotAService));
-    for (key, flow) in of_netfilter {
-        let mut entry = host.flow(Stage::Established, &key).unwrap().read();
+    for flow in of_netfilter {
+        let [_, answers] = flow.netfilter_keys();
+        let mut entry = host.flow(Stage::Established, &answers).unwrap().read();
         assert!(entry.last_seen > flow.last_seen);
         entry.last_seen = flow.last_seen;
         assert_eq!(entry, flow);
     }
+}
+
+/// As the controller does.
+fn reserve(host: &Host, connection: &NetfilterConnection<A>) -> Flow<A> {
+    let flow = Flow::of_netfilter(connection, host.now());
+    for key in flow.netfilter_keys() {
+        host.insert(Stage::Established, &key, &flow).unwrap();
+    }
+    flow
+}
+
+#[rstest]
+fn no_forged_packet_takes_a_connection_from_netfilter(
+    #[values(Origin::Workload, Origin::Outside)] origin: Origin,
+    #[values(CLIENT, (NODE, Port::new(20_000)), (NODE, Port::new(60_000)))] answers_to: (A, Port),
+) {
+    let host = Host::new();
+    let backend = (BACKENDS[0], PORT);
+    let connection = NetfilterConnection { client: CLIENT, frontend: FRONTEND, backend, answers_to };
+    let flow = reserve(&host, &connection);
+    for flags in [TCP_SYN, TCP_ACK, TCP_RST, TCP_FIN | TCP_ACK, TCP_SYN, TCP_ACK] {
+        host.wait(REFRESH_AFTER);
+        for (from, to) in [(CLIENT, FRONTEND), (backend, answers_to)] {
+            assert_eq!(host.arriving(&packet(from, to, flags), origin), Err(Reason::NotAService));
+        }
+        assert_eq!(host.leaving(&packet(FRONTEND, CLIENT, flags)), Err(Reason::NotAService));
+    }
+    assert_eq!((host.entries(Stage::Opening), host.entries(Stage::Established)), (0, 2));
+    // Once it has ended, both are free.
+    assert_eq!(collect::remove_if(&host, &flow, |_| true), Ok(2));
+    assert!(host.arriving(&syn(), origin).is_ok());
 }
 
 #[test]

@@ -6,6 +6,16 @@ use crate::{
     port::Port,
 };
 
+/// A TCP connection that netfilter translates.
+#[derive(Clone, Copy, Debug)]
+pub struct NetfilterConnection<A> {
+    pub client: End<A>,
+    pub frontend: End<A>,
+    pub backend: End<A>,
+    /// The client, or what stands for it.
+    pub answers_to: End<A>,
+}
+
 impl FlowState {
     /// No segment of this connection is expected any more, but for copies of old ones.
     pub const fn has_ended(&self) -> bool {
@@ -37,27 +47,30 @@ pub(super) enum Step {
 }
 
 impl<A: Address> Flow<A> {
-    /// A TCP connection that netfilter translates, and the key of its entry: from where the backend answers, and where to.
-    pub fn of_netfilter(
-        backend: End<A>,
-        answers_to: End<A>,
-        is_masqueraded: bool,
-        now: u64,
-    ) -> (FlowKey<A>, Self) {
+    /// Returns the flow that stands for a connection which netfilter translates.
+    pub fn of_netfilter(connection: &NetfilterConnection<A>, now: u64) -> Self {
+        let NetfilterConnection { client, frontend, backend, answers_to } = *connection;
         let mut flow = Self::default();
-        flow.backend = backend.0;
+        (flow.client, flow.frontend, flow.backend) = (client.0, frontend.0, backend.0);
+        flow.set_client_port(client.1);
+        flow.set_alias_port(client.1);
+        flow.set_frontend_port(frontend.1);
         flow.set_backend_port(backend.1);
         (flow.protocol, flow.service) = (PROTOCOL_TCP, NO_SERVICE);
         (flow.opened, flow.last_seen) = (now, now);
         (flow.flags, flow.state.progress) = (FLOW_OF_NETFILTER, PROGRESS_CONFIRMED);
-        if is_masqueraded {
+        if answers_to != client {
             flow.masquerade = answers_to.0;
             flow.set_masquerade_port(answers_to.1);
-        } else {
-            flow.client = answers_to.0;
-            flow.set_alias_port(answers_to.1);
         }
-        (FlowKey::between(backend, answers_to, PROTOCOL_TCP), flow)
+        flow
+    }
+
+    /// Returns the keys of a [`FLOW_OF_NETFILTER`]: that of the client's packets, and that of the
+    /// answers.
+    pub fn netfilter_keys(&self) -> [FlowKey<A>; 2] {
+        let answers = if self.is_masqueraded() { self.masquerade_key() } else { self.backend_key() };
+        [self.client_key(), answers]
     }
 
     #[inline(always)]

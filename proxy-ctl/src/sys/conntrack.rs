@@ -21,6 +21,9 @@ const REPLY: u16 = 2;
 const PROTOCOL_STATE: u16 = 4;
 const TCP: u16 = 1;
 const TCP_STATE: u16 = 1;
+const STATUS: u16 = 3;
+/// `IPS_ASSURED` of linux/netfilter/nf_conntrack_common.h: both sides have shown that they are there.
+const ASSURED: u32 = 1 << 2;
 /// `enum tcp_conntrack` of linux/netfilter/nf_conntrack_tcp.h.
 const SYN_SENT: u8 = 1;
 const TIME_WAIT: u8 = 7;
@@ -82,14 +85,15 @@ pub struct AnsweredConnection {
     pub answers_to: SocketAddr,
 }
 
-/// A TCP connection whose destination is translated, and which has not ended.
+/// A TCP connection whose destination is translated, and which is up: a forged SYN has none.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct TranslatedConnection {
+    pub client: SocketAddr,
+    pub dialled: SocketAddr,
     /// Who answers.
     pub replier: SocketAddr,
     /// To the client, or to an address of this node that stands for it.
     pub answers_to: SocketAddr,
-    pub is_masqueraded: bool,
 }
 
 /// A connection to the connection tracking of this thread's network namespace. Needs CAP_NET_ADMIN there.
@@ -189,16 +193,16 @@ fn is_of_protocol(tuple: Attributes<'_>, protocol: i32) -> Option<()> {
 fn translated_connection(family: AddressFamily, flow: Attributes<'_>) -> Option<TranslatedConnection> {
     let (original, reply) = (flow.nested(ORIGINAL)?, flow.nested(REPLY)?);
     is_of_protocol(original, libc::IPPROTO_TCP)?;
-    let state = tcp_state(flow);
+    let status = u32::from_be_bytes(*flow.get(STATUS)?.first_chunk()?);
+    let has_ended = tcp_state(flow).is_some_and(|state| [TIME_WAIT, CLOSED].contains(&state));
+    let is_up = status & ASSURED != 0 && !has_ended;
     let (sources, destinations) = address_kinds(family);
     let client = endpoint(family, original, sources, SOURCE_PORT)?;
     let dialled = endpoint(family, original, destinations, DESTINATION_PORT)?;
     let replier = endpoint(family, reply, sources, SOURCE_PORT)?;
     let answers_to = endpoint(family, reply, destinations, DESTINATION_PORT)?;
-    // What the node itself sends keeps its address, not its port.
-    let is_masqueraded = answers_to != client;
-    let has_ended = state.is_some_and(|state| [TIME_WAIT, CLOSED].contains(&state));
-    (replier != dialled && !has_ended).then_some(TranslatedConnection { replier, answers_to, is_masqueraded })
+    let connection = TranslatedConnection { client, dialled, replier, answers_to };
+    (replier != dialled && is_up).then_some(connection)
 }
 
 fn tcp_state(flow: Attributes<'_>) -> Option<u8> {
@@ -268,6 +272,15 @@ mod tests {
     }
 
     fn listed_with(protocol: u8, replier: ([u8; 4], u16), source: ([u8; 4], u16)) -> Messages {
+        listed_with_status(protocol, replier, source, ASSURED as u8)
+    }
+
+    fn listed_with_status(
+        protocol: u8,
+        replier: ([u8; 4], u16),
+        source: ([u8; 4], u16),
+        status: u8,
+    ) -> Messages {
         let tuple =
             |message: &mut Messages, kind, source: [u8; 4], from: u16, destination: [u8; 4], to: u16| {
                 message.nested(kind, |tuple| {
@@ -287,7 +300,7 @@ mod tests {
         message.begin(GET, 0, &header(AddressFamily::Inet));
         tuple(&mut message, ORIGINAL, [10, 1, 0, 5], 4000, [10, 96, 0, 10], 53);
         tuple(&mut message, REPLY, replier.0, replier.1, source.0, source.1);
-        message.attribute(3, &[0; 4]).attribute(ID, &[1, 2, 3, 4]);
+        message.attribute(STATUS, &[0, 0, 0, status]).attribute(ID, &[1, 2, 3, 4]);
         message
     }
 
@@ -377,11 +390,23 @@ mod tests {
         let message = in_state(state, listed_with(protocol, replier, source));
         let found = translated_connection(AddressFamily::Inet, Attributes(&message.bytes()[20..]));
         let expected = TranslatedConnection {
+            client: ([10, 1, 0, 5], 4000).into(),
+            dialled: ([10, 96, 0, 10], 53).into(),
             replier: replier.into(),
             answers_to: source.into(),
-            is_masqueraded: source != ([10, 1, 0, 5], 4000),
         };
         assert_eq!(found, is_one.then_some(expected));
+    }
+
+    /// As a flood leaves them: with a SYN that was answered.
+    #[rstest]
+    #[case::seen_reply(0b10, false)]
+    #[case::assured(0b110, true)]
+    fn connections_whose_client_has_not_shown_itself_are_left_out(#[case] status: u8, #[case] is_one: bool) {
+        let mut message = in_state(3, listed_with_status(TCP_NUMBER, ENDPOINT, NODE, status));
+        message.attribute(ID, &[1, 2, 3, 4]);
+        let found = translated_connection(AddressFamily::Inet, Attributes(&message.bytes()[20..]));
+        assert_eq!(found.is_some(), is_one);
     }
 
     #[test]

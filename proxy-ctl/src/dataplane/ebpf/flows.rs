@@ -152,26 +152,20 @@ where
     }
 }
 
-/// Is the flow listed for this entry, and not for another? The one of client and frontend goes last, and one of netfilter's has no other.
+/// Is the flow listed for this entry, and not for another? The one of client and frontend goes last.
 fn is_listed<A: proxy_common::layout::Address>(key: &FlowKey<A>, flow: &Flow<A>) -> bool {
-    flow.flags & FLOW_OF_NETFILTER != 0 || *key == flow.client_key()
+    *key == flow.client_key()
 }
 
 /// Without the service port. `None`: of a protocol that is not known.
 fn snapshot<F: TableFamily>(flow: &Flow<F::Address>, now: u64) -> Option<FlowSnapshot> {
     let end = |address, port: Port| SocketAddr::new(F::ip(address), port.number());
-    let is_netfilters = flow.flags & FLOW_OF_NETFILTER != 0;
     let masquerade = flow.is_masqueraded().then(|| end(flow.masquerade, flow.masquerade_port()));
-    let client = match (is_netfilters, masquerade) {
-        (true, Some(_)) => None,
-        (true, None) => Some(end(flow.client, flow.alias_port())),
-        (false, _) => Some(end(flow.client, flow.client_port())),
-    };
     let since = |then: u64| Duration::from_nanos(now.saturating_sub(then));
     Some(FlowSnapshot {
         service: None,
-        client,
-        frontend: (!is_netfilters).then(|| end(flow.frontend, flow.frontend_port())),
+        client: Some(end(flow.client, flow.client_port())),
+        frontend: Some(end(flow.frontend, flow.frontend_port())),
         backend: end(flow.backend, flow.backend_port()),
         masquerade,
         direct: flow.flags & FLOW_DSR != 0,
@@ -205,6 +199,7 @@ fn state<A>(flow: &Flow<A>) -> FlowState {
 mod tests {
     use proxy_common::{
         family::V4,
+        flow::NetfilterConnection,
         layout::{self, PROGRESS_SUSTAINED, PROTOCOL_TCP, RESET_CONFIRMED},
     };
     use rstest::rstest;
@@ -264,20 +259,25 @@ mod tests {
     }
 
     #[rstest]
-    #[case::masqueraded(true, None, Some("192.0.2.1:1024"))]
-    #[case::not_masqueraded(false, Some("192.0.2.1:1024"), None)]
-    fn of_netfilters_connection_only_the_ends_of_its_answers_are_known(
-        #[case] is_masqueraded: bool,
-        #[case] client: Option<&str>,
+    #[case::masqueraded(([192, 0, 2, 1], 1024), Some("192.0.2.1:1024"))]
+    #[case::not_masqueraded(([10, 1, 0, 5], 4000), None)]
+    fn netfilters_connection_is_listed_once(
+        #[case] answers_to: ([u8; 4], u16),
         #[case] masquerade: Option<&str>,
     ) {
-        let (backend, answers_to) = (([10, 1, 0, 2], Port::new(8080)), ([192, 0, 2, 1], Port::new(1024)));
-        let (key, flow) = Flow::<[u8; 4]>::of_netfilter(backend, answers_to, is_masqueraded, SECOND);
-        assert!(is_listed(&key, &flow));
+        let end = |(address, port)| (address, Port::new(port));
+        let connection = NetfilterConnection::<[u8; 4]> {
+            client: end(([10, 1, 0, 5], 4000)),
+            frontend: end(([10, 96, 0, 1], 80)),
+            backend: end(([10, 1, 0, 2], 8080)),
+            answers_to: end(answers_to),
+        };
+        let flow = Flow::of_netfilter(&connection, SECOND);
+        assert_eq!(flow.netfilter_keys().map(|key| is_listed(&key, &flow)), [true, false]);
         let shown = snapshot::<V4>(&flow, SECOND).unwrap();
-        assert_eq!(shown.client.map(|end| end.to_string()).as_deref(), client);
         assert_eq!(shown.masquerade.map(|end| end.to_string()).as_deref(), masquerade);
-        assert_eq!((shown.frontend, shown.backend.to_string().as_str()), (None, "10.1.0.2:8080"));
+        let ends = [shown.client.unwrap(), shown.frontend.unwrap(), shown.backend];
+        assert_eq!(ends.map(|end| end.to_string()), ["10.1.0.5:4000", "10.96.0.1:80", "10.1.0.2:8080"]);
     }
 
     fn listed(limit: usize, wanted: &dyn Fn(&FlowSnapshot) -> bool, opened: &[u64]) -> Vec<u64> {

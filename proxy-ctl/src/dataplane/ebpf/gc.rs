@@ -15,6 +15,7 @@ use super::{
     Error,
     connections::{Kind, Recount, UnprovenRecount},
     family::TableFamily,
+    netfilter_ports::EndedConnections,
     tables::{FamilyTables, Table},
 };
 use crate::sys::map::Cursor;
@@ -146,11 +147,12 @@ pub(super) struct Collector<F: TableFamily> {
     pub(super) recount: Option<Recount>,
     /// Of every walk through `flows` from its beginning on.
     unproven: Option<UnprovenRecount>,
+    pub(super) ended: EndedConnections<F>,
 }
 
 impl<F: TableFamily> Default for Collector<F> {
     fn default() -> Self {
-        Self { opening: Walk::default(), established: Walk::default(), recount: None, unproven: None }
+        Self { opening: Walk::default(), established: Walk::default(), recount: None, unproven: None, ended: EndedConnections::default() }
     }
 }
 
@@ -216,8 +218,9 @@ impl<F: TableFamily> Collector<F> {
         }
         if stage == Stage::Established && matches!(walk.cursor, Cursor::Start) {
             self.unproven = Some(UnprovenRecount::begin::<F::Address>(&tables.connections)?);
+            self.ended.begin();
         }
-        let (recount, recount_unproven) = (&mut self.recount, &mut self.unproven);
+        let (recount, recount_unproven, ended) = (&mut self.recount, &mut self.unproven, &mut self.ended);
         let progress = walk.go_on(table, |slice| {
             let mut expired = 0;
             if let Some(recount) = recount.as_mut().filter(|_| stage == Stage::Established) {
@@ -226,6 +229,11 @@ impl<F: TableFamily> Collector<F> {
             }
             if let Some(recount) = recount_unproven.as_mut().filter(|_| stage == Stage::Established) {
                 slice.iter().for_each(|(key, flow)| recount.see(unproven(stage, key, flow)));
+            }
+            if stage == Stage::Established {
+                for (_, flow) in slice.iter().filter(|(_, flow)| ended.has_ended(flow)) {
+                    expired += remove_if(tables, flow, |_| true)? as u64;
+                }
             }
             for (key, flow) in slice {
                 let met = Entry { stage, key: *key, flow: *flow };

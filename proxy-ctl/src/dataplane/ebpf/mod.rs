@@ -5,7 +5,7 @@
 //! calls pass. [`status`] and [`cleanup`] work on the pins alone, with the controller down.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashSet},
+    collections::{BTreeMap, BTreeSet},
     net::{IpAddr, UdpSocket},
     os::fd::AsFd,
     path::PathBuf,
@@ -421,24 +421,25 @@ impl EbpfDataplane {
         }
     }
 
-    fn keep_netfilter_ports(&self) {
-        let ports: HashSet<u16> = SourcePorts::read().programs.ports.into_iter().collect();
+    fn keep_netfilter_ports(&mut self) {
+        self.flows4.ended.forget();
+        self.flows6.ended.forget();
         let now = clock::since_boot();
         let kept = Conntrack::open().map_err(Error::Conntrack).and_then(|conntrack| {
-            let v4 = netfilter_ports::keep(&self.v4.tables, &conntrack, &ports, now)?;
-            Ok(v4 + netfilter_ports::keep(&self.v6.tables, &conntrack, &ports, now)?)
+            let v4 = netfilter_ports::keep(&self.v4.tables, &conntrack, now)?;
+            Ok(v4 + netfilter_ports::keep(&self.v6.tables, &conntrack, now)?)
         });
         match kept {
             Ok(0) => {}
             Ok(kept) => {
                 tracing::info!(
                     kept,
-                    "answers to connections that netfilter translates are kept apart from those of flows"
+                    "connections that netfilter translates are kept apart from flows"
                 )
             }
             // All of them may go on even so, and new connections matter more.
             Err(error) => {
-                tracing::warn!(%error, "connections that netfilter translates may lose answers to new flows")
+                tracing::warn!(%error, "connections that netfilter translates may lose packets to new flows")
             }
         }
     }

@@ -1,12 +1,23 @@
-//! TCP connections that netfilter goes on translating: those that a former proxy's rules have opened. Were the address and port that
-//! one's answers go to given to a flow towards the same endpoint, the programs would take the answers.
+//! TCP connections that netfilter goes on translating: those that a former proxy's rules, or those of the mode beside, have opened. Each has two
+//! pairs of ends, of its client's packets and of its answers, and both are kept from flows: the programs would take its packets, or a forged SYN
+//! would open a flow that the client's own segments follow.
 
-use std::collections::HashSet;
+use std::{
+    collections::HashSet,
+    time::{Duration, Instant},
+};
 
-use proxy_common::{layout::Flow, port::Port};
+use proxy_common::{
+    flow::NetfilterConnection,
+    layout::{FLOW_OF_NETFILTER, Flow, FlowKey, PROGRESS_CONFIRMED},
+    port::Port,
+};
 
 use super::{Error, family::TableFamily, tables::FamilyTables};
-use crate::{dataplane::conntrack::address_family, sys::conntrack::Conntrack};
+use crate::{
+    dataplane::conntrack::address_family,
+    sys::conntrack::{Conntrack, TranslatedConnection},
+};
 
 /// After which step they are to be kept next: rules go on opening connections until all is taken over.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -16,44 +27,122 @@ pub(super) enum KeepPorts {
     Done,
 }
 
-/// Keeps what answers of one family go to from flows. `ports`: those of masqueraded flows. Answers how many were not kept
-/// before.
+/// Keeps the ends of one family's connections from flows. Returns how many connections were not
+/// kept before.
 pub(super) fn keep<F: TableFamily>(
     tables: &FamilyTables<F>,
     conntrack: &Conntrack,
-    ports: &HashSet<u16>,
     now: u64,
 ) -> Result<u64, Error> {
     // The other half is for flows.
-    let most = u64::from(tables.flows.map().capacity() / 2);
-    let connections =
-        conntrack.translated_connections(address_family(F::FAMILY)).map_err(Error::Conntrack)?;
-    let (mut kept, mut there) = (0, 0);
-    for connection in connections {
-        let (backend_port, port) =
-            (Port::new(connection.replier.port()), Port::new(connection.answers_to.port()));
-        let (Some(backend), Some(address)) =
-            (F::address(connection.replier.ip()), F::address(connection.answers_to.ip()))
-        else {
-            continue;
-        };
-        if connection.is_masqueraded && !ports.contains(&port.number()) {
-            continue;
+    let most = tables.flows.map().capacity() as usize / 2;
+    let mut connections = list::<F>(conntrack, now)?;
+    if connections.len() * 2 > most {
+        tracing::warn!(
+            most,
+            "netfilter translates more connections than are kept apart from flows (they may take half of ebpf.limits.flows)"
+        );
+        connections.truncate(most / 2);
+    }
+    let mut kept = 0;
+    for flow in &connections {
+        let mut is_new = false;
+        for key in flow.netfilter_keys() {
+            is_new |= keep_key(tables, &key, flow)?;
         }
-        if there == most {
-            tracing::warn!(
-                most,
-                "netfilter translates more connections than are kept apart from flows (half of ebpf.limits.flows)"
-            );
-            break;
-        }
-        let (key, flow) =
-            Flow::of_netfilter((backend, backend_port), (address, port), connection.is_masqueraded, now);
-        // A flow that has the port already goes on.
-        if tables.opening_flows.get(&key)?.is_none() {
-            kept += u64::from(tables.flows.insert(&key, &flow)?);
-            there += 1;
-        }
+        kept += u64::from(is_new);
     }
     Ok(kept)
+}
+
+/// Returns true if the key is netfilter's from now on.
+fn keep_key<F: TableFamily>(
+    tables: &FamilyTables<F>,
+    key: &FlowKey<F::Address>,
+    flow: &Flow<F::Address>,
+) -> Result<bool, Error> {
+    // A confirmed flow goes on. One that is not may be that of a forged SYN, and is not found any more.
+    let opening = tables.opening_flows.get(key)?;
+    if opening.is_some_and(|flow| flow.state.progress == PROGRESS_CONFIRMED) {
+        return Ok(false);
+    }
+    if tables.flows.insert(key, flow)? {
+        return Ok(true);
+    }
+    // A former version knew less of it.
+    if tables.flows.get(key)?.is_some_and(|kept| kept.flags & FLOW_OF_NETFILTER != 0) {
+        tables.flows.set(key, flow)?;
+    }
+    Ok(false)
+}
+
+fn list<F: TableFamily>(conntrack: &Conntrack, now: u64) -> Result<Vec<Flow<F::Address>>, Error> {
+    let connections =
+        conntrack.translated_connections(address_family(F::FAMILY)).map_err(Error::Conntrack)?;
+    Ok(connections.iter().filter_map(|connection| flow::<F>(connection, now)).collect())
+}
+
+fn flow<F: TableFamily>(connection: &TranslatedConnection, now: u64) -> Option<Flow<F::Address>> {
+    let end = |end: std::net::SocketAddr| Some((F::address(end.ip())?, Port::new(end.port())));
+    let connection = NetfilterConnection {
+        client: end(connection.client)?,
+        frontend: end(connection.dialled)?,
+        backend: end(connection.replier)?,
+        answers_to: end(connection.answers_to)?,
+    };
+    Some(Flow::of_netfilter(&connection, now))
+}
+
+/// Finds connections of one family that have ended: their clients may dial again from the same
+/// port.
+#[derive(Debug)]
+pub(super) struct EndedConnections<F: TableFamily> {
+    /// Client and frontend of those that have not, as of the walk that goes on.
+    up: Option<HashSet<FlowKey<F::Address>>>,
+    /// The walk has met one.
+    are_kept: bool,
+    next_list: Option<Instant>,
+}
+
+impl<F: TableFamily> Default for EndedConnections<F> {
+    fn default() -> Self {
+        Self { up: None, are_kept: false, next_list: None }
+    }
+}
+
+impl<F: TableFamily> EndedConnections<F> {
+    /// A list of all that conntrack knows may take a second: a fiftieth of the time goes into them.
+    const REST: u32 = 50;
+    const LEAST_REST: Duration = Duration::from_secs(2);
+
+    /// A walk through `flows` begins.
+    pub(super) fn begin(&mut self) {
+        self.up = None;
+        let is_due = self.next_list.is_none_or(|next| next <= Instant::now());
+        if !std::mem::take(&mut self.are_kept) || !is_due {
+            return;
+        }
+        let started = Instant::now();
+        let listed = Conntrack::open()
+            .map_err(Error::Conntrack)
+            .and_then(|conntrack| list::<F>(&conntrack, 0));
+        match listed {
+            Ok(flows) => self.up = Some(flows.iter().map(Flow::client_key).collect()),
+            Err(error) => tracing::debug!(%error, "connections that netfilter translates are not listed"),
+        }
+        let rest = (started.elapsed() * Self::REST).max(Self::LEAST_REST);
+        self.next_list = Some(Instant::now() + rest);
+    }
+
+    /// Others were kept since the list was made.
+    pub(super) fn forget(&mut self) {
+        self.up = None;
+    }
+
+    /// Returns true if the walk meets a connection of netfilter's that has ended.
+    pub(super) fn has_ended(&mut self, flow: &Flow<F::Address>) -> bool {
+        let is_one = flow.flags & FLOW_OF_NETFILTER != 0;
+        self.are_kept |= is_one;
+        is_one && self.up.as_ref().is_some_and(|up| !up.contains(&flow.client_key()))
+    }
 }

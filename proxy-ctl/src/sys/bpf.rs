@@ -264,6 +264,43 @@ pub fn link_tcx(
     create_link(program, interface, hook, BPF_F_BEFORE)
 }
 
+/// The most programs that a tcx hook has (`BPF_MPROG_MAX`).
+const MOST_TCX: usize = 64;
+
+#[derive(Default)]
+#[repr(C)]
+struct ProgramQuery {
+    target: u32,
+    attach_type: u32,
+    query_flags: u32,
+    attach_flags: u32,
+    ids: u64,
+    count: u32,
+    _padding: u32,
+    attach_flags_of_programs: u64,
+    link_ids: u64,
+    attach_flags_of_links: u64,
+    revision: u64,
+}
+
+/// Returns the ids of the programs of a tcx hook in the order in which they run. Linux 6.6; before:
+/// `EINVAL`.
+pub fn tcx_programs(interface: u32, hook: bpf_attach_type) -> Result<Vec<u32>, CallError> {
+    let mut ids = vec![0_u32; MOST_TCX];
+    let mut attr = ProgramQuery {
+        target: interface,
+        attach_type: hook as u32,
+        ids: address(ids.as_mut_ptr()),
+        count: MOST_TCX as u32,
+        ..ProgramQuery::default()
+    };
+    // SAFETY: BPF_PROG_QUERY writes no more than `count` numbers to `ids`, which outlives the call.
+    unsafe { call(bpf_cmd::BPF_PROG_QUERY, &mut attr) }
+        .map_err(|e| CallError::new("bpf(BPF_PROG_QUERY)", e))?;
+    ids.truncate(attr.count as usize);
+    Ok(ids)
+}
+
 /// Who runs an XDP program.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum XdpMode {

@@ -9,7 +9,7 @@ use super::{
     CallError,
     generic_netlink::{GenericFamily, HEADER, header},
     netlink::{Attributes, Messages, NLM_F_ACK, NetlinkSocket, word},
-    tc::{Direction, has_filters, tcx_programs},
+    tc::{Direction, has_filters, tcx_program_ids},
 };
 
 /// `None`: nobody tells.
@@ -122,7 +122,7 @@ fn link(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {
 }
 
 fn programs(index: u32) -> Option<usize> {
-    Direction::ALL.into_iter().map(|direction| Some(tcx_programs(index, direction)?.len())).sum()
+    Direction::ALL.into_iter().map(|direction| Some(tcx_program_ids(index, direction)?.len())).sum()
 }
 
 fn filters(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {

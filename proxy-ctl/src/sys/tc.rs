@@ -3,13 +3,14 @@
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use aya::programs::{ProgramInfo, SchedClassifier, TcAttachType};
+use aya_obj::generated::bpf_attach_type;
 use libc::{
     RTM_DELQDISC, RTM_DELTFILTER, RTM_GETTFILTER, RTM_NEWQDISC, RTM_NEWTFILTER, TCA_KIND, TCA_OPTIONS,
 };
 use netlink_sys::protocols::NETLINK_ROUTE;
 
 use super::{
-    CallError,
+    CallError, bpf,
     netlink::{
         Attributes, Messages, NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REPLACE, NetlinkSocket,
         word,
@@ -63,6 +64,14 @@ impl Direction {
         match self {
             Self::Ingress => "ingress",
             Self::Egress => "egress",
+        }
+    }
+
+    /// The hook of tcx.
+    pub const fn tcx_hook(self) -> bpf_attach_type {
+        match self {
+            Self::Ingress => bpf_attach_type::BPF_TCX_INGRESS,
+            Self::Egress => bpf_attach_type::BPF_TCX_EGRESS,
         }
     }
 
@@ -185,8 +194,16 @@ pub fn filters(interface: u32, direction: Direction) -> Result<Vec<Filter>, Call
     list(interface, direction, filter)
 }
 
-/// The programs of a tcx hook in the order in which they run. None: the interface is gone, or the
-/// kernel does not tell.
+/// Returns the ids of the programs of a tcx hook in the order in which they run. `None`: the
+/// interface is gone, or the kernel does not tell.
+pub fn tcx_program_ids(index: u32, direction: Direction) -> Option<Vec<u32>> {
+    let listed = bpf::tcx_programs(index, direction.tcx_hook());
+    let told = |error: &CallError| tracing::debug!(index, %error, "the programs of a hook cannot be listed");
+    listed.inspect_err(told).ok()
+}
+
+/// Returns the programs of a tcx hook in the order in which they run, with their names, for each of
+/// which the kernel is asked. `None`: the interface is gone, or the kernel does not tell.
 pub fn tcx_programs(index: u32, direction: Direction) -> Option<Vec<AttachedProgram>> {
     let name =
         nix::net::if_::if_indextoname(index).ok()?.into_string().ok().filter(|name| !name.is_empty())?;

@@ -945,6 +945,28 @@ fn a_filter_gives_way_to_others_that_hold_its_priority() {
     assert!(run("tc", "filter show dev dpa ingress").contains("u32"));
 }
 
+/// The kernel gives each priority handles of its own.
+#[test]
+fn a_filter_of_another_with_our_handle_is_told_as_anothers() {
+    const OUR_HANDLE: u32 = 0x7063;
+    let Some(sandbox) = Sandbox::new() else { return };
+    let interface = veth("dpa");
+    let mut dataplane = sandbox.open().without_tcx();
+    dataplane.take_host(&host(&[("dpa", Role::Workload)])).unwrap();
+    if is_without_clsact(&dataplane) {
+        return;
+    }
+    let foreign = packet_program(-1);
+    let put = |direction, priority| {
+        tc::put_filter(tc::ADD_FILTER, interface, direction, priority, OUR_HANDLE, foreign.as_fd(), "foreign")
+    };
+    put(Direction::Egress, 9).unwrap();
+    let others: Vec<_> = sandbox.snapshot().hooks.into_iter().flat_map(|hook| hook.others).collect();
+    let told: Vec<_> =
+        others.iter().map(|other| (other.name.as_str(), other.hook, other.is_before)).collect();
+    assert_eq!(told, [("foreign", "egress", false)]);
+}
+
 /// The kernel gives up checking a program when a signal comes, and a CPU profile sends many.
 #[test]
 fn programs_are_loaded_while_a_cpu_profile_is_taken() {

@@ -37,8 +37,8 @@ use crate::{
     },
 };
 
-/// Of our filters.
-pub(super) const HANDLE: u32 = 0x7063;
+/// The handle of our filters.
+const HANDLE: u32 = 0x7063;
 /// Marks a clsact qdisc that we made, in the interface's folder.
 const MADE_QDISC: &str = "qdisc";
 
@@ -403,7 +403,7 @@ impl Hooks {
         let name = packet_program(interface.role, direction, interface.ethernet);
         let path = self.link_path(interface.index, direction);
         let target = || format!("{} ({})", interface.name, direction.name());
-        let new = bpf::link_tcx(self.programs.get(name)?, interface.index, tcx_hook(direction))
+        let new = bpf::link_tcx(self.programs.get(name)?, interface.index, direction.tcx_hook())
             .map_err(|source| Error::Attach { program: name, target: target(), source })?;
         self.links.replace(&path, new)
     }
@@ -516,7 +516,7 @@ impl Hooks {
     ) -> Result<Result<Ensured, CallError>, Error> {
         let path = self.link_path(index, direction);
         let program = self.programs.get(name)?;
-        let create = || bpf::link_tcx(program, index, tcx_hook(direction));
+        let create = || bpf::link_tcx(program, index, direction.tcx_hook());
         Ok(self.links.ensure(&path, program, |target| target == LinkTarget::Tcx(index), create))
     }
 
@@ -589,13 +589,6 @@ fn uplinks_first(interfaces: &[Interface]) -> impl Iterator<Item = &Interface> {
     of(Role::Uplink).chain(of(Role::Workload))
 }
 
-const fn tcx_hook(direction: Direction) -> bpf_attach_type {
-    match direction {
-        Direction::Ingress => bpf_attach_type::BPF_TCX_INGRESS,
-        Direction::Egress => bpf_attach_type::BPF_TCX_EGRESS,
-    }
-}
-
 /// EINVAL: filters of another kind, or for another protocol, have this priority.
 fn first_accepted(priorities: [u16; 8], put: impl Fn(u16) -> Result<(), CallError>) -> Result<(), CallError> {
     let [best, others @ ..] = priorities;
@@ -605,9 +598,14 @@ fn first_accepted(priorities: [u16; 8], put: impl Fn(u16) -> Result<(), CallErro
     })
 }
 
+/// Returns true if the filter is ours. Handles belong to a priority each, so that a filter of
+/// another with a priority that we never take may have the same handle.
+pub(super) fn is_ours(filter: &tc::Filter) -> bool {
+    filter.handle == HANDLE && PRIORITIES.contains(&filter.priority)
+}
+
 fn our_filter(index: u32, direction: Direction) -> Result<Option<tc::Filter>, CallError> {
-    let ours = |filter: &tc::Filter| filter.handle == HANDLE && PRIORITIES.contains(&filter.priority);
-    Ok(tc::filters(index, direction)?.into_iter().find(ours))
+    Ok(tc::filters(index, direction)?.into_iter().find(is_ours))
 }
 
 fn has_filter(index: u32, direction: Direction) -> Result<bool, Error> {

@@ -20,7 +20,7 @@ use proxy_common::{
 
 use super::{
     Error,
-    attach::HANDLE,
+    attach::is_ours,
     connections::Counted,
     events::Events,
     family::TableFamily,
@@ -283,7 +283,7 @@ impl Reader<'_> {
 fn others_by_clsact(interface: u32) -> Vec<OtherProgram> {
     let of_direction = |direction: Direction| {
         let filters = tc::filters(interface, direction).unwrap_or_default();
-        let programs = filters.iter().map(|filter| (filter.name.clone(), filter.handle == HANDLE)).collect();
+        let programs = filters.iter().map(|filter| (filter.name.clone(), is_ours(filter))).collect();
         others(direction, programs)
     };
     Direction::ALL.into_iter().flat_map(of_direction).collect()

@@ -92,6 +92,11 @@ const TESTS: &[Tool] = &[
     optional("conntrack", "conntrack", "the real kube-proxy as oracle"),
     optional("ipset", "ipset", "comparing what is left on a node"),
     optional("ipvsadm", "ipvsadm", "comparing what is left on a node"),
+    optional(
+        "/usr/lib/cni/bandwidth",
+        "containernetworking-plugins",
+        "CNI's bandwidth plugin at a pod's interface",
+    ),
 ];
 
 const MACHINES: &[Tool] = &[

@@ -30,6 +30,7 @@ pub(super) fn host(
         node_ports_everywhere: config.serves_node_ports_everywhere(),
         masquerade_addresses: network.masquerade_addresses.clone(),
         interfaces: selected.cloned().collect(),
+        limits_bandwidth: network.limits_bandwidth,
         local_traffic: match config.detect_local_mode {
             LocalMode::ClusterCidr => LocalTraffic::FromCidrs(config.cluster_cidrs.clone()),
             LocalMode::NodeCidr => LocalTraffic::FromCidrs(pod_cidrs.clone()),

@@ -3,6 +3,10 @@
 //! What of a service port is handed over follows from [`Dataplane::supports`] of the mode at work: the whole port, or its
 //! frontends of one kind; these may be served by both, each for its own clients. The mode beside is opened with the first such
 //! port, and removed after the last once no connection rests on it.
+//!
+//! While pods have no packet programs ([`HookProblems::lacks_programs`]), every service port is
+//! handed over, and the mode at work goes on serving all of them. A packet that its programs have
+//! translated matches no rule of netfilter, so the mode beside serves those pods alone.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -69,6 +73,16 @@ pub(super) struct HandOver {
     beside: Box<dyn ModeBeside>,
     /// `None`: nothing is handed over, or it could not be opened.
     opened: Option<Box<dyn Dataplane>>,
+    /// Everything that is desired, of which all is handed over while pods have no packet programs.
+    desired: BTreeMap<ServicePortName, Arc<DesiredPort>>,
+    /// Pods have no packet programs, so that everything is handed over.
+    hands_everything: bool,
+    /// Calls of [`Dataplane::collect_garbage`] since the last such pod was there.
+    since_last_lack: u32,
+    /// [`Dataplane::resync`] has told what is desired.
+    is_synced: bool,
+    /// The mode beside could not write what has become its to serve.
+    is_beside_stale: bool,
     /// What is handed over.
     handed: BTreeMap<ServicePortName, Arc<DesiredPort>>,
     /// The frontends that were handed over since the mode beside was opened.
@@ -148,6 +162,11 @@ impl HandOver {
             primary,
             beside,
             opened: None,
+            desired: BTreeMap::new(),
+            hands_everything: false,
+            since_last_lack: 0,
+            is_synced: false,
+            is_beside_stale: false,
             handed: BTreeMap::new(),
             was_handed: DialledFrontends::default(),
             passing: BTreeMap::new(),
@@ -162,7 +181,85 @@ impl HandOver {
     }
 
     fn parts(&self, port: &Arc<DesiredPort>) -> Parts {
-        Parts::of(port, &self.primary.supports(port))
+        let parts = Parts::of(port, &self.primary.supports(port));
+        if self.hands_everything { Parts { handed: Some(Arc::clone(port)), ..parts } } else { parts }
+    }
+
+    /// Hands everything over from now on if pods have no packet programs.
+    fn follow_lack(&mut self) -> Result<Applied, Error> {
+        if self.hands_everything || !self.primary.hook_problems().lacks_programs {
+            return Ok(Applied::default());
+        }
+        tracing::info!(
+            mode = %self.beside.mode(),
+            "some pods have no packet programs: it serves everything for them, beside the mode at work"
+        );
+        self.hand_over_anew(true)
+    }
+
+    /// Hands everything over, or takes everything back some time after all pods have packet
+    /// programs: the next pod without any may follow soon.
+    fn follow_end_of_lack(&mut self) -> Result<Applied, Error> {
+        if self.primary.hook_problems().lacks_programs {
+            self.since_last_lack = 0;
+            return self.follow_lack();
+        }
+        self.since_last_lack = self.since_last_lack.saturating_add(1);
+        if !self.hands_everything || self.since_last_lack < COLLECTIONS_BETWEEN_REMOVALS {
+            return Ok(Applied::default());
+        }
+        self.hand_over_anew(false)
+    }
+
+    fn hand_over_anew(&mut self, everything: bool) -> Result<Applied, Error> {
+        self.hands_everything = everything;
+        if !self.is_synced {
+            // The first resync hands over.
+            return Ok(Applied::default());
+        }
+        let before = std::mem::take(&mut self.handed);
+        let mut changes = Changes::default();
+        for port in self.desired.values().cloned().collect::<Vec<_>>() {
+            match self.parts(&port).handed {
+                Some(part) => {
+                    if before.get(&port.name) != Some(&part) {
+                        changes.changed.push(Arc::clone(&part));
+                    }
+                    self.hand_over(&part);
+                }
+                None if before.contains_key(&port.name) => changes.removed.push(port.name.clone()),
+                None => {}
+            }
+        }
+        self.failure_changed |= self.failure.is_some();
+        self.is_beside_stale = true;
+        let applied = self.apply_beside(&changes)?;
+        self.is_beside_stale = false;
+        Ok(applied)
+    }
+
+    /// Tries again to write what the mode beside could not write.
+    fn refresh_beside(&mut self) -> Result<(), Error> {
+        if std::mem::take(&mut self.is_beside_stale) {
+            let all = self.ports_beside();
+            let written = self.opened.as_mut().map_or(Ok(Applied::default()), |opened| opened.resync(&all));
+            self.is_beside_stale = written.is_err();
+            written?;
+        }
+        Ok(())
+    }
+
+    /// Returns who serves a pod whose interface has no packet programs, as `status` tells it.
+    fn serves_instead(&self) -> String {
+        let mode = self.beside.mode();
+        match &self.failure {
+            None => format!("mode {mode} serves its pod where sockets do not"),
+            Some(failure) => {
+                format!(
+                    "mode {mode}, which would serve its pod where sockets do not, cannot be opened: {failure}"
+                )
+            }
+        }
     }
 
     /// Takes `changes` apart.
@@ -170,6 +267,7 @@ impl HandOver {
         let mut split = Split::default();
         let Split { own, arriving, handed } = &mut split;
         for port in &changes.changed {
+            self.desired.insert(port.name.clone(), Arc::clone(port));
             let parts = self.parts(port);
             match parts.own {
                 Some(port) => own.changed.push(port),
@@ -193,6 +291,7 @@ impl HandOver {
             self.failure_changed |= self.failure.is_some();
         }
         for name in &changes.removed {
+            self.desired.remove(name);
             own.removed.push(name.clone());
             if self.take_back(name).is_some() {
                 handed.removed.push(name.clone());
@@ -333,7 +432,9 @@ impl HandOver {
             let unsupported = self.primary.supports(port);
             unsupported.iter().filter(|one| can_be_handed_over(one)).map(told).collect()
         };
-        self.handed.iter().map(|(name, port)| (name.clone(), fields(port))).collect()
+        // Ports that the mode at work serves too have no such fields.
+        let with_fields = self.handed.iter().map(|(name, port)| (name.clone(), fields(port)));
+        with_fields.filter(|(_, fields): &(_, Vec<_>)| !fields.is_empty()).collect()
     }
 }
 
@@ -376,6 +477,8 @@ impl Dataplane for HandOver {
     /// adopts what a predecessor has written, and of that removes all that is not handed over.
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
         let mut own = Vec::with_capacity(desired.len());
+        self.desired = desired.iter().map(|port| (port.name.clone(), Arc::clone(port))).collect();
+        self.is_synced = true;
         let mut before = std::mem::take(&mut self.passing);
         before.append(&mut self.handed);
         for port in desired {
@@ -421,13 +524,20 @@ impl Dataplane for HandOver {
         let beside = &mut self.opened;
         let beside =
             beside.as_mut().map_or(Ok(Applied::default()), |opened| opened.set_host(&of_beside(host)));
-        let mut applied = self.primary.set_host(host)?;
+        let own = self.primary.set_host(host);
+        // Some pods may have no packet programs, whether or not the call has failed.
+        let handed = self.follow_lack();
+        let mut applied = own?;
         applied += beside?;
+        applied += handed?;
         Ok(applied)
     }
 
     fn attach(&mut self) -> Result<(), Error> {
-        self.primary.attach()
+        let attached = self.primary.attach();
+        let handed = self.follow_lack();
+        attached?;
+        handed.map(drop)
     }
 
     fn renew_lease(&mut self) -> Result<(), Error> {
@@ -436,7 +546,10 @@ impl Dataplane for HandOver {
 
     fn collect_garbage(&mut self) -> Result<(), Error> {
         let beside = self.opened.as_mut().map_or(Ok(()), |opened| opened.collect_garbage());
-        self.primary.collect_garbage()?;
+        let own = self.primary.collect_garbage();
+        let handed = self.refresh_beside().and_then(|()| self.follow_end_of_lack());
+        own?;
+        handed?;
         if self.serves_nothing_beside() && (self.opened.is_some() || self.removal_pending) {
             self.idle += 1;
             if self.idle >= COLLECTIONS_BETWEEN_REMOVALS {
@@ -511,7 +624,12 @@ impl Dataplane for HandOver {
     }
 
     fn hook_problems(&self) -> HookProblems {
-        self.primary.hook_problems()
+        let mut problems = self.primary.hook_problems();
+        if !problems.unattached.is_empty() {
+            let instead = self.serves_instead();
+            problems.unattached.values_mut().for_each(|reason| *reason = format!("{reason}; {instead}"));
+        }
+        problems
     }
 }
 

@@ -18,6 +18,8 @@ pub struct NodeNetwork {
     /// Source of translated flows, at most one of each family.
     pub masquerade_addresses: Vec<IpAddr>,
     pub interfaces: Vec<Interface>,
+    /// CNI's bandwidth plugin has limited a pod since interfaces are followed.
+    pub limits_bandwidth: bool,
 }
 
 /// The node as its dataplane sees it: its network, what the configuration selects of that, and the cluster around it.
@@ -35,6 +37,8 @@ pub struct Host {
     /// Source of translated flows, at most one of each family.
     pub masquerade_addresses: Vec<IpAddr>,
     pub interfaces: Vec<Interface>,
+    /// CNI's bandwidth plugin has limited a pod since interfaces are followed.
+    pub limits_bandwidth: bool,
     pub local_traffic: LocalTraffic,
     /// Addresses of all pods of the cluster; empty: not known.
     pub cluster_cidrs: Vec<IpNet>,
@@ -105,6 +109,8 @@ pub struct Interface {
     pub mtu: u32,
     /// Of its Ethernet frames, where it has one.
     pub link_address: Option<[u8; 6]>,
+    /// False: a workload's interface that no packet passes, as it or its other end is down.
+    pub is_up: bool,
     /// VLAN devices are on it.
     pub has_vlans: bool,
     /// Name of the bridge that it is a port of.
@@ -126,6 +132,7 @@ impl Interface {
             device,
             mtu: 1_500,
             link_address: None,
+            is_up: true,
             has_vlans: false,
             bridge: None,
             masquerade_addresses: Vec::new(),

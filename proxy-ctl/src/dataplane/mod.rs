@@ -139,6 +139,9 @@ pub struct HookProblems {
     pub without_xdp: BTreeMap<u32, String>,
     /// Interfaces of workloads that packet programs cannot be attached to.
     pub unattached: BTreeMap<u32, String>,
+    /// Some pods have no packet programs, for good or for some seconds, and perhaps no socket hooks
+    /// either: another mode should serve them beside this one.
+    pub lacks_programs: bool,
 }
 
 /// What a call has written: table entries, rules or the like.

@@ -75,7 +75,7 @@ pub async fn watch(
                     tracing::info!("changes of interfaces came faster than they were read; all are listed again");
                     // What still waits is older than the list.
                     rtnetlink::drop_waiting(socket)?;
-                    state = dump().await?;
+                    state.replace(dump().await?);
                 } else {
                     ready.clear_ready();
                 }

@@ -27,6 +27,7 @@ struct Link {
     ethernet: bool,
     mtu: u32,
     address: Option<[u8; 6]>,
+    is_up: bool,
     kind: LinkKind,
     /// Index.
     master: Option<u32>,
@@ -87,7 +88,13 @@ pub(super) struct State {
     addresses: BTreeMap<(u32, IpAddr), Assignment>,
     next_place: u32,
     default_routes: BTreeSet<DefaultRoute>,
+    /// CNI's bandwidth plugin has made a device.
+    limits_bandwidth: bool,
 }
+
+/// The first letters of the devices that CNI's bandwidth plugin makes, one for each pod that it
+/// limits.
+const LIMITING_DEVICE: &str = "bwp";
 
 impl State {
     /// Takes over one message, of a dump or of a change.
@@ -96,7 +103,10 @@ impl State {
         match message {
             RouteNetlinkMessage::NewLink(link) if is_whole(link) => {
                 let index = link.header.index;
-                self.links.insert(index, parse_link(link));
+                let found = parse_link(link);
+                self.limits_bandwidth |=
+                    found.kind == LinkKind::Sink && found.name.starts_with(LIMITING_DEVICE);
+                self.links.insert(index, found);
                 // IPv4 routes of a link that goes down vanish without a message.
                 if !link.header.flags.contains(LinkFlags::Up) {
                     self.default_routes.retain(|route| route.interface != index);
@@ -126,6 +136,12 @@ impl State {
             }
             _ => {}
         }
+    }
+
+    /// Takes over what was listed anew. What was seen of devices that are gone stays known.
+    pub(super) fn replace(&mut self, listed: Self) {
+        let limits_bandwidth = self.limits_bandwidth | listed.limits_bandwidth;
+        *self = Self { limits_bandwidth, ..listed };
     }
 
     fn assign(&mut self, key: (u32, IpAddr), assignment: Assignment) {
@@ -160,6 +176,7 @@ impl State {
                 device: link.device(),
                 mtu: link.mtu,
                 link_address: link.address,
+                is_up: role == Role::Uplink || link.is_up,
                 has_vlans: self
                     .links
                     .values()
@@ -176,6 +193,7 @@ impl State {
             addresses: self.own_addresses().map(|(_, ip)| *ip).filter(is_routable).collect(),
             masquerade_addresses: masquerade.collect(),
             interfaces: interfaces.collect(),
+            limits_bandwidth: self.limits_bandwidth,
         }
     }
 
@@ -285,6 +303,7 @@ fn parse_link(message: &LinkMessage) -> Link {
         ethernet: message.header.link_layer_type == LinkLayerType::Ether,
         mtu: 0,
         address: None,
+        is_up: message.header.flags.contains(LinkFlags::LowerUp),
         kind: LinkKind::Physical,
         master: None,
         vlan: None,
@@ -494,6 +513,34 @@ mod tests {
             LinkInfo::Data(InfoData::Vlan(vec![InfoVlan::Id(id), InfoVlan::Protocol(protocol)])),
         ]));
         message
+    }
+
+    #[test]
+    fn the_bandwidth_plugin_stays_known_once_it_has_made_a_device() {
+        let limits = |state: &State| state.host(&Surroundings::default()).limits_bandwidth;
+        let mut state = node();
+        state.apply(&new_link(5, "ifb0", Some(InfoKind::Ifb), None));
+        assert!(!limits(&state));
+        let device = link(6, "bwp5a1527d2fe74", Some(InfoKind::Ifb), None);
+        state.apply(&RouteNetlinkMessage::NewLink(device.clone()));
+        state.apply(&RouteNetlinkMessage::DelLink(device));
+        assert!(limits(&state));
+        state.replace(node());
+        assert!(limits(&state));
+    }
+
+    #[test]
+    fn a_workloads_interface_is_up_when_its_other_end_is() {
+        let mut pod = link(4, "veth1", Some(InfoKind::Veth), None);
+        let is_up = |pod: &LinkMessage| {
+            let mut state = node();
+            state.apply(&RouteNetlinkMessage::NewLink(pod.clone()));
+            state.host(&Surroundings::default()).interfaces.iter().map(|one| one.is_up).collect::<Vec<_>>()
+        };
+        pod.header.flags = LinkFlags::Up;
+        assert_eq!(is_up(&pod), [true, false], "the uplink counts as up");
+        pod.header.flags |= LinkFlags::LowerUp;
+        assert_eq!(is_up(&pod), [true, true]);
     }
 
     #[test]

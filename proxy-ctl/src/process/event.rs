@@ -92,7 +92,7 @@ pub(super) fn service_not_served_as_asked(service: ObjectName, leaves_unserved: 
 /// The packet programs cannot be attached to a workload's interface, and why. kube-proxy has no
 /// such event.
 pub(super) fn interface_not_attached(problem: &str) -> Event {
-    let note = format!("{problem}; this workload reaches Services only where socket hooks serve it");
+    let note = format!("{problem}; packets of this workload meet no programs of mode ebpf");
     Event::node(Type::Warning, "InterfaceNotAttached", "AttachPrograms", note)
 }
 

@@ -1,11 +1,15 @@
 //! BPF filters on the clsact qdisc, for kernels without tcx (before 6.6), and what tcx has.
 
-use std::os::fd::{AsRawFd, BorrowedFd};
+use std::{
+    collections::BTreeMap,
+    os::fd::{AsRawFd, BorrowedFd},
+};
 
 use aya::programs::{ProgramInfo, SchedClassifier, TcAttachType};
 use aya_obj::generated::bpf_attach_type;
 use libc::{
-    RTM_DELQDISC, RTM_DELTFILTER, RTM_GETTFILTER, RTM_NEWQDISC, RTM_NEWTFILTER, TCA_KIND, TCA_OPTIONS,
+    RTM_DELQDISC, RTM_DELTFILTER, RTM_GETQDISC, RTM_GETTFILTER, RTM_NEWQDISC, RTM_NEWTFILTER, TCA_KIND,
+    TCA_OPTIONS,
 };
 use netlink_sys::protocols::NETLINK_ROUTE;
 
@@ -49,6 +53,9 @@ const TCA_BPF_FLAGS: u16 = 8;
 const TCA_BPF_ID: u16 = 11;
 const TCA_BPF_FLAG_ACT_DIRECT: u32 = 1;
 
+/// The kind of queueing discipline that takes filters of both directions.
+pub const CLSACT: &str = "clsact";
+/// The parent of `clsact` and of `ingress`, of which an interface has one at most.
 const TC_H_CLSACT: u32 = 0xffff_fff1;
 const CLSACT_HANDLE: u32 = 0xffff_0000;
 const ETH_P_ALL: u16 = 3;
@@ -110,17 +117,38 @@ pub const REPLACE_FILTER: &str = "netlink RTM_NEWTFILTER bpf, which replaces one
 pub fn add_clsact(interface: u32) -> Result<bool, CallError> {
     let flags = NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL;
     let mut message = message(RTM_NEWQDISC, flags, interface, CLSACT_HANDLE, TC_H_CLSACT, 0);
-    match request(ADD_CLSACT, message.text(TCA_KIND, "clsact")) {
+    match request(ADD_CLSACT, message.text(TCA_KIND, CLSACT)) {
         Ok(()) => Ok(true),
         Err(e) if e.errno() == libc::EEXIST => Ok(false),
         Err(e) => Err(e),
     }
 }
 
-/// Removes the clsact qdisc with every filter on it.
-pub fn remove_clsact(interface: u32) -> Result<(), CallError> {
-    let message = message(RTM_DELQDISC, NLM_F_ACK, interface, CLSACT_HANDLE, TC_H_CLSACT, 0);
-    request("netlink RTM_DELQDISC clsact", &message)
+/// Removes the clsact qdisc with every filter on it. False: there is none, but perhaps a qdisc of
+/// another kind in its place, which stays.
+pub fn remove_clsact(interface: u32) -> Result<bool, CallError> {
+    let mut message = message(RTM_DELQDISC, NLM_F_ACK, interface, CLSACT_HANDLE, TC_H_CLSACT, 0);
+    match request("netlink RTM_DELQDISC clsact", message.text(TCA_KIND, CLSACT)) {
+        Ok(()) => Ok(true),
+        // EINVAL: of another kind.
+        Err(e) if matches!(e.errno(), libc::ENOENT | libc::EINVAL | libc::ENODEV) => Ok(false),
+        Err(e) => Err(e),
+    }
+}
+
+/// Returns the kind of qdisc that each interface has for the packets that it receives, by index:
+/// [`CLSACT`], or `ingress`. Interfaces without one are left out.
+pub fn ingress_qdiscs() -> Result<BTreeMap<u32, String>, CallError> {
+    let request = message(RTM_GETQDISC, NLM_F_DUMP, 0, 0, 0, 0);
+    let parse = |kind, body: &[u8]| if kind == RTM_NEWQDISC { ingress_qdisc(body) } else { None };
+    let listed = NetlinkSocket::open(NETLINK_ROUTE).and_then(|kernel| kernel.dump(&request, parse));
+    Ok(listed.map_err(CallError::of("netlink RTM_GETQDISC"))?.into_iter().collect())
+}
+
+fn ingress_qdisc(body: &[u8]) -> Option<(u32, String)> {
+    let (interface, parent) = (word(body, 4)?, word(body, 12)?);
+    let kind = Attributes(body.get(HEADER..)?).text(TCA_KIND)?;
+    (parent == TC_H_CLSACT).then(|| (interface, kind.to_owned()))
 }
 
 fn filter_info(priority: u16) -> u32 {
@@ -194,6 +222,13 @@ pub fn filters(interface: u32, direction: Direction) -> Result<Vec<Filter>, Call
     list(interface, direction, filter)
 }
 
+/// Returns true if the kernel has tcx (6.6), or if that cannot be told, as of an interface that is
+/// gone.
+pub fn has_tcx(index: u32) -> bool {
+    let listed = bpf::tcx_programs(index, Direction::Ingress.tcx_hook());
+    listed.err().is_none_or(|error| error.errno() != libc::EINVAL)
+}
+
 /// Returns the ids of the programs of a tcx hook in the order in which they run. `None`: the
 /// interface is gone, or the kernel does not tell.
 pub fn tcx_program_ids(index: u32, direction: Direction) -> Option<Vec<u32>> {
@@ -256,5 +291,19 @@ mod tests {
         );
         assert_eq!(of("u32"), None);
         assert_eq!(filter(&[0; HEADER]), None);
+    }
+
+    #[test]
+    fn a_qdisc_of_what_is_received_is_read_from_its_message() {
+        let of = |parent, kind: &str| {
+            let mut message = message(RTM_NEWQDISC, 0, 3, CLSACT_HANDLE, parent, 0);
+            message.text(TCA_KIND, kind);
+            let after_netlink_header = 16;
+            ingress_qdisc(&message.bytes()[after_netlink_header..])
+        };
+        assert_eq!(of(TC_H_CLSACT, "ingress"), Some((3, "ingress".to_owned())));
+        const TC_H_ROOT: u32 = u32::MAX;
+        assert_eq!(of(TC_H_ROOT, "fq_codel"), None);
+        assert_eq!(ingress_qdisc(&[0; HEADER]), None);
     }
 }

@@ -81,6 +81,7 @@ pub fn host(interfaces: &[(&str, Role)]) -> Host {
         device: Device::Other,
         mtu: 1_500,
         link_address: None,
+        is_up: true,
         has_vlans: false,
         bridge: None,
         masquerade_addresses: Vec::new(),
@@ -242,6 +243,28 @@ fn a_workloads_interface_that_takes_no_program_is_named_and_keeps_nothing_else_f
     until_inspected(&mut dataplane, |dataplane| dataplane.hook_problems().unattached.is_empty());
     assert_eq!(links(&sandbox), &named(refuses) | &named(other));
     assert_eq!(counted(&dataplane), 0);
+}
+
+/// Ingress alone would translate packets of a pod whose answers stay as they are, and whom another
+/// mode could serve.
+#[test]
+fn an_interface_that_refuses_one_direction_later_keeps_no_program_in_the_other() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let interface = veth("dpa");
+    if !tc::has_tcx(interface) {
+        println!("skipped: the kernel has no tcx");
+        return;
+    }
+    let mut dataplane = sandbox.open();
+    dataplane.take_host(&host(&[("dpa", Role::Workload)])).unwrap();
+    let egress = bpf::pinned(&sandbox.links().join(format!("{interface}_egress"))).unwrap();
+    bpf::link_detach(egress.as_fd()).unwrap();
+    let foreign = fill(interface, bpf_attach_type::BPF_TCX_EGRESS).unwrap();
+    until_inspected(&mut dataplane, |dataplane| !dataplane.hook_problems().unattached.is_empty());
+    assert_eq!(links(&sandbox), [].into());
+    drop(foreign);
+    until_inspected(&mut dataplane, |dataplane| dataplane.hook_problems().unattached.is_empty());
+    assert_eq!(links(&sandbox), named(interface));
 }
 
 /// A folder that cannot be written until this is dropped.
@@ -639,6 +662,7 @@ fn a_clsact_qdisc_of_ours_goes_with_the_last_filter() {
 
     // Filters of other kinds than ours keep it alive, too.
     dataplane.take_host(&host(&[("dpa", Role::Workload)])).unwrap();
+    until_inspected(&mut dataplane, |_| run("tc", "qdisc show dev dpa").contains("clsact"));
     run("tc", "filter add dev dpa ingress protocol ip prio 9 u32 match u32 0 0");
     dataplane.take_host(&Host::default()).unwrap();
     assert!(run("tc", "filter show dev dpa ingress").contains("u32"));

@@ -5,6 +5,7 @@
 
 mod affinity;
 mod balance;
+mod bandwidth;
 mod connections;
 mod desired;
 mod events;

@@ -355,6 +355,9 @@ const PROGRAMS_LOAD: &str = "what the programs take of stack and verifier";
 /// Needs a kernel with bonds.
 const BONDS: &str = "the_kernel_runs_the_program_of_a_bond_on_its_ports";
 
+/// Needs ifb devices, and the CNI plugin of this machine.
+const BANDWIDTH: &str = "bandwidth::";
+
 /// What the guest's shell does: all of it, whatever fails.
 fn inside(
     programs: &TestPrograms,
@@ -376,6 +379,10 @@ fn inside(
     if is_first && (extent == Extent::Core || mode == TestedMode::Ebpf) {
         let packets = programs.executable(Choice::Test("packets"))?.display();
         commands.push(format!("{packets} --show-output '{PROGRAMS_LOAD}'"));
+    }
+    if is_first && mode == TestedMode::Ebpf {
+        let dataplane = programs.executable(Choice::Test("ebpf_dataplane"))?.display();
+        commands.push(format!("{dataplane} --show-output {BANDWIDTH}"));
     }
     for Run { program, flags, names } in runs {
         let program = programs.executable(Choice::Bin(program))?.display();

@@ -258,6 +258,7 @@ fn network(addresses: &[&str]) -> NodeNetwork {
         addresses: addresses.iter().map(|text| ip(text)).collect(),
         masquerade_addresses: Vec::new(),
         interfaces: vec![interface("eth0"), interface("docker0")],
+        limits_bandwidth: false,
     }
 }
 

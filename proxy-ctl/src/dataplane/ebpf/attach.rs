@@ -11,6 +11,7 @@ use std::{
         unix::fs::MetadataExt,
     },
     path::PathBuf,
+    time::{Duration, Instant},
 };
 
 use aya_obj::generated::bpf_attach_type;
@@ -25,6 +26,7 @@ use super::{
     redirect_failures::RedirectFailures,
     refusal::is_refused,
     route_watch::RouteWatch,
+    settling::Settling,
     transit::{Redirects, Transit},
     writer::Failures,
 };
@@ -82,6 +84,14 @@ impl Cgroup {
     }
 }
 
+/// Why the interface of a workload has no programs.
+#[derive(Clone, Debug, Eq, PartialEq)]
+struct Refusal {
+    reason: String,
+    /// Another program has the place of `clsact`, which says nothing about our programs.
+    is_place_taken: bool,
+}
+
 /// What is attached where.
 #[derive(Debug)]
 pub(super) struct Hooks {
@@ -95,7 +105,14 @@ pub(super) struct Hooks {
     tcx: Option<bool>,
     interfaces: BTreeMap<u32, Interface>,
     /// Why interfaces of workloads have no programs, by their index.
-    unattached: BTreeMap<u32, String>,
+    unattached: BTreeMap<u32, Refusal>,
+    /// Without tcx: the kind of qdisc that interfaces have where `clsact` would be, as it was when
+    /// they were looked at last.
+    qdiscs: BTreeMap<u32, String>,
+    /// Without tcx: new interfaces of workloads, which others may still change.
+    settling: Settling,
+    /// For how long such an interface is left alone after its last change.
+    pause: Duration,
     /// The direction of each interface that could not be attached to last. It is tried first, so that
     /// packets are not translated one way for a moment at each attempt.
     failed_last: BTreeMap<u32, Direction>,
@@ -121,6 +138,9 @@ impl Hooks {
             tcx: None,
             interfaces: BTreeMap::new(),
             unattached: BTreeMap::new(),
+            qdiscs: BTreeMap::new(),
+            settling: Settling::default(),
+            pause: Duration::ZERO,
             failed_last: BTreeMap::new(),
             order: HookOrder::default(),
             transit,
@@ -182,10 +202,18 @@ impl Hooks {
         self.paths.links().join(format!("{SOCKET_LINK}{name}"))
     }
 
+    /// Sets for how long a new interface of a workload is left alone where the kernel has no tcx.
+    pub(super) const fn leave_new_interfaces(&mut self, pause: Duration) {
+        self.pause = pause;
+    }
+
     /// Attaches to exactly these interfaces. What is attached already is looked at again, so that a link that
-    /// somebody removed comes back.
-    pub(super) fn follow(&mut self, interfaces: &[Interface]) -> Failures {
+    /// somebody removed comes back. A new interface of a workload may have to wait for
+    /// [`attach_settled`](Self::attach_settled).
+    pub(super) fn follow(&mut self, interfaces: &[Interface], now: Instant) -> Failures {
         let mut failures = Failures::default();
+        self.settling.see(interfaces, now);
+        self.list_qdiscs(&mut failures);
         let mut gone: Vec<u32> = match self.attached() {
             Ok(indexes) => indexes,
             Err(error) => {
@@ -206,9 +234,51 @@ impl Hooks {
         for interface in uplinks_first(interfaces) {
             // Also where that fails: it is tried again.
             self.interfaces.insert(interface.index, interface.clone());
-            self.attach_or_note(interface, &mut failures);
+            if !self.is_waiting(interface, now) {
+                self.attach_or_note(interface, &mut failures);
+            }
         }
         failures
+    }
+
+    /// Attaches to the interfaces whose wait is over, and returns true if there were any.
+    pub(super) fn attach_settled(&mut self, now: Instant) -> (bool, Failures) {
+        let mut failures = Failures::default();
+        let interfaces: Vec<Interface> =
+            self.settling.waiting().filter_map(|index| self.interfaces.get(&index)).cloned().collect();
+        if interfaces.is_empty() {
+            return (false, failures);
+        }
+        self.list_qdiscs(&mut failures);
+        let mut any = false;
+        for interface in &interfaces {
+            if !self.is_waiting(interface, now) {
+                any = true;
+                self.attach_or_note(interface, &mut failures);
+            }
+        }
+        (any, failures)
+    }
+
+    /// Returns true if the interface is to be left alone for now. One whose place is taken is not:
+    /// either clsact is there, or nothing can be attached.
+    fn is_waiting(&mut self, interface: &Interface, now: Instant) -> bool {
+        let index = interface.index;
+        if self.tcx.unwrap_or_else(|| tc::has_tcx(index)) || self.qdiscs.contains_key(&index) {
+            self.settling.settle(index);
+        }
+        !self.settling.is_settled(interface, now, self.pause)
+    }
+
+    /// Looks at the places of clsact. If they cannot be listed, what is known of them stays.
+    fn list_qdiscs(&mut self, failures: &mut Failures) {
+        if self.tcx == Some(true) {
+            return;
+        }
+        match tc::ingress_qdiscs() {
+            Ok(qdiscs) => self.qdiscs = qdiscs,
+            Err(error) => failures.add("queueing disciplines", Error::Qdiscs(error)),
+        }
     }
 
     /// Attaches to an interface, and returns true if anything had to be done. The refusal of one
@@ -240,14 +310,15 @@ impl Hooks {
     }
 
     fn note_refusal(&mut self, interface: &Interface, error: &Error) {
-        let reason = error.to_string();
-        if self.unattached.get(&interface.index) != Some(&reason) {
+        let refusal =
+            Refusal { reason: error.to_string(), is_place_taken: matches!(error, Error::PlaceTaken(_)) };
+        if self.unattached.get(&interface.index) != Some(&refusal) {
             tracing::warn!(
                 interface = interface.name,
-                reason,
-                "no packet program can be attached to the interface: its workload reaches Services only where socket hooks serve it; it is tried again every 10 s"
+                reason = refusal.reason,
+                "no packet program can be attached to the interface: socket hooks serve its workload, and a netfilter mode beside, where there are any; it is tried again every 10 s"
             );
-            self.unattached.insert(interface.index, reason);
+            self.unattached.insert(interface.index, refusal);
         }
     }
 
@@ -286,6 +357,8 @@ impl Hooks {
     /// Calls `changed` where anything had to be done: on an interface, or `None`: with socket hooks.
     fn attach_all(&mut self, changed: impl Fn(Option<&Interface>)) -> Failures {
         let mut failures = Failures::default();
+        self.list_qdiscs(&mut failures);
+        let now = Instant::now();
         match self.attach_sockets() {
             Ok(false) => {}
             Ok(true) => changed(None),
@@ -294,7 +367,10 @@ impl Hooks {
         let interfaces: Vec<Interface> = self.interfaces.values().cloned().collect();
         for interface in uplinks_first(&interfaces) {
             let was_refused = self.unattached.contains_key(&interface.index);
-            if self.attach_or_note(interface, &mut failures) && !was_refused {
+            if !self.is_waiting(interface, now)
+                && self.attach_or_note(interface, &mut failures)
+                && !was_refused
+            {
                 changed(Some(interface));
             }
         }
@@ -364,8 +440,24 @@ impl Hooks {
     }
 
     /// Why interfaces of workloads have no programs, by their index.
-    pub(super) const fn unattached(&self) -> &BTreeMap<u32, String> {
-        &self.unattached
+    pub(super) fn unattached(&self) -> BTreeMap<u32, String> {
+        self.unattached.iter().map(|(index, refusal)| (*index, refusal.reason.clone())).collect()
+    }
+
+    /// Returns how many interfaces of workloads have no programs, as they refuse them.
+    pub(super) fn unattached_count(&self) -> usize {
+        self.unattached.len()
+    }
+
+    /// Returns true if filters are used, and CNI's bandwidth plugin has its qdisc at a workload's
+    /// interface.
+    pub(super) fn meets_bandwidth_plugin(&self) -> bool {
+        self.unattached.values().any(|refusal| refusal.is_place_taken)
+    }
+
+    /// Returns true if new interfaces of workloads may have to wait.
+    pub(super) fn uses_filters(&self) -> bool {
+        self.tcx == Some(false)
     }
 
     /// What the interfaces that are attached to may do.
@@ -426,7 +518,7 @@ impl Hooks {
 
     /// Attaches to both directions of an interface, and returns true if anything had to be done. What
     /// ran before an error runs on. What this call has attached to a workload's interface is taken
-    /// back then: one direction alone would translate packets whose answers stay untranslated.
+    /// back then, and if the interface refuses programs, all that is attached to it.
     fn attach(&mut self, interface: &Interface, failures: &mut Failures) -> Result<bool, Error> {
         let (mut changed, mut attached, mut failed) = (false, Vec::new(), None);
         for direction in failed_first(self.failed_last.remove(&interface.index)) {
@@ -448,7 +540,7 @@ impl Hooks {
         }
         if let Some(error) = failed {
             if interface.role == Role::Workload
-                && let Err(error) = self.take_back(interface.index, &attached)
+                && let Err(error) = self.undo(interface.index, &attached, is_refused(&error))
             {
                 failures.add(&interface.name, error);
             }
@@ -486,6 +578,17 @@ impl Hooks {
             return has_filter(index, direction);
         }
         self.links.has(&self.link_path(index, direction))
+    }
+
+    /// Detaches from a workload's interface what one call has attached before it failed. If the
+    /// interface refuses programs, nothing stays attached: one direction alone would translate
+    /// packets whose answers stay untranslated, and which the mode beside could serve.
+    fn undo(&mut self, index: u32, attached: &[Direction], is_refused: bool) -> Result<(), Error> {
+        if !is_refused {
+            return self.take_back(index, attached);
+        }
+        self.transit.detach(&self.paths, &mut self.links, index)?;
+        self.remove_packet_programs(index)
     }
 
     /// Detaches from these directions of an interface. What is attached to the others stays.
@@ -526,8 +629,10 @@ impl Hooks {
         direction: Direction,
         name: &'static str,
     ) -> Result<Result<Ensured, CallError>, Error> {
-        let program = self.programs.get(name)?;
-        let folder = self.paths.clsact().join(index.to_string());
+        let Self { programs, paths, qdiscs, .. } = self;
+        check_place(paths, qdiscs, index)?;
+        let program = programs.get(name)?;
+        let folder = paths.clsact().join(index.to_string());
         make_folder(&folder)?;
         let ours = match our_filter(index, direction) {
             Ok(ours) => ours,
@@ -542,7 +647,12 @@ impl Hooks {
         }
         match tc::add_clsact(index) {
             Ok(true) => make_folder(&folder.join(MADE_QDISC))?,
-            Ok(false) => {}
+            Ok(false) if qdiscs.contains_key(&index) => {}
+            // Another program was faster since they were listed.
+            Ok(false) => {
+                *qdiscs = tc::ingress_qdiscs().map_err(Error::Qdiscs)?;
+                check_place(paths, qdiscs, index)?;
+            }
             Err(e) => return Ok(Err(e)),
         }
         let add =
@@ -596,6 +706,19 @@ fn first_accepted(priorities: [u16; 8], put: impl Fn(u16) -> Result<(), CallErro
         Err(e) if e.errno() == libc::EINVAL => put(priority),
         placed => placed,
     })
+}
+
+/// Returns an error if another program has a qdisc where clsact would be. The kernel would put
+/// filters of both directions into that one. A filter of ours that is there is taken away: the
+/// qdisc is left as its owner has made it.
+fn check_place(paths: &Paths, qdiscs: &BTreeMap<u32, String>, index: u32) -> Result<(), Error> {
+    match qdiscs.get(&index) {
+        Some(kind) if kind != tc::CLSACT => {
+            remove_filters(paths, index)?;
+            Err(Error::PlaceTaken(kind.clone()))
+        }
+        Some(_) | None => Ok(()),
+    }
 }
 
 /// Returns true if the filter is ours. Handles belong to a priority each, so that a filter of

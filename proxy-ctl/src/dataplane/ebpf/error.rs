@@ -38,6 +38,10 @@ pub enum Error {
     NoProgram(&'static str),
     #[error("attaching {program} to {target}: {source}")]
     Attach { program: &'static str, target: String, source: CallError },
+    #[error("a queueing discipline of another program ({0}) is where clsact would be")]
+    PlaceTaken(String),
+    #[error("queueing disciplines cannot be listed: {0}")]
+    Qdiscs(#[source] CallError),
     #[error("detaching from {target}: {source}")]
     Detach { target: String, source: CallError },
     #[error("link {}: {source}", path.display())]

@@ -10,7 +10,7 @@ use std::{
     os::fd::AsFd,
     path::PathBuf,
     sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use aya::Pod;
@@ -110,6 +110,7 @@ mod resize;
 mod room;
 mod route_watch;
 mod service_cidrs;
+mod settling;
 mod stale_sockets;
 pub mod status;
 mod supports;
@@ -137,6 +138,8 @@ pub struct EbpfDataplane {
     flow_lifetimes: FlowLifetimes,
     /// Of the last `set_host`.
     interfaces: Vec<Interface>,
+    /// CNI's bandwidth plugin was seen on the node.
+    is_beside_plugin: bool,
     /// In [`Dataplane::attach`]: nothing is attached to interfaces yet. Where a predecessor's programs are, they must not meet what this
     /// version writes.
     attaches_later: bool,
@@ -276,6 +279,7 @@ impl EbpfDataplane {
             affinity: AffinityCollector::default(),
             flow_lifetimes: FlowLifetimes::default(),
             interfaces: Vec::new(),
+            is_beside_plugin: false,
             attaches_later: false,
             hooks: Hooks::new(paths.clone(), programs, cgroup, Transit::new(config.xdp)),
             host_namespace,
@@ -388,7 +392,7 @@ impl EbpfDataplane {
         if is_first {
             self.keep_netfilter_ports();
         }
-        let mut failures = self.hooks.follow(&self.interfaces);
+        let mut failures = self.hooks.follow(&self.interfaces, Instant::now());
         if is_first {
             self.keep_netfilter_ports();
             self.keep_ports = KeepPorts::AfterModeBeside;
@@ -406,6 +410,38 @@ impl EbpfDataplane {
         self.shared.is_epoch_over = true;
         raise_epoch(&mut self.shared, &mut failures);
         failures
+    }
+
+    /// Attaches to new interfaces that have waited long enough.
+    fn attach_to_settled(&mut self, failures: &mut Failures) {
+        self.look_for_bandwidth_plugin(false);
+        let (any, unattached) = self.hooks.attach_settled(Instant::now());
+        failures.merge(unattached);
+        if !any {
+            return;
+        }
+        if self.lacks_programs() {
+            // The mode beside may have served the pods meanwhile.
+            self.keep_netfilter_ports();
+        }
+        if let Err(error) = self.write_redirects() {
+            failures.add("uplinks for redirects", error);
+        }
+    }
+
+    /// New interfaces wait longer on a node where the plugin is in use.
+    fn look_for_bandwidth_plugin(&mut self, is_seen: bool) {
+        self.is_beside_plugin |= is_seen || self.hooks.meets_bandwidth_plugin();
+        self.hooks.leave_new_interfaces(settling::pause(self.config.sockets(), self.is_beside_plugin));
+    }
+
+    /// Returns true if some pods have no packet programs, and may have no socket hooks either.
+    fn lacks_programs(&self) -> bool {
+        // Where the plugin is in use, each new pod waits for its programs.
+        let new_pods_wait = self.is_beside_plugin
+            && self.hooks.uses_filters()
+            && self.config.sockets() != SocketLoadBalancing::All;
+        new_pods_wait || self.hooks.unattached_count() > 0
     }
 
     /// After a look at the interfaces: some can do it only with a program on them.
@@ -850,6 +886,7 @@ impl Dataplane for EbpfDataplane {
             Err(error) => failures.add("pins", error),
         }
         self.interfaces.clone_from(&host.interfaces);
+        self.look_for_bandwidth_plugin(host.limits_bandwidth);
         self.attaches_later = !self.hooks.are_at_interfaces();
         if !self.attaches_later {
             failures.merge(self.take_packets());
@@ -904,6 +941,7 @@ impl Dataplane for EbpfDataplane {
         self.flows6.collect(&self.v6.tables, &self.flow_lifetimes, now)?;
         self.affinity.collect(&self.shared.tables, &self.v4.tables, &self.v6.tables, now)?;
         self.hooks.tend()?;
+        self.attach_to_settled(&mut failures);
         self.collections = self.collections.wrapping_add(1);
         if self.collections.is_multiple_of(COLLECTIONS_BETWEEN_INSPECTIONS) {
             self.restore_pins()?;
@@ -913,7 +951,12 @@ impl Dataplane for EbpfDataplane {
             if self.write_masquerade_ports()? {
                 tracing::info!("the ports for translated sources follow the kernel's parameters");
             }
+            let refused = self.hooks.unattached_count();
             let repaired = self.hooks.repair();
+            if self.hooks.unattached_count() < refused {
+                // The mode beside has served the pod, and goes on translating its connections.
+                self.keep_netfilter_ports();
+            }
             if let Err(error) = self.write_redirects() {
                 failures.add("uplinks for redirects", error);
             }
@@ -953,7 +996,7 @@ impl Dataplane for EbpfDataplane {
         let ended = self.stale_sockets.ended();
         let mut families =
             metrics::families(&self.usage()?, &services, uncounted, ended, self.affinity.evicted());
-        families.push(metrics::unattached_interfaces(self.hooks.unattached().len()));
+        families.push(metrics::unattached_interfaces(self.hooks.unattached_count()));
         Ok(families)
     }
 
@@ -978,8 +1021,11 @@ impl Dataplane for EbpfDataplane {
     }
 
     fn hook_problems(&self) -> HookProblems {
-        let (without_xdp, unattached) = (self.hooks.refusals().clone(), self.hooks.unattached().clone());
-        HookProblems { without_xdp, unattached }
+        HookProblems {
+            without_xdp: self.hooks.refusals().clone(),
+            unattached: self.hooks.unattached(),
+            lacks_programs: self.lacks_programs(),
+        }
     }
 }
 

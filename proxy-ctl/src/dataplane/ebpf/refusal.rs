@@ -7,6 +7,7 @@ use crate::sys::{CallError, bpf, tc};
 /// and trying again at once cannot cure it. All other errors leave what runs as it is.
 pub(super) fn is_refused(error: &Error) -> bool {
     matches!(error, Error::Attach { source, .. } if adds(source.call) && is_lasting(source))
+        || matches!(error, Error::PlaceTaken(_))
 }
 
 fn adds(call: &str) -> bool {
@@ -61,5 +62,10 @@ mod tests {
         let source = CallError { call, source: io::Error::from_raw_os_error(errno) };
         let error = Error::Attach { program: "workload_ingress", target: "veth7 (ingress)".into(), source };
         assert_eq!(is_refused(&error), expected);
+    }
+
+    #[test]
+    fn a_place_that_is_taken_is_a_refusal() {
+        assert!(is_refused(&Error::PlaceTaken("ingress".to_owned())));
     }
 }

@@ -33,6 +33,8 @@ struct Fake {
     log: Log,
     /// One service port cannot be written.
     is_incomplete: Arc<Mutex<bool>>,
+    /// Interface 7 has no packet programs.
+    lacks_programs: Arc<Mutex<bool>>,
 }
 
 impl Fake {
@@ -126,11 +128,18 @@ impl Dataplane for Fake {
         ];
         all.into_iter().filter(|(asked, _)| self.who == "own" && *asked).map(|(_, one)| one).collect()
     }
+
+    fn hook_problems(&self) -> HookProblems {
+        let lacks_programs = *self.lacks_programs.lock().unwrap();
+        let unattached = lacks_programs.then(|| (7, "it is full".to_owned()));
+        HookProblems { unattached: unattached.into_iter().collect(), lacks_programs, ..Default::default() }
+    }
 }
 
 struct FakeBeside {
     log: Log,
     fails: Arc<Mutex<bool>>,
+    is_incomplete: Arc<Mutex<bool>>,
     /// The destinations that clients have dialled.
     connections: Arc<Mutex<Vec<SocketAddr>>>,
 }
@@ -145,7 +154,12 @@ impl ModeBeside for FakeBeside {
             return Err(Error::new(ErrorKind::Other, "no nf_tables"));
         }
         self.log.add("open".to_owned());
-        Ok(Box::new(Fake { who: "beside", log: self.log.clone(), is_incomplete: Arc::default() }))
+        Ok(Box::new(Fake {
+            who: "beside",
+            log: self.log.clone(),
+            is_incomplete: Arc::clone(&self.is_incomplete),
+            lacks_programs: Arc::default(),
+        }))
     }
 
     fn has_connections(&self, to: &DialledFrontends) -> Result<bool, Error> {
@@ -166,22 +180,33 @@ struct Scene {
     /// The destinations that clients have dialled.
     connections: Arc<Mutex<Vec<SocketAddr>>>,
     is_incomplete: Arc<Mutex<bool>>,
+    is_beside_incomplete: Arc<Mutex<bool>>,
+    lacks_programs: Arc<Mutex<bool>>,
 }
 
 impl Scene {
     /// Nothing is served yet.
     fn new() -> Self {
         let (log, fails, connections) = (Log::default(), Arc::default(), Arc::default());
-        let is_incomplete = Arc::default();
-        let primary =
-            Box::new(Fake { who: "own", log: log.clone(), is_incomplete: Arc::clone(&is_incomplete) });
-        let beside =
-            FakeBeside { log: log.clone(), fails: Arc::clone(&fails), connections: Arc::clone(&connections) };
+        let (is_incomplete, is_beside_incomplete, lacks_programs) = Default::default();
+        let primary = Box::new(Fake {
+            who: "own",
+            log: log.clone(),
+            is_incomplete: Arc::clone(&is_incomplete),
+            lacks_programs: Arc::clone(&lacks_programs),
+        });
+        let beside = FakeBeside {
+            log: log.clone(),
+            fails: Arc::clone(&fails),
+            is_incomplete: Arc::clone(&is_beside_incomplete),
+            connections: Arc::clone(&connections),
+        };
         let mut both = HandOver::new(primary, Box::new(beside));
         both.set_host(&Host::default()).unwrap();
         both.resync(&[]).unwrap();
         log.take();
-        Self { both, model: Model::new("node"), log, fails, connections, is_incomplete }
+        let model = Model::new("node");
+        Self { both, model, log, fails, connections, is_incomplete, is_beside_incomplete, lacks_programs }
     }
 
     fn apply(&mut self, service: Service) -> Vec<String> {
@@ -191,6 +216,13 @@ impl Scene {
 
     fn connect_to(&self, dialled: &str) {
         self.connections.lock().unwrap().push(dialled.parse().unwrap());
+    }
+
+    /// An interface has no packet programs, or all have some, for this many seconds.
+    fn lack(&mut self, lacks_programs: bool, seconds: u32) -> Vec<String> {
+        *self.lacks_programs.lock().unwrap() = lacks_programs;
+        (0..seconds).for_each(|_| self.both.collect_garbage().unwrap());
+        self.log.take()
     }
 
     fn write(&mut self) -> Vec<String> {
@@ -435,4 +467,86 @@ fn a_mode_beside_that_cannot_be_opened_is_told_by_service_port_and_tried_again()
     );
     assert_eq!(scene.both.take_without_room(), Some(BTreeMap::new()));
     assert_eq!(scene.both.inspection_share(), 0, "others write netfilter's rules too");
+}
+
+fn api() -> Service {
+    service("default/api", &["10.96.0.3"])
+}
+
+#[test]
+fn everything_is_served_by_both_while_a_pod_has_no_packet_programs() {
+    let mut scene = Scene::new();
+    scene.apply(web());
+    scene.apply(with_node_port());
+    assert_eq!(scene.apply(web()), ["own web:cl", "beside -web", "remove"]);
+    let opened = ["open", "beside host that is shared", "beside all web:cl"];
+    assert_eq!(scene.lack(true, 3), opened);
+    assert_eq!(scene.apply(api()), ["beside api:c", "own api:c"]);
+    let again = Service { affinity_seconds: Some(5), ..api() };
+    assert_eq!(scene.apply(again), ["own api:c", "beside api:c"]);
+    assert_eq!(scene.apply(sctp()), ["beside sctp:c", "own -sctp"]);
+    scene.both.resync(&scene.model.desired()).unwrap();
+    let everything = ["own all api:c web:cl", "beside all api:c sctp:c web:cl"];
+    assert_eq!(scene.log.take(), everything);
+    scene.model.delete_service(&api().name);
+    assert_eq!(scene.write(), ["own -api", "beside -api"]);
+    // The next pod comes before the rules go.
+    assert_eq!(scene.lack(false, COLLECTIONS_BETWEEN_REMOVALS - 1), [""; 0]);
+    assert_eq!(scene.lack(true, 1), [""; 0]);
+    assert_eq!(scene.lack(false, COLLECTIONS_BETWEEN_REMOVALS), ["beside -web"], "SCTP stays");
+    scene.model.delete_service(&sctp().name);
+    assert_eq!(scene.write(), ["own -sctp", "beside -sctp", "remove"]);
+}
+
+#[test]
+fn connections_of_a_pod_that_had_no_packet_programs_go_on() {
+    let mut scene = Scene::new();
+    scene.apply(web());
+    scene.lack(true, 1);
+    scene.connect_to("10.96.0.1:80");
+    let after_the_pause = 3 * COLLECTIONS_BETWEEN_REMOVALS;
+    assert_eq!(scene.lack(false, after_the_pause), ["beside -web"], "the mode beside is still there");
+    scene.connections.lock().unwrap().clear();
+    assert_eq!(scene.lack(false, COLLECTIONS_BETWEEN_REMOVALS), ["remove"]);
+}
+
+#[test]
+fn a_lack_that_is_known_before_services_are_written_hands_over_with_them() {
+    let mut scene = Scene::new();
+    scene.both.is_synced = false;
+    *scene.lacks_programs.lock().unwrap() = true;
+    scene.both.set_host(&Host::default()).unwrap();
+    assert_eq!(scene.log.take(), ["own host"]);
+    scene.model.apply_service(web());
+    scene.model.take_changes();
+    scene.both.resync(&scene.model.desired()).unwrap();
+    let expected = ["own all web:cl", "open", "beside host that is shared", "beside all web:cl"];
+    assert_eq!(scene.log.take(), expected);
+}
+
+#[test]
+fn an_interface_without_programs_is_told_with_who_serves_its_pod() {
+    let mut scene = Scene::new();
+    scene.apply(web());
+    *scene.fails.lock().unwrap() = true;
+    scene.lack(true, 1);
+    let told = |scene: &Scene| scene.both.hook_problems().unattached[&7].clone();
+    let failed = "it is full; mode nftables, which would serve its pod where sockets do not, cannot be opened: no nf_tables";
+    assert_eq!(told(&scene), failed);
+    assert_eq!(scene.both.take_without_room(), Some(BTreeMap::new()), "the Service itself is served");
+    *scene.fails.lock().unwrap() = false;
+    scene.both.resync(&scene.model.desired()).unwrap();
+    assert_eq!(told(&scene), "it is full; mode nftables serves its pod where sockets do not");
+}
+
+#[test]
+fn what_the_mode_beside_could_not_write_for_such_a_pod_is_written_again() {
+    let mut scene = Scene::new();
+    scene.apply(web());
+    *scene.is_beside_incomplete.lock().unwrap() = true;
+    *scene.lacks_programs.lock().unwrap() = true;
+    assert!(scene.both.collect_garbage().is_err());
+    scene.log.take();
+    *scene.is_beside_incomplete.lock().unwrap() = false;
+    assert_eq!(scene.lack(true, 2), ["beside all web:cl"], "once");
 }

@@ -1,18 +1,24 @@
 //! A network plugin on the same node that masquerades what pods send, by a rule of its own that knows no port of anybody's flows.
 
+use std::time::Duration;
+
 use anyhow::{Result, bail, ensure};
 use lab::{
-    Dial,
+    Dial, Outcome,
     address::Addresses,
     cluster::{OUTSIDE, SERVER_PORT},
     namespace,
+    taken::Taken,
+    wait,
 };
 use scenario::Skip;
+use serde_json::Value;
 
 use crate::{
     case::{Case, Variant, Variants},
     check,
     fixtures::{ON_NODE1, ON_NODE2},
+    setting::{PathKind, ProxyKind},
     state,
     world::World,
 };
@@ -29,6 +35,13 @@ pub(super) const CASES: &[Case] = &[
         forgotten,
     )
     .concerns(|setting| setting.uses_xdp()),
+    Case::new(
+        "a pod reaches Services although its interface takes no packet programs",
+        Variants::Once,
+        without_programs,
+    )
+    .core()
+    .concerns(|setting| setting.proxy == ProxyKind::Ebpf && setting.path == PathKind::Packets),
 ];
 
 /// Of each of both: thirty of them are at a port that a short one of the other gets.
@@ -104,4 +117,75 @@ fn beside(world: &mut World, variant: Variant, endpoint: std::net::SocketAddr) -
         }
     }
     Ok(())
+}
+
+/// The pod on node 1 whose interface takes none. On the path of packets its sockets are not served.
+const POD: &str = "client-1";
+/// The proxy looks at interfaces every 10 s, and takes netfilter's rules away 30 s after the last
+/// such interface.
+const LOOKED_AT_WITHIN: Duration = Duration::from_secs(90);
+
+fn without_programs(world: &mut World, variant: Variant) -> Result<()> {
+    if control_plane::go::on_path("nft").is_none() || control_plane::go::on_path("conntrack").is_none() {
+        bail!(Skip("nft or conntrack is not installed".into()));
+    }
+    let node = world.lab.netns("node1")?.namespace.clone();
+    let device = format!("cali{}", world.addresses(POD)?.v4.octets()[3]);
+    ensure!(unattached(world)?.is_empty(), "an interface refuses before");
+    let taken = Taken::take(&node, &device, &world.lab.bpffs(1).join("proxy-ctl/links"))?;
+    let served = while_taken(world, variant, &device);
+    taken.give_back()?;
+    let held = served?;
+    let attached = || match unattached(world) {
+        Ok(problems) if problems.is_empty() => Ok(Some(())),
+        other => Err(format!("{other:?}")),
+    };
+    wait::until("programs are attached again", LOOKED_AT_WITHIN, attached)?;
+    // The rules go on translating it, and programs translate new ones.
+    let pinged = world.agent(POD)?.ping(held)?;
+    ensure!(matches!(pinged, Outcome::Answered(_)), "the pod's connection: {pinged:?}");
+    for fixture in [&ON_NODE1, &ON_NODE2] {
+        let dial = Dial::new(variant.protocol, world.cluster_ip(fixture, variant.family)).times(20);
+        world.answers(POD, &dial, fixture.endpoints)?;
+    }
+    world.agent(POD)?.release(held)?;
+    state::forget_connections(&world.lab, 1)?;
+    let removed = || {
+        let tables = namespace::nft(&node, "list tables").map_err(|error| format!("{error:#}"))?;
+        if tables.contains("kube-proxy") { Err(tables) } else { Ok(Some(())) }
+    };
+    wait::until("netfilter's rules are removed", LOOKED_AT_WITHIN, removed)
+}
+
+/// Returns a connection of the pod that rests on netfilter's rules.
+fn while_taken(world: &World, variant: Variant, device: &str) -> Result<usize> {
+    let told = || match unattached(world) {
+        Ok(problems) if problems.len() == 1 && problems[0].contains("serves its pod") => Ok(Some(problems)),
+        other => Err(format!("{other:?}")),
+    };
+    let problems = wait::until("status names the interface", LOOKED_AT_WITHIN, told)?;
+    ensure!(problems[0].starts_with(&format!("{device}: ")), "{problems:?}");
+    let target = world.cluster_ip(&ON_NODE2, variant.family);
+    world.until_answered(POD, &Dial::new(variant.protocol, target), LOOKED_AT_WITHIN)?;
+    for fixture in [&ON_NODE1, &ON_NODE2] {
+        let dial = Dial::new(variant.protocol, world.cluster_ip(fixture, variant.family)).times(20);
+        // The mode at work serves everybody else.
+        for client in [POD, "client-2", "node1"] {
+            world.answers(client, &dial, fixture.endpoints)?;
+        }
+        let node_port = world.node_port(fixture, 1, variant.family)?;
+        for client in [POD, OUTSIDE] {
+            world.answers(client, &Dial::new(variant.protocol, node_port).times(20), fixture.endpoints)?;
+        }
+    }
+    let (held, outcome) = world.agent(POD)?.hold(variant.protocol, target)?;
+    ensure!(matches!(outcome, Outcome::Answered(_)), "{outcome:?}");
+    Ok(held)
+}
+
+/// Returns what `status` on node 1 says of interfaces without programs.
+fn unattached(world: &World) -> Result<Vec<String>> {
+    let status: Value = serde_json::from_str(&world.tool(1, &["status", "--output", "json"])?)?;
+    let lines = status["unattached"].as_array().map(Vec::as_slice).unwrap_or_default();
+    Ok(lines.iter().filter_map(|line| line.as_str().map(str::to_owned)).collect())
 }

@@ -1,0 +1,82 @@
+//! Interfaces that take no packet programs of a proxy, as others have the place for them.
+
+use std::{
+    os::fd::{AsFd as _, OwnedFd},
+    path::Path,
+};
+
+use anyhow::{Context as _, Result, bail};
+use nix::net::if_::if_nametoindex;
+use proxy_ctl::sys::{
+    bpf,
+    tc::{self, Direction},
+};
+
+use crate::namespace::{run, within};
+
+/// r0 = TCX_NEXT; exit
+const NEXT: [u64; 2] = [0xffff_ffff_0000_00b7, 0x95];
+const SCHED_CLS: u32 = 3;
+
+/// An interface whose place for packet programs is taken until this is given back.
+pub struct Taken {
+    namespace: String,
+    device: String,
+    /// Of programs that fill a hook. Empty: a qdisc has the place.
+    links: Vec<OwnedFd>,
+}
+
+impl Taken {
+    /// Takes the place on `device` of a network namespace from whoever has it. With tcx, programs of
+    /// others fill the hook. Before Linux 6.6 it is done as CNI's bandwidth plugin does it: by a
+    /// qdisc which sends everything by another device and back. `links`: the folder in which the
+    /// proxy pins its links.
+    pub fn take(namespace: &str, device: &str, links: &Path) -> Result<Self> {
+        let filled = within(namespace, || {
+            let index = if_nametoindex(device)?;
+            if tc::has_tcx(index) { fill(index, links) } else { Ok(Vec::new()) }
+        });
+        let links = filled.with_context(|| format!("filling the hook of {device}"))?;
+        if links.is_empty() {
+            let ifb = limiting(device);
+            run(namespace, "ip", &["link", "add", &ifb, "type", "ifb"])?;
+            run(namespace, "ip", &["link", "set", &ifb, "up"])?;
+            run(namespace, "tc", &["qdisc", "del", "dev", device, "clsact"])?;
+            run(namespace, "tc", &["qdisc", "add", "dev", device, "ingress"])?;
+            let filter =
+                "parent ffff: protocol all prio 1 u32 match u32 0 0 action mirred egress redirect dev";
+            let mut arguments = vec!["filter", "add", "dev", device];
+            arguments.extend(filter.split(' ').chain([ifb.as_str()]));
+            run(namespace, "tc", &arguments)?;
+        }
+        Ok(Self { namespace: namespace.to_owned(), device: device.to_owned(), links })
+    }
+
+    /// Gives the place back.
+    pub fn give_back(self) -> Result<()> {
+        if self.links.is_empty() {
+            run(&self.namespace, "tc", &["qdisc", "del", "dev", &self.device, "ingress"])?;
+            run(&self.namespace, "ip", &["link", "del", &limiting(&self.device)])?;
+        }
+        Ok(())
+    }
+}
+
+/// Name of the device that the packets of `device` are sent by and come back from.
+fn limiting(device: &str) -> String {
+    format!("bwp-{device}")
+}
+
+fn fill(index: u32, links: &Path) -> Result<Vec<OwnedFd>> {
+    let proxys = bpf::pinned(&links.join(format!("{index}_{}", Direction::Egress.name())))?;
+    bpf::link_detach(proxys.as_fd())?;
+    let mut filling = Vec::new();
+    loop {
+        let program = bpf::load_program(SCHED_CLS, 0, &NEXT)?;
+        match bpf::link_tcx(program.as_fd(), index, Direction::Egress.tcx_hook()) {
+            Ok(link) => filling.push(link),
+            Err(error) if error.errno() == libc::ERANGE && !filling.is_empty() => return Ok(filling),
+            Err(error) => bail!("after {} programs: {error}", filling.len()),
+        }
+    }
+}

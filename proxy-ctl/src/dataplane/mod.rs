@@ -142,6 +142,9 @@ pub struct HookProblems {
     /// Some pods have no packet programs, for good or for some seconds, and perhaps no socket hooks
     /// either: another mode should serve them beside this one.
     pub lacks_programs: bool,
+    /// The reason why no interface of a workload takes packet programs. `None`: some interface has
+    /// them, or too few interfaces are there to tell.
+    pub attached_nowhere: Option<String>,
 }
 
 /// What a call has written: table entries, rules or the like.

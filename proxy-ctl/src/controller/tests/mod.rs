@@ -417,6 +417,22 @@ fn an_interface_that_refuses_programs_is_told_of_and_is_no_pending_change() {
     assert_eq!(fixture.unprogrammed(), None);
 }
 
+/// A rollout of a version whose programs can be attached nowhere must stop; liveness stays.
+#[test]
+fn a_node_whose_interfaces_all_refuse_programs_is_not_ready_and_is_healthy() {
+    let mut fixture = Fixture::started(Config::default(), vec![service("a", "10.0.0.1")], &[]);
+    let refused = HookProblems { attached_nowhere: Some("denied".into()), ..Default::default() };
+    fixture.recorder.lock().hook_problems = refused;
+    fixture.write();
+    let expected = "no interface of a workload takes packet programs: denied";
+    assert_eq!(fixture.unprogrammed().as_deref(), Some(expected));
+    assert!(fixture.is_healthy_after(PERIOD * 100));
+    fixture.recorder.lock().hook_problems = HookProblems::default();
+    fixture.controller.collect_garbage();
+    fixture.write();
+    assert_eq!(fixture.unprogrammed(), None);
+}
+
 #[test]
 fn everything_listed_is_programmed_once_it_is_written_and_while_writes_succeed() {
     let mut fixture = Fixture::new(Config::default());

@@ -444,6 +444,13 @@ impl Hooks {
         self.unattached.iter().map(|(index, refusal)| (*index, refusal.reason.clone())).collect()
     }
 
+    /// Returns the reason why no interface of a workload takes programs.
+    pub(super) fn attached_nowhere(&self) -> Option<String> {
+        let workloads = self.interfaces.values().filter(|interface| interface.role == Role::Workload);
+        refused_everywhere(workloads.map(|interface| self.unattached.get(&interface.index)))
+            .map(str::to_owned)
+    }
+
     /// Returns how many interfaces of workloads have no programs, as they refuse them.
     pub(super) fn unattached_count(&self) -> usize {
         self.unattached.len()
@@ -684,6 +691,16 @@ impl Hooks {
     }
 }
 
+/// Returns the reason if the kernel refuses programs at every interface of a workload, and at two
+/// at least: one alone may have a problem of its own. An interface whose place another program has
+/// says nothing about our programs. One that waits has refused nothing yet.
+fn refused_everywhere<'a>(interfaces: impl Iterator<Item = Option<&'a Refusal>>) -> Option<&'a str> {
+    const LEAST: usize = 2;
+    let all: Vec<&Refusal> = interfaces.collect::<Option<_>>()?;
+    let refused: Vec<_> = all.into_iter().filter(|refusal| !refusal.is_place_taken).collect();
+    refused.first().filter(|_| refused.len() >= LEAST).map(|refusal| refusal.reason.as_str())
+}
+
 /// The directions in the order in which they are attached to: the one that has failed first, else
 /// egress, where the answers to what is translated on ingress are translated back.
 fn failed_first(failed: Option<Direction>) -> [Direction; 2] {
@@ -772,4 +789,29 @@ pub(super) fn remove_filters(paths: &Paths, index: u32) -> Result<usize, Error> 
     }
     remove_folder(&folder)?;
     Ok(removed)
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    /// A word for each interface: `-` has programs or waits, `taken` and other words are refusals.
+    #[rstest]
+    #[case::no_interface("", None)]
+    #[case::all_attached("- -", None)]
+    #[case::one_of_several("full - -", None)]
+    #[case::the_only_one("full", None)]
+    #[case::all("full denied full", Some("full"))]
+    #[case::places_taken("taken taken taken", None)]
+    #[case::all_but_a_place_that_is_taken("taken full denied", Some("full"))]
+    #[case::one_beside_a_place_that_is_taken("taken full", None)]
+    fn programs_are_refused_everywhere(#[case] interfaces: &str, #[case] expected: Option<&str>) {
+        let refusal = |word: &str| {
+            (word != "-").then(|| Refusal { reason: word.to_owned(), is_place_taken: word == "taken" })
+        };
+        let refusals: Vec<_> = interfaces.split_whitespace().map(refusal).collect();
+        assert_eq!(refused_everywhere(refusals.iter().map(Option::as_ref)), expected);
+    }
 }

@@ -1025,6 +1025,7 @@ impl Dataplane for EbpfDataplane {
             without_xdp: self.hooks.refusals().clone(),
             unattached: self.hooks.unattached(),
             lacks_programs: self.lacks_programs(),
+            attached_nowhere: self.hooks.attached_nowhere(),
         }
     }
 }

@@ -15,7 +15,7 @@ use crate::{
     process::record,
     sys::{
         bpf::XdpMode,
-        device::{cpus, facts},
+        device::{cpus, facts, facts_of_uplink},
     },
 };
 
@@ -91,7 +91,7 @@ fn configured(record: &record::Record) -> Option<Xdp> {
 impl XdpView {
     /// `attached`: the mode of the program that is there; `None`: that which would be.
     fn expected(configured: Xdp, interface: &Interface, attached: Option<Option<XdpMode>>) -> Self {
-        let facts = facts(interface.index, &interface.name);
+        let facts = facts_of_uplink(interface.index, &interface.name);
         let choice = choose(configured, interface, &facts);
         let attached = attached.unwrap_or_else(|| choice.as_ref().ok().map(|(mode, _)| *mode));
         let (xdp, reason) =

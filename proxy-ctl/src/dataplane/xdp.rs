@@ -8,6 +8,7 @@ use crate::{
     sys::{
         bpf::XdpMode,
         device::{DeviceFacts, XdpFeatures},
+        veth::PeerChecksums,
     },
 };
 
@@ -43,6 +44,14 @@ pub enum NoXdp {
         "the card strips the tags of VLANs, which XDP could not tell apart then: ethtool -K {interface} {switches}"
     )]
     StripsTags { interface: String, switches: String },
+    #[error(
+        "its other end, {0}, leaves checksums to the device, and XDP would send packets on with unfinished ones: ethtool -K {0} tx off, in the network namespace of that end"
+    )]
+    PartialChecksums(String),
+    #[error(
+        "its other end is in a network namespace that is not in sight, and may leave checksums to the device: mount that namespace below /run/netns, and have ethtool -K switch tx off there"
+    )]
+    UnknownChecksums,
     #[error("the card joins packets of a stream: ethtool -K {0} lro off")]
     JoinsPackets(String),
     #[error("its driver {0} has no XDP, or not with its settings")]
@@ -82,6 +91,11 @@ pub fn choose(
         (_, Device::Bond) => return Err(NoXdp::Bond),
         (Xdp::Auto, Device::Other) => return Err(NoXdp::NoCard(driver)),
         (Xdp::Auto, Device::Card) | (Xdp::Native | Xdp::Off, Device::Card | Device::Other) => {}
+    }
+    match &facts.peer {
+        Some(PeerChecksums::Partial(peer)) => return Err(NoXdp::PartialChecksums(peer.clone())),
+        Some(PeerChecksums::OutOfSight) => return Err(NoXdp::UnknownChecksums),
+        Some(PeerChecksums::Whole) | None => {}
     }
     let (mtu, longest) = (facts.mtu.unwrap_or(0), longest_in_a_page(facts.page));
     match facts.xdp {
@@ -197,6 +211,10 @@ mod tests {
         DeviceFacts { xdp: Some(XdpFeatures(0)), ..able() }
     }
 
+    fn with_peer(peer: PeerChecksums) -> DeviceFacts {
+        DeviceFacts { peer: Some(peer), ..able() }
+    }
+
     fn strips_tags(switches: &str) -> Result<XdpMode, NoXdp> {
         Err(NoXdp::StripsTags { interface: "eth0".into(), switches: switches.into() })
     }
@@ -260,6 +278,30 @@ mod tests {
         card(),
         DeviceFacts { mtu: Some(9_000), ..able() },
         NATIVE
+    )]
+    #[case::checksums_are_whole(
+        Xdp::Native,
+        Interface::uplink(Device::Other),
+        with_peer(PeerChecksums::Whole),
+        NATIVE
+    )]
+    #[case::checksums_are_left_to_the_device(
+        Xdp::Native,
+        Interface::uplink(Device::Other),
+        with_peer(PeerChecksums::Partial("vethc1".into())),
+        Err(NoXdp::PartialChecksums("vethc1".into()))
+    )]
+    #[case::nobody_knows_of_checksums(
+        Xdp::Native,
+        Interface::uplink(Device::Other),
+        with_peer(PeerChecksums::OutOfSight),
+        Err(NoXdp::UnknownChecksums)
+    )]
+    #[case::generic_by_choice(
+        Xdp::Generic,
+        Interface::uplink(Device::Other),
+        with_peer(PeerChecksums::OutOfSight),
+        GENERIC
     )]
     #[case::long_frames_in_larger_pages(
         Xdp::Auto,

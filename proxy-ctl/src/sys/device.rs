@@ -10,6 +10,7 @@ use super::{
     generic_netlink::{GenericFamily, HEADER, header},
     netlink::{Attributes, Messages, NLM_F_ACK, NetlinkSocket, word},
     tc::{Direction, has_filters, tcx_program_ids},
+    veth::{self, PeerChecksums},
 };
 
 /// `None`: nobody tells.
@@ -29,6 +30,8 @@ pub struct DeviceFacts {
     pub programs: Option<usize>,
     /// Traffic control has filters on it.
     pub filters: Option<bool>,
+    /// What the other end of a veth does with checksums. [`facts_of_uplink`] alone asks for it.
+    pub peer: Option<PeerChecksums>,
     /// Bytes of a page of memory.
     pub page: u32,
 }
@@ -71,6 +74,28 @@ pub fn facts(index: u32, name: &str) -> DeviceFacts {
     }
     facts.programs = programs(index);
     facts
+}
+
+/// Returns [`facts`], and what the other end of a veth does with checksums.
+pub fn facts_of_uplink(index: u32, name: &str) -> DeviceFacts {
+    let mut facts = facts(index, name);
+    if facts.driver.as_deref() == Some("veth") {
+        match veth::peer_checksums(index) {
+            Ok(peer) => facts.peer = Some(peer),
+            Err(error) => {
+                tracing::debug!(interface = name, %error, "the other end of a veth was not asked");
+                facts.peer = Some(PeerChecksums::OutOfSight);
+            }
+        }
+    }
+    facts
+}
+
+/// Returns the offloads of a device that are on, by ethtool's names.
+pub(super) fn offloads(index: u32) -> Result<BTreeSet<String>, CallError> {
+    let mut facts = DeviceFacts::default();
+    ethtool(index, &mut facts)?;
+    Ok(facts.offloads)
 }
 
 /// May XDP programs send frames by this interface, as far as its driver tells?

@@ -32,6 +32,7 @@ pub mod sampler;
 pub mod socket_diag;
 pub mod socket_storage;
 pub mod tc;
+pub mod veth;
 pub mod xtables;
 
 /// Whether the kernel has IPv6, and has not switched it off when it was started.

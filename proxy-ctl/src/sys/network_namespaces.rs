@@ -34,6 +34,11 @@ impl NetworkNamespace {
         }
     }
 
+    /// Returns its file, for calls that name a namespace by a descriptor.
+    pub fn file(&self) -> &File {
+        &self.0
+    }
+
     /// What tells it from others that are there at the same time.
     pub fn inode(&self) -> io::Result<u64> {
         Ok(self.0.metadata()?.ino())

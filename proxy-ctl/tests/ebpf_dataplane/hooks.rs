@@ -71,6 +71,13 @@ pub fn veth(name: &str) -> u32 {
     index(name)
 }
 
+/// A veth of which XDP programs see whole checksums.
+pub fn card(name: &str) -> u32 {
+    let index = veth(name);
+    run("ethtool", &format!("-K {name}p tx off"));
+    index
+}
+
 pub fn host(interfaces: &[(&str, Role)]) -> Host {
     let interfaces = interfaces.iter().map(|(name, role)| Interface {
         index: index(name),
@@ -696,7 +703,7 @@ fn a_clsact_qdisc_of_ours_goes_with_the_last_filter() {
 #[test]
 fn xdp_is_on_the_uplinks_that_can_have_it() {
     let Some(sandbox) = Sandbox::new() else { return };
-    let (uplink, workload) = (veth("dpa"), veth("dpb"));
+    let (uplink, workload) = (card("dpa"), veth("dpb"));
     // Its driver has no XDP.
     run("ip", "link add dpc type bridge");
     let bridge = index("dpc");
@@ -739,7 +746,7 @@ fn xdp_is_on_the_uplinks_that_can_have_it() {
 #[test]
 fn xdp_waits_for_another_program_to_go() {
     let Some(sandbox) = Sandbox::new() else { return };
-    let uplink = veth("dpa");
+    let uplink = card("dpa");
     const XDP: u32 = 6;
     let other = bpf::load_program(XDP, bpf_attach_type::BPF_XDP as u32, &returns(2)).unwrap();
     let others_link = bpf::link_xdp(other.as_fd(), uplink, XdpMode::Native).unwrap();
@@ -751,6 +758,40 @@ fn xdp_waits_for_another_program_to_go() {
         dataplane.collect_garbage().unwrap();
     }
     assert_eq!(links(&sandbox), &named(uplink) | &[format!("{uplink}_native")].into());
+}
+
+#[rstest]
+#[case::here(false)]
+#[case::in_another_namespace(true)]
+fn xdp_is_not_on_a_veth_that_gets_unfinished_checksums(#[case] is_elsewhere: bool) {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let uplink = veth("dpa");
+    let elsewhere = format!("px-peer-{}", std::process::id());
+    if is_elsewhere {
+        run("ip", &format!("netns add {elsewhere}"));
+        run("ip", &format!("link set dpap netns {elsewhere}"));
+        run("ip", &format!("-n {elsewhere} link set dpap up"));
+    }
+    let complete = || match is_elsewhere {
+        true => run("ip", &format!("netns exec {elsewhere} ethtool -K dpap tx off")),
+        false => run("ethtool", "-K dpap tx off"),
+    };
+    let mut dataplane = EbpfDataplane::open(&Ebpf { xdp: Xdp::Native, ..sandbox.config.clone() }).unwrap();
+    dataplane.take_host(&host(&[("dpa", Role::Uplink)])).unwrap();
+    let refusal = dataplane.hook_problems().without_xdp.remove(&uplink);
+    let before = links(&sandbox);
+    complete();
+    for _ in 0..COLLECTIONS_BETWEEN_INSPECTIONS {
+        dataplane.collect_garbage().unwrap();
+    }
+    let after = links(&sandbox);
+    if is_elsewhere {
+        run("ip", &format!("netns del {elsewhere}"));
+    }
+    let refusal = refusal.expect("it is refused");
+    assert!(refusal.contains("ethtool -K dpap tx off"), "{refusal}");
+    assert_eq!(before, named(uplink));
+    assert_eq!(after, &named(uplink) | &[format!("{uplink}_native")].into());
 }
 
 /// Drops what has come by the interface, and passes the rest.

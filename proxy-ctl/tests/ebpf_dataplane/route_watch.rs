@@ -13,7 +13,7 @@ use proxy_ctl::{
 };
 
 use super::{
-    hooks::{host, veth},
+    hooks::{card, host},
     sandbox::{Sandbox, TakeHost as _, run},
 };
 
@@ -47,7 +47,7 @@ fn each_change_of_routes_raises_the_epoch() {
         "link set dpa mtu 1400",
     ];
     let Some(sandbox) = Sandbox::new() else { return };
-    veth("dpa");
+    card("dpa");
     let dataplane = opened(&sandbox, Xdp::Native);
     for change in CHANGES {
         let before = epoch(&sandbox);

@@ -416,6 +416,10 @@ fn status_and_probe_say_how_xdp_runs_on_each_uplink_and_why() {
     };
     ip("link add up1 type veth peer name up1p");
     ip("link add up2 type veth peer name up2p");
+    for peer in ["up1p", "up2p"] {
+        let set = Command::new("ethtool").args(["-K", peer, "tx", "off"]).status().unwrap();
+        assert!(set.success(), "ethtool -K {peer} tx off");
+    }
     ip("link add up3 type vxlan id 5 dstport 4789 remote 198.51.0.9");
     for (number, uplink) in ["up1", "up2", "up3"].iter().enumerate() {
         ip(&format!("link set {uplink} up"));

@@ -174,7 +174,7 @@ impl Transit {
             self.look_at_pod(interface);
             return Self::remove_links(paths, links, interface.index, &MODES);
         }
-        let mut facts = device::facts(interface.index, &interface.name);
+        let mut facts = device::facts_of_uplink(interface.index, &interface.name);
         let choice = choose(self.configured, interface, &facts);
         let wanted = choice.as_ref().ok().map(|(mode, _)| *mode);
         let others: Vec<_> = MODES.into_iter().filter(|mode| Some(*mode) != wanted).collect();

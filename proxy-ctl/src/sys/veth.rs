@@ -1,0 +1,119 @@
+//! The other end of a veth: whether it completes the checksums of what it sends.
+//!
+//! A veth takes packets whose checksum is left to the device (`CHECKSUM_PARTIAL`), and hands them on
+//! as they are. An XDP program sees the unfinished field and no mark of it.
+
+use std::{collections::BTreeSet, io, os::fd::AsRawFd as _, thread};
+
+use libc::{IFLA_LINK, RTM_GETLINK, RTM_GETNSID};
+use netlink_sys::protocols::NETLINK_ROUTE;
+
+use super::{
+    CallError, device,
+    netlink::{Attributes, Messages, NLM_F_ACK, NetlinkSocket, word},
+    network_namespaces::{NetworkNamespace, mounted},
+};
+
+/// What becomes of the checksums of the packets that a veth receives.
+#[derive(Clone, Debug, Eq, PartialEq)]
+pub enum PeerChecksums {
+    /// The other end completes them.
+    Whole,
+    /// The other end, which has this name in its namespace, leaves them to the device.
+    Partial(String),
+    /// The other end is in a network namespace that this process cannot enter.
+    OutOfSight,
+}
+
+/// Offloads of a device that leave checksums to it, by ethtool's names.
+const LEAVE_CHECKSUMS: [&str; 3] = ["tx-checksum-ip-generic", "tx-checksum-ipv4", "tx-checksum-ipv6"];
+
+/// The other end of a veth.
+#[derive(Clone, Copy, Debug, Default)]
+struct Peer {
+    index: u32,
+    /// The number of its network namespace in that of this thread. `None`: it is the same one.
+    namespace: Option<i32>,
+}
+
+/// Returns what the other end of a veth of this thread's network namespace does with checksums.
+pub fn peer_checksums(index: u32) -> Result<PeerChecksums, CallError> {
+    let peer = peer(index)?;
+    let Some(number) = peer.namespace else { return checksums_of(peer.index) };
+    let Some(namespace) = namespace(number)? else { return Ok(PeerChecksums::OutOfSight) };
+    let inside = || {
+        // Without CAP_SYS_ADMIN.
+        if let Err(error) = namespace.enter() {
+            tracing::debug!(%error, "the network namespace of a veth's other end cannot be entered");
+            return Ok(PeerChecksums::OutOfSight);
+        }
+        checksums_of(peer.index)
+    };
+    let asked = thread::scope(|scope| scope.spawn(inside).join());
+    asked.unwrap_or_else(|_| Err(CallError::new("a thread", io::Error::other("it has panicked"))))
+}
+
+fn checksums_of(index: u32) -> Result<PeerChecksums, CallError> {
+    let offloads: BTreeSet<String> = device::offloads(index)?;
+    if !LEAVE_CHECKSUMS.iter().any(|offload| offloads.contains(*offload)) {
+        return Ok(PeerChecksums::Whole);
+    }
+    let name = nix::net::if_::if_indextoname(index).ok().and_then(|name| name.into_string().ok());
+    Ok(PeerChecksums::Partial(name.unwrap_or_default()))
+}
+
+fn peer(index: u32) -> Result<Peer, CallError> {
+    /// `ifinfomsg`.
+    const HEADER: usize = 16;
+    const IFLA_LINK_NETNSID: u16 = 37;
+    let mut header = [0; HEADER];
+    header[4..8].copy_from_slice(&index.to_ne_bytes());
+    let mut request = Messages::default();
+    request.begin(RTM_GETLINK, NLM_F_ACK, &header);
+    let mut peer = Peer::default();
+    let asked = NetlinkSocket::open(NETLINK_ROUTE).and_then(|connection| {
+        connection.request(&request, |_, body| {
+            let attributes = Attributes(body.get(HEADER..).unwrap_or_default());
+            let number = |kind| attributes.get(kind).and_then(|value| word(value, 0));
+            peer = Peer {
+                index: number(IFLA_LINK).unwrap_or_default(),
+                namespace: number(IFLA_LINK_NETNSID).map(u32::cast_signed),
+            };
+        })
+    });
+    asked.map_err(CallError::of("netlink RTM_GETLINK"))?;
+    Ok(peer)
+}
+
+/// Returns the network namespace that has this number here. `None`: it is not mounted in sight.
+fn namespace(number: i32) -> Result<Option<NetworkNamespace>, CallError> {
+    let failed = CallError::of("/proc/thread-self/mountinfo");
+    for (inode, path) in mounted().map_err(failed)? {
+        // A namespace that is gone meanwhile, or hidden, is none.
+        let Ok(Some(found)) = NetworkNamespace::open(&path, inode) else { continue };
+        if number_of(&found)? == Some(number) {
+            return Ok(Some(found));
+        }
+    }
+    Ok(None)
+}
+
+/// Returns the number that a network namespace has in that of this thread. `None`: it has none.
+fn number_of(namespace: &NetworkNamespace) -> Result<Option<i32>, CallError> {
+    /// `rtgenmsg`, with its padding.
+    const HEADER: usize = 4;
+    const NETNSA_NSID: u16 = 1;
+    const NETNSA_FD: u16 = 3;
+    let mut request = Messages::default();
+    let descriptor = namespace.file().as_raw_fd();
+    request.begin(RTM_GETNSID, NLM_F_ACK, &[0; HEADER]).attribute(NETNSA_FD, &descriptor.to_ne_bytes());
+    let mut number = None;
+    let asked = NetlinkSocket::open(NETLINK_ROUTE).and_then(|connection| {
+        connection.request(&request, |_, body| {
+            let attributes = Attributes(body.get(HEADER..).unwrap_or_default());
+            number = attributes.get(NETNSA_NSID).and_then(|value| word(value, 0)).map(u32::cast_signed);
+        })
+    });
+    asked.map_err(CallError::of("netlink RTM_GETNSID"))?;
+    Ok(number.filter(|number| *number >= 0))
+}

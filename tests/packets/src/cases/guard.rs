@@ -1,11 +1,11 @@
 //! The guard against floods: a service that is flooded opens few flows, whatever comes, and nobody else is the worse for it.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
 use proxy_common::{
     flow::openings_per_window,
-    layout::PROTOCOL_TCP,
+    layout::{PROTOCOL_TCP, SERVICE_HAS_ENDPOINTS, Service},
     packet::{TCP_ACK, TCP_SYN},
     reason::Reason,
 };
@@ -36,6 +36,8 @@ const FIRST_OF_OTHER: u32 = 3_000_000;
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     let name = "a flood of forged SYN to one service";
     group.each::<W>(&[PROTOCOL_TCP], WorldKind::Large, name, flood);
+    let name = "a flood of forged SYN to 400 service ports, and one that is quiet";
+    group.each::<W>(&[PROTOCOL_TCP], WorldKind::Large, name, flood_of_many);
 }
 
 /// What the clients of a frontend send, and what they are answered.
@@ -65,6 +67,49 @@ impl Connection {
         is_from_frontend::<W>(s.world, &self.answer, client, self.frontend)?;
         from_client::<W>(s.world, &self.second, client)
     }
+}
+
+const FLOODED: u16 = 400;
+/// The limit of a second for this flood. A window has 51 openings, so that the share of a service
+/// port is less than one.
+const LIMIT_OF_MANY: u32 = 3_000;
+/// The time between two connections of the quiet service port: that of 16 windows, and some more.
+const PAUSE: Duration = Duration::from_millis(330);
+const QUIET_CONNECTIONS: u32 = 10;
+
+fn flood_of_many<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+    let set = s.set(&[(11, LOCAL, true)])?;
+    let service = Service {
+        cluster: set,
+        internal: set,
+        external: set,
+        flags: SERVICE_HAS_ENDPOINTS,
+        ..Service::default()
+    };
+    let port_of = |number: u16| (CLUSTER_IP.0, 10_000 + number);
+    for number in 0..=FLOODED {
+        s.world.set_service(u32::from(number) + 1, service)?;
+        s.frontend(port_of(number), u32::from(number) + 1, 0)?;
+    }
+    let flooded: Vec<_> = (1..=FLOODED).map(|number| s.first(CLIENT, port_of(number)).bytes::<W>()).collect();
+    let quiet = Connection::to::<W>(s, port_of(0));
+    s.change_settings(|settings| settings.openings_per_window = openings_per_window(LIMIT_OF_MANY))?;
+    let (mut forged, mut refused) = (0, 0);
+    for connection in 0..=QUIET_CONNECTIONS {
+        let begin = Instant::now();
+        while begin.elapsed() < PAUSE {
+            for packet in &flooded {
+                refused += u64::from(to_backend::<W>(s.world, packet, forged)? == Verdict::Dropped);
+                forged += 1;
+            }
+        }
+        // The first one comes while the flood spends the credit that its service ports had.
+        if connection > 0 {
+            quiet.open(s, FIRST_OF_OTHER + connection)?;
+        }
+    }
+    ensure!(refused > u64::from(forged) / 10, "{refused} of {forged} forged clients were refused");
+    Ok(())
 }
 
 fn flood<W: Tables>(s: &mut Scene<W>) -> Result<()> {

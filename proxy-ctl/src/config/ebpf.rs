@@ -112,6 +112,7 @@ pub struct Ebpf {
     pub encapsulation: Encapsulation,
     pub algorithm: Algorithm,
     pub interfaces: Interfaces,
+    /// A size of 0 is that of the machine.
     pub limits: Limits,
     /// In a second, that packets open; 0: any number.
     pub new_connections_per_core: u32,
@@ -143,7 +144,7 @@ impl Default for Ebpf {
             encapsulation: Encapsulation::default(),
             algorithm: Algorithm::default(),
             interfaces: Interfaces::default(),
-            limits: Limits::default(),
+            limits: Limits { flows: 0, opening_flows: 0, ..Limits::default() },
             new_connections_per_core: NEW_CONNECTIONS_PER_CORE,
             flow_lifetimes: OwnLifetimes::default(),
             cgroup: None,

@@ -106,7 +106,7 @@ fn json_is_read_too() {
     let config = read("config.json", text).unwrap().config;
     assert_eq!(config.mode, RequestedMode::Ebpf);
     assert_eq!(config.ebpf.socket_load_balancing, SocketLoadBalancing::Host);
-    assert_eq!(config.ebpf.limits, Limits { flows: 1000, ..Limits::default() });
+    assert_eq!(config.ebpf.limits, Limits { flows: 1000, opening_flows: 0, ..Limits::default() });
 }
 
 #[rstest]
@@ -248,7 +248,8 @@ fn valid(#[case] body: &str, #[case] holds: fn(&Config) -> bool) {
     "ebpf.algorithm must be random, maglev or leastConnection, found \"roundRobin\""
 )]
 #[case("ebpf: {sourceAddress: none}", "ebpf.sourceAddress must be preserve or masquerade, found \"none\"")]
-#[case("ebpf: {limits: {flows: 0}}", "ebpf.limits.flows must be from 1 to 67108864, found 0")]
+#[case("ebpf: {limits: {flows: -1}}", "ebpf.limits.flows must be from 0 to 67108864, found -1")]
+#[case("ebpf: {limits: {slots: 0}}", "ebpf.limits.slots must be from 1 to 67108864, found 0")]
 #[case(
     "ebpf: {newConnectionsPerCore: -1}",
     "ebpf.newConnectionsPerCore must be from 0 to 10000000, found -1"

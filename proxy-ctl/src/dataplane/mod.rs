@@ -132,7 +132,8 @@ pub trait Dataplane: Programmed + Send {
     }
 }
 
-/// Why interfaces lack programs, by their index.
+/// Names what operators are told of while the dataplane serves: why interfaces lack programs, by
+/// their index, and tables that are nearly full.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct HookProblems {
     /// Uplinks that have no XDP program. Empty: all have one, or none is to have one.
@@ -145,6 +146,8 @@ pub struct HookProblems {
     /// The reason why no interface of a workload takes packet programs. `None`: some interface has
     /// them, or too few interfaces are there to tell.
     pub attached_nowhere: Option<String>,
+    /// Tables of flows that are three quarters full, each with its rows.
+    pub filling: BTreeMap<&'static str, u64>,
 }
 
 /// What a call has written: table entries, rules or the like.

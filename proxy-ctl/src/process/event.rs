@@ -96,6 +96,15 @@ pub(super) fn interface_not_attached(problem: &str) -> Event {
     Event::node(Type::Warning, "InterfaceNotAttached", "AttachPrograms", note)
 }
 
+/// A table of flows is three quarters full. kube-proxy has no such event.
+pub(super) fn flows_filling(table: &str, rows: u64) -> Event {
+    let note = format!(
+        "table {table} of established flows is three quarters full ({rows} rows): when it is full, new connections may \
+         be forgotten while they are open; raise ebpf.limits.flows"
+    );
+    Event::node(Type::Warning, "FlowTableFilling", "KeepFlows", note)
+}
+
 /// Another mode takes the place of the one that was asked for, and why. kube-proxy has no such event.
 pub(super) fn mode_fallback(why: &str) -> Event {
     Event::node(Type::Warning, "ProxyModeFallback", "ChooseMode", why)

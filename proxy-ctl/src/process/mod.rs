@@ -12,6 +12,7 @@ mod checks;
 mod config_changes;
 mod dataplane_thread;
 mod event;
+mod filling_tables;
 mod kernel;
 mod leftover_removal;
 mod mode_choice;

@@ -12,7 +12,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    event,
+    event, filling_tables,
     leftover_removal::LeftoverRemoval,
     mode_choice, own_node,
     record::{self, Record, RecordInputs, UnsupportedField},
@@ -300,6 +300,11 @@ impl Proxy {
     pub(super) fn tell_of_unattached_interfaces(&self, tasks: &mut Tasks) {
         let (problems, events) = (self.hook_problems.subscribe(), self.events.clone());
         self.spawn(tasks, "unattached interfaces", unattached_interfaces::follow(problems, events));
+    }
+
+    pub(super) fn tell_of_filling_tables(&self, tasks: &mut Tasks) {
+        let (problems, events) = (self.hook_problems.subscribe(), self.events.clone());
+        self.spawn(tasks, "filling tables", filling_tables::follow(problems, events));
     }
 
     /// The record is written first by what this answers with, and then whenever it has changed: only whoever holds the

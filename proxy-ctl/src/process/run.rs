@@ -110,6 +110,7 @@ async fn serve(line: CommandLine, settings: Settings, choice: ModeChoice) -> any
     proxy.tell_of_mode(&mut tasks);
     proxy.tell_of_unsupported_services(&mut tasks);
     proxy.tell_of_unattached_interfaces(&mut tasks);
+    proxy.tell_of_filling_tables(&mut tasks);
     let opened = proxy.keep_record(&mut tasks);
     let mut ended = dataplane_thread::start(&proxy, inputs.controller, opened)?;
 

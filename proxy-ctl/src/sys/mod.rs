@@ -17,6 +17,7 @@ pub mod kernel_types;
 pub mod limits;
 pub mod link;
 pub mod lock;
+pub mod machine;
 pub mod map;
 pub mod mmap;
 pub mod namespace;

@@ -152,7 +152,13 @@ pub(super) struct Collector<F: TableFamily> {
 
 impl<F: TableFamily> Default for Collector<F> {
     fn default() -> Self {
-        Self { opening: Walk::default(), established: Walk::default(), recount: None, unproven: None, ended: EndedConnections::default() }
+        Self {
+            opening: Walk::default(),
+            established: Walk::default(),
+            recount: None,
+            unproven: None,
+            ended: EndedConnections::default(),
+        }
     }
 }
 

@@ -34,6 +34,7 @@ use self::{
     attach::{Cgroup, Hooks},
     connections::SocketCounter,
     family::TableFamily,
+    filling::Filling,
     gc::Collector,
     growth::{Demand, Growth, Larger, make_larger},
     kernel_log::KernelLog,
@@ -65,8 +66,8 @@ use crate::{
         objects::Algorithm,
     },
     sys::{
-        CallError, clock, conntrack::Conntrack, filesystem, grace::GracePeriod, limits, namespace,
-        socket_diag::Transport,
+        CallError, clock, conntrack::Conntrack, filesystem, grace::GracePeriod, limits, machine::Machine,
+        namespace, socket_diag::Transport,
     },
 };
 
@@ -82,6 +83,7 @@ mod draining;
 mod error;
 mod events;
 mod family;
+mod filling;
 mod fit;
 mod flows;
 mod frontend_names;
@@ -111,6 +113,7 @@ mod room;
 mod route_watch;
 mod service_cidrs;
 mod settling;
+mod sizes;
 mod stale_sockets;
 pub mod status;
 mod supports;
@@ -165,6 +168,8 @@ pub struct EbpfDataplane {
     service_cidrs: ServiceCidrs,
     /// `None`: no service port goes by connections.
     connections: Option<ConnectionCount>,
+    /// Tables of flows that are nearly full.
+    filling: Filling,
     /// What is desired is known. Before, a predecessor's service ports are served.
     is_synced: bool,
 }
@@ -189,7 +194,10 @@ pub(super) const ENTRY: Entry = Entry {
         provide_cgroup2()?;
         Ok(())
     },
-    open: |config| Ok(Box::new(LeftToNode::new(Box::new(EbpfDataplane::open(&config.ebpf)?)))),
+    open: |config| {
+        let ebpf = sizes::sized(config, machine());
+        Ok(Box::new(LeftToNode::new(Box::new(EbpfDataplane::open(&ebpf)?))))
+    },
     read: |bpffs| match Pinned::open(bpffs) {
         Ok(pinned) => Ok(Some(Box::new(pinned))),
         Err(error) if error.is_not_there() => Ok(None),
@@ -299,6 +307,7 @@ impl EbpfDataplane {
             stale_sockets,
             service_cidrs: ServiceCidrs::begin(config),
             connections: None,
+            filling: Filling::default(),
             is_synced: false,
         };
         // A predecessor has counted, and its service ports are served until the first resync.
@@ -342,6 +351,14 @@ impl EbpfDataplane {
             table.set(&0, &wanted)?;
         }
         Ok(wanted != current)
+    }
+
+    /// Learns how full the tables of established flows were at the end of the last walks.
+    fn see_filling(&mut self) {
+        let (_, flows4) = self.flows4.counted();
+        self.filling.see(table::flows4, flows4, self.v4.tables.flows.map().capacity().into());
+        let (_, flows6) = self.flows6.counted();
+        self.filling.see(table::flows6, flows6, self.v6.tables.flows.map().capacity().into());
     }
 
     fn write_node(&self, host: &Host) -> Result<bool, Error> {
@@ -468,10 +485,7 @@ impl EbpfDataplane {
         match kept {
             Ok(0) => {}
             Ok(kept) => {
-                tracing::info!(
-                    kept,
-                    "connections that netfilter translates are kept apart from flows"
-                )
+                tracing::info!(kept, "connections that netfilter translates are kept apart from flows")
             }
             // All of them may go on even so, and new connections matter more.
             Err(error) => {
@@ -939,6 +953,7 @@ impl Dataplane for EbpfDataplane {
         let now = clock::since_boot();
         self.flows4.collect(&self.v4.tables, &self.flow_lifetimes, now)?;
         self.flows6.collect(&self.v6.tables, &self.flow_lifetimes, now)?;
+        self.see_filling();
         self.affinity.collect(&self.shared.tables, &self.v4.tables, &self.v6.tables, now)?;
         self.hooks.tend()?;
         self.attach_to_settled(&mut failures);
@@ -1026,8 +1041,16 @@ impl Dataplane for EbpfDataplane {
             unattached: self.hooks.unattached(),
             lacks_programs: self.lacks_programs(),
             attached_nowhere: self.hooks.attached_nowhere(),
+            filling: self.filling.tables().clone(),
         }
     }
+}
+
+/// Returns the size of the machine, or nothing where the kernel does not tell it.
+fn machine() -> Option<Machine> {
+    Machine::read()
+        .inspect_err(|error| tracing::warn!(%error, "tables of flows have the sizes of a small machine"))
+        .ok()
 }
 
 fn apply<F: TableFamily>(writer: &mut FamilyWriter<F>, shared: &mut Common, changes: &Changes) -> Writes<F> {

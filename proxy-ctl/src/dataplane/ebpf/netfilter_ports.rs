@@ -123,9 +123,8 @@ impl<F: TableFamily> EndedConnections<F> {
             return;
         }
         let started = Instant::now();
-        let listed = Conntrack::open()
-            .map_err(Error::Conntrack)
-            .and_then(|conntrack| list::<F>(&conntrack, 0));
+        let listed =
+            Conntrack::open().map_err(Error::Conntrack).and_then(|conntrack| list::<F>(&conntrack, 0));
         match listed {
             Ok(flows) => self.up = Some(flows.iter().map(Flow::client_key).collect()),
             Err(error) => tracing::debug!(%error, "connections that netfilter translates are not listed"),

@@ -1,0 +1,143 @@
+//! Sizes of the tables of flows that follow the machine, for users who name none.
+
+use proxy_common::inventory::{Limit, Limits};
+
+use crate::{
+    config::{Config, Ebpf},
+    sys::machine::Machine,
+};
+
+/// The part of the machine's memory that the tables of flows take at once: one fiftieth.
+const PARTS_OF_MEMORY: u64 = 50;
+
+/// The rows that an entry of conntrack corresponds to: a masqueraded flow takes three.
+const ROWS_OF_CONNECTION: u64 = 3;
+/// The bytes that a row of `flows4` and one of `flows6` take before they are used: a bucket each.
+/// The kernel allocates buckets with the table, and as many as the next power of two.
+const BUCKET_BYTES: u64 = 2 * 16;
+/// The fewest rows of `flows4` and `flows6`, on a machine with hardly any memory.
+const FEWEST_FLOWS: u64 = 1 << 16;
+
+/// The bytes that one row of each table of opening flows takes: these tables are allocated whole.
+const OPENING_BYTES: u64 = 640;
+/// The fewest rows of the tables of opening flows, and the step in which they become more.
+const OPENING_STEP: u64 = 1 << 13;
+
+/// The most rows of the tables of opening flows: those of 16 cores, as few cards have more queues.
+const MOST_OPENING: u64 = 1 << 20;
+
+/// The most rows that a configuration may ask for.
+const MOST_ROWS: u64 = 1 << 26;
+
+/// Returns the section `ebpf` with a size for each table. Without knowledge of the machine, sizes
+/// are those of a small one.
+pub(super) fn sized(config: &Config, machine: Option<Machine>) -> Ebpf {
+    let mut ebpf = config.ebpf.clone();
+    let of_machine = machine.map_or_else(Rows::default, |machine| {
+        Rows::of(machine.cores, machine.memory, config.conntrack.max_per_core)
+    });
+    let Limits { flows, opening_flows, .. } = &mut ebpf.limits;
+    for (limit, rows) in [(flows, of_machine.flows), (opening_flows, of_machine.opening_flows)] {
+        if *limit == 0 {
+            *limit = rows;
+        }
+    }
+    ebpf
+}
+
+/// The sizes of the tables whose limit is 0 in the configuration.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+struct Rows {
+    flows: u32,
+    opening_flows: u32,
+}
+
+impl Default for Rows {
+    fn default() -> Self {
+        Self { flows: Limit::Flows.default_entries(), opening_flows: Limit::OpeningFlows.default_entries() }
+    }
+}
+
+impl Rows {
+    /// `per_core` is `conntrack.maxPerCore`. `memory` is in bytes.
+    fn of(cores: u32, memory: u64, per_core: u32) -> Self {
+        let least = Self::default();
+        let budget = memory / PARTS_OF_MEMORY;
+        let of_conntrack = ROWS_OF_CONNECTION * u64::from(per_core) * u64::from(cores);
+        let wanted = of_conntrack.clamp(u64::from(least.flows), MOST_ROWS);
+        let buckets = budget.saturating_sub(OPENING_STEP * OPENING_BYTES) / BUCKET_BYTES;
+        let flows = wanted.min(power_of_two_up_to(buckets).max(FEWEST_FLOWS));
+
+        let wanted = (u64::from(least.opening_flows) * u64::from(cores)).min(MOST_OPENING);
+        let left = budget.saturating_sub(flows.next_power_of_two() * BUCKET_BYTES);
+        let most = left / OPENING_BYTES / OPENING_STEP * OPENING_STEP;
+        let opening_flows = wanted.min(most.max(OPENING_STEP));
+        let rows = |rows: u64| u32::try_from(rows).unwrap_or(u32::MAX);
+        Self { flows: rows(flows), opening_flows: rows(opening_flows) }
+    }
+}
+
+/// Returns the largest power of two that is not above a number, and 0 for 0.
+fn power_of_two_up_to(number: u64) -> u64 {
+    number.checked_ilog2().map_or(0, |exponent| 1 << exponent)
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    #[rstest]
+    #[case::half_a_gibibyte(1, GIB / 2, 32_768, 131_072, 8_192)]
+    #[case::one_gibibyte(1, GIB, 32_768, 262_144, 16_384)]
+    #[case::two_gibibytes(2, 2 * GIB, 32_768, 524_288, 32_768)]
+    #[case::four_cores(4, 16 * GIB, 32_768, 524_288, 262_144)]
+    #[case::eight_cores(8, 32 * GIB, 32_768, 786_432, 524_288)]
+    #[case::thirty_two_cores(32, 128 * GIB, 32_768, 3_145_728, 1_048_576)]
+    #[case::sixty_four_cores(64, 256 * GIB, 32_768, 6_291_456, 1_048_576)]
+    #[case::many_cores_and_little_memory(64, 8 * GIB, 32_768, 4_194_304, 57_344)]
+    #[case::conntrack_is_left_alone(16, 64 * GIB, 0, 524_288, 1_048_576)]
+    #[case::conntrack_is_smaller(16, 64 * GIB, 1_024, 524_288, 1_048_576)]
+    #[case::conntrack_is_larger(4, 16 * GIB, 262_144, 3_145_728, 262_144)]
+    #[case::more_than_a_configuration_may_ask_for(1_024, 1_024 * 1_024 * GIB, 32_768, 67_108_864, 1_048_576)]
+    fn rows(
+        #[case] cores: u32,
+        #[case] memory: u64,
+        #[case] per_core: u32,
+        #[case] flows: u32,
+        #[case] opening_flows: u32,
+    ) {
+        let rows = Rows::of(cores, memory, per_core);
+        assert_eq!(rows, Rows { flows, opening_flows });
+        let bytes = u64::from(flows).next_power_of_two() * BUCKET_BYTES;
+        let bytes = bytes + u64::from(opening_flows) * OPENING_BYTES;
+        assert!(bytes <= memory / 50, "{bytes} bytes of {memory}");
+    }
+
+    #[rstest]
+    #[case::none(0, 0, 786_432, 524_288)]
+    #[case::flows(5_000, 0, 5_000, 524_288)]
+    #[case::both(5_000, 1_000, 5_000, 1_000)]
+    fn sizes_that_users_name_stay(
+        #[case] flows: u32,
+        #[case] opening_flows: u32,
+        #[case] expected: u32,
+        #[case] expected_opening: u32,
+    ) {
+        let mut config = Config::default();
+        let limits = Limits { flows, opening_flows, ..config.ebpf.limits };
+        config.ebpf.limits = limits;
+        let sized = sized(&config, Some(Machine { cores: 8, memory: 32 * GIB }));
+        let expected = Limits { flows: expected, opening_flows: expected_opening, ..limits };
+        assert_eq!(sized.limits, expected);
+    }
+
+    #[test]
+    fn a_machine_that_tells_nothing_has_the_sizes_of_a_small_one() {
+        let limits = sized(&Config::default(), None).limits;
+        assert_eq!(Rows { flows: limits.flows, opening_flows: limits.opening_flows }, Rows::default());
+    }
+}

@@ -1,0 +1,49 @@
+//! Tells the cluster of tables of flows that are nearly full: one event for each time that a table
+//! becomes so.
+
+use std::collections::BTreeMap;
+
+use tokio::sync::watch;
+
+use super::event;
+use crate::{dataplane::HookProblems, events::Recorder};
+
+/// Ends when there is no dataplane any more.
+pub(super) async fn follow(mut problems: watch::Receiver<HookProblems>, events: Recorder) {
+    let mut told = BTreeMap::new();
+    loop {
+        let now = problems.borrow_and_update().filling.clone();
+        for (table, rows) in now.iter().filter(|(table, _)| !told.contains_key(*table)) {
+            events.record(event::flows_filling(table, *rows));
+        }
+        told = now;
+        if problems.changed().await.is_err() {
+            return;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn each_time_that_a_table_fills_is_told_once() {
+        let (sender, problems) = watch::channel(HookProblems::default());
+        let (events, mut taken) = Recorder::kept();
+        let following = tokio::spawn(follow(problems, events));
+        let full = BTreeMap::from([("flows4", 100)]);
+        let states = [full.clone(), full.clone(), BTreeMap::new(), full];
+        let told = async |filling: BTreeMap<&'static str, u64>| {
+            sender.send_replace(HookProblems { filling, ..HookProblems::default() });
+            tokio::task::yield_now().await;
+        };
+        for state in states {
+            told(state).await;
+        }
+        drop(sender);
+        following.await.unwrap();
+        let notes: Vec<_> = std::iter::from_fn(&mut taken).map(|event| event.reason).collect();
+        assert_eq!(notes, ["FlowTableFilling", "FlowTableFilling"]);
+    }
+}

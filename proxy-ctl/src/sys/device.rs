@@ -30,7 +30,7 @@ pub struct DeviceFacts {
     pub programs: Option<usize>,
     /// Traffic control has filters on it.
     pub filters: Option<bool>,
-    /// What the other end of a veth does with checksums. [`facts_of_uplink`] alone asks for it.
+    /// The checksums of what a veth receives. [`facts_of_uplink`] asks for them.
     pub peer: Option<PeerChecksums>,
     /// Bytes of a page of memory.
     pub page: u32,

@@ -1,7 +1,7 @@
 //! The other end of a veth: whether it completes the checksums of what it sends.
 //!
-//! A veth takes packets whose checksum is left to the device (`CHECKSUM_PARTIAL`), and hands them on
-//! as they are. An XDP program sees the unfinished field and no mark of it.
+//! The sender of a packet may leave its checksum to the device (`CHECKSUM_PARTIAL`). A veth hands
+//! such a packet on as it is. An XDP program sees the unfinished field and no mark of it.
 
 use std::{collections::BTreeSet, io, os::fd::AsRawFd as _, thread};
 
@@ -14,7 +14,7 @@ use super::{
     network_namespaces::{NetworkNamespace, mounted},
 };
 
-/// What becomes of the checksums of the packets that a veth receives.
+/// The state of the checksums of packets that a veth receives.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum PeerChecksums {
     /// The other end completes them.
@@ -42,7 +42,7 @@ pub fn peer_checksums(index: u32) -> Result<PeerChecksums, CallError> {
     let Some(number) = peer.namespace else { return checksums_of(peer.index) };
     let Some(namespace) = namespace(number)? else { return Ok(PeerChecksums::OutOfSight) };
     let inside = || {
-        // Without CAP_SYS_ADMIN.
+        // It fails without CAP_SYS_ADMIN.
         if let Err(error) = namespace.enter() {
             tracing::debug!(%error, "the network namespace of a veth's other end cannot be entered");
             return Ok(PeerChecksums::OutOfSight);

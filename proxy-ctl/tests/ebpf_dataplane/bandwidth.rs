@@ -30,9 +30,9 @@ const PLUGIN: &str = "/usr/lib/cni/bandwidth";
 /// The way in which an interface is limited.
 #[derive(Clone, Copy, Debug)]
 enum Limiter {
-    /// The same commands that the plugin gives to the kernel.
+    /// Commands do what the plugin asks of the kernel.
     Commands,
-    /// The plugin itself.
+    /// The plugin does it.
     Plugin,
 }
 
@@ -43,7 +43,7 @@ impl Pod {
     /// Makes `interface`, whose other end is `eth0` of the pod.
     fn on(interface: &str) -> Self {
         let mut command = Command::new("unshare");
-        command.args(["--net", "sh", "-c", "echo; exec sleep 600"]).stdout(Stdio::piped());
+        command.args(["--net", "sh", "-c", "echo; exec sleep 3600"]).stdout(Stdio::piped());
         let mut child = command.spawn().unwrap();
         let mut line = [0];
         std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut line).unwrap();
@@ -63,7 +63,7 @@ impl Drop for Pod {
 }
 
 impl Limiter {
-    /// Returns true, and says that the test is skipped, if the kernel or the machine lacks something.
+    /// Returns true if the kernel or the machine lacks something, for which the test is skipped.
     fn is_missing(self) -> bool {
         let added = Command::new("ip").args(["link", "add", "ifb-tried", "type", "ifb"]).output().unwrap();
         if !added.status.success() {
@@ -130,7 +130,7 @@ fn limit_by_plugin(interface: &str, pod: &Pod) -> Result<(), String> {
     output.status.success().then_some(()).ok_or_else(|| String::from_utf8(output.stdout).unwrap())
 }
 
-/// What the plugin has put at an interface, as `tc` shows it without counters.
+/// Returns what the plugin has put at an interface, as `tc` shows it without counters.
 fn limits(interface: &str) -> [String; 2] {
     [format!("qdisc show dev {interface} ingress"), format!("filter show dev {interface} ingress")]
         .map(|command| run("tc", &command))
@@ -218,7 +218,7 @@ fn the_bandwidth_plugin_finds_its_place_at_a_new_interface(#[case] limiter: Limi
     until(&mut dataplane, |dataplane| unattached(dataplane).contains_key(&index("dpa")));
     assert_eq!(limits("dpa"), limited);
 
-    // The plugin finds its place at the next interface too, and one without it is attached to later.
+    // The next interface has a place for the plugin too, and one without limits gets programs.
     let second = Pod::on("dpc");
     veth("dpd");
     dataplane.take_host(&workloads(&["dpa", "dpb", "dpc", "dpd"])).unwrap();

@@ -12,7 +12,7 @@ use proxy_ctl::sys::{
     tc::{self, Direction},
 };
 
-use crate::namespace::{run, within};
+use crate::namespace::{ip, run, within};
 
 /// r0 = TCX_NEXT; exit
 const NEXT: [u64; 2] = [0xffff_ffff_0000_00b7, 0x95];
@@ -22,15 +22,14 @@ const SCHED_CLS: u32 = 3;
 pub struct Taken {
     namespace: String,
     device: String,
-    /// Of programs that fill a hook. Empty: a qdisc has the place.
-    links: Vec<OwnedFd>,
+    /// The links of programs that fill a hook, where the kernel has tcx.
+    _links: Vec<OwnedFd>,
 }
 
 impl Taken {
-    /// Takes the place on `device` of a network namespace from whoever has it. With tcx, programs of
-    /// others fill the hook. Before Linux 6.6 it is done as CNI's bandwidth plugin does it: by a
-    /// qdisc which sends everything by another device and back. `links`: the folder in which the
-    /// proxy pins its links.
+    /// Takes the place on `device` of a network namespace from the proxy, which pins its links in
+    /// `links`. A qdisc takes that of clsact, and sends everything by another device and back, as
+    /// CNI's bandwidth plugin makes it. With tcx, programs of others fill the hook besides.
     pub fn take(namespace: &str, device: &str, links: &Path) -> Result<Self> {
         let filled = within(namespace, || {
             let index = if_nametoindex(device)?;
@@ -38,27 +37,32 @@ impl Taken {
         });
         let links = filled.with_context(|| format!("filling the hook of {device}"))?;
         if links.is_empty() {
-            let ifb = limiting(device);
-            run(namespace, "ip", &["link", "add", &ifb, "type", "ifb"])?;
-            run(namespace, "ip", &["link", "set", &ifb, "up"])?;
             run(namespace, "tc", &["qdisc", "del", "dev", device, "clsact"])?;
-            run(namespace, "tc", &["qdisc", "add", "dev", device, "ingress"])?;
-            let filter =
-                "parent ffff: protocol all prio 1 u32 match u32 0 0 action mirred egress redirect dev";
-            let mut arguments = vec!["filter", "add", "dev", device];
-            arguments.extend(filter.split(' ').chain([ifb.as_str()]));
-            run(namespace, "tc", &arguments)?;
         }
-        Ok(Self { namespace: namespace.to_owned(), device: device.to_owned(), links })
+        let ifb = limiting(device);
+        run(namespace, "ip", &["link", "add", &ifb, "type", "ifb"])?;
+        run(namespace, "ip", &["link", "set", &ifb, "up"])?;
+        run(namespace, "tc", &["qdisc", "add", "dev", device, "ingress"])?;
+        let filter = "parent ffff: protocol all prio 1 u32 match u32 0 0 action mirred egress redirect dev";
+        let mut arguments = vec!["filter", "add", "dev", device];
+        arguments.extend(filter.split(' ').chain([ifb.as_str()]));
+        run(namespace, "tc", &arguments)?;
+        Ok(Self { namespace: namespace.to_owned(), device: device.to_owned(), _links: links })
+    }
+
+    /// Returns true if the kernel has the device that it needs.
+    pub fn can_be_made() -> Result<bool> {
+        let namespace = format!("px-ifb-{}", std::process::id());
+        ip(None, &format!("netns add {namespace}\n"))?;
+        let has = run(&namespace, "ip", &["link", "add", "ifb-tried", "type", "ifb"]).is_ok();
+        ip(None, &format!("netns del {namespace}\n"))?;
+        Ok(has)
     }
 
     /// Gives the place back.
     pub fn give_back(self) -> Result<()> {
-        if self.links.is_empty() {
-            run(&self.namespace, "tc", &["qdisc", "del", "dev", &self.device, "ingress"])?;
-            run(&self.namespace, "ip", &["link", "del", &limiting(&self.device)])?;
-        }
-        Ok(())
+        run(&self.namespace, "tc", &["qdisc", "del", "dev", &self.device, "ingress"])?;
+        run(&self.namespace, "ip", &["link", "del", &limiting(&self.device)]).map(drop)
     }
 }
 

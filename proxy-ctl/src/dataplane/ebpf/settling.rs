@@ -1,8 +1,8 @@
 //! The time for which a new workload's interface gets no filters, on kernels without tcx.
 //!
-//! An interface has one place for a queueing discipline of what it receives. Filters of ours need
-//! `clsact` there, and CNI's bandwidth plugin adds `ingress`: whoever comes second fails. If that is
-//! the plugin, the pod does not start. The plugin runs once, at the end of the calls by which the
+//! An interface has one place for a queueing discipline of what it receives. Our filters need
+//! `clsact` there, and CNI's bandwidth plugin adds `ingress`. Whoever comes second fails. If the
+//! plugin fails, the pod does not start. The plugin runs once, at the end of the calls by which the
 //! container runtime makes the pod's network, and the pod's processes start after it. So ours waits
 //! until no more calls are to be expected.
 
@@ -117,7 +117,7 @@ mod tests {
         assert_eq!(pause(sockets, plugin), SECOND * seconds as u32);
     }
 
-    /// Of interface 7, which comes at second 10 as the case says, while interface 6 was there.
+    /// Interface 7 comes at second 10, as the case makes it, and interface 6 was there before.
     #[rstest]
     #[case::new_pod(|_: &mut Interface| (), &[12], 13)]
     #[case::uplink(|pod: &mut Interface| pod.role = Role::Uplink, &[], 10)]

@@ -129,6 +129,9 @@ fn without_programs(world: &mut World, variant: Variant) -> Result<()> {
     if control_plane::go::on_path("nft").is_none() || control_plane::go::on_path("conntrack").is_none() {
         bail!(Skip("nft or conntrack is not installed".into()));
     }
+    if !Taken::can_be_made()? {
+        bail!(Skip("this kernel has no ifb devices (CONFIG_IFB)".into()));
+    }
     let node = world.lab.netns("node1")?.namespace.clone();
     let device = format!("cali{}", world.addresses(POD)?.v4.octets()[3]);
     ensure!(unattached(world)?.is_empty(), "an interface refuses before");

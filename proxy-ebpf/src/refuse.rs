@@ -21,11 +21,11 @@ const HOP_LIMIT: u8 = 64;
 /// What differs between the families in an answer.
 pub(crate) trait Refuse: Network {
     /// Makes the network header say that `length` bytes of transport follow it, and returns how
-    /// many it said before.
+    /// many there were before.
     fn set_transport_length(ctx: &TcContext, packet: &Packet<Self::Address>, length: u16)
-    -> Result<u16, i64>;
+    -> Result<u32, i64>;
     /// The sum of what a checksum covers besides the transport's `length` bytes.
-    fn pseudo_header(packet: &Packet<Self::Address>, protocol: u8, length: u16) -> Sum;
+    fn pseudo_header(packet: &Packet<Self::Address>, protocol: u8, length: u32) -> Sum;
     /// Swaps the addresses and resets the lifetime. The transport's checksum stays valid.
     fn turn_around(ctx: &TcContext, packet: &Packet<Self::Address>) -> Result<(), i64>;
     /// Begin of the ICMP error: port unreachable.
@@ -172,9 +172,16 @@ fn reset<F: Refuse>(ctx: &TcContext, packet: &Packet<F::Address>) -> Result<(), 
     // all that was before it: the pseudo header and the old header.
     let change = Sum::of_change(&old, &new) + Sum::of(&old) + F::pseudo_header(packet, TCP, old_length);
     ctx.l4_csum_replace(checksum, 0, change.folded().into(), 0)?;
-    let word = |length: u16| u64::from(u16::from_ne_bytes(length.to_be_bytes()));
-    let of_pseudo_header = u64::from(BPF_F_PSEUDO_HDR) | size_of::<u16>() as u64;
-    ctx.l4_csum_replace(checksum, word(old_length), word(LENGTH), of_pseudo_header)
+    let word = |length: u32| u64::from(u32::from_ne_bytes(length.to_be_bytes()));
+    let of_pseudo_header = u64::from(BPF_F_PSEUDO_HDR) | size_of::<u32>() as u64;
+    ctx.l4_csum_replace(checksum, word(old_length), word(LENGTH.into()), of_pseudo_header)
+}
+
+/// Returns the bytes of transport of a packet whose network header says 0: it is longer than the
+/// field can say. The kernel makes such packets of many segments (BIG TCP, Linux 5.19).
+#[inline(always)]
+fn untold_length<A>(ctx: &TcContext, packet: &Packet<A>) -> u32 {
+    ctx.len().wrapping_sub(packet.headers.transport)
 }
 
 /// Bytes of an [`IcmpHeader`].
@@ -233,7 +240,7 @@ fn with_checksum([kind, code, _, _, a, b, c, d]: IcmpHeader, sum: Sum) -> IcmpHe
 
 impl Refuse for V4 {
     #[inline(always)]
-    fn set_transport_length(ctx: &TcContext, packet: &Packet<[u8; 4]>, length: u16) -> Result<u16, i64> {
+    fn set_transport_length(ctx: &TcContext, packet: &Packet<[u8; 4]>, length: u16) -> Result<u32, i64> {
         const LENGTH: u32 = 2;
         const CHECKSUM: u32 = 10;
         let header = (packet.headers.transport - packet.headers.network) as u16;
@@ -242,13 +249,18 @@ impl Refuse for V4 {
         let (from, to) = (u16::from_ne_bytes(old), u16::from_ne_bytes(new));
         ctx.l3_csum_replace((packet.headers.network + CHECKSUM) as usize, from.into(), to.into(), 2)?;
         ctx.store((packet.headers.network + LENGTH) as usize, &new, 0)?;
-        Ok(u16::from_be_bytes(old).wrapping_sub(header))
+        Ok(match u16::from_be_bytes(old) {
+            0 => untold_length(ctx, packet),
+            told => told.wrapping_sub(header).into(),
+        })
     }
 
     #[inline(always)]
-    fn pseudo_header(packet: &Packet<[u8; 4]>, protocol: u8, length: u16) -> Sum {
-        let [high, low] = length.to_be_bytes();
-        Sum::of(&packet.source) + Sum::of(&packet.destination) + Sum::of(&[0, protocol, high, low])
+    fn pseudo_header(packet: &Packet<[u8; 4]>, protocol: u8, length: u32) -> Sum {
+        Sum::of(&packet.source)
+            + Sum::of(&packet.destination)
+            + Sum::of(&[0, 0, 0, protocol])
+            + Sum::of(&length.to_be_bytes())
     }
 
     #[inline(always)]
@@ -296,22 +308,37 @@ impl Refuse for V4 {
 
 impl Refuse for V6 {
     #[inline(always)]
-    fn set_transport_length(ctx: &TcContext, packet: &Packet<[u8; 16]>, length: u16) -> Result<u16, i64> {
+    fn set_transport_length(ctx: &TcContext, packet: &Packet<[u8; 16]>, length: u16) -> Result<u32, i64> {
         const LENGTH: u32 = 4;
         const FIXED_HEADER: u32 = 40;
+        /// The options before the transport begin two bytes after the fixed header.
+        const OPTION: u32 = FIXED_HEADER + 2;
+        /// RFC 2675: a packet with this option has the length 0.
+        const JUMBO_PAYLOAD: u8 = 0xc2;
+        /// An option of the same length that says nothing.
+        const PADDING: [u8; 6] = [1, 4, 0, 0, 0, 0];
         let extensions = (packet.headers.transport - packet.headers.network - FIXED_HEADER) as u16;
         let old: [u8; 2] = ctx.load((packet.headers.network + LENGTH) as usize)?;
         let new = extensions.wrapping_add(length).to_be_bytes();
         ctx.store((packet.headers.network + LENGTH) as usize, &new, 0)?;
-        Ok(u16::from_be_bytes(old).wrapping_sub(extensions))
+        let told = u16::from_be_bytes(old);
+        if told != 0 {
+            return Ok(told.wrapping_sub(extensions).into());
+        }
+        if extensions != 0 {
+            let [option]: [u8; 1] = ctx.load((packet.headers.network + OPTION) as usize)?;
+            if option == JUMBO_PAYLOAD {
+                ctx.store((packet.headers.network + OPTION) as usize, &PADDING, 0)?;
+            }
+        }
+        Ok(untold_length(ctx, packet))
     }
 
     #[inline(always)]
-    fn pseudo_header(packet: &Packet<[u8; 16]>, protocol: u8, length: u16) -> Sum {
-        let [high, low] = length.to_be_bytes();
+    fn pseudo_header(packet: &Packet<[u8; 16]>, protocol: u8, length: u32) -> Sum {
         Sum::of(&packet.source)
             + Sum::of(&packet.destination)
-            + Sum::of(&[0, 0, high, low])
+            + Sum::of(&length.to_be_bytes())
             + Sum::of(&[0, 0, 0, protocol])
     }
 
@@ -349,7 +376,10 @@ impl Refuse for V6 {
         store(
             ctx,
             packet.headers.network + HEADER,
-            &with_checksum(icmp, sum + Self::pseudo_header(packet, PROTOCOL_ICMP, length) + Sum::of(&icmp)),
+            &with_checksum(
+                icmp,
+                sum + Self::pseudo_header(packet, PROTOCOL_ICMP, length.into()) + Sum::of(&icmp),
+            ),
         )
     }
 }

@@ -8,7 +8,7 @@ use proxy_common::{
     reason::Reason,
 };
 
-use super::{Group, Scene, scene::*};
+use super::{Group, Scene, WorldKind, refusals::refused, scene::*};
 use crate::{
     wire::{Cut, DESTINATION_OPTIONS, Extra, HOP_BY_HOP, Segment},
     world::Tables,
@@ -53,6 +53,46 @@ pub(crate) fn family_cases(group: &mut Group) {
             &[(Reason::Malformed, 2)],
         )
     });
+}
+
+/// Many segments in one packet (BIG TCP), whose header says the length 0. How long it really is
+/// does not matter here.
+pub(crate) fn longer_than_the_header_can_say(group: &mut Group) {
+    const PAYLOAD: usize = 1_201;
+    const JUMBO: &[u8] = &[0, 0, 0xc2, 4, 0, 0, 0, 0];
+    group.tcp::<V4>("refused: a packet that is longer than its header can say", |s| {
+        s.without_endpoints()?;
+        let packet = Segment { payload: vec![0xa5; PAYLOAD], ..s.first(CLIENT, CLUSTER_IP) };
+        let mut bytes = packet.bytes::<V4>();
+        let word = |bytes: &[u8], at: usize| u32::from(u16::from_be_bytes([bytes[at], bytes[at + 1]]));
+        // RFC 1624.
+        let sum = (!word(&bytes, 24) & 0xffff) + (!word(&bytes, 16) & 0xffff);
+        let checksum = !((sum & 0xffff) + (sum >> 16)) as u16;
+        bytes[24..26].copy_from_slice(&checksum.to_be_bytes());
+        bytes[16..18].fill(0);
+        s.send_bytes("workload_ingress", &bytes, Expect::Answered(refused::<V4>(&packet)))
+    });
+    for (name, extra, answered) in [
+        ("refused: a packet without a length", Extra::None, Extra::None),
+        (
+            "refused: a jumbogram",
+            Extra::Chain(&[(HOP_BY_HOP, JUMBO)]),
+            Extra::Chain(&[(HOP_BY_HOP, OPTIONS)]),
+        ),
+    ] {
+        group.add::<V6>(name, PROTOCOL_TCP, WorldKind::Usual, move |s| {
+            s.without_endpoints()?;
+            let packet = Segment { payload: vec![0xa5; PAYLOAD], extra, ..s.first(CLIENT, CLUSTER_IP) };
+            let mut bytes = packet.bytes::<V6>();
+            let length = bytes.len() as u32 - 14 - 40;
+            if matches!(extra, Extra::Chain(_)) {
+                bytes[58..62].copy_from_slice(&length.to_be_bytes());
+            }
+            bytes[18..20].fill(0);
+            let answer = refused::<V6>(&Segment { extra: answered, ..packet });
+            s.send_bytes("workload_ingress", &bytes, Expect::Answered(answer))
+        });
+    }
 }
 
 fn untouched(s: &mut Scene<V6>, extra: Extra, counted: &[(Reason, u64)]) -> Result<()> {

@@ -139,6 +139,7 @@ pub(crate) fn all() -> Vec<Case> {
     with_flows::<V6>(&mut group);
     group.usual = WorldKind::Usual;
     headers::family_cases(&mut group);
+    headers::longer_than_the_header_can_say(&mut group);
     group.cases.push(baseline::case());
     group.cases
 }

@@ -28,7 +28,7 @@ pub(crate) const FLOWS: u32 = 8;
 pub(crate) const FRAGMENTS: u32 = 1_024;
 /// How many clients a table of those with affinity holds here.
 const CLIENTS: u32 = 1_024;
-const SERVICES: u32 = 64;
+const SERVICES: u32 = 512;
 /// Not pinned.
 const ICMP_ERRORS: &str = "icmp_errors";
 

@@ -27,7 +27,7 @@ use proxy_common::{
     reason::Reason,
 };
 use proxy_ctl::{
-    config::{Ebpf, SocketLoadBalancing},
+    config::{Ebpf, Limits, SocketLoadBalancing},
     dataplane::{
         Dataplane as _, Host,
         ebpf::{EbpfDataplane, cleanup::cleanup},
@@ -106,6 +106,7 @@ impl Controller {
         let config = Ebpf {
             bpffs: pins.0.clone(),
             socket_load_balancing: SocketLoadBalancing::Off,
+            limits: Limits::default(),
             ..Ebpf::default()
         };
         Ok(Self { dataplane: EbpfDataplane::open(&config)?, pins })

@@ -103,6 +103,7 @@ macro_rules! tables {
             node_addresses6: hash(A6, NodeAddress), [NodeAddresses];
             interfaces: hash(u32, InterfaceSettings), [NodeAddresses];
             vlan_devices: hash(VlanTag, u32), [NodeAddresses];
+            pod_namespaces: hash(u32, u32), [NodeAddresses];
             redirect_sources: preallocated_hash(u32, LinkAddress), REDIRECTS;
             redirect_targets: devices(u32, RedirectTarget), REDIRECTS;
             masquerade_ports: shared_array(u32, FourPorts), (MASQUERADE_PORT_ROOM / 4);

@@ -432,7 +432,8 @@ pub struct FlowKey<A> {
     upper_port: u16,
     /// IANA number.
     pub protocol: u8,
-    /// 1: client and frontend of a `FLOW_OVERLAPPING`. With a [mark](Self::mark_of): client and frontend of a `FLOW_APART`.
+    /// 1: client and frontend of a `FLOW_OVERLAPPING`. With a [mark](Self::mark_of): client and
+    /// frontend of a `FLOW_APART`.
     pub overlapping: u8,
     _reserved: u16,
 }
@@ -491,8 +492,8 @@ impl<A> FlowKey<A> {
 pub const FLOW_MASQUERADE: u32 = 1;
 /// The client is a process of this node whose packets are translated (socket balancing off).
 pub const FLOW_FROM_HOST: u32 = 2;
-/// Netfilter translates it, the programs do not. It has two entries, of the ends of its client's packets and of those of its answers, so that no
-/// other flow gets these.
+/// Netfilter translates it, the programs do not. It has two entries, of the ends of its client's
+/// packets and of those of its answers, so that no other flow gets these.
 pub const FLOW_OF_NETFILTER: u32 = 4;
 /// Its client and frontend are client and backend of another flow: the client has dialled an endpoint itself, from a port from which it
 /// reaches the endpoint through a frontend already.
@@ -777,7 +778,7 @@ impl<A> SocketOrigin<A> {
 /// In place of a backend's id, which is lower: the entries of `flows4` whose flows
 /// [prove no client](Flow::proves_no_client).
 const UNPROVEN_ENTRIES4: u32 = u32::MAX;
-/// The same of `flows6`.
+/// The id for the entries of `flows6`, as `UNPROVEN_ENTRIES4` is for those of `flows4`.
 const UNPROVEN_ENTRIES6: u32 = u32::MAX - 1;
 
 /// Returns the id under which `connections` has the entries of one family's established flows
@@ -1003,8 +1004,8 @@ pub struct Settings {
     /// How many flows of each family a CPU opens in a window ([`openings_per_window`](crate::flow::openings_per_window)) before services are
     /// held to their shares; 0: any number.
     pub openings_per_window: u32,
-    /// How many entries of `flows4`, and of `flows6`, flows may have that
-    /// [prove no client](Flow::proves_no_client); 0: any number.
+    /// The most entries of `flows4`, and of `flows6`, that flows which
+    /// [prove no client](Flow::proves_no_client) may have; 0: any number.
     pub most_unproven_entries: u32,
 }
 

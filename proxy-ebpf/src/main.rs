@@ -28,6 +28,7 @@ mod maps;
 mod past_stack;
 #[cfg(target_arch = "bpf")]
 mod ping;
+mod pod_sockets;
 #[cfg(target_arch = "bpf")]
 mod programs;
 #[cfg(target_arch = "bpf")]

@@ -21,6 +21,7 @@ use crate::{
     globals, host,
     linear::Linear,
     maps, past_stack, ping,
+    pod_sockets::{SocketTuple, SocketsAt},
     refuse::{self, AnswerPath, Refuse},
     route::Route,
     skb::Skb,
@@ -32,7 +33,7 @@ use crate::{
 const IPV4: u32 = V4::ETHERTYPE.to_be() as u32;
 const IPV6: u32 = V6::ETHERTYPE.to_be() as u32;
 
-trait PacketFamily: Network + Refuse + Route + TellPacket + Encapsulate {}
+trait PacketFamily: Network + Refuse + Route + TellPacket + Encapsulate + SocketTuple {}
 impl PacketFamily for V4 {}
 impl PacketFamily for V6 {}
 
@@ -267,7 +268,7 @@ where
     }
     // SAFETY: a field of the context.
     scratch.interface = unsafe { (*skb).ifindex };
-    if let Err(reason) = flow::arriving(&Maps, scratch, origin) {
+    if let Err(reason) = flow::arriving(&Maps, scratch, origin, &SocketsAt::<F>::new(ctx)) {
         if unserved::is_datagram_to_nobody(reason, scratch.packet.protocol)
             && awaited::is_by_socket::<F>(ctx, &scratch.packet)
         {

@@ -29,8 +29,7 @@ pub fn is_counted<A: Address>(stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) ->
 /// Returns how many entries of flows that [prove no client](Flow::proves_no_client) this one
 /// stands for.
 pub fn unproven<A: Address>(stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) -> u32 {
-    let stands_for_all =
-        stage == Stage::Established && flow.proves_no_client() && *key == flow.client_key();
+    let stands_for_all = stage == Stage::Established && flow.proves_no_client() && *key == flow.client_key();
     if stands_for_all { flow.entries() } else { 0 }
 }
 

@@ -4,10 +4,12 @@
 //! and, where its source is translated too, masquerade and backend. Each entry serves both directions, so that a packet of a flow
 //! costs one lookup.
 //!
-//! A flow opens in the table of opening flows, which evicts. Its entries are copied to the established ones when the client has
-//! acknowledged the backend's SYN, whose number a client with a forged address does not know. Datagrams prove nothing of their client:
-//! those that go on for seconds may take a part of the established ones, so that a flood cannot fill the table that does not evict. The copies in the opening table stay until they
-//! age: a reader between two lookups would otherwise find neither.
+//! A flow opens in the table of opening flows, which evicts. Its entries are copied to the
+//! established ones when the client has acknowledged the backend's SYN, whose number a client with
+//! a forged address does not know. Datagrams prove nothing of their client: flows of datagrams that
+//! go on for seconds may take a part of the established ones. So no flood can fill the table that
+//! does not evict. The copies in the opening table stay until they age: a reader between two
+//! lookups would otherwise find neither.
 //!
 //! The state of a flow is the union of what its entries know: no CPU overwrites what another learned.
 
@@ -48,7 +50,7 @@ use crate::{
     balance::Draw,
     family::Family,
     layout::*,
-    packet::{Action, Ends, GENEVE, Packet, Part, TCP_ACK, TCP_RST, TCP_SYN, Then},
+    packet::{Action, End, Ends, GENEVE, Packet, Part, TCP_ACK, TCP_RST, TCP_SYN, Then},
     port::Port,
     reason::Reason,
     select::{self, Detected, Origin},
@@ -148,6 +150,8 @@ pub struct Scratch<A> {
     rival: Rival,
     /// Another flow has the packet's ends, and a client elsewhere.
     is_apart: bool,
+    /// The client uses its port for a connection of its own to the backend.
+    is_port_taken: bool,
     leg: Leg,
     speaker: Speaker,
     own_key: FlowKey<A>,
@@ -174,6 +178,33 @@ pub struct Scratch<A> {
     draw: Draw,
     fragment_key: FragmentKey<A>,
     first_fragment: FirstFragment<A>,
+}
+
+/// The sockets of the pod that a packet comes from.
+pub trait PodSockets<A> {
+    /// Returns true if one of them is connected from the client's port to the backend of the flow
+    /// that the packet opens ([`Scratch::direct_ends`]): through the flow its answers would look
+    /// like those of the frontend.
+    fn is_connected(&self, scratch: &Scratch<A>) -> bool;
+}
+
+/// Stands for the sockets of packets that come from no pod.
+pub struct UnknownSockets;
+
+impl<A> PodSockets<A> for UnknownSockets {
+    #[inline(always)]
+    fn is_connected(&self, _: &Scratch<A>) -> bool {
+        false
+    }
+}
+
+impl<A: Address> Scratch<A> {
+    /// Returns the ends of a packet from the flow's backend to the client itself.
+    #[inline(always)]
+    pub fn direct_ends(&self) -> [End<A>; 2] {
+        let Self { packet, flow, .. } = self;
+        [(flow.backend, flow.backend_port()), (packet.source, packet.source_port)]
+    }
 }
 
 impl<A> Scratch<A> {
@@ -297,6 +328,7 @@ pub fn arriving<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     origin: Origin,
+    sockets: &impl PodSockets<F::Address>,
 ) -> Result<(), Reason> {
     scratch.origin = origin;
     scratch.fragment_key.direction =
@@ -304,7 +336,7 @@ pub fn arriving<F: Family, T: FlowTables<F>>(
     if scratch.packet.is_later_fragment() {
         return decide(tables, scratch, Routine::FollowFragment);
     }
-    let outcome = arriving_with_ports(tables, scratch);
+    let outcome = arriving_with_ports(tables, scratch, sockets);
     record_first_fragment(tables, scratch, outcome);
     outcome
 }
@@ -397,6 +429,7 @@ fn decide<F: Family, T: FlowTables<F>>(
 fn arriving_with_ports<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
+    sockets: &impl PodSockets<F::Address>,
 ) -> Result<(), Reason> {
     scratch.action.then = Then::Pass;
     set_key_of_packet(scratch);
@@ -407,44 +440,44 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
     if met.is_none() && tables.is_moved(scratch.packet.source_port) {
         met = find_apart(tables, scratch);
     }
-    let Some(met) = met else {
+    if let Some(met) = met {
+        if is_netfilters(tables, scratch, met.entry) {
+            return Err(Reason::NotAService);
+        }
+        let own = own_of_arriving(tables, scratch, met);
+        let is_over = scratch.packet.opens()
+            && match own {
+                Some(own) => own.step == Step::ToFrontend && is_over(tables, scratch, own.entry),
+                None => !scratch.is_apart && scratch.flow.state.has_ended(),
+            };
+        if is_over {
+            tables.run(scratch, Routine::Replace);
+            scratch.rival = Rival::None;
+            scratch.is_apart = scratch.flow.flags & FLOW_APART != 0;
+        } else if let Some(own) = own {
+            if own.step == Step::ToFrontend && !is_from_host(scratch) {
+                end_if_gone(tables, scratch, own.entry)?;
+            }
+            if transit::answers_driver(tables, scratch, own.step) {
+                scratch.action.then = Then::PastStack;
+                return Ok(());
+            }
+            translate_arriving(scratch, own.step)?;
+            if scratch.flow.flags & FLOW_DSR != 0 {
+                scratch.stage = own.stage;
+                return decide(tables, scratch, Routine::GoOnDirectly);
+            }
+            let step = own.step;
+            go_on(tables, scratch, own)?;
+            if transit::goes_past_stack(tables, scratch, step) {
+                scratch.action.then = Then::PastStack;
+            }
+            return Ok(());
+        }
+    } else {
         scratch.key.overlapping = 0;
-        return open(tables, scratch);
-    };
-    if is_netfilters(tables, scratch, met.entry) {
-        return Err(Reason::NotAService);
     }
-    let own = own_of_arriving(tables, scratch, met);
-    let is_over = scratch.packet.opens()
-        && match own {
-            Some(own) => own.step == Step::ToFrontend && is_over(tables, scratch, own.entry),
-            None => !scratch.is_apart && scratch.flow.state.has_ended(),
-        };
-    if is_over {
-        tables.run(scratch, Routine::Replace);
-        scratch.rival = Rival::None;
-        scratch.is_apart = scratch.flow.flags & FLOW_APART != 0;
-        return open(tables, scratch);
-    }
-    let Some(own) = own else { return open(tables, scratch) };
-    if own.step == Step::ToFrontend && !is_from_host(scratch) {
-        end_if_gone(tables, scratch, own.entry)?;
-    }
-    if transit::answers_driver(tables, scratch, own.step) {
-        scratch.action.then = Then::PastStack;
-        return Ok(());
-    }
-    translate_arriving(scratch, own.step)?;
-    if scratch.flow.flags & FLOW_DSR != 0 {
-        scratch.stage = own.stage;
-        return decide(tables, scratch, Routine::GoOnDirectly);
-    }
-    let step = own.step;
-    go_on(tables, scratch, own)?;
-    if transit::goes_past_stack(tables, scratch, step) {
-        scratch.action.then = Then::PastStack;
-    }
-    Ok(())
+    open(tables, scratch, sockets)
 }
 
 /// Returns the flow that an arriving packet belongs to, where `met` has its ends. None: it has none
@@ -457,7 +490,8 @@ fn own_of_arriving<F: Family, T: FlowTables<F>>(
 ) -> Option<Found<T::Entry>> {
     let mut own = met;
     if met.step == Step::ToBackend {
-        // The client dials the endpoint itself, and would get the answers of this flow, or this flow its.
+        // The client dials the endpoint itself, and would get the answers of this flow, or this
+        // flow its answers.
         scratch.key.overlapping = 1;
         let Some(overlapping) = find(tables, scratch) else {
             met.entry.read_into(&mut scratch.flow);
@@ -580,7 +614,7 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
         scratch.action.then = Then::Reroute;
     }
     let outcome = if from_host || has_rival {
-        open(tables, scratch)
+        open(tables, scratch, &UnknownSockets)
     } else {
         Err(why_socket_is_unserved(tables, scratch))
     };
@@ -741,7 +775,11 @@ fn is_netfilters<F: Family, T: FlowTables<F>>(
 
 /// A packet that has no flow of its own.
 #[inline(always)]
-fn open<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Result<(), Reason> {
+fn open<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    sockets: &impl PodSockets<F::Address>,
+) -> Result<(), Reason> {
     if !scratch.packet.opens() {
         return Err(Reason::NotAService);
     }
@@ -758,6 +796,7 @@ fn open<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
         scratch.flow.flags |= FLOW_FOREIGN;
         tables.set_moved(scratch.packet.source_port);
     }
+    scratch.is_port_taken = scratch.origin == Origin::Workload && sockets.is_connected(scratch);
     decide(tables, scratch, Routine::Insert)?;
     scratch.action.rewrite = scratch.flow.forward_rewrite();
     Ok(())

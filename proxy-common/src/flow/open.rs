@@ -122,7 +122,7 @@ pub(super) fn prepare_to_endpoint<A: Address>(Scratch { packet, flow, origin, ..
     flow.backend = packet.destination;
     flow.set_backend_port(packet.destination_port);
     flow.service = NO_SERVICE;
-    // What leaves with the node's address is known by `FLOW_FOREIGN`.
+    // `FLOW_FOREIGN` tells flows that leave with the node's address.
     flow.flags = flag_of(*origin) & FLOW_FROM_POD;
 }
 
@@ -256,7 +256,7 @@ fn alias_port<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::
     if attempt != own_port_at {
         let attempt = if is_random { attempt } else { attempt + PORT_TRIES - ALIAS_TRIES };
         tables.masquerade_port(scratch.random, attempt)
-    } else if is_foreign(scratch) {
+    } else if is_foreign(scratch) || scratch.is_port_taken {
         // Another connection has its own.
         Port::NONE
     } else {

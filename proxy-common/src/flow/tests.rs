@@ -48,8 +48,27 @@ fn decide_arriving<T: FlowTables<V4>>(
     scratch: &mut Scratch<A>,
     origin: Origin,
 ) -> Result<(), Reason> {
+    decide_arriving_from(tables, scratch, origin, &UnknownSockets)
+}
+
+fn decide_arriving_from<T: FlowTables<V4>>(
+    tables: &T,
+    scratch: &mut Scratch<A>,
+    origin: Origin,
+    sockets: &impl PodSockets<A>,
+) -> Result<(), Reason> {
     scratch.is_parsed = true;
-    arriving_known(tables, scratch, origin).unwrap_or_else(|| arriving(tables, scratch, origin))
+    arriving_known(tables, scratch, origin).unwrap_or_else(|| arriving(tables, scratch, origin, sockets))
+}
+
+/// A pod with one connection to each of these.
+struct ConnectedTo(Vec<(A, Port)>);
+
+impl PodSockets<A> for ConnectedTo {
+    fn is_connected(&self, scratch: &Scratch<A>) -> bool {
+        let [backend, client] = scratch.direct_ends();
+        client == CLIENT && self.0.contains(&backend)
+    }
 }
 
 /// As the programs have it.
@@ -743,7 +762,7 @@ fn netfilter_keeps_the_ports_of_its_connections() {
     }
 }
 
-/// As the controller does.
+/// Reserves both pairs of ends as the controller does.
 fn reserve(host: &Host, connection: &NetfilterConnection<A>) -> Flow<A> {
     let flow = Flow::of_netfilter(connection, host.now());
     for key in flow.netfilter_keys() {
@@ -772,6 +791,32 @@ fn no_forged_packet_takes_a_connection_from_netfilter(
     // Once it has ended, both are free.
     assert_eq!(collect::remove_if(&host, &flow, |_| true), Ok(2));
     assert!(host.arriving(&syn(), origin).is_ok());
+}
+
+/// The client's port is in use towards the backend.
+#[rstest]
+fn a_new_flow_keeps_away_from_a_connection_of_the_client_to_the_backend(
+    #[values(PROTOCOL_TCP, PROTOCOL_UDP)] protocol: u8,
+    #[values(true, false)] is_same_backend: bool,
+) {
+    let host = Host::new();
+    let backend = BACKENDS[usize::from(!is_same_backend)];
+    let sockets = ConnectedTo(vec![(backend, PORT)]);
+    let first = if protocol == PROTOCOL_TCP { syn() } else { datagram(CLIENT, FRONTEND) };
+    let mut scratch = Scratch { packet: first, ..Scratch::default() };
+    decide_arriving_from(&host, &mut scratch, Origin::Workload, &sockets).unwrap();
+    let inside = rewritten(&first, scratch.action.rewrite);
+    assert_eq!((inside.destination, inside.source), (BACKENDS[0], CLIENT.0));
+    assert_eq!(inside.source_port == CLIENT.1, !is_same_backend);
+    // The backend's segments on the client's own connection pass.
+    let own = Packet { protocol, ..answer((backend, PORT), CLIENT, TCP_ACK) };
+    assert_eq!(host.leaving(&own), Err(Reason::NotAService));
+    // The next packets do not ask.
+    assert_eq!(host.arriving(&first, Origin::Workload).map(source), Ok((CLIENT.0, inside.source_port)));
+    let flags = TCP_SYN | TCP_ACK;
+    let reply = Packet { protocol, ..answer((BACKENDS[0], PORT), (CLIENT.0, inside.source_port), flags) };
+    let left = host.leaving(&reply).unwrap();
+    assert_eq!((source(left), destination(left)), (FRONTEND, CLIENT));
 }
 
 #[test]

@@ -319,7 +319,7 @@ pub static FIELDS: &[Field] = fields! {
     "ebpf.limits.fragments", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.fragments);
         "Rows of the tables fragments4 and fragments6 each: packets that come in fragments.";
     "ebpf.limits.nodeAddresses", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.node_addresses);
-        "Rows of the tables node_addresses4, node_addresses6, interfaces and vlan_devices each.";
+        "Rows of the tables node_addresses4, node_addresses6, interfaces, vlan_devices and pod_namespaces each.";
     "ebpf.limits.serviceCounters", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.service_counters);
         "Rows of the table service_counters: service ports whose connections and bytes are counted.";
     "ebpf.newConnectionsPerCore", integer::<_, 0, MAX_NEW_CONNECTIONS_PER_CORE>(|c| &mut c.ebpf.new_connections_per_core);

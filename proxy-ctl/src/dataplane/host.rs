@@ -115,6 +115,8 @@ pub struct Interface {
     pub has_vlans: bool,
     /// Name of the bridge that it is a port of.
     pub bridge: Option<String>,
+    /// The network namespace of its other end, by the number that the node's own has for it.
+    pub namespace: Option<u32>,
     /// Source of translated flows that leave by it, at most one of each family; none of a family: that of [`Host`].
     pub masquerade_addresses: Vec<IpAddr>,
 }
@@ -135,6 +137,7 @@ impl Interface {
             is_up: true,
             has_vlans: false,
             bridge: None,
+            namespace: None,
             masquerade_addresses: Vec::new(),
         }
     }

@@ -32,6 +32,8 @@ struct Link {
     /// Index.
     master: Option<u32>,
     vlan: Option<Vlan>,
+    /// The namespace of the other end, as in [`Interface::namespace`].
+    namespace: Option<u32>,
 }
 
 impl Link {
@@ -182,6 +184,7 @@ impl State {
                     .values()
                     .any(|other| other.vlan.is_some_and(|vlan| vlan.below == *index)),
                 bridge: self.bridge_of(link).map(|(_, bridge)| bridge.name.clone()),
+                namespace: link.namespace.filter(|_| link.kind == LinkKind::Pair),
                 masquerade_addresses: match role {
                     Role::Uplink => self.masquerade_by(*index, link, node_addresses),
                     Role::Workload => Vec::new(),
@@ -307,6 +310,7 @@ fn parse_link(message: &LinkMessage) -> Link {
         kind: LinkKind::Physical,
         master: None,
         vlan: None,
+        namespace: None,
     };
     let (mut below, mut tag) = (None, None);
     for attribute in &message.attributes {
@@ -321,6 +325,7 @@ fn parse_link(message: &LinkMessage) -> Link {
             }
             LinkAttribute::Address(address) => link.address = address.as_slice().try_into().ok(),
             LinkAttribute::Link(index) => below = Some(*index),
+            LinkAttribute::LinkNetNsId(number) => link.namespace = u32::try_from(*number).ok(),
             _ => {}
         }
     }
@@ -630,6 +635,22 @@ mod tests {
         let veth = || state([new_link(2, "eth0", Some(InfoKind::Veth), None), new_address(2, "192.0.2.10")]);
         assert_eq!(roles(&veth().host(&cluster(&[]))), [("eth0", Role::Workload)]);
         assert_eq!(roles(&veth().host(&cluster(&ips(&["192.0.2.10"])))), [("eth0", Role::Uplink)]);
+    }
+
+    #[rstest]
+    #[case::known(InfoKind::Veth, 3, Some(3))]
+    #[case::without_number(InfoKind::Veth, -1, None)]
+    #[case::no_pod(InfoKind::MacVlan, 3, None)]
+    fn a_pair_tells_the_namespace_of_its_other_end(
+        #[case] kind: InfoKind,
+        #[case] number: i32,
+        #[case] namespace: Option<u32>,
+    ) {
+        let mut pod = link(2, "pod0", Some(kind), None);
+        pod.attributes.push(LinkAttribute::LinkNetNsId(number));
+        let host = state([RouteNetlinkMessage::NewLink(pod)]).host(&cluster(&[]));
+        let namespaces: Vec<_> = host.interfaces.iter().map(|of| of.namespace).collect();
+        assert_eq!(namespaces, [namespace]);
     }
 
     #[test]

@@ -22,7 +22,8 @@ const PROTOCOL_STATE: u16 = 4;
 const TCP: u16 = 1;
 const TCP_STATE: u16 = 1;
 const STATUS: u16 = 3;
-/// `IPS_ASSURED` of linux/netfilter/nf_conntrack_common.h: both sides have shown that they are there.
+/// `IPS_ASSURED` of linux/netfilter/nf_conntrack_common.h: both sides have shown that they are
+/// there.
 const ASSURED: u32 = 1 << 2;
 /// `enum tcp_conntrack` of linux/netfilter/nf_conntrack_tcp.h.
 const SYN_SENT: u8 = 1;
@@ -398,7 +399,7 @@ mod tests {
         assert_eq!(found, is_one.then_some(expected));
     }
 
-    /// As a flood leaves them: with a SYN that was answered.
+    /// A flood leaves connections whose SYN was answered, and no more.
     #[rstest]
     #[case::seen_reply(0b10, false)]
     #[case::assured(0b110, true)]

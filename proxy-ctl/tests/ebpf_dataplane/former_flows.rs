@@ -1,16 +1,22 @@
-//! Datagrams that netfilter goes on translating, by rules that a former proxy had made.
+//! Flows and connections that netfilter goes on translating, by rules that a former proxy had made.
 
 use std::{
-    net::{SocketAddr, UdpSocket},
+    io::{Read as _, Write as _},
+    net::{SocketAddr, TcpListener, TcpStream, UdpSocket},
     process::Command,
     sync::Arc,
-    time::Duration,
+    thread,
+    time::{Duration, Instant},
 };
 
 use nix::sys::socket::AddressFamily;
+use proxy_common::{
+    layout::{FLOW_OF_NETFILTER, Flow, FlowKey},
+    port::Port,
+};
 use proxy_ctl::{
     config::Config,
-    dataplane::{self, Modes},
+    dataplane::{self, Dataplane as _, Host, Modes},
     mode::Mode,
     sys::conntrack::Conntrack,
 };
@@ -58,4 +64,68 @@ fn a_flow_that_a_former_proxy_has_opened_ends_with_its_endpoint() {
     assert_eq!(led_to_a(), 1, "its endpoint serves");
     dataplane.apply(&change(vec![dns(&[B], &[])])).unwrap();
     assert_eq!(led_to_a(), 0);
+}
+
+type Rows = Vec<(FlowKey<[u8; 4]>, Flow<[u8; 4]>)>;
+
+/// Returns the rows that are kept for connections which netfilter translates.
+fn kept(sandbox: &Sandbox) -> Rows {
+    let mut rows: Rows = sandbox.map("flows4").read_all().unwrap();
+    rows.retain(|(_, flow)| flow.flags & FLOW_OF_NETFILTER != 0);
+    rows
+}
+
+#[test]
+fn both_pairs_of_ends_of_a_connection_are_kept_from_flows_until_it_ends() {
+    const NOBODY: &str = "10.1.0.9";
+    let Some(sandbox) = Sandbox::new() else { return };
+    if Command::new("nft").arg("--version").output().is_err() {
+        println!("skipped: nft is not installed");
+        return;
+    }
+    run("ip", &format!("addr add {A}/32 dev lo"));
+    run("ip", &format!("route add {SERVICE}/32 dev lo src {A}"));
+    run("ip", "link add former type veth peer name formerp");
+    run("ip", "link set former up");
+    run("ip", &format!("route add {NOBODY}/32 dev former"));
+    run("ip", &format!("neigh add {NOBODY} dev former lladdr 02:00:00:00:00:09"));
+    run("nft", "add table ip former");
+    run("nft", "add chain ip former output { type nat hook output priority -100 ; }");
+    for (port, to) in [(80, A), (81, NOBODY)] {
+        let rule = format!("ip daddr {SERVICE} tcp dport {port} dnat to {to}:{PORT}");
+        run("nft", &format!("add rule ip former output {rule}"));
+    }
+    let listener = TcpListener::bind((A, PORT)).unwrap();
+    let mut client = TcpStream::connect((SERVICE, 80)).unwrap();
+    let (mut server, _) = listener.accept().unwrap();
+    client.write_all(b"x").unwrap();
+    server.read_exact(&mut [0]).unwrap();
+    // A SYN that nobody answers, as those of a flood.
+    let unanswered = SocketAddr::new(SERVICE.parse().unwrap(), 81);
+    TcpStream::connect_timeout(&unanswered, Duration::from_millis(100)).unwrap_err();
+
+    let mut dataplane = sandbox.open();
+    dataplane.resync(&[]).unwrap();
+    dataplane.set_host(&Host::default()).unwrap();
+    dataplane.attach().unwrap();
+    let rows = kept(&sandbox);
+    let flow = rows[0].1;
+    assert_eq!((flow.client_port(), flow.frontend_port()), {
+        let port = |address: std::io::Result<SocketAddr>| Port::new(address.unwrap().port());
+        (port(client.local_addr()), port(client.peer_addr()))
+    });
+    let mut keys: Vec<_> = rows.iter().map(|(key, _)| *key).collect();
+    let mut expected = flow.netfilter_keys().to_vec();
+    keys.sort();
+    expected.sort();
+    assert_eq!(keys, expected, "{rows:?}");
+
+    drop(client);
+    drop(server);
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !kept(&sandbox).is_empty() {
+        assert!(Instant::now() < deadline, "kept: {:?}", kept(&sandbox));
+        dataplane.collect_garbage().unwrap();
+        thread::sleep(Duration::from_millis(200));
+    }
 }

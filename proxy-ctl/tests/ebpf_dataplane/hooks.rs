@@ -91,6 +91,7 @@ pub fn host(interfaces: &[(&str, Role)]) -> Host {
         is_up: true,
         has_vlans: false,
         bridge: None,
+        namespace: None,
         masquerade_addresses: Vec::new(),
     });
     Host { interfaces: interfaces.collect(), ..Host::default() }

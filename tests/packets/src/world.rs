@@ -615,6 +615,7 @@ impl World {
         clear(hash::<FlowKeyOf<V6>, ForeignFlow>(&mut self.ebpf, table::foreign_flows6)?)?;
         clear(hash::<u32, InterfaceSettings>(&mut self.ebpf, table::interfaces)?)?;
         clear(hash::<VlanTag, u32>(&mut self.ebpf, table::vlan_devices)?)?;
+        clear(hash::<u32, u32>(&mut self.ebpf, table::pod_namespaces)?)?;
         clear(hash::<u32, LinkAddress>(&mut self.ebpf, table::redirect_sources)?)?;
         let targets = self.redirect_targets()?;
         targets.read_all()?.iter().try_for_each(|(key, _)| targets.remove(key).map(drop))?;
@@ -658,7 +659,9 @@ impl World {
     pub(crate) fn connections(&mut self) -> Result<BTreeMap<u32, (u64, u64)>> {
         let table = hash::<u32, Connections>(&mut self.ebpf, table::connections)?;
         let counted = |(id, counted): (u32, Connections)| (id, (counted.flows_opened, counted.flows_closed));
-        Ok(table.iter().map(|entry| entry.map(counted)).collect::<Result<_, _>>()?)
+        let mut all = table.iter().map(|entry| entry.map(counted)).collect::<Result<BTreeMap<_, _>, _>>()?;
+        all.retain(|id, _| is_backend(*id));
+        Ok(all)
     }
 
     /// So many of the backend's connections are open.
@@ -712,6 +715,12 @@ impl World {
     /// Packets that have come by one interface with the tag are of this one.
     pub(crate) fn put_vlan_device(&mut self, tag: VlanTag, interface: u32) -> Result<()> {
         Ok(hash(&mut self.ebpf, table::vlan_devices)?.insert(tag, interface, 0)?)
+    }
+
+    /// The pod at the interface has its sockets in the namespace of this process.
+    pub(crate) fn put_pod_here(&mut self, interface: u32) -> Result<()> {
+        const CURRENT: u32 = u32::MAX;
+        Ok(hash(&mut self.ebpf, table::pod_namespaces)?.insert(interface, CURRENT, 0)?)
     }
 
     /// Frames that come by the interface, which has this link address, may leave by others.

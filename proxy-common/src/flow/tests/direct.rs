@@ -43,7 +43,7 @@ fn sent_on(host: &Host, packet: &Packet<A>) -> Result<(Packet<A>, Ends<A>), Reas
 /// It comes in another packet.
 fn unpacked(host: &Host, packet: &Packet<A>, tunnel: Ends<A>) -> Result<Packet<A>, Reason> {
     let mut scratch = Scratch { packet: *packet, outer_length: 20, tunnel, ..Scratch::default() };
-    arriving(host, &mut scratch, Origin::Outside)?;
+    arriving(host, &mut scratch, Origin::Outside, &UnknownSockets)?;
     Ok(rewritten(packet, scratch.action.rewrite))
 }
 
@@ -518,7 +518,7 @@ fn later_fragments_that_come_another_way_are_left_alone(
     let tunnel = Ends { destination, ..from_other_node() };
     let mut scratch =
         Scratch { packet: later, outer_length: if in_tunnel { 20 } else { 0 }, tunnel, ..Scratch::default() };
-    assert!(arriving(&other, &mut scratch, Origin::Outside).is_err());
+    assert!(arriving(&other, &mut scratch, Origin::Outside, &UnknownSockets).is_err());
 }
 
 /// As those of other flows: the client's router tells of answers that it cannot send on.

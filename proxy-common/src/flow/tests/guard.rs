@@ -105,7 +105,7 @@ fn packets_in_others_are_counted_too() {
         node.scratch.packet = packet(([203, 0, 113, 9], Port::new(1_024 + port)), FRONTEND, TCP_SYN);
         node.scratch.outer_length = 20;
         node.scratch.tunnel = Ends { source: [192, 0, 2, 2], destination: BACKENDS[0], ..Ends::default() };
-        outcomes.insert(arriving(&node.host, &mut node.scratch, Origin::Outside));
+        outcomes.insert(arriving(&node.host, &mut node.scratch, Origin::Outside, &UnknownSockets));
     }
     assert_eq!(outcomes, HashSet::from([Ok(()), Err(Reason::ConnectionsLimited)]));
 }

@@ -288,7 +288,7 @@ fn a_flow_begins_without_a_next_hop() {
     let mut scratch = Scratch::default();
     scratch.flow.next_hop = KnownHop { words: [7; 3] };
     scratch.packet = node.packet(PROTOCOL_TCP, Event::Client(40_000, TCP_SYN, 0)).unwrap();
-    arriving(&node.host, &mut scratch, Origin::Outside).unwrap();
+    arriving(&node.host, &mut scratch, Origin::Outside, &UnknownSockets).unwrap();
     assert!(node.host.flows.borrow().values().all(|flow| flow.get().next_hop == KnownHop::default()));
 }
 

@@ -71,7 +71,7 @@ impl ConnectionTables {
         self.collected.set(&backend, &collected)
     }
 
-    /// Also where the programs have counted nothing yet.
+    /// Corrects the count of an id, also if the programs have counted nothing of it yet.
     fn count_anew(&self, id: u32, missed: i64) -> Result<(), Error> {
         // Without an entry of theirs nothing of this would count.
         self.connections.insert(&id, &Connections::default())?;

@@ -152,7 +152,8 @@ where
     }
 }
 
-/// Is the flow listed for this entry, and not for another? The one of client and frontend goes last.
+/// Returns true for the entry that the flow is listed for: that of client and frontend, which is
+/// the last to go.
 fn is_listed<A: proxy_common::layout::Address>(key: &FlowKey<A>, flow: &Flow<A>) -> bool {
     *key == flow.client_key()
 }

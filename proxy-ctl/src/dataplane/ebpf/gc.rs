@@ -145,8 +145,9 @@ pub(super) struct Collector<F: TableFamily> {
     established: Walk<FlowKey<F::Address>>,
     /// Of those that the walk through `flows` meets.
     pub(super) recount: Option<Recount>,
-    /// Of every walk through `flows` from its beginning on.
+    /// The count of every walk through `flows` that has begun at its beginning.
     unproven: Option<UnprovenRecount>,
+    /// Finds rows of connections that netfilter translates no more.
     pub(super) ended: EndedConnections<F>,
 }
 

@@ -817,6 +817,7 @@ impl Programmed for EbpfDataplane {
             (table::service_names, (self.v4.entries.services.len() + self.v6.entries.services.len()) as u64),
             (table::interfaces, self.shared.tables.interfaces.read_all()?.len() as u64),
             (table::vlan_devices, self.shared.tables.vlan_devices.read_all()?.len() as u64),
+            (table::pod_namespaces, self.shared.tables.pod_namespaces.read_all()?.len() as u64),
             (table::redirect_sources, self.shared.tables.redirect_sources.read_all()?.len() as u64),
             (table::redirect_targets, self.shared.tables.redirect_targets.read_all()?.len() as u64),
             (
@@ -888,6 +889,7 @@ impl Dataplane for EbpfDataplane {
             write_addresses(&self.v6.tables, host),
             write_interfaces(&self.shared.tables, host),
             replace(&self.shared.tables.vlan_devices, &vlan_devices(&host.interfaces)),
+            write_pod_namespaces(&self.shared.tables, host),
         ];
         match self.write_node(host) {
             Ok(written) => applied.written += u64::from(written),
@@ -1143,6 +1145,14 @@ fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error
         wanted.retain(|_, settings| others(settings) != none);
     }
     replace(&tables.interfaces, &wanted)
+}
+
+/// Makes `pod_namespaces` hold the namespaces of pods, as far as there is room.
+fn write_pod_namespaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error> {
+    let pods = host.interfaces.iter().filter(|interface| interface.role == Role::Workload);
+    let namespaces = pods.filter_map(|interface| Some((interface.index, interface.namespace?)));
+    let room = tables.pod_namespaces.map().capacity() as usize;
+    replace(&tables.pod_namespaces, &namespaces.take(room).collect())
 }
 
 /// Makes a table hold exactly this.

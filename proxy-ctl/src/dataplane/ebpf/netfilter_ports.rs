@@ -1,6 +1,7 @@
-//! TCP connections that netfilter goes on translating: those that a former proxy's rules, or those of the mode beside, have opened. Each has two
-//! pairs of ends, of its client's packets and of its answers, and both are kept from flows: the programs would take its packets, or a forged SYN
-//! would open a flow that the client's own segments follow.
+//! TCP connections that netfilter goes on translating: those that a former proxy's rules, or those
+//! of the mode beside, have opened. Each has two pairs of ends, of its client's packets and of its
+//! answers, and both are kept from flows. Otherwise the programs would take its answers, or a
+//! forged SYN would open a flow that the client's own segments follow.
 
 use std::{
     collections::HashSet,
@@ -61,7 +62,7 @@ fn keep_key<F: TableFamily>(
     key: &FlowKey<F::Address>,
     flow: &Flow<F::Address>,
 ) -> Result<bool, Error> {
-    // A confirmed flow goes on. One that is not may be that of a forged SYN, and is not found any more.
+    // A confirmed flow goes on. Another may be that of a forged SYN, and is not found any more.
     let opening = tables.opening_flows.get(key)?;
     if opening.is_some_and(|flow| flow.state.progress == PROGRESS_CONFIRMED) {
         return Ok(false);

@@ -230,6 +230,7 @@ impl Reader<'_> {
         used.insert(table::masquerade_ports, ports as u64);
         used.insert(table::interfaces, self.common.interfaces.read_all()?.len() as u64);
         used.insert(table::vlan_devices, self.common.vlan_devices.read_all()?.len() as u64);
+        used.insert(table::pod_namespaces, self.common.pod_namespaces.read_all()?.len() as u64);
         used.insert(table::redirect_sources, self.common.redirect_sources.read_all()?.len() as u64);
         used.insert(table::redirect_targets, self.common.redirect_targets.read_all()?.len() as u64);
         used.extend(self.v4.connections.used()?);

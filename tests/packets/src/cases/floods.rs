@@ -92,7 +92,10 @@ fn flood_for_seconds<W: Tables>(s: &mut Scene<W>) -> Result<()> {
         from_client::<W>(tcp.world, &clients.second, client)?;
     }
     let (_, entries) = tcp.flow_counts()?;
-    ensure!(entries == (MOST + 2 * ESTABLISHED) as usize, "{entries} entries beside {ESTABLISHED} connections");
+    ensure!(
+        entries == (MOST + 2 * ESTABLISHED) as usize,
+        "{entries} entries beside {ESTABLISHED} connections"
+    );
     Ok(())
 }
 
@@ -216,10 +219,11 @@ fn flood<W: Tables>(s: &mut Scene<W>, then: Then) -> Result<()> {
         from_client::<W>(s.world, &clients.second, client)?;
         to_client::<W>(s.world, &clients.answer, client)?;
     }
-    // Datagrams establish a flow after seconds, and these have not lasted so long.
-    let confirmed = ESTABLISHED + if s.protocol == PROTOCOL_TCP { real } else { 0 };
     let (_, entries) = s.flow_counts()?;
-    ensure!(entries == 2 * confirmed as usize, "{entries} entries of {confirmed} established flows");
+    // Datagrams establish a flow after seconds. On a slow machine those of real clients do.
+    let least = ESTABLISHED + if s.protocol == PROTOCOL_TCP { real } else { 0 };
+    let expected = 2 * least as usize..=2 * (ESTABLISHED + real) as usize;
+    ensure!(expected.contains(&entries), "{entries} entries of established flows, not {expected:?}");
     let counted = s.world.counted()?;
     let is_wrong =
         |reason: &Reason| *reason == Reason::FlowsFull || reason.verdict() != reason::Verdict::Pass;

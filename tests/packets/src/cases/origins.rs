@@ -132,12 +132,16 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-/// What the client's first packet, which comes from there, is when it leaves the node.
+/// Sends the client's first packet, which comes from there, and returns it as it leaves the node.
 fn reaches<W: Tables>(s: &mut Scene<W>, place: Place, client: Endpoint) -> Result<Segment> {
     let first = s.first(client, NODE_PORT);
     let output = s.world.run(place.ingress(), &first.bytes::<W>())?;
     let inside = first.to(REMOTE).from((client.0, source_port::<W>(&output.packet)?));
-    ensure!(output.verdict == Verdict::GoesOn && output.packet == inside.bytes::<W>(), "{:?}", output.verdict);
+    ensure!(
+        output.verdict == Verdict::GoesOn && output.packet == inside.bytes::<W>(),
+        "{:?}",
+        output.verdict
+    );
     let output = s.world.forward("uplink_egress", &inside.bytes::<W>())?;
     let left = match place {
         Place::Pod => inside,
@@ -189,7 +193,11 @@ impl Connection {
         let output = s.world.run(self.place.ingress(), &packet.bytes::<W>())?;
         let output = s.world.forward("uplink_egress", &output.packet)?;
         let expected = self.left.flags(TCP_ACK);
-        ensure!(output.packet == expected.bytes::<W>(), "the client's packet leaves as {:02x?}", output.packet);
+        ensure!(
+            output.packet == expected.bytes::<W>(),
+            "the client's packet leaves as {:02x?}",
+            output.packet
+        );
         self.is_answered(s)
     }
 }

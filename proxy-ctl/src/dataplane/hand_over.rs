@@ -19,7 +19,7 @@ use rustc_hash::FxHashSet;
 
 use super::{
     Applied, Dataplane, Effect, Error, HookProblems, Host, MetricFamily, Programmed, Snapshot, Unsupported,
-    Usage, servable,
+    Usage, port_set::PortSet, servable,
 };
 use crate::{
     mode::Mode,
@@ -74,7 +74,10 @@ pub(super) struct HandOver {
     /// `None`: nothing is handed over, or it could not be opened.
     opened: Option<Box<dyn Dataplane>>,
     /// Everything that is desired, of which all is handed over while pods have no packet programs.
-    desired: BTreeMap<ServicePortName, Arc<DesiredPort>>,
+    desired: PortSet,
+    /// Packet programs are attached with the next [`Dataplane::attach`]. Until then the mode beside
+    /// is not given what they will serve: connections that it opened would be broken by them.
+    programs_come_later: bool,
     /// Pods have no packet programs, so that everything is handed over.
     hands_everything: bool,
     /// Calls of [`Dataplane::collect_garbage`] since the last such pod was there.
@@ -162,7 +165,8 @@ impl HandOver {
             primary,
             beside,
             opened: None,
-            desired: BTreeMap::new(),
+            desired: PortSet::default(),
+            programs_come_later: false,
             hands_everything: false,
             since_last_lack: 0,
             is_synced: false,
@@ -182,7 +186,13 @@ impl HandOver {
 
     fn parts(&self, port: &Arc<DesiredPort>) -> Parts {
         let parts = Parts::of(port, &self.primary.supports(port));
-        if self.hands_everything { Parts { handed: Some(Arc::clone(port)), ..parts } } else { parts }
+        if self.programs_come_later && parts.own.is_some() {
+            Parts { handed: None, ..parts }
+        } else if self.hands_everything {
+            Parts { handed: Some(Arc::clone(port)), ..parts }
+        } else {
+            parts
+        }
     }
 
     /// Hands everything over from now on if pods have no packet programs.
@@ -219,7 +229,9 @@ impl HandOver {
         }
         let before = std::mem::take(&mut self.handed);
         let mut changes = Changes::default();
-        for port in self.desired.values().cloned().collect::<Vec<_>>() {
+        let mut desired: Vec<_> = self.desired.iter().cloned().collect();
+        desired.sort_unstable_by(|one, other| one.name.cmp(&other.name));
+        for port in desired {
             match self.parts(&port).handed {
                 Some(part) => {
                     if before.get(&port.name) != Some(&part) {
@@ -267,7 +279,7 @@ impl HandOver {
         let mut split = Split::default();
         let Split { own, arriving, handed } = &mut split;
         for port in &changes.changed {
-            self.desired.insert(port.name.clone(), Arc::clone(port));
+            self.desired.insert(Arc::clone(port));
             let parts = self.parts(port);
             match parts.own {
                 Some(port) => own.changed.push(port),
@@ -477,7 +489,7 @@ impl Dataplane for HandOver {
     /// adopts what a predecessor has written, and of that removes all that is not handed over.
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
         let mut own = Vec::with_capacity(desired.len());
-        self.desired = desired.iter().map(|port| (port.name.clone(), Arc::clone(port))).collect();
+        self.desired = desired.iter().cloned().collect();
         self.is_synced = true;
         let mut before = std::mem::take(&mut self.passing);
         before.append(&mut self.handed);
@@ -525,6 +537,8 @@ impl Dataplane for HandOver {
         let beside =
             beside.as_mut().map_or(Ok(Applied::default()), |opened| opened.set_host(&of_beside(host)));
         let own = self.primary.set_host(host);
+        // A mode beside that serves already goes on with what it has.
+        self.programs_come_later = self.opened.is_none() && self.primary.hook_problems().programs_come_later;
         // Some pods may have no packet programs, whether or not the call has failed.
         let handed = self.follow_lack();
         let mut applied = own?;
@@ -535,9 +549,12 @@ impl Dataplane for HandOver {
 
     fn attach(&mut self) -> Result<(), Error> {
         let attached = self.primary.attach();
+        let came_later = std::mem::take(&mut self.programs_come_later);
         let handed = self.follow_lack();
+        let rest =
+            if came_later { self.hand_over_anew(self.hands_everything) } else { Ok(Applied::default()) };
         attached?;
-        handed.map(drop)
+        handed.and(rest).map(drop)
     }
 
     fn renew_lease(&mut self) -> Result<(), Error> {

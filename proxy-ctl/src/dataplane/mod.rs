@@ -18,6 +18,7 @@ mod modes;
 pub mod netfilter;
 pub mod nftables;
 mod own_rules;
+mod port_set;
 pub mod redirect;
 mod snapshot;
 mod source_ports;
@@ -143,6 +144,8 @@ pub struct HookProblems {
     /// Some pods have no packet programs, for good or for some seconds, and perhaps no socket hooks
     /// either: another mode should serve them beside this one.
     pub lacks_programs: bool,
+    /// No interface has packet programs before the next [`Dataplane::attach`].
+    pub programs_come_later: bool,
     /// The reason why no interface of a workload takes packet programs. `None`: some interface has
     /// them, or too few interfaces are there to tell.
     pub attached_nowhere: Option<String>,

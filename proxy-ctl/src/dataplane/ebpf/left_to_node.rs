@@ -15,12 +15,12 @@ use std::{
 };
 
 use nix::sys::socket::AddressFamily;
-use rustc_hash::FxHashMap;
 
 use crate::{
     dataplane::{
         Applied, Dataplane, Effect, Error, ErrorKind, EventQuery, EventStream, FlowQuery, FlowSnapshot,
-        HookProblems, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage, supports,
+        HookProblems, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage, port_set::PortSet,
+        supports,
     },
     model::{
         desired::{Changes, DesiredPort, Frontend, FrontendKind, ServicePortName},
@@ -71,9 +71,9 @@ pub(super) struct LeftToNode {
     /// ClusterIPs that the node has itself, as `inner` knows them.
     own_cluster_ips: BTreeSet<IpAddr>,
     /// Everything that is desired.
-    ports: FxHashMap<ServicePortName, Arc<DesiredPort>>,
-    /// Names in `ports` by ClusterIP.
-    by_cluster_ip: FxHashMap<IpAddr, BTreeSet<ServicePortName>>,
+    ports: PortSet,
+    /// ClusterIPs in `ports` that the node has itself.
+    own_now: BTreeSet<IpAddr>,
     left: Listeners,
     /// Service ports that `inner` has otherwise than `left` says.
     pending: BTreeSet<ServicePortName>,
@@ -97,8 +97,8 @@ impl LeftToNode {
             host: None,
             host_is_new: false,
             own_cluster_ips: BTreeSet::new(),
-            ports: FxHashMap::default(),
-            by_cluster_ip: FxHashMap::default(),
+            ports: PortSet::default(),
+            own_now: BTreeSet::new(),
             left: Listeners::new(),
             pending: BTreeSet::new(),
             has_synced: false,
@@ -124,49 +124,54 @@ impl LeftToNode {
 
     fn note(&mut self, port: &Arc<DesiredPort>) {
         self.forget(&port.name);
-        for address in cluster_ips(port) {
-            self.by_cluster_ip.entry(address).or_default().insert(port.name.clone());
+        if let Some(host) = &self.host {
+            let own = cluster_ips(port).filter(|address| host.addresses.contains(address));
+            self.own_now.extend(own);
         }
-        self.ports.insert(port.name.clone(), Arc::clone(port));
+        self.told_is_old |= self.is_at_own_address(port);
+        self.ports.insert(Arc::clone(port));
     }
 
     fn forget(&mut self, name: &ServicePortName) {
         let Some(before) = self.ports.remove(name) else { return };
-        for address in cluster_ips(&before) {
-            if let Some(names) = self.by_cluster_ip.get_mut(&address) {
-                names.remove(name);
-                if names.is_empty() {
-                    self.by_cluster_ip.remove(&address);
-                }
-            }
+        if self.is_at_own_address(&before) {
+            self.told_is_old = true;
+            self.find_own();
         }
     }
 
-    /// ClusterIPs that the node has itself.
-    fn own_now(&self) -> BTreeSet<IpAddr> {
-        let addresses = self.host.iter().flat_map(|host| &host.addresses);
-        addresses.filter(|address| self.by_cluster_ip.contains_key(address)).copied().collect()
+    fn is_at_own_address(&self, port: &DesiredPort) -> bool {
+        cluster_ips(port).any(|address| self.own_now.contains(&address))
+    }
+
+    /// Looks at all service ports. A change of others than those at such an address needs no look.
+    fn find_own(&mut self) {
+        let Some(host) = &self.host else { return };
+        let all = self.ports.iter().flat_map(|port| cluster_ips(port));
+        self.own_now = all.filter(|address| host.addresses.contains(address)).collect();
     }
 
     /// Looks who listens, and notes for which service ports this changes something.
     fn look(&mut self) -> Result<(), Error> {
-        let own = self.own_now();
-        let left = match own.is_empty() {
+        let left = match self.own_now.is_empty() {
             true => Listeners::new(),
-            false => (self.look)(&own).map_err(|error| Error::new(ErrorKind::Other, error))?,
+            false => (self.look)(&self.own_now).map_err(|error| Error::new(ErrorKind::Other, error))?,
         };
-        let differing: Vec<IpAddr> = self.left.symmetric_difference(&left).map(|(_, at)| at.ip()).collect();
+        let differing: BTreeSet<IpAddr> =
+            self.left.symmetric_difference(&left).map(|(_, at)| at.ip()).collect();
         self.left = left;
-        self.told_is_old |= !differing.is_empty();
-        let names = differing.iter().filter_map(|address| self.by_cluster_ip.get(address));
-        self.pending.extend(names.flatten().cloned());
+        if !differing.is_empty() {
+            self.told_is_old = true;
+            let is_concerned = |port: &&Arc<DesiredPort>| cluster_ips(port).any(|ip| differing.contains(&ip));
+            self.pending.extend(self.ports.iter().filter(is_concerned).map(|port| port.name.clone()));
+        }
         Ok(())
     }
 
     /// Writes, while `inner` takes the ClusterIPs for the node's own that are so before or after
     /// that. A client of a frontend that is withheld must not be refused at such an address.
     fn write(&mut self, write: impl FnOnce(&mut Self) -> Result<Applied, Error>) -> Result<Applied, Error> {
-        let own = self.own_now();
+        let own = self.own_now.clone();
         let mut applied = self.tell_host(self.own_cluster_ips.union(&own).copied().collect())?;
         applied += write(self)?;
         applied += self.tell_host(own)?;
@@ -200,9 +205,7 @@ impl LeftToNode {
 
     /// Returns what is left to the node, for people.
     fn told(&self) -> impl Iterator<Item = (ServicePortName, Unsupported)> {
-        let addresses: BTreeSet<IpAddr> = self.left.iter().map(|(_, at)| at.ip()).collect();
-        let names = addresses.into_iter().filter_map(|address| self.by_cluster_ip.get(&address)).flatten();
-        let ports = names.filter_map(|name| self.ports.get(name));
+        let ports = self.ports.iter().filter(|port| self.is_at_own_address(port));
         ports.filter_map(|port| {
             let is_left = |frontend: &&Frontend| self.is_left(port.name.protocol, frontend);
             let left = port.frontends.iter().filter(is_left);
@@ -244,7 +247,6 @@ impl Dataplane for LeftToNode {
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
         changes.removed.iter().for_each(|name| self.forget(name));
         changes.changed.iter().for_each(|port| self.note(port));
-        self.told_is_old |= !self.left.is_empty();
         self.look()?;
         self.write(|this| {
             for name in changes.changed.iter().map(|port| &port.name).chain(&changes.removed) {
@@ -258,9 +260,8 @@ impl Dataplane for LeftToNode {
     }
 
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
-        self.ports.clear();
-        self.by_cluster_ip.clear();
-        desired.iter().for_each(|port| self.note(port));
+        self.ports = desired.iter().cloned().collect();
+        self.find_own();
         self.told_is_old |= !self.left.is_empty();
         self.look()?;
         self.write(|this| {
@@ -275,6 +276,7 @@ impl Dataplane for LeftToNode {
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
         self.host = Some(host.clone());
         self.host_is_new = true;
+        self.find_own();
         self.look()?;
         self.write(Self::write_pending)
     }

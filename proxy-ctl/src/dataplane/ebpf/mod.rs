@@ -1042,6 +1042,7 @@ impl Dataplane for EbpfDataplane {
             without_xdp: self.hooks.refusals().clone(),
             unattached: self.hooks.unattached(),
             lacks_programs: self.lacks_programs(),
+            programs_come_later: self.attaches_later,
             attached_nowhere: self.hooks.attached_nowhere(),
             filling: self.filling.tables().clone(),
         }

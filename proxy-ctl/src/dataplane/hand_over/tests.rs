@@ -35,6 +35,7 @@ struct Fake {
     is_incomplete: Arc<Mutex<bool>>,
     /// Interface 7 has no packet programs.
     lacks_programs: Arc<Mutex<bool>>,
+    programs_come_later: Arc<Mutex<bool>>,
 }
 
 impl Fake {
@@ -132,7 +133,19 @@ impl Dataplane for Fake {
     fn hook_problems(&self) -> HookProblems {
         let lacks_programs = *self.lacks_programs.lock().unwrap();
         let unattached = lacks_programs.then(|| (7, "it is full".to_owned()));
-        HookProblems { unattached: unattached.into_iter().collect(), lacks_programs, ..Default::default() }
+        HookProblems {
+            unattached: unattached.into_iter().collect(),
+            lacks_programs,
+            programs_come_later: *self.programs_come_later.lock().unwrap(),
+            ..Default::default()
+        }
+    }
+
+    fn attach(&mut self) -> Result<(), Error> {
+        if std::mem::take(&mut *self.programs_come_later.lock().unwrap()) {
+            self.log.add(format!("{} attached", self.who));
+        }
+        Ok(())
     }
 }
 
@@ -159,6 +172,7 @@ impl ModeBeside for FakeBeside {
             log: self.log.clone(),
             is_incomplete: Arc::clone(&self.is_incomplete),
             lacks_programs: Arc::default(),
+            programs_come_later: Arc::default(),
         }))
     }
 
@@ -182,18 +196,21 @@ struct Scene {
     is_incomplete: Arc<Mutex<bool>>,
     is_beside_incomplete: Arc<Mutex<bool>>,
     lacks_programs: Arc<Mutex<bool>>,
+    programs_come_later: Arc<Mutex<bool>>,
 }
 
 impl Scene {
     /// Nothing is served yet.
     fn new() -> Self {
         let (log, fails, connections) = (Log::default(), Arc::default(), Arc::default());
-        let (is_incomplete, is_beside_incomplete, lacks_programs) = Default::default();
+        let (is_incomplete, is_beside_incomplete) = Default::default();
+        let (lacks_programs, programs_come_later) = Default::default();
         let primary = Box::new(Fake {
             who: "own",
             log: log.clone(),
             is_incomplete: Arc::clone(&is_incomplete),
             lacks_programs: Arc::clone(&lacks_programs),
+            programs_come_later: Arc::clone(&programs_come_later),
         });
         let beside = FakeBeside {
             log: log.clone(),
@@ -206,7 +223,17 @@ impl Scene {
         both.resync(&[]).unwrap();
         log.take();
         let model = Model::new("node");
-        Self { both, model, log, fails, connections, is_incomplete, is_beside_incomplete, lacks_programs }
+        Self {
+            both,
+            model,
+            log,
+            fails,
+            connections,
+            is_incomplete,
+            is_beside_incomplete,
+            lacks_programs,
+            programs_come_later,
+        }
     }
 
     fn apply(&mut self, service: Service) -> Vec<String> {
@@ -549,4 +576,34 @@ fn what_the_mode_beside_could_not_write_for_such_a_pod_is_written_again() {
     scene.log.take();
     *scene.is_beside_incomplete.lock().unwrap() = false;
     assert_eq!(scene.lack(true, 2), ["beside all web:cl"], "once");
+}
+
+/// A connection that netfilter has translated breaks if a packet program translates one of its
+/// segments, such as a SYN that is sent again. So netfilter gets no rule for what the programs will
+/// serve until they are attached. What they never serve is served at once.
+#[test]
+fn the_mode_beside_gets_what_packet_programs_serve_after_they_are_attached() {
+    let mut scene = Scene::new();
+    *scene.programs_come_later.lock().unwrap() = true;
+    scene.both.set_host(&Host::default()).unwrap();
+    scene.model.apply_service(with_node_port());
+    scene.model.apply_service(sctp());
+    scene.both.resync(&scene.model.take_changes().changed).unwrap();
+    let before = ["own host", "own all web:cn", "open", "beside host that is shared", "beside all sctp:c"];
+    assert_eq!(scene.log.take(), before);
+    scene.both.attach().unwrap();
+    assert_eq!(scene.log.take(), ["own attached", "beside web:n"]);
+    scene.both.attach().unwrap();
+    assert_eq!(scene.log.take(), [""; 0], "nothing comes later any more");
+}
+
+#[test]
+fn a_mode_beside_that_serves_keeps_its_rules_while_programs_are_attached_anew() {
+    let mut scene = Scene::new();
+    scene.apply(with_node_port());
+    *scene.programs_come_later.lock().unwrap() = true;
+    scene.both.set_host(&Host::default()).unwrap();
+    scene.log.take();
+    scene.model.apply_service(with_node_port().load_balancer_ip("203.0.113.1"));
+    assert_eq!(scene.write(), ["own web:cnl", "beside web:n"]);
 }

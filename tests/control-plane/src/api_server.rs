@@ -56,6 +56,8 @@ pub struct Options {
     pub service_ranges: String,
     /// Known besides [`ADMIN`] and [`PROXY`]; RBAC grants them nothing.
     pub identities: Vec<Identity>,
+    /// Further addresses that the server's certificate is for, such as that of Service kubernetes.
+    pub certificate_addresses: Vec<IpAddr>,
     /// Whether pods get the token of their service account, which then must exist (admission plugin ServiceAccount).
     pub service_accounts: bool,
 }
@@ -68,8 +70,16 @@ impl Default for Options {
             flags: Vec::new(),
             service_ranges: "10.96.0.0/12,fd00:10:96::/112".into(),
             identities: Vec::new(),
+            certificate_addresses: Vec::new(),
             service_accounts: false,
         }
+    }
+}
+
+impl Options {
+    fn new_certificates(&self, directory: &Path) -> Result<Certificates> {
+        let addresses = [&[self.address], &self.certificate_addresses[..]].concat();
+        Certificates::create(&directory.join("pki"), &addresses)
     }
 }
 
@@ -101,7 +111,7 @@ impl ApiServer {
         fs::create_dir_all(directory).with_context(|| format!("creating {}", directory.display()))?;
         let directory =
             directory.canonicalize().with_context(|| format!("resolving {}", directory.display()))?;
-        let certificates = Certificates::create(&directory.join("pki"), &[options.address])?;
+        let certificates = options.new_certificates(&directory)?;
 
         let [port, etcd_port, peer_port] = free_ports(options.namespace.as_deref())?;
         let (client_url, peer_url) =
@@ -191,6 +201,11 @@ impl ApiServer {
     /// The file that [`Self::kubeconfig`] refers to as `tokenFile`.
     pub fn token_file(&self, identity: Identity) -> PathBuf {
         self.directory.join(format!("{}.token", identity.name))
+    }
+
+    /// The key that signs tokens of service accounts, in a file: kube-controller-manager needs it.
+    pub fn account_key_file(&self) -> &Path {
+        &self.certificates.account_key
     }
 
     /// The CA that signed the API server's certificate, in a file.
@@ -284,7 +299,7 @@ impl ApiServer {
     /// From the next start on the certificate is another CA's; [`Self::publish_authority`] puts that CA
     /// where kubeconfigs refer to.
     pub fn replace_certificates(&mut self) -> Result<()> {
-        self.certificates = Certificates::create(&self.directory.join("pki"), &[self.options.address])?;
+        self.certificates = self.options.new_certificates(&self.directory)?;
         Ok(())
     }
 

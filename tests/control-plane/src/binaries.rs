@@ -122,8 +122,9 @@ fn is_recent(version: &str) -> bool {
     }
 }
 
-/// A Kubernetes program without a version refuses to emulate one, and does not start.
-fn linker_flags(version: &str) -> String {
+/// Returns the flags of Go's linker that tell a program its version. A Kubernetes program without
+/// a version refuses to emulate one, and does not start.
+pub fn linker_flags(version: &str) -> String {
     let mut numbers = version.trim_start_matches('v').split('.');
     let major = numbers.next().unwrap_or_default();
     let minor = numbers.next().unwrap_or_default();

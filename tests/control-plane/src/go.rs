@@ -22,13 +22,21 @@ pub struct Module {
     name: &'static str,
     tags: &'static str,
     linker_flags: String,
+    /// Files below the folder whose content tells one cache folder from another, beside go.mod.
+    sources: &'static [&'static str],
 }
 
 const PAUSES_BETWEEN_DOWNLOADS: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(20)];
 
 impl Module {
     pub fn new(folder: PathBuf, name: &'static str) -> Self {
-        Self { folder, name, tags: "", linker_flags: "-s -w".to_owned() }
+        Self { folder, name, tags: "", linker_flags: "-s -w".to_owned(), sources: &[] }
+    }
+
+    /// Returns the module with a cache folder that depends on these files of it. A change of one
+    /// builds its programs anew.
+    pub fn with_sources(self, sources: &'static [&'static str]) -> Self {
+        Self { sources, ..self }
     }
 
     pub fn with_tags(self, tags: &'static str) -> Self {
@@ -39,14 +47,20 @@ impl Module {
         Self { linker_flags: format!("{} {flags}", self.linker_flags), ..self }
     }
 
-    /// `$XDG_CACHE_HOME/proxy-ctl/<name>-<hash of go.mod>`: other versions are another folder.
+    /// Returns `$XDG_CACHE_HOME/proxy-ctl/<name>-<hash>`. The hash is of go.mod and of the sources,
+    /// so that other versions have another folder.
     pub fn cache(&self) -> Result<PathBuf> {
         let base = match env::var_os("XDG_CACHE_HOME").filter(|value| !value.is_empty()) {
             Some(folder) => PathBuf::from(folder),
             None => Path::new(&env::var_os("HOME").context("neither XDG_CACHE_HOME nor HOME is set")?)
                 .join(".cache"),
         };
-        let hash = fnv1a(self.go_mod()?.as_bytes());
+        let mut content = self.go_mod()?.into_bytes();
+        for source in self.sources {
+            let path = self.folder.join(source);
+            content.extend(fs::read(&path).with_context(|| format!("reading {}", path.display()))?);
+        }
+        let hash = fnv1a(&content);
         Ok(base.join("proxy-ctl").join(format!("{}-{hash:016x}", self.name)))
     }
 
@@ -101,6 +115,26 @@ impl Module {
 
     /// Builds the programs of these packages that no earlier build has left, all in one go. An error without Go.
     pub fn build(&self, packages: &[&str]) -> Result<()> {
+        let programs: Vec<&str> = packages.iter().copied().map(program_of).collect();
+        self.provide(&programs, |missing, folder| {
+            let is_missing = |package: &&str| missing.contains(&program_of(package));
+            let packages: Vec<&str> = packages.iter().copied().filter(is_missing).collect();
+            self.download(&[&["list", "-deps", "-tags", self.tags], &packages[..]].concat())?;
+            self.compile(&["build"], &packages, folder)
+        })
+    }
+
+    /// Builds the tests of a package as one program of this name, unless an earlier build has left
+    /// it. An error without Go.
+    pub fn build_tests(&self, package: &str, program: &str) -> Result<()> {
+        self.provide(&[program], |_, folder| {
+            self.download(&["list", "-deps", "-test", "-tags", self.tags, package])?;
+            self.compile(&["test", "-vet=off", "-c"], &[package], &folder.join(program))
+        })
+    }
+
+    /// Keeps the programs that `make` writes to a folder. It gets the names of missing ones.
+    fn provide(&self, programs: &[&str], make: impl FnOnce(&[&str], &Path) -> Result<()>) -> Result<()> {
         let cache = self.cache()?;
         fs::create_dir_all(&cache).with_context(|| format!("creating {}", cache.display()))?;
         let lock = cache.join("lock");
@@ -109,34 +143,32 @@ impl Module {
             .map_err(|(_, error)| error)
             .with_context(|| format!("waiting for another build in {}", cache.display()))?;
         let missing: Vec<&str> =
-            packages.iter().copied().filter(|package| self.built(program_of(package)).is_none()).collect();
+            programs.iter().copied().filter(|program| self.built(program).is_none()).collect();
         if missing.is_empty() {
             return Ok(());
         }
         // Complete or not there at all: an interrupted build must not look like a program.
         let partial = cache.join("partial");
         fs::create_dir_all(&partial).with_context(|| format!("creating {}", partial.display()))?;
-        self.build_to(&missing, &partial)?;
-        for program in missing.into_iter().map(program_of) {
+        eprintln!("building {}: once, some minutes", missing.join(", "));
+        make(&missing, &partial).with_context(|| format!("building {} failed", missing.join(", ")))?;
+        for program in missing {
             let (from, to) = (partial.join(program), cache.join(program));
             fs::rename(&from, &to).with_context(|| format!("renaming {}", from.display()))?;
         }
         Ok(())
     }
 
-    fn build_to(&self, packages: &[&str], folder: &Path) -> Result<()> {
-        let names: Vec<&str> = packages.iter().copied().map(program_of).collect();
-        let names = names.join(", ");
-        self.download(&[&["list", "-deps", "-tags", self.tags], packages].concat())?;
-        eprintln!("building {names}: once, some minutes");
+    fn compile(&self, command: &[&str], packages: &[&str], output: &Path) -> Result<()> {
         let status = self
             .go()?
-            .args(["build", "-trimpath", "-tags", self.tags, "-ldflags", &self.linker_flags, "-o"])
-            .arg(folder)
+            .args(command)
+            .args(["-trimpath", "-tags", self.tags, "-ldflags", &self.linker_flags, "-o"])
+            .arg(output)
             .args(packages)
             .status()
             .context("starting go")?;
-        ensure!(status.success(), "building {names} failed ({status})");
+        ensure!(status.success(), "go {}: {status}", command.join(" "));
         Ok(())
     }
 
@@ -201,6 +233,22 @@ mod tests {
         assert_eq!(module.required("a.b/c").unwrap(), "v1.2.3");
         assert_eq!(module.required("a.b/c/d").unwrap(), "v0.1.0");
         assert!(module.required("a.b").unwrap_err().to_string().contains("does not require a.b"));
+    }
+
+    #[test]
+    fn another_source_is_another_cache_folder() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("go.mod"), "module x\n").unwrap();
+        fs::write(folder.path().join("main.go"), "package main\n").unwrap();
+        let module = Module::new(folder.path().to_owned(), "x");
+        let watched = module.clone().with_sources(&["main.go"]);
+        let (before, plain) = (watched.cache().unwrap(), module.cache().unwrap());
+        assert_ne!(before, plain);
+        fs::write(folder.path().join("main.go"), "package other\n").unwrap();
+        assert_ne!(watched.cache().unwrap(), before);
+        assert_eq!(module.cache().unwrap(), plain);
+        let absent = module.with_sources(&["no.go"]).cache().unwrap_err();
+        assert!(absent.to_string().contains("no.go"), "{absent}");
     }
 
     #[test]

@@ -10,7 +10,7 @@ use crate::{
     jobs::{Job, Room},
     setup,
     suites::{self, Kind, Report, Suite},
-    test::{ADVISORIES, Arguments, DEPENDENCIES, DEPLOY, KERNEL_OBJECT},
+    test::{ADVISORIES, Arguments, DEPENDENCIES, DEPLOY, E2E, KERNEL_OBJECT},
     test_programs::{
         Choice::{self, Bin, Libraries, Test},
         TestPrograms,
@@ -22,6 +22,8 @@ use crate::{
 const KUBERNETES: &str = "kubernetes is built";
 /// The suite that builds and downloads what else is made of Go modules, for the suite `deploy`.
 const TOOLS: &str = "tools are built";
+/// The suite that builds kubelets and the tests of Kubernetes, for the suite `e2e`.
+const E2E_PROGRAMS: &str = "e2e is built";
 const IMAGE: &str = "image";
 /// Suites that measure time, which nothing else runs beside.
 const MEASURING: &[&str] = &["unit as root", "flood of probes", "behaviour floods"];
@@ -131,6 +133,11 @@ impl<'a> Plan<'a> {
             suite.limit = suites::LONGEST;
             self.add(TOOLS, Room::Beside, MEASURING, move || with_tools(suite, all).run());
         }
+        if self.arguments.builds_kubelets() {
+            self.suite(E2E_PROGRAMS, Room::Beside, MEASURING, || {
+                programs.suite(E2E_PROGRAMS, &[Bin("e2e")], &["--build"])
+            })?;
+        }
         self.suite(KERNEL_OBJECT, Room::Behind, MEASURING, || {
             programs.suite(KERNEL_OBJECT, &[Test("committed")], &[test])
         })
@@ -224,6 +231,19 @@ impl<'a> Plan<'a> {
     /// Adds the suite that measures, which takes all room when the others have ended. It must be added last.
     pub(crate) fn add_bench(&mut self, programs: &TestPrograms) -> Result<()> {
         self.root_suite(programs, "bench", (Room::Alone, &[KUBERNETES]), &[Test("bench")], &[])
+    }
+
+    /// Adds Kubernetes's own tests. They run alone, as they measure how soon endpoints are served.
+    pub(crate) fn add_e2e(&mut self, programs: &TestPrograms) -> Result<()> {
+        let Arguments { all, test, .. } = self.arguments;
+        self.suite(E2E, Room::Alone, &[KUBERNETES, E2E_PROGRAMS], || {
+            let flags: Vec<&str> = all.then_some("--all").into_iter().chain([test.as_str()]).collect();
+            let mut suite = programs.suite_as_root(E2E, &[Bin("e2e")], &flags)?;
+            if *all {
+                suite.limit = suites::LONGEST * 4;
+            }
+            Ok(suite)
+        })
     }
 
     fn add_life_cycle(&mut self, programs: &TestPrograms) -> Result<()> {

@@ -70,6 +70,8 @@ pub enum Purpose {
     Emulation,
     /// Running an image.
     Containers,
+    /// Running pods on nodes with kubelets.
+    Nodes,
     Fuzzing,
 }
 
@@ -110,6 +112,18 @@ const MACHINES: &[Tool] = &[
 
 const EMULATION: &[Tool] = &[needed("qemu-system-aarch64", "qemu-system-arm", "arm64, emulated")];
 const CONTAINERS: &[Tool] = &[optional("runc", "runc", "running the image in the tests")];
+/// Tools of nodes that [`TESTS`] do not have. Debian's containerd comes with runc.
+const NODES: &[Tool] = &[
+    optional("containerd", "containerd", "nodes with kubelets"),
+    optional("/usr/lib/cni/ptp", "containernetworking-plugins", "the network of pods"),
+    optional("busybox", "busybox-static", "images of pods"),
+    optional("curl", "curl", "images of pods"),
+    optional("dig", "bind9-dnsutils bind9-host", "images of pods"),
+    optional("nc.openbsd", "netcat-openbsd", "images of pods"),
+    optional("ping", "iputils-ping", "images of pods"),
+    optional("tcpdump", "tcpdump", "images of pods"),
+    optional("wget", "wget", "images of pods"),
+];
 const FUZZING: &[Tool] = &[needed("c++", "g++", "compiling libFuzzer")];
 
 impl Purpose {
@@ -122,6 +136,7 @@ impl Purpose {
             Self::Machines => MACHINES,
             Self::Emulation => EMULATION,
             Self::Containers => CONTAINERS,
+            Self::Nodes => NODES,
             Self::Fuzzing => FUZZING,
         }
     }
@@ -135,19 +150,21 @@ impl Purpose {
             | Self::Tests
             | Self::KernelPrograms
             | Self::Emulation
+            | Self::Nodes
             | Self::Fuzzing => false,
         }
     }
 }
 
 /// The purposes of building, testing and measuring, without virtual machines.
-pub(crate) const EVERYTHING: [Purpose; 6] = [
+pub(crate) const EVERYTHING: [Purpose; 7] = [
     Purpose::Building,
     Purpose::Lab,
     Purpose::Tests,
     Purpose::KernelPrograms,
     Purpose::Dependencies,
     Purpose::Containers,
+    Purpose::Nodes,
 ];
 
 pub(crate) fn run(check: bool, verbose: bool) -> Result<ExitCode> {
@@ -494,5 +511,6 @@ mod tests {
         };
         assert_eq!(programs(&[Purpose::Building, Purpose::Lab]), ["cc", "make", "ip"]);
         assert!(programs(&EVERYTHING).contains(&"etcd"));
+        assert!(programs(&EVERYTHING).contains(&"containerd"));
     }
 }

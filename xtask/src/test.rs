@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    fs,
     process::ExitCode,
     time::{Duration, Instant},
 };
@@ -10,7 +11,7 @@ use anyhow::{Result, ensure};
 use clap::Args;
 
 use crate::{
-    fresh, jobs,
+    cache, fresh, jobs,
     plan::{ImageVariable, Plan},
     progress,
     setup::{self, Purpose},
@@ -77,6 +78,7 @@ pub(crate) const KERNEL_OBJECT: &str = "kernel object";
 pub(crate) const DEPENDENCIES: &str = "licences and sources";
 pub(crate) const ADVISORIES: &str = "advisories";
 pub(crate) const DEPLOY: &str = "deploy";
+pub(crate) const E2E: &str = "e2e";
 const CLIPPY: &str = "clippy";
 
 pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
@@ -85,7 +87,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     }
     let start = Instant::now();
     if !arguments.no_setup {
-        setup::install(&arguments.purposes(), arguments.verbose)?;
+        let mut purposes = arguments.purposes();
+        if arguments.asks_for(E2E) && kubelets_are_built() {
+            purposes.push(Purpose::Nodes);
+        }
+        setup::install(&purposes, arguments.verbose)?;
     }
     println!("installed what was missing in {}", progress::time(start.elapsed()));
     let mut total = Total::default();
@@ -101,6 +107,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     plan.add_root_suites(&programs, &image)?;
     plan.add_user_suites(&programs)?;
     plan.add_checks()?;
+    plan.add_e2e(&programs)?;
     plan.add_bench(&programs)?;
     let Plan { names, jobs, .. } = plan;
     ensure!(
@@ -133,7 +140,8 @@ impl Arguments {
             (Purpose::Containers, DEPLOY),
             (Purpose::Machines, vm::IPVS.name()),
         ];
-        let asked_for = further.into_iter().filter(|(_, suite)| self.asks_for(suite));
+        let nodes = self.builds_kubelets().then_some((Purpose::Nodes, E2E));
+        let asked_for = further.into_iter().filter(|(_, suite)| self.asks_for(suite)).chain(nodes);
         let always = [Purpose::Building, Purpose::Lab, Purpose::Tests];
         always.into_iter().chain(asked_for.map(|(purpose, _)| purpose)).collect()
     }
@@ -142,9 +150,21 @@ impl Arguments {
         suite.contains(&self.suite)
     }
 
+    /// Returns true if this run builds the programs of the suite e2e, which takes nine minutes.
+    /// Other runs have that suite if an earlier run has built them.
+    pub(crate) fn builds_kubelets(&self) -> bool {
+        self.asks_for(E2E) && (self.all || !self.suite.is_empty())
+    }
+
     fn forbids(&self, skip: &str) -> bool {
         self.strict && !self.may_skip.iter().any(|text| skip.contains(text))
     }
+}
+
+/// Returns true if an earlier run has built programs of the suite e2e. Its crate names the folder.
+fn kubelets_are_built() -> bool {
+    let Ok(folders) = cache::folder("").and_then(|cache| Ok(fs::read_dir(cache)?)) else { return false };
+    folders.flatten().any(|folder| folder.file_name().to_string_lossy().starts_with("e2e-own-"))
 }
 
 #[derive(Default)]
@@ -255,6 +275,8 @@ mod tests {
         assert!(needs("kernel object", Purpose::KernelPrograms));
         assert!(needs("deploy", Purpose::Containers) && !needs("deploy", Purpose::Machines));
         assert!(needs("", Purpose::Machines) && needs("", Purpose::Dependencies));
+        assert!(needs("e2e", Purpose::Nodes) && !needs("", Purpose::Nodes) && !needs("unit", Purpose::Nodes));
+        assert!(arguments(&["--all"]).purposes().contains(&Purpose::Nodes));
     }
 
     #[test]

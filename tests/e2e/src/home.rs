@@ -1,0 +1,157 @@
+//! The namespaces, the cgroups and the folder of a cluster, all named after the process that made
+//! it.
+//!
+//! They go with the value, on a signal, and, if the process was killed, before the next cluster is
+//! made. The nodes' processes never outlive the process, as the kernel ends them with it.
+
+use std::{
+    collections::BTreeSet,
+    fs::{self, File},
+    io::ErrorKind,
+    path::{Path, PathBuf},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use anyhow::{Context as _, Result, ensure};
+use lab::{cgroup, namespace};
+use nix::{
+    fcntl::{Flock, FlockArg},
+    sys::signal::{SigSet, Signal},
+};
+
+use crate::cgroups::hierarchies;
+
+/// One folder for each cluster. It is on a disk, as the images of a node take 300 MB.
+const CLUSTERS: &str = "/var/tmp/proxy-ctl-e2e";
+/// A file that is locked while a cluster comes or goes.
+const GUARD: &str = "/run/proxy-ctl-e2e.lock";
+const LOCK: &str = "lock";
+
+/// Names of clusters of this process.
+static RUNNING: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+
+/// The name of a cluster and its folder. All that carries the name is removed with the value.
+pub struct Home {
+    name: String,
+    folder: PathBuf,
+    _lock: Flock<File>,
+}
+
+impl Home {
+    /// Removes what clusters of processes that are gone have left, and makes a folder for a new
+    /// one.
+    pub fn create() -> Result<Self> {
+        static COUNT: AtomicUsize = AtomicUsize::new(0);
+        let _guard = guard()?;
+        remove_abandoned()?;
+        let name = format!("pxe{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
+        let folder = Path::new(CLUSTERS).join(&name);
+        fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        let lock = lock(&folder).with_context(|| format!("{} is locked", folder.display()))?;
+        RUNNING.lock().unwrap_or_else(PoisonError::into_inner).insert(name.clone());
+        Ok(Self { name, folder, _lock: lock })
+    }
+
+    /// The name that those of namespaces and cgroups begin with.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub fn folder(&self) -> &Path {
+        &self.folder
+    }
+
+    /// Makes a folder below the cluster's own.
+    pub fn subfolder(&self, name: &str) -> Result<PathBuf> {
+        let folder = self.folder.join(name);
+        fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
+        Ok(folder)
+    }
+}
+
+impl Drop for Home {
+    fn drop(&mut self) {
+        // Under the lock, so that a signal that comes now waits for us instead of doing the same
+        // twice.
+        let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        running.remove(&self.name);
+        if let Err(error) = guard().and_then(|_guard| remove(&self.name)) {
+            eprintln!("removing cluster {}: {error:#}", self.name);
+        }
+    }
+}
+
+/// Makes SIGINT, SIGTERM and SIGHUP remove the clusters of this process before it ends. It must be
+/// called before any other thread exists, since threads inherit the signals that are blocked.
+pub fn remove_on_signals() -> Result<()> {
+    let mut signals = SigSet::empty();
+    for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
+        signals.add(signal);
+    }
+    signals.thread_block().context("blocking signals")?;
+    std::thread::spawn(move || {
+        let signal = signals.wait();
+        let running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        for name in running.iter() {
+            if let Err(error) = guard().and_then(|_guard| remove(name)) {
+                eprintln!("removing cluster {name}: {error:#}");
+            }
+        }
+        std::process::exit(128 + signal.map_or(1, |signal| signal as i32));
+    });
+    Ok(())
+}
+
+fn guard() -> Result<Flock<File>> {
+    let file = File::create(GUARD).with_context(|| format!("creating {GUARD}"))?;
+    Flock::lock(file, FlockArg::LockExclusive)
+        .map_err(|(_, error)| error)
+        .with_context(|| format!("locking {GUARD}"))
+}
+
+fn lock(folder: &Path) -> Option<Flock<File>> {
+    let file = File::create(folder.join(LOCK)).ok()?;
+    Flock::lock(file, FlockArg::LockExclusiveNonblock).ok()
+}
+
+fn remove_abandoned() -> Result<()> {
+    let clusters = match fs::read_dir(CLUSTERS) {
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(()),
+        found => found.with_context(|| format!("reading {CLUSTERS}"))?,
+    };
+    for cluster in clusters {
+        let cluster = cluster.with_context(|| format!("reading {CLUSTERS}"))?;
+        let Some(_abandoned) = lock(&cluster.path()) else { continue };
+        let name = cluster.file_name().to_string_lossy().into_owned();
+        remove(&name).with_context(|| format!("removing what cluster {name} has left"))?;
+    }
+    Ok(())
+}
+
+/// Ends the processes of a cluster and removes all that carries its name.
+fn remove(name: &str) -> Result<()> {
+    ensure!(name.starts_with("pxe"), "{name} is not the name of a cluster");
+    let hierarchies = hierarchies()?;
+    // Each process of a node is in a cgroup of each hierarchy.
+    for hierarchy in &hierarchies {
+        cgroup::end_members(&hierarchy.mount_point.join(name))?;
+    }
+    for namespace in namespace::with_prefix(&format!("{name}-")) {
+        namespace::ip(None, &format!("netns del {namespace}\n"))?;
+    }
+    for hierarchy in &hierarchies {
+        cgroup::remove(&hierarchy.mount_point.join(name))?;
+    }
+    let folder = Path::new(CLUSTERS).join(name);
+    fs::remove_dir_all(&folder).with_context(|| format!("removing {}", folder.display()))?;
+    match fs::remove_dir(CLUSTERS) {
+        Err(error) if error.kind() != ErrorKind::DirectoryNotEmpty => {
+            Err(error).with_context(|| format!("removing {CLUSTERS}"))
+        }
+        // Another cluster is there.
+        Ok(()) | Err(_) => Ok(()),
+    }
+}

@@ -36,7 +36,7 @@ pub enum FlowState {
 pub struct FlowSnapshot {
     /// `None`: the client has dialled the backend itself, or the frontend is not the service port's any more.
     pub service: Option<Arc<ServicePortName>>,
-    /// `None`: not known of one of netfilter's, as the next.
+    /// `None`: it is not known, nor is the next. Every flow that is kept now has both.
     pub client: Option<SocketAddr>,
     pub frontend: Option<SocketAddr>,
     pub backend: SocketAddr,

@@ -21,6 +21,8 @@ mod certificates;
 pub mod go;
 pub mod objects;
 mod process;
+mod relay;
 
 pub use api_server::{ADMIN, ApiServer, Identity, Options, PROXY};
 pub use process::Process;
+pub use relay::Relay;

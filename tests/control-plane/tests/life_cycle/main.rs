@@ -6,6 +6,7 @@
 mod api_server;
 mod leftovers;
 mod node;
+mod own_service;
 mod proxy;
 mod rights;
 mod scenarios;

@@ -108,6 +108,17 @@ impl Node {
         self.start_with(&self.config_file(), &[])
     }
 
+    /// Starts proxy-ctl as [`Node::start`] does, in the cgroup whose sockets it serves.
+    pub(crate) fn start_among_clients(&self, more: &Value) -> Result<Proxy> {
+        const ENTER: &str = "echo 0 > \"$1/cgroup.procs\" && shift && exec \"$@\"";
+        self.write_configuration(more)?;
+        let (cgroup, program) = (self.own.cgroup.display(), lab::program("proxy-ctl")?);
+        let config = self.config_file();
+        let words = [cgroup.to_string(), program.display().to_string(), config.display().to_string()];
+        let [cgroup, program, config] = words.each_ref().map(String::as_str);
+        Proxy::start(Path::new("sh"), &["-c", ENTER, "sh", cgroup, program, "run", "--config", config])
+    }
+
     /// As [`Node::start`], and waits until everything is programmed.
     pub(crate) fn run(&self, more: &Value) -> Result<Proxy> {
         let proxy = self.start(more)?;

@@ -22,6 +22,7 @@ use crate::{
         who_masquerades_by_a_map_still_does,
     },
     node::{Node, nothing_is_programmed},
+    own_service::an_api_server_behind_its_service_is_dialled_again_without_endpoints,
     proxy::{Proxy, answers, get, metric},
     rights::{
         what_rbac_denies_is_named_and_comes_once_granted, without_the_right_to_read_nodes_services_work,
@@ -46,6 +47,7 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
         an_address_that_is_taken_ends_it_with_an_event,
         init_only_sets_the_kernel_up_and_ends,
         an_api_server_that_is_away_changes_nothing,
+        an_api_server_behind_its_service_is_dialled_again_without_endpoints,
         what_rbac_denies_is_named_and_comes_once_granted,
         without_the_right_to_read_nodes_services_work,
         kube_proxy_ends_alike,

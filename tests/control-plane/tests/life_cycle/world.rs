@@ -1,13 +1,14 @@
 //! What the scenarios share: a network namespace with a real API server in it.
 
 use std::{
+    net::SocketAddr,
     path::Path,
     process::{Command, Stdio},
 };
 
 use anyhow::{Context, Result, ensure};
 use control_plane::{
-    ApiServer, Options, PROXY,
+    ApiServer, Options, PROXY, Relay,
     binaries::{self, Program},
     objects,
 };
@@ -78,6 +79,11 @@ impl World {
 
     pub(crate) fn apply(&self, object: &Value) -> Result<()> {
         self.runtime.block_on(objects::apply(&self.client, object))
+    }
+
+    /// Starts a relay to the API server.
+    pub(crate) fn relay(&self, listen: SocketAddr) -> Result<Relay> {
+        self.runtime.block_on(Relay::start(listen, self.server.socket_address()))
     }
 
     pub(crate) fn delete(&self, object: &Value) -> Result<()> {

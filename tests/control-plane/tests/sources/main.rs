@@ -5,7 +5,6 @@
 
 mod fake;
 mod follower;
-mod relay;
 mod scenarios;
 mod world;
 

@@ -1,8 +1,10 @@
 //! What the scenarios share: the API server, a client of it, a runtime.
 
+use std::net::Ipv4Addr;
+
 use anyhow::{Context, Result};
 use control_plane::{
-    ApiServer, Identity, Options,
+    ApiServer, Identity, Options, Relay,
     binaries::{self, Program},
     objects,
 };
@@ -60,6 +62,12 @@ impl World {
 
     pub(crate) fn block_on<T>(&self, future: impl Future<Output = T>) -> T {
         self.runtime.block_on(future)
+    }
+
+    /// Starts a relay to the API server, on a port of the loopback.
+    pub(crate) fn relay(&self) -> Result<Relay> {
+        let listen = (Ipv4Addr::LOCALHOST, 0).into();
+        self.block_on(Relay::start(listen, self.server.socket_address()))
     }
 
     pub(crate) fn spawn(&self, future: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {

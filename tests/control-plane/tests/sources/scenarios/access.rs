@@ -22,7 +22,6 @@ use tokio::time::{sleep, timeout};
 
 use crate::{
     follower::{Follower, NODE, copy_at},
-    relay::Relay,
     scenarios::node::node,
     world::{LIMITED, World},
 };
@@ -156,7 +155,7 @@ pub(super) fn revoked_tokens_are_replaced(world: &mut World) -> Result<()> {
     account(world)?;
     let first = token(world)?;
     let plugin = plugin(world, "plugged", &first)?;
-    let relay = Relay::start(world)?;
+    let relay = world.relay()?;
     let rotated = world.server.kubeconfig_with("rotated", &first)?;
     let mut followers = [&rotated, &world.server.kubeconfig_with_plugin("plugged", &plugin)?]
         .into_iter()

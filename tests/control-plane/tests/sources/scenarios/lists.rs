@@ -14,7 +14,7 @@ use proxy_ctl::{
 };
 use serde_json::json;
 
-use crate::{follower::Follower, relay::Relay, world::World};
+use crate::{follower::Follower, world::World};
 
 fn lists(follower: &Follower, kind: ResourceKind) -> u64 {
     [ListMethod::Streamed, ListMethod::Whole]
@@ -39,7 +39,7 @@ pub(super) fn what_is_accepted_decides_the_answer(world: &mut World) -> Result<(
 }
 
 pub(super) fn a_broken_connection_goes_on_where_it_was(world: &mut World) -> Result<()> {
-    let relay = Relay::start(world)?;
+    let relay = world.relay()?;
     let mut follower = Follower::start_through(world, PROXY, relay.address)?;
     follower.wait_listed(world)?;
     let (keep, drop) = (world.service("keep"), world.service("drop"));
@@ -67,7 +67,7 @@ pub(super) fn a_broken_connection_goes_on_where_it_was(world: &mut World) -> Res
 pub(super) fn a_connection_that_only_seems_alive_is_replaced(world: &mut World) -> Result<()> {
     // Unit tests have the exact limit. A watch that is not proven lasts 180 s after a bookmark.
     const NOTICED_WITHIN: Duration = Duration::from_secs(120);
-    let relay = Relay::start(world)?;
+    let relay = world.relay()?;
     let mut follower = Follower::start_through(world, PROXY, relay.address)?;
     follower.wait_listed(world)?;
     follower.wait(world, "all watches", |follower| {
@@ -87,7 +87,7 @@ pub(super) fn a_connection_that_only_seems_alive_is_replaced(world: &mut World) 
 }
 
 pub(super) fn what_happened_before_a_compaction_is_seen_in_one_replace(world: &mut World) -> Result<()> {
-    let relay = Relay::start(world)?;
+    let relay = world.relay()?;
     let mut follower = Follower::start_through(world, PROXY, relay.address)?;
     follower.wait_listed(world)?;
     let (changed, gone) = (world.service("changed"), world.service("gone"));

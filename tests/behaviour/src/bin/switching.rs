@@ -582,6 +582,9 @@ impl Run {
             let mut differences = differences(&states, fresh);
             if !setting(proxy).datapath().is_netfilter() {
                 differences.retain(|one| !is_holder(one));
+                if differences.iter().any(|one| one.contains(HEALTH_CHECKS)) {
+                    differences.retain(|one| !is_of_health_checks(one));
+                }
             }
             if differences.is_empty() { Ok(Some(())) } else { Err(format!("{differences:#?}")) }
         })
@@ -634,6 +637,17 @@ impl std::fmt::Display for Met {
         let silence = longest_silence_micros / 1_000;
         write!(formatter, "{failed}/{connections}, {without_retry}; {lost}/{held}; {silence} ms")
     }
+}
+
+/// The chain that goes on accepting health checks of load balancers where kube-proxy did so.
+const HEALTH_CHECKS: &str = "PROXY-CTL-HEALTH-CHECKS";
+
+/// Returns true for the jump to [`HEALTH_CHECKS`], and for the chain and the table that hold it.
+fn is_of_health_checks(difference: &str) -> bool {
+    let has_all = |parts: &[&str]| parts.iter().all(|part| difference.contains(part));
+    has_all(&[HEALTH_CHECKS])
+        || has_all(&[r#""name":"INPUT""#, r#""policy":"accept""#, r#""table":"filter""#])
+        || has_all(&[r#"{"table":{"#, r#""name":"filter""#])
 }
 
 fn is_holder(difference: &str) -> bool {

@@ -18,9 +18,8 @@ use nix::sys::socket::AddressFamily;
 
 use crate::{
     dataplane::{
-        Applied, Dataplane, Effect, Error, ErrorKind, EventQuery, EventStream, FlowQuery, FlowSnapshot,
-        HookProblems, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage, port_set::PortSet,
-        supports,
+        Applied, Dataplane, Effect, Error, EventQuery, EventStream, FlowQuery, FlowSnapshot, HookProblems,
+        Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage, port_set::PortSet, supports,
     },
     model::{
         desired::{Changes, DesiredPort, Frontend, FrontendKind, ServicePortName},
@@ -46,12 +45,11 @@ pub(super) fn listeners_at(addresses: &BTreeSet<IpAddr>) -> Result<Listeners, Ca
         return Ok(found);
     }
     let diag = SocketDiag::open()?;
+    // A socket of IPv6 may be bound to an IPv4-mapped address.
     for family in [AddressFamily::Inet, AddressFamily::Inet6] {
-        if !addresses.iter().any(|address| address.is_ipv6() == (family == AddressFamily::Inet6)) {
-            continue;
-        }
         for (protocol, transport) in [(Protocol::Tcp, Transport::Tcp), (Protocol::Udp, Transport::Udp)] {
             let bound = diag.listening(family, transport)?.into_iter();
+            let bound = bound.map(|at| SocketAddr::new(at.ip().to_canonical(), at.port()));
             found.extend(bound.filter(|at| addresses.contains(&at.ip())).map(|at| (protocol, at)));
         }
     }
@@ -66,8 +64,6 @@ pub(super) struct LeftToNode {
     look: Look,
     /// The node as it was told last. `None` at first.
     host: Option<Host>,
-    /// `inner` does not know `host` yet.
-    host_is_new: bool,
     /// ClusterIPs that the node has itself, as `inner` knows them.
     own_cluster_ips: BTreeSet<IpAddr>,
     /// Everything that is desired.
@@ -78,6 +74,10 @@ pub(super) struct LeftToNode {
     /// Service ports that `inner` has otherwise than `left` says.
     pending: BTreeSet<ServicePortName>,
     has_synced: bool,
+    /// A service port at an address of the node's own has come, gone or changed.
+    is_touched: bool,
+    /// Why listeners could not be listed the last time.
+    failure: Option<String>,
     /// `left`, or service ports that it concerns, are others than at the last
     /// [`Dataplane::take_without_room`].
     told_is_old: bool,
@@ -95,13 +95,14 @@ impl LeftToNode {
             inner,
             look,
             host: None,
-            host_is_new: false,
             own_cluster_ips: BTreeSet::new(),
             ports: PortSet::default(),
             own_now: BTreeSet::new(),
             left: Listeners::new(),
             pending: BTreeSet::new(),
             has_synced: false,
+            is_touched: false,
+            failure: None,
             told_is_old: false,
             without_room: BTreeMap::new(),
         }
@@ -123,19 +124,23 @@ impl LeftToNode {
     }
 
     fn note(&mut self, port: &Arc<DesiredPort>) {
-        self.forget(&port.name);
         if let Some(host) = &self.host {
             let own = cluster_ips(port).filter(|address| host.addresses.contains(address));
             self.own_now.extend(own);
         }
-        self.told_is_old |= self.is_at_own_address(port);
-        self.ports.insert(Arc::clone(port));
+        let before = self.ports.insert(Arc::clone(port));
+        self.is_touched |= self.is_at_own_address(port);
+        let leaves = |address| self.own_now.contains(&address) && cluster_ips(port).all(|ip| ip != address);
+        if before.is_some_and(|before| cluster_ips(&before).any(leaves)) {
+            self.is_touched = true;
+            self.find_own();
+        }
     }
 
     fn forget(&mut self, name: &ServicePortName) {
         let Some(before) = self.ports.remove(name) else { return };
         if self.is_at_own_address(&before) {
-            self.told_is_old = true;
+            self.is_touched = true;
             self.find_own();
         }
     }
@@ -151,12 +156,18 @@ impl LeftToNode {
         self.own_now = all.filter(|address| host.addresses.contains(address)).collect();
     }
 
-    /// Looks who listens, and notes for which service ports this changes something.
-    fn look(&mut self) -> Result<(), Error> {
-        let left = match self.own_now.is_empty() {
-            true => Listeners::new(),
-            false => (self.look)(&self.own_now).map_err(|error| Error::new(ErrorKind::Other, error))?,
+    /// Looks who listens, and notes for which service ports this changes something. Where listeners
+    /// cannot be listed, what is known of them stays: no Service waits for that.
+    fn look(&mut self) {
+        let listed = match self.own_now.is_empty() {
+            true => Ok(Listeners::new()),
+            false => (self.look)(&self.own_now),
         };
+        let left = match listed {
+            Ok(left) => left,
+            Err(error) => return self.warn_once(error.to_string()),
+        };
+        self.failure = None;
         let differing: BTreeSet<IpAddr> =
             self.left.symmetric_difference(&left).map(|(_, at)| at.ip()).collect();
         self.left = left;
@@ -165,28 +176,53 @@ impl LeftToNode {
             let is_concerned = |port: &&Arc<DesiredPort>| cluster_ips(port).any(|ip| differing.contains(&ip));
             self.pending.extend(self.ports.iter().filter(is_concerned).map(|port| port.name.clone()));
         }
-        Ok(())
+    }
+
+    fn warn_once(&mut self, error: String) {
+        if self.failure.as_ref() != Some(&error) {
+            tracing::warn!(
+                error,
+                "the sockets at ClusterIPs that this node has itself cannot be listed: Services with these addresses are \
+                 served as if nobody listened, or as at the last look"
+            );
+            self.failure = Some(error);
+        }
+    }
+
+    /// [`look`](Self::look) where a change may have to do with it. The collector looks each second.
+    fn look_if_touched(&mut self) {
+        if mem::take(&mut self.is_touched) {
+            self.told_is_old |= !self.left.is_empty();
+            self.look();
+        }
     }
 
     /// Writes, while `inner` takes the ClusterIPs for the node's own that are so before or after
-    /// that. A client of a frontend that is withheld must not be refused at such an address.
-    fn write(&mut self, write: impl FnOnce(&mut Self) -> Result<Applied, Error>) -> Result<Applied, Error> {
+    /// that. A client of a frontend that is withheld must not be refused at such an address. What
+    /// fails for the host holds no Service back.
+    fn write(
+        &mut self,
+        host_is_new: bool,
+        write: impl FnOnce(&mut Self) -> Result<Applied, Error>,
+    ) -> Result<Applied, Error> {
         let own = self.own_now.clone();
-        let mut applied = self.tell_host(self.own_cluster_ips.union(&own).copied().collect())?;
-        applied += write(self)?;
-        applied += self.tell_host(own)?;
+        let before = self.tell_host(host_is_new, self.own_cluster_ips.union(&own).copied().collect());
+        let written = write(self);
+        let after = self.tell_host(false, own);
+        let mut applied = written?;
+        applied += before?;
+        applied += after?;
         Ok(applied)
     }
 
-    fn tell_host(&mut self, own_cluster_ips: BTreeSet<IpAddr>) -> Result<Applied, Error> {
+    fn tell_host(&mut self, is_new: bool, own_cluster_ips: BTreeSet<IpAddr>) -> Result<Applied, Error> {
         let Some(host) = &self.host else { return Ok(Applied::default()) };
-        if !self.host_is_new && own_cluster_ips == self.own_cluster_ips {
+        if !is_new && own_cluster_ips == self.own_cluster_ips {
             return Ok(Applied::default());
         }
         let applied =
             self.inner.set_host(&Host { own_cluster_ips: own_cluster_ips.clone(), ..host.clone() })?;
         self.own_cluster_ips = own_cluster_ips;
-        self.host_is_new = false;
         Ok(applied)
     }
 
@@ -247,8 +283,8 @@ impl Dataplane for LeftToNode {
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
         changes.removed.iter().for_each(|name| self.forget(name));
         changes.changed.iter().for_each(|port| self.note(port));
-        self.look()?;
-        self.write(|this| {
+        self.look_if_touched();
+        self.write(false, |this| {
             for name in changes.changed.iter().map(|port| &port.name).chain(&changes.removed) {
                 this.pending.remove(name);
             }
@@ -263,8 +299,8 @@ impl Dataplane for LeftToNode {
         self.ports = desired.iter().cloned().collect();
         self.find_own();
         self.told_is_old |= !self.left.is_empty();
-        self.look()?;
-        self.write(|this| {
+        self.look();
+        self.write(false, |this| {
             let served: Vec<_> = desired.iter().map(|port| this.served(port)).collect();
             let applied = this.inner.resync(&served)?;
             this.pending.clear();
@@ -275,10 +311,9 @@ impl Dataplane for LeftToNode {
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
         self.host = Some(host.clone());
-        self.host_is_new = true;
         self.find_own();
-        self.look()?;
-        self.write(Self::write_pending)
+        self.look();
+        self.write(true, Self::write_pending)
     }
 
     fn attach(&mut self) -> Result<(), Error> {
@@ -290,7 +325,8 @@ impl Dataplane for LeftToNode {
     }
 
     fn collect_garbage(&mut self) -> Result<(), Error> {
-        let followed = self.look().and_then(|()| self.write(Self::write_pending));
+        self.look();
+        let followed = self.write(false, Self::write_pending);
         self.inner.collect_garbage()?;
         followed.map(drop)
     }
@@ -343,12 +379,18 @@ impl Dataplane for LeftToNode {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Mutex;
+    use std::sync::{
+        Mutex,
+        atomic::{AtomicBool, Ordering},
+    };
 
     use super::*;
-    use crate::model::{
-        Model,
-        test_support::{port, service},
+    use crate::{
+        dataplane::ErrorKind,
+        model::{
+            Model,
+            test_support::{port, service},
+        },
     };
 
     const CLUSTER_IP: &str = "10.96.0.10";
@@ -362,6 +404,7 @@ mod tests {
         /// Whether the ClusterIP was the node's own at each change of service ports.
         was_own: Vec<bool>,
         refuses: bool,
+        refuses_host: bool,
     }
 
     struct Inner(Arc<Mutex<Notes>>);
@@ -402,7 +445,11 @@ mod tests {
         }
 
         fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
-            self.0.lock().unwrap().own_cluster_ips.clone_from(&host.own_cluster_ips);
+            let mut notes = self.0.lock().unwrap();
+            if notes.refuses_host {
+                return Err(Error::new(ErrorKind::Other, "no room for addresses"));
+            }
+            notes.own_cluster_ips.clone_from(&host.own_cluster_ips);
             Ok(Applied::default())
         }
 
@@ -428,6 +475,8 @@ mod tests {
         dataplane: LeftToNode,
         notes: Arc<Mutex<Notes>>,
         listeners: Arc<Mutex<Listeners>>,
+        /// Listeners cannot be listed.
+        fails: Arc<AtomicBool>,
     }
 
     fn host(addresses: &[&str]) -> Host {
@@ -438,15 +487,19 @@ mod tests {
     impl Fixture {
         fn new() -> Self {
             let (notes, listeners): (Arc<Mutex<Notes>>, Arc<Mutex<Listeners>>) = Default::default();
-            let known = Arc::clone(&listeners);
-            let look = move |_: &BTreeSet<IpAddr>| Ok(known.lock().unwrap().clone());
+            let (known, fails) = (Arc::clone(&listeners), Arc::new(AtomicBool::new(false)));
+            let may_fail = Arc::clone(&fails);
+            let look = move |_: &BTreeSet<IpAddr>| match may_fail.load(Ordering::SeqCst) {
+                true => Err(CallError::new("sendto", nix::Error::ENOENT.into())),
+                false => Ok(known.lock().unwrap().clone()),
+            };
             let mut dataplane = LeftToNode::with(Box::new(Inner(Arc::clone(&notes))), Box::new(look));
             let mut model = Model::new("node");
             let ports = vec![port("dns", 53), port("metrics", 9153)];
             model.apply_service(service("kube-system/kube-dns", &[CLUSTER_IP]).ports(ports));
             dataplane.set_host(&host(&[CLUSTER_IP, "192.0.2.1"])).unwrap();
             dataplane.resync(&model.take_changes().changed).unwrap();
-            Self { dataplane, notes, listeners }
+            Self { dataplane, notes, listeners, fails }
         }
 
         fn listen(&self, at: &[&str]) {
@@ -506,5 +559,37 @@ mod tests {
         fixture.notes.lock().unwrap().refuses = false;
         fixture.dataplane.collect_garbage().unwrap();
         assert_eq!(fixture.served(), [9153]);
+    }
+
+    /// The node may have more addresses than there is room for, or an interface may take no program.
+    #[test]
+    fn services_are_written_although_the_host_is_refused() {
+        let mut fixture = Fixture::new();
+        fixture.notes.lock().unwrap().refuses_host = true;
+        fixture.dataplane.set_host(&host(&["192.0.2.1"])).unwrap_err();
+        fixture.notes.lock().unwrap().frontends.clear();
+        let mut model = Model::new("node");
+        model.apply_service(service("default/web", &["10.96.0.20"]).ports(vec![port("web", 80)]));
+        let changed = model.take_changes().changed;
+        let changes = Changes { changed: changed.clone(), removed: Vec::new() };
+        drop(fixture.dataplane.apply(&changes));
+        assert_eq!(fixture.served(), [80]);
+        fixture.notes.lock().unwrap().frontends.clear();
+        drop(fixture.dataplane.resync(&changed));
+        assert_eq!(fixture.served(), [80]);
+    }
+
+    #[test]
+    fn services_are_written_although_listeners_cannot_be_listed() {
+        let mut fixture = Fixture::new();
+        fixture.listen(&["10.96.0.10:53"]);
+        fixture.dataplane.collect_garbage().unwrap();
+        fixture.fails.store(true, Ordering::SeqCst);
+        let mut model = Model::new("node");
+        let ports = vec![port("dns", 53), port("metrics", 9154)];
+        model.apply_service(service("kube-system/kube-dns", &[CLUSTER_IP]).ports(ports));
+        let changed = model.take_changes().changed;
+        fixture.dataplane.apply(&Changes { changed, removed: Vec::new() }).unwrap();
+        assert_eq!(fixture.served(), [9154], "what is known of listeners stays");
     }
 }

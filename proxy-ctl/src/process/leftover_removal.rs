@@ -10,10 +10,7 @@ use super::event;
 use crate::{
     config::Config,
     controller::Coverage,
-    dataplane::{
-        self, Unsupported,
-        netfilter::{AcceptedHealthChecks, HealthCheckError},
-    },
+    dataplane::{self, Unsupported, netfilter::AcceptedHealthChecks},
     events::Recorder,
     leftovers::{self, Found, Leftovers, Part, PendingRemoval, Purpose, Removal, Retained},
     mode::Mode,
@@ -42,6 +39,8 @@ pub(super) struct LeftoverRemoval {
 struct Progress {
     leftovers: Leftovers,
     accepted: AcceptedHealthChecks,
+    /// What a former process of this proxy has left of `accepted` is known.
+    has_adopted: bool,
     /// The ports of health checks that were written last.
     accepted_ports: BTreeSet<u16>,
     pending: PendingRemoval,
@@ -90,6 +89,13 @@ impl LeftoverRemoval {
     /// Accepts health checks where a former kube-proxy did. What cannot be written is tried again
     /// at the next look.
     async fn accept_health_checks(&self, progress: &mut Progress) {
+        if !progress.has_adopted {
+            match blocking(&mut progress.accepted, AcceptedHealthChecks::adopt).await {
+                Some(Ok(())) => progress.has_adopted = true,
+                Some(Err(error)) => progress.reported.not_accepted(&error),
+                None => {}
+            }
+        }
         if progress.accepted.is_empty() {
             return;
         }
@@ -142,6 +148,7 @@ impl LeftoverRemoval {
         let mut progress = Progress {
             leftovers: Leftovers::default(),
             accepted: AcceptedHealthChecks::default(),
+            has_adopted: false,
             accepted_ports: BTreeSet::new(),
             pending: if removes { PendingRemoval::before(by_connect) } else { PendingRemoval::default() },
             next_attempt: Instant::now(),
@@ -149,15 +156,6 @@ impl LeftoverRemoval {
             baseline: Baseline::default(),
             reported: Reported::default(),
         };
-        match blocking(&mut progress.accepted, |accepted| {
-            *accepted = AcceptedHealthChecks::adopt()?;
-            Ok::<_, HealthCheckError>(())
-        })
-        .await
-        {
-            Some(Err(error)) => progress.reported.not_accepted(&error),
-            Some(Ok(())) | None => {}
-        }
         if !removes {
             let (found, _) = self.look(&mut progress.leftovers).await;
             progress.reported.unknown(&found);

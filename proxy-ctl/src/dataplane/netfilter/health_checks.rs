@@ -51,11 +51,10 @@ pub struct AcceptedHealthChecks {
 }
 
 impl AcceptedHealthChecks {
-    /// Goes on with what a former process of this proxy has left. Needs CAP_NET_ADMIN.
-    pub fn adopt() -> Result<Self, HealthCheckError> {
-        let mut own = Self::default();
-        own.add(leftovers::accepted_in_its_place()?)?;
-        Ok(own)
+    /// Goes on with what a former process of this proxy has left. Needs CAP_NET_ADMIN. After an
+    /// error it may be called again.
+    pub fn adopt(&mut self) -> Result<(), HealthCheckError> {
+        self.add(leftovers::accepted_in_its_place()?)
     }
 
     /// Accepts health checks of `ports` wherever a kube-proxy does, before its rules are removed.
@@ -80,14 +79,20 @@ impl AcceptedHealthChecks {
         self.tables.iter_mut().try_fold(0, |written, table| Ok(written + table.write(&chains, &[JUMP])?))
     }
 
+    /// Adds all places that can be written. Returns the first error of the others.
     fn add(&mut self, places: Vec<Place>) -> Result<(), HealthCheckError> {
+        let mut outcome = Ok(());
         for place in places {
             let is_known = |of: &FamilyChains| (TableFamily::from(of.family), of.tools.backend) == place;
-            if !self.tables.iter().any(is_known) {
-                self.tables.push(open(place)?);
+            if self.tables.iter().any(is_known) {
+                continue;
+            }
+            match open(place) {
+                Ok(table) => self.tables.push(table),
+                Err(error) => outcome = outcome.and(Err(error)),
             }
         }
-        Ok(())
+        outcome
     }
 }
 
@@ -165,6 +170,12 @@ mod tests {
         String::from_utf8(output.stdout).unwrap()
     }
 
+    fn adopted() -> AcceptedHealthChecks {
+        let mut accepted = AcceptedHealthChecks::default();
+        accepted.adopt().unwrap();
+        accepted
+    }
+
     /// A load balancer's check of this port. What is dropped is not answered at all.
     fn is_answered(port: u16) -> bool {
         let address = SocketAddr::from(([192, 0, 2, 1], port));
@@ -208,7 +219,7 @@ mod tests {
         let _listening = [FIRST, LATER].map(|port| TcpListener::bind(("192.0.2.1", port)).unwrap());
         assert!(is_answered(FIRST) && !is_answered(LATER), "as kube-proxy has it");
 
-        let mut accepted = AcceptedHealthChecks::adopt().unwrap();
+        let mut accepted = adopted();
         assert!(accepted.is_empty());
         assert!(accepted.take_over(&[FIRST].into()).unwrap());
         assert!(is_answered(FIRST), "while kube-proxy's rules are there too");
@@ -218,7 +229,7 @@ mod tests {
         assert!(is_answered(FIRST), "after they were removed");
         assert_eq!(accepted.write(&[FIRST].into()).unwrap(), 0, "the same again is not written");
 
-        let mut accepted = AcceptedHealthChecks::adopt().unwrap();
+        let mut accepted = adopted();
         assert!(!accepted.is_empty(), "a later process knows of it");
         accepted.write(&[LATER].into()).unwrap();
         assert!(is_answered(LATER) && !is_answered(FIRST), "it follows the Services");
@@ -241,7 +252,7 @@ mod tests {
         in_a_namespace_that_drops("iptables-nft");
         run("nft", "add table ip kube-proxy");
         run("nft", "add chain ip kube-proxy services");
-        let mut accepted = AcceptedHealthChecks::adopt().unwrap();
+        let mut accepted = adopted();
         assert!(!accepted.take_over(&[31_000].into()).unwrap() && accepted.is_empty());
         assert!(!run("iptables-nft", "-S").contains(CHAIN));
     }

@@ -4,7 +4,7 @@
 //! have filters on a clsact qdisc instead, which live with the interface; a folder on the bpffs remembers them.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     fs::File,
     os::{
         fd::{AsFd, OwnedFd},
@@ -446,7 +446,10 @@ impl Hooks {
 
     /// Returns the reason why no interface of a workload takes programs.
     pub(super) fn attached_nowhere(&self) -> Option<String> {
+        // An interface that waits has refused nothing, and has not taken anything either.
+        let waiting: BTreeSet<u32> = self.settling.waiting().collect();
         let workloads = self.interfaces.values().filter(|interface| interface.role == Role::Workload);
+        let workloads = workloads.filter(|interface| !waiting.contains(&interface.index));
         refused_everywhere(workloads.map(|interface| self.unattached.get(&interface.index)))
             .map(str::to_owned)
     }

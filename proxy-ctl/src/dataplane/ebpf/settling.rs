@@ -7,7 +7,7 @@
 //! until no more calls are to be expected.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     time::{Duration, Instant},
 };
 
@@ -54,7 +54,8 @@ struct Seen {
 impl Settling {
     /// Takes in the interfaces of the node. Those of the first call are settled.
     pub(super) fn see(&mut self, interfaces: &[Interface], now: Instant) {
-        self.seen.retain(|index, _| interfaces.iter().any(|interface| interface.index == *index));
+        let there: BTreeSet<u32> = interfaces.iter().map(|interface| interface.index).collect();
+        self.seen.retain(|index, _| there.contains(index));
         let changed = std::mem::replace(&mut self.has_begun, true).then_some(now);
         for interface in interfaces {
             let seen = self

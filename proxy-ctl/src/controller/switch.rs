@@ -130,8 +130,13 @@ impl Retiring {
     }
 }
 
-fn is_handed_over(port: &DesiredPort, dataplane: &dyn Dataplane) -> bool {
-    dataplane.supports(port).iter().any(|unsupported| unsupported.effect == Effect::HandedOver)
+/// Returns true if the mode beside has something to serve: service ports that the dataplane cannot
+/// serve, or all of them, for pods without packet programs.
+fn needs_mode_beside(ports: &[Arc<DesiredPort>], dataplane: &dyn Dataplane) -> bool {
+    let is_handed_over = |port: &Arc<DesiredPort>| {
+        dataplane.supports(port).iter().any(|unsupported| unsupported.effect == Effect::HandedOver)
+    };
+    dataplane.hook_problems().lacks_programs || ports.iter().any(is_handed_over)
 }
 
 impl Controller {
@@ -178,8 +183,8 @@ impl Controller {
         new.resync(&servable)?;
         new.attach()?;
         let former = std::mem::replace(&mut active.dataplane, new);
-        let stays_beside = modes.beside == Some(former_mode)
-            && all.iter().any(|port| is_handed_over(port, active.dataplane.as_ref()));
+        let stays_beside =
+            modes.beside == Some(former_mode) && needs_mode_beside(&all, active.dataplane.as_ref());
         self.retiring.retain(|retiring| retiring.mode != modes.mode);
         if stays_beside {
             // Its name is free now: what it has written is adopted, and what is not handed over removed.
@@ -246,7 +251,7 @@ impl Controller {
         let is_adopted = |retiring: &Retiring| retiring.dataplane.is_none() && Some(retiring.mode) == beside;
         // The desired state is large: it is asked for only where the answer matters.
         if self.retiring.iter().any(is_adopted)
-            && self.model.desired().iter().any(|port| is_handed_over(port, active.dataplane.as_ref()))
+            && needs_mode_beside(&self.model.desired(), active.dataplane.as_ref())
         {
             self.retiring.retain(|retiring| !is_adopted(retiring));
         }

@@ -244,6 +244,10 @@ impl HandOver {
             }
         }
         self.failure_changed |= self.failure.is_some();
+        if changes.is_empty() {
+            // What could not be written before is still to be written.
+            return Ok(Applied::default());
+        }
         self.is_beside_stale = true;
         let applied = self.apply_beside(&changes)?;
         self.is_beside_stale = false;
@@ -281,6 +285,7 @@ impl HandOver {
         for port in &changes.changed {
             self.desired.insert(Arc::clone(port));
             let parts = self.parts(port);
+            let is_own = parts.own.is_some();
             match parts.own {
                 Some(port) => own.changed.push(port),
                 None => own.removed.push(port.name.clone()),
@@ -291,7 +296,9 @@ impl HandOver {
                     self.hand_over(&part);
                     let is_known =
                         |one: &Frontend| before.as_ref().is_some_and(|before| before.frontends.contains(one));
-                    let arrives = !part.frontends.iter().all(is_known);
+                    // What the mode at work serves too is served there first, which is faster.
+                    let is_for_few = self.hands_everything && is_own;
+                    let arrives = !is_for_few && !part.frontends.iter().all(is_known);
                     (if arrives { &mut *arriving } else { &mut *handed }).changed.push(part);
                 }
                 None => {

@@ -508,7 +508,7 @@ fn everything_is_served_by_both_while_a_pod_has_no_packet_programs() {
     assert_eq!(scene.apply(web()), ["own web:cl", "beside -web", "remove"]);
     let opened = ["open", "beside host that is shared", "beside all web:cl"];
     assert_eq!(scene.lack(true, 3), opened);
-    assert_eq!(scene.apply(api()), ["beside api:c", "own api:c"]);
+    assert_eq!(scene.apply(api()), ["own api:c", "beside api:c"], "the faster one first");
     let again = Service { affinity_seconds: Some(5), ..api() };
     assert_eq!(scene.apply(again), ["own api:c", "beside api:c"]);
     assert_eq!(scene.apply(sctp()), ["beside sctp:c", "own -sctp"]);

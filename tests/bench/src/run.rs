@@ -157,8 +157,8 @@ fn with_proxy(
     .and_then(|millis| {
         for cell in cells {
             if cell.measure == Measure::Forward {
-                // They are in the way of the programs that send and drop.
-                cluster.lab.take_cards_out()?;
+                // Their programs are in the way of those that send and drop.
+                cluster.lab.free_ends_of_cards();
             }
             record.cell(cell, |on| figures(cluster, &mut subject, on, contender, cell, millis))?;
         }

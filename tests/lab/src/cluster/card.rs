@@ -25,7 +25,8 @@ pub(super) fn leave_tags(fabric: &Netns, port: &str, netns: &Netns, device: &str
 
 /// A veth stays one as long as this lives.
 pub(super) struct Card {
-    _link: OwnedFd,
+    /// The program at the other end. `None`: another one is to take its place.
+    link: Option<OwnedFd>,
     /// Network namespace and device of both ends.
     ends: [(String, String); 2],
 }
@@ -37,9 +38,15 @@ impl Card {
         let link = xdp::attach(&fabric.namespace, port, &xdp::PASS)?;
         let ends = [(fabric, port), (netns, device)]
             .map(|(netns, device)| (netns.namespace.clone(), device.to_owned()));
-        let card = Self { _link: link, ends };
+        let card = Self { link: Some(link), ends };
         card.fill_in_checksums("off")?;
         Ok(card)
+    }
+
+    /// Leaves the other end to a program of the caller. Checksums stay whole: proxy-ctl takes its
+    /// native XDP off a veth to which they come unfinished.
+    pub(super) fn free_other_end(&mut self) {
+        self.link = None;
     }
 
     pub(super) fn take_out(self) -> Result<()> {

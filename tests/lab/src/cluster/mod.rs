@@ -142,6 +142,11 @@ impl Lab {
         self.cards.drain(..).try_for_each(Card::take_out)
     }
 
+    /// Leaves the other ends of cards to programs of the caller.
+    pub fn free_ends_of_cards(&mut self) {
+        self.cards.iter_mut().for_each(Card::free_other_end);
+    }
+
     /// That XDP programs send to them.
     pub fn let_pods_take_frames(&self, take: bool) -> Result<()> {
         let mut pods = self.netns.values().filter(|netns| netns.is_pod());

@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use lab::{Dial, wait};
 use serde_json::Value;
 
@@ -77,28 +77,32 @@ fn own_socket(world: &mut World, variant: Variant) -> Result<()> {
     let add = format!("address add {address}/{length} dev {INTERFACE}{nodad}\n");
     let found = (|| {
         ip(&add)?;
-        reach(world, GUARDED.endpoints)?;
+        // A process of the node may dial a pod from this address now: with IPv6 its prefix is the
+        // closest (RFC 6724, rule 8). Until the proxy has followed, the answer meets no frontend.
+        wait::until("the address is followed", FOLLOWED_WITHIN, || {
+            reach(world, GUARDED.endpoints).map(Some).map_err(|error| format!("{error:#}"))
+        })?;
         ensure!(!is_told(world)?, "nobody listens there");
 
         let listener = world.lab.agent("node1")?;
         listener.serve_as(LISTENER, &[at])?;
-        until(world, &[LISTENER])?;
+        until(world, &[LISTENER]).context("a listener")?;
         wait::until("status tells of it", FOLLOWED_WITHIN, || {
             Ok(is_told(world).map_err(|error| error.to_string())?.then_some(()))
         })?;
         drop(listener);
-        until(world, GUARDED.endpoints)?;
+        until(world, GUARDED.endpoints).context("the listener's end")?;
 
         let listener = world.lab.agent("node1")?;
         listener.serve_as(LISTENER, &[at])?;
-        until(world, &[LISTENER])?;
+        until(world, &[LISTENER]).context("another listener")?;
         ip(&format!("address del {address}/{length} dev {INTERFACE}\n"))?;
-        until(world, GUARDED.endpoints)?;
+        until(world, GUARDED.endpoints).context("the address's end")?;
         ip(&add)?;
-        until(world, &[LISTENER])
+        until(world, &[LISTENER]).context("the address again")
     })();
     ip(&format!("link del {INTERFACE}\n"))?;
     found?;
-    until(world, GUARDED.endpoints)?;
+    until(world, GUARDED.endpoints).context("the interface's end")?;
     world.remove_service(GUARDED.name)
 }

@@ -16,11 +16,8 @@ use std::{
 };
 
 use anyhow::{Context as _, Result, ensure};
-use lab::{cgroup, namespace};
-use nix::{
-    fcntl::{Flock, FlockArg},
-    sys::signal::{SigSet, Signal},
-};
+use lab::{cgroup, namespace, signals};
+use nix::fcntl::{Flock, FlockArg};
 
 use crate::cgroups::hierarchies;
 
@@ -87,22 +84,15 @@ impl Drop for Home {
 /// Makes SIGINT, SIGTERM and SIGHUP remove the clusters of this process before it ends. It must be
 /// called before any other thread exists, since threads inherit the signals that are blocked.
 pub fn remove_on_signals() -> Result<()> {
-    let mut signals = SigSet::empty();
-    for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
-        signals.add(signal);
-    }
-    signals.thread_block().context("blocking signals")?;
-    std::thread::spawn(move || {
-        let signal = signals.wait();
+    signals::before_end(|| {
         let running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
         for name in running.iter() {
             if let Err(error) = guard().and_then(|_guard| remove(name)) {
                 eprintln!("removing cluster {name}: {error:#}");
             }
         }
-        std::process::exit(128 + signal.map_or(1, |signal| signal as i32));
-    });
-    Ok(())
+        running
+    })
 }
 
 fn guard() -> Result<Flock<File>> {

@@ -11,6 +11,7 @@ pub mod http;
 pub mod namespace;
 pub mod objects;
 pub mod programs;
+pub mod signals;
 pub mod taken;
 pub mod wait;
 pub mod xdp;

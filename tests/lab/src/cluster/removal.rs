@@ -14,10 +14,9 @@ use nix::{
     errno::Errno,
     fcntl::{Flock, FlockArg},
     mount::{MntFlags, umount2},
-    sys::signal::{SigSet, Signal},
 };
 
-use crate::{cgroup, namespace, wait};
+use crate::{cgroup, namespace, signals, wait};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -214,20 +213,13 @@ fn labs() -> Vec<String> {
 /// Makes SIGINT, SIGTERM and SIGHUP remove the labs of this process before it ends. To be called from `main`
 /// before any other thread exists, since threads inherit the signals that are blocked.
 pub fn remove_on_signals() -> Result<()> {
-    let mut signals = SigSet::empty();
-    for signal in [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP] {
-        signals.add(signal);
-    }
-    signals.thread_block().context("blocking signals")?;
-    std::thread::spawn(move || {
-        let signal = signals.wait();
+    signals::before_end(|| {
         let running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
         for name in running.iter() {
             if let Err(error) = guard().and_then(|_guard| remove(name)) {
                 eprintln!("removing lab {name}: {error:#}");
             }
         }
-        std::process::exit(128 + signal.map_or(1, |signal| signal as i32));
-    });
-    Ok(())
+        running
+    })
 }

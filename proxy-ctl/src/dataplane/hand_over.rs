@@ -245,7 +245,7 @@ impl HandOver {
         }
         self.failure_changed |= self.failure.is_some();
         if changes.is_empty() {
-            // What could not be written before is still to be written.
+            // A write that has failed before stays noted.
             return Ok(Applied::default());
         }
         self.is_beside_stale = true;
@@ -296,7 +296,7 @@ impl HandOver {
                     self.hand_over(&part);
                     let is_known =
                         |one: &Frontend| before.as_ref().is_some_and(|before| before.frontends.contains(one));
-                    // What the mode at work serves too is served there first, which is faster.
+                    // The mode at work comes first where it serves the port too, as it is faster.
                     let is_for_few = self.hands_everything && is_own;
                     let arrives = !is_for_few && !part.frontends.iter().all(is_known);
                     (if arrives { &mut *arriving } else { &mut *handed }).changed.push(part);

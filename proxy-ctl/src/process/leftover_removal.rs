@@ -39,7 +39,7 @@ pub(super) struct LeftoverRemoval {
 struct Progress {
     leftovers: Leftovers,
     accepted: AcceptedHealthChecks,
-    /// What a former process of this proxy has left of `accepted` is known.
+    /// The tables that a former process of this proxy has left are in `accepted`.
     has_adopted: bool,
     /// The ports of health checks that were written last.
     accepted_ports: BTreeSet<u16>,

@@ -2,7 +2,7 @@
 
 use std::{fs, io, num::NonZero, thread};
 
-/// How large the machine is.
+/// The processors and the memory of the machine.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Machine {
     /// The online processors, also those that this process may not use.

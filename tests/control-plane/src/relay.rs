@@ -45,7 +45,7 @@ impl Relay {
                     let open = *opened.borrow_and_update();
                     tokio::select! {
                         () = relay(client, target, open, frozen) => {}
-                        // Also if it is mended by the time that this is seen.
+                        // A change ends the connection even if it was mended before this is seen.
                         _ = opened.changed() => {}
                     }
                 });

@@ -395,7 +395,7 @@ mod tests {
 
     const CLUSTER_IP: &str = "10.96.0.10";
 
-    /// What the dataplane below was told, and what it refuses.
+    /// Records what the dataplane below was told, and says what it refuses.
     #[derive(Default)]
     struct Notes {
         /// Numbers of the frontends of each service port.
@@ -533,7 +533,7 @@ mod tests {
         assert_eq!((fixture.served(), fixture.told()), (vec![53, 9153], Some(Vec::new())));
     }
 
-    /// Else a client would be refused as at an unknown port, before or after the change.
+    /// A client would be refused as at an unknown port otherwise, before or after the change.
     #[test]
     fn an_address_is_the_nodes_own_for_as_long_as_a_frontend_is_withheld() {
         let mut fixture = Fixture::new();

@@ -73,7 +73,7 @@ pub(crate) fn an_api_server_behind_its_service_is_dialled_again_without_endpoint
     proxy.says(PROGRAMMED)?;
     ensure!(relay.accepted() > 0, "it has not dialled the Service:\n{}", proxy.log());
 
-    // What is written to slices after the endpoints have gone shows that this was seen.
+    // The proxy sees changes of slices in order: the second one shows that it has seen the first.
     world.apply(&servers(&[], port))?;
     let web = |addresses: &[&str]| -> Result<Value> {
         let addresses =

@@ -499,6 +499,16 @@ enum By {
     Iptables(Backend),
 }
 
+impl By {
+    fn redirect(self) -> Redirect {
+        let redirect = match self {
+            Self::NfTables => Redirect::by_nf_tables(),
+            Self::Iptables(backend) => Redirect::by_iptables(backend),
+        };
+        redirect.expect("the kernel has nf_tables and both backends of iptables")
+    }
+}
+
 fn wait_until(what: &str, mut met: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !met() {
@@ -519,11 +529,7 @@ fn as_root_rules_lead_clients_to_listeners(
 ) {
     in_own_namespace();
     let NamespaceAttempt::Held(lock) = NamespaceLock::acquire(NAME).unwrap() else { panic!("free") };
-    let redirect = match by {
-        By::NfTables => Redirect::by_nf_tables(),
-        By::Iptables(backend) => Redirect::by_iptables(backend),
-    };
-    let redirect = redirect.expect("the kernel has nf_tables and both backends of iptables");
+    let redirect = by.redirect();
     let range = PortRange { first: 36_000, last: 36_099 };
     let idle = Duration::from_millis(250);
     let mut dataplane = UserspaceDataplane::with_lock(lock, Some(redirect), Some(range), idle).unwrap();
@@ -592,11 +598,7 @@ fn as_root_what_this_process_dials_is_not_led_to_itself(
 ) {
     in_own_namespace();
     let NamespaceAttempt::Held(lock) = NamespaceLock::acquire(NAME).unwrap() else { panic!("free") };
-    let redirect = match by {
-        By::NfTables => Redirect::by_nf_tables(),
-        By::Iptables(backend) => Redirect::by_iptables(backend),
-    };
-    let redirect = redirect.expect("the kernel has nf_tables and both backends of iptables");
+    let redirect = by.redirect();
     let idle = Duration::from_secs(1);
     let mut dataplane = UserspaceDataplane::with_lock(lock, Some(redirect), None, idle).unwrap();
     // A loop ends before it takes the machine's memory.

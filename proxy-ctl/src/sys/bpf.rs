@@ -1,4 +1,4 @@
-//! `bpf(2)`: pins, links and what the kernel tells about maps and links.
+//! `bpf(2)`: pins, links, iterators, and what the kernel tells about maps and links.
 
 use std::{
     cell::Cell,
@@ -20,7 +20,8 @@ thread_local! {
     static WRITING_CALLS: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Calls of bpf(2) by which this thread has written maps so far, or tried to. What is mapped into memory is written without a call.
+/// Returns how many calls of bpf(2) this thread has made to write maps, failed ones included.
+/// Writes to a map that is mapped into memory need no call and are not counted.
 pub fn writing_calls() -> u64 {
     WRITING_CALLS.get()
 }
@@ -35,27 +36,28 @@ const fn writes(command: bpf_cmd) -> bool {
     )
 }
 
-/// Calls `bpf(2)`; answers with the (non-negative) result.
+/// Calls `bpf(2)` and returns its result, which is not negative.
 ///
 /// # Safety
 ///
-/// `attr` is a prefix of the kernel's `union bpf_attr` for `command`, and every address in it is valid for what the
-/// command does with it.
+/// `attr` is a prefix of the kernel's `union bpf_attr` for `command`. Every address in it is valid
+/// for what the command does with it.
 pub(super) unsafe fn call<A>(command: bpf_cmd, attr: &mut A) -> io::Result<libc::c_long> {
     if writes(command) {
         WRITING_CALLS.set(WRITING_CALLS.get() + 1);
     }
     let attr: *mut A = attr;
-    // SAFETY: the caller vouches for `attr`; the kernel reads and writes no more than the length given.
+    // SAFETY: the caller vouches for `attr`; the kernel reads and writes no more than the length
+    // given.
     let result = unsafe { libc::syscall(libc::SYS_bpf, command as libc::c_long, attr, size_of::<A>()) };
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
 
-/// As [`call`], for a command that answers with a new descriptor.
+/// Makes a call as [`call`] does, for a command whose result is a new descriptor.
 ///
 /// # Safety
 ///
-/// As of [`call`].
+/// The conditions of [`call`] apply.
 unsafe fn open<A>(command: bpf_cmd, name: &'static str, attr: &mut A) -> Result<OwnedFd, CallError> {
     // SAFETY: the caller vouches for `attr`.
     let raw = unsafe { call(command, attr) }.map_err(|e| CallError::new(name, e))?;
@@ -65,12 +67,13 @@ unsafe fn open<A>(command: bpf_cmd, name: &'static str, attr: &mut A) -> Result<
     Ok(unsafe { OwnedFd::from_raw_fd(raw) })
 }
 
-/// A descriptor as the attributes of `bpf(2)` hold it. Descriptors are never negative.
+/// Returns a descriptor in the form that the attributes of `bpf(2)` have. Descriptors are never
+/// negative.
 pub(super) fn number(fd: BorrowedFd<'_>) -> u32 {
     fd.as_raw_fd().unsigned_abs()
 }
 
-/// An address as the attributes of `bpf(2)` hold it.
+/// Returns an address in the form that the attributes of `bpf(2)` have.
 pub(super) fn address<T>(target: *const T) -> u64 {
     target.expose_provenance() as u64
 }
@@ -98,7 +101,7 @@ pub fn pin(fd: BorrowedFd<'_>, path: &Path) -> Result<(), CallError> {
     Ok(())
 }
 
-/// Opens what is pinned at `path`.
+/// Opens the object that is pinned at `path`.
 pub fn pinned(path: &Path) -> Result<OwnedFd, CallError> {
     const CALL: &str = "bpf(BPF_OBJ_GET)";
     let path = c_path(path, CALL)?;
@@ -128,19 +131,19 @@ unsafe fn info<T>(fd: BorrowedFd<'_>, into: &mut T) -> Result<(), CallError> {
     Ok(())
 }
 
-/// Shape of a map: the beginning of `struct bpf_map_info`.
+/// The shape of a map: the beginning of `struct bpf_map_info`.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct MapInfo {
-    /// `enum bpf_map_type`.
+    /// The type of the map, from `enum bpf_map_type`.
     pub kind: u32,
     pub id: u32,
-    /// Bytes.
+    /// The length of a key in bytes.
     pub key_size: u32,
-    /// Bytes.
+    /// The length of a value in bytes.
     pub value_size: u32,
     pub max_entries: u32,
-    /// `BPF_F_*`.
+    /// The map's flags, `BPF_F_*`.
     pub flags: u32,
 }
 
@@ -178,23 +181,23 @@ struct RawLinkInfo {
     target: [u32; 4],
 }
 
-/// What a link holds on to.
+/// The program that a link attaches, and the target that it is attached to.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct LinkInfo {
-    /// Id of the attached program.
+    /// The id of the attached program.
     pub program: u32,
     pub target: LinkTarget,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum LinkTarget {
-    /// Inode number of the cgroup; 0: the cgroup is gone.
+    /// The inode number of the cgroup. 0 means that the cgroup is gone.
     Cgroup(u64),
-    /// Index of the interface; 0: the interface is gone.
+    /// The index of the interface. 0 means that the interface is gone.
     Tcx(u32),
-    /// Likewise.
+    /// The index of the interface. 0 means that the interface is gone.
     Xdp(u32),
-    /// A kind of link that this program never makes: `enum bpf_link_type`.
+    /// Another kind of link, from `enum bpf_link_type`, which this program never makes.
     Other(u32),
 }
 
@@ -208,7 +211,8 @@ pub fn link_info(link: BorrowedFd<'_>) -> Result<LinkInfo, CallError> {
     unsafe { info(link, &mut found) }?;
     let [low, high, ..] = found.target;
     let target = match found.kind {
-        // A u64 in the machine's order; the BPF object is little-endian, as are the machines it loads on.
+        // The kernel writes a u64 in the machine's byte order. The BPF object is little-endian, and
+        // so are the machines that load it.
         LINK_CGROUP => LinkTarget::Cgroup(u64::from(low) | u64::from(high) << 32),
         LINK_TCX => LinkTarget::Tcx(low),
         LINK_XDP => LinkTarget::Xdp(low),
@@ -229,7 +233,7 @@ struct LinkCreate {
     expected_revision: u64,
 }
 
-/// [`CallError::call`] where a link cannot be made.
+/// The [`CallError::call`] of an error in making a link.
 pub const LINK_CREATE: &str = "bpf(BPF_LINK_CREATE)";
 
 fn create_link(
@@ -244,7 +248,7 @@ fn create_link(
     unsafe { open(bpf_cmd::BPF_LINK_CREATE, LINK_CREATE, &mut attr) }
 }
 
-/// Attaches `program` to a cgroup, after the programs that are there. Linux 5.7.
+/// Attaches `program` to a cgroup, after the programs that are there. Needs Linux 5.7.
 pub fn link_cgroup(
     program: BorrowedFd<'_>,
     cgroup: BorrowedFd<'_>,
@@ -255,7 +259,8 @@ pub fn link_cgroup(
 
 const BPF_F_BEFORE: u32 = 1 << 3;
 
-/// Attaches `program` to an interface by tcx, before all others. Linux 6.6; before: `EINVAL`.
+/// Attaches `program` to an interface by tcx, before all other programs. Needs Linux 6.6; older
+/// kernels return `EINVAL`.
 pub fn link_tcx(
     program: BorrowedFd<'_>,
     interface: u32,
@@ -264,7 +269,7 @@ pub fn link_tcx(
     create_link(program, interface, hook, BPF_F_BEFORE)
 }
 
-/// The most programs that a tcx hook has (`BPF_MPROG_MAX`).
+/// The largest number of programs that a tcx hook can have (`BPF_MPROG_MAX`).
 const MOST_TCX: usize = 64;
 
 #[derive(Default)]
@@ -283,8 +288,8 @@ struct ProgramQuery {
     revision: u64,
 }
 
-/// Returns the ids of the programs of a tcx hook in the order in which they run. Linux 6.6; before:
-/// `EINVAL`.
+/// Returns the ids of the programs of a tcx hook in the order in which they run. Needs Linux 6.6;
+/// older kernels return `EINVAL`.
 pub fn tcx_programs(interface: u32, hook: bpf_attach_type) -> Result<Vec<u32>, CallError> {
     let mut ids = vec![0_u32; MOST_TCX];
     let mut attr = ProgramQuery {
@@ -301,12 +306,12 @@ pub fn tcx_programs(interface: u32, hook: bpf_attach_type) -> Result<Vec<u32>, C
     Ok(ids)
 }
 
-/// Who runs an XDP program.
+/// The place where an XDP program runs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum XdpMode {
-    /// The driver.
+    /// The driver runs it.
     Native,
-    /// The stack, before anything else. Any device can.
+    /// The network stack runs it before anything else. Every device supports that.
     Generic,
 }
 
@@ -320,8 +325,9 @@ impl XdpMode {
     }
 }
 
-/// Attaches `program` to an interface before its stack. Linux 5.9; `EOPNOTSUPP`: the driver has no XDP; `EBUSY` and `EEXIST`: another
-/// program is attached, or its mode is another.
+/// Attaches `program` to an interface before its stack. Needs Linux 5.9. Returns `EOPNOTSUPP` if
+/// the driver has no XDP, and `EBUSY` or `EEXIST` if another program is attached, or one in another
+/// mode.
 pub fn link_xdp(program: BorrowedFd<'_>, interface: u32, mode: XdpMode) -> Result<OwnedFd, CallError> {
     create_link(program, interface, bpf_attach_type::BPF_XDP, mode.flag())
 }
@@ -351,7 +357,8 @@ struct IteratorLinkCreate {
     _padding: u32,
 }
 
-/// Has an iterator visit the elements of `map`, or else what there is in the network namespace that reads it. Linux 5.9.
+/// Attaches an iterator to the elements of `map`. Without a map, it visits the objects in the
+/// network namespace of the thread that reads it. Needs Linux 5.9.
 pub fn link_iterator(program: BorrowedFd<'_>, map: Option<BorrowedFd<'_>>) -> Result<OwnedFd, CallError> {
     let map = map.map(number);
     let info: *const u32 = map.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
@@ -374,14 +381,15 @@ struct IteratorCreate {
     flags: u32,
 }
 
-/// What an iterator writes, from the beginning: to be read like a file. Linux 5.8.
+/// Returns a descriptor from which the output of an iterator is read like a file, from its
+/// beginning. Needs Linux 5.8.
 pub fn iterator(link: BorrowedFd<'_>) -> Result<OwnedFd, CallError> {
     let mut attr = IteratorCreate { link: number(link), flags: 0 };
     // SAFETY: the attributes of BPF_ITER_CREATE hold no addresses.
     unsafe { open(bpf_cmd::BPF_ITER_CREATE, "bpf(BPF_ITER_CREATE)", &mut attr) }
 }
 
-/// `None`: there are too few bytes.
+/// Returns a copy of the beginning of `bytes` as a `T`. Returns `None` if there are too few bytes.
 pub fn pod<T: Pod>(bytes: &[u8]) -> Option<T> {
     if bytes.len() < size_of::<T>() {
         return None;
@@ -398,7 +406,8 @@ struct LinkUpdate {
     old_program: u32,
 }
 
-/// Puts `program` in the place of the link's program, in one step. `ENOLINK`: what it was attached to is gone.
+/// Replaces the link's program by `program` in one step. Returns `ENOLINK` if the object that it
+/// was attached to is gone.
 pub fn link_update(link: BorrowedFd<'_>, program: BorrowedFd<'_>) -> Result<(), CallError> {
     let mut attr = LinkUpdate { link: number(link), program: number(program), flags: 0, old_program: 0 };
     // SAFETY: the attributes of BPF_LINK_UPDATE hold no addresses.
@@ -412,7 +421,8 @@ struct LinkDetach {
     link: u32,
 }
 
-/// Detaches at once; closing the last descriptor or pin would leave that to a kernel thread. Linux 5.9.
+/// Detaches the link at once. Needs Linux 5.9. Closing the last descriptor or pin would leave that
+/// to a kernel thread.
 pub fn link_detach(link: BorrowedFd<'_>) -> Result<(), CallError> {
     let mut attr = LinkDetach { link: number(link) };
     // SAFETY: the attributes of BPF_LINK_DETACH hold no addresses.
@@ -431,7 +441,7 @@ struct MapCreate {
     inner: u32,
 }
 
-/// Makes a map without BTF. `inner` is the template of a map of maps.
+/// Makes a map without BTF. `inner` is the template for the elements of a map of maps.
 pub fn create_map(shape: &MapInfo, inner: Option<BorrowedFd<'_>>) -> Result<OwnedFd, CallError> {
     let mut attr = MapCreate {
         kind: shape.kind,
@@ -470,7 +480,7 @@ struct ProgramLoad {
     attach_type_id: u32,
 }
 
-/// Loads a program given as instructions; the verifier decides whether they may run.
+/// Loads a program that is given as instructions. The verifier decides whether they may run.
 pub fn load_program(
     kind: u32,
     expected_attach_type: u32,
@@ -479,7 +489,8 @@ pub fn load_program(
     load(kind, expected_attach_type, 0, instructions)
 }
 
-/// As [`load_program`], one that visits each of the things that `function`, an id of the kernel's types, is called for. Linux 5.8.
+/// Loads an iterator program, which runs for each object that `function` is called for. `function`
+/// is an id of the kernel's BTF types. Needs Linux 5.8.
 pub fn load_iterator(function: u32, instructions: &[u64]) -> Result<OwnedFd, CallError> {
     const TRACING: u32 = 26;
     load(TRACING, bpf_attach_type::BPF_TRACE_ITER as u32, function, instructions)
@@ -502,6 +513,7 @@ fn load(
         attach_type_id,
         ..ProgramLoad::default()
     };
-    // SAFETY: the kernel reads `instruction_count` instructions of 8 bytes and a NUL-terminated license.
+    // SAFETY: the kernel reads `instruction_count` instructions of 8 bytes and a NUL-terminated
+    // license.
     unsafe { open(bpf_cmd::BPF_PROG_LOAD, "bpf(BPF_PROG_LOAD)", &mut attr) }
 }

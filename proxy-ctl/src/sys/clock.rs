@@ -1,16 +1,16 @@
-//! The clock of the kernel programs.
+//! The clock that the BPF programs read.
 
 use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
 
-/// Nanoseconds since boot, suspend included: `bpf_ktime_get_boot_ns`.
+/// Returns the nanoseconds since boot, time in suspend included, as `bpf_ktime_get_boot_ns` does.
 pub fn since_boot() -> u64 {
-    // Cannot fail: the clock exists since 2.6.39.
+    // This cannot fail: the clock exists since Linux 2.6.39.
     clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(0, |now| Duration::from(now).as_nanos() as u64)
 }
 
-/// The moment on this clock when so long has passed since `then`.
+/// Returns the time on this clock that is `duration` after `then`.
 pub fn later(then: u64, duration: Duration) -> u64 {
     then.saturating_add(u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX))
 }

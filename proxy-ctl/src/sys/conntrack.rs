@@ -1,4 +1,5 @@
-//! Flows that the kernel's connection tracking knows: UDP ones and TCP connections listed and removed.
+//! Connections in the kernel's connection tracking: lists UDP flows and TCP connections, and
+//! removes them.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -22,20 +23,19 @@ const PROTOCOL_STATE: u16 = 4;
 const TCP: u16 = 1;
 const TCP_STATE: u16 = 1;
 const STATUS: u16 = 3;
-/// `IPS_ASSURED` of linux/netfilter/nf_conntrack_common.h: both sides have shown that they are
-/// there.
+/// `IPS_ASSURED` of linux/netfilter/nf_conntrack_common.h: both sides have shown that they receive.
 const ASSURED: u32 = 1 << 2;
-/// `enum tcp_conntrack` of linux/netfilter/nf_conntrack_tcp.h.
+/// States of `enum tcp_conntrack` of linux/netfilter/nf_conntrack_tcp.h.
 const SYN_SENT: u8 = 1;
 const TIME_WAIT: u8 = 7;
 const CLOSED: u8 = 8;
-/// From ESTABLISHED on.
+/// The states from ESTABLISHED on.
 const AFTER_HANDSHAKE: RangeInclusive<u8> = 3..=CLOSED;
 const ID: u16 = 12;
 const ZONE: u16 = 18;
 const TUPLE_ADDRESSES: u16 = 1;
 const TUPLE_PROTOCOL: u16 = 2;
-/// Of a zone that one direction alone is in.
+/// A zone that applies to one direction only.
 const TUPLE_ZONE: u16 = 3;
 const SOURCE_4: u16 = 1;
 const DESTINATION_4: u16 = 2;
@@ -45,59 +45,66 @@ const PROTOCOL_NUMBER: u16 = 1;
 const SOURCE_PORT: u16 = 2;
 const DESTINATION_PORT: u16 = 3;
 
-/// `nfgenmsg`: family, version, resource.
+/// Returns an `nfgenmsg`: family, version, resource.
 const fn header(family: AddressFamily) -> [u8; 4] {
     [family as u8, 0, 0, 0]
 }
 
-/// A flow that can be removed. Whether its addresses are translated shows in the reply direction.
+/// A flow that can be removed. Its destination is translated if `replier` differs from
+/// `destination`.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct TrackedFlow {
-    /// What the client has sent to.
+    /// The address that the client has sent to.
     pub destination: SocketAddr,
-    /// Who answers.
+    /// The address that answers come from.
     pub replier: SocketAddr,
-    /// Attributes by which the kernel finds it again, as it has listed them.
+    /// The attributes by which the kernel finds the flow again, as it has listed them.
     key: Vec<(u16, Vec<u8>)>,
 }
 
 impl TrackedFlow {
-    /// As no kernel lists it.
+    /// Returns a flow without a key, which no kernel lists.
     #[cfg(test)]
     pub(crate) const fn new(destination: SocketAddr, replier: SocketAddr) -> Self {
         Self { destination, replier, key: Vec::new() }
     }
 }
 
-/// A TCP connection that is in the way of a new one with the same ends.
+/// A TCP connection that may hinder a new one with the same ends.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum BegunConnection {
-    /// Nobody has answered its SYN, and its destination is not translated.
+    /// A connection whose SYN nobody has answered, and whose destination is not translated.
     Unanswered(TrackedFlow),
     Answered(AnsweredConnection),
 }
 
-/// After the handshake, also one that a RST has ended a short time ago: a new SYN with the same ends may get the same translation. Not in
-/// TIME_WAIT, where a SYN begins a new one, and not in another zone than the node's own.
+/// A TCP connection after its handshake. A connection that a RST has ended a short time ago counts
+/// too: a new SYN with the same ends may get the same translation.
+///
+/// A connection in TIME_WAIT does not count, because a SYN begins a new one there. A connection in a
+/// zone other than the default one does not count either.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct AnsweredConnection {
     pub flow: TrackedFlow,
-    /// To whom the replier sends.
+    /// The address that answers are sent to.
     pub answers_to: SocketAddr,
 }
 
-/// A TCP connection whose destination is translated, and which is up: a forged SYN has none.
+/// A TCP connection whose destination is translated, and whose both sides have shown that they
+/// receive. A forged SYN never makes one.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct TranslatedConnection {
     pub client: SocketAddr,
     pub dialled: SocketAddr,
-    /// Who answers.
+    /// The address that answers come from.
     pub replier: SocketAddr,
-    /// To the client, or to an address of this node that stands for it.
+    /// The address that answers are sent to: the client's, or an address of this node that
+    /// masquerades it.
     pub answers_to: SocketAddr,
 }
 
-/// A connection to the connection tracking of this thread's network namespace. Needs CAP_NET_ADMIN there.
+/// A connection to the connection tracking of this thread's network namespace. Needs CAP_NET_ADMIN
+/// there.
 pub struct Conntrack(NetlinkSocket);
 
 impl Conntrack {
@@ -105,12 +112,14 @@ impl Conntrack {
         NetlinkSocket::open(NETLINK_NETFILTER).map(Self).map_err(CallError::of("socket(NETLINK_NETFILTER)"))
     }
 
-    /// `family`: Inet or Inet6. None where the kernel has no connection tracking, or not the module nf_conntrack_netlink.
+    /// Returns the UDP flows of `family`, which is Inet or Inet6. The list is empty if the kernel
+    /// has no connection tracking or lacks the module nf_conntrack_netlink.
     pub fn udp_flows(&self, family: AddressFamily) -> Result<Vec<TrackedFlow>, CallError> {
         self.list(family, |flow| udp_flow(family, flow))
     }
 
-    /// As [`Self::udp_flows`]. `is_replier`: who is said to answer those that are answered.
+    /// Returns the unanswered TCP connections, and the answered ones whose replier satisfies
+    /// `is_replier`. The list is empty in the same cases as for [`Self::udp_flows`].
     pub fn begun_connections(
         &self,
         family: AddressFamily,
@@ -123,7 +132,8 @@ impl Conntrack {
         })
     }
 
-    /// As [`Self::udp_flows`].
+    /// Returns the translated TCP connections that are up. The list is empty in the same cases as
+    /// for [`Self::udp_flows`].
     pub fn translated_connections(
         &self,
         family: AddressFamily,
@@ -131,8 +141,9 @@ impl Conntrack {
         self.list(family, |flow| translated_connection(family, flow))
     }
 
-    /// Returns true if somebody else than was dialled answers a connection of any protocol.
-    /// `is_asked_for`: what was dialled. False where [`Self::udp_flows`] has none.
+    /// Returns true if there is a connection of any protocol whose dialled address satisfies
+    /// `is_asked_for`, and that another address answers. Returns false if the kernel has no
+    /// connection tracking, as for [`Self::udp_flows`].
     pub fn has_translated(
         &self,
         family: AddressFamily,
@@ -163,7 +174,7 @@ impl Conntrack {
         }
     }
 
-    /// False: it has ended meanwhile.
+    /// Removes a flow. Returns false if it has ended meanwhile.
     pub fn remove(&self, family: AddressFamily, flow: &TrackedFlow) -> Result<bool, CallError> {
         let mut request = Messages::default();
         request.begin(DELETE, NLM_F_ACK, &header(family));
@@ -181,7 +192,7 @@ impl Conntrack {
     }
 }
 
-/// Of source and destination.
+/// Returns the types of the attributes for a source and a destination address.
 const fn address_kinds(family: AddressFamily) -> (u16, u16) {
     if matches!(family, AddressFamily::Inet) { (SOURCE_4, DESTINATION_4) } else { (SOURCE_6, DESTINATION_6) }
 }
@@ -217,7 +228,7 @@ fn answered_connection(
 ) -> Option<AnsweredConnection> {
     let reply = flow.nested(REPLY)?;
     let (sources, destinations) = address_kinds(family);
-    // Before anything is copied: there may be a million entries.
+    // These checks come before anything is copied, because there may be a million entries.
     let has_zone = flow.get(ZONE).is_some()
         || [flow.nested(ORIGINAL)?, reply].into_iter().any(|tuple| tuple.get(TUPLE_ZONE).is_some());
     let is_one = is_replier(endpoint(family, reply, sources, SOURCE_PORT)?.ip())
@@ -250,7 +261,7 @@ fn tracked_flow(family: AddressFamily, flow: Attributes<'_>, protocol: i32) -> O
     })
 }
 
-/// One end of a tuple.
+/// Returns one end of a tuple.
 fn endpoint(family: AddressFamily, tuple: Attributes<'_>, address: u16, port: u16) -> Option<SocketAddr> {
     let address: IpAddr = ip_address(family as i32, tuple.nested(TUPLE_ADDRESSES)?.get(address)?)?;
     let port = u16::from_be_bytes(*tuple.nested(TUPLE_PROTOCOL)?.get(port)?.first_chunk()?);
@@ -267,7 +278,8 @@ mod tests {
     const ENDPOINT: ([u8; 4], u16) = ([10, 1, 0, 9], 5353);
     const NODE: ([u8; 4], u16) = ([192, 0, 2, 1], 41_000);
 
-    /// As the kernel lists a flow 10.1.0.5:4000 → 10.96.0.10:53 that 10.1.0.9:5353 answers.
+    /// Returns the kernel's listing of a flow 10.1.0.5:4000 → 10.96.0.10:53 that 10.1.0.9:5353
+    /// answers.
     fn listed(protocol: u8) -> Messages {
         listed_with(protocol, ([10, 1, 0, 9], 5353), ([10, 1, 0, 5], 4000))
     }
@@ -399,7 +411,7 @@ mod tests {
         assert_eq!(found, is_one.then_some(expected));
     }
 
-    /// A flood leaves connections whose SYN was answered, and no more.
+    /// A SYN flood leaves connections in this state: their SYN was answered, and nothing followed.
     #[rstest]
     #[case::seen_reply(0b10, false)]
     #[case::assured(0b110, true)]

@@ -1,4 +1,4 @@
-//! What network devices can do, as the kernel and their drivers tell.
+//! Capabilities of network devices, as the kernel and their drivers report them.
 
 use std::{collections::BTreeSet, fs, io};
 
@@ -13,43 +13,48 @@ use super::{
     veth::{self, PeerChecksums},
 };
 
-/// `None`: nobody tells.
+/// Facts about a device. `None` in a field means that the kernel does not tell.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct DeviceFacts {
-    /// Name of the driver; of a device of the kernel's own, that of its kind.
+    /// The name of the driver. For a device that the kernel itself provides, it is the name of its
+    /// kind.
     pub driver: Option<String>,
     pub mtu: Option<u32>,
-    /// Of those that receive.
+    /// The number of queues that receive.
     pub queues: Option<u32>,
-    /// Offloads that are on, by ethtool's names; empty: not known, or none is.
+    /// The offloads that are on, by ethtool's names. It is empty if none is on or if they are not
+    /// known.
     pub offloads: BTreeSet<String>,
     pub xdp: Option<XdpFeatures>,
-    /// Kind of the queueing discipline of packets that leave, if there is one.
+    /// The kind of the queueing discipline for packets that leave. `None` also means that there is
+    /// none.
     pub discipline: Option<String>,
-    /// How many programs tcx has on it, in both directions; since Linux 6.6.
+    /// The number of tcx programs on the device, in both directions. Known since Linux 6.6.
     pub programs: Option<usize>,
-    /// Traffic control has filters on it.
+    /// True if traffic control has filters on the device.
     pub filters: Option<bool>,
-    /// The checksums of what a veth receives. [`facts_of_uplink`] asks for them.
+    /// The checksums of packets that a veth receives from its peer. Only [`facts_of_uplink`] asks
+    /// for them.
     pub peer: Option<PeerChecksums>,
-    /// Bytes of a page of memory.
+    /// The size of a memory page in bytes.
     pub page: u32,
 }
 
-/// `NETDEV_XDP_ACT_*`. The kernel tells since 6.3; some change with what is attached to the device.
+/// The flags `NETDEV_XDP_ACT_*`, which the kernel reports since Linux 6.3. Some change with what is
+/// attached to the device.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct XdpFeatures(pub u64);
 
 impl XdpFeatures {
-    /// The driver runs programs.
+    /// The driver runs XDP programs.
     pub const BASIC: Self = Self(1);
-    /// A program may have it send frames by other devices.
+    /// A program on the device may redirect frames to other devices.
     pub const REDIRECTS: Self = Self(1 << 1);
-    /// It sends frames that have come by other devices.
+    /// The device sends frames that were redirected to it from other devices.
     pub const SENDS: Self = Self(1 << 2);
-    /// It receives frames in fragments.
+    /// The device receives frames in fragments.
     pub const FRAGMENTS: Self = Self(1 << 5);
-    /// It sends frames in fragments that have come by other devices.
+    /// The device sends redirected frames that are in fragments.
     pub const SENDS_FRAGMENTS: Self = Self(1 << 2 | 1 << 6);
 
     pub const fn has(self, other: Self) -> bool {
@@ -57,7 +62,7 @@ impl XdpFeatures {
     }
 }
 
-/// Of an interface of this thread's network namespace.
+/// Returns what is known of an interface of this thread's network namespace.
 pub fn facts(index: u32, name: &str) -> DeviceFacts {
     let mut facts = DeviceFacts { page: page(), ..DeviceFacts::default() };
     let asked = [
@@ -76,7 +81,7 @@ pub fn facts(index: u32, name: &str) -> DeviceFacts {
     facts
 }
 
-/// Returns [`facts`], and what the other end of a veth does with checksums.
+/// Returns [`facts`], and for a veth also what its peer does with checksums.
 pub fn facts_of_uplink(index: u32, name: &str) -> DeviceFacts {
     let mut facts = facts(index, name);
     if facts.driver.as_deref() == Some("veth") {
@@ -98,7 +103,7 @@ pub(super) fn offloads(index: u32) -> Result<BTreeSet<String>, CallError> {
     Ok(facts.offloads)
 }
 
-/// May XDP programs send frames by this interface, as far as its driver tells?
+/// Returns true if XDP programs may redirect frames to this interface, as far as its driver tells.
 pub fn takes_frames(index: u32, name: &str) -> bool {
     let mut facts = DeviceFacts::default();
     if let Err(error) = netdev(index, &mut facts) {
@@ -107,7 +112,7 @@ pub fn takes_frames(index: u32, name: &str) -> bool {
     facts.xdp.is_some_and(|features| features.has(XdpFeatures::SENDS))
 }
 
-/// The numbers of CPUs that are online are below that.
+/// Returns a number that exceeds the number of every online CPU.
 pub fn cpus() -> u32 {
     aya::util::online_cpus().ok().and_then(|cpus| cpus.into_iter().max()).map_or(u32::MAX, |last| last + 1)
 }
@@ -119,7 +124,8 @@ fn page() -> u32 {
     page.try_into().unwrap_or(USUAL)
 }
 
-/// Of a device of hardware. /sys shows the network namespace that it was mounted in.
+/// Returns the driver of a hardware device. /sys shows the network namespace in which it was
+/// mounted.
 fn driver(name: &str) -> Option<String> {
     let driver = fs::read_link(format!("/sys/class/net/{name}/device/driver")).ok()?;
     Some(driver.file_name()?.to_str()?.to_owned())
@@ -138,7 +144,7 @@ fn link(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {
             facts.mtu = attributes.get(IFLA_MTU).and_then(|mtu| word(mtu, 0));
             let kind = attributes.nested(IFLA_LINKINFO).and_then(|info| info.text(IFLA_INFO_KIND));
             facts.driver = kind.map(str::to_owned);
-            // The second is that of a device which is down.
+            // A device that is down has the discipline noop.
             let discipline = attributes.text(IFLA_QDISC).filter(|kind| !["noqueue", "noop"].contains(kind));
             facts.discipline = discipline.map(str::to_owned);
         })
@@ -161,7 +167,7 @@ fn filters(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {
 
 const ETHTOOL_FEATURES_GET: u8 = 11;
 const ETHTOOL_CHANNELS_GET: u8 = 17;
-/// Of every message.
+/// The attribute for the header of every message.
 const ETHTOOL_HEADER: u16 = 1;
 const ETHTOOL_DEVICE: u16 = 1;
 const FEATURES_ACTIVE: u16 = 4;
@@ -171,7 +177,7 @@ const CHANNELS_RX: u16 = 6;
 const CHANNELS_COMBINED: u16 = 9;
 
 fn ethtool(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {
-    // Since 5.6.
+    // The kernel has this family since Linux 5.6.
     let Some(family) = GenericFamily::open("ethtool")? else { return Ok(()) };
     let ask = |command, take: &mut dyn FnMut(Attributes<'_>)| {
         let mut request = Messages::default();
@@ -191,14 +197,14 @@ fn ethtool(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {
     offloads.and(queues).map_err(CallError::of("netlink of ethtool"))
 }
 
-/// Of the bits that are set.
+/// Returns the names of the bits that are set.
 fn names(told: Attributes<'_>) -> impl Iterator<Item = String> {
     let bits = told.nested(FEATURES_ACTIVE).and_then(|active| active.nested(BITSET_BITS));
     let name = |(_, bit)| Attributes(bit).text(BIT_NAME).map(str::to_owned);
     bits.into_iter().flatten().filter_map(name)
 }
 
-/// Not every driver answers every question.
+/// Ignores the error of a driver that does not answer a question. Not every driver answers each.
 fn not_supported(error: io::Error) -> io::Result<()> {
     if error.raw_os_error() == Some(libc::EOPNOTSUPP) { Ok(()) } else { Err(error) }
 }
@@ -207,7 +213,7 @@ fn netdev(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {
     const GET: u8 = 1;
     const INTERFACE: u16 = 1;
     const XDP_FEATURES: u16 = 3;
-    // Since 6.3.
+    // The kernel has this family since Linux 6.3.
     let Some(family) = GenericFamily::open("netdev")? else { return Ok(()) };
     let mut request = Messages::default();
     request.begin(family.id, NLM_F_ACK, &header(GET, 1)).attribute(INTERFACE, &index.to_ne_bytes());
@@ -253,7 +259,7 @@ mod tests {
         assert!(!strips(&here()), "{:?}", here());
         let bridge = facts(index("bridge"), "bridge");
         assert_eq!((bridge.driver.as_deref(), bridge.queues), (Some("bridge"), None));
-        // Since 6.3.
+        // The kernel reports these features since Linux 6.3.
         if let (Some(of_pair), Some(of_bridge)) = (before.xdp, bridge.xdp) {
             assert!(of_pair.has(XdpFeatures::BASIC) && of_pair.has(XdpFeatures::FRAGMENTS), "{of_pair:?}");
             assert!(!of_bridge.has(XdpFeatures::BASIC), "{of_bridge:?}");

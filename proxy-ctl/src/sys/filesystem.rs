@@ -1,4 +1,4 @@
-//! The bpffs and the root of cgroup v2.
+//! The bpffs and the mounts of cgroup v2.
 
 use std::{
     cmp::Reverse,
@@ -17,35 +17,35 @@ use nix::{
     },
 };
 
-/// Nobody else's folder: on a node with the old hierarchies /sys/fs/cgroup is taken by them.
+/// Our own mount point. On a node with the old hierarchies, those occupy /sys/fs/cgroup.
 const OWN_CGROUP_MOUNT: &str = "/run/proxy-ctl/cgroup";
 /// `PROC_CGROUP_INIT_INO` of the kernel.
 const INITIAL_CGROUP_NAMESPACE: &str = "cgroup:[4026531835]";
 
-/// Whether `path` exists and lies on a bpffs.
+/// Returns true if `path` lies on a bpffs. Fails if it does not exist.
 pub fn is_bpffs(path: &Path) -> io::Result<bool> {
     Ok(statfs(path)?.filesystem_type() == BPF_FS_MAGIC)
 }
 
-/// Whether `path` is a folder of cgroup v2.
+/// Returns true if `path` is a folder of cgroup v2.
 pub fn is_cgroup2(path: &Path) -> io::Result<bool> {
     Ok(statfs(path)?.filesystem_type() == CGROUP2_SUPER_MAGIC && path.is_dir())
 }
 
-/// Mounts a bpffs at `path` unless one is there already or `path` lies inside one; makes the folder.
+/// Makes the folder `path`, and mounts a bpffs on it unless it lies on one already.
 pub fn provide_bpffs(path: &Path) -> io::Result<()> {
     if !path.exists() {
         fs::create_dir_all(path)?;
     }
     if !is_bpffs(path)? {
-        // Without the mode, anybody may make folders in it.
+        // Without the option `mode`, every user may make folders in it.
         let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
         mount(Some("bpf"), path, Some("bpf"), flags, Some("mode=0700"))?;
     }
     Ok(())
 }
 
-/// Why what is pinned in a folder may be somebody else's.
+/// Why the objects that are pinned in a folder may belong to another user.
 #[derive(Debug, Eq, PartialEq, thiserror::Error)]
 pub enum Untrusted {
     #[error("is no folder; remove it, or name another folder in ebpf.bpffs")]
@@ -61,8 +61,9 @@ pub enum Untrusted {
     Mode(u32),
 }
 
-/// Fails if others than root may pin in a folder, or put another in its place. Others may make files in a folder with the
-/// sticky bit, as a bpffs has it that was mounted without options, but touch none of root's.
+/// Fails if users other than root may pin objects in a folder or replace it. A folder with the
+/// sticky bit is accepted: others may make files in it, but cannot touch those of root. A bpffs
+/// that was mounted without options has that bit.
 pub fn check_trusted(path: &Path) -> io::Result<()> {
     let found = fs::symlink_metadata(path)?;
     match distrust(found.is_dir(), found.uid(), found.mode() & 0o7777) {
@@ -83,15 +84,16 @@ fn distrust(is_folder: bool, owner: u32, mode: u32) -> Option<Untrusted> {
     (mode & OTHERS_WRITE != 0 && mode & STICKY == 0).then_some(Untrusted::Mode(mode))
 }
 
-/// Where the cgroup v2 hierarchy is mounted, as close to its root as this process can see. A mount that another one
-/// hides does not count.
+/// Returns the mount point of the cgroup v2 hierarchy that is closest to its root, of those that
+/// this process can see. A mount that is hidden by another one does not count.
 pub fn cgroup_root() -> io::Result<Option<PathBuf>> {
-    // The mounts of the calling thread: `self` would be those of the main thread.
+    // These are the mounts of the calling thread. `self` would give those of the main thread.
     let mounts = cgroup_mounts(&fs::read_to_string("/proc/thread-self/mountinfo")?);
     Ok(mounts.into_iter().find(CgroupMount::is_reachable).map(|mount| mount.point))
 }
 
-/// Whether [`provide_cgroup2`] would mount the whole hierarchy. In a cgroup namespace it would mount the namespace's part.
+/// Returns true if [`provide_cgroup2`] would mount the whole hierarchy. Inside a cgroup namespace,
+/// it would mount only that namespace's part.
 pub fn can_mount_cgroup2() -> bool {
     let supported = fs::read_to_string("/proc/filesystems");
     let namespace = fs::read_link("/proc/thread-self/ns/cgroup");
@@ -99,7 +101,8 @@ pub fn can_mount_cgroup2() -> bool {
         && namespace.is_ok_and(|namespace| namespace.as_os_str() == INITIAL_CGROUP_NAMESPACE)
 }
 
-/// The mounted hierarchy, else one mounted on [`OWN_CGROUP_MOUNT`]; `None` where that cannot be done.
+/// Returns the mount point of the hierarchy, and mounts it on [`OWN_CGROUP_MOUNT`] if it is mounted
+/// nowhere. Returns `None` if it cannot be mounted.
 pub fn provide_cgroup2() -> io::Result<Option<PathBuf>> {
     if let Some(root) = cgroup_root()? {
         return Ok(Some(root));
@@ -112,7 +115,7 @@ pub fn provide_cgroup2() -> io::Result<Option<PathBuf>> {
     Ok(Some(OWN_CGROUP_MOUNT.into()))
 }
 
-/// Undoes [`provide_cgroup2`]. Programs that are attached stay attached.
+/// Unmounts what [`provide_cgroup2`] has mounted. Programs stay attached.
 pub fn remove_own_cgroup2() -> io::Result<()> {
     match umount2(OWN_CGROUP_MOUNT, MntFlags::MNT_DETACH) {
         Ok(()) => fs::remove_dir(OWN_CGROUP_MOUNT),
@@ -121,13 +124,13 @@ pub fn remove_own_cgroup2() -> io::Result<()> {
     }
 }
 
-/// The cgroup v2 folder that this process is in.
+/// Returns the cgroup v2 folder that this process is in.
 pub fn own_cgroup() -> io::Result<Option<PathBuf>> {
     let cgroups = fs::read_to_string("/proc/self/cgroup")?;
     Ok(provide_cgroup2()?.zip(cgroup_path(&cgroups)).map(|(root, path)| root.join(path)))
 }
 
-/// Path below the root, by the line of cgroup v2: `0::/system.slice/kubelet.service`.
+/// Returns the path below the root, from the line of cgroup v2: `0::/system.slice/kubelet.service`.
 fn cgroup_path(cgroups: &str) -> Option<&str> {
     cgroups.lines().find_map(|line| line.strip_prefix("0::/"))
 }
@@ -141,7 +144,7 @@ struct CgroupMount {
 }
 
 impl CgroupMount {
-    /// `36 35 98:0 /root /mount/point options fields - type source options`
+    /// Parses `36 35 98:0 /root /mount/point options fields - type source options`.
     fn parse(line: &str) -> Option<Self> {
         let (left, right) = line.split_once(" - ")?;
         if right.split(' ').next() != Some("cgroup2") {
@@ -158,22 +161,26 @@ impl CgroupMount {
     }
 }
 
-/// The ID of the mount that `path` leads to.
+/// Returns the id of the mount that `path` leads to.
 fn mount_id(path: &Path) -> io::Result<Option<u64>> {
     let folder = open(path, OFlag::O_PATH | OFlag::O_CLOEXEC, Mode::empty())?;
     let info = fs::read_to_string(format!("/proc/thread-self/fdinfo/{}", folder.as_raw_fd()))?;
     Ok(info.lines().find_map(|line| line.strip_prefix("mnt_id:")?.trim().parse().ok()))
 }
 
-/// Best first: a mount of the hierarchy's root is better than a bind mount of a cgroup below it. In a cgroup namespace `/`
-/// is only that namespace's root, and what lies above it is `/..`: a container that is shown the node's cgroups has both.
+/// Returns the mounts of cgroup v2, best first. A mount of the hierarchy's root is better than a
+/// bind mount of a cgroup below it.
+///
+/// In a cgroup namespace, `/` is only that namespace's root, and what lies above it is `/..`. A
+/// container that is given the node's cgroups has both.
 fn cgroup_mounts(mountinfo: &str) -> Vec<CgroupMount> {
     let mut mounts: Vec<_> = mountinfo.lines().filter_map(CgroupMount::parse).collect();
     mounts.sort_by_key(|mount| Reverse(mount.height));
     mounts
 }
 
-/// 0 for a cgroup below the root of our cgroup namespace, 1 for that root, and 1 more for each cgroup above it.
+/// Returns 0 for a cgroup below the root of our cgroup namespace, 1 for that root, and 1 more for
+/// each cgroup above it.
 fn height(root: &str) -> usize {
     let mut above = 0;
     for part in root.split('/').filter(|part| !part.is_empty()) {
@@ -185,7 +192,7 @@ fn height(root: &str) -> usize {
     1 + above
 }
 
-/// Spaces and the like are written in octal: `\040`.
+/// Replaces the octal escapes of /proc, such as `\040` for a space.
 pub(super) fn unescape(word: &str) -> String {
     ["\\040", "\\011", "\\012", "\\134"]
         .iter()
@@ -241,7 +248,8 @@ mod tests {
         assert_eq!(best("30 22 0:26 / /sys/fs/cgroup ro - cgroup cgroup ro\n"), None);
     }
 
-    /// A thread with mounts of its own and without any cgroup v2, as `ip netns exec` makes it. The thread's end undoes it.
+    /// Runs `scene` in a thread that has mounts of its own and no cgroup v2, as in a shell of `ip
+    /// netns exec`. The mounts go with the thread.
     fn without_cgroup2<T: Send + 'static>(scene: impl FnOnce() -> T + Send + 'static) -> T {
         let thread = std::thread::spawn(|| {
             let none = None::<&str>;

@@ -1,9 +1,10 @@
-//! Call stacks by frame pointers: no unwind tables, no locks, no memory of the heap, so that they can be taken in
-//! signal handlers. All Rust code of this workspace is compiled with frame pointers
-//! (`.cargo/config.toml`, `cargo xtask image`).
+//! Call stacks by frame pointers. They can be taken in signal handlers, because this needs no
+//! unwind tables, no locks and no heap. All Rust code of this workspace is compiled with frame
+//! pointers (`.cargo/config.toml`, `cargo xtask image`).
 //!
-//! Code without them (hand-written assembly, musl's own C code) leaves any value in the register. So what it points to is
-//! read by a system call, which fails where there is nothing to read.
+//! Code without frame pointers (hand-written assembly, musl's own C code) leaves any value in the
+//! register. So the memory that the register points to is read by a system call, which fails if
+//! there is no such memory.
 
 use std::{fs::File, os::unix::fs::FileExt, sync::OnceLock};
 
@@ -11,32 +12,32 @@ use nix::errno::Errno;
 
 use super::CallError;
 
-/// Frames beyond are left out: the outermost ones.
+/// The largest number of frames that is kept. The outermost ones beyond it are left out.
 pub(super) const DEEPEST: usize = 128;
-/// No stack is larger; a frame further away than this is none.
+/// A limit that no stack exceeds. An address further away than this is not a frame.
 const LARGEST_STACK: usize = 64 << 20;
 const WORD: usize = size_of::<usize>();
-/// Frames lie close together: one system call reads several.
+/// The bytes that one system call reads. Frames lie close together, so that a call reads several.
 const WINDOW: usize = 1024;
 
-/// This process's memory. A forked child reads its parent's through it, which does no harm.
+/// This process's memory. A forked child reads its parent's memory through it, which does no harm.
 static MEMORY: OnceLock<File> = OnceLock::new();
 
-/// Opens what stacks are read through; before that, none are found.
+/// Opens the file through which stacks are read. Before that, no frames are found.
 ///
 /// # Errors
-/// There is no /proc.
+/// Fails if there is no /proc.
 pub(super) fn prepare() -> Result<(), CallError> {
     if MEMORY.get().is_none() {
         let memory =
             File::open("/proc/self/mem").map_err(|error| CallError::new("open(/proc/self/mem)", error))?;
-        // Another thread may have been faster: its file is as good.
+        // Another thread may have set it meanwhile. Its file does as well.
         let _ = MEMORY.set(memory);
     }
     Ok(())
 }
 
-/// A call stack: where each function goes on when the one that it called returns, the innermost first.
+/// A call stack: the return address of each call, the innermost first.
 pub(super) struct Frames {
     addresses: [usize; DEEPEST],
     count: usize,
@@ -51,11 +52,12 @@ impl Frames {
         Self { addresses: [0; DEEPEST], count: 0 }
     }
 
-    /// Of the code that a signal has interrupted. Leaves errno as it was.
+    /// Returns the stack of the code that a signal has interrupted. Leaves errno as it was.
     pub(super) fn interrupted(registers: Registers) -> Self {
         let _errno = KeptErrno::now();
         let mut frames = Self::empty();
-        // Like a return address: behind the current instruction.
+        // Return addresses lie behind the instruction that called, so this one is made to do the
+        // same.
         frames.push(registers.instruction.wrapping_add(1));
         frames.follow(registers.frame, registers.stack);
         frames
@@ -68,12 +70,13 @@ impl Frames {
         true
     }
 
-    /// `frame`: the address of a frame pointer and, above it, a return address. `stack`: the lowest address in use.
+    /// Follows the chain of frames. `frame` is the address of a saved frame pointer, with a return
+    /// address above it. `stack` is the lowest address in use.
     fn follow(&mut self, mut frame: usize, stack: usize) {
         let Some(memory) = MEMORY.get() else { return };
         let mut window = Window { start: 0, length: 0, words: [0; WINDOW / WORD] };
         let mut lowest = stack;
-        // Callers lie above, so that there is no going round in circles.
+        // Each frame must lie above the one that it called, so that the walk cannot go in circles.
         while frame >= lowest && frame.is_multiple_of(WORD) && frame - stack < LARGEST_STACK {
             let Some((outer, back)) = window.pair(memory, frame) else { return };
             if back == 0 || !self.push(back) {
@@ -93,7 +96,7 @@ struct Window {
 }
 
 impl Window {
-    /// Two words of the memory. `None`: there is no memory.
+    /// Returns two words of memory, or `None` if there is no such memory.
     fn pair(&mut self, memory: &File, address: usize) -> Option<(usize, usize)> {
         let known = address
             .checked_sub(self.start)
@@ -114,7 +117,7 @@ impl Window {
     }
 }
 
-/// What a signal has interrupted.
+/// The registers of the code that a signal has interrupted.
 #[derive(Clone, Copy)]
 pub(super) struct Registers {
     instruction: usize,
@@ -144,7 +147,7 @@ impl Registers {
     }
 }
 
-/// Puts errno back: the interrupted code may be about to read it.
+/// Restores errno when it is dropped, because the interrupted code may be about to read it.
 struct KeptErrno(i32);
 
 impl KeptErrno {

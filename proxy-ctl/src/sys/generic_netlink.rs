@@ -1,4 +1,4 @@
-//! Protocols of netlink whose numbers the kernel gives when they are registered.
+//! Generic netlink: protocols (families) whose numbers the kernel assigns when they are registered.
 
 use netlink_sys::protocols::NETLINK_GENERIC;
 
@@ -12,22 +12,23 @@ const GET_FAMILY: u8 = 3;
 const FAMILY_ID: u16 = 1;
 const FAMILY_NAME: u16 = 2;
 
-/// Bytes of [`header`].
+/// The length of [`header`] in bytes.
 pub const HEADER: usize = 4;
 
-/// `genlmsghdr`.
+/// Returns a `genlmsghdr`.
 pub fn header(command: u8, version: u8) -> [u8; HEADER] {
     [command, version, 0, 0]
 }
 
-/// One of them, and a connection to it.
+/// A family and a connection to it.
 pub struct GenericFamily {
     pub connection: NetlinkSocket,
     pub id: u16,
 }
 
 impl GenericFamily {
-    /// `None`: the kernel does not have it, or its module is not loaded.
+    /// Opens a connection to the family `name`. Returns `None` if the kernel does not have it or
+    /// its module is not loaded.
     pub fn open(name: &str) -> Result<Option<Self>, CallError> {
         let connection =
             NetlinkSocket::open(NETLINK_GENERIC).map_err(CallError::of("socket(NETLINK_GENERIC)"))?;

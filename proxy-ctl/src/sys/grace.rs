@@ -1,4 +1,4 @@
-//! Waiting until no program in the kernel can hold what it has read before: an RCU grace period.
+//! Waits for an RCU grace period, after which no BPF program can still use what it has read before.
 
 use std::{
     io,
@@ -14,8 +14,10 @@ use super::{
 const BPF_MAP_TYPE_ARRAY: u32 = 2;
 const BPF_MAP_TYPE_ARRAY_OF_MAPS: u32 = 12;
 
-/// An array with one place for a map, and the map to put there: an update of a map of maps waits for the programs that may use
-/// the old inner map (Linux 4.20), on every kernel, also with one CPU and with `nohz_full`, where membarrier does not.
+/// A map of maps with one element, and the map that is put there again and again. Such an update
+/// waits for all programs that may use the former inner map (Linux 4.20).
+///
+/// This works on every kernel, also with one CPU and with `nohz_full`, where membarrier does not.
 #[derive(Debug)]
 pub struct GracePeriod {
     outer: Map<u32, u32>,
@@ -39,7 +41,8 @@ impl GracePeriod {
         Ok(Self { outer, inner })
     }
 
-    /// Returns when every program that was running when it was called has ended. Takes some milliseconds.
+    /// Waits until every program that was running at the time of the call has ended. This takes
+    /// some milliseconds.
     pub fn wait(&self) -> Result<(), CallError> {
         self.outer.put_map(0, self.inner.as_fd())
     }

@@ -1,4 +1,4 @@
-//! Sets of ipset: listed, written and destroyed; and the protocol.
+//! Sets of ipset: lists, writes and destroys them, and reads the version of the protocol.
 
 use std::{
     io,
@@ -33,7 +33,7 @@ const FLAGS: u16 = 6 | NET_BYTE_ORDER;
 const DATA: u16 = 7;
 const MEMBERS: u16 = 8;
 
-/// Of a member.
+/// Attributes of a member.
 const IP: u16 = 1;
 const PORT: u16 = 4;
 const PORT_TO: u16 = 5;
@@ -41,30 +41,30 @@ const MEMBER_PROTOCOL: u16 = 7;
 const LINE: u16 = 9;
 const SECOND_IP: u16 = 20;
 const SECOND_PREFIX: u16 = 21;
-/// Of a new set.
+/// Attributes of a new set.
 const HASH_SIZE: u16 = 18;
 const MOST_MEMBERS: u16 = 19;
-/// Within an address.
+/// Attributes within an address.
 const IPV4: u16 = 1;
 const IPV6: u16 = 2;
 
-/// What every kernel since 2.6.39 understands.
+/// The version of the protocol that every kernel since 2.6.39 understands.
 const VERSION: [u8; 1] = [6];
 const NAMES_ONLY: u32 = 1 << 1;
-/// `nfgenmsg` of no family.
+/// An `nfgenmsg` without a family.
 const HEADER: [u8; 4] = [0; 4];
-/// The revision of set types since which they know SCTP.
+/// The revision of the set types that introduced SCTP.
 const TYPE_REVISION: u8 = 1;
-/// What `ipset create` takes by default. A set of another size is another set to kube-proxy.
+/// The defaults of `ipset create`. kube-proxy takes a set of another size for another set.
 const DEFAULT_HASH_SIZE: u32 = 1024;
 const DEFAULT_MOST_MEMBERS: u32 = 65_536;
 
-/// ipset's own error numbers begin here.
+/// The first of ipset's own error numbers.
 const OWN_ERRORS: i32 = 4096;
-/// `IPSET_ERR_BUSY`: a rule or another set uses it.
+/// `IPSET_ERR_BUSY`: a rule or another set uses the set.
 const BUSY: i32 = 4100;
 
-/// What the members of a set are.
+/// The type of a set, which says what its members are.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum SetKind {
     /// `hash:ip`
@@ -96,7 +96,8 @@ impl SetKind {
 pub enum Member {
     Address(IpAddr),
     Socket(VirtualSocket),
-    /// A whole address where the set has addresses. A prefix of length 0 cannot be a member.
+    /// A member of [`SetKind::SocketsAndAddresses`] has a network with the full prefix. A prefix of
+    /// length 0 cannot be a member.
     SocketAndNetwork(VirtualSocket, IpNet),
     Port(u16),
 }
@@ -124,7 +125,7 @@ impl MemberChange {
             Self::Add(member) => (ADD, member),
             Self::Remove(member) => (REMOVE, member),
         };
-        // Without NLM_F_EXCL, what is there may be added and what is not there removed.
+        // Without NLM_F_EXCL, adding an existing member and removing a missing one are no errors.
         to.begin(command, 0, &HEADER).attribute(PROTOCOL, &VERSION).text(SET_NAME, set).nested(
             DATA,
             |data| {
@@ -163,7 +164,7 @@ fn write_socket(socket: VirtualSocket, data: &mut Messages) {
         .attribute(MEMBER_PROTOCOL, &[socket.protocol as u8]);
 }
 
-/// `None`: not as members of this kind are.
+/// Parses a member. Returns `None` if it is not a member of this kind.
 fn member(kind: SetKind, data: Attributes<'_>) -> Option<Member> {
     let address = |kind| {
         let inner = data.nested(kind)?;
@@ -180,7 +181,7 @@ fn member(kind: SetKind, data: Attributes<'_>) -> Option<Member> {
         SetKind::Sockets => Member::Socket(socket()?),
         SetKind::SocketsAndAddresses => Member::SocketAndNetwork(socket()?, address(SECOND_IP)?.into()),
         SetKind::SocketsAndNetworks => {
-            // A whole address may come without a prefix.
+            // The kernel may omit the prefix of a network that is a single address.
             let prefix = data.get(SECOND_PREFIX).and_then(|prefix| prefix.first());
             let network = address(SECOND_IP)?;
             let network = prefix.map_or(Some(network.into()), |prefix| IpNet::new(network, *prefix).ok())?;
@@ -192,16 +193,16 @@ fn member(kind: SetKind, data: Attributes<'_>) -> Option<Member> {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Destroyed {
-    /// Or it was not there.
+    /// The set is gone, or was not there.
     Done,
     InUse,
 }
 
-/// A connection to ipset of this thread's network namespace. Needs CAP_NET_ADMIN there.
+/// A connection to ipset in this thread's network namespace. Needs CAP_NET_ADMIN there.
 pub struct IpSets(NetlinkSocket);
 
 impl IpSets {
-    /// `None`: the kernel has no ipset, or its module is not loaded.
+    /// Opens a connection. Returns `None` if the kernel has no ipset or its module is not loaded.
     pub fn open() -> Result<Option<Self>, CallError> {
         if !Path::new("/sys/module/ip_set").exists() {
             return Ok(None);
@@ -209,7 +210,8 @@ impl IpSets {
         Self::connect().map(Some)
     }
 
-    /// The first use has the kernel load what it has as modules. `None`: the kernel has no ipset, or one older than 2.6.39.
+    /// Opens a connection and makes the kernel load its modules, which it does with the first use.
+    /// Returns `None` if the kernel has no ipset, or one older than 2.6.39.
     pub fn load() -> Result<Option<Self>, CallError> {
         let sets = match Self::connect() {
             Err(error) if error.errno() == libc::EPROTONOSUPPORT => return Ok(None),
@@ -228,7 +230,7 @@ impl IpSets {
         NetlinkSocket::open(NETLINK_NETFILTER).map(Self).map_err(CallError::of("socket(NETLINK_NETFILTER)"))
     }
 
-    /// The newest protocol that the kernel speaks: 6 since 2.6.39, 7 since 4.20.
+    /// Returns the newest protocol that the kernel speaks: 6 since Linux 2.6.39, 7 since 4.20.
     pub fn protocol(&self) -> Result<u8, CallError> {
         const CALL: &str = "netlink IPSET_CMD_PROTOCOL";
         let mut request = Messages::default();
@@ -252,7 +254,8 @@ impl IpSets {
         self.0.dump(&request, parse).map_err(|error| failed("netlink IPSET_CMD_LIST", error))
     }
 
-    /// `ipv4`: the family of the addresses. That the set is there is no error, unless it is another one.
+    /// Makes a set. `ipv4` is the family of the addresses. Fails if another set has the name, but
+    /// not if the same set exists.
     pub fn create(&self, name: &str, kind: SetKind, ipv4: bool) -> Result<(), CallError> {
         let family = match (kind == SetKind::Ports, ipv4) {
             (true, _) => libc::AF_UNSPEC,
@@ -279,7 +282,7 @@ impl IpSets {
         self.0.request(&request, |_, _| ()).map_err(|error| failed("netlink IPSET_CMD_CREATE", error))
     }
 
-    /// `None`: it is not there.
+    /// Returns the members of a set, or `None` if there is no such set.
     pub fn members(&self, name: &str, kind: SetKind) -> Result<Option<Vec<Member>>, CallError> {
         let mut request = Messages::default();
         request.begin(LIST, NLM_F_DUMP, &HEADER).attribute(PROTOCOL, &VERSION).text(SET_NAME, name);
@@ -294,8 +297,8 @@ impl IpSets {
         }
     }
 
-    /// Writes all that the kernel takes; answers with what it has refused, by place. To add what is there and to remove what
-    /// is not is no error.
+    /// Writes every change that the kernel accepts, and returns those that it has refused, by
+    /// index. Adding an existing member and removing a missing one are no errors.
     pub fn write(
         &self,
         name: &str,
@@ -344,7 +347,7 @@ const ERROR_NAMES: [&str; 11] = [
     "IPSET_ERR_INVALID_NETMASK",
     "IPSET_ERR_INVALID_FAMILY",
 ];
-/// `IPSET_ERR_HASH_FULL`, of the hash types.
+/// `IPSET_ERR_HASH_FULL` of the hash types.
 const HASH_FULL: i32 = 4352;
 
 fn failed(call: &'static str, error: io::Error) -> CallError {
@@ -396,7 +399,7 @@ mod tests {
         sets.0.request(&request, |_, _| ()).unwrap();
     }
 
-    /// In a network namespace that ends with the test's thread.
+    /// Opens a connection in a network namespace that ends with the test's thread.
     fn alone() -> Option<IpSets> {
         unshare(CloneFlags::CLONE_NEWNET).unwrap();
         let sets = IpSets::load().unwrap();
@@ -467,7 +470,7 @@ mod tests {
     ) {
         let Some(sets) = alone() else { return };
         assert_eq!(sets.members("set", kind).unwrap(), None);
-        // The second time it is there.
+        // The second call finds the set.
         sets.create("set", kind, v4).unwrap();
         sets.create("set", kind, v4).unwrap();
         assert_eq!(sets.members("set", kind).unwrap(), Some(Vec::new()));

@@ -1,4 +1,4 @@
-//! Virtual servers of IPVS: listed, written, quiesced and removed.
+//! Virtual servers of IPVS: lists, writes, quiesces and removes them.
 
 use std::{
     io,
@@ -47,11 +47,11 @@ const DEST_FAMILY: u16 = 11;
 
 /// `IP_VS_SVC_F_PERSISTENT`.
 const PERSISTENT: u32 = 1;
-/// `IP_VS_SVC_F_HASHED`: of the kernel's own.
+/// `IP_VS_SVC_F_HASHED`, a flag that the kernel keeps for itself.
 const HASHED: u32 = 2;
 /// `IP_VS_SVC_F_SCHED_MH_PORT`, `IP_VS_SVC_F_SCHED_SH_PORT`.
 const BY_SOURCE_PORT: u32 = 1 << 4;
-/// `IP_VS_CONN_F_MASQ`: the destination is translated.
+/// `IP_VS_CONN_F_MASQ`: the forwarding method that translates the destination.
 const MASQUERADING: u32 = 0;
 
 fn header(command: u8) -> [u8; HEADER] {
@@ -64,21 +64,21 @@ pub struct VirtualServer {
     pub balancing: Balancing,
 }
 
-/// How a virtual server chooses a destination.
+/// The way in which a virtual server chooses a destination.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Balancing {
-    /// `rr`, `wrr`, `lc` and so on. The kernel loads the module `ip_vs_<scheduler>`.
+    /// The scheduler: `rr`, `wrr`, `lc` and so on. The kernel loads the module `ip_vs_<scheduler>`.
     pub scheduler: Arc<str>,
-    /// Connections of one client, also from different ports, go to one destination until it has made none for so many
-    /// seconds.
+    /// The number of seconds for which a client's connections, from any port, keep their
+    /// destination. The time begins anew with each connection of the client.
     pub affinity_seconds: Option<u32>,
-    /// Schedulers that hash take the client's port too.
+    /// True if schedulers that hash also take the client's port.
     pub by_source_port: bool,
 }
 
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct VirtualSocket {
-    /// IANA's number.
+    /// IANA's number of the protocol.
     pub protocol: u16,
     pub address: SocketAddr,
 }
@@ -98,26 +98,30 @@ impl std::fmt::Display for VirtualSocket {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Destination {
     pub address: SocketAddr,
-    /// New connections go to it.
+    /// True if new connections go to the destination.
     pub is_used: bool,
-    /// Connections that the kernel knows: of TCP until some time after their end, of UDP until nothing has come for some
-    /// time. Those of UDP, and those of TCP that one end has closed, are what it calls inactive.
+    /// The number of connections that the kernel knows. A TCP connection counts until some time
+    /// after its end, and a UDP one until nothing has come for some time.
+    ///
+    /// UDP connections, and TCP connections that one end has closed, are what the kernel calls
+    /// inactive.
     pub connections: u32,
 }
 
-/// Something to write.
+/// A change to write.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum ServerChange {
     Create(VirtualSocket, Balancing),
-    /// Of a virtual server that is there; its connections and destinations stay.
+    /// Changes a virtual server that exists. Its connections and destinations stay.
     Set(VirtualSocket, Balancing),
-    /// Its connections end with their next packet.
+    /// Removes a virtual server. Its connections end with their next packet.
     Remove(VirtualSocket),
-    /// It gets new connections.
+    /// Adds a destination that gets new connections.
     AddDestination(VirtualSocket, SocketAddr),
-    /// Whether one that is there gets new connections.
+    /// Sets whether an existing destination gets new connections.
     UseDestination(VirtualSocket, SocketAddr, bool),
-    /// Its connections end with their next packet, if the parameter `net/ipv4/vs/expire_nodest_conn` says so.
+    /// Removes a destination. Its connections end with their next packet if
+    /// `net/ipv4/vs/expire_nodest_conn` is set.
     RemoveDestination(VirtualSocket, SocketAddr),
 }
 
@@ -181,9 +185,9 @@ fn write_balancing(socket: VirtualSocket, balancing: &Balancing, service: &mut M
     if balancing.by_source_port {
         flags |= BY_SOURCE_PORT;
     }
-    // `ip_vs_flags`: values, and which of them count.
+    // `ip_vs_flags` has the values, and a mask of those that count.
     let flags = [flags.to_ne_bytes(), u32::MAX.to_ne_bytes()].concat();
-    // Of a client address: all bits of IPv4, the length of the prefix of IPv6.
+    // The netmask groups client addresses: all bits for IPv4, the length of the prefix for IPv6.
     let netmask = if socket.address.is_ipv4() { u32::MAX } else { 128 };
     service
         .text(SERVICE_SCHEDULER, &balancing.scheduler)
@@ -209,7 +213,7 @@ fn family(address: SocketAddr) -> u16 {
     (if address.is_ipv4() { libc::AF_INET } else { libc::AF_INET6 }) as u16
 }
 
-/// `nf_inet_addr`.
+/// Returns an `nf_inet_addr`.
 fn padded(address: IpAddr) -> [u8; 16] {
     let mut padded = [0; 16];
     match address {
@@ -219,7 +223,7 @@ fn padded(address: IpAddr) -> [u8; 16] {
     padded
 }
 
-/// Seconds after which a connection without packets is forgotten; 0: as it is.
+/// The seconds after which a connection without packets is forgotten. 0 leaves a timeout as it is.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Timeouts {
     pub tcp: u32,
@@ -227,14 +231,14 @@ pub struct Timeouts {
     pub udp: u32,
 }
 
-/// A connection to IPVS of this thread's network namespace. Needs CAP_NET_ADMIN there.
+/// A connection to IPVS in this thread's network namespace. Needs CAP_NET_ADMIN there.
 pub struct Ipvs {
     connection: NetlinkSocket,
     family: u16,
 }
 
 impl Ipvs {
-    /// `None`: the kernel has no IPVS, or its module is not loaded.
+    /// Opens a connection. Returns `None` if the kernel has no IPVS or its module is not loaded.
     pub fn open() -> Result<Option<Self>, CallError> {
         let family = GenericFamily::open("IPVS")?;
         Ok(family.map(|GenericFamily { connection, id: family }| Self { connection, family }))
@@ -247,8 +251,8 @@ impl Ipvs {
         self.connection.dump(&request, parse).map_err(CallError::of("netlink IPVS_CMD_GET_SERVICE"))
     }
 
-    /// Writes all that the kernel takes; answers with what it has refused, by place. What is to be removed and is not there
-    /// is no error.
+    /// Writes every change that the kernel accepts, and returns those that it has refused, by
+    /// index. Removing what is not there is no error.
     pub fn write(&self, changes: &[ServerChange]) -> Result<Vec<(usize, CallError)>, CallError> {
         let refused = self
             .connection
@@ -273,7 +277,8 @@ impl Ipvs {
         self.connection.request(&request, |_, _| ()).map_err(CallError::of("netlink IPVS_CMD_SET_CONFIG"))
     }
 
-    /// Of the virtual server for `socket`; none if it is not there.
+    /// Returns the destinations of the virtual server for `socket`. The list is empty if there is
+    /// no such server.
     pub fn destinations(&self, socket: VirtualSocket) -> Result<Vec<Destination>, CallError> {
         let mut request = Messages::default();
         request
@@ -291,7 +296,8 @@ fn is_gone(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::ESRCH | libc::ENOENT))
 }
 
-/// `None`: it is for packets with a mark, which no proxy has.
+/// Parses a virtual server. Returns `None` for one that matches packets by fwmark, which no proxy
+/// makes.
 fn server(server: Attributes<'_>) -> Option<VirtualServer> {
     let family = u16::from_ne_bytes(*server.get(SERVICE_FAMILY)?.first_chunk()?);
     let address = ip_address(family.into(), server.get(SERVICE_ADDRESS)?)?;
@@ -312,7 +318,7 @@ fn server(server: Attributes<'_>) -> Option<VirtualServer> {
 fn destination(destination: Attributes<'_>) -> Option<Destination> {
     let number = |kind| Some(u32::from_ne_bytes(*destination.get(kind)?.first_chunk()?));
     let bytes = destination.get(DEST_ADDRESS)?;
-    // Told since 3.18.
+    // The kernel sends this attribute since Linux 3.18.
     let family = u16::from_ne_bytes(*destination.get(DEST_FAMILY)?.first_chunk()?);
     let port = u16::from_be_bytes(*destination.get(DEST_PORT)?.first_chunk()?);
     Some(Destination {
@@ -331,7 +337,8 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// As the kernel lists `10.96.0.1:443 mh persistent 10800` and one real server of it, the parts that are read.
+    /// Returns the kernel's listing of `10.96.0.1:443 mh persistent 10800`, with the attributes
+    /// that are read.
     fn listed() -> Messages {
         let mut messages = Messages::default();
         messages.begin(0x1c, 0, &header(1)).nested(SERVICE, |service| {
@@ -385,7 +392,8 @@ pub(crate) mod tests {
         Balancing { scheduler: "rr".into(), affinity_seconds: None, by_source_port: false }
     }
 
-    /// Of a network namespace that ends with the test, as its thread does. `None`: says that the test is skipped.
+    /// Opens IPVS in a network namespace that ends with the test's thread. Returns `None` if IPVS
+    /// is not available, and prints that the test is skipped.
     pub(crate) fn of_own_namespace() -> Option<Ipvs> {
         unshare(CloneFlags::CLONE_NEWNET).unwrap();
         let ipvs = Ipvs::open().unwrap();
@@ -395,7 +403,7 @@ pub(crate) mod tests {
         ipvs
     }
 
-    /// `socket` leads to each of `real` in turns, by TCP.
+    /// Makes `socket` lead to each of `real` in turn, by TCP.
     pub(crate) fn serve(ipvs: &Ipvs, socket: &str, real: &[SocketAddr]) {
         let socket = VirtualSocket { protocol: 6, address: socket.parse().unwrap() };
         let mut changes = vec![ServerChange::Create(socket, round_robin())];
@@ -404,7 +412,8 @@ pub(crate) mod tests {
         assert!(refused.is_empty(), "{refused:?}");
     }
 
-    /// Waits until none of its connections is known. One that was reset is for 10 seconds.
+    /// Waits until none of the server's connections is known. The kernel knows a connection that
+    /// was reset for another 10 seconds.
     pub(crate) fn forgotten(ipvs: &Ipvs, socket: VirtualSocket) {
         let limit = Instant::now() + Duration::from_mins(1);
         while ipvs.destinations(socket).unwrap().iter().any(|destination| destination.connections > 0) {
@@ -419,7 +428,7 @@ pub(crate) mod tests {
     #[ignore = "needs root"]
     fn as_root_what_is_written_is_listed(#[case] virtual_socket: &str, #[case] real: [&str; 2]) {
         let Some(ipvs) = of_own_namespace() else { return };
-        // Without any address, the kernel takes every IPv4 destination for a broadcast one.
+        // Without any address, the kernel takes every IPv4 destination for a broadcast address.
         let status = std::process::Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap();
         assert!(status.success());
         let [one, other] = real.map(|real| real.parse::<SocketAddr>().unwrap());
@@ -477,7 +486,7 @@ pub(crate) mod tests {
         assert_eq!(ipvs.servers().unwrap().len(), 999);
     }
 
-    /// As the kernel tells them.
+    /// Returns the timeouts that the kernel reports.
     fn read_timeouts(ipvs: &Ipvs) -> Timeouts {
         const GET_CONFIG: u8 = 13;
         let mut request = Messages::default();

@@ -1,4 +1,5 @@
-//! Where fields of the kernel's own structs lie, by /sys/kernel/btf/vmlinux.
+//! Offsets of the fields of the kernel's structs, and ids of its functions, from the BTF in
+//! /sys/kernel/btf/vmlinux.
 
 use std::{fs, io};
 
@@ -20,12 +21,12 @@ enum Kind {
 struct Type<'a> {
     id: u32,
     kind: Kind,
-    /// The name and what follows it.
+    /// The string table from the name on.
     name: &'a [u8],
     members: &'a [u8],
 }
 
-/// All of them, as the kernel describes them.
+/// All types of the kernel, as it describes them in BTF.
 #[derive(Debug)]
 pub struct KernelTypes {
     bytes: Vec<u8>,
@@ -36,13 +37,13 @@ impl KernelTypes {
         Ok(Self { bytes: fs::read(PATH)? })
     }
 
-    /// For programs that are attached to a function of the kernel.
+    /// Returns the BTF id of a function, by which programs are attached to it.
     pub fn function(&self, name: &str) -> io::Result<u32> {
         let found = self.types().find(|found| found.kind == Kind::Function && is_name(found.name, name));
         found.map(|found| found.id).ok_or_else(|| missing(name))
     }
 
-    /// In bytes from the beginning of the struct.
+    /// Returns the offset of `member` in bytes from the beginning of the struct `of`.
     pub fn offset(&self, of: &str, member: &str) -> io::Result<u16> {
         let structs = self.types().filter(|found| found.kind == Kind::Struct && is_name(found.name, of));
         let offset = structs.flat_map(|found| found.members.chunks_exact(MEMBER)).find_map(|bytes| {
@@ -52,7 +53,8 @@ impl KernelTypes {
         offset.and_then(|offset| u16::try_from(offset).ok()).ok_or_else(|| missing(&format!("{of}.{member}")))
     }
 
-    /// Of a section: where it begins behind the header, and its length.
+    /// Returns a section. `at` is the position of two header fields: the section's start behind the
+    /// header, and its length.
     fn section(&self, at: usize) -> Option<&[u8]> {
         if word(&self.bytes, 0)? & 0xffff != MAGIC {
             return None;
@@ -87,24 +89,27 @@ impl KernelTypes {
     }
 }
 
-/// Of what follows a type of this kind. `None`: the kind is newer than this table.
+/// Returns the length of what follows a type of this kind. Returns `None` if the kind is newer than
+/// this list.
 fn length(kind: u32, count: usize) -> Option<usize> {
     Some(match kind {
-        // Integers, variables and tags of declarations.
+        // These are integers, variables and tags of declarations.
         1 | 14 | 17 => 4,
-        // Arrays.
+        // These are arrays.
         3 => 12,
-        // Structs, unions, sections and enums of 64 bits.
+        // These are structs, unions, sections and enums of 64 bits.
         4 | 5 | 15 | 19 => count * 12,
-        // Enums and prototypes.
+        // These are enums and prototypes of functions.
         6 | 13 => count * 8,
-        // Pointers, declarations, typedefs, qualifiers, functions, floats and tags of types.
+        // These are pointers, forward declarations, typedefs, qualifiers, functions, floats and
+        // tags of types.
         2 | 7..=12 | 16 | 18 => 0,
         _ => return None,
     })
 }
 
-/// Names end with a zero. Most differ in their first bytes: none is measured or decoded.
+/// Returns true if the zero-terminated string at the start of `bytes` is `name`. Most names differ
+/// in their first bytes, so no length is measured and nothing is decoded.
 fn is_name(bytes: &[u8], name: &str) -> bool {
     bytes.strip_prefix(name.as_bytes()).is_some_and(|rest| rest.first() == Some(&0))
 }
@@ -120,7 +125,7 @@ mod tests {
     #[test]
     fn fields_and_functions_of_this_kernel_are_found() {
         let types = KernelTypes::read().unwrap();
-        // The same in every kernel.
+        // These are the same in every kernel.
         assert_eq!(types.offset("list_head", "prev").unwrap(), 8);
         assert_eq!(types.offset("bpf_iter_meta", "session_id").unwrap(), 8);
         assert!(types.function("bpf_iter_bpf_sk_storage_map").unwrap() > 0);

@@ -1,4 +1,4 @@
-//! Network interfaces.
+//! Network interfaces and their addresses.
 
 use std::{
     net::IpAddr,
@@ -21,16 +21,17 @@ use super::{
     },
 };
 
-/// `ifaddrmsg`: of both families.
+/// An `ifaddrmsg` for addresses of both families.
 const ANY_ADDRESS: [u8; 8] = [0; 8];
 const FOREVER: u32 = u32::MAX;
-/// `ifinfomsg`: the interface is found by its name.
+/// An `ifinfomsg` that leaves it to an attribute to name the interface.
 const HEADER: [u8; 16] = [0; 16];
-/// No other node is asked whether it has the address.
+/// The flag that turns off duplicate address detection: no other node is asked whether it has the
+/// address.
 const IFA_F_NODAD: u8 = 2;
 const IFA_F_DEPRECATED: u8 = 0x20;
 
-/// `None`: it is not there.
+/// Returns the index of an interface, or `None` if there is no such interface.
 pub fn index(name: &str) -> Result<Option<u32>, CallError> {
     match if_nametoindex(name) {
         Ok(index) => Ok(Some(index)),
@@ -42,14 +43,15 @@ pub fn index(name: &str) -> Result<Option<u32>, CallError> {
 /// An address that an interface has.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub struct Address {
-    /// Its index.
+    /// The index of the interface.
     pub interface: u32,
     pub address: IpAddr,
-    /// Not the source of what is sent to other addresses, if there is another one for that.
+    /// True if the kernel does not choose it as a source for other destinations as long as another
+    /// address fits.
     pub is_deprecated: bool,
 }
 
-/// Every address of this thread's network namespace.
+/// Returns every address of this thread's network namespace.
 pub fn addresses() -> Result<Vec<Address>, CallError> {
     let mut request = Messages::default();
     request.begin(RTM_GETADDR, NLM_F_DUMP, &ANY_ADDRESS);
@@ -58,7 +60,7 @@ pub fn addresses() -> Result<Vec<Address>, CallError> {
     listed.map_err(CallError::of("netlink RTM_GETADDR"))
 }
 
-/// Those of one device; none where it is not there.
+/// Returns the addresses of one device. The list is empty if there is no such device.
 pub fn addresses_of(device: &str) -> Result<Vec<Address>, CallError> {
     let Some(device) = index(device)? else { return Ok(Vec::new()) };
     let mut addresses = addresses()?;
@@ -70,7 +72,7 @@ fn address(body: &[u8]) -> Option<Address> {
     let (header, attributes) = body.split_first_chunk::<{ ANY_ADDRESS.len() }>()?;
     let [family, _, flags, _, index @ ..] = *header;
     let attributes = Attributes(attributes);
-    // They differ on point-to-point links, where the second is the peer's.
+    // The two differ on point-to-point links, where IFA_ADDRESS is the peer's.
     let bytes = attributes.get(IFA_LOCAL).or_else(|| attributes.get(IFA_ADDRESS))?;
     Some(Address {
         interface: u32::from_ne_bytes(index),
@@ -79,7 +81,7 @@ fn address(body: &[u8]) -> Option<Address> {
     })
 }
 
-/// One that is not there is no error.
+/// Deletes an interface. It is no error if there is none of that name.
 pub fn delete(name: &str) -> Result<(), CallError> {
     let mut request = Messages::default();
     request.begin(RTM_DELLINK, NLM_F_ACK, &HEADER).text(IFLA_IFNAME, name);
@@ -91,7 +93,8 @@ pub fn delete(name: &str) -> Result<(), CallError> {
     }
 }
 
-/// Makes a device that sends nothing; it stays down. One that is there is no error.
+/// Makes a dummy device, which sends nothing, and leaves it down. It is no error if the device
+/// exists.
 pub fn create_dummy(name: &str) -> Result<(), CallError> {
     let mut request = Messages::default();
     request
@@ -108,8 +111,11 @@ pub fn create_dummy(name: &str) -> Result<(), CallError> {
     }
 }
 
-/// Why the kernel does not attach an XDP program, in its own or the driver's words, which `bpf(2)` keeps to itself: it is asked to once more.
-/// `None`: it has no words for it, or has nothing against it any more.
+/// Returns why the kernel does not attach an XDP program, in its own words or the driver's.
+/// `bpf(2)` does not pass these words on, so the program is attached once more by netlink.
+///
+/// Returns `None` if there are no words, or if attaching succeeds now. The program does not stay
+/// attached.
 pub fn words_against_xdp(
     program: BorrowedFd<'_>,
     interface: u32,
@@ -139,18 +145,18 @@ pub fn words_against_xdp(
         if attached.is_err() {
             return Ok(words);
         }
-        // A link is what is wanted.
+        // The program is to be attached by a link, so this attachment is undone.
         set(NONE, XDP_FLAGS_REPLACE, Some(program))?.0.map(|()| None)
     });
     asked.map_err(CallError::of("netlink RTM_SETLINK with an XDP program"))
 }
 
-/// An address of an interface, by itself in its network.
+/// A change to an address of an interface that has the full prefix.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum AddressChange {
-    /// Also of one that is there. One of IPv6 is deprecated: of all addresses with a fitting prefix, the kernel would
-    /// otherwise also choose this one as a source (RFC 6724), for masquerading too, when what leads to the destination has
-    /// none of its own.
+    /// Adds the address, or updates it if it exists. An IPv6 address is made deprecated. Otherwise
+    /// the kernel might choose it as a source (RFC 6724), also for masquerading, if the interface
+    /// towards a destination has no address of its own with a fitting prefix.
     Add(IpAddr),
     Remove(IpAddr),
 }
@@ -165,7 +171,7 @@ impl AddressChange {
             IpAddr::V4(address) => (libc::AF_INET, 32, address.octets().to_vec()),
             IpAddr::V6(address) => (libc::AF_INET6, 128, address.octets().to_vec()),
         };
-        // `ifaddrmsg`: family, length of the prefix, flags, scope, interface.
+        // `ifaddrmsg` has the family, the length of the prefix, flags, the scope and the interface.
         let [a, b, c, d] = interface.to_ne_bytes();
         to.begin(kind, flags, &[family as u8, length, IFA_F_NODAD, 0, a, b, c, d])
             .attribute(IFA_LOCAL, &bytes)
@@ -177,8 +183,8 @@ impl AddressChange {
     }
 }
 
-/// Writes all that the kernel takes; answers with what it has refused, by place. To remove an address that is not there is no
-/// error.
+/// Writes every change that the kernel accepts, and returns those that it has refused, by index.
+/// Removing a missing address is no error.
 pub fn change_addresses(
     interface: u32,
     changes: &[AddressChange],
@@ -262,7 +268,7 @@ mod tests {
         #[case] setting: &str,
         #[case] expected: Option<&str>,
     ) {
-        /// r0 = XDP_PASS; exit
+        /// The program is `r0 = XDP_PASS; exit`.
         const PASS: [u64; 2] = [0x0000_0002_0000_00b7, 0x95];
         const XDP: u32 = 6;
         const BPF_XDP: u32 = 37;
@@ -298,7 +304,8 @@ mod tests {
         assert_eq!(refused, [(0, libc::ENODEV), (1, libc::ENODEV)]);
     }
 
-    /// The first as a process before us may have left it; pods behind interfaces without an address of their own.
+    /// Covers an address that a former process has added in another way. The pods are behind
+    /// interfaces that have no address of their own.
     #[rstest]
     #[case::as_it_is_added(None)]
     #[case::as_kube_proxy_adds_it(Some("address add fd00:10:96::1/128 dev held nodad"))]
@@ -331,7 +338,7 @@ mod tests {
         let limit = Instant::now() + Duration::from_secs(60);
         let to_itself = std::iter::repeat_with(|| source_to("[fd00:10:96::1]:80"));
         let to_itself = to_itself.take_while(|_| Instant::now() < limit).find_map(Result::ok);
-        // The rules for masquerading tell the node's own connections by this.
+        // The rules for masquerading recognise the node's own connections by this source.
         assert_eq!(to_itself.as_deref(), Some("fd00:10:96::1"));
         assert_eq!(source_to("[fd00:10:244::2]:80").unwrap(), "2001:db8::11");
     }
@@ -350,7 +357,7 @@ mod tests {
         let here = index("here").unwrap().unwrap();
         create_dummy("here").unwrap();
         assert_eq!(index("here").unwrap(), Some(here));
-        // An address of a device that is down is the node's all the same.
+        // An address of a device that is down is still an address of the node.
         let [one, other] = ["10.96.0.1", "fd00:96::1"].map(|address| address.parse::<IpAddr>().unwrap());
         assert!(change_addresses(here, &[one, other].map(AddressChange::Add)).unwrap().is_empty());
         ip("link set lo up");

@@ -1,4 +1,5 @@
-//! One writer at a time: an advisory lock on a folder, which the kernel drops with its holder.
+//! An advisory lock on a folder, which admits one writer at a time. The kernel releases it when its
+//! holder ends.
 
 use std::{
     fmt,
@@ -13,14 +14,14 @@ use nix::{
     sys::stat,
 };
 
-/// Held until dropped.
+/// A lock that is held until it is dropped.
 #[derive(Debug)]
 pub struct Lock {
     held: Flock<File>,
 }
 
 impl Lock {
-    /// False: the folder at this path was replaced or removed since it was locked.
+    /// Returns false if the folder at this path was replaced or removed since it was locked.
     pub fn is_of(&self, folder: &Path) -> io::Result<bool> {
         match fs::metadata(folder) {
             Ok(found) => Ok(FileId::of(&found) == FileId::of(&self.held.metadata()?)),
@@ -30,7 +31,8 @@ impl Lock {
     }
 }
 
-/// The process that holds a lock, for people; `None`: the kernel does not tell, as it is of another PID namespace.
+/// The process that holds a lock, for people to read. It is `None` if the kernel does not tell,
+/// because the process is in another PID namespace.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Holder(pub Option<u32>);
 
@@ -64,13 +66,15 @@ pub fn try_lock(folder: &Path) -> io::Result<Attempt> {
     }
 }
 
-/// Process that holds the lock on `folder`, without asking for it; `None`: no process, or it is unknown.
+/// Returns the process that holds the lock on `folder`, without trying to lock it. Returns `None`
+/// if there is no such process or it is unknown.
 pub fn holder_of(folder: &Path) -> Option<u32> {
     let locked = FileId::of(&fs::metadata(folder).ok()?);
     holder(&fs::read_to_string("/proc/locks").ok()?, locked)
 }
 
-/// Inode numbers are unique within one file system only, and those of a bpffs are small.
+/// Identifies a file. Inode numbers are unique only within a file system, and those of a bpffs are
+/// small.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct FileId {
     major: u64,
@@ -83,7 +87,7 @@ impl FileId {
         Self { major: stat::major(found.dev()), minor: stat::minor(found.dev()), inode: found.ino() }
     }
 
-    /// `00:1c:24`: the device in hexadecimal, the inode in decimal numbers.
+    /// Parses `00:1c:24`: the device in hexadecimal numbers, the inode in a decimal one.
     fn parse(text: &str) -> Option<Self> {
         let mut numbers = text.split(':');
         let mut device = || u64::from_str_radix(numbers.next()?, 16).ok();
@@ -92,8 +96,8 @@ impl FileId {
     }
 }
 
-/// Process that holds a flock on `file`, by a line such as
-/// `4: FLOCK  ADVISORY  WRITE 812 00:1c:24 0 EOF` of `/proc/locks`.
+/// Returns the process that holds a flock on `file`, from a line of `/proc/locks` such as `4: FLOCK
+/// ADVISORY  WRITE 812 00:1c:24 0 EOF`.
 fn holder(locks: &str, file: FileId) -> Option<u32> {
     locks.lines().find_map(|line| {
         let mut words = line.split_whitespace();

@@ -5,20 +5,21 @@ use std::{fs, io, num::NonZero, thread};
 /// The processors and the memory of the machine.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Machine {
-    /// The online processors, also those that this process may not use.
+    /// The number of online processors, including those that this process may not use.
     pub cores: u32,
-    /// Bytes.
+    /// The size of the memory in bytes.
     pub memory: u64,
 }
 
 impl Machine {
-    /// Reads what the kernel tells. Fails where /proc is not that of a Linux.
+    /// Reads the size of the machine. Fails if /proc is not that of a Linux kernel.
     pub fn read() -> io::Result<Self> {
         let meminfo = fs::read_to_string("/proc/meminfo")?;
         let memory = memory(&meminfo).ok_or_else(|| {
             io::Error::new(io::ErrorKind::InvalidData, "/proc/meminfo has no line MemTotal in kB")
         })?;
-        // Without the list of processors, those that this process may use are all that is known.
+        // If the list of online processors cannot be read, only those that this process may use are
+        // known.
         let usable = || thread::available_parallelism().map_or(1, NonZero::get);
         let cores = aya::util::online_cpus().map_or_else(|_| usable(), |cores| cores.len());
         Ok(Self { cores: u32::try_from(cores).unwrap_or(u32::MAX), memory })

@@ -17,7 +17,7 @@ use super::{
     bpf::{self, MapInfo, address, number},
 };
 
-/// `enum bpf_map_type`, of the maps that have one value for each key.
+/// The types of maps that have one value for each key, from `enum bpf_map_type`.
 const HASH: u32 = 1;
 const ARRAY: u32 = 2;
 const LRU_HASH: u32 = 9;
@@ -25,7 +25,7 @@ const LPM_TRIE: u32 = 11;
 const ARRAY_OF_MAPS: u32 = 12;
 const DEVMAP_HASH: u32 = 25;
 
-/// The map is not what its keys and values would be read as.
+/// Why a map cannot be read with the given types of keys and values.
 #[derive(Debug, thiserror::Error)]
 pub enum Mismatch {
     #[error("a BPF map of type {0} does not have one value for each key")]
@@ -48,7 +48,7 @@ struct Element {
     map: u32,
     _padding: u32,
     key: u64,
-    /// The value, or where the next key goes.
+    /// The value, or where the kernel writes the next key.
     value: u64,
     flags: u64,
 }
@@ -65,33 +65,36 @@ struct Batch {
     flags: u64,
 }
 
-/// Position of a walk through a hash map. A walk sees each entry that stays in the map at least once.
+/// The position of a walk through a map. A walk sees each entry that stays in the map at least
+/// once.
 #[derive(Clone, Copy, Debug, Default)]
 pub enum Cursor<K> {
     #[default]
     Start,
-    /// Bucket of the hash table.
+    /// The bucket of the hash table, or the index of the array.
     Bucket(u32),
-    /// The key seen last, where the kernel has no batches for this kind of map.
+    /// The key that was seen last, for maps that the kernel cannot read in batches.
     After(K),
 }
 
-/// Entries that are read at once.
+/// The number of entries that are read at once.
 const SLICE: usize = 16_384;
 
-/// The kernel's own error number for "not supported", which escapes to user space from some batch calls.
+/// The kernel's internal error number for "not supported". Some batch calls return it to user
+/// space.
 const ENOTSUPP: i32 = 524;
 
 impl Map<u32, u32> {
-    /// Puts a map into an array of maps. Since Linux 4.20 it returns when no program uses the one that was there.
+    /// Puts a map into an array of maps. Since Linux 4.20, this returns when no program uses the
+    /// former one any more.
     pub fn put_map(&self, place: u32, map: BorrowedFd<'_>) -> Result<(), CallError> {
         self.set(&place, &number(map))
     }
 }
 
 impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
-    /// Takes a map that has one value for each key, of the sizes of `K` and `V`. The kernel would write a per-CPU map's
-    /// values, which are one for each CPU, over what lies behind a `V`.
+    /// Takes a map that has one value for each key, with the sizes of `K` and `V`. A per-CPU map is
+    /// refused: the kernel would write one value for each CPU, and so write beyond a `V`.
     pub fn new(fd: OwnedFd) -> Result<Result<Self, Mismatch>, CallError> {
         let info = bpf::map_info(fd.as_fd())?;
         if !matches!(info.kind, HASH | ARRAY | LRU_HASH | LPM_TRIE | ARRAY_OF_MAPS | DEVMAP_HASH) {
@@ -116,12 +119,12 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         self.info.max_entries
     }
 
-    /// It has all its entries from the beginning.
+    /// Returns true if the map has all its entries from the beginning.
     pub fn is_array(&self) -> bool {
         matches!(self.info.kind, ARRAY | ARRAY_OF_MAPS)
     }
 
-    /// A full table makes room for a new entry.
+    /// Returns true if a full map evicts an entry to make room for a new one.
     pub fn evicts(&self) -> bool {
         self.info.kind == LRU_HASH
     }
@@ -135,12 +138,13 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
             .map_err(|e| CallError::new("bpf(BPF_MAP_LOOKUP_ELEM)", e))
     }
 
-    /// By a command that answers with a key's value.
+    /// Returns a key's value by the given command.
     fn value_by(&self, command: bpf_cmd, key: &K) -> io::Result<Option<V>> {
         let mut value = V::default();
         let target: *mut V = &mut value;
         let mut attr = self.element(key, target);
-        // SAFETY: the kernel reads a key and writes a value; `new` has compared their sizes with the types.
+        // SAFETY: the kernel reads a key and writes a value; `new` has compared their sizes with
+        // the types.
         match unsafe { bpf::call(command, &mut attr) } {
             Ok(_) => Ok(Some(value)),
             Err(e) if e.raw_os_error() == Some(libc::ENOENT) => Ok(None),
@@ -148,19 +152,22 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         }
     }
 
-    /// Inserts or replaces. `E2BIG`, of a trie `ENOSPC`: the table is full.
+    /// Inserts or replaces an entry. If the map is full, returns `E2BIG`, or `ENOSPC` for a trie.
     pub fn set(&self, key: &K, value: &V) -> Result<(), CallError> {
         let mut attr = self.element(key, value);
-        // SAFETY: the kernel reads a key and a value; `new` has compared their sizes with the types.
+        // SAFETY: the kernel reads a key and a value; `new` has compared their sizes with the
+        // types.
         unsafe { bpf::call(bpf_cmd::BPF_MAP_UPDATE_ELEM, &mut attr) }
             .map_err(|e| CallError::new("bpf(BPF_MAP_UPDATE_ELEM)", e))?;
         Ok(())
     }
 
-    /// False: the key is there already, and its value stays. `E2BIG`, of a trie `ENOSPC`: the table is full.
+    /// Inserts an entry. Returns false, and keeps the value, if the key exists. If the map is full,
+    /// returns `E2BIG`, or `ENOSPC` for a trie.
     pub fn insert(&self, key: &K, value: &V) -> Result<bool, CallError> {
         let mut attr = Element { flags: BPF_NOEXIST.into(), ..self.element(key, value) };
-        // SAFETY: the kernel reads a key and a value; `new` has compared their sizes with the types.
+        // SAFETY: the kernel reads a key and a value; `new` has compared their sizes with the
+        // types.
         match unsafe { bpf::call(bpf_cmd::BPF_MAP_UPDATE_ELEM, &mut attr) } {
             Ok(_) => Ok(true),
             Err(e) if e.raw_os_error() == Some(libc::EEXIST) => Ok(false),
@@ -168,7 +175,8 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         }
     }
 
-    /// Inserts or replaces in order; after an error tells how many were written before it.
+    /// Inserts or replaces entries in order. An error comes with the number of entries that were
+    /// written before it.
     pub fn set_all(&self, keys: &[K], values: &[V]) -> Result<(), (usize, CallError)> {
         let count = keys.len().min(values.len());
         let mut done = 0;
@@ -183,7 +191,8 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
                 element_flags: 0,
                 flags: 0,
             };
-            // SAFETY: the kernel reads `count` keys and values; `new` has compared their sizes with the types.
+            // SAFETY: the kernel reads `count` keys and values; `new` has compared their sizes with
+            // the types.
             let result = unsafe { bpf::call(bpf_cmd::BPF_MAP_UPDATE_BATCH, &mut attr) };
             let error = match result {
                 Ok(_) => {
@@ -195,7 +204,7 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
             if !matches!(error.raw_os_error(), Some(libc::EINVAL | ENOTSUPP)) {
                 return Err((done + attr.count as usize, CallError::new("bpf(BPF_MAP_UPDATE_BATCH)", error)));
             }
-            // No batches for this kind of map.
+            // The kernel has no batches for this kind of map.
             for (key, value) in keys[done..count].iter().zip(&values[done..count]) {
                 self.set(key, value).map_err(|e| (done, e))?;
                 done += 1;
@@ -204,7 +213,7 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         Ok(())
     }
 
-    /// False: there was no such key.
+    /// Removes an entry. Returns false if there was no such key.
     pub fn remove(&self, key: &K) -> Result<bool, CallError> {
         let mut attr = self.element(key, std::ptr::null());
         // SAFETY: the kernel reads a key; `new` has compared its size with the type.
@@ -215,8 +224,8 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         }
     }
 
-    /// Removes an entry and answers what it was at that moment. Below 5.14, where the kernel cannot do both at once, what it was just
-    /// before. For hash tables.
+    /// Removes an entry of a hash table and returns its value at that moment. Before Linux 5.14,
+    /// where the kernel cannot do both at once, it returns the value from shortly before.
     pub fn take(&self, key: &K) -> Result<Option<V>, CallError> {
         match self.value_by(bpf_cmd::BPF_MAP_LOOKUP_AND_DELETE_ELEM, key) {
             Ok(found) => Ok(found),
@@ -228,7 +237,8 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         }
     }
 
-    /// Reads about `limit` entries from `cursor` on. `None` for the cursor: that was all.
+    /// Reads about `limit` entries from `cursor` on. Returns `None` as the next cursor after the
+    /// last entry.
     pub fn read(
         &self,
         cursor: Cursor<K>,
@@ -253,7 +263,8 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         Ok(all)
     }
 
-    /// Gives all entries to `each`, a slice after the other, until it answers false.
+    /// Gives all entries to `each`, slice by slice, until it returns false. Returns true if `each`
+    /// has seen all.
     pub fn walk(
         &self,
         mut each: impl FnMut(&[(K, V)]) -> Result<bool, CallError>,
@@ -269,13 +280,13 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         Ok(true)
     }
 
-    /// Whether the position within a batch is a number of 4 bytes: the bucket of a hash, the index of an array. In other
-    /// kinds it is as long as a key.
+    /// Returns true if a position within a batch is a number of 4 bytes: the bucket of a hash
+    /// table, or the index of an array. In other kinds of maps it is as long as a key.
     fn has_batches(&self) -> bool {
         matches!(self.info.kind, HASH | LRU_HASH | ARRAY)
     }
 
-    /// Of maps that have batches.
+    /// Reads a batch of a map that has batches.
     fn read_batch(
         &self,
         from: Option<u32>,
@@ -299,8 +310,8 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
                 element_flags: 0,
                 flags: 0,
             };
-            // SAFETY: the kernel writes at most `count` keys and values, whose sizes `new` has compared, and a position of
-            // 4 bytes, as `has_batches` says of this kind of map.
+            // SAFETY: the kernel writes at most `count` keys and values, whose sizes `new` has
+            // compared, and a position of 4 bytes, as `has_batches` says of this kind of map.
             let result = unsafe { bpf::call(bpf_cmd::BPF_MAP_LOOKUP_BATCH, &mut attr) };
             let errno = result.as_ref().map_or_else(|e| e.raw_os_error().unwrap_or(0), |_| 0);
             match errno {
@@ -347,7 +358,8 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
             value: address(target.cast_const()),
             flags: 0,
         };
-        // SAFETY: the kernel reads a key (or none) and writes a key; `new` has compared its size with the type.
+        // SAFETY: the kernel reads a key (or none) and writes a key; `new` has compared its size
+        // with the type.
         match unsafe { bpf::call(bpf_cmd::BPF_MAP_GET_NEXT_KEY, &mut attr) } {
             Ok(_) => Ok(Some(next)),
             Err(e) if e.raw_os_error() == Some(libc::ENOENT) => Ok(None),
@@ -356,7 +368,7 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
     }
 }
 
-/// A ring buffer of records that are a `T` each. It has one reader. Linux 5.8.
+/// A ring buffer whose records are a `T` each. It has one reader. Needs Linux 5.8.
 pub struct Ring<T> {
     ring: RingBuf<MapData>,
     records: PhantomData<T>,
@@ -377,13 +389,13 @@ impl<T> TryFrom<aya::maps::Map> for Ring<T> {
 }
 
 impl<T: Pod> Ring<T> {
-    /// Goes on where the last reader has ended.
+    /// Opens a ring buffer, and continues where the last reader has stopped.
     pub fn new(fd: OwnedFd) -> Result<Self, CallError> {
         let map = MapData::from_fd(fd).and_then(aya::maps::Map::from_map_data).and_then(Self::try_from);
         map.map_err(|error| map_error("adopting a ring buffer", error))
     }
 
-    /// The oldest record; `None`: there is none. Records of another size are left out.
+    /// Returns the oldest record, or `None` if there is none. Records of another size are skipped.
     pub fn take(&mut self) -> Option<T> {
         loop {
             let record = self.ring.next()?;
@@ -395,13 +407,13 @@ impl<T: Pod> Ring<T> {
 }
 
 impl<T> AsFd for Ring<T> {
-    /// Readable when there is a record.
+    /// Returns the descriptor, which is readable when there is a record.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.ring.as_fd()
     }
 }
 
-/// An array that has a value for each CPU in each place. Since Linux 4.6.
+/// An array that has a value for each CPU at each index. Needs Linux 4.6.
 pub struct PerCpuArray<V: Pod>(aya::maps::PerCpuArray<MapData, V>);
 
 impl<V: Pod> fmt::Debug for PerCpuArray<V> {
@@ -421,12 +433,12 @@ impl<V: Pod + Default> PerCpuArray<V> {
         self.0.len()
     }
 
-    /// The value of each possible CPU.
+    /// Returns the value of each possible CPU.
     pub fn get(&self, index: u32) -> Result<PerCpuValues<V>, CallError> {
         self.0.get(&index, 0).map_err(|error| map_error("bpf(BPF_MAP_LOOKUP_ELEM)", error))
     }
 
-    /// Makes every CPU's value zero.
+    /// Sets the value of every CPU to zero.
     pub fn clear(&mut self, index: u32) -> Result<(), CallError> {
         let cpus = aya::util::nr_cpus().map_err(|(_, error)| CallError::new("counting CPUs", error))?;
         let zeros =

@@ -1,4 +1,4 @@
-//! A `BPF_F_MMAPABLE` array as plain memory, shared with the programs in the kernel. Linux 5.5.
+//! A `BPF_F_MMAPABLE` array as plain memory that is shared with BPF programs. Needs Linux 5.5.
 
 use std::{
     cell::OnceCell,
@@ -25,10 +25,10 @@ const BPF_F_MMAPABLE: u32 = 1 << 10;
 /// The largest element, in words of 8 bytes.
 const WORDS: usize = 4;
 
-/// Bytes that are mapped together. A multiple of every page size and element size.
+/// The bytes that are mapped together. This is a multiple of every page size and element size.
 const SEGMENT: usize = 1 << 18;
 
-/// A part of the array.
+/// A part of the array, mapped into memory.
 #[derive(Debug)]
 struct Segment {
     base: NonNull<c_void>,
@@ -42,10 +42,12 @@ impl Drop for Segment {
     }
 }
 
-/// Elements are read and written in words of 8 bytes, each in one step, in order of address.
+/// An array whose elements are read and written in words of 8 bytes, in order of address. Each word
+/// is accessed in one step.
 ///
-/// The kernel enters every page of such a mapping at once, so that all of it counts as resident memory. Hence each
-/// segment is mapped when it is first touched: most of a large array never is.
+/// The kernel enters all pages of such a mapping at once, so that all of it counts as resident
+/// memory. Therefore each segment is mapped when it is first touched: most of a large array never
+/// is.
 #[derive(Debug)]
 pub struct SharedArray<T> {
     fd: OwnedFd,
@@ -66,7 +68,8 @@ impl<T: Pod> SharedArray<T> {
         size_of::<T>() / 8
     };
 
-    /// Maps the array; `EINVAL` if it is not an mmapable array of `T`. `writable` is false for those who only look.
+    /// Prepares access to the array. Returns `EINVAL` if it is not an mmapable array of `T`.
+    /// `writable` is false for users that only read.
     pub fn new(fd: &OwnedFd, writable: bool) -> Result<Self, CallError> {
         let info: MapInfo = bpf::map_info(fd.as_fd())?;
         if info.kind != BPF_MAP_TYPE_ARRAY
@@ -81,7 +84,7 @@ impl<T: Pod> SharedArray<T> {
         let fd = fd.try_clone().map_err(|e| CallError::new("fcntl(F_DUPFD_CLOEXEC)", e))?;
         let segments = (0..bytes.div_ceil(SEGMENT)).map(|_| OnceCell::new()).collect();
         let array = Self { fd, segments, bytes, length, writable, element: PhantomData };
-        // Whether it may be mapped at all shows here.
+        // The first segment is mapped now, so that an array that cannot be mapped fails here.
         array.provide(0)?;
         Ok(array)
     }
@@ -112,8 +115,8 @@ impl<T: Pod> SharedArray<T> {
         Ok(Segment { base, bytes })
     }
 
-    /// Maps the segment of this element if it is not mapped yet; afterwards the element can be read and written.
-    /// Fails for want of memory, and beyond the end.
+    /// Maps the segment of this element if it is not mapped yet. Afterwards the element can be read
+    /// and written. Fails if there is no memory or the index is beyond the end.
     pub fn provide(&self, index: usize) -> Result<(), CallError> {
         let segment = index / (SEGMENT / size_of::<T>());
         match self.segments.get(segment) {
@@ -127,7 +130,7 @@ impl<T: Pod> SharedArray<T> {
         }
     }
 
-    /// Unmaps it. What is touched next is mapped again.
+    /// Unmaps the array. Segments that are touched later are mapped again.
     pub fn forget(&mut self) {
         for segment in &mut self.segments {
             segment.take();
@@ -138,8 +141,8 @@ impl<T: Pod> SharedArray<T> {
         self.provide(index).ok()?;
         let in_segment = SEGMENT / size_of::<T>();
         let segment = self.segments.get(index / in_segment)?.get()?;
-        // SAFETY: the mapping is page-aligned, `bytes` long, and lives until `self` is dropped; others (the kernel)
-        // access it by atomics or by loads that may see old or new words.
+        // SAFETY: the mapping is page-aligned, `bytes` long, and lives until `self` is dropped;
+        // others (the kernel) access it by atomics or by loads that may see old or new words.
         let all: &[AtomicU64] = unsafe {
             std::slice::from_raw_parts(segment.base.as_ptr().cast_const().cast(), segment.bytes / 8)
         };
@@ -147,17 +150,20 @@ impl<T: Pod> SharedArray<T> {
         all.get(first..first + Self::STRIDE)
     }
 
-    /// `None`: beyond the end, or it cannot be mapped ([`SharedArray::provide`] tells why).
+    /// Returns an element. Returns `None` if the index is beyond the end or the segment cannot be
+    /// mapped, for which [`SharedArray::provide`] tells the reason.
     pub fn get(&self, index: usize) -> Option<T> {
         let mut copy = [0_u64; WORDS];
         for (to, from) in copy.iter_mut().zip(self.words(index)?) {
             *to = from.load(Ordering::Acquire);
         }
-        // SAFETY: `STRIDE` proves that `T` is no longer than `copy`, and any bytes are a valid `Pod`.
+        // SAFETY: `STRIDE` proves that `T` is no longer than `copy`, and any bytes are a valid
+        // `Pod`.
         Some(unsafe { std::ptr::read_unaligned(copy.as_ptr().cast()) })
     }
 
-    /// False: beyond the end, mapped for reading only, or it cannot be mapped; nothing is written.
+    /// Writes an element. Returns false, and writes nothing, if the index is beyond the end, the
+    /// array is only for reading, or the segment cannot be mapped.
     #[must_use]
     pub fn set(&self, index: usize, value: &T) -> bool {
         let Some(words) = self.words(index).filter(|_| self.writable) else { return false };

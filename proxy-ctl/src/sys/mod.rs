@@ -1,4 +1,4 @@
-//! Raw system calls behind safe functions: the only room with `unsafe` code.
+//! System calls behind safe functions. No other module has `unsafe` code.
 
 use std::{io, path::Path};
 
@@ -36,7 +36,7 @@ pub mod tc;
 pub mod veth;
 pub mod xtables;
 
-/// Whether the kernel has IPv6, and has not switched it off when it was started.
+/// Returns true if the kernel has IPv6 and was not booted with IPv6 switched off.
 pub fn has_ipv6() -> bool {
     Path::new("/proc/thread-self/net/if_inet6").exists()
 }
@@ -55,7 +55,7 @@ impl CallError {
         Self { call, source }
     }
 
-    /// For `map_err`.
+    /// Returns a function for `map_err`, which makes an error of the failed `call`.
     pub(crate) fn of(call: &'static str) -> impl FnOnce(io::Error) -> Self {
         move |source| Self::new(call, source)
     }
@@ -64,7 +64,7 @@ impl CallError {
         Self { call, source: io::Error::last_os_error() }
     }
 
-    /// The kernel's error number, 0 if the error is not the kernel's.
+    /// Returns the kernel's error number, or 0 if the error does not come from the kernel.
     pub fn errno(&self) -> i32 {
         self.source.raw_os_error().unwrap_or(0)
     }

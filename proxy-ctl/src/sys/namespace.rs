@@ -1,4 +1,4 @@
-//! Cookies: the kernel's own never-reused numbers of network namespaces and sockets.
+//! Cookies: numbers of network namespaces and sockets, which the kernel never uses again.
 
 use std::os::fd::{AsFd, AsRawFd};
 
@@ -19,13 +19,13 @@ fn read_cookie(socket: impl AsFd, option: libc::c_int, call: &'static str) -> Re
     if result == 0 { Ok(cookie) } else { Err(CallError::last(call)) }
 }
 
-/// Cookie of the network namespace that `socket` belongs to, as `bpf_get_netns_cookie` gives it. Linux 5.14;
-/// before: `ENOPROTOOPT`.
+/// Returns the cookie of the network namespace that `socket` belongs to, as `bpf_get_netns_cookie`
+/// does. Needs Linux 5.14; older kernels return `ENOPROTOOPT`.
 pub fn netns_cookie(socket: impl AsFd) -> Result<u64, CallError> {
     read_cookie(socket, SO_NETNS_COOKIE, "getsockopt(SO_NETNS_COOKIE)")
 }
 
-/// Cookie of `socket`, as `bpf_get_socket_cookie` gives it. Linux 4.12.
+/// Returns the cookie of `socket`, as `bpf_get_socket_cookie` does. Needs Linux 4.12.
 pub fn socket_cookie(socket: impl AsFd) -> Result<u64, CallError> {
     read_cookie(socket, SO_COOKIE, "getsockopt(SO_COOKIE)")
 }

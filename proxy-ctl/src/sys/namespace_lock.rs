@@ -1,10 +1,10 @@
-//! One writer at a time in a network namespace: a name in its table of abstract sockets, which the
-//! kernel drops with its holder. Containers that share the namespace see it, as they would not see
-//! a file below /run.
+//! A lock that admits one writer at a time in a network namespace. It is a name in the namespace's
+//! table of abstract sockets, which the kernel releases when its holder ends. Containers that share
+//! the namespace see it, which would not be true of a file below /run.
 //!
-//! Any local user can bind such a name. Only sockets of the own user or of root count as the lock,
-//! so that nobody else can keep a mode from opening. Where another user holds the name, the lock is
-//! a longer one that cannot be guessed.
+//! Any local user can bind such a name. Only sockets of the process's own user or of root count as
+//! the lock, so that nobody else can keep a mode from opening. If another user holds the name, the
+//! lock is a longer name that cannot be guessed.
 
 use std::{
     fs,
@@ -33,28 +33,28 @@ use super::{
     netlink::{Attributes, Messages, NLM_F_DUMP, NetlinkSocket, word},
 };
 
-/// Longest time from fork to exec, on a busy node.
+/// The longest time from fork to exec on a busy node.
 const LONGEST_START: Duration = Duration::from_secs(2);
 const PAUSE: Duration = Duration::from_millis(5);
-/// Longest wait for each part of an answer.
+/// The longest wait for each part of an answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 /// The longest answer that is read, in bytes.
 const LONGEST_ANSWER: u64 = 1 << 30;
 
 /// `SOCK_DIAG_BY_FAMILY`.
 const LIST: u16 = 20;
-/// `unix_diag_req`: sockets that listen.
+/// The state in `unix_diag_req` that selects sockets that listen.
 const LISTENING: u32 = 1 << 10;
-/// What is asked of each: `UDIAG_SHOW_NAME`.
+/// `UDIAG_SHOW_NAME`: asks for the name of each socket.
 const WITH_NAME: u32 = 1;
-/// `UDIAG_SHOW_UID` besides, which kernels before 5.3 leave unanswered.
+/// Adds `UDIAG_SHOW_UID`, to which kernels before 5.3 do not respond.
 const WITH_NAME_AND_OWNER: u32 = WITH_NAME | 1 << 6;
-/// Attributes of the answer, which come after `unix_diag_msg`.
+/// Attributes of an answer, which follow `unix_diag_msg`.
 const NAME: u16 = 0;
 const OWNER: u16 = 7;
 const ANSWER_HEADER: usize = 16;
 
-/// Held until dropped.
+/// A lock that is held until it is dropped.
 #[derive(Debug)]
 pub struct NamespaceLock {
     name: UnixListener,
@@ -68,8 +68,9 @@ pub enum NamespaceAttempt {
 }
 
 impl NamespaceLock {
-    /// Takes `proxy-ctl/<name>` in the network namespace of the calling thread. What this process has let go of is waited for: a
-    /// child that it is just starting has it until it becomes another program.
+    /// Takes `proxy-ctl/<name>` in the network namespace of the calling thread. If this process
+    /// itself seems to hold the name, waits for a short time: a child that it is starting inherits
+    /// the socket and has it until exec.
     pub fn acquire(name: &str) -> io::Result<NamespaceAttempt> {
         let end = Instant::now() + LONGEST_START;
         loop {
@@ -94,7 +95,7 @@ impl NamespaceLock {
         };
         let taken = || Ok(NamespaceAttempt::Taken(Holder(Self::holder(name))));
         match bound {
-            // If two have taken different names at the same moment, none of them goes on.
+            // If two processes have taken different names at the same moment, both give up.
             Ok(_) if counted(name).iter().any(|other| *other != own) => taken(),
             Ok(name) => Ok(NamespaceAttempt::Held(Self { name })),
             Err(error) if error.kind() == io::ErrorKind::AddrInUse => taken(),
@@ -107,9 +108,11 @@ impl NamespaceLock {
         !counted(name).is_empty()
     }
 
-    /// The process that holds the name; `None`: none, or the kernel does not tell.
+    /// Returns the process that holds the lock. Returns `None` if nobody does or the kernel does
+    /// not tell.
     pub fn holder(name: &str) -> Option<u32> {
-        // A holder that accepts nobody is asked without waiting: its queue may be full.
+        // The connection is made without waiting, because the queue of a holder that accepts nobody
+        // may be full.
         let socket = socket(AddressFamily::Unix, SockType::Stream, SockFlag::SOCK_NONBLOCK, None).ok()?;
         let path = counted(name).into_iter().next()?;
         connect(socket.as_raw_fd(), &UnixAddr::new_abstract(path.as_bytes()).ok()?).ok()?;
@@ -117,13 +120,14 @@ impl NamespaceLock {
         u32::try_from(process).ok().filter(|process| *process != 0)
     }
 
-    /// Where [`NamespaceLock::ask`] and [`NamespaceLock::holder`] connect. The name is taken until this is closed too.
+    /// Returns the socket that [`NamespaceLock::ask`] and [`NamespaceLock::holder`] connect to. The
+    /// name stays taken until this is closed too.
     pub fn listener(&self) -> io::Result<UnixListener> {
         self.name.try_clone()
     }
 
-    /// What the holder of the name writes to whoever connects; only of a process of the own user or of root. `None`: nobody
-    /// holds it.
+    /// Connects to the holder of the lock and returns what it writes. Fails if the holder is
+    /// neither of the process's own user nor of root. Returns `None` if nobody holds the lock.
     pub fn ask(name: &str) -> io::Result<Option<Vec<u8>>> {
         let held = counted(name).into_iter().next().unwrap_or_else(|| path(name));
         let stream = match UnixStream::connect_addr(&address(&held)?) {
@@ -141,16 +145,16 @@ impl NamespaceLock {
     }
 }
 
-/// The other side is of the own user or of root; for root, everybody is.
+/// Returns true if the peer is of the process's own user or of root. Root trusts every peer.
 pub fn is_trusted(stream: &impl AsFd) -> bool {
     let own = Uid::effective();
     let peer = getsockopt(stream, PeerCredentials).map(|peer| Uid::from_raw(peer.uid()));
     own.is_root() || peer.is_ok_and(|peer| peer == own || peer.is_root())
 }
 
-/// Returns the names of sockets that count as the lock, without the leading zero byte. Where the
-/// kernel does not tell the owners, as it has no CONFIG_UNIX_DIAG or is older than 5.3, a socket of
-/// the very name counts, whoever has it.
+/// Returns the names of sockets that count as the lock, without the leading zero byte. If the
+/// kernel does not tell the owners (no CONFIG_UNIX_DIAG, or before 5.3), a socket of the exact name
+/// counts, whoever owns it.
 fn counted(name: &str) -> Vec<String> {
     counted_of(name, listening(WITH_NAME_AND_OWNER))
 }
@@ -174,8 +178,8 @@ fn counted_of(name: &str, listening: io::Result<Vec<(String, Uid)>>) -> Vec<Stri
     }
 }
 
-/// Returns the abstract sockets of the network namespace that listen, with their owners, which are
-/// to be among what is `shown`. Fails where the kernel does not tell the owners.
+/// Returns the abstract sockets of the network namespace that listen, with their owners. `shown`
+/// says what the kernel is asked for. Fails if it does not tell the owners.
 fn listening(shown: u32) -> io::Result<Vec<(String, Uid)>> {
     let mut header = [0; 24];
     header[0] = AddressFamily::Unix as u8;
@@ -208,7 +212,7 @@ mod tests {
 
     use super::*;
 
-    /// A socket that an ordinary user has bound.
+    /// Returns a socket that an ordinary user owns.
     fn of_a_user(path: &str) -> UnixListener {
         let listener = UnixListener::bind_addr(&address(path).unwrap()).unwrap();
         fchown(&listener, Some(Uid::from_raw(65_534)), None).unwrap();
@@ -230,7 +234,7 @@ mod tests {
             "{taken:?}"
         );
 
-        // The name gets free, and the lock is held all the same.
+        // The name becomes free, and the lock is still held.
         drop(users);
         let taken = NamespaceLock::try_acquire(&name).unwrap();
         assert!(matches!(taken, NamespaceAttempt::Taken(_)), "{taken:?}");
@@ -241,7 +245,7 @@ mod tests {
     fn a_kernel_that_tells_names_without_owners_leaves_the_lock_held() {
         let name = format!("test-owners-{}", id());
         let NamespaceAttempt::Held(_lock) = NamespaceLock::acquire(&name).unwrap() else { panic!("free") };
-        // Kernels before 5.3 answer so to any request.
+        // Kernels before 5.3 send this answer to any request.
         let old_kernel = listening(WITH_NAME);
         assert_eq!(counted_of(&name, old_kernel), [path(&name)]);
     }
@@ -279,7 +283,7 @@ mod tests {
         assert_eq!(holder, Holder(Some(id())));
         assert!(NamespaceLock::is_held(&name));
         drop(first);
-        // A child that another test starts at this moment holds the name until it runs its program.
+        // A child that another test is starting holds the name until exec.
         let end = Instant::now() + Duration::from_secs(60);
         while NamespaceLock::holder(&name).is_some() {
             assert!(Instant::now() < end, "the name is still held");

@@ -1,5 +1,5 @@
-//! Netlink messages as bytes, and a socket that sends them and reads the answers: what `tc`, nf_tables, ipset and IPVS
-//! share.
+//! Netlink messages as bytes, and a socket that sends them and reads the answers. `tc`, nf_tables,
+//! ipset, IPVS and others share it.
 
 use std::{
     io::{self, IoSlice},
@@ -20,44 +20,47 @@ pub const NLM_F_REPLACE: u16 = 0x100;
 pub const NLM_F_EXCL: u16 = 0x200;
 pub const NLM_F_CREATE: u16 = 0x400;
 pub const NLM_F_APPEND: u16 = 0x800;
-/// The list changed while it was read: something may be missing.
+/// The flag of a list that changed while it was read, so that something may be missing.
 const NLM_F_DUMP_INTR: u16 = 0x10;
 const NLMSG_ERROR: u16 = 2;
-/// Of a verdict that repeats no more than the header of the request.
+/// The flag of a verdict that repeats only the header of the request.
 const NLM_F_CAPPED: u16 = 0x100;
-/// Of a verdict with attributes.
+/// The flag of a verdict that has attributes.
 const NLM_F_ACK_TLVS: u16 = 0x200;
 const NLMSGERR_ATTR_MSG: u16 = 1;
 const NLMSG_DONE: u16 = 3;
 const NLA_F_NESTED: u16 = 0x8000;
-/// The highest two bits of an attribute's type are flags.
+/// A mask without the highest two bits of an attribute's type, which are flags.
 const NLA_TYPE: u16 = 0x3fff;
 
 const MESSAGE_HEADER: usize = 16;
-/// Where a message's sequence number is.
+/// The position of a message's sequence number.
 const SEQUENCE: Range<usize> = 8..12;
 const ATTRIBUTE_HEADER: usize = 4;
-/// Room for answers that are read in one call: twice what the kernel puts together.
+/// The size of the buffer for answers that are read in one call: twice what the kernel puts
+/// together.
 const MOST_AT_ONCE: usize = 64 << 10;
-/// Tries of a dump that changes while it is read.
+/// The number of attempts to read a list that changes meanwhile.
 const DUMP_TRIES: usize = 8;
 const CHANGING: &str = "the list kept changing while it was read";
-/// As many refusals as the kernel's default receive buffer holds, with their messages.
+/// The number of messages in one call. The kernel's default receive buffer has room for a refusal
+/// of each, with its message.
 const PORTION: usize = 128;
 
-/// Messages, one after the other; header fields are in the machine's order of bytes.
+/// A sequence of messages. Header fields are in the machine's byte order.
 #[derive(Clone, Debug, Default)]
 pub struct Messages {
-    /// Messages before those of `bytes`.
+    /// The messages before those of `bytes`.
     earlier: Vec<Vec<u8>>,
     bytes: Vec<u8>,
-    /// Where the last message begins in `bytes`.
+    /// The position in `bytes` where the last message begins.
     last: usize,
     count: u32,
 }
 
 impl Messages {
-    /// Begins a message. `header`: of the protocol, such as `nfgenmsg`; its length must be a multiple of 4.
+    /// Begins a message. `header` is the protocol's own, such as `nfgenmsg`. Its length must be a
+    /// multiple of 4.
     pub fn begin(&mut self, kind: u16, flags: u16, header: &[u8]) -> &mut Self {
         self.last = self.bytes.len();
         self.bytes.extend([0; 4]);
@@ -70,13 +73,13 @@ impl Messages {
         self.close(self.last)
     }
 
-    /// Number of messages; the next one's sequence number.
+    /// Returns the number of messages, which is also the next one's sequence number.
     pub fn count(&self) -> u32 {
         self.count
     }
 
     pub fn attribute(&mut self, kind: u16, value: &[u8]) -> &mut Self {
-        // An attribute holds at most 64 KiB; none here comes near.
+        // An attribute holds at most 64 KiB. None of ours comes near that.
         let length = (ATTRIBUTE_HEADER + value.len()) as u16;
         self.bytes.extend(length.to_ne_bytes());
         self.bytes.extend(kind.to_ne_bytes());
@@ -85,13 +88,13 @@ impl Messages {
         self.close(self.last)
     }
 
-    /// Attributes as the kernel has listed them.
+    /// Adds attributes in the form in which the kernel has listed them.
     pub fn raw(&mut self, attributes: &[u8]) {
         self.bytes.extend(attributes);
         self.close(self.last);
     }
 
-    /// With a zero at its end.
+    /// Adds an attribute with a text that ends with a zero byte.
     pub fn text(&mut self, kind: u16, value: &str) -> &mut Self {
         let mut bytes = Vec::with_capacity(value.len() + 1);
         bytes.extend(value.as_bytes());
@@ -114,7 +117,7 @@ impl Messages {
         self
     }
 
-    /// Puts these after the messages that are there, without copying either.
+    /// Puts other messages behind these, without copying either.
     pub fn append(&mut self, mut others: Self) {
         others.earlier.push(std::mem::take(&mut others.bytes));
         self.earlier.push(std::mem::take(&mut self.bytes));
@@ -124,7 +127,7 @@ impl Messages {
         }
     }
 
-    /// Of the messages since the last [`Self::append`]: of all where there was none.
+    /// Returns the messages since the last [`Self::append`], or all if there was none.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
@@ -137,18 +140,18 @@ impl Messages {
         }
     }
 
-    /// All messages.
+    /// Returns all messages, in parts.
     fn parts(&self) -> impl Iterator<Item = &[u8]> {
         self.earlier.iter().chain([&self.bytes]).map(Vec::as_slice)
     }
 
-    /// In bytes.
+    /// Returns the length of all messages in bytes.
     pub fn length(&self) -> usize {
         self.parts().map(<[u8]>::len).sum()
     }
 }
 
-/// Gives the messages sequence numbers from `first` on; answers with how many they are.
+/// Gives the messages sequence numbers from `first` on, and returns how many there are.
 fn renumber(messages: &mut [u8], first: u32) -> u32 {
     let (mut rest, mut count) = (messages, 0);
     while let Some(length) = word(rest, 0)
@@ -162,17 +165,17 @@ fn renumber(messages: &mut [u8], first: u32) -> u32 {
     count
 }
 
-/// In the machine's order of bytes.
+/// Returns two bytes as a number in the machine's byte order.
 pub(super) fn half(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
-/// In the machine's order of bytes.
+/// Returns four bytes as a number in the machine's byte order.
 pub fn word(bytes: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 
-/// Attributes one after the other, by type, with their values. Ends at the first malformed one.
+/// A sequence of attributes, as pairs of type and value. It ends at the first malformed one.
 #[derive(Clone, Copy, Debug)]
 pub struct Attributes<'a>(pub &'a [u8]);
 
@@ -185,13 +188,14 @@ impl<'a> Attributes<'a> {
         self.get(wanted).map(Attributes)
     }
 
-    /// Up to its zero.
+    /// Returns a text attribute up to its zero byte.
     pub fn text(self, wanted: u16) -> Option<&'a str> {
         text(self.get(wanted)?)
     }
 }
 
-/// An address that begins `bytes`; `None`: too few, or of another family than AF_INET and AF_INET6.
+/// Returns the address at the beginning of `bytes`. Returns `None` if there are too few bytes or
+/// the family is neither AF_INET nor AF_INET6.
 pub fn ip_address(family: i32, bytes: &[u8]) -> Option<IpAddr> {
     match family {
         libc::AF_INET => Some(Ipv4Addr::from(*bytes.first_chunk::<4>()?).into()),
@@ -200,7 +204,7 @@ pub fn ip_address(family: i32, bytes: &[u8]) -> Option<IpAddr> {
     }
 }
 
-/// Up to the first zero; `None`: not UTF-8.
+/// Returns the text up to the first zero byte, or `None` if it is not UTF-8.
 pub fn text(bytes: &[u8]) -> Option<&str> {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     std::str::from_utf8(bytes.get(..end)?).ok()
@@ -221,15 +225,16 @@ impl<'a> Iterator for Attributes<'a> {
 /// The kernel's answer to a message.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum NetlinkAnswer<'a> {
-    /// Type, flags and what follows the header.
+    /// The type, the flags and what follows the header.
     Message(u16, u16, &'a [u8]),
-    /// Error number, 0: done as asked.
+    /// The error number. 0 means that the request was carried out.
     Verdict(i32),
-    /// Error number, 0: nothing went wrong; and flags, as of a message.
+    /// The error number, which is 0 for success, and the flags of the message.
     EndOfDump(i32, u16),
 }
 
-/// Gives every answer in `bytes` to `take`, with the sequence number of the request that it answers.
+/// Gives every answer in `bytes` to `take`, with the sequence number of the request that it
+/// answers.
 fn each_answer(bytes: &[u8], mut take: impl FnMut(NetlinkAnswer<'_>, u32)) {
     let mut rest = bytes;
     while let (Some(length), Some(kind), Some(flags), Some(sequence)) =
@@ -240,7 +245,7 @@ fn each_answer(bytes: &[u8], mut take: impl FnMut(NetlinkAnswer<'_>, u32)) {
         let errno = || word(body, 0).unwrap_or(0).cast_signed().wrapping_neg();
         let answer = match kind {
             NLMSG_ERROR => NetlinkAnswer::Verdict(errno()),
-            // What is not negative there is no error.
+            // A value that is not negative is no error here.
             NLMSG_DONE => NetlinkAnswer::EndOfDump(errno().max(0), flags),
             kind => NetlinkAnswer::Message(kind, flags, body),
         };
@@ -249,7 +254,7 @@ fn each_answer(bytes: &[u8], mut take: impl FnMut(NetlinkAnswer<'_>, u32)) {
     }
 }
 
-/// Of a verdict that is not longer than [`NLM_F_CAPPED`] says.
+/// Returns the kernel's message in a verdict that has [`NLM_F_CAPPED`] and attributes.
 fn words(verdict: &[u8]) -> Option<&str> {
     const ERRNO: usize = 4;
     const WITH_WORDS: u16 = NLM_F_CAPPED | NLM_F_ACK_TLVS;
@@ -259,12 +264,12 @@ fn words(verdict: &[u8]) -> Option<&str> {
     Attributes(attributes).text(NLMSGERR_ATTR_MSG)
 }
 
-/// The answers to one request, as far as they were read.
+/// The state of reading the answers to one request.
 #[derive(Debug)]
 struct Reading {
     sequence: u32,
     flags: u16,
-    /// Error number; 0: none.
+    /// The error number at the end, 0 for success. `None` until the end is read.
     end: Option<i32>,
 }
 
@@ -296,7 +301,7 @@ impl Reading {
 /// A message that the kernel has refused.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Refused {
-    /// Its place among the messages that were sent.
+    /// The index of the message among those that were sent.
     pub message: u32,
     pub errno: i32,
 }
@@ -304,8 +309,8 @@ pub struct Refused {
 /// A connection to one protocol of the kernel.
 pub struct NetlinkSocket {
     socket: Socket,
-    /// Sequence number of the next message. None is used twice, so that nothing that is left of one
-    /// request is taken for the answer to another.
+    /// The sequence number of the next message. No number is used twice, so that a late answer to
+    /// one request is never taken for the answer to another.
     next: AtomicU32,
 }
 
@@ -317,13 +322,15 @@ impl NetlinkSocket {
         Ok(Self { socket, next: AtomicU32::new(1) })
     }
 
-    /// Sends one request and gives the type and body of each answer to `take`, until the kernel is done.
+    /// Sends one request and gives the type and body of each answer to `take`, until the kernel is
+    /// done.
     pub fn request(&self, request: &Messages, mut take: impl FnMut(u16, &[u8])) -> io::Result<()> {
         let sequence = self.send(request)?;
         self.read(sequence, |kind, body| take(kind, body)).map(drop)
     }
 
-    /// The kernel's verdict on a request that is only acknowledged, with its own words for it, where it or a driver has some.
+    /// Returns the kernel's verdict on a request that is only acknowledged. With it comes a message
+    /// of the kernel or of a driver, if there is one.
     pub fn verdict(&self, request: &Messages) -> io::Result<(io::Result<()>, Option<String>)> {
         self.socket.set_ext_ack(true).and_then(|()| self.socket.set_cap_ack(true))?;
         let sequence = self.send(request)?;
@@ -345,7 +352,8 @@ impl NetlinkSocket {
         }
     }
 
-    /// A list that is the same from its beginning to its end. `parse` may be called for an attempt that is thrown away.
+    /// Reads a list that does not change from its beginning to its end. `parse` may be called for
+    /// an attempt that is discarded.
     pub fn dump<T>(&self, request: &Messages, parse: impl Fn(u16, &[u8]) -> Option<T>) -> io::Result<Vec<T>> {
         for _ in 0..DUMP_TRIES {
             let mut list = Vec::new();
@@ -360,8 +368,8 @@ impl NetlinkSocket {
         Err(io::Error::other(CHANGING))
     }
 
-    /// Reads a list as [`Self::dump`] does, and takes it for whole if it reads the same twice. The
-    /// kernel also marks a list of nf_tables as interrupted if only another program's table has
+    /// Reads a list as [`Self::dump`] does, and also accepts one that reads the same twice. The
+    /// kernel marks a list of nf_tables as interrupted even if only another program's table has
     /// changed.
     pub fn dump_of_part<T: PartialEq>(
         &self,
@@ -383,7 +391,7 @@ impl NetlinkSocket {
         Err(io::Error::other(CHANGING))
     }
 
-    /// Sends a single request with a sequence number of its own, and answers with that.
+    /// Sends a single request with a new sequence number, and returns that number.
     fn send(&self, request: &Messages) -> io::Result<u32> {
         let sequence = self.next.fetch_add(1, Ordering::Relaxed);
         let mut bytes = request.bytes().to_vec();
@@ -394,8 +402,9 @@ impl NetlinkSocket {
         Ok(sequence)
     }
 
-    /// The kernel fills as much as the longest buffer that it was given has room for: a list in small pieces takes it
-    /// longer than one in large ones, as it looks for its place in the list for each.
+    /// Receives one buffer of answers. The kernel fills as much as the largest buffer that it was
+    /// ever given has room for. A list in small pieces takes it longer than one in large ones,
+    /// because it searches for its position in the list anew for each.
     fn receive(&self, bytes: &mut BytesMut, flags: libc::c_int) -> io::Result<()> {
         bytes.clear();
         let length = self.socket.recv(bytes, libc::MSG_TRUNC | flags)?;
@@ -407,7 +416,7 @@ impl NetlinkSocket {
         Ok(())
     }
 
-    /// Answers with all flags that the answers have.
+    /// Reads the answers to a request, and returns all flags that they have.
     fn read(&self, sequence: u32, mut take: impl FnMut(u16, &[u8])) -> io::Result<u16> {
         let (mut reading, mut bytes) = (Reading::new(sequence), BytesMut::with_capacity(MOST_AT_ONCE));
         while reading.end.is_none() {
@@ -420,8 +429,9 @@ impl NetlinkSocket {
         }
     }
 
-    /// Sends the message that `write` makes of each item, many in one call; answers with those that were refused, by place.
-    /// As for [`Self::send_at_once`]. An error: the messages from some portion on were not sent.
+    /// Sends the message that `write` makes of each item, many in one call. Returns those that were
+    /// refused, by index. The limits of [`Self::send_at_once`] apply. After an error, the messages
+    /// from some portion on were not sent.
     pub fn send_each<T>(
         &self,
         items: &[T],
@@ -439,9 +449,9 @@ impl NetlinkSocket {
         Ok(refused)
     }
 
-    /// Sends all messages in one call; returns those that were refused. This works with protocols
-    /// that have answered when the call comes back, as nfnetlink has. If there are more refusals
-    /// than the socket has room for, the kernel drops the rest: then only some are returned.
+    /// Sends all messages in one call, and returns those that were refused. This works with
+    /// protocols that have answered when the call returns, such as nfnetlink. If the socket has no
+    /// room for all refusals, the kernel drops the rest, and only some are returned.
     pub fn send_at_once(
         &self,
         mut messages: Messages,
@@ -450,8 +460,8 @@ impl NetlinkSocket {
         room(&self.socket)?;
         let first = self.next.fetch_add(messages.count(), Ordering::Relaxed);
         messages.number_from(first);
-        // Answers to an earlier request would take the room of these, and their overflow would be
-        // taken for an overflow of these.
+        // Old answers would take the room of the new ones, and an old overflow would be taken for a
+        // new one.
         self.take_waiting(|_| ())?;
         let parts: Vec<_> = messages.parts().map(IoSlice::new).collect();
         sendmsg::<NetlinkAddr>(self.socket.as_raw_fd(), &parts, &[], MsgFlags::empty(), None)?;
@@ -468,14 +478,14 @@ impl NetlinkSocket {
             });
         })?;
         match overflow {
-            // It is known that something was refused, but not what.
+            // Something was refused, but it is not known what.
             Some(overflow) if refused.is_empty() => Err(overflow),
             Some(_) | None => Ok(refused),
         }
     }
 
-    /// Gives the answers that wait to `take`, until none does. Returns ENOBUFS if the kernel has
-    /// dropped some for want of room.
+    /// Gives the answers that wait to `take`, until there are none. Returns ENOBUFS if the kernel
+    /// has dropped some because there was no room.
     fn take_waiting(&self, mut take: impl FnMut(&[u8])) -> io::Result<Option<io::Error>> {
         let (mut overflow, mut bytes) = (None, BytesMut::with_capacity(MOST_AT_ONCE));
         loop {
@@ -545,7 +555,7 @@ mod tests {
         assert_eq!(count(bytes), 1);
         assert_eq!(count(&bytes[..bytes.len() - 1]), 0);
         assert_eq!(Attributes(&bytes[16..20]).next(), None);
-        // A length of zero would go on for ever.
+        // A length of zero must not make the loop endless.
         assert_eq!(count(&[0; 64]), 0);
         assert_eq!(Attributes(&[0; 8]).count(), 0);
     }
@@ -584,15 +594,16 @@ mod tests {
         assert_eq!(words(&with(NLM_F_CAPPED | NLM_F_ACK_TLVS)[..30]), None, "cut off");
     }
 
-    /// Opens a connection to rtnetlink, which answers at once. It has room for fewer than 4,000
-    /// answers, whatever net.core.rmem_default is.
+    /// Opens a connection to rtnetlink, which answers at once. Its buffer has room for fewer than
+    /// 4,000 answers, whatever net.core.rmem_default is.
     fn routes() -> NetlinkSocket {
         let kernel = NetlinkSocket::open(libc::NETLINK_ROUTE as isize).unwrap();
         kernel.socket.set_rx_buf_sz(64 << 10).unwrap();
         kernel
     }
 
-    /// Messages of a type that rtnetlink does not know: it refuses each with an answer of its own.
+    /// Returns messages of a type that rtnetlink does not know. It refuses each with an answer of
+    /// its own.
     fn unknown(count: u32) -> Messages {
         let mut messages = Messages::default();
         for _ in 0..count {
@@ -601,7 +612,7 @@ mod tests {
         messages
     }
 
-    /// Asks for the loopback interface, which is never refused.
+    /// Returns requests for the loopback interface, which are never refused.
     fn accepted(count: u32) -> Messages {
         let mut index = [0; 16];
         index[4..8].copy_from_slice(&1_u32.to_ne_bytes());
@@ -661,7 +672,7 @@ mod tests {
             read(&[answer(32, NLM_F_DUMP_INTR, 0, 0), answer(NLMSG_DONE, 2, 0, 0)]),
             (Some(0), true, 1)
         );
-        // Of another request.
+        // These answers belong to another request.
         assert_eq!(read(&[answer(32, 2, 5, 0), answer(NLMSG_DONE, 2, 5, 0)]), (None, false, 0));
     }
 }

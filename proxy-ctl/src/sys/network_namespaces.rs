@@ -1,4 +1,5 @@
-//! The network namespaces that are mounted in sight of this process: container runtimes mount those of pods below /run.
+//! The network namespaces whose mounts this process can see. Container runtimes mount those of pods
+//! below /run.
 
 use std::{
     collections::BTreeMap,
@@ -14,17 +15,18 @@ use super::{CallError, filesystem::unescape};
 
 const OWN: &str = "/proc/thread-self/ns/net";
 
-/// A network namespace that stays as long as this value.
+/// A network namespace, which exists at least as long as this value.
 #[derive(Debug)]
 pub struct NetworkNamespace(File);
 
 impl NetworkNamespace {
-    /// That of this thread.
+    /// Opens the network namespace of this thread.
     pub fn own() -> io::Result<Self> {
         File::open(OWN).map(Self)
     }
 
-    /// `None`: it is gone, or another mount hides it.
+    /// Opens the namespace that is mounted at `path`. Returns `None` if it is gone or another mount
+    /// hides it.
     pub fn open(path: &Path, inode: u64) -> io::Result<Option<Self>> {
         match File::open(path) {
             Ok(file) if file.metadata()?.ino() == inode => Ok(Some(Self(file))),
@@ -39,24 +41,25 @@ impl NetworkNamespace {
         &self.0
     }
 
-    /// What tells it from others that are there at the same time.
+    /// Returns the number that distinguishes it from all other namespaces that exist now.
     pub fn inode(&self) -> io::Result<u64> {
         Ok(self.0.metadata()?.ino())
     }
 
-    /// Moves this thread there, and nothing else of the process. `EPERM`: it needs CAP_SYS_ADMIN.
+    /// Moves this thread into the namespace, and no other thread of the process. Returns `EPERM`
+    /// without CAP_SYS_ADMIN.
     pub fn enter(&self) -> Result<(), CallError> {
         setns(&self.0, CloneFlags::CLONE_NEWNET).map_err(|errno| CallError::new("setns", errno.into()))
     }
 }
 
-/// Where each that is mounted is, by its inode.
+/// Returns the mount points of all mounted network namespaces, by inode.
 pub fn mounted() -> io::Result<BTreeMap<u64, PathBuf>> {
     Ok(fs::read_to_string("/proc/thread-self/mountinfo")?.lines().filter_map(mount).collect())
 }
 
-/// Inode of a network namespace, and where it is mounted:
-/// `543 25 0:4 net:[4026532288] /run/netns/a rw shared:3 - nsfs nsfs rw`
+/// Parses the inode of a network namespace and its mount point from a line such as
+/// `543 25 0:4 net:[4026532288] /run/netns/a rw shared:3 - nsfs nsfs rw`.
 fn mount(line: &str) -> Option<(u64, PathBuf)> {
     let mut words = line.split(' ').skip(3);
     let inode = words.next()?.strip_prefix("net:[")?.strip_suffix(']')?.parse().ok()?;
@@ -85,7 +88,7 @@ mod tests {
         assert_eq!(mount(line), expected.map(|(inode, point)| (inode, point.into())));
     }
 
-    /// Mounts a new namespace at a new file, and stays in the one that the thread was in.
+    /// Mounts a new namespace at a new file, and returns to the namespace of the thread.
     fn mount_new(point: &Path) -> u64 {
         let before = NetworkNamespace::own().unwrap();
         unshare(CloneFlags::CLONE_NEWNET).unwrap();

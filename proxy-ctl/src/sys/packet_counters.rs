@@ -1,4 +1,4 @@
-//! Named counters that rules of netfilter count packets into (nfnetlink_acct, 3.3).
+//! Named counters into which netfilter rules count packets (nfnetlink_acct, Linux 3.3).
 
 use std::io;
 
@@ -15,19 +15,19 @@ const GET: u16 = SUBSYSTEM << 8 | 1;
 const DELETE: u16 = SUBSYSTEM << 8 | 3;
 const NAME: u16 = 1;
 const PACKETS: u16 = 2;
-/// `nfgenmsg`: no family, version, no resource.
+/// An `nfgenmsg` without a family, version and resource.
 const HEADER: [u8; 4] = [0; 4];
 
-/// What has become of a counter that was to be removed.
+/// The result of removing a counter.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum RemovedCounter {
     Done,
     NotThere,
-    /// A rule counts into it.
+    /// A rule counts into the counter.
     InUse,
 }
 
-/// The counters of this thread's network namespace. Needs CAP_NET_ADMIN there.
+/// A connection to the counters of this thread's network namespace. Needs CAP_NET_ADMIN there.
 pub struct PacketCounters(NetlinkSocket);
 
 impl PacketCounters {
@@ -35,7 +35,8 @@ impl PacketCounters {
         NetlinkSocket::open(NETLINK_NETFILTER).map(Self).map_err(CallError::of("socket(NETLINK_NETFILTER)"))
     }
 
-    /// Makes it; one that is there goes on counting. False: the kernel has no counters (CONFIG_NETFILTER_NETLINK_ACCT).
+    /// Makes a counter. An existing one keeps counting. Returns false if the kernel has no such
+    /// counters (CONFIG_NETFILTER_NETLINK_ACCT).
     pub fn create(&self, name: &str) -> Result<bool, CallError> {
         match self.ask(NEW, NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL, name) {
             Ok(_) => Ok(true),
@@ -45,7 +46,7 @@ impl PacketCounters {
         }
     }
 
-    /// Packets that were counted; `None`: there is no such counter.
+    /// Returns the number of packets counted, or `None` if there is no such counter.
     pub fn packets(&self, name: &str) -> Result<Option<u64>, CallError> {
         match self.ask(GET, NLM_F_ACK, name) {
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) || is_lacking(&error) => Ok(None),
@@ -64,7 +65,7 @@ impl PacketCounters {
         }
     }
 
-    /// Answers with the packets that the kernel tells of.
+    /// Sends a request and returns the number of packets in the answer, if it has one.
     fn ask(&self, kind: u16, flags: u16, name: &str) -> io::Result<Option<u64>> {
         let mut request = Messages::default();
         request.begin(kind, flags, &HEADER).text(NAME, name);
@@ -74,7 +75,7 @@ impl PacketCounters {
     }
 }
 
-/// The kernel knows nothing of counters.
+/// Returns true if the error means that the kernel has no such counters.
 fn is_lacking(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP))
 }

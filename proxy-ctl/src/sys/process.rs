@@ -1,14 +1,15 @@
-//! What /proc tells of a process.
+//! Facts about a process from /proc.
 
 use std::{fmt, fs};
 
-/// The numbers of /proc/PROCESS/stat, as proc(5) counts them. `process`: its id, or `self`.
+/// Returns the numbers of /proc/PROCESS/stat, counted as in proc(5). `process` is an id or `self`.
 pub fn stat(process: impl fmt::Display) -> Option<impl Fn(usize) -> Option<u64>> {
     numbers(&fs::read_to_string(format!("/proc/{process}/stat")).ok()?)
 }
 
 fn numbers(stat: &str) -> Option<impl Fn(usize) -> Option<u64> + use<>> {
-    // The second field, a name, may hold spaces and brackets: the third is the first after it.
+    // The second field, a name, may contain spaces and brackets. So fields are counted from behind
+    // its last bracket.
     let fields = stat.rsplit_once(')')?.1.to_owned();
     Some(move |number: usize| fields.split_whitespace().nth(number.checked_sub(3)?)?.parse().ok())
 }

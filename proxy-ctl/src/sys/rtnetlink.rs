@@ -17,7 +17,8 @@ pub const RULES: [u32; 2] = [8, 19];
 /// Since 5.3.
 pub const NEXT_HOPS: u32 = 32;
 
-/// Size of the socket's receive buffer. When it is full, the kernel drops changes and reports an overrun.
+/// Size of the socket's receive buffer. When it is full, the kernel drops changes and reports an
+/// overrun.
 const RECEIVE_BUFFER: usize = 1 << 20;
 
 /// A socket that does not block.
@@ -38,11 +39,13 @@ pub enum Waiting {
     Nothing,
     /// Some changes, which were taken. More may wait.
     Changes,
-    /// More than there is room for: the kernel has dropped changes, and drops all until nothing waits any more.
+    /// More than there is room for: the kernel has dropped changes, and drops all until nothing
+    /// waits any more.
     Lost,
 }
 
-/// Takes some of the changes that are waiting. `None`: a change that is not understood, as newer kernels may send what this version does not know.
+/// Takes some of the changes that are waiting. `None`: a change that is not understood, as newer
+/// kernels may send what this version does not know.
 pub fn take_waiting(
     socket: &Socket,
     take: impl FnMut(Option<&RouteNetlinkMessage>),

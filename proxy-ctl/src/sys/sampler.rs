@@ -1,8 +1,8 @@
-//! Interrupts this process in proportion to the CPU time that it uses (SIGPROF), and keeps the call stacks that it was in
-//! until they are collected.
+//! Interrupts this process in proportion to the CPU time that it uses (SIGPROF), and keeps the call
+//! stacks that it was in until they are collected.
 //!
-//! The signal handler neither waits, locks nor allocates: it writes to static slots, which cost no memory before they are
-//! used.
+//! The signal handler neither waits, locks nor allocates: it writes to static slots, which cost no
+//! memory before they are used.
 
 use std::{
     ffi::{c_int, c_void},
@@ -60,8 +60,8 @@ impl Sampler {
         // The kernel restarts interrupted system calls where it can.
         let flags = SaFlags::SA_RESTART | SaFlags::SA_SIGINFO;
         let action = SigAction::new(SigHandler::SigAction(handle), flags, SigSet::empty());
-        // SAFETY: `handle` may run at any time: it calls nothing that waits or allocates. It stays installed, as a
-        // signal may still be on its way when the timer has been stopped.
+        // SAFETY: `handle` may run at any time: it calls nothing that waits or allocates. It stays
+        // installed, as a signal may still be on its way when the timer has been stopped.
         unsafe { sigaction(Signal::SIGPROF, &action) }
             .map_err(|errno| CallError::new("sigaction(SIGPROF)", errno.into()))?;
         set_timer(period)?;
@@ -139,8 +139,8 @@ impl Slot {
     }
 }
 
-/// No sampler interrupts the calling thread, until it is dropped: for calls that the kernel gives up when a signal
-/// comes, as checking a program does (EAGAIN).
+/// No sampler interrupts the calling thread, until it is dropped: for calls that the kernel gives
+/// up when a signal comes, as checking a program does (EAGAIN).
 #[derive(Debug)]
 pub struct Undisturbed {
     /// What was blocked before; it belongs to this thread.
@@ -169,7 +169,8 @@ impl Drop for Undisturbed {
 }
 
 extern "C" fn handle(_: c_int, _: *mut libc::siginfo_t, context: *mut c_void) {
-    // SAFETY: with SA_SIGINFO the third argument is the interrupted context, this handler's alone while it runs.
+    // SAFETY: with SA_SIGINFO the third argument is the interrupted context, this handler's alone
+    // while it runs.
     let context = unsafe { context.cast::<libc::ucontext_t>().as_ref() };
     let Some(context) = context.filter(|_| TAKEN.load(SeqCst)) else { return };
     let frames = Frames::interrupted(Registers::of(context));
@@ -181,7 +182,8 @@ extern "C" fn handle(_: c_int, _: *mut libc::siginfo_t, context: *mut c_void) {
 
 fn thread_name() -> [u8; 16] {
     let mut name = [0; 16];
-    // SAFETY: the kernel writes up to 16 bytes to `name`. It cannot fail, and so leaves errno alone.
+    // SAFETY: the kernel writes up to 16 bytes to `name`. It cannot fail, and so leaves errno
+    // alone.
     unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };
     name
 }

@@ -18,7 +18,8 @@ const DESTROY: u16 = 21;
 const ID: usize = 4;
 /// `inet_diag_sockid`: ports and addresses in network order, interface, cookie.
 const ID_LENGTH: usize = 48;
-/// What the peer has not acknowledged, a FIN as one byte: after the time of expiry and the queue of what is received.
+/// What the peer has not acknowledged, a FIN as one byte: after the time of expiry and the queue of
+/// what is received.
 const UNACKNOWLEDGED: usize = ID + ID_LENGTH + 8;
 /// After that and the user.
 const INODE: usize = UNACKNOWLEDGED + 8;
@@ -73,7 +74,8 @@ pub struct ConnectedSocket {
     pub cookie: u64,
     pub local: SocketAddr,
     pub peer: SocketAddr,
-    /// A process has it open, or will accept it, or has closed it and the peer has not got all data yet.
+    /// A process has it open, or will accept it, or has closed it and the peer has not got all data
+    /// yet.
     pub is_open: bool,
 }
 
@@ -120,8 +122,9 @@ impl SocketDiag {
         NetlinkSocket::open(NETLINK_SOCK_DIAG).map(Self).map_err(CallError::of("socket(NETLINK_SOCK_DIAG)"))
     }
 
-    /// The connected sockets of `family`, Inet or Inet6; the latter may have IPv4-mapped peers. Each has a cookie from then on.
-    /// `ENOENT`: the kernel lists none of this protocol (CONFIG_INET_TCP_DIAG, CONFIG_INET_UDP_DIAG).
+    /// The connected sockets of `family`, Inet or Inet6; the latter may have IPv4-mapped peers.
+    /// Each has a cookie from then on. `ENOENT`: the kernel lists none of this protocol
+    /// (CONFIG_INET_TCP_DIAG, CONFIG_INET_UDP_DIAG).
     pub fn connected(
         &self,
         family: AddressFamily,
@@ -160,10 +163,12 @@ impl SocketDiag {
         sockets.map_err(CallError::of("netlink SOCK_DIAG_BY_FAMILY"))
     }
 
-    /// Ends a socket: its process gets ECONNABORTED where it reads or polls, and EDESTADDRREQ where it sends datagrams without having
-    /// done so; a TCP peer gets a RST. The kernel finds it by its ends and compares the cookie. False: it is gone already, is not
-    /// connected there any more, or another with the same ends (SO_REUSEPORT) was found in its place. Needs CAP_NET_ADMIN in the user
-    /// namespace that the network namespace belongs to. `EOPNOTSUPP`: the kernel cannot (CONFIG_INET_DIAG_DESTROY).
+    /// Ends a socket: its process gets ECONNABORTED where it reads or polls, and EDESTADDRREQ where
+    /// it sends datagrams without having done so; a TCP peer gets a RST. The kernel finds it by its
+    /// ends and compares the cookie. False: it is gone already, is not connected there any more, or
+    /// another with the same ends (SO_REUSEPORT) was found in its place. Needs CAP_NET_ADMIN in the
+    /// user namespace that the network namespace belongs to. `EOPNOTSUPP`: the kernel cannot
+    /// (CONFIG_INET_DIAG_DESTROY).
     pub fn destroy(&self, socket: &ConnectedSocket) -> Result<bool, CallError> {
         done(self.0.request(&destroy(socket), |_, _| ()))
     }
@@ -178,7 +183,8 @@ fn done(answer: io::Result<()>) -> Result<bool, CallError> {
     }
 }
 
-/// What is missing to end sockets that are connected, as the kernel's configuration names it. Ends none.
+/// What is missing to end sockets that are connected, as the kernel's configuration names it. Ends
+/// none.
 pub fn lacks(transport: Transport) -> Result<Option<&'static str>, CallError> {
     let diag = SocketDiag::open()?;
     let mut request = Messages::default();
@@ -226,7 +232,8 @@ mod tests {
         assert_eq!((socket.peer.to_string().as_str(), socket.cookie), ("10.1.0.9:5353", 1 << 32 | 7));
         assert_eq!(socket.local.to_string(), "10.1.0.5:4000");
         let request = destroy(&socket);
-        // Header of netlink, family and protocol; then the states; then the id, with the cookie at its end.
+        // Header of netlink, family and protocol; then the states; then the id, with the cookie at
+        // its end.
         assert_eq!(request.bytes()[16..18], [libc::AF_INET as u8, 17]);
         assert_eq!(request.bytes()[24..], answer[ID..ID + ID_LENGTH]);
         assert!((0..answer.len()).all(|length| parse(Transport::Udp, &answer[..length]).is_none()));

@@ -26,8 +26,9 @@ pub struct StoredSocket<T> {
 /// What precedes each value.
 const HEADER: usize = 16;
 
-/// Reads maps of values of this type, of all network namespaces at once. Linux 5.9; needs CAP_BPF and CAP_PERFMON.
-/// `EPERM` with both: a kernel that is locked down may refuse each iterator over a map; it still has [`SocketIterators`].
+/// Reads maps of values of this type, of all network namespaces at once. Linux 5.9; needs CAP_BPF
+/// and CAP_PERFMON. `EPERM` with both: a kernel that is locked down may refuse each iterator over a
+/// map; it still has [`SocketIterators`].
 #[derive(Debug)]
 pub struct StorageReader<T> {
     program: OwnedFd,
@@ -42,7 +43,8 @@ impl<T: Pod> StorageReader<T> {
         Ok(Self { program, types: PhantomData })
     }
 
-    /// Every socket that has a value in `map`, which must be a socket storage of values of this type.
+    /// Every socket that has a value in `map`, which must be a socket storage of values of this
+    /// type.
     pub fn read(&self, map: BorrowedFd<'_>) -> Result<Vec<StoredSocket<T>>, CallError> {
         check::<T>(map)?;
         read(bpf::link_iterator(self.program.as_fd(), Some(map))?.as_fd())
@@ -70,8 +72,8 @@ impl SocketIterators {
         Ok(found)
     }
 
-    /// What `map`, a socket storage of values of this type, has of sockets of these transports. Linux 5.11; needs CAP_BPF and
-    /// CAP_PERFMON.
+    /// What `map`, a socket storage of values of this type, has of sockets of these transports.
+    /// Linux 5.11; needs CAP_BPF and CAP_PERFMON.
     pub fn storage<T: Pod>(
         &self,
         map: BorrowedFd<'_>,
@@ -123,7 +125,8 @@ fn check<T>(map: BorrowedFd<'_>) -> Result<(), CallError> {
 }
 
 fn read<T: Pod>(link: BorrowedFd<'_>) -> Result<Vec<StoredSocket<T>>, CallError> {
-    /// The kernel's own buffer. A read that asks for less ends in the middle of a table, and some iterators go on from there by counting.
+    /// The kernel's own buffer. A read that asks for less ends in the middle of a table, and some
+    /// iterators go on from there by counting.
     const AT_ONCE: usize = 32 << 10;
     let (mut file, mut bytes, mut buffer) = (File::from(bpf::iterator(link)?), Vec::new(), vec![0; AT_ONCE]);
     loop {
@@ -193,7 +196,8 @@ impl Offsets {
         let leave_if_zero = |register: u64| LEAVE_IF_ZERO | register << 8;
         let call = |helper: u64| 0x85 | helper << 32;
         let mut program = vec![copy(6, 1)];
-        // The socket to r7, its value to r8, its protocol to r9. All are null at the end of the list.
+        // The socket to r7, its value to r8, its protocol to r9. All are null at the end of the
+        // list.
         match visited {
             Visited::Value => program.extend([
                 load(DOUBLE, 7, 6, 16),

@@ -155,8 +155,8 @@ fn filter_info(priority: u16) -> u32 {
     u32::from(priority) << 16 | u32::from(ETH_P_ALL.to_be())
 }
 
-/// Attaches `program`, or swaps it in where there is a filter with this priority and handle. An error
-/// names `call`: [`ADD_FILTER`], or [`REPLACE_FILTER`] where there is one.
+/// Attaches `program`, or swaps it in where there is a filter with this priority and handle. An
+/// error names `call`: [`ADD_FILTER`], or [`REPLACE_FILTER`] where there is one.
 pub fn put_filter(
     call: &'static str,
     interface: u32,
@@ -195,7 +195,8 @@ pub fn remove_filter(
     }
 }
 
-/// What `parse` makes of the body of each filter message of one direction; nothing where there is no clsact qdisc.
+/// What `parse` makes of the body of each filter message of one direction; nothing where there is
+/// no clsact qdisc.
 fn list<T>(
     interface: u32,
     direction: Direction,

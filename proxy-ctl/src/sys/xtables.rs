@@ -1,7 +1,8 @@
 //! iptables: its tools, what they print, and which backend a node uses.
 //!
-//! Here are chains of iptables-legacy by the kernel's own interface of before nf_tables, read only. It can but replace a whole
-//! table, and would undo changes that others make at the same time: only its tools write, which share a lock.
+//! Here are chains of iptables-legacy by the kernel's own interface of before nf_tables, read only.
+//! It can but replace a whole table, and would undo changes that others make at the same time: only
+//! its tools write, which share a lock.
 
 use std::{
     fs, io,
@@ -65,7 +66,8 @@ fn layout(family: TableFamily) -> Layout {
     }
 }
 
-/// Tables that are there; to ask for another one would make it. None where the kernel has no iptables-legacy.
+/// Tables that are there; to ask for another one would make it. None where the kernel has no
+/// iptables-legacy.
 pub fn tables(family: TableFamily) -> Result<Vec<String>, CallError> {
     match fs::read_to_string(layout(family).tables) {
         Ok(names) => Ok(names.lines().map(str::to_owned).collect()),
@@ -74,25 +76,28 @@ pub fn tables(family: TableFamily) -> Result<Vec<String>, CallError> {
     }
 }
 
-/// What the kernel tells of a table without its rules: how many they are, their size, and where those of each chain of its
-/// own begin and end. A change that leaves all of that as it was cannot be seen by it.
+/// What the kernel tells of a table without its rules: how many they are, their size, and where
+/// those of each chain of its own begin and end. A change that leaves all of that as it was cannot
+/// be seen by it.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Outline(Vec<u8>);
 
-/// Takes no time, however long the table is. `None`: no packet of this family comes. Needs CAP_NET_ADMIN.
+/// Takes no time, however long the table is. `None`: no packet of this family comes. Needs
+/// CAP_NET_ADMIN.
 pub fn outline(family: TableFamily, table: &str) -> Result<Option<Outline>, CallError> {
     let Some(socket) = socket(family)? else { return Ok(None) };
     read_outline(&socket, family, table).map(Some)
 }
 
-/// Names of the user-defined chains of `table`. Takes memory and time as the table does: 150 MB for 310,000
-/// rules. `None`: no packet of this family comes. Needs CAP_NET_ADMIN.
+/// Names of the user-defined chains of `table`. Takes memory and time as the table does: 150 MB for
+/// 310,000 rules. `None`: no packet of this family comes. Needs CAP_NET_ADMIN.
 pub fn chains(family: TableFamily, table: &str) -> Result<Option<(Outline, Vec<String>)>, CallError> {
     let names = |entries: &[u8]| chain_names(entries, layout(family).target_offset);
     Ok(entries(family, table)?.map(|(outline, entries)| (outline, names(&entries[ENTRIES..]))))
 }
 
-/// Whether a rule of `table` has this comment. `None`: the table has no such chain. Costs as [`chains`] does. Needs CAP_NET_ADMIN.
+/// Whether a rule of `table` has this comment. `None`: the table has no such chain. Costs as
+/// [`chains`] does. Needs CAP_NET_ADMIN.
 pub fn has_comment(
     family: TableFamily,
     table: &str,
@@ -160,7 +165,8 @@ fn get(
     if result == 0 { Ok(()) } else { Err(CallError::last(call)) }
 }
 
-/// A user-defined chain begins with a rule whose target is ERROR, with its name; so does the table's end.
+/// A user-defined chain begins with a rule whose target is ERROR, with its name; so does the
+/// table's end.
 fn chain_names(mut rules: &[u8], target_offset: usize) -> Vec<String> {
     let mut names = Vec::new();
     while let (Some(target), Some(next)) = (half(rules, target_offset), half(rules, target_offset + 2)) {
@@ -177,8 +183,8 @@ fn chain_names(mut rules: &[u8], target_offset: usize) -> Vec<String> {
     names
 }
 
-/// A match is its size (16 bits), its name with the revision in the last byte (30), and its data: with `comment` a text that ends
-/// with 0. Offsets are multiples of 8 (`XT_ALIGN`).
+/// A match is its size (16 bits), its name with the revision in the last byte (30), and its data:
+/// with `comment` a text that ends with 0. Offsets are multiples of 8 (`XT_ALIGN`).
 fn contains_comment(rules: &[u8], comment: &str) -> bool {
     const MATCH_NAME: &[u8] = b"comment\0";
     let is_comment = |at: usize| {

@@ -90,7 +90,8 @@ impl Batch {
         self.0.append(part.0);
     }
 
-    /// Place of the message that comes next, as [`Refused::message`](super::super::netlink::Refused) names it.
+    /// Place of the message that comes next, as
+    /// [`Refused::message`](super::super::netlink::Refused) names it.
     pub fn next(&self) -> u32 {
         self.0.count()
     }
@@ -233,12 +234,14 @@ impl Batch {
         }
     }
 
-    /// Makes a table that does nothing with any packet, but has the kernel go on translating the connections that it
-    /// knows: it does so only while there is a chain of type nat, of any hook, and a rule that asks conntrack. The table
-    /// must not be there, or be deleted before in this batch.
+    /// Makes a table that does nothing with any packet, but has the kernel go on translating the
+    /// connections that it knows: it does so only while there is a chain of type nat, of any hook,
+    /// and a rule that asks conntrack. The table must not be there, or be deleted before in this
+    /// batch.
     ///
-    /// Answers with the places of its messages. A kernel that cannot make it refuses the first of them that it knows
-    /// nothing of, with ENOENT, where it has no chains of type nat (nft_chain_nat) or no expression ct (nft_ct).
+    /// Answers with the places of its messages. A kernel that cannot make it refuses the first of
+    /// them that it knows nothing of, with ENOENT, where it has no chains of type nat
+    /// (nft_chain_nat) or no expression ct (nft_ct).
     pub fn make_holder(
         &mut self,
         family: TableFamily,

@@ -113,7 +113,8 @@ pub enum Conntrack {
     Status,
     /// One byte: [`ORIGINAL`] or [`REPLY`].
     Direction,
-    /// Where its first packet was sent to: 4 or 16 bytes, and a port of 2 bytes, both in network order.
+    /// Where its first packet was sent to: 4 or 16 bytes, and a port of 2 bytes, both in network
+    /// order.
     CalledAddress,
     CalledPort,
 }
@@ -149,7 +150,8 @@ pub enum Expression {
         length: u32,
         to: Register,
     },
-    /// Writes to the packet. The checksum of its transport follows, and `checksum`, which is that far from the header's start.
+    /// Writes to the packet. The checksum of its transport follows, and `checksum`, which is that
+    /// far from the header's start.
     SetPayload {
         header: Header,
         offset: u32,
@@ -168,7 +170,8 @@ pub enum Expression {
         key: Conntrack,
         to: Register,
     },
-    /// The kind of the packet's address, as routing sees it: [`LOCAL_ADDRESS`] and others, in the machine's order.
+    /// The kind of the packet's address, as routing sees it: [`LOCAL_ADDRESS`] and others, in the
+    /// machine's order.
     AddressType {
         of: Side,
         to: Register,
@@ -196,7 +199,8 @@ pub enum Expression {
         offset: u32,
         to: Register,
     },
-    /// Adds a key to a set from within a rule, or lets it live as long again. Of a full set it ends the rule.
+    /// Adds a key to a set from within a rule, or lets it live as long again. Of a full set it ends
+    /// the rule.
     Remember {
         set: String,
         key: Register,
@@ -207,11 +211,13 @@ pub enum Expression {
         address: Register,
         port: Register,
     },
-    /// To an address of this node: where the packet comes in the interface's, where it is sent loopback's.
+    /// To an address of this node: where the packet comes in the interface's, where it is sent
+    /// loopback's.
     Redirect {
         port: Register,
     },
-    /// With random source ports, from the first to the last, which registers hold in network order; `None`: any from 1024 on.
+    /// With random source ports, from the first to the last, which registers hold in network order;
+    /// `None`: any from 1024 on.
     Masquerade {
         ports: Option<[Register; 2]>,
     },

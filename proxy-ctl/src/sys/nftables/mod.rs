@@ -1,4 +1,5 @@
-//! Tables, chains, rules, sets and their elements in nf_tables, which iptables-nft uses too: listed, and changed in one step.
+//! Tables, chains, rules, sets and their elements in nf_tables, which iptables-nft uses too:
+//! listed, and changed in one step.
 
 mod attributes;
 mod batch;
@@ -70,7 +71,8 @@ impl NfTables {
         Self::load()
     }
 
-    /// The first use has the kernel load what it has as modules. `None`: it has no netfilter netlink.
+    /// The first use has the kernel load what it has as modules. `None`: it has no netfilter
+    /// netlink.
     pub fn load() -> Result<Option<Self>, CallError> {
         match NetlinkSocket::open(NETLINK_NETFILTER) {
             Err(error) if error.raw_os_error() == Some(libc::EPROTONOSUPPORT) => Ok(None),
@@ -98,7 +100,8 @@ impl NfTables {
     }
 }
 
-/// A request to the kernel would load the module. If it is unknown whether it is built in, it counts as built in.
+/// A request to the kernel would load the module. If it is unknown whether it is built in, it
+/// counts as built in.
 fn is_loaded() -> bool {
     let sockets = fs::read_to_string("/proc/thread-self/net/netlink");
     if sockets.is_ok_and(|sockets| !has_netfilter(&sockets)) {
@@ -112,7 +115,8 @@ fn is_loaded() -> bool {
     built_in.map_or(true, |modules| modules.lines().any(|module| module.ends_with("/nf_tables.ko")))
 }
 
-/// `sockets`: the kernel's list of netlink sockets, its own ones among them, with the protocol in the second column.
+/// `sockets`: the kernel's list of netlink sockets, its own ones among them, with the protocol in
+/// the second column.
 fn has_netfilter(sockets: &str) -> bool {
     let protocol = NETLINK_NETFILTER.to_string();
     sockets.lines().any(|socket| socket.split_whitespace().nth(1) == Some(protocol.as_str()))
@@ -138,7 +142,8 @@ mod tests {
         assert!(has_netfilter(&format!("{none}000000003c5e5b0f 12  0          00000000 0\n")));
     }
 
-    /// Of a network namespace that ends with the test, as its thread does. `None`: says that the test is skipped.
+    /// Of a network namespace that ends with the test, as its thread does. `None`: says that the
+    /// test is skipped.
     fn of_own_namespace() -> Option<NfTables> {
         unshare(CloneFlags::CLONE_NEWNET).unwrap();
         let nftables = NfTables::load().unwrap();

@@ -40,7 +40,8 @@ impl Datum {
         all.iter().fold(0, |numbers, datum| numbers << 6 | datum.number())
     }
 
-    /// Among others each has padding. Alone it has none: nft takes a longer one for damaged, and ends.
+    /// Among others each has padding. Alone it has none: nft takes a longer one for damaged, and
+    /// ends.
     fn lengths(all: &[Self]) -> u32 {
         match all {
             [alone] => alone.length(),

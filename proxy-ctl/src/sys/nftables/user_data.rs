@@ -1,4 +1,5 @@
-//! What nft and we note at tables, sets, rules and elements: a list of type, length and value, a byte each for the first two.
+//! What nft and we note at tables, sets, rules and elements: a list of type, length and value, a
+//! byte each for the first two.
 
 use crate::sys::netlink::text;
 

@@ -1,4 +1,5 @@
-//! Which backend of iptables a node uses: rules of both are in force at once, and their order is only defined within one.
+//! Which backend of iptables a node uses: rules of both are in force at once, and their order is
+//! only defined within one.
 
 use super::{Backend, ToolError, Tools, chains, tables};
 use crate::sys::{
@@ -6,7 +7,8 @@ use crate::sys::{
     nftables::{NfTables, TableFamily},
 };
 
-/// The kubelet makes one of these, in the table mangle, so that others find the backend that the node uses.
+/// The kubelet makes one of these, in the table mangle, so that others find the backend that the
+/// node uses.
 const HINTS: [&str; 2] = ["KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"];
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -26,7 +28,8 @@ pub enum BackendError {
     NoTools,
 }
 
-/// As the image of kube-proxy chooses (sigs.k8s.io/iptables-wrappers), among the backends whose tools are there.
+/// As the image of kube-proxy chooses (sigs.k8s.io/iptables-wrappers), among the backends whose
+/// tools are there.
 pub fn choose() -> Result<ChosenBackend, BackendError> {
     let has =
         |backend| Tools::find(TableFamily::Ipv4, backend).or_else(|| Tools::find(TableFamily::Ipv6, backend));

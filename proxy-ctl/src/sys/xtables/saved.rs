@@ -33,7 +33,8 @@ impl<'a> SavedLine<'a> {
     }
 }
 
-/// The words of a rule, and whether they were quoted. Within quotes a backslash escapes the next character.
+/// The words of a rule, and whether they were quoted. Within quotes a backslash escapes the next
+/// character.
 pub fn words(text: &str) -> Vec<(String, bool)> {
     let (mut words, mut word) = (Vec::new(), (String::new(), false));
     let (mut in_quotes, mut characters) = (false, text.chars());
@@ -59,8 +60,8 @@ pub fn after(words: &[(String, bool)], flags: &[&str]) -> Option<String> {
     words.get(at + 1).map(|(word, _)| word.clone())
 }
 
-/// A number by which rules are compared. Equal for rules whose matches differ in their order only: backends print them in
-/// different ones.
+/// A number by which rules are compared. Equal for rules whose matches differ in their order only:
+/// backends print them in different ones.
 pub fn digest(rule: &str) -> u64 {
     let (mut sum, mut group, mut rest) = (0_u64, FxHasher::default(), rule);
     let mut after_not = false;

@@ -1,5 +1,6 @@
-//! The programs of iptables: where they are, how they are run, and what they say when they fail. They share a lock with all
-//! others that write rules: with iptables-legacy whoever writes without it undoes what others write at the same time.
+//! The programs of iptables: where they are, how they are run, and what they say when they fail.
+//! They share a lock with all others that write rules: with iptables-legacy whoever writes without
+//! it undoes what others write at the same time.
 
 use std::{
     env,
@@ -16,7 +17,8 @@ use crate::sys::nftables::TableFamily;
 
 /// Seconds for which a tool waits for the lock.
 const LOCK_SECONDS: &str = "5";
-/// What the tools answer with when they did not get the lock, or the table had been changed meanwhile.
+/// What the tools answer with when they did not get the lock, or the table had been changed
+/// meanwhile.
 const RESOURCE_PROBLEM: i32 = 4;
 const FOLDERS: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
@@ -115,7 +117,8 @@ pub const fn program(family: TableFamily) -> &'static str {
 }
 
 impl Tools {
-    /// Looks on PATH for `iptables-legacy-save` or `iptables-nft-save`, then for an `iptables-save` of this backend.
+    /// Looks on PATH for `iptables-legacy-save` or `iptables-nft-save`, then for an `iptables-save`
+    /// of this backend.
     pub fn find(family: TableFamily, backend: Backend) -> Option<Self> {
         let program = program(family);
         let named = |name: &str| {
@@ -166,8 +169,9 @@ impl Tools {
         read.map_err(|source| ToolError::Run { program: shown(&self.save), source })
     }
 
-    /// Carries out `input`, in the form of iptables-save: chains that it declares are emptied, others are left alone. What
-    /// stands between a `*table` and its `COMMIT` is done wholly or not at all. Needs CAP_NET_ADMIN.
+    /// Carries out `input`, in the form of iptables-save: chains that it declares are emptied,
+    /// others are left alone. What stands between a `*table` and its `COMMIT` is done wholly or not
+    /// at all. Needs CAP_NET_ADMIN.
     pub fn restore(&self, input: &str) -> Result<(), ToolError> {
         let mut command = Command::new(&self.restore);
         command.args(["-w", LOCK_SECONDS, "--noflush", "--counters"]).stdin(Stdio::piped());
@@ -205,8 +209,8 @@ fn finish(program: &Path, child: Child) -> Result<(), ToolError> {
     })
 }
 
-/// Returns true for an answer of the kernel. iptables-nft ends with the exit status of a held lock also
-/// if the kernel refuses a line, or has no nf_tables and so no rule set either.
+/// Returns true for an answer of the kernel. iptables-nft ends with the exit status of a held lock
+/// also if the kernel refuses a line, or has no nf_tables and so no rule set either.
 fn tells_of_the_kernel(said: &str) -> bool {
     named_line(said).is_some() || said.contains("rule set generation id")
 }

@@ -81,8 +81,8 @@ pub enum BegunConnection {
 /// A TCP connection after its handshake. A connection that a RST has ended a short time ago counts
 /// too: a new SYN with the same ends may get the same translation.
 ///
-/// A connection in TIME_WAIT does not count, because a SYN begins a new one there. A connection in a
-/// zone other than the default one does not count either.
+/// A connection in TIME_WAIT does not count, because a SYN begins a new one there. A connection in
+/// a zone other than the default one does not count either.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct AnsweredConnection {
     pub flow: TrackedFlow,

@@ -132,7 +132,7 @@ fn driver(name: &str) -> Option<String> {
 }
 
 fn link(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {
-    /// `ifinfomsg`.
+    /// The length of `ifinfomsg`.
     const HEADER: usize = 16;
     let mut header = [0; HEADER];
     header[4..8].copy_from_slice(&index.to_ne_bytes());

@@ -45,7 +45,7 @@ pub fn provide_bpffs(path: &Path) -> io::Result<()> {
     Ok(())
 }
 
-/// Why the objects that are pinned in a folder may belong to another user.
+/// The reason why the objects that are pinned in a folder may belong to another user.
 #[derive(Debug, Eq, PartialEq, thiserror::Error)]
 pub enum Untrusted {
     #[error("is no folder; remove it, or name another folder in ebpf.bpffs")]
@@ -248,8 +248,8 @@ mod tests {
         assert_eq!(best("30 22 0:26 / /sys/fs/cgroup ro - cgroup cgroup ro\n"), None);
     }
 
-    /// Runs `scene` in a thread that has mounts of its own and no cgroup v2, as in a shell of `ip
-    /// netns exec`. The mounts go with the thread.
+    /// Runs `scene` in a thread that has mounts of its own and no cgroup v2, like a program that is
+    /// run by `ip netns exec`. The mounts go with the thread.
     fn without_cgroup2<T: Send + 'static>(scene: impl FnOnce() -> T + Send + 'static) -> T {
         let thread = std::thread::spawn(|| {
             let none = None::<&str>;

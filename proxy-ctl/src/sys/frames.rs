@@ -147,7 +147,8 @@ impl Registers {
     }
 }
 
-/// Restores errno when it is dropped, because the interrupted code may be about to read it.
+/// A value of errno that is restored when this is dropped, because the interrupted code may be
+/// about to read it.
 struct KeptErrno(i32);
 
 impl KeptErrno {

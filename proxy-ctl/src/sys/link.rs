@@ -268,7 +268,7 @@ mod tests {
         #[case] setting: &str,
         #[case] expected: Option<&str>,
     ) {
-        /// The program is `r0 = XDP_PASS; exit`.
+        /// The instructions `r0 = XDP_PASS; exit`.
         const PASS: [u64; 2] = [0x0000_0002_0000_00b7, 0x95];
         const XDP: u32 = 6;
         const BPF_XDP: u32 = 37;

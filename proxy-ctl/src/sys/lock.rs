@@ -73,8 +73,8 @@ pub fn holder_of(folder: &Path) -> Option<u32> {
     holder(&fs::read_to_string("/proc/locks").ok()?, locked)
 }
 
-/// Identifies a file. Inode numbers are unique only within a file system, and those of a bpffs are
-/// small.
+/// The identity of a file. Inode numbers are unique only within a file system, and those of a bpffs
+/// are small.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct FileId {
     major: u64,
@@ -96,8 +96,8 @@ impl FileId {
     }
 }
 
-/// Returns the process that holds a flock on `file`, from a line of `/proc/locks` such as `4: FLOCK
-/// ADVISORY  WRITE 812 00:1c:24 0 EOF`.
+/// Returns the process that holds a flock on `file`, from a line of `/proc/locks` such as
+/// `4: FLOCK  ADVISORY  WRITE 812 00:1c:24 0 EOF`.
 fn holder(locks: &str, file: FileId) -> Option<u32> {
     locks.lines().find_map(|line| {
         let mut words = line.split_whitespace();

@@ -25,7 +25,7 @@ const LPM_TRIE: u32 = 11;
 const ARRAY_OF_MAPS: u32 = 12;
 const DEVMAP_HASH: u32 = 25;
 
-/// Why a map cannot be read with the given types of keys and values.
+/// The reason why a map cannot be read with the given types of keys and values.
 #[derive(Debug, thiserror::Error)]
 pub enum Mismatch {
     #[error("a BPF map of type {0} does not have one value for each key")]

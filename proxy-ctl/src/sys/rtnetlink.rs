@@ -1,4 +1,4 @@
-//! What the kernel tells of links, addresses, routes, rules and neighbours when they change.
+//! Notifications from the kernel about changed links, addresses, routes, rules and neighbours.
 
 use std::io;
 
@@ -8,20 +8,20 @@ use netlink_sys::{Socket, protocols::NETLINK_ROUTE};
 
 use super::CallError;
 
-/// Multicast groups.
+/// Multicast groups of rtnetlink.
 pub const LINKS: u32 = 1;
 pub const NEIGHBOURS: u32 = 3;
 pub const ADDRESSES: [u32; 2] = [5, 9];
 pub const ROUTES: [u32; 2] = [7, 11];
 pub const RULES: [u32; 2] = [8, 19];
-/// Since 5.3.
+/// The group of next hop objects. Needs Linux 5.3.
 pub const NEXT_HOPS: u32 = 32;
 
-/// Size of the socket's receive buffer. When it is full, the kernel drops changes and reports an
-/// overrun.
+/// The size of the socket's receive buffer. When it is full, the kernel drops changes and reports
+/// an overrun.
 const RECEIVE_BUFFER: usize = 1 << 20;
 
-/// A socket that does not block.
+/// Returns a non-blocking socket that receives the changes of these groups.
 pub fn subscribe(groups: impl IntoIterator<Item = u32>) -> Result<Socket, CallError> {
     let mut socket = Socket::new(NETLINK_ROUTE).map_err(CallError::of("socket"))?;
     socket.bind_auto().map_err(CallError::of("bind"))?;
@@ -33,19 +33,19 @@ pub fn subscribe(groups: impl IntoIterator<Item = u32>) -> Result<Socket, CallEr
     Ok(socket)
 }
 
-/// What has been waiting.
+/// The result of reading changes that wait.
 #[derive(Debug, Eq, PartialEq)]
 pub enum Waiting {
     Nothing,
-    /// Some changes, which were taken. More may wait.
+    /// Some changes were taken. More may wait.
     Changes,
-    /// More than there is room for: the kernel has dropped changes, and drops all until nothing
-    /// waits any more.
+    /// The kernel has dropped changes for which there was no room. It drops all further ones until
+    /// nothing waits any more.
     Lost,
 }
 
-/// Takes some of the changes that are waiting. `None`: a change that is not understood, as newer
-/// kernels may send what this version does not know.
+/// Takes some of the changes that wait. `take` gets `None` for a message that is not understood,
+/// such as one of a newer kernel.
 pub fn take_waiting(
     socket: &Socket,
     take: impl FnMut(Option<&RouteNetlinkMessage>),
@@ -62,7 +62,7 @@ pub fn take_waiting(
     }
 }
 
-/// After [`Waiting::Lost`]: until the kernel tells of changes again.
+/// Discards all that waits after [`Waiting::Lost`], so that the kernel reports changes again.
 pub fn drop_waiting(socket: &Socket) -> Result<(), CallError> {
     while take_waiting(socket, |_| ())? != Waiting::Nothing {}
     Ok(())

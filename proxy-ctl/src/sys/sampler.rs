@@ -22,33 +22,33 @@ use super::{
     frames::{self, DEEPEST, Frames, Registers},
 };
 
-/// Samples that are kept until they are collected.
+/// The number of samples that are kept until they are collected.
 const SLOTS: usize = 512;
 
-/// A sampler exists.
+/// True while a sampler exists.
 static TAKEN: AtomicBool = AtomicBool::new(false);
 static SAMPLES: [Slot; SLOTS] = [const { Slot::new() }; SLOTS];
 static NEXT: AtomicUsize = AtomicUsize::new(0);
 static MISSED: AtomicU64 = AtomicU64::new(0);
 
-/// Where a thread was interrupted.
+/// A call stack in which a thread was interrupted.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
 pub struct Sample {
-    /// Name of the thread; ends with zero bytes.
+    /// The name of the thread, filled up with zero bytes.
     pub thread: [u8; 16],
-    /// Addresses behind the calls, the innermost first.
+    /// The return addresses of the calls, the innermost first.
     pub frames: Vec<usize>,
 }
 
-/// The process's timer and signal (SIGPROF), until it is dropped.
+/// The owner of the process's timer and signal (SIGPROF), until it is dropped.
 #[derive(Debug)]
 pub struct Sampler(());
 
 impl Sampler {
-    /// `None`: there is one already.
+    /// Starts a sampler. Returns `None` if there is one already.
     ///
     /// # Errors
-    /// There is no /proc, or the kernel refuses the timer.
+    /// Fails if there is no /proc, or if the kernel refuses the timer.
     pub fn start(period: Duration) -> Result<Option<Self>, CallError> {
         frames::prepare()?;
         if TAKEN.swap(true, SeqCst) {
@@ -68,12 +68,12 @@ impl Sampler {
         Ok(Some(sampler))
     }
 
-    /// Hands over every sample that was taken since the last time.
+    /// Gives `each` every sample that was taken since the last call.
     pub fn collect(&self, each: impl FnMut(Sample)) {
         SAMPLES.iter().filter_map(Slot::take).for_each(each);
     }
 
-    /// Samples that there was no slot for.
+    /// Returns the number of samples for which there was no free slot.
     pub fn missed(&self) -> u64 {
         MISSED.load(Relaxed)
     }
@@ -91,7 +91,8 @@ const FREE: u8 = 0;
 const WRITING: u8 = 1;
 const READY: u8 = 2;
 
-/// Room for a sample. One signal handler writes it, then the owner of the [`Sampler`] takes it.
+/// A slot for one sample. A signal handler fills it, then the owner of the [`Sampler`] takes the
+/// sample.
 struct Slot {
     state: AtomicU8,
     thread: [AtomicU8; 16],
@@ -109,7 +110,7 @@ impl Slot {
         }
     }
 
-    /// False: the slot is not free.
+    /// Fills the slot. Returns false if it is not free.
     fn put(&self, thread: [u8; 16], frames: &[usize]) -> bool {
         if self.state.compare_exchange(FREE, WRITING, Acquire, Relaxed).is_err() {
             return false;
@@ -139,18 +140,19 @@ impl Slot {
     }
 }
 
-/// No sampler interrupts the calling thread, until it is dropped: for calls that the kernel gives
-/// up when a signal comes, as checking a program does (EAGAIN).
+/// A guard that keeps samplers from interrupting the calling thread until it is dropped. It
+/// protects calls that the kernel gives up when a signal arrives, such as the verification of a
+/// program (EAGAIN).
 #[derive(Debug)]
 pub struct Undisturbed {
-    /// What was blocked before; it belongs to this thread.
+    /// The signal mask from before, which belongs to this thread.
     before: SigSet,
     of_thread: PhantomData<*const ()>,
 }
 
 impl Undisturbed {
     /// # Errors
-    /// Those of pthread_sigmask(3).
+    /// Returns those of pthread_sigmask(3).
     pub fn begin() -> Result<Self, CallError> {
         let mut own = SigSet::empty();
         own.add(Signal::SIGPROF);
@@ -188,7 +190,7 @@ fn thread_name() -> [u8; 16] {
     name
 }
 
-/// Of CPU time, of all threads together. Zero stops it.
+/// Sets a timer over the CPU time of all threads together. Zero stops it.
 fn set_timer(period: Duration) -> Result<(), CallError> {
     let period =
         libc::timeval { tv_sec: period.as_secs().cast_signed(), tv_usec: period.subsec_micros().into() };

@@ -1,5 +1,5 @@
-//! Sockets of a network namespace by NETLINK_SOCK_DIAG: those that are connected, with their end,
-//! and those that listen.
+//! Sockets of a network namespace by NETLINK_SOCK_DIAG. Lists connected and listening sockets, and
+//! ends connected ones.
 
 use std::{io, net::SocketAddr};
 
@@ -14,31 +14,31 @@ use super::{
 const LIST: u16 = 20;
 const DESTROY: u16 = 21;
 
-/// Of a socket in an answer: after family, state, timer and retransmissions.
+/// The offset of a socket's id in an answer, behind family, state, timer and retransmissions.
 const ID: usize = 4;
-/// `inet_diag_sockid`: ports and addresses in network order, interface, cookie.
+/// The length of `inet_diag_sockid`: ports and addresses in network byte order, interface, cookie.
 const ID_LENGTH: usize = 48;
-/// What the peer has not acknowledged, a FIN as one byte: after the time of expiry and the queue of
-/// what is received.
+/// The offset of the number of bytes that the peer has not acknowledged, in which a FIN counts as
+/// one. It is behind the time of expiry and the length of the receive queue.
 const UNACKNOWLEDGED: usize = ID + ID_LENGTH + 8;
-/// After that and the user.
+/// The offset of the inode, behind that number and the user.
 const INODE: usize = UNACKNOWLEDGED + 8;
 
-/// `enum` of linux/tcp_states.h.
+/// States of linux/tcp_states.h.
 const FIN_WAIT1: u8 = 4;
 const FIN_WAIT2: u8 = 5;
 const LAST_ACK: u8 = 9;
 const CLOSING: u8 = 11;
-/// Datagram sockets without a peer.
+/// Datagram sockets without a peer have this state.
 const CLOSE: u32 = 1 << 7;
 const LISTEN: u32 = 1 << 10;
 const SYN_SENT: u32 = 1 << 2;
 const SYN_RECEIVED: u32 = 1 << 3;
-/// With ESTABLISHED, which connected sockets of UDP are, and CLOSE_WAIT.
+/// These include ESTABLISHED, which connected UDP sockets have too, and CLOSE_WAIT.
 const WITH_PEER: u32 =
     SYN_SENT | 1 << 1 | 1 << FIN_WAIT1 | 1 << FIN_WAIT2 | 1 << 8 | 1 << LAST_ACK | 1 << CLOSING;
 
-/// What a socket speaks.
+/// The transport protocol of a socket.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum Transport {
     Tcp,
@@ -46,7 +46,7 @@ pub enum Transport {
 }
 
 impl Transport {
-    /// IANA number.
+    /// Returns IANA's number of the protocol.
     pub const fn number(self) -> u8 {
         match self {
             Self::Tcp => 6,
@@ -54,7 +54,7 @@ impl Transport {
         }
     }
 
-    /// `None`: another protocol.
+    /// Returns the transport for IANA's number, or `None` for another protocol.
     pub const fn from_number(number: u8) -> Option<Self> {
         match number {
             6 => Some(Self::Tcp),
@@ -70,16 +70,16 @@ pub struct ConnectedSocket {
     transport: Transport,
     family: u8,
     id: [u8; ID_LENGTH],
-    /// As `bpf_get_socket_cookie` gives it.
+    /// The cookie, as `bpf_get_socket_cookie` returns it.
     pub cookie: u64,
     pub local: SocketAddr,
     pub peer: SocketAddr,
-    /// A process has it open, or will accept it, or has closed it and the peer has not got all data
-    /// yet.
+    /// True if a process has the socket open or will accept it. It is also true if the process has
+    /// closed it, but the peer has not received all data yet.
     pub is_open: bool,
 }
 
-/// `inet_diag_req_v2`.
+/// Returns an `inet_diag_req_v2`.
 fn header(family: u8, transport: Transport, states: u32, id: &[u8; ID_LENGTH]) -> [u8; 8 + ID_LENGTH] {
     let mut header = [0; 8 + ID_LENGTH];
     (header[0], header[1]) = (family, transport.number());
@@ -107,14 +107,14 @@ fn parse(transport: Transport, answer: &[u8]) -> Option<ConnectedSocket> {
     let local = end(&id[4..20], u16::from_be_bytes([id[0], id[1]]))?;
     let peer = end(&id[20..36], u16::from_be_bytes([id[2], id[3]]))?;
     let cookie = u64::from(word(&id, 40)?) | u64::from(word(&id, 44)?) << 32;
-    // What is not accepted yet has no inode either, and none of these states.
+    // A socket that is not accepted yet has no inode either, but it is in none of these states.
     let is_closing = [FIN_WAIT1, FIN_WAIT2, LAST_ACK, CLOSING].contains(answer.get(1)?);
     let (unacknowledged, inode) = (word(answer, UNACKNOWLEDGED)?, word(answer, INODE)?);
     let is_open = !is_closing || inode != 0 || unacknowledged > 1;
     Some(ConnectedSocket { transport, family, id, cookie, local, peer, is_open })
 }
 
-/// The sockets of the network namespace that the thread was in that opened it.
+/// The sockets of one network namespace: that of the thread that opened it.
 pub struct SocketDiag(NetlinkSocket);
 
 impl SocketDiag {
@@ -122,9 +122,11 @@ impl SocketDiag {
         NetlinkSocket::open(NETLINK_SOCK_DIAG).map(Self).map_err(CallError::of("socket(NETLINK_SOCK_DIAG)"))
     }
 
-    /// The connected sockets of `family`, Inet or Inet6; the latter may have IPv4-mapped peers.
-    /// Each has a cookie from then on. `ENOENT`: the kernel lists none of this protocol
-    /// (CONFIG_INET_TCP_DIAG, CONFIG_INET_UDP_DIAG).
+    /// Returns the connected sockets of `family`, which is Inet or Inet6. Inet6 sockets may have
+    /// IPv4-mapped peers. The kernel gives each of them a cookie.
+    ///
+    /// Returns `ENOENT` if the kernel cannot list this protocol (CONFIG_INET_TCP_DIAG,
+    /// CONFIG_INET_UDP_DIAG).
     pub fn connected(
         &self,
         family: AddressFamily,
@@ -133,13 +135,14 @@ impl SocketDiag {
         self.list(family, transport, WITH_PEER)
     }
 
-    /// As [`Self::connected`], those of TCP, and those whose handshake is not over.
+    /// Returns the TCP sockets of [`Self::connected`], and those whose handshake is not over.
     pub fn connections(&self, family: AddressFamily) -> Result<Vec<ConnectedSocket>, CallError> {
         self.list(family, Transport::Tcp, WITH_PEER | SYN_RECEIVED)
     }
 
-    /// Returns where sockets of `family` accept connections, or get datagrams from any peer. Those
-    /// for every address have the unspecified one. Errors are as for [`Self::connected`].
+    /// Returns the addresses where sockets of `family` accept connections, or receive datagrams
+    /// from any peer. A socket for every address has the unspecified one. Errors are as for
+    /// [`Self::connected`].
     pub fn listening(
         &self,
         family: AddressFamily,
@@ -163,12 +166,15 @@ impl SocketDiag {
         sockets.map_err(CallError::of("netlink SOCK_DIAG_BY_FAMILY"))
     }
 
-    /// Ends a socket: its process gets ECONNABORTED where it reads or polls, and EDESTADDRREQ where
-    /// it sends datagrams without having done so; a TCP peer gets a RST. The kernel finds it by its
-    /// ends and compares the cookie. False: it is gone already, is not connected there any more, or
-    /// another with the same ends (SO_REUSEPORT) was found in its place. Needs CAP_NET_ADMIN in the
-    /// user namespace that the network namespace belongs to. `EOPNOTSUPP`: the kernel cannot
-    /// (CONFIG_INET_DIAG_DESTROY).
+    /// Ends a socket. A process that reads or polls gets ECONNABORTED. One that sends datagrams
+    /// before that gets EDESTADDRREQ. A TCP peer gets a RST.
+    ///
+    /// The kernel finds the socket by its ends and compares the cookie. Returns false if it is gone
+    /// or is no longer connected to this peer. Also returns false if another socket with the same
+    /// ends (SO_REUSEPORT) was found instead.
+    ///
+    /// Needs CAP_NET_ADMIN in the user namespace that owns the network namespace. Returns
+    /// `EOPNOTSUPP` if the kernel cannot end sockets (CONFIG_INET_DIAG_DESTROY).
     pub fn destroy(&self, socket: &ConnectedSocket) -> Result<bool, CallError> {
         done(self.0.request(&destroy(socket), |_, _| ()))
     }
@@ -177,14 +183,14 @@ impl SocketDiag {
 fn done(answer: io::Result<()>) -> Result<bool, CallError> {
     match answer {
         Ok(()) => Ok(true),
-        // ESTALE: another socket has these ends.
+        // ESTALE means that another socket has these ends.
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESTALE)) => Ok(false),
         Err(error) => Err(CallError::new("netlink SOCK_DESTROY", error)),
     }
 }
 
-/// What is missing to end sockets that are connected, as the kernel's configuration names it. Ends
-/// none.
+/// Returns the option of the kernel's configuration that is missing to end connected sockets. Ends
+/// no socket.
 pub fn lacks(transport: Transport) -> Result<Option<&'static str>, CallError> {
     let diag = SocketDiag::open()?;
     let mut request = Messages::default();
@@ -218,7 +224,7 @@ mod tests {
 
     #[test]
     fn a_listed_socket_is_named_by_all_that_the_kernel_says_of_it() {
-        // 10.1.0.5:4000 → 10.1.0.9:5353
+        // The answer lists the socket 10.1.0.5:4000 → 10.1.0.9:5353.
         let mut answer = vec![0; INODE + 4];
         (answer[0], answer[1]) = (libc::AF_INET as u8, 1);
         let id = &mut answer[ID..];
@@ -232,8 +238,8 @@ mod tests {
         assert_eq!((socket.peer.to_string().as_str(), socket.cookie), ("10.1.0.9:5353", 1 << 32 | 7));
         assert_eq!(socket.local.to_string(), "10.1.0.5:4000");
         let request = destroy(&socket);
-        // Header of netlink, family and protocol; then the states; then the id, with the cookie at
-        // its end.
+        // The request has the netlink header, family and protocol, the states, and then the id with
+        // the cookie at its end.
         assert_eq!(request.bytes()[16..18], [libc::AF_INET as u8, 17]);
         assert_eq!(request.bytes()[24..], answer[ID..ID + ID_LENGTH]);
         assert!((0..answer.len()).all(|length| parse(Transport::Udp, &answer[..length]).is_none()));
@@ -243,7 +249,7 @@ mod tests {
     fn a_request_names_family_protocol_and_states() {
         let request = list(AddressFamily::Inet6, Transport::Tcp, WITH_PEER);
         assert_eq!(request.bytes()[16..18], [libc::AF_INET6 as u8, 6]);
-        // Neither TIME_WAIT nor CLOSE, LISTEN nor sockets of the handshake.
+        // The states leave out TIME_WAIT, CLOSE, LISTEN and the sockets of a handshake.
         assert_eq!(request.bytes()[20..24], 0b1011_0011_0110_u32.to_ne_bytes());
     }
 

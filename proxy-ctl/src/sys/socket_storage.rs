@@ -1,4 +1,4 @@
-//! What BPF programs have stored with sockets, which sock_diag tells of TCP alone.
+//! The values that BPF programs have stored with sockets. sock_diag can list them only for TCP.
 
 use std::{
     fs::File,
@@ -14,21 +14,23 @@ use super::{CallError, bpf, kernel_types::KernelTypes, netlink::word, socket_dia
 /// A socket that has a value.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct StoredSocket<T> {
-    /// 0: none was given to it yet.
+    /// The cookie of the socket. 0 means that the socket has none yet.
     pub cookie: u64,
-    /// Inode of its network namespace.
+    /// The inode of its network namespace.
     pub namespace: u32,
-    /// IANA number.
+    /// IANA's number of its protocol.
     pub protocol: u32,
     pub value: T,
 }
 
-/// What precedes each value.
+/// The length of the header before each value, in bytes.
 const HEADER: usize = 16;
 
-/// Reads maps of values of this type, of all network namespaces at once. Linux 5.9; needs CAP_BPF
-/// and CAP_PERFMON. `EPERM` with both: a kernel that is locked down may refuse each iterator over a
-/// map; it still has [`SocketIterators`].
+/// A reader of socket storage maps with values of this type, for all network namespaces at once.
+/// Needs Linux 5.9, CAP_BPF and CAP_PERFMON.
+///
+/// `EPERM` in spite of these capabilities means that a locked-down kernel refuses iterators over
+/// maps. Such a kernel may still allow [`SocketIterators`].
 #[derive(Debug)]
 pub struct StorageReader<T> {
     program: OwnedFd,
@@ -43,8 +45,8 @@ impl<T: Pod> StorageReader<T> {
         Ok(Self { program, types: PhantomData })
     }
 
-    /// Every socket that has a value in `map`, which must be a socket storage of values of this
-    /// type.
+    /// Returns every socket that has a value in `map`, which must be a socket storage with values
+    /// of this type.
     pub fn read(&self, map: BorrowedFd<'_>) -> Result<Vec<StoredSocket<T>>, CallError> {
         check::<T>(map)?;
         read(bpf::link_iterator(self.program.as_fd(), Some(map))?.as_fd())
@@ -60,7 +62,7 @@ pub struct SocketIterators {
 }
 
 impl SocketIterators {
-    /// `EPERM`: the kernel refuses these too.
+    /// Finds the iterators. Returns `EPERM` if the kernel refuses these too.
     pub fn open(types: &KernelTypes) -> Result<Self, CallError> {
         const RETURN_0: [u64; 2] = [0xb7, 0x95];
         let find = || {
@@ -72,8 +74,8 @@ impl SocketIterators {
         Ok(found)
     }
 
-    /// What `map`, a socket storage of values of this type, has of sockets of these transports.
-    /// Linux 5.11; needs CAP_BPF and CAP_PERFMON.
+    /// Prepares reading `map` for sockets of these transports. `map` must be a socket storage with
+    /// values of this type. Needs Linux 5.11, CAP_BPF and CAP_PERFMON.
     pub fn storage<T: Pod>(
         &self,
         map: BorrowedFd<'_>,
@@ -94,7 +96,7 @@ impl SocketIterators {
     }
 }
 
-/// A map that is read of one network namespace after the other.
+/// A socket storage map that is read for one network namespace after the other.
 #[derive(Debug)]
 pub struct NamespaceStorage<T> {
     links: Vec<OwnedFd>,
@@ -102,13 +104,14 @@ pub struct NamespaceStorage<T> {
 }
 
 impl<T: Pod> NamespaceStorage<T> {
-    /// Every socket of this thread's network namespace that has a value, by transport.
+    /// Returns, by transport, the sockets of this thread's network namespace that have a value.
     pub fn read(&self) -> impl Iterator<Item = Result<Vec<StoredSocket<T>>, CallError>> {
         self.links.iter().map(|link| read(link.as_fd()))
     }
 }
 
-/// Why socket storage cannot be read of all network namespaces at once, where it cannot.
+/// Returns why socket storage cannot be read for all network namespaces at once, or `None` if it
+/// can.
 pub fn obstacle() -> Option<String> {
     let types = KernelTypes::read().map_err(CallError::of("reading the kernel's types"));
     let loaded = types.and_then(|types| StorageReader::<u64>::load(&types));
@@ -125,15 +128,15 @@ fn check<T>(map: BorrowedFd<'_>) -> Result<(), CallError> {
 }
 
 fn read<T: Pod>(link: BorrowedFd<'_>) -> Result<Vec<StoredSocket<T>>, CallError> {
-    /// The kernel's own buffer. A read that asks for less ends in the middle of a table, and some
-    /// iterators go on from there by counting.
+    /// The size of the kernel's own buffer. A read that asks for less ends in the middle of a
+    /// table, where some iterators continue by counting.
     const AT_ONCE: usize = 32 << 10;
     let (mut file, mut bytes, mut buffer) = (File::from(bpf::iterator(link)?), Vec::new(), vec![0; AT_ONCE]);
     loop {
         match file.read(&mut buffer) {
             Ok(0) => break,
             Ok(length) => bytes.extend_from_slice(&buffer[..length]),
-            // It has visited a million sockets, and found none of these.
+            // The iterator has visited a million sockets without a value.
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
             Err(error) => return Err(CallError::new("reading socket storage", error)),
         }
@@ -152,15 +155,15 @@ fn parse<T: Pod>(record: &[u8]) -> Option<StoredSocket<T>> {
     })
 }
 
-/// What an iterator visits, one after the other.
+/// The objects that an iterator visits.
 enum Visited {
-    /// Values of a map, with their sockets.
+    /// The values of a map, with their sockets.
     Value,
-    /// Sockets of this protocol, whose values in `map` are looked up.
+    /// The sockets of this protocol, whose values in `map` are looked up.
     Socket { map: RawFd, protocol: u8 },
 }
 
-/// Where the kernel has what a record says of its socket.
+/// The offsets of the kernel's fields that a record is made of.
 #[derive(Debug)]
 struct Offsets {
     cookie: u16,
@@ -179,7 +182,8 @@ impl Offsets {
         })
     }
 
-    /// Writes a record for each socket that has a value: header and value.
+    /// Returns an iterator program that writes a record, header and value, for each socket that has
+    /// a value.
     fn program(&self, visited: &Visited, value: usize) -> Vec<u64> {
         const SEQ_WRITE: u64 = 127;
         const SK_STORAGE_GET: u64 = 107;
@@ -196,8 +200,8 @@ impl Offsets {
         let leave_if_zero = |register: u64| LEAVE_IF_ZERO | register << 8;
         let call = |helper: u64| 0x85 | helper << 32;
         let mut program = vec![copy(6, 1)];
-        // The socket to r7, its value to r8, its protocol to r9. All are null at the end of the
-        // list.
+        // These load the socket into r7, its value into r8 and its protocol into r9. Pointers are
+        // null at the end of the list.
         match visited {
             Visited::Value => program.extend([
                 load(DOUBLE, 7, 6, 16),
@@ -227,7 +231,7 @@ impl Offsets {
             load(DOUBLE, 1, 7, self.net),
             load(WORD, 1, 1, self.inode),
             store(0x63, 1, HEADER_AT + 8),
-            // meta.seq
+            // This loads meta.seq.
             load(DOUBLE, 1, 6, 0),
             load(DOUBLE, 9, 1, 0),
             copy(1, 9),
@@ -245,7 +249,7 @@ impl Offsets {
         let leave = program.len() - 2;
         for (at, instruction) in program.iter_mut().enumerate() {
             if *instruction & 0xff == LEAVE_IF_ZERO {
-                // Counted from the next instruction.
+                // The offset of a jump counts from the next instruction.
                 *instruction |= ((leave - at - 1) as u64) << 16;
             }
         }

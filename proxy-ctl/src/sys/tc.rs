@@ -1,4 +1,5 @@
-//! BPF filters on the clsact qdisc, for kernels without tcx (before 6.6), and what tcx has.
+//! BPF filters on the clsact qdisc, for kernels without tcx (before 6.6), and lists of tcx
+//! programs.
 
 use std::{
     collections::BTreeMap,
@@ -21,7 +22,7 @@ use super::{
     },
 };
 
-/// Which way packets go through the interface.
+/// The direction in which packets pass an interface.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Direction {
     Ingress,
@@ -33,17 +34,17 @@ pub enum Direction {
 pub struct Filter {
     pub priority: u16,
     pub handle: u32,
-    /// Id of its program; 0: the kernel does not tell (before 4.16).
+    /// The id of its program. 0 means that the kernel does not tell (before Linux 4.16).
     pub program: u32,
-    /// As whoever has attached it calls it; may be empty.
+    /// The name that whoever has attached it has given it. It may be empty.
     pub name: String,
 }
 
-/// A program of a hook.
+/// A program that is attached to a hook.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct AttachedProgram {
     pub id: u32,
-    /// At most 15 characters, which the kernel keeps; may be empty.
+    /// The name, of which the kernel keeps at most 15 characters. It may be empty.
     pub name: String,
 }
 
@@ -53,20 +54,20 @@ const TCA_BPF_FLAGS: u16 = 8;
 const TCA_BPF_ID: u16 = 11;
 const TCA_BPF_FLAG_ACT_DIRECT: u32 = 1;
 
-/// The kind of queueing discipline that takes filters of both directions.
+/// The kind of queueing discipline that takes filters in both directions.
 pub const CLSACT: &str = "clsact";
-/// The parent of `clsact` and of `ingress`, of which an interface has one at most.
+/// The parent of `clsact` and of `ingress`. An interface has at most one of the two.
 const TC_H_CLSACT: u32 = 0xffff_fff1;
 const CLSACT_HANDLE: u32 = 0xffff_0000;
 const ETH_P_ALL: u16 = 3;
 
-/// `tcmsg`: family, interface, handle, parent, info.
+/// The length of `tcmsg`: family, interface, handle, parent, info.
 const HEADER: usize = 20;
 
 impl Direction {
     pub const ALL: [Self; 2] = [Self::Ingress, Self::Egress];
 
-    /// As the kernel calls it.
+    /// Returns the kernel's name of the direction.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Ingress => "ingress",
@@ -74,7 +75,7 @@ impl Direction {
         }
     }
 
-    /// The hook of tcx.
+    /// Returns the tcx hook for the direction.
     pub const fn tcx_hook(self) -> bpf_attach_type {
         match self {
             Self::Ingress => bpf_attach_type::BPF_TCX_INGRESS,
@@ -90,7 +91,7 @@ impl Direction {
     }
 }
 
-/// A message about a qdisc or filter: `tcmsg` in the machine's order of bytes.
+/// Returns a message about a qdisc or filter, with a `tcmsg` in the machine's byte order.
 fn message(kind: u16, flags: u16, interface: u32, handle: u32, parent: u32, info: u32) -> Messages {
     let mut header = [0; HEADER];
     for (place, word) in header.chunks_exact_mut(4).skip(1).zip([interface, handle, parent, info]) {
@@ -106,14 +107,14 @@ fn request(call: &'static str, message: &Messages) -> Result<(), CallError> {
     asked.map_err(CallError::of(call))
 }
 
-/// [`CallError::call`] where the clsact qdisc cannot be made.
+/// The [`CallError::call`] of an error in making the clsact qdisc.
 pub const ADD_CLSACT: &str = "netlink RTM_NEWQDISC clsact";
-/// [`CallError::call`] where a filter cannot be added.
+/// The [`CallError::call`] of an error in adding a filter.
 pub const ADD_FILTER: &str = "netlink RTM_NEWTFILTER bpf";
-/// [`CallError::call`] where a filter keeps its program.
+/// The [`CallError::call`] of an error in replacing a filter, which keeps its program then.
 pub const REPLACE_FILTER: &str = "netlink RTM_NEWTFILTER bpf, which replaces one,";
 
-/// Makes the clsact qdisc. False: there is one already.
+/// Makes the clsact qdisc. Returns false if there is one already.
 pub fn add_clsact(interface: u32) -> Result<bool, CallError> {
     let flags = NLM_F_ACK | NLM_F_CREATE | NLM_F_EXCL;
     let mut message = message(RTM_NEWQDISC, flags, interface, CLSACT_HANDLE, TC_H_CLSACT, 0);
@@ -124,20 +125,20 @@ pub fn add_clsact(interface: u32) -> Result<bool, CallError> {
     }
 }
 
-/// Removes the clsact qdisc with every filter on it. False: there is none, but perhaps a qdisc of
-/// another kind in its place, which stays.
+/// Removes the clsact qdisc with every filter on it. Returns false if there is none. A qdisc of
+/// another kind in its place stays.
 pub fn remove_clsact(interface: u32) -> Result<bool, CallError> {
     let mut message = message(RTM_DELQDISC, NLM_F_ACK, interface, CLSACT_HANDLE, TC_H_CLSACT, 0);
     match request("netlink RTM_DELQDISC clsact", message.text(TCA_KIND, CLSACT)) {
         Ok(()) => Ok(true),
-        // EINVAL: of another kind.
+        // EINVAL means that the qdisc is of another kind.
         Err(e) if matches!(e.errno(), libc::ENOENT | libc::EINVAL | libc::ENODEV) => Ok(false),
         Err(e) => Err(e),
     }
 }
 
-/// Returns the kind of qdisc that each interface has for the packets that it receives, by index:
-/// [`CLSACT`], or `ingress`. Interfaces without one are left out.
+/// Returns the kind of each interface's qdisc for received packets, by interface index: [`CLSACT`]
+/// or `ingress`. Interfaces without one are left out.
 pub fn ingress_qdiscs() -> Result<BTreeMap<u32, String>, CallError> {
     let request = message(RTM_GETQDISC, NLM_F_DUMP, 0, 0, 0, 0);
     let parse = |kind, body: &[u8]| if kind == RTM_NEWQDISC { ingress_qdisc(body) } else { None };
@@ -155,8 +156,8 @@ fn filter_info(priority: u16) -> u32 {
     u32::from(priority) << 16 | u32::from(ETH_P_ALL.to_be())
 }
 
-/// Attaches `program`, or swaps it in where there is a filter with this priority and handle. An
-/// error names `call`: [`ADD_FILTER`], or [`REPLACE_FILTER`] where there is one.
+/// Attaches `program`, or replaces the program of the filter with this priority and handle. An
+/// error names `call`, which is [`ADD_FILTER`] or, to replace a filter, [`REPLACE_FILTER`].
 pub fn put_filter(
     call: &'static str,
     interface: u32,
@@ -178,7 +179,7 @@ pub fn put_filter(
     request(call, &message)
 }
 
-/// False: there is no such filter.
+/// Removes a filter. Returns false if there is no such filter.
 pub fn remove_filter(
     interface: u32,
     direction: Direction,
@@ -189,14 +190,14 @@ pub fn remove_filter(
     let mut message = message(RTM_DELTFILTER, NLM_F_ACK, interface, handle, direction.parent(), info);
     match request("netlink RTM_DELTFILTER bpf", message.text(TCA_KIND, "bpf")) {
         Ok(()) => Ok(true),
-        // EINVAL: no clsact qdisc.
+        // EINVAL means that there is no clsact qdisc.
         Err(e) if matches!(e.errno(), libc::ENOENT | libc::EINVAL | libc::ENODEV) => Ok(false),
         Err(e) => Err(e),
     }
 }
 
-/// What `parse` makes of the body of each filter message of one direction; nothing where there is
-/// no clsact qdisc.
+/// Returns what `parse` makes of each filter message of one direction. The list is empty if there
+/// is no clsact qdisc.
 fn list<T>(
     interface: u32,
     direction: Direction,
@@ -212,34 +213,34 @@ fn list<T>(
     }
 }
 
-/// Is there a filter of any kind (BPF, flower, u32, …) in this direction?
+/// Returns true if there is a filter of any kind (BPF, flower, u32, …) in this direction.
 pub fn has_filters(interface: u32, direction: Direction) -> Result<bool, CallError> {
     Ok(!list(interface, direction, |_| Some(()))?.is_empty())
 }
 
-/// Every BPF filter in one direction, in the order in which they run; none where there is no
-/// clsact qdisc.
+/// Returns every BPF filter in one direction, in the order in which they run. The list is empty if
+/// there is no clsact qdisc.
 pub fn filters(interface: u32, direction: Direction) -> Result<Vec<Filter>, CallError> {
     list(interface, direction, filter)
 }
 
-/// Returns true if the kernel has tcx (6.6), or if that cannot be told, as of an interface that is
-/// gone.
+/// Returns true if the kernel has tcx (6.6). Also returns true if that cannot be told, for example
+/// because the interface is gone.
 pub fn has_tcx(index: u32) -> bool {
     let listed = bpf::tcx_programs(index, Direction::Ingress.tcx_hook());
     listed.err().is_none_or(|error| error.errno() != libc::EINVAL)
 }
 
-/// Returns the ids of the programs of a tcx hook in the order in which they run. `None`: the
-/// interface is gone, or the kernel does not tell.
+/// Returns the ids of the programs of a tcx hook in the order in which they run. Returns `None` if
+/// the interface is gone or the kernel does not tell.
 pub fn tcx_program_ids(index: u32, direction: Direction) -> Option<Vec<u32>> {
     let listed = bpf::tcx_programs(index, direction.tcx_hook());
     let told = |error: &CallError| tracing::debug!(index, %error, "the programs of a hook cannot be listed");
     listed.inspect_err(told).ok()
 }
 
-/// Returns the programs of a tcx hook in the order in which they run, with their names, for each of
-/// which the kernel is asked. `None`: the interface is gone, or the kernel does not tell.
+/// Returns the programs of a tcx hook in the order in which they run. Their names cost a system
+/// call each. Returns `None` if the interface is gone or the kernel does not tell.
 pub fn tcx_programs(index: u32, direction: Direction) -> Option<Vec<AttachedProgram>> {
     let name =
         nix::net::if_::if_indextoname(index).ok()?.into_string().ok().filter(|name| !name.is_empty())?;
@@ -265,7 +266,7 @@ pub fn tcx_programs(index: u32, direction: Direction) -> Option<Vec<AttachedProg
 fn filter(body: &[u8]) -> Option<Filter> {
     let (handle, info) = (word(body, 8)?, word(body, 16)?);
     let attributes = Attributes(body.get(HEADER..)?);
-    // Without options it is the chain that a priority stands for.
+    // A message without options is about the chain that stands for a priority.
     let options = attributes.nested(TCA_OPTIONS).filter(|_| attributes.text(TCA_KIND) == Some("bpf"))?;
     let program = options.get(TCA_BPF_ID).and_then(|id| word(id, 0)).unwrap_or(0);
     let name = options.text(TCA_BPF_NAME).unwrap_or_default().to_owned();

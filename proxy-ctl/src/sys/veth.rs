@@ -1,7 +1,7 @@
 //! The other end of a veth: whether it completes the checksums of what it sends.
 //!
 //! The sender of a packet may leave its checksum to the device (`CHECKSUM_PARTIAL`). A veth hands
-//! such a packet on as it is. An XDP program sees the unfinished field and no mark of it.
+//! such a packet on as it is. An XDP program sees the unfinished field, and nothing tells it so.
 
 use std::{collections::BTreeSet, io, os::fd::AsRawFd as _, thread};
 
@@ -25,14 +25,16 @@ pub enum PeerChecksums {
     OutOfSight,
 }
 
-/// Offloads of a device that leave checksums to it, by ethtool's names.
+/// The offloads with which a device completes checksums, so that senders leave them to it. The
+/// names are ethtool's.
 const LEAVE_CHECKSUMS: [&str; 3] = ["tx-checksum-ip-generic", "tx-checksum-ipv4", "tx-checksum-ipv6"];
 
 /// The other end of a veth.
 #[derive(Clone, Copy, Debug, Default)]
 struct Peer {
     index: u32,
-    /// The number of its network namespace in that of this thread. `None`: it is the same one.
+    /// The number that its network namespace has in that of this thread. `None` means that both
+    /// ends are in the same namespace.
     namespace: Option<i32>,
 }
 
@@ -42,7 +44,7 @@ pub fn peer_checksums(index: u32) -> Result<PeerChecksums, CallError> {
     let Some(number) = peer.namespace else { return checksums_of(peer.index) };
     let Some(namespace) = namespace(number)? else { return Ok(PeerChecksums::OutOfSight) };
     let inside = || {
-        // It fails without CAP_SYS_ADMIN.
+        // This fails without CAP_SYS_ADMIN.
         if let Err(error) = namespace.enter() {
             tracing::debug!(%error, "the network namespace of a veth's other end cannot be entered");
             return Ok(PeerChecksums::OutOfSight);
@@ -63,7 +65,7 @@ fn checksums_of(index: u32) -> Result<PeerChecksums, CallError> {
 }
 
 fn peer(index: u32) -> Result<Peer, CallError> {
-    /// `ifinfomsg`.
+    /// The length of `ifinfomsg`.
     const HEADER: usize = 16;
     const IFLA_LINK_NETNSID: u16 = 37;
     let mut header = [0; HEADER];
@@ -85,11 +87,12 @@ fn peer(index: u32) -> Result<Peer, CallError> {
     Ok(peer)
 }
 
-/// Returns the network namespace that has this number here. `None`: it is not mounted in sight.
+/// Returns the network namespace that has this number here, or `None` if this process sees no mount
+/// of it.
 fn namespace(number: i32) -> Result<Option<NetworkNamespace>, CallError> {
     let failed = CallError::of("/proc/thread-self/mountinfo");
     for (inode, path) in mounted().map_err(failed)? {
-        // A namespace that is gone meanwhile, or hidden, is none.
+        // A namespace that is gone meanwhile, or hidden by another mount, is skipped.
         let Ok(Some(found)) = NetworkNamespace::open(&path, inode) else { continue };
         if number_of(&found)? == Some(number) {
             return Ok(Some(found));
@@ -98,9 +101,10 @@ fn namespace(number: i32) -> Result<Option<NetworkNamespace>, CallError> {
     Ok(None)
 }
 
-/// Returns the number that a network namespace has in that of this thread. `None`: it has none.
+/// Returns the number that a network namespace has in that of this thread, or `None` if it has
+/// none.
 fn number_of(namespace: &NetworkNamespace) -> Result<Option<i32>, CallError> {
-    /// `rtgenmsg`, with its padding.
+    /// The length of `rtgenmsg` with its padding.
     const HEADER: usize = 4;
     const NETNSA_NSID: u16 = 1;
     const NETNSA_FD: u16 = 3;

@@ -1,8 +1,8 @@
-//! iptables: its tools, what they print, and which backend a node uses.
+//! iptables: its tools, their output, and the backend that a node uses.
 //!
-//! Here are chains of iptables-legacy by the kernel's own interface of before nf_tables, read only.
-//! It can but replace a whole table, and would undo changes that others make at the same time: only
-//! its tools write, which share a lock.
+//! This file reads chains of iptables-legacy by the kernel's interface from before nf_tables. It
+//! never writes by it: that interface can only replace a whole table, and would undo what others
+//! change at the same time. Only the tools write, because they share a lock.
 
 use std::{
     fs, io,
@@ -27,20 +27,22 @@ pub use tools::{Backend, ToolError, Tools, program};
 const GET_INFO: libc::c_int = 64;
 const GET_ENTRIES: libc::c_int = 65;
 const NAME: usize = 32;
-/// `ipt_getinfo`: name, valid hooks, 5 entry points, 5 underflows, number of rules, their size.
+/// The length of `ipt_getinfo`: name, valid hooks, 5 entry points, 5 underflows, number of rules,
+/// their size.
 const INFO: usize = NAME + 4 + 20 + 20 + 4 + 4;
 const INFO_SIZE: usize = INFO - 4;
-/// `ipt_get_entries`: name, size, and the rules at an address that is a multiple of 8.
+/// The offset of the rules in `ipt_get_entries`, behind name and size, rounded up to a multiple of
+/// 8.
 const ENTRIES: usize = NAME + 8;
-/// Of `xt_entry_target`: size, name, revision.
+/// The length of the header of `xt_entry_target`: size, name, revision.
 const TARGET_HEADER: usize = 32;
-/// A table may grow between the two calls.
+/// The number of attempts to read a table, which may grow between the two calls.
 const TRIES: usize = 8;
 
-/// What differs between `ipt_entry` and `ip6t_entry`.
+/// The differences between `ipt_entry` and `ip6t_entry`.
 struct Layout {
     level: libc::c_int,
-    /// Where the offset of the target is; that of the next rule follows.
+    /// The position of the offset of the target. The offset of the next rule follows it.
     target_offset: usize,
     tables: &'static str,
     any: &'static str,
@@ -66,8 +68,8 @@ fn layout(family: TableFamily) -> Layout {
     }
 }
 
-/// Tables that are there; to ask for another one would make it. None where the kernel has no
-/// iptables-legacy.
+/// Returns the tables that exist. Asking the kernel for another one would create it. The list is
+/// empty if the kernel has no iptables-legacy.
 pub fn tables(family: TableFamily) -> Result<Vec<String>, CallError> {
     match fs::read_to_string(layout(family).tables) {
         Ok(names) => Ok(names.lines().map(str::to_owned).collect()),
@@ -76,28 +78,28 @@ pub fn tables(family: TableFamily) -> Result<Vec<String>, CallError> {
     }
 }
 
-/// What the kernel tells of a table without its rules: how many they are, their size, and where
-/// those of each chain of its own begin and end. A change that leaves all of that as it was cannot
-/// be seen by it.
+/// A summary of a table that the kernel gives without its rules: their number, their size, and
+/// where each built-in chain begins and ends. A change that alters none of that cannot be seen.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Outline(Vec<u8>);
 
-/// Takes no time, however long the table is. `None`: no packet of this family comes. Needs
-/// CAP_NET_ADMIN.
+/// Returns the outline of a table, in a time that does not depend on its length. Returns `None` if
+/// the kernel does not have this family. Needs CAP_NET_ADMIN.
 pub fn outline(family: TableFamily, table: &str) -> Result<Option<Outline>, CallError> {
     let Some(socket) = socket(family)? else { return Ok(None) };
     read_outline(&socket, family, table).map(Some)
 }
 
-/// Names of the user-defined chains of `table`. Takes memory and time as the table does: 150 MB for
-/// 310,000 rules. `None`: no packet of this family comes. Needs CAP_NET_ADMIN.
+/// Returns the names of the user-defined chains of `table`. Memory and time grow with the table:
+/// 150 MB for 310,000 rules. Returns `None` if the kernel does not have this family. Needs
+/// CAP_NET_ADMIN.
 pub fn chains(family: TableFamily, table: &str) -> Result<Option<(Outline, Vec<String>)>, CallError> {
     let names = |entries: &[u8]| chain_names(entries, layout(family).target_offset);
     Ok(entries(family, table)?.map(|(outline, entries)| (outline, names(&entries[ENTRIES..]))))
 }
 
-/// Whether a rule of `table` has this comment. `None`: the table has no such chain. Costs as
-/// [`chains`] does. Needs CAP_NET_ADMIN.
+/// Returns true if a rule of `table` has this comment, or `None` if the table has no such chain.
+/// This costs as much as [`chains`]. Needs CAP_NET_ADMIN.
 pub fn has_comment(
     family: TableFamily,
     table: &str,
@@ -110,7 +112,7 @@ pub fn has_comment(
     Ok(is_there.then(|| contains_comment(entries, comment)))
 }
 
-/// The rules of `table` as the kernel has them, after [`ENTRIES`] bytes.
+/// Returns the rules of `table` in the kernel's format, behind [`ENTRIES`] bytes.
 fn entries(family: TableFamily, table: &str) -> Result<Option<(Outline, Vec<u8>)>, CallError> {
     let layout = layout(family);
     let Some(socket) = socket(family)? else { return Ok(None) };
@@ -128,7 +130,7 @@ fn entries(family: TableFamily, table: &str) -> Result<Option<(Outline, Vec<u8>)
     Err(CallError::new("getsockopt(IPT_SO_GET_ENTRIES)", io::ErrorKind::ResourceBusy.into()))
 }
 
-/// `None`: the kernel has no such family.
+/// Returns a socket of this family, or `None` if the kernel does not have the family.
 fn socket(family: TableFamily) -> Result<Option<OwnedFd>, CallError> {
     let layout = layout(family);
     match UdpSocket::bind(layout.any) {
@@ -146,7 +148,7 @@ fn read_outline(socket: &OwnedFd, family: TableFamily, table: &str) -> Result<Ou
 }
 
 fn named(buffer: &mut [u8], table: &str) {
-    // One byte stays zero.
+    // The last byte stays zero.
     let length = table.len().min(NAME - 1);
     buffer[..length].copy_from_slice(&table.as_bytes()[..length]);
 }
@@ -165,8 +167,8 @@ fn get(
     if result == 0 { Ok(()) } else { Err(CallError::last(call)) }
 }
 
-/// A user-defined chain begins with a rule whose target is ERROR, with its name; so does the
-/// table's end.
+/// Returns the names of user-defined chains. Each begins with a rule whose target is ERROR with the
+/// name of the chain. The end of the table has such a rule too.
 fn chain_names(mut rules: &[u8], target_offset: usize) -> Vec<String> {
     let mut names = Vec::new();
     while let (Some(target), Some(next)) = (half(rules, target_offset), half(rules, target_offset + 2)) {
@@ -183,8 +185,9 @@ fn chain_names(mut rules: &[u8], target_offset: usize) -> Vec<String> {
     names
 }
 
-/// A match is its size (16 bits), its name with the revision in the last byte (30), and its data:
-/// with `comment` a text that ends with 0. Offsets are multiples of 8 (`XT_ALIGN`).
+/// Returns true if a rule has this comment. A match consists of its size (16 bits), its name with
+/// the revision in the last byte (30 bytes), and its data. The data of the match `comment` are a
+/// text that ends with 0. Offsets are multiples of 8 (`XT_ALIGN`).
 fn contains_comment(rules: &[u8], comment: &str) -> bool {
     const MATCH_NAME: &[u8] = b"comment\0";
     let is_comment = |at: usize| {

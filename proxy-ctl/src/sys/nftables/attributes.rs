@@ -1,4 +1,4 @@
-//! Numbers of nf_tables' messages and attributes, as in linux/netfilter/nf_tables.h.
+//! Numbers of nf_tables' messages and attributes, from linux/netfilter/nf_tables.h.
 
 pub(super) const SUBSYSTEM: u16 = 10;
 pub(super) const NEWTABLE: u16 = SUBSYSTEM << 8;

@@ -1,4 +1,4 @@
-//! What is changed in one step.
+//! Changes of nf_tables that are made in one step.
 
 use std::ops::Range;
 
@@ -11,10 +11,10 @@ use super::{
 };
 use crate::sys::netlink::{Messages, NLM_F_APPEND, NLM_F_CREATE};
 
-/// Elements that one message has room for, in bytes: attributes are shorter than 64 KiB.
+/// The bytes of elements that are put into one message. An attribute must be shorter than 64 KiB.
 const MOST_ELEMENTS: usize = 48 << 10;
 
-/// Where packets meet a chain.
+/// The point at which packets meet a chain.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum NetfilterHook {
     Prerouting,
@@ -51,7 +51,7 @@ impl ChainType {
     }
 }
 
-/// Where and when the kernel calls a chain.
+/// The hook and the priority at which the kernel calls a chain.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct BaseChain {
     pub kind: ChainType,
@@ -59,10 +59,10 @@ pub struct BaseChain {
     pub priority: i32,
 }
 
-/// Where source addresses are translated.
+/// The point at which source addresses are translated.
 const HOLDER: BaseChain = BaseChain { kind: ChainType::Nat, hook: NetfilterHook::Postrouting, priority: 100 };
 
-/// What is done in one step: all of it, or nothing.
+/// A sequence of changes of which the kernel makes all or none.
 #[derive(Debug)]
 pub struct Batch(pub(super) Messages);
 
@@ -80,23 +80,23 @@ pub(super) fn batch_header() -> [u8; 4] {
 }
 
 impl Batch {
-    /// Without a beginning, for [`Self::append`].
+    /// Returns a batch without its first message, for [`Self::append`].
     pub fn part() -> Self {
         Self(Messages::default())
     }
 
-    /// Does also what `part` does, after the rest.
+    /// Adds the changes of `part` behind those of this batch.
     pub fn append(&mut self, part: Self) {
         self.0.append(part.0);
     }
 
-    /// Place of the message that comes next, as
-    /// [`Refused::message`](super::super::netlink::Refused) names it.
+    /// Returns the index of the next message, as
+    /// [`Refused::message`](super::super::netlink::Refused) counts them.
     pub fn next(&self) -> u32 {
         self.0.count()
     }
 
-    /// Nothing is done.
+    /// Returns true if the batch changes nothing.
     pub fn is_empty(&self) -> bool {
         self.next() == 1
     }
@@ -118,12 +118,12 @@ impl Batch {
         self.0.begin(DELCHAIN, 0, &family.header()).text(CHAIN_TABLE, table).text(CHAIN_NAME, chain);
     }
 
-    /// With everything in it.
+    /// Deletes a table with everything in it.
     pub fn delete_table(&mut self, family: TableFamily, table: &str) {
         self.0.begin(DELTABLE, 0, &family.header()).text(TABLE_NAME, table);
     }
 
-    /// Unless it is there. Kernels before 5.10 forget the comment.
+    /// Adds a table unless it exists. Kernels before 5.10 do not keep the comment.
     pub fn add_table(&mut self, family: TableFamily, table: &str, comment: &str) {
         let mut noted = Vec::new();
         user_data::add_comment(&mut noted, comment);
@@ -133,7 +133,8 @@ impl Batch {
             .attribute(TABLE_USERDATA, &noted);
     }
 
-    /// Unless it is there. `base`: the kernel calls it; else it is jumped to.
+    /// Adds a chain unless it exists. With `base`, the kernel calls the chain. Without it, rules
+    /// jump to it.
     pub fn add_chain(&mut self, family: TableFamily, table: &str, chain: &str, base: Option<BaseChain>) {
         self.add_chain_of(family, table, chain, base.map(|base| (base, base.kind.name())));
     }
@@ -158,7 +159,7 @@ impl Batch {
         }
     }
 
-    /// After the chain's other rules.
+    /// Adds a rule behind the chain's other rules.
     pub fn add_rule(
         &mut self,
         family: TableFamily,
@@ -177,14 +178,14 @@ impl Batch {
             .attribute(RULE_USERDATA, user_data);
     }
 
-    /// Unless it is there.
+    /// Adds a set unless it exists.
     pub fn add_set(&mut self, family: TableFamily, table: &str, set: &str, definition: &SetDefinition) {
         let id = self.next();
         self.0.begin(NEWSET, NLM_F_CREATE, &family.header()).text(SET_TABLE, table).text(SET_NAME, set);
         definition.write(&mut self.0, id);
     }
 
-    /// No rule may use it any more.
+    /// Deletes a set, which no rule may use any more.
     pub fn delete_set(&mut self, family: TableFamily, table: &str, set: &str) {
         self.0.begin(DELSET, 0, &family.header()).text(SET_TABLE, table).text(SET_NAME, set);
     }
@@ -202,7 +203,7 @@ impl Batch {
         self.elements((NEWSETELEM, NLM_F_CREATE), (family, table, set), elements, write);
     }
 
-    /// All of them must be there.
+    /// Deletes elements, all of which must exist.
     pub fn delete_elements<'a>(
         &mut self,
         family: TableFamily,
@@ -234,14 +235,14 @@ impl Batch {
         }
     }
 
-    /// Makes a table that does nothing with any packet, but has the kernel go on translating the
-    /// connections that it knows: it does so only while there is a chain of type nat, of any hook,
-    /// and a rule that asks conntrack. The table must not be there, or be deleted before in this
-    /// batch.
+    /// Makes a table that does nothing with any packet, but makes the kernel keep translating the
+    /// connections that it knows. The kernel does so only while there is a chain of type nat, at
+    /// any hook, and a rule that uses conntrack. The table must not exist, or must be deleted
+    /// earlier in this batch.
     ///
-    /// Answers with the places of its messages. A kernel that cannot make it refuses the first of
-    /// them that it knows nothing of, with ENOENT, where it has no chains of type nat
-    /// (nft_chain_nat) or no expression ct (nft_ct).
+    /// Returns the indices of its messages. A kernel that cannot make the table refuses the first
+    /// message that it does not understand with ENOENT. That happens if it has no chains of type
+    /// nat (nft_chain_nat) or no expression ct (nft_ct).
     pub fn make_holder(
         &mut self,
         family: TableFamily,

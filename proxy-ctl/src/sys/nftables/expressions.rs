@@ -1,17 +1,17 @@
-//! What rules are made of, written as netlink attributes.
+//! The expressions that rules consist of, written as netlink attributes.
 
 use super::{TableFamily, attributes::*};
 use crate::sys::netlink::Messages;
 
-/// A register of 4 bytes; values longer than that go on in the next ones.
+/// A register of 4 bytes. Longer values continue in the next registers.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Register(u32);
 
 impl Register {
-    /// Gets the verdict of a lookup.
+    /// The register that gets the verdict of a lookup.
     pub const VERDICT: Self = Self(0);
 
-    /// `place` is below 16.
+    /// Returns the register with this index, which must be below 16.
     pub const fn new(place: u32) -> Self {
         Self(8 + place)
     }
@@ -21,7 +21,7 @@ impl Register {
     }
 }
 
-/// What becomes of a packet.
+/// The verdict on a packet.
 #[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum Verdict {
     Accept,
@@ -52,7 +52,7 @@ impl Verdict {
         });
     }
 
-    /// `None`: one that is not made here.
+    /// Parses a verdict. Returns `None` for one that this module does not make.
     pub(super) fn read(code: i32, chain: Option<&str>) -> Option<Self> {
         match (code, chain) {
             (libc::NF_ACCEPT, _) => Some(Self::Accept),
@@ -82,14 +82,14 @@ impl Header {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Meta {
-    /// 4 bytes in the machine's order.
+    /// The fwmark: 4 bytes in the machine's byte order.
     Mark,
-    /// 16 bytes with zeros at its end.
+    /// The name of the interface by which the packet came: 16 bytes, filled up with zeros.
     InputInterface,
-    /// Group of the process that opened the sending socket, in 4 bytes in the machine's order. A
-    /// packet that no socket of this node sends ends the rule.
+    /// The group of the process that opened the sending socket: 4 bytes in the machine's byte
+    /// order. A packet that no socket of this node has sent ends the rule.
     SocketGroup,
-    /// IANA number in one byte.
+    /// IANA's number of the protocol in one byte.
     Protocol,
 }
 
@@ -104,22 +104,22 @@ impl Meta {
     }
 }
 
-/// Of the packet's connection.
+/// Facts about the packet's connection.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Conntrack {
-    /// 4 bytes in the machine's order, as is the status.
+    /// The state: 4 bytes in the machine's byte order, like the status.
     State,
-    /// [`DESTINATION_TRANSLATED`] and others.
+    /// The status, with bits such as [`DESTINATION_TRANSLATED`].
     Status,
-    /// One byte: [`ORIGINAL`] or [`REPLY`].
+    /// The direction in one byte: [`ORIGINAL`] or [`REPLY`].
     Direction,
-    /// Where its first packet was sent to: 4 or 16 bytes, and a port of 2 bytes, both in network
-    /// order.
+    /// The address that the first packet was sent to: 4 or 16 bytes in network byte order. Its port
+    /// has 2 bytes.
     CalledAddress,
     CalledPort,
 }
 
-/// A bit of [`Conntrack::Status`].
+/// A bit of [`Conntrack::Status`]: the destination is translated.
 pub const DESTINATION_TRANSLATED: u32 = 1 << 5;
 /// Values of [`Conntrack::Direction`].
 pub(super) const ORIGINAL: u8 = 0;
@@ -137,7 +137,7 @@ pub enum Side {
     Destination,
 }
 
-/// One step of a rule. A comparison or a lookup that finds nothing ends the rule.
+/// A step of a rule. A comparison that fails, or a lookup that finds nothing, ends the rule.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Expression {
     Immediate {
@@ -150,8 +150,9 @@ pub enum Expression {
         length: u32,
         to: Register,
     },
-    /// Writes to the packet. The checksum of its transport follows, and `checksum`, which is that
-    /// far from the header's start.
+    /// Writes to the packet, and updates checksums. In the network header, that includes the
+    /// checksum of the transport. `checksum` is the offset of the header's own checksum from its
+    /// start.
     SetPayload {
         header: Header,
         offset: u32,
@@ -170,13 +171,13 @@ pub enum Expression {
         key: Conntrack,
         to: Register,
     },
-    /// The kind of the packet's address, as routing sees it: [`LOCAL_ADDRESS`] and others, in the
-    /// machine's order.
+    /// The type of the packet's address in routing, such as [`LOCAL_ADDRESS`], in the machine's
+    /// byte order.
     AddressType {
         of: Side,
         to: Register,
     },
-    /// `(register & mask) ^ xor`, both of one length.
+    /// Computes `(register & mask) ^ xor`, both of the same length.
     Bitwise {
         register: Register,
         mask: Vec<u8>,
@@ -187,20 +188,19 @@ pub enum Expression {
         comparison: Comparison,
         value: Vec<u8>,
     },
-    /// `to`: gets the element's value, of a map.
+    /// Looks a key up in a set or a map. `to` gets the value from a map.
     Lookup {
         set: String,
         key: Register,
         to: Option<Register>,
     },
-    /// A number of `offset..offset + modulus`, in the machine's order.
+    /// Draws a number from `offset..offset + modulus`, in the machine's byte order.
     Random {
         modulus: u32,
         offset: u32,
         to: Register,
     },
-    /// Adds a key to a set from within a rule, or lets it live as long again. Of a full set it ends
-    /// the rule.
+    /// Adds a key to a set from within a rule, or renews its lifetime. A full set ends the rule.
     Remember {
         set: String,
         key: Register,
@@ -211,24 +211,24 @@ pub enum Expression {
         address: Register,
         port: Register,
     },
-    /// To an address of this node: where the packet comes in the interface's, where it is sent
-    /// loopback's.
+    /// Redirects to an address of this node. That is an address of the interface by which the
+    /// packet came, or loopback for a packet that this node sends.
     Redirect {
         port: Register,
     },
-    /// With random source ports, from the first to the last, which registers hold in network order;
-    /// `None`: any from 1024 on.
+    /// Masquerades with random source ports. `ports` are registers with the first and the last port
+    /// in network byte order. `None` allows any port from 1024 on.
     Masquerade {
         ports: Option<[Register; 2]>,
     },
-    /// By ICMP port unreachable.
+    /// Rejects the packet with ICMP port unreachable.
     Reject {
         family: TableFamily,
     },
     Verdict(Verdict),
 }
 
-/// RTN_LOCAL.
+/// `RTN_LOCAL`: an address of this node.
 pub const LOCAL_ADDRESS: u32 = 2;
 
 const FIB_ADDRESS_TYPE: u32 = 3;
@@ -259,7 +259,7 @@ fn value(out: &mut Messages, kind: u16, value: &[u8]) {
 }
 
 impl Expression {
-    /// The same bytes for the same expressions.
+    /// Returns the netlink attributes. Equal expressions give equal bytes.
     pub fn encode(expressions: &[Self]) -> Vec<u8> {
         let mut list = Messages::default();
         list.begin(0, 0, &[]);

@@ -1,5 +1,5 @@
-//! Tables, chains, rules, sets and their elements in nf_tables, which iptables-nft uses too:
-//! listed, and changed in one step.
+//! nf_tables, which iptables-nft uses too: lists tables, chains, rules, sets and elements, and
+//! changes them in one step.
 
 mod attributes;
 mod batch;
@@ -38,7 +38,7 @@ pub enum TableFamily {
 impl TableFamily {
     pub const ALL: [Self; 2] = [Self::Ipv4, Self::Ipv6];
 
-    /// As nft writes it.
+    /// Returns the family's name in nft.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Ipv4 => "ip",
@@ -53,17 +53,18 @@ impl TableFamily {
         }
     }
 
-    /// `nfgenmsg`: family, version, resource.
+    /// Returns an `nfgenmsg`: family, version, resource.
     const fn header(self) -> [u8; 4] {
         [self.number(), 0, 0, 0]
     }
 }
 
-/// A connection to nf_tables of this thread's network namespace. Needs CAP_NET_ADMIN there.
+/// A connection to nf_tables in this thread's network namespace. Needs CAP_NET_ADMIN there.
 pub struct NfTables(NetlinkSocket);
 
 impl NfTables {
-    /// `None`: the kernel has no nf_tables, or its module is not loaded: then nothing is in it.
+    /// Opens a connection. Returns `None` if the kernel has no nf_tables or its module is not
+    /// loaded, so that there are no tables.
     pub fn open() -> Result<Option<Self>, CallError> {
         if !is_loaded() {
             return Ok(None);
@@ -71,8 +72,8 @@ impl NfTables {
         Self::load()
     }
 
-    /// The first use has the kernel load what it has as modules. `None`: it has no netfilter
-    /// netlink.
+    /// Opens a connection, whose first use makes the kernel load its modules. Returns `None` if the
+    /// kernel has no netfilter netlink.
     pub fn load() -> Result<Option<Self>, CallError> {
         match NetlinkSocket::open(NETLINK_NETFILTER) {
             Err(error) if error.raw_os_error() == Some(libc::EPROTONOSUPPORT) => Ok(None),
@@ -82,14 +83,15 @@ impl NfTables {
         }
     }
 
-    /// Does all of it, or, if anything is refused, nothing.
+    /// Makes all changes of a batch. If any is refused, makes none and returns the refusals.
     pub fn commit(&self, batch: Batch) -> Result<Vec<Refused>, CallError> {
         let mut messages = batch.0;
         messages.begin(BATCH_END, 0, &batch_header());
         self.send(messages).map_err(CallError::of("netlink batch of nf_tables"))
     }
 
-    /// What would be refused of it. Nothing is done: the kernel takes back a batch without an end.
+    /// Returns what the kernel would refuse of a batch. Changes nothing, because the kernel undoes
+    /// a batch that has no end.
     pub fn check(&self, batch: Batch) -> Result<Vec<Refused>, CallError> {
         self.send(batch.0).map_err(CallError::of("netlink batch of nf_tables"))
     }
@@ -100,8 +102,8 @@ impl NfTables {
     }
 }
 
-/// A request to the kernel would load the module. If it is unknown whether it is built in, it
-/// counts as built in.
+/// Returns true if nf_tables is loaded or built in. This asks no netlink socket, because a request
+/// would load the module. If it is unknown whether it is built in, it counts as built in.
 fn is_loaded() -> bool {
     let sockets = fs::read_to_string("/proc/thread-self/net/netlink");
     if sockets.is_ok_and(|sockets| !has_netfilter(&sockets)) {
@@ -115,14 +117,14 @@ fn is_loaded() -> bool {
     built_in.map_or(true, |modules| modules.lines().any(|module| module.ends_with("/nf_tables.ko")))
 }
 
-/// `sockets`: the kernel's list of netlink sockets, its own ones among them, with the protocol in
-/// the second column.
+/// Returns true if the kernel has netfilter netlink. `sockets` is the kernel's list of netlink
+/// sockets. It includes the kernel's own, and has the protocol in the second column.
 fn has_netfilter(sockets: &str) -> bool {
     let protocol = NETLINK_NETFILTER.to_string();
     sockets.lines().any(|socket| socket.split_whitespace().nth(1) == Some(protocol.as_str()))
 }
 
-/// A batch is one message of the socket, however long it is.
+/// Makes the send buffer large enough for a batch, which is sent as one message however long it is.
 fn make_room(socket: &Socket, length: usize) -> io::Result<()> {
     const LEAST: usize = 256 * 1024;
     Ok(setsockopt(socket, SndBufForce, &(length * 2).max(LEAST))?)
@@ -142,8 +144,8 @@ mod tests {
         assert!(has_netfilter(&format!("{none}000000003c5e5b0f 12  0          00000000 0\n")));
     }
 
-    /// Of a network namespace that ends with the test, as its thread does. `None`: says that the
-    /// test is skipped.
+    /// Opens nf_tables in a network namespace that ends with the test's thread. Returns `None` if
+    /// it is not available, and prints that the test is skipped.
     fn of_own_namespace() -> Option<NfTables> {
         unshare(CloneFlags::CLONE_NEWNET).unwrap();
         let nftables = NfTables::load().unwrap();
@@ -153,7 +155,7 @@ mod tests {
         nftables
     }
 
-    /// As one without chains of type nat.
+    /// The unknown type of chain stands for a kernel without chains of type nat.
     #[test]
     #[ignore = "needs root"]
     fn as_root_a_kernel_that_can_make_no_holder_says_enoent() {
@@ -162,7 +164,7 @@ mod tests {
             let mut batch = Batch::default();
             let messages = batch.make_holder_of(family, "held", ("chain", "unheard-of"), "why");
             assert_eq!(messages, 1..4);
-            // The rule's chain is not there.
+            // The rule is refused too, because its chain does not exist.
             let refused = [2, 3].map(|message| Refused { message, errno: libc::ENOENT });
             assert_eq!(nftables.commit(batch).unwrap(), refused);
             assert_eq!(nftables.tables(family).unwrap(), [""; 0]);

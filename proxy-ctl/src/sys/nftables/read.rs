@@ -1,4 +1,4 @@
-//! What is in nf_tables.
+//! Reads what nf_tables contains.
 
 use super::{
     NfTables, TableFamily,
@@ -12,13 +12,13 @@ use crate::sys::{
 };
 
 const POLICY_DROP: [u8; 4] = 0_u32.to_be_bytes();
-/// `NF_DROP`, as a verdict.
+/// `NF_DROP` as a verdict.
 const VERDICT_DROP: [u8; 4] = 0_u32.to_be_bytes();
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Table {
     pub name: String,
-    /// `None` before 5.10.
+    /// The comment, which kernels before 5.10 do not keep.
     pub comment: Option<String>,
 }
 
@@ -26,39 +26,39 @@ pub struct Table {
 pub struct Chain {
     pub table: String,
     pub name: String,
-    /// The kernel calls it: it is not only jumped to.
+    /// True if the kernel calls the chain itself. Other chains are only jumped to.
     pub base: bool,
-    /// What reaches its end is dropped.
+    /// True if packets that reach its end are dropped.
     pub drops: bool,
 }
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Rule {
     pub handle: u64,
-    /// Of the match `comment` or of the rule itself.
+    /// The comment of the match `comment` or of the rule itself.
     pub comment: Option<String>,
-    /// The chains that it jumps or goes to; those in maps are not known.
+    /// The chains that the rule jumps or goes to. Targets in maps are not included.
     pub targets: Vec<String>,
-    /// It drops or rejects packets.
+    /// True if the rule drops or rejects packets.
     pub drops: bool,
 }
 
-/// What its writer has noted at a rule.
+/// A rule with the user data that its writer has added.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct NotedRule {
     pub chain: String,
     pub user_data: Vec<u8>,
-    /// The first number and how many there are, where it draws one.
+    /// The first random number and how many there are, if the rule draws one.
     pub random: Option<(u32, u32)>,
 }
 
 impl NfTables {
-    /// None where the kernel has no nf_tables.
+    /// Returns the names of all tables. The list is empty if the kernel has no nf_tables.
     pub fn tables(&self, family: TableFamily) -> Result<Vec<String>, CallError> {
         Ok(self.commented_tables(family)?.into_iter().map(|table| table.name).collect())
     }
 
-    /// None where the kernel has no nf_tables.
+    /// Returns all tables. The list is empty if the kernel has no nf_tables.
     pub fn commented_tables(&self, family: TableFamily) -> Result<Vec<Table>, CallError> {
         let mut request = Messages::default();
         request.begin(GETTABLE, NLM_F_DUMP, &family.header());
@@ -68,7 +68,7 @@ impl NfTables {
             Some(Table { name: table.text(TABLE_NAME)?.to_owned(), comment })
         };
         match self.0.dump_of_part(&request, parse) {
-            // What nfnetlink says of a subsystem that is not there.
+            // nfnetlink returns these for a subsystem that does not exist.
             Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
                 Ok(Vec::new())
             }
@@ -76,7 +76,7 @@ impl NfTables {
         }
     }
 
-    /// Of every table.
+    /// Returns the chains of every table.
     pub fn chains(&self, family: TableFamily) -> Result<Vec<Chain>, CallError> {
         let mut request = Messages::default();
         request.begin(GETCHAIN, NLM_F_DUMP, &family.header());
@@ -84,12 +84,12 @@ impl NfTables {
         self.0.dump_of_part(&request, parse).map_err(CallError::of("netlink NFT_MSG_GETCHAIN"))
     }
 
-    /// Takes no time, however many chains there are.
+    /// Returns true if a chain exists. The time does not depend on the number of chains.
     pub fn has_chain(&self, family: TableFamily, table: &str, chain: &str) -> Result<bool, CallError> {
         let mut request = Messages::default();
         request.begin(GETCHAIN, NLM_F_ACK, &family.header()).text(CHAIN_TABLE, table).text(CHAIN_NAME, chain);
         match self.0.request(&request, |_, _| ()) {
-            // What nfnetlink says of a subsystem that is not there.
+            // nfnetlink returns the last two for a subsystem that does not exist.
             Err(error)
                 if matches!(error.raw_os_error(), Some(libc::ENOENT | libc::EINVAL | libc::EOPNOTSUPP)) =>
             {
@@ -110,7 +110,7 @@ impl NfTables {
         or_gone(self.0.dump_of_part(&request, parse)).map_err(CallError::of("netlink NFT_MSG_GETRULE"))
     }
 
-    /// Of all chains of the table; those of one chain in their order.
+    /// Returns the rules of all chains of the table. Those of one chain are in their order.
     pub fn noted_rules(&self, family: TableFamily, table: &str) -> Result<Vec<NotedRule>, CallError> {
         let mut request = Messages::default();
         request.begin(GETRULE, NLM_F_DUMP, &family.header()).text(RULE_TABLE, table);
@@ -122,7 +122,7 @@ impl NfTables {
         or_gone(self.0.dump_of_part(&request, parse)).map_err(CallError::of("netlink NFT_MSG_GETRULE"))
     }
 
-    /// With a name of their own.
+    /// Returns the sets of a table that have a name of their own.
     pub fn sets(&self, family: TableFamily, table: &str) -> Result<Vec<Set>, CallError> {
         let mut request = Messages::default();
         request.begin(GETSET, NLM_F_DUMP, &family.header()).text(SET_TABLE, table);
@@ -140,7 +140,7 @@ impl NfTables {
         or_gone(self.0.dump_of_part(&request, parse)).map_err(CallError::of("netlink NFT_MSG_GETSET"))
     }
 
-    /// Those that can be made with this module; in no order.
+    /// Returns the elements that this module could make, in no particular order.
     pub fn elements(&self, family: TableFamily, table: &str, set: &str) -> Result<Vec<Element>, CallError> {
         let mut request = Messages::default();
         request
@@ -157,7 +157,7 @@ impl NfTables {
     }
 }
 
-/// Nothing, where it is gone since it was listed.
+/// Returns an empty list for an object that is gone since it was listed.
 fn or_gone<T>(list: std::io::Result<Vec<T>>) -> std::io::Result<Vec<T>> {
     match list {
         Err(error) if error.raw_os_error() == Some(libc::ENOENT) => Ok(Vec::new()),
@@ -169,7 +169,7 @@ fn number(bytes: &[u8]) -> Option<u32> {
     Some(u32::from_be_bytes(*bytes.first_chunk()?))
 }
 
-/// Attributes of an answer about this family.
+/// Returns the attributes of an answer about this family.
 fn of_family(family: TableFamily, body: &[u8]) -> Option<Attributes<'_>> {
     (body.first() == Some(&family.number())).then_some(Attributes(body.get(4..)?))
 }
@@ -183,7 +183,7 @@ fn chain(chain: Attributes<'_>) -> Option<Chain> {
     })
 }
 
-/// Names and contents.
+/// Returns the names and contents of a rule's expressions.
 fn expressions(rule: Attributes<'_>) -> impl Iterator<Item = (&str, Attributes<'_>)> {
     rule.nested(RULE_EXPRESSIONS).into_iter().flatten().filter_map(|(_, expression)| {
         let expression = Attributes(expression);
@@ -233,7 +233,8 @@ mod tests {
         *,
     };
 
-    /// The kernel marks a list of rules as interrupted whoever has committed something meanwhile.
+    /// The kernel marks a list of rules as interrupted if anybody has committed something
+    /// meanwhile.
     #[test]
     #[ignore = "needs root"]
     fn as_root_a_table_is_read_while_another_one_is_changed() {

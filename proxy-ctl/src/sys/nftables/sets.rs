@@ -3,16 +3,16 @@
 use super::{attributes::*, expressions::Verdict};
 use crate::sys::netlink::{Attributes, Messages};
 
-/// What keys and values are made of, for those who list them; numbers are nft's.
+/// The types that keys and values consist of, by which nft lists them. The numbers are nft's.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Datum {
     Ipv4Address,
     Ipv6Address,
-    /// One byte.
+    /// IANA's number in one byte.
     Protocol,
-    /// Two bytes.
+    /// A port in two bytes.
     Port,
-    /// Four bytes in the machine's order.
+    /// A number of four bytes in the machine's byte order.
     Number,
 }
 
@@ -40,8 +40,8 @@ impl Datum {
         all.iter().fold(0, |numbers, datum| numbers << 6 | datum.number())
     }
 
-    /// Among others each has padding. Alone it has none: nft takes a longer one for damaged, and
-    /// ends.
+    /// Returns the length of all data. Each has padding if there are several. A single one has
+    /// none: nft takes a longer one for damaged and stops.
     fn lengths(all: &[Self]) -> u32 {
         match all {
             [alone] => alone.length(),
@@ -52,27 +52,28 @@ impl Datum {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Values {
-    /// It is a set.
+    /// The object is a set, which has no values.
     None,
     Verdict,
     Of(&'static [Datum]),
 }
 
-/// What a set or a map is for.
+/// The definition of a set or a map.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct SetDefinition {
     pub key: &'static [Datum],
     pub values: Values,
-    /// Rules add elements, which expire; at most so many.
+    /// The largest number of elements, if rules add elements, which expire. `None` for all other
+    /// sets.
     pub dynamic: Option<u32>,
-    /// As nft notes more about a set.
+    /// More notes about the set, in the format of nft.
     pub user_data: Vec<u8>,
 }
 
 const MAP: u32 = 0x8;
 const TIMEOUT: u32 = 0x10;
 const EVALUATED: u32 = 0x20;
-/// Type of values that are verdicts.
+/// The type of values that are verdicts.
 pub(super) const VERDICT: u32 = 0xffff_ff00;
 
 impl SetDefinition {
@@ -90,7 +91,8 @@ impl SetDefinition {
         SetShape { flags: map | dynamic, key_length: Datum::lengths(self.key), data_length }
     }
 
-    /// `id`: distinguishes it from other new ones of the transaction.
+    /// Writes the attributes of a new set. `id` distinguishes it from other new sets of the
+    /// transaction.
     pub(super) fn write(&self, out: &mut Messages, id: u32) {
         let SetShape { flags, key_length, data_length } = self.shape();
         out.attribute(SET_FLAGS, &flags.to_be_bytes())
@@ -117,12 +119,12 @@ impl SetDefinition {
     }
 }
 
-/// What of a set decides whether rules can use it.
+/// The properties of a set that decide whether rules can use it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct SetShape {
     pub flags: u32,
     pub key_length: u32,
-    /// 0 of verdicts, too.
+    /// The length of a value. It is 0 for a set and for verdicts.
     pub data_length: u32,
 }
 
@@ -132,7 +134,7 @@ pub struct Set {
     pub shape: SetShape,
 }
 
-/// What a key stands for.
+/// The value of an element of a map. An element of a set has none.
 #[derive(Clone, Debug, Default, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum ElementData {
     #[default]
@@ -148,7 +150,7 @@ pub struct Element {
     pub user_data: Vec<u8>,
 }
 
-/// Keys alone, to delete the element.
+/// Writes a key without a value, to delete its element.
 pub(super) fn write_key(list: &mut Messages, key: &[u8]) {
     list.nested(LIST_MEMBER, |element| add_key(element, key));
 }

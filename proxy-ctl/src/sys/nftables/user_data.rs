@@ -1,19 +1,19 @@
-//! What nft and we note at tables, sets, rules and elements: a list of type, length and value, a
-//! byte each for the first two.
+//! User data of tables, sets, rules and elements: a list of type, length and value, with one byte
+//! each for type and length. nft notes comments in it.
 
 use crate::sys::netlink::text;
 
-/// Type of a comment at a table, a rule or an element.
+/// The type of a comment of a table, a rule or an element.
 pub const COMMENT: u8 = 0;
 
-/// Adds what fits of the value: 255 bytes.
+/// Adds a value, of which 255 bytes fit.
 pub fn add(list: &mut Vec<u8>, kind: u8, value: &[u8]) {
     let value = &value[..value.len().min(usize::from(u8::MAX))];
     list.extend([kind, value.len() as u8]);
     list.extend(value);
 }
 
-/// Adds a comment as nft writes it, with room for 254 bytes.
+/// Adds a comment in the format of nft, of which 254 bytes fit.
 pub fn add_comment(list: &mut Vec<u8>, comment: &str) {
     let bytes = &comment.as_bytes()[..comment.len().min(254)];
     add(list, COMMENT, &[bytes, &[0]].concat());

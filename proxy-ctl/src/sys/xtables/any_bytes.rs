@@ -1,11 +1,11 @@
-//! Text of iptables as a string. Rules of other programs may hold any bytes, as iptables cuts
-//! comments after 255 bytes, and a rule is deleted by its text: what is read must come back
-//! unchanged.
+//! Text of iptables as a Rust string. Rules of other programs may contain any bytes, because
+//! iptables cuts comments after 255 bytes. A rule is deleted by its text, so what is read must be
+//! written back unchanged.
 
 use std::borrow::Cow;
 
-/// The private character for the byte 0. Those of the bytes from 0x80 on are used: U+10FF80 to
-/// U+10FFFF.
+/// The private character that stands for the byte 0. Only those for bytes from 0x80 on are used:
+/// U+10FF80 to U+10FFFF.
 const PRIVATE: u32 = 0x10_ff00;
 
 fn is_private(character: char) -> bool {
@@ -16,8 +16,8 @@ fn hide(text: &mut String, bytes: &[u8]) {
     text.extend(bytes.iter().filter_map(|byte| char::from_u32(PRIVATE + u32::from(*byte))));
 }
 
-/// Returns `bytes` as text, in which each byte that is not UTF-8 is a private character. [`encode`]
-/// is the reverse.
+/// Returns `bytes` as text in which a private character stands for each byte that is not UTF-8.
+/// [`encode`] is the reverse.
 pub(super) fn decode(bytes: &[u8]) -> Cow<'_, str> {
     if let Ok(text) = std::str::from_utf8(bytes)
         && (text.is_ascii() || !text.contains(is_private))
@@ -27,7 +27,7 @@ pub(super) fn decode(bytes: &[u8]) -> Cow<'_, str> {
     let mut text = String::with_capacity(bytes.len() * 2);
     for chunk in bytes.utf8_chunks() {
         for character in chunk.valid().chars() {
-            // A private character that is there already must not become a byte.
+            // A private character in the input must not become a single byte when it is encoded.
             if is_private(character) {
                 hide(&mut text, character.encode_utf8(&mut [0; 4]).as_bytes());
             } else {
@@ -39,7 +39,7 @@ pub(super) fn decode(bytes: &[u8]) -> Cow<'_, str> {
     text.into()
 }
 
-/// Returns the bytes that [`decode`] has made `text` of.
+/// Returns the bytes from which [`decode`] has made `text`.
 pub(super) fn encode(text: &str) -> Cow<'_, [u8]> {
     if text.is_ascii() || !text.contains(is_private) {
         return text.as_bytes().into();

@@ -1,5 +1,5 @@
-//! Which backend of iptables a node uses: rules of both are in force at once, and their order is
-//! only defined within one.
+//! Chooses the backend of iptables. Rules of both backends apply to every packet, and their order
+//! is only defined within one backend.
 
 use super::{Backend, ToolError, Tools, chains, tables};
 use crate::sys::{
@@ -7,14 +7,14 @@ use crate::sys::{
     nftables::{NfTables, TableFamily},
 };
 
-/// The kubelet makes one of these, in the table mangle, so that others find the backend that the
-/// node uses.
+/// Chains of which the kubelet makes one in the table mangle, so that others find the backend that
+/// the node uses.
 const HINTS: [&str; 2] = ["KUBE-IPTABLES-HINT", "KUBE-KUBELET-CANARY"];
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct ChosenBackend {
     pub backend: Backend,
-    /// For people.
+    /// Why it was chosen, for people to read.
     pub reason: &'static str,
 }
 
@@ -28,8 +28,8 @@ pub enum BackendError {
     NoTools,
 }
 
-/// As the image of kube-proxy chooses (sigs.k8s.io/iptables-wrappers), among the backends whose
-/// tools are there.
+/// Chooses a backend as the image of kube-proxy does (sigs.k8s.io/iptables-wrappers), among those
+/// whose tools are installed.
 pub fn choose() -> Result<ChosenBackend, BackendError> {
     let has =
         |backend| Tools::find(TableFamily::Ipv4, backend).or_else(|| Tools::find(TableFamily::Ipv6, backend));
@@ -48,7 +48,8 @@ fn only(backend: Backend) -> Result<ChosenBackend, BackendError> {
     Ok(ChosenBackend { backend, reason: "only its tools are there" })
 }
 
-/// `hints` and the answer of `count`: of nft, then of legacy.
+/// Decides by the hints, then by the number of rules. `hints` and the result of `count` are for nft
+/// and legacy, in this order.
 fn decide<E>(
     hints: (bool, bool),
     count: impl FnOnce() -> Result<(usize, usize), E>,
@@ -79,7 +80,7 @@ fn has_hint(backend: Backend) -> Result<bool, CallError> {
                 None => false,
             },
             Backend::Legacy => {
-                // To ask for a table that is not there would make it.
+                // Asking for a table that does not exist would create it.
                 let is_there = tables(family)?.iter().any(|table| table == "mangle");
                 let chains = if is_there { chains(family, "mangle")? } else { None };
                 chains.is_some_and(|(_, chains)| chains.iter().any(|chain| HINTS.contains(&chain.as_str())))
@@ -92,7 +93,7 @@ fn has_hint(backend: Backend) -> Result<bool, CallError> {
     Ok(false)
 }
 
-/// Of the tables that there are, in both families.
+/// Returns the number of rules in the tables that exist, of both families.
 fn rules(tools: &Tools) -> Result<usize, BackendError> {
     let mut count = 0;
     for family in TableFamily::ALL {

@@ -1,4 +1,4 @@
-//! What iptables-save prints, line by line.
+//! The output of iptables-save, line by line.
 
 use std::hash::{Hash as _, Hasher as _};
 
@@ -7,13 +7,13 @@ use rustc_hash::FxHasher;
 /// A line of the output of iptables-save.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum SavedLine<'a> {
-    /// The table that the next lines are of.
+    /// The table that the following lines belong to.
     Table(&'a str),
-    /// `policy` is `-` for a chain that the kernel does not call itself.
+    /// A chain. `policy` is `-` if it is not a built-in chain.
     Chain { name: &'a str, policy: &'a str },
-    /// `rule` without `-A` and the chain.
+    /// A rule. `rule` begins after `-A` and the chain.
     Rule { chain: &'a str, rule: &'a str },
-    /// COMMIT, comments, and what is not known.
+    /// COMMIT, a comment, or an unknown line.
     Other,
 }
 
@@ -33,8 +33,8 @@ impl<'a> SavedLine<'a> {
     }
 }
 
-/// The words of a rule, and whether they were quoted. Within quotes a backslash escapes the next
-/// character.
+/// Returns the words of a rule, each with true if it was quoted. Within quotes, a backslash escapes
+/// the next character.
 pub fn words(text: &str) -> Vec<(String, bool)> {
     let (mut words, mut word) = (Vec::new(), (String::new(), false));
     let (mut in_quotes, mut characters) = (false, text.chars());
@@ -54,14 +54,14 @@ pub fn words(text: &str) -> Vec<(String, bool)> {
     words
 }
 
-/// The word after the first of these flags.
+/// Returns the word that follows the first of these flags.
 pub fn after(words: &[(String, bool)], flags: &[&str]) -> Option<String> {
     let at = words.iter().position(|(word, quoted)| !quoted && flags.contains(&word.as_str()))?;
     words.get(at + 1).map(|(word, _)| word.clone())
 }
 
-/// A number by which rules are compared. Equal for rules whose matches differ in their order only:
-/// backends print them in different ones.
+/// Returns a number by which rules are compared. It does not depend on the order of the matches, in
+/// which the backends differ.
 pub fn digest(rule: &str) -> u64 {
     let (mut sum, mut group, mut rest) = (0_u64, FxHasher::default(), rule);
     let mut after_not = false;
@@ -78,7 +78,7 @@ pub fn digest(rule: &str) -> u64 {
     sum.wrapping_add(group.finish())
 }
 
-/// The first word, with its quotes, and what follows it.
+/// Returns the first word, with its quotes, and what follows it.
 fn split_word(text: &str) -> Option<(&str, &str)> {
     let text = text.trim_start_matches(' ');
     let (mut in_quotes, mut escaped) = (false, false);

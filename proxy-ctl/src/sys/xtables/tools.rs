@@ -1,6 +1,6 @@
-//! The programs of iptables: where they are, how they are run, and what they say when they fail.
-//! They share a lock with all others that write rules: with iptables-legacy whoever writes without
-//! it undoes what others write at the same time.
+//! The programs of iptables: finds and runs them, and reads their error messages. They share a lock
+//! with all other programs that write rules. With iptables-legacy, a writer without the lock undoes
+//! what others write at the same time.
 
 use std::{
     env,
@@ -15,17 +15,17 @@ use std::{
 use super::any_bytes::{decode, encode};
 use crate::sys::nftables::TableFamily;
 
-/// Seconds for which a tool waits for the lock.
+/// The number of seconds for which a tool waits for the lock.
 const LOCK_SECONDS: &str = "5";
-/// What the tools answer with when they did not get the lock, or the table had been changed
+/// The exit code of the tools when they did not get the lock, or when the table was changed
 /// meanwhile.
 const RESOURCE_PROBLEM: i32 = 4;
 const FOLDERS: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// Where the kernel keeps the rules that a tool writes.
+/// The part of the kernel that has the rules of a tool.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum Backend {
-    /// The kernel's interface of before nf_tables.
+    /// The kernel's interface from before nf_tables.
     Legacy,
     /// nf_tables.
     Nft,
@@ -34,7 +34,7 @@ pub enum Backend {
 impl Backend {
     pub const ALL: [Self; 2] = [Self::Legacy, Self::Nft];
 
-    /// As the names of the tools have it.
+    /// Returns the name of the backend in the names of the tools.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Legacy => "legacy",
@@ -42,7 +42,7 @@ impl Backend {
         }
     }
 
-    /// As the tools' version has it.
+    /// Returns the name of the backend in the output of `--version`.
     const fn in_version(self) -> &'static str {
         match self {
             Self::Legacy => "(legacy)",
@@ -68,7 +68,7 @@ pub enum ToolError {
 }
 
 impl ToolError {
-    /// The line of the input that the tool could not carry out, counted from 1.
+    /// Returns the line of the input that the tool could not carry out, counted from 1.
     pub fn line(&self) -> Option<usize> {
         match self {
             Self::Failed { said, .. } => named_line(said),
@@ -77,7 +77,8 @@ impl ToolError {
     }
 }
 
-/// `Error occurred at line: 7`, `line 7 failed` or `line 7: RULE_APPEND failed (Invalid argument)`.
+/// Finds the number in messages such as `Error occurred at line: 7`, `line 7 failed` or
+/// `line 7: RULE_APPEND failed (Invalid argument)`.
 fn named_line(said: &str) -> Option<usize> {
     let number = |rest: &str| {
         let rest = rest.strip_prefix(':').unwrap_or(rest).trim_start();
@@ -96,19 +97,19 @@ pub struct Tools {
     version: Version,
 }
 
-/// Of the tools: 1.8.9.
+/// A version of the tools, such as 1.8.9.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 struct Version(u32, u32, u32);
 
 impl Version {
-    /// From `iptables-save v1.8.9 (nf_tables)`.
+    /// Parses text such as `iptables-save v1.8.9 (nf_tables)`.
     fn parse(text: &str) -> Option<Self> {
         let mut numbers = text.split(" v").nth(1)?.split(|c: char| !c.is_ascii_digit()).map(str::parse);
         Some(Self(numbers.next()?.ok()?, numbers.next()?.ok()?, numbers.next()?.ok().unwrap_or(0)))
     }
 }
 
-/// As the tools of a family begin.
+/// Returns the beginning of the names of a family's tools.
 pub const fn program(family: TableFamily) -> &'static str {
     match family {
         TableFamily::Ipv4 => "iptables",
@@ -117,15 +118,15 @@ pub const fn program(family: TableFamily) -> &'static str {
 }
 
 impl Tools {
-    /// Looks on PATH for `iptables-legacy-save` or `iptables-nft-save`, then for an `iptables-save`
-    /// of this backend.
+    /// Finds the tools on PATH: first `iptables-legacy-save` or `iptables-nft-save`, then an
+    /// `iptables-save` of this backend.
     pub fn find(family: TableFamily, backend: Backend) -> Option<Self> {
         let program = program(family);
         let named = |name: &str| {
             let save = on_path(&format!("{name}-save"))?;
             let version = Command::new(&save).arg("--version").stdin(Stdio::null()).output().ok()?;
             let version = String::from_utf8_lossy(&version.stdout).into_owned();
-            // Older ones than 1.8 are legacy, and do not say so.
+            // Tools before 1.8 are always legacy, and their version does not say so.
             let is_of = version.contains(backend.in_version())
                 || backend == Backend::Legacy && !version.contains('(');
             let version = Version::parse(&version).filter(|_| is_of)?;
@@ -139,20 +140,20 @@ impl Tools {
         Self { backend: Backend::Nft, save, restore, version: Version(1, 8, 9) }
     }
 
-    /// For people.
+    /// Returns the version for people to read.
     pub fn version(&self) -> String {
         let Version(major, minor, patch) = self.version;
         format!("{major}.{minor}.{patch} ({})", self.backend)
     }
 
-    /// MASQUERADE knows `--random-fully` (1.6.2; Linux 3.13).
+    /// Returns true if MASQUERADE supports `--random-fully` (iptables 1.6.2, Linux 3.13).
     pub fn has_random_fully(&self) -> bool {
         self.version >= Version(1, 6, 2)
     }
 
-    /// Gives each line of a table, without its end, to `take`. No lines: the kernel has no such
-    /// table yet. What is not UTF-8 in a line is readable by [`Self::restore`] alone. Needs
-    /// CAP_NET_ADMIN.
+    /// Gives each line of a table to `take`, without the line's end. There are no lines if the
+    /// kernel does not have the table yet. Bytes that are not UTF-8 are encoded in a way that only
+    /// [`Self::restore`] understands. Needs CAP_NET_ADMIN.
     pub fn save(&self, table: &str, mut take: impl FnMut(&str)) -> Result<(), ToolError> {
         let mut command = Command::new(&self.save);
         command.args(["-t", table]).stdin(Stdio::null());
@@ -169,14 +170,14 @@ impl Tools {
         read.map_err(|source| ToolError::Run { program: shown(&self.save), source })
     }
 
-    /// Carries out `input`, in the form of iptables-save: chains that it declares are emptied,
-    /// others are left alone. What stands between a `*table` and its `COMMIT` is done wholly or not
-    /// at all. Needs CAP_NET_ADMIN.
+    /// Applies `input`, which has the format of iptables-save. Chains that it declares are emptied,
+    /// and others are left alone. The lines between a `*table` and its `COMMIT` are applied wholly
+    /// or not at all. Needs CAP_NET_ADMIN.
     pub fn restore(&self, input: &str) -> Result<(), ToolError> {
         let mut command = Command::new(&self.restore);
         command.args(["-w", LOCK_SECONDS, "--noflush", "--counters"]).stdin(Stdio::piped());
         let mut child = spawn(&self.restore, &mut command)?;
-        // These tools print nothing before they have read all input.
+        // These tools print nothing before they have read all input, so that writing cannot block.
         let written = child.stdin.take().map_or(Ok(()), |mut stdin| stdin.write_all(&encode(input)));
         finish(&self.restore, child)?;
         written.map_err(|source| ToolError::Run { program: shown(&self.restore), source })
@@ -209,8 +210,8 @@ fn finish(program: &Path, child: Child) -> Result<(), ToolError> {
     })
 }
 
-/// Returns true for an answer of the kernel. iptables-nft ends with the exit status of a held lock
-/// also if the kernel refuses a line, or has no nf_tables and so no rule set either.
+/// Returns true if the message is the kernel's answer. iptables-nft uses the exit code of a held
+/// lock also if the kernel refuses a line, or if it has no nf_tables and therefore no rule set.
 fn tells_of_the_kernel(said: &str) -> bool {
     named_line(said).is_some() || said.contains("rule set generation id")
 }

@@ -43,14 +43,14 @@ pub fn gather() -> HostFacts {
     }
 }
 
-/// Kernels with the patches of PREEMPT_RT have the file, and all that are built so have it in their
-/// version.
+/// Returns true if the kernel has the patches of PREEMPT_RT or is built with it. Patched kernels
+/// have the file, and all such kernels name it in their version.
 fn is_realtime() -> bool {
     let version = read("/proc/sys/kernel/version").unwrap_or_default();
     read("/sys/kernel/realtime").is_some_and(|value| value == "1") || version.contains("PREEMPT_RT")
 }
 
-/// `None`: it cannot be read.
+/// Returns the trimmed text of a file, or `None` if it cannot be read.
 fn read(path: &str) -> Option<String> {
     Some(fs::read_to_string(path).ok()?.trim().to_owned())
 }
@@ -70,14 +70,15 @@ fn module_texts(kernel_release: &str) -> ModuleTexts {
     }
 }
 
-/// There with CONFIG_IKCONFIG_PROC.
+/// Returns the kernel's configuration, which this file has with CONFIG_IKCONFIG_PROC.
 fn config_in_proc() -> Option<String> {
     let mut text = String::new();
     GzDecoder::new(fs::File::open("/proc/config.gz").ok()?).read_to_string(&mut text).ok()?;
     Some(text)
 }
 
-/// Of both families, the first of each backend. All are asked at once: each takes some milliseconds.
+/// Returns the tools of both families: the first of each backend. All are run at the same time,
+/// because each takes some milliseconds.
 fn all_tools() -> [Vec<Tool>; 2] {
     const NAMES: [[&str; 3]; 2] = [
         ["iptables-nft-save", "iptables-legacy-save", "iptables-save"],
@@ -95,7 +96,7 @@ fn all_tools() -> [Vec<Tool>; 2] {
     })
 }
 
-/// `None`: it is not there.
+/// Starts a tool that prints its version. Returns `None` if there is no such tool.
 fn ask_version(name: &str) -> Option<Child> {
     let mut command = Command::new(name);
     command.arg("--version").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
@@ -110,12 +111,12 @@ fn ipset_protocol() -> Option<u8> {
     IpSets::open().ok().flatten()?.protocol().ok()
 }
 
-/// Of this process.
+/// Returns the capabilities of this process.
 pub fn capabilities() -> Capabilities {
     effective_capabilities(&read("/proc/self/status").unwrap_or_default())
 }
 
-/// From the line `CapEff:` of /proc/self/status.
+/// Parses the line `CapEff:` of /proc/self/status.
 fn effective_capabilities(status: &str) -> Capabilities {
     let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
     let held = line.and_then(|line| u64::from_str_radix(line.trim(), 16).ok()).unwrap_or(0);

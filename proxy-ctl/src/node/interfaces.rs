@@ -7,42 +7,44 @@ use crate::dataplane::{Role, RoleReason};
 pub struct LinkFacts {
     pub loopback: bool,
     pub kind: LinkKind,
-    /// What it is a port of.
+    /// The device that it is a port of.
     pub master: Option<Master>,
-    /// One of the addresses by which the cluster knows this node.
+    /// True if it has one of the addresses by which the cluster knows this node.
     pub node_address: bool,
-    /// A default route of the main table leaves through it.
+    /// True if a default route of the main table leaves through it.
     pub default_route: bool,
-    /// It has an address of a network that it is on, and that no pods of this cluster are on.
+    /// True if it has an address in a network that it is connected to, and that has no pods of this
+    /// cluster.
     pub own_network: bool,
-    /// As `ebpf.interfaces` says.
+    /// The role that `ebpf.interfaces` gives it.
     pub configured: Option<Role>,
 }
 
-/// Kinds of devices, as far as they are treated differently.
+/// The kinds of devices that are treated differently.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum LinkKind {
-    /// No virtual device: a network card.
+    /// A network card: no virtual device.
     Physical,
-    /// One end of a pair whose other end is in a pod: veth, netkit.
+    /// One end of a pair (veth, netkit) whose other end is in a pod.
     Pair,
-    /// To a virtual machine: tap.
+    /// A tap device to a virtual machine.
     Tun,
     Bridge,
     Bond,
     Vrf,
-    /// Forwards to no network: dummy, ifb, nlmon.
+    /// A device that forwards to no network: dummy, ifb, nlmon.
     Sink,
-    /// vlan, vxlan, wireguard, ipip, macvlan and the like: a network of its own.
+    /// A device to a network of its own: vlan, vxlan, wireguard, ipip, macvlan and the like.
     Network,
 }
 
 /// The device that another is a port of.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Master {
-    /// bond, team.
+    /// A bond or a team.
     Bond,
-    /// A bridge; true: with a node address or default route, so that it is an uplink itself.
+    /// A bridge. True means that it has a node address or a default route, so that it is an uplink
+    /// itself.
     Bridge(bool),
     /// VRF, Open vSwitch and others, which do not change what the port receives.
     Other,
@@ -65,8 +67,8 @@ pub enum Ignored {
     Sink,
 }
 
-/// The role of the interface, or why it has none. The first matching rule decides; which interfaces `ebpf.interfaces` leaves out is
-/// applied afterwards.
+/// Returns the role of the interface, or why it has none. The first matching rule decides. The
+/// interfaces that `ebpf.interfaces` leaves out are removed later.
 pub fn role(link: &LinkFacts) -> Result<(Role, RoleReason), Ignored> {
     if link.loopback {
         return Err(Ignored::Loopback);
@@ -84,7 +86,7 @@ pub fn role(link: &LinkFacts) -> Result<(Role, RoleReason), Ignored> {
         return Ok((Role::Uplink, RoleReason::DefaultRoute));
     }
     match (link.kind, link.master) {
-        // What CNI plugins give to the node's end is an address of a pod range or of no network (a whole mask).
+        // CNI plugins give the node's end an address of a pod range, or one with the full prefix.
         (LinkKind::Pair | LinkKind::Tun, _) if link.own_network => Ok((Role::Uplink, RoleReason::OwnNetwork)),
         (LinkKind::Pair, _) => Ok((Role::Workload, RoleReason::Pair)),
         (LinkKind::Tun, _) => Ok((Role::Workload, RoleReason::Tap)),

@@ -1,4 +1,4 @@
-//! The node: what it can do, and its own addresses and interfaces, followed by netlink.
+//! The node: its capabilities, and its addresses and interfaces, which are followed by netlink.
 
 pub mod facts;
 mod interfaces;

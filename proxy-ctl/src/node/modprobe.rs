@@ -1,21 +1,21 @@
-//! Has the kernel load modules, by the node's own modprobe.
+//! Makes the kernel load modules, by the node's own modprobe.
 
 use std::{
     io,
     process::{Command, Stdio},
 };
 
-/// What became of a module that was asked for.
+/// The result of loading a module.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Modprobe {
     Loaded,
-    /// There is no such program here, as in an image without one.
+    /// There is no modprobe here. An image need not have one.
     Absent,
-    /// With the program's words.
+    /// modprobe failed, with its error message.
     Refused(String),
 }
 
-/// Needs CAP_SYS_MODULE where the module is not loaded yet.
+/// Loads a module. Needs CAP_SYS_MODULE if the module is not loaded yet.
 pub fn modprobe(module: &str) -> Modprobe {
     let ran = Command::new("modprobe").arg("--").arg(module).stdin(Stdio::null()).output();
     match ran {

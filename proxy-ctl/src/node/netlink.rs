@@ -1,4 +1,4 @@
-//! Asks the kernel for links, addresses and routes, and follows their changes.
+//! Reads links, addresses and default routes from the kernel, and follows their changes.
 
 use std::{io, sync::Arc};
 
@@ -31,8 +31,11 @@ const RTM_GETLINK: u16 = 18;
 const RTM_GETADDR: u16 = 22;
 const RTM_GETROUTE: u16 = 26;
 
-/// Sends the node's network whenever it or the configuration changes, until `stop`: `clusterCIDR` and `ebpf.interfaces` decide over roles
-/// of interfaces. Waits for the first list of the own Node, whose addresses show which interfaces are uplinks.
+/// Sends the node's network whenever it or the configuration changes, until `stop`. The
+/// configuration matters because `clusterCIDR` and `ebpf.interfaces` decide the roles of
+/// interfaces.
+///
+/// Waits for the first list of the own Node, whose addresses show which interfaces are uplinks.
 pub async fn watch(
     mut own_node: watch::Receiver<OwnNode>,
     mut configs: watch::Receiver<Arc<Config>>,
@@ -43,7 +46,7 @@ pub async fn watch(
         listed = own_node.wait_for(OwnNode::is_listed) => if listed.is_err() { return Ok(()) },
         () = stop.cancelled() => return Ok(()),
     }
-    // Subscribed before the dump, so that no change falls between them.
+    // The subscription comes before the dump, so that no change between them is missed.
     let groups = [LINKS].into_iter().chain(ADDRESSES).chain(ROUTES);
     let changes = ready::readable(rtnetlink::subscribe(groups)?).map_err(CallError::of("epoll"))?;
     let mut state = dump().await?;
@@ -73,7 +76,7 @@ pub async fn watch(
                 }
                 if waiting == Waiting::Lost {
                     tracing::info!("changes of interfaces came faster than they were read; all are listed again");
-                    // What still waits is older than the list.
+                    // The changes that still wait are older than the new list.
                     rtnetlink::drop_waiting(socket)?;
                     state.replace(dump().await?);
                 } else {
@@ -84,7 +87,8 @@ pub async fn watch(
     }
 }
 
-/// As it is now; without a Node, whose addresses are not asked for.
+/// Returns the node's network as it is now. It does not know the Node's addresses, which it does
+/// not ask for.
 pub fn network(config: &Config) -> Result<NodeNetwork, Error> {
     Ok(dump_all()?.host(&surroundings(&OwnNode::default(), config)))
 }
@@ -106,7 +110,7 @@ async fn dump() -> Result<State, Error> {
 fn dump_all() -> Result<State, Error> {
     let socket = NetlinkSocket::open(NETLINK_ROUTE).map_err(CallError::of("socket"))?;
     let mut state = State::default();
-    // Each with the header of its messages: empty, it stands for all.
+    // An empty header of these lengths asks for all objects.
     for (call, kind, header) in [
         ("dump of links", RTM_GETLINK, &[0; 16][..]),
         ("dump of addresses", RTM_GETADDR, &[0; 8]),
@@ -120,7 +124,7 @@ fn dump_all() -> Result<State, Error> {
     Ok(state)
 }
 
-/// Without routes that are no default routes, of which a node may have many.
+/// Parses a message. Leaves out routes that are not default routes, because a node may have many.
 fn parse(kind: u16, body: &[u8]) -> Option<RouteNetlinkMessage> {
     let mut header = NetlinkHeader::default();
     header.message_type = kind;

@@ -25,7 +25,8 @@ impl OwnNode {
         }
     }
 
-    /// Best first; empty as long as they are not known.
+    /// Returns the Node's addresses in order of preference. The list is empty as long as they are
+    /// not known.
     pub fn addresses(&self) -> &[IpAddr] {
         self.node().map(|node| node.addresses.as_slice()).unwrap_or_default()
     }

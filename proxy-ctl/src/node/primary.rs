@@ -1,27 +1,29 @@
-//! Chooses one address of each family among the Node's addresses, in kube-proxy's order. Pure.
+//! Chooses one address of each family from the Node's addresses, in kube-proxy's order. Pure.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 use crate::model::objects::IpFamily;
 
-/// The first address and the first of the other family, of those of a Node, best first.
+/// Returns the first of a Node's addresses, and the first of the other family. The addresses must
+/// be in order of preference.
 pub fn host_addresses(addresses: &[IpAddr]) -> Vec<IpAddr> {
     let first = addresses.first();
     let other = first.and_then(|first| addresses.iter().find(|address| address.is_ipv4() != first.is_ipv4()));
     first.into_iter().chain(other).copied().collect()
 }
 
-/// One address of each family; loopback where none is known.
+/// One address of each family. A family without a known address has the loopback address.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct NodeIps {
-    /// The family of a cluster that has only one.
+    /// The family that is used in a cluster with only one family.
     pub primary: IpFamily,
     pub ipv4: Ipv4Addr,
     pub ipv6: Ipv6Addr,
 }
 
 impl NodeIps {
-    /// `bind_address` of the configuration wins, unless it is unspecified, over the addresses of the Node.
+    /// Detects the addresses. A `bind_address` of the configuration takes precedence over the
+    /// Node's addresses, unless it is unspecified.
     pub fn detect(bind_address: IpAddr, addresses: &[IpAddr]) -> Self {
         let mut detected =
             Self { primary: IpFamily::Ipv4, ipv4: Ipv4Addr::LOCALHOST, ipv6: Ipv6Addr::LOCALHOST };
@@ -45,12 +47,12 @@ impl NodeIps {
         }
     }
 
-    /// The primary address is only assumed.
+    /// Returns true if the primary address is only assumed.
     pub fn is_assumed(&self) -> bool {
         self.of(self.primary).is_loopback()
     }
 
-    /// Those that are known.
+    /// Returns the addresses that are known.
     pub fn known(&self) -> Vec<IpAddr> {
         IpFamily::ALL
             .map(|family| self.of(family))

@@ -1,4 +1,5 @@
-//! Netlink messages → the node's links, addresses and default routes → [`NodeNetwork`]. Pure.
+//! Converts netlink messages into the node's links, addresses and default routes, and these into a
+//! [`NodeNetwork`]. Pure.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -29,10 +30,10 @@ struct Link {
     address: Option<[u8; 6]>,
     is_up: bool,
     kind: LinkKind,
-    /// Index.
+    /// The index of the device that it is a port of.
     master: Option<u32>,
     vlan: Option<Vlan>,
-    /// The namespace of the other end, as in [`Interface::namespace`].
+    /// The network namespace of the other end, as in [`Interface::namespace`].
     namespace: Option<u32>,
 }
 
@@ -55,27 +56,27 @@ impl Link {
     }
 }
 
-/// What is known of an address of an interface.
+/// The properties of an address of an interface.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct Assignment {
     prefix_length: u8,
-    /// The kernel may choose it as the source of what it masquerades.
+    /// True if the kernel may choose it as a source when it masquerades.
     is_source: bool,
-    /// Its place among those of the interface, as the kernel lists them.
+    /// The position of the address among those of the interface, in the kernel's order.
     place: u32,
 }
 
-/// What the cluster and the configuration say of the node.
+/// The facts about the node that come from the cluster and the configuration.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Surroundings {
-    /// Of the own Node, best first; empty as long as they are not known.
+    /// The addresses of the own Node, in order of preference. Empty as long as they are not known.
     pub(super) node_addresses: Vec<IpAddr>,
-    /// Addresses of pods.
+    /// The ranges of pod addresses.
     pub(super) pod_ranges: Vec<IpNet>,
     pub(super) interfaces: Interfaces,
 }
 
-/// A default route. Ordered by metric, so that the best one is first.
+/// A default route. The order is by metric, so that the best route is first.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 struct DefaultRoute {
     v6: bool,
@@ -83,23 +84,23 @@ struct DefaultRoute {
     interface: u32,
 }
 
-/// Links, addresses and default routes from all netlink messages so far.
+/// The links, addresses and default routes from all netlink messages so far.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct State {
     links: BTreeMap<u32, Link>,
     addresses: BTreeMap<(u32, IpAddr), Assignment>,
     next_place: u32,
     default_routes: BTreeSet<DefaultRoute>,
-    /// CNI's bandwidth plugin has made a device.
+    /// True once CNI's bandwidth plugin has made a device.
     limits_bandwidth: bool,
 }
 
-/// The first letters of the devices that CNI's bandwidth plugin makes, one for each pod that it
-/// limits.
+/// The beginning of the names of devices that CNI's bandwidth plugin makes, one for each pod that
+/// it limits.
 const LIMITING_DEVICE: &str = "bwp";
 
 impl State {
-    /// Takes over one message, of a dump or of a change.
+    /// Applies a message of a dump or of a change.
     pub(super) fn apply(&mut self, message: &RouteNetlinkMessage) {
         #[expect(clippy::wildcard_enum_match_arm, reason = "some sixty other kinds of messages")]
         match message {
@@ -140,7 +141,8 @@ impl State {
         }
     }
 
-    /// Takes over what was listed anew. What was seen of devices that are gone stays known.
+    /// Replaces the state by a new list. `limits_bandwidth` stays true even if the devices are
+    /// gone.
     pub(super) fn replace(&mut self, listed: Self) {
         let limits_bandwidth = self.limits_bandwidth | listed.limits_bandwidth;
         *self = Self { limits_bandwidth, ..listed };
@@ -148,7 +150,7 @@ impl State {
 
     fn assign(&mut self, key: (u32, IpAddr), assignment: Assignment) {
         let former = self.addresses.get(&key);
-        // One that becomes a primary address is put behind the others.
+        // The kernel puts an address that becomes primary behind the others.
         let place = match former.filter(|former| former.is_source || !assignment.is_source) {
             Some(former) => former.place,
             None => {
@@ -200,12 +202,12 @@ impl State {
         }
     }
 
-    /// All but those of Services.
+    /// Returns all addresses but those of Services.
     fn own_addresses(&self) -> impl Iterator<Item = &(u32, IpAddr)> {
         self.addresses.keys().filter(|(index, _)| !self.is_of_services(*index))
     }
 
-    /// The device to which kube-proxy's mode ipvs gives the addresses of Services.
+    /// Returns true for the device to which kube-proxy's mode ipvs gives the addresses of Services.
     fn is_of_services(&self, index: u32) -> bool {
         self.links.get(&index).is_some_and(|link| link.name == IPVS_DEVICE)
     }
@@ -234,8 +236,9 @@ impl State {
         self.addresses.range(of_this).map(|((_, ip), assignment)| (ip, assignment))
     }
 
-    /// The sources of what is masqueraded and leaves by this interface: of each family one of its own addresses, the Node's if it has that. A
-    /// port of a bridge has those of the bridge.
+    /// Returns the source addresses for packets that are masqueraded and leave by this interface.
+    /// There is one of the interface's own for each family, preferably the Node's. A port of a
+    /// bridge uses the addresses of the bridge.
     fn masquerade_by(&self, index: u32, link: &Link, node_addresses: &[IpAddr]) -> Vec<IpAddr> {
         let bridge = self.bridge_of(link).map(|(index, _)| index);
         let source = |v6: bool| {
@@ -245,7 +248,7 @@ impl State {
         [false, true].into_iter().filter_map(source).collect()
     }
 
-    /// With its index.
+    /// Returns the bridge that an interface is a port of, with its index.
     fn bridge_of(&self, port: &Link) -> Option<(u32, &Link)> {
         let index = port.master?;
         self.links.get(&index).filter(|master| master.kind == LinkKind::Bridge).map(|bridge| (index, bridge))
@@ -273,7 +276,8 @@ impl State {
         }
     }
 
-    /// The node's own address, if this node has it; else one of the interface that the default route leaves by.
+    /// Returns the Node's address if this machine has it. Otherwise returns an address of the
+    /// interface that the default route leaves by.
     fn masquerade(&self, v6: bool, node_addresses: &[IpAddr]) -> Option<IpAddr> {
         let local = |ip: &IpAddr| self.own_addresses().any(|(_, address)| address == ip);
         let of_node = node_addresses.iter().find(|ip| ip.is_ipv6() == v6 && !ip.is_loopback() && local(ip));
@@ -286,7 +290,7 @@ impl State {
     }
 }
 
-/// Link-local IPv6 addresses are only valid together with an interface.
+/// Returns false for link-local IPv6 addresses, which are only valid together with an interface.
 fn is_routable(address: &IpAddr) -> bool {
     match address {
         IpAddr::V4(_) => true,
@@ -294,7 +298,8 @@ fn is_routable(address: &IpAddr) -> bool {
     }
 }
 
-/// Messages of the bridge family are about ports: a deletion there does not delete the link.
+/// Returns true if the message is about a whole link. Messages of the bridge family are about
+/// ports: a deletion there does not delete the link.
 fn is_whole(link: &LinkMessage) -> bool {
     link.header.interface_family == AddressFamily::Unspec
 }
@@ -329,12 +334,13 @@ fn parse_link(message: &LinkMessage) -> Link {
             _ => {}
         }
     }
-    // The index is that of another network namespace.
+    // If the message has LinkNetNsId, the index belongs to another network namespace.
     let is_elsewhere = |attribute: &LinkAttribute| matches!(attribute, LinkAttribute::LinkNetNsId(_));
     if !message.attributes.iter().any(is_elsewhere) {
         link.vlan = below.zip(tag).map(|(below, (protocol, id))| Vlan { below, protocol, id });
     }
-    // Taps of virtual machines have link addresses. Tun devices without them are tunnels: a VPN, flannel's udp backend.
+    // Taps of virtual machines have link addresses. Tun devices without link addresses are tunnels,
+    // such as a VPN or flannel's udp backend.
     if link.kind == LinkKind::Tun && !link.ethernet {
         link.kind = LinkKind::Network;
     }
@@ -355,7 +361,7 @@ fn parse_kind(info: &LinkInfo) -> Option<LinkKind> {
     })
 }
 
-/// Of a VLAN device: ethertype and id.
+/// Returns the ethertype and the id of a VLAN device.
 fn parse_tag(info: &LinkInfo) -> Option<(u16, u16)> {
     let LinkInfo::Data(InfoData::Vlan(of_vlan)) = info else { return None };
     let (mut protocol, mut id) = (None, None);
@@ -370,14 +376,14 @@ fn parse_tag(info: &LinkInfo) -> Option<(u16, u16)> {
     protocol.zip(id)
 }
 
-/// Without its place.
+/// Parses an address. Its place is still 0.
 fn parse_address(message: &AddressMessage) -> Option<((u32, IpAddr), Assignment)> {
     let (mut local, mut address) = (None, None);
     let mut flags = AddressFlags::from_bits_retain(message.header.flags.bits().into());
     for attribute in &message.attributes {
         #[expect(clippy::wildcard_enum_match_arm, reason = "the other attributes do not matter")]
         match attribute {
-            // Differs from `Address` on point-to-point links, where that one is the peer's.
+            // The two differ on point-to-point links, where `Address` is the peer's.
             AddressAttribute::Local(ip) => local = Some(*ip),
             AddressAttribute::Address(ip) => address = Some(*ip),
             AddressAttribute::Flags(all) => flags = *all,
@@ -385,7 +391,7 @@ fn parse_address(message: &AddressMessage) -> Option<((u32, IpAddr), Assignment)
         }
     }
     let ip = local.or(address)?;
-    // Of IPv6, the first is that of a temporary address.
+    // IPv6 uses the flag `Secondary` for temporary addresses.
     let unfit = AddressFlags::Secondary
         | AddressFlags::Deprecated
         | AddressFlags::Tentative
@@ -400,7 +406,8 @@ fn parse_address(message: &AddressMessage) -> Option<((u32, IpAddr), Assignment)
     Some(((message.header.index, ip), assignment))
 }
 
-/// One for each next hop; none if it is not a default route of the main table.
+/// Returns a route for each next hop. The list is empty if the message is not about a default route
+/// of the main table.
 fn parse_default_route(message: &RouteMessage) -> Vec<DefaultRoute> {
     let header = &message.header;
     if header.destination_prefix_length != 0
@@ -446,7 +453,8 @@ mod tests {
         RouteNetlinkMessage::NewLink(link(index, name, kind, master))
     }
 
-    /// `ip` with the length of its prefix, or of a whole address.
+    /// Returns a message about `ip`, which may have a prefix length. The default is the full
+    /// prefix.
     fn address(index: u32, ip: &str) -> AddressMessage {
         let (ip, length) = ip.split_once('/').map_or((ip, None), |(ip, length)| (ip, Some(length)));
         let ip: IpAddr = ip.parse().unwrap();
@@ -612,7 +620,7 @@ mod tests {
         assert_eq!(host.masquerade_addresses, ips(&["192.0.2.10"]));
     }
 
-    /// A node's own address may be on it too, as an external IP.
+    /// A Service may have the node's own address as an external IP, so that the device has it too.
     #[test]
     fn addresses_of_services_that_mode_ipvs_has_left_are_not_the_nodes() {
         let mut with_device = node();
@@ -775,7 +783,7 @@ mod tests {
     fn the_first_primary_address_is_the_source_unless_another_is_the_nodes() {
         let mut state = second_uplink(None, address(5, "203.0.113.7/24"));
         state.apply(&new_address(5, "198.51.100.7/24"));
-        // Sent again whenever a lifetime changes.
+        // The kernel sends an address again whenever a lifetime changes.
         state.apply(&new_address(5, "203.0.113.7/24"));
         assert_eq!(sources(&state.host(&cluster(&[])), "eth1"), ips(&["203.0.113.7"]));
         let node = cluster(&ips(&["198.51.100.7"]));

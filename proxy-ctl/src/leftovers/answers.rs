@@ -1,10 +1,15 @@
-//! Answers of endpoints to clients that have called them by themselves, while ip_vs remembers connections of former clients.
+//! Corrects answers of endpoints to clients that have called them directly, while ip_vs remembers
+//! connections of former clients.
 //!
-//! Where a mode takes over that translates in `connect`, clients call endpoints. The kernel may give such a call a source port that a
-//! connection to the same endpoint has had through a virtual server: ip_vs remembers it for two minutes after its end, and gives the
-//! endpoint's answers the address of the virtual server, where the client has called nobody. conntrack knows whom it has called: a rule
-//! gives TCP answers that address as their source. It changes nothing else. An answer that netfilter has translated is left alone; any
-//! other has that address already, also those of connections that ip_vs serves, whose clients have called the virtual server.
+//! If a mode takes over that translates in `connect`, clients call endpoints. The kernel may give
+//! such a call a source port that a former connection to the same endpoint had through a virtual
+//! server. ip_vs remembers that connection for two minutes after its end. It gives the endpoint's
+//! answers the address of the virtual server, which the client has not called.
+//!
+//! conntrack knows which address the client has called. A rule gives TCP answers that address as
+//! their source, and changes nothing else. It leaves answers alone that netfilter has translated.
+//! All other answers have that address already, also those of connections that ip_vs serves, whose
+//! clients have called the virtual server.
 
 use super::{Error, names::ANSWERS_TABLE as TABLE};
 use crate::sys::nftables::{
@@ -14,12 +19,12 @@ use crate::sys::nftables::{
 
 const COMMENT: &str =
     "answers come from whom their clients have called, until ip_vs has forgotten its connections";
-/// Behind ip_vs, which translates answers at priorities up to 100.
+/// The priority behind that of ip_vs, which translates answers at priorities up to 100.
 const PRIORITY: i32 = 150;
 const HOOKS: [(NetfilterHook, &str); 2] =
     [(NetfilterHook::Input, "input"), (NetfilterHook::Postrouting, "postrouting")];
 
-/// Makes the tables that are not there.
+/// Makes the tables that do not exist yet.
 pub(super) fn restore_sources() -> Result<(), Error> {
     change(NfTables::load()?, true)
 }
@@ -57,7 +62,7 @@ fn make_table(batch: &mut Batch, family: TableFamily) {
 }
 
 fn rule(family: TableFamily) -> Vec<Expression> {
-    // In IPv6's header there is no checksum.
+    // The header of IPv6 has no checksum.
     let (source, length, checksum) = match family {
         TableFamily::Ipv4 => (12, 4, Some(10)),
         TableFamily::Ipv6 => (8, 16, None),
@@ -107,7 +112,8 @@ mod tests {
 
     const OTHER: &str = "other";
 
-    /// As ip_vs does with an answer of a connection that it remembers: gives it another source, at its priority of input.
+    /// Does what ip_vs does with an answer of a connection that it remembers: gives it another
+    /// source, at ip_vs's priority in input.
     fn translate_answers(nftables: &NfTables, family: TableFamily, server: SocketAddr, source: &[u8]) {
         let (offset, checksum) = match family {
             TableFamily::Ipv4 => (12, Some(10)),
@@ -171,7 +177,7 @@ mod tests {
         client.read_to_end(&mut answer).unwrap();
         assert_eq!(answer, [7; 100_000]);
 
-        // It may be called for each attempt to remove what is left.
+        // Each attempt to remove what is left may call it.
         restore_sources().unwrap();
         leave_sources().unwrap();
         leave_sources().unwrap();

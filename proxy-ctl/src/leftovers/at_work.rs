@@ -1,4 +1,5 @@
-//! The modes that this proxy is in, here or in another process of this network namespace: their rules are no leftovers.
+//! The modes in use: those that this proxy is in, here or in another process of this network
+//! namespace. Cleanup leaves their rules alone.
 //!
 //! A mode that writes under kube-proxy's names holds the lock of its name while it does.
 
@@ -17,14 +18,15 @@ pub(super) fn modes() -> Vec<Mode> {
 #[derive(Default)]
 pub(super) struct AtWork {
     pub(super) modes: Vec<Mode>,
-    /// Of the other ones that were asked for.
+    /// The locks of the other modes that were asked for.
     pub(super) locks: Vec<NamespaceLock>,
-    /// Why the modes are taken to be at work.
+    /// The reason why each of `modes` counts as in use.
     pub(super) problems: Vec<Error>,
 }
 
 impl AtWork {
-    /// While the locks are held, none of these modes begins that is not at work.
+    /// Takes the locks of those `modes` that are not in use. While the locks are held, none of
+    /// these can start.
     pub(super) fn lock_others(modes: &[Mode]) -> Self {
         let mut all = Self::default();
         for mode in modes.iter().copied() {
@@ -65,7 +67,7 @@ mod tests {
         assert!(at_work.problems[0].to_string().contains(&own), "{}", at_work.problems[0]);
         drop(held);
         drop(at_work);
-        // A process that another test is starting has copies of the locks until it executes its program.
+        // A process that another test is starting has copies of the locks until exec.
         let is_free = LettingGo::begin().wait(false, || Ok(AtWork::lock_others(&MODES).modes.is_empty()));
         assert!(is_free.unwrap());
     }

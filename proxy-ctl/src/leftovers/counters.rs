@@ -1,4 +1,4 @@
-//! The packet counters that rules of mode iptables count into.
+//! The packet counters into which rules of mode iptables count.
 
 use super::{Error, Found, Part, PartKind, Removal, Retained, let_go::LettingGo, names::PACKET_COUNTERS};
 use crate::sys::packet_counters::{PacketCounters, RemovedCounter};
@@ -19,7 +19,7 @@ fn try_find() -> Result<Vec<Part>, Error> {
     Ok(parts.into_iter().collect())
 }
 
-/// Must be called after the rules that count into them are removed.
+/// Removes the counters. Must be called after the rules that count into them are removed.
 pub(super) fn remove(removed: &mut Removal) {
     let result = try_remove(removed);
     removed.note(result);

@@ -1,6 +1,6 @@
-//! Where a former kube-proxy has accepted what load balancers ask node ports for
-//! (`healthCheckNodePort`), and where this proxy has gone on with that in its place. kube-proxy
-//! does so in modes iptables and ipvs.
+//! Finds the tables in which health checks of load balancers (`healthCheckNodePort`) are accepted:
+//! by a former kube-proxy, or by this proxy in its place. kube-proxy accepts them in modes iptables
+//! and ipvs.
 
 use super::{
     Error, at_work,
@@ -11,13 +11,13 @@ use crate::sys::{
     xtables::{self, Backend},
 };
 
-/// A table filter.
+/// A table filter, by family and backend.
 pub type Place = (TableFamily, Backend);
 
 const TABLE: &str = "filter";
 
-/// Returns the tables in which a kube-proxy accepts health checks whose mode this proxy is not in.
-/// Needs CAP_NET_ADMIN.
+/// Returns the tables in which a kube-proxy accepts health checks, in a mode that this proxy is not
+/// in. Needs CAP_NET_ADMIN.
 pub fn accepted_by_kube_proxy() -> Result<Vec<Place>, Error> {
     let at_work = at_work::modes();
     let scope = Scope::but(&at_work);
@@ -25,13 +25,14 @@ pub fn accepted_by_kube_proxy() -> Result<Vec<Place>, Error> {
     with_one_of(&of_others.collect::<Vec<_>>())
 }
 
-/// Returns the tables in which this proxy accepts health checks in a former kube-proxy's place.
+/// Returns the tables in which this proxy accepts health checks in place of a former kube-proxy.
 /// Needs CAP_NET_ADMIN.
 pub fn accepted_in_its_place() -> Result<Vec<Place>, Error> {
     with_one_of(&[names::OWN_HEALTH_CHECKS])
 }
 
-/// Returns whether a process is in a mode that writes rules of netfilter.
+/// Returns true if a process is in a mode that writes netfilter rules: nftables, iptables, ipvs or
+/// userspace.
 pub fn is_at_work() -> bool {
     !at_work::modes().is_empty()
 }
@@ -48,7 +49,7 @@ fn with_one_of(chains: &[&str]) -> Result<Vec<Place>, Error> {
                 }
             }
         }
-        // To ask for a table that is not there would make it.
+        // Asking for a table that does not exist would create it.
         let is_there = xtables::tables(family)?.iter().any(|name| name == TABLE);
         let found = if is_there { xtables::chains(family, TABLE)? } else { None };
         if found.is_some_and(|(_, names)| names.iter().any(|name| chains.contains(&name.as_str()))) {

@@ -1,8 +1,9 @@
-//! Mode ipvs: virtual servers, the sets that its rules use, and the device that has the addresses.
+//! The objects of mode ipvs: virtual servers, the sets that its rules use, and the device that has
+//! the addresses.
 //!
-//! A running kube-proxy in mode ipvs removes all virtual servers but its own and those in ipvs.excludeCIDRs; after it has
-//! ended, other programs may add theirs. The device kube-ipvs0 shows that kube-proxy was in mode ipvs, so it is removed
-//! last.
+//! A running kube-proxy in mode ipvs removes all virtual servers but its own and those in
+//! ipvs.excludeCIDRs. After it has ended, other programs may add theirs. The device kube-ipvs0
+//! shows that kube-proxy was in mode ipvs, so it is removed last.
 
 use ipnet::IpNet;
 
@@ -22,7 +23,8 @@ use crate::sys::{
 const SERVERS: &str = "ipvs";
 const SETS: &str = "ipset";
 
-/// Those that are kube-proxy's, or this proxy's, by their addresses or sets.
+/// Returns the virtual servers that are kube-proxy's or this proxy's, judged by their addresses and
+/// by sets.
 fn of_kube_proxy(ipvs: &Ipvs, addresses: &Addresses, keeps: &[IpNet]) -> Result<Vec<VirtualSocket>, Error> {
     let mut own = sockets(ipvs)?;
     own.retain(|socket| addresses.owner(*socket, keeps) == Owner::KubeProxy);
@@ -59,7 +61,7 @@ fn find_sets() -> Result<Vec<Part>, Error> {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct PendingServer {
     socket: VirtualSocket,
-    /// It takes no new connections.
+    /// True if the server takes no new connections.
     quiesced: bool,
 }
 
@@ -67,11 +69,12 @@ pub(super) struct PendingServer {
 enum Step {
     Remove,
     Quiesce,
-    /// Another program has given it new connections again.
+    /// The server is left alone, because another program has given it new connections again.
     Leave,
 }
 
-/// On [`Purpose::TakeOver`] a virtual server takes no new connections and is removed once it has none, or at once if it is `needless`.
+/// Decides what to do with a virtual server. On [`Purpose::TakeOver`] it takes no new connections,
+/// and is removed once it has none. It is removed at once if it is `needless`.
 fn step(purpose: Purpose, quiesced: bool, needless: bool, destinations: &[Destination]) -> Step {
     let used = destinations.iter().any(|destination| destination.is_used);
     let known = destinations.iter().any(|destination| destination.connections > 0);
@@ -83,9 +86,15 @@ fn step(purpose: Purpose, quiesced: bool, needless: bool, destinations: &[Destin
     }
 }
 
-/// `by_connect`: as for [`super::PendingRemoval::before`]; such a mode's programs have datagrams before ip_vs. What ip_vs still has of their clients would
-/// translate answers too, of a client that uses its port again for another Service with the same endpoint: with the server that goes, by
-/// the parameter `net/ipv4/vs/expire_nodest_conn` (Linux 5.9).
+/// Removes or quiesces virtual servers. `by_connect` is the same as for
+/// [`super::PendingRemoval::before`].
+///
+/// The programs of a mode that translates in `connect` get datagrams before ip_vs, so UDP servers
+/// are removed at once. Otherwise ip_vs would still translate answers of its former connections. A
+/// client that uses its port again, for another Service with the same endpoint, would then lose its
+/// answers.
+///
+/// The connections go with the server if `net/ipv4/vs/expire_nodest_conn` is set (Linux 5.9).
 pub(super) fn remove_servers(
     purpose: Purpose,
     keeps: &[IpNet],
@@ -99,7 +108,7 @@ pub(super) fn remove_servers(
     }
 }
 
-/// An error: nothing was tried.
+/// Does the work of [`remove_servers`]. After an error, nothing was tried.
 fn try_remove_servers(
     purpose: Purpose,
     keeps: &[IpNet],
@@ -140,7 +149,8 @@ fn try_remove_servers(
     Ok(())
 }
 
-/// The virtual servers to remove. Those of unknown origin that stay are added to `removed.retained`.
+/// Returns the virtual servers to remove. Those of unknown origin that stay are added to
+/// `removed.retained`.
 fn wanted(
     purpose: Purpose,
     keeps: &[IpNet],
@@ -165,7 +175,7 @@ fn wanted(
     wanted
 }
 
-/// As [`of_kube_proxy`], to be removed.
+/// Returns the virtual servers of [`of_kube_proxy`] as a selection to remove.
 pub(super) fn known_servers(keeps: &[IpNet]) -> Result<Selection<PendingServer>, Error> {
     let (Some(addresses), Some(ipvs)) = (Addresses::read()?, Ipvs::open()?) else {
         return Ok(Selection::default());
@@ -204,10 +214,10 @@ fn remove_server(
     }
 }
 
-/// Must be called after the rules that use the sets are removed.
+/// Removes the sets. Must be called after the rules that use them are removed.
 pub(super) fn remove_sets(scope: &Selection<String>, removed: &mut Removal) {
     if removed.pending.servers == Selection::All {
-        // They say whose the virtual servers are.
+        // The sets show who owns the virtual servers, which could not be removed yet.
         removed.pending.sets = scope.clone();
         return;
     }
@@ -217,7 +227,7 @@ pub(super) fn remove_sets(scope: &Selection<String>, removed: &mut Removal) {
     }
 }
 
-/// An error: nothing was tried.
+/// Does the work of [`remove_sets`]. After an error, nothing was tried.
 fn try_remove_sets(scope: &Selection<String>, removed: &mut Removal) -> Result<(), Error> {
     if scope.is_empty() {
         return Ok(());
@@ -233,7 +243,7 @@ fn try_remove_sets(scope: &Selection<String>, removed: &mut Removal) -> Result<(
     for name in there {
         match letting_go.wait(Destroyed::InUse, || sets.destroy(&name)) {
             Ok(Destroyed::Done) => count += 1,
-            // A rule that could not be removed yet uses it.
+            // A rule that could not be removed yet uses the set.
             Ok(Destroyed::InUse) if removed.pending.has_rules() => left.push(name),
             Ok(Destroyed::InUse) => {
                 removed.retained.push(Retained::new(
@@ -253,8 +263,9 @@ fn try_remove_sets(scope: &Selection<String>, removed: &mut Removal) -> Result<(
     Ok(())
 }
 
-/// Must be called after the virtual servers are removed. The device stays if a running kube-proxy has added new ones, and while servers have
-/// connections or sockets with its addresses are to be ended.
+/// Removes the device. Must be called after the virtual servers are removed. The device stays if a
+/// running kube-proxy has added new servers. It also stays while servers have connections, or while
+/// sockets with its addresses are still to be ended.
 pub(super) fn remove_device(keeps: &[IpNet], removed: &mut Removal) {
     if !removed.pending.servers.is_empty() || removed.pending.by_connect {
         removed.pending.device = true;
@@ -385,9 +396,9 @@ mod tests {
         let client =
             TcpStream::connect_timeout(&([10, 96, 0, 1], 80).into(), Duration::from_secs(2)).unwrap();
         let remove = |purpose, pending: &PendingRemoval| {
-            // A child that another test has just forked holds the mode's name from the removal
-            // before, until it runs its program. Virtual servers of a mode that somebody holds are
-            // left alone.
+            // A child that another test has just forked holds the mode's name from the former
+            // removal until exec. While anybody holds it, virtual servers of that mode are left
+            // alone.
             let limit = Instant::now() + Duration::from_mins(1);
             while NamespaceLock::is_held(Mode::Ipvs.name()) {
                 assert!(Instant::now() < limit, "the name of mode ipvs is held");
@@ -408,7 +419,7 @@ mod tests {
         let destinations = ipvs.destinations(waiting).unwrap();
         assert!(destinations.len() == 2 && destinations.iter().all(|one| !one.is_used), "{destinations:?}");
 
-        // A running kube-proxy writes it again.
+        // A running kube-proxy writes the server again.
         serve(&ipvs, "10.96.0.2:80", &real);
         let removed = remove(Purpose::TakeOver, &removed.pending);
         assert_eq!((removed.waiting, removed.parts.len(), removed.retained.len()), (1, 0, 0));

@@ -1,6 +1,7 @@
-//! Rules of modes iptables and ipvs in iptables-legacy. The kernel can only replace a whole table there, which would undo
-//! changes that others make at the same time. So the rules are removed by iptables-legacy-save and -restore, which share a
-//! lock with other tools. Without these tools the removal is an error that says what to call.
+//! Rules of modes iptables and ipvs in iptables-legacy. The kernel can only replace a whole table
+//! there, which would undo what others change at the same time. So the rules are removed by
+//! iptables-legacy-save and -restore, which share a lock with other tools. If these tools are
+//! missing, the removal fails with an error that says what to call.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -32,19 +33,20 @@ pub(super) fn tables() -> impl Iterator<Item = LegacyTable> {
     TableFamily::ALL.into_iter().flat_map(of)
 }
 
-/// For each table: its outline when it was last read, and how many chains only a kube-proxy makes it had. The kernel only
-/// returns whole tables, so a table is read again only when its outline has changed.
+/// For each table, its outline when it was last read and its number of chains that only a
+/// kube-proxy makes. The kernel only returns whole tables, so a table is read again only if its
+/// outline has changed.
 #[derive(Debug, Default)]
 pub(super) struct ChainCounts {
     counts: BTreeMap<LegacyTable, (xtables::Outline, usize)>,
-    /// Modes whose chains were not counted.
+    /// The modes in use, whose chains were not counted.
     at_work: Vec<Mode>,
-    /// The mode whose chains alone were counted.
+    /// The only mode whose chains were counted.
     only: Option<Mode>,
 }
 
 impl ChainCounts {
-    /// The number of chains in this table that only a kube-proxy makes.
+    /// Returns the number of chains in this table that only a kube-proxy makes.
     fn own_chains(&mut self, (family, table): LegacyTable, scope: Scope<'_>) -> Result<usize, Error> {
         if (self.at_work.as_slice(), self.only) != (scope.at_work, scope.only) {
             self.counts.clear();
@@ -118,7 +120,7 @@ fn remove_from(
     Ok(())
 }
 
-/// The input of iptables-restore. A line `:CHAIN` empties the chain, or makes it.
+/// Returns the input of iptables-restore. A line `:CHAIN` empties the chain, or makes it.
 fn restoration(table: &str, plan: &Plan<String>) -> String {
     let mut text = format!("*{table}\n");
     for chain in &plan.emptied {
@@ -133,7 +135,8 @@ fn restoration(table: &str, plan: &Plan<String>) -> String {
     text + "COMMIT\n"
 }
 
-/// Parses the output of iptables-save: every chain, and the rules of chains that are not kube-proxy's.
+/// Parses the output of iptables-save: every chain, and the rules of chains that are not
+/// kube-proxy's.
 fn parse(text: &str, scope: Scope<'_>) -> (Vec<Chain>, Vec<Rule<String>>) {
     let (mut chains, mut rules) = (Vec::new(), Vec::new());
     let mut table = "";
@@ -184,10 +187,10 @@ mod tests {
         let nat = (TableFamily::Ipv4, "nat");
         let mut seen = ChainCounts::default();
         assert_eq!(seen.own_chains(nat, Scope::default()).unwrap(), 1);
-        // A wrong count, to show that the second call does not read the table.
+        // The count is made wrong, to show that the second call does not read the table.
         seen.counts.get_mut(&nat).unwrap().1 = 7;
         assert_eq!(seen.own_chains(nat, Scope::default()).unwrap(), 7);
-        // Of another table.
+        // This changes another table.
         assert!(run("-t filter -N KUBE-FORWARD"));
         assert_eq!(
             (

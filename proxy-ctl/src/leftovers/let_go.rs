@@ -1,4 +1,5 @@
-//! nf_tables lets go of what removed rules used in a work queue, after the transaction has been answered.
+//! Waits for nf_tables, which releases the objects that removed rules used in a work queue, after
+//! it has answered the transaction.
 
 use std::{
     thread,
@@ -10,18 +11,18 @@ use crate::sys::CallError;
 const WITHIN: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(5);
 
-/// One wait for all that the removed rules used.
+/// One common deadline for all objects that the removed rules used.
 pub(super) struct LettingGo {
     deadline: Instant,
 }
 
 impl LettingGo {
-    /// Must be called after the rules are removed.
+    /// Starts the time. Must be called after the rules are removed.
     pub(super) fn begin() -> Self {
         Self { deadline: Instant::now() + WITHIN }
     }
 
-    /// Removes what the rules used, again for as long as the outcome is `in_use`.
+    /// Calls `remove`, again and again while it returns `in_use`, until the deadline.
     pub(super) fn wait<T: PartialEq>(
         &self,
         in_use: T,

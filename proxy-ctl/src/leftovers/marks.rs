@@ -1,4 +1,5 @@
-//! Whether it was this proxy that wrote last under kube-proxy's names: by the rules [`names::mark`] and [`names::mark_of_own_chains`].
+//! Finds out by owner tags whether this proxy was the last to write under kube-proxy's names. The
+//! tags are those of [`names::mark`] and [`names::mark_of_own_chains`].
 
 use super::{
     Error, PendingRemoval,
@@ -12,24 +13,25 @@ use crate::{
     },
 };
 
-/// A table nat.
+/// A table nat, by backend and family.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Place {
     Nft(TableFamily),
     Legacy(TableFamily),
 }
 
-/// Where the chain of a mark is.
+/// The places where the chain of an owner tag exists.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Marks {
-    /// With the mark.
+    /// The places where the chain has the tag.
     pub(super) marked: Vec<Place>,
-    /// Without: a kube-proxy has made the chain, or written it after this proxy.
+    /// The places where it does not: a kube-proxy has made the chain, or has written it after this
+    /// proxy.
     pub(super) unmarked: Vec<Place>,
 }
 
 impl Marks {
-    /// Needs CAP_NET_ADMIN.
+    /// Looks for an owner tag in all places. Needs CAP_NET_ADMIN.
     pub(super) fn read(mark: Option<Mark>) -> Result<Self, Error> {
         let mut marks = Self::default();
         let Some(Mark { table, chain, comment }) = mark else { return Ok(marks) };
@@ -42,7 +44,7 @@ impl Marks {
                 let is_marked = rules.iter().any(|rule| rule.comment.as_deref() == Some(comment));
                 marks.add(Place::Nft(family), is_marked);
             }
-            // To ask for another table would make it.
+            // Asking for a table that does not exist would create it.
             if xtables::tables(family)?.iter().any(|name| name == table)
                 && let Some(is_marked) = xtables::has_comment(family, table, chain, comment)?
             {
@@ -57,20 +59,22 @@ impl Marks {
     }
 }
 
-/// Whose chains are in the places where a mode of this proxy has written.
+/// The owners of the chains in the places where a mode of this proxy has written.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct OwnPlaces {
-    /// All of them are this proxy's.
+    /// Places where all chains are this proxy's.
     pub(super) whole: Vec<Place>,
-    /// Those that two modes write are a kube-proxy's, which is in the other mode.
+    /// Places where a kube-proxy in the other mode owns the chains that both modes write.
     pub(super) partly: Vec<Place>,
-    /// A kube-proxy in the other mode has made its chains, and not yet written the common ones.
+    /// Places where a kube-proxy in the other mode has made its chains, but has not written the
+    /// common ones yet.
     pub(super) begun: Vec<Place>,
 }
 
 impl OwnPlaces {
-    /// `common`: the marks [`names::mark`] of the mode, `own`: its marks [`names::mark_of_own_chains`]; `other`: these of the mode that writes some
-    /// of the same chains.
+    /// Compares owner tags. `common` are the mode's tags of [`names::mark`], and `own` are those of
+    /// [`names::mark_of_own_chains`]. `other` are the latter tags of the mode that writes some of
+    /// the same chains.
     pub(super) fn new(common: &Marks, own: &Marks, other: &Marks) -> Self {
         let is_begun = |place: &Place| other.unmarked.contains(place);
         let (begun, whole) = common.marked.iter().copied().partition(is_begun);
@@ -79,7 +83,7 @@ impl OwnPlaces {
     }
 }
 
-/// The rules of modes iptables, ipvs and userspace in these places.
+/// Returns the rules of modes iptables, ipvs and userspace in these places.
 pub(super) fn rules_in(places: &[Place]) -> PendingRemoval {
     let mut pending = PendingRemoval::default();
     for place in places {
@@ -91,12 +95,13 @@ pub(super) fn rules_in(places: &[Place]) -> PendingRemoval {
     pending
 }
 
-/// Returns whether the mode's rules are there, and this proxy's. Needs CAP_NET_ADMIN.
+/// Returns true if the mode's rules exist and are this proxy's. Needs CAP_NET_ADMIN.
 pub fn is_marked(mode: Mode) -> Result<bool, Error> {
     Ok(!Marks::read(names::mark(mode))?.marked.is_empty())
 }
 
-/// Whether the mode's own chains are there, and those that two modes write are not its own any more. Needs CAP_NET_ADMIN.
+/// Returns true if the mode's own chains exist, but those that two modes write belong to a
+/// kube-proxy by now. Needs CAP_NET_ADMIN.
 pub fn is_overwritten(mode: Mode) -> Result<bool, Error> {
     if names::shares_chains_with(mode).is_none() {
         return Ok(false);

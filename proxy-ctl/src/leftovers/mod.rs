@@ -1,9 +1,12 @@
-//! Finds and removes what a former kube-proxy has left in the kernel, in all its modes.
+//! Cleanup of a former kube-proxy: finds and removes what it has left in the kernel, in all its
+//! modes.
 //!
-//! When this proxy replaces kube-proxy, kube-proxy's rules stay: they translate to endpoints that may be gone, and whose
-//! addresses other pods may get. [`names`] lists what is kube-proxy's, [`plan`] decides what is removed. [`nft`] reads and
-//! writes nf_tables, which holds the rules of all modes on most nodes; [`legacy`] does so for iptables-legacy, and [`ipvs`]
-//! for virtual servers, sets and the device of mode ipvs.
+//! When this proxy replaces kube-proxy, kube-proxy's rules stay. They translate to endpoints that
+//! may be gone, and whose addresses other pods may get.
+//!
+//! [`names`] lists what is kube-proxy's, and [`plan`] decides what is removed. [`nft`] reads and
+//! writes nf_tables, which has the rules of all modes on most nodes. [`legacy`] does the same for
+//! iptables-legacy, and [`ipvs`] for the virtual servers, sets and the device of mode ipvs.
 //!
 //! Everything is done in the network namespace of the calling thread.
 
@@ -45,7 +48,8 @@ pub use self::{
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Purpose {
-    /// This proxy serves in kube-proxy's place. Established connections that kube-proxy's rules translate go on.
+    /// This proxy serves in kube-proxy's place. Established connections that kube-proxy's rules
+    /// translate go on.
     TakeOver,
     /// Removes everything, as `kube-proxy --cleanup` does.
     Cleanup,
@@ -84,7 +88,7 @@ impl Error {
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum PartKind {
-    /// Rules in chains that are not kube-proxy's, which lead to its chains.
+    /// Rules that lead to kube-proxy's chains from chains that are not kube-proxy's.
     Jumps,
     Chains,
     /// Whole tables.
@@ -113,10 +117,10 @@ impl PartKind {
     }
 }
 
-/// Things of one kind in one table, or of IPVS or ipset.
+/// A number of things of one kind, in one table or in IPVS, ipset or another place.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Part {
-    /// `nftables ip nat`
+    /// The place, such as `nftables ip nat`.
     pub place: String,
     pub what: PartKind,
     pub count: usize,
@@ -135,7 +139,7 @@ impl std::fmt::Display for Part {
     }
 }
 
-/// Something of kube-proxy that is not removed, because another program uses it.
+/// An object of kube-proxy's that is not removed, because another program uses it.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Retained {
     pub place: String,
@@ -167,10 +171,12 @@ impl<T> Default for Selection<T> {
     }
 }
 
-/// What is still to be removed: everything at first, later what failed and what has connections. Empty by default.
+/// The objects that are still to be removed: everything at first, later what failed and what still
+/// has connections. Empty by default.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct PendingRemoval {
-    /// The mode that takes over translates in `connect`, and what it needs is still to be done; see [`own_sockets`] and [`answers`].
+    /// True as long as sockets and answers still have to be prepared for a mode that translates in
+    /// `connect`. See [`own_sockets`] and [`answers`].
     by_connect: bool,
     servers: Selection<ipvs::PendingServer>,
     nft: Vec<TableFamily>,
@@ -180,7 +186,8 @@ pub struct PendingRemoval {
 }
 
 impl PendingRemoval {
-    /// `by_connect`: the mode that takes over translates in `connect` what the node sends. Sockets that are connected need to be told.
+    /// Returns everything as pending. `by_connect` is true if the mode that takes over translates
+    /// in `connect` what the node sends. Then connected sockets have to be ended too.
     pub fn before(by_connect: bool) -> Self {
         Self { by_connect, ..Self::everything() }
     }
@@ -209,15 +216,16 @@ impl PendingRemoval {
 pub struct Removal {
     pub parts: Vec<Part>,
     pub retained: Vec<Retained>,
-    /// Places where no holder could be made: connections translated by the removed rules break, unless other rules
-    /// translate too.
+    /// Places where no holder could be made. Connections that the removed rules translated break
+    /// there, unless other rules translate too.
     pub without_holder: Vec<String>,
-    /// Virtual servers that still have connections and take no new ones; they are removed later.
+    /// The number of virtual servers that still have connections and take no new ones. They are
+    /// removed later.
     pub waiting: usize,
     pub problems: Vec<Error>,
-    /// What the next attempt has to remove.
+    /// The objects that the next attempt has to remove.
     pub pending: PendingRemoval,
-    /// Modes whose rules stay, as they are at work or another process holds their locks.
+    /// Modes whose rules stay, because they are in use or another process holds their locks.
     pub at_work: Vec<Mode>,
 }
 
@@ -241,7 +249,7 @@ impl Removal {
     }
 }
 
-/// One error may occur in several places; it is listed once.
+/// Adds an error unless it is listed already. One error may occur in several places.
 fn add_once(problems: &mut Vec<Error>, error: Error) {
     let text = error.to_string();
     if problems.iter().all(|known| known.to_string() != text) {
@@ -249,7 +257,7 @@ fn add_once(problems: &mut Vec<Error>, error: Error) {
     }
 }
 
-/// What of a former kube-proxy is on the node.
+/// The objects of a former kube-proxy that are on the node.
 #[derive(Debug, Default)]
 pub struct Found {
     pub parts: Vec<Part>,
@@ -257,7 +265,7 @@ pub struct Found {
 }
 
 impl Found {
-    /// The search failed.
+    /// Returns the result of a search that failed.
     pub fn unknown() -> Self {
         Self { parts: Vec::new(), problems: vec![Error::NotLooked] }
     }
@@ -274,15 +282,17 @@ impl Found {
     }
 }
 
-/// Keeps the chain counts of iptables-legacy between calls, because reading them takes long.
+/// Searches and removals, between which the chain counts of iptables-legacy are kept, because
+/// reading them takes long.
 #[derive(Debug, Default)]
 pub struct Leftovers {
     legacy: legacy::ChainCounts,
 }
 
 impl Leftovers {
-    /// `keeps`: networks whose virtual servers are not kube-proxy's (`ipvs.excludeCIDRs`). `retiring`: modes that this proxy was in, and
-    /// removes itself.
+    /// Finds what is left. `keeps` are networks whose virtual servers are not kube-proxy's
+    /// (`ipvs.excludeCIDRs`). `retiring` are former modes of this proxy, which the controller
+    /// drains and removes.
     pub fn find(&mut self, keeps: &[IpNet], retiring: &[Mode]) -> Found {
         let mut found = Found::default();
         let at_work = [at_work::modes(), retiring.to_vec()].concat();
@@ -298,11 +308,13 @@ impl Leftovers {
         found
     }
 
-    /// Removes what it can of `pending`; an error in one place does not stop the removal elsewhere. `keeps`: as for
-    /// [`Self::find`]. Meanwhile no mode begins whose rules these are.
+    /// Removes what it can of `pending`. An error in one place does not stop the removal elsewhere.
+    /// `keeps` is the same as for [`Self::find`]. Meanwhile no mode that these rules belong to can
+    /// start.
     pub fn remove(&mut self, purpose: Purpose, keeps: &[IpNet], pending: &PendingRemoval) -> Removal {
         let mut removed = Removal::default();
-        // Nobody else's begin is in the way of what is left of mode ipvs, which may take long to go.
+        // The virtual servers of mode ipvs may take long to go. They must not hinder other modes
+        // from starting.
         let writers = if pending.has_rules() { &at_work::MODES[..] } else { &[Mode::Ipvs] };
         let AtWork { modes: at_work, locks: _locks, problems } = AtWork::lock_others(writers);
         if purpose == Purpose::Cleanup {
@@ -353,9 +365,11 @@ impl Leftovers {
     }
 }
 
-/// Removes what this proxy has written in a mode with kube-proxy's names. Nothing, where a kube-proxy of the mode has written
-/// since; what both write stays, where one of mode iptables or ipvs has written after this proxy in the other. `keeps`: as for
-/// [`Leftovers::find`]. [`Error::AtWork`]: the mode is in use.
+/// Removes what this proxy has written in a mode that uses kube-proxy's names. `keeps` is the same
+/// as for [`Leftovers::find`]. Returns [`Error::AtWork`] if the mode is in use.
+///
+/// Removes nothing if a kube-proxy in the same mode has written since. Modes iptables and ipvs
+/// share chains: these stay if a kube-proxy in the other of the two has written after this proxy.
 pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
     let other = names::shares_chains_with(mode);
     let own = Marks::read(names::mark_of_own_chains(mode))?;
@@ -371,7 +385,8 @@ pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
         return Err(problem);
     }
     let mut whole = marks::rules_in(&places.whole);
-    // A kube-proxy in mode ipvs that has written in one family has virtual servers, and uses the device.
+    // A kube-proxy in mode ipvs that has written in one family has virtual servers and uses the
+    // device.
     if mode == Mode::Ipvs && places.begun.is_empty() && own.unmarked.is_empty() {
         let PendingRemoval { sets, device, .. } = PendingRemoval::everything();
         whole = PendingRemoval { servers: ipvs::known_servers(keeps)?, sets, device, ..whole };
@@ -390,20 +405,20 @@ pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
     Ok(removed)
 }
 
-/// Removes tables that only have the kernel go on translating connections, where a mode at work has it do so, and those that mode ipvs
-/// needed beside mode ebpf.
+/// Removes the tables that only make the kernel keep translating connections, if a mode in use does
+/// that anyway. Also removes the tables of [`answers`].
 pub fn remove_holders() -> Result<(), Error> {
     answers::leave_sources()?;
     let at_work = at_work::modes();
     if names::translates(&at_work) { nft::remove_holders(Scope::but(&at_work)) } else { Ok(()) }
 }
 
-/// As [`Leftovers::find`], for one call.
+/// Finds what is left, as [`Leftovers::find`] does, without keeping anything for a later call.
 pub fn find(keeps: &[IpNet]) -> Found {
     Leftovers::default().find(keeps, &[])
 }
 
-/// As [`Leftovers::remove`], for one call.
+/// Removes what is left, as [`Leftovers::remove`] does, without keeping anything for a later call.
 pub fn remove(purpose: Purpose, keeps: &[IpNet], pending: &PendingRemoval) -> Removal {
     Leftovers::default().remove(purpose, keeps, pending)
 }

@@ -1,54 +1,62 @@
-//! Names of kube-proxy's chains, tables, sets and device, in all its modes and versions. The kubelet's chains are not
-//! listed: KUBE-KUBELET-CANARY, KUBE-IPTABLES-HINT, KUBE-MARK-DROP, and KUBE-FIREWALL of the table filter, which kube-proxy
-//! makes too but does not remove. This proxy's own modes use the same names.
+//! Names of kube-proxy's chains, tables, sets and device, in all its modes and versions. This
+//! proxy's own modes use the same names.
+//!
+//! The kubelet's chains are not listed: KUBE-KUBELET-CANARY, KUBE-IPTABLES-HINT, KUBE-MARK-DROP,
+//! and KUBE-FIREWALL of the table filter. kube-proxy makes the last one too, but does not remove
+//! it.
 
 use crate::mode::Mode;
 
-/// The tables of iptables that it has chains in.
+/// The tables of iptables in which kube-proxy has chains.
 pub const IPTABLES: [&str; 3] = ["filter", "nat", "mangle"];
 
-/// Of mode nftables, in both families: everything in it is kube-proxy's.
+/// The table of mode nftables in both families. Everything in it is kube-proxy's.
 pub const NFTABLES_TABLE: &str = "kube-proxy";
 
-/// Of mode userspace of this proxy, in both families: leads clients to its process.
+/// The table of this proxy's mode userspace in both families. It leads clients to the process.
 pub const USERSPACE_TABLE: &str = "proxy-ctl-userspace";
 
-/// Of this proxy, in both families: see [`super::answers`].
+/// The table of [`super::answers`] in both families.
 pub const ANSWERS_TABLE: &str = "proxy-ctl-answers";
 
-/// A chain of [`NFTABLES_TABLE`]. If it is the only chain there, this proxy has made it as a holder.
+/// A chain of [`NFTABLES_TABLE`]. If it is the only chain there, this proxy has made the table as a
+/// holder.
 pub const HOLDER: &str = "nat-postrouting";
 
-/// Of mode ipvs: has the addresses of all virtual servers that are not node ports.
+/// The device of mode ipvs. It has the addresses of all virtual servers that are not node ports.
 pub const IPVS_DEVICE: &str = "kube-ipvs0";
 
-/// Marks packets that [`POSTROUTING`] masquerades. CNI plugins use it too.
+/// The chain that sets the fwmark of packets that [`POSTROUTING`] masquerades. CNI plugins use it
+/// too.
 pub const MARK_MASQUERADE: &str = "KUBE-MARK-MASQ";
 pub const POSTROUTING: &str = "KUBE-POSTROUTING";
-/// Accepts what is forwarded for a Service; leads nowhere.
+/// The chain that accepts packets that are forwarded for a Service. It leads to no other chain.
 pub const FORWARD: &str = "KUBE-FORWARD";
 pub const PROXY_FIREWALL: &str = "KUBE-PROXY-FIREWALL";
 
-/// Of mode userspace, up to 1.25: lead clients of frontends to the process, those that come in and those of the node itself.
+/// Chains of mode userspace (until 1.25) that lead clients of frontends to the process: packets
+/// that come in, and those of the node itself.
 pub const PORTALS_CONTAINER: &str = "KUBE-PORTALS-CONTAINER";
 pub const PORTALS_HOST: &str = "KUBE-PORTALS-HOST";
 pub const PORTALS_COMMENT: &str = "handle ClusterIPs; NOTE: this must be before the NodePort rules";
-/// The same for node ports.
+/// Chains of mode userspace (until 1.25) that do the same for node ports.
 pub const NODE_PORT_CONTAINER: &str = "KUBE-NODEPORT-CONTAINER";
 pub const NODE_PORT_HOST: &str = "KUBE-NODEPORT-HOST";
 pub const NODE_PORTS_COMMENT: &str =
     "handle service NodePorts; NOTE: this must be the last rule in the chain";
 
-/// Of mode iptables (nfacct): packets that conntrack found invalid, and that were dropped.
+/// The nfacct counter of mode iptables for packets that conntrack found invalid and that were
+/// dropped.
 pub const INVALID_DROPPED: &str = "ct_state_invalid_dropped_pkts";
-/// The same: packets to node ports on 127.0.0.1.
+/// The nfacct counter of mode iptables for packets to node ports on 127.0.0.1.
 pub const LOCALHOST_ACCEPTED: &str = "localhost_nps_accepted_pkts";
 pub const PACKET_COUNTERS: [&str; 2] = [INVALID_DROPPED, LOCALHOST_ACCEPTED];
 
 /// Chains of the table filter in which modes iptables and ipvs accept health checks of load
 /// balancers.
 pub const HEALTH_CHECKS: [&str; 2] = ["KUBE-NODEPORTS", "KUBE-NODE-PORT"];
-/// The chain of the table filter in which this proxy accepts them in a former kube-proxy's place.
+/// The chain of the table filter in which this proxy accepts health checks in place of a former
+/// kube-proxy.
 pub const OWN_HEALTH_CHECKS: &str = "PROXY-CTL-HEALTH-CHECKS";
 
 /// The modes that write a chain.
@@ -62,7 +70,7 @@ const IPTABLES_AND_IPVS: Writers = &[Mode::Iptables, Mode::Ipvs];
 const NAT: [(&str, Writers); 12] = [
     (MARK_MASQUERADE, IPTABLES_AND_IPVS),
     (POSTROUTING, IPTABLES_AND_IPVS),
-    // Of older versions.
+    // This chain is of older versions.
     ("KUBE-FIREWALL", IPVS_ONLY),
     ("KUBE-LOAD-BALANCER", IPVS_ONLY),
     ("KUBE-NODE-PORT", IPVS_ONLY),
@@ -75,7 +83,8 @@ const NAT: [(&str, Writers); 12] = [
     ("KUBE-SERVICES", IPTABLES_AND_IPVS),
 ];
 
-/// One chain for each service port, endpoint and so on, in mode iptables; KUBE-XLB- up to 1.23.
+/// Prefixes of chains of mode iptables, which has one for each service port, endpoint and so on.
+/// KUBE-XLB- was used until 1.23.
 const NAT_PREFIXES: [&str; 6] = ["KUBE-EXT-", "KUBE-FW-", "KUBE-SEP-", "KUBE-SVC-", "KUBE-SVL-", "KUBE-XLB-"];
 
 const FILTER: [(&str, Writers); 11] = [
@@ -94,7 +103,7 @@ const FILTER: [(&str, Writers); 11] = [
 
 /// Comments of kube-proxy's jumps from base chains.
 const COMMENTS: [&str; 12] = [
-    // Of mode userspace, up to 1.25.
+    // This is of mode userspace, until 1.25.
     "Ensure that non-local NodePort traffic can flow",
     PORTALS_COMMENT,
     NODE_PORTS_COMMENT,
@@ -109,7 +118,8 @@ const COMMENTS: [&str; 12] = [
     "kubernetes service portals",
 ];
 
-/// IPv6 sets have `KUBE-6-` for `KUBE-`, cut to the length that ipset allows.
+/// The IPv4 sets. The names of IPv6 sets have `KUBE-6-` for `KUBE-`, and are cut to the length that
+/// ipset allows.
 const IP_SETS: [&str; 17] = [
     "KUBE-LOOP-BACK",
     "KUBE-CLUSTER-IP",
@@ -131,13 +141,15 @@ const IP_SETS: [&str; 17] = [
 ];
 const LONGEST_IP_SET: usize = 31;
 
-/// Sets of virtual servers' sockets whose addresses other interfaces than [`IPVS_DEVICE`] may have. Others have parts of these.
+/// Sets with the sockets of virtual servers whose addresses other interfaces than [`IPVS_DEVICE`]
+/// may have. The remaining sets have parts of these.
 pub const SOCKET_SETS: [&str; 4] =
     ["KUBE-EXTERNAL-IP", "KUBE-EXTERNAL-IP-LOCAL", "KUBE-LOAD-BALANCER", "KUBE-NODE-PORT-SCTP-HASH"];
-/// Sets of all node ports of a protocol, by IANA's number.
+/// Sets of all node ports of a protocol, with IANA's number of the protocol.
 pub const NODE_PORT_SETS: [(&str, u16); 2] = [("KUBE-NODE-PORT-TCP", 6), ("KUBE-NODE-PORT-UDP", 17)];
 
-/// The modes that write this chain of a table of iptables; none: it is not kube-proxy's.
+/// Returns the modes that write this chain of a table of iptables. The list is empty if the chain
+/// is not kube-proxy's.
 fn writers(table: &str, chain: &str) -> Writers {
     let listed = |all: &[(&str, Writers)]| {
         all.iter().find_map(|(name, writers)| (*name == chain).then_some(*writers)).unwrap_or_default()
@@ -151,17 +163,17 @@ fn writers(table: &str, chain: &str) -> Writers {
     }
 }
 
-/// Whether the mode writes this chain of a table of iptables.
+/// Returns true if the mode writes this chain of a table of iptables.
 pub fn writes(mode: Mode, table: &str, chain: &str) -> bool {
     writers(table, chain).contains(&mode)
 }
 
-/// Whose rules are looked at.
+/// The rules that a search or a removal covers.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Scope<'a> {
-    /// Modes that this proxy is in: what they write is left alone.
+    /// The modes in use. What they write is left alone.
     pub at_work: &'a [Mode],
-    /// What this mode writes, and nothing else.
+    /// The only mode whose rules are covered. `None` covers all modes.
     pub only: Option<Mode>,
 }
 
@@ -170,33 +182,35 @@ impl<'a> Scope<'a> {
         Self { at_work, only: None }
     }
 
-    /// Whether what these modes write is in it.
+    /// Returns true if the scope covers objects that these modes write.
     pub fn has(&self, writers: &[Mode]) -> bool {
         !writers.iter().any(|mode| self.at_work.contains(mode))
             && self.only.map_or(!writers.is_empty(), |mode| writers.contains(&mode))
     }
 }
 
-/// Whether a chain of a table of iptables is kube-proxy's, and in `scope`.
+/// Returns true if a chain of a table of iptables is kube-proxy's and in `scope`.
 pub fn is_chain(table: &str, chain: &str, scope: Scope<'_>) -> bool {
     scope.has(writers(table, chain))
 }
 
-/// Kubelets before 1.28 make these chains too, so they do not show that there was a kube-proxy.
+/// Returns true for chains that kubelets before 1.28 make too. Such chains do not prove that there
+/// was a kube-proxy.
 pub fn is_shared_chain(chain: &str) -> bool {
     matches!(chain, MARK_MASQUERADE | POSTROUTING)
 }
 
-/// Tables of nf_tables, each with the mode that writes it: everything in them is that mode's.
+/// Tables of nf_tables, each with the mode that writes it. Everything in such a table belongs to
+/// that mode.
 pub const OWN_TABLES: [(&str, Mode); 2] =
     [(NFTABLES_TABLE, Mode::Nftables), (USERSPACE_TABLE, Mode::Userspace)];
 
-/// Whether the rules of a mode that this proxy is in have the kernel go on translating connections.
+/// Returns true if the rules of one of these modes make the kernel keep translating connections.
 pub fn translates(at_work: &[Mode]) -> bool {
     at_work.iter().any(|mode| matches!(mode, Mode::Nftables | Mode::Iptables | Mode::Ipvs))
 }
 
-/// A rule that says who has written a chain of iptables.
+/// An owner tag: a rule in a chain of iptables whose comment says who has written the chain.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Mark {
     pub table: &'static str,
@@ -204,10 +218,12 @@ pub struct Mark {
     pub comment: &'static str,
 }
 
-/// The mark of this proxy in a mode that writes chains of iptables. A running kube-proxy of such a mode empties this chain when it
-/// writes its own rules: while the rule is there, this proxy was the last to write.
+/// Returns this proxy's owner tag for a mode that writes chains of iptables. A running kube-proxy
+/// in such a mode empties this chain when it writes its own rules. So the tag shows that this proxy
+/// was the last to write.
 ///
-/// Modes iptables and ipvs both write its chain, and kube-proxy in one of them leaves what only the other writes: see [`mark_of_own_chains`].
+/// Modes iptables and ipvs both write the chain of their tag. A kube-proxy in one of them leaves
+/// the chains that only the other writes: see [`mark_of_own_chains`].
 pub const fn mark(mode: Mode) -> Option<Mark> {
     let (chain, comment) = match mode {
         Mode::Iptables => ("KUBE-SERVICES", "proxy-ctl in mode iptables"),
@@ -218,8 +234,9 @@ pub const fn mark(mode: Mode) -> Option<Mark> {
     Some(Mark { table: "nat", chain, comment })
 }
 
-/// The mark in a chain that no other mode writes: while it is there, this proxy was the last to write the mode's own chains. A kube-proxy in the
-/// same mode empties the chain at each sync.
+/// Returns the owner tag in a chain that no other mode writes. It shows that this proxy was the
+/// last to write the chains of this mode alone. A kube-proxy in the same mode empties the chain at
+/// each sync.
 pub const fn mark_of_own_chains(mode: Mode) -> Option<Mark> {
     let (chain, comment) = match mode {
         Mode::Iptables => ("KUBE-NODEPORTS", "proxy-ctl has chains of mode iptables"),
@@ -229,7 +246,7 @@ pub const fn mark_of_own_chains(mode: Mode) -> Option<Mark> {
     Some(Mark { table: "nat", chain, comment })
 }
 
-/// The mode whose kube-proxy writes chains that this one writes too.
+/// Returns the other mode whose kube-proxy writes some of the same chains.
 pub const fn shares_chains_with(mode: Mode) -> Option<Mode> {
     match mode {
         Mode::Iptables => Some(Mode::Ipvs),
@@ -242,7 +259,8 @@ pub fn is_comment_of_jump(comment: &str) -> bool {
     COMMENTS.contains(&comment)
 }
 
-/// Of jumps to [`PROXY_FIREWALL`], which modes iptables and ipvs both write, each in its own words: whether they are in `scope`.
+/// Returns true if the comment is that of a jump to [`PROXY_FIREWALL`] that is in `scope`. Modes
+/// iptables and ipvs both write such jumps, each with its own comment.
 pub fn is_comment_of_firewall_jump(comment: &str, scope: Scope<'_>) -> bool {
     match comment {
         "kubernetes load balancer firewall" => scope.has(IPTABLES_ONLY),
@@ -255,7 +273,7 @@ pub fn is_ip_set(name: &str) -> bool {
     IP_SETS.iter().any(|set| ip_sets(set).iter().any(|set| set == name))
 }
 
-/// The sets of both families, by the name of the IPv4 one.
+/// Returns the names of both families' sets, from the name of the IPv4 set.
 pub fn ip_sets(ipv4: &str) -> [String; 2] {
     let mut of_ipv6 = ipv4.replacen("KUBE-", "KUBE-6-", 1);
     of_ipv6.truncate(LONGEST_IP_SET);
@@ -324,7 +342,8 @@ mod tests {
         assert!(!scope.has(&[Mode::Nftables]));
     }
 
-    /// kube-proxy in one of the two modes empties KUBE-SERVICES, and leaves the chain that has the other mode's second mark.
+    /// kube-proxy in one of the two modes empties KUBE-SERVICES, and leaves the chain that has the
+    /// other mode's second owner tag.
     #[test]
     fn a_mode_that_shares_chains_has_a_mark_in_one_of_its_own() {
         for mode in [Mode::Iptables, Mode::Ipvs] {

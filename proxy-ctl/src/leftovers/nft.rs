@@ -1,9 +1,13 @@
-//! Rules in nf_tables: of mode nftables, and of modes iptables and ipvs by iptables-nft. One transaction removes them.
+//! Rules in nf_tables: those of mode nftables, and those of modes iptables and ipvs by
+//! iptables-nft. One transaction removes them.
 //!
-//! The kernel translates established connections only while a chain of type nat is registered, and conntrack sees packets
-//! only while a rule uses it. If the removal took the last of either, every translated connection would break. So
-//! [`Purpose::TakeOver`] leaves a holder in each family: the table `kube-proxy` with one chain of type nat, whose rule uses
-//! conntrack and does nothing else. A kube-proxy that starts later replaces it like its own table.
+//! The kernel translates established connections only while a chain of type nat is registered, and
+//! conntrack sees packets only while a rule uses it. If the removal took the last of either, every
+//! translated connection would break.
+//!
+//! So [`Purpose::TakeOver`] leaves a holder in each family: the table `kube-proxy` with one chain
+//! of type nat, whose rule uses conntrack and does nothing else. A kube-proxy that starts later
+//! replaces it like its own table.
 
 use std::{collections::BTreeSet, ops::Range};
 
@@ -21,7 +25,8 @@ use crate::{
     },
 };
 
-/// Attempts, as other programs may change the rules at the same time, and chains may turn out to be in use.
+/// The number of attempts. Other programs may change the rules at the same time, and chains may
+/// turn out to be in use.
 const TRIES: usize = 8;
 
 type ChainId = (TableFamily, &'static str, String);
@@ -30,11 +35,11 @@ type TableId = (TableFamily, &'static str);
 /// Tables and chains, without rules.
 #[derive(Debug, Default)]
 struct Inventory {
-    /// Those of [`names::OWN_TABLES`].
+    /// Tables of [`names::OWN_TABLES`] that are more than a holder.
     tables: Vec<TableId>,
-    /// Families where the table `kube-proxy` is only a holder.
+    /// Families whose table `kube-proxy` is only a holder.
     holders: Vec<TableFamily>,
-    /// Tables of iptables that have chains of kube-proxy, with all their chains.
+    /// Tables of iptables that have chains of kube-proxy's, with all their chains.
     chains: Vec<(TableFamily, &'static str, Vec<Chain>)>,
 }
 
@@ -97,7 +102,7 @@ pub(super) fn find(scope: Scope<'_>) -> Result<Vec<Part>, Error> {
     Ok(tables.chain(chains).collect())
 }
 
-/// Makes the holder before rules of iptables-legacy are removed.
+/// Makes the holder of a family, before rules of iptables-legacy are removed.
 pub(super) fn hold(family: TableFamily, removed: &mut Removal) -> Result<(), Error> {
     let Some(nftables) = NfTables::load()? else {
         removed.without_holder.push(place(family, names::NFTABLES_TABLE));
@@ -107,7 +112,8 @@ pub(super) fn hold(family: TableFamily, removed: &mut Removal) -> Result<(), Err
         return Ok(());
     }
     let mut batch = Batch::default();
-    // A kernel without nf_tables refuses the beginning of the batch.
+    // The range begins with the first message of the batch, which a kernel without nf_tables
+    // refuses.
     let holders = [(family, 0..add_holder_messages(&mut batch, family).end)];
     let refused = nftables.commit(batch)?;
     if !cannot_be_held(&refused, &holders).is_empty() {
@@ -115,7 +121,7 @@ pub(super) fn hold(family: TableFamily, removed: &mut Removal) -> Result<(), Err
         return Ok(());
     }
     match refused.first() {
-        // Another program has made it.
+        // EEXIST means that another program has made the table meanwhile.
         None | Some(Refused { errno: libc::EEXIST, .. }) => {
             removed.retained.push(holder(family));
             Ok(())
@@ -124,14 +130,14 @@ pub(super) fn hold(family: TableFamily, removed: &mut Removal) -> Result<(), Err
     }
 }
 
-/// Removes holders, which nobody needs where a mode at work translates.
+/// Removes holders, which are not needed when a mode in use translates.
 pub(super) fn remove_holders(scope: Scope<'_>) -> Result<(), Error> {
     let Some(nftables) = NfTables::open()? else { return Ok(()) };
     for family in Inventory::take(&nftables, &TableFamily::ALL, scope)?.holders {
         let mut batch = Batch::default();
         batch.delete_table(family, names::NFTABLES_TABLE);
         match nftables.commit(batch)?.first() {
-            // Another program has removed it.
+            // ENOENT means that another program has removed it.
             None | Some(Refused { errno: libc::ENOENT, .. }) => {}
             Some(refused) => return Err(Error::refused(refused.errno)),
         }
@@ -139,15 +145,15 @@ pub(super) fn remove_holders(scope: Scope<'_>) -> Result<(), Error> {
     Ok(())
 }
 
-/// A family, and the messages of its holder in a transaction.
+/// A family, and the indices of its holder's messages in a transaction.
 type Holder = (TableFamily, Range<u32>);
 
 fn add_holder_messages(batch: &mut Batch, family: TableFamily) -> Range<u32> {
     batch.make_holder(family, names::NFTABLES_TABLE, names::HOLDER, "keeps connections translated")
 }
 
-/// Families for which this kernel cannot make a holder, because it lacks nf_tables or a module. The first refusal of a
-/// holder's messages has the cause; later ones follow from it.
+/// Returns the families for which this kernel cannot make a holder, because it lacks nf_tables or a
+/// module. The first refusal of a holder's messages has the cause, and later ones follow from it.
 fn cannot_be_held(refused: &[Refused], holders: &[Holder]) -> Vec<TableFamily> {
     let first = |messages: &Range<u32>| {
         let of_holder = refused.iter().filter(|refused| messages.contains(&refused.message));
@@ -175,17 +181,18 @@ struct TablePlan {
     plan: Plan<u64>,
 }
 
-/// What happens to the tables of [`names::OWN_TABLES`].
+/// The changes to the tables of [`names::OWN_TABLES`].
 struct OwnTables {
     deleted: Vec<TableId>,
     /// Families that get a holder.
     held: Vec<TableFamily>,
-    /// Families that need a holder, which the kernel cannot make.
+    /// Families that need a holder, but for which the kernel cannot make one.
     without_holder: Vec<TableFamily>,
 }
 
 impl OwnTables {
-    /// A mode at work on netfilter translates by itself: it needs no holder.
+    /// Decides on these tables. A netfilter mode in use translates by itself, so that it needs no
+    /// holder.
     fn new(
         inventory: &Inventory,
         plans: &[TablePlan],
@@ -252,7 +259,7 @@ pub(super) fn remove(
                 (libc::EBUSY, Some((_, chain))) => {
                     busy.insert(chain.clone());
                 }
-                // Another program has changed the rules: the next attempt reads them again.
+                // Another program has changed the rules. The next attempt reads them again.
                 (libc::ENOENT | libc::EEXIST | libc::EAGAIN | libc::ERESTART, _) => {}
                 (errno, _) => return Err(Error::refused(errno)),
             }
@@ -292,12 +299,13 @@ fn plans(
 
 struct Transaction {
     batch: Batch,
-    /// Chains, with the numbers of the messages that delete them.
+    /// The chains to delete, each with the index of the message that deletes it.
     deletions: Vec<(u32, ChainId)>,
     holders: Vec<Holder>,
 }
 
-/// All chains are emptied before any is deleted, because they jump to each other.
+/// Builds the transaction. All chains are emptied before any is deleted, because they jump to each
+/// other.
 fn transaction(tables: &OwnTables, plans: &[TablePlan]) -> Transaction {
     let (mut batch, mut deletions) = (Batch::default(), Vec::new());
     for TablePlan { family, table, plan } in plans.iter().filter(|table_plan| !table_plan.plan.is_empty()) {

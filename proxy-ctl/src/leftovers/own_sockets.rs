@@ -1,9 +1,15 @@
-//! Sockets of the node's own processes that mode ipvs has sent to its virtual servers, when a mode takes over that translates in `connect`.
+//! Ends sockets of the node's own processes that mode ipvs has sent to its virtual servers, when a
+//! mode takes over that translates in `connect`.
 //!
-//! An address of kube-ipvs0 is one of the node: it is the source, too, of what the node sends to it. ip_vs sends such a datagram on with
-//! this source, and the rules that masqueraded it are gone: no answer comes back, and with each datagram ip_vs keeps its connection for
-//! longer. One of IPv6 that kube-proxy has added can also be the source of what the node sends to a pod whose interface has no address,
-//! and the answer would go to a ClusterIP's port that no Service has. A process that gets an error connects anew.
+//! An address of kube-ipvs0 is an address of the node. So it is also the source of what the node
+//! sends to it. ip_vs forwards such a datagram with this source, and the rules that masqueraded it
+//! are gone. No answer comes back, and with each datagram ip_vs keeps its connection for longer.
+//!
+//! An IPv6 address that kube-proxy has added can also be the source of what the node sends to a pod
+//! whose interface has no address. The answer would go to a port of a ClusterIP that no Service
+//! has.
+//!
+//! A process that gets an error connects anew.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -16,12 +22,14 @@ use crate::sys::{
     socket_diag::{ConnectedSocket, SocketDiag, Transport, lacks},
 };
 
-/// As long as the device is there. No socket that connects from now on has one of its IPv6 addresses as its source, unless it calls that one.
+/// Deprecates the IPv6 addresses of the device for as long as it exists. No socket that connects
+/// from now on gets one of them as its source, unless it calls that address.
 pub fn deprecate_addresses() -> Result<(), Error> {
     Ok(deprecate(&link::addresses_of(names::IPVS_DEVICE)?)?)
 }
 
-/// Must be called before the device is removed. TCP connections go on: conntrack masquerades them as before.
+/// Ends the sockets. Must be called before the device is removed. TCP connections go on, because
+/// conntrack masquerades them as before.
 pub(super) fn end(removed: &mut Removal) {
     let done = try_end();
     removed.pending.by_connect = done.is_err();
@@ -40,7 +48,7 @@ fn try_end() -> Result<(), Error> {
     Ok(deprecated?)
 }
 
-/// UDP sockets that get no answers from now on.
+/// Ends the UDP sockets that get no answers from now on.
 fn end_sockets(of_device: &[Address], others: &[Address]) -> Result<(), CallError> {
     if let Some(option) = lacks(Transport::Udp)? {
         tracing::warn!(
@@ -82,7 +90,8 @@ fn deprecate(addresses: &[Address]) -> Result<(), CallError> {
     }
 }
 
-/// An error is that of the first that could not be ended; the others are.
+/// Ends the sockets that satisfy `is_to_end`, and returns their number. An error is that of the
+/// first socket that could not be ended; the other sockets are ended all the same.
 fn end_of(
     diag: &SocketDiag,
     family: AddressFamily,
@@ -116,7 +125,7 @@ mod tests {
         assert!(Command::new("ip").args(arguments.split(' ')).status().unwrap().success(), "ip {arguments}");
     }
 
-    /// Connected to a server at its own address.
+    /// Returns a socket that is connected to a server at the server's own address.
     fn connected(bind: &str, server: &UdpSocket) -> UdpSocket {
         let socket = UdpSocket::bind(bind).unwrap();
         socket.connect(server.local_addr().unwrap()).unwrap();
@@ -135,7 +144,7 @@ mod tests {
     fn as_root_sockets_that_have_an_address_of_the_device_are_ended_and_no_others() {
         // The thread ends with the test, and its network namespace with it.
         unshare(CloneFlags::CLONE_NEWNET).unwrap();
-        // A bridge: not every kernel has dummy devices.
+        // The test uses a bridge, because not every kernel has dummy devices.
         ip("link add kube-ipvs0 type bridge");
         ip("address add 10.96.0.1/32 dev kube-ipvs0");
         ip("address add fd00:10:96::1/128 dev kube-ipvs0 nodad");
@@ -143,7 +152,7 @@ mod tests {
         ip("link set kube-ipvs0 up");
         ip("address add 192.0.2.10/32 dev lo");
         ip("address add 2001:db8::10/128 dev lo nodad");
-        // An external IP that the node has itself.
+        // This is an external IP that the node has itself.
         ip("address add 2001:db8::20/128 dev kube-ipvs0 nodad");
         ip("address add 2001:db8::20/128 dev lo nodad");
         let at = |address: &str| UdpSocket::bind((address, 53)).unwrap();

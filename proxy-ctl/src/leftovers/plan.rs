@@ -1,4 +1,5 @@
-//! Decides which rules and chains of a table of iptables are removed. Pure: works for nf_tables and for iptables-save.
+//! Decides which rules and chains of a table of iptables are removed. Pure: works for nf_tables and
+//! for iptables-save.
 
 use std::collections::BTreeSet;
 
@@ -10,13 +11,13 @@ use super::{
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Chain {
     pub name: String,
-    /// A base chain: the kernel calls it.
+    /// True for a base chain, which the kernel calls itself.
     pub base: bool,
-    /// Its policy is DROP.
+    /// True if its policy is DROP.
     pub drops: bool,
 }
 
-/// A rule of a chain that is not kube-proxy's. `R` identifies it for removal: a handle, or its text.
+/// A rule of a chain that is not kube-proxy's. `R` identifies it for removal: a handle or its text.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Rule<R> {
     pub chain: String,
@@ -27,16 +28,19 @@ pub struct Rule<R> {
     pub drops: bool,
 }
 
-/// Why a chain stays.
+/// The reason why a chain stays.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum RetainReason {
-    /// A rule of this chain, which is not kube-proxy's, jumps to it. It is emptied.
+    /// A rule of this chain, which is not kube-proxy's, jumps to it. The chain is emptied.
     UsedBy(String),
-    /// An unknown rule that is not kube-proxy's jumps to it: the kernel does not delete it. It is emptied.
+    /// An unknown rule that is not kube-proxy's jumps to it, so that the kernel does not delete it.
+    /// The chain is emptied.
     Used,
-    /// A rule that is not kube-proxy's, of this chain if it is known, uses it to masquerade. It is not changed.
+    /// A rule that is not kube-proxy's uses it to masquerade. The chain of that rule is given if it
+    /// is known. The retained chain is not changed.
     Masquerades(Option<String>),
-    /// FORWARD drops or rejects, and established connections may need what it accepts. It is not changed.
+    /// FORWARD drops or rejects packets, and established connections may need what the chain
+    /// accepts. It is not changed.
     Forwards,
 }
 
@@ -58,10 +62,10 @@ impl std::fmt::Display for RetainReason {
     }
 }
 
-/// The fields are in the order of execution.
+/// The changes to one table. The fields are in the order of execution.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Plan<R> {
-    /// Jumps of kube-proxy to delete, with the chains that they are in.
+    /// kube-proxy's jumps to delete, with the chains that they are in.
     pub rules: Vec<(String, R)>,
     pub emptied: Vec<String>,
     /// Chains that no other rule uses. All of them are in `emptied` too.
@@ -74,7 +78,8 @@ impl<R> Plan<R> {
         self.rules.is_empty() && self.emptied.is_empty()
     }
 
-    /// Leaves out retained chains that are empty already. `is_filled` is only called for retained chains.
+    /// Leaves out retained chains that are empty already. `is_filled` is called for retained chains
+    /// only.
     pub fn without_done<E>(mut self, is_filled: impl Fn(&str) -> Result<bool, E>) -> Result<Self, E> {
         let mut emptied = Vec::with_capacity(self.emptied.len());
         let stays: BTreeSet<&str> = self.retained.iter().map(|(chain, _)| chain.as_str()).collect();
@@ -88,7 +93,8 @@ impl<R> Plan<R> {
     }
 }
 
-/// The chains of kube-proxy; none if all of them are chains that old kubelets make too.
+/// Returns kube-proxy's chains. The list is empty if all of them are chains that old kubelets make
+/// too.
 pub fn own_chains<'a>(
     table: &str,
     chains: impl IntoIterator<Item = &'a str>,
@@ -98,13 +104,15 @@ pub fn own_chains<'a>(
     if own.iter().all(|chain| names::is_shared_chain(chain)) { Vec::new() } else { own }
 }
 
-/// The number of chains that only a kube-proxy makes. A growing number shows a running kube-proxy.
+/// Returns the number of chains that only a kube-proxy makes. A growing number shows a running
+/// kube-proxy.
 pub fn count<'a>(table: &str, chains: impl IntoIterator<Item = &'a str>, scope: Scope<'_>) -> usize {
     let only_its = |chain: &&str| names::is_chain(table, chain, scope) && !names::is_shared_chain(chain);
     chains.into_iter().filter(only_its).count()
 }
 
-/// `rules`: of all chains that are not kube-proxy's. `busy`: chains that the kernel has refused to delete.
+/// Makes the plan for one table. `rules` are those of all chains that are not kube-proxy's. `busy`
+/// are chains that the kernel has refused to delete.
 pub fn plan<R: Clone>(
     table: &str,
     chains: &[Chain],
@@ -132,14 +140,15 @@ pub fn plan<R: Clone>(
         let leads_there = |rule: &&&Rule<R>| rule.targets.iter().any(|target| target == chain);
         foreign.iter().find(leads_there).map(|rule| rule.chain.clone())
     };
-    // Verdict maps are not read: a chain that one jumps to is known by the kernel's refusal to delete it.
+    // Verdict maps are not read. A chain that one of them jumps to is recognised by the kernel's
+    // refusal to delete it.
     let masqueraded = [names::MARK_MASQUERADE, names::POSTROUTING].into_iter().find_map(|chain| {
         let by = used_by(chain);
         (by.is_some() || busy.contains(chain)).then_some(RetainReason::Masquerades(by))
     });
     let forward_drops = chains.iter().any(|chain| chain.name == "FORWARD" && chain.drops)
         || reachable("FORWARD", rules).iter().any(|rule| rule.drops);
-    // Why a chain is not even emptied.
+    // A chain with such a reason is not even emptied.
     let whole = |chain: &str| match chain {
         names::MARK_MASQUERADE | names::POSTROUTING => masqueraded.clone(),
         names::FORWARD if forward_drops && purpose == Purpose::TakeOver => Some(RetainReason::Forwards),
@@ -167,7 +176,7 @@ pub fn plan<R: Clone>(
     plan
 }
 
-/// The rules of a chain and of all chains that it jumps to, directly or not.
+/// Returns the rules of a chain and of all chains that it jumps to, directly or indirectly.
 fn reachable<'a, R>(chain: &'a str, rules: &'a [Rule<R>]) -> Vec<&'a Rule<R>> {
     let (mut seen, mut next, mut found) = (BTreeSet::from([chain]), vec![chain], Vec::new());
     while let Some(chain) = next.pop() {
@@ -236,7 +245,7 @@ mod tests {
     fn a_chain_that_somebody_uses_stays_empty() {
         let mut nat = nat();
         nat.1.push(rule("CNI-HOSTPORT-DNAT", 4, PORTALS, "KUBE-SVC-A"));
-        // Without kube-proxy's comment a rule is not kube-proxy's.
+        // A rule without kube-proxy's comment is not kube-proxy's.
         nat.1.push(rule("PREROUTING", 5, "mine", "KUBE-SERVICES"));
         let plan = of("nat", &nat, Purpose::TakeOver);
         assert_eq!(plan.rules.len(), 2);
@@ -342,7 +351,7 @@ mod tests {
         assert!(of("nat", &(chains, rules.to_vec()), Purpose::Cleanup).is_empty());
     }
 
-    /// The rule in POSTROUTING was removed before, and another chain is retained.
+    /// The kubelet's rule in POSTROUTING was removed before, and another chain is retained.
     #[test]
     fn an_old_kubelet_that_starts_anew_is_no_kube_proxy() {
         let before = ["KUBE-SERVICES", "KUBE-KUBELET-CANARY"];

@@ -1,24 +1,24 @@
-//! What a mode of this proxy leaves when another has taken its place.
+//! Removes what a mode of this proxy leaves when another mode has replaced it.
 
 use ipnet::IpNet;
 
 use super::{Error, Leftovers, PendingRemoval, Purpose, Retained};
 use crate::mode::Mode;
 
-/// Kept from one attempt to the next, which goes on with what the one before has left.
+/// The state between attempts. Each attempt continues with what the one before has left.
 #[derive(Debug)]
 pub struct Remains {
     leftovers: Leftovers,
     pending: PendingRemoval,
     is_ready_for_connect: bool,
-    /// Virtual servers, as was logged.
+    /// The number of virtual servers that wait, as last logged.
     waiting: usize,
-    /// What stays, as others use it; it was logged.
+    /// The objects that stay because others use them, as logged.
     retained: Vec<Retained>,
 }
 
 impl Default for Remains {
-    /// Nothing is removed yet.
+    /// Returns the state before the first attempt, when nothing is removed yet.
     fn default() -> Self {
         Self {
             leftovers: Leftovers::default(),
@@ -31,8 +31,11 @@ impl Default for Remains {
 }
 
 impl Remains {
-    /// Removes what no connection needs of this mode. False: virtual servers with connections stay, for a later attempt; or everything,
-    /// while another removal holds the mode's lock. `keeps`: as for [`Leftovers::find`]; `by_connect`: as for
+    /// Removes what no connection needs of this mode. Returns false if virtual servers with
+    /// connections stay for a later attempt. Also returns false, with everything left, while
+    /// another removal holds the mode's lock.
+    ///
+    /// `keeps` is the same as for [`Leftovers::find`], and `by_connect` as for
     /// [`PendingRemoval::before`].
     pub fn remove(&mut self, mode: Mode, keeps: &[IpNet], by_connect: bool) -> Result<bool, Error> {
         self.pending.by_connect = by_connect && !self.is_ready_for_connect;

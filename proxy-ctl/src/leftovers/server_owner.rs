@@ -1,4 +1,5 @@
-//! Whose a virtual server is: kube-proxy's, by its address, or by what kube-proxy's sets have.
+//! Tells whether a virtual server is kube-proxy's, by its address or by the members of kube-proxy's
+//! sets.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -13,20 +14,22 @@ use crate::sys::{
     link,
 };
 
-/// Addresses of this node, and members of sets. They show which virtual servers are kube-proxy's.
+/// Addresses of this node, and members of sets, which show which virtual servers are kube-proxy's.
 #[derive(Debug, Default)]
 pub(super) struct Addresses {
-    /// On kube-ipvs0: the addresses of Services that no other interface has.
+    /// The addresses of kube-ipvs0, which kube-proxy gives to Services. A Service's address that
+    /// another interface has need not be among them.
     of_services: BTreeSet<IpAddr>,
     of_node: BTreeSet<IpAddr>,
     members: Members,
 }
 
-/// What kube-proxy's sets say of virtual servers for addresses that are not on kube-ipvs0.
+/// The members of kube-proxy's sets that tell of virtual servers for addresses that are not on
+/// kube-ipvs0.
 #[derive(Debug, Default, Eq, PartialEq)]
 struct Members {
     sockets: BTreeSet<VirtualSocket>,
-    /// Protocol and port, on the node's addresses; from any range.
+    /// The protocol and the port of node ports, from any range. They count on the node's addresses.
     node_ports: BTreeSet<(u16, u16)>,
 }
 
@@ -61,7 +64,7 @@ pub(super) enum Owner {
 }
 
 impl Addresses {
-    /// `None`: kube-proxy's device is not there.
+    /// Reads the addresses and sets. Returns `None` if kube-proxy's device does not exist.
     pub(super) fn read() -> Result<Option<Self>, Error> {
         let Some(device) = link::index(names::IPVS_DEVICE)? else { return Ok(None) };
         let mut addresses = Self { members: Members::read()?, ..Self::default() };

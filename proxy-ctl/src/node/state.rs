@@ -238,7 +238,7 @@ impl State {
 
     /// Returns the source addresses for packets that are masqueraded and leave by this interface.
     /// There is one of the interface's own for each family, preferably the Node's. A port of a
-    /// bridge uses the addresses of the bridge.
+    /// bridge that has none of its own uses the addresses of the bridge.
     fn masquerade_by(&self, index: u32, link: &Link, node_addresses: &[IpAddr]) -> Vec<IpAddr> {
         let bridge = self.bridge_of(link).map(|(index, _)| index);
         let source = |v6: bool| {

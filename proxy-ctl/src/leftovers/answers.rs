@@ -7,7 +7,7 @@
 //! answers the address of the virtual server, which the client has not called.
 //!
 //! conntrack knows which address the client has called. A rule gives TCP answers that address as
-//! their source, and changes nothing else. It leaves answers alone that netfilter has translated.
+//! their source, and changes nothing else. It leaves alone answers that netfilter has translated.
 //! All other answers have that address already, also those of connections that ip_vs serves, whose
 //! clients have called the virtual server.
 

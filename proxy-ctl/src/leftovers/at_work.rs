@@ -18,7 +18,7 @@ pub(super) fn modes() -> Vec<Mode> {
 #[derive(Default)]
 pub(super) struct AtWork {
     pub(super) modes: Vec<Mode>,
-    /// The locks of the other modes that were asked for.
+    /// The locks that were taken, of modes that are not in use.
     pub(super) locks: Vec<NamespaceLock>,
     /// The reason why each of `modes` counts as in use.
     pub(super) problems: Vec<Error>,

@@ -1,5 +1,5 @@
-//! Waits for nf_tables, which releases the objects that removed rules used in a work queue, after
-//! it has answered the transaction.
+//! Waits until nf_tables has released the objects that removed rules used. It does so in a work
+//! queue, after it has answered the transaction.
 
 use std::{
     thread,

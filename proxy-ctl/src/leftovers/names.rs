@@ -219,8 +219,8 @@ pub struct Mark {
 }
 
 /// Returns this proxy's owner tag for a mode that writes chains of iptables. A running kube-proxy
-/// in such a mode empties this chain when it writes its own rules. So the tag shows that this proxy
-/// was the last to write.
+/// in such a mode empties the tag's chain when it writes its own rules. So the tag shows that this
+/// proxy was the last to write.
 ///
 /// Modes iptables and ipvs both write the chain of their tag. A kube-proxy in one of them leaves
 /// the chains that only the other writes: see [`mark_of_own_chains`].

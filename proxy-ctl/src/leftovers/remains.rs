@@ -31,9 +31,9 @@ impl Default for Remains {
 }
 
 impl Remains {
-    /// Removes what no connection needs of this mode. Returns false if virtual servers with
-    /// connections stay for a later attempt. Also returns false, with everything left, while
-    /// another removal holds the mode's lock.
+    /// Removes what the mode has left, except what connections still need. Returns false if virtual
+    /// servers with connections stay for a later attempt. Also returns false, with everything left,
+    /// while another removal holds the mode's lock.
     ///
     /// `keeps` is the same as for [`Leftovers::find`], and `by_connect` as for
     /// [`PendingRemoval::before`].

@@ -24,8 +24,7 @@ pub(super) struct Addresses {
     members: Members,
 }
 
-/// The members of kube-proxy's sets that tell of virtual servers for addresses that are not on
-/// kube-ipvs0.
+/// The members of kube-proxy's sets for virtual servers whose addresses are not on kube-ipvs0.
 #[derive(Debug, Default, Eq, PartialEq)]
 struct Members {
     sockets: BTreeSet<VirtualSocket>,

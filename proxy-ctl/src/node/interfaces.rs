@@ -50,7 +50,7 @@ pub enum Master {
     Other,
 }
 
-/// Why no program is attached to an interface.
+/// The reason why no program is attached to an interface.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum Ignored {
     #[error("loopback: nothing enters or leaves the node there")]

@@ -31,7 +31,7 @@ pub(super) fn prepare() -> Result<(), CallError> {
     if MEMORY.get().is_none() {
         let memory =
             File::open("/proc/self/mem").map_err(|error| CallError::new("open(/proc/self/mem)", error))?;
-        // Another thread may have set it meanwhile. Its file does as well.
+        // Another thread may have set it meanwhile. Its file serves as well.
         let _ = MEMORY.set(memory);
     }
     Ok(())

@@ -151,7 +151,7 @@ pub fn words_against_xdp(
     asked.map_err(CallError::of("netlink RTM_SETLINK with an XDP program"))
 }
 
-/// A change to an address of an interface that has the full prefix.
+/// A change to the addresses of an interface. The address has the full prefix.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum AddressChange {
     /// Adds the address, or updates it if it exists. An IPv6 address is made deprecated. Otherwise

@@ -36,7 +36,7 @@ pub struct Filter {
     pub handle: u32,
     /// The id of its program. 0 means that the kernel does not tell (before Linux 4.16).
     pub program: u32,
-    /// The name that whoever has attached it has given it. It may be empty.
+    /// The name that its owner has given it. It may be empty.
     pub name: String,
 }
 

@@ -1,7 +1,8 @@
-//! Kubernetes objects → model objects. Both sources parse here.
+//! Conversion of Kubernetes objects to model objects. Both sources use it.
 //!
-//! Objects that kube-proxy skips silently are skipped silently. An invalid field (an address that does not parse, a port
-//! out of range) is left out with an [`InvalidField`], and the rest of the object is served.
+//! Objects that kube-proxy skips silently are skipped silently. An invalid field, such as an
+//! address that does not parse or a port out of range, is left out with an [`InvalidField`]. The
+//! rest of the object is served.
 
 mod address;
 mod service;
@@ -21,33 +22,34 @@ use crate::model::objects::{Node, ObjectName, Protocol, ServiceCidr};
 pub use service::service;
 pub use slice::endpoint_slice;
 
-/// Objects with this label belong to another proxy, whatever the label's value.
+/// The label of objects that belong to another proxy, whatever its value.
 const LABEL_PROXY_NAME: &str = "service.kubernetes.io/service-proxy-name";
-/// Objects with this label are headless: no proxy serves them.
+/// The label of headless objects, which no proxy serves.
 const LABEL_HEADLESS: &str = "service.kubernetes.io/headless";
 const LABEL_SERVICE: &str = "kubernetes.io/service-name";
 const LABEL_ZONE: &str = "topology.kubernetes.io/zone";
-/// RFC 3339, written by the controllers that make slices.
+/// The annotation with the time of the change that caused a slice, in RFC 3339. The controllers
+/// that make slices write it.
 const ANNOTATION_TRIGGER_TIME: &str = "endpoints.kubernetes.io/last-change-trigger-time";
-/// Of a Service: a word of `ebpf.algorithm`.
+/// The annotation of a Service that overrides `ebpf.algorithm`, with the same words.
 const ANNOTATION_ALGORITHM: &str = "proxy-ctl.dev/algorithm";
-/// Of a Service: a word of `ebpf.forwarding`.
+/// The annotation of a Service that overrides `ebpf.forwarding`, with the same words.
 const ANNOTATION_FORWARDING: &str = "proxy-ctl.dev/forwarding";
-/// Of an EndpointSlice: weights of its endpoints.
+/// The annotation of an EndpointSlice that lists the weights of its endpoints.
 const ANNOTATION_WEIGHTS: &str = "proxy-ctl.dev/weights";
 
-/// For people: an annotation can have 256 KiB.
+/// Returns the beginning of a text, for messages: an annotation can have 256 KiB.
 fn shortened(text: &str) -> String {
     text.chars().take(64).collect()
 }
 
-/// Namespace (`default` if there is none) and name.
+/// Returns the name of an object. An object without a namespace is in `default`.
 pub fn name(metadata: &ObjectMeta) -> ObjectName {
     let namespace = Some(metadata.namespace.as_str()).filter(|namespace| !namespace.is_empty());
     ObjectName::new(namespace.unwrap_or("default"), metadata.name.as_str())
 }
 
-/// The parts of this proxy's own Node that matter to it.
+/// Returns the parts of this proxy's own Node that matter to it, and its invalid fields.
 pub fn node(node: &core::Node) -> (Node, Vec<InvalidField>) {
     let name = node.metadata.name.as_str();
     let mut invalid = InvalidFields::new(format!("Node {name}"));
@@ -84,7 +86,8 @@ pub fn node(node: &core::Node) -> (Node, Vec<InvalidField>) {
     (node, invalid.found)
 }
 
-/// Always served; a range that does not parse is left out.
+/// Returns a ServiceCIDR without the ranges that do not parse, and its invalid fields. A
+/// ServiceCIDR is always served, so the first value is never None.
 pub fn service_cidr(metadata: &ObjectMeta, ranges: &[String]) -> (Option<ServiceCidr>, Vec<InvalidField>) {
     let name = metadata.name.as_str();
     let mut invalid = InvalidFields::new(format!("ServiceCIDR {name}"));
@@ -94,8 +97,8 @@ pub fn service_cidr(metadata: &ObjectMeta, ranges: &[String]) -> (Option<Service
     (Some(ServiceCidr { name: name.into(), ranges }), invalid.found)
 }
 
-/// When the change was made that this object follows, in nanoseconds since the epoch. Of use to a metric only: what is
-/// no time is not invalid.
+/// Returns when the change was made that caused this object, in nanoseconds since the epoch. Only a
+/// metric uses it, so a text that is no time is not reported as invalid.
 fn triggered(metadata: &ObjectMeta) -> Option<NonZeroI64> {
     let text = metadata.annotations.get(ANNOTATION_TRIGGER_TIME)?;
     let time: Timestamp = text.parse().ok()?;
@@ -106,12 +109,13 @@ fn label<'a>(metadata: &'a ObjectMeta, label: &str) -> Option<&'a str> {
     metadata.labels.get(label).map(String::as_str)
 }
 
-/// Whether this proxy is to leave the object alone.
+/// Returns true if the object belongs to another proxy or is headless, so that this proxy leaves it
+/// alone.
 fn is_foreign(metadata: &ObjectMeta) -> bool {
     label(metadata, LABEL_PROXY_NAME).is_some() || label(metadata, LABEL_HEADLESS).is_some()
 }
 
-/// Collects the invalid fields of one object.
+/// Collector of the invalid fields of one object.
 struct InvalidFields {
     object: String,
     found: Vec<InvalidField>,

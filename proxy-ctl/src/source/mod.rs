@@ -1,8 +1,9 @@
-//! Where Services, EndpointSlices, ServiceCIDRs and the Node come from.
+//! The sources of Services, EndpointSlices, ServiceCIDRs and the Node.
 //!
-//! A source sends [`Update`]s over one bounded channel, in the order in which it learned them. What it lists is
-//! sent as one `Replace…`, so that the model can tell what vanished while it was not looking. An object
-//! that stops being served (label, type) is sent as a deletion.
+//! A source sends [`Update`]s over one bounded channel, in the order in which it learned of them. A
+//! list is sent as one `Replace…`, so that the model can tell what vanished while nobody was
+//! looking. An object that stops being served, because a label or its type changed, is sent as a
+//! deletion.
 
 pub mod convert;
 pub mod kubernetes;
@@ -16,19 +17,19 @@ use prometheus_client::{
 
 pub use crate::model::Update;
 
-/// A field of an object that cannot be served as it is; the rest of the object is served.
+/// A field of an object that cannot be served as it is. The rest of the object is served.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
 pub struct InvalidField {
-    /// `Service ns/name`, `EndpointSlice ns/name`, …
+    /// The kind and name of the object, such as `Service ns/name`.
     pub object: String,
-    /// Path of the field, such as `spec.ports[1].nodePort`.
+    /// The path of the field, such as `spec.ports[1].nodePort`.
     pub field: String,
-    /// What was found and what would be right.
+    /// What was found, and what would be right.
     pub problem: String,
 }
 
 impl InvalidField {
-    /// What kind of object it is about, by the plural that RBAC rules and metrics use.
+    /// Returns the plural of the object's kind, which RBAC rules and metrics use.
     pub fn resource(&self) -> &'static str {
         let kind = self.object.split(' ').next().unwrap_or_default();
         match kind {
@@ -40,7 +41,7 @@ impl InvalidField {
     }
 }
 
-/// Counts fields of objects that cannot be served as they are; clones count together.
+/// A counter of fields that cannot be served as they are. Clones count together.
 #[derive(Clone, Debug)]
 pub struct InvalidObjects(Family<[(&'static str, &'static str); 1], Counter>);
 
@@ -55,7 +56,7 @@ impl Default for InvalidObjects {
 }
 
 impl InvalidObjects {
-    /// `resource`: by its plural.
+    /// Counts `problems` invalid fields. `resource` is the plural of the kind.
     pub fn found(&self, resource: &'static str, problems: usize) {
         let problems = u64::try_from(problems).unwrap_or(u64::MAX);
         self.0.get_or_create(&[("resource", resource)]).inc_by(problems);

@@ -1,8 +1,9 @@
-//! Kubernetes objects with as much of them as this proxy uses. Each is read from JSON, YAML and Kubernetes' protobuf
-//! encoding alike; what is not named here is skipped unread.
+//! Kubernetes objects, reduced to the fields that this proxy uses. Each is read from JSON, YAML and
+//! Kubernetes' protobuf encoding alike. Fields that are not named here are skipped unread.
 //!
-//! Field numbers and types are those of the `generated.proto` files of Kubernetes' API, whose names the modules below
-//! have. As there, only what is `optional` here can be told from its default.
+//! Field numbers and types are those of the `generated.proto` files of Kubernetes' API. The modules
+//! below have the names of its API groups. As in these files, only an `optional` field can be told
+//! apart from its default.
 
 pub mod core;
 pub mod discovery;
@@ -12,7 +13,8 @@ pub mod networking;
 
 use serde::{Deserialize, Deserializer};
 
-/// Messages: `(field number, type in protobuf) name: type`, with `as "name"` where JSON's is not the name in camel case.
+/// Defines messages. Each field is `(field number, type in protobuf) name: type`. `as "name"` is
+/// added if the name in JSON is not the field's name in camel case.
 macro_rules! messages {
     ($(
         $(#[$attribute:meta])*
@@ -38,12 +40,12 @@ macro_rules! messages {
 }
 use messages;
 
-/// Null is as good as nothing, as in Go.
+/// Reads a field, and takes null for the default, as Go does.
 fn or_default<'de, D: Deserializer<'de>, T: Default + Deserialize<'de>>(value: D) -> Result<T, D::Error> {
     Option::<T>::deserialize(value).map(Option::unwrap_or_default)
 }
 
-/// An object with metadata.
+/// A Kubernetes object that has metadata.
 pub trait ApiObject:
     Default + PartialEq + std::fmt::Debug + prost::Message + serde::de::DeserializeOwned
 {

@@ -1,11 +1,11 @@
-//! Addresses as Kubernetes writes them.
+//! Parsing of addresses in the forms that Kubernetes accepts.
 
 use std::net::{IpAddr, Ipv4Addr};
 
 use ipnet::IpNet;
 
-/// IPv4 numbers with leading zeros are decimal, as they were before Go 1.17 and are for kube-proxy; an
-/// IPv4-mapped IPv6 address is the IPv4 address.
+/// Parses an address. IPv4 numbers with leading zeros are decimal, as they were before Go 1.17 and
+/// still are for kube-proxy. An IPv4-mapped IPv6 address becomes the IPv4 address.
 pub(super) fn parse(text: &str) -> Option<IpAddr> {
     let address = text.parse::<IpAddr>().ok().or_else(|| parse_decimal(text).map(IpAddr::V4))?;
     Some(address.to_canonical())
@@ -24,7 +24,7 @@ fn parse_decimal(text: &str) -> Option<Ipv4Addr> {
     parts.next().is_none().then(|| numbers.into())
 }
 
-/// Space around it is ignored, as are bits beyond the prefix.
+/// Parses an address range. Space around it is ignored, and bits beyond the prefix are cleared.
 pub(super) fn parse_range(text: &str) -> Option<IpNet> {
     let (address, prefix) = text.trim().split_once('/')?;
     if prefix.is_empty() || !prefix.bytes().all(|byte| byte.is_ascii_digit()) {

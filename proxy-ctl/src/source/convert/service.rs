@@ -1,4 +1,4 @@
-//! v1 Service.
+//! Conversion of v1 Services.
 
 use std::net::IpAddr;
 
@@ -13,12 +13,13 @@ use crate::{
     source::schema::core,
 };
 
-/// Three hours: the API's default.
+/// The API's default of `timeoutSeconds`: three hours.
 const DEFAULT_AFFINITY_SECONDS: u32 = 10_800;
-/// One day: the longest that the API allows.
+/// The longest `timeoutSeconds` that the API allows: one day.
 const MAX_AFFINITY_SECONDS: u32 = 86_400;
 
-/// None: not to be served by this proxy (headless, ExternalName, another proxy's, without an address).
+/// Returns the Service, and its invalid fields. The Service is None if this proxy does not serve
+/// it: it is headless, of type ExternalName, of another proxy, or without an address.
 pub fn service(service: &core::Service) -> (Option<Service>, Vec<InvalidField>) {
     let name = name(&service.metadata);
     let Some(spec) = &service.spec else { return (None, Vec::new()) };
@@ -76,7 +77,8 @@ pub fn service(service: &core::Service) -> (Option<Service>, Vec<InvalidField>) 
     (Some(service), invalid.found)
 }
 
-/// An address that clients can dial. Of external addresses the model says which those are.
+/// Returns a cluster IP that clients can dial. For external addresses the model decides which of
+/// them clients can dial (`model/addresses.rs`).
 fn cluster_ip(invalid: &mut InvalidFields, field: impl Fn() -> String, text: &str) -> Option<IpAddr> {
     let address = invalid.address(&field, text)?;
     if address.is_unspecified() || address.is_multicast() {
@@ -107,7 +109,7 @@ fn cluster_ips(spec: &core::ServiceSpec, invalid: &mut InvalidFields) -> Vec<IpA
     addresses
 }
 
-/// Those with ipMode VIP and those with ipMode Proxy.
+/// Returns the addresses with ipMode VIP, and those with ipMode Proxy.
 fn load_balancer_ips(service: &core::Service, invalid: &mut InvalidFields) -> (Vec<IpAddr>, Vec<IpAddr>) {
     let (mut virtual_ips, mut proxied) = (Vec::new(), Vec::new());
     for (index, ingress) in service.status.load_balancer.ingress.iter().enumerate() {
@@ -127,7 +129,7 @@ fn load_balancer_ips(service: &core::Service, invalid: &mut InvalidFields) -> (V
     (virtual_ips, proxied)
 }
 
-/// None: there are ranges, but none that is valid.
+/// Returns the valid source ranges, or None if there are ranges but none of them is valid.
 fn source_ranges(spec: &core::ServiceSpec, invalid: &mut InvalidFields) -> Option<Vec<IpNet>> {
     let listed = &spec.load_balancer_source_ranges;
     let mut ranges = Vec::with_capacity(listed.len());
@@ -191,7 +193,7 @@ fn policy(invalid: &mut InvalidFields, field: &str, found: &str) -> TrafficPolic
     }
 }
 
-/// One that says for the Service what a setting says for the node.
+/// Returns the value of an annotation that overrides a setting of the node for this Service.
 fn annotation<T: Keyword>(service: &core::Service, name: &str, invalid: &mut InvalidFields) -> Option<T> {
     let word = service.metadata.annotations.get(name)?;
     let meaning = T::of(word);

@@ -1,4 +1,4 @@
-//! discovery.k8s.io/v1 EndpointSlice.
+//! Conversion of discovery.k8s.io/v1 EndpointSlices.
 
 use std::{net::IpAddr, sync::Arc};
 
@@ -10,7 +10,8 @@ use crate::{
     source::schema::discovery,
 };
 
-/// None: not to be used by this proxy (headless, another proxy's, host names, without a service).
+/// Returns the slice, and its invalid fields. The slice is None if this proxy does not use it: it
+/// is headless, belongs to another proxy or to no Service, or holds host names.
 pub fn endpoint_slice(slice: &discovery::EndpointSlice) -> (Option<EndpointSlice>, Vec<InvalidField>) {
     let name = name(&slice.metadata);
     let mut invalid = InvalidFields::new(format!("EndpointSlice {name}"));
@@ -75,7 +76,7 @@ fn endpoints(
     let weights = Weights::of(slice, invalid);
     let mut endpoints: Vec<Endpoint> = Vec::with_capacity(slice.endpoints.len());
     for (index, endpoint) in slice.endpoints.iter().enumerate() {
-        // Only the first address has a meaning in the API.
+        // The API gives a meaning to the first address only.
         let field = || format!("endpoints[{index}].addresses[0]");
         let Some(text) = endpoint.addresses.first() else {
             invalid.add(field(), "is missing, must be an address");
@@ -109,7 +110,7 @@ fn endpoints(
     endpoints
 }
 
-/// Why an endpoint of a slice of this family cannot have this address.
+/// Returns why an endpoint in a slice of this family cannot have this address, or None if it can.
 fn unusable(address: IpAddr, family: IpFamily) -> Option<&'static str> {
     if IpFamily::of(address) != family {
         Some(match family {

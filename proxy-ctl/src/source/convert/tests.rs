@@ -9,7 +9,7 @@ mod node;
 mod service;
 mod slice;
 
-/// `{metadata: {namespace: shop, name: web}, …}` with `changes` merged into it.
+/// Returns `object` with `changes` merged into it.
 fn merged(mut object: Value, changes: Value) -> Value {
     fn merge(into: &mut Value, changes: Value) {
         match (into, changes) {
@@ -33,7 +33,7 @@ fn ips(addresses: &[&str]) -> Vec<IpAddr> {
     addresses.iter().map(|address| address.parse().unwrap()).collect()
 }
 
-/// What JSON says; the same is read from its protobuf encoding.
+/// Reads an object from JSON, and checks that its protobuf encoding reads as the same.
 fn read<T: ApiObject>(object: Value) -> T {
     let object: T = serde_json::from_value(object).unwrap();
     assert_eq!(T::decode(object.encode_to_vec().as_slice()).unwrap(), object);

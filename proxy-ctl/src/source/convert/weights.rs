@@ -1,4 +1,5 @@
-//! Weights of endpoints, as an annotation of their slice lists them: nobody watches Pods.
+//! Weights of endpoints, which an annotation of their slice lists. An annotation of Pods would not
+//! do, because nobody watches Pods.
 
 use std::{collections::BTreeMap, net::IpAddr};
 
@@ -8,14 +9,16 @@ use crate::{
     source::schema::discovery,
 };
 
-/// `5`: of each endpoint that is not listed; `10.0.0.1=5`: of one. Several are separated by commas.
+/// The weights that the annotation lists, separated by commas. `5` is the weight of each endpoint
+/// that is not listed, and `10.0.0.1=5` is the weight of one endpoint.
 pub(super) struct Weights {
     of_others: Weight,
     listed: BTreeMap<IpAddr, Weight>,
 }
 
 impl Weights {
-    /// What is not valid is left out. The first such part is told, as there can be many: the API server looks at no annotation.
+    /// Reads the annotation, and leaves out what is not valid. Only the first invalid part is
+    /// reported, because there can be many: the API server does not validate annotations.
     pub(super) fn of(slice: &discovery::EndpointSlice, invalid: &mut InvalidFields) -> Self {
         let mut weights = Self { of_others: DEFAULT_WEIGHT, listed: BTreeMap::new() };
         let text = slice.metadata.annotations.get(ANNOTATION_WEIGHTS);

@@ -1,4 +1,5 @@
-//! The text of a manifest file → objects, and what is wrong with it by document, line and field.
+//! Parsing of the text of a manifest file. What is wrong with it is reported by document, line and
+//! field.
 
 use std::fmt;
 
@@ -52,14 +53,15 @@ impl ManifestKind {
         }
     }
 
-    /// Has other versions, which are not read.
+    /// Returns true if `api_version` is of the group of this kind. Its other versions are not read,
+    /// and are reported.
     fn is_of_group(self, api_version: &str) -> bool {
         let group = self.api_version().split_once('/').map(|(group, _)| group);
         group.is_some() && api_version.split_once('/').map(|(group, _)| group) == group
     }
 }
 
-/// What names an object: two documents with the same identity are versions of one object.
+/// The identity of an object. Two documents with the same identity are versions of one object.
 #[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(super) struct Identity {
     pub(super) kind: ManifestKind,
@@ -82,19 +84,20 @@ pub(super) enum ManifestObject {
     EndpointSlice(EndpointSlice),
     Node(Node),
     ServiceCidr(ServiceCidr),
-    /// Correct, but not for this proxy: headless, ExternalName, another proxy's, host names, another node.
+    /// The object is valid, but this proxy does not serve it: it is headless, ExternalName, of
+    /// another proxy or another node, or has host names.
     NotServed,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct ParsedFile {
     pub(super) objects: Vec<(Identity, ManifestObject)>,
-    /// Some document could not be read.
+    /// True if some document could not be read.
     pub(super) is_broken: bool,
     pub(super) invalid: Vec<InvalidField>,
 }
 
-/// What can be said of a document before its kind is known.
+/// The fields of a document that are read before its kind is known.
 #[derive(Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Header {
@@ -115,7 +118,8 @@ struct List {
     items: Vec<Spanned<Value>>,
 }
 
-/// `file` is for messages. `node_name`: other Nodes are left out.
+/// Parses the text of a file. `file` is its name in messages. The contents of Nodes other than
+/// `node_name` are not read.
 pub(super) fn parse(file: &str, text: &str, node_name: &str) -> ParsedFile {
     let mut reader = Reader { node_name, origin: String::new(), parsed: ParsedFile::default() };
     for (index, document) in split(text).into_iter().enumerate() {
@@ -125,16 +129,17 @@ pub(super) fn parse(file: &str, text: &str, node_name: &str) -> ParsedFile {
     reader.parsed
 }
 
-/// Part of a file.
+/// A document of a file.
 #[derive(Debug, Eq, PartialEq)]
 struct FilePart<'a> {
     text: &'a str,
-    /// Lines of the file before it.
+    /// The number of lines of the file before it.
     lines_before: u64,
 }
 
-/// At lines that start with `---`, which YAML allows nowhere else. A document that does not parse so leaves the
-/// next ones readable. Documents of blank lines, comments and directives are none.
+/// Splits a file into documents at lines that start with `---`, which YAML allows nowhere else. A
+/// document that does not parse thus leaves the next ones readable. Documents of nothing but blank
+/// lines, comments and directives are left out.
 fn split(text: &str) -> Vec<FilePart<'_>> {
     let mut documents = Vec::new();
     let (mut start, mut start_line) = (0, 0);
@@ -156,14 +161,14 @@ fn split(text: &str) -> Vec<FilePart<'_>> {
     documents
 }
 
-/// Where an object's text is, and how to read it as a type.
+/// The text of an object, which can be read as a type.
 enum Text<'a> {
     Document(&'a FilePart<'a>),
-    /// Of a list, with its number and line.
+    /// An item of a list, with its number and its line.
     Item(&'a Value, usize, u64),
 }
 
-/// Why a text is not of the wanted type.
+/// The reason why a text is not of the wanted type.
 struct Problem {
     field: String,
     message: String,
@@ -200,7 +205,7 @@ impl Text<'_> {
         }
     }
 
-    /// Path of a field from the document's root.
+    /// Returns the path of a field from the document's root.
     fn field(&self, field: &str) -> String {
         match self {
             Self::Document(_) => field.to_owned(),
@@ -209,7 +214,7 @@ impl Text<'_> {
     }
 }
 
-/// Empty for the root.
+/// Returns the path of the field that an error is about. It is empty for the root.
 fn path<E>(error: &serde_path_to_error::Error<E>) -> String {
     match error.path().to_string() {
         root if root == "." => String::new(),
@@ -219,7 +224,7 @@ fn path<E>(error: &serde_path_to_error::Error<E>) -> String {
 
 struct Reader<'a> {
     node_name: &'a str,
-    /// File and document.
+    /// The name of the file and the number of the document, for messages.
     origin: String,
     parsed: ParsedFile,
 }
@@ -307,7 +312,8 @@ impl Reader<'_> {
             ManifestKind::Node => self.parsed.objects.push((identity, ManifestObject::NotServed)),
             ManifestKind::ServiceCidr => self.typed(text, identity, |cidr: networking::ServiceCidr| {
                 let (cidr, invalid) = convert::service_cidr(&cidr.metadata, &cidr.spec.cidrs);
-                // Ranges that are left out would let pass what is to be dropped: the former ones stay.
+                // A ServiceCIDR with an invalid range is not used, and its last valid version
+                // stays. Without that range, packets that are to be dropped would pass.
                 let cidr = cidr.filter(|_| invalid.is_empty());
                 (cidr.map(ManifestObject::ServiceCidr), invalid)
             }),
@@ -337,7 +343,8 @@ impl Reader<'_> {
         }));
     }
 
-    /// `identity`: as far as it could be read.
+    /// Notes that a document or item cannot be read. `identity` is None if not even its kind and
+    /// name could be read.
     fn broken(&mut self, identity: Option<&Identity>, problem: Problem) {
         let object = identity.map(|identity| format!("{}: {identity}", self.origin));
         let object = object.unwrap_or_else(|| self.origin.clone());
@@ -346,7 +353,7 @@ impl Reader<'_> {
     }
 }
 
-/// An API server would have given it an address.
+/// Returns the problem of a Service without a cluster IP. An API server would have allocated one.
 fn without_cluster_ip(service: &core::Service) -> Option<InvalidField> {
     let spec = service.spec.as_ref();
     let is_set = |address: Option<&String>| address.is_some_and(|address| !address.is_empty());

@@ -1,6 +1,7 @@
-//! The objects of all files of a folder, and what stays of them when a file breaks.
+//! The objects of all files of a folder, and which of them stay when a file breaks.
 //!
-//! While a document cannot be read, every object is kept that its file last held and does not hold now.
+//! While a document cannot be read, every object that its file last held and does not hold now is
+//! kept.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
@@ -24,7 +25,7 @@ pub(super) struct Listing {
     pub(super) slices: Vec<EndpointSlice>,
     pub(super) node: Option<Node>,
     pub(super) service_cidrs: Vec<ServiceCidr>,
-    /// Those that the listing before did not have.
+    /// The invalid fields that the listing before did not have.
     pub(super) invalid: Vec<InvalidField>,
 }
 
@@ -38,7 +39,7 @@ pub(super) struct Folder {
 
 #[derive(Debug, Default)]
 struct File {
-    /// None: could not be read.
+    /// The text when the file was last read. None if it could not be read.
     text: Option<String>,
     objects: Vec<FileObject>,
     invalid: Vec<InvalidField>,
@@ -48,7 +49,7 @@ struct File {
 struct FileObject {
     identity: Identity,
     object: ManifestObject,
-    /// Of an earlier text of the file.
+    /// True if the object comes from an earlier text of the file.
     is_former: bool,
 }
 
@@ -61,14 +62,15 @@ impl Folder {
         &self.path
     }
 
-    /// Reads the folder; files whose text is the same as last time are not parsed again.
+    /// Reads the folder. Files whose text is the same as last time are not parsed again.
     pub(super) fn list(&mut self) -> io::Result<Listing> {
         let names = file_names(&self.path)?;
         self.files.retain(|name, _| names.contains(name));
         for name in names {
             match read(&self.path.join(&name)) {
                 Ok(bytes) => self.load(name, String::from_utf8(bytes).map_err(|error| error.to_string())),
-                // Removed since the folder was read; or a link that leads nowhere.
+                // The file was removed since the folder was read, or it is a link that leads
+                // nowhere.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {
                     self.files.remove(&name);
                 }
@@ -107,7 +109,9 @@ impl Folder {
         file.text = Some(text);
     }
 
-    /// Of several versions of an object, the first that stands in a file now counts, in the order of file names.
+    /// Returns what the folder holds. Of several versions of an object, the first one in the order
+    /// of file names counts. Versions from the present text of a file come before those from an
+    /// earlier text.
     fn merge(&mut self) -> Listing {
         let mut chosen: BTreeMap<&Identity, (&str, &FileObject)> = BTreeMap::new();
         let mut invalid: HashSet<InvalidField> = HashSet::new();
@@ -171,7 +175,8 @@ impl Folder {
     }
 }
 
-/// Of regular files only: a pipe or a device may have no end, or no beginning.
+/// Reads a regular file. Others are refused, because a pipe or a device may have no end, or may
+/// block.
 fn read(path: &Path) -> io::Result<Vec<u8>> {
     if !fs::metadata(path)?.is_file() {
         return Err(io::Error::other("found a pipe, socket or device, must be a regular file"));
@@ -179,7 +184,7 @@ fn read(path: &Path) -> io::Result<Vec<u8>> {
     fs::read(path)
 }
 
-/// Names of the manifest files, links to files included; hidden files are not.
+/// Returns the names of the manifest files, including links to files. Hidden files are left out.
 fn file_names(folder: &Path) -> io::Result<BTreeSet<String>> {
     let mut names = BTreeSet::new();
     for entry in fs::read_dir(folder)? {

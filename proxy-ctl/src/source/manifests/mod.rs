@@ -1,21 +1,23 @@
 //! Services, EndpointSlices, ServiceCIDRs and the own Node from a folder of YAML or JSON files.
 //!
-//! Every file whose name ends in `.yaml`, `.yml` or `.json` and does not start with a dot is read, with any number
-//! of documents and lists in it; kinds other than v1 Service and Node, discovery.k8s.io/v1 EndpointSlice and
-//! networking.k8s.io/v1 ServiceCIDR are ignored. The folder is watched, and after every change everything it holds is sent.
+//! Every file whose name ends in `.yaml`, `.yml` or `.json` and does not start with a dot is read.
+//! It may hold any number of documents and lists. Kinds other than v1 Service and Node,
+//! discovery.k8s.io/v1 EndpointSlice and networking.k8s.io/v1 ServiceCIDR are ignored. The folder
+//! is watched, and after every change everything that it holds is sent.
 //!
-//! A folder without any Node stands for a node about which nothing is known, which is served all the same. One with
-//! Nodes among which the own is missing most likely has the wrong name, which is said: that node is not eligible.
+//! A folder without any Node stands for a node about which nothing is known, and Services are
+//! served all the same. If there are Nodes but not the own one, its name is most likely wrong. That
+//! is reported, and the node is not eligible for load balancers.
 //!
-//! What cannot be read is named with file, document, line and field, and leaves the rest working:
+//! What cannot be read is reported with file, document, line and field. The rest goes on working:
 //!
-//! - A document that was good and now is not: every object stays that its file last held and does not hold now. So it is with a
-//!   file that cannot be opened or is no UTF-8.
-//! - A file that is removed takes its objects with it.
-//! - A folder that disappears: everything stays, until a folder comes to its path again.
+//! - If a document was good and now is not, every object that its file last held and does not hold
+//!   now is kept. The same applies to a file that cannot be opened or is not UTF-8.
+//! - If a file is removed, its objects are removed with it.
+//! - If the folder disappears, everything is kept until a folder appears at its path again.
 //!
-//! A file should be replaced by renaming another one over it. One that is written in place is read when its writer
-//! closes it, and may be seen half written if another file changes meanwhile.
+//! A file should be replaced by renaming another one over it. One that is written in place is read
+//! when its writer closes it. It may be seen half written if another file changes meanwhile.
 
 mod document;
 mod folder;
@@ -49,17 +51,19 @@ pub struct Manifests {
 }
 
 impl Manifests {
+    /// Opens a folder and begins to watch it.
+    ///
     /// # Errors
     /// The folder does not exist, is no folder, or cannot be read.
     pub fn open(folder: &Path, node_name: impl Into<Arc<str>>) -> Result<Self, Error> {
         std::fs::read_dir(folder).map_err(|source| Error::Folder { folder: folder.to_owned(), source })?;
-        // Watched before it is first read: nothing is missed.
+        // The watch begins before the first read, so that no change is missed.
         let watch = PathWatch::new(folder);
         Ok(Self { folder: Folder::new(folder.to_owned(), node_name.into()), watch })
     }
 
-    /// Sends what the folder holds, at once and after every change, until nobody receives.
-    /// `report` is told what is left out, once until it is mended.
+    /// Sends what the folder holds, at once and after every change, until nobody receives. `report`
+    /// gets each field that is left out, once until it is corrected.
     ///
     /// # Errors
     /// A read was interrupted.
@@ -104,7 +108,8 @@ impl Manifests {
     }
 }
 
-/// Reading and parsing thousands of objects takes its time: not on a thread that others wait for.
+/// Lists the folder on a blocking thread: reading and parsing thousands of objects takes too long
+/// for a thread that other tasks share.
 async fn list(mut folder: Folder) -> Result<(Folder, io::Result<Listing>), Error> {
     let path = folder.path().to_owned();
     let read = tokio::task::spawn_blocking(move || {

@@ -1,4 +1,4 @@
-//! core/v1.
+//! Objects of the API group core/v1.
 
 use super::{messages, meta::ObjectMeta};
 

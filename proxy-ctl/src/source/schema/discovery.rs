@@ -1,4 +1,4 @@
-//! discovery.k8s.io/v1.
+//! Objects of the API group discovery.k8s.io/v1.
 
 use super::{messages, meta::ObjectMeta};
 

@@ -1,5 +1,8 @@
-//! prost, but for text: Go does not look whether a string in protobuf is UTF-8, so API servers store and serve ones that
-//! are not. Here they are read as the API server writes them in JSON, with U+FFFD for what is no text.
+//! A variant of prost that accepts strings that are not UTF-8.
+//!
+//! Go does not check that a string in protobuf is UTF-8, so API servers store and serve strings
+//! that are not. They are read here as the API server writes them in JSON: U+FFFD replaces the
+//! invalid bytes.
 
 pub use prost::*;
 

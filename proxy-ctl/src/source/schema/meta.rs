@@ -1,4 +1,4 @@
-//! apimachinery: meta/v1 and runtime.
+//! Types of apimachinery, from meta/v1 and runtime.
 
 use std::collections::BTreeMap;
 
@@ -24,7 +24,7 @@ messages! {
         (3, string) continue_token as "continue": String,
     }
 
-    /// How a request has ended, or why a watch has.
+    /// The reason why a request has failed, or why a watch has ended.
     Status {
         (3, string) message: String,
         (4, string) reason: String,
@@ -36,7 +36,7 @@ messages! {
         (5, int32) retry_after_seconds: i32,
     }
 
-    /// An object of any kind, as long as it has a name.
+    /// An object of any kind, reduced to what names it.
     Named {
         (1, message, required) metadata: NamedMeta,
     }
@@ -47,7 +47,7 @@ messages! {
         (6, string) resource_version: String,
     }
 
-    /// An object of which only a version and annotations are told.
+    /// The object of a bookmark, which has only a version and annotations.
     Bookmark {
         (1, message, required) metadata: BookmarkMeta,
     }
@@ -58,10 +58,10 @@ messages! {
     }
 }
 
-/// A moment. JSON has it as RFC 3339.
+/// A point in time. In JSON it is an RFC 3339 string.
 #[derive(Clone, Copy, PartialEq, prost::Message)]
 pub struct Time {
-    /// Since the epoch.
+    /// Seconds since the epoch.
     #[prost(int64, tag = 1)]
     pub seconds: i64,
 }
@@ -74,7 +74,8 @@ impl<'de> Deserialize<'de> for Time {
     }
 }
 
-/// A list in protobuf, with its items still encoded: one that cannot be read must not hide the others.
+/// A list in protobuf. Its items stay encoded, so that one that cannot be read does not hide the
+/// others.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct List {
     #[prost(message, required, tag = 1)]
@@ -83,7 +84,7 @@ pub struct List {
     pub items: Vec<Bytes>,
 }
 
-/// What a watch brings, in protobuf.
+/// An event of a watch, in protobuf.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct WatchEvent {
     #[prost(string, tag = 1)]
@@ -98,7 +99,7 @@ pub struct RawExtension {
     pub raw: Bytes,
 }
 
-/// What stands around each object in protobuf, after four bytes that tell that it is one.
+/// The envelope of each object in protobuf. Four magic bytes stand before it.
 #[derive(Clone, PartialEq, prost::Message)]
 pub struct Unknown {
     #[prost(message, required, tag = 1)]

@@ -1,4 +1,4 @@
-//! networking.k8s.io/v1.
+//! Objects of the API group networking.k8s.io/v1.
 
 use super::{messages, meta::ObjectMeta};
 

@@ -14,7 +14,7 @@ fn service_with(changes: Value) -> (Option<Service>, Vec<InvalidField>) {
     service(&object)
 }
 
-/// What is served, where everything is valid.
+/// Returns the Service as it is served, and checks that every field is valid.
 fn good_service(changes: Value) -> Service {
     let (service, invalid) = service_with(changes);
     assert_eq!(invalid, []);
@@ -224,7 +224,7 @@ fn an_invalid_part_of_a_service_is_left_out(
     assert_eq!(found.iter().map(|(field, _)| *field).collect::<Vec<_>>(), fields, "{found:?}");
     assert!(found[0].1.contains(problem), "{found:?}");
     assert!(invalid.iter().all(|field| field.object == "Service shop/web"));
-    // What is valid is served.
+    // The valid fields are served.
     let service = service.unwrap();
     assert_eq!(service.cluster_ips, ips(&["10.96.0.1"]));
     assert_eq!(

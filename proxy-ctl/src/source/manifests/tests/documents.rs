@@ -1,4 +1,4 @@
-//! What is in a text, and how what is wrong with it is named.
+//! Tests of what is in a text, and of how its errors are reported.
 
 use rstest::rstest;
 
@@ -155,7 +155,7 @@ fn a_broken_document_is_named_and_leaves_the_others(
     #[case] field: &str,
     #[case] problem: &str,
 ) {
-    // The first has nine lines.
+    // The first document has nine lines.
     let parsed = read(&format!("{SLICE}---\n{broken}---\n{NODE}"));
     assert_eq!(identities(&parsed), ALL[1..]);
     let found = invalid(&parsed);

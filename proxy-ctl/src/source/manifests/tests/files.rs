@@ -1,4 +1,4 @@
-//! What the folder holds after its files have changed.
+//! Tests of what the folder holds after its files have changed.
 
 use std::{fs, os::unix::fs::symlink, path::Path};
 
@@ -93,11 +93,11 @@ fn a_file_that_was_good_becomes(
     let expected: Vec<_> = expected.iter().copied().chain(["z 10.96.0.99"]).collect();
     assert_eq!(shown(&listing), expected);
     assert_eq!(invalid(&listing), expected_invalid);
-    // The same again is no news, and loses nothing.
+    // The same contents are not reported again, and no object is lost.
     let again = setup.list();
     assert_eq!(shown(&again), expected);
     assert_eq!(invalid(&again), [""; 0]);
-    // Mended, all is as it was.
+    // After the file is corrected, everything is as before.
     setup.write("web.yaml", &two());
     let mended = setup.list();
     assert_eq!(shown(&mended), [A, B, "z 10.96.0.99"]);
@@ -207,7 +207,7 @@ fn without_any_node_there_is_one_of_which_nothing_is_known() {
     }
 }
 
-/// Opening a pipe waits for a writer.
+/// A pipe must not be opened, because opening it waits for a writer.
 #[test]
 fn a_pipe_is_named_and_not_opened() {
     let mut setup = Setup::new();

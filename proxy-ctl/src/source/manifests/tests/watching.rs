@@ -1,4 +1,4 @@
-//! A running source follows its folder.
+//! Tests of a running source that follows its folder.
 
 use std::{
     collections::BTreeSet,
@@ -18,11 +18,11 @@ use super::{
 };
 use crate::source::{InvalidField, Update};
 
-/// Only a failing test waits so long.
+/// The longest wait for an update. Only a failing test waits so long.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 struct Running {
-    /// Holds the folder.
+    /// The parent of the watched folder, which is removed when this is dropped.
     parent: TempDir,
     updates: mpsc::Receiver<Update>,
     invalid: Arc<Mutex<Vec<InvalidField>>>,
@@ -30,7 +30,7 @@ struct Running {
 }
 
 impl Running {
-    /// `fill` prepares the folder.
+    /// Starts a source. `fill` prepares the folder.
     fn start(fill: impl FnOnce(&Path)) -> Self {
         let parent = tempfile::tempdir().unwrap();
         let folder = parent.path().join("manifests");
@@ -53,7 +53,7 @@ impl Running {
         fs::write(self.folder().join(name), text).unwrap();
     }
 
-    /// Receives until the services are these.
+    /// Receives updates until the Services have these names.
     async fn until(&mut self, expected: &[&str]) {
         let expected: BTreeSet<String> = expected.iter().map(|name| (*name).to_owned()).collect();
         let mut last = BTreeSet::new();
@@ -122,7 +122,7 @@ async fn an_editor_that_renames_is_followed() {
     running.until(&["a"]).await;
     let text = |name: &str| service(name, "10.96.0.1");
     for name in ["b", "c"] {
-        // Within the folder, and from elsewhere.
+        // One file is renamed within the folder, the other comes from elsewhere.
         let temporary =
             if name == "b" { running.folder().join(".a.tmp") } else { running.parent.path().join("a.tmp") };
         fs::write(&temporary, text(name)).unwrap();
@@ -131,7 +131,7 @@ async fn an_editor_that_renames_is_followed() {
     }
 }
 
-/// As the kubelet does for a ConfigMap volume.
+/// The kubelet updates a ConfigMap volume in this way.
 #[tokio::test]
 async fn a_config_map_that_swaps_its_link_is_followed() {
     let version = |folder: &Path, version: &str, names: &[&str]| {
@@ -169,7 +169,7 @@ async fn a_burst_does_not_lose_the_last_change() {
 #[tokio::test]
 async fn a_change_while_the_receiver_is_slow_is_not_lost() {
     let mut running = Running::start(|_| {});
-    // The channel holds one: the source waits with the next update of its first listing meanwhile.
+    // The channel holds one update, so the source waits with the next one of its first listing.
     let Some(Update::Node(Some(_))) = running.updates.recv().await else { panic!("no node first") };
     running.write("a.yaml", &service("a", "10.96.0.1"));
     running.until(&["a"]).await;

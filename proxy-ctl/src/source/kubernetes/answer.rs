@@ -1,4 +1,4 @@
-//! An answer of the API server: an error, or something in one of the encodings.
+//! An answer of the API server: an error, or a body in one of the encodings.
 
 use std::time::Duration;
 
@@ -20,12 +20,12 @@ use super::{
 };
 use crate::config::Encoding;
 
-/// The API server must send the beginning of an answer, and each next part of it, within this time.
+/// The longest silence before an answer begins, and between two parts of it.
 pub(super) const SILENCE: Duration = Duration::from_secs(60);
-/// Of an error that is no Status, no more bytes than this are shown.
+/// The number of bytes that are shown of an error that is no Status.
 const SHOWN: usize = 500;
 
-/// Of a list: some 600,000 endpoints in JSON.
+/// The longest list in bytes. It has room for some 600,000 endpoints in JSON.
 pub(super) const LONGEST_LIST: usize = 256 << 20;
 
 pub(super) struct ApiAnswer {
@@ -36,7 +36,7 @@ pub(super) struct ApiAnswer {
 }
 
 impl ApiAnswer {
-    /// Fails if the answer is an error; the failure has the message of its body.
+    /// Returns the answer, or a failure if it is an error. The failure has the message of the body.
     pub(super) async fn new(response: Response<Body>) -> Result<Self, Failure> {
         let code = response.status();
         let delay = retry_after(response.headers(), Timestamp::now());
@@ -51,7 +51,7 @@ impl ApiAnswer {
         }
         let body = read(answer.body, LONGEST_ERROR, SILENCE).await?;
         let status = encoding.and_then(|encoding| wire::status(encoding, &body).ok());
-        // A proxy on the way may answer with something else, such as a page of HTML.
+        // A proxy on the way may answer in another form, such as a page of HTML.
         let mut status = status.unwrap_or_default();
         if status.message.is_empty() && status.reason.is_empty() {
             let text = &body[..body.len().min(SHOWN)];
@@ -64,13 +64,13 @@ impl ApiAnswer {
         Err(Failure::from(&status).asked_to_wait(delay))
     }
 
-    /// Fails if `what` has more than `most` bytes.
+    /// Returns the whole body. Fails if `what` has more than `most` bytes.
     pub(super) async fn whole(self, what: &str, most: usize) -> Result<Bytes, Failure> {
         let whole = read(self.body, most + 1, SILENCE).await?;
         if whole.len() > most { Err(too_long(what, most)) } else { Ok(whole) }
     }
 
-    /// The encoding that the content type names.
+    /// Returns the encoding that the content type names.
     pub(super) fn encoding(&self) -> Result<Encoding, Failure> {
         self.encoding.ok_or_else(|| {
             let problem = format!(
@@ -83,7 +83,7 @@ impl ApiAnswer {
         })
     }
 
-    /// Returns true if it came over HTTP/2, whose pings prove the connection.
+    /// Returns true if the answer came over HTTP/2, whose pings prove the connection.
     pub(super) fn is_pinged(&self) -> bool {
         self.is_pinged
     }
@@ -98,8 +98,8 @@ impl ApiAnswer {
 }
 
 /// Returns the delay that the header Retry-After asks for: seconds, or a date (RFC 9110, section
-/// 10.2.3). An API server that is overloaded or shutting down has it in this header alone, without
-/// a Status.
+/// 10.2.3). An API server that is overloaded or shutting down has the delay in this header alone,
+/// without a Status.
 fn retry_after(headers: &HeaderMap, now: Timestamp) -> Option<Duration> {
     let value = headers.get(RETRY_AFTER)?.to_str().ok()?.trim();
     if let Ok(seconds) = value.parse() {
@@ -118,7 +118,7 @@ fn too_long(what: &str, most: usize) -> Failure {
     Failure::new(FailureReason::Malformed, problem)
 }
 
-/// No more is read once there are `enough` bytes. `silence`: how long each part may take.
+/// Reads a body until it ends or has `enough` bytes. `silence` is the time that each part may take.
 async fn read<B>(mut body: B, enough: usize, silence: Duration) -> Result<Bytes, Failure>
 where
     B: hyper::body::Body<Data = Bytes, Error = kube::Error> + Unpin,
@@ -142,7 +142,7 @@ pub(super) struct Events {
     of: ApiType,
     frames: Frames,
     body: Body,
-    /// Bytes that may still come before the list at the beginning ends.
+    /// The number of bytes that may still come before the list at the beginning ends.
     list: Option<usize>,
 }
 
@@ -157,7 +157,7 @@ impl Events {
         self.lasts
     }
 
-    /// They begin with a list, which must end within [`LONGEST_LIST`].
+    /// Notes that the events begin with a list, which must end within [`LONGEST_LIST`] bytes.
     pub(super) fn begin_list(&mut self) {
         self.list = Some(LONGEST_LIST);
     }
@@ -166,7 +166,7 @@ impl Events {
         self.list = None;
     }
 
-    /// None at the end. Nothing is lost if the future is dropped.
+    /// Returns the next event, or None at the end. Nothing is lost if the future is dropped.
     pub(super) async fn next(&mut self) -> Result<Option<Event>, Failure> {
         loop {
             if let Some(frame) = self.frames.next()? {
@@ -182,7 +182,7 @@ impl Events {
                         self.frames.push(data);
                     }
                 }
-                // As old API servers end watches.
+                // Old API servers end watches in this way.
                 Some(Err(error)) if ends_too_early(&error) => return Ok(None),
                 Some(Err(error)) => return Err(error.into()),
                 None if self.frames.is_within_one() => {
@@ -272,7 +272,7 @@ mod tests {
         assert_eq!(failure.reason, FailureReason::Timeout);
     }
 
-    /// Brings a byte after each pause.
+    /// A body that brings one byte after each pause.
     struct Trickle {
         left: u32,
         pause: Duration,

@@ -27,19 +27,20 @@ use super::{
     token_file::TokenFile,
 };
 
-/// For the answer to a request that is neither a list nor a watch.
+/// The time that a request other than a list or a watch may take.
 const ANSWER: Duration = Duration::from_secs(30);
-/// A plugin is asked again this long before its credentials expire.
+/// The time before the expiry of its credentials at which a plugin is asked again.
 const EXPIRES_SOON: SignedDuration = SignedDuration::from_secs(60);
 
 /// The client, its credentials and its rate limit, which all watchers share.
 pub(super) struct ApiConnection {
     config: Config,
     limit: Arc<RateLimit>,
-    /// Of requests for objects.
+    /// The Accept header of requests for objects.
     pub(super) accept: HeaderValue,
     requests: Requests,
-    /// Locked while the files are read and the plugin runs, so that it runs once for all.
+    /// The current client. It is locked while the files are read and the plugin runs, so that the
+    /// plugin runs once for all watchers.
     current: Mutex<Current>,
     /// True if the last answer came over HTTP/2, whose pings prove the connection.
     pub(super) is_pinged: AtomicBool,
@@ -49,14 +50,14 @@ pub(super) struct ApiConnection {
 
 #[derive(Default)]
 struct Current {
-    /// None: the next caller makes it.
+    /// The client that is used now. If it is None, the next caller makes one.
     client: Option<Client>,
     generation: u64,
     fingerprint: u64,
     has_plugin: bool,
-    /// When the plugin's credentials expire, if it has said so.
+    /// The time when the plugin's credentials expire, if the plugin has named one.
     expires: Option<Timestamp>,
-    /// Why the last attempt to make a client failed, and when.
+    /// The failure of the last attempt to make a client, and its time.
     failure: Option<(Instant, Failure)>,
 }
 
@@ -67,12 +68,12 @@ impl Current {
     }
 }
 
-/// What has become of a client that failed.
+/// The result of renewing a client that failed.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Renewed {
-    /// The files are unchanged; a plugin is asked again.
+    /// The files are unchanged. Only a plugin may be asked again.
     Same,
-    /// There is another one, made from other files: try it at once.
+    /// The client is replaced by one from other files, which is to be tried at once.
     New,
 }
 
@@ -83,8 +84,8 @@ impl ApiConnection {
         Self { config, limit, accept, requests, current: Mutex::default(), is_pinged, recovered }
     }
 
-    /// The client to use now, and its generation for [`Self::renew`]. Where there is none, reads files, and runs the
-    /// credential plugin if the kubeconfig names one.
+    /// Returns the client to use now, and its generation for [`Self::renew`]. If there is none,
+    /// this reads the files, and runs the credential plugin if the kubeconfig names one.
     pub(super) async fn client(&self) -> Result<(Client, u64), Failure> {
         let asked = Instant::now();
         let mut current = self.current.lock().await;
@@ -121,7 +122,7 @@ impl ApiConnection {
         Ok((client, Current { client: kept, generation, fingerprint, has_plugin, expires, failure: None }))
     }
 
-    /// Reading files may block, so that it runs on a thread of its own.
+    /// Loads the files on a blocking thread, because reading them may take long.
     async fn load(&self) -> Result<Loaded, Failure> {
         let config = self.config.clone();
         let unreadable = |problem: String| Failure::new(FailureReason::Credentials, problem);
@@ -130,8 +131,8 @@ impl ApiConnection {
         loaded.map_err(|error| unreadable(error.to_string()))
     }
 
-    /// To be called when a client of this generation has failed. Reads the files again; if they have changed, or a
-    /// plugin's credentials were not accepted, the next client is a new one.
+    /// Reads the files again after a client of this generation has failed. If they have changed, or
+    /// a plugin's credentials were not accepted, the next client is a new one.
     pub(super) async fn renew(&self, generation: u64, reason: FailureReason) -> Result<Renewed, Failure> {
         let mut current = self.current.lock().await;
         if current.generation != generation {
@@ -144,8 +145,9 @@ impl ApiConnection {
         Ok(if changed { Renewed::New } else { Renewed::Same })
     }
 
-    /// A client that outlives its credentials: each request goes through whichever client is current. Requests that
-    /// fail over them are not repeated, but the next one has the new ones.
+    /// Returns a client that outlives its credentials: each request goes through whichever client
+    /// is current. A request that fails because of its credentials is not repeated, but the next
+    /// one has the new credentials.
     pub(super) fn lasting_client(self: &Arc<Self>) -> Client {
         let connection = Arc::clone(self);
         let service = tower::service_fn(move |request| {
@@ -176,7 +178,7 @@ impl ApiConnection {
 
 #[cfg(test)]
 impl ApiConnection {
-    /// A connection whose only client is this one.
+    /// Returns a connection whose only client is this one.
     pub(super) fn with_client(client: Client) -> Self {
         let config = Config { master: Some("http://192.0.2.1".into()), ..Config::default() };
         let connection = Self::new(config, HeaderValue::from_static("*/*"), Requests::default());
@@ -203,7 +205,7 @@ pub(super) fn connect(
     }
 }
 
-/// kube's own stack less its retries: they hide failures from us, for minutes.
+/// Builds kube's own stack without its retries, which would hide failures from us for minutes.
 fn stack<C>(
     config: &kube::Config,
     token_file: Option<PathBuf>,
@@ -260,7 +262,8 @@ mod tests {
 
     use super::*;
 
-    /// With a plugin that notes each run in the file `runs` and then does this.
+    /// Returns a connection with a plugin that appends a line to the file `runs` and then runs the
+    /// script.
     fn with_plugin(folder: &TempDir, script: &str) -> ApiConnection {
         let kubeconfig = folder.path().join("kubeconfig");
         let runs = folder.path().join("runs");

@@ -1,4 +1,4 @@
-//! What every watcher needs.
+//! The parts that every watcher shares.
 
 use std::sync::{Arc, atomic::AtomicBool};
 
@@ -12,6 +12,7 @@ pub(super) struct WatchContext {
     pub(super) connection: Arc<ApiConnection>,
     pub(super) updates: mpsc::Sender<Update>,
     pub(super) state: SourceState,
-    /// Ask for no streaming list: the configuration says so, or the API server has refused one.
+    /// True if no streaming list is to be asked for: the configuration says so, or the API server
+    /// has refused one.
     pub(super) plain_lists: Arc<AtomicBool>,
 }

@@ -1,10 +1,13 @@
-//! Connections to the API server: how one is made, how a dead one is noticed, how a node moves.
+//! Connections to the API server: how one is made, how a dead one is noticed, and how a node moves
+//! to another server.
 //!
 //! HTTP/2 is used wherever the server offers it, as client-go does. All watches share one
 //! connection, and a ping proves it as far as HTTP/2 goes. A load balancer that passes bytes on
-//! answers TCP keepalive itself, but no pings. One that ends HTTP/2 itself answers pings too: what
-//! is lost behind it shows by missing bookmarks only. Over HTTP/1.1 a connection cannot be proven
-//! while a watch occupies it, so the server is asked to end each watch soon.
+//! answers TCP keepalive itself, but no pings. One that ends HTTP/2 itself answers pings too. A
+//! loss behind it shows by missing bookmarks only.
+//!
+//! Over HTTP/1.1 a connection cannot be proven while a watch occupies it. The server is therefore
+//! asked to end each watch soon.
 
 use std::{
     sync::{Mutex, PoisonError},
@@ -26,18 +29,20 @@ use rustls::pki_types::ServerName;
 use super::requests::is_watch;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// TCP notices a dead peer after idle time + probes × interval: 30 s.
+/// The idle time of TCP keepalive. TCP notices a dead peer after idle time + probes × interval: 30
+/// s.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(15);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
 const KEEPALIVE_PROBES: u32 = 3;
-/// Keepalive probes are not sent while something sent is not acknowledged: that is given up after
-/// this time.
+/// The time after which a connection is given up if sent data is not acknowledged. Keepalive does
+/// not cover this case, because TCP sends no probes meanwhile.
 const UNACKNOWLEDGED: Duration = Duration::from_secs(30);
-/// An HTTP/2 connection is pinged after this silence, and given up if the answer does not come
-/// within [`PING_ANSWER`]: 40 s in all, where client-go takes 45 s.
+/// The silence after which an HTTP/2 connection is pinged. It is given up if the answer does not
+/// come within [`PING_ANSWER`]: 40 s in all, where client-go takes 45 s.
 const PING_AFTER: Duration = Duration::from_secs(25);
 const PING_ANSWER: Duration = Duration::from_secs(15);
-/// Bytes of an answer that an HTTP/1.1 connection holds at most before they are parsed.
+/// The number of bytes of an answer that an HTTP/1.1 connection holds at most before they are
+/// parsed.
 const READ_BUFFER: usize = 64 << 10;
 /// The probability that a watch begins with a new connection. A node has about 50 watches an hour,
 /// so it comes to a server that was started later within an hour or two. An API server without
@@ -56,8 +61,8 @@ pub(super) fn tcp() -> HttpConnector {
     tcp
 }
 
-/// Returns a connector that offers HTTP/2 and HTTP/1.1 to a server with TLS. kube's own one offers
-/// HTTP/1.1 only.
+/// Returns a connector that offers HTTP/2 and HTTP/1.1 to a server with TLS. kube's own connector
+/// offers HTTP/1.1 only.
 pub(super) fn with_tls<H>(config: &kube::Config, tcp: H) -> Result<HttpsConnector<H>, kube::Error> {
     let mut builder =
         HttpsConnectorBuilder::new().with_tls_config(config.rustls_client_config()?).https_or_http();
@@ -83,8 +88,8 @@ impl<C: Connect + Clone + Send + Sync + 'static> Connections<C> {
     }
 
     /// Returns the connections to send a request for this URI over. Now and then a watch gets new
-    /// ones. Whoever still reads an answer from the old ones is not disturbed; they are closed
-    /// after the last of those answers.
+    /// ones. Answers that still come over the old ones are not disturbed. The old connections are
+    /// closed after the last of those answers.
     pub(super) fn for_request(&self, uri: &Uri) -> HttpClient<C, Body> {
         let mut current = self.current.lock().unwrap_or_else(PoisonError::into_inner);
         if is_watch(uri) && fastrand::f64() < self.reconnect_chance {
@@ -137,7 +142,7 @@ mod tests {
 
     use super::*;
 
-    /// A server that answers each request of a connection; it counts the connections.
+    /// Starts a server that answers each request of a connection and counts the connections.
     async fn server() -> (u16, Arc<AtomicUsize>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -194,8 +199,8 @@ mod tests {
         }
     }
 
-    /// A server of watches over HTTP/2. Once it is told to, the load balancer in front of it passes
-    /// nothing on any more, while its side of the connection stays open.
+    /// Starts a server of watches over HTTP/2, behind a load balancer. Once it is told to, the load
+    /// balancer passes nothing on any more, while its side of the connection stays open.
     async fn behind_a_load_balancer() -> (u16, oneshot::Sender<()>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();

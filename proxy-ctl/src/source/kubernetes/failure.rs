@@ -1,45 +1,46 @@
-//! What can go wrong between a watcher and the API server, and what each means for the next attempt.
+//! The failures between a watcher and the API server, and what each means for the next attempt.
 
 use std::{error::Error as StdError, io, iter, time::Duration};
 
 use super::token_file::TokenFileError;
 use crate::source::schema::meta::Status;
 
-/// The longest delay that the API server, or a proxy in front of it, can ask for. A node follows
-/// nothing meanwhile.
+/// The longest delay that the API server, or a proxy in front of it, can ask for. The node follows
+/// no changes meanwhile.
 pub(super) const LONGEST_RETRY_AFTER: Duration = Duration::from_secs(300);
 
-/// Why a list or watch failed: the label of the error counter, and what state changes are judged by.
+/// The reason why a list or watch failed. It is the label of the error counter, and a change of it
+/// is logged.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum FailureReason {
-    /// The credentials are not (or no longer) accepted: 401.
+    /// The credentials are not, or no longer, accepted: status 401.
     Unauthorized,
-    /// RBAC does not allow it: 403.
+    /// RBAC does not allow the request: status 403.
     Forbidden,
-    /// The API server does not have this resource in this version: 404.
+    /// The API server does not have this resource in this version: status 404.
     NotServed,
-    /// The resource version has been compacted away: 410. A new list follows.
+    /// The resource version has been compacted away: status 410. A new list follows.
     Expired,
-    /// 429, or a server that asks to come back later.
+    /// The API server limits the rate of requests: status 429.
     Throttled,
-    /// Any other answer of the server that is an error.
+    /// The server answered with any other error.
     Refused,
     /// The certificate of the server, or ours, is not accepted.
     Tls,
-    /// No connection.
+    /// No connection could be made.
     Unreachable,
     /// The connection broke, or ended before its time.
     Disconnected,
-    /// Nothing heard for too long.
+    /// Nothing was heard for too long.
     Timeout,
-    /// The answer is not what the API promises.
+    /// The answer does not have the form that the API promises.
     Malformed,
-    /// kubeconfig, certificate or token cannot be read.
+    /// The kubeconfig, a certificate or a token cannot be read.
     Credentials,
 }
 
 impl FailureReason {
-    /// Label value of the metric.
+    /// Returns the value of the metric's label.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Unauthorized => "unauthorized",
@@ -57,12 +58,13 @@ impl FailureReason {
         }
     }
 
-    /// Whether other credentials may help.
+    /// Returns true if other credentials may help.
     pub(crate) const fn is_about_credentials(self) -> bool {
         matches!(self, Self::Unauthorized | Self::Tls | Self::Credentials)
     }
 
-    /// Whether every request to this API server fails likewise, whatever it asks for.
+    /// Returns true if every request to this API server fails in the same way, whatever it asks
+    /// for.
     pub(super) const fn is_about_the_server(self) -> bool {
         match self {
             Self::Unauthorized
@@ -77,16 +79,16 @@ impl FailureReason {
     }
 }
 
-/// A failed request.
+/// A request that failed.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("{message}")]
 pub(crate) struct Failure {
     pub(crate) reason: FailureReason,
-    /// For people.
+    /// The description for messages.
     pub(crate) message: String,
     /// The delay that the server asked for, at most [`LONGEST_RETRY_AFTER`].
     pub(crate) retry_after: Option<Duration>,
-    /// HTTP status, where the server answered.
+    /// The HTTP status, if the server answered.
     pub(crate) code: Option<u16>,
 }
 
@@ -95,7 +97,8 @@ impl Failure {
         Self { reason, message: message.into(), retry_after: None, code: None }
     }
 
-    /// The API server's answer is an error; `retry_after` in seconds, 0 if it does not say.
+    /// Builds the failure of an answer that is an error. `retry_after` is in seconds, and 0 if the
+    /// server does not ask for a delay.
     fn refused(code: i32, reason: &str, message: &str, retry_after: i64) -> Self {
         if code == 0 && message.is_empty() && reason.is_empty() {
             return Self::new(FailureReason::Malformed, "an error that says nothing");
@@ -106,7 +109,8 @@ impl Failure {
             404 => FailureReason::NotServed,
             410 => FailureReason::Expired,
             429 => FailureReason::Throttled,
-            // "Too large resource version": the server's history is older than ours, after a restored backup.
+            // "Too large resource version": the server's history is older than ours, as after a
+            // restored backup.
             504 if reason == "Timeout" && message.contains("resource version") => FailureReason::Expired,
             _ => FailureReason::Refused,
         };
@@ -116,7 +120,7 @@ impl Failure {
             .asked_to_wait(u64::try_from(retry_after).ok().map(Duration::from_secs))
     }
 
-    /// Adds a delay that the server asked for; of two delays the longer one counts.
+    /// Adds a delay that the server asked for. Of two delays the longer one counts.
     pub(super) fn asked_to_wait(mut self, delay: Option<Duration>) -> Self {
         let delay = delay.filter(|delay| !delay.is_zero()).map(|delay| delay.min(LONGEST_RETRY_AFTER));
         self.retry_after = self.retry_after.max(delay);
@@ -128,9 +132,10 @@ impl Failure {
         Self::new(FailureReason::Timeout, format!("nothing heard from the API server for {seconds} s"))
     }
 
-    /// Whether a streaming list may have failed because it was a streaming one: 422 where the feature is
-    /// switched off or unknown, 500 where the API server's etcd is too old for it, any other code from a
-    /// proxy in between. Not where any request would have failed.
+    /// Returns true if a streaming list may have failed because it was a streaming one. The status
+    /// is 422 if the feature is switched off or unknown, and 500 if the API server's etcd is too
+    /// old for it. A proxy in between may answer any other status. Returns false if any request
+    /// would have failed.
     pub(super) fn refuses_streaming(&self) -> bool {
         self.reason == FailureReason::Refused && !matches!(self.code, None | Some(502..=504))
     }
@@ -160,7 +165,8 @@ impl From<kube::Error> for Failure {
     }
 }
 
-/// Each layer wraps the cause in an error of its own: the innermost error of a known type decides.
+/// Returns the reason of a failure without an answer. Each layer wraps the cause in an error of its
+/// own, so the innermost error of a known type decides.
 fn transport_reason(error: &(dyn StdError + 'static)) -> FailureReason {
     let mut reason = FailureReason::Disconnected;
     for cause in causes(error) {
@@ -181,7 +187,8 @@ fn transport_reason(error: &(dyn StdError + 'static)) -> FailureReason {
     reason
 }
 
-/// The error and what caused it. An [`io::Error`] names its content as its source only where that has one itself.
+/// Returns the error and its causes, outermost first. `io::Error::source` skips the error that it
+/// wraps and returns that one's source, so the wrapped error is taken from `get_ref`.
 fn causes<'a>(error: &'a (dyn StdError + 'static)) -> impl Iterator<Item = &'a (dyn StdError + 'static)> {
     iter::successors(Some(error), |&cause: &&'a (dyn StdError + 'static)| {
         match cause.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
@@ -191,7 +198,7 @@ fn causes<'a>(error: &'a (dyn StdError + 'static)) -> impl Iterator<Item = &'a (
     })
 }
 
-/// Whether an answer has ended in the middle.
+/// Returns true if an answer has ended in the middle.
 pub(super) fn ends_too_early(error: &(dyn StdError + 'static)) -> bool {
     causes(error).any(|cause| {
         let io = cause.downcast_ref::<io::Error>();
@@ -199,7 +206,7 @@ pub(super) fn ends_too_early(error: &(dyn StdError + 'static)) -> bool {
     })
 }
 
-/// The error and its causes in one line, without repeating what a layer only passes on.
+/// Returns the error and its causes in one line, without repeating what a layer only passes on.
 pub(crate) fn with_causes(error: &(dyn StdError + 'static)) -> String {
     causes(error).map(ToString::to_string).fold(String::new(), |mut text, cause| {
         if !text.contains(&cause) {
@@ -243,7 +250,8 @@ mod tests {
         answer.await.err().unwrap()
     }
 
-    /// Answers the first bytes of each connection with these, and closes it.
+    /// Starts a server that answers the first bytes of each connection with these bytes, and closes
+    /// it.
     async fn server(answer: &'static [u8]) -> u16 {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let port = listener.local_addr().unwrap().port();
@@ -279,7 +287,7 @@ mod tests {
     #[tokio::test]
     async fn a_name_that_is_not_found_and_a_port_without_a_listener_are_unreachable() {
         let closed = free_port();
-        // The resolver refuses the empty label without a query.
+        // The resolver refuses the empty label in the second name without a query.
         for server in [format!("http://127.0.0.1:{closed}"), "http://certificate..invalid:1".to_owned()] {
             let failure = failure(server).await;
             assert_eq!(failure.reason, FailureReason::Unreachable, "{failure}");

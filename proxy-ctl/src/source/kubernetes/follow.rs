@@ -1,4 +1,5 @@
-//! Watches of the kinds that every API server has, and of ServiceCIDRs, which older ones lack.
+//! Watches of the kinds that every API server has, and of ServiceCIDRs, which older API servers
+//! lack.
 
 use std::time::Duration;
 
@@ -15,16 +16,17 @@ use super::{
 };
 use crate::source::Update;
 
-/// An API server that had no ServiceCIDRs is asked again after this time, whatever happens.
+/// The time after which an API server that had no ServiceCIDRs is asked again at the latest.
 const PATIENCE: Duration = Duration::from_secs(600);
 
 impl WatchContext {
-    /// Until nobody receives the updates any more.
+    /// Watches until nobody receives the updates any more.
     pub(super) async fn watch<W: Watched>(self, query: Query<W>) {
         Watcher::new(self, query).run().await;
     }
 
-    /// ServiceCIDRs, where there are any, while they are `wanted`. If nobody can say so any more, nothing changes.
+    /// Watches ServiceCIDRs while they are `wanted`, if the API server has them. When the sender of
+    /// `wanted` is gone, the last value counts.
     pub(super) async fn watch_service_cidrs(self, mut wanted: watch::Receiver<bool>) {
         while wanted.wait_for(|wanted| *wanted).await.is_ok() {
             let are_unwanted = async {
@@ -58,7 +60,7 @@ impl WatchContext {
                 return;
             }
             tokio::select! {
-                // The connection was lost and found again: it may be another server now.
+                // The connection was lost and found again, so it may lead to another server now.
                 () = self.connection.recovered.notified() => {}
                 () = sleep(PATIENCE) => {}
                 () = self.updates.closed() => return,

@@ -1,4 +1,5 @@
-//! The body of a watch is cut into events: lines of JSON, or messages of protobuf with their length before them.
+//! Framing of a watch: its body is cut into events. These are lines in JSON, and messages with
+//! their length before them in protobuf.
 
 use std::fmt::Display;
 
@@ -8,7 +9,7 @@ use tokio_util::codec::{AnyDelimiterCodec, Decoder as _, LengthDelimitedCodec};
 use super::failure::{Failure, FailureReason};
 use crate::config::Encoding;
 
-/// Longest event, as in client-go.
+/// The longest event in bytes, as in client-go.
 const LONGEST: usize = 16 << 20;
 
 enum Codec {
@@ -16,7 +17,7 @@ enum Codec {
     Messages(LengthDelimitedCodec),
 }
 
-/// Holds the parts of events that are not complete yet.
+/// The frames of one watch. It keeps the bytes of an event that is not complete yet.
 pub(super) struct Frames {
     codec: Codec,
     buffer: BytesMut,
@@ -28,7 +29,7 @@ impl Frames {
             Encoding::Json => {
                 Codec::Lines(AnyDelimiterCodec::new_with_max_length(b"\n".to_vec(), Vec::new(), LONGEST))
             }
-            // The length has four bytes, big endian, as by default.
+            // The length before a message has four bytes, big endian. This is the codec's default.
             Encoding::Protobuf => {
                 Codec::Messages(LengthDelimitedCodec::builder().max_frame_length(LONGEST).new_codec())
             }
@@ -40,12 +41,12 @@ impl Frames {
         self.buffer.extend_from_slice(data);
     }
 
-    /// Whether an event has begun that is not whole yet.
+    /// Returns true if an event has begun that is not complete yet.
     pub(super) fn is_within_one(&self) -> bool {
         !self.buffer.is_empty()
     }
 
-    /// The next complete event; None: more data must arrive first.
+    /// Returns the next complete event, or None if more data must arrive first.
     pub(super) fn next(&mut self) -> Result<Option<Bytes>, Failure> {
         match &mut self.codec {
             Codec::Lines(codec) => loop {

@@ -1,5 +1,6 @@
-//! Which kinds are watched and what is wrong with each. The log says when a kind stops and starts being watched: once a
-//! change, not once an attempt, and what all kinds have in common only once.
+//! The health of each watched kind, and the log of its changes. The log says when a kind stops and
+//! starts being watched, once for a change and not for each attempt. A failure that all kinds have
+//! in common is logged once.
 
 use std::{
     collections::BTreeMap,
@@ -13,18 +14,19 @@ use super::{
     kind::{ResourceKind, Verb},
 };
 
-/// A kind that has failed for this long is stale. An API server that asks for a delay makes none so.
+/// The time after which a failing kind is stale. It is longer than any delay that an API server can
+/// ask for, so that such a delay alone makes no kind stale.
 const STALE_AFTER: Duration = LONGEST_RETRY_AFTER.saturating_add(Duration::from_secs(60));
 
-/// Of all kinds that are watched, or would be if the API server allowed it.
+/// The health of all kinds that are watched, or would be if the API server allowed it.
 #[derive(Debug, Default)]
 pub(super) struct Health(pub(super) BTreeMap<ResourceKind, KindHealth>);
 
 #[derive(Debug, Default)]
 pub(super) struct KindHealth {
-    /// Why the kind is not being watched now. None while it is.
+    /// The reason why the kind is not being watched now. None while it is watched.
     problem: Option<Problem>,
-    /// True if the kind was listed.
+    /// True if the kind was listed once.
     was_listed: bool,
     failing: Option<Failing>,
     was_watched: bool,
@@ -32,7 +34,7 @@ pub(super) struct KindHealth {
 
 #[derive(Debug)]
 struct Problem {
-    /// The last failure, for people.
+    /// The last failure, for messages.
     message: String,
     since: Instant,
 }
@@ -42,7 +44,7 @@ struct Failing {
     reason: FailureReason,
     since: Instant,
     attempts: u32,
-    /// At more than debug level.
+    /// True if the failure was logged above debug level.
     is_logged: bool,
 }
 
@@ -51,7 +53,7 @@ impl KindHealth {
         self.problem.as_ref().map(|problem| problem.message.as_str())
     }
 
-    /// Notes that the API server was heard from. The first time is a list.
+    /// Notes that the API server was heard from. The first time is the end of a list.
     pub(super) fn heard_from(&mut self) {
         self.problem = None;
         self.was_listed = true;
@@ -62,9 +64,9 @@ impl KindHealth {
         self.problem = Some(Problem { message, since });
     }
 
-    /// Returns true if the kind cannot be relied upon: it was never listed, it may not be listed, or
-    /// it has failed for long. A failure that is young changes nothing, because what was listed is
-    /// served meanwhile.
+    /// Returns true if the objects of this kind cannot be relied upon: it was never listed, it may
+    /// not be listed, or it has failed for long. A recent failure changes nothing, because what was
+    /// listed is served meanwhile.
     pub(super) fn is_stale(&self, denied: &[Verb], now: Instant) -> bool {
         self.problem.as_ref().is_some_and(|problem| {
             !self.was_listed
@@ -75,7 +77,7 @@ impl KindHealth {
 }
 
 impl Health {
-    /// A watch has begun. Returns whether the kind was failing.
+    /// Notes that a watch has begun. Returns true if the kind was failing.
     pub(super) fn works(&mut self, kind: ResourceKind) -> bool {
         let health = self.0.entry(kind).or_default();
         let is_first = !std::mem::replace(&mut health.was_watched, true);
@@ -96,7 +98,8 @@ impl Health {
         true
     }
 
-    /// `denied`: which verbs RBAC does not allow, if it is that.
+    /// Notes a failure, and logs it unless the same one is known. `denied` are the verbs that RBAC
+    /// does not allow.
     pub(super) fn fails(
         &mut self,
         kind: ResourceKind,
@@ -109,7 +112,7 @@ impl Health {
             && self.0.iter().any(|(other, health)| {
                 *other != kind && health.failing.as_ref().is_some_and(|failing| failing.reason == reason)
             });
-        // A kind that the API server does not have is not reported.
+        // The failures of a kind that the API server does not have are logged at debug level only.
         let is_watched = self.0.contains_key(&kind);
         let mut unwatched = KindHealth::default();
         let health = self.0.get_mut(&kind).unwrap_or(&mut unwatched);
@@ -178,7 +181,7 @@ mod tests {
     const KINDS: [ResourceKind; 3] =
         [ResourceKind::Services, ResourceKind::EndpointSlices, ResourceKind::Nodes];
 
-    /// What is logged above debug level while these kinds are watched.
+    /// Returns what is logged above debug level while all kinds are watched.
     fn logged(work: impl FnOnce(&mut Health)) -> Vec<String> {
         let mut health = Health::default();
         for kind in KINDS.into_iter().chain([ResourceKind::ServiceCidrs]) {

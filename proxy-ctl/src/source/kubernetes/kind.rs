@@ -1,21 +1,21 @@
-//! The kinds of object that are watched, and what RBAC may deny about them.
+//! The kinds of object that are watched, and the verbs that RBAC may deny for them.
 
 use std::fmt;
 
-/// A kind of object that is watched, by the plural that RBAC rules and metrics use.
+/// A kind of object that is watched.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum ResourceKind {
     Services,
     EndpointSlices,
     Nodes,
-    /// Where the API server has them.
+    /// ServiceCIDRs, which older API servers do not have.
     ServiceCidrs,
 }
 
 impl ResourceKind {
     pub const ALL: [Self; 4] = [Self::Services, Self::EndpointSlices, Self::Nodes, Self::ServiceCidrs];
 
-    /// As in `kubectl get …` and in a ClusterRole's `resources`.
+    /// Returns the plural as in `kubectl get …`, in a ClusterRole's `resources` and in metrics.
     pub const fn plural(self) -> &'static str {
         match self {
             Self::Services => "services",
@@ -25,7 +25,7 @@ impl ResourceKind {
         }
     }
 
-    /// As in a ClusterRole's `apiGroups`; empty for the core group.
+    /// Returns the group as in a ClusterRole's `apiGroups`. It is empty for the core group.
     pub const fn group(self) -> &'static str {
         match self {
             Self::Services | Self::Nodes => "",
@@ -34,7 +34,7 @@ impl ResourceKind {
         }
     }
 
-    /// Whether it does not matter much that it cannot be listed.
+    /// Returns true if it matters little that the kind cannot be listed.
     pub const fn is_optional(self) -> bool {
         match self {
             Self::ServiceCidrs => true,
@@ -42,7 +42,7 @@ impl ResourceKind {
         }
     }
 
-    /// The consequence, where the kind cannot be watched.
+    /// Returns the consequence of not watching the kind, for messages.
     pub(super) const fn without(self) -> &'static str {
         match self {
             Self::ServiceCidrs => {
@@ -69,7 +69,7 @@ pub enum Verb {
 impl Verb {
     pub const ALL: [Self; 2] = [Self::List, Self::Watch];
 
-    /// As in a ClusterRole's `verbs`.
+    /// Returns the verb as in a ClusterRole's `verbs`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::List => "list",

@@ -1,5 +1,8 @@
-//! The API server's address and the credentials for it, from a kubeconfig file or a pod's service account.
-//! All files are read and checked here, so that an error names file and field before anything is started.
+//! The API server's address and the credentials for it, from a kubeconfig file or a pod's service
+//! account.
+//!
+//! All files are read and checked here, so that an error names file and field before anything is
+//! started.
 
 use std::{
     fs,
@@ -26,21 +29,25 @@ const NO_PEM: &str = "is not in the form of PEM";
 /// The settings for the API server.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Config {
-    /// `--kubeconfig` or `clientConnection.kubeconfig`. Without it: the pod's service account. The
-    /// variable KUBECONFIG is not consulted, as in kube-proxy.
+    /// The path from `--kubeconfig` or `clientConnection.kubeconfig`. None stands for the pod's
+    /// service account. The variable KUBECONFIG is not consulted, as in kube-proxy.
     pub kubeconfig: Option<PathBuf>,
-    /// `--master`: overrides the server's address. Without a kubeconfig it is the only setting.
+    /// The value of `--master`, which overrides the server's address. Without a kubeconfig it is
+    /// the only setting.
     pub master: Option<String>,
-    /// `clientConnection.qps`: requests per second, watches included, once `burst` is used up. 0: 5, as in
-    /// client-go; negative: no limit.
+    /// The value of `clientConnection.qps`: requests per second, watches included, once `burst` is
+    /// used up. 0 stands for 5, as in client-go. A negative value means no limit.
     pub qps: f64,
-    /// `clientConnection.burst`: requests at once. 0: 10, as in client-go.
+    /// The value of `clientConnection.burst`: requests at once. 0 stands for 10, as in client-go.
     pub burst: u32,
-    /// `clientConnection.contentType`: the encoding of bodies, and the encoding that answers are requested in.
+    /// The value of `clientConnection.contentType`: the encoding of bodies, and the encoding that
+    /// answers are requested in.
     pub content_type: Encoding,
-    /// `clientConnection.acceptContentTypes`: the encodings that answers are requested in instead.
+    /// The value of `clientConnection.acceptContentTypes`: the encodings that answers are requested
+    /// in instead.
     pub accept_content_types: Option<String>,
-    /// Ask for no streaming list: the feature gate WatchListClient is off.
+    /// True if no streaming list is to be asked for, because the feature gate WatchListClient is
+    /// off.
     pub plain_lists: bool,
 }
 
@@ -65,29 +72,30 @@ pub enum ConfigError {
     InCluster { problem: String },
 }
 
-/// Configuration as read from its files at one moment. Not for the log: it holds credentials.
+/// The configuration as read from its files at one moment. It must not be logged, because it holds
+/// credentials.
 #[derive(Clone)]
 pub(super) struct Loaded {
-    /// Without token file and plugin.
+    /// The client's configuration without the token file and the plugin.
     pub(super) client: kube::Config,
-    /// Read for every request.
+    /// The file of the bearer token, which is read for every request.
     pub(super) token_file: Option<PathBuf>,
-    /// Whose credentials `client` still lacks.
+    /// The plugin that is still to be asked for the credentials of `client`.
     pub(super) plugin: Option<ExecConfig>,
-    /// Changes when a file that went into `client` has other contents.
+    /// A hash of the files that went into `client`. It changes when one of them has other contents.
     pub(super) fingerprint: u64,
-    /// There is a user, whose credentials are not sent to a server without TLS.
+    /// True if there is a user whose credentials are withheld, because the server is without TLS.
     pub(super) is_user_withheld: bool,
 }
 
 impl Config {
-    /// The Accept header of requests for objects, as client-go has it.
+    /// Returns the Accept header of requests for objects, as client-go sends it.
     pub(super) fn accept(&self) -> Result<HeaderValue, ConfigError> {
         let value = self.accept_content_types.clone().unwrap_or_else(|| self.content_type.preferred());
         HeaderValue::try_from(&value).map_err(|_| ConfigError::Accept { value })
     }
 
-    /// Reads and checks everything; no connection is made and no plugin is run.
+    /// Reads and checks everything. No connection is made and no plugin is run.
     pub(super) fn load(&self) -> Result<Loaded, ConfigError> {
         let master = self.master.as_deref().map(|master| {
             let value = || without_userinfo(master);
@@ -95,7 +103,8 @@ impl Config {
         });
         let mut loaded = match (&self.kubeconfig, master.transpose()?) {
             (Some(path), master) => from_kubeconfig(path, master)?,
-            // An API server without authentication, such as one behind `kubectl proxy`.
+            // Without a kubeconfig the API server needs no authentication, such as one behind
+            // `kubectl proxy`.
             (None, Some(master)) => Loaded::new(kube::Config::new(master)),
             (None, None) => in_cluster()?,
         };
@@ -107,8 +116,8 @@ impl Config {
 }
 
 impl Loaded {
-    /// Removes what this program does itself instead of kube. As in client-go, a token wins over a token file, which wins over a
-    /// plugin.
+    /// Removes from `client` what this program does itself instead of kube. As in client-go, a
+    /// token wins over a token file, and a token file wins over a plugin.
     fn new(mut client: kube::Config) -> Self {
         let user = &mut client.auth_info;
         let (token_file, plugin) = (user.token_file.take(), user.exec.take());
@@ -117,7 +126,7 @@ impl Loaded {
         Self { client, token_file, plugin, fingerprint: 0, is_user_withheld: false }
     }
 
-    /// As client-go: credentials are not sent without TLS.
+    /// Removes the credentials, which are not sent without TLS. client-go does the same.
     fn without_user(self) -> Self {
         let mut anonymous = Self { token_file: None, plugin: None, is_user_withheld: true, ..self };
         anonymous.client.auth_info = AuthInfo::default();
@@ -125,7 +134,8 @@ impl Loaded {
     }
 }
 
-/// What the current context of a kubeconfig names: kube's errors do not always say which it was.
+/// The names in the current context of a kubeconfig. They are kept because kube's errors do not
+/// always include them.
 struct ContextNames {
     context: String,
     cluster: String,
@@ -152,7 +162,7 @@ impl ContextNames {
         format!("users[name={}].user.{field}", self.user)
     }
 
-    /// The field that an error is about.
+    /// Returns the field that an error is about, or None if it is about the whole file.
     #[expect(clippy::wildcard_enum_match_arm, reason = "the rest is about the whole file")]
     fn field(&self, error: &KubeconfigError) -> Option<String> {
         Some(match error {
@@ -185,7 +195,7 @@ impl ContextNames {
     }
 }
 
-/// `master`: replaces the server's address.
+/// Loads a kubeconfig. `master` replaces the server's address.
 fn from_kubeconfig(path: &Path, master: Option<Uri>) -> Result<Loaded, ConfigError> {
     let wrong = |field: String, problem: String| ConfigError::Field { path: path.to_owned(), field, problem };
     let mut kubeconfig = Kubeconfig::read_from(path).map_err(|error| unusable(path, error))?;
@@ -195,7 +205,7 @@ fn from_kubeconfig(path: &Path, master: Option<Uri>) -> Result<Loaded, ConfigErr
     if let Some(cluster) = cluster.and_then(|named| named.cluster.as_mut()) {
         let server = match master {
             Some(master) => {
-                // The name belongs to the replaced server.
+                // The TLS server name belongs to the replaced server.
                 cluster.tls_server_name = None;
                 master
             }
@@ -205,7 +215,7 @@ fn from_kubeconfig(path: &Path, master: Option<Uri>) -> Result<Loaded, ConfigErr
         cluster.server = Some(server.to_string());
         proxy = cluster.proxy_url.clone().filter(|url| !url.is_empty());
     }
-    // kube takes an unknown user for no user.
+    // kube treats an unknown user as no user.
     if !names.user.is_empty() && !kubeconfig.auth_infos.iter().any(|named| named.name == names.user) {
         return Err(wrong(names.in_context("user"), format!("no user is named {:?}", names.user)));
     }
@@ -213,8 +223,8 @@ fn from_kubeconfig(path: &Path, master: Option<Uri>) -> Result<Loaded, ConfigErr
         Some(field) => wrong(field, without_data(&error)),
         None => unusable(path, error),
     })?;
-    // Only what the file says: with HTTPS_PROXY meant for others the way to the API server would lead
-    // out of the cluster and back.
+    // Only a proxy that the file names is used. HTTPS_PROXY may be meant for other programs, and
+    // with it the way to the API server would lead out of the cluster and back.
     client.proxy_url = client.proxy_url.filter(|_| proxy.is_some());
     if let Some(url) = &client.proxy_url
         && url.scheme_str() != Some("http")
@@ -250,7 +260,7 @@ fn from_kubeconfig(path: &Path, master: Option<Uri>) -> Result<Loaded, ConfigErr
     Ok(loaded)
 }
 
-/// Of the contents of all files.
+/// Returns a hash of the contents of all files that went into `client`.
 fn fingerprint(kubeconfig: &Path, client: &kube::Config) -> io::Result<u64> {
     let user = &client.auth_info;
     let mut hasher = DefaultHasher::new();
@@ -262,7 +272,7 @@ fn fingerprint(kubeconfig: &Path, client: &kube::Config) -> io::Result<u64> {
     Ok(hasher.finish())
 }
 
-/// A decoder's error quotes its input, which is secret.
+/// Returns the message of an error without secrets: the error of a decoder quotes its input.
 #[expect(clippy::wildcard_enum_match_arm, reason = "the rest of them says what is wrong")]
 fn without_data(error: &KubeconfigError) -> String {
     match error {
@@ -293,7 +303,7 @@ fn unusable(path: &Path, error: KubeconfigError) -> ConfigError {
     ConfigError::Parse { path: path.to_owned(), problem }
 }
 
-/// A pod's service account.
+/// Loads the pod's service account.
 #[expect(clippy::wildcard_enum_match_arm, reason = "the rest of them says what is wrong")]
 fn in_cluster() -> Result<Loaded, ConfigError> {
     let problem = |problem: String| ConfigError::InCluster { problem };
@@ -309,8 +319,9 @@ fn in_cluster() -> Result<Loaded, ConfigError> {
     Ok(loaded)
 }
 
-/// `host:port` is `http://host:port`, which kube does not know. client-go's own rule, to take https where there are TLS
-/// settings, does not apply to a kubeconfig: they are only read for a server that begins with https.
+/// Parses the URL of a server. `host:port` stands for `http://host:port`, which kube does not know.
+/// client-go takes https if there are TLS settings, but that never applies to a kubeconfig: it
+/// reads TLS settings only for a server that begins with https.
 fn server_url(text: &str) -> Result<Uri, String> {
     if text.is_empty() {
         return Err("is missing".into());
@@ -328,7 +339,7 @@ fn server_url(text: &str) -> Result<Uri, String> {
     }
 }
 
-/// kube-proxy's User-Agent, with our own name behind it.
+/// Returns kube-proxy's User-Agent, followed by our own name.
 fn user_agent() -> String {
     let (platform, own) = (version::platform(), env!("CARGO_PKG_VERSION"));
     format!("kube-proxy/v{} ({platform}) proxy-ctl/{own}", version::KUBE_PROXY)

@@ -1,4 +1,5 @@
-//! Services, EndpointSlices and the own Node from an API server, and the ServiceCIDRs while they are wanted.
+//! The source that watches an API server: Services, EndpointSlices and the own Node, and
+//! ServiceCIDRs while they are wanted.
 
 mod answer;
 mod connection;
@@ -50,7 +51,7 @@ pub use requests::Requests;
 pub use state::{ListMethod, SourceState};
 pub use watchers::WatcherEnded;
 
-/// For requests beside the watches: same credentials, same rate limit.
+/// A handle for requests other than the watches. It shares their credentials and their rate limit.
 #[derive(Clone)]
 pub struct Api(Arc<ApiConnection>);
 
@@ -60,7 +61,7 @@ impl Api {
     }
 }
 
-/// The watchers, ready to run.
+/// The watchers of all kinds, ready to run.
 pub struct Kubernetes {
     server: String,
     server_address: Option<SocketAddr>,
@@ -72,7 +73,7 @@ pub struct Kubernetes {
 }
 
 impl Kubernetes {
-    /// Reads and checks the configuration. Nothing is connected, nothing runs yet.
+    /// Reads and checks the configuration. Nothing is connected and nothing runs yet.
     pub fn new(
         config: Config,
         node_name: impl Into<Arc<str>>,
@@ -86,7 +87,7 @@ impl Kubernetes {
                 "the API server is spoken to without TLS, so it is not told the kubeconfig's user"
             );
         }
-        // The kubeconfig may name a proxy, which is dialled in the server's place.
+        // If the kubeconfig names a proxy, that is dialled in the server's place.
         let dialled = loaded.client.proxy_url.is_none().then_some(&loaded.client.cluster_url);
         let server_address = dialled.and_then(socket_address);
         let variable = |name: &str| std::env::var(name).ok();
@@ -114,33 +115,35 @@ impl Kubernetes {
         Ok(Self { server, server_address, connection, node_name, state, plain_lists, wants_service_cidrs })
     }
 
-    /// ServiceCIDRs are watched while this is true; without it they never are.
+    /// Watches ServiceCIDRs while `wanted` is true. Without this call they are never watched.
     pub fn with_service_cidrs_while(self, wanted: watch::Receiver<bool>) -> Self {
         Self { wants_service_cidrs: wanted, ..self }
     }
 
-    /// The API server's address, for people.
+    /// Returns the URL of the API server, for messages.
     pub fn server(&self) -> &str {
         &self.server
     }
 
-    /// The address and port at which the API server is dialled; None if it has a name, or there is a
-    /// proxy in between.
+    /// Returns the address and port at which the API server is dialled. None if it has a name, or
+    /// if a proxy stands in between.
     pub fn server_address(&self) -> Option<SocketAddr> {
         self.server_address
     }
 
-    /// For events.
+    /// Returns a handle for requests that write events.
     pub fn api(&self) -> Api {
         Api(Arc::clone(&self.connection))
     }
 
-    /// Watches until the receiver of `updates` is closed or the future is dropped. The first updates are one
-    /// `Replace…` of each kind and `Update::Node`, each as soon as that list is complete. A failing API
-    /// server is never an error here: it is logged, counted, and tried again.
+    /// Watches until the receiver of `updates` is closed or the future is dropped. The first
+    /// updates are one `Replace…` of each kind and `Update::Node`, each as soon as its list is
+    /// complete. A failing API server is never an error here: it is logged, counted, and tried
+    /// again.
     ///
     /// # Errors
-    /// A watcher has ended although updates are still received: its objects would be stale from now on.
+    /// A watcher has ended although updates are still received. Its objects would be stale from
+    /// then on.
     pub async fn run(self, updates: mpsc::Sender<Update>) -> Result<(), WatcherEnded> {
         let (connection, state) = (self.connection, self.state);
         let plain_lists = Arc::new(AtomicBool::new(self.plain_lists));

@@ -1,4 +1,5 @@
-//! What the receiver has of one kind of object: lists and changes in, updates out. Pure but for the log.
+//! The objects of one kind that the receiver knows. Lists and changes go in, updates come out. The
+//! only side effect is the log.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -22,13 +23,13 @@ use crate::{
 /// The result of parsing an object.
 enum Content<P> {
     Served(P),
-    /// It belongs to another proxy, or has nothing that could be served.
+    /// The object belongs to another proxy, or has nothing that could be served.
     NotServed,
-    /// The object cannot be parsed; the last valid version stays in force.
+    /// The object cannot be parsed. Its last valid version stays in force.
     Unreadable,
 }
 
-/// An object of a list or of a watch.
+/// An object of a list or of a watch, after parsing.
 pub(super) struct Received<P> {
     name: ObjectName,
     pub(super) resource_version: String,
@@ -37,7 +38,7 @@ pub(super) struct Received<P> {
 }
 
 impl<P: ParsedObject> Received<P> {
-    /// Fails only where the object cannot even be named.
+    /// Parses an object. Fails only if the object's name cannot be read.
     pub(super) fn parse<W: Watched<Parsed = P>>(object: &Raw) -> Result<Self, Failure> {
         let (meta, content, invalid) = match object.object::<W::Object>() {
             Ok(object) => {
@@ -58,14 +59,15 @@ impl<P: ParsedObject> Received<P> {
     }
 }
 
-/// A list that is not complete yet: parsed objects only, the rest of each is already dropped.
+/// A list that is not complete yet. It holds the parsed objects only, so that the rest of each
+/// object does not take memory.
 pub(super) struct Listing<P> {
     parsed: Vec<P>,
     unreadable: Vec<ObjectName>,
     invalid: Vec<(ObjectName, Vec<InvalidField>)>,
-    /// Received, also those that are not served.
+    /// The number of objects received, including those that are not served.
     pub(super) objects: usize,
-    /// Where each of `parsed` is, since the first was removed.
+    /// The index of each object in `parsed`. None until the first object is removed.
     places: Option<FxHashMap<ObjectName, usize>>,
     names: NameInterner,
 }
@@ -103,7 +105,7 @@ impl<P: ParsedObject> Listing<P> {
         }
     }
 
-    /// The object was deleted, or comes again, before the list was complete.
+    /// Removes an object that was deleted, or that comes again, before the list was complete.
     pub(super) fn remove(&mut self, name: &ObjectName) {
         self.objects = self.objects.saturating_sub(1);
         let parsed = &mut self.parsed;
@@ -126,12 +128,12 @@ impl<P: ParsedObject> Listing<P> {
     }
 }
 
-/// What the receiver of the updates has, and what was logged.
+/// The objects that the receiver of the updates has, and the invalid fields that were logged.
 pub(super) struct Tracked<P> {
     served: HashSet<ObjectName>,
-    /// What was logged of each object that is invalid now.
+    /// The logged fields of each object that is invalid now.
     invalid: HashMap<ObjectName, Vec<InvalidField>>,
-    /// What was sent last, where there is only one object.
+    /// The object that was sent last, for kinds with a single object.
     last: Option<P>,
 }
 
@@ -142,7 +144,7 @@ impl<P> Default for Tracked<P> {
 }
 
 impl<P: ParsedObject> Tracked<P> {
-    /// Also returns how many invalid fields are new.
+    /// Returns the updates for a complete list, and how many invalid fields are new.
     pub(super) fn replace(&mut self, listing: Listing<P>) -> (Vec<Update>, usize) {
         let Listing { parsed, mut unreadable, invalid, .. } = listing;
         let mut logged = mem::take(&mut self.invalid);
@@ -161,13 +163,15 @@ impl<P: ParsedObject> Tracked<P> {
             }
             return (vec![P::REPLACE(parsed)], new);
         }
-        // A replacement would take away the last valid version of what is unreadable now. What comes in another's place
-        // is applied before that is deleted: the receiver may write at any moment between.
+        // A replacement would remove the last valid version of the unreadable objects. New objects
+        // are applied before others are deleted: one may take the place of another, and the
+        // receiver may write at any moment in between.
         let gone = before.into_iter().filter(|name| !self.served.contains(name)).map(P::DELETE);
         (parsed.into_iter().map(P::APPLY).chain(gone).collect(), new)
     }
 
-    /// An object was added or has changed. Also returns how many invalid fields are new.
+    /// Returns the update for an object that was added or has changed, and how many invalid fields
+    /// are new.
     pub(super) fn change(&mut self, received: Received<P>) -> (Option<Update>, usize) {
         let Received { name, content, invalid, .. } = received;
         let new = self.log_invalid(name.clone(), invalid);
@@ -187,7 +191,7 @@ impl<P: ParsedObject> Tracked<P> {
                 self.served.insert(parsed.name());
                 P::APPLY(parsed)
             }
-            // It may have been served until now.
+            // The object may have been served until now.
             None => {
                 self.served.remove(&name);
                 P::DELETE(name)
@@ -203,7 +207,8 @@ impl<P: ParsedObject> Tracked<P> {
         P::DELETE(name)
     }
 
-    /// Logs the invalid fields of an object, unless the same were logged before; returns how many were logged.
+    /// Logs the invalid fields of an object, unless the same were logged before. Returns how many
+    /// were logged.
     fn log_invalid(&mut self, name: ObjectName, invalid: Vec<InvalidField>) -> usize {
         if invalid.is_empty() && self.invalid.is_empty() {
             return 0;

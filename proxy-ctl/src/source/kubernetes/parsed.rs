@@ -1,4 +1,4 @@
-//! What each kind of object is parsed into, and the updates about it.
+//! The types that objects are parsed into, and the updates that carry them.
 
 use std::sync::Arc;
 
@@ -10,21 +10,23 @@ use crate::{
     source::Update,
 };
 
-/// An object that has been parsed.
+/// A parsed object of a kind that is watched.
 pub(super) trait ParsedObject: Clone + PartialEq + Send + Sync + 'static {
-    /// There is at most one: what repeats the last one is not sent again. A Node's heartbeats change nothing.
+    /// True if there is at most one object of this kind. An object that equals the last one is then
+    /// not sent again: the heartbeats of a Node change nothing.
     const SINGLE: bool = false;
 
-    /// The update that is sent where RBAC does not allow the first list; None: the receiver waits until RBAC allows it.
+    /// The update that is sent if RBAC does not allow the first list. None: the receiver waits
+    /// until RBAC allows it.
     const HIDDEN: Option<Update> = None;
     const REPLACE: fn(Vec<Self>) -> Update;
     const APPLY: fn(Self) -> Update;
     const DELETE: fn(ObjectName) -> Update;
 
-    /// As a deletion has it.
+    /// Returns the name that the deletion of this object carries.
     fn name(&self) -> ObjectName;
 
-    /// Of kinds of which there are many.
+    /// Shares equal strings with other objects, for kinds that have many objects.
     fn intern(&mut self, _names: &mut NameInterner) {}
 }
 
@@ -66,7 +68,8 @@ impl ParsedObject for ServiceCidr {
     }
 }
 
-/// The own Node: one object or none, by field selector. Services are served without it, as where there is none.
+/// The own Node: the field selector leaves one object or none. Without it Services are served all
+/// the same.
 impl ParsedObject for Node {
     const SINGLE: bool = true;
     const HIDDEN: Option<Update> = Some(Update::Node(None));

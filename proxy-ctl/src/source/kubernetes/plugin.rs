@@ -1,6 +1,7 @@
 //! The credential plugin: a program that the kubeconfig names in `users[].user.exec`.
 //!
-//! kube runs it too, but without a time limit, three times for each client, and with its environment in the error.
+//! kube can run it too. But kube sets no time limit, runs it three times for each client, and shows
+//! its environment in the error.
 
 use std::{
     io,
@@ -18,7 +19,7 @@ use tokio::process::{Child, Command};
 
 use super::token_file::bearer;
 
-/// A plugin that needs longer is ended.
+/// The time after which a plugin is killed.
 pub(super) const LIMIT: Duration = Duration::from_secs(30);
 
 #[derive(Debug, thiserror::Error)]
@@ -47,7 +48,7 @@ pub(super) enum PluginError {
     Answer { command: String, problem: &'static str },
 }
 
-/// As much of an ExecCredential as is used.
+/// An ExecCredential, reduced to the fields that are used.
 #[derive(Deserialize)]
 struct ExecCredential {
     status: Option<PluginStatus>,
@@ -62,7 +63,8 @@ struct PluginStatus {
     expiration_timestamp: Option<Timestamp>,
 }
 
-/// Runs the plugin and puts its credentials into `user`. Returns when they expire, if the plugin says so.
+/// Runs the plugin and puts its credentials into `user`. Returns when they expire, if the plugin
+/// says so.
 pub(super) async fn ask(
     plugin: &ExecConfig,
     user: &mut AuthInfo,
@@ -83,7 +85,7 @@ pub(super) async fn ask(
         return Err(PluginError::Failed { command, status: output.status, written });
     }
     let problem = |problem| PluginError::Answer { command: command.clone(), problem };
-    // The parser's own words would show what it has read, which is secret.
+    // The parser's error would quote what it has read, which is secret.
     let answer: ExecCredential = serde_saphyr::from_slice(&output.stdout)
         .map_err(|_| problem("its answer is not an ExecCredential of client.authentication.k8s.io"))?;
     let status = answer.status.ok_or_else(|| problem("its answer has no status"))?;
@@ -119,20 +121,21 @@ fn start(command: &str, plugin: &ExecConfig) -> io::Result<Child> {
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
-        // With a group of its own, what it has started can be ended with it.
+        // The plugin gets a process group, so that the processes it starts can be killed with it.
         .process_group(0)
         .kill_on_drop(true)
         .spawn()
 }
 
-/// What it has written when it ends. None: it has not ended within the limit, and was killed.
+/// Returns what the plugin has written when it ends. None if it did not end within the limit and
+/// was killed.
 async fn output(child: Child, limit: Duration) -> Option<io::Result<Output>> {
     let group = child.id().and_then(|id| i32::try_from(id).ok());
     let output = tokio::time::timeout(limit, child.wait_with_output()).await;
     if output.is_err()
         && let Some(group) = group
     {
-        // It may have ended already, and its group with it.
+        // The plugin and its group may have ended already, so an error is ignored.
         let _ = signal::killpg(Pid::from_raw(group), signal::Signal::SIGKILL);
     }
     output.ok()
@@ -146,7 +149,7 @@ mod tests {
 
     use super::*;
 
-    /// Longest wait for a process. Only a failing test waits so long.
+    /// The longest wait for a process. Only a failing test waits so long.
     const PATIENCE: Duration = Duration::from_secs(60);
     const GOOD: &str = r#"{"kind": "ExecCredential", "status": {"token": "secret"}}"#;
 
@@ -196,8 +199,8 @@ mod tests {
         assert!(error.contains("/bin/sh: interactiveMode is Always"), "{error}");
     }
 
-    /// The clock is paused and stands still while the blocking task runs, so the limit passes once
-    /// the plugin hangs and not before, however slowly its shell starts.
+    /// The clock is paused and stands still while the blocking task runs. The limit thus passes
+    /// once the plugin hangs and not before, however slowly its shell starts.
     #[tokio::test(start_paused = true)]
     async fn a_hung_plugin_is_ended_with_what_it_has_started_and_named() {
         let folder = tempfile::tempdir().unwrap();

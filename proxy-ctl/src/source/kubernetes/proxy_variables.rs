@@ -1,9 +1,8 @@
-//! The environment's variables that name a proxy, which kube-proxy follows and this program does
-//! not.
+//! The environment variables that name a proxy. kube-proxy follows them, and this program does not.
 //!
-//! kubeadm copies HTTPS_PROXY from the shell that it was started in to the pods of kube-proxy. With
-//! a proxy that is meant for others the way to the API server would lead out of the cluster and
-//! back.
+//! kubeadm copies HTTPS_PROXY from the shell that it was started in to the pods of kube-proxy. That
+//! proxy is meant for other programs. With it the way to the API server would lead out of the
+//! cluster and back.
 
 use http::Uri;
 use hyper_util::client::proxy::matcher::Matcher;
@@ -11,18 +10,18 @@ use hyper_util::client::proxy::matcher::Matcher;
 use crate::config::without_userinfo;
 
 /// Returns the proxy that kube-proxy would reach this server through, with the variable that names
-/// it; None if it would dial the server itself.
+/// it. None if kube-proxy would dial the server itself.
 pub(super) fn ignored_proxy(
     server: &Uri,
     variable: impl Fn(&str) -> Option<String>,
 ) -> Option<(&'static str, String)> {
-    // Go takes the first one that is not empty.
+    // Go takes the first variable that is not empty.
     let set = |name: &str| variable(name).filter(|value| !value.is_empty());
     let either = |upper: &str| set(upper).or_else(|| set(&upper.to_lowercase())).unwrap_or_default();
     let name = if server.scheme_str() == Some("http") { "HTTP_PROXY" } else { "HTTPS_PROXY" };
     let matcher = Matcher::builder().all(either(name)).no(either("NO_PROXY")).build();
     let host = server.host()?.trim_matches(['[', ']']);
-    // Go's rule, without NO_PROXY too.
+    // Go never uses a proxy for loopback, even without NO_PROXY.
     let is_loopback =
         host == "localhost" || host.parse().is_ok_and(|address: std::net::IpAddr| address.is_loopback());
     let proxy = matcher.intercept(server).filter(|_| !is_loopback)?;

@@ -19,13 +19,13 @@ use super::{
     wire::Page,
 };
 
-/// How long a watch lasts before the server ends it. The time is random, so that nodes do not renew
-/// together.
+/// The time after which the server ends a watch. It is random, so that nodes do not renew their
+/// watches together.
 pub(super) const WATCH: Range<Duration> = Duration::from_secs(240)..Duration::from_secs(360);
-/// How long a watch over HTTP/1.1 lasts before the server ends it. Only the end proves that the
+/// The time after which the server ends a watch over HTTP/1.1. Only this end proves that the
 /// connection is alive. A watch that is left earlier brings no bookmark, because the server sends
-/// the first one after a minute or 2 s before the end. Without bookmarks the version of a quiet kind
-/// expires.
+/// the first one after a minute or 2 s before the end. Without bookmarks the version of a quiet
+/// kind expires.
 pub(super) const UNPINGED_WATCH: Range<Duration> = Duration::from_secs(30)..Duration::from_secs(35);
 
 /// Returns a random duration of this range.
@@ -33,7 +33,7 @@ pub(super) fn random_in(range: Range<Duration>) -> Duration {
     range.start + (range.end - range.start).mul_f64(fastrand::f64())
 }
 
-/// Which objects of a kind.
+/// The selection of the objects of a kind.
 pub(super) struct Query<W> {
     labels: Option<&'static str>,
     fields: Option<String>,
@@ -53,7 +53,8 @@ impl<W: Watched> Query<W> {
         Self { fields: Some(fields), ..Self::all() }
     }
 
-    /// Everything in one answer, not older than `version`. Pages are not asked for: API servers answer them from etcd.
+    /// Lists all objects in one answer, not older than `version`. Pages are not asked for, because
+    /// API servers answer them from etcd.
     pub(super) async fn list(
         &self,
         context: &WatchContext,
@@ -78,7 +79,8 @@ impl<W: Watched> Query<W> {
         Ok(page)
     }
 
-    /// What changes after `version`. `with_list`: at first everything that there is, not older than `version`.
+    /// Watches what changes after `version`. `with_list`: the watch begins with all objects, not
+    /// older than `version`.
     pub(super) async fn watch(
         &self,
         context: &WatchContext,
@@ -86,7 +88,7 @@ impl<W: Watched> Query<W> {
         version: &str,
         with_list: bool,
     ) -> Result<Events, Failure> {
-        // A long list may take longer than a watch over HTTP/1.1.
+        // A long list may take longer than a watch over HTTP/1.1 lasts.
         let is_long = with_list || context.connection.is_pinged.load(Ordering::Relaxed);
         let lasts = random_in(if is_long { WATCH } else { UNPINGED_WATCH });
         let params = WatchParams {
@@ -107,7 +109,7 @@ impl<W: Watched> Query<W> {
         Ok(events)
     }
 
-    /// Returns when the answer has begun.
+    /// Sends a request, and returns when the answer has begun.
     async fn ask(
         &self,
         context: &WatchContext,

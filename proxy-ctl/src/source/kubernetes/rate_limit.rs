@@ -1,4 +1,4 @@
-//! No more requests to the API server than `clientConnection.qps` and `burst` allow.
+//! The limit of `clientConnection.qps` and `burst` for requests to the API server.
 
 use std::{num::NonZeroU32, time::Duration};
 
@@ -14,16 +14,18 @@ use tracing::debug;
 
 const DEFAULT_QPS: f64 = 5.0;
 const DEFAULT_BURST: NonZeroU32 = NonZeroU32::new(10).unwrap();
-/// Longer waits are logged.
+/// The wait from which on a request is logged.
 const LONG_WAIT: Duration = Duration::from_secs(1);
 
-/// Shared by all requests of the process. None: no limit. The lock is held while waiting, so that requests keep their
-/// order: governor itself lets any of those who wait go next.
+/// The rate limit that all requests of the process share. None means no limit. The lock is held
+/// while waiting, so that requests keep their order: governor itself lets any waiting request go
+/// next.
 #[derive(Debug)]
 pub(super) struct RateLimit(Option<Mutex<DefaultDirectRateLimiter>>);
 
 impl RateLimit {
-    /// Zero stands for client-go's defaults, 5 and 10; a negative `qps` for no limit.
+    /// Makes a limit. Zero stands for client-go's defaults, 5 and 10. A negative `qps` means no
+    /// limit.
     pub(super) fn new(qps: f64, burst: u32) -> Self {
         let per_second = if qps == 0.0 { DEFAULT_QPS } else { qps };
         let burst = NonZeroU32::new(burst).unwrap_or(DEFAULT_BURST);
@@ -32,7 +34,8 @@ impl RateLimit {
         Self(quota.map(|quota| Mutex::new(DefaultDirectRateLimiter::direct(quota))))
     }
 
-    /// Returns when one more request may be sent. First come, first served.
+    /// Returns when one more request may be sent. Requests are let go in the order in which they
+    /// came.
     pub(super) async fn wait(&self) {
         let Some(limiter) = &self.0 else { return };
         let began = Instant::now();
@@ -53,7 +56,7 @@ mod tests {
 
     use super::*;
 
-    /// How many of 1000 requests may go at once.
+    /// Returns how many of 1000 requests may go at once.
     fn at_once(limit: &RateLimit) -> usize {
         let Some(limiter) = &limit.0 else { return 1000 };
         let limiter = limiter.try_lock().unwrap();

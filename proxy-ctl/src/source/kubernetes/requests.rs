@@ -1,4 +1,4 @@
-//! What the client has asked the API server, as client-go counts it.
+//! Metrics of the requests to the API server, counted as client-go counts them.
 
 use std::time::{Duration, Instant};
 
@@ -14,9 +14,9 @@ use prometheus_client::{
 type Label = (&'static str, String);
 type ByVerb = Family<[Label; 2], Histogram, fn() -> Histogram>;
 
-/// Seconds.
+/// The upper bounds of durations, in seconds.
 const DURATION_BUCKETS: [f64; 12] = [0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0];
-/// Bytes: 64 B to 16 MiB.
+/// The upper bounds of sizes, from 64 B to 16 MiB.
 const SIZE_BUCKETS: [f64; 11] = [
     64.0,
     256.0,
@@ -30,10 +30,10 @@ const SIZE_BUCKETS: [f64; 11] = [
     4_194_304.0,
     16_777_216.0,
 ];
-/// Label `code` of a request that got no answer.
+/// The label `code` of a request that got no answer.
 const NO_ANSWER: &str = "<error>";
 
-/// The families `rest_client_…`; clones count together.
+/// The metric families `rest_client_…`. Clones count together.
 #[derive(Clone, Debug)]
 pub struct Requests {
     answers: Family<[Label; 3], Counter>,
@@ -72,7 +72,7 @@ impl Requests {
         }
     }
 
-    /// Sends a request, whose URI is whole, and counts it and its answer.
+    /// Sends a request, which must have a whole URI, and counts the request and its answer.
     pub(super) async fn measure<B: Body, C: Body<Data = Bytes>, E>(
         self,
         request: Request<B>,
@@ -93,7 +93,7 @@ impl Requests {
         }))
     }
 
-    /// A request to `host` waited for its turn.
+    /// Notes how long a request to `host` waited for the rate limit.
     pub(super) fn waited(&self, method: &Method, host: String, time: Duration) {
         let labels = [("verb", method.to_string()), ("host", host)];
         self.limited.get_or_create(&labels).observe(time.as_secs_f64());
@@ -109,7 +109,7 @@ impl Requests {
     }
 }
 
-/// One request.
+/// A request that was sent and is being measured.
 struct SentRequest {
     method: String,
     host: String,
@@ -134,7 +134,8 @@ impl SentRequest {
     }
 }
 
-/// With the port, if it has one; never with what stands before an `@`, which is a secret.
+/// Returns the host of a URI, with its port if it has one. The part before an `@` is left out,
+/// because it is secret.
 pub(super) fn host(uri: &Uri) -> String {
     let authority = uri.authority().map_or("", |authority| authority.as_str());
     authority.rsplit('@').next().unwrap_or_default().to_owned()
@@ -144,10 +145,10 @@ pub(super) fn is_watch(uri: &Uri) -> bool {
     uri.query().is_some_and(|query| query.split('&').any(|part| matches!(part, "watch=true" | "watch=1")))
 }
 
-/// The size of an answer, which is observed when it has been read or is given up.
+/// The size of an answer. It is observed when the answer has been read or is given up.
 struct Size {
     bytes: u64,
-    /// `None`: a watch, whose size has no meaning.
+    /// The histogram that gets the size. None for a watch, whose size has no meaning.
     histogram: Option<Histogram>,
 }
 
@@ -167,7 +168,7 @@ impl Drop for Size {
 
 #[cfg(test)]
 impl Requests {
-    /// Every family has a sample.
+    /// Gives every family a sample.
     pub(super) fn sample(&self) {
         let asked = SentRequest::new(&Request::new(kube::client::Body::empty()));
         self.waited(&Method::GET, String::new(), Duration::ZERO);
@@ -182,7 +183,7 @@ mod tests {
 
     use super::*;
 
-    /// What the metrics say after these requests, each answered with this status or not at all.
+    /// Returns the metrics after these requests, each answered with this status or not at all.
     async fn counted(requests: &[(&str, Option<u16>)]) -> String {
         let counts = Requests::default();
         for &(uri, status) in requests {

@@ -9,25 +9,27 @@ use crate::{
     },
 };
 
-/// Leaves out objects that another proxy serves, or none. Both labels on both kinds: which of them
-/// kube-proxy looks at where has changed between its versions, and each is documented for Services.
+/// The selector that leaves out objects that another proxy serves, or no proxy. It has both labels
+/// for both kinds. Which label kube-proxy checks on which kind has changed between its versions,
+/// and each is documented for Services.
 pub(super) const SERVED_SELECTOR: &str =
     "!service.kubernetes.io/service-proxy-name,!service.kubernetes.io/headless";
 
-/// None: the object is not served. The second value has its invalid fields.
+/// A function that parses an object. The first value is None if the object is not served. The
+/// second value has its invalid fields.
 type Conversion<W> = fn(&<W as Watched>::Object) -> (Option<<W as Watched>::Parsed>, Vec<InvalidField>);
 
-/// A kind of object.
+/// A kind of object that is watched.
 pub(super) trait Watched: Sized + Send + 'static {
     type Object: ApiObject + Send;
     type Parsed: ParsedObject;
     const RESOURCE: ResourceKind;
     const KIND: ApiType;
-    /// Some API servers do not have it.
+    /// True if some API servers do not have this kind.
     const MAY_BE_ABSENT: bool = false;
     const CONVERT: Conversion<Self>;
 
-    /// Where all of them are.
+    /// Returns the path of the list of all objects.
     fn path() -> String {
         let (version, plural) = (Self::KIND.api_version, Self::RESOURCE.plural());
         let root = if version.contains('/') { "/apis" } else { "/api" };

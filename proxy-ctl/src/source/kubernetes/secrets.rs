@@ -1,4 +1,5 @@
-//! Removes credentials from error messages: a proxy on the way may repeat the request in its error page.
+//! Removal of credentials from error messages: a proxy on the way may repeat the request in its
+//! error page.
 
 use base64::prelude::{BASE64_STANDARD, Engine as _};
 use bytes::{Bytes, BytesMut};
@@ -6,12 +7,13 @@ use http::{HeaderMap, Response, header::AUTHORIZATION};
 use http_body_util::{BodyExt as _, Either, Full};
 use tower::BoxError;
 
-/// Of an answer that is an error, no more bytes than this are read.
+/// The number of bytes that are read of an answer that is an error.
 pub(super) const LONGEST_ERROR: usize = 1 << 20;
-/// Overwrites what is secret. As long as that was, it leaves the encoding around it as it is.
+/// The byte that overwrites secrets. A secret keeps its length, so that the encoding around it
+/// stays valid.
 const COVER: u8 = b'x';
 
-/// What a request was authorized with, in each form in which an answer may repeat it.
+/// The credentials of a request, in each form in which an answer may repeat them.
 pub(super) struct Secrets(Vec<String>);
 
 impl Secrets {
@@ -28,7 +30,8 @@ impl Secrets {
         Self(plain.flat_map(|secret| [in_json(&secret), secret]).collect())
     }
 
-    /// An answer that is an error without the secrets in its body; any other as it is.
+    /// Removes the secrets from the body of an answer that is an error. Any other answer is
+    /// returned as it is.
     pub(super) async fn cover<B>(
         self,
         answer: Response<B>,

@@ -28,12 +28,12 @@ fn of_with(kind: ResourceKind, name: &'static str, value: &'static str) -> Label
     [("resource", kind.plural()), (name, value)]
 }
 
-/// How a list was got.
+/// The way in which a list was received.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum ListMethod {
     /// A watch that begins with all objects (`sendInitialEvents`, Kubernetes 1.32 and newer).
     Streamed,
-    /// Everything in one answer.
+    /// A plain list, with everything in one answer.
     Whole,
 }
 
@@ -46,14 +46,14 @@ impl ListMethod {
     }
 }
 
-/// Shared by the watchers and their readers; clones see the same values.
+/// The state that the watchers share with its readers. Clones see the same values.
 #[derive(Clone, Debug, Default)]
 pub struct SourceState {
     lists: Family<Labels<2>, Counter>,
     watches: Family<Labels<1>, Counter>,
     errors: Family<Labels<2>, Counter>,
     invalid_objects: InvalidObjects,
-    /// Of the client: requests and answers.
+    /// The client's metrics of requests and answers.
     pub requests: Requests,
     connected: Family<Labels<1>, Gauge>,
     objects: Family<Labels<1>, Gauge>,
@@ -72,7 +72,7 @@ impl SourceState {
         state
     }
 
-    /// This kind is to be watched from now on.
+    /// Notes that this kind is to be watched from now on.
     pub(super) fn begin(&self, kind: ResourceKind) {
         let labels = of(kind);
         if self.health().0.insert(kind, KindHealth::default()).is_none() {
@@ -82,7 +82,8 @@ impl SourceState {
         }
     }
 
-    /// This kind is not watched any more: the API server does not have it.
+    /// Notes that this kind is not watched any more, because the API server does not have it or
+    /// nobody wants it.
     pub(super) fn end(&self, kind: ResourceKind) {
         let labels = of(kind);
         if self.health().0.remove(&kind).is_some() {
@@ -102,7 +103,7 @@ impl SourceState {
         self.health.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The counter of invalid objects; the server of metrics registers it.
+    /// Returns the counter of invalid objects, which the metrics server registers.
     pub fn invalid_objects(&self) -> InvalidObjects {
         self.invalid_objects.clone()
     }
@@ -133,24 +134,25 @@ impl SourceState {
         );
     }
 
-    /// The kinds that are watched, or would be if the API server allowed it.
+    /// Returns the kinds that are watched, or would be if the API server allowed it.
     pub fn kinds(&self) -> Vec<ResourceKind> {
         self.health().0.keys().copied().collect()
     }
 
-    /// Why the resource is not being watched now, for people.
+    /// Returns why the kind is not being watched now, for messages.
     pub fn problem(&self, kind: ResourceKind) -> Option<String> {
         self.health().0.get(&kind)?.problem().map(str::to_owned)
     }
 
-    /// Returns true if what is known of the kind cannot be relied upon: it was never listed, it may
+    /// Returns true if the objects of this kind cannot be relied upon: it was never listed, it may
     /// not be listed, or it has not been watched for six minutes.
     pub fn is_stale(&self, kind: ResourceKind) -> bool {
         let denied = self.denied(kind);
         self.health().0.get(&kind).is_some_and(|health| health.is_stale(&denied, Instant::now()))
     }
 
-    /// The verbs that RBAC does not allow. Without `watch` a resource is listed again and again.
+    /// Returns the verbs that RBAC does not allow. Without `watch` a kind is listed again and
+    /// again.
     pub fn denied(&self, kind: ResourceKind) -> Vec<Verb> {
         let denied = |verb: &Verb| {
             self.denied.get(&of_with(kind, "verb", verb.name())).is_some_and(|gauge| gauge.get() == 1)
@@ -158,17 +160,17 @@ impl SourceState {
         Verb::ALL.into_iter().filter(denied).collect()
     }
 
-    /// Whether the resource is being watched now.
+    /// Returns true if the kind is being watched now.
     pub fn connected(&self, kind: ResourceKind) -> bool {
         self.connected.get(&of(kind)).is_some_and(|gauge| gauge.get() == 1)
     }
 
-    /// Objects that match the selectors, also those that are not served.
+    /// Returns the number of objects that match the selectors, including those that are not served.
     pub fn objects(&self, kind: ResourceKind) -> i64 {
         self.objects.get(&of(kind)).map_or(0, |gauge| gauge.get())
     }
 
-    /// The encoding of the API server's last answer.
+    /// Returns the encoding of the API server's last answer.
     pub fn encoding(&self, kind: ResourceKind) -> Option<Encoding> {
         Encoding::ALL.into_iter().find(|encoding| {
             let labels = of_with(kind, "encoding", encoding.name());
@@ -176,17 +178,17 @@ impl SourceState {
         })
     }
 
-    /// Complete lists so far.
+    /// Returns the number of complete lists so far.
     pub fn lists(&self, kind: ResourceKind, method: ListMethod) -> u64 {
         self.lists.get_or_create(&of_with(kind, "method", method.name())).get()
     }
 
-    /// Watches started so far.
+    /// Returns the number of watches started so far.
     pub fn watches(&self, kind: ResourceKind) -> u64 {
         self.watches.get_or_create(&of(kind)).get()
     }
 
-    /// Failures so far for one reason, such as `unauthorized`; see [`FailureReason`].
+    /// Returns the number of failures so far for one reason.
     pub fn errors(&self, kind: ResourceKind, reason: FailureReason) -> u64 {
         self.errors.get_or_create(&of_with(kind, "reason", reason.name())).get()
     }
@@ -238,13 +240,13 @@ impl SourceState {
         }
     }
 
-    /// Logs a failure unless that is known.
+    /// Logs a failure, unless the same one was logged before.
     pub(super) fn log_failure(&self, kind: ResourceKind, failure: &Failure, retry_in: Duration) {
         let denied = self.denied(kind);
         self.health().fails(kind, failure, &denied, retry_in);
     }
 
-    /// A watch has begun. Returns whether the kind was failing.
+    /// Notes that a watch has begun. Returns true if the kind was failing.
     pub(super) fn works(&self, kind: ResourceKind) -> bool {
         self.heard_from(kind);
         self.health().works(kind)
@@ -266,7 +268,7 @@ impl SourceState {
 
 #[cfg(test)]
 impl SourceState {
-    /// Every family has a sample.
+    /// Returns a state in which every metric family has a sample.
     pub(crate) fn with_samples() -> Self {
         let state = Self::new();
         let kind = ResourceKind::Services;

@@ -1,7 +1,7 @@
-//! A bearer token in a file that another program writes, such as the kubelet.
+//! A bearer token in a file that another program, such as the kubelet, writes.
 //!
-//! kube reads such files too, but sends the line break at their end, which no header may hold, and goes on with the
-//! old token for up to a minute.
+//! kube reads such files too. But it also sends the line break at their end, which no header may
+//! hold, and uses the old token for up to a minute.
 
 use std::{
     fs, io,
@@ -21,8 +21,8 @@ pub(super) enum TokenFileError {
     Invalid { path: PathBuf },
 }
 
-/// A token file that may be gone for a while, or for good: what it held last is used then, as client-go does for
-/// those who remove it to keep it from others.
+/// A token file that may be missing for a while or for good. Its last token is used then. client-go
+/// does the same, for those who remove the file to keep it from others.
 #[derive(Clone)]
 pub(super) struct TokenFile {
     path: PathBuf,
@@ -47,8 +47,8 @@ impl TokenFile {
     }
 }
 
-/// The bearer token that `path` holds now. Requests are rare, so it is read for each: a token is used from
-/// the moment it is there. White space around it is not part of it.
+/// Returns the bearer token that `path` holds now. It is read for each request, because requests
+/// are rare: a new token is used as soon as it is there. White space around it is not part of it.
 pub(super) fn read_token(path: &Path) -> Result<HeaderValue, TokenFileError> {
     let text =
         fs::read_to_string(path).map_err(|source| TokenFileError::Read { path: path.to_owned(), source })?;
@@ -63,7 +63,7 @@ pub(super) fn read_token(path: &Path) -> Result<HeaderValue, TokenFileError> {
 #[error("holds characters that no token has")]
 pub(super) struct InvalidToken;
 
-/// The header that a token is sent in. kube panics over one that no header can hold.
+/// Returns the header that carries a token. kube panics on a token that no header can hold.
 pub(super) fn bearer(token: &str) -> Result<HeaderValue, InvalidToken> {
     let mut header = HeaderValue::try_from(format!("Bearer {token}")).map_err(|_| InvalidToken)?;
     header.set_sensitive(true);

@@ -1,8 +1,10 @@
-//! Lists and watches one kind of object without end: a list is sent as one `Replace…`, each later change as one update. Where a connection was lost the watch goes on from the last version seen; where the API server no longer knows
-//! that version, everything is listed again.
+//! The watcher of one kind of object, which never ends. A list is sent as one `Replace…`, and each
+//! later change as one update. After a lost connection the watch continues from the last version
+//! seen. If the API server no longer knows that version, everything is listed again.
 //!
-//! kube's own watcher is not used: it never falls back from streaming lists to plain ones, may list what is older than what was
-//! seen before, gives up all objects of a list that has one it cannot read, and reads JSON only.
+//! kube's own watcher is not used. It never falls back from streaming lists to plain ones, and may
+//! list what is older than what was seen before. It gives up all objects of a list if one of them
+//! cannot be read, and it reads JSON only.
 
 use std::{sync::atomic::Ordering, time::Duration};
 
@@ -30,29 +32,34 @@ use crate::source::Update;
 
 /// The longest silence within a streaming list. After it a plain list is tried.
 const NEXT_OF_LIST: Duration = Duration::from_secs(20);
-/// A watch that is silent for this much longer than it should last is dead.
+/// The time over the longest duration of a watch after which a silent watch is dead.
 const MARGIN: Duration = Duration::from_secs(10);
-/// The same over HTTP/1.1, where nothing else proves the connection: it is found dead after 40 s.
+/// The margin of a watch over HTTP/1.1, where nothing else proves the connection. It is found dead
+/// after at most 40 s.
 const UNPINGED_MARGIN: Duration = Duration::from_secs(5);
-/// So is a watch that has received a bookmark, which API servers send each minute, and then nothing for this long.
+/// The longest silence of a watch that has received a bookmark. API servers send bookmarks each
+/// minute, so a longer silence proves that the watch is dead.
 const BOOKMARKS: Duration = Duration::from_secs(180);
-/// A watch that ends sooner without an event is a failure, not a renewal.
+/// The shortest duration of a watch without an event. One that ends sooner is a failure, not a
+/// renewal.
 const SHORTEST_WATCH: Duration = Duration::from_secs(1);
-/// A watch that has lasted this long, or has received an event, ends the earlier failures.
+/// The time after which a watch is settled, so that earlier failures no longer count. An event
+/// settles it too.
 const SETTLED: Duration = Duration::from_secs(5);
-/// Between two attempts, unless the API server asks for more.
+/// The longest delay between two attempts, unless the API server asks for more.
 const LONGEST_DELAY: Duration = Duration::from_secs(30);
-/// Failed streaming lists in a row, after which a plain one is tried.
+/// The number of failed streaming lists in a row after which a plain one is tried.
 const STREAM_ATTEMPTS: u32 = 2;
 
-/// Why a watcher has ended.
+/// The reason why a watcher has ended.
 pub(super) enum EndReason {
     ReceiverGone,
-    /// The API server does not have the kind, or does not say so. The watcher can be run again.
+    /// The API server does not have the kind, or does not tell whether it has it. The watcher can
+    /// be run again.
     NotServed(Failure),
 }
 
-/// Why an attempt has ended early.
+/// The reason why an attempt has ended early.
 enum Stop {
     Failed(Failure),
     ReceiverGone,
@@ -64,26 +71,28 @@ impl From<Failure> for Stop {
     }
 }
 
-/// Where the next attempt begins.
+/// The point where the next attempt begins.
 #[derive(Clone, Debug, Eq, PartialEq)]
 enum Start {
-    /// With a list that is not older than this resource version. "0" is what the API server has in memory, as client-go
-    /// begins; "" is the newest, which costs a read of etcd.
+    /// The attempt begins with a list that is not older than this resource version. "0" is what the
+    /// API server has in memory, with which client-go begins. "" is the newest, which costs a read
+    /// of etcd.
     List(String),
-    /// Everything up to this resource version has been sent.
+    /// Everything up to this resource version has been sent, so the attempt watches from there.
     Watch(String),
 }
 
 impl Start {
-    /// Objects may have been missed: list them.
+    /// Makes the next attempt list, because changes may have been missed.
     fn relist(&mut self) {
         if let Self::Watch(seen) = self {
             *self = Self::List(std::mem::take(seen));
         }
     }
 
-    /// The API server does not have this version: not any more if it is watched from, and not yet, or never after a
-    /// restored backup, if it is listed.
+    /// Notes that the API server does not have this version. If it was to be watched from, it has
+    /// been compacted away. If it was to be listed, the server has not reached it yet, or never
+    /// will after a restored backup.
     fn expired(&mut self) {
         *self = match std::mem::replace(self, Self::List(String::new())) {
             Self::Watch(seen) => Self::List(seen),
@@ -95,12 +104,13 @@ impl Start {
 pub(super) struct Watcher<W: Watched> {
     context: WatchContext,
     query: Query<W>,
-    /// As client-go's reflector, so that the nodes of a cluster do not come back all at once.
+    /// The delays between attempts. They are those of client-go's reflector, so that the nodes of a
+    /// cluster do not come back all at once.
     backoff: DefaultBackoff,
-    /// Why the last attempt failed; None once a watch has settled.
+    /// The reason why the last attempt failed. None once a watch has settled.
     last_failure: Option<FailureReason>,
     start: Start,
-    /// Streaming lists that failed since the last complete list.
+    /// The number of streaming lists that failed since the last complete list.
     failed_streams: u32,
     tracked: Tracked<W::Parsed>,
     has_sent: bool,
@@ -137,7 +147,8 @@ impl<W: Watched> Watcher<W> {
         }
     }
 
-    /// Returns when it is time for the next attempt.
+    /// Handles a failed attempt, and returns when it is time for the next one. Returns a reason if
+    /// the watcher is to end.
     async fn failed(&mut self, generation: Option<u64>, failure: Failure) -> Option<EndReason> {
         self.context.state.failed(W::RESOURCE, &failure);
         let reason = failure.reason;
@@ -146,11 +157,11 @@ impl<W: Watched> Watcher<W> {
             info!(resource = %W::RESOURCE, "{failure}; listing again");
             self.start.expired();
             if is_first {
-                // A single expiry is normal: the list follows without a delay.
+                // A single expiry is normal, so the list follows without a delay.
                 return None;
             }
         }
-        // RBAC, which is asked first, need not know of a kind that there is not.
+        // RBAC is asked first and answers "forbidden" even for a kind that does not exist.
         let is_absent =
             reason == FailureReason::NotServed || reason == FailureReason::Forbidden && !self.has_sent;
         if W::MAY_BE_ABSENT && is_absent {
@@ -175,8 +186,8 @@ impl<W: Watched> Watcher<W> {
         if self.send_hidden().await.is_err() {
             return Some(EndReason::ReceiverGone);
         }
-        // Once another watcher has succeeded, earlier failures no longer count, but the delay that
-        // the API server asked this one for does.
+        // Once another watcher has succeeded, earlier failures no longer count. The delay that the
+        // API server asked this watcher for still does.
         let other_recovered = async {
             self.context.connection.recovered.notified().await;
             sleep_until(earliest).await;
@@ -192,12 +203,13 @@ impl<W: Watched> Watcher<W> {
     async fn renew(&self, generation: Option<u64>, reason: FailureReason) -> Result<Renewed, Failure> {
         match generation {
             Some(generation) => self.context.connection.renew(generation, reason).await,
-            // There is no client yet: the next attempt makes one from the files.
+            // There is no client yet, and the next attempt makes one from the files.
             None => Ok(Renewed::Same),
         }
     }
 
-    /// A kind that RBAC does not allow to list is not waited for, if services can be served without it.
+    /// Sends the update for a kind that RBAC does not allow to list, if Services can be served
+    /// without the kind. Otherwise the receiver would wait for it.
     async fn send_hidden(&mut self) -> Result<(), Stop> {
         match W::Parsed::HIDDEN {
             Some(hidden)
@@ -209,13 +221,13 @@ impl<W: Watched> Watcher<W> {
         }
     }
 
-    /// Lists if need be and watches until the server ends the watch.
+    /// Lists if need be, and watches until the server ends the watch.
     async fn attempt(&mut self, client: &Client) -> Result<(), Stop> {
         let events = match self.start.clone() {
             Start::Watch(version) => {
                 self.query.watch(&self.context, client, &version, false).await.inspect_err(|failure| {
                     if failure.reason == FailureReason::Forbidden {
-                        // Changes in between are found by the next list.
+                        // Changes that happen meanwhile are found by the next list.
                         self.start.relist();
                     }
                 })?
@@ -228,7 +240,8 @@ impl<W: Watched> Watcher<W> {
         self.follow(events, Instant::now()).await
     }
 
-    /// Returns the watch that goes on behind a streaming list; None: the watch is the next attempt.
+    /// Lists, and returns the watch that follows a streaming list in the same answer. None after a
+    /// plain list: the next attempt watches.
     async fn list(&mut self, client: &Client, version: &str) -> Result<Option<Events>, Stop> {
         if self.failed_streams < STREAM_ATTEMPTS && !self.context.plain_lists.load(Ordering::Relaxed) {
             match self.stream(client, version).await {
@@ -257,9 +270,9 @@ impl<W: Watched> Watcher<W> {
         }
     }
 
-    /// Returns the watch behind a list in the same answer. None: the answer is a watch without a
-    /// list. kube-apiserver refuses what it does not know, but something in between may drop the
-    /// parameter.
+    /// Reads a streaming list, and returns the watch behind it in the same answer. None if the
+    /// answer is a watch without a list: kube-apiserver refuses parameters that it does not know,
+    /// but something in between may drop them.
     async fn stream(&mut self, client: &Client, version: &str) -> Result<Option<Events>, Stop> {
         let mut events = self.query.watch(&self.context, client, version, true).await?;
         self.failed_streams += 1;
@@ -267,7 +280,7 @@ impl<W: Watched> Watcher<W> {
         loop {
             let event = next(&mut events, NEXT_OF_LIST).await.inspect_err(|failure| {
                 if failure.reason == FailureReason::Timeout {
-                    // This list is asked for as a plain one; the next one streams again.
+                    // This attempt uses a plain list, and the list after it streams again.
                     self.failed_streams = STREAM_ATTEMPTS;
                 }
             })?;
@@ -288,7 +301,7 @@ impl<W: Watched> Watcher<W> {
         }
     }
 
-    /// Passes on what changes, until the server ends the watch.
+    /// Passes on changes until the server ends the watch.
     async fn follow(&mut self, mut events: Events, started: Instant) -> Result<(), Stop> {
         if self.context.state.works(W::RESOURCE) {
             self.context.connection.recovered.notify_waiters();
@@ -312,7 +325,8 @@ impl<W: Watched> Watcher<W> {
                 }
             };
             let event = event.inspect_err(|failure| {
-                // A new watch from this version would receive the same event.
+                // A new watch from this version would receive the same event, so everything is
+                // listed again.
                 if failure.reason == FailureReason::Malformed {
                     self.start.relist();
                 }
@@ -324,7 +338,8 @@ impl<W: Watched> Watcher<W> {
                 }
                 None => return Ok(()),
                 Some(Event::Error(failure)) => {
-                    // The server cannot go on from here for a reason of its own: start from a list.
+                    // The server cannot go on from here for a reason of its own, so everything is
+                    // listed again.
                     if failure.reason == FailureReason::Refused {
                         self.start.relist();
                     }
@@ -428,7 +443,7 @@ fn longest_silence(events: &Events) -> (Duration, bool) {
     }
 }
 
-/// The next event; None at the end.
+/// Returns the next event, or None at the end.
 async fn next(events: &mut Events, limit: Duration) -> Result<Option<Event>, Failure> {
     timeout(limit, events.next()).await.unwrap_or_else(|_| Err(Failure::silence(limit)))
 }

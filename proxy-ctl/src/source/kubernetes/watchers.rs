@@ -8,7 +8,8 @@ use tokio::{
 use super::kind::ResourceKind;
 use crate::source::Update;
 
-/// The objects of this watcher are stale from now on: only a new process watches them again.
+/// The error that a watcher has ended. Its objects are stale from then on, and only a new process
+/// watches them again.
 #[derive(Debug, thiserror::Error)]
 #[error("watching {resource} has ended, which it never should: {problem}")]
 pub struct WatcherEnded {
@@ -23,13 +24,14 @@ pub(super) struct Watchers {
 }
 
 impl Watchers {
-    /// Begins at once.
+    /// Starts a watcher at once.
     pub(super) fn spawn(&mut self, kind: ResourceKind, watcher: impl Future<Output = ()> + Send + 'static) {
         let id = self.tasks.spawn(watcher).id();
         self.kinds.push((id, kind));
     }
 
-    /// Waits until one ends; the others are then stopped. A closed receiver is no error.
+    /// Waits until one watcher ends, and then stops the others. It is no error if the receiver was
+    /// closed.
     pub(super) async fn first_end(mut self, updates: &mpsc::Sender<Update>) -> Result<(), WatcherEnded> {
         let (id, problem) = match self.tasks.join_next_with_id().await {
             None => return Ok(()),

@@ -15,19 +15,19 @@ use crate::{
     },
 };
 
-/// Ends a streaming list.
+/// The annotation of the bookmark that ends a streaming list.
 const INITIAL_EVENTS_END: &str = "k8s.io/initial-events-end";
-/// Begins everything in protobuf.
+/// The magic bytes at the beginning of every message in protobuf.
 const MAGIC: &[u8] = b"k8s\0";
 
-/// API version and kind. In protobuf the envelope states them, the message does not.
+/// An API version and a kind. In protobuf only the envelope states them, and the message does not.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct ApiType {
     pub(super) api_version: &'static str,
     pub(super) kind: &'static str,
 }
 
-/// An object that is still encoded: one that cannot be read must not hide the others.
+/// An object that is still encoded, so that one that cannot be read does not hide the others.
 #[derive(Clone, Debug)]
 pub(super) struct Raw {
     encoding: Encoding,
@@ -35,7 +35,7 @@ pub(super) struct Raw {
 }
 
 impl Raw {
-    /// The error is for people.
+    /// Decodes the object. The error is a text for messages.
     pub(super) fn object<T: ApiObject>(&self) -> Result<T, String> {
         match self.encoding {
             Encoding::Json => serde_json::from_slice(&self.bytes).map_err(|error| error.to_string()),
@@ -43,7 +43,8 @@ impl Raw {
         }
     }
 
-    /// Known even of an object that cannot be read otherwise.
+    /// Decodes the object's name and version. This works even if the rest of the object cannot be
+    /// read.
     pub(super) fn meta(&self) -> Result<Meta, Failure> {
         let named = match self.encoding {
             Encoding::Json => serde_json::from_slice(&self.bytes).map_err(|error| error.to_string()),
@@ -59,7 +60,7 @@ impl Raw {
     }
 }
 
-/// Which object, and which version of it.
+/// The identity of an object, and its version.
 #[derive(Debug)]
 pub(super) struct Meta {
     pub(super) namespace: String,
@@ -83,7 +84,7 @@ impl Meta {
 pub(super) struct Page {
     pub(super) items: Vec<Raw>,
     pub(super) resource_version: String,
-    /// Empty: there are no more pages.
+    /// The token for the next page. It is empty if there are no more pages.
     pub(super) continue_token: String,
 }
 
@@ -121,14 +122,14 @@ pub(super) enum Event {
     Deleted(Raw),
     Bookmark {
         resource_version: String,
-        /// Every object that existed when a streaming list was asked for has been sent.
+        /// True if every object that existed when a streaming list was asked for has been sent.
         ends_list: bool,
     },
     Error(Failure),
 }
 
 impl Event {
-    /// `frame`: one whole event.
+    /// Decodes an event from `frame`, which holds one complete event.
     pub(super) fn read(encoding: Encoding, frame: &Bytes, of: ApiType) -> Result<Self, Failure> {
         #[derive(Deserialize)]
         struct JsonEvent<'a> {
@@ -173,7 +174,7 @@ impl Event {
     }
 }
 
-/// The body of an error, or the last event of a watch.
+/// Decodes a Status: the body of an error, or the last event of a watch.
 pub(super) fn status(encoding: Encoding, body: &Bytes) -> Result<Status, Failure> {
     const STATUS: ApiType = ApiType { api_version: "v1", kind: "Status" };
     match encoding {
@@ -182,7 +183,7 @@ pub(super) fn status(encoding: Encoding, body: &Bytes) -> Result<Status, Failure
     }
 }
 
-/// The message within the envelope. `of`: what it must be, with `suffix` after its kind.
+/// Returns the message within the envelope. It must be of kind `of`, with `suffix` behind the kind.
 fn unwrap(envelope: &Bytes, of: ApiType, suffix: &str) -> Result<Bytes, Failure> {
     if !envelope.starts_with(MAGIC) {
         let found = envelope.get(..MAGIC.len()).unwrap_or(envelope);

@@ -138,7 +138,7 @@ fn master_overrides_the_server() {
     assert!(error.starts_with("--master=ftp://xxxxx@192.0.2.9: ") && !error.contains("secret"), "{error}");
 }
 
-/// As kube-proxy 1.36 does with such files, whatever they say of TLS.
+/// kube-proxy 1.36 does the same with such files, whatever they say about TLS.
 #[rstest]
 #[case("192.0.2.1:8080", "http://192.0.2.1:8080/")]
 #[case("localhost:8080/", "http://localhost:8080/")]
@@ -206,7 +206,7 @@ fn the_fingerprint_changes_with_the_files() {
     assert_ne!(load(&GOOD.replace("secret", "other")).unwrap().fingerprint, first);
 }
 
-/// This test is not run in a pod.
+/// This test assumes that it does not run in a pod.
 #[test]
 fn outside_a_pod_what_is_missing_is_named() {
     let error = Config::default().load().err().unwrap().to_string();
@@ -214,7 +214,7 @@ fn outside_a_pod_what_is_missing_is_named() {
     assert!(error.contains("--kubeconfig"), "{error}");
 }
 
-/// A parser likes to show the lines around a mistake.
+/// The errors of a parser tend to quote the lines around a mistake.
 #[rstest]
 #[case::no_yaml("token: secret", "token: secret, tokenFile: [")]
 #[case::another_type("token: secret", "token: secret, username: [a]")]

@@ -1,4 +1,5 @@
-//! Marked secrets through every error of credentials: none may be in an error, in the log or on a page.
+//! Tests that no secret is in an error, in the log or on a page. Marked secrets go through every
+//! error of credentials.
 
 use std::{ffi::OsString, fs, path::Path, sync::Arc};
 
@@ -26,10 +27,10 @@ use crate::{
     },
 };
 
-/// Part of everything secret below. Also base64 of something.
+/// The text in every secret below. It is also valid base64.
 const MARK: &str = "MarkedSecret";
 
-/// A kubeconfig with this cluster and this user.
+/// Writes a kubeconfig with this cluster and this user.
 fn kubeconfig(folder: &Path, cluster: &str, user: &str) -> Config {
     let path = folder.join("kubeconfig");
     let text = format!(
@@ -44,7 +45,7 @@ fn request() -> http::Request<Vec<u8>> {
     http::Request::get("/").body(Vec::new()).unwrap()
 }
 
-/// What is said of a request, and of one that is made for an event.
+/// Returns the messages of a failed request of a watcher, and of one that writes an event.
 async fn failures(config: Config) -> [String; 2] {
     let connection = ApiConnection::new(config, HeaderValue::from_static("*/*"), Requests::default());
     let connection = Arc::new(connection);
@@ -57,7 +58,8 @@ async fn failures(config: Config) -> [String; 2] {
     [asked, Failure::from(event)].map(|failure| failure.to_string())
 }
 
-/// As [`failures`], of a server without TLS: else it would not be told the user.
+/// Returns the same as [`failures`] for a server without TLS. There the kubeconfig's user would be
+/// withheld, so its credentials are set here.
 async fn failures_without_tls(config: Config, port: u16) -> [String; 2] {
     let mut loaded = config.load().unwrap();
     if let Some(plugin) = &loaded.plugin {
@@ -70,7 +72,7 @@ async fn failures_without_tls(config: Config, port: u16) -> [String; 2] {
     [asked, Failure::from(event)].map(|failure| failure.to_string())
 }
 
-/// Sends back what it was sent, as an error.
+/// Starts a server that sends back the request as an error.
 async fn mirror(content_type: &'static str) -> u16 {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -93,7 +95,7 @@ async fn mirror(content_type: &'static str) -> u16 {
     port
 }
 
-/// What is said of a kubeconfig that is wrong.
+/// Returns the messages of kubeconfigs that are wrong.
 fn of_kubeconfigs(folder: &Path) -> Vec<String> {
     let server = "server: 'https://192.0.2.1'";
     let token = folder.join("token");
@@ -102,7 +104,7 @@ fn of_kubeconfigs(folder: &Path) -> Vec<String> {
     let [pem, half] =
         [pem, format!("-----BEGIN PRIVATE KEY-----\n{MARK}\n")].map(|text| BASE64_STANDARD.encode(text));
     let users = [
-        // Where something else is expected, parsers show what they have found.
+        // Parsers tend to quote what they find in the place of something else.
         MARK.to_owned(),
         format!("[{MARK}]"),
         format!("{{token: {{{MARK}: {MARK}}}}}"),
@@ -118,7 +120,7 @@ fn of_kubeconfigs(folder: &Path) -> Vec<String> {
         format!("{{exec: {{command: c, interactiveMode: {MARK}}}}}"),
         format!("{{exec: {MARK}}}"),
         format!("{{auth-provider: {MARK}}}"),
-        // What is read and then cannot be used.
+        // These credentials can be read, but cannot be used.
         format!("{{client-certificate-data: '{MARK}?', client-key-data: '{MARK}?'}}"),
         format!("{{client-certificate-data: {MARK}, client-key-data: {MARK}}}"),
         format!("{{client-certificate-data: {pem}, client-key-data: {pem}}}"),
@@ -139,7 +141,7 @@ fn of_kubeconfigs(folder: &Path) -> Vec<String> {
     said
 }
 
-/// What is said of credential plugins that fail.
+/// Returns the messages of credential plugins that fail.
 async fn of_plugins(folder: &Path) -> Vec<String> {
     let mut said = Vec::new();
     for script in [
@@ -164,7 +166,7 @@ async fn of_plugins(folder: &Path) -> Vec<String> {
     said
 }
 
-/// What is said of servers that send the request back.
+/// Returns the messages of servers that send the request back.
 async fn of_mirrors(folder: &Path) -> Vec<String> {
     let token = folder.join("good");
     fs::write(&token, format!("{MARK}-from-a-file\n")).unwrap();
@@ -195,7 +197,8 @@ async fn of_mirrors(folder: &Path) -> Vec<String> {
     said
 }
 
-/// Base64 of what basic authentication sends does not hold the mark itself.
+/// Returns true if a text holds a secret in any encoding. The base64 text of basic authentication
+/// does not contain the mark itself.
 fn holds_a_secret(text: &str) -> bool {
     let basic = BASE64_STANDARD.encode(format!("me:{MARK}\"<"));
     text.contains(MARK)

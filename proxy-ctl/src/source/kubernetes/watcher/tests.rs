@@ -1,4 +1,4 @@
-//! Watchers of an API server that the test plays, on a clock that moves on only when everything
+//! Tests of watchers. The test plays the API server, on a clock that moves on only when everything
 //! waits.
 
 use std::{
@@ -98,7 +98,7 @@ impl World {
         Self { requests, connection, state, watcher, _updates: received }
     }
 
-    /// The next request, however long it takes.
+    /// Returns the next request, however long it takes.
     async fn asked(&mut self) -> Asked {
         self.requests.recv().await.unwrap()
     }
@@ -127,7 +127,7 @@ impl Asked {
         after.split('&').next().unwrap().parse().unwrap()
     }
 
-    /// Begins an answer in JSON; the rest of it is what the sender sends.
+    /// Begins an answer in JSON. Returns the sender of the rest of it.
     fn begin(self, version: Version) -> mpsc::UnboundedSender<Bytes> {
         let (sender, body) = mpsc::unbounded_channel();
         let answer = Response::builder().version(version).header(header::CONTENT_TYPE, "application/json");
@@ -135,12 +135,12 @@ impl Asked {
         sender
     }
 
-    /// Answers the whole of this.
+    /// Answers with this body.
     fn answer(self, body: &Value) {
         self.begin(Version::HTTP_11).send(format!("{body}\n").into()).unwrap();
     }
 
-    /// Answers as kube-apiserver does that has too much to do: with the header, and without a
+    /// Refuses a request as an overloaded kube-apiserver does: with the header, and without a
     /// Status.
     fn refuse(self, code: StatusCode, retry_after: Option<&str>) {
         let (_, body) = mpsc::unbounded_channel();
@@ -163,7 +163,7 @@ fn bookmark(version: u64, ends_list: bool) -> Bytes {
     format!("{event}\n").into()
 }
 
-/// Returns the seconds after which a watcher asks again that was refused like this. Meanwhile
+/// Returns the seconds after which a watcher asks again if it was refused like this. Meanwhile
 /// another watcher recovers each second.
 async fn asks_again_after(code: StatusCode, retry_after: Option<&str>) -> u64 {
     let mut world = World::start();
@@ -181,8 +181,8 @@ async fn asks_again_after(code: StatusCode, retry_after: Option<&str>) -> u64 {
     refused.elapsed().as_secs()
 }
 
-/// Without a delay that the server asks for, the first one is at most 1.6 s, and the recovery of
-/// another watcher ends it.
+/// If the server asks for no delay, the first delay is at most 1.6 s, and the recovery of another
+/// watcher ends it.
 #[rstest]
 #[case::too_many_requests(StatusCode::TOO_MANY_REQUESTS, Some("20"), 20..=20)]
 #[case::shutting_down(StatusCode::SERVICE_UNAVAILABLE, Some("5"), 5..=5)]
@@ -284,8 +284,8 @@ async fn a_stalled_streaming_list_gives_way_to_one_plain_list() {
     assert!(again.is_streaming_list(), "{}", again.target);
 }
 
-/// kube-apiserver before 1.27 does not know sendInitialEvents, but it refuses resourceVersionMatch in
-/// a watch with 422.
+/// kube-apiserver before 1.27 does not know sendInitialEvents, but it refuses resourceVersionMatch
+/// in a watch with 422.
 #[rstest]
 #[case::refused(|list: Asked| {
     list.refuse(StatusCode::UNPROCESSABLE_ENTITY, None);

@@ -1,4 +1,5 @@
-//! `recorded` was written by Kubernetes' own serializers: `tests/kubernetes/cmd/encodings`.
+//! Tests of both encodings. Kubernetes' own serializers have written `recorded`
+//! (`tests/kubernetes/cmd/encodings`).
 
 use bytes::BufMut as _;
 use proptest::prelude::*;
@@ -16,7 +17,7 @@ use crate::{
     },
 };
 
-/// What the API server takes for an object in protobuf.
+/// Wraps a message in the envelope that the API server uses for protobuf.
 fn envelope(api_version: &str, kind: &str, message: Vec<u8>) -> Vec<u8> {
     let type_meta = TypeMeta { api_version: api_version.to_owned(), kind: kind.to_owned() };
     let unknown = Unknown { type_meta, raw: message.into(), ..Unknown::default() };
@@ -34,7 +35,7 @@ macro_rules! recorded {
 
 const SERVICE: ApiType = Services::KIND;
 
-/// The objects of a list, which are the same in both encodings.
+/// Returns the objects of a list, which are the same in both encodings.
 fn objects<W: Watched>(lists: [(Encoding, &'static [u8]); 2]) -> Vec<W::Object> {
     let [json, protobuf] = lists.map(|(encoding, body)| {
         let page = Page::read(encoding, &Bytes::from_static(body), W::KIND).unwrap();
@@ -50,7 +51,7 @@ fn objects<W: Watched>(lists: [(Encoding, &'static [u8]); 2]) -> Vec<W::Object> 
     json
 }
 
-/// The first of them as it is served, without invalid.
+/// Returns the first of these objects as it is served, and checks that it has no invalid field.
 fn served<W: Watched>(lists: [(Encoding, &'static [u8]); 2]) -> W::Parsed {
     let (parsed, invalid) = W::CONVERT(&objects::<W>(lists)[0]);
     assert_eq!(invalid, Vec::<InvalidField>::new());
@@ -149,7 +150,7 @@ fn a_watch_is_the_same_in_both_encodings() {
     }
 }
 
-/// A list in protobuf with these items.
+/// Returns a list in protobuf with these items.
 fn protobuf_list(items: &[&[u8]]) -> Bytes {
     let items = items.iter().map(|item| Bytes::copy_from_slice(item)).collect();
     let list = List { metadata: ListMeta { resource_version: "1".into(), ..ListMeta::default() }, items };
@@ -159,7 +160,7 @@ fn protobuf_list(items: &[&[u8]]) -> Bytes {
 #[test]
 fn one_object_that_cannot_be_read_hides_no_other() {
     let good = objects::<Services>(recorded!("services"))[0].encode_to_vec();
-    // Its port is text.
+    // The number of this object's port is text.
     let mut bad = Named {
         metadata: NamedMeta { name: "bad".into(), namespace: "shop".into(), resource_version: "2".into() },
     }
@@ -173,7 +174,7 @@ fn one_object_that_cannot_be_read_hides_no_other() {
     assert_eq!(second.object::<core::Service>().unwrap().metadata.name, "web");
 }
 
-/// API servers check names, not annotations.
+/// API servers validate names as UTF-8, but not annotations.
 #[test]
 fn what_is_no_text_is_read_as_the_api_server_writes_it_in_json() {
     let mut web = objects::<Services>(recorded!("services")).remove(0);
@@ -229,7 +230,7 @@ fn items_are_not_copied_out_of_their_list() {
     }
 }
 
-/// Everything that is done with what has come.
+/// Does everything with the bytes that a watcher does with an answer.
 fn read_all(encoding: Encoding, bytes: &[u8]) {
     let body = Bytes::copy_from_slice(bytes);
     let read = |raw: Raw| {
@@ -266,7 +267,7 @@ proptest! {
         }
     }
 
-    /// Nearly right goes further than arbitrary.
+    /// Bytes that are nearly right get further in the decoder than arbitrary ones.
     #[test]
     fn what_is_recorded_is_at_most_an_error_when_it_is_changed(
         changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6),

@@ -1,5 +1,5 @@
-//! The types of the fields: what each allows, and how a value of the file or a flag is read into a [`Config`] and written
-//! back.
+//! The types of the fields: what each allows, and how a value of the file or a flag is read into a
+//! [`Config`] and written back.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -14,7 +14,7 @@ use super::{Config, Encoding, PortRange, duration, media};
 /// A value that a field does not take.
 #[derive(Debug)]
 pub(super) struct InvalidValue {
-    /// Which part of the value, such as `[1]`; empty for the whole.
+    /// The part of the value, such as `[1]`. It is empty for the whole value.
     pub(super) part: String,
     pub(super) found: String,
     pub(super) problem: Problem,
@@ -22,9 +22,9 @@ pub(super) struct InvalidValue {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Problem {
-    /// kube-proxy refuses the whole file.
+    /// The value has another type. kube-proxy refuses the whole file for it.
     WrongType,
-    /// Of the right type, but outside the allowed values.
+    /// The value has the right type, but is outside the allowed values.
     NotAllowed,
 }
 
@@ -40,18 +40,19 @@ impl InvalidValue {
 
 pub(super) type ParseResult<T> = Result<T, InvalidValue>;
 
-/// A field of any type. Flags are turned into the JSON that the file would have.
+/// A field of any type. Values of flags are turned into the JSON that the file would have.
 pub(super) trait Access: Sync {
-    /// The allowed values, to follow "must be".
+    /// Returns the allowed values as a text that follows "must be".
     fn allowed(&self) -> String;
-    /// The word for its type in the documentation.
+    /// Returns the word for the field's type in the documentation.
     fn type_name(&self) -> &'static str;
-    /// All values that the field takes, where they are a few words. Empty for every other type.
+    /// Returns all values that the field takes, if these are a few words. Empty for every other
+    /// type.
     fn words(&self) -> Vec<&'static str>;
-    /// Whether this value in a file means the default.
+    /// Returns true if this value in a file means the default.
     fn unset(&self, value: &Value) -> bool;
     fn read(&self, config: &mut Config, value: &Value) -> ParseResult<()>;
-    /// As the file would say it.
+    /// Returns the value as the file would have it.
     fn write(&self, config: &mut Config) -> Value;
 }
 
@@ -135,7 +136,7 @@ pub(super) const fn text(locate: Locate<String>) -> TypedField<String> {
     }
 }
 
-/// The schedulers of the kernel, from net/netfilter/ipvs.
+/// The kernel's schedulers, from net/netfilter/ipvs.
 const SCHEDULERS: [&str; 14] =
     ["rr", "wrr", "lc", "wlc", "lblc", "lblcr", "dh", "sh", "sed", "nq", "fo", "ovf", "mh", "twos"];
 
@@ -185,7 +186,7 @@ pub(super) const fn encoding(locate: Locate<Encoding>) -> TypedField<Encoding> {
     }
 }
 
-/// An Accept header.
+/// Returns a field that holds an Accept header.
 pub(super) const fn accept_header(locate: Locate<Option<String>>) -> TypedField<Option<String>> {
     TypedField {
         allowed: || {
@@ -254,7 +255,7 @@ pub(super) const fn number(locate: Locate<f64>) -> TypedField<f64> {
     }
 }
 
-/// IPv4 written as IPv6 (`::ffff:10.0.0.1`) is IPv4.
+/// Returns a field that holds an IP address. IPv4 written as IPv6 (`::ffff:10.0.0.1`) is IPv4.
 pub(super) const fn address(locate: Locate<IpAddr>) -> TypedField<IpAddr> {
     TypedField {
         locate,
@@ -267,7 +268,8 @@ pub(super) const fn address(locate: Locate<IpAddr>) -> TypedField<IpAddr> {
     }
 }
 
-/// `address:port`, `[address]:port`, or an address alone, which takes `PORT`.
+/// Returns a field that holds `address:port`, `[address]:port`, or an address alone, which gets
+/// port `PORT`.
 pub(super) const fn listen_address<const PORT: u16>(
     locate: Locate<Option<SocketAddr>>,
 ) -> TypedField<Option<SocketAddr>> {
@@ -287,17 +289,18 @@ pub(super) const fn listen_address<const PORT: u16>(
     }
 }
 
-/// 0 or more; zero and absent mean the default.
+/// Returns a field that holds a duration of 0 or more. Zero and an absent value mean the default.
 pub(super) const fn period(locate: Locate<Duration>) -> TypedField<Duration> {
     TypedField { unset: |value| value.as_str().and_then(duration::parse) == Some(0), ..timeout(locate) }
 }
 
-/// 0 or more; zero is a value, null means the default.
+/// Returns a field that holds a duration of 0 or more. Zero is a value, and null means the default.
 pub(super) const fn optional_timeout(locate: Locate<Duration>) -> TypedField<Duration> {
     TypedField { unset: Value::is_null, ..timeout(locate) }
 }
 
-/// 0 or more; zero is the default. As with kube-proxy, null is not a duration.
+/// Returns a field that holds a duration of 0 or more. Zero is its default. As in kube-proxy, null
+/// is not a duration.
 pub(super) const fn timeout(locate: Locate<Duration>) -> TypedField<Duration> {
     TypedField {
         locate,
@@ -310,14 +313,14 @@ pub(super) const fn timeout(locate: Locate<Duration>) -> TypedField<Duration> {
     }
 }
 
-/// 0 or more, and `allowed`.
+/// Reads a duration of 0 or more that `allowed` accepts.
 pub(super) fn duration_if(value: &Value, allowed: impl FnOnce(&Duration) -> bool) -> ParseResult<Duration> {
     let nanoseconds = typed(value, |value| duration::parse(value.as_str()?))?;
     let found = u64::try_from(nanoseconds).ok().map(Duration::from_nanos).filter(allowed);
     found.ok_or_else(|| InvalidValue::new(Problem::NotAllowed, value))
 }
 
-/// A duration, or a whole number of nanoseconds; zero means the default.
+/// Returns a field that holds a duration, or a whole number of nanoseconds. Zero means the default.
 pub(super) const fn duration_or_nanoseconds(locate: Locate<Duration>) -> TypedField<Duration> {
     TypedField {
         allowed: || "a duration above 0s such as \"5s\", or nanoseconds".to_owned(),
@@ -334,7 +337,8 @@ pub(super) const fn duration_or_nanoseconds(locate: Locate<Duration>) -> TypedFi
     }
 }
 
-/// A Kubernetes quantity, kept as it is written: nothing here depends on its size.
+/// Returns a field that holds a Kubernetes quantity. It is kept as it is written, because nothing
+/// here depends on its size.
 pub(super) const fn quantity(locate: Locate<String>) -> TypedField<String> {
     TypedField {
         type_name: "quantity",
@@ -350,13 +354,14 @@ pub(super) const fn quantity(locate: Locate<String>) -> TypedField<String> {
 
 pub(super) const MAX_I32: i64 = i32::MAX as i64;
 
-/// Helm writes large whole numbers as `1e+06`.
+/// Reads a whole number. Helm writes large ones as `1e+06`.
 pub(super) fn as_whole(value: &Value) -> Option<i64> {
     let whole_float = |number: f64| (number.fract() == 0.0 && number.abs() < 1e15).then_some(number as i64);
     value.as_i64().or_else(|| whole_float(value.as_f64()?))
 }
 
-/// kube-proxy reads every integer into 32 bits first.
+/// Reads an integer in a range. The range is checked only for values of 32 bits, because kube-proxy
+/// reads every integer into 32 bits first.
 fn in_range<T: TryFrom<i64>>(value: &Value, min: i64, max: i64) -> ParseResult<T> {
     let number = typed(value, |value| as_whole(value).filter(|number| i32::try_from(*number).is_ok()))?;
     let allowed = Some(number).filter(|number| (min..=max).contains(number));
@@ -386,7 +391,7 @@ where
     TypedField { unset: is_zero, ..integer::<T, MIN, MAX>(locate) }
 }
 
-/// One of a few words.
+/// A value that is one of a few words.
 pub trait Keyword: Copy + PartialEq + 'static {
     const WORDS: &'static [(&'static str, Self)];
 
@@ -394,7 +399,7 @@ pub trait Keyword: Copy + PartialEq + 'static {
         Self::WORDS.iter().find(|(_, meaning)| *meaning == self).map_or("", |(word, _)| *word)
     }
 
-    /// All of them, for people.
+    /// Returns all words as a text for messages.
     fn words() -> String {
         one_of(Self::WORDS.iter().map(|(word, _)| *word))
     }
@@ -420,12 +425,12 @@ pub(super) const fn keyword<T: Keyword>(locate: Locate<T>) -> TypedField<T> {
     }
 }
 
-/// What a list of texts consists of.
+/// An item in a list of texts.
 pub(super) trait ListItem: ToString + Sized + 'static {
     const LIST: &'static str;
-    /// What each item must be.
+    /// The text that says what each item must be.
     const ALLOWED: &'static str;
-    /// kube-proxy writes its empty lists as null.
+    /// The value of an empty list. kube-proxy writes its empty lists as null.
     const EMPTY: Value = Value::Null;
 
     fn parse(text: &str) -> Option<Self>;
@@ -453,7 +458,7 @@ pub(super) const fn list<T: ListItem>(locate: Locate<Vec<T>>) -> TypedField<Vec<
     }
 }
 
-/// `a`, `a or b`, `a, b or c`.
+/// Joins words to `a`, `a or b`, or `a, b or c`.
 fn one_of<'w>(words: impl IntoIterator<Item = &'w str>) -> String {
     let words: Vec<_> = words.into_iter().collect();
     match words.split_last() {

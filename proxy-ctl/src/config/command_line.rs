@@ -1,4 +1,5 @@
-//! The command line of `run`: kube-proxy's spellings are made regular, then clap parses it with the table [`FLAGS`].
+//! The command line of `run`. kube-proxy's spellings are made regular, then clap parses it with the
+//! table [`FLAGS`].
 
 use std::{error::Error as _, ffi::OsString};
 
@@ -16,11 +17,11 @@ use super::{
 /// The flags that were given. The configuration that they make up is checked when it is resolved.
 #[derive(Clone, Debug, Default)]
 pub struct CommandLine {
-    /// With the value as the file would say it.
+    /// The flags, each with the value as the file would have it.
     given: Vec<(&'static Flag, Value)>,
 }
 
-/// How much `--version` prints.
+/// The amount of text that `--version` prints.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum VersionFormat {
     Short,
@@ -50,7 +51,7 @@ impl CommandLine {
         Self::parse_with(&[], arguments)
     }
 
-    /// With the flags that a command has beside those of `run`.
+    /// Parses a command line with the flags that a command has in addition to those of `run`.
     pub fn parse_with(
         more: &'static [Flag],
         arguments: impl IntoIterator<Item = OsString>,
@@ -63,7 +64,7 @@ impl CommandLine {
         Ok(Self { given: flags().filter_map(|flag| Some((flag, value(flag)?))).collect() })
     }
 
-    /// A flag that stood elsewhere.
+    /// Adds the value of a flag that was not parsed here.
     pub fn give_text(&mut self, name: &str, text: &str) {
         self.given.extend(FLAGS.iter().find(|flag| flag.name == name).map(|flag| (flag, text.into())));
     }
@@ -76,7 +77,7 @@ impl CommandLine {
         self.given.iter().map(|(flag, value)| (*flag, value))
     }
 
-    /// `None`: not given, or empty.
+    /// Returns the text of a flag. `None` if it was not given or is empty.
     pub fn text(&self, name: &str) -> Option<&str> {
         self.value(name).and_then(Value::as_str).filter(|text| !text.is_empty())
     }
@@ -97,7 +98,7 @@ impl CommandLine {
         self.is_on("version").then_some(VersionFormat::Short)
     }
 
-    /// What an operator should know about the flags themselves.
+    /// Returns warnings for the operator about the flags themselves.
     pub fn warnings(&self) -> Vec<String> {
         let warning =
             |(flag, _): (&Flag, _)| Some(format!("--{} is deprecated: {}", flag.name, flag.deprecated?));
@@ -105,7 +106,8 @@ impl CommandLine {
     }
 }
 
-/// kube-proxy takes `_` for `-` in names. Everything else, clap reads as kube-proxy does.
+/// Replaces `_` by `-` in the names of flags, as kube-proxy does. clap reads everything else as
+/// kube-proxy does.
 fn regular(arguments: Vec<String>) -> Vec<String> {
     let mut flags_ended = false;
     let regular = |argument: String| {
@@ -120,7 +122,7 @@ fn regular(arguments: Vec<String>) -> Vec<String> {
 }
 
 fn command(flags: impl Iterator<Item = &'static Flag>) -> Command {
-    // An empty argument, as templates leave it, means nothing.
+    // Templates may leave an empty argument, which means nothing.
     let empty = |text: &str| if text.is_empty() { Ok(Value::Null) } else { Err("empty") };
     let arguments = Arg::new(ARGUMENTS).action(ArgAction::Append).num_args(0..).value_parser(empty);
     Command::new("run")
@@ -142,7 +144,7 @@ fn parsed(flag: &'static Flag) -> Arg {
     }
 }
 
-/// Of a flag that is given again: the last value counts, but lists grow.
+/// Returns the value of a flag that is given again. The last value counts, but lists grow.
 fn merged(before: Value, again: Value) -> Value {
     match (before, again) {
         (Value::Array(before), Value::Array(again)) => before.into_iter().chain(again).collect(),
@@ -153,7 +155,7 @@ fn merged(before: Value, again: Value) -> Value {
     }
 }
 
-/// In one line, as all errors of the configuration.
+/// Returns the error in one line, like all errors of the configuration.
 fn flag_error(error: &clap::Error) -> FlagError {
     let context = |kind| match error.get(kind) {
         Some(ContextValue::String(text)) => Some(text.clone()),
@@ -181,7 +183,7 @@ fn flag_error(error: &clap::Error) -> FlagError {
     }
 }
 
-/// The value that the file would have, or what is allowed.
+/// Returns the value that the file would have, or a text that says what is allowed.
 fn read(kind: ValueKind, text: &str) -> Result<Value, &'static str> {
     match kind {
         ValueKind::Switch => boolean(text).map(Value::Bool).ok_or("true or false"),
@@ -216,7 +218,7 @@ fn read(kind: ValueKind, text: &str) -> Result<Value, &'static str> {
     }
 }
 
-/// Quotes that a manifest has around a value, where no shell takes them away.
+/// Removes the quotes that a manifest has around a value. No shell removes them there.
 fn unquoted(part: &str) -> &str {
     part.strip_prefix('"').and_then(|part| part.strip_suffix('"')).unwrap_or(part)
 }

@@ -1,4 +1,4 @@
-//! The file as a document, and a configuration as a document again.
+//! The configuration file as a document, and the way back from a configuration to a document.
 
 use std::path::Path;
 
@@ -16,7 +16,8 @@ pub(super) struct Document {
     pub(super) warnings: Vec<String>,
 }
 
-/// Integers with a leading zero are octal, as in YAML 1.1 and to kube-proxy.
+/// Returns the options of the YAML parser. Integers with a leading zero are octal, as in YAML 1.1
+/// and in kube-proxy.
 fn options(duplicates: DuplicateKeyPolicy) -> serde_saphyr::Options {
     serde_saphyr::options! { duplicate_keys: duplicates, with_snippet: false, legacy_octal_numbers: true }
 }
@@ -33,7 +34,8 @@ pub(super) fn parse(path: &Path, text: &str) -> Result<Document, Error> {
     Ok(Document { root, warnings: duplicates.map(warning).into_iter().collect() })
 }
 
-/// A text with duplicate fields is read with the last of each, and their error comes along.
+/// Reads a text. If it has duplicate fields, the last of each counts, and the error about them is
+/// returned with the value.
 fn read(text: &str) -> Result<(Value, Option<serde_saphyr::Error>), serde_saphyr::Error> {
     match read_with(text, DuplicateKeyPolicy::Error) {
         Ok(root) => Ok((root, None)),
@@ -41,7 +43,8 @@ fn read(text: &str) -> Result<(Value, Option<serde_saphyr::Error>), serde_saphyr
     }
 }
 
-/// Of several documents all but one must be empty, as after a `---` at the end.
+/// Reads a text that may consist of several documents. All but one must be empty, as the one after
+/// a `---` at the end.
 fn read_with(text: &str, duplicates: DuplicateKeyPolicy) -> Result<Value, serde_saphyr::Error> {
     let single = serde_saphyr::from_str_with_options(text, options(duplicates));
     let Err(error) = single else { return single };
@@ -54,7 +57,8 @@ fn read_with(text: &str, duplicates: DuplicateKeyPolicy) -> Result<Value, serde_
     }
 }
 
-/// Tells of a field that is given twice, in words of the file and not of the library.
+/// Returns a message about a field that is given twice. It uses the words of the file and not those
+/// of the library.
 fn duplicate(error: &serde_saphyr::Error) -> String {
     let line = error.location().map(|again| format!(" in line {}", again.line())).unwrap_or_default();
     let duplicate = error.without_snippet();
@@ -91,7 +95,7 @@ fn kind_problems(root: &Value) -> Vec<String> {
     [("apiVersion", API_VERSION), ("kind", KIND)].into_iter().filter_map(problem).collect()
 }
 
-/// `None`: the field or a section above it is absent.
+/// Returns the value at a path. `None` if the field or a section above it is absent.
 fn value<'a>(root: &'a Value, path: &str) -> Option<&'a Value> {
     path.split('.').try_fold(root, |value, name| value.get(name))
 }
@@ -110,9 +114,9 @@ impl Document {
 
 #[derive(Default)]
 pub(super) struct Structure {
-    /// Sections that are not objects.
+    /// Messages about sections that are not objects.
     pub(super) problems: Vec<String>,
-    /// Paths of fields that are in no table.
+    /// The paths of fields that are in no table.
     pub(super) unknown: Vec<String>,
 }
 
@@ -138,8 +142,8 @@ impl Structure {
     }
 }
 
-/// Names the field that was probably meant: one of this name in another section, or one of this section with a similar
-/// name.
+/// Returns the field that was probably meant: one of this name in another section, or one of this
+/// section with a similar name.
 fn similar(path: &str) -> Option<String> {
     let (section, name) = path.rsplit_once('.').map_or(("", path), |(section, name)| (section, name));
     let last = |path: &str| path.rsplit('.').next().unwrap_or_default().to_lowercase();
@@ -151,11 +155,11 @@ fn similar(path: &str) -> Option<String> {
     let siblings = FIELDS.iter().filter_map(|field| field.path.strip_prefix(&prefix)?.split('.').next());
     let alike = |sibling: &str| strsim::jaro(&sibling.to_lowercase(), &name.to_lowercase());
     let best = siblings.map(|sibling| (alike(sibling), sibling)).max_by(|(a, _), (b, _)| a.total_cmp(b))?;
-    // The threshold is clap's for flags.
+    // clap uses the same threshold for flags.
     (best.0 > 0.7).then(|| format!("{prefix}{}", best.1))
 }
 
-/// Tells of a field that is in no table.
+/// Returns a message about a field that is in no table.
 pub(super) fn unknown(path: &str) -> String {
     let meant = similar(path).map(|field| format!(": did you mean {field}?")).unwrap_or_default();
     format!("{path} is not a known field, ignored{meant}")
@@ -165,7 +169,7 @@ fn is_type(path: &str) -> bool {
     path == "apiVersion" || path == "kind"
 }
 
-/// Left out where they are empty, as kube-proxy does.
+/// The fields that are left out if they are empty, as kube-proxy does.
 const LEFT_OUT_IF_EMPTY: [&str; 5] = [
     "featureGates",
     "logging.vmodule",
@@ -174,7 +178,8 @@ const LEFT_OUT_IF_EMPTY: [&str; 5] = [
     "windowsRunAsService",
 ];
 
-/// Left out in other modes than their own: kube-proxy had them once.
+/// The fields that are left out in modes other than their own. Current versions of kube-proxy do
+/// not have them any more.
 pub const LEFT_OUT_ELSEWHERE: [&str; 1] = ["udpIdleTimeout"];
 
 pub(super) fn of(config: &Config) -> Value {
@@ -195,7 +200,7 @@ pub(super) fn of(config: &Config) -> Value {
     Value::Object(root)
 }
 
-/// The value in a section that does not apply.
+/// Returns the value that a field has in a section that does not apply.
 fn zero(value: &Value) -> Value {
     match value {
         Value::Bool(_) => Value::Bool(false),

@@ -1,4 +1,4 @@
-//! docs/configuration.md, from the tables of fields and flags.
+//! The generator of docs/configuration.md, which reads the tables of fields and flags.
 
 use std::fmt::Write as _;
 
@@ -10,7 +10,7 @@ use super::{
 };
 use crate::version::KUBE_PROXY;
 
-/// The whole text. The same tables always give the same text.
+/// Returns the whole text. The same tables always give the same text.
 pub fn markdown() -> String {
     let mut text = format!(
         "# Configuration\n\n\
@@ -65,7 +65,8 @@ fn fields(text: &mut String) {
     }
 }
 
-/// The sections stay together, in the order in which they first appear; the top level is first.
+/// Returns the fields by section, in the order in which the sections first appear. The top level
+/// comes first.
 fn in_sections() -> Vec<&'static Field> {
     let mut order: Vec<&str> = vec![""];
     for field in FIELDS {
@@ -136,7 +137,7 @@ fn meaning(flag: &'static Flag) -> String {
     }
 }
 
-/// Differences from kube-proxy, by item. tests/configuration has a case of each.
+/// The differences from kube-proxy, by topic. `tests/configuration` has a case for each.
 pub const DIFFERENCES: &[(&str, &str)] = &[
     (
         "modes",

@@ -2,10 +2,12 @@
 
 use std::time::Duration;
 
-/// Nanoseconds, which may be negative. `None`: not a duration, or one of more than 292 years.
+/// Parses a duration into nanoseconds, which may be negative. `None` if it is not a duration, or
+/// more than 292 years.
 pub(super) fn parse(text: &str) -> Option<i64> {
     let unsigned = text.strip_prefix(['+', '-']).unwrap_or(text);
-    // kube's parser takes an empty text as zero, and panics at numbers that are negative or too large.
+    // kube's parser accepts an empty text as zero, and panics on numbers that are negative or too
+    // large.
     let mut numbers = unsigned.split(char::is_alphabetic);
     let bounded = numbers.all(|number| number.len() <= 15 && !number.starts_with(['+', '-']));
     if unsigned.is_empty() || unsigned.len() > 64 || !bounded {
@@ -16,7 +18,7 @@ pub(super) fn parse(text: &str) -> Option<i64> {
     Some(if duration.is_negative() { -nanoseconds } else { nanoseconds })
 }
 
-/// As Go prints it: `1h0m0s`, `1.5ms`. kube prints `3600s`.
+/// Returns a duration as Go prints it: `1h0m0s`, `1.5ms`. kube would print `3600s`.
 pub(crate) fn format(duration: Duration) -> String {
     let nanos = duration.subsec_nanos();
     if duration.as_secs() == 0 {
@@ -36,7 +38,7 @@ pub(crate) fn format(duration: Duration) -> String {
     }
 }
 
-/// `whole` and a fraction of `digits` digits, without the zeros at its end.
+/// Returns `whole` and a fraction of `digits` digits, without the zeros at its end.
 fn decimal(whole: u64, fraction: u32, digits: usize) -> String {
     let text = format!("{whole}.{fraction:0digits$}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()

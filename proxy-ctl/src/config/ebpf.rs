@@ -12,15 +12,15 @@ use crate::{
     model::objects::{Algorithm, Forwarding, NodeForwarding},
 };
 
-/// Whose connections the socket hooks translate.
+/// The processes whose connections the socket hooks translate.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum SocketLoadBalancing {
-    /// Those of every process on the node, pods included.
+    /// Every process on the node, pods included.
     #[default]
     All,
-    /// Those of processes in the node's own network namespace.
+    /// Processes in the node's own network namespace.
     Host,
-    /// Nobody's: every packet is translated.
+    /// No process, so that every packet is translated.
     Off,
 }
 
@@ -29,10 +29,10 @@ impl Keyword for SocketLoadBalancing {
         &[("all", Self::All), ("host", Self::Host), ("off", Self::Off)];
 }
 
-/// What becomes of traffic to ServiceCIDRs' addresses that no Service has.
+/// The treatment of traffic to addresses of ServiceCIDRs that no Service has.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum UnallocatedServiceAddresses {
-    /// It goes where its route leads.
+    /// The traffic goes where its route leads.
     #[default]
     Pass,
     Drop,
@@ -42,16 +42,17 @@ impl Keyword for UnallocatedServiceAddresses {
     const WORDS: &'static [(&'static str, Self)] = &[("pass", Self::Pass), ("drop", Self::Drop)];
 }
 
-/// On which uplinks packets to backends on other nodes, and their answers, are sent on before they reach the network stack.
+/// The uplinks on which XDP forwards packets to backends on other nodes, and their answers, before
+/// they reach the network stack.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Xdp {
     #[default]
     Off,
-    /// Devices of hardware whose driver does it.
+    /// Hardware devices whose driver supports XDP.
     Auto,
-    /// All whose driver does it.
+    /// All uplinks whose driver supports XDP.
     Native,
-    /// All, by the stack where it begins.
+    /// All uplinks. XDP runs at the beginning of the network stack.
     Generic,
 }
 
@@ -63,10 +64,10 @@ impl Keyword for Xdp {
 /// The source address that a backend sees.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum SourceAddress {
-    /// The client's, where the answer comes back.
+    /// The client's address, if the answer comes back through this node with it.
     #[default]
     Preserve,
-    /// The node's, wherever kube-proxy masquerades.
+    /// The node's address, wherever kube-proxy masquerades.
     Masquerade,
 }
 
@@ -80,14 +81,14 @@ impl Keyword for Forwarding {
         &[("snat", Self::Snat), ("dsr", Self::Dsr), ("hybrid", Self::Hybrid)];
 }
 
-/// What packets get before them on their way to backends of other nodes that answer clients themselves.
+/// The encapsulation of packets to backends on other nodes in direct server return.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Encapsulation {
-    /// Another IP header.
+    /// A second IP header.
     #[default]
     Ip,
-    /// Headers of IP, UDP and Geneve.
+    /// The headers of IP, UDP and Geneve.
     Geneve,
 }
 
@@ -105,31 +106,32 @@ pub struct Ebpf {
     pub socket_load_balancing: SocketLoadBalancing,
     pub source_address: SourceAddress,
     pub xdp: Xdp,
-    /// Of Services that name none, as `algorithm`.
+    /// The forwarding of Services that name none. `algorithm` works in the same way.
     pub forwarding: Forwarding,
-    /// Services may ask for direct server return where `forwarding` has none.
+    /// True if Services may ask for direct server return although `forwarding` does not include it.
     pub allow_forwarding_annotation: bool,
     pub encapsulation: Encapsulation,
     pub algorithm: Algorithm,
     pub interfaces: Interfaces,
-    /// A size of 0 is that of the machine.
+    /// The sizes of the maps. 0 stands for a size that follows from the machine.
     pub limits: Limits,
-    /// In a second, that packets open; 0: any number.
+    /// The number of connections a second that packets may open on a core. 0 means any number.
     pub new_connections_per_core: u32,
     pub flow_lifetimes: OwnLifetimes,
-    /// The cgroup v2 folder whose processes are served; `None`: the mount that opens.
+    /// The cgroup v2 folder whose processes are served. `None`: the cgroup v2 mount that can be opened.
     pub cgroup: Option<PathBuf>,
     pub bpffs: PathBuf,
-    /// Remove what another kube-proxy has left, once everything is served.
+    /// True if what another kube-proxy has left is removed once everything is served.
     pub remove_kube_proxy_rules: bool,
-    /// Another mode takes the place of one that was asked for and cannot run here.
+    /// True if another mode may replace one that was asked for and cannot run here.
     pub mode_fallback: bool,
-    /// How long the node serves after its controller has gone; zero: without end.
+    /// The time that the node goes on serving after its controller has gone. Zero means without
+    /// end.
     pub withdraw_after: Duration,
-    /// Of TCP, by sockets.
+    /// True if TCP connections are reset when their endpoint is gone.
     pub reset_connections_to_gone_endpoints: bool,
     pub unallocated_service_addresses: UnallocatedServiceAddresses,
-    /// The node answers pings of ClusterIPs.
+    /// True if the node answers pings of ClusterIPs.
     pub answer_ping: bool,
 }
 
@@ -160,8 +162,9 @@ impl Default for Ebpf {
 }
 
 impl Ebpf {
-    /// Whose connections the socket hooks translate in the end: what a pod sends from is not known when it connects, so that no hook can
-    /// tell whether kube-proxy would masquerade it.
+    /// Returns the processes whose connections the socket hooks translate in the end. With
+    /// `masquerade` pods are left out. The source address of a pod is not known when it connects,
+    /// so no hook can tell whether kube-proxy would masquerade it.
     pub fn sockets(&self) -> SocketLoadBalancing {
         match (self.socket_load_balancing, self.source_address) {
             (SocketLoadBalancing::All, SourceAddress::Masquerade) => SocketLoadBalancing::Host,
@@ -169,16 +172,17 @@ impl Ebpf {
         }
     }
 
-    /// What Services get that ask for a way of forwarding, and that do not.
+    /// Returns the node's way of forwarding, and whether Services may ask for more than it.
     pub const fn forwarding(&self) -> NodeForwarding {
         NodeForwarding { by_default: self.forwarding, allows_more: self.allow_forwarding_annotation }
     }
 }
 
-/// Packets of a flow stamp it once a second.
+/// The shortest lifetime of a flow. It must exceed a second, because the packets of a flow refresh
+/// its time stamp once a second.
 pub(super) const SHORTEST_LIFETIME: Duration = Duration::from_secs(2);
 
-/// How long flows are kept in states for which kube-proxy has no field.
+/// The lifetimes of flows in states for which kube-proxy has no field.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct OwnLifetimes {
     pub tcp_opening: Duration,
@@ -194,8 +198,9 @@ impl Default for OwnLifetimes {
 }
 
 impl Config {
-    /// Of all states: `conntrack` says those that kube-proxy has fields for, where 0 is the default, and what is too short for flows is
-    /// as much as they need.
+    /// Returns the lifetimes of flows in all states. `conntrack` gives those that kube-proxy has
+    /// fields for, where 0 means the default. A value that is too short for flows is raised to the
+    /// shortest lifetime.
     pub fn flow_lifetimes(&self) -> FlowLifetimes {
         let OwnLifetimes { tcp_opening, tcp_closed, tcp_reset } = self.ebpf.flow_lifetimes;
         let default = FlowLifetimes::default();
@@ -213,15 +218,16 @@ impl Config {
     }
 }
 
-/// Interfaces that the packet programs are attached to.
+/// The interfaces that the packet programs are attached to.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Interfaces {
-    /// Empty: all.
+    /// The interfaces to attach to. An empty list means all.
     pub include: Vec<NamePattern>,
     pub exclude: Vec<NamePattern>,
-    /// Lead to the outside and to other nodes, whatever is known of them.
+    /// The interfaces that lead to the outside and to other nodes, whatever is known of them.
     pub uplinks: Vec<NamePattern>,
-    /// Lead to pods, whatever is known of them; not those of `uplinks`.
+    /// The interfaces that lead to pods, whatever is known of them. Those in `uplinks` are not
+    /// among them.
     pub workloads: Vec<NamePattern>,
 }
 
@@ -231,7 +237,7 @@ impl Interfaces {
         included && !self.exclude.iter().any(|pattern| pattern.matches(name))
     }
 
-    /// The role that is chosen for an interface, if one is.
+    /// Returns the role that the configuration gives an interface, or None if it gives none.
     pub fn role(&self, name: &str) -> Option<Role> {
         let names = |patterns: &[NamePattern]| patterns.iter().any(|pattern| pattern.matches(name));
         let (is_uplink, is_workload) = (names(&self.uplinks), names(&self.workloads));
@@ -239,7 +245,7 @@ impl Interfaces {
     }
 }
 
-/// An interface name, in which one `*` at the end stands for anything.
+/// An interface name. A `*` at its end stands for any text.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct NamePattern {
     name: String,
@@ -247,7 +253,7 @@ pub struct NamePattern {
 }
 
 impl NamePattern {
-    /// `IFNAMSIZ` without the final zero.
+    /// The size `IFNAMSIZ` without the final zero byte.
     const MAX_LENGTH: usize = 15;
 
     pub fn parse(text: &str) -> Option<Self> {
@@ -268,11 +274,13 @@ impl std::fmt::Display for NamePattern {
     }
 }
 
-/// As many as a CPU can open that also completes and serves them, and so few that a flood leaves others' flows in the table of opening
-/// flows for longer than a handshake takes (docs/floods.md).
+/// The default of `new_connections_per_core`. A CPU can open as many and also complete and serve
+/// them. During a flood it still leaves other flows in the map of opening flows for longer than a
+/// handshake takes (docs/floods.md).
 const NEW_CONNECTIONS_PER_CORE: u32 = 20_000;
-/// More than a CPU can open.
+/// The largest allowed value. A CPU cannot open as many.
 pub(super) const MAX_NEW_CONNECTIONS_PER_CORE: i64 = 10_000_000;
 
-/// Kernels accept more even for the largest of these tables.
+/// The largest allowed size of a map. Kernels accept more, even for the map with the largest
+/// elements.
 pub(super) const MAX_ENTRIES: i64 = 1 << 26;

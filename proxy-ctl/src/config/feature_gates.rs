@@ -1,26 +1,27 @@
-//! The feature gates that kube-proxy knows. Most concern other parts of Kubernetes; an unknown name is refused, as there.
+//! The feature gates that kube-proxy knows. Most concern other parts of Kubernetes. An unknown name
+//! is refused, as in kube-proxy.
 
 use std::sync::LazyLock;
 
 use rustc_hash::FxHashMap;
 
-/// Whether `externalIPs` of Services are served.
+/// The gate that decides if `externalIPs` of Services are served.
 pub const ALLOW_SERVICE_EXTERNAL_IPS: &str = "AllowServiceExternalIPs";
-/// Whether the API server is asked for streaming lists.
+/// The gate that decides if the API server is asked for streaming lists.
 pub const WATCH_LIST_CLIENT: &str = "WatchListClient";
 
-/// One line for each: name, stage, and on or off by default.
+/// The table of gates. Each line has a name, a stage, and "on" or "off" as the default.
 const KNOWN: &str = include_str!("feature_gates.txt");
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Stage {
     Alpha,
     Beta,
-    /// Cannot be changed any more.
+    /// The gate cannot be changed any more.
     Locked,
-    /// In no group, and not locked.
+    /// The gate is in no group, and not locked.
     Other,
-    /// Only older versions have it; the feature is always on.
+    /// Only older versions have the gate. Its feature is always on.
     Gone,
 }
 
@@ -46,7 +47,8 @@ static GATES: LazyLock<FxHashMap<&'static str, Gate>> = LazyLock::new(|| {
     KNOWN.lines().filter(|line| !line.starts_with('#')).filter_map(gate).collect()
 });
 
-/// A gate, then all gates of its stage, then its default.
+/// Returns true if a gate is on. Its own setting counts first, then that of all gates of its stage,
+/// then its default.
 pub(super) fn is_on(set: &[(String, bool)], gate: &str) -> bool {
     let setting = |name: &str| set.iter().find(|(set, _)| set == name).map(|(_, on)| *on);
     let known = GATES.get(gate);
@@ -58,12 +60,12 @@ pub(super) fn is_on(set: &[(String, bool)], gate: &str) -> bool {
     setting(gate).or(group).unwrap_or_else(|| known.is_some_and(|gate| gate.on))
 }
 
-/// Whether only older versions have it.
+/// Returns true if only older versions have the gate.
 pub fn is_gone(gate: &str) -> bool {
     GATES.get(gate).is_some_and(|gate| gate.stage == Stage::Gone)
 }
 
-/// Gates that cannot be set so, each with the problem.
+/// Returns the gates whose setting is not allowed, each with the problem.
 pub(super) fn invalid(set: &[(String, bool)]) -> impl Iterator<Item = (&str, String)> {
     set.iter().filter_map(|(name, on)| match GATES.get(name.as_str()) {
         None => Some((name.as_str(), "must be the name of a feature gate".to_owned())),

@@ -1,4 +1,5 @@
-//! The table of every field of the file. Where a value goes, what it may be, when it counts, and what it means.
+//! The table of every field of the file: where a value is stored, what it may be, when it applies,
+//! and what it means.
 
 use std::time::Duration;
 
@@ -18,48 +19,51 @@ use super::{
 pub(super) const API_VERSION: &str = "kubeproxy.config.k8s.io/v1alpha1";
 pub(super) const KIND: &str = "KubeProxyConfiguration";
 
-/// One field of the file.
+/// A field of the file.
 pub struct Field {
-    /// As `conntrack.maxPerCore`.
+    /// The path of the field, such as `conntrack.maxPerCore`.
     pub path: &'static str,
     pub(super) access: &'static dyn Access,
     pub(super) applies: Applies,
-    /// What it means, for people.
+    /// The meaning of the field, as a text for users.
     pub help: &'static str,
 }
 
-/// When a field's value applies.
+/// The condition under which a field's value applies.
 #[derive(Clone, Copy)]
 pub(super) enum Applies {
     Always,
-    /// Several sections set the same setting, and only that of the mode applies, as with kube-proxy.
+    /// The value applies in some modes. Several sections set the same setting, and only the section
+    /// of the mode applies, as in kube-proxy.
     InMode(fn(RequestedMode) -> bool),
-    /// Elsewhere a value that is not allowed is replaced by the default.
+    /// The value always applies. But if it is invalid and not used, the default replaces it.
     WhenUsed(fn(&Config) -> bool),
 }
 
 impl Field {
-    /// The allowed values, to follow "must be".
+    /// Returns the allowed values as a text that follows "must be".
     pub fn allowed(&self) -> String {
         self.access.allowed()
     }
 
-    /// All values that it takes, where they are a few words. Empty for every other type.
+    /// Returns all values that the field takes, if these are a few words. Empty for every other
+    /// type.
     pub fn words(&self) -> Vec<&'static str> {
         self.access.words()
     }
 
-    /// The word for its type.
+    /// Returns the word for the field's type.
     pub fn type_name(&self) -> &'static str {
         self.access.type_name()
     }
 
-    /// Its value as the file would say it.
+    /// Returns the value of the field as the file would have it.
     pub fn value(&self, config: &Config) -> Value {
         self.access.write(&mut config.clone())
     }
 
-    /// Whether who asks for this mode gets the value: it is not of another mode's section.
+    /// Returns true if the value is meant for this mode, because it is not in the section of
+    /// another mode.
     pub fn is_meant_for(&self, mode: RequestedMode) -> bool {
         let is_of_section = match self.path.split_once('.').map_or("", |(section, _)| section) {
             "iptables" => not_in_nftables(mode),
@@ -121,10 +125,11 @@ macro_rules! fields {
     (@ $applies:expr) => { $applies };
 }
 
-/// The first fields are read first: the mode says which section applies, the bind address what healthz and metrics default to.
+/// The number of fields that are read before the others. The mode decides which section applies,
+/// and the bind address decides the defaults of healthz and metrics.
 pub(super) const DECIDING: usize = 2;
 
-/// In the order in which they are read.
+/// All fields, in the order in which they are read.
 pub static FIELDS: &[Field] = fields! {
     "mode", keyword(|c| &mut c.mode);
         "How the node is programmed. Empty: the first that the node can do of ebpf, iptables, nftables and userspace. kube-proxy knows iptables, ipvs and \
@@ -358,7 +363,8 @@ pub static FIELDS: &[Field] = fields! {
          not that an endpoint is ready. No rate limits them; fragments are not answered. false: nobody answers, as with kube-proxy.";
 };
 
-/// The lease is renewed about once a second at most, and not while much is being written.
+/// The shortest lease. The lease is renewed about once a second at most, and not while much is
+/// being written.
 const SHORTEST_LEASE: Duration = Duration::from_secs(10);
 
 const WITHDRAW_AFTER: TypedField<Duration> = TypedField {
@@ -404,7 +410,8 @@ impl ListItem for NamePattern {
     }
 }
 
-/// The versions before 1.36, which this program replaces, and before 1.37, the newest.
+/// The previous versions that are allowed: the one before 1.36, which this program replaces, and
+/// the one before 1.37, the newest.
 const PREVIOUS_VERSIONS: [&str; 2] = ["1.35", "1.36"];
 
 const HIDDEN_METRICS: TypedField<Option<String>> = TypedField {

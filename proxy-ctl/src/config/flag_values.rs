@@ -1,4 +1,4 @@
-//! Every flag with its value, given or default, as text: what `/flagz` shows.
+//! The values of all flags as text, given or default, which `/flagz` shows.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,8 @@ use super::{
 };
 
 impl CommandLine {
-    /// By name, without flags that have no effect, and without passwords.
+    /// Returns the values by the names of the flags. Flags without effect and passwords are left
+    /// out.
     pub fn values(&self) -> BTreeMap<String, String> {
         let defaults = Config::default();
         let used = FLAGS.iter().filter(|flag| !matches!(flag.sets, Sets::Nothing));
@@ -39,7 +40,7 @@ fn default_of(flag: &'static Flag, defaults: &Config) -> Option<Value> {
     port.map(|address| address.port().into()).or_else(|| fields().map(|field| field.value(defaults)))
 }
 
-/// As Go writes it.
+/// Returns a value as Go writes it.
 fn text(kind: ValueKind, value: Option<&Value>) -> String {
     match value {
         Some(Value::String(text)) => text.clone(),

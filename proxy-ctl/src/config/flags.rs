@@ -1,47 +1,47 @@
-//! The table of every flag of `run`: kube-proxy's, those of its older versions, and our own. clap parses and shows flags
-//! by it.
+//! The table of every flag of `run`: kube-proxy's, those of its older versions, and our own. clap
+//! parses and shows flags from it.
 
 use clap::{Arg, ArgAction, ValueHint, builder::PossibleValuesParser};
 
-/// One flag.
+/// A flag of the command line.
 #[derive(Clone, Copy, Debug)]
 pub struct Flag {
-    /// Without dashes; each `-` in it may also be written as `_`.
+    /// The name without dashes. Each `-` in it may also be written as `_`.
     pub name: &'static str,
     pub short: Option<char>,
     pub value: ValueKind,
     pub sets: Sets,
     pub group: Group,
-    /// Why it should not be used any more.
+    /// The reason why it should not be used any more. None if it is not deprecated.
     pub deprecated: Option<&'static str>,
     pub help: &'static str,
 }
 
-/// The value that follows a flag.
+/// The kind of value that follows a flag.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum ValueKind {
-    /// `--flag`, `--flag=false`.
+    /// A switch: `--flag` or `--flag=false`.
     Switch,
-    /// With its placeholder in the help text.
+    /// A text. The field is its placeholder in the help text.
     Text(&'static str),
-    /// 32 bits.
+    /// A whole number of 32 bits.
     Integer,
-    /// 31 bits, not negative.
+    /// A whole number of 31 bits that is not negative.
     Level,
     Number,
     Duration,
-    /// Separated by commas; each time that the flag is given adds to it.
+    /// A list, separated by commas. Each time that the flag is given adds to it.
     List(&'static str),
-    /// `A=true,B=false`.
+    /// Feature gates: `A=true,B=false`.
     Gates,
-    /// `pattern=N,...`.
+    /// Verbosities of modules: `pattern=N,...`.
     Modules,
-    /// `--version`, `--version=raw`.
+    /// The form of the version: `--version` or `--version=raw`.
     Version,
 }
 
 impl ValueKind {
-    /// The placeholder in the help text; `None`: no value is needed.
+    /// Returns the placeholder in the help text. `None` if the flag needs no value.
     pub fn placeholder(self) -> Option<&'static str> {
         match self {
             Self::Switch | Self::Version => None,
@@ -58,16 +58,16 @@ impl ValueKind {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Sets {
-    /// These fields, whichever the mode uses. Ignored where there is a file.
+    /// These fields, whichever of them the mode uses. The flag is ignored if there is a file.
     Fields(&'static [&'static str]),
-    /// This field, and the flag overrides the file.
+    /// This field. The flag overrides the file.
     Override(&'static str),
     /// A setting that the file does not have.
     Other,
     Nothing,
 }
 
-/// The heading in the help text.
+/// The group of a flag, which has a heading in the help text.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Group {
     Main,
@@ -107,12 +107,12 @@ const fn logging(name: &'static str, value: ValueKind, field: &'static str, help
     flag(Group::Logging, name, value, Sets::Override(field), help)
 }
 
-/// Its help is that of the field.
+/// Returns a flag that sets fields. Its help text is that of the first field.
 const fn set(name: &'static str, value: ValueKind, fields: &'static [&'static str]) -> Flag {
     flag(Group::Settings, name, value, Sets::Fields(fields), "")
 }
 
-/// Of the logger that kube-proxy had before 1.26.
+/// Returns a flag of the logger that kube-proxy had before 1.26.
 const fn klog(name: &'static str, value: ValueKind) -> Flag {
     Flag {
         deprecated: Some("it has no effect: the log goes to stderr"),
@@ -277,7 +277,7 @@ pub static FLAGS: &[Flag] = &[
     klog("stderrthreshold", Text("SEVERITY")),
 ];
 
-/// Flags that kube-proxy no longer has, and what to use instead.
+/// The flags that kube-proxy no longer has, and what to use instead.
 pub static REMOVED: &[(&str, &str)] = &[
     ("azure-container-registry-config", "nothing takes its place, leave it out"),
     ("cleanup-iptables", "use --cleanup"),
@@ -296,7 +296,7 @@ pub static REMOVED: &[(&str, &str)] = &[
 ];
 
 impl Flag {
-    /// The fields that it sets.
+    /// Returns the fields that the flag sets.
     pub fn fields(&'static self) -> &'static [&'static str] {
         match &self.sets {
             Sets::Fields(fields) => fields,
@@ -305,7 +305,7 @@ impl Flag {
         }
     }
 
-    /// Its help text, or that of its field.
+    /// Returns the help text of the flag, or that of its first field.
     pub fn description(&'static self) -> &'static str {
         if !self.help.is_empty() {
             return self.help;
@@ -314,7 +314,7 @@ impl Flag {
         field.map_or("", |field| field.help)
     }
 
-    /// For help texts, completions and manual pages.
+    /// Returns the flag as an argument of clap, for help texts, completions and manual pages.
     pub fn argument(&'static self) -> Arg {
         let help = match self.deprecated {
             Some(why) => format!("{} Deprecated: {why}.", self.description()),
@@ -339,7 +339,7 @@ impl Flag {
         }
     }
 
-    /// All values that it takes, where they are a few words.
+    /// Returns all values that the flag takes, if these are a few words.
     fn words(&'static self) -> Vec<&'static str> {
         let field = self.fields().first().and_then(|path| super::fields::field(path));
         field.map(super::fields::Field::words).unwrap_or_default()

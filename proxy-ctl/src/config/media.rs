@@ -1,6 +1,7 @@
-//! How objects are encoded on the way to the API server and back.
+//! The encodings of objects in requests to the API server and in its answers.
 
-/// What is read and written here. client-go also knows YAML, in which no watch is served.
+/// An encoding that can be read and written here. client-go also knows YAML, but API servers serve
+/// no watch in it.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Encoding {
     #[default]
@@ -11,7 +12,7 @@ pub enum Encoding {
 impl Encoding {
     pub const ALL: [Self; 2] = [Self::Protobuf, Self::Json];
 
-    /// Label value of metrics.
+    /// Returns the value of the metric's label.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Protobuf => "protobuf",
@@ -26,19 +27,21 @@ impl Encoding {
         }
     }
 
-    /// By its media type; parameters do not matter.
+    /// Returns the encoding of a media type. Parameters of the media type are ignored.
     pub fn of(content_type: &str) -> Option<Self> {
         let media_type = without_parameters(content_type);
         Self::ALL.into_iter().find(|encoding| media_type.eq_ignore_ascii_case(encoding.media_type()))
     }
 
-    /// The Accept header where none is configured. What the API server cannot encode so comes in JSON.
+    /// Returns the Accept header for when none is configured. What the API server cannot encode in
+    /// this form comes in JSON.
     pub fn preferred(self) -> String {
         format!("{}, */*", self.media_type())
     }
 }
 
-/// Whether an answer to this Accept header can be read, whichever of its types the API server takes.
+/// Returns true if every answer that this Accept header allows can be read, whichever type the API
+/// server chooses.
 pub(super) fn is_acceptable(header: &str) -> bool {
     let known = |part: &str| {
         matches!(without_parameters(part), "*/*" | "application/*") || Encoding::of(part).is_some()

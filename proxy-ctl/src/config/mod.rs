@@ -1,7 +1,9 @@
-//! The configuration of `run`: a `KubeProxyConfiguration` as kube-proxy reads it, with our own section `ebpf`, and the flags.
+//! The configuration of `run`: a `KubeProxyConfiguration` as kube-proxy reads it, with our own
+//! section `ebpf`, and the flags.
 //!
-//! [`fields`] and [`flags`] are the two tables of all settings. A file and a command line are resolved once into a
-//! [`Config`], in which everything is validated and defaulted; the parsers, the documentation and the writer use the tables.
+//! [`fields`] and [`flags`] are the two tables of all settings. A file and a command line are
+//! resolved once into a [`Config`], in which everything is validated and defaulted. The parsers,
+//! the documentation and the writer of files use the same tables.
 
 mod access;
 mod command_line;
@@ -38,7 +40,7 @@ pub use media::Encoding;
 pub use resolve::{Effective, Origin};
 pub use url::without_userinfo;
 
-/// `mode` of the file, `--proxy-mode` of the command line.
+/// The mode that was asked for: `mode` of the file, or `--proxy-mode` of the command line.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum RequestedMode {
     /// No mode was asked for.
@@ -70,26 +72,27 @@ impl std::fmt::Display for RequestedMode {
 /// All settings of the file and the flags, valid and with their defaults.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Config {
-    /// In the order of their names. Each is known.
+    /// The feature gates that were set, in the order of their names. Each is a known gate.
     pub feature_gates: Vec<(String, bool)>,
     pub client_connection: ClientConnection,
     pub logging: Logging,
-    /// As it was written; [`Config::node_name`] is what it means.
+    /// The name as it was written. [`Config::node_name`] returns what it means.
     pub hostname_override: Option<String>,
-    /// Unspecified: the node's addresses are those of its Node object. Nothing is bound to it.
+    /// The node's own address. If it is unspecified, the addresses of the Node object are used.
+    /// Nothing is bound to it.
     pub bind_address: IpAddr,
-    /// `None`: not served.
+    /// The address of the health server. `None`: health is not served.
     pub healthz_bind_address: Option<SocketAddr>,
-    /// `None`: not served.
+    /// The address of the metrics server. `None`: metrics are not served.
     pub metrics_bind_address: Option<SocketAddr>,
-    /// A healthz or metrics address that cannot be bound ends the process.
+    /// True if a healthz or metrics address that cannot be bound ends the process.
     pub bind_address_hard_fail: bool,
     pub enable_profiling: bool,
     pub show_hidden_metrics_for_version: Option<String>,
     pub mode: RequestedMode,
-    /// Of the section of the mode: `ipvs`, `nftables`, or else `iptables`.
+    /// The sync periods from the section of the mode: `ipvs`, `nftables`, or else `iptables`.
     pub periods: SyncPeriods,
-    /// Of `nftables` in that mode, else of `iptables`.
+    /// The value of section `nftables` in that mode, or else of section `iptables`.
     pub masquerade_all: bool,
     pub iptables: Iptables,
     pub ipvs: Ipvs,
@@ -99,17 +102,18 @@ pub struct Config {
     pub detect_local_mode: LocalMode,
     pub bridge_interface: String,
     pub interface_name_prefix: String,
-    /// At most one of each family.
+    /// The pods' networks, at most one of each family.
     pub cluster_cidrs: Vec<IpNet>,
-    /// Empty: every address of the node.
+    /// The addresses on which node ports are served. An empty list means every address of the node.
     pub node_port_addresses: Vec<NodePortAddress>,
-    /// -1000 to 1000.
+    /// The OOM score adjustment of the process, from -1000 to 1000.
     pub oom_score_adj: i32,
     pub conntrack: Conntrack,
     pub config_sync_period: Duration,
-    /// Ports that mode userspace listens on, where rules lead clients to them; `None`: those that the kernel chooses.
+    /// The ports that mode userspace listens on, to which rules redirect clients. `None`: the
+    /// kernel chooses the ports.
     pub port_range: Option<PortRange>,
-    /// How long a UDP session of mode userspace lasts without a datagram.
+    /// The time that a UDP session of mode userspace lasts without a datagram.
     pub udp_idle_timeout: Duration,
     pub ebpf: Ebpf,
 }
@@ -119,7 +123,7 @@ pub struct ClientConnection {
     pub kubeconfig: Option<PathBuf>,
     pub accept_content_types: Option<String>,
     pub content_type: Encoding,
-    /// Requests a second. Negative: as many as wanted.
+    /// The number of requests a second. A negative value means no limit.
     pub qps: f64,
     pub burst: u32,
 }
@@ -139,14 +143,14 @@ impl Keyword for LogFormat {
 pub struct Logging {
     pub format: LogFormat,
     pub flush_frequency: Duration,
-    /// As klog's `-v`.
+    /// The verbosity, as klog's `-v`.
     pub verbosity: u32,
     pub vmodule: Vec<ModuleVerbosity>,
     pub text: OutputRouting,
     pub json: OutputRouting,
 }
 
-/// How much the files of one pattern log.
+/// The verbosity of the source files that match a pattern.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ModuleVerbosity {
     pub file_pattern: String,
@@ -155,9 +159,9 @@ pub struct ModuleVerbosity {
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct OutputRouting {
-    /// Errors to stderr, everything else to stdout.
+    /// True if errors go to stderr, and everything else to stdout.
     pub split_stream: bool,
-    /// A Kubernetes quantity of bytes, as it was written. Without effect.
+    /// A Kubernetes quantity of bytes, as it was written. It has no effect.
     pub info_buffer_size: String,
 }
 
@@ -169,10 +173,10 @@ impl Default for OutputRouting {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct SyncPeriods {
-    /// How often everything is compared with what is programmed, and the longest pause between two attempts
-    /// after a failure.
+    /// The time after which everything is compared with what is programmed. It is also the longest
+    /// pause between two attempts after a failure.
     pub sync: Duration,
-    /// Shortest pause between two syncs.
+    /// The shortest pause between two syncs.
     pub min_sync: Duration,
 }
 
@@ -184,11 +188,12 @@ pub struct Iptables {
 
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Ipvs {
-    /// Empty: round robin.
+    /// The IPVS scheduler. An empty text means round robin.
     pub scheduler: String,
     pub exclude_cidrs: Vec<IpNet>,
     pub strict_arp: bool,
-    /// Zero: left as the kernel has it; as the next two.
+    /// The idle time of a TCP connection. Zero leaves the kernel's setting, in this field and in
+    /// the next two.
     pub tcp_timeout: Duration,
     pub tcp_fin_timeout: Duration,
     pub udp_timeout: Duration,
@@ -199,7 +204,7 @@ pub struct Nftables {
     pub masquerade_bit: u8,
 }
 
-/// For Windows: read and written back, of no meaning here.
+/// The settings for Windows. They are read and written back, and have no meaning here.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Winkernel {
     pub network_name: String,
@@ -209,7 +214,7 @@ pub struct Winkernel {
     pub forward_health_check_vip: bool,
 }
 
-/// Ports from `first` to `last`, which is not smaller.
+/// The ports from `first` to `last`. `last` is not smaller than `first`.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct PortRange {
     pub first: u16,
@@ -217,7 +222,7 @@ pub struct PortRange {
 }
 
 impl PortRange {
-    /// `8000-9000`, `8000+1000` or `8000`.
+    /// Parses a range such as `8000-9000`, `8000+1000` or `8000`.
     fn parse(text: &str) -> Option<Self> {
         let number = |text: &str| text.trim().parse::<u16>().ok();
         let (first, last) = if let Some((first, last)) = text.split_once('-') {
@@ -238,7 +243,7 @@ impl std::fmt::Display for PortRange {
     }
 }
 
-/// How traffic of the node's own pods is told from other traffic.
+/// The way in which traffic of the node's own pods is told from other traffic.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum LocalMode {
     #[default]
@@ -257,12 +262,12 @@ impl Keyword for LocalMode {
     ];
 }
 
-/// Where node ports are served.
+/// The addresses on which node ports are served.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum NodePortAddress {
     /// The addresses of the Node object.
     Primary,
-    /// 127.0.0.0/8 and ::1.
+    /// The addresses 127.0.0.0/8 and ::1.
     Localhost,
     All,
     Network(IpNet),
@@ -278,7 +283,7 @@ impl NodePortAddress {
         }
     }
 
-    /// Whether node ports are served on `address`, which is one of this node's.
+    /// Returns true if node ports are served on `address`, which is one of this node's.
     fn covers(self, address: IpAddr, node_addresses: &[IpAddr]) -> bool {
         match self {
             Self::Primary => node_addresses.contains(&address),
@@ -309,15 +314,16 @@ impl std::fmt::Display for NodePortAddress {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Conntrack {
-    /// 0: the limit stays as it is.
+    /// The least `nf_conntrack_max` for each core. 0 leaves the limit as it is.
     pub max_per_core: u32,
     pub min: u32,
-    /// Zero: left as the kernel has it; as the next three.
+    /// The idle time of an established TCP connection. Zero leaves the kernel's setting, in this
+    /// field and in the next three.
     pub tcp_established_timeout: Duration,
     pub tcp_close_wait_timeout: Duration,
     pub udp_timeout: Duration,
     pub udp_stream_timeout: Duration,
-    /// Set if true; false leaves the kernel's setting.
+    /// True if `nf_conntrack_tcp_be_liberal` is set. False leaves the kernel's setting.
     pub tcp_be_liberal: bool,
 }
 
@@ -327,20 +333,22 @@ pub enum Error {
     Read { path: PathBuf, source: std::io::Error },
     #[error("{path}: {problem}")]
     Syntax { path: PathBuf, problem: String },
-    /// One line for each; a field of the file comes with the path of the file, a flag with its name.
+    /// The invalid values, one line for each. A field of the file comes with the path of the file,
+    /// and a flag with its name.
     #[error("{}", .0.join("\n"))]
     Values(Vec<String>),
 }
 
 impl Config {
-    /// Every field as a file of `kubeproxy.config.k8s.io/v1alpha1` says it, defaults too. Read back, it gives the
-    /// same configuration, but for [`Config::not_for_a_file`].
+    /// Returns every field, including defaults, as a file of `kubeproxy.config.k8s.io/v1alpha1`
+    /// would have it. Reading it back gives the same configuration, except for
+    /// [`Config::not_for_a_file`].
     pub fn to_document(&self) -> serde_json::Value {
         document::of(self)
     }
 
-    /// Settings that only flags can have, such as a pause of zero, which means the default in a file. Each with the value
-    /// that the file would have.
+    /// Returns the settings that only flags can have, each with the value that a file would give
+    /// instead. An example is a pause of zero, which means the default in a file.
     pub fn not_for_a_file(&self) -> Vec<(&'static Field, serde_json::Value)> {
         let Some(read) = Effective::of_document(self.to_document()) else { return Vec::new() };
         let differs = |field: &&Field| field.value(&read.config) != field.value(self);
@@ -348,27 +356,29 @@ impl Config {
         used.map(|field| (field, field.value(&read.config))).collect()
     }
 
-    /// `None`: the host's name.
+    /// Returns the name of the Node object. `None` means the host's name.
     pub fn node_name(&self) -> Option<String> {
         self.hostname_override.as_ref().map(|name| name.trim().to_lowercase()).filter(|name| !name.is_empty())
     }
 
-    /// Whether `gate` is on: as it was set, else as its group was, else by default.
+    /// Returns true if `gate` is on. Its own setting counts first, then that of its group, then the
+    /// default.
     pub fn has_gate(&self, gate: &str) -> bool {
         feature_gates::is_on(&self.feature_gates, gate)
     }
 
-    /// Whether node ports are served on `address`, one of this node's; `node_addresses` are those of its
-    /// Node object. A family that the configuration does not mention is served everywhere, as by kube-proxy.
+    /// Returns true if node ports are served on `address`, which is one of this node's.
+    /// `node_addresses` are those of its Node object. As in kube-proxy, a family that the
+    /// configuration does not mention is served everywhere.
     pub fn serves_node_ports_on(&self, address: IpAddr, node_addresses: &[IpAddr]) -> bool {
         let wanted = &self.node_port_addresses;
         let mentioned = wanted.iter().any(|one| one.family().is_none_or(|v4| v4 == address.is_ipv4()));
         !mentioned || wanted.iter().any(|one| one.covers(address, node_addresses))
     }
 
-    /// Returns true if node ports are served on some address of 127.0.0.0/8. No mode serves node ports
-    /// on ::1. As in kube-proxy, a network of `nodePortAddresses` counts if it is in 127.0.0.0/8 or
-    /// contains it.
+    /// Returns true if node ports are served on some address of 127.0.0.0/8. No mode serves node
+    /// ports on ::1. As in kube-proxy, a network of `nodePortAddresses` counts if it lies in
+    /// 127.0.0.0/8 or contains it.
     pub fn serves_node_ports_on_loopback(&self) -> bool {
         const LOOPBACK: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
         let in_loopback = |one: &NodePortAddress| match one {
@@ -380,7 +390,7 @@ impl Config {
                 || self.node_port_addresses.iter().any(in_loopback))
     }
 
-    /// Whether node ports are served on every address of both families.
+    /// Returns true if node ports are served on every address of both families.
     pub fn serves_node_ports_everywhere(&self) -> bool {
         let wanted = &self.node_port_addresses;
         let covers_all = |v4: bool| {

@@ -1,4 +1,4 @@
-//! Merges defaults, the file and the flags into one configuration, with the origin of each value.
+//! Merging of defaults, file and flags into one configuration, with the origin of each value.
 
 use std::{
     fmt,
@@ -20,12 +20,12 @@ use super::{
     flags::{Flag, Group, Sets},
 };
 
-/// Where a value comes from.
+/// The origin of a value.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Origin {
     Default,
     File,
-    /// With its name, without dashes.
+    /// The name of the flag, without dashes.
     Flag(&'static str),
 }
 
@@ -43,15 +43,16 @@ impl fmt::Display for Origin {
 #[derive(Clone, Debug)]
 pub struct Effective {
     pub config: Config,
-    /// Of each of [`FIELDS`].
+    /// The origin of each of [`FIELDS`], in their order.
     origins: Vec<Origin>,
-    /// For the operator: unknown fields, ignored flags.
+    /// Messages for the operator about unknown fields and ignored flags.
     pub warnings: Vec<String>,
 }
 
 impl Effective {
-    /// Reads the file, if there is one, and checks everything. Unknown and duplicate fields are warnings, as with
-    /// kube-proxy; where there is a file, flags for what the file can say are ignored, with a warning.
+    /// Reads the file, if there is one, and checks everything. As in kube-proxy, unknown and
+    /// duplicate fields are warnings. If there is a file, flags for settings of the file are
+    /// ignored with a warning.
     pub fn load(path: Option<&Path>, line: &CommandLine) -> Result<Self, Error> {
         let Some(path) = path else { return Self::resolve_flags(line) };
         let text =
@@ -64,7 +65,7 @@ impl Effective {
         Self::resolve(Some(&File { path: path.to_owned(), document }), line)
     }
 
-    /// `None`: it is invalid.
+    /// Resolves a document without flags. Returns `None` if it is invalid.
     pub(super) fn of_document(root: Value) -> Option<Self> {
         let document = Document { root, warnings: Vec::new() };
         Self::resolve(Some(&File { path: PathBuf::new(), document }), &CommandLine::default()).ok()
@@ -95,8 +96,8 @@ impl Effective {
         }
     }
 
-    /// Every field with its value, as the file would say it, and where that comes from. Fields of a section that the
-    /// mode does not use are left out.
+    /// Returns every field with its value, as the file would have it, and its origin. Fields of a
+    /// section that the mode does not use are left out.
     pub fn values(&self) -> Vec<(&'static Field, Value, Origin)> {
         let used = FIELDS.iter().zip(&self.origins).filter(|(field, _)| field.applies_in(self.config.mode));
         used.map(|(field, origin)| (field, field.value(&self.config), *origin)).collect()
@@ -138,7 +139,7 @@ impl<'a> Resolution<'a> {
         self.warnings.extend(unknown.map(|field| format!("{at}: {}", document::unknown(field))));
     }
 
-    /// The flag that sets `field`, if one is given that is not ignored.
+    /// Returns the flag that sets `field`, if one is given that is not ignored.
     fn flag(&self, field: &Field) -> Option<(&'static Flag, Value)> {
         let applies = |flag: &Flag| match flag.sets {
             Sets::Fields(_) => self.file.is_none(),
@@ -147,7 +148,8 @@ impl<'a> Resolution<'a> {
         };
         let mut given = self.line.given();
         let (flag, value) = given.find(|(flag, _)| applies(flag) && flag.fields().contains(&field.path))?;
-        // As with kube-proxy: an empty text changes nothing, but for the logger; a zero is a value.
+        // As in kube-proxy, a flag with an empty text changes nothing, but a zero is a value. The
+        // flags of the logger are an exception: their empty text counts.
         (value != "" || flag.group == Group::Logging).then(|| (flag, value.clone()))
     }
 
@@ -155,7 +157,7 @@ impl<'a> Resolution<'a> {
         let from_file = self.file.and_then(|file| file.document.value(field.path));
         let from_file = from_file.filter(|value| !field.access.unset(value));
         match (self.flag(field), from_file) {
-            // The modules of both apply, the flag's first.
+            // The modules of both apply, and those of the flag come first.
             (Some((flag, Value::Array(mut modules))), Some(Value::Array(more)))
                 if flag.sets == Sets::Override(field.path) =>
             {
@@ -197,7 +199,7 @@ impl<'a> Resolution<'a> {
         }
     }
 
-    /// The name of a field in an error: with the file or the flag that set it.
+    /// Returns the name of a field for errors, with the file or the flag that set it.
     fn name(&self, path: &str, origin: Origin, part: &str) -> String {
         match (origin, self.file) {
             (Origin::Flag(flag), _) => format!("--{flag} ({path}{part})"),
@@ -215,7 +217,8 @@ impl<'a> Resolution<'a> {
         self.problems.push(problem);
     }
 
-    /// Some defaults of a file depend on its other fields. Those of the flags do not.
+    /// Sets the defaults of a file that depend on its other fields. The defaults of flags do not
+    /// depend on other flags.
     fn defaults_of_the_file(&mut self) {
         if self.file.is_none() {
             return;
@@ -231,7 +234,8 @@ impl<'a> Resolution<'a> {
         }
     }
 
-    /// The file's name is normalized when it is used, and written back as it is.
+    /// Normalizes the node's name if a flag set it. A name from the file is normalized when it is
+    /// used, and written back as it is.
     fn normalize_host_name(&mut self) {
         if let (Some(Origin::Flag(_)), Some(name)) =
             (self.origin("hostnameOverride"), self.config.node_name())
@@ -240,7 +244,8 @@ impl<'a> Resolution<'a> {
         }
     }
 
-    /// Without the feature gate they are an error in a flag, but kube-proxy ignores them in a file.
+    /// Ignores split streams of the file if the feature gate is off, as kube-proxy does. In a flag
+    /// they are an error.
     fn drop_split_streams_of_the_file(&mut self) {
         if feature_gates::is_on(&self.config.feature_gates, ALPHA_LOGGING) {
             return;
@@ -261,7 +266,8 @@ impl<'a> Resolution<'a> {
         self.origins.get(index).copied()
     }
 
-    /// The port of `--healthz-port` is for an address without one. 0 disables the server, which a file cannot do.
+    /// Applies `--healthz-port` and `--metrics-port`, which give an address its port if it has
+    /// none. 0 disables the server, which a file cannot do.
     fn deprecated_ports(&mut self) {
         if self.file.is_some() || self.line.text("write-config-to").is_some() {
             return;
@@ -303,7 +309,7 @@ impl<'a> Resolution<'a> {
         }
     }
 
-    /// Checks that concern several fields.
+    /// Checks the rules that concern several fields.
     fn check(&mut self) {
         self.check_periods();
         self.check_local_detection();

@@ -18,7 +18,7 @@ fn line(flags: &[&str]) -> CommandLine {
     CommandLine::parse(flags.iter().map(std::ffi::OsString::from)).unwrap()
 }
 
-/// What kube-proxy itself writes as its defaults.
+/// The defaults as kube-proxy itself writes them.
 const DEFAULT_DOCUMENT: &str = r#"
 bindAddress: 0.0.0.0
 bindAddressHardFail: false
@@ -44,7 +44,7 @@ showHiddenMetricsForVersion: ""
 winkernel: {enableDSR: false, forwardHealthCheckVip: false, networkName: "", rootHnsEndpointName: "", sourceVip: ""}
 "#;
 
-/// As kubeadm writes the ConfigMap `kube-proxy`: zero values wherever nothing was said.
+/// The ConfigMap `kube-proxy` as kubeadm writes it: with zero values wherever nothing was set.
 const KUBEADM_DOCUMENT: &str = r#"
 bindAddress: 0.0.0.0
 bindAddressHardFail: false

@@ -1,9 +1,10 @@
-//! URLs as people may see them.
+//! URLs in a form without secrets, for messages.
 
-/// What stands for a user and a password, as Go's `URL.Redacted` has it.
+/// The text that replaces user and password. Go's `URL.Redacted` uses the same.
 const HIDDEN: &str = "xxxxx";
 
-/// `https://user:secret@host` → `https://xxxxx@host`, also of a text that is no valid URL.
+/// Returns a URL without user and password: `https://user:secret@host` becomes
+/// `https://xxxxx@host`. This also works for a text that is no valid URL.
 pub fn without_userinfo(url: &str) -> String {
     let Some(at) = url.rfind('@') else { return url.to_owned() };
     let start = url[..at].find("://").map_or(0, |scheme| scheme + 3);

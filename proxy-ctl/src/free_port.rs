@@ -1,4 +1,4 @@
-//! Ports for what tests start.
+//! Free ports for the servers of tests.
 
 use std::{
     fs,
@@ -13,13 +13,13 @@ use std::{
 /// lives.
 ///
 /// The port lies below the range from which the kernel chooses ports for connections. A connection
-/// of another test could take a port of that range before the server of this test listens on it,
-/// and a connection to it could be given this very port and meet itself.
+/// of another test could take a port of that range before the server of this test listens on it.
+/// And a connection to the server could be given this very port as its own, and connect to itself.
 pub(crate) fn free_port() -> u16 {
     const FIRST: u16 = 20_000;
     const COUNT: u16 = 10_000;
-    /// A name for each port that was given out. Tests of another process in this network namespace
-    /// find it taken.
+    /// The abstract socket names of the ports that were given out. Tests of another process in this
+    /// network namespace find them taken.
     static NAMES: Mutex<Vec<net::UnixListener>> = Mutex::new(Vec::new());
     static NEXT: AtomicU16 = AtomicU16::new(0);
     loop {
@@ -34,8 +34,8 @@ pub(crate) fn free_port() -> u16 {
 }
 
 /// Returns true if a socket of this network namespace has the port. The kernel's tables are read,
-/// and no socket is bound to try: a child that another test starts at that moment would hold the
-/// socket, and the port, until it runs its program.
+/// and no socket is bound to try. A child that another test starts at that moment would inherit the
+/// socket, and hold the port until it runs its program.
 fn is_in_use(port: u16) -> bool {
     ["tcp", "tcp6", "udp", "udp6"].into_iter().any(|table| {
         // A kernel without IPv6 has no such table.

@@ -1,5 +1,6 @@
-//! Watches a file or the files of a folder, however they are replaced: in place, by renaming, or in a ConfigMap's volume, where the
-//! link `..data` beside them is swapped.
+//! A watch of a file or of the files of a folder, however they are replaced. They may be written in
+//! place or replaced by renaming. In a ConfigMap's volume, the link `..data` beside them is
+//! swapped.
 
 use std::{
     fs,
@@ -14,20 +15,23 @@ use notify::{
 };
 use tokio::{sync::Notify, time::timeout};
 
-/// Of a path that has not changed: what lies behind a link into another folder is not watched, some file systems report no changes,
-/// and a process may have no more watches.
+/// The time after which a path is looked at although no change was reported. A target behind a link
+/// into another folder is not watched, some file systems report no changes, and a process may have
+/// no more watches.
 const LOOK_AGAIN: Duration = Duration::from_secs(60);
 
 pub struct PathWatch {
     path: PathBuf,
-    /// notify's thread reads the events; dropping it ends it. `None`: the path cannot be watched.
+    /// The watcher, whose thread reads the events and ends when this is dropped. `None` if the path
+    /// cannot be watched.
     watcher: Option<RecommendedWatcher>,
-    /// Holds one notice, however many changes there are.
+    /// The notification of a change. It holds one notice, however many changes there are.
     changed: Arc<Notify>,
 }
 
 impl PathWatch {
-    /// A path that cannot be watched is a warning, and is looked at from time to time.
+    /// Begins to watch a path. If it cannot be watched, that is a warning, and it is looked at from
+    /// time to time.
     pub fn new(path: &Path) -> Self {
         let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
         let mut watch = Self { path, watcher: None, changed: Arc::default() };
@@ -35,12 +39,12 @@ impl PathWatch {
         watch
     }
 
-    /// Returns when there may have been a change since the last return. A change while the caller reads makes the next
-    /// call return at once.
+    /// Returns when there may have been a change since the last return. A change while the caller
+    /// reads makes the next call return at once.
     pub async fn changed(&mut self) {
-        // Timed out: there may have been one all the same.
+        // After a timeout there may have been a change all the same.
         let _ = timeout(LOOK_AGAIN, self.changed.notified()).await;
-        // Anew, because another folder may have come to the same name.
+        // The watch is made anew, because another folder may have been put under the same name.
         let watcher = self.watch();
         if let (Some(_), Err(error)) = (&self.watcher, &watcher) {
             self.warn(error);
@@ -48,7 +52,7 @@ impl PathWatch {
         self.watcher = watcher.ok();
     }
 
-    /// The folder, or else the one that the path is in.
+    /// Watches the path if it is a folder, or else the folder that it is in.
     fn watch(&self) -> notify::Result<RecommendedWatcher> {
         let (path, changed) = (self.path.clone(), Arc::clone(&self.changed));
         let is_folder = path.is_dir();
@@ -78,7 +82,7 @@ impl PathWatch {
 
 fn changes(kind: EventKind, path: &Path) -> bool {
     match kind {
-        // A file that is written is complete when its writer closes it.
+        // A file that is being written is complete when its writer closes it.
         EventKind::Access(access) => access == AccessKind::Close(AccessMode::Write),
         EventKind::Modify(ModifyKind::Data(_)) => false,
         EventKind::Create(_) => {
@@ -97,7 +101,7 @@ mod tests {
 
     use super::*;
 
-    /// Far more than an event takes, and less than [`LOOK_AGAIN`].
+    /// A time that is far longer than an event takes, and shorter than [`LOOK_AGAIN`].
     const SOON: Duration = Duration::from_secs(50);
 
     fn folder() -> (TempDir, PathBuf) {
@@ -106,7 +110,7 @@ mod tests {
         (folder, path)
     }
 
-    /// A volume as the kubelet makes it: `config.conf` → `..data/config.conf`, `..data` → `..1/`.
+    /// Makes a volume as the kubelet does: `config.conf` → `..data/config.conf`, `..data` → `..1/`.
     fn volume(path: &Path) -> PathBuf {
         fs::create_dir(path.join("..1")).unwrap();
         fs::write(path.join("..1/config.conf"), "one").unwrap();
@@ -124,7 +128,8 @@ mod tests {
         fs::remove_dir_all(path.join(from)).unwrap();
     }
 
-    /// A change makes several events: all of them are taken, so that the next change is seen by its own.
+    /// Waits for a change and takes all of its events, so that the next change is noticed by its
+    /// own events.
     async fn is_noticed(watch: &mut PathWatch) {
         timeout(SOON, watch.changed()).await.expect("the change was not noticed");
         while timeout(Duration::from_millis(50), watch.changed()).await.is_ok() {}

@@ -1,10 +1,10 @@
-//! Which kube-proxy this program takes the place of, and what it calls itself.
+//! The version of kube-proxy that this program replaces, and the version that it reports itself.
 
 use std::sync::LazyLock;
 
 use jiff::Timestamp;
 
-/// The Kubernetes release whose kube-proxy is followed.
+/// The Kubernetes release whose kube-proxy this program follows.
 pub const KUBE_PROXY: &str = "1.36.1";
 
 const OWN: &str = env!("CARGO_PKG_VERSION");
@@ -17,8 +17,8 @@ pub fn commit() -> &'static str {
     if commit.is_empty() { UNKNOWN } else { commit }
 }
 
-/// Returns when the commit was made, as RFC 3339 in UTC, or `unknown`. It is the commit's date and not that of the build,
-/// so that a build can be repeated bit by bit.
+/// Returns when the commit was made, as RFC 3339 in UTC, or `unknown`. The date of the build is not
+/// used, so that a build can be repeated bit by bit.
 pub fn commit_date() -> &'static str {
     static DATE: LazyLock<String> = LazyLock::new(|| date_of(env!("PROXY_CTL_COMMIT_TIME")));
     &DATE
@@ -29,7 +29,7 @@ fn date_of(seconds: &str) -> String {
     time.map_or_else(|| UNKNOWN.to_owned(), |time| time.to_string())
 }
 
-/// Returns what `--version` tells.
+/// Returns the text of `--version`.
 pub fn long() -> &'static str {
     static LONG: LazyLock<String> = LazyLock::new(|| {
         format!(
@@ -42,12 +42,13 @@ pub fn long() -> &'static str {
     &LONG
 }
 
-/// Such as `v1.36.1+proxy-ctl.0.1.0`: tools and dashboards compare it with the versions of other components.
+/// Returns the version for tools and dashboards, which compare it with the versions of other
+/// components. An example is `v1.36.1+proxy-ctl.0.1.0`.
 pub fn reported() -> String {
     format!("v{KUBE_PROXY}+proxy-ctl.{OWN}")
 }
 
-/// System and architecture by their names in Go, such as `linux/amd64`.
+/// Returns system and architecture by their names in Go, such as `linux/amd64`.
 pub fn platform() -> String {
     let architecture = match std::env::consts::ARCH {
         "x86_64" => "amd64",

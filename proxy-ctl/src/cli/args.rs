@@ -1,4 +1,4 @@
-//! Commands and flags.
+//! The commands and their flags, as clap parses them.
 
 use std::{ffi::OsString, path::PathBuf};
 
@@ -263,7 +263,7 @@ The programs make events only while somebody watches. --reason and --sample have
 
 JSON: a line each, {time, kind, reason, by: packet or socket, service: {namespace, name, port} or null, protocol, client, frontend, backend}; what is not known is null, as is the address of a socket's client.";
 
-/// An address, or a range of them.
+/// Parses an address or a range of addresses.
 fn range(text: &str) -> Result<IpNet, String> {
     let one = || text.parse::<std::net::IpAddr>().map(IpNet::from);
     text.parse()
@@ -273,7 +273,7 @@ fn range(text: &str) -> Result<IpNet, String> {
 
 const PROTOCOLS: [(&str, Protocol); 2] = [("tcp", Protocol::Tcp), ("udp", Protocol::Udp)];
 
-/// Protocols in upper or lower case.
+/// Returns a parser of protocols, in upper or lower case.
 fn protocol() -> impl TypedValueParser<Value = Protocol> {
     let find = |text: String| {
         let found = PROTOCOLS.into_iter().find(|(name, _)| name.eq_ignore_ascii_case(&text));
@@ -282,7 +282,7 @@ fn protocol() -> impl TypedValueParser<Value = Protocol> {
     PossibleValuesParser::new(PROTOCOLS.map(|(name, _)| name)).try_map(find)
 }
 
-/// Reasons that events can have.
+/// Returns a parser of the reasons that events can have.
 fn reason() -> impl TypedValueParser<Value = Reason> {
     let with_events = || Reason::ALL.iter().copied().filter(|reason| EventKind::of(*reason).is_some());
     let find = move |text: String| with_events().find(|reason| reason.name() == text).ok_or("is no reason");

@@ -1,4 +1,4 @@
-//! `cleanup`, and `--cleanup` as kube-proxy has it.
+//! The command `cleanup`, and the flag `--cleanup`, which kube-proxy has too.
 
 use std::{io::Write as _, path::Path};
 
@@ -22,8 +22,8 @@ pub(super) fn of_record(args: &CleanupArgs, bpffs: &Path) -> anyhow::Result<()> 
 }
 
 /// Removes what this proxy has programmed, and a former kube-proxy's rules if `args` ask for that.
-/// If one thing cannot be removed, the others still are; the error is the one that kube-proxy gives.
-/// `keeps` is `ipvs.excludeCIDRs`.
+/// If one thing cannot be removed, the others still are. The error is then the one that kube-proxy
+/// gives. `keeps` is `ipvs.excludeCIDRs`.
 pub(super) fn cleanup(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyhow::Result<()> {
     if !args.stay {
         return remove(args, bpffs, keeps);
@@ -38,7 +38,7 @@ pub(super) fn cleanup(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyh
 fn remove(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyhow::Result<()> {
     let own = cleanup_own(bpffs, keeps);
     if !args.kube_proxy {
-        // Its own words say more than kube-proxy's.
+        // The error of our own cleanup is returned, because it says more than kube-proxy's.
         return show(args, bpffs, &own?, None, &[]);
     }
     let former = leftovers::remove(Purpose::Cleanup, keeps, &PendingRemoval::everything());
@@ -53,13 +53,13 @@ fn remove(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyhow::Result<(
         return Ok(());
     }
     for problem in &problems {
-        // Nobody is left to tell if stderr is gone.
+        // If stderr is gone, nobody is left to tell.
         let _ = writeln!(std::io::stderr(), "error: {problem}");
     }
     anyhow::bail!("encountered an error while tearing down rules")
 }
 
-/// Tables, programs, and what was mounted or written beside them.
+/// Removes maps, programs, and what was mounted or written beside them.
 fn cleanup_own(bpffs: &Path, keeps: &[IpNet]) -> anyhow::Result<Removed> {
     let removed = dataplane::cleanup(bpffs, keeps)?;
     Record::remove(bpffs);

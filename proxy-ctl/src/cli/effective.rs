@@ -1,4 +1,5 @@
-//! `config` and `--write-config-to`: the configuration that applies, and where it comes from.
+//! The command `config` and the flag `--write-config-to`, which show the configuration that
+//! applies. `config` also shows the origin of each value.
 
 use std::{
     ffi::OsString,
@@ -16,7 +17,7 @@ use super::{
 };
 use crate::config::{CommandLine, Config, Effective};
 
-/// As a file that gives the same configuration.
+/// Writes the configuration as a file that gives the same configuration.
 pub(super) fn write(line: &CommandLine, path: &Path) -> anyhow::Result<()> {
     let effective = load(line)?;
     fs::write(path, as_file(&effective)?)
@@ -43,7 +44,7 @@ fn not_for_a_file(config: &Config) -> Vec<String> {
     config.not_for_a_file().into_iter().map(message).collect()
 }
 
-/// YAML, after warnings of what it cannot express.
+/// Returns the configuration as YAML, and prints warnings about what YAML cannot express.
 fn as_file(effective: &Effective) -> anyhow::Result<String> {
     warn(&effective.warnings);
     warn(&not_for_a_file(&effective.config));
@@ -85,7 +86,7 @@ pub(super) fn show(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Resu
     }
 }
 
-/// Without the quotes of JSON.
+/// Returns a value as text, without the quotes of JSON.
 fn text(value: &Value) -> String {
     match value {
         Value::Null => "-".to_owned(),

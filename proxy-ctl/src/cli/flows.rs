@@ -1,4 +1,4 @@
-//! `flows`: works on the pins, whether or not a controller runs.
+//! The command `flows`. It reads the pinned maps, whether or not a controller runs.
 
 use std::{
     io::{self, BufWriter, Write as _},
@@ -26,7 +26,7 @@ use crate::{
 const UNSEEN: &str =
     "Connections that socket hooks have sent to a backend have no flow, and are not listed.\n";
 
-/// A service port, as JSON names it.
+/// The name of a service port in JSON.
 #[derive(Debug, Serialize)]
 pub(super) struct FlowServiceView<'a> {
     namespace: &'a str,
@@ -50,7 +50,7 @@ struct FlowView<'a> {
     masquerade: Option<SocketAddr>,
     direct: bool,
     state: FlowState,
-    /// Seconds, as the next.
+    /// The age in seconds. `idle` is in seconds too.
     age: u64,
     idle: u64,
 }
@@ -93,7 +93,8 @@ pub(super) fn flows(args: &FlowsArgs, bpffs: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// An object after the other: the whole text of half a million flows would take more memory than they do.
+/// Prints one object after the other, because the whole text of half a million flows would take
+/// more memory than the flows.
 fn print_json<'a>(flows: impl Iterator<Item = FlowView<'a>>) -> anyhow::Result<()> {
     let mut out = BufWriter::new(io::stdout().lock());
     let written = serde_json::Serializer::pretty(&mut out).collect_seq(flows).map_err(io::Error::from);
@@ -122,7 +123,7 @@ pub(super) fn is_of(wanted: &ServiceFilter, service: Option<&ServicePortName>) -
     service.is_some_and(|name| wanted.matches(&name.service.namespace, &name.service.name, &name.port))
 }
 
-/// `flows`: `None` where the mode keeps none.
+/// Returns the flows as text. `flows` is `None` if the mode keeps no flows.
 fn in_words(flows: Option<&[FlowSnapshot]>, mode: Option<Mode>, limit: usize) -> String {
     match (flows, mode) {
         (_, None) => {
@@ -153,7 +154,7 @@ fn in_words(flows: Option<&[FlowSnapshot]>, mode: Option<Mode>, limit: usize) ->
 
 const COLUMNS: [&str; 8] = ["SERVICE", "PROTOCOL", "CLIENT", "FRONTEND", "BACKEND", "STATE", "AGE", "IDLE"];
 
-/// For terminals that have no room for three addresses beside each other.
+/// The columns for terminals that have no room for three addresses side by side.
 const NARROW_COLUMNS: [&str; 6] =
     ["SERVICE", "PROTOCOL", "CLIENT, FRONTEND, BACKEND", "STATE", "AGE", "IDLE"];
 
@@ -182,7 +183,7 @@ fn row(flow: &FlowSnapshot) -> [String; 8] {
     ]
 }
 
-/// As the flag names it.
+/// Returns the name of a state as the flag takes it.
 fn state_name(state: FlowState) -> String {
     use clap::ValueEnum as _;
     state.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()

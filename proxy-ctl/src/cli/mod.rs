@@ -1,4 +1,4 @@
-//! The command line.
+//! The command line: it parses the arguments and runs the command that they name.
 
 mod args;
 mod cleanup;
@@ -29,7 +29,7 @@ use crate::{
     source::kubernetes::failure::with_causes,
 };
 
-/// Exit code where a flag or the configuration is invalid, or the work failed.
+/// The exit code if a flag or the configuration is invalid, or the work failed.
 const FAILED: u8 = 1;
 
 /// Runs the program. Errors and warnings go to stderr.
@@ -62,7 +62,7 @@ pub fn main() -> ExitCode {
     })
 }
 
-/// `run`, or kube-proxy: does what the flags say.
+/// Does what the flags of `run` or of kube-proxy say.
 fn serve(program: Program, flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Result<()> {
     let mut line = CommandLine::parse(flags)?;
     add_global_bpffs(&mut line, bpffs);
@@ -83,7 +83,7 @@ fn serve(program: Program, flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyh
     process::run(line)
 }
 
-/// `--bpffs` before the command, unless it is also given after it.
+/// Adds `--bpffs` if it was given before the command, unless it is also given after it.
 fn add_global_bpffs(line: &mut CommandLine, bpffs: Option<PathBuf>) {
     if let Some(bpffs) = bpffs.filter(|_| line.text("bpffs").is_none()) {
         line.give_text("bpffs", &bpffs.to_string_lossy());
@@ -101,7 +101,7 @@ fn exit(done: anyhow::Result<()>) -> ExitCode {
     }
 }
 
-/// `--help` and `--version` come here too.
+/// Prints clap's error and returns the exit code. `--help` and `--version` are such errors too.
 fn refuse(error: &clap::Error) -> ExitCode {
     let _ = error.print();
     if matches!(error.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) {

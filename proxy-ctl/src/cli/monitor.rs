@@ -1,4 +1,4 @@
-//! `monitor`: a line for each event, as long as it runs.
+//! The command `monitor`, which prints a line for each event until it is ended.
 
 use std::{
     io::{self, BufWriter, Write},
@@ -29,12 +29,14 @@ use super::{
 };
 use crate::dataplane::{EventQuery, EventSnapshot};
 
-/// Milliseconds: the events must be read as often, that there are more.
+/// The longest wait for events, in milliseconds. The events must be read at least this often, or
+/// the programs stop making them.
 const WAIT: u16 = 500;
-/// Milliseconds between two reads of events that keep coming: to wake up for each one costs far more than to make it.
+/// The time between two reads of events that keep coming, in milliseconds. A wake-up for each event
+/// costs far more than making it.
 const GATHER: u16 = 10;
 
-/// From here on nothing is missed.
+/// The message that is printed when the watch has begun. From then on no event is missed.
 const WATCHING: &str = "watching; Ctrl-C ends it";
 
 #[derive(Debug, Serialize)]
@@ -117,7 +119,7 @@ pub(super) fn monitor(args: &MonitorArgs, bpffs: &Path) -> anyhow::Result<()> {
     };
     let lost = events.lost()?;
     if lost > 0 {
-        // As above.
+        // A closed stderr cannot be reported.
         let _ = writeln!(
             io::stderr(),
             "{lost} events were lost, as they came faster than they were read: --sample or --reason makes them fewer"
@@ -130,7 +132,8 @@ pub(super) fn monitor(args: &MonitorArgs, bpffs: &Path) -> anyhow::Result<()> {
     }
 }
 
-/// Waits at most so many milliseconds until one of these is readable. Is it the first, by which SIGINT and SIGTERM come?
+/// Waits at most `millis` milliseconds until one of these descriptors is readable. Returns true if
+/// the first one is, which receives SIGINT and SIGTERM.
 fn ends_within(millis: u16, descriptors: &mut [PollFd<'_>]) -> anyhow::Result<bool> {
     match poll(descriptors, PollTimeout::from(millis)) {
         Ok(_) => Ok(descriptors.first().and_then(PollFd::any) == Some(true)),
@@ -164,10 +167,11 @@ fn timestamp(time: SystemTime) -> Timestamp {
     Timestamp::try_from(time).unwrap_or(Timestamp::UNIX_EPOCH)
 }
 
-/// Continues an event in the next line.
+/// The beginning of a line that continues an event.
 const INDENT: &str = "    ";
 
-/// An event for people: in one line, or in several where the terminal has no room for its addresses.
+/// Returns an event as text for people. It takes several lines if the terminal has no room for its
+/// addresses.
 fn line(event: &EventSnapshot, zone: &TimeZone, width: Option<usize>) -> String {
     let EventSnapshot { time, kind, reason, service, client, frontend, backend, protocol, .. } = event;
     let time = timestamp(*time).to_zoned(zone.clone());

@@ -1,4 +1,4 @@
-//! `probe`: what this node can do, and the mode that `run` would choose.
+//! The command `probe`, which shows what this node can do, and the mode that `run` would choose.
 
 use std::{
     collections::BTreeSet,
@@ -49,9 +49,9 @@ pub(super) fn probe(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Res
     }
 }
 
-/// What mode ebpf has on uplinks.
+/// The state of XDP on the uplinks, which mode ebpf can use.
 struct Uplinks {
-    /// `off`: the others say what there would be with `auto`.
+    /// The value of `ebpf.xdp`. If it is `off`, the other fields describe the state with `auto`.
     configured: Xdp,
     xdp: Vec<XdpView>,
 }
@@ -59,16 +59,16 @@ struct Uplinks {
 impl Uplinks {
     fn of(config: &Config) -> Self {
         let configured = config.ebpf.xdp;
-        // Who may not ask is told nothing of them.
+        // A caller without permission to list interfaces is shown none.
         let mut network = node::network(config).unwrap_or_default();
         network.interfaces.retain(|interface| config.ebpf.interfaces.select(&interface.name));
         let tried = if configured == Xdp::Off { Xdp::Auto } else { configured };
-        // Who may not read it is told what would be attached.
+        // A caller without permission to read the record is shown what would be attached.
         let record = Record::read(&config.ebpf.bpffs).ok().flatten();
         Self { configured, xdp: xdp::of_uplinks(tried, &network, record.as_ref()) }
     }
 
-    /// Empty: there are none.
+    /// Returns the table of uplinks, or an empty text if there are none.
     fn text(&self) -> String {
         if self.xdp.is_empty() {
             return String::new();
@@ -78,7 +78,7 @@ impl Uplinks {
     }
 }
 
-/// What several modes need is found once.
+/// Returns the requirements of all modes. One that several modes have is returned once.
 fn facts(probes: &[Probe]) -> impl Iterator<Item = &Requirement> {
     let mut keys = BTreeSet::new();
     probes
@@ -87,7 +87,7 @@ fn facts(probes: &[Probe]) -> impl Iterator<Item = &Requirement> {
         .filter(move |requirement| keys.insert(requirement.key))
 }
 
-/// A requirement's `found`, for people.
+/// Returns the `found` of a requirement as a text.
 fn text(found: &Value) -> String {
     match found {
         Value::Bool(found) => if *found { "yes" } else { "no" }.to_owned(),

@@ -1,4 +1,4 @@
-//! The name by which the program was called.
+//! The program's behaviour by the name with which it was called.
 
 use std::{ffi::OsStr, path::Path};
 
@@ -8,12 +8,12 @@ use crate::{config::VersionFormat, version};
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Program {
     ProxyCtl,
-    /// Flags and version are those of kube-proxy.
+    /// The program takes kube-proxy's place. Its flags and its version are those of kube-proxy.
     KubeProxy,
 }
 
 impl Program {
-    /// From argv[0], which may be a path or a link.
+    /// Returns the program for argv[0], which may be a path or a link.
     pub(super) fn of(called: Option<&OsStr>) -> Self {
         let name = called.and_then(|called| Path::new(called).file_name());
         if name == Some(OsStr::new("kube-proxy")) { Self::KubeProxy } else { Self::ProxyCtl }
@@ -26,7 +26,8 @@ impl Program {
         }
     }
 
-    /// In the form of kube-proxy: a semantic version, with ours as the build metadata after `+`.
+    /// Returns the version. As kube-proxy it is a semantic version, with ours as the build metadata
+    /// after `+`.
     pub(super) fn version(self, format: VersionFormat) -> String {
         match (self, format) {
             (Self::ProxyCtl, _) => format!("proxy-ctl {}\n", version::long()),

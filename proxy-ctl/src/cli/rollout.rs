@@ -1,4 +1,5 @@
-//! `rollout-status`: the hook of the chart waits for the DaemonSet that cleans the nodes; there is no kubectl in the image.
+//! The command `rollout-status`. With it the chart's hook waits for the DaemonSet that cleans the
+//! nodes, because the image has no kubectl.
 
 use std::{io::Write as _, time::Duration};
 
@@ -10,7 +11,8 @@ use crate::source::kubernetes::{Config, Kubernetes, SourceState};
 
 const BETWEEN_LOOKS: Duration = Duration::from_secs(2);
 
-/// Asks as the pod's service account, until all pods are ready: whoever waits for this has a limit of its own.
+/// Waits until all pods are ready, and asks as the pod's service account. It has no time limit,
+/// because whoever waits for it has one.
 pub(super) fn wait(args: &RolloutArgs) -> anyhow::Result<()> {
     let (namespace, name) =
         args.daemon_set.split_once('/').context("the DaemonSet must be named as NAMESPACE/NAME")?;
@@ -40,7 +42,8 @@ pub(super) fn wait(args: &RolloutArgs) -> anyhow::Result<()> {
     })
 }
 
-/// What is still to come, as `kubectl rollout status` judges it; `None`: nothing.
+/// Returns what is still missing, as `kubectl rollout status` judges it. `None` if all pods are
+/// ready.
 fn missing(daemon_set: &Value) -> Option<String> {
     let number = |pointer| daemon_set.pointer(pointer).and_then(Value::as_u64).unwrap_or(0);
     if number("/status/observedGeneration") < number("/metadata/generation") {

@@ -1,4 +1,4 @@
-//! Service ports as people name them on the command line.
+//! The names of service ports on the command line.
 
 use std::{
     fmt,
@@ -6,7 +6,7 @@ use std::{
     str::FromStr,
 };
 
-/// `[NAMESPACE/]NAME[:PORT]`.
+/// A filter for service ports: `[NAMESPACE/]NAME[:PORT]`.
 #[derive(Clone, Debug)]
 pub(super) struct ServiceFilter {
     text: String,
@@ -15,7 +15,7 @@ pub(super) struct ServiceFilter {
     port: Option<String>,
 }
 
-/// Why a text names no Service.
+/// The reason why a text names no Service.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub(super) enum NotAService {
     #[error("an address is no name of a Service: `proxy-ctl services` lists the names with their addresses")]
@@ -91,7 +91,7 @@ mod tests {
         assert_eq!(wanted.matches("kube-system", "kube-dns", "dns"), found);
     }
 
-    /// The name of a port is a label of DNS-1123, so it may be digits alone.
+    /// The name of a port is a label of DNS-1123, so it may consist of digits only.
     #[rstest]
     #[case::that_number("web:80", true)]
     #[case::another_number("web:8080", false)]

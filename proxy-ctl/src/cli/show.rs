@@ -1,4 +1,5 @@
-//! `status`, `services` and `backends`: they work on the pins, whether or not a controller runs.
+//! The commands `status`, `services` and `backends`. They read the pinned maps, whether or not a
+//! controller runs.
 
 use std::{
     collections::HashSet,
@@ -40,7 +41,7 @@ pub(super) fn bpffs(flag: Option<PathBuf>) -> PathBuf {
     flag.unwrap_or_else(|| PathBuf::from(DEFAULT_BPFFS))
 }
 
-/// Says what to do where the kernel does not let the caller look.
+/// Adds what to do to an error if the kernel denies the caller access.
 pub(super) fn explained(error: dataplane::Error) -> anyhow::Error {
     if !error.is_denied() {
         return error.into();
@@ -51,12 +52,12 @@ pub(super) fn explained(error: dataplane::Error) -> anyhow::Error {
     )
 }
 
-/// Reads what is programmed on this node.
+/// Returns a reader of what is programmed on this node, and its mode.
 pub(super) fn programmed(bpffs: &Path) -> anyhow::Result<Option<(Mode, Box<dyn Programmed>)>> {
     dataplane::read(bpffs).map_err(explained)
 }
 
-/// What is programmed; says so if it only will be.
+/// Returns what is programmed. If a controller is only starting, this prints so.
 pub(super) fn snapshot(bpffs: &Path) -> anyhow::Result<Option<Snapshot>> {
     if let Some((mode, programmed)) = programmed(bpffs)? {
         let mut snapshot = programmed.snapshot().map_err(explained)?;
@@ -90,7 +91,7 @@ pub(super) fn print<T: serde::Serialize>(
     }
 }
 
-/// Refuses a Service of which no port is programmed.
+/// Returns an error if no port of the Service is programmed.
 pub(super) fn ensure_served(wanted: &ServiceFilter, services: &[ServiceSnapshot]) -> anyhow::Result<()> {
     let is_wanted = |ServicePortName { service, port, .. }: &ServicePortName| {
         wanted.matches(&service.namespace, &service.name, port)
@@ -142,7 +143,7 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
         Ok(record) => (record, None),
         Err(error) => (None, Some(error)),
     };
-    // It leaves its record once it has loaded its programs.
+    // A process leaves its record once it has loaded its programs.
     let speaks = |process: &u32| record.as_ref().is_some_and(|record| record.pid == *process);
     let starting = dataplane::controller(bpffs).filter(|process| !speaks(process));
     let interfaces = record.as_ref().map(|record| record.interfaces.clone()).unwrap_or_default();
@@ -161,7 +162,7 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
         let Snapshot { hooks, lease, node, .. } = programmed.snapshot()?;
         status.withdraws_in = lease.map(|left| left.as_secs() + u64::from(left.subsec_nanos() > 0));
         if let Some(record) = record {
-            // Where the kernel does not tell, nothing is said of them.
+            // If the kernel does not return the interfaces, nothing is shown about XDP.
             let network = node::network(&Config::default()).unwrap_or_default();
             let attached = |index| {
                 let xdp = hooks.iter().find(|hook| hook.kind == "xdp" && hook.interface == Some(index));
@@ -191,13 +192,14 @@ fn service_view(
     terminating: impl Fn(u32) -> bool,
 ) -> ServiceView {
     let ServiceSnapshot { id, name, frontends, cluster, internal, external, .. } = service;
-    // The external policy is without effect where no frontend can be dialled from outside.
+    // The external policy has no effect if no frontend can be dialled from outside.
     let is_external = frontends.iter().any(|frontend| frontend.external);
     let policy = Policy::of(
         service.internal_policy == TrafficPolicy::Local,
         is_external && service.external_policy == TrafficPolicy::Local,
     );
-    // What clients of the cluster get: with a cluster IP only, that is the internal set.
+    // Clients in the cluster get the set `cluster`. A service port with nothing but a cluster IP
+    // has only the set `internal`.
     let shown = if cluster.is_empty() { &internal } else { &cluster };
     let endpoint = |endpoint: &EndpointSnapshot| EndpointView {
         address: endpoint.address.ip(),

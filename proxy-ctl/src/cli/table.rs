@@ -1,28 +1,29 @@
-//! Tables for people, and JSON for programs.
+//! Output of the commands: tables for people, and JSON for programs.
 
 use std::io::{self, Write as _};
 
 use comfy_table::{ColumnConstraint, ContentArrangement, Row, Table, Width, presets};
 use serde::Serialize;
 
-/// Narrower tables cannot be read.
+/// The narrowest width of a table. Narrower ones cannot be read.
 const NARROWEST: u16 = 40;
 
-/// Between two columns.
+/// The number of spaces between two columns.
 const GAP: u16 = 2;
 
-/// Columns of the terminal, by COLUMNS or by asking it. `None`: stdout goes elsewhere.
+/// Returns the number of columns of the terminal, from COLUMNS or from the terminal itself. `None`
+/// if stdout is no terminal.
 pub(super) fn width() -> Option<u16> {
     let said = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
     said.or_else(|| terminal_size::terminal_size_of(io::stdout()).map(|(columns, _)| columns.0))
 }
 
-/// Lays out a table that is as wide as the terminal; for another reader no line is wrapped.
+/// Lays out a table that is as wide as the terminal. If stdout is no terminal, no line is wrapped.
 ///
-/// Lines break between words only, so that an address can be copied. A table whose words have no room in the terminal is
-/// wider than it.
+/// Lines break between words only, so that an address can be copied. A table whose words have no
+/// room in the terminal is wider than it.
 ///
-/// Without borders, so that columns can be cut out by other tools.
+/// The table has no borders, so that other tools can cut out columns.
 pub(super) fn table<const N: usize>(
     header: [&str; N],
     rows: impl IntoIterator<Item = [String; N]>,
@@ -30,13 +31,13 @@ pub(super) fn table<const N: usize>(
     table_of_width(header, rows, width())
 }
 
-/// Length of the longest word.
+/// Returns the length of the longest word.
 fn longest_word(cell: &str) -> u16 {
     let longest = cell.split_whitespace().map(|word| word.chars().count()).max();
     longest.and_then(|longest| u16::try_from(longest).ok()).unwrap_or(0)
 }
 
-/// Length of the longest word in each column.
+/// Returns the length of the longest word in each column.
 fn longest_words<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> [u16; N] {
     let mut longest = header.map(longest_word);
     for row in rows {
@@ -47,7 +48,7 @@ fn longest_words<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> [u1
     longest
 }
 
-/// Returns whether a table of these rows fits the terminal with no word broken.
+/// Returns true if a table of these rows fits the terminal without a break within a word.
 pub(super) fn fits<const N: usize>(header: [&str; N], rows: &[[String; N]]) -> bool {
     let words: u32 =
         longest_words(header, rows).into_iter().map(|word| u32::from(word) + u32::from(GAP)).sum();
@@ -81,7 +82,7 @@ fn table_of_width<const N: usize>(
     lines.join("\n") + "\n"
 }
 
-/// A reader that has gone away is no error.
+/// Prints a text. A reader that has gone away is no error.
 pub(super) fn print(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
@@ -94,7 +95,7 @@ pub(super) fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     Ok(print(&(serde_json::to_string_pretty(value)? + "\n"))?)
 }
 
-/// `4.0 MiB`.
+/// Returns a size as text, such as `4.0 MiB`.
 pub(super) fn bytes(bytes: u64) -> String {
     let mut value = bytes as f64;
     let mut unit = "B";

@@ -1,5 +1,5 @@
-//! All commands and flags as one tree, for help texts, completions and manual pages. The flags of `run` come from the table
-//! that they are parsed by.
+//! The tree of all commands and flags, for help texts, completions and manual pages. The flags of
+//! `run` come from the table from which they are parsed.
 
 use std::{fs, io, path::Path};
 
@@ -10,7 +10,7 @@ use clap_complete::Shell;
 use super::{args::Args, table};
 use crate::config::{FLAGS, Flag, Group, Sets, ValueKind};
 
-/// The flag that `config` and `probe` have besides those of `run`.
+/// The flag that `config` and `probe` have in addition to those of `run`.
 pub(super) static OUTPUT: [Flag; 1] = [Flag {
     name: "output",
     short: Some('o'),
@@ -25,7 +25,7 @@ const WIDTH: usize = 100;
 
 fn proxy_ctl() -> Command {
     let with = |flags: Vec<&'static Flag>| move |command: Command| with_flags(command, flags);
-    // `--bpffs` is global.
+    // `--bpffs` is a global flag already.
     let run: Vec<_> = FLAGS.iter().filter(|flag| flag.name != "bpffs").collect();
     let effective = run.iter().copied().filter(|flag| flag.sets != Sets::Nothing);
     let asking: Vec<_> = OUTPUT.iter().chain(effective).collect();
@@ -46,7 +46,7 @@ pub(super) fn run() -> Command {
 
 pub(super) fn subcommand(name: &str) -> Command {
     let mut tree = proxy_ctl();
-    // Copies global arguments into each subcommand.
+    // This copies global arguments into each subcommand.
     tree.build();
     tree.find_subcommand_mut(name).map(|command| command.clone()).unwrap_or(tree)
 }
@@ -58,7 +58,7 @@ pub(super) fn kube_proxy() -> Command {
     with_flags(command.disable_help_flag(true).max_term_width(WIDTH), FLAGS.iter().collect())
 }
 
-/// Group by group.
+/// Adds flags to a command, group by group.
 fn with_flags(command: Command, flags: Vec<&'static Flag>) -> Command {
     let grouped =
         Group::ALL.into_iter().flat_map(|group| flags.iter().filter(move |flag| flag.group == group));
@@ -77,9 +77,9 @@ pub(super) fn completion(shell: Shell) -> anyhow::Result<()> {
     Ok(table::print(&if shell == Shell::Bash { with_one_label(&text) } else { text })?)
 }
 
-/// Gives each subcommand one label. clap_complete 4.6 writes `proxy__ctl__subcmd__status` where it looks for the
-/// subcommand and `proxy__subcmd__ctl__subcmd__status` where it completes it, as it takes the hyphen of `proxy-ctl` for
-/// the border of a subcommand there (clap #6421).
+/// Gives each subcommand one label. clap_complete 4.6 writes `proxy__ctl__subcmd__status` where it
+/// looks for the subcommand, and `proxy__subcmd__ctl__subcmd__status` where it completes it. There
+/// it takes the hyphen of `proxy-ctl` for the border of a subcommand (clap #6421).
 fn with_one_label(script: &str) -> String {
     script.replace("proxy__subcmd__ctl", "proxy__ctl")
 }

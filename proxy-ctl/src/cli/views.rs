@@ -1,5 +1,5 @@
-//! What is programmed, as tables and JSON show it. The JSON forms are a contract: fields are added, never
-//! renamed.
+//! The forms in which tables and JSON show what is programmed. The JSON forms are a contract:
+//! fields are added, never renamed.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,38 +23,38 @@ use crate::{
     process::record::{InterfaceRecord, Record, SourceRecord, UnsupportedField},
 };
 
-/// One service port in one family.
+/// A service port in one family.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct ServiceView {
     pub(super) namespace: String,
     pub(super) name: String,
-    /// Empty where the Service has one unnamed port.
+    /// The port's name. It is empty if the Service has one unnamed port.
     pub(super) port: String,
     pub(super) protocol: &'static str,
     pub(super) family: &'static str,
-    /// Index into the table `services`.
+    /// The index in the map `services`.
     pub(super) id: u32,
     pub(super) policy: Policy,
     pub(super) algorithm: Algorithm,
     pub(super) forwarding: Forwarding,
-    /// With direct server return.
+    /// The encapsulation, if direct server return is used.
     pub(super) encapsulation: Option<Encapsulation>,
     pub(super) frontends: Vec<FrontendView>,
-    /// For clients in the cluster, other than through the cluster IP.
+    /// The endpoints for clients in the cluster that do not use the cluster IP.
     pub(super) endpoints: Vec<EndpointView>,
     pub(super) internal_endpoints: usize,
     pub(super) external_endpoints: usize,
-    /// The mode that serves what the mode at work cannot.
+    /// The secondary mode, if it serves this port because the active mode cannot.
     pub(super) handed_over_to: Option<&'static str>,
 }
 
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) enum FrontendKind {
-    /// Serves clients in the cluster.
+    /// An address for clients in the cluster.
     ClusterIp,
-    /// External or load-balancer address.
+    /// An external address or the address of a load balancer.
     External,
     NodePort,
 }
@@ -62,7 +62,7 @@ pub(super) enum FrontendKind {
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 pub(super) struct FrontendView {
     pub(super) kind: FrontendKind,
-    /// `None`: every address of the node.
+    /// The address. `None` stands for every address of the node.
     pub(super) address: Option<IpAddr>,
     pub(super) port: u16,
 }
@@ -84,7 +84,7 @@ pub(super) struct EndpointView {
     pub(super) state: &'static str,
 }
 
-/// Which clients get endpoints of this node only.
+/// The clients that get endpoints of this node only.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) enum Policy {
@@ -95,7 +95,8 @@ pub(super) enum Policy {
 }
 
 impl Policy {
-    /// By whether the policies for clients of the cluster IP and for clients from outside are Local.
+    /// Returns the policy. The arguments are true if the policy is Local for clients of the cluster
+    /// IP, and for clients from outside.
     pub(super) fn of(internal_is_local: bool, external_is_local: bool) -> Self {
         match (internal_is_local, external_is_local) {
             (false, false) => Self::Cluster,
@@ -116,7 +117,7 @@ impl Policy {
 }
 
 impl ServiceView {
-    /// The mode does not know whose it is.
+    /// Returns true if the mode does not know to which Service the port belongs.
     fn is_unnamed(&self) -> bool {
         self.namespace.is_empty()
     }
@@ -132,7 +133,8 @@ impl ServiceView {
         }
     }
 
-    /// Algorithm, forwarding and encapsulation where they are not the default, and the mode beside the one at work.
+    /// Returns the policy, followed by algorithm, forwarding and encapsulation if they are not the
+    /// default, and by the secondary mode if it serves the port.
     fn policy_and_choices(&self) -> String {
         let algorithm = (self.algorithm != Algorithm::default()).then(|| self.algorithm.word());
         let forwarding = (self.forwarding != Forwarding::default()).then(|| self.forwarding.word());
@@ -152,7 +154,7 @@ impl ServiceView {
 const NOTHING_SERVED: &str = "No services are programmed. Start the controller with `proxy-ctl run --manifests DIR` or with a kubeconfig; \
      `proxy-ctl status` tells whether one runs.\n";
 
-/// Mode ipvs.
+/// The note below services in mode ipvs.
 const UNNAMED: &str = "Listed by address: IPVS keeps no names of Services.\n";
 
 pub(super) fn services(services: &[ServiceView]) -> String {
@@ -185,9 +187,9 @@ pub(super) struct BackendView {
     pub(super) protocol: &'static str,
     pub(super) state: &'static str,
     pub(super) local: bool,
-    /// How many service ports use it.
+    /// The number of service ports that use it.
     pub(super) services: u32,
-    /// Of this node; `None`: they are not counted.
+    /// The number of connections of this node. `None` if they are not counted.
     pub(super) connections: Option<u64>,
 }
 
@@ -212,40 +214,41 @@ pub(super) fn backends(backends: &[BackendView]) -> String {
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct StatusView {
-    /// `None`: nothing is programmed.
+    /// The active mode. `None` if nothing is programmed.
     pub(super) mode: Option<String>,
     pub(super) reasons: Vec<String>,
-    /// The mode takes the place of the one that was asked for; why.
+    /// The reason why the mode replaces the one that was asked for.
     pub(super) fallback: Option<String>,
     pub(super) node: Option<String>,
     pub(super) controller: ControllerView,
     pub(super) sources: Option<Vec<SourceRecord>>,
     pub(super) hooks: Vec<HookView>,
-    /// Why interfaces of workloads have no packet programs: "name: reason".
+    /// The interfaces of workloads without packet programs, each as "name: reason".
     pub(super) unattached: Vec<String>,
-    /// Of uplinks, with `ebpf.xdp`.
+    /// The state of XDP on uplinks. Empty without `ebpf.xdp`.
     pub(super) xdp: Vec<XdpView>,
-    /// With `ebpf.xdp`.
+    /// The interfaces of pods to which XDP sends packets. `None` without `ebpf.xdp`.
     pub(super) pod_interfaces: Option<PodInterfaces>,
-    /// Seconds for which everything is served without a controller; 0: nothing is translated any more. `None`: without end.
+    /// The seconds for which everything is served without a controller. 0: nothing is translated
+    /// any more. `None`: there is no end.
     pub(super) withdraws_in: Option<u64>,
     pub(super) tables: Vec<TableUsage>,
     pub(super) counters: Vec<ReasonUsage>,
     pub(super) former_kube_proxy: FormerView,
-    /// Fields of Services that are not honoured, by service port.
+    /// The fields of Services that are not served as asked, by service port.
     pub(super) unsupported: Vec<UnsupportedField>,
-    /// Things that the caller may not read, each with the reason.
+    /// The things that the caller may not read, each with the reason.
     pub(super) not_readable: Vec<String>,
 }
 
-/// What another kube-proxy has programmed on this node.
+/// The rules that another kube-proxy has left on this node.
 #[derive(Clone, Debug, Default, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct FormerView {
     pub(super) left: Vec<Part>,
-    /// Service ports that are not served, for which it stays, and why.
+    /// The service ports that are not served, each with the reason. The rules stay because of them.
     pub(super) held_back_by: Vec<String>,
-    /// Why there may be more than that.
+    /// The reasons why there may be more rules than were found.
     pub(super) unknown: Vec<String>,
 }
 
@@ -255,7 +258,7 @@ impl FormerView {
         Self { left: found.parts.clone(), held_back_by, unknown }
     }
 
-    /// `None`: there is nothing to say.
+    /// Returns a line about the rules. `None` if there is nothing to say.
     pub(super) fn text(&self) -> Option<String> {
         let left: Vec<String> = self.left.iter().map(Part::to_string).collect();
         let mut text = left.join(", ");
@@ -272,23 +275,25 @@ impl FormerView {
 
 #[derive(Clone, Debug, Serialize)]
 pub(super) struct ControllerView {
-    /// `None`: the caller may not look.
+    /// True if a controller runs. `None` if the caller may not find out.
     pub(super) running: Option<bool>,
-    /// What is programmed is a predecessor's.
+    /// True if the controller is starting, so that what is programmed is a predecessor's.
     pub(super) starting: bool,
     pub(super) pid: Option<u32>,
 }
 
-/// In the order of interfaces; those of the cgroup have none and come first.
+/// A hook with a program. Hooks are sorted by interface. Those of the cgroup have no interface and
+/// come first.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 pub(super) struct HookView {
     pub(super) interface: Option<String>,
     pub(super) name: String,
-    /// `workload` or `uplink`; `None`: of a cgroup, or no controller has said.
+    /// The role: `workload` or `uplink`. `None` for a cgroup, or if no controller has recorded a
+    /// role.
     pub(super) role: Option<String>,
-    /// Why it has that role.
+    /// The reason why the interface has that role.
     pub(super) reason: Option<String>,
-    /// `cgroup`, `tcx`, `clsact` or `xdp`, whose name is its mode.
+    /// The kind: `cgroup`, `tcx`, `clsact` or `xdp`. The name of an `xdp` hook is the mode of XDP.
     pub(super) kind: String,
     /// The programs of others at the same hook, in the order in which they run.
     pub(super) others: Vec<OtherProgram>,
@@ -305,7 +310,8 @@ impl HookView {
 }
 
 impl StatusView {
-    /// `programmed`: by what is on the node. `starting`: process that has begun and left no record yet.
+    /// Returns the status without what the kernel tells. `programmed` is the mode that is found on
+    /// the node. `starting` is a process that has begun but left no record yet.
     pub(super) fn new(record: Option<Record>, programmed: Option<Mode>, starting: Option<u32>) -> Self {
         let alive = record.as_ref().is_some_and(Record::is_alive);
         let running = alive || starting.is_some();
@@ -331,7 +337,8 @@ impl StatusView {
         }
     }
 
-    /// Notes that the caller may not read something. Whether a controller runs that was not found is then not known.
+    /// Notes that the caller may not read something. If no controller was found, it is then unknown
+    /// whether one runs.
     pub(super) fn not_readable(&mut self, what: String) {
         self.not_readable.push(what);
         self.controller.running = self.controller.running.filter(|running| *running);
@@ -428,7 +435,7 @@ impl StatusView {
         part(self.xdp.len(), xdp::text("XDP", &self.xdp));
         let pods = self.pod_interfaces.as_ref().map(PodInterfaces::text);
         part(pods.iter().len(), pods.unwrap_or_default());
-        // Storage of sockets has no capacity: it lives and dies with them.
+        // The storage of sockets has no capacity: an entry lives and dies with its socket.
         let sized: Vec<_> = self.tables.iter().filter(|of| of.capacity > 0).collect();
         let tables = sized.iter().map(|of| {
             let full = format!("{:.1} %", of.used as f64 * 100.0 / of.capacity as f64);
@@ -447,7 +454,7 @@ fn unattached(record: &Record) -> impl Iterator<Item = String> {
     record.interfaces.iter().filter_map(line)
 }
 
-/// The same for both families.
+/// Returns a row of the table. Both families of a service port give the same row.
 fn unsupported_row(unsupported: &UnsupportedField) -> [String; 4] {
     let UnsupportedField { field, effect, instead, .. } = unsupported;
     let effect = match effect.as_str() {
@@ -463,7 +470,7 @@ fn service_port(UnsupportedField { namespace, name, port, .. }: &UnsupportedFiel
     format!("{namespace}/{name}{port}")
 }
 
-/// A row for each service port; for many with the same field, one that counts them.
+/// Returns a row for each service port. If many have the same field, one row counts them.
 fn handed_over_rows(fields: &[&UnsupportedField]) -> Vec<[String; 3]> {
     const MOST_NAMED: usize = 10;
     let mut service_ports: BTreeMap<[&str; 2], BTreeSet<String>> = BTreeMap::new();

@@ -1,4 +1,5 @@
-//! On which uplinks XDP sends packets on, and by which ones.
+//! The view of XDP: the uplinks on which it forwards packets, and the interfaces to which it sends
+//! them.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,35 +20,37 @@ use crate::{
     },
 };
 
-/// Of one uplink.
+/// The state of XDP on one uplink.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct XdpView {
     pub(super) interface: String,
-    /// `native`, `generic` or `no`.
+    /// The mode of XDP: `native`, `generic` or `no`.
     pub(super) xdp: &'static str,
     pub(super) reason: String,
-    /// Which frames that have come by other uplinks XDP sends by this one: `all`, `whole` ones, which are not in fragments, or `no`.
+    /// The frames from other uplinks that XDP sends by this one: `all`, `whole` ones, which are not
+    /// in fragments, or `no`.
     pub(super) takes: &'static str,
-    /// Why none.
+    /// The reason why it sends none.
     pub(super) takes_none: Option<String>,
 }
 
 const NO: &str = "no";
 const NOT_ATTACHED_YET: &str = "the controller has not attached a program yet";
 
-/// Interfaces of pods.
+/// The numbers of interfaces of pods, by whether XDP sends packets to them.
 #[derive(Clone, Debug, Default, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct PodInterfaces {
-    /// To so many of them XDP sends packets of clients outside.
+    /// The number of interfaces to which XDP sends packets of outside clients.
     pub(super) taking: usize,
-    /// How many it does not, by the reason.
+    /// The number of interfaces to which it does not, by reason.
     pub(super) not_taking: BTreeMap<String, usize>,
 }
 
 impl PodInterfaces {
-    /// Those of a controller that uses XDP, if there are any. `targets`: where the programs may send what has come by others.
+    /// Returns the interfaces of pods if the controller uses XDP and there are any. `targets` are
+    /// the interfaces to which the programs may send frames from other interfaces.
     pub(super) fn of(
         record: &record::Record,
         network: &NodeNetwork,
@@ -83,13 +86,14 @@ fn has_role(record: &record::Record, index: u32, role: &str) -> bool {
 
 const NOT_SENT_BY: &str = "it would take frames, but XDP sends none of another uplink on, has no room for more interfaces, or the controller has not looked at it yet";
 
-/// How XDP is used, if it is.
+/// Returns how the controller uses XDP. `None` if it does not.
 fn configured(record: &record::Record) -> Option<Xdp> {
     Xdp::of(&record.xdp).filter(|xdp| *xdp != Xdp::Off)
 }
 
 impl XdpView {
-    /// `attached`: the mode of the program that is there; `None`: that which would be.
+    /// Returns the state that an uplink should have. `attached` is the mode of the program that is
+    /// there. If it is `None`, the mode that would be attached counts.
     fn expected(configured: Xdp, interface: &Interface, attached: Option<Option<XdpMode>>) -> Self {
         let facts = facts_of_uplink(interface.index, &interface.name);
         let choice = choose(configured, interface, &facts);
@@ -104,7 +108,8 @@ impl XdpView {
         Self { interface: interface.name.clone(), xdp, reason, takes, takes_none }
     }
 
-    /// `is_target`: the program may send by this uplink what has come by others.
+    /// Corrects the view if the program does not send frames from other uplinks by this one.
+    /// `is_target` is true if it may.
     fn taking(self, is_target: bool) -> Self {
         if is_target || self.takes == NO {
             return self;
@@ -112,7 +117,8 @@ impl XdpView {
         Self { takes: NO, takes_none: Some(NOT_SENT_BY.to_owned()), ..self }
     }
 
-    /// `refusal`: why the controller has attached none.
+    /// Corrects the view by the program that is attached. `refusal` is the reason why the
+    /// controller has attached none.
     fn attached(self, attached: Option<XdpMode>, refusal: Option<&str>) -> Self {
         match (attached, refusal) {
             (Some(mode), _) => Self { xdp: word(mode), ..self },
@@ -134,7 +140,9 @@ pub(super) fn text(column: &str, uplinks: &[XdpView]) -> String {
     table(["UPLINK", column, "BECAUSE", "SENDS FRAMES OF OTHERS"], uplinks.iter().map(row))
 }
 
-/// What uplinks would have. `record`: of a controller, which may have met a refusal of the kernel, as it is the only one to ask for a program.
+/// Returns the state that uplinks would have. `record` is that of a controller, which may have met
+/// a refusal of the kernel. Only the controller asks the kernel for a program, so only it can know
+/// of one.
 pub(super) fn of_uplinks(
     configured: Xdp,
     network: &NodeNetwork,
@@ -152,13 +160,14 @@ pub(super) fn of_uplinks(
     uplinks.map(view).collect()
 }
 
-/// Why the controller of the record has attached no program to an interface.
+/// Returns why the controller of the record has attached no program to an interface.
 fn refusal(record: &record::Record, index: u32) -> Option<&str> {
     record.interfaces.iter().find(|known| known.index == index)?.without_xdp.as_deref()
 }
 
-/// What those of a controller have, where it is to use XDP. `attached`: the mode of the program on the interface with this index. `targets`: where
-/// the programs may send what has come by others.
+/// Returns the state of a controller's uplinks, or nothing if it does not use XDP. `attached`
+/// returns the mode of the program on the interface with this index. `targets` are the interfaces
+/// to which the programs may send frames from other interfaces.
 pub(super) fn of_controller(
     record: &record::Record,
     network: &NodeNetwork,

@@ -1,7 +1,9 @@
-//! Events of events.k8s.io/v1, as kube-proxy records them: about the Node or a Service, repeated ones as a series.
+//! Events of events.k8s.io/v1, as kube-proxy records them. They are about the Node or a Service,
+//! and repeated events become a series.
 //!
-//! [`Recorder::record`] never waits and never fails. What it is given goes through a bounded queue to a task that
-//! writes one event after the other with kube's recorder, and tries again while the API server is away.
+//! [`Recorder::record`] never waits and never fails. Events go through a bounded queue to a task.
+//! It writes one event after the other with kube's recorder, and tries again while the API server
+//! is away.
 
 use std::{
     hash::{DefaultHasher, Hash as _, Hasher as _},
@@ -37,42 +39,42 @@ use crate::{
     },
 };
 
-/// Events that wait for the API server; as many as client-go keeps.
+/// The number of events that can wait for the API server. client-go keeps as many.
 const QUEUE: usize = 1000;
-/// Attempts for each event, with this pause in between: as client-go.
+/// The number of attempts for each event, with [`PAUSE`] in between, as in client-go.
 const ATTEMPTS: u32 = 12;
 const PAUSE: Duration = Duration::from_secs(10);
-/// Longest note that the API server takes, in bytes.
+/// The length of the longest note that the API server accepts, in bytes.
 const LONGEST_NOTE: usize = 1024;
 const CONTROLLER: &str = "kube-proxy";
 
 pub use kube::runtime::events::EventType as Type;
 
-/// What an event is about.
+/// The object that an event is about.
 #[derive(Clone, Debug, Eq, Hash, PartialEq)]
 pub enum Regarding {
-    /// The own Node. The event is in namespace `default`, as Nodes are in none.
+    /// The own Node. The event is in namespace `default`, because Nodes are in no namespace.
     Node,
     Service(ObjectName),
 }
 
-/// Something that people should find with `kubectl get events`.
+/// An event for people, who find it with `kubectl get events`.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Event {
     pub event_type: Type,
     pub regarding: Regarding,
-    /// Why it happened, in one word in camel case, such as `Starting`.
+    /// The cause as one word in camel case, such as `Starting`.
     pub reason: &'static str,
-    /// What was being done, such as `StartKubeProxy`.
+    /// The action that was being done, such as `StartKubeProxy`.
     pub action: &'static str,
-    /// For people; cut after 1024 bytes.
+    /// The text for people. It is cut after 1024 bytes.
     pub note: String,
-    /// Every node has the same to tell: the first to tell it does so for all.
+    /// True if every node has the same to tell. The node that tells it first does so for all nodes.
     pub of_all_nodes: bool,
 }
 
 impl Event {
-    /// About the own Node.
+    /// Returns an event about the own Node.
     pub fn node(
         event_type: Type,
         reason: &'static str,
@@ -90,13 +92,13 @@ impl Event {
     }
 }
 
-/// What has become of an event: the label of the counter.
+/// The outcome of an event, which is the label of the counter.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub enum Outcome {
     Written,
-    /// The queue was full.
+    /// The event was dropped because the queue was full.
     Dropped,
-    /// The API server does not want it.
+    /// The API server refused the event.
     Refused,
     /// The API server was away for too long.
     GivenUp,
@@ -105,7 +107,7 @@ pub enum Outcome {
 impl Outcome {
     const ALL: [Self; 4] = [Self::Written, Self::Dropped, Self::Refused, Self::GivenUp];
 
-    /// Label value of the metric.
+    /// Returns the value of the metric's label.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Written => "written",
@@ -121,7 +123,7 @@ struct ByOutcome {
     outcome: &'static str,
 }
 
-/// Clones count together.
+/// The counter of events by outcome. Clones count together.
 #[derive(Clone, Debug, Default)]
 struct Counts(Family<ByOutcome, Counter>);
 
@@ -131,26 +133,26 @@ impl Counts {
     }
 }
 
-/// Takes events from anywhere; clones share one queue. When the last one is gone, what waits is still written, as
-/// long as the runtime lives.
+/// A handle that takes events from anywhere. Clones share one queue. When the last clone is gone,
+/// waiting events are still written, as long as the runtime lives.
 #[derive(Clone, Debug)]
 pub struct Recorder {
-    /// None: there is no API server to tell.
+    /// The queue to the writer. None if there is no API server.
     queue: Option<mpsc::Sender<Job>>,
     counts: Counts,
 }
 
-/// What the writer gets to do.
+/// A job for the writer.
 #[derive(Debug)]
 enum Job {
     Record(Event),
-    /// Answered when everything before it is done.
+    /// A request to answer when everything before it is done.
     Flush(oneshot::Sender<()>),
 }
 
 impl Recorder {
-    /// Starts the writer on the current tokio runtime. `node_name` names the Node that events are about, `host`
-    /// this machine.
+    /// Starts the writer on the current tokio runtime. `node_name` names the Node that events are
+    /// about, and `host` names this machine.
     pub fn new(api: Api, node_name: impl Into<Arc<str>>, host: &str) -> Self {
         let (queue, jobs) = mpsc::channel(QUEUE);
         let counts = Counts::default();
@@ -168,12 +170,12 @@ impl Recorder {
         Self { queue: Some(queue), counts }
     }
 
-    /// For those who have no API server: events are only logged.
+    /// Returns a recorder that only logs events, for processes without an API server.
     pub fn silent() -> Self {
         Self { queue: None, counts: Counts::default() }
     }
 
-    /// With what answers with the events that were recorded, in their order.
+    /// Returns a recorder, and a function that returns the recorded events in their order.
     #[cfg(test)]
     pub fn kept() -> (Self, impl FnMut() -> Option<Event>) {
         let (queue, mut jobs) = mpsc::channel(QUEUE);
@@ -186,7 +188,7 @@ impl Recorder {
         (Self { queue: Some(queue), counts: Counts::default() }, next)
     }
 
-    /// Registers `events{outcome}` below whatever prefix `registry` has.
+    /// Registers `events{outcome}` below the prefix of `registry`.
     pub fn register(&self, registry: &mut Registry) {
         for outcome in Outcome::ALL {
             self.counts.0.get_or_create(&ByOutcome { outcome: outcome.name() }).inc_by(0);
@@ -194,12 +196,13 @@ impl Recorder {
         registry.register("events", "Kubernetes events, by what has become of them", self.counts.0.clone());
     }
 
-    /// How many events have come to this end.
+    /// Returns the number of events with this outcome.
     pub fn count(&self, outcome: Outcome) -> u64 {
         self.counts.0.get_or_create(&ByOutcome { outcome: outcome.name() }).get()
     }
 
-    /// Never blocks: if too many wait already, this one is dropped and counted.
+    /// Records an event. This never blocks: if too many events wait already, the event is dropped
+    /// and counted.
     pub fn record(&self, event: Event) {
         let Event { event_type, regarding, reason, action, note, .. } = &event;
         tracing::debug!(?event_type, ?regarding, reason, action, note, "event");
@@ -209,13 +212,13 @@ impl Recorder {
         }
     }
 
-    /// Returns when everything recorded so far has been written or given up. For the last words of a process:
-    /// within a timeout, as the API server may be away.
+    /// Returns when everything recorded so far has been written or given up. A process calls it
+    /// before it ends, and should set a timeout because the API server may be away.
     pub async fn flush(&self) {
         let Some(queue) = &self.queue else { return };
         let (done, flushed) = oneshot::channel();
         if queue.send(Job::Flush(done)).await.is_ok() {
-            // The writer ends with the runtime only.
+            // The writer ends only with the runtime, so an error can be ignored.
             let _ = flushed.await;
         }
     }
@@ -232,12 +235,12 @@ struct Writer {
 }
 
 impl Writer {
-    /// Ends when every [`Recorder`] is dropped.
+    /// Writes events until every [`Recorder`] is dropped.
     async fn run(mut self, mut jobs: mpsc::Receiver<Job>) {
         while let Some(job) = jobs.recv().await {
             match job {
                 Job::Record(event) => self.write(event).await,
-                // Whoever waited may have given up.
+                // The caller of `flush` may have given up.
                 Job::Flush(done) => drop(done.send(())),
             }
         }
@@ -268,7 +271,8 @@ impl Writer {
         self.counts.add(Outcome::GivenUp);
     }
 
-    /// The name is a hash of the content, so that equal events of several nodes are one object.
+    /// Creates an event unless it exists. Its name is a hash of its content, so that equal events
+    /// of several nodes are one object.
     async fn create_unless_there(
         &self,
         event: &kube_events::Event,
@@ -283,7 +287,8 @@ impl Writer {
         }
     }
 
-    /// Warns once, because the next event will be refused too.
+    /// Counts a refusal, and warns about the first one only, because the next event will be refused
+    /// too.
     fn refused(&mut self, failure: &Failure) {
         self.counts.add(Outcome::Refused);
         if std::mem::replace(&mut self.refusal_logged, true) {
@@ -299,7 +304,7 @@ impl Writer {
     }
 }
 
-/// As kube's recorder takes it.
+/// Returns the event and its object in the types of kube's recorder.
 fn published(event: Event, node_name: &str) -> (kube_events::Event, ObjectReference) {
     let (kind, namespace, name) = match &event.regarding {
         Regarding::Node => ("Node", None, node_name),
@@ -350,7 +355,7 @@ fn event_of_all_nodes(
     }
 }
 
-/// Whether the API server may take the very same event later.
+/// Returns true if the API server may accept the same event later.
 fn is_worth_another_attempt(failure: &Failure) -> bool {
     match failure.code {
         Some(401 | 429) | None => true,

@@ -25,7 +25,7 @@ impl Write for Log {
     }
 }
 
-/// The lines that `work` logs in this thread, up to a level.
+/// Returns the lines that `work` logs in this thread, up to a level.
 pub(crate) fn logged<F>(format: F, level: LevelFilter, work: impl FnOnce()) -> Vec<String>
 where
     F: FormatEvent<Registry, DefaultFields> + Send + Sync + 'static,

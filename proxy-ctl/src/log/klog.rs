@@ -39,7 +39,7 @@ where
     }
 }
 
-/// An event's message, and its other fields in their order.
+/// The message of an event, and its other fields in their order.
 #[derive(Debug, Default)]
 struct Fields {
     message: String,
@@ -93,12 +93,12 @@ impl Visit for Fields {
     }
 }
 
-/// klog's name for an error.
+/// Returns the name of a field. klog calls an error `err`.
 fn key(name: &'static str) -> &'static str {
     if name == "error" { "err" } else { name }
 }
 
-/// The file with so many of its folders.
+/// Returns the path of the source file, shortened to its last `folders` folders.
 fn file<'m>(metadata: &Metadata<'m>, folders: usize) -> &'m str {
     let path = metadata.file().unwrap_or_else(|| metadata.target());
     path.rmatch_indices('/').nth(folders).map_or(path, |(slash, _)| &path[slash + 1..])
@@ -119,7 +119,7 @@ fn text(metadata: &Metadata<'_>, fields: &Fields, now: &Zoned) -> String {
         Value::from(fields.message.as_str()),
     );
     for (name, value) in &fields.others {
-        // Text in quotes, numbers and flags without: as JSON has them.
+        // Text has quotes, numbers and booleans have none, as in JSON.
         let _ = write!(line, " {}={value}", key(name));
     }
     line
@@ -131,7 +131,7 @@ fn json(metadata: &Metadata<'_>, fields: &Fields, now: &Zoned) -> String {
     let message = Value::from(fields.message.as_str());
     let mut line = format!(r#"{{"ts":{milliseconds},"caller":{},"msg":{message}"#, Value::from(caller));
     let verbosity = match *metadata.level() {
-        // Errors have none: they are logged at every verbosity.
+        // Errors have no verbosity, because they are logged at every verbosity.
         Level::ERROR => None,
         Level::DEBUG => Some(4),
         Level::TRACE => Some(6),
@@ -183,7 +183,7 @@ mod tests {
         );
         let letters: String = lines.iter().map(|line| line.chars().next().unwrap()).collect();
         assert_eq!(letters, "IWEI");
-        // Lmmdd hh:mm:ss.uuuuuu threadid file:line]
+        // The header has the form `Lmmdd hh:mm:ss.uuuuuu threadid file:line]`.
         let words: Vec<&str> = lines[0].split_whitespace().collect();
         assert!(words[0].len() == 5 && words[1].len() == "10:57:29.123456".len(), "{}", lines[0]);
         assert_eq!(words[2], std::process::id().to_string());
@@ -201,7 +201,7 @@ mod tests {
             (&json!("ebpf"), &json!(3), &json!(true))
         );
         assert!(first["caller"].as_str().unwrap().starts_with("log/klog.rs:"), "{first}");
-        // Milliseconds since the epoch.
+        // The time stamp is in milliseconds since the epoch.
         assert!(first["ts"].as_f64().unwrap() > 1.7e12, "{first}");
         assert_eq!((&values[2]["err"], values[2].get("v")), (&json!("no"), None));
         assert_eq!(values[3]["v"], json!(4));

@@ -1,4 +1,4 @@
-//! Which events are logged at which verbosity.
+//! The events that are logged at each verbosity.
 
 use tracing::{Metadata, Subscriber, level_filters::LevelFilter, subscriber::Interest};
 use tracing_subscriber::{
@@ -8,11 +8,11 @@ use tracing_subscriber::{
 
 use crate::config::ModuleVerbosity;
 
-/// Libraries whose chatter starts at `-v 6` and `-v 8`.
+/// The libraries that log more from `-v 6` and from `-v 8` on.
 const LIBRARIES: [&str; 8] =
     ["hyper", "hyper_util", "kube", "kube_client", "kube_runtime", "rustls", "tower", "aya"];
 
-/// `-v` and `--vmodule`.
+/// The levels that follow from `-v` and `--vmodule`.
 #[derive(Clone, Debug)]
 pub(super) struct Levels {
     pub(super) modules: Vec<ModuleVerbosity>,
@@ -44,7 +44,7 @@ impl<S: Subscriber> Filter<S> for Levels {
     }
 }
 
-/// Info up to 3, debug up to 5, then everything.
+/// Returns the level of our own events: info up to 3, debug up to 5, then everything.
 fn own(verbosity: u32) -> LevelFilter {
     match verbosity {
         0..=3 => LevelFilter::INFO,
@@ -68,8 +68,8 @@ fn targets(verbosity: u32) -> Targets {
         .with_target("proxy_ebpf", own(verbosity))
 }
 
-/// Whether the pattern of `--vmodule` names this source file, without its ending. One with a slash is compared with
-/// the end of the path, any other with the name alone.
+/// Returns true if the pattern of `--vmodule` names this source file, without its ending. A pattern
+/// with a slash is compared with the end of the path, and any other with the name alone.
 fn names(pattern: &str, file: &str) -> bool {
     let path = file.strip_suffix(".rs").unwrap_or(file);
     let folders = pattern.matches('/').count();
@@ -77,7 +77,7 @@ fn names(pattern: &str, file: &str) -> bool {
     glob(pattern, end)
 }
 
-/// `*` stands for any text, `?` for one character.
+/// Returns true if a pattern matches a text. `*` stands for any text, and `?` for one character.
 fn glob(pattern: &str, text: &str) -> bool {
     let mut pattern_rest = pattern.chars();
     match pattern_rest.next() {

@@ -1,6 +1,8 @@
-//! The log as klog writes it: `text` or `json`, to stderr or, if the streams are split, errors there and the rest to
-//! stdout. Levels are klog's too: `-v 0` logs what an operator needs, each step up logs more. The level can be
-//! changed while the process runs.
+//! The log in the formats of klog: `text` or `json`. It goes to stderr. If the streams are split,
+//! only errors go there, and everything else goes to stdout.
+//!
+//! Levels are klog's too: `-v 0` logs what an operator needs, and each step up logs more. The level
+//! can be changed while the process runs.
 
 #[cfg(test)]
 pub(crate) mod capture;
@@ -20,7 +22,7 @@ use crate::config::{LogFormat, Logging};
 
 static LEVELS: OnceLock<reload::Handle<Levels, Registry>> = OnceLock::new();
 
-/// Once for each process; a second call changes nothing.
+/// Starts the log, once for each process. A second call changes nothing.
 pub fn start(logging: &Logging) {
     use tracing_subscriber::{Layer, fmt, layer::SubscriberExt, util::SubscriberInitExt};
     let levels = Levels::new(logging.verbosity, logging.vmodule.clone());
@@ -30,20 +32,20 @@ pub fn start(logging: &Logging) {
         LogFormat::Json => logging.json.split_stream,
     };
     let layer = fmt::layer().with_writer(Streams { split }).with_ansi(false).event_format(logging.format);
-    // The only error is that one is running already.
+    // The only possible error is that a log was started already.
     if tracing_subscriber::registry().with(layer.with_filter(levels)).try_init().is_ok() {
         let _ = LEVELS.set(handle);
     }
 }
 
-/// Changes `-v`; `--vmodule` stays in force. False: no log was started.
+/// Changes `-v`, while `--vmodule` stays in force. Returns false if no log was started.
 pub fn set_verbosity(verbosity: u32) -> bool {
     let change = |levels: &mut Levels| *levels = Levels::new(verbosity, std::mem::take(&mut levels.modules));
     LEVELS.get().is_some_and(|handle| handle.modify(change).is_ok())
 }
 
 struct Streams {
-    /// Errors to stderr, everything else to stdout.
+    /// True if errors go to stderr, and everything else to stdout.
     split: bool,
 }
 

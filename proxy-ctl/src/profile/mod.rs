@@ -1,4 +1,5 @@
-//! CPU profiles: call stacks of the threads that use CPU time, counted by stack, for `serve/pages`.
+//! CPU profiles for `serve/pages`: the call stacks of threads that use CPU time, with the number of
+//! samples of each.
 
 mod names;
 
@@ -13,24 +14,26 @@ use crate::sys::{
     sampler::{Sample, Sampler},
 };
 
-/// CPU time from one sample to the next.
+/// The CPU time from one sample to the next.
 pub const PERIOD: Duration = Duration::from_millis(10);
-/// Pause between two collections of the samples: the sampler keeps more than come in this time.
+/// The pause between two collections of the samples. The sampler has room for more samples than
+/// come in this time.
 const COLLECT_EVERY: Duration = Duration::from_millis(50);
-/// Bounds the memory of a profile; samples of further stacks are lost.
+/// The largest number of different stacks in a profile, which bounds its memory. Samples of further
+/// stacks are lost.
 const MOST_STACKS: usize = 8192;
 
 #[derive(Debug)]
 pub struct CpuProfile {
     pub start: SystemTime,
     pub duration: Duration,
-    /// How often each stack was met.
+    /// The number of samples of each stack.
     pub stacks: HashMap<Sample, u64>,
-    /// Samples that there was no room for.
+    /// The number of samples that there was no room for.
     pub lost: u64,
 }
 
-/// Samples this process for `duration`. `None`: another profile is being taken.
+/// Samples this process for `duration`. Returns `None` if another profile is being taken.
 ///
 /// # Errors
 /// There is no /proc, or the kernel refuses the timer.

@@ -1,19 +1,21 @@
-//! Which functions the addresses of call stacks are in.
+//! The names of the functions in which the addresses of call stacks lie.
 
 use std::{collections::HashMap, ffi::c_void};
 
-/// What stands for an innermost address in no function that is known, such as one of the kernel's vDSO.
+/// The name of an innermost address that lies in no known function, such as one of the kernel's
+/// vDSO.
 const UNKNOWN: &str = "[unknown]";
 
-/// SymbolNames that were looked up. Until it is dropped, the symbols of the program are kept in memory.
+/// The names that were looked up. Until this is dropped, the symbols of the program are kept in
+/// memory.
 #[derive(Debug, Default)]
 pub struct SymbolNames {
     known: HashMap<usize, Vec<String>>,
 }
 
 impl SymbolNames {
-    /// The functions of a call stack, the innermost first. There are more than addresses where functions are inlined,
-    /// and fewer where an address is not known.
+    /// Returns the functions of a call stack, the innermost first. There are more functions than
+    /// addresses if functions are inlined, and fewer if an address is not known.
     pub fn of(&mut self, frames: &[usize]) -> Vec<String> {
         let mut names: Vec<String> = Vec::new();
         for (index, address) in frames.iter().enumerate() {
@@ -36,13 +38,14 @@ impl Drop for SymbolNames {
 fn look_up(address: usize) -> Vec<String> {
     let mut names = Vec::new();
     backtrace::resolve(std::ptr::without_provenance_mut::<c_void>(address), |symbol| {
-        // Without the hash behind it.
+        // The alternate format leaves out the hash behind the name.
         names.extend(symbol.name().map(|name| without_trait(&format!("{name:#}"))));
     });
     names
 }
 
-/// `<a::B as c::D>::e` → `a::B::e`: what stands in angle brackets is not shown by the tools that read profiles.
+/// Shortens `<a::B as c::D>::e` to `a::B::e`, because tools that read profiles do not show text in
+/// angle brackets.
 fn without_trait(name: &str) -> String {
     let Some(inner) = name.strip_prefix('<') else { return name.to_owned() };
     let mut depth = 1_u32;
@@ -50,7 +53,7 @@ fn without_trait(name: &str) -> String {
     for (at, char) in inner.char_indices() {
         match char {
             '<' => depth += 1,
-            // Not the arrow of a function's type.
+            // The `>` in the arrow of a function's type does not count.
             '>' if !inner[..at].ends_with('-') => depth -= 1,
             ' ' if depth == 1 && inner[at..].starts_with(" as ") => type_end = type_end.or(Some(at)),
             _ => {}

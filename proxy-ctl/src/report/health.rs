@@ -1,6 +1,9 @@
-//! The health of this node's proxy, by kube-proxy's rules: a family is unhealthy when a change has
-//! been waiting for [`Health::timeout`] without a successful sync; a node that is being deleted is not eligible.
-//! One rule is not kube-proxy's: all families are unhealthy when one call of the dataplane takes longer than the timeout.
+//! The health of this node's proxy, by kube-proxy's rules. A family is unhealthy when a change has
+//! been waiting for [`Health::timeout`] without a successful sync. A node that is being deleted is
+//! not eligible.
+//!
+//! One rule is not kube-proxy's: all families are unhealthy when one call of the dataplane takes
+//! longer than the timeout.
 
 use std::{
     sync::{Mutex, MutexGuard, PoisonError},
@@ -12,10 +15,10 @@ use serde::Serialize;
 
 use crate::model::objects::{IpFamily, Node};
 
-/// Taint that the cluster autoscaler puts on a node before it deletes it.
+/// The taint that the cluster autoscaler puts on a node before it deletes the node.
 const TO_BE_DELETED: &str = "ToBeDeletedByClusterAutoscaler";
 
-/// One moment on two clocks: monotonic to measure, wall clock to show.
+/// A moment on two clocks: the monotonic one to measure, and the wall clock to show.
 #[derive(Clone, Copy, Debug)]
 pub struct Moment {
     pub instant: Instant,
@@ -40,12 +43,13 @@ pub struct Health {
     families: [FamilyHealth; 2],
     busy_since: Option<Instant>,
     node_eligible: bool,
-    /// The reason why not everything that was listed is programmed. `None`: everything is.
+    /// The reason why not everything that was listed is programmed. `None` if everything is.
     unprogrammed: Option<String>,
 }
 
 impl Health {
-    /// Not eligible before the Node is known.
+    /// Makes the health of a process that has just begun. The node is not eligible before the Node
+    /// is known.
     pub fn new(sync_period: Duration) -> Self {
         Self {
             timeout: sync_period * 2,
@@ -60,33 +64,34 @@ impl Health {
         self.timeout = sync_period * 2;
     }
 
-    /// A change of this family waits to be written.
+    /// Notes that a change of this family waits to be written.
     pub fn queued(&mut self, family: IpFamily, now: Instant) {
         self.family(family).oldest_pending.get_or_insert(now);
     }
 
-    /// Everything of this family has been written.
+    /// Notes that everything of this family has been written.
     pub fn updated(&mut self, family: IpFamily, now: Moment) {
         *self.family(family) = FamilyHealth { last_updated: Some(now), oldest_pending: None };
     }
 
-    /// The dataplane's thread begins with work that can block.
+    /// Notes that the dataplane's thread begins work that can block.
     pub fn busy(&mut self, now: Instant) {
         self.busy_since.get_or_insert(now);
     }
 
-    /// The dataplane's thread is done, and waits for more to do.
+    /// Notes that the dataplane's thread is done and waits for more work.
     pub fn idle(&mut self) {
         self.busy_since = None;
     }
 
-    /// Takes in whether everything that was listed is programmed, and if not, why. A change that is
+    /// Notes whether everything that was listed is programmed, and if not, why. A change that is
     /// about to be written does not count.
     pub fn set_programmed(&mut self, programmed: Result<(), String>) {
         self.unprogrammed = programmed.err();
     }
 
-    /// Returns the reason why not everything that was listed is programmed.
+    /// Returns the reason why not everything that was listed is programmed. `None` if everything
+    /// is.
     pub fn unprogrammed(&self) -> Option<String> {
         self.unprogrammed.clone()
     }
@@ -119,7 +124,7 @@ impl Health {
     }
 }
 
-/// Families that were never updated are left out.
+/// The report of a family. There is none for a family that was never updated.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct FamilyReport {
@@ -135,7 +140,7 @@ pub struct HealthReport {
     families: [Option<FamilyReport>; 2],
 }
 
-/// The answer's body, fields in kube-proxy's order.
+/// The body of an answer, with its fields in kube-proxy's order.
 #[derive(Serialize)]
 #[serde(rename_all = "camelCase")]
 struct Body {
@@ -163,7 +168,8 @@ impl FamilyReports {
 }
 
 impl HealthReport {
-    /// One line of JSON. `well`: the answer is 200, and the time of the last update is then the current time.
+    /// Returns the body as one line of JSON. `well` is true if the status is 200. The time of the
+    /// last update is then the current time.
     pub(crate) fn body(&self, with_node: bool, well: bool) -> String {
         let newest = self.families.iter().flatten().map(|family| family.last_updated).max();
         let [v4, v6] = self.families;
@@ -174,12 +180,12 @@ impl HealthReport {
             healthy: self.healthy,
             status: FamilyReports { v4, v6 },
         };
-        // Plain strings and flags: this cannot fail.
+        // The body has only texts and booleans, so this cannot fail.
         serde_json::to_string(&body).unwrap_or_default()
     }
 }
 
-/// Go's zero time for what never happened.
+/// Returns a time as text. As in Go, the zero time stands for what never happened.
 fn time(time: Option<Timestamp>) -> String {
     time.map_or_else(|| "0001-01-01T00:00:00Z".to_owned(), |time| time.to_string())
 }
@@ -193,7 +199,8 @@ impl SharedHealth {
         Self(Mutex::new(health))
     }
 
-    /// A thread that panicked while it held the lock leaves it usable: each change is a plain store.
+    /// Locks the health. A thread that panicked while it held the lock leaves the health usable,
+    /// because each change is a plain store.
     pub fn lock(&self) -> MutexGuard<'_, Health> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,4 +1,4 @@
-//! What load balancers ask for on `healthCheckNodePort`s.
+//! The answers to load balancers on `healthCheckNodePort`s.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,7 +15,7 @@ pub enum HealthCheckAddresses {
     Only(BTreeSet<IpAddr>),
 }
 
-/// What `healthCheckNodePort`s answer, as of the last write.
+/// The health checks of Services, as of the last write.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct HealthChecks {
     pub addresses: HealthCheckAddresses,
@@ -29,8 +29,8 @@ impl Default for HealthChecks {
 }
 
 impl HealthChecks {
-    /// Where to listen, and for which Service. Of two Services with one port, which the API server does not allow, the
-    /// first by name has it.
+    /// Returns the sockets to listen on, each with its Service. If two Services have one port, the
+    /// first by name gets it. The API server does not allow that case.
     pub fn sockets(&self) -> BTreeMap<SocketAddr, ObjectName> {
         let addresses: Vec<IpAddr> = match &self.addresses {
             HealthCheckAddresses::All => vec![Ipv4Addr::UNSPECIFIED.into()],
@@ -46,12 +46,12 @@ impl HealthChecks {
         sockets
     }
 
-    /// The node ports that are asked, of all Services.
+    /// Returns the health check ports of all Services.
     pub fn ports(&self) -> BTreeSet<u16> {
         self.services.values().map(|check| check.port).collect()
     }
 
-    /// Ready endpoints of the Service on this node.
+    /// Returns the number of ready endpoints of the Service on this node.
     pub fn local_ready(&self, service: &ObjectName) -> usize {
         self.services.get(service).map_or(0, |check| check.local_ready)
     }

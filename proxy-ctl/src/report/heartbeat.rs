@@ -2,9 +2,10 @@
 //! none for [`STUCK_AFTER`] is in a call that does not return, which only a new process ends.
 //! Everything else that goes wrong is tried again by the process itself.
 //!
-//! A task that begins others vouches for its own thread only. The task "sources" is one: each kind
-//! of the API server is watched by a task of its own, and "sources" waits for the first of them to
-//! end. A watcher that blocks its thread is not found here; the metrics show that its kind is stale.
+//! A task that begins others vouches for its own thread only. The task "sources" is such a task:
+//! each kind of the API server is watched by a task of its own, and "sources" waits for the first
+//! of them to end. A watcher that blocks its thread is not found here. But the metrics show that
+//! its kind is stale.
 
 use std::{
     collections::BTreeMap,
@@ -15,16 +16,17 @@ use std::{
 
 use tokio::time::{Instant, interval};
 
-/// Far beyond the longest call of a slow machine, such as the check of all programs by the kernel.
+/// The time without a sign of life after which a loop is stuck. It is far longer than the longest
+/// call on a slow machine, such as the kernel's check of all programs.
 pub const STUCK_AFTER: Duration = Duration::from_secs(300);
-/// Pause between two signs of life of a task that waits.
+/// The pause between two signs of life of a task that waits.
 const PERIOD: Duration = Duration::from_secs(10);
 
-/// The last sign of life of each loop, by its name. Clones share it.
+/// The last sign of life of each loop, by the loop's name. Clones share it.
 #[derive(Clone, Debug, Default)]
 pub struct Heartbeats(Arc<Mutex<BTreeMap<&'static str, Instant>>>);
 
-/// One loop of [`Heartbeats`], until it is dropped.
+/// The handle of one loop in [`Heartbeats`]. The loop is forgotten when this is dropped.
 #[derive(Debug)]
 pub struct Heartbeat {
     name: &'static str,
@@ -32,7 +34,7 @@ pub struct Heartbeat {
 }
 
 impl Heartbeat {
-    /// Says that the loop is not stuck.
+    /// Gives a sign of life.
     pub fn beat(&self) {
         self.all.lock().insert(self.name, Instant::now());
     }
@@ -81,8 +83,8 @@ impl Heartbeats {
         self.lock().iter().map(silent).filter(|(_, silence)| *silence >= STUCK_AFTER).collect()
     }
 
-    /// A thread that panicked while it held the lock leaves it usable: each change is one insertion
-    /// or removal.
+    /// Locks the times. A thread that panicked while it held the lock leaves them usable, because
+    /// each change is one insertion or removal.
     fn lock(&self) -> MutexGuard<'_, BTreeMap<&'static str, Instant>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,4 +1,5 @@
-//! What the controller reports and the HTTP servers show: health, health checks of Services, metrics.
+//! The reports of the controller that the HTTP servers show: health, health checks of Services, and
+//! metrics.
 
 mod health;
 mod health_checks;

@@ -1,22 +1,22 @@
-//! Which mode the configuration leads to, and which is at work.
+//! The mode that the configuration leads to, and the active mode.
 
 use crate::{
     dataplane::Modes,
     mode::{ChosenMode, Mode},
 };
 
-/// What the configuration and this node lead to.
+/// The modes that follow from the configuration and this node.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ModeChoice {
     pub chosen: ChosenMode,
     pub modes: Modes,
 }
 
-/// What serves the node now.
+/// The modes that serve the node now.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ModeInForce {
     pub modes: Modes,
-    /// The configuration leads to another mode, which could not take over: why.
+    /// The mode that the configuration leads to, if it could not take over, and the reason.
     pub refused: Option<(Mode, String)>,
 }
 

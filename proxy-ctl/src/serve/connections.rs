@@ -1,8 +1,14 @@
-//! An HTTP/1 server on hyper with one task for each connection. The number of connections is bounded, and so is the time
-//! of every step. No source has more than its share of them: a new connection takes the place of an idle one of its own source,
-//! or, when all places are taken, of the source that has most. Silent clients keep nobody from an answer, and a flood no other
-//! source. The node itself has places of its own, for the kubelet's probes. What a source opens too fast is reset at once: that costs
-//! least, and the kernel drops the connections of everybody while too many wait to be accepted.
+//! An HTTP/1 server on hyper with one task for each connection. The number of connections is
+//! bounded, and so is the time of every step.
+//!
+//! No source has more than its share of the connections. A new connection replaces an idle one of
+//! its own source, or, when all places are taken, one of the source that has most. Silent clients
+//! thus keep nobody from an answer, and a flood keeps no other source from one. The node itself has
+//! places of its own, for the kubelet's probes.
+//!
+//! A connection of a source that opens them too fast is reset at once. That costs least, and it
+//! keeps the accept queue short: while that queue is full, the kernel drops everybody's
+//! connections.
 
 use std::{
     cmp::Reverse,
@@ -29,20 +35,23 @@ use tokio_util::sync::CancellationToken;
 
 use super::reply::{Reply, plain};
 
-/// Of the node itself, and of all others.
+/// The number of places for connections of the node itself, and the same number again for all
+/// others.
 const MOST_CONNECTIONS: usize = 128;
 const MOST_OF_SOURCE: usize = 32;
-/// Connections that one source may open in [`RATE_PERIOD`]. The node itself may open any number.
+/// The number of connections that one source may open in [`RATE_PERIOD`]. The node itself may open
+/// any number.
 const MOST_NEW_OF_SOURCE: u32 = 200;
 const RATE_PERIOD: Duration = Duration::from_secs(1);
-/// Limit for the header of a request, and between two requests.
+/// The time limit for the header of a request, and for the pause between two requests.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(2);
-/// Age at which a connection is closed, after the answer in progress.
+/// The age at which a connection is closed, after the answer in progress.
 const LONGEST_CONNECTION: Duration = Duration::from_secs(600);
-/// Pause after accept failed, nearly always because there are no file descriptors left.
+/// The pause after accept has failed, which nearly always means that no file descriptors are left.
 const ACCEPT_RETRY: Duration = Duration::from_millis(100);
 
-/// `longest`: limit for one answer; a later one is 503.
+/// Accepts connections and answers their requests until `stop` is cancelled. `longest` is the time
+/// limit for one answer. A later one is replaced by status 503.
 pub(super) async fn serve<H, F>(listener: TcpListener, answer: H, longest: Duration, stop: CancellationToken)
 where
     H: Fn(Request<Incoming>) -> F + Clone + Send + Sync + 'static,
@@ -66,7 +75,8 @@ where
             Ok(admission) => admission,
             Err(refusal) => {
                 tracing::debug!("a connection was closed: {refusal}");
-                // The kernel keeps nothing of it. It ends all the same if that cannot be set.
+                // With a linger time of zero the connection is reset, and the kernel keeps no state
+                // of it. If that cannot be set, the connection ends all the same.
                 let _ends_anyway = SockRef::from(&stream).set_linger(Some(Duration::ZERO));
                 continue;
             }
@@ -123,11 +133,12 @@ async fn converse<H, F>(
     }
 }
 
-/// Whom a connection is from.
+/// The client of a connection.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Peer {
     address: IpAddr,
-    /// Of this node: the kubelet, which probes an address of the node from that same address.
+    /// True if the client is on this node. The kubelet probes an address of the node from that same
+    /// address.
     is_own_node: bool,
 }
 
@@ -138,12 +149,13 @@ impl Peer {
         Self { address, is_own_node: ours || address.is_loopback() }
     }
 
-    /// As the request was received with.
+    /// Returns true if the request with these extensions came from loopback.
     pub(super) fn is_loopback(request: &Extensions) -> bool {
         request.get::<Self>().is_some_and(|peer| peer.address.is_loopback())
     }
 
-    /// What one client can have many of counts as one.
+    /// Returns the source that the client counts as. An IPv6 client may have a whole /64, so all of
+    /// its addresses count as one.
     fn source(self) -> IpAddr {
         match self.address {
             IpAddr::V4(_) => self.address,
@@ -171,18 +183,18 @@ enum Refusal {
 struct Open {
     next_number: u64,
     rates: Rates,
-    /// Those of a source, the oldest first. No source is without any.
+    /// The connections of each source, the oldest first. Every source in the map has at least one.
     by_source: BTreeMap<IpAddr, BTreeMap<u64, Arc<HttpConnection>>>,
 }
 
 #[derive(Default)]
 struct HttpConnection {
-    /// A request is being answered.
+    /// True while a request is being answered.
     answering: AtomicBool,
     evicted: CancellationToken,
 }
 
-/// How many connections each source has opened in the period.
+/// The number of connections that each source has opened in the current period.
 #[derive(Default)]
 struct Rates {
     began: Option<Instant>,
@@ -201,7 +213,7 @@ impl Rates {
     }
 }
 
-/// Counts a connection as open until it is dropped.
+/// An admitted connection, which counts as open until this is dropped.
 struct Admission {
     among: Arc<Mutex<Open>>,
     source: IpAddr,
@@ -224,7 +236,8 @@ impl Connections {
 }
 
 impl Open {
-    /// `None`: all whose place it could take answer a request.
+    /// Admits a connection and makes room for it. Returns `None` if all connections that it could
+    /// replace are answering requests.
     fn admit(&mut self, source: IpAddr) -> Option<(u64, Arc<HttpConnection>)> {
         if self.by_source.get(&source).is_some_and(|own| own.len() >= MOST_OF_SOURCE) {
             self.evict_oldest_idle(source).then_some(())?;
@@ -311,7 +324,7 @@ mod tests {
         answers(&admitted[0]);
         admitted.extend(admit(&connections, 1, 1));
         assert_eq!((evicted(&admitted), evicted(&other)), (vec![2], vec![]));
-        // The end of an evicted connection makes no room: its place is taken already.
+        // The end of an evicted connection makes no room, because its place is taken already.
         admitted.remove(1);
         assert_eq!(lock(&connections.others).count(), MOST_OF_SOURCE + 1);
         drop(admitted);

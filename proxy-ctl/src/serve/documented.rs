@@ -1,4 +1,4 @@
-//! docs/metrics.md lists every family, with its type and labels, and no other.
+//! Tests that docs/metrics.md lists every metric family, with its type and labels, and no other.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -24,7 +24,7 @@ use crate::{
 
 const DOCUMENT: &str = include_str!("../../../docs/metrics.md");
 
-/// Type and keys of labels.
+/// The type of a family, and the keys of its labels.
 type MetricFamily = (String, BTreeSet<String>);
 
 const REASONS: &str = "\n## Reasons\n";
@@ -60,7 +60,7 @@ fn shown(text: &str) -> BTreeMap<String, MetricFamily> {
         let family = family.filter(|family| families.contains_key(*family)).unwrap_or(name);
         let (_, keys) = families.get_mut(family).unwrap_or_else(|| panic!("{sample} is of no family"));
         let labels = labels.rsplit_once('}').map_or("", |(labels, _)| labels);
-        // No value in this test has a comma before a quote and something else behind it.
+        // This splitting works because no label value in this test contains a quote before a comma.
         let labels = labels.split("\",").map(key_of).filter(|key| !key.is_empty() && *key != "le");
         keys.extend(labels.map(str::to_owned));
         keys.insert(String::new());

@@ -1,7 +1,8 @@
 //! The two text formats that scrapers ask for.
 //!
-//! Metrics are encoded as OpenMetrics. kube-proxy answers in the older Prometheus text format unless asked
-//! otherwise, and so does this proxy: in that format a counter's family bears the name of its samples, `_total` included.
+//! Metrics are encoded as OpenMetrics. kube-proxy answers in the older Prometheus text format
+//! unless asked otherwise, and so does this proxy. In that format the name of a counter's family is
+//! that of its samples, `_total` included.
 
 use std::borrow::Cow;
 
@@ -15,8 +16,9 @@ pub(super) enum Format {
 }
 
 impl Format {
-    /// By the request's `Accept` header. Prometheus takes both formats and prefers OpenMetrics; it gets the format
-    /// that kube-proxy gives, because the other writes `le="1.0"` for `le="1"`, which is another time series.
+    /// Returns the format for an `Accept` header. Prometheus accepts both formats and prefers
+    /// OpenMetrics. It gets the older format, as from kube-proxy, because OpenMetrics writes
+    /// `le="1.0"` for `le="1"`, which is another time series.
     pub(super) fn wanted(accept: &str) -> Self {
         let takes = |kind: &str| accept.split(',').any(|choice| choice.trim_start().starts_with(kind));
         if takes("application/openmetrics-text") && !takes("text/plain") {
@@ -33,7 +35,7 @@ impl Format {
         }
     }
 
-    /// `text` is OpenMetrics.
+    /// Returns metrics in this format. `text` is in OpenMetrics.
     pub(super) fn write(self, text: String) -> String {
         match self {
             Self::OpenMetrics => text,
@@ -42,7 +44,7 @@ impl Format {
     }
 }
 
-/// One metric family in the Prometheus format.
+/// A metric family in the Prometheus format.
 #[derive(Default)]
 struct MetricFamily {
     name: String,
@@ -50,7 +52,8 @@ struct MetricFamily {
     samples: Vec<String>,
 }
 
-/// Families by name, and the samples of each by their labels, as kube-proxy has them: two answers can be compared.
+/// Converts OpenMetrics to the Prometheus format. Families are sorted by name, and samples by their
+/// labels, as in kube-proxy, so that two answers can be compared.
 fn to_prometheus(text: &str) -> String {
     let mut families: Vec<MetricFamily> = Vec::new();
     let mut help = None;
@@ -81,7 +84,8 @@ fn to_prometheus(text: &str) -> String {
     families.sort_by(|one, other| one.name.cmp(&other.name));
     let mut written = String::with_capacity(text.len() + text.len() / 16);
     for mut family in families {
-        // A histogram's buckets stay in their order: they have the same labels but for the bound.
+        // The sort is stable, so a histogram's buckets stay in their order: their labels differ in
+        // the bound only.
         family.samples.sort_by_cached_key(|sample| labels(sample));
         written.push_str(&family.head);
         for sample in &family.samples {
@@ -91,14 +95,15 @@ fn to_prometheus(text: &str) -> String {
     written
 }
 
-/// What is before a bucket's upper bound, the bound, and what is after its closing quote.
+/// Splits the sample of a bucket into the text before its upper bound, the bound, and the text
+/// after the closing quote.
 fn bound(sample: &str) -> Option<(&str, &str, &str)> {
     let (before, rest) = sample.split_once("le=\"").filter(|(before, _)| before.ends_with(['{', ',']))?;
     let (bound, after) = rest.split_once('"')?;
     Some((before, bound, after))
 }
 
-/// Of a sample, without the upper bound of a bucket.
+/// Returns the labels of a sample without the upper bound of a bucket.
 fn labels(sample: &str) -> String {
     let without_bound = match bound(sample) {
         Some((before, _, after)) => Cow::from(format!("{before}{}", after.trim_start_matches(','))),
@@ -108,7 +113,7 @@ fn labels(sample: &str) -> String {
     labels.map_or("", |(labels, _)| labels.trim_end_matches(',')).to_owned()
 }
 
-/// The upper bound of a bucket.
+/// Returns the upper bound of a bucket as Go writes it.
 fn as_go_writes(bound: &str) -> Cow<'_, str> {
     let Some(number) = bound.parse::<f64>().ok().filter(|number| number.is_finite()) else {
         return bound.into();

@@ -1,6 +1,6 @@
 //! The answers of the health server: `/healthz` and `/livez` by kube-proxy's rules, and two paths
 //! of our own for the probes of our manifests. kube-proxy's rules tell load balancers to leave a
-//! node whose changes are late; a restart cures no such thing.
+//! node whose changes are late. That is no reason for a restart, which would not help.
 
 use std::{sync::Arc, time::Duration};
 
@@ -12,18 +12,18 @@ use crate::{
     source::kubernetes::{ResourceKind, SourceState},
 };
 
-/// Everything that the health server answers from. Clones share it.
+/// The state that the health server answers from. Clones share it.
 #[derive(Clone)]
 pub struct HealthPages {
     pub health: Arc<SharedHealth>,
     pub heartbeats: Heartbeats,
-    /// `None`: Services come from a folder of manifests.
+    /// The state of the watchers. `None` if Services come from a folder of manifests.
     pub sources: Option<SourceState>,
     pub metrics: Arc<Metrics>,
 }
 
 impl HealthPages {
-    /// Every method is accepted, as by kube-proxy.
+    /// Answers a request. Every method is accepted, as by kube-proxy.
     pub(super) fn answer(&self, path: &str) -> Reply {
         match path {
             "/healthz" => self.health(true),
@@ -60,8 +60,8 @@ fn stuck(loops: &[(&'static str, Duration)]) -> Vec<String> {
     loops.iter().map(line).collect()
 }
 
-/// An answer in the form of kube-apiserver's checks. The status of a failure is 503, as
-/// kube-proxy's.
+/// Returns an answer in the form of kube-apiserver's checks. The status of a failure is 503, as in
+/// kube-proxy.
 fn checked(path: &str, failures: Vec<String>) -> Reply {
     if failures.is_empty() {
         return plain(StatusCode::OK, "ok");

@@ -1,4 +1,4 @@
-//! Binding the addresses of the servers.
+//! Binding of the servers' addresses.
 
 use std::{
     io,
@@ -10,10 +10,11 @@ use nix::sys::socket::{setsockopt, sockopt::Ipv6V6Only};
 use tokio::net::{TcpListener, TcpSocket};
 use tokio_util::sync::CancellationToken;
 
-/// Pause between two attempts to bind an address.
+/// The pause between two attempts to bind an address.
 const RETRY: Duration = Duration::from_secs(5);
-/// Limit of the connections that wait to be accepted; the kernel's `net.core.somaxconn` is as high by default (5.4). Each third of
-/// a second in which this process gets no CPU lets 4,000 wait under a flood of 12,000 a second.
+/// The limit of connections that wait to be accepted. The kernel's `net.core.somaxconn` is as high
+/// by default since Linux 5.4. During a flood of 12,000 connections a second, 4,000 of them wait
+/// after a third of a second without CPU for this process.
 const BACKLOG: u32 = 4096;
 
 #[derive(Debug, thiserror::Error)]
@@ -24,7 +25,8 @@ pub struct BindError {
     pub source: io::Error,
 }
 
-/// Binds; retries unless `hard_fail`. `None`: `stop` was cancelled before an attempt succeeded.
+/// Binds an address. After a failure it retries unless `hard_fail` is set. Returns `None` if `stop`
+/// was cancelled before an attempt succeeded.
 pub(super) async fn listen(
     purpose: &'static str,
     address: SocketAddr,
@@ -50,8 +52,8 @@ pub(super) async fn listen(
     }
 }
 
-/// The unspecified address of either family means both, as to kube-proxy: load balancers probe `0.0.0.0:10256` over
-/// IPv6 too.
+/// Binds an address. The unspecified address of either family means both families, as in
+/// kube-proxy: load balancers probe `0.0.0.0:10256` over IPv6 too.
 pub(super) fn bind(address: SocketAddr) -> io::Result<TcpListener> {
     if address.ip().is_unspecified() {
         match bind_both(address.port()) {

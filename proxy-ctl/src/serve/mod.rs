@@ -1,5 +1,5 @@
-//! The HTTP servers: health on `healthzBindAddress`, metrics and pages for debugging on `metricsBindAddress`, with the
-//! paths, names and bodies of kube-proxy.
+//! The HTTP servers, with the paths, names and bodies of kube-proxy. Health is served on
+//! `healthzBindAddress`, metrics and pages for debugging on `metricsBindAddress`.
 
 mod connections;
 #[cfg(test)]
@@ -22,7 +22,7 @@ use tokio_util::sync::CancellationToken;
 use crate::report::Metrics;
 
 const HEALTH_ANSWER: Duration = Duration::from_secs(5);
-/// The longest CPU profile, and the time that it takes to look up its names.
+/// The time limit of an answer: that of the longest CPU profile, and a minute to look up its names.
 const LONGEST_ANSWER: Duration = Duration::from_secs(pages::LONGEST_PROFILE + 60);
 
 /// Answers [`HealthPages`] until `stop` is cancelled.

@@ -1,4 +1,4 @@
-//! Answers as Go's HTTP server gives them.
+//! Answers in the form of Go's HTTP server.
 
 use bytes::Bytes;
 use http::{HeaderValue, Response, StatusCode, header};
@@ -25,7 +25,8 @@ pub(super) fn reply(status: StatusCode, content_type: &'static str, body: impl I
     response
 }
 
-/// Without the header that forbids browsers to guess.
+/// Returns an answer without the header X-Content-Type-Options, so that browsers may guess the
+/// type.
 pub(super) fn open(status: StatusCode, content_type: &'static str, body: impl Into<Bytes>) -> Reply {
     let mut response = Response::new(Full::new(body.into()));
     *response.status_mut() = status;

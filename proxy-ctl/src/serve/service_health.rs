@@ -1,5 +1,5 @@
-//! `healthCheckNodePort`: a small server for each Service whose load balancer sends clients only to nodes that have
-//! endpoints. Ports, headers and bodies are kube-proxy's.
+//! The servers of `healthCheckNodePort`s. There is one for each Service whose load balancer sends
+//! clients only to nodes that have endpoints. Ports, headers and bodies are those of kube-proxy.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,13 +21,13 @@ use crate::{
     report::{HealthChecks, SharedHealth},
 };
 
-/// The header that load balancers may weigh nodes by.
+/// The header by which load balancers may weigh nodes.
 const WEIGHT: HeaderName = HeaderName::from_static("x-load-balancing-endpoint-weight");
-/// Pause before addresses are tried again that could not be bound.
+/// The pause before addresses that could not be bound are tried again.
 const RETRY: Duration = Duration::from_secs(5);
 
-/// Listens for every Service that `checks` names, until `stop` is cancelled. `failed` is called once for an address that cannot
-/// be bound; it is tried again until it can be.
+/// Listens for every Service in `checks` until `stop` is cancelled. `failed` is called once for an
+/// address that cannot be bound. The address is tried again until it can be bound.
 pub async fn service_health(
     mut checks: watch::Receiver<HealthChecks>,
     health: Arc<SharedHealth>,
@@ -38,7 +38,8 @@ pub async fn service_health(
     let mut reported: BTreeSet<(SocketAddr, ObjectName)> = BTreeSet::new();
     loop {
         let wanted = checks.borrow_and_update().sockets();
-        // Closed before another is opened: the port of one Service may have passed to another.
+        // Old servers are closed before new ones are opened, because the port of one Service may
+        // have passed to another.
         let unwanted = open.extract_if(.., |socket, server| wanted.get(socket) != Some(&server.service));
         for (_, server) in unwanted.collect::<Vec<_>>() {
             server.close().await;
@@ -72,7 +73,7 @@ pub async fn service_health(
     }
 }
 
-/// Answers for one Service on one address, until it is closed or dropped.
+/// The server of one Service on one address. It answers until it is closed or dropped.
 struct Server {
     service: ObjectName,
     task: JoinHandle<()>,
@@ -97,7 +98,7 @@ impl Server {
         Self { service, task, stop: stop.drop_guard() }
     }
 
-    /// When this returns, the address is free.
+    /// Stops the server. When this returns, the address is free.
     async fn close(self) {
         drop(self.stop);
         if let Err(error) = self.task.await {
@@ -108,7 +109,7 @@ impl Server {
 
 fn answer(service: &ObjectName, local_ready: usize, healthy: bool) -> Reply {
     let status = if local_ready > 0 && healthy { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    // Names of objects need no escapes.
+    // The names of objects need no escapes in JSON.
     let body = format!(
         "{{\n\t\"service\": {{\n\t\t\"namespace\": \"{}\",\n\t\t\"name\": \"{}\"\n\t}},\n\t\"localEndpoints\": \
          {local_ready},\n\t\"serviceProxyHealthy\": {healthy}\n}}",
@@ -152,7 +153,7 @@ mod tests {
         Ok(text)
     }
 
-    /// Until the answer is as wanted.
+    /// Asks again and again until the answer is as wanted.
     async fn until(port: u16, wanted: impl Fn(&std::io::Result<String>) -> bool) -> std::io::Result<String> {
         let deadline = tokio::time::Instant::now() + Duration::from_secs(60);
         loop {

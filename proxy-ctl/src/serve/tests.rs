@@ -1,4 +1,4 @@
-//! The servers over real sockets on the loopback.
+//! Tests of the servers over real sockets on the loopback.
 
 use std::{future::Future, pin::Pin, time::Duration};
 
@@ -83,7 +83,7 @@ async fn servers_with(pages: Pages) -> Servers {
     Servers { healthz, metrics, health, heartbeats, sources, families, _stop }
 }
 
-/// Status and body.
+/// Returns status and body of an answer.
 async fn get_bytes(address: SocketAddr, path: &str) -> (u16, Vec<u8>) {
     let answer = ask(address, path, "").await;
     let end = answer.windows(4).position(|four| four == b"\r\n\r\n").unwrap();
@@ -91,7 +91,7 @@ async fn get_bytes(address: SocketAddr, path: &str) -> (u16, Vec<u8>) {
     (status, answer[end + 4..].to_vec())
 }
 
-/// Status, headers and body.
+/// Returns status, headers and body of an answer.
 async fn get(address: SocketAddr, path: &str, header: &str) -> (u16, String, String) {
     let answer = String::from_utf8(ask(address, path, header).await).unwrap();
     let (head, body) = answer.split_once("\r\n\r\n").unwrap();
@@ -99,15 +99,15 @@ async fn get(address: SocketAddr, path: &str, header: &str) -> (u16, String, Str
     (status, head.to_lowercase(), body.to_owned())
 }
 
-/// With the time in which the server starts.
+/// The time limit of an answer, which includes the start of the server.
 const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
 
-/// The whole answer.
+/// Returns the whole answer to a GET request.
 async fn ask(address: SocketAddr, path: &str, header: &str) -> Vec<u8> {
     request(address, "GET", path, header).await
 }
 
-/// The whole answer.
+/// Returns the whole answer to a request.
 async fn request(address: SocketAddr, method: &str, path: &str, header: &str) -> Vec<u8> {
     let answer = tokio::time::timeout(ANSWERS_WITHIN, request_of(address, method, path, header)).await;
     answer.expect("it is answered")
@@ -169,7 +169,7 @@ async fn readyz_says_whether_everything_listed_is_programmed() {
     servers.health.lock().set_programmed(Ok(()));
     assert_eq!(readyz().await, (200, "ok".to_owned()));
 
-    // The Node alone makes no endpoint stale.
+    // A failure of the Node alone does not make the process unready.
     let failure = Failure::new(FailureReason::Forbidden, "user x cannot list");
     servers.sources.failed(ResourceKind::Nodes, &failure);
     assert_eq!(readyz().await.0, 200);
@@ -188,7 +188,7 @@ async fn readyz_says_whether_everything_listed_is_programmed() {
 #[tokio::test]
 async fn only_a_stuck_loop_fails_the_liveness_probe() {
     let servers = servers().await;
-    // No write succeeds: load balancers leave, and nothing is restarted.
+    // No write succeeds. Load balancers leave the node, and nothing is restarted.
     let long_ago = Moment { instant: std::time::Instant::now() - Duration::from_secs(61), ..Moment::now() };
     servers.health.lock().updated(IpFamily::Ipv4, long_ago);
     servers.health.lock().queued(IpFamily::Ipv4, long_ago.instant);
@@ -271,8 +271,8 @@ async fn an_address_in_use_fails_at_once_only_if_asked_to() {
     tokio::task::yield_now().await;
     assert!(!waiting.is_finished());
     drop(taken);
-    // The paused clock moves on to the next attempt, which is 5 s after the first, as nobody else
-    // does anything.
+    // The paused clock moves on to the next attempt, 5 s after the first, because nothing else is
+    // left to do.
     tokio::time::pause();
     let deadline = std::time::Instant::now() + ANSWERS_WITHIN;
     while TcpStream::connect(address).await.is_err() {
@@ -307,17 +307,17 @@ async fn health_checks_of_the_metrics_server_are_counted_until_reset() {
     assert!(!text.contains("kubernetes_health"), "{text}");
 }
 
-/// Names of the functions of each stack of a profile, the innermost first.
+/// Returns the names of the functions of each stack in a profile, the innermost first.
 fn stacks(profile: &pages::Profile) -> Vec<Vec<&str>> {
     let name = |location: &u64| {
-        // Functions and locations have their numbers in the order in which they come.
+        // The numbers of functions and locations follow the order in which they are listed.
         let function = profile.functions[*location as usize - 1];
         profile.strings[function.name as usize].as_str()
     };
     profile.samples.iter().map(|sample| sample.location_ids.iter().map(name).collect()).collect()
 }
 
-/// Works until it is told to stop.
+/// Computes until it is told to stop.
 #[inline(never)]
 fn known_to_be_busy(stop: &CancellationToken) -> u64 {
     let mut number = 0_u64;
@@ -349,7 +349,8 @@ async fn a_cpu_profile_tells_who_is_busy_and_is_taken_one_at_a_time() {
     let profile = <pages::Profile as prost::Message>::decode(profile.as_slice()).unwrap();
     let stacks = stacks(&profile);
     let of_busy = stacks.iter().find(|stack| {
-        // It may be inside what it calls, and was called by the thread's first functions.
+        // The sample may have been taken in a function that the busy one calls. Its callers are the
+        // thread's first functions.
         stack.iter().any(|name| name.ends_with("known_to_be_busy"))
             && stack.iter().any(|name| name.contains("thread_start"))
     });
@@ -398,7 +399,7 @@ async fn silent_connections_keep_nobody_from_an_answer() {
     let servers = servers().await;
     get(servers.healthz, "/livez", "").await;
     let mut silent = Vec::new();
-    // The silent ones are not given up meanwhile.
+    // Without timeouts the server does not close the silent connections meanwhile.
     let (status, ..) = without_timeouts(async {
         for _ in 0..300 {
             silent.push(TcpStream::connect(servers.healthz).await.unwrap());
@@ -414,10 +415,10 @@ async fn silent_connections_keep_nobody_from_an_answer() {
 /// else to do. `outcome` may have no timeout of its own.
 async fn at_the_next_timeout<T>(outcome: impl Future<Output = T>) -> T {
     let (late, is_late) = tokio::sync::oneshot::channel::<()>();
-    // tokio's clock moves on at once, so the limit goes by the machine's clock.
+    // tokio's clock moves on at once, so this limit uses the machine's clock.
     std::thread::spawn(move || {
         std::thread::sleep(ANSWERS_WITHIN);
-        // Nobody listens any more where the outcome has come.
+        // If `outcome` has come already, nobody listens any more.
         drop(late);
     });
     tokio::time::pause();
@@ -435,7 +436,8 @@ async fn a_connection_without_a_whole_header_is_closed_soon() {
     get(servers.healthz, "/livez", "").await;
     let mut slow = TcpStream::connect(servers.healthz).await.unwrap();
     slow.write_all(b"GET /livez HTTP/1.1\r\n").await.unwrap();
-    // The server accepts one after the other: it waits for the rest of the header by now.
+    // The server accepts connections one after the other, so by now it waits for the rest of the
+    // header.
     get(servers.healthz, "/livez", "").await;
     let before = tokio::time::Instant::now();
     at_the_next_timeout(slow.read_to_end(&mut Vec::new())).await.unwrap();
@@ -449,7 +451,7 @@ async fn a_body_that_does_not_come_is_not_waited_for() {
     let mut slow = TcpStream::connect(servers.metrics).await.unwrap();
     let head = b"PUT /debug/flags/v HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: 1\r\n\r\n";
     slow.write_all(head).await.unwrap();
-    // The server accepts one after the other: it waits for the body by now.
+    // The server accepts connections one after the other, so by now it waits for the body.
     get(servers.metrics, "/healthz", "").await;
     let (before, mut answer) = (tokio::time::Instant::now(), Vec::new());
     at_the_next_timeout(slow.read_to_end(&mut answer)).await.unwrap();
@@ -457,24 +459,24 @@ async fn a_body_that_does_not_come_is_not_waited_for() {
     assert!(before.elapsed() < Duration::from_secs(30), "{:?}", before.elapsed());
 }
 
-/// A connection to this port of 127.0.0.1 from another address of the loopback.
+/// Connects to `to` from another address of the loopback.
 async fn connect_from(source: [u8; 4], to: SocketAddr) -> std::io::Result<TcpStream> {
     let socket = tokio::net::TcpSocket::new_v4()?;
     socket.bind((source, 0).into())?;
     socket.connect(to).await
 }
 
-/// Connections from many sources, of which the last are kept open.
+/// A flood of connections from one or many sources. The last connections are kept open.
 struct Flood {
     /// One permit for each connection that may be tried.
     allowed: Semaphore,
-    /// One permit for each that was tried.
+    /// One permit for each connection that was tried.
     tried: Semaphore,
 }
 
 impl Flood {
     async fn open(&self, sources: u32, to: SocketAddr) {
-        /// More than the server has places.
+        /// The number of open connections, which is larger than the number of the server's places.
         const HELD: usize = 160;
         let mut held = std::collections::VecDeque::new();
         for number in (0..sources).cycle() {
@@ -488,7 +490,7 @@ impl Flood {
         }
     }
 
-    /// Tries so many further connections while `beside` is done.
+    /// Tries this number of further connections while `beside` is done.
     async fn further<T>(&self, connections: u32, beside: impl Future<Output = T>) -> T {
         self.allowed.add_permits(connections as usize);
         let outcome = beside.await;
@@ -497,10 +499,10 @@ impl Flood {
     }
 }
 
-/// With one order for all connections, those of the flood would end the probes that are connected before it. Among many
-/// sources that have one connection each, the oldest gives way, so as many connections come beside
-/// a probe as half of the server's places: how many come before the probe asks must not depend on
-/// who gets a CPU.
+/// If the server had one order for all connections, a flood would end the probes that connected
+/// before it. Among many sources that have one connection each, the oldest gives way. The flood
+/// therefore opens half as many connections beside a probe as the server has places. How many come
+/// before the probe asks must not depend on who gets a CPU.
 #[rstest]
 #[case::one_source(1, 8)]
 #[case::many_sources(50_000, 0)]
@@ -516,8 +518,8 @@ async fn a_flood_keeps_no_other_source_from_an_answer(#[case] sources: u32, #[ca
         let (flood, address) = (Arc::clone(&flood), servers.healthz);
         async move { flood.open(sources, address).await }
     });
-    // The server gives up who is silent for two seconds. Where the flood has taken half of that,
-    // probes are connected anew.
+    // The server gives up clients that are silent for two seconds. If the flood has taken half of
+    // that, the probes are connected anew.
     let mut probes = loop {
         let connected = std::time::Instant::now();
         let mut probes = Vec::new();
@@ -539,7 +541,7 @@ async fn a_flood_keeps_no_other_source_from_an_answer(#[case] sources: u32, #[ca
             let mut answer = Vec::new();
             stream.read_to_end(&mut answer).await.map(|_| answer)
         };
-        // The probes that are connected already are asked soon, one after the other.
+        // The probes that are connected already are asked one after the other, and soon.
         let beside = if number < connected_before { BESIDE_A_PROBE / 4 } else { BESIDE_A_PROBE };
         let answer = flood.further(beside, tokio::time::timeout(ANSWERS_WITHIN, answer)).await;
         let answer = answer.expect("it is answered");

@@ -1,5 +1,5 @@
-//! The families of kube-proxy that every mode of it has, and those of its rule-writing modes that have a meaning in
-//! ours: names, types, labels and buckets are kube-proxy's.
+//! The metric families of kube-proxy: those that every mode of kube-proxy has, and those of its
+//! rule-writing modes that have a meaning here. Names, types, labels and buckets are kube-proxy's.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -16,16 +16,16 @@ use prometheus_client::{
 use super::{ByIpFamily, Label, Seconds};
 use crate::model::objects::IpFamily;
 
-/// How much a write has looked at.
+/// The extent of a write.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum SyncKind {
-    /// Everything.
+    /// Everything was compared and written.
     Full,
-    /// What had changed.
+    /// Only what had changed was written.
     Partial,
 }
 
-/// Changes of one kind: all there were, and those that wait to be written.
+/// The changes of one kind of object: their total, and those that wait to be written.
 #[derive(Clone, Debug, Default)]
 pub struct Pending {
     total: Counter,
@@ -52,7 +52,7 @@ pub struct KubeProxyMetrics {
     queued_last: ByIpFamily<Seconds>,
     programming: ByIpFamily<Histogram>,
     no_local_endpoints: Family<[Label; 2], Gauge>,
-    /// Changes that were received and are not yet written.
+    /// The changes of EndpointSlices.
     pub endpoint_changes: Pending,
     pub service_changes: Pending,
     pub(super) healthz: Family<[(&'static str, String); 1], Counter>,
@@ -63,13 +63,13 @@ fn label(family: IpFamily) -> [Label; 1] {
     [("ip_family", family.name())]
 }
 
-/// 1 ms to 16.384 s.
+/// Returns a histogram with buckets from 1 ms to 16.384 s.
 fn sync_buckets() -> Histogram {
     Histogram::new(exponential_buckets(0.001, 2.0, 15))
 }
 
-/// Zero, as kube-proxy has it, then a quarter of a second to five minutes: the service-level indicator that SIG
-/// Scalability has defined.
+/// Returns a histogram with the buckets of kube-proxy: zero, then a quarter of a second to five
+/// minutes. They belong to the service-level indicator that SIG Scalability has defined.
 fn programming_buckets() -> Histogram {
     let seconds = |range: std::ops::RangeInclusive<u32>, step: usize| range.step_by(step).map(f64::from);
     let buckets = [0.0, 0.25, 0.5].into_iter().chain(seconds(1..=59, 1)).chain(seconds(60..=115, 5));
@@ -99,7 +99,7 @@ impl KubeProxyMetrics {
         new
     }
 
-    /// Rates and alerts need a first value.
+    /// Shows every family with a first value, which rates and alerts need.
     fn show_all(&self) {
         for family in IpFamily::ALL {
             let label = label(family);
@@ -174,12 +174,12 @@ impl KubeProxyMetrics {
         registry.register("proxy_livez", "Answers of /livez", self.livez.clone());
     }
 
-    /// A change of this family waits to be written.
+    /// Notes that a change of this family waits to be written.
     pub fn queued(&self, family: IpFamily) {
         self.queued_last.get_or_create(&label(family)).set(since_epoch());
     }
 
-    /// A write for this family went well.
+    /// Notes a successful write for this family.
     pub fn synced(&self, family: IpFamily, kind: SyncKind, took: Duration) {
         let part = match kind {
             SyncKind::Full => &self.full_sync,
@@ -191,7 +191,7 @@ impl KubeProxyMetrics {
         self.synced_last.get_or_create(&label(family)).set(since_epoch());
     }
 
-    /// A change in the cluster is served here, so many seconds after it was made.
+    /// Notes that a change in the cluster is served here, `seconds` after it was made.
     pub fn programmed(&self, family: IpFamily, seconds: f64) {
         self.programming.get_or_create(&label(family)).observe(seconds);
     }

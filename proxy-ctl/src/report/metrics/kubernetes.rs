@@ -1,4 +1,4 @@
-//! What every component of Kubernetes says about itself.
+//! The metrics that every component of Kubernetes has about itself.
 
 use std::{
     fmt,
@@ -17,13 +17,13 @@ use prometheus_client::{
 /// The Kubernetes release whose kube-proxy is followed.
 const MAJOR: &str = "1";
 const MINOR: &str = "36";
-/// The same, as `/statusz` has it.
+/// The Kubernetes release whose kube-proxy is followed, in the form of `/statusz`.
 pub(crate) const EMULATED: &str = "1.36";
 
 use crate::version::{commit, commit_date};
 pub(crate) use crate::version::{platform, reported as version};
 
-/// The count of families follows those of the mode.
+/// The metrics about the component. `families` is updated when the mode's families change.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ComponentInfo {
     pub(super) families: Arc<AtomicU64>,

@@ -1,5 +1,5 @@
-//! The metric families: kube-proxy's own names where they have a meaning here, and `proxy_…` for what only
-//! this proxy knows. docs/metrics.md lists all of them.
+//! The metric families. They have kube-proxy's names if they have a meaning there, and `proxy_…` if
+//! only this proxy has them. docs/metrics.md lists all of them.
 
 mod kube_proxy;
 pub(crate) mod kubernetes;
@@ -35,16 +35,17 @@ type Label = (&'static str, &'static str);
 type ByIpFamily<M> = Family<[Label; 1], M, fn() -> M>;
 type Seconds = Gauge<f64, AtomicU64>;
 
-/// Limit for the wait of a scrape for the mode's families; then the last known ones are shown.
+/// The longest time that a scrape waits for the mode's families. After it the last known ones are
+/// shown.
 const MODE_WAIT: Duration = Duration::from_secs(2);
 
-/// Where a scrape gets the families of the mode.
+/// The source from which a scrape gets the families of the mode.
 pub trait ModeFamilies: Send + Sync {
-    /// `None`: the dataplane does not answer.
+    /// Returns the families. `None` if the dataplane does not answer.
     fn families(&self) -> Pin<Box<dyn Future<Output = Option<Vec<MetricFamily>>> + Send + '_>>;
 }
 
-/// Every family of `/metrics`; the controller writes, scrapes read.
+/// All families of `/metrics`. The controller writes them, and scrapes read them.
 pub struct Metrics {
     registry: Registry,
     component: ComponentInfo,
@@ -61,8 +62,8 @@ impl std::fmt::Debug for Metrics {
 }
 
 impl Metrics {
-    /// `source`: `None` shows no families of a mode. `invalid_objects`: what the source counts. `register` adds the families
-    /// of others.
+    /// Makes the families. No families of a mode are shown if `source` is `None`. `invalid_objects`
+    /// is the counter of the source of objects. `register` adds the families of others.
     pub fn new(
         source: Option<Box<dyn ModeFamilies>>,
         invalid_objects: InvalidObjects,
@@ -84,13 +85,13 @@ impl Metrics {
         metrics
     }
 
-    /// An answer of the health server.
+    /// Counts an answer of the health server.
     pub(crate) fn answered(&self, ready: bool, code: u16) {
         let family = if ready { &self.kube_proxy.healthz } else { &self.kube_proxy.livez };
         family.get_or_create(&[("code", code.to_string())]).inc();
     }
 
-    /// Asks for the families of the mode as they are now.
+    /// Updates the families of the mode.
     pub(crate) async fn refresh(&self) {
         let Some(source) = &self.source else { return };
         if let Ok(Some(now)) = tokio::time::timeout(MODE_WAIT, source.families()).await {
@@ -101,7 +102,7 @@ impl Metrics {
         }
     }
 
-    /// As OpenMetrics.
+    /// Returns all families as OpenMetrics.
     pub(crate) fn encode(&self) -> Result<String, std::fmt::Error> {
         let mut text = String::new();
         text::encode(&mut text, &self.registry)?;

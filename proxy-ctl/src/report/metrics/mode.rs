@@ -1,4 +1,4 @@
-//! The families of the mode, as of the last look.
+//! The families of the mode, as of the last update.
 
 use std::sync::{Mutex, PoisonError};
 

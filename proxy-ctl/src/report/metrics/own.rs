@@ -21,16 +21,16 @@ use crate::{
     version,
 };
 
-/// What the controller spends its time with.
+/// The kinds of work on which the controller spends its time.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Phase {
-    /// From objects to the desired state.
+    /// Computing the desired state from objects.
     Compute,
     /// Writing what has changed.
     Write,
-    /// Comparing everything with the tables.
+    /// Comparing everything with the maps.
     Compare,
-    /// Taking over addresses and interfaces.
+    /// Taking in the node's addresses and interfaces.
     Node,
     /// Removing expired flows and unused entries.
     Collect,
@@ -52,7 +52,7 @@ impl Phase {
 
 type ByPhase = Family<[Label; 1], Histogram, fn() -> Histogram>;
 
-/// `field: type = name of the family, its help;`
+/// Defines the families. Each is `field: type = name of the family, its help;`.
 macro_rules! families {
     ($($visible:vis $field:ident: $metric:ty = $name:literal, $help:literal;)+) => {
         #[derive(Debug)]
@@ -95,12 +95,12 @@ families! {
         "unsupported_service_ports", "Service ports with a field that is not honoured";
 }
 
-/// 10 µs to 42 s.
+/// Returns a histogram with buckets from 10 µs to 42 s.
 fn phase_buckets() -> Histogram {
     Histogram::new(exponential_buckets(0.000_01, 4.0, 12))
 }
 
-/// A new metric of the registry.
+/// Registers a new metric and returns it.
 fn new<M: Metric + Clone + Default>(registry: &mut Registry, name: &str, help: &str) -> M {
     let metric = M::default();
     registry.register(name, help, metric.clone());
@@ -142,7 +142,8 @@ impl ProxyMetrics {
         self.mode_fallback.set(choice.fallback.is_some().into());
     }
 
-    /// Counts a service port that does not get these fields honoured, or no longer counts it (`change` -1).
+    /// Counts a service port for which these fields are not served as asked. If `change` is -1, the
+    /// port is no longer counted.
     pub fn unsupported(&self, fields: &[Unsupported], change: i64) {
         for unsupported in fields {
             self.unsupported_service_ports.get_or_create(&[("field", unsupported.field)]).inc_by(change);

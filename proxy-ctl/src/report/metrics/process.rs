@@ -1,4 +1,4 @@
-//! The process as Prometheus clients of every language describe it.
+//! The metrics of the process that Prometheus clients of every language have.
 
 use std::fs;
 
@@ -10,14 +10,15 @@ use prometheus_client::{
 
 use crate::sys::process;
 
-/// Clock ticks a second as the kernel shows them to user space: USER_HZ, 100 on every architecture we build for.
+/// The number of clock ticks a second in /proc. This is USER_HZ, which is 100 on every architecture
+/// that we build for.
 const TICKS: f64 = 100.0;
 
-/// Reads /proc/self on each scrape; what cannot be read is left out.
+/// A collector that reads /proc/self on each scrape. Values that cannot be read are left out.
 #[derive(Debug)]
 pub(super) struct Process;
 
-/// Only when the process started.
+/// A collector of nothing but the start time of the process.
 #[derive(Debug)]
 pub(crate) struct StartTime;
 
@@ -27,7 +28,7 @@ impl Collector for StartTime {
     }
 }
 
-/// Seconds since the epoch.
+/// Returns when the process started, in seconds since the epoch.
 pub(crate) fn started() -> Option<f64> {
     stat().map(|stat| stat.start_time_seconds)
 }
@@ -136,7 +137,8 @@ fn stat() -> Option<Stat> {
     })
 }
 
-/// The soft limit in /proc/self/limits; no limit is the largest number, as Go's clients have it.
+/// Returns a soft limit from /proc/self/limits. If there is no limit, it is the largest number, as
+/// in Go's clients.
 fn limit(limits: &str, resource: &str) -> Option<f64> {
     let line = limits.lines().find_map(|line| line.strip_prefix(resource))?;
     match line.split_whitespace().next()? {
@@ -145,7 +147,8 @@ fn limit(limits: &str, resource: &str) -> Option<f64> {
     }
 }
 
-/// /proc/net/netstat: a line of names and a line of numbers for each protocol.
+/// Returns a number from /proc/net/netstat, which has a line of names and a line of numbers for
+/// each protocol.
 fn ip_statistic(netstat: &str, column: &str) -> Option<f64> {
     let mut lines = netstat.lines().filter_map(|line| line.strip_prefix("IpExt: "));
     let (names, numbers) = (lines.next()?, lines.next()?);

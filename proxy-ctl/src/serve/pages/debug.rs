@@ -1,4 +1,5 @@
-//! What `enableProfiling` adds: profiles below `/debug/pprof`, and the log level at `/debug/flags/v`.
+//! The pages that `enableProfiling` adds: profiles below `/debug/pprof`, and the log level at
+//! `/debug/flags/v`.
 
 use std::time::Duration;
 
@@ -14,9 +15,9 @@ use crate::{
     serve::reply::{HTML, Reply, not_found, open, plain, redirect, reply},
 };
 
-/// A log level has few digits.
+/// The largest body with a log level, in bytes. A level has few digits.
 const LONGEST_LEVEL: usize = 1024;
-/// For the whole body of a request.
+/// The time limit for the whole body of a request.
 const BODY_TIMEOUT: Duration = Duration::from_secs(5);
 
 const INDEX: &str = "<html>
@@ -60,7 +61,7 @@ where
         "/debug/pprof/" => reply(StatusCode::OK, HTML, INDEX),
         "/debug/pprof/profile" => profile::cpu(query).await,
         "/debug/pprof/heap" | "/debug/pprof/allocs" => plain(StatusCode::NOT_IMPLEMENTED, NO_HEAP_PROFILE),
-        // Symbols are in the profile.
+        // The profile contains its symbols already.
         "/debug/pprof/symbol" => plain(StatusCode::OK, "num_symbols: 1\n"),
         "/debug/flags/v" if method == Method::PUT => {
             match timeout(BODY_TIMEOUT, Limited::new(body, LONGEST_LEVEL).collect()).await {

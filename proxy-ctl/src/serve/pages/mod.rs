@@ -26,21 +26,21 @@ use super::{
 use crate::report::{Metrics, ModeInForce};
 pub(super) use slis::Slis;
 
-/// What is shown besides metrics.
+/// The state that the pages other than metrics show.
 pub struct Pages {
     /// The mode in use, for `/proxyMode`.
     pub mode: watch::Receiver<ModeInForce>,
     /// The configuration in force as a KubeProxyConfiguration, for `/configz`.
     pub configuration: watch::Receiver<Value>,
-    /// Every flag with its value, for `/flagz`. `None`: the page is switched off.
+    /// Every flag with its value, for `/flagz`. `None` if the page is switched off.
     pub flags: Option<BTreeMap<String, String>>,
-    /// Whether `/statusz` is there.
+    /// True if `/statusz` is served.
     pub status: bool,
-    /// Whether the pages below `/debug` are there, for clients on loopback.
+    /// True if the pages below `/debug` are served, to clients on loopback.
     pub profiling: bool,
 }
 
-/// Paths that are there whatever the configuration, as `/statusz` lists them.
+/// The paths that are served with every configuration, as `/statusz` lists them.
 const PATHS: [&str; 4] = ["/configz", "/healthz", "/metrics", "/proxyMode"];
 
 impl Pages {
@@ -97,7 +97,7 @@ impl Pages {
     }
 }
 
-/// `text` is OpenMetrics.
+/// Answers with metrics in the format that the client accepts. `text` is in OpenMetrics.
 fn exposed(headers: &HeaderMap, text: Result<String, fmt::Error>) -> Reply {
     let accept = headers.get(header::ACCEPT).and_then(|accept| accept.to_str().ok());
     let format = exposition::Format::wanted(accept.unwrap_or_default());
@@ -107,7 +107,7 @@ fn exposed(headers: &HeaderMap, text: Result<String, fmt::Error>) -> Reply {
     }
 }
 
-/// The metrics server's own health has one check, which finds that it answers.
+/// Returns the body of the metrics server's own health. Its only check is that the server answers.
 fn healthy(query: &str) -> String {
     let parameters = || query.split('&').map(|part| part.split_once('=').unwrap_or((part, "")));
     if !parameters().any(|(name, _)| name == "verbose") {

@@ -1,5 +1,6 @@
-//! CPU profiles as `go tool pprof` reads them: the protocol buffer message `perftools.profiles.Profile`, as far as it is
-//! needed. Numbers of names are places in the string table, of which the first is empty.
+//! CPU profiles in the form that `go tool pprof` reads: the fields of the protobuf message
+//! `perftools.profiles.Profile` that are needed. Texts are stored as indexes into the string table,
+//! whose first entry is empty.
 
 use std::{
     collections::HashMap,
@@ -44,7 +45,7 @@ pub(in crate::serve) struct ValueType {
 
 #[derive(Clone, PartialEq, Message)]
 pub(in crate::serve) struct Sample {
-    /// The innermost first.
+    /// The functions of the stack, the innermost first.
     #[prost(uint64, repeated, tag = "1")]
     pub(in crate::serve) location_ids: Vec<u64>,
     #[prost(int64, repeated, tag = "2")]
@@ -86,7 +87,7 @@ pub(in crate::serve) struct Function {
 }
 
 impl Profile {
-    /// Looks up the names of all functions, which takes long.
+    /// Converts a profile. This takes long, because it looks up the names of all functions.
     pub(super) fn of(recorded: CpuProfile) -> Self {
         let (mut strings, mut functions) = (Numbered::default(), Numbered::default());
         strings.number("");
@@ -100,7 +101,8 @@ impl Profile {
             let frames = names.of(&stack.frames);
             let count = i64::try_from(count).unwrap_or(i64::MAX);
             Sample {
-                // A function is a location: addresses are not kept apart.
+                // Each function is one location, because addresses within a function are not told
+                // apart.
                 location_ids: frames.iter().map(|name| functions.number(name) as u64 + 1).collect(),
                 values: vec![count, count.saturating_mul(period)],
                 labels: vec![label],
@@ -136,7 +138,7 @@ fn nanoseconds(duration: Duration) -> i64 {
     duration.as_nanos().try_into().unwrap_or(i64::MAX)
 }
 
-/// Texts by the order in which they were first named.
+/// A table that numbers texts in the order in which they first occur.
 #[derive(Default)]
 struct Numbered {
     numbers: HashMap<String, i64>,

@@ -1,4 +1,4 @@
-//! `/debug/pprof/profile`: where CPU time goes, for `go tool pprof`.
+//! The page `/debug/pprof/profile`: a CPU profile for `go tool pprof`.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::{
 const SECONDS: u64 = 30;
 pub(in crate::serve) const MOST_SECONDS: u64 = 600;
 
-/// Samples this process for `seconds=…` of the query.
+/// Samples this process for as many seconds as the query asks for.
 pub(super) async fn cpu(query: &str) -> Reply {
     let seconds = seconds(query).unwrap_or(SECONDS);
     if seconds > MOST_SECONDS {
@@ -32,7 +32,7 @@ pub(super) async fn cpu(query: &str) -> Reply {
     }
 }
 
-/// As Go: what is no number above zero asks for the default.
+/// Returns the seconds in a query. As in Go, anything but a number above zero asks for the default.
 fn seconds(query: &str) -> Option<u64> {
     let given = query.split('&').find_map(|part| part.strip_prefix("seconds="));
     given.and_then(|text| text.parse().ok()).filter(|number| *number > 0)

@@ -1,4 +1,5 @@
-//! `/metrics/slis`: how often `/healthz` of the metrics server was called, and its answers.
+//! The page `/metrics/slis`: how often `/healthz` of the metrics server was called, and its
+//! answers.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,7 +12,7 @@ use prometheus_client::{
 
 use crate::report::process;
 
-/// Answers of `/healthz` since the start or the last reset; all of them were good.
+/// The number of answers of `/healthz` since the start or the last reset. All of them were good.
 #[derive(Debug, Default)]
 pub(in crate::serve) struct Slis {
     answers: AtomicU64,
@@ -26,7 +27,7 @@ impl Slis {
         self.answers.store(0, Ordering::Relaxed);
     }
 
-    /// As OpenMetrics.
+    /// Returns the metrics as OpenMetrics.
     pub(in crate::serve) fn encode(&self) -> Result<String, std::fmt::Error> {
         let mut registry = Registry::default();
         registry.register_collector(Box::new(Answers(self.answers.load(Ordering::Relaxed))));

@@ -1,4 +1,5 @@
-//! `/flagz` and `/statusz`: plain text, or JSON or YAML if the `Accept` header names its kind.
+//! The pages `/flagz` and `/statusz`. They are plain text, or JSON or YAML if the `Accept` header
+//! names their kind.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +13,7 @@ use crate::{
     serve::reply::{JSON, Reply, TEXT, open},
 };
 
-/// How kube-proxy calls itself on these pages.
+/// The name of the component on these pages, which is kube-proxy's.
 const NAME: &str = "kube-proxy";
 const WARNING: &str = "Warning: This endpoint is not meant to be machine parseable, has no formatting \
     compatibility guarantees and is for debugging purposes only.";
@@ -21,12 +22,12 @@ const GROUP: &str = "config.k8s.io";
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Format {
     Text,
-    /// In this version of the group.
+    /// JSON in this version of the API group.
     Json(&'static str),
     Yaml(&'static str),
 }
 
-/// What the `Accept` header asks for in the order in which it asks; `None`: nothing that there is.
+/// Returns the first format in the `Accept` header that can be served. `None` if there is none.
 fn wanted(accept: &str, kind: &str) -> Option<Format> {
     if accept.trim().is_empty() {
         return Some(Format::Text);

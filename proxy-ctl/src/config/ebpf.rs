@@ -118,7 +118,7 @@ pub struct Ebpf {
     /// The number of connections a second that packets may open on a core. 0 means any number.
     pub new_connections_per_core: u32,
     pub flow_lifetimes: OwnLifetimes,
-    /// The cgroup v2 folder whose processes are served. `None`: the cgroup v2 mount that can be opened.
+    /// The cgroup v2 folder whose processes are served. `None`: a mount that can be opened.
     pub cgroup: Option<PathBuf>,
     pub bpffs: PathBuf,
     /// True if what another kube-proxy has left is removed once everything is served.

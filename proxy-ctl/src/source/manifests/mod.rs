@@ -6,8 +6,8 @@
 //! is watched, and after every change everything that it holds is sent.
 //!
 //! A folder without any Node stands for a node about which nothing is known, and Services are
-//! served all the same. If there are Nodes but not the own one, its name is most likely wrong. That
-//! is reported, and the node is not eligible for load balancers.
+//! served all the same. If there are Nodes, but none with the name of this node, that name is most
+//! likely wrong. This is reported, and the node is not eligible for load balancers.
 //!
 //! What cannot be read is reported with file, document, line and field. The rest goes on working:
 //!

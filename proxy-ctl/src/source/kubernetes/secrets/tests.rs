@@ -1,5 +1,5 @@
-//! Tests that no secret is in an error, in the log or on a page. Marked secrets go through every
-//! error of credentials.
+//! Tests that no secret is in an error, in the log or on a page. Secrets with a known text go
+//! through every error about credentials.
 
 use std::{ffi::OsString, fs, path::Path, sync::Arc};
 
@@ -104,7 +104,7 @@ fn of_kubeconfigs(folder: &Path) -> Vec<String> {
     let [pem, half] =
         [pem, format!("-----BEGIN PRIVATE KEY-----\n{MARK}\n")].map(|text| BASE64_STANDARD.encode(text));
     let users = [
-        // Parsers tend to quote what they find in the place of something else.
+        // Parsers tend to quote what they find instead of what they expect.
         MARK.to_owned(),
         format!("[{MARK}]"),
         format!("{{token: {{{MARK}: {MARK}}}}}"),
@@ -198,7 +198,7 @@ async fn of_mirrors(folder: &Path) -> Vec<String> {
 }
 
 /// Returns true if a text holds a secret in any encoding. The base64 text of basic authentication
-/// does not contain the mark itself.
+/// does not contain `MARK` itself.
 fn holds_a_secret(text: &str) -> bool {
     let basic = BASE64_STANDARD.encode(format!("me:{MARK}\"<"));
     text.contains(MARK)

@@ -33,7 +33,7 @@ use crate::dataplane::{EventQuery, EventSnapshot};
 /// the programs stop making them.
 const WAIT: u16 = 500;
 /// The time between two reads of events that keep coming, in milliseconds. A wake-up for each event
-/// costs far more than making it.
+/// costs far more than the event itself.
 const GATHER: u16 = 10;
 
 /// The message that is printed when the watch has begun. From then on no event is missed.

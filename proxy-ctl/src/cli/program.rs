@@ -1,4 +1,4 @@
-//! The program's behaviour by the name with which it was called.
+//! The program that this binary is, which the name with which it was called decides.
 
 use std::{ffi::OsStr, path::Path};
 

@@ -1,5 +1,5 @@
-//! The commands `status`, `services` and `backends`. They read the pinned maps, whether or not a
-//! controller runs.
+//! The commands `status`, `services` and `backends`. They read what is in the kernel, whether or not
+//! a controller runs.
 
 use std::{
     collections::HashSet,
@@ -41,7 +41,7 @@ pub(super) fn bpffs(flag: Option<PathBuf>) -> PathBuf {
     flag.unwrap_or_else(|| PathBuf::from(DEFAULT_BPFFS))
 }
 
-/// Adds what to do to an error if the kernel denies the caller access.
+/// Adds advice to an error if the kernel denies the caller access.
 pub(super) fn explained(error: dataplane::Error) -> anyhow::Error {
     if !error.is_denied() {
         return error.into();

@@ -12,13 +12,13 @@ const NARROWEST: u16 = 40;
 const GAP: u16 = 2;
 
 /// Returns the number of columns of the terminal, from COLUMNS or from the terminal itself. `None`
-/// if stdout is no terminal.
+/// if neither tells it.
 pub(super) fn width() -> Option<u16> {
     let said = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
     said.or_else(|| terminal_size::terminal_size_of(io::stdout()).map(|(columns, _)| columns.0))
 }
 
-/// Lays out a table that is as wide as the terminal. If stdout is no terminal, no line is wrapped.
+/// Lays out a table that is as wide as the terminal. If its width is not known, no line is wrapped.
 ///
 /// Lines break between words only, so that an address can be copied. A table whose words have no
 /// room in the terminal is wider than it.

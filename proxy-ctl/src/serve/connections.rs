@@ -35,8 +35,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::reply::{Reply, plain};
 
-/// The number of places for connections of the node itself, and the same number again for all
-/// others.
+/// The most open connections of the node itself. All other sources together may have as many.
 const MOST_CONNECTIONS: usize = 128;
 const MOST_OF_SOURCE: usize = 32;
 /// The number of connections that one source may open in [`RATE_PERIOD`]. The node itself may open

@@ -360,8 +360,8 @@ pub(super) fn as_whole(value: &Value) -> Option<i64> {
     value.as_i64().or_else(|| whole_float(value.as_f64()?))
 }
 
-/// Reads an integer in a range. The range is checked only for values of 32 bits, because kube-proxy
-/// reads every integer into 32 bits first.
+/// Reads an integer in a range. A number that does not fit 32 bits has the wrong type, because
+/// kube-proxy reads every integer into 32 bits first.
 fn in_range<T: TryFrom<i64>>(value: &Value, min: i64, max: i64) -> ParseResult<T> {
     let number = typed(value, |value| as_whole(value).filter(|number| i32::try_from(*number).is_ok()))?;
     let allowed = Some(number).filter(|number| (min..=max).contains(number));

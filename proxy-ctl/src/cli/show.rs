@@ -1,5 +1,5 @@
-//! The commands `status`, `services` and `backends`. They read what is in the kernel, whether or not
-//! a controller runs.
+//! The commands `status`, `services` and `backends`. They read what is in the kernel, whether or
+//! not a controller runs.
 
 use std::{
     collections::HashSet,

@@ -1,5 +1,5 @@
-//! The metric families. They have kube-proxy's names if they have a meaning there, and `proxy_…` if
-//! only this proxy has them. docs/metrics.md lists all of them.
+//! The metric families. Those of kube-proxy that have a meaning here keep its names, and those that
+//! only this proxy has begin with `proxy_`. docs/metrics.md lists all of them.
 
 mod kube_proxy;
 pub(crate) mod kubernetes;

@@ -29,8 +29,8 @@ use rustls::pki_types::ServerName;
 use super::requests::is_watch;
 
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
-/// The idle time of TCP keepalive. TCP notices a dead peer after idle time + probes × interval: 30
-/// s.
+/// The idle time of TCP keepalive. TCP notices a dead peer after 30 s: idle time + probes ×
+/// interval.
 const KEEPALIVE_IDLE: Duration = Duration::from_secs(15);
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(5);
 const KEEPALIVE_PROBES: u32 = 3;

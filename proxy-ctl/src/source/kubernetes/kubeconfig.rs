@@ -103,7 +103,7 @@ impl Config {
         });
         let mut loaded = match (&self.kubeconfig, master.transpose()?) {
             (Some(path), master) => from_kubeconfig(path, master)?,
-            // Without a kubeconfig the API server needs no authentication, such as one behind
+            // `--master` alone is for an API server without authentication, such as one behind
             // `kubectl proxy`.
             (None, Some(master)) => Loaded::new(kube::Config::new(master)),
             (None, None) => in_cluster()?,

@@ -1,7 +1,7 @@
 //! The environment variables that name a proxy. kube-proxy follows them, and this program does not.
 //!
-//! kubeadm copies HTTPS_PROXY from the shell that it was started in to the pods of kube-proxy. That
-//! proxy is meant for other programs. With it the way to the API server would lead out of the
+//! kubeadm copies HTTPS_PROXY from the shell that it was started in to the pods of kube-proxy. Such
+//! a proxy may be meant for other programs. With it the way to the API server would lead out of the
 //! cluster and back.
 
 use http::Uri;

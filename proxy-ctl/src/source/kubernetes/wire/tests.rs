@@ -174,7 +174,7 @@ fn one_object_that_cannot_be_read_hides_no_other() {
     assert_eq!(second.object::<core::Service>().unwrap().metadata.name, "web");
 }
 
-/// API servers validate names as UTF-8, but not annotations.
+/// API servers validate names, but not annotations.
 #[test]
 fn what_is_no_text_is_read_as_the_api_server_writes_it_in_json() {
     let mut web = objects::<Services>(recorded!("services")).remove(0);

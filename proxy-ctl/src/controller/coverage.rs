@@ -1,4 +1,4 @@
-//! Which service ports the mode serves as their Services ask, and which it does not.
+//! Tracks which service ports the active mode serves as their Services ask, and which it does not.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,35 +19,38 @@ use crate::{
     report::Metrics,
 };
 
-/// How much of what is listed the node serves.
+/// The part of what is listed that the node serves.
 #[derive(Clone, Debug, Default)]
 pub struct Coverage {
-    /// Everything listed that the mode can serve is programmed: at least once, it need not be so now.
+    /// True once everything listed that the mode can serve was programmed. It stays true when a
+    /// later write fails.
     pub programmed: bool,
-    /// Service ports that are not served as their Services ask. A port leaves when its new state is written.
+    /// Service ports that are not served as their Services ask. A port leaves this map when its new
+    /// state is written.
     pub unsupported: BTreeMap<ServicePortName, Vec<Unsupported>>,
-    /// Service ports that there is no room for, whole or in part.
+    /// Service ports that have no room in the maps, whole or in part.
     pub without_room: BTreeMap<ServicePortName, Vec<Unsupported>>,
 }
 
 impl Coverage {
-    /// Everything that is not served as its Service asks.
+    /// Returns everything that is not served as its Service asks.
     pub fn exceptions(&self) -> impl Iterator<Item = (&ServicePortName, &Unsupported)> {
         let ports = self.unsupported.iter().chain(&self.without_room);
         ports.flat_map(|(name, all)| all.iter().map(move |one| (name, one)))
     }
 
-    /// Service ports of which some frontend is not served.
+    /// Returns the service ports of which some frontend is not served.
     pub fn unserved(&self) -> impl Iterator<Item = (&ServicePortName, &Unsupported)> {
         self.exceptions().filter(|(_, one)| one.leaves_unserved())
     }
 }
 
-/// Names in metrics the service ports of which some frontend is not served.
+/// The metric that names the service ports of which some frontend is not served.
 #[derive(Debug)]
 pub struct UnservedPorts(pub watch::Receiver<Coverage>);
 
-/// A Service of a tenant must not make a scrape long. `proxy_unsupported_service_ports` counts all of them.
+/// The largest number of service ports that one scrape names, so that a tenant's Services cannot
+/// make it long. `proxy_unsupported_service_ports` counts all of them.
 const MOST_NAMED: usize = 100;
 
 impl Collector for UnservedPorts {
@@ -86,7 +89,7 @@ impl CoverageTracker {
         Self { coverage, metrics, served: FxHashSet::default(), leaving: BTreeSet::new() }
     }
 
-    /// Answers with what the dataplane can serve of the changes.
+    /// Records what the dataplane cannot serve of the changes, and returns what it can serve.
     pub(super) fn changed(&mut self, changes: Changes, dataplane: &dyn Dataplane) -> Changes {
         let mut servable_changes = Changes::default();
         let mut unsupported = Vec::new();
@@ -117,7 +120,7 @@ impl CoverageTracker {
         servable_changes
     }
 
-    /// Everything of `desired` that the dataplane can serve.
+    /// Returns everything of `desired` that the dataplane can serve.
     pub(super) fn servable(
         desired: Vec<Arc<DesiredPort>>,
         dataplane: &dyn Dataplane,
@@ -129,7 +132,8 @@ impl CoverageTracker {
         desired.into_iter().filter_map(served).collect()
     }
 
-    /// Everything that changed has been written. `attached`: and clients reach it.
+    /// Records that everything that changed has been written. If `attached` is true, clients reach
+    /// it too.
     pub(super) fn written(&mut self, attached: bool) {
         let leaving = std::mem::take(&mut self.leaving);
         self.coverage.send_if_modified(|coverage| {
@@ -185,7 +189,7 @@ impl CoverageTracker {
         });
     }
 
-    /// Logs what is new of a service port's exceptions, and counts them.
+    /// Logs what is new among a service port's exceptions, and counts them.
     fn tell(&self, service_port: &ServicePortName, before: &[Unsupported], now: &[Unsupported]) {
         for Unsupported { field, effect, instead } in now.iter().filter(|one| !before.contains(one)) {
             match effect {

@@ -1,4 +1,5 @@
-//! From the node's network, the configuration and the cluster to the [`Host`] that the dataplane gets. Pure.
+//! Computes the [`Host`] that the dataplane gets from the node's network, the configuration and the
+//! cluster. Pure.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -61,7 +62,7 @@ pub(super) fn host(
     }
 }
 
-/// The addresses of the node that `nodePortAddresses` selects.
+/// Returns the addresses of the node that `nodePortAddresses` selects.
 pub(super) fn node_port_addresses(
     network: &NodeNetwork,
     config: &Config,

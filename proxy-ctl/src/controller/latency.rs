@@ -1,4 +1,5 @@
-//! How long a change in the cluster takes to reach this node's tables: kube-proxy's network programming latency.
+//! Measures how long a change in the cluster takes to reach this node's kernel. This is
+//! kube-proxy's network programming latency.
 
 use std::num::NonZeroI64;
 
@@ -6,13 +7,14 @@ use jiff::Timestamp;
 
 use crate::{model::objects::IpFamily, report::Metrics};
 
-/// Triggers that are kept while nothing can be written; those above are not measured.
+/// The most triggers that are kept while nothing can be written. Further ones are not measured.
 const MOST_WAITING: usize = 65_536;
 
-/// When changes were triggered that are not yet written.
+/// The times at which changes were triggered that are not yet written.
 #[derive(Debug)]
 pub(super) struct Latency {
-    /// What was triggered earlier waited for this process, not for its work.
+    /// The start of the process. Changes that were triggered earlier are not measured, because they
+    /// waited for the process to start.
     since: Timestamp,
     waiting: Vec<(IpFamily, Timestamp)>,
 }
@@ -31,7 +33,7 @@ impl Latency {
         self.waiting.extend(new.take(room));
     }
 
-    /// Everything received has been written by `now`.
+    /// Measures everything received, which has been written by `now`.
     pub(super) fn written(&mut self, now: Timestamp, metrics: &Metrics) {
         for (family, triggered) in self.waiting.drain(..) {
             metrics.kube_proxy.programmed(family, now.duration_since(triggered).as_secs_f64());

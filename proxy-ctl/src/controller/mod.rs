@@ -1,7 +1,8 @@
-//! From what the sources tell to what the dataplane does: the one place where the model and the dataplane meet.
+//! The controller turns what the sources report into calls of the dataplane. It is the one place
+//! where the model and the dataplane meet.
 //!
-//! [`Controller`] is plain: given updates and the time it calls the dataplane, and says when it wants to be
-//! called again. [`run`] is the thread around it.
+//! [`Controller`] is plain: it gets updates and the time, calls the dataplane, and says when it
+//! wants to be called again. [`run`] is the thread around it.
 
 mod coverage;
 mod host;
@@ -40,28 +41,30 @@ use crate::{
     report::{HealthChecks, Heartbeats, Metrics, ModeInForce, Moment, SharedHealth},
 };
 
-/// Runs for changes that need not wait for the mode's shortest interval; as many as kube-proxy allows.
+/// The number of runs for changes that need not wait for the mode's shortest interval. kube-proxy
+/// allows as many.
 const BURST: u32 = 2;
 
-/// What the controller reports to others.
+/// The channels and metrics by which the controller reports to others.
 #[derive(Clone, Debug)]
 pub struct Reports {
     pub health: Arc<SharedHealth>,
     pub metrics: Arc<Metrics>,
     pub own_node: watch::Sender<OwnNode>,
-    /// What load balancers are answered, as it is programmed.
+    /// The answers to load balancers' health checks, as they are programmed.
     pub health_checks: watch::Sender<HealthChecks>,
-    /// Whether everything listed is programmed, and the service ports that are not served as asked.
+    /// Tells if everything listed is programmed, and which service ports are not served as asked.
     pub coverage: watch::Sender<Coverage>,
     pub mode: watch::Sender<ModeInForce>,
-    /// Modes that were at work before, while anything of them is left. Told before they let go of their names.
+    /// Modes that were active before, while anything of them is left. Each is reported before it
+    /// lets go of its names.
     pub retiring: watch::Sender<Vec<Mode>>,
     pub heartbeats: Heartbeats,
-    /// Why interfaces lack programs.
+    /// The reasons why interfaces lack programs.
     pub hook_problems: watch::Sender<HookProblems>,
 }
 
-/// Which lists have come in. Nothing is written before all have.
+/// The lists that have come in. Nothing is written before all have.
 #[derive(Clone, Copy, Debug, Default)]
 struct Listed {
     services: bool,
@@ -78,26 +81,28 @@ pub struct Controller {
     network: Option<NodeNetwork>,
     /// `None` until everything has been listed.
     active: Option<ActiveDataplane>,
-    /// Modes that were at work before.
+    /// Modes that were active before and drain.
     retiring: Vec<Retiring>,
     reports: Reports,
-    /// Of the node as it was written last.
+    /// The node's forwarding when the node was last written.
     forwarding: NodeForwarding,
     coverage: CoverageTracker,
     service_metrics: ServiceMetrics,
     latency: Latency,
-    /// Another controller programs this node: nothing is written any more.
+    /// The error by which the controller learned that another one programs this node. From then on
+    /// nothing is written.
     taken_over: Option<Error>,
 }
 
-/// The dataplane and when it is to be written.
+/// The dataplane, and the times at which it is to be written.
 struct ActiveDataplane {
     dataplane: Box<dyn Dataplane>,
-    /// When everything had been listed.
+    /// The time at which everything had been listed.
     listed_at: Instant,
     host: BoundedRunner,
     services: BoundedRunner,
-    /// Clients reach the dataplane, perhaps not on all addresses for node ports.
+    /// True if packets of the interfaces reach the dataplane. Some addresses for node ports may
+    /// still be missing.
     attached: bool,
     garbage_failure: Option<String>,
 }
@@ -133,7 +138,8 @@ impl Controller {
         Self { model: self.model.keeping_endpoints_of(server), ..self }
     }
 
-    /// Takes in what a source tells; [`Controller::write`] then writes what all updates have changed.
+    /// Takes in an update of a source. [`Controller::write`] then writes what all updates have
+    /// changed.
     pub fn take(&mut self, update: Update) {
         let metrics = &self.reports.metrics;
         let count = |length: usize| u64::try_from(length).unwrap_or(u64::MAX);
@@ -182,7 +188,7 @@ impl Controller {
         }
     }
 
-    /// The node's addresses and interfaces are now these.
+    /// Sets the node's addresses and interfaces.
     pub fn set_network(&mut self, network: NodeNetwork) {
         self.network = Some(network);
         self.ask_for_host();
@@ -194,12 +200,13 @@ impl Controller {
         }
     }
 
-    /// Every source has listed, and the node is known: the dataplane can be started.
+    /// Returns true if every source has listed and the node is known, so that the dataplane can be
+    /// started.
     pub fn is_ready(&self) -> bool {
         self.waits_for().is_empty()
     }
 
-    /// What is still missing, for people.
+    /// Returns what is still missing, in words for log lines.
     pub fn waits_for(&self) -> Vec<&'static str> {
         let all = [
             (self.listed.services, "Services"),
@@ -210,7 +217,7 @@ impl Controller {
         all.into_iter().filter(|(there, _)| !there).map(|(_, what)| what).collect()
     }
 
-    /// From now on changes are written to `dataplane`, everything first. `now`: when the last list came in.
+    /// Starts to write to `dataplane`, everything first. `now` is when the last list came in.
     pub fn start(&mut self, dataplane: Box<dyn Dataplane>, now: Instant) {
         self.reports.metrics.own.listed.set(1);
         let services = service_intervals(dataplane.as_ref(), &self.config);
@@ -224,7 +231,7 @@ impl Controller {
         });
     }
 
-    /// From now on this configuration is in force, as far as it can be without a new process.
+    /// Puts this configuration in force, as far as that is possible without a new process.
     pub fn configure(&mut self, config: Arc<Config>, now: Instant) {
         self.config = config;
         self.reports.health.lock().set_sync_period(self.config.periods.sync);
@@ -236,7 +243,7 @@ impl Controller {
         }
     }
 
-    /// When [`Controller::write`] should be called although nothing has changed.
+    /// Returns when [`Controller::write`] should be called although nothing has changed.
     pub fn wants_call_at(&self) -> Option<Instant> {
         let active = self.active.as_ref()?;
         active.host.next().into_iter().chain(active.services.next()).min()
@@ -248,7 +255,7 @@ impl Controller {
     }
 }
 
-/// A change of the node's network is written at once in every mode.
+/// Returns the intervals for the node. A change of its network is written at once in every mode.
 fn host_intervals(config: &Config) -> Intervals {
     Intervals { min: std::time::Duration::ZERO, burst: 1, max: config.periods.sync }
 }

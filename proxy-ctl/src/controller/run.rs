@@ -18,17 +18,17 @@ use crate::{
     report::{ModeChoice, ModeFamilies, ModeInForce},
 };
 
-/// Pause between two removals of expired flows.
+/// The pause between two removals of expired flows.
 const GARBAGE_PERIOD: Duration = Duration::from_secs(1);
-/// Pause between two log lines that say what is being waited for.
+/// The pause between two log lines that say what is being waited for.
 const WAIT_REPORT_PERIOD: Duration = Duration::from_secs(10);
-/// When the sources have ended, whoever runs them stops the process with their error, which says more than
-/// [`Ended::NoSources`]. This long it may take.
+/// The time that the thread waits to be stopped after the sources have ended. Whoever runs them
+/// stops the process with their error, which says more than [`Ended::NoSources`].
 const SOURCE_ERROR_GRACE: Duration = Duration::from_secs(1);
-/// Updates that are taken in before they are written: more than any channel holds.
+/// The most updates that are taken in before they are written. No channel holds as many.
 const MOST_AT_ONCE: usize = 65_536;
 
-/// Why the thread has ended without being told to.
+/// The reason why the thread has ended without being told to.
 #[derive(Debug, thiserror::Error)]
 pub enum Ended {
     #[error(transparent)]
@@ -39,10 +39,10 @@ pub enum Ended {
     TakenOver(#[source] Error),
 }
 
-/// Asks for the families of the mode.
+/// A request for the metric families of the mode.
 pub type MetricsRequest = oneshot::Sender<Option<Vec<MetricFamily>>>;
 
-/// Where the families of the mode are asked for.
+/// The sender by which the metric families of the mode are requested.
 #[derive(Clone, Debug)]
 pub struct MetricsRequests(pub mpsc::Sender<MetricsRequest>);
 
@@ -62,9 +62,9 @@ pub struct Inputs {
     /// `None` until the node is known.
     pub networks: watch::Receiver<Option<NodeNetwork>>,
     pub metrics_requests: mpsc::Receiver<MetricsRequest>,
-    /// What the configuration is now, as far as it is taken over without a new process.
+    /// The present configuration, as far as it is taken over without a new process.
     pub configs: watch::Receiver<Arc<Config>>,
-    /// What the configuration leads to; sent before it.
+    /// The mode that the configuration leads to. It is sent before the configuration.
     pub choices: watch::Receiver<ModeChoice>,
     pub stop: CancellationToken,
 }
@@ -79,9 +79,12 @@ enum Wake {
     NoSources,
 }
 
-/// Runs on the calling thread until told to stop, until the mode cannot be opened, or until there are no sources any more. The mode
-/// is opened at once: the kernel takes about as long to check the programs as the sources take to list. Nothing is
-/// written before all have listed. `opened`: is called when it is.
+/// Runs on the calling thread until it is told to stop, the mode cannot be opened, or no sources
+/// are left.
+///
+/// The mode is opened at once, because the kernel takes about as long to check the programs as the
+/// sources take to list. `when_opened` is called then. Nothing is written before all sources have
+/// listed.
 pub fn run(
     mut controller: Controller,
     mut inputs: Inputs,
@@ -113,7 +116,7 @@ pub fn run(
             Wake::Updates => batch.drain(..).for_each(|update| controller.take(update)),
             Wake::Network => take_network(&mut controller, &mut inputs.networks),
             Wake::Metrics(answer) => {
-                // Whoever asked may have gone.
+                // The requester may have gone.
                 let _ = answer.send(controller.metrics());
                 continue;
             }
@@ -152,7 +155,8 @@ pub fn run(
     }
 }
 
-/// If the configuration asks for another mode than the one in force. `waiting`: nothing is written yet.
+/// Switches if the configuration leads to other modes than those in force. While nothing is written
+/// yet, `waiting` is the opened dataplane, and it is replaced.
 pub(super) fn switch(
     controller: &mut Controller,
     waiting: &mut Option<Box<dyn Dataplane>>,
@@ -174,7 +178,7 @@ pub(super) fn switch(
     }
 }
 
-/// What a predecessor has programmed serves until everything is listed.
+/// Renews the lease of what a predecessor has programmed, which serves until everything is listed.
 fn renew_lease(dataplane: &mut dyn Dataplane) {
     if let Err(error) = dataplane.renew_lease() {
         tracing::warn!(%error, "the lease of ebpf.withdrawAfter was not renewed");
@@ -189,7 +193,8 @@ fn take_network(controller: &mut Controller, networks: &mut watch::Receiver<Opti
 }
 
 impl Inputs {
-    /// Whatever comes first; `batch` then holds every update that was waiting.
+    /// Waits for whatever comes first. After [`Wake::Updates`], `batch` holds every update that was
+    /// waiting.
     async fn wake(&mut self, batch: &mut Vec<Update>, until: Instant) -> Wake {
         tokio::select! {
             biased;

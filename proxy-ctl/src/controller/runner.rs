@@ -1,16 +1,18 @@
-//! When work is done: at once if something changed, but not more often than allowed; again after a failure, after a
-//! pause that doubles; and anew after the longest interval. kube-proxy's `BoundedFrequencyRunner`, as plain data.
+//! Decides when work is done, like kube-proxy's `BoundedFrequencyRunner`, as plain data.
+//!
+//! A change is done at once, but not more often than allowed. After a failure work is tried again,
+//! after a pause that doubles. Everything is inspected after the longest interval.
 
 use std::time::{Duration, Instant};
 
 const FIRST_RETRY: Duration = Duration::from_secs(1);
 
-/// What a run has to do.
+/// The extent of a run.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum RunScope {
-    /// Only what was asked for.
+    /// Only what has changed.
     Changes,
-    /// Everything: nothing was done yet, or the last run has failed.
+    /// Everything, because nothing was done yet or the last run has failed.
     Everything,
     /// Everything, although nothing has changed since the last time.
     Inspection,
@@ -18,11 +20,11 @@ pub(super) enum RunScope {
 
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Intervals {
-    /// Mean interval between runs for changes. Zero: each change runs at once.
+    /// The mean interval between runs for changes. If it is zero, each change runs at once.
     pub(super) min: Duration,
-    /// This many runs for changes need not wait for `min`.
+    /// The number of runs for changes that need not wait for `min`.
     pub(super) burst: u32,
-    /// Interval after which everything is inspected; retries are not further apart either.
+    /// The interval after which everything is inspected. Retries are not further apart either.
     pub(super) max: Duration,
 }
 
@@ -30,18 +32,18 @@ pub(super) struct Intervals {
 pub(super) struct BoundedRunner {
     intervals: Intervals,
     asked: bool,
-    /// When the runs so far are paid for, each with `min`.
+    /// The time by which the runs so far are paid for, where each costs `min`.
     paid_until: Instant,
     everything_at: Option<Instant>,
     inspection_at: Instant,
     next_retry: Duration,
-    /// Everything was done at least once.
+    /// True once everything was done.
     complete: bool,
     failing: bool,
 }
 
 impl BoundedRunner {
-    /// Everything is due now.
+    /// Returns a runner for which everything is due now.
     pub(super) fn new(now: Instant, intervals: Intervals) -> Self {
         Self {
             intervals,
@@ -61,12 +63,12 @@ impl BoundedRunner {
         self.inspection_at = self.inspection_at.min(now + intervals.max);
     }
 
-    /// Everything is due now, as nothing is known to be done.
+    /// Makes everything due now, because nothing is known to be done.
     pub(super) fn begin_anew(&mut self, now: Instant) {
         self.everything_at = Some(now);
     }
 
-    /// Something has changed.
+    /// Records that something has changed.
     pub(super) fn ask(&mut self) {
         self.asked = true;
     }
@@ -80,13 +82,13 @@ impl BoundedRunner {
         runs.into_iter().find(|(at, _)| at.is_some_and(|at| at <= now)).map(|(_, scope)| scope)
     }
 
-    /// When something will be due without a request.
+    /// Returns when something will be due without a request.
     pub(super) fn next(&self) -> Option<Instant> {
         let inspection = self.is_settled().then_some(self.inspection_at);
         [self.everything_at, self.changes_at(), inspection].into_iter().flatten().min()
     }
 
-    /// Nothing is planned but the next inspection: everything is done.
+    /// Returns true if everything is done and nothing is planned but the next inspection.
     pub(super) fn is_settled(&self) -> bool {
         self.complete && !self.asked && self.everything_at.is_none()
     }
@@ -95,7 +97,7 @@ impl BoundedRunner {
         self.complete
     }
 
-    /// The last run has failed, and no run for everything has succeeded since.
+    /// Returns true if a run has failed, and no run for everything has succeeded since.
     pub(super) fn is_failing(&self) -> bool {
         self.failing
     }
@@ -111,12 +113,13 @@ impl BoundedRunner {
         }
     }
 
-    /// The next inspection is not before then.
+    /// Puts the next inspection off until then.
     pub(super) fn put_inspection_off(&mut self, until: Instant) {
         self.inspection_at = self.inspection_at.max(until);
     }
 
-    /// Answers with the pause before everything is tried again. A retry that is already planned is not put off.
+    /// Plans another run for everything, and returns the pause before it. A retry that is already
+    /// planned is not put off.
     pub(super) fn failed(&mut self, now: Instant) -> Duration {
         self.ran(now);
         self.failing = true;
@@ -134,7 +137,7 @@ impl BoundedRunner {
         self.paid_until = self.paid_until.max(now) + self.intervals.min;
     }
 
-    /// Changes alone cannot be written before everything was.
+    /// Returns when changes may run. Changes alone cannot be written before everything was.
     fn changes_at(&self) -> Option<Instant> {
         let Intervals { min, burst, .. } = self.intervals;
         let in_advance = min * burst.saturating_sub(1);

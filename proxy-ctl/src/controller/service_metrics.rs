@@ -12,7 +12,8 @@ use crate::{
     report::Metrics,
 };
 
-/// Which traffic policies of a service port leave it without an endpoint here although there are some elsewhere.
+/// The traffic policies that leave a service port without an endpoint on this node although there
+/// are some elsewhere.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 struct WithoutLocal {
     internal: bool,
@@ -45,7 +46,7 @@ impl Counts {
 
 pub(super) struct ServiceMetrics {
     metrics: Arc<Metrics>,
-    /// Service ports without a local endpoint; never the default.
+    /// Service ports without a local endpoint. No value is the default.
     without_local: FxHashMap<ServicePortName, WithoutLocal>,
     ipv4: Counts,
     ipv6: Counts,
@@ -61,7 +62,7 @@ impl ServiceMetrics {
         }
     }
 
-    /// `changes` are as the model gave them.
+    /// Updates the metrics by `changes`, as the model gave them.
     pub(super) fn changed(&mut self, changes: &Changes, new_conflicts: usize) {
         for name in &changes.removed {
             self.set_without_local(name, WithoutLocal::default());

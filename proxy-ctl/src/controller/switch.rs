@@ -1,4 +1,5 @@
-//! From one mode to another in a running process: the new one serves everything before the former serves nothing new.
+//! Switches from one mode to another in a running process. The new mode serves everything before
+//! the former mode drains.
 
 use std::{
     sync::Arc,
@@ -15,7 +16,7 @@ use crate::{
     report::ModeInForce,
 };
 
-/// Between two attempts to remove what a mode has left.
+/// The first pause between two attempts to remove what a mode has left.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);
 
@@ -23,14 +24,14 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(15);
 pub trait ModeOpener {
     fn open(&self, modes: Modes, config: &Arc<Config>) -> Result<Box<dyn Dataplane>, Error>;
 
-    /// Modes that a predecessor has left.
+    /// Returns the modes that a predecessor has left.
     fn to_retire(&self, at_work: Mode, config: &Config) -> Result<Vec<Mode>, Error>;
 
-    /// One of these, if connections may need it.
+    /// Opens a mode that is to drain. Returns `None` if no connection can need it.
     fn open_to_retire(&self, mode: Mode, config: &Config) -> Result<Option<Box<dyn Dataplane>>, Error>;
 
-    /// Removes what the mode has programmed. False: something still has connections, and is to be removed later. `remains`: of this
-    /// mode, from the attempt before.
+    /// Removes what the mode has programmed. Returns false if something still has connections and
+    /// is to be removed later. `remains` is what the attempt before has found of this mode.
     fn remove_retired(
         &self,
         mode: Mode,
@@ -40,20 +41,22 @@ pub trait ModeOpener {
     ) -> Result<bool, Error>;
 }
 
-/// A mode that was at work before, until no connection needs it; or one that could not take over.
+/// A mode that drains: it was active before and serves until no connection needs it, or it could
+/// not take over.
 pub(super) struct Retiring {
     mode: Mode,
-    /// `None`: it is to be opened, or is not needed any more and to be removed.
+    /// `None` if the mode is still to be opened, or if it is not needed any more and is to be
+    /// removed.
     dataplane: Option<Box<dyn Dataplane>>,
     is_over: bool,
     problem: Option<String>,
     remains: Remains,
-    /// Of what remains.
+    /// The time of the next attempt to remove what remains.
     next_attempt: Option<Instant>,
     pause: Duration,
 }
 
-/// When a mode that retires may go on with that.
+/// The circumstances in which a mode that drains may go on with that.
 struct Occasion<'a> {
     opener: &'a dyn ModeOpener,
     config: &'a Arc<Config>,
@@ -66,7 +69,8 @@ impl Retiring {
         self.mode
     }
 
-    /// Goes on from what is in the kernel, should it not come back to work.
+    /// Closes the dataplane, so that the mode can be opened as the active one. If that fails,
+    /// draining goes on from what is in the kernel.
     fn release(&mut self) {
         *self = Self::left(self.mode);
     }
@@ -75,7 +79,7 @@ impl Retiring {
         Self { dataplane: Some(dataplane), ..Self::left(mode) }
     }
 
-    /// Of a predecessor.
+    /// Returns a mode that a predecessor has left.
     fn left(mode: Mode) -> Self {
         Self {
             mode,
@@ -88,7 +92,7 @@ impl Retiring {
         }
     }
 
-    /// True: nothing is left of it.
+    /// Continues to drain and remove the mode. Returns true if nothing is left of it.
     fn proceed(&mut self, occasion: &Occasion<'_>) -> bool {
         if self.next_attempt.is_some_and(|at| occasion.now < at) {
             return false;
@@ -122,7 +126,7 @@ impl Retiring {
         if !self.is_over {
             return Ok(false);
         }
-        // Its lock is released before others remove what it has written.
+        // The lock of the mode is released before others remove what it has written.
         self.dataplane = None;
         self.next_attempt = Some(now + self.pause);
         self.pause = (self.pause * 2).min(LONGEST_PAUSE);
@@ -130,8 +134,8 @@ impl Retiring {
     }
 }
 
-/// Returns true if the mode beside has something to serve: service ports that the dataplane cannot
-/// serve, or all of them, for pods without packet programs.
+/// Returns true if the secondary mode has something to serve: service ports that the dataplane
+/// cannot serve, or all of them, for pods without packet programs.
 fn needs_mode_beside(ports: &[Arc<DesiredPort>], dataplane: &dyn Dataplane) -> bool {
     let is_handed_over = |port: &Arc<DesiredPort>| {
         dataplane.supports(port).iter().any(|unsupported| unsupported.effect == Effect::HandedOver)
@@ -140,10 +144,12 @@ fn needs_mode_beside(ports: &[Arc<DesiredPort>], dataplane: &dyn Dataplane) -> b
 }
 
 impl Controller {
-    /// The mode is opened and everything written to it; then it is at work. After an error the former one is, and writes everything anew.
+    /// Opens the mode and writes everything to it, and makes it the active one. After an error the
+    /// former mode stays active and writes everything anew.
     pub fn switch(&mut self, modes: Modes, opener: &dyn ModeOpener, now: Instant) {
         let former = self.reports.mode.borrow().modes;
-        // One that is in use already would find its name taken: what is in the kernel stays and is adopted.
+        // The mode may be in use as the secondary one, and its name would be taken. What is in the
+        // kernel stays and is adopted.
         let shares_beside =
             former.beside.is_some_and(|beside| beside == modes.mode || Some(beside) == modes.beside);
         if shares_beside && let Some(active) = &mut self.active {
@@ -156,14 +162,15 @@ impl Controller {
         let Err(error) = switched else { return };
         self.refuse_switch(modes, &error);
         if let Some(active) = &mut self.active {
-            // Modes on netfilter share chains, which the new one may have emptied.
+            // Modes on netfilter share chains, which the new mode may have emptied.
             active.dataplane.doubt();
             active.services.begin_anew(now);
         }
         if returns || shares_beside {
             return;
         }
-        // Once the mode at work has its chains back: they may lead to what is to be removed.
+        // The refused mode is removed only after the active mode has its chains back, because they
+        // may lead to what is to be removed.
         self.retiring.push(Retiring { is_over: true, ..Retiring::left(modes.mode) });
         self.report_retiring();
     }
@@ -187,7 +194,8 @@ impl Controller {
             modes.beside == Some(former_mode) && needs_mode_beside(&all, active.dataplane.as_ref());
         self.retiring.retain(|retiring| retiring.mode != modes.mode);
         if stays_beside {
-            // Its name is free now: what it has written is adopted, and what is not handed over removed.
+            // The name of the former mode is free now. The secondary mode adopts what it has
+            // written, and removes what is not delegated.
             drop(former);
             if let Err(error) = active.dataplane.resync(&servable) {
                 tracing::warn!(mode = %former_mode, %error, "the mode does not serve beside yet; it is tried again");
@@ -195,13 +203,14 @@ impl Controller {
         } else {
             self.retiring.push(Retiring::running(former_mode, former));
         }
-        // The former mode has let go of it, and the new one adopts it only where something is handed over.
+        // The former mode has let go of its secondary mode. The new mode adopts that only where
+        // something is delegated.
         if let Some(beside) = former_beside.filter(|beside| modes.beside == Some(*beside)) {
             self.retiring.push(Retiring::left(beside));
         }
         active.services.set_intervals(service_intervals(active.dataplane.as_ref(), &self.config), now);
-        // What the mode cannot serve is told anew. Everything is written once more at the next occasion: what has changed meanwhile
-        // is in neither.
+        // What the mode cannot serve is reported anew. Everything is written once more soon,
+        // because what has changed meanwhile is in neither mode.
         let changes = Changes { changed: all, removed: Vec::new() };
         self.coverage.changed(changes, active.dataplane.as_ref());
         active.services.begin_anew(now);
@@ -221,14 +230,14 @@ impl Controller {
         });
     }
 
-    /// The mode that the configuration asks for cannot take over.
+    /// Reports that the mode that the configuration asks for cannot take over.
     pub(super) fn refuse_switch(&self, modes: Modes, error: &Error) {
         tracing::error!(mode = %modes.mode, %error, "the mode cannot take over; the former one stays at work");
         self.reports.metrics.own.sync_errors.inc();
         self.reports.mode.send_modify(|in_force| in_force.refused = Some((modes.mode, error.to_string())));
     }
 
-    /// What predecessors have left of other modes is retired once everything is programmed.
+    /// Finds the other modes that predecessors have left. They drain once everything is programmed.
     pub(super) fn find_modes_to_retire(&mut self, opener: &dyn ModeOpener) {
         let at_work = self.reports.mode.borrow().modes.mode;
         match opener.to_retire(at_work, &self.config) {
@@ -238,7 +247,7 @@ impl Controller {
         self.report_retiring();
     }
 
-    /// Called about once a second.
+    /// Lets the former modes go on with draining. It is called about once a second.
     pub(super) fn retire(&mut self, opener: &dyn ModeOpener, now: Instant) {
         let Some(active) = self.active.as_ref().filter(|active| active.services.is_complete()) else {
             return;
@@ -246,7 +255,8 @@ impl Controller {
         if self.retiring.is_empty() {
             return;
         }
-        // What a predecessor has left of it was adopted.
+        // What a predecessor has left of the secondary mode was adopted by it, so that it does not
+        // drain.
         let Modes { mode: at_work, beside } = self.reports.mode.borrow().modes;
         let is_adopted = |retiring: &Retiring| retiring.dataplane.is_none() && Some(retiring.mode) == beside;
         // The desired state is large: it is asked for only where the answer matters.
@@ -259,7 +269,7 @@ impl Controller {
         let before = self.retiring.len();
         self.retiring.retain_mut(|retiring| !retiring.proceed(&occasion));
         if self.retiring.len() < before {
-            // The mode at work need not avoid its ports any more.
+            // The active mode need not avoid the ports of the removed mode any more.
             self.ask_for_host();
         }
         self.report_retiring();

@@ -1,4 +1,4 @@
-//! What the controller writes to the dataplane, and what it reports of that.
+//! Writes what is due to the dataplane, and reports what has come of it.
 
 use std::time::{Duration, Instant};
 
@@ -15,11 +15,12 @@ use crate::{
     report::{HealthCheckAddresses, Metrics, Moment, Phase, SyncKind},
 };
 
-/// An inspection is not put off longer for the time that the last one took.
+/// The longest time by which an inspection is put off because the last one took long.
 const LONGEST_REST: Duration = Duration::from_secs(600);
 
 impl Controller {
-    /// Writes what is due. Failures are logged, counted, and tried again at [`Controller::wants_call_at`].
+    /// Writes what is due. Failures are logged, counted, and tried again at
+    /// [`Controller::wants_call_at`].
     pub fn write(&mut self, now: Instant) {
         self.write_what_is_due(now);
         self.reports.health.lock().set_programmed(self.programmed());
@@ -67,7 +68,7 @@ impl Controller {
         }
     }
 
-    /// What has come of it, if it was due.
+    /// Writes the node if that is due, and returns what has come of it.
     fn write_host(&mut self, now: Instant) -> Option<(RunScope, Result<Applied, Error>)> {
         let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return None };
         let scope = active.host.due(now)?;
@@ -79,7 +80,7 @@ impl Controller {
         let written = active.dataplane.set_host(&host);
         metrics.own.phase(Phase::Node, started.elapsed());
         if std::mem::replace(&mut self.forwarding, host.forwarding) != host.forwarding {
-            // What a Service asks for may be more than the node allows now, or less.
+            // A Service may now ask for more than the node allows, or for less.
             let all = Changes { changed: self.model.desired(), removed: Vec::new() };
             self.coverage.changed(all, active.dataplane.as_ref());
         }
@@ -93,7 +94,8 @@ impl Controller {
         }
     }
 
-    /// Takes the packets of the interfaces, after [`write_host`](Self::write_host), of which this is `written`, and the service ports.
+    /// Attaches the dataplane to the interfaces, after the node and the service ports were written.
+    /// `written` is the result of [`write_host`](Self::write_host).
     fn attach(&mut self, scope: RunScope, written: Result<Applied, Error>, now: Instant) {
         let Some(active) = &mut self.active else { return };
         let metrics = &self.reports.metrics;
@@ -122,7 +124,7 @@ impl Controller {
         }
     }
 
-    /// What the model has changed, as far as the mode serves it.
+    /// Takes what has changed in the model, as far as the mode serves it.
     fn take_changes(&mut self, now: Instant) -> Changes {
         let Some(active) = &self.active else { return Changes::default() };
         let started = Instant::now();
@@ -161,7 +163,8 @@ impl Controller {
         }
     }
 
-    /// Everything is written when an inspection begins: what it has to write, another program has changed.
+    /// Writes everything. All changes were written before an inspection begins, so whatever it has
+    /// to write was changed by another program.
     fn write_everything(&mut self, scope: RunScope, now: Instant) {
         self.take_changes(now);
         let Some(active) = &mut self.active else { return };
@@ -216,7 +219,8 @@ impl Controller {
         tracing::error!(%error, next_attempt_in = ?pause, "{what}; what was served before is served on");
     }
 
-    /// Something of both families could not be written: the node becomes unhealthy if that lasts too long.
+    /// Records that something of both families could not be written. The node becomes unhealthy if
+    /// that lasts too long.
     fn overdue(&self, now: Instant) {
         let mut health = self.reports.health.lock();
         for family in IpFamily::ALL {
@@ -224,7 +228,7 @@ impl Controller {
         }
     }
 
-    /// No change of Services waits any more.
+    /// Reports that no change of Services waits any more.
     fn written(&mut self) {
         self.report_health_checks();
         self.reports.metrics.kube_proxy.endpoint_changes.written();
@@ -245,7 +249,7 @@ impl Controller {
         }
     }
 
-    /// Reports what load balancers may rely on: nothing before it is written.
+    /// Reports what load balancers may rely on. Nothing is reported before it is written.
     fn report_health_checks(&mut self) {
         let Some(network) = &self.network else { return };
         let addresses = if self.config.serves_node_ports_everywhere() {
@@ -267,7 +271,7 @@ impl Controller {
         });
     }
 
-    /// Removes what is no longer used; a failure is logged when it begins and when it ends.
+    /// Removes what is no longer used. A failure is logged when it begins and when it ends.
     pub fn collect_garbage(&mut self) {
         let Some(active) = &mut self.active else { return };
         let started = Instant::now();
@@ -299,7 +303,7 @@ impl Controller {
     }
 }
 
-/// What an inspection had to write, another program had changed.
+/// Reports what an inspection had to write as changes by another program.
 fn report_drift(applied: Applied, metrics: &Metrics) {
     let Applied { written, removed } = applied;
     metrics.own.drift.inc_by(written + removed);

@@ -1,4 +1,4 @@
-//! What lasts is logged when it begins and when it ends, not each time that it is seen.
+//! A lasting condition is logged when it begins and when it ends, not each time that it is seen.
 
 use tracing::level_filters::LevelFilter;
 use tracing_subscriber::fmt::format;
@@ -6,7 +6,7 @@ use tracing_subscriber::fmt::format;
 use super::{switch::opening, *};
 use crate::log::capture;
 
-/// Above debug level; `""`: nothing.
+/// Asserts that `work` logs this above debug level. An empty text means that it logs nothing.
 fn logs(expected: &str, work: impl FnOnce()) {
     let lines = capture::logged(format().without_time(), LevelFilter::INFO, work).concat();
     assert!(lines.contains(expected) && lines.is_empty() == expected.is_empty(), "{lines}");
@@ -57,7 +57,7 @@ fn that_a_service_port_is_not_served_as_asked() {
     for (update, expected) in updates {
         fixture.take(update);
         logs(expected, || fixture.controller.write(fixture.now));
-        // It is told at debug level.
+        // Delegated service ports are logged at debug level.
         fixture.recorder.lock().hands_over = true;
     }
 }

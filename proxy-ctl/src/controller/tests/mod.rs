@@ -1,4 +1,4 @@
-//! The controller with a dataplane that writes down what it is told.
+//! Tests of the controller with a dataplane that records its calls.
 
 use std::{
     borrow::Cow,
@@ -38,7 +38,7 @@ mod thread;
 #[derive(Clone, Debug, Eq, PartialEq)]
 enum Call {
     SetHost(Box<Host>),
-    /// Names of changed and removed service ports.
+    /// Has the names of changed and removed service ports.
     Apply(Vec<String>, Vec<String>),
     Resync(Vec<String>),
     CollectGarbage,
@@ -47,7 +47,8 @@ enum Call {
     Doubt,
 }
 
-/// Clones share their memory, so that a test can look while the controller owns one.
+/// A dataplane that records its calls. Clones share their memory, so that a test can look while the
+/// controller owns one.
 #[derive(Clone, Default)]
 struct Recorder(Arc<Mutex<Recording>>);
 
@@ -55,9 +56,9 @@ struct Recorder(Arc<Mutex<Recording>>);
 struct Recording {
     calls: Vec<Call>,
     ports: Vec<Arc<DesiredPort>>,
-    /// What the node serves, by name.
+    /// The service ports that the node serves, by name.
     programmed: BTreeMap<String, Arc<DesiredPort>>,
-    /// The next so many calls that write fail.
+    /// The number of calls that write and are still to fail.
     failures: usize,
     /// Each comparison fails.
     resync_fails: bool,
@@ -66,7 +67,7 @@ struct Recording {
     /// The kernel refuses hooks.
     attach_fails: bool,
     hook_problems: HookProblems,
-    /// How many calls came before each attachment.
+    /// The number of calls that came before each attachment.
     attached_after: Vec<usize>,
     /// Another controller runs.
     taken_over: bool,
@@ -75,11 +76,11 @@ struct Recording {
     /// The mode keeps `minSyncPeriod`.
     paced: bool,
     renewals: usize,
-    /// No connection needs it.
+    /// No connection needs the mode.
     idle: bool,
-    /// Each service port is served beside it.
+    /// Each service port is delegated.
     hands_over: bool,
-    /// What the next call for the node has to write.
+    /// The number of changes that the next call for the node reports.
     host_differs: u64,
 }
 
@@ -102,7 +103,7 @@ impl Recorder {
         self.lock().failures = times;
     }
 
-    /// What was called since the last time.
+    /// Returns what was called since the last time.
     fn calls(&self) -> Vec<Call> {
         std::mem::take(&mut self.lock().calls)
     }
@@ -284,14 +285,15 @@ fn reports() -> Reports {
 }
 
 impl Fixture {
-    /// Nothing has been listed yet.
+    /// Returns a fixture in which nothing has been listed yet.
     fn new(config: Config) -> Self {
         let reports = reports();
         let controller = Controller::new(Arc::new(config), "node", reports.clone());
         Self { controller, recorder: Recorder::default(), reports, now: Instant::now() }
     }
 
-    /// All has been listed, the node has these addresses and is set up. Nothing is written yet.
+    /// Returns a fixture in which everything has been listed and the node is set up with these
+    /// addresses. Nothing is written yet.
     fn started(config: Config, services: Vec<Service>, addresses: &[&str]) -> Self {
         let mut fixture = Self::new(config);
         fixture.take(Update::ReplaceServices(services));
@@ -302,7 +304,7 @@ impl Fixture {
         fixture
     }
 
-    /// Services have been listed and written.
+    /// Returns a fixture in which Services have been listed and written.
     fn serving(services: Vec<Service>) -> Self {
         Self::with(Config::default(), services)
     }
@@ -404,7 +406,7 @@ fn hooks_that_the_kernel_refuses_are_tried_again_and_services_are_written_meanwh
     assert!(is_programmed(&fixture) && fixture.is_healthy_after(Duration::from_secs(61)));
 }
 
-/// A restart cures no interface, and everything else is served.
+/// A restart would not cure the interface, and everything else is served.
 #[test]
 fn an_interface_that_refuses_programs_is_told_of_and_is_no_pending_change() {
     let mut fixture = Fixture::started(Config::default(), vec![service("a", "10.0.0.1")], &[]);
@@ -417,7 +419,8 @@ fn an_interface_that_refuses_programs_is_told_of_and_is_no_pending_change() {
     assert_eq!(fixture.unprogrammed(), None);
 }
 
-/// A rollout of a version whose programs can be attached nowhere must stop; liveness stays.
+/// A rollout of a version whose programs can be attached nowhere must stop, so the node is not
+/// ready. It stays live.
 #[test]
 fn a_node_whose_interfaces_all_refuse_programs_is_not_ready_and_is_healthy() {
     let mut fixture = Fixture::started(Config::default(), vec![service("a", "10.0.0.1")], &[]);
@@ -444,7 +447,7 @@ fn everything_listed_is_programmed_once_it_is_written_and_while_writes_succeed()
     fixture.take(Update::Node(None));
     fixture.controller.set_network(network(&[]));
     fixture.start();
-    // The node, then the Services.
+    // The call for the node fails, then the one for the Services.
     fixture.recorder.fail(2);
     fixture.write();
     assert_eq!(fixture.unprogrammed().as_deref(), Some("Services are not written"));
@@ -639,7 +642,7 @@ fn a_port_that_the_mode_does_not_support_is_left_out_and_named() {
     assert!(fixture.metric("proxy_unsupported_service_ports{field=\"protocol\"} 0"));
 }
 
-/// What relies on a port being served must not hear of it too early.
+/// Whoever relies on a port being served must not be told so too early.
 #[test]
 fn what_has_no_room_is_named_until_it_has_and_nothing_is_tried_again() {
     let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
@@ -658,7 +661,7 @@ fn what_has_no_room_is_named_until_it_has_and_nothing_is_tried_again() {
     };
     assert_eq!(named(&fixture), [(name, full)]);
     assert!(fixture.metric("proxy_unsupported_service_ports{field=\"spec.externalIPs\"} 1"));
-    // Another change, that has nothing to do with it.
+    // The next change has nothing to do with the port without room.
     fixture.take(Update::ApplyService(service("c", "10.0.0.3")));
     fixture.write();
     assert_eq!(named(&fixture).len(), 1);
@@ -819,7 +822,7 @@ fn changes_of_other_programs_are_repaired_and_counted() {
     fixture.recorder.lock().programmed.insert("default/foreign".into(), removed);
     fixture.recorder.lock().host_differs = 1;
     fixture.later(PERIOD);
-    // A change of the moment is no drift.
+    // A change that is written in the same moment is no drift.
     fixture.take(Update::ApplySlice(slice("a", "10.1.0.1")));
     let calls = fixture.write();
     assert!(matches!(calls.as_slice(), [Call::SetHost(_), Call::Apply(..), Call::Resync(_)]), "{calls:?}");

@@ -1,4 +1,4 @@
-//! From one mode to another while the process runs.
+//! Tests of switching from one mode to another while the process runs.
 
 use rstest::rstest;
 
@@ -8,21 +8,21 @@ const NFTABLES: Modes = Modes { mode: Mode::Nftables, beside: None };
 const EBPF: Modes = Modes { mode: Mode::Ebpf, beside: None };
 const EBPF_AND_NFTABLES: Modes = Modes { mode: Mode::Ebpf, beside: Some(Mode::Nftables) };
 
-/// Of recorders, by mode; what it was asked to remove.
+/// Opens recorders, by mode, and records what it was asked to remove.
 #[derive(Default)]
 pub(super) struct Opener {
     left: BTreeMap<&'static str, Recorder>,
     removed: Mutex<Vec<&'static str>>,
-    /// Attempts to remove that fail.
+    /// The number of attempts to remove that are still to fail.
     pub(super) failures: Mutex<usize>,
-    /// Nobody but its own dataplane may hold it when a mode is opened.
+    /// A dataplane that nobody but its owners may hold when a mode is opened.
     before_open: Option<Recorder>,
 }
 
 impl ModeOpener for Opener {
     fn open(&self, modes: Modes, _: &Arc<Config>) -> Result<Box<dyn Dataplane>, Error> {
         if let Some(former) = &self.before_open {
-            // This test, its fixture and this opener.
+            // The references are those of this test, its fixture and this opener.
             assert_eq!(Arc::strong_count(&former.0), 3, "the retiring dataplane holds the lock of its mode");
         }
         Ok(Box::new(self.left[modes.mode.name()].clone()))
@@ -59,7 +59,7 @@ fn serving() -> Fixture {
 }
 
 impl Fixture {
-    /// Answers with what was opened.
+    /// Switches to mode nftables and returns the recorder that was opened.
     fn switch(&mut self) -> Recorder {
         let new = Recorder::default();
         self.controller.switch(NFTABLES, &opening("nftables", &new), self.now);
@@ -107,7 +107,8 @@ fn the_former_mode_ends_with_its_last_connection_and_then_is_removed() {
     assert_eq!((fixture.recorder.calls(), opener.removed.lock().unwrap().len()), (Vec::new(), 1));
 }
 
-/// So that what is left of it is not taken for another kube-proxy's.
+/// A mode is reported as draining until nothing is left of it, so that its rules are not taken for
+/// another kube-proxy's.
 #[test]
 fn a_mode_is_told_to_retire_until_nothing_is_left_of_it() {
     let mut fixture = serving();
@@ -155,7 +156,8 @@ fn sources_of_a_mode_beside_get_no_ports_of_the_mode_at_work(#[case] modes: Mode
     assert_eq!(last_host(&fixture.recorder).unwrap().masquerade_ports.is_some(), kept_apart);
 }
 
-/// Answers to what netfilter has masqueraded to a port of theirs would be taken for theirs.
+/// Netfilter must not masquerade to ports of flows that go on, because the answers would be taken
+/// for those of the flows.
 #[test]
 fn sources_get_no_ports_of_flows_that_go_on() {
     let mut fixture = serving();
@@ -239,7 +241,7 @@ fn a_mode_without_room_for_the_nodes_addresses_takes_over() {
     assert_eq!(fixture.mode().modes, NFTABLES);
 }
 
-/// The dataplane that retires holds the lock of its mode.
+/// A mode that comes back must be released first, because the draining dataplane holds its lock.
 #[test]
 fn a_mode_that_still_retires_can_come_back() {
     let mut fixture = serving();
@@ -272,7 +274,7 @@ fn a_mode_that_cannot_come_back_goes_on_retiring() {
     assert_eq!(again.calls(), [Call::Retire]);
 }
 
-/// Its name is held by the mode at work until that lets go of it.
+/// The name of the secondary mode is held by the active mode until that lets go of it.
 #[rstest]
 #[case::it_is_at_work(NFTABLES)]
 #[case::beside_another(Modes { mode: Mode::Userspace, beside: Some(Mode::Nftables) })]

@@ -1,4 +1,4 @@
-//! The controller's thread: when it opens, writes, answers and ends.
+//! Tests of the controller's thread: when it opens, writes, answers and ends.
 
 use std::{sync::mpsc as channel, thread::JoinHandle};
 
@@ -33,7 +33,7 @@ fn choice() -> ModeChoice {
     ModeChoice { chosen, modes }
 }
 
-/// Of one dataplane, once.
+/// Opens one dataplane, once.
 struct OpenerOfOne<F>(Mutex<Option<F>>);
 
 impl<F: FnOnce() -> Result<Box<dyn Dataplane>, Error>> ModeOpener for OpenerOfOne<F> {
@@ -111,7 +111,7 @@ async fn it_opens_at_once_and_writes_after_all_lists() {
     thread.networks.send(Some(network(&[]))).unwrap();
     opened.recv().await.unwrap();
     assert!(thread.metrics_requests.families().await.is_none(), "the Node is missing");
-    // What a predecessor has programmed serves on however long the Node takes.
+    // What a predecessor has programmed serves on however long it takes to list the Node.
     until(|| recorder.lock().renewals > 0).await;
     assert_eq!(recorder.calls(), []);
 

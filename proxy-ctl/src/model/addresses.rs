@@ -1,5 +1,5 @@
-//! External addresses that nobody may take: those that are another Service's ClusterIP, and those that mean something to
-//! each machine by itself.
+//! External addresses that no Service may take: another Service's ClusterIP, and addresses that
+//! each machine understands as its own.
 
 use std::net::IpAddr;
 
@@ -7,7 +7,7 @@ use rustc_hash::FxHashMap;
 
 use super::objects::{ObjectName, Service};
 
-/// Which Services have an address, on whatever ports.
+/// The Services that have an address, on whatever ports.
 #[derive(Debug, Default)]
 pub(super) struct Addresses {
     cluster_ips: Holders,
@@ -40,7 +40,7 @@ impl Holders {
 }
 
 impl Addresses {
-    /// Answers with the Services whose external addresses are concerned.
+    /// Adds a Service's addresses, and returns the Services whose external addresses are concerned.
     pub(super) fn add(&mut self, service: &Service) -> Vec<ObjectName> {
         for address in external(service) {
             self.external.add(address, &service.name);
@@ -51,7 +51,8 @@ impl Addresses {
         self.concerned(service)
     }
 
-    /// As [`Addresses::add`].
+    /// Removes a Service's addresses, and returns the Services whose external addresses are
+    /// concerned.
     pub(super) fn remove(&mut self, service: &Service) -> Vec<ObjectName> {
         for address in external(service) {
             self.external.remove(address, &service.name);
@@ -66,7 +67,7 @@ impl Addresses {
         service.cluster_ips.iter().flat_map(|address| self.external.of(*address)).cloned().collect()
     }
 
-    /// Another Service that has this address as its ClusterIP.
+    /// Returns another Service that has this address as its ClusterIP.
     pub(super) fn cluster_ip_of_other(&self, address: IpAddr, service: &ObjectName) -> Option<&ObjectName> {
         self.cluster_ips.of(address).iter().find(|holder| *holder != service)
     }
@@ -76,8 +77,8 @@ pub(super) fn external(service: &Service) -> impl Iterator<Item = IpAddr> {
     service.external_ips.iter().chain(&service.load_balancer_ips).copied()
 }
 
-/// Whoever connects to such an address means his own machine, his own link, or many. Socket balancing would send it to the
-/// Service.
+/// Returns true if a client that connects to this address means its own machine, its own link, or
+/// many. Socket load balancing would send it to the Service.
 pub(super) fn is_special(address: IpAddr) -> bool {
     address.is_unspecified()
         || address.is_loopback()

@@ -1,6 +1,6 @@
-//! Which service port serves a frontend that several of them claim.
+//! Decides which service port serves a frontend that several of them claim.
 //!
-//! The answer depends on the claimants alone, not on the order in which they came.
+//! The decision depends on the claimants alone, not on the order in which they came.
 
 use std::{collections::BTreeSet, net::IpAddr, sync::Arc};
 
@@ -29,8 +29,9 @@ impl Claim {
     }
 }
 
-/// What the frontend is for its claimant; the lesser one has precedence. ClusterIPs and node ports are given out by the
-/// API server, the others are whatever somebody writes into a Service.
+/// The kind of frontend that a claimant claims. The lesser one has precedence, because the API
+/// server gives out ClusterIPs and node ports. The others are whatever somebody writes into a
+/// Service.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) enum Rank {
     ClusterIp,
@@ -48,10 +49,10 @@ impl Rank {
     }
 }
 
-/// The lesser one has precedence.
+/// A claimant with the rank of its claim. The lesser one has precedence.
 type Bid = (Rank, Arc<Claimant>);
 
-/// A service port; of two with the same rank, the lesser one has precedence.
+/// A service port that claims frontends. Of two with the same rank, the lesser one has precedence.
 #[derive(Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) struct Claimant {
     /// Seconds since the epoch.
@@ -79,24 +80,25 @@ pub struct Conflict {
     pub address: IpAddr,
     pub port: u16,
     pub protocol: Protocol,
-    /// The one that is served there.
+    /// The service port that is served there.
     pub winner: ServicePortName,
-    /// Those that are not, the next in line first.
+    /// The service ports that are not served there, the next in line first.
     pub losers: Vec<ServicePortName>,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Claims {
     owners: FxHashMap<Claim, Bid>,
-    /// Claimants of frontends that another one owns; never an empty set.
+    /// Claimants of frontends that another one owns. No set is empty.
     waiting: FxHashMap<Claim, BTreeSet<Bid>>,
-    /// What was contested, or is, and has changed: as it was at the last [`Claims::take_new_conflicts`].
+    /// The conflicts of frontends that changed and are or were contested, as they were at the last
+    /// [`Claims::take_new_conflicts`].
     changed: FxHashMap<Claim, Option<Conflict>>,
     conflicts_computed: u64,
 }
 
 impl Claims {
-    /// Answers with the other claimants if the frontend has a new owner because of this one.
+    /// Adds a claim. If it gives the frontend a new owner, returns the other claimants.
     pub(super) fn add(&mut self, claim: Claim, rank: Rank, claimant: &Arc<Claimant>) -> Vec<Arc<Claimant>> {
         let bid = (rank, Arc::clone(claimant));
         if self.owners.contains_key(&claim) {
@@ -116,7 +118,7 @@ impl Claims {
         }
     }
 
-    /// Answers with the other claimants if the frontend has a new owner because this one is gone.
+    /// Withdraws a claim. If that gives the frontend a new owner, returns the other claimants.
     pub(super) fn withdraw(
         &mut self,
         claim: Claim,
@@ -149,7 +151,7 @@ impl Claims {
         concerned
     }
 
-    /// Who has the frontend if it is not this service port.
+    /// Returns who has the frontend if it is not this service port.
     pub(super) fn other_owner(
         &self,
         claim: Claim,
@@ -161,14 +163,15 @@ impl Claims {
         is_other.then(|| owner.name(claim.family()))
     }
 
-    /// In the order of address, port and protocol.
+    /// Returns the conflicts in the order of address, port and protocol.
     pub(super) fn conflicts(&self) -> Vec<Conflict> {
         let mut contested: Vec<_> = self.waiting.iter().collect();
         contested.sort_unstable_by_key(|(claim, _)| **claim);
         contested.into_iter().filter_map(|(claim, waiting)| self.conflict(*claim, waiting)).collect()
     }
 
-    /// How many frontends have become contested since the last call, or have other claimants.
+    /// Returns how many frontends have become contested since the last call, or have other
+    /// claimants.
     pub(super) fn take_new_conflicts(&mut self) -> usize {
         let changed = std::mem::take(&mut self.changed);
         self.conflicts_computed += changed.len() as u64;
@@ -179,7 +182,7 @@ impl Claims {
         changed.into_iter().filter(is_new).count()
     }
 
-    /// How often a conflict was computed for [`Claims::take_new_conflicts`].
+    /// Returns how many conflicts were computed for [`Claims::take_new_conflicts`].
     pub(super) fn conflicts_computed(&self) -> u64 {
         self.conflicts_computed
     }

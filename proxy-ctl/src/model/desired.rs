@@ -1,4 +1,4 @@
-//! What a node must serve: the model's output and every dataplane's input.
+//! The desired state of a node: the model's output and every dataplane's input.
 
 use std::{fmt, net::IpAddr, sync::Arc};
 
@@ -6,11 +6,11 @@ use serde::{Deserialize, Serialize};
 
 use super::objects::{Algorithm, Forwarding, IpFamily, ObjectName, Protocol, TrafficPolicy, Weight};
 
-/// Identity of a service port in one family.
+/// The identity of a service port, which has one family.
 #[derive(Clone, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub struct ServicePortName {
     pub service: ObjectName,
-    /// Empty where the Service has one unnamed port.
+    /// Empty if the Service has one unnamed port.
     pub port: Arc<str>,
     pub protocol: Protocol,
     pub family: IpFamily,
@@ -28,17 +28,20 @@ impl fmt::Display for ServicePortName {
 pub struct DesiredPort {
     pub name: ServicePortName,
     pub frontends: Vec<Frontend>,
-    /// Frontends that the Service asks for and that are not to be served here; mostly none.
+    /// Frontends that the Service asks for and that are not to be served here. There are usually
+    /// none.
     pub unserved: Box<[UnservedFrontend]>,
     pub endpoints: Endpoints,
     pub internal_policy: TrafficPolicy,
     pub external_policy: TrafficPolicy,
     pub health_check_node_port: Option<u16>,
-    /// Seconds of client-IP affinity.
+    /// The time of client-IP affinity in seconds.
     pub affinity_seconds: Option<u32>,
-    /// Of this family; empty: everyone may use the load-balancer addresses.
+    /// The source ranges of this family. If there are none, everyone may use the load-balancer
+    /// addresses.
     pub source_ranges: Vec<ipnet::IpNet>,
-    /// `None`: the node's, as the next.
+    /// The algorithm, and below it the forwarding, that the Service asks for. `None` means that of
+    /// the node.
     pub algorithm: Option<Algorithm>,
     pub forwarding: Option<Forwarding>,
 }
@@ -51,7 +54,8 @@ pub enum FrontendKind {
     LoadBalancer,
 }
 
-/// An address, port and protocol that clients dial. At any time a frontend belongs to one service port.
+/// An address and port that clients dial by the protocol of the service port. At any time a
+/// frontend belongs to one service port.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Frontend {
     pub kind: FrontendKind,
@@ -72,29 +76,34 @@ pub enum UnservedReason {
     OwnedBy(ServicePortName),
     /// The address is the ClusterIP of this Service, whatever ports that has.
     ClusterIpOf(ObjectName),
-    /// An external address that is no destination of its own: loopback, link-local, multicast and the like.
+    /// The external address cannot be a Service's: it is loopback, link-local, multicast or the
+    /// like.
     SpecialAddress,
-    /// A load-balancer address with ipMode Proxy: packets to it must reach the load balancer.
+    /// The load-balancer address has ipMode Proxy, so packets to it must reach the load balancer.
     NotVirtual,
 }
 
-/// The endpoint choice of reference kube-proxy (`CategorizeEndpoints`), resolved for this node.
+/// The endpoints that kube-proxy's `CategorizeEndpoints` chooses for this node.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Endpoints {
-    /// Every endpoint some set uses, without duplicates; local before remote, then by address and port.
+    /// Every endpoint that some set uses, without duplicates. Local ones come first, then the order
+    /// is by address and port.
     pub all: Vec<Endpoint>,
-    /// Indexes into `all`. The model gives equal sets the same memory.
+    /// The set for scope cluster, as indexes into `all`. The model gives equal sets the same
+    /// memory.
     pub cluster: Arc<[u32]>,
-    /// For clients of the cluster IP.
+    /// The set for clients of the cluster IP.
     pub internal: Arc<[u32]>,
-    /// For clients from outside.
+    /// The set for clients from outside.
     pub external: Arc<[u32]>,
-    /// Some endpoint is usable somewhere in the cluster: an empty set then drops instead of refusing.
+    /// True if some endpoint is usable somewhere in the cluster. An empty set then drops instead of
+    /// refusing.
     pub any: bool,
-    /// Not each is known on its own node as one for clients outside: by hints of EndpointSlices nodes may have different ones, and
-    /// one may be on no node of the cluster. The same on every node.
+    /// True if packets of clients outside may need SNAT, because an endpoint's own node may not use
+    /// it for such clients. Nodes may use different endpoints because of hints in EndpointSlices,
+    /// and an endpoint may be on no node of the cluster. The value is the same on every node.
     pub need_snat: bool,
-    /// Endpoints that no set uses and that still serve: flows that they have go on.
+    /// Endpoints that no set uses and that still serve. Their flows go on.
     pub unused: Box<[Endpoint]>,
 }
 
@@ -102,13 +111,13 @@ pub struct Endpoints {
 pub struct Endpoint {
     pub address: IpAddr,
     pub port: u16,
-    /// On this node.
+    /// True if the endpoint is on this node.
     pub local: bool,
     pub terminating: bool,
     pub weight: Weight,
 }
 
-/// Has each of these the same weight?
+/// Returns true if all of these have the same weight.
 pub fn weigh_alike<'e>(endpoints: impl IntoIterator<Item = &'e Endpoint>) -> bool {
     let mut weights = endpoints.into_iter().map(|endpoint| endpoint.weight);
     let first = weights.next();

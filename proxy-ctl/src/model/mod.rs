@@ -1,8 +1,9 @@
-//! Services and their endpoints as plain data, and what a node must serve because of them.
+//! The model keeps Services and their endpoints as plain data, and computes what a node must serve
+//! because of them.
 //!
-//! Sources turn Kubernetes objects into [`objects`] and send [`Update`]s; [`Model`] keeps the objects and
-//! answers with [`desired::Changes`]: the service ports whose desired state is now different. No I/O, no
-//! clock, no async.
+//! Sources turn Kubernetes objects into [`objects`] and send [`Update`]s. [`Model`] keeps the
+//! objects and returns [`desired::Changes`]: the service ports whose desired state is now
+//! different. The module has no I/O, no clock and no async code.
 
 mod addresses;
 mod claims;

@@ -1,4 +1,5 @@
-//! One allocation for each distinct name: a node's name stands in thousands of endpoints.
+//! Keeps one allocation for each distinct name, because a node's name stands in thousands of
+//! endpoints.
 
 use std::sync::Arc;
 
@@ -25,7 +26,7 @@ impl NameInterner {
         self.intern_shared_of_slice(slice);
     }
 
-    /// Those that it has in common with other Services.
+    /// Interns the names that the Service has in common with other Services.
     pub(crate) fn intern_shared_of_service(&mut self, service: &mut Service) {
         self.strings.intern(&mut service.name.namespace);
         for port in &mut service.ports {
@@ -33,7 +34,7 @@ impl NameInterner {
         }
     }
 
-    /// Those that it has in common with slices of other Services.
+    /// Interns the names that the slice has in common with slices of other Services.
     pub(crate) fn intern_shared_of_slice(&mut self, slice: &mut EndpointSlice) {
         self.strings.intern(&mut slice.name.namespace);
         for port in &mut slice.ports {
@@ -53,7 +54,7 @@ impl NameInterner {
 #[derive(Debug)]
 struct Interner<T: ?Sized> {
     known: FxHashSet<Arc<T>>,
-    /// Number of names at which those without another holder are dropped.
+    /// The number of names at which those without another holder are dropped.
     sweep_at: usize,
 }
 

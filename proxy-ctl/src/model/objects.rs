@@ -1,10 +1,11 @@
-//! What the model keeps of Kubernetes objects: parsed once at the edge, true from there on.
+//! The parts of Kubernetes objects that the model keeps. They are parsed once at the edge, and
+//! valid from there on.
 
 use std::{fmt, net::IpAddr, num::NonZeroI64, sync::Arc};
 
 use serde::{Deserialize, Serialize};
 
-/// Namespace and name of an object.
+/// The namespace and name of an object.
 #[derive(Clone, Debug, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 pub struct ObjectName {
     pub namespace: Arc<str>,
@@ -41,7 +42,7 @@ impl IpFamily {
         }
     }
 
-    /// As Kubernetes writes it.
+    /// Returns the name that Kubernetes uses.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Ipv4 => "IPv4",
@@ -59,7 +60,7 @@ pub enum Protocol {
 }
 
 impl Protocol {
-    /// IANA number.
+    /// Returns the number that IANA has assigned.
     pub const fn number(self) -> u8 {
         match self {
             Self::Tcp => 6,
@@ -68,7 +69,7 @@ impl Protocol {
         }
     }
 
-    /// As Kubernetes writes it.
+    /// Returns the name that Kubernetes uses.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Tcp => "TCP",
@@ -85,34 +86,37 @@ pub enum TrafficPolicy {
     Local,
 }
 
-/// How a new connection's backend is chosen.
+/// The way to choose a new connection's backend.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Algorithm {
-    /// Each by its weight.
+    /// Each backend is chosen at random, by its weight.
     #[default]
     Random,
-    /// By a hash of the connection that leads to the same endpoint on every node.
+    /// A hash of the connection chooses the backend, so that it leads to the same endpoint on every
+    /// node.
     Maglev,
-    /// Of two that are drawn at random, the one with fewer connections for its weight.
+    /// Two backends are drawn at random, and the one with fewer connections for its weight is
+    /// chosen.
     LeastConnection,
 }
 
-/// How packets from outside reach a backend on another node.
+/// The way in which packets from outside reach a backend on another node.
 #[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Hash, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Forwarding {
-    /// From an address of this node, to which the backend answers.
+    /// Packets come from an address of this node, to which the backend answers.
     #[default]
     Snat,
-    /// As they are, in packets of this node. The backend's node answers the client: direct server return.
+    /// Packets are carried unchanged in packets of this node. The backend's node answers the
+    /// client, which is direct server return.
     Dsr,
-    /// TCP as `Dsr`, UDP as `Snat`.
+    /// TCP is forwarded like `Dsr`, UDP like `Snat`.
     Hybrid,
 }
 
 impl Forwarding {
-    /// `Hybrid` is one or the other for each protocol.
+    /// Returns the forwarding for a protocol. `Hybrid` is one or the other for each.
     #[must_use]
     pub fn of_protocol(self, protocol: Protocol) -> Self {
         match (self, protocol) {
@@ -123,18 +127,19 @@ impl Forwarding {
     }
 }
 
-/// How a node forwards, and what Services may ask for instead.
+/// The way in which a node forwards, and what Services may ask for instead.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct NodeForwarding {
-    /// Of Services that ask for nothing.
+    /// The forwarding of Services that ask for nothing.
     pub by_default: Forwarding,
-    /// A Service may ask for direct server return also where `by_default` has none. It makes the
-    /// nodes of its endpoints take packets of other hosts out of the packets that carry them.
+    /// True if a Service may ask for direct server return also where `by_default` has none. It
+    /// makes the nodes of its endpoints take packets of other hosts out of the packets that carry
+    /// them.
     pub allows_more: bool,
 }
 
 impl NodeForwarding {
-    /// `Snat` or `Dsr`, for a Service that asks for this.
+    /// Returns `Snat` or `Dsr`, for a Service that asks for this.
     #[must_use]
     pub fn of(self, asked: Option<Forwarding>, protocol: Protocol) -> Forwarding {
         if self.refuses(asked, protocol) {
@@ -151,51 +156,55 @@ impl NodeForwarding {
     }
 }
 
-/// Of new connections an endpoint gets as many as its weight is of all endpoints' sum. 0: none, as long as others have more.
+/// The weight of an endpoint. Its share of new connections is its weight divided by the sum of all
+/// endpoints' weights. An endpoint of weight 0 gets none as long as others have more.
 pub type Weight = u8;
 
-/// Where nothing else is asked for.
+/// The weight of endpoints for which nothing else is asked.
 pub const DEFAULT_WEIGHT: Weight = 1;
 
-/// A Service that this proxy serves: has at least one cluster IP; not headless, not ExternalName, not
-/// another proxy's.
+/// A Service that this proxy serves. It has at least one cluster IP, and is not headless,
+/// ExternalName or another proxy's.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Service {
     pub name: ObjectName,
-    /// Seconds since the epoch; decides between two services that claim the same frontend as of the same kind: older wins.
+    /// Seconds since the epoch. Of two Services that claim the same frontend as the same kind, the
+    /// older one wins.
     pub created: i64,
     pub ports: Vec<ServicePort>,
-    /// At most one of each family.
+    /// The cluster IPs, at most one of each family.
     pub cluster_ips: Vec<IpAddr>,
     pub external_ips: Vec<IpAddr>,
     /// Load-balancer addresses with ipMode VIP.
     pub load_balancer_ips: Vec<IpAddr>,
-    /// Load-balancer addresses with ipMode Proxy: packets to them must reach the load balancer.
+    /// Load-balancer addresses with ipMode Proxy. Packets to them must reach the load balancer.
     pub proxied_load_balancer_ips: Vec<IpAddr>,
     pub internal_policy: TrafficPolicy,
     pub external_policy: TrafficPolicy,
-    /// Length of client-IP affinity in seconds.
+    /// The length of client-IP affinity in seconds.
     pub affinity_seconds: Option<u32>,
     pub source_ranges: Vec<ipnet::IpNet>,
     pub health_check_node_port: Option<u16>,
-    /// `None`: the node's, as the next.
+    /// The algorithm, and below it the forwarding, that the Service asks for. `None` means that of
+    /// the node.
     pub algorithm: Option<Algorithm>,
     pub forwarding: Option<Forwarding>,
 }
 
-/// What this node answers a load balancer that sends clients only to nodes with endpoints.
+/// This node's answer to a load balancer that sends clients only to nodes with endpoints.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct HealthCheck {
     pub service: ObjectName,
     /// `spec.healthCheckNodePort`.
     pub port: u16,
-    /// Addresses of ready endpoints on this node; of two families the larger number, as pods have one of each.
+    /// The number of addresses of ready endpoints on this node. Of two families the larger number
+    /// counts, because pods have one address of each.
     pub local_ready: usize,
 }
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ServicePort {
-    /// Empty where the Service has one unnamed port.
+    /// Empty if the Service has one unnamed port.
     pub name: Arc<str>,
     pub protocol: Protocol,
     /// Never 0.
@@ -206,13 +215,14 @@ pub struct ServicePort {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct EndpointSlice {
     pub name: ObjectName,
-    /// Name of the Service, which is in the slice's namespace.
+    /// The name of the Service, which is in the slice's namespace.
     pub service: Arc<str>,
     pub family: IpFamily,
     pub ports: Vec<EndpointPort>,
     pub endpoints: Vec<Endpoint>,
-    /// When the Pod or Service changed that made the cluster write this slice, if the cluster says so: nanoseconds
-    /// since the epoch. Only measured by, nothing is served differently.
+    /// The time at which the Pod or Service changed that made the cluster write this slice, if the
+    /// cluster says so. It is in nanoseconds since the epoch. It is only measured, and nothing is
+    /// served differently by it.
     pub triggered: Option<NonZeroI64>,
 }
 
@@ -224,7 +234,8 @@ pub struct EndpointPort {
     pub port: u16,
 }
 
-/// One address of a slice. Conditions are already defaulted (ready and serving: true, terminating: false).
+/// One address of a slice. Its conditions are already defaulted: ready and serving are true, and
+/// terminating is false.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Endpoint {
     pub address: IpAddr,
@@ -236,14 +247,14 @@ pub struct Endpoint {
     pub hints: Option<Arc<Hints>>,
 }
 
-/// Ranges that service addresses are allocated from.
+/// The ranges of one ServiceCIDR, from which service addresses are allocated.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ServiceCidr {
     pub name: Arc<str>,
     pub ranges: Vec<ipnet::IpNet>,
 }
 
-/// Nodes and zones that should prefer an endpoint.
+/// The nodes and zones that should prefer an endpoint.
 #[derive(Clone, Debug, Default, Eq, Hash, PartialEq)]
 pub struct Hints {
     pub zones: Vec<Arc<str>>,
@@ -254,9 +265,9 @@ pub struct Hints {
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Node {
     pub name: Arc<str>,
-    /// Label `topology.kubernetes.io/zone`, if not empty.
+    /// The label `topology.kubernetes.io/zone`, if it is not empty.
     pub zone: Option<Arc<str>>,
-    /// InternalIPs, then ExternalIPs, in the order listed.
+    /// The InternalIPs, then the ExternalIPs, in the order listed.
     pub addresses: Vec<IpAddr>,
     pub pod_cidrs: Vec<ipnet::IpNet>,
     pub being_deleted: bool,

@@ -1,4 +1,4 @@
-//! From a Service and its slices to what the node must serve.
+//! Computes what the node must serve from a Service and its slices.
 
 use std::{
     net::{IpAddr, Ipv4Addr, Ipv6Addr},
@@ -15,13 +15,13 @@ use super::{
     topology::{self, Candidate, NodeTopology, Policies},
 };
 
-/// Whether the service is served in this family. As with kube-proxy, the cluster IPs decide: external and
-/// load-balancer addresses of another family have no endpoints either.
+/// Returns true if the Service is served in this family. The cluster IPs decide, as in kube-proxy:
+/// external and load-balancer addresses of another family have no endpoints either.
 pub(super) fn serves(service: &Service, family: IpFamily) -> bool {
     service.cluster_ips.iter().any(|address| IpFamily::of(*address) == family)
 }
 
-/// Who has which frontends and addresses.
+/// The owners of frontends and addresses.
 #[derive(Debug, Default)]
 pub(super) struct Owners {
     pub(super) claims: Claims,
@@ -29,7 +29,7 @@ pub(super) struct Owners {
 }
 
 impl Owners {
-    /// Why the service port does not get a frontend that it claims.
+    /// Returns why the service port does not get a frontend that it claims.
     fn refuse(&self, service: &Service, port: &ServicePort, frontend: &Frontend) -> Option<UnservedReason> {
         if matches!(frontend.kind, FrontendKind::ExternalIp | FrontendKind::LoadBalancer)
             && let Some(other) = self.addresses.cluster_ip_of_other(frontend.address, &service.name)
@@ -142,10 +142,11 @@ fn endpoints(
             }));
         }
     }
-    // Of all that are listed: which of two with one address is taken differs by node.
+    // All listed candidates count, because nodes differ in which of two with the same address they
+    // take.
     let need_snat = candidates.iter().any(topology::needs_snat);
-    // An address may be listed twice while an endpoint moves between slices, or when a new pod has got the
-    // address of one that is still terminating: the running one counts.
+    // An address may be listed twice while an endpoint moves between slices, or when a new pod has
+    // got the address of one that is still terminating. The running one counts.
     candidates.sort_by_key(|candidate| {
         let endpoint = candidate.endpoint;
         let running = (!endpoint.terminating, endpoint.ready, endpoint.serving, candidate.local);
@@ -155,7 +156,7 @@ fn endpoints(
     Endpoints { need_snat, ..topology::choose(&candidates, policies, here) }
 }
 
-/// Identity of the port in the family.
+/// Returns the identity of the port in the family.
 pub(super) fn port_name(service: &Service, port: &ServicePort, family: IpFamily) -> ServicePortName {
     ServicePortName {
         service: service.name.clone(),

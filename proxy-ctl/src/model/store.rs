@@ -1,4 +1,4 @@
-//! [`Model`]: what the sources have told, and what follows from it.
+//! [`Model`] keeps what the sources have reported, and the desired state that follows from it.
 
 use std::{
     collections::{BTreeMap, BTreeSet, btree_map},
@@ -21,8 +21,8 @@ use super::{
     topology::NodeTopology,
 };
 
-/// Services and endpoint slices as the sources told them, and the desired state as of the last
-/// [`Model::take_changes`].
+/// The Services and EndpointSlices as the sources reported them, and the desired state as of the
+/// last [`Model::take_changes`].
 ///
 /// The cost of an update follows what it touches, not what is known.
 #[derive(Debug)]
@@ -33,13 +33,13 @@ pub struct Model {
     /// The address and port at which this process dials the API server, if they are known.
     server: Option<SocketAddr>,
     services: FxHashMap<ObjectName, Box<KnownService>>,
-    /// The service, in the slice's namespace, of every slice.
+    /// The Service of every slice, in the slice's namespace.
     slices: FxHashMap<ObjectName, Arc<str>>,
-    /// By the name of their ServiceCIDR; `None`: no source has listed any.
+    /// The ranges, by the name of their ServiceCIDR. `None` if no source has listed any.
     service_cidrs: Option<BTreeMap<Arc<str>, Vec<IpNet>>>,
     owners: Owners,
     names: NameInterner,
-    /// Of the services with a `healthCheckNodePort`.
+    /// The health checks of the Services with a `healthCheckNodePort`.
     health_checks: FxHashMap<ObjectName, HealthCheck>,
     changed_health_checks: BTreeSet<ObjectName>,
     health_checks_computed: u64,
@@ -48,13 +48,13 @@ pub struct Model {
     ports_computed: u64,
 }
 
-/// Everything about one service name. Slices may come before their service and outlive it.
+/// Everything about one Service name. Slices may come before their Service and outlive it.
 #[derive(Debug, Default)]
 struct KnownService {
     service: Option<Service>,
-    /// By name.
+    /// The slices, sorted by name.
     slices: Vec<EndpointSlice>,
-    /// By name.
+    /// The desired service ports, sorted by name.
     desired: Vec<Arc<DesiredPort>>,
 }
 
@@ -80,7 +80,7 @@ impl Families {
 }
 
 impl Model {
-    /// `node_name`: endpoints on this node are local.
+    /// Creates a model for this node, whose endpoints are local.
     pub fn new(node_name: impl Into<Arc<str>>) -> Self {
         Self {
             node_name: node_name.into(),
@@ -101,20 +101,22 @@ impl Model {
         }
     }
 
-    /// As if no Service had `externalIPs`.
+    /// Makes the model ignore `externalIPs` of Services.
     pub fn without_external_ips(self) -> Self {
         Self { serves_external_ips: false, ..self }
     }
 
-    /// A service port at this address keeps its last endpoints while it has none. `server` is the
-    /// address and port at which this process dials the API server. If a Service has them, the
-    /// process serves them to itself. A single API server that restarts first removes itself from
-    /// the endpoints, and nobody could hear of the new ones.
+    /// Makes a service port at this address keep its last endpoints while it has none.
+    ///
+    /// `server` is the address and port at which this process dials the API server. If a Service
+    /// has them, the process serves them to itself. A single API server that restarts first removes
+    /// itself from the endpoints, and nobody could hear of the new ones.
     pub fn keeping_endpoints_of(self, server: Option<SocketAddr>) -> Self {
         Self { server, ..self }
     }
 
-    /// Takes in what a source tells. Many updates can be taken in before one [`Model::take_changes`].
+    /// Takes in an update of a source. Many updates can be taken in before one
+    /// [`Model::take_changes`].
     pub fn update(&mut self, update: Update) {
         match update {
             Update::ReplaceServices(services) => self.replace_services(services),
@@ -218,7 +220,7 @@ impl Model {
         }
     }
 
-    /// A relist: every slice that is not in `slices` is gone.
+    /// Takes in a list of slices. Every slice that is not in `slices` is gone.
     pub fn replace_slices(&mut self, slices: Vec<EndpointSlice>) {
         let listed: FxHashSet<&ObjectName> = slices.iter().map(|slice| &slice.name).collect();
         let gone: Vec<_> = self.slices.keys().filter(|name| !listed.contains(name)).cloned().collect();
@@ -230,7 +232,8 @@ impl Model {
         }
     }
 
-    /// The ranges that service addresses are allocated from, in their order; `None`: no source has listed them.
+    /// Returns the sorted ranges that service addresses are allocated from, or `None` if no source
+    /// has listed them.
     pub fn service_cidrs(&self) -> Option<Vec<IpNet>> {
         let mut ranges: Vec<IpNet> = self.service_cidrs.as_ref()?.values().flatten().copied().collect();
         ranges.sort_unstable();
@@ -238,7 +241,7 @@ impl Model {
         Some(ranges)
     }
 
-    /// The zone of the node decides which endpoints are used.
+    /// Sets the own Node. Its zone decides which endpoints are used.
     pub fn set_node(&mut self, node: Option<Node>) {
         let previous = mem::replace(&mut self.node, node);
         let before = previous.and_then(|node| node.zone);
@@ -262,18 +265,18 @@ impl Model {
         }
     }
 
-    /// This node's Node, as last told.
+    /// Returns this node's Node, as last reported.
     pub fn node(&self) -> Option<&Node> {
         self.node.as_ref()
     }
 
-    /// Something was updated since the last [`Model::take_changes`].
+    /// Returns true if something was updated since the last [`Model::take_changes`].
     pub fn has_changes(&self) -> bool {
         !self.touched.is_empty()
     }
 
-    /// What all updates since the last call have changed: each service port once, as it is now, in the
-    /// order of names.
+    /// Returns what all updates since the last call have changed, in the order of names. Each
+    /// service port is named once, as it is now.
     pub fn take_changes(&mut self) -> Changes {
         let mut changes = Changes::default();
         for (name, families) in mem::take(&mut self.touched) {
@@ -288,48 +291,52 @@ impl Model {
         changes
     }
 
-    /// Of each slice that is different since the last call: when the change was triggered that made it so
-    /// ([`EndpointSlice::triggered`]).
+    /// Returns the time at which the change was triggered ([`EndpointSlice::triggered`]) for each
+    /// update of a slice that made it different since the last call.
     pub fn take_triggers(&mut self) -> Vec<(IpFamily, NonZeroI64)> {
         mem::take(&mut self.triggers)
     }
 
-    /// Everything to be served, as of the last [`Model::take_changes`], in the order of names.
+    /// Returns everything to be served, as of the last [`Model::take_changes`], in the order of
+    /// names.
     pub fn desired(&self) -> Vec<Arc<DesiredPort>> {
         let mut desired: Vec<_> = self.services.values().flat_map(|known| &known.desired).cloned().collect();
         desired.sort_unstable_by(|a, b| a.name.cmp(&b.name));
         desired
     }
 
-    /// The frontends that several service ports claim now. A ClusterIP has precedence, then a node port, then the older
-    /// service, then the first by namespace, name and port.
+    /// Returns the frontends that several service ports claim now. A ClusterIP has precedence, then
+    /// a node port, then the older Service, then the first by namespace, name and port.
     pub fn conflicts(&self) -> Vec<Conflict> {
         self.owners.claims.conflicts()
     }
 
-    /// How many frontends have become contested since the last call, or have other claimants.
+    /// Returns how many frontends have become contested since the last call, or have other
+    /// claimants.
     pub fn take_new_conflicts(&mut self) -> usize {
         self.owners.claims.take_new_conflicts()
     }
 
-    /// As [`Model::ports_computed`], of conflicts.
+    /// Returns how many conflicts were computed since the start.
     pub fn conflicts_computed(&self) -> u64 {
         self.owners.claims.conflicts_computed()
     }
 
-    /// What load balancers are to be answered now, of each service for which [`Model::take_changes`] has changed
-    /// it since the last call. `None`: they do not ask for this service any more.
+    /// Returns what load balancers are to be answered now, for each Service for which
+    /// [`Model::take_changes`] has changed it since the last call. `None` means that they do not
+    /// ask for this Service any more.
     pub fn take_health_checks(&mut self) -> Vec<(ObjectName, Option<HealthCheck>)> {
         let changed = mem::take(&mut self.changed_health_checks).into_iter();
         changed.map(|name| (name.clone(), self.health_checks.get(&name).cloned())).collect()
     }
 
-    /// How often a service port was computed since the start: the work that updates have made.
+    /// Returns how many times a service port was computed since the start, which is the work that
+    /// updates have made.
     pub fn ports_computed(&self) -> u64 {
         self.ports_computed
     }
 
-    /// As [`Model::ports_computed`], of health checks.
+    /// Returns how many times a health check was computed since the start.
     pub fn health_checks_computed(&self) -> u64 {
         self.health_checks_computed
     }
@@ -436,7 +443,7 @@ fn touch(touched: &mut BTreeMap<ObjectName, Families>, service: &ObjectName, fam
     }
 }
 
-/// `ports` are in the order of names.
+/// Finds a service port in `ports`, which are in the order of names.
 fn named<'a>(ports: &'a [Arc<DesiredPort>], name: &ServicePortName) -> Option<&'a Arc<DesiredPort>> {
     ports.binary_search_by(|port| port.name.cmp(name)).ok().map(|index| &ports[index])
 }
@@ -445,7 +452,7 @@ fn slice_service(slice: &ObjectName, service: &Arc<str>) -> ObjectName {
     ObjectName { namespace: Arc::clone(&slice.namespace), name: Arc::clone(service) }
 }
 
-/// Ports in the order of their identity, each once; no spare memory.
+/// Sorts the ports by their identity, keeps each once, and frees spare memory.
 fn normalize(service: &mut Service) {
     service.ports.sort_by(|a, b| (&a.name, a.protocol).cmp(&(&b.name, b.protocol)));
     service.ports.dedup_by(|b, a| (&a.name, a.protocol) == (&b.name, b.protocol));
@@ -473,7 +480,7 @@ fn for_each_claim(service: &Service, mut claim: impl FnMut(Claim, Rank, &Arc<Cla
     }
 }
 
-/// Addresses of this family with a ready endpoint on the node.
+/// Returns the number of addresses of this family with a ready endpoint on the node.
 fn local_ready(slices: &[EndpointSlice], family: IpFamily, node: &str) -> usize {
     let of_family = slices.iter().filter(|slice| slice.family == family && !slice.ports.is_empty());
     let endpoints = of_family.flat_map(|slice| &slice.endpoints);

@@ -17,13 +17,13 @@ pub(crate) fn ip(text: &str) -> IpAddr {
     text.parse().unwrap()
 }
 
-/// `namespace/name`.
+/// Parses `namespace/name`.
 pub(crate) fn name(text: &str) -> ObjectName {
     let (namespace, name) = text.split_once('/').unwrap();
     ObjectName::new(namespace, name)
 }
 
-/// A Service with port 80/TCP without name.
+/// Returns a Service with an unnamed port 80/TCP.
 pub(crate) fn service(text: &str, cluster_ips: &[&str]) -> Service {
     Service {
         name: name(text),
@@ -86,7 +86,8 @@ impl ServicePort {
     }
 }
 
-/// A slice of the family of its first endpoint (IPv4 if it has none) with port 8080/TCP without name.
+/// Returns a slice with an unnamed port 8080/TCP. It has the family of its first endpoint, or IPv4
+/// if it has none.
 pub(crate) fn slice(text: &str, service: &str, endpoints: Vec<Endpoint>) -> EndpointSlice {
     EndpointSlice {
         name: name(text),
@@ -108,7 +109,7 @@ pub(crate) fn target(name: &str, port: u16) -> EndpointPort {
     EndpointPort { name: name.into(), protocol: Protocol::Tcp, port }
 }
 
-/// Ready, on another node.
+/// Returns a ready endpoint on another node.
 pub(crate) fn remote(address: &str) -> Endpoint {
     Endpoint {
         address: ip(address),
@@ -121,7 +122,7 @@ pub(crate) fn remote(address: &str) -> Endpoint {
     }
 }
 
-/// Ready, on this node.
+/// Returns a ready endpoint on this node.
 pub(crate) fn local(address: &str) -> Endpoint {
     Endpoint { node: Some(HERE.into()), ..remote(address) }
 }
@@ -153,12 +154,12 @@ pub(crate) fn node(zone: Option<&str>) -> Node {
     Node { name: HERE.into(), zone: zone.map(Arc::from), ..Node::default() }
 }
 
-/// `namespace/name`, port, family of a TCP service port.
+/// Returns the identity of a TCP service port. `service` is `namespace/name`.
 pub(crate) fn port_name(service: &str, port: &str, family: IpFamily) -> ServicePortName {
     ServicePortName { service: name(service), port: port.into(), protocol: Protocol::Tcp, family }
 }
 
-/// `address:port` of the endpoints that `set` names, in its order.
+/// Returns `address:port` of the endpoints that `set` names, in its order.
 pub(crate) fn shown(port: &DesiredPort, set: &[u32]) -> Vec<String> {
     set.iter()
         .map(|index| &port.endpoints.all[*index as usize])

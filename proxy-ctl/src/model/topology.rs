@@ -1,4 +1,5 @@
-//! Which endpoints this node uses for whom: kube-proxy's `CategorizeEndpoints`.
+//! Chooses the endpoints that this node uses for each kind of client, as kube-proxy's
+//! `CategorizeEndpoints` does.
 
 use std::sync::{Arc, OnceLock};
 
@@ -14,12 +15,12 @@ pub(super) struct NodeTopology<'a> {
     pub(super) zone: Option<&'a str>,
 }
 
-/// Whom the service port serves, and how.
+/// The clients that the service port serves, and the traffic policies for them.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Policies {
     pub(super) internal: TrafficPolicy,
     pub(super) external: TrafficPolicy,
-    /// Has a node port, an external IP or a load-balancer address.
+    /// True if the service port has a node port, an external IP or a load-balancer address.
     pub(super) externally_accessible: bool,
 }
 
@@ -56,7 +57,7 @@ impl Candidate<'_> {
         Endpoint { address, port: self.port, local: self.local, terminating, weight }
     }
 
-    /// The pod is being stopped and still answers.
+    /// Returns true if the pod is being stopped and still answers.
     fn draining(&self) -> bool {
         self.endpoint.serving && self.endpoint.terminating
     }
@@ -71,7 +72,7 @@ impl Candidate<'_> {
     }
 }
 
-/// Which of the candidates make a set.
+/// The rule by which candidates are taken into a set.
 #[derive(Clone, Copy, Debug)]
 enum CandidateFilter {
     Nobody,
@@ -101,14 +102,15 @@ impl CandidateFilter {
     }
 }
 
-/// Does its own node possibly not have it among those for clients outside? By what its slice says, so that all nodes say the same.
+/// Returns true if the candidate's own node may not use it for clients outside. Only its slice
+/// decides that, so that all nodes get the same answer.
 pub(super) fn needs_snat(candidate: &Candidate<'_>) -> bool {
     let objects::Endpoint { hints, node, .. } = candidate.endpoint;
     candidate.serves() && (hints.is_some() || node.as_deref().is_none_or(str::is_empty))
 }
 
-/// Hints count only where every ready endpoint has one: a single endpoint without is a sign that the
-/// hints are being introduced or withdrawn.
+/// Returns the rule for scope cluster. Hints count only if every ready endpoint has one. A single
+/// endpoint without a hint is a sign that the hints are being introduced or withdrawn.
 fn cluster_rule(candidates: &[Candidate<'_>], here: NodeTopology<'_>) -> CandidateFilter {
     let (mut node_hints, mut zone_hints) = (true, true);
     let (mut for_node, mut for_zone) = (false, false);
@@ -128,10 +130,12 @@ fn cluster_rule(candidates: &[Candidate<'_>], here: NodeTopology<'_>) -> Candida
     }
 }
 
-/// Most service ports have few endpoints, and a set of all of them.
+/// The largest size of a set that service ports share. Most service ports have few endpoints, and a
+/// set of all of them.
 const MOST_SHARED: usize = 64;
 
-/// Sets of all of so many endpoints are the same for all service ports.
+/// Returns the set in shared memory if it has all of a small number of endpoints. Such sets are the
+/// same for all service ports.
 fn shared(set: Vec<u32>) -> Arc<[u32]> {
     static WHOLE: [OnceLock<Arc<[u32]>>; MOST_SHARED + 1] = [const { OnceLock::new() }; MOST_SHARED + 1];
     let is_whole = (0..).zip(&set).all(|(place, index)| place == *index);
@@ -141,7 +145,8 @@ fn shared(set: Vec<u32>) -> Arc<[u32]> {
     }
 }
 
-/// `candidates` are without duplicates and in the order of address and port.
+/// Chooses the endpoints among `candidates`, which have no duplicates and are in the order of
+/// address and port.
 pub(super) fn choose(candidates: &[Candidate<'_>], policies: Policies, here: NodeTopology<'_>) -> Endpoints {
     let cluster_rule = if policies.uses_cluster() {
         cluster_rule(candidates, here).or_else(CandidateFilter::Draining, candidates, here)

@@ -1,4 +1,4 @@
-//! What a source tells the model.
+//! The messages by which a source reports to the model.
 
 use std::sync::Arc;
 
@@ -6,18 +6,19 @@ use super::objects::{EndpointSlice, Node, ObjectName, Service, ServiceCidr};
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Update {
-    /// Every Service there is: the answer to a list.
+    /// Every Service that exists, as the answer to a list.
     ReplaceServices(Vec<Service>),
     ApplyService(Service),
     DeleteService(ObjectName),
-    /// Every EndpointSlice there is.
+    /// Every EndpointSlice that exists.
     ReplaceSlices(Vec<EndpointSlice>),
     ApplySlice(EndpointSlice),
     DeleteSlice(ObjectName),
-    /// Every ServiceCIDR there is. Nobody waits for it: older API servers have none.
+    /// Every ServiceCIDR that exists. Nothing waits for it, because older API servers have no such
+    /// resource.
     ReplaceServiceCidrs(Vec<ServiceCidr>),
     ApplyServiceCidr(ServiceCidr),
     DeleteServiceCidr(Arc<str>),
-    /// The own Node, or that there is none.
+    /// The own Node, or `None` if it does not exist.
     Node(Option<Node>),
 }

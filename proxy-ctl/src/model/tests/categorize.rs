@@ -1,4 +1,4 @@
-//! kube-proxy's TestCategorizeEndpoints.
+//! The cases of kube-proxy's TestCategorizeEndpoints.
 
 use rstest::rstest;
 
@@ -41,7 +41,8 @@ impl Input {
     }
 }
 
-/// Last numbers of the endpoints' addresses; None: this service port has no such set.
+/// The expected sets, by the last numbers of the endpoints' addresses. `None` means that this
+/// service port has no such set.
 struct Expected {
     cluster: Option<&'static [u8]>,
     local: Option<&'static [u8]>,
@@ -214,7 +215,7 @@ fn draining(endpoints: Vec<Endpoint>) -> Vec<Endpoint> {
     input(vec![remote("10.0.0.0").draining().dead(), remote("10.0.0.1").draining()]),
     cluster(&[1])
 )]
-// As the cluster writes it with publishNotReadyAddresses.
+// The cluster writes such an endpoint with publishNotReadyAddresses.
 #[case::published_though_it_neither_serves_nor_stays(
     input(vec![
         Endpoint { terminating: true, serving: false, ..remote("10.0.0.0") },
@@ -306,7 +307,8 @@ fn categorizes_endpoints(#[case] input: Input, #[case] expected: Expected) {
     assert_eq!(unused, serving, "unused");
 }
 
-/// What a port for clients outside says on this node, on that of the remote endpoints, and on one in another zone.
+/// A service port for clients outside has the same `need_snat` on this node, on that of the remote
+/// endpoints, and on one in another zone.
 #[rstest]
 #[case::plain(vec![local("10.0.0.1"), remote("10.0.0.2")], false)]
 #[case::none(vec![], false)]

@@ -1,4 +1,4 @@
-//! Frontends that several service ports claim.
+//! Tests of frontends that several service ports claim.
 
 use rstest::rstest;
 
@@ -187,7 +187,8 @@ fn a_node_port_that_moves_to_another_service_changes_both_in_one_step() {
     let (a, b) = (service("a/a", &["10.96.0.1"]), service("b/b", &["10.96.0.2"]));
     let mut model = model(vec![a.clone().node_port(30080), b.clone()]);
     model.take_changes();
-    // The new owner is told first, and has the lower precedence.
+    // The new owner of the node port is reported before the former one has given it up, and it has
+    // the lower precedence.
     model.apply_service(b.node_port(30080));
     model.apply_service(a);
     let changes = model.take_changes();

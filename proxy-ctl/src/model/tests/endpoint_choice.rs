@@ -1,4 +1,5 @@
-//! Every choice among up to four endpoints, against a second, literal reading of kube-proxy's rules, which share no code with the first.
+//! Compares every choice among up to four endpoints with a second, literal reading of kube-proxy's
+//! rules. The two implementations share no code.
 
 use std::sync::Arc;
 
@@ -11,7 +12,7 @@ use crate::model::{
 const HERE: &str = "here";
 const ZONE: &str = "zone-a";
 
-/// What an endpoint's slice says of it.
+/// The state of an endpoint, as its slice has it.
 #[derive(Clone, Copy, Debug)]
 struct Kind {
     ready: bool,
@@ -40,7 +41,7 @@ const HINTS: [Hint; 6] = [
     Hint::OtherNodeAndThisZone,
 ];
 
-/// Ready, serving, terminating: those that Kubernetes writes.
+/// The combinations of ready, serving and terminating that Kubernetes writes.
 const CONDITIONS: [[bool; 3]; 4] =
     [[true, true, false], [false, false, false], [false, true, true], [false, false, true]];
 
@@ -54,7 +55,7 @@ fn kinds(conditions: &[[bool; 3]], hints: &[Hint]) -> Vec<Kind> {
     kinds
 }
 
-/// What the Service and the node say.
+/// The settings of the Service and the node.
 #[derive(Clone, Copy, Debug)]
 struct Asked {
     internal_local: bool,
@@ -72,17 +73,18 @@ fn all_asked() -> impl Iterator<Item = Asked> {
     })
 }
 
-/// The endpoints that clients get, by their place in the list. `None`: this service port has no such clients.
+/// The endpoints that clients get, by their index in the list. `None` means that this service port
+/// has no such clients.
 #[derive(Debug, Eq, PartialEq)]
 struct Choice {
     internal: Vec<usize>,
     external: Option<Vec<usize>>,
-    /// Clients of the cluster at an external address.
+    /// The endpoints of clients of the cluster that dial an external address.
     short_circuit: Option<Vec<usize>>,
     has_any: bool,
 }
 
-/// The rules as they are written down, step by step.
+/// Applies the rules as they are documented, step by step.
 fn by_the_book(kinds: &[Kind], asked: Asked) -> Choice {
     let Asked { internal_local, external_local, externally_accessible, zone_is_known } = asked;
     let which = |rule: &dyn Fn(&Kind) -> bool| -> Vec<usize> {
@@ -143,7 +145,7 @@ fn policy(is_local: bool) -> TrafficPolicy {
     if is_local { TrafficPolicy::Local } else { TrafficPolicy::Cluster }
 }
 
-/// Endpoints of each kind at each place of the list, made once.
+/// Endpoints of each kind for each index of the list, made once.
 struct Made {
     kinds: Vec<Kind>,
     endpoints: Vec<Vec<Endpoint>>,
@@ -197,7 +199,7 @@ impl Made {
         }
     }
 
-    /// Every list of so many endpoints, whatever their order.
+    /// Compares every list of `count` endpoints, whatever their order.
     fn compare_all(&self, count: usize, chosen: &mut Vec<usize>) -> usize {
         if chosen.len() == count {
             self.compare(chosen);

@@ -1,4 +1,4 @@
-//! Any way to the same objects leads to the same desired state.
+//! Any sequence of updates that leads to the same objects leads to the same desired state.
 
 use std::collections::BTreeMap;
 
@@ -13,7 +13,7 @@ use crate::model::{
 
 type Replica = BTreeMap<ServicePortName, std::sync::Arc<DesiredPort>>;
 
-/// Few names and addresses, so that they meet.
+/// Draws from few names and addresses, so that they meet.
 fn object_name(kind: &'static str) -> impl Strategy<Value = ObjectName> {
     (0..2, 0..3).prop_map(move |(namespace, number)| name(&format!("ns{namespace}/{kind}{number}")))
 }
@@ -95,7 +95,7 @@ fn any_update() -> impl Strategy<Value = Update> {
     ]
 }
 
-/// The objects that there are in the end.
+/// The objects that exist in the end.
 #[derive(Default)]
 struct Objects {
     services: BTreeMap<ObjectName, Service>,
@@ -138,7 +138,7 @@ impl Objects {
     fn model(self) -> Model {
         let mut model = Model::new(HERE);
         self.node.into_iter().for_each(|node| model.update(node));
-        // The other way round than a source lists them.
+        // The order is the reverse of that in which a source lists them.
         self.slices.into_values().rev().for_each(|slice| model.apply_slice(slice));
         self.services.into_values().rev().for_each(|service| model.apply_service(service));
         model.take_changes();

@@ -1,4 +1,4 @@
-//! What each update changes, and what it costs.
+//! Tests of what each update changes, and what it costs.
 
 use rstest::rstest;
 
@@ -34,7 +34,7 @@ fn names(changes: &Changes) -> Vec<String> {
     changed.chain(changes.removed.iter().map(|port| format!("-{}", of(port)))).collect()
 }
 
-/// `address:port` of the clients' endpoints in the order of the model.
+/// Returns `address:port` of the endpoints of scope cluster, in the order of the model.
 fn cluster(model: &Model, service: &str) -> Vec<String> {
     let service = name(service);
     let desired = model.desired();
@@ -213,7 +213,7 @@ fn slices_of_one_service_have_their_own_port_numbers() {
         Update::ApplySlice(
             slice("shop/web-2", "web", vec![remote("10.0.0.2")]).ports(vec![target("http", 9090)]),
         ),
-        // The name of the UDP port, but TCP.
+        // The port has the name of the UDP port, but it is TCP.
         Update::ApplySlice(
             slice("shop/web-3", "web", vec![remote("10.0.0.3")]).ports(vec![target("dns", 5353)]),
         ),
@@ -221,7 +221,7 @@ fn slices_of_one_service_have_their_own_port_numbers() {
     assert_eq!(cluster(&model, "shop/web"), ["10.0.0.1:8080", "10.0.0.2:9090"]);
 }
 
-/// Of all slices of a Service: no slice has more than 1,000 endpoints.
+/// A set has the endpoints of all slices of a Service, because no slice has more than 1,000.
 #[test]
 fn thousands_of_endpoints_in_several_slices_are_one_set() {
     let of_slice = |number: u8| (0..=249).map(|last| remote(&format!("10.0.{number}.{last}"))).collect();
@@ -302,7 +302,8 @@ fn frontends(model: &Model) -> Vec<String> {
     ports.iter().flat_map(|port| shown(port)).collect()
 }
 
-/// What the type of a Service means is in its fields: the API server gives and takes node ports and addresses.
+/// The type of a Service shows in its fields, because the API server gives and takes node ports and
+/// addresses.
 #[test]
 fn frontends_follow_the_type_and_the_status_of_a_service() {
     let plain = || service("shop/web", &["10.96.0.1"]);
@@ -330,7 +331,7 @@ fn frontends_follow_the_type_and_the_status_of_a_service() {
         assert_eq!(names(&model.take_changes()), ["shop/web Ipv4"]);
         assert_eq!(frontends(&model), expected);
     }
-    // To ExternalName, and back with another address.
+    // The Service becomes ExternalName, and comes back with another address.
     model.delete_service(&name("shop/web"));
     assert_eq!(names(&model.take_changes()), ["-shop/web Ipv4"]);
     model.apply_service(service("shop/web", &["10.96.0.9"]));
@@ -536,8 +537,8 @@ fn health_checks_count_ready_endpoints_of_this_node() {
     assert_eq!(changed(&mut model), [None]);
 }
 
-/// The API server's Service, with an endpoint, in a node whose process dials the API server at this
-/// address.
+/// Returns a model of a node whose process dials the API server at this address. The API server's
+/// Service has an endpoint.
 fn with_server(server: &str) -> Model {
     let mut model = Model::new(HERE).keeping_endpoints_of(Some(server.parse().unwrap()));
     model.apply_service(service("default/kubernetes", &["10.96.0.1"]).load_balancer_ip("192.0.2.100"));

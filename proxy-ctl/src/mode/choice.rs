@@ -1,4 +1,4 @@
-//! From what was asked for to the first mode that can run.
+//! Chooses the first mode that can run for what was asked for.
 
 use super::{Mode, Probe};
 use crate::config::RequestedMode;
@@ -21,7 +21,7 @@ pub enum Refusal {
     NoMode(Vec<String>),
 }
 
-/// The modes that may be taken, the one to prefer first.
+/// Returns the modes that may be taken, the preferred one first.
 fn candidates(requested: RequestedMode) -> &'static [Mode] {
     use Mode::{Ebpf, Iptables, Ipvs, Nftables, Userspace};
     match requested {
@@ -37,7 +37,8 @@ fn obstacles(probe: &Probe) -> String {
     probe.obstacles().collect::<Vec<_>>().join("; ")
 }
 
-/// `may_fall_back`: another mode may take the place of the one that was asked for. `probes`: the modes' answers.
+/// Chooses the mode by `probes`, the answers of the modes. If `may_fall_back` is true, another mode
+/// may take the place of the one that was asked for.
 pub fn choose(
     requested: RequestedMode,
     may_fall_back: bool,

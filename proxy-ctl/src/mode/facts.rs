@@ -1,10 +1,11 @@
-//! What a node has, as far as modes ask for it. Parsed from texts; whoever may look reads them.
+//! The facts of a node that modes ask for. They are parsed from texts, which code with access to
+//! the node has read.
 
 use std::{collections::BTreeMap, fmt};
 
 use super::Modules;
 
-/// Kernel parameters that mode ipvs may want another value of, below /proc/sys.
+/// The kernel parameters below /proc/sys that mode ipvs may want another value of.
 pub const IPVS_PARAMETERS: [&str; 7] = [
     "net/ipv4/vs/conntrack",
     "net/ipv4/vs/conn_reuse_mode",
@@ -15,7 +16,7 @@ pub const IPVS_PARAMETERS: [&str; 7] = [
     "net/ipv4/conf/all/arp_announce",
 ];
 
-/// Of a kernel or a tool; a third number is 0 where there is none.
+/// The version of a kernel or a tool. If it has no third number, `patch` is 0.
 #[derive(Clone, Copy, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
 pub struct Version {
     major: u32,
@@ -30,7 +31,7 @@ impl Version {
         Self { major, minor, patch }
     }
 
-    /// From a text that begins with it, such as `6.1.0-rc7-amd64`.
+    /// Parses a text that begins with a version, such as `6.1.0-rc7-amd64`.
     pub fn parse(text: &str) -> Option<Self> {
         let mut numbers = text.split(|c: char| !c.is_ascii_digit()).map(str::parse);
         let (major, minor) = (numbers.next()?.ok()?, numbers.next()?.ok()?);
@@ -45,22 +46,23 @@ impl fmt::Display for Version {
     }
 }
 
-/// What this process may do.
+/// The capabilities of this process.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Capabilities {
     pub sys_admin: bool,
-    /// 5.8; `sys_admin` includes it.
+    /// CAP_BPF, which exists since Linux 5.8. It is also true if `sys_admin` is, which includes it.
     pub bpf: bool,
-    /// 5.8; `sys_admin` includes it.
+    /// CAP_PERFMON, which exists since Linux 5.8. It is also true if `sys_admin` is, which includes
+    /// it.
     pub perfmon: bool,
     pub net_admin: bool,
     pub setgid: bool,
 }
 
-/// Where the rules of an iptables tool go.
+/// The part of the kernel that an iptables tool writes its rules to.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Backend {
-    /// Tables of their own in the kernel.
+    /// The tables of iptables itself.
     Legacy,
     NfTables,
 }
@@ -74,7 +76,7 @@ impl Backend {
     }
 }
 
-/// iptables-save or ip6tables-save.
+/// The tool iptables-save or ip6tables-save.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Tool {
     pub version: Version,
@@ -82,7 +84,8 @@ pub struct Tool {
 }
 
 impl Tool {
-    /// From `iptables-save v1.8.9 (nf_tables)`. Tools older than 1.8 have one backend, and do not name it.
+    /// Parses a text such as `iptables-save v1.8.9 (nf_tables)`. Tools older than 1.8 have one
+    /// backend, and do not name it.
     pub fn parse(told: &str) -> Option<Self> {
         let version = Version::parse(told.split_once(" v")?.1)?;
         let backend = if told.contains("(nf_tables)") { Backend::NfTables } else { Backend::Legacy };
@@ -96,40 +99,40 @@ impl fmt::Display for Tool {
     }
 }
 
-/// What each mode asks of a node, gathered by whoever may look.
+/// Everything that some mode asks of a node. Code with access to the node gathers it.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct HostFacts {
-    /// As `uname -r`.
+    /// The text that `uname -r` prints.
     pub kernel_release: String,
     pub capabilities: Capabilities,
     pub modules: Modules,
-    /// At most one of each backend.
+    /// The iptables tools, at most one of each backend.
     pub iptables: Vec<Tool>,
     pub ip6tables: Vec<Tool>,
-    /// The newest protocol that the kernel's ipset speaks; the tools' versions from 6.0 on have protocol 6. `None`: it is not
-    /// loaded, or does not answer this process.
+    /// The newest protocol that the kernel's ipset speaks. The tools speak protocol 6 from version
+    /// 6.0 on. `None` if ipset is not loaded, or does not answer this process.
     pub ipset_protocol: Option<u8>,
-    /// Packets to 127.0.0.0/8 may be translated to other addresses (net.ipv4.conf.all.route_localnet). `None`: the kernel has no
-    /// such parameter.
+    /// True if packets to 127.0.0.0/8 may be translated to other addresses
+    /// (net.ipv4.conf.all.route_localnet). `None` if the kernel has no such parameter.
     pub route_localnet: Option<bool>,
-    /// Of [`IPVS_PARAMETERS`] those that are there. IPVS makes its own when it is loaded.
+    /// The values of those [`IPVS_PARAMETERS`] that exist. IPVS creates its own when it is loaded.
     pub ipvs_parameters: BTreeMap<&'static str, u32>,
-    /// This process may write kernel parameters of the network.
+    /// True if this process may write kernel parameters of the network.
     pub parameters_writable: bool,
     pub ipv6: bool,
-    /// KUBE_PROXY_NFTABLES_SKIP_KERNEL_VERSION_CHECK is set.
+    /// True if KUBE_PROXY_NFTABLES_SKIP_KERNEL_VERSION_CHECK is set.
     pub skip_nftables_kernel_check: bool,
-    /// The kernel is built with CONFIG_PREEMPT_RT.
+    /// True if the kernel is built with CONFIG_PREEMPT_RT.
     pub realtime: bool,
 }
 
 /// The first kernel whose CONFIG_PREEMPT_RT lets softirqs of one CPU preempt each other.
 const SOFTIRQS_PREEMPT: KernelVersion = KernelVersion::new(6, 18, 0);
-/// Has them wait for each other, as they did before.
+/// The kernel option that makes these softirqs wait for each other, as they did before.
 const SOFTIRQ_LOCK: &str = "CONFIG_PREEMPT_RT_NEEDS_BH_LOCK";
 
 impl HostFacts {
-    /// `None`: not known.
+    /// Returns the kernel's version, or `None` if it is not known.
     pub fn kernel(&self) -> Option<KernelVersion> {
         Version::parse(&self.kernel_release)
     }

@@ -1,4 +1,4 @@
-//! Which parts of the kernel are there: loaded, built in, or only to be loaded.
+//! Tells which parts of the kernel are loaded, built in, or still to be loaded.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -8,9 +8,9 @@ use std::{
 /// A part of the kernel that can be a module.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct KernelModule {
-    /// With `_`, never `-`.
+    /// The name as /proc/modules has it, with `_` and never `-`.
     pub name: String,
-    /// As `CONFIG_IP_VS`.
+    /// The option of the kernel's configuration, such as `CONFIG_IP_VS`.
     pub option: String,
 }
 
@@ -19,18 +19,19 @@ impl KernelModule {
         Self { name: name.to_owned(), option: option.to_owned() }
     }
 
-    /// Most options are named as their module.
+    /// Returns the module of this name, whose option has the same name, as most have.
     pub fn named(name: &str) -> Self {
         Self::new(name, &format!("CONFIG_{}", name.to_uppercase()))
     }
 }
 
-/// Texts that tell of modules; `None`: there is no such file, or it cannot be read.
+/// The texts that tell of modules. `None` if there is no such file, or it cannot be read.
 #[derive(Clone, Debug, Default)]
 pub struct ModuleTexts {
     /// /proc/modules
     pub loaded: Option<String>,
-    /// Names of the folders in /sys/module, one a line: of loaded modules, and of those that are built in and have parameters.
+    /// The names of the folders in /sys/module, one a line. They are those of loaded modules, and
+    /// of modules that are built in and have parameters.
     pub folders: Option<String>,
     /// /lib/modules/<release>/modules.builtin
     pub built_in: Option<String>,
@@ -42,17 +43,17 @@ pub struct ModuleTexts {
     pub disabled: Option<String>,
 }
 
-/// What is known of the kernel's modules.
+/// The state of the kernel's modules, as far as it is known.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Modules {
     present: BTreeSet<String>,
     built_in: BTreeSet<String>,
-    /// `None`: what is installed is not known.
+    /// `None` if it is not known what is installed.
     installed: Option<BTreeSet<String>>,
-    /// Options with their values; `None`: not known.
+    /// The options with their values. `None` if they are not known.
     options: Option<BTreeMap<String, String>>,
     loading_is_off: bool,
-    /// Modules that the kernel was asked for in vain, and what it took that for.
+    /// Modules that the kernel was asked for in vain, each with the reason.
     pub refused: BTreeMap<String, String>,
 }
 
@@ -62,9 +63,9 @@ pub enum ModuleState {
     BuiltIn,
     /// The kernel loads it when it is used.
     Loadable,
-    /// Nothing tells; the kernel may load it when it is used.
+    /// It is not known if the kernel has it. The kernel may load it when it is used.
     Unknown,
-    /// Why, and what can be done.
+    /// The reason why it is missing, and what can be done.
     Missing(String),
 }
 
@@ -80,7 +81,7 @@ impl fmt::Display for ModuleState {
     }
 }
 
-/// From `kernel/net/netfilter/ipvs/ip_vs_rr.ko.xz`.
+/// Returns the name of the module in a path such as `kernel/net/netfilter/ipvs/ip_vs_rr.ko.xz`.
 fn of_path(path: &str) -> Option<String> {
     let (name, _) = path.rsplit('/').next()?.split_once(".ko")?;
     Some(normal(name))
@@ -145,15 +146,16 @@ impl Modules {
         }
     }
 
-    /// Returns the value of an option of the kernel's configuration, `n` for one that is not set,
-    /// and the empty text for one that this kernel does not have. `None`: the configuration cannot
-    /// be read.
+    /// Returns the value of an option of the kernel's configuration, or `None` if the configuration
+    /// cannot be read. It is `n` for an option that is not set, and the empty text for one that
+    /// this kernel does not have.
     pub fn option(&self, name: &str) -> Option<&str> {
         let options = self.options.as_ref()?;
         Some(options.get(name).map_or("", String::as_str))
     }
 
-    /// Why there is no such module, and what can be done; `None`: it is there, or may be.
+    /// Returns why there is no such module, and what can be done. `None` if the module is there, or
+    /// may be.
     pub fn missing(&self, module: &KernelModule) -> Option<String> {
         match self.state(module) {
             ModuleState::Missing(why) => Some(why),
@@ -163,7 +165,7 @@ impl Modules {
         }
     }
 
-    /// Whether it is known to be there without any loading.
+    /// Returns true if the module is known to be there without any loading.
     pub fn has(&self, module: &KernelModule) -> bool {
         matches!(self.state(module), ModuleState::Present | ModuleState::BuiltIn)
     }

@@ -1,7 +1,8 @@
-//! Which mode a node gets, and why: a pure function of what was asked for and of what each mode finds on the node.
+//! Chooses the mode of a node. The choice is a pure function of what was asked for and of what each
+//! mode finds on the node.
 //!
-//! [`HostFacts`] are what the node has, each mode's [`Probe`] says whether that is enough, and [`choose`] takes the first that
-//! can run.
+//! [`HostFacts`] are what the node has. Each mode's [`Probe`] says whether that is enough, and
+//! [`choose`] takes the first mode that can run.
 
 use std::fmt;
 
@@ -19,7 +20,7 @@ pub use choice::{ChosenMode, Refusal, choose};
 pub use facts::{Backend, Capabilities, HostFacts, IPVS_PARAMETERS, KernelVersion, Tool, Version};
 pub use kernel_modules::{KernelModule, ModuleState, ModuleTexts, Modules};
 
-/// How a node is programmed.
+/// A way to program the kernel.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum Mode {
     Ebpf,
@@ -32,7 +33,7 @@ pub enum Mode {
 impl Mode {
     pub const ALL: [Self; 5] = [Self::Ebpf, Self::Nftables, Self::Iptables, Self::Ipvs, Self::Userspace];
 
-    /// As `/proxyMode` answers.
+    /// Returns the name that `/proxyMode` answers with.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Ebpf => "ebpf",
@@ -50,16 +51,16 @@ impl fmt::Display for Mode {
     }
 }
 
-/// What a mode needs or makes use of, and what of it the node has.
+/// Something that a mode needs or makes use of, and what of it the node has.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Requirement {
-    /// Name in `probe --output json`.
+    /// The name in `probe --output json`.
     pub key: &'static str,
-    /// Name for people.
+    /// The name for people.
     pub name: &'static str,
-    /// Null: there is none.
+    /// What the node has. Null if it has nothing of this.
     pub found: Value,
-    /// Why the mode cannot run; empty: nothing is missing.
+    /// The reasons why the mode cannot run. Empty if nothing is missing.
     pub missing: Vec<String>,
 }
 
@@ -68,7 +69,7 @@ impl Requirement {
         Self { key, name, found: found.into(), missing: Vec::new() }
     }
 
-    /// Where it is missing, says so.
+    /// Adds the reason `why` if the requirement is missing.
     #[must_use]
     pub fn lacking(mut self, is_missing: bool, why: impl FnOnce() -> String) -> Self {
         self.missing.extend(is_missing.then(why));
@@ -76,14 +77,14 @@ impl Requirement {
     }
 }
 
-/// Requirements of several modes, each under one key.
+/// These requirements are shared by several modes, each under one key.
 impl Requirement {
-    /// For the release of the kernel.
+    /// Returns the requirement for the release of the kernel.
     pub fn kernel(host: &HostFacts) -> Self {
         Self::new("kernel", "kernel", host.kernel_release.as_str())
     }
 
-    /// What this process may do.
+    /// Returns the requirement for the capabilities of this process.
     pub fn capabilities(held: Capabilities) -> Self {
         let names = [
             (held.sys_admin, "CAP_SYS_ADMIN"),
@@ -96,7 +97,7 @@ impl Requirement {
         Self::new("capabilities", "capabilities", names)
     }
 
-    /// These parts of the kernel.
+    /// Returns the requirement for these parts of the kernel.
     pub fn modules(key: &'static str, name: &'static str, host: &HostFacts, wanted: &[KernelModule]) -> Self {
         let state =
             |module: &KernelModule| (module.name.clone(), host.modules.state(module).to_string().into());
@@ -111,7 +112,7 @@ impl Requirement {
 pub struct Probe {
     pub mode: Mode,
     pub requirements: Vec<Requirement>,
-    /// What an operator should know of the mode on this node.
+    /// Remarks that an operator should know of the mode on this node.
     pub remarks: Vec<String>,
 }
 
@@ -120,7 +121,7 @@ impl Probe {
         self.obstacles().next().is_none()
     }
 
-    /// Why the mode cannot run here.
+    /// Returns the reasons why the mode cannot run here.
     pub fn obstacles(&self) -> impl Iterator<Item = &str> {
         self.requirements.iter().flat_map(|requirement| &requirement.missing).map(String::as_str)
     }

@@ -1,4 +1,5 @@
-//! Facts of real hosts, cut to what modes ask for, in `recorded/`. What was printed stands below the name of its source.
+//! Facts of real hosts, cut to what modes ask for. A file in `recorded/` has what was printed,
+//! below the name of its source.
 
 use super::{Capabilities, HostFacts, IPVS_PARAMETERS, ModuleTexts, Modules, Tool};
 
@@ -7,11 +8,11 @@ pub(crate) const ALL: [(&str, &str); 5] = [
     ("debian 6.1", include_str!("recorded/debian-6.1.txt")),
     ("debian 6.12", include_str!("recorded/debian-6.12.txt")),
     ("debian 7.2", include_str!("recorded/debian-7.2.txt")),
-    // CONFIG_MODULES is not set, CONFIG_IP_VS neither.
+    // On this host, CONFIG_MODULES and CONFIG_IP_VS are not set.
     ("microvm 6.18", include_str!("recorded/microvm-6.18.txt")),
 ];
 
-/// What may be read of a host.
+/// The texts that can be read on a host.
 #[derive(Clone, Debug)]
 pub(crate) struct Host {
     sections: Vec<(String, String)>,
@@ -28,7 +29,7 @@ impl Host {
         self.sections.iter().find(|(known, _)| known == name).map(|(_, text)| text.clone())
     }
 
-    /// As where these cannot be read.
+    /// Returns the host as it is where these texts cannot be read.
     pub(crate) fn without(mut self, names: &[&str]) -> Self {
         self.sections.retain(|(name, _)| !names.contains(&name.as_str()));
         self
@@ -40,18 +41,18 @@ impl Host {
         host
     }
 
-    /// In a container without /lib/modules and /boot.
+    /// Returns the host as a container sees it that lacks /lib/modules and /boot.
     pub(crate) fn contained(self) -> Self {
         self.without(&["builtin", "dep", "config"])
     }
 
-    /// After its modules of IPVS were loaded.
+    /// Returns the host after its IPVS modules were loaded.
     pub(crate) fn loaded(self) -> Self {
         let loaded = self.text("modules, loaded").unwrap();
         self.with("modules", &loaded)
     }
 
-    /// For a process with all rights.
+    /// Returns the facts for a process with all rights.
     pub(crate) fn facts(&self) -> HostFacts {
         let texts = ModuleTexts {
             loaded: self.text("modules"),

@@ -18,7 +18,7 @@ fn probe(mode: Mode, missing: &[&str]) -> Probe {
     }
 }
 
-/// Of a node on which these modes can run.
+/// Returns the probes of a node on which these modes can run.
 fn probes(able: &[Mode]) -> Vec<Probe> {
     let probe =
         |mode: Mode| if able.contains(&mode) { probe(mode, &[]) } else { probe(mode, &["no A", "no B"]) };

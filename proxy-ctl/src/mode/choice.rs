@@ -7,9 +7,9 @@ use crate::config::RequestedMode;
 pub struct ChosenMode {
     pub mode: Mode,
     pub requested: RequestedMode,
-    /// Why this mode, and what is less than best on this node.
+    /// The reasons why this mode was chosen, and what is less than best on this node.
     pub reasons: Vec<String>,
-    /// It takes the place of the mode that was asked for; why.
+    /// The reason why the mode takes the place of the one that was asked for, if it does.
     pub fallback: Option<String>,
 }
 

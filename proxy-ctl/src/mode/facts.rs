@@ -50,10 +50,9 @@ impl fmt::Display for Version {
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Capabilities {
     pub sys_admin: bool,
-    /// CAP_BPF, which exists since Linux 5.8. It is also true if `sys_admin` is, which includes it.
+    /// CAP_BPF, which exists since Linux 5.8. A process with CAP_SYS_ADMIN does not need it.
     pub bpf: bool,
-    /// CAP_PERFMON, which exists since Linux 5.8. It is also true if `sys_admin` is, which includes
-    /// it.
+    /// CAP_PERFMON, which exists since Linux 5.8. A process with CAP_SYS_ADMIN does not need it.
     pub perfmon: bool,
     pub net_admin: bool,
     pub setgid: bool,
@@ -128,7 +127,7 @@ pub struct HostFacts {
 
 /// The first kernel whose CONFIG_PREEMPT_RT lets softirqs of one CPU preempt each other.
 const SOFTIRQS_PREEMPT: KernelVersion = KernelVersion::new(6, 18, 0);
-/// The kernel option that makes these softirqs wait for each other, as they did before.
+/// The kernel option that makes softirqs of one CPU wait for each other, as before Linux 6.18.
 const SOFTIRQ_LOCK: &str = "CONFIG_PREEMPT_RT_NEEDS_BH_LOCK";
 
 impl HostFacts {

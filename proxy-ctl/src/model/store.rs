@@ -164,7 +164,7 @@ impl Model {
         }
     }
 
-    /// A relist: every service that is not in `services` is gone.
+    /// Takes in a list of Services. Every Service that is not in `services` is gone.
     pub fn replace_services(&mut self, services: Vec<Service>) {
         let listed: FxHashSet<&ObjectName> = services.iter().map(|service| &service.name).collect();
         let known = self.services.iter().filter(|(_, known)| known.service.is_some());

@@ -1,5 +1,6 @@
-//! Finds settings that are valid but do not fit this node: of the wrong address family, or node ports on every address.
-//! Pure. Warnings and fatal findings are the same as kube-proxy's.
+//! Finds settings that are valid but do not fit this node, such as those of the wrong address
+//! family, or node ports on every address. Pure. Warnings and fatal findings are the same as
+//! kube-proxy's.
 
 use ipnet::IpNet;
 
@@ -9,16 +10,16 @@ use crate::{
     node::NodeIps,
 };
 
-/// What the node is, as far as settings can contradict it.
+/// The facts of the node that settings can contradict.
 #[derive(Clone, Debug)]
 pub(super) struct NodeFacts {
     pub(super) ips: NodeIps,
     pub(super) pod_cidrs: Vec<IpNet>,
-    /// The kernel has both address families.
+    /// True if the kernel has both address families.
     pub(super) dual_stack: bool,
 }
 
-/// With `fatal` findings the proxy must not start.
+/// The result of a check. The proxy must not start with `fatal` findings.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Findings {
     pub(super) warnings: Vec<String>,
@@ -58,7 +59,8 @@ pub(super) fn check(config: &Config, node: &NodeFacts) -> Findings {
     findings
 }
 
-/// kube-proxy's error for a detection mode without networks. Mode ebpf does not need them.
+/// Returns kube-proxy's error for a detection mode without networks. Mode ebpf does not need
+/// networks.
 pub(super) fn nothing_is_local(config: &Config, node: &NodeFacts) -> Option<&'static str> {
     let (networks, nothing) = match config.detect_local_mode {
         LocalMode::ClusterCidr => (
@@ -145,7 +147,7 @@ mod tests {
     const V4: &[&str] = &["192.0.2.1"];
     const V6: &[&str] = &["2001:db8::1"];
 
-    /// Gives no finding on any node.
+    /// Returns a configuration that gives no finding on any node.
     fn quiet() -> Config {
         let any: SocketAddr = "0.0.0.0:10249".parse().unwrap();
         Config {

@@ -1,11 +1,12 @@
-//! What a changed configuration means for a running proxy: nothing, something that it takes over, or a new process. Pure.
+//! Decides if a changed configuration changes nothing, can be taken over by the running proxy, or
+//! needs a new process. Pure.
 
 use serde_json::Value;
 
 use super::settings::is_within;
 use crate::config::LEFT_OUT_ELSEWHERE;
 
-/// Fields, and sections with everything in them, that the running process takes over.
+/// The fields, and sections with everything in them, that the running process takes over.
 const LIVE: [&str; 18] = [
     "conntrack",
     "ebpf.algorithm",
@@ -27,22 +28,23 @@ const LIVE: [&str; 18] = [
     "oomScoreAdj",
 ];
 
-/// Names of the fields that are different, such as `logging.verbosity`.
+/// The names of the fields that are different, such as `logging.verbosity`.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct ConfigChanges {
     pub(super) live: Vec<String>,
-    /// They need a new process.
+    /// The fields that need a new process.
     pub(super) restart: Vec<String>,
 }
 
 impl ConfigChanges {
-    /// Between two documents of `kubeproxy.config.k8s.io/v1alpha1` that hold every field. `unused`: fields that nothing depends on.
+    /// Compares two documents of `kubeproxy.config.k8s.io/v1alpha1` that hold every field. Nothing
+    /// depends on the fields of `unused`.
     pub(super) fn between(old: &Value, new: &Value, unused: &[&str]) -> Self {
         let mut names = Vec::new();
         differences("", old, new, &mut names);
         names.retain(|name| !is_within(name, unused));
         if names.iter().any(|name| name == "mode") {
-            // The mode that they are for is opened with them, or ends.
+            // The mode that these fields are for is opened with them, or ends.
             names.retain(|name| !is_within(name, &LEFT_OUT_ELSEWHERE));
         }
         let (live, restart) = names.into_iter().partition(|name| is_within(name, &LIVE));
@@ -50,7 +52,7 @@ impl ConfigChanges {
     }
 }
 
-/// Lists are one value each.
+/// Lists the paths of all fields that differ. A list is one value.
 fn differences(path: &str, old: &Value, new: &Value, names: &mut Vec<String>) {
     match (old, new) {
         (Value::Object(before), Value::Object(now)) => {

@@ -10,7 +10,8 @@ use crate::controller::{self, Controller, Ended, Inputs};
 
 pub(super) type DataplaneEnd = Result<(), Ended>;
 
-/// `opened` is called once the dataplane holds its lock. The answer comes when the thread ends.
+/// Starts the thread, and returns the channel by which it reports its end. `opened` is called once
+/// the dataplane holds its lock.
 pub(super) fn start(
     proxy: &Proxy,
     inputs: Inputs,
@@ -22,7 +23,7 @@ pub(super) fn start(
             .keeping_endpoints_of(proxy.server);
     let runtime = tokio::runtime::Handle::current();
     let body = move || {
-        // Whoever waits may have given up.
+        // The receiver may have given up.
         let _ = end.send(controller::run(controller, inputs, &BuiltModes, opened, &runtime));
     };
     thread::Builder::new()
@@ -32,7 +33,7 @@ pub(super) fn start(
     Ok(ended)
 }
 
-/// The thread should not have ended.
+/// Returns the error for the end of the thread, which should not have ended.
 pub(super) fn failure(result: Result<DataplaneEnd, RecvError>) -> anyhow::Error {
     match result {
         Ok(Err(Ended::NotOpened(error))) => anyhow::Error::new(error).context("starting the dataplane"),

@@ -1,4 +1,5 @@
-//! Events about this node's proxy. Reasons, actions and types are kube-proxy's, so that existing alerts work.
+//! Events about this node's proxy. Reasons, actions and types are kube-proxy's, so that existing
+//! alerts work.
 
 use std::{fmt, io, net::SocketAddr, path::PathBuf};
 
@@ -10,22 +11,25 @@ use crate::{
 
 const START: &str = "StartKubeProxy";
 
-/// The node is set up, and the proxy begins to serve.
+/// Returns the event for a node that is set up, when the proxy begins to serve.
 pub(super) fn starting() -> Event {
     Event::node(Type::Normal, "Starting", START, "")
 }
 
-/// The address of /healthz cannot be bound, and `bindAddressHardFail` makes that the end.
+/// Returns the event for an address of /healthz that cannot be bound, which ends the process
+/// because of `bindAddressHardFail`.
 pub(super) fn healthz_failed(error: &dyn fmt::Display) -> Event {
     Event::node(Type::Warning, "FailedToStartProxierHealthcheck", START, error.to_string())
 }
 
-/// As [`healthz_failed`], for the address of /metrics.
+/// Returns the event for an address of /metrics that cannot be bound, which ends the process
+/// because of `bindAddressHardFail`.
 pub(super) fn metrics_failed(error: &dyn fmt::Display) -> Event {
     Event::node(Type::Warning, "FailedToStartMetricServer", START, error.to_string())
 }
 
-/// The port that a load balancer asks for a Service's endpoints cannot be bound. `node`: the own Node's name.
+/// Returns the event for a port that cannot be bound and at which a load balancer asks for a
+/// Service's endpoints. `node` is the own Node's name.
 pub(super) fn service_health_failed(
     node: &str,
     service: &ObjectName,
@@ -47,7 +51,7 @@ pub(super) fn service_health_failed(
     }
 }
 
-/// As Go's library says it: without a capital and without the number.
+/// Returns an error in the words of Go's library, without a capital and without the number.
 fn in_go(error: &io::Error) -> String {
     let text = error.to_string();
     let text = text.split(" (os error").next().unwrap_or_default();
@@ -55,8 +59,8 @@ fn in_go(error: &io::Error) -> String {
     chars.next().into_iter().flat_map(char::to_lowercase).chain(chars).collect()
 }
 
-/// Kernel parameters that could not be set because their file systems are mounted read-only. Newer kube-proxies end
-/// instead.
+/// Returns the event for kernel parameters that could not be set because their file systems are
+/// mounted read-only. Newer kube-proxies end instead.
 pub(super) fn read_only(paths: &[PathBuf]) -> Event {
     let paths: Vec<_> = paths.iter().map(|path| path.display().to_string()).collect();
     let note = format!(
@@ -66,18 +70,20 @@ pub(super) fn read_only(paths: &[PathBuf]) -> Event {
     Event::node(Type::Warning, "readOnlySysFS", START, note)
 }
 
-/// Rules of another kube-proxy, and why they are still there. kube-proxy has no such event.
+/// Returns the event for rules of another kube-proxy that are still there, with the reason.
+/// kube-proxy has no such event.
 pub(super) fn former_rules_stay(problem: &str) -> Event {
     Event::node(Type::Warning, "KubeProxyRulesRemain", "RemoveKubeProxyRules", problem)
 }
 
-/// Removed rules of another kube-proxy are there again: one runs. kube-proxy has no such event.
+/// Returns the event for rules that are there again after their removal, because another kube-proxy
+/// runs. kube-proxy has no such event.
 pub(super) fn former_rules_are_back(parts: &str) -> Event {
     Event::node(Type::Warning, "KubeProxyRulesReturned", "RemoveKubeProxyRules", parts)
 }
 
-/// What of a Service is not served as it asks. kube-proxy has no such event. `leaves_unserved`: clients cannot reach
-/// some of its frontends.
+/// Returns the event for a Service that is not served as it asks. If `leaves_unserved` is true,
+/// clients cannot reach some of its frontends. kube-proxy has no such event.
 pub(super) fn service_not_served_as_asked(service: ObjectName, leaves_unserved: bool, note: String) -> Event {
     Event {
         event_type: Type::Warning,
@@ -89,14 +95,14 @@ pub(super) fn service_not_served_as_asked(service: ObjectName, leaves_unserved: 
     }
 }
 
-/// The packet programs cannot be attached to a workload's interface, and why. kube-proxy has no
-/// such event.
+/// Returns the event for a workload's interface that packet programs cannot be attached to, with
+/// the reason. kube-proxy has no such event.
 pub(super) fn interface_not_attached(problem: &str) -> Event {
     let note = format!("{problem}; packets of this workload meet no programs of mode ebpf");
     Event::node(Type::Warning, "InterfaceNotAttached", "AttachPrograms", note)
 }
 
-/// A table of flows is three quarters full. kube-proxy has no such event.
+/// Returns the event for a flow map that is three quarters full. kube-proxy has no such event.
 pub(super) fn flows_filling(table: &str, rows: u64) -> Event {
     let note = format!(
         "table {table} of established flows is three quarters full ({rows} rows): when it is full, new connections may \
@@ -105,24 +111,27 @@ pub(super) fn flows_filling(table: &str, rows: u64) -> Event {
     Event::node(Type::Warning, "FlowTableFilling", "KeepFlows", note)
 }
 
-/// Another mode takes the place of the one that was asked for, and why. kube-proxy has no such event.
+/// Returns the event for a mode that takes the place of the one that was asked for, with the
+/// reason. kube-proxy has no such event.
 pub(super) fn mode_fallback(why: &str) -> Event {
     Event::node(Type::Warning, "ProxyModeFallback", "ChooseMode", why)
 }
 
-/// As kube-proxy from 1.35 on.
+/// Returns the event that kube-proxy sends from version 1.35 on.
 pub(super) fn ipvs_is_deprecated() -> Event {
     let note = "mode ipvs is deprecated in Kubernetes, which may remove it; mode nftables is meant to take its place";
     Event::node(Type::Warning, "IPVSDeprecation", "StartKubeProxy", note)
 }
 
-/// The configuration asks for another mode, which could not take over. kube-proxy has no such event.
+/// Returns the event for a mode that the configuration asks for and that could not take over.
+/// kube-proxy has no such event.
 pub(super) fn mode_refused(wanted: Mode, at_work: Mode, problem: &str) -> Event {
     let note = format!("mode {wanted} cannot take over, mode {at_work} stays at work: {problem}");
     Event::node(Type::Warning, "ProxyModeRefused", "SwitchMode", &note)
 }
 
-/// The configuration file was replaced by one that is not valid. kube-proxy has no such event.
+/// Returns the event for a configuration file that was replaced by one that is not valid.
+/// kube-proxy has no such event.
 pub(super) fn invalid_configuration(problem: &str) -> Event {
     Event::node(Type::Warning, "InvalidConfiguration", "ReadConfiguration", problem)
 }

@@ -1,4 +1,4 @@
-//! Tells the cluster of tables of flows that are nearly full: one event for each time that a table
+//! Tells the cluster of flow maps that are nearly full, by one event for each time that a map
 //! becomes so.
 
 use std::collections::BTreeMap;
@@ -8,7 +8,7 @@ use tokio::sync::watch;
 use super::event;
 use crate::{dataplane::HookProblems, events::Recorder};
 
-/// Ends when there is no dataplane any more.
+/// Sends the events. It ends when there is no dataplane any more.
 pub(super) async fn follow(mut problems: watch::Receiver<HookProblems>, events: Recorder) {
     let mut told = BTreeMap::new();
     loop {

@@ -1,10 +1,14 @@
-//! Kernel parameters: which ones a configuration asks for (pure), and setting them.
+//! Computes which kernel parameters a configuration asks for, which is pure, and sets them.
 //!
-//! As in kube-proxy, a timeout is written only if it has another value, a limit only if it is lower
-//! than what is asked for, and a setting of zero leaves the parameter alone. Three things are no
-//! reason to end, because the datapath works without them: parameters of a module that is not
-//! loaded, file systems that are mounted read-only, as /sys and /proc/sys are in a container
-//! without privileges, and an ordinary user's want of rights.
+//! A timeout is written only if it has another value, and a limit only if it is lower than what is
+//! asked for. A setting of zero leaves the parameter alone. kube-proxy does the same.
+//!
+//! Three things are no reason to end, because the datapath works without them:
+//!
+//! - The module of a parameter is not loaded.
+//! - A file system is mounted read-only, as /sys and /proc/sys are in a container without
+//!   privileges.
+//! - The process of an ordinary user lacks the right to write a parameter.
 
 use std::{
     fs, io,
@@ -15,13 +19,13 @@ use std::{
 
 use crate::{config::Conntrack, node::facts};
 
-/// A file of the kernel's that holds a number.
+/// A file of the kernel that holds a number.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Parameter {
-    /// From the root directory, without a slash in front.
+    /// The path from the root directory, without a leading slash.
     pub(super) path: &'static str,
     pub(super) wanted: Wanted,
-    /// What of the configuration asks for it.
+    /// The field of the configuration that asks for it.
     pub(super) field: &'static str,
 }
 
@@ -56,17 +60,18 @@ const NETFILTER: [&str; 6] = [
 ];
 const HASH_SIZE: &str = "sys/module/nf_conntrack/parameters/hashsize";
 
-/// The most that `maxPerCore` makes of a machine with many cores.
+/// The largest limit that `maxPerCore` leads to on a machine with many cores.
 const MOST_SCALED: u64 = 1 << 20;
 
-/// What the configuration asks of a node with this many cores, in the order of writing.
+/// Returns the parameters that the configuration asks for on a node with this many cores, in the
+/// order of writing.
 pub(super) fn wanted(config: &Conntrack, cores: u32) -> Vec<Parameter> {
     let [max, established, close_wait, be_liberal, udp, udp_stream] = NETFILTER;
     let mut parameters = Vec::new();
     let mut add = |path, wanted, field| parameters.push(Parameter { path, wanted, field });
     if let Some(entries) = conntrack_max(config, cores) {
-        // kubernetes#141943: lowering an administrator's limit drops connections, and fails where
-        // the file is read-only.
+        // The limit is never lowered (kubernetes#141943). Lowering an administrator's limit drops
+        // connections, and fails where the file is read-only.
         add(max, Wanted::AtLeast(entries), "conntrack.maxPerCore");
         add(HASH_SIZE, Wanted::AtLeast(entries / 4), "conntrack.maxPerCore");
     }
@@ -85,7 +90,7 @@ pub(super) fn wanted(config: &Conntrack, cores: u32) -> Vec<Parameter> {
     parameters
 }
 
-/// `None`: the limit stays as it is.
+/// Returns the limit of connections, or `None` if it stays as it is.
 fn conntrack_max(config: &Conntrack, cores: u32) -> Option<u64> {
     let scaled = u64::from(config.max_per_core) * u64::from(cores);
     match scaled {
@@ -116,7 +121,7 @@ fn hint(error: &io::Error) -> &'static str {
 enum ParameterOutcome {
     AsWanted,
     Set,
-    /// The kernel has no such parameter: its module is not loaded.
+    /// The kernel has no such parameter, because its module is not loaded.
     Missing,
     ReadOnly,
     Forbidden,
@@ -127,7 +132,7 @@ enum ParameterOutcome {
 pub(super) struct Skipped {
     pub(super) missing: Vec<PathBuf>,
     pub(super) read_only: Vec<PathBuf>,
-    /// This process has not CAP_NET_ADMIN, and asks for no more.
+    /// Parameters that this process may not write, because it runs without CAP_NET_ADMIN.
     pub(super) forbidden: Vec<PathBuf>,
 }
 
@@ -135,7 +140,8 @@ pub(super) struct Skipped {
 #[derive(Clone, Debug)]
 pub(super) struct Kernel {
     root: PathBuf,
-    /// That parameters may not be set is an error: the process should have the right to.
+    /// True if it is an error that parameters may not be set, because the process should have the
+    /// right to.
     must_set: bool,
 }
 
@@ -150,7 +156,7 @@ impl Kernel {
         Self { root: root.into(), must_set: true }
     }
 
-    /// Sets parameters that differ, and logs their old values. Stops at the first error.
+    /// Sets parameters that differ, and logs the new values. Stops at the first error.
     pub(super) fn set(&self, parameters: &[Parameter]) -> Result<Skipped, Error> {
         let mut skipped = Skipped::default();
         for parameter in parameters {
@@ -197,7 +203,8 @@ impl Kernel {
         !self.must_set && error.kind() == io::ErrorKind::PermissionDenied
     }
 
-    /// Online CPUs of the machine, also those that this process may not use; `None`: unknown.
+    /// Returns the number of online CPUs of the machine, with those that this process may not use.
+    /// `None` if it is unknown.
     pub(super) fn cores(&self) -> Option<u32> {
         let folder = self.path("sys/devices/system/cpu");
         let names = fs::read_dir(&folder).ok()?;
@@ -205,7 +212,7 @@ impl Kernel {
             name.strip_prefix("cpu")
                 .is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
         };
-        // The first CPU often has no such file: it is always on.
+        // The first CPU often has no such file, because it is always on.
         let is_on = |name: &str| read(&folder.join(name).join("online")).map_or(true, |on| on != 0);
         let names = names.filter_map(|found| found.ok()?.file_name().into_string().ok());
         let count = names.filter(|name| is_core(name) && is_on(name)).count();
@@ -222,7 +229,8 @@ fn read(path: &Path) -> io::Result<u64> {
     text.trim().parse().map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
 }
 
-/// Never makes a file: a parameter that is not there cannot be set.
+/// Writes a parameter. It never creates a file, because a parameter that is not there cannot be
+/// set.
 fn write(path: &Path, value: u64) -> io::Result<()> {
     fs::OpenOptions::new().write(true).truncate(true).open(path)?.write_all(value.to_string().as_bytes())
 }
@@ -361,7 +369,7 @@ mod tests {
         let (root, kernel) = kernel(&files);
         let path = root.path().to_owned();
         let none = None::<&str>;
-        // In a thread with a mount namespace of its own.
+        // The thread has a mount namespace of its own.
         let skipped = std::thread::spawn(move || {
             unshare(CloneFlags::CLONE_NEWNS).unwrap();
             mount(none, "/", none, MsFlags::MS_REC | MsFlags::MS_PRIVATE, none).unwrap();

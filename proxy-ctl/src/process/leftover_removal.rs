@@ -1,6 +1,6 @@
-//! Removes the rules of another kube-proxy once this proxy serves every service port, then reports
-//! rules that come back: a kube-proxy that still runs writes them again. What those rules accepted
-//! of load balancers' health checks is accepted further on.
+//! Removes the rules of another kube-proxy once this proxy serves every service port. After that it
+//! reports rules that come back, which a kube-proxy that still runs writes. If those rules accepted
+//! health checks of load balancers, these go on being accepted.
 
 use std::{collections::BTreeSet, fmt::Display, sync::Arc, time::Duration};
 
@@ -20,17 +20,17 @@ use crate::{
 
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
 const LONGEST_PAUSE: Duration = Duration::from_mins(5);
-/// Service ports that hold back the removal and are named; the others are counted.
+/// The most service ports that are named as holding back the removal. The others are counted.
 const MOST_NAMED: usize = 10;
 
 pub(super) struct LeftoverRemoval {
     pub(super) configs: watch::Receiver<Arc<Config>>,
     pub(super) coverage: watch::Receiver<Coverage>,
     pub(super) mode: watch::Receiver<ModeInForce>,
-    /// Modes of this proxy that the controller removes.
+    /// Modes of this proxy that drain, and that the controller removes.
     pub(super) retiring: watch::Receiver<Vec<Mode>>,
     pub(super) health_checks: watch::Receiver<HealthChecks>,
-    /// What holds back the removal, for the record.
+    /// The reasons that hold back the removal, for the record.
     pub(super) blockers: watch::Sender<Vec<String>>,
     pub(super) events: Recorder,
     pub(super) metrics: Arc<Metrics>,
@@ -39,7 +39,7 @@ pub(super) struct LeftoverRemoval {
 struct Progress {
     leftovers: Leftovers,
     accepted: AcceptedHealthChecks,
-    /// The tables that a former process of this proxy has left are in `accepted`.
+    /// True once `accepted` has the tables that a former process of this proxy has left.
     has_adopted: bool,
     /// The ports of health checks that were written last.
     accepted_ports: BTreeSet<u16>,
@@ -51,7 +51,7 @@ struct Progress {
 }
 
 impl LeftoverRemoval {
-    /// Ends only if the controller ends before everything is programmed.
+    /// Removes and reports. It ends only if the controller ends before everything is programmed.
     pub(super) async fn follow(mut self) {
         if self.translates_in_connect() {
             deprecate_addresses().await;
@@ -72,7 +72,7 @@ impl LeftoverRemoval {
         }
     }
 
-    /// Waits for the next look. Meanwhile the ports of health checks are followed.
+    /// Waits for the next look, and follows the ports of health checks meanwhile.
     async fn wait(&mut self, next: Instant, held_back: bool, progress: &mut Progress) {
         loop {
             tokio::select! {
@@ -109,9 +109,9 @@ impl LeftoverRemoval {
         }
     }
 
-    /// Accepts health checks wherever another kube-proxy does, before its rules go. Modes iptables
-    /// and ipvs do so by rules of their own. Returns false if the removal has to wait for another
-    /// attempt.
+    /// Accepts health checks wherever another kube-proxy does, before its rules are removed. Modes
+    /// iptables and ipvs do so by rules of their own. Returns false if the removal has to wait for
+    /// another attempt.
     async fn keep_accepting(&self, progress: &mut Progress) -> bool {
         if matches!(self.mode.borrow().modes.mode, Mode::Iptables | Mode::Ipvs) {
             return true;
@@ -141,7 +141,7 @@ impl LeftoverRemoval {
         dataplane::translates_in_connect(self.mode.borrow().modes.mode, &self.configs.borrow())
     }
 
-    /// With `ebpf.removeKubeProxyRules: false` nothing is pending.
+    /// Returns the first progress. With `ebpf.removeKubeProxyRules: false` nothing is pending.
     async fn begin(&self) -> Progress {
         let removes = self.configs.borrow().ebpf.remove_kube_proxy_rules;
         let by_connect = self.translates_in_connect();
@@ -169,8 +169,8 @@ impl LeftoverRemoval {
         progress
     }
 
-    /// Removes each part until that has succeeded once. Rules that come back are reported and not removed again: two
-    /// proxies would write and remove them in turns.
+    /// Removes each part until that has succeeded once. Rules that come back are reported and not
+    /// removed again, because two proxies would write and remove them in turns.
     async fn look_and_remove(&self, progress: &mut Progress) {
         let blockers = blockers(&self.coverage.borrow());
         let attempts =
@@ -182,7 +182,7 @@ impl LeftoverRemoval {
         let (found, retiring) = self.look(&mut progress.leftovers).await;
         progress.reported.unknown(&found);
         if found.parts.is_empty() && found.problems.is_empty() && !blockers.is_empty() {
-            // Rules that appear from now on are of a running kube-proxy.
+            // Rules that appear from now on are those of a running kube-proxy.
             progress.pending = PendingRemoval::default();
         }
         let holds_back = !progress.pending.is_empty() && !found.parts.is_empty();
@@ -232,7 +232,7 @@ impl LeftoverRemoval {
         }
     }
 
-    /// `blockers`: empty where nothing is held back.
+    /// Reports what holds back the removal. `blockers` is empty if nothing is held back.
     fn hold_back(&self, blockers: Vec<String>, parts: &[Part], reported: &mut Reported) {
         if blockers == reported.blockers {
             return;
@@ -264,7 +264,8 @@ impl LeftoverRemoval {
         reported.other_runs = !grown.is_empty();
     }
 
-    /// Answers with the modes whose parts are not in it, too.
+    /// Finds what another kube-proxy has left, and returns it with the modes that drain, whose
+    /// parts are left out.
     async fn look(&self, leftovers: &mut Leftovers) -> (Found, Vec<Mode>) {
         loop {
             let (config, retiring) = (Arc::clone(&self.configs.borrow()), self.retiring.borrow().clone());
@@ -279,12 +280,12 @@ impl LeftoverRemoval {
     }
 }
 
-/// What that kube-proxy may serve and this proxy does not.
+/// Returns what this proxy does not serve and the other kube-proxy may serve.
 fn removal_blockers(coverage: &Coverage) -> impl Iterator<Item = (&ServicePortName, &Unsupported)> {
     coverage.unserved().filter(|(_, unsupported)| unsupported.may_be_served_by_another())
 }
 
-/// Service ports that this proxy does not serve, and why.
+/// Returns the service ports that this proxy does not serve, each with the reason.
 fn blockers(coverage: &Coverage) -> Vec<String> {
     let mut blockers: Vec<String> = removal_blockers(coverage)
         .map(|(name, unsupported)| format!("{name} ({}: {})", unsupported.field, unsupported.instead))
@@ -299,7 +300,8 @@ fn blockers(coverage: &Coverage) -> Vec<String> {
     blockers
 }
 
-/// Runs `work` on a thread of its own, because large rule sets take long to read. `None`: it panicked, which is logged.
+/// Runs `work` on a thread of its own, because large rule sets take long to read. Returns `None` if
+/// it panicked, which is logged.
 async fn blocking<S: Default + Send + 'static, T: Send + 'static>(
     state: &mut S,
     work: impl FnOnce(&mut S) -> T + Send + 'static,
@@ -312,7 +314,8 @@ async fn blocking<S: Default + Send + 'static, T: Send + 'static>(
     Some(done)
 }
 
-/// Also where rules stay: answers would go to a ClusterIP. The hooks in `connect` come later, after the lists.
+/// Deprecates addresses before the hooks in `connect` are attached, which happens after the lists.
+/// It is also done where rules stay, because answers would go to a ClusterIP.
 async fn deprecate_addresses() {
     let done = blocking(&mut (), |()| leftovers::deprecate_addresses()).await;
     if let Some(Err(error)) = done {
@@ -330,16 +333,17 @@ fn joined(all: &[impl Display]) -> String {
 /// The parts that are expected while no other kube-proxy runs.
 #[derive(Default)]
 struct Baseline {
-    /// `None`: before the first search.
+    /// `None` before the first search.
     parts: Option<Vec<Part>>,
     removed_since: bool,
-    /// Modes of this proxy whose parts are in neither.
+    /// Modes of this proxy that drained at the last search. Their parts are not in `parts`.
     retiring: Vec<Mode>,
 }
 
 impl Baseline {
-    /// Returns the parts of `now` that are new or larger. `retiring`: modes whose parts are not in it. Where one has ended since, what
-    /// others use of it has stayed.
+    /// Returns the parts of `now` that are new or larger. Parts of the modes of `retiring` are not
+    /// in `now`. If one of these modes has ended, its parts that others use have stayed, so that
+    /// the baseline begins anew.
     fn update(&mut self, now: &[Part], retiring: Vec<Mode>) -> Vec<Part> {
         let before_it = std::mem::replace(&mut self.retiring, retiring);
         if before_it.iter().any(|mode| !self.retiring.contains(mode)) {
@@ -354,7 +358,7 @@ impl Baseline {
     }
 }
 
-/// The parts of `now` that are new or larger than `before`.
+/// Returns the parts of `now` that are new or larger than `before`.
 fn grown(before: &[Part], now: &[Part]) -> Vec<Part> {
     let was = |part: &Part| {
         let same = before.iter().find(|old| (&old.place, old.what) == (&part.place, part.what));
@@ -363,7 +367,7 @@ fn grown(before: &[Part], now: &[Part]) -> Vec<Part> {
     now.iter().filter(|part| part.count > was(part)).cloned().collect()
 }
 
-/// The parts of `before` that are still there, with the smaller count.
+/// Returns the parts of `before` that are still there, with the smaller count.
 fn shrunk(before: &[Part], now: &[Part]) -> Vec<Part> {
     let still = |old: &Part| {
         let same = now.iter().find(|part| (&part.place, part.what) == (&old.place, old.what))?;
@@ -372,7 +376,7 @@ fn shrunk(before: &[Part], now: &[Part]) -> Vec<Part> {
     before.iter().filter_map(still).collect()
 }
 
-/// What was reported last, so that it is logged only when it changes.
+/// The last reports, so that each is logged only when it changes.
 #[derive(Default)]
 struct Reported {
     not_accepted: String,
@@ -396,7 +400,8 @@ impl Reported {
         }
     }
 
-    /// Returns whether something was logged.
+    /// Logs if the search has failed in another way than before. Returns true if something was
+    /// logged.
     fn unknown(&mut self, found: &Found) -> bool {
         let unknown = joined(&found.problems);
         let news = !unknown.is_empty() && unknown != self.unknown;
@@ -482,15 +487,15 @@ mod tests {
         let stays = [part("nat", 3), part("filter", 2)];
         assert_eq!(baseline.update(&stays, Vec::new()), []);
         assert_eq!(baseline.update(&stays, Vec::new()), []);
-        // An attempt whose search fails.
+        // The search after the next attempt fails.
         baseline.removed_since = true;
         assert_eq!(baseline.update(&stays[..1], Vec::new()), []);
         assert_eq!(baseline.update(&stays, Vec::new()), stays[1..]);
-        // It is reported and not removed.
+        // The part is reported and not removed.
         assert_eq!(baseline.update(&stays, Vec::new()), stays[1..]);
     }
 
-    /// Of iptables, KUBE-FORWARD may stay; a chain more than that is another kube-proxy's.
+    /// KUBE-FORWARD of mode iptables may stay. One chain more than that is another kube-proxy's.
     #[test]
     fn what_stays_of_an_own_mode_that_has_retired_has_not_grown() {
         let mut baseline = Baseline::default();

@@ -1,12 +1,14 @@
 //! The running proxy, from its configuration to its end. [`run`] reads from top to bottom:
 //!
-//! 1. [`settings`]: everything that is said is read and checked, and the mode is chosen. Nothing is touched before.
-//! 2. [`proxy`] starts the tasks: the servers answer, the [`source`] lists, the [`dataplane_thread`] loads its programs.
-//! 3. [`set_up`]: the node is set up, in kube-proxy's order.
-//! 4. Everything listed is written, and changes are followed. What another kube-proxy has left goes
-//!    ([`leftover_removal`]); [`record`] tells `status` about it all.
-//! 5. The end: a signal, a change of the [`own_node`] or of the configuration ([`reload`]) that takes a new process, or
-//!    a failure. What is programmed goes on working.
+//! 1. [`settings`] reads and checks the configuration, and the mode is chosen. Nothing is touched
+//!    before.
+//! 2. [`proxy`] starts the tasks: the servers answer, the [`source`] lists, and the
+//!    [`dataplane_thread`] loads its programs.
+//! 3. [`set_up`] sets up the node, in kube-proxy's order.
+//! 4. Everything listed is written, and changes are followed. [`leftover_removal`] removes what
+//!    another kube-proxy has left, and [`record`] tells `status` about everything.
+//! 5. The process ends by a signal, a failure, or a change of the [`own_node`] or of the
+//!    configuration ([`reload`]) that needs a new process. What is programmed goes on working.
 
 mod checks;
 mod config_changes;

@@ -1,4 +1,5 @@
-//! Which modes the configuration and this node lead to, at the start and when the configuration changes.
+//! Chooses the modes that the configuration and this node lead to, at the start and when the
+//! configuration changes.
 
 use std::sync::Arc;
 
@@ -16,7 +17,8 @@ use crate::{
     report::{Metrics, ModeChoice, ModeInForce},
 };
 
-/// What a mode needs of the kernel is loaded before the mode is taken, as far as the kernel has it.
+/// Chooses the modes. The kernel modules that a mode needs are loaded before the mode is taken, as
+/// far as the kernel has them.
 pub(super) fn choose(config: &Config) -> Result<ModeChoice, Refusal> {
     let mut loaded = Vec::new();
     let mut host = facts::gather();
@@ -37,7 +39,7 @@ pub(super) fn choose(config: &Config) -> Result<ModeChoice, Refusal> {
     }
 }
 
-/// The modes of this build.
+/// Opens the modes of this build.
 pub(super) struct BuiltModes;
 
 impl ModeOpener for BuiltModes {
@@ -64,12 +66,12 @@ impl ModeOpener for BuiltModes {
     }
 }
 
-/// Of a mode that was not at work before.
+/// Returns the event for a deprecated mode that was not active before.
 fn deprecation(before: Option<Mode>, now: Mode) -> Option<Event> {
     (now == Mode::Ipvs && before != Some(now)).then(event::ipvs_is_deprecated)
 }
 
-/// Tells of each change of the mode, and of a fallback at the start.
+/// Tells of each change of the mode, and of each new fallback.
 pub(super) async fn tell(
     mut in_force: watch::Receiver<ModeInForce>,
     choices: watch::Receiver<ModeChoice>,
@@ -132,7 +134,7 @@ mod tests {
             let in_force = ModeInForce::new(chosen.modes);
             choose.send_replace(chosen);
             serve.send_replace(in_force);
-            // `telling` runs on this thread until it waits.
+            // The task `telling` runs on this thread until it waits.
             for _ in 0..10 {
                 tokio::task::yield_now().await;
             }

@@ -1,5 +1,6 @@
-//! The own Node: which of its fields must be known before the start, and which of its changes end the process, so that a
-//! new process is set up for them. Timeouts and reactions are kube-proxy's.
+//! Waits for the fields of the own Node that must be known before the start, and for the changes
+//! that end the process, so that a new process is set up for them. Timeouts and reactions are
+//! kube-proxy's.
 
 use std::{fmt, net::IpAddr, time::Duration};
 
@@ -14,9 +15,9 @@ use crate::{
 /// Timeouts of the wait for a complete Node.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Patience {
-    /// Then the proxy starts without addresses.
+    /// The time after which the proxy starts without addresses.
     addresses: Duration,
-    /// Then the proxy ends.
+    /// The time after which the proxy ends because pod CIDRs are missing.
     pod_cidrs: Duration,
 }
 
@@ -34,8 +35,8 @@ pub(super) enum Error {
     NoPodCidr { node: String },
 }
 
-/// Waits for the first list, however long the API server takes, then with `patience` for what is missing.
-/// `needs_pod_cidrs`: `detectLocalMode` is NodeCIDR.
+/// Waits for the first list, however long the API server takes, and then with `patience` for what
+/// is missing. `needs_pod_cidrs` is true if `detectLocalMode` is NodeCIDR.
 pub(super) async fn wait_for(
     name: &str,
     own_node: &mut watch::Receiver<OwnNode>,
@@ -71,7 +72,8 @@ pub(super) async fn wait_for(
     Ok(node)
 }
 
-/// Never completes after the source has ended, because then the process is about to end.
+/// Waits until the Node is `enough`. It never completes after the source has ended, because then
+/// the process is about to end.
 async fn wait_until(own_node: &mut watch::Receiver<OwnNode>, enough: impl Fn(&OwnNode) -> bool) {
     if own_node.wait_for(enough).await.is_err() {
         std::future::pending().await
@@ -104,8 +106,9 @@ fn list<T: fmt::Display>(all: &[T]) -> String {
     all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// Completes with the first change that needs a new process. `before`: the Node by which this proxy was set up. A change
-/// that is undone between two updates may be missed; it needs no new process.
+/// Completes with the first change that needs a new process. `before` is the Node by which this
+/// proxy was set up. A change that is undone between two updates may be missed, and needs no new
+/// process.
 pub(super) async fn changed(
     own_node: &mut watch::Receiver<OwnNode>,
     before: Option<Node>,
@@ -157,7 +160,7 @@ mod tests {
         node.clone().map_or(OwnNode::Absent, OwnNode::Present)
     }
 
-    /// A source that lists these Nodes one after the other and does not end.
+    /// Lists these Nodes one after the other, as a source that does not end.
     async fn list_each(own_node: &watch::Sender<OwnNode>, nodes: &[Option<Node>]) {
         for node in nodes {
             own_node.send_replace(listed(node));
@@ -165,8 +168,8 @@ mod tests {
         }
     }
 
-    /// Short timeouts, for tests in which nothing more comes. The clock of these tests is paused:
-    /// it moves on only when every task waits, so a test that gets no CPU for a while meets no
+    /// Short timeouts, for tests in which nothing more comes. The clock of these tests is paused.
+    /// It moves on only when every task waits, so a test that gets no CPU for a while meets no
     /// timeout.
     const SHORT: Patience =
         Patience { addresses: Duration::from_millis(20), pod_cidrs: Duration::from_millis(20) };

@@ -1,4 +1,4 @@
-//! What the tasks of a running proxy share, and the tasks.
+//! The tasks of a running proxy, and what they share.
 
 use std::{io, net::SocketAddr, sync::Arc};
 
@@ -35,43 +35,46 @@ use crate::{
     source::kubernetes::SourceState,
 };
 
-/// Updates between the watchers and the dataplane's thread; then the watchers wait.
+/// The most updates that wait between the watchers and the dataplane's thread. When there are as
+/// many, the watchers wait.
 const UPDATES: usize = 4096;
-/// Questions to the dataplane's thread.
+/// The most requests for metrics that wait for the dataplane's thread.
 const METRICS_REQUESTS: usize = 16;
 
 type Tasks = JoinSet<anyhow::Result<()>>;
 
-/// Each watch channel has one writer.
+/// The state that tasks share. Each watch channel has one writer.
 pub(super) struct Proxy {
     line: CommandLine,
-    /// As at the start.
+    /// The configuration at the start.
     pub(super) config: Arc<Config>,
     pub(super) node_name: Arc<str>,
-    /// `None`: a folder of manifests. It need not tell all that a kube-proxy serves, and its Node is followed as it changes.
+    /// `None` if the source is a folder of manifests. Such a folder need not name everything that a
+    /// kube-proxy serves, and its Node is followed as it changes.
     source_state: Option<SourceState>,
-    /// The address and port at which the API server is dialled; None if it has a name, or there is a
-    /// proxy in between.
+    /// The address and port at which the API server is dialled. `None` if it has a name, or if
+    /// there is a proxy in between.
     pub(super) server: Option<SocketAddr>,
     pub(super) events: Recorder,
     health: Arc<SharedHealth>,
     heartbeats: Heartbeats,
     pub(super) metrics: Arc<Metrics>,
     own_node: watch::Sender<OwnNode>,
-    /// Nothing is written before the first.
+    /// The node's network. Nothing is written before the first one.
     networks: watch::Sender<Option<NodeNetwork>>,
-    /// What the configuration in force leads to; sent before it.
+    /// The mode that the configuration in force leads to. It is sent before the configuration.
     choices: watch::Sender<ModeChoice>,
     pub(super) mode: watch::Sender<ModeInForce>,
-    /// What has served before it, while anything of it is left.
+    /// Modes that were active before, while anything of them is left.
     retiring: watch::Sender<Vec<Mode>>,
-    /// Why interfaces lack programs.
+    /// The reasons why interfaces lack programs.
     hook_problems: watch::Sender<HookProblems>,
-    /// What of Services is not honoured and was told in events, also by a predecessor.
+    /// The fields of Services that are not honoured and were reported by events, also by those of a
+    /// predecessor.
     told: watch::Sender<Vec<UnsupportedField>>,
     /// The configuration in force.
     configs: watch::Sender<Arc<Config>>,
-    /// The same, as `/configz` shows it.
+    /// The configuration in force, as `/configz` shows it.
     document: watch::Sender<Value>,
     health_checks: watch::Sender<HealthChecks>,
     coverage: watch::Sender<Coverage>,
@@ -142,7 +145,7 @@ impl Proxy {
         Ok((proxy, ProxyInputs { updates: updates_in, controller }))
     }
 
-    /// What the controller writes.
+    /// Returns the channels and metrics that the controller writes.
     pub(super) fn reports(&self) -> Reports {
         Reports {
             health: Arc::clone(&self.health),
@@ -186,7 +189,7 @@ impl Proxy {
         }
     }
 
-    /// What load balancers ask at `healthCheckNodePort`.
+    /// Serves the answers to load balancers that ask at `healthCheckNodePort`.
     pub(super) fn serve_service_health(&self, tasks: &mut Tasks) {
         let (node_name, events) = (Arc::clone(&self.node_name), self.events.clone());
         let failed = move |service: &ObjectName, address: SocketAddr, error: &io::Error| {
@@ -208,7 +211,7 @@ impl Proxy {
         tasks.spawn(self.heartbeats.clone().watch(name, task));
     }
 
-    /// A task whose end is no failure, until the process ends.
+    /// Begins a task whose end is no failure. It is cancelled when the process ends.
     fn spawn(&self, tasks: &mut Tasks, name: &'static str, work: impl Future<Output = ()> + Send + 'static) {
         let stop = self.stop.clone();
         self.begin(tasks, name, async move {
@@ -217,8 +220,8 @@ impl Proxy {
         });
     }
 
-    /// Sets the node up, then follows its addresses, its Node and the configuration file. The task ends only with what
-    /// must end the process.
+    /// Sets the node up, then follows its addresses, its Node and the configuration file. The task
+    /// ends only with what must end the process.
     pub(super) fn set_up_and_follow(&self, tasks: &mut Tasks) {
         let (config, node_name) = (Arc::clone(&self.config), Arc::clone(&self.node_name));
         let mut own_node = self.source_state.is_some().then(|| self.own_node.subscribe());
@@ -280,7 +283,8 @@ impl Proxy {
         );
     }
 
-    /// To be called before the record of a predecessor is replaced.
+    /// Starts to tell of Services that are not served as asked. It must be called before the record
+    /// of a predecessor is replaced.
     pub(super) fn tell_of_unsupported_services(&self, tasks: &mut Tasks) {
         let told = match Record::read(&self.config.ebpf.bpffs) {
             Ok(record) => record.unwrap_or_default().told,
@@ -307,15 +311,15 @@ impl Proxy {
         self.spawn(tasks, "filling tables", filling_tables::follow(problems, events));
     }
 
-    /// The record is written first by what this answers with, and then whenever it has changed: only whoever holds the
-    /// dataplane's lock may write it.
+    /// Starts to keep the record up to date. The returned function writes it first. It must be
+    /// called by whoever holds the dataplane's lock, because nobody else may write the record.
     pub(super) fn keep_record(&self, tasks: &mut Tasks) -> impl FnOnce() + Send + 'static {
         let pid = std::process::id();
         let record = Record {
             pid,
             began: record::began(pid).unwrap_or(0),
             node: self.node_name.to_string(),
-            // Another value ends the process.
+            // A changed value ends the process.
             exclude_cidrs: self.config.ipvs.exclude_cidrs.iter().map(IpNet::to_string).collect(),
             told: self.told.borrow().clone(),
             ..Record::default()

@@ -1,5 +1,6 @@
-//! The record that a running proxy writes for `status`: the mode, its reasons, and the state of its sources, which the
-//! tables do not hold. It is in /run, so that it does not outlive a reboot; an ordinary user's is in his own folder there.
+//! The record that a running proxy writes for `status`. It has the mode, its reasons, and the state
+//! of its sources, which the kernel's maps do not hold. It is in /run, so that it does not outlive
+//! a reboot. The record of an ordinary user is in the user's own folder there.
 
 use std::{
     fs, io,
@@ -31,32 +32,33 @@ const PERIOD: Duration = Duration::from_secs(1);
 #[serde(rename_all = "camelCase", default)]
 pub struct Record {
     pub pid: u32,
-    /// Clock ticks from boot to the start of the process: a later process with the same number has another value.
+    /// The clock ticks from boot to the start of the process. A later process with the same number
+    /// has another value.
     pub began: u64,
     pub node: String,
     pub mode: String,
     /// The mode that serves what `mode` cannot.
     pub beside: Option<String>,
     pub reasons: Vec<String>,
-    /// The mode takes the place of the one that was asked for; why.
+    /// The reason why the mode takes the place of the one that was asked for, if it does.
     pub fallback: Option<String>,
     pub sources: Vec<SourceRecord>,
-    /// `ipvs.excludeCIDRs`: networks whose virtual servers are not kube-proxy's.
+    /// The networks of `ipvs.excludeCIDRs`, whose virtual servers are not kube-proxy's.
     #[serde(rename = "excludeCIDRs")]
     pub exclude_cidrs: Vec<String>,
-    /// `ebpf.xdp`.
+    /// The value of `ebpf.xdp`.
     pub xdp: String,
-    /// Those that packet programs are attached to.
+    /// The interfaces that packet programs are attached to.
     pub interfaces: Vec<InterfaceRecord>,
-    /// Service ports for which the rules of another kube-proxy stay, and why.
+    /// Service ports for which the rules of another kube-proxy stay, each with the reason.
     pub removal_blockers: Vec<String>,
-    /// By service port.
+    /// The fields that are not served as asked, by service port.
     pub unsupported: Vec<UnsupportedField>,
-    /// Those of them that events of this node have told of.
+    /// The fields that events of this node have told of.
     pub told: Vec<UnsupportedField>,
 }
 
-/// The record of a running proxy is there and cannot be read.
+/// The error of a running proxy's record that is there and cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[error("the controller's record {}: {source}", path.display())]
 pub struct UnreadableRecord {
@@ -70,15 +72,15 @@ pub struct UnreadableRecord {
 pub struct UnsupportedField {
     pub namespace: String,
     pub name: String,
-    /// Empty where the Service has one unnamed port.
+    /// Empty if the Service has one unnamed port.
     pub port: String,
     pub protocol: String,
     pub family: String,
-    /// As Kubernetes names it: `spec.sessionAffinity`.
+    /// The name that Kubernetes gives the field, such as `spec.sessionAffinity`.
     pub field: String,
-    /// `servedDifferently`, `handedOver`, `leftToNode`, `partlyServed` or `notServed`.
+    /// One of `servedDifferently`, `handedOver`, `leftToNode`, `partlyServed` and `notServed`.
     pub effect: String,
-    /// What happens instead, for people.
+    /// A description for people of what happens instead.
     pub instead: String,
 }
 
@@ -102,12 +104,12 @@ impl UnsupportedField {
         ObjectName::new(self.namespace.as_str(), self.name.as_str())
     }
 
-    /// It is served as it asks.
+    /// Returns true if the field is delegated, so that it is served as it asks.
     pub(crate) fn is_handed_over(&self) -> bool {
         self.effect == Effect::HandedOver.name()
     }
 
-    /// The node itself serves it.
+    /// Returns true if the node itself serves it.
     pub(super) fn is_left_to_node(&self) -> bool {
         self.effect == Effect::LeftToNode.name()
     }
@@ -122,13 +124,13 @@ impl UnsupportedField {
 pub struct InterfaceRecord {
     pub index: u32,
     pub name: String,
-    /// `workload` or `uplink`.
+    /// Either `workload` or `uplink`.
     pub role: String,
-    /// Why.
+    /// The reason for the role.
     pub reason: String,
-    /// Why it has no XDP program, where one was to be attached.
+    /// The reason why the interface has no XDP program, if one was to be attached.
     pub without_xdp: Option<String>,
-    /// Why it has no packet programs, where they were to be attached.
+    /// The reason why the interface has no packet programs, if they were to be attached.
     pub unattached: Option<String>,
 }
 
@@ -138,19 +140,20 @@ pub struct SourceRecord {
     pub name: String,
     pub connected: bool,
     pub objects: i64,
-    /// Why it is not connected.
+    /// The reason why the source is not connected.
     pub problem: Option<String>,
 }
 
 impl Record {
-    /// Each bpffs has its own controller. `run`: [`runtime_folder`].
+    /// Returns the path of the record below `run`, the [`runtime_folder`]. Each bpffs has a
+    /// controller of its own.
     fn path(run: &Path, bpffs: &Path) -> PathBuf {
         let name = bpffs.to_string_lossy().trim_matches('/').replace('/', "-");
         run.join(FOLDER).join(format!("{name}.json"))
     }
 
-    /// Returns the own user's record, or else root's. A file that the caller may not read is an error; one of another
-    /// form, as another version may have left it, is no record.
+    /// Returns the own user's record, or else root's. A file that the caller may not read is an
+    /// error. A file of another form, as another version may have left it, is no record.
     pub fn read(bpffs: &Path) -> Result<Option<Self>, UnreadableRecord> {
         for run in [runtime_folder(), PathBuf::from(RUN)] {
             let record = Self::read_file(Self::path(&run, bpffs))?;
@@ -170,7 +173,7 @@ impl Record {
         }
     }
 
-    /// A reader finds the old or the new text, never half of it.
+    /// Writes the record. A reader finds the old or the new text, never half of it.
     pub fn write(&self, bpffs: &Path) -> io::Result<()> {
         let run = runtime_folder();
         let path = Self::path(&run, bpffs);
@@ -180,7 +183,8 @@ impl Record {
         fs::rename(draft, path)
     }
 
-    /// While the mode that is asked for cannot take over, the former one is at work, and the reasons say so.
+    /// Returns the record with the mode in force. While the mode that is asked for cannot take
+    /// over, the former one is active, and the reasons say so.
     pub(super) fn in_mode(mut self, choice: &ModeChoice, in_force: &ModeInForce) -> Self {
         self.mode = in_force.modes.mode.name().to_owned();
         self.beside = in_force.modes.beside.map(|mode| mode.name().to_owned());
@@ -199,12 +203,12 @@ impl Record {
         let _ = fs::remove_file(Self::path(&runtime_folder(), bpffs));
     }
 
-    /// [`Self::exclude_cidrs`] as networks.
+    /// Returns [`Self::exclude_cidrs`] as networks.
     pub fn keeps(&self) -> Vec<IpNet> {
         self.exclude_cidrs.iter().filter_map(|network| network.parse().ok()).collect()
     }
 
-    /// Whether the process that wrote it is still there.
+    /// Returns true if the process that wrote the record is still there.
     pub fn is_alive(&self) -> bool {
         began(self.pid).is_some_and(|began| began == self.began)
     }
@@ -212,7 +216,8 @@ impl Record {
 
 const RUN: &str = "/run";
 
-/// /run for root, else the folder of the user that systemd and others make, which is gone when he is.
+/// Returns the folder for the record. For root it is /run. For another user it is the folder that
+/// systemd and others make, which is removed when the user logs out.
 fn runtime_folder() -> PathBuf {
     let user = Uid::effective();
     if user.is_root() {
@@ -222,14 +227,14 @@ fn runtime_folder() -> PathBuf {
     named.map_or_else(|| PathBuf::from(format!("{RUN}/user/{user}")), PathBuf::from)
 }
 
-/// In clock ticks since boot.
+/// Returns the start of a process in clock ticks since boot.
 pub fn began(pid: u32) -> Option<u64> {
     stat(pid)?(22)
 }
 
-/// What of the record changes while the process runs.
+/// The parts of the record that change while the process runs.
 pub(super) struct RecordInputs {
-    /// `None`: the manifests tell nothing about themselves.
+    /// `None` if the source is a folder of manifests, which reports no state.
     pub(super) source_state: Option<SourceState>,
     pub(super) choices: watch::Receiver<ModeChoice>,
     pub(super) mode: watch::Receiver<ModeInForce>,
@@ -241,7 +246,7 @@ pub(super) struct RecordInputs {
     pub(super) told: watch::Receiver<Vec<UnsupportedField>>,
 }
 
-/// Once the record was `written` first, writes it again whenever it has changed.
+/// Writes the record again whenever it has changed, once it was `written` first.
 pub(super) async fn keep(mut record: Record, mut inputs: RecordInputs, written: CancellationToken) {
     written.cancelled().await;
     let mut last: Option<Record> = None;

@@ -20,7 +20,8 @@ use crate::{
     report::{Metrics, ModeChoice},
 };
 
-/// Some editors remove a file before they write it anew.
+/// The time in which a removed file may come back, because some editors remove a file before they
+/// write it anew.
 const REPLACEMENT: Duration = Duration::from_secs(1);
 
 pub(super) struct Reload {
@@ -31,14 +32,14 @@ pub(super) struct Reload {
     events: Recorder,
     metrics: Arc<Metrics>,
     kernel: Kernel,
-    /// The last valid configuration of the file, whether or not all of it is in force.
+    /// The last valid configuration of the file, even if not all of it is in force.
     seen: Value,
-    /// What is wrong with the file as it is now.
+    /// The error of the file as it is now.
     problem: Option<String>,
 }
 
 impl Reload {
-    /// `document` holds the same configuration as `configs`.
+    /// Creates the follower. `document` holds the same configuration as `configs`.
     pub(super) fn new(
         line: CommandLine,
         choices: watch::Sender<ModeChoice>,
@@ -61,13 +62,14 @@ impl Reload {
         }
     }
 
-    /// Ends with a change that takes a new process.
+    /// Follows the file, and ends with a change that needs a new process.
     pub(super) async fn follow(mut self) -> anyhow::Error {
         let followed = self.line.text("config").filter(|_| self.line.follows_config());
         let Some(path) = followed.map(PathBuf::from) else {
             return std::future::pending().await;
         };
-        // Watched before it is compared, so that nothing that has happened since the start is missed.
+        // The file is watched before it is compared, so that nothing that has happened since the
+        // start is missed.
         let mut watch = PathWatch::new(&path);
         loop {
             if let Some(end) = self.compare() {
@@ -107,7 +109,8 @@ impl Reload {
         None
     }
 
-    /// What cannot be taken over keeps its former value until the file changes again.
+    /// Takes over what has changed. A field that cannot be taken over keeps its former value until
+    /// the file changes again.
     fn take_over(&self, mut new: Config, fields: &[String]) {
         let former = Arc::clone(&self.configs.borrow());
         tracing::info!(changed = fields.join(", "), "the configuration file has changed; it is taken over");
@@ -140,7 +143,7 @@ impl Reload {
         self.configs.send_replace(Arc::new(new));
     }
 
-    /// kube-proxy would end here, and not start again.
+    /// Reports an invalid file. kube-proxy would end here, and not start again.
     fn refuse(&mut self, error: &anyhow::Error) {
         let problem = format!("{error:#}");
         if self.problem.as_ref() == Some(&problem) {
@@ -164,7 +167,7 @@ async fn changed(watch: &mut PathWatch, path: &Path) {
             watch.changed().await;
         }
     };
-    // One that stays away is reported as such.
+    // A file that stays away is reported as such.
     let _ = timeout(REPLACEMENT, is_back).await;
 }
 
@@ -184,7 +187,8 @@ mod tests {
         source::InvalidObjects,
     };
 
-    /// A proxy whose configuration file says `oomScoreAdj` and `conntrack`, and the kernel's file of the connection limit.
+    /// A proxy whose configuration file has `oomScoreAdj` and `conntrack`, and the kernel's file of
+    /// the connection limit.
     struct Scene {
         folder: TempDir,
         reload: Reload,

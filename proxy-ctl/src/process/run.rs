@@ -1,4 +1,4 @@
-//! `proxy-ctl run`, read from top to bottom.
+//! The command `proxy-ctl run`, read from top to bottom.
 
 use std::{sync::Arc, time::Duration};
 
@@ -31,12 +31,13 @@ use crate::{
     sys::limits,
 };
 
-/// Longest wait for the dataplane's thread to finish the call that it is in.
+/// The longest wait for the dataplane's thread to finish the call that it is in.
 const LONGEST_CALL: Duration = Duration::from_secs(10);
-/// Longest wait for the last events to reach the API server.
+/// The longest wait for the last events to reach the API server.
 const LONGEST_FLUSH: Duration = Duration::from_secs(2);
 
-/// Ends with a signal, with a change that takes a new process, or with a failure. What is programmed stays.
+/// Runs the proxy. It ends with a signal, with a change that needs a new process, or with a
+/// failure. What is programmed stays.
 pub fn run(line: CommandLine) -> anyhow::Result<()> {
     let settings = Settings::new(&line)?;
     log::start(&settings.config.logging);
@@ -67,7 +68,7 @@ pub fn run(line: CommandLine) -> anyhow::Result<()> {
     done
 }
 
-/// `--init-only`: what needs all privileges.
+/// Does what needs all privileges, for `--init-only`.
 fn initialize(config: &Config, mode: Mode) -> anyhow::Result<()> {
     set_up::prepare(config, &Kernel::default(), &Recorder::silent())?;
     dataplane::prepare(mode, config)?;
@@ -83,7 +84,7 @@ fn limit_memory() {
 
 enum ExitCause {
     Signal(&'static str),
-    /// The dataplane's thread is over.
+    /// The dataplane's thread has ended.
     Dataplane(anyhow::Error),
     Task(anyhow::Error),
 }
@@ -144,7 +145,8 @@ impl Signals {
     }
 }
 
-/// Tasks may end without a failure, such as a server that could not bind and need not.
+/// Returns the first failure of a task. Tasks may end without a failure, such as a server that
+/// could not bind and need not.
 async fn first_failure(tasks: &mut JoinSet<anyhow::Result<()>>) -> anyhow::Error {
     loop {
         match tasks.join_next().await {

@@ -1,5 +1,6 @@
-//! From a checked configuration to a node that may be programmed, in kube-proxy's order: the own Node, kernel parameters,
-//! what of the configuration does not fit the node, and the event `Starting`.
+//! Sets up the node before it is programmed, in kube-proxy's order: wait for the own Node, set
+//! kernel parameters, report what in the configuration does not fit the node, and send the event
+//! `Starting`.
 
 use std::{fs, thread};
 
@@ -20,7 +21,8 @@ use crate::{
     sys::has_ipv6,
 };
 
-/// Returns the Node by which the node was set up. `own_node`: `None` if the source need not have one.
+/// Sets up the node, and returns the Node by which that was done. `own_node` is `None` if the
+/// source need not have one.
 pub(super) async fn set_up(
     config: &Config,
     node_name: &str,
@@ -41,14 +43,15 @@ pub(super) async fn set_up(
     Ok(node)
 }
 
-/// Whether `detectLocalMode` is NodeCIDR.
+/// Returns true if `detectLocalMode` is NodeCIDR.
 pub(super) fn needs_pod_cidrs(config: &Config) -> bool {
     config.detect_local_mode == LocalMode::NodeCidr
 }
 
-/// Sets kernel parameters, which needs privileges and outlives this process. Can be repeated.
+/// Sets kernel parameters, which needs privileges and outlives this process. It can be repeated.
 pub(super) fn prepare(config: &Config, kernel: &Kernel, events: &Recorder) -> Result<(), kernel::Error> {
-    // Without CAP_SYS_RESOURCE it can only be raised; a failure is only logged, as by kube-proxy.
+    // Without CAP_SYS_RESOURCE the score can only be raised. A failure is only logged, as by
+    // kube-proxy.
     if let Err(error) = fs::write("/proc/self/oom_score_adj", config.oom_score_adj.to_string()) {
         tracing::debug!(%error, score = config.oom_score_adj, "Failed to apply OOMScore");
     }
@@ -83,7 +86,7 @@ fn cores(kernel: &Kernel) -> u32 {
     kernel.cores().unwrap_or_else(|| u32::try_from(usable()).unwrap_or(u32::MAX))
 }
 
-/// Reports what of the configuration does not fit the node.
+/// Reports what in the configuration does not fit the node.
 fn check(config: &Config, node: Option<&Node>) -> anyhow::Result<()> {
     let addresses = node.map(|node| node.addresses.as_slice()).unwrap_or_default();
     let ips = NodeIps::detect(config.bind_address, addresses);
@@ -110,7 +113,7 @@ fn check(config: &Config, node: Option<&Node>) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Whether the kernel has both address families.
+/// Returns true if the kernel has both address families.
 fn is_dual_stack() -> bool {
     let disabled = fs::read_to_string("/proc/sys/net/ipv6/conf/all/disable_ipv6");
     has_ipv6() && disabled.map_or(true, |text| text.trim() != "1")

@@ -1,4 +1,4 @@
-//! File, flags and environment into what `run` does. Nothing of the node is touched here.
+//! Reads what `run` is to do from file, flags and environment. Nothing of the node is touched here.
 
 use std::{
     path::{Path, PathBuf},
@@ -16,21 +16,21 @@ use crate::{
     source::kubernetes::{self, ConfigError, Kubernetes, SourceState},
 };
 
-/// What the user wants, complete.
+/// Everything that the user has asked for.
 #[derive(Debug)]
 pub struct Settings {
     pub config: Config,
     pub node_name: Arc<str>,
-    /// `--master`.
+    /// The value of `--master`.
     pub master: Option<String>,
     pub manifests: Option<PathBuf>,
-    /// Do what needs all privileges, and exit.
+    /// True if the process only does what needs all privileges, and exits.
     pub init_only: bool,
     pub warnings: Vec<String>,
 }
 
 impl Settings {
-    /// Reads the file of `--config`. Asked again later, it may say something else.
+    /// Reads the file of `--config`. A later call may find another content.
     pub fn new(line: &CommandLine) -> anyhow::Result<Self> {
         let Effective { config, warnings, .. } = Effective::load(line.text("config").map(Path::new), line)?;
         let mut settings = Self {
@@ -45,7 +45,7 @@ impl Settings {
         Ok(settings)
     }
 
-    /// The folder takes the API server's place.
+    /// Checks the folder of manifests, which takes the API server's place.
     fn check_manifests(&mut self, line: &CommandLine) -> anyhow::Result<()> {
         let Some(manifests) = &self.manifests else { return Ok(()) };
         if let Some(flag) = ["kubeconfig", "master"].into_iter().find(|flag| line.text(flag).is_some()) {
@@ -61,7 +61,8 @@ impl Settings {
         Ok(())
     }
 
-    /// The API server's watchers, ready to run; all that can be wrong with their configuration is an error here.
+    /// Returns the API server's watchers, ready to run. Everything that can be wrong with their
+    /// configuration is an error here.
     pub fn kubernetes(&self, state: SourceState) -> anyhow::Result<Kubernetes> {
         Kubernetes::new(self.source(), Arc::clone(&self.node_name), state).map_err(|error| {
             let ConfigError::NotInCluster = error else { return error.into() };
@@ -111,9 +112,10 @@ fn node_name(config: &Config) -> anyhow::Result<Arc<str>> {
     Ok(name.into())
 }
 
-/// Settings that ask for something that this mode does not do, for the operator. `unused`: fields that nothing depends on in it.
+/// Returns a warning for each setting that asks for something that this mode does not do. Nothing
+/// in it depends on the fields of `unused`.
 pub(super) fn without_effect(config: &Config, mode: Mode, unused: &[&str]) -> Vec<String> {
-    // With the groups of which they are part.
+    // The gates that are used, and the groups that they are part of.
     const USED: [&str; 8] = [
         ALLOW_SERVICE_EXTERNAL_IPS,
         WATCH_LIST_CLIENT,
@@ -126,12 +128,12 @@ pub(super) fn without_effect(config: &Config, mode: Mode, unused: &[&str]) -> Ve
     ];
     let gates =
         config.feature_gates.iter().map(|(gate, _)| gate.as_str()).filter(|gate| !USED.contains(gate));
-    // Of those that are gone it is said already.
+    // A warning about gates that are gone was given already.
     let gates = gates.filter(|gate| !is_gone_gate(gate)).map(|gate| format!("featureGates.{gate}"));
     let defaults = Config::default();
     let asks_for_something = |field: &&Field| {
         let value = field.value(config);
-        // Zero asks for what is done.
+        // A value of zero asks for what is done in any case.
         is_within(field.path, unused) && value != field.value(&defaults) && value != "0s"
     };
     let meant = FIELDS.iter().filter(|field| field.is_meant_for(config.mode));
@@ -139,7 +141,7 @@ pub(super) fn without_effect(config: &Config, mode: Mode, unused: &[&str]) -> Ve
     fields.chain(gates).map(|field| format!("{field} has no effect in mode {mode}")).collect()
 }
 
-/// Whether a field is one of `names`, or in a section that is.
+/// Returns true if a field is one of `names`, or in a section that is.
 pub(super) fn is_within(field: &str, names: &[&str]) -> bool {
     names
         .iter()

@@ -1,4 +1,4 @@
-//! Where Services come from: the API server or a folder of manifests.
+//! The source of Services, which is the API server or a folder of manifests.
 
 use std::{net::SocketAddr, sync::Arc};
 
@@ -26,7 +26,7 @@ pub(super) enum Source {
 }
 
 impl Source {
-    /// Must be called within the runtime.
+    /// Opens the source. It must be called within the runtime.
     pub(super) fn open(settings: &Settings, state: &SourceState) -> anyhow::Result<Self> {
         match &settings.manifests {
             Some(folder) => Ok(Self::Manifests(Manifests::open(folder, Arc::clone(&settings.node_name))?)),
@@ -34,14 +34,14 @@ impl Source {
         }
     }
 
-    /// Must be called within the runtime.
+    /// Returns the recorder of events. It must be called within the runtime.
     pub(super) fn recorder(&self, node_name: &Arc<str>) -> anyhow::Result<Recorder> {
         let Self::Kubernetes(kubernetes) = self else { return Ok(Recorder::silent()) };
         let host = nix::unistd::gethostname().context("asking for the host's name")?;
         Ok(Recorder::new(kubernetes.api(), Arc::clone(node_name), &host.to_string_lossy()))
     }
 
-    /// The address and port at which the API server is dialled, if they are known.
+    /// Returns the address and port at which the API server is dialled, if they are known.
     pub(super) fn server_address(&self) -> Option<SocketAddr> {
         match self {
             Self::Kubernetes(kubernetes) => kubernetes.server_address(),
@@ -79,8 +79,9 @@ impl Source {
     }
 }
 
-/// While the mode at work reads them. Never completes: the last mode stays in force. `config`: as at the start; no process lives on with
-/// another one for this.
+/// Asks for ServiceCIDRs while the active mode reads them. It never completes, because the last
+/// mode stays in force. `config` is the configuration at the start. A change of the fields that
+/// matter here needs a new process.
 async fn want_service_cidrs(
     mut mode: watch::Receiver<ModeInForce>,
     config: &Config,

@@ -1,6 +1,6 @@
-//! Tells the cluster of interfaces that packet programs cannot be attached to: one event for each
-//! interface and reason, and few of them in an hour, as each new pod may bring such an interface.
-//! Metric, log and `status` name all of them.
+//! Tells the cluster of interfaces that packet programs cannot be attached to. There is one event
+//! for each interface and reason. There are few in an hour, because each new pod may bring such an
+//! interface. Metric, log and `status` name all of them.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use tokio::{
 use super::{event, unsupported_services::Allowance};
 use crate::{dataplane::HookProblems, events::Recorder};
 
-/// Ends when there is no dataplane any more.
+/// Sends the events. It ends when there is no dataplane any more.
 pub(super) async fn follow(mut problems: watch::Receiver<HookProblems>, events: Recorder) {
     let (mut told, mut allowance) = (BTreeMap::new(), Allowance::default());
     loop {
@@ -37,7 +37,7 @@ pub(super) async fn follow(mut problems: watch::Receiver<HookProblems>, events: 
     }
 }
 
-/// Returns an interface that was not told of with its present reason.
+/// Returns an interface whose present reason was not told yet.
 fn next<'a>(told: &BTreeMap<u32, String>, now: &'a BTreeMap<u32, String>) -> Option<(u32, &'a String)> {
     now.iter().map(|(index, reason)| (*index, reason)).find(|(index, reason)| told.get(index) != Some(reason))
 }

@@ -1,9 +1,10 @@
-//! Tells the cluster of Services that are not served as they ask: one event for each Service and change.
+//! Tells the cluster of Services that are not served as they ask, by one event for each Service and
+//! change.
 //!
 //! Each node has the same to tell, so that a thousand such Services on five thousand nodes would be
 //! five million requests at once. Nodes therefore tell at different moments and in different
-//! orders, and each tells of a few Services in an hour. All of them together tell of every Service;
-//! metrics, log and `status` of each node name all of them.
+//! orders, and each tells of a few Services in an hour. All of them together tell of every Service.
+//! Metrics, log and `status` of each node name all of them.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -23,12 +24,12 @@ use crate::{
     model::objects::ObjectName,
 };
 
-/// What was told of each Service.
+/// The event that was sent about each Service.
 type Told = BTreeMap<ObjectName, Event>;
 
-/// The moments at which nodes tell of the same Service are spread over so long.
+/// The time over which nodes spread the moments at which they tell of the same Service.
 const SPREAD: Duration = Duration::from_secs(30);
-/// Events of a node in each hour.
+/// The most events that a node sends in an hour.
 pub(super) const MOST_IN_AN_HOUR: usize = 20;
 pub(super) const HOUR: Duration = Duration::from_secs(3_600);
 
@@ -37,7 +38,7 @@ pub(super) const HOUR: Duration = Duration::from_secs(3_600);
 pub(super) struct Allowance(VecDeque<Instant>);
 
 impl Allowance {
-    /// Returns when the next event may be told, `now` or later.
+    /// Returns when the next event may be sent, `now` or later.
     pub(super) fn next(&self, now: Instant) -> Instant {
         let is_spent = self.0.len() >= MOST_IN_AN_HOUR;
         self.0.front().filter(|_| is_spent).map_or(now, |oldest| now.max(*oldest + HOUR))
@@ -51,16 +52,18 @@ impl Allowance {
     }
 }
 
-/// Ends when nothing will ever be served. `told`: what events have told of, at first those of a
-/// predecessor. `node`: the own name. The allowance is not kept over a restart, which lets the node
-/// tell of [`MOST_IN_AN_HOUR`] more.
+/// Sends the events. It ends when nothing will ever be served.
+///
+/// `told` has the fields that events have told of, at first those of a predecessor. `node` is the
+/// own name. The allowance is not kept over a restart, which lets the node tell of
+/// [`MOST_IN_AN_HOUR`] more.
 pub(super) async fn follow(
     mut coverage: watch::Receiver<Coverage>,
     told: &watch::Sender<Vec<UnsupportedField>>,
     node: &str,
     events: Recorder,
 ) {
-    // Before that, what is not listed yet would seem to be gone.
+    // Before everything is programmed, a Service that is not listed yet would seem to be gone.
     if coverage.wait_for(|coverage| coverage.programmed).await.is_err() {
         return;
     }
@@ -77,7 +80,7 @@ pub(super) async fn follow(
         };
         let moment = allowance.next(Instant::now()) + spread(node, service);
         sleep_until(moment).await;
-        // Meanwhile it may have become another one, or be served.
+        // Meanwhile the event may have become another one, or the Service may be served.
         let mut still = UnsupportedField::all(&coverage.borrow());
         still.retain(|field| field.service() == *service);
         let event = events_of(&still).remove(service);
@@ -100,7 +103,7 @@ fn next<'a>(told: &Told, now: &'a Told, node: &str) -> Option<&'a ObjectName> {
 
 /// Returns how long the node waits before it tells of the Service.
 fn spread(node: &str, service: &ObjectName) -> Duration {
-    // Less than SPREAD: the remainder fits.
+    // The result is less than SPREAD, because the factor is below 1.
     SPREAD.mul_f64((number(node, service) % 1_000) as f64 / 1_000.0)
 }
 
@@ -126,7 +129,8 @@ fn events_of(fields: &[UnsupportedField]) -> Told {
         .collect()
 }
 
-/// What is the same for several ports, or in both families, is said once.
+/// Returns the text of an event. What is the same for several ports, or in both families, is said
+/// once.
 fn note(fields: &[&UnsupportedField]) -> String {
     let mut ports: BTreeMap<(&str, &str), Vec<&str>> = BTreeMap::new();
     for field in fields {
@@ -155,7 +159,7 @@ mod tests {
         },
     };
 
-    /// A coverage in which so many Services are not served.
+    /// Returns a coverage in which `services` Services are not served.
     fn unserved(services: usize) -> Coverage {
         let port = |number: usize| {
             let unsupported =
@@ -171,7 +175,7 @@ mod tests {
         Coverage { programmed: true, unsupported: (0..services).map(port).collect(), ..Coverage::default() }
     }
 
-    /// Returns what a node has told after so long.
+    /// Returns what a node has told after this time.
     async fn told_by(node: &'static str, services: usize, after: Duration) -> Vec<String> {
         told_after(&watch::Sender::default(), node, services, after).await
     }

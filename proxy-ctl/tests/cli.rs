@@ -1,4 +1,5 @@
-//! The binary as its users call it: help, and bad input that must end it before anything is touched.
+//! Tests of the binary as its users call it: help, and bad input that must end it before anything
+//! is touched.
 #![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
 
 use std::{
@@ -28,13 +29,13 @@ fn stdout(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// What it prints where all is well.
+/// Returns what the binary has printed, and asserts that it has succeeded.
 fn printed(output: &Output) -> String {
     assert_eq!(output.status.code(), Some(0), "{}", stderr(output));
     stdout(output)
 }
 
-/// A folder with a configuration in it.
+/// Makes a folder with a configuration file in it.
 fn config(body: &str) -> TempDir {
     let folder = TempDir::new().unwrap();
     let head = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration";
@@ -42,19 +43,19 @@ fn config(body: &str) -> TempDir {
     folder
 }
 
-/// With the configuration of `folder`.
+/// Runs a command with the configuration of `folder`.
 fn configured(command: &str, folder: &Path, more: &[&str]) -> Output {
     let config = folder.join("config.yaml");
     proxy_ctl(&[&[command, "--config", config.to_str().unwrap()], more].concat())
 }
 
-/// The pins would lie in `folder` too.
+/// Runs the proxy with a configuration. Its pins would be in `folder` too.
 fn run(folder: &Path, more: &[&str]) -> Output {
     let pins = folder.join("bpf");
     configured("run", folder, &[&["--bpffs", pins.to_str().unwrap()], more].concat())
 }
 
-/// Exit code 1, `message` on stderr, and nothing was made.
+/// Asserts exit code 1, `message` on stderr, and that nothing was made.
 fn refused(folder: &Path, output: &Output, message: &str) {
     let text = stderr(output);
     assert_eq!(output.status.code(), Some(1), "{text}");
@@ -182,7 +183,7 @@ fn version_names_the_commit_and_its_date(
 fn empty_state_prints_the_next_step(#[values("table", "json")] format: &str) {
     let folder = TempDir::new().unwrap();
     let pins = folder.path().join("bpf");
-    // Only root may see whether another mode has programmed something.
+    // Only root may see if another mode has programmed something.
     let is_root = nix::unistd::geteuid().is_root();
     let commands: &[&str] =
         if is_root { &["status", "services", "backends", "flows", "cleanup"] } else { &["cleanup"] };
@@ -231,7 +232,7 @@ fn nothing_is_watched_where_nothing_is_programmed() {
     assert!(stdout(&output).is_empty());
 }
 
-/// A link to the program, by another name.
+/// Runs the binary by a link with another name.
 fn called(name: &str, folder: &Path, args: &[&str]) -> Output {
     let link = folder.join(name);
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_proxy-ctl"), &link).unwrap();
@@ -287,7 +288,7 @@ fn config_prints_each_value_and_its_origin() {
     assert_eq!(origin("logging.verbosity"), "--v");
     assert_eq!(told["config"]["conntrack"]["min"], 5);
     assert!(told["warnings"][0].as_str().unwrap().starts_with("--conntrack-min is ignored"), "{told}");
-    // Of another mode.
+    // The field belongs to another mode.
     assert!(!stdout(&with("table")).contains("nftables.syncPeriod"));
     let is_told = |line: &str| line.starts_with("logging.verbosity") && line.ends_with("--v");
     assert!(stdout(&with("table")).lines().any(is_told));
@@ -318,7 +319,7 @@ fn probe_prints_facts_and_the_chosen_mode() {
     let output = configured("probe", folder.path(), &["-o", "json"]);
     let told: serde_json::Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert!(told["facts"]["kernel"].is_string() && told["facts"]["capabilities"].is_array(), "{told}");
-    // Whether this machine can do it, is its own affair.
+    // The test does not depend on the modes that this machine can run.
     assert_eq!(output.status.success(), told["choice"]["mode"].is_string(), "{told}");
     assert_eq!(output.status.success(), told["refusal"].is_null(), "{told}");
     let modes: Vec<_> =

@@ -1,4 +1,5 @@
-//! What the model needs for a large cluster. In a process of its own, one test at a time, so that its memory is all there is to see.
+//! Tests of the memory and work that the model needs for a large cluster. They have a process of
+//! their own and run one at a time, so that only the model's memory is measured.
 
 #[path = "../benches/support/cluster.rs"]
 mod cluster;
@@ -12,7 +13,7 @@ fn alone() -> MutexGuard<'static, ()> {
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Memory of this process that is not of files, in KiB.
+/// Returns the memory of this process that does not belong to files, in KiB.
 fn resident_kib() -> Option<u64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("RssAnon:"))?;
@@ -71,7 +72,7 @@ fn one_change_is_one_health_check_however_many_there_are() {
     assert_eq!(model.health_checks_computed(), u64::from(SERVICES) + 1);
 }
 
-/// Each service claims the external address of another one.
+/// Each Service claims the external address of another one.
 #[test]
 fn one_change_looks_at_no_conflict_but_its_own() {
     let _alone = alone();

@@ -1,6 +1,8 @@
-//! Probes of the health ports while another machine opens connections to them as fast as it can.
+//! Tests probes of the health ports while another machine opens connections to them as fast as it
+//! can.
 //!
-//! Needs root: the test has a network namespace of its own, with an address for the node and one for each client.
+//! The test needs root. It has a network namespace of its own, with an address for the node and one
+//! for each client.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
 
@@ -27,7 +29,8 @@ const FLOODING: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 2);
 const PROBING: Ipv4Addr = Ipv4Addr::new(192, 0, 2, 3);
 const HEALTHZ: u16 = 10_256;
 const HEALTH_CHECK_NODE_PORT: u16 = 31_100;
-/// Connects a second that the flood aims at. It reaches them on two cores that nobody else uses.
+/// The connects a second that the flood aims at. It reaches them on two cores that nobody else
+/// uses.
 const AIM: f64 = 12_000.0;
 /// The least ratio of the flood's connects to those of a flood to a plain server. Below it, nothing
 /// is shown.
@@ -36,7 +39,7 @@ const LEAST: f64 = 0.4;
 const COMPARED: Duration = Duration::from_secs(1);
 const FLOOD: Duration = Duration::from_secs(3);
 const HELD: usize = 400;
-/// From the connection to the request, as over a network with this round trip.
+/// The time from the connection to the request, as over a network with this round trip.
 const ROUND_TRIP: Duration = Duration::from_millis(20);
 const PROBE_PERIOD: Duration = Duration::from_millis(100);
 const ANSWER_WITHIN: Duration = Duration::from_secs(1);
@@ -100,14 +103,15 @@ fn ip(args: &[&str]) {
 
 fn socket(source: Ipv4Addr) -> io::Result<Socket> {
     let socket = Socket::new(Domain::IPV4, Type::STREAM, None)?;
-    // It ends with RST, and leaves no TIME_WAIT that would use up the ports of its address.
+    // The socket ends with RST. It leaves no TIME_WAIT, which would use up the ports of its
+    // address.
     socket.set_linger(Some(Duration::ZERO))?;
     socket.bind(&SocketAddr::from((source, 0)).into())?;
     Ok(socket)
 }
 
-/// Opens connections until `stop`, and keeps the last of them open. Packets on lo arrive within the call that sends them: a connection
-/// that is not established after it has met a full queue.
+/// Opens connections until `stop`, and keeps the last of them open. Packets on lo arrive within the
+/// call that sends them. A connection that is not established after the call has met a full queue.
 fn flood(to: &SockAddr, stop: &AtomicBool, established: &AtomicUsize) {
     let (mut held, start) = (VecDeque::new(), Instant::now());
     for number in 0_u32.. {
@@ -142,14 +146,14 @@ fn flooded<T>(to: SocketAddr, work: impl FnOnce() -> T) -> (f64, T) {
     })
 }
 
-/// Returns the connects a second of a flood to a server that resets what it accepts, as this
-/// machine has them now.
+/// Returns the connects a second of a flood to a server that resets what it accepts, on this
+/// machine as it is now.
 fn rate_of_plain_server() -> f64 {
     let listener = Socket::new(Domain::IPV4, Type::STREAM, None).unwrap();
     listener.bind(&SocketAddr::from((NODE, 0)).into()).unwrap();
     listener.listen(4_096).unwrap();
     let to = listener.local_addr().unwrap().as_socket().unwrap();
-    // It serves until the test's process ends.
+    // The thread serves until the test's process ends.
     thread::spawn(move || {
         while let Ok((accepted, _)) = listener.accept() {
             let _ends_anyway = accepted.set_linger(Some(Duration::ZERO));
@@ -158,8 +162,8 @@ fn rate_of_plain_server() -> f64 {
     flooded(to, || thread::sleep(COMPARED)).0
 }
 
-/// Puts this thread, and what it starts from now on, before all other processes: the test measures
-/// how fast a process answers, and what others take of the machine is not that process's doing.
+/// Gives this thread, and what it starts from now on, priority over all other processes. The test
+/// measures how fast a process answers, and other processes must not slow it down.
 fn go_first() {
     let thread = nix::unistd::gettid().to_string();
     let told = Command::new("renice").args(["-n", "-20", "-p", &thread]).stdout(Stdio::null()).status();
@@ -168,7 +172,7 @@ fn go_first() {
     }
 }
 
-/// Status of the answer, and how long the probe took without the round trip.
+/// Returns the status of the answer, and how long the probe took without the round trip.
 fn probe(to: SocketAddr) -> io::Result<(String, Duration)> {
     let start = Instant::now();
     let socket = socket(PROBING)?;

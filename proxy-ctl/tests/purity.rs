@@ -1,4 +1,5 @@
-//! The rooms that decide have no effects: `model` and `mode` know neither clients, kernels, files nor clocks.
+//! Tests that the modules `model` and `mode` have no effects: they use neither clients, kernels,
+//! files nor clocks.
 
 use std::{
     collections::BTreeSet,
@@ -8,7 +9,7 @@ use std::{
 
 use proc_macro2::{TokenStream, TokenTree};
 
-/// Paths that no pure room may use, and what is below them.
+/// Paths that no pure module may use, with everything below them.
 const FORBIDDEN: &[&str] = &[
     "aya",
     "aya_obj",
@@ -40,7 +41,8 @@ const FORBIDDEN: &[&str] = &[
     "crate::sys",
 ];
 
-/// Every path, with `{…}` of imports spelled out. Comments are no tokens, and a text is one that is no path.
+/// Collects every path, with `{…}` of imports spelled out. Comments are no tokens, and a string
+/// literal is a token that is no path.
 fn paths(tokens: TokenStream, prefix: &str, found: &mut BTreeSet<String>) {
     let mut path = String::new();
     let mut end = |path: &mut String| {
@@ -95,7 +97,7 @@ fn files(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
     Ok(())
 }
 
-/// The room's files: its folder, or the one file that it is.
+/// Returns the files of a module, which is a folder or one file.
 fn room(name: &str) -> io::Result<Vec<PathBuf>> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut found = Vec::new();

@@ -18,7 +18,7 @@ fn address(first: u8, number: u32) -> IpAddr {
     Ipv4Addr::new(first, b, c, d).into()
 }
 
-/// One in ten has a node port.
+/// Returns a Service. One in ten has a node port.
 pub(crate) fn service(number: u32) -> Service {
     Service {
         name: ObjectName::new(format!("namespace-{}", number % 100), format!("service-{number}")),
@@ -43,7 +43,7 @@ pub(crate) fn service(number: u32) -> Service {
     }
 }
 
-/// The only slice of the service with this number.
+/// Returns the only slice of the Service with this number.
 pub(crate) fn slice(number: u32, endpoints: u32) -> EndpointSlice {
     EndpointSlice {
         name: ObjectName::new(format!("namespace-{}", number % 100), format!("service-{number}-x7k2p")),

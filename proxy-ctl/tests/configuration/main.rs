@@ -1,11 +1,11 @@
-//! Flags and configuration files, compared with the real kube-proxy: which are accepted, which field an error names, and
-//! what `--write-config-to` writes. Needs no root.
+//! Compares flags and configuration files with the real kube-proxy: which are accepted, which field
+//! an error names, and what `--write-config-to` writes. The tests need no root.
 //!
 //! The answers of kube-proxy are recorded in `recorded.json`:
 //!
 //!     cargo test -p proxy-ctl --test configuration -- --ignored record
 //!
-//! The recording is compared with the real one too, where that is or can be built (Go).
+//! The recording is compared with the real kube-proxy too, where it is found or can be built (Go).
 #![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
 
 mod oracle;
@@ -43,19 +43,19 @@ fn ours(case: &Case) -> Answer {
     oracle::ask(&[Path::new(env!("CARGO_BIN_EXE_proxy-ctl")), Path::new("run")], case)
 }
 
-/// Our document without fields that kube-proxy does not have.
+/// Returns our document without fields that kube-proxy does not have.
 fn comparable(document: &Value, theirs: &Value) -> Value {
     let mut document = document.clone();
     let object = document.as_object_mut().unwrap();
     object.remove("ebpf");
-    // Without a mode, ours is chosen on the node; kube-proxy chooses at once.
+    // If no mode is given, ours is chosen on the node, and kube-proxy chooses at once.
     if object["mode"] == "" && theirs["mode"] == "iptables" {
         object.insert("mode".to_owned(), "iptables".into());
     }
     document
 }
 
-/// Paths of the values in which two documents differ.
+/// Lists the paths of the values in which two documents differ.
 fn differences(path: &str, one: &Value, other: &Value, found: &mut Vec<String>) {
     match (one, other) {
         (Value::Object(one), Value::Object(other)) => {
@@ -72,7 +72,7 @@ fn differences(path: &str, one: &Value, other: &Value, found: &mut Vec<String>) 
     }
 }
 
-/// The difference between two answers that is not listed.
+/// Returns an error if two answers differ in a way that is not listed.
 fn compare(case: &Case, ours: &Answer, theirs: &Answer) -> Result<(), String> {
     let listed = case.differs.as_ref();
     let expected = listed.and_then(|differs| differs.ours);
@@ -134,7 +134,7 @@ fn every_field_that_an_error_of_kube_proxy_names_is_recognized() {
     }
 }
 
-/// What a program writes that is given this file.
+/// Returns what a program writes that is given this file.
 fn written_again(program: &mut Command, document: &Value, case: &Case) -> Value {
     let folder = tempfile::TempDir::new().unwrap();
     let (first, second) = (folder.path().join("first.yaml"), folder.path().join("second.yaml"));
@@ -147,7 +147,7 @@ fn written_again(program: &mut Command, document: &Value, case: &Case) -> Value 
 #[test]
 fn written_files_are_read_back_as_the_same() {
     for case in corpus() {
-        // Zero means the default in a file.
+        // A value of zero means the default in a file.
         let zero = case.name.starts_with("zero ");
         let Answer::Accepted(document) = ours(&case) else { continue };
         let again = written_again(Command::new(env!("CARGO_BIN_EXE_proxy-ctl")).arg("run"), &document, &case);
@@ -257,7 +257,7 @@ fn real_kube_proxy_accepts_what_we_write() {
         let again = written_again(&mut Command::new(&kube_proxy), &ours, &case);
         let mut found = Vec::new();
         differences("", &again, &comparable(&ours, &theirs), &mut found);
-        // It loses this one of every file.
+        // kube-proxy loses this field of every file.
         found.retain(|path| !path.ends_with("splitStream"));
         assert_eq!(found.is_empty(), !case.name.starts_with("zero "), "{}: {found:?}", case.name);
     }

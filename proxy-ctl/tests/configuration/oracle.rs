@@ -29,7 +29,7 @@ pub(crate) struct Case {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Difference {
-    /// Of docs/configuration.md.
+    /// The item of docs/configuration.md that lists the difference.
     pub(crate) item: String,
     #[serde(rename = "why")]
     _why: String,
@@ -48,9 +48,9 @@ pub(crate) enum Verdict {
 /// The answer of a program to a case.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Answer {
-    /// The document that it wrote.
+    /// The document that the program wrote.
     Accepted(Value),
-    /// What it printed on stderr.
+    /// The text that the program printed on stderr.
     Refused(String),
 }
 
@@ -67,14 +67,14 @@ impl Answer {
 #[derive(Debug, PartialEq)]
 pub(crate) struct Recording {
     pub(crate) version: String,
-    /// With the word for its value, which is empty for a switch.
+    /// The flags, each with the word for its value, which is empty for a switch.
     pub(crate) flags: BTreeMap<String, String>,
-    /// Stage and default, as `feature_gates.txt` has them.
+    /// The feature gates, each with stage and default, as `feature_gates.txt` has them.
     pub(crate) feature_gates: BTreeMap<String, String>,
     pub(crate) answers: BTreeMap<String, Answer>,
 }
 
-/// [`Recording`] as it is stored: of each document only what differs from the defaults.
+/// A [`Recording`] as it is stored. Of each document only what differs from the defaults is stored.
 #[derive(Deserialize, Serialize)]
 struct StoredRecording {
     version: String,
@@ -87,7 +87,7 @@ struct StoredRecording {
 #[derive(Deserialize, Serialize)]
 #[serde(rename_all = "camelCase")]
 enum StoredAnswer {
-    /// By path.
+    /// The values that differ from the defaults, by path.
     Accepted(BTreeMap<String, Value>),
     Refused(String),
 }
@@ -161,7 +161,8 @@ fn put(document: &mut Value, path: &str, value: Value) {
 
 const HEAD: &str = "apiVersion: kubeproxy.config.k8s.io/v1alpha1\nkind: KubeProxyConfiguration\n";
 
-/// The folder has a file of the same name for every case, so that messages are always the same.
+/// Runs a program with a case. The folder has a file of the same name for every case, so that
+/// messages are always the same.
 pub(crate) fn ask(program: &[&Path], case: &Case) -> Answer {
     let folder = tempfile::TempDir::new().unwrap();
     let written = folder.path().join("written.yaml");
@@ -192,19 +193,19 @@ fn answer(output: &Output, written: &Path) -> Answer {
     Answer::Refused(stderr)
 }
 
-/// The answer without parts that change from run to run.
+/// Returns the answer without parts that change from run to run.
 fn normalized(answer: Answer) -> Answer {
     let Answer::Refused(stderr) = answer else { return answer };
     let error = match stderr.rsplit_once("err=") {
         Some((_, error)) => error,
-        // The help text comes before or after.
+        // The help text comes before or after the error.
         None => stderr.lines().find(|line| line.starts_with("Error: ")).unwrap_or(&stderr),
     };
     let words: Vec<_> = error.split_whitespace().collect();
     Answer::Refused(words.join(" ").trim_matches('"').replace("\\\"", "\"").replace("\\\\", "\\"))
 }
 
-/// The real one: found, or built where there is Go.
+/// Returns the real kube-proxy, which is found, or built if there is Go.
 pub(crate) fn kube_proxy() -> Option<PathBuf> {
     static FOUND: LazyLock<Option<PathBuf>> = LazyLock::new(|| {
         let gates = Program::FeatureGates.absent();
@@ -230,20 +231,21 @@ pub(crate) fn record(kube_proxy: &Path, cases: &[Case]) -> Recording {
     }
 }
 
-/// Of the program that is built with the kube-proxy above. `--help` of that one leaves those out that are in no group.
+/// Returns the feature gates that a program prints that is built with the kube-proxy above. The
+/// `--help` of kube-proxy leaves out gates that are in no group.
 fn real_feature_gates() -> BTreeMap<String, String> {
     let output = Command::new(Program::FeatureGates.path().unwrap()).output().unwrap();
     feature_gates(&String::from_utf8(output.stdout).unwrap())
 }
 
-/// Lines of `name stage default`.
+/// Parses lines of `name stage default`.
 pub(crate) fn feature_gates(text: &str) -> BTreeMap<String, String> {
     let lines = text.lines().filter(|line| !line.starts_with('#'));
     let gates = lines.map(|line| line.split_once(' ').unwrap());
     gates.map(|(name, rest)| (name.to_owned(), rest.to_owned())).collect()
 }
 
-/// `      --config string      The path …` or `  -v, --v Level  …`.
+/// Parses a line such as ` --config string The path …` or ` -v, --v Level …`.
 fn flag(line: &str) -> Option<(String, String)> {
     let line = line.trim_start();
     let line = line.split_once(", ").filter(|(short, _)| short.len() == 2).map_or(line, |(_, long)| long);
@@ -253,7 +255,8 @@ fn flag(line: &str) -> Option<(String, String)> {
     Some((name.to_owned(), value.to_owned()))
 }
 
-/// The fields or flags that an error of kube-proxy names, by their last word; none where it names none.
+/// Returns the fields or flags that an error of kube-proxy names, by their last word. The list is
+/// empty if the error names none.
 pub(crate) fn named(error: &str) -> Vec<String> {
     const GO_NAMES: [(&str, &str); 5] = [
         ("interfacename", "bridgeinterface"),

@@ -1,4 +1,4 @@
-//! Clients of session affinity: who is kept, who is forgotten, who is evicted.
+//! Tests which clients of session affinity are kept, forgotten, and evicted.
 
 use std::sync::Arc;
 
@@ -25,7 +25,7 @@ fn affine(endpoints: Vec<Endpoint>) -> Arc<DesiredPort> {
     Arc::new(DesiredPort { affinity_seconds: Some(SECONDS), ..port("web", CLUSTER_IP, endpoints) })
 }
 
-/// Servers of this namespace and what they answer, in the order of the tables.
+/// Returns servers of this namespace and what they answer, in the order of the maps.
 fn served() -> Vec<(Endpoint, &'static str)> {
     let server = |text| (endpoint("127.0.0.1", serve("127.0.0.1", text)), text);
     let mut all: Vec<_> = TEXTS.into_iter().map(server).collect();
@@ -59,7 +59,7 @@ fn evicted(dataplane: &EbpfDataplane) -> u64 {
     families.iter().find(|family| family.name == "proxy_affinity_evictions").unwrap().samples[0].1
 }
 
-/// As long as it takes to walk through both tables, after a rest.
+/// Collects garbage as many times as it takes to walk through both maps, after a rest.
 fn collect(dataplane: &mut EbpfDataplane) {
     for _ in 0..12 {
         dataplane.collect_garbage().unwrap();
@@ -84,7 +84,7 @@ fn a_client_stays_through_restarts_and_changes() {
     dataplane.resync(&[affine(endpoints(&servers))]).unwrap();
     all_go_to(&sandbox, &first);
 
-    // Its server stays, wherever its slot is, as long as it is one of the service's.
+    // The client's server stays, whatever its slot is, as long as it is an endpoint of the Service.
     let (mut left, mut current) = (servers, first);
     while left.len() > 1 {
         let (_, gone) = left.remove(0);
@@ -129,7 +129,7 @@ fn a_full_table_evicts_and_counts() {
     let Some(mut sandbox) = Sandbox::new() else { return };
     sandbox.config.limits.affinity = 64;
     let mut dataplane = sandbox.open();
-    // The node is one client of each service.
+    // The node is one client of each Service.
     let of_service = |number: u64| {
         let service =
             port(&format!("web-{number}"), &format!("10.96.1.{number}"), vec![endpoint("10.0.0.1", 8080)]);

@@ -1,4 +1,4 @@
-//! Algorithms and weights: what the tables hold, and who is reached.
+//! Tests of algorithms and weights: what the maps hold, and which endpoint is reached.
 
 use std::sync::Arc;
 
@@ -30,7 +30,8 @@ fn many(count: u8) -> Vec<Endpoint> {
     (1..=count).map(|last| endpoint(&format!("10.0.0.{last}"), 80)).collect()
 }
 
-/// Of whom serves the cluster IP: as it is shown, and as programs read it.
+/// Returns the algorithm of the Service with this cluster IP: as it is shown, and whether the
+/// frontend's flag for Maglev is set.
 fn algorithm(sandbox: &Sandbox, cluster_ip: [u8; 4]) -> (Algorithm, bool) {
     let key = FrontendKey::of_address(cluster_ip, proxy_common::port::Port::new(80), PROTOCOL_TCP);
     let frontends: Map<FrontendKey<[u8; 4]>, Frontend> = sandbox.map("frontends4");
@@ -40,7 +41,7 @@ fn algorithm(sandbox: &Sandbox, cluster_ip: [u8; 4]) -> (Algorithm, bool) {
     (service.algorithm, frontend.flags & FRONTEND_MAGLEV != 0)
 }
 
-/// Slots in use.
+/// Returns the number of slots in use.
 fn slots(sandbox: &Sandbox) -> usize {
     let slots: Map<u32, Slot4> = sandbox.map("slots4");
     slots.read_all().unwrap().iter().filter(|(_, slot)| slot.backend != 0).count()
@@ -62,7 +63,7 @@ fn a_restart_finds_the_tables_as_they_are_to_be() {
     drop(dataplane);
     let mut dataplane = sandbox.open();
     assert_eq!(dataplane.resync(&desired).unwrap(), Applied::default());
-    // One weight is another: its slots and the table are written anew.
+    // One weight is changed: the slots of the Service and its lookup table are written anew.
     let mut changed = DesiredPort::clone(&desired[1]);
     changed.endpoints.all[1].weight = 5;
     assert!(dataplane.apply(&change(vec![Arc::new(changed)])).unwrap().written > 1_024);
@@ -118,7 +119,8 @@ fn the_encapsulation_is_followed() {
     }
 }
 
-/// It is in the set for clients outside, with others' connections alone.
+/// The set for clients outside keeps a terminating endpoint, for connections that another node
+/// sends here. The lookup table does not have it.
 #[test]
 fn what_terminates_on_this_node_is_found_by_what_another_node_sends() {
     let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
@@ -146,7 +148,7 @@ fn what_terminates_on_this_node_is_found_by_what_another_node_sends() {
     drop(dataplane);
     let mut dataplane = sandbox.open();
     assert_eq!(dataplane.resync(&shared([now.clone()])).unwrap(), Applied::default());
-    // It serves no more.
+    // The endpoint does not serve any more.
     now.endpoints.unused = Box::default();
     dataplane.apply(&change(vec![Arc::new(now)])).unwrap();
     assert_eq!(services.get(&id).unwrap().unwrap().external.count(), 2);
@@ -170,7 +172,7 @@ fn without_room_for_a_table_endpoints_are_drawn_alike() {
     sandbox.config.limits.slots = 1_100;
     let mut dataplane = sandbox.open();
     let small = DesiredPort { algorithm: Some(Algorithm::Maglev), ..port("small", "10.96.0.2", many(3)) };
-    // 2,048 places.
+    // The lookup table of this Service has 2,048 slots.
     let large = web(Some(Algorithm::Maglev), many(20));
     dataplane.resync(&shared([small.clone(), large.clone()])).unwrap();
     assert_eq!(algorithm(&sandbox, [10, 96, 0, 1]), (Algorithm::Random, false));
@@ -180,7 +182,8 @@ fn without_room_for_a_table_endpoints_are_drawn_alike() {
     assert_eq!((&*name.service.name, fields[0].effect), ("web", Effect::ServedDifferently));
     dataplane.collect_garbage().unwrap();
     assert_eq!(dataplane.take_without_room(), None);
-    // It follows its endpoints meanwhile, and gets its table as soon as there is room.
+    // The Service follows its endpoints meanwhile, and gets its lookup table as soon as there is
+    // room.
     let fewer = DesiredPort { endpoints: endpoints(many(19)), ..large };
     dataplane.apply(&change(vec![Arc::new(fewer)])).unwrap();
     assert_eq!(algorithm(&sandbox, [10, 96, 0, 1]), (Algorithm::Random, false));

@@ -1,5 +1,6 @@
-//! CNI's bandwidth plugin on kernels without tcx: it adds the queueing discipline `ingress` to a
-//! pod's interface, whose only place for one `clsact` would take. The pod starts in both orders.
+//! Tests of CNI's bandwidth plugin on kernels without tcx. The plugin adds the queueing discipline
+//! `ingress` to a pod's interface, which has one place for it that `clsact` would take. The pod
+//! starts in both orders.
 
 use std::{
     collections::BTreeMap,
@@ -32,11 +33,11 @@ const PLUGIN: &str = "/usr/lib/cni/bandwidth";
 enum Limiter {
     /// Commands do what the plugin asks of the kernel.
     Commands,
-    /// The plugin does it.
+    /// The plugin itself limits the interface.
     Plugin,
 }
 
-/// A network namespace that lives as long as this process in it.
+/// A network namespace that lives as long as its process.
 struct Pod(Child);
 
 impl Pod {
@@ -63,7 +64,7 @@ impl Drop for Pod {
 }
 
 impl Limiter {
-    /// Returns true if the kernel or the machine lacks something, for which the test is skipped.
+    /// Returns true if the kernel or the machine lacks something, so that the test is skipped.
     fn is_missing(self) -> bool {
         let added = Command::new("ip").args(["link", "add", "ifb-tried", "type", "ifb"]).output().unwrap();
         if !added.status.success() {
@@ -157,7 +158,7 @@ fn unattached(dataplane: &EbpfDataplane) -> BTreeMap<u32, String> {
     dataplane.hook_problems().unattached
 }
 
-/// The interfaces at which something of ours is, by the pins.
+/// Returns the interfaces that have a hook of ours, by the pins.
 fn hooked(sandbox: &Sandbox) -> Vec<u32> {
     let hooks = Pinned::open(&sandbox.config.bpffs).unwrap();
     let hooks = proxy_ctl::dataplane::Programmed::snapshot(&hooks).unwrap().hooks;

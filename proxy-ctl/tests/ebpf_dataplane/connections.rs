@@ -1,4 +1,4 @@
-//! Connections by which new ones choose their backend.
+//! Tests of the counts of connections by which new connections choose their backend.
 
 use std::{
     io::{BufRead as _, BufReader, Read as _},
@@ -29,23 +29,23 @@ fn web(algorithm: Option<Algorithm>, endpoints: Vec<Endpoint>) -> DesiredPort {
     DesiredPort { algorithm, ..port("web", CLUSTER_IP, endpoints) }
 }
 
-/// Two servers, which answer with a letter each.
+/// Returns two servers, which answer with a letter each.
 fn servers() -> Vec<Endpoint> {
     let mut servers = ["a", "b"].map(|text| endpoint("127.0.0.1", serve("127.0.0.1", text))).to_vec();
     servers.sort_unstable_by_key(|one| one.port);
     servers
 }
 
-/// Of each backend, in the order of their ports.
+/// Returns the connections of each backend, in the order of their ports.
 fn connections(sandbox: &Sandbox) -> Vec<Option<u64>> {
     sandbox.snapshot().backends.iter().map(|backend| backend.connections).collect()
 }
 
-/// A process of the cgroup that holds connections to the service until it is let go.
+/// A process of the cgroup that holds connections to the Service until it is let go.
 struct Holder(Child);
 
 impl Holder {
-    /// Answers too by whom each was answered.
+    /// Opens connections. The text has the letter that each was answered with.
     fn of(sandbox: &Sandbox, count: usize) -> (Self, String) {
         let dial = format!("exec {{fd}}<>/dev/tcp/{CLUSTER_IP}/80 && cat <&$fd");
         let script = format!(
@@ -74,18 +74,19 @@ fn sockets_go_where_fewer_are_open() {
     dataplane.resync(&shared([web(None, servers.clone())])).unwrap();
     assert_eq!(connections(&sandbox), [None, None]);
     assert!(!sandbox.links().join("cgroup_sock_release").exists(), "a hook that nothing needs");
-    // Not counted, and closed when others are.
+    // These connections are not counted. They are closed while others are counted.
     let (uncounted, _) = Holder::of(&sandbox, 6);
     dataplane.set_host(&Host { algorithm: Algorithm::LeastConnection, ..Host::default() }).unwrap();
     assert_eq!(connections(&sandbox), [Some(0), Some(0)]);
-    // Each even one finds as many at both, and the next one goes to the other.
+    // Before each pair of connections both servers have as many. The second connection of a pair
+    // goes to the other server.
     let (first, answers) = Holder::of(&sandbox, 20);
     let pairs: Vec<_> = answers.as_bytes().chunks(2).collect();
     assert!(pairs.len() == 10 && pairs.iter().all(|pair| pair[0] != pair[1]), "{answers}");
     assert_eq!(connections(&sandbox), [Some(10), Some(10)]);
     uncounted.let_go();
     assert_eq!(connections(&sandbox), [Some(10), Some(10)]);
-    // Another controller finds what is open.
+    // Another controller finds the open connections.
     drop(dataplane);
     let mut dataplane = sandbox.open();
     dataplane.resync(&shared([web(Some(Algorithm::LeastConnection), servers[..1].to_vec())])).unwrap();
@@ -93,14 +94,14 @@ fn sockets_go_where_fewer_are_open() {
     assert_eq!(connections(&sandbox), [Some(14)]);
     first.let_go();
     assert_eq!(connections(&sandbox), [Some(4)]);
-    // An endpoint that comes back is another one, and begins with none.
+    // An endpoint that comes back is a new backend, and begins with no connections.
     dataplane.resync(&shared([web(Some(Algorithm::LeastConnection), servers)])).unwrap();
     assert_eq!(connections(&sandbox), [Some(4), Some(0)]);
     let (third, answers) = Holder::of(&sandbox, 4);
     assert!(answers.bytes().all(|answer| answer == answers.as_bytes()[0]), "{answers}");
     assert_eq!(connections(&sandbox), [Some(4), Some(4)]);
     dataplane.set_host(&Host::default()).unwrap();
-    // They are counted as long as they are open.
+    // Connections are counted as long as they are open.
     dataplane.resync(&shared([web(Some(Algorithm::Random), Vec::new())])).unwrap();
     second.let_go();
     third.let_go();
@@ -109,7 +110,7 @@ fn sockets_go_where_fewer_are_open() {
     assert_eq!(table.read_all().unwrap().len(), 0, "backends that are gone are counted");
 }
 
-/// As after a start: nothing is counted yet, and the next connection is.
+/// The state is that after a start: nothing is counted yet, and the next connection is.
 #[test]
 fn a_restart_goes_on_counting_until_nothing_goes_by_it() {
     let Some(sandbox) = Sandbox::with_socket_storage() else { return };
@@ -128,12 +129,12 @@ fn a_restart_goes_on_counting_until_nothing_goes_by_it() {
     (0..20).for_each(|_| dataplane.collect_garbage().unwrap());
     assert!(hook.exists());
     let (second, _) = Holder::of(&sandbox, 4);
-    // From now on none goes by connections, though some that were counted are open.
+    // From now on no Service chooses by connections, though some that were counted are open.
     dataplane.resync(&by(Algorithm::Random)).unwrap();
     (0..20).for_each(|_| dataplane.collect_garbage().unwrap());
     let table: Map<u32, Connections> = sandbox.map("connections");
     assert_eq!((hook.exists(), table.read_all().unwrap().len()), (false, 0));
-    // They count again where it begins again.
+    // Connections are counted again once a Service chooses by them again.
     dataplane.resync(&by(Algorithm::LeastConnection)).unwrap();
     assert!(hook.exists());
     let (third, _) = Holder::of(&sandbox, 2);
@@ -176,11 +177,11 @@ fn what_programs_do_not_see_end_is_counted_by_the_controller() {
     }
     table.set(&ids[0], &Connections { flows_opened: 8, flows_closed: 5, ..Connections::default() }).unwrap();
     assert_eq!(connections(&sandbox), [Some(3), Some(0)]);
-    // One has expired.
+    // One flow has expired.
     dataplane.collect_garbage().unwrap();
     assert_eq!(flows.read_all().unwrap().len(), 4);
     assert_eq!(connections(&sandbox), [Some(2), Some(0)]);
-    // As after a crash between what is done and what is counted: too many, and too few.
+    // The counts are those after a crash between an event and its count: too high, and too low.
     let of_both = [
         Connections { flows_opened: 9, flows_closed: 8, sockets_opened: 7, sockets_closed: 3 },
         Connections { flows_opened: 5, flows_closed: 1, sockets_opened: 1, sockets_closed: 4 },
@@ -188,7 +189,7 @@ fn what_programs_do_not_see_end_is_counted_by_the_controller() {
     for (id, counted) in ids.iter().zip(of_both) {
         table.set(id, &counted).unwrap();
     }
-    // Flows at the next walk, sockets at every tenth call.
+    // Flows are corrected at the next walk, sockets at every tenth call.
     (0..20).for_each(|_| dataplane.collect_garbage().unwrap());
     assert_eq!(connections(&sandbox), [Some(2), Some(0)]);
     // Nothing is counted twice: one more of each is one more.

@@ -1,4 +1,4 @@
-//! Desired states in short form.
+//! Builders of desired states in short form.
 
 use std::{net::IpAddr, sync::Arc};
 
@@ -20,7 +20,7 @@ pub fn endpoint(address: &str, port: u16) -> Endpoint {
     Endpoint { address: address.parse().unwrap(), port, local: false, terminating: false, weight: 1 }
 }
 
-/// All endpoints in every set.
+/// Returns endpoints that are in every set.
 pub fn endpoints(all: Vec<Endpoint>) -> Endpoints {
     let every: Arc<[u32]> = (0..all.len() as u32).collect();
     let any = !all.is_empty();
@@ -35,7 +35,7 @@ pub fn endpoints(all: Vec<Endpoint>) -> Endpoints {
     }
 }
 
-/// A service port with a cluster IP on port 80.
+/// Returns a service port with a cluster IP on port 80.
 pub fn port(service: &str, cluster_ip: &str, all: Vec<Endpoint>) -> DesiredPort {
     let address: IpAddr = cluster_ip.parse().unwrap();
     DesiredPort {

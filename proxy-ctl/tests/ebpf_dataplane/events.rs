@@ -1,4 +1,4 @@
-//! What becomes of connections, as those are told who watch.
+//! Tests of the events about connections, as whoever watches gets them.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -16,7 +16,7 @@ use super::{
     sandbox::{Sandbox, serve},
 };
 
-/// Longest wait for what is told. Only a failing test waits so long.
+/// The longest wait for events. Only a failing test waits so long.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn watch(sandbox: &Sandbox) -> Result<Box<dyn EventStream>, String> {
@@ -30,7 +30,7 @@ fn control(sandbox: &Sandbox) -> EventControl {
     table.get(&0).unwrap().unwrap()
 }
 
-/// As many as come until there are `count`.
+/// Reads until there are `count` events.
 fn read(events: &mut dyn EventStream, count: usize) -> Vec<EventSnapshot> {
     let (mut all, begun) = (Vec::new(), Instant::now());
     while all.len() < count && begun.elapsed() < PATIENCE {
@@ -39,7 +39,7 @@ fn read(events: &mut dyn EventStream, count: usize) -> Vec<EventSnapshot> {
     all
 }
 
-/// One service with a backend, one without.
+/// Programs one Service with a backend, and one without.
 fn programmed(sandbox: &Sandbox) -> EbpfDataplane {
     let mut dataplane = sandbox.open();
     let listening = serve("127.0.0.1", "backend");
@@ -77,10 +77,10 @@ fn sockets_that_are_connected_and_refused_are_told() {
     }
     assert_eq!(events.lost().unwrap(), 0);
 
-    // A controller that follows keeps the ring.
+    // A following controller keeps the ring.
     drop(dataplane);
     let _next = sandbox.open();
-    // That took longer than the programs go on without being asked.
+    // The restart took longer than the programs go on sending events when nobody asks for them.
     assert!(events.read().unwrap().is_empty());
     sandbox.dial("10.96.0.1", 80).unwrap();
     assert_eq!(read(&mut *events, 1).len(), 1);
@@ -99,7 +99,7 @@ fn events_end_with_who_watches() {
         events.read().unwrap();
     }
     assert!(control(&sandbox).until > first, "it is renewed while events are read");
-    // They come in spite of a lock on the folder above, which the controller has.
+    // Events can be watched in spite of the controller's lock on the folder above.
     let refusal = watch(&sandbox).err().unwrap();
     let process = format!("process {} watches already", std::process::id());
     assert!(refusal.contains(&process), "{refusal}");

@@ -1,4 +1,5 @@
-//! A controller that was killed between two writes, tables that others have changed, and tables that are full.
+//! Tests of a controller that was killed between two writes, of maps that others have changed, and
+//! of maps that are full.
 
 use std::{fs, os::fd::AsFd, sync::Arc};
 
@@ -30,7 +31,7 @@ fn desired() -> Vec<Arc<DesiredPort>> {
     shared([with_node_port(port("web", "10.96.0.1", all()), 30080), port("other", "10.96.0.2", all()), gap])
 }
 
-/// Names and contents, without the ids, which a repair may change.
+/// Returns names and contents, without the ids, which a repair may change.
 fn shown(sandbox: &Sandbox) -> String {
     let snapshot = sandbox.snapshot();
     let services = snapshot.services.into_iter().map(|service| {

@@ -1,4 +1,5 @@
-//! Expired flows leave the tables whole, others stay whole.
+//! Tests that an expired flow leaves the maps with all of its entries, and that other flows stay
+//! whole.
 
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ use super::sandbox::{Sandbox, TakeHost as _};
 
 type Flows = Map<FlowKey<[u8; 4]>, Flow<[u8; 4]>>;
 
-/// A masqueraded flow that was reset: kept for ten seconds.
+/// Returns a masqueraded flow that was reset, which is kept for ten seconds.
 fn reset(client_port: Port, last_seen: u64) -> Flow<[u8; 4]> {
     let mut flow = Flow::default();
     (flow.client, flow.frontend) = ([192, 0, 2, 7], [10, 96, 0, 1]);
@@ -49,12 +50,12 @@ fn all_entries_of_a_flow_expire_together() {
     for key in keys(&expired) {
         established.set(&key, &expired).unwrap();
     }
-    // Left in the other table by a race.
+    // A race has left this entry in the other map.
     opening.set(&expired.client_key(), &expired).unwrap();
     for key in keys(&alive) {
         established.set(&key, &alive).unwrap();
     }
-    // One of its entries was seen just now.
+    // One entry of this flow was seen just now.
     established.set(&alive.backend_key(), &reset(kept, now)).unwrap();
 
     dataplane.collect_garbage().unwrap();
@@ -63,7 +64,7 @@ fn all_entries_of_a_flow_expire_together() {
     left.sort_unstable();
     assert_eq!(left, [kept; 3]);
     assert!(opening.read_all().unwrap().is_empty());
-    // What is used is what the next walk meets.
+    // The usage that is reported is what the next walk finds.
     dataplane.collect_garbage().unwrap();
     let usage = dataplane.usage().unwrap();
     assert_eq!(usage.tables.iter().find(|table| table.name == "flows4").unwrap().used, 3);

@@ -1,4 +1,5 @@
-//! Flows and connections that netfilter goes on translating, by rules that a former proxy had made.
+//! Tests of flows and connections that netfilter goes on translating, by rules that a former proxy
+//! had made.
 
 use std::{
     io::{Read as _, Write as _},
@@ -27,7 +28,7 @@ use super::{
     sockets::{A, B, PORT, SERVICE, dns, serve},
 };
 
-/// Flows to the service that A answers.
+/// Returns the number of flows to the Service that A answers.
 fn led_to_a() -> usize {
     let flows = Conntrack::open().unwrap().udp_flows(AddressFamily::Inet).unwrap();
     let (dialled, replier) =
@@ -47,7 +48,8 @@ fn a_flow_that_a_former_proxy_has_opened_ends_with_its_endpoint() {
     run("nft", "add table ip former");
     run("nft", "add chain ip former output { type nat hook output priority -100 ; }");
     run("nft", &format!("add rule ip former output ip daddr {SERVICE} udp dport 80 dnat to {A}:{PORT}"));
-    // Of a process that is not in the cgroup: as one that has connected before the hooks were there.
+    // The client is a process outside the cgroup, like one that has connected before the hooks were
+    // there.
     let client = UdpSocket::bind((A, 0)).unwrap();
     client.connect((SERVICE, 80)).unwrap();
     client.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
@@ -68,7 +70,7 @@ fn a_flow_that_a_former_proxy_has_opened_ends_with_its_endpoint() {
 
 type Rows = Vec<(FlowKey<[u8; 4]>, Flow<[u8; 4]>)>;
 
-/// Returns the rows that are kept for connections which netfilter translates.
+/// Returns the entries that are kept for connections which netfilter translates.
 fn kept(sandbox: &Sandbox) -> Rows {
     let mut rows: Rows = sandbox.map("flows4").read_all().unwrap();
     rows.retain(|(_, flow)| flow.flags & FLOW_OF_NETFILTER != 0);
@@ -100,7 +102,7 @@ fn both_pairs_of_ends_of_a_connection_are_kept_from_flows_until_it_ends() {
     let (mut server, _) = listener.accept().unwrap();
     client.write_all(b"x").unwrap();
     server.read_exact(&mut [0]).unwrap();
-    // A SYN that nobody answers, as those of a flood.
+    // Nobody answers this SYN, as with those of a flood.
     let unanswered = SocketAddr::new(SERVICE.parse().unwrap(), 81);
     TcpStream::connect_timeout(&unanswered, Duration::from_millis(100)).unwrap_err();
 

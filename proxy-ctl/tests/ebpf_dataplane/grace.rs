@@ -1,4 +1,4 @@
-//! Places in tables are given out again only when no program can be reading them.
+//! Tests that slots and ids are given out again only when no program can be reading them.
 
 use std::{
     os::fd::{AsFd, AsRawFd, OwnedFd},
@@ -22,14 +22,16 @@ use super::{
     sandbox::Sandbox,
 };
 
-/// A program that a `connect` of the cgroup runs [`TIMES`], without a grace period in between: some 30 ms.
+/// A program that each `connect` in the cgroup runs [`TIMES`] times, without a grace period in
+/// between. That takes some 30 ms.
 struct SlowReader {
-    /// 32 bits each: how far the program is, and how often it has ended.
+    /// Two halves of 32 bits each: how far the program is, and how many times it has ended.
     progress: Map<u32, u64>,
     _links: Vec<OwnedFd>,
 }
 
-/// The verifier follows each round of the loop, and allows a million instructions.
+/// The number of rounds of the program's loop. The verifier follows each round, and allows a
+/// million instructions.
 const LOOPS: u32 = 190_000;
 const TIMES: u64 = 8;
 
@@ -69,7 +71,8 @@ impl SlowReader {
         self.progress.get(&0).unwrap().unwrap()
     }
 
-    /// Does `work` after the program has begun; answers whether it has ended when `work` has.
+    /// Does `work` after the program has begun. Returns true if the program has ended when `work`
+    /// has.
     fn has_ended_after(&self, sandbox: &Sandbox, work: impl FnOnce()) -> bool {
         self.progress.set(&0, &0).unwrap();
         thread::scope(|scope| {
@@ -89,7 +92,7 @@ const ROUNDS: u32 = 10;
 fn a_wait_is_for_programs_that_run() {
     let Some(sandbox) = Sandbox::new() else { return };
     let reader = SlowReader::new(&sandbox);
-    // Where another process has the other CPU, the program may be over whenever this thread looks.
+    // If another process has the other CPU, the program may be over whenever this thread looks.
     assert!(
         (0..100 * ROUNDS).any(|_| !reader.has_ended_after(&sandbox, || ())),
         "the program is too quick to prove anything"
@@ -98,7 +101,7 @@ fn a_wait_is_for_programs_that_run() {
     assert!((0..ROUNDS).all(|_| reader.has_ended_after(&sandbox, || grace.wait().unwrap())));
 }
 
-/// Each round needs what the round before last has given back.
+/// Each round needs the slots that the round before last has given back.
 #[test]
 fn slots_are_given_out_again_after_a_grace_period() {
     let Some(sandbox) = Sandbox::new() else { return };
@@ -132,7 +135,7 @@ fn service_ids_are_given_out_again_after_a_grace_period() {
         };
         waited.push(reader.has_ended_after(&sandbox, apply));
     }
-    // A wait gives both ids back, and the next round needs one of them only.
+    // A wait gives both ids back, and the next round needs only one of them.
     assert!(waited[2..].windows(2).all(|two| two.contains(&true)), "{waited:?}");
 }
 

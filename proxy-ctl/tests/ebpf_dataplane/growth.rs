@@ -1,4 +1,4 @@
-//! Tables grow with what is desired, up to their limits.
+//! Tests that maps grow with what is desired, up to their limits.
 
 use std::{
     fs,
@@ -23,7 +23,8 @@ use super::{
 
 const ENDPOINTS: u32 = 2_000;
 const EXTERNAL_IPS: u32 = 500;
-/// So many that their endpoints need more slots, and their external addresses more frontends, than there is room for at first.
+/// The number of Services whose endpoints need more slots, and whose external addresses need more
+/// frontends, than there is room for at first.
 const SERVICES: u32 = 300;
 const DIALLED: &str = "10.96.0.1";
 
@@ -55,7 +56,7 @@ fn large(number: u32) -> DesiredPort {
     port
 }
 
-/// With one endpoint.
+/// Returns a Service with one endpoint.
 fn slim(number: u32) -> DesiredPort {
     DesiredPort { endpoints: endpoints(vec![endpoint("10.1.0.1", 80)]), ..large(number) }
 }
@@ -73,7 +74,7 @@ fn sizes(sandbox: &Sandbox) -> [u32; 4] {
     [table::frontends4, table::frontends6, table::slots4, table::slots6].map(|table| sandbox.room(table))
 }
 
-/// Number of slots, and of frontends, of the service ports that are served.
+/// Returns the number of slots, and of frontends, of the service ports that are served.
 fn served(sandbox: &Sandbox) -> (usize, usize) {
     let services = sandbox.snapshot().services;
     let endpoints = services.iter().map(|service| service.cluster.len()).sum();
@@ -99,7 +100,7 @@ fn what_is_desired_has_room_and_is_dialled_all_the_time() {
     let done = AtomicBool::new(false);
     let failed = thread::scope(|scope| {
         let dialling = scope.spawn(|| {
-            // Of the namespace of the scope's thread.
+            // The dials are made in the network namespace of the scope's thread.
             let mut answers = Vec::new();
             while !done.load(Ordering::Acquire) {
                 answers.push(sandbox.dial(DIALLED, 80));
@@ -134,11 +135,11 @@ fn what_is_desired_has_room_and_is_dialled_all_the_time() {
     assert_eq!(dataplane.resync(&desired).unwrap(), Applied::default());
     assert_eq!(sizes(&sandbox), at_first.map(|entries| 2 * entries));
 
-    // What is not needed any more is given back at the next start.
+    // Room that is not needed any more is given back at the next start.
     dataplane.resync(&few).unwrap();
     drop(dataplane);
     let mut dataplane = open(&mut sandbox, Limits::default());
-    // Slots stay where they are, so theirs may still be needed.
+    // Slots stay where they are, so their maps may still need the larger size.
     assert_eq!(sizes(&sandbox)[..2], at_first[..2]);
     dataplane.resync(&few).unwrap();
     assert_eq!(sandbox.dial(DIALLED, 80).unwrap(), "former");
@@ -148,7 +149,8 @@ fn what_is_desired_has_room_and_is_dialled_all_the_time() {
 fn the_first_sync_leaves_room_to_spare() {
     let Some(mut sandbox) = Sandbox::new() else { return };
     let mut dataplane = open(&mut sandbox, Limits::default());
-    // With marks, more than three quarters of the room for frontends.
+    // With the marks of ClusterIPs, the Services take more than three quarters of the room for
+    // frontends.
     let all = shared((0..200).map(slim));
     dataplane.resync(&all).unwrap();
     let [frontends, slots] = [Limit::Frontends, Limit::Slots].map(first);
@@ -175,7 +177,7 @@ fn the_limit_is_the_most_and_external_addresses_give_way_there() {
     assert_eq!(cluster_ips(&sandbox), SERVICES as usize + 1);
 }
 
-/// `larger` cannot be used as long as a folder is in it.
+/// The folder `larger` cannot be used as long as there is a folder in it with the name of the map.
 #[test]
 fn what_waits_where_a_table_cannot_grow_is_served_once_it_can() {
     let Some(mut sandbox) = Sandbox::new() else { return };
@@ -201,7 +203,8 @@ fn what_waits_where_a_table_cannot_grow_is_served_once_it_can() {
     assert_eq!(dataplane.take_without_room().unwrap(), Default::default());
 }
 
-/// A controller was killed when it had made some larger maps, and when some of these had taken their places.
+/// A controller was killed when it had made some larger maps, and when some of these had replaced
+/// the former maps.
 #[test]
 fn growth_that_was_interrupted_is_made_anew() {
     let Some(mut other) = Sandbox::new() else { return };

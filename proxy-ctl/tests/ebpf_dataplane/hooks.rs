@@ -1,4 +1,5 @@
-//! Programs on cgroup and interfaces: swapped, followed, cleaned up, beside those of others.
+//! Tests of programs on the cgroup and on interfaces, which are swapped, follow interfaces, are
+//! cleaned up, and run beside programs of others.
 
 use std::{
     collections::BTreeSet,
@@ -48,7 +49,7 @@ use super::{
     sandbox::{Sandbox, TakeHost as _, index, run, serve},
 };
 
-/// r0 = `value`; exit
+/// Returns the instructions: r0 = `value`; exit.
 pub fn returns(value: i32) -> [u64; 2] {
     [0xb7 | u64::from(value.cast_unsigned()) << 32, 0x95]
 }
@@ -71,7 +72,7 @@ pub fn veth(name: &str) -> u32 {
     index(name)
 }
 
-/// A veth of which XDP programs see whole checksums.
+/// Makes a veth whose packets have whole checksums when XDP programs see them.
 pub fn card(name: &str) -> u32 {
     let index = veth(name);
     run("ethtool", &format!("-K {name}p tx off"));
@@ -124,7 +125,7 @@ fn interfaces_are_followed() {
     dataplane.take_host(&host(&[("dpa", Role::Workload), ("dpb", Role::Uplink)])).unwrap();
     assert_eq!(links(&sandbox), &named(first) | &named(second));
 
-    // Another role is another program in the same link.
+    // Another role means another program in the same link.
     let ingress = format!("{first}_ingress");
     let workload = program_of(&sandbox, &ingress);
     dataplane.take_host(&host(&[("dpa", Role::Uplink), ("dpb", Role::Uplink)])).unwrap();
@@ -153,7 +154,7 @@ fn where_nothing_is_attached_packets_are_held_until_all_is() {
     dataplane.attach().unwrap();
     assert_eq!((held(), links(&sandbox)), (0, named(first)));
 
-    // Programs of a predecessor serve: nothing is held.
+    // Programs of a predecessor serve, so nothing is held.
     drop(dataplane);
     let mut dataplane = sandbox.open();
     dataplane.set_host(&host).unwrap();
@@ -170,7 +171,7 @@ fn a_restart_swaps_the_programs_and_keeps_the_links() {
     dataplane.take_host(&both).unwrap();
     let before = program_of(&sandbox, &format!("{first}_ingress"));
     let socket_before = program_of(&sandbox, "cgroup_connect4");
-    // Its own descriptor shows that the link stays the same.
+    // The test's own descriptor shows that the link stays the same.
     let link = bpf::pinned(&sandbox.links().join(format!("{first}_ingress"))).unwrap();
     drop(dataplane);
     run("ip", "link del dpb");
@@ -210,7 +211,7 @@ fn devices_without_an_ethernet_header_get_programs_of_their_own() {
 }
 
 /// Attaches programs of others until the hook takes no more, which Linux 6.18 refuses with ERANGE
-/// after 63. `None`: the kernel has no tcx; says that the test is skipped.
+/// after 63. Returns `None`, and says that the test is skipped, if the kernel has no tcx.
 fn fill(interface: u32, hook: bpf_attach_type) -> Option<Vec<OwnedFd>> {
     let mut links = Vec::new();
     loop {
@@ -253,8 +254,8 @@ fn a_workloads_interface_that_takes_no_program_is_named_and_keeps_nothing_else_f
     assert_eq!(counted(&dataplane), 0);
 }
 
-/// Ingress alone would translate packets of a pod whose answers stay as they are, and whom another
-/// mode could serve.
+/// An ingress program alone would translate packets of a pod, and leave their answers as they are.
+/// Another mode could serve this pod.
 #[test]
 fn an_interface_that_refuses_one_direction_later_keeps_no_program_in_the_other() {
     let Some(sandbox) = Sandbox::new() else { return };
@@ -339,8 +340,8 @@ fn links_that_cannot_be_pinned_again_stay_attached() {
     assert_eq!(running(old), before);
 }
 
-/// The kernel detaches a link in the background whose pin could not be made, and refuses its
-/// program until then (EEXIST).
+/// Takes the host until it succeeds. The kernel detaches a link whose pin could not be made in the
+/// background, and refuses its program until then (EEXIST).
 fn until_attached(dataplane: &mut EbpfDataplane, host: &Host) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while let Err(error) = dataplane.take_host(host) {
@@ -348,7 +349,8 @@ fn until_attached(dataplane: &mut EbpfDataplane, host: &Host) {
     }
 }
 
-/// The kernel has no program twice at a hook, so that a link cannot run the one of another link.
+/// The kernel runs no program twice at a hook, so that a link cannot run the program of another
+/// link.
 #[rstest]
 #[case::ingress(bpf_attach_type::BPF_TCX_INGRESS, TcAttachType::Ingress, "ingress")]
 #[case::egress(bpf_attach_type::BPF_TCX_EGRESS, TcAttachType::Egress, "egress")]
@@ -378,7 +380,7 @@ fn a_link_that_cannot_run_the_new_program_runs_the_old_one(
     assert_eq!(ours(changes, direction), ours(model, direction));
 }
 
-/// An uplink without programs leaves all clients outside unserved: the node is not healthy.
+/// An uplink without programs leaves all clients outside unserved, so that the node is not healthy.
 #[test]
 fn an_uplink_that_takes_no_program_fails_the_call() {
     let Some(sandbox) = Sandbox::new() else { return };
@@ -388,8 +390,8 @@ fn an_uplink_that_takes_no_program_fails_the_call() {
     assert!(error.to_string().contains("dpa (ingress)"), "{error}");
 }
 
-/// Collects until an inspection has made `done` true; the kernel detaches links of others in the
-/// background.
+/// Collects garbage until an inspection has made `done` true. The kernel detaches links of others
+/// in the background.
 fn until_inspected(dataplane: &mut EbpfDataplane, done: impl Fn(&EbpfDataplane) -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !done(dataplane) {
@@ -410,7 +412,8 @@ fn a_link_that_somebody_removed_comes_back() {
         fs::remove_file(sandbox.links().join("cgroup_connect4")).unwrap();
     };
     let all_there = || links(&sandbox) == named(first) && sandbox.links().join("cgroup_connect4").exists();
-    // The kernel detaches in the background; until it has, it refuses the same program a second time (EEXIST).
+    // The kernel detaches in the background. Until it has, it refuses the same program a second
+    // time (EEXIST).
     let repaired_by = |tend: &mut dyn FnMut()| {
         let deadline = Instant::now() + Duration::from_secs(60);
         while !all_there() && Instant::now() < deadline {
@@ -424,7 +427,7 @@ fn a_link_that_somebody_removed_comes_back() {
     assert!(repaired_by(&mut || drop(dataplane.collect_garbage())), "by inspection now and then");
 }
 
-/// As the dataplane has it.
+/// The number that the dataplane uses.
 const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;
 
 #[test]
@@ -512,7 +515,7 @@ fn interfaces_that_vanish_while_they_are_attached_are_no_error() {
         let deleted =
             scope.spawn(|| names.iter().for_each(|name| drop(run("ip", &format!("link del {name}")))));
         while !deleted.is_finished() {
-            // So that all that are left are attached anew.
+            // All links that are left are attached anew by this.
             dataplane.take_host(&Host::default()).unwrap();
             dataplane.take_host(&host).unwrap();
         }
@@ -540,7 +543,7 @@ fn others_programs_stay_and_go_on_working() {
     assert_eq!(sandbox.dial("10.96.0.1", 80), Ok("backend".into()));
     assert_eq!(first_on_ingress(interface), program_of(&sandbox, &format!("{interface}_ingress")));
 
-    // The other's verdict counts beside ours.
+    // The verdict of the other program counts beside ours.
     let denies = bpf::link_cgroup(connect_program(0).as_fd(), cgroup.as_fd(), connect4).unwrap();
     let error = sandbox.dial("10.96.0.1", 80).unwrap_err();
     assert!(error.contains("not permitted"), "{error}");
@@ -557,7 +560,7 @@ fn others_programs_stay_and_go_on_working() {
     sandbox.dial("10.96.0.1", 80).unwrap_err();
 }
 
-/// Others come before ours. How often that is mended, `order.rs` tests.
+/// Programs of others come before ours. How many times that is corrected is tested by `order.rs`.
 #[test]
 fn a_program_that_was_put_before_ours_gets_behind_it() {
     const TC_ACT_OK: i32 = 0;
@@ -608,7 +611,7 @@ fn a_program_that_was_put_before_ours_gets_behind_it() {
     assert!(is_first(other));
 }
 
-/// Ids of the tcx programs in their order, as bpftool lists them.
+/// Returns the ids of the tcx programs in their order, as bpftool lists them.
 fn tcx_programs(interface: u32, hook: TcAttachType) -> Vec<u32> {
     let name = nix::net::if_::if_indextoname(interface).unwrap().into_string().unwrap();
     let (_, programs) = SchedClassifier::query_tcx(&name, hook).unwrap();
@@ -694,7 +697,7 @@ fn a_clsact_qdisc_of_ours_goes_with_the_last_filter() {
     assert!(run("tc", "filter show dev dpa ingress").contains("u32"));
     run("tc", "qdisc del dev dpa clsact");
 
-    // One that was there before us stays.
+    // A qdisc that was there before us stays.
     run("tc", "qdisc add dev dpa clsact");
     dataplane.take_host(&host(&[("dpa", Role::Workload)])).unwrap();
     dataplane.take_host(&Host::default()).unwrap();
@@ -705,7 +708,7 @@ fn a_clsact_qdisc_of_ours_goes_with_the_last_filter() {
 fn xdp_is_on_the_uplinks_that_can_have_it() {
     let Some(sandbox) = Sandbox::new() else { return };
     let (uplink, workload) = (card("dpa"), veth("dpb"));
-    // Its driver has no XDP.
+    // The driver of this device has no XDP.
     run("ip", "link add dpc type bridge");
     let bridge = index("dpc");
     let host = host(&[("dpa", Role::Uplink), ("dpb", Role::Workload), ("dpc", Role::Uplink)]);
@@ -731,7 +734,7 @@ fn xdp_is_on_the_uplinks_that_can_have_it() {
     let dataplane = open(Xdp::Generic);
     assert_eq!(links(&sandbox), with(&[format!("{uplink}_generic"), format!("{bridge}_generic")]));
     drop(dataplane);
-    // None of them is a card.
+    // None of these devices is a card.
     for xdp in [Xdp::Auto, Xdp::Off] {
         drop(open(xdp));
         assert_eq!(links(&sandbox), of_tc(), "{xdp:?}");
@@ -795,7 +798,7 @@ fn xdp_is_not_on_a_veth_that_gets_unfinished_checksums(#[case] is_elsewhere: boo
     assert_eq!(after, &named(uplink) | &[format!("{uplink}_native")].into());
 }
 
-/// Drops what has come by the interface, and passes the rest.
+/// Returns a program that drops what has come by the interface, and passes the rest.
 fn dropping_what_comes_by(interface: u32) -> OwnedFd {
     const XDP: u32 = 6;
     let program = [
@@ -813,7 +816,8 @@ fn dropping_what_comes_by(interface: u32) -> OwnedFd {
     bpf::load_program(XDP, bpf_attach_type::BPF_XDP as u32, &program).unwrap()
 }
 
-/// Why bonds are left to TC: what the kernel runs for one sees the port that a frame has come by, and not the bond.
+/// Bonds are left to TC, because of this: the kernel runs the program of a bond on its ports. Such
+/// a program sees the port that a frame has come by, and not the bond.
 #[rstest]
 #[case::active_backup("active-backup", true)]
 #[case::balance_rr("balance-rr", true)]
@@ -879,7 +883,7 @@ fn cleanup_leaves_nothing_of_ours() {
     dataplane.take_host(&host(&[("dpa", Role::Workload)])).unwrap();
     dataplane.resync(&shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 80)])])).unwrap();
     drop(dataplane);
-    // Another's pin beside our folder.
+    // The pin of another program is beside our folder.
     let foreign = sandbox.config.bpffs.join("foreign");
     bpf::pin(packet_program(0).as_fd(), &foreign).unwrap();
     let [links, tables] =
@@ -921,7 +925,7 @@ fn host_balancing_is_for_the_nodes_own_namespace() {
             let in_pod = || {
                 unshare(CloneFlags::CLONE_NEWNET).unwrap();
                 run("ip", "link set lo up");
-                // So that a connection that is left alone is answered, too.
+                // This address answers a connection that is not translated, too.
                 run("ip", "address add 10.96.0.1/32 dev lo");
                 let own = serve("10.96.0.1", "left alone");
                 let mut web = port("web", "10.96.0.1", vec![endpoint("127.0.0.1", listening)]);
@@ -941,7 +945,7 @@ fn host_balancing_is_for_the_nodes_own_namespace() {
     assert!(refused.contains("refused"), "the backend listens in the other namespace: {refused}");
 }
 
-/// Waits for a state of the host; panics after a minute with the last one.
+/// Waits for a state of the host. It panics after a minute with the last one.
 async fn until(
     hosts: &mut tokio::sync::watch::Receiver<Option<NodeNetwork>>,
     holds: impl Fn(&NodeNetwork) -> bool,
@@ -1029,7 +1033,7 @@ fn a_filter_gives_way_to_others_that_hold_its_priority() {
     assert!(run("tc", "filter show dev dpa ingress").contains("u32"));
 }
 
-/// The kernel gives each priority handles of its own.
+/// The kernel gives each priority its own handles, so that another's filter can have ours.
 #[test]
 fn a_filter_of_another_with_our_handle_is_told_as_anothers() {
     const OUR_HANDLE: u32 = 0x7063;
@@ -1115,7 +1119,7 @@ fn settings_of_uplinks_follow_their_addresses_and_mtu() {
 #[test]
 fn tags_of_vlans_lead_to_their_devices() {
     let Some(sandbox) = Sandbox::new() else { return };
-    // The second stands for a VLAN device, which not every kernel has.
+    // The second device stands for a VLAN device, which not every kernel has.
     let (dpa, dpb) = (veth("dpa"), veth("dpb"));
     let mut dataplane = sandbox.open();
     let table: Map<VlanTag, u32> = sandbox.map("vlan_devices");

@@ -1,4 +1,5 @@
-//! `ebpf.withdrawAfter`: how long the programs serve without their controller.
+//! Tests of `ebpf.withdrawAfter`, which limits how long the programs serve without their
+//! controller.
 
 use std::time::{Duration, Instant};
 

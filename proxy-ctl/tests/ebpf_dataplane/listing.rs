@@ -1,4 +1,4 @@
-//! Flows as people are shown them, read from the pins.
+//! Tests of flows as people are shown them, read from the pins.
 
 use proxy_common::{
     layout::{Flow, FlowKey, PROGRESS_ANSWERED, PROGRESS_CONFIRMED, PROTOCOL_TCP},
@@ -19,7 +19,8 @@ type Flows = Map<FlowKey<[u8; 4]>, Flow<[u8; 4]>>;
 
 const SECOND: u64 = 1_000_000_000;
 
-/// From this port to a frontend, opened so many seconds ago, for the service port with this id.
+/// Returns a flow from this port to a frontend, opened `age` seconds ago, for the service port with
+/// this id.
 fn flow(client_port: u16, frontend: ([u8; 4], u16), age: u64, service: u32) -> Flow<[u8; 4]> {
     let mut flow = Flow::default();
     (flow.client, flow.frontend, flow.backend) = ([192, 0, 2, 7], frontend.0, [10, 0, 0, 1]);
@@ -44,7 +45,7 @@ fn listed(sandbox: &Sandbox, limit: usize, wanted: &dyn Fn(&FlowSnapshot) -> boo
     pinned.flows(&FlowQuery { wanted, limit }).unwrap().unwrap()
 }
 
-/// Port of the client, name of the service port, state.
+/// Returns the port of the client, the name of the service port, and the state of each flow.
 fn shown(flows: &[FlowSnapshot]) -> Vec<(u16, String, FlowState)> {
     let service = |flow: &FlowSnapshot| flow.service.as_ref().map_or("-".into(), |name| name.to_string());
     flows.iter().map(|flow| (flow.client.unwrap().port(), service(flow), flow.state)).collect()
@@ -68,14 +69,14 @@ fn each_flow_is_listed_once_with_its_service_port() {
     let (opening, established): (Flows, Flows) = (sandbox.map("opening_flows4"), sandbox.map("flows4"));
 
     let mut open_one = flow(1, WEB, 40, web);
-    // As it was when it was established.
+    // This entry is as it was when the flow was established.
     put(&opening, &open_one);
     open_one.state.progress = PROGRESS_CONFIRMED;
     put(&established, &open_one);
     let mut answered = flow(2, ([10, 96, 0, 2], 80), 20, other);
     answered.state.progress = PROGRESS_ANSWERED;
     put(&opening, &answered);
-    // Its service port has left the frontend, and the id may be another's.
+    // The service port of this flow has left the frontend, and the id may be another's.
     put(&opening, &flow(3, ([10, 96, 0, 9], 80), 30, web));
     put(&opening, &flow(4, WEB, 10, web));
 
@@ -105,13 +106,14 @@ fn flows_of_both_maps_are_listed_while_a_table_changes_its_size() {
     }
     let Limits { flows, .. } = sandbox.config.limits;
     sandbox.config.limits.flows = flows / 2;
-    // As a controller that was killed before any entry has moved: the former map is set aside, and the new one is empty.
+    // The state is that of a controller that was killed before any entry has moved: the former map
+    // is set aside, and the new one is empty.
     std::fs::rename(sandbox.table("flows4"), sandbox.pins("before/flows4")).unwrap();
     let shape = bpf::MapInfo { max_entries: flows / 2, ..bpf::map_info(before.fd()).unwrap() };
     bpf::pin(std::os::fd::AsFd::as_fd(&bpf::create_map(&shape, None).unwrap()), &sandbox.table("flows4"))
         .unwrap();
     let in_use: Flows = sandbox.map("flows4");
-    // Some have moved, one of them just now, and a new one was opened.
+    // Some entries have moved, one of them just now, and a new flow was opened.
     for port in 1..=10 {
         put(&in_use, &flow(port, WEB, 5, 1));
         for key in before

@@ -1,4 +1,4 @@
-//! Ports for translated sources follow the kernel's parameters.
+//! Tests that the ports for translated sources follow the kernel's parameters.
 
 use std::fs;
 

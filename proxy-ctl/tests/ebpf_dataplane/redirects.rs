@@ -1,4 +1,5 @@
-//! Which uplinks XDP may send frames on by that have come by others: the tables follow the devices.
+//! Tests of the uplinks by which XDP may send frames that have come by others. The maps follow the
+//! devices.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -33,7 +34,7 @@ use super::{
 const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;
 const OWN: [[u8; 6]; 2] = [[2, 0, 0, 0, 0, 1], [2, 0, 0, 0, 0, 2]];
 
-/// Two uplinks with these link addresses.
+/// Returns a host with two uplinks that have these link addresses.
 fn uplinks(addresses: [[u8; 6]; 2]) -> Host {
     let mut host = host(&[("dpa", Role::Uplink), ("dpb", Role::Uplink)]);
     for (interface, address) in host.interfaces.iter_mut().zip(addresses) {
@@ -46,7 +47,7 @@ fn opened(sandbox: &Sandbox, xdp: config::Xdp) -> EbpfDataplane {
     EbpfDataplane::open(&Ebpf { xdp, ..sandbox.config.clone() }).unwrap()
 }
 
-/// A veth takes frames of XDP while a program is at its other end.
+/// Attaches a program to the other end of a veth, which then takes frames of XDP.
 fn make_card(port: &str) -> OwnedFd {
     const XDP: u32 = 6;
     const PASS: i32 = 2;
@@ -59,18 +60,19 @@ fn sources(sandbox: &Sandbox) -> BTreeMap<u32, [u8; 6]> {
     table.read_all().unwrap().into_iter().map(|(interface, own)| (interface, own.bytes)).collect()
 }
 
-/// With the keys of each.
+/// Returns the targets with their keys.
 fn targets(sandbox: &Sandbox) -> BTreeSet<(u32, u32)> {
     let table: Map<u32, RedirectTarget> = sandbox.map("redirect_targets");
     table.read_all().unwrap().into_iter().map(|(key, target)| (key, target.interface)).collect()
 }
 
-/// Whole frames, and those in fragments.
+/// Returns the targets for whole frames and for frames in fragments.
 fn all_frames(interface: u32) -> BTreeSet<(u32, u32)> {
     [(interface, interface), (interface | IN_FRAGMENTS, interface)].into()
 }
 
-/// A program that has each frame leave by an uplink: r0 = bpf_redirect_map(`redirect_targets`, `uplink`, 0); exit
+/// Loads a program that has each frame leave by an uplink: r0 =
+/// bpf_redirect_map(`redirect_targets`, `uplink`, 0); exit.
 fn redirecting(sandbox: &Sandbox, uplink: u32) -> Xdp {
     const XDP: u32 = 6;
     const LOAD_MAP: u64 = 0x1118;
@@ -91,10 +93,11 @@ fn redirecting(sandbox: &Sandbox, uplink: u32) -> Xdp {
     opened.unwrap()
 }
 
-/// As many frames of this length as come by the uplink.
+/// Sends `frames` frames of this length, as if they came by the uplink.
 fn send(program: &Xdp, uplink: u32, length: usize, frames: u32) {
     let frame = vec![0; length];
-    // As `xdp_md`: data, data_end, data_meta, ingress_ifindex, rx_queue_index, egress_ifindex.
+    // The fields are those of `xdp_md`: data, data_end, data_meta, ingress_ifindex, rx_queue_index,
+    // egress_ifindex.
     let context = [0, length as u32, 0, uplink, 0, 0].map(u32::to_ne_bytes).concat();
     let options = TestRunOptions {
         data_in: Some(&frame),
@@ -117,7 +120,8 @@ fn inspect(dataplane: &mut EbpfDataplane) {
     }
 }
 
-/// The uplinks `dpa` and `dpb`. Says so where the kernel does not tell what drivers do (6.3).
+/// Makes the uplinks `dpa` and `dpb`. Says that the test is skipped if the kernel does not tell
+/// what drivers do, as before Linux 6.3.
 fn two_uplinks() -> Option<(Sandbox, u32, u32)> {
     let sandbox = Sandbox::new()?;
     let (dpa, dpb) = (card("dpa"), card("dpb"));
@@ -198,14 +202,14 @@ fn frames_that_no_device_takes_are_counted() {
     let program = redirecting(&sandbox, dpb);
     send(&program, dpa, 1_500, FRAMES);
     assert_eq!(not_taken(&sandbox), 0);
-    // The device is given them, and its other end takes no such length.
+    // The device is given these frames, and its other end takes no such length.
     send(&program, dpa, 2_500, FRAMES);
     assert_eq!(not_taken(&sandbox), u64::from(FRAMES));
-    // It is not given them any more, which the controller does not know yet.
+    // The device is not given frames any more, which the controller does not know yet.
     bpf::link_detach(of_dpb.as_fd()).unwrap();
     send(&program, dpa, 1_500, FRAMES);
     assert_eq!(not_taken(&sandbox), u64::from(2 * FRAMES));
-    // Those of uplinks of others.
+    // Frames that have come by uplinks of others are not counted.
     let dpc = veth("dpc");
     let _card = make_card("dpc");
     send(&program, dpc, 1_500, FRAMES);

@@ -1,4 +1,4 @@
-//! Tables get another size with all that is in them, whatever is interrupted.
+//! Tests that maps get another size with everything that is in them, whatever is interrupted.
 
 use std::{fs, os::fd::AsFd as _, sync::Arc};
 
@@ -62,7 +62,8 @@ fn affinity(sandbox: &Sandbox) -> Vec<(AffinityKey<[u8; 4]>, Affinity)> {
     all
 }
 
-/// Clients of a service port, of one that has no affinity: nobody looks before the next collection.
+/// Adds clients of a service port that has no affinity, so that nobody looks before the next
+/// collection.
 fn add_clients(sandbox: &Sandbox, count: u8) -> Vec<(AffinityKey<[u8; 4]>, Affinity)> {
     let table: Map<AffinityKey<[u8; 4]>, Affinity> = map(sandbox, "maps/affinity4");
     for number in 0..count {
@@ -88,12 +89,12 @@ fn numbers(sandbox: &Sandbox, table: &str) -> Vec<u16> {
     numbers
 }
 
-/// More than its half fits into tables of factor 1.
+/// Returns a desired state of which more than half fits into maps of factor 1.
 fn desired() -> Vec<Arc<DesiredPort>> {
     numbered(1..=40)
 }
 
-/// No table is on its way, and programs look into one map of each table.
+/// Asserts that no map is being replaced, and that programs look into one map of each name.
 fn assert_finished(sandbox: &Sandbox) {
     assert_eq!(fs::read_dir(sandbox.pins("before")).unwrap().count(), 0);
     for (_, maps) in table::RESIZABLE {
@@ -169,7 +170,7 @@ fn a_table_that_holds_more_keeps_its_size_until_it_does_not() {
     assert_eq!(["flows4", "frontends4"].map(|table| sandbox.room(table)), [2_048, 10]);
 }
 
-/// Ports by their numbers, three endpoints each.
+/// Returns service ports by their numbers, with three endpoints each.
 fn numbered(numbers: std::ops::RangeInclusive<u8>) -> Vec<Arc<DesiredPort>> {
     shared(numbers.map(|number| {
         let endpoints = (1..=3).map(|n| endpoint(&format!("10.0.{number}.{n}"), 8080)).collect();
@@ -200,7 +201,7 @@ fn tables_of_one_limit_keep_their_size_together() {
     assert_eq!(sizes, [256, 256], "40 names would fit into 64 entries, and ids up to 100 do not");
 }
 
-/// Programs have gone on writing the map before, where they look first.
+/// The programs have gone on writing the former map, where they look first.
 #[test]
 fn an_entry_that_was_copied_and_not_taken_is_as_it_was_written_last() {
     let Some(mut donor) = Sandbox::new() else { return };
@@ -225,13 +226,15 @@ fn an_entry_that_was_copied_and_not_taken_is_as_it_was_written_last() {
     assert_finished(&sandbox);
 }
 
-/// What a controller that was killed may leave: the former map set aside, and of the new one nothing, an empty one or a part.
+/// A killed controller may leave the former map set aside, and no new map, an empty one, or one
+/// with a part of the entries.
 #[rstest]
 #[case::no_new_map(None)]
 #[case::empty(Some(0))]
 #[case::a_part(Some(20))]
 fn what_was_interrupted_goes_on(#[case] done: Option<u16>, #[values("flows4", "backends4")] table: &str) {
-    // Has new maps as the loader makes them: from 5.15 to 6.1 one without BTF may not take the place of one that has it.
+    // This sandbox has new maps as the loader makes them. From 5.15 to 6.1, a map without BTF may
+    // not replace one that has it.
     let Some(mut donor) = Sandbox::new() else { return };
     drop(open(&mut donor, 4));
     let Some(mut sandbox) = Sandbox::new() else { return };

@@ -1,4 +1,4 @@
-//! Who is served where a table has not room for all.
+//! Tests who is served if a map has no room for all.
 
 use std::collections::BTreeMap;
 
@@ -39,7 +39,7 @@ fn plain(name: &str, last: u8) -> DesiredPort {
     port(name, &format!("10.96.0.{last}"), vec![endpoint("10.0.0.2", 80)])
 }
 
-/// Frontends of each service port.
+/// Returns the number of frontends of each service port.
 fn served(sandbox: &Sandbox) -> BTreeMap<String, usize> {
     let services = sandbox.snapshot().services.into_iter();
     services.map(|service| (service.name.service.name.to_string(), service.frontends.len())).collect()
@@ -49,7 +49,7 @@ fn is(all: &[(&str, usize)]) -> BTreeMap<String, usize> {
     all.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect()
 }
 
-/// Names of service ports, and the fields that there is no room for.
+/// Returns the names of service ports, and the fields that there is no room for.
 fn without_room(dataplane: &mut EbpfDataplane) -> Option<Vec<(String, &'static str)>> {
     let all = dataplane.take_without_room()?;
     let fields = all.into_iter().flat_map(|(name, all)| {
@@ -122,11 +122,11 @@ fn with_endpoints(name: &str, last: u8, count: u8) -> DesiredPort {
     port(name, &format!("10.96.0.{last}"), endpoints)
 }
 
-/// The tables have room for `small` with two endpoints and for `late`, but not for `large` as well.
+/// The maps have room for `small` with two endpoints and for `late`, but not for `large` as well.
 #[rstest]
 #[case::slots(|limits| Limits { slots: 6, ..limits }, "slots4 has room for 6 entries", "endpoints")]
 #[case::backends(|limits| Limits { backends: 6, ..limits }, "backends4 has room for 6 entries", "endpoints")]
-// The first entry is nobody's.
+// The first entry belongs to no service.
 #[case::services(|limits| Limits { services: 3, ..limits }, "services has room for 3 entries", "spec.ports")]
 #[case::all_three(
     |limits| Limits { slots: 6, backends: 6, services: 3, ..limits },
@@ -142,16 +142,16 @@ fn a_service_that_a_full_table_keeps_out_is_named_and_served_when_there_is_room(
     let mut dataplane = sandbox.open_with(limit(sandbox.config.limits));
     let [small, late, large] = [("small", 1, 2), ("late", 2, 1), ("large", 3, 4)]
         .map(|(name, last, count)| with_endpoints(name, last, count));
-    // Slots are contiguous: those of `small` are next to the free ones.
+    // Slots are contiguous, and those of `small` are next to the free ones.
     dataplane.resync(&shared([late.clone(), small.clone()])).unwrap();
     let before = sandbox.snapshot();
-    // Nothing of it is written, not even for a moment.
+    // Nothing of `large` is written, not even for a moment.
     assert_eq!(dataplane.apply(&change(shared([large.clone()]))).unwrap(), Applied::default());
     let told = dataplane.take_without_room().unwrap();
     let [one] = told[&large.name].as_slice() else { panic!("{told:?}") };
     assert_eq!((one.field, one.effect, told.len()), (field, Effect::NotServed, 1));
     assert!(one.instead.starts_with(&format!("not served: table {full}")), "{}", one.instead);
-    // Nor is it a failure, or a difference, of a later resync.
+    // A later resync counts it neither as a failure nor as a difference.
     let all = shared([small.clone(), late.clone(), large.clone()]);
     for _ in 0..2 {
         assert_eq!(dataplane.resync(&all).unwrap(), Applied::default());
@@ -170,7 +170,7 @@ fn a_service_that_a_full_table_keeps_out_is_named_and_served_when_there_is_room(
     assert_eq!(dataplane.resync(&shared([late, large])).unwrap(), Applied::default());
 }
 
-/// Addresses of the endpoints of a service, with the ids of their backends.
+/// Returns the addresses of a Service's endpoints, with the ids of their backends.
 fn backends_of(sandbox: &Sandbox, name: &str) -> BTreeMap<String, u32> {
     let services = sandbox.snapshot().services;
     let service = services.iter().find(|one| &*one.name.service.name == name).unwrap();
@@ -185,7 +185,7 @@ fn web(numbers: &[u8]) -> DesiredPort {
     port("web", "10.96.0.1", numbers.iter().map(|n| endpoint(&format!("10.0.1.{n}"), 80)).collect())
 }
 
-/// `web` has endpoints 1 and 2, and the tables have no room for more.
+/// The Service `web` has endpoints 1 and 2, and the maps have no room for more.
 #[rstest]
 #[case::more_than_there_is_room_for_keeps_the_old(&[1, 2, 3, 4, 5], &[1, 2], Some(Effect::NoRoom))]
 #[case::those_that_are_gone_are_not_dialled(&[2, 3, 4, 5, 6], &[2], Some(Effect::NoRoom))]
@@ -257,18 +257,20 @@ fn slots_that_are_free_but_not_side_by_side_are_no_room() {
     assert_eq!(served(&sandbox), is(&[("large", 1)]));
 }
 
-/// Services by the number of their endpoints (0: it goes), and whether the controller starts anew, which takes seconds.
+/// Draws steps: a Service, the number of its endpoints (with 0 it goes), and whether the controller
+/// starts anew, which takes seconds.
 fn churn() -> impl Strategy<Value = Vec<(u8, u8, bool)>> {
     prop::collection::vec((0..8_u8, 0..7_u8, prop::bool::weighted(0.03)), 20..80)
 }
 
-/// What is served and what waits by number of endpoints, with as many backends as there are endpoints.
+/// Compares what is served and what waits by the number of endpoints. There are as many backends as
+/// endpoints.
 #[test]
 fn whatever_fits_is_served_and_nobody_is_thrown_out() {
     const ENDPOINTS: usize = 12;
     const SERVICES: usize = 5;
     let Some(sandbox) = Sandbox::new() else { return };
-    // Slots are plentiful: how they are cut to pieces is not what this is about.
+    // There are plenty of slots, because this test is not about their fragmentation.
     let limits =
         Limits { backends: ENDPOINTS as u32, services: SERVICES as u32 + 1, ..sandbox.config.limits };
     let config = ProptestConfig { cases: 3, failure_persistence: None, ..ProptestConfig::default() };
@@ -322,7 +324,7 @@ fn whatever_fits_is_served_and_nobody_is_thrown_out() {
     TestRunner::new(config).run(&churn(), run).unwrap();
 }
 
-/// What was served and is still desired.
+/// Returns what was served and is still desired.
 fn served_still<'a>(
     before: &'a BTreeMap<String, usize>,
     all: &'a BTreeMap<String, DesiredPort>,

@@ -1,4 +1,5 @@
-//! Next hops that XDP keeps in flows are looked up anew after each change of routes, which the kernel tells.
+//! Tests that next hops that XDP keeps in flows are looked up anew after each change of routes,
+//! which the kernel reports.
 
 use std::{
     thread,

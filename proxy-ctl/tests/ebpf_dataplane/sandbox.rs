@@ -1,4 +1,5 @@
-//! Where a test runs: a network namespace, a bpffs folder and a cgroup of its own, gone with the value.
+//! The surroundings of a test: a network namespace, a bpffs folder and a cgroup of its own. They
+//! are gone with the value.
 
 use std::{
     fs,
@@ -23,7 +24,7 @@ use proxy_ctl::{
     sys::{bpf, filesystem, map::Map, socket_storage},
 };
 
-/// As the controller does, once everything is written.
+/// Takes over the host as the controller does, once everything is written.
 pub trait TakeHost: Dataplane {
     fn take_host(&mut self, host: &Host) -> Result<Applied, dataplane::Error> {
         match self.set_host(host) {
@@ -43,7 +44,8 @@ pub struct Sandbox {
 static NEXT: AtomicU32 = AtomicU32::new(0);
 
 impl Sandbox {
-    /// `None`: not root; says that the test is skipped.
+    /// Makes a sandbox. Returns `None`, and says that the test is skipped, if the machine cannot
+    /// run it.
     pub fn new() -> Option<Self> {
         if !nix::unistd::geteuid().is_root() {
             println!("skipped: BPF programs and network namespaces need root");
@@ -53,11 +55,12 @@ impl Sandbox {
             println!("skipped: no cgroup v2 is mounted");
             return None;
         };
-        // The namespace of this thread and of the processes that it starts.
+        // The namespace is that of this thread and of the processes that it starts.
         unshare(CloneFlags::CLONE_NEWNET).unwrap();
         run("ip", "link set lo up");
         let name = format!("proxy-ctl-test-{}-{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
-        // Of two that mount it at once, one would hide what the other has made.
+        // The mount is made once. Of two mounts at once, one would hide what the other test has
+        // made.
         static MOUNTED: Once = Once::new();
         MOUNTED.call_once(|| filesystem::provide_bpffs("/sys/fs/bpf".as_ref()).unwrap());
         let bpffs = PathBuf::from("/sys/fs/bpf").join(&name);
@@ -89,7 +92,8 @@ impl Sandbox {
         })
     }
 
-    /// As [`Self::new`]. `None` also where the kernel does not let socket storage be read at once, as counting it needs.
+    /// Makes a sandbox like [`Self::new`]. Returns `None` also if the kernel does not let socket
+    /// storage be read at once, which the count of connections needs.
     pub fn with_socket_storage() -> Option<Self> {
         if let Some(obstacle) = socket_storage::obstacle() {
             println!("skipped: {obstacle}");
@@ -98,7 +102,7 @@ impl Sandbox {
         Self::new()
     }
 
-    /// With a dataplane that was opened there.
+    /// Makes a sandbox with a dataplane that was opened there.
     pub fn opened() -> Option<(Self, EbpfDataplane)> {
         let sandbox = Self::new()?;
         let dataplane = sandbox.open();
@@ -113,7 +117,7 @@ impl Sandbox {
         EbpfDataplane::open(&Ebpf { limits, ..self.config.clone() }).unwrap()
     }
 
-    /// What is programmed, read from the pins.
+    /// Returns what is programmed, read from the pins.
     pub fn snapshot(&self) -> Snapshot {
         Pinned::open(&self.config.bpffs).unwrap().snapshot().unwrap()
     }
@@ -134,7 +138,7 @@ impl Sandbox {
         Map::new(bpf::pinned(&self.table(table)).unwrap()).unwrap().unwrap()
     }
 
-    /// For how many entries a table has room.
+    /// Returns the number of entries that a map has room for.
     pub fn room(&self, table: &str) -> u32 {
         bpf::map_info(bpf::pinned(&self.table(table)).unwrap().as_fd()).unwrap().max_entries
     }
@@ -153,7 +157,8 @@ impl Sandbox {
         Command::new("bash").arg("-c").arg(script).output().unwrap()
     }
 
-    /// What a process of the cgroup reads after connecting to this address; otherwise the error.
+    /// Returns what a process of the cgroup reads after connecting to this address, or else the
+    /// error.
     pub fn dial(&self, address: &str, port: u16) -> Result<String, String> {
         let output = self.in_cgroup(&format!("exec 3<>/dev/tcp/{address}/{port} && cat <&3"));
         if output.status.success() {
@@ -184,7 +189,7 @@ pub fn run(program: &str, arguments: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Index of an interface in this thread's namespace.
+/// Returns the index of an interface in this thread's namespace.
 pub fn index(interface: &str) -> u32 {
     nix::net::if_::if_nametoindex(interface).unwrap()
 }

@@ -1,4 +1,4 @@
-//! Any sequence of changes leaves what a resync from scratch would.
+//! Tests that any sequence of changes leaves what a resync from scratch would.
 
 use std::{collections::BTreeMap, net::SocketAddr, sync::Arc};
 
@@ -23,7 +23,7 @@ use super::{
 #[derive(Clone, Debug)]
 struct Step {
     service: u8,
-    /// `None`: the service is removed.
+    /// `None` if the Service is removed.
     state: Option<(Vec<Endpoint>, Vec<prop::sample::Index>, bool)>,
     resync: bool,
     collect: bool,
@@ -71,7 +71,7 @@ fn desired(step: &Step) -> Option<DesiredPort> {
             if internal.is_empty() { TrafficPolicy::Local } else { TrafficPolicy::Cluster };
         port.endpoints.internal = internal.into();
     }
-    // Of all services one has the node port: whichever came last.
+    // Only one of all Services has the node port, which is the one that came last.
     Some(if node_port { with_node_port(port, 30_000 + u16::from(n)) } else { port })
 }
 
@@ -79,14 +79,16 @@ fn desired(step: &Step) -> Option<DesiredPort> {
 #[derive(Debug, Default, Eq, PartialEq)]
 struct Contents {
     services: BTreeMap<ServicePortName, Service>,
-    /// By address, port and protocol: how many service ports use it, whether it is local, and terminating.
+    /// The backends by address, port and protocol: how many service ports use each, whether it is
+    /// local, and terminating.
     backends: BTreeMap<(SocketAddr, Protocol), (u32, bool, bool)>,
 }
 
 #[derive(Debug, Eq, PartialEq)]
 struct Service {
     frontends: Vec<FrontendSnapshot>,
-    /// Cluster, internal and external: address, and whether it is local.
+    /// The sets for scope cluster, for internal and for external clients. Each endpoint has its
+    /// address, and whether it is local.
     sets: [Vec<(SocketAddr, bool)>; 3],
     any_endpoints: bool,
     policies: [TrafficPolicy; 2],
@@ -152,13 +154,15 @@ fn frontend(frontend: &Frontend) -> FrontendSnapshot {
 #[test]
 fn changes_leave_what_a_resync_would() {
     let Some(sandbox) = Sandbox::new() else { return };
-    // Few and long: loading the programs takes two seconds, a step a millisecond.
+    // There are few sequences and they are long, because loading the programs takes two seconds,
+    // and a step a millisecond.
     let config = ProptestConfig { cases: 3, failure_persistence: None, ..ProptestConfig::default() };
     let sequence = prop::collection::vec(step(), 50..150);
     TestRunner::new(config)
         .run(&sequence, |steps| {
             let mut dataplane = sandbox.open();
-            // An id that is never given out, and one that the next stray finds waiting for a grace period.
+            // One id is never given out. The other is one that the next stray finds waiting for a
+            // grace period.
             let mut strays = [0, 511].iter().cycle();
             let names = sandbox.map::<u32, ServiceName>("service_names");
             let mut now: BTreeMap<u8, Arc<DesiredPort>> = BTreeMap::new();
@@ -184,7 +188,7 @@ fn changes_leave_what_a_resync_would() {
                 if step.resync {
                     let all: Vec<_> = now.values().cloned().collect();
                     prop_assert_eq!(dataplane.resync(&all).unwrap(), Applied::default());
-                    // With a difference, the tables are read as a new controller does.
+                    // After a difference, the maps are read as a new controller does.
                     names.set(strays.next().unwrap(), &ServiceName::default()).unwrap();
                     prop_assert_eq!(dataplane.resync(&all).unwrap(), Applied { written: 0, removed: 1 });
                 }

@@ -1,4 +1,4 @@
-//! Connected datagram sockets whose endpoint goes: they are ended, and no others.
+//! Tests that connected datagram sockets are ended when their endpoint goes, and no other sockets.
 
 use std::{
     fs::File,
@@ -37,7 +37,7 @@ use super::{
 
 pub const SERVICE: &str = "10.96.0.1";
 const CANARY: &str = "10.96.0.2";
-/// The backends, by their answers.
+/// The backends with their answers.
 const BACKENDS: [(&str, &str); 2] = [(A, "a"), (B, "b")];
 pub const A: &str = "10.1.0.1";
 pub const B: &str = "10.1.0.2";
@@ -66,7 +66,8 @@ impl Drop for Pod {
     }
 }
 
-/// Has the backends in this thread's namespace, or in a pod's. They serve as long as the test's process lives.
+/// Starts the backends in this thread's namespace, or in a pod's. They serve as long as the test's
+/// process lives.
 pub fn serve(pod: Option<&Pod>) {
     let of_pod = pod.map_or_else(String::new, |pod| format!("-n {} ", pod.0));
     for (address, name) in BACKENDS {
@@ -85,7 +86,7 @@ pub fn serve(pod: Option<&Pod>) {
     }
 }
 
-/// A shell in the cgroup, as sockets belong to the cgroup of the process that makes them.
+/// A shell in the cgroup, because sockets belong to the cgroup of the process that makes them.
 struct Client {
     child: Child,
     requests: ChildStdin,
@@ -110,7 +111,7 @@ impl Client {
         client
     }
 
-    /// Answers with what the commands print, in one line.
+    /// Returns what the commands print, in one line.
     fn carry_out(&mut self, commands: &str) -> String {
         writeln!(self.requests, "echo $({{ {commands}; }} 2>&1)").unwrap();
         let mut line = String::new();
@@ -118,7 +119,8 @@ impl Client {
         line.trim().to_owned()
     }
 
-    /// Connects descriptor `fd`. Not in a subshell, which would have it alone.
+    /// Connects descriptor `fd`. This is not done in a subshell, because only the subshell would
+    /// have the descriptor.
     fn connect(&mut self, fd: u32, address: &str, port: u16) {
         writeln!(self.requests, "exec {fd}<>/dev/udp/{address}/{port}").unwrap();
         self.carry_out("true");
@@ -129,9 +131,9 @@ impl Client {
         self.carry_out("true");
     }
 
-    /// The name of who answers, or why nobody does.
+    /// Returns the name of who answers, or why nobody does.
     fn ping(&mut self, fd: u32) -> String {
-        // A shell reads byte by byte, and so the first one of a datagram.
+        // A shell reads byte by byte, and so it gets the first byte of a datagram.
         self.carry_out(&format!(
             "printf x >&{fd} && read -r -N 1 -t 60 -u {fd} by && printf %s $by || echo none"
         ))
@@ -153,7 +155,8 @@ impl Drop for Client {
     }
 }
 
-/// `None`: the service is not there. Endpoints that are used, and that are not and still serve.
+/// The endpoints that are used, and those that are not used and still serve. `None` if the Service
+/// is not there.
 type State = Option<(&'static [&'static str], &'static [&'static str])>;
 
 fn datagrams(service: &str, address: &str, used: &[&str], unused: &[&str]) -> Arc<DesiredPort> {
@@ -169,7 +172,8 @@ pub fn dns(used: &[&str], unused: &[&str]) -> Arc<DesiredPort> {
     datagrams("dns", SERVICE, used, unused)
 }
 
-/// A service that loses its endpoint whenever the other has changed: the pass that ends its sockets looks at the other's too.
+/// Returns a Service that loses its endpoint whenever the other has changed. The pass that ends its
+/// sockets looks at those of the other too.
 fn canary(used: &[&str]) -> Arc<DesiredPort> {
     datagrams("canary", CANARY, used, &[])
 }
@@ -182,10 +186,10 @@ fn write(dataplane: &mut EbpfDataplane, state: State) {
     dataplane.apply(&changes).unwrap();
 }
 
-/// Far longer than anything takes that is waited for. Only a failing test waits so long.
+/// A time far longer than anything takes that is waited for. Only a failing test waits so long.
 const SOON: Duration = Duration::from_secs(60);
 
-/// How long it takes until the condition holds.
+/// Returns how long it takes until the condition holds.
 fn until(what: &str, mut condition: impl FnMut() -> bool) -> Duration {
     let began = Instant::now();
     while !condition() {
@@ -200,12 +204,14 @@ fn ended(dataplane: &EbpfDataplane) -> u64 {
     of_sockets.samples.iter().map(|(_, count)| count).sum()
 }
 
-/// What a client's descriptor is connected to.
+/// The client's descriptor that is connected to the Service. The descriptors below are connected to
+/// the endpoint itself and to the canary.
 const DIALLED: u32 = 10;
 const DIRECT: u32 = 11;
 const DIALLED_CANARY: u32 = 12;
 
-/// What becomes of the service whose only endpoint was A; if sockets are ended, who answers them from then on.
+/// Changes of the Service whose only endpoint was A. If they end sockets, the last field names who
+/// answers these from then on.
 const CASES: &[(&str, &[State], Option<&str>)] = &[
     ("its endpoint is replaced", &[Some((&[B], &[]))], Some("b")),
     ("scaled to zero and back", &[Some((&[], &[])), Some((&[B], &[]))], Some("b")),
@@ -243,7 +249,7 @@ fn sockets_follow_where_their_endpoint_goes_and_stay_where_it_serves() {
         for (client, place) in clients.iter_mut().zip(["the node", "a pod"]) {
             until(&format!("{name}, {place}"), || client.has_ended(DIALLED_CANARY));
             println!("{name}, {place}: sockets were ended {:?} after the first change", began.elapsed());
-            // One pass ends both, one after the other.
+            // One pass ends both sockets, one after the other.
             if after.is_some() {
                 until(&format!("{name}, {place}, too"), || client.has_ended(DIALLED));
                 client.connect(DIALLED, SERVICE, 80);
@@ -261,7 +267,7 @@ fn sockets_follow_where_their_endpoint_goes_and_stay_where_it_serves() {
     }
 }
 
-/// Where the kernel lets all namespaces be read at once, that way answers the same.
+/// If the kernel lets all namespaces be read at once, that way gives the same answer.
 #[test]
 fn what_is_stored_with_sockets_is_read_in_their_network_namespace() {
     let Some((sandbox, _dataplane)) = Sandbox::opened() else { return };
@@ -304,7 +310,7 @@ fn what_is_stored_with_sockets_is_read_in_their_network_namespace() {
     drop(without_value);
 }
 
-/// Sockets that nobody has sent anywhere: of a process outside the cgroup.
+/// Returns sockets of a process outside the cgroup, which nothing has translated.
 fn strangers(count: usize) -> Vec<UdpSocket> {
     let connected = || {
         let socket = UdpSocket::bind("10.1.0.1:0").unwrap();
@@ -326,7 +332,7 @@ fn ten_thousand_changes_end_no_other_socket() {
     let Some(sandbox) = Sandbox::new() else { return };
     serve(None);
     let mut dataplane = sandbox.open();
-    // It has the same endpoint all the time.
+    // The Service has the same endpoint all the time.
     dataplane.resync(&[dns(&[A], &[]), canary(&[A])]).unwrap();
     let mut client = Client::start(&sandbox, None);
     client.connect(DIRECT, A, PORT);
@@ -348,7 +354,7 @@ fn ten_thousand_changes_end_no_other_socket() {
             1 => write(&mut dataplane, None),
             _ => write(&mut dataplane, Some((&[A], &[]))),
         }
-        // Other sockets get the numbers and the ends of those that were.
+        // Other sockets get the numbers and the ends of those that were there before.
         if n % 102 == 2 {
             look(&mut client);
             assert!(strangers_come_and_go(), "after {n} changes");
@@ -399,8 +405,8 @@ fn connections_to_endpoints_that_are_gone_are_reset_where_that_is_wanted() {
     }
 }
 
-/// What a datagram socket does that connects to the Service, disconnects and sends to the endpoint
-/// itself; it prints who has answered, as the kernel says. No shell can do this.
+/// A command with a datagram socket that connects to the Service, disconnects, and sends to the
+/// endpoint itself. It prints who has answered, as the kernel says. No shell can do this.
 const DISCONNECTS: &str = r#"perl -MSocket -e '
     alarm 60;
     socket(S, PF_INET, SOCK_DGRAM, 0) or die "socket: $!";

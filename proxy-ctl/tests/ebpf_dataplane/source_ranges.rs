@@ -1,4 +1,5 @@
-//! Load-balancer addresses that are for some clients alone: what of it is in the tables, and whom the node's sockets reach.
+//! Tests of load-balancer addresses that only some clients may reach: what the maps have of them,
+//! and what the node's sockets reach.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -41,7 +42,7 @@ fn table(sandbox: &Sandbox) -> Ranges {
     sandbox.map("source_ranges4")
 }
 
-/// `192.0.2.0/29`, whosever it is.
+/// Returns ranges such as `192.0.2.0/29`, of whatever service.
 fn written(sandbox: &Sandbox) -> Vec<String> {
     let all = table(sandbox).read_all().unwrap().into_iter();
     let named = |(PrefixKey { bits, data }, _): (PrefixKey<SourceRange<[u8; 4]>>, u32)| {
@@ -52,7 +53,7 @@ fn written(sandbox: &Sandbox) -> Vec<String> {
     named
 }
 
-/// Of the service's own addresses.
+/// Returns the number of frontends of all services.
 fn frontends(sandbox: &Sandbox) -> usize {
     sandbox.snapshot().services.iter().map(|service| service.frontends.len()).sum()
 }
@@ -78,7 +79,7 @@ fn ranges_are_written_changed_and_removed_with_their_service() {
     assert_eq!(written(&sandbox), [""; 0]);
 }
 
-/// Its id is given to another service, which they would open.
+/// The id of the service is given to another service, which these ranges would open.
 #[test]
 fn what_a_killed_controller_has_left_of_a_service_opens_no_other() {
     let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
@@ -90,7 +91,7 @@ fn what_a_killed_controller_has_left_of_a_service_opens_no_other() {
     assert_eq!(written(&sandbox), [OF_OTHERS]);
 }
 
-/// One more than there is room for.
+/// Returns one range more than there is room for.
 fn too_many(sandbox: &Sandbox) -> Vec<String> {
     (0..=sandbox.config.limits.source_ranges).map(|n| format!("10.0.{n}.0/24")).collect()
 }

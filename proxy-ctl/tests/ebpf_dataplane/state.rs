@@ -1,4 +1,4 @@
-//! What a resync leaves in the tables, and what a restart finds.
+//! Tests of what a resync leaves in the maps, and of what a restart finds.
 
 use std::{
     io::{self, Write},
@@ -86,7 +86,8 @@ fn a_connection_to_a_service_reaches_its_backend() {
 #[test]
 fn a_backend_stays_as_long_as_its_endpoint_serves() {
     let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
-    // Of two service ports, as both protocols have it: one backend for each UDP port, one for both of TCP.
+    // There are two service ports, one for each protocol. A UDP port has backends of its own, and
+    // TCP ports share theirs.
     let ports = |used: &[&str], unused: &[&str]| {
         let with = |mut port: DesiredPort, protocol| {
             port.name.protocol = protocol;
@@ -127,7 +128,7 @@ fn a_backend_stays_as_long_as_its_endpoint_serves() {
     assert_eq!(backends(), []);
 }
 
-/// Log lines in memory.
+/// A writer that keeps log lines in memory.
 #[derive(Clone, Default)]
 struct Lines(Arc<Mutex<Vec<u8>>>);
 
@@ -167,7 +168,8 @@ fn a_refused_client_is_logged_while_debug_lines_are_told() {
     assert!(told.contains(line), "{told}");
 }
 
-/// Of each Service that is counted, and how many are not.
+/// Returns the connections of each Service that is counted, and the number of Services that are
+/// not.
 fn service_connections(dataplane: &EbpfDataplane) -> (Vec<(String, u64)>, u64) {
     let families = dataplane.metrics().unwrap();
     let samples = |name| &families.iter().find(|family| family.name == name).unwrap().samples;
@@ -179,7 +181,7 @@ fn service_connections(dataplane: &EbpfDataplane) -> (Vec<(String, u64)>, u64) {
 #[test]
 fn connections_are_counted_for_their_service() {
     let Some(sandbox) = Sandbox::new() else { return };
-    // 0 is no service: there is room for one.
+    // The id 0 is no service, so there is room for one.
     let limits = Limits { services: 2, ..sandbox.config.limits };
     let mut dataplane = sandbox.open_with(limits);
     let listening = serve("127.0.0.1", "first");
@@ -208,11 +210,12 @@ fn services_beyond_the_room_for_counters_are_told() {
     let ports = addresses.map(|address| port(&format!("to-{address}"), &address, Vec::new()));
     dataplane.resync(&ports.map(Arc::new).collect::<Vec<_>>()).unwrap();
     let (counted, uncounted) = service_connections(&dataplane);
-    // Room for 4, and 0 is no service.
+    // There is room for 4, and the id 0 is no service.
     assert_eq!((counted.len(), uncounted), (3, 3));
 }
 
-/// Two services with the same endpoint, which then leaves the first: is its backend gone for that service's flows?
+/// Returns how many service ports use each backend of two Services with the same endpoint, before
+/// and after it has left the first Service.
 fn backends_after_an_endpoint_left_one_of_two(protocol: Protocol) -> Option<[Vec<u32>; 2]> {
     let sandbox = Sandbox::new()?;
     let mut dataplane = sandbox.open();
@@ -248,7 +251,8 @@ fn services_share_the_backends_of_tcp() {
     assert_eq!(uses, [vec![2], vec![1, 1]]);
 }
 
-/// Else a flow of the first service would go on to an endpoint that only the second still has.
+/// If they shared one, a flow of the first Service would go on to an endpoint that only the second
+/// still has.
 #[test]
 fn each_service_has_its_own_backends_for_udp() {
     let Some(uses) = backends_after_an_endpoint_left_one_of_two(Protocol::Udp) else { return };
@@ -304,7 +308,7 @@ fn a_frontend_moves_to_another_service_without_a_hole() {
     let new = port("new", "10.96.0.1", vec![endpoint("10.0.0.2", 80)]);
     let removed = vec![super::desired::name("old", new.name.family)];
     let applied = dataplane.apply(&Changes { changed: shared([new]), removed }).unwrap();
-    // Service and its name, and the backend; the frontend itself was overwritten.
+    // The service, its name and the backend were removed. The frontend itself was overwritten.
     assert_eq!(applied.removed, 3);
     let services = sandbox.snapshot().services;
     assert_eq!(services.len(), 1);
@@ -312,7 +316,7 @@ fn a_frontend_moves_to_another_service_without_a_hole() {
     assert_eq!(&*services[0].name.service.name, "new");
 }
 
-/// Address, port and owner of each frontend.
+/// Returns address, port and owner of each frontend.
 fn owners(sandbox: &Sandbox) -> Vec<String> {
     let services = sandbox.snapshot().services;
     let owners = services.iter().flat_map(|service| {
@@ -327,7 +331,7 @@ fn owners(sandbox: &Sandbox) -> Vec<String> {
     owners
 }
 
-/// What one gives up is what the other has taken already.
+/// Each port gives up a frontend that the other has taken already.
 #[test]
 fn ports_that_swap_their_numbers_lose_no_frontend() {
     let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
@@ -415,11 +419,12 @@ fn one_endpoint_more_costs_only_its_service() {
     let mut web = web(&["10.0.0.1", "10.0.0.2", "10.0.0.3"]);
     web.truncate(1);
     let applied = dataplane.apply(&change(web)).unwrap();
-    // A backend, three slots, the service.
+    // The writes are a backend, three slots and the service.
     assert_eq!(applied, Applied { written: 5, removed: 0 });
 }
 
-/// However many endpoints the service has, and in how many others there are: slots and the service itself are mapped into memory.
+/// The number of calls does not depend on how many endpoints there are, because slots and the
+/// service itself are mapped into memory.
 #[rstest]
 #[case::an_endpoint_more(0..100, 0..101)]
 #[case::an_endpoint_less(0..100, 0..99)]
@@ -471,10 +476,10 @@ fn usage_counts_entries_and_memory() {
     let by_pins = Pinned::open(&sandbox.config.bpffs).unwrap().usage().unwrap();
     for usage in [by_controller, by_pins] {
         let used = |name| usage.tables.iter().find(|table| table.name == name).unwrap().used;
-        // With the two ClusterIPs of IPv4 and the one of IPv6.
+        // The numbers include the two ClusterIPs of IPv4 and the one of IPv6.
         assert_eq!([used("frontends4"), used("frontends6"), used("services")], [5, 2, 3]);
         assert_eq!([used("backends4"), used("backends6"), used("slots4"), used("slots6")], [2, 1, 2, 1]);
-        // The kernel counts nothing for a trie without entries.
+        // The kernel counts no memory for a trie without entries.
         let is_trie = |name: &str| name.starts_with("source_ranges") || name.starts_with("service_cidrs");
         let takes_memory = |table: &TableUsage| table.capacity > 0 && !is_trie(table.name);
         assert!(usage.tables.iter().filter(|table| takes_memory(table)).all(|table| table.bytes > 0));

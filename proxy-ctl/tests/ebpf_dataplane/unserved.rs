@@ -1,4 +1,5 @@
-//! Which addresses are ClusterIPs, and which ranges are for them: what of it is in the tables, and whom the node's sockets reach.
+//! Tests of the addresses that are ClusterIPs, and of the ranges for them: what the maps have of
+//! them, and what the node's sockets reach.
 
 use std::{collections::BTreeSet, net::Ipv4Addr, sync::Arc};
 
@@ -25,7 +26,7 @@ fn table(sandbox: &Sandbox) -> Frontends {
     sandbox.map("frontends4")
 }
 
-/// The addresses that the tables say to be ClusterIPs.
+/// Returns the addresses that the maps mark as ClusterIPs.
 fn marked(sandbox: &Sandbox) -> Vec<String> {
     let all = table(sandbox).read_all().unwrap().into_iter();
     let marks = all.filter(|(key, _)| key.is_cluster_ip()).map(|(key, mark)| {
@@ -76,7 +77,7 @@ fn cluster_ips_are_marked_as_long_as_a_service_port_has_them() {
     assert_eq!(next.resync(&shared([http.clone(), https.clone()])).unwrap(), Applied::default());
     apply(&mut next, Vec::new(), &[&http]);
     assert_eq!(marked(&sandbox), [WEB]);
-    // It passes to another Service, in one step and in two.
+    // The address passes to another Service, in one step and in two.
     let other = served("other", WEB, 8080);
     apply(&mut next, shared([other.clone()]), &[&https]);
     assert_eq!(marked(&sandbox), [WEB]);
@@ -84,7 +85,7 @@ fn cluster_ips_are_marked_as_long_as_a_service_port_has_them() {
     assert_eq!(marked(&sandbox), [""; 0]);
     apply(&mut next, shared([https.clone()]), &[]);
     assert_eq!(marked(&sandbox), [WEB]);
-    // It gets another one.
+    // The Service gets another address.
     apply(&mut next, shared([served("web", OTHER, 443)]), &[]);
     assert_eq!(marked(&sandbox), [OTHER]);
     drop(next);
@@ -111,7 +112,8 @@ fn marks_have_the_room_that_frontends_leave() {
     dataplane.resync(&services(5)).unwrap();
     assert_eq!(marked(&sandbox).len(), 0);
     assert_eq!(dataplane.take_without_room().unwrap().len(), 1);
-    // None is marked while one waits: it may be the other port of a ClusterIP.
+    // No address is marked while a Service waits for room, because its port may be another port of
+    // a marked ClusterIP.
     dataplane.resync(&services(2)).unwrap();
     assert_eq!(marked(&sandbox).len(), 2);
 }

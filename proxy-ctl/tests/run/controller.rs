@@ -1,4 +1,4 @@
-//! A process of `proxy-ctl run`, and what it follows and shows.
+//! A process of `proxy-ctl run`, with its log and its answers.
 
 use std::{
     fs,
@@ -16,12 +16,12 @@ use nix::{
 };
 use serde_json::Value;
 
-/// Longest wait for a line of the log.
+/// The longest wait for a line of the log.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 
 pub(crate) struct Controller {
     pub(crate) child: Child,
-    /// Lines of the log. A thread reads them, because a read has no deadline.
+    /// The lines of the log. A thread reads them, because a read has no deadline.
     log: mpsc::Receiver<String>,
 }
 
@@ -30,12 +30,13 @@ impl Controller {
         let mut child = command.stderr(Stdio::piped()).spawn().unwrap();
         let stderr = BufReader::new(child.stderr.take().unwrap());
         let (lines, log) = mpsc::channel();
-        // Ends with the process or the receiver.
+        // The thread ends with the process or the receiver.
         thread::spawn(move || stderr.lines().map_while(Result::ok).try_for_each(|line| lines.send(line)));
         Self { child, log }
     }
 
-    /// Reads the log up to a line with `text`; the end of the log before it fails the test, and so does [`PATIENCE`].
+    /// Reads the log up to a line with `text`. The test fails if the log ends before, or after
+    /// [`PATIENCE`].
     pub(crate) fn wait_for(&mut self, text: &str) {
         let mut seen = String::new();
         let deadline = Instant::now() + PATIENCE;
@@ -63,7 +64,7 @@ impl Drop for Controller {
     }
 }
 
-/// Atomic: readers of a file in the folder see the old or the new one.
+/// Replaces a file atomically, so that readers see the old or the new one.
 pub(crate) fn replace(folder: &Path, file: &str, text: &str) {
     let draft = folder.join("draft");
     fs::write(&draft, text).unwrap();
@@ -83,7 +84,7 @@ pub(crate) fn once_started(status: impl Fn() -> Value) -> Value {
     }
 }
 
-/// What a command with `--output json` shows.
+/// Returns what a command with `--output json` shows.
 pub(crate) fn shown(output: &Output) -> Value {
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     serde_json::from_slice(&output.stdout).unwrap()

@@ -1,6 +1,8 @@
-//! `proxy-ctl run` as a process: starts, is killed, starts again, follows a change, and is removed.
+//! Tests of `proxy-ctl run` as a process that starts, is killed, starts again, follows a change,
+//! and is removed.
 //!
-//! Needs root and a bpffs, but for `ordinary_user`. Each test has a network namespace, a pin folder and a cgroup of its own.
+//! The tests need root and a bpffs, except those of `ordinary_user`. Each test has a network
+//! namespace, a pin folder and a cgroup of its own.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot be set up has failed")]
 
@@ -36,7 +38,7 @@ use controller::{Controller, PATIENCE, once_started, replace, shown};
 const BPFFS: &str = "/sys/fs/bpf";
 const METRICS: &str = "127.0.0.1:10249";
 
-/// The namespace, folders and cgroup of one test, removed on drop.
+/// The namespace, folders and cgroup of one test. They are removed on drop.
 struct Node {
     folder: TempDir,
     pins: PathBuf,
@@ -44,7 +46,8 @@ struct Node {
 }
 
 impl Node {
-    /// `None`: this machine cannot run it, and stderr says why. Moves the calling thread to a network namespace.
+    /// Makes a node, and moves the calling thread to a network namespace. Returns `None` if this
+    /// machine cannot run the test, and says why on stderr.
     fn new(name: &str) -> Option<Self> {
         if !Uid::effective().is_root() {
             eprintln!("skipped: needs root");
@@ -97,7 +100,7 @@ impl Node {
         replace(self.folder.path(), "config.yaml", &(text + more));
     }
 
-    /// A pinned table, to change behind the controller.
+    /// Opens a pinned map, to change it behind the controller.
     fn table<K: Pod + Default, V: Pod + Default>(&self, name: &str) -> Map<K, V> {
         let path = self.pins.join(format!("proxy-ctl/v{LAYOUT_VERSION}/maps")).join(name);
         Map::new(bpf::pinned(&path).unwrap()).unwrap().unwrap()
@@ -269,7 +272,7 @@ fn changes_of_other_programs_are_repaired() {
     controller.wait_for("everything compared and written");
     let (services, backends) = (node.show("services"), node.show("backends"));
 
-    // Nothing was changed: the comparison writes nothing.
+    // Nothing was changed, so the comparison writes nothing.
     let written = metric("proxy_writes_total");
     controller.wait_for("everything compared and written");
     assert_eq!((metric("proxy_writes_total"), metric("proxy_drift_total")), (written, "0".into()));
@@ -286,7 +289,8 @@ fn changes_of_other_programs_are_repaired() {
     addresses.set(&[203, 0, 113, 9], &NodeAddress::default()).unwrap();
     controller.wait_for("another program had changed the tables");
     // A comparison that came in the middle of these changes has found a part of them, and the next
-    // one the rest: two frontends, which address is a ClusterIP, a backend and an address.
+    // one the rest. The changes are two frontends, the mark of a ClusterIP, a backend and an
+    // address.
     let deadline = Instant::now() + PATIENCE;
     while metric("proxy_drift_total") != "5" {
         assert!(Instant::now() < deadline, "{} changes were found", metric("proxy_drift_total"));
@@ -298,7 +302,7 @@ fn changes_of_other_programs_are_repaired() {
     assert_eq!(metric("proxy_drift_total"), "5", "no change is found twice");
 }
 
-/// A Service with this many endpoints, and another with one.
+/// Returns manifests of a Service with this many endpoints, and of another with one.
 fn greedy(endpoints: u8) -> String {
     let all: Vec<_> = (1..=endpoints).map(|n| format!("{{addresses: [10.1.0.{n}]}}")).collect();
     let service = manifest("10.244.0.2");
@@ -331,7 +335,7 @@ fn a_service_without_room_leaves_the_node_healthy_and_its_neighbours_served() {
         let services = services.as_array().unwrap().iter();
         services.map(|service| service["name"].as_str().unwrap().to_owned()).collect()
     };
-    // Longer than a change may wait before the node is unhealthy.
+    // Four comparisons take longer than a change may wait before the node is unhealthy.
     for _ in 0..4 {
         controller.wait_for("everything compared and written");
     }
@@ -402,10 +406,11 @@ fn a_changed_file_and_a_changed_node_are_followed_without_a_new_process() {
     assert_eq!(node.show("status")["controller"]["pid"], controller.child.id());
 }
 
-/// Uplinks: one that can have XDP, one with another's program, and one whose driver has none.
+/// The node has an uplink that can have XDP, one with another's program, and one whose driver has
+/// none.
 #[test]
 fn status_and_probe_say_how_xdp_runs_on_each_uplink_and_why() {
-    /// r0 = XDP_PASS; exit
+    /// The instructions are: r0 = XDP_PASS; exit.
     const PASS: [u64; 2] = [0x0000_0002_0000_00b7, 0x95];
     const XDP: u32 = 6;
     const BPF_XDP: u32 = 37;

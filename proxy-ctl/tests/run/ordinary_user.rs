@@ -1,6 +1,7 @@
-//! `proxy-ctl run --proxy-mode=userspace --manifests=FOLDER` by a user without any right.
+//! Tests of `proxy-ctl run --proxy-mode=userspace --manifests=FOLDER` by a user without any right.
 //!
-//! As root, in a network namespace of its own, the program is given another user; else it is run as who runs the test.
+//! If root runs the test, the program gets another user, in a network namespace of its own.
+//! Otherwise it runs as the user who runs the test.
 
 use std::{
     fs,
@@ -29,7 +30,7 @@ use super::{
     free_port::free_port,
 };
 
-/// Has no rights, and no folder.
+/// A user that has no rights, and no folder.
 const NOBODY: u32 = 65_534;
 
 struct User {
@@ -45,8 +46,9 @@ impl User {
         if is_root {
             unshare(CloneFlags::CLONE_NEWNET).unwrap();
             assert!(Command::new("ip").args(["link", "set", "lo", "up"]).status().unwrap().success());
-            // The program may lie where only root may go. Another process writes the copy: a child that another thread
-            // starts at that moment would hold this one's open file, and the copy could not be executed (ETXTBSY).
+            // The program may be where only root may go. Another process writes the copy. A child
+            // that another thread starts at that moment would hold this process's open file, and
+            // the copy could not be executed (ETXTBSY).
             let copied = Command::new("cp").arg(env!("CARGO_BIN_EXE_proxy-ctl")).arg(user.program()).status();
             assert!(copied.unwrap().success());
             for path in [user.folder.path().to_owned(), user.manifests()] {

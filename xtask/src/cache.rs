@@ -1,4 +1,4 @@
-//! What is downloaded once and kept: `$XDG_CACHE_HOME/proxy-ctl`.
+//! The cache of what is downloaded once and kept, in `$XDG_CACHE_HOME/proxy-ctl`.
 
 use std::{
     env, fs,
@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result, anyhow};
 
 use crate::command::run;
 
-/// A folder of the cache, made if it is not there.
+/// Returns a folder of the cache, and creates it if it is not there.
 pub fn folder(name: &str) -> Result<PathBuf> {
     let base = env::var_os("XDG_CACHE_HOME")
         .filter(|folder| !folder.is_empty())

@@ -1,4 +1,4 @@
-//! Running other programs.
+//! Runs other programs.
 
 use std::{
     env,
@@ -13,7 +13,7 @@ use anyhow::{Context as _, Result, anyhow, bail};
 
 use crate::toolchain::cargo_home;
 
-/// The repository's root.
+/// Returns the repository's root.
 pub fn workspace() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map_or_else(PathBuf::new, Path::to_owned)
 }
@@ -24,7 +24,7 @@ pub fn cargo(arguments: &[&str]) -> Command {
     cargo
 }
 
-/// Where programs may be, cargo's own folder and the administrator's included.
+/// Finds a program on PATH, in cargo's own folder, or in those of the administrator.
 pub fn find(program: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
     env::split_paths(&path)
@@ -38,7 +38,8 @@ pub fn is_root() -> bool {
     fs::metadata("/proc/self").is_ok_and(|own| own.uid() == 0)
 }
 
-/// The command as root: unchanged if we are, through sudo with our environment otherwise.
+/// Returns the command as root. It is unchanged if we are root, and uses sudo with our environment
+/// otherwise.
 pub fn as_root(program: impl AsRef<OsStr>) -> Command {
     if is_root() {
         return Command::new(program);
@@ -48,7 +49,7 @@ pub fn as_root(program: impl AsRef<OsStr>) -> Command {
     command
 }
 
-/// Runs to the end with our own output.
+/// Runs a command to the end with our own output.
 pub fn run(command: &mut Command) -> Result<()> {
     let name = describe(command);
     let status = command.status().with_context(|| format!("starting {name}"))?;
@@ -58,7 +59,7 @@ pub fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Standard output of a command that must succeed.
+/// Returns the standard output of a command that must succeed.
 pub fn output(command: &mut Command) -> Result<String> {
     let name = describe(command);
     let output = command.output().with_context(|| format!("starting {name}"))?;
@@ -73,7 +74,7 @@ pub fn describe(command: &Command) -> String {
     words.map(|word| word.to_string_lossy().into_owned()).collect::<Vec<_>>().join(" ")
 }
 
-/// Where cargo puts what it builds.
+/// Returns the folder for what cargo builds.
 pub fn target() -> PathBuf {
     let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace().join("target"), PathBuf::from);
     workspace().join(target)

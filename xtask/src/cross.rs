@@ -1,7 +1,8 @@
-//! The static binary, for this machine's architecture or the other one.
+//! Builds the static binary, for this machine's architecture or the other one.
 //!
-//! Rust brings musl, its start files and a linker for each target. C compilers for the few C files that it needs
-//! besides (the allocator, cryptography) come with Zig, which is one Python package for every architecture.
+//! Rust brings musl, its start files and a linker for each target. The binary also has a few C
+//! files (the allocator, cryptography). Their C compilers come with Zig, which is one Python
+//! package for every architecture.
 
 use std::{
     env, fs,
@@ -36,7 +37,7 @@ impl Architecture {
         }
     }
 
-    /// As container images say it.
+    /// Returns the name that container images use.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Amd64 => "amd64",
@@ -81,7 +82,7 @@ impl Profile {
     }
 }
 
-/// What a build needs that comes from elsewhere.
+/// The parts of a build that come from elsewhere.
 pub struct Toolchain {
     architecture: Architecture,
     /// A Python environment with Zig in it.
@@ -89,7 +90,7 @@ pub struct Toolchain {
 }
 
 impl Toolchain {
-    /// Installs what is not there. An error: a tool is missing, or the network.
+    /// Installs what is not there. An error means that a tool or the network is missing.
     pub fn install(architecture: Architecture) -> Result<Self> {
         let triple = architecture.rust_target();
         execute(Command::new("rustup").args(["-q", "target", "add", triple]).current_dir(workspace()))
@@ -105,7 +106,7 @@ impl Toolchain {
         self.architecture.rust_target()
     }
 
-    /// The licence of musl: Zig has it too, and its text.
+    /// Returns the file of musl's licence, which is in Zig because it has musl too.
     pub fn musl_notice(&self) -> Result<PathBuf> {
         let zig = zig(&self.zig)?;
         Ok(zig.with_file_name("lib").join("libc/musl/COPYRIGHT"))
@@ -136,8 +137,8 @@ pub fn build_packages(toolchain: &Toolchain, profile: Profile, packages: &[&str]
     Ok(target().join(triple).join(profile.folder()))
 }
 
-/// Call stacks are taken by frame pointers: these stand in place of the flags in `.cargo/config.toml`. Paths are remapped so
-/// that a binary does not tell where it was built.
+/// Returns the flags of rustc, which replace those in `.cargo/config.toml`. Call stacks are taken
+/// by frame pointers. Paths are remapped so that a binary does not tell where it was built.
 fn flags() -> Vec<String> {
     let folders = [(Some(workspace()), "/proxy-ctl"), (cargo_home(), "/cargo")];
     let remapped = folders
@@ -152,15 +153,15 @@ fn flags() -> Vec<String> {
     own.map(str::to_owned).into_iter().chain(remapped).collect()
 }
 
-/// A folder with `cc` and `ar` for the architecture.
+/// Returns a folder with `cc` and `ar` for the architecture.
 fn compiler(toolchain: &Toolchain) -> Result<PathBuf> {
     let Toolchain { architecture, zig: environment } = toolchain;
     let zig = zig(environment)?;
     let folder = environment.join(architecture.name());
     fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
     let (zig, target) = (zig.display(), architecture.zig_target());
-    // Zig knows targets by other names than the one that is passed to clang, and checks for undefined behaviour with
-    // a run-time library that is not linked here.
+    // Zig knows targets by other names than the one that is passed to clang. It also checks for
+    // undefined behaviour with a run-time library that is not linked here.
     let cc = format!(
         "#!/bin/sh\nfor word do shift; case \"$word\" in --target=*) ;; *) set -- \"$@\" \"$word\";; esac; done\n\
          exec '{zig}' cc -target {target} -fno-sanitize=all \"$@\"\n"
@@ -177,7 +178,7 @@ fn zig(environment: &Path) -> Result<PathBuf> {
     packages.find(|zig| zig.is_file()).with_context(|| format!("no zig in {}", environment.display()))
 }
 
-/// Left alone where it is as it should be: a new one would make cargo build everything again.
+/// Writes a script, unless it is there already. A new file would make cargo build everything again.
 fn script(path: &Path, text: &str) -> Result<()> {
     if fs::read_to_string(path).is_ok_and(|found| found == text) {
         return Ok(());

@@ -14,7 +14,7 @@ use crate::{
     setup::{self, Purpose},
 };
 
-/// Measured on a machine with two cores, from a clean clone.
+/// The cost of the first build, measured on a machine with two cores, from a clean clone.
 const DEMO_BUILD: &str = "about 3 minutes on 2 cores the first time, and 2 GB in the folder target";
 
 #[derive(Args)]
@@ -28,7 +28,7 @@ pub(crate) struct Arguments {
 /// A program that is built and run.
 struct Program {
     name: &'static str,
-    /// Packages and their programs.
+    /// The packages that are built. Their programs are below.
     packages: &'static [&'static str],
     programs: &'static [&'static str],
     /// Further flags of the call of cargo.
@@ -40,7 +40,8 @@ const DEMO: Program = Program {
     name: "lab-demo",
     packages: &["proxy-ctl", "lab", "behaviour"],
     programs: &["proxy-ctl", "lab-agent", "lab-demo"],
-    // Without jemalloc: two small nodes show nothing of how much memory a proxy takes.
+    // The demonstration needs no jemalloc: its two small nodes do not show how much memory a proxy
+    // takes.
     flags: &["--no-default-features"],
     purposes: &[Purpose::Building, Purpose::Lab],
 };
@@ -58,7 +59,7 @@ impl Arguments {
         self.arguments.iter().any(|argument| flags.iter().any(|flag| argument == flag))
     }
 
-    /// Nothing is started.
+    /// Returns true if nothing is started.
     fn only_tell(&self) -> bool {
         self.have(&["--help", "-h", "--list", "--render"])
     }
@@ -104,7 +105,8 @@ pub(crate) fn demo(arguments: &Arguments) -> Result<ExitCode> {
 }
 
 pub(crate) fn bench(arguments: &Arguments) -> Result<ExitCode> {
-    // The agents' own time is part of what is measured; not of what is only tried.
+    // The agents' own time is part of what is measured. It does not matter if the program is only
+    // tried.
     let profile: &[&str] =
         if arguments.have(&["--lean"]) || arguments.only_tell() { &[] } else { &["--release"] };
     arguments.run(&BENCH, profile, BENCH.purposes, "")

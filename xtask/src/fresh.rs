@@ -1,5 +1,5 @@
-//! `cargo xtask test --fresh`: the same as on a machine that has never seen this repository, but for the distribution's
-//! packages and rustup's toolchains.
+//! The command `cargo xtask test --fresh`. It tests as on a machine that has never seen this
+//! repository. Only the distribution's packages and rustup's toolchains are there.
 
 use std::{
     env,
@@ -16,7 +16,7 @@ use anyhow::{Context as _, Result};
 use crate::command::{as_root, output, run as execute, workspace};
 
 const PREFIX: &str = "proxy-ctl-fresh-";
-/// Programs of rustup, which are no part of what is fresh.
+/// The programs of rustup, which stay as they are.
 const OF_RUSTUP: [&str; 8] =
     ["rustup", "cargo", "rustc", "rustdoc", "rustfmt", "cargo-fmt", "cargo-clippy", "clippy-driver"];
 
@@ -39,11 +39,11 @@ pub(crate) fn run() -> Result<ExitCode> {
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// Removed when dropped.
+/// A folder that is removed when this is dropped.
 struct Folder(PathBuf);
 
 impl Folder {
-    /// Also removes what runs that were killed have left.
+    /// Creates the folder, and removes those that killed runs have left.
     fn create() -> Result<Self> {
         let parent = env::temp_dir();
         for found in fs::read_dir(&parent).with_context(|| format!("reading {}", parent.display()))? {
@@ -80,7 +80,8 @@ fn clone(folder: &Path) -> Result<PathBuf> {
     Ok(clone)
 }
 
-/// Empty homes and caches; configuration, such as where registries are, stays what it is. `None`: not set.
+/// Returns variables for empty homes and caches, where `None` means that the variable is not set.
+/// Configuration stays as it is, such as where registries are.
 fn environment(folder: &Path) -> Result<Vec<(&'static str, Option<OsString>)>> {
     let home = env::var_os("HOME").map(PathBuf::from).context("HOME is not set")?;
     let or_in_home =

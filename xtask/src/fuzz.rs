@@ -1,4 +1,5 @@
-//! Any bytes as packets, until one breaks a property: the targets of `proxy-common/fuzz`.
+//! Runs the targets of `proxy-common/fuzz`, which take any bytes as packets, until one breaks a
+//! property.
 
 use std::process::ExitCode;
 
@@ -28,9 +29,9 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     for name in targets.lines().filter(|name| name.contains(&arguments.target)) {
         println!("{name}, for {} s", arguments.seconds);
         let mut command = cargo(&["fuzz", "run"]);
-        // Sanitizers are not stable, but are in every compiler.
+        // Sanitizers are not stable, but every compiler has them.
         command.args(FOLDER).arg("--target-dir").arg(target().join("fuzz")).env("RUSTC_BOOTSTRAP", "1");
-        // Longer ones have no other headers.
+        // Longer packets have no other headers.
         command.args([name, "--", "-max_len=256", "-print_final_stats=1"]);
         execute(command.arg(format!("-max_total_time={}", arguments.seconds)))?;
     }

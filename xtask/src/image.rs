@@ -1,5 +1,6 @@
-//! Runs the package `image`, which writes container images. It is a package of its own, as what it
-//! needs to pack, compress and describe takes longer to build than all else here.
+//! Runs the package `image`, which writes container images. It is a package of its own, because its
+//! libraries for packing, compressing and describing take longer to build than everything else
+//! here.
 
 use std::{
     ffi::OsString,
@@ -22,8 +23,8 @@ pub(crate) struct Arguments {
 
 /// The file that [`for_tests`] writes, below cargo's target folder.
 const FOR_TESTS: &str = "image/test.oci.tar";
-/// The exit code of the package `image` where this machine cannot build an image, for want of a
-/// tool or the network.
+/// The exit code of the package `image` if this machine cannot build an image, because a tool or
+/// the network is missing.
 pub const IMPOSSIBLE: u8 = 3;
 
 fn program() -> Command {
@@ -37,13 +38,14 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
 
 pub(crate) enum ForTests {
     Built(PathBuf),
-    /// Why this machine cannot: a tool is missing, or the network.
+    /// This machine cannot build an image. The text says which tool is missing, or that the network
+    /// is.
     Impossible(String),
 }
 
 /// Builds an image for the tests, without optimisation. `linked` is a program of this machine that
-/// is used instead of a static one, which is built otherwise. An error means that it cannot be
-/// built from these sources.
+/// is used instead of a static one, which is built otherwise. An error means that the image cannot
+/// be built from these sources.
 pub(crate) fn for_tests(linked: Option<&Path>) -> Result<ForTests> {
     let file = target().join(FOR_TESTS);
     let mut command = program();

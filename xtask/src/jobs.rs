@@ -9,14 +9,14 @@ use crate::suites::Report;
 /// The room that a job leaves for others.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Room {
-    /// It needs all processors, or measures time.
+    /// The job needs all processors, or measures time.
     Alone,
-    /// It waits for most of its time: three of these run at once.
+    /// The job waits for most of its time, and three such jobs run at once.
     Shared,
-    /// It computes, and others wait for it: one such job runs beside all others.
+    /// The job computes, and others wait for it. One such job runs beside all others.
     Beside,
-    /// It takes what others leave of the processors, at the lowest priority, one such job at a
-    /// time.
+    /// The job takes what others leave of the processors, at the lowest priority. One such job runs
+    /// at a time.
     Behind,
 }
 
@@ -32,8 +32,8 @@ pub(crate) struct Job<'a> {
 /// The number of [`Room::Shared`] jobs that run at once.
 const AT_ONCE: usize = 3;
 
-/// Runs all jobs, in their order as far as room and needs allow it, and hands over each report when
-/// it is there.
+/// Runs all jobs, in their order as far as room and needs allow it, and calls `record` with each
+/// report when it is there.
 pub(crate) fn run(mut waiting: Vec<Job<'_>>, mut record: impl FnMut(&'static str, Report)) -> Result<()> {
     let (ended, reports) = mpsc::channel();
     thread::scope(|scope| {
@@ -43,7 +43,7 @@ pub(crate) fn run(mut waiting: Vec<Job<'_>>, mut record: impl FnMut(&'static str
                 let Job { name, room, run, .. } = waiting.remove(next);
                 running.push((name, room));
                 let ended = ended.clone();
-                // Nobody takes the report of a job once another has failed to run.
+                // The report of a job is lost if another job has failed to run.
                 scope.spawn(move || {
                     let start = Instant::now();
                     let report = run().map(|report| report.after(start.elapsed()));
@@ -67,7 +67,7 @@ fn names(jobs: &[Job<'_>]) -> Vec<&'static str> {
     jobs.iter().map(|job| job.name).collect()
 }
 
-/// The job that may begin now, beside those that run.
+/// Returns the job that may begin now, beside those that run.
 fn next(waiting: &[Job<'_>], running: &[(&'static str, Room)]) -> Option<usize> {
     let unfinished: BTreeSet<_> =
         names(waiting).into_iter().chain(running.iter().map(|(name, _)| *name)).collect();

@@ -1,6 +1,7 @@
-//! `cargo xtask`: everything that is done with this repository, each by one command.
+//! The library of `cargo xtask`, which does everything that is done with this repository, each by
+//! one command.
 //!
-//! This package has few dependencies, as each command begins with building it.
+//! This package has few dependencies, because each command begins with building it.
 
 pub mod cache;
 pub mod command;

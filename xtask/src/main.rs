@@ -1,4 +1,5 @@
-//! `cargo xtask`. Everything is in the library, of which the package `image` uses parts.
+//! The program `cargo xtask`. All of its code is in the library, because the package `image` uses
+//! parts of it.
 
 use std::process::ExitCode;
 

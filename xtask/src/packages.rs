@@ -1,4 +1,5 @@
-//! Debian's packages, unpacked into a folder; nothing of them is installed, and the machine's own apt is left alone.
+//! Unpacks Debian's packages into a folder. None of them is installed, and the machine's own apt is
+//! left alone.
 
 use std::{
     fs,
@@ -10,15 +11,16 @@ use anyhow::{Context as _, Result, anyhow, bail};
 
 use crate::command::{find, output, run as execute};
 
-/// apt with sources of our own.
+/// An apt with sources of our own.
 pub struct PrivateApt {
     folder: PathBuf,
-    /// As Debian calls it.
+    /// The name that Debian gives the architecture.
     architecture: &'static str,
 }
 
 impl PrivateApt {
-    /// `suites`: of Debian's archive, such as `bookworm` and `bookworm-security`.
+    /// Creates an apt in a folder. `suites` are those of Debian's archive, such as `bookworm` and
+    /// `bookworm-security`.
     pub fn create(folder: &Path, architecture: &'static str, suites: &[&str]) -> Result<Self> {
         if find("apt-get").is_none() {
             bail!("this needs Debian's packages, and there is no apt-get here");
@@ -49,7 +51,7 @@ impl PrivateApt {
         command
     }
 
-    /// The newest package `<prefix>…-<architecture>`, by the numbers in its name.
+    /// Returns the newest package `<prefix>…-<architecture>`, by the numbers in its name.
     pub fn newest(&self, prefix: &str) -> Result<String> {
         let names = output(self.command("apt-cache").args(["pkgnames", prefix]))?;
         let architecture = self.architecture;
@@ -102,7 +104,8 @@ fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(found.filter_map(|found| Some(found.ok()?.path())).collect())
 }
 
-/// The usual flavour: cloud and real-time kernels do not boot here, release candidates have no plain number.
+/// Returns true for the usual flavour of a kernel. Cloud and real-time kernels do not boot here,
+/// and release candidates have no plain number.
 fn is_plain(rest: &str, architecture: &str) -> bool {
     rest.strip_suffix(architecture).is_some_and(|version| {
         !["cloud", "rt", "dbg", "unsigned", "rc", "16k"].iter().any(|flavour| version.contains(flavour))

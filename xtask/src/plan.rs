@@ -1,4 +1,5 @@
-//! The suites of a run: which programs, with which flags, beside which others.
+//! The plan of a run: which suites there are, with which programs and flags, and which of them run
+//! at the same time.
 
 use std::{collections::BTreeSet, fs, process::Command, sync::OnceLock, time::Duration};
 
@@ -29,13 +30,13 @@ const IMAGE: &str = "image";
 const MEASURING: &[&str] = &["unit as root", "flood of probes", "behaviour floods"];
 /// The scenario that measures, which is a suite of its own.
 const FLOOD: &str = "a flood of new connections";
-/// Flags that choose its variants in every run. With `--all` it runs on every path.
+/// The flags that choose the scenario's variants in every run. With `--all` it runs on every path.
 const FLOOD_PATHS: [&str; 5] = ["--path", "packets", "--path", "sockets", "--lean"];
 const NO_FLOOD: [&str; 2] = ["--skip", FLOOD];
 /// A test of proxy-ctl that is a suite of its own.
 const PROBE_FLOOD: &str = "probe_flood";
 
-/// Tells the suite `deploy` what has become of the image: a variable of its environment, and
+/// The variable of the environment that tells the suite `deploy` what has become of the image, with
 /// its value.
 pub(crate) type ImageVariable = OnceLock<(&'static str, std::ffi::OsString)>;
 
@@ -79,7 +80,7 @@ impl<'a> Plan<'a> {
             let suite = make()?;
             let mut suite = if room == Room::Behind { suite.at_lowest_priority() } else { suite };
             if matches!(room, Room::Beside | Room::Behind) {
-                // It has what the other suites leave of the processors.
+                // The suite gets only what the other suites leave of the processors.
                 suite.limit = suite.limit.max(suites::LONGEST);
             }
             self.add(name, room, after, || suite.run());
@@ -96,7 +97,8 @@ impl<'a> Plan<'a> {
         } else if self.asks_for("format") {
             self.add("format", Room::Shared, &[], || Ok(Report::skipped("cargo-fmt is not installed")));
         }
-        // One after the other: the first installs cargo-deny, and two at once would spoil its folder.
+        // These suites run one after the other. The first installs cargo-deny, and two at once
+        // would spoil its folder.
         for (name, after, kind, what) in [
             (DEPENDENCIES, &[][..], Kind::Check, &["bans", "licenses", "sources"][..]),
             (ADVISORIES, &[DEPENDENCIES], Kind::Online, &["advisories"]),
@@ -116,8 +118,9 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    /// Adds the suites that need no root. Programs of others are built here: later suites enter
-    /// network namespaces, where nothing can be downloaded, and caches belong to whom they are for.
+    /// Adds the suites that need no root. They build programs of others, because later suites enter
+    /// network namespaces, where nothing can be downloaded. Caches belong to the user whom they are
+    /// for.
     pub(crate) fn add_user_suites(&mut self, programs: &TestPrograms) -> Result<()> {
         let test = self.arguments.test.as_str();
         self.suite(KUBERNETES, Room::Beside, MEASURING, || {
@@ -143,7 +146,7 @@ impl<'a> Plan<'a> {
         })
     }
 
-    /// A suite in network namespaces, with programs loaded into the kernel.
+    /// Adds a suite that runs in network namespaces, with programs loaded into the kernel.
     fn root_suite(
         &mut self,
         programs: &TestPrograms,
@@ -170,17 +173,17 @@ impl<'a> Plan<'a> {
         let own: Vec<_> = own.iter().filter(|name| *name != PROBE_FLOOD).map(|name| Test(name)).collect();
         let as_root: &[&str] = if arguments.test.is_empty() { &["as_root"] } else { &[] };
 
-        // Those that need all room come first: later, others would have to end before them.
-        // Tables of the iptables of old are locked for the whole machine.
+        // Suites that need all room come first, because later the others would have to end before
+        // them. Tables of legacy iptables are locked for the whole machine.
         let flags = [&["--ignored"], as_root].concat();
         self.root_suite(programs, "unit as root", ALONE, &[Libraries], &flags)?;
-        // It goes before all others, and measures how soon answers come.
+        // This suite gets priority over all others, and measures how soon answers come.
         self.root_suite(programs, "flood of probes", ALONE, &[Test(PROBE_FLOOD)], &[])?;
-        // It measures how soon others are served beside a flood.
+        // This suite measures how soon others are served beside a flood.
         let mut flags = if arguments.all { Vec::new() } else { FLOOD_PATHS.to_vec() };
         flags.extend(arguments.test.is_empty().then_some(FLOOD));
         self.root_suite(programs, "behaviour floods", ALONE, &[Bin("behaviour")], &flags)?;
-        // The longest is early.
+        // The longest suite begins early.
         self.add_life_cycle(programs)?;
         self.add_packets(programs)?;
         for (name, path) in [("behaviour unseen", "unseen"), ("behaviour off", "off")] {
@@ -198,7 +201,7 @@ impl<'a> Plan<'a> {
         self.root_suite(programs, "lab", SHARED, &[Test("cluster")], &[])?;
         self.add_random(programs)?;
         self.add_machine(vm::IPVS, programs)?;
-        // The way back to the real kube-proxy is part of these two.
+        // The way back to the real kube-proxy is part of these two suites.
         for (name, path) in [("behaviour packets", "packets"), ("behaviour sockets", "sockets")] {
             let flags = [on_path(arguments, path, &["--lean"]), NO_FLOOD.to_vec()].concat();
             self.root_suite(programs, name, WITH_ORACLE, &[Bin("behaviour")], &flags)?;
@@ -228,12 +231,14 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    /// Adds the suite that measures, which takes all room when the others have ended. It must be added last.
+    /// Adds the suite that measures, which takes all room when the others have ended. It must be
+    /// added last.
     pub(crate) fn add_bench(&mut self, programs: &TestPrograms) -> Result<()> {
         self.root_suite(programs, "bench", (Room::Alone, &[KUBERNETES]), &[Test("bench")], &[])
     }
 
-    /// Adds Kubernetes's own tests. They run alone, as they measure how soon endpoints are served.
+    /// Adds Kubernetes's own tests. They run alone, because they measure how soon endpoints are
+    /// served.
     pub(crate) fn add_e2e(&mut self, programs: &TestPrograms) -> Result<()> {
         let Arguments { all, test, .. } = self.arguments;
         self.suite(E2E, Room::Alone, &[KUBERNETES, E2E_PROGRAMS], || {
@@ -259,7 +264,8 @@ impl<'a> Plan<'a> {
         })
     }
 
-    /// Packets by the thousand, also floods of them, on one processor. Figures of time are ratios.
+    /// Adds the suite of packets, which sends them by the thousand, and in floods, on one
+    /// processor. Its figures of time are ratios.
     fn add_packets(&mut self, programs: &TestPrograms) -> Result<()> {
         let Arguments { all, test, .. } = self.arguments;
         let room = if *all { Room::Alone } else { Room::Shared };
@@ -274,7 +280,8 @@ impl<'a> Plan<'a> {
         })
     }
 
-    /// On its clusters also every mode and path and the real kube-proxy, if all is asked for.
+    /// Adds the suite of random clusters. If all is asked for, every mode and path and the real
+    /// kube-proxy serve its clusters.
     fn add_random(&mut self, programs: &TestPrograms) -> Result<()> {
         let Arguments { all, clusters, first, seed, test, .. } = self.arguments;
         let numbers = [
@@ -303,8 +310,8 @@ impl<'a> Plan<'a> {
         if !self.asks_for(DEPLOY) {
             return Ok(());
         }
-        // The program that the tests have built already does, unless all is asked for: users get
-        // the static one.
+        // The program that the tests have built is enough, unless all is asked for, because users
+        // get the static one.
         let linked = (!self.arguments.all).then(|| target().join("debug/proxy-ctl"));
         self.add(IMAGE, Room::Behind, MEASURING, move || {
             let variable = match image::for_tests(linked.as_deref()) {
@@ -329,7 +336,8 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    /// Every run has the machine of mode ipvs: it is lean, unless all kernels are asked for.
+    /// Adds a machine. Every run has the machine of mode ipvs, which is lean unless all kernels are
+    /// asked for.
     fn add_machine(&mut self, machine: Machine, programs: &'a TestPrograms) -> Result<()> {
         let name = machine.name();
         if !self.asks_for(name) {
@@ -356,8 +364,8 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// Tells a suite where helm and promtool are. It builds what it is not told. With `all` that is
-/// helm too, in its newest version, which no package has.
+/// Tells a suite where helm and promtool are. The suite builds a tool whose place it is not told.
+/// With `all` it builds helm too, in its newest version, which no package has.
 fn with_tools(mut suite: Suite, all: bool) -> Suite {
     let helm = (!all).then(|| ("HELM", setup::helm()));
     for (variable, program) in helm.into_iter().chain([("PROMTOOL", setup::promtool())]) {
@@ -373,7 +381,7 @@ fn with_tools(mut suite: Suite, all: bool) -> Suite {
     suite
 }
 
-/// proxy-ctl's own, by the names of their files and folders.
+/// Returns proxy-ctl's own tests, by the names of their files and folders.
 fn tests_of_proxy_ctl() -> Result<Vec<String>> {
     let folder = workspace().join("proxy-ctl/tests");
     let found = fs::read_dir(&folder).with_context(|| format!("reading {}", folder.display()))?;
@@ -381,7 +389,8 @@ fn tests_of_proxy_ctl() -> Result<Vec<String>> {
     names.collect::<Result<_>>().with_context(|| format!("reading {}", folder.display()))
 }
 
-/// `in_every_run`: flags that choose some of the scenarios, unless all are asked for.
+/// Returns the flags of a path. `in_every_run` has flags that choose some of the scenarios, unless
+/// all are asked for.
 fn on_path<'a>(arguments: &Arguments, path: &'a str, in_every_run: &[&'a str]) -> Vec<&'a str> {
     let chosen = if arguments.all { &[] } else { in_every_run };
     [&["--path", path], chosen].concat()
@@ -392,23 +401,23 @@ fn in_mode(arguments: &Arguments, mode: &'static str) -> Vec<&'static str> {
     ["--proxy", mode].into_iter().chain(core).collect()
 }
 
-/// Beside the real one; unless all is asked for, without mode userspace, and with one protocol of
-/// each family.
+/// Returns the flags for a comparison with the real kube-proxy. Unless all is asked for, mode
+/// userspace is left out, and each family has one protocol.
 fn differential(arguments: &Arguments) -> Vec<&'static str> {
     let further: &[_] = if arguments.all { &["--proxy", "userspace"] } else { &["--lean"] };
     [&["--proxy", "iptables", "--proxy", "nftables", "--kube-proxy"], further].concat()
 }
 
-/// With both source addresses: to masquerade, packets of pods are translated though the path is
-/// that of sockets.
+/// Returns the flags for both source addresses. To masquerade, packets of pods are translated even
+/// on the path of sockets.
 fn differential_ebpf(arguments: &Arguments) -> Vec<&'static str> {
     let further: &[_] = if arguments.all { &["--path", "packets"] } else { &["--lean"] };
     let both = ["--proxy", "ebpf", "--source", "preserve", "--source", "masquerade", "--path", "sockets"];
     [&both, further].concat()
 }
 
-/// From and to the real one too; unless all is asked for, each mode once from and once to, over
-/// fewer connections.
+/// Returns the flags for switches, from and to the real kube-proxy too. Unless all is asked for,
+/// each mode is left once and entered once, over fewer connections.
 fn switching(arguments: &Arguments) -> Vec<&'static str> {
     let lean: &[_] = if arguments.all { &[] } else { &["--lean", "--connections", "200"] };
     [&["--kube-proxy"], lean].concat()

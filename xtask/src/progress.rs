@@ -1,4 +1,4 @@
-//! Steps that take a while, each shown by one line that moves.
+//! Shows each step that takes a while by one line that moves.
 
 use std::{
     collections::VecDeque,
@@ -21,7 +21,7 @@ const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
 
 /// One thing to do, by one program after the other.
 pub(crate) struct Step {
-    /// The words that name the step, as `installing make and iproute2`.
+    /// The words that name the step, such as `installing make and iproute2`.
     pub(crate) what: String,
     pub(crate) commands: Vec<Command>,
     /// The consequence if it cannot be done. `None` makes that an error.
@@ -33,7 +33,7 @@ impl Step {
         Self { what: what.into(), commands: commands.into_iter().collect(), without: None }
     }
 
-    /// The same step, which may fail.
+    /// Returns the same step, which may fail.
     pub(crate) fn or_without(self, consequence: &'static str) -> Self {
         Self { without: Some(consequence), ..self }
     }
@@ -83,8 +83,7 @@ fn run_step(title: &str, commands: Vec<Command>, verbose: bool) -> Result<()> {
 /// it fails, the error has its last lines.
 fn watch(command: &mut Command, mut look: impl FnMut(Option<Count>)) -> Result<()> {
     let name = describe(command);
-    // cargo tells how far it is on terminals only, unless it is told to, and how wide a line may
-    // be.
+    // cargo shows its progress only on terminals, unless it is told to, and how wide a line may be.
     command.env("CARGO_TERM_PROGRESS_WHEN", "always").env("CARGO_TERM_PROGRESS_WIDTH", "100");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().with_context(|| format!("starting {name}"))?;
@@ -143,7 +142,7 @@ struct Count {
 }
 
 impl Count {
-    /// Reads a line such as `    Building [====>    ] 12/402: serde, tokio`.
+    /// Reads a line such as ` Building [====> ] 12/402: serde, tokio`.
     fn in_line(line: &str) -> Option<Self> {
         let (_, rest) = line.trim_start().strip_prefix("Building [")?.split_once("] ")?;
         let (done, rest) = rest.split_once('/')?;
@@ -157,19 +156,19 @@ fn line(title: &str, count: Option<Count>, elapsed: Duration) -> String {
     format!("{title}{count}  {}", time(elapsed))
 }
 
-/// Minutes and seconds, as `1:07`.
+/// Returns minutes and seconds, such as `1:07`.
 pub(crate) fn time(elapsed: Duration) -> String {
     let seconds = elapsed.as_secs();
     format!("{}:{:02}", seconds / 60, seconds % 60)
 }
 
-/// Cuts a text to the width of a terminal. A longer one would wrap, and each line that takes its
-/// place would begin below it.
+/// Cuts a text to the width of a terminal. A longer one would wrap, and the line that replaces it
+/// would begin below it.
 fn fit(text: &str) -> String {
     text.trim_end().chars().take(WIDTH).collect()
 }
 
-/// Puts a text in place of the line that moves.
+/// Shows a text in place of the line that moves.
 pub(crate) fn show(text: &str) {
     eprint!("\r\x1b[K{}", fit(text));
     // A line that does not appear is no failure.

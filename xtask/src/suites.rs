@@ -1,4 +1,5 @@
-//! What a test suite is, and how its result is read: from the words of cargo's own harness, which all suites print.
+//! Runs a test suite and reads its result, from the words of cargo's own harness, which all suites
+//! print.
 
 use std::{
     fs,
@@ -35,7 +36,7 @@ impl std::fmt::Display for Count {
 }
 
 impl Count {
-    /// From `test result: ok. 3 passed; 0 failed; 1 ignored; …`.
+    /// Reads a line such as `test result: ok. 3 passed; 0 failed; 1 ignored; …`.
     fn in_line(line: &str) -> Option<Self> {
         let (_, counts) = line.strip_prefix("test result: ")?.split_once(". ")?;
         let count = |what| {
@@ -46,17 +47,17 @@ impl Count {
     }
 }
 
-/// For one command of a suite.
+/// The time limit of one command of a suite.
 pub(crate) const LIMIT: Duration = Duration::from_secs(20 * 60);
 /// The limit of a suite that leaves the processors to others.
 pub(crate) const LONGEST: Duration = Duration::from_secs(60 * 60);
 
-/// How a suite's output becomes counts.
+/// The way in which a suite's output becomes counts.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Kind {
-    /// One check: its exit status.
+    /// One check, whose result is the exit status.
     Check,
-    /// One check that needs the network: skipped where that fails.
+    /// One check that needs the network. It is skipped if the network fails.
     Online,
     /// Tests of cargo's harness, or of one that prints the same.
     Tests,
@@ -65,39 +66,42 @@ pub(crate) enum Kind {
 pub(crate) struct Suite {
     pub(crate) name: &'static str,
     pub(crate) kind: Kind,
-    /// One after the other.
+    /// The commands, which run one after the other.
     pub(crate) commands: Vec<Command>,
-    /// For each command. A test that waits for ever fails its suite, and the other suites run.
+    /// The limit of each command. A test that waits for ever fails its suite, and the other suites
+    /// run.
     pub(crate) limit: Duration,
 }
 
 #[derive(Default)]
 pub(crate) struct Report {
     pub(crate) count: Count,
-    /// What was skipped: name and reason.
+    /// The names of what was skipped, with the reasons.
     pub(crate) skips: Vec<String>,
-    /// Rows of a table that the suite prints, beside its tests: lines that begin with `| `.
+    /// Rows of a table that the suite prints beside its tests. They are lines that begin with `| `.
     pub(crate) table: Vec<String>,
     /// Names of the tests that failed.
     pub(crate) failures: Vec<String>,
     section: Section,
-    /// How many tests, since the last summary, have passed for cargo's harness and say that they are skipped.
+    /// The number of tests since the last summary that have passed for cargo's harness and say that
+    /// they are skipped.
     skipped_of_passed: u64,
-    /// Standard output, but for what is about tests that passed.
+    /// The standard output, without what is about tests that passed.
     pub(crate) text: String,
-    /// Standard error.
+    /// The standard error.
     pub(crate) errors: String,
     pub(crate) elapsed: Duration,
-    /// Processor time of the suite's programs, and of those that they have waited for.
+    /// The processor time of the suite's programs, and of those that they have waited for.
     pub(crate) processor: Duration,
 }
 
-/// Where in the output of a test program a line is.
+/// The part of a test program's output that a line is in.
 #[derive(Debug, Default, Eq, PartialEq)]
 enum Section {
     #[default]
     Tests,
-    /// What tests printed that passed: of this one, until it says that it is skipped.
+    /// The output of tests that passed. The name is that of the test that printed the line, until
+    /// it says that it is skipped.
     Successes(Option<String>),
     Failures,
 }
@@ -122,7 +126,7 @@ impl Suite {
         Self { commands: self.commands.into_iter().map(behind).collect(), ..self }
     }
 
-    /// Runs it; on a terminal the line below shows what it is at.
+    /// Runs the suite. On a terminal, the line below shows what it does.
     pub(crate) fn run(mut self) -> Result<Report> {
         let start = Instant::now();
         let mut report = Report::default();
@@ -166,7 +170,7 @@ impl Suite {
                 Err(RecvTimeoutError::Timeout) => {
                     report.keep_error(&format!("{name}: ended after {} s, the limit", self.limit.as_secs()));
                     if let Err(error) = child.kill() {
-                        // It is another user's, and goes on beside the other suites.
+                        // The command belongs to another user, and goes on beside the other suites.
                         report.keep_error(&format!("{name}: cannot be ended: {error}"));
                         report.count.failed += 1;
                         return Ok(());
@@ -184,7 +188,7 @@ impl Suite {
                 report.skips.push("the data it needs could not be fetched".to_owned());
             }
             Kind::Check | Kind::Online => report.count.failed += 1,
-            // It died.
+            // The program died without a failed test.
             Kind::Tests if !succeeded && report.count.failed == failed_before => report.count.failed += 1,
             Kind::Tests => {}
         }
@@ -192,16 +196,16 @@ impl Suite {
     }
 }
 
-/// Processor time of a process that has ended, or is about to, and of the children that it has
-/// waited for.
+/// Returns the processor time of a process that has ended, or is about to, and of the children that
+/// it has waited for.
 fn processor_time(process: u32) -> Duration {
-    // An unknown time counts as none: the figure is for people who look for where time goes.
+    // An unknown time counts as zero. The figure is for people who look for where time goes.
     let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
     processor_time_in(&stat).unwrap_or_default()
 }
 
-/// From `/proc/<pid>/stat`: fields 14 to 17, in hundredths of a second (USER_HZ, which is 100 for
-/// user space on every architecture that Rust knows).
+/// Reads fields 14 to 17 of `/proc/<pid>/stat`, in hundredths of a second. They are in units of
+/// USER_HZ, which is 100 for user space on every architecture that Rust knows.
 fn processor_time_in(stat: &str) -> Option<Duration> {
     // The second field is the program's name in brackets, which may have spaces.
     let (_, fields) = stat.rsplit_once(") ")?;
@@ -214,7 +218,7 @@ enum Line {
     Error(String),
 }
 
-/// Until all that have the pipe open have ended.
+/// Sends the lines of a pipe, until all that have it open have ended.
 fn send_lines(pipe: impl io::Read + Send + 'static, to: mpsc::Sender<Line>, as_line: fn(String) -> Line) {
     thread::spawn(move || {
         let lines = BufReader::new(pipe).split(b'\n').map_while(Result::ok);
@@ -227,12 +231,13 @@ fn send_lines(pipe: impl io::Read + Send + 'static, to: mpsc::Sender<Line>, as_l
 }
 
 impl Report {
-    /// The same report of a suite that has taken so long, with all that was done for it.
+    /// Returns the same report of a suite that has taken so long, with everything that was done for
+    /// it.
     pub(crate) fn after(self, elapsed: Duration) -> Self {
         Self { elapsed, ..self }
     }
 
-    /// One thing that this machine cannot do.
+    /// Returns the report of one thing that this machine cannot do.
     pub(crate) fn skipped(reason: &str) -> Self {
         let count = Count { skipped: 1, ..Count::default() };
         Self { count, skips: vec![reason.to_owned()], ..Self::default() }
@@ -243,7 +248,7 @@ impl Report {
         Self { count, elapsed, ..Self::default() }
     }
 
-    /// A line of a test program.
+    /// Takes a line of a test program.
     fn take(&mut self, line: &str) {
         let summary = Count::in_line(line);
         self.section = match (line, std::mem::take(&mut self.section)) {
@@ -282,7 +287,8 @@ impl Report {
         }
     }
 
-    /// A line that a test printed that passed for cargo, which is `skipped: <reason>` if it did not do what it should.
+    /// Takes a line that a test printed that passed for cargo. The line is `skipped: <reason>` if
+    /// the test did not do what it should.
     fn take_printed(&mut self, line: &str, test: Option<String>) -> Option<String> {
         if let Some(name) = line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----")) {
             return Some(name.to_owned());
@@ -304,7 +310,7 @@ impl Report {
     }
 }
 
-/// Shows what a suite does, where somebody looks.
+/// Shows what a suite does, if somebody looks.
 fn show(suite: &str, line: &str, start: Instant) {
     if io::stderr().is_terminal() {
         progress::show(&format!("{suite} ({} s) {}", start.elapsed().as_secs(), line.trim()));

@@ -73,7 +73,7 @@ const LAST_LINES: usize = 60;
 /// The number of failed tests that are named at the end of a run.
 const LAST_FAILURES: usize = 8;
 
-/// Names of suites that are made in one place and asked for in another.
+/// The names of suites that are made in one place and asked for in another.
 pub(crate) const KERNEL_OBJECT: &str = "kernel object";
 pub(crate) const DEPENDENCIES: &str = "licences and sources";
 pub(crate) const ADVISORIES: &str = "advisories";
@@ -170,10 +170,10 @@ fn kubelets_are_built() -> bool {
 #[derive(Default)]
 struct Total {
     count: Count,
-    /// What was skipped, with its suite and the reason.
+    /// The tests that were skipped, each with its suite and the reason.
     skips: Vec<String>,
-    /// For each suite that has failed the tests that did. Empty if the suite failed without naming
-    /// one.
+    /// The failed tests of each suite that has failed. The list is empty if the suite failed
+    /// without naming one.
     failures: BTreeMap<&'static str, Vec<String>>,
 }
 

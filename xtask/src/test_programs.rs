@@ -1,8 +1,11 @@
 //! The programs of all test suites, built by one call of cargo.
 //!
-//! `cargo test --test <name>` and `cargo test --bin <name>` look at the packages that have such a target only. These enable
-//! other features of what all depend on, so that cargo would build most of it anew for nearly every suite. Clippy is the compiler of this build:
-//! by a command of its own it would compile everything a second time.
+//! `cargo test --test <name>` and `cargo test --bin <name>` look only at the packages that have
+//! such a target. These packages enable other features of what all depend on, so that cargo would
+//! build most of it anew for nearly every suite.
+//!
+//! Clippy is the compiler of this build. By a command of its own it would compile everything a
+//! second time.
 
 use std::{
     env,
@@ -25,7 +28,8 @@ const PROPTEST_SEED: &str = "PROPTEST_RNG_SEED";
 #[derive(Debug)]
 pub(crate) struct TestPrograms(Vec<TestProgram>);
 
-/// Clippy, if it is that of the compiler: rustup has a program of this name also where the component is missing.
+/// Returns clippy, if it is that of the compiler. rustup has a program of this name even if the
+/// component is missing.
 pub(crate) fn clippy() -> Option<PathBuf> {
     let clippy = find("clippy-driver")?;
     let version = |command: &mut Command| output(command.arg("-vV")).ok();
@@ -33,7 +37,7 @@ pub(crate) fn clippy() -> Option<PathBuf> {
     (version(Command::new(&clippy).arg("rustc"))? == compiler).then_some(clippy)
 }
 
-/// What the compiler says in these messages of cargo's, in JSON, as people read it.
+/// Returns what the compiler says in these messages of cargo's, in JSON, as people read it.
 fn complaints(messages: &str) -> String {
     let rendered = |message: &str| {
         let message: Value = serde_json::from_str(message).ok()?;
@@ -44,26 +48,26 @@ fn complaints(messages: &str) -> String {
 
 #[derive(Debug, Eq, PartialEq)]
 struct TestProgram {
-    /// As cargo names it: `lib`, `bin`, `test`.
+    /// The kind that cargo names, such as `lib`, `bin` or `test`.
     kind: String,
     target: String,
     executable: PathBuf,
     package: PathBuf,
 }
 
-/// Which programs a suite has.
+/// The programs that a suite has.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Choice<'a> {
     /// The unit tests of every library.
     Libraries,
-    /// Of one library.
+    /// The unit tests of one library.
     Library(&'a str),
     Bin(&'a str),
     Test(&'a str),
 }
 
 impl TestPrograms {
-    /// Also what the lints say, if clippy is installed.
+    /// Builds the programs. If clippy is installed, also reports what the lints say.
     pub(crate) fn build() -> Result<(Self, Option<Report>)> {
         let began = Instant::now();
         let clippy = clippy();
@@ -85,7 +89,7 @@ impl TestPrograms {
         Ok((Self(programs), clippy.map(|_| lints)))
     }
 
-    /// Tests with what is given to their harness.
+    /// Returns a suite of these programs, which get `harness` as arguments.
     pub(crate) fn suite(
         &self,
         name: &'static str,
@@ -95,7 +99,8 @@ impl TestPrograms {
         self.suite_by(|program| Command::new(program), name, choices, harness)
     }
 
-    /// [`Self::suite`] in network namespaces, with programs loaded into the kernel.
+    /// Returns a suite like [`Self::suite`] that runs as root, in network namespaces and with
+    /// programs loaded into the kernel.
     pub(crate) fn suite_as_root(
         &self,
         name: &'static str,
@@ -123,7 +128,7 @@ impl TestPrograms {
             for program in self.0.iter().filter(|program| choice.is(program)) {
                 let mut command = command(&program.executable);
                 command.arg("--show-output").args(harness);
-                // As cargo runs them.
+                // cargo runs tests in this folder and with this variable.
                 command.current_dir(&program.package).env("CARGO_MANIFEST_DIR", &program.package);
                 // Each run has the same cases, so that none fails by chance. Another seed has
                 // others.
@@ -152,7 +157,7 @@ impl Choice<'_> {
 }
 
 impl TestProgram {
-    /// From one of cargo's messages, if it is about a test program.
+    /// Reads one of cargo's messages. Returns `None` if it is not about a test program.
     fn in_message(line: &str) -> Option<Self> {
         let message: Value = serde_json::from_str(line).ok()?;
         let is_test = message["profile"]["test"].as_bool()?;

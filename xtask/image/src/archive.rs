@@ -1,6 +1,8 @@
-//! The archive: an OCI image layout in a tar file, with the index that `docker load` reads beside it.
+//! The archive: an OCI image layout in a tar file, with the index that `docker load` reads beside
+//! it.
 //!
-//! The same image gives the same bytes: files are in order, and nothing in it tells when or where it was written.
+//! The same image gives the same bytes. Files are in order, and nothing in the archive tells when
+//! or where it was written.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -14,33 +16,34 @@ use sha2::{Digest as _, Sha256};
 use tar::{Builder, EntryType, Header};
 
 const BINARY: &str = "usr/local/bin/proxy-ctl";
-/// By this name the same binary is kube-proxy.
+/// The name by which the same binary is kube-proxy.
 const KUBE_PROXY: &str = "usr/local/bin/kube-proxy";
 const DOCUMENTS: &str = "usr/share/doc/proxy-ctl/";
 
 /// An image with one program in it, for each architecture.
 pub(super) struct Image<'a> {
-    /// With registry and tag.
+    /// The name, with registry and tag.
     pub(super) name: &'a str,
-    /// Seconds since the epoch.
+    /// The creation of the image, in seconds since the epoch.
     pub(super) created: i64,
     pub(super) labels: BTreeMap<&'static str, String>,
     pub(super) programs: &'a [Program],
-    /// What accompanies the program, by name of file.
+    /// The documents that accompany the program, by name of file.
     pub(super) documents: &'a [(&'static str, Vec<u8>)],
 }
 
 pub(super) struct Program {
-    /// As container images say it: `amd64`.
+    /// The name that container images use, such as `amd64`.
     pub(super) architecture: &'static str,
     pub(super) binary: Vec<u8>,
-    /// What else it runs, in the order of their paths; none is in a folder of the program's.
+    /// The other files that the program runs, in the order of their paths. None is in a folder of
+    /// the program's.
     pub(super) files: Vec<File>,
 }
 
 /// A file below the root of the image.
 pub(super) struct File {
-    /// Without a slash at its begin.
+    /// The path, without a leading slash.
     pub(super) path: String,
     pub(super) content: Content,
 }
@@ -48,7 +51,7 @@ pub(super) struct File {
 pub(super) enum Content {
     Program(Vec<u8>),
     Plain(Vec<u8>),
-    /// To another file of its folder, or by a path from the root.
+    /// A link to another file of its folder, or to a path from the root.
     Link(String),
 }
 
@@ -89,8 +92,8 @@ fn sha256(content: &[u8]) -> String {
 }
 
 impl Image<'_> {
-    /// Writes the archive and returns the image's digest: of its manifest, or with several architectures of the list
-    /// of their manifests.
+    /// Writes the archive and returns the image's digest. It is that of the manifest, or with
+    /// several architectures that of the list of manifests.
     pub(super) fn write(&self, archive: impl Write) -> Result<String> {
         let mut blobs = Vec::new();
         let mut manifests = Vec::new();
@@ -135,7 +138,7 @@ impl Image<'_> {
             ("oci-layout".to_owned(), br#"{"imageLayoutVersion":"1.0.0"}"#.to_vec()),
             ("index.json".to_owned(), serde_json::to_vec(&index)?),
         ]);
-        // This older form has one architecture only.
+        // This older form has only one architecture.
         if let [_] = self.programs {
             contents.insert("manifest.json".to_owned(), serde_json::to_vec(&docker)?);
         }
@@ -151,7 +154,8 @@ impl Image<'_> {
         Ok(digest)
     }
 
-    /// The root file system, as a tar file. The container runtime makes what it mounts on.
+    /// Returns the root file system, as a tar file. The container runtime creates what it mounts
+    /// on.
     fn files(&self, program: &Program) -> Result<Vec<u8>> {
         let mut tar = Builder::new(Vec::new());
         let mut folders = BTreeSet::from(["usr/", "usr/local/", "usr/local/bin/"]);
@@ -206,7 +210,7 @@ impl Image<'_> {
         tar.append_data(&mut header, path, content).with_context(|| format!("writing {path}"))
     }
 
-    /// `files`: the layer before compression.
+    /// Returns the configuration of an image. `files` is the layer before compression.
     fn config(&self, architecture: &str, files: &[u8]) -> Result<Value> {
         let created = jiff::Timestamp::from_second(self.created).context("when the image was made")?;
         let created = created.to_string();
@@ -260,7 +264,7 @@ mod tests {
         archive
     }
 
-    /// Path, mode and content of each file, or where a link leads.
+    /// Returns path, mode and content of each file. For a link, the content is where it leads.
     fn entries(archive: impl Read) -> Vec<(String, u32, Vec<u8>)> {
         let read = |entry: std::io::Result<tar::Entry<'_, _>>| {
             let mut entry = entry.unwrap();
@@ -277,7 +281,7 @@ mod tests {
         entries(archive).into_iter().map(|(path, _, content)| (path, content)).collect()
     }
 
-    /// What a descriptor points to, after its size and hash were found right.
+    /// Returns what a descriptor points to, after a check of its size and hash.
     fn blob<'a>(contents: &'a BTreeMap<String, Vec<u8>>, descriptor: &Value) -> &'a [u8] {
         let digest = descriptor["digest"].as_str().unwrap().strip_prefix("sha256:").unwrap();
         let content = &contents[&format!("blobs/sha256/{digest}")];
@@ -296,7 +300,7 @@ mod tests {
         serde_json::from_slice(content).unwrap()
     }
 
-    /// The whole image of a program, found from its entry in an index.
+    /// Checks the whole image of a program, found from its entry in an index.
     fn check_image(contents: &BTreeMap<String, Vec<u8>>, entry: &Value, architecture: &str, program: &[u8]) {
         assert_eq!(entry["platform"], json!({"os": "linux", "architecture": architecture}));
         let manifest = json(blob(contents, entry));

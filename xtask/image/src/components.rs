@@ -1,4 +1,5 @@
-//! What the image is made of: the notices that its crates ask to be passed on, and a bill of materials in CycloneDX's form.
+//! The components of the image: the notices that its crates ask to be passed on, and a bill of
+//! materials in CycloneDX's form.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,26 +17,26 @@ use xtask::{
 
 use crate::VERSION;
 
-/// The kernel programs are in the binary.
+/// The package of the kernel programs, which are in the binary, and its target.
 const KERNEL: (&str, &str) = ("proxy-ebpf", "bpfel-unknown-none");
 
-/// A crate, or a library of another kind, that is linked into the binary, or a package that lies beside it.
+/// A crate or another library that is linked into the binary, or a package that is beside it.
 pub(super) struct Component {
     pub(super) name: String,
     pub(super) version: String,
     /// An SPDX expression.
     pub(super) license: String,
-    /// Where it is from, as a package URL has it.
+    /// The type of its package URL, which tells where it is from.
     pub(super) kind: &'static str,
-    /// As a package URL has it, with its question mark; mostly empty.
+    /// The qualifiers of its package URL, with the question mark. They are usually empty.
     pub(super) qualifiers: String,
-    /// Of what the crate registry has.
+    /// The hash of the crate in the registry.
     pub(super) sha256: Option<String>,
     pub(super) notices: Vec<String>,
 }
 
-/// Everything in the binaries that were compiled for these targets. The notice of musl is the one
-/// that the first toolchain has.
+/// Returns everything in the binaries that were compiled for these targets. The notice of musl is
+/// the one that the first toolchain has.
 pub(super) fn linked(toolchains: &[Toolchain], targets: &[String]) -> Result<Vec<Component>> {
     let mut components = crates(targets)?;
     let rustc = |arguments: &[&str]| output(Command::new("rustc").args(arguments).current_dir(workspace()));
@@ -59,7 +60,8 @@ pub(super) fn linked(toolchains: &[Toolchain], targets: &[String]) -> Result<Vec
     Ok(components)
 }
 
-/// The crates that are compiled into proxy-ctl for these targets, and into its kernel programs.
+/// Returns the crates that are compiled into proxy-ctl for these targets, and into its kernel
+/// programs.
 fn crates(targets: &[String]) -> Result<Vec<Component>> {
     let mut wanted = BTreeSet::new();
     let mut platforms = Vec::new();
@@ -97,7 +99,7 @@ fn crates(targets: &[String]) -> Result<Vec<Component>> {
     Ok(components)
 }
 
-/// By name and version.
+/// Returns the checksums of packages, by name and version.
 fn checksums(lock: &str) -> BTreeMap<(String, String), String> {
     let package = |text: &str| {
         let field = |name: &str| {
@@ -109,7 +111,8 @@ fn checksums(lock: &str) -> BTreeMap<(String, String), String> {
     lock.split("[[package]]").filter_map(package).collect()
 }
 
-/// The texts that come with a package of cargo's metadata. Where none does, its licence as everybody writes it.
+/// Returns the texts that come with a package of cargo's metadata. If there are none, it returns
+/// the package's licence in its usual wording.
 fn notices_of(package: &Value) -> Result<Vec<String>> {
     let text = |field: &str| package[field].as_str().unwrap_or_default();
     let folder = Path::new(text("manifest_path")).parent().context("a package without a folder")?;
@@ -132,7 +135,7 @@ fn notices_of(package: &Value) -> Result<Vec<String>> {
     bail!("{} {} has no text of its licence, {}", text("name"), text("version"), text("license"))
 }
 
-/// Files of licences, those of code that a crate has taken from elsewhere too.
+/// Finds the files of licences, with those of code that a crate has taken from elsewhere.
 fn find(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     for entry in fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))? {
         let path = entry?.path();
@@ -158,7 +161,7 @@ pub(super) fn read(file: &Path) -> Result<String> {
     Ok(String::from_utf8_lossy(&content).into_owned())
 }
 
-/// Each text once, below the names of those that it is from.
+/// Returns each text once, below the names of the components that it is from.
 pub(super) fn notices(components: &[Component]) -> String {
     let mut texts = BTreeMap::<&str, Vec<String>>::new();
     for Component { name, version, license, notices, .. } in components {
@@ -171,7 +174,8 @@ pub(super) fn notices(components: &[Component]) -> String {
     sections.iter().map(|(names, text)| format!("{rule}\n{}{rule}\n\n{text}\n\n", names.concat())).collect()
 }
 
-/// In the form of CycloneDX 1.5. `created`: seconds since the epoch.
+/// Returns the bill of materials in the form of CycloneDX 1.5. `created` is in seconds since the
+/// epoch.
 pub(super) fn bill_of_materials(components: &[Component], created: i64) -> Result<Value> {
     let described = |component: &Component| {
         let Component { name, version, license, kind, qualifiers, sha256, .. } = component;
@@ -218,14 +222,15 @@ mod tests {
         for name in ["proxy-ctl", "proxy-ebpf", "aya-ebpf", "tikv-jemalloc-sys"] {
             assert!(listed(name).is_some(), "{name} is missing");
         }
-        // Of tests, of build scripts, run by the compiler, of another system.
+        // These crates belong to tests or build scripts, are run by the compiler, or are for
+        // another system.
         for name in ["insta", "cc", "serde_derive", "windows-sys"] {
             assert!(listed(name).is_none(), "{name} is not in the binary");
         }
         let kube = listed("kube").unwrap();
         assert_eq!(kube["purl"], format!("pkg:cargo/kube@{}", kube["version"].as_str().unwrap()));
         assert_eq!(kube["hashes"][0]["content"].as_str().unwrap().len(), 64);
-        // Code in a crate that is another's.
+        // A crate has code of somebody else.
         assert!(notices.contains("Jason Evans"));
     }
 

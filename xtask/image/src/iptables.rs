@@ -1,5 +1,5 @@
-//! The tools of iptables that mode iptables runs, in both backends, with the libraries that they need: Debian's packages, as
-//! there are no static ones.
+//! The tools of iptables that mode iptables runs, in both backends, with the libraries that they
+//! need. They are Debian's packages, because there are no static ones.
 
 use std::{
     fs,
@@ -18,7 +18,8 @@ use crate::{
 const SUITES: [&str; 2] = ["bookworm", "bookworm-security"];
 const GPL: &str = "GPL-2.0-only AND GPL-2.0-or-later AND Artistic-1.0-Perl";
 
-/// Packages, and under what terms they may be passed on. Their notices name the authors of each file.
+/// The packages, each with the terms under which it may be passed on. Their notices name the
+/// authors of each file.
 const PACKAGES: [(&str, &str); 7] = [
     ("iptables", GPL),
     ("libip4tc2", GPL),
@@ -28,7 +29,7 @@ const PACKAGES: [(&str, &str); 7] = [
     ("libnftnl11", "GPL-2.0-only AND GPL-2.0-or-later"),
     ("libc6", "LGPL-2.1-or-later AND GPL-2.0-or-later"),
 ];
-/// Only for the texts of these licences, which the notices of other packages point to.
+/// The package with the texts of the licences that the notices of other packages point to.
 const LICENSES: &str = "base-files";
 const LICENSE_TEXTS: [&str; 3] = ["GPL-2", "LGPL-2.1", "Artistic"];
 
@@ -36,9 +37,9 @@ const TOOLS: [&str; 2] = ["legacy", "nft"];
 
 pub(super) struct Tools {
     architecture: Architecture,
-    /// The packages are unpacked here.
+    /// The folder that the packages are unpacked into.
     folder: PathBuf,
-    /// Files of the packages, in the order of [`PACKAGES`].
+    /// The files of the packages, in the order of [`PACKAGES`].
     downloads: Vec<PathBuf>,
 }
 
@@ -60,7 +61,7 @@ impl Tools {
         Ok(Self { architecture, folder, downloads })
     }
 
-    /// As Debian calls folders of libraries.
+    /// Returns the name that Debian gives folders of libraries.
     const fn triplet(&self) -> &'static str {
         match self.architecture {
             Architecture::Amd64 => "x86_64-linux-gnu",
@@ -89,14 +90,14 @@ impl Tools {
         for name in ["libip4tc.so", "libip6tc.so", "libxtables.so", "libmnl.so", "libnftnl.so"] {
             paths.extend(self.names(&format!("usr/lib/{triplet}"), name)?);
         }
-        // Matches and targets.
+        // The folder has matches and targets.
         paths.extend(self.names(&format!("usr/lib/{triplet}/xtables"), "lib")?);
         paths.sort();
         paths.dedup();
         paths.into_iter().map(|path| self.file(path)).collect()
     }
 
-    /// The files of a folder whose names begin so.
+    /// Returns the files of a folder whose names begin with `begin`.
     fn names(&self, folder: &str, begin: &str) -> Result<Vec<String>> {
         let mut names = Vec::new();
         let at = self.folder.join(folder);
@@ -143,7 +144,7 @@ impl Tools {
     }
 }
 
-/// From `iptables_1.8.9-2_amd64.deb`.
+/// Returns the version in a name such as `iptables_1.8.9-2_amd64.deb`.
 fn version(file: &Path) -> Result<String> {
     let name = file.file_name().unwrap_or_default().to_string_lossy();
     let Some(version) = name.split('_').nth(1) else { bail!("{name} has no version") };

@@ -1,4 +1,5 @@
-//! `cargo xtask image`: an OCI archive with one static binary and the tools that it runs, made without a container engine.
+//! The command `cargo xtask image`. It writes an OCI archive with one static binary and the tools
+//! that it runs, without a container engine.
 
 mod archive;
 mod components;
@@ -97,9 +98,9 @@ fn run(arguments: &Arguments) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// For this machine's architecture, with `program` or a static one that is not optimised. For the
-/// other one there is no program in it, but all else is as it is for several. An error means that
-/// it cannot be built from these sources.
+/// Writes the image for tests. For this machine's architecture it has `program`, or a static
+/// program that is not optimised. For the other architecture it has no program, but everything else
+/// that an image of several has. An error means that it cannot be built from these sources.
 fn for_tests(file: &Path, program: Option<&Path>) -> Result<ExitCode> {
     let ready = || {
         let architecture = Architecture::of_this_machine()?;
@@ -127,15 +128,14 @@ fn for_tests(file: &Path, program: Option<&Path>) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The target that cargo compiles for if none is named.
+/// Returns the target that cargo compiles for if none is named.
 fn host() -> Result<String> {
     let version = output(Command::new("rustc").arg("-vV").current_dir(workspace()))?;
     let host = version.lines().find_map(|line| line.strip_prefix("host: "));
     Ok(host.context("rustc -vV names no host")?.to_owned())
 }
 
-/// A program of this machine with its libraries, which take the place of Debian's of the same
-/// names.
+/// Returns a program of this machine with its libraries, which replace Debian's of the same names.
 fn linked_program(toolchain: &Toolchain, tools: &Tools, path: &Path) -> Result<Program> {
     let read = |path: &Path| fs::read(path).with_context(|| format!("reading {}", path.display()));
     let mut files: BTreeMap<String, File> =
@@ -151,8 +151,8 @@ fn linked_program(toolchain: &Toolchain, tools: &Tools, path: &Path) -> Result<P
     })
 }
 
-/// Paths in what ldd prints, as `libc.so.6 => /lib/libc.so.6 (0x00)` or `/lib64/ld-linux.so.2
-/// (0x00)`.
+/// Returns the paths in what ldd prints, such as `libc.so.6 => /lib/libc.so.6 (0x00)` or
+/// `/lib64/ld-linux.so.2 (0x00)`.
 fn libraries(ldd: &str) -> Vec<&str> {
     ldd.lines().filter_map(|line| line.split_whitespace().find(|word| word.starts_with('/'))).collect()
 }
@@ -167,8 +167,8 @@ fn bill_beside(archive: &Path) -> PathBuf {
     archive.with_extension("").with_extension("cdx.json")
 }
 
-/// Writes the archive, and the bill of materials beside it. Returns the digest of the image.
-/// `targets` are those that the programs were compiled for.
+/// Writes the archive, and the bill of materials beside it. Returns the digest of the image. The
+/// programs were compiled for `targets`.
 fn write(
     toolchains: &[Toolchain],
     targets: &[String],
@@ -201,8 +201,9 @@ fn write(
     Ok(digest)
 }
 
-/// Seconds since the epoch that stand for when the image was made, so that it can be made again, bit by bit:
-/// `SOURCE_DATE_EPOCH`, else when its commit was made, else 0.
+/// Returns the seconds since the epoch that stand for the time at which the image was made, so that
+/// it can be made again, bit by bit. They are `SOURCE_DATE_EPOCH`, else the time of the commit,
+/// else 0.
 fn created() -> Result<i64> {
     if let Ok(text) = env::var("SOURCE_DATE_EPOCH") {
         return text.trim().parse().context("SOURCE_DATE_EPOCH must be seconds since the epoch");
@@ -229,7 +230,7 @@ fn labels() -> BTreeMap<&'static str, String> {
     labels
 }
 
-/// `None`: no git, or not a repository.
+/// Returns what git prints. `None` if there is no git, or no repository.
 fn git(arguments: &[&str]) -> Option<String> {
     let text = output(Command::new("git").args(arguments).current_dir(workspace())).ok()?;
     Some(text.trim().to_owned()).filter(|text| !text.is_empty())

@@ -1,6 +1,8 @@
-//! The core scenarios on arm64, emulated: a machine of its own, with its first file system as its only one.
+//! Runs the core scenarios on arm64, in an emulated machine whose first file system is its only
+//! one.
 //!
-//! Debian's kernel for arm64 and the few programs that scenarios call, unpacked; and ours, cross-built as for the image.
+//! The file system has Debian's kernel for arm64 and the few programs that scenarios call, which
+//! are unpacked. Our own programs are cross-built as for the image.
 
 use std::{
     fs,
@@ -21,12 +23,12 @@ use crate::{
 };
 
 const DEBIAN: &str = "arm64";
-/// What scenarios call, and what brings up the machine.
+/// The packages of programs that scenarios call, and of those that bring up the machine.
 const PROGRAMS: [&str; 4] = ["busybox-static", "ethtool", "iproute2", "kmod"];
 const SUITES: [&str; 2] = ["bookworm", "bookworm-security"];
-/// Of the kernel, with what they need.
+/// The modules of the kernel. Others that they need are added.
 const MODULES: [&str; 8] = [
-    // Asked for by name, not by symbol, so it is not in modules.dep.
+    // This module is asked for by name, not by symbol, so it is not in modules.dep.
     "crc32c_generic",
     "veth",
     "bridge",
@@ -36,11 +38,12 @@ const MODULES: [&str; 8] = [
     "sch_ingress",
     "cls_bpf",
 ];
-/// Of this repository.
+/// The programs of this repository.
 const OURS: [&str; 3] = ["proxy-ctl", "lab-agent", "behaviour"];
-/// Left out of the file system: nobody reads them there.
+/// Folders that are left out of the file system, because nobody reads them there.
 const UNREAD: [&str; 3] = ["usr/share", "var", "usr/lib/aarch64-linux-gnu/gconv"];
-/// The guest's last line if all went well: its exit status does not come out of the machine.
+/// The guest's last line if it succeeded. It is needed because the guest's exit status does not
+/// come out of the machine.
 const SUCCEEDED: &str = "guest: succeeded";
 
 /// Downloads what is missing.
@@ -52,7 +55,8 @@ pub(super) fn provide(kernel: Kernel) -> Result<()> {
     Ok(())
 }
 
-/// As [`super::Machine::command`]; also builds the programs.
+/// Builds the programs and returns a command that runs the machine. The scenarios are those whose
+/// names contain `filter`.
 pub(super) fn command(kernel: Kernel, filter: &str) -> Result<Command> {
     let folder = cache::folder("vm")?;
     let kernel_files = kernel_files(kernel, &folder)?;
@@ -79,7 +83,7 @@ pub(super) fn command(kernel: Kernel, filter: &str) -> Result<Command> {
 
 struct KernelFiles {
     image: PathBuf,
-    /// `…/lib/modules/<version>`.
+    /// The folder `…/lib/modules/<version>`.
     modules: PathBuf,
     version: String,
 }
@@ -116,7 +120,8 @@ fn userland(cache: &Path) -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Puts together the file system below a folder, and packs it as the kernel unpacks it.
+/// Puts together the file system below a folder, and packs it into the archive that the kernel
+/// unpacks.
 fn pack(file: &Path, kernel: &KernelFiles, userland: &Path, programs: &Path, filter: &str) -> Result<()> {
     let root = file.with_extension("root");
     if root.exists() {
@@ -138,7 +143,7 @@ fn pack(file: &Path, kernel: &KernelFiles, userland: &Path, programs: &Path, fil
     execute(Command::new("sh").args(["-c", script]).arg(file).current_dir(&root))
 }
 
-/// The chosen modules with what they need, and the lists by which modprobe finds them.
+/// Copies the chosen modules with those that they need, and the lists by which modprobe finds them.
 fn copy_modules(kernel: &KernelFiles, root: &Path) -> Result<()> {
     let to = root.join("lib/modules").join(&kernel.version);
     let dependencies = kernel.modules.join("modules.dep");
@@ -158,7 +163,8 @@ fn copy_modules(kernel: &KernelFiles, root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The files of a module and of those that it needs, by `modules.dep`; none if it is built in.
+/// Returns the files of a module and of those that it needs, by `modules.dep`. The list is empty if
+/// the module is built in.
 fn with_dependencies<'a>(dependencies: &'a str, module: &str) -> Vec<&'a str> {
     let is_it = |file: &str| {
         let name = file.rsplit('/').next().unwrap_or_default();
@@ -172,7 +178,8 @@ fn with_dependencies<'a>(dependencies: &'a str, module: &str) -> Vec<&'a str> {
         .collect()
 }
 
-/// The guest's first and only process: when it has run the scenarios, the machine is switched off.
+/// Returns the script of the guest's first and only process. When it has run the scenarios, the
+/// machine is switched off.
 fn init(filter: &str) -> String {
     let modules = MODULES.join(" ");
     format!(

@@ -1,6 +1,8 @@
-//! Scenarios on other kernels: Debian's, booted without KVM, with this machine's files.
+//! Runs scenarios on other kernels, which are Debian's. They are booted without KVM, with this
+//! machine's files.
 //!
-//! Kernel packages are unpacked into the cache folder; nothing of them is installed. arm64 is emulated.
+//! Kernel packages are unpacked into the cache folder, and none of them is installed. arm64 is
+//! emulated.
 
 mod emulated;
 
@@ -68,11 +70,11 @@ enum TestedMode {
     Ipvs,
 }
 
-/// A program of the package `behaviour`, with whose scenarios.
+/// A run of a program of the package `behaviour`.
 struct Run {
     program: &'static str,
     flags: &'static str,
-    /// What their names contain, unless a filter is asked for.
+    /// The text that names of scenarios contain, unless a filter is asked for.
     names: &'static str,
 }
 
@@ -80,13 +82,14 @@ const fn behaviour(flags: &'static str) -> Run {
     Run { program: "behaviour", flags, names: "" }
 }
 
-/// Each scenario of mode ipvs in one of them, as its name says for which protocol and family it is.
+/// The parts of mode ipvs. Each scenario is in one of them, because its name says which protocol
+/// and family it is for.
 const IPVS_PARTS: [Run; 3] = [
     behaviour("--proxy ipvs --skip 'UDP IPv' --skip 'TCP IPv6'"),
     behaviour("--proxy ipvs --skip 'UDP IPv' --skip 'TCP IPv4'"),
     behaviour("--proxy ipvs --skip 'TCP IPv'"),
 ];
-/// Mode ebpf hands it to another mode.
+/// The scenarios of SCTP, which mode ebpf delegates to another mode.
 const SCTP: Run = Run {
     program: "behaviour",
     flags: "--core --proxy nftables --proxy iptables --proxy ebpf --path sockets",
@@ -94,31 +97,33 @@ const SCTP: Run = Run {
 };
 const DIFFERENTIAL: Run =
     Run { program: "differential", flags: "--proxy ipvs --proxy kube-proxy-ipvs --lean", names: "" };
-/// Of the switches from and to mode ipvs, those of a process that goes on.
+/// The switches from and to mode ipvs in a process that goes on.
 const SWITCHING_LIVE: Run = switching("--connections 200 --skip process", "ipvs");
 const SWITCHING_ANEW: Run = switching("--connections 200 --skip file", "ipvs");
-/// From and to kube-proxy's mode ipvs.
+/// The switches from and to kube-proxy's mode ipvs.
 const SWITCHING_KUBE_PROXY: Run = switching(
     "--connections 200 --proxy ebpf --proxy nftables --proxy iptables --proxy ipvs --proxy userspace \
      --proxy kube-proxy-ipvs",
     "kube-proxy/ipvs",
 );
 
-/// Devices that many kernels lack. Before 6.3 a kernel does not tell what a second card takes.
+/// The scenarios with devices that many kernels lack. Before Linux 6.3 a kernel does not tell what
+/// a second card takes.
 const NETWORKS: Run = Run {
     program: "behaviour",
     flags: "--lean --proxy ebpf --path packets --skip 'second uplink'",
     names: "networks: packets between",
 };
 
-/// The scenarios that every run has time for: emulated, a scenario takes ten times as long. The
-/// same scenarios over UDP and IPv6, and those that start the proxy several times, are part of
-/// `--all-kernels`.
+/// The scenarios of mode ipvs that every run has time for, because a scenario takes ten times as
+/// long in emulation. The same scenarios over UDP and IPv6, and those that start the proxy several
+/// times, are part of `--all-kernels`.
 const LEAN_IPVS: Run = behaviour(
     "--core --lean --proxy ipvs --skip 'UDP IPv6' --skip 'while the controller is dead' \
      --skip 'while nobody served' --skip 'before anybody served'",
 );
-/// Kernels that run these tests have vxlan themselves.
+/// The scenarios of networks that every run has time for. Kernels that run these tests have vxlan
+/// themselves.
 const LEAN_NETWORKS: Run = Run {
     flags: "--lean --proxy ebpf --path packets --skip 'second uplink' --skip 'UDP IPv6' --skip vxlan",
     ..NETWORKS
@@ -129,7 +134,7 @@ const fn switching(flags: &'static str, names: &'static str) -> Run {
 }
 
 impl TestedMode {
-    /// What is run, by one machine after the other: none has time for all of it.
+    /// Returns what is run, by one machine after the other. No machine has time for all of it.
     fn machines(self, extent: Extent) -> Vec<Vec<Run>> {
         match (self, extent) {
             (Self::Ebpf, Extent::Core) => vec![vec![behaviour("--core --path sockets --path packets")]],
@@ -149,9 +154,10 @@ impl TestedMode {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Extent {
-    /// The core scenarios; of mode ipvs all, how it differs, and switches from and to it.
+    /// The core scenarios. Mode ipvs has all scenarios, the comparison with kube-proxy, and
+    /// switches from and to it.
     Core,
-    /// Core scenarios with one protocol of each family, and of mode ipvs its own, over TCP and
+    /// Core scenarios with one protocol of each family. Mode ipvs has only its own, over TCP and
     /// IPv4.
     Lean,
 }
@@ -167,10 +173,10 @@ const fn amd64(kernel: Kernel, mode: TestedMode) -> Machine {
     Machine { kernel, arch: Architecture::Amd64, mode }
 }
 
-/// Has what most kernels lack.
+/// The machine that has what most kernels lack.
 pub(crate) const IPVS: Machine = amd64(Kernel::V6_1, TestedMode::Ipvs);
 
-/// The others of `test --all-kernels`.
+/// The other machines of `test --all-kernels`.
 pub(crate) const OTHERS: [Machine; 5] = [
     amd64(Kernel::V5_10, TestedMode::Ebpf),
     amd64(Kernel::V6_1, TestedMode::Ebpf),
@@ -179,13 +185,14 @@ pub(crate) const OTHERS: [Machine; 5] = [
     Machine { kernel: Kernel::V6_12, arch: Architecture::Arm64, mode: TestedMode::Ebpf },
 ];
 
-/// In seconds. A machine that hangs says nothing, and one that is emulated is slow.
+/// The limit in seconds. A machine that hangs says nothing, and one that is emulated is slow.
 const LONGEST: u64 = 3600;
-/// What is emulated is that much slower.
+/// The factor by which emulation is slower.
 const PATIENCE: u32 = 10;
-/// Each is a thread here.
+/// The number of the guest's CPUs, each of which is a thread here.
 const CPUS: u32 = 2;
-/// Without it the kernel distrusts the emulated TSC and takes the HPET, each look at which is emulated.
+/// The kernel's arguments for its clock. Without them the kernel distrusts the emulated TSC and
+/// takes the HPET, each read of which is emulated.
 const CLOCK: &str = "--append clocksource=tsc --append tsc=reliable";
 const VIRTME: &str = "virtme-ng==1.42";
 const SUITES: [&str; 3] = ["bullseye-security", "bookworm-security", "sid"];
@@ -200,7 +207,8 @@ impl Kernel {
         }
     }
 
-    /// How the names of its packages begin. From 7.2 on, `linux-image-…` only depends on two others.
+    /// Returns how the names of the kernel's packages begin. From 7.2 on, `linux-image-…` only
+    /// depends on two others.
     const fn packages(self) -> &'static [&'static str] {
         match self {
             Self::V5_10 => &["linux-image-5.10.0-"],
@@ -226,7 +234,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<ExitCode> {
     Ok(if succeeded { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The commit that is checked out. `None`: there is none, or files differ from it.
+/// Returns the commit that is checked out. `None` if there is none, or if files differ from it.
 fn clean_commit() -> Option<String> {
     let git = |arguments: &[&str]| output(Command::new("git").args(arguments).current_dir(workspace())).ok();
     git(&["status", "--porcelain"])?.is_empty().then_some(())?;
@@ -234,7 +242,8 @@ fn clean_commit() -> Option<String> {
 }
 
 impl Machine {
-    /// Where the commit is noted with which all of this machine's scenarios have passed.
+    /// Returns the file that notes the commit with which all of this machine's scenarios have
+    /// passed.
     fn note(self) -> PathBuf {
         target().join("vm/passed").join(self.name())
     }
@@ -269,10 +278,10 @@ impl Machine {
         }
     }
 
-    /// Downloads what is missing of the machine; an error is mostly one of the network.
+    /// Downloads what is missing of the machine. An error usually comes from the network.
     pub(crate) fn provide(self) -> Result<()> {
         match self.arch {
-            // It runs this machine's programs.
+            // The machine runs the programs of the machine around it.
             Architecture::Amd64 if env::consts::ARCH != "x86_64" => {
                 bail!("machines of amd64 need one of amd64 around them, this is {}", env::consts::ARCH)
             }
@@ -287,11 +296,13 @@ impl Machine {
     /// Returns the suite of its scenarios whose names contain `filter`.
     pub(crate) fn suite(self, extent: Extent, programs: &TestPrograms, filter: &str) -> Result<Suite> {
         let commands = self.commands(extent, programs, filter, None)?;
-        // Each of them ends itself before.
+        // Each of the commands ends itself before this limit.
         Ok(Suite { name: self.name(), kind: Kind::Tests, commands, limit: Duration::from_secs(LONGEST + 60) })
     }
 
-    /// Downloads what is missing; each command runs the scenarios of one machine whose names contain `filter`. `program`: no other's.
+    /// Returns commands, each of which runs the scenarios of one machine whose names contain
+    /// `filter`, and downloads what is missing. If `program` is given, only machines that run it
+    /// are returned.
     fn commands(
         self,
         extent: Extent,
@@ -321,7 +332,7 @@ impl Machine {
     }
 }
 
-/// A machine that does `inside` in its shell.
+/// Returns the command of a machine that does `inside` in its shell.
 fn command(kernel: Kernel, inside: &str) -> Result<Command> {
     let vng = virtme()?;
     let image = image(kernel)?;
@@ -345,20 +356,22 @@ const ENDED: &str = "guest: ran to its end";
 const STOPPED: &str = "the machine stopped while its programs ran: its kernel or the emulator has crashed, or its time was over; \
                        what it did not come to is neither right nor wrong, so run it again";
 
-/// What of the guest only costs time: udev looks at each device of the lab, and for a grace period all CPUs are waited for.
+/// Commands that switch off what only costs time in the guest. udev looks at each device of the
+/// lab, and a grace period waits for all CPUs.
 const CALM: &str = "udevadm control --exit; echo 1 >/sys/kernel/rcu_expedited";
 
-/// Loads all programs, from Linux 5.18 on. Verifiers before 6.3 refuse what later ones accept: a look at stack that nobody has written, and
-/// frames that are 512 bytes only without being rounded up.
+/// The test that loads all programs, from Linux 5.18 on. Verifiers before 6.3 refuse what later
+/// ones accept. These are reads of stack that nobody has written, and frames that are within 512
+/// bytes only without being rounded up.
 const PROGRAMS_LOAD: &str = "what the programs take of stack and verifier";
 
-/// Needs a kernel with bonds.
+/// The test that needs a kernel with bonds.
 const BONDS: &str = "the_kernel_runs_the_program_of_a_bond_on_its_ports";
 
-/// Needs ifb devices, and the CNI plugin of this machine.
+/// The tests that need ifb devices, and the CNI plugin of this machine.
 const BANDWIDTH: &str = "bandwidth::";
 
-/// What the guest's shell does: all of it, whatever fails.
+/// Returns the commands of the guest's shell. It runs all of them, whatever fails.
 fn inside(
     programs: &TestPrograms,
     (mode, extent): (TestedMode, Extent),
@@ -390,13 +403,15 @@ fn inside(
         commands.push(format!("LAB_PATIENCE={PATIENCE} {program} {flags} '{filter}'"));
     }
     let commands: String = commands.iter().map(|command| format!("{command} || failed=1; ")).collect();
-    // br_netfilter: or netfilter does not see answers between pods of one bridge; kubeadm asks nodes for it.
+    // Without br_netfilter, netfilter does not see answers between pods of one bridge. kubeadm asks
+    // nodes for it.
     let prepare =
         "mount -t bpf bpf /sys/fs/bpf 2>/dev/null; ip link set lo up; modprobe br_netfilter; uname -r";
     Ok(format!("{prepare}; {CALM}; failed=0; {commands}echo '{ENDED}'; exit $failed"))
 }
 
-/// virtme-ng: from PATH, or installed into a Python environment of its own.
+/// Returns virtme-ng: the one on PATH, or one that is installed into a Python environment of its
+/// own.
 fn virtme() -> Result<PathBuf> {
     setup::install(&[Purpose::Machines], false)?;
     if let Some(found) = find("vng") {
@@ -406,7 +421,7 @@ fn virtme() -> Result<PathBuf> {
     Ok(environment.join("bin/vng"))
 }
 
-/// The kernel's image, unpacked in the cache; its modules lie beside it.
+/// Returns the kernel's image, unpacked in the cache. Its modules are beside it.
 fn image(kernel: Kernel) -> Result<PathBuf> {
     let folder = cache::folder("vm")?.join(kernel.name());
     cache::fill_once(&folder, || download(kernel, "amd64", &folder))?;
@@ -425,7 +440,8 @@ fn download(kernel: Kernel, architecture: &'static str, folder: &Path) -> Result
     lay_out(folder)
 }
 
-/// As virtme-ng looks for it: newer packages have the image among the modules, and nothing in `boot` and `lib`.
+/// Puts the files where virtme-ng looks for them. Newer packages have the image among the modules,
+/// and nothing in `boot` and `lib`.
 fn lay_out(folder: &Path) -> Result<()> {
     if image_in(folder).is_some() {
         return Ok(());

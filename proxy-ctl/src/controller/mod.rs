@@ -133,7 +133,7 @@ impl Controller {
         }
     }
 
-    /// See [`Model::keeping_endpoints_of`].
+    /// Has the model keep endpoints, as [`Model::keeping_endpoints_of`] describes.
     pub fn keeping_endpoints_of(self, server: Option<SocketAddr>) -> Self {
         Self { model: self.model.keeping_endpoints_of(server), ..self }
     }

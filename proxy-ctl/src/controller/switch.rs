@@ -209,7 +209,7 @@ impl Controller {
             self.retiring.push(Retiring::left(beside));
         }
         active.services.set_intervals(service_intervals(active.dataplane.as_ref(), &self.config), now);
-        // What the mode cannot serve is reported anew. Everything is written once more soon,
+        // The exceptions of the new mode are reported. Everything is written once more soon,
         // because what has changed meanwhile is in neither mode.
         let changes = Changes { changed: all, removed: Vec::new() };
         self.coverage.changed(changes, active.dataplane.as_ref());

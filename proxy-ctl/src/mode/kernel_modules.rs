@@ -28,18 +28,18 @@ impl KernelModule {
 /// The texts that tell of modules. `None` if there is no such file, or it cannot be read.
 #[derive(Clone, Debug, Default)]
 pub struct ModuleTexts {
-    /// /proc/modules
+    /// The text of `/proc/modules`.
     pub loaded: Option<String>,
     /// The names of the folders in /sys/module, one a line. They are those of loaded modules, and
     /// of modules that are built in and have parameters.
     pub folders: Option<String>,
-    /// /lib/modules/<release>/modules.builtin
+    /// The text of `/lib/modules/<release>/modules.builtin`.
     pub built_in: Option<String>,
-    /// /lib/modules/<release>/modules.dep
+    /// The text of `/lib/modules/<release>/modules.dep`.
     pub installed: Option<String>,
-    /// /boot/config-<release>, or /proc/config.gz unpacked
+    /// The text of `/boot/config-<release>`, or of `/proc/config.gz` unpacked.
     pub config: Option<String>,
-    /// /proc/sys/kernel/modules_disabled
+    /// The text of `/proc/sys/kernel/modules_disabled`.
     pub disabled: Option<String>,
 }
 

@@ -58,7 +58,7 @@ pub struct Requirement {
     pub key: &'static str,
     /// The name for people.
     pub name: &'static str,
-    /// What the node has. Null if it has nothing of this.
+    /// The value that was found on the node. Null if there is none.
     pub found: Value,
     /// The reasons why the mode cannot run. Empty if nothing is missing.
     pub missing: Vec<String>,

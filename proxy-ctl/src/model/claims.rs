@@ -55,7 +55,7 @@ type Bid = (Rank, Arc<Claimant>);
 /// A service port that claims frontends. Of two with the same rank, the lesser one has precedence.
 #[derive(Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) struct Claimant {
-    /// Seconds since the epoch.
+    /// The creation of the Service, in seconds since the epoch.
     pub(super) created: i64,
     pub(super) service: ObjectName,
     pub(super) port: Arc<str>,

@@ -168,8 +168,8 @@ pub const DEFAULT_WEIGHT: Weight = 1;
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Service {
     pub name: ObjectName,
-    /// Seconds since the epoch. Of two Services that claim the same frontend as the same kind, the
-    /// older one wins.
+    /// The creation, in seconds since the epoch. Of two Services that claim the same frontend as
+    /// the same kind, the older one wins.
     pub created: i64,
     pub ports: Vec<ServicePort>,
     /// The cluster IPs, at most one of each family.
@@ -195,7 +195,7 @@ pub struct Service {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct HealthCheck {
     pub service: ObjectName,
-    /// `spec.healthCheckNodePort`.
+    /// The port of `spec.healthCheckNodePort`.
     pub port: u16,
     /// The number of addresses of ready endpoints on this node. Of two families the larger number
     /// counts, because pods have one address of each.
@@ -207,7 +207,7 @@ pub struct ServicePort {
     /// Empty if the Service has one unnamed port.
     pub name: Arc<str>,
     pub protocol: Protocol,
-    /// Never 0.
+    /// The port number, which is never 0.
     pub port: u16,
     pub node_port: Option<u16>,
 }
@@ -230,7 +230,7 @@ pub struct EndpointSlice {
 pub struct EndpointPort {
     pub name: Arc<str>,
     pub protocol: Protocol,
-    /// Never 0.
+    /// The port number, which is never 0.
     pub port: u16,
 }
 

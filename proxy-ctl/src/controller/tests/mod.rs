@@ -60,25 +60,25 @@ struct Recording {
     programmed: BTreeMap<String, Arc<DesiredPort>>,
     /// The number of calls that write and are still to fail.
     failures: usize,
-    /// Each comparison fails.
+    /// True if each comparison fails.
     resync_fails: bool,
-    /// There is no room for the node's addresses.
+    /// True if there is no room for the node's addresses.
     addresses_fail: bool,
-    /// The kernel refuses hooks.
+    /// True if the kernel refuses hooks.
     attach_fails: bool,
     hook_problems: HookProblems,
     /// The number of calls that came before each attachment.
     attached_after: Vec<usize>,
-    /// Another controller runs.
+    /// True if another controller runs.
     taken_over: bool,
     /// Service ports without room, if that has changed.
     without_room: Option<BTreeMap<ServicePortName, Vec<Unsupported>>>,
-    /// The mode keeps `minSyncPeriod`.
+    /// True if the mode keeps `minSyncPeriod`.
     paced: bool,
     renewals: usize,
-    /// No connection needs the mode.
+    /// True if no connection needs the mode.
     idle: bool,
-    /// Each service port is delegated.
+    /// True if each service port is delegated.
     hands_over: bool,
     /// The number of changes that the next call for the node reports.
     host_differs: u64,

@@ -320,7 +320,7 @@ fn frontends_follow_the_type_and_the_status_of_a_service() {
         (plain().node_port(30080).load_balancer_ip("192.0.2.1"), &[cluster_ip, node_port, first]),
         (plain().node_port(30080).load_balancer_ip("192.0.2.2"), &[cluster_ip, node_port, second]),
         (proxied("192.0.2.2"), &[cluster_ip, node_port]),
-        // allocateLoadBalancerNodePorts: false
+        // The Service has `allocateLoadBalancerNodePorts: false`.
         (plain().load_balancer_ip("192.0.2.1"), &[cluster_ip, first]),
         (plain().external_ip("192.0.2.3"), &[cluster_ip, "TCP 192.0.2.3:80 ExternalIp"]),
         (plain(), &[cluster_ip]),

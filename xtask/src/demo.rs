@@ -28,8 +28,9 @@ pub(crate) struct Arguments {
 /// A program that is built and run.
 struct Program {
     name: &'static str,
-    /// The packages that are built. Their programs are below.
+    /// The packages that are built.
     packages: &'static [&'static str],
+    /// The programs of these packages that are built.
     programs: &'static [&'static str],
     /// Further flags of the call of cargo.
     flags: &'static [&'static str],

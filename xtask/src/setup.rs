@@ -18,8 +18,9 @@ use crate::{
     toolchain::{NIGHTLY, nightly_has_source, prebuilt_compiler},
 };
 
-/// Debian's core library for BPF. The compiler that it is for is below.
+/// Debian's core library for BPF.
 const PACKAGED_CORE: &str = "libstd-rust-web-dev-bpf";
+/// The compiler that [`PACKAGED_CORE`] is for.
 const PACKAGED_COMPILER: &str = "rustc-web";
 /// The library of the compiler, which depends on its LLVM.
 const COMPILERS_LIBRARY: &str = "libstd-rust-web-dev";

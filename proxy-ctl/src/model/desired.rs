@@ -40,9 +40,9 @@ pub struct DesiredPort {
     /// The source ranges of this family. If there are none, everyone may use the load-balancer
     /// addresses.
     pub source_ranges: Vec<ipnet::IpNet>,
-    /// The algorithm, and below it the forwarding, that the Service asks for. `None` means that of
-    /// the node.
+    /// The algorithm that the Service asks for. `None` means that of the node.
     pub algorithm: Option<Algorithm>,
+    /// The forwarding that the Service asks for. `None` means that of the node.
     pub forwarding: Option<Forwarding>,
 }
 
@@ -99,8 +99,8 @@ pub struct Endpoints {
     /// True if some endpoint is usable somewhere in the cluster. An empty set then drops instead of
     /// refusing.
     pub any: bool,
-    /// True if packets of clients outside may need SNAT, because an endpoint's own node may not use
-    /// it for such clients. Nodes may use different endpoints because of hints in EndpointSlices,
+    /// True if packets of clients outside need SNAT, because some endpoint is perhaps not used for
+    /// such clients on its own node. By hints of EndpointSlices nodes may use different endpoints,
     /// and an endpoint may be on no node of the cluster. The value is the same on every node.
     pub need_snat: bool,
     /// Endpoints that no set uses and that still serve. Their flows go on.

@@ -185,9 +185,9 @@ pub struct Service {
     pub affinity_seconds: Option<u32>,
     pub source_ranges: Vec<ipnet::IpNet>,
     pub health_check_node_port: Option<u16>,
-    /// The algorithm, and below it the forwarding, that the Service asks for. `None` means that of
-    /// the node.
+    /// The algorithm that the Service asks for. `None` means that of the node.
     pub algorithm: Option<Algorithm>,
+    /// The forwarding that the Service asks for. `None` means that of the node.
     pub forwarding: Option<Forwarding>,
 }
 

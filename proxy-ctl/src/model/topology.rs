@@ -102,8 +102,8 @@ impl CandidateFilter {
     }
 }
 
-/// Returns true if the candidate's own node may not use it for clients outside. Only its slice
-/// decides that, so that all nodes get the same answer.
+/// Returns true if the candidate is perhaps not used for clients outside on its own node. Only its
+/// slice decides that, so that all nodes get the same answer.
 pub(super) fn needs_snat(candidate: &Candidate<'_>) -> bool {
     let objects::Endpoint { hints, node, .. } = candidate.endpoint;
     candidate.serves() && (hints.is_some() || node.as_deref().is_none_or(str::is_empty))

@@ -141,7 +141,7 @@ impl LeftoverRemoval {
         dataplane::translates_in_connect(self.mode.borrow().modes.mode, &self.configs.borrow())
     }
 
-    /// Returns the first progress. With `ebpf.removeKubeProxyRules: false` nothing is pending.
+    /// Returns the progress at the beginning. With `ebpf.removeKubeProxyRules: false` nothing is pending.
     async fn begin(&self) -> Progress {
         let removes = self.configs.borrow().ebpf.remove_kube_proxy_rules;
         let by_connect = self.translates_in_connect();
@@ -314,8 +314,9 @@ async fn blocking<S: Default + Send + 'static, T: Send + 'static>(
     Some(done)
 }
 
-/// Deprecates addresses before the hooks in `connect` are attached, which happens after the lists.
-/// It is also done where rules stay, because answers would go to a ClusterIP.
+/// Deprecates the IPv6 addresses of kube-ipvs0, so that the node does not send from them to its
+/// pods. It is also done where rules stay, because answers would go to a ClusterIP. The hooks in
+/// `connect` come later, after the lists.
 async fn deprecate_addresses() {
     let done = blocking(&mut (), |()| leftovers::deprecate_addresses()).await;
     if let Some(Err(error)) = done {

@@ -204,10 +204,11 @@ fn ended(dataplane: &EbpfDataplane) -> u64 {
     of_sockets.samples.iter().map(|(_, count)| count).sum()
 }
 
-/// The client's descriptor that is connected to the Service. The descriptors below are connected to
-/// the endpoint itself and to the canary.
+/// The client's descriptor that is connected to the Service.
 const DIALLED: u32 = 10;
+/// The client's descriptor that is connected to the endpoint itself.
 const DIRECT: u32 = 11;
+/// The client's descriptor that is connected to the canary.
 const DIALLED_CANARY: u32 = 12;
 
 /// Changes of the Service whose only endpoint was A. If they end sockets, the last field names who

@@ -53,7 +53,7 @@ pub struct Reports {
     pub own_node: watch::Sender<OwnNode>,
     /// The answers to load balancers' health checks, as they are programmed.
     pub health_checks: watch::Sender<HealthChecks>,
-    /// Tells if everything listed is programmed, and which service ports are not served as asked.
+    /// The service ports that are not served as asked, and if everything listed is programmed.
     pub coverage: watch::Sender<Coverage>,
     pub mode: watch::Sender<ModeInForce>,
     /// Modes that were active before, while anything of them is left. Each is reported before it

@@ -18,6 +18,7 @@ use crate::{
 
 /// The first pause between two attempts to remove what a mode has left.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
+/// The longest pause between two such attempts.
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);
 
 /// Opens modes, and removes what they have programmed.
@@ -255,7 +256,7 @@ impl Controller {
         if self.retiring.is_empty() {
             return;
         }
-        // What a predecessor has left of the secondary mode was adopted by it, so that it does not
+        // The secondary mode has adopted what a predecessor has left of it, so that this does not
         // drain.
         let Modes { mode: at_work, beside } = self.reports.mode.borrow().modes;
         let is_adopted = |retiring: &Retiring| retiring.dataplane.is_none() && Some(retiring.mode) == beside;

@@ -51,7 +51,7 @@ pub(super) fn service_health_failed(
     }
 }
 
-/// Returns an error in the words of Go's library, without a capital and without the number.
+/// Returns the text of an error as Go's library words it, without a capital and without the number.
 fn in_go(error: &io::Error) -> String {
     let text = error.to_string();
     let text = text.split(" (os error").next().unwrap_or_default();

@@ -141,7 +141,8 @@ impl LeftoverRemoval {
         dataplane::translates_in_connect(self.mode.borrow().modes.mode, &self.configs.borrow())
     }
 
-    /// Returns the progress at the beginning. With `ebpf.removeKubeProxyRules: false` nothing is pending.
+    /// Returns the progress at the beginning. With `ebpf.removeKubeProxyRules: false` nothing is
+    /// pending.
     async fn begin(&self) -> Progress {
         let removes = self.configs.borrow().ebpf.remove_kube_proxy_rules;
         let by_connect = self.translates_in_connect();

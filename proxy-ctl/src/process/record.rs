@@ -58,7 +58,7 @@ pub struct Record {
     pub told: Vec<UnsupportedField>,
 }
 
-/// The error of a running proxy's record that is there and cannot be read.
+/// The error for a record of a running proxy that is there and cannot be read.
 #[derive(Debug, thiserror::Error)]
 #[error("the controller's record {}: {source}", path.display())]
 pub struct UnreadableRecord {

@@ -7,6 +7,7 @@ pub mod case;
 pub mod cases;
 pub mod check;
 pub mod fixtures;
+pub mod flood;
 pub mod not_yet;
 pub mod proxy;
 pub mod random;

@@ -1,0 +1,170 @@
+//! Rows of the pinned tables that a packet can write.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt::Debug,
+    net::IpAddr,
+    path::PathBuf,
+};
+
+use anyhow::{Context as _, Result};
+use aya::Pod;
+use lab::{
+    Lab,
+    address::{Family, NodeNumber},
+};
+use proxy_common::{
+    inventory::table,
+    layout::{
+        Address, Affinity, AffinityKey, Collected, Connections, FirstFragment, Flow, FlowKey, ForeignFlow,
+        FragmentKey, LAYOUT_VERSION, unproven_entries,
+    },
+};
+use proxy_ctl::sys::{bpf::pinned, map::Map};
+
+/// The tables of [`Counts`], without the number of their family. `connections` has both families.
+/// The other tables that the programs write are arrays and storage of sockets, whose rows no packet
+/// adds to.
+pub(super) const TABLES: [&str; 6] =
+    ["flows", "opening_flows", "affinity", "fragments", "foreign_flows", "connections"];
+
+/// Rows of each of [`TABLES`].
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(super) struct Counts(pub(super) [usize; TABLES.len()]);
+
+impl Counts {
+    /// Returns the larger one of each.
+    pub(super) fn most(mut self, other: &Self) -> Self {
+        for (count, other) in self.0.iter_mut().zip(other.0) {
+            *count = (*count).max(other);
+        }
+        self
+    }
+
+    pub(super) fn flows(&self) -> usize {
+        self.0[0]
+    }
+
+    pub(super) fn opening_flows(&self) -> usize {
+        self.0[1]
+    }
+
+    pub(super) fn affinity(&self) -> usize {
+        self.0[2]
+    }
+
+    /// Returns the rows that flows have no part in.
+    pub(super) fn others(&self) -> [usize; 3] {
+        let [_, _, affinity, fragments, foreign, _] = self.0;
+        [affinity, fragments, foreign]
+    }
+}
+
+/// The client of a flow, and its protocol.
+pub(super) type Client = (IpAddr, u16, u8);
+
+/// The rows of a table of flows.
+#[derive(Debug, Default)]
+pub(super) struct Rows {
+    /// The rows of the clients that were asked for.
+    pub(super) of_clients: BTreeMap<Client, Vec<Row>>,
+    /// The number of rows of the other clients, by the client's port.
+    pub(super) of_others: BTreeMap<u16, usize>,
+}
+
+/// A row of a table of flows, by words that tell keys apart.
+#[derive(Debug)]
+pub(super) struct Row {
+    pub(super) key: String,
+    /// The keys that the flow has.
+    pub(super) keys: BTreeSet<String>,
+}
+
+/// A node's tables.
+pub(super) struct Tables {
+    maps: PathBuf,
+}
+
+impl Tables {
+    pub(super) fn of(lab: &Lab, node: NodeNumber) -> Self {
+        Self { maps: lab.bpffs(node).join(format!("proxy-ctl/v{LAYOUT_VERSION}/maps")) }
+    }
+
+    fn open<K: Pod + Default, V: Pod + Default>(&self, name: &str) -> Result<Map<K, V>> {
+        let map = pinned(&self.maps.join(name)).and_then(Map::new);
+        map.with_context(|| format!("opening {name}"))?.with_context(|| format!("opening {name}"))
+    }
+
+    fn rows<K: Pod + Default, V: Pod + Default>(&self, name: &str) -> Result<Vec<(K, V)>> {
+        self.open(name)?.read_all().with_context(|| format!("reading {name}"))
+    }
+
+    fn count<K: Pod + Default, V: Pod + Default>(&self, name: &str) -> Result<usize> {
+        Ok(self.rows::<K, V>(name)?.len())
+    }
+
+    pub(super) fn counts(&self, family: Family) -> Result<Counts> {
+        let [flows, opening, affinity, fragments, foreign] = match family {
+            Family::V4 => [
+                self.count::<FlowKey<[u8; 4]>, Flow<[u8; 4]>>(table::flows4)?,
+                self.count::<FlowKey<[u8; 4]>, Flow<[u8; 4]>>(table::opening_flows4)?,
+                self.count::<AffinityKey<[u8; 4]>, Affinity>(table::affinity4)?,
+                self.count::<FragmentKey<[u8; 4]>, FirstFragment<[u8; 4]>>(table::fragments4)?,
+                self.count::<FlowKey<[u8; 4]>, ForeignFlow>(table::foreign_flows4)?,
+            ],
+            Family::V6 => [
+                self.count::<FlowKey<[u8; 16]>, Flow<[u8; 16]>>(table::flows6)?,
+                self.count::<FlowKey<[u8; 16]>, Flow<[u8; 16]>>(table::opening_flows6)?,
+                self.count::<AffinityKey<[u8; 16]>, Affinity>(table::affinity6)?,
+                self.count::<FragmentKey<[u8; 16]>, FirstFragment<[u8; 16]>>(table::fragments6)?,
+                self.count::<FlowKey<[u8; 16]>, ForeignFlow>(table::foreign_flows6)?,
+            ],
+        };
+        let connections = self.count::<u32, Connections>(table::connections)?;
+        Ok(Counts([flows, opening, affinity, fragments, foreign, connections]))
+    }
+
+    /// Returns what the programs take for the rows of established flows that prove no client.
+    pub(super) fn unproven(&self, family: Family) -> Result<u64> {
+        let id = match family {
+            Family::V4 => unproven_entries::<[u8; 4]>(),
+            Family::V6 => unproven_entries::<[u8; 16]>(),
+        };
+        let counted = self.open::<u32, Connections>(table::connections)?.get(&id)?.unwrap_or_default();
+        let collected = self.open::<u32, Collected>(table::collected)?.get(&id)?.unwrap_or_default();
+        Ok(counted.open(collected.sum()))
+    }
+
+    /// Returns the rows of the table of established flows, and of that of opening flows.
+    pub(super) fn flows(&self, family: Family, clients: &BTreeSet<Client>) -> Result<[Rows; 2]> {
+        Ok(match family {
+            Family::V4 => [
+                self.flows_of::<[u8; 4]>(table::flows4, clients)?,
+                self.flows_of::<[u8; 4]>(table::opening_flows4, clients)?,
+            ],
+            Family::V6 => [
+                self.flows_of::<[u8; 16]>(table::flows6, clients)?,
+                self.flows_of::<[u8; 16]>(table::opening_flows6, clients)?,
+            ],
+        })
+    }
+
+    fn flows_of<A: Address + Debug>(&self, name: &str, clients: &BTreeSet<Client>) -> Result<Rows>
+    where
+        IpAddr: From<A>,
+    {
+        let mut found = Rows::default();
+        for (key, flow) in self.rows::<FlowKey<A>, Flow<A>>(name)? {
+            let client = (IpAddr::from(flow.client), flow.client_port().number(), flow.protocol);
+            if !clients.contains(&client) {
+                *found.of_others.entry(client.1).or_default() += 1;
+                continue;
+            }
+            let masquerade = flow.is_masqueraded().then(|| flow.masquerade_key());
+            let keys = [flow.client_key(), flow.backend_key()].into_iter().chain(masquerade);
+            let keys = keys.map(|key| format!("{key:?}")).collect();
+            found.of_clients.entry(client).or_default().push(Row { key: format!("{key:?}"), keys });
+        }
+        Ok(found)
+    }
+}

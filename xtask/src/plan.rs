@@ -186,6 +186,7 @@ impl<'a> Plan<'a> {
         // The longest suite begins early.
         self.add_life_cycle(programs)?;
         self.add_packets(programs)?;
+        self.add_soak(programs)?;
         for (name, path) in [("behaviour unseen", "unseen"), ("behaviour off", "off")] {
             let flags = [on_path(arguments, path, &["--core", "--lean"]), NO_FLOOD.to_vec()].concat();
             self.root_suite(programs, name, SHARED, &[Bin("behaviour")], &flags)?;
@@ -277,6 +278,22 @@ impl<'a> Plan<'a> {
                 }
             }
             Ok(packets)
+        })
+    }
+
+    /// Adds the suite of flows that end in all ways, and of floods beside connections that go on.
+    /// With `--all` it takes about 40 minutes of a machine that does nothing else.
+    fn add_soak(&mut self, programs: &TestPrograms) -> Result<()> {
+        let Arguments { all, test, .. } = self.arguments;
+        let room = if *all { Room::Alone } else { Room::Shared };
+        self.suite("soak and floods", room, &[], || {
+            let flags = all.then_some("--full").into_iter().chain([test.as_str()]);
+            let flags: Vec<&str> = flags.filter(|word| !word.is_empty()).collect();
+            let mut suite = programs.suite_as_root("soak and floods", &[Bin("floods")], &flags)?;
+            if *all {
+                suite.limit = suites::LONGEST;
+            }
+            Ok(suite)
         })
     }
 

@@ -1,6 +1,8 @@
-//! Nanoseconds a packet takes, for every path of a packet: `cargo test -p packets -- --bench [part of a name]`.
+//! Measures how many nanoseconds the programs take for a packet, for every path of a packet: `cargo
+//! test -p packets -- --bench [part of a name]`.
 //!
-//! With `WRITE_NANOSECONDS=1` in the environment the figures are written to `docs/benchmarks/nanoseconds.txt` too.
+//! With `WRITE_NANOSECONDS=1` in the environment, the figures are also written to
+//! `docs/benchmarks/nanoseconds.txt`.
 
 use std::{env, fs, path::Path as FilePath, thread};
 
@@ -29,40 +31,42 @@ use crate::{
 };
 
 const FIGURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/benchmarks/nanoseconds.txt");
-/// Set: the figures are written there.
+/// Environment variable that makes the benchmark write its figures to [`FIGURES`].
 const WRITE: &str = "WRITE_NANOSECONDS";
-/// Set: the object file of a program to compare with.
+/// Environment variable with the path of Katran's object file, whose program is measured too.
 const KATRAN: &str = "KATRAN";
 
 const ROUNDS: usize = 5;
-/// In each round.
+/// Number of runs of a program in each round.
 const RUNS: u32 = 65_536;
-/// In place of `RUNS`, for [`Runs::Alone`].
+/// Number of calls of the program in each round, each with a single run, for [`Runs::Alone`].
 const CALLS: u32 = 256;
-/// How many flows packets come from in turn, or how many they open.
+/// Numbers of flows whose packets come in turn, or that the packets open.
 const SIZES: [u32; 4] = [1, 1_024, 65_536, 1_048_576];
 const SIZES_IN_WORDS: [&str; 4] = ["1", "1,024", "65,536", "1,048,576"];
 const ONE: &[u32] = &[1];
 const FEW: &[u32] = &[1, 1_024];
 const NEW: &[u32] = &[1_024];
 const MANY_NEW: &[u32] = &[1_024, 65_536];
-/// So many that the guard lets few of them through.
+/// Number of flows that is so large that the flood limit lets only few of them open.
 const FLOOD: &[u32] = &[65_536];
 
-/// Flows differ in their client's port up to so many, and beyond that in the ports of frontend and backend.
+/// Number of client ports that flows differ in. Flows beyond it also differ in the ports of
+/// frontend and backend.
 const CLIENT_PORTS: u32 = 32_768;
 const FROM: Endpoint = (KnownAddress::Client, 1_024);
-/// Has no flow; the second address is at a port that flows are given.
+/// Ends of the node that belong to no flow. The second one has a reserved port, as flows get.
 const NODES: [Endpoint; 2] = [(KnownAddress::Node, 40_000), (KnownAddress::Node, 20_000)];
 const STRANGER: Endpoint = (KnownAddress::Stranger, 80);
 
-/// Ends of the first of the flows.
+/// Ends and flags of the first flow. [`Known::flow`] derives the other flows from it.
 #[derive(Clone, Copy)]
 struct Known {
     client: Endpoint,
     frontend: Endpoint,
     backend: Endpoint,
-    /// What the backend's side sees as the client: of a masqueraded flow, and of the node itself.
+    /// End that the backend's side sees in place of the client, for masqueraded flows and for flows
+    /// of the node itself.
     node: Endpoint,
     flags: u32,
 }
@@ -87,7 +91,7 @@ impl Known {
         let mut flow = FlowOf::<W>::default();
         (flow.client, flow.protocol, flow.service) = (W::address(self.client.0), PROTOCOL_TCP, 1);
         flow.flags = self.flags;
-        // In the future: nothing has to be refreshed.
+        // The stamp is in the future, so that no run refreshes the flow.
         (flow.opened, flow.last_seen) = (1, u64::MAX);
         (flow.frontend, flow.backend) = (W::address(self.frontend.0), W::address(self.backend.0));
         flow.set_client_port(Port::new(self.client.1 + low));
@@ -100,7 +104,7 @@ impl Known {
             flow.set_masquerade_port(Port::new(self.node.1 + low));
         }
         flow.state.progress = PROGRESS_CONFIRMED;
-        // The packets are of the middle of a connection.
+        // The packets are taken from the middle of a connection.
         let segment = tcp(self.client, self.frontend, TCP_ACK);
         flow.backend_numbers.reached = segment.sequence;
         flow.client_numbers.reached = segment.acknowledgement;
@@ -131,7 +135,7 @@ impl Known {
         Packet::from_client::<W>(&tcp(self.client, self.backend, TCP_ACK))
     }
 
-    /// To the client as the backend's side sees it.
+    /// Makes the backend's answer as it is sent, to the client that the backend's side sees.
     fn answer<W: Tables>(&self) -> Packet {
         Packet::to_client::<W>(&tcp(self.node, self.backend, 0).answer(TCP_ACK))
     }
@@ -141,7 +145,9 @@ impl Known {
     }
 }
 
-/// That of the first flow, and where those of others have another number: what is added is the flow's modulo `CLIENT_PORTS`, and the rest.
+/// Packet of the first flow, and the places where packets of other flows differ. The number at the
+/// first place grows by the flow's number modulo `CLIENT_PORTS`, the one at the second by the
+/// quotient.
 #[derive(Clone)]
 struct Packet {
     bytes: Vec<u8>,
@@ -170,7 +176,7 @@ impl Packet {
     fn fragment<W: Tables>(later: usize) -> Self {
         let segment = Segment { payload: vec![7; 100], ..tcp(FROM, CLUSTER_IP, TCP_ACK) };
         let bytes = segment.fragments::<W>(Cut { id: 0, piece: 64 }).swap_remove(later);
-        // The id, whose lower half IPv6 has at the end of a header of its own.
+        // `id` is the place of the fragment's id. In IPv6, its lower half ends the fragment header.
         let id = if W::NAME == "ipv4" { 14 + 4 } else { 14 + 40 + 6 };
         Self { bytes, places: [Some(id), None] }
     }
@@ -184,18 +190,18 @@ impl Packet {
     }
 }
 
-/// The interface that a packet is at.
+/// Interface where a packet is when the program gets it.
 #[derive(Clone, Copy)]
 enum At {
-    /// None: it has not come by another.
+    /// The loopback, and the packet was not received by another interface.
     Here,
-    /// It has come by another.
+    /// The loopback, and another interface has received the packet.
     Forwarded,
     Uplink,
     Pod,
 }
 
-/// Gone when dropped.
+/// Interfaces that a path needs. They are removed when this is dropped.
 #[derive(Default)]
 struct Devices {
     uplink: Option<Uplink>,
@@ -228,7 +234,8 @@ impl Step {
         Self { at, ..self }
     }
 
-    /// Runs on the packets of so many flows. It is tried on the first one.
+    /// Makes a runner for the packets of `count` flows. It first checks verdict and change on the
+    /// first packet.
     fn on(&self, world: &World, devices: &Devices, count: u32) -> Result<Restored> {
         let uplink = devices.uplink.as_ref().map_or(0, |uplink| uplink.index);
         let Packet { bytes, .. } = &self.packet;
@@ -253,10 +260,11 @@ impl Step {
 #[derive(Clone, Copy, Eq, PartialEq)]
 enum Runs {
     Again,
-    /// On each packet, with tables that are filled anew before.
+    /// Each packet runs once, and the maps are filled anew before each round.
     Once,
-    /// In a call of its own, so that the kernel's caches are colder: bpf_skb_adjust_room encapsulates no packet that it has encapsulated before,
-    /// whatever is restored of it.
+    /// Each run is a call of its own, so the kernel's caches are colder. This is needed because
+    /// `bpf_skb_adjust_room` refuses a packet that it has encapsulated before, even if all its
+    /// bytes were restored.
     Alone,
 }
 
@@ -269,7 +277,7 @@ struct Path<W: Tables + 'static> {
     runs: Runs,
     prepare: Prepare<W>,
     known: Option<Known>,
-    /// Of each flow, before the step that is measured.
+    /// Steps that run once for each flow before the measured step.
     before: Vec<Step>,
     step: Step,
 }
@@ -421,7 +429,7 @@ fn translated<W: Tables + 'static>() -> Vec<Path<W>> {
 }
 
 fn of_new_flows<W: Tables + 'static>() -> Vec<Path<W>> {
-    /// One event of so many.
+    /// Watches one of `one_of` events.
     fn watched(one_of: u32) -> EventControl {
         EventControl::new(u64::MAX, Reason::ALL.iter().copied(), one_of.into())
     }
@@ -512,7 +520,7 @@ fn direct_paths<W: Tables + 'static>() -> Vec<Path<W>> {
 
 fn past_stack<W: Tables + 'static>() -> Vec<Path<W>> {
     let sent = |packet| Step::transit(packet, Verdict::SentBack);
-    // The stack lets it out as it begins.
+    // The stack forwards the first packets of a flow before XDP does.
     let first = tcp(FROM, NODE_PORT, TCP_SYN);
     let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
     let begun = vec![
@@ -556,7 +564,7 @@ fn with_pod<W: Tables>(s: &mut Scene<W>) -> Result<Devices> {
     Ok(Devices { uplink: Some(uplink), pod: Some(pod) })
 }
 
-/// Takes the figures whose names have this part.
+/// Measures the paths whose names contain `filter`, and prints the figures.
 pub(crate) fn run(object: &[u8], filter: &str) -> Result<()> {
     let head = format!(
         "{}\nNanoseconds that the programs take for a packet: medians of {ROUNDS} rounds, in brackets the least; packets of so many flows in turn.",
@@ -588,7 +596,7 @@ fn family<W: Tables + 'static>(object: &[u8], filter: &str) -> Result<String> {
             let is_it =
                 |(globals, size, _): &(Globals, u32, World)| (*globals, *size) == (path.globals, count);
             if !loaded.as_ref().is_some_and(is_it) {
-                // One world at a time, for its memory.
+                // Only one world is loaded at a time, because of the memory that it takes.
                 drop(loaded.take());
                 let world = World::with_flows::<W>(object, path.globals, &PROGRAMS, 3 * count.max(16))?;
                 loaded = Some((path.globals, count, world));
@@ -604,7 +612,7 @@ fn family<W: Tables + 'static>(object: &[u8], filter: &str) -> Result<String> {
     Ok(text)
 }
 
-/// Of Katran's program, given as an object file.
+/// Measures Katran's program, which is given as an object file.
 fn beside(object: &FilePath) -> Result<String> {
     let known = SIZES.map(|count| {
         let katran = Katran::load(object, 3 * count.max(1_024))?;
@@ -614,7 +622,7 @@ fn beside(object: &FilePath) -> Result<String> {
     let katran = Katran::load(object, RUNS)?;
     let mut foreign = katran.of_no_service()?;
     let foreign = median((0..ROUNDS).map(|_| foreign.nanoseconds(1, RUNS)));
-    // The table is full: each new flow takes the place of one of the round before.
+    // The map is full, so each new flow evicts one of the round before.
     katran.known_flows(RUNS)?;
     let opening = (1..).take(ROUNDS).map(|round| katran.new_flows(RUNS, round * RUNS)?.nanoseconds(1, RUNS));
     let opening = median(opening);
@@ -628,7 +636,7 @@ fn beside(object: &FilePath) -> Result<String> {
     Ok(text)
 }
 
-/// With the least in brackets.
+/// Returns the median of the rounds, followed by the lowest value in brackets.
 fn median(rounds: impl Iterator<Item = Result<u64>>) -> Result<String> {
     let mut rounds = rounds.collect::<Result<Vec<_>>>()?;
     rounds.sort_unstable();
@@ -640,7 +648,7 @@ fn row(name: &str, cells: [String; SIZES.len()]) -> String {
     format!("{}\n", row.trim_end())
 }
 
-/// `AMD EPYC, 2 cores, Linux 6.18.44`.
+/// Returns a line such as `AMD EPYC, 2 cores, Linux 6.18.44`.
 fn machine() -> Result<String> {
     let processors = fs::read_to_string("/proc/cpuinfo")?;
     let name = processors.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));

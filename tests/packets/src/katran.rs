@@ -1,7 +1,9 @@
-//! Katran's program, measured as ours are: nanoseconds differ from machine to machine, their ratio in one run says more.
+//! Measures Katran's program as ours are measured. Nanoseconds differ from machine to machine, so
+//! their ratio in one run says more.
 //!
-//! `KATRAN=balancer.bpf.o cargo test -p packets -- --bench`. Its sources are GPL-2.0 and no part of this tree. `-DMAX_CONN_RATE=4000000000U` is to
-//! be among the flags: else it stores 125,000 flows in a second at most, which is less than one run has.
+//! `KATRAN=balancer.bpf.o cargo test -p packets -- --bench`. Katran's sources are GPL-2.0 and no
+//! part of this tree. They must be compiled with `-DMAX_CONN_RATE=4000000000U`. Otherwise Katran
+//! stores at most 125,000 flows a second, which is less than one run has.
 
 use std::{fs, path::Path};
 
@@ -25,7 +27,7 @@ use crate::{
 };
 
 const PROGRAM: &str = "balancer_ingress";
-/// Places of one service in its table of backends.
+/// Number of places that one service has in Katran's map of backends.
 const RING: u32 = 65_537;
 const CLIENT_PORTS: u32 = 32_768;
 const FROM: Endpoint = (KnownAddress::Client, 1_024);
@@ -34,7 +36,7 @@ const STRANGER: Endpoint = (KnownAddress::Stranger, 80);
 pub(crate) struct Katran(Ebpf);
 
 impl Katran {
-    /// With one service, one backend, and room for so many flows.
+    /// Loads the program with one service, one backend, and room for `flows` flows.
     pub(crate) fn load(object: &Path, flows: u32) -> Result<Self> {
         let object = fs::read(object).with_context(|| format!("reading {}", object.display()))?;
         let mut ebpf = EbpfLoader::new().map_max_entries("fallback_cache", flows).load(&object)?;
@@ -49,7 +51,7 @@ impl Katran {
         HashMap::<_, [u8; 20], [u32; 2]>::try_from(ebpf.map_mut("vip_map").context("vip_map")?)?
             .insert(service, [0_u32; 2], 0)?;
         Array::<_, [u8; 20]>::try_from(ebpf.map_mut("reals").context("reals")?)?.set(1, backend, 0)?;
-        // The next hop's link address.
+        // The address at index 0 is the link address of the next hop.
         Array::<_, [u8; 8]>::try_from(ebpf.map_mut("ctl_array").context("ctl_array")?)?
             .set(0, [2_u8; 8], 0)?;
         let mut ring = Array::try_from(ebpf.map_mut("ch_rings").context("ch_rings")?)?;
@@ -61,14 +63,14 @@ impl Katran {
         self.restored(&tcp(FROM, STRANGER, TCP_ACK), 1, 0, Verdict::GoesOn)
     }
 
-    /// Packets of so many flows, of which each is stored.
+    /// Makes a runner for packets of `count` flows, all of which are stored.
     pub(crate) fn known_flows(&self, count: u32) -> Result<Restored> {
         let mut restored = self.restored(&tcp(FROM, CLUSTER_IP, TCP_ACK), count, 0, Verdict::SentBack)?;
         restored.nanoseconds(1, count)?;
         Ok(restored)
     }
 
-    /// Packets that open so many flows, beginning with this number.
+    /// Makes a runner for packets that open `count` flows, from the number `first` on.
     pub(crate) fn new_flows(&self, count: u32, first: u32) -> Result<Restored> {
         self.restored(&tcp(FROM, CLUSTER_IP, TCP_SYN), count, first, Verdict::SentBack)
     }

@@ -1,7 +1,8 @@
-//! Packets through the loaded TC programs, by BPF_PROG_TEST_RUN.
+//! Runs packets through the loaded TC programs by BPF_PROG_TEST_RUN.
 //!
-//! A case fills the tables, sends packets through programs, and says what comes out and what is counted. Needs root.
-//! `cargo test --test packets [-- [--list] [part of a name]]`; with `-- --bench [part of a name]` nanoseconds a packet.
+//! A case fills the maps, sends packets through programs, and says what comes out and what is
+//! counted. It needs root. `cargo test --test packets [-- [--list] [part of a name]]` runs the
+//! cases. With `-- --bench [part of a name]` it measures nanoseconds a packet instead.
 
 #![expect(clippy::unwrap_used, reason = "a header that cannot be encoded is a broken case")]
 
@@ -27,7 +28,7 @@ use scenario::{Scenario, Started};
 use cases::{Case, WorldKind};
 use world::{Globals, Sizes, World};
 
-/// The embedded object, or the one that PROXY_EBPF_OBJECT names.
+/// Returns the embedded object, or the one that PROXY_EBPF_OBJECT names.
 pub(crate) fn object() -> Result<Vec<u8>> {
     match std::env::var_os("PROXY_EBPF_OBJECT") {
         Some(path) => std::fs::read(&path).with_context(|| format!("PROXY_EBPF_OBJECT={}", path.display())),
@@ -35,7 +36,8 @@ pub(crate) fn object() -> Result<Vec<u8>> {
     }
 }
 
-/// Each is loaded for the first case that needs it: verifiers take seconds for one.
+/// Loaded programs of each kind. Each is loaded for the first case that needs it, because a
+/// verifier takes seconds.
 struct Worlds {
     object: Vec<u8>,
     loaded: HashMap<WorldKind, World>,
@@ -68,9 +70,10 @@ fn start() -> Result<Started<Worlds>> {
     if !Uid::effective().is_root() {
         return Ok(Err("loading BPF programs needs root".to_owned()));
     }
-    // Programs ask for routes: here there are none, whatever the machine has.
+    // The programs look up routes. A new namespace has none, whatever the machine has.
     unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
-    // A table that evicts has free entries of each CPU's own: on several, a small one has room for less.
+    // A map that evicts keeps free entries for each CPU, so a small one would hold less on several
+    // CPUs.
     let mut one_cpu = CpuSet::new();
     one_cpu.set(0)?;
     sched_setaffinity(Pid::from_raw(0), &one_cpu).context("staying on one CPU")?;

@@ -1,7 +1,9 @@
 //! Runs a program many times by one BPF_PROG_TEST_RUN, on packets that come in turn.
 //!
-//! The kernel gives each run the packet that the run before has left. So another program comes first: it gives the packet the length that it had, and
-//! the headers of the next one from a table, and calls the program that is asked about. What that takes is measured with a program that only returns.
+//! The kernel gives each run the packet that the run before has left. So another program runs
+//! first. It restores the packet's length, writes the headers of the next packet from a map, and
+//! calls the measured program. The time that this takes is measured with a program that only
+//! returns.
 
 use std::{
     fs,
@@ -25,7 +27,7 @@ use proxy_ctl::sys::{
 
 use crate::world::{Output, Verdict};
 
-/// Bytes that are restored: programs change no others.
+/// Number of bytes that are restored. Programs change no others.
 const HEADERS: usize = 128;
 type Headers = [u64; HEADERS / 8];
 
@@ -33,15 +35,16 @@ pub(crate) struct Restored {
     first: Program,
     program: ProgramFd,
     only_returns: Program,
-    /// What `first` calls.
+    /// Array of programs with the one that `first` calls.
     called: ProgramArray<MapData>,
     context: Option<Vec<u8>>,
-    /// A packet as long as all.
+    /// Packet of the length that all have.
     packet: Vec<u8>,
 }
 
 impl Restored {
-    /// The packets have the length of `packet`, and the headers that `change` makes for numbers below `count`, a power of two.
+    /// Loads the programs. All packets have the length of `packet`. `change` makes the headers for
+    /// each number below `count`, which must be a power of two.
     pub(crate) fn new(
         program: &Program,
         context: Option<Vec<u8>>,
@@ -87,7 +90,8 @@ impl Restored {
         })
     }
 
-    /// What the program itself takes of the mean nanoseconds of so many runs, by a median of so many calls.
+    /// Returns the mean nanoseconds that the program itself takes for one of `runs` runs. It is the
+    /// median of `calls` calls.
     pub(crate) fn nanoseconds(&mut self, calls: u32, runs: u32) -> Result<u64> {
         self.called.set(0, self.only_returns.fd()?, 0)?;
         let without = self.median(calls, runs)?;
@@ -102,7 +106,7 @@ impl Restored {
         times.get(times.len() / 2).copied().context("no call")
     }
 
-    /// What becomes of the next packet.
+    /// Runs the program on the next packet, and returns what becomes of it.
     pub(crate) fn run(&mut self) -> Result<Output> {
         self.called.set(0, &self.program, 0)?;
         let mut packet = vec![0; self.packet.len() + 256];
@@ -135,7 +139,7 @@ fn load(is_xdp: bool, instructions: &[u64]) -> Result<Program> {
     const XDP: u32 = 6;
     let (kind, attached) = if is_xdp { (XDP, BPF_XDP as u32) } else { (CLASSIFIER, 0) };
     let program = bpf::load_program(kind, attached, instructions)?;
-    // aya makes programs of object files and of pins.
+    // aya makes programs only of object files and of pins.
     provide_bpffs(BPFFS.as_ref())?;
     let at = PathBuf::from(format!("{BPFFS}/packets-{}", process::id()));
     bpf::pin(program.as_fd(), &at)?;
@@ -152,7 +156,7 @@ const fn instruction(code: u64, to: u64, from: u64, offset: u64, value: i32) -> 
     code | to << 8 | from << 12 | offset << 16 | (value.cast_unsigned() as u64) << 32
 }
 
-/// Restores the packet and calls.
+/// Returns the instructions that restore the packet and call the program.
 fn first(is_xdp: bool, maps: [&OwnedFd; 3], count: u32, length: usize) -> Vec<u64> {
     const MAP: u64 = 1;
     const VALUE_OF_MAP: u64 = 2;
@@ -174,7 +178,7 @@ fn first(is_xdp: bool, maps: [&OwnedFd; 3], count: u32, length: usize) -> Vec<u6
     let [counter, packets, programs] = maps.map(|map| map.as_raw_fd());
     let map = |to, kind, map| [instruction(0x18, to, kind, 0, map), 0];
     let (mask, length) = (count.cast_signed() - 1, length as i32);
-    // A key at -4 of the stack, and the headers in r8.
+    // The code keeps a key at -4 of the stack, and the headers in r8.
     let mut all = vec![copy(6, 1)];
     all.extend(map(7, VALUE_OF_MAP, counter));
     all.extend([load(1, 7, 0), copy(2, 1), add(2, 1), instruction(0x63, 7, 2, 0, 0)]);
@@ -182,11 +186,11 @@ fn first(is_xdp: bool, maps: [&OwnedFd; 3], count: u32, length: usize) -> Vec<u6
     all.extend(map(1, MAP, packets));
     all.extend([copy(2, 10), add(2, -4), call(LOOK_UP), skip_unless(0, 0, 1), exit, copy(8, 0)]);
     if is_xdp {
-        // data_end - data - length
+        // The code computes data_end - data - length.
         all.extend([load(2, 6, 4), load(3, 6, 0), instruction(0x1f, 2, 3, 0, 0), add(2, -length)]);
         all.extend([skip_if(2, 0, 2), copy(1, 6), call(ADJUST_HEAD)]);
     } else {
-        // length - len
+        // The code computes length - len.
         all.extend([load(2, 6, 0), instruction(0x87, 2, 0, 0, 0), add(2, length), skip_if(2, 0, 4)]);
         all.extend([copy(1, 6), set(3, BELOW_LINK_HEADER), set(4, 0), call(ADJUST_ROOM)]);
     }

@@ -1,5 +1,5 @@
-//! Packets as cases write them, and their bytes. Checksums are computed here from scratch, so equal bytes prove
-//! that the programs' incremental ones are right.
+//! Packets as the cases describe them, and their bytes. All checksums are computed here from
+//! scratch. If bytes are equal, the programs' incremental checksums are right too.
 
 use etherparse::{
     IcmpEchoHeader, Icmpv4Header, Icmpv4Type, Icmpv6Header, Icmpv6Type, IpFragOffset, IpNumber, Ipv4Header,
@@ -11,7 +11,8 @@ use proxy_common::{
     packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
 };
 
-/// Who is who. The same numbers in both families; see [`Wire::address`].
+/// Hosts that the cases talk about. Each has the same number in both families; see
+/// [`Wire::address`].
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum KnownAddress {
     Client = 1,
@@ -38,31 +39,36 @@ pub(crate) enum Extra {
     None,
     /// IPv4 options, or an IPv6 hop-by-hop header.
     Options,
-    /// As many extension headers as are followed (IPv6), or all options there is room for (IPv4).
+    /// The most IPv6 extension headers that the programs follow, or the most IPv4 options that fit
+    /// into a header.
     ManyOptions,
-    /// IPv6 extension headers, each with its number; the first byte of each is set to the number of the next.
+    /// IPv6 extension headers, each with its number. The first byte of each is set to the number of
+    /// the next header.
     Chain(&'static [(u8, &'static [u8])]),
 }
 
-/// How a packet is cut into fragments.
+/// Rule by which a packet is cut into fragments.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Cut {
     pub(crate) id: u16,
-    /// Bytes after the network header in each fragment but the last, a multiple of 8.
+    /// Number of bytes after the network header in each fragment but the last. It is a multiple of
+    /// 8.
     pub(crate) piece: usize,
 }
 
-/// Who has put a packet into another, and where that goes.
+/// Outer ends of a packet that carries another.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tunnel {
     pub(crate) source: KnownAddress,
     pub(crate) destination: KnownAddress,
-    /// The source port, with Geneve. None: in IP alone.
+    /// Source port of the outer UDP header, with Geneve. If it is `None`, the packet is carried in
+    /// IP alone.
     pub(crate) port: Option<u16>,
 }
 
 impl Tunnel {
-    /// What follows the outer IP header, and its protocol: `packet`, which has these two numbers in IP alone and in Geneve.
+    /// Returns the protocol of the outer IP header, and what follows that header. The two numbers
+    /// are the type of `packet` in IP alone and in Geneve.
     fn carry(&self, packet: &[u8], (protocol, ethertype): (IpNumber, u16)) -> (IpNumber, Vec<u8>) {
         const GENEVE: u16 = 6081;
         let Some(source_port) = self.port else { return (protocol, packet.to_vec()) };
@@ -76,7 +82,7 @@ impl Tunnel {
 pub(crate) const HOP_BY_HOP: u8 = 0;
 pub(crate) const DESTINATION_OPTIONS: u8 = 60;
 
-/// A TCP or UDP packet.
+/// A TCP segment or a UDP datagram, with the headers before it.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(crate) struct Segment {
     pub(crate) link: Link,
@@ -89,23 +95,23 @@ pub(crate) struct Segment {
     pub(crate) window: u16,
     pub(crate) hop_limit: u8,
     pub(crate) extra: Extra,
-    /// UDP only.
+    /// Leaves the checksum at zero. Only UDP allows that.
     pub(crate) without_checksum: bool,
     pub(crate) payload: Vec<u8>,
-    /// Ethernet addresses as those of an answer.
+    /// Exchanges the Ethernet addresses, as an answer has them.
     pub(crate) back: bool,
 }
 
-/// The sequence numbers of both sides' SYN.
+/// Sequence numbers of the SYNs of client and backend.
 const CLIENT_ISN: u32 = 0x0102_0303;
 const BACKEND_ISN: u32 = 0x0506_0707;
 
-/// (sequence, acknowledgement) of the first segments of a connection.
+/// Returns sequence and acknowledgement number of a segment at the beginning of a connection.
 fn numbers(own: u32, other: u32, tcp_flags: u8) -> (u32, u32) {
     (own + u32::from(tcp_flags & TCP_SYN == 0), if tcp_flags & TCP_ACK == 0 { 0 } else { other + 1 })
 }
 
-/// A client's.
+/// Makes a TCP segment of a client.
 pub(crate) fn tcp(source: Endpoint, destination: Endpoint, tcp_flags: u8) -> Segment {
     let (sequence, acknowledgement) = numbers(CLIENT_ISN, BACKEND_ISN, tcp_flags);
     Segment {
@@ -143,7 +149,7 @@ impl Segment {
         Self { destination, ..self.clone() }
     }
 
-    /// What the peer sends back.
+    /// Makes the segment that the peer sends back.
     pub(crate) fn answer(&self, tcp_flags: u8) -> Self {
         let tcp_flags = if self.protocol == PROTOCOL_TCP { tcp_flags } else { 0 };
         let (sequence, acknowledgement) = numbers(BACKEND_ISN, CLIENT_ISN, tcp_flags);
@@ -151,14 +157,14 @@ impl Segment {
         Self { source, destination, tcp_flags, sequence, acknowledgement, ..self.clone() }
     }
 
-    /// Another of the client's.
+    /// Makes another segment of the client, with these flags.
     pub(crate) fn flags(&self, tcp_flags: u8) -> Self {
         let tcp_flags = if self.protocol == PROTOCOL_TCP { tcp_flags } else { 0 };
         let (sequence, acknowledgement) = numbers(CLIENT_ISN, BACKEND_ISN, tcp_flags);
         Self { tcp_flags, sequence, acknowledgement, ..self.clone() }
     }
 
-    /// As a router that it has come to sends it on by the same interface.
+    /// Makes the packet as a router sends it back by the interface that it has come by.
     pub(crate) fn sent_back(&self) -> Self {
         Self { back: true, hop_limit: self.hop_limit - 1, ..self.clone() }
     }
@@ -179,12 +185,13 @@ impl Segment {
         W::packet(self, self.protocol, &[&header[..], &self.payload].concat())
     }
 
-    /// In another packet.
+    /// Returns the packet's bytes inside another packet.
     pub(crate) fn in_tunnel<W: Wire>(&self, tunnel: Tunnel) -> Vec<u8> {
         W::in_tunnel(&self.bytes::<W>(), tunnel)
     }
 
-    /// The fragments in order. One, if nothing is left to cut: IPv6 then has a fragment header all the same.
+    /// Returns the fragments in order. If the packet fits into one fragment, IPv6 still has a
+    /// fragment header.
     pub(crate) fn fragments<W: Wire>(&self, cut: Cut) -> Vec<Vec<u8>> {
         let whole = self.bytes::<W>();
         let (headers, payload) = whole.split_at(self.link_header(0).len() + W::header_length(self));
@@ -196,7 +203,7 @@ impl Segment {
         payload.chunks(cut.piece).enumerate().map(fragment).collect()
     }
 
-    /// Ethernet header, if there is one.
+    /// Returns the Ethernet header, or nothing for a device without one.
     fn link_header(&self, ethertype: u16) -> Vec<u8> {
         const HERE: [u8; 6] = [2, 0, 0, 0, 0, 1];
         const THERE: [u8; 6] = [2, 0, 0, 0, 0, 2];
@@ -234,35 +241,38 @@ impl Segment {
 
 const ECHO: IcmpEchoHeader = IcmpEchoHeader { id: 0x1234, seq: 7 };
 
-/// A family as bytes.
+/// Bytes of the packets of one IP family.
 pub(crate) trait Wire: Family<Address: AsRef<[u8]> + std::fmt::Debug> {
     const NAME: &'static str;
     const ANSWER_HOP_LIMIT: u8 = 64;
 
-    /// Chosen such that a packet without Ethernet header has the family's ethertype at bytes 12 and 13, inside
-    /// its source address: BPF_PROG_TEST_RUN reads the protocol from there.
+    /// Returns a host's address. A packet without Ethernet header has the family's ethertype at
+    /// bytes 12 and 13, inside its source address, because BPF_PROG_TEST_RUN reads the protocol
+    /// there.
     fn address(place: KnownAddress) -> Self::Address;
     fn tcp_checksum(header: &TcpHeader, ends: [Self::Address; 2], payload: &[u8]) -> u16;
     fn udp_checksum(header: &UdpHeader, ends: [Self::Address; 2], payload: &[u8]) -> u16;
     fn packet(segment: &Segment, protocol: u8, transport: &[u8]) -> Vec<u8>;
-    /// Of the network header, with what each fragment repeats.
+    /// Returns the length of the network header, with all that each fragment repeats.
     fn header_length(segment: &Segment) -> usize;
-    /// A fragment with these headers: link and network. `place`: its offset in bytes, and whether others follow.
+    /// Returns a fragment that begins with these headers, link and network. `place` is its offset
+    /// in bytes, and whether others follow.
     fn fragment(segment: &Segment, headers: &[u8], piece: &[u8], id: u16, place: (u16, bool)) -> Vec<u8>;
-    /// The ICMP error from `source` to `destination` which says that nobody listens where `quoted` was sent.
+    /// Returns the ICMP error from `source` to `destination` that says that nobody listens where
+    /// `quoted` was sent.
     fn error(source: KnownAddress, destination: KnownAddress, quoted: &Segment) -> Vec<u8>;
 
-    /// A packet with Ethernet header in another.
+    /// Returns a packet, which has an Ethernet header, inside another one.
     fn in_tunnel(packet: &[u8], tunnel: Tunnel) -> Vec<u8>;
 
-    /// The ICMP error that tells the sender of `segment` that it is longer than `length`, which would have gone further. Ethernet addresses
-    /// are those of the segment.
+    /// Returns the ICMP error that tells the sender of `segment` that only `length` bytes would
+    /// have been forwarded. It has the Ethernet addresses of the segment.
     fn too_big(segment: &Segment, length: usize) -> Vec<u8>;
 
-    /// An ICMP echo request with the segment's ends and payload, or the reply with them.
+    /// Returns an ICMP echo request with the segment's ends and payload, or the reply with them.
     fn echo(segment: &Segment, is_reply: bool) -> Vec<u8>;
 
-    /// The ICMP error that tells the sender of `segment`.
+    /// Returns the ICMP error that tells the sender of `segment` that nobody listens.
     fn unreachable(segment: &Segment) -> Vec<u8> {
         let back = Segment { back: true, ..segment.clone() };
         Self::error(segment.destination.0, segment.source.0, &back)
@@ -378,9 +388,10 @@ fn icmpv4_error(
     [segment.link_header(0x0800), header.to_bytes().to_vec(), message].concat()
 }
 
-/// The extension headers before `last`: the number of the first, and their bytes.
+/// Returns the number of the first extension header, and the bytes of all of them. `last` is the
+/// protocol that follows them.
 fn chain(extra: Extra, last: u8) -> (u8, Vec<u8>) {
-    // Next header, length in 8 bytes beyond the first 8, PadN.
+    // The bytes are: next header, length in units of 8 bytes beyond the first 8, and PadN.
     const OPTIONS: &[u8] = &[0, 0, 1, 4, 0, 0, 0, 0];
     const LONG_OPTIONS: &[u8] = &[0, 1, 1, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
     let headers: &[(u8, &[u8])] = match extra {

@@ -1,4 +1,4 @@
-//! The loaded programs and their tables.
+//! The programs that the cases run, loaded together with their maps.
 
 use std::{collections::BTreeMap, os::fd::AsFd as _, path::Path};
 
@@ -22,14 +22,14 @@ use scenario::Skip;
 
 use crate::wire::{Endpoint, Wire};
 
-/// How many entries a table of established flows holds here.
+/// Number of entries of a map of established flows in most cases.
 pub(crate) const FLOWS: u32 = 8;
-/// How many packets in fragments a table of them holds here.
+/// Number of fragmented packets that a map of fragments holds in most cases.
 pub(crate) const FRAGMENTS: u32 = 1_024;
-/// How many clients a table of those with affinity holds here.
+/// Number of clients that a map of affinity holds.
 const CLIENTS: u32 = 1_024;
 const SERVICES: u32 = 512;
-/// Not pinned.
+/// Map that is not pinned, so `proxy_common::inventory` does not name it.
 const ICMP_ERRORS: &str = "icmp_errors";
 
 const XDP_PASS: u32 = 2;
@@ -44,7 +44,7 @@ pub(crate) enum Verdict {
     GoesOn,
     Dropped,
     Redirected,
-    /// Out of the interface that it has come by, before the stack.
+    /// The packet leaves by the interface that it has come by, before the stack sees it.
     SentBack,
 }
 
@@ -68,7 +68,7 @@ impl Verdict {
     }
 }
 
-/// What comes out of a program.
+/// Verdict of a program, and the packet that it leaves.
 pub(crate) struct Output {
     pub(crate) verdict: Verdict,
     pub(crate) packet: Vec<u8>,
@@ -83,7 +83,7 @@ type SourceRanges<'a, W> = LpmTrie<&'a mut MapData, SourceRange<<W as Family>::A
 type ServiceCidrs<'a, W> = LpmTrie<&'a mut MapData, <W as Family>::Address, u32>;
 type FlowTable<'a, W> = HashMap<&'a mut MapData, FlowKeyOf<W>, FlowOf<W>>;
 
-/// A family's tables.
+/// Names and accessors of the maps of one IP family.
 pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
     const FRONTENDS: &'static str;
     const SLOTS: &'static str;
@@ -98,7 +98,7 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
 
     fn set_masquerade(settings: &mut Settings, address: Self::Address);
     fn set_source(interface: &mut InterfaceSettings, address: Self::Address);
-    /// Pods are those with this address.
+    /// Makes the settings say that this address, and no other, is a pod's.
     fn set_pod_range(settings: &mut Settings, address: Self::Address);
 
     fn put_frontend(ebpf: &mut Ebpf, key: FrontendKey<Self::Address>, frontend: Frontend) -> Result<()> {
@@ -154,7 +154,7 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
         Ok(LpmTrie::try_from(map)?)
     }
 
-    /// The range of this many bits that has the address.
+    /// Allows the range of `bits` bits that contains the address for a service.
     fn put_source_range(ebpf: &mut Ebpf, service: u32, address: Self::Address, bits: u32) -> Result<()> {
         let PrefixKey { bits, data } = SourceRange::of_prefix(service, address, bits);
         let key = lpm_trie::Key::new(bits, data);
@@ -166,7 +166,7 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
         Ok(LpmTrie::try_from(map)?)
     }
 
-    /// The range of this many bits that has the address.
+    /// Adds the ServiceCIDR of `bits` bits that contains the address.
     fn put_service_cidr(ebpf: &mut Ebpf, address: Self::Address, bits: u32) -> Result<()> {
         Ok(Self::service_cidrs(ebpf)?.insert(&lpm_trie::Key::new(bits, address), 0, 0)?)
     }
@@ -248,14 +248,14 @@ fn clear<K: Pod, V: Pod>(mut map: HashMap<&mut MapData, K, V>) -> Result<()> {
     Ok(())
 }
 
-/// How many entries the tables of flows have room for.
+/// Sizes of the maps of flows.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Sizes {
-    /// Quick to make, and a full table is soon reached.
+    /// Maps have few entries: they are made quickly, and are soon full.
     Small,
-    /// Those of a node.
+    /// Maps have as many entries as on a node.
     Default,
-    /// Quick to go through.
+    /// Maps have so few entries that walking through them takes little time.
     Moving,
 }
 
@@ -269,7 +269,7 @@ impl Sizes {
     }
 }
 
-/// Constants of the programs by their names there; 1 is on.
+/// Load-time constants of the programs, named as there. The value 1 switches one on.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(crate) struct Globals {
     pub(crate) host_packets: u32,
@@ -283,12 +283,13 @@ pub(crate) struct Globals {
 
 pub(crate) struct World {
     pub(crate) ebpf: Ebpf,
-    /// By the table that each belongs to.
+    /// Arrays in which the programs find the maps of flows, by the name of the map.
     flow_maps: BTreeMap<&'static str, Table<u32, u32>>,
     moving: Vec<Box<dyn Moving>>,
 }
 
-/// A table of flows that gets another size: programs meet no entry but in the map before.
+/// Map of flows that is being resized. Before each run, all entries are put back into the old map,
+/// so the programs find none in the new one.
 trait Moving: Send + Sync {
     fn set_back(&self) -> Result<()>;
     fn bring(&self) -> Result<()>;
@@ -326,17 +327,17 @@ impl<K: Pod + Default, V: Pod + Default> Moving for Resized<K, V> {
     }
 }
 
-/// Of a frame that comes by the interface with this index, as `xdp_md`: data, data_end, data_meta, ingress_ifindex, rx_queue_index,
-/// egress_ifindex.
+/// Returns the context (`xdp_md`) of a frame that comes by the interface with this index. Its
+/// fields are data, data_end, data_meta, ingress_ifindex, rx_queue_index and egress_ifindex.
 pub(crate) fn frame_context(interface: u32, frame: &[u8]) -> Vec<u8> {
     [0, frame.len() as u32, 0, interface, 0, 0].map(u32::to_ne_bytes).concat()
 }
 
-/// Of a packet that another interface has received and that is at the one with this index (0: at `lo`), of segments of this size that are merged,
-/// as `__sk_buff`.
+/// Returns the context (`__sk_buff`) of a packet that another interface has received and that is
+/// now at the interface with this index. Index 0 means `lo`. `size` is the size of merged segments.
 pub(crate) fn packet_context(interface: u32, size: u32) -> Vec<u8> {
     const CONTEXT: usize = 192;
-    /// Offsets of `ingress_ifindex`, `ifindex` and `gso_size`.
+    /// Offsets of the fields `ingress_ifindex`, `ifindex` and `gso_size`.
     const INGRESS_INTERFACE: usize = 36;
     const INTERFACE: usize = 40;
     const SEGMENT_SIZE: usize = 176;
@@ -347,7 +348,7 @@ pub(crate) fn packet_context(interface: u32, size: u32) -> Vec<u8> {
     context
 }
 
-/// The array that programs find a table of flows in, with its map in use.
+/// Opens the array in which the programs find a map of flows, and puts that map into it.
 fn flow_maps(ebpf: &Ebpf, table: &str, maps: &str) -> Result<Table<u32, u32>> {
     let array = match ebpf.map(maps) {
         Some(Map::ArrayOfMaps(array)) => open(array)?,
@@ -364,10 +365,10 @@ fn flow_map<'a>(ebpf: &'a Ebpf, table: &str) -> Result<&'a MapData> {
     }
 }
 
-/// Index of `lo`, the interface that packets run on.
+/// Index of `lo`, the interface that BPF_PROG_TEST_RUN uses by default.
 pub(crate) const LOOPBACK: u32 = 1;
 
-/// Of XDP.
+/// Returns true if the kernel passes frames in fragments to XDP programs (Linux 5.18).
 pub(crate) fn has_xdp_fragments() -> Result<bool> {
     Ok(is_helper_supported(ProgramType::Xdp, BpfHelper::BPF_FUNC_xdp_get_buff_len)?)
 }
@@ -377,9 +378,10 @@ fn open<K: Pod + Default, V: Pod + Default>(map: &MapData) -> Result<Table<K, V>
 }
 
 impl World {
-    /// From now on tables of flows get another size all the time.
+    /// Makes each later run happen while all maps of flows are being resized.
     pub(crate) fn moving(mut self, object: &[u8]) -> Result<Self> {
-        // Another load has maps of the same types; from 5.15 to 6.1 both must have BTF.
+        // The old maps come from another load of the object, because they must have the same types.
+        // From Linux 5.15 to 6.1, both maps must have BTF.
         let mut loader = EbpfLoader::new();
         for (name, _) in table::RESIZABLE {
             loader.map_max_entries(name, 2 * Sizes::Moving.flows());
@@ -409,7 +411,7 @@ impl World {
         })
     }
 
-    /// With opening flows of one family for so many entries, and the programs of uplinks.
+    /// Loads the uplinks' programs, with room for `entries` entries of opening flows of one family.
     pub(crate) fn with_room<W: Tables>(object: &[u8], entries: u32) -> Result<Self> {
         let programs = [program::uplink_ingress, program::uplink_egress];
         Self::load_with(object, Globals::default(), &programs, |loader| {
@@ -417,7 +419,8 @@ impl World {
         })
     }
 
-    /// With established flows of one family for so many entries, and as many packets in fragments as a node.
+    /// Loads programs with room for `entries` entries of established flows of one family, and a map
+    /// of fragments as large as on a node.
     pub(crate) fn with_flows<W: Tables>(
         object: &[u8],
         globals: Globals,
@@ -430,7 +433,7 @@ impl World {
         })
     }
 
-    /// With the tables that a controller has pinned in a folder, and the programs of uplinks.
+    /// Loads the uplinks' programs with the maps that a controller has pinned in a folder.
     pub(crate) fn with_tables_in(object: &[u8], folder: &Path) -> Result<Self> {
         let programs = [program::uplink_ingress, program::uplink_egress];
         Self::load_with(object, Globals::default(), &programs, |loader| {
@@ -458,7 +461,8 @@ impl World {
             .override_global("DROP_UNALLOCATED", &globals.drop_unallocated, true)
             .override_global("ANSWER_PING", &globals.answer_ping, true)
             .override_global("PAST_STACK", &globals.past_stack, true);
-        // No packet may look different because of them: a constant of the same bytes once shared their place.
+        // These constants must not change what happens to a packet. They are set because another
+        // constant with the same bytes once shared their place in memory.
         loader.override_global("SOCKET_HOST_ONLY", &1u32, true);
         loader.override_global("CAN_REFUSE", &1u32, true);
         for name in [
@@ -491,7 +495,7 @@ impl World {
         Ok(Self { ebpf, flow_maps, moving: Vec::new() })
     }
 
-    /// As [`Tables::put_flow`], in a few calls.
+    /// Writes flows as [`Tables::put_flow`] does, but in a few system calls.
     pub(crate) fn put_flows<W: Tables>(
         &self,
         stage: Stage,
@@ -502,29 +506,31 @@ impl World {
         table.set_all(keys, flows).map_err(|(_, error)| error.into())
     }
 
-    /// As [`Tables::flows`], in a few calls and while others work on them.
+    /// Counts flows in a few system calls. Others may change the map meanwhile, unlike with
+    /// [`Tables::flows`].
     pub(crate) fn count_flows<W: Tables>(&self, stage: Stage) -> Result<usize> {
         let table = flow_map(&self.ebpf, W::flow_table_name(stage))?;
         Ok(open::<FlowKeyOf<W>, FlowOf<W>>(table)?.read_all()?.len())
     }
 
-    /// A packet that a process of the node sends, or one that comes in.
+    /// Runs a program on a packet that a process of the node sends, or that comes in.
     pub(crate) fn run(&self, program: &str, packet: &[u8]) -> Result<Output> {
         self.run_with(program, packet, None)
     }
 
-    /// A packet that another interface has received.
+    /// Runs a program on a packet that another interface has received.
     pub(crate) fn forward(&self, program: &str, packet: &[u8]) -> Result<Output> {
         self.leaves_by(0, program, packet)
     }
 
-    /// A packet that leaves by the interface with this index.
+    /// Runs a program on a forwarded packet at the interface with this index.
     pub(crate) fn leaves_by(&self, interface: u32, program: &str, packet: &[u8]) -> Result<Output> {
         self.leaves_merged(interface, program, packet, 0)
     }
 
-    /// As [`leaves_by`](Self::leaves_by), of segments of this size that are merged. The kernel does not say of what kind they are, so that it
-    /// makes no room in them.
+    /// Runs a program as [`leaves_by`](Self::leaves_by) does, on segments of this size that are
+    /// merged into one packet. BPF_PROG_TEST_RUN does not set the type of such segments, so the
+    /// kernel makes no room in them for more headers.
     pub(crate) fn leaves_merged(
         &self,
         interface: u32,
@@ -551,7 +557,7 @@ impl World {
         Ok(Output { verdict: Verdict::of_tc(result.return_value)?, packet: out })
     }
 
-    /// From now on frames can come by this interface.
+    /// Attaches the XDP program to this interface, so that frames can come by it.
     pub(crate) fn attach_transit(&mut self, interface: &str) -> Result<()> {
         let name = program::uplink_transit;
         self.load_xdp(name)?
@@ -569,12 +575,13 @@ impl World {
         Ok(program)
     }
 
-    /// A frame that comes by the interface with this index, in one piece.
+    /// Runs the XDP program on a frame that comes by the interface with this index, in one piece.
     pub(crate) fn transit(&self, interface: u32, frame: &[u8]) -> Result<Output> {
         self.transit_by(program::uplink_transit, &frame_context(interface, frame), frame)
     }
 
-    /// A frame of which so many bytes come in one piece, and what follows in fragments.
+    /// Runs the XDP program on a frame whose first `first` bytes are in one piece. The rest is in
+    /// fragments.
     pub(crate) fn transit_in_fragments(
         &mut self,
         interface: u32,
@@ -587,7 +594,7 @@ impl World {
         let name = program::uplink_transit_frags;
         self.load_xdp(name)?;
         let output = self.transit_by(name, &frame_context(interface, &frame[..first]), frame);
-        // Other kernels fill a page first.
+        // Kernels before 6.18 fill a page before they begin a fragment.
         output.map_err(|error| {
             Skip(format!("the kernel cuts no frames as it is told (6.18): {error:#}")).into()
         })
@@ -607,7 +614,7 @@ impl World {
         Ok(Output { verdict: Verdict::of_xdp(result.return_value)?, packet: out })
     }
 
-    /// Empties every table; no masquerade address.
+    /// Empties every map, and resets the settings, so that there is no masquerade address.
     pub(crate) fn clear(&mut self) -> Result<()> {
         V4::clear(&mut self.ebpf)?;
         V6::clear(&mut self.ebpf)?;
@@ -643,7 +650,7 @@ impl World {
         Ok(())
     }
 
-    /// What was counted for a service since the tables were cleared.
+    /// Returns what was counted for a service since the maps were cleared.
     pub(crate) fn service_counters(&mut self, id: u32) -> Result<ServiceCounters> {
         let mut sum = ServiceCounters::default();
         let counters = per_cpu::<ServiceCounters>(&mut self.ebpf, table::service_counters)?;
@@ -655,7 +662,7 @@ impl World {
         Ok(sum)
     }
 
-    /// Of backends that have had any, by id: how many flows were opened and closed.
+    /// Returns how many flows were opened and closed for each backend id that has had any.
     pub(crate) fn connections(&mut self) -> Result<BTreeMap<u32, (u64, u64)>> {
         let table = hash::<u32, Connections>(&mut self.ebpf, table::connections)?;
         let counted = |(id, counted): (u32, Connections)| (id, (counted.flows_opened, counted.flows_closed));
@@ -664,13 +671,13 @@ impl World {
         Ok(all)
     }
 
-    /// So many of the backend's connections are open.
+    /// Makes the map say that the backend has `open` open connections.
     pub(crate) fn set_connections(&mut self, backend: u32, open: u64) -> Result<()> {
         let counted = Connections { flows_opened: open, ..Connections::default() };
         Ok(hash(&mut self.ebpf, table::connections)?.insert(backend, counted, 0)?)
     }
 
-    /// So many have ended without the programs.
+    /// Makes the map say that the controller has collected this many flows of the backend.
     pub(crate) fn collect_connections(&mut self, backend: u32, flows: u64) -> Result<()> {
         let collected = Collected { flows, sockets: 0 };
         Ok(hash(&mut self.ebpf, table::collected)?.insert(backend, collected, 0)?)
@@ -684,7 +691,8 @@ impl World {
         Ok(array(&mut self.ebpf, table::settings)?.set(0, settings, 0)?)
     }
 
-    /// A route, a neighbour or an interface has changed.
+    /// Raises the epoch as the controller does when a route, a neighbour or an interface has
+    /// changed.
     pub(crate) fn raise_route_epoch(&mut self) -> Result<()> {
         let mut table = array::<RouteEpoch>(&mut self.ebpf, table::route_epoch)?;
         let RouteEpoch { number, .. } = table.get(&0, 0)?;
@@ -701,7 +709,7 @@ impl World {
         Ok(())
     }
 
-    /// A frontend or backend is taken away.
+    /// Raises the epoch as the controller does when a frontend or a backend is removed.
     pub(crate) fn raise_epoch(&mut self) -> Result<()> {
         let mut settings = self.settings()?;
         settings.epoch += 1;
@@ -712,18 +720,18 @@ impl World {
         Ok(hash(&mut self.ebpf, table::interfaces)?.insert(index, settings, 0)?)
     }
 
-    /// Packets that have come by one interface with the tag are of this one.
+    /// Makes packets that come by another interface with this tag belong to `interface`.
     pub(crate) fn put_vlan_device(&mut self, tag: VlanTag, interface: u32) -> Result<()> {
         Ok(hash(&mut self.ebpf, table::vlan_devices)?.insert(tag, interface, 0)?)
     }
 
-    /// The pod at the interface has its sockets in the namespace of this process.
+    /// Makes the pod at the interface have its sockets in the network namespace of this process.
     pub(crate) fn put_pod_here(&mut self, interface: u32) -> Result<()> {
         const CURRENT: u32 = u32::MAX;
         Ok(hash(&mut self.ebpf, table::pod_namespaces)?.insert(interface, CURRENT, 0)?)
     }
 
-    /// Frames that come by the interface, which has this link address, may leave by others.
+    /// Allows frames that come by the interface, which has this link address, to leave by others.
     pub(crate) fn put_redirect_source(&mut self, interface: u32, address: [u8; 6]) -> Result<()> {
         let own = LinkAddress { bytes: address, ..LinkAddress::default() };
         Ok(hash(&mut self.ebpf, table::redirect_sources)?.insert(interface, own, 0)?)
@@ -733,7 +741,7 @@ impl World {
         Ok(hash::<u32, LinkAddress>(&mut self.ebpf, table::redirect_sources)?.remove(&interface)?)
     }
 
-    /// What has come by others may leave by the interface.
+    /// Allows frames that have come by other interfaces to leave by this one.
     pub(crate) fn put_redirect_target(&mut self, key: u32, interface: u32) -> Result<()> {
         Ok(self.redirect_targets()?.set(&key, &RedirectTarget { interface, program: 0 })?)
     }
@@ -762,7 +770,7 @@ impl World {
         Ok(array(&mut self.ebpf, table::kernel_log)?.set(0, control, 0)?)
     }
 
-    /// How many lines the programs have logged since this was asked last.
+    /// Returns how many lines the programs have logged since the last call.
     pub(crate) fn logged(&mut self) -> Result<usize> {
         const LINES: &str = "AYA_LOGS";
         let mut lines = RingBuf::try_from(self.ebpf.map_mut(LINES).context(LINES)?)?;
@@ -773,7 +781,7 @@ impl World {
         Ok(array(&mut self.ebpf, table::event_control)?.set(0, control, 0)?)
     }
 
-    /// What the programs have told of since this was asked last.
+    /// Returns the events of the programs since the last call.
     pub(crate) fn events(&mut self) -> Result<Vec<Event>> {
         let mut ring = RingBuf::try_from(self.ebpf.map_mut(table::events).context(table::events)?)?;
         let mut events = Vec::new();
@@ -783,7 +791,7 @@ impl World {
         Ok(events)
     }
 
-    /// Reasons counted since the tables were cleared.
+    /// Returns the reasons that were counted since the maps were cleared.
     pub(crate) fn counted(&mut self) -> Result<Vec<(Reason, u64)>> {
         let counters = per_cpu::<u64>(&mut self.ebpf, table::counters)?;
         let mut counted = Vec::new();
@@ -797,7 +805,7 @@ impl World {
     }
 }
 
-/// `02:00:00:00:00:01`.
+/// Parses a link address such as `02:00:00:00:00:01`.
 pub(crate) fn link_address(text: &str) -> Result<[u8; 6]> {
     let bytes = text.split(':').map(|byte| u8::from_str_radix(byte, 16)).collect::<Result<Vec<_>, _>>();
     <[u8; 6]>::try_from(bytes?).map_err(|bytes| anyhow!("{text} has {} bytes", bytes.len()))

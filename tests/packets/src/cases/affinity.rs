@@ -13,7 +13,7 @@ const SERVICE: u32 = 1;
 const SECONDS: u32 = 60;
 const LOCAL_ID: u32 = 11;
 const REMOTE_ID: u32 = 12;
-/// As many first packets leave no backend of two out by chance.
+/// Number of first packets. So many do not leave out one of two backends by chance.
 const MANY: u16 = 60;
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
@@ -53,10 +53,10 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(all.contains(&LOCAL_ID) && all.contains(&REMOTE_ID), "went to {all:?}");
         let last = one(s, "workload_ingress", CLUSTER_IP, 2_048..2_048 + MANY)?;
         ensure!(known(s)?[0].1.backend == last, "another backend is remembered");
-        // The one entry is used again.
+        // The one entry of the client is used again.
         s.counted(&[(Reason::FlowOpened, u64::from(MANY) * 2), (Reason::ClientRemembered, 1)])
     });
-    // It lives in another service still.
+    // The backend still serves another service.
     group.both::<W>("with affinity to a backend that is not the service's any more", |s| {
         serve(s, &BOTH, SECONDS)?;
         let first = one(s, "workload_ingress", CLUSTER_IP, 1_024..1_029)?;
@@ -71,7 +71,8 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
     group.both::<W>("with affinity and policy Local reaches no remote backend from outside", |s| {
         serve(s, &BOTH, SECONDS)?;
-        // By the cluster IP every backend is used; that one is not for clients outside by a node port.
+        // The ClusterIP reaches every backend. Clients outside must not get the remote one by a
+        // node port.
         one(s, "uplink_ingress", CLUSTER_IP, 1_024..1_025)?;
         set_known(s, |affinity| (affinity.backend, affinity.flags) = (REMOTE_ID, 0))?;
         ensure!(one(s, "uplink_ingress", CLUSTER_IP, 1_025..1_026)? == REMOTE_ID, "affinity does not count");
@@ -89,7 +90,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(known(s)?.len() == 2, "two ports share affinity");
         Ok(())
     });
-    // Whatever address it sends from.
+    // The node is one client, whatever address it sends from.
     group.host::<W>("of the node has affinity as one client", |s| {
         serve(s, &BOTH, SECONDS)?;
         for (port, source) in (1_024..).zip([KnownAddress::Node, KnownAddress::Client, KnownAddress::Node]) {
@@ -103,7 +104,8 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-/// `CLUSTER_IP` and `NODE_PORT`, served by two backends, of which clients outside get the local one with policy Local.
+/// Makes two backends serve `CLUSTER_IP` and `NODE_PORT`. Clients outside get the local one, as
+/// with policy Local.
 fn serve<W: Tables>(s: &mut Scene<W>, backends: &[(u32, Endpoint, bool)], seconds: u32) -> Result<()> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     set_service(s, SERVICE, backends, seconds)?;
@@ -126,7 +128,7 @@ fn set_service<W: Tables>(
 
 pub(super) const BOTH: [(u32, Endpoint, bool); 2] = [(LOCAL_ID, LOCAL, true), (REMOTE_ID, REMOTE, false)];
 
-/// The backends that first packets from some ports of the client go to.
+/// Returns the backends of the first packets that the client sends from these ports.
 pub(super) fn met<W: Tables>(
     s: &mut Scene<W>,
     program: &str,

@@ -1,4 +1,4 @@
-//! New flows to sets with a table.
+//! Choice of a backend from an endpoint set with a lookup table.
 
 use anyhow::{Result, ensure};
 use proxy_common::{balance, layout::*, port::Port};
@@ -11,7 +11,7 @@ use super::{
 use crate::{wire::KnownAddress, world::Tables};
 
 const SERVICE: u32 = 1;
-/// Two thirds of them the second backend's.
+/// Lookup table with indices of two backends. Two thirds lead to the second one.
 pub(crate) const TABLE: [usize; 16] = [1, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1];
 const PORTS: std::ops::Range<u16> = 1_024..1_084;
 
@@ -27,7 +27,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         }
         Ok(())
     });
-    // Its backends have other numbers there, and lie elsewhere.
+    // On another node, the backends have other ids, and their slots lie elsewhere.
     group.both::<W>("with Maglev goes to the same backend on another node", |s| {
         serve(s, &TABLE, FRONTEND_MAGLEV, 0)?;
         let here = met(s, "uplink_ingress", CLUSTER_IP, PORTS)?;
@@ -59,7 +59,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-/// `CLUSTER_IP`, served by both backends.
+/// Makes both backends serve `CLUSTER_IP`.
 pub(crate) fn serve<W: Tables>(
     s: &mut Scene<W>,
     table: &[usize],
@@ -78,7 +78,8 @@ fn publish<W: Tables>(s: &mut Scene<W>, set: EndpointSet, affinity_seconds: u32)
     s.world.set_service(SERVICE, service)
 }
 
-/// Of a flow from this port of the client, or with 0 of the client whatever its port.
+/// Returns the backend for a flow from this port of the client. Port 0 stands for the client
+/// whatever its port.
 fn expected<W: Tables>(s: &Scene<W>, port: u16) -> u32 {
     let client = W::address(KnownAddress::Client);
     let hash = balance::connection_hash((&client, Port::new(port)), Port::new(CLUSTER_IP.1), s.protocol);

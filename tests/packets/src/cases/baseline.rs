@@ -1,4 +1,5 @@
-//! What the programs take of the kernel's limits, beside what they took before: `baseline/`, a file for each kernel that one was written on.
+//! Stack and verified instructions of the programs, compared with what they took before.
+//! `baseline/` has a file for each kernel on which one was written.
 
 use std::{collections::HashMap, fs, io::ErrorKind, ops::Range};
 
@@ -11,16 +12,18 @@ use super::{Case, WorldKind};
 use crate::world::{World, has_xdp_fragments};
 
 const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/baseline");
-/// Set: the cases write the baseline in place of comparing.
+/// Environment variable that makes the case write the baseline instead of comparing.
 const WRITE: &str = "WRITE_BASELINE";
 
-/// Bytes of stack of a program with all functions that it calls. The kernel's limit is 512, of which 96 are kept for changes to come.
+/// Most bytes of stack that a program may take with all functions that it calls. The kernel's limit
+/// is 512; 96 are kept for later changes.
 const STACK_LIMIT: u32 = 416;
-/// Instructions that the verifier goes through. The kernel's limit is 1,000,000.
+/// Most instructions of a program that the verifier may walk through. The kernel's limit is
+/// 1,000,000.
 const VERIFIED_LIMIT: u32 = 250_000;
-/// Kernels before 6.8 round each frame up to it.
+/// Step to which kernels before 6.8 round each stack frame up.
 const FRAME_STEP: u32 = 32;
-/// In percent: less needs no new baseline.
+/// Change of the verified instructions, in percent, that needs no new baseline.
 const TOLERANCE: u32 = 5;
 
 pub(super) fn case() -> Case {
@@ -28,7 +31,7 @@ pub(super) fn case() -> Case {
     Case { name, world: WorldKind::HostPackets, run: Box::new(compare) }
 }
 
-/// Of one program.
+/// Stack and verified instructions of one program.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 struct Cost {
     stack: u32,
@@ -40,7 +43,8 @@ fn compare(world: &mut World) -> Result<()> {
     let kernel = release.split('.').take(2).collect::<Vec<_>>().join(".");
     let file = format!("{FOLDER}/{kernel}.txt");
     let measured_with = proxy_ctl::dataplane::ebpf::OBJECT_BUILT_WITH;
-    // Before 5.18 the programs of sockets are loaded with other constants, and before 5.16 the kernel counts nothing.
+    // Before 5.18, the programs of sockets are loaded with other constants. Before 5.16, the kernel
+    // does not count verified instructions.
     if !has_xdp_fragments()? {
         bail!(Skip("stack and verified instructions: from Linux 5.18 on".to_owned()));
     }
@@ -89,7 +93,7 @@ fn compare(world: &mut World) -> Result<()> {
     Ok(())
 }
 
-/// `name stack verified`.
+/// Parses a line `name stack verified`.
 fn row(line: &str) -> Result<(&str, Cost)> {
     let [name, stack, verified] = line.split(' ').collect::<Vec<_>>()[..] else {
         bail!("{line:?} is not a program with two numbers")
@@ -97,7 +101,7 @@ fn row(line: &str) -> Result<(&str, Cost)> {
     Ok((name, Cost { stack: stack.parse()?, verified: verified.parse()? }))
 }
 
-/// Of all programs, by their names.
+/// Returns the cost of every program, sorted by name.
 fn costs(world: &mut World) -> Result<Vec<(String, Cost)>> {
     let stacks = stacks()?;
     let mut costs = Vec::new();
@@ -125,12 +129,12 @@ fn costs(world: &mut World) -> Result<Vec<(String, Cost)>> {
     Ok(costs)
 }
 
-/// The stack of each program with the functions that it calls.
+/// Returns each program's stack, including the functions that it calls.
 fn stacks() -> Result<HashMap<String, u32>> {
     let bytes = crate::object()?;
     let mut object = Object::parse(&bytes)?;
     let sections = object.functions.keys().map(|(section, _)| *section).collect();
-    // As the kernel gets it: with all that it calls behind it.
+    // The kernel gets each program with all functions that it calls behind it.
     object.relocate_calls(&sections)?;
     let programs = object.programs.iter().map(|(name, program)| {
         let function = object.functions.get(&program.function_key()).context("a program without code")?;
@@ -139,10 +143,10 @@ fn stacks() -> Result<HashMap<String, u32>> {
     programs.collect()
 }
 
-/// A program, cut into its functions.
+/// Instructions of a program, cut into its functions.
 struct Code<'a> {
     instructions: &'a [bpf_insn],
-    /// Where each function begins, in order.
+    /// Indices at which the functions begin, in order.
     begins: Vec<usize>,
 }
 
@@ -160,7 +164,8 @@ impl<'a> Code<'a> {
         begin..*next.unwrap_or(&self.instructions.len())
     }
 
-    /// Bytes of stack of the function that begins there, and of the deepest chain of calls below it.
+    /// Returns the stack of the function that begins at `begin` and of the deepest chain of calls
+    /// below it.
     fn deepest(&self, begin: usize) -> u32 {
         let body = self.body(begin);
         let frame = body.clone().filter_map(|at| self.reach(at)).max().unwrap_or(0);
@@ -168,7 +173,8 @@ impl<'a> Code<'a> {
         frame.max(1).next_multiple_of(FRAME_STEP) + called.max().unwrap_or(0)
     }
 
-    /// How far down its frame an instruction reaches: by an access, or by `rX = r10; rX += -n`.
+    /// Returns how far down its frame an instruction reaches, by an access or by `rX = r10; rX +=
+    /// -n`.
     fn reach(&self, at: usize) -> Option<u32> {
         const FRAME: u8 = 10;
         const LOAD: u8 = 1;
@@ -190,7 +196,7 @@ impl<'a> Code<'a> {
     }
 }
 
-/// Where the function begins that is called there.
+/// Returns the index at which the function begins that the instruction at `at` calls.
 fn callee(instructions: &[bpf_insn], at: usize) -> Option<usize> {
     const CALL: u8 = 0x85;
     const OF_OWN: u8 = 1;

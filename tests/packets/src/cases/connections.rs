@@ -1,4 +1,4 @@
-//! New flows go where fewer connections are.
+//! Least connection: new flows go to the backend that has fewer connections.
 
 use anyhow::{Result, ensure};
 use proxy_common::{
@@ -21,7 +21,8 @@ use crate::{
 const SERVICE: u32 = 1;
 const HERE: u32 = BOTH[0].0;
 const ELSEWHERE: u32 = BOTH[1].0;
-/// As many at random would not all go one way.
+/// Client ports of new flows. If backends were chosen at random, so many would not all get the
+/// same.
 const PORTS: std::ops::Range<u16> = 1_024..1_084;
 
 pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
@@ -63,7 +64,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
             establish(s, client(number))?;
             counted(s, (number.into(), 0))?;
         }
-        // What goes on is counted once.
+        // Further packets of a connection do not count it again.
         sends(s, client(2), TCP_ACK)?;
         answered(s, client(2), TCP_ACK)?;
         counted(s, (3, 0))?;
@@ -72,7 +73,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
             counted(s, (3, 1))?;
             sends(s, client(2), TCP_RST)?;
             counted(s, (3, 2))?;
-            // Its last segments again.
+            // The last segments are sent again.
             sends(s, client(2), TCP_RST)?;
             counted(s, (3, 2))?;
         }
@@ -126,7 +127,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-/// `CLUSTER_IP`, served by both backends.
+/// Makes both backends serve `CLUSTER_IP`.
 pub(crate) fn serve<W: Tables>(s: &mut Scene<W>, flags: u32) -> Result<()> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     let set = s.set(&BOTH)?;
@@ -163,7 +164,7 @@ fn forget_flows<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     Ok(())
 }
 
-/// Of the backend of this node: so many were opened and closed.
+/// Expects this many flows of this node's backend to be opened and closed.
 fn counted<W: Tables>(s: &mut Scene<W>, expected: (u64, u64)) -> Result<()> {
     let counted = s.world.connections()?.get(&HERE).copied();
     ensure!(counted == Some(expected), "counted {counted:?}, expected {expected:?}");
@@ -180,12 +181,12 @@ fn answered<W: Tables>(s: &mut Scene<W>, client: Endpoint, flags: u8) -> Result<
     s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))
 }
 
-/// The first packets of a connection to the backend of this node, up to the established flow.
+/// Sends the first packets of a connection to this node's backend, until its flow is established.
 fn establish<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
     s.opens("workload_ingress", client, CLUSTER_IP, LOCAL)?;
     answered(s, client, TCP_SYN | TCP_ACK)?;
     if s.protocol == PROTOCOL_UDP {
-        // Datagrams are established by traffic of both sides for seconds.
+        // A flow of datagrams is established once both sides have sent for some seconds.
         s.age(Stage::Opening)?;
         answered(s, client, 0)?;
     }

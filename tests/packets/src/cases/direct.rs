@@ -1,5 +1,6 @@
-//! Direct server return: the node that a client dials, and the one that answers. One world is both: its tables are filled as each has them.
-//! Each case is about packets in IP alone, and in Geneve.
+//! Direct server return, at the node that a client dials and at the node that answers. One world
+//! plays both nodes: each case fills its maps as one of them has them. Each case is run with
+//! packets in IP alone and in Geneve.
 
 use anyhow::{Context as _, Result, ensure};
 use lab::namespace::ip;
@@ -22,7 +23,7 @@ use crate::{
     world::{Output, Tables, Verdict, link_address},
 };
 
-/// What packets get before them.
+/// Outer headers that packets get.
 #[derive(Clone, Copy, Eq, PartialEq)]
 pub(crate) enum Way {
     Ip,
@@ -39,7 +40,7 @@ impl Way {
         }
     }
 
-    /// Bytes of the outer headers.
+    /// Returns the length of the outer headers.
     fn header<W: Tables>(self) -> usize {
         ip_header::<W>() + if self == Self::Geneve { 16 } else { 0 }
     }
@@ -49,7 +50,7 @@ pub(crate) fn ip_header<W: Tables>() -> usize {
     if W::NAME == "ipv4" { 20 } else { 40 }
 }
 
-/// For both protocols, both ways.
+/// Adds a case for both protocols and both encapsulations.
 fn each<W: Tables + 'static>(group: &mut Group, name: &str, body: fn(&mut Scene<W>, Way) -> Result<()>) {
     for (way, label) in WAYS {
         for protocol in BOTH {
@@ -58,9 +59,9 @@ fn each<W: Tables + 'static>(group: &mut Group, name: &str, body: fn(&mut Scene<
     }
 }
 
-/// Served by every node alike.
+/// Address that every node serves.
 pub(crate) const LOAD_BALANCER: Endpoint = (KnownAddress::External, 80);
-/// Of the node that the client dials, seen from the other.
+/// Node port of the node that the client dials, as the other node sees it.
 const OTHERS_NODE_PORT: Endpoint = (KnownAddress::OtherNode, NODE_PORT.1);
 const SERVICE: u32 = 1;
 const FLAGS: u32 = FRONTEND_EXTERNAL | FRONTEND_DSR;
@@ -103,7 +104,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         }
         s.counted(&[(Reason::FlowOpened, 2)])
     });
-    // What one role makes is what the other takes.
+    // One role must accept what the other makes.
     each::<W>(group, "from one node to the other and back to the client", |s, way| {
         dialled(s, way)?;
         let first = Segment { payload: vec![7; 300], ..s.first(CLIENT, LOAD_BALANCER) };
@@ -122,13 +123,13 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         let to = |source, destination| Tunnel { source, destination, ..tunnel(way) };
         let first = s.first(CLIENT, LOAD_BALANCER);
         let others = [
-            // To an endpoint of another node, and to none.
+            // The outer destination is an endpoint of another node, or no endpoint.
             first.in_tunnel::<W>(to(KnownAddress::OtherNode, KnownAddress::RemoteBackend)),
             first.in_tunnel::<W>(to(KnownAddress::OtherNode, KnownAddress::Stranger)),
-            // To a node port of who has not sent it.
+            // The node port belongs to another node than the one that sent the packet.
             s.first(CLIENT, OTHERS_NODE_PORT)
                 .in_tunnel::<W>(to(KnownAddress::Stranger, KnownAddress::LocalBackend)),
-            // To what no service has.
+            // No service has the inner destination.
             s.first(CLIENT, (KnownAddress::Stranger, 80)).in_tunnel::<W>(tunnel(way)),
         ];
         for bytes in others {
@@ -138,7 +139,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
             let segment = first.flags(TCP_ACK).in_tunnel::<W>(tunnel(way));
             s.send_bytes("uplink_ingress", &segment, Expect::Untouched)?;
         }
-        // From a pod.
+        // A pod sends the packet.
         s.send_bytes("workload_ingress", &first.in_tunnel::<W>(tunnel(way)), Expect::Untouched)?;
         ensure!(s.flow_counts()? == (0, 0), "entries {:?}", s.flow_counts()?);
         s.counted(&[])
@@ -152,7 +153,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
     each::<W>(group, "cut short anywhere, and one in one in another", |s, way| {
         backends_node(s)?;
         let whole = s.first(CLIENT, LOAD_BALANCER).in_tunnel::<W>(tunnel(way));
-        // The kernel gives programs no shorter ones.
+        // The kernel gives no shorter packets to programs.
         let shortest = if W::NAME == "ipv4" { 34 } else { 54 };
         for length in shortest..whole.len() {
             s.send_bytes("uplink_ingress", &whole[..length], Expect::Untouched)?;
@@ -223,7 +224,8 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(length == MTU + 14, "{length} bytes");
         let output = s.world.leaves_by(uplink.index, "uplink_egress", &longer.to(REMOTE).bytes::<W>())?;
         ensure!(output.verdict == Verdict::Redirected, "{:?}", output.verdict);
-        // It fits into the interface, so that this much less does with the header.
+        // The packet would have to be shorter by the header, because without it the packet just
+        // fits into the interface.
         let told = longer.bytes::<W>().len() - 14 - header;
         ensure!(output.packet == W::too_big(&longer, told), "another error");
         s.counted(&[(Reason::FlowOpened, 1), (Reason::PacketTooBig, 1)])
@@ -249,7 +251,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
             let packet = Segment { payload: vec![1; 2 * size], ..s.packet(CLIENT, LOAD_BALANCER, TCP_ACK) };
             let inside = packet.to(REMOTE).bytes::<W>();
             let output = s.world.leaves_merged(uplink.index, "uplink_egress", &inside, size as u32)?;
-            // Segments of a stream are cut to what fits.
+            // Segments of a stream can be cut until they fit.
             let is_told = is_too_long && s.protocol == PROTOCOL_UDP;
             let expected = if is_told { Verdict::Redirected } else { Verdict::Dropped };
             ensure!(output.verdict == expected, "{size}: {:?}", output.verdict);
@@ -270,10 +272,10 @@ fn told_beside_a_flood<W: Tables>(s: &mut Scene<W>, way: Way) -> Result<()> {
     dialled(s, way)?;
     let first = s.first(CLIENT, LOAD_BALANCER);
     s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
-    // Beyond the table: it has no endpoints.
+    // The service's number is beyond the end of the map, so it has no endpoints.
     s.frontend(CLUSTER_IP, 1_000, 0)?;
     let refused = s.first(CLIENT, CLUSTER_IP).bytes::<W>();
-    // Twice as many as a second has room for, as a new second may begin meanwhile.
+    // The number is twice the limit of a second, because a new second may begin meanwhile.
     let mut is_answered = |_| Ok(s.world.run("workload_ingress", &refused)?.verdict != Verdict::Dropped);
     let most = 2 * ICMP_ERRORS_PER_SECOND;
     let answered =
@@ -285,13 +287,13 @@ fn told_beside_a_flood<W: Tables>(s: &mut Scene<W>, way: Way) -> Result<()> {
     Ok(())
 }
 
-/// What the node knows that the client dials.
+/// Fills the maps as on the node that the client dials.
 pub(crate) fn dialled<W: Tables>(s: &mut Scene<W>, way: Way) -> Result<()> {
     serve(s, &[(12, REMOTE, false)])?;
     s.change_settings(|settings| settings.encapsulation = way.encapsulation())
 }
 
-/// As [`dialled`]; of its service port.
+/// Writes the service port of [`dialled`] with these backends.
 fn serve<W: Tables>(s: &mut Scene<W>, backends: &[(u32, Endpoint, bool)]) -> Result<()> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     s.service(SERVICE, backends)?;
@@ -305,14 +307,14 @@ fn node_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     W::put_frontend(&mut s.world.ebpf, key, Frontend { service: SERVICE, flags: FLAGS })
 }
 
-/// What the node of `LOCAL` knows.
+/// Fills the maps as on the node of `LOCAL`.
 pub(crate) fn backends_node<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.service(SERVICE, &[(11, LOCAL, true), (12, REMOTE, false)])?;
     s.frontend(LOAD_BALANCER, SERVICE, FLAGS)?;
     node_port(s)
 }
 
-/// In what another node sends packets to `LOCAL`.
+/// Returns the outer ends with which another node sends packets to `LOCAL`.
 pub(crate) fn tunnel(way: Way) -> Tunnel {
     let port = (way == Way::Geneve).then_some(50_000);
     Tunnel { source: KnownAddress::OtherNode, destination: KnownAddress::LocalBackend, port }
@@ -322,7 +324,8 @@ fn arrives<W: Tables>(s: &mut Scene<W>, packet: &Segment, way: Way, expected: Ex
     s.send_bytes("uplink_ingress", &packet.in_tunnel::<W>(tunnel(way)), expected)
 }
 
-/// A packet with ends of this node leaves as the client has sent it, in one from this address to `REMOTE`. Gives that.
+/// Expects a packet between client and backend to leave as the client has sent it, in a packet from
+/// this address to `REMOTE`. Returns that packet.
 fn leaves<W: Tables>(
     s: &mut Scene<W>,
     inside: &[u8],
@@ -335,7 +338,7 @@ fn leaves<W: Tables>(
     Ok(output.packet)
 }
 
-/// The port that Geneve comes from.
+/// Returns the source port of a packet of Geneve.
 fn source_port<W: Tables>(packet: &[u8]) -> u16 {
     let place = 14 + ip_header::<W>();
     u16::from_be_bytes([packet[place], packet[place + 1]])
@@ -351,7 +354,7 @@ fn is_carried<W: Tables>(output: &Output, sent: &[u8], from: KnownAddress, way: 
     Ok(())
 }
 
-/// The client's packets leave in packets from this address, as they came.
+/// Expects the client's packets to leave unchanged inside packets from this address.
 fn sent_on<W: Tables>(s: &mut Scene<W>, dialled: Endpoint, from: KnownAddress, way: Way) -> Result<()> {
     let mut ports = Vec::new();
     for flags in [TCP_SYN, TCP_ACK] {
@@ -360,7 +363,7 @@ fn sent_on<W: Tables>(s: &mut Scene<W>, dialled: Endpoint, from: KnownAddress, w
         let inside = packet.to(REMOTE).bytes::<W>();
         let carried = leaves(s, &inside, &packet.bytes::<W>(), from, way)?;
         ports.push(source_port::<W>(&carried));
-        // A device below has programs too.
+        // A device below this one has programs too, which must not change the packet again.
         s.send_bytes("uplink_egress", &carried, Expect::Untouched)?;
     }
     ports.dedup();
@@ -369,7 +372,7 @@ fn sent_on<W: Tables>(s: &mut Scene<W>, dialled: Endpoint, from: KnownAddress, w
     s.counted(&[(Reason::FlowOpened, 1)])
 }
 
-/// Of packets that XDP sends on.
+/// Adds the cases of packets that XDP forwards.
 fn transit_cases<W: Tables + 'static>(group: &mut Group) {
     each::<W>(group, "transit", |s, way| {
         let uplink = Uplink::new::<W>(s.world)?.and_neighbours::<W>()?;
@@ -475,14 +478,15 @@ fn transit_cases<W: Tables + 'static>(group: &mut Group) {
     }
 }
 
-/// The stack lets the client's first packet out. Gives the ends of the packet that it leaves in.
+/// Makes the stack let the client's first packet out. Returns the outer ends with which it leaves.
 fn let_out<W: Tables>(s: &mut Scene<W>, uplink: &Uplink, first: &Segment, way: Way) -> Result<Tunnel> {
     uplink.passes(s, &first.bytes::<W>())?;
     s.send("uplink_ingress", first, Expect::Becomes(&first.to(REMOTE)))?;
-    // Also the next ones, until one has left.
+    // XDP also passes the next packets until one has left.
     uplink.passes(s, &first.flags(TCP_ACK).bytes::<W>())?;
     let inside = first.to(REMOTE).bytes::<W>();
-    // Nor after one that the node itself has sent: nobody has judged the client by that.
+    // The packet that the node itself sends changes nothing, because it says nothing about the
+    // stack's verdict on the client.
     leaves(s, &inside, &first.bytes::<W>(), KnownAddress::Node, way)?;
     uplink.passes(s, &first.flags(TCP_ACK).bytes::<W>())?;
     let output = s.world.forward("uplink_egress", &inside)?;
@@ -491,14 +495,14 @@ fn let_out<W: Tables>(s: &mut Scene<W>, uplink: &Uplink, first: &Segment, way: W
     Ok(Tunnel { source: KnownAddress::Node, destination: KnownAddress::RemoteBackend, port })
 }
 
-/// XDP sends the packet on in one with these ends.
+/// Expects XDP to forward the packet inside one with these ends.
 fn sends_on<W: Tables>(s: &Scene<W>, uplink: &Uplink, packet: &Segment, tunnel: Tunnel) -> Result<()> {
     uplink.sends_bytes(s, packet, &packet.sent_back().in_tunnel::<W>(tunnel))
 }
 
-/// A packet of Geneve to `LOCAL`, some of whose bytes behind the outer IP header are others.
+/// Adds the cases of Geneve packets to `LOCAL` that have other bytes behind the outer IP header.
 fn geneve_cases<W: Tables + 'static>(group: &mut Group) {
-    /// Of UDP and Geneve.
+    /// Length of the headers of UDP and Geneve.
     const HEADERS: usize = 16;
     type Change = fn(&mut Vec<u8>, usize);
     const ARE_TAKEN_OUT: [Change; 3] = [
@@ -542,7 +546,7 @@ fn geneve_cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("direct by geneve: to a frontend at that port", |s| {
         const OWN: Endpoint = (KnownAddress::LocalBackend, 6081);
         backends_node(s)?;
-        // Its endpoint serves Geneve itself.
+        // The frontend's endpoint serves Geneve itself.
         let key = FrontendKey::of_address(W::address(KnownAddress::External), Port::new(6081), PROTOCOL_UDP);
         s.service(2, &[(13, OWN, true)])?;
         W::put_frontend(&mut s.world.ebpf, key, Frontend { service: 2, flags: FRONTEND_EXTERNAL })?;
@@ -554,7 +558,7 @@ fn geneve_cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-/// Puts options behind the header of Geneve, and corrects all lengths.
+/// Inserts options after the Geneve header, and corrects all lengths.
 fn with_options(bytes: &mut Vec<u8>, udp: usize, options: &[u8]) {
     bytes.splice(udp + 16..udp + 16, options.iter().copied());
     bytes[udp + 8] |= (options.len() / 4) as u8;

@@ -1,4 +1,4 @@
-//! What somebody who watches is told.
+//! Events that the programs send to who watches them.
 
 use std::collections::HashSet;
 
@@ -83,12 +83,12 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
             open(s, (CLIENT.0, 1_024 + port))?;
         }
         let ports: HashSet<u16> = s.world.events()?.iter().map(|event| event.client_port).collect();
-        // A hundred on average, with a deviation of ten.
+        // The mean is a hundred, with a standard deviation of ten.
         ensure!((20..=300).contains(&ports.len()), "{} of {OPENED} flows", ports.len());
         Ok(())
     });
     group.both::<W>("events: those without room are counted", |s| {
-        // With its header a record takes eight bytes more.
+        // The ring buffer's header adds eight bytes to a record.
         let room = EVENT_BYTES as usize / (size_of::<Event>() + 8);
         s.service_without_local_endpoint(1)?;
         s.frontend(EXTERNAL, 1, FRONTEND_EXTERNAL)?;
@@ -113,7 +113,7 @@ fn watch<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.world.set_event_control(EventControl::new(u64::MAX, Reason::ALL.iter().copied(), 1))
 }
 
-/// The event of this reason, from the usual client to `frontend`.
+/// Makes the event of this reason, from the usual client to `frontend`.
 fn expected<W: Tables>(s: &Scene<W>, reason: Reason, frontend: Endpoint) -> Event {
     let mut event = Event::new(0, reason as u32);
     event.protocol = s.protocol;
@@ -130,14 +130,15 @@ fn bytes<W: Tables>(end: Endpoint) -> [u8; 16] {
     bytes
 }
 
-/// Event `of` a flow of service 1 to this backend.
+/// Adds a backend of service 1 to an event.
 fn with_backend<W: Tables>(mut of: Event, backend: Endpoint, id: u32) -> Event {
     (of.backend, of.backend_port) = (bytes::<W>(backend), backend.1);
     (of.backend_id, of.service) = (id, 1);
     of
 }
 
-/// Exactly these were told since the last look, in this order, each at a moment in between.
+/// Expects exactly these events since the last look, in this order. Each must have a time in
+/// between.
 fn told<W: Tables>(s: &mut Scene<W>, expected: &[Event]) -> Result<()> {
     let now = proxy_ctl::sys::clock::since_boot();
     let mut events = s.world.events()?;

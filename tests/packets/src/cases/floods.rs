@@ -1,5 +1,5 @@
-//! Floods from forged addresses, at the sizes that the tables have by default: established flows lose nothing, and clients that come
-//! meanwhile are served.
+//! Floods from forged addresses, with maps as large as by default. Established flows lose nothing,
+//! and clients that come meanwhile are served.
 
 use std::env;
 
@@ -17,24 +17,26 @@ use crate::{
     world::{Tables, Verdict, World},
 };
 
-/// Three times what the tables of opening flows have room for. `FORGED_CLIENTS` in the environment asks for more: a million take
-/// ten seconds for each case.
+/// Number of forged clients: three times as many as the maps of opening flows have room for.
+/// `FORGED_CLIENTS` in the environment asks for more; a million take ten seconds for each case.
 const FORGED_CLIENTS: u32 = 100_000;
 const ESTABLISHED: u32 = 1_000;
-/// Forged clients between one real client and the next.
+/// Number of forged clients between one real client and the next.
 const SPACING: u32 = 1_000;
-/// Forged clients while a packet goes from the client to the backend and the answer back: 50 ms at 100,000 a second.
+/// Number of forged clients that come while a packet goes to the backend and the answer comes back.
+/// At 100,000 a second, this takes 50 ms.
 const ROUND_TRIP: u32 = 5_000;
 
-/// Numbers of clients; each has an address of its own.
+/// First numbers of the clients of each kind. Each client has an address of its own.
 const FIRST_ESTABLISHED: u32 = 2_000_000;
 const FIRST_REAL: u32 = 3_000_000;
 
-/// What a forged client sends once the backend has answered its first packet.
+/// Packet that a forged client sends once the backend has answered its first one.
 #[derive(Clone, Copy)]
 enum Then {
     Nothing,
-    /// With an acknowledgement that no backend has asked for.
+    /// A segment with these flags, and an acknowledgement number that fits nothing that the backend
+    /// has sent.
     Flags(u8),
     SameAgain,
 }
@@ -58,7 +60,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     );
 }
 
-/// The backend answers them all, so that each forged client has a flow that goes on.
+/// Lets the backend answer all forged clients, so that each of them has a flow that goes on.
 fn flood_for_seconds<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     const MOST: u32 = 4_000;
     const FORGED: u32 = 5_000;
@@ -82,7 +84,7 @@ fn flood_for_seconds<W: Tables>(s: &mut Scene<W>) -> Result<()> {
         from_client::<W>(s.world, &clients.second, client)?;
         to_client::<W>(s.world, &clients.answer, client)?;
     }
-    // The room of connections is theirs.
+    // The flood has left the room of TCP connections to them.
     let mut tcp = Scene::<W>::new(s.world, PROTOCOL_TCP);
     tcp.node_port_here()?;
     let clients = Clients::new(&tcp, Then::Nothing);
@@ -99,7 +101,8 @@ fn flood_for_seconds<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     Ok(())
 }
 
-/// Packets of one client after the other: the address is written into a packet's bytes, without its checksum, which no program reads.
+/// Packets of one client after the other. The client's address is written into the bytes without
+/// correcting the checksum, which no program reads.
 struct Clients {
     first: Vec<u8>,
     answer: Vec<u8>,
@@ -127,7 +130,7 @@ impl Clients {
     }
 }
 
-/// Offsets in a packet with an Ethernet header and neither options nor extension headers.
+/// Offsets in a packet with an Ethernet header and without options or extension headers.
 struct Offsets {
     source: usize,
     destination: usize,
@@ -138,26 +141,27 @@ impl Offsets {
     fn of<W: Tables>() -> Self {
         const NETWORK: usize = 14;
         let length = size_of::<W::Address>();
-        // Addresses are the last fields of either header.
+        // The addresses are the last fields of the header in both families.
         let ports = NETWORK + if length == 4 { 20 } else { 40 };
         Self { source: ports - 2 * length, destination: ports - length, ports }
     }
 }
 
-/// The address of a client: 100.64.0.0 onwards, and in IPv6 with these as its last bytes.
+/// Writes a client's address, which follows 100.64.0.0. In IPv6, these bytes are the end of the
+/// address.
 fn write_client(bytes: &mut [u8], end_of_address: usize, client: u32) {
     const FIRST_ADDRESS: u32 = u32::from_be_bytes([100, 64, 0, 0]);
     bytes[end_of_address - 4..end_of_address].copy_from_slice(&(FIRST_ADDRESS + client).to_be_bytes());
 }
 
-/// The client's packet must reach the backend.
+/// Sends a client's packet, which must reach the backend.
 pub(super) fn from_client<W: Tables>(world: &World, packet: &[u8], client: u32) -> Result<()> {
     let verdict = to_backend::<W>(world, packet, client)?;
     ensure!(verdict == Verdict::GoesOn, "{verdict:?}: the packet of client {client}");
     Ok(())
 }
 
-/// As [`from_client`], unless it is dropped.
+/// Sends a client's packet, which must reach the backend or be dropped.
 pub(super) fn to_backend<W: Tables>(world: &World, packet: &[u8], client: u32) -> Result<Verdict> {
     let Offsets { source: _, destination, ports } = Offsets::of::<W>();
     let mut bytes = packet.to_vec();
@@ -172,12 +176,12 @@ pub(super) fn to_backend<W: Tables>(world: &World, packet: &[u8], client: u32) -
     Ok(output.verdict)
 }
 
-/// The backend's answer must come from the frontend.
+/// Sends the backend's answer, which must leave with `NODE_PORT` as its source.
 pub(super) fn to_client<W: Tables>(world: &World, packet: &[u8], client: u32) -> Result<()> {
     is_from_frontend::<W>(world, packet, client, NODE_PORT)
 }
 
-/// As [`to_client`], of any frontend.
+/// Sends the backend's answer, which must leave with this frontend as its source.
 pub(super) fn is_from_frontend<W: Tables>(
     world: &World,
     packet: &[u8],
@@ -220,7 +224,8 @@ fn flood<W: Tables>(s: &mut Scene<W>, then: Then) -> Result<()> {
         to_client::<W>(s.world, &clients.answer, client)?;
     }
     let (_, entries) = s.flow_counts()?;
-    // Datagrams establish a flow after seconds. On a slow machine those of real clients do.
+    // Flows of datagrams are established after seconds. On a slow machine, those of real clients
+    // may last that long.
     let least = ESTABLISHED + if s.protocol == PROTOCOL_TCP { real } else { 0 };
     let expected = 2 * least as usize..=2 * (ESTABLISHED + real) as usize;
     ensure!(expected.contains(&entries), "{entries} entries of established flows, not {expected:?}");

@@ -1,4 +1,4 @@
-//! Flows over time: who keeps its backend, who gets another.
+//! Flows over time: which of them keep their backend, and which get another one.
 
 use anyhow::{Result, ensure};
 use proxy_common::{
@@ -44,7 +44,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let data = Segment { payload: vec![0xa5; 333], ..s.packet(CLIENT, CLUSTER_IP, TCP_ACK) };
         s.send("workload_ingress", &data, reset_by::<W>(&data))?;
         ensure!(s.flow_counts()? == (2, 0), "a flow that was reset leaves the table that does not evict");
-        // The answer may be lost, and a RST gets none.
+        // The answer may be lost. A RST gets no answer.
         s.send("workload_ingress", &data, reset_by::<W>(&data))?;
         sends(s, CLIENT, TCP_RST)?;
         s.counted(&[(Reason::FlowOpened, 1), (Reason::BackendGone, 2)])?;
@@ -77,7 +77,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.resetting::<W>("not reset: what opens or resets, or acknowledges nothing", |s| {
         establish(s)?;
         move_service(s)?;
-        // A SYN may be forged: the connection is up, and its backend knows.
+        // A SYN may be forged. The connection is established, and its backend knows so.
         for flags in [TCP_SYN, TCP_SYN | TCP_ACK, TCP_FIN, TCP_RST, TCP_RST | TCP_ACK] {
             sends(s, CLIENT, flags)?;
         }
@@ -142,7 +142,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.counted(&[(Reason::FlowOpened, CONNECTIONS.into())])
     });
     group.tcp::<W>("forged FIN, RST and SYN break nothing", forged);
-    // Each acknowledges what the other's next one sends.
+    // Each forged segment acknowledges what the other side's next forged one sends.
     group.tcp::<W>("forged segments of both sides that agree break nothing", |s| {
         const CLIENTS: u32 = 0x1111_2222;
         const BACKENDS: u32 = 0x9999_aaaa;
@@ -171,7 +171,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(state.backend_fin == FIN_ACKNOWLEDGED, "{state:?}");
         Ok(())
     });
-    // What one side's entry does not know, the other side's does.
+    // The entry of one side knows numbers that the other side's entry does not know.
     group.tcp::<W>("a gap that is filled, or was never seen, and then a reset", |s| {
         const STEP: u32 = 1 << 18;
         const STEPS: u32 = 64;
@@ -180,12 +180,12 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let ack = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
         let data_at = |steps: u32| Segment { sequence: data.sequence + steps * STEP, ..data.clone() };
         let ack_of = |steps: u32| Segment { acknowledgement: data.sequence + steps * STEP, ..ack.clone() };
-        // The first segment was lost, so that the client acknowledges all at once.
+        // The first segment was lost, so the client acknowledges all of them at once.
         for steps in 1..=STEPS {
             s.send("workload_egress", &data_at(steps), Expect::Becomes(&data_at(steps).from(CLUSTER_IP)))?;
         }
         s.send("workload_ingress", &ack_of(STEPS), Expect::Becomes(&ack_of(STEPS).to(LOCAL)))?;
-        // The backend's segments have gone another way.
+        // The backend's segments have taken another way.
         for steps in STEPS..=2 * STEPS {
             s.send("workload_ingress", &ack_of(steps), Expect::Becomes(&ack_of(steps).to(LOCAL)))?;
         }
@@ -200,7 +200,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         establish(s)?;
         let data = s.answer(LOCAL, CLIENT, TCP_ACK);
         let ack = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
-        // The first segment is lost. Its copy arrives after as much again was sent.
+        // The first segment is lost. Its copy arrives after as many bytes again were sent.
         for steps in (1..=UNDER_WAY).chain([0]).chain(UNDER_WAY..=2 * UNDER_WAY) {
             let data = Segment { sequence: data.sequence + steps * STEP, ..data.clone() };
             s.send("workload_egress", &data, Expect::Becomes(&data.from(CLUSTER_IP)))?;
@@ -279,7 +279,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let first = s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
         s.send("workload_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
         let answer = answered(s, CLIENT, TCP_SYN | TCP_ACK)?;
-        // Nobody has shown yet that the client's address is its own.
+        // Nothing has shown yet that the client really has its address.
         ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
         sends(s, CLIENT, TCP_ACK)?;
         sustain(s, &first, &answer)?;
@@ -293,7 +293,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
             for port in 1..=flows {
                 s.opens("workload_ingress", (KnownAddress::Client, port), CLUSTER_IP, LOCAL)?;
                 let answer = answered(s, (KnownAddress::Client, port), TCP_SYN | TCP_ACK)?;
-                // Not tried again at each packet.
+                // The second packet of a client must not try again to establish the flow.
                 for _ in 0..2 {
                     sends(s, (KnownAddress::Client, port), TCP_ACK)?;
                 }
@@ -306,7 +306,8 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
             );
             s.counted(&[(Reason::FlowOpened, flows.into()), (Reason::FlowsFull, 1)])
         });
-        // Each flow takes two of the 65,536 entries. A batch is answered when all of it is open.
+        // Each flow takes two of the 65,536 entries. A batch is answered once all its flows are
+        // open.
         group.tcp::<W>("new flows outlive old ones in a table that is full of busy flows", |s| {
             const BUSY: u16 = 32_700;
             const BATCH: u16 = 100;
@@ -334,7 +335,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         establish(s)?;
         let mut flow = s.flow_of(Stage::Established, CLIENT)?;
         flow.last_seen = 0;
-        // Long ago; then each entry is lost once.
+        // The flow was seen long ago, and each of its entries is lost once.
         for is_client in [true, false] {
             let (key, lost) = if is_client {
                 (flow.client_key(), flow.backend_key())
@@ -370,7 +371,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(aliases.len() == 1 && aliases[0] != CLIENT.1, "{aliases:?}");
         let client_inside = (CLIENT.0, aliases[0]);
         ensure!(output.packet == second.to(LOCAL).from(client_inside).bytes::<W>());
-        // Each answer goes to the connection it belongs to.
+        // Each answer must go to the connection that it belongs to.
         let answer = answered(s, CLIENT, TCP_SYN | TCP_ACK)?;
         let answer = answer.to(client_inside);
         s.send("workload_egress", &answer, Expect::Becomes(&answer.from(other).to(CLIENT)))?;
@@ -380,21 +381,21 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 
 const OTHER: (KnownAddress, u16) = (KnownAddress::RemoteBackend, 9090);
 
-/// The client's segment reaches the backend.
+/// Sends the client's segment, which must reach the backend.
 fn sends<W: Tables>(s: &mut Scene<W>, client: Endpoint, flags: u8) -> Result<Segment> {
     let packet = s.packet(client, CLUSTER_IP, flags);
     s.send("workload_ingress", &packet, Expect::Becomes(&packet.to(LOCAL)))?;
     Ok(packet)
 }
 
-/// The backend's segment reaches the client.
+/// Sends the backend's segment, which must reach the client.
 fn answered<W: Tables>(s: &mut Scene<W>, client: Endpoint, flags: u8) -> Result<Segment> {
     let answer = s.answer(LOCAL, client, flags);
     s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
     Ok(answer)
 }
 
-/// The first packets of a connection, up to the established flow.
+/// Sends the first packets of a connection, until its flow is established.
 fn establish<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.cluster_ip()?;
     establish_from(s, CLIENT)
@@ -410,7 +411,8 @@ fn establish_from<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
     Ok(())
 }
 
-/// Datagrams are established by traffic of both sides for seconds.
+/// Sends more packets where a flow needs them: datagrams establish a flow once both sides have sent
+/// for some seconds.
 fn sustain<W: Tables>(s: &mut Scene<W>, first: &Segment, answer: &Segment) -> Result<()> {
     if s.protocol == PROTOCOL_UDP {
         s.age(Stage::Opening)?;
@@ -420,14 +422,14 @@ fn sustain<W: Tables>(s: &mut Scene<W>, first: &Segment, answer: &Segment) -> Re
     Ok(())
 }
 
-/// From now on the service has another backend, and the old one is gone.
+/// Gives the service another backend, and removes the old one.
 fn move_service<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.service(1, &[(21, OTHER, true)])?;
     W::remove_backend(&mut s.world.ebpf, 11)?;
     s.world.raise_epoch()
 }
 
-/// What the client gets for a segment that acknowledges something.
+/// Returns the reset that the client gets for a segment with an acknowledgement.
 fn reset_by<W: Tables>(segment: &Segment) -> Expect<'static> {
     let reset = segment.answer(TCP_RST);
     let number = segment.acknowledgement;
@@ -454,7 +456,7 @@ fn close<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     close_from(s, CLIENT)
 }
 
-/// Both sides close, and each acknowledges that.
+/// Closes the connection from both sides. Each side acknowledges the other's FIN.
 pub(super) fn close_from<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
     sends(s, client, TCP_FIN | TCP_ACK)?;
     let fin = s.answer(LOCAL, client, TCP_FIN | TCP_ACK);
@@ -472,7 +474,7 @@ fn syn_stays<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.counted(&[(Reason::FlowOpened, 1)])
 }
 
-/// Ports and addresses are right, sequence numbers are not.
+/// Sends segments whose ports and addresses are right, but whose sequence numbers are not.
 fn forged<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     establish(s)?;
     let forged = |packet: Segment| Segment { sequence: packet.sequence.wrapping_add(1 << 30), ..packet };

@@ -1,4 +1,5 @@
-//! Packets in fragments. The checksums of the expected ones are those of the whole packet, computed from scratch.
+//! Packets in fragments. The checksums of the expected fragments are those of the whole packet,
+//! computed from scratch.
 
 use anyhow::{Result, ensure};
 use proxy_common::{
@@ -30,7 +31,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let first = long(Segment { link: Link::Bare, ..s.first(CLIENT, CLUSTER_IP) });
         expect(s, "workload_ingress_l3", &first, &first.to(LOCAL), &[0, 1, 2, 3])
     });
-    // IPv6: an atomic fragment, that is a whole packet.
+    // In IPv6 this is an atomic fragment, which is a whole packet.
     group.both::<W>("in fragments, the first of which has all payload", |s| {
         s.cluster_ip()?;
         let first = s.first(CLIENT, CLUSTER_IP);
@@ -118,12 +119,13 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         }
         s.counted(&[(Reason::NoLocalEndpoints, 1), (Reason::FragmentOfDropped, 3)])
     });
-    // Also a TCP connection is refused by ICMP: a RST made of the fragment would be one.
+    // A TCP connection is refused by ICMP too, because a RST made of the fragment would be a
+    // fragment itself.
     group.both::<W>("in fragments, refused by one answer", |s| {
         s.without_endpoints()?;
         let packet = long(s.first(CLIENT, CLUSTER_IP));
         let fragments = packet.fragments::<W>(CUT);
-        // All headers, and the first 8 bytes of the transport's.
+        // The error quotes all headers, and the first 8 bytes of the transport header.
         let quoted = &fragments[0][14..fragments[0].len() - CUT.piece + 8];
         let answer = s.world.run("workload_ingress", &fragments[0])?;
         ensure!(answer.verdict == Verdict::Redirected, "{:?}", answer.verdict);
@@ -158,7 +160,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         }
         let records = W::fragment_table(&mut s.world.ebpf)?.keys().count();
         ensure!((1..=FRAGMENTS as usize).contains(&records), "{records} records");
-        // Of the first packet nothing is known any more.
+        // The record of the first packet has been evicted.
         s.send_bytes("workload_ingress", &first.fragments::<W>(Cut { id: 0, ..CUT })[1], Expect::Untouched)?;
         s.counted(&[(Reason::FlowOpened, 1), (Reason::Fragment, 1)])
     });
@@ -179,13 +181,14 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 
 const CUT: Cut = Cut { id: 0x4711, piece: 512 };
 
-/// Four fragments, the last one shorter.
+/// Gives the packet a payload that takes four fragments, the last of which is shorter.
 fn long(packet: Segment) -> Segment {
     let payload = (0..1_700u32).map(|n| (n.wrapping_mul(n) >> 3) as u8).collect();
     Segment { payload, ..packet }
 }
 
-/// Sends fragments, those of these numbers in this order; each becomes that of the other packet.
+/// Sends the fragments with these numbers in this order. Each must become the fragment of `becomes`
+/// with its number.
 fn expect<W: Tables>(
     s: &mut Scene<W>,
     program: &str,

@@ -1,4 +1,5 @@
-//! The guard against floods: a service that is flooded opens few flows, whatever comes, and nobody else is the worse for it.
+//! The flood limit. A service that is flooded opens few flows, whatever comes, and other services
+//! do not suffer.
 
 use std::time::{Duration, Instant};
 
@@ -20,16 +21,18 @@ use crate::{
     world::{Tables, Verdict},
 };
 
-/// In a second: so few that a flood is one also where a test takes a hundred times as long.
+/// Limit of flows in a second. It is so low that the packets are a flood even if a test takes a
+/// hundred times as long.
 const LIMIT: u32 = 450;
 const FORGED: u32 = 200_000;
 const ESTABLISHED: u32 = 1_000;
-/// Forged clients between one client of the other service and the next.
+/// Number of forged clients between one client of the other service and the next.
 const SPACING: u32 = 4_000;
-/// Forged clients while a packet goes to the backend and the answer back: without the guard, the table of opening flows has forgotten it.
+/// Number of forged clients that come while a packet goes to the backend and the answer comes back.
+/// Without the limit, the map of opening flows would have evicted the flow by then.
 const ROUND_TRIP: u32 = 100_000;
 
-/// Numbers of clients; each has an address of its own.
+/// First numbers of the clients of each kind. Each client has an address of its own.
 const FIRST_ESTABLISHED: u32 = 2_000_000;
 const FIRST_OF_OTHER: u32 = 3_000_000;
 
@@ -40,7 +43,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.each::<W>(&[PROTOCOL_TCP], WorldKind::Large, name, flood_of_many);
 }
 
-/// What the clients of a frontend send, and what they are answered.
+/// Packets of the clients of a frontend, and the answers to them.
 struct Connection {
     frontend: Endpoint,
     first: Vec<u8>,
@@ -70,11 +73,11 @@ impl Connection {
 }
 
 const FLOODED: u16 = 60;
-/// The limit of a second for this flood. A window has 7 openings, so that the share of a service
-/// port is less than one, and a machine that takes half a millisecond for a packet still sends
-/// more than the guard lets pass.
+/// Limit of a second for the flood of many service ports. A window has 7 openings, so the share of
+/// a service port is less than one. A machine that takes half a millisecond for a packet still
+/// sends more than the limit lets pass.
 const LIMIT_OF_MANY: u32 = 420;
-/// The time between two connections of the quiet service port: that of 19 windows.
+/// Time between two connections of the quiet service port: 19 windows.
 const PAUSE: Duration = Duration::from_millis(330);
 const QUIET_CONNECTIONS: u32 = 10;
 
@@ -104,7 +107,8 @@ fn flood_of_many<W: Tables>(s: &mut Scene<W>) -> Result<()> {
                 forged += 1;
             }
         }
-        // The first one comes while the flood spends the credit that its service ports had.
+        // The first connection comes while the flood still spends the credit that its service ports
+        // had.
         if connection > 0 {
             quiet.open(s, FIRST_OF_OTHER + connection)?;
         }
@@ -135,7 +139,8 @@ fn flood<W: Tables>(s: &mut Scene<W>) -> Result<()> {
         }
         flooded.establish(s, FIRST_ESTABLISHED + number)?;
     }
-    // A window's room and the share beside it in each, and what a quarter of a second has left before.
+    // The bound is the room of each window with the share beside it, and what a quarter of a second
+    // has left over before.
     let most = u64::from(LIMIT) * 2 * (begin.elapsed().as_secs() + 1) + u64::from(LIMIT);
     ensure!((1..most).contains(&opened), "{opened} of {FORGED} forged clients have flows, {most} is most");
     for client in FIRST_ESTABLISHED..FIRST_ESTABLISHED + ESTABLISHED {

@@ -1,4 +1,4 @@
-//! Headers as networks have them: options, extensions, lies, missing checksums.
+//! Headers as networks have them: with options, extensions, wrong lengths and missing checksums.
 
 use anyhow::{Result, ensure};
 use proxy_common::{
@@ -16,13 +16,15 @@ use crate::{
 
 const ROUTING: u8 = 43;
 const OPTIONS: &[u8] = &[0, 0, 1, 4, 0, 0, 0, 0];
-/// Type, segments left.
+/// IPv6 routing header with no segments left. Its third byte is the type, and its fourth the number
+/// of segments left.
 const ROUTED: &[u8] = &[0, 2, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 const TO_BE_ROUTED: &[u8] = &[0, 2, 4, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
 
-/// What only one family has.
+/// Adds the cases that only one family has.
 pub(crate) fn family_cases(group: &mut Group) {
-    // In words. Less than five is none, and sixty bytes are more than there is.
+    // The lengths are in words of 4 bytes. Less than five words are no header, and 15 words are
+    // more than the packet has.
     group.both::<V4>("with an IPv4 header of every wrong length", |s| {
         s.cluster_ip()?;
         let mut bytes = s.first(CLIENT, CLUSTER_IP).bytes::<V4>();
@@ -55,8 +57,8 @@ pub(crate) fn family_cases(group: &mut Group) {
     });
 }
 
-/// Many segments in one packet (BIG TCP), whose header says the length 0. How long it really is
-/// does not matter here.
+/// Adds the cases of many segments in one packet (BIG TCP), whose header has the length 0. The
+/// programs do not need the true length here.
 pub(crate) fn longer_than_the_header_can_say(group: &mut Group) {
     const PAYLOAD: usize = 1_201;
     const JUMBO: &[u8] = &[0, 0, 0xc2, 4, 0, 0, 0, 0];
@@ -65,7 +67,7 @@ pub(crate) fn longer_than_the_header_can_say(group: &mut Group) {
         let packet = Segment { payload: vec![0xa5; PAYLOAD], ..s.first(CLIENT, CLUSTER_IP) };
         let mut bytes = packet.bytes::<V4>();
         let word = |bytes: &[u8], at: usize| u32::from(u16::from_be_bytes([bytes[at], bytes[at + 1]]));
-        // RFC 1624.
+        // RFC 1624 says how a checksum changes with a field.
         let sum = (!word(&bytes, 24) & 0xffff) + (!word(&bytes, 16) & 0xffff);
         let checksum = !((sum & 0xffff) + (sum >> 16)) as u16;
         bytes[24..26].copy_from_slice(&checksum.to_be_bytes());
@@ -122,7 +124,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let packet = Segment { payload: vec![7; 60], ..s.first(CLIENT, CLUSTER_IP) };
         let fragments = packet.fragments::<W>(Cut { id: 7, piece: 32 });
         all_cut_short(s, &fragments[0])?;
-        // What comes later is looked up only where it is whole.
+        // A later fragment is looked up only if it is whole.
         for length in shortest(&fragments[1])..fragments[1].len() {
             s.send_bytes("workload_ingress", &fragments[1][..length], Expect::Untouched)?;
         }
@@ -131,12 +133,12 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
             4 * (fragments[0].len() - shortest(&fragments[0])) + fragments[1].len() - shortest(&fragments[1]);
         s.counted(&[(Reason::Malformed, cut as u64), (Reason::Fragment, 1)])
     });
-    // An error that quotes too little to name a flow.
+    // The error quotes too little to name a flow.
     group.both::<W>("an ICMP error, cut short anywhere", |s| {
         s.cluster_ip()?;
         let first = s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
         let whole = W::error(LOCAL.0, CLIENT.0, &first.to(LOCAL));
-        // The quoted packet's ports are the first four of these bytes.
+        // The ports of the quoted packet are the first four of the quoted bytes.
         let quoted = if s.protocol == PROTOCOL_TCP && W::NAME == "ipv6" { 20 } else { 8 };
         let ports = whole.len() - quoted + 4;
         for length in shortest(&whole)..ports {
@@ -146,7 +148,8 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         }
         s.counted(&[(Reason::FlowOpened, 1), (Reason::Malformed, 4 * (ports - shortest(&whole)) as u64)])
     });
-    // What the network header says: less than headers take, less than there is, more than there is.
+    // The length in the network header is less than the headers take, or less or more than the
+    // packet has.
     group.both::<W>("of every length that its header can lie about", |s| {
         s.cluster_ip()?;
         let packet = s.first(CLIENT, CLUSTER_IP);
@@ -177,7 +180,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         }
         s.counted(&[(Reason::FlowOpened, 1), (Reason::Malformed, malformed)])
     });
-    // As if a word of the payload had been changed on the way.
+    // The checksum is wrong as if a word of the payload had been changed on the way.
     group.both::<W>("with a transport checksum that is wrong and stays so", |s| {
         s.cluster_ip()?;
         let packet = Segment { payload: b"question".to_vec(), ..s.first(CLIENT, CLUSTER_IP) };
@@ -189,7 +192,8 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let expected = spoilt(packet.to(LOCAL).bytes::<W>());
         s.send_bytes("workload_ingress", &spoilt(packet.bytes::<W>()), Expect::BecomesBytes(expected))
     });
-    // In words; less than five, or more than there is, is none.
+    // The lengths are in words of 4 bytes. Less than five words, or more than the packet has, are
+    // no header.
     group.tcp::<W>("with a TCP header of every length", |s| {
         s.cluster_ip()?;
         let packet = Segment { payload: vec![1; 20], ..s.first(CLIENT, CLUSTER_IP) };
@@ -254,7 +258,8 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
     group.udp::<W>("a checksum that comes out as 0", |s| {
         s.cluster_ip()?;
-        // Some two bytes of payload make the sum after translation zero, which is written as 0xffff.
+        // For some two bytes of payload the checksum after translation would be zero. It is written
+        // as 0xffff.
         let with =
             |word: u16| Segment { payload: word.to_be_bytes().to_vec(), ..s.first(CLIENT, CLUSTER_IP) };
         let checksum = |packet: &Segment| {
@@ -277,19 +282,21 @@ fn expect_translated<W: Tables>(s: &mut Scene<W>, packet: &Segment) -> Result<()
     s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))
 }
 
-/// `change` makes the packet of the first one of a connection.
+/// Sends the first packet of a connection after `change`, and expects it to be translated.
 fn translated<W: Tables>(s: &mut Scene<W>, change: fn(Segment) -> Segment) -> Result<()> {
     s.cluster_ip()?;
     let packet = change(s.first(CLIENT, CLUSTER_IP));
     expect_translated(s, &packet)
 }
 
-/// BPF_PROG_TEST_RUN takes nothing shorter than this, and an IP header must be whole since 6.17.
+/// Returns the shortest length that can be tried. BPF_PROG_TEST_RUN takes nothing shorter than an
+/// Ethernet header, and since Linux 6.17 the IP header must be whole.
 fn shortest(whole: &[u8]) -> usize {
     14 + if whole[12] == 0x08 { 20 } else { 40 }
 }
 
-/// Each shorter one goes on as it is: its header says that more should be there.
+/// Expects each shorter packet to go on unchanged, because its header says that more should be
+/// there.
 fn all_cut_short<W: Tables>(s: &mut Scene<W>, whole: &[u8]) -> Result<()> {
     for length in shortest(whole)..whole.len() {
         for program in PROGRAMS {
@@ -306,7 +313,7 @@ fn cut_short<W: Tables>(s: &mut Scene<W>, change: fn(Segment) -> Segment) -> Res
     all_cut_short(s, &whole)
 }
 
-/// A checksum after a change of one of the words that it covers.
+/// Returns the checksum after one of the words that it covers has changed.
 fn moved(checksum: u16, old: u16, new: u16) -> u16 {
     let mut sum = u32::from(!checksum) + u32::from(!old) + u32::from(new);
     while sum > 0xffff {

@@ -1,5 +1,6 @@
-//! The node's own processes, where no socket hook sends their connections (`HOST_PACKETS`). There are no routes
-//! here, so a translated packet goes on as it was routed; the lab shows the redirects.
+//! Connections of the node's own processes that no socket hook translates (`HOST_PACKETS`). There
+//! are no routes here, so a translated packet goes on as it was routed. The lab tests the
+//! redirects.
 
 use anyhow::{Result, ensure};
 use proxy_common::{
@@ -52,10 +53,10 @@ fn there_and_back<W: Tables>(s: &mut Scene<W>, backend: (KnownAddress, u16), ing
     let alias = (PROCESS.0, flow.alias_port().number());
     let inside = first.to(backend).from(alias);
     ensure!(output.packet == inside.bytes::<W>());
-    // On the interface that leads to the backend.
+    // The packet then leaves by the interface that leads to the backend.
     s.send("uplink_egress", &inside, Expect::Untouched)?;
     s.send("workload_egress", &inside, Expect::Untouched)?;
-    // What the same port gets from the backend itself is its own.
+    // A connection from the same port to the backend itself is left alone.
     let direct = first.to(backend);
     s.send("workload_egress", &direct, Expect::Untouched)?;
     s.send(ingress, &direct.answer(TCP_SYN | TCP_ACK), Expect::Untouched)?;

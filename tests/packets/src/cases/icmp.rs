@@ -1,4 +1,4 @@
-//! ICMP errors reach who sent the packet that they quote, as errors about that packet.
+//! ICMP errors must reach who sent the quoted packet, as errors about that packet.
 
 use anyhow::Result;
 use proxy_common::packet::{TCP_ACK, TCP_SYN};
@@ -25,7 +25,8 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("an answer quoted by a router on the way to its client", |s| {
         of_answer(s, KnownAddress::Stranger)
     });
-    // Anybody can quote a packet of a flow that he knows of. He must not learn the backend and the ports that stand for the client.
+    // Anybody can quote a packet of a flow that he knows of. He must not learn the backend or the
+    // ports that replace the client's.
     group.both::<W>("quoted to somebody who has not sent it", |s| {
         let (first, node) = masqueraded(s)?;
         let inside = first.to(REMOTE);
@@ -54,7 +55,8 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         }
         s.counted(&[])
     });
-    // What is behind the error's end is none of it, also where the quoted checksum would be.
+    // The bytes after the end of the error are no part of it, even where the quoted checksum would
+    // be.
     group.both::<W>("quoted, with bytes behind the error", |s| {
         s.cluster_ip()?;
         let first = s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
@@ -80,7 +82,8 @@ fn expect<W: Tables>(
     s.send_bytes(program, &W::error(source, destination, quoted), Expect::BecomesBytes(wanted))
 }
 
-/// A flow of a client outside to a backend elsewhere. Answers with its first packet and what stands for the client then.
+/// Opens a flow of a client outside to a backend elsewhere. Returns its first packet, and the end
+/// that replaces the client.
 fn masqueraded<W: Tables>(s: &mut Scene<W>) -> Result<(Segment, Endpoint)> {
     s.node_port_elsewhere()?;
     let first = s.opens("uplink_ingress", CLIENT, NODE_PORT, REMOTE)?;

@@ -1,4 +1,4 @@
-//! The source is translated too where the answer would not come back otherwise.
+//! The source is translated too if the answer would not come back otherwise.
 
 use anyhow::{Context as _, Result, ensure};
 use proxy_common::{
@@ -23,14 +23,14 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let to_client = answer.to(CLIENT);
         s.send("uplink_ingress", &answer, Expect::Becomes(&to_client))?;
         s.send("uplink_egress", &to_client, Expect::Becomes(&to_client.from(NODE_PORT)))?;
-        // The established flow has the same port.
+        // The established flow keeps its port.
         let second = first.flags(TCP_ACK);
         s.send("uplink_ingress", &second, Expect::Becomes(&second.to(REMOTE)))?;
         s.has_masqueraded_flow()?;
         s.send("uplink_egress", &second.to(REMOTE), Expect::Becomes(&second.to(REMOTE).from(node)))?;
         s.send("uplink_ingress", &answer, Expect::Becomes(&to_client))?;
         s.counted(&[(Reason::FlowOpened, 1)])?;
-        // Each packet once, where it is between client and frontend.
+        // Each packet is counted once, where it is between client and frontend.
         let bytes: usize = [&first, &to_client, &second].iter().map(|packet| packet.bytes::<W>().len()).sum();
         s.counted_for_service(3, bytes)
     });
@@ -51,7 +51,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
         s.cluster_ip()?;
         let first = s.first(LOCAL, CLUSTER_IP);
-        // Its own port would make both directions look the same inside the node.
+        // With its own port, both directions would look the same inside the node.
         let output = s.world.run("workload_ingress", &first.bytes::<W>())?;
         let alias = s.flow_of(Stage::Opening, LOCAL)?.alias_port().number();
         ensure!(alias != LOCAL.1);
@@ -68,14 +68,14 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     if group.can_fill_tables() {
         group.both::<W>("until the ports of a backend are used up", |s| {
             s.node_port_elsewhere()?;
-            // As many as there are ports, each with another.
+            // There are as many flows as ports, and each gets another port.
             for client in 1..=8 {
                 let first = s.opens("uplink_ingress", (KnownAddress::Client, client), NODE_PORT, REMOTE)?;
                 masqueraded(s, "uplink_egress", &first.to(REMOTE), first.source)?;
             }
             let first = s.opens("uplink_ingress", (KnownAddress::Client, 9), NODE_PORT, REMOTE)?;
             s.send("uplink_egress", &first.to(REMOTE), Expect::Dropped)?;
-            // Another backend's ports are all free.
+            // All ports are free for another backend.
             s.service(1, &[(13, (KnownAddress::OtherNode, 8080), false)])?;
             let first = s.opens(
                 "uplink_ingress",
@@ -132,7 +132,8 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.send("uplink_ingress", &of_client, Expect::Becomes(&of_client.to(CLIENT)))?;
         s.counted(&[(Reason::FlowOpened, 2)])
     });
-    // Sent back to a backend at the port that the answer came from, it would be answered again, without end.
+    // If the answer opened a flow, it would be sent to a backend at the port that it came from. The
+    // backend would answer again, without end.
     group.udp::<W>("answers to another's datagram from a node port open no flow", |s| {
         s.node_port_elsewhere()?;
         let sent = of_others(s, NODE_PORT.1, 0);
@@ -140,7 +141,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.send("uplink_ingress", &sent.answer(0), Expect::Untouched)?;
         s.counted(&[])
     });
-    // Until now a process of the node has served the node port.
+    // Before, a process of the node has served the node port.
     group.udp::<W>("clients of a socket with a node port are the service's", |s| {
         s.node_port_elsewhere()?;
         let first = s.first(CLIENT, NODE_PORT);
@@ -149,7 +150,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-/// Sends the first packet out of the node; answers with its source then.
+/// Sends the first packet out of the node, and returns its new source.
 fn masqueraded<W: Tables>(
     s: &mut Scene<W>,
     egress: &str,
@@ -165,7 +166,7 @@ fn masqueraded<W: Tables>(
     Ok(node)
 }
 
-/// A packet to a backend elsewhere leaves with this source, and its answer comes back.
+/// Expects a packet to a backend elsewhere to leave with this source, and its answer to come back.
 fn leaves_as<W: Tables>(s: &mut Scene<W>, source: KnownAddress) -> Result<()> {
     s.service(1, &[(12, REMOTE, false)])?;
     s.node_port(1)?;
@@ -179,7 +180,8 @@ fn leaves_as<W: Tables>(s: &mut Scene<W>, source: KnownAddress) -> Result<()> {
     s.counted(&[(Reason::FlowOpened, 1)])
 }
 
-/// `port` is the client's, `inside` what the node sees instead.
+/// Sends a pod's packets to itself. `port` is the client's, and `inside` is the port that the node
+/// sees instead.
 fn hairpin_from<W: Tables>(s: &mut Scene<W>, port: u16, inside: u16) -> Result<()> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     s.cluster_ip()?;
@@ -196,7 +198,7 @@ fn hairpin_from<W: Tables>(s: &mut Scene<W>, port: u16, inside: u16) -> Result<(
     s.counted(&[(Reason::FlowOpened, 1)])
 }
 
-/// Leaves with the node's address, though no flow of ours is masqueraded to it.
+/// Makes a packet that leaves with the node's address, but belongs to no flow that is masqueraded.
 fn of_others<W: Tables>(s: &Scene<W>, port: u16, flags: u8) -> Segment {
     s.packet((KnownAddress::Node, port), REMOTE, flags)
 }

@@ -1,4 +1,4 @@
-//! The table of cases: each once for every family and protocol that it is about.
+//! The list of all cases. Each is there once for every family and protocol that it is about.
 
 mod affinity;
 pub(crate) mod balance;
@@ -43,19 +43,19 @@ pub(crate) struct Case {
     pub(crate) run: Run,
 }
 
-/// What a case needs of the loaded programs.
+/// Constants and map sizes with which the programs are loaded for a case.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(crate) enum WorldKind {
     Usual,
-    /// With `RESETS_GONE`, `DROP_UNALLOCATED`, `ANSWER_PING` and `PAST_STACK` on.
+    /// The constants `RESETS_GONE`, `DROP_UNALLOCATED`, `ANSWER_PING` and `PAST_STACK` are on.
     Resetting,
-    /// As `Resetting`, with `HOST_PACKETS` on too.
+    /// `HOST_PACKETS` is on too, beside the constants of `Resetting`.
     HostPackets,
-    /// With `MASQUERADE_AS_KUBE_PROXY` on.
+    /// The constant `MASQUERADE_AS_KUBE_PROXY` is on.
     Masquerading,
-    /// With tables of flows as large as a node's.
+    /// The maps of flows are as large as a node's.
     Large,
-    /// As `Usual`, while tables of flows get another size.
+    /// Constants as for `Usual`, while the maps of flows are being resized.
     Moving,
 }
 
@@ -63,10 +63,10 @@ type Run = Box<dyn Fn(&mut World) -> Result<()> + Send>;
 
 type Body<W> = fn(&mut Scene<W>) -> Result<()>;
 
-/// Cases of one family.
+/// Cases that were collected so far.
 struct Group {
     cases: Vec<Case>,
-    /// Instead of [`WorldKind::Usual`].
+    /// World that cases get in place of [`WorldKind::Usual`].
     usual: WorldKind,
 }
 
@@ -123,7 +123,8 @@ impl Group {
         self.each(&BOTH, WorldKind::Masquerading, name, body);
     }
 
-    /// False where programs meet new tables, which are empty.
+    /// Returns false if programs run while maps are resized: they then work on new maps, which are
+    /// empty.
     fn can_fill_tables(&self) -> bool {
         self.usual != WorldKind::Moving
     }

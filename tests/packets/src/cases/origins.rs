@@ -1,5 +1,5 @@
-//! Two clients with the same address and port, of which one has forged them: one is in a pod of the
-//! node, the other outside. What the one sends decides nothing for the other.
+//! Two clients with the same address and port. One is in a pod of the node, the other outside, so
+//! one of them has forged its address. The packets of one decide nothing for the other.
 
 use anyhow::{Context as _, Result, ensure};
 use proxy_common::{
@@ -21,7 +21,7 @@ use crate::{
 
 const LOAD_BALANCER: Endpoint = (KnownAddress::External, 80);
 
-/// Where a client is.
+/// Side of the node on which a client is.
 #[derive(Clone, Copy)]
 enum Place {
     Pod,
@@ -132,7 +132,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-/// Sends the client's first packet, which comes from there, and returns it as it leaves the node.
+/// Sends the client's first packet, and returns it as it leaves the node.
 fn reaches<W: Tables>(s: &mut Scene<W>, place: Place, client: Endpoint) -> Result<Segment> {
     let first = s.first(client, NODE_PORT);
     let output = s.world.run(place.ingress(), &first.bytes::<W>())?;
@@ -162,11 +162,11 @@ fn source_port<W: Tables>(packet: &[u8]) -> Result<u16> {
     Ok(u16::from_be_bytes([port[0], port[1]]))
 }
 
-/// A client that the backend has answered.
+/// Connection of a client that the backend has answered.
 struct Connection {
     place: Place,
     client: Endpoint,
-    /// Its first packet, as the backend gets it.
+    /// First packet as the backend gets it.
     left: Segment,
 }
 
@@ -187,7 +187,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Packets of both directions take the same way again.
+    /// Expects packets of both directions to take the same way again.
     fn goes_on<W: Tables>(&self, s: &mut Scene<W>) -> Result<()> {
         let packet = s.packet(self.client, NODE_PORT, TCP_ACK);
         let output = s.world.run(self.place.ingress(), &packet.bytes::<W>())?;

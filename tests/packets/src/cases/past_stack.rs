@@ -1,4 +1,5 @@
-//! Packets of masqueraded flows that TC sends on without the stack, where XDP has not: to a backend behind any uplink, and back.
+//! Packets of masqueraded flows that skip the stack at TC because XDP has not forwarded them: to a
+//! backend behind any uplink, and back.
 
 use anyhow::{Result, ensure};
 use lab::namespace::ip;
@@ -127,12 +128,12 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-/// From a client outside to a backend behind another uplink.
+/// Connection of a client outside to a backend behind another uplink.
 struct Connection {
     node: Node,
-    /// The client's next packet.
+    /// Next packet of the client.
     second: Segment,
-    /// The backend's.
+    /// Answer of the backend.
     answer: Segment,
 }
 
@@ -157,7 +158,7 @@ impl Connection {
         };
         answered(s)?;
         if s.protocol == PROTOCOL_UDP {
-            // Datagrams are established by traffic of both sides for seconds.
+            // A flow of datagrams is established once both sides have sent for some seconds.
             s.age(Stage::Opening)?;
             answered(s)?;
         }
@@ -169,7 +170,8 @@ impl Connection {
 }
 
 impl Node {
-    /// As it comes by, or leaves by, the interface: with the link address of the interface.
+    /// Returns the packet as it comes or leaves by the interface, with the link address of that
+    /// interface.
     fn frame<W: Tables>(&self, interface: u32, packet: &Segment) -> Vec<u8> {
         let mut frame = packet.bytes::<W>();
         if interface == self.other.index && packet.link == Link::Ethernet {
@@ -193,7 +195,8 @@ impl Node {
         Ok(())
     }
 
-    /// The kernel writes the link addresses when the program has ended.
+    /// Expects the packet to skip the stack. The kernel writes the link addresses after the program
+    /// has ended.
     fn past_stack<W: Tables>(
         &self,
         s: &Scene<W>,

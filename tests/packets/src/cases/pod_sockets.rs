@@ -1,5 +1,5 @@
-//! A pod that has a connection to an endpoint, of which no table knows, and opens one to a Service
-//! from the same port.
+//! A pod has a connection to an endpoint that no map knows, and opens one to a Service from the
+//! same port.
 
 use std::{
     net::{IpAddr, SocketAddr, TcpListener, UdpSocket},
@@ -38,12 +38,12 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(alias != CLIENT.1, "it has the port that is taken");
         let inside = first.to(LOCAL).from((CLIENT.0, alias));
         ensure!(output.packet == inside.bytes::<W>(), "it does not reach the endpoint");
-        // Answers of either go where they belong.
+        // The answers of both connections must go where they belong.
         let own = s.answer(LOCAL, CLIENT, TCP_ACK);
         s.send("workload_egress", &own, Expect::Untouched)?;
         let answer = inside.answer(TCP_SYN | TCP_ACK);
         s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP).to(CLIENT)))?;
-        // The next packets have the same port.
+        // The next packets must have the same port.
         let next = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
         s.send("workload_ingress", &next, Expect::Becomes(&next.to(LOCAL).from((CLIENT.0, alias))))
     });
@@ -51,7 +51,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let _connected = serve_and_connect(s)?;
         s.world.put_pod_here(LOOPBACK)?;
         s.opens("workload_ingress", (CLIENT.0, CLIENT.1 + 1), CLUSTER_IP, LOCAL)?;
-        // Sockets that listen talk to nobody, nor does this one to that endpoint.
+        // A socket that listens talks to nobody, and this connection goes to another endpoint.
         s.opens("workload_ingress", LOCAL, (OTHER, 80), (LOCAL.0, LOCAL.1 + 1))?;
         s.frontend((OTHER, 81), 2, 0)?;
         s.opens("workload_ingress", CLIENT, (OTHER, 81), (LOCAL.0, LOCAL.1 + 1)).map(drop)
@@ -64,7 +64,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 
 const OTHER: KnownAddress = KnownAddress::OtherClusterIp;
 
-/// Gone when dropped, with the addresses.
+/// Sockets and addresses that are removed when this is dropped.
 struct Connected {
     sockets: Vec<OwnedFd>,
     addresses: Vec<String>,
@@ -81,7 +81,7 @@ impl Drop for Connected {
     }
 }
 
-/// The client is connected to the local endpoint, from the port that it has in packets.
+/// Connects the client to the local endpoint, from the port that its packets have.
 fn serve_and_connect<W: Tables>(s: &mut Scene<W>) -> Result<Connected> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     s.cluster_ip()?;
@@ -106,11 +106,11 @@ fn serve_and_connect<W: Tables>(s: &mut Scene<W>) -> Result<Connected> {
         if client.is_ipv4() { AddressFamily::Inet } else { AddressFamily::Inet6 },
     );
     let socket = socket(family, kind, SockFlag::SOCK_CLOEXEC, None)?;
-    // The next case has the same ends.
+    // The next case uses the same ends.
     setsockopt(&socket, sockopt::ReuseAddr, &true)?;
     setsockopt(&socket, sockopt::Linger, &libc::linger { l_onoff: 1, l_linger: 0 })?;
     bind(socket.as_raw_fd(), &SockaddrStorage::from(client)).context("binding the client")?;
-    // The kernel adds the route to an address of IPv6 a moment later.
+    // The kernel adds the route to an IPv6 address a moment later.
     wait::until("a route to the endpoint", Duration::from_secs(60), || {
         match connect(socket.as_raw_fd(), &SockaddrStorage::from(server)) {
             Err(Errno::ENETUNREACH) => Err("there is none".to_owned()),

@@ -1,4 +1,4 @@
-//! As many flows as a large node has, through one address of the node.
+//! The masquerade ports of one address of the node, shared by as many flows as a large node has.
 
 use std::{collections::HashSet, ops::Range, time::Duration};
 
@@ -16,7 +16,7 @@ use crate::{
     world::{Tables, Verdict, World},
 };
 
-/// All but those of node ports: the first are apart from those of sockets.
+/// All ports but those of node ports. The first range has the reserved ports.
 const PORTS: [[u16; 2]; 2] = [[1_024, 29_999], [32_768, u16::MAX]];
 const BACKENDS: [Endpoint; 4] = [
     (KnownAddress::RemoteBackend, 8080),
@@ -25,7 +25,8 @@ const BACKENDS: [Endpoint; 4] = [
     (KnownAddress::OtherNode, 8081),
 ];
 const FLOWS_OF_A_BACKEND: Range<u16> = 10_000..60_000;
-/// Three entries of each of 200,000 flows, and what the kernel keeps free on each CPU.
+/// Room for three entries of each of 200,000 flows, and for the entries that the kernel keeps free
+/// on each CPU.
 const ROOM: u32 = 700_000;
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
@@ -46,7 +47,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         scene.counted(&[(Reason::FlowOpened, 200_000)])
     });
     group.tcp::<W>("more flows to a backend than there are ports", |s| {
-        /// Times as long as a packet that gets a port: for one that is refused, with all ports tried.
+        /// Upper bound for a packet that finds no free port, in times of a packet that gets one.
         const AT_MOST: f64 = 10.0;
         let mut world = World::with_room::<W>(&crate::object()?, ROOM)?;
         let frontends = scene::<W>(&mut world, s.protocol, &BACKENDS[..1])?;
@@ -66,7 +67,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
                 }
             }
         }
-        // What is left is tried at random.
+        // A few ports stay free, because the last ones are tried at random.
         ensure!(ports.len() > 61_000, "only {} flows", ports.len());
         let ratio = refusing.div_duration_f64(opening) * ports.len() as f64 / f64::from(dropped);
         ensure!(
@@ -79,13 +80,13 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-/// Returns the processor time of the calling thread. What other processes of the machine take is no
-/// part of it.
+/// Returns the processor time of the calling thread, which other processes of the machine do not
+/// change.
 fn processor_time() -> Result<Duration> {
     Ok(clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)?.into())
 }
 
-/// One service for each backend, each with a node port.
+/// Writes one service with a node port for each backend.
 fn scene<W: Tables>(world: &mut World, protocol: u8, backends: &[Endpoint]) -> Result<Vec<Endpoint>> {
     let mut scene = Scene::<W>::new(world, protocol);
     scene.masquerade_as(KnownAddress::Node, PORTS)?;
@@ -101,7 +102,8 @@ fn scene<W: Tables>(world: &mut World, protocol: u8, backends: &[Endpoint]) -> R
     Ok(frontends)
 }
 
-/// Sends a client's first packet through the node. None: it is dropped.
+/// Sends a client's first packet through the node. Returns its new source port, or `None` if it is
+/// dropped.
 fn open<W: Tables>(scene: &mut Scene<W>, client: Endpoint, frontend: Endpoint) -> Result<Option<u16>> {
     let first = scene.first(client, frontend).bytes::<W>();
     let inside = scene.world.run("uplink_ingress", &first)?;
@@ -110,7 +112,7 @@ fn open<W: Tables>(scene: &mut Scene<W>, client: Endpoint, frontend: Endpoint) -
     Ok((outside.verdict == Verdict::GoesOn).then(|| source_port::<W>(&outside.packet)))
 }
 
-/// Of a packet with Ethernet header and without options.
+/// Returns the source port of a packet with Ethernet header and without options.
 fn source_port<W: Tables>(packet: &[u8]) -> u16 {
     let transport = if size_of::<W::Address>() == 4 { 34 } else { 54 };
     u16::from_be_bytes([packet[transport], packet[transport + 1]])

@@ -1,4 +1,5 @@
-//! Frames that XDP sends on by another interface than they have come by: to other nodes, and to pods.
+//! Frames that XDP forwards by another interface than they have come by: to other nodes, and to
+//! pods.
 
 use std::fs;
 
@@ -43,7 +44,8 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.send("uplink_ingress", &first, Expect::Becomes(&first.to(LOCAL)))?;
         passes(s, uplink.index, &second.bytes::<W>())?;
         pod.answers_by_stack(s, &answer)?;
-        // By a device without XDP, so that the client's packets may come by one.
+        // The answer leaves by a device that has no XDP program. So the client's packets may come
+        // by such a device too.
         s.send("uplink_egress", &answer, sent)?;
         passes(s, uplink.index, &second.bytes::<W>())?;
         let_out(s, &uplink, &answer)?;
@@ -76,7 +78,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.send("uplink_ingress", &answer, Expect::Untouched)?;
         pod.answers_by_stack(s, &Segment { hop_limit: 1, ..answer.clone() })?;
         pod.answers_by_stack(s, &Segment { extra: Extra::Options, ..answer.clone() })?;
-        // The kernel asks for the link address then.
+        // If the neighbour is not known, the kernel asks for its link address.
         let client = address::<W>(CLIENT.0);
         ip(None, &format!("neigh del {client} dev {}\n", uplink.device))?;
         pod.answers_past_stack(s, &answer)?;
@@ -98,7 +100,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         let answer = pod.opened(s, &uplink)?;
         let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
         s.send("uplink_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
-        // Connection tracking does not know it yet.
+        // Connection tracking does not know the flow until the packet has left to the pod.
         pod.answers_past_stack(s, &answer)?;
         s.send("workload_egress", &second.to(LOCAL), Expect::Untouched)?;
         pod.answers_by_stack(s, &answer)?;
@@ -236,7 +238,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("no redirect of frames for others", |s| {
         let Node { uplink, other, address: node } = Node::with_tables(s)?;
         let answer = s.first(CLIENT, NODE_PORT).to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
-        // It has another address than the first uplink.
+        // The second uplink has another link address than the first.
         passes(s, other.index, &answer.bytes::<W>())?;
         let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
         let mut to_all = second.bytes::<W>();
@@ -266,7 +268,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         let long = Segment { payload: vec![1; 8_000], ..packet.clone() };
         let bytes = long.bytes::<W>();
         let headers = bytes.len() - long.payload.len();
-        // The other uplink takes whole ones only.
+        // The other uplink takes only frames in one piece.
         let output = s.world.transit_in_fragments(uplink.index, headers, &bytes)?;
         ensure!(output.verdict == Verdict::GoesOn && output.packet == bytes, "{:?}", output.verdict);
         let sent = other.sent::<W>(&packet.to(REMOTE).from(node));
@@ -284,11 +286,11 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
 
 pub(super) const OTHER: &str = "02:00:00:00:00:03";
 
-/// One uplink to clients and another to the backend, for which a flow is open.
+/// Node with one uplink to clients and another to the backend, and with an open flow.
 pub(super) struct Node {
     pub(super) uplink: Uplink,
     pub(super) other: Other,
-    /// The flow's source at the backend.
+    /// Source of the flow's packets at the backend.
     pub(super) address: Endpoint,
 }
 
@@ -302,7 +304,7 @@ impl Node {
         Ok(Self { uplink, other, address })
     }
 
-    /// Both may send what has come by the other.
+    /// Makes the node allow either uplink to send what has come by the other.
     fn with_tables<W: Tables>(s: &mut Scene<W>) -> Result<Self> {
         let node = Self::new(s)?;
         for (interface, own) in
@@ -315,7 +317,7 @@ impl Node {
     }
 }
 
-/// Gone when dropped.
+/// Interface that is removed when this is dropped.
 pub(crate) struct Other {
     pub(crate) index: u32,
     pub(super) name: &'static str,
@@ -355,14 +357,14 @@ impl Other {
         ip(None, &[REMOTE.0, LOCAL.0].map(|backend| lead_to(address::<W>(backend))).concat())
     }
 
-    /// The frame that leaves by it.
+    /// Returns the frame that leaves by the interface.
     pub(super) fn sent<W: Tables>(&self, becomes: &Segment) -> Vec<u8> {
         let mut sent = becomes.sent_back().bytes::<W>();
         sent[6..12].copy_from_slice(&self.address);
         sent
     }
 
-    /// The interface is a pod's, which answers.
+    /// Sends a pod's answer, which must pass to the stack.
     fn answers_by_stack<W: Tables>(&self, s: &Scene<W>, answer: &Segment) -> Result<()> {
         let bytes = answer.bytes::<W>();
         let output = s.world.leaves_by(self.index, "workload_ingress", &bytes)?;
@@ -370,7 +372,8 @@ impl Other {
         Ok(())
     }
 
-    /// As above. The kernel writes the link addresses when the program has ended.
+    /// Sends a pod's answer, which must skip the stack. The kernel writes the link addresses after
+    /// the program has ended.
     fn answers_past_stack<W: Tables>(&self, s: &Scene<W>, answer: &Segment) -> Result<()> {
         let sent = Segment { hop_limit: answer.hop_limit - 1, ..answer.clone() }.bytes::<W>();
         let output = s.world.leaves_by(self.index, "workload_ingress", &answer.bytes::<W>())?;
@@ -379,7 +382,8 @@ impl Other {
         Ok(())
     }
 
-    /// A flow to the pod of which XDP has sent a packet on. Answers with the pod's first one.
+    /// Opens a flow to the pod, of which XDP has forwarded a packet. Returns the pod's first
+    /// answer.
     fn opened<W: Tables>(&self, s: &mut Scene<W>, uplink: &Uplink) -> Result<Segment> {
         let first = s.first(CLIENT, NODE_PORT);
         let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
@@ -390,7 +394,7 @@ impl Other {
         Ok(answer)
     }
 
-    /// What comes by it leaves by the first uplink.
+    /// Sends a frame by this interface, which must leave by the first uplink.
     fn sends<W: Tables>(&self, s: &Scene<W>, packet: &Segment, becomes: &Segment) -> Result<()> {
         let mut frame = packet.bytes::<W>();
         frame[..6].copy_from_slice(&self.address);
@@ -398,7 +402,7 @@ impl Other {
     }
 }
 
-/// One uplink, and a pod that answers at a node port.
+/// Makes a node with one uplink, and with a pod that answers at a node port.
 pub(crate) fn node_with_pod<W: Tables>(s: &mut Scene<W>) -> Result<(Uplink, Other)> {
     let uplink = Uplink::new::<W>(s.world)?;
     uplink.knows::<W>(CLIENT.0, NEXT_HOP)?;
@@ -409,7 +413,7 @@ pub(crate) fn node_with_pod<W: Tables>(s: &mut Scene<W>) -> Result<(Uplink, Othe
     Ok((uplink, pod))
 }
 
-/// The stack has routed a pod's answer.
+/// Sends a pod's answer that the stack has routed out by the uplink.
 fn let_out<W: Tables>(s: &Scene<W>, uplink: &Uplink, answer: &Segment) -> Result<()> {
     let output = s.world.leaves_by(uplink.index, "uplink_egress", &answer.bytes::<W>())?;
     let is_sent = output.packet == answer.from(NODE_PORT).bytes::<W>();

@@ -1,4 +1,4 @@
-//! Who dials a service without endpoint learns it at once.
+//! A client that dials a service without endpoints learns so at once.
 
 use std::time::Instant;
 
@@ -46,7 +46,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.udp::<W>("refused: a flood, a bounded number in a second", |s| {
         let start = Instant::now();
         let (answered, dropped) = refused_in_flood(s, 20_000)?;
-        // Each CPU counts for itself, and a new second may have begun with the first packet.
+        // Each CPU counts for itself, and a new second may begin with the first packet.
         let cpus = std::thread::available_parallelism()?.get() as u64;
         let most = ICMP_ERRORS_PER_SECOND * cpus * (start.elapsed().as_secs() + 2);
         ensure!(answered > 0 && answered <= most, "{answered} answers, at most {most}");
@@ -58,7 +58,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         Ok(())
     });
     group.both::<W>("refused: the service is just being removed", |s| {
-        // Beyond the table: as good as none.
+        // The service's number is beyond the end of the map, so it has no entry.
         s.frontend(CLUSTER_IP, 1_000, 0)?;
         let packet = s.first(CLIENT, CLUSTER_IP);
         s.send("workload_ingress", &packet, Expect::Answered(refused::<W>(&packet)))?;
@@ -73,7 +73,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.send("workload_ingress", &packet.to((KnownAddress::Stranger, 80)), Expect::Untouched)?;
         ensure!(s.world.logged()? == 0, "a packet that is not refused was logged");
         let (start, mut refusals) = (Instant::now(), 0);
-        // A new second may begin with the first packet and with the last.
+        // A new second may begin with the first packet and with the last one.
         let most = || LOG_LINES_PER_SECOND as usize * (start.elapsed().as_secs() as usize + 2);
         while refusals <= most() {
             s.send("workload_ingress", &packet, Expect::Answered(refused::<W>(&packet)))?;
@@ -97,12 +97,14 @@ pub(crate) fn refused<W: Tables>(packet: &Segment) -> Vec<u8> {
     }
     Segment {
         sequence: 0,
-        // The payload of a SYN is not taken, as by a server that does not know TCP Fast Open.
+        // The RST does not acknowledge the SYN's payload, like a server that does not know TCP Fast
+        // Open.
         acknowledgement: packet.sequence + 1,
         window: 0,
         hop_limit: 64,
         back: true,
-        // It would be the attacker's, sent to whose address the attacker has forged.
+        // A payload would come from the attacker, and go to an address that the attacker has
+        // forged.
         payload: Vec::new(),
         ..packet.answer(TCP_RST | TCP_ACK)
     }
@@ -115,7 +117,7 @@ fn expect_refused<W: Tables>(s: &mut Scene<W>, program: &str, packet: &Segment) 
     s.counted(&[(Reason::NoEndpoints, 1)])
 }
 
-/// Answers with how many of the packets were answered, and how many dropped.
+/// Returns how many of the packets were answered, and how many were dropped.
 fn refused_in_flood<W: Tables>(s: &mut Scene<W>, packets: u64) -> Result<(u64, u64)> {
     s.without_endpoints()?;
     let (mut answered, mut dropped) = (0, 0);
@@ -130,7 +132,7 @@ fn refused_in_flood<W: Tables>(s: &mut Scene<W>, packets: u64) -> Result<(u64, u
     Ok((answered, dropped))
 }
 
-/// `change` makes the packet of the first one of a connection.
+/// Sends the first packet of a connection after `change`, and expects it to be refused.
 fn no_endpoint<W: Tables>(s: &mut Scene<W>, program: &str, change: fn(Segment) -> Segment) -> Result<()> {
     s.without_endpoints()?;
     let packet = change(s.first(CLIENT, CLUSTER_IP));

@@ -1,4 +1,4 @@
-//! What a case works with: tables to fill, packets to send.
+//! The maps that a case fills, and the packets that it sends.
 
 use std::marker::PhantomData;
 
@@ -15,20 +15,20 @@ pub(crate) const CLUSTER_IP: Endpoint = (KnownAddress::ClusterIp, 80);
 pub(crate) const LOCAL: Endpoint = (KnownAddress::LocalBackend, 8080);
 pub(crate) const REMOTE: Endpoint = (KnownAddress::RemoteBackend, 8080);
 pub(crate) const NODE_PORT: Endpoint = (KnownAddress::Node, 30_080);
-/// Of the node itself.
+/// Process of the node itself.
 pub(crate) const PROCESS: Endpoint = (KnownAddress::Node, 45_000);
 pub(crate) const MASQUERADE_PORTS: [[u16; 2]; 2] = [[20_000, 20_003], [20_010, 20_013]];
 
-/// Those for devices with Ethernet headers.
+/// Programs for devices with Ethernet headers.
 pub(crate) const PROGRAMS: [&str; 4] =
     ["workload_ingress", "workload_egress", "uplink_ingress", "uplink_egress"];
 
 pub(crate) enum Expect<'a> {
-    /// Goes on, not a byte changed.
+    /// The packet goes on, and not a byte is changed.
     Untouched,
-    /// Goes on as this.
+    /// The packet goes on as this one.
     Becomes(&'a Segment),
-    /// Goes on as these bytes.
+    /// The packet goes on as these bytes.
     BecomesBytes(Vec<u8>),
     /// These bytes are sent back.
     Answered(Vec<u8>),
@@ -47,22 +47,22 @@ impl<'w, W: Tables> Scene<'w, W> {
         Self { world, protocol, slots: 0, family: PhantomData }
     }
 
-    /// First packet of a connection.
+    /// Makes the first packet of a connection.
     pub(crate) fn first(&self, source: Endpoint, destination: Endpoint) -> Segment {
         self.packet(source, destination, proxy_common::packet::TCP_SYN)
     }
 
-    /// `flags` only where the protocol has them.
+    /// Makes a packet of a connection. `flags` are used only where the protocol has them.
     pub(crate) fn packet(&self, source: Endpoint, destination: Endpoint, flags: u8) -> Segment {
         if self.protocol == PROTOCOL_TCP { tcp(source, destination, flags) } else { udp(source, destination) }
     }
 
-    /// A backend's.
+    /// Makes a packet of a backend.
     pub(crate) fn answer(&self, source: Endpoint, destination: Endpoint, flags: u8) -> Segment {
         self.packet(destination, source, 0).answer(flags)
     }
 
-    /// A client's first packet comes in by this program, and goes on to this backend.
+    /// Sends a client's first packet through this program, and expects it to go on to this backend.
     pub(crate) fn opens(
         &mut self,
         program: &str,
@@ -104,7 +104,7 @@ impl<'w, W: Tables> Scene<'w, W> {
         Ok(())
     }
 
-    /// A set with a table: for each place an index of `backends`.
+    /// Writes an endpoint set with a lookup table, which has an index of `backends` at each place.
     pub(crate) fn set_with_table(
         &mut self,
         backends: &[(u32, Endpoint, bool)],
@@ -115,7 +115,7 @@ impl<'w, W: Tables> Scene<'w, W> {
         Ok(set.with_table(table.len().ilog2()))
     }
 
-    /// One set for every client.
+    /// Writes a service that has one endpoint set for all clients.
     pub(crate) fn service(&mut self, id: u32, backends: &[(u32, Endpoint, bool)]) -> Result<()> {
         let set = self.set(backends)?;
         let flags = if backends.is_empty() { 0 } else { SERVICE_HAS_ENDPOINTS };
@@ -125,7 +125,8 @@ impl<'w, W: Tables> Scene<'w, W> {
         )
     }
 
-    /// Endpoints elsewhere, but none in the set that policy Local asks for.
+    /// Writes a service that has endpoints elsewhere, but none in the set that policy Local asks
+    /// for.
     pub(crate) fn service_without_local_endpoint(&mut self, id: u32) -> Result<()> {
         self.world.set_service(id, Service { flags: SERVICE_HAS_ENDPOINTS, ..Service::default() })
     }
@@ -135,7 +136,7 @@ impl<'w, W: Tables> Scene<'w, W> {
         W::put_frontend(&mut self.world.ebpf, key, Frontend { service, flags })
     }
 
-    /// The tables say that it is a ClusterIP.
+    /// Writes the entry that says that an address is a ClusterIP.
     pub(crate) fn mark(&mut self, place: KnownAddress) -> Result<()> {
         let key = FrontendKey::of_cluster_ip(W::address(place));
         W::put_frontend(&mut self.world.ebpf, key, Frontend::NONE)
@@ -147,37 +148,38 @@ impl<'w, W: Tables> Scene<'w, W> {
         W::put_node_address(&mut self.world.ebpf, W::address(NODE_PORT.0), 0)
     }
 
-    /// `NODE_PORT`, served by one backend elsewhere.
+    /// Makes one backend on another node serve `NODE_PORT`.
     pub(crate) fn node_port_elsewhere(&mut self) -> Result<()> {
         self.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
         self.service(1, &[(12, REMOTE, false)])?;
         self.node_port(1)
     }
 
-    /// `NODE_PORT`, served by one backend on this node.
+    /// Makes one backend on this node serve `NODE_PORT`.
     pub(crate) fn node_port_here(&mut self) -> Result<()> {
         self.service(1, &[(11, LOCAL, true)])?;
         self.node_port(1)
     }
 
-    /// `CLUSTER_IP`, served by nobody.
+    /// Makes `CLUSTER_IP` a frontend without endpoints.
     pub(crate) fn without_endpoints(&mut self) -> Result<()> {
         self.service(1, &[])?;
         self.frontend(CLUSTER_IP, 1, 0)
     }
 
-    /// What stands for a client outside where its first packet has left the node.
+    /// Returns the end that replaces a client outside once its first packet has left the node.
     pub(crate) fn masqueraded(&mut self, client: Endpoint) -> Result<Endpoint> {
         Ok((KnownAddress::Node, self.flow_of(Stage::Opening, client)?.masquerade_port().number()))
     }
 
-    /// `CLUSTER_IP`, served by one backend on this node.
+    /// Makes one backend on this node serve `CLUSTER_IP`.
     pub(crate) fn cluster_ip(&mut self) -> Result<()> {
         self.service(1, &[(11, LOCAL, true)])?;
         self.frontend(CLUSTER_IP, 1, 0)
     }
 
-    /// The first range is tried first. The kernel gives none of them to a socket.
+    /// Sets the masquerade address and its two ranges of reserved ports. Ports of the first range
+    /// are tried first.
     pub(crate) fn masquerade_as(&mut self, place: KnownAddress, ports: [[u16; 2]; 2]) -> Result<()> {
         let ranges = ports.map(|[first, last]| first..=last);
         let mut settings = Settings {
@@ -197,7 +199,7 @@ impl<'w, W: Tables> Scene<'w, W> {
         self.world.set_settings(settings)
     }
 
-    /// Sends a packet through a program.
+    /// Sends a packet through a program, and compares what comes out.
     pub(crate) fn send(&mut self, program: &str, packet: &Segment, expected: Expect) -> Result<()> {
         self.send_bytes(program, &packet.bytes::<W>(), expected)
     }
@@ -229,7 +231,7 @@ impl<'w, W: Tables> Scene<'w, W> {
         }
     }
 
-    /// Exactly these reasons were counted so often.
+    /// Expects exactly these reasons to be counted, each this many times.
     pub(crate) fn counted(&mut self, expected: &[(Reason, u64)]) -> Result<()> {
         let mut expected = expected.to_vec();
         expected.sort_by_key(|(reason, _)| *reason as u32);
@@ -238,7 +240,7 @@ impl<'w, W: Tables> Scene<'w, W> {
         Ok(())
     }
 
-    /// One connection was counted for service 1, with these packets and bytes.
+    /// Expects one connection of service 1 to be counted, with these packets and bytes.
     pub(crate) fn counted_for_service(&mut self, packets: u64, bytes: usize) -> Result<()> {
         let counted = self.world.service_counters(1)?;
         let expected = ServiceCounters { connections: 1, packets, bytes: bytes as u64 };
@@ -246,7 +248,7 @@ impl<'w, W: Tables> Scene<'w, W> {
         Ok(())
     }
 
-    /// There are the entries of one flow with a translated source, which is established if it is of TCP.
+    /// Expects the entries of one masqueraded flow. A flow of TCP is established.
     pub(crate) fn has_masqueraded_flow(&mut self) -> Result<()> {
         let established = if self.protocol == PROTOCOL_TCP { 3 } else { 0 };
         ensure!(self.flow_counts()? == (3, established), "entries {:?}", self.flow_counts()?);
@@ -257,7 +259,7 @@ impl<'w, W: Tables> Scene<'w, W> {
         W::flows(&mut self.world.ebpf, stage)
     }
 
-    /// As if the flow had been opened long ago.
+    /// Changes the flows as if they had been opened long ago.
     pub(crate) fn age(&mut self, stage: Stage) -> Result<()> {
         for (key, mut flow) in self.flows(stage)? {
             flow.opened = 1;
@@ -266,12 +268,12 @@ impl<'w, W: Tables> Scene<'w, W> {
         Ok(())
     }
 
-    /// How many entries each table of flows holds: opening, established.
+    /// Returns the number of entries of opening flows, and of established flows.
     pub(crate) fn flow_counts(&mut self) -> Result<(usize, usize)> {
         Ok((self.flows(Stage::Opening)?.len(), self.flows(Stage::Established)?.len()))
     }
 
-    /// The flow of a client, as its entry of client and frontend has it.
+    /// Returns a client's flow, from its entry for client and frontend.
     pub(crate) fn flow_of(&mut self, stage: Stage, client: Endpoint) -> Result<FlowOf<W>> {
         for (key, flow) in self.flows(stage)? {
             let of_client = (flow.client, flow.client_port().number()) == (W::address(client.0), client.1);

@@ -1,4 +1,5 @@
-//! Whom kube-proxy masquerades, and whom a traffic policy Local concerns, by what tells pods from others.
+//! Clients that kube-proxy masquerades, and clients to which a traffic policy Local applies, for
+//! each way to tell pods from others.
 
 use anyhow::{Result, ensure};
 use proxy_common::{
@@ -54,7 +55,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         reaches(s, "workload_ingress", Some(REMOTE))?;
         let stranger = s.first((KnownAddress::Stranger, 40_000), LOAD_BALANCER);
         s.send("workload_ingress", &stranger, Expect::Dropped)?;
-        // A pod of another node, whose answer would not come back by this one.
+        // The client is a pod of another node. Its answer would not come back by this node.
         s.opens("uplink_ingress", (CLIENT.0, CLIENT.1 + 1), LOAD_BALANCER, REMOTE)?;
         let flow = s.flow_of(Stage::Opening, (CLIENT.0, CLIENT.1 + 1))?;
         ensure!(flow.flags & FLOW_MASQUERADE != 0, "it is not masqueraded");
@@ -76,7 +77,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-/// Pods have the client's address, and no other.
+/// Makes the settings say that pods have the client's address, and no other.
 fn client_is_a_pod<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.change_settings(|settings| W::set_pod_range(settings, W::address(KnownAddress::Client)))
 }
@@ -88,7 +89,7 @@ fn serve<W: Tables>(s: &mut Scene<W>, endpoint: Endpoint, flags: u32) -> Result<
     s.frontend(endpoint, SERVICE, flags)
 }
 
-/// A first packet that comes in there reaches the backend on this node, and its answer comes back.
+/// Sends a first packet, which must reach this node's backend. Its answer must come back.
 fn goes<W: Tables>(
     s: &mut Scene<W>,
     side: &str,
@@ -116,7 +117,7 @@ fn goes<W: Tables>(
     s.counted(&[(Reason::FlowOpened, 1)])
 }
 
-/// A client of a service with policy Local that has an endpoint elsewhere only.
+/// Sends a client's packet to a service with policy Local whose only endpoint is elsewhere.
 fn reaches<W: Tables>(s: &mut Scene<W>, program: &str, backend: Option<Endpoint>) -> Result<()> {
     let cluster = s.set(&[(12, REMOTE, false)])?;
     let service = Service { cluster, flags: SERVICE_HAS_ENDPOINTS, ..Service::default() };

@@ -1,4 +1,4 @@
-//! Who gets in where a service names source ranges for its load-balancer addresses.
+//! Clients that are let in by the source ranges of a Service's load-balancer addresses.
 
 use anyhow::{Result, ensure};
 use proxy_common::{layout::*, packet::TCP_ACK, reason::Reason};
@@ -10,7 +10,7 @@ use crate::{
 };
 
 const SERVICE: u32 = 1;
-/// Served for source ranges alone.
+/// Address that has source ranges.
 const LOAD_BALANCER: Endpoint = CLUSTER_IP;
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
@@ -57,7 +57,7 @@ fn serve<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.frontend(LOAD_BALANCER, SERVICE, FRONTEND_EXTERNAL | FRONTEND_SOURCE_RANGES)
 }
 
-/// The smallest range that has the address, without its last bits.
+/// Allows the smallest range that has the address when its last `without` bits are left out.
 fn allow<W: Tables>(s: &mut Scene<W>, service: u32, address: KnownAddress, without: u32) -> Result<()> {
     W::put_source_range(&mut s.world.ebpf, service, W::address(address), W::Address::BITS - without)
 }

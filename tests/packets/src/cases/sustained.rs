@@ -1,5 +1,6 @@
-//! What a node must stand for long, in the tables of a controller with default limits that collects flows beside: connections that come
-//! and go in great number, and forged segments of those that are up.
+//! Loads that a node must stand for long: many connections that come and go, and forged segments of
+//! established ones. The maps are those of a controller with default limits, which collects flows
+//! meanwhile.
 
 use std::{
     env, fs,
@@ -46,21 +47,22 @@ use crate::{
     world::{Tables, World},
 };
 
-/// Connections a second.
+/// Number of connections that open in a second.
 const CONNECTIONS: u32 = 50_000;
-/// Those that come while a packet goes to the backend and its answer back: in 50 ms.
+/// Number of connections that open while a packet goes to the backend and its answer comes back,
+/// which is 50 ms.
 const ROUND_TRIP: u32 = CONNECTIONS / 20;
-/// Those that come while one is up.
+/// Number of connections that open while one lasts.
 const LIFETIME: u32 = CONNECTIONS;
-/// Forged packets a second.
+/// Number of forged packets in a second.
 const FORGED: u32 = 10_000;
-/// Connections that send and receive while segments of theirs are forged, and those that do not.
+/// Numbers of connections that go on while their segments are forged, and of those that are silent.
 const ACTIVE: u32 = 200;
 const SILENT: u32 = 50;
-/// How long a flow stays at least that goes on in truth.
+/// Shortest time that a flow must stay that in truth goes on.
 const PERHAPS_RESET: Duration = Duration::from_secs(10_800);
 const OTHER: Endpoint = (KnownAddress::RemoteBackend, 9090);
-/// As the controller does.
+/// Interval of the controller's garbage collections.
 const COLLECTED_EVERY: Duration = Duration::from_secs(1);
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
@@ -70,7 +72,8 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     }
 }
 
-/// In the environment: how long each case lasts. Without, there are none: they take a machine that does nothing else.
+/// Environment variable that says how long each case lasts. Without it there are no cases, because
+/// they need a machine that does nothing else.
 const SECONDS: &str = "SUSTAINED_SECONDS";
 
 fn seconds() -> Result<u32> {
@@ -80,17 +83,17 @@ fn seconds() -> Result<u32> {
         .with_context(|| format!("{SECONDS} must be a number from 1 to 60"))
 }
 
-/// A controller without services and interfaces.
+/// Controller without services and interfaces.
 struct Controller {
     dataplane: EbpfDataplane,
-    /// Dropped after it.
+    /// Folder of the pins, which is declared last so that it is removed after the dataplane.
     pins: Pins,
 }
 
-/// A folder for what a controller pins; gone with the value.
+/// Folder for what a controller pins. It is removed when this is dropped.
 struct Pins(PathBuf);
 
-/// The most entries of flows that were seen.
+/// Most entries of flows that were seen at once.
 #[derive(Debug, Default)]
 struct Most {
     opening: usize,
@@ -116,7 +119,7 @@ impl Controller {
         self.pins.0.join(format!("proxy-ctl/v{LAYOUT_VERSION}/maps"))
     }
 
-    /// Collects while `work` is done.
+    /// Does `work` while garbage is collected every second.
     fn beside<W: Tables>(&mut self, world: &World, work: impl FnOnce() -> Result<()>) -> Result<Most> {
         let (working, ended) = mpsc::channel();
         thread::scope(|scope| {
@@ -139,7 +142,8 @@ impl Controller {
         Ok(most)
     }
 
-    /// Collects until no flow is left, as if those that have closed had done so long ago. Answers how often that was.
+    /// Collects until no flow is left, as if all closed flows had closed long ago. Returns the
+    /// number of collections.
     fn drain<W: Tables>(&mut self, world: &World) -> Result<u32> {
         const AT_MOST: u32 = 60;
         let flow_lifetimes = FlowLifetimes { tcp_closed: Duration::ZERO, ..FlowLifetimes::default() };
@@ -168,20 +172,21 @@ fn cpus() -> Result<Vec<u32>> {
     aya::util::online_cpus().map_err(|(file, error)| anyhow!("{file}: {error}"))
 }
 
-/// Of the calling thread.
+/// Keeps the calling thread on these CPUs.
 fn stay_on(cpus: &[u32]) -> Result<()> {
     let mut set = CpuSet::new();
     cpus.iter().try_for_each(|cpu| set.set(*cpu as usize))?;
     Ok(sched_setaffinity(Pid::from_raw(0), &set)?)
 }
 
-/// Waits until so many may have come.
+/// Waits until `count` events are due at this rate.
 fn keep_to(rate: u32, start: Instant, count: u32) {
     let due = start + Duration::from_secs(1) * count / rate;
     thread::sleep(due.saturating_duration_since(Instant::now()));
 }
 
-/// Tells what came of it. Skipped where the machine is too slow for the rate.
+/// Prints the rate and the most entries that were seen. Skips the case if the machine is too slow
+/// for the rate.
 fn tell(what: &str, rate: u32, count: u32, took: Duration, most: &Most) -> Result<()> {
     let reached = f64::from(count) / took.as_secs_f64();
     eprintln!("{reached:.0} {what} a second for {:.1} s; at most {most:?}", took.as_secs_f64());
@@ -196,7 +201,7 @@ type Spoken = (Speaker, Vec<u8>);
 const DATA: &[u8] = b"as much as a question, and as its answer";
 const LENGTH: u32 = DATA.len() as u32;
 
-/// A segment after so many bytes that its speaker has sent, and so many that it has received.
+/// Makes a segment for a stream whose speaker has sent and received this many bytes.
 fn segment<W: Tables>(speaker: Speaker, flags: u8, [sent, received]: [u32; 2], payload: &[u8]) -> Spoken {
     let first = tcp(CLIENT, NODE_PORT, TCP_SYN);
     let segment = match speaker {
@@ -220,7 +225,7 @@ fn opening<W: Tables>() -> [Spoken; 3] {
     ]
 }
 
-/// After so many others.
+/// Makes a question and its answer, after `others` such exchanges.
 fn exchange<W: Tables>(others: u32) -> [Spoken; 2] {
     let before = others * LENGTH;
     [
@@ -229,7 +234,7 @@ fn exchange<W: Tables>(others: u32) -> [Spoken; 2] {
     ]
 }
 
-/// After so many exchanges.
+/// Makes the segments that close a connection after this many exchanges.
 fn closing<W: Tables>(exchanges: u32) -> [Spoken; 3] {
     let before = exchanges * LENGTH;
     [
@@ -239,7 +244,7 @@ fn closing<W: Tables>(exchanges: u32) -> [Spoken; 3] {
     ]
 }
 
-/// They must be translated, whoever says them.
+/// Sends segments of client and backend, all of which must be translated.
 fn send<W: Tables>(world: &World, spoken: &[Spoken], client: u32) -> Result<()> {
     spoken.iter().try_for_each(|(speaker, packet)| match speaker {
         Speaker::Client => from_client::<W>(world, packet, client),
@@ -277,19 +282,22 @@ fn come_and_go<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     tell("connections", CONNECTIONS, count + LIFETIME, took, &most)
 }
 
-/// Connections of as many clients, of which each CPU has a share.
+/// Connections of `count` clients, which the CPUs share.
 #[derive(Clone, Copy)]
 struct Load<'a> {
     count: u32,
     start: Instant,
-    /// Where a CPU waits that is ahead of the others: flows that open are evicted by those that come meanwhile.
+    /// Barrier at which a CPU waits for the others. Otherwise the flows that it opens could evict
+    /// opening flows of a CPU that is behind.
     abreast: &'a Barrier,
 }
 
 impl Load<'_> {
-    /// The clients of one CPU in turn: those whose number is `share`, or it and a multiple of how many CPUs there are.
+    /// Handles the share of one CPU: clients whose number is `share` or greater than it by a
+    /// multiple of `of`.
     fn bear<W: Tables>(self, world: &World, cpu: u32, share: u32, of: u32) -> Result<()> {
-        /// 20 ms of two CPUs: to wait for the other one more often costs more than the packets do.
+        /// Number of steps between two waits, 20 ms of two CPUs. Waiting more often would cost more
+        /// than the packets do.
         const BATCH: u32 = 500;
         let (opening, exchange, closing) = (opening::<W>(), exchange::<W>(0), closing::<W>(1));
         let mut outcome = stay_on(&[cpu]);
@@ -305,7 +313,7 @@ impl Load<'_> {
         outcome
     }
 
-    /// One client comes, one that came before is answered, and one goes.
+    /// Opens one connection, answers one that came before, and closes an older one.
     fn step<W: Tables>(
         self,
         world: &World,
@@ -330,7 +338,7 @@ fn forge<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     let mut scene = Scene::<W>::new(&mut world, s.protocol);
     scene.node_port_here()?;
     (0..ACTIVE + SILENT).try_for_each(|client| send::<W>(scene.world, &opening::<W>(), client))?;
-    // From now on a new connection goes there.
+    // From here on, a new connection goes to another backend.
     scene.service(1, &[(21, OTHER, true)])?;
     let count = FORGED * seconds()?;
     let mut exchanges = vec![0; (ACTIVE + SILENT) as usize];
@@ -354,8 +362,8 @@ fn forge<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     tell("forged segments", FORGED, count, took, &most)
 }
 
-/// Sends so many forged segments: each that ends a connection is followed by one that opens it, and by an exchange of another, which is
-/// counted.
+/// Sends `count` forged segments. Each one that ends a connection is followed by one that opens it,
+/// and by an exchange of an active connection. `exchanges` counts these.
 fn forge_among<W: Tables>(world: &World, count: u32, exchanges: &mut [u32]) -> Result<()> {
     let ends = [
         (Speaker::Client, TCP_RST),

@@ -1,4 +1,5 @@
-//! Frames that XDP sends back out of the uplink that they have come by, and those that are the stack's.
+//! Frames that XDP forwards out of the uplink that they have come by, and frames that it leaves to
+//! the stack.
 
 use std::{fs, net::IpAddr, time::Duration};
 
@@ -89,7 +90,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         uplink.passes(s, &s.first(CLIENT, (KnownAddress::Node, 22)).bytes::<W>())?;
         uplink.passes(s, &s.packet((KnownAddress::Stranger, 80), CLIENT, TCP_ACK).bytes::<W>())?;
         uplink.passes(s, &[0; 14])?;
-        // A service without endpoints: the programs of the stack refuse it.
+        // The service has no endpoints, so the stack's programs refuse the packet.
         s.service(1, &[])?;
         uplink.passes(s, &s.first(CLIENT, NODE_PORT).bytes::<W>())?;
         ensure!(s.flow_counts()? == (0, 0), "entries {:?}", s.flow_counts()?);
@@ -113,11 +114,11 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         for fragment in long.fragments::<W>(Cut { id: 7, piece: 32 }) {
             uplink.passes(s, &fragment)?;
         }
-        // An error that a router beyond the backend's network sends.
+        // The error comes from a router beyond the backend's network.
         let from_backend = packet.to(REMOTE).from(node);
         uplink.passes(s, &W::error(KnownAddress::Stranger, KnownAddress::Node, &from_backend))
     });
-    // The stack asks for it, and sends the packet.
+    // The stack asks for the neighbour, and sends the packet.
     group.both::<W>("no transit to a neighbour that is not known", |s| {
         let uplink = Uplink::new::<W>(s.world)?;
         s.node_port_elsewhere()?;
@@ -141,8 +142,8 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         let mut kept = 0;
         let links = || LINKS.into_iter().cycle().skip(1).zip(LINKS.into_iter().cycle());
         for (number, (link, before)) in links().enumerate() {
-            // The first link is in force again. A next hop is not kept where a second has just
-            // begun.
+            // The first link is the next hop again. A flow does not keep its next hop if a new
+            // second has just begun.
             if number >= 4 && number.is_multiple_of(LINKS.len()) && kept >= 2 {
                 break;
             }
@@ -195,7 +196,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
             ensure!(output.verdict == Verdict::GoesOn, "{first} in one piece: {:?}", output.verdict);
             ensure!(output.packet == bytes, "{first} in one piece: it is not untouched");
         }
-        // All bytes count.
+        // The bytes of all fragments are counted.
         let (first, counted) = (s.first(CLIENT, NODE_PORT).bytes::<W>().len(), s.world.service_counters(1)?);
         let expected = (first + 2 * bytes.len()) as u64;
         ensure!(counted.bytes == expected, "{counted:?}, not {expected} bytes");
@@ -216,7 +217,7 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
 
 pub(super) type Tag = (u16, u16);
 
-/// Ethertype and id, the outer one first.
+/// Ethertype and id of each tag, the outer tag first.
 pub(super) const TAGS: [(&str, &[Tag]); 3] = [
     ("a tag", &[(TAG_CUSTOMER, 10)]),
     ("a tag of 802.1ad", &[(TAG_SERVICE, 4_094)]),
@@ -232,11 +233,12 @@ fn with_tags<W: Tables>(s: &mut Scene<W>, tags: &'static [Tag]) -> Result<()> {
     uplink.sends(s, &answer, &answer.to(CLIENT).from(NODE_PORT))?;
     let second = first.flags(TCP_ACK);
     uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
-    // Tags are not counted.
+    // The bytes of the tags are not counted.
     let bytes: usize = [&first, &answer, &second].iter().map(|packet| packet.bytes::<W>().len()).sum();
     let counted = s.world.service_counters(1)?;
     ensure!(counted.bytes == bytes as u64, "{counted:?}, not {bytes} bytes");
-    // The interface itself has no route, another tag no device, and a third tag is not looked at.
+    // The interface without tags has no route, another tag has no device, and a third tag is not
+    // looked at.
     let inner = (TAG_CUSTOMER, 30);
     let others: [&[Tag]; 4] = [&[], &[inner], &[(TAG_CUSTOMER, 0)], &[tags, &[inner, inner][..]].concat()];
     others.into_iter().try_for_each(|tags| uplink.frame_passes(s, &tagged(&second.bytes::<W>(), tags)))?;
@@ -244,7 +246,7 @@ fn with_tags<W: Tables>(s: &mut Scene<W>, tags: &'static [Tag]) -> Result<()> {
     uplink.frame_passes(s, &cut[..14 + 4 * tags.len()])
 }
 
-/// The frame with these tags, and a priority in each.
+/// Returns the frame with these tags, each of which has a priority too.
 pub(super) fn tagged(frame: &[u8], tags: &[Tag]) -> Vec<u8> {
     const PRIORITY: u16 = 0xa000;
     let (ends, rest) = frame.split_at(12);
@@ -252,19 +254,20 @@ pub(super) fn tagged(frame: &[u8], tags: &[Tag]) -> Vec<u8> {
     [ends, &tags.flat_map(u16::to_be_bytes).collect::<Vec<_>>(), rest].concat()
 }
 
-/// An interface that leads to everybody. Gone when dropped.
+/// Interface that leads to everybody. It is removed when this is dropped.
 pub(crate) struct Uplink {
     pub(crate) index: u32,
-    /// That of its tags: itself, where it has none.
+    /// Device of the tags, or the interface itself if there are none.
     pub(super) device: &'static str,
-    /// Of all its frames.
+    /// Tags that all frames of the uplink have.
     tags: &'static [Tag],
 }
 
 const UPLINK: &str = "uplink";
-/// Stands for a VLAN device, which not every kernel has: the programs know the number of either alone.
+/// Device that stands for a VLAN device, which not every kernel has. The programs know only the
+/// numbers of both.
 const TAGGED: &str = "tagged";
-// The link addresses of [`Segment`].
+// Link addresses that [`Segment`] uses.
 pub(crate) const OWN: &str = "02:00:00:00:00:01";
 pub(super) const NEXT_HOP: &str = "02:00:00:00:00:02";
 
@@ -300,7 +303,8 @@ impl Uplink {
         Ok(uplink)
     }
 
-    /// Those between the interface and the one that has the address have no other property than their number.
+    /// Writes the devices of the tags. A device between the interface and the one with the address
+    /// needs only a number.
     fn put_vlan_devices(&self, world: &mut World) -> Result<()> {
         const BETWEEN: u32 = 1_000_000;
         let mut interface = self.index;
@@ -327,7 +331,7 @@ impl Uplink {
         ip(None, &format!("neigh replace {address} lladdr {link} dev {} nud permanent\n", self.device))
     }
 
-    /// The link address that the packet is sent to.
+    /// Returns the link address that the packet is sent to.
     fn next_hop<W: Tables>(&self, s: &Scene<W>, packet: &Segment) -> Result<String> {
         let output = s.world.transit(self.index, &packet.bytes::<W>())?;
         ensure!(output.verdict == Verdict::SentBack, "{packet:?}: {:?}", output.verdict);
@@ -335,12 +339,12 @@ impl Uplink {
         Ok(bytes.collect::<Vec<_>>().join(":"))
     }
 
-    /// It leaves as this, to the next hop.
+    /// Expects the packet to leave as `becomes`, to the next hop.
     pub(super) fn sends<W: Tables>(&self, s: &Scene<W>, packet: &Segment, becomes: &Segment) -> Result<()> {
         self.sends_bytes(s, packet, &becomes.sent_back().bytes::<W>())
     }
 
-    /// It leaves as these bytes, which have no tags.
+    /// Expects the packet to leave as these bytes, to which the uplink's tags are added.
     pub(super) fn sends_bytes<W: Tables>(
         &self,
         s: &Scene<W>,
@@ -388,13 +392,13 @@ pub(super) fn address<W: Tables>(place: KnownAddress) -> IpAddr {
     }
 }
 
-/// The client's first packet takes the way through the stack; answers with its source at the backend.
+/// Sends the client's first packet through the stack. Returns its source at the backend.
 pub(super) fn opened<W: Tables>(s: &mut Scene<W>, uplink: &Uplink) -> Result<Endpoint> {
     let first = s.first(CLIENT, NODE_PORT);
     uplink.passes(s, &first.bytes::<W>())?;
     ensure!(s.flow_counts()? == (0, 0), "only the stack opens flows: {:?}", s.flow_counts()?);
     s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
-    // Also the next ones, until one has left.
+    // XDP also passes the next packets until one has left.
     uplink.passes(s, &first.bytes::<W>())?;
     s.world.run("uplink_egress", &first.to(REMOTE).bytes::<W>())?;
     s.masqueraded(CLIENT)
@@ -407,7 +411,8 @@ pub(super) fn opened_with_neighbours<W: Tables>(s: &mut Scene<W>) -> Result<(Upl
     Ok((uplink, node))
 }
 
-/// Established, and what the client and the backend send next.
+/// Establishes a flow. Returns its source at the backend, and the next packets of client and
+/// backend.
 fn connected<W: Tables>(s: &mut Scene<W>, uplink: &Uplink) -> Result<(Endpoint, Segment, Segment)> {
     s.node_port_elsewhere()?;
     let node = opened(s, uplink)?;

@@ -1,4 +1,5 @@
-//! The destination is translated where the client's packet comes in, the answer's source where it leaves.
+//! The destination is translated where the client's packet comes in, and the answer's source where
+//! the answer leaves.
 
 use anyhow::Result;
 use proxy_common::{
@@ -13,7 +14,7 @@ use crate::{
     world::Tables,
 };
 
-/// The index of the loopback in every namespace.
+/// Index of the loopback in every namespace.
 const LOOPBACK: u32 = 1;
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
@@ -25,7 +26,8 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         }
         s.counted(&[])
     });
-    // Packets are run as if they had come by the loopback, to which none of these frames is addressed.
+    // BPF_PROG_TEST_RUN runs packets as if they had come by the loopback. None of these frames has
+    // its link address.
     group.both::<W>("a frame that is addressed to another host", |s| {
         s.node_port_here()?;
         let first = s.first(CLIENT, NODE_PORT);
@@ -98,7 +100,8 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let packet = s.first(CLIENT, CLUSTER_IP);
         s.send("workload_ingress", &packet, Expect::Untouched)
     });
-    // Known flows too: where another proxy serves, a backend that it does not know would be a stale one.
+    // Established flows are not translated either. If another proxy serves now, this node's maps
+    // may name a backend that is gone.
     group.both::<W>("after the controller's lease", |s| {
         s.cluster_ip()?;
         let (known, new) = (s.first(CLIENT, CLUSTER_IP), s.first((CLIENT.0, CLIENT.1 + 1), CLUSTER_IP));
@@ -117,7 +120,8 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-/// The first packet, its answer, and the packet that follows; in between each passes the backend's side.
+/// Sends the first packet, its answer, and the packet that follows. On the backend's side, each
+/// passes unchanged.
 fn there_and_back<W: Tables>(
     s: &mut Scene<W>,
     frontend: (KnownAddress, u16),

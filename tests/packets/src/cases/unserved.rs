@@ -1,4 +1,4 @@
-//! Clients of ClusterIPs' other ports, of addresses that no service has, and pings.
+//! Packets to unknown ports of ClusterIPs, packets to addresses that no service has, and pings.
 
 use std::net::UdpSocket;
 
@@ -22,9 +22,9 @@ use crate::{
 };
 
 const OTHER_PORT: Endpoint = (CLUSTER_IP.0, 81);
-/// A prefix of all [`KnownAddress`]es.
+/// Length of a prefix that covers all [`KnownAddress`]es.
 const BITS: u32 = 24;
-/// More than one segment of memory.
+/// Payload length of a ping for which the kernel needs more than one piece of memory.
 const LONG: usize = 1_400;
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
@@ -41,7 +41,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.counted(&[(Reason::UnknownPort, 3)])?;
         ensure!(s.flow_counts()? == (0, 0));
         if s.protocol == PROTOCOL_TCP {
-            // Of a connection that netfilter translates.
+            // The segment may belong to a connection that netfilter translates.
             for flags in [TCP_ACK, TCP_ACK | TCP_RST, TCP_RST] {
                 s.send("workload_ingress", &first.flags(flags), Expect::Untouched)?;
             }
@@ -49,7 +49,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let served = s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
         let elsewhere = served.to((KnownAddress::OtherClusterIp, 81));
         s.send("workload_ingress", &elsewhere, Expect::Untouched)?;
-        // A port of 0 is as unknown as any.
+        // Port 0 is as unknown as any other.
         let none = served.to((CLUSTER_IP.0, 0));
         s.send("workload_ingress", &none, Expect::Answered(refused::<W>(&none)))?;
         s.counted(&[(Reason::UnknownPort, 4), (Reason::FlowOpened, 1)])
@@ -83,7 +83,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.send("uplink_ingress", &s.first(CLIENT, OTHER_PORT), Expect::Untouched)?;
         s.counted(&[])
     });
-    // The hook on `connect` lets datagram sockets pass.
+    // The hook at `connect()` lets datagram sockets pass, so their datagrams are refused here.
     group.both::<W>("another port of a ClusterIP, of the node's sockets", |s| {
         s.mark(CLUSTER_IP.0)?;
         let first = s.first(PROCESS, OTHER_PORT);
@@ -161,7 +161,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let elsewhere = ping::<W>(CLIENT, (KnownAddress::Stranger, 0), 56);
         s.send_bytes("workload_ingress", &elsewhere, Expect::Untouched)?;
         s.send_bytes("workload_ingress", &W::echo(&request, true), Expect::Untouched)?;
-        // ICMP of the other family's number.
+        // The protocol is not ICMP, although the bytes look like an echo request.
         let strange = W::packet(&request, 200, &[8, 0, 0, 0, 0, 0, 0, 0]);
         s.send_bytes("workload_ingress", &strange, Expect::Untouched)?;
         W::put_node_address(&mut s.world.ebpf, W::address(CLUSTER_IP.0), 0)?;

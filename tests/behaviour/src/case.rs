@@ -1,4 +1,4 @@
-//! What a scenario is.
+//! Scenarios, and where their results are known to differ.
 
 use std::fmt;
 
@@ -14,18 +14,19 @@ use crate::{setting::Setting, world::World};
 
 pub type Run = fn(&mut World, Variant) -> Result<()>;
 
-/// A scenario: runs once for each of its variants.
+/// Scenario that runs once for each of its variants.
 pub struct Case {
     pub name: &'static str,
     pub variants: Variants,
-    /// Part of the small set for virtual machines.
+    /// True for the small set of scenarios that virtual machines run.
     pub core: bool,
-    /// Where the result is known to differ. Such a case must fail there, with these words.
+    /// Returns the difference where the result is known to differ. There the case must fail, with
+    /// the words of the difference.
     pub differs: fn(&Setting, Variant) -> Option<Difference>,
-    /// Whether there is anything to ask of this proxy.
+    /// Returns false for proxies to which the scenario does not apply.
     pub concerns: fn(&Setting) -> bool,
-    /// What the proxies' configuration has beyond what every lab needs. Cases with the same stand together: others mean
-    /// other processes.
+    /// Fields that are merged into the proxies' configuration. Cases with the same fields stand
+    /// together, because other fields need other processes.
     pub configuration: fn() -> Value,
     pub run: Run,
 }
@@ -53,7 +54,7 @@ impl Case {
         self
     }
 
-    /// In other settings there is no such case.
+    /// Limits the case to settings for which `concerns` returns true.
     pub const fn concerns(mut self, concerns: fn(&Setting) -> bool) -> Self {
         self.concerns = concerns;
         self
@@ -65,11 +66,11 @@ impl Case {
     }
 }
 
-/// What a case meets where it is known to fail.
+/// Failure that is known, with its reason.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Difference {
     pub why: &'static str,
-    /// The error has one of these: another error is a failure.
+    /// Words one of which the error must have. Another error is a failure.
     pub says: &'static [&'static str],
 }
 
@@ -80,7 +81,7 @@ impl Difference {
     }
 }
 
-/// What checks and their contexts say.
+/// Words that the checks, or the contexts of their errors, use.
 pub mod says {
     pub const NOT_ANSWERED: &[&str] = &["is not answered: "];
     pub const NOT_DROPPED: &[&str] = &["expected dropped, found "];
@@ -107,7 +108,7 @@ pub enum Variants {
     Udp,
     /// TCP and UDP over IPv4.
     V4,
-    /// The scenario looks at everything at once.
+    /// A single variant, because the scenario looks at all protocols and families itself.
     Once,
 }
 

@@ -1,4 +1,4 @@
-//! Judging outcomes: each check says what was expected and what was found.
+//! Checks of outcomes. The error of each check says what was expected and what was found.
 
 use std::{collections::BTreeMap, net::IpAddr};
 
@@ -7,7 +7,7 @@ use lab::{Answer, Outcome, wait};
 
 use crate::setting::Setting;
 
-/// Every request was answered.
+/// Expects every request to be answered, and returns the answers.
 pub fn answered(outcomes: &[Outcome]) -> Result<Vec<Answer>> {
     let answered = |outcome: &Outcome| {
         let Outcome::Answered(answer) = outcome else {
@@ -19,7 +19,7 @@ pub fn answered(outcomes: &[Outcome]) -> Result<Vec<Answer>> {
     outcomes.iter().map(answered).collect()
 }
 
-/// Every request was answered, by nobody but these, and by each of them.
+/// Expects every request to be answered by one of these servers, and each of them to answer one.
 pub fn answered_by(outcomes: &[Outcome], expected: &[&str]) -> Result<Vec<Answer>> {
     let answers = answered(outcomes)?;
     let counts = shares(&answers);
@@ -30,7 +30,7 @@ pub fn answered_by(outcomes: &[Outcome], expected: &[&str]) -> Result<Vec<Answer
     Ok(answers)
 }
 
-/// Whom the endpoints took for the client.
+/// Expects the endpoints to see an address of the client for which `is_right` returns true.
 pub fn saw(answers: &[Answer], client: &str, is_right: impl Fn(IpAddr) -> bool) -> Result<()> {
     for Answer { by, source, .. } in answers {
         ensure!(is_right(source.ip()), "{by} saw {source} as the address of {client}");
@@ -38,12 +38,12 @@ pub fn saw(answers: &[Answer], client: &str, is_right: impl Fn(IpAddr) -> bool) 
     Ok(())
 }
 
-/// The number of answers by two endpoints that [`roughly_even`] is asked about. If each is drawn
-/// evenly, it fails with a chance of less than 1e-12. Of 100 answers it was 2e-7, some fifty times
-/// a run.
+/// Number of answers by two endpoints that [`roughly_even`] needs. If each is drawn evenly, the
+/// check fails with a chance below 1e-12. With 100 answers the chance was 2e-7, at some fifty
+/// checks a run.
 pub const MANY: u32 = 200;
 
-/// Nobody has less than half of an even share.
+/// Expects each server to have at least half of an even share.
 pub fn roughly_even(answers: &[Answer]) -> Result<()> {
     let counts = shares(answers);
     let least = counts.values().min().copied().unwrap_or(0);
@@ -59,11 +59,12 @@ fn shares(answers: &[Answer]) -> BTreeMap<&str, usize> {
     counts
 }
 
-/// Every request was refused, within a second.
+/// Expects every request to be refused within a second.
 ///
-/// Netfilter rejects with ICMP. The kernel overlooks that while `connect` still holds the socket, and then
-/// takes it only after the SYN was sent again, a second later; to a local process the rejected datagram is EPERM.
-/// Where a socket hook cannot choose the error, `connect` fails with EPERM.
+/// Netfilter rejects with ICMP. The kernel ignores the error while `connect` still holds the
+/// socket. So it counts only after the SYN is sent again, a second later. A local process gets
+/// EPERM for a rejected datagram. Before Linux 5.18, a socket hook cannot choose the error, and
+/// `connect` fails with EPERM.
 pub fn refused_at_once(setting: Setting, outcomes: &[Outcome]) -> Result<()> {
     let by_icmp = setting.datapath().is_netfilter();
     let limit_micros = if by_icmp { 4_000_000 } else { 1_000_000 } * u64::from(wait::patience());
@@ -79,12 +80,12 @@ pub fn refused_at_once(setting: Setting, outcomes: &[Outcome]) -> Result<()> {
     Ok(())
 }
 
-/// Has this kernel `bpf_set_retval` for socket hooks?
+/// Returns true if this kernel has `bpf_set_retval` for socket hooks.
 fn has_set_retval() -> Result<bool> {
     is_kernel((5, 18))
 }
 
-/// Is the kernel of this version, or a newer one?
+/// Returns true if the kernel has this version or a newer one.
 pub fn is_kernel(least: (u32, u32)) -> Result<bool> {
     let uname = nix::sys::utsname::uname()?;
     let release = uname.release().to_string_lossy();
@@ -95,7 +96,8 @@ pub fn is_kernel(least: (u32, u32)) -> Result<bool> {
     Ok((major, minor) >= least)
 }
 
-/// Every request vanished: it was neither answered nor refused. What netfilter drops of a local process is EPERM to it.
+/// Expects every request to vanish, neither answered nor refused. A local process gets EPERM for
+/// what netfilter drops.
 pub fn dropped(setting: Setting, outcomes: &[Outcome]) -> Result<()> {
     for outcome in outcomes {
         let by_netfilter = setting.datapath().is_netfilter() && *outcome == Outcome::NotPermitted;

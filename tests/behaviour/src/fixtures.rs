@@ -1,4 +1,4 @@
-//! The pods and services that every scenario finds.
+//! Pods and services that every scenario finds.
 
 use lab::{
     Lab, Objects,
@@ -7,17 +7,17 @@ use lab::{
     objects::{Endpoint, Service},
 };
 
-/// Port of every service.
+/// Port that every service has.
 pub const PORT: u16 = 80;
 
-/// A pod that every case finds.
+/// Pod that every scenario finds.
 pub struct Pod {
     pub name: &'static str,
     pub node: NodeNumber,
     pub is_client: bool,
 }
 
-/// Clients are endpoints too: of the services that only they serve.
+/// Pods of every lab. Clients are endpoints too, of services that only they serve.
 pub const PODS: [Pod; 5] = [
     Pod { name: "client-1", node: 1, is_client: true },
     Pod { name: "client-2", node: 2, is_client: true },
@@ -32,10 +32,10 @@ impl Pod {
     }
 }
 
-/// A service that every case finds, and its endpoints.
+/// Service that every scenario finds, and its endpoints.
 pub struct ServiceFixture {
     pub name: &'static str,
-    /// Of its cluster IPs.
+    /// Index of its cluster IPs in the lab's range.
     pub index: u16,
     pub node_port: Option<u16>,
     pub endpoints: &'static [&'static str],
@@ -64,15 +64,15 @@ impl ServiceFixture {
     }
 }
 
-/// One endpoint on each node.
+/// Service with one endpoint on each node.
 pub const BALANCED: ServiceFixture = service("balanced", 16, &["web-1", "web-2"]).node_port(30_080);
-/// Endpoint on node 1 only.
+/// Service with an endpoint on node 1 only.
 pub const ON_NODE1: ServiceFixture = service("on-node1", 17, &["web-1"]).node_port(30_081);
-/// Endpoint on node 2 only.
+/// Service with an endpoint on node 2 only.
 pub const ON_NODE2: ServiceFixture = service("on-node2", 18, &["web-2"]).node_port(30_082);
-/// Its only endpoint is the client on node 1.
+/// Service whose only endpoint is the client on node 1.
 pub const LONER1: ServiceFixture = service("loner-1", 19, &["client-1"]);
-/// Its only endpoint is the client on node 2.
+/// Service whose only endpoint is the client on node 2.
 pub const LONER2: ServiceFixture = service("loner-2", 20, &["client-2"]);
 pub const EMPTY: ServiceFixture = service("empty", 21, &[]).node_port(30_083);
 pub const INTERNAL_LOCAL: ServiceFixture =
@@ -81,25 +81,25 @@ pub const INTERNAL_LOCAL_ON_NODE2: ServiceFixture =
     service("internal-local-on-node2", 23, &["web-2"]).internal_local();
 pub const EXTERNAL_LOCAL_ON_NODE1: ServiceFixture =
     service("external-local-on-node1", 24, &["web-1"]).node_port(30_084).external_local();
-/// What scenarios about affinity write: clients of all kinds reach it.
+/// Service that scenarios about affinity write. Clients of all kinds reach it.
 pub const AFFINE: ServiceFixture = service("affine", 26, &["web-1", "web-2", "web-3"]).node_port(30_085);
-/// What scenarios about datagrams write.
+/// Service that scenarios about datagrams write.
 pub const DATAGRAMS: ServiceFixture = service("datagrams", 27, &["web-1"]).node_port(30_086);
-/// What scenarios about health checks write.
+/// Service that scenarios about health checks write.
 pub const HEALTH_CHECKED: ServiceFixture = service("health-checked", 28, &["web-1"]).external_local();
-/// What scenarios about SCTP write.
+/// Service that scenarios about SCTP write.
 pub const SCTP: ServiceFixture = service("sctp", 29, &["web-1", "web-2"]).node_port(30_087);
-/// What scenarios about source ranges, and ports of several protocols, write.
+/// Service that scenarios about source ranges, and about ports of several protocols, write.
 pub const GUARDED: ServiceFixture = service("guarded", 30, &["web-1", "web-2"]);
-/// What scenarios about networks beside the fabric write.
+/// Service that scenarios about networks beside the fabric write.
 pub const OVER_NETWORK: ServiceFixture = service("over-network", 31, &[]).node_port(30_088);
-/// What scenarios about types, ports and load-balancer addresses write.
+/// Service that scenarios about types, ports and load-balancer addresses write.
 pub const SHIFTING: ServiceFixture = service("shifting", 32, &["web-1", "web-2"]).node_port(30_089);
-/// What scenarios about algorithms and weights write.
+/// Service that scenarios about algorithms and weights write.
 pub const WEIGHED: ServiceFixture = service("weighed", 33, &["web-1", "web-2", "web-3"]).node_port(30_090);
-/// What scenarios about direct server return write.
+/// Service that scenarios about direct server return write.
 pub const DIRECT: ServiceFixture = service("direct", 34, &["web-2", "web-3"]).node_port(30_091);
-/// What scenarios change.
+/// Service that scenarios change.
 pub const CHANGING: ServiceFixture = service("changing", 25, &["web-1", "web-2"]);
 
 pub const SERVICES: [ServiceFixture; 10] = [
@@ -115,9 +115,10 @@ pub const SERVICES: [ServiceFixture; 10] = [
     CHANGING,
 ];
 
-/// Index of the service by which a proxy shows that it has read everything before.
+/// Index of the sentinel, the service by which a proxy shows that it has read everything before.
 pub const SENTINEL_INDEX: u16 = 250;
-/// No other service has as high a number.
+/// Index of the first service that is added to see a proxy follow. No other service has so high a
+/// number.
 pub const FIRST_NEWCOMER_INDEX: u16 = 40_000;
 
 impl ServiceFixture {

@@ -1,7 +1,8 @@
-//! One table of scenarios for every proxy: ours on each of its paths, and the real kube-proxy as oracle.
+//! Scenarios that every proxy must pass: proxy-ctl in each mode and on each path, and the real
+//! kube-proxy as the oracle.
 //!
-//! A [`World`](world::World) is a lab with a proxy on each node and a fixed set of pods and services; a
-//! [`Case`](case::Case) dials in it and judges what it sees.
+//! A [`World`](world::World) is a lab with a proxy on each node and a fixed set of pods and
+//! services. A [`Case`](case::Case) dials in it and judges what it sees.
 
 pub mod case;
 pub mod cases;

@@ -1,4 +1,5 @@
-//! Runs the table of scenarios, each with each proxy, path, protocol and address family: `ebpf/sockets: <case> (TCP IPv4)`.
+//! Runs every scenario with each proxy, path, protocol and address family. A test is named
+//! `ebpf/sockets: <case> (TCP IPv4)`.
 
 use std::process::ExitCode;
 
@@ -64,7 +65,7 @@ fn way_back_trials(setting: Setting) -> Vec<Trial> {
     lab.trials(way_back::SCENARIOS.map(|(name, run)| Scenario::new(format!("{setting}: {name}"), run)))
 }
 
-/// Each setting has a lab of its own.
+/// Makes the tests of one setting, which has a lab of its own.
 fn trials(setting: Setting, cases: &[&'static Case], chosen: &[Variant], logs: bool) -> Vec<Trial> {
     let lab = Shared::new(move || match proxy::missing_for(setting.proxy)? {
         Some(reason) => Ok(Err(reason)),
@@ -85,7 +86,8 @@ fn trials(setting: Setting, cases: &[&'static Case], chosen: &[Variant], logs: b
     }))
 }
 
-/// A known difference must be there: a case that passes in spite of it is a failure, and so is one that fails otherwise.
+/// Runs a case. A known difference must be there: the case fails if it passes in spite of it, or
+/// fails with another error.
 fn judge(case: &Case, world: &mut World, variant: Variant) -> Result<Outcome> {
     world.configure((case.configuration)())?;
     let not_yet = not_yet::reason(&world.setting, case.name).map(|why| Difference { why, says: &[""] });

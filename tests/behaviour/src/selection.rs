@@ -1,4 +1,4 @@
-//! What is said to programs that run many proxies.
+//! Command line of programs that run many proxies.
 
 use clap::Args;
 
@@ -20,12 +20,12 @@ pub struct Selection {
 }
 
 impl Selection {
-    /// Modes of proxy-ctl.
+    /// Returns the modes of proxy-ctl that are asked for, or all of them.
     pub fn ours(&self) -> Vec<ProxyKind> {
         if self.proxy.is_empty() { OURS.to_vec() } else { self.asked_for(false) }
     }
 
-    /// Those of the real kube-proxy that are asked for.
+    /// Returns the modes of the real kube-proxy that are asked for.
     pub fn real(&self) -> Vec<ProxyKind> {
         let further: &[_] = if self.kube_proxy { &REAL } else { &[] };
         [further, &self.asked_for(true)].concat()

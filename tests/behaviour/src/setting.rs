@@ -1,4 +1,4 @@
-//! Which proxy is under test, and how its connections are translated.
+//! The proxy under test, and how its connections are translated.
 
 use std::fmt;
 
@@ -26,10 +26,10 @@ pub enum ProxyKind {
 
 pub const OURS: [ProxyKind; 5] =
     [ProxyKind::Ebpf, ProxyKind::Nftables, ProxyKind::Iptables, ProxyKind::Ipvs, ProxyKind::Userspace];
-/// Those that any kernel can do.
+/// Modes of the real kube-proxy that every kernel can run.
 pub const REAL: [ProxyKind; 2] = [ProxyKind::KubeProxyIptables, ProxyKind::KubeProxyNftables];
 
-/// What translates connections, whoever programs it.
+/// Way in which connections are translated, whichever proxy programs it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Datapath {
     Ebpf,
@@ -40,7 +40,7 @@ pub enum Datapath {
 }
 
 impl ProxyKind {
-    /// Whose it is.
+    /// Returns true if this is the real kube-proxy.
     pub fn is_kube_proxy(self) -> bool {
         match self {
             Self::Ebpf | Self::Nftables | Self::Iptables | Self::Ipvs | Self::Userspace => false,
@@ -69,7 +69,7 @@ impl fmt::Display for ProxyKind {
 }
 
 impl Datapath {
-    /// As `mode` of the configuration names it, and `/proxyMode`.
+    /// Returns the mode's name in the configuration's `mode` and in `/proxyMode`.
     pub const fn mode(self) -> &'static str {
         match self {
             Self::Ebpf => "ebpf",
@@ -80,7 +80,7 @@ impl Datapath {
         }
     }
 
-    /// Netfilter's rules decide, which refuse a connection by ICMP.
+    /// Returns true if netfilter's rules decide. They refuse a connection by ICMP.
     pub const fn is_netfilter(self) -> bool {
         match self {
             Self::Nftables | Self::Iptables | Self::Ipvs => true,
@@ -88,12 +88,13 @@ impl Datapath {
         }
     }
 
-    /// New connections to a frontend get its endpoints by turns, whoever makes them.
+    /// Returns true if new connections to a frontend get its endpoints in turn, whoever opens them.
     pub const fn takes_turns(self) -> bool {
         matches!(self, Self::Ipvs | Self::Userspace)
     }
 
-    /// A process carries connections: they end with it, and it has opened those that endpoints see.
+    /// Returns true if a process carries connections. They end with it, and endpoints see it as the
+    /// client.
     pub const fn is_a_process(self) -> bool {
         matches!(self, Self::Userspace)
     }
@@ -121,15 +122,15 @@ pub enum SourceKind {
     Masquerade,
 }
 
-/// One column of the table.
+/// Proxy, and the choices under which it is tested. It is a column of the printed table.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Setting {
     pub proxy: ProxyKind,
-    /// Of mode ebpf. The others translate packets.
+    /// Path of mode ebpf. The other modes translate packets.
     pub path: PathKind,
-    /// Of mode ebpf.
+    /// Source address that endpoints see in mode ebpf.
     pub source: SourceKind,
-    /// The hooks pass everything on 10 s after their controller has gone.
+    /// True if the hooks pass everything on 10 s after their controller has gone.
     pub withdraws: bool,
 }
 
@@ -138,7 +139,7 @@ impl Setting {
         Self { proxy, path, source: SourceKind::Preserve, withdraws: false }
     }
 
-    /// The settings that the given choices leave; paths are a matter of mode ebpf only.
+    /// Returns the settings of these proxies and paths. Only mode ebpf has several paths.
     pub fn matching(proxies: &[ProxyKind], paths: &[PathKind]) -> Vec<Self> {
         let mut settings = Vec::new();
         for proxy in proxies {
@@ -153,7 +154,7 @@ impl Setting {
         settings
     }
 
-    /// Each of these with each source, which is a matter of mode ebpf only.
+    /// Returns each of these settings with each source. Only mode ebpf has several sources.
     pub fn with_sources(settings: &[Self], sources: &[SourceKind]) -> Vec<Self> {
         let with = |setting: &Self| {
             let of_mode: &[_] =
@@ -167,17 +168,17 @@ impl Setting {
         self.proxy.datapath()
     }
 
-    /// XDP sends packets on. On the other paths the programs of TC have all of them.
+    /// Returns true if XDP forwards packets. On the other paths, TC programs get all packets.
     pub fn uses_xdp(self) -> bool {
         self.proxy == ProxyKind::Ebpf && self.path == PathKind::Packets
     }
 
-    /// Connections of pods are translated in the socket layer.
+    /// Returns true if pods' connections are translated at their sockets.
     pub fn pods_use_sockets(self) -> bool {
         self.proxy == ProxyKind::Ebpf && self.path == PathKind::Sockets && self.source == SourceKind::Preserve
     }
 
-    /// As [`Self::pods_use_sockets`], those of processes of the node.
+    /// Returns true if connections of the node's processes are translated at their sockets.
     pub fn node_uses_sockets(self) -> bool {
         self.proxy == ProxyKind::Ebpf && self.path != PathKind::Off
     }

@@ -1,7 +1,9 @@
-//! What of a node's kernel proxies program, as lines: two states can be compared, and a difference reads as what it is.
+//! State that proxies program in a node's kernel, as lines. Two states can be compared, and each
+//! line that differs says what it is.
 //!
-//! Left out: counters, handles, what a rule meets, and the empty base chains that iptables leaves wherever it was used.
-//! Kernel parameters stand apart: a mode that has set one leaves it so, as kube-proxy does.
+//! The state leaves out counters, handles, what a rule has matched, and the empty base chains that
+//! iptables leaves wherever it was used. Kernel parameters are kept apart: a mode leaves those that
+//! it has set, as kube-proxy does.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -16,17 +18,18 @@ use aya::programs::{ProgramInfo, SchedClassifier, TcAttachType};
 use lab::{Lab, address::NodeNumber, cluster::node_name, namespace::within};
 use serde_json::{Value, json};
 
-/// Begins the line of a table that only keeps established connections translated.
+/// Beginning of the line of a table that only keeps established connections translated.
 pub const HOLDER: &str = "holder ";
 
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct State(BTreeSet<String>);
 
-/// Parameters below /proc/sys/net that can be written, with their values.
+/// Writable parameters below /proc/sys/net, with their values.
 pub type Parameters = BTreeMap<String, String>;
 
 impl State {
-    /// Reads it all. Needs nft, iptables, ip, tc, bpftool, and ipset and ipvsadm where the kernel has them.
+    /// Reads the state of a node. Needs nft, iptables, ip, tc and bpftool, and also ipset and
+    /// ipvsadm if the kernel has them.
     pub fn read(lab: &Lab, node: NodeNumber) -> Result<Self> {
         let netns = lab.netns(&node_name(node))?;
         let mut lines = within(&netns.namespace, || {
@@ -47,45 +50,48 @@ impl State {
         Ok(Self(lines))
     }
 
-    /// What is here and not there.
+    /// Returns what this state has and the other does not.
     pub fn left(&self, before: &Self) -> Vec<String> {
         self.0.difference(&before.0).map(|line| format!("left: {line}")).collect()
     }
 
-    /// What is here and not there, and the other way round; empty: they are the same.
+    /// Returns what one of the states has and the other does not. If the list is empty, they are
+    /// the same.
     pub fn differences(&self, expected: &Self) -> Vec<String> {
         let missing = expected.0.difference(&self.0).map(|line| format!("missing: {line}"));
         self.left(expected).into_iter().chain(missing).collect()
     }
 }
 
-/// Has netfilter on a node forget all connections. Needs conntrack.
+/// Makes netfilter on a node forget all connections. Needs conntrack.
 pub fn forget_connections(lab: &Lab, node: NodeNumber) -> Result<()> {
     within(&lab.netns(&node_name(node))?.namespace, || output("conntrack", &["-F"]).map(drop))
 }
 
-/// Has connection tracking follow connections of a node although no proxy asks for it, or no longer.
+/// Makes connection tracking follow connections of a node even if no proxy asks for it, or ends
+/// that.
 pub fn track_connections(lab: &Lab, node: NodeNumber, is_on: bool) -> Result<()> {
     let chains = "chain out { type filter hook output priority 0; ct state new; }
         chain in { type filter hook prerouting priority 0; ct state new; }";
     with_table(lab, node, "tracking", is_on.then_some(chains))
 }
 
-/// Has a node drop every RST before connection tracking sees it, or no longer.
+/// Makes a node drop every RST before connection tracking sees it, or ends that.
 pub fn lose_resets(lab: &Lab, node: NodeNumber, is_on: bool) -> Result<()> {
     let chains = "chain out { type filter hook output priority -500; tcp flags rst drop; }
         chain in { type filter hook prerouting priority -500; tcp flags rst drop; }";
     with_table(lab, node, "lossy", is_on.then_some(chains))
 }
 
-/// Ends sockets of a node that no process has any more, as the kernel does after a minute. Needs ss of iproute2 with `-K`.
+/// Ends sockets of a node that no process has any more, as the kernel does after a minute. Needs ss
+/// of iproute2 with `-K`.
 pub fn end_orphans(lab: &Lab, node: NodeNumber) -> Result<()> {
     const STATES: &str = "state fin-wait-1 state fin-wait-2 state last-ack state closing";
     let arguments: Vec<&str> = ["-K", "-t"].into_iter().chain(STATES.split(' ')).collect();
     within(&lab.netns(&node_name(node))?.namespace, || output("ss", &arguments).map(drop))
 }
 
-/// A table of nftables with these chains on a node, or no such table any more.
+/// Adds an nftables table with these chains to a node, or removes it.
 fn with_table(lab: &Lab, node: NodeNumber, name: &str, chains: Option<&str>) -> Result<()> {
     let commands = match chains {
         Some(chains) => format!("table inet {name} {{\n{chains}\n}}"),
@@ -94,7 +100,8 @@ fn with_table(lab: &Lab, node: NodeNumber, name: &str, chains: Option<&str>) -> 
     within(&lab.netns(&node_name(node))?.namespace, || output("nft", &[&commands]).map(drop))
 }
 
-/// TCP connections that a node knows and nobody has answered, as the tool conntrack lists them.
+/// Returns the TCP connections that a node knows and nobody has answered, as the tool conntrack
+/// lists them.
 pub fn unanswered_connections(lab: &Lab, node: NodeNumber) -> Result<String> {
     within(&lab.netns(&node_name(node))?.namespace, || {
         let list = |family| output("conntrack", &["-L", "-f", family, "-p", "tcp", "--state", "SYN_SENT"]);
@@ -102,7 +109,7 @@ pub fn unanswered_connections(lab: &Lab, node: NodeNumber) -> Result<String> {
     })
 }
 
-/// Of the network namespace of the node.
+/// Returns the parameters of the node's network namespace.
 pub fn parameters(lab: &Lab, node: NodeNumber) -> Result<Parameters> {
     within(&lab.netns(&node_name(node))?.namespace, || {
         let mut found = Parameters::new();
@@ -111,7 +118,8 @@ pub fn parameters(lab: &Lab, node: NodeNumber) -> Result<Parameters> {
     })
 }
 
-/// What cannot be read is none: some can only be written, as `flush`.
+/// Adds the parameters of a folder. Those that cannot be read are left out; some, like `flush`, can
+/// only be written.
 fn read_parameters(folder: &Path, found: &mut Parameters) {
     for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
         let path = entry.path();
@@ -160,7 +168,7 @@ fn nftables() -> Result<BTreeSet<String>> {
         objects.iter().filter(|object| object.get("rule").is_some()).map(table).collect();
     let chain_of = |rule: &Value| Some((table(rule)?, rule.pointer("/rule/chain")?.as_str()?.to_owned()));
     let used: BTreeSet<_> = objects.iter().filter_map(chain_of).collect();
-    // kube-proxy deletes chains some time after their rules.
+    // kube-proxy deletes chains some time after their rules, so empty chains do not count.
     let is_empty_chain = |object: &Value| {
         let name = object.pointer("/chain/name").and_then(Value::as_str);
         name.zip(table(object)).is_some_and(|(name, table)| !used.contains(&(table, name.to_owned())))
@@ -176,14 +184,15 @@ fn nftables() -> Result<BTreeSet<String>> {
     Ok(objects.iter().filter(counts).map(told).chain(holders).collect())
 }
 
-/// The table of a chain, a rule or a map, or the table itself: family and name.
+/// Returns family and name of the table that a chain, a rule or a map is in, or that the object is.
 fn table(object: &Value) -> Option<(String, String)> {
     let object = object.as_object()?.values().next()?;
     let named = object.get("table").or_else(|| object.get("name"))?;
     Some((object.get("family")?.as_str()?.to_owned(), named.as_str()?.to_owned()))
 }
 
-/// Takes out the rules that only keep established connections translated. Their tables, without other rules, are not listed.
+/// Takes out the rules that only keep established connections translated. A table without other
+/// rules is not listed.
 fn holders(objects: &mut Vec<Value>) -> BTreeSet<String> {
     let is_holder = |object: &Value| {
         let comment = object.pointer("/rule/comment").and_then(Value::as_str);
@@ -194,7 +203,8 @@ fn holders(objects: &mut Vec<Value>) -> BTreeSet<String> {
     holders.iter().filter_map(table).map(|(family, name)| format!("{HOLDER}{family} {name}")).collect()
 }
 
-/// Which slots of a map mode nftables gives to a service port depends on what it has served before: rules say the endpoints instead.
+/// Replaces the slots of a map by its endpoints. Which slots mode nftables gives to a service port
+/// depends on what it has served before.
 fn name_drawn_endpoints(objects: &mut [Value]) {
     let mut slots: BTreeMap<(String, String), BTreeMap<u64, Value>> = BTreeMap::new();
     for map in objects.iter_mut().filter_map(|object| object.get_mut("map")) {
@@ -238,7 +248,8 @@ fn replace_maps(value: &mut Value, with: &impl Fn(&Value) -> Option<Value>) {
     }
 }
 
-/// Listeners of mode userspace have random ports: they are numbered in the order of what leads to them.
+/// Numbers the listeners of mode userspace, whose ports are random, in the order of what leads to
+/// them.
 fn number_listeners(objects: &mut [Value]) {
     let of_userspace =
         |object: &&mut Value| table(object).is_some_and(|(_, name)| name == "proxy-ctl-userspace");
@@ -257,19 +268,19 @@ fn number_listeners(objects: &mut [Value]) {
     let mut numbers: BTreeMap<[String; 3], usize> = BTreeMap::new();
     for ([family, protocol, _], port) in elements {
         let next = numbers.len();
-        // Each protocol of each family has ports of its own.
+        // Each protocol of each family has its own ports.
         let number = numbers.entry([family, protocol, port.to_string()]).or_insert(next);
         *port = json!(format!("listener {number}"));
     }
 }
 
-/// The kubelet has this chain too: kube-proxy's own clean-up leaves it.
+/// Returns true for a chain that the kubelet has too. kube-proxy's own cleanup leaves it.
 fn is_shared(line: &str) -> bool {
     line.contains("KUBE-FIREWALL")
 }
 
-/// Handles are given anew with each write, elements listed in no order, and a rule that is taken over from another writer
-/// may have its matches in another order.
+/// Removes handles, which change with each write, and sorts what has no order. nft lists elements
+/// in any order, and the matches of a rule that another writer has made may stand in another order.
 fn without_handles(value: &mut Value) {
     match value {
         Value::Object(fields) => {
@@ -287,7 +298,7 @@ fn without_handles(value: &mut Value) {
     }
 }
 
-/// Rules and chains of users, by table.
+/// Returns the rules and users' chains of each table.
 fn legacy(save: &str) -> Result<BTreeSet<String>> {
     let mut table = String::new();
     let mut lines = BTreeSet::new();
@@ -304,12 +315,12 @@ fn legacy(save: &str) -> Result<BTreeSet<String>> {
 }
 
 fn ipsets() -> Result<BTreeSet<String>> {
-    // It is there for what is built in too.
+    // This folder exists too if ipset is built into the kernel.
     if !Path::new("/sys/module/ip_set").exists() {
         return Ok(BTreeSet::new());
     }
-    // Of two programs, the kernel's default `bucketsize 12` is told where the one that has made the set asked for it. The seed of the hash
-    // (`initval`) differs each time.
+    // The kernel shows its default `bucketsize 12` only if the program that made the set asked for
+    // it, so this differs between programs. The seed of the hash (`initval`) differs each time.
     of_lines("ipset", &["save"], |line| {
         let mut kept = vec!["ipset"];
         let mut words = line.split(' ');
@@ -334,14 +345,15 @@ fn link(line: &str) -> Option<String> {
     Some(format!("link {device}"))
 }
 
-/// Without its peer.
+/// Returns the name of a device without its peer.
 fn device(line: &str) -> Option<String> {
     let device = line.split(": ").nth(1)?;
     Some(device.split('@').next().unwrap_or(device).to_owned())
 }
 
-/// IPVS of this network namespace, where the kernel has it. By netlink: /proc/net/ip_vs leaves out some in each page after the first, as it counts
-/// those of other namespaces too (6.1).
+/// Returns the virtual servers of IPVS in this network namespace, if the kernel has IPVS. They are
+/// read by netlink, because /proc/net/ip_vs leaves out some in each page after the first. It counts
+/// those of other namespaces too (Linux 6.1).
 fn virtual_servers() -> Result<BTreeSet<String>> {
     if !Path::new("/proc/thread-self/net/ip_vs").exists() {
         return Ok(BTreeSet::new());
@@ -349,7 +361,8 @@ fn virtual_servers() -> Result<BTreeSet<String>> {
     Ok(servers_and_destinations(&output("ipvsadm", &["--list", "--numeric"])?))
 }
 
-/// Without numbers of connections. A destination that takes no new ones is none as long as it has old ones.
+/// Returns servers and destinations without their numbers of connections. A destination that takes
+/// no new connections is left out while it has old ones.
 fn servers_and_destinations(text: &str) -> BTreeSet<String> {
     let mut lines = BTreeSet::new();
     let mut server = String::new();
@@ -370,7 +383,7 @@ fn servers_and_destinations(text: &str) -> BTreeSet<String> {
     lines
 }
 
-/// On every device: tcx, and filters of a clsact qdisc.
+/// Returns the programs on every device, at tcx and as filters of a clsact qdisc.
 fn packet_programs() -> Result<BTreeSet<String>> {
     let mut lines = BTreeSet::new();
     for device in of_lines("ip", &["-o", "link"], device)? {
@@ -382,7 +395,7 @@ fn packet_programs() -> Result<BTreeSet<String>> {
             };
             lines.extend(programs.iter().map(told));
             let filters = of_lines("tc", &["filter", "show", "dev", &device, word], |line| {
-                // Without the program's identity, which differs each time.
+                // The rest of the line is the program's identity, which differs each time.
                 let told = line.split(" id ").next().unwrap_or(line);
                 Some(format!("tc {device} {word} {told}"))
             });
@@ -422,7 +435,8 @@ fn files(folder: &Path, prefix: &str) -> BTreeSet<String> {
 mod tests {
     use super::*;
 
-    /// As ipvsadm prints it: a destination, and its line with another weight and number of connections.
+    /// Output of ipvsadm: a destination, and the beginning of the line of another, whose weight and
+    /// connections follow.
     const SERVED: &str = "IP Virtual Server version 1.2.1 (size=4096)
 Prot LocalAddress:Port Scheduler Flags
   -> RemoteAddress:Port Forward Weight ActiveConn InActConn
@@ -438,7 +452,7 @@ TCP  10.96.0.1:80 rr persistent 600
             ("1      0          0", Some("1")),
             ("5      0          0", Some("5")),
             ("0      0          4", None),
-            // Nobody will remove it.
+            // Nobody will remove this destination, because it has no connections.
             ("0      0          0", Some("0")),
         ] {
             let first = weight.map(|weight| format!("{SERVER} to 10.0.0.1:8080 weight {weight}"));

@@ -1,4 +1,4 @@
-//! `proxy-ctl monitor` on a node of the lab.
+//! Runs `proxy-ctl monitor` on a node of the lab.
 
 use std::{
     io::{BufRead as _, BufReader, Read as _},
@@ -18,10 +18,10 @@ use serde_json::Value;
 
 use crate::world::World;
 
-/// Within which an event is told.
+/// Time within which an event is told.
 const TOLD_WITHIN: Duration = Duration::from_secs(30);
 
-/// `proxy-ctl monitor`, whose events are looked at. It runs until this is dropped.
+/// Running `proxy-ctl monitor` with its events. It ends when this is dropped.
 pub struct Watch {
     process: Child,
     complaints: BufReader<ChildStderr>,
@@ -29,7 +29,7 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Returns when it watches.
+    /// Starts `proxy-ctl monitor`, and returns when it watches.
     pub fn begin(world: &World, node: NodeNumber) -> Result<Self> {
         let mut command = world.proxy_on(node)?.tool_command(&world.lab, &["monitor", "--output", "json"])?;
         let mut process = command
@@ -55,7 +55,8 @@ impl Watch {
         Ok(watch)
     }
 
-    /// The next event that has all of what `expected` says and is `also` right; those before it are left out.
+    /// Returns the next event that has all fields of `expected` and for which `also` returns true.
+    /// Events before it are lost.
     pub fn find(&self, expected: &Value, also: impl Fn(&Value) -> bool) -> Result<Value> {
         let (begun, mut others) = (Instant::now(), Vec::new());
         loop {
@@ -68,7 +69,7 @@ impl Watch {
         }
     }
 
-    /// As Ctrl-C does. Nothing may have been written to stderr.
+    /// Ends the command as Ctrl-C does. It must have written nothing to stderr.
     pub fn end(mut self) -> Result<()> {
         kill(Pid::from_raw(self.process.id().try_into()?), Signal::SIGINT).context("ending monitor")?;
         let mut complaints = String::new();
@@ -82,12 +83,12 @@ impl Watch {
 
 impl Drop for Watch {
     fn drop(&mut self) {
-        // It has ended already, or is to end without more ado.
+        // The process has ended already, or it is ended now.
         let _ended = self.process.kill().and_then(|()| self.process.wait());
     }
 }
 
-/// Does `value` have every field of `part`, and these all of theirs?
+/// Returns true if `value` has every field of `part`, down to the fields of these.
 fn has(value: &Value, part: &Value) -> bool {
     match part.as_object() {
         Some(fields) => fields.iter().all(|(name, part)| has(&value[name], part)),

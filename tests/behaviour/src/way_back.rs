@@ -1,4 +1,5 @@
-//! From proxy-ctl to the real kube-proxy and back, while clients connect and endpoints change.
+//! Switches from proxy-ctl to the real kube-proxy and back, while clients connect and endpoints
+//! change.
 
 use std::time::Duration;
 
@@ -19,19 +20,19 @@ use crate::{
 };
 
 const CLIENTS: [&str; 3] = ["client-1", "client-2", "node1"];
-/// `ebpf.withdrawAfter`, and what a busy machine needs.
+/// Time within which hooks pass everything on: `ebpf.withdrawAfter`, and what a busy machine needs.
 const WITHDRAWN_WITHIN: Duration = Duration::from_secs(60);
 const ANSWERED_WITHIN: Duration = Duration::from_secs(60);
 
 pub type Run = fn(&mut World) -> Result<()>;
 
-/// In order: each leaves proxy-ctl in charge.
+/// Scenarios in order. Each leaves proxy-ctl in charge.
 pub const SCENARIOS: [(&str, Run); 2] = [
     ("a clean-up leaves the answers to kube-proxy, and the way back too", cleaned),
     ("after the lease kube-proxy answers, until a controller is back", withdrawn),
 ];
 
-/// Other paths have no other hooks.
+/// Returns true for the paths that are tested. Other paths have no other hooks.
 pub fn concerns(setting: Setting) -> bool {
     setting.proxy == ProxyKind::Ebpf && matches!(setting.path, PathKind::Sockets | PathKind::Packets)
 }
@@ -45,22 +46,22 @@ fn cleaned(world: &mut World) -> Result<()> {
     let ours = world.setting;
     world.set_endpoints(&CHANGING, &["web-1"])?;
     let loads = start_loads(world)?;
-    // As with a chart: kube-proxy comes first.
+    // kube-proxy starts first, as with a chart.
     let mut former = world.swap(real(ours))?;
     former.iter_mut().try_for_each(Proxy::kill)?;
-    // Hooks that nobody updates do not know the address: only kube-proxy answers for it.
+    // Hooks that nobody updates do not know the new endpoint. Only kube-proxy sends clients to it.
     CHANGING.publish(&world.lab, &mut world.objects, &["web-2"])?;
     world.settle_by_new_service()?;
     only(world, "web-1").context("the hooks that are left: what a clean-up is for")?;
     for proxy in &former {
         proxy.tool(&world.lab, &["cleanup"])?;
     }
-    // The kernel detaches in the background.
+    // The kernel detaches the programs in the background.
     wait::until("the end of the hooks", WITHDRAWN_WITHIN, || {
         only(world, "web-2").map(Some).map_err(|error| format!("{error:#}"))
     })?;
     only(world, "web-2").context("after the clean-up")?;
-    // One that has lost a datagram waits for its answer meanwhile.
+    // A client that has lost a datagram still waits for its answer.
     wait::until("the answers of web-2 to every client", ANSWERED_WITHIN, || {
         let tallies = loads.iter().map(|(client, _, load)| world.agent(client)?.peek_load(*load));
         let tallies = tallies.collect::<Result<Vec<Tally>>>().map_err(|error| format!("{error:#}"))?;
@@ -68,7 +69,8 @@ fn cleaned(world: &mut World) -> Result<()> {
     })?;
 
     back_to(world, ours)?;
-    // What is under way when filters go is lost, once on each node; sockets do not notice.
+    // Packets that are under way when filters are removed are lost, once on each node. Sockets do
+    // not notice.
     let lost = if ours.path == PathKind::Sockets { 0 } else { 2 };
     for (what, tally) in stop_loads(world, loads)? {
         ensure!(tally.failed <= lost && tally.answered > 0, "{what}: {tally:?}");
@@ -100,7 +102,7 @@ fn withdrawn(world: &mut World) -> Result<()> {
     back_to(world, ours)
 }
 
-/// Our proxy takes over what it left, and what kube-proxy leaves.
+/// Starts proxy-ctl again, which takes over what it and kube-proxy have left.
 fn back_to(world: &mut World, ours: Setting) -> Result<()> {
     for node in lab::cluster::NODES {
         world.kill(node)?;
@@ -114,7 +116,7 @@ fn real(ours: Setting) -> Setting {
     Setting { proxy: ProxyKind::KubeProxyNftables, ..ours }
 }
 
-/// Every client is answered by this server alone, by each protocol and family.
+/// Expects only this server to answer every client, by each protocol and family.
 fn only(world: &World, server: &str) -> Result<()> {
     for client in CLIENTS {
         for variant in Variants::All.list() {

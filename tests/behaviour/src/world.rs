@@ -1,4 +1,4 @@
-//! A lab with a proxy on each node and every fixture.
+//! A lab with a proxy on each node, and with every fixture.
 
 use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
 
@@ -20,22 +20,21 @@ use crate::{
     setting::{Datapath, PathKind, ProxyKind, Setting},
 };
 
-/// How long a proxy may take to follow a change (kube-proxy on a busy machine).
+/// Time within which a proxy must follow a change, even kube-proxy on a busy machine.
 const SETTLES_WITHIN: Duration = Duration::from_secs(60);
-/// Milliseconds after which a process of the node looks again whether it is served. Each look takes
-/// as long where packets to a port that is not served yet are lost.
+/// Milliseconds after which a process of the node looks again whether it is served. A look takes as
+/// long if packets to a port that is not served yet are lost.
 const BETWEEN_LOOKS_MS: u64 = 50;
-/// Milliseconds that a request of [`World::answers`] may take at least. A machine that is busy with
-/// something else may keep an answer back for longer than a scenario waits to see that nobody
-/// answers.
+/// Milliseconds that a request of [`World::answers`] may always take. A scenario may wait for less,
+/// to see that nobody answers. A machine that is busy may delay an answer for longer.
 const ANSWERS_WITHIN_MS: u64 = 10_000;
 
-/// No world gets as far.
+/// Version of the sentinel at rest. No world gets as far by counting.
 const AT_REST: u16 = 20_000;
 
 pub struct World {
     pub setting: Setting,
-    /// What the proxies' configuration has beyond what every lab needs.
+    /// Fields that are merged over the configuration that every lab needs.
     fields: Value,
     pub objects: Objects,
     agents: BTreeMap<String, Agent>,
@@ -47,7 +46,7 @@ pub struct World {
     pub lab: Lab,
 }
 
-/// The same dial, whose answers may be as late as a busy machine makes them.
+/// Returns the same dial, whose answers may be as late as a busy machine makes them.
 fn patient(dial: &Dial) -> Dial {
     dial.clone().timeout_ms(dial.timeout_ms.max(ANSWERS_WITHIN_MS))
 }
@@ -60,7 +59,8 @@ impl World {
         })
     }
 
-    /// As [`World::new`], with services of the caller's choice, from a folder of manifests or an API server.
+    /// Does what [`World::new`] does with services of the caller's choice, from a folder of
+    /// manifests or an API server.
     pub fn with_services(
         setting: Setting,
         api_server: bool,
@@ -117,7 +117,7 @@ impl World {
         Ok(self.lab.netns(name)?.addresses)
     }
 
-    /// Every address that a node itself may have as a source.
+    /// Returns true if the node itself may have the address as a source.
     pub fn is_node_address(&self, node: NodeNumber, address: std::net::IpAddr) -> bool {
         let mut others = self.networks.iter().map(|network| network.node(node));
         address::node(node).contains(address)
@@ -129,8 +129,9 @@ impl World {
         self.agent(from)?.dial(dial)
     }
 
-    /// Dials: every request is answered, by nobody but these, and by each of them. The scenario
-    /// expects the answers, so a shorter limit of the dial does not apply.
+    /// Dials, and expects every request to be answered by one of these servers, and each of them to
+    /// answer. A shorter limit of the dial does not apply, because the scenario expects the
+    /// answers.
     pub fn answers(&self, from: &str, dial: &Dial, by: &[&str]) -> Result<Vec<Answer>> {
         let loses_datagrams = self.setting.datapath() == Datapath::Ipvs && dial.protocol == Protocol::Udp;
         let dial = if loses_datagrams { dial.clone() } else { patient(dial) };
@@ -141,14 +142,14 @@ impl World {
         check::answered_by(&outcomes, by).with_context(|| format!("from {from} to {}", dial.target))
     }
 
-    /// Dials: every request is answered, whoever answers. A shorter limit of the dial does not
-    /// apply.
+    /// Dials, and expects every request to be answered, whoever answers. A shorter limit of the
+    /// dial does not apply.
     pub fn answered(&self, from: &str, dial: &Dial) -> Result<Vec<Answer>> {
         check::answered(&self.dial(from, &patient(dial))?)
     }
 
-    /// Sends one of a hundred datagrams again, from another port, that had no answer: IPVS confuses flows of one client port to the same endpoint by
-    /// two addresses. See docs/differences.md.
+    /// Sends one of a hundred datagrams that had no answer again, from another port. IPVS confuses
+    /// flows of one client port to the same endpoint by two addresses. See docs/differences.md.
     fn ask_again(&self, from: &str, dial: &Dial, outcomes: &mut [Outcome]) -> Result<()> {
         let most = outcomes.len().div_ceil(100);
         let silent = outcomes.iter_mut().filter(|outcome| **outcome == Outcome::TimedOut);
@@ -171,13 +172,13 @@ impl World {
         self.proxies.iter_mut().find(|proxy| proxy.node == node).ok_or_else(|| anyhow!("no node {node}"))
     }
 
-    /// Kills a node's proxy (SIGKILL) and starts it again; does not wait for it to serve.
+    /// Kills a node's proxy (SIGKILL) and starts it again. Does not wait until it serves.
     pub fn restart(&mut self, node: NodeNumber) -> Result<()> {
         self.kill(node)?;
         self.start(node)
     }
 
-    /// Starts other proxies beside those that run; returns these.
+    /// Starts new proxies beside those that run, and returns the former ones.
     pub fn swap(&mut self, setting: Setting) -> Result<Vec<Proxy>> {
         let next = NODES.map(|node| Proxy::new(&self.lab, setting, &self.fields, &self.feed, node));
         let next = next.into_iter().collect::<Result<Vec<_>>>()?;
@@ -187,8 +188,8 @@ impl World {
         Ok(former)
     }
 
-    /// Has proxies serve with these fields in their configuration, merged over what every lab needs: other ones, if they
-    /// have not.
+    /// Merges these fields over the configuration that every lab needs. If they differ from the
+    /// former fields, the proxies are killed and started again.
     pub fn configure(&mut self, fields: Value) -> Result<()> {
         if self.fields == fields {
             return Ok(());
@@ -199,13 +200,14 @@ impl World {
         self.settle()
     }
 
-    /// As [`configure`](Self::configure), of those that run.
+    /// Merges fields as [`configure`](Self::configure) does, but the running proxies follow their
+    /// files.
     pub fn reconfigure(&mut self, fields: Value) -> Result<()> {
         self.fields = fields;
         self.switch(self.setting)
     }
 
-    /// Writes the configuration of this setting for the proxies that run.
+    /// Writes the configuration of this setting for the running proxies.
     pub fn switch(&mut self, setting: Setting) -> Result<()> {
         self.setting = setting;
         let (lab, fields, feed) = (&self.lab, &self.fields, &self.feed);
@@ -216,7 +218,8 @@ impl World {
         self.proxy(node)?.kill()
     }
 
-    /// Kills the proxy of every node, and starts them again after `meanwhile`, also where that fails. Answers with what it has found.
+    /// Kills the proxy of every node, and starts them again after `meanwhile`, even if that fails.
+    /// Returns the result of `meanwhile`.
     pub fn while_dead<T>(&mut self, meanwhile: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
         NODES.into_iter().try_for_each(|node| self.kill(node))?;
         let found = meanwhile(self);
@@ -237,7 +240,7 @@ impl World {
         self.settle()
     }
 
-    /// Pods as endpoints in these states.
+    /// Returns pods as endpoints in these states.
     pub fn endpoints(&self, pods: &[(&str, State)]) -> Result<Vec<Endpoint>> {
         let endpoint = |(name, state): &(&str, State)| {
             let pod = self.lab.netns(name)?;
@@ -268,8 +271,9 @@ impl World {
         Ok(())
     }
 
-    /// Waits until kube-proxy in mode ipvs has ended a sync of each family. It writes virtual servers first, then the sets and rules of all Services,
-    /// and then removes what is old, entries of connection tracking among it. It syncs each 30 s also where nothing has changed.
+    /// Waits until kube-proxy in mode ipvs has ended a sync of each family. It first writes virtual
+    /// servers, then the sets and rules of all Services. Then it removes what is old, including
+    /// entries of connection tracking. It also syncs every 30 s if nothing has changed.
     fn synced_on(&self, node: NodeNumber) -> Result<()> {
         const COUNTER: &str = "kubeproxy_sync_proxy_rules_duration_seconds_count";
         let ended = || -> Result<BTreeMap<String, u64>> {
@@ -287,8 +291,8 @@ impl World {
         })
     }
 
-    /// The sentinel moves to a new port with each version. It is written last, so a proxy that serves the
-    /// new port has read all that was written before.
+    /// Publishes the objects. The sentinel moves to a new port with each version. It is written
+    /// last, so a proxy that serves the new port has read all that was written before.
     fn publish(&mut self) -> Result<()> {
         self.sentinel += 1;
         let mut sentinel =
@@ -301,8 +305,8 @@ impl World {
         self.feed.publish(&self.objects)
     }
 
-    /// Publishes the objects as they are at rest: the same each time, whatever was published between. Waits until every
-    /// node serves them.
+    /// Publishes the objects as they are at rest: the same each time, whatever was published
+    /// between. Waits until every node serves them.
     pub fn settle_at_rest(&mut self) -> Result<()> {
         let next = std::mem::replace(&mut self.sentinel, AT_REST);
         let settled = self.settle();
@@ -327,8 +331,8 @@ impl World {
         self.at_work_on(node)
     }
 
-    /// Waits until the proxy says so, once after each start and each change of its mode: processes of the node are served before the
-    /// packets of interfaces are.
+    /// Waits until the proxy reports that it serves, once after each start and each change of its
+    /// mode. Processes of the node are served earlier than packets of interfaces.
     fn at_work_on(&mut self, node: NodeNumber) -> Result<()> {
         let setting = self.setting;
         if setting.proxy.is_kube_proxy() || std::mem::replace(&mut self.proxy(node)?.seen_at_work, true) {
@@ -347,8 +351,8 @@ impl World {
         )
     }
 
-    /// Publishes the objects, and waits until every node serves them, by a Service that is new: programs that a former proxy has left refuse the
-    /// port that the sentinel has next.
+    /// Publishes the objects, and waits by a new Service until every node serves them. Programs
+    /// that a former proxy has left refuse the port that the sentinel gets next.
     pub fn settle_by_new_service(&mut self) -> Result<()> {
         let address = cluster_ip(FIRST_NEWCOMER_INDEX + self.sentinel);
         let name = format!("newcomer-{}", self.sentinel);
@@ -392,7 +396,7 @@ impl World {
         Ok(())
     }
 
-    /// A pod that did not exist when the proxies started, with its agent.
+    /// Adds a pod that did not exist when the proxies started, with its agent. Returns its name.
     pub fn add_late_pod(&mut self, node: NodeNumber) -> Result<String> {
         self.late_pods += 1;
         let name = format!("late-{}", self.late_pods);
@@ -403,7 +407,7 @@ impl World {
         Ok(name)
     }
 
-    /// Adds a network between the nodes while the proxies run, unless it is there.
+    /// Adds a network between the nodes while the proxies run, unless it is there already.
     pub fn add_network(&mut self, network: Network) -> Result<()> {
         if self.lab.add_network(network)? {
             self.networks.push(network);
@@ -415,19 +419,19 @@ impl World {
         Ok(())
     }
 
-    /// Ends the API server that feeds the proxies, if one does.
+    /// Ends the API server that feeds the proxies, if there is one.
     pub fn kill_api_server(&mut self) {
         if let Feed::ApiServer(server) = &mut self.feed {
             server.kill();
         }
     }
 
-    /// The cluster IP of a service with the port of every service.
+    /// Returns the cluster IP of a service with the port that every service has.
     pub fn cluster_ip(&self, service: &ServiceFixture, family: Family) -> SocketAddr {
         SocketAddr::new(cluster_ip(service.index).of(family), PORT)
     }
 
-    /// The node port of a service on a node's own address.
+    /// Returns the node port of a service on a node's own address.
     pub fn node_port(
         &self,
         service: &ServiceFixture,
@@ -438,7 +442,7 @@ impl World {
         Ok(SocketAddr::new(address::node(node).of(family), port))
     }
 
-    /// A metric of the node's proxy; `None` if it has none of that name.
+    /// Returns a metric of the node's proxy, or `None` if it has none of that name.
     pub fn metric(&self, node: NodeNumber, name: &str) -> Result<Option<f64>> {
         Ok(self.metrics(node)?.lines().filter_map(|line| line.strip_prefix(name)).find_map(|rest| {
             let rest =
@@ -454,7 +458,7 @@ impl World {
         Ok(body)
     }
 
-    /// How many packets and sockets of the node had this outcome.
+    /// Returns how many packets and sockets of the node were counted for this reason.
     pub fn counted(&self, node: NodeNumber, reason: &str) -> Result<u64> {
         let body = self.metrics(node)?;
         let counter = format!("proxy_reasons_total{{reason=\"{reason}\"");
@@ -462,7 +466,7 @@ impl World {
         Ok(line.rsplit(' ').next().context("no value")?.parse()?)
     }
 
-    /// What the node's proxy answers to who asks for its mode.
+    /// Returns the mode that the node's proxy reports.
     pub fn proxy_mode(&self, node: NodeNumber) -> Result<String> {
         let address = SocketAddr::new(Family::V4.loopback(), METRICS);
         let (status, body) = self.agent(&node_name(node))?.http_get(address, "/proxyMode")?;
@@ -470,7 +474,7 @@ impl World {
         Ok(body)
     }
 
-    /// `proxy-ctl cleanup` on a node, with these further arguments.
+    /// Runs `proxy-ctl cleanup` on a node, with these additional arguments.
     pub fn cleanup(&self, node: NodeNumber, arguments: &[&str]) -> Result<()> {
         let netns = self.lab.netns(&node_name(node))?;
         let mut command = self.lab.command(netns, &lab::program("proxy-ctl")?)?;
@@ -480,22 +484,22 @@ impl World {
         Ok(())
     }
 
-    /// The last lines that each proxy wrote.
+    /// Returns the last lines that each proxy has written.
     pub fn logs(&self) -> String {
         self.proxies.iter().map(Proxy::log_tail).collect::<Vec<_>>().join("\n")
     }
 
-    /// The node's proxy.
+    /// Returns the node's proxy.
     pub fn proxy_on(&self, node: NodeNumber) -> Result<&Proxy> {
         self.proxies.iter().find(|proxy| proxy.node == node).ok_or_else(|| anyhow!("no node {node}"))
     }
 
-    /// Output of a command of the node's proxy-ctl, e.g. `services`.
+    /// Returns the output of a command of the node's proxy-ctl, for example `services`.
     pub fn tool(&self, node: NodeNumber, arguments: &[&str]) -> Result<String> {
         self.proxy_on(node)?.tool(&self.lab, arguments)
     }
 
-    /// Leaves the lab up when this process ends, with servers that answer on.
+    /// Leaves the lab up when this process ends, with servers that go on answering.
     pub fn keep(mut self) -> Result<()> {
         let names: Vec<String> = std::mem::take(&mut self.agents).into_keys().collect();
         for name in names {

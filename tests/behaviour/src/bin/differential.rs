@@ -1,5 +1,5 @@
-//! Runs the table of behaviours with each proxy, prints scenarios × proxies, and judges what differs: it is explained in
-//! docs/differences.md, or a failure.
+//! Runs the table of behaviours with each proxy, and prints scenarios × proxies. A difference from
+//! the table must be explained in docs/differences.md, or it is a failure.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,7 +19,8 @@ use behaviour::{
 use clap::Parser;
 use scenario::{Outcome, Scenario as Test, Shared, Trial};
 
-// clap names a group of arguments after its struct, and the harness has `Arguments`.
+// clap names a group of arguments after its struct, and the harness already has one named
+// `Arguments`.
 #[derive(Parser)]
 struct CommandLine {
     #[command(flatten)]
@@ -31,20 +32,20 @@ struct CommandLine {
     source: Vec<SourceKind>,
 }
 
-/// What was found, for the table that is printed, and which explanations were met.
+/// Results for the table that is printed, and the explanations that were needed.
 struct Comparison {
     differences: Differences,
-    /// By scenario, row and setting.
+    /// Text of each cell, by number of the scenario, number of the row, and setting.
     cells: BTreeMap<(usize, usize, String), String>,
-    /// Settings of which every row was judged.
+    /// Number of rows that were judged for each setting.
     judged: Vec<(Setting, usize)>,
-    /// Scenarios and rows that mode ebpf is not to do yet, and does not.
+    /// Scenarios and rows that mode ebpf cannot do yet, and that have failed.
     not_yet: BTreeSet<String>,
 }
 
 type SharedComparison = Arc<Mutex<Comparison>>;
 
-/// A lab with one proxy, and what was found in it so far.
+/// Lab with one proxy, and what was found in it so far.
 struct Run {
     world: World,
     variants: Vec<Variant>,
@@ -89,7 +90,7 @@ fn rows() -> impl Iterator<Item = (usize, usize, &'static Scenario, &'static Row
     })
 }
 
-/// Each setting has a lab of its own.
+/// Makes the tests of one setting, which has a lab of its own.
 fn trials_of(setting: Setting, variants: &[Variant], comparison: &SharedComparison) -> Vec<Trial> {
     let variants = variants.to_vec();
     let run = Shared::new(move || match proxy::missing_for(setting.proxy)? {
@@ -108,7 +109,8 @@ fn trials_of(setting: Setting, variants: &[Variant], comparison: &SharedComparis
 }
 
 impl Run {
-    /// What was found of this row; the first row of a configuration has all of it dialled.
+    /// Returns what was found for a row. The first row of a configuration has all rows of it
+    /// dialled.
     fn found(&mut self, at: RowNumber, configuration: Configuration) -> Result<&Observed> {
         if self.dialled.insert(configuration) {
             table::publish(&mut self.world, configuration)?;
@@ -154,7 +156,7 @@ fn judge(
     Ok(Outcome::Passed)
 }
 
-/// Explanations of nothing are failures.
+/// Makes the test that fails if an explanation explains nothing.
 fn explanations(comparison: &SharedComparison) -> Trial {
     let comparison = Arc::clone(comparison);
     let nothing = Shared::new(|| Ok(Ok(())));
@@ -186,11 +188,11 @@ fn explanations(comparison: &SharedComparison) -> Trial {
         Ok(Outcome::Passed)
     });
     let mut trials = nothing.trials([test]);
-    // There is exactly the one.
+    // The list has exactly one element.
     trials.remove(0)
 }
 
-/// A line that begins with `| ` is shown by `cargo xtask test`.
+/// Prints the table. `cargo xtask test` shows lines that begin with `| `.
 fn print(settings: &[Setting], comparison: &SharedComparison) {
     let comparison = comparison.lock().unwrap_or_else(PoisonError::into_inner);
     let met = |setting: &&Setting| comparison.judged.iter().any(|(judged, _)| judged == *setting);

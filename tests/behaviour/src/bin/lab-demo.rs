@@ -1,4 +1,4 @@
-//! Shows proxy-ctl at work: a cluster, its services, who answers whom, and what happens as things change.
+//! Shows proxy-ctl at work: a cluster, its services, who answers whom, and how it follows changes.
 
 use std::{
     io::{IsTerminal as _, Write as _},
@@ -48,7 +48,7 @@ struct Arguments {
     verbose: bool,
 }
 
-/// One endpoint on node 1, two on node 2, and a node port.
+/// Service with a node port, one endpoint on node 1, and two on node 2.
 const WEB: ServiceFixture =
     ServiceFixture { name: "web", endpoints: &["web-1", "web-2", "web-3"], ..BALANCED };
 const QUEUE: ServiceFixture = ServiceFixture { name: "queue", node_port: None, ..ON_NODE2 };
@@ -78,7 +78,7 @@ fn heading(text: &str) {
     println!("\n── {text} {line}");
 }
 
-/// Returns how many connections failed.
+/// Runs the demo, and returns how many connections failed.
 fn run(arguments: &Arguments) -> Result<u64> {
     lab::cluster::remove_on_signals()?;
     if arguments.remove {
@@ -156,8 +156,8 @@ fn dump(world: &World) {
     }
 }
 
-/// Connections of each round, and rounds of each way. The two ways take turns, as other work on the
-/// machine comes and goes.
+/// Number of connections of a round, and number of rounds of each way. The two ways take turns,
+/// because other work on the machine comes and goes.
 const ROUND: u32 = 100;
 const ROUNDS: u32 = 20;
 
@@ -187,7 +187,7 @@ fn compare(world: &World) -> Result<()> {
     Ok(())
 }
 
-/// Clients that dial without end.
+/// Clients that dial until they are stopped.
 struct Loads {
     running: Vec<Running>,
 }
@@ -196,7 +196,7 @@ struct Running {
     client: &'static str,
     what: String,
     load: usize,
-    /// At the last look.
+    /// Counts at the last look.
     before: Tally,
 }
 
@@ -232,7 +232,8 @@ impl Loads {
         Ok(Running { client, what, load: number, before: Tally::default() })
     }
 
-    /// Shows what happens from now on, for `duration`; on a terminal while it happens.
+    /// Shows what happens from now on, for `duration`. On a terminal, it shows this while it
+    /// happens.
     fn show(&mut self, world: &World, duration: Duration) -> Result<()> {
         for load in &mut self.running {
             load.before = world.agent(load.client)?.peek_load(load.load)?;
@@ -281,7 +282,8 @@ impl Loads {
         Ok(table)
     }
 
-    /// Connections that were answered, and that failed, from the beginning.
+    /// Stops the clients. Returns how many connections were answered and how many failed since they
+    /// began.
     fn stop(self, world: &World) -> Result<(u64, u64)> {
         let (mut answered, mut failed) = (0, 0);
         for load in self.running {
@@ -296,7 +298,7 @@ impl Loads {
     }
 }
 
-/// Leaves the cluster up. The hints are commands that root can paste.
+/// Leaves the cluster up, and prints hints: commands that root can paste.
 fn keep(world: World) -> Result<()> {
     heading("it stays: look around as root");
     let lab = world.lab.name();

@@ -1,5 +1,6 @@
-//! Has random clusters served by each proxy, and compares what becomes of their probes with what kube-proxy does. What differs is
-//! explained in docs/differences.md, or a failure: then with the smallest cluster that still differs.
+//! Has random clusters served by each proxy, and compares the outcome of their probes with what
+//! kube-proxy does. A difference must be explained in docs/differences.md, or it is a failure. A
+//! failure shows the smallest cluster that still differs.
 
 use std::{
     process::ExitCode,
@@ -41,10 +42,11 @@ struct CommandLine {
     tries: usize,
 }
 
-/// A lab with one proxy.
+/// Lab with one proxy.
 struct Run {
     runner: Runner,
-    /// How many clusters are tried for a smaller one, the first time that one differs: that takes minutes.
+    /// Number of clusters that are tried to find a smaller one. This takes minutes, so it is done
+    /// only for the first cluster that differs.
     tries: usize,
 }
 

@@ -1,5 +1,5 @@
-//! Switches from each mode to each other, by a changed file and by another process, and from and to the real kube-proxy,
-//! while clients connect; prints a matrix of failed connections.
+//! Switches from each mode to each other, by a changed file and by another process, and from and to
+//! the real kube-proxy. Clients connect meanwhile. A matrix of failed connections is printed.
 
 use std::{
     collections::BTreeMap,
@@ -31,7 +31,8 @@ use lab::{
 };
 use scenario::{Outcome, Scenario as Test, Shared, Trial};
 
-// clap names a group of arguments after its struct, and the harness has `Arguments`.
+// clap names a group of arguments after its struct, and the harness already has one named
+// `Arguments`.
 #[derive(Parser)]
 struct CommandLine {
     #[command(flatten)]
@@ -43,34 +44,36 @@ struct CommandLine {
 
 const SERVICES: [&ServiceFixture; 2] = [&BALANCED, &EXTERNAL_LOCAL_ON_NODE1];
 const CLIENTS: [&str; 4] = ["client-1", "client-2", NODE, OUTSIDE];
-/// Clients that call the Service itself by TCP, before and after a switch to mode ebpf from the same source ports.
+/// Clients that dial the Service by TCP before and after a switch to mode ebpf, from the same
+/// source ports.
 const PORT_USERS: [&str; 3] = ["client-1", "client-2", NODE];
-/// By each of them to each family. Which endpoint a connection goes to is random.
+/// Number of ports that each of them uses for each family. The endpoint of a connection is random.
 const PORTS: u16 = 8;
-/// Below those that the kernel chooses.
+/// First of these ports. They are below those that the kernel chooses.
 const FIRST_PORT: u16 = 10_000;
-/// How the names of those begin that modes leave as they have set them, as kube-proxy does; see docs/differences.md.
+/// Beginnings of the names of kernel parameters that modes leave as they have set them, as
+/// kube-proxy does. See docs/differences.md.
 const STAYING_PARAMETERS: [&str; 2] = ["net/ipv4/conf/all/route_localnet", "net/ipv4/vs/"];
-/// In the names of those of mode ipvs's device, which come and go with it.
+/// Part of the names of kernel parameters of mode ipvs's device, which come and go with it.
 const PARAMETERS_OF_DEVICE: &str = "/kube-ipvs0/";
-/// The client that is the node itself.
+/// Client that is the node itself.
 const NODE: &str = "node1";
 const PODS: [&str; 2] = ["client-1", "client-2"];
-/// How long a process may take to follow its file, and to remove what the former mode has left.
+/// Time within which a process must follow its file, and remove what the former mode has left.
 const SWITCHES_WITHIN: Duration = Duration::from_secs(60);
 
-/// The time that a client may go without an answer while the real kube-proxy has removed what
-/// another mode has left, and not yet written its own. Datagrams show that it takes up to 3 s on
-/// two busy cores; an attempt by TCP that begins in it is given up after 2 s more. The limit is ten
-/// times as long, as a busy machine makes kube-proxy slow, which is nothing of ours. It is longer
-/// on machines that are emulated, as `LAB_PATIENCE` says.
+/// Longest time that a client may be without answers between two things that the real kube-proxy
+/// does: it removes what another mode has left, and then writes its own rules. Datagrams show that
+/// this takes up to 3 s on two busy cores. A TCP attempt that begins meanwhile is given up 2 s
+/// later. The limit is ten times as long, because a busy machine makes kube-proxy slow, which says
+/// nothing about proxy-ctl. `LAB_PATIENCE` makes it longer on emulated machines.
 const KUBE_PROXY_GAP: Duration = Duration::from_secs(30);
 
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 enum By {
-    /// A changed file, which the process follows.
+    /// A changed file, which the running process follows.
     File,
-    /// Another process, after the first was told to end.
+    /// Another process, which starts after the first one was told to end.
     Process,
 }
 
@@ -82,30 +85,40 @@ struct Switch {
 }
 
 impl Switch {
-    /// kube-proxy removes the rules of another mode before it writes its own: what is sent meanwhile is not translated, and an answer that
-    /// is not resets its connection. Programs of mode ebpf go on.
+    /// Returns true if kube-proxy removes the rules of another mode before it writes its own.
+    /// Packets are not translated meanwhile, and an untranslated answer resets its connection. The
+    /// programs of mode ebpf go on translating.
     fn has_gap(self) -> bool {
         let serves_on = self.from.datapath() == Datapath::Ebpf;
         self.to.is_kube_proxy() && self.to.datapath() != self.from.datapath() && !serves_on
     }
 
-    /// The process that carries connections takes them with it, and nobody serves until the next one does.
+    /// Returns true if the process that carries connections ends. They end with it, and nobody
+    /// serves until the next process does.
     fn ends_connections(self) -> bool {
         self.by == By::Process && self.from.datapath().is_a_process()
     }
 
-    /// UDP sockets of the client stay without answers. Mode ebpf translates for the node itself when a socket connects, and what
-    /// was connected before depends on what the kernel still translates: to nobody, where a process has carried datagrams.
-    /// After mode ipvs they are ended, and clients open them anew. See docs/differences.md. What is sent while nobody serves has an entry of
-    /// connection tracking, without a masquerade: kube-proxy in mode ipvs removes it when it syncs again, and pods need no masquerade.
+    /// Returns true if UDP sockets of this client stay without answers after a switch from mode
+    /// userspace. See docs/differences.md.
+    ///
+    /// Mode ebpf translates for the node itself only when a socket connects. A socket that was
+    /// connected before depends on what the kernel still translates. After a process that carried
+    /// datagrams, that is nothing.
+    ///
+    /// What is sent while nobody serves gets an entry of connection tracking without a masquerade.
+    /// kube-proxy in mode ipvs removes it only at its next sync. Pods need no masquerade.
+    ///
+    /// After mode ipvs such sockets are ended, and clients open them anew.
     fn strands(self, client: &str) -> bool {
         let stays_untranslated = self.to.datapath() == Datapath::Ebpf && client == NODE;
         let stays_unmasqueraded = self.to == ProxyKind::KubeProxyIpvs && !PODS.contains(&client);
         self.from.datapath().is_a_process() && (stays_untranslated || stays_unmasqueraded)
     }
 
-    /// Packets of a connection, whose ends these are, are dropped until `cleanup`. Mode ipvs leads all packets to the chain of the
-    /// source ranges, as kube-proxy's does. Rules of mode iptables drop there what has not been translated before. See docs/life-cycle.md.
+    /// Returns true if packets of a connection with these ends are dropped until `cleanup`. Mode
+    /// ipvs sends all packets to the chain of the source ranges, as kube-proxy's does. There, rules
+    /// of mode iptables drop what was not translated before. See docs/life-cycle.md.
     fn drops(self, ends: &str) -> bool {
         let kind = (self.from, self.to);
         kind == (ProxyKind::Ipvs, ProxyKind::KubeProxyIptables)
@@ -115,23 +128,24 @@ impl Switch {
                 .any(|address| ends.ends_with(&SocketAddr::new(address, PORT).to_string()))
     }
 
-    /// How many of `held` connections may be lost. Where IPVS has one, it takes packets of others for it that have the same client, port and
-    /// endpoint: when these end, so does what it knows. Endpoints of kube-proxy in mode iptables are reached without IPVS.
+    /// Returns how many of `held` connections may be lost. IPVS takes packets of other connections
+    /// for its own if they have the same client, port and endpoint. When these end, IPVS forgets
+    /// its own connection too. kube-proxy in mode iptables reaches its endpoints without IPVS.
     fn mistaken(self, held: usize) -> usize {
         if (self.from, self.to) == (ProxyKind::Ipvs, ProxyKind::KubeProxyIptables) { held / 20 } else { 0 }
     }
 }
 
-/// What clients have met in a switch.
+/// Results of the clients in one switch.
 #[derive(Clone, Copy, Debug, Default)]
 struct Met {
     connections: u64,
     failed: u64,
-    /// Clients whose next attempt has failed too.
+    /// Number of clients whose next attempt has failed too.
     without_retry: usize,
     held: usize,
     lost: usize,
-    /// Of a UDP socket that stays open.
+    /// Longest time that a UDP socket that stays open had no answer.
     longest_silence_micros: u64,
 }
 
@@ -140,12 +154,12 @@ type Matrix = Arc<Mutex<BTreeMap<Switch, Met>>>;
 struct Run {
     world: World,
     connections: usize,
-    /// No connection has had it, or one above it, as its source port.
+    /// First port that no connection has had as its source port.
     free_port: u16,
-    /// What is on the nodes without a proxy.
+    /// State of the nodes without a proxy.
     nothing: Vec<State>,
     parameters: Vec<Parameters>,
-    /// What each proxy programs on the nodes, started where nothing was.
+    /// State of the nodes with each proxy, started where nothing was.
     fresh: BTreeMap<ProxyKind, Vec<State>>,
     matrix: Matrix,
 }
@@ -173,7 +187,8 @@ fn main() -> ExitCode {
     result
 }
 
-/// Why this machine cannot do it. What cannot be found out is told by the scenarios.
+/// Returns why this machine cannot run the proxy. If that cannot be found out, the scenarios report
+/// it.
 fn missing(proxy: ProxyKind) -> Option<String> {
     proxy::missing_for(proxy).ok().flatten()
 }
@@ -181,12 +196,13 @@ fn missing(proxy: ProxyKind) -> Option<String> {
 fn skip(mode: ProxyKind) -> Trial {
     let run = move |(): &mut ()| Ok(Outcome::Skipped(missing(mode).unwrap_or_default()));
     let mut trials = Shared::new(|| Ok(Ok(()))).trials([Test::new(format!("from and to {mode}"), run)]);
-    // There is exactly the one.
+    // The list has exactly one element.
     trials.remove(0)
 }
 
-/// Each pair, in an order in which each switch begins where the one before has ended. Lean: each mode once from and once to,
-/// by another process the other way round.
+/// Returns the switches between proxy-ctl's modes, ordered so that each begins where the one before
+/// has ended. A lean run leaves and enters each mode once, and goes the other way round by another
+/// process.
 fn ours(modes: &[ProxyKind], lean: bool) -> Vec<Switch> {
     let each_pair = || {
         let with_later = |(number, first): (usize, &ProxyKind)| {
@@ -210,7 +226,8 @@ fn ours(modes: &[ProxyKind], lean: bool) -> Vec<Switch> {
     along(live, By::File).chain(along(by_process, By::Process)).collect()
 }
 
-/// Lean: one of each.
+/// Returns the switches from and to the real kube-proxy. A lean run has one of proxy-ctl's modes
+/// and one of kube-proxy's.
 fn with_the_real_one(real: &[ProxyKind], modes: &[ProxyKind], lean: bool) -> Vec<Switch> {
     let of_each = if lean { 1 } else { usize::MAX };
     let ours = || modes.iter().take(of_each);
@@ -251,12 +268,12 @@ fn trials_of(switches: Vec<Switch>, api_server: bool, connections: usize, matrix
     run.trials(switches.into_iter().map(switch).chain([Test::new(cleanup, Run::clean_up)]))
 }
 
-/// Of [`GUARDED`].
+/// Returns the load-balancer addresses of [`GUARDED`].
 fn load_balancer() -> Addresses {
     address::external(1, 91)
 }
 
-/// Its load-balancer addresses are for the client outside alone.
+/// Publishes [`GUARDED`], whose load-balancer addresses only the client outside may reach.
 fn publish_guarded(lab: &Lab, objects: &mut Objects) -> Result<()> {
     let endpoint = |name: &&str| {
         let pod = lab.netns(name)?;
@@ -274,8 +291,9 @@ fn publish_guarded(lab: &Lab, objects: &mut Objects) -> Result<()> {
     Ok(())
 }
 
-/// What pods send out of the cluster, so that netfilter tracks connections in each mode. Where nothing had it do so, mode ebpf's of sockets
-/// are unknown to it, and a new one may get the port of one that is silent; see docs/life-cycle.md.
+/// Masquerades what pods send out of the cluster, as network plugins do, so that netfilter tracks
+/// connections in each mode. Without that, it does not know connections that mode ebpf translates
+/// at sockets. A new connection could then get the port of a silent one; see docs/life-cycle.md.
 fn masquerade_as_plugins_do(lab: &Lab, node: NodeNumber) -> Result<()> {
     let of = |family, pods| format!("{family} saddr {pods} {family} daddr != {pods} masquerade");
     let rules = [of("ip", address::POD_RANGE4), of("ip6", address::POD_RANGE6)];
@@ -287,7 +305,8 @@ fn setting(proxy: ProxyKind) -> Setting {
 }
 
 impl Run {
-    /// What is programmed by each where nothing was before. A clean-up leaves what was before it.
+    /// Records what each proxy programs where nothing was before. A cleanup after each must restore
+    /// that.
     fn start_each(&mut self, proxies: &[ProxyKind]) -> Result<()> {
         self.end()?;
         self.clean()?;
@@ -309,10 +328,12 @@ impl Run {
         NODES.into_iter().try_for_each(|node| self.world.proxy(node)?.terminate())
     }
 
-    /// On each node. What a kube-proxy has written goes too, if one was the last at work.
+    /// Cleans up each node. If a kube-proxy was the last at work, this removes what it has written
+    /// too.
     fn clean(&self) -> Result<()> {
         let last = self.world.setting.proxy;
-        // So does the table that keeps connections going which former rules have translated, where the mode has none of its own.
+        // `--kube-proxy` also removes the table that keeps translating connections of former rules,
+        // if the mode has no such table of its own.
         let is_also = last.is_kube_proxy() || !last.datapath().is_netfilter();
         let also: &[_] = if is_also { &["--kube-proxy"] } else { &[] };
         NODES.into_iter().try_for_each(|node| self.world.cleanup(node, also))
@@ -350,7 +371,7 @@ impl Run {
         NODES.into_iter().map(|node| State::read(&self.world.lab, node)).collect()
     }
 
-    /// With the same objects each time.
+    /// Returns the states while the proxies serve the same objects each time.
     fn settled_states(&mut self) -> Result<Vec<State>> {
         self.world.settle()?;
         self.world.settle_at_rest()?;
@@ -361,7 +382,8 @@ impl Run {
         let former = self.world.setting.proxy;
         if former != switch.from {
             self.end()?;
-            // The programs of mode ebpf would go on serving: kube-proxy does not know what only we have.
+            // The programs of mode ebpf would go on serving, because kube-proxy does not know what
+            // only proxy-ctl programs.
             if switch.from.is_kube_proxy() && !former.is_kube_proxy() {
                 self.clean()?;
             }
@@ -374,11 +396,11 @@ impl Run {
         let used = self.use_ports(switch)?;
         let mut switched = self.carry_out(switch);
         if switch.ends_connections() {
-            // Nobody serves before everything is programmed.
+            // In this case nobody serves before everything is programmed.
             switched = switched.and_then(|()| self.world.settle());
         }
         let used_again = self.dial_each(&used);
-        // What comes after the switch counts as well.
+        // The loads also count what fails after the switch.
         let leaves_hooks = switch.from == ProxyKind::Ebpf && switch.to.is_kube_proxy();
         let settled = switched.and_then(|()| match leaves_hooks {
             true => self.world.settle_by_new_service(),
@@ -391,7 +413,8 @@ impl Run {
         judged?;
         used_again.context("from source ports that were used just before the switch")?;
         if switch.to.is_kube_proxy() && !switch.from.is_kube_proxy() {
-            // kube-proxy does not know what only we have. The packet programs' connections end with them.
+            // kube-proxy does not know what only proxy-ctl programs. Connections of the packet
+            // programs end with the programs.
             NODES.into_iter().try_for_each(|node| self.world.cleanup(node, &[]))?;
         }
         self.nothing_left(switch.to)
@@ -419,7 +442,7 @@ impl Run {
         Ok(())
     }
 
-    /// Connections of every client, to cluster IPs and node ports.
+    /// Opens connections of every client, to cluster IPs and node ports.
     fn hold(&self) -> Result<Held> {
         let share = self.connections.div_ceil(CLIENTS.len());
         let mut held = Held { streams: Vec::new(), datagrams: Vec::new() };
@@ -433,8 +456,9 @@ impl Run {
         Ok(held)
     }
 
-    /// Connections that have ended before a switch to mode ebpf, which connects clients to endpoints: their own kernels let them use a port
-    /// again at once.
+    /// Opens and ends connections before a switch to mode ebpf, and returns their dials. Mode ebpf
+    /// connects clients to endpoints directly, and a client's kernel lets it use a port again at
+    /// once.
     fn use_ports(&mut self, switch: Switch) -> Result<Vec<(&'static str, lab::Dial)>> {
         if switch.to.datapath() != Datapath::Ebpf || switch.from.datapath() == Datapath::Ebpf {
             return Ok(Vec::new());
@@ -460,7 +484,7 @@ impl Run {
         Ok(())
     }
 
-    /// What the client dials, of [`BALANCED`] first.
+    /// Returns the addresses that the client dials, that of [`BALANCED`] first.
     fn targets(&self, client: &str, family: Family) -> Result<Vec<SocketAddr>> {
         Ok(match client {
             OUTSIDE => {
@@ -471,7 +495,7 @@ impl Run {
         })
     }
 
-    /// New connections, or requests over one that stays open.
+    /// Starts loads of new connections, or of requests over one connection that stays open.
     fn start_loads(&self, keeps_socket: bool) -> Result<Vec<RunningLoad>> {
         let mut loads = Vec::new();
         for client in CLIENTS {
@@ -481,7 +505,8 @@ impl Run {
             };
             let targets = Variants::All.list().into_iter().map(targets).collect::<Result<Vec<_>>>()?;
             for (variant, target) in targets.concat() {
-                // A segment that is lost is sent again after a second, a datagram with the next request.
+                // A lost segment is sent again after a second, and a lost datagram with the next
+                // request.
                 let timeout_ms = if variant.protocol == Protocol::Udp { 500 } else { 2_000 };
                 let patience = u64::from(wait::patience());
                 let load = Load {
@@ -544,7 +569,7 @@ impl Run {
         Ok(())
     }
 
-    /// What became of held connections that are not answered.
+    /// Returns the held connections that are not answered, and what became of them.
     fn lost(&self, held: &[(&'static str, Vec<usize>)]) -> Result<Vec<(&'static str, String, lab::Outcome)>> {
         let mut lost = Vec::new();
         for (client, connections) in held {
@@ -562,8 +587,9 @@ impl Run {
         Ok(())
     }
 
-    /// The kernel has what it would have had without the former mode. What is left may go some time later. What keeps established
-    /// connections translated stays where nothing else does so; see docs/life-cycle-details.md.
+    /// Expects the kernel to have what it would have without the former mode. What is left may go
+    /// some time later. What keeps established connections translated stays where nothing else does
+    /// so; see docs/life-cycle-details.md.
     fn nothing_left(&mut self, proxy: ProxyKind) -> Result<()> {
         self.world.settle_at_rest()?;
         for client in CLIENTS {
@@ -592,7 +618,7 @@ impl Run {
         self.parameters_stay()
     }
 
-    /// What the programs of mode ebpf stay for, and what the proxies say.
+    /// Returns the flows for which the programs of mode ebpf stay, and the proxies' logs.
     fn flows_left(&self) -> String {
         let of_node = |node| {
             let flows = self.world.tool(node, &["flows"]).unwrap_or_else(|error| format!("{error:#}"));
@@ -639,7 +665,7 @@ impl std::fmt::Display for Met {
     }
 }
 
-/// The chain that goes on accepting health checks of load balancers where kube-proxy did so.
+/// Chain that goes on accepting health checks of load balancers where kube-proxy did so.
 const HEALTH_CHECKS: &str = "PROXY-CTL-HEALTH-CHECKS";
 
 /// Returns true for the jump to [`HEALTH_CHECKS`], and for the chain and the table that hold it.
@@ -672,7 +698,7 @@ impl std::fmt::Display for Switch {
     }
 }
 
-/// Lines that begin with `| ` are shown by `cargo xtask test`.
+/// Prints the matrix. `cargo xtask test` shows lines that begin with `| `.
 fn print(matrix: &Matrix) {
     let matrix = matrix.lock().unwrap_or_else(PoisonError::into_inner);
     for by in [By::File, By::Process] {

@@ -1,4 +1,4 @@
-//! Session affinity: a client's new connections go where its last one went.
+//! Session affinity: a client's new connections go to the endpoint of its last one.
 
 use std::{
     thread,
@@ -22,19 +22,20 @@ pub(super) const CASES: &[Case] = &[
     Case::new("affinity: it ends with its endpoint", Variants::All, ends_with_its_endpoint),
     Case::new("affinity: it outlives the controller", Variants::Once, outlives_the_controller)
         .differs(ends_with_the_process),
-    // Conntrack still knows some of the sockets' ports of before, and with UDP their endpoints.
+    // Conntrack still knows some ports of former sockets, and with UDP also their endpoints. So
+    // this runs over TCP only.
     Case::new("affinity: switched on and off", Variants::Tcp, switched),
     Case::new("affinity: it lasts while connections come, and expires after", Variants::Once, expires)
         .differs(lasts_as_long_as_connections),
 ];
 
-/// Kubernetes' default.
+/// Default of Kubernetes for `sessionAffinityConfig`.
 const THREE_HOURS: u32 = 10_800;
-/// Longer than a busy machine takes for a round of connections.
+/// Time of affinity, longer than a busy machine takes for a round of connections.
 const SECONDS: u32 = 6;
 
-/// The number of connections of a client. They leave out one of three endpoints with a chance of
-/// 3 × (2/3)^60, less than 1e-10.
+/// Number of connections of a client. They leave out one of three endpoints with a chance of 3 ×
+/// (2/3)^60, less than 1e-10.
 const MANY: u32 = 60;
 
 const CLIENTS: [&str; 4] = ["client-1", "client-2", "node1", OUTSIDE];
@@ -47,7 +48,7 @@ fn set(world: &mut World, seconds: Option<u32>, endpoints: &[&str]) -> Result<()
     world.set_service(&affine(seconds), endpoints)
 }
 
-/// The cluster IP, or for the client outside the node port of node 1.
+/// Dials the cluster IP, or the node port of node 1 for the client outside.
 fn dial(world: &World, client: &str, variant: Variant) -> Result<Dial> {
     let target = match client {
         OUTSIDE => world.node_port(&AFFINE, 1, variant.family)?,
@@ -56,7 +57,7 @@ fn dial(world: &World, client: &str, variant: Variant) -> Result<Dial> {
     Ok(Dial::new(variant.protocol, target))
 }
 
-/// Who answers all of `count` connections.
+/// Returns the one server that answers all of `count` connections.
 fn one_server(world: &World, client: &str, dial: Dial, count: u32) -> Result<String> {
     let answers = world.answered(client, &dial.times(count))?;
     let [first, others @ ..] = answers.as_slice() else { bail!("nobody answered {client}") };
@@ -76,7 +77,8 @@ fn stays(world: &mut World, variant: Variant) -> Result<()> {
 
 fn shared(world: &mut World, variant: Variant) -> Result<()> {
     set(world, Some(THREE_HOURS), AFFINE.endpoints)?;
-    // There the node's own node ports are served by a mode beside, which knows no client of this one.
+    // The secondary mode serves the node's own node ports on path `off`. It knows no client of the
+    // active mode.
     let of_node = (world.setting.path != PathKind::Off).then_some(("node1", 1));
     for (client, node) in [("client-1", 1), ("client-2", 2)].into_iter().chain(of_node) {
         let node_port = Dial::new(variant.protocol, world.node_port(&AFFINE, node, variant.family)?);
@@ -95,7 +97,7 @@ fn ends_with_its_endpoint(world: &mut World, variant: Variant) -> Result<()> {
         set(world, Some(THREE_HOURS), &others)?;
         let next = one_server(world, client, dial(world, client, variant)?, MANY)?;
         ensure!(next != first, "{client} is still answered by {first}, which is no endpoint any more");
-        // What was once its endpoint is one as any other now.
+        // The former endpoint of the client is now an endpoint like any other.
         set(world, Some(THREE_HOURS), AFFINE.endpoints)?;
         let last = one_server(world, client, dial(world, client, variant)?, MANY)?;
         ensure!(last == next, "{client} went from {next} to {last} when another endpoint came");
@@ -108,7 +110,8 @@ fn ends_with_the_process(setting: &Setting, _: Variant) -> Option<Difference> {
     setting.datapath().is_a_process().then_some(Difference { why, says: says::NOT_ANSWERED })
 }
 
-/// Each virtual server of IPVS remembers clients of its own: by chance it gives a client the same endpoint as another one.
+/// Returns true for IPVS, where each virtual server remembers its own clients. A client gets the
+/// same endpoint by two of them only by chance.
 fn chooses_by_address(setting: &Setting) -> bool {
     setting.datapath() == Datapath::Ipvs
 }
@@ -118,7 +121,8 @@ fn lasts_as_long_as_connections(setting: &Setting, _: Variant) -> Option<Differe
     (setting.datapath() == Datapath::Ipvs).then_some(Difference { why, says: &[" s has not expired"] })
 }
 
-/// All clients, protocols and families at once: by chance, all go where they went before at one of 3 to the power of 16 times.
+/// Checks all clients, protocols and families at once. By chance, all of them keep their endpoints
+/// in one of 3^16 runs.
 fn outlives_the_controller(world: &mut World, _: Variant) -> Result<()> {
     set(world, Some(THREE_HOURS), AFFINE.endpoints)?;
     let before = servers(world)?;
@@ -144,21 +148,22 @@ fn switched(world: &mut World, variant: Variant) -> Result<()> {
     Ok(())
 }
 
-/// All clients, protocols and families at once: that each of them finds its former endpoint again by chance, when
-/// affinity has expired, is a matter of 3 to the power of 16.
+/// Checks all clients, protocols and families at once. When affinity has expired, all of them find
+/// their former endpoints by chance in one of 3^16 runs.
 fn expires(world: &mut World, _: Variant) -> Result<()> {
     set(world, Some(SECONDS), AFFINE.endpoints)?;
     let first = servers(world)?;
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(u64::from(SECONDS) + 1) {
-        // Each connection prolongs affinity: it must outlast its own time, and no sign tells that.
+        // Each connection prolongs affinity. It must outlast its own time, and nothing shows that
+        // but time.
         thread::sleep(Duration::from_secs(1));
         let asked = Instant::now();
         let now = servers(world)?;
         ensure!(asked.elapsed() < Duration::from_secs(u64::from(SECONDS) - 2), "this machine is too slow");
         ensure!(now == first, "after {:?}: {now:?}, before {first:?}", start.elapsed());
     }
-    // It expires while nobody connects: to look for it would prolong it.
+    // Affinity expires while nobody connects, because a look would prolong it.
     thread::sleep(Duration::from_secs(u64::from(SECONDS) + 2));
     let last = servers(world)?;
     ensure!(last != first, "affinity of {SECONDS} s has not expired");

@@ -1,4 +1,4 @@
-//! By what a connection's endpoint is chosen: algorithms and weights.
+//! Choice of a connection's endpoint by algorithms and weights.
 
 use std::time::Duration;
 
@@ -20,7 +20,8 @@ use crate::{
 
 pub(super) const CASES: &[Case] = &[
     Case::new("maglev: nodes choose alike", Variants::All, alike).concerns(is_ebpf).core(),
-    // Not of UDP: a datagram from a port that was used shortly before is of the flow of then.
+    // The case leaves out UDP, because a datagram from a port that was used shortly before belongs
+    // to the former flow.
     Case::new("weights: an endpoint without weight has no new connections", Variants::Tcp, weights)
         .concerns(is_ebpf)
         .core(),
@@ -40,15 +41,15 @@ fn is_ebpf(setting: &Setting) -> bool {
 }
 
 const CLIENTS: [&str; 3] = ["client-1", "node1", OUTSIDE];
-/// The number of connections where the lesser of two endpoints has two fifths of the weight. One is
+/// Number of connections where the lesser of two endpoints has two fifths of the weight. One is
 /// left out with a chance of at most 2e-9.
 const MANY: u32 = 40;
-/// The number of connections where two endpoints have a quarter of the weight each. One is left out
-/// with a chance of 2 × 0.75^100, less than 1e-12. With 40 connections it was 2e-5 for each client,
-/// family and path, or once in two thousand runs of all tests.
+/// Number of connections where two endpoints have a quarter of the weight each. One is left out
+/// with a chance of 2 × 0.75^100, less than 1e-12. With 40 connections the chance was 2e-5 for each
+/// client, family and path, or one in two thousand runs of all tests.
 const OF_A_QUARTER: u32 = 100;
 
-/// One endpoint for each weight.
+/// Writes the service with one endpoint for each weight.
 fn set(world: &mut World, algorithm: Option<&'static str>, weights: &[u8]) -> Result<()> {
     let mut endpoints = Vec::new();
     for (name, weight) in WEIGHED.endpoints.iter().zip(weights) {
@@ -62,7 +63,7 @@ fn set(world: &mut World, algorithm: Option<&'static str>, weights: &[u8]) -> Re
     world.settle()
 }
 
-/// The cluster IP, or for the client outside the node port of node 1.
+/// Dials the cluster IP, or the node port of node 1 for the client outside.
 fn dial(world: &World, client: &str, variant: Variant) -> Result<Dial> {
     let target = match client {
         OUTSIDE => world.node_port(&WEIGHED, 1, variant.family)?,
@@ -71,7 +72,8 @@ fn dial(world: &World, client: &str, variant: Variant) -> Result<Dial> {
     Ok(Dial::new(variant.protocol, target))
 }
 
-/// A load balancer that sends a client's connection to another node finds the same endpoint there.
+/// Expects both nodes to choose the same endpoint for a connection, as if a load balancer had moved
+/// it from one node to the other.
 fn alike(world: &mut World, variant: Variant) -> Result<()> {
     set(world, Some("maglev"), &[1, 1, 2])?;
     let mut met = Vec::new();
@@ -109,7 +111,7 @@ fn weights(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 const COUNTED_ANEW_WITHIN: Duration = Duration::from_secs(60);
-/// Those of each client are held to one endpoint.
+/// Number of connections of each client that are held to one endpoint.
 const HELD: usize = 5;
 
 fn least(world: &mut World, variant: Variant) -> Result<()> {
@@ -126,7 +128,8 @@ fn least(world: &mut World, variant: Variant) -> Result<()> {
         set(world, None, &[1, 1])?;
         world.answers(client, &one.clone().times(MANY), &[*busy, *idle])?;
         set(world, Some("leastConnection"), &[1, 1])?;
-        // What is open is counted anew within ten seconds, if nothing went by connections when the proxy last looked.
+        // Open connections are counted anew within ten seconds, if the service did not use them
+        // when the proxy last looked.
         wait::until(&format!("{client} is sent to the idle endpoint"), COUNTED_ANEW_WITHIN, || {
             let answers = world.answers(client, &one.clone().times(MANY), &[*idle]);
             answers.map(|_| Some(())).map_err(|error| format!("{error:#}"))

@@ -33,14 +33,14 @@ pub(super) const CASES: &[Case] = &[
     Case::new("an endpoint in a pod that is started later is reached", Variants::All, late_endpoint),
 ];
 
-/// Long enough to see that nobody answers.
+/// Milliseconds that are long enough to see that nobody answers.
 const SILENCE_MS: u64 = 200;
 
 const CLIENTS: [&str; 3] = ["client-1", "client-2", "node1"];
 
-/// The number of connections for each server that is expected. With three servers one is left out
-/// with a chance of 3 × (2/3)^60, less than 1e-10. A second server beside the only one shows but
-/// for a chance of one in a million.
+/// Number of connections for each expected server. One of three servers is left out with a chance
+/// of 3 × (2/3)^60, less than 1e-10. A second server beside the only expected one stays unseen with
+/// a chance of one in a million.
 const CONNECTIONS: u32 = 20;
 
 fn expect(world: &World, variant: Variant, servers: &[&str]) -> Result<()> {
@@ -91,7 +91,7 @@ fn service_removed(world: &mut World, variant: Variant) -> Result<()> {
     expect(world, variant, &["web-1"])
 }
 
-/// Only the second family can be removed.
+/// Removes IPv6, because only the second family of a Service can be removed.
 fn family_removed(world: &mut World, _: Variant) -> Result<()> {
     world.set_endpoints(&CHANGING, &["web-1"])?;
     let both = CHANGING.service().object();
@@ -116,7 +116,7 @@ fn family_removed(world: &mut World, _: Variant) -> Result<()> {
     Ok(())
 }
 
-/// The variant's protocol is the one that stays.
+/// Removes the protocol that is not the variant's.
 fn protocol_removed(world: &mut World, variant: Variant) -> Result<()> {
     let both = SHIFTING.service();
     let mut one = both.clone();
@@ -149,7 +149,8 @@ fn type_changed(world: &mut World, variant: Variant) -> Result<()> {
     let targets = [number, (first.of(variant.family), PORT).into(), (second.of(variant.family), PORT).into()];
     let ingress =
         |addresses: Addresses, proxied| addresses.both().map(|address| Ingress { address, proxied }).to_vec();
-    // With or without node ports, and load-balancer addresses; which of the targets are served then.
+    // Each step has its node ports and load-balancer addresses, and says which of the targets are
+    // then served.
     let steps = [
         ("NodePort", true, vec![], [true, false, false]),
         ("LoadBalancer", true, ingress(first, false), [true, true, false]),
@@ -179,7 +180,8 @@ fn type_changed(world: &mut World, variant: Variant) -> Result<()> {
     world.remove_service(SHIFTING.name)
 }
 
-/// The Node and the sentinel are two streams of an API server.
+/// Time within which a change of the Node is followed. It and the sentinel are two streams of an
+/// API server.
 const FOLLOWED_WITHIN: Duration = Duration::from_secs(30);
 
 fn zone_changed(world: &mut World, variant: Variant) -> Result<()> {
@@ -226,7 +228,7 @@ fn established(world: &mut World, variant: Variant) -> Result<()> {
     Ok(())
 }
 
-/// The time that a new interface may go without its programs, also on a busy machine.
+/// Time within which a new interface gets its programs, on a busy machine too.
 const ATTACHED_WITHIN: Duration = Duration::from_secs(10);
 
 fn late_pod(world: &mut World, variant: Variant) -> Result<()> {

@@ -1,4 +1,4 @@
-//! Clients on a node dial a cluster IP.
+//! Clients on a node that dial a cluster IP.
 
 use anyhow::{Context as _, Result, ensure};
 use lab::{
@@ -26,7 +26,7 @@ pub(super) const CASES: &[Case] = &[
     Case::new("one source port talks to several services", Variants::All, same_source_port),
 ];
 
-/// Where endpoints see the node in the place of any client.
+/// Explains the settings in which endpoints see the node instead of any client.
 pub(super) fn carried(setting: &Setting, _: Variant) -> Option<Difference> {
     let why = "in mode userspace the process opens the connections that endpoints see";
     setting.datapath().is_a_process().then_some(Difference { why, says: says::OTHER_CLIENT })

@@ -1,4 +1,5 @@
-//! Sockets that go on sending while their endpoint goes: conntrack would hold on to what is no longer there.
+//! Sockets that go on sending while their endpoint goes. Conntrack would keep sending their
+//! datagrams to it.
 
 use std::time::Duration;
 
@@ -40,11 +41,13 @@ fn ended_with_the_choice(setting: &Setting, _: Variant) -> Option<Difference> {
         Datapath::Ipvs => "mode ipvs removes a destination of datagrams when its endpoint terminates",
         Datapath::Ebpf | Datapath::Nftables | Datapath::Iptables => return None,
     };
-    // The next datagram goes to the other endpoint, or is the one that the kernel forgets the former by.
+    // The next datagram goes to the other endpoint, or it only makes the kernel forget the former
+    // one.
     Some(Difference { why, says: &["expected answers by [\"web-1\"]", "is not answered: "] })
 }
 
-/// A proxy cleans conntrack after it has written its rules, which `settle` waits for.
+/// Time within which a proxy cleans conntrack. It does so after it has written its rules, for which
+/// `settle` waits.
 const RECOVERS_WITHIN: Duration = Duration::from_secs(30);
 
 const CLIENTS: [&str; 4] = ["client-1", "client-2", "node1", OUTSIDE];
@@ -57,9 +60,9 @@ fn emptied(world: &mut World, variant: Variant) -> Result<()> {
     world.set_endpoints(&DATAGRAMS, &["web-1"])?;
     let held = hold(world, variant)?;
     world.set_endpoints(&DATAGRAMS, &[])?;
-    // Up to 1.36 it keeps the flows of a Service without endpoints.
+    // kube-proxy up to 1.36 keeps the flows of a Service without endpoints.
     if !world.setting.proxy.is_kube_proxy() {
-        // An error of ICMP is told to the connected ones, the first of each client.
+        // An ICMP error reaches only connected sockets, the first one of each client.
         for (client, socket) in held.iter().step_by(2) {
             let agent = world.agent(client)?;
             wait::until(&format!("{client} is refused"), RECOVERS_WITHIN, || match agent.ping(*socket) {
@@ -80,7 +83,7 @@ fn recreated(world: &mut World, variant: Variant) -> Result<()> {
     })
 }
 
-/// Until the endpoint ends.
+/// Expects sockets to stay with an endpoint that terminates, until it ends.
 fn terminating(world: &mut World, variant: Variant) -> Result<()> {
     world.set_endpoints(&DATAGRAMS, &["web-1"])?;
     let held = hold(world, variant)?;
@@ -99,10 +102,10 @@ fn terminating(world: &mut World, variant: Variant) -> Result<()> {
     follow(world, held)
 }
 
-/// A socket of a client, by its number there.
+/// Client, and the number of a socket there.
 type HeldSocket = (&'static str, usize);
 
-/// Sockets of all clients talk to `web-1` before, and to `web-2` after the change.
+/// Expects sockets of all clients to talk to `web-1` before the change and to `web-2` after it.
 fn through(world: &mut World, variant: Variant, change: impl FnOnce(&mut World) -> Result<()>) -> Result<()> {
     world.set_endpoints(&DATAGRAMS, &["web-1"])?;
     let held = hold(world, variant)?;
@@ -110,7 +113,7 @@ fn through(world: &mut World, variant: Variant, change: impl FnOnce(&mut World) 
     follow(world, held)
 }
 
-/// Connected and unconnected sockets of all clients, which `web-1` answers.
+/// Opens connected and unconnected sockets of all clients, which `web-1` answers.
 fn hold(world: &World, variant: Variant) -> Result<Vec<HeldSocket>> {
     let mut held = Vec::new();
     for client in CLIENTS {
@@ -128,7 +131,7 @@ fn hold(world: &World, variant: Variant) -> Result<Vec<HeldSocket>> {
     Ok(held)
 }
 
-/// They are answered by `web-2`.
+/// Expects `web-2` to answer the sockets, and closes them.
 fn follow(world: &World, held: Vec<HeldSocket>) -> Result<()> {
     for (client, socket) in &held {
         answered_by_web_2(world.agent(client)?, *socket).with_context(|| format!("from {client}"))?;

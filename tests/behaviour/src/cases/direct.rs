@@ -1,4 +1,5 @@
-//! Direct server return: a node that a client outside dials sends its packets on as they are, and the endpoint's node answers.
+//! Direct server return: the node that a client outside dials forwards its packets unchanged, and
+//! the endpoint's node answers.
 
 use std::time::Duration;
 
@@ -60,7 +61,7 @@ fn dial(world: &World, variant: Variant) -> Result<Dial> {
     Ok(Dial::new(variant.protocol, world.node_port(&DIRECT, 1, variant.family)?))
 }
 
-/// Do the endpoints see the client outside itself, or node 1?
+/// Expects the endpoints to see the client outside itself if `is_direct`, else node 1.
 fn see(world: &World, variant: Variant, is_direct: bool) -> Result<()> {
     let own = world.addresses(OUTSIDE)?;
     let answers = world.answers(OUTSIDE, &dial(world, variant)?.times(20), DIRECT.endpoints)?;
@@ -79,7 +80,7 @@ fn hybrid(world: &mut World, variant: Variant) -> Result<()> {
     see(world, variant, variant.protocol == Protocol::Tcp)
 }
 
-/// Its segments are as long as the network takes, and each leaves for itself.
+/// Sends segments that are as long as the network takes, each as a packet of its own.
 fn long(world: &mut World, variant: Variant) -> Result<()> {
     const LONG: usize = 1 << 19;
     set(world, Some("dsr"))?;
@@ -108,7 +109,7 @@ fn changes(world: &mut World, variant: Variant) -> Result<()> {
     release(world, held)
 }
 
-/// Connections of the client outside.
+/// Expects held connections of the client outside to be answered.
 fn go_on(world: &World, held: &[usize]) -> Result<()> {
     let client = world.agent(OUTSIDE)?;
     held.iter().try_for_each(|connection| check::answered(&[client.ping(*connection)?]).map(drop))
@@ -119,7 +120,7 @@ fn release(world: &World, held: Vec<usize>) -> Result<()> {
     held.into_iter().try_for_each(|connection| client.release(connection))
 }
 
-/// What comes from node 1 in IP alone is dropped meanwhile.
+/// Drops packets that come from node 1 in IP alone while `meanwhile` runs.
 fn dropping_ip_in_ip(world: &mut World, meanwhile: impl FnOnce(&mut World) -> Result<()>) -> Result<()> {
     const DROP: &str = "table netdev network { chain from_node1 { \
         type filter hook ingress device \"node1\" priority 0; \
@@ -139,7 +140,8 @@ fn without_ip_in_ip(world: &mut World, variant: Variant) -> Result<()> {
     dropping_ip_in_ip(world, |world| see(world, variant, true))
 }
 
-/// Node 2 follows before or after node 1: it takes packets out of either.
+/// Switches the encapsulation. Node 2 may follow before or after node 1, so it must take packets
+/// out of both encapsulations.
 fn other_encapsulation(world: &mut World, variant: Variant) -> Result<()> {
     set(world, Some("dsr"))?;
     let dial = dial(world, variant)?;
@@ -158,7 +160,7 @@ fn other_encapsulation(world: &mut World, variant: Variant) -> Result<()> {
     world.reconfigure(json!({}))
 }
 
-/// Waits until the node has taken the encapsulation over.
+/// Waits until the node uses this encapsulation.
 fn follows(world: &World, node: NodeNumber, word: &str) -> Result<()> {
     const WITHIN: Duration = Duration::from_secs(30);
     wait::until(&format!("{word} on node{node}"), WITHIN, || {

@@ -1,4 +1,4 @@
-//! More new connections than a node opens.
+//! A flood of more new connections than a node opens.
 
 use std::time::Duration;
 
@@ -18,12 +18,13 @@ pub(super) const CASES: &[Case] =
         .concerns(|setting| setting.proxy == ProxyKind::Ebpf)
         .configured(|| json!({"ebpf": {"newConnectionsPerCore": 600}}))];
 
-/// Each opens another connection when it has an answer, or none for a moment.
+/// Number of clients that flood. Each opens another connection once it has an answer, or has had
+/// none for a moment.
 const FLOODERS: u32 = 100;
-/// The reason of what is dropped.
+/// Reason by which dropped packets are counted.
 const LIMITED: &str = "connections_limited";
-/// Microseconds, less than the second that who repeats a SYN waits for. A connection that is faster
-/// has lost no SYN.
+/// Microseconds below the second after which a SYN is repeated. A connection that is faster has
+/// lost no SYN.
 const AT_ONCE: u64 = 950_000;
 const LIMIT: Duration = Duration::from_secs(60);
 
@@ -45,7 +46,7 @@ fn flood(world: &mut World, variant: Variant) -> Result<()> {
     Ok(())
 }
 
-/// They open fewer connections than their share.
+/// Expects clients of another service, who open fewer connections than its share, to be served.
 fn others_are_served(world: &World, quiet: Load, held: usize) -> Result<()> {
     let agent = world.agent(OUTSIDE)?;
     let load = agent.start_load(&Load { pause_micros: 20_000, ..quiet })?;

@@ -1,4 +1,4 @@
-//! Datagrams that are longer than a packet may be, so that they and their answers travel in fragments.
+//! Datagrams that are longer than a packet may be. They and their answers travel in fragments.
 
 use anyhow::{Context as _, Result, bail, ensure};
 use lab::{Dial, address::Family, cluster::OUTSIDE};
@@ -41,7 +41,7 @@ pub(super) const CASES: &[Case] = &[
     }),
 ];
 
-/// The kernel's own, whoever writes its virtual servers.
+/// Explains a limit of the kernel's ip_vs, whichever proxy writes its virtual servers.
 fn too_big_for_ip_vs(setting: &Setting, variant: Variant) -> Option<Difference> {
     let why = "ip_vs answers an IPv6 datagram that is longer than a packet with packet too big, in place of sending it on in fragments";
     (setting.datapath() == Datapath::Ipvs && variant.family == Family::V6)
@@ -53,15 +53,15 @@ fn not_reassembled(setting: &Setting, _: Variant) -> Option<Difference> {
     (setting.proxy == ProxyKind::Ebpf).then_some(Difference { why, says: says::NOT_ANSWERED })
 }
 
-/// In 2, 6 and 41 fragments.
+/// Lengths of datagrams that travel in 2, 6 and 41 fragments.
 const SIZES: [usize; 3] = [2_000, 8_000, 60_000];
 
-/// Of every client and frontend; node 1 leads to both endpoints.
+/// Sends datagrams of every client to every frontend. Node 1 leads to both endpoints.
 fn through_fragments(world: &mut World, variant: Variant, service: &ServiceFixture) -> Result<()> {
     let [server] = service.endpoints else { bail!("{} has not one endpoint", service.name) };
     let (cluster_ip, node_port) =
         (world.cluster_ip(service, variant.family), world.node_port(service, 1, variant.family)?);
-    // There the node's own socket is told EMSGSIZE.
+    // With IPVS, the node's own socket gets EMSGSIZE.
     let of_node = (world.setting.datapath() != Datapath::Ipvs).then_some(("node1", cluster_ip));
     for (client, target) in of_node.into_iter().chain([
         ("client-1", cluster_ip),
@@ -92,12 +92,12 @@ fn through_fragments(world: &mut World, variant: Variant, service: &ServiceFixtu
     Ok(())
 }
 
-/// Milliseconds within which an answer comes, on a busy machine too.
+/// Milliseconds within which an answer must come, on a busy machine too.
 const ANSWERED_WITHIN_MS: u64 = 10_000;
 /// Milliseconds that are long enough to see that nobody answers.
 const SILENCE_MS: u64 = 300;
 
-/// Four fragments of a datagram, from a pod and from outside.
+/// Sends four fragments of a datagram, from a pod and from outside.
 fn in_order(world: &mut World, variant: Variant, order: &[usize], timeout_ms: u64) -> Result<()> {
     const SIZE: usize = 5_000;
     let cluster_ip = world.cluster_ip(&ON_NODE2, variant.family);

@@ -1,4 +1,4 @@
-//! What a load balancer asks a node before it sends clients there.
+//! Questions of a load balancer to a node before it sends clients there.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -20,7 +20,8 @@ pub(super) const CASES: &[Case] =
     &[Case::new("health checks of a load balancer find the nodes with endpoints", Variants::Once, found)];
 
 const PORT: u16 = 32_001;
-/// Told after the sync that the world waits for.
+/// Time within which the health check tells of a change. It does so after the sync for which the
+/// world waits.
 const TOLD_WITHIN: Duration = Duration::from_secs(30);
 
 fn found(world: &mut World, _: Variant) -> Result<()> {

@@ -1,4 +1,4 @@
-//! The table.
+//! The scenarios, and their order.
 
 mod affinity;
 mod balance;
@@ -31,7 +31,7 @@ use crate::{
     world::World,
 };
 
-/// Every scenario, the quick and read-only ones first.
+/// Returns every scenario, the quick and read-only ones first.
 pub fn all() -> impl Iterator<Item = &'static Case> {
     cluster_ip::CASES
         .iter()
@@ -56,7 +56,8 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(restart::CASES)
 }
 
-/// Skips scenarios with thousands of UDP flows to one endpoint by two addresses in mode ipvs. See docs/differences.md.
+/// Skips scenarios with thousands of UDP flows to one endpoint by two addresses in mode ipvs. See
+/// docs/differences.md.
 fn skip_confused_flows(world: &World, variant: Variant) -> Result<()> {
     if world.setting.datapath() == Datapath::Ipvs && variant.protocol == Protocol::Udp {
         bail!(Skip("of thousands of UDP flows, IPVS takes answers of some for those of others".into()));

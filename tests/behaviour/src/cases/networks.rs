@@ -1,4 +1,4 @@
-//! Nodes with several networks, by each of which only that network's addresses are reached and accepted.
+//! Nodes with several networks. Each network reaches, and accepts, only its own addresses.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -58,7 +58,7 @@ pub(super) const CASES: &[Case] = &[
         over(world, variant, Network::Vlan)
     })
     .core(),
-    // After those of a card that strips tags.
+    // This case comes after those of a card that strips tags.
     of_xdp(
         "networks: packets between a client and a backend in a VLAN of a VLAN pass the stack by",
         Variants::All,
@@ -84,7 +84,7 @@ pub(super) const CASES: &[Case] = &[
     .differs(super::policy::accepted_first),
 ];
 
-/// A core one, where packets skip the network stack.
+/// Makes a case of the small set, where packets skip the network stack.
 const fn of_xdp(name: &'static str, variants: Variants, run: Run) -> Case {
     Case::new(name, variants, run).concerns(|setting| setting.uses_xdp()).core()
 }
@@ -97,10 +97,11 @@ fn source_of_the_frontends_route(setting: &Setting, _: Variant) -> Option<Differ
 
 const SILENCE_MS: u64 = 300;
 
-/// A node that gets an interface takes a moment to serve it.
+/// Time within which a node serves a new interface.
 const APPEARS_WITHIN: Duration = Duration::from_secs(30);
 
-/// By a node port of node 1 to a pod of node 2 that only this network leads to, which leads back only to node 1's address on it.
+/// Dials a node port of node 1 whose endpoint is a pod of node 2. Only this network leads there,
+/// and it leads back only to node 1's address on it.
 fn over(world: &mut World, variant: Variant, network: Network) -> Result<()> {
     if let Some(option) = network.missing_option() {
         bail!(Skip(format!("this kernel has no {option}")));
@@ -128,7 +129,8 @@ fn by_node_port(world: &mut World, variant: Variant, network: Network, reason: &
     counted(world, variant, target, network, reason)
 }
 
-/// By node 1, whose card leaves the tags. Node 2's strips them: what comes there takes the way through the stack.
+/// Dials node 1, whose card leaves the tags. Node 2's card strips them, so packets that come there
+/// take the way through the stack.
 fn tagged_twice(world: &mut World, variant: Variant) -> Result<()> {
     const NETWORK: Network = Network::VlanInVlan;
     if let Some(option) = NETWORK.missing_option() {
@@ -160,7 +162,7 @@ fn tagged_twice(world: &mut World, variant: Variant) -> Result<()> {
     counted(world, variant, target, NETWORK, "sent_by_driver")
 }
 
-/// All packets but the first one of each flow are counted for this reason.
+/// Expects all packets but the first one of each flow to be counted for this reason.
 fn counted(
     world: &World,
     variant: Variant,
@@ -169,9 +171,11 @@ fn counted(
     reason: &str,
 ) -> Result<()> {
     const REQUESTS: u16 = 20;
-    /// The controller looks at what devices can do every ten seconds: the other end of the pair became a card after it had met it.
+    /// Time within which the controller learns what devices can do. It looks every ten seconds, and
+    /// it had seen the other end of the pair before that became a card.
     const KNOWN_WITHIN: Duration = Duration::from_secs(60);
-    // Of a connection: the backend's SYN, what acknowledges it, request, answer, and the ends.
+    // A connection has five such packets: the backend's SYN, its acknowledgement, the request, the
+    // answer, and the ends.
     let of_each = if variant.protocol == Protocol::Tcp { 5 } else { 1 };
     let request = || {
         let before = world.counted(1, reason)?;
@@ -191,7 +195,7 @@ fn from_node(world: &mut World, variant: Variant) -> Result<()> {
     world.set_service(&OVER_NETWORK.service(), &[Network::Vxlan.pod()])?;
     let target = world.cluster_ip(&OVER_NETWORK, variant.family);
     if source_of_the_frontends_route(&world.setting, variant).is_some() {
-        // No answer ever comes, so that there is nothing to wait for.
+        // No answer ever comes, so there is nothing to wait for.
         let once = Dial::new(variant.protocol, target).timeout_ms(SILENCE_MS);
         return check::answered(&world.dial("node1", &once)?).map(drop);
     }
@@ -212,17 +216,19 @@ fn local_beyond(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn none_beyond(world: &mut World, variant: Variant) -> Result<()> {
-    // The node is known to serve the interface, so that silence says something.
+    // This first shows that the node serves the interface. Otherwise silence would prove nothing.
     local_beyond(world, variant)?;
     let target = balance_on_node1(world, variant, true, &["web-2"])?;
     let dial = Dial::new(variant.protocol, target).timeout_ms(SILENCE_MS);
     check::dropped(world.setting, &world.dial(SECOND_OUTSIDE, &dial)?)
 }
 
-/// A service on a load-balancer address that the client sends to node 1 by the second network.
+/// Writes a service with a load-balancer address that the client sends to node 1 by the second
+/// network.
 fn balance_on_node1(world: &mut World, variant: Variant, local: bool, pods: &[&str]) -> Result<SocketAddr> {
     world.add_network(Network::SecondUplink)?;
-    // Another for each policy: a datagram from a port that a former scenario has used would go on to its endpoint.
+    // Each policy has an address of its own. A datagram from a port that a former scenario has used
+    // would go on to its endpoint.
     let load_balancer = external(1, if local { 31 } else { 30 });
     let service = Service {
         external_local: local,
@@ -233,7 +239,7 @@ fn balance_on_node1(world: &mut World, variant: Variant, local: bool, pods: &[&s
     Ok(SocketAddr::new(load_balancer.of(variant.family), PORT))
 }
 
-/// Ten requests, once the first of all is answered.
+/// Makes ten requests, after the first of all is answered.
 fn dial(
     world: &World,
     client: &str,

@@ -1,5 +1,5 @@
-//! A socket of the node at a ClusterIP, as NodeLocal DNSCache has one at that of kube-dns: on an
-//! interface that has the address.
+//! A socket of the node at a ClusterIP, on an interface that has the address. NodeLocal DNSCache
+//! has one at the ClusterIP of kube-dns.
 
 use std::time::Duration;
 
@@ -29,8 +29,8 @@ const FOLLOWED_WITHIN: Duration = Duration::from_secs(30);
 /// The clients on node 1: a pod, and a process of the node itself.
 const CLIENTS: [&str; 2] = ["client-1", "node1"];
 
-/// Without socket hooks nobody translates what the node sends to an address of its own: it does not
-/// leave the node.
+/// Returns the clients that can reach these servers. Without socket hooks, nobody translates what
+/// the node sends to an address of its own, because it does not leave the node.
 fn clients<'a>(world: &World, by: &[&str]) -> impl Iterator<Item = &'a str> {
     let all = by == [LISTENER] || world.setting.node_uses_sockets();
     CLIENTS.into_iter().filter(move |client| all || *client != "node1")
@@ -40,14 +40,14 @@ fn own_socket(world: &mut World, variant: Variant) -> Result<()> {
     world.set_service(&GUARDED.service(), GUARDED.endpoints)?;
     let at = world.cluster_ip(&GUARDED, variant.family);
     let dial = Dial::new(variant.protocol, at).times(40);
-    // Nobody is reached but these, by a client on another node too.
+    // Nobody but these servers may be reached. A client on another node reaches the endpoints.
     let reach = |world: &World, by: &[&str]| -> Result<()> {
         for client in clients(world, by) {
             world.answers(client, &dial, by)?;
         }
         world.answers("client-2", &dial, GUARDED.endpoints).map(drop)
     };
-    // One dial tells: either all of a service port's clients reach the socket, or none.
+    // One dial is enough: either all of a service port's clients reach the socket, or none.
     let until = |world: &World, by: &[&str]| -> Result<()> {
         for client in clients(world, by) {
             wait::until(&format!("{client} reaches {by:?}"), FOLLOWED_WITHIN, || {
@@ -70,15 +70,16 @@ fn own_socket(world: &mut World, variant: Variant) -> Result<()> {
 
     let node = world.lab.netns("node1")?.namespace.clone();
     let ip = |script: &str| lab::namespace::ip(Some(&node), script);
-    // A kernel of tests may have no dummy devices.
+    // The test kernels may have no dummy devices, so the interface is a bridge.
     ip(&format!("link add {INTERFACE} type bridge\nlink set {INTERFACE} up\n"))?;
     let (address, length) = (at.ip(), if at.is_ipv4() { 32 } else { 128 });
     let nodad = if at.is_ipv4() { "" } else { " nodad" };
     let add = format!("address add {address}/{length} dev {INTERFACE}{nodad}\n");
     let found = (|| {
         ip(&add)?;
-        // A process of the node may dial a pod from this address now: with IPv6 its prefix is the
-        // closest (RFC 6724, rule 8). Until the proxy has followed, the answer meets no frontend.
+        // A process of the node may now dial a pod from this address, because in IPv6 its prefix is
+        // the closest (RFC 6724, rule 8). Until the proxy has followed, no frontend takes the
+        // answer.
         wait::until("the address is followed", FOLLOWED_WITHIN, || {
             reach(world, GUARDED.endpoints).map(Some).map_err(|error| format!("{error:#}"))
         })?;

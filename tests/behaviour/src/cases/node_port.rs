@@ -1,4 +1,4 @@
-//! Clients everywhere dial a node port.
+//! Clients everywhere that dial a node port.
 
 use std::{
     net::{IpAddr, SocketAddr},
@@ -83,7 +83,7 @@ pub(super) const CASES: &[Case] = &[
         .concerns(serves_every_address),
 ];
 
-/// Without nodePortAddresses.
+/// Returns true for modes that serve node ports on every address if `nodePortAddresses` is not set.
 fn serves_every_address(setting: &Setting) -> bool {
     matches!(setting.datapath(), Datapath::Ebpf | Datapath::Iptables)
 }
@@ -93,7 +93,8 @@ fn masquerades(setting: &Setting, _: Variant) -> Option<Difference> {
     (setting.datapath() != Datapath::Ebpf).then_some(Difference { why, says: says::OTHER_CLIENT })
 }
 
-/// What serves the node's own node ports to its processes: without socket hooks, mode nftables beside mode ebpf.
+/// Returns the setting that serves the node's own node ports to its processes. Without socket
+/// hooks, this is the secondary mode nftables.
 fn of_own_node(setting: Setting) -> Setting {
     match (setting.proxy, setting.path) {
         (ProxyKind::Ebpf, PathKind::Off) => Setting::new(ProxyKind::Nftables, setting.path),
@@ -107,7 +108,7 @@ fn no_loopback(setting: &Setting, _: Variant) -> Option<Difference> {
         .then_some(Difference { why, says: says::NOT_ANSWERED })
 }
 
-/// Each client reaches every endpoint by the node port of this node.
+/// Expects each client to reach every endpoint by the node port of this node.
 fn balanced(world: &World, variant: Variant, paths: [(&str, NodeNumber); 2]) -> Result<()> {
     paths.into_iter().try_for_each(|(client, node)| {
         let dial = Dial::new(variant.protocol, world.node_port(&BALANCED, node, variant.family)?).times(40);
@@ -137,7 +138,8 @@ fn host_to_loopback(world: &mut World, variant: Variant) -> Result<()> {
     Ok(())
 }
 
-/// By the node ports of these nodes; `sees`: whether an endpoint may see this as the client's address.
+/// Dials the node ports of these nodes from outside. `sees` returns true for addresses that an
+/// endpoint may see as the client's.
 fn from_outside(
     world: &World,
     variant: Variant,
@@ -151,9 +153,10 @@ fn from_outside(
     })
 }
 
-/// All but the first one of each flow.
+/// Expects XDP to forward all packets but the first one of each flow.
 fn in_transit(world: &mut World, variant: Variant) -> Result<()> {
-    // Of a connection: the backend's SYN, what acknowledges it, request, answer, and the ends.
+    // A connection has five such packets: the backend's SYN, its acknowledgement, the request, the
+    // answer, and the ends.
     let of_each = if variant.protocol == Protocol::Tcp { 5 } else { 1 };
     by_driver(world, variant, &ON_NODE2, "sent_by_driver", of_each)
 }
@@ -162,13 +165,16 @@ fn in_transit_to_pod(world: &mut World, variant: Variant) -> Result<()> {
     if !pods_can_take_frames() {
         bail!(Skip("this kernel does not tell what programs a veth has (6.6)".to_owned()));
     }
-    // Of a connection: what acknowledges the backend's SYN, the request, and what acknowledges the answer or ends the connection.
+    // A connection has three such packets: the acknowledgement of the backend's SYN, the request,
+    // and one that acknowledges the answer or ends the connection.
     by_driver(world, variant, &ON_NODE1, "redirected_by_driver", 3)?;
-    // What acknowledges the request, the answer, and the end.
+    // A connection has two such packets among these: the acknowledgement of the request, the
+    // answer, and the end.
     by_driver(world, variant, &ON_NODE1, "answer_past_stack", 2)
 }
 
-/// As many packets of each connection or datagram pass the stack by. The next hops are known after a few.
+/// Expects `of_each` packets of each connection or datagram to skip the stack. The next hops are
+/// known after a few requests.
 fn by_driver(
     world: &mut World,
     variant: Variant,

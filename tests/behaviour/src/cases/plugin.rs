@@ -1,4 +1,5 @@
-//! A network plugin on the same node that masquerades what pods send, by a rule of its own that knows no port of anybody's flows.
+//! A network plugin on the same node that masquerades what pods send. Its rule knows no ports of
+//! other flows.
 
 use std::time::Duration;
 
@@ -44,7 +45,8 @@ pub(super) const CASES: &[Case] = &[
     .concerns(|setting| setting.proxy == ProxyKind::Ebpf && setting.path == PathKind::Packets),
 ];
 
-/// Of each of both: thirty of them are at a port that a short one of the other gets.
+/// Number of connections of each of the two clients. Thirty of them have a port that a short
+/// connection of the other client gets.
 const LASTING: usize = 1_000;
 const SHORT: u32 = 2_000;
 
@@ -56,7 +58,8 @@ fn masquerades(world: &mut World, variant: Variant) -> Result<()> {
     })
 }
 
-/// XDP sends the packets of both sides past connection tracking, which forgets them: the pod's answers must not become connections of the pod.
+/// XDP forwards the packets of both sides without connection tracking, which forgets the
+/// connections. The pod's answers must not become connections of the pod.
 fn forgotten(world: &mut World, variant: Variant) -> Result<()> {
     let client = world.addresses(OUTSIDE)?;
     masquerading(world, "web-1", client, "masquerade", |world| {
@@ -74,7 +77,7 @@ fn forgotten(world: &mut World, variant: Variant) -> Result<()> {
     })
 }
 
-/// While node 1 has a rule for what the pod sends to these addresses.
+/// Runs `work` while node 1 has a rule for what the pod sends to these addresses.
 fn masquerading(
     world: &mut World,
     pod: &str,
@@ -92,11 +95,12 @@ fn masquerading(
         format!("ip6 saddr {} ip6 daddr {} {what}", pod.v6, to.v6),
     ];
     namespace::masquerade(&node, &rules)?;
-    // A datagram of a pair of ports that was used before would be translated, or not, as it was then.
+    // A datagram between ports that were used before would be translated, or not, as it was then.
     state::forget_connections(&world.lab, 1)?;
     let outcome = work(world);
     namespace::end_masquerade(&node)?;
-    // Without the table nothing translates what is left of them, and a new datagram of the same ends would be dropped.
+    // Without the table nothing translates what is left of the connections, and a new datagram with
+    // the same ends would be dropped.
     state::forget_connections(&world.lab, 1)?;
     outcome
 }
@@ -119,10 +123,11 @@ fn beside(world: &mut World, variant: Variant, endpoint: std::net::SocketAddr) -
     Ok(())
 }
 
-/// The pod on node 1 whose interface takes none. On the path of packets its sockets are not served.
+/// Pod on node 1 whose interface takes no programs. On path `packets`, hooks do not serve its
+/// sockets.
 const POD: &str = "client-1";
-/// The proxy looks at interfaces every 10 s, and takes netfilter's rules away 30 s after the last
-/// such interface.
+/// Time within which the proxy notices such an interface. It looks at interfaces every 10 s, and it
+/// removes netfilter's rules 30 s after the last such interface has gone.
 const LOOKED_AT_WITHIN: Duration = Duration::from_secs(90);
 
 fn without_programs(world: &mut World, variant: Variant) -> Result<()> {
@@ -144,7 +149,7 @@ fn without_programs(world: &mut World, variant: Variant) -> Result<()> {
         other => Err(format!("{other:?}")),
     };
     wait::until("programs are attached again", LOOKED_AT_WITHIN, attached)?;
-    // The rules go on translating it, and programs translate new ones.
+    // The rules go on translating the held connection, and the programs translate new ones.
     let pinged = world.agent(POD)?.ping(held)?;
     ensure!(matches!(pinged, Outcome::Answered(_)), "the pod's connection: {pinged:?}");
     for fixture in [&ON_NODE1, &ON_NODE2] {
@@ -154,7 +159,7 @@ fn without_programs(world: &mut World, variant: Variant) -> Result<()> {
     world.agent(POD)?.release(held)?;
     state::forget_connections(&world.lab, 1)?;
     if !check::is_kernel((6, 6))? {
-        // Each new pod of this node waits for its programs now, so the rules stay.
+        // Each new pod of this node now waits for its programs, so the rules stay.
         return Ok(());
     }
     let removed = || {
@@ -164,7 +169,7 @@ fn without_programs(world: &mut World, variant: Variant) -> Result<()> {
     wait::until("netfilter's rules are removed", LOOKED_AT_WITHIN, removed)
 }
 
-/// Returns a connection of the pod that rests on netfilter's rules.
+/// Returns a connection of the pod that netfilter's rules translate.
 fn while_taken(world: &World, variant: Variant, device: &str) -> Result<usize> {
     let told = || match unattached(world) {
         Ok(problems) if problems.len() == 1 && problems[0].contains("serves its pod") => Ok(Some(problems)),
@@ -176,7 +181,7 @@ fn while_taken(world: &World, variant: Variant, device: &str) -> Result<usize> {
     world.until_answered(POD, &Dial::new(variant.protocol, target), LOOKED_AT_WITHIN)?;
     for fixture in [&ON_NODE1, &ON_NODE2] {
         let dial = Dial::new(variant.protocol, world.cluster_ip(fixture, variant.family)).times(20);
-        // The mode at work serves everybody else.
+        // The active mode serves all other clients.
         for client in [POD, "client-2", "node1"] {
             world.answers(client, &dial, fixture.endpoints)?;
         }
@@ -190,7 +195,7 @@ fn while_taken(world: &World, variant: Variant, device: &str) -> Result<usize> {
     Ok(held)
 }
 
-/// Returns what `status` on node 1 says of interfaces without programs.
+/// Returns the lines of `status` on node 1 about interfaces without programs.
 fn unattached(world: &World) -> Result<Vec<String>> {
     let status: Value = serde_json::from_str(&world.tool(1, &["status", "--output", "json"])?)?;
     let lines = status["unattached"].as_array().map(Vec::as_slice).unwrap_or_default();

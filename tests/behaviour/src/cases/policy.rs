@@ -1,4 +1,4 @@
-//! Traffic policies: only endpoints of the own node.
+//! Traffic policies that allow only endpoints of the own node.
 
 use anyhow::Result;
 use lab::{Dial, Protocol, cluster::OUTSIDE, wait};
@@ -12,7 +12,7 @@ use crate::{
     world::World,
 };
 
-/// Milliseconds, long enough to see that nobody answers, or refuses.
+/// Returns milliseconds that are long enough to see that nobody answers or refuses.
 fn silence() -> u64 {
     300 * u64::from(wait::patience())
 }
@@ -62,7 +62,7 @@ fn internal_none(world: &mut World, variant: Variant) -> Result<()> {
     let dial = Dial::new(variant.protocol, target).timeout_ms(silence());
     let outcomes = world.dial("client-1", &dial)?;
     if world.setting.pods_use_sockets() {
-        // A hook could only have `connect` fail, so it says why.
+        // A hook can only make `connect` fail, so the client is refused at once.
         check::refused_at_once(world.setting, &outcomes)?;
     } else {
         check::dropped(world.setting, &outcomes)?;

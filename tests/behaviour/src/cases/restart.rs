@@ -1,4 +1,4 @@
-//! The controller dies and comes back.
+//! The controller ends and starts again.
 
 use std::time::Duration;
 
@@ -47,11 +47,11 @@ pub(super) const CASES: &[Case] = &[
         .differs(begins_with_the_process),
 ];
 
-/// The first port of connections that are repeated. It is below those that the kernel chooses from,
-/// so that no other socket of a client has it.
+/// First port of connections that are repeated. It is below those that the kernel chooses from, so
+/// no other socket of a client has it.
 const SOURCE_PORT: u16 = 24_000;
 
-/// With nothing on the nodes but what connection tracking knows.
+/// Lets connections begin while the nodes have nothing but what connection tracking knows.
 fn began_before(world: &mut World, _: Variant) -> Result<()> {
     let dial_all = |world: &World, timeout_ms| {
         let dial =
@@ -73,14 +73,14 @@ fn began_before(world: &mut World, _: Variant) -> Result<()> {
         }
         Ok(())
     })?;
-    // The entry may go just after the first SYN; the next one comes a second later.
+    // The entry may go just after the first SYN. The next SYN comes a second later.
     for (client, outcomes) in dial_all(world, 3_000)? {
         check::answered_by(&outcomes, &["web-2"]).context(client)?;
     }
     NODES.into_iter().try_for_each(|node| state::track_connections(&world.lab, node, false))
 }
 
-/// Of each client to each family.
+/// Returns a dial of each client to each family.
 fn dials(world: &World, source_port: u16) -> impl Iterator<Item = (&'static str, Dial)> {
     let clients = CLIENTS.into_iter().flat_map(|client| FAMILIES.map(|family| (client, family)));
     clients.map(move |(client, family)| {
@@ -89,7 +89,8 @@ fn dials(world: &World, source_port: u16) -> impl Iterator<Item = (&'static str,
     })
 }
 
-/// With what the former process has left in the kernel, and without. The nodes do not see that the clients end their connections.
+/// Repeats connections that have ended, both with what the former process has left in the kernel
+/// and without. The nodes do not see that the clients end them.
 fn ended(world: &mut World, _: Variant) -> Result<()> {
     for (port, cleans_up) in [(SOURCE_PORT + 1, false), (SOURCE_PORT + 2, true)] {
         let hold = |(client, dial): (_, Dial)| {
@@ -110,7 +111,8 @@ fn ended(world: &mut World, _: Variant) -> Result<()> {
             NODES.into_iter().try_for_each(|node| state::lose_resets(lab, node, false))
         })?;
         for (client, dial) in dials(world, port) {
-            // An endpoint that has not seen the end of the former connection answers the second SYN.
+            // An endpoint that has not seen the end of the former connection answers the second
+            // SYN.
             check::answered_by(&world.dial(client, &dial.timeout_ms(3_000))?, &["web-2"])
                 .with_context(|| format!("{client} from port {port}, cleaned up: {cleans_up}"))?;
         }
@@ -118,8 +120,9 @@ fn ended(world: &mut World, _: Variant) -> Result<()> {
     Ok(())
 }
 
-/// Connection tracking names the node as who answers, as it does where a process of mode userspace has ended. A connection that it had
-/// forgotten would go to either endpoint.
+/// Holds connections over a restart. Connection tracking names the node as the server, as it does
+/// where a process of mode userspace has ended. A connection that it had forgotten would go to
+/// either endpoint.
 fn of_the_node(world: &mut World, _: Variant) -> Result<()> {
     const ENDPOINTS: [&str; 2] = ["node2", "web-1"];
     const OF_EACH: usize = 8;
@@ -164,15 +167,15 @@ fn begins_with_the_process(setting: &Setting, _: Variant) -> Option<Difference> 
         .then_some(Difference { why, says: &[" after a restart without changes"] })
 }
 
-/// Table entries that the running controller has written.
+/// Metric of the map entries that the running controller has written.
 const WRITES: &str = "proxy_writes_total";
-/// Comparisons of everything with the tables that it has made.
+/// Metric of its full comparisons with the maps.
 const RESYNCS: &str = "proxy_resyncs_total";
 const ADOPTS_WITHIN: Duration = Duration::from_secs(60);
 
 const CLIENTS: [&str; 3] = ["client-1", "client-2", "node1"];
 
-/// Connections of a client to a server on the other node, by each protocol and family.
+/// Opens connections of a client to a server on the other node, one for each protocol and family.
 fn hold_all(world: &World) -> Result<Vec<usize>> {
     let hold = |Variant { protocol, family }| {
         let (connection, outcome) =
@@ -190,7 +193,7 @@ fn all_go_on(world: &World, held: &[usize]) -> Result<()> {
     Ok(())
 }
 
-/// All protocols and families in one go: a start takes seconds.
+/// Checks all protocols and families in one go, because a start takes seconds.
 fn dead(world: &mut World, _: Variant) -> Result<()> {
     let held = hold_all(world)?;
     let still_works = |world: &World| -> Result<()> {
@@ -208,7 +211,7 @@ fn made_up(world: &mut World, _: Variant) -> Result<()> {
     all_reach(world, &CHANGING, &["web-2"])
 }
 
-/// Each client reaches these servers, and no other, by each protocol and family.
+/// Expects each client to reach these servers, and no other, by each protocol and family.
 fn all_reach(world: &World, service: &ServiceFixture, servers: &[&str]) -> Result<()> {
     for client in CLIENTS {
         for Variant { protocol, family } in Variants::All.list() {
@@ -219,8 +222,9 @@ fn all_reach(world: &World, service: &ServiceFixture, servers: &[&str]) -> Resul
     Ok(())
 }
 
-/// Path `unseen` has the programs of `sockets`; with `off` the kernel checks its programs for seconds at each start, and so long takes
-/// any start in a machine that is emulated.
+/// Returns the number of restarts. Path `unseen` has the programs of `sockets`. With `off`, the
+/// kernel verifies programs for seconds at each start, and in an emulated machine any start takes
+/// that long.
 fn restarts(path: PathKind) -> u32 {
     match path {
         PathKind::Sockets | PathKind::Packets if wait::patience() == 1 => 10,
@@ -228,7 +232,7 @@ fn restarts(path: PathKind) -> u32 {
     }
 }
 
-/// Both protocols and families at once, from pods on both nodes and from a host process.
+/// Checks both protocols and families at once, from pods on both nodes and from a host process.
 fn under_load(world: &mut World, _: Variant) -> Result<()> {
     let restarts = restarts(world.setting.path);
     no_connection_fails(world, OFTEN * u64::from(wait::patience()), |world| {
@@ -241,7 +245,7 @@ fn under_load(world: &mut World, _: Variant) -> Result<()> {
 }
 
 const USUAL: u32 = 16_384;
-/// Up, and below what it was.
+/// Sizes of the maps: one above the usual size, and one below.
 const SIZES: [u32; 2] = [131_072, 8_192];
 
 fn limits(entries: u32) -> Value {
@@ -251,7 +255,7 @@ fn limits(entries: u32) -> Value {
     json!({ "ebpf": { "limits": limits } })
 }
 
-/// What is held stays with its server, through tables of all sizes.
+/// Expects held connections to stay with their server while the maps are resized.
 fn resized(world: &mut World, _: Variant) -> Result<()> {
     let held = hold_all(world)?;
     for entries in SIZES {
@@ -263,10 +267,10 @@ fn resized(world: &mut World, _: Variant) -> Result<()> {
 
 /// Microseconds between connections of a client.
 const OFTEN: u64 = 2_000;
-/// For machines that compute every instruction, too.
+/// Microseconds between connections on machines that emulate every instruction.
 const SELDOM: u64 = 50_000;
 
-/// Of new ones that are opened all the time while `change` happens.
+/// Expects no connection to fail that is opened while `change` happens.
 fn no_connection_fails(
     world: &mut World,
     pause_micros: u64,
@@ -298,7 +302,7 @@ fn no_connection_fails(
     Ok(())
 }
 
-/// What a restart without changes writes: nothing.
+/// Expects a restart without changes to write nothing.
 fn writes_nothing(world: &mut World, _: Variant) -> Result<()> {
     for node in NODES {
         world.restart(node)?;

@@ -1,4 +1,4 @@
-//! SCTP, where the kernel has it.
+//! SCTP, on kernels that have it.
 
 use anyhow::{Result, bail};
 use lab::{
@@ -22,8 +22,9 @@ pub(super) const CASES: &[Case] = &[
 
 const SCTP_PORT: u16 = 132;
 
-/// Longer than SCTP waits before it repeats an INIT (3 s at first, RFC 9260 section 16). The kernel's ip_vs drops one that comes from a port
-/// that has just been closed, and SCTP chooses its ports at random.
+/// Milliseconds that are longer than SCTP waits before it repeats an INIT (3 s at first, RFC 9260
+/// section 16). The kernel's ip_vs drops an INIT from a port that was just closed, and SCTP chooses
+/// its ports at random.
 const PATIENCE_MS: u64 = 8_000;
 
 fn reached(world: &mut World, variant: Variant) -> Result<()> {
@@ -31,7 +32,7 @@ fn reached(world: &mut World, variant: Variant) -> Result<()> {
         bail!(Skip("this kernel has no SCTP (CONFIG_IP_SCTP)".into()));
     }
     for server in SCTP.endpoints {
-        // Each family has servers of its own.
+        // Each family needs a server of its own.
         let address = (world.addresses(server)?.of(variant.family), SERVER_PORT).into();
         world.agent(server)?.serve_sctp(&[address])?;
     }

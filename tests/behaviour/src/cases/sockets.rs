@@ -1,4 +1,4 @@
-//! What an application sees of its own socket.
+//! Addresses that an application sees of its own socket.
 
 use std::net::SocketAddr;
 
@@ -38,7 +38,7 @@ fn unconnected(world: &mut World, variant: Variant) -> Result<()> {
     every_client(world, &Dial::new(Protocol::Udp, target).unconnected().times(40), target)
 }
 
-/// Is answered by every endpoint, and takes this for its peer.
+/// Expects every endpoint to answer, and each client to see this address as its peer.
 fn every_client(world: &World, dial: &Dial, peer: SocketAddr) -> Result<()> {
     for client in CLIENTS {
         for answer in world.answers(client, dial, BALANCED.endpoints)? {
@@ -48,7 +48,7 @@ fn every_client(world: &World, dial: &Dial, peer: SocketAddr) -> Result<()> {
     Ok(())
 }
 
-/// Of an unconnected socket, each with a datagram to both targets.
+/// Number of rounds of an unconnected socket, which sends a datagram to both targets in each.
 const ROUNDS: u32 = 5;
 
 fn shared(world: &mut World, variant: Variant) -> Result<()> {
@@ -98,8 +98,8 @@ fn non_blocking_refused(world: &mut World, variant: Variant) -> Result<()> {
     check::refused_at_once(world.setting, &world.dial("client-1", &dial)?)
 }
 
-/// A sidecar's rule, as Istio's: what the pod's processes open comes to the sidecar, which asks where it was sent. A socket
-/// hook has chosen the backend before any rule of netfilter.
+/// Redirects a pod's connections to a sidecar, as Istio does. The sidecar asks where each was sent.
+/// A socket hook has chosen the backend before any netfilter rule sees the packet.
 fn redirected(world: &mut World, variant: Variant) -> Result<()> {
     const SIDECAR: u16 = 15_001;
     if control_plane::go::on_path("nft").is_none() {

@@ -1,4 +1,4 @@
-//! Load-balancer addresses that a Service opens to some clients alone.
+//! Load-balancer addresses that a Service opens only to some clients.
 
 use std::time::Duration;
 
@@ -28,19 +28,20 @@ pub(super) const CASES: &[Case] = &[
     Case::new("source ranges: nothing of them stays", Variants::Once, nothing_stays),
 ];
 
-/// Long enough to see that nobody answers.
+/// Milliseconds that are long enough to see that nobody answers.
 const SILENCE_MS: u64 = 300;
-/// A mode deletes some time after it has stopped using it.
+/// Time within which a mode deletes what it no longer uses.
 const GONE_WITHIN: Duration = Duration::from_secs(30);
 const MANY: u32 = 40;
-/// Of each kind at once: were their ports chosen at random out of 64,512, some hundred would coincide.
+/// Number of flows of each kind. If their ports were chosen at random out of 64,512, some hundred
+/// would coincide.
 const FLOWS: u32 = 3_000;
 
 fn load_balancer(node: NodeNumber) -> address::Addresses {
     address::external(node, 91)
 }
 
-/// With load-balancer addresses for these clients alone.
+/// Makes the service with load-balancer addresses that only this client may reach.
 fn guarded_for(world: &World, client: &str) -> Result<Service> {
     let own = world.addresses(client)?;
     let addresses = NODES.into_iter().flat_map(|node| load_balancer(node).both());
@@ -52,9 +53,10 @@ fn guarded_for(world: &World, client: &str) -> Result<Service> {
 }
 
 fn guarded(world: &mut World, variant: Variant) -> Result<()> {
-    // With the node whose address each dials.
+    // Each client comes with the node whose address it dials.
     let clients = [(OUTSIDE, 1), (OUTSIDE, 2), ("client-1", 1), ("client-2", 2), ("node1", 1)];
-    // Below those that the kernel chooses: a client that was allowed before would get an answer through a port of that time.
+    // The source port is below those that the kernel chooses. Otherwise a client that was allowed
+    // before could get an answer through a port of that time.
     let mut source_port = 2_000;
     for allowed in [OUTSIDE, "client-1", "node1"] {
         source_port += 1;
@@ -67,14 +69,14 @@ fn guarded(world: &mut World, variant: Variant) -> Result<()> {
             } else {
                 let dial = dial.timeout_ms(SILENCE_MS).source_port(source_port);
                 let outcomes = world.dial(client, &dial)?;
-                // A hook could only have `connect` fail, so it says why.
+                // A hook can only make `connect` fail, so the client is refused at once.
                 let by_socket = client == "node1" && world.setting.node_uses_sockets();
                 let check = if by_socket { check::refused_at_once } else { check::dropped };
                 check(world.setting, &outcomes)
             };
             found.with_context(|| format!("{client} to node {node}, for {allowed} alone"))?;
         }
-        // They close load-balancer addresses alone.
+        // Source ranges close only load-balancer addresses.
         let cluster_ip = Dial::new(variant.protocol, world.cluster_ip(&GUARDED, variant.family)).times(MANY);
         world.answers("client-2", &cluster_ip, GUARDED.endpoints)?;
     }
@@ -82,7 +84,7 @@ fn guarded(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn connections_stay(world: &mut World, variant: Variant) -> Result<()> {
-    // One elsewhere: its answers come back because the client is masqueraded.
+    // The endpoint is on another node. Its answers come back because the client is masqueraded.
     const ENDPOINT: [&str; 1] = ["web-2"];
     let guarded = guarded_for(world, OUTSIDE)?;
     world.set_service(&guarded, &ENDPOINT)?;
@@ -95,7 +97,7 @@ fn connections_stay(world: &mut World, variant: Variant) -> Result<()> {
     world.remove_service(GUARDED.name)
 }
 
-/// Towards one endpoint, where the source of both is the node.
+/// Opens flows of two addresses to one endpoint. It sees the node as the source of both.
 fn flows_apart(world: &mut World, variant: Variant) -> Result<()> {
     super::skip_confused_flows(world, variant)?;
     world.set_service(&guarded_for(world, OUTSIDE)?, GUARDED.endpoints)?;
@@ -109,7 +111,7 @@ fn flows_apart(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn nothing_stays(world: &mut World, _: Variant) -> Result<()> {
-    // A scenario that failed has left it.
+    // A former scenario that failed may have left the service.
     world.objects.remove_service(GUARDED.name);
     world.settle_at_rest()?;
     let before = State::read(&world.lab, 1)?;

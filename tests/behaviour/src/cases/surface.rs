@@ -1,4 +1,4 @@
-//! What a proxy tells over HTTP, and its commands.
+//! Reports of a proxy over HTTP, and its commands.
 
 use std::net::SocketAddr;
 
@@ -47,7 +47,7 @@ fn health_and_mode(world: &mut World, _: Variant) -> Result<()> {
 
 fn connections(world: &mut World, Variant { protocol, family }: Variant) -> Result<()> {
     const CLIENT: &str = "client-1";
-    /// A port that no other scenario uses: a datagram from one that was used shortly before would
+    /// Port that no other scenario uses. A datagram from a port that was used shortly before would
     /// open no flow.
     const CLIENT_PORT: u16 = 2_200;
     let client = world.addresses(CLIENT)?.of(family);
@@ -85,7 +85,7 @@ fn connections(world: &mut World, Variant { protocol, family }: Variant) -> Resu
     let range = client.to_string();
     let arguments = ["flows", "--service", &name, "--client", &range, "--output", "json"];
     let mut flows: Vec<Value> = serde_json::from_str(&world.tool(1, &arguments)?)?;
-    // Flows of earlier cases live on.
+    // Flows of earlier cases are still there.
     flows.retain(|flow| flow["client"] == opened["client"] && flow["frontend"] == opened["frontend"]);
     if is_packets {
         let [flow] = flows.as_slice() else { anyhow::bail!("{} times in {flows:?}", flows.len()) };

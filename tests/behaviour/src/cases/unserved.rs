@@ -1,4 +1,4 @@
-//! Pings of cluster IPs, and addresses that are no Service's.
+//! Pings of cluster IPs, and addresses that no Service has.
 
 use std::{
     net::{SocketAddr, UdpSocket},
@@ -41,17 +41,18 @@ fn fields() -> Value {
     json!({"ebpf": {"answerPing": true, "unallocatedServiceAddresses": "drop"}})
 }
 
-/// No Service of a lab has it.
+/// Index of a cluster IP that no Service of a lab has.
 const UNALLOCATED_INDEX: u16 = 64_000;
-/// Milliseconds after which a packet counts as dropped. An ICMP error ends `connect` after its second SYN, 1 s later: it ignores the
-/// first one, which comes while it holds the socket.
+/// Milliseconds after which a packet counts as dropped. An ICMP error ends `connect` only after its
+/// second SYN, 1 s later. The first error comes while `connect` holds the socket, and is ignored.
 const SILENCE: u64 = 1_600;
 /// Milliseconds within which the ICMP error of an address without a route comes, on a busy machine
 /// too.
 const TOLD_WITHIN_MS: u64 = 10_000;
 
 fn unallocated(world: &mut World, variant: Variant) -> Result<()> {
-    // It has no route to the address, and needs routes to pods, so that its ICMP errors reach them.
+    // The fabric has no route to the address. It needs routes to the pods, so that its ICMP errors
+    // reach them.
     let fabric = world.lab.netns(FABRIC)?.namespace.clone();
     let routes = |what: &str| {
         let route = |node| {
@@ -85,7 +86,7 @@ fn while_known_and_not(world: &mut World, variant: Variant, key: &Key) -> Result
     all_meet(world, variant, true)
 }
 
-/// At the same time.
+/// Dials with all clients at the same time.
 fn all_meet(world: &World, variant: Variant, is_known: bool) -> Result<()> {
     thread::scope(|scope| {
         let clients = ["node1", OUTSIDE, "client-2", "client-1"];
@@ -95,13 +96,13 @@ fn all_meet(world: &World, variant: Variant, is_known: bool) -> Result<()> {
     .with_context(|| format!("while the range is known: {is_known}"))
 }
 
-/// The address that no Service has, and then a cluster IP.
+/// Dials the address that no Service has, and then a cluster IP.
 fn meets(world: &World, client: &str, variant: Variant, is_known: bool) -> Result<()> {
     let target = SocketAddr::new(cluster_ip(UNALLOCATED_INDEX).of(variant.family), PORT);
     let timeout_ms = if is_known { SILENCE } else { TOLD_WITHIN_MS };
     let outcomes = world.dial(client, &Dial::new(variant.protocol, target).timeout_ms(timeout_ms))?;
     let found = outcomes.into_iter().next().context("no outcome")?;
-    // A process learns it from `connect` where a hook sees it.
+    // If a hook sees the process, `connect` fails.
     let has_hook = match client {
         OUTSIDE => false,
         "node1" => world.setting.node_uses_sockets(),
@@ -118,7 +119,7 @@ fn meets(world: &World, client: &str, variant: Variant, is_known: bool) -> Resul
 }
 
 const ANSWERED_WITHIN: Duration = Duration::from_secs(10);
-/// The last one fills a packet.
+/// Payload lengths of the pings. The last one fills a packet.
 const LENGTHS: [usize; 3] = [0, 56, 1_300];
 
 fn pings(world: &mut World, variant: Variant) -> Result<()> {
@@ -138,7 +139,8 @@ fn pings(world: &mut World, variant: Variant) -> Result<()> {
     Ok(())
 }
 
-/// The kernel writes id and checksum of what it sends, and drops what has a wrong one.
+/// Opens a ping socket. The kernel writes id and checksum of what it sends, and drops what comes
+/// with a wrong checksum.
 fn ping_socket(family: Family) -> Result<UdpSocket> {
     let (domain, protocol) = match family {
         Family::V4 => (AddressFamily::Inet, SockProtocol::Icmp),

@@ -1,4 +1,4 @@
-//! A real API server in the lab's fabric, and the scenario's objects in it.
+//! A real API server in the lab's fabric, with the scenario's objects.
 
 use std::path::PathBuf;
 
@@ -28,12 +28,12 @@ impl ApiServer {
         self.server.kubeconfig(ADMIN)
     }
 
-    /// Ends it as a crash would.
+    /// Ends the server as a crash would.
     pub fn kill(&mut self) {
         self.server.kill();
     }
 
-    /// Writes what differs from what was published before; the sentinel last.
+    /// Writes what differs from the objects that were published before. The sentinel comes last.
     pub fn publish(&mut self, objects: &Objects) -> Result<()> {
         let gone: Vec<&Value> = self
             .published

@@ -20,7 +20,7 @@ pub(super) fn configuration(setting: Setting, feed: &Feed, node: NodeNumber) -> 
         "hostnameOverride": node_name(node),
         "clientConnection": {"kubeconfig": server.kubeconfig(), "qps": 1000, "burst": 1000},
         "clusterCIDR": format!("{POD_RANGE4},{POD_RANGE6}"),
-        // The machine's own limits stay as they are.
+        // Zero keeps kube-proxy from changing the limits of the machine.
         "conntrack": {"maxPerCore": 0},
         "iptables": at_once,
         "ipvs": at_once,

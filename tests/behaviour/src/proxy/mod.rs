@@ -1,4 +1,4 @@
-//! The proxies under test: a process on each node, and what feeds it with objects.
+//! The proxies under test: a process on each node, and the source of their objects.
 
 pub mod api_server;
 mod kube_proxy;
@@ -23,11 +23,13 @@ use crate::setting::{ProxyKind, Setting};
 use api_server::ApiServer;
 use control_plane::binaries::{self, Program};
 
-/// Where every proxy serves them, kube-proxy too: on the node's addresses, and on its loopback address.
+/// Ports on which every proxy serves health and metrics, kube-proxy too. They are open on the
+/// node's addresses and on its loopback address.
 pub const HEALTH: u16 = 10_256;
 pub const METRICS: u16 = 10_249;
 
-/// Why this proxy cannot be tested here, if it cannot. Builds the real ones if need be.
+/// Returns why this proxy cannot be tested here, if it cannot. Builds the real programs if they are
+/// missing.
 pub fn missing_for(proxy: ProxyKind) -> Result<Option<String>> {
     if !Uid::effective().is_root() {
         return Ok(Some("network namespaces need root".to_owned()));
@@ -50,10 +52,10 @@ pub fn missing_for(proxy: ProxyKind) -> Result<Option<String>> {
     }
 }
 
-/// Has the kernel the module, which shows this file?
+/// Returns true if the kernel has the module, loading it if necessary. The module shows this file.
 pub(crate) fn kernel_has(module: &str, file: &str) -> bool {
     let is_loaded = || Path::new(file).exists();
-    // It fails where the module is built in, or does not exist, and where there is no modprobe.
+    // modprobe fails if the module is built in or does not exist. It may also be missing.
     is_loaded() || {
         let _status = Command::new("modprobe").arg(module).stderr(Stdio::null()).status();
         is_loaded()
@@ -64,9 +66,9 @@ fn is_installed(program: &str) -> bool {
     Command::new(program).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok()
 }
 
-/// Where the proxies read objects from.
+/// Source of the proxies' objects.
 pub enum Feed {
-    /// A folder of manifests.
+    /// Folder of manifests.
     Manifests(PathBuf),
     ApiServer(Box<ApiServer>),
 }
@@ -90,7 +92,7 @@ impl Feed {
     }
 }
 
-/// A node's proxy. It ends with the lab.
+/// Proxy of a node. It ends with the lab.
 pub struct Proxy {
     pub node: NodeNumber,
     program: PathBuf,
@@ -98,14 +100,14 @@ pub struct Proxy {
     configuration: PathBuf,
     log: PathBuf,
     process: Option<Child>,
-    /// In the mode of its configuration, since the last start.
+    /// True once the proxy was seen in the mode of its configuration, since its last start.
     pub(crate) seen_at_work: bool,
 }
 
 const LOG_LINES: usize = 25;
 
 impl Proxy {
-    /// Writes its configuration: what every lab needs, and `fields` merged over that.
+    /// Writes the proxy's configuration: what every lab needs, and `fields` merged over that.
     pub fn new(lab: &Lab, setting: Setting, fields: &Value, feed: &Feed, node: NodeNumber) -> Result<Self> {
         let name = node_name(node);
         let (program, mut arguments, configuration) = match setting.proxy.is_kube_proxy() {
@@ -121,7 +123,7 @@ impl Proxy {
         Ok(proxy)
     }
 
-    /// Writes its configuration anew by one rename; a process that runs may follow the file.
+    /// Writes the proxy's configuration anew by one rename. A running process may follow the file.
     pub fn configure(&mut self, lab: &Lab, setting: Setting, fields: &Value, feed: &Feed) -> Result<()> {
         self.seen_at_work = false;
         let mut configuration = match setting.proxy.is_kube_proxy() {
@@ -134,7 +136,7 @@ impl Proxy {
         fs::rename(&next, file).with_context(|| format!("writing {}", file.display()))
     }
 
-    /// Starts the process; a former log is continued.
+    /// Starts the process, which appends to an earlier log.
     pub fn start(&mut self, lab: &Lab) -> Result<()> {
         self.seen_at_work = false;
         let netns = lab.netns(&node_name(self.node))?;
@@ -145,7 +147,7 @@ impl Proxy {
         Ok(())
     }
 
-    /// Ends it as a crash would, with SIGKILL.
+    /// Ends the process as a crash would, with SIGKILL.
     pub fn kill(&mut self) -> Result<()> {
         if let Some(mut process) = self.process.take() {
             process.kill().context("killing a proxy")?;
@@ -154,7 +156,7 @@ impl Proxy {
         Ok(())
     }
 
-    /// Asks it to end (SIGTERM), and waits until it has.
+    /// Asks the process to end (SIGTERM), and waits until it has.
     pub fn terminate(&mut self) -> Result<()> {
         if let Some(mut process) = self.process.take() {
             let id = i32::try_from(process.id()).context("the process has an impossible id")?;
@@ -164,19 +166,20 @@ impl Proxy {
         Ok(())
     }
 
-    /// The status it ended with, if it was started and is no longer there.
+    /// Returns the status with which the process ended, if it was started and has ended.
     pub fn ended(&mut self) -> Option<ExitStatus> {
         self.process.as_mut()?.try_wait().ok()?
     }
 
-    /// Another command of the same proxy-ctl in the node's network namespace, e.g. `services`.
+    /// Returns another command of the same proxy-ctl in the node's network namespace, for example
+    /// `services`.
     pub fn tool_command(&self, lab: &Lab, arguments: &[&str]) -> Result<Command> {
         let mut command = lab.command(lab.netns(&node_name(self.node))?, &self.program)?;
         command.args(arguments).arg("--bpffs").arg(lab.bpffs(self.node));
         Ok(command)
     }
 
-    /// Output of such a command.
+    /// Runs such a command, and returns its output.
     pub fn tool(&self, lab: &Lab, arguments: &[&str]) -> Result<String> {
         let output = self.tool_command(lab, arguments)?.output();
         let output = output.with_context(|| format!("running {arguments:?}"))?;
@@ -194,7 +197,7 @@ impl Proxy {
     }
 }
 
-/// A JSON merge patch (RFC 7396).
+/// Applies a JSON merge patch (RFC 7396).
 fn merge(document: &mut Value, patch: &Value) {
     let Value::Object(fields) = patch else {
         *document = patch.clone();

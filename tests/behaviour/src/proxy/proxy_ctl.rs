@@ -20,12 +20,14 @@ pub(super) fn configuration(lab: &Lab, setting: Setting, feed: &Feed, node: Node
         "hostnameOverride": name,
         "clusterCIDR": format!("{POD_RANGE4},{POD_RANGE6}"),
         "conntrack": {"maxPerCore": 0},
-        // Sockets that scenarios hold are silent for longer than the 250 ms after which sessions of mode userspace end by default.
+        // Scenarios hold sockets that are silent for longer than 250 ms, after which sessions of
+        // mode userspace end by default.
         "udpIdleTimeout": "30s",
         "iptables": {"minSyncPeriod": "1ms"},
         "nftables": {"minSyncPeriod": "1ms"},
         "ebpf": {
-            // Longer than a slow machine takes from the end of the controller to the dials that follow.
+            // The lease is longer than a slow machine takes from the end of the controller to the
+            // dials that follow.
             "withdrawAfter": if setting.withdraws { "30s" } else { "0s" },
             "socketLoadBalancing": match setting.path {
                 PathKind::Sockets | PathKind::Unseen => "all",

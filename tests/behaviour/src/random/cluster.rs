@@ -1,4 +1,5 @@
-//! What a random cluster may be, and how one is made: a pure function of seed and number.
+//! Random clusters: what they may contain, and how one is made. A cluster is a pure function of
+//! seed and number.
 
 use lab::{
     Protocol,
@@ -22,29 +23,29 @@ use crate::{
     table::{Client, Destination},
 };
 
-/// One cluster: what proxies read, and who dials what.
+/// Cluster with all that proxies read, and the probes of its clients.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Cluster {
-    /// Of node 1 and node 2.
+    /// Zones of node 1 and node 2.
     pub zones: [Option<&'static str>; 2],
-    /// Their places are their numbers.
+    /// Services. The index of each is its number.
     pub services: [Option<Service>; SERVICES],
 }
 
-/// At most as many are in a cluster.
+/// Largest number of services in a cluster.
 pub const SERVICES: usize = 6;
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Service {
-    /// What it was when proxies read of it first; `None`: it did not exist.
+    /// Spec that the service had when proxies first read of it. With `None`, it did not exist then.
     pub before: Option<Spec>,
     pub probes: Vec<Probe>,
-    /// Without cluster IP. It cannot become one with.
+    /// True for a service without cluster IP. It can never get one.
     pub headless: bool,
     pub now: Spec,
 }
 
-/// What may change of a service, and its endpoints.
+/// Part of a service that may change, and its endpoints.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Spec {
     pub kind: Kind,
@@ -52,16 +53,16 @@ pub struct Spec {
     pub internal_local: bool,
     pub external_local: bool,
     pub affinity: bool,
-    /// Of load-balancer addresses.
+    /// Source ranges of the load-balancer addresses.
     pub source_ranges: Vec<(Range, Family)>,
     pub label: Option<Label>,
     pub ports: Vec<Port>,
-    /// Where there is only one.
+    /// True if the port has no name. This counts only if the service has one port.
     pub unnamed_port: bool,
-    /// Endpoints have hints of this kind.
+    /// True if endpoints have hints of the zone, and in the next field of the node.
     pub zone_hints: bool,
     pub node_hints: bool,
-    /// Of IPv4 and IPv6.
+    /// Slices of IPv4 and IPv6.
     pub slices: [Vec<Slice>; 2],
 }
 
@@ -71,12 +72,12 @@ pub enum Kind {
     NodePort,
     LoadBalancer {
         node_ports: bool,
-        /// `ipMode: Proxy`.
+        /// True for `ipMode: Proxy`.
         proxied: bool,
     },
 }
 
-/// Says that the service is another proxy's.
+/// Label that says that the service is for another proxy.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Label {
     ServiceProxyName,
@@ -86,13 +87,13 @@ pub enum Label {
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum Port {
     Tcp,
-    /// The same number as [`Self::Tcp`].
+    /// UDP port with the same number as [`Self::Tcp`].
     Udp,
-    /// Another number, TCP.
+    /// TCP port with another number.
     More,
 }
 
-/// Clients that a source range is about.
+/// Clients that a source range contains.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Range {
     Outside,
@@ -106,7 +107,7 @@ pub enum Range {
 
 #[derive(Clone, Debug, PartialEq)]
 pub struct Slice {
-    /// By [`Port`]: where the endpoints listen.
+    /// Port of the endpoints for each [`Port`].
     pub ports: [TargetPort; 3],
     pub endpoints: Vec<Endpoint>,
 }
@@ -123,9 +124,9 @@ pub enum TargetPort {
 pub struct Endpoint {
     pub pod: &'static str,
     pub state: State,
-    /// Conditions of [`State::Ready`] are left out: they are the defaults.
+    /// True if the conditions of [`State::Ready`] are left out, because they are the defaults.
     pub bare: bool,
-    /// The slice does not say on which node it is.
+    /// True if the slice does not say which node the endpoint is on.
     pub nowhere: bool,
     pub zones: &'static [&'static str],
     pub nodes: &'static [&'static str],
@@ -165,7 +166,7 @@ impl Port {
 }
 
 impl Range {
-    /// In the words of the API.
+    /// Returns the range as the API writes it.
     pub const fn of(self, family: Family) -> &'static str {
         match (self, family) {
             (Self::Outside, Family::V4) => "192.0.2.100/32",
@@ -196,12 +197,12 @@ impl Range {
 }
 
 impl Endpoint {
-    /// The node that it is on.
+    /// Returns the node that the endpoint is on.
     pub fn place(&self) -> Option<NodeNumber> {
         PODS.iter().find(|pod| pod.name == self.pod).map(|pod| pod.node)
     }
 
-    /// The node that the slice says it is on.
+    /// Returns the node that the slice names for the endpoint.
     pub fn node(&self) -> Option<NodeNumber> {
         self.place().filter(|_| !self.nowhere)
     }
@@ -227,8 +228,8 @@ impl Spec {
         }
     }
 
-    /// What kube-proxy leaves undefined is made definite: of a pod that is in several slices, what is said of it while it
-    /// runs is the same everywhere, and so is what is said while it ends.
+    /// Returns the spec without what kube-proxy leaves undefined. If a pod is in several slices,
+    /// they all say the same of it while it runs, and all the same while it ends.
     fn definite(mut self) -> Self {
         self.ports.sort_unstable();
         for slices in &mut self.slices {
@@ -241,7 +242,8 @@ impl Spec {
                     is_new
                 });
                 for endpoint in &mut slice.endpoints {
-                    // The pod that hairpins must be known by its node, which the slices of a real cluster say.
+                    // A pod that dials itself must be known by its node, which the slices of a real
+                    // cluster name.
                     endpoint.nowhere &= !endpoint.pod.starts_with("client");
                     let same =
                         |said: &&Endpoint| said.pod == endpoint.pod && said.is_live() == endpoint.is_live();
@@ -255,7 +257,7 @@ impl Spec {
         self
     }
 
-    /// What can be dialled of it.
+    /// Returns true if the service has the destination of the probe.
     fn can_be_asked(&self, probe: &Probe) -> bool {
         let has_port = self.ports.contains(&probe.port);
         match probe.destination {
@@ -285,13 +287,13 @@ impl Service {
 }
 
 impl Cluster {
-    /// Services with their numbers.
+    /// Returns the services with their numbers.
     pub fn services(&self) -> impl Iterator<Item = (usize, &Service)> {
         self.services.iter().enumerate().filter_map(|(number, service)| Some((number, service.as_ref()?)))
     }
 }
 
-/// The `number`-th cluster of a seed, with the way to smaller ones.
+/// Returns the `number`-th cluster of a seed, as a tree that also gives smaller ones.
 pub fn generate(seed: u64, number: u32) -> Result<impl ValueTree<Value = Cluster>, String> {
     let mut bytes = [0; 32];
     bytes[..8].copy_from_slice(&seed.to_be_bytes());
@@ -303,7 +305,7 @@ pub fn generate(seed: u64, number: u32) -> Result<impl ValueTree<Value = Cluster
 
 fn clusters() -> impl Strategy<Value = Cluster> {
     let zone = option::weighted(0.85, select(&ZONES));
-    // Whole services go first when a cluster is made smaller.
+    // When a cluster is made smaller, whole services are removed first.
     let exists = uniform6(weighted(0.8));
     (exists, uniform6(service()), uniform2(zone)).prop_map(|(exists, services, zones)| {
         let mut exists = exists.into_iter();
@@ -320,7 +322,7 @@ fn service() -> impl Strategy<Value = Service> {
     })
 }
 
-/// The other spec, but for some parts of this one.
+/// Returns the other spec, with some parts of this one.
 fn mixed(now: &Spec, other: Spec, keeps: [bool; 8]) -> Spec {
     fn part<T>(keeps: bool, now: &T, other: T) -> T
     where
@@ -452,7 +454,7 @@ mod tests {
         assert_ne!(cluster(7, 0), cluster(8, 0));
     }
 
-    /// Each feature is in at least one of fifty clusters.
+    /// Expects each feature in at least one of fifty clusters.
     #[test]
     fn every_feature_is_met() {
         let mut met: BTreeMap<String, u32> = BTreeMap::new();

@@ -1,5 +1,6 @@
-//! What must become of a probe, as kube-proxy's documentation and tables say it: which endpoints a node may choose
-//! (`CategorizeEndpoints`), and who gets which of them, as itself or masqueraded (`TestInternalExternalMasquerade`).
+//! Expected outcome of a probe, as kube-proxy's documentation and tables state it: which endpoints
+//! a node may choose (`CategorizeEndpoints`), and who gets which of them, as itself or masqueraded
+//! (`TestInternalExternalMasquerade`).
 
 use std::{collections::BTreeMap, fmt};
 
@@ -14,10 +15,11 @@ use crate::{
     table::{Client, Destination, Found, Source},
 };
 
-/// What must become of the connections of a probe.
+/// Expected outcome of the connections of a probe.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Expected {
-    /// Each of these answers (of those with affinity only one), sees this of the client, and nobody else answers.
+    /// Each of these servers answers, and nobody else. With affinity, only one of them answers.
+    /// Each sees this source.
     Answered {
         by: BTreeMap<String, Source>,
         sticks: bool,
@@ -26,34 +28,35 @@ pub enum Expected {
     Dropped,
 }
 
-/// A pod's server on its second port goes by this name.
+/// Returns the name of a pod's server on its second port.
 pub fn second_server(pod: &str) -> String {
     format!("{pod}(2)")
 }
 
-/// How the node whose rules a connection meets sees its client.
+/// Place of the client, as the node sees it whose rules a connection meets.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Origin {
     Pod,
-    /// The node itself.
+    /// The client is the node itself.
     Host,
     Outside,
 }
 
-/// What one node does with a service port.
+/// Endpoints that one node may choose for a service port.
 struct Choice<'a> {
-    /// For policy Cluster and for policy Local.
+    /// Endpoints for policy Cluster, and in the next field for policy Local.
     cluster: Vec<(&'a Endpoint, String)>,
     local: Vec<(&'a Endpoint, String)>,
     has_any: bool,
 }
 
-/// What must become of the probe where this datapath translates; `None` if the answers would not come back by the node that
-/// translates.
+/// Returns the expected outcome where this datapath translates. Returns `None` if the answers would
+/// not come back by the node that translates.
 pub fn expected(cluster: &Cluster, service: &Service, probe: &Probe, datapath: Datapath) -> Option<Expected> {
     let node = node_of(probe);
     let choice = choice(cluster, &service.now, probe, node);
-    // Another node than the pod's has not masqueraded it: an endpoint elsewhere answers it directly.
+    // A node other than the pod's has not masqueraded the connection, so an endpoint elsewhere
+    // answers the pod directly.
     let goes_around = matches!(probe.client, Client::Pod(own) if own != node)
         && service.now.external_local
         && choice.cluster.iter().any(|(endpoint, _)| endpoint.place() != Some(node));
@@ -71,7 +74,7 @@ fn of_choice(
     let is_of_others = spec.label == Some(Label::ServiceProxyName);
     let is_served = match probe.destination {
         Destination::UndefinedPort if !is_of_others => {
-            // Nobody takes the address for its own there: the packet is sent on.
+            // These modes do not treat the address as their own, so the packet is forwarded.
             return match datapath {
                 Datapath::Iptables | Datapath::Userspace => Expected::Dropped,
                 Datapath::Ebpf | Datapath::Nftables | Datapath::Ipvs => Expected::Refused,
@@ -85,7 +88,8 @@ fn of_choice(
         },
         Destination::LoadBalancer(_) => !matches!(spec.kind, Kind::LoadBalancer { proxied: true, .. }),
     };
-    // The chain that drops clients of node ports also meets what the node sends to its own ::1, where nothing is translated.
+    // The chain that drops clients of node ports also meets what the node sends to its own ::1,
+    // where nothing is translated.
     let is_on_loopback = matches!(probe.destination, Destination::NodePortOnLoopback);
     if datapath == Datapath::Iptables && is_on_loopback && !is_served && !is_of_others {
         let is_elsewhere = choice.has_any && spec.external_local && choice.local.is_empty();
@@ -93,7 +97,7 @@ fn of_choice(
     }
     if !is_served || is_of_others {
         return match probe.destination {
-            // The node has the address, and nobody listens.
+            // The node has the address, and nobody listens there.
             Destination::NodePort(_) | Destination::NodePortOnLoopback | Destination::NodePortOnBridge => {
                 Expected::Refused
             }
@@ -104,13 +108,13 @@ fn of_choice(
         };
     }
     let is_denied = matches!(probe.destination, Destination::LoadBalancer(_)) && !is_allowed(spec, probe);
-    // Source ranges are looked at first, with endpoints or without, but for mode iptables.
+    // All modes but iptables look at source ranges first, whether there are endpoints or not.
     if datapath != Datapath::Iptables && is_denied {
         return Expected::Dropped;
     }
     let is_external = matches!(probe.destination, Destination::LoadBalancer(_) | Destination::ExternalIp(_));
     if !choice.has_any {
-        // What the node itself sends away passes no chain that refuses external addresses.
+        // Packets that the node itself sends to external addresses pass no chain that refuses them.
         let is_sent_on = datapath == Datapath::Iptables && origin == Origin::Host && is_external;
         return if is_sent_on { Expected::Dropped } else { Expected::Refused };
     }
@@ -131,7 +135,7 @@ fn of_choice(
         Origin::Host => false,
         Origin::Outside => !is_cluster_ip && spec.external_local,
     };
-    // The address of a client on a node is a node's, masqueraded or not.
+    // The address of a client on a node is the node's, masqueraded or not.
     let is_kept = is_kept && !matches!(probe.client, Client::Node(_));
     let source = |endpoint: &Endpoint| match is_kept && endpoint.pod != probe.client.agent() {
         true => Source::Client,
@@ -141,7 +145,7 @@ fn of_choice(
     Expected::Answered { by, sticks: spec.affinity }
 }
 
-/// Whose rules the connection meets first.
+/// Returns the node whose rules the connection meets first.
 fn node_of(probe: &Probe) -> NodeNumber {
     match (probe.client, probe.destination) {
         (_, Destination::NodePort(node))
@@ -165,7 +169,7 @@ fn origin(probe: &Probe, node: NodeNumber) -> Origin {
     }
 }
 
-/// Ranges of the other family do not count.
+/// Returns true if the source ranges allow the client. Ranges of the other family do not count.
 fn is_allowed(spec: &Spec, probe: &Probe) -> bool {
     let ranges: Vec<Range> = ranges(spec, probe.family).collect();
     ranges.is_empty() || ranges.iter().any(|range| range.has(probe.client))
@@ -212,10 +216,11 @@ fn choice<'a>(cluster: &Cluster, spec: &'a Spec, probe: &Probe, node: NodeNumber
     }
 }
 
-/// By pod and port; where slices say different things of one, the one that does not end is meant.
+/// Returns the endpoints by pod and port. If slices differ about one, the entry that does not
+/// terminate counts.
 fn endpoints(spec: &Spec, port: Port, family: Family) -> BTreeMap<(&'static str, TargetPort), &Endpoint> {
     let mut all = BTreeMap::new();
-    // Slices of another's label are not read.
+    // Slices with the label of another proxy are not read.
     let slices = spec.slices(family).iter().filter(|_| spec.label != Some(Label::Headless));
     for slice in slices {
         let target = slice.ports[port as usize];
@@ -236,7 +241,8 @@ fn server(pod: &str, port: TargetPort) -> String {
     }
 }
 
-/// The setting of the probe, in the words of the table's scenarios, which docs/differences.md uses.
+/// Returns the setting of the probe in the words of the table's scenarios, which
+/// docs/differences.md uses.
 pub fn scenario(cluster: &Cluster, service: &Service, probe: &Probe) -> String {
     let spec = &service.now;
     let choice = choice(cluster, spec, probe, node_of(probe));
@@ -279,7 +285,8 @@ pub fn scenario(cluster: &Cluster, service: &Service, probe: &Probe) -> String {
 }
 
 impl Expected {
-    /// What differs, in words that explanations match; where the right endpoints answered, it is only whose address they saw.
+    /// Returns the differences in words that explanations match. If the right endpoints answered,
+    /// these are only about the address that they saw.
     pub fn differences(&self, found: &Found) -> Vec<String> {
         match (self, found) {
             (Self::Answered { by, sticks }, Found::Answered(found)) if reaches(by, *sticks, found) => {
@@ -300,11 +307,12 @@ impl Expected {
         }
     }
 
-    /// Returns how many connections meet each of the endpoints, but for a chance of one in ten
-    /// billion. A run has thousands of probes.
+    /// Returns the number of connections that meet each endpoint with a chance of failure of one in
+    /// ten billion. A run has thousands of probes.
     pub fn connections(&self) -> u32 {
         let Self::Answered { by, sticks: false } = self else { return 0 };
-        // n endpoints, k connections: one is not met with a chance of at most n (1 - 1/n)^k.
+        // With n endpoints and k connections, one is not met with a chance of at most n (1 -
+        // 1/n)^k.
         let miss = |endpoints: f64, connections: u32| {
             endpoints * (1.0 - 1.0 / endpoints).powf(f64::from(connections))
         };
@@ -313,7 +321,7 @@ impl Expected {
     }
 }
 
-/// Are these the endpoints that must answer?
+/// Returns true if these are the endpoints that must answer.
 fn reaches(
     by: &BTreeMap<String, Source>,
     sticks: bool,

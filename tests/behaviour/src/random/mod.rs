@@ -1,8 +1,11 @@
-//! Clusters of random services, slices, node labels and probes, and what must become of each probe.
+//! Clusters of random services, slices, node labels and probes, with the expected outcome of each
+//! probe.
 //!
-//! [`cluster`] makes a cluster of a seed and a number; [`expected`] says what kube-proxy's own rules mean for a probe, written
-//! anew from its documentation so that no decision of ours is compared with itself; [`place`] gives the cluster addresses and
-//! writes its objects; [`observe`] dials. The real kube-proxy, in the same lab, says whether what is expected is right.
+//! [`cluster`] makes a cluster from a seed and a number. [`expected`] says what kube-proxy's own
+//! rules mean for a probe. It is written anew from kube-proxy's documentation, so that no decision
+//! of proxy-ctl is compared with itself. [`place`] gives the cluster addresses, and writes its
+//! objects. [`observe`] dials. The real kube-proxy, in the same lab, shows whether the expectations
+//! are right.
 
 pub mod cluster;
 pub mod expected;

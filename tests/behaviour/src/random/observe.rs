@@ -22,25 +22,25 @@ use crate::{
     world::World,
 };
 
-/// Of connections that ought to be answered by one of several: one endpoint too many among four is overlooked with a chance
-/// of 3 %.
+/// Number of connections of a probe that one of several endpoints ought to answer. One endpoint too
+/// many among four is overlooked with a chance of 3 %.
 const AT_FIRST: u32 = 12;
 const BY_ONE: u32 = 3;
 
-/// A lab with one proxy.
+/// Lab with one proxy.
 pub struct Runner {
     pub world: World,
     round: u32,
 }
 
-/// What became of a probe.
+/// Outcome of a probe.
 #[derive(Clone, Debug)]
 pub struct Seen {
     pub scenario: String,
     pub probe: Probe,
     pub expected: Expected,
     pub found: Found,
-    /// In the words of docs/differences.md.
+    /// Differences in the words of docs/differences.md.
     pub differences: Vec<String>,
 }
 
@@ -76,7 +76,8 @@ impl Runner {
         Ok(Self { world, round: 0 })
     }
 
-    /// Has the cluster served in place of the one before, first as it was before its changes, and dials its probes.
+    /// Has the cluster served in place of the one before, first as it was before its changes. Then
+    /// dials its probes.
     pub fn run(&mut self, cluster: &Cluster) -> Result<Vec<Seen>> {
         self.round += 1;
         let place = Place { round: self.round };
@@ -84,8 +85,9 @@ impl Runner {
         let change = |(node, zone)| self.world.objects.set_zone(&node_name(node), zone);
         let is_new_zone = zones.map(change).fold(false, |any, changed| any | changed);
         if is_new_zone && self.world.setting.proxy.is_kube_proxy() {
-            // An API server's nodes are watched by themselves: what is served does not say that a proxy has read of them. A
-            // folder of manifests is read as one.
+            // Proxies watch an API server's nodes on their own. So a service that is served does
+            // not show that a proxy has read of the nodes. A folder of manifests is read as a
+            // whole.
             self.world.objects.clear_services();
             self.world.settle()?;
         }
@@ -96,7 +98,8 @@ impl Runner {
         self.dial(cluster, place)
     }
 
-    /// The objects of the cluster that ran last, as a folder of manifests has them: before its changes, and then.
+    /// Returns the objects of the cluster that ran last, as a folder of manifests has them, before
+    /// and after its changes.
     pub fn manifests(&self, cluster: &Cluster) -> Result<String> {
         let place = Place { round: self.round };
         let mut objects = self.world.objects.clone();
@@ -138,7 +141,8 @@ impl Runner {
         let expected = expected(cluster, service, &probe, self.world.setting.datapath())?;
         let protocol = probe.port.protocol();
         let silence_ms = match (&expected, protocol) {
-            // What netfilter refuses by ICMP is refused after the second SYN only, 1 s later.
+            // A connection that netfilter refuses by ICMP is refused only after the second SYN, 1 s
+            // later.
             (Expected::Dropped, Protocol::Tcp | Protocol::Sctp)
                 if self.world.setting.datapath().is_netfilter() =>
             {
@@ -163,7 +167,8 @@ impl Runner {
     }
 }
 
-/// All at the same time, but for those that share affinity: who is first chooses for the others.
+/// Dials all probes at the same time, except those that share affinity. The first of these chooses
+/// the endpoint for the others.
 fn carry_out(agent: &Agent, own: Addresses, jobs: Vec<Job>) -> Result<Vec<Seen>> {
     let mut groups: Vec<Vec<Job>> = Vec::new();
     for job in jobs {
@@ -181,7 +186,7 @@ fn carry_out(agent: &Agent, own: Addresses, jobs: Vec<Job>) -> Result<Vec<Seen>>
         Expected::Answered { by, .. } if by.len() > 1 => AT_FIRST,
         Expected::Answered { .. } | Expected::Refused | Expected::Dropped => BY_ONE,
     })?;
-    // The rest only where somebody has not answered.
+    // Only probes that some endpoint has not answered get more connections.
     dial(agent, &mut groups, |job| {
         let met = job.outcomes.iter().filter(|outcome| matches!(outcome, Outcome::Answered(_))).count();
         let is_whole = job.seen.expected.differences(&told(&job.outcomes, own, job.seen.probe.client));
@@ -201,7 +206,7 @@ fn carry_out(agent: &Agent, own: Addresses, jobs: Vec<Job>) -> Result<Vec<Seen>>
     Ok(judged.collect())
 }
 
-/// As many further connections as `count` says of each.
+/// Makes as many more connections of each probe as `count` says.
 fn dial(agent: &Agent, groups: &mut [Vec<Job>], count: impl Fn(&Job) -> u32) -> Result<()> {
     let dials = |group: &Vec<Job>| group.iter().map(|job| job.dial.clone().times(count(job))).collect();
     let outcomes = agent.dial_groups(groups.iter().map(dials).collect())?;

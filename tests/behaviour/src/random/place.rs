@@ -16,25 +16,25 @@ use super::cluster::{
 };
 use crate::table::Destination;
 
-/// Where the pods' second servers listen.
+/// Port on which the pods' second servers listen.
 pub const SECOND_PORT: u16 = 8_081;
-/// Kubernetes' default.
+/// Default of Kubernetes for the time of affinity.
 const THREE_HOURS: u32 = 10_800;
 
-/// What the services of the `round`-th cluster of a lab have as theirs. Conntrack knows a datagram of before by its addresses, so
-/// that they come again only after minutes.
+/// Addresses and ports of the services of the `round`-th cluster of a lab. Conntrack knows an
+/// earlier datagram by its addresses, so these come again only after minutes.
 #[derive(Clone, Copy, Debug)]
 pub struct Place {
     pub round: u32,
 }
 
-/// Of one service.
+/// Addresses and ports of one service.
 struct Slot {
     number: u32,
     port: u16,
 }
 
-/// `value` modulo `count`, after `first`.
+/// Returns `first` plus `value` modulo `count`.
 fn within(first: u16, count: u16, value: u32) -> u16 {
     first + u16::try_from(value % u32::from(count)).unwrap_or_default()
 }
@@ -56,7 +56,8 @@ impl Slot {
         address::external(node, low_byte(121, 120, self.number))
     }
 
-    /// Three for each service, of the range that the API server has.
+    /// Returns the first of the service's three node ports, which are from the range of the API
+    /// server.
     fn node_ports(&self) -> u16 {
         30_000 + 3 * within(0, 922, self.number)
     }
@@ -95,7 +96,7 @@ impl Place {
         format!("r{}-{service}", self.round)
     }
 
-    /// What is dialled.
+    /// Returns the address and port that a probe dials.
     pub fn target(self, service: usize, probe: &Probe) -> SocketAddr {
         let Probe { destination, port, family, .. } = *probe;
         let slot = self.slot(service);
@@ -111,7 +112,7 @@ impl Place {
         SocketAddr::new(address, port)
     }
 
-    /// Replaces all services by these, as they were or are.
+    /// Replaces all services by those of the cluster, as `spec` gives them.
     pub fn write<'a>(
         self,
         lab: &Lab,
@@ -203,7 +204,7 @@ impl Place {
         });
         let mut labels = json!({"kubernetes.io/service-name": self.name(number)});
         if spec.label == Some(Label::Headless) {
-            // The controller copies it from the service.
+            // The EndpointSlice controller copies this label from the service.
             labels["service.kubernetes.io/headless"] = json!("");
         }
         Ok(json!({

@@ -1,15 +1,15 @@
-//! Makes a case that fails smaller.
+//! Reduction of a failing case to a smaller one.
 
 use anyhow::Result;
 use proptest::strategy::ValueTree;
 
-/// The smallest case that was found to fail, and how many were tried.
+/// Smallest case that was found to fail, and the number of cases that were tried.
 pub struct Smallest<T> {
     pub case: T,
     pub tried: usize,
 }
 
-/// Looks for smaller cases that fail as the current one of `tree` does; tries at most `limit`.
+/// Looks for smaller cases that fail as the current one of `tree` does. Tries at most `limit`.
 pub fn smallest<T: PartialEq>(
     tree: &mut impl ValueTree<Value = T>,
     limit: usize,
@@ -19,7 +19,7 @@ pub fn smallest<T: PartialEq>(
     let mut is_other = tree.simplify();
     while is_other && smallest.tried < limit {
         let case = tree.current();
-        // What the tree changed has no effect, or it took the last change back.
+        // The tree's change has no effect, or it has taken the last change back.
         let fails = case == smallest.case || {
             smallest.tried += 1;
             fails(&case)?
@@ -44,7 +44,7 @@ mod tests {
         table::Client,
     };
 
-    /// A fault that needs one probe, one policy and one endpoint.
+    /// Returns true for a fault that needs one probe, one policy and one endpoint.
     fn fails(cluster: &Cluster) -> bool {
         cluster.services().any(|(_, service)| {
             let spec = &service.now;

@@ -1,4 +1,4 @@
-//! Differences of the datapath that docs/differences.md explains.
+//! Differences between datapaths that docs/differences.md explains.
 
 use std::{collections::BTreeSet, fs, path::Path};
 
@@ -6,20 +6,21 @@ use anyhow::{Context as _, Result, ensure};
 
 use crate::setting::{ProxyKind, Setting};
 
-/// Rows of the table below this heading: `| mode | `what differs` | why |`. `*` stands for any text.
+/// Heading of the table of explanations. Its rows are `| mode | `what differs` | why |`, and `*`
+/// stands for any text.
 const HEADING: &str = "# What differs for connections";
 
-/// Rows below this heading, further down, are met by random clusters only.
+/// Heading further down. Only random clusters meet the rows below it.
 const RANDOM_HEADING: &str = "## Met by random clusters only";
 
-/// A mode of ours, what differs in it, and why.
+/// Difference that a mode of proxy-ctl has. The page also says why.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 struct Explanation {
     mode: String,
     pattern: String,
 }
 
-/// The explanations, and which of them were needed.
+/// Explanations, and those that were needed.
 #[derive(Debug, Default)]
 pub struct Differences {
     explanations: Vec<Explanation>,
@@ -27,12 +28,12 @@ pub struct Differences {
 }
 
 impl Differences {
-    /// Those of the project's documentation.
+    /// Reads the explanations of the project's documentation.
     pub fn read() -> Result<Self> {
         Self::parse(&page()?)
     }
 
-    /// Without those of what only random clusters meet.
+    /// Reads the explanations without those that only random clusters meet.
     pub fn read_of_table() -> Result<Self> {
         Self::parse_of_table(&page()?)
     }
@@ -61,7 +62,7 @@ impl Differences {
         Ok(Self { explanations, met: BTreeSet::new() })
     }
 
-    /// Whether the difference is explained.
+    /// Returns true if the difference is explained.
     pub fn explain(&mut self, setting: Setting, difference: &str) -> bool {
         let concerns = |explanation: &&Explanation| {
             is_of(&explanation.mode, setting) && matches(&explanation.pattern, difference)
@@ -72,7 +73,8 @@ impl Differences {
         is_explained
     }
 
-    /// What is explained and does not differ, of these settings. All scenarios of the table must have run.
+    /// Returns the explanations for these settings that were not needed. All scenarios of the table
+    /// must have run.
     pub fn stale(&self, settings: &[Setting]) -> Vec<String> {
         let concerns =
             |explanation: &&Explanation| settings.iter().any(|setting| is_of(&explanation.mode, *setting));
@@ -87,7 +89,8 @@ fn page() -> Result<String> {
     fs::read_to_string(&page).with_context(|| format!("reading {}", page.display()))
 }
 
-/// `ebpf` is about each of its settings, `ebpf/preserve` about those with that `sourceAddress`.
+/// Returns true if `mode` names the setting. `ebpf` names each setting of that mode, and
+/// `ebpf/preserve` those with that `sourceAddress`.
 fn is_of(mode: &str, setting: Setting) -> bool {
     let is_ebpfs = || mode == "ebpf" || mode == format!("ebpf/{}", setting.source);
     mode == setting.to_string() || (setting.proxy == ProxyKind::Ebpf && is_ebpfs())

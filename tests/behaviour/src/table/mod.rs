@@ -1,8 +1,9 @@
-//! What a proxy must do with one connection, as data: kube-proxy's own tables of behaviour (its packet flow tests), in the
-//! form of a setting, a service, its endpoints, who dials what, and who may answer.
+//! Expected outcome of single connections, as data. The rows are kube-proxy's own tables of
+//! behaviour (its packet flow tests). Each has a setting, a service, its endpoints, who dials what,
+//! and who may answer.
 //!
-//! Policies, masquerading and refusals are those of kube-proxy in modes iptables and nftables; the real one, in the same
-//! lab, says whether a row is right.
+//! Policies, masquerading and refusals are those of kube-proxy in modes iptables and nftables. The
+//! real kube-proxy, in the same lab, shows whether a row is right.
 
 mod differences;
 mod observe;
@@ -23,7 +24,7 @@ use serde_json::{Value, json};
 
 use crate::setting::Datapath;
 
-/// A service, and what becomes of those who dial it.
+/// Service, and what becomes of the clients that dial it.
 pub struct Scenario {
     pub name: &'static str,
     pub configuration: Configuration,
@@ -32,29 +33,29 @@ pub struct Scenario {
     pub rows: &'static [Row],
 }
 
-/// What the proxies' configuration says.
+/// Configuration of the proxies.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum Configuration {
-    /// Pods are told by the cluster's CIDRs.
+    /// The cluster's CIDRs tell which clients are pods.
     Plain,
     MasqueradeAll,
-    /// Nothing tells pods from others.
+    /// Nothing tells pods from other clients.
     NoDetector,
     /// Pods come from the bridge, which only node 2 has.
     Bridge,
     /// Pods come from interfaces with this prefix, which only node 1 has.
     Prefix,
-    /// Pods are told by the node's own CIDRs.
+    /// The node's own CIDRs tell which clients are pods.
     NodeCidr,
     NodePortsOnPrimary,
     NodePortsEverywhere,
-    /// Node ports on addresses of pod networks only: that of node 2's bridge.
+    /// Node ports are served only on addresses of pod networks: that of node 2's bridge.
     NodePortsOnBridge,
     NoLocalhostNodePorts,
 }
 
 impl Configuration {
-    /// Fields of the configuration file.
+    /// Returns the fields of the configuration file.
     pub fn fields(self) -> Value {
         let both =
             |field: &str, value: Value| json!({"iptables": {field: value}, "nftables": {field: value}});
@@ -79,17 +80,18 @@ impl Configuration {
     }
 }
 
-/// What the service asks for. Each has a cluster IP, a node port, load-balancer addresses and external IPs.
+/// Wishes of the service. Each service has a cluster IP, a node port, load-balancer addresses and
+/// external IPs.
 pub struct Asks {
     pub internal_local: bool,
     pub external_local: bool,
     pub affinity: bool,
     pub source_ranges: &'static [&'static str],
-    /// Load-balancer addresses are the load balancer's own: `ipMode: Proxy`.
+    /// True for `ipMode: Proxy`: the load balancer itself serves its addresses.
     pub proxied: bool,
 }
 
-/// An endpoint with its conditions and hints.
+/// Endpoint with its conditions and hints.
 pub struct EndpointRow {
     pub pod: &'static str,
     pub state: State,
@@ -101,10 +103,10 @@ pub struct EndpointRow {
 pub struct Row {
     pub client: Client,
     pub destination: Destination,
-    /// `None`: both.
+    /// Family of the connection. `None` stands for both.
     pub family: Option<Family>,
     pub expected: Expected,
-    /// Where kube-proxy's modes are not alike.
+    /// Expected outcomes of modes in which kube-proxy differs.
     pub elsewhere: &'static [(Datapath, Expected)],
 }
 
@@ -130,49 +132,50 @@ pub enum Destination {
     ClusterIp,
     /// The cluster IP with a port that the service does not have.
     UndefinedPort,
-    /// On the node's primary address.
+    /// The node port on the node's primary address.
     NodePort(NodeNumber),
-    /// On the address of node 2's bridge.
+    /// The node port on the address of node 2's bridge.
     NodePortOnBridge,
     NodePortOnLoopback,
-    /// The address that the client outside sends to this node.
+    /// The load-balancer address that the client outside sends to this node.
     LoadBalancer(NodeNumber),
     ExternalIp(NodeNumber),
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Expected {
-    /// Each of these answers, and nobody else.
+    /// Each of these servers answers, and nobody else.
     Answered(&'static [&'static str], Source),
-    /// Always the same of these answers.
+    /// One of these servers answers, always the same.
     Sticks(&'static [&'static str], Source),
     Refused,
-    /// Neither answered nor refused: dropped, or sent on to where nobody is.
+    /// The connection is neither answered nor refused. It is dropped, or forwarded to where nobody
+    /// is.
     Dropped,
 }
 
-/// Whose address the endpoint sees.
+/// Address that the endpoint sees.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum Source {
     Client,
-    /// A node's. That of a client on a node is its own.
+    /// An address of a node. A client on a node has such an address itself.
     Node,
 }
 
-/// What became of the connections of a row, of one protocol and family.
+/// Outcome of the connections of a row, of one protocol and family.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum Found {
-    /// By these, each of which saw such an address.
+    /// These servers answered, each of which saw such an address.
     Answered(BTreeSet<(String, Source)>),
     Refused,
     Dropped,
-    /// EPERM: what netfilter refuses or drops of a process of the node.
+    /// The client got EPERM. Netfilter refuses or drops packets of a local process so.
     NotPermitted,
     Other(String),
 }
 
 impl Row {
-    /// What this datapath must do.
+    /// Returns the outcome that this datapath must have.
     pub fn expected(&self, datapath: Datapath) -> Expected {
         let other = self.elsewhere.iter().find(|(other, _)| *other == datapath);
         other.map_or(self.expected, |(_, expected)| *expected)
@@ -194,7 +197,7 @@ impl Expected {
         }
     }
 
-    /// Are these the endpoints that must answer?
+    /// Returns true if these are the endpoints that must answer.
     fn reaches(&self, names: &BTreeSet<&str>) -> bool {
         match self {
             Self::Answered(by, _) => names.iter().eq(by.iter()),
@@ -203,7 +206,8 @@ impl Expected {
         }
     }
 
-    /// What differs, in words that explanations match; where the right endpoints answered, it is only whose address they saw.
+    /// Returns the difference in words that explanations match. If the right endpoints answered, it
+    /// is only about the address that they saw.
     pub fn difference(&self, found: &Found) -> String {
         match (self, found) {
             (Self::Answered(_, source) | Self::Sticks(_, source), Found::Answered(by))
@@ -217,8 +221,8 @@ impl Expected {
     }
 
     /// Returns how many connections are made. They meet each of two endpoints but for a chance of
-    /// 2^-33, which is one in eight million for the thousand of such rows of a run. Where one
-    /// endpoint alone is to answer, a second of two shows but for a chance of one in a hundred.
+    /// 2^-33, which is one in eight million for the thousand of such rows of a run. If only one
+    /// endpoint is to answer, a second one stays unseen with a chance of one in a hundred.
     pub(crate) const fn connections(&self) -> u32 {
         match self {
             Self::Answered([_], _) => 8,
@@ -230,7 +234,7 @@ impl Expected {
     }
 }
 
-/// Who answered.
+/// Returns the names of the servers that answered.
 fn names(by: &BTreeSet<(String, Source)>) -> BTreeSet<&str> {
     by.iter().map(|(name, _)| name.as_str()).collect()
 }

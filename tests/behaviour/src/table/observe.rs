@@ -20,12 +20,13 @@ use super::{
 };
 use crate::{case::Variant, fixtures::PORT, setting::Datapath, world::World};
 
-/// A port that no service has.
+/// Port that no service has.
 const UNDEFINED_PORT: u16 = 81;
-/// Kubernetes' default.
+/// Default of Kubernetes for the time of affinity.
 const THREE_HOURS: u32 = 10_800;
 
-/// What is given to the `index`-th scenario, and to no other: conntrack knows a datagram of before by its addresses.
+/// Addresses and ports of the `index`-th scenario alone. Conntrack knows an earlier datagram by its
+/// addresses.
 struct Place {
     index: u8,
 }
@@ -35,7 +36,8 @@ impl Place {
         cluster_ip(100 + u16::from(self.index))
     }
 
-    /// Of the range's first 86: the API server gives others to who asks for no number, such as for health checks.
+    /// Returns a node port of the first 86 of the range. The API server gives others to services
+    /// that ask for no number, such as for health checks.
     fn node_port(&self) -> u16 {
         30_000 + u16::from(self.index)
     }
@@ -62,9 +64,10 @@ impl Place {
     }
 }
 
-/// Has nothing but the services of this configuration's scenarios served.
+/// Has only the services of this configuration's scenarios served.
 pub fn publish(world: &mut World, configuration: Configuration) -> Result<()> {
-    // First, since the real kube-proxy's first rules do not wait for its node's zone: those for the objects that follow have it.
+    // The proxies are configured first. The real kube-proxy does not wait for its node's zone
+    // before it writes its first rules, but it knows the zone for objects that come later.
     world.configure(configuration.fields())?;
     for name in world.objects.services() {
         world.objects.remove_service(&name);
@@ -78,7 +81,7 @@ pub fn publish(world: &mut World, configuration: Configuration) -> Result<()> {
     world.settle()
 }
 
-/// With their numbers in [`SCENARIOS`].
+/// Returns the configuration's scenarios, each with its number in [`SCENARIOS`].
 fn scenarios_of(configuration: Configuration) -> impl Iterator<Item = (usize, Place, &'static Scenario)> {
     let numbered = (0..).zip((0..).map(|index| Place { index })).zip(SCENARIOS);
     numbered
@@ -117,7 +120,8 @@ fn of_pod(world: &World, endpoint: &EndpointRow) -> Result<Endpoint> {
     })
 }
 
-/// What became of a row's connections: of the variants, the first that is not as expected, else the last.
+/// Outcome of a row's connections. It is that of the first variant that is not as expected, or of
+/// the last one.
 pub type Observed = (Variant, Found);
 
 /// Number of the scenario, and of the row in it.
@@ -143,11 +147,12 @@ pub fn observe(
         }
     }
     let datapath = world.setting.datapath();
-    // Of two clients that dial at the same time, each may get every second turn, which is always the same endpoint's.
+    // If two clients dial at the same time, each may get every second turn, which is always the
+    // same endpoint's.
     let turn = Mutex::new(());
     let observed = by_client(world, jobs, |agent, own, jobs| {
-        // They are dialled at the same time: most end only a second later, and none takes a turn or
-        // chooses an endpoint.
+        // These connections are dialled at the same time. Most end only a second later, and none
+        // takes a turn or chooses an endpoint.
         let (silent, others): (Vec<Job<'_>>, Vec<Job<'_>>) =
             jobs.into_iter().partition(|job| matches!(job.expected, Expected::Refused | Expected::Dropped));
         let dials = silent.iter().map(|job| vec![job.dial(datapath)]).collect();
@@ -180,7 +185,7 @@ struct Job<'a> {
     target: SocketAddr,
 }
 
-/// Does the work of each client, all at the same time.
+/// Does the work of all clients at the same time.
 pub(crate) fn by_client<J: Send, D: Send>(
     world: &World,
     jobs: BTreeMap<Client, Vec<J>>,
@@ -204,10 +209,11 @@ pub(crate) fn by_client<J: Send, D: Send>(
 }
 
 impl Job<'_> {
-    /// Returns one connection of the row.
+    /// Returns a dial of one connection of the row.
     fn dial(&self, datapath: Datapath) -> Dial {
         let silence_ms = match (self.expected, self.variant.protocol) {
-            // What netfilter refuses by ICMP is refused after the second SYN only, 1 s later.
+            // A connection that netfilter refuses by ICMP is refused only after the second SYN, 1 s
+            // later.
             (Expected::Dropped, Protocol::Tcp | Protocol::Sctp) if datapath.is_netfilter() => 1_600,
             (Expected::Dropped, _) => 300,
             (Expected::Answered(..) | Expected::Sticks(..) | Expected::Refused, _) => 4_000,
@@ -216,8 +222,8 @@ impl Job<'_> {
     }
 }
 
-/// Tells what became of a first connection with these outcomes and, if it was answered, of as many
-/// further ones as show whom else the row reaches.
+/// Returns the outcome of a row whose first connection had these outcomes. If it was answered, as
+/// many more connections follow as show whom else the row reaches.
 fn found(
     agent: &Agent,
     own: Addresses,
@@ -231,7 +237,7 @@ fn found(
     Ok(told(&outcomes, own, job.row.client))
 }
 
-/// What the outcomes of one kind of connection are, of a client with these addresses.
+/// Returns the outcome of one kind of connection, from a client with these addresses.
 pub(crate) fn told(outcomes: &[Outcome], own: Addresses, client: Client) -> Found {
     let mut by = BTreeSet::new();
     for outcome in outcomes {
@@ -266,7 +272,7 @@ pub(crate) fn told(outcomes: &[Outcome], own: Addresses, client: Client) -> Foun
     Found::Answered(by)
 }
 
-/// All protocols and families, or one family of each protocol.
+/// Returns all protocols and families, or one family of each protocol.
 pub fn variants(lean: bool) -> Vec<Variant> {
     if lean {
         return vec![

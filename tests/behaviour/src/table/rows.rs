@@ -1,4 +1,4 @@
-//! The rows. Endpoints: `web-1` on node 1, `web-2` and `web-3` on node 2.
+//! The rows. The endpoint `web-1` is on node 1, and `web-2` and `web-3` are on node 2.
 
 use lab::{address::Family, objects::State};
 
@@ -51,7 +51,7 @@ const fn noded(pod: &'static str, nodes: &'static [&'static str]) -> EndpointRow
     EndpointRow { nodes, ..ready(pod) }
 }
 
-/// One on each node.
+/// One endpoint on each node.
 const TWO: &[EndpointRow] = &[ready("web-1"), ready("web-2")];
 
 const W1: &[&str] = &["web-1"];
@@ -104,10 +104,10 @@ const fn scenario(
 const ZONE_1: &[&str] = &["zone-of-node1"];
 const ZONE_2: &[&str] = &["zone-of-node2"];
 
-/// The client outside, in both families.
+/// Range of the client outside, in both families.
 const OUTSIDE_RANGES: &[&str] = &["192.0.2.100/32", "2001:db8:c0::64/128"];
 
-/// Those of one configuration stand together.
+/// The scenarios. Those of one configuration stand together.
 pub const SCENARIOS: &[Scenario] = &[
     plain(
         "both policies Cluster",
@@ -135,7 +135,7 @@ pub const SCENARIOS: &[Scenario] = &[
                 .of(Family::V4)
                 .elsewhere(&[(Datapath::Iptables, masqueraded(W12))]),
             row(Node(1), NodePortOnLoopback, Refused).of(Family::V6),
-            // Mode iptables does not know the address as its own: the packet is sent on.
+            // Mode iptables does not treat the address as its own, so the packet is forwarded.
             row(Pod(1), UndefinedPort, Refused)
                 .elsewhere(&[(Datapath::Iptables, Dropped), (Datapath::Userspace, Dropped)]),
             row(Node(1), UndefinedPort, Refused)

@@ -65,13 +65,13 @@ impl Addresses {
         self.both().contains(&address.to_canonical())
     }
 
-    /// Both addresses with `port`.
+    /// Returns both addresses with `port`.
     pub fn with_port(&self, port: u16) -> [SocketAddr; 2] {
         self.both().map(|address| SocketAddr::new(address, port))
     }
 }
 
-/// A host on the network between the nodes.
+/// Returns the addresses of a host on the network between the nodes.
 pub fn fabric(host: u8) -> Addresses {
     Addresses {
         v4: Ipv4Addr::new(192, 0, 2, host),
@@ -79,7 +79,8 @@ pub fn fabric(host: u8) -> Addresses {
     }
 }
 
-/// The fabric's own end: default gateway of the nodes, and where an API server listens.
+/// Returns the addresses of the fabric's own end. It is the nodes' default gateway, and an API
+/// server listens there.
 pub fn gateway() -> Addresses {
     fabric(1)
 }
@@ -92,7 +93,8 @@ pub fn outside() -> Addresses {
     fabric(100)
 }
 
-/// The `index`-th pod address of a node; 1 is the node's own on node 2 (the bridge).
+/// Returns the `index`-th pod address of a node. On node 2, index 1 is the node's own address on
+/// the bridge.
 pub fn pod(node: NodeNumber, index: u8) -> Addresses {
     Addresses {
         v4: Ipv4Addr::new(10, 244, node, index),
@@ -100,12 +102,12 @@ pub fn pod(node: NodeNumber, index: u8) -> Addresses {
     }
 }
 
-/// A node on the second network between the nodes.
+/// Returns a node's addresses on the second network between the nodes.
 pub fn second_node(number: NodeNumber) -> Addresses {
     second(10 + number)
 }
 
-/// The client on the second network.
+/// Returns the addresses of the client on the second network.
 pub fn second_outside() -> Addresses {
     second(100)
 }
@@ -117,7 +119,8 @@ fn second(host: u8) -> Addresses {
     }
 }
 
-/// The `index`-th address that the client outside sends to a node: for load balancers and external IPs. No interface has it.
+/// Returns the `index`-th address that the client outside sends to a node, for load balancers and
+/// external IPs. No interface has it.
 pub fn external(node: NodeNumber, index: u8) -> Addresses {
     Addresses {
         v4: Ipv4Addr::new(198, 18, node, index),
@@ -125,7 +128,7 @@ pub fn external(node: NodeNumber, index: u8) -> Addresses {
     }
 }
 
-/// The `index`-th cluster IP.
+/// Returns the `index`-th cluster IP.
 pub fn cluster_ip(index: u16) -> Addresses {
     let [high, low] = index.to_be_bytes();
     Addresses {
@@ -134,7 +137,7 @@ pub fn cluster_ip(index: u16) -> Addresses {
     }
 }
 
-/// An IPv4 address as an IPv6 socket writes it; IPv6 unchanged.
+/// Returns an IPv4 address as an IPv6 socket writes it, and an IPv6 address unchanged.
 pub fn mapped(address: SocketAddr) -> SocketAddr {
     match address {
         SocketAddr::V4(v4) => SocketAddr::new(v4.ip().to_ipv6_mapped().into(), v4.port()),

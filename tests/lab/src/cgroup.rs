@@ -1,4 +1,4 @@
-//! The cgroup v2 tree: where it is mounted, and sub-trees of our own in it.
+//! The cgroup v2 tree: where it is mounted, and the lab's sub-trees in it.
 
 use std::{
     fs,
@@ -16,7 +16,7 @@ use proxy_ctl::sys::filesystem;
 
 use crate::wait;
 
-/// Where the cgroup v2 hierarchy is mounted.
+/// Returns the folder where the cgroup v2 hierarchy is mounted.
 pub fn mount_point() -> Result<PathBuf> {
     let found = filesystem::cgroup_root().context("looking for cgroups")?;
     found.context("no cgroup v2 hierarchy is mounted")
@@ -34,14 +34,14 @@ pub fn end_members(cgroup: &Path) -> Result<()> {
     wait::until(&format!("ending the processes in {}", cgroup.display()), LIMIT, || {
         let members = members(cgroup);
         for member in &members {
-            // A process that has ended meanwhile is what we want.
+            // The process may have ended meanwhile.
             let _ended = kill(*member, Signal::SIGKILL);
         }
         Ok(members.is_empty().then_some(()))
     })
 }
 
-/// Removes a cgroup without members and those below. Nothing to do if it does not exist.
+/// Removes a cgroup without members, and those below. Does nothing if it does not exist.
 pub fn remove(cgroup: &Path) -> Result<()> {
     wait::until(&format!("removing {}", cgroup.display()), LIMIT, || {
         if !cgroup.exists() {

@@ -1,4 +1,4 @@
-//! One request over HTTP.
+//! Requests over HTTP.
 
 use std::{
     io::{Read as _, Write as _},
@@ -10,7 +10,7 @@ use anyhow::{Context as _, Result};
 
 pub struct Answer {
     pub status: u16,
-    /// The line of the status, and the headers.
+    /// Status line and headers.
     pub head: String,
     pub body: Vec<u8>,
 }
@@ -21,13 +21,13 @@ impl Answer {
     }
 }
 
-/// Status and body of `GET http://address/path`, with the limit of [`request`].
+/// Returns status and body of `GET http://address/path`, with the limit of [`request`].
 pub fn get(address: SocketAddr, path: &str, limit: Duration) -> Result<(u16, Vec<u8>)> {
     request(address, "GET", path, &[], None, limit).map(|answer| (answer.status, answer.body))
 }
 
-/// Of HTTP/1.0: nothing is chunked, and the answer's end is the connection's. `limit` is for the connection, and for each piece of the
-/// answer.
+/// Sends a request of HTTP/1.0, so that nothing is chunked and the answer ends with the connection.
+/// `limit` applies to the connection, and to each piece of the answer.
 pub fn request(
     address: SocketAddr,
     method: &str,

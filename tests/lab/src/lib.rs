@@ -1,7 +1,8 @@
 //! A small cluster in network namespaces: two nodes, pods on both, a client outside, IPv4 and IPv6.
 //!
-//! [`Lab`] builds it and takes it down again; [`Agent`] is a process in one of its network namespaces that dials and
-//! serves as it is told; [`Objects`] are the Kubernetes objects that a proxy under test reads.
+//! [`Lab`] builds the cluster and removes it. [`Agent`] is a process in one of its network
+//! namespaces that dials and serves as it is told. [`Objects`] are the Kubernetes objects that a
+//! proxy under test reads.
 
 pub mod address;
 pub mod agent;

@@ -1,4 +1,4 @@
-//! Network namespaces by name, and configuration inside them.
+//! Network namespaces by name, and commands that configure them.
 
 use std::{
     fs,
@@ -17,7 +17,7 @@ pub fn path(name: &str) -> PathBuf {
     Path::new(NAMED).join(name)
 }
 
-/// Names of all named namespaces that start with `prefix`.
+/// Returns the names of all named namespaces that start with `prefix`.
 pub fn with_prefix(prefix: &str) -> Vec<String> {
     let Ok(directory) = fs::read_dir(NAMED) else { return Vec::new() };
     directory
@@ -26,8 +26,8 @@ pub fn with_prefix(prefix: &str) -> Vec<String> {
         .collect()
 }
 
-/// Moves the calling thread (a process, if it is its only one) into a namespace. Unlike `ip netns exec` this
-/// leaves the mounts alone, so that cgroups and the bpffs stay in sight.
+/// Moves the calling thread into a namespace, which is the whole process if it has no other thread.
+/// Unlike `ip netns exec`, this leaves the mounts alone, so cgroups and the bpffs stay in sight.
 pub fn enter(namespace: &Path) -> Result<()> {
     let file = File::open(namespace).with_context(|| format!("opening {}", namespace.display()))?;
     setns(file, CloneFlags::CLONE_NEWNET).with_context(|| format!("setns to {}", namespace.display()))
@@ -38,7 +38,7 @@ pub fn within<T: Send>(namespace: &str, work: impl FnOnce() -> Result<T> + Send)
     on_a_thread(Some(namespace), work)
 }
 
-/// Runs `work` on a thread of its own, in a namespace or (`None`) in ours.
+/// Runs `work` on a thread of its own, in a namespace or (`None`) in that of the caller.
 pub fn on_a_thread<T: Send>(namespace: Option<&str>, work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     std::thread::scope(|scope| {
         let worker = scope.spawn(|| {
@@ -50,7 +50,8 @@ pub fn on_a_thread<T: Send>(namespace: Option<&str>, work: impl FnOnce() -> Resu
     })
 }
 
-/// Sets sysctls of a namespace. A `?` before the name: skip it where the kernel has none.
+/// Sets sysctls of a namespace. One with a `?` before its name is skipped if the kernel does not
+/// have it.
 pub fn sysctl(namespace: &str, settings: &[(&str, &str)]) -> Result<()> {
     within(namespace, || {
         for (name, value) in settings {
@@ -65,12 +66,13 @@ pub fn sysctl(namespace: &str, settings: &[(&str, &str)]) -> Result<()> {
     })
 }
 
-/// What `nft` answers in a namespace.
+/// Runs `nft` in a namespace, and returns its output.
 pub fn nft(namespace: &str, script: &str) -> Result<String> {
     run(namespace, "nft", &[script])
 }
 
-/// A table as a network plugin has one beside a proxy: it masquerades what `rules` match, in the language of `nft`.
+/// Adds a table as a network plugin has beside a proxy. It masquerades what `rules` match, in the
+/// language of `nft`.
 pub fn masquerade(namespace: &str, rules: &[String]) -> Result<()> {
     let chain =
         format!("chain postrouting {{ type nat hook postrouting priority 90; {}; }}", rules.join("; "));
@@ -82,7 +84,7 @@ pub fn end_masquerade(namespace: &str) -> Result<()> {
     nft(namespace, "delete table inet plugin").map(drop)
 }
 
-/// What a program answers in a namespace.
+/// Runs a program in a namespace, and returns its output.
 pub fn run(namespace: &str, program: &str, arguments: &[&str]) -> Result<String> {
     let run = || {
         let mut command = Command::new(program);
@@ -95,7 +97,7 @@ pub fn run(namespace: &str, program: &str, arguments: &[&str]) -> Result<String>
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// Runs lines of `ip`'s own language, in a namespace or (`None`) in ours.
+/// Runs lines of `ip`'s own language, in a namespace or (`None`) in that of the caller.
 pub fn ip(namespace: Option<&str>, script: &str) -> Result<()> {
     let mut command = Command::new("ip");
     if let Some(namespace) = namespace {

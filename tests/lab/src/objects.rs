@@ -1,4 +1,4 @@
-//! The Kubernetes objects that the proxies under test read.
+//! Kubernetes objects that the proxies under test read.
 
 use std::{collections::BTreeMap, fs, net::IpAddr, path::Path};
 
@@ -12,33 +12,33 @@ use crate::{
 
 pub const NAMESPACE: &str = "default";
 
-/// A Service as the scenarios need it: dual-stack, with the same ports for TCP and UDP.
+/// Service as the scenarios need it: dual-stack, with the same ports for TCP and UDP.
 #[derive(Clone, Debug)]
 pub struct Service {
     pub name: String,
     pub cluster_ips: Addresses,
     pub ports: Vec<ServicePort>,
-    /// Only endpoints of the own node for clients of the cluster IP.
+    /// True if clients of the cluster IP get only endpoints of their own node.
     pub internal_local: bool,
-    /// Only endpoints of the own node for clients from outside.
+    /// True if clients from outside get only endpoints of the node that they dial.
     pub external_local: bool,
-    /// Clients stay with their endpoint until they have opened no connection for so many seconds.
+    /// Seconds without a new connection after which a client may get another endpoint.
     pub affinity_seconds: Option<u32>,
     pub external_ips: Vec<IpAddr>,
     pub load_balancer: Vec<Ingress>,
-    /// Whom load-balancer addresses serve; empty: everybody.
+    /// Clients that load-balancer addresses serve. If it is empty, they serve everybody.
     pub source_ranges: Vec<String>,
     pub health_check_node_port: Option<u16>,
-    /// An annotation of this project's proxy, as the next.
+    /// Annotations of proxy-ctl, this one and the next.
     pub algorithm: Option<&'static str>,
     pub forwarding: Option<&'static str>,
 }
 
-/// A load-balancer address.
+/// Load-balancer address.
 #[derive(Clone, Copy, Debug)]
 pub struct Ingress {
     pub address: IpAddr,
-    /// The load balancer wants to see its connections itself: `ipMode: Proxy`.
+    /// True for `ipMode: Proxy`: the load balancer wants to see its connections itself.
     pub proxied: bool,
 }
 
@@ -51,17 +51,17 @@ pub struct ServicePort {
     pub node_port: Option<u16>,
 }
 
-/// One endpoint, of both families.
+/// Endpoint of both families.
 #[derive(Clone, Debug)]
 pub struct Endpoint {
     pub addresses: Addresses,
     pub node: NodeNumber,
     pub state: State,
-    /// Zones whose clients it is for; empty: no hint.
+    /// Zones whose clients the endpoint is for. If it is empty, there is no hint.
     pub zones: &'static [&'static str],
-    /// Nodes whose clients it is for; empty: no hint.
+    /// Nodes whose clients the endpoint is for. If it is empty, there is no hint.
     pub nodes: &'static [&'static str],
-    /// In an annotation of its slice.
+    /// Weight in an annotation of the endpoint's slice.
     pub weight: Option<u8>,
 }
 
@@ -70,14 +70,14 @@ pub struct Endpoint {
 pub enum State {
     Ready,
     Unready,
-    /// Ends, and answers still.
+    /// The endpoint ends, and still answers.
     Terminating,
-    /// Ends, and answers no longer.
+    /// The endpoint ends, and no longer answers.
     Ended,
 }
 
 impl State {
-    /// As an EndpointSlice has them.
+    /// Returns the conditions as an EndpointSlice has them.
     pub fn conditions(self) -> Value {
         let (ready, serving, terminating) = match self {
             Self::Ready => (true, true, false),
@@ -96,7 +96,7 @@ impl Endpoint {
 }
 
 impl Service {
-    /// TCP and UDP on `port`, with a node port if given.
+    /// Makes a Service with TCP and UDP on `port`, and with a node port if one is given.
     pub fn new(
         name: &str,
         cluster_ips: Addresses,
@@ -129,7 +129,7 @@ impl Service {
         }
     }
 
-    /// The object that the API has.
+    /// Returns the object as the API has it.
     pub fn object(&self) -> Value {
         let has_node_port = self.ports.iter().any(|port| port.node_port.is_some());
         let is_load_balancer = !self.load_balancer.is_empty();
@@ -209,15 +209,15 @@ fn metadata(name: &str) -> Value {
 
 const ZONE_LABEL: &str = "topology.kubernetes.io/zone";
 
-/// Each node is in a zone of its own: `node1` in `zone-of-node1`.
+/// Returns the zone of a node. Each has its own: `node1` is in `zone-of-node1`.
 pub fn zone_of(node: &str) -> String {
     format!("zone-of-{node}")
 }
 
-/// Identity of an object: kind and name.
+/// Kind and name of an object, which identify it.
 pub type Key = (&'static str, String);
 
-/// A set of objects, by identity.
+/// Objects by their identity.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Objects {
     objects: BTreeMap<Key, Value>,
@@ -258,7 +258,7 @@ impl Objects {
         }
     }
 
-    /// Names of all services.
+    /// Returns the names of all services.
     pub fn services(&self) -> Vec<String> {
         let is_service = |key: &&Key| key.0 == "Service";
         self.objects.keys().filter(is_service).map(|(_, name)| name.clone()).collect()
@@ -278,7 +278,7 @@ impl Objects {
         self.objects.retain(|(kind, _), _| *kind == "Node");
     }
 
-    /// The zone that a node says it is in. Answers whether it said another before.
+    /// Sets the zone that a node says it is in. Returns true if it said another before.
     pub fn set_zone(&mut self, node: &str, zone: Option<&str>) -> bool {
         let Some(node) = self.objects.get_mut(&("Node", node.to_owned())) else { return false };
         let former = node.clone();
@@ -299,7 +299,8 @@ impl Objects {
         self.objects.get(key)
     }
 
-    /// Replaces `objects.yaml` in the folder by one rename, so that a reader sees all of a change or nothing.
+    /// Replaces `objects.yaml` in the folder by one rename, so that a reader sees a whole change or
+    /// nothing.
     pub fn write_to(&self, folder: &Path) -> Result<()> {
         let mut text = String::new();
         for object in self.objects.values() {

@@ -1,4 +1,4 @@
-//! The programs of this workspace.
+//! Programs of this workspace.
 
 use std::{
     env, fs,
@@ -11,8 +11,9 @@ use proxy_ctl::sys::filesystem;
 
 use crate::cgroup;
 
-/// `proxy-ctl` or `lab-agent`: the file that `PROXY_CTL` or `LAB_AGENT` names, else what cargo has built beside the running
-/// program or, for a test, one folder above it.
+/// Returns the file of `proxy-ctl` or `lab-agent`. It is the one that `PROXY_CTL` or `LAB_AGENT`
+/// names. Otherwise it is the one that cargo has built beside the running program or, for a test,
+/// one folder above it.
 pub fn program(name: &str) -> Result<PathBuf> {
     if let Some(path) = env::var_os(name.to_uppercase().replace('-', "_")) {
         return Ok(path.into());
@@ -22,14 +23,14 @@ pub fn program(name: &str) -> Result<PathBuf> {
     found.with_context(|| format!("no {name} beside {}: cargo build --bin {name} builds it", own.display()))
 }
 
-/// What one proxy leaves on this machine; gone with the value.
+/// Folders in which a proxy leaves things on this machine. They are removed when this is dropped.
 pub struct OwnFolders {
     pub pins: PathBuf,
     pub cgroup: PathBuf,
 }
 
 impl OwnFolders {
-    /// `name` tells it from all others.
+    /// Makes the folders. `name` must differ from all others.
     pub fn create(name: &str) -> Result<Self> {
         const BPFFS: &str = "/sys/fs/bpf";
         filesystem::provide_bpffs(Path::new(BPFFS)).context("mounting a bpffs")?;
@@ -43,7 +44,7 @@ impl OwnFolders {
 
 impl Drop for OwnFolders {
     fn drop(&mut self) {
-        // What cannot be removed now is in folders of its own.
+        // These folders may stay if they cannot be removed now, because nothing else uses them.
         if let Ok(program) = program("proxy-ctl") {
             let _ = Command::new(program).args(["cleanup", "--bpffs"]).arg(&self.pins).output();
         }

@@ -1,4 +1,4 @@
-//! What a program does before SIGINT, SIGTERM or SIGHUP ends it.
+//! Work that a program does before SIGINT, SIGTERM or SIGHUP ends it.
 
 use anyhow::{Context as _, Result};
 use nix::sys::signal::{SigSet, Signal};

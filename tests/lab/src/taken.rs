@@ -1,4 +1,4 @@
-//! Interfaces that take no packet programs of a proxy, as others have the place for them.
+//! Interfaces that take no packet programs of a proxy, because others occupy the place.
 
 use std::{
     os::fd::{AsFd as _, OwnedFd},
@@ -14,22 +14,22 @@ use proxy_ctl::sys::{
 
 use crate::namespace::{ip, run, within};
 
-/// r0 = TCX_NEXT; exit
+/// The instructions are: r0 = TCX_NEXT; exit.
 const NEXT: [u64; 2] = [0xffff_ffff_0000_00b7, 0x95];
 const SCHED_CLS: u32 = 3;
 
-/// An interface whose place for packet programs is taken until this is given back.
+/// Interface whose place for packet programs is taken until this is given back.
 pub struct Taken {
     namespace: String,
     device: String,
-    /// The links of programs that fill a hook, where the kernel has tcx.
+    /// Links of programs that fill a hook, if the kernel has tcx.
     _links: Vec<OwnedFd>,
 }
 
 impl Taken {
     /// Takes the place on `device` of a network namespace from the proxy, which pins its links in
-    /// `links`. A qdisc takes that of clsact, and sends everything by another device and back, as
-    /// CNI's bandwidth plugin makes it. With tcx, programs of others fill the hook besides.
+    /// `links`. A qdisc takes the place of clsact, and sends everything by another device and back,
+    /// as CNI's bandwidth plugin does. With tcx, programs also fill the hook.
     pub fn take(namespace: &str, device: &str, links: &Path) -> Result<Self> {
         let filled = within(namespace, || {
             let index = if_nametoindex(device)?;
@@ -50,7 +50,7 @@ impl Taken {
         Ok(Self { namespace: namespace.to_owned(), device: device.to_owned(), _links: links })
     }
 
-    /// Returns true if the kernel has the device that it needs.
+    /// Returns true if the kernel has the device type that this needs.
     pub fn can_be_made() -> Result<bool> {
         let namespace = format!("px-ifb-{}", std::process::id());
         ip(None, &format!("netns add {namespace}\n"))?;
@@ -66,7 +66,8 @@ impl Taken {
     }
 }
 
-/// Name of the device that the packets of `device` are sent by and come back from.
+/// Returns the name of the device by which the packets of `device` are sent, and from which they
+/// come back.
 fn limiting(device: &str) -> String {
     format!("bwp-{device}")
 }

@@ -1,4 +1,4 @@
-//! Waiting for a condition, with a limit.
+//! Waits for a condition, with a limit.
 
 use std::time::{Duration, Instant};
 
@@ -7,14 +7,14 @@ use anyhow::{Result, bail};
 const BETWEEN_LOOKS: Duration = Duration::from_millis(5);
 const TELLS_EACH: Duration = Duration::from_mins(1);
 
-/// How many times longer than usual to wait, also between two looks: `LAB_PATIENCE`, for machines that are emulated, where
-/// looking takes the time of what is waited for.
+/// Returns how many times longer than usual to wait, also between two looks. It is set by
+/// `LAB_PATIENCE` for emulated machines, where looking takes as long as what is waited for.
 pub fn patience() -> u32 {
     std::env::var("LAB_PATIENCE").ok().and_then(|factor| factor.parse().ok()).unwrap_or(1)
 }
 
-/// Asks `condition` until it answers with a value; says each minute what is still waited for. The error names `what` was waited for and the last
-/// reason `condition` gave for not being there yet.
+/// Asks `condition` until it returns a value, and prints once a minute what is still missing. The
+/// error names `what` was waited for, and the last reason that `condition` gave.
 pub fn until<T>(
     what: &str,
     limit: Duration,

@@ -8,7 +8,7 @@ use proxy_ctl::sys::bpf::{XdpMode, link_xdp, load_program};
 
 use crate::namespace::within;
 
-/// r0 = XDP_PASS; exit
+/// The instructions are: r0 = XDP_PASS; exit.
 pub const PASS: [u64; 2] = [0x0000_0002_0000_00b7, 0x95];
 
 pub fn load(instructions: &[u64]) -> Result<OwnedFd> {
@@ -17,7 +17,8 @@ pub fn load(instructions: &[u64]) -> Result<OwnedFd> {
     load_program(XDP, BPF_XDP, instructions).context("loading an XDP program")
 }
 
-/// On a device of a network namespace. The program is gone with what is returned.
+/// Attaches a program to a device of a network namespace. It is removed when the returned
+/// descriptor is closed.
 pub fn attach(namespace: &str, device: &str, instructions: &[u64]) -> Result<OwnedFd> {
     let attach = || {
         let program = load(instructions)?;

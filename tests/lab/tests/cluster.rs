@@ -1,4 +1,5 @@
-//! The lab itself: everybody reaches everybody without any proxy, and nothing is left behind.
+//! Tests of the lab itself: without any proxy all hosts reach each other, and nothing is left
+//! behind.
 
 use std::path::Path;
 
@@ -34,7 +35,7 @@ fn everybody_reaches_everybody_and_nothing_stays() -> Result<()> {
         for server in &agents {
             let from = lab.netns(client.name())?;
             let to = lab.netns(server.name())?;
-            // There is no way between pods and the world outside, as in most clusters.
+            // As in most clusters, there is no way between pods and the world outside.
             if (from.name == OUTSIDE) != (to.name == OUTSIDE)
                 && [from, to].iter().any(|place| pods.contains(&&*place.name))
             {

@@ -1,7 +1,8 @@
-//! How many requests a second, with how much latency: of several targets by turns, in one process.
+//! Measures the rate and latency of requests to several targets in turn, in one process.
 //!
-//! Figures of rounds that last seconds drift with the machine, by more than a proxy costs. So the turns are some
-//! milliseconds long: what disturbs the machine meets all sides of a comparison alike.
+//! Figures of rounds that last seconds drift with the machine, by more than a proxy costs. So a
+//! turn takes only some milliseconds: whatever disturbs the machine then meets all sides of a
+//! comparison alike.
 
 use std::{
     io::{self, Read as _, Write as _},
@@ -17,7 +18,8 @@ use super::{
 };
 
 const LIMIT: Duration = Duration::from_secs(2);
-/// So many turns of each side are not counted: what is only slow the first time.
+/// Number of first turns of each side that are not counted, because some things are slow only the
+/// first time.
 const WARM_UP: usize = 1;
 
 /// Alternates between the sides until the time is over.
@@ -41,10 +43,10 @@ struct Plan {
     turns: usize,
 }
 
-/// What one worker has done in one turn.
+/// Results of one worker in one turn.
 #[derive(Clone, Default)]
 struct Turn {
-    /// Of each request that was answered.
+    /// Duration of each request that was answered.
     nanos: Vec<u64>,
     failed: u64,
     failure: Option<String>,
@@ -58,7 +60,7 @@ impl Plan {
         Self { bench: bench.clone(), start: Instant::now(), turn, turns: turns.max(least) }
     }
 
-    /// The turn that it is now; `None`: the time is over.
+    /// Returns the current turn, or `None` if the time is over.
     fn now(&self) -> Option<usize> {
         let turn = (self.start.elapsed().as_nanos() / self.turn.as_nanos()) as usize;
         (turn < self.turns).then_some(turn)
@@ -92,7 +94,8 @@ impl Plan {
 }
 
 impl Turn {
-    /// By the time of the requests alone: one that lasts into another's turn does not shorten it.
+    /// Returns the rate over the time of the requests alone. A request that lasts into another
+    /// side's turn does not lower it.
     fn per_second(&self) -> f64 {
         let nanos: u64 = self.nanos.iter().sum();
         if nanos == 0 { 0.0 } else { self.nanos.len() as f64 / (nanos as f64 / 1e9) }
@@ -107,7 +110,7 @@ fn percentile(sorted_nanos: &[u64], part: f64) -> f64 {
 
 struct Worker<'a> {
     plan: &'a Plan,
-    /// The connection of this turn, for exercises that keep one.
+    /// Connection of this turn, for exercises that keep one.
     open: Option<(usize, TcpStream)>,
     buffer: Vec<u8>,
 }
@@ -142,7 +145,8 @@ impl<'a> Worker<'a> {
         turns
     }
 
-    /// Draws one, as a Service does: taken in turn, two servers would never be dialled by two clients at once.
+    /// Draws one of the targets, as a Service does. If two clients took two servers in turn, they
+    /// would never dial both at once.
     fn target(&self, turn: usize) -> io::Result<SocketAddr> {
         let targets = self.plan.bench.sides.get(self.plan.side_of(turn));
         let targets = targets.filter(|targets| !targets.is_empty());
@@ -150,7 +154,7 @@ impl<'a> Worker<'a> {
         Ok(targets[fastrand::usize(..targets.len())])
     }
 
-    /// Answers how long it took.
+    /// Makes a request, and returns how long it took.
     fn request(&mut self, turn: usize) -> io::Result<Duration> {
         let exercise = self.plan.bench.exercise;
         match exercise {
@@ -229,7 +233,7 @@ mod tests {
     fn a_side_has_every_other_turn_and_the_first_of_each_is_no_rate() {
         let worker: Vec<Turn> = (1..=6).map(|turn_of| turn(&[turn_of * 1_000_000])).collect();
         let sides = [0, 1].map(|side| plan(2).summary(side, &[worker.clone(), worker.clone()]));
-        // Two workers, each with one request: of 3 ms and 5 ms, of 4 ms and 6 ms.
+        // Each turn has two workers with one request each: of 3 ms and 5 ms, then of 4 ms and 6 ms.
         let rounded = |side: &Side| side.per_second.iter().map(|rate| rate.round()).collect::<Vec<_>>();
         assert_eq!(sides.each_ref().map(rounded), [vec![667.0, 400.0], vec![500.0, 333.0]]);
         assert_eq!(sides.each_ref().map(|side| side.p50_micros), [3_000.0, 4_000.0]);

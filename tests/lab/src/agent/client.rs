@@ -1,4 +1,4 @@
-//! The test's side of an agent.
+//! The test's side of the connection to an agent.
 
 use std::{
     io::{BufRead as _, BufReader, Write as _},
@@ -12,7 +12,7 @@ use serde::de::DeserializeOwned;
 
 use super::protocol::{Bench, Dial, Load, Outcome, Protocol, Reply, Request, Side, Tally};
 
-/// A running `lab-agent`. It ends when this is dropped, or with the lab.
+/// Running `lab-agent`. It ends when this is dropped, or with the lab.
 pub struct Agent {
     name: String,
     wires: Mutex<Wires>,
@@ -64,12 +64,12 @@ impl Agent {
         self.ask(&Request::Serve { name: self.name.clone(), addresses: addresses.to_vec() })
     }
 
-    /// A server under another name than the agent's.
+    /// Starts a server under another name than the agent's.
     pub fn serve_as(&self, name: &str, addresses: &[SocketAddr]) -> Result<()> {
         self.ask(&Request::Serve { name: name.to_owned(), addresses: addresses.to_vec() })
     }
 
-    /// An error where the kernel has no SCTP.
+    /// Starts an SCTP server. Returns an error if the kernel has no SCTP.
     pub fn serve_sctp(&self, addresses: &[SocketAddr]) -> Result<()> {
         self.ask(&Request::ServeSctp { name: self.name.clone(), addresses: addresses.to_vec() })
     }
@@ -86,8 +86,8 @@ impl Agent {
         self.ask(&Request::Dial(dial.clone()))
     }
 
-    /// The dials of a group one after another, the groups at the same time. A dial ends with what is not answered. The
-    /// outcomes are in the order of the dials.
+    /// Dials the dials of a group one after another, and the groups at the same time. A dial ends
+    /// with the first request that is not answered. The outcomes are in the order of the dials.
     pub fn dial_groups(&self, groups: Vec<Vec<Dial>>) -> Result<Vec<Vec<Vec<Outcome>>>> {
         self.ask(&Request::DialGroups(groups))
     }
@@ -109,22 +109,24 @@ impl Agent {
         self.ask(&Request::DialInFragments { source, target, payload, order: order.to_vec(), timeout_ms })
     }
 
-    /// Opens a connection that stays open; returns its number and what the first request met.
+    /// Opens a connection that stays open. Returns its number and the outcome of the first request.
     pub fn hold(&self, protocol: Protocol, target: SocketAddr) -> Result<(usize, Outcome)> {
         self.hold_as(&Dial::new(protocol, target))
     }
 
-    /// As [`Self::hold`], as the dial asks.
+    /// Opens a connection that stays open, as the dial asks.
     pub fn hold_as(&self, dial: &Dial) -> Result<(usize, Outcome)> {
         self.ask(&Request::Hold(dial.clone()))
     }
 
-    /// Opens `count` connections to the targets in turn, each with one request; their numbers. An error if one fails.
+    /// Opens `count` connections to the targets in turn, each with one request, and returns their
+    /// numbers. Returns an error if one fails.
     pub fn hold_many(&self, protocol: Protocol, targets: &[SocketAddr], count: usize) -> Result<Vec<usize>> {
         self.ask(&Request::HoldMany { targets: targets.to_vec(), protocol, count })
     }
 
-    /// One request over each; of those that were not answered, their ends and what became of them.
+    /// Makes one request over each connection. Returns ends and outcome of those that were not
+    /// answered.
     pub fn ping_many(&self, connections: &[usize]) -> Result<Vec<(String, Outcome)>> {
         self.ask(&Request::PingMany { connections: connections.to_vec() })
     }
@@ -149,12 +151,12 @@ impl Agent {
         self.ask(&Request::StopLoad { load })
     }
 
-    /// What each side has met.
+    /// Runs a benchmark, and returns the results of each side.
     pub fn bench(&self, bench: &Bench) -> Result<Vec<Side>> {
         self.ask(&Request::Bench(bench.clone()))
     }
 
-    /// Status and body of `GET http://address/path`.
+    /// Returns status and body of `GET http://address/path`.
     pub fn http_get(&self, address: SocketAddr, path: &str) -> Result<(u16, String)> {
         self.ask(&Request::HttpGet { address, path: path.to_owned() })
     }
@@ -162,7 +164,7 @@ impl Agent {
 
 impl Drop for Agent {
     fn drop(&mut self) {
-        // It may have ended already.
+        // The agent may have ended already.
         let _killed = self.child.kill();
         let _reaped = self.child.wait();
     }

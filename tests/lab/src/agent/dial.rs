@@ -1,4 +1,4 @@
-//! One request over a new connection, a shared socket or a held connection.
+//! Requests over a new connection, a shared socket or a held connection.
 
 use std::{
     io,
@@ -21,7 +21,8 @@ pub fn dial(dial: &Dial) -> Vec<Outcome> {
     (0..dial.count).map(|_| once(dial)).collect()
 }
 
-/// Carries out the dials of a group one after another, the groups at the same time. A dial ends with what is not answered.
+/// Dials the dials of a group one after another, and the groups at the same time. A dial ends with
+/// the first request that is not answered.
 pub fn groups(groups: &[Vec<Dial>]) -> io::Result<Vec<Vec<Vec<Outcome>>>> {
     thread::scope(|scope| {
         let one = |dial: &Dial| {
@@ -43,7 +44,7 @@ pub fn groups(groups: &[Vec<Dial>]) -> io::Result<Vec<Vec<Vec<Outcome>>>> {
     })
 }
 
-/// One request on a new socket.
+/// Makes one request on a new socket.
 pub fn once(dial: &Dial) -> Outcome {
     let start = Instant::now();
     let result = match dial.protocol {
@@ -71,7 +72,7 @@ fn udp(dial: &Dial, start: Instant) -> io::Result<Outcome> {
     Datagrams { socket, dial: dial.clone() }.request(dial.payload, start)
 }
 
-/// One request to each target in turn, `rounds` times, from one unconnected socket.
+/// Makes one request to each target in turn, `rounds` times, from one unconnected socket.
 pub fn shared(targets: &[SocketAddr], rounds: u32, as_mapped: bool) -> io::Result<Vec<Outcome>> {
     let Some(first) = targets.first() else { return Ok(Vec::new()) };
     let mut dial = Dial::new(Protocol::Udp, *first).unconnected();
@@ -124,13 +125,13 @@ fn answered(answer: &[u8], peer: SocketAddr, start: Instant) -> io::Result<Outco
     }))
 }
 
-/// A connection that stays open.
+/// Connection that stays open.
 pub enum Held {
     Stream(TcpStream),
     Datagrams(Datagrams),
 }
 
-/// A UDP socket, and how it was opened.
+/// UDP socket, and the dial that opened it.
 pub struct Datagrams {
     socket: UdpSocket,
     dial: Dial,
@@ -141,7 +142,7 @@ impl Datagrams {
         Ok(Self { socket: socket::udp(dial, target_of(dial))?, dial: dial.clone() })
     }
 
-    /// Opens another socket where this one was ended.
+    /// Makes a request. If the socket was ended, opens another one and tries again.
     fn request(&mut self, payload: usize, start: Instant) -> io::Result<Outcome> {
         match self.exchange(payload, start) {
             Err(error) if has_ended(&error) => {
@@ -164,7 +165,8 @@ impl Datagrams {
     }
 }
 
-/// A proxy has ended the socket, as its endpoint is gone: now, or at a call before.
+/// Returns true if a proxy has ended the socket because its endpoint is gone, now or at an earlier
+/// call.
 fn has_ended(error: &io::Error) -> bool {
     let errno = error.raw_os_error().map(Errno::from_raw);
     matches!(errno, Some(Errno::ECONNABORTED | Errno::EDESTADDRREQ))
@@ -175,7 +177,7 @@ impl Held {
         Ok(match dial.protocol {
             Protocol::Tcp | Protocol::Sctp => {
                 let stream = socket::stream(dial, target_of(dial))?;
-                // Proxies and the kernel forget it soon.
+                // Proxies and the kernel soon forget a connection that ends with a RST.
                 socket::reset_on_close(&stream)?;
                 Self::Stream(stream)
             }
@@ -183,7 +185,7 @@ impl Held {
         })
     }
 
-    /// `198.18.0.9:40000 to 192.0.2.11:30080`.
+    /// Returns the ends, such as `198.18.0.9:40000 to 192.0.2.11:30080`.
     pub fn ends(&self) -> String {
         let (local, peer) = match self {
             Self::Stream(socket) => (socket.local_addr(), socket.peer_addr()),

@@ -1,4 +1,4 @@
-//! A datagram whose fragments are sent in an order that the kernel itself would not send them in.
+//! Sends a datagram whose fragments are in an order in which the kernel itself would not send them.
 
 use std::{
     io,
@@ -11,11 +11,11 @@ use socket2::{Domain, Protocol, Socket, Type};
 
 use super::{dial::answered_datagram, protocol::Outcome, socket::outcome_of};
 
-/// Bytes after the network header in each fragment but the last.
+/// Number of bytes after the network header in each fragment but the last.
 const PIECE: usize = 1_400;
 
-/// Sends `payload` bytes from `source`, the fragments of these numbers in this order, and waits for
-/// the answer, no longer than `limit`.
+/// Sends a datagram of `payload` bytes from `source`, as fragments with these numbers in this
+/// order. Waits for the answer, but not longer than `limit`.
 pub fn dial(source: IpAddr, target: SocketAddr, payload: usize, order: &[usize], limit: Duration) -> Outcome {
     let start = Instant::now();
     request(source, target, payload, order, limit, start).unwrap_or_else(|error| outcome_of(&error, start))
@@ -29,12 +29,12 @@ fn request(
     limit: Duration,
     start: Instant,
 ) -> io::Result<Outcome> {
-    // It has the port, and gets the answer.
+    // This socket has the port, and gets the answer.
     let socket = UdpSocket::bind(SocketAddr::new(source, 0))?;
     socket.set_read_timeout(Some(limit))?;
     let own = socket.local_addr()?;
     let fragments = fragments(own, target, payload)?;
-    // IPPROTO_RAW: the network header is ours.
+    // With IPPROTO_RAW, the program writes the network header.
     let raw = Socket::new(Domain::for_address(target), Type::RAW, Some(Protocol::from(255)))?;
     for number in order {
         let fragment = fragments.get(*number).ok_or(io::ErrorKind::InvalidInput)?;
@@ -61,7 +61,7 @@ fn fragments(source: SocketAddr, target: SocketAddr, payload: usize) -> io::Resu
     }
     .map_err(io::Error::other)?;
     let datagram = [&header.to_bytes()[..], &payload].concat();
-    // Another one for each datagram between the same addresses.
+    // The id differs between datagrams between the same addresses.
     let id = source.port();
     let count = datagram.len().div_ceil(PIECE);
     let fragment = |(index, piece): (usize, &[u8])| {
@@ -73,7 +73,7 @@ fn fragments(source: SocketAddr, target: SocketAddr, payload: usize) -> io::Resu
     datagram.chunks(PIECE).enumerate().map(fragment).collect()
 }
 
-/// Of a fragment at `offset`, with others after it if `more_fragments`.
+/// Returns the network headers of a fragment at `offset`, with others after it if `more_fragments`.
 fn network_headers(
     source: IpAddr,
     target: IpAddr,
@@ -87,7 +87,7 @@ fn network_headers(
             let header =
                 Ipv4Header::new(length as u16, HOP_LIMIT, IpNumber::UDP, source.octets(), target.octets());
             let header = header.map_err(io::Error::other)?;
-            // The kernel sums it.
+            // The kernel computes the checksum of the header.
             let header = Ipv4Header {
                 identification: id,
                 dont_fragment: false,

@@ -1,4 +1,4 @@
-//! Dials without end and counts what comes back.
+//! Dials until it is stopped, and counts the outcomes.
 
 use std::{
     sync::{
@@ -15,7 +15,7 @@ use super::{
     socket::{micros_since, outcome_of},
 };
 
-/// A load that is running.
+/// Load that is running.
 pub struct Running {
     stop: Arc<AtomicBool>,
     tally: Arc<Mutex<Tally>>,
@@ -52,18 +52,19 @@ impl Running {
         self.tally.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Waits for the requests under way and returns the final count.
+    /// Waits for the requests under way, and returns the final count.
     pub fn stop(self) -> Tally {
         self.stop.store(true, Ordering::Relaxed);
         for thread in self.threads {
-            // A thread that panicked has counted what it did before.
+            // A thread that panicked has already counted its results.
             let _ended = thread.join();
         }
         self.tally.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 }
 
-/// Opened for the first request, and a TCP connection that has broken for the next one.
+/// Makes a request over one socket. It is opened for the first request. A TCP connection that has
+/// broken is opened anew for the next one.
 fn over(socket: &mut Option<Held>, dial: &Dial) -> Outcome {
     let start = Instant::now();
     let outcome = match socket {
@@ -87,7 +88,7 @@ struct Outage {
 }
 
 impl Outage {
-    /// `start`: of the request.
+    /// Counts an outcome. `start` is the time when the request began.
     fn follow(&mut self, tally: &mut Tally, outcome: &Outcome, start: Instant) {
         let is_over = matches!(outcome, Outcome::Answered(_));
         if !is_over {

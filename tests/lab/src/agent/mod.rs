@@ -1,4 +1,5 @@
-//! `lab-agent`: a process in a network namespace of the lab that dials and serves as it is told, one JSON line a request.
+//! `lab-agent`, a process in a network namespace of the lab. It dials and serves as it is told, by
+//! one JSON line a request.
 
 pub mod bench;
 pub mod client;

@@ -1,4 +1,4 @@
-//! What a test and an agent say to each other.
+//! Messages between a test and an agent.
 
 use std::{
     collections::BTreeMap,
@@ -14,12 +14,12 @@ use crate::wait;
 pub enum Protocol {
     Tcp,
     Udp,
-    /// One connection a socket, as TCP.
+    /// SCTP with one connection a socket, as TCP has.
     Sctp,
 }
 
 impl Protocol {
-    /// As Kubernetes writes it.
+    /// Returns the name as Kubernetes writes it.
     pub fn name(self) -> &'static str {
         match self {
             Self::Tcp => "TCP",
@@ -42,21 +42,22 @@ pub enum Request {
         name: String,
         addresses: Vec<SocketAddr>,
     },
-    /// Answers SCTP requests as [`Request::Serve`] those of the other protocols.
+    /// Answers SCTP requests as [`Request::Serve`] answers those of the other protocols.
     ServeSctp {
         name: String,
         addresses: Vec<SocketAddr>,
     },
-    /// Returns what it gets: the other end of [`Request::Bench`].
+    /// Sends back what it gets. It is the other end of [`Request::Bench`].
     ServeBytes {
         addresses: Vec<SocketAddr>,
     },
-    /// Answers a mebibyte with one byte: the other end of [`Exercise::Bulk`].
+    /// Answers each mebibyte with one byte. It is the other end of [`Exercise::Bulk`].
     ServeBulk {
         addresses: Vec<SocketAddr>,
     },
     Dial(Dial),
-    /// The dials of a group one after another, the groups at the same time. A dial ends with what is not answered.
+    /// Dials the dials of a group one after another, and the groups at the same time. A dial ends
+    /// with the first request that is not answered.
     DialGroups(Vec<Vec<Dial>>),
     /// Sends to every target in turn, `rounds` times, from one unconnected UDP socket.
     DialShared {
@@ -70,29 +71,31 @@ pub enum Request {
         target: SocketAddr,
         payload: usize,
         order: Vec<usize>,
-        /// The longest wait for the answer.
+        /// Longest wait for the answer.
         timeout_ms: u64,
     },
     /// Opens a connection that stays open.
     Hold(Dial),
-    /// Opens as many connections that stay open, to each target in turn, of both families.
+    /// Opens `count` connections that stay open, to the targets in turn, which may be of both
+    /// families.
     HoldMany {
         targets: Vec<SocketAddr>,
         protocol: Protocol,
         count: usize,
     },
-    /// One request over each of them: the ends of those that were not answered, and what became of them.
+    /// Makes one request over each connection. Returns ends and outcome of those that were not
+    /// answered.
     PingMany {
         connections: Vec<usize>,
     },
-    /// One request over a held connection.
+    /// Makes one request over a held connection.
     Ping {
         connection: usize,
     },
     Release {
         connection: usize,
     },
-    /// Dials again and again until told to stop.
+    /// Dials again and again until it is told to stop.
     StartLoad(Load),
     PeekLoad {
         load: usize,
@@ -101,37 +104,37 @@ pub enum Request {
         load: usize,
     },
     Bench(Bench),
-    /// `GET http://address/path`.
+    /// Requests `GET http://address/path`.
     HttpGet {
         address: SocketAddr,
         path: String,
     },
 }
 
-/// What the request asks for as JSON, or why it could not be carried out.
+/// Answer to a request as JSON, or the reason why it could not be carried out.
 pub type Reply = Result<Value, String>;
 
-/// New connections (or sockets) one after another, each with one request.
+/// New connections or sockets one after another, each with one request.
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct Dial {
     pub target: SocketAddr,
     pub protocol: Protocol,
     pub count: u32,
-    /// UDP: `sendto` and `recvfrom` instead of `connect`, `send` and `recv`.
+    /// For UDP: uses `sendto` and `recvfrom` instead of `connect`, `send` and `recv`.
     pub unconnected: bool,
-    /// Through an IPv6 socket to the IPv4-mapped address.
+    /// Dials the IPv4-mapped address through an IPv6 socket.
     pub mapped: bool,
-    /// TCP: `connect` on a non-blocking socket.
+    /// For TCP: calls `connect` on a non-blocking socket.
     pub non_blocking: bool,
     pub source: Option<IpAddr>,
     pub source_port: Option<u16>,
-    /// Bytes of each request.
+    /// Number of bytes of each request.
     pub payload: usize,
     pub timeout_ms: u64,
 }
 
 impl Dial {
-    /// Once, of 16 bytes; an answer may take 2 s, times `LAB_PATIENCE`.
+    /// Makes a dial of one request of 16 bytes. Its answer may take 2 s, times `LAB_PATIENCE`.
     pub fn new(protocol: Protocol, target: SocketAddr) -> Self {
         Self {
             target,
@@ -186,17 +189,17 @@ impl Dial {
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub enum Outcome {
     Answered(Answer),
-    /// ECONNREFUSED, with the time it took.
+    /// ECONNREFUSED, and the time that it took.
     Refused {
         micros: u64,
     },
-    /// No answer within the dial's limit.
+    /// No answer came within the dial's limit.
     TimedOut,
     /// EPERM.
     NotPermitted,
     /// EHOSTUNREACH or ENETUNREACH.
     Unreachable,
-    /// Anything else, as the system writes it.
+    /// Any other error, as the system writes it.
     Failed(String),
 }
 
@@ -219,19 +222,19 @@ impl std::fmt::Display for Outcome {
 
 #[derive(Clone, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Answer {
-    /// Name of who answered.
+    /// Name of the server that answered.
     pub by: String,
-    /// What getpeername (TCP, connected UDP) or recvfrom (unconnected UDP) says, exactly.
+    /// Peer that getpeername (TCP, connected UDP) or recvfrom (unconnected UDP) returns.
     pub peer: SocketAddr,
-    /// Client address as the server saw it.
+    /// Client address that the server saw.
     pub source: SocketAddr,
-    /// The server's own address of this connection.
+    /// Own address of the server on this connection.
     pub server: SocketAddr,
-    /// What SO_ORIGINAL_DST tells the server of a TCP connection.
+    /// Address that SO_ORIGINAL_DST gives the server of a TCP connection.
     pub original: Option<SocketAddr>,
-    /// Bytes of the request that reached the server.
+    /// Number of bytes of the request that reached the server.
     pub bytes: usize,
-    /// From `connect` (or `sendto`) to the whole answer.
+    /// Time from `connect` (or `sendto`) to the whole answer.
     pub micros: u64,
 }
 
@@ -239,34 +242,35 @@ pub struct Answer {
 pub struct Load {
     pub target: SocketAddr,
     pub protocol: Protocol,
-    /// Threads.
+    /// Number of threads.
     pub clients: u32,
-    /// Between two requests of a thread.
+    /// Time between two requests of a thread.
     pub pause_micros: u64,
     pub timeout_ms: u64,
-    /// Each thread sends all of its requests over one connection or socket, not each over a new one. A TCP connection that has broken is
-    /// replaced.
+    /// True if each thread sends all its requests over one connection or socket, and false if each
+    /// request has a new one. A TCP connection that has broken is replaced.
     pub keeps_socket: bool,
 }
 
 impl Load {
-    /// Of one thread, 5 ms between two requests, a new connection for each, which may take 2 s, times `LAB_PATIENCE`.
+    /// Makes a load of one thread that opens a new connection every 5 ms. A request may take 2 s,
+    /// times `LAB_PATIENCE`.
     pub fn new(protocol: Protocol, target: SocketAddr) -> Self {
         let timeout_ms = 2_000 * u64::from(wait::patience());
         Self { target, protocol, clients: 1, pause_micros: 5_000, timeout_ms, keeps_socket: false }
     }
 }
 
-/// What a load has met so far.
+/// Outcomes of a load so far.
 #[derive(Clone, Debug, Default, Deserialize, Serialize)]
 pub struct Tally {
     pub answered: u64,
     pub failed: u64,
-    /// Most failures that a thread has met one after another.
+    /// Largest number of failures that a thread has met one after another.
     pub failed_in_a_row: u64,
-    /// From the begin of a request that failed to the next answer.
+    /// Longest time from the beginning of a request that failed to the next answer.
     pub longest_outage_micros: u64,
-    /// Failures by outcome.
+    /// Number of failures of each outcome.
     pub failures: BTreeMap<String, u64>,
     pub backends: BTreeMap<String, Share>,
     pub slowest_micros: u64,
@@ -275,46 +279,47 @@ pub struct Tally {
 #[derive(Clone, Copy, Debug, Default, Deserialize, Serialize)]
 pub struct Share {
     pub answered: u64,
-    /// Sum over all answers.
+    /// Sum of the times of all answers.
     pub micros: u64,
 }
 
-/// What a [`Bench`] does again and again.
+/// Exchange that a [`Bench`] repeats.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub enum Exercise {
-    /// Connects, sends a byte, gets one, closes.
+    /// Connects, sends a byte, gets a byte, and closes.
     Connect,
-    /// A byte there and back on a connection that stays open for a turn.
+    /// Sends a byte and gets one, on a connection that stays open for a turn.
     Request,
-    /// A mebibyte there, a byte back, on a connection that stays open for a turn.
+    /// Sends a mebibyte and gets a byte, on a connection that stays open for a turn.
     Bulk,
-    /// A byte there and back from a new UDP socket.
+    /// Sends a byte from a new UDP socket and gets one.
     Datagram,
 }
 
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct Bench {
     pub exercise: Exercise,
-    /// What is compared, by turns: the targets of a side are dialled one after another.
+    /// Sides that are compared, in turn. Each request of a side goes to one of its targets.
     pub sides: Vec<Vec<SocketAddr>>,
-    /// Connections at once.
+    /// Number of connections at once.
     pub clients: u32,
-    /// For all sides together.
+    /// Duration for all sides together.
     pub seconds: f64,
-    /// How long a side has its turn.
+    /// Duration of a side's turn.
     pub turn_ms: u64,
-    /// Requests a second of all clients together; none: each as soon as the one before is answered.
+    /// Number of requests in a second of all clients together. With `None`, each follows as soon as
+    /// the one before is answered.
     pub pace: Option<f64>,
 }
 
-/// What one side of a [`Bench`] has met.
+/// Results of one side of a [`Bench`].
 #[derive(Clone, Debug, Deserialize, Serialize)]
 pub struct Side {
-    /// Requests a second in each turn after the first.
+    /// Rate of requests in each turn after the first.
     pub per_second: Vec<f64>,
     pub answered: u64,
     pub failed: u64,
-    /// The first of them.
+    /// Error of the first failure.
     pub failure: Option<String>,
     pub p50_micros: f64,
     pub p99_micros: f64,

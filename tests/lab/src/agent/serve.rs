@@ -1,8 +1,10 @@
-//! Servers: one that tells who it is and what it sees, one that returns bytes, and one that takes many.
+//! Servers: one that tells who it is and what it sees, one that sends bytes back, and one that
+//! takes many bytes.
 //!
-//! A request over TCP is a length (4 bytes, big endian) and as many bytes; the answer has the same form and
-//! holds a [`Seen`]. Over UDP both are one datagram without length, and the answer is at least as long as the request. `GET ` in place of the length is an HTTP
-//! request: people look around in a lab with curl.
+//! A request over TCP is a length (4 bytes, big endian) and as many bytes. The answer has the same
+//! form, and holds a [`Seen`]. Over UDP, both are one datagram without length, and the answer is at
+//! least as long as the request. If `GET ` stands in place of the length, it is an HTTP request,
+//! because people look around in a lab with curl.
 
 use std::{
     io::{self, BufRead as _, BufReader, Read as _, Write as _},
@@ -22,12 +24,13 @@ use super::socket::{self, reset_on_close};
 
 /// Largest request that is accepted.
 const MAX_REQUEST: usize = 1 << 20;
-/// More than the connections that a bench opens at once.
+/// Number of threads of a byte server. It is larger than the number of connections that a bench
+/// opens at once.
 const BYTE_SERVERS: usize = 8;
-/// What [`bulk`] answers one byte for.
+/// Number of bytes that [`bulk`] answers with one byte.
 pub const BULK: usize = 1 << 20;
 
-/// What a server saw of a request.
+/// Request as the server saw it.
 #[derive(Debug, Deserialize, Serialize)]
 pub struct Seen {
     pub by: String,
@@ -37,7 +40,7 @@ pub struct Seen {
     pub bytes: usize,
 }
 
-/// Listens on each address and answers until the process ends.
+/// Listens on each address, and answers until the process ends.
 pub fn describe(name: &str, addresses: &[SocketAddr]) -> io::Result<()> {
     for address in addresses {
         let listener = TcpListener::bind(address)?;
@@ -51,7 +54,7 @@ pub fn describe(name: &str, addresses: &[SocketAddr]) -> io::Result<()> {
     Ok(())
 }
 
-/// As [`describe`], for SCTP. An error where the kernel has none.
+/// Serves SCTP as [`describe`] serves TCP. Returns an error if the kernel has no SCTP.
 pub fn describe_sctp(name: &str, addresses: &[SocketAddr]) -> io::Result<()> {
     for address in addresses {
         let listener = socket::listen_sctp(*address)?;
@@ -64,7 +67,7 @@ pub fn describe_sctp(name: &str, addresses: &[SocketAddr]) -> io::Result<()> {
 fn describe_streams(name: &Arc<str>, listener: &TcpListener, is_tcp: bool) {
     for stream in listener.incoming().flatten() {
         let name = Arc::clone(name);
-        // A client that goes away ends its thread.
+        // The thread ends with its client.
         thread::spawn(move || describe_stream(&name, stream, is_tcp));
     }
 }
@@ -88,7 +91,8 @@ fn describe_stream(name: &str, mut stream: TcpStream, is_tcp: bool) -> io::Resul
     }
 }
 
-/// Where the client sent it to before netfilter gave it to `server`. Without an entry of conntrack the kernel does not know.
+/// Returns the address that the client dialled before netfilter gave the connection to `server`.
+/// The kernel knows it only from an entry of conntrack.
 fn original_destination(stream: &TcpStream, server: SocketAddr) -> Option<SocketAddr> {
     Some(match server {
         SocketAddr::V4(_) => {
@@ -116,7 +120,7 @@ fn answer_http(stream: TcpStream, body: &str) -> io::Result<()> {
 fn describe_datagrams(name: &str, server: SocketAddr, socket: &UdpSocket) {
     let mut request = vec![0; usize::from(u16::MAX)];
     loop {
-        // ECONNREFUSED of a client that is gone: not this server's affair.
+        // ECONNREFUSED comes from a client that is gone, and does not concern this server.
         let Ok((bytes, source)) = socket.recv_from(&mut request) else { continue };
         let seen = Seen { by: name.into(), source, server, original: None, bytes };
         let Ok(mut answer) = serde_json::to_vec(&seen) else { continue };
@@ -141,7 +145,7 @@ fn read_rest(stream: &mut TcpStream, length: [u8; 4]) -> io::Result<Vec<u8>> {
     Ok(frame)
 }
 
-/// Length and frame in one write, so that a small request is one packet.
+/// Writes length and frame at once, so that a small request is one packet.
 pub fn write_frame(stream: &mut TcpStream, frame: &[u8]) -> io::Result<()> {
     let length = u32::try_from(frame.len())
         .map_err(|_| io::Error::new(io::ErrorKind::InvalidInput, "frame too long"))?;
@@ -151,7 +155,7 @@ pub fn write_frame(stream: &mut TcpStream, frame: &[u8]) -> io::Result<()> {
     stream.write_all(&bytes)
 }
 
-/// Listens on each address; every connection and every datagram gets back what it sends.
+/// Listens on each address, and sends back what each connection and each datagram brings.
 pub fn bytes(addresses: &[SocketAddr]) -> io::Result<()> {
     accept(addresses, echo)?;
     for address in addresses {
@@ -167,7 +171,7 @@ pub fn bytes(addresses: &[SocketAddr]) -> io::Result<()> {
     Ok(())
 }
 
-/// Listens on each address; every connection gets one byte for so many.
+/// Listens on each address, and answers every [`BULK`] bytes of a connection with one byte.
 pub fn bulk(addresses: &[SocketAddr]) -> io::Result<()> {
     accept(addresses, |stream| {
         let mut buffer = vec![0; BULK];
@@ -178,10 +182,11 @@ pub fn bulk(addresses: &[SocketAddr]) -> io::Result<()> {
     })
 }
 
-/// Of a client whose end of the connection never comes, as the proxy between is gone: it must not keep the thread.
+/// Longest silence of a client. A client whose end of the connection never comes, because the proxy
+/// between is gone, must not keep the thread.
 const LONGEST_SILENCE: Duration = Duration::from_secs(30);
 
-/// As many connections at a time as there are threads for an address.
+/// Serves as many connections at a time as an address has threads.
 fn accept(addresses: &[SocketAddr], serve: fn(&mut TcpStream) -> io::Result<()>) -> io::Result<()> {
     for address in addresses {
         let listener = Arc::new(TcpListener::bind(address)?);
@@ -189,7 +194,7 @@ fn accept(addresses: &[SocketAddr], serve: fn(&mut TcpStream) -> io::Result<()>)
             let listener = Arc::clone(&listener);
             thread::spawn(move || {
                 for mut stream in listener.incoming().flatten() {
-                    // The client counts what fails.
+                    // The client counts the failures.
                     let _closed_early = stream
                         .set_read_timeout(Some(LONGEST_SILENCE))
                         .and_then(|()| serve(&mut stream))
@@ -201,7 +206,7 @@ fn accept(addresses: &[SocketAddr], serve: fn(&mut TcpStream) -> io::Result<()>)
     Ok(())
 }
 
-/// Until the client has closed: whoever closes first pays with TIME_WAIT.
+/// Sends bytes back until the client has closed. The side that closes first pays with TIME_WAIT.
 fn echo(stream: &mut TcpStream) -> io::Result<()> {
     let mut bytes = [0; 64];
     while let Ok(length @ 1..) = stream.read(&mut bytes) {

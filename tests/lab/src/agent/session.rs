@@ -1,4 +1,5 @@
-//! The agent's side: reads requests from standard input, answers on standard output.
+//! The agent's side of the connection to a test. It reads requests from standard input, and answers
+//! on standard output.
 
 use std::{
     collections::BTreeMap,
@@ -19,7 +20,7 @@ use super::{
 };
 use crate::http;
 
-/// For an answer over HTTP.
+/// Longest wait for an answer over HTTP.
 const LIMIT: Duration = Duration::from_secs(5);
 
 /// Serves requests until standard input ends.

@@ -15,17 +15,17 @@ use socket2::{Domain, SockRef, Socket, Type};
 
 use super::protocol::{Dial, Outcome, Protocol};
 
-/// The first of the ports that the kernel chooses from by default.
+/// First of the ports from which the kernel chooses by default.
 const FIRST_PORT: u16 = 32_768;
-/// The number of these ports.
+/// Number of these ports.
 const PORTS: u16 = 28_232;
-/// The number of the port that [`fresh_udp`] tries next. Each client begins somewhere else, so that
+/// Number of the port that [`fresh_udp`] tries next. Each client begins at another number, so that
 /// clients do not have the same ports at the same time.
 static NEXT: LazyLock<AtomicU32> = LazyLock::new(|| AtomicU32::new(fastrand::u32(..u32::from(PORTS))));
 
 const SCTP: socket2::Protocol = socket2::Protocol::SCTP;
 
-/// A socket bound as the dial asks, not connected.
+/// Opens a socket, bound as the dial asks and not connected.
 fn open(dial: &Dial, target: SocketAddr, kind: Type) -> io::Result<Socket> {
     let protocol = (dial.protocol == Protocol::Sctp).then_some(SCTP);
     let socket = Socket::new(Domain::for_address(target), kind, protocol)?;
@@ -48,19 +48,19 @@ fn limit(dial: &Dial) -> Duration {
     Duration::from_millis(dial.timeout_ms.max(1))
 }
 
-/// `connect`, blocking (bounded by the socket's write timeout) or non-blocking as the dial asks.
+/// Connects, blocking (limited by the socket's write timeout) or non-blocking as the dial asks.
 fn connect(socket: &Socket, dial: &Dial, target: SocketAddr) -> io::Result<()> {
     if dial.non_blocking {
         return socket.connect_timeout(&target.into(), limit(dial));
     }
     socket.connect(&target.into()).map_err(|error| match error.raw_os_error().map(Errno::from_raw) {
-        // What connect says when the write timeout is over.
+        // connect returns these when the write timeout is over.
         Some(Errno::EINPROGRESS | Errno::EAGAIN) => io::ErrorKind::TimedOut.into(),
         _ => error,
     })
 }
 
-/// TCP, or SCTP in TCP's style.
+/// Opens a connection of TCP, or of SCTP in TCP's style.
 pub fn stream(dial: &Dial, target: SocketAddr) -> io::Result<TcpStream> {
     let socket = open(dial, target, Type::STREAM)?;
     connect(&socket, dial, target)?;
@@ -72,9 +72,11 @@ pub fn udp(dial: &Dial, target: SocketAddr) -> io::Result<UdpSocket> {
 }
 
 /// Does what [`udp`] does, from the port that was used the longest time ago, unless the dial names
-/// one. The kernel chooses a port at random: after a hundred datagrams of other sockets, the next
-/// one has the port of one of them with a chance of 0.4 %. Proxies send it to the endpoint of that
-/// one for as long as they know its flow, whatever the Service has now.
+/// one.
+///
+/// The kernel chooses a port at random. After a hundred datagrams of other sockets, the next one
+/// has the port of one of them with a chance of 0.4 %. Proxies send it to the endpoint of that
+/// datagram as long as they know its flow, whatever the Service has now.
 pub fn fresh_udp(dial: &Dial, target: SocketAddr) -> io::Result<UdpSocket> {
     if dial.source.is_some() || dial.source_port.is_some() {
         return udp(dial, target);
@@ -100,7 +102,7 @@ fn connected(socket: Socket, dial: &Dial, target: SocketAddr) -> io::Result<UdpS
     Ok(socket.into())
 }
 
-/// Listens for SCTP in TCP's style, on a socket that std takes for one of TCP.
+/// Listens for SCTP in TCP's style, on a socket that std treats as one of TCP.
 pub fn listen_sctp(address: SocketAddr) -> io::Result<TcpListener> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(SCTP))?;
     socket.bind(&address.into())?;
@@ -113,7 +115,7 @@ pub fn reset_on_close(stream: &TcpStream) -> io::Result<()> {
     SockRef::from(stream).set_linger(Some(Duration::ZERO))
 }
 
-/// What a failed call means for the scenario.
+/// Returns the outcome that a failed call is for the scenario.
 pub fn outcome_of(error: &io::Error, start: Instant) -> Outcome {
     let errno = error.raw_os_error().map(Errno::from_raw);
     match (errno, error.kind()) {

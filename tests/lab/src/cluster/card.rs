@@ -1,4 +1,4 @@
-//! Veths that are like network cards to the XDP programs on them.
+//! Veths that behave like network cards for the XDP programs on them.
 
 use std::os::fd::OwnedFd;
 
@@ -7,33 +7,35 @@ use anyhow::Result;
 use super::Netns;
 use crate::{namespace::run, xdp};
 
-/// A veth takes frames that XDP programs send to it if the other end has queues of its own, which GRO makes.
+/// Makes a pod's veth take frames that XDP programs send to it, or not. It takes them if the other
+/// end has queues of its own, which GRO makes.
 pub(super) fn let_take_frames(pod: &Netns, take: bool) -> Result<()> {
     run(&pod.namespace, "ethtool", &["-K", "eth0", "gro", if take { "on" } else { "off" }]).map(drop)
 }
 
-/// Tags of VLANs stay in the frames that come to `device`, whose other end is `port`.
+/// Leaves VLAN tags in the frames that come to `device`, whose other end is `port`.
 pub(super) fn leave_tags(fabric: &Netns, port: &str, netns: &Netns, device: &str) -> Result<()> {
     run(
         &netns.namespace,
         "ethtool",
         &["-K", device, "rx-vlan-hw-parse", "off", "rx-vlan-stag-hw-parse", "off"],
     )?;
-    // The other end writes them.
+    // The other end must write the tags into the frames.
     run(&fabric.namespace, "ethtool", &["-K", port, "txvlan", "off"]).map(drop)
 }
 
-/// A veth stays one as long as this lives.
+/// Veth that behaves like a network card as long as this lives.
 pub(super) struct Card {
-    /// The program at the other end. `None`: another one is to take its place.
+    /// Program at the other end. `None` if another program is to take its place.
     link: Option<OwnedFd>,
     /// Network namespace and device of both ends.
     ends: [(String, String); 2],
 }
 
 impl Card {
-    /// `device`, whose other end is `port`. What an XDP program sends back by it is taken by such a program at the other end, and what comes
-    /// to it has whole checksums.
+    /// Makes a card of `device`, whose other end is `port`. An XDP program at the other end takes
+    /// what such a program sends back by the device. Packets that come to the device have whole
+    /// checksums.
     pub(super) fn make(fabric: &Netns, port: &str, netns: &Netns, device: &str) -> Result<Self> {
         let link = xdp::attach(&fabric.namespace, port, &xdp::PASS)?;
         let ends = [(fabric, port), (netns, device)]
@@ -43,8 +45,8 @@ impl Card {
         Ok(card)
     }
 
-    /// Leaves the other end to a program of the caller. Checksums stay whole: proxy-ctl takes its
-    /// native XDP off a veth to which they come unfinished.
+    /// Leaves the other end to a program of the caller. Checksums stay whole, because proxy-ctl
+    /// removes its native XDP program from a veth where they are unfinished.
     pub(super) fn free_other_end(&mut self) {
         self.link = None;
     }
@@ -53,7 +55,7 @@ impl Card {
         self.fill_in_checksums("on")
     }
 
-    /// `on`: by the device.
+    /// Makes the devices compute checksums if `by_device` is `on`, or the kernel before them.
     fn fill_in_checksums(&self, by_device: &str) -> Result<()> {
         let set = |(namespace, device): &(String, String)| {
             run(namespace, "ethtool", &["-K", device, "tx", by_device]).map(drop)

@@ -29,20 +29,20 @@ pub use removal::{remove_kept, remove_leftovers, remove_on_signals};
 /// Port of the servers that tell who they are.
 pub const SERVER_PORT: u16 = 8_080;
 
-/// Somewhere in the lab that processes run: a node, a pod, the client outside, the fabric.
+/// Place in the lab where processes run: a node, a pod, the client outside, or the fabric.
 #[derive(Clone, Debug)]
 pub struct Netns {
     pub name: String,
-    /// Name of its network namespace.
+    /// Name of the network namespace.
     pub namespace: String,
     pub cgroup: PathBuf,
     pub addresses: Addresses,
-    /// The node it runs on or is.
+    /// Node that it is, or that it runs on.
     pub node: Option<NodeNumber>,
 }
 
 impl Netns {
-    /// Runs lines of `ip`'s own language in its network namespace.
+    /// Runs lines of `ip`'s own language in the network namespace.
     pub fn ip(&self, script: &str) -> Result<()> {
         namespace::ip(Some(&self.namespace), script)
     }
@@ -52,41 +52,43 @@ impl Netns {
     }
 }
 
-/// Where the processes of a pod are, as seen by the hooks on the node's cgroup.
+/// Place of a pod's processes, as the hooks at the node's cgroup see it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum PodProcesses {
-    /// Below the node's cgroup, as a container runtime puts them.
+    /// The processes are below the node's cgroup, where a container runtime puts them.
     InNodeCgroup,
-    /// Elsewhere, as those of a virtual machine are.
+    /// The processes are elsewhere, like those of a virtual machine.
     Elsewhere,
 }
 
-/// Does the kernel tell what mode ebpf asks before it sends frames of XDP to pods? Since 6.6.
+/// Returns true if the kernel tells which programs a device has (Linux 6.6). Mode ebpf asks this
+/// before XDP sends frames to pods.
 pub fn pods_can_take_frames() -> bool {
     device::facts(LOOPBACK, "lo").programs.is_some()
 }
 
 const LOOPBACK: u32 = 1;
 
-/// Does the kernel tell what drivers do with frames of XDP that have come by others? Since 6.3; before, veths are not known to take them.
+/// Returns true if the kernel tells what drivers do with frames of XDP that have come by other
+/// devices (Linux 6.3). Before, veths are not known to take them.
 pub fn drivers_tell_what_they_take() -> bool {
     device::facts(LOOPBACK, "lo").xdp.is_some()
 }
 
-/// A running cluster. Everything of it is removed when this is dropped.
+/// Running cluster. All of it is removed when this is dropped.
 pub struct Lab {
     directory: removal::LabDirectory,
     cgroup: PathBuf,
     netns: BTreeMap<String, Netns>,
     pods: [u8; 2],
     networks: BTreeSet<Network>,
-    /// Of the nodes and the clients outside; none: simple veths.
+    /// Cards of the nodes and the clients outside. Without any, their devices are simple veths.
     cards: Vec<Card>,
 }
 
 pub const FABRIC: &str = "fabric";
 pub const OUTSIDE: &str = "outside";
-/// On the second network only.
+/// Name of a client that is on the second network only.
 pub const SECOND_OUTSIDE: &str = "outside-2";
 pub const NODES: [NodeNumber; 2] = [1, 2];
 
@@ -95,7 +97,8 @@ pub fn node_name(number: NodeNumber) -> String {
 }
 
 impl Lab {
-    /// Two nodes and a client outside, no pods yet. Removes what earlier labs that crashed have left.
+    /// Makes two nodes and a client outside, without pods. Removes what earlier labs that crashed
+    /// have left.
     pub fn new() -> Result<Self> {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
         if !nix::unistd::geteuid().is_root() {
@@ -128,7 +131,8 @@ impl Lab {
         Ok(lab)
     }
 
-    /// XDP programs run on the nodes' devices as they do on network cards, and pods take frames that such programs send to them.
+    /// Makes XDP programs run on the nodes' devices as on network cards, and makes pods take frames
+    /// that such programs send to them.
     pub fn equip_with_cards(&mut self) -> Result<()> {
         self.let_pods_take_frames(true)?;
         for name in NODES.map(node_name).into_iter().chain([OUTSIDE.to_owned()]) {
@@ -137,7 +141,7 @@ impl Lab {
         Ok(())
     }
 
-    /// The devices of nodes are simple veths again.
+    /// Makes the devices of nodes simple veths again.
     pub fn take_cards_out(&mut self) -> Result<()> {
         self.cards.drain(..).try_for_each(Card::take_out)
     }
@@ -147,23 +151,23 @@ impl Lab {
         self.cards.iter_mut().for_each(Card::free_other_end);
     }
 
-    /// That XDP programs send to them.
+    /// Makes pods take frames that XDP programs send to them, or not.
     pub fn let_pods_take_frames(&self, take: bool) -> Result<()> {
         let mut pods = self.netns.values().filter(|netns| netns.is_pod());
         pods.try_for_each(|pod| card::let_take_frames(pod, take))
     }
 
-    /// Prefix of everything that belongs to this lab.
+    /// Returns the prefix of the names of everything that belongs to this lab.
     pub fn name(&self) -> &str {
         self.directory.name()
     }
 
-    /// A folder that is removed with the lab.
+    /// Returns a folder that is removed with the lab.
     pub fn directory(&self) -> &Path {
         self.directory.path()
     }
 
-    /// The node's own BPF file system.
+    /// Returns the path of the node's own BPF file system.
     pub fn bpffs(&self, node: NodeNumber) -> PathBuf {
         self.directory().join(format!("bpf{node}"))
     }
@@ -172,7 +176,7 @@ impl Lab {
         self.netns(FABRIC)
     }
 
-    /// A node (`node1`, `node2`), a pod by its name, [`OUTSIDE`] or [`FABRIC`].
+    /// Returns a node (`node1`, `node2`), a pod by its name, [`OUTSIDE`] or [`FABRIC`].
     pub fn netns(&self, name: &str) -> Result<&Netns> {
         self.netns.get(name).ok_or_else(|| anyhow!("the lab has no {name}"))
     }
@@ -218,8 +222,9 @@ impl Lab {
         Ok(pod)
     }
 
-    /// Makes the nodes reach each other's pods of this network by it, with one such pod on node 2, and a client that is on the second
-    /// network alone. Answers whether it was not there before.
+    /// Makes the nodes reach each other's pods of this network by it. It has one such pod on node
+    /// 2, and the second network also has a client. Returns true if the network was not there
+    /// before.
     pub fn add_network(&mut self, network: Network) -> Result<bool> {
         if self.networks.contains(&network) {
             return Ok(false);
@@ -253,11 +258,11 @@ impl Lab {
         Ok(true)
     }
 
-    /// How many fragments of packets of its own a network namespace has made since it is there.
+    /// Returns how many fragments of its own packets a network namespace has made so far.
     pub fn fragments_created(&self, name: &str, family: Family) -> Result<u64> {
         namespace::within(&self.netns(name)?.namespace, || match family {
             Family::V4 => {
-                // Two lines that begin with the protocol: names, then numbers.
+                // The table has two lines that begin with the protocol: names, then numbers.
                 let table = fs::read_to_string("/proc/thread-self/net/snmp")?;
                 let mut lines = table.lines().filter_map(|line| line.strip_prefix("Ip: "));
                 let (names, numbers) = (lines.next().unwrap_or_default(), lines.next().unwrap_or_default());
@@ -273,7 +278,7 @@ impl Lab {
         })
     }
 
-    /// A command that will run in a network namespace of the lab and in its cgroup.
+    /// Returns a command that will run in a network namespace of the lab and in its cgroup.
     pub fn command(&self, netns: &Netns, program: &Path) -> Result<Command> {
         let mut command = self.enter(netns)?;
         command.arg("--").arg(program);
@@ -283,7 +288,7 @@ impl Lab {
     fn enter(&self, netns: &Netns) -> Result<Command> {
         let mut command = Command::new(crate::program("lab-agent")?);
         command.arg("--netns").arg(namespace::path(&netns.namespace)).arg("--cgroup").arg(&netns.cgroup);
-        // The terminal's Ctrl-C goes to the lab only, which then ends its processes.
+        // The terminal's Ctrl-C then reaches only the lab, which ends its processes.
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
         Ok(command)
     }
@@ -302,7 +307,7 @@ impl Lab {
         Ok(agent)
     }
 
-    /// Starts a server that lives as long as the lab, also when this process has ended.
+    /// Starts a server that lives as long as the lab, even after this process has ended.
     pub fn lasting_server(&self, name: &str) -> Result<()> {
         let netns = self.netns(name)?;
         let mut command = self.enter(netns)?;
@@ -310,12 +315,13 @@ impl Lab {
         for address in netns.addresses.with_port(SERVER_PORT) {
             command.arg(format!("--address={address}"));
         }
-        // Whoever reads our output is not to wait for the end of these servers.
+        // A program that reads this process's output must not wait for the end of these servers.
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
         command.spawn().with_context(|| format!("serving in {}", netns.name)).map(drop)
     }
 
-    /// Leaves everything up when this is dropped; the next lab of another process will not remove it either.
+    /// Leaves everything up when this is dropped. The next lab of another process will not remove
+    /// it either.
     pub fn keep(&mut self) {
         self.directory.keep();
     }

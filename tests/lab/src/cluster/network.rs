@@ -1,5 +1,6 @@
-//! Networks between the nodes beside the fabric, each with a range of pods of each node that is reached by it alone. The nodes accept a
-//! packet only by the device that its source is reached by, as many distributions and firewalls have it.
+//! Networks between the nodes beside the fabric. Each has a range of pods of each node that only it
+//! reaches. The nodes accept a packet only from the device that leads to its source, as many
+//! distributions and firewalls have it.
 
 use anyhow::{Result, bail};
 
@@ -11,21 +12,23 @@ use crate::{
 
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum Network {
-    /// An overlay as flannel builds it: the device has one address, which nothing else shares.
+    /// Overlay as flannel builds it. Its device has one address, which nothing else has.
     Vxlan,
-    /// A tunnel without link addresses and without fixed remote, IPv4 only, as Calico builds it.
+    /// Tunnel for IPv4 without link addresses and without a fixed remote, as Calico builds it.
     Ipip,
-    /// As [`Ipip`](Self::Ipip), of both families.
+    /// Tunnel like [`Ipip`](Self::Ipip), for both families.
     WireGuard,
-    /// A second network card, here a veth: it has neither the default route nor an address of the Node.
+    /// Second network card, here a veth. It has neither the default route nor an address of the
+    /// Node.
     SecondUplink,
-    /// A VLAN on the node's network card, which shows its packets too, with their tag.
+    /// VLAN on the node's network card. The card shows the VLAN's packets too, with their tag.
     Vlan,
-    /// A VLAN in a VLAN, which the client outside is in as well. Node 1's network card leaves the tags in the frames.
+    /// VLAN in a VLAN, in which the client outside is too. Node 1's network card leaves the tags in
+    /// the frames.
     VlanInVlan,
 }
 
-/// Private and public, of node 1 and node 2: any would do.
+/// Private and public keys of node 1 and node 2. Any keys would do.
 const KEYS: [[&str; 2]; 2] = [
     ["sGi309tBaBbHhgwXbG/8ZV0AVlSINaTVMcdk5rlGPls=", "vD5j9XVhA00P1f2hFZYMOpKRyzvPl54o8jg133R0Rxw="],
     ["iBoKSZ3Ib4rPPKhYLaTdlLddbDZX/UR7Vfqe/+/8QFA=", "vPy/oHwYdxzeK7mQJEG87TI4kg99dabpDjI+AtH4rQI="],
@@ -35,7 +38,7 @@ const VLAN_IN_VLAN: &str = "link add link eth0 name eth0.9 type vlan id 9\nlink 
                             link add link eth0.9 name eth0.9.8 type vlan id 8\n";
 
 impl Network {
-    /// The pod on node 2 that is reached by it.
+    /// Returns the name of the pod on node 2 that the network reaches.
     pub fn pod(self) -> &'static str {
         match self {
             Self::Vxlan => "vxlan-web",
@@ -51,7 +54,7 @@ impl Network {
         address::pod(self.pods_of(2), 10 + self.number())
     }
 
-    /// The node's address on it.
+    /// Returns the node's addresses on the network.
     pub fn node(self, node: NodeNumber) -> Addresses {
         match self {
             Self::Vxlan | Self::Ipip | Self::WireGuard | Self::Vlan | Self::VlanInVlan => {
@@ -61,7 +64,8 @@ impl Network {
         }
     }
 
-    /// The kernel's option for it, if this kernel has it not. It is asked in a namespace of its own.
+    /// Returns the kernel option that the network needs, if this kernel lacks it. It is tried in a
+    /// network namespace made for that.
     pub fn missing_option(self) -> Option<&'static str> {
         let (device, option) = match self {
             Self::Vxlan | Self::SecondUplink => return None,
@@ -74,7 +78,7 @@ impl Network {
         };
         let namespace = format!("px-option-{}", std::process::id());
         let has = ip(None, &format!("netns add {namespace}\n")).and_then(|()| ip(Some(&namespace), device));
-        // Fails only where it was not made.
+        // This fails only if the namespace was not made.
         let _removed = ip(None, &format!("netns del {namespace}\n"));
         has.is_err().then_some(option)
     }
@@ -90,7 +94,7 @@ impl Network {
         }
     }
 
-    /// In the place of a node's number in addresses of pods.
+    /// Returns the number that stands in place of a node's number in addresses of its pods.
     fn pods_of(self, node: NodeNumber) -> u8 {
         10 * self.number() + node
     }
@@ -107,7 +111,7 @@ impl Network {
     }
 }
 
-/// Another bridge, with a client.
+/// Builds another bridge, with a client.
 pub(super) fn build_second_fabric(fabric: &Netns, outside: &Netns) -> Result<()> {
     fabric.ip("link add br1 type bridge mcast_snooping 0\nlink set br1 up\n")?;
     plug(fabric, outside, "eth0", outside.addresses)?;
@@ -118,7 +122,7 @@ pub(super) fn build_second_fabric(fabric: &Netns, outside: &Netns) -> Result<()>
     ))
 }
 
-/// Of the second fabric.
+/// Returns the name of the port of the second fabric that leads to a device.
 pub(super) fn port(netns: &Netns, device: &str) -> String {
     format!("{}-{device}", netns.name)
 }
@@ -202,7 +206,7 @@ pub(super) fn connect(network: Network, fabric: &Netns, node: &Netns, number: No
     filter_by_reverse_path(node, device)
 }
 
-/// The client outside and node 1 reach each other by [`Network::VlanInVlan`].
+/// Makes the client outside and node 1 reach each other by [`Network::VlanInVlan`].
 pub(super) fn join_vlan_in_vlan(outside: &Netns, node: &Netns) -> Result<()> {
     let network = Network::VlanInVlan;
     let (device, of_node, own) = (network.device(), network.node(1), address::pod(network.pods_of(9), 0));
@@ -221,9 +225,10 @@ fn link_address(node: NodeNumber) -> String {
     format!("ee:ee:ee:ee:01:{node:02x}")
 }
 
-/// Strictly. The kernel itself has this for IPv4 only; firewalld does the same for IPv6.
+/// Filters strictly by reverse path. The kernel itself does this for IPv4 only; firewalld does the
+/// same for IPv6.
 fn filter_by_reverse_path(node: &Netns, device: &str) -> Result<()> {
-    // The larger of both counts.
+    // The kernel uses the larger of both values.
     sysctl(
         &node.namespace,
         &[("net/ipv4/conf/all/rp_filter", "0"), (&format!("net/ipv4/conf/{device}/rp_filter"), "1")],

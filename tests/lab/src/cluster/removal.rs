@@ -1,4 +1,4 @@
-//! Leaves nothing behind: on drop, on a signal, and after a lab that crashed.
+//! Removal of a lab: when it is dropped, on a signal, and after a lab that crashed.
 
 use std::{
     collections::BTreeSet,
@@ -20,19 +20,19 @@ use crate::{cgroup, namespace, signals, wait};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
-/// One folder for each lab: its lock says whether the lab is alive.
+/// Folder with one folder for each lab. The lock in it says whether the lab is alive.
 const LABS: &str = "/run/proxy-ctl-lab";
 const LOCK: &str = "lock";
-/// A file that is locked while a lab comes or goes. Without it, another process could take a lab
+/// File that is locked while a lab is made or removed. Without it, another process could take a lab
 /// that has no lock yet, or is half removed, for an abandoned one.
 const GUARD: &str = "/run/proxy-ctl-lab.lock";
 const KEPT: &str = "kept";
 
-/// Where a proxy leaves what `proxy-ctl status` reads, in a file that is named after the path of
-/// its bpffs.
+/// Folder where a proxy writes what `proxy-ctl status` reads, in a file that is named after the
+/// path of its bpffs.
 const RECORDS: &str = "/run/proxy-ctl";
 
-/// Labs of this process that are up and not to be kept.
+/// Labs of this process that are up and will be removed.
 static RUNNING: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
 pub(super) struct LabDirectory {
@@ -73,7 +73,8 @@ impl Drop for LabDirectory {
         if self.kept {
             return;
         }
-        // Under the lock, so that a signal that comes now waits for us instead of doing the same twice.
+        // This happens under the lock. A signal that comes now waits instead of removing the lab a
+        // second time.
         let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
         running.remove(&self.name);
         if let Err(error) = guard().and_then(|_guard| remove(&self.name)) {
@@ -87,8 +88,8 @@ fn lock(directory: &Path) -> Option<Flock<File>> {
     Flock::lock(file, FlockArg::LockExclusiveNonblock).ok()
 }
 
-/// Waits until no other process makes or removes a lab, and keeps them from it as long as the value
-/// lives.
+/// Waits until no other process makes or removes a lab, and keeps them from it until this is
+/// dropped.
 fn guard() -> Result<Flock<File>> {
     let file = File::create(GUARD).with_context(|| format!("creating {GUARD}"))?;
     Flock::lock(file, FlockArg::LockExclusive)
@@ -101,14 +102,14 @@ pub(super) fn remove(name: &str) -> Result<()> {
     let directory = Path::new(LABS).join(name);
     let cgroup = cgroup::mount_point()?.join(name);
     cgroup::end_members(&cgroup)?;
-    // Pinned links go with the file system, so that the cgroups are free of programs.
+    // Pinned links end with the file system, so the cgroups are then free of programs.
     unmount_below(&directory)?;
     for namespace in namespace::with_prefix(&format!("{name}-")) {
         namespace::ip(None, &format!("netns del {namespace}\n"))?;
     }
     cgroup::remove(&cgroup)?;
     remove_records(&directory)?;
-    // A process that is on its way out may still write.
+    // A process that is ending may still write.
     wait::until(&format!("removing {}", directory.display()), LIMIT, || {
         match fs::remove_dir_all(&directory) {
             Err(error) if error.kind() != ErrorKind::NotFound => Err(error.to_string()),
@@ -123,7 +124,7 @@ fn remove_records(directory: &Path) -> Result<()> {
     remove_records_if(|name| name.starts_with(&prefix))
 }
 
-/// A path as it stands in the name of a record.
+/// Returns a path as it stands in the name of a record.
 fn dashed(path: &Path) -> String {
     path.to_string_lossy().trim_matches('/').replace('/', "-")
 }
@@ -153,7 +154,8 @@ fn remove_if_empty(folder: &Path) -> Result<()> {
     }
 }
 
-/// Unmounts what is mounted below a folder, the latest first: its files are removed then, and no file of what was mounted.
+/// Unmounts what is mounted below a folder, the latest first. Only the folder's own files are then
+/// removed, and none of what was mounted.
 fn unmount_below(directory: &Path) -> Result<()> {
     let mounts = fs::read_to_string("/proc/thread-self/mountinfo").context("reading the mounts")?;
     for mounted in mounts.lines().rev().filter_map(|mount| mount.split(' ').nth(4)).map(Path::new) {
@@ -161,7 +163,7 @@ fn unmount_below(directory: &Path) -> Result<()> {
             continue;
         }
         match umount2(mounted, MntFlags::MNT_DETACH) {
-            // It went with the one that it was mounted on.
+            // It was unmounted with the one below it.
             Ok(()) | Err(Errno::EINVAL) => {}
             Err(error) => return Err(error).with_context(|| format!("unmounting {}", mounted.display())),
         }
@@ -169,7 +171,7 @@ fn unmount_below(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Removes labs whose process is gone. Kept ones stay.
+/// Removes labs whose process is gone. Labs that were kept stay.
 pub fn remove_leftovers() -> Result<()> {
     let _guard = guard()?;
     for name in labs() {
@@ -191,10 +193,10 @@ pub fn remove_kept() -> Result<Vec<String>> {
     for name in &kept {
         remove(name).with_context(|| format!("removing lab {name}"))?;
     }
-    // Labs that are made meanwhile could miss their folder, so this is left to the user's own
-    // command.
+    // Labs that are made meanwhile could lose their folder. So only the user's own command does
+    // this.
     if labs().is_empty() {
-        // Labs that no longer exist may have left records too.
+        // Labs that no longer exist may have left records.
         let prefix = format!("{}-", dashed(Path::new(LABS)));
         remove_records_if(|name| name.starts_with(&prefix))?;
     }
@@ -210,8 +212,9 @@ fn labs() -> Vec<String> {
     found.filter_map(|lab| lab.ok()?.file_name().into_string().ok()).collect()
 }
 
-/// Makes SIGINT, SIGTERM and SIGHUP remove the labs of this process before it ends. To be called from `main`
-/// before any other thread exists, since threads inherit the signals that are blocked.
+/// Makes SIGINT, SIGTERM and SIGHUP remove the labs of this process before it ends. It must be
+/// called from `main` before any other thread exists, because threads inherit the signals that are
+/// blocked.
 pub fn remove_on_signals() -> Result<()> {
     signals::before_end(|| {
         let running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);

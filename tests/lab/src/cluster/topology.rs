@@ -16,16 +16,18 @@ use crate::{
     namespace::{ip, sysctl},
 };
 
-/// The Ethernet and IPv6 address that routed pods know their node by.
+/// Ethernet and IP addresses by which routed pods know their node.
 const HOST_MAC: &str = "ee:ee:ee:ee:ee:ee";
 const HOST_LINK4: &str = "169.254.1.1";
 const HOST_LINK6: &str = "fe80::1";
 
-/// Given to bridges: one of their own would change with their ports, under the feet of who knows it.
+/// Address that bridges get. An address of their own would change with their ports, and other hosts
+/// would still know the old one.
 const BRIDGE_MAC: &str = "ee:ee:ee:ee:ee:01";
 
-/// What every namespace needs: loopback, IPv6 addresses that are usable at once, and no routes by ICMP redirects. A node that does not serve
-/// an address yet sends one, and the client would keep to it for minutes.
+/// Sets what every namespace needs: loopback, IPv6 addresses that are usable at once, and no routes
+/// by ICMP redirects. A node that does not serve an address yet sends redirects, and a client would
+/// follow one for minutes.
 pub(super) fn prepare(namespace: &str) -> Result<()> {
     sysctl(
         namespace,
@@ -52,17 +54,17 @@ fn forward(namespace: &str) -> Result<()> {
             ("net/ipv4/ip_forward", "1"),
             ("net/ipv6/conf/all/forwarding", "1"),
             ("net/ipv6/conf/default/forwarding", "1"),
-            // Each client that is refused is told so, however many were just before it.
+            // Each client that is refused must be told so, however many were refused just before.
             ("net/ipv4/icmp_ratelimit", "0"),
             ("net/ipv6/icmp/ratelimit", "0"),
         ],
     )
 }
 
-/// The bridge between everything, and the gateway that knows no way on.
+/// Builds the bridge between all hosts, and the gateway, which has no way to elsewhere.
 pub(super) fn build_fabric(fabric: &Netns) -> Result<()> {
     forward(&fabric.namespace)?;
-    // Netfilter has no business on this bridge.
+    // Netfilter must not see packets of this bridge.
     sysctl(
         &fabric.namespace,
         &[("?net/bridge/bridge-nf-call-iptables", "0"), ("?net/bridge/bridge-nf-call-ip6tables", "0")],
@@ -84,13 +86,13 @@ pub(super) fn connect(fabric: &Netns, netns: &Netns) -> Result<()> {
     set_up(netns, address::gateway())
 }
 
-/// `name` in the first namespace and `eth0` in the other.
+/// Makes a veth pair: `name` in the first namespace and `eth0` in the other.
 fn pair(netns: &Netns, name: &str, other: &Netns) -> Result<()> {
     let (here, there) = (&netns.namespace, &other.namespace);
     ip(None, &format!("link add {name} netns {here} type veth peer name eth0 netns {there}\n"))
 }
 
-/// `eth0` with its addresses, and a way to everywhere.
+/// Sets up `eth0` with its addresses and default routes.
 fn set_up(netns: &Netns, gateway: Addresses) -> Result<()> {
     let own = netns.addresses;
     netns.ip(&format!(
@@ -100,7 +102,7 @@ fn set_up(netns: &Netns, gateway: Addresses) -> Result<()> {
     ))
 }
 
-/// The client outside sends cluster IPs to node 1, and external addresses to the node that they are of.
+/// Makes the client outside send cluster IPs to node 1, and each external address to its node.
 pub(super) fn route_services(outside: &Netns) -> Result<()> {
     let first = address::node(1);
     let mut script = format!(
@@ -120,10 +122,10 @@ pub(super) fn route_services(outside: &Netns) -> Result<()> {
     outside.ip(&script)
 }
 
-/// Forwarding, routes to the other node's pods, and on node 2 the pods' bridge.
+/// Sets up forwarding, routes to the other node's pods, and on node 2 the pods' bridge.
 pub(super) fn build_node(node: &Netns, number: NodeNumber) -> Result<()> {
     forward(&node.namespace)?;
-    // As kubeadm asks for: traffic between pods of a bridge passes netfilter.
+    // kubeadm asks for this: packets between pods of a bridge pass netfilter.
     sysctl(
         &node.namespace,
         &[("?net/bridge/bridge-nf-call-iptables", "1"), ("?net/bridge/bridge-nf-call-ip6tables", "1")],
@@ -181,7 +183,7 @@ pub(super) fn connect_routed(node: &Netns, pod: &Netns) -> Result<()> {
 fn connect_bridged(node: &Netns, pod: &Netns) -> Result<()> {
     let host_side = interface("veth", pod);
     pair(node, &host_side, pod)?;
-    // Hairpin, as the bridge CNI plugin sets it for pods that dial their own service.
+    // The bridge CNI plugin sets hairpin for pods that dial their own service.
     node.ip(&format!(
         "link set {host_side} master cni0 up\nlink set {host_side} type bridge_slave hairpin on\n"
     ))?;

@@ -1,4 +1,4 @@
-//! The command line, and what a run measures by it.
+//! The command line, and the settings of a run.
 
 use std::{num::NonZeroUsize, path::PathBuf};
 
@@ -59,7 +59,7 @@ impl Arguments {
         let of = |lean, full| if self.lean { lean } else { full };
         let sizes = if self.lean { vec![1, 100] } else { vec![1, 1_000, 10_000] };
         let mut sizes = if self.services.is_empty() { sizes } else { self.services.clone() };
-        // A cluster only grows.
+        // A cluster only grows, so the sizes are measured in ascending order.
         sizes.sort_unstable();
         sizes.dedup();
         Settings {

@@ -1,4 +1,4 @@
-//! The Service that is dialled, and its endpoint that moves from one pod to the other and back.
+//! The measured Service, whose endpoint moves from one pod to the other and back.
 
 use std::{
     net::{IpAddr, Ipv4Addr, SocketAddr},
@@ -21,10 +21,11 @@ use crate::{
 
 const NAMESPACE: &str = "default";
 const NAME: &str = "measured";
-/// More than kube-proxy's default `minSyncPeriod` of one second, which would else be what is measured.
+/// Pause between two moves. It is longer than kube-proxy's default `minSyncPeriod` of one second,
+/// which would otherwise be what is measured.
 const BETWEEN_ROUNDS: Duration = Duration::from_millis(1500);
 const LIMIT: Duration = Duration::from_secs(600);
-/// How much longer processor time at rest is watched than traffic: it is little.
+/// Factor by which processor time at rest is watched longer than traffic, because it is so little.
 const REST: f64 = 12.0;
 
 fn target() -> SocketAddr {
@@ -42,7 +43,8 @@ pub(crate) async fn create(api: &kube::Client, addresses: [Ipv4Addr; 2]) -> Resu
     objects::apply(api, &slice(addresses[0])).await
 }
 
-/// A SYN that nobody answers is not waited for longer than this: what is measured is no multiple of it.
+/// Milliseconds after which an unanswered SYN is given up. They are few, so that the measured time is
+/// not a multiple of a long wait.
 const ANSWER_MS: u64 = 10;
 
 fn dial(client: &Agent) -> Result<Option<Outcome>> {
@@ -68,7 +70,8 @@ fn wait_for(client: &Agent, server: &str) -> Result<()> {
     }
 }
 
-/// Moves the endpoint to one of its two pods; milliseconds from the API server's acknowledgement until that is followed.
+/// Moves the endpoint to one of its two pods. Returns the milliseconds from the API server's
+/// acknowledgement until a client reaches that pod.
 pub(crate) fn moved(cluster: &Cluster, to: usize) -> Result<f64> {
     let slice = slice(cluster.moves_between()?[to]);
     cluster.server.run(async |api| {
@@ -82,7 +85,8 @@ pub(crate) fn moved(cluster: &Cluster, to: usize) -> Result<f64> {
 /// Moves the endpoint `rounds` times, and times how long each move takes to be followed.
 pub(crate) fn times(cluster: &Cluster, rounds: usize) -> Result<Figures> {
     let mut times = Vec::with_capacity(rounds);
-    // The first round moves it to where it may be already, as another proxy's rounds have ended anywhere.
+    // The first move is not timed. The endpoint may be there already, because the rounds of another
+    // proxy may have ended anywhere.
     moved(cluster, 0)?;
     for round in 1..=rounds {
         thread::sleep(BETWEEN_ROUNDS);
@@ -92,14 +96,14 @@ pub(crate) fn times(cluster: &Cluster, rounds: usize) -> Result<Figures> {
     Ok(Figures::Times { millis: Spread::of(times).context("no rounds")?, longest })
 }
 
-/// What `changes` cost the proxy, which come as fast as the API server takes them one by one: each takes an endpoint from a Service, or
-/// gives it back.
+/// Measures the processor time that the proxy takes for `changes` changes. They come as fast as the
+/// API server takes them one by one. Each takes an endpoint from a Service, or gives it back.
 pub(crate) fn processor_time(cluster: &Cluster, subject: &Subject, changes: usize) -> Result<Figures> {
     let [first, last] = cluster.moves_between()?.map(slice);
     let apply = |object: &Value| cluster.server.run(async |api| objects::apply(&api, object).await);
     apply(&first)?;
     wait_for(&cluster.client, MOVES_BETWEEN[0])?;
-    // Each that is taken is given back.
+    // Each endpoint that is taken is given back.
     let changes = changes.next_multiple_of(2);
     let process = subject.process()?;
     let before = cpu::of_process(process)?;
@@ -110,7 +114,8 @@ pub(crate) fn processor_time(cluster: &Cluster, subject: &Subject, changes: usiz
         }
         Ok(())
     })?;
-    // Events of slices come in their order: who follows this one has followed all.
+    // Events of slices come in their order. A proxy that has followed this change has followed all
+    // of them.
     apply(&last)?;
     wait_for(&cluster.client, MOVES_BETWEEN[1])?;
     let elapsed = start.elapsed().as_secs_f64();
@@ -119,7 +124,7 @@ pub(crate) fn processor_time(cluster: &Cluster, subject: &Subject, changes: usiz
     Ok(Figures::Changes { cpu_seconds_per_1000: seconds * 1e3 / count, per_second: count / elapsed })
 }
 
-/// What the proxy does while nothing changes and nobody asks.
+/// Measures what the proxy does while nothing changes and no client dials.
 pub(crate) fn at_rest(subject: &Subject, settings: &Settings) -> Result<Figures> {
     let watched = settings.seconds * REST;
     let process = subject.process()?;
@@ -129,7 +134,7 @@ pub(crate) fn at_rest(subject: &Subject, settings: &Settings) -> Result<Figures>
     Ok(Figures::Rest { cpu_millis_per_minute: seconds * 1e3 * 60.0 / watched })
 }
 
-/// The slice that the `index`-th change writes; `None`: there are no others.
+/// Returns the slice that the `index`-th change writes, or `None` if there are no other Services.
 fn changed(others: &objects::Bulk, index: usize) -> Option<Value> {
     let mut slice = others.slice((index / 2).checked_rem(others.services)?);
     if index.is_multiple_of(2) {

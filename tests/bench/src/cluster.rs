@@ -1,4 +1,5 @@
-//! The lab with an API server in it, the Services that are dialled, and as many others as are asked for.
+//! The lab with an API server in it, the Services that are dialled, and as many others as are asked
+//! for.
 
 use std::net::{Ipv4Addr, SocketAddr};
 
@@ -17,19 +18,20 @@ use lab::{
 
 use crate::{change, plan::Route};
 
-/// Where the proxies run.
+/// Node on which the proxies run.
 pub(crate) const NODE: NodeNumber = 1;
 pub(crate) const CLIENT: &str = "client";
-/// Two on each node: who serves is never one process, with a proxy or without.
+/// Servers of each node. There are two, so that a Service is never served by one process alone,
+/// with a proxy or without.
 const SERVERS: [(NodeNumber, [&str; 2]); 2] = [(1, ["server-a", "server-c"]), (2, ["server-b", "server-d"])];
-/// Endpoints of the Service whose endpoint moves.
+/// Endpoints between which the endpoint of the measured Service moves.
 pub(crate) const MOVES_BETWEEN: [&str; 2] = ["server-a", "server-b"];
 pub(crate) const PORT: u16 = 80;
 const PORT_OF_BULK: u16 = 81;
 const PORT_OF_NAMES: u16 = 82;
-/// Of the servers that return bytes.
+/// Port of the servers that send bytes back.
 pub(crate) const BYTE_PORT: u16 = 9_090;
-/// Of the servers that take many.
+/// Port of the servers that take many bytes.
 const BULK_PORT: u16 = 9_091;
 
 pub(crate) struct Cluster {
@@ -41,13 +43,13 @@ pub(crate) struct Cluster {
     pub(crate) lab: Lab,
 }
 
-/// Who is dialled on a route.
+/// Addresses that are dialled on a route.
 pub(crate) struct Targets {
     pub(crate) direct: Vec<SocketAddr>,
     pub(crate) service: SocketAddr,
 }
 
-/// A Service with all endpoints on one node.
+/// Service whose endpoints are all on one node.
 struct OnNode {
     name: &'static str,
     index: u16,
@@ -68,7 +70,7 @@ impl Route {
         }
     }
 
-    /// The pods that serve it.
+    /// Returns the pods that serve the route's Service.
     pub(crate) fn servers(self) -> [&'static str; 2] {
         servers_of(self.service().node)
     }
@@ -97,7 +99,8 @@ impl OnNode {
 }
 
 impl Cluster {
-    /// With the Services that are dialled, and no others yet. `endpoints`: of each of the others.
+    /// Starts the cluster with the Services that are dialled and no others. `endpoints` is the
+    /// number of endpoints that each of the others will have.
     pub(crate) fn start(endpoints: usize) -> Result<Self> {
         let mut lab = Lab::new()?;
         lab.add_pod(NODE, CLIENT, PodProcesses::InNodeCgroup)?;
@@ -151,7 +154,8 @@ impl Cluster {
         })
     }
 
-    /// Creates what is missing for as many Services; each that is dialled on a route counts as the same one.
+    /// Creates what is missing until there are as many Services. The Services that are dialled
+    /// count as one.
     pub(crate) fn grow(&mut self, services: usize) -> Result<()> {
         let others = services.saturating_sub(1);
         if others > self.others.services {
@@ -176,7 +180,7 @@ impl Cluster {
         self.server.kubeconfig(ADMIN)
     }
 
-    /// Who dials on this route.
+    /// Returns the agent that dials on this route.
     pub(crate) fn dialler(&self, route: Route) -> &Agent {
         match route {
             Route::ClusterIp => &self.client,
@@ -204,14 +208,14 @@ impl Cluster {
         Ok(Targets { direct: direct.collect::<Result<_>>()?, service })
     }
 
-    /// A node port of endpoints on the other node, which tell their names.
+    /// Returns a node port whose endpoints are on the other node, and tell their names.
     pub(crate) fn names() -> SocketAddr {
         let port = Route::NodePortRemote.service().node_port + 2;
         SocketAddr::new(address::node(NODE).of(Family::V4), port)
     }
 }
 
-/// The client outside dials pods by their nodes, and no node tells it of a shorter way.
+/// Makes the client outside reach pods by their nodes. No node may tell it of a shorter way.
 fn route_pods(lab: &Lab) -> Result<()> {
     let mut routes = String::new();
     for node in NODES {
@@ -222,7 +226,7 @@ fn route_pods(lab: &Lab) -> Result<()> {
     lab.netns(OUTSIDE)?.ip(&routes)
 }
 
-/// Of the proxies' configuration.
+/// Returns the pod ranges as the proxies' configuration has them.
 pub(crate) fn pod_ranges() -> String {
     format!("{POD_RANGE4},{POD_RANGE6}")
 }

@@ -1,4 +1,4 @@
-//! Who is measured.
+//! The contenders that are measured.
 
 use std::fmt;
 
@@ -10,31 +10,32 @@ use crate::plan::{OUTSIDE, ROUTES, Route};
 pub struct Contender {
     pub name: &'static str,
     pub kind: Kind,
-    /// Devices are like network cards to XDP programs. That costs all traffic on them.
+    /// True if devices behave like network cards for XDP programs. That costs all traffic on them.
     pub cards: bool,
     pub is_lean: bool,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Kind {
-    /// Nobody: clients dial endpoints, the node only forwards.
+    /// There is no proxy: clients dial endpoints, and the node only forwards.
     Direct,
-    /// A device that drops each packet: what making the packets costs.
+    /// A device drops each packet. This shows the cost of making packets.
     Dropped,
-    /// A device that sends each packet back untouched: the least that XDP can take to forward one.
+    /// A device sends each packet back unchanged. This is the least that XDP can take to forward
+    /// one.
     SentBack,
-    /// One DNAT rule of iptables for the Service that is dialled.
+    /// One DNAT rule of iptables serves the Service that is dialled.
     OneRule,
     Proxy {
         proxy: ProxyKind,
-        /// Of mode ebpf.
+        /// Path of mode ebpf.
         path: PathKind,
-        /// `proxy-ctl monitor` shows each event.
+        /// True if `proxy-ctl monitor` shows each event.
         monitored: bool,
     },
 }
 
-/// In the order in which they are measured.
+/// The contenders in the order in which they are measured.
 pub const CONTENDERS: [Contender; 16] = [
     Contender::of("dropped", Kind::Dropped),
     Contender::of("sent-back", Kind::SentBack),
@@ -80,7 +81,7 @@ impl Contender {
         self
     }
 
-    /// An XDP program of the proxy sends packets on.
+    /// Returns true if an XDP program of the proxy forwards packets.
     pub fn uses_xdp(self) -> bool {
         self.cards && matches!(self.kind, Kind::Proxy { .. })
     }
@@ -89,7 +90,7 @@ impl Contender {
         matches!(self.kind, Kind::Proxy { monitored: true, .. })
     }
 
-    /// Those on which it differs from another of the same mode.
+    /// Returns the routes on which the contender differs from another one of the same mode.
     pub fn routes(self) -> &'static [Route] {
         let by_sockets =
             matches!(self.kind, Kind::Proxy { proxy: ProxyKind::Ebpf, path: PathKind::Sockets, .. });

@@ -1,7 +1,8 @@
-//! Processor time.
+//! Measures processor time.
 //!
-//! What the kernel does for a packet in a software interrupt is charged to whoever runs then, or to nobody, and to no cgroup. So
-//! the whole machine is asked how long it was not idle, which the kernel counts exactly, and what it does without the load is taken off.
+//! The kernel charges the work of a software interrupt to the process that happens to run, or to
+//! none, and to no cgroup. So this asks how long the whole machine was not idle, which the kernel
+//! counts exactly. What the machine does without the load is subtracted.
 
 use std::{
     fs, thread,
@@ -10,20 +11,21 @@ use std::{
 
 use anyhow::{Context as _, Result};
 
-/// Of the kernel's clock ticks as it tells of them to programs, on every architecture that we build for.
+/// Rate of the clock ticks that the kernel shows to programs, on every architecture that proxy-ctl
+/// is built for.
 const TICKS_PER_SECOND: f64 = 100.0;
 
-/// How busy the machine was between then and now.
+/// Measures how busy the machine is from one moment to another.
 pub(crate) struct Watch {
     begun: Instant,
     counted: Counted,
 }
 
-/// Seconds that all cores together have spent.
+/// Seconds that all cores together have spent in a state.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Counted {
     idle: f64,
-    /// Taken by other virtual machines.
+    /// Time that other virtual machines have taken.
     stolen: f64,
     cores: usize,
 }
@@ -59,7 +61,7 @@ impl Watch {
         Ok(Self { counted: Counted::now()?, begun: Instant::now() })
     }
 
-    /// Seconds of processor time, and seconds of the clock.
+    /// Returns seconds of processor time, and seconds of the clock.
     fn end(self) -> Result<(f64, f64)> {
         let (elapsed, now) = (self.begun.elapsed().as_secs_f64(), Counted::now()?);
         Ok((busy(self.counted, now, elapsed), elapsed))
@@ -72,9 +74,9 @@ fn busy(before: Counted, after: Counted, elapsed: f64) -> f64 {
 }
 
 pub(crate) struct Load<T> {
-    /// Of processor time, beyond what the machine does in as long without it.
+    /// Seconds of processor time beyond what the machine takes in the same time without the load.
     pub(crate) seconds: f64,
-    /// Of all cores, 0 to 1: how much that is.
+    /// Part of all cores, from 0 to 1, that was busy without the load.
     pub(crate) busy_at_rest: f64,
     pub(crate) done: T,
 }
@@ -91,7 +93,7 @@ pub(crate) fn of_load<T>(rest: Duration, load: impl FnOnce() -> Result<T>) -> Re
     Ok(Load { seconds: busy - rest * elapsed, busy_at_rest: rest / cores, done })
 }
 
-/// Seconds of a process and of its children that have ended, since it began.
+/// Returns the processor time that a process and its ended children have taken since it began.
 pub(crate) fn of_process(process: u32) -> Result<f64> {
     let path = format!("/proc/{process}/stat");
     let stat = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
@@ -99,7 +101,7 @@ pub(crate) fn of_process(process: u32) -> Result<f64> {
 }
 
 fn process_seconds(stat: &str) -> Option<f64> {
-    // The name may hold anything, brackets too.
+    // The name of the process may contain anything, brackets too.
     let (_, fields) = stat.rsplit_once(')')?;
     let times: Vec<f64> = fields.split_whitespace().skip(11).take(4).map_while(|n| n.parse().ok()).collect();
     (times.len() == 4).then(|| times.iter().sum::<f64>() / TICKS_PER_SECOND)

@@ -1,4 +1,5 @@
-//! Connections to one Service while SYNs that nobody goes on with come to another, as from an attacker who forges addresses.
+//! Measures connections to one Service during a flood of SYNs to another, as from an attacker who
+//! forges addresses.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -27,17 +28,19 @@ use crate::{
     traffic,
 };
 
-/// Established connections to the flooded Service.
+/// Number of established connections to the flooded Service.
 const HELD: usize = 100;
-/// How much longer than without a flood: turns differ more.
+/// Factor by which a measurement with a flood takes longer, because its turns differ more.
 const LONGER: f64 = 3.0;
-/// How often as many SYNs are sent as the pace asks for.
+/// Interval in which SYNs are sent, as many as the pace asks for.
 const PERIOD: Duration = Duration::from_millis(20);
-/// Of the forged addresses, whose lower half is each. Answers to them end at the fabric.
+/// First of the forged addresses, which differ in their lower half. Answers to them end at the
+/// fabric.
 const FORGED: Ipv4Addr = Ipv4Addr::new(100, 64, 0, 0);
 const FORGED_BITS: u8 = 16;
 
-/// `route`: of the Service that is not flooded. `has_cards`: devices run XDP programs already.
+/// Measures a flood. `route` is that of the Service that is not flooded. `has_cards` is true if
+/// devices run XDP programs already.
 pub(crate) fn beside(
     cluster: &Cluster,
     subject: &Subject,
@@ -46,7 +49,8 @@ pub(crate) fn beside(
     has_cards: bool,
 ) -> Result<Figures> {
     let figures = measured(cluster, subject, settings, route, has_cards);
-    // Hundreds of thousands that were never answered would stay for minutes, and be in the way of what is measured next.
+    // Hundreds of thousands of connections that were never answered would stay for minutes, and
+    // disturb the next measurement.
     state::forget_connections(&cluster.lab, NODE)?;
     figures
 }
@@ -60,7 +64,7 @@ fn measured(
 ) -> Result<Figures> {
     let lab = &cluster.lab;
     let _nowhere = Nowhere::new(lab)?;
-    // Frames come to a device that runs an XDP program, as to a card.
+    // Frames come to a device with an XDP program as to a network card.
     let _receives = if has_cards { None } else { Some(attach(lab, &node_name(NODE), DEVICE, &xdp::PASS)?) };
     let flooded = Cluster::names();
     let outside = cluster.dialler(Route::NodePortRemote);
@@ -108,7 +112,8 @@ fn at_pace(generator: &Generator, per_second: u32, is_over: &AtomicBool) -> Resu
     Ok(Sent { syns: f64::from(bursts) * f64::from(burst), seconds: start.elapsed().as_secs_f64() })
 }
 
-/// A SYN as from outside, whose changing fields are as [`program::flood`] needs them to keep its checksums right.
+/// Makes a SYN from outside. Its changing fields have the values with which [`program::flood`]
+/// keeps the checksums right.
 fn frame(lab: &Lab, to: SocketAddr) -> Result<[u8; FRAME]> {
     const HALF: u32 = 0xffff;
     let SocketAddr::V4(to) = to else { bail!("{to} is no address of IPv4") };
@@ -126,7 +131,8 @@ fn frame(lab: &Lab, to: SocketAddr) -> Result<[u8; FRAME]> {
     bytes.try_into().map_err(|_| anyhow!("a frame of another length"))
 }
 
-/// Where the fabric sends answers to forged addresses, so that nobody is asked for them. Gone with the value.
+/// Route of the fabric for answers to forged addresses, so that it looks for no neighbours. It is
+/// removed when this is dropped.
 struct Nowhere<'a>(&'a Lab);
 
 impl<'a> Nowhere<'a> {

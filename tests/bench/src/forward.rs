@@ -1,8 +1,9 @@
-//! Packets a second that one core forwards.
+//! Measures how many packets a second one core forwards.
 //!
-//! A program of ours is run with live frames at the other end of the node's device, as fast as one core can: it writes each frame
-//! anew, as one of many flows, and sends it. So the node's device gets them as from a wire, and all that follows, up to the device
-//! where they are counted and dropped, is done on the same core.
+//! An XDP program runs with live frames at the other end of the node's device, as fast as one core
+//! can. It writes each frame anew, as one of many flows, and sends it. So the node's device gets
+//! the frames as from a wire. All that follows is done on the same core, up to the device where
+//! frames are counted and dropped.
 
 use std::{
     fs,
@@ -28,21 +29,21 @@ use crate::{
     statistics::Spread,
 };
 
-/// Rates whose spread is told.
+/// Number of rounds, whose rates give the spread.
 const ROUNDS: u32 = 5;
 
-/// What the node does with a frame.
+/// Treatment of a frame by the node.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Treatment {
-    /// Drops it at the device.
+    /// The device drops the frame.
     Drops,
-    /// Sends it back by the device, untouched.
+    /// The device sends the frame back unchanged.
     SendsBack,
-    /// Forwards it, as it is for a pod.
+    /// The node forwards the frame, which is for a pod.
     Forwards,
-    /// Translates it, by rules.
+    /// The node translates the frame by rules.
     Translates,
-    /// Translates it, by an XDP program of the proxy.
+    /// The node translates the frame by an XDP program of the proxy.
     TranslatesByXdp,
 }
 
@@ -65,7 +66,8 @@ pub(crate) fn packets(
     };
     match treatment {
         Treatment::SendsBack => attached.push(attach(lab, &node, DEVICE, &program::send_back())?),
-        // As a driver runs one, whatever it does: else frames are no frames.
+        // A driver runs an XDP program, whatever it does. Without one, frames would become packets
+        // at once.
         Treatment::Forwards | Treatment::Translates => {
             attached.push(attach(lab, &node, DEVICE, &xdp::PASS)?);
         }
@@ -91,7 +93,7 @@ pub(crate) fn packets(
             let of_each = sinks.iter().map(|(name, device)| Ok(received(lab, name, device)?.frames));
             of_each.sum::<Result<u64>>()
         };
-        // What is only slow the first time is done.
+        // Before the measurement, this does what is slow only the first time.
         generator.run_for(Duration::from_secs_f64(settings.seconds / 5.0))?;
         let round = Duration::from_secs_f64(settings.seconds / f64::from(ROUNDS));
         let rate = |_| {
@@ -108,13 +110,14 @@ pub(crate) fn packets(
     Ok(Figures::Packets { per_second, nanos: 1e9 / per_second.median, lost: lost.median.max(0.0) })
 }
 
-/// Opens each flow, and has pods of the node answer it: XDP sends only those on to them that have been answered. `answers`: how many have come back so
-/// far; frames to another node are among them, as they are dropped there.
+/// Opens each flow, and makes pods of the node answer it, because XDP forwards only flows that were
+/// answered. `answers` returns how many answers have come back so far. It also counts frames to
+/// another node, as they are dropped there.
 fn open_flows(generator: &Generator, flows: u32, answers: impl Fn() -> Result<u64>) -> Result<()> {
-    /// Less than a server's buffer holds.
+    /// Number of frames that are sent at once, fewer than a server's buffer holds.
     const AT_ONCE: u32 = 64;
     const LIMIT: Duration = Duration::from_secs(60);
-    // Frames are of flows that are drawn: so many leave hardly one out.
+    // Frames draw their flow at random. With so many, hardly any flow is left out.
     let enough = answers()? + u64::from(flows) * 8;
     let failed = |error: anyhow::Error| format!("{error:#}");
     wait::until("flows are answered", LIMIT, || {
@@ -127,24 +130,24 @@ fn open_flows(generator: &Generator, flows: u32, answers: impl Fn() -> Result<u6
     })
 }
 
-/// From the client outside to the node's device.
+/// Makes a frame from the client outside to the node's device.
 fn frame(lab: &Lab, to: SocketAddrV4) -> Result<[u8; FRAME]> {
     let builder = PacketBuilder::ethernet2(link_address(lab, OUTSIDE)?, link_address(lab, &node_name(NODE))?)
         .ipv4(address::outside().v4.octets(), Ipv4Addr::octets(to.ip()), 64)
         .udp(FIRST_PORT, to.port());
     let mut bytes = Vec::with_capacity(FRAME);
     builder.write(&mut bytes, &[0; FRAME - 42])?;
-    // No checksum: the program gives each frame another port.
+    // The datagram has no checksum, because the program gives each frame another port.
     bytes[40..42].fill(0);
     bytes.try_into().map_err(|_| anyhow!("a frame of another length"))
 }
 
-/// What has come to a device so far.
+/// Frames that have come to a device so far.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Received {
-    /// Those included that a program has dropped.
+    /// Number of frames, including those that a program has dropped.
     pub(crate) frames: u64,
-    /// For which the device had no room.
+    /// Number of frames for which the device had no room.
     pub(crate) lost: u64,
 }
 
@@ -161,7 +164,8 @@ fn received_in(table: &str, device: &str) -> Option<Received> {
     Some(Received { frames: column(1)?, lost: column(3)? })
 }
 
-/// One rule for the Service of a route, as one writes it by hand; gone with the value.
+/// One rule for the Service of a route, as a person would write it. It is removed when this is
+/// dropped.
 pub(crate) struct OneRule<'a> {
     namespace: &'a str,
     rules: [Vec<String>; 2],

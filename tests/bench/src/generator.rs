@@ -1,4 +1,4 @@
-//! Frames that come to the node's device as from a wire, as fast as one core can make them or at a pace.
+//! Makes frames come to the node's device as from a wire, as fast as one core can or at a pace.
 
 use std::{
     fs,
@@ -28,33 +28,36 @@ use proxy_ctl::sys::bpf::pin;
 use crate::{cluster::NODE, program::FRAME};
 
 pub(crate) const DEVICE: &str = "eth0";
-/// Frames before the kernel looks after what it has received.
+/// Number of frames that are sent before the kernel processes what it has received.
 const BATCH: u32 = 64;
-/// Frames of one call.
+/// Number of frames of one call.
 const FRAMES: u32 = 1 << 16;
 
-/// A program that is run with live frames at the other end of the node's device: it writes each of them anew and sends it.
+/// XDP program that runs with live frames at the other end of the node's device. It writes each
+/// frame anew and sends it.
 pub(crate) struct Generator {
     program: Xdp,
     context: Vec<u8>,
 }
 
 impl Generator {
-    /// In the network namespace of the fabric. `program`, by the index of the device by which it sends.
+    /// Loads the program in the network namespace of the fabric. `program` makes it for the index
+    /// of the device by which it sends.
     pub(crate) fn new(lab: &Lab, program: impl FnOnce(u32) -> Vec<u64>) -> Result<Self> {
         let port = if_nametoindex(node_name(NODE).as_str())?;
         let program = xdp::load(&program(port))?;
-        // aya makes programs of object files and of pins.
+        // aya makes programs only of object files and of pins.
         let at = lab.bpffs(NODE).join("bench-generator");
         pin(program.as_fd(), &at)?;
         let opened = Xdp::from_pin(&at, XdpAttachType::Interface);
         fs::remove_file(&at).with_context(|| format!("removing {}", at.display()))?;
-        // As `xdp_md`: data, data_end, data_meta, ingress_ifindex, rx_queue_index, egress_ifindex.
+        // The context is an `xdp_md`: data, data_end, data_meta, ingress_ifindex, rx_queue_index,
+        // egress_ifindex.
         let context = [0, FRAME as u32, 0, port, 0, 0].map(u32::to_ne_bytes).concat();
         Ok(Self { program: opened?, context })
     }
 
-    /// Answers how long one of so many frames has taken.
+    /// Sends `frames` frames, and returns the time that each has taken.
     pub(crate) fn send(&self, frames: u32) -> Result<Duration> {
         let options = TestRunOptions {
             data_in: Some(&[0; FRAME]),
@@ -67,8 +70,9 @@ impl Generator {
         Ok(done.duration)
     }
 
-    /// Answers how many it has sent, and in how many seconds: what the kernel does before the first and after the last frame of a call takes
-    /// as long as thousands of them.
+    /// Sends frames for this time. Returns their number and the seconds that they took. Before the
+    /// first and after the last frame of a call, the kernel works as long as for thousands of
+    /// frames, which does not count.
     pub(crate) fn run_for(&self, time: Duration) -> Result<(f64, f64)> {
         let (start, mut sent, mut seconds) = (Instant::now(), 0.0, 0.0);
         while start.elapsed() < time {
@@ -79,12 +83,12 @@ impl Generator {
     }
 }
 
-/// An XDP program to a device of a network namespace.
+/// Attaches an XDP program to a device of a network namespace.
 pub(crate) fn attach(lab: &Lab, name: &str, device: &str, instructions: &[u64]) -> Result<OwnedFd> {
     xdp::attach(&lab.netns(name)?.namespace, device, instructions)
 }
 
-/// On a thread of its own: the last core, as the first has most interrupts.
+/// Runs `work` on a thread that stays on the last core, because the first core has most interrupts.
 pub(crate) fn within_on_one_core<T: Send>(
     namespace: &str,
     work: impl FnOnce() -> Result<T> + Send,
@@ -98,7 +102,7 @@ pub(crate) fn within_on_one_core<T: Send>(
     })
 }
 
-/// Of a network namespace's device.
+/// Returns the link address of the device of a network namespace.
 pub(crate) fn link_address(lab: &Lab, name: &str) -> Result<[u8; 6]> {
     let text = run(&lab.netns(name)?.namespace, "ip", &["-j", "link", "show", "dev", DEVICE])?;
     let devices: serde_json::Value = serde_json::from_str(&text).context("reading what ip shows")?;

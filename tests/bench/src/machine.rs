@@ -1,4 +1,4 @@
-//! What the figures were taken on. No name of a host.
+//! Description of the machine that was measured. It does not name the host.
 
 use std::{fs, process::Command, thread};
 
@@ -12,7 +12,7 @@ pub struct Machine {
     pub cores: usize,
     pub memory_gib: f64,
     pub kernel: String,
-    /// Version of the real one.
+    /// Version of the real kube-proxy.
     pub kube_proxy: String,
 }
 
@@ -38,7 +38,7 @@ fn kube_proxy() -> Option<String> {
     text.split_whitespace().last().map(str::to_owned)
 }
 
-/// arm64 has no such line.
+/// Returns the processor's name. On arm64, /proc/cpuinfo does not have one.
 fn processor(cpuinfo: &str) -> String {
     let line = cpuinfo.lines().find_map(|line| line.strip_prefix("model name"));
     let name = line.and_then(|line| line.split_once(':'));
@@ -51,7 +51,7 @@ fn memory_gib(meminfo: &str) -> f64 {
     (kib / f64::from(1 << 20) * 10.0_f64).round() / 10.0
 }
 
-/// Without what a distribution adds.
+/// Returns the version without what a distribution adds.
 fn upstream_version(release: &str) -> String {
     release.split(['-', '+']).next().unwrap_or(release).to_owned()
 }

@@ -1,4 +1,4 @@
-//! `cargo xtask bench`.
+//! The program behind `cargo xtask bench`.
 
 use std::{fs, path::Path, process::ExitCode};
 

@@ -1,10 +1,10 @@
-//! What the proxy's /metrics and /proc say of it.
+//! Figures of a proxy from its /metrics and from /proc.
 
 use std::fs;
 
 use anyhow::{Context as _, Result};
 
-/// Sum over all label sets of one metric.
+/// Returns the sum of a metric over all its label sets.
 pub(crate) fn sum(text: &str, name: &str) -> Option<f64> {
     let values = text.lines().filter_map(|line| {
         let rest = line.strip_prefix(name)?;
@@ -13,7 +13,7 @@ pub(crate) fn sum(text: &str, name: &str) -> Option<f64> {
     values.reduce(|a: f64, b| a + b)
 }
 
-/// VmHWM, in bytes.
+/// Returns the highest resident memory of a process (VmHWM), in bytes.
 pub(crate) fn peak(process: u32) -> Result<f64> {
     let path = format!("/proc/{process}/status");
     let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;

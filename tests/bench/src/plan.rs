@@ -1,4 +1,5 @@
-//! Which cells a run has: each is one measure of one contender at one size, and has a name that can be asked for.
+//! Cells of a run. Each is one measure of one contender at one size, and has a name by which it can
+//! be chosen.
 
 use std::fmt;
 
@@ -10,37 +11,39 @@ use crate::contender::{Contender, Kind};
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Measure {
-    /// From the start of the process to the first connection through it.
+    /// Time from the start of the process to the first connection through it.
     Start,
-    /// From the caches listed to everything programmed, as the proxy itself tells it.
+    /// Time from the listed caches until everything is programmed, as the proxy reports it.
     FirstSync,
-    /// Connections with a request each.
+    /// Rate of connections with one request each.
     Connect,
-    /// Requests on an open connection.
+    /// Rate of requests on an open connection.
     Request,
-    /// Mebibytes on an open connection.
+    /// Rate of mebibytes on an open connection.
     Bulk,
-    /// Datagrams there and back, each from a new socket.
+    /// Rate of datagrams that are answered, each from a new socket.
     Datagram,
     /// Processor time of the whole machine for a connection.
     Cpu,
-    /// As `Connect`, while SYNs from forged addresses come to another Service.
+    /// Rate as of `Connect`, while SYNs from forged addresses come to another Service.
     Flood,
-    /// Packets forwarded by one core.
+    /// Rate of packets that one core forwards.
     Forward,
-    /// From the API server's acknowledgement of a change to the first connection that follows it.
+    /// Time from the API server's acknowledgement of a change to the first connection that follows
+    /// it.
     Change,
-    /// The proxy's processor time for changes.
+    /// Processor time of the proxy for changes.
     ChangesCpu,
-    /// The proxy's processor time while nothing changes.
+    /// Processor time of the proxy while nothing changes.
     Rest,
-    /// Resident memory of the proxy at its highest.
+    /// Highest resident memory of the proxy.
     Memory,
     /// Kernel memory of the proxy's BPF maps.
     MapMemory,
-    /// How late a change is followed after a Service with many endpoints has replaced them one by one.
+    /// Delay of a change after a Service with many endpoints has replaced them one by one.
     Rollout,
-    /// Entries that a process writes that starts after kill -9 with nothing changed.
+    /// Number of entries that a process writes when it starts after kill -9 and nothing has
+    /// changed.
     Restart,
     CleanUp,
 }
@@ -71,15 +74,15 @@ impl fmt::Display for Measure {
     }
 }
 
-/// From whom to where.
+/// Way of a connection, from the client to the endpoints.
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Route {
-    /// A pod to the cluster IP of endpoints on its node.
+    /// From a pod to the cluster IP of endpoints on its node.
     ClusterIp,
-    /// Outside to the node port of endpoints on that node.
+    /// From outside to the node port of endpoints on that node.
     NodePortLocal,
-    /// Outside to the node port of endpoints on the other node.
+    /// From outside to the node port of endpoints on the other node.
     NodePortRemote,
 }
 
@@ -113,12 +116,12 @@ pub struct CellName {
     #[serde(rename = "path", skip_serializing_if = "Option::is_none")]
     pub route: Option<Route>,
     pub contender: String,
-    /// In the cluster; 0: none of them matters.
+    /// Number of Services in the cluster. It is 0 if none of them matters.
     pub services: usize,
 }
 
 impl fmt::Display for CellName {
-    /// `connect/node-port-local/ebpf-xdp/1000`.
+    /// Writes a name such as `connect/node-port-local/ebpf-xdp/1000`.
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(formatter, "{}/", self.measure)?;
         if let Some(route) = self.route {
@@ -128,7 +131,8 @@ impl fmt::Display for CellName {
     }
 }
 
-/// The cells of a contender at one size whose names contain every text of `filter`, in the order in which they are measured.
+/// Returns the contender's cells at one size whose names contain every text of `filter`, in the
+/// order in which they are measured.
 pub fn cells(contender: Contender, services: usize, is_first_size: bool, filter: &[String]) -> Vec<CellName> {
     let services = match contender.kind {
         Kind::Proxy { .. } => services,

@@ -20,7 +20,7 @@ use crate::{
 
 type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Of one contender: what it is, and the middle half of what was measured.
+/// Contender, with the median and the middle half of its measured values.
 #[derive(Clone, Debug, PartialEq)]
 struct Bar {
     contender: Contender,
@@ -29,7 +29,7 @@ struct Bar {
     high: f64,
 }
 
-/// Draws what there are figures for; answers with the files.
+/// Draws the plots for which there are figures. Returns their files.
 pub fn draw(results: &Results, folder: &Path) -> Result<Vec<PathBuf>> {
     let mut drawn = Vec::new();
     for (name, title, measure) in [
@@ -78,7 +78,7 @@ pub fn draw(results: &Results, folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(drawn)
 }
 
-/// One for each route, at the largest size.
+/// Returns a panel for each route, at the largest size.
 fn panels(results: &Results, measure: Measure) -> Vec<(&'static str, Vec<Bar>)> {
     let size = results.settings.sizes.last().copied().unwrap_or(0);
     let bar = |contender: Contender, route: Route| {
@@ -103,7 +103,7 @@ fn panels(results: &Results, measure: Measure) -> Vec<(&'static str, Vec<Bar>)> 
             high: spread.high * scale,
         })
     };
-    // What the devices alone can do is many times of what is compared.
+    // Figures of a device alone are many times those that are compared.
     let is_shown = |contender: &Contender| !matches!(contender.kind, Kind::Dropped | Kind::SentBack);
     let panel = |route: Route| {
         let shown = CONTENDERS.into_iter().filter(is_shown);
@@ -113,7 +113,7 @@ fn panels(results: &Results, measure: Measure) -> Vec<(&'static str, Vec<Bar>)> 
     ROUTES.map(panel).into_iter().filter(|(_, bars)| !bars.is_empty()).collect()
 }
 
-/// By the number of Services.
+/// Returns a line for each contender over the number of Services.
 fn lines(results: &Results, measure: Measure) -> Vec<(Contender, Vec<(f64, f64)>)> {
     let point = |contender: Contender, size: usize| {
         let value = match results.figures(measure, None, contender.name, size)? {
@@ -129,7 +129,7 @@ fn lines(results: &Results, measure: Measure) -> Vec<(Contender, Vec<(f64, f64)>
             | Figures::Writes { .. }
             | Figures::Flood { .. } => return None,
         };
-        // The scale is logarithmic.
+        // The scale is logarithmic, so a value must not be zero.
         Some((size as f64, value.max(LEAST)))
     };
     let line = |contender: Contender| {
@@ -148,7 +148,7 @@ const VALUES: i32 = 70;
 const MARGIN: i32 = 16;
 const FONT: &str = "sans-serif";
 
-/// Ours, kube-proxy's, and what neither is.
+/// Returns a colour: one for proxy-ctl, one for kube-proxy, and one for all others.
 fn color(contender: Contender) -> RGBColor {
     match contender.kind {
         Kind::Proxy { proxy, .. } if proxy.is_kube_proxy() => RGBColor(214, 111, 60),
@@ -196,7 +196,7 @@ fn bars(file: &Path, heading: &str, panels: &[(&str, Vec<Bar>)]) -> Drawn {
     Ok(())
 }
 
-/// Three digits that say something.
+/// Returns the value with about three significant digits.
 fn short(value: f64) -> String {
     match value.abs() {
         large if large >= 100.0 => format!("{value:.0}"),
@@ -232,7 +232,7 @@ fn growth(file: &Path, heading: &str, lines: &[(Contender, Vec<(f64, f64)>)]) ->
         .draw()?;
     let mut ends = Vec::new();
     for (place, (contender, points)) in lines.iter().enumerate() {
-        // Lines of one colour are told apart by how dark they are.
+        // Lines of one colour differ in how dark they are.
         let style = color(*contender).mix(1.0 - 0.6 * place as f64 / lines.len() as f64).stroke_width(2);
         chart.draw_series(LineSeries::new(points.iter().copied(), style))?;
         chart.draw_series(points.iter().map(|point| Circle::new(*point, 3, style.filled())))?;
@@ -245,7 +245,7 @@ fn growth(file: &Path, heading: &str, lines: &[(Contender, Vec<(f64, f64)>)]) ->
     Ok(())
 }
 
-/// Names from the top, none written over another.
+/// Moves names down so that none is written over another, and returns them from the top.
 fn apart(mut names: Vec<((i32, i32), &str)>) -> Vec<((i32, i32), &str)> {
     const LINE: i32 = 14;
     names.sort_unstable_by_key(|((_, y), _)| *y);

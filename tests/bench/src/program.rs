@@ -1,8 +1,8 @@
 //! XDP programs of the benchmark, as instructions.
 
-/// Bytes of the smallest Ethernet frame, without its checksum.
+/// Length of the smallest Ethernet frame without its checksum.
 pub(crate) const FRAME: usize = 60;
-/// Flows come from this port on.
+/// First source port of the flows.
 pub(crate) const FIRST_PORT: u16 = 10_000;
 
 const XDP_ABORTED: i32 = 0;
@@ -19,17 +19,17 @@ const REDIRECT: i32 = 23;
 
 const EXIT: u64 = instruction(0x95, 0, 0, 0, 0);
 
-/// In the byte order of x86-64 and arm64.
+/// Returns an instruction in the byte order of x86-64 and arm64.
 const fn instruction(code: u8, to: u8, from: u8, offset: i16, value: i32) -> u64 {
     code as u64 | ((from << 4 | to) as u64) << 8 | (offset as u16 as u64) << 16 | (value as u32 as u64) << 32
 }
 
-/// `r[to] = value`
+/// Returns `r[to] = value`.
 const fn set(to: u8, value: i32) -> u64 {
     instruction(0xb7, to, 0, 0, value)
 }
 
-/// `r[to] = r[from]`
+/// Returns `r[to] = r[from]`.
 const fn copy(to: u8, from: u8) -> u64 {
     instruction(0xbf, to, from, 0, 0)
 }
@@ -38,7 +38,8 @@ const fn call(helper: i32) -> u64 {
     instruction(0x85, 0, 0, 0, helper)
 }
 
-/// r2: the frame, whose context is in r1. Goes on so many instructions further where it has fewer than `length` bytes; r3 and r4 are used.
+/// Puts the address of the frame, whose context is in r[context], into r2. If it has fewer than
+/// `length` bytes, the program goes on `beyond` instructions further. Uses r3 and r4.
 fn frame(context: u8, length: usize, beyond: i16) -> [u64; 5] {
     [
         instruction(0x61, 2, context, 0, 0),
@@ -53,12 +54,13 @@ pub(crate) fn send_back() -> Vec<u64> {
     vec![set(0, XDP_TX), EXIT]
 }
 
-/// Drops datagrams of IPv4, which the lab has no others of meanwhile. All else passes: neighbours, and the API server's connections.
+/// Returns a program that drops IPv4 datagrams, of which the lab has no others meanwhile.
+/// Everything else passes: neighbours, and the API server's connections.
 pub(crate) fn drop_datagrams() -> Vec<u64> {
     let mut program = frame(1, 34, 6).to_vec();
     program.extend([
         instruction(0x69, 5, 2, ETHERTYPE, 0),
-        // Unlike in the byte order of the machine.
+        // The byte order of the frame is not that of the machine.
         instruction(0x55, 5, 0, 4, IPV4.swap_bytes() >> 16),
         instruction(0x71, 5, 2, PROTOCOL, 0),
         instruction(0x55, 5, 0, 2, UDP),
@@ -70,10 +72,11 @@ pub(crate) fn drop_datagrams() -> Vec<u64> {
     program
 }
 
-/// Sends each frame with the source port of one of `flows`, a power of two, by the device.
+/// Returns a program that sends each frame by the device, with the source port of one of `flows`
+/// flows. `flows` must be a power of two.
 pub(crate) fn generate(bytes: &[u8; FRAME], flows: u32, device: u32) -> Vec<u64> {
     let draw = [
-        // r0 &= flows - 1; r0 += FIRST_PORT; r0 in the order of the network
+        // The instructions are: r0 &= flows - 1; r0 += FIRST_PORT; r0 in network byte order.
         instruction(0x57, 0, 0, 0, flows.next_power_of_two() as i32 - 1),
         instruction(0x07, 0, 0, 0, i32::from(FIRST_PORT)),
         instruction(0xdc, 0, 0, 0, 16),
@@ -82,8 +85,10 @@ pub(crate) fn generate(bytes: &[u8; FRAME], flows: u32, device: u32) -> Vec<u64>
     send(bytes, &draw, &[store_half(7, SOURCE_PORT)], device)
 }
 
-/// Sends each frame, a SYN of IPv4, from another of 65,536 addresses and another port, by the device. Checksums stay right: the complement of
-/// what is changed is written where nobody looks, to the id of the IPv4 header and to numbers of the TCP header.
+/// Returns a program that sends each frame, an IPv4 SYN, by the device. The source is another port
+/// and another of 65,536 addresses each time. The checksums stay right: the complement of each
+/// change is written where nobody looks. These places are the id of the IPv4 header, and numbers of
+/// the TCP header.
 pub(crate) fn flood(bytes: &[u8; FRAME], device: u32) -> Vec<u64> {
     const ID: i16 = 18;
     const LOWER_HALF_OF_SOURCE: i16 = 28;
@@ -92,14 +97,14 @@ pub(crate) fn flood(bytes: &[u8; FRAME], device: u32) -> Vec<u64> {
     let draw = [
         copy(7, 0),
         copy(8, 0),
-        // r8 >>= 16; r8 |= 1: no port 0
+        // The instructions are: r8 >>= 16; r8 |= 1. The port is then never 0.
         instruction(0x77, 8, 0, 0, 16),
         instruction(0x47, 8, 0, 0, 1),
     ];
     let vary = [
         store_half(7, LOWER_HALF_OF_SOURCE),
         store_half(8, SOURCE_PORT),
-        // r7 ^= -1; r8 ^= -1
+        // The instructions are: r7 ^= -1; r8 ^= -1.
         instruction(0xa7, 7, 0, 0, -1),
         instruction(0xa7, 8, 0, 0, -1),
         store_half(7, ID),
@@ -109,13 +114,14 @@ pub(crate) fn flood(bytes: &[u8; FRAME], device: u32) -> Vec<u64> {
     send(bytes, &draw, &vary, device)
 }
 
-/// `*(u16 *)(r2 + offset) = r[from]`
+/// Returns `*(u16 *)(r2 + offset) = r[from]`.
 const fn store_half(from: u8, offset: i16) -> u64 {
     instruction(0x6b, 2, from, offset, 0)
 }
 
-/// Writes the whole frame anew, as translated ones come back from where they were dropped, and sends it by the device. `draw` finds a random
-/// number in r0, and `vary` the frame in r2; r7 and r8 are theirs.
+/// Returns a program that writes the whole frame anew and sends it by the device. This is needed
+/// because a frame that was dropped comes back as it was translated. `draw` finds a random number
+/// in r0, and `vary` the frame in r2. Both may use r7 and r8.
 fn send(bytes: &[u8; FRAME], draw: &[u64], vary: &[u64], device: u32) -> Vec<u64> {
     let (words, _) = bytes.as_chunks::<4>();
     let beyond = (words.len() + vary.len()) as i16 + 4;

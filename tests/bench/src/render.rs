@@ -8,11 +8,11 @@ use crate::{
     results::{Cell, Figures, Outcome, Results, TOO_BUSY},
 };
 
-/// The file that has them, beside the one for programs.
+/// File of the tables, beside the file for programs.
 pub const FILE: &str = "results.txt";
 
 const NOTHING: &str = "-";
-/// Of a line that says why something is not there.
+/// Longest line that says why something is missing.
 const LONGEST: usize = 200;
 
 pub fn text(results: &Results) -> String {
@@ -26,7 +26,7 @@ pub fn text(results: &Results) -> String {
     parts.join("\n")
 }
 
-/// What the figures were taken on, and how.
+/// Returns the text about the machine and the settings.
 pub fn conditions(results: &Results) -> String {
     let (machine, settings) = (&results.machine, &results.settings);
     format!(
@@ -44,7 +44,7 @@ pub fn conditions(results: &Results) -> String {
     )
 }
 
-/// Contenders and sizes of which there is something, as rows: what `row` makes of them, unless it finds nothing.
+/// Returns a row for each contender and size for which `row` finds something.
 fn rows<const N: usize>(
     results: &Results,
     row: impl Fn(&str, usize) -> Option<[String; N]>,
@@ -160,7 +160,7 @@ fn forwarded(results: &Results) -> Option<String> {
                 return [NOTHING; 3].map(str::to_owned);
             };
             let rates = [per_second.median, per_second.low, per_second.high].map(|rate| rate / 1e3);
-            // What the kernel forwards without translating it.
+            // The divisor is the rate that the kernel forwards without translating.
             let part = rate_of("direct", 0, route).map_or_else(
                 || NOTHING.to_owned(),
                 |(direct, _)| format!("{:.2}", per_second.median / direct.median),
@@ -226,7 +226,7 @@ fn control_plane(results: &Results) -> Option<String> {
     table(&title, &header, rows)
 }
 
-/// What only our own proxy tells, or does.
+/// Returns the table of figures that only proxy-ctl has.
 fn own(results: &Results) -> Option<String> {
     let rows = rows(results, |contender, size| {
         let measures = [Measure::FirstSync, Measure::MapMemory, Measure::Restart];
@@ -248,12 +248,12 @@ impl Missing<'_> {
     fn line(&self) -> String {
         let Self { what, reason, first, count } = self;
         let cells = if *count == 1 { first.to_string() } else { format!("{count} cells, as {first}") };
-        // All of it is in the file.
+        // The file of results has the whole reason.
         format!("{what}: {cells}: {reason}").chars().take(LONGEST).collect::<String>() + "\n"
     }
 }
 
-/// What there is no figure of, and why: each reason once.
+/// Returns lines about missing figures, one for each reason.
 fn left_out(results: &Results) -> Option<String> {
     let mut all: Vec<Missing<'_>> = Vec::new();
     for Cell { name, outcome } in &results.cells {
@@ -285,7 +285,7 @@ pub(crate) mod tests {
         Spread { median, low: median * 0.9, high: median * 1.1, count: 9 }
     }
 
-    /// Of everything something, with wide numbers.
+    /// Returns results with something in every cell, and with wide numbers.
     pub(crate) fn example() -> Results {
         let rate =
             |per_second| Rate { per_second: spread(per_second), p50_micros: 150.0, p99_micros: 12_345.0 };

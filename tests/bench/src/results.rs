@@ -1,4 +1,4 @@
-//! What was found, as the JSON file has it.
+//! Results as the JSON file has them.
 
 use std::{fs, path::Path};
 
@@ -20,27 +20,27 @@ pub struct Results {
     pub cells: Vec<Cell>,
 }
 
-/// How it was measured.
+/// Settings of the measurements.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Settings {
-    /// Of the programs: `release` or `debug`.
+    /// Build of the programs: `release` or `debug`.
     pub build: String,
     pub sizes: Vec<usize>,
-    /// Of each Service that is not dialled.
+    /// Number of endpoints of each Service that is not dialled.
     pub endpoints: usize,
     pub seconds: f64,
-    /// Of one side, before the other has its turn.
+    /// Milliseconds of one side's turn, before the other side has its turn.
     pub turn_ms: u64,
     pub clients: u32,
     /// Connections a second while processor time is measured.
     pub pace: f64,
-    /// Endpoint changes whose way is timed.
+    /// Number of endpoint changes that are timed.
     pub rounds: usize,
-    /// Endpoint changes whose processor time is measured.
+    /// Number of endpoint changes whose processor time is measured.
     pub changes: usize,
-    /// Flows that forwarded packets are of.
+    /// Number of flows of the forwarded packets.
     pub flows: u32,
-    /// Of a flood.
+    /// Rate of a flood.
     pub syns_per_second: u32,
 }
 
@@ -62,21 +62,23 @@ pub enum Outcome {
 #[derive(Clone, Debug, Deserialize, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Figures {
-    /// Requests a second; the ratio is service / direct, of neighbouring turns.
+    /// Requests a second. The ratio is service / direct, for turns that follow each other.
     Rates {
         direct: Rate,
         service: Rate,
         ratio: Spread,
     },
-    /// Microseconds of processor time of the whole machine for a connection: client, server, kernel and proxy.
-    /// `busy_at_rest`: the part of all cores that others had just before; where it is large, the figure means nothing.
+    /// Microseconds of processor time of the whole machine for a connection: client, server, kernel
+    /// and proxy. `busy_at_rest` is the part of all cores that was busy just before. If it is
+    /// large, the figure means nothing.
     Cpu {
         micros: Spread,
         busy_at_rest: f64,
     },
-    /// Connections to a Service while `syns_per_second` come to another (those that the device had room for), and how many of the `held`
-    /// established connections to that one are `lost`.
-    /// `dropped`: the part of the SYNs that the proxy's guard has dropped, where it has one.
+    /// Connections to a Service during a flood of another. `syns_per_second` counts only SYNs for
+    /// which the device had room. Of the `held` established connections to the flooded Service,
+    /// `lost` were lost. `dropped` is the part of the SYNs that the proxy's flood limit has
+    /// dropped, if it has one.
     Flood {
         syns_per_second: f64,
         dropped: Option<f64>,
@@ -85,7 +87,7 @@ pub enum Figures {
         held: usize,
         lost: usize,
     },
-    /// `lost`: the part of those that were sent.
+    /// Rate of forwarded packets. `lost` is the part of the sent packets that was lost.
     Packets {
         per_second: Spread,
         nanos: f64,
@@ -98,20 +100,21 @@ pub enum Figures {
         millis: Spread,
         longest: f64,
     },
-    /// The proxy's processor time, and the changes a second that it followed meanwhile.
+    /// Processor time of the proxy, and the changes that it followed meanwhile in a second.
     Changes {
         cpu_seconds_per_1000: f64,
         per_second: f64,
     },
-    /// The proxy's processor time, of one core.
+    /// Processor time of the proxy, of one core.
     Rest {
         cpu_millis_per_minute: f64,
     },
     Memory {
         megabytes: f64,
     },
-    /// Endpoint changes a second that the API server took, how late the next one was followed, and the entries written for each, where
-    /// the proxy counts them.
+    /// Endpoint changes that the API server took in a second, and the delay with which the next one
+    /// was followed. `writes` is the number of entries that were written for each, if the proxy
+    /// counts them.
     Rollout {
         per_second: f64,
         behind_millis: f64,
@@ -129,7 +132,8 @@ pub struct Rate {
     pub p99_micros: f64,
 }
 
-/// More of all cores than this, had by others, makes processor time of the whole machine worthless.
+/// Part of all cores above which a machine is too busy with other work to measure its processor
+/// time.
 pub const TOO_BUSY: f64 = 0.3;
 
 impl Results {
@@ -142,7 +146,8 @@ impl Results {
         fs::rename(&next, &file).with_context(|| format!("writing {}", file.display()))
     }
 
-    /// A line for each cell, so that two runs can be compared line by line.
+    /// Returns the text of the file. Each cell has its own line, so that two runs can be compared
+    /// line by line.
     fn to_json(&self) -> serde_json::Result<String> {
         let Self { machine, settings, cells } = self;
         let (machine, settings) = (serde_json::to_string(machine)?, serde_json::to_string(settings)?);
@@ -151,8 +156,8 @@ impl Results {
         Ok(format!("{{\"machine\":{machine},\n\"settings\":{settings},\n\"cells\":[\n{cells}\n]}}\n"))
     }
 
-    /// Of a run that was ended, to go on with: what has no figures in it is left out. It must be of this machine and these settings, as
-    /// figures are compared with each other.
+    /// Reads the results of a run that was ended, to continue it. Cells without figures are left
+    /// out. Machine and settings must be the same, because figures are compared with each other.
     pub fn resume(folder: &Path, machine: &Machine, settings: &Settings) -> Result<Vec<Cell>> {
         let former = Self::read(folder)?;
         ensure!(
@@ -175,7 +180,8 @@ impl Results {
         serde_json::from_str(&text).with_context(|| format!("reading {}", file.display()))
     }
 
-    /// What this measure has of this contender; figures that the number of Services does not touch at each size.
+    /// Returns the figures of a contender. Those that the number of Services does not change are
+    /// returned for each size.
     pub fn figures(
         &self,
         measure: Measure,
@@ -202,7 +208,7 @@ impl Results {
 }
 
 impl Figures {
-    /// In a few words, for the line that tells of progress.
+    /// Returns the figures in a few words, for the line that shows progress.
     pub fn in_short(&self) -> String {
         match self {
             Self::Rates { service, ratio, .. } => {

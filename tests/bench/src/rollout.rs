@@ -1,4 +1,4 @@
-//! A Service with 1,000 endpoints whose pods are replaced one by one.
+//! Measures a Service with 1,000 endpoints whose pods are replaced one by one.
 
 use std::{
     net::{IpAddr, Ipv4Addr},
@@ -21,11 +21,12 @@ use crate::{
 const NAMESPACE: &str = "default";
 const NAME: &str = "rolling";
 const ENDPOINTS: usize = 1_000;
-/// As many as kube-controller-manager makes of them.
+/// Number of slices, as many as kube-controller-manager would make.
 const SLICES: usize = 10;
 const PER_SECOND: u32 = 200;
 
-/// Replaces `changes` endpoints at [`PER_SECOND`], then measures how late the change after them is followed.
+/// Replaces `changes` endpoints at [`PER_SECOND`], then measures the delay of the change after
+/// them.
 pub(crate) fn followed(cluster: &Cluster, subject: &Subject, changes: usize) -> Result<Figures> {
     let run = |request| cluster.server.run(async |api| each(&api, request).await);
     run(Request::Create)?;
@@ -70,14 +71,15 @@ async fn each(api: &Client, request: Request) -> Result<()> {
     Ok(())
 }
 
-/// One of the slices after as many changes of the Service.
+/// Returns one of the slices after this many changes of the Service.
 fn slice(index: usize, changes: usize) -> Value {
     let endpoints = (index..ENDPOINTS).step_by(SLICES);
     let addresses: Vec<IpAddr> = endpoints.map(|endpoint| address(endpoint, changes).into()).collect();
     objects::endpoint_slice(NAMESPACE, &format!("{NAME}-{index}"), NAME, &addresses, 8080)
 }
 
-/// Where an endpoint is: each change gives the next one an address that none has had.
+/// Returns the address of an endpoint. Each change gives the next endpoint an address that none has
+/// had.
 fn address(endpoint: usize, changes: usize) -> Ipv4Addr {
     let replaced = (changes + ENDPOINTS - 1 - endpoint) / ENDPOINTS;
     let number = (endpoint + replaced * ENDPOINTS) as u32;

@@ -1,4 +1,5 @@
-//! Measures cell after cell. What fails is told by its name and leaves the others alone.
+//! Measures cell after cell. A cell that fails is reported by its name, and does not affect the
+//! others.
 
 use std::{
     io::{self, Write as _},
@@ -25,13 +26,13 @@ use crate::{
     traffic,
 };
 
-/// Until a proxy that has not served yet, or not cleaned up yet, is given up.
+/// Time after which a proxy is given up that does not serve, or does not end its cleanup.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-/// A contender at one size.
+/// Size, contender, and the cells of the contender at this size.
 type Planned = (usize, Contender, Vec<CellName>);
 
-/// All that the command line asks for.
+/// Returns all cells that the command line asks for.
 pub fn planned(arguments: &Arguments) -> Vec<Planned> {
     let sizes = arguments.settings().sizes;
     let first = sizes.first().copied();
@@ -43,7 +44,7 @@ pub fn planned(arguments: &Arguments) -> Vec<Planned> {
     all.filter(|(_, _, cells)| !cells.is_empty()).collect()
 }
 
-/// Measures; after each cell the file in `output` has what was found so far.
+/// Measures the cells. After each cell, the file in `output` has all results so far.
 pub fn run(arguments: &Arguments, output: PathBuf) -> Result<Results> {
     let planned = planned(arguments);
     let count = planned.iter().map(|(_, _, cells)| cells.len()).sum();
@@ -96,7 +97,7 @@ fn missing_for_contender(contender: Contender) -> Result<Option<String>> {
     }
 }
 
-/// Nothing of the contender is left afterwards.
+/// Measures the cells of a contender, and leaves nothing of it.
 fn contend(
     cluster: &mut Cluster,
     record: &mut Record,
@@ -119,7 +120,7 @@ fn contend(
     done
 }
 
-/// Without a proxy.
+/// Measures a cell of a contender that is no proxy.
 fn alone(cluster: &Cluster, on: &Settings, contender: Contender, cell: &CellName) -> Result<Figures> {
     let route = route_of(cell)?;
     let treatment = match contender.kind {
@@ -157,7 +158,7 @@ fn with_proxy(
     .and_then(|millis| {
         for cell in cells {
             if cell.measure == Measure::Forward {
-                // Their programs are in the way of those that send and drop.
+                // The cards' own programs occupy the place of programs that send and drop.
                 cluster.lab.free_ends_of_cards();
             }
             record.cell(cell, |on| figures(cluster, &mut subject, on, contender, cell, millis))?;
@@ -169,7 +170,7 @@ fn with_proxy(
     measured
 }
 
-/// Milliseconds until the first connection.
+/// Starts the proxy, and returns the milliseconds until the first connection.
 fn begin(cluster: &Cluster, subject: &mut Subject, monitored: bool) -> Result<f64> {
     let started = Instant::now();
     subject.start(&cluster.lab)?;
@@ -192,8 +193,9 @@ fn begin(cluster: &Cluster, subject: &mut Subject, monitored: bool) -> Result<f6
     Ok(millis)
 }
 
-/// The clean-up of the proxy itself is a cell; this is for when it was not asked for or has failed, and for what it leaves: empty tables of
-/// iptables, which packets of the next contender would pass.
+/// Removes what a proxy has left. Its own cleanup is a cell, but it may not be asked for, or it may
+/// have failed. It may also leave empty tables of iptables, which packets of the next contender
+/// would pass.
 fn leave_nothing(cluster: &Cluster, subject: &mut Subject) -> Result<()> {
     if let Err(error) = subject.clean_up(&cluster.lab, PATIENCE) {
         eprintln!("bench: {error:#}");
@@ -201,7 +203,8 @@ fn leave_nothing(cluster: &Cluster, subject: &mut Subject) -> Result<()> {
     subject::sweep(&cluster.lab)
 }
 
-/// As [`figures_of`]. If the proxy does not outlive the cell, that is what is told of it, and the next cell has a new one.
+/// Returns the figures of a cell. If the proxy does not outlive the cell, the error says so, and
+/// the next cell gets a new proxy.
 fn figures(
     cluster: &Cluster,
     subject: &mut Subject,
@@ -266,11 +269,11 @@ fn route_of(cell: &CellName) -> Result<Route> {
     cell.route.with_context(|| format!("{cell} has no route"))
 }
 
-/// What was found, told as it is found.
+/// Results, which are printed and written as they are found.
 struct Record {
     results: Results,
     output: PathBuf,
-    /// Cells that are to be measured.
+    /// Number of cells that are to be measured.
     planned: usize,
 }
 
@@ -306,7 +309,7 @@ impl Record {
         self.results.write(&self.output)
     }
 
-    /// Those of these that have not been measured.
+    /// Records the error for those of these cells that have not been measured.
     fn rest(&mut self, names: &[CellName], error: &anyhow::Error) -> Result<()> {
         let missing: Vec<CellName> = names.iter().filter(|name| !self.has(name)).cloned().collect();
         self.all(&missing, Outcome::Failed(format!("{error:#}")))

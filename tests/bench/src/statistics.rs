@@ -1,20 +1,20 @@
-//! Medians and spreads: what a machine does beside the measurement shows in the mean, and little in the median.
+//! Medians and spreads. Other work of the machine shows in the mean, and little in the median.
 
 use serde::{Deserialize, Serialize};
 
-/// The middle half of what was measured.
+/// Median and middle half of measured values.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Serialize)]
 pub struct Spread {
     pub median: f64,
-    /// A quarter is below.
+    /// Value below which a quarter of the values are.
     pub low: f64,
-    /// A quarter is above.
+    /// Value above which a quarter of the values are.
     pub high: f64,
     pub count: usize,
 }
 
 impl Spread {
-    /// `None` without values.
+    /// Returns the spread, or `None` without values.
     pub fn of(values: impl IntoIterator<Item = f64>) -> Option<Self> {
         let mut sorted = Vec::from_iter(values);
         sorted.sort_unstable_by(f64::total_cmp);
@@ -27,14 +27,15 @@ impl Spread {
         })
     }
 
-    /// Of `others / values`, one by one: what disturbs both of a pair does not show.
+    /// Returns the spread of `others / values`, one by one. What disturbs both of a pair does not
+    /// show in it.
     pub fn of_ratios(values: &[f64], others: &[f64]) -> Option<Self> {
         let pairs = values.iter().zip(others).filter(|(value, _)| **value > 0.0);
         Self::of(pairs.map(|(value, other)| other / value))
     }
 }
 
-/// Between two values in proportion.
+/// Returns a quantile, in proportion between two values.
 fn quantile(sorted: &[f64], part: f64) -> Option<f64> {
     let place = sorted.len().checked_sub(1)? as f64 * part;
     let (below, above) = (sorted.get(place.floor() as usize)?, sorted.get(place.ceil() as usize)?);

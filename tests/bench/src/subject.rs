@@ -28,20 +28,20 @@ pub(crate) struct Subject {
     configuration: PathBuf,
     log: PathBuf,
     process: Option<Child>,
-    /// What it tells is kept open for it.
+    /// Running `proxy-ctl monitor`, and its standard error, which must stay open.
     monitor: Option<(Child, BufReader<ChildStderr>)>,
     node: Agent,
 }
 
 pub(crate) struct FirstSync {
-    /// From everything listed to everything programmed.
+    /// Milliseconds from everything listed to everything programmed.
     pub(crate) millis: f64,
-    /// Entries, rules or elements.
+    /// Number of entries, rules or elements that were written.
     pub(crate) writes: f64,
 }
 
 impl Subject {
-    /// `path` and `xdp`: of mode ebpf.
+    /// Writes the proxy's configuration. `path` and `xdp` are settings of mode ebpf.
     pub(crate) fn new(cluster: &Cluster, proxy: ProxyKind, path: PathKind, xdp: bool) -> Result<Self> {
         let lab = &cluster.lab;
         let program = match proxy.is_kube_proxy() {
@@ -64,7 +64,7 @@ impl Subject {
         Ok(())
     }
 
-    /// `proxy-ctl monitor` beside it, which ends with it. Returns when it watches.
+    /// Starts `proxy-ctl monitor`, which ends with the proxy. Returns when it watches.
     pub(crate) fn start_monitor(&mut self, lab: &Lab) -> Result<()> {
         let mut command = command(lab, &self.program, &self.log, &["monitor".to_owned(), bpffs(lab)])?;
         command.stdout(Stdio::null()).stderr(Stdio::piped());
@@ -105,23 +105,25 @@ impl Subject {
         Ok(text)
     }
 
-    /// Entries, rules or elements; `None`: the proxy does not count them.
+    /// Returns the number of entries, rules or elements that were written, or `None` if the proxy
+    /// does not count them.
     pub(crate) fn written(&self) -> Result<Option<f64>> {
         Ok(metrics::sum(&self.metrics()?, "proxy_writes_total"))
     }
 
-    /// Kernel memory of its BPF maps.
+    /// Returns the kernel memory of the proxy's BPF maps.
     pub(crate) fn map_bytes(&self) -> Result<f64> {
         metrics::sum(&self.metrics()?, "proxy_table_bytes").context("no metric proxy_table_bytes")
     }
 
-    /// First packets that the guard against floods has dropped; `None`: the proxy has no such guard.
+    /// Returns the first packets that the flood limit has dropped, or `None` if the proxy has no
+    /// such limit.
     pub(crate) fn dropped_by_guard(&self) -> Result<Option<f64>> {
         let dropped = "proxy_reasons_total{reason=\"connections_limited\",verdict=\"drop\"}";
         Ok(metrics::sum(&self.metrics()?, dropped))
     }
 
-    /// Of our proxy. Waits until it is over.
+    /// Waits until proxy-ctl has programmed everything once, and returns its figures.
     pub(crate) fn first_sync(&self) -> Result<FirstSync> {
         wait::until("the first sync", Duration::from_secs(60), || {
             let text = self.metrics().map_err(|error| format!("{error:#}"))?;
@@ -134,7 +136,7 @@ impl Subject {
         })
     }
 
-    /// As the program's own flag does it.
+    /// Runs the proxy's own cleanup.
     pub(crate) fn clean_up(&mut self, lab: &Lab, limit: Duration) -> Result<()> {
         let arguments = match self.proxy.is_kube_proxy() {
             true => vec!["--cleanup".to_owned()],
@@ -152,13 +154,13 @@ impl Subject {
         Ok(())
     }
 
-    /// Why it has ended, if it has.
+    /// Returns why the proxy has ended, if it has.
     pub(crate) fn has_ended(&mut self) -> Option<String> {
         let status = self.process.as_mut()?.try_wait().ok()??;
         Some(format!("the proxy has ended ({status}): {}", self.last_words()))
     }
 
-    /// Of its log, which goes with the lab.
+    /// Returns the last lines of the proxy's log, which is removed with the lab.
     pub(crate) fn last_words(&self) -> String {
         const LINES: usize = 3;
         let log = fs::read_to_string(&self.log).unwrap_or_default();
@@ -185,7 +187,7 @@ pub(crate) fn sweep(lab: &Lab) -> Result<()> {
         ["iptables", "ip6tables"].iter().flat_map(|p| ["nat", "filter", "mangle"].map(|t| (*p, t)))
     {
         for flag in ["-F", "-X"] {
-            // Fails where nothing is to be removed, and where the kernel has no such table.
+            // This fails if there is nothing to remove, and if the kernel has no such table.
             let _removed = namespace::run(&node.namespace, program, &["-w", "-t", table, flag]);
         }
     }
@@ -193,11 +195,12 @@ pub(crate) fn sweep(lab: &Lab) -> Result<()> {
     let output = command.args(["cleanup", &bpffs(lab)]).stdin(Stdio::null()).output();
     let output = output.context("starting proxy-ctl cleanup")?;
     ensure!(output.status.success(), "proxy-ctl cleanup: {}", String::from_utf8_lossy(&output.stderr));
-    // Last: the others may make empty tables.
+    // The ruleset is flushed last, because the other commands may make empty tables.
     namespace::nft(&node.namespace, "flush ruleset").map(drop)
 }
 
-/// Of both what they do by default, but for what a lab needs.
+/// Returns a configuration in which both proxies do what they do by default, apart from what a lab
+/// needs.
 fn configuration(cluster: &Cluster, proxy: ProxyKind, path: PathKind, xdp: bool) -> Result<Value> {
     let node = node_name(NODE);
     let mut configuration = json!({

@@ -1,4 +1,5 @@
-//! Rates, latencies and processor time of connections, by a client and servers in the lab.
+//! Measures rates, latencies and processor time of connections between a client and servers in the
+//! lab.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -17,12 +18,12 @@ use crate::{
     statistics::Spread,
 };
 
-/// How often processor time is measured.
+/// Number of rounds in which processor time is measured.
 const ROUNDS: u32 = 3;
-/// Of failed requests, more of which make a figure worthless.
+/// Part of failed requests above which a figure means nothing.
 const MOST_FAILURES: f64 = 0.001;
 
-/// Direct connections and those through the proxy, by turns.
+/// Measures direct connections and those through the proxy, in turn.
 pub(crate) fn rates(
     cluster: &Cluster,
     settings: &Settings,
@@ -33,7 +34,7 @@ pub(crate) fn rates(
         Measure::Connect => (Exercise::Connect, settings.clients),
         Measure::Request => (Exercise::Request, settings.clients),
         Measure::Datagram => (Exercise::Datagram, settings.clients),
-        // Two cores: one sends, one receives.
+        // The lab has two cores: one sends and one receives.
         Measure::Bulk => (Exercise::Bulk, 1),
         Measure::Start
         | Measure::FirstSync
@@ -66,7 +67,8 @@ pub(crate) fn rates(
     Ok(Figures::Rates { direct: rate(direct, "direct")?, service: rate(service, "the service")?, ratio })
 }
 
-/// What is only slow the first time is not measured: neighbours are looked for, a SYN is sent again after a second.
+/// Makes requests until everything is answered once. Some things are slow only the first time:
+/// neighbours are looked up, and a SYN is sent again after a second.
 fn warm_up(agent: &Agent, bench: &Bench) -> Result<()> {
     let short = Bench { seconds: 0.0, ..bench.clone() };
     wait::until("an answer of all that is dialled", Duration::from_secs(60), || {
@@ -93,7 +95,7 @@ fn rate(side: &Side, name: &str) -> Result<Rate> {
     Ok(Rate { per_second, p50_micros: side.p50_micros, p99_micros: side.p99_micros })
 }
 
-/// Whether the Service of this route is.
+/// Returns true if the Service of this route is served.
 pub(crate) fn is_served(cluster: &Cluster, route: Route) -> Result<bool> {
     let bench = Bench {
         exercise: Exercise::Connect,
@@ -107,7 +109,8 @@ pub(crate) fn is_served(cluster: &Cluster, route: Route) -> Result<bool> {
     Ok(sides.iter().all(|side| side.answered > 0))
 }
 
-/// Of connections at the same pace for everybody, so that the machine has idle time left to be measured.
+/// Measures the processor time of connections. All contenders have the same pace, so that the
+/// machine has idle time left to be measured.
 pub(crate) fn processor_time(
     cluster: &Cluster,
     settings: &Settings,

@@ -1,4 +1,5 @@
-//! The benchmark at its leanest: every cell has a figure. Which, is not for a machine that is busy with tests.
+//! Runs the benchmark at its shortest, and checks that every cell has a figure. A machine that is
+//! busy with tests cannot check the values.
 
 use std::process::ExitCode;
 
@@ -25,7 +26,7 @@ fn main() -> ExitCode {
 }
 
 fn start() -> Result<Started<World>> {
-    // It also needs the API server.
+    // The benchmark also needs the API server.
     if let Some(reason) = missing_for(ProxyKind::KubeProxyNftables)? {
         return Ok(Err(reason));
     }
@@ -57,7 +58,7 @@ fn results_are_shown_and_drawn(world: &mut World) -> Result<()> {
         ensure!(text.contains(contender.name), "{contender} is not shown:\n{text}");
     }
     let drawn = plots::draw(&world.results, world.folder.path())?;
-    // Of processor time nothing is drawn where the machine is busy with something else.
+    // The plot of processor time is left out if the machine is busy with other work.
     ensure!(drawn.len() >= 6, "{drawn:?}");
     Ok(())
 }

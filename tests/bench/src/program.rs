@@ -38,7 +38,7 @@ const fn call(helper: i32) -> u64 {
     instruction(0x85, 0, 0, 0, helper)
 }
 
-/// Puts the address of the frame, whose context is in r[context], into r2. If it has fewer than
+/// Puts the address of the frame, whose context is in `r[context]`, into r2. If it has fewer than
 /// `length` bytes, the program goes on `beyond` instructions further. Uses r3 and r4.
 fn frame(context: u8, length: usize, beyond: i16) -> [u64; 5] {
     [

@@ -1,4 +1,4 @@
-//! etcd and kube-apiserver, started, stopped and restarted.
+//! Starts, stops and restarts etcd and kube-apiserver.
 
 use std::{
     collections::BTreeMap,
@@ -25,40 +25,43 @@ use crate::{
 
 const READY_LIMIT: Duration = Duration::from_secs(90);
 const ETCD_LIMIT: Duration = Duration::from_secs(30);
-/// In one transaction of etcd, by default.
+/// Largest number of puts in one transaction of etcd, by default.
 const MOST_PUTS: usize = 128;
 
-/// Someone the API server knows by a token.
+/// Client that the API server knows by a token.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Identity {
-    /// Names the kubeconfig and token file.
+    /// Name of the kubeconfig and of the token file.
     pub name: &'static str,
     pub user: &'static str,
-    /// Empty for none.
+    /// Group of the user, or empty for none.
     pub group: &'static str,
 }
 
-/// May do everything.
+/// Identity that may do everything.
 pub const ADMIN: Identity = Identity { name: "admin", user: "admin", group: "system:masters" };
-/// May do what ClusterRole system:node-proxier grants, as kube-proxy.
+/// Identity that may do what ClusterRole system:node-proxier grants, like kube-proxy.
 pub const PROXY: Identity = Identity { name: "proxy", user: "system:kube-proxy", group: "" };
 
-/// How the API server is started.
+/// Settings of the API server's start.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Where it listens; must be an address of the network namespace.
+    /// Address on which it listens. It must be an address of the network namespace.
     pub address: IpAddr,
-    /// Network namespace by name (`ip netns`), whose loopback must be up; None: the one of the caller.
+    /// Name of the network namespace (`ip netns`), whose loopback must be up. `None` stands for
+    /// that of the caller.
     pub namespace: Option<String>,
-    /// More flags of kube-apiserver.
+    /// Further flags of kube-apiserver.
     pub flags: Vec<String>,
     /// Value of `--service-cluster-ip-range`.
     pub service_ranges: String,
-    /// Known besides [`ADMIN`] and [`PROXY`]; RBAC grants them nothing.
+    /// Identities besides [`ADMIN`] and [`PROXY`]. RBAC grants them nothing.
     pub identities: Vec<Identity>,
-    /// Further addresses that the server's certificate is for, such as that of Service kubernetes.
+    /// Further addresses for which the server's certificate is valid, such as that of Service
+    /// kubernetes.
     pub certificate_addresses: Vec<IpAddr>,
-    /// Whether pods get the token of their service account, which then must exist (admission plugin ServiceAccount).
+    /// True if pods get the token of their service account, which must then exist (admission plugin
+    /// ServiceAccount).
     pub service_accounts: bool,
 }
 
@@ -83,8 +86,8 @@ impl Options {
     }
 }
 
-/// A running API server with an etcd of its own. Dropping it kills both, also in a panic; if the whole
-/// process is killed, the kernel does.
+/// Running API server with an etcd of its own. When it is dropped, even in a panic, both are
+/// killed. If the whole process is killed, the kernel kills them.
 pub struct ApiServer {
     directory: PathBuf,
     options: Options,
@@ -94,13 +97,14 @@ pub struct ApiServer {
     etcd_port: u16,
     program: PathBuf,
     server: Option<Process>,
-    // After the server, so that it is killed last.
+    // etcd stands after the server, so that it is killed last.
     etcd: Process,
 }
 
 impl ApiServer {
-    /// Starts etcd and kube-apiserver with their files in `directory`, which is created if need be, and
-    /// waits until requests are served. An error if a program is missing and cannot be built.
+    /// Starts etcd and kube-apiserver, and waits until requests are served. Their files are in
+    /// `directory`, which is created if it does not exist. Returns an error if a program is missing
+    /// and cannot be built.
     pub fn start(directory: &Path) -> Result<Self> {
         Self::start_with(directory, Options::default())
     }
@@ -125,7 +129,7 @@ impl ApiServer {
                 format!("--listen-peer-urls={peer_url}"),
                 format!("--initial-advertise-peer-urls={peer_url}"),
                 format!("--initial-cluster=etcd={peer_url}"),
-                // Nothing here must survive the machine.
+                // The data need not survive a crash of the machine.
                 "--unsafe-no-fsync".into(),
                 "--quota-backend-bytes=4294967296".into(),
             ]),
@@ -146,7 +150,7 @@ impl ApiServer {
         Ok(server)
     }
 
-    /// `https://address:port`.
+    /// Returns the URL `https://address:port`.
     pub fn url(&self) -> String {
         format!("https://{}", self.socket_address())
     }
@@ -155,17 +159,17 @@ impl ApiServer {
         SocketAddr::new(self.options.address, self.port)
     }
 
-    /// Where kube-apiserver and etcd write what they have to say: `kube-apiserver.log`, `etcd.log`.
+    /// Returns the folder with the logs `kube-apiserver.log` and `etcd.log`.
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
-    /// A kubeconfig file that refers to a token file and a CA file beside it.
+    /// Returns a kubeconfig file that refers to a token file and a CA file beside it.
     pub fn kubeconfig(&self, identity: Identity) -> PathBuf {
         self.directory.join(format!("{}.kubeconfig", identity.name))
     }
 
-    /// Writes a kubeconfig for whoever has this token, named after `name`, with a token file beside it that may be
+    /// Writes a kubeconfig with this token, named after `name`. The token file beside it may be
     /// written again.
     pub fn kubeconfig_with(&self, name: &str, token: &str) -> Result<PathBuf> {
         let token_file = self.directory.join(format!("{name}.token"));
@@ -173,8 +177,9 @@ impl ApiServer {
         self.write_kubeconfig(name, &format!("tokenFile: {}", token_file.display()))
     }
 
-    /// Writes a certificate of the current authority for `user`, and a kubeconfig that refers to its files, all named
-    /// after `name`. Called again after [`Self::replace_certificates`] it replaces them.
+    /// Writes a certificate of the current authority for `user`, and a kubeconfig that refers to
+    /// its files, all named after `name`. If it is called again after
+    /// [`Self::replace_certificates`], it replaces them.
     pub fn kubeconfig_with_certificate(&self, name: &str, user: &str) -> Result<PathBuf> {
         let (certificate, key) = self.certificates.client(&self.directory, name, user)?;
         let user =
@@ -182,7 +187,8 @@ impl ApiServer {
         self.write_kubeconfig(name, &user)
     }
 
-    /// Writes a kubeconfig, named after `name`, whose credentials come from this command: an exec plugin.
+    /// Writes a kubeconfig, named after `name`, that gets its credentials from this command, an
+    /// exec plugin.
     pub fn kubeconfig_with_plugin(&self, name: &str, command: &Path) -> Result<PathBuf> {
         let command = command.display();
         let user = format!(
@@ -198,24 +204,26 @@ impl ApiServer {
         Ok(path)
     }
 
-    /// The file that [`Self::kubeconfig`] refers to as `tokenFile`.
+    /// Returns the file to which [`Self::kubeconfig`] refers as `tokenFile`.
     pub fn token_file(&self, identity: Identity) -> PathBuf {
         self.directory.join(format!("{}.token", identity.name))
     }
 
-    /// The key that signs tokens of service accounts, in a file: kube-controller-manager needs it.
+    /// Returns the file with the key that signs tokens of service accounts. kube-controller-manager
+    /// needs it.
     pub fn account_key_file(&self) -> &Path {
         &self.certificates.account_key
     }
 
-    /// The CA that signed the API server's certificate, in a file.
+    /// Returns the file with the CA that signed the API server's certificate.
     pub fn authority_file(&self) -> PathBuf {
         self.directory.join("ca.crt")
     }
 
-    /// A client as [`ADMIN`], for use in the namespace of the API server.
+    /// Makes a client with the identity [`ADMIN`]. It works in the network namespace of the API
+    /// server.
     pub async fn client(&self) -> Result<Client> {
-        // What is valid now, whatever has been published to others.
+        // This token is valid now, whatever was published for others.
         let token = format!("token: {}", self.tokens[ADMIN.name]);
         let text = self.kubeconfig_of(ADMIN.name, &token, &self.certificates.authority);
         let config = Kubeconfig::from_yaml(&text).context("our own kubeconfig")?;
@@ -224,8 +232,8 @@ impl ApiServer {
         Client::try_from(config).context("making a client")
     }
 
-    /// Runs `work` with a client as [`ADMIN`], on a thread of its own in the API server's namespace: for callers
-    /// that are not asynchronous, or elsewhere.
+    /// Runs `work` with a client as [`ADMIN`], on a thread in the API server's network namespace.
+    /// It is for callers that are not asynchronous, or that are in another namespace.
     pub fn run<T: Send>(&self, work: impl AsyncFnOnce(Client) -> Result<T> + Send) -> Result<T> {
         on_a_thread(self.options.namespace.as_deref(), || {
             let runtime = tokio::runtime::Builder::new_current_thread()
@@ -236,17 +244,17 @@ impl ApiServer {
         })
     }
 
-    /// [`objects::apply`] for callers that are not asynchronous.
+    /// Calls [`objects::apply`] for callers that are not asynchronous.
     pub fn apply(&self, object: &Value) -> Result<()> {
         self.run(async |client| objects::apply(&client, object).await)
     }
 
-    /// [`objects::delete`] for callers that are not asynchronous.
+    /// Calls [`objects::delete`] for callers that are not asynchronous.
     pub fn delete(&self, object: &Value) -> Result<()> {
         self.run(async |client| objects::delete(&client, object).await)
     }
 
-    /// Stops kube-apiserver in good order; etcd goes on.
+    /// Stops kube-apiserver in good order. etcd goes on.
     pub fn stop(&mut self) -> Result<()> {
         match self.server.take() {
             Some(server) => server.stop().map(drop),
@@ -254,12 +262,12 @@ impl ApiServer {
         }
     }
 
-    /// Kills kube-apiserver: connections break, nothing is said. etcd goes on.
+    /// Kills kube-apiserver, so that connections break without a word. etcd goes on.
     pub fn kill(&mut self) {
         self.server = None;
     }
 
-    /// Starts kube-apiserver, at the same address with the same data, and waits until it serves.
+    /// Starts kube-apiserver at the same address, with the same data, and waits until it serves.
     pub fn start_again(&mut self) -> Result<()> {
         self.kill();
         self.write_tokens()?;
@@ -276,13 +284,13 @@ impl ApiServer {
         self.start_again()
     }
 
-    /// More flags of kube-apiserver, from its next start on.
+    /// Sets further flags of kube-apiserver, which apply from its next start on.
     pub fn set_flags(&mut self, flags: Vec<String>) {
         self.options.flags = flags;
     }
 
-    /// From the next start on only a new token is accepted for `identity`; [`Self::publish_token`] puts it
-    /// where its kubeconfig refers to.
+    /// Makes the API server accept only a new token for `identity` from its next start on.
+    /// [`Self::publish_token`] writes it to where the identity's kubeconfig refers.
     pub fn replace_token(&mut self, identity: Identity) {
         self.tokens.insert(identity.name, random_token());
     }
@@ -292,18 +300,18 @@ impl ApiServer {
         let path = self.token_file(identity);
         let token =
             self.tokens.get(identity.name).context("an identity that this API server does not know")?;
-        // With the newline that an editor would leave.
+        // The newline is there because an editor would leave one.
         fs::write(&path, format!("{token}\n")).with_context(|| format!("writing {}", path.display()))
     }
 
-    /// From the next start on the certificate is another CA's; [`Self::publish_authority`] puts that CA
-    /// where kubeconfigs refer to.
+    /// Makes the API server use a certificate of another CA from its next start on.
+    /// [`Self::publish_authority`] writes that CA to where kubeconfigs refer.
     pub fn replace_certificates(&mut self) -> Result<()> {
         self.certificates = self.options.new_certificates(&self.directory)?;
         Ok(())
     }
 
-    /// Writes the current CA to where kubeconfigs refer to.
+    /// Writes the current CA to where kubeconfigs refer.
     pub fn publish_authority(&self) -> Result<()> {
         let path = self.authority_file();
         fs::copy(&self.certificates.authority, &path)
@@ -311,8 +319,8 @@ impl ApiServer {
         Ok(())
     }
 
-    /// Makes etcd forget all versions before the newest. kube-apiserver has a cache of its own, which it
-    /// forgets in a restart.
+    /// Makes etcd forget all versions before the newest. kube-apiserver has a cache of its own,
+    /// which a restart empties.
     pub fn compact(&self) -> Result<()> {
         let range: Value = self.etcd("/v3/kv/range", r#"{"key":"AA==","limit":1}"#)?;
         let revision = range
@@ -324,8 +332,8 @@ impl ApiServer {
         Ok(())
     }
 
-    /// Puts objects into etcd, as kube-apiserver stores them: it takes 60 ms for a Service if there are 20,000, as it counts the
-    /// addresses in use each time.
+    /// Puts objects into etcd as kube-apiserver stores them. kube-apiserver itself takes 60 ms for
+    /// a Service if there are 20,000, because it counts the addresses in use each time.
     pub fn store(&self, objects: impl Iterator<Item = (String, Value)>) -> Result<()> {
         let put = |(key, object): (String, Value)| {
             let value = serde_json::to_vec(&object)?;
@@ -340,7 +348,7 @@ impl ApiServer {
         Ok(())
     }
 
-    /// A request to etcd's JSON gateway.
+    /// Sends a request to etcd's JSON gateway.
     fn etcd(&self, path: &str, body: &str) -> Result<Value> {
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, self.etcd_port));
         let headers = [("Content-Type", "application/json")];
@@ -400,7 +408,8 @@ impl ApiServer {
 
     fn wait_until_ready(&mut self) -> Result<()> {
         let deadline = Instant::now() + READY_LIMIT * wait::patience();
-        // It watches EndpointSlices itself, and waits for them even if it is told not to serve any.
+        // The API server watches EndpointSlices itself. It waits for them even if it is told not to
+        // serve any.
         let without_slices = self.options.flags.iter().any(|flag| flag.contains("discovery.k8s.io/v1=false"));
         let ready_path = if without_slices { "/readyz?exclude=informer-sync" } else { "/readyz" };
         loop {
@@ -426,7 +435,7 @@ impl ApiServer {
         }
     }
 
-    /// `user`: its fields, in YAML, four spaces deep.
+    /// Returns the text of a kubeconfig. `user` has its fields in YAML, four spaces deep.
     fn kubeconfig_of(&self, name: &str, user: &str, authority: &Path) -> String {
         let (server, authority) = (self.url(), authority.display());
         format!(
@@ -450,7 +459,7 @@ fn random_token() -> String {
 /// Ports that nobody listens on in the namespace now.
 fn free_ports<const N: usize>(namespace: Option<&str>) -> Result<[u16; N]> {
     on_a_thread(namespace, || {
-        // All are held until all are found, so that they differ.
+        // All listeners are held until all ports are found, so that the ports differ.
         let mut listeners = Vec::new();
         let mut ports = [0; N];
         for port in &mut ports {

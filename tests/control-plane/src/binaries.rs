@@ -1,9 +1,10 @@
-//! Where kube-apiserver, kube-proxy and etcd come from.
+//! Finds kube-apiserver, kube-proxy and etcd. They are looked for in this order:
 //!
 //! 1. `KUBEBUILDER_ASSETS`, a folder that people who test controllers have;
 //! 2. what an earlier run built, in the cache folder;
 //! 3. PATH, if an etcd there is new enough;
-//! 4. built from the Go module in `tests/kubernetes`: once, some minutes, with progress on stderr.
+//! 4. the Go module in `tests/kubernetes`, from which they are built once, in some minutes, with
+//!    progress on stderr.
 
 use std::{
     env,
@@ -15,7 +16,7 @@ use anyhow::{Context, Result};
 
 use crate::go::{self, Module};
 
-/// A program of the control plane.
+/// Program of the control plane.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Program {
     Etcd,
@@ -35,7 +36,8 @@ impl Program {
         }
     }
 
-    /// Finds the program, or builds it. The error says what is missing and where it was looked for.
+    /// Finds the program, or builds it. The error says what is missing, and where it was looked
+    /// for.
     pub fn path(self) -> Result<PathBuf> {
         if self.installed().is_none() {
             build(&[self])?;
@@ -43,7 +45,7 @@ impl Program {
         self.installed().with_context(|| format!("{} is not there after it was built", self.name()))
     }
 
-    /// The program, if nothing has to be built for it.
+    /// Returns the program if nothing has to be built for it.
     pub fn installed(self) -> Option<PathBuf> {
         let given = env::var_os("KUBEBUILDER_ASSETS").map(|folder| Path::new(&folder).join(self.name()));
         given
@@ -52,14 +54,15 @@ impl Program {
             .or_else(|| go::on_path(self.name()).filter(|file| self != Self::Etcd || streams_lists(file)))
     }
 
-    /// Why it is not here and cannot be built, if so. A build that fails is another matter.
+    /// Returns why the program is not here and cannot be built, if so. It does not say whether a
+    /// build would fail.
     pub fn absent(self) -> Option<String> {
         let error = self.installed().map_or_else(go::find_go, Ok).err()?;
         Some(format!("{} is neither in KUBEBUILDER_ASSETS nor on PATH: {error}", self.name()))
     }
 
-    /// For those who can do without it where there is no Go to build it with, and have to say why: that is the inner
-    /// error. A build that fails is the outer one.
+    /// Finds or builds the program. The inner error is the reason why there is none, for callers
+    /// that can do without it. The outer error is that of a build that has failed.
     pub fn here(self) -> Result<Result<PathBuf, String>> {
         match self.absent() {
             Some(reason) => Ok(Err(reason)),
@@ -77,8 +80,8 @@ impl Program {
     }
 }
 
-/// Builds what is not there. Answers why it cannot be, where there is no Go to build it with. To be called before
-/// a network namespace is entered: from there nothing can be downloaded.
+/// Builds the programs that are missing. Returns the reason if there is no Go to build them with.
+/// It must be called before a network namespace is entered, from which nothing can be downloaded.
 pub fn provide(programs: &[Program]) -> Result<Option<String>> {
     if let Some(reason) = programs.iter().find_map(|program| program.absent()) {
         return Ok(Some(reason));
@@ -101,12 +104,13 @@ fn build(programs: &[Program]) -> Result<()> {
     })
 }
 
-/// The Go module with the real programs.
+/// Returns the Go module with the real programs.
 pub fn module() -> Module {
     Module::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("../kubernetes"), "kube")
 }
 
-/// Whether an API server can stream lists with this etcd: it refuses to with one that is older.
+/// Returns true if an API server can stream lists with this etcd. It refuses to do so with an older
+/// one.
 fn streams_lists(etcd: &Path) -> bool {
     let Ok(output) = Command::new(etcd).arg("--version").stdin(Stdio::null()).output() else { return false };
     let text = String::from_utf8_lossy(&output.stdout).into_owned();

@@ -1,5 +1,5 @@
-//! Keys and certificates, made by the openssl command: a CA, the API server's certificate, and the key that signs
-//! service account tokens.
+//! Keys and certificates that the openssl command makes: a CA, the API server's certificate, and
+//! the key that signs tokens of service accounts.
 
 use std::{
     fs,
@@ -21,7 +21,7 @@ pub(crate) struct Certificates {
 }
 
 impl Certificates {
-    /// Makes `name.crt` and `name.key` in `folder`, with which `user` is known to the API server.
+    /// Makes `name.crt` and `name.key` in `folder`. The API server knows `user` by them.
     pub(crate) fn client(&self, folder: &Path, name: &str, user: &str) -> Result<(PathBuf, PathBuf)> {
         let (certificate, key) = (folder.join(format!("{name}.crt")), folder.join(format!("{name}.key")));
         openssl(|command| {
@@ -34,7 +34,7 @@ impl Certificates {
         Ok((certificate, key))
     }
 
-    /// Makes all of them in `folder`; what is there is replaced.
+    /// Makes all of them in `folder`, and replaces what is there.
     pub(crate) fn create(folder: &Path, addresses: &[IpAddr]) -> Result<Self> {
         fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
         let made = Self {

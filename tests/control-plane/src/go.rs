@@ -1,4 +1,5 @@
-//! Programs that are Go modules: built from a module of this repository, once, and kept in a cache folder.
+//! Programs that are Go modules. They are built once from a module of this repository, and kept in
+//! a cache folder.
 
 use std::{
     env, fs,
@@ -14,11 +15,11 @@ use nix::{
     unistd::{AccessFlags, access},
 };
 
-/// A folder with go.mod and go.sum, and how programs are built from it.
+/// Folder with go.mod and go.sum, and the way to build programs from it.
 #[derive(Clone, Debug)]
 pub struct Module {
     folder: PathBuf,
-    /// What the name of its cache folder begins with.
+    /// Beginning of the name of the module's cache folder.
     name: &'static str,
     tags: &'static str,
     linker_flags: String,
@@ -64,7 +65,7 @@ impl Module {
         Ok(base.join("proxy-ctl").join(format!("{}-{hash:016x}", self.name)))
     }
 
-    /// The version of a module that this one requires, such as `v1.36.1`.
+    /// Returns the version of a module that this one requires, such as `v1.36.1`.
     pub fn required(&self, module: &str) -> Result<String> {
         self.go_mod()?
             .lines()
@@ -76,18 +77,19 @@ impl Module {
             .with_context(|| format!("{} does not require {module}", self.folder.join("go.mod").display()))
     }
 
-    /// Where the sources of a module are that this one requires; they are downloaded if need be.
+    /// Returns the folder with the sources of a module that this one requires. They are downloaded
+    /// if necessary.
     pub fn sources(&self, module: &str) -> Result<PathBuf> {
         self.download(&["mod", "download", module])?;
         Ok(PathBuf::from(self.run(&["list", "-m", "-f", "{{.Dir}}", module])?.trim()))
     }
 
-    /// What `go` prints to standard output when it is run in this module. An error without Go.
+    /// Runs `go` in this module, and returns its standard output. Returns an error without Go.
     pub fn run(&self, arguments: &[&str]) -> Result<String> {
         let mut command = self.go()?;
         let output = command.args(arguments).output().context("starting go")?;
         if !output.status.success() {
-            // With -json, errors are in the answer.
+            // With -json, errors are in the output.
             let answer = if arguments.contains(&"-json") { output.stdout } else { Vec::new() };
             let said = [output.stderr, answer].concat();
             bail!("go {}: {}", arguments.join(" "), String::from_utf8_lossy(&said).trim());
@@ -95,7 +97,8 @@ impl Module {
         String::from_utf8(output.stdout).with_context(|| format!("go {} prints no text", arguments.join(" ")))
     }
 
-    /// [`run`](Self::run), of what downloads modules: each attempt has fewer to get.
+    /// Does what [`run`](Self::run) does for a command that downloads modules, in several attempts.
+    /// Each attempt has fewer modules to get.
     pub fn download(&self, arguments: &[&str]) -> Result<String> {
         let mut answer = self.run(arguments);
         for pause in PAUSES_BETWEEN_DOWNLOADS {
@@ -108,12 +111,13 @@ impl Module {
         answer
     }
 
-    /// The program, if an earlier build has left it in the cache.
+    /// Returns the program if an earlier build has left it in the cache.
     pub fn built(&self, program: &str) -> Option<PathBuf> {
         self.cache().ok().map(|cache| cache.join(program)).filter(|file| is_executable(file))
     }
 
-    /// Builds the programs of these packages that no earlier build has left, all in one go. An error without Go.
+    /// Builds the programs of these packages that no earlier build has left, all in one go. Returns
+    /// an error without Go.
     pub fn build(&self, packages: &[&str]) -> Result<()> {
         let programs: Vec<&str> = packages.iter().copied().map(program_of).collect();
         self.provide(&programs, |missing, folder| {
@@ -125,7 +129,7 @@ impl Module {
     }
 
     /// Builds the tests of a package as one program of this name, unless an earlier build has left
-    /// it. An error without Go.
+    /// it. Returns an error without Go.
     pub fn build_tests(&self, package: &str, program: &str) -> Result<()> {
         self.provide(&[program], |_, folder| {
             self.download(&["list", "-deps", "-test", "-tags", self.tags, package])?;
@@ -133,7 +137,8 @@ impl Module {
         })
     }
 
-    /// Keeps the programs that `make` writes to a folder. It gets the names of missing ones.
+    /// Keeps the programs that `make` writes to a folder. `make` gets the names of those that are
+    /// missing.
     fn provide(&self, programs: &[&str], make: impl FnOnce(&[&str], &Path) -> Result<()>) -> Result<()> {
         let cache = self.cache()?;
         fs::create_dir_all(&cache).with_context(|| format!("creating {}", cache.display()))?;
@@ -147,7 +152,8 @@ impl Module {
         if missing.is_empty() {
             return Ok(());
         }
-        // Complete or not there at all: an interrupted build must not look like a program.
+        // A program is moved into the cache when it is complete. An interrupted build must not look
+        // like a program.
         let partial = cache.join("partial");
         fs::create_dir_all(&partial).with_context(|| format!("creating {}", partial.display()))?;
         eprintln!("building {}: once, some minutes", missing.join(", "));
@@ -175,7 +181,8 @@ impl Module {
     fn go(&self) -> Result<Command> {
         let mut command = Command::new(find_go()?);
         command.current_dir(&self.folder).env("CGO_ENABLED", "0").stdin(Stdio::null());
-        // The compiler ends before its memory is worth collecting. It takes a tenth of its time for that otherwise.
+        // The compiler ends before its memory is worth collecting. Otherwise it would take a tenth
+        // of its time for that.
         if env::var_os("GOGC").is_none() {
             command.env("GOGC", "400");
         }
@@ -188,12 +195,12 @@ impl Module {
     }
 }
 
-/// What `go build` calls the program of a package.
+/// Returns the name that `go build` gives to the program of a package.
 fn program_of(package: &str) -> &str {
     package.rsplit('/').next().unwrap_or(package)
 }
 
-/// The program, if it is on PATH.
+/// Returns the program if it is on PATH.
 pub fn on_path(program: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH")?;
     env::split_paths(&path).map(|folder| folder.join(program)).find(|file| is_executable(file))
@@ -203,8 +210,8 @@ pub(crate) fn is_executable(file: &Path) -> bool {
     file.is_file() && access(file, AccessFlags::X_OK).is_ok()
 }
 
-/// From PATH, else from where it says itself that it is, else from where https://go.dev/doc/install puts it: into a
-/// folder that is on no PATH before somebody adds it.
+/// Returns Go from PATH, from GOROOT, or from /usr/local/go. https://go.dev/doc/install puts it
+/// into the last one, which is on no PATH before somebody adds it.
 pub(crate) fn find_go() -> Result<PathBuf> {
     let root = env::var_os("GOROOT").map(PathBuf::from);
     let installed = root.into_iter().chain([PathBuf::from("/usr/local/go")]);
@@ -213,7 +220,8 @@ pub(crate) fn find_go() -> Result<PathBuf> {
         .context("there is no Go on PATH, in GOROOT or in /usr/local/go")
 }
 
-/// FNV-1a: std's hasher may change with the compiler, and with it the name of the folder.
+/// Returns the FNV-1a hash. The hash of std may change with the compiler, and with it the name of
+/// the folder.
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes
         .iter()

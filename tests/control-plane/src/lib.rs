@@ -1,6 +1,6 @@
-//! A real control plane on this machine: etcd and kube-apiserver, started in a second or a few, reachable on loopback or in
-//! a network namespace, and gone with the value that holds it. For tests of the Kubernetes source, the
-//! demo, the benchmarks, and the real kube-proxy as an oracle.
+//! A real control plane on this machine: etcd and kube-apiserver. It starts within a few seconds,
+//! on loopback or in a network namespace, and ends with the value that holds it. It is for tests of
+//! the Kubernetes source, the demo, the benchmarks, and the real kube-proxy as an oracle.
 //!
 //! ```no_run
 //! # fn main() -> anyhow::Result<()> {

@@ -1,4 +1,4 @@
-//! Objects as JSON, and writing them to the API server.
+//! Objects as JSON, and requests that write them to the API server.
 
 use std::{
     net::{IpAddr, Ipv4Addr},
@@ -13,10 +13,10 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-/// Who changed what, in `managedFields`.
+/// Name by which `managedFields` tells who has changed what.
 const FIELD_MANAGER: &str = "control-plane";
 
-/// A ClusterIP Service with one TCP port named `main`.
+/// Makes a ClusterIP Service with one TCP port named `main`.
 pub fn service(namespace: &str, name: &str, port: u16) -> Value {
     json!({
         "apiVersion": "v1",
@@ -26,7 +26,8 @@ pub fn service(namespace: &str, name: &str, port: u16) -> Value {
     })
 }
 
-/// A slice of `service` with ready endpoints, all of one family, and one TCP port named `main`.
+/// Makes a slice of `service` with ready endpoints, all of one family, and one TCP port named
+/// `main`.
 pub fn endpoint_slice(namespace: &str, name: &str, service: &str, addresses: &[IpAddr], port: u16) -> Value {
     let family = if addresses.iter().any(IpAddr::is_ipv6) { "IPv6" } else { "IPv4" };
     let endpoints: Vec<Value> = addresses
@@ -57,7 +58,7 @@ pub fn service_account(namespace: &str, name: &str) -> Value {
 
 const RBAC: &str = "rbac.authorization.k8s.io";
 
-/// `rules`: API group, plural and verbs.
+/// Makes a ClusterRole. Each rule has an API group, a plural and verbs.
 pub fn cluster_role(name: &str, rules: &[(&str, &str, &[&str])]) -> Value {
     let rule = |(group, plural, verbs): &(&str, &str, &[&str])| json!({"apiGroups": [group], "resources": [plural], "verbs": verbs});
     json!({
@@ -66,11 +67,11 @@ pub fn cluster_role(name: &str, rules: &[(&str, &str, &[&str])]) -> Value {
     })
 }
 
-/// Whom a role is bound to.
+/// User or account to which a role is bound.
 #[derive(Clone, Copy, Debug)]
 pub enum Subject<'a> {
     User(&'a str),
-    /// Namespace and name.
+    /// Namespace and name of a ServiceAccount.
     ServiceAccount(&'a str, &'a str),
 }
 
@@ -87,8 +88,8 @@ pub fn cluster_role_binding(name: &str, role: &str, to: Subject<'_>) -> Value {
     })
 }
 
-/// Creates the object or takes over what is there (server-side apply). A `status` goes to the object's
-/// subresource, as only that changes it.
+/// Creates the object or takes over the existing one (server-side apply). A `status` goes to the
+/// object's subresource, because only that changes it.
 pub async fn apply(client: &Client, object: &Value) -> Result<()> {
     let mut object = object.clone();
     let status = object.as_object_mut().and_then(|fields| fields.remove("status"));
@@ -102,35 +103,36 @@ pub async fn apply(client: &Client, object: &Value) -> Result<()> {
     Ok(())
 }
 
-/// Creates the object; an error if it is there already.
+/// Creates the object. Returns an error if it exists already.
 pub async fn create(client: &Client, object: &Value) -> Result<()> {
     create_with(client, object, "").await.map(drop)
 }
 
-/// [`create`] with this query; what the API server has made of it.
+/// Creates the object with this query, and returns what the API server has made of it.
 pub async fn create_with(client: &Client, object: &Value, query: &str) -> Result<Value> {
     let path = path(object)?;
     let collection = path.rsplit_once('/').map_or("", |(collection, _)| collection);
     send(client, "POST", &format!("{collection}{query}"), Some("application/json"), object).await
 }
 
-/// Changes fields of the object that `object` names by kind and metadata: a JSON merge patch.
+/// Changes fields of the object that `object` names by kind and metadata, by a JSON merge patch.
 pub async fn merge(client: &Client, object: &Value, patch: &Value) -> Result<()> {
     send(client, "PATCH", &path(object)?, Some("application/merge-patch+json"), patch).await.map(drop)
 }
 
-/// Deletes the object that `object` names; an error if there is none.
+/// Deletes the object that `object` names. Returns an error if there is none.
 pub async fn delete(client: &Client, object: &Value) -> Result<()> {
     send(client, "DELETE", &path(object)?, None, &Value::Null).await.map(drop)
 }
 
-/// A token of this ServiceAccount, bound to nothing but it: valid for an hour, and no longer than the account lives.
+/// Returns a token of this ServiceAccount that is bound to nothing else. It is valid for an hour,
+/// and no longer than the account lives.
 pub async fn token(client: &Client, namespace: &str, account: &str) -> Result<String> {
     let spec = json!({"audiences": [], "expirationSeconds": 3600});
     requested_token(client, namespace, account, spec).await
 }
 
-/// A token of this ServiceAccount as `spec` of a TokenRequest asks for it.
+/// Returns a token of this ServiceAccount, as `spec` of a TokenRequest asks for it.
 pub async fn requested_token(client: &Client, namespace: &str, account: &str, spec: Value) -> Result<String> {
     let body = json!({"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": spec});
     let uri = format!("/api/v1/namespaces/{namespace}/serviceaccounts/{account}/token");
@@ -139,7 +141,7 @@ pub async fn requested_token(client: &Client, namespace: &str, account: &str, sp
     Ok(token.context("the answer to a TokenRequest has no status.token")?.to_owned())
 }
 
-/// What the API server has at this path.
+/// Returns the object that the API server has at this path.
 pub async fn get(client: &Client, path: &str) -> Result<Value> {
     send(client, "GET", path, None, &Value::Null).await
 }
@@ -149,14 +151,15 @@ pub async fn get(client: &Client, path: &str) -> Result<Value> {
 pub struct Bulk {
     pub namespace: String,
     pub services: usize,
-    /// Endpoints of each slice, at most 1,000.
+    /// Number of endpoints of each slice, at most 1,000.
     pub endpoints: usize,
-    /// Requests at a time.
+    /// Number of requests at a time.
     pub parallel: usize,
 }
 
 impl Bulk {
-    /// Services `s-0`, `s-1`, …, slices of the same names; addresses in 10.128.0.0/9, port 8080.
+    /// Makes Services `s-0`, `s-1`, …, with slices of the same names. Addresses are in
+    /// 10.128.0.0/9, and the port is 8080.
     pub fn new(namespace: &str, services: usize, endpoints: usize) -> Self {
         Self { namespace: namespace.to_owned(), services, endpoints, parallel: 400 }
     }
@@ -172,13 +175,14 @@ impl Bulk {
         endpoint_slice(&self.namespace, &name, &name, &addresses, 8080)
     }
 
-    /// Distinct for the first 8 million endpoints.
+    /// Returns the address of an endpoint. Addresses are distinct for the first 8 million
+    /// endpoints.
     pub fn address(&self, service: usize, endpoint: usize) -> Ipv4Addr {
         let number = (service * self.endpoints + endpoint) % (1 << 23);
         Ipv4Addr::from(u32::from(Ipv4Addr::new(10, 128, 0, 0)) | u32::try_from(number).unwrap_or_default())
     }
 
-    /// Creates all of them, and the namespace; returns how long it took.
+    /// Creates all of them, and the namespace. Returns how long it took.
     pub async fn create(&self, client: &Client) -> Result<Duration> {
         apply(client, &namespace(&self.namespace)).await?;
         let start = Instant::now();
@@ -194,8 +198,8 @@ impl Bulk {
         Ok(start.elapsed())
     }
 
-    /// The keys and values of etcd that Services from `first` on have, and their slices, as kube-apiserver stores them. In etcd, the
-    /// namespace must be there.
+    /// Returns the keys and values that kube-apiserver stores in etcd for Services from `first` on,
+    /// and for their slices. The namespace must exist already.
     pub fn stored(&self, first: usize) -> impl Iterator<Item = (String, Value)> {
         (first..self.services).flat_map(|index| {
             let name = format!("s-{index}");
@@ -229,14 +233,16 @@ impl Bulk {
         })
     }
 
-    /// In the half of the default range that the API server gives to who asks for no address.
+    /// Returns a cluster IP from the half of the default range that the API server gives to
+    /// Services that ask for no address.
     fn cluster_ip(index: usize) -> Ipv4Addr {
         let first = u32::from(Ipv4Addr::new(10, 104, 0, 0));
         Ipv4Addr::from(first + u32::try_from(index).unwrap_or_default())
     }
 }
 
-/// A busy API server may do what it is asked and not say so in time; then it is asked again.
+/// Ignores the error if the object is there. A busy API server may have done what it was asked
+/// without saying so in time. The request is then sent again.
 fn unless_there(error: anyhow::Error) -> Result<()> {
     match error.downcast_ref::<kube::Error>() {
         Some(kube::Error::Api(status)) if status.code == 409 => Ok(()),
@@ -244,7 +250,7 @@ fn unless_there(error: anyhow::Error) -> Result<()> {
     }
 }
 
-/// `/api/v1/namespaces/ns/services/name` and the like.
+/// Returns the path of an object, such as `/api/v1/namespaces/ns/services/name`.
 pub fn path(object: &Value) -> Result<String> {
     const OF_NO_NAMESPACE: [&str; 6] =
         ["ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition", "Namespace", "Node", "ServiceCIDR"];
@@ -259,7 +265,7 @@ pub fn path(object: &Value) -> Result<String> {
     Ok(format!("{}/{name}", DynamicObject::url_path(&resource, namespace)))
 }
 
-/// One request; `content`: the type of its body, if it has one.
+/// Sends one request. `content` is the type of its body, if it has one.
 pub async fn send(
     client: &Client,
     method: &str,

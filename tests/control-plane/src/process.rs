@@ -1,4 +1,5 @@
-//! A child that never outlives its owner: killed when dropped, and by the kernel when this process dies.
+//! A child that never outlives its owner. It is killed when it is dropped, and by the kernel when
+//! this process dies.
 
 use std::{
     fs::{self, File},
@@ -18,21 +19,23 @@ use nix::{
 
 /// Interval between two looks at a condition.
 pub(crate) const BETWEEN_LOOKS: Duration = Duration::from_millis(10);
-/// An API server waits for watches to end, for a minute. It has stopped to listen long before this.
+/// Time after which a process that was asked to end is killed. An API server waits a minute for
+/// watches to end, but it has stopped listening long before this.
 const TERM_LIMIT: Duration = Duration::from_secs(1);
 
-/// Killed when dropped.
+/// Child process that is killed when this is dropped.
 pub struct Process {
     name: String,
     child: Child,
     log: PathBuf,
-    /// The kernel signals a child when the thread that started it ends, so that thread waits for us.
+    /// Thread that started the child. The kernel kills the child when that thread ends, so the
+    /// thread waits for the owner.
     parent: Option<(mpsc::Sender<()>, JoinHandle<()>)>,
 }
 
 impl Process {
-    /// Starts the program with arguments and environment of `command` in a named network namespace or, without a name,
-    /// in ours; its output is added to `log`.
+    /// Starts the program with arguments and environment of `command` in a named network namespace
+    /// or, without a name, in that of the caller. Its output is appended to `log`.
     pub fn start(command: &Command, log: &Path, namespace: Option<&str>) -> Result<Self> {
         let program = Path::new(command.get_program());
         let name = program.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -61,7 +64,7 @@ impl Process {
                     .map_or(Ok(()), |namespace| enter(&namespace))
                     .and_then(|()| bound.spawn().context("starting setpriv (package util-linux)"));
                 if started.send(child).is_ok() {
-                    // Ends with an error once the owner is gone, which is what is waited for.
+                    // This returns an error once the owner is gone, which the thread waits for.
                     let _ = owned.recv();
                 }
             })
@@ -70,7 +73,7 @@ impl Process {
         Ok(Self { name, child, log: log.to_owned(), parent: Some((owner, parent)) })
     }
 
-    /// An error with the end of the log if the process has ended.
+    /// Returns an error with the end of the log if the process has ended.
     pub fn alive(&mut self) -> Result<()> {
         match self.child.try_wait().with_context(|| format!("waiting for {}", self.name))? {
             None => Ok(()),
@@ -80,14 +83,14 @@ impl Process {
         }
     }
 
-    /// The end of the log.
+    /// Returns the end of the log.
     pub fn last_words(&self) -> String {
         let text = fs::read_to_string(&self.log).unwrap_or_default();
         let lines: Vec<&str> = text.lines().collect();
         lines[lines.len().saturating_sub(15)..].join("\n")
     }
 
-    /// Asks the process to end and waits for it; after a second it is killed.
+    /// Asks the process to end, and waits for it. After a second it is killed.
     pub fn stop(mut self) -> Result<ExitStatus> {
         let id = i32::try_from(self.child.id()).context("process id")?;
         kill(Pid::from_raw(id), Signal::SIGTERM).with_context(|| format!("stopping {}", self.name))?;
@@ -108,7 +111,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Errors mean that it has ended already.
+        // Errors mean that the process has ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
         if let Some((owner, parent)) = self.parent.take() {

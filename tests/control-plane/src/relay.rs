@@ -1,4 +1,4 @@
-//! A TCP relay between a client and the API server that can be cut: a broken network.
+//! A TCP relay between a client and the API server that can be cut, like a broken network.
 
 use std::{
     net::SocketAddr,
@@ -16,7 +16,7 @@ use tokio::{
     task::JoinHandle,
 };
 
-/// Ends when it is dropped. Its connections end with the runtime.
+/// Relay that ends when it is dropped. Its connections end with the runtime.
 pub struct Relay {
     pub address: SocketAddr,
     open: watch::Sender<bool>,
@@ -45,7 +45,8 @@ impl Relay {
                     let open = *opened.borrow_and_update();
                     tokio::select! {
                         () = relay(client, target, open, frozen) => {}
-                        // A change ends the connection even if it was mended before this is seen.
+                        // A change ends the connection, even if the network was mended before this
+                        // is seen.
                         _ = opened.changed() => {}
                     }
                 });
@@ -64,8 +65,8 @@ impl Relay {
         self.open.send_replace(false);
     }
 
-    /// Passes nothing on over the connections that there are now, and keeps them open: a load
-    /// balancer that has lost them without telling. New ones work.
+    /// Forwards nothing more over the existing connections, and keeps them open, like a load
+    /// balancer that has lost them without telling. New connections work.
     pub fn freeze(&self) {
         self.frozen.send_modify(|times| *times += 1);
     }
@@ -84,7 +85,7 @@ impl Drop for Relay {
 async fn relay(mut client: TcpStream, target: SocketAddr, open: bool, mut frozen: watch::Receiver<u32>) {
     if open && let Ok(mut server) = TcpStream::connect(target).await {
         tokio::select! {
-            // However it ends: both sides are closed.
+            // Both sides are closed, however this ends.
             _ = copy_bidirectional(&mut client, &mut server) => {}
             _ = frozen.changed() => std::future::pending().await,
         }

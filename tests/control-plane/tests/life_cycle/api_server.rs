@@ -1,4 +1,4 @@
-//! Scenarios of an API server that is away.
+//! Scenarios in which the API server is away.
 
 use std::{
     env, thread,
@@ -17,10 +17,12 @@ use crate::{
     world::World,
 };
 
-/// The length of an outage in seconds, unless the environment variable `OUTAGE_SECONDS` has another. In this time
-/// each watcher tries more than once. With 60 seconds it comes to its longest pause.
+/// Length of an outage in seconds, unless the environment variable `OUTAGE_SECONDS` has another.
+/// Within this time each watcher tries more than once. With 60 seconds it reaches its longest
+/// pause.
 const OUTAGE_SECONDS: u64 = 20;
-/// In the log where the API server cannot be reached: the first connection may be reset or refused.
+/// Text in the log while the API server cannot be reached. The first connection may be reset or
+/// refused.
 const UNREACHABLE: &str = "reason=\"unreachable\"";
 
 fn outage() -> Duration {
@@ -40,7 +42,7 @@ pub(crate) fn an_api_server_that_is_away_changes_nothing(world: &mut World) -> R
     let mut started_late = late.start(&json!({}))?;
     started_late.says(UNREACHABLE)?;
     world.server.replace_token(PROXY);
-    // Nothing tells the end of an outage but the API server, which stays away until then.
+    // Only the API server itself ends the outage, and it stays away until then.
     thread::sleep(outage().saturating_sub(away_since.elapsed()));
     answers(&own.healthz(), "/healthz", 200)?;
     own.serves()?;
@@ -49,7 +51,7 @@ pub(crate) fn an_api_server_that_is_away_changes_nothing(world: &mut World) -> R
     world.server.start_again()?;
     let refused = "proxy_source_errors_total{resource=\"services\",reason=\"unauthorized\"}";
     for own in [&own, &late] {
-        // A family without a sample has none of this reason yet.
+        // A metric without a sample does not have this reason yet.
         let is_refused = || Ok(metric(&own.metrics(), refused).is_ok_and(|count| count > 0.0).then_some(()));
         until("the former token to be refused", is_refused, || proxy.log())?;
     }

@@ -1,4 +1,5 @@
-//! What the real kube-proxy leaves, and who removes it: its own `--cleanup` says what must be left then.
+//! Rules that the real kube-proxy leaves, and their removal. Its own `--cleanup` shows what must be
+//! left then.
 
 use std::{
     collections::BTreeSet,
@@ -34,13 +35,13 @@ use crate::{
 const CLUSTER_IP: &str = "10.96.77.77";
 const ENDPOINT: &str = "10.0.0.77";
 const PORT: u16 = 8077;
-/// How many pieces of kube-proxy are left.
+/// Metric of the number of pieces that kube-proxy has left.
 const FORMER_RULES: &str = "proxy_former_rules";
-/// The chain in which proxy-ctl accepts health checks in a former kube-proxy's place.
+/// Chain in which proxy-ctl accepts health checks in place of a former kube-proxy.
 const HEALTH_CHECKS: &str = "PROXY-CTL-HEALTH-CHECKS";
 const REMOVED: &str = "removed rules of another kube-proxy";
 
-/// Somebody else's, in tables of their own and in those that kube-proxy uses too.
+/// Rules of other programs, in tables of their own and in those that kube-proxy uses too.
 const FOREIGN_TABLE: &str = "table inet mine { chain input { type filter hook input priority 5; \
                              tcp dport 9 counter drop comment \"KUBE-SERVICES\"; }; }";
 const FOREIGN_RULES: [&str; 6] = [
@@ -52,12 +53,12 @@ const FOREIGN_RULES: [&str; 6] = [
     "-t mangle -N KUBE-KUBELET-CANARY",
 ];
 
-/// Which kernel interface kube-proxy's rules are in.
+/// Kernel interface that has kube-proxy's rules.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum RuleApi {
-    /// Of mode nftables, or of mode iptables with iptables-nft.
+    /// Rules of mode nftables, or of mode iptables with iptables-nft.
     Nft(&'static str),
-    /// Of mode iptables with iptables-legacy.
+    /// Rules of mode iptables with iptables-legacy.
     Legacy,
 }
 
@@ -76,8 +77,8 @@ impl RuleApi {
         }
     }
 
-    /// Everything that is there, chain by chain in the order of their names: kube-proxy makes them in any. Counters
-    /// differ from one run to the next, and nobody asks for them.
+    /// Returns all rules, sorted by the names of their chains, because kube-proxy makes chains in
+    /// any order. Counters are left out, because they differ from one run to the next.
     fn dump(self) -> Result<String> {
         let text = match self {
             Self::Nft(_) => run("nft", &["list", "ruleset"])?,
@@ -103,7 +104,8 @@ impl RuleApi {
         Ok(lines.into_iter().map(|(table, _, line)| format!("{table} {line}\n")).collect())
     }
 
-    /// Both families, with all that is made at the start.
+    /// Returns true if the rules of both families are there, with everything that kube-proxy makes
+    /// at its start.
     fn are_complete(self, dump: &str, own: &Node) -> bool {
         let synced = |family: &str| {
             let name = format!("kubeproxy_sync_proxy_rules_last_timestamp_seconds{{ip_family=\"{family}\"}}");
@@ -117,7 +119,7 @@ impl RuleApi {
     }
 }
 
-/// `packets 5 bytes 300` and `ACCEPT [5:300]` are zero.
+/// Returns the line with zero for `packets 5 bytes 300`, and without counts like `[5:300]`.
 fn without_counts(line: &str) -> String {
     let mut words: Vec<&str> = line.split(' ').collect();
     for at in 1..words.len() {
@@ -143,16 +145,17 @@ fn run(program: &str, arguments: &[&str]) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The real kube-proxy, with iptables of one kind; its rules are gone with the value.
+/// Real kube-proxy with one kind of iptables. Its rules are removed when this is dropped.
 struct OldProxy {
     program: PathBuf,
     tables: RuleApi,
-    /// Holds iptables and its like under the names that kube-proxy calls.
+    /// PATH that begins with a folder of links to iptables and its like, by the names that
+    /// kube-proxy calls.
     path: String,
 }
 
 impl OldProxy {
-    /// Or why it cannot be tried here.
+    /// Finds the programs. The inner error is the reason why kube-proxy cannot be tried here.
     fn new(own: &Node, tables: RuleApi) -> Result<Result<Self, String>> {
         let program = match Program::KubeProxy.path() {
             Ok(program) => program,
@@ -215,7 +218,7 @@ impl OldProxy {
         Ok(proxy)
     }
 
-    /// Programs everything, and ends.
+    /// Lets kube-proxy program everything and end.
     fn leave_rules(&self, own: &Node) -> Result<()> {
         let mut proxy = self.start(own)?;
         proxy.send(Signal::SIGTERM)?;
@@ -230,12 +233,13 @@ impl OldProxy {
 
 impl Drop for OldProxy {
     fn drop(&mut self) {
-        // The next scenario begins with the same.
+        // The next scenario resets them too.
         let _ = self.reset();
     }
 }
 
-/// Plays a scene with kube-proxy's rules of each kind; tells which could not be tried.
+/// Plays a scene with kube-proxy's rules of each kind. The outcome names the kinds that could not
+/// be tried.
 fn with_each(
     own: &Node,
     kinds: &[RuleApi],
@@ -251,24 +255,24 @@ fn with_each(
     Ok(if skipped.is_empty() { Outcome::Passed } else { Outcome::Skipped(skipped.join("; ")) })
 }
 
-/// Nothing of ours is there.
+/// Folder for pins in which proxy-ctl has left nothing.
 const NO_PINS: &str = "/sys/fs/bpf/proxy-ctl-life-nothing";
 
-/// Our `kube-proxy --cleanup`. `path`: where it finds programs.
+/// Runs proxy-ctl as `kube-proxy --cleanup`. `path` is where it finds programs.
 fn try_clean_up_as_kube_proxy(path: &OsStr) -> Result<Output> {
     let mut command = Command::new(lab::program("proxy-ctl")?);
     command.arg0("kube-proxy").args(["--cleanup", "--hostname-override=a", "--bpffs", NO_PINS]);
     command.env("PATH", path).stdin(Stdio::null()).output().context("starting proxy-ctl")
 }
 
-/// What it prints.
+/// Runs proxy-ctl as `kube-proxy --cleanup`, and returns its output.
 fn clean_up_as_kube_proxy() -> Result<String> {
     let output = try_clean_up_as_kube_proxy(&env::var_os("PATH").unwrap_or_default())?;
     ensure!(output.status.success(), "{}: {}", output.status, String::from_utf8_lossy(&output.stderr));
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// `proxy-ctl cleanup --kube-proxy`: what it says of kube-proxy.
+/// Runs `proxy-ctl cleanup --kube-proxy`, and returns what it reports about kube-proxy.
 fn clean_up() -> Result<Value> {
     let program = lab::program("proxy-ctl")?.display().to_string();
     let text = run(&program, &["cleanup", "--kube-proxy", "--output", "json", "--bpffs", NO_PINS])?;
@@ -277,7 +281,7 @@ fn clean_up() -> Result<Value> {
     Ok(said["kubeProxy"].clone())
 }
 
-/// A Node, and a Service with a known address, a node port and an endpoint on this machine.
+/// Makes a Node, and a Service with a known address, a node port and an endpoint on this machine.
 fn with_service(world: &World, node: &'static str, number: u16) -> Result<Node> {
     let own = Node::known(world, node, number)?;
     let mut service = objects::service("default", "leftovers", PORT);
@@ -308,7 +312,7 @@ pub(crate) fn clean_up_leaves_what_kube_proxys_leaves(world: &mut World) -> Resu
         former.reset()?;
         former.lay_foreign_rules()?;
         former.leave_rules(&own)?;
-        // It goes through its Services in any order.
+        // kube-proxy goes through its Services in any order.
         let lines = |dump: &str| dump.lines().map(str::to_owned).collect::<BTreeSet<_>>();
         ensure!(lines(&programmed) == lines(&tables.dump()?), "kube-proxy does not program the same twice");
         let said = clean_up()?;
@@ -329,7 +333,7 @@ pub(crate) fn what_others_use_of_kube_proxy_stays_and_is_named(world: &mut World
         let arguments: Vec<&str> = ["-t", "nat"].into_iter().chain(rule.split(' ')).collect();
         run("iptables-nft", &arguments)?;
     }
-    // A map is not looked into.
+    // A map is not searched for jumps.
     run("nft", &["add rule ip filter KUBE-ROUTER-FORWARD tcp dport vmap { 7 : jump KUBE-FORWARD }"])?;
     let rules_of = |chain: &str| run("iptables-nft", &["-t", "nat", "-S", chain]);
     let (mine, masquerading) =
@@ -391,14 +395,14 @@ pub(crate) fn a_chain_that_only_others_lead_to_is_emptied(world: &mut World) -> 
     })
 }
 
-/// A connection through the cluster IP to an endpoint that listens here.
+/// Connection through the cluster IP to an endpoint that listens here.
 struct Connection {
     client: TcpStream,
     server: TcpStream,
 }
 
 impl Connection {
-    /// Netfilter translates its destination.
+    /// Opens the connection, whose destination netfilter translates.
     fn open() -> Result<Self> {
         run("ip", &["address", "replace", &format!("{ENDPOINT}/32"), "dev", "lo"])?;
         run("ip", &["route", "replace", "10.96.0.0/12", "dev", "lo"])?;
@@ -414,7 +418,7 @@ impl Connection {
         Ok(Self { client, server })
     }
 
-    /// In both directions.
+    /// Expects the connection to work in both directions.
     fn works(&self) -> Result<()> {
         for (mut from, mut to) in [(&self.client, &self.server), (&self.server, &self.client)] {
             from.write_all(b"ping")?;
@@ -449,13 +453,13 @@ pub(crate) fn run_removes_them_and_connections_live_on(world: &mut World) -> Res
     })
 }
 
-/// Without the chain by which proxy-ctl goes on accepting health checks, in [`RuleApi::dump`]'s
-/// form.
+/// Returns a dump of [`RuleApi::dump`] without the chain by which proxy-ctl goes on accepting
+/// health checks.
 fn without_health_checks(dump: &str) -> String {
     dump.split_inclusive('\n').filter(|line| !line.contains(HEALTH_CHECKS)).collect()
 }
 
-/// A Service that load balancers ask this node for at `port`.
+/// Makes a Service for which load balancers ask this node at `port`.
 fn checked_service(name: &str, port: u16) -> Value {
     let mut service = objects::service("default", name, PORT);
     service["spec"]["type"] = json!("LoadBalancer");
@@ -464,8 +468,8 @@ fn checked_service(name: &str, port: u16) -> Value {
     service
 }
 
-/// INPUT drops what no rule before accepts; kube-proxy's modes iptables and ipvs have such rules
-/// for load balancers.
+/// Expects health checks to stay accepted although INPUT drops what no rule before accepts.
+/// kube-proxy's modes iptables and ipvs have rules that accept health checks.
 pub(crate) fn health_checks_stay_accepted(world: &mut World) -> Result<Outcome> {
     const FIRST: u16 = 31_977;
     const LATER: u16 = 31_978;
@@ -514,7 +518,8 @@ pub(crate) fn health_checks_stay_accepted(world: &mut World) -> Result<Outcome> 
     outcome
 }
 
-/// What is left of kube-proxy's table of mode nftables, in [`RuleApi::dump`]'s form.
+/// Splits a dump of [`RuleApi::dump`] into what is left of kube-proxy's table of mode nftables, and
+/// the rest.
 fn without_holders(dump: &str) -> (String, String) {
     let is_of_holder = |line: &&str| line.contains(" kube-proxy { ");
     let (holders, others): (Vec<&str>, Vec<&str>) = dump.split_inclusive('\n').partition(is_of_holder);
@@ -536,20 +541,21 @@ static HOLDERS: LazyLock<String> = LazyLock::new(|| {
     lines("ip") + &lines("ip6")
 });
 
-/// As a process that our kube-proxy serves.
+/// Connects as a process that proxy-ctl serves at its socket.
 fn connect_within(own: &Node) -> Result<()> {
     let connect = "echo $$ > \"$0/cgroup.procs\" && exec 3<> \"/dev/tcp/$1/$2\"";
     let (cgroup, port) = (own.cgroup().display().to_string(), PORT.to_string());
     run("timeout", &["10", "bash", "-c", connect, &cgroup, CLUSTER_IP, &port]).map(drop)
 }
 
-/// Nobody else's rule is there that keeps the kernel translating.
+/// Expects connections to live on where no other program has a rule that keeps the kernel
+/// translating.
 pub(crate) fn connections_that_it_leaves_live_on_where_nobody_else_translates(
     world: &mut World,
 ) -> Result<Outcome> {
     let own = with_service(world, "translated", 50)?;
     let in_nftables = RuleApi::Nft("nftables");
-    // What iptables-legacy has made once is there as long as the network namespace is.
+    // iptables-legacy leaves things that stay as long as the network namespace.
     with_each(&own, &[RuleApi::Nft("iptables"), in_nftables, RuleApi::Legacy], |former| {
         let tables = former.tables;
         former.leave_rules(&own)?;
@@ -632,7 +638,7 @@ pub(crate) fn run_leaves_them_where_it_is_told_to(world: &mut World) -> Result<(
     Ok(())
 }
 
-/// SCTP is handed over to mode nftables, whose table takes the place of the former kube-proxy's.
+/// Delegates SCTP to mode nftables, whose table takes the place of the former kube-proxy's.
 pub(crate) fn what_is_handed_over_holds_no_removal_back(world: &mut World) -> Result<()> {
     let own = with_service(world, "handed-over", 53)?;
     let mut sctp = objects::service("default", "associations", PORT);
@@ -682,7 +688,7 @@ pub(crate) fn a_kube_proxy_that_is_still_at_work_is_named_and_not_fought(world: 
     Ok(())
 }
 
-/// Starts proxy-ctl, which finds programs here, and looks every second.
+/// Starts proxy-ctl with this PATH. It looks for rules every second.
 fn start_with_path(own: &Node, path: &str) -> Result<Proxy> {
     own.write_configuration(&json!({"iptables": {"syncPeriod": "1s"}}))?;
     let (program, file) =
@@ -690,7 +696,8 @@ fn start_with_path(own: &Node, path: &str) -> Result<Proxy> {
     Proxy::start(Path::new("env"), &[&format!("PATH={path}"), &program, "run", "--config", &file])
 }
 
-/// Legacy rules cannot be removed without their tools, and that is tried again and again.
+/// Expects a table that comes back not to be fought. Meanwhile legacy rules cannot be removed
+/// without their tools, which is tried again and again.
 pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_fought(
     world: &mut World,
 ) -> Result<()> {
@@ -716,14 +723,14 @@ pub(crate) fn what_comes_back_while_something_else_cannot_be_removed_is_not_foug
     ensure!(ruleset()?.contains(serving), "it was removed again");
     left(3.0)?;
 
-    // Of another program.
+    // Another program removes this chain.
     run("iptables-legacy", &["-t", "mangle", "-X", "KUBE-PROXY-CANARY"])?;
     left(2.0)?;
     ensure!(proxy.log().matches("are not on PATH").count() == 1, "{}", proxy.log());
     Ok(())
 }
 
-/// Each table of iptables-legacy is replaced on its own.
+/// Expects each table of iptables-legacy to be replaced on its own.
 pub(crate) fn a_legacy_table_that_cannot_be_written_keeps_no_other(world: &mut World) -> Result<()> {
     let own = with_service(world, "one-refused", 52)?;
     let _clean = OldProxy::new(&own, RuleApi::Legacy)?.map_err(Skip)?;
@@ -758,7 +765,7 @@ pub(crate) fn a_legacy_table_that_cannot_be_written_keeps_no_other(world: &mut W
     Ok(())
 }
 
-/// Without the tools of iptables-legacy, with kube-proxy's words.
+/// Expects a cleanup without the tools of iptables-legacy to fail with kube-proxy's words.
 fn clean_up_fails_where_something_stays() -> Result<()> {
     let canary = |action: &str| run("iptables-legacy", &["-t", "mangle", action, "KUBE-PROXY-CANARY"]);
     canary("-N")?;

@@ -1,7 +1,9 @@
-//! The life of `proxy-ctl run` against a real API server: how it starts, and what ends it. Each scenario starts the
-//! program on a node of its own; the real kube-proxy, where it is installed, says how a scenario ends for it.
+//! The life of `proxy-ctl run` against a real API server: how it starts, and what ends it. Each
+//! scenario starts the program on a node of its own. The real kube-proxy, if it is installed, shows
+//! how a scenario ends for it.
 //!
-//! `cargo test --test life_cycle [-- [--list] [part of a name]]`; needs root and a built proxy-ctl.
+//! `cargo test --test life_cycle [-- [--list] [part of a name]]` runs the scenarios. It needs root
+//! and a built proxy-ctl.
 
 mod api_server;
 mod leftovers;

@@ -1,4 +1,5 @@
-//! The place in which one proxy runs: its configuration, pins and cgroup, gone with the value.
+//! The place in which one proxy runs: its configuration, pins and cgroup. They are removed when
+//! this is dropped.
 
 use std::{
     fs,
@@ -23,12 +24,12 @@ pub(crate) struct Node {
     folder: PathBuf,
     own: OwnFolders,
     kubeconfig: String,
-    /// Servers listen on 127.0.0.1 with ports from here on.
+    /// First of the ports on which servers listen at 127.0.0.1.
     first_port: u16,
 }
 
 impl Node {
-    /// `number` tells it from all others.
+    /// Makes a node. `number` must differ from all others.
     pub(crate) fn new(world: &World, name: &'static str, number: u16) -> Result<Self> {
         let folder = world.directory.path().join(name);
         fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
@@ -36,7 +37,7 @@ impl Node {
         Ok(Self { name, folder, own, kubeconfig: world.kubeconfig(), first_port: 20_000 + number * 10 })
     }
 
-    /// One whose object the API server has.
+    /// Makes a node whose object the API server has.
     pub(crate) fn known(world: &World, name: &'static str, number: u16) -> Result<Self> {
         world.apply(&node(name, ADDRESS, &[]))?;
         Self::new(world, name, number)
@@ -54,7 +55,7 @@ impl Node {
         format!("127.0.0.1:{}", self.first_port + 1)
     }
 
-    /// With what every proxy of this node is told; `more` wins.
+    /// Returns the configuration that every proxy of this node gets. Fields of `more` win.
     pub(crate) fn configuration(&self, more: &Value) -> String {
         let mut configuration = json!({
             "apiVersion": "kubeproxy.config.k8s.io/v1alpha1",
@@ -63,7 +64,8 @@ impl Node {
             "clientConnection": {"kubeconfig": self.kubeconfig},
             "healthzBindAddress": self.healthz(),
             "metricsBindAddress": self.metrics(),
-            // The machine's own limit stays as it is, and cannot be set from another network namespace.
+            // The machine's own limit stays as it is. It cannot be set from another network
+            // namespace.
             "conntrack": {"maxPerCore": 0},
             "ebpf": {
                 "bpffs": self.own.pins,
@@ -77,7 +79,7 @@ impl Node {
         configuration.to_string()
     }
 
-    /// Where the configuration is written, as by an operator with an editor.
+    /// Returns the file into which the configuration is written, as by an operator with an editor.
     pub(crate) fn config_file(&self) -> PathBuf {
         self.folder.join("config.conf")
     }
@@ -119,7 +121,7 @@ impl Node {
         Proxy::start(Path::new("sh"), &["-c", ENTER, "sh", cgroup, program, "run", "--config", config])
     }
 
-    /// As [`Node::start`], and waits until everything is programmed.
+    /// Starts proxy-ctl as [`Node::start`] does, and waits until everything is programmed.
     pub(crate) fn run(&self, more: &Value) -> Result<Proxy> {
         let proxy = self.start(more)?;
         proxy.says(PROGRAMMED)?;
@@ -143,7 +145,8 @@ impl Node {
         Proxy::start(program, &["--config", &self.config_file().display().to_string()])
     }
 
-    /// [`Node::start_kube_proxy`] where there is one; else why not.
+    /// Does what [`Node::start_kube_proxy`] does if there is a kube-proxy. Otherwise returns why
+    /// not.
     pub(crate) fn start_kube_proxy_if_here(&self, more: &Value) -> Result<Result<Proxy, String>> {
         Program::KubeProxy
             .here()?
@@ -168,7 +171,7 @@ impl Node {
         command.output().context("starting proxy-ctl")
     }
 
-    /// What is programmed, whether or not a proxy runs.
+    /// Returns what is programmed, whether or not a proxy runs.
     pub(crate) fn services(&self) -> Result<Value> {
         self.show("services")
     }
@@ -182,7 +185,7 @@ impl Node {
         serde_json::from_slice(&output.stdout).with_context(|| format!("{output:?}"))
     }
 
-    /// Service `web` of the world leads to its endpoint.
+    /// Expects Service `web` of the world to lead to its endpoint.
     pub(crate) fn serves(&self) -> Result<()> {
         let services = self.services()?;
         let web = services.as_array().into_iter().flatten().find(|service| service["name"] == "web");
@@ -198,7 +201,7 @@ impl Node {
     }
 }
 
-/// The tables are there and empty.
+/// Expects the maps to be there and empty.
 pub(crate) fn nothing_is_programmed(own: &Node) -> Result<()> {
     let services = until("the tables", || Ok(own.services().ok()), String::new)?;
     ensure!(services == json!([]), "programmed before all was listed: {services}");

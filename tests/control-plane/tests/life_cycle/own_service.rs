@@ -1,4 +1,5 @@
-//! A proxy that dials the API server at the address of Service kubernetes, which it serves itself.
+//! A proxy that dials the API server at the address of Service kubernetes, which the proxy itself
+//! serves.
 
 use std::{fs, net::IpAddr, process::Command};
 
@@ -9,10 +10,10 @@ use serde_json::{Value, json};
 
 use crate::{node::Node, scenarios::PROGRAMMED, until::until, world::World};
 
-/// An address of the API server that endpoints may have, unlike the loopback's.
+/// Address of the API server that endpoints may have, unlike a loopback address.
 const SERVER: &str = "192.0.2.253";
 
-/// An address of this network namespace, until it is dropped.
+/// Address that this network namespace has until this is dropped.
 struct OwnAddress(&'static str);
 
 impl OwnAddress {
@@ -24,7 +25,7 @@ impl OwnAddress {
 
 impl Drop for OwnAddress {
     fn drop(&mut self) {
-        // The namespace ends with this process.
+        // The namespace ends with this process, so an error does not matter.
         let _ = ip("del", self.0);
     }
 }
@@ -35,7 +36,7 @@ fn ip(what: &str, address: &str) -> Result<bool> {
     Ok(status.context("starting ip")?.success())
 }
 
-/// The endpoints of Service kubernetes.
+/// Makes the slice of Service kubernetes with these endpoints.
 fn servers(addresses: &[IpAddr], port: u16) -> Value {
     let mut slice = objects::endpoint_slice("default", "kubernetes", "kubernetes", addresses, port);
     slice["ports"][0]["name"] = "https".into();
@@ -48,7 +49,8 @@ fn endpoints_of(own: &Node, service: &str) -> Result<Value> {
     Ok(found.map_or(Value::Null, |one| one["endpoints"].clone()))
 }
 
-/// Without endpoints of that Service, the proxy's own hooks would refuse its own dials for good.
+/// Expects the proxy to reach the API server again. Without endpoints of that Service, the proxy's
+/// own hooks would refuse its own dials for good.
 pub(crate) fn an_api_server_behind_its_service_is_dialled_again_without_endpoints(
     world: &mut World,
 ) -> Result<()> {
@@ -59,7 +61,7 @@ pub(crate) fn an_api_server_behind_its_service_is_dialled_again_without_endpoint
     let port = relay.address.port();
     world.apply(&servers(&[server], port))?;
 
-    // Whoever dials the ClusterIP needs a predecessor that serves it.
+    // A proxy that dials the ClusterIP needs a predecessor that serves it.
     let mut predecessor = own.run(&json!({}))?;
     predecessor.send(Signal::SIGTERM)?;
     predecessor.ends()?;
@@ -73,7 +75,8 @@ pub(crate) fn an_api_server_behind_its_service_is_dialled_again_without_endpoint
     proxy.says(PROGRAMMED)?;
     ensure!(relay.accepted() > 0, "it has not dialled the Service:\n{}", proxy.log());
 
-    // The proxy sees changes of slices in order: the second one shows that it has seen the first.
+    // The proxy sees changes of slices in order. The second change shows that it has seen the
+    // first.
     world.apply(&servers(&[], port))?;
     let web = |addresses: &[&str]| -> Result<Value> {
         let addresses =

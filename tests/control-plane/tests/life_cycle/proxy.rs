@@ -1,4 +1,4 @@
-//! A proxy as a process: its log, its servers, its end.
+//! A proxy as a process: its log, its servers and its end.
 
 use std::{
     io::{BufRead as _, BufReader},
@@ -18,11 +18,11 @@ use nix::{
 
 use crate::until::{LIMIT, until};
 
-/// Killed when dropped.
+/// Proxy process that is killed when this is dropped.
 pub(crate) struct Proxy {
     child: Child,
     log: Arc<Mutex<String>>,
-    /// Ends with the log.
+    /// Thread that reads the log, and ends with it.
     reader: Option<JoinHandle<()>>,
 }
 
@@ -53,7 +53,7 @@ impl Proxy {
         self.log.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Waits until the log says `text`.
+    /// Waits until the log contains `text`.
     pub(crate) fn says(&self, text: &str) -> Result<()> {
         let what = format!("{text:?} in the log");
         until(&what, || Ok(self.log().contains(text).then_some(())), || format!("the log:\n{}", self.log()))
@@ -70,14 +70,14 @@ impl Proxy {
         kill(Pid::from_raw(id), signal).with_context(|| format!("sending {signal}"))
     }
 
-    /// How readily the kernel ends it when memory is short.
+    /// Returns how readily the kernel ends the process when memory is short.
     pub(crate) fn oom_score(&self) -> Result<String> {
         let file = format!("/proc/{}/oom_score_adj", self.child.id());
         let text = std::fs::read_to_string(&file).with_context(|| format!("reading {file}"))?;
         Ok(text.trim().to_owned())
     }
 
-    /// Waits for its end.
+    /// Waits for the end of the process.
     pub(crate) fn ends(&mut self) -> Result<End> {
         let Self { child, log, reader } = self;
         let log = || log.lock().unwrap_or_else(PoisonError::into_inner).clone();
@@ -93,20 +93,20 @@ impl Proxy {
 
 impl Drop for Proxy {
     fn drop(&mut self) {
-        // Errors mean that it has ended already.
+        // Errors mean that the process has ended already.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// How a process has ended.
+/// Exit status and log of a process that has ended.
 pub(crate) struct End {
     pub(crate) status: ExitStatus,
     pub(crate) log: String,
 }
 
 impl End {
-    /// With this exit code, and after this in its log.
+    /// Expects this exit code, and this text in the log.
     pub(crate) fn is(&self, code: i32, text: &str) -> Result<()> {
         let Self { status, log } = self;
         ensure!(status.code() == Some(code), "it ended with {status}, not with {code}:\n{log}");
@@ -119,7 +119,7 @@ impl End {
     }
 }
 
-/// Status and body of an answer; `None`: nobody listens.
+/// Returns status and body of an answer, or `None` if nobody listens.
 pub(crate) fn get(address: &str, path: &str) -> Result<Option<(u16, String)>> {
     let address = address.parse().with_context(|| format!("{address} is no address"))?;
     let answer = http::get(address, path, LIMIT).ok();
@@ -132,7 +132,7 @@ pub(crate) fn answers(address: &str, path: &str, status: u16) -> Result<()> {
     until(&format!("{status} of {address}{path}"), is_it, String::new)
 }
 
-/// The value of a metric, named with its labels.
+/// Returns the value of a metric, which is named with its labels.
 pub(crate) fn metric(address: &str, name: &str) -> Result<f64> {
     let (_, body) = get(address, "/metrics")?.with_context(|| format!("nobody listens on {address}"))?;
     let value = body.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));

@@ -1,4 +1,5 @@
-//! Scenarios of an API server that does not allow everything: what is denied is named, and the rest works.
+//! Scenarios in which the API server does not allow everything. What is denied is named, and the
+//! rest works.
 
 use anyhow::{Result, ensure};
 use control_plane::objects::{self, Subject};
@@ -13,24 +14,24 @@ use crate::{
     world::World,
 };
 
-/// A right of those that ClusterRole system:node-proxier grants, by API group and plural.
+/// Right that ClusterRole system:node-proxier grants, as API group and plural.
 type Right = (&'static str, &'static str);
 
 const SERVICES: Right = ("", "services");
 const SLICES: Right = ("discovery.k8s.io", "endpointslices");
 const NODES: Right = ("", "nodes");
-/// Of use to kube-proxy alone.
+/// Right that only kube-proxy uses.
 const RANGES: Right = ("networking.k8s.io", "servicecidrs");
 const EVENTS: Right = ("events.k8s.io", "events");
 
-/// A ServiceAccount with a role of its own.
+/// ServiceAccount with a role of its own.
 struct Account {
     name: &'static str,
     kubeconfig: String,
 }
 
 impl Account {
-    /// That may do this and nothing else.
+    /// Makes an account that has these rights and no others.
     fn with(world: &World, name: &'static str, rights: &[Right]) -> Result<Self> {
         world.apply(&objects::service_account("default", name))?;
         world.apply(&objects::cluster_role_binding(name, name, Subject::ServiceAccount("default", name)))?;
@@ -40,7 +41,7 @@ impl Account {
         Ok(account)
     }
 
-    /// From now on it may do this and nothing else.
+    /// Gives the account these rights and no others, from now on.
     fn grant(&self, world: &World, rights: &[Right]) -> Result<()> {
         let rule = |(group, plural): &Right| {
             let verbs = if *plural == "events" { &["create", "patch"] } else { &["list", "watch"] };
@@ -49,7 +50,7 @@ impl Account {
         world.apply(&objects::cluster_role(self.name, &rights.iter().map(rule).collect::<Vec<_>>()))
     }
 
-    /// What a proxy has to be told to be this account.
+    /// Returns the configuration with which a proxy uses this account.
     fn configuration(&self) -> Value {
         json!({"clientConnection": {"kubeconfig": self.kubeconfig}})
     }
@@ -65,7 +66,7 @@ fn is_denied(own: &Node, resource: &str) -> Result<()> {
 
 /// Waits until a metric is 1, which may be a moment after the log has told why.
 fn is_counted(own: &Node, name: &str) -> Result<()> {
-    // A family without a sample has none of this name yet.
+    // A metric without a sample does not have this name yet.
     let is_it = || Ok(metric(&own.metrics(), name).is_ok_and(|value| value == 1.0).then_some(()));
     until(name, is_it, String::new)
 }
@@ -74,7 +75,8 @@ fn is_watched(own: &Node, resource: &str) -> Result<()> {
     is_counted(own, &format!("proxy_source_connected{{resource=\"{resource}\"}}"))
 }
 
-/// Without Services or their endpoints there is nothing to serve; what is neither is not missed.
+/// Expects what is denied to be named, and to be used once it is granted. Without Services or their
+/// endpoints there is nothing to serve. Other resources are not missed.
 pub(crate) fn what_rbac_denies_is_named_and_comes_once_granted(world: &mut World) -> Result<()> {
     for (name, number, denied) in [("without-slices", 19, SLICES), ("without-services", 20, SERVICES)] {
         let allowed: Vec<Right> =
@@ -101,7 +103,8 @@ pub(crate) fn what_rbac_denies_is_named_and_comes_once_granted(world: &mut World
     Ok(())
 }
 
-/// As where there is no such Node. kube-proxy waits, however long it takes, and opens no port.
+/// Expects Services to work without the right to read Nodes, as if there were no such Node.
+/// kube-proxy waits however long it takes, and opens no port.
 pub(crate) fn without_the_right_to_read_nodes_services_work(world: &mut World) -> Result<()> {
     let allowed = [SERVICES, SLICES, RANGES, EVENTS];
     let account = Account::with(world, "without-nodes", &allowed)?;

@@ -1,4 +1,4 @@
-//! What must hold, by name.
+//! The scenarios by name, each of which says what must hold.
 
 use std::{fs, net::TcpListener};
 
@@ -31,7 +31,7 @@ use crate::{
     world::{World, node},
 };
 
-/// In this order.
+/// Returns the scenarios in their order.
 pub(crate) fn all() -> Vec<Scenario<World>> {
     scenarios![
         a_late_node_is_waited_for,
@@ -90,7 +90,8 @@ fn a_late_node_is_waited_for(world: &mut World) -> Result<()> {
     proxy.runs()
 }
 
-/// The only scenario that takes as long as what it is about: half a minute.
+/// Runs for half a minute, because proxy-ctl waits that long for the Node. No other scenario takes
+/// as long as what it tests.
 fn a_node_that_does_not_come_is_started_without(world: &mut World) -> Result<()> {
     let (own, real) = (Node::new(world, "never", 2)?, Node::new(world, "real-never", 23)?);
     let mut proxy = own.start(&json!({}))?;
@@ -106,7 +107,7 @@ fn a_node_that_does_not_come_is_started_without(world: &mut World) -> Result<()>
         answers(&real.healthz(), "/healthz", 503)?;
     }
 
-    // It comes after all: the proxy was not set up for it.
+    // The Node comes after all. The proxy was not set up for it.
     world.apply(&node(own.name, ADDRESS, &[]))?;
     proxy.ends()?.is(1, "NodeIPs changed for the node: they were none, now they are 192.0.2.1")?;
     own.serves()?;
@@ -117,7 +118,7 @@ fn a_node_that_does_not_come_is_started_without(world: &mut World) -> Result<()>
 fn another_node_address_ends_it(world: &mut World) -> Result<()> {
     let own = Node::known(world, "moved", 3)?;
     let mut proxy = own.run(&json!({}))?;
-    // A second address of the same family is no news.
+    // A second address of the same family changes nothing.
     world.apply(&node(own.name, &["192.0.2.1", "192.0.2.7"], &[]))?;
     world.apply(&node(own.name, &["192.0.2.2"], &[]))?;
     let end = proxy.ends()?;
@@ -157,8 +158,8 @@ fn pod_cidrs_are_waited_for(world: &mut World) -> Result<()> {
     proxy.runs()
 }
 
-/// The API server does not let the pod CIDRs of a Node change: it is deleted and made anew, while the proxy is not
-/// looking.
+/// Expects other pod CIDRs to end the proxy. The API server does not let a Node's pod CIDRs change.
+/// So the Node is deleted and made anew while the proxy is stopped.
 fn other_pod_cidrs_end_it(world: &mut World) -> Result<()> {
     let own = Node::new(world, "other-cidr", 6)?;
     world.apply(&node(own.name, ADDRESS, &["10.1.0.0/24"]))?;
@@ -243,7 +244,7 @@ fn an_invalid_configuration_file_changes_nothing(world: &mut World) -> Result<()
 
 fn sigterm_leaves_everything_in_place(world: &mut World) -> Result<()> {
     let own = Node::known(world, "terminated", 9)?;
-    // Lower than it is takes CAP_SYS_RESOURCE.
+    // A lower value needs CAP_SYS_RESOURCE.
     let mut proxy = own.run(&json!({"oomScoreAdj": 321}))?;
     ensure!(proxy.oom_score()? == "321", "oomScoreAdj is {}", proxy.oom_score()?);
     let before = own.services()?;
@@ -275,7 +276,7 @@ fn init_only_sets_the_kernel_up_and_ends(world: &mut World) -> Result<()> {
     let conntrack =
         json!({"conntrack": {"maxPerCore": 0, "tcpEstablishedTimeout": "2h", "udpTimeout": "25s"}});
     own.write_configuration(&conntrack)?;
-    // There is no such Node, and nobody asks for it.
+    // There is no such Node, and `--init-only` does not ask for it.
     let mut proxy = own.start_with(&own.config_file(), &["--init-only"])?;
     proxy.ends()?.is(0, "System initialized and --init-only specified")?;
     ensure!(!own.has_pins(), "something is programmed");
@@ -287,7 +288,7 @@ fn init_only_sets_the_kernel_up_and_ends(world: &mut World) -> Result<()> {
     Ok(())
 }
 
-/// What the real one does where it can be asked cheaply.
+/// Expects the real kube-proxy to end in the same way, where it can be asked cheaply.
 fn kube_proxy_ends_alike(world: &mut World) -> Result<()> {
     let program = Program::KubeProxy.here()?.map_err(Skip)?;
     let own = Node::known(world, "real", 14)?;
@@ -313,7 +314,7 @@ fn kube_proxy_ends_alike(world: &mut World) -> Result<()> {
     Ok(())
 }
 
-/// Field by field, but for the Node's name and the time.
+/// Compares the events field by field, apart from the Node's name and the time.
 fn kube_proxy_writes_the_same_event(world: &mut World) -> Result<()> {
     let program = Program::KubeProxy.here()?.map_err(Skip)?;
     let told = |own: &Node| -> Result<serde_json::Value> {
@@ -372,7 +373,7 @@ fn kernel_parameters_are_those_of_kube_proxy(world: &mut World) -> Result<()> {
     Ok(())
 }
 
-/// Those of each network namespace.
+/// Parameters that each network namespace has.
 const PARAMETERS: [&str; 5] = [
     "nf_conntrack_tcp_timeout_established",
     "nf_conntrack_tcp_timeout_close_wait",
@@ -385,7 +386,7 @@ fn path(parameter: &str) -> String {
     format!("/proc/sys/net/netfilter/{parameter}")
 }
 
-/// In the network namespace of the scenarios.
+/// Returns a parameter of the scenarios' network namespace.
 fn sysctl(name: &str) -> Result<String> {
     let path = path(name);
     Ok(fs::read_to_string(&path).with_context(|| format!("reading {path}"))?.trim().to_owned())

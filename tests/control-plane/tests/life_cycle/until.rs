@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Result, bail};
 
 const BETWEEN_LOOKS: Duration = Duration::from_millis(10);
-/// Longer than anything takes that does happen, on a busy machine too: between two attempts of the proxy lie up to 30 s.
+/// Longest wait for a condition, longer than anything takes that does happen, on a busy machine
+/// too. Up to 30 s lie between two attempts of the proxy.
 pub(crate) const LIMIT: Duration = Duration::from_secs(120);
 
 /// Asks until there is an answer. `state` says in the error how things stood at the end.

@@ -1,4 +1,4 @@
-//! What the scenarios share: a network namespace with a real API server in it.
+//! The world that the scenarios share: a network namespace with a real API server in it.
 
 use std::{
     net::SocketAddr,
@@ -24,22 +24,24 @@ use tokio::runtime::Runtime;
 
 use crate::until::until;
 
-/// One of conntrack's parameters: they are there if the module is, in each network namespace.
+/// One of conntrack's parameters. They exist in each network namespace if the module is loaded.
 const CONNTRACK: &str = "/proc/sys/net/netfilter/nf_conntrack_udp_timeout";
 
 pub(crate) struct World {
-    // Dropped in this order: what talks to the server before the server, its files last.
+    // These are dropped in this order: first what talks to the server, then the server, and last
+    // its files.
     runtime: Runtime,
     client: Client,
     pub(crate) server: ApiServer,
     pub(crate) directory: TempDir,
-    /// Why the kernel parameters that the configuration's section conntrack is about are not there, if they are not.
+    /// Reason why the kernel has no parameters of conntrack, which the configuration's section of
+    /// that name sets.
     pub(crate) without_conntrack: Option<String>,
 }
 
 impl World {
-    /// Moves this process to a network namespace of its own, which ends with it. To be called before there are other
-    /// threads. Answers what this machine lacks, if so.
+    /// Moves this process to a network namespace that ends with it. It must be called before there
+    /// are other threads. Returns what this machine lacks, if so.
     pub(crate) fn start() -> Result<Started<Self>> {
         if !Uid::effective().is_root() {
             return Ok(Err("needs root".to_owned()));
@@ -47,7 +49,7 @@ impl World {
         if let Err(error) = lab::program("proxy-ctl") {
             return Ok(Err(error.to_string()));
         }
-        // From the network namespace nothing can be downloaded.
+        // Nothing can be downloaded from the network namespace.
         if let Some(reason) = binaries::provide(&[Program::Etcd, Program::KubeApiServer])? {
             return Ok(Err(reason));
         }
@@ -56,7 +58,7 @@ impl World {
         let up = Command::new("ip").args(["link", "set", "lo", "up"]).status().context("starting ip")?;
         ensure!(up.success(), "loopback does not come up");
         let directory = TempDir::new()?;
-        // Without a route to anywhere it does not find an address by itself.
+        // Without any route, kube-apiserver does not find an address by itself.
         let options = Options { flags: vec!["--advertise-address=192.0.2.254".into()], ..Options::default() };
         let server = ApiServer::start_with(directory.path(), options)?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -72,7 +74,7 @@ impl World {
         Ok(Ok(world))
     }
 
-    /// May do what system:node-proxier may.
+    /// Returns a kubeconfig with the rights of system:node-proxier.
     pub(crate) fn kubeconfig(&self) -> String {
         self.server.kubeconfig(PROXY).display().to_string()
     }
@@ -90,12 +92,12 @@ impl World {
         self.runtime.block_on(objects::delete(&self.client, object))
     }
 
-    /// A token of this ServiceAccount.
+    /// Returns a token of this ServiceAccount.
     pub(crate) fn token(&self, namespace: &str, account: &str) -> Result<String> {
         self.runtime.block_on(objects::token(&self.client, namespace, account))
     }
 
-    /// Waits for an event about a Node, and answers with it.
+    /// Waits for an event about a Node, and returns it.
     pub(crate) fn event(&self, node: &str, reason: &str) -> Result<Value> {
         let path = "/apis/events.k8s.io/v1/namespaces/default/events?limit=500";
         let is_it = |event: &Value| {
@@ -111,7 +113,8 @@ impl World {
     }
 }
 
-/// The module, where nothing on this machine has wanted it yet. Answers why it is not there.
+/// Loads the module if nothing on this machine has needed it yet. Returns the reason if it is not
+/// there.
 fn load_conntrack() -> Option<String> {
     let there = || Path::new(CONNTRACK).exists();
     if there() {
@@ -128,7 +131,7 @@ fn load_conntrack() -> Option<String> {
     Some(format!("the kernel's nf_conntrack (CONFIG_NF_CONNTRACK) is not loaded; {said}"))
 }
 
-/// A Node with these addresses and pod CIDRs.
+/// Makes a Node with these addresses and pod CIDRs.
 pub(crate) fn node(name: &str, addresses: &[&str], pod_cidrs: &[&str]) -> Value {
     let addresses: Vec<Value> =
         addresses.iter().map(|address| json!({"type": "InternalIP", "address": address})).collect();

@@ -1,5 +1,5 @@
-//! A small API server: lists and watches over plain HTTP, without any of the rest. As an older kube-apiserver it knows
-//! neither streaming lists nor ServiceCIDRs.
+//! A small API server that only lists and watches, over plain HTTP. Like an older kube-apiserver,
+//! it knows neither streaming lists nor ServiceCIDRs.
 
 use std::{
     collections::BTreeMap,
@@ -22,7 +22,7 @@ const SERVICES: &str = "/api/v1/services";
 const NODES: &str = "/api/v1/nodes";
 const SLICES: &str = "/apis/discovery.k8s.io/v1/endpointslices";
 
-/// A content type and a body.
+/// Content type and body.
 pub(crate) type Spoilt = (&'static str, Vec<u8>);
 
 pub(crate) struct Fake {
@@ -34,19 +34,19 @@ pub(crate) struct Fake {
 struct Shared {
     state: Mutex<State>,
     version: watch::Sender<u64>,
-    /// Even: serving. All connections end when it changes.
+    /// Even number while the server serves. All connections end when it changes.
     era: watch::Sender<u64>,
 }
 
 #[derive(Default)]
 struct State {
-    /// By path, then name.
+    /// Objects by path, then by name.
     collections: BTreeMap<String, BTreeMap<String, Value>>,
-    /// What watches are told: path, version, type, object.
+    /// Events that watches get: path, version, type, object.
     log: Vec<(String, u64, &'static str, Value)>,
     version: u64,
     requests: Vec<String>,
-    /// What watches of a collection say instead of what they should.
+    /// Answers that watches of a collection give instead of the right ones.
     spoilt: BTreeMap<String, Spoilt>,
 }
 
@@ -71,7 +71,7 @@ impl Fake {
                     tokio::spawn(async move {
                         let mut era = shared.era.subscribe();
                         tokio::select! {
-                            // However it ends: the connection is closed.
+                            // The connection is closed, however this ends.
                             _ = serve(client, &shared) => {}
                             _ = era.changed() => {}
                         }
@@ -82,7 +82,7 @@ impl Fake {
         })
     }
 
-    /// A kubeconfig without credentials.
+    /// Writes a kubeconfig without credentials.
     pub(crate) fn kubeconfig(&self, world: &World) -> Result<std::path::PathBuf> {
         let path = world.directory.path().join(format!("fake-{}.kubeconfig", self.address.port()));
         let text = format!(
@@ -94,7 +94,7 @@ impl Fake {
         Ok(path)
     }
 
-    /// All watches of services bring this at once, and end.
+    /// Makes all watches of services answer this at once, and end.
     pub(crate) fn spoil_services(&self, instead: Option<Spoilt>) {
         let mut state = self.shared.lock();
         match instead {
@@ -113,7 +113,7 @@ impl Fake {
         self.change(object, true);
     }
 
-    /// `GET path?query` of each request so far.
+    /// Returns `GET path?query` of each request so far.
     pub(crate) fn requests(&self) -> Vec<String> {
         self.shared.lock().requests.clone()
     }
@@ -162,7 +162,7 @@ fn name(object: &Value) -> String {
     format!("{}/{}", object["metadata"]["namespace"], object["metadata"]["name"])
 }
 
-/// One request; the connection ends with its answer.
+/// Serves one request. The connection ends with its answer.
 async fn serve(mut client: TcpStream, shared: &Shared) -> Result<()> {
     let mut head = Vec::new();
     while !head.ends_with(b"\r\n\r\n") {
@@ -196,7 +196,7 @@ async fn serve(mut client: TcpStream, shared: &Shared) -> Result<()> {
 
 enum Answer {
     Whole(u16, Value),
-    /// Everything after this version.
+    /// All events after this version.
     Watch(u64),
 }
 
@@ -247,7 +247,7 @@ async fn watch(mut client: TcpStream, shared: &Shared, path: &str, from: u64) ->
         let news: Vec<String> = {
             let state = shared.lock();
             let new = state.log.iter().filter(|(of, version, ..)| of == path && *version > told);
-            // The type first, as Go writes it.
+            // The type comes first, as Go writes it.
             let line = |kind: &str, object: &Value| format!("{{\"type\":\"{kind}\",\"object\":{object}}}\n");
             let lines = new.map(|(_, _, kind, object)| line(kind, object));
             let lines = lines.collect();

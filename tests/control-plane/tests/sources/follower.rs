@@ -1,4 +1,4 @@
-//! The source under test with a model behind it, as the controller has them.
+//! The source under test, with a model behind it as in the controller.
 
 use std::{
     collections::BTreeMap,
@@ -26,11 +26,11 @@ use tokio::{
 use crate::world::World;
 
 const LIMIT: Duration = Duration::from_secs(60);
-/// For the creation of many objects on a busy machine.
+/// Longest wait for the creation of many objects on a busy machine.
 const WORK_LIMIT: Duration = Duration::from_secs(900);
 pub(crate) const NODE: &str = "node-under-test";
 
-/// Endpoints, as `address:port`, by service port, as `name:port`.
+/// Endpoints, as `address:port`, of each service port, as `name:port`.
 pub(crate) type Served = BTreeMap<String, Vec<String>>;
 
 pub(crate) struct Follower {
@@ -40,13 +40,13 @@ pub(crate) struct Follower {
     pub(crate) state: SourceState,
     pub(crate) api: Api,
     pub(crate) wants_service_cidrs: watch::Sender<bool>,
-    /// Everything received, in order.
+    /// Updates received so far, in order.
     pub(crate) log: Vec<Update>,
     namespace: String,
 }
 
 impl Follower {
-    /// Follows as `identity`; waits for nothing.
+    /// Follows as `identity`. Waits for nothing.
     pub(crate) fn start(world: &World, identity: Identity) -> Result<Self> {
         Self::start_with(world, &world.server.kubeconfig(identity))
     }
@@ -56,12 +56,12 @@ impl Follower {
         Self::start_with(world, &kubeconfig_at(world, identity, relay)?)
     }
 
-    /// Follows with this kubeconfig; waits for nothing.
+    /// Follows with this kubeconfig. Waits for nothing.
     pub(crate) fn start_with(world: &World, kubeconfig: &Path) -> Result<Self> {
         Self::start_as(world, Config { kubeconfig: Some(kubeconfig.to_owned()), ..Config::default() })
     }
 
-    /// Follows as this says; waits for nothing.
+    /// Follows with this configuration. Waits for nothing.
     pub(crate) fn start_as(world: &World, config: Config) -> Result<Self> {
         let state = SourceState::new();
         let source = Kubernetes::new(config, NODE, state.clone()).context("configuring the source")?;
@@ -86,7 +86,7 @@ impl Follower {
         })
     }
 
-    /// Follows and waits until everything has been listed.
+    /// Follows, and waits until everything has been listed.
     pub(crate) fn listed(world: &World, identity: Identity) -> Result<Self> {
         let mut follower = Self::start(world, identity)?;
         follower.wait_listed(world)?;
@@ -102,7 +102,7 @@ impl Follower {
         })
     }
 
-    /// Takes in updates until `condition` holds.
+    /// Takes in updates until `condition` returns true.
     pub(crate) fn wait(
         &mut self,
         world: &World,
@@ -138,7 +138,7 @@ impl Follower {
         })
     }
 
-    /// Takes in updates while `work` is being done.
+    /// Takes in updates while `work` is done.
     pub(crate) fn during<T: Send + 'static>(
         &mut self,
         world: &World,
@@ -146,7 +146,7 @@ impl Follower {
     ) -> Result<T> {
         let (sender, mut done) = tokio::sync::oneshot::channel();
         let _working = world.spawn(async move {
-            // Whoever waits may have given up.
+            // The receiver may have given up.
             let _ = sender.send(work.await);
         });
         let mut outcome = None;
@@ -174,7 +174,7 @@ impl Follower {
         self.wait(world, &format!("{expected:?}"), |follower| follower.served() == expected)
     }
 
-    /// What the model serves in the scenario's namespace.
+    /// Returns what the model serves in the scenario's namespace.
     pub(crate) fn served(&self) -> Served {
         self.model
             .desired()
@@ -188,7 +188,8 @@ impl Follower {
             .collect()
     }
 
-    /// Kind of each frontend that the model serves in the scenario's namespace, with the address of an external one.
+    /// Returns the kind of each frontend that the model serves in the scenario's namespace, with
+    /// the address of an external one.
     pub(crate) fn frontends(&self) -> Vec<String> {
         let ports = self.model.desired();
         let of_namespace = ports.iter().filter(|port| *port.name.service.namespace == *self.namespace);
@@ -201,12 +202,12 @@ impl Follower {
         of_namespace.flat_map(|port| &port.frontends).map(shown).collect()
     }
 
-    /// Waits until exactly these are served, as [`Follower::frontends`] shows them.
+    /// Waits until exactly these frontends are served, as [`Follower::frontends`] shows them.
     pub(crate) fn wait_frontends(&mut self, world: &World, expected: &[&str]) -> Result<()> {
         self.wait(world, &format!("{expected:?}"), |follower| follower.frontends() == expected)
     }
 
-    /// Updates received since the log was that long.
+    /// Returns the updates that were received since the log had this length.
     pub(crate) fn since(&self, mark: usize) -> &[Update] {
         &self.log[mark..]
     }
@@ -218,12 +219,12 @@ impl Drop for Follower {
     }
 }
 
-/// A copy of the identity's kubeconfig with another address of the server.
+/// Writes a copy of the identity's kubeconfig with another address of the server.
 pub(crate) fn kubeconfig_at(world: &World, identity: Identity, server: SocketAddr) -> Result<PathBuf> {
     copy_at(world, &world.server.kubeconfig(identity), server)
 }
 
-/// A copy of this kubeconfig with another address of the server.
+/// Writes a copy of this kubeconfig with another address of the server.
 pub(crate) fn copy_at(world: &World, original: &Path, server: SocketAddr) -> Result<PathBuf> {
     let text = fs::read_to_string(original).context("reading the kubeconfig")?;
     let text = text.replace(&world.server.url(), &format!("https://{server}"));

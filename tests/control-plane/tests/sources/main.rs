@@ -1,7 +1,7 @@
-//! The Kubernetes source and the model behind it, against a real API server. One server for all scenarios,
-//! one namespace for each.
+//! The Kubernetes source and the model behind it, against a real API server. All scenarios share
+//! one server, and each has its own namespace.
 //!
-//! `cargo test --test sources [-- [--list] [part of a name]]`
+//! `cargo test --test sources [-- [--list] [part of a name]]` runs the scenarios.
 
 mod fake;
 mod follower;

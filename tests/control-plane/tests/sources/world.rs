@@ -1,4 +1,4 @@
-//! What the scenarios share: the API server, a client of it, a runtime.
+//! The world that the scenarios share: the API server, a client of it, and a runtime.
 
 use std::net::Ipv4Addr;
 
@@ -14,11 +14,12 @@ use serde_json::Value;
 use tempfile::TempDir;
 use tokio::{runtime::Runtime, task::JoinHandle};
 
-/// RBAC grants it what a scenario grants it.
+/// Identity that has only the rights that a scenario grants.
 pub(crate) const LIMITED: Identity = Identity { name: "limited", user: "limited", group: "" };
 
 pub(crate) struct World {
-    // Dropped in this order: what talks to the server before the server, its files last.
+    // These are dropped in this order: first what talks to the server, then the server, and last
+    // its files.
     runtime: Runtime,
     pub(crate) server: ApiServer,
     pub(crate) directory: TempDir,
@@ -27,12 +28,12 @@ pub(crate) struct World {
 }
 
 impl World {
-    /// Answers what this machine lacks, if so.
+    /// Starts the API server. Returns what this machine lacks, if so.
     pub(crate) fn start() -> Result<Started<Self>> {
         if let Some(reason) = binaries::provide(&[Program::Etcd, Program::KubeApiServer])? {
             return Ok(Err(reason));
         }
-        // What goes wrong here is meant to go wrong: only for those who ask with RUST_LOG.
+        // The errors here are intended, so the log is only for people who ask for it with RUST_LOG.
         if let Ok(filter) = tracing_subscriber::EnvFilter::try_from_default_env() {
             tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
         }
@@ -78,7 +79,8 @@ impl World {
         &self.client
     }
 
-    /// To be called after the server's certificates or tokens have been replaced.
+    /// Makes a new client. It must be called after the server's certificates or tokens have been
+    /// replaced.
     pub(crate) fn renew_client(&mut self) -> Result<()> {
         self.client = self.block_on(self.server.client())?;
         Ok(())
@@ -88,7 +90,7 @@ impl World {
         objects::service(&self.namespace, name, 80)
     }
 
-    /// Endpoints 10.0.0.x with these last bytes.
+    /// Makes a slice with the endpoints 10.0.0.x, which have these last bytes.
     pub(crate) fn slice(&self, name: &str, service: &str, endpoints: &[u8]) -> Value {
         let addresses: Vec<_> = endpoints.iter().map(|last| [10, 0, 0, *last].into()).collect();
         objects::endpoint_slice(&self.namespace, name, service, &addresses, 8080)
@@ -110,12 +112,12 @@ impl World {
         self.block_on(objects::delete(&self.client, object))
     }
 
-    /// What the API server has at this path.
+    /// Returns the object that the API server has at this path.
     pub(crate) fn get(&self, path: &str) -> Result<Value> {
         self.block_on(objects::get(&self.client, path))
     }
 
-    /// Tells people a measurement.
+    /// Prints a measurement for people.
     pub(crate) fn note(&self, note: String) {
         eprintln!("measured: {note}");
     }

@@ -1,4 +1,4 @@
-//! The cluster that all proxies see, and what happens to it.
+//! The cluster that all proxies see, and the changes of it.
 
 use std::{
     path::{Path, PathBuf},
@@ -17,9 +17,9 @@ use tempfile::TempDir;
 use crate::network::{self, NODE_ADDRESS, SERVER};
 
 pub(crate) const NODE: &str = "node-a";
-/// A Service whose load balancer asks here.
+/// Service whose load balancer asks at this port.
 pub(crate) const CHECKED: (&str, u16) = ("checked", 32_456);
-/// RBAC grants it what [`Cluster::grant`] says.
+/// Identity of the proxies, with the rights that [`Cluster::grant`] gives.
 const PROXY: Identity = Identity { name: "proxy-under-test", user: "proxy-under-test", group: "" };
 
 pub(crate) struct Cluster {
@@ -27,17 +27,17 @@ pub(crate) struct Cluster {
     folder: TempDir,
 }
 
-/// An endpoint of [`CHECKED`].
+/// Endpoint of [`CHECKED`].
 #[derive(Clone, Copy)]
 pub(crate) enum Endpoint {
     Here,
     Elsewhere,
-    /// Here, on its way out, and still answering.
+    /// The endpoint is here. It terminates, and still answers.
     Leaving,
 }
 
 impl Cluster {
-    /// In a network of its own, see [`network::set_up`].
+    /// Starts the cluster in a network of its own, see [`network::set_up`].
     pub(crate) fn start() -> Result<Self> {
         network::set_up()?;
         let folder = TempDir::new()?;
@@ -69,7 +69,8 @@ impl Cluster {
         self.server.apply(object)
     }
 
-    /// What the proxies may list and watch, by API group and plural; events may be written.
+    /// Sets what the proxies may list and watch, by API group and plural. They may also write
+    /// events.
     pub(crate) fn grant(&self, readable: &[(&'static str, &'static str)]) -> Result<()> {
         let read =
             |(group, plural): &(&'static str, &'static str)| (*group, *plural, &["list", "watch"] as &[&str]);
@@ -79,7 +80,7 @@ impl Cluster {
         self.apply(&objects::cluster_role_binding(PROXY.name, PROXY.name, Subject::User(PROXY.user)))
     }
 
-    /// The Node with these taints only.
+    /// Gives the Node these taints only.
     pub(crate) fn taint(&self, keys: &[&str]) -> Result<()> {
         let taints: Vec<Value> = keys.iter().map(|key| json!({"key": key, "effect": "NoSchedule"})).collect();
         self.apply(&json!({
@@ -89,7 +90,7 @@ impl Cluster {
         }))
     }
 
-    /// Begins to delete the Node, which somebody's finalizer holds up.
+    /// Begins to delete the Node. A finalizer holds the deletion up.
     pub(crate) fn begin_to_delete_node(&self) -> Result<()> {
         let node = json!({"apiVersion": "v1", "kind": "Node", "metadata": {"name": NODE}});
         let kept = json!({"metadata": {"finalizers": ["example.com/kept"]}});
@@ -99,7 +100,8 @@ impl Cluster {
         })
     }
 
-    /// So many, all on another node. `triggered`: the time of the change is told.
+    /// Gives Service web this many endpoints, all on another node. `triggered` is the time of the
+    /// change, if the slice tells it.
     pub(crate) fn endpoints_of_web(&self, count: usize, triggered: Option<String>) -> Result<()> {
         let annotations =
             triggered.map(|time| json!({"endpoints.kubernetes.io/last-change-trigger-time": time}));
@@ -112,12 +114,12 @@ impl Cluster {
         self.apply(&slice("web", annotations, &endpoints))
     }
 
-    /// A Service whose load balancer asks at this port.
+    /// Writes a Service whose load balancer asks at this port.
     pub(crate) fn health_checked(&self, name: &str, port: u16) -> Result<()> {
         self.load_balancer(name, &json!({"externalTrafficPolicy": "Local", "healthCheckNodePort": port}))
     }
 
-    /// The same, for whose load balancer all nodes are alike.
+    /// Writes the Service so that its load balancer treats all nodes alike.
     pub(crate) fn not_health_checked(&self, name: &str) -> Result<()> {
         self.load_balancer(name, &json!({"externalTrafficPolicy": "Cluster"}))
     }
@@ -149,7 +151,7 @@ impl Cluster {
         self.apply(&slice(CHECKED.0, None, &endpoints))
     }
 
-    /// All that were written so far.
+    /// Returns all events that were written so far.
     pub(crate) fn events(&self) -> Result<Vec<Value>> {
         let path = "/apis/events.k8s.io/v1/namespaces/default/events?limit=500";
         let list = self.server.run(async |client| objects::get(&client, path).await)?;
@@ -170,7 +172,7 @@ fn slice(service: &str, annotations: Option<Value>, endpoints: &[Value]) -> Valu
     })
 }
 
-/// A second from now, in RFC 3339.
+/// Returns the time a second from now, in RFC 3339.
 pub(crate) fn soon() -> Result<String> {
     let seconds = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock")?.as_secs();
     let output = Command::new("date")

@@ -1,4 +1,4 @@
-//! What differs between what two have shown, and which differences are explained.
+//! Differences between what two proxies have shown, and their explanations.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -11,7 +11,8 @@ use serde_json::{Map, Value};
 
 use crate::Seen;
 
-/// Differences in a few words, such as `page configz body.mode` or `metric go_threads missing`, with what each shows.
+/// Differences in a few words, such as `page configz body.mode` or `metric go_threads missing`,
+/// with what each proxy shows.
 pub(crate) type Found = BTreeMap<String, String>;
 
 pub(crate) fn all(theirs: &Seen, ours: &Seen) -> Found {
@@ -52,8 +53,8 @@ fn collect(path: &str, joint: &str, theirs: Option<&Value>, ours: Option<&Value>
     }
 }
 
-/// Differences that have a reason: the rows of tables in a Markdown file. `*` stands for any text. What is below a heading
-/// that ends with `mode …` is about that mode of kube-proxy only.
+/// Differences that have a reason: the rows of tables in a Markdown file. `*` stands for any text.
+/// Rows below a heading that ends with `mode …` are about that mode of kube-proxy only.
 pub(crate) struct Differences(Vec<String>);
 
 impl Differences {
@@ -76,7 +77,8 @@ impl Differences {
         Ok(Self(patterns))
     }
 
-    /// An error that names what is not explained, and explanations of nothing.
+    /// Returns an error that names differences without an explanation, and explanations without a
+    /// difference.
     pub(crate) fn judge(&self, found: &Found) -> Result<()> {
         let unexplained: Vec<String> = found
             .iter()

@@ -1,8 +1,9 @@
-//! What a kube-proxy shows on its ports, byte for byte where it can be: ours beside the real one in its modes iptables and
-//! nftables, in one cluster that goes through the same states for all of them. What differs, and why, is in
-//! docs/differences.md: each line there must be met, and nothing else may differ.
+//! Compares what proxies show on their ports, byte for byte where possible: proxy-ctl beside the
+//! real kube-proxy in its modes iptables and nftables. All are in one cluster, which goes through
+//! the same states for all of them. docs/differences.md says what differs and why. Each line there
+//! must be met, and nothing else may differ.
 //!
-//! `cargo test --test surface`. Needs root, and Go to build kube-proxy with.
+//! `cargo test --test surface` runs it. It needs root, and Go to build kube-proxy with.
 
 mod cluster;
 mod compare;
@@ -25,7 +26,7 @@ use crate::{
     script::play,
 };
 
-/// Page or metric → what was seen.
+/// Values that were seen, by page or metric.
 pub(crate) type Seen = BTreeMap<String, Value>;
 
 fn main() -> ExitCode {
@@ -36,15 +37,15 @@ fn main() -> ExitCode {
     scenario::main(Shown::start, all)
 }
 
-/// What all have shown, each beside the others.
+/// Values that all proxies have shown in one run.
 struct Shown {
     ours: Seen,
-    /// Of the real kube-proxy, by mode.
+    /// Values that the real kube-proxy has shown, by mode.
     theirs: BTreeMap<&'static str, Seen>,
 }
 
 impl Shown {
-    /// Answers what this machine lacks, if so.
+    /// Runs all proxies. Returns what this machine lacks, if so.
     fn start() -> Result<Started<Self>> {
         if !Uid::effective().is_root() {
             return Ok(Err("needs root".to_owned()));

@@ -1,16 +1,17 @@
-//! A network namespace for each proxy, all at one bridge in a namespace of this process's own.
+//! A network namespace for each proxy. All are at one bridge, in a namespace of this process.
 
 use anyhow::{Context, Result};
 use lab::namespace::ip;
 use nix::sched::{CloneFlags, unshare};
 
-/// The API server, on the bridge.
+/// Address of the API server, on the bridge.
 pub(crate) const SERVER: &str = "192.0.2.100";
-/// The node that all proxies take themselves to be on; only reachable from within.
+/// Address of the node that all proxies run on, as they see it. It is reachable only from within
+/// the namespace.
 pub(crate) const NODE_ADDRESS: &str = "192.0.2.1";
 
-/// Moves this process to a network namespace of its own, which ends with it. To be called before there are other
-/// threads.
+/// Moves this process to a network namespace that ends with it. It must be called before there are
+/// other threads.
 pub(crate) fn set_up() -> Result<()> {
     unshare(CloneFlags::CLONE_NEWNET).context("making a network namespace")?;
     let bridge = format!(
@@ -19,13 +20,13 @@ pub(crate) fn set_up() -> Result<()> {
     ip(None, &bridge)
 }
 
-/// Deleted when dropped.
+/// Network namespace that is deleted when this is dropped.
 pub(crate) struct Namespace {
     pub(crate) name: String,
 }
 
 impl Namespace {
-    /// `number` tells it from all others.
+    /// Makes a namespace. `number` must differ from all others.
     pub(crate) fn create(number: u8) -> Result<Self> {
         let name = format!("px-surface-{}-{number}", std::process::id());
         ip(None, &format!("netns add {name}\n"))?;

@@ -1,4 +1,4 @@
-//! One request and what came back, without what differs from run to run.
+//! A request and its answer, without what differs from run to run.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,18 +13,18 @@ use serde_json::{Map, Value, json};
 pub(crate) const HEALTHZ: u16 = 10256;
 pub(crate) const METRICS: u16 = 10249;
 
-/// What of an answer's body is kept.
+/// Part of an answer's body that is kept.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum Keep {
     Text,
-    /// To the letter, but for times in quotes.
+    /// The text is kept to the letter, apart from times in quotes.
     TextWithTimes,
     Json,
-    /// Status and headers only.
+    /// Only status and headers are kept.
     Nothing,
 }
 
-/// A request by name.
+/// Request with a name.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Page {
     pub(crate) name: &'static str,
@@ -55,13 +55,13 @@ const fn with(
     Page { method, body, ..get(name, port, path, Keep::Text) }
 }
 
-/// What load balancers and kubelets ask, in each state of the Node.
+/// Pages that load balancers and kubelets ask for, in each state of the Node.
 pub(crate) const HEALTH: &[Page] = &[
     get("healthz", HEALTHZ, "/healthz", Keep::TextWithTimes),
     get("livez", HEALTHZ, "/livez", Keep::TextWithTimes),
 ];
 
-/// The pages that the probes of our manifests ask for.
+/// Pages that the probes of proxy-ctl's manifests ask for.
 pub(crate) const READY: Page = get("readyz", HEALTHZ, "/readyz", Keep::Text);
 pub(crate) const LIVE: Page = get("livez, threads", HEALTHZ, "/livez/threads", Keep::Text);
 
@@ -146,7 +146,7 @@ pub(crate) const PAGES: &[Page] = &[
     get("debug, other", METRICS, "/debug/nothing", Keep::Text),
 ];
 
-/// Headers that say something.
+/// Headers that are compared.
 const HEADERS: [&str; 7] = [
     "content-type",
     "x-content-type-options",
@@ -169,7 +169,7 @@ impl Page {
             .with_context(|| format!("asking for {name}"))
     }
 
-    /// The answer as it is compared. What is in one of `folders` is called `<folder>/…`.
+    /// Returns the answer as it is compared. A path in one of `folders` is called `<folder>/…`.
     pub(crate) fn seen(&self, answer: &Answer, folders: &[&str]) -> Value {
         let mut seen = Map::new();
         seen.insert("status".into(), answer.status.into());
@@ -221,7 +221,8 @@ fn is_time(text: &str) -> bool {
     shape.starts_with("0000-00-00T00:00:00") && shape.ends_with('Z')
 }
 
-/// Families by name: type, keys of labels and bounds of buckets, from the text format. A family without samples is left out.
+/// Returns type, keys of labels and bounds of buckets of each family, from the text format. A
+/// family without samples is left out.
 pub(crate) fn families(text: &str) -> BTreeMap<String, Value> {
     let mut kinds: BTreeMap<&str, &str> = BTreeMap::new();
     let mut labels: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();
@@ -256,7 +257,7 @@ pub(crate) fn families(text: &str) -> BTreeMap<String, Value> {
         .collect()
 }
 
-/// Of `{a="…",b="…"} 1`.
+/// Returns the keys of labels, such as those of `{a="…",b="…"} 1`.
 fn label_keys(rest: &str) -> Vec<String> {
     let mut keys = Vec::new();
     let (mut key, mut quoted, mut escaped) = (String::new(), false, false);

@@ -1,4 +1,4 @@
-//! One proxy: in a network namespace of its own, with the programs that it starts under our control.
+//! A proxy in a network namespace of its own. The test controls the programs that it starts.
 
 use std::{
     fs,
@@ -19,13 +19,13 @@ use crate::{
     page::{HEALTH, LIVE, METRICS, PAGES, Page, READY},
 };
 
-/// Of kube-proxy.
+/// Modes of kube-proxy.
 pub(crate) const MODES: [&str; 2] = ["iptables", "nftables"];
-/// Whatever waits for twice as long makes a proxy unhealthy.
+/// Period of syncs. If a change waits for twice as long, a proxy is unhealthy.
 const SYNC_PERIOD: &str = "5s";
 const LIMIT: Duration = Duration::from_secs(90);
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
-/// What kube-proxy writes rules with.
+/// Programs with which kube-proxy writes rules.
 const TOOLS: [&str; 7] = [
     "iptables",
     "iptables-save",
@@ -54,14 +54,14 @@ impl Program<'_> {
 pub(crate) struct Peer<'a> {
     program: Program<'a>,
     folder: PathBuf,
-    /// Dropped before what it runs in.
+    /// Process of the proxy. It is dropped before what it runs in.
     process: Option<Process>,
     pub(crate) namespace: Namespace,
     own_folders: Option<OwnFolders>,
 }
 
 impl<'a> Peer<'a> {
-    /// `number` tells it from all others. It is not started.
+    /// Makes a proxy that is not started. `number` must differ from all others.
     pub(crate) fn new(program: Program<'a>, number: u8, cluster: &Cluster) -> Result<Self> {
         let folder = cluster.folder().join(program.mode());
         fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
@@ -81,12 +81,13 @@ impl<'a> Peer<'a> {
         self.program.mode()
     }
 
-    /// Names in the order of PATH's folders, each failing where a file says so.
+    /// Writes wrappers for the tools into the first folder of PATH. Each fails while a file says
+    /// so.
     fn write_tools(&self) -> Result<()> {
         let folder = self.folder.join("bin");
         fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
         for tool in TOOLS {
-            // Where one is not installed, kube-proxy finds out by itself.
+            // If a tool is not installed, kube-proxy finds that out by itself.
             let Some(real) = go::on_path(tool) else { continue };
             let (file, broken) = (folder.join(tool), self.broken());
             let text = format!(
@@ -104,12 +105,13 @@ impl<'a> Peer<'a> {
         self.folder.join("broken")
     }
 
-    /// A table of ours, and what it is pinned as.
+    /// Returns the pin of one of proxy-ctl's maps.
     fn pin(&self) -> Option<PathBuf> {
         self.own_folders.as_ref().map(|own| own.pins.join("proxy-ctl/v1/maps/settings"))
     }
 
-    /// From now on kube-proxy cannot write any rules, and ours cannot pin its tables: another's folder is in the way.
+    /// Makes writes fail from now on. kube-proxy cannot write any rules. proxy-ctl cannot pin its
+    /// maps, because a folder is in the way.
     pub(crate) fn break_tools(&self) -> Result<()> {
         if let Some(pin) = self.pin() {
             fs::remove_file(&pin).with_context(|| format!("removing {}", pin.display()))?;
@@ -125,7 +127,8 @@ impl<'a> Peer<'a> {
         fs::remove_file(self.broken()).with_context(|| format!("removing {}", self.broken().display()))
     }
 
-    /// The same file for all; only the mode and where ours keeps its tables differ. Ends what runs.
+    /// Starts the proxy, after ending the running one. All proxies get the same configuration. Only
+    /// the mode and the folders of proxy-ctl's maps differ.
     pub(crate) fn start(&mut self, cluster: &Cluster, more: &Value) -> Result<()> {
         self.process = None;
         let mode = self.mode();
@@ -137,7 +140,7 @@ impl<'a> Peer<'a> {
             "hostnameOverride": NODE,
             "clientConnection": {"kubeconfig": cluster.kubeconfig()},
             "clusterCIDR": "10.0.0.0/8",
-            // The machine's own limits stay as they are.
+            // Zero keeps the proxy from changing the limits of the machine.
             "conntrack": {"maxPerCore": 0},
             "enableProfiling": true,
             "iptables": section,
@@ -151,7 +154,7 @@ impl<'a> Peer<'a> {
         for (field, value) in more.as_object().into_iter().flatten() {
             configuration[field] = value.clone();
         }
-        // All have a file of the same name, as it is shown.
+        // The file has the same name for all, because the name is shown.
         let file = self.folder.join("config.yaml");
         fs::write(&file, configuration.to_string()).with_context(|| format!("writing {}", file.display()))?;
         let mut command = match self.program {
@@ -175,7 +178,7 @@ impl<'a> Peer<'a> {
         within(&self.namespace.name, || page.ask())
     }
 
-    /// An answer as it is compared.
+    /// Returns an answer as it is compared.
     pub(crate) fn see(&self, page: &Page, cluster: &Cluster) -> Result<Value> {
         let own = format!("{}/", self.folder.display());
         let common = format!("{}/", cluster.folder().display());
@@ -201,8 +204,8 @@ impl<'a> Peer<'a> {
         self.own_folders.is_some()
     }
 
-    /// Waits until `/readyz` of ours answers so. The path of the liveness probe then answers with
-    /// 200.
+    /// Waits until `/readyz` of proxy-ctl answers with this status. The path of the liveness probe
+    /// must then answer with 200.
     pub(crate) fn until_ready(&mut self, status: u16) -> Result<()> {
         self.until(&format!("/readyz answers {status}"), |peer| Ok(peer.ask(&READY)?.status == status))?;
         let answer = self.ask(&LIVE)?;
@@ -210,7 +213,7 @@ impl<'a> Peer<'a> {
         Ok(())
     }
 
-    /// What cannot be asked is not so yet.
+    /// Waits until the condition returns true. An error counts as not yet.
     pub(crate) fn until(&mut self, what: &str, condition: impl Fn(&Self) -> Result<bool>) -> Result<()> {
         let deadline = Instant::now() + LIMIT;
         let mode = self.mode();

@@ -1,4 +1,4 @@
-//! What happens to the cluster, and what every proxy shows meanwhile.
+//! The changes of the cluster, and what every proxy shows meanwhile.
 
 use std::net::{Ipv4Addr, TcpListener};
 
@@ -15,7 +15,7 @@ use crate::{
     peer::{Peer, Program},
 };
 
-/// What a proxy needs.
+/// Resources that a proxy must be allowed to read.
 const RIGHTS: [(&str, &str); 4] = [
     ("", "nodes"),
     ("", "services"),
@@ -23,13 +23,13 @@ const RIGHTS: [(&str, &str); 4] = [
     ("networking.k8s.io", "servicecidrs"),
 ];
 
-/// Peers with what was seen of them.
+/// The proxies, with what was seen of them.
 struct Scene<'a> {
     cluster: Cluster,
     peers: Vec<(Peer<'a>, Seen)>,
 }
 
-/// Goes through all states with all programs at once. Answers what was seen of each.
+/// Goes through all states with all programs at once. Returns what was seen of each.
 pub(crate) fn play(programs: &[Program<'_>]) -> Result<Vec<Seen>> {
     let cluster = Cluster::start()?;
     let peers = (1..)
@@ -56,19 +56,19 @@ impl Scene<'_> {
         })
     }
 
-    /// Waits until all answer with this status, then writes the pages down.
+    /// Waits until all answer with this status, then records the pages.
     fn health(&mut self, state: &str, status: u16) -> Result<()> {
         self.each(|_, peer, _| peer.until_healthz(status))?;
         self.see(HEALTH, &format!(", {state}"))
     }
 
-    /// Waits until ours says whether everything that was listed is programmed. Nothing in this
-    /// script makes a thread stuck, so that no liveness probe fails.
+    /// Waits until proxy-ctl reports whether everything that was listed is programmed. Nothing in
+    /// this script makes a thread stuck, so the liveness probe never fails.
     fn own_readiness(&mut self, status: u16) -> Result<()> {
         self.each(|_, peer, _| if peer.is_own() { peer.until_ready(status) } else { Ok(()) })
     }
 
-    /// Writes pages down, by their names and this.
+    /// Records pages by their names and this state.
     fn see(&mut self, pages: &[Page], state: &str) -> Result<()> {
         self.each(|cluster, peer, seen| {
             for page in pages {
@@ -78,7 +78,7 @@ impl Scene<'_> {
         })
     }
 
-    /// The Node is known, everything else may not be listed yet.
+    /// Starts the proxies while the Node is known and nothing else may be listed yet.
     fn begins(&mut self) -> Result<()> {
         self.cluster.grant(&RIGHTS[..1])?;
         self.each(|cluster, peer, _| peer.start(cluster, &json!({})))?;
@@ -89,7 +89,7 @@ impl Scene<'_> {
 
     fn all_is_well(&mut self) -> Result<()> {
         self.each(|_, peer, _| {
-            // Both families have been written once.
+            // Both families have been written once by then.
             let line = "kubeproxy_sync_proxy_rules_last_timestamp_seconds{ip_family=\"IPv4\"} ";
             peer.until("the first sync", |peer| Ok(is_counted(&peer.metrics("/metrics")?, line)))
         })?;
@@ -126,7 +126,7 @@ impl Scene<'_> {
             Ok(())
         })?;
         self.see(CHECKS, "")?;
-        // Who asks would otherwise be told of a node that it is not to send to.
+        // A client that asks now would be told about a node to which it must not send.
         self.cluster.not_health_checked(name)?;
         self.each(|_, peer, _| {
             peer.until("the end of the health check", |peer| Ok(peer.ask(&CHECK).is_err()))
@@ -136,7 +136,8 @@ impl Scene<'_> {
         self.see(&[CHECK], ", policy Local again")
     }
 
-    /// kube-proxy cannot run what writes rules, and ours cannot pin its tables.
+    /// Makes all writes fail: kube-proxy cannot run the tools that write rules, and proxy-ctl
+    /// cannot pin its maps.
     fn nothing_can_be_written(&mut self) -> Result<()> {
         self.each(|_, peer, _| peer.break_tools())?;
         self.cluster.endpoints_of_web(50, None)?;
@@ -183,7 +184,8 @@ impl Scene<'_> {
         })
     }
 
-    /// Somebody else listens on a port that a Service's load balancer is to ask, on one node after another.
+    /// Lets another program listen on a port that a Service's load balancer is to ask, on one node
+    /// after another.
     fn a_port_is_taken(&mut self) -> Result<()> {
         let cluster = &self.cluster;
         for (number, (peer, seen)) in (1..).zip(&mut self.peers) {
@@ -200,7 +202,7 @@ impl Scene<'_> {
             let events = cluster.events()?;
             let mut event = events.into_iter().find(is_it).context("the event is gone")?;
             let told = event["metadata"]["name"].as_str().unwrap_or_default().to_owned();
-            // Times and numbers of the machine's clock.
+            // Times, and numbers from the machine's clock, are left out.
             event["metadata"] = json!({
                 "namespace": event["metadata"]["namespace"],
                 "name": told.split_once('.').map(|(name, _)| name),
@@ -228,7 +230,7 @@ fn on_loopback(peer: &Peer<'_>) -> Value {
     if peer.ask(&there).is_ok() { "answers".into() } else { "refuses".into() }
 }
 
-/// A line of metrics has another value than 0.
+/// Returns true if a line of metrics has another value than 0.
 fn is_counted(text: &str, line: &str) -> bool {
     text.lines().any(|found| found.strip_prefix(line).is_some_and(|count| count != "0"))
 }

@@ -1,4 +1,4 @@
-//! What RBAC must allow, what happens where it does not, and tokens that end.
+//! Rights that RBAC must grant, the effect of missing ones, and tokens that end.
 
 use std::{
     fs,
@@ -29,8 +29,8 @@ use crate::{
 const ACCOUNT: &str = "kube-proxy";
 const ROLE: &str = "system:node-proxier";
 
-/// As kubeadm does it: ServiceAccount kube-system/kube-proxy, bound to ClusterRole system:node-proxier and to nothing
-/// else.
+/// Makes the account as kubeadm does: ServiceAccount kube-system/kube-proxy, bound to ClusterRole
+/// system:node-proxier and to nothing else.
 fn account(world: &World) -> Result<()> {
     world.apply(&objects::namespace("kube-system"))?;
     world.apply(&objects::service_account("kube-system", ACCOUNT))?;
@@ -118,7 +118,7 @@ pub(super) fn the_role_of_kube_proxy_is_enough(world: &mut World) -> Result<()> 
     world.delete(&node)
 }
 
-/// Rules for [`LIMITED`] alone.
+/// Grants these rules to [`LIMITED`] alone.
 pub(super) fn grant(world: &World, rules: &[(&str, &str, &[&str])]) -> Result<()> {
     world.apply(&objects::cluster_role("limited", rules))?;
     world.apply(&objects::cluster_role_binding("limited", "limited", Subject::User(LIMITED.user)))
@@ -126,7 +126,7 @@ pub(super) fn grant(world: &World, rules: &[(&str, &str, &[&str])]) -> Result<()
 
 const BOTH: &[&str] = &["list", "watch"];
 
-/// As kube-proxy: it lists again and again.
+/// Expects the source to list such a resource again and again, as kube-proxy does.
 pub(super) fn a_resource_that_may_be_listed_only_is_listed_again(world: &mut World) -> Result<()> {
     let rest: [(&str, &str, &[&str]); 3] = [
         ("", "nodes", BOTH),
@@ -149,8 +149,8 @@ pub(super) fn a_resource_that_may_be_listed_only_is_listed_again(world: &mut Wor
     })
 }
 
-/// The account is deleted and made again, which ends all its tokens; connections break, and some time later the
-/// kubelet writes a new token into the file, and the plugin hands out a new one.
+/// Deletes the account and makes it again, which ends all its tokens. Connections break. Some time
+/// later the kubelet writes a new token into the file, and the plugin hands out a new one.
 pub(super) fn revoked_tokens_are_replaced(world: &mut World) -> Result<()> {
     account(world)?;
     let first = token(world)?;
@@ -194,7 +194,8 @@ pub(super) fn revoked_tokens_are_replaced(world: &mut World) -> Result<()> {
     Ok(())
 }
 
-/// The API server goes on accepting a revoked token for some seconds.
+/// Waits until the token is refused. The API server goes on accepting a revoked token for some
+/// seconds.
 fn wait_refused(world: &World, kubeconfig: &Path) -> Result<()> {
     world.block_on(async {
         let config = Kubeconfig::read_from(kubeconfig)?;
@@ -215,13 +216,13 @@ fn wait_refused(world: &World, kubeconfig: &Path) -> Result<()> {
     })
 }
 
-/// A credential plugin that hands out this token, without saying how long it is good for.
+/// Writes a credential plugin that hands out this token without saying how long it is valid.
 fn plugin(world: &World, name: &str, token: &str) -> Result<PathBuf> {
     let path = world.server.directory().join(format!("{name}.plugin"));
     let credential = json!({
         "apiVersion": "client.authentication.k8s.io/v1", "kind": "ExecCredential", "status": {"token": token},
     });
-    // It may be running: the old one stays what it is.
+    // The plugin may be running, so its file is replaced instead of being written.
     let draft = path.with_extension("draft");
     fs::write(&draft, format!("#!/bin/sh\ncat <<'END'\n{credential}\nEND\n"))
         .context("writing the plugin")?;

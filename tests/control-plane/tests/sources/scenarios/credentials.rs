@@ -1,4 +1,4 @@
-//! A new authority, in its files.
+//! A new certificate authority, in the files of a kubeconfig.
 
 use anyhow::{Result, ensure};
 use control_plane::PROXY;
@@ -6,7 +6,7 @@ use proxy_ctl::source::kubernetes::failure::FailureReason;
 
 use crate::{follower::Follower, world::World};
 
-/// Another authority for the server's certificate and for ours.
+/// Gives the server's certificate and the client's another authority.
 pub(super) fn new_certificates_in_the_files_are_used(world: &mut World) -> Result<()> {
     let mut by_token = Follower::listed(world, PROXY)?;
     let certificate = |world: &World| world.server.kubeconfig_with_certificate("certified", PROXY.user);

@@ -1,4 +1,4 @@
-//! Lists, broken watches, and lists again.
+//! Lists, broken watches, and lists after these.
 
 use std::{
     env,
@@ -23,7 +23,7 @@ fn lists(follower: &Follower, kind: ResourceKind) -> u64 {
         .sum()
 }
 
-/// An API server may answer in what else is accepted.
+/// Expects the answer in an encoding that the client accepts. An API server may choose any of them.
 pub(super) fn what_is_accepted_decides_the_answer(world: &mut World) -> Result<()> {
     world.create(&world.service("web"))?;
     let config = Config {
@@ -62,10 +62,10 @@ pub(super) fn a_broken_connection_goes_on_where_it_was(world: &mut World) -> Res
     Ok(())
 }
 
-/// Nothing but an answer of the API server itself proves a connection: the relay's kernel
-/// acknowledges whatever is sent.
+/// Expects a connection to be replaced that only seems alive. Only an answer of the API server
+/// itself proves a connection, because the relay's kernel acknowledges whatever is sent.
 pub(super) fn a_connection_that_only_seems_alive_is_replaced(world: &mut World) -> Result<()> {
-    // Unit tests have the exact limit. A watch that is not proven lasts 180 s after a bookmark.
+    // Unit tests check the exact limit. A watch that is not proven lasts 180 s after a bookmark.
     const NOTICED_WITHIN: Duration = Duration::from_secs(120);
     let relay = world.relay()?;
     let mut follower = Follower::start_through(world, PROXY, relay.address)?;
@@ -108,7 +108,7 @@ pub(super) fn what_happened_before_a_compaction_is_seen_in_one_replace(world: &m
     world.create(&world.service("new"))?;
     world.create(&world.slice("new-1", "new", &[3]))?;
     world.server.compact()?;
-    // The API server's own memory of versions ends with it.
+    // A restart also ends the API server's own memory of versions.
     world.server.restart()?;
     let mark = follower.log.len();
     relay.mend();
@@ -130,7 +130,8 @@ pub(super) fn what_happened_before_a_compaction_is_seen_in_one_replace(world: &m
     Ok(())
 }
 
-/// 2,000, or as many as `SERVICES` says: the API server takes 10 ms of a core to create one.
+/// Serves 2,000 Services, or as many as `SERVICES` says. The API server takes 10 ms of a core to
+/// create one.
 pub(super) fn thousands_of_services(world: &mut World) -> Result<()> {
     let services: usize = match env::var("SERVICES") {
         Ok(text) => text.parse().with_context(|| format!("SERVICES must be a number, found {text:?}"))?,
@@ -143,7 +144,7 @@ pub(super) fn thousands_of_services(world: &mut World) -> Result<()> {
     world.note(format!("{services} services and slices created in {took:.1?}"));
     let endpoint = |index: usize| format!("{}:8080", bulk.address(index, 0));
     follower.wait(world, "all of them with their endpoints", |follower| {
-        // Asking for what is served takes a while, so not for every update.
+        // Computing what is served takes a while, so it is not done for every update.
         follower.log.len() >= 2 * services && {
             let served = follower.served();
             served.len() == services && served.values().all(|endpoints| endpoints.len() == 10)
@@ -156,7 +157,7 @@ pub(super) fn thousands_of_services(world: &mut World) -> Result<()> {
     }
     ensure!(lists(&follower, ResourceKind::Services) == 1, "changes come by the watch");
 
-    // Someone who comes now finds the same in one list.
+    // A client that comes now finds the same in one list.
     let listed = Follower::listed(world, PROXY)?;
     ensure!(listed.served() == served, "a list and a watch differ");
     Ok(())
@@ -178,7 +179,7 @@ pub(super) fn refused_streaming_lists_become_plain_ones(world: &mut World) -> Re
         let whole = follower.state.lists(kind, ListMethod::Whole);
         ensure!((streamed, whole) == (0, 1), "{kind}: {streamed} streamed lists, {whole} plain ones");
     }
-    // And the watch goes on behind the list.
+    // The watch goes on behind the list.
     world.delete(&world.service("goes"))?;
     follower.wait_served(world, &[("stays:main", &[])])?;
     world.server.set_flags(Vec::new());

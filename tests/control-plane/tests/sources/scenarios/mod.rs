@@ -1,4 +1,4 @@
-//! What must hold, by name.
+//! The scenarios by name, each of which says what must hold.
 
 mod access;
 mod credentials;
@@ -11,7 +11,7 @@ use scenario::{Scenario, scenarios};
 
 use crate::world::World;
 
-/// In this order: those that change how the server runs come last.
+/// Returns the scenarios in their order. Those that change how the server runs come last.
 pub(crate) fn all() -> Vec<Scenario<World>> {
     scenarios![
         objects:

@@ -1,4 +1,4 @@
-//! The own Node.
+//! Changes of the own Node.
 
 use anyhow::{Result, ensure};
 use control_plane::PROXY;
@@ -33,7 +33,7 @@ pub(super) fn the_node_comes_late_changes_and_is_recreated(world: &mut World) ->
     })?;
     ensure!(zone(&follower).as_deref() == Some("a"), "zone is {:?}", zone(&follower));
 
-    // A heartbeat is no news.
+    // A heartbeat must cause no update.
     let mark = follower.log.len();
     for time in ["2026-01-01T00:00:01Z", "2026-01-01T00:00:02Z"] {
         let condition = json!({"type": "Ready", "status": "True", "lastHeartbeatTime": time});

@@ -1,4 +1,4 @@
-//! One object changes at a time.
+//! Changes of one object at a time.
 
 use anyhow::Result;
 use control_plane::PROXY;
@@ -32,7 +32,8 @@ pub(super) fn objects_are_created_patched_and_deleted(world: &mut World) -> Resu
     follower.wait_served(world, &[])
 }
 
-/// Of another proxy and of a headless Service: the API server leaves such objects out of lists and watches.
+/// Sets labels of another proxy, and of a headless Service. The API server leaves such objects out
+/// of lists and watches.
 pub(super) fn labels_that_mark_objects_as_not_ours_come_and_go(world: &mut World) -> Result<()> {
     let mut follower = Follower::listed(world, PROXY)?;
     let (web, slice) = (world.service("web"), world.slice("web-1", "web", &[1]));
@@ -52,7 +53,8 @@ pub(super) fn labels_that_mark_objects_as_not_ours_come_and_go(world: &mut World
     Ok(())
 }
 
-/// The API server gives and takes cluster IPs and node ports with the type, and the status of a load balancer.
+/// Changes the type. The API server then gives or takes cluster IPs, node ports, and the status of
+/// a load balancer.
 pub(super) fn a_service_changes_its_type_and_its_status(world: &mut World) -> Result<()> {
     let mut follower = Follower::listed(world, PROXY)?;
     let web = world.service("web");

@@ -1,4 +1,4 @@
-//! API servers that know less, or fail.
+//! API servers that know less than others, or that fail.
 
 use std::time::{Duration, Instant};
 
@@ -8,8 +8,9 @@ use serde_json::json;
 
 use crate::{fake::Fake, follower::Follower, world::World};
 
-/// How many lists there is time for: one, one more at once, and one after each pause. The shortest pauses are 0.8 s,
-/// 1.6 s and so on; with three failures seen late, on a busy machine, there were more of them.
+/// Returns the largest number of lists that the time allows: one, one more at once, and one after
+/// each pause. The shortest pauses are 0.8 s, 1.6 s and so on. On a busy machine three failures
+/// were seen late, and there were more lists meanwhile.
 fn most_lists(elapsed: Duration) -> u64 {
     let mut pauses = (0_u32..).map(|number| Duration::from_millis(800).saturating_mul(1 << number.min(5)));
     let (mut lists, mut left) = (2, elapsed);
@@ -19,8 +20,8 @@ fn most_lists(elapsed: Duration) -> u64 {
     lists
 }
 
-/// Watches that end at once, again and again: the lists in between keep away from each other. 410 in between is the
-/// usual course of things once, and no more than once.
+/// Makes watches end at once, again and again. The lists in between must keep a distance from each
+/// other. A 410 in between is normal once, and no more than once.
 pub(super) fn watches_that_always_fail_are_tried_ever_less(world: &mut World) -> Result<()> {
     let fake = Fake::start(world)?;
     let mut web = world.service("web");
@@ -32,7 +33,7 @@ pub(super) fn watches_that_always_fail_are_tried_ever_less(world: &mut World) ->
     let cases: [(_, &[u8], _); 3] = [
         ("application/json", expired.as_bytes(), FailureReason::Expired),
         ("application/json", b"{\"type\":\"GREETING\",\"object\":{}}\n", FailureReason::Malformed),
-        // A frame of three bytes which are no message.
+        // The frame has three bytes that are no message.
         (
             "application/vnd.kubernetes.protobuf;stream=watch",
             &[0, 0, 0, 3, 0xff, 0xff, 0xff],
@@ -41,13 +42,14 @@ pub(super) fn watches_that_always_fail_are_tried_ever_less(world: &mut World) ->
     ];
     for (content, body, reason) in cases {
         fake.spoil_services(Some((content, body.to_vec())));
-        // Before the follower begins: this thread may not run for a while after.
+        // The time is taken before the follower begins, because this thread may not run for a while
+        // after that.
         let begin = Instant::now();
         let mut follower = Follower::start_with(world, &fake.kubeconfig(world)?)?;
         follower.wait(world, "three failures", |follower| {
             follower.state.errors(ResourceKind::Services, reason) >= 3
         })?;
-        // One at once, if at all; then after at least 0.8 s.
+        // One list may follow at once. The next one comes after at least 0.8 s.
         ensure!(begin.elapsed() >= Duration::from_millis(800), "{reason:?}: within {:?}", begin.elapsed());
         let lists = follower.state.lists(ResourceKind::Services, ListMethod::Whole);
         let most = most_lists(begin.elapsed());
@@ -66,7 +68,8 @@ pub(super) fn watches_that_always_fail_are_tried_ever_less(world: &mut World) ->
     Ok(())
 }
 
-/// An API server that knows neither streaming lists nor ServiceCIDRs, and the limits that kube-proxy has by default.
+/// Lists and watches everything of an API server that knows neither streaming lists nor
+/// ServiceCIDRs, within the limits that kube-proxy has by default.
 pub(super) fn everything_is_listed_and_watched_within_the_burst(world: &mut World) -> Result<()> {
     const BURST: usize = 10;
     let fake = Fake::start(world)?;

@@ -1,4 +1,4 @@
-//! The files of deploy/ as data.
+//! Files of deploy/ as data.
 
 use std::{
     fs,
@@ -8,12 +8,12 @@ use std::{
 use anyhow::{Context as _, Result};
 use serde_json::Value;
 
-/// The repository's root.
+/// Returns the root of the repository.
 pub fn repository() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
 }
 
-/// `deploy/<name>`.
+/// Returns the path `deploy/<name>`.
 pub fn path(name: &str) -> PathBuf {
     repository().join("deploy").join(name)
 }
@@ -23,13 +23,13 @@ pub fn text(name: &str) -> Result<String> {
     fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))
 }
 
-/// The documents of a YAML text, empty ones left out.
+/// Returns the documents of a YAML text without empty ones.
 pub fn documents(text: &str) -> Result<Vec<Value>> {
     let documents: Vec<Value> = serde_saphyr::from_multiple(text)?;
     Ok(documents.into_iter().filter(|document| !document.is_null()).collect())
 }
 
-/// The documents of `deploy/<name>`, which is a file or a folder of them.
+/// Returns the documents of `deploy/<name>`, which is a file or a folder of files.
 pub fn objects(name: &str) -> Result<Vec<Value>> {
     let mut objects = Vec::new();
     for (file, text) in texts(name)? {
@@ -38,12 +38,14 @@ pub fn objects(name: &str) -> Result<Vec<Value>> {
     Ok(objects)
 }
 
-/// The documents of `deploy/<name>/*.yaml` as a shell reads them: one text after the other, with nothing in between.
+/// Returns the documents of `deploy/<name>/*.yaml` as a shell reads them: one text after the other,
+/// with nothing in between.
 pub fn joined(name: &str) -> Result<Vec<Value>> {
     documents(&texts(name)?.into_iter().map(|(_, text)| text).collect::<String>())
 }
 
-/// `deploy/<name>`, or what ends in .yaml there, by name.
+/// Returns the text of `deploy/<name>` or, if it is a folder, of its files that end in .yaml, by
+/// their names.
 fn texts(name: &str) -> Result<Vec<(PathBuf, String)>> {
     let path = path(name);
     let mut files = Vec::new();
@@ -63,13 +65,13 @@ fn texts(name: &str) -> Result<Vec<(PathBuf, String)>> {
     files.into_iter().map(read).collect()
 }
 
-/// Kind and name.
+/// Returns kind and name of an object.
 pub fn identity(object: &Value) -> (String, String) {
     let text = |pointer| object.pointer(pointer).and_then(Value::as_str).unwrap_or_default().to_owned();
     (text("/kind"), text("/metadata/name"))
 }
 
-/// The first object of a kind.
+/// Returns the first object of a kind.
 pub fn of_kind<'a>(objects: &'a [Value], kind: &str) -> Result<&'a Value> {
     objects.iter().find(|object| object["kind"] == kind).with_context(|| format!("there is no {kind}"))
 }

@@ -7,18 +7,18 @@ use flate2::read::GzDecoder;
 use serde_json::{Value, json};
 use sha2::{Digest as _, Sha256};
 
-/// An OCI image layout in a tar file, with one image in it.
+/// OCI image layout in a tar file, with one image in it.
 pub struct Archive {
     files: BTreeMap<String, Vec<u8>>,
-    /// What it is called where it is loaded.
+    /// Name of the image where it is loaded.
     pub name: String,
-    /// The image's configuration.
+    /// Configuration of the image.
     pub config: Value,
     manifest: Value,
 }
 
 impl Archive {
-    /// Everything is checked against its hash.
+    /// Opens an archive, and checks all its content against the hashes.
     pub fn open(path: &Path) -> Result<Self> {
         let file = File::open(path).with_context(|| format!("opening {}", path.display()))?;
         let mut files = BTreeMap::new();
@@ -51,7 +51,7 @@ impl Archive {
     }
 }
 
-/// This machine's, as an index writes it.
+/// Returns the platform of this machine, as an index writes it.
 fn platform() -> Result<Value> {
     let architecture = match std::env::consts::ARCH {
         "x86_64" => "amd64",

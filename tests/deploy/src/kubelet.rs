@@ -1,4 +1,4 @@
-//! What a kubelet does for a pod that was given to its node, before and while a container runtime runs it.
+//! Work that a kubelet does for a pod of its node, before and while a container runtime runs it.
 
 use std::{
     collections::BTreeMap,
@@ -17,10 +17,11 @@ use serde_json::{Value, json};
 
 use super::{api, node::NodeFiles};
 
-/// The API server's own Service.
+/// Path of the API server's own Service.
 pub const API_SERVICE: &str = "/api/v1/namespaces/default/services/kubernetes";
 
-/// The volumes of an admitted pod: where on the node each is. What has to be written comes below `folder`.
+/// Returns where on the node each volume of an admitted pod is. Volumes that have to be written are
+/// below `folder`.
 pub async fn volumes(
     client: &Client,
     pod: &Value,
@@ -37,7 +38,7 @@ pub async fn volumes(
     Ok(volumes)
 }
 
-/// The environment of a container.
+/// Returns the environment of a container.
 pub async fn environment(
     client: &Client,
     pod: &Value,
@@ -60,7 +61,7 @@ fn pod_field(pod: &Value, path: &str) -> Result<String> {
     Ok(value.with_context(|| format!("the pod has no {path}"))?.to_owned())
 }
 
-/// Where each pod is told that the API server is, service links or not.
+/// Returns the variables that tell each pod where the API server is, with service links or without.
 async fn services(client: &Client, pod: &Value) -> Result<BTreeMap<String, String>> {
     let service = api::get(client, API_SERVICE).await?;
     let address = service["spec"]["clusterIP"].as_str().context("Service kubernetes has no address")?;
@@ -129,7 +130,7 @@ async fn provide(
     Ok(at.to_owned())
 }
 
-/// Bound to the pod, as the kubelet asks for it.
+/// Returns a token that is bound to the pod, as the kubelet asks for it.
 async fn token(client: &Client, pod: &Value, projection: &Value) -> Result<String> {
     let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
     let metadata = &pod["metadata"];
@@ -144,7 +145,8 @@ async fn token(client: &Client, pod: &Value, projection: &Value) -> Result<Strin
     requested_token(client, &namespace, &account, spec).await
 }
 
-/// As volumes look that may change: links through `..data` to a folder of this version.
+/// Writes files as volumes look that may change: links through `..data` to a folder of this
+/// version.
 fn write_atomically(at: &Path, files: &BTreeMap<String, String>) -> Result<()> {
     const VERSION: &str = "..2026_01_02_03_04_05.000000001";
     let write = || -> std::io::Result<()> {
@@ -159,19 +161,19 @@ fn write_atomically(at: &Path, files: &BTreeMap<String, String>) -> Result<()> {
     write().with_context(|| format!("writing the volume {}", at.display()))
 }
 
-/// A probe of a container.
+/// Probe of a container.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Probe {
     address: SocketAddr,
     path: String,
     timeout: Duration,
-    /// How long it may fail in a row.
+    /// Time for which the probe may fail in a row.
     pub patience: Duration,
 }
 
 impl Probe {
-    /// `None` if the container has no such probe. `pod_address` is where the kubelet asks: a pod on the host network
-    /// has the node's.
+    /// Returns a probe of a container, or `None` if the container has no such probe. The kubelet
+    /// sends it to `pod_address`, which is the node's for a pod on the host network.
     pub fn of(container: &Value, name: &str, pod_address: IpAddr) -> Result<Option<Self>> {
         let probe = &container[name];
         if probe.is_null() {
@@ -190,7 +192,7 @@ impl Probe {
         }))
     }
 
-    /// Asks once. An error says what a `kubectl describe` would show.
+    /// Asks once. An error says what `kubectl describe` would show.
     pub fn ask(&self) -> Result<()> {
         let Self { address, path, timeout, .. } = self;
         match http::get(*address, path, *timeout)? {

@@ -1,5 +1,5 @@
-//! What the tests of deploy/ have in common: the files, the tools that others check such files with, and what kubelet,
-//! container runtime and runc make of a pod of them.
+//! Parts that the tests of deploy/ share: the files, the tools with which others check such files,
+//! and the work of kubelet, container runtime and runc for a pod.
 
 pub mod api;
 mod capabilities;
@@ -14,7 +14,7 @@ pub mod runc;
 pub mod seccomp;
 pub mod tools;
 
-/// What is missing, as the reason to skip what needs it.
+/// Returns an error that skips what needs the missing thing.
 pub fn skip(missing: impl Into<anyhow::Error>) -> anyhow::Error {
     scenario::Skip(format!("{:#}", missing.into())).into()
 }

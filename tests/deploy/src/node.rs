@@ -1,4 +1,4 @@
-//! The files of a node, below a folder: what `hostPath` volumes are about.
+//! Files of a node, below a folder. They are what `hostPath` volumes refer to.
 
 use std::{
     fs::{self, File},
@@ -13,22 +13,25 @@ use nix::{
 
 const NOTHING: Option<&str> = None;
 
-/// A root folder with what a node's has. All that is mounted there goes with this.
+/// Root folder with what a node's root has. Everything that is mounted there is unmounted when this
+/// is dropped.
 pub struct NodeFiles {
     root: PathBuf,
-    /// In the order of mounting.
+    /// Mount points in the order of mounting.
     mounted: Vec<PathBuf>,
 }
 
 impl NodeFiles {
-    /// `cgroup` is what this node sees as the root of the cgroups. No bpffs is mounted yet.
+    /// Makes the folder. `cgroup` is the folder that this node sees as the root of the cgroups. No
+    /// bpffs is mounted yet.
     pub fn create(root: &Path, cgroup: &Path) -> Result<Self> {
         for folder in ["sys/fs/bpf", "sys/fs/cgroup", "run", "lib/modules"] {
             let folder = root.join(folder);
             fs::create_dir_all(&folder).with_context(|| format!("making {}", folder.display()))?;
         }
         let mut files = Self { root: root.to_owned(), mounted: Vec::new() };
-        // As systemd has it: mounts below are those of the containers too.
+        // Mounts are shared, as systemd makes them, so that later mounts are those of the
+        // containers too.
         files.bind(root, root)?;
         mount(NOTHING, root, NOTHING, MsFlags::MS_SHARED, NOTHING).context("sharing a mount")?;
         files.bind(cgroup, &root.join("sys/fs/cgroup"))?;
@@ -39,18 +42,18 @@ impl NodeFiles {
         &self.root
     }
 
-    /// Where the bpffs belongs.
+    /// Returns the path where the bpffs belongs.
     pub fn bpffs(&self) -> PathBuf {
         self.root.join("sys/fs/bpf")
     }
 
-    /// Whether something has mounted a bpffs.
+    /// Returns true if something has mounted a bpffs.
     pub fn has_bpffs(&self) -> Result<bool> {
         let found = statfs(&self.bpffs()).context("looking at a file system")?;
         Ok(found.filesystem_type() == BPF_FS_MAGIC)
     }
 
-    /// A volume of type hostPath.
+    /// Returns the path of a volume of type hostPath.
     pub fn host_path(&self, path: &str, kind: &str) -> Result<PathBuf> {
         let path = self.root.join(path.trim_start_matches('/'));
         match kind {
@@ -71,7 +74,7 @@ impl NodeFiles {
         Ok(path)
     }
 
-    /// Mounts a file system in memory, for a volume.
+    /// Mounts a file system in memory, which is a volume.
     pub(crate) fn mount_memory(&mut self, at: &Path) -> Result<()> {
         mount(Some("tmpfs"), at, Some("tmpfs"), MsFlags::empty(), NOTHING)
             .with_context(|| format!("mounting memory on {}", at.display()))?;

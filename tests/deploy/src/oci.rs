@@ -1,6 +1,7 @@
-//! What containerd makes of a container of a pod: the OCI configuration that runc gets.
+//! Makes the OCI configuration that containerd would give to runc for a container of a pod.
 //!
-//! Fields of a pod that nothing here understands are errors: what a manifest says must be what is run.
+//! Fields of a pod that this code does not know are errors, because what a manifest says must be
+//! what is run.
 
 use std::{
     collections::BTreeMap,
@@ -12,19 +13,19 @@ use serde_json::{Value, json};
 
 use super::capabilities;
 
-/// Where a container is put.
+/// Place where a container runs.
 #[derive(Clone, Copy, Debug)]
 pub struct Placement<'a> {
     pub network_namespace: &'a Path,
-    /// Below the root of the cgroups.
+    /// cgroup of the container, below the root of the cgroups.
     pub cgroup: &'a str,
 }
 
-/// What the kubelet hands over with a container.
+/// Things that the kubelet prepares for a container.
 #[derive(Clone, Debug, Default)]
 pub struct Prepared {
     pub environment: BTreeMap<String, String>,
-    /// Folder or file of the node, by volume.
+    /// Folder or file of the node for each volume.
     pub volumes: BTreeMap<String, PathBuf>,
 }
 
@@ -76,10 +77,10 @@ const SECURITY_FIELDS: &[&str] = &[
     "seLinuxOptions",
     "seccompProfile",
 ];
-/// What the kubelet writes for a pod of priority system-node-critical.
+/// Value that the kubelet writes for a pod of priority system-node-critical.
 const CRITICAL_OOM_SCORE: i32 = -997;
 
-/// Of a container that is not privileged.
+/// Paths that are masked in a container that is not privileged.
 const MASKED: &[&str] = &[
     "/proc/acpi",
     "/proc/asound",
@@ -94,7 +95,8 @@ const MASKED: &[&str] = &[
 ];
 const READ_ONLY: &[&str] = &["/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger"];
 
-/// `image` is the image's configuration. Without its seccomp profile: see [`wants_default_seccomp`].
+/// Returns the OCI configuration of a container. `image` is the image's configuration. The seccomp
+/// profile is left out: see [`wants_default_seccomp`].
 pub fn configuration(
     pod: &Value,
     container: &Value,
@@ -119,7 +121,8 @@ pub fn configuration(
         "noNewPrivileges": security["allowPrivilegeEscalation"] == false,
         "capabilities": {"bounding": held, "effective": held, "permitted": held},
     });
-    // As containerd's `restrict_oom_score_adj`: it is not lowered where this machine does not let us.
+    // Like containerd with `restrict_oom_score_adj`, this does not lower the value if the machine
+    // does not allow it.
     let lowers = capabilities::all()?.iter().any(|name| name == "CAP_SYS_RESOURCE");
     if spec["priorityClassName"] == "system-node-critical" && lowers {
         process["oomScoreAdj"] = CRITICAL_OOM_SCORE.into();
@@ -147,12 +150,12 @@ pub fn configuration(
     }))
 }
 
-/// Whether the container gets the runtime's own seccomp profile. An unset one is none: what the kubelet does unless its
-/// `seccompDefault` is on.
+/// Returns true if the container gets the runtime's own seccomp profile. If the profile is not set,
+/// there is none, as the kubelet does it unless its `seccompDefault` is on.
 pub fn wants_default_seccomp(container: &Value) -> Result<bool> {
     let security = &container["securityContext"];
     match security["seccompProfile"]["type"].as_str() {
-        // Of privileged containers the runtime takes no notice of it.
+        // The runtime ignores the profile of a privileged container.
         _ if security["privileged"] == true => Ok(false),
         None | Some("Unconfined") => Ok(false),
         Some("RuntimeDefault") => Ok(true),
@@ -185,7 +188,8 @@ fn environment(image: &Value, prepared: &Prepared) -> BTreeMap<String, String> {
     environment
 }
 
-/// `command` takes the entry point's place, and the image's arguments are those of its entry point only.
+/// Returns the arguments of a container's process. `command` replaces the entry point. The image's
+/// arguments apply only to its own entry point.
 fn arguments(
     container: &Value,
     image: &Value,
@@ -204,7 +208,7 @@ fn arguments(
     Ok(all.into_iter().map(|word| expanded(word, environment)).collect())
 }
 
-/// `$(NAME)` by the value of a variable; unknown ones stay.
+/// Replaces each `$(NAME)` by the value of a variable. Unknown ones stay.
 fn expanded(word: String, environment: &BTreeMap<String, String>) -> String {
     environment.iter().fold(word, |word, (name, value)| word.replace(&format!("$({name})"), value))
 }
@@ -240,7 +244,8 @@ fn propagation(mount: &Value) -> Result<&'static str> {
     })
 }
 
-/// A mount cannot be wider than what it is in.
+/// Returns the widest propagation of the container's mounts. A mount cannot be wider than the one
+/// that it is in.
 fn widest_propagation(container: &Value) -> Result<&'static str> {
     let mounts = container["volumeMounts"].as_array().into_iter().flatten();
     let found = mounts.map(propagation).collect::<Result<Vec<_>>>()?;

@@ -1,4 +1,4 @@
-//! The oldest version of Kubernetes that the chart is for, by the types of its API.
+//! The oldest version of Kubernetes that the chart is for, with the types of its API.
 
 use std::{fs, path::Path};
 
@@ -8,7 +8,7 @@ use serde_json::Value;
 
 use super::files;
 
-/// Such as `1.25.0`, by the chart.
+/// Returns the version that the chart names, such as `1.25.0`.
 pub fn version() -> Result<String> {
     let chart = files::documents(&files::text("chart/Chart.yaml")?)?.pop().context("Chart.yaml is empty")?;
     let version = chart["kubeVersion"].as_str().context("kubeVersion")?;
@@ -21,7 +21,7 @@ pub fn version() -> Result<String> {
     Ok(version.to_owned())
 }
 
-/// Reads objects as this version does. An error names a field that it does not know.
+/// Reads objects as this version does. The error names a field that it does not know.
 pub fn read(objects: &[Value]) -> Result<()> {
     let folder = tempfile::tempdir().context("making a folder")?;
     let file = folder.path().join("objects.json");
@@ -29,7 +29,8 @@ pub fn read(objects: &[Value]) -> Result<()> {
     module().run(&["run", ".", file.to_str().context("a folder whose name is no text")?]).map(drop)
 }
 
-/// An error without Go, or without the network for the first time.
+/// Downloads what is needed. Returns an error without Go or, for the first time, without the
+/// network.
 pub fn ready() -> Result<()> {
     module().download(&["build", "-o", "/dev/null", "."]).map(drop)
 }

@@ -1,10 +1,11 @@
-//! Which metrics a PromQL expression asks for.
+//! Metrics that a PromQL expression asks for.
 
 use std::collections::BTreeSet;
 
 use regex::Regex;
 
-/// Names of the metrics in `expression`. Selectors without a name (`{__name__=…}`) are not looked into.
+/// Returns the names of the metrics in `expression`. It does not search selectors without a name
+/// (`{__name__=…}`).
 pub fn metrics(expression: &str) -> Result<BTreeSet<String>, regex::Error> {
     let strings = Regex::new(r#""(\\.|[^"])*"|'(\\.|[^'])*'|`[^`]*`"#)?;
     let selectors = Regex::new(r"\{[^}]*\}|\[[^\]]*\]")?;
@@ -19,7 +20,8 @@ pub fn metrics(expression: &str) -> Result<BTreeSet<String>, regex::Error> {
     Ok(name.find_iter(&rest).map(|name| name.as_str().to_owned()).collect())
 }
 
-/// Metrics that an exposition declares, by the names that queries use: a histogram's series too.
+/// Returns the metrics that an exposition declares, by the names that queries use. A histogram's
+/// series are among them.
 pub fn declared(exposition: &str) -> BTreeSet<String> {
     let mut names = BTreeSet::new();
     for line in exposition.lines() {

@@ -1,4 +1,4 @@
-//! Containers under runc.
+//! Containers that runc runs.
 
 use std::{
     fs::{self, File},
@@ -18,7 +18,7 @@ use serde_json::Value;
 
 const BETWEEN_LOOKS: Duration = Duration::from_millis(20);
 
-/// A container; deleted with this.
+/// Container that is deleted when this is dropped.
 pub struct Container {
     id: String,
     runc: Child,
@@ -26,7 +26,7 @@ pub struct Container {
 }
 
 impl Container {
-    /// `bundle` holds the image's files in `rootfs`; `log` is appended to.
+    /// Starts a container. `bundle` has the image's files in `rootfs`, and `log` is appended to.
     pub fn start(bundle: &Path, id: &str, configuration: &Value, log: &Path) -> Result<Self> {
         let file = bundle.join("config.json");
         fs::write(file, serde_json::to_vec(configuration)?).context("writing config.json")?;
@@ -37,12 +37,12 @@ impl Container {
         Ok(Self { id: id.to_owned(), runc, log: log.to_owned() })
     }
 
-    /// What it has printed.
+    /// Returns what the container has printed.
     pub fn log(&self) -> String {
         fs::read_to_string(&self.log).unwrap_or_default()
     }
 
-    /// Its process, as this machine numbers it.
+    /// Returns the container's process, as this machine numbers it.
     fn process(&self) -> Result<Pid> {
         let output = Command::new("runc").args(["state", &self.id]).output().context("starting runc")?;
         let state: Value = serde_json::from_slice(&output.stdout)
@@ -51,7 +51,7 @@ impl Container {
         Ok(Pid::from_raw(id.with_context(|| format!("no process: {state}"))?))
     }
 
-    /// Whether its system calls pass a seccomp profile.
+    /// Returns true if the container's system calls pass a seccomp profile.
     pub fn is_filtered(&self) -> Result<bool> {
         let path = format!("/proc/{}/status", self.process()?);
         let status = fs::read_to_string(&path).with_context(|| format!("reading {path}"))?;
@@ -59,7 +59,7 @@ impl Container {
         Ok(mode.trim() == "2")
     }
 
-    /// What a command prints in it, as `kubectl exec` runs it.
+    /// Runs a command in the container as `kubectl exec` does, and returns its output.
     pub fn exec(&self, command: &[&str]) -> Result<String> {
         let output =
             Command::new("runc").args(["exec", &self.id]).args(command).stdin(Stdio::null()).output();
@@ -73,14 +73,15 @@ impl Container {
         kill(self.process()?, signal).with_context(|| format!("sending {signal}"))
     }
 
-    /// Waits for its end, at most so long.
+    /// Waits for the container's end, but not longer than `limit`.
     pub fn wait(&mut self, limit: Duration) -> Result<ExitStatus> {
         let runc = &mut self.runc;
         wait::until("the container's end", limit, || runc.try_wait().map_err(|error| error.to_string()))
             .with_context(|| self.log())
     }
 
-    /// Asks until the answer is there; an error when the time or the container is over.
+    /// Asks until there is an answer. Returns an error when the time is over or the container has
+    /// ended.
     pub fn until<T>(&mut self, limit: Duration, mut ask: impl FnMut() -> Result<T>) -> Result<T> {
         let start = Instant::now();
         loop {
@@ -101,7 +102,7 @@ impl Container {
 impl Drop for Container {
     fn drop(&mut self) {
         let mut delete = Command::new("runc");
-        // An error means that it is gone already.
+        // An error means that the container is gone already.
         let _ = delete.args(["delete", "--force", &self.id]).stderr(Stdio::null()).status();
         let _ = self.runc.kill();
         let _ = self.runc.wait();

@@ -1,4 +1,5 @@
-//! The seccomp profiles that `RuntimeDefault` stands for, from the Go modules of those who make them.
+//! Seccomp profiles for which `RuntimeDefault` stands, from the Go modules of the projects that
+//! make them.
 
 use std::{fs, path::Path};
 
@@ -6,11 +7,11 @@ use anyhow::{Context as _, Result};
 use control_plane::go::Module;
 use serde_json::Value;
 
-/// Whose container runtime.
+/// Container runtime whose profile is used.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Runtime {
     Containerd,
-    /// Docker's, by way of cri-dockerd.
+    /// Docker's runtime, by way of cri-dockerd.
     Moby,
 }
 
@@ -22,7 +23,8 @@ impl Runtime {
         }
     }
 
-    /// `linux.seccomp` of a container with this OCI configuration, which is written to `folder`.
+    /// Returns the field `linux.seccomp` for a container with this OCI configuration, which is
+    /// written to `folder`.
     pub fn profile(self, configuration: &Value, folder: &Path) -> Result<Value> {
         let file = folder.join("seccomp-of.json");
         fs::write(&file, serde_json::to_vec(configuration)?)
@@ -33,7 +35,8 @@ impl Runtime {
     }
 }
 
-/// An error without Go, or without the network for the first time.
+/// Downloads what is needed. Returns an error without Go or, for the first time, without the
+/// network.
 pub fn ready() -> Result<()> {
     module().download(&["build", "-o", "/dev/null", "."]).map(drop)
 }

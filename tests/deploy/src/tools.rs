@@ -1,5 +1,5 @@
-//! Helm and promtool: from the environment variable `HELM` or `PROMTOOL`, from PATH, else built from the Go
-//! module beside this crate, once, and kept in the cache.
+//! Helm and promtool. Each is taken from the environment variable `HELM` or `PROMTOOL`, or from
+//! PATH. Otherwise it is built once from the Go module beside this crate, and kept in the cache.
 
 use std::{
     env, fs,
@@ -16,7 +16,7 @@ pub enum Tool {
     Promtool,
 }
 
-/// Where the custom resources of prometheus-operator are defined.
+/// Go module with the definitions of prometheus-operator's custom resources.
 const OPERATOR: &str = "github.com/prometheus-operator/prometheus-operator@v0.94.1";
 
 impl Tool {
@@ -39,14 +39,14 @@ impl Tool {
         named.or_else(|| go::on_path(self.name())).or_else(|| module().built(self.name()))
     }
 
-    /// An error if it is not there and cannot be built.
+    /// Returns the tool's file. Returns an error if it is not there and cannot be built.
     pub fn path(self) -> Result<PathBuf> {
         provide(&[self])?;
         self.installed().with_context(|| format!("{} is not there after it was built", self.name()))
     }
 }
 
-/// Builds what is not there.
+/// Builds the tools that are missing.
 pub fn provide(tools: &[Tool]) -> Result<()> {
     let missing: Vec<&str> =
         tools.iter().filter(|tool| tool.installed().is_none()).map(|tool| tool.package()).collect();
@@ -56,12 +56,13 @@ pub fn provide(tools: &[Tool]) -> Result<()> {
     module().build(&missing).with_context(|| format!("not on PATH, so to be built: {}", missing.join(", ")))
 }
 
-/// Why there is no Go: without it nothing here is built, and profiles are not read.
+/// Returns an error with the reason if there is no Go. Without Go, nothing here is built, and
+/// profiles are not read.
 pub fn go() -> Result<(), String> {
     module().run(&["version"]).map(drop).map_err(|error| format!("{error:#}"))
 }
 
-/// What `go tool pprof -top` shows of a profile: every function.
+/// Returns what `go tool pprof -top` shows of a profile, with every function.
 pub fn top_of_profile(profile: &Path, kind: &str) -> Result<String> {
     let kind = format!("-sample_index={kind}");
     let file = profile.to_str().context("a path that is no text")?;
@@ -69,12 +70,13 @@ pub fn top_of_profile(profile: &Path, kind: &str) -> Result<String> {
 }
 
 fn module() -> Module {
-    // Promtool without the clients of every cloud.
+    // Without the tag, promtool would have the clients of every cloud.
     Module::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("tools"), "deploy-tools")
         .with_tags("remove_all_sd")
 }
 
-/// Definitions of prometheus-operator's custom resources, as it publishes them. An error without Go or network.
+/// Returns the definitions of prometheus-operator's custom resources, as it publishes them. Returns
+/// an error without Go or network.
 pub fn operator_definitions() -> Result<Vec<Value>> {
     let answer = module().download(&["mod", "download", "-json", OPERATOR])?;
     let answer: Value = serde_json::from_str(&answer).context("the answer of go mod download")?;

@@ -1,5 +1,5 @@
-//! Builds and downloads what the other suites need that is not ours, once for all: programs that are Go modules, and files
-//! of Go modules. From the network namespaces of the others nothing can be downloaded.
+//! Builds and downloads once what the other suites need: programs that are Go modules, and files of
+//! Go modules. Nothing can be downloaded from the network namespaces of the other suites.
 
 use std::process::ExitCode;
 

@@ -1,8 +1,10 @@
-//! Test programs whose scenarios share one expensive world (a lab, an API server). They take the command line of cargo's own
-//! harness and print what it prints: `cargo test --test NAME -- [--list] [--exact] [--skip TEXT] [TEXT]`.
+//! Test programs whose scenarios share one expensive world (a lab, an API server). They take the
+//! command line of cargo's own harness, and print what it prints: `cargo test --test NAME --
+//! [--list] [--exact] [--skip TEXT] [TEXT]`.
 //!
-//! Scenarios run one after another in the main thread, in their order: a world may move the process to another network
-//! namespace. Standard output belongs to the harness: what a scenario has to tell goes to standard error.
+//! Scenarios run one after another in the main thread, in their order, because a world may move the
+//! process to another network namespace. Standard output belongs to the harness. A scenario writes
+//! its messages to standard error.
 
 use std::{
     process::ExitCode,
@@ -13,15 +15,15 @@ use anyhow::{Result, anyhow};
 pub use libtest_mimic::{Arguments, Trial};
 use libtest_mimic::{Completion, Failed};
 
-/// How a scenario ends that does not fail.
+/// Outcome of a scenario that does not fail.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum Outcome {
     Passed,
-    /// All of it or a part. Says what, and why.
+    /// The scenario, or a part of it, was skipped. The text says which, and why.
     Skipped(String),
 }
 
-/// Ends a scenario as skipped where it stands, as an error would. Says why.
+/// Error that ends a scenario as skipped. It says why.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub struct Skip(pub String);
@@ -57,7 +59,7 @@ impl<W: 'static> Scenario<W> {
         Self { name: name.into(), run: Box::new(move |world| run(world).map(Into::into).or_else(skipped)) }
     }
 
-    /// The same scenario, which first prepares the world for itself, by its name.
+    /// Returns the same scenario, which first calls `prepare` with its name.
     pub fn after(self, prepare: fn(&mut W, &str) -> Result<()>) -> Self {
         let Self { name, run } = self;
         let own = name.clone();
@@ -68,8 +70,8 @@ impl<W: 'static> Scenario<W> {
     }
 }
 
-/// A list of [`Scenario`]s from functions that take `&mut` the world and answer `Result<()>` or `Result<Outcome>`:
-/// `name, name`, or `module: name, name;` for those of a module.
+/// Makes a list of [`Scenario`]s from functions that take `&mut` the world and return `Result<()>`
+/// or `Result<Outcome>`. The form is `name, name`, or `module: name, name;` for those of a module.
 #[macro_export]
 macro_rules! scenarios {
     ($($module:ident: $($name:ident),+;)+) => {
@@ -80,7 +82,8 @@ macro_rules! scenarios {
     };
 }
 
-/// What scenarios share: started for the first that needs it, dropped with the last.
+/// World that scenarios share. It is started for the first scenario that needs it, and dropped with
+/// the last one.
 pub struct Shared<W>(Arc<Mutex<State<W>>>);
 
 /// A world, or the reason why this machine cannot have it.
@@ -106,9 +109,9 @@ impl<W> Shared<W> {
         Self(Arc::new(Mutex::new(State::New(Box::new(start)))))
     }
 
-    /// Does `work` in the world; answers why there is none if this machine cannot have it.
+    /// Does `work` in the world. Returns the reason if this machine cannot have the world.
     pub fn with<T>(&self, work: impl FnOnce(&mut W) -> Result<T>) -> Result<Started<T>> {
-        // A scenario that panicked is judged, and the next one may go on in its world.
+        // A scenario that panics counts as failed, and the next one may go on in its world.
         let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let State::New(start) = &mut *state {
             let start = std::mem::replace(start, Box::new(|| Err(anyhow!("starting the world panicked"))));
@@ -128,7 +131,7 @@ impl<W> Shared<W> {
 }
 
 impl<W: Send + 'static> Shared<W> {
-    /// The scenarios as tests; skipped where there is no world.
+    /// Returns the scenarios as tests. They are skipped if there is no world.
     pub fn trials(self, scenarios: impl IntoIterator<Item = Scenario<W>>) -> Vec<Trial> {
         let trial = |Scenario { name, run }| {
             let world = self.clone();
@@ -144,13 +147,13 @@ fn failed(error: anyhow::Error) -> Failed {
     format!("{error:#}").into()
 }
 
-/// Does what the command line says.
+/// Runs the tests that the command line chooses.
 pub fn run(mut arguments: Arguments, trials: Vec<Trial>) -> ExitCode {
     arguments.test_threads = Some(1);
     libtest_mimic::run(&arguments, trials).exit_code()
 }
 
-/// [`run`] for a program whose scenarios all share one world.
+/// Calls [`run`] for a program whose scenarios all share one world.
 pub fn main<W: Send + 'static>(
     start: impl FnOnce() -> Result<Started<W>> + Send + 'static,
     scenarios: impl IntoIterator<Item = Scenario<W>>,
@@ -166,7 +169,7 @@ mod tests {
 
     use super::*;
 
-    /// Names of the scenarios that were begun.
+    /// Names of the scenarios that have begun.
     #[derive(Default)]
     struct Diary(Vec<String>);
 

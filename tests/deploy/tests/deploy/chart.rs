@@ -1,4 +1,4 @@
-//! The chart, by helm.
+//! The chart as helm renders it.
 
 use std::{
     collections::BTreeMap,
@@ -9,14 +9,14 @@ use anyhow::{Context as _, Result, bail, ensure};
 use deploy::{files, oldest, skip, tools::Tool};
 use serde_json::Value;
 
-/// What the chart asks for, and the manifests have.
+/// Value that the chart requires, and that the manifests contain.
 pub(super) const SERVER: &str = "apiServer=https://api-server.example:6443";
 
 pub(super) fn render(values: &[&str]) -> Result<Vec<Value>> {
     render_for(None, values)
 }
 
-/// As for a cluster of this version of Kubernetes.
+/// Renders the chart for a cluster of this version of Kubernetes.
 pub(super) fn render_for(version: Option<&str>, values: &[&str]) -> Result<Vec<Value>> {
     let mut command = Command::new(Tool::Helm.path().map_err(skip)?);
     command.args(["template", "proxy-ctl"]).arg(files::path("chart"));
@@ -36,7 +36,8 @@ fn by_identity(objects: Vec<Value>) -> BTreeMap<(String, String), Value> {
     objects.into_iter().map(|object| (files::identity(&object), object)).collect()
 }
 
-/// What is installed, and what Helm makes for a moment: without the annotations that say when.
+/// Splits the objects into those that are installed, and hooks that Helm makes for a moment. The
+/// hooks lose the annotations that say when.
 pub(super) fn apart(objects: Vec<Value>) -> (Vec<Value>, Vec<Value>) {
     let (mut hooks, installed): (Vec<Value>, Vec<Value>) =
         objects.into_iter().partition(|object| object["metadata"]["annotations"]["helm.sh/hook"].is_string());
@@ -62,11 +63,11 @@ fn same(rendered: Vec<Value>, written: Vec<Value>, what: &str) -> Result<()> {
     Ok(())
 }
 
-/// The operator's choice that anyone may read the metrics.
+/// Value by which an operator says that anyone may read the metrics.
 const EXPOSED: &str = "monitoring.podMonitor.exposeToAnyone=true";
 
-/// The chart's ConfigMap has the hash of its contents in its name, and never changes. Returns the
-/// objects as the manifests have them: the same name for any contents.
+/// Returns the objects as the manifests have them, with one name for any contents of the ConfigMap.
+/// The chart's ConfigMap has the hash of its contents in its name, and never changes.
 fn under_one_name(mut objects: Vec<Value>) -> Result<Vec<Value>> {
     for object in &mut objects {
         if object["kind"] == "ConfigMap" {
@@ -80,14 +81,15 @@ fn under_one_name(mut objects: Vec<Value>) -> Result<Vec<Value>> {
     Ok(objects)
 }
 
-/// The name of the ConfigMap that the pods of a DaemonSet mount.
+/// Returns the name of the ConfigMap that the pods of a DaemonSet mount.
 fn config_map(daemon_set: &mut Value) -> Result<&mut Value> {
     let volumes = daemon_set.pointer_mut("/spec/template/spec/volumes").and_then(Value::as_array_mut);
     let config = volumes.into_iter().flatten().find(|volume| volume["name"] == "config");
     Ok(&mut config.context("no volume config")?["configMap"]["name"])
 }
 
-/// Pods are replaced one after the other with whatever changes their template.
+/// Expects a changed configuration to change the pods' template. Pods are replaced one after the
+/// other with whatever changes their template.
 pub(super) fn a_changed_configuration_is_a_rolling_update((): &mut ()) -> Result<()> {
     let mounted = |values: &[&str]| {
         let mut objects = render(values)?;
@@ -129,7 +131,8 @@ pub(super) fn the_chart_renders_the_manifests((): &mut ()) -> Result<()> {
     Ok(())
 }
 
-/// Helm deletes the DaemonSet only after hooks of pre-delete, and waits for no hook but Jobs and Pods; it makes them by weight.
+/// Checks the hooks of an uninstallation. Helm deletes the DaemonSet only after hooks of
+/// pre-delete. It waits only for Jobs and Pods, and makes hooks in the order of their weight.
 pub(super) fn an_uninstallation_waits_for_clean_nodes((): &mut ()) -> Result<()> {
     let objects = render(&["image.tag=9.9", "image.repository=registry.example/proxy-ctl"])?;
     let mut hooks = Vec::new();
@@ -182,7 +185,7 @@ pub(super) fn wrong_values_are_refused((): &mut ()) -> Result<()> {
         (&["config.healthzBindAddress=0.0.0.0"], "healthzBindAddress"),
         (&["config.mode=fast"], "mode"),
         (&["config.mode=iptables", "privileged=false"], "privileged: mode iptables"),
-        // Who asks for a PodMonitor has not said that anyone may read the metrics.
+        // An operator who asks for a PodMonitor has not said that anyone may read the metrics.
         (&["monitoring.podMonitor.enabled=true"], "monitoring.podMonitor.exposeToAnyone=true"),
     ];
     for (values, named) in cases {
@@ -229,10 +232,10 @@ pub(super) fn the_chart_follows_its_values((): &mut ()) -> Result<()> {
         map("config.conf").and_then(|map| map["data"]["config.conf"].as_str()).context("config.conf")?;
     let config = files::documents(config)?.pop().context("config.conf is empty")?;
     ensure!(config["ebpf"]["socketLoadBalancing"] == "host" && config["mode"] == "ebpf", "{config}");
-    // One field of a section leaves the chart's others in it alone.
+    // A value for one field of a section leaves the chart's other fields of that section alone.
     let connection = &config["clientConnection"];
     ensure!(connection["qps"] == 7 && connection["kubeconfig"].is_string(), "{config}");
-    // What is scraped from outside must be reachable there.
+    // Metrics that are scraped from outside must be reachable there.
     ensure!(config["metricsBindAddress"] == "0.0.0.0:10249", "{config}");
 
     let container = &files::of_kind(&objects, "DaemonSet")?["spec"]["template"]["spec"]["containers"][0];
@@ -268,7 +271,7 @@ pub(super) fn the_oldest_kubernetes_knows_every_field((): &mut ()) -> Result<()>
         ensure!(found == (annotated, set), "Kubernetes {version}: {found:?}");
         ensure!(text("/spec/template/metadata/annotations/own") == Some("kept"), "{daemon_set}");
         if set.is_some() {
-            // The check does check: the field is newer.
+            // This shows that the check works: the field is newer than the version.
             let refused = format!("{:#}", oldest::read(&objects).err().context("a newer field is known")?);
             ensure!(refused.contains("unknown field") && refused.contains("appArmorProfile"), "{refused}");
         } else {

@@ -22,12 +22,12 @@ use scenario::Skip;
 use serde_json::{Value, json};
 
 pub(super) const NODE: &str = "node1";
-/// Where the pod is that answers.
+/// Pod that answers.
 pub(super) const SERVER: &str = "web-1";
-/// A pod that asks.
+/// Pod that dials.
 pub(super) const CLIENT: &str = "client-1";
 
-/// The address that the manifests have to be given.
+/// Address in the manifests that has to be replaced.
 const PLACEHOLDER: &str = "https://api-server.example:6443";
 
 pub(super) struct Cluster {
@@ -38,7 +38,7 @@ pub(super) struct Cluster {
     bundle: PathBuf,
 }
 
-/// The image that was built for this test.
+/// Returns the image that was built for this test.
 pub(super) fn image() -> Result<Archive> {
     if let Ok(error) = env::var("PROXY_BROKEN_IMAGE") {
         bail!("the image cannot be built: {error}");
@@ -84,7 +84,8 @@ impl Cluster {
         Ok(cluster)
     }
 
-    /// The API server makes Service kubernetes after it is ready; kubelets name it in the environment of each pod.
+    /// Waits for Service kubernetes. The API server makes it after it is ready, and kubelets name
+    /// it in the environment of each pod.
     fn wait_for_its_service(&self) -> Result<()> {
         wait::until("Service kubernetes", Duration::from_secs(60), || {
             let found = self.server.run(async |client| api::get(&client, kubelet::API_SERVICE).await);
@@ -93,7 +94,7 @@ impl Cluster {
         .map(drop)
     }
 
-    /// What kube-controller-manager puts into each namespace.
+    /// Adds what kube-controller-manager puts into each namespace.
     fn add_what_controllers_make(&self) -> Result<()> {
         let authority = fs::read_to_string(self.server.authority_file()).context("reading the CA")?;
         self.store(&[
@@ -112,7 +113,7 @@ impl Cluster {
         self.publish(&objects)
     }
 
-    /// The node's.
+    /// Returns the addresses of the node.
     pub(super) fn addresses(&self) -> Result<Addresses> {
         Ok(self.lab.netns(NODE)?.addresses)
     }
@@ -126,7 +127,7 @@ impl Cluster {
         })
     }
 
-    /// A Service that [`SERVER`] answers for.
+    /// Adds a Service whose endpoint is [`SERVER`].
     pub(super) fn add_service(&self, name: &str, at: Addresses, port: u16) -> Result<()> {
         let mut objects = Objects::default();
         let service = Service::new(name, at, port, lab::cluster::SERVER_PORT, None);
@@ -134,7 +135,8 @@ impl Cluster {
         self.publish(&objects)
     }
 
-    /// Objects of files below deploy/, with the API server's address in it, as the README's `sed` puts it there.
+    /// Returns the objects of files below deploy/, with the API server's address in place of the
+    /// placeholder, as with the README's `sed`.
     pub(super) fn objects(&self, names: &[&str]) -> Result<Vec<Value>> {
         let mut objects = Vec::new();
         for name in names {
@@ -152,7 +154,8 @@ impl Cluster {
         })
     }
 
-    /// The pod that the DaemonSet controller makes for the node, as the API server admits it.
+    /// Returns the pod that the DaemonSet controller makes for the node, as the API server admits
+    /// it.
     pub(super) fn pod_of(&self, daemon_set: &Value) -> Result<Value> {
         let template = &daemon_set["spec"]["template"];
         let (mut metadata, mut spec) = (template["metadata"].clone(), template["spec"].clone());
@@ -167,7 +170,7 @@ impl Cluster {
         self.server.run(async |client| api::store(&client, pod).await)
     }
 
-    /// What the kubelet does for a pod once.
+    /// Does what the kubelet does once for a pod.
     pub(super) fn take(&mut self, pod: Value, seccomp: seccomp::Runtime) -> Result<Pod> {
         let name = pod["metadata"]["name"].as_str().context("metadata.name")?.to_owned();
         let folder = self.lab.directory().join("pods").join(&name);
@@ -200,7 +203,7 @@ impl Cluster {
     }
 }
 
-/// A pod that the node has taken.
+/// Pod that the node has taken.
 pub(super) struct Pod {
     pub(super) object: Value,
     folder: PathBuf,

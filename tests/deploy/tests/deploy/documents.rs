@@ -1,4 +1,4 @@
-//! What the image says of what it is made of.
+//! Documents in the image about what it is made of.
 
 use std::{collections::BTreeSet, fs};
 
@@ -7,17 +7,18 @@ use serde_json::Value;
 
 use super::cluster;
 
-/// Where cargo keeps the sources of a crate, as places in them are named in a program that was built from them.
+/// Part of the paths of crates' sources. A program names such paths for places in crates that it
+/// was built from.
 const SOURCES: &str = "/registry/src/";
 
-/// Found in the binary itself, not by asking cargo.
+/// Expects the documents to name every crate that the binary itself names. Cargo is not asked.
 pub(super) fn crates_that_the_binary_names_are_told((): &mut ()) -> Result<()> {
     let root = tempfile::tempdir().context("making a folder")?;
     cluster::image()?.unpack(root.path())?;
     let read = |path: &str| fs::read(root.path().join(path)).with_context(|| format!("reading {path}"));
     let binary = read("usr/local/bin/proxy-ctl")?;
     let text = String::from_utf8_lossy(&binary);
-    // In debugging information a text ends with a zero.
+    // A text in debugging information ends with a zero.
     let named = text.split(SOURCES).skip(1).filter_map(|rest| rest.split(['/', '\0']).nth(1));
     let named: BTreeSet<&str> = named.collect();
     ensure!(named.len() > 20, "the binary names only {named:?}");

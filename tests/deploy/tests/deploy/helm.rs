@@ -1,4 +1,5 @@
-//! Helm itself, before a real API server. There are no controllers: the test reports what these would.
+//! Helm itself against a real API server. There are no controllers, so the test reports what these
+//! would.
 
 use std::{
     path::Path,
@@ -35,7 +36,7 @@ fn ensure_done(mut command: Command) -> Result<()> {
     Ok(())
 }
 
-/// Which of these the API server has, by kind and name.
+/// Returns which of these objects the API server has, by kind and name.
 fn there(server: &ApiServer, objects: &[Value]) -> Result<Vec<(String, String)>> {
     server.run(async |client| {
         let mut there = Vec::new();
@@ -67,7 +68,7 @@ pub(super) fn helm_uninstall_waits_for_clean_nodes_and_leaves_nothing((): &mut (
     ensure!(left.is_empty(), "hooks are there beside {left:?}");
     ensure!(uninstall.try_wait()?.is_none(), "it has not waited for the Job");
 
-    // As the controller of Jobs reports it.
+    // This is how the controller of Jobs reports the end of a Job.
     let now = "2026-01-01T00:00:00Z";
     let condition = |kind| json!({"type": kind, "status": "True", "lastTransitionTime": now});
     let status = json!({

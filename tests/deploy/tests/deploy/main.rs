@@ -1,7 +1,8 @@
-//! What deploy/ says is right, and works: chart and manifests are the same, the API server accepts them, rules and
-//! dashboard ask for metrics that exist, and pods of the DaemonSets do their work with what the manifests allow them.
+//! Checks that what deploy/ says is right, and works. Chart and manifests are the same, and the API
+//! server accepts them. Rules and dashboard ask for metrics that exist. Pods of the DaemonSets do
+//! their work with what the manifests allow them.
 //!
-//! `cargo test --test deploy [-- [--list] [part of a name]]`
+//! `cargo test --test deploy [-- [--list] [part of a name]]` runs the scenarios.
 
 mod chart;
 mod cluster;

@@ -1,4 +1,4 @@
-//! Rules and dashboard.
+//! Rules and dashboard of the monitoring.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -20,12 +20,12 @@ use scenario::Skip;
 use serde_json::{Value, json};
 
 const METRICS: &str = "127.0.0.1:10249";
-/// For the proxy to notice that the API server is gone.
+/// Time in which the proxy must notice that the API server is gone.
 const PATIENCE: Duration = Duration::from_secs(60);
-/// Prometheus makes this one itself, of each target.
+/// Metric that Prometheus itself makes for each target.
 const OF_THE_SCRAPE: &str = "up";
-/// Labels by which rules and dashboard tell targets apart. `namespace` is missing here: metrics of a
-/// Service have the Service's.
+/// Labels by which rules and dashboard tell targets apart. `namespace` is not among them, because
+/// metrics of a Service have the Service's namespace.
 const OF_THE_TARGET: [&str; 6] = ["job", "instance", "pod", "container", "endpoint", "node"];
 
 fn dashboard() -> Result<Value> {
@@ -39,7 +39,7 @@ fn panels(dashboard: &Value) -> impl Iterator<Item = &Value> {
 fn expressions(dashboard: &Value) -> Vec<String> {
     let targets = panels(dashboard).flat_map(|panel| panel["targets"].as_array().into_iter().flatten());
     let queries = targets.filter_map(|target| target["expr"].as_str().map(str::to_owned));
-    // `label_values(metric, label)`
+    // The query has the form `label_values(metric, label)`.
     let variables = dashboard["templating"]["list"].as_array().into_iter().flatten();
     let variables = variables.filter_map(|variable| {
         let query = variable["query"]["query"].as_str()?.strip_prefix("label_values(")?;
@@ -48,7 +48,7 @@ fn expressions(dashboard: &Value) -> Vec<String> {
     queries.chain(variables).collect()
 }
 
-/// What Prometheus itself reads, without its operator.
+/// Returns the rules as Prometheus itself reads them, without its operator.
 fn rule_file() -> Result<Value> {
     let object = files::objects("chart/files/prometheusrule.yaml")?.pop().context("no rules")?;
     Ok(object["spec"].clone())
@@ -105,8 +105,8 @@ pub(super) fn the_dashboard_opens_without_editing((): &mut ()) -> Result<()> {
     Ok(())
 }
 
-/// Without honorLabels, the label namespace of a Service's metrics becomes `exported_namespace`, and
-/// the rules would name the namespace of the proxy's pod.
+/// Expects `honorLabels`. Without it, the label namespace of a Service's metrics becomes
+/// `exported_namespace`, and the rules would name the namespace of the proxy's pod.
 pub(super) fn the_pod_monitor_keeps_the_labels_of_the_metrics((): &mut ()) -> Result<()> {
     let objects = files::objects("monitoring")?;
     let monitor = files::of_kind(&objects, "PodMonitor")?;
@@ -154,8 +154,8 @@ pub(super) fn rules_fire_when_they_should((): &mut ()) -> Result<()> {
     run(&["check", "rules", "--lint=none", "dashboard.yaml"])
 }
 
-/// What a proxy says of itself that follows a real API server and then loses it: its first failure makes the metrics that
-/// count failures.
+/// Returns the metrics of a proxy that follows a real API server and then loses it. Its first
+/// failure makes the metrics that count failures.
 fn exposition() -> Result<String> {
     let missing = match proxy::missing_for(ProxyKind::Ebpf)? {
         None => binaries::provide(&[Program::Etcd, Program::KubeApiServer])?,
@@ -176,7 +176,7 @@ fn exposition() -> Result<String> {
     Ok(body)
 }
 
-/// A metric that has a sample only while RBAC denies something, which it does not here. The suite
+/// Metric that has a sample only while RBAC denies something, which it does not here. The suite
 /// `life cycle` has a world where it does.
 const OF_DENIALS: &str = "proxy_source_denied";
 
@@ -184,7 +184,7 @@ pub(super) fn rules_and_dashboard_name_metrics_that_exist((): &mut ()) -> Result
     let exposition = exposition()?;
     let declared = promql::declared(&exposition);
     ensure!(declared.contains("proxy_build_info"), "that is no exposition: {exposition}");
-    // The PodMonitor's honorLabels would let such a label take the place of the target's.
+    // With the PodMonitor's honorLabels, such a label would replace that of the target.
     for label in OF_THE_TARGET {
         let has_label = [format!("{{{label}=\""), format!(",{label}=\"")];
         ensure!(!has_label.iter().any(|text| exposition.contains(text)), "a metric has the label {label}");

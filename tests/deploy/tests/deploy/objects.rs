@@ -1,4 +1,4 @@
-//! Everything in deploy/, before the real kube-apiserver.
+//! Everything in deploy/, checked by the real kube-apiserver.
 
 use std::{
     fs, thread,
@@ -19,7 +19,7 @@ use super::chart;
 /// Longest wait for a new kind to be served.
 const SERVED: Duration = Duration::from_secs(120);
 
-/// A server in a folder that goes with it.
+/// Starts a server in a folder that is removed with it.
 pub(super) fn start() -> Result<(tempfile::TempDir, ApiServer)> {
     if let Some(reason) = binaries::provide(&[Program::Etcd, Program::KubeApiServer])? {
         return Err(Skip(reason).into());
@@ -30,7 +30,8 @@ pub(super) fn start() -> Result<(tempfile::TempDir, ApiServer)> {
     Ok((folder, server))
 }
 
-/// A Pod as the controller of DaemonSets or Jobs would make it: its checks are stricter than the template's.
+/// Returns the Pod that the controller of DaemonSets or Jobs would make. Its checks are stricter
+/// than those of the template.
 fn pod_of(owner: &Value) -> Value {
     let template = &owner["spec"]["template"];
     let mut metadata = template["metadata"].clone();
@@ -39,7 +40,8 @@ fn pod_of(owner: &Value) -> Value {
     json!({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
 }
 
-/// `sed … deploy/manifests/*.yaml | kubectl apply -f -` of the README.
+/// Expects the manifests to be right when they are joined, as `sed … deploy/manifests/*.yaml |
+/// kubectl apply -f -` of the README does.
 pub(super) fn manifests_can_be_joined((): &mut ()) -> Result<()> {
     for (folder, expected) in [("manifests", 4), ("monitoring", 2)] {
         let (joined, apart) = (files::joined(folder)?, files::objects(folder)?);
@@ -84,18 +86,19 @@ pub(super) fn the_api_server_accepts_everything((): &mut ()) -> Result<()> {
             let stored = api::dry_run(&client, object).await?;
             ensure!(stored["metadata"]["name"] == object["metadata"]["name"], "{stored}");
             if object["kind"] == "Pod" {
-                // What system-node-critical stands for.
+                // The priority is that of system-node-critical.
                 ensure!(stored["spec"]["priority"] == 2_000_001_000, "{stored}");
-                // On the host network each would be one that the scheduler wants free on the node.
+                // On the host network, the scheduler would want each of these ports to be free on
+                // the node.
                 let containers = stored["spec"]["containers"].as_array().context("containers")?;
                 ensure!(containers.iter().all(|container| container.get("ports").is_none()), "{stored}");
             }
         }
-        // The checks do check.
+        // This shows that the checks work.
         let mut wrong = files::of_kind(&objects, "DaemonSet")?.clone();
         wrong["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = json!({});
         ensure!(api::dry_run(&client, &wrong).await.is_err(), "a field that does not exist is accepted");
-        // The role that the binding names is Kubernetes' own.
+        // Kubernetes itself has the role that the binding names.
         let role = files::of_kind(&objects, "ClusterRoleBinding")?["roleRef"]["name"].clone();
         let role = role.as_str().context("roleRef.name")?;
         api::get(&client, &format!("/apis/rbac.authorization.k8s.io/v1/clusterroles/{role}")).await?;
@@ -103,21 +106,21 @@ pub(super) fn the_api_server_accepts_everything((): &mut ()) -> Result<()> {
     })
 }
 
-/// Where kubeadm has its own manifests: Go gets them.
+/// Returns the source file in which kubeadm has its manifests. Go downloads it.
 pub(super) fn kubeadm_source() -> Result<String> {
     let module = binaries::module().sources("k8s.io/kubernetes").map_err(skip)?;
     let file = module.join("cmd/kubeadm/app/phases/addons/proxy/manifests.go");
     fs::read_to_string(&file).with_context(|| format!("reading {}", file.display()))
 }
 
-/// One of kubeadm's own manifests.
+/// Returns one of kubeadm's own manifests.
 pub(super) fn kubeadm(source: &str, constant: &str, values: &[(&str, &str)]) -> Result<Value> {
     let template = source
         .split_once(&format!("{constant} = `"))
         .and_then(|(_, rest)| rest.split_once('`'))
         .with_context(|| format!("kubeadm has no {constant}"))?;
     let text = values.iter().fold(template.0.to_owned(), |text, (name, value)| {
-        // Both ways of writing it are there.
+        // kubeadm writes placeholders in both ways.
         text.replace(&format!("{{{{ .{name} }}}}"), value).replace(&format!("{{{{ .{name}}}}}"), value)
     });
     files::documents(&text)?.pop().with_context(|| format!("{constant} is empty"))
@@ -156,7 +159,7 @@ pub(super) fn kubeadm_is_patched_and_restored((): &mut ()) -> Result<()> {
         }
         api::dry_run(&client, &pod_of(&patched)).await?;
 
-        // What the README says to keep it off all nodes, and to let it on them again.
+        // The README says this to keep the pod off all nodes, and to let it on them again.
         let readme = files::text("README.md")?;
         for (value, kept) in [("\"off\"", Value::from("off")), ("null", Value::Null)] {
             let text = format!(
@@ -168,13 +171,13 @@ pub(super) fn kubeadm_is_patched_and_restored((): &mut ()) -> Result<()> {
             ensure!(selector["kube-proxy"] == kept && selector["kubernetes.io/os"] == "linux", "{selector}");
         }
 
-        // `kubectl rollout undo` sends the template of before in place of the one that is there.
+        // `kubectl rollout undo` sends the former template to replace the current one.
         let mut template = before["spec"]["template"].clone();
         template["$patch"] = "replace".into();
         let restored = api::patch(&client, &original, &json!({"spec": {"template": template}})).await?;
         let (restored, before) = (&restored["spec"], &before["spec"]);
         ensure!(restored["template"] == before["template"], "restored: {restored}");
-        // It is no part of the template; the README says so.
+        // This field is no part of the template, as the README says.
         ensure!(readme.contains("`minReadySeconds` stays"), "the README does not say what stays");
         ensure!(restored["minReadySeconds"] == change["spec"]["minReadySeconds"], "{restored}");
         Ok(())

@@ -1,4 +1,5 @@
-//! Pods of the DaemonSets in deploy/, as API server, kubelet and container runtime make them, on a node of a lab.
+//! Pods of the DaemonSets in deploy/, as API server, kubelet and container runtime make them, on a
+//! node of a lab.
 
 use std::{fs, path::Path, process::ExitStatus, time::Duration};
 
@@ -31,16 +32,16 @@ use super::{
 };
 
 const PORT: u16 = 80;
-/// For what has no limit of its own, on a busy machine too.
+/// Longest wait for what has no limit of its own, on a busy machine too.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// Milliseconds within which an answer comes, on a busy machine too. What was lost is asked for
-/// again after so long.
+/// Milliseconds within which an answer comes, on a busy machine too. A request that was lost is
+/// repeated after this time.
 const ANSWERED_WITHIN_MS: u64 = 4_000;
 /// Milliseconds that are long enough to see that nobody answers.
 const SILENCE_MS: u64 = 300;
-/// What of the node's network the proxy sets: kube-proxy's default, a day.
+/// Parameter of the node's network that the proxy sets, to kube-proxy's default of a day.
 const ESTABLISHED: (&str, &str) = ("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_established", "86400");
-/// The kernel's own.
+/// Default of the kernel for this parameter.
 const BEFORE: &str = "432000";
 
 pub(super) fn the_manifests_serve((): &mut ()) -> Result<()> {
@@ -66,7 +67,7 @@ fn least_capabilities_serve(runtime: Runtime) -> Result<()> {
     })
 }
 
-/// Stores them; returns the DaemonSet with its defaults.
+/// Stores the objects, and returns the DaemonSet with its defaults.
 fn install(cluster: &Cluster, mut objects: Vec<Value>) -> Result<Value> {
     for object in &mut objects {
         if object["kind"] == "ConfigMap" {
@@ -80,14 +81,15 @@ fn install(cluster: &Cluster, mut objects: Vec<Value>) -> Result<Value> {
     cluster.server.run(async |client| api::get(&client, &path).await)
 }
 
-/// Changes what the test needs otherwise. The limit of conntrack belongs to the whole machine, and
-/// cannot be set from a network namespace. Profiles are looked at.
+/// Changes the configuration where the test needs another one. The limit of conntrack belongs to
+/// the whole machine, and cannot be set from a network namespace. Profiles are switched on because
+/// the test reads them.
 fn change(config_map: &mut Value) -> Result<()> {
     let text = config_map["data"]["config.conf"].as_str().context("no config.conf")?;
     let mut config = files::documents(text)?.pop().context("config.conf is empty")?;
     config["conntrack"]["maxPerCore"] = 0.into();
     config["enableProfiling"] = true.into();
-    // A write that fails is noticed, and tried again, after so long at most.
+    // A failed write is noticed, and tried again, within this time.
     config["iptables"]["syncPeriod"] = "5s".into();
     config_map["data"]["config.conf"] = config.to_string().into();
     Ok(())
@@ -97,7 +99,7 @@ pub(super) fn kubeadm_patched_serves((): &mut ()) -> Result<()> {
     let source = objects::kubeadm_source()?;
     pod_serves(Runtime::Containerd, |cluster| {
         let url = cluster.server.url();
-        // As kubeadm indents it into its template.
+        // This is how kubeadm indents the configuration in its template.
         let indented = |line: &str| format!("    {line}\n");
         let config: String = KUBEADM_CONFIG.lines().map(indented).collect();
         let values = [
@@ -118,7 +120,8 @@ pub(super) fn kubeadm_patched_serves((): &mut ()) -> Result<()> {
     })
 }
 
-/// The hook of the chart that Helm waits for: with its own rights, and the API server where nobody serves cluster IPs.
+/// Runs the hook of the chart for which Helm waits. It has its own rights, and an API server
+/// address that works while nobody serves cluster IPs.
 pub(super) fn the_chart_waits_until_all_nodes_are_clean((): &mut ()) -> Result<()> {
     let mut cluster = Cluster::start()?;
     let server = format!("apiServer={}", cluster.server.url());
@@ -135,7 +138,7 @@ pub(super) fn the_chart_waits_until_all_nodes_are_clean((): &mut ()) -> Result<(
         })
     };
     says(&waiting, "its controller has not seen it yet")?;
-    // As the controller of DaemonSets reports it.
+    // This is how the controller of DaemonSets reports the state.
     let report = |ready: u64| {
         let metadata = &daemon_set["metadata"];
         let reported = json!({
@@ -156,13 +159,14 @@ pub(super) fn the_chart_waits_until_all_nodes_are_clean((): &mut ()) -> Result<(
     Ok(())
 }
 
-/// What kubeadm 1.36.1 makes of a cluster whose pods have 10.244.0.0/16.
+/// Configuration that kubeadm 1.36.1 makes for a cluster whose pods have 10.244.0.0/16.
 const KUBEADM_CONFIG: &str = include_str!("kubeadm-config.conf");
 
-/// What mode nftables of a kube-proxy leaves on the node, in nft's language.
+/// Rules that mode nftables of a kube-proxy leaves on the node, in nft's language.
 const RULES: &str = "table ip kube-proxy { chain services { ip daddr 10.96.0.80 tcp dport 80 drop; }; }";
 
-/// `install` stores objects and returns the DaemonSet. Its pod is run, used, killed, run again, ended and removed.
+/// Stores objects by `install`, which returns the DaemonSet. Its pod is run, used, killed, run
+/// again, ended and removed.
 fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>) -> Result<()> {
     let mut cluster = Cluster::start()?;
     let node = cluster.lab.netns(NODE)?.namespace.clone();
@@ -255,11 +259,11 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
     if unseen.is_empty() { Ok(()) } else { Err(Skip(unseen.join("; ")).into()) }
 }
 
-/// What the log says of the pin that [`what_cannot_write_stops_the_rollout`] has spoiled.
+/// Words of the log about the pin that [`what_cannot_write_stops_the_rollout`] has spoiled.
 const SPOILED: &str = "table settings: bpf(BPF_OBJ_GET) failed: Permission denied";
 
-/// A build whose writes fail: another's folder is in the way of a pin. Its pod is not ready, so
-/// that a rollout touches no further node, and it is not restarted, which would cure nothing.
+/// Runs a build whose writes fail, because a folder is in the way of a pin. Its pod is not ready,
+/// so a rollout touches no other node. It is not restarted, which would cure nothing.
 fn what_cannot_write_stops_the_rollout(
     cluster: &Cluster,
     daemon_set: &Value,
@@ -293,13 +297,13 @@ fn ask(cluster: &Cluster, container: &Value, probe: &str) -> Result<Result<()>> 
     Ok(probes.iter().try_for_each(|probe| namespace::within(network, || probe.ask())))
 }
 
-/// The pod of deploy/cleanup.
+/// Pod of deploy/cleanup.
 struct WayBack {
     pod: Pod,
 }
 
 impl WayBack {
-    /// What the README says of it.
+    /// Installs deploy/cleanup as the README says.
     fn begin(cluster: &mut Cluster) -> Result<Self> {
         let readme = files::text("README.md")?;
         ensure!(readme.contains("kubectl apply -f deploy/cleanup\n"), "the README says it otherwise");
@@ -308,14 +312,14 @@ impl WayBack {
         Ok(Self { pod: cluster.take(pod, Runtime::Containerd)? })
     }
 
-    /// The init container: once, where the kubelet tries again.
+    /// Runs the init container once, where the kubelet would try again.
     fn clean(&mut self, cluster: &Cluster) -> Result<(ExitStatus, String)> {
         let container = self.pod.object["spec"]["initContainers"][0].clone();
         let mut cleaning = cluster.run(&mut self.pod, &container)?;
         Ok((cleaning.wait(PATIENCE)?, cleaning.log()))
     }
 
-    /// It cleans, stays, and ends with the pod.
+    /// Expects the pod to clean up, to stay, and to end.
     fn end(mut self, cluster: &Cluster) -> Result<()> {
         let (status, log) = self.clean(cluster)?;
         ensure!(status.success(), "{status}\n{log}");
@@ -334,7 +338,7 @@ impl WayBack {
     }
 }
 
-/// `kubectl debug node/… --profile=sysadmin -- …`; what it prints.
+/// Runs `kubectl debug node/… --profile=sysadmin -- …`, and returns its output.
 fn debug(cluster: &mut Cluster, proxy: &Value, name: &str, command: &[&str]) -> Result<String> {
     let readme = files::text("README.md")?;
     ensure!(readme.contains(&command.join(" ")), "the README says it otherwise");
@@ -360,7 +364,8 @@ fn debug(cluster: &mut Cluster, proxy: &Value, name: &str, command: &[&str]) -> 
     Ok(running.log())
 }
 
-/// Asks the container's probes as the kubelet does: the others only after the startup probe.
+/// Asks the container's probes as the kubelet does. The startup probe must succeed before the
+/// others are asked.
 fn become_ready(cluster: &Cluster, container: &Value, running: &mut Container) -> Result<()> {
     let network = &cluster.lab.netns(NODE)?.namespace;
     let mut asked = 0;
@@ -377,12 +382,13 @@ fn become_ready(cluster: &Cluster, container: &Value, running: &mut Container) -
     Ok(())
 }
 
-/// From a pod and from the node, by both protocols and both families.
+/// Expects the Service to be reached from a pod and from the node, by both protocols and both
+/// families.
 fn reach(clients: &[Agent], service: Addresses) -> Result<()> {
     reach_within(clients, service, ANSWERED_WITHIN_MS)
 }
 
-/// Each answer comes within so many milliseconds.
+/// Expects each answer within this many milliseconds.
 fn reach_within(clients: &[Agent], service: Addresses, timeout_ms: u64) -> Result<()> {
     for client in clients {
         for protocol in [Protocol::Tcp, Protocol::Udp] {
@@ -399,7 +405,8 @@ fn reach_within(clients: &[Agent], service: Addresses, timeout_ms: u64) -> Resul
     Ok(())
 }
 
-/// Gives the kernel parameter back its own value; false if this kernel has it not, as its module is not loaded.
+/// Gives the kernel parameter its own value again. Returns false if the kernel does not have it,
+/// because the module is not loaded.
 fn reset(network: &str) -> Result<bool> {
     namespace::within(network, || {
         let is_there = Path::new(ESTABLISHED.0).exists();
@@ -411,7 +418,7 @@ fn reset(network: &str) -> Result<bool> {
 }
 
 fn ensure_set(network: &str) -> Result<()> {
-    // /readyz says that everything is programmed, which follows after the parameters are set.
+    // /readyz says that everything is programmed. That happens after the parameters are set.
     wait::until(ESTABLISHED.0, PATIENCE, || {
         let read = || fs::read_to_string(ESTABLISHED.0).context("reading a kernel parameter");
         let found = namespace::within(network, read).map_err(|error| format!("{error:#}"))?;

@@ -1,5 +1,5 @@
-//! What `enableProfiling` shows of the image's program while it is busy: the tool that reads such profiles finds its
-//! functions in them.
+//! Expects profiles of the image's busy program with `enableProfiling`. The tool that reads such
+//! profiles must find the program's functions in them.
 
 use std::{
     fs,
@@ -13,12 +13,12 @@ use deploy::tools;
 use lab::{http, namespace};
 
 const METRICS: &str = "127.0.0.1:10249";
-/// Names are looked up by code that is not optimised.
+/// Longest wait for an answer. Code that is not optimised looks up names.
 const ANSWER: Duration = Duration::from_secs(60);
-/// Encodes metrics, which asking for them makes it do.
+/// Path of the functions that encode metrics. Requests for metrics make the program call them.
 const OURS: &str = "proxy_ctl::report::metrics::";
 
-/// `namespace`: of the node.
+/// Takes profiles and checks them. `namespace` is that of the node.
 pub(super) fn name_our_functions(namespace: &str) -> Result<()> {
     let folder = tempfile::tempdir().context("making a folder")?;
     let get = |path: &str| -> Result<Vec<u8>> {

@@ -43,8 +43,8 @@ pub(crate) async fn create(api: &kube::Client, addresses: [Ipv4Addr; 2]) -> Resu
     objects::apply(api, &slice(addresses[0])).await
 }
 
-/// Milliseconds after which an unanswered SYN is given up. They are few, so that the measured time is
-/// not a multiple of a long wait.
+/// Milliseconds after which an unanswered SYN is given up. They are few, so that the measured time
+/// is not a multiple of a long wait.
 const ANSWER_MS: u64 = 10;
 
 fn dial(client: &Agent) -> Result<Option<Outcome>> {

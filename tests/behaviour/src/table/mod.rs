@@ -169,7 +169,7 @@ pub enum Found {
     Answered(BTreeSet<(String, Source)>),
     Refused,
     Dropped,
-    /// The client got EPERM. Netfilter refuses or drops packets of a local process so.
+    /// The client got EPERM, which a local process gets for packets that netfilter refuses or drops.
     NotPermitted,
     Other(String),
 }

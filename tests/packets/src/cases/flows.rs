@@ -77,7 +77,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.resetting::<W>("not reset: what opens or resets, or acknowledges nothing", |s| {
         establish(s)?;
         move_service(s)?;
-        // A SYN may be forged. The connection is established, and its backend knows so.
+        // A SYN may be forged. The connection is established, and its backend still has it.
         for flags in [TCP_SYN, TCP_SYN | TCP_ACK, TCP_FIN, TCP_RST, TCP_RST | TCP_ACK] {
             sends(s, CLIENT, flags)?;
         }

@@ -22,7 +22,7 @@ pub const INIT: &str = "init";
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct Hierarchy {
     pub mount_point: PathBuf,
-    /// The options of its mount, which are controllers or a name; none for cgroup v2.
+    /// Options of the mount, which are controllers or a name. With cgroup v2, it is `None`.
     pub v1_options: Option<String>,
 }
 
@@ -35,7 +35,7 @@ impl Hierarchy {
         if self.mount_point.join("cpuset.cpus").exists() && self.v1_options.is_some() {
             self.copy_cpuset(&init)?;
         }
-        // The node's own root comes later, as its first process joins it before.
+        // The node's own root is enabled later, because its first process joins it before.
         cgroup.parent().map_or(Ok(()), |parent| self.enable_controllers(parent))
     }
 
@@ -53,7 +53,7 @@ impl Hierarchy {
         Ok(())
     }
 
-    /// Mounts it below [`ROOT`], where nothing is mounted yet.
+    /// Mounts the hierarchy below [`ROOT`], where nothing is mounted yet.
     pub fn mount(&self) -> Result<()> {
         let at = Path::new(ROOT).join(self.relative());
         fs::create_dir_all(&at).with_context(|| format!("creating {}", at.display()))?;
@@ -65,8 +65,8 @@ impl Hierarchy {
             .with_context(|| format!("mounting {kind} on {}", at.display()))
     }
 
-    /// Gives the processors of its parent to a cpuset and to those on the way to it. A new cpuset
-    /// has none, so that no process may join it.
+    /// Gives a cpuset, and those on the way to it, the processors of its parent. A new cpuset has
+    /// none, so no process could join it.
     fn copy_cpuset(&self, cgroup: &Path) -> Result<()> {
         let mut folder = self.mount_point.clone();
         for part in cgroup.components() {
@@ -102,13 +102,14 @@ impl Hierarchy {
         Ok(())
     }
 
-    /// Returns its place below [`ROOT`], which is empty if it is mounted on [`ROOT`] itself.
+    /// Returns the hierarchy's path below [`ROOT`], which is empty if it is mounted on [`ROOT`]
+    /// itself.
     pub fn relative(&self) -> &Path {
         self.mount_point.strip_prefix(ROOT).unwrap_or(Path::new(""))
     }
 }
 
-/// The hierarchies that are mounted below [`ROOT`].
+/// Returns the hierarchies that are mounted below [`ROOT`].
 pub fn hierarchies() -> Result<Vec<Hierarchy>> {
     let mounts = fs::read_to_string("/proc/self/mountinfo").context("reading the mounts")?;
     let controllers = match fs::read_to_string("/proc/cgroups") {

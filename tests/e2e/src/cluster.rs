@@ -14,7 +14,7 @@ use crate::{
     proxy::{self, Setting},
 };
 
-/// All of it ends with the value.
+/// Running cluster. All of it is removed when this is dropped.
 pub struct Cluster {
     proxies: Vec<Process>,
     nodes: Vec<Node>,
@@ -45,7 +45,7 @@ impl Cluster {
         Ok(Self { proxies, nodes: own, control_plane, home })
     }
 
-    /// An error if something of it has ended that should run.
+    /// Returns an error if a part of the cluster that should run has ended.
     pub fn alive(&mut self) -> Result<()> {
         self.control_plane.alive()?;
         self.nodes.iter_mut().try_for_each(Node::alive)?;
@@ -56,12 +56,13 @@ impl Cluster {
         &self.nodes
     }
 
-    /// The folder of all its files, which is removed with it.
+    /// Returns the folder of all files of the cluster, which is removed with it.
     pub fn folder(&self) -> &Path {
         self.home.folder()
     }
 
-    /// Copies what its programs have written to a folder that stays, in place of what is there.
+    /// Copies what the cluster's programs have written to a folder that stays. Replaces what is
+    /// there.
     pub fn keep_logs(&self, to: &Path) -> Result<()> {
         if to.exists() {
             fs::remove_dir_all(to).with_context(|| format!("removing {}", to.display()))?;
@@ -76,12 +77,12 @@ impl Cluster {
         Ok(())
     }
 
-    /// The network namespace that tests run in.
+    /// Returns the network namespace in which tests run.
     pub fn namespace(&self) -> String {
         network::control_plane(self.home.name())
     }
 
-    /// A kubeconfig of someone who may do everything.
+    /// Returns a kubeconfig of an identity that may do everything.
     pub fn kubeconfig(&self) -> std::path::PathBuf {
         self.control_plane.server.kubeconfig(ADMIN)
     }

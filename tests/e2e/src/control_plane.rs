@@ -18,13 +18,13 @@ use crate::{
     programs::Program,
 };
 
-/// The folder of its files, below the cluster's own.
+/// Folder of the control plane's files, below the cluster's own.
 pub(crate) const FOLDER: &str = "control-plane";
 const OBJECTS_LIMIT: Duration = Duration::from_secs(30);
 const READY_LIMIT: Duration = Duration::from_secs(180);
 
 pub(crate) struct ControlPlane {
-    /// They end before the API server does.
+    /// Programs that end before the API server does.
     programs: Vec<Process>,
     pub(crate) server: ApiServer,
 }
@@ -70,7 +70,7 @@ impl ControlPlane {
         Ok(Self { programs, server })
     }
 
-    /// An error if one of its programs has ended.
+    /// Returns an error if one of the programs has ended.
     pub(crate) fn alive(&mut self) -> Result<()> {
         self.programs.iter_mut().try_for_each(Process::alive)
     }
@@ -78,7 +78,7 @@ impl ControlPlane {
     /// Writes the objects that an installer makes: nodes, and the Service of DNS.
     pub(crate) fn publish(&self, nodes: NodeNumber) -> Result<()> {
         let objects = (1..=nodes).map(node).chain(dns()).collect::<Vec<_>>();
-        // Namespace kube-system comes soon after the start.
+        // The namespace kube-system appears soon after the start.
         wait::until("writing the cluster's first objects", OBJECTS_LIMIT, || {
             let written = objects.iter().try_for_each(|object| self.server.apply(object));
             written.map(Some).map_err(|error| format!("{error:#}"))
@@ -127,7 +127,7 @@ fn controllers(server: &ApiServer, flag: impl Fn(&str, &Path) -> OsString) -> Ve
     ]
 }
 
-/// With its zone and its pods, which a kubelet does not write.
+/// Makes a Node with its zone and its pods, which a kubelet does not write.
 fn node(number: NodeNumber) -> Value {
     let name = addresses::node_name(number);
     json!({
@@ -144,7 +144,8 @@ fn node(number: NodeNumber) -> Value {
     })
 }
 
-/// A Service without a selector, whose endpoint is the server in the control plane's namespace.
+/// Makes a Service without a selector, whose endpoint is the DNS server in the control plane's
+/// namespace.
 fn dns() -> [Value; 2] {
     let ports = json!([
         {"name": "dns", "port": 53, "protocol": "UDP"},

@@ -36,14 +36,14 @@ pub enum Verdict {
 /// Verdicts by the names of tests.
 pub type Verdicts = BTreeMap<String, Verdict>;
 
-/// The number of tests that run at once, and the time that all of them may take.
+/// Number of tests that run at once, and the time that all of them may take.
 #[derive(Clone, Copy, Debug)]
 pub struct Limits {
     pub at_once: u8,
     pub time: Duration,
 }
 
-/// The names of all tests of sig-network that the test binary has.
+/// Returns the names of all tests of sig-network that the test binary has.
 pub fn names() -> Result<BTreeSet<String>> {
     let file = std::env::temp_dir().join(format!("proxy-ctl-e2e-{}.json", std::process::id()));
     let output = Command::new(Program::Tests.path()?)
@@ -59,11 +59,11 @@ pub fn names() -> Result<BTreeSet<String>> {
     Ok(tests(&report).map(name).filter(|name| name.starts_with("[sig-network]")).collect())
 }
 
-/// Runs these tests in a cluster. A test without a verdict is one that was not run.
+/// Runs these tests in a cluster. A test without a verdict was not run.
 pub fn run(cluster: &Cluster, names: &BTreeSet<String>, limits: Limits) -> Result<Verdicts> {
     let log = cluster.folder().join(LOG);
     let output = File::create(&log).with_context(|| format!("creating {}", log.display()))?;
-    // With a process namespace of its own, what it has started ends with it.
+    // ginkgo has a process namespace of its own, so that what it has started ends with it.
     let mut command = Command::new("setpriv");
     command.args([
         "--pdeathsig",
@@ -97,7 +97,7 @@ pub fn run(cluster: &Cluster, names: &BTreeSet<String>, limits: Limits) -> Resul
     })
 }
 
-/// A regular expression for these names and no other.
+/// Returns a regular expression for these names and no others.
 fn pattern(names: &BTreeSet<String>) -> String {
     let names: Vec<String> = names.iter().map(|name| regex::escape(name)).collect();
     format!("({})$", names.join("|"))

@@ -1,8 +1,9 @@
 //! The namespaces, the cgroups and the folder of a cluster, all named after the process that made
 //! it.
 //!
-//! They go with the value, on a signal, and, if the process was killed, before the next cluster is
-//! made. The nodes' processes never outlive the process, as the kernel ends them with it.
+//! They are removed when the value is dropped, or on a signal. If the process was killed, they are
+//! removed before the next cluster is made. The nodes' processes never outlive the process, because
+//! the kernel ends them with it.
 
 use std::{
     collections::BTreeSet,
@@ -21,16 +22,17 @@ use nix::fcntl::{Flock, FlockArg};
 
 use crate::cgroups::hierarchies;
 
-/// One folder for each cluster. It is on a disk, as the images of a node take 300 MB.
+/// Folder with one folder for each cluster. It is on a disk, because the images of a node take 300
+/// MB.
 const CLUSTERS: &str = "/var/tmp/proxy-ctl-e2e";
-/// A file that is locked while a cluster comes or goes.
+/// File that is locked while a cluster is made or removed.
 const GUARD: &str = "/run/proxy-ctl-e2e.lock";
 const LOCK: &str = "lock";
 
 /// Names of clusters of this process.
 static RUNNING: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
 
-/// The name of a cluster and its folder. All that carries the name is removed with the value.
+/// Name and folder of a cluster. Everything that carries the name is removed when this is dropped.
 pub struct Home {
     name: String,
     folder: PathBuf,
@@ -38,8 +40,7 @@ pub struct Home {
 }
 
 impl Home {
-    /// Removes what clusters of processes that are gone have left, and makes a folder for a new
-    /// one.
+    /// Removes what clusters of ended processes have left, and makes a folder for a new one.
     pub fn create() -> Result<Self> {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
         let _guard = guard()?;
@@ -52,7 +53,7 @@ impl Home {
         Ok(Self { name, folder, _lock: lock })
     }
 
-    /// The name that those of namespaces and cgroups begin with.
+    /// Returns the name with which the names of namespaces and cgroups begin.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -71,8 +72,8 @@ impl Home {
 
 impl Drop for Home {
     fn drop(&mut self) {
-        // Under the lock, so that a signal that comes now waits for us instead of doing the same
-        // twice.
+        // This happens under the lock. A signal that comes now waits instead of removing the
+        // cluster a second time.
         let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
         running.remove(&self.name);
         if let Err(error) = guard().and_then(|_guard| remove(&self.name)) {
@@ -82,7 +83,7 @@ impl Drop for Home {
 }
 
 /// Makes SIGINT, SIGTERM and SIGHUP remove the clusters of this process before it ends. It must be
-/// called before any other thread exists, since threads inherit the signals that are blocked.
+/// called before any other thread exists, because threads inherit the signals that are blocked.
 pub fn remove_on_signals() -> Result<()> {
     signals::before_end(|| {
         let running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -121,7 +122,7 @@ fn remove_abandoned() -> Result<()> {
     Ok(())
 }
 
-/// Ends the processes of a cluster and removes all that carries its name.
+/// Ends the processes of a cluster, and removes everything that carries its name.
 fn remove(name: &str) -> Result<()> {
     ensure!(name.starts_with("pxe"), "{name} is not the name of a cluster");
     let hierarchies = hierarchies()?;
@@ -141,7 +142,7 @@ fn remove(name: &str) -> Result<()> {
         Err(error) if error.kind() != ErrorKind::DirectoryNotEmpty => {
             Err(error).with_context(|| format!("removing {CLUSTERS}"))
         }
-        // Another cluster is there.
+        // The folder has another cluster in it.
         Ok(()) | Err(_) => Ok(()),
     }
 }

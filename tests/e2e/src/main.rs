@@ -81,7 +81,7 @@ fn run(arguments: Selection) -> Result<ExitCode> {
         ([], true) => Setting::TABLE.to_vec(),
         (named, _) => named.to_vec(),
     };
-    // Where the test binary is missing, nobody knows the names of the other tests.
+    // Only the test binary knows the names of the other tests.
     let (names, not_here) = match arguments.all && missing().is_none() {
         true => selection::all(&ginkgo::names()?),
         false => (selection::conformance(), BTreeMap::new()),
@@ -110,7 +110,7 @@ fn write_table() -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The folder with results and with logs of tests that failed.
+/// Returns the folder with results, and with logs of tests that failed.
 fn results() -> Result<PathBuf> {
     let own = std::env::current_exe().context("finding the running program")?;
     let target = own.ancestors().find(|folder| folder.join("CACHEDIR.TAG").is_file());
@@ -151,8 +151,8 @@ fn missing() -> Option<String> {
     (!nix::unistd::geteuid().is_root()).then(|| "namespaces need root".to_owned())
 }
 
-/// Returns the tests with one proxy. One run of ginkgo has all of them: the first that asks starts
-/// it.
+/// Makes the tests with one proxy. One run of ginkgo has all of them, and the first test that asks
+/// starts it.
 fn trials_of(
     setting: Setting,
     arguments: &Selection,
@@ -197,13 +197,13 @@ fn judge(verdict: Option<&Verdict>) -> Result<Outcome> {
     }
 }
 
-/// The tests that are run with one proxy.
+/// Tests that are run with one proxy.
 struct Plan {
     setting: Setting,
     nodes: NodeNumber,
     limits: Limits,
     names: BTreeSet<String>,
-    /// True if these are all tests that can be run here: their results are kept.
+    /// True if these are all tests that can be run here. Their results are then kept.
     is_whole: bool,
     not_here: BTreeMap<String, String>,
 }

@@ -16,7 +16,7 @@ use lab::namespace::{ip, masquerade, sysctl};
 
 use crate::addresses::{self, CONTROL_PLANE4, CONTROL_PLANE6, NodeNumber, OUTSIDE, POD_RANGE4, POD_RANGE6};
 
-/// The network namespace of the control plane.
+/// Returns the network namespace of the control plane.
 pub(crate) fn control_plane(cluster: &str) -> String {
     format!("{cluster}-cp")
 }
@@ -29,8 +29,8 @@ pub(crate) fn node(cluster: &str, number: NodeNumber) -> String {
 pub(crate) fn build(cluster: &str, nodes: NodeNumber) -> Result<()> {
     let fabric = control_plane(cluster);
     add(&fabric)?;
-    // A client keeps its node in all connections to a load balancer: clients with session affinity
-    // need that.
+    // A client reaches the same node in all connections to a load balancer, because clients with
+    // session affinity need that.
     sysctl(
         &fabric,
         &[("net/ipv4/fib_multipath_hash_policy", "0"), ("net/ipv6/fib_multipath_hash_policy", "0")],
@@ -86,12 +86,12 @@ fn add_node(cluster: &str, number: NodeNumber) -> Result<()> {
     masquerade(&own, &[rule("ip", POD_RANGE4), rule("ip6", POD_RANGE6)])
 }
 
-/// The bridge's end of a node's link.
+/// Returns the name of the bridge's end of a node's link.
 fn port(number: NodeNumber) -> String {
     format!("port-{}", addresses::node_name(number))
 }
 
-/// Routes to the pods of all nodes but one.
+/// Returns routes to the pods of all nodes but one.
 fn routes_to_pods(nodes: NodeNumber, except: Option<NodeNumber>) -> String {
     let mut script = String::new();
     for number in (1..=nodes).filter(|number| Some(*number) != except) {

@@ -1,5 +1,5 @@
-//! The programs of a cluster and of its tests: built from the Go module beside this crate, once,
-//! and kept in the cache.
+//! Programs of a cluster and of its tests. They are built once from the Go module beside this
+//! crate, and kept in the cache.
 
 use std::path::{Path, PathBuf};
 
@@ -10,10 +10,10 @@ use control_plane::{
 };
 
 const KUBERNETES: &str = "k8s.io/kubernetes";
-/// The test binary, and the folder of the module whose tests it has.
+/// Test binary, and the folder of the module whose tests it has.
 const TESTS: (&str, &str) = ("e2e.test", ".");
 
-/// A program that is built from the module.
+/// Program that is built from the module.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Program {
     Kubelet,
@@ -22,17 +22,17 @@ pub enum Program {
     ControllerManager,
     /// Serves and dials in the pods of the tests.
     Agnhost,
-    /// The server of the test for conntrack's invalid packets.
+    /// Serves in the test for conntrack's invalid packets.
     Regression74839,
     /// Runs the tests in several processes.
     Ginkgo,
-    /// The tests of sig-network.
+    /// Contains the tests of sig-network.
     Tests,
     /// Answers names of Services and pods.
     Dns,
     /// Gives addresses to Services of type LoadBalancer.
     LoadBalancers,
-    /// The first process of each pod.
+    /// Runs as the first process of each pod.
     Pause,
 }
 
@@ -67,12 +67,12 @@ impl Program {
         }
     }
 
-    /// The name of its file.
+    /// Returns the name of the program's file.
     pub fn name(self) -> &'static str {
         if self == Self::Tests { TESTS.0 } else { self.package().rsplit('/').next().unwrap_or_default() }
     }
 
-    /// Returns true if its sources are in this repository.
+    /// Returns true if the program's sources are in this repository.
     const fn is_ours(self) -> bool {
         matches!(self, Self::Tests | Self::Dns | Self::LoadBalancers | Self::Pause)
     }
@@ -81,7 +81,7 @@ impl Program {
         if self.is_ours() { own_module() } else { module() }
     }
 
-    /// The program, if it was built before.
+    /// Returns the program if it was built before.
     pub fn built(self) -> Option<PathBuf> {
         self.module().built(self.name())
     }
@@ -91,7 +91,7 @@ impl Program {
     }
 }
 
-/// The name of the first program that was not built yet.
+/// Returns the name of the first program that was not built yet.
 pub fn missing() -> Option<&'static str> {
     Program::ALL.into_iter().find(|program| program.built().is_none()).map(Program::name)
 }
@@ -109,12 +109,12 @@ pub fn build() -> Result<()> {
     own.build_tests(Program::Tests.package(), Program::Tests.name())
 }
 
-/// The version of Kubernetes that the programs and the tests are of.
+/// Returns the version of Kubernetes of which the programs and the tests are.
 pub fn kubernetes_version() -> Result<String> {
     module().required(KUBERNETES)
 }
 
-/// The folder with the sources of Kubernetes, downloaded if need be.
+/// Returns the folder with the sources of Kubernetes, which are downloaded if necessary.
 pub fn kubernetes_sources() -> Result<PathBuf> {
     module().sources(KUBERNETES)
 }
@@ -128,7 +128,8 @@ pub fn reference_is_built() -> bool {
     REFERENCE.iter().all(|program| program.installed().is_some())
 }
 
-/// Builds what other suites use too. Returns why it cannot be built, where there is no Go.
+/// Builds what other suites use too. Returns the reason if it cannot be built because there is no
+/// Go.
 pub fn provide_reference() -> Result<Option<String>> {
     binaries::provide(&REFERENCE)
 }
@@ -141,8 +142,8 @@ fn module() -> Module {
     Module::new(folder(), "e2e")
 }
 
-/// The same module, with a cache folder of its own for what has its sources in this repository: a
-/// change there does not build all of Kubernetes again.
+/// Returns the same module with another cache folder, for programs whose sources are in this
+/// repository. So a change of these does not build all of Kubernetes again.
 fn own_module() -> Module {
     Module::new(folder(), "e2e-own").with_sources(&[
         "e2e_test.go",

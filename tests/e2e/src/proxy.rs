@@ -87,7 +87,7 @@ impl Setting {
             "clientConnection": {"kubeconfig": kubeconfig, "qps": 100, "burst": 200},
             "clusterCIDR": format!("{POD_RANGE4},{POD_RANGE6}"),
             "hostnameOverride": node,
-            // The machine's own limits stay as they are.
+            // Zero keeps the proxy from changing the limits of the machine.
             "conntrack": {"maxPerCore": 0, "min": 0},
         });
         let sockets = match self {
@@ -109,7 +109,7 @@ impl fmt::Display for Setting {
     }
 }
 
-/// Starts the proxy of a node; it ends with what is returned.
+/// Starts the proxy of a node. It ends when the returned process is dropped.
 pub(crate) fn start(setting: Setting, node: &Node, kubeconfig: &Path) -> Result<Process> {
     let name = addresses::node_name(node.number);
     let file = node.folder().join("proxy.json");
@@ -126,7 +126,7 @@ pub(crate) fn start(setting: Setting, node: &Node, kubeconfig: &Path) -> Result<
     Process::start(&command, &node.folder().join("proxy.log"), None)
 }
 
-/// Waits until the proxy of a node has programmed all, and is in its mode.
+/// Waits until the proxy of a node has programmed everything, and is in its mode.
 pub(crate) fn wait_until_ready(setting: Setting, node: &Node, process: &mut Process) -> Result<()> {
     let get = |port: u16, path: &str| {
         let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));

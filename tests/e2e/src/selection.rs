@@ -7,10 +7,11 @@ use std::{
 
 use anyhow::{Result, ensure};
 
-/// The names of the conformance tests of sig-network, one a line.
+/// Names of the conformance tests of sig-network, one a line.
 const CONFORMANCE: &str = include_str!("../conformance.txt");
 
-/// Parts of names of tests that no Service proxy can pass or fail here, each with what they need.
+/// Parts of the names of tests that no Service proxy can pass or fail here, each with what they
+/// need.
 const NOT_HERE: [(&str, &str); 7] = [
     ("Netpol", "needs a network plugin with policies, which ptp is not"),
     ("NetworkPolicy", "needs a network plugin with policies, which ptp is not"),
@@ -20,10 +21,10 @@ const NOT_HERE: [(&str, &str); 7] = [
     ("configurable pod resolv.conf", "runs CoreDNS, which the images of this suite do not have"),
     ("IPerf2", "reads columns of iperf 2.2, which Debian does not package yet"),
 ];
-/// The part of the names of tests that send SCTP.
+/// Part of the names of tests that send SCTP.
 const SCTP: (&str, &str) = ("SCTPConnectivity", "needs the kernel's module sctp");
 
-/// The conformance tests, which are run by default.
+/// Returns the conformance tests, which are run by default.
 pub fn conformance() -> BTreeSet<String> {
     CONFORMANCE.lines().map(str::to_owned).collect()
 }
@@ -34,10 +35,10 @@ fn not_here(name: &str, has_sctp: bool) -> Option<&'static str> {
     NOT_HERE.iter().chain(sctp).find(|(part, _)| name.contains(part)).map(|(_, why)| *why)
 }
 
-/// Tests that are run, and reasons of those that are not.
+/// Tests that are run, and the reasons of those that are not.
 pub type Selection = (BTreeSet<String>, BTreeMap<String, &'static str>);
 
-/// Divides the tests of the binary.
+/// Divides the tests of the binary into those that are run and those that are not.
 pub fn all(names: &BTreeSet<String>) -> Selection {
     let has_sctp = Path::new("/proc/net/sctp").exists();
     let not: BTreeMap<_, _> =
@@ -46,7 +47,7 @@ pub fn all(names: &BTreeSet<String>) -> Selection {
     (run, not)
 }
 
-/// An error if the list of conformance tests is not that of the test binary.
+/// Returns an error if the list of conformance tests is not that of the test binary.
 pub fn check(names: &BTreeSet<String>) -> Result<()> {
     let found: BTreeSet<String> =
         names.iter().filter(|name| name.contains("[Conformance]")).cloned().collect();

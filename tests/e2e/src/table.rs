@@ -19,22 +19,22 @@ use crate::{
 
 const SIG: &str = "[sig-network] ";
 
-/// The results of all tests with one proxy.
+/// Results of all tests with one proxy.
 #[derive(Debug, Deserialize, Serialize)]
 pub struct Record {
-    /// The version of Kubernetes that cluster and tests are of.
+    /// Version of Kubernetes of which the cluster and the tests are.
     pub kubernetes: String,
-    /// The version that the proxy tells.
+    /// Version that the proxy reports.
     pub proxy: String,
     pub kernel: String,
     pub nodes: NodeNumber,
     pub verdicts: Verdicts,
-    /// Tests that cannot be run here, and why.
+    /// Tests that cannot be run here, each with the reason.
     pub not_here: BTreeMap<String, String>,
 }
 
 impl Record {
-    /// Writes it to a folder, under the name of its setting.
+    /// Writes the record to a folder, under the name of its setting.
     pub fn keep(&self, folder: &Path, setting: Setting) -> Result<()> {
         fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
         let file = folder.join(format!("{setting}.json"));
@@ -42,7 +42,7 @@ impl Record {
     }
 }
 
-/// Reads what was kept, in the order of the table's columns.
+/// Reads the records that were kept, in the order of the table's columns.
 pub fn kept(folder: &Path) -> Result<Vec<(Setting, Record)>> {
     let mut records = Vec::new();
     for setting in Setting::value_variants() {
@@ -59,7 +59,7 @@ pub fn kept(folder: &Path) -> Result<Vec<(Setting, Record)>> {
     Ok(records)
 }
 
-/// The page with the table.
+/// Returns the page with the table.
 pub fn page(records: &[(Setting, Record)]) -> Result<String> {
     ensure!(!records.is_empty(), "no results are kept: cargo xtask test --suite e2e --all makes them");
     let mut page = String::from(
@@ -102,7 +102,7 @@ fn columns(records: &[(Setting, Record)], cell: impl Fn(Setting, &Record) -> Str
     records.iter().map(|(setting, record)| cell(*setting, record)).collect::<Vec<_>>().join(" | ")
 }
 
-/// Tests that at least one proxy has passed or failed.
+/// Returns the tests that at least one proxy has passed or failed.
 fn names(records: &[(Setting, Record)]) -> BTreeSet<&str> {
     let all = records.iter().flat_map(|(_, record)| &record.verdicts);
     all.filter(|(_, verdict)| !matches!(verdict, Verdict::Skipped { .. }))
@@ -120,7 +120,7 @@ fn cell(record: &Record, name: &str) -> String {
     .to_owned()
 }
 
-/// Tests by the reason why they were not run: told by this suite, or by the tests.
+/// Returns the tests by the reason why they were not run. This suite or the tests give the reason.
 fn not_run(records: &[(Setting, Record)]) -> String {
     let mut reasons: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for (setting, record) in records {
@@ -130,7 +130,7 @@ fn not_run(records: &[(Setting, Record)]) -> String {
         for (name, verdict) in &record.verdicts {
             let Verdict::Skipped { reason } = verdict else { continue };
             let told = format!("The test says: {}", reason.lines().next().unwrap_or_default());
-            // Where another proxy was tested, the table tells which one was not.
+            // If another proxy was tested, the table says which one was not.
             let by =
                 if names(records).contains(name.as_str()) { format!(" ({setting})") } else { String::new() };
             reasons.entry(told).or_default().insert(format!("{}{by}", plain(name)));
@@ -147,7 +147,7 @@ fn not_run(records: &[(Setting, Record)]) -> String {
     text.trim_end().to_owned() + "\n"
 }
 
-/// A test's name as Markdown shows it, without what all have.
+/// Returns a test's name as Markdown shows it, without the part that all have.
 fn plain(name: &str) -> String {
     name.strip_prefix(SIG).unwrap_or(name).replace('|', "\\|").replace('<', "&lt;")
 }

@@ -15,12 +15,12 @@ use tar::{Builder, EntryType, Header};
 
 use super::files::{Content, Files};
 
-/// An image: a program to start, and the layer with its files.
+/// Image with a program to start, and the layer with its files.
 #[derive(Debug)]
 pub(super) struct Image {
-    /// The name, with registry and tag.
+    /// Name with registry and tag.
     pub(super) name: &'static str,
-    /// The name of its layer.
+    /// Name of the image's layer.
     pub(super) layer: &'static str,
     pub(super) entry_point: &'static [&'static str],
     pub(super) arguments: &'static [&'static str],
@@ -32,7 +32,7 @@ pub(super) fn write(archive: &Path, layers: &[(&str, &Files)], images: &[Image])
     let mut tar = Builder::new(BufWriter::new(file));
     let mut digests = BTreeMap::new();
     for (name, files) in layers {
-        // Its hash is part of its name, so that it is written twice.
+        // The hash of a layer is part of its name, so the layer is written twice.
         let layer = archive.with_extension("layer");
         write_layer(&layer, files).with_context(|| format!("writing layer {name}"))?;
         let digest = digest_of(&layer)?;
@@ -78,7 +78,7 @@ impl Image {
     }
 }
 
-/// This machine's architecture, in the words of images.
+/// Returns this machine's architecture, as images name it.
 fn architecture() -> Result<&'static str> {
     match std::env::consts::ARCH {
         "x86_64" => Ok("amd64"),
@@ -116,7 +116,7 @@ fn append(tar: &mut Builder<impl io::Write>, path: &str, content: &[u8]) -> Resu
     tar.append_data(&mut header, path, content).with_context(|| format!("writing {path}"))
 }
 
-/// Without a time and an owner, so that the same files are the same layer.
+/// Makes a header without a time and an owner, so that the same files are the same layer.
 fn header(kind: EntryType, mode: u32, size: u64) -> Header {
     let mut header = Header::new_gnu();
     header.set_entry_type(kind);

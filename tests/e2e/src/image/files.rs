@@ -41,10 +41,10 @@ const TOOLS: [(&str, &str); 24] = [
     ("wget", "wget"),
 ];
 const BUSYBOX: &str = "busybox";
-/// The shell of containers. That of Debian's busybox prefers its own applets to the programs in the
-/// path.
+/// Shell of containers. The shell of Debian's busybox prefers its own applets to the programs in
+/// the path.
 const SHELL: &str = "dash";
-/// The applet that is worse than the program that a test means.
+/// Applet that is left out, because it is worse than the program that a test means.
 const NOT_THIS_APPLET: &str = "nslookup";
 
 const FOLDERS: [&str; 10] =
@@ -58,7 +58,7 @@ const TEXTS: [(&str, &str); 3] = [
     ("etc/nsswitch.conf", "hosts: files dns\n"),
 ];
 
-/// A file of an image.
+/// File of an image.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) enum Content {
     Folder {
@@ -66,7 +66,7 @@ pub(super) enum Content {
     },
     Text(&'static str),
     Link(String),
-    /// A copy of a file of this machine, with its size and the time of its last change.
+    /// Copy of a file of this machine, with its size and the time of its last change.
     Copy {
         from: PathBuf,
         size: u64,
@@ -74,11 +74,11 @@ pub(super) enum Content {
     },
 }
 
-/// The files of a layer, by their paths, which begin without a slash.
+/// Files of a layer by their paths, which begin without a slash.
 #[derive(Debug, Default)]
 pub(super) struct Files(pub(super) BTreeMap<String, Content>);
 
-/// A program that images are made of, and that is not installed here.
+/// Returns a program that images are made of, and that is not installed here.
 pub fn missing_tool() -> Option<&'static str> {
     let names = TOOLS.iter().map(|(program, _)| *program).chain([BUSYBOX, SHELL]);
     names.into_iter().find(|program| find(program).is_none())
@@ -135,7 +135,7 @@ impl Files {
         let library =
             libraries(&program)?.into_iter().find(|path| path.to_string_lossy().contains("libxtables"));
         let library = library.context("iptables does not use libxtables")?;
-        // The library may be named by a link in /lib, which is a link itself.
+        // A link in /lib may name the library, and /lib may be a link itself.
         let library = library.canonicalize().context("resolving libxtables")?;
         let folder = library.parent().context("libxtables is in no folder")?.join("xtables");
         for found in fs::read_dir(&folder).with_context(|| format!("reading {}", folder.display()))? {
@@ -163,12 +163,12 @@ impl Files {
     }
 }
 
-/// Returns the same path as it stands in an image.
+/// Returns the path as it stands in an image.
 fn inside(path: &Path) -> String {
     path.to_string_lossy().trim_start_matches('/').to_owned()
 }
 
-/// Finds a program where the administrator's are, too.
+/// Finds a program, also in the administrator's folders.
 fn find(program: &str) -> Option<PathBuf> {
     let path = env::var_os("PATH").unwrap_or_default();
     let administrators = ["/usr/sbin", "/sbin"].map(PathBuf::from);
@@ -178,7 +178,7 @@ fn find(program: &str) -> Option<PathBuf> {
         .find(|file| file.is_file())
 }
 
-/// The libraries of a program, with the program that loads them. None for a static one.
+/// Returns the libraries of a program, and the program that loads them. A static program has none.
 fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
     let told = Command::new("ldd").arg(program).stdin(Stdio::null()).output().context("starting ldd")?;
     Ok(libraries_in(&String::from_utf8_lossy(&told.stdout)))

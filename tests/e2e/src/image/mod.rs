@@ -1,6 +1,6 @@
-//! The images that the tests name: one layer with agnhost and the programs that tests call in
-//! containers, taken from this machine with their libraries, and one with what holds a pod's
-//! namespaces.
+//! Images that the tests name. One layer has agnhost and the programs that tests call in
+//! containers, taken from this machine with their libraries. The other layer has the program that
+//! holds a pod's namespaces.
 
 mod archive;
 mod files;
@@ -17,7 +17,8 @@ pub use files::missing_tool;
 
 pub(crate) const PAUSE: &str = "registry.k8s.io/pause:3.10.2";
 
-/// The archive with all images. It is made if programs of it are others than those of the last one.
+/// Returns the archive with all images. It is made anew if its programs differ from those of the
+/// last one.
 pub fn provide() -> Result<PathBuf> {
     let tools = Files::of_tools()?;
     let pause = Files::of_pause()?;
@@ -34,7 +35,7 @@ pub fn provide() -> Result<PathBuf> {
         return Ok(file);
     }
     eprintln!("making the images of the tests");
-    // Complete or not there at all.
+    // The archive is moved when it is complete, so it is never there in part.
     let partial = folder.join(format!("images-{}.partial", std::process::id()));
     archive::write(&partial, &[(TOOLS, &tools), (HOLDER, &pause)], &images())?;
     fs::rename(&partial, &file).with_context(|| format!("writing {}", file.display()))?;
@@ -42,7 +43,7 @@ pub fn provide() -> Result<PathBuf> {
     Ok(file)
 }
 
-/// Removes the archives that this one takes the place of.
+/// Removes the archives that this one replaces.
 fn remove_others(file: &std::path::Path) -> Result<()> {
     let folder = file.parent().context("an archive in no folder")?;
     for found in fs::read_dir(folder).with_context(|| format!("reading {}", folder.display()))? {
@@ -59,8 +60,8 @@ fn remove_others(file: &std::path::Path) -> Result<()> {
 const TOOLS: &str = "tools";
 const HOLDER: &str = "holder";
 
-/// The images of `test/utils/image/manifest.go` that tests of sig-network use, and the first
-/// process of pods.
+/// Returns the images of `test/utils/image/manifest.go` that tests of sig-network use, and the
+/// first process of pods.
 fn images() -> Vec<Image> {
     let image = |name: &'static str, entry_point: &'static [&'static str], arguments| Image {
         name,

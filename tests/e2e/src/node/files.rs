@@ -14,9 +14,9 @@ pub(crate) const CONTAINERD: &str = "containerd.toml";
 pub(crate) const KUBELET: &str = "kubelet.json";
 pub(crate) const CONTAINERD_SOCKET: &str = "/run/containerd/containerd.sock";
 const RESOLVER: &str = "resolv.conf";
-/// The folder with the configuration of the network plugins.
+/// Folder with the configuration of the network plugins.
 const NETWORK: &str = "cni";
-/// Where Debian's package containernetworking-plugins has them.
+/// Folder where Debian's package containernetworking-plugins has them.
 pub const NETWORK_PLUGINS: &str = "/usr/lib/cni";
 
 /// Writes all files of a node to its folder.
@@ -35,7 +35,8 @@ pub(crate) fn write(folder: &Path, number: NodeNumber) -> Result<()> {
     Ok(())
 }
 
-/// Leaves out the plugins that need file systems or devices of their own.
+/// Returns containerd's configuration. It leaves out the plugins that need file systems or devices
+/// of their own.
 fn containerd(network: &Path) -> String {
     format!(
         r#"version = 2
@@ -64,7 +65,8 @@ disabled_plugins = [
     )
 }
 
-/// Lets everybody send requests to the kubelet, which evicts no pod for what the machine lacks.
+/// Returns kubelet's configuration. It lets everybody send requests, and it evicts no pod for what
+/// the machine lacks.
 fn kubelet(resolver: &Path) -> Value {
     json!({
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
@@ -91,7 +93,8 @@ fn kubelet(resolver: &Path) -> Value {
     })
 }
 
-/// Gives each pod a routed veth and its host ports.
+/// Returns the network plugins' configuration, which gives each pod a routed veth and its host
+/// ports.
 fn network_plugins(number: NodeNumber) -> Value {
     let subnet = |subnet: String| json!([{"subnet": subnet}]);
     json!({

@@ -1,4 +1,4 @@
-//! The first process of a node: it mounts what is the node's own, and starts containerd and
+//! The first process of a node. It mounts what is the node's own, and starts containerd and
 //! kubelet.
 
 use std::{
@@ -30,8 +30,8 @@ const CONTAINERD_LIMIT: Duration = Duration::from_secs(60);
 /// Folders of the node that take the place of the machine's.
 const OWN_FOLDERS: [(&str, &str); 2] = [("lib", "/var/lib"), ("log", "/var/log")];
 
-/// Parameters that a kubelet sets for the whole kernel. It finds them as it wants them, in files of
-/// the node.
+/// Parameters that a kubelet sets for the whole kernel. It finds them with the values that it
+/// wants, in files of the node.
 const KERNEL_PARAMETERS: [(&str, &str); 6] = [
     ("vm/overcommit_memory", "1"),
     ("vm/panic_on_oom", "0"),
@@ -41,13 +41,13 @@ const KERNEL_PARAMETERS: [(&str, &str); 6] = [
     ("kernel/keys/root_maxbytes", "25000000"),
 ];
 
-/// The description of a node, which its first process reads from a file.
+/// Description of a node, which the node's first process reads from a file.
 #[derive(Debug, Deserialize, Serialize)]
 pub(crate) struct Plan {
     pub(crate) name: String,
-    /// The node's folder, with the files that [`files::write`] has made.
+    /// Folder of the node, with the files that [`files::write`] has made.
     pub(crate) folder: PathBuf,
-    /// Below the root of each hierarchy.
+    /// Path of the node's cgroup below the root of each hierarchy.
     pub(crate) cgroup: PathBuf,
     pub(crate) addresses: [String; 2],
     pub(crate) kubelet: PathBuf,
@@ -56,12 +56,12 @@ pub(crate) struct Plan {
     pub(crate) images: PathBuf,
 }
 
-/// Runs the node that the file describes, in namespaces that are made already, until containerd or
+/// Runs the node that the file describes, in namespaces that exist already, until containerd or
 /// kubelet ends.
 pub fn run(plan: &Path) -> Result<()> {
     let text = fs::read(plan).with_context(|| format!("reading {}", plan.display()))?;
     let plan: Plan = serde_json::from_slice(&text).context("reading the plan of a node")?;
-    // Whoever made the node blocks the signals that end it, and children inherit that.
+    // The process that made the node blocks the signals that end it, and children inherit that.
     SigSet::empty().thread_set_mask().context("unblocking signals")?;
     plan.tell_process()?;
     let hierarchies = cgroups::hierarchies()?;
@@ -76,7 +76,8 @@ pub fn run(plan: &Path) -> Result<()> {
 }
 
 impl Plan {
-    /// Writes which number this process has for the machine: the node's own namespace calls it 1.
+    /// Writes the number that this process has for the machine. In the node's own namespace it is
+    /// 1.
     fn tell_process(&self) -> Result<()> {
         let number = fs::read_link("/proc/self").context("reading the number of this process")?;
         let file = self.folder.join(super::FIRST_PROCESS);
@@ -94,7 +95,7 @@ impl Plan {
             .context("keeping mounts to the node")?;
         mount_new("proc", Path::new("/proc"))?;
         mount_new("sysfs", Path::new("/sys"))?;
-        // Where cgroup v2 is the only hierarchy, it is mounted on the folder itself.
+        // If cgroup v2 is the only hierarchy, it is mounted on the folder itself.
         if !hierarchies.iter().any(|hierarchy| hierarchy.relative() == Path::new("")) {
             mount_new("tmpfs", Path::new(cgroups::ROOT))?;
         }
@@ -192,8 +193,8 @@ fn bind(from: &Path, at: &Path) -> Result<()> {
         .with_context(|| format!("mounting {} on {}", from.display(), at.display()))
 }
 
-/// Waits for all processes that lose their parent, as a first process must, until one of these
-/// ends.
+/// Waits for all processes that lose their parent, as a first process must. Ends when one of these
+/// processes ends.
 fn first_end(children: &[(&'static str, &Child)]) -> Result<&'static str> {
     loop {
         let status = waitpid(None::<Pid>, Some(WaitPidFlag::empty())).context("waiting for processes")?;

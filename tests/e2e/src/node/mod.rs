@@ -26,14 +26,14 @@ pub use files::NETWORK_PLUGINS;
 use init::Plan;
 pub use init::run;
 
-/// A file in a node's folder: the number that this machine gives to the node's first process.
+/// File in a node's folder with the number that this machine gives to the node's first process.
 const FIRST_PROCESS: &str = "pid";
 const START_LIMIT: Duration = Duration::from_secs(30);
 
-/// A running node. Its processes end with the value.
+/// Running node. Its processes end when this is dropped.
 pub struct Node {
     pub number: NodeNumber,
-    /// The name of its network namespace.
+    /// Name of its network namespace.
     pub namespace: String,
     folder: PathBuf,
     cgroup: PathBuf,
@@ -42,7 +42,7 @@ pub struct Node {
 }
 
 impl Node {
-    /// Starts containerd and kubelet, and does not wait for them.
+    /// Starts containerd and kubelet. Does not wait for them.
     pub(crate) fn start(home: &Home, number: NodeNumber, kubeconfig: &Path, images: &Path) -> Result<Self> {
         let name = addresses::node_name(number);
         let folder = home.subfolder(&name)?;
@@ -77,7 +77,7 @@ impl Node {
         Ok(Self { number, namespace, folder, cgroup, first_process, process })
     }
 
-    /// An error with what it has printed last if it has ended.
+    /// Returns an error with the node's last output if the node has ended.
     pub fn alive(&mut self) -> Result<()> {
         self.process.alive()
     }
@@ -86,8 +86,8 @@ impl Node {
         &self.folder
     }
 
-    /// A command that will run in all namespaces and in the cgroup of the node. It ends with the
-    /// process that starts it.
+    /// Returns a command that will run in all namespaces and in the cgroup of the node. It ends
+    /// with the process that starts it.
     pub fn command(&self, program: &Path) -> Result<Command> {
         let cgroup = cgroup::mount_point()?.join(&self.cgroup).join(cgroups::INIT);
         let mut command = Command::new(lab::program("lab-agent")?);

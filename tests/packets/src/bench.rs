@@ -1,5 +1,5 @@
-//! Measures how many nanoseconds the programs take for a packet, for every path of a packet: `cargo
-//! test -p packets -- --bench [part of a name]`.
+//! Measures how many nanoseconds the programs take for a packet, for every path of a packet:
+//! `cargo test -p packets -- --bench [part of a name]`.
 //!
 //! With `WRITE_NANOSECONDS=1` in the environment, the figures are also written to
 //! `docs/benchmarks/nanoseconds.txt`.

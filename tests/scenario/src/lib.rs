@@ -1,6 +1,6 @@
 //! Test programs whose scenarios share one expensive world (a lab, an API server). They take the
-//! command line of cargo's own harness, and print what it prints: `cargo test --test NAME --
-//! [--list] [--exact] [--skip TEXT] [TEXT]`.
+//! command line of cargo's own harness, and print what it prints:
+//! `cargo test --test NAME -- [--list] [--exact] [--skip TEXT] [TEXT]`.
 //!
 //! Scenarios run one after another in the main thread, in their order, because a world may move the
 //! process to another network namespace. Standard output belongs to the harness. A scenario writes

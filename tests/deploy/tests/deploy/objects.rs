@@ -40,8 +40,8 @@ fn pod_of(owner: &Value) -> Value {
     json!({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]})
 }
 
-/// Expects the manifests to be right when they are joined, as `sed … deploy/manifests/*.yaml |
-/// kubectl apply -f -` of the README does.
+/// Expects the manifests to be right when they are joined, as the README does by
+/// `sed … deploy/manifests/*.yaml | kubectl apply -f -`.
 pub(super) fn manifests_can_be_joined((): &mut ()) -> Result<()> {
     for (folder, expected) in [("manifests", 4), ("monitoring", 2)] {
         let (joined, apart) = (files::joined(folder)?, files::objects(folder)?);

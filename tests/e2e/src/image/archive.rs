@@ -1,5 +1,5 @@
-//! The archive that `ctr images import` reads: images that share layers, in the form of `docker
-//! save`.
+//! The archive that `ctr images import` reads: images that share layers, in the form of
+//! `docker save`.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

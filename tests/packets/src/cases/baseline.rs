@@ -173,8 +173,8 @@ impl<'a> Code<'a> {
         frame.max(1).next_multiple_of(FRAME_STEP) + called.max().unwrap_or(0)
     }
 
-    /// Returns how far down its frame an instruction reaches, by an access or by `rX = r10; rX +=
-    /// -n`.
+    /// Returns how far down its frame an instruction reaches, by an access or by
+    /// `rX = r10; rX += -n`.
     fn reach(&self, at: usize) -> Option<u32> {
         const FRAME: u8 = 10;
         const LOAD: u8 = 1;

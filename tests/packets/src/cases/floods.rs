@@ -84,7 +84,7 @@ fn flood_for_seconds<W: Tables>(s: &mut Scene<W>) -> Result<()> {
         from_client::<W>(s.world, &clients.second, client)?;
         to_client::<W>(s.world, &clients.answer, client)?;
     }
-    // The flood has left the room of TCP connections to them.
+    // TCP connections still have all of their room after the flood.
     let mut tcp = Scene::<W>::new(s.world, PROTOCOL_TCP);
     tcp.node_port_here()?;
     let clients = Clients::new(&tcp, Then::Nothing);

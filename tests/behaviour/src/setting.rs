@@ -130,7 +130,7 @@ pub struct Setting {
     pub path: PathKind,
     /// Source address that endpoints see in mode ebpf.
     pub source: SourceKind,
-    /// True if the hooks pass everything on 10 s after their controller has gone.
+    /// True if the hooks pass everything on 30 s after their controller has gone.
     pub withdraws: bool,
 }
 

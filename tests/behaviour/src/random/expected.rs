@@ -311,8 +311,8 @@ impl Expected {
     /// ten billion. A run has thousands of probes.
     pub fn connections(&self) -> u32 {
         let Self::Answered { by, sticks: false } = self else { return 0 };
-        // With n endpoints and k connections, one is not met with a chance of at most n (1 -
-        // 1/n)^k.
+        // With n endpoints and k connections, one is not met with a chance of at most
+        // n (1 - 1/n)^k.
         let miss = |endpoints: f64, connections: u32| {
             endpoints * (1.0 - 1.0 / endpoints).powf(f64::from(connections))
         };

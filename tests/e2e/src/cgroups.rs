@@ -35,8 +35,8 @@ impl Hierarchy {
         if self.mount_point.join("cpuset.cpus").exists() && self.v1_options.is_some() {
             self.copy_cpuset(&init)?;
         }
-        // `enter_all` enables controllers in the node's own root. The node's first process joins the
-        // root before that.
+        // `enter_all` enables controllers in the node's own root. The node's first process joins
+        // the root before that.
         cgroup.parent().map_or(Ok(()), |parent| self.enable_controllers(parent))
     }
 

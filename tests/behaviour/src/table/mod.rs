@@ -169,7 +169,8 @@ pub enum Found {
     Answered(BTreeSet<(String, Source)>),
     Refused,
     Dropped,
-    /// The client got EPERM, which a local process gets for packets that netfilter refuses or drops.
+    /// The client got EPERM, which a local process gets for packets that netfilter refuses or
+    /// drops.
     NotPermitted,
     Other(String),
 }

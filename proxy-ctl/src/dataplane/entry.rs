@@ -1,4 +1,4 @@
-//! What each mode gives to [`modes`](super::modes).
+//! The entry that each mode gives to [`modes`](super::modes).
 
 use std::path::Path;
 
@@ -15,38 +15,42 @@ pub(super) type BoxedProgrammed = Box<dyn Programmed>;
 /// UDP flows that the kernel's connection tracking translates for a mode.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum TrackedFlows {
-    /// None that others do not take care of.
+    /// No flows, or only flows that other code takes care of.
     None,
-    /// Those that rules of a former proxy have opened, as long as there are any.
+    /// Flows that the rules of a former proxy have opened. They are followed until netfilter
+    /// translates none.
     Former,
     All,
 }
 
-/// What is done with a mode where there is no dataplane of it.
+/// The operations of a mode that work while no dataplane of it is open.
 pub(super) struct Entry {
-    /// Which UDP flows of its Services connection tracking translates.
+    /// The UDP flows of its Services that connection tracking translates.
     pub(super) tracked_flows: TrackedFlows,
-    /// Its connections would end with it: it is removed only when it has none. What others have programmed has kube-proxy's names.
+    /// True if connections of the mode would end with it. It is then removed only when it has none.
+    /// False for modes whose rules have kube-proxy's names.
     pub(super) retires: bool,
-    /// It drops what is sent to addresses of these ranges that no Service has.
+    /// Returns true if the mode drops what is sent to addresses of the service CIDRs that no
+    /// Service has.
     pub(super) reads_service_cidrs: fn(&Config) -> bool,
-    /// Another mode serves beside it what it cannot.
+    /// True if a secondary mode serves what this mode cannot.
     pub(super) hands_over: bool,
-    /// It may serve beside another mode.
+    /// True if the mode may be the secondary mode.
     pub(super) serves_beside: bool,
-    /// Changes nothing.
+    /// Returns what the mode needs and what is missing. It changes nothing.
     pub(super) probe: fn(&Config, &HostFacts) -> Probe,
-    /// Does what needs all privileges, for [`Entry::open`] in another process.
+    /// Does the part of [`Entry::open`] that needs all privileges. Another process may call `open`
+    /// later.
     pub(super) prepare: fn(&Config) -> Result<(), Error>,
     pub(super) open: fn(&Config) -> Result<Box<dyn Dataplane>, Error>,
-    /// `None`: nothing is programmed, or not all tables are there yet.
+    /// Reads what is programmed. `None`: nothing is programmed, or a part of it is not there yet.
     pub(super) read: fn(bpffs: &Path) -> Result<Option<BoxedProgrammed>, Error>,
     pub(super) controller: fn(bpffs: &Path) -> Option<u32>,
-    /// Only what this proxy has made. `keeps`: `ipvs.excludeCIDRs`.
+    /// Removes what proxy-ctl has made, and nothing else. `keeps` is `ipvs.excludeCIDRs`.
     pub(super) cleanup: fn(bpffs: &Path, keeps: &[IpNet]) -> Result<Removed, Error>,
 }
 
-/// What was removed, in the order in which it was.
+/// The things that a cleanup has removed, in the order of their removal.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Removed {
     /// Names of links: `cgroup_connect4`, `3_ingress`.

@@ -1,8 +1,8 @@
-//! What can go wrong in any mode.
+//! The error type that all modes share.
 
 use std::{error, fmt, io};
 
-/// What the caller of a dataplane does about an error.
+/// The reaction that an error asks of the dataplane's caller.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum ErrorKind {
     /// Node ports are not served on all of the node's addresses. Everything else is served.
@@ -33,7 +33,8 @@ impl Error {
         self.kind == ErrorKind::TakenOver
     }
 
-    /// Returns true if the kernel has refused access to the caller. What was asked for may be there or not.
+    /// Returns true if the kernel has refused access to the caller. The object that was asked for
+    /// may or may not exist.
     pub fn is_denied(&self) -> bool {
         let causes = std::iter::successors(Some(self.inner() as &(dyn error::Error + 'static)), |error| {
             error.source()

@@ -15,72 +15,79 @@ use crate::{
 pub struct NodeNetwork {
     /// Every address that node ports could be served on.
     pub addresses: BTreeSet<IpAddr>,
-    /// Source of translated flows, at most one of each family.
+    /// Sources of masqueraded flows, at most one address of each family.
     pub masquerade_addresses: Vec<IpAddr>,
     pub interfaces: Vec<Interface>,
-    /// CNI's bandwidth plugin has limited a pod since interfaces are followed.
+    /// True if CNI's bandwidth plugin has limited a pod since the process began to follow
+    /// interfaces.
     pub limits_bandwidth: bool,
 }
 
-/// The node as its dataplane sees it: its network, what the configuration selects of that, and the cluster around it.
+/// The node as its dataplane sees it: its network, what the configuration selects of it, and the
+/// cluster around it.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Host {
     /// All addresses of the node, as [`NodeNetwork::addresses`].
     pub addresses: BTreeSet<IpAddr>,
-    /// ClusterIPs among these. Mode ebpf takes them for the node's own where no service port is
-    /// served there.
+    /// The ClusterIPs among these addresses. Mode ebpf takes such an address for the node's own
+    /// where it serves no service port at it.
     pub own_cluster_ips: BTreeSet<IpAddr>,
-    /// Every address on which node ports are served; loopback ones serve the host's own processes only.
+    /// Every address on which node ports are served. Loopback addresses serve the host's own
+    /// processes only.
     pub node_port_addresses: BTreeSet<IpAddr>,
-    /// These are all of the node's addresses.
+    /// True if `node_port_addresses` are all of the node's addresses.
     pub node_ports_everywhere: bool,
-    /// Source of translated flows, at most one of each family.
+    /// Sources of masqueraded flows, at most one address of each family.
     pub masquerade_addresses: Vec<IpAddr>,
     pub interfaces: Vec<Interface>,
-    /// CNI's bandwidth plugin has limited a pod since interfaces are followed.
+    /// True if CNI's bandwidth plugin has limited a pod since the process began to follow
+    /// interfaces.
     pub limits_bandwidth: bool,
     pub local_traffic: LocalTraffic,
-    /// Addresses of all pods of the cluster; empty: not known.
+    /// Addresses of all pods of the cluster. Empty if they are not known.
     pub cluster_cidrs: Vec<IpNet>,
-    /// Addresses of the pods of this node; empty: not known.
+    /// Addresses of the pods of this node. Empty if they are not known.
     pub pod_cidrs: Vec<IpNet>,
-    /// Ranges that cluster IPs are allocated from; `None`: not known. An API server is asked only in modes that read them
-    /// ([`super::reads_service_cidrs`]).
+    /// Ranges from which ClusterIPs are allocated. `None` if they are not known. The API server is
+    /// asked only in modes that read them ([`super::reads_service_cidrs`]).
     pub service_cidrs: Option<Vec<IpNet>>,
-    /// Traffic to cluster IPs is masqueraded whoever sends it.
+    /// True if traffic to ClusterIPs is masqueraded whoever sends it.
     pub masquerade_all: bool,
-    /// Bit of the packet mark that asks for masquerading, in modes that use one.
+    /// The bit of the fwmark that asks for masquerading, in modes that use one.
     pub masquerade_bit: u8,
-    /// Ports of sources that netfilter masquerades, while mode ebpf has flows of its own; `None`: any from 1024 on, as the kernel chooses.
+    /// Ports to which netfilter masquerades while mode ebpf has flows of its own. `None`: the
+    /// kernel chooses any port from 1024 on.
     pub masquerade_ports: Option<PortRange>,
-    /// Of packets in mode ebpf, in a second; 0: any number.
+    /// Connections that packets may open per second and CPU in mode ebpf. 0: any number.
     pub new_connections_per_core: u32,
-    /// Of flows of mode ebpf.
+    /// Lifetimes of the flows of mode ebpf.
     pub flow_lifetimes: FlowLifetimes,
-    /// In mode ebpf, of Services that name none, as the next.
+    /// The algorithm of Services that name none, in mode ebpf.
     pub algorithm: Algorithm,
     pub forwarding: NodeForwarding,
-    /// Of mode ebpf.
+    /// The encapsulation of direct server return, in mode ebpf.
     pub encapsulation: Encapsulation,
-    /// Another mode serves other ports of the same addresses: a port of a cluster IP that is not known may be its.
+    /// True if another mode serves other ports of the same addresses. A port of a ClusterIP that
+    /// this mode does not know may then be served by that mode.
     pub shares_addresses: bool,
 }
 
-/// By what traffic of pods is told from traffic of outside clients.
+/// The way to tell traffic of pods from traffic of outside clients.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum LocalTraffic {
-    /// The source is in one of these; none: it cannot be told.
+    /// Traffic of pods has a source in one of these ranges. Empty: pods cannot be told from others.
     FromCidrs(Vec<IpNet>),
-    /// It comes in by this bridge.
+    /// Traffic of pods comes in by this bridge.
     FromBridge(String),
-    /// It comes in by an interface whose name begins so.
+    /// Traffic of pods comes in by an interface whose name begins with this prefix.
     FromInterfacePrefix(String),
 }
 
 impl LocalTraffic {
-    /// Whether what comes in by the interface is traffic of pods, whatever its source.
+    /// Returns true if all packets that come in by the interface are traffic of pods, whatever
+    /// their source.
     pub fn comes_in_by(&self, interface: &Interface) -> bool {
-        // What a bridge's port receives comes in by the bridge.
+        // Packets that a bridge's port receives come in by the bridge.
         let name = interface.bridge.as_ref().unwrap_or(&interface.name);
         match self {
             Self::FromCidrs(_) => false,
@@ -102,22 +109,25 @@ pub struct Interface {
     pub name: String,
     pub role: Role,
     pub reason: RoleReason,
-    /// False: packets start at the IP header (tun, wireguard, ipip).
+    /// False if packets start at the IP header, as those of tun, wireguard and ipip do.
     pub ethernet: bool,
     pub device: Device,
-    /// Bytes of the longest packet that it takes, without link header; 0: of any length.
+    /// Length in bytes of the longest packet that the interface takes, without link header. 0: any
+    /// length.
     pub mtu: u32,
-    /// Of its Ethernet frames, where it has one.
+    /// The address in its Ethernet frames. `None` if the interface has no such address.
     pub link_address: Option<[u8; 6]>,
-    /// False: a workload's interface that no packet passes, as it or its other end is down.
+    /// False for a workload interface that no packet can pass, because it or its other end is down.
     pub is_up: bool,
-    /// VLAN devices are on it.
+    /// True if VLAN devices are on this interface.
     pub has_vlans: bool,
-    /// Name of the bridge that it is a port of.
+    /// Name of the bridge whose port this interface is.
     pub bridge: Option<String>,
-    /// The network namespace of its other end, by the number that the node's own has for it.
+    /// The network namespace of its other end, as the number that the node's own namespace has for
+    /// it.
     pub namespace: Option<u32>,
-    /// Source of translated flows that leave by it, at most one of each family; none of a family: that of [`Host`].
+    /// Sources of masqueraded flows that leave by this interface, at most one address of each
+    /// family. A family without one uses the address of [`Host`].
     pub masquerade_addresses: Vec<IpAddr>,
 }
 
@@ -143,27 +153,27 @@ impl Interface {
     }
 }
 
-/// What an interface is, as far as XDP tells them apart.
+/// The kinds of interfaces that XDP tells apart.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum Device {
-    /// Of hardware or of a hypervisor, not of the kernel alone.
+    /// A device of hardware or of a hypervisor. The kernel alone does not make it.
     Card,
     Vlan(Vlan),
     Bond,
     Other,
 }
 
-/// The packets of an interface on another, where they have a tag.
+/// The VLAN of an interface whose packets pass another interface with a tag.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub struct Vlan {
-    /// Index.
+    /// Index of the interface below.
     pub below: u32,
     /// Ethertype of the tag.
     pub protocol: u16,
     pub id: u16,
 }
 
-/// By what an interface's role is decided.
+/// The fact that decides an interface's role.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, thiserror::Error)]
 pub enum RoleReason {
     #[error("as ebpf.interfaces says")]
@@ -182,11 +192,11 @@ pub enum RoleReason {
     Network,
 }
 
-/// Where an interface leads.
+/// The side to which an interface leads.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum Role {
-    /// To pods.
+    /// The interface leads to pods.
     Workload,
-    /// To other nodes and the outside.
+    /// The interface leads to other nodes and clients outside.
     Uplink,
 }

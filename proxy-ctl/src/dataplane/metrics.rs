@@ -1,4 +1,4 @@
-//! Metrics of a mode, as data: what shows them knows no mode's names.
+//! Metrics of a mode as plain data, so that the code that shows them knows no mode by name.
 
 use std::sync::Arc;
 
@@ -6,13 +6,13 @@ use prometheus_client::metrics::{MetricType, histogram::Histogram};
 
 use crate::model::{desired::ServicePortName, objects::IpFamily};
 
-/// What the clients of a service port did since it is served; counters may wrap.
+/// Counters of what clients of a service port have done since it was first served. They may wrap.
 #[derive(Clone, Debug)]
 pub struct ServiceUsage {
     pub name: ServicePortName,
-    /// Sockets that were connected, and flows that were opened.
+    /// Number of sockets that were connected and of flows that were opened.
     pub connections: u64,
-    /// Of flows, both directions; those of sockets are not seen.
+    /// Packets of flows in both directions. Packets of connected sockets are not seen.
     pub packets: u64,
     pub bytes: u64,
 }
@@ -22,7 +22,7 @@ pub type Labels = Arc<[(&'static str, Arc<str>)]>;
 /// A counter, a gauge or a histogram.
 #[derive(Clone, Debug)]
 pub struct MetricFamily {
-    /// A counter's without `_total`.
+    /// The name of the family. A counter's name has no `_total`.
     pub name: &'static str,
     pub help: &'static str,
     pub kind: MetricType,
@@ -50,7 +50,7 @@ impl MetricFamily {
         Self { kind: MetricType::Gauge, ..Self::counter(name, help, samples) }
     }
 
-    /// A counter of each family of addresses.
+    /// Returns a family with one counter for each IP family.
     pub(super) fn of_families(
         name: &'static str,
         help: &'static str,
@@ -59,7 +59,7 @@ impl MetricFamily {
         Self::counter(name, help, counts.into_iter().map(|(family, count)| (of_family(family), count)))
     }
 
-    /// A histogram of each family of addresses.
+    /// Returns a family with one histogram for each IP family.
     pub(super) fn histograms_of_families(
         name: &'static str,
         help: &'static str,
@@ -73,7 +73,8 @@ impl MetricFamily {
         }
     }
 
-    /// The families that count what clients of service ports do, in every mode that can.
+    /// Returns the families that count what clients of service ports do, in every mode that can
+    /// count it.
     pub(super) fn of_services(services: &[ServiceUsage]) -> [Self; 3] {
         let labels: Vec<Labels> = services.iter().map(|service| labels_of(&service.name)).collect();
         let family = |name, help, value: fn(&ServiceUsage) -> u64| {

@@ -1,4 +1,5 @@
-//! One controller at a time in a mode: it holds the mode's name in the network namespace.
+//! A lock of a mode's name in the network namespace, so that only one controller at a time uses the
+//! mode.
 
 use std::io;
 
@@ -28,7 +29,7 @@ impl LockError {
     }
 }
 
-/// Held until dropped.
+/// Acquires the lock of a mode. It is held until the result is dropped.
 pub(super) fn lock(mode: Mode) -> Result<NamespaceLock, LockError> {
     match NamespaceLock::acquire(mode.name()) {
         Ok(NamespaceAttempt::Held(lock)) => Ok(lock),

@@ -34,18 +34,19 @@ fn entries() -> impl Iterator<Item = (Mode, &'static Entry)> {
     Mode::ALL.into_iter().map(|mode| (mode, entry(mode)))
 }
 
-/// What each mode needs, and whether this node has it. Changes nothing.
+/// Returns what each mode needs, and whether this node has it. It changes nothing.
 pub fn probe(config: &Config, host: &HostFacts) -> Vec<Probe> {
     entries().map(|(_, entry)| (entry.probe)(config, host)).collect()
 }
 
-/// Has the kernel load what the mode needs, where it can. Answers with the modules that are not there after all, and why; `None`: nothing is
-/// asked for, as the kernel and the tools load what they use when they use it.
+/// Has the kernel load the modules that the mode needs, where it can. Returns the modules that are
+/// missing after that, each with the reason. `None`: no module is asked for, because the kernel and
+/// the tools load modules when they use them.
 pub fn load(mode: Mode, config: &Config, host: &HostFacts) -> Option<BTreeMap<String, String>> {
     (mode == Mode::Ipvs).then(|| ipvs::load::load(config, host))
 }
 
-/// Fields, and sections with everything in them, that nothing depends on in this mode.
+/// Returns fields, and whole sections, that have no effect in this mode.
 pub fn unused_fields(mode: Mode, config: &Config) -> Vec<&'static str> {
     match mode {
         Mode::Ebpf => ebpf::probe::unused_fields(config),
@@ -56,31 +57,31 @@ pub fn unused_fields(mode: Mode, config: &Config) -> Vec<&'static str> {
     }
 }
 
-/// Does what needs all privileges to run in this mode.
+/// Does the part of opening this mode that needs all privileges.
 pub fn prepare(mode: Mode, config: &Config) -> Result<(), Error> {
     (entry(mode).prepare)(config)
 }
 
-/// Whether the mode needs [`super::Host::service_cidrs`].
+/// Returns true if the mode needs [`super::Host::service_cidrs`].
 pub fn reads_service_cidrs(mode: Mode, config: &Config) -> bool {
     (entry(mode).reads_service_cidrs)(config)
 }
 
-/// Whether the mode translates what the node's own processes send when they connect.
+/// Returns true if the mode translates connections of the node's own processes in `connect()`.
 pub fn translates_in_connect(mode: Mode, config: &Config) -> bool {
     mode == Mode::Ebpf && config.ebpf.sockets() != SocketLoadBalancing::Off
 }
 
-/// What serves a node.
+/// The active mode of a node and its secondary mode.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Modes {
     pub mode: Mode,
-    /// Serves what `mode` cannot.
+    /// The secondary mode, which serves what `mode` cannot.
     pub beside: Option<Mode>,
 }
 
 impl Modes {
-    /// Beside `mode` serves the first that may and can.
+    /// Returns `mode` with its secondary mode: the first of `probes` that may be one and can run.
     pub fn new(mode: Mode, probes: &[Probe]) -> Self {
         let can = |probe: &&Probe| entry(probe.mode).serves_beside && probe.can_run();
         let beside = if entry(mode).hands_over { probes.iter().find(can) } else { None };
@@ -88,7 +89,7 @@ impl Modes {
     }
 }
 
-/// The node's dataplane: takes over what a predecessor left of these modes.
+/// Opens the node's dataplane. It adopts what a predecessor has left of these modes.
 pub fn open(modes: Modes, config: &Arc<Config>) -> Result<Box<dyn Dataplane>, Error> {
     let Modes { mode: at_work, beside } = modes;
     let dataplane = open_one(at_work, config)?;
@@ -111,13 +112,14 @@ fn open_one(mode: Mode, config: &Config) -> Result<Box<dyn Dataplane>, Error> {
     })
 }
 
-/// Returns the modes other than this one that a predecessor has programmed. What this process may not read, it may not
-/// remove either, so such a mode is left out.
+/// Returns the modes other than this one that a predecessor has programmed. What this process may
+/// not read, it may not remove either, so such a mode is left out.
 pub fn to_retire(at_work: Mode, config: &Config) -> Result<Vec<Mode>, Error> {
     let mut modes = Vec::new();
     for (mode, entry) in entries().filter(|(mode, _)| *mode != at_work) {
         let is_left = match mode {
-            // It is read from its process, which has ended.
+            // Mode userspace is read from its process, which has ended. So its rules are looked
+            // for.
             Mode::Userspace => userspace::has_rules(),
             Mode::Ebpf | Mode::Nftables | Mode::Iptables | Mode::Ipvs => {
                 (entry.read)(&config.ebpf.bpffs).map(|programmed| programmed.is_some())
@@ -131,13 +133,16 @@ pub fn to_retire(at_work: Mode, config: &Config) -> Result<Vec<Mode>, Error> {
     Ok(modes)
 }
 
-/// What a predecessor has programmed of this mode, if connections would end with it.
+/// Opens what a predecessor has programmed of this mode, if connections would end with it.
 pub fn open_to_retire(mode: Mode, config: &Config) -> Result<Option<Box<dyn Dataplane>>, Error> {
     if entry(mode).retires { open_one(mode, config).map(Some) } else { Ok(None) }
 }
 
-/// Removes what this mode has programmed. Its dataplane must be dropped before, and another be at work. Connections that netfilter
-/// translates go on. False: virtual servers with connections stay until these have ended. `remains`: of this mode, from the attempt before.
+/// Removes what this mode has programmed. Its dataplane must have been dropped, and another mode
+/// must be active. Connections that netfilter translates go on.
+///
+/// Returns false if virtual servers with connections stay until these have ended. `remains` is what
+/// the attempt before has found of this mode.
 pub fn remove_retired(
     mode: Mode,
     at_work: Mode,
@@ -151,13 +156,15 @@ pub fn remove_retired(
             .map(|()| true)
             .map_err(|error| Error::new(ErrorKind::Other, error));
     }
-    // Its rules have kube-proxy's names: no mode but those at work may have any.
+    // The mode's rules have kube-proxy's names, and no mode but the active ones may have such
+    // rules.
     remains
         .remove(mode, &config.ipvs.exclude_cidrs, translates_in_connect(at_work, config))
         .map_err(|error| Error::new(ErrorKind::Other, error))
 }
 
-/// Ports of sources that a netfilter mode masquerades while these modes are at work or retire. `None`: any.
+/// Returns the ports to which a netfilter mode masquerades while these modes are active or drain.
+/// `None`: any port.
 pub fn masquerade_ports(modes: impl IntoIterator<Item = Mode>) -> Option<PortRange> {
     modes.into_iter().any(|mode| entry(mode).retires).then(|| SourcePorts::read().netfilter)
 }
@@ -179,7 +186,7 @@ impl ModeBeside for Beside {
 
     fn has_connections(&self, to: &DialledFrontends) -> Result<bool, Error> {
         if self.at_work != Mode::Ebpf {
-            // Its own rules translate.
+            // The rules of the active mode, userspace, keep its connections translated.
             return Ok(false);
         }
         conntrack::has_translated_connections(|dialled| to.has(dialled))
@@ -191,8 +198,8 @@ impl ModeBeside for Beside {
     }
 }
 
-/// What is programmed on this node, read without a controller. A mode that cannot be read, as by an ordinary user, hides no
-/// other.
+/// Reads what is programmed on this node, without a controller. If a mode cannot be read, as by an
+/// ordinary user, the others are still read.
 pub fn read(bpffs: &Path) -> Result<Option<(Mode, BoxedProgrammed)>, Error> {
     let mut failure = None;
     for (mode, entry) in entries() {
@@ -205,23 +212,26 @@ pub fn read(bpffs: &Path) -> Result<Option<(Mode, BoxedProgrammed)>, Error> {
     failure.map_or(Ok(None), Err)
 }
 
-/// What is programmed of this mode.
+/// Reads what is programmed of this mode.
 pub fn read_mode(mode: Mode, bpffs: &Path) -> Result<Option<BoxedProgrammed>, Error> {
     (entry(mode).read)(bpffs)
 }
 
-/// The process that programs this node. It may only just have begun. `None`: there is none, or the kernel does not
-/// tell, as for a process of another PID namespace.
+/// Returns the process that programs this node. It may only just have begun. `None`: there is no
+/// such process, or the kernel does not tell, as for a process of another PID namespace.
 pub fn controller(bpffs: &Path) -> Option<u32> {
     entries().find_map(|(_, entry)| (entry.controller)(bpffs))
 }
 
-/// Removes everything that any mode has programmed, and nothing else. `keeps`: `ipvs.excludeCIDRs`.
+/// Removes everything that any mode has programmed, and nothing else. `keeps` is
+/// `ipvs.excludeCIDRs`.
 pub fn cleanup(bpffs: &Path, keeps: &[IpNet]) -> Result<Removed, Error> {
     let mut all = Removed::default();
     let mut entries: Vec<_> = entries().collect();
-    // A process that was killed on its way from mode ipvs to mode iptables, or back, leaves rules of both. Those of the former mode go first:
-    // they lead to chains of both, which the mode that has written these last removes. What cannot be read is the mode's own clean-up to tell.
+    // A process that was killed while it switched between modes ipvs and iptables leaves rules of
+    // both. The rules of the former mode go first. They lead to chains of both modes, which the
+    // mode that wrote them last removes. An error here is ignored, because the cleanup of that mode
+    // reports it.
     entries.sort_by_key(|(mode, _)| !leftovers::is_overwritten(*mode).unwrap_or(false));
     for (_, entry) in entries {
         let Removed { links, filters, tables } = (entry.cleanup)(bpffs, keeps)?;

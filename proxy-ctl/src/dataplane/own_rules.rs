@@ -1,4 +1,5 @@
-//! Modes whose rules have kube-proxy's own names: a mark tells them from a running kube-proxy's.
+//! Cleanup of modes whose rules have kube-proxy's own names. Owner tags tell their rules from those
+//! of a running kube-proxy.
 
 use ipnet::IpNet;
 
@@ -8,12 +9,13 @@ use crate::{
     mode::Mode,
 };
 
-/// The rule of [`leftovers::names::mark`], as iptables-save prints it.
+/// Returns the rule of the owner tag [`leftovers::names::mark`], as iptables-save prints it.
 pub(super) fn mark(mode: Mode) -> Option<String> {
     leftovers::names::mark(mode).map(rule)
 }
 
-/// The rule of [`leftovers::names::mark_of_own_chains`].
+/// Returns the rule of the owner tag [`leftovers::names::mark_of_own_chains`], as iptables-save
+/// prints it.
 pub(super) fn mark_of_own_chains(mode: Mode) -> Option<String> {
     leftovers::names::mark_of_own_chains(mode).map(rule)
 }
@@ -22,7 +24,8 @@ fn rule(mark: Mark) -> String {
     format!("-m comment --comment \"{}\"", mark.comment)
 }
 
-/// `keeps`: `ipvs.excludeCIDRs`. An error if a controller is in this mode.
+/// Removes what proxy-ctl has written in this mode. Fails if a controller is active in it. `keeps`
+/// is `ipvs.excludeCIDRs`.
 pub(super) fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removed, Error> {
     let removal = leftovers::remove_own(mode, keeps).map_err(|error| {
         let is_taken = matches!(error, leftovers::Error::AtWork { .. });

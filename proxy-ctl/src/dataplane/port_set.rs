@@ -1,5 +1,5 @@
-//! Service ports that are found by their names. Each costs a pointer here, as its name lies in
-//! itself: a node may have 50,000 of them.
+//! A set of service ports that is searched by name. Each port costs one pointer here, because it
+//! holds its name itself. A node may have 50,000 ports.
 
 use std::{
     hash::{BuildHasher as _, Hash},
@@ -15,7 +15,7 @@ use crate::model::desired::{DesiredPort, ServicePortName};
 pub(super) struct PortSet(HashTable<Arc<DesiredPort>>);
 
 impl PortSet {
-    /// Takes in a port. Returns the one that had its name before.
+    /// Inserts a port. Returns the port that had its name before.
     pub(super) fn insert(&mut self, port: Arc<DesiredPort>) -> Option<Arc<DesiredPort>> {
         match self.0.entry(hash(&port.name), |one| one.name == port.name, |one| hash(&one.name)) {
             Entry::Occupied(mut found) => Some(std::mem::replace(found.get_mut(), port)),

@@ -1,4 +1,5 @@
-//! By which interfaces XDP sends frames on that have come by uplinks, and why not by the rest. Pure.
+//! Decides to which interfaces XDP may send frames that came in by uplinks, and why not to the
+//! rest. Pure.
 
 use super::{Device, Interface, Role};
 use crate::{
@@ -9,16 +10,16 @@ use crate::{
     },
 };
 
-/// What an interface takes of frames that have come by others.
+/// The frames from other interfaces that an interface can send.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Takes {
-    /// Those in one piece.
+    /// Frames in one piece.
     Whole,
-    /// Those in fragments too.
+    /// Frames in one piece and frames in fragments.
     All,
 }
 
-/// Why frames that have come by others do not leave by an interface.
+/// The reason why frames from other interfaces do not leave by an interface.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum NotTaken {
     #[error("its packets have no Ethernet header")]
@@ -53,14 +54,17 @@ pub enum NotTaken {
     FewQueues { interface: String, driver: String, queues: u32, cpus: u32 },
 }
 
-/// Drivers that have sent frames of others since before Linux 5.10, once a program is on the device, and that end programs with a redirect.
+/// Drivers that could send frames from other devices before Linux 5.10, once a program is on the
+/// device. Programs on these drivers may also redirect frames to other devices.
 const OF_OLD: [&str; 5] = ["bnxt_en", "i40e", "ice", "ixgbe", "mlx5_core"];
 
-/// Drivers that have their CPUs share queues where there are fewer, in every kernel that tells features. In others a CPU sends by the queue with
-/// its number, or not at all.
+/// Drivers whose CPUs share queues if there are fewer queues than CPUs, in every kernel that tells
+/// the features of drivers. With other drivers a CPU sends by the queue with its own number, or not
+/// at all.
 const SHARE_QUEUES: [&str; 7] = ["bnxt_en", "ena", "ice", "ixgbe", "tun", "veth", "virtio_net"];
 
-/// What an interface takes where the programs run as `configured`. `attached`: that of the interface itself.
+/// Returns which frames an interface takes where the programs run as `configured`. `attached` is
+/// how the program on the interface itself runs.
 pub fn takes(
     configured: Xdp,
     attached: Option<XdpMode>,
@@ -75,7 +79,7 @@ pub fn takes(
     match (configured, interface.device, interface.role) {
         (_, Device::Vlan(_), _) => return Err(NotTaken::Vlan),
         (_, Device::Bond, _) => return Err(NotTaken::Bond),
-        // The stack sends them.
+        // The stack sends these frames.
         (Xdp::Generic, _, Role::Uplink) => return Ok(Takes::Whole),
         (Xdp::Generic, _, Role::Workload) => return Err(NotTaken::Generic),
         (_, _, Role::Workload) => nothing_acts_on_pods_packets(interface, facts)?,
@@ -99,9 +103,10 @@ pub fn takes(
     }
 }
 
-/// What is sent to a pod by XDP, and its answers, do not meet what is at the host's end of its interface.
+/// Checks that nothing acts on a pod's packets at the host's end of its interface. Packets that XDP
+/// sends to a pod, and their answers, pass by what is there.
 fn nothing_acts_on_pods_packets(interface: &Interface, facts: &DeviceFacts) -> Result<(), NotTaken> {
-    /// One of ours for each direction.
+    /// Our programs: one for each direction.
     const OURS: usize = 2;
     match (&interface.bridge, &facts.discipline) {
         (Some(bridge), _) => Err(NotTaken::Port(bridge.clone())),
@@ -113,7 +118,8 @@ fn nothing_acts_on_pods_packets(interface: &Interface, facts: &DeviceFacts) -> R
     }
 }
 
-/// May frames that have come by an uplink leave by others? `attached`: how the program runs on it.
+/// Returns true if frames that came in by an uplink may leave by other interfaces. `attached` is
+/// how the program runs on the uplink.
 pub fn gives(attached: XdpMode, facts: &DeviceFacts) -> bool {
     match (attached, facts.xdp) {
         (XdpMode::Generic, _) => true,

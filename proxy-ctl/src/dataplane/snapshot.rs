@@ -1,4 +1,4 @@
-//! What is really programmed on the node, as data, whatever the mode.
+//! A description of what is really programmed on the node, in the same form for all modes.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
@@ -19,21 +19,23 @@ use crate::{
 
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct Snapshot {
-    /// By name.
+    /// The service ports, sorted by name.
     pub services: Vec<ServiceSnapshot>,
-    /// By address.
+    /// The backends, sorted by address.
     pub backends: Vec<BackendSnapshot>,
     pub node: NodeSnapshot,
-    /// A mode that is asked over a socket has none.
+    /// The hooks of mode ebpf. A snapshot that comes over a socket, as that of mode userspace, has
+    /// none.
     #[serde(skip_deserializing)]
     pub hooks: Vec<Hook>,
-    /// What is left of the time for which the node serves without its controller; zero: everything passes untouched. `None`: no
-    /// end.
+    /// The time that the node goes on serving without its controller. Zero: the time has passed,
+    /// and all traffic passes untouched. `None`: it serves without end.
     pub lease: Option<Duration>,
 }
 
 impl Snapshot {
-    /// Adds what a mode beside serves: service ports, or more frontends of those that are served already.
+    /// Adds what a secondary mode serves: service ports, or more frontends of service ports that
+    /// are there already.
     pub(crate) fn add(&mut self, mode: Mode, beside: Snapshot) {
         for mut service in beside.services {
             service.beside = Some(mode);
@@ -53,7 +55,8 @@ impl Snapshot {
         self.backends.sort_by_key(|one| one.address);
     }
 
-    /// Adds what one family serves, and the backends that it leads to: they get the next numbers.
+    /// Adds what one IP family serves, and the backends that it leads to. They get the next free
+    /// ids.
     pub(in crate::dataplane) fn add_family(&mut self, mut services: Vec<ServiceSnapshot>) {
         let mut backends: BTreeMap<(SocketAddr, Protocol), BackendSnapshot> = BTreeMap::new();
         for service in &mut services {
@@ -98,28 +101,29 @@ pub struct ServiceSnapshot {
     pub name: ServicePortName,
     pub frontends: Vec<FrontendSnapshot>,
     pub cluster: Vec<EndpointSnapshot>,
-    /// For clients of the cluster IP.
+    /// The endpoint set of clients of the ClusterIP.
     pub internal: Vec<EndpointSnapshot>,
-    /// For clients from outside.
+    /// The endpoint set of clients from outside.
     pub external: Vec<EndpointSnapshot>,
-    /// Some endpoint is usable somewhere: an empty set drops instead of refusing.
+    /// True if some endpoint is usable on any node. An empty set then drops packets instead of
+    /// refusing them.
     pub any_endpoints: bool,
     pub internal_policy: TrafficPolicy,
     pub external_policy: TrafficPolicy,
     pub affinity_seconds: u32,
-    /// Of mode ebpf.
+    /// The algorithm that chooses backends in mode ebpf.
     #[serde(default)]
     pub algorithm: Algorithm,
-    /// Of mode ebpf: `Snat` or `Dsr`.
+    /// `Snat` or `Dsr`, in mode ebpf.
     #[serde(default)]
     pub forwarding: Forwarding,
-    /// The mode beside the one at work that serves it, or some of its frontends.
+    /// The secondary mode that serves the service port, or some of its frontends.
     #[serde(skip)]
     pub beside: Option<Mode>,
 }
 
 impl ServiceSnapshot {
-    /// Without frontends and endpoints.
+    /// Returns a service port without frontends and endpoints.
     pub(in crate::dataplane) const fn new(name: ServicePortName) -> Self {
         Self {
             id: 0,
@@ -145,17 +149,17 @@ impl ServiceSnapshot {
 
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 pub struct FrontendSnapshot {
-    /// `None`: a node port.
+    /// The address. `None` for a node port.
     pub address: Option<IpAddr>,
     pub port: u16,
-    /// Can be dialled from outside.
+    /// True if clients outside the cluster can dial it.
     pub external: bool,
 }
 
 #[derive(Clone, Copy, Debug, Deserialize, Eq, PartialEq, Serialize)]
 pub struct EndpointSnapshot {
     pub address: SocketAddr,
-    /// On this node.
+    /// True if the endpoint is on this node.
     pub local: bool,
     /// Id of the backend.
     pub backend: u32,
@@ -165,57 +169,59 @@ pub struct EndpointSnapshot {
 pub struct BackendSnapshot {
     pub id: u32,
     pub address: SocketAddr,
-    /// `None`: a number that no protocol of Kubernetes has.
+    /// The protocol. `None` for a number that no protocol of Kubernetes has.
     pub protocol: Option<Protocol>,
     pub local: bool,
     pub terminating: bool,
-    /// How many service ports use it.
+    /// The number of service ports that use the backend.
     pub uses: u32,
-    /// Of this node, through service ports that go by them. `None`: none does, or the mode does not count.
+    /// Connections of this node to the backend, of service ports that choose by connections.
+    /// `None`: there is no such service port, or the mode does not count.
     #[serde(default)]
     pub connections: Option<u64>,
 }
 
-/// What is programmed of the node itself.
+/// The node itself as the mode has it programmed.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 pub struct NodeSnapshot {
-    /// Indexes of the uplinks by which XDP sends frames on that have come by others; of mode ebpf.
+    /// Indexes of the uplinks to which XDP sends frames that came in by others. Empty in modes
+    /// other than ebpf.
     #[serde(default)]
     pub redirect_targets: BTreeSet<u32>,
-    /// Where node ports are served; true: for the node's own processes only.
+    /// The addresses at which node ports are served. True: for the node's own processes only.
     pub node_port_addresses: Vec<(IpAddr, bool)>,
     pub masquerade_addresses: Vec<IpAddr>,
-    /// Inclusive.
+    /// The first and the last port of each range.
     pub masquerade_ports: Vec<(u16, u16)>,
-    /// Cookie of the node's network namespace; 0 where the mode needs none.
+    /// Cookie of the node's network namespace. 0 if the mode needs none.
     pub host_namespace: u64,
-    /// Of mode ebpf, with direct server return.
+    /// The encapsulation of direct server return, in mode ebpf.
     #[serde(default)]
     pub encapsulation: Encapsulation,
 }
 
-/// Where the node's traffic meets what is programmed.
+/// A place where a program of ours is attached to the node's traffic.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 pub struct Hook {
-    /// As the kernel calls it: `connect4`, `ingress`.
+    /// The kernel's name of the hook: `connect4`, `ingress`.
     pub name: String,
-    /// Index; `None`: of no interface.
+    /// Index of the interface. `None` if the hook belongs to no interface.
     pub interface: Option<u32>,
-    /// How it is attached: `cgroup`, `tcx`, `clsact` or `xdp`.
+    /// The way in which the program is attached: `cgroup`, `tcx`, `clsact` or `xdp`.
     pub kind: &'static str,
-    /// The programs of others at the same hook of the interface, in the order in which they run.
+    /// Other owners' programs at the same hook of the interface, in the order in which they run.
     pub others: Vec<OtherProgram>,
 }
 
-/// A program of another at a hook of ours.
+/// Another owner's program at a hook that we use too.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub struct OtherProgram {
-    /// As the kernel knows it, such as `cil_to_container`.
+    /// The program's name in the kernel, such as `cil_to_container`.
     pub name: String,
     /// `ingress` or `egress`.
     pub hook: &'static str,
-    /// It runs before ours, and may keep packets from it.
+    /// True if the program runs before ours, and so may keep packets from it.
     pub is_before: bool,
 }
 

@@ -1,6 +1,7 @@
-//! Which ports the sources that this node translates get. The programs of mode ebpf and netfilter beside them do not know each
-//! other's flows: where both used one port towards one endpoint, the programs would take the answers of netfilter's flow. So they
-//! have no port in common, until one endpoint has more flows than the programs have ports of their own.
+//! The source ports to which this node translates. The programs of mode ebpf and a netfilter mode
+//! beside them do not know each other's flows. If both used one port towards one endpoint, the
+//! programs would take the answers of netfilter's flow. So they share no port until one endpoint
+//! has more flows than the programs have reserved ports.
 
 use std::{fs, ops::RangeInclusive};
 
@@ -8,39 +9,44 @@ use proxy_common::port::{NODE_PORTS, Port, PortRanges};
 
 use crate::config::PortRange;
 
-/// `first > last`: empty.
+/// The first and the last port. The range is empty if `first > last`.
 type TablePortRange = [u16; 2];
 
 const EMPTY: TablePortRange = [1, 0];
 
-/// Ports below are of services with a well-known number.
+/// The first port that is used. Ports below it belong to services with well-known numbers.
 const FIRST: u16 = 1_024;
-/// Fewer would be used up by few clients of one backend.
+/// The smallest number of ports that is enough. Few clients of one backend would use up fewer
+/// ports.
 const ENOUGH: usize = 4_096;
-/// Of the programs although sockets may be given them too, where a node leaves fewer than [`ENOUGH`] others to them or to netfilter.
+/// Ports that belong to the programs although the kernel may give them to sockets. They are used
+/// where a node leaves fewer than [`ENOUGH`] ports to the programs or to netfilter.
 const LAST_RESORT: TablePortRange = [61_440, u16::MAX];
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct SourcePorts {
     pub(super) programs: ProgramPorts,
-    /// In these the ports lie that are apart; reserved ones and node ports too.
+    /// The ranges that contain the reserved ports. They also contain node ports and the ports of
+    /// `ip_local_reserved_ports`.
     pub(super) apart_ranges: [TablePortRange; 2],
-    /// Those that the kernel gives to sockets: their connections netfilter knows.
+    /// The ports that the kernel gives to sockets. Netfilter knows the connections of these
+    /// sockets.
     pub(super) netfilter: PortRange,
 }
 
-/// Neither node ports nor reserved ones.
+/// The source ports of the programs, without node ports and the ports of `ip_local_reserved_ports`.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct ProgramPorts {
-    /// In the order in which they are taken.
+    /// The ports in the order in which the programs take them.
     pub(super) ports: Vec<u16>,
-    /// How many of them, the first ones, are given to no socket and not to netfilter.
+    /// The number of reserved ports, which come first. The kernel gives them to no socket, and
+    /// netfilter does not use them.
     pub(super) apart: usize,
 }
 
 impl SourcePorts {
-    /// By the node's `net.ipv4.ip_local_port_range` and `net.ipv4.ip_local_reserved_ports`, which IPv6 sockets share. Without knowledge of
-    /// the first, as if it were the kernel's default.
+    /// Reads the node's `net.ipv4.ip_local_port_range` and `net.ipv4.ip_local_reserved_ports`,
+    /// which IPv6 sockets share. If the first cannot be read, the kernel's default is used.
     pub(super) fn read() -> Self {
         let read = |name| fs::read_to_string(format!("/proc/sys/net/ipv4/{name}")).unwrap_or_default();
         let local = parse_range(&read("ip_local_port_range")).unwrap_or(32_768..=60_999);
@@ -71,13 +77,13 @@ impl SourcePorts {
     }
 }
 
-/// Two numbers with a tab between them.
+/// Parses two numbers with white space between them.
 fn parse_range(text: &str) -> Option<RangeInclusive<u16>> {
     let mut words = text.split_whitespace();
     Some(words.next()?.parse().ok()?..=words.next()?.parse().ok()?)
 }
 
-/// Ports and ranges of ports, as `8080,9000-9100`.
+/// Parses ports and ranges of ports, such as `8080,9000-9100`.
 fn parse_list(text: &str) -> Vec<RangeInclusive<u16>> {
     let range = |part: &str| {
         let (first, last) = part.split_once('-').unwrap_or((part, part));
@@ -86,7 +92,7 @@ fn parse_list(text: &str) -> Vec<RangeInclusive<u16>> {
     text.trim().split(',').filter_map(range).collect()
 }
 
-/// First and last of each run of consecutive ports.
+/// Returns the first and the last port of each run of consecutive ports.
 pub(super) fn runs(ports: &[u16]) -> Vec<(u16, u16)> {
     let mut ports = ports.to_vec();
     ports.sort_unstable();
@@ -130,7 +136,7 @@ mod tests {
         assert_eq!((found.netfilter.first, found.netfilter.last), netfilter);
     }
 
-    /// One endpoint has room for 50,000 flows.
+    /// The ports are enough for 50,000 flows to one endpoint.
     #[test]
     fn most_ports_can_be_used() {
         assert_eq!(SourcePorts::around(&DEFAULT, &[]).programs.ports.len(), 61_744);

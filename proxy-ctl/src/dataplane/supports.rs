@@ -1,4 +1,5 @@
-//! What of a service port is not served as its Service asks: because the mode cannot do it, or because it must not be.
+//! Texts that say what of a service port is not served as its Service asks, because the mode cannot
+//! do it or because it must not be done.
 
 use std::{borrow::Cow, collections::BTreeMap, net::SocketAddr, sync::Arc};
 
@@ -7,40 +8,40 @@ use crate::model::{
     objects::{Algorithm, Forwarding},
 };
 
-/// Frontends that a text names; the others are counted.
+/// The number of frontends that a text names. The other ones are counted.
 const MOST_NAMED: usize = 3;
 
 /// A field of a Service that is not honoured.
 #[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub struct Unsupported {
-    /// As Kubernetes names it: `spec.sessionAffinity`.
+    /// The field's name in Kubernetes, such as `spec.sessionAffinity`.
     pub field: &'static str,
     pub effect: Effect,
-    /// What happens instead, for people.
+    /// A text for people that says what happens instead.
     pub instead: Cow<'static, str>,
 }
 
-/// What of the service port is served nevertheless.
+/// The part of the service port that is served nevertheless.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum Effect {
-    /// Every frontend, but not as the field says.
+    /// Every frontend is served, but not as the field says.
     ServedDifferently,
-    /// Every frontend, but those of this kind not to processes of the own node.
+    /// Every frontend is served, but those of this kind not to processes of the own node.
     NotToOwnNode(FrontendKind),
-    /// Every frontend but those that the model leaves out: nobody may take them.
+    /// Every frontend is served but those that the model leaves out, because nobody may take them.
     Refused,
-    /// Less than the field asks for, some of its frontends or its endpoints of before: there is no room, nothing can listen there, or the
-    /// kernel refuses it.
+    /// Some frontends are not served, or only their former endpoints are. There is no room for
+    /// more, nothing can listen there, or the kernel refuses it.
     NoRoom,
-    /// Every frontend, some by another mode beside the one at work.
+    /// Every frontend is served, some of them by the secondary mode.
     HandedOver,
-    /// Every frontend but those that the node itself listens at.
+    /// Every frontend is served but those at which the node itself listens.
     LeftToNode,
     NotServed,
 }
 
 impl Effect {
-    /// As `status` shows it.
+    /// Returns the name that `status` shows.
     pub const fn name(self) -> &'static str {
         match self {
             Self::ServedDifferently => "servedDifferently",
@@ -57,18 +58,19 @@ impl Unsupported {
         Self { field, effect, instead: Cow::Borrowed(instead) }
     }
 
-    /// Some frontend of the service port is not served.
+    /// Returns true if some frontend of the service port is not served.
     pub fn leaves_unserved(&self) -> bool {
         !matches!(self.effect, Effect::ServedDifferently | Effect::HandedOver | Effect::LeftToNode)
     }
 
-    /// Another kube-proxy may serve what is not served here, and should.
+    /// Returns true if another kube-proxy may and should serve what is not served here.
     pub fn may_be_served_by_another(&self) -> bool {
         self.leaves_unserved() && self.effect != Effect::Refused
     }
 }
 
-/// What of the annotations for mode ebpf another mode does not honour. `instead`: how it chooses.
+/// Returns the annotations for mode ebpf that another mode does not honour. `instead` says how that
+/// mode chooses.
 pub(super) fn balancing(port: &DesiredPort, instead: &'static str) -> Vec<Unsupported> {
     let is_direct = |forwarding: Forwarding| forwarding.of_protocol(port.name.protocol) == Forwarding::Dsr;
     let forwarding = Unsupported::new(
@@ -88,18 +90,18 @@ pub(super) fn balancing(port: &DesiredPort, instead: &'static str) -> Vec<Unsupp
     balancing.chain(port.forwarding.is_some_and(is_direct).then_some(forwarding)).collect()
 }
 
-/// The port, unless the mode serves nothing of it.
+/// Returns the port, unless the mode serves nothing of it.
 pub fn servable(port: Arc<DesiredPort>, unsupported: &[Unsupported]) -> Option<Arc<DesiredPort>> {
     let is_served = unsupported.iter().all(|one| one.effect != Effect::NotServed);
     is_served.then_some(port)
 }
 
-/// The frontends that the model leaves out, by field and reason.
+/// Returns the frontends that the model leaves out, grouped by field and reason.
 pub fn refused(port: &DesiredPort) -> Vec<Unsupported> {
     let mut texts: BTreeMap<(&'static str, &'static str), (Vec<String>, usize)> = BTreeMap::new();
     for unserved in &port.unserved {
         let (why, by) = match &unserved.reason {
-            // The Service asks for that.
+            // The Service asks for such frontends to be left out.
             UnservedReason::NotVirtual => continue,
             UnservedReason::OwnedBy(owner) => ("another Service has it", format!(" ({owner})")),
             UnservedReason::ClusterIpOf(owner) => {
@@ -124,7 +126,7 @@ pub fn refused(port: &DesiredPort) -> Vec<Unsupported> {
     unsupported.collect()
 }
 
-/// What of a Service asks for frontends of this kind.
+/// Returns the field of a Service that asks for frontends of this kind.
 pub(super) fn field(kind: FrontendKind) -> &'static str {
     match kind {
         FrontendKind::ClusterIp => "spec.clusterIPs",

@@ -1,4 +1,5 @@
-//! Connections that a mode itself keeps, and what becomes of new ones, as people and programs are shown them.
+//! Flows that a mode itself keeps, and events about new connections, in the form in which people
+//! and programs get them.
 
 use std::{
     net::SocketAddr,
@@ -31,27 +32,30 @@ pub enum FlowState {
     Foreign,
 }
 
-/// One that the packet programs translate.
+/// A flow that the packet programs translate.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct FlowSnapshot {
-    /// `None`: the client has dialled the backend itself, or the frontend is not the service port's any more.
+    /// The service port. `None`: the client has dialled the backend itself, or the frontend does
+    /// not belong to the service port any more.
     pub service: Option<Arc<ServicePortName>>,
-    /// `None`: it is not known, nor is the next. Every flow that is kept now has both.
+    /// The client. It is `None`, as `frontend` is, if it is not known. Every flow that is kept now
+    /// has both.
     pub client: Option<SocketAddr>,
     pub frontend: Option<SocketAddr>,
     pub backend: SocketAddr,
     /// The source that the backend sees in the client's place.
     pub masquerade: Option<SocketAddr>,
-    /// The backend is another node's, which answers the client itself: answers are not seen here.
+    /// True if the backend is on another node and answers the client itself. This node does not see
+    /// the answers.
     pub direct: bool,
     pub protocol: Protocol,
     pub state: FlowState,
     pub age: Duration,
-    /// For how long nothing was heard of it; up to a second more.
+    /// The time since the last packet of the flow. It may be up to a second too long.
     pub idle: Duration,
 }
 
-/// Which flows, and how many at most: the newest ones.
+/// Selects flows, and limits their number to the newest ones.
 pub struct FlowQuery<'a> {
     pub wanted: &'a dyn Fn(&FlowSnapshot) -> bool,
     pub limit: usize,
@@ -62,29 +66,31 @@ pub struct EventSnapshot {
     pub time: SystemTime,
     pub kind: EventKind,
     pub reason: Reason,
-    /// A system call of a socket, not a packet.
+    /// True if the event is a system call of a socket, false if it is a packet.
     pub of_socket: bool,
     pub service: Option<Arc<ServicePortName>>,
-    /// `None`: a socket, whose address is not chosen yet.
+    /// The client. `None` for a socket whose address is not chosen yet.
     pub client: Option<SocketAddr>,
     pub frontend: SocketAddr,
     pub backend: Option<SocketAddr>,
     pub protocol: Protocol,
 }
 
-/// Which events the kernel makes.
+/// Selects the events that the kernel makes.
 #[derive(Clone, Debug)]
 pub struct EventQuery {
     pub reasons: Vec<Reason>,
-    /// One of so many, at random.
+    /// Only one of this many events is made, chosen at random.
     pub one_of: u32,
 }
 
-/// Events as they come, to be read at least once a second: the kernel makes none some seconds after the last time.
+/// A stream of events. It must be read at least once a second, because the kernel makes no events
+/// from some seconds after the last read.
 pub trait EventStream: AsFd {
-    /// Those that have come, not too many at once; the descriptor is readable when there are more.
+    /// Returns a limited number of the events that have come. The descriptor is readable while
+    /// there are more.
     fn read(&mut self) -> Result<Vec<EventSnapshot>, Error>;
 
-    /// How many there was no room for since the beginning.
+    /// Returns the number of events that were lost for want of room since the beginning.
     fn lost(&self) -> Result<u64, Error>;
 }

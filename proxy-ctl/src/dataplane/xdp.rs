@@ -1,4 +1,5 @@
-//! Whether XDP sends packets on that leave by the uplink that they have come by, and why. Pure.
+//! Decides whether XDP forwards packets that leave by the uplink by which they came, and says why.
+//! Pure.
 
 use std::io;
 
@@ -12,7 +13,7 @@ use crate::{
     },
 };
 
-/// As people read it.
+/// Returns the word for a mode that people read.
 pub const fn word(mode: XdpMode) -> &'static str {
     match mode {
         XdpMode::Native => "native",
@@ -20,12 +21,12 @@ pub const fn word(mode: XdpMode) -> &'static str {
     }
 }
 
-/// Of a word.
+/// Returns the mode that a word of [`word`] names.
 pub fn of_word(text: &str) -> Option<XdpMode> {
     [XdpMode::Native, XdpMode::Generic].into_iter().find(|mode| word(*mode) == text)
 }
 
-/// Why packets of an uplink take the way through the stack.
+/// The reason why packets of an uplink take the way through the stack.
 #[derive(Clone, Debug, Eq, PartialEq, thiserror::Error)]
 pub enum NoXdp {
     #[error("ebpf.xdp is off")]
@@ -62,7 +63,7 @@ pub enum NoXdp {
     LongFrames { interface: String, driver: String, mtu: u32, longest: u32 },
 }
 
-/// How XDP runs on an uplink, and what speaks for it.
+/// Returns how XDP runs on an uplink, and the reason for that.
 pub fn choose(
     configured: Xdp,
     interface: &Interface,
@@ -108,13 +109,14 @@ pub fn choose(
     Ok((XdpMode::Native, describe(&driver, facts)))
 }
 
-/// What drivers leave in a page: room before the frame, the kernel's description of its fragments behind it, and its link header
-/// with a tag.
+/// Returns the length of the longest packet that fits in a page. Drivers also keep room before the
+/// frame, the kernel's description of its fragments behind it, and its link header with a tag.
 const fn longest_in_a_page(page: u32) -> u32 {
     page.saturating_sub(256 + 320 + 14 + 4)
 }
 
-/// Why the kernel has not attached the program, and what to do. `words`: its own or the driver's, where there are some.
+/// Returns why the kernel has not attached the program, and what to do. `words` is the message of
+/// the kernel or the driver, if there is one.
 pub fn refusal(interface: &str, facts: &DeviceFacts, errno: i32, words: Option<&str>) -> String {
     let driver = facts.driver.as_deref().unwrap_or("unknown");
     let error = io::Error::from_raw_os_error(errno);
@@ -128,7 +130,8 @@ pub fn refusal(interface: &str, facts: &DeviceFacts, errno: i32, words: Option<&
     format!("the kernel refuses it, driver {driver}: {cause}: {error}{separator}{what_to_do}")
 }
 
-/// Of an error for which there are no words. Which one a driver has chosen for what differs.
+/// Returns the likely meaning of an error that came without a message. Drivers choose different
+/// errors for the same cause.
 const fn meaning(errno: i32) -> &'static str {
     match errno {
         libc::EOPNOTSUPP => "its driver has no XDP, or not with its settings",
@@ -141,7 +144,7 @@ const fn meaning(errno: i32) -> &'static str {
     }
 }
 
-/// `None`: the words say it themselves.
+/// Returns what to do. `None` if the message says it by itself.
 fn advice(interface: &str, facts: &DeviceFacts, words: &str) -> Option<String> {
     let speaks_of = |subjects: &[&str]| subjects.iter().any(|subject| words.contains(subject));
     let known =
@@ -187,7 +190,7 @@ mod tests {
         Interface::uplink(Device::Vlan(Vlan { below: 2, protocol: 0x8100, id: 10 }))
     }
 
-    /// Of a driver that can do all.
+    /// Returns the facts of a driver that can do everything.
     fn able() -> DeviceFacts {
         DeviceFacts {
             driver: Some("ice".to_owned()),
@@ -318,7 +321,7 @@ mod tests {
         assert_eq!(choose(configured, &interface, &facts).map(|(mode, _)| mode), expected);
     }
 
-    /// As drivers say it; bnxt_en tells the kernel's log only.
+    /// The words are messages of real drivers. bnxt_en writes its message only to the kernel's log.
     #[rstest]
     #[case::mtu(
         libc::EINVAL,

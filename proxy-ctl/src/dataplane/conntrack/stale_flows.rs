@@ -1,4 +1,5 @@
-//! Flows that are led where nobody serves their clients: which they are, and their end.
+//! UDP flows and TCP connections that lead to where nobody serves their clients: how they are found
+//! and ended.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -23,7 +24,8 @@ use crate::{
     },
 };
 
-/// What is dialled; without an address: the node port on each of the node's addresses.
+/// An address and port that clients dial. Without an address it is the node port on each of the
+/// node's addresses.
 type Dialled = (Option<IpAddr>, u16);
 
 fn dialled(frontend: &Frontend) -> Dialled {
@@ -36,25 +38,26 @@ fn dialled(frontend: &Frontend) -> Dialled {
     (address, frontend.port)
 }
 
-/// Who may go on answering the clients of a frontend.
+/// The addresses that may go on answering the clients of a frontend.
 pub(in crate::dataplane) trait Repliers {
     fn has(&self, replier: SocketAddr) -> bool;
 }
 
-/// What is to be ended since flows were ended last, by the frontend that was dialled.
+/// The frontends whose flows are to be ended, each with those who may go on answering. They are the
+/// frontends that have changed since flows were last ended.
 #[derive(Debug)]
 pub(in crate::dataplane) struct StaleFlows<R> {
     pending: FxHashMap<(IpFamily, Dialled), R>,
-    /// Flows that were ended so far.
+    /// The number of flows that were ended so far.
     pub(in crate::dataplane) ended: BTreeMap<IpFamily, u64>,
-    /// The times that it took to list flows and to end the stale ones, in seconds.
+    /// The durations, in seconds, of listing flows and ending the stale ones.
     pub(in crate::dataplane) took: BTreeMap<IpFamily, Histogram>,
 }
 
 impl<R> Default for StaleFlows<R> {
     fn default() -> Self {
         let ended = IpFamily::ALL.into_iter().map(|family| (family, 0)).collect();
-        // kube-proxy has these buckets: 1 ms to 16.384 s.
+        // The buckets are kube-proxy's: 1 ms to 16.384 s.
         let took = || Histogram::new(exponential_buckets(0.001, 2.0, 15));
         let took = IpFamily::ALL.into_iter().map(|family| (family, took())).collect();
         Self { pending: FxHashMap::default(), ended, took }
@@ -62,12 +65,12 @@ impl<R> Default for StaleFlows<R> {
 }
 
 impl<R: Repliers> StaleFlows<R> {
-    /// From now on only these answer the frontend's clients.
+    /// Notes that from now on only `repliers` answer the frontend's clients.
     pub(in crate::dataplane) fn answered_by(&mut self, family: IpFamily, frontend: &Frontend, repliers: R) {
         self.pending.insert((family, dialled(frontend)), repliers);
     }
 
-    /// As [`Self::answered_by`], where nobody was named yet.
+    /// Does the same as [`Self::answered_by`], unless repliers were named for the frontend already.
     pub(in crate::dataplane) fn else_answered_by(
         &mut self,
         family: IpFamily,
@@ -90,8 +93,8 @@ impl<R: Repliers> StaleFlows<R> {
         of_address.or_else(of_node_port).is_some_and(|repliers| !repliers.has(flow.replier))
     }
 
-    /// Ends them. What fails stays pending for the next call. `node_addresses`: where node ports are served. False: nothing was to be
-    /// ended, or it failed.
+    /// Ends the stale UDP flows. If that fails, they stay pending for the next call. Node ports are
+    /// served at `node_addresses`. Returns false if there was nothing to end, or if it failed.
     pub(in crate::dataplane) fn end(&mut self, node_addresses: &BTreeSet<IpAddr>) -> bool {
         if self.pending.is_empty() {
             return false;
@@ -107,10 +110,17 @@ impl<R: Repliers> StaleFlows<R> {
         ended.is_ok()
     }
 
-    /// Ends TCP connections to these frontends from before this start that nobody answers any more. The kernel translates a connection as it
-    /// did its first packet, and mostly also one that uses the client's port again: not at all for two minutes, where nobody served; to
-    /// a closed port for up to five days, where a process of mode userspace has ended and the kernel has not seen both ends close.
-    /// `node_addresses` as in [`Self::end`]; `own`: where such a process listened, beside those. False: it failed.
+    /// Ends TCP connections to these frontends that were there before this start and that nobody
+    /// answers any more.
+    ///
+    /// The kernel translates a connection as it did the first packet, and mostly also a new one
+    /// from the same port of the client. If nobody served the first packet, that lasts two minutes:
+    /// the new connection is not translated. If a process of mode userspace has ended, it lasts up
+    /// to five days: the kernel has not seen both ends close, and leads the new connection to a
+    /// closed port.
+    ///
+    /// `node_addresses` is as in [`Self::end`]. `own` are further addresses at which such a process
+    /// listened. Returns false if it failed.
     pub(in crate::dataplane) fn end_unanswered(
         mut self,
         node_addresses: &BTreeSet<IpAddr>,
@@ -166,15 +176,17 @@ impl<R: Repliers> StaleFlows<R> {
     }
 }
 
-/// Connections that nobody has answered, and those that a socket of this node should answer and none has. What an overloaded listener knows
-/// only by SYN cookies has none.
+/// Lists connections that nobody has answered, and those that lead to this node without a socket
+/// that has them. A client that an overloaded listener knows only by SYN cookies has no socket
+/// either.
 fn unanswered(
     conntrack: &Conntrack,
     family: AddressFamily,
     is_own: impl Fn(IpAddr) -> bool,
 ) -> Result<Vec<TrackedFlow>, CallError> {
     let (mut unanswered, mut answered) = (Vec::new(), Vec::new());
-    // Before the sockets: each connection that goes on has its socket by then.
+    // Connections are listed before sockets, so that each connection that goes on has its socket by
+    // then.
     for connection in conntrack.begun_connections(family, is_own)? {
         match connection {
             BegunConnection::Unanswered(flow) => unanswered.push(flow),
@@ -188,7 +200,7 @@ fn unanswered(
 fn without_socket(
     mut connections: Vec<AnsweredConnection>,
 ) -> Result<impl Iterator<Item = TrackedFlow>, CallError> {
-    /// A socket may be left out of a list while others go.
+    /// The number of lists that are taken. A list may miss a socket while others close.
     const LISTS: usize = 2;
     for _ in 0..LISTS {
         if connections.is_empty() {
@@ -209,7 +221,7 @@ fn without_socket(
     Ok(connections.into_iter().map(|connection| connection.flow))
 }
 
-/// Local end and peer of those of TCP.
+/// Returns the local end and the peer of each open TCP socket.
 fn open_sockets() -> Result<FxHashSet<(SocketAddr, SocketAddr)>, CallError> {
     // A socket of IPv6 may have clients of IPv4.
     let canonical = |end: SocketAddr| SocketAddr::new(end.ip().to_canonical(), end.port());

@@ -13,7 +13,7 @@ use crate::{
     },
 };
 
-/// What the two modes were told, in order: `own web`, `beside -web`.
+/// The calls that the two modes got, in order: `own web`, `beside -web`.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<String>>>);
 
@@ -27,13 +27,13 @@ impl Log {
     }
 }
 
-/// A mode without SCTP and node ports for the node itself, if it is `own`.
+/// A mode that, if it is `own`, serves neither SCTP nor node ports for the node itself.
 struct Fake {
     who: &'static str,
     log: Log,
-    /// One service port cannot be written.
+    /// True if one service port cannot be written.
     is_incomplete: Arc<Mutex<bool>>,
-    /// Interface 7 has no packet programs.
+    /// True if interface 7 has no packet programs.
     lacks_programs: Arc<Mutex<bool>>,
     programs_come_later: Arc<Mutex<bool>>,
 }
@@ -47,7 +47,7 @@ impl Fake {
     }
 }
 
-/// Of each mode alone.
+/// The inspection share of each mode alone.
 const SHARE: u32 = 200;
 
 fn kinds(port: &DesiredPort) -> String {
@@ -61,7 +61,7 @@ fn kinds(port: &DesiredPort) -> String {
 }
 
 impl Programmed for Fake {
-    /// The mode at work serves a Service at 10.96.0.7.
+    /// Returns a Service at 10.96.0.7, which only the active mode serves.
     fn snapshot(&self) -> Result<Snapshot, Error> {
         let address = Some(IpAddr::from([10, 96, 0, 7]));
         let frontends = vec![FrontendSnapshot { address, port: 80, external: false }];
@@ -200,7 +200,7 @@ struct Scene {
 }
 
 impl Scene {
-    /// Nothing is served yet.
+    /// Returns a scene in which nothing is served yet.
     fn new() -> Self {
         let (log, fails, connections) = (Log::default(), Arc::default(), Arc::default());
         let (is_incomplete, is_beside_incomplete) = Default::default();
@@ -245,7 +245,7 @@ impl Scene {
         self.connections.lock().unwrap().push(dialled.parse().unwrap());
     }
 
-    /// An interface has no packet programs, or all have some, for this many seconds.
+    /// Lets an interface lack packet programs, or gives all of them some, for this many seconds.
     fn lack(&mut self, lacks_programs: bool, seconds: u32) -> Vec<String> {
         *self.lacks_programs.lock().unwrap() = lacks_programs;
         (0..seconds).for_each(|_| self.both.collect_garbage().unwrap());
@@ -258,7 +258,7 @@ impl Scene {
     }
 }
 
-/// With a load-balancer address.
+/// Returns a Service with a load-balancer address.
 fn web() -> Service {
     service("default/web", &["10.96.0.1"]).load_balancer_ip("203.0.113.1")
 }
@@ -313,7 +313,8 @@ fn what_the_mode_beside_serves_already_is_written_to_the_mode_at_work_first() {
     assert_eq!(scene.apply(node_port(30_081)), ["beside web:n", "own web:cn"]);
 }
 
-/// A predecessor in the mode that serves beside has left rules for everything; they go with the first write to that mode.
+/// A predecessor in the secondary mode has left rules for everything. They go with the first write
+/// to that mode.
 #[test]
 fn what_a_predecessor_has_left_of_the_mode_beside_serves_until_the_mode_at_work_does() {
     let mut scene = Scene::new();
@@ -392,7 +393,7 @@ fn only_connections_to_services_keep_the_mode_beside(#[case] dialled: &str, #[ca
     assert_eq!(scene.both.opened.is_some(), stays);
 }
 
-/// The new mode has found its name free, and could not take over.
+/// The switch failed after the secondary mode had been released: the new mode could not take over.
 #[test]
 fn an_idle_mode_beside_that_was_let_go_for_a_switch_that_failed_is_taken_back() {
     let mut scene = Scene::new();
@@ -424,7 +425,7 @@ fn a_mode_beside_that_could_not_be_taken_back_is_tried_again() {
     assert!(scene.log.take().contains(&"open".to_owned()));
 }
 
-/// What is not desired any more must not reach old endpoints.
+/// A service port that is no longer desired must not lead to old endpoints.
 #[test]
 fn what_is_not_desired_any_more_leaves_the_mode_beside_whatever_the_mode_at_work_could_not_write() {
     let mut scene = Scene::new();
@@ -471,7 +472,7 @@ fn what_is_handed_over_is_told_and_no_reason_to_keep_another_kube_proxys_rules()
     assert!(!told.leaves_unserved());
 }
 
-/// The service ports of the mode at work are served all the same.
+/// The service ports of the active mode are served even if the secondary mode cannot be opened.
 #[test]
 fn a_mode_beside_that_cannot_be_opened_is_told_by_service_port_and_tried_again() {
     let mut scene = Scene::new();
@@ -517,7 +518,7 @@ fn everything_is_served_by_both_while_a_pod_has_no_packet_programs() {
     assert_eq!(scene.log.take(), everything);
     scene.model.delete_service(&api().name);
     assert_eq!(scene.write(), ["own -api", "beside -api"]);
-    // The next pod comes before the rules go.
+    // The next pod comes before the rules are removed.
     assert_eq!(scene.lack(false, COLLECTIONS_BETWEEN_REMOVALS - 1), [""; 0]);
     assert_eq!(scene.lack(true, 1), [""; 0]);
     assert_eq!(scene.lack(false, COLLECTIONS_BETWEEN_REMOVALS), ["beside -web"], "SCTP stays");
@@ -579,8 +580,8 @@ fn what_the_mode_beside_could_not_write_for_such_a_pod_is_written_again() {
 }
 
 /// A connection that netfilter has translated breaks if a packet program translates one of its
-/// segments, such as a SYN that is sent again. So netfilter gets no rule for what the programs will
-/// serve until they are attached. What they never serve is served at once.
+/// segments, such as a repeated SYN. So netfilter gets no rule for what the programs will serve
+/// until they are attached. What they never serve is served at once.
 #[test]
 fn the_mode_beside_gets_what_packet_programs_serve_after_they_are_attached() {
     let mut scene = Scene::new();

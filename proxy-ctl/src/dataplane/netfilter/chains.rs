@@ -1,5 +1,6 @@
-//! Chains of iptables that are written whole: what of them differs from what iptables-save prints, and the tools that write it. For
-//! modes with few rules; mode iptables, which has a chain for each endpoint, writes parts of them.
+//! Chains of iptables that are written whole, for modes with few rules. What differs from the
+//! output of iptables-save is written with the node's tools. Mode iptables, which has a chain for
+//! each endpoint, writes parts of chains and has a writer of its own.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,10 +16,10 @@ use crate::{
     },
 };
 
-/// Rules of each chain as iptables-save prints them, by table and chain.
+/// The rules of each chain as iptables-save prints them. The keys are table and chain.
 pub(in crate::dataplane) type Chains = BTreeMap<(&'static str, &'static str), Vec<String>>;
 
-/// A rule at the beginning of a chain of the kernel. It is found again by its comment.
+/// A rule at the beginning of one of the kernel's chains. It is found again by its comment.
 #[derive(Clone, Copy, Debug)]
 pub(in crate::dataplane) struct Jump {
     pub(in crate::dataplane) table: &'static str,
@@ -33,8 +34,9 @@ impl Jump {
     }
 }
 
-/// Rules of the table filter that lead from a chain of the kernel to [`PROXY_FIREWALL`], and should not: with their chain. Modes iptables and
-/// ipvs fill it, and lead other packets there: mode iptables only those of new connections.
+/// Returns rules of table filter, each with its chain, that lead from a chain of the kernel to
+/// [`PROXY_FIREWALL`] and should not. Modes iptables and ipvs both fill that chain but lead
+/// different packets there. Mode iptables leads only packets of new connections there.
 pub(in crate::dataplane) fn other_firewall_jumps<'a, R: Iterator<Item = &'a str>>(
     rules_of: impl Fn(&'static str) -> R,
     is_wanted: impl Fn(&str, &str) -> bool,
@@ -46,8 +48,9 @@ pub(in crate::dataplane) fn other_firewall_jumps<'a, R: Iterator<Item = &'a str>
     rules.filter(|(chain, rule)| leads_there(rule) && !is_wanted(chain, rule)).collect()
 }
 
-/// Input of iptables-restore that makes one table as `chains`, and those of `jumps` that lead to these, say; `None`: it is so. Other modes'
-/// jumps to [`PROXY_FIREWALL`] go with it. `saved`: the table, as iptables-save prints it.
+/// Returns input of iptables-restore that gives one table the chains of `chains`, and those of
+/// `jumps` that lead to them. Other modes' jumps to [`PROXY_FIREWALL`] are removed in the same
+/// transaction. `saved` is the table as iptables-save prints it. `None`: the table is as desired.
 pub(in crate::dataplane) fn restoration(
     table: &str,
     chains: &Chains,
@@ -67,7 +70,7 @@ pub(in crate::dataplane) fn restoration(
         if there.contains(chain) && is_same {
             continue;
         }
-        // Makes the chain, or empties it, in the same transaction.
+        // This line makes the chain, or empties it, in the same transaction.
         writeln_to(&mut declared, format_args!(":{chain} - [0:0]"));
         wanted.iter().for_each(|rule| writeln_to(&mut rules, format_args!("-A {chain} {rule}")));
     }
@@ -90,11 +93,12 @@ pub(in crate::dataplane) fn restoration(
 }
 
 fn writeln_to(text: &mut String, line: std::fmt::Arguments<'_>) {
-    // A String takes everything.
+    // Writing to a String cannot fail.
     let _written = writeln!(text, "{line}");
 }
 
-/// Kernels may be built without NAT for IPv6, which the backend legacy needs a module of its own for. `read`: reads the table nat.
+/// Returns true if the kernel has NAT for the family. Kernels may be built without NAT for IPv6,
+/// and iptables-legacy needs a module of its own for it. `read` reads the table nat.
 pub(in crate::dataplane) fn can_translate<T>(
     family: IpFamily,
     read: impl FnOnce() -> Result<T, ToolError>,
@@ -106,17 +110,17 @@ pub(in crate::dataplane) fn can_translate<T>(
     read.is_ok()
 }
 
-/// The chains of one family, by the node's iptables-save and iptables-restore.
+/// The chains of one family, read and written with the node's iptables-save and iptables-restore.
 #[derive(Debug)]
 pub(in crate::dataplane) struct FamilyChains {
     pub(in crate::dataplane) family: IpFamily,
-    /// Runs of iptables-restore that failed.
+    /// The number of runs of iptables-restore that failed.
     pub(in crate::dataplane) failures: u64,
     pub(in crate::dataplane) tools: Tools,
 }
 
 impl FamilyChains {
-    /// Of the families that this node has and has tools for.
+    /// Returns one value for each family that this node has and has tools for.
     pub(in crate::dataplane) fn open(backend: Backend) -> Vec<Self> {
         let is_there = |family: &IpFamily| *family == IpFamily::Ipv4 || has_ipv6();
         let open = |family: IpFamily| {
@@ -125,7 +129,8 @@ impl FamilyChains {
         IpFamily::ALL.into_iter().filter(is_there).filter_map(open).collect()
     }
 
-    /// Makes the rules as `chains` and `jumps` say; answers how many tables were written.
+    /// Gives the chains and jumps the rules of `chains` and `jumps`. Returns the number of tables
+    /// that were written.
     pub(in crate::dataplane) fn write(&mut self, chains: &Chains, jumps: &[Jump]) -> Result<u64, ToolError> {
         let mut text = String::new();
         let mut count = 0;

@@ -1,8 +1,9 @@
-//! How kube-proxy tells long names apart.
+//! kube-proxy's hash, which tells long names apart.
 
 use sha2::{Digest as _, Sha256};
 
-/// The first 16 characters of base32 (RFC 4648) of SHA-256 of all parts, one after the other.
+/// Returns the first 16 characters of the base32 encoding (RFC 4648) of SHA-256 over all parts, one
+/// after the other.
 pub fn hash(parts: &[&str]) -> String {
     const ALPHABET: &[u8; 32] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ234567";
     let mut sha = Sha256::new();

@@ -1,6 +1,7 @@
-//! What becomes of new connections to a service port, by who opens them: kube-proxy's behaviour in modes iptables and nftables
-//! (`TestInternalExternalMasquerade` of pkg/proxy/iptables/proxier_test.go). Hairpin connections, whose endpoint is the client
-//! itself, are masqueraded besides, whatever this says.
+//! Decides what becomes of new connections to a service port, depending on who opens them. The
+//! behaviour is kube-proxy's in modes iptables and nftables (`TestInternalExternalMasquerade` of
+//! pkg/proxy/iptables/proxier_test.go). Hairpin connections, whose endpoint is the client itself,
+//! are masqueraded in any case.
 
 use crate::{
     dataplane::{Host, LocalTraffic},
@@ -31,14 +32,14 @@ impl EndpointSet {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Outcome {
-    /// One of the set, which is not empty.
+    /// The connection goes to one endpoint of the set, which is not empty.
     Balance(EndpointSet),
-    /// Answered by ICMP port unreachable.
+    /// The connection is refused with ICMP port unreachable.
     Reject,
     Drop,
 }
 
-/// Whose source address is replaced by the node's.
+/// The clients whose source address is replaced by the node's.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Masquerade {
     Nobody,
@@ -55,13 +56,15 @@ pub struct ClientPolicy {
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct PortPolicy {
-    /// For everybody, to the cluster IP.
+    /// The policy for all clients of the ClusterIP.
     pub internal: ClientPolicy,
-    /// To node ports, external IPs and load-balancer addresses, but for those whom the next two fields name.
+    /// The policy for clients of node ports, external IPs and load-balancer addresses, except those
+    /// that the next two fields name.
     pub external: ClientPolicy,
-    /// The pods that [`Host::local_traffic`] names; `None`: as everybody.
+    /// The policy for the pods that [`Host::local_traffic`] names. `None`: `external` holds for
+    /// them.
     pub external_from_pods: Option<ClientPolicy>,
-    /// The node's own processes; `None`: as everybody.
+    /// The policy for the node's own processes. `None`: `external` holds for them.
     pub external_from_node: Option<ClientPolicy>,
 }
 
@@ -104,7 +107,7 @@ impl PortPolicy {
         }
     }
 
-    /// Whether new connections of someone are balanced over the set.
+    /// Returns true if new connections of any client are balanced over the set.
     pub fn uses(&self, set: EndpointSet) -> bool {
         [Some(self.internal), Some(self.external), self.external_from_pods, self.external_from_node]
             .into_iter()
@@ -114,7 +117,7 @@ impl PortPolicy {
 }
 
 impl LocalTraffic {
-    /// Whether traffic of pods can be told from other traffic in this family.
+    /// Returns true if traffic of pods can be told from other traffic in this family.
     pub fn detects_pods(&self, family: IpFamily) -> bool {
         match self {
             Self::FromCidrs(cidrs) => cidrs.iter().any(|cidr| IpFamily::of(cidr.addr()) == family),
@@ -145,7 +148,8 @@ mod tests {
         Host { local_traffic: LocalTraffic::FromCidrs(cidrs), masquerade_all, ..Host::default() }
     }
 
-    /// `sets`: whether the sets for cluster, internal and external clients have an endpoint.
+    /// Returns a port. `sets` says whether the sets for cluster, internal and external clients have
+    /// an endpoint.
     fn port(external_policy: TrafficPolicy, sets: [bool; 3]) -> DesiredPort {
         let endpoint =
             Endpoint { address: [10, 0, 0, 1].into(), port: 80, local: true, terminating: false, weight: 1 };

@@ -1,19 +1,21 @@
-//! What modes that write rules ask of a node.
+//! The requirements of modes that write rules.
 
 use std::collections::BTreeSet;
 
 use crate::mode::{Backend, HostFacts, KernelModule, Requirement, Tool, Version};
 
-/// `iptables-restore` waits for the lock of other programs (`-w`) from here on.
+/// The oldest version of the tools. From it on, `iptables-restore -w` waits for the lock of other
+/// programs.
 const OLDEST_TOOL: Version = Version::new(1, 6, 2);
 
-/// Rules are written with CAP_NET_ADMIN alone.
+/// Returns the requirement of CAP_NET_ADMIN, which is all that writing rules needs.
 pub(in crate::dataplane) fn net_admin(host: &HostFacts) -> Requirement {
     Requirement::capabilities(host.capabilities)
         .lacking(!host.capabilities.net_admin, || "CAP_NET_ADMIN is missing, to write rules".to_owned())
 }
 
-/// The tools of iptables of either family, with the part of the kernel that each writes to.
+/// Returns the requirement of the tools of iptables for either family, with the part of the kernel
+/// to which each writes.
 pub(in crate::dataplane) fn iptables(host: &HostFacts) -> Requirement {
     let tools: Vec<&Tool> = host.iptables.iter().chain(&host.ip6tables).collect();
     let found: BTreeSet<String> = tools.iter().map(ToString::to_string).collect();
@@ -31,7 +33,7 @@ pub(in crate::dataplane) fn iptables(host: &HostFacts) -> Requirement {
     Requirement { missing: why.into_iter().collect(), ..Requirement::new("iptables", "iptables", found) }
 }
 
-/// The family that is not served for want of tools.
+/// Returns which family is not served for want of tools.
 pub(in crate::dataplane) fn unserved_family(host: &HostFacts) -> Option<String> {
     match (host.iptables.is_empty(), host.ip6tables.is_empty()) {
         (false, true) if host.ipv6 => Some("IPv6 is not served: there is no ip6tables".to_owned()),

@@ -1,4 +1,5 @@
-//! Clients that are remembered for an endpoint that a service port has lost: they must not find it again when it comes back.
+//! Session affinity after a service port has lost an endpoint: its clients are forgotten, so that
+//! they do not find the endpoint again when it comes back.
 
 use std::collections::BTreeSet;
 
@@ -15,10 +16,12 @@ use crate::{
     sys::nftables::{Batch, NfTables},
 };
 
-/// Of one deletion: between reading and deleting, elements expire, and then the kernel deletes none of the others.
+/// The number of attempts at one deletion. Elements may expire between reading and deleting, and
+/// then the kernel deletes none of the others.
 const TRIES: usize = 4;
 
-/// Deletes the clients of all endpoints but those that this port uses. No rule may remember others any more.
+/// Deletes the remembered clients of all endpoints that this port does not use. By then no rule may
+/// remember a client for another endpoint.
 pub(super) fn forget_others(nftables: &NfTables, port: &DesiredPort, context: &Context) -> Result<(), Error> {
     let family = context.language.table_family();
     let name = PortNames::new(&port.name).affinity();

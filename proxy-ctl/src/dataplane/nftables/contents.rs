@@ -1,4 +1,4 @@
-//! What is really in a table.
+//! The contents of a table as they are in the kernel.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,7 +25,7 @@ use crate::{
     },
 };
 
-/// A table of this proxy.
+/// The contents of a table of this proxy.
 #[derive(Debug, Default)]
 pub(super) struct Contents {
     pub(super) chains: FxHashMap<String, KernelChain>,
@@ -33,22 +33,24 @@ pub(super) struct Contents {
     pub(super) elements: Elements,
 }
 
-/// Elements by set and key. Sorted lists made at once waste no memory, which a hash table of those of 10,000 service ports does: twice what
-/// they take, and half as much again while it grows.
+/// Elements by set and key. A BTreeMap that is collected at once wastes no memory. A hash table
+/// with the elements of 10,000 service ports would take twice as much, and half as much again while
+/// it grows.
 #[derive(Debug, Default)]
 pub(super) struct Elements(BTreeMap<Set, BTreeMap<Vec<u8>, ElementValue>>);
 
 #[derive(Debug, Default)]
 pub(super) struct KernelChain {
     pub(super) rules: Vec<Option<RuleDigest>>,
-    /// The first slot that it draws from, and how many.
+    /// The first slot from which the chain draws, and the number of its slots.
     pub(super) slots: Option<(u32, u32)>,
 }
 
 #[derive(Debug)]
 pub(super) enum Found {
     Nothing,
-    /// The real kube-proxy's, a holder, another layout's, or one that was tampered with: it cannot be continued.
+    /// A table that cannot be continued: one of the real kube-proxy, a holder, one of another
+    /// layout, or one that another program has changed.
     Foreign,
     Own(Contents),
 }
@@ -66,7 +68,7 @@ pub(super) fn read(nftables: &NfTables, language: Language) -> Result<Found, Cal
         if definition(&set, language).shape() != shape {
             return Ok(Found::Foreign);
         }
-        // Packets add the clients of one service port.
+        // Packets add the elements of such a set: the clients of one service port.
         if !matches!(set, Set::Own(_)) {
             let elements = nftables.elements(family, TABLE, &set.name())?.into_iter();
             let elements =
@@ -88,7 +90,7 @@ pub(super) fn read(nftables: &NfTables, language: Language) -> Result<Found, Cal
 }
 
 impl Contents {
-    /// Takes out what is there of these objects.
+    /// Takes out those of these objects that are in the table.
     pub(super) fn take(&mut self, objects: &Objects) -> Existing {
         let element = |id: &ElementId| Some((id.clone(), self.elements.remove(id)?));
         let elements: BTreeMap<_, _> = objects.elements.keys().filter_map(element).collect();
@@ -98,7 +100,8 @@ impl Contents {
         Existing { sets, chains, elements, shared: Vec::new() }
     }
 
-    /// Takes out all that is there of a service port, whatever it is. Returns the elements that it shares with others, which stay.
+    /// Takes out everything of a service port that is in the table. Returns the elements that it
+    /// shares with other service ports. They stay.
     pub(super) fn take_all(&mut self, name: &ServicePortName) -> Vec<ElementId> {
         let (names, mut shared) = (PortNames::new(name), Vec::new());
         for chain in [PortChain::Service, PortChain::Local, PortChain::External, PortChain::Firewall] {
@@ -132,7 +135,7 @@ impl Contents {
 }
 
 impl Elements {
-    /// Those of one set, by key.
+    /// Returns the elements of one set, sorted by key.
     pub(super) fn of_set(&self, set: &Set) -> impl Iterator<Item = (&[u8], &ElementValue)> {
         self.0.get(set).into_iter().flatten().map(|(key, value)| (key.as_slice(), value))
     }
@@ -159,7 +162,7 @@ impl Elements {
     }
 }
 
-/// From the element of a map of endpoints: where it is, and whether that is this node.
+/// Reads an element of a map of endpoints: the endpoint, and whether it is on this node.
 pub(super) fn endpoint_of(value: &ElementValue, family: IpFamily) -> Option<(SocketAddr, bool)> {
     let ElementData::Value(bytes) = &value.data else { return None };
     let port = bytes.get(address_length(family)..)?.first_chunk()?;
@@ -167,7 +170,7 @@ pub(super) fn endpoint_of(value: &ElementValue, family: IpFamily) -> Option<(Soc
     Some((address, user_data::comment(&value.user_data) == Some(LOCAL)))
 }
 
-/// From an element of any set: the cluster IP, if it is a frontend with one.
+/// Returns the ClusterIP of an element of any set, if the element is a frontend with a ClusterIP.
 fn cluster_ip(set: &Set, key: &[u8], value: &ElementValue, family: IpFamily) -> Option<IpAddr> {
     let has_address = matches!(set, Set::ServiceIps | Set::NoEndpointServices);
     let is_internal =
@@ -175,7 +178,7 @@ fn cluster_ip(set: &Set, key: &[u8], value: &ElementValue, family: IpFamily) -> 
     if has_address && is_internal { address(key, family) } else { None }
 }
 
-/// The address that begins these bytes.
+/// Returns the address at the beginning of these bytes.
 pub(super) fn address(bytes: &[u8], family: IpFamily) -> Option<IpAddr> {
     Some(match family {
         IpFamily::Ipv4 => IpAddr::from(*bytes.first_chunk::<4>()?),

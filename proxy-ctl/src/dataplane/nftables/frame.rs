@@ -1,5 +1,5 @@
-//! What a table holds whatever service ports there are: base chains at the hooks and priorities that other programs count
-//! on, and the maps that they ask. Pure.
+//! The frame of a table, which is there whatever the service ports are: base chains at the hooks
+//! and priorities that other programs rely on, and the nftables maps that they ask. Pure.
 
 use std::collections::BTreeSet;
 
@@ -22,7 +22,8 @@ use crate::{
     },
 };
 
-/// Of the table. Another layout must have another number: then the table is made anew, in one transaction.
+/// The table's comment, which names its layout. Another layout must have another number, so that
+/// the table is replaced in one transaction.
 pub(super) const COMMENT: &str = "rules of proxy-ctl for Services, layout 1";
 pub(super) const REJECT: &str = "reject-chain";
 const SERVICES: &str = "services";
@@ -33,11 +34,11 @@ const NODE_PORT_ENDPOINTS_CHECK: &str = "nodeport-endpoints-check";
 const CLUSTER_IPS_CHECK: &str = "cluster-ips-check";
 const MARK_OUTSIDERS: &str = "masquerade-cluster-ips";
 
-/// What of the node decides what is written for one address family.
+/// The state of the node that decides what is written for one IP family.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Context {
     pub(super) language: Language,
-    /// Without everything that does not matter here.
+    /// The host, without everything that does not matter here.
     pub(super) host: Host,
 }
 
@@ -70,7 +71,7 @@ impl Context {
         1_u32.checked_shl(self.host.masquerade_bit.into()).unwrap_or(1)
     }
 
-    /// One condition for each way to tell that a packet is from a pod.
+    /// Returns one condition for each way in which a packet shows that it comes from a pod.
     pub(super) fn conditions_of_pods(&self) -> Vec<Vec<Expression>> {
         match &self.host.local_traffic {
             LocalTraffic::FromCidrs(cidrs) => {
@@ -90,7 +91,7 @@ pub(super) struct FrameChain {
     pub(super) rules: Vec<Rule>,
 }
 
-/// Clients that are remembered for one service port.
+/// The most clients that are remembered for one service port.
 const MOST_CLIENTS: u32 = 1 << 20;
 
 pub(super) fn definition(set: &Set, language: Language) -> SetDefinition {
@@ -114,7 +115,8 @@ pub(super) fn definition(set: &Set, language: Language) -> SetDefinition {
     }
 }
 
-/// `typeof numgen random mod 65536 : ip daddr . tcp dport`, as nft notes it, so that it lists the map as it reads it again.
+/// Returns the type `typeof numgen random mod 65536 : ip daddr . tcp dport`, as nft notes it. With
+/// it, nft lists the map in a form that it reads again.
 fn slot_type(language: Language) -> Vec<u8> {
     const PAYLOAD: u32 = 7;
     const CONCATENATION: u32 = 13;
@@ -242,7 +244,8 @@ fn masquerade(context: &Context) -> Vec<Expression> {
     vec![load(first, FIRST), load(last, SECOND), Expression::Masquerade { ports: Some(ports) }]
 }
 
-/// What comes here was not translated. Empty where another mode serves other ports of the same addresses.
+/// Returns the rules for packets to ClusterIPs that were not translated. There are none if another
+/// mode serves other ports of the same addresses.
 fn unserved_cluster_ips(context: &Context) -> Vec<Rule> {
     if context.host.shares_addresses {
         return Vec::new();
@@ -258,7 +261,8 @@ fn unserved_cluster_ips(context: &Context) -> Vec<Rule> {
     rules
 }
 
-/// Of clients of cluster IPs. Empty where nobody can be told from pods.
+/// Returns the rules that set the fwmark for clients of ClusterIPs that are no pods. There are none
+/// if pods cannot be told from others.
 fn mark_outsiders(context: &Context) -> Vec<Rule> {
     let mark = rule([change_mark(context.mark(), true)]);
     if context.host.masquerade_all {

@@ -1,4 +1,5 @@
-//! Parts of rules, for one address family: from what a packet has to registers, keys and verdicts.
+//! Parts of rules for one IP family: they load parts of packets into registers, and make keys and
+//! verdicts.
 
 use std::net::IpAddr;
 
@@ -12,17 +13,17 @@ use crate::{
     },
 };
 
-/// Bits of `ct state`.
+/// The bit of `ct state` for new connections.
 const NEW: u32 = 1 << 3;
 const INTERFACE_NAME: usize = 16;
 
-/// How packets of an address family look to rules.
+/// The layout of an IP family's packets, as rules see it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Language {
     pub(super) family: IpFamily,
 }
 
-/// What a rule chooses goes here: an address, and a port behind it.
+/// The register for the endpoint that a rule chooses: an address, and a port behind it.
 pub(super) const CHOSEN: Register = Register::new(4);
 pub(super) const FIRST: Register = Register::new(0);
 pub(super) const SECOND: Register = Register::new(1);
@@ -32,7 +33,7 @@ impl Language {
         self.family.into()
     }
 
-    /// Of an address, in bytes.
+    /// Returns the length of an address in bytes.
     const fn length(self) -> u32 {
         match self.family {
             IpFamily::Ipv4 => 4,
@@ -40,7 +41,7 @@ impl Language {
         }
     }
 
-    /// Of an address, in registers.
+    /// Returns the length of an address in registers of 4 bytes.
     const fn words(self) -> u32 {
         self.length() / 4
     }
@@ -83,7 +84,7 @@ impl Language {
         Expression::Payload { header: Header::Network, offset, length: self.length(), to }
     }
 
-    /// `proto . port` of the destination, from a register on.
+    /// Loads `proto . port` of the destination into the registers from `place` on.
     pub(super) fn load_destination_port(place: u32) -> [Expression; 2] {
         [
             Expression::Meta { key: Meta::Protocol, to: Register::new(place) },
@@ -96,14 +97,14 @@ impl Language {
         ]
     }
 
-    /// `address . proto . port` of the destination, in the first registers.
+    /// Loads `address . proto . port` of the destination into the first registers.
     pub(super) fn load_frontend(self) -> Vec<Expression> {
         let mut load = vec![self.load_address(Side::Destination, FIRST)];
         load.extend(Self::load_destination_port(self.words()));
         load
     }
 
-    /// `source address . destination address . proto . port`, in the first registers.
+    /// Loads `source address . destination address . proto . port` into the first registers.
     pub(super) fn load_hairpin(self) -> Vec<Expression> {
         let mut load = vec![
             self.load_address(Side::Source, FIRST),
@@ -124,7 +125,7 @@ impl Language {
         ]
     }
 
-    /// To the address and, behind it, the port in `chosen`.
+    /// Translates the destination to the address in `chosen` and the port behind it.
     pub(super) fn destination_nat(self, chosen: Register) -> Expression {
         let port = Register::new(chosen.place() as u32 + self.words());
         Expression::DestinationNat { family: self.table_family(), address: chosen, port }
@@ -137,7 +138,7 @@ impl Language {
         }
     }
 
-    /// `source address . endpoint`, in the first registers.
+    /// Loads `source address . endpoint` into the first registers.
     pub(super) fn load_client_of(self, address: IpAddr, port: u16) -> Vec<Expression> {
         let port_register = Register::new(2 * self.words());
         vec![
@@ -147,7 +148,7 @@ impl Language {
         ]
     }
 
-    /// Where [`Language::load_client_of`] has the endpoint.
+    /// Returns the register into which [`Language::load_client_of`] loads the endpoint.
     pub(super) const fn endpoint_of_client(self) -> Register {
         Register::new(self.words())
     }
@@ -156,7 +157,7 @@ impl Language {
         let (address, mask) = match (network.network(), network.netmask()) {
             (IpAddr::V4(address), IpAddr::V4(mask)) => (address.octets().to_vec(), mask.octets().to_vec()),
             (IpAddr::V6(address), IpAddr::V6(mask)) => (address.octets().to_vec(), mask.octets().to_vec()),
-            // A network has one family.
+            // The address and the mask of a network have the same family.
             (IpAddr::V4(_), IpAddr::V6(_)) | (IpAddr::V6(_), IpAddr::V4(_)) => (Vec::new(), Vec::new()),
         };
         let mut expressions = vec![self.load_address(side, FIRST)];
@@ -168,21 +169,21 @@ impl Language {
         expressions
     }
 
-    /// `vmap` over the destination in `set`, whose keys are frontends.
+    /// Looks up the destination in the verdict map `set`, whose keys are frontends.
     pub(super) fn verdict_of_frontend(self, set: &str) -> Vec<Expression> {
         let mut expressions = self.load_frontend();
         expressions.push(Expression::Lookup { set: set.to_owned(), key: FIRST, to: Some(Register::VERDICT) });
         expressions
     }
 
-    /// `vmap` over protocol and port of the destination.
+    /// Looks up protocol and port of the destination in the verdict map `set`.
     pub(super) fn verdict_of_port(set: &str) -> Vec<Expression> {
         let mut expressions = Self::load_destination_port(0).to_vec();
         expressions.push(Expression::Lookup { set: set.to_owned(), key: FIRST, to: Some(Register::VERDICT) });
         expressions
     }
 
-    /// The destination is in a set of addresses.
+    /// Matches packets whose destination is in a set of addresses.
     pub(super) fn destination_in(self, set: &str) -> Vec<Expression> {
         vec![
             self.load_address(Side::Destination, FIRST),
@@ -190,7 +191,7 @@ impl Language {
         ]
     }
 
-    /// An address of the node's own.
+    /// Matches packets whose address on this side is one of the node's own.
     pub(super) fn is_local(side: Side) -> Vec<Expression> {
         vec![
             Expression::AddressType { of: side, to: FIRST },
@@ -203,7 +204,7 @@ pub(super) fn equals(register: Register, value: Vec<u8>) -> Expression {
     Expression::Compare { register, comparison: Comparison::Equal, value }
 }
 
-/// One of the bits is set.
+/// Matches if at least one of the bits is set.
 fn has_bit(register: Register, bits: u32) -> [Expression; 2] {
     [
         Expression::Bitwise { register, mask: bits.to_ne_bytes().to_vec(), xor: vec![0; 4] },
@@ -229,7 +230,7 @@ pub(super) fn has_mark(mark: u32) -> Vec<Expression> {
     expressions
 }
 
-/// Sets or clears bits of the packet's mark; the others stay.
+/// Sets or clears bits of the packet's fwmark. Its other bits stay.
 pub(super) fn change_mark(mark: u32, set: bool) -> Vec<Expression> {
     let xor = if set { mark } else { 0 };
     vec![
@@ -265,7 +266,7 @@ pub(super) fn rule(parts: impl IntoIterator<Item = Vec<Expression>>) -> super::o
     super::objects::Rule::new(parts.into_iter().flatten().collect())
 }
 
-/// Bytes of an address.
+/// Returns the length of an address in bytes.
 pub(super) const fn address_length(family: IpFamily) -> usize {
     match family {
         IpFamily::Ipv4 => 4,
@@ -280,7 +281,7 @@ pub(super) fn address_bytes(address: IpAddr) -> Vec<u8> {
     }
 }
 
-/// Bytes of a key or value whose parts are padded to 4 bytes each.
+/// Returns the bytes of a key or value whose parts are padded to a multiple of 4 bytes each.
 pub(super) fn padded<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> Vec<u8> {
     let mut bytes = Vec::new();
     for part in parts {

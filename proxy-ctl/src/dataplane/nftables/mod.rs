@@ -1,8 +1,10 @@
-//! The nftables mode: desired state → the tables `ip kube-proxy` and `ip6 kube-proxy`, by netlink alone.
+//! Mode nftables turns the desired state into the tables `ip kube-proxy` and `ip6 kube-proxy`, by
+//! netlink alone.
 //!
-//! `frame` says what a table holds whatever Services there are, `render` what one service port adds, both as plain data
-//! (`objects`). `plan` turns the difference between what is there and what must be there into one transaction; `table` keeps what is
-//! programmed and commits. `contents` reads a table that is there, `snapshot` says what it serves.
+//! `frame` says what a table holds whatever Services there are, and `render` what one service port
+//! adds, both as plain data (`objects`). `plan` turns the difference between the kernel's state and
+//! the desired state into one transaction. `table` keeps what is programmed, and commits.
+//! `contents` reads a table that is there, and `snapshot` says what it serves.
 
 mod affinity;
 mod contents;
@@ -67,10 +69,10 @@ pub(super) const ENTRY: Entry = Entry {
     cleanup: |_, _| Ok(cleanup()?),
 };
 
-/// The tables of this network namespace. Dropping it leaves them in place.
+/// The tables of this network namespace. They stay in place when this value is dropped.
 pub struct NftablesDataplane {
     nftables: NfTables,
-    /// One for each address family that the node has.
+    /// One table for each IP family that the node has.
     tables: Vec<FamilyTable>,
     sync_failures: [u64; 2],
     cleanup_failures: [u64; 2],
@@ -85,7 +87,8 @@ const fn place(family: IpFamily) -> usize {
 }
 
 impl NftablesDataplane {
-    /// Changes nothing before the first [`Dataplane::resync`]. Needs CAP_NET_ADMIN.
+    /// Opens the mode. Nothing is changed before the first [`Dataplane::resync`]. Needs
+    /// CAP_NET_ADMIN.
     pub fn open() -> Result<Self, Error> {
         let lock = lock(Mode::Nftables)?;
         let nftables = NfTables::load()?.ok_or(Error::NoNetlink)?;
@@ -101,7 +104,8 @@ impl NftablesDataplane {
         Ok(Self { nftables, tables, sync_failures, cleanup_failures, _lock: lock })
     }
 
-    /// Does the same with each table, also after an error: the families do not depend on each other.
+    /// Does the same with each table, also after an error, because the families do not depend on
+    /// each other.
     fn each(
         &mut self,
         work: impl Fn(&mut FamilyTable, &NfTables) -> Result<Applied, Error>,
@@ -112,7 +116,7 @@ impl NftablesDataplane {
                 Ok(done) => applied += done,
                 Err(error) => {
                     self.sync_failures[place(table.family())] += 1;
-                    // The first names a cause; what else failed, the next attempt names.
+                    // The first error names a cause. The next attempt names what else has failed.
                     failed.get_or_insert(error);
                 }
             }
@@ -181,7 +185,7 @@ impl Dataplane for NftablesDataplane {
         Ok(families(self.sync_failures, self.cleanup_failures))
     }
 
-    /// None: a transaction costs what it changes.
+    /// Returns zero, because a transaction costs only what it changes.
     fn min_interval(&self, _configured: Duration) -> Duration {
         Duration::ZERO
     }
@@ -191,7 +195,7 @@ impl Dataplane for NftablesDataplane {
     }
 }
 
-/// By family.
+/// Returns the metric families from the counts of each IP family.
 fn families(sync_failures: [u64; 2], cleanup_failures: [u64; 2]) -> Vec<MetricFamily> {
     let family = |name, help, counts: [u64; 2]| {
         MetricFamily::of_families(name, help, IpFamily::ALL.into_iter().zip(counts))
@@ -210,13 +214,14 @@ fn families(sync_failures: [u64; 2], cleanup_failures: [u64; 2]) -> Vec<MetricFa
     ]
 }
 
-/// A sample of each family.
+/// Returns a sample of each metric family.
 #[cfg(test)]
 pub(crate) fn sample_metrics() -> Vec<MetricFamily> {
     families([1, 0], [0, 1])
 }
 
-/// Removes the tables that this proxy has made, in one transaction each. If a controller runs: [`Error::Lock`].
+/// Removes the tables that this proxy has made, in one transaction each. Fails with [`Error::Lock`]
+/// if a controller runs.
 fn cleanup() -> Result<Removed, Error> {
     let mut removed = Removed::default();
     let Some(nftables) = NfTables::open()? else { return Ok(removed) };
@@ -231,7 +236,7 @@ fn cleanup() -> Result<Removed, Error> {
         let mut batch = Batch::default();
         batch.delete_table(family, TABLE);
         match nftables.commit(batch)?.first() {
-            // Another program was faster.
+            // Another program has deleted the table first.
             None | Some(crate::sys::netlink::Refused { errno: libc::ENOENT, .. }) => {}
             Some(refused) => {
                 return Err(Error::Deletion(std::io::Error::from_raw_os_error(refused.errno)));

@@ -1,10 +1,11 @@
-//! Names of the chains and sets of a service port, as kube-proxy makes them in this mode.
+//! The names of a service port's chains and sets. They are those of kube-proxy in this mode.
 
 use crate::{dataplane::netfilter::hash, model::desired::ServicePortName};
 
-/// The kernel takes 255 bytes; prefixes need 9. The hash distinguishes what is the same up to here.
+/// The longest name without its prefix. The kernel takes 255 bytes, and prefixes need 9. Names that
+/// are equal up to this length differ in their hash.
 const LONGEST: usize = 200;
-/// Characters of the hash.
+/// The number of characters of the hash in a name.
 const OF_HASH: usize = 8;
 
 /// A chain that belongs to one service port.
@@ -14,7 +15,8 @@ pub(super) enum PortChain {
     Service,
     /// Chooses among the endpoints for clients that get local ones only.
     Local,
-    /// For clients of node ports, external IPs and load-balancer addresses.
+    /// Leads clients of node ports, external IPs and load-balancer addresses to one of the chains
+    /// above.
     External,
     /// Drops clients of load-balancer addresses that are not in a source range.
     Firewall,
@@ -31,7 +33,7 @@ impl PortChain {
     }
 }
 
-/// What the names of everything that a service port has end with.
+/// The common end of the names of everything that belongs to a service port.
 #[derive(Clone, Debug)]
 pub(super) struct PortNames(String);
 
@@ -48,7 +50,7 @@ impl PortNames {
         format!("{}-{}", chain.prefix(), self.0)
     }
 
-    /// Clients and the endpoints that they were sent to.
+    /// Returns the name of the set of clients and the endpoints to which they were sent.
     pub(super) fn affinity(&self) -> String {
         format!("affinity-{}", self.0)
     }
@@ -61,7 +63,7 @@ mod tests {
     use super::*;
     use crate::model::{objects::IpFamily, test_support::port_name};
 
-    // As listed on nodes of kube-proxy 1.37.
+    // These names were listed on nodes of kube-proxy 1.37.
     #[rstest]
     #[case("default/kubernetes", "https", "service-2QRHZV4L-default/kubernetes/tcp/https")]
     #[case("kproxy-lab/backend-api", "http", "service-YVSKLJHA-kproxy-lab/backend-api/tcp/http")]

@@ -1,4 +1,4 @@
-//! What a table holds, as plain data: chains with rules, sets with elements.
+//! The contents of a table as plain data: chains with rules, sets with elements.
 
 use std::{borrow::Cow, collections::BTreeMap, sync::Arc};
 
@@ -6,7 +6,7 @@ use sha2::{Digest as _, Sha256};
 
 use crate::sys::nftables::{ElementData, Expression, SetDefinition, user_data};
 
-/// Sets and maps.
+/// The sets and nftables maps of a table.
 #[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(super) enum Set {
     ClusterIps,
@@ -17,11 +17,13 @@ pub(super) enum Set {
     FirewallIps,
     NoEndpointServices,
     NoEndpointNodePorts,
-    /// Slot → endpoint. The kernel looks at every element of a map when a rule begins to use it, and at every such rule when an
-    /// element is added: so there are many maps, each for some service ports (6.18: with one map for 10,000 service ports of 10
-    /// endpoints, 47 s; so, 0.7 s).
+    /// A map from slots to endpoints, for some of the service ports.
+    ///
+    /// The kernel visits every element of a map when a rule begins to use it, and every such rule
+    /// when an element is added. With Linux 6.18, 10,000 service ports of 10 endpoints took 47 s
+    /// with one map, and 0.7 s with several.
     Endpoints(u32),
-    /// Of one service port.
+    /// The set of one service port, named in full.
     Own(Arc<str>),
 }
 
@@ -30,7 +32,7 @@ impl Set {
         Self::Own(name.into())
     }
 
-    /// Of a map of endpoints.
+    /// Returns the number of a map of endpoints. `None` for every other set.
     pub(super) fn endpoints_number(&self) -> Option<u32> {
         if let Self::Endpoints(number) = self { Some(*number) } else { None }
     }
@@ -56,7 +58,7 @@ impl Set {
         fixed.or(endpoints.map(Self::Endpoints)).unwrap_or_else(|| Self::Own(name.into()))
     }
 
-    /// Those that are always there.
+    /// The sets that are always there.
     pub(super) const FIXED: [Self; 8] = [
         Self::ClusterIps,
         Self::NodePortIps,
@@ -74,7 +76,7 @@ const ENDPOINTS: &str = "endpoints-";
 #[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(super) struct ElementId {
     pub(super) set: Set,
-    /// As the kernel takes it: each part padded to 4 bytes.
+    /// The key as the kernel takes it, with each part padded to 4 bytes.
     pub(super) key: Vec<u8>,
 }
 
@@ -90,15 +92,16 @@ pub(super) struct Rule {
     pub(super) comment: Option<&'static str>,
 }
 
-/// User data of a rule with its digest.
+/// The type of the user data that holds a rule's digest.
 const DIGEST: u8 = 65;
 
-/// What a rule says. The kernel never changes a rule, so this in its user data tells whether it is as it must be.
+/// A digest of what a rule says. The kernel never changes a rule, so the digest in its user data
+/// shows whether the rule is as desired.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(super) struct RuleDigest([u8; 8]);
 
 impl RuleDigest {
-    /// Of a rule in the kernel; `None`: it is not of this proxy.
+    /// Returns the digest of a rule in the kernel. `None`: the rule is not of this proxy.
     pub(super) fn noted(user_data: &[u8]) -> Option<Self> {
         Some(Self(user_data::get(user_data, DIGEST)?.try_into().ok()?))
     }
@@ -133,13 +136,13 @@ impl Rule {
     }
 }
 
-/// What belongs to one service port.
+/// The objects of one service port.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Objects {
-    /// Of its own only.
+    /// The sets that belong to this service port alone.
     pub(super) sets: BTreeMap<Set, SetDefinition>,
     pub(super) chains: BTreeMap<String, Vec<Rule>>,
     pub(super) elements: BTreeMap<ElementId, ElementValue>,
-    /// Elements without value that other service ports may need, too; each once.
+    /// Elements without value that other service ports may need too. Each is listed once.
     pub(super) shared: Vec<ElementId>,
 }

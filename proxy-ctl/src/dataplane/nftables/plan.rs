@@ -1,8 +1,9 @@
-//! From what is there and what must be there to one transaction. Pure.
+//! Plans one transaction that turns the kernel's state into the desired state. Pure.
 //!
-//! Two things must not be deleted in the transaction that puts others in their place: a packet that is between two steps of a rule
-//! would miss the endpoint that it has drawn, and before 6.2 the kernel takes the chain that a map's element has left for
-//! one in use. Those are retired: deleted by a later transaction.
+//! Two kinds of objects must not be deleted in the transaction that replaces them. A packet between
+//! two steps of a rule would miss the endpoint that it has drawn. And before Linux 6.2 the kernel
+//! takes the chain of a deleted map element for one in use. Such objects are retired: a later
+//! transaction deletes them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,24 +23,25 @@ use crate::{
     sys::nftables::{BaseChain, Batch, SetDefinition},
 };
 
-/// Which of the service ports of a transaction a message is for; `None`: for all of them.
+/// The index of the service port that a message of a transaction belongs to. `None`: it belongs to
+/// all of them.
 pub(super) type Owner = Option<usize>;
 
-/// What nothing leads to any more.
+/// An object that nothing leads to any more, and that is deleted later.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) enum Retired {
-    /// Of a map of endpoints.
+    /// An element of a map of endpoints.
     Element(ElementId),
-    /// Without rules.
+    /// A chain, which has no rules any more.
     Chain(String),
     Set(Set),
 }
 
-/// What is in the kernel of a service port.
+/// The objects of a service port that are in the kernel.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Existing {
     pub(super) sets: BTreeSet<Set>,
-    /// `None`: a rule that is not of this proxy.
+    /// The digests of each chain's rules. `None` for a rule that is not of this proxy.
     pub(super) chains: BTreeMap<String, Vec<Option<RuleDigest>>>,
     pub(super) elements: BTreeMap<ElementId, ElementValue>,
     pub(super) shared: Vec<ElementId>,
@@ -57,27 +59,27 @@ impl From<Objects> for Existing {
     }
 }
 
-/// What a transaction does. What it writes of service ports is kept as the messages that say so: as objects, those of thousands of
-/// service ports take several times that memory.
+/// The steps of a transaction. Rules and elements of service ports are kept as netlink messages: as
+/// objects, those of thousands of service ports would take several times that memory.
 #[derive(Debug)]
 pub(super) struct Steps {
     language: Language,
     table: &'static str,
-    /// Everything that was in the table goes, before anything else.
+    /// True if the table is deleted with everything in it, before anything else.
     pub(super) replaces: bool,
-    /// The table is made.
+    /// The comment of the table, if the transaction makes the table.
     pub(super) creates: Option<&'static str>,
     pub(super) sets: Vec<(Owner, Set, SetDefinition)>,
     pub(super) chains: Vec<(Owner, String, Option<BaseChain>)>,
     pub(super) removed: Vec<(Owner, ElementId)>,
     rules: Section,
     elements: Section,
-    /// Elements of no service port alone.
+    /// Elements that do not belong to one service port alone.
     pub(super) shared: Vec<(ElementId, ElementValue)>,
     pub(super) retired: Vec<Retired>,
-    /// What was retired and is needed again.
+    /// Retired objects that are needed again.
     pub(super) revived: Vec<Retired>,
-    /// How many more service ports need an element.
+    /// The change of the number of service ports that need each shared element.
     pub(super) needs: FxHashMap<ElementId, i64>,
 }
 
@@ -85,9 +87,9 @@ pub(super) struct Steps {
 #[derive(Debug)]
 struct Section {
     messages: Batch,
-    /// With the owner of each message from its place in `messages` on.
+    /// Owners, each with the index of its first message in `messages`.
     owners: Vec<(u32, Owner)>,
-    /// How many objects they add.
+    /// The number of objects that the messages add.
     objects: usize,
 }
 
@@ -96,7 +98,7 @@ impl Section {
         Self { messages: Batch::part(), owners: Vec::new(), objects: 0 }
     }
 
-    /// For messages of this owner.
+    /// Begins a run of messages of this owner.
     fn of(&mut self, owner: Owner) -> &mut Batch {
         self.owners.push((self.messages.next(), owner));
         &mut self.messages
@@ -134,12 +136,13 @@ impl Steps {
         Applied { written: written as u64, removed: (self.removed.len() + self.retired.len()) as u64 }
     }
 
-    /// Those of which rules are written anew.
+    /// Returns the service ports whose rules are written anew.
     pub(super) fn rewritten(&self) -> impl Iterator<Item = usize> {
         self.rules.owners.iter().filter_map(|(_, owner)| *owner)
     }
 
-    /// Turns what is there of a service port into what must be there. `retired`: what is still there of earlier.
+    /// Adds the steps from the existing to the new objects of a service port. `retired` are retired
+    /// objects that are still in the kernel.
     pub(super) fn compare<T>(
         &mut self,
         owner: Owner,
@@ -189,7 +192,7 @@ impl Steps {
         }
     }
 
-    /// In place of those that the chain has.
+    /// Adds rules to a chain. With `flush` they replace the rules that the chain has.
     fn add_rules(&mut self, owner: Owner, chain: &str, flush: bool, rules: &[Rule]) {
         self.rules.objects += rules.len();
         let (family, batch) = (self.language.table_family(), self.rules.of(owner));
@@ -201,7 +204,8 @@ impl Steps {
         }
     }
 
-    /// `before`: its rules; `None`: it is not there.
+    /// Adds the steps for one chain. `before` are the digests of its rules. `None`: the chain does
+    /// not exist.
     pub(super) fn chain<T>(
         &mut self,
         owner: Owner,
@@ -221,7 +225,7 @@ impl Steps {
         }
     }
 
-    /// Takes away what nobody wants.
+    /// Removes objects that are no longer desired, or retires them.
     pub(super) fn remove(
         &mut self,
         owner: Owner,
@@ -253,7 +257,8 @@ impl Steps {
         is_retired
     }
 
-    /// Adds and removes elements that several service ports need, given how many did. Call it last.
+    /// Adds and removes elements that several service ports need. `counts` says how many needed
+    /// each before. It must be called last.
     pub(super) fn share(&mut self, counts: &FxHashMap<ElementId, u32>) {
         for (id, change) in &self.needs {
             let before = i64::from(counts.get(id).copied().unwrap_or(0));
@@ -265,7 +270,8 @@ impl Steps {
         }
     }
 
-    /// With the owner of each message from its place on.
+    /// Returns the messages of the transaction, and the owners, each with the index of its first
+    /// message.
     pub(super) fn take_batch(&mut self) -> (Batch, Vec<(u32, Owner)>) {
         let shared = mem::take(&mut self.shared);
         self.add_elements(None, &shared);
@@ -300,7 +306,7 @@ impl Steps {
     }
 }
 
-/// Deletes what was retired.
+/// Returns the transaction that deletes retired objects.
 pub(super) fn deletion<'a>(language: Language, retired: impl IntoIterator<Item = &'a Retired>) -> Batch {
     let (family, mut batch) = (language.table_family(), Batch::default());
     let (mut elements, mut others) = (Vec::new(), Vec::new());
@@ -326,7 +332,7 @@ pub(super) fn deletion<'a>(language: Language, retired: impl IntoIterator<Item =
     batch
 }
 
-/// A map of endpoints that is not there yet.
+/// Adds a map of endpoints that does not exist yet.
 pub(super) fn endpoint_map(steps: &mut Steps, number: u32, language: Language) {
     let set = Set::Endpoints(number);
     let definition = definition(&set, language);

@@ -1,4 +1,5 @@
-//! What mode nftables needs of a node. Rules are written by netlink: no version of `nft` matters, the kernel's does.
+//! The requirements of mode nftables. Rules are written by netlink, so the kernel's version matters
+//! and that of `nft` does not.
 
 use crate::{
     config::Config,
@@ -6,10 +7,11 @@ use crate::{
     mode::{HostFacts, KernelModule, KernelVersion, Mode, Probe, Requirement},
 };
 
-/// As kube-proxy asks for: older ones have faults that its rules meet.
+/// The oldest kernel, as for kube-proxy. Older ones have faults that its rules meet.
 const OLDEST: KernelVersion = KernelVersion::new(5, 13, 0);
 
-/// Who asks for this mode gets the section `nftables`.
+/// Fields without effect in this mode. A configuration that asks for mode nftables uses its section
+/// `nftables` instead of `iptables`.
 pub(in crate::dataplane) const UNUSED_FIELDS: &[&str] = &[
     "iptables.masqueradeBit",
     "iptables.minSyncPeriod",

@@ -1,4 +1,4 @@
-//! From what a service port asks for to chains, sets and elements. Pure.
+//! Renders a service port as chains, sets and elements. Pure.
 
 use super::{
     frame::{self, Context, REJECT},
@@ -19,26 +19,26 @@ use crate::{
     sys::nftables::{ElementData, Expression, Register, Side, Verdict, user_data},
 };
 
-/// User data of a frontend's element with [`Facts`].
+/// The type of the user data with [`Facts`], in a frontend's element.
 pub(super) const FACTS: u8 = 64;
-/// Comment of an endpoint on this node.
+/// The comment of an endpoint on this node.
 pub(super) const LOCAL: &str = "local";
 
-/// The lists of endpoints that a service port's clients get, with their places in the kernel: at most two differ.
+/// The slots of the lists of endpoints that a service port's clients get. At most two lists differ.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(super) struct Placement {
     pub(super) cluster: Option<Slots>,
     pub(super) local: Option<Slots>,
 }
 
-/// Numbers of endpoints for [`Placement`]; 0: no client gets that list.
+/// The numbers of endpoints for a [`Placement`]. 0: no client gets that list.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(super) struct Room {
     pub(super) cluster: usize,
     pub(super) local: usize,
 }
 
-/// A service port with what becomes of its clients.
+/// A service port with the policy for its clients.
 struct Port<'a> {
     port: &'a DesiredPort,
     context: &'a Context,
@@ -54,7 +54,7 @@ pub(super) fn room(port: &DesiredPort, context: &Context) -> Room {
     Room { cluster: count(PortChain::Service), local: count(PortChain::Local) }
 }
 
-/// The endpoints that some client gets; some twice.
+/// Returns the endpoints that some client gets. Some are returned twice.
 pub(super) fn used<'a>(port: &'a DesiredPort, context: &'a Context) -> impl Iterator<Item = &'a Endpoint> {
     let of_port = Port::new(port, context);
     let lists = [PortChain::Service, PortChain::Local].map(|chain| of_port.list(chain).unwrap_or_default());
@@ -93,7 +93,7 @@ impl<'a> Port<'a> {
         self.context.language
     }
 
-    /// Everybody whom some rule is about.
+    /// Returns the policies of all clients that some rule is about.
     fn clients(&self) -> impl Iterator<Item = ClientPolicy> {
         let PortPolicy { internal, external, external_from_pods, external_from_node } = self.policy;
         let externals = [Some(external), external_from_pods, external_from_node];
@@ -101,7 +101,7 @@ impl<'a> Port<'a> {
         self.internal.then_some(internal).into_iter().chain(externals)
     }
 
-    /// The chain that balances over the set. Sets of one policy are the same.
+    /// Returns the chain that balances over the set. Sets of the same traffic policy are equal.
     fn chain_of(&self, set: EndpointSet) -> PortChain {
         let policy = match set {
             EndpointSet::Cluster => TrafficPolicy::Cluster,
@@ -114,7 +114,7 @@ impl<'a> Port<'a> {
         }
     }
 
-    /// `None`: no client is balanced over it.
+    /// Returns the endpoints over which the chain balances. `None`: no client is balanced by it.
     fn list(&self, chain: PortChain) -> Option<&'a [u32]> {
         let set = self.clients().find_map(|client| match client.outcome {
             Outcome::Balance(set) if self.chain_of(set) == chain => Some(set),
@@ -154,18 +154,20 @@ impl<'a> Port<'a> {
         objects.chains.insert(self.names.chain(chain), rules);
     }
 
-    /// Translates the destination to what the parts choose. nft needs the protocol, to read the rule again.
+    /// Returns a rule that translates the destination to what the parts choose. The rule compares
+    /// the protocol, because nft needs it to read the rule again.
     fn translate(&self, choose: impl IntoIterator<Item = Vec<Expression>>, chosen: Register) -> Rule {
         let protocol = Language::has_protocol(self.port.name.protocol).to_vec();
         let parts = std::iter::once(protocol).chain(choose);
         rule(parts.chain([vec![self.language().destination_nat(chosen)]]))
     }
 
-    /// A client goes where it went the last time, if that is an endpoint still; else its next choice is remembered. What
-    /// follows these rules balances without remembering, where the set is full: then a rule that adds to it ends.
+    /// Returns the rules of session affinity. A client gets its last endpoint again, if that still
+    /// exists. Otherwise its next choice is remembered. If the set is full, a rule that adds to it
+    /// does not match, and the rule behind these balances without remembering.
     ///
-    /// Two rules for each endpoint, not a map from client to endpoint: nft 1.0.6 ends with a failed assertion when it
-    /// lists rules that look something up by what another lookup has found.
+    /// There are two rules for each endpoint instead of a map from client to endpoint. nft 1.0.6
+    /// ends with a failed assertion when it lists rules that look up the result of another lookup.
     fn affinity_rules(&self, affinity: &Set, seconds: u32, list: &[u32]) -> Vec<Rule> {
         let milliseconds = u64::from(seconds) * 1000;
         let remember = Expression::Remember { set: affinity.name().into_owned(), key: FIRST, milliseconds };
@@ -179,7 +181,7 @@ impl<'a> Port<'a> {
             let found = vec![is_remembered.clone(), remember.clone()];
             self.translate([client.clone(), found], chosen)
         });
-        // Of those that are left, one in as many as there are.
+        // Each rule takes one in `left` clients, because `left` endpoints are left.
         let left = (1..=list.len() as u32).rev();
         let first = left.zip(&endpoints).map(|(left, client)| {
             let draw =
@@ -189,7 +191,8 @@ impl<'a> Port<'a> {
         again.chain(first).collect()
     }
 
-    /// For clients of external frontends that do not go straight to one of the lists.
+    /// Adds the chain that leads clients of external frontends to one of the lists, after it has
+    /// set the fwmark of those to masquerade.
     fn external_chain(&self, objects: &mut Objects) {
         if !self.has_external_chain() {
             return;
@@ -263,14 +266,15 @@ impl<'a> Port<'a> {
         }
     }
 
-    /// Who may use the load-balancer addresses goes on.
+    /// Returns the rules that let only the source ranges use the load-balancer addresses.
     fn firewall(&self) -> Vec<Rule> {
         let language = self.language();
         let returns = |condition| rule([condition, vec![Expression::Verdict(Verdict::Return)]]);
         let ranges = &self.port.source_ranges;
         let mut rules: Vec<Rule> =
             ranges.iter().map(|range| returns(language.is_in(Side::Source, *range))).collect();
-        // A node that may use them may have chosen one as its source address.
+        // If the node itself is in a source range, its packets may have a load-balancer address as
+        // their source.
         let node = &self.context.host.masquerade_addresses;
         if node.iter().any(|address| ranges.iter().any(|range| range.contains(address))) {
             let addresses = self.port.frontends.iter().filter(|one| one.kind == FrontendKind::LoadBalancer);
@@ -295,15 +299,15 @@ impl<'a> Port<'a> {
     }
 }
 
-/// What a frontend's element tells of its service port to those who read the kernel.
+/// The facts about a service port in a frontend's element, for those who read the kernel's tables.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Facts {
     pub(super) internal_policy: TrafficPolicy,
     pub(super) external_policy: TrafficPolicy,
     pub(super) any_endpoints: bool,
-    /// The frontend can be dialled from outside.
+    /// True if the frontend can be dialled from outside.
     pub(super) external: bool,
-    /// 0: none.
+    /// The timeout of session affinity. 0: there is none.
     pub(super) affinity_seconds: u32,
 }
 

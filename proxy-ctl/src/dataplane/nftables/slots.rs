@@ -1,15 +1,15 @@
-//! Which slots of the maps `endpoints-<n>` belong to whom. Pure.
+//! Allocates the slots of the maps `endpoints-<n>`. Pure.
 //!
-//! An endpoint set owns whole blocks, so that it can grow in place; numbers of slots cost nothing.
+//! An endpoint set owns whole blocks, so that it can grow in place. Numbers of slots cost nothing.
 
 use std::collections::BTreeMap;
 
 const SLOTS_OF_BLOCK: u32 = 1024;
-/// Rules that share a map.
+/// The number of blocks that share a map.
 const BLOCKS_OF_MAP: u32 = 64;
 const BLOCKS: u32 = u32::MAX / SLOTS_OF_BLOCK;
 
-/// Slots that follow each other, from the beginning of a block on.
+/// Consecutive slots that start at the beginning of a block.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) struct Slots {
     first_block: u32,
@@ -21,7 +21,7 @@ impl Slots {
         self.first_block * SLOTS_OF_BLOCK
     }
 
-    /// Number of the map that they are in.
+    /// Returns the number of the map in which the slots are.
     pub(super) fn map(self) -> u32 {
         self.first_block / BLOCKS_OF_MAP
     }
@@ -31,7 +31,7 @@ impl Slots {
     }
 }
 
-/// Number of the map that has an endpoint set that begins with this slot.
+/// Returns the number of the map with the endpoint set whose first slot this is.
 pub(super) fn map_of(first: u32) -> u32 {
     first / SLOTS_OF_BLOCK / BLOCKS_OF_MAP
 }
@@ -40,16 +40,17 @@ fn blocks(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX).div_ceil(SLOTS_OF_BLOCK).max(1)
 }
 
-/// Which blocks are taken: first → number of them.
+/// The blocks that are taken: the first block of each endpoint set, and the number of its blocks.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Blocks {
     taken: BTreeMap<u32, u32>,
-    /// No block before this one is free.
+    /// The block from which the search begins. All blocks before it are taken.
     search_from: u32,
 }
 
 impl Blocks {
-    /// The first that are free. `None`: four million endpoint sets are there.
+    /// Allocates the first blocks that are free. `None`: about four million endpoint sets are
+    /// there.
     pub(super) fn allocate(&mut self, count: usize) -> Option<Slots> {
         let wanted = blocks(count);
         let mut first = self.search_from;
@@ -69,7 +70,8 @@ impl Blocks {
         Some(Slots { first_block: first, blocks: wanted })
     }
 
-    /// Takes what a rule in the kernel uses; `None`: that is not possible, or another has it.
+    /// Takes the slots that a rule in the kernel uses. `None`: they are invalid, or another
+    /// endpoint set has some of them.
     pub(super) fn claim(&mut self, first: u32, count: u32) -> Option<Slots> {
         let slots = Slots { first_block: first / SLOTS_OF_BLOCK, blocks: blocks(count as usize) };
         let end = slots.first_block.checked_add(slots.blocks)?;
@@ -82,7 +84,7 @@ impl Blocks {
         Some(slots)
     }
 
-    /// Takes these again; false: another has some of them.
+    /// Takes these slots again. Returns false if another endpoint set has some of them.
     pub(super) fn claim_all(&mut self, slots: Slots) -> bool {
         self.claim(slots.first(), slots.blocks * SLOTS_OF_BLOCK).is_some()
     }

@@ -1,4 +1,4 @@
-//! What the tables in the kernel serve, read without a controller.
+//! Reads what the tables in the kernel serve, without a controller.
 
 use std::{collections::BTreeMap, net::IpAddr};
 
@@ -27,11 +27,11 @@ use crate::{
     },
 };
 
-/// The tables, where there is no dataplane of them.
+/// The tables in the kernel, read while no dataplane has them open.
 pub(super) struct Pinned(NfTables);
 
 impl Pinned {
-    /// `None`: there is no table of this proxy.
+    /// Opens the tables. `None`: there is no table of this proxy.
     pub(super) fn open() -> Result<Option<Self>, Error> {
         let Some(nftables) = NfTables::open()? else { return Ok(None) };
         for family in TableFamily::ALL {
@@ -141,7 +141,7 @@ fn frontend(key: &[u8], has_address: bool, family: IpFamily) -> Option<(Option<I
     Some((address, protocol, u16::from_be_bytes([high, low])))
 }
 
-/// `namespace/name:port`, as the name of a service port is written.
+/// Parses `namespace/name:port`, the written form of a service port's name.
 fn name(text: &str, protocol: Protocol, family: IpFamily) -> Option<ServicePortName> {
     let (service, port) = text.split_once(':').unwrap_or((text, ""));
     let (namespace, name) = service.split_once('/')?;

@@ -1,4 +1,4 @@
-//! One address family's table: what is programmed, and the transactions that change it.
+//! The table of one IP family: what is programmed, and the transactions that change it.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -30,7 +30,8 @@ use crate::{
     sys::{netlink::Refused, nftables::NfTables},
 };
 
-/// Attempts at a transaction, each without the service ports that the kernel has refused.
+/// The number of attempts at a transaction. Each leaves out the service ports that the kernel has
+/// refused.
 const TRIES: usize = 8;
 
 #[derive(Debug)]
@@ -39,39 +40,39 @@ struct PlacedPort {
     placement: Placement,
 }
 
-/// What is programmed, as the last transaction has left it.
+/// The state of a table after the last transaction.
 #[derive(Debug)]
 pub(super) struct FamilyTable {
     language: Language,
-    /// Of the last transaction.
+    /// The context of the last transaction.
     context: Context,
-    /// `resync` has been done.
+    /// True once `resync` has succeeded.
     known: bool,
-    /// The last change of the context was not written, or not for every service port.
+    /// True if the last change of the context was not written, or not for every service port.
     doubtful: bool,
     ports: FxHashMap<ServicePortName, PlacedPort>,
-    /// How many service ports need an element.
+    /// The number of service ports that need each shared element.
     needs: FxHashMap<ElementId, u32>,
     blocks: Blocks,
-    /// Numbers of the maps of endpoints.
+    /// The numbers of the maps of endpoints.
     maps: BTreeSet<u32>,
-    /// With the collection before which it was retired.
+    /// Retired objects, each with the number of garbage collections before it was retired.
     retired: BTreeMap<Retired, u64>,
-    /// Blocks whose elements are retired.
+    /// Slots whose elements are retired, each with the number of garbage collections before that.
     retired_slots: Vec<(Slots, u64)>,
     collections: u64,
 }
 
-/// A transaction, and what is programmed after it.
+/// A transaction, and the state after it.
 struct Plan {
     steps: Steps,
-    /// `None`: it is gone.
+    /// The service ports of the transaction. `None`: the service port is removed.
     placed: Vec<(ServicePortName, Option<PlacedPort>)>,
-    /// Allocated for it.
+    /// Slots that were allocated for the transaction.
     allocated: Vec<Slots>,
-    /// No longer used after it.
+    /// Slots that are no longer used after the transaction.
     left: Vec<Slots>,
-    /// Everything is listed in `placed`, and nothing else is there.
+    /// The new state, if `placed` lists everything and nothing else is left.
     fresh: Option<Fresh>,
 }
 
@@ -81,7 +82,8 @@ impl Plan {
         Self { steps, placed: Vec::new(), allocated: Vec::new(), left: Vec::new(), fresh: None }
     }
 
-    /// Service ports with affinity whose rules to balance are written anew, and whose clients may be remembered from before.
+    /// Returns the service ports with session affinity whose rules to balance are written anew, and
+    /// whose set of remembered clients exists already.
     fn rebalanced(&self) -> Vec<Arc<DesiredPort>> {
         let Steps { sets, revived, .. } = &self.steps;
         let is_revived =
@@ -99,7 +101,7 @@ impl Plan {
     }
 }
 
-/// What a plan of everything knows anew.
+/// The state that a plan of everything builds anew.
 struct Fresh {
     blocks: Blocks,
     maps: BTreeSet<u32>,
@@ -132,7 +134,7 @@ impl FamilyTable {
         self.ports.len()
     }
 
-    /// Elements that endpoints have.
+    /// Returns the number of elements that endpoints have.
     pub(super) fn endpoints(&self) -> usize {
         let room = |placed: &PlacedPort| room(&placed.port, &self.context);
         self.ports.values().map(room).map(|room| room.cluster + room.local).sum()
@@ -190,7 +192,8 @@ impl FamilyTable {
         })
     }
 
-    /// Deletes what was retired before the last collection but one: no packet is on its way there.
+    /// Deletes objects that were retired before the previous garbage collection. No packet is on
+    /// its way to them any more.
     pub(super) fn collect(&mut self, nftables: &NfTables) -> Result<(), Error> {
         self.collections += 1;
         let now = self.collections;
@@ -200,7 +203,8 @@ impl FamilyTable {
         }
         let due = self.retired.iter().filter(|(_, at)| is_due(**at)).map(|(retired, _)| retired);
         let refused = nftables.commit(deletion(self.language, due))?;
-        // What is refused, another program has deleted or uses: the next comparison of everything finds what is left.
+        // A refused object was deleted by another program, or another program uses it. The next
+        // comparison of everything finds what is left.
         self.retired.retain(|_, at| !is_due(*at));
         let (due, later): (Vec<_>, Vec<_>) = self.retired_slots.iter().partition(|(_, at)| is_due(*at));
         self.retired_slots = later;
@@ -211,7 +215,7 @@ impl FamilyTable {
         }
     }
 
-    /// Plans, commits, and plans again without what the kernel refuses.
+    /// Plans and commits a transaction, and plans it again without what the kernel refuses.
     fn transact(
         &mut self,
         nftables: &NfTables,
@@ -280,7 +284,7 @@ impl FamilyTable {
         self.maps.extend(steps.sets.iter().filter_map(|(_, set, _)| set.endpoints_number()));
     }
 
-    /// From what is remembered to the new state of some service ports.
+    /// Plans the steps from the remembered state to the new state of some service ports.
     fn plan_changes(
         &mut self,
         changes: &[(ServicePortName, Option<Arc<DesiredPort>>)],
@@ -329,7 +333,7 @@ impl FamilyTable {
         plan
     }
 
-    /// From one node's state to another's.
+    /// Plans the steps of the frame from one state of the node to another.
     fn plan_frame(&self, steps: &mut Steps, context: &Context) {
         let old: Vec<_> = frame::chains(&self.context);
         for chain in frame::chains(context) {
@@ -343,7 +347,7 @@ impl FamilyTable {
         steps.shared.extend(added.map(|id| (id, ElementValue::default())));
     }
 
-    /// From what is in the kernel to everything that must be there.
+    /// Plans the steps from the kernel's state to everything that is desired.
     fn plan_everything(
         &mut self,
         nftables: &NfTables,
@@ -411,7 +415,7 @@ impl FamilyTable {
             endpoint_map(&mut plan.steps, *number, self.language);
         }
         plan.steps.share(&FxHashMap::default());
-        // Of these some are there.
+        // Some of these elements are in the kernel already.
         plan.steps.shared.retain(|(id, _)| contents.elements.remove(id).is_none());
         for id in &needed_by_refused {
             contents.elements.remove(id);
@@ -423,7 +427,8 @@ impl FamilyTable {
         Ok(plan)
     }
 
-    /// What is retired is no stray, and its slots are not free.
+    /// Takes retired objects out of `contents`, so that they do not count as strays, and keeps
+    /// their slots taken.
     fn keep_retired(&self, contents: &mut Contents, fresh: &mut Fresh) {
         for (retired, at) in &self.retired {
             let is_there = match retired {
@@ -446,7 +451,7 @@ impl FamilyTable {
     }
 }
 
-/// What is there whatever the service ports are.
+/// Plans the objects that are there whatever the service ports are.
 fn plan_fixed(
     steps: &mut Steps,
     context: &Context,

@@ -1,4 +1,5 @@
-//! A table that uses everything, on trial: nothing is changed, the kernel is asked what it would refuse.
+//! A trial table that uses everything. Nothing is changed: the kernel is asked what it would
+//! refuse.
 
 use std::io;
 
@@ -22,7 +23,7 @@ use crate::{
 
 #[derive(Debug)]
 enum NfTablesFact {
-    /// With the families that it can serve.
+    /// The kernel takes the table for these families.
     Usable(Vec<IpFamily>),
     NoNetlink,
     Refused(i32),
@@ -68,13 +69,14 @@ fn answer(nftables: NfTablesFact) -> Requirement {
     families
 }
 
-/// What the kernel would refuse of a table with a service port that uses everything, under another name.
+/// Returns what the kernel would refuse of a table with a service port that uses everything. The
+/// table has another name.
 pub(super) fn refusals(nftables: &NfTables, family: IpFamily) -> Result<Vec<Refused>, Error> {
     let (batch, _) = sample(family).take_batch();
     Ok(nftables.check(batch)?)
 }
 
-/// A table that is never there.
+/// The name of the trial table, which never comes into being.
 const TRIAL: &str = "proxy-ctl-probe";
 
 fn sample(family: IpFamily) -> Steps {

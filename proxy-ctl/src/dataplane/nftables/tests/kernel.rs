@@ -1,4 +1,4 @@
-//! The tables in the kernel, each test in a network namespace of its own.
+//! Tests of the tables in the kernel, each in a network namespace of its own.
 
 use std::{process::Command, sync::Arc};
 
@@ -22,7 +22,7 @@ use crate::{
 
 const NOTHING: Applied = Applied { written: 0, removed: 0 };
 
-/// A network namespace that ends with the test, as its thread does.
+/// Moves the thread into a network namespace of its own, which ends with the test's thread.
 fn in_own_namespace() {
     unshare(CloneFlags::CLONE_NEWNET).unwrap();
 }
@@ -39,7 +39,7 @@ fn nft(arguments: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// With every kind of frontend, in both families.
+/// Returns a Service with every kind of frontend, in both families.
 fn web() -> Service {
     let service = service("default/web", &["172.30.0.41", "fd00:96::41"])
         .node_port(30080)
@@ -95,7 +95,7 @@ fn as_root_a_restart_writes_nothing_and_reads_what_is_served() {
 fn as_root_nft_reads_back_what_it_lists() {
     in_own_namespace();
     let mut desired = desired();
-    // nft 1.0.6 does not read the rules for affinity as it lists them.
+    // nft 1.0.6 does not read the rules for affinity in the form in which it lists them.
     desired.iter_mut().for_each(|port| Arc::make_mut(port).affinity_seconds = None);
     opened().resync(&desired).unwrap();
     let before = listed();
@@ -120,10 +120,10 @@ fn as_root_changes_write_what_they_change_and_what_is_retired_goes() {
     let change = |dataplane: &mut NftablesDataplane, changed| {
         dataplane.apply(&Changes { changed, removed: vec![] }).unwrap()
     };
-    // An endpoint in place of another: one element.
+    // An endpoint that replaces another is one changed element.
     let moved = change(&mut dataplane, plain(&["10.180.1.4"]));
     assert_eq!(moved, Applied { written: 1, removed: 1 });
-    // One more: an element and a rule.
+    // One more endpoint is a new element and a new rule.
     assert_eq!(
         change(&mut dataplane, plain(&["10.180.1.3", "10.180.1.4"])),
         Applied { written: 3, removed: 1 }
@@ -208,7 +208,7 @@ fn as_root_a_service_port_that_the_kernel_refuses_does_not_hurt_others() {
     let all = desired();
     let mut dataplane = opened();
     dataplane.resync(&all).unwrap();
-    // Another program has taken what the new port needs.
+    // Another program has taken the frontend that the new port needs.
     nft(&["add element ip kube-proxy service-ips { 172.30.0.44 . tcp . 80 : drop }"]);
     let new = |name: &str, address: &str| ports(service(name, &[address]), vec![remote("10.180.1.9")]);
     let changed = [new("default/refused", "172.30.0.44"), new("default/fine", "172.30.0.45")].concat();
@@ -232,7 +232,7 @@ fn as_root_a_service_port_that_a_comparison_cannot_write_keeps_what_it_has() {
     let mut dataplane = opened();
     let before = [desired(), refused(|service| service)].concat();
     dataplane.resync(&before).unwrap();
-    // A map cannot lead to a base chain.
+    // An element of a map cannot lead to a base chain.
     let chain = PortNames::new(&before.last().unwrap().name).chain(PortChain::External);
     nft(&[&format!("add chain ip kube-proxy {chain} {{ type filter hook input priority 0; }}")]);
     let (all, list) = (listed(), |set| nft(&["list", "set", "ip", "kube-proxy", set]));
@@ -267,7 +267,7 @@ fn as_root_clients_of_an_endpoint_that_goes_are_forgotten() {
     assert_eq!(list().matches(" . 8080").count(), 3, "{}", list());
     dataplane.apply(&Changes { changed: web(&["10.180.1.2"]), removed: vec![] }).unwrap();
     assert!(list().contains("10.0.0.2") && list().matches(" . 8080").count() == 1, "{}", list());
-    // The set is deleted later, and is needed again before.
+    // The set is to be deleted later, and is needed again before that.
     dataplane.apply(&Changes { changed: vec![], removed: vec![both[0].name.clone()] }).unwrap();
     dataplane.apply(&Changes { changed: web(&["10.180.1.1"]), removed: vec![] }).unwrap();
     assert_eq!(list().matches(" . 8080").count(), 0, "{}", list());

@@ -1,4 +1,4 @@
-//! What is rendered, and the tables as the kernel has them.
+//! Tests of what is rendered, and of the tables in the kernel.
 
 mod kernel;
 mod rendered;
@@ -30,7 +30,7 @@ fn host() -> Host {
     }
 }
 
-/// The service ports of one Service, of the families that its cluster IPs have.
+/// Returns the service ports of one Service, in the families of its ClusterIPs.
 fn ports(service: Service, endpoints: Vec<Endpoint>) -> Vec<Arc<DesiredPort>> {
     let mut model = Model::new(HERE);
     let (name, namespace) = (service.name.name.to_string(), service.name.namespace.to_string());

@@ -1,4 +1,5 @@
-//! What is rendered. Who reaches whom by it, the scenarios ask the kernel (`tests/behaviour`, each beside the real kube-proxy).
+//! Tests of what is rendered. Who reaches whom is tested in the kernel by the scenarios of
+//! `tests/behaviour`, each beside the real kube-proxy.
 
 use rstest::rstest;
 
@@ -27,7 +28,7 @@ fn rules_of(chain: &str, host: &Host) -> Vec<Rule> {
     chains.into_iter().find(|one| one.name == chain).unwrap().rules
 }
 
-/// With one endpoint, on another node.
+/// Renders a Service with one endpoint on another node.
 fn rendered(service: Service) -> (PortNames, Objects) {
     let port = ports(service, vec![remote("10.180.1.1")]).remove(0);
     let context = Context::new(port.name.family, &host());
@@ -49,7 +50,8 @@ fn pods_are_told_by_their_interface(#[case] local_traffic: LocalTraffic, #[case]
     assert_eq!((*key, value.as_slice()), (Meta::InputInterface, name));
 }
 
-/// By its mark, and because it reaches itself.
+/// Both masquerading rules use these ports: the one for the fwmark, and the one for connections of
+/// an endpoint to itself.
 #[rstest]
 #[case::any(None, 0)]
 #[case::of_the_node(Some(PortRange { first: 32_768, last: 60_999 }), 2)]

@@ -1,4 +1,5 @@
-//! The rules that are of no service port: what leads to the others, and what is done with marked packets. Pure.
+//! The rules that belong to no service port: they lead to the other rules, and treat packets by
+//! their fwmark. Pure.
 
 use std::net::IpAddr;
 
@@ -10,7 +11,7 @@ use crate::{
     model::objects::IpFamily,
 };
 
-/// A chain that is this mode's alone.
+/// A chain that only this mode uses.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct BaseChain {
     pub(super) table: Table,
@@ -18,7 +19,7 @@ pub(super) struct BaseChain {
     pub(super) rules: Vec<String>,
 }
 
-/// A rule in a chain that others have rules in too.
+/// A rule in a chain in which others have rules too.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Jump {
     pub(super) table: Table,
@@ -29,30 +30,33 @@ pub(super) struct Jump {
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct BaseRules {
     pub(super) chains: Vec<BaseChain>,
-    /// Rules of these chains of nat: each says that this proxy was the last to write the chain.
+    /// Owner tags: rules in these chains of nat. Each shows that this proxy was the last to write
+    /// the chain.
     pub(super) marks: Vec<(SharedChain, String)>,
-    /// The last rules of nat KUBE-SERVICES.
+    /// The last rules of KUBE-SERVICES in nat.
     pub(super) node_ports: Vec<String>,
-    /// Each goes before all rules of its chain, in this order.
+    /// Jumps that go ahead of all other rules of their chains, in this order.
     pub(super) jumps: Vec<Jump>,
-    /// The last rule of KUBE-FIREWALL, which is not this mode's alone.
+    /// The last rule of KUBE-FIREWALL, a chain that others use too.
     pub(super) martians: Option<String>,
 }
 
 /// Abilities of the tools and the kernel. Parameters of the node may change them at any time.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(super) struct Abilities {
-    /// MASQUERADE knows `--random-fully`.
+    /// True if MASQUERADE knows `--random-fully`.
     pub(super) random_fully: bool,
-    /// Packets that conntrack finds invalid are dropped; not where it is liberal (`nf_conntrack_tcp_be_liberal`).
+    /// True if packets that conntrack finds invalid are dropped. False where conntrack is liberal
+    /// (`nf_conntrack_tcp_be_liberal`).
     pub(super) drop_invalid: bool,
-    /// Packets are counted by nfacct, as far as invalid ones are dropped.
+    /// True if nfacct counts packets. They are counted only where invalid ones are dropped.
     pub(super) counts_packets: bool,
-    /// Neighbours reach 127.0.0.0/8 unless a rule forbids it (`route_localnet`, CVE-2020-8558).
+    /// True if neighbours reach 127.0.0.0/8 unless a rule forbids it (`route_localnet`,
+    /// CVE-2020-8558).
     pub(super) routes_localnet: bool,
 }
 
-/// Matches everything, and counts it.
+/// Returns a match for all packets that counts them.
 pub(super) fn count(counter: &str) -> String {
     format!("-m nfacct --nfacct-name {counter} ")
 }
@@ -66,12 +70,12 @@ impl BaseRules {
         let traffic = why("kubernetes service traffic requiring SNAT");
         let mut masquerading = vec![
             format!("-m mark ! --mark {mark:#x}/{mark:#x} -j RETURN"),
-            // Else a packet that comes by again, through a tunnel, is masqueraded again.
+            // Otherwise a packet that comes by again, through a tunnel, would be masqueraded again.
             format!("-j MARK --set-xmark {mark:#x}/0x0"),
         ];
         match host.masquerade_ports {
             None => masquerading.push(format!("{traffic} -j MASQUERADE{random}")),
-            // MASQUERADE takes ports only where the rule names the protocol.
+            // MASQUERADE takes ports only in rules that name the protocol.
             Some(ports) => {
                 masquerading.extend(["tcp", "udp", "sctp"].map(|protocol| {
                     format!("-p {protocol} {traffic} -j MASQUERADE --to-ports {ports}{random}")
@@ -80,7 +84,8 @@ impl BaseRules {
         }
         let mut forwarding = Vec::new();
         if abilities.drop_invalid {
-            // Such a packet of a translated connection would reach the client untranslated, which would reset it.
+            // An invalid packet of a translated connection would reach the client untranslated, and
+            // the client would reset the connection.
             let counted = if abilities.counts_packets { count(INVALID_DROPPED) } else { String::new() };
             forwarding.push(format!("-m conntrack --ctstate INVALID {counted}-j DROP"));
         }
@@ -99,7 +104,7 @@ impl BaseRules {
         ];
         chains.extend(Table::ALL.map(|table| chain(table, names::CANARY, &[])));
         let serves_localhost = serves_localhost(family, host);
-        // The parameter stays set when node ports are no longer served on 127.0.0.1.
+        // The parameter route_localnet stays set when node ports are no longer served on 127.0.0.1.
         let is_open = serves_localhost || family == IpFamily::Ipv4 && abilities.routes_localnet;
         let martians = is_open.then(|| {
             format!(
@@ -124,7 +129,7 @@ impl BaseRules {
         }
     }
 
-    /// Number of rules in the table.
+    /// Returns the number of rules in the table.
     pub(super) fn count(&self, table: Table) -> usize {
         let own = self.chains.iter().filter(|chain| chain.table == table).map(|chain| chain.rules.len());
         let jumps = self.jumps.iter().filter(|jump| jump.table == table).count();
@@ -139,13 +144,13 @@ fn marks() -> Vec<(SharedChain, String)> {
     in_services.into_iter().chain(in_own).collect()
 }
 
-/// Node ports on 127.0.0.1.
+/// Returns true if node ports are served on 127.0.0.1.
 pub(super) fn serves_localhost(family: IpFamily, host: &Host) -> bool {
     family == IpFamily::Ipv4
         && host.node_port_addresses.iter().any(|address| address.is_ipv4() && address.is_loopback())
 }
 
-/// Returns the jumps that follow those to KUBE-FIREWALL, in the order in which kube-proxy's lie.
+/// Returns the jumps that follow those to KUBE-FIREWALL, in kube-proxy's order.
 fn jumps() -> Vec<Jump> {
     const NEW: &str = "-m conntrack --ctstate NEW ";
     let jump = |table, chain, matches: &str, comment: &str, target: &str| Jump {
@@ -181,7 +186,8 @@ fn node_ports(family: IpFamily, host: &Host, serves_localhost: bool) -> Vec<Stri
     let target = SharedChain::NodePorts.name();
     if host.node_ports_everywhere {
         let but = match (family, serves_localhost) {
-            // A connection from it would not come back: the kernel has no route_localnet for IPv6.
+            // A connection from ::1 would get no answers, because the kernel has no route_localnet
+            // for IPv6.
             (IpFamily::Ipv6, _) => "! -d ::1/128 ",
             (IpFamily::Ipv4, false) => "! -d 127.0.0.0/8 ",
             (IpFamily::Ipv4, true) => "",

@@ -1,4 +1,4 @@
-//! What can go wrong in this mode.
+//! The errors of mode iptables.
 
 use std::io;
 

@@ -9,14 +9,14 @@ use crate::{
     model::objects::IpFamily,
 };
 
-/// What is counted in one family.
+/// The counts of one family.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Counts {
     family: IpFamily,
     failures: Failures,
-    /// Rules that are written, by table.
+    /// The number of rules that are written, by table.
     rules: [u64; 3],
-    /// Of the last write.
+    /// The number of rules that the last write has written, by table.
     last: [u64; 3],
 }
 
@@ -26,7 +26,7 @@ impl Counts {
     }
 }
 
-/// Packets that rules have counted; `None`: nothing counts them.
+/// The numbers of packets that rules have counted. `None`: nothing counts them.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct PacketCounts {
     pub(super) invalid: Option<u64>,

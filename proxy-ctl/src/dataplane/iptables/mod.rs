@@ -1,8 +1,11 @@
-//! Mode iptables: desired state → rules as kube-proxy writes them, by iptables-restore.
+//! Mode iptables turns the desired state into rules as kube-proxy writes them, by iptables-restore.
 //!
-//! `rules` says what rules a service port has, and `base` which lead there; `state` is what iptables-save prints. `plan` makes of these
-//! what iptables-restore has to do; all of that is pure. `writer` runs the tools, for one family. A change costs what the changed
-//! service ports have in rules, and what iptables itself makes of that: the backend legacy copies the whole table each time.
+//! `rules` says which rules a service port has, and `base` which rules lead there. `state` is what
+//! iptables-save prints. `plan` turns these into input of iptables-restore. All of that is pure.
+//! `writer` runs the tools for one family.
+//!
+//! A change costs time for the rules of the changed service ports, and what iptables itself adds:
+//! the backend legacy copies the whole table each time.
 
 use std::{fs, io, sync::Arc, time::Duration};
 
@@ -101,18 +104,19 @@ fn try_route_localnet() {
     }
 }
 
-/// The rules of this network namespace. Dropping it leaves all of them in place.
+/// The rules of this network namespace. They stay in place when this value is dropped.
 #[derive(Debug)]
 pub struct IptablesDataplane {
     writers: Vec<Writer>,
-    /// The kernel has packet counters. It is empty before the first write: the node is set up after
-    /// the mode is opened.
+    /// True if the kernel has packet counters. `None` before the first write, because the node is
+    /// set up after the mode is opened.
     has_counters: Option<bool>,
     _lock: NamespaceLock,
 }
 
 impl IptablesDataplane {
-    /// Takes over what is there; nothing is changed before the first [`Dataplane::resync`]. Needs CAP_NET_ADMIN.
+    /// Opens the mode, and adopts what is there. Nothing is changed before the first
+    /// [`Dataplane::resync`]. Needs CAP_NET_ADMIN.
     pub fn open(backend: Backend) -> Result<Self, Error> {
         let lock = lock(Mode::Iptables)?;
         let writer = |(family, tools): (IpFamily, Tools)| {
@@ -124,7 +128,8 @@ impl IptablesDataplane {
         Ok(Self { writers, has_counters: None, _lock: lock })
     }
 
-    /// Looks up what rules ask of the node. Its parameters follow the configuration while this runs.
+    /// Reads what the rules depend on: packet counters, and kernel parameters. These follow the
+    /// configuration while the process runs.
     fn prepare(&mut self) -> Result<(), Error> {
         let has_counters = match self.has_counters {
             Some(known) => known,
@@ -145,10 +150,11 @@ impl IptablesDataplane {
     }
 }
 
-/// Kernel parameters that rules rest on.
+/// Kernel parameters on which rules depend.
 #[derive(Clone, Copy, Debug)]
 struct Parameters {
-    /// Conntrack takes packets outside of the window for valid. It is false before conntrack is loaded.
+    /// True if conntrack takes packets outside of the window for valid. False before conntrack is
+    /// loaded.
     is_liberal: bool,
     routes_localnet: bool,
 }
@@ -159,7 +165,8 @@ impl Parameters {
     }
 }
 
-/// Returns false for a parameter that the kernel does not have.
+/// Returns true if the parameter is set. Returns false for a parameter that the kernel does not
+/// have.
 fn is_set(path: &'static str) -> Result<bool, Error> {
     match fs::read_to_string(path) {
         Ok(value) => Ok(value.trim() != "0"),
@@ -168,7 +175,7 @@ fn is_set(path: &'static str) -> Result<bool, Error> {
     }
 }
 
-/// False: the kernel has no packet counters.
+/// Makes the packet counters. Returns false if the kernel has none.
 fn make_counters() -> Result<bool, CallError> {
     let counters = PacketCounters::open()?;
     for name in PACKET_COUNTERS {
@@ -185,7 +192,7 @@ fn read_counters() -> Result<PacketCounts, CallError> {
     Ok(PacketCounts { invalid: invalid?, localhost: localhost? })
 }
 
-/// The families that this node can be programmed in.
+/// Returns the families in which this node can be programmed.
 fn families(backend: Backend) -> Vec<(IpFamily, Tools)> {
     let find = |family: IpFamily| {
         let tools = Tools::find(family.into(), backend)?;
@@ -196,11 +203,12 @@ fn families(backend: Backend) -> Vec<(IpFamily, Tools)> {
     IpFamily::ALL.into_iter().filter_map(find).collect()
 }
 
-/// What is programmed, read by the tools.
+/// The rules in the kernel, read by the tools.
 struct Tables(Vec<(IpFamily, Tools)>);
 
 impl Tables {
-    /// `None`: no rules of this proxy in this mode are there, or nothing that could read them.
+    /// Finds the tools. `None`: there are no rules of this proxy in this mode, or no tools that
+    /// could read them.
     fn open() -> Result<Option<Self>, Error> {
         if !leftovers::is_marked(Mode::Iptables)? {
             return Ok(None);
@@ -228,7 +236,7 @@ fn read_snapshot<'a>(families: impl Iterator<Item = (IpFamily, &'a Tools)>) -> R
     Ok(snapshot)
 }
 
-/// Number of rules, by table of both families.
+/// Returns the usage of each table. `rules` is the number of rules in it, of both families.
 fn usage(rules: [u64; 3]) -> Usage {
     let of = |table: Table| TableUsage {
         name: table.name(),
@@ -272,7 +280,7 @@ impl Programmed for IptablesDataplane {
 }
 
 impl IptablesDataplane {
-    /// In both families, also where one has failed.
+    /// Writes in both families, also if one fails.
     fn in_each(
         &mut self,
         mut write: impl FnMut(&mut Writer) -> Result<Applied, Error>,

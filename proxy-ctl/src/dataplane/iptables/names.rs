@@ -1,4 +1,4 @@
-//! Tables, and names of chains, as kube-proxy gives them: people and other programs look for them.
+//! The tables, and kube-proxy's names of chains: people and other programs look for them.
 
 use std::net::SocketAddr;
 
@@ -11,7 +11,7 @@ pub(super) const NODE_PORTS: &str = "KUBE-NODEPORTS";
 pub(super) const FORWARD: &str = "KUBE-FORWARD";
 pub(super) const POSTROUTING: &str = "KUBE-POSTROUTING";
 pub(super) const MARK_MASQUERADE: &str = "KUBE-MARK-MASQ";
-/// Shared with the kubelet.
+/// A chain that is shared with the kubelet.
 pub(super) const FIREWALL: &str = "KUBE-FIREWALL";
 pub(super) const CANARY: &str = "KUBE-PROXY-CANARY";
 
@@ -37,17 +37,17 @@ impl Table {
 /// A chain with rules of many service ports.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(super) enum SharedChain {
-    /// By address.
+    /// Leads to service ports by address.
     Services,
-    /// By node port.
+    /// Leads to service ports by node port.
     NodePorts,
-    /// Refuses clients of cluster IPs without endpoints.
+    /// Refuses clients of ClusterIPs without endpoints.
     Refused,
-    /// The same for external addresses and node ports.
+    /// Refuses clients of external addresses and node ports without endpoints.
     RefusedExternal,
     /// Accepts health checks.
     HealthChecks,
-    /// Drops what source ranges keep out.
+    /// Drops clients that source ranges keep out.
     Firewall,
 }
 
@@ -82,10 +82,10 @@ impl SharedChain {
     }
 }
 
-/// The chains of one service port.
+/// The names of one service port's chains.
 #[derive(Clone, Debug)]
 pub(super) struct PortChains {
-    /// `ns/name:port` and the protocol.
+    /// `namespace/name:port`, followed by the protocol.
     identity: String,
     suffix: String,
 }
@@ -97,22 +97,23 @@ impl PortChains {
         Self { identity, suffix }
     }
 
-    /// Balances over the endpoints of the whole cluster.
+    /// Returns the name of the chain that balances over the endpoints of the whole cluster.
     pub(super) fn cluster(&self) -> String {
         format!("KUBE-SVC-{}", self.suffix)
     }
 
-    /// Balances over the endpoints of this node.
+    /// Returns the name of the chain that balances over the endpoints of this node.
     pub(super) fn local(&self) -> String {
         format!("KUBE-SVL-{}", self.suffix)
     }
 
-    /// For what comes to an external address.
+    /// Returns the name of the chain for clients of external addresses.
     pub(super) fn external(&self) -> String {
         format!("KUBE-EXT-{}", self.suffix)
     }
 
-    /// For what comes to a load-balancer address of a Service with source ranges.
+    /// Returns the name of the chain for clients of load-balancer addresses of a Service with
+    /// source ranges.
     pub(super) fn firewall(&self) -> String {
         format!("KUBE-FW-{}", self.suffix)
     }
@@ -129,7 +130,7 @@ mod tests {
     use super::*;
     use crate::model::{objects::IpFamily, test_support::port_name};
 
-    /// The names that kube-proxy gives (TestOverallIPTablesRules).
+    /// The expected names are those of kube-proxy (TestOverallIPTablesRules).
     #[rstest]
     #[case("ns1/svc1", "p80", "XPGD46QRK7WJZT7O", "10.180.0.1:80", "SXIVWICOYRO3J4NJ")]
     #[case("ns2/svc2", "p80", "GNZBNJ2PO5MGZ6GT", "10.180.0.2:80", "RS4RBKLTHTF2IUXJ")]

@@ -1,7 +1,8 @@
-//! From what is there and what is desired to the text that iptables-restore carries out. Pure.
+//! Plans the input of iptables-restore that turns the kernel's state into the desired state. Pure.
 //!
-//! No reader in the kernel finds less than the old or the new rules of a service port: what refuses clients goes into table filter
-//! before translation ends in table nat, and out of it after translation has begun.
+//! A packet finds the old or the new rules of a service port, and nothing less. Rules that refuse
+//! clients enter table filter before translation ends in table nat, and leave it after translation
+//! has begun.
 
 use rustc_hash::FxHashSet;
 
@@ -17,10 +18,10 @@ use crate::{
     sys::xtables::saved::digest,
 };
 
-/// What must be done for one service port.
+/// The steps that change the rules of one service port.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct PortDifference {
-    /// Made, or emptied and filled.
+    /// Chains that are made, or emptied and filled.
     pub(super) written: Vec<OwnChain>,
     pub(super) deleted: Vec<String>,
     pub(super) added: Vec<(SharedChain, String)>,
@@ -32,7 +33,7 @@ impl PortDifference {
         *self == Self::default()
     }
 
-    /// Where what is there is what this mode has written.
+    /// Returns the difference to rules that this mode has written and that are still there.
     pub(super) fn between(before: &PortRules, after: PortRules) -> Self {
         let has = |rules: &PortRules, rule: &(SharedChain, String)| rules.shared.contains(rule);
         let stays = |chain: &&OwnChain| after.chains.iter().all(|other| other.name != chain.name);
@@ -44,7 +45,8 @@ impl PortDifference {
         }
     }
 
-    /// Where `state` was just read. `before`: what this mode may have written of the port.
+    /// Returns the difference to a `state` that was just read. `before` are the rules that this
+    /// mode may have written for the port.
     pub(super) fn from_state(
         state: &State,
         shared: &SharedDigests,
@@ -65,7 +67,7 @@ impl PortDifference {
         Self { written: chains, deleted, added, removed }
     }
 
-    /// About how many lines it takes.
+    /// Returns about how many lines of input the difference takes.
     pub(super) fn lines(&self) -> usize {
         let own: usize = self.written.iter().map(|chain| chain.rules.len() + 1).sum();
         own + self.added.len() + self.removed.len() + self.deleted.len()
@@ -79,7 +81,7 @@ impl PortDifference {
     }
 }
 
-/// The rules of shared chains that are there.
+/// The digests of all rules that are in shared chains.
 #[derive(Debug, Default)]
 pub(super) struct SharedDigests(FxHashSet<(SharedChain, u64)>);
 
@@ -95,7 +97,8 @@ impl SharedDigests {
     }
 }
 
-/// What is desired, by digest: everything else of this mode that is there is stale.
+/// The names of all desired chains, and the digests of all desired rules in shared chains.
+/// Everything else of this mode that is in the kernel is stale.
 #[derive(Debug, Default)]
 pub(super) struct Wanted {
     chains: FxHashSet<String>,
@@ -109,7 +112,7 @@ impl Wanted {
     }
 }
 
-/// What of this mode is there and not desired.
+/// The chains and rules of this mode that are in the kernel and not desired.
 #[derive(Debug, Default)]
 pub(super) struct Stale {
     pub(super) chains: Vec<(Table, String)>,
@@ -147,12 +150,14 @@ impl Stale {
     }
 }
 
-/// Input of iptables-restore. Each part between a table's name and COMMIT is done wholly or not at all.
+/// Input of iptables-restore. Each part between a table's name and COMMIT is carried out wholly or
+/// not at all.
 #[derive(Debug, Default)]
 pub(super) struct Script {
     pub(super) text: String,
     lines: usize,
-    /// The first line, counted from 1, of what is of a service port (its place among the differences), or of none.
+    /// The owner of each run of lines, with the number of its first line, counted from 1. An owner
+    /// is the index of a service port's difference or of a stale chain.
     owners: Vec<(usize, Option<usize>)>,
     open: Option<(Table, usize)>,
 }
@@ -162,13 +167,14 @@ impl Script {
         self.text.is_empty()
     }
 
-    /// Whose line it is.
+    /// Returns the owner of a line.
     pub(super) fn owner(&self, line: usize) -> Option<usize> {
         let after = self.owners.partition_point(|(first, _)| *first <= line);
         self.owners[..after].last().and_then(|(_, owner)| *owner)
     }
 
-    /// Returns true if a part ends before this line: it is carried out where the line is refused.
+    /// Returns true if a part ends before this line. That part is carried out even if the line is
+    /// refused.
     pub(super) fn commits_before(&self, line: usize) -> bool {
         self.text.lines().take(line.saturating_sub(1)).any(|line| line == "COMMIT")
     }
@@ -184,7 +190,7 @@ impl Script {
         self.owners.push((self.lines + 1, owner));
     }
 
-    /// Goes on in this table, in a new part if the present one has `most` lines.
+    /// Continues in this table, in a new part if the current one has `most` lines.
     fn table(&mut self, table: Table, most: usize) {
         if self.open.is_some_and(|(open, since)| open == table && self.lines - since < most) {
             return;
@@ -207,7 +213,7 @@ impl Script {
     }
 }
 
-/// What of `base` is not as it should be in `state`.
+/// Writes what differs between `base` and `state`.
 pub(super) fn base(state: &State, base: &BaseRules, script: &mut Script) {
     script.owned_by(None);
     for table in Table::ALL {
@@ -244,8 +250,8 @@ pub(super) fn base(state: &State, base: &BaseRules, script: &mut Script) {
     }
 }
 
-/// Inserts what is missing. An older version may have left them in another order: then all jumps of
-/// the chain are moved to its front.
+/// Inserts the jumps that are missing. An older version may have left the jumps in another order.
+/// Then all jumps of the chain are moved to its front.
 fn jumps<'a>(
     there: &TableState,
     wanted: impl DoubleEndedIterator<Item = &'a Jump> + Clone,
@@ -253,7 +259,8 @@ fn jumps<'a>(
 ) {
     let place =
         |jump: &Jump| there.rules(jump.chain).iter().position(|present| present.digest == digest(&jump.rule));
-    // A missing jump is less than one that is there, as `None` is: those are inserted before these.
+    // Missing jumps are inserted at the front. So they are in order if they come first, and `None`,
+    // their place, is less than any other place.
     let in_order = |chain: &str| wanted.clone().filter(|jump| jump.chain == chain).map(place).is_sorted();
     for jump in wanted.clone().rev() {
         if place(jump).is_some() {
@@ -272,12 +279,13 @@ fn martians(state: &State, base: &BaseRules, script: &mut Script) {
     if !there.has(names::FIREWALL) {
         script.fill(names::FIREWALL, std::slice::from_ref(rule));
     } else if there.rules(names::FIREWALL).iter().all(|present| present.digest != digest(rule)) {
-        // The chain is the kubelet's too.
+        // The kubelet uses the chain too, so the rule is appended.
         script.line(format_args!("-A {} {rule}", names::FIREWALL));
     }
 }
 
-/// Mode ipvs leads all packets to this chain. By this mode's rules in it, those of connections that IPVS still translates would be dropped.
+/// Removes jumps of other modes to the firewall chain. Mode ipvs leads all packets there. This
+/// mode's rules in the chain would drop packets of connections that IPVS still translates.
 fn firewall_jumps(state: &State, base: &BaseRules, script: &mut Script) {
     let is_wanted = |chain: &str, rule: &str| {
         base.jumps.iter().any(|jump| jump.chain == chain && digest(&jump.rule) == digest(rule))
@@ -298,7 +306,7 @@ fn marks(state: &State, base: &BaseRules, script: &mut Script) {
     }
 }
 
-/// They must be the last rules of their chain.
+/// Writes the rules that lead to node ports. They must be the last rules of their chain.
 fn node_ports(state: &State, base: &BaseRules, script: &mut Script) {
     let chain = SharedChain::Services.name();
     let present = state.of(Table::Nat).rules(chain);
@@ -313,12 +321,12 @@ fn node_ports(state: &State, base: &BaseRules, script: &mut Script) {
         script.line(format_args!("-A {chain} {rule}"));
     }
     for at in there {
-        // Of two that are the same the first is deleted.
+        // The tools delete the first of two equal rules, which is the old one.
         script.line(format_args!("-D {chain} {}", present[at].rule));
     }
 }
 
-/// From the base rules that were written to others.
+/// Writes the change from the base rules that were written to others.
 pub(super) fn base_change(before: &BaseRules, after: &BaseRules, script: &mut Script) {
     script.owned_by(None);
     for chain in after.chains.iter().filter(|chain| !before.chains.contains(chain)) {
@@ -338,7 +346,7 @@ pub(super) fn base_change(before: &BaseRules, after: &BaseRules, script: &mut Sc
     script.close();
 }
 
-/// Writes what the service ports need. `most`: lines after which a new part begins.
+/// Writes the differences of service ports. A new part begins after `most` lines.
 pub(super) fn ports(differences: &[PortDifference], most: usize, script: &mut Script) {
     let in_filter = |rules: &[(SharedChain, String)]| -> Vec<(SharedChain, String)> {
         rules.iter().filter(|(chain, _)| chain.table() == Table::Filter).cloned().collect()
@@ -362,7 +370,7 @@ pub(super) fn ports(differences: &[PortDifference], most: usize, script: &mut Sc
         }
         script.table(Table::Nat, most);
         script.owned_by(Some(owner));
-        // Chains are there before a rule leads to them.
+        // A chain must exist before a rule leads to it.
         for chain in written {
             script.line(format_args!(":{} - [0:0]", chain.name));
         }
@@ -384,7 +392,8 @@ pub(super) fn ports(differences: &[PortDifference], most: usize, script: &mut Sc
     script.close();
 }
 
-/// Service ports do not share addresses: their order in a shared chain is of no matter. What must be last stays last.
+/// Inserts rules at the front of their chains. Service ports share no addresses, so their order in
+/// a shared chain does not matter. Rules that must be last stay last.
 fn insert(rules: &[(SharedChain, String)], script: &mut Script) {
     for (chain, rule) in rules {
         script.line(format_args!("-I {} {rule}", chain.name()));
@@ -402,7 +411,7 @@ fn delete<'a>(chains: impl Iterator<Item = &'a str> + Clone, script: &mut Script
     chains.for_each(|chain| script.line(format_args!("-X {chain}")));
 }
 
-/// Removes what is stale.
+/// Writes the removal of stale rules and chains.
 pub(super) fn stale(stale: &Stale, most: usize, script: &mut Script) {
     script.owned_by(None);
     for table in [Table::Nat, Table::Filter, Table::Mangle] {
@@ -415,7 +424,7 @@ pub(super) fn stale(stale: &Stale, most: usize, script: &mut Script) {
             script.table(table, most);
             script.line(format_args!(":{chain} - [0:0]"));
         }
-        // All are empty before the first is deleted: they lead to each other.
+        // The chains lead to each other. So all are emptied before the first is deleted.
         for (place, chain) in stale.chains.iter().enumerate().filter(|(_, (of, _))| *of == table) {
             script.table(table, most);
             script.owned_by(Some(place));

@@ -1,4 +1,4 @@
-//! What mode iptables needs of a node.
+//! The requirements of mode iptables.
 
 use super::trial;
 use crate::{
@@ -8,7 +8,8 @@ use crate::{
     sys::xtables::{self, ChosenBackend},
 };
 
-/// Of `ipvs`, where that was asked for.
+/// Fields without effect in this mode. The other fields of `ipvs` have an effect if mode ipvs was
+/// asked for.
 pub(in crate::dataplane) const UNUSED_FIELDS: &[&str] =
     &["ipvs.scheduler", "ipvs.strictARP", "ipvs.tcpFinTimeout", "ipvs.tcpTimeout", "ipvs.udpTimeout"];
 

@@ -1,6 +1,8 @@
-//! The rules of one service port, as text. Pure; what becomes of whom is [`PortPolicy`]'s.
+//! The rules of one service port, as text. Pure. [`PortPolicy`] decides what becomes of its
+//! clients.
 //!
-//! Rules are written as iptables-save prints them, so that what is there can be compared with what is desired.
+//! Rules are written as iptables-save prints them, so that the kernel's rules can be compared with
+//! the desired ones.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -31,13 +33,13 @@ pub(super) struct OwnChain {
 
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct PortRules {
-    /// A chain follows those that it leads to.
+    /// The chains of the service port alone. Each comes after the chains to which it leads.
     pub(super) chains: Vec<OwnChain>,
     pub(super) shared: Vec<(SharedChain, String)>,
 }
 
 impl PortRules {
-    /// Number of rules in the table.
+    /// Returns the number of rules in the table.
     pub(super) fn count(&self, table: Table) -> usize {
         let own = || self.chains.iter().map(|chain| chain.rules.len()).sum();
         let shared = self.shared.iter().filter(|(chain, _)| chain.table() == table).count();
@@ -45,19 +47,19 @@ impl PortRules {
     }
 }
 
-/// What the rules of service ports take from the node.
+/// The settings of the node on which the rules of service ports depend.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct PortSettings {
-    /// Matches what pods send; `None`: that cannot be told.
+    /// A match for packets of pods. `None`: pods cannot be told from others.
     from_pods: Option<String>,
     not_from_pods: Option<String>,
-    /// Used by [`PortPolicy`].
+    /// The part of the host that [`PortPolicy`] reads.
     host: Host,
-    /// Addresses of the node that loadBalancerSourceRanges may contain.
+    /// Addresses of the node. It is checked whether loadBalancerSourceRanges contain them.
     node_addresses: Vec<IpAddr>,
-    /// Packets to node ports on 127.0.0.1 are counted.
+    /// True if packets to node ports on 127.0.0.1 are counted.
     counts_localhost: bool,
-    /// Rules of single endpoints have comments.
+    /// True if rules of single endpoints have comments.
     pub(super) endpoint_comments: bool,
 }
 
@@ -80,7 +82,8 @@ impl PortSettings {
         Self {
             from_pods,
             not_from_pods,
-            // Only what the policy asks for: other changes of the node do not concern the rules.
+            // Only the fields that the policy reads are kept, so that other changes of the node do
+            // not change the rules.
             host: Host {
                 local_traffic: host.local_traffic.clone(),
                 masquerade_all: host.masquerade_all,
@@ -104,7 +107,7 @@ struct PortRenderer<'a> {
     settings: &'a PortSettings,
     names: PortChains,
     policy: PortPolicy,
-    /// As comments name the port.
+    /// The name of the port in comments.
     title: String,
 }
 
@@ -127,7 +130,7 @@ impl PortRenderer<'_> {
         format!("-m comment --comment \"{}{text}\"", self.title)
     }
 
-    /// Matches what is sent to the frontend.
+    /// Returns a match for packets to the frontend.
     fn destination(&self, frontend: &Frontend, comment: &str) -> String {
         let protocol = self.port.name.protocol.name().to_ascii_lowercase();
         let Frontend { kind, address, port } = frontend;
@@ -167,7 +170,7 @@ impl PortRenderer<'_> {
             };
             rules.push((shared, format!("{matches} -j {chain}")));
             if frontend.kind == FrontendKind::NodePort && self.settings.counts_localhost {
-                // Goes before the other, as it is inserted after it.
+                // This rule is inserted after the other one, and so stands before it in the chain.
                 let counted = count(LOCALHOST_ACCEPTED);
                 rules.push((shared, format!("-d 127.0.0.0/8 {matches} {counted}-j {chain}")));
             }
@@ -198,14 +201,14 @@ impl PortRenderer<'_> {
         self.port.frontends.iter().any(|frontend| frontend.kind != FrontendKind::ClusterIp)
     }
 
-    /// Somebody who dials an external address gets an endpoint.
+    /// Returns true if some client that dials an external address gets an endpoint.
     fn external_serves(&self) -> bool {
         let PortPolicy { external, external_from_pods, external_from_node, .. } = self.policy;
         let clients = [Some(external), external_from_pods, external_from_node];
         clients.into_iter().flatten().any(|clients| matches!(clients.outcome, Outcome::Balance(_)))
     }
 
-    /// The chain that balances over the clients' endpoints.
+    /// Returns the chain that balances over the clients' endpoints.
     fn set_chain(&self, clients: ClientPolicy) -> Option<String> {
         let Outcome::Balance(set) = clients.outcome else { return None };
         Some(if self.is_local(set) { self.names.local() } else { self.names.cluster() })
@@ -219,7 +222,7 @@ impl PortRenderer<'_> {
         }
     }
 
-    /// Whether rules of this port lead there.
+    /// Returns true if rules of this port lead to the set.
     fn uses(&self, set: EndpointSet) -> bool {
         let PortPolicy { internal, external, external_from_pods, external_from_node } = self.policy;
         let of = |clients: Option<ClientPolicy>| {
@@ -232,7 +235,7 @@ impl PortRenderer<'_> {
 
     fn own_chains(&self, chains: &mut Vec<OwnChain>) {
         let all = [EndpointSet::Cluster, EndpointSet::Internal, EndpointSet::External];
-        // Sets of one policy are the same set.
+        // Sets of the same traffic policy are equal.
         let of_policy =
             |local: bool| all.into_iter().find(|set| self.is_local(*set) == local && self.uses(*set));
         let used: Vec<EndpointSet> = [false, true].into_iter().filter_map(of_policy).collect();
@@ -260,7 +263,8 @@ impl PortRenderer<'_> {
         self.port.frontends.iter().filter(|frontend| frontend.kind == FrontendKind::LoadBalancer)
     }
 
-    /// Of the clients of the cluster IP, where this is the chain that they come to.
+    /// Returns the rules that masquerade clients of the ClusterIP, if the set's chain is the one
+    /// that they come to.
     fn masquerade_internal(&self, set: EndpointSet) -> Vec<String> {
         let Outcome::Balance(internal) = self.policy.internal.outcome else { return Vec::new() };
         if self.is_local(internal) != self.is_local(set) {
@@ -276,7 +280,7 @@ impl PortRenderer<'_> {
             let matches = self.destination(frontend, &self.comment(" cluster IP"));
             let rule = format!("{matches} -j {}", names::MARK_MASQUERADE);
             match who.split_once("-i ") {
-                // Interfaces follow addresses.
+                // iptables-save prints interfaces behind addresses.
                 Some((not, interface)) => rule.replacen(" -p ", &format!(" {not}-i {interface} -p "), 1),
                 None if who.is_empty() => rule,
                 None => format!("{who} {rule}"),
@@ -328,7 +332,7 @@ impl PortRenderer<'_> {
             None => String::new(),
         };
         let rules = vec![
-            // A client that is its own endpoint.
+            // This rule masquerades a client that is its own endpoint.
             format!("-s {} {comment}-j {}", IpNet::from(endpoint.address), names::MARK_MASQUERADE),
             format!("-p {protocol} {comment}{affinity}-m {protocol} -j DNAT --to-destination {address}"),
         ];
@@ -373,7 +377,7 @@ impl PortRenderer<'_> {
         let comment = self.comment(" loadbalancer IP");
         let external = self.names.external();
         let rule = |from: IpNet| {
-            // Everybody: the tools leave out an address that matches all.
+            // iptables-save prints no address for a range that contains everybody.
             let source = if from.prefix_len() == 0 { String::new() } else { format!("-s {} ", from.trunc()) };
             format!("{source}{comment} -j {external}")
         };
@@ -381,7 +385,8 @@ impl PortRenderer<'_> {
         let ranges = &self.port.source_ranges;
         let has_node = |range: &IpNet| self.settings.node_addresses.iter().any(|node| range.contains(node));
         if ranges.iter().any(has_node) {
-            // A node that dials the address has it as its source, where it is an address of the node too.
+            // A node that dials the address also has it as its source, where the address is one of
+            // the node's own.
             rules.extend(self.load_balancers().map(|frontend| rule(frontend.address.into())));
         }
         let others = format!(
@@ -394,7 +399,8 @@ impl PortRenderer<'_> {
     }
 }
 
-/// Matches one of `left` packets. The kernel counts in units of 2⁻³¹, and the tools print what they make of that.
+/// Returns a match for one of `left` packets. The kernel stores the probability in units of 2⁻³¹,
+/// and the tools print the stored value.
 fn chance(left: usize) -> String {
     let one = f64::from(1_u32 << 31);
     let units = (one / left as f64).round();

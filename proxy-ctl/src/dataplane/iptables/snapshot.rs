@@ -1,5 +1,5 @@
-//! What is programmed, from what iptables-save prints: also for whoever has no controller. Names of service ports are in the rules'
-//! comments.
+//! Reads what is programmed from the output of iptables-save, with or without a controller. Rules
+//! have the names of service ports in their comments.
 
 use std::{
     collections::BTreeMap,
@@ -19,15 +19,15 @@ use crate::{
     sys::xtables::saved::{SavedLine, after, words},
 };
 
-/// A chain of one service port, as far as it says where connections go.
+/// A chain of one service port, reduced to what says where connections go.
 #[derive(Debug, Default)]
 struct Chain {
-    /// The endpoint that it translates to.
+    /// The endpoint to which the chain translates.
     endpoint: Option<SocketAddr>,
-    /// Chains that it leads to, with what is said of who comes there.
+    /// The chains to which the chain leads.
     leads_to: Vec<String>,
     affinity_seconds: u32,
-    /// Everybody's source is replaced.
+    /// True if every client's source is replaced.
     masquerades_all: bool,
 }
 
@@ -88,7 +88,8 @@ impl Reader {
             return;
         };
         let (title, what) = comment.split_once(' ').unwrap_or((&comment, ""));
-        // Of node ports it is what a rule counts.
+        // In the chain of node ports, only the rule that counts packets to 127.0.0.0/8 has an
+        // address.
         let address = after(rule, &["-d"]).filter(|_| shared != SharedChain::NodePorts);
         let address = address.and_then(|text| text.parse::<IpNet>().ok()).map(|net| net.addr());
         let port = after(rule, &["--dport"]).and_then(|text| text.parse().ok());
@@ -111,7 +112,7 @@ impl Reader {
         match shared {
             SharedChain::Services | SharedChain::NodePorts if is_cluster_ip => known.internal = Some(target),
             SharedChain::Services | SharedChain::NodePorts => {
-                // A chain of source ranges leads to the same.
+                // A chain of source ranges leads to the service port's external chain.
                 known.external = Some(target.replacen("KUBE-FW-", "KUBE-EXT-", 1));
             }
             SharedChain::Refused | SharedChain::RefusedExternal => {
@@ -131,7 +132,7 @@ impl Reader {
         chain.leads_to.iter().filter_map(|name| self.chains.get(name)?.endpoint).collect()
     }
 
-    /// Adds what was read; one call for each family.
+    /// Adds what was read to the snapshot. It is called once for each family.
     pub(super) fn finish(self, snapshot: &mut Snapshot) {
         let mut services = Vec::with_capacity(self.ports.len());
         for (name, port) in &self.ports {
@@ -182,7 +183,7 @@ impl Reader {
     }
 }
 
-/// The address of a rule of KUBE-SERVICES that leads to node ports.
+/// Returns the address in a rule of KUBE-SERVICES that leads to node ports.
 pub(super) fn node_port_address(line: &str) -> Option<IpAddr> {
     let SavedLine::Rule { chain: names::SERVICES, rule } = SavedLine::parse(line) else { return None };
     let rule = words(rule);

@@ -1,5 +1,5 @@
-//! What of this mode is in the kernel, from what iptables-save prints. Rules of single service ports are kept as digests: there may
-//! be hundreds of thousands.
+//! The state of this mode in the kernel, read from the output of iptables-save. Rules of single
+//! service ports are kept as digests, because there may be hundreds of thousands.
 
 use rustc_hash::FxHashMap;
 
@@ -17,15 +17,15 @@ use crate::{
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct PresentRule {
     pub(super) digest: u64,
-    /// As printed, without chain.
+    /// The rule as iptables-save prints it, without its chain.
     pub(super) rule: String,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct TableState {
-    /// Digests of this mode's chains, by name.
+    /// Digests of this mode's own chains, by name.
     own: FxHashMap<Box<str>, u64>,
-    /// Rules of base chains, of [`SharedChain`]s and of KUBE-FIREWALL, in their order.
+    /// The rules, in their order, of the kernel's chains, of [`SharedChain`]s and of KUBE-FIREWALL.
     pub(super) listed: FxHashMap<Box<str>, Vec<PresentRule>>,
 }
 
@@ -34,7 +34,7 @@ impl TableState {
         self.own.contains_key(chain) || self.listed.contains_key(chain)
     }
 
-    /// The digest of a chain that is this mode's alone; `None`: it is not there.
+    /// Returns the digest of a chain that only this mode uses. `None`: the chain does not exist.
     pub(super) fn digest(&self, chain: &str) -> Option<u64> {
         self.own.get(chain).copied()
     }
@@ -48,7 +48,7 @@ impl TableState {
     }
 }
 
-/// Of one family.
+/// The tables of one family.
 #[derive(Debug, Default)]
 pub(super) struct State {
     tables: [TableState; 3],
@@ -59,7 +59,7 @@ impl State {
         &self.tables[table as usize]
     }
 
-    /// Takes over a line of iptables-save for this table.
+    /// Adds a line of iptables-save to this table.
     pub(super) fn take(&mut self, table: Table, line: &str) {
         let state = &mut self.tables[table as usize];
         let is_listed = |chain: &str| {
@@ -88,7 +88,7 @@ impl State {
 
 const EMPTY: u64 = 0;
 
-/// The digest of a chain with one more rule.
+/// Returns the digest of a chain with one more rule.
 fn with(chain: u64, rule: &str) -> u64 {
     (chain.rotate_left(7) ^ digest(rule)).wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(1)
 }

@@ -1,4 +1,4 @@
-//! Desired service ports for the tests of this mode, and what is written for them.
+//! Desired service ports for the tests of this mode, and the scripts that write them.
 
 use std::sync::Arc;
 
@@ -40,12 +40,12 @@ fn host() -> Host {
     }
 }
 
-/// A Service with port p80/TCP.
+/// Returns a Service with port p80/TCP.
 fn named(text: &str, cluster_ip: &str) -> Service {
     service(text, &[cluster_ip]).ports(vec![port("p80", 80)])
 }
 
-/// Its endpoints, on port p80 -> 80.
+/// Returns the endpoints of a Service, on port p80 -> 80.
 fn endpoints(service: &str, addresses: &[&str]) -> EndpointSlice {
     let service = name(service);
     let of = |address: &&str| match address.strip_prefix("here:") {
@@ -70,7 +70,7 @@ fn settings(family: IpFamily, host: &Host) -> PortSettings {
     PortSettings::new(family, host, ABLE, true)
 }
 
-/// What is written where nothing is yet.
+/// Returns the script for tables in which nothing is written yet.
 fn first_script(ports: &[Arc<DesiredPort>], family: IpFamily, host: &Host) -> String {
     let mut script = Script::default();
     plan::base(&State::default(), &BaseRules::new(family, host, ABLE), &mut script);
@@ -82,7 +82,7 @@ fn first_script(ports: &[Arc<DesiredPort>], family: IpFamily, host: &Host) -> St
     script.text
 }
 
-/// Some of each kind.
+/// Returns Services of several kinds, with their endpoints.
 fn several() -> (Vec<Service>, Vec<EndpointSlice>) {
     let guarded = Service {
         source_ranges: vec!["203.0.113.0/25".parse().unwrap(), "192.168.0.0/24".parse().unwrap()],

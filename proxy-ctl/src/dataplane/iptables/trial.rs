@@ -1,7 +1,8 @@
-//! Rules that use everything, on trial in a network namespace of their own, which ends with the
-//! trial: nothing of the node is changed. The tools alone do not tell what the kernel lacks: with
-//! nf_tables but without NFT_COMPAT, or without a match or target, each write of this mode would
-//! fail, and nothing would be served.
+//! A trial of rules that use everything. It runs in a network namespace of its own, which ends with
+//! the trial, so nothing of the node is changed.
+//!
+//! The tools alone do not tell what the kernel lacks. With nf_tables but without NFT_COMPAT, or
+//! without a match or target, each write of this mode would fail, and nothing would be served.
 
 use std::{io, thread};
 
@@ -27,7 +28,8 @@ use crate::{
 #[derive(Debug)]
 enum Trial {
     Passed(Vec<IpFamily>),
-    /// Nothing is known of the kernel: there was no network namespace, no thread, or no run of the tool.
+    /// The kernel was not asked, because there was no network namespace, no thread, or no run of
+    /// the tool.
     NotMade(io::Error),
     Refused(IpFamily, ToolError),
 }
@@ -47,7 +49,8 @@ fn make(tools: impl FnOnce() -> Vec<(IpFamily, Tools)> + Send) -> Trial {
             if let Err(error) = tools.restore(&rules(*family, tools.has_random_fully())) {
                 return match error {
                     ToolError::Failed { .. } => Trial::Refused(*family, error),
-                    // A lock that others hold, or a process that cannot be made, is no answer of the kernel.
+                    // A lock that others hold, or a process that cannot be made, says nothing about
+                    // the kernel.
                     ToolError::Busy { .. } | ToolError::Run { .. } => Trial::NotMade(io::Error::other(error)),
                 };
             }
@@ -83,7 +86,7 @@ fn answer(trial: Trial) -> Requirement {
     requirement
 }
 
-/// Returns the rules of a Service that uses everything, and those that lead there.
+/// Returns the rules of Services that use everything, and the rules that lead there.
 fn rules(family: IpFamily, random_fully: bool) -> String {
     let (address, node) = match family {
         IpFamily::Ipv4 => ([192, 0, 2, 1].into(), [127, 0, 0, 1].into()),
@@ -131,10 +134,10 @@ fn rules(family: IpFamily, random_fully: bool) -> String {
         algorithm: None,
         forwarding: None,
     };
-    // One is balanced, and one refused.
+    // One service port is balanced, and the other is refused.
     let ports =
         [port("served", FrontendKind::LoadBalancer, &[0, 1]), port("refused", FrontendKind::ClusterIp, &[])];
-    // Packets are counted where that can be done.
+    // The trial does not count packets, because the mode also works without counters.
     let abilities =
         Abilities { random_fully, drop_invalid: true, counts_packets: false, routes_localnet: true };
     let mut script = Script::default();

@@ -1,4 +1,5 @@
-//! Carries out what `plan` has decided, for one family, and finds out whose rule it is that the tools refuse.
+//! Carries out what `plan` has decided, for one family, and finds the service port whose rule the
+//! tools refuse.
 
 use std::{
     sync::Arc,
@@ -29,22 +30,25 @@ use crate::{
     },
 };
 
-/// More endpoints than this: rules of single endpoints have no comments, as kube-proxy does it.
+/// Above this number of endpoints, rules of single endpoints have no comments, as in kube-proxy.
 const MANY_ENDPOINTS: usize = 1000;
-/// Fewer than this, and they have again.
+/// Below this number of endpoints, the rules get their comments back. It is lower than
+/// [`MANY_ENDPOINTS`] so that a node near the limit does not flap.
 const FEW_ENDPOINTS: usize = 900;
-/// iptables-nft needs time in proportion to the square of the lines of a part.
+/// The most lines of a part for iptables-nft, whose time grows with the square of that number.
 const LINES_OF_NFT: usize = 2000;
-/// iptables-legacy copies the whole table for each part.
+/// The most lines of a part for iptables-legacy. There is one part, because each part copies the
+/// whole table.
 const LINES_OF_LEGACY: usize = usize::MAX;
-/// Of one run of the tool: bounds the memory for its input.
+/// The most lines of one run of the tool, to bound the memory for its input.
 const LINES_AT_ONCE: usize = 100_000;
-/// Everything is read again when this many times the duration of the last time has passed, at the latest after
-/// [`LONGEST_TRUST`].
+/// Everything is read again after this many times the duration of the last reading, but at the
+/// latest after [`LONGEST_TRUST`].
 const READ_SHARE: u32 = 100;
 const LONGEST_TRUST: Duration = Duration::from_secs(3600);
 
-/// Whether rules of single endpoints have comments, where they `had` them or not, with so many endpoints.
+/// Returns true if rules of single endpoints have comments, with so many endpoints. `had` says
+/// whether they have comments so far.
 const fn has_endpoint_comments(had: bool, endpoints: usize) -> bool {
     if had { endpoints <= MANY_ENDPOINTS } else { endpoints < FEW_ENDPOINTS }
 }
@@ -55,11 +59,11 @@ pub(super) struct Failures {
     pub(super) partial: u64,
 }
 
-/// A service port whose rules are there.
+/// A service port whose rules are in the kernel.
 #[derive(Clone, Debug)]
 struct Written {
     port: Arc<DesiredPort>,
-    /// Number of rules by table.
+    /// The number of its rules in each table.
     rules: [u32; 3],
 }
 
@@ -69,7 +73,7 @@ impl Written {
     }
 }
 
-/// A service port and what it should become.
+/// A service port, with its state in the kernel and the state that it should get.
 struct PortChange {
     name: ServicePortName,
     before: Option<Written>,
@@ -102,19 +106,19 @@ pub(super) struct Writer {
     abilities: Abilities,
     host: Host,
     settings: PortSettings,
-    /// The base rules that are there.
+    /// The base rules that are in the kernel.
     base: Option<BaseRules>,
-    /// The service ports whose rules are there.
+    /// The service ports whose rules are in the kernel.
     written: FxHashMap<ServicePortName, Written>,
     endpoints: usize,
     pub(super) failures: Failures,
-    /// Of the last write, by table.
+    /// The number of rules that the last write has written, by table.
     pub(super) last: [u64; 3],
-    /// When everything was compared last, and how long that took.
+    /// The time at which everything was last compared, and how long that took.
     compared: Option<(Instant, Duration)>,
-    /// What is there is not known, or not all that should be.
+    /// True if the kernel's state is not known, or does not have everything that is desired.
     doubtful: bool,
-    /// The canary was missing at the last look.
+    /// True if the canary was missing at the last look.
     flushed: bool,
     outlines: [Option<xtables::Outline>; 3],
 }
@@ -126,7 +130,7 @@ impl Writer {
             tools,
             abilities,
             host: Host::default(),
-            // Up to the number to which kube-proxy writes comments.
+            // kube-proxy writes comments up to [`MANY_ENDPOINTS`].
             settings: PortSettings::new(family, &Host::default(), abilities, true),
             base: None,
             written: FxHashMap::default(),
@@ -140,8 +144,8 @@ impl Writer {
         }
     }
 
-    /// Follows the node's parameters. Rules that rest on other values are written again by the next
-    /// [`Self::resync`] or [`Self::set_host`].
+    /// Takes over the node's parameters. Rules that depend on other values are written again by the
+    /// next [`Self::resync`] or [`Self::set_host`].
     pub(super) fn prepare(&mut self, parameters: Parameters, has_counters: bool) {
         let Parameters { is_liberal, routes_localnet } = parameters;
         if self.abilities.drop_invalid == is_liberal {
@@ -159,14 +163,14 @@ impl Writer {
         self.abilities.counts_packets
     }
 
-    /// Before the first [`Self::resync`] nothing is written.
+    /// Takes over the host. Nothing is written before the first [`Self::resync`].
     pub(super) fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
         self.host = host.clone();
         let settings = PortSettings::new(self.family, host, self.abilities, self.settings.endpoint_comments);
         let Some(before) = self.base.clone() else { return Ok(Applied::default()) };
         let base = BaseRules::new(self.family, host, self.abilities);
         let rests_on_state = before.jumps != base.jumps || before.martians != base.martians;
-        // What failed is tried again, though the settings are those that it has failed with.
+        // A write that failed is tried again, even if the settings are those with which it failed.
         if settings != self.settings || rests_on_state || self.doubtful {
             return self.rewrite();
         }
@@ -203,8 +207,9 @@ impl Writer {
         without_refusals(applied, refusals)
     }
 
-    /// Writes what differs between `desired` and what is there, and removes what is not desired. Where nothing has failed and the
-    /// canary is there, what this mode has written is trusted for a while: reading it takes long if it is much.
+    /// Writes what differs between `desired` and the kernel's state, and removes what is not
+    /// desired. Reading the kernel's state takes long if there are many rules. So what this mode
+    /// has written is trusted for a while, if nothing has failed and the canary is there.
     pub(super) fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
         let own: Vec<_> = desired.iter().filter(|port| port.name.family == self.family).cloned().collect();
         let is_trusted = !self.doubtful
@@ -223,12 +228,12 @@ impl Writer {
         self.compare(&own)
     }
 
-    /// What has been written is not trusted at the next [`Self::resync`].
+    /// Invalidates what has been written: the next [`Self::resync`] compares it with the kernel.
     pub(super) fn doubt(&mut self) {
         self.doubtful = true;
     }
 
-    /// Everything again, as it was last desired.
+    /// Writes everything again as it was last desired.
     fn rewrite(&mut self) -> Result<Applied, Error> {
         let desired: Vec<_> = self.written.values().map(|written| Arc::clone(&written.port)).collect();
         self.compare(&desired)
@@ -266,13 +271,14 @@ impl Writer {
             let before = self.written.get(&port.name).cloned();
             ports.push(PortChange::new(&port.name, before, Some(port)));
         }
-        // What is no longer desired is stale.
+        // Rules of service ports that are no longer desired are stale.
         let names: FxHashSet<&ServicePortName> = desired.iter().map(|port| &port.name).collect();
         self.written.retain(|name, _| names.contains(name));
         self.endpoints = self.written.values().map(Written::endpoints).sum();
         let mut refusals = Vec::new();
         let written = self.write(ports, Some(&state), &mut refusals)?;
-        // Of what this mode had written before, some is removed now.
+        // The kernel's state has changed if rules were removed, and may have changed if some were
+        // refused.
         let state = if written.removed > 0 || !refusals.is_empty() { self.read()? } else { state };
         applied += written;
         // A port that was refused is served as before.
@@ -308,8 +314,9 @@ impl Writer {
         port.map(|written| port_rules(&written.port, &self.settings)).unwrap_or_default()
     }
 
-    /// Writes the ports in a few runs of the tool. `state`: what is there; `None`: what this mode has written. Service ports that
-    /// the tool refuses are left as they were.
+    /// Writes the ports in a few runs of the tool. `state` is the kernel's state. `None`: the
+    /// kernel has what this mode has written. Service ports that the tool refuses stay as they
+    /// were.
     fn write(
         &mut self,
         ports: Vec<PortChange>,
@@ -371,7 +378,7 @@ impl Writer {
             self.keep(ports);
             return Err(error.into());
         }
-        // Parts before the one that was refused are written.
+        // Parts before the refused one are carried out.
         let line = error.line();
         let rule = line
             .and_then(|line| script.text.lines().nth(line.saturating_sub(1)))
@@ -381,7 +388,7 @@ impl Writer {
         let has_written = line.is_none_or(|line| script.commits_before(line));
         drop((script, differences));
         if let (Some(owner), false) = (owner, has_written) {
-            // Nothing was written, so what is known of the tables still holds. A reading takes
+            // Nothing was written, so what is known of the tables still holds. Reading them takes
             // long.
             self.refused(ports.swap_remove(owner), rule, error, refusals);
             return self.write(ports, state, refusals);
@@ -406,7 +413,7 @@ impl Writer {
         Ok(applied)
     }
 
-    /// The tool does not take this rule of the port.
+    /// Notes that the tool refuses this rule of the port.
     fn refused(&mut self, port: PortChange, rule: String, error: ToolError, refusals: &mut Vec<Refusal>) {
         tracing::warn!(port = %port.name, rule, %error, "a rule of the service port was refused; it is served as before");
         refusals.push(Refusal { name: port.name.clone(), rule, error });
@@ -417,7 +424,8 @@ impl Writer {
         self.know(port.name, port.after);
     }
 
-    /// They could not be written: as far as is known, what was there before is there.
+    /// Notes that ports could not be written. As far as is known, their former rules are still in
+    /// the kernel.
     fn keep(&mut self, ports: Vec<PortChange>) {
         ports.into_iter().for_each(|port| self.know(port.name, port.before));
     }
@@ -449,7 +457,8 @@ impl Writer {
                 chain,
                 "a chain that is not used stays, emptied: a rule of others leads to it"
             );
-            // Parts before are carried out: a rule is not deleted twice.
+            // Parts before the refused one are carried out. The tables are read, so that no rule is
+            // deleted twice.
             let state = self.read()?;
             stale.chains.retain(|(table, chain)| state.of(*table).digest(chain).is_some());
             stale.rules.retain(|(chain, rule)| {
@@ -468,7 +477,7 @@ impl Writer {
         })
     }
 
-    /// Whether the rules are there that show that nobody has flushed the tables.
+    /// Returns true if the canary chains are there, which show that nobody has flushed the tables.
     pub(super) fn canary_is_there(&mut self) -> Result<bool, Error> {
         let family = TableFamily::from(self.family);
         for table in Table::ALL {
@@ -478,7 +487,8 @@ impl Writer {
                     None => false,
                 },
                 Backend::Legacy => {
-                    // The kernel returns whole tables only.
+                    // The kernel returns only whole tables, so the chains are read only if the
+                    // outline differs.
                     let known = self.outlines[table as usize].as_ref();
                     let outline = xtables::outline(family, table.name())?;
                     if outline.is_some() && outline.as_ref() == known {
@@ -502,12 +512,13 @@ impl Writer {
     fn remember_outlines(&mut self) {
         if self.tools.backend == Backend::Legacy {
             let family = TableFamily::from(self.family);
-            // Where it cannot be read, the chains are.
+            // A table whose outline cannot be read has its chains read at the next look.
             self.outlines = Table::ALL.map(|table| xtables::outline(family, table.name()).ok().flatten());
         }
     }
 
-    /// Writes everything again where somebody has flushed the tables: at the second look, as that may take a moment.
+    /// Writes everything again if another program has flushed the tables. It does so at the second
+    /// look, because a flush and its repair may take a moment.
     pub(super) fn watch(&mut self) -> Result<(), Error> {
         if self.base.is_none() || self.canary_is_there()? {
             self.flushed = false;
@@ -526,7 +537,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Number of rules by table.
+    /// Returns the number of rules by table.
     pub(super) fn rules(&self) -> [u64; 3] {
         let base = |table| self.base.as_ref().map_or(0, |base| base.count(table) as u64);
         Table::ALL.map(|table| {
@@ -556,7 +567,7 @@ fn without_refusals(applied: Applied, refusals: Vec<Refusal>) -> Result<Applied,
     }
 }
 
-/// What of this mode is there.
+/// Reads the state of this mode.
 pub(super) fn read(tools: &Tools) -> Result<State, ToolError> {
     let mut state = State::default();
     for table in Table::ALL {

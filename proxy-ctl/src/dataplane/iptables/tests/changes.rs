@@ -1,4 +1,4 @@
-//! What a change writes.
+//! Tests of what a change writes.
 
 use super::*;
 use crate::dataplane::iptables::{
@@ -40,7 +40,7 @@ fn nothing_new_is_nothing_to_write() {
     assert_eq!(change(&web(&["10.180.0.1"]), Some(&web(&["10.180.0.1"]))), "");
 }
 
-/// Clients meet the refusal, or an endpoint: never a packet that goes on untranslated.
+/// Clients meet the refusal or an endpoint. No packet goes on untranslated.
 #[test]
 fn refusal_begins_before_translation_ends_and_ends_after_it_has_begun() {
     let [with, without] = [web(&["10.180.0.1"]), web(&[])];
@@ -99,7 +99,7 @@ fn what_was_read_counts_not_what_was_believed() {
     let settings = settings(IpFamily::Ipv4, &host());
     let rules = |addresses: &[&str]| port_rules(&web(addresses), &settings);
     let (before, after) = (rules(&["10.180.0.1"]), rules(&["10.180.0.2"]));
-    // Somebody has removed everything but the chain of the endpoint that goes.
+    // Another program has removed everything but the chain of the endpoint that is removed.
     let mut state = State::default();
     state.take(Table::Nat, ":KUBE-SEP-SXIVWICOYRO3J4NJ - [0:0]");
     let difference = PortDifference::from_state(&state, &SharedDigests::new(&state), &before, after.clone());

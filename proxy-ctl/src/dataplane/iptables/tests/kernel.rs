@@ -1,4 +1,4 @@
-//! As root, each in a network namespace of its own, with both backends.
+//! Tests in the kernel, as root, with both backends. Each runs in a network namespace of its own.
 
 use std::{
     ffi::OsStr,
@@ -35,7 +35,8 @@ use crate::{
 
 const NOTHING: Applied = Applied { written: 0, removed: 0 };
 
-/// Gives the thread its own network namespace, which ends with it. False: the kernel lacks the backend, which is said.
+/// Moves the thread into its own network namespace, which ends with it. Returns false, and prints
+/// why, if the kernel lacks the backend.
 fn enter(backend: Backend) -> bool {
     unshare(CloneFlags::CLONE_NEWNET).unwrap();
     let is_there = tool(backend, "", "-t nat -S").is_some();
@@ -45,13 +46,13 @@ fn enter(backend: Backend) -> bool {
     is_there
 }
 
-/// What `iptables-<backend>` says; `None`: it failed.
+/// Returns the output of `iptables-<backend>`. `None`: it failed.
 fn tool(backend: Backend, six: &str, arguments: &str) -> Option<String> {
     let output = Command::new(format!("ip{six}tables-{backend}")).args(arguments.split(' ')).output().ok()?;
     output.status.success().then(|| String::from_utf8(output.stdout).unwrap())
 }
 
-/// All rules of both families, without counters.
+/// Returns all rules of both families, without counters.
 fn saved(backend: Backend) -> Vec<String> {
     let family = |six: &str| {
         let output = Command::new(format!("ip{six}tables-{backend}-save")).output().unwrap();
@@ -76,7 +77,7 @@ struct Node {
 }
 
 impl Node {
-    /// `None`: the kernel lacks the backend.
+    /// Writes the service ports. `None`: the kernel lacks the backend.
     fn serving(backend: Backend) -> Option<Self> {
         if !enter(backend) {
             return None;
@@ -126,7 +127,7 @@ fn as_root_a_restart_writes_nothing_and_what_is_not_desired_goes(
     assert_eq!(dataplane.resync(&ports).unwrap(), NOTHING);
     assert_eq!(saved(backend), written);
 
-    // A rule and a chain that are stale, one that was removed, one that was changed.
+    // A chain and a rule are stale, one chain is emptied, and two rules are removed.
     assert!(tool(backend, "", "-t nat -N KUBE-SVC-AAAAAAAAAAAAAAAA").is_some());
     assert!(
         tool(backend, "", "-t nat -I KUBE-SERVICES -d 172.30.9.9/32 -j KUBE-SVC-AAAAAAAAAAAAAAAA").is_some()
@@ -166,7 +167,8 @@ fn as_root_changes_leave_what_a_start_would_write(#[values(Backend::Legacy, Back
     let before = desired(services.clone(), slices.clone());
     let mut dataplane = open(backend);
     dataplane.resync(&before).unwrap();
-    // One endpoint more, all gone, the first of a service; another address.
+    // One Service gets one more endpoint, one loses all, and one gets its first. An external
+    // address changes, and the last Service is deleted.
     slices[0] = endpoints("ns1/svc1", &["10.180.0.1", "10.180.0.9"]);
     slices.remove(2);
     slices.push(endpoints("ns4/svc4", &["10.180.0.7"]));
@@ -182,7 +184,7 @@ fn as_root_changes_leave_what_a_start_would_write(#[values(Backend::Legacy, Back
     dataplane.apply(&Changes { changed, removed: removed.collect() }).unwrap();
     assert_eq!(dataplane.resync(&after).unwrap(), NOTHING);
     drop(dataplane);
-    // Reads everything.
+    // A new dataplane reads everything.
     let mut dataplane = open(backend);
     assert_eq!(dataplane.resync(&after).unwrap(), NOTHING);
     assert_eq!(dataplane.apply(&changes(&after)).unwrap(), NOTHING);
@@ -209,7 +211,7 @@ fn as_root_flushed_tables_are_written_again(#[values(Backend::Legacy, Backend::N
     assert_eq!(sorted(saved(backend)), sorted(written));
 }
 
-/// A mode has emptied a chain that it shares, and could not take over then.
+/// Another mode has emptied a chain that it shares with this one, and then could not take over.
 #[rstest]
 #[ignore = "needs root"]
 fn as_root_what_is_doubted_is_compared_at_once(#[values(Backend::Legacy, Backend::Nft)] backend: Backend) {
@@ -249,7 +251,7 @@ fn as_root_a_rule_that_is_refused_names_its_port_and_hurts_no_other(
     let text = saved(backend).join("\n");
     assert!(text.contains("-A KUBE-SERVICES -d 172.30.0.99/32"), "{text}");
     assert!(text.contains("-A KUBE-SERVICES -d 172.30.0.42/32"), "the port is served as before: {text}");
-    // It is tried again, with the same outcome; nothing of others is written.
+    // It is tried again, with the same outcome. Nothing of the other ports is written.
     let wanted: Vec<_> =
         wanted.into_iter().chain(ports.iter().filter(|port| !of_ipv4(port)).cloned()).collect();
     let error = dataplane.resync(&wanted).unwrap_err().to_string();
@@ -260,7 +262,8 @@ fn as_root_a_rule_that_is_refused_names_its_port_and_hurts_no_other(
     assert_eq!(open(backend).resync(&ports).unwrap(), NOTHING);
 }
 
-/// The lock is one of the thread's own mount namespace: other tests need that of the machine.
+/// The lock of the tools is in the thread's own mount namespace, because other tests need that of
+/// the machine.
 #[test]
 #[ignore = "needs root"]
 fn as_root_a_change_of_the_node_that_failed_is_written_by_the_next_attempt() {
@@ -314,7 +317,7 @@ fn ip_tool(arguments: &str) {
     assert!(status.success(), "ip {arguments}");
 }
 
-/// What the endpoint that answers says of itself.
+/// Returns what the endpoint that answers says of itself.
 fn dial(address: &str) -> std::io::Result<std::net::SocketAddr> {
     let patience = Duration::from_secs(60);
     let mut stream = std::net::TcpStream::connect_timeout(&address.parse().unwrap(), patience)?;
@@ -390,7 +393,7 @@ fn as_root_connections_reach_endpoints_or_are_refused(
     assert_eq!(dial("172.30.0.41:80").unwrap(), "10.180.0.2:80".parse().unwrap());
 }
 
-/// Without what the kubelet shares with this mode, which stays.
+/// Returns the rules without those that the kubelet shares with this mode. They stay.
 fn saved_of_mode(backend: Backend) -> Vec<String> {
     let mut lines = saved(backend);
     lines.retain(|line| !line.contains("KUBE-FIREWALL"));
@@ -402,12 +405,13 @@ fn cleanup() -> Result<Removed, dataplane::Error> {
     (ENTRY.cleanup)(Path::new("/none"), &[])
 }
 
-/// As [`cleanup`], once nobody is at work.
+/// Does the same as [`cleanup`], once no controller is active.
 fn cleanup_at_rest() -> Result<Removed, dataplane::Error> {
     at_rest(cleanup)
 }
 
-/// What a thread of another test has just forked holds all descriptors, the mode's lock among them, until it runs its program.
+/// Repeats a cleanup until the mode's lock is free. A thread of another test may have just forked.
+/// Its child holds all descriptors, the lock among them, until it runs its program.
 fn at_rest(cleanup: impl Fn() -> Result<Removed, dataplane::Error>) -> Result<Removed, dataplane::Error> {
     let deadline = Instant::now() + Duration::from_secs(60);
     loop {
@@ -458,7 +462,7 @@ fn as_root_cleanup_leaves_a_running_kube_proxys_rules(
 ) {
     let Some(Node { ports, dataplane }) = Node::serving(backend) else { return };
     drop(dataplane);
-    // A sync of kube-proxy begins with this.
+    // A sync of kube-proxy begins with emptying these chains.
     for family in ["", "6"] {
         for chain in ["KUBE-SERVICES", "KUBE-NODEPORTS"] {
             assert!(tool(backend, family, &format!("-t nat -F {chain}")).is_some());
@@ -480,7 +484,7 @@ fn as_root_cleanup_leaves_a_running_kube_proxys_rules(
     assert!(saved_of_mode(backend).iter().all(|line| !line.contains("KUBE-")));
 }
 
-/// kube-proxy leaves what it does not write itself.
+/// kube-proxy leaves the chains that it does not write itself.
 #[rstest]
 #[ignore = "needs root"]
 fn as_root_cleanup_leaves_what_a_running_kube_proxy_of_mode_ipvs_writes(
@@ -494,7 +498,7 @@ fn as_root_cleanup_leaves_what_a_running_kube_proxy_of_mode_ipvs_writes(
                   :KUBE-LOAD-BALANCER - [0:0]\n-A KUBE-SERVICES -j KUBE-LOAD-BALANCER\nCOMMIT\n";
     let restore = |family, text: &str| Tools::find(family, backend).unwrap().restore(text).unwrap();
     restore(TableFamily::Ipv4, synced);
-    // It has made its chains of IPv6, and not written them.
+    // kube-proxy has made its chains of IPv6, and has not written their rules.
     restore(TableFamily::Ipv6, "*nat\n:KUBE-LOAD-BALANCER - [0:0]\nCOMMIT\n");
     let of_ipv6 = || {
         let mut lines = saved_of_mode(backend);
@@ -564,7 +568,7 @@ fn as_root_rules_of_many_endpoints_have_no_comments(
     }
 }
 
-/// As a process leaves them that is killed on its way from mode ipvs to mode iptables.
+/// A process that is killed on its way from mode ipvs to mode iptables leaves such rules.
 #[rstest]
 #[case::before_the_removal(&[TableFamily::Ipv4, TableFamily::Ipv6])]
 #[case::before_the_second_family(&[TableFamily::Ipv4])]
@@ -646,7 +650,8 @@ fn as_root_loopback_is_routed_only_where_it_serves_node_ports(
     assert_eq!(found(), expected);
     dataplane.set_host(&host()).unwrap();
     assert_eq!(found(), "1");
-    // It stays set when they are served there no longer, so that a flush must not open the node.
+    // The parameter stays set when node ports are no longer served on 127.0.0.1. So a flush of the
+    // tables must not open the node.
     dataplane.set_host(&elsewhere).unwrap();
     for table in ["nat", "filter", "mangle"] {
         for step in ["-F", "-X"] {

@@ -1,11 +1,12 @@
-//! What is written, as text: chains, their rules and the order of both are kube-proxy's (TestOverallIPTablesRules).
+//! Tests of what is written, as text. Chains, their rules, and the order of both are kube-proxy's
+//! (TestOverallIPTablesRules).
 
 use rstest::rstest;
 
 use super::*;
 use crate::{config::PortRange, dataplane::iptables::names::Table};
 
-/// The lines of the script that are of this chain, without it.
+/// Returns the script's rules of this chain, without the chain's name.
 fn rules_of(script: &str, table: Table, chain: &str) -> Vec<String> {
     let (mut present, mut rules) = ("", Vec::new());
     for line in script.lines() {
@@ -99,7 +100,7 @@ fn of_nat(#[case] chain: &str, #[case] expected: &[&str]) {
 #[case::martians("KUBE-FIREWALL", &[
     "! -s 127.0.0.0/8 -d 127.0.0.0/8 -m comment --comment \"block incoming localnet connections\" -m conntrack ! --ctstate RELATED,ESTABLISHED,DNAT -j DROP",
 ])]
-// Each goes before the one above it.
+// Each jump is inserted before the one above it.
 #[case::jumps("FORWARD", &[
     "-m conntrack --ctstate NEW -m comment --comment \"kubernetes externally-visible service portals\" -j KUBE-EXTERNAL-SERVICES",
     "-m conntrack --ctstate NEW -m comment --comment \"kubernetes service portals\" -j KUBE-SERVICES",
@@ -120,7 +121,8 @@ fn ipv6_differs_in_addresses_only() {
     assert!(!script.contains("KUBE-FIREWALL") && !script.contains("172.30."), "{script}");
 }
 
-/// How often a packet that comes so far leaves, for eleven endpoints: the kernel's units of 2⁻³¹.
+/// Each probability is that of a packet that comes as far as the rule, in the kernel's units of
+/// 2⁻³¹.
 #[test]
 fn chances_are_as_the_tools_print_them() {
     let addresses: Vec<String> = (1..=3).map(|number| format!("10.180.0.{number}")).collect();

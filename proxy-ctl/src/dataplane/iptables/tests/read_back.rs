@@ -1,4 +1,4 @@
-//! Reading what is there: what is compared, and what is shown.
+//! Tests of reading the tables: what is compared, and what is shown.
 
 use super::*;
 use crate::{
@@ -13,7 +13,7 @@ use crate::{
     model::objects::TrafficPolicy,
 };
 
-/// As iptables-save would print what the script makes.
+/// Returns the lines that iptables-save would print after the script.
 fn saved(script: &str) -> Vec<(Table, String)> {
     let mut table = Table::Mangle;
     let mut lines = Vec::new();
@@ -88,7 +88,8 @@ fn what_is_there_twice_or_not_desired_is_stale() {
     assert_eq!(format!("-A KUBE-SERVICES {}", stale.rules[0].1), twice.1);
 }
 
-/// Those of mode ipvs also lead packets of established connections to a chain that this mode fills.
+/// The jumps of mode ipvs also lead packets of established connections to a chain that this mode
+/// fills.
 #[test]
 fn other_jumps_to_the_firewall_are_removed() {
     let mut lines = saved(&first_script(&of_ipv4(), IpFamily::Ipv4, &host()));
@@ -124,7 +125,7 @@ fn jumps_are_moved_where_their_order_is_another() {
     );
 }
 
-/// What leads to node ports comes last, and is there once.
+/// The rules that lead to node ports come last, and each is there once.
 #[test]
 fn node_ports_are_moved_to_the_end() {
     let ports = of_ipv4();

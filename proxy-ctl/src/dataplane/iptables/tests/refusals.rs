@@ -1,5 +1,5 @@
-//! Service ports with rules that the tools do not take, by tools that note how often they are
-//! called.
+//! Tests of service ports whose rules the tools refuse. The tools are scripts that note how often
+//! they are called.
 
 use std::{fs, os::unix::fs::PermissionsExt as _, path::Path};
 
@@ -13,7 +13,7 @@ fn program(folder: &Path, name: &str, script: &str) -> std::path::PathBuf {
     path
 }
 
-/// To read the tables takes longer than all else where they are long.
+/// Reading the tables takes longer than everything else if they are long.
 #[test]
 #[ignore = "needs root"]
 fn as_root_many_refused_ports_do_not_cost_a_reading_each() {

@@ -1,4 +1,4 @@
-//! What this mode asks of the kernel.
+//! The calls of this mode to the kernel.
 
 use std::{collections::BTreeMap, net::IpAddr};
 
@@ -19,15 +19,16 @@ use crate::{
 };
 
 pub(super) trait Calls: Send {
-    /// Makes the device and the sets that are not there.
+    /// Makes the device and the sets that do not exist.
     fn provide(&self) -> Result<(), Error>;
 
-    /// All virtual servers, whose ever they are.
+    /// Reads all objects, with the virtual servers of other programs.
     fn read(&self) -> Result<KernelObjects, Error>;
 
     fn destinations(&self, socket: VirtualSocket) -> Result<Vec<Destination>, CallError>;
 
-    /// Writes all that the kernel takes; answers with what it has refused, by place. `portion` is of one kind, and of one set.
+    /// Writes everything that the kernel takes. Returns the refused changes, by index in `portion`.
+    /// All changes of a portion are of one kind, and of one set.
     fn write(&self, portion: &[Change]) -> Result<Vec<(usize, CallError)>, CallError>;
 }
 
@@ -39,7 +40,7 @@ pub(super) struct System {
 }
 
 impl System {
-    /// Changes nothing; the kernel loads its modules.
+    /// Opens the kernel's interfaces. Nothing is changed, but the kernel loads its modules.
     pub(super) fn open(families: Vec<IpFamily>) -> Result<Self, Error> {
         let ipvs = Ipvs::open()?.ok_or(Error::Missing("IPVS (CONFIG_IP_VS; module ip_vs)"))?;
         let sets = IpSets::load()?.ok_or(Error::Missing("ipset (CONFIG_IP_SET; module ip_set)"))?;
@@ -64,7 +65,7 @@ impl System {
 }
 
 fn addresses() -> Result<BTreeMap<IpAddr, bool>, Error> {
-    // The kernel gives one of these to a device that somebody has set up.
+    // The kernel gives a link-local address to a device that another program has set up.
     let is_link_local = |address: &IpAddr| match address {
         IpAddr::V4(_) => false,
         IpAddr::V6(address) => address.is_unicast_link_local(),

@@ -43,7 +43,7 @@ impl From<Error> for dataplane::Error {
     }
 }
 
-/// Of one call, which goes on with everything else.
+/// The failures of one call, which goes on with everything else.
 #[derive(Default)]
 pub(super) struct Failures {
     count: usize,

@@ -1,4 +1,4 @@
-//! A kernel and tools of iptables that are data, for tests of what is written in which order and of what is refused.
+//! A kernel and tools of iptables that are data, for tests of the order of writes and of refusals.
 
 use std::{
     collections::BTreeMap,
@@ -19,7 +19,7 @@ use crate::{
     },
 };
 
-/// As mode iptables has it.
+/// A rule of mode iptables.
 pub(super) const OF_MODE_IPTABLES: &str = "-A KUBE-SERVICES -d 10.96.0.1/32 -j KUBE-SVC-TCOU7JCQXEZGVUNU\n";
 
 #[derive(Default)]
@@ -27,11 +27,11 @@ pub(super) struct Fake {
     pub(super) objects: KernelObjects,
     /// The table nat of each family.
     pub(super) nat: BTreeMap<IpFamily, String>,
-    /// What was written, in its order.
+    /// The writes, in their order.
     pub(super) journal: Vec<String>,
-    /// Error numbers of writes that are refused.
+    /// Returns the error number of a write that is refused.
     pub(super) refuses: Option<fn(&Change) -> Option<i32>>,
-    /// Calls that fail as a whole.
+    /// Returns true for a change whose call fails as a whole.
     pub(super) fails: Option<fn(&Change) -> bool>,
     pub(super) restore_fails: Option<IpFamily>,
     pub(super) save_fails: Option<IpFamily>,
@@ -43,7 +43,7 @@ impl Fake {
     }
 }
 
-/// In both families.
+/// Returns this table nat for both families.
 pub(super) fn in_both(nat: &str) -> BTreeMap<IpFamily, String> {
     IpFamily::ALL.map(|family| (family, nat.to_owned())).into()
 }
@@ -70,7 +70,7 @@ impl Calls for FakeKernel {
         Ok(self.lock().objects.clone())
     }
 
-    /// Without connections.
+    /// Returns destinations without connections.
     fn destinations(&self, socket: VirtualSocket) -> Result<Vec<Destination>, CallError> {
         let fake = self.lock();
         let destinations = fake.objects.servers.get(&socket).map(|server| &server.destinations);
@@ -139,7 +139,7 @@ impl RuleTools for FakeTools {
     }
 }
 
-/// Another name for each, as no other process is meant.
+/// Acquires a lock with a name of its own, because the tests are not about other controllers.
 fn lock() -> NamespaceLock {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let name = format!("test-{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
@@ -156,7 +156,7 @@ pub(super) fn dataplane_of(families: &[IpFamily], kernel: &FakeKernel, keeps: &[
     IpvsDataplane::new(Kernel::new(kernel.clone(), keeps), rules, Site::new(""), lock())
 }
 
-/// Of IPv4.
+/// Returns a dataplane of IPv4.
 pub(super) fn dataplane(kernel: &FakeKernel, keeps: &[&str]) -> IpvsDataplane {
     dataplane_of(&[IpFamily::Ipv4], kernel, keeps)
 }

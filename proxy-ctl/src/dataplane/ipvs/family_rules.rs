@@ -7,17 +7,17 @@ use crate::{
     sys::xtables::ToolError,
 };
 
-/// What is asked of the tools of iptables.
+/// The tools of iptables, as far as this mode uses them.
 pub(super) trait RuleTools: Send {
     fn family(&self) -> IpFamily;
 
-    /// Runs of iptables-restore that failed.
+    /// Returns the number of runs of iptables-restore that failed.
     fn failures(&self) -> u64;
 
-    /// The table, as iptables-save prints it.
+    /// Returns the table as iptables-save prints it.
     fn saved(&self, table: &str) -> Result<String, ToolError>;
 
-    /// Answers how many tables were written.
+    /// Writes the chains and jumps. Returns the number of tables that were written.
     fn write(&mut self, chains: &Chains, jumps: &[Jump]) -> Result<u64, ToolError>;
 }
 
@@ -39,22 +39,23 @@ impl RuleTools for FamilyChains {
     }
 }
 
-/// Whether the node can be programmed in this family.
+/// Returns true if the node can be programmed in this family.
 pub(super) fn is_served(rules: &impl RuleTools) -> bool {
     can_translate(rules.family(), || rules.saved("nat"))
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Step {
-    /// They need the rules. Where another mode serves by the same chains, only what it does not write is written.
+    /// The write before virtual servers, which need the rules. Where another mode serves by the
+    /// same chains, only chains that it does not write are written.
     BeforeServers,
-    /// What is not written yet: with it another mode serves no longer.
+    /// The write of everything that is not written yet. After it another mode serves no longer.
     AfterAll,
 }
 
 pub(super) struct FamilyRules {
     tools: Box<dyn RuleTools>,
-    /// As they were written last; `None`: not known.
+    /// The chains of the last write. `None`: the kernel's chains are not known.
     written: Option<Chains>,
 }
 
@@ -71,12 +72,12 @@ impl FamilyRules {
         self.tools.failures()
     }
 
-    /// What is there is read again before the next write.
+    /// Forgets the chains, so that the kernel's rules are read again before the next write.
     pub(super) fn forget(&mut self) {
         self.written = None;
     }
 
-    /// Answers how many tables were written.
+    /// Writes the chains. Returns the number of tables that were written.
     pub(super) fn write(&mut self, step: Step, chains: &Chains) -> Result<u64, ToolError> {
         if self.written.as_ref() == Some(chains) {
             return Ok(0);

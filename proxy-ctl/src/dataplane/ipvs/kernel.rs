@@ -1,4 +1,4 @@
-//! The kernel's virtual servers, sets and addresses, but for those of others.
+//! The kernel's virtual servers, sets and addresses, without those of other programs.
 
 use std::collections::BTreeMap;
 
@@ -19,11 +19,12 @@ use crate::{
 
 pub(super) struct Kernel {
     calls: Box<dyn Calls>,
-    /// Virtual servers for these addresses that no service port asks for are somebody else's.
+    /// Networks whose virtual servers belong to other programs, unless a service port asks for
+    /// them.
     keeps: Vec<IpNet>,
 }
 
-/// What became of some writes.
+/// The results of some writes.
 #[derive(Default)]
 pub(super) struct Written {
     pub(super) applied: Applied,
@@ -42,12 +43,13 @@ impl Kernel {
         Self { calls: Box::new(calls), keeps }
     }
 
-    /// Makes the device and the sets that are not there.
+    /// Makes the device and the sets that do not exist.
     pub(super) fn provide(&self) -> Result<(), Error> {
         self.calls.provide()
     }
 
-    /// Without what may be somebody else's, unless it is wanted.
+    /// Reads the kernel's objects, without virtual servers that may belong to other programs and
+    /// are not wanted.
     pub(super) fn read(&self, is_wanted: impl Fn(VirtualSocket) -> bool) -> Result<KernelObjects, Error> {
         let mut programmed = self.calls.read()?;
         let is_kept =
@@ -60,8 +62,8 @@ impl Kernel {
         self.calls.destinations(socket)
     }
 
-    /// Writes in the order of `changes`, and takes what is done over into `programmed`. An error: nothing more is known of
-    /// what is programmed.
+    /// Writes in the order of `changes`, and records in `programmed` what the kernel has done.
+    /// After an error nothing is known of the kernel's state.
     pub(super) fn write(
         &self,
         changes: Vec<Change>,

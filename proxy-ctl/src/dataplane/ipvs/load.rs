@@ -1,4 +1,4 @@
-//! Has the kernel load what mode ipvs needs, and says what it does not have.
+//! Has the kernel load the modules that mode ipvs needs, and says which ones are missing.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,8 @@ use crate::{
     sys::ipvs::Ipvs,
 };
 
-/// Modules that are not there after all, and why. modprobe is tried first; the kernel loads what is used in any case, where it can.
+/// Returns the modules that are missing in the end, each with the reason. modprobe is tried first.
+/// The kernel also loads a module when it is used, where it can.
 pub(in crate::dataplane) fn load(config: &Config, host: &HostFacts) -> BTreeMap<String, String> {
     let mut refusals = BTreeMap::new();
     for module in modules(&config.ipvs.scheduler, host) {
@@ -23,7 +24,7 @@ pub(in crate::dataplane) fn load(config: &Config, host: &HostFacts) -> BTreeMap<
             refusals.insert(module.name, words);
         }
     }
-    // To be asked for makes the kernel load it, also from a container without modprobe.
+    // Opening IPVS makes the kernel load it, also from a container without modprobe.
     let has_ipvs = matches!(Ipvs::open(), Ok(Some(_)));
     let why = refusals.remove("ip_vs").unwrap_or_else(|| "the kernel does not load it".to_owned());
     if has_ipvs { BTreeMap::new() } else { [("ip_vs".to_owned(), why)].into() }

@@ -1,9 +1,11 @@
-//! Mode ipvs: desired state → virtual servers of IPVS, the addresses that they are reached by, and the sets and rules that
-//! say who is masqueraded or refused. Everything has kube-proxy's names, so what a kube-proxy of this mode has left is taken
-//! over like what a predecessor has.
+//! Mode ipvs turns the desired state into virtual servers of IPVS, the addresses by which they are
+//! reached, and sets and rules. These say which clients are masqueraded or refused. Everything has
+//! kube-proxy's names, so what a kube-proxy of this mode has left is adopted like what a
+//! predecessor has left.
 //!
-//! `plan` says what a service port needs, `state` what is to be written in which order, `rules` what iptables must have; these
-//! are pure. `kernel` writes, and `netfilter::chains` the rules.
+//! `plan` says what a service port needs, `state` what is to be written in which order, and `rules`
+//! what iptables must have. These are pure. `kernel` writes to the kernel, and `netfilter::chains`
+//! writes the rules.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -76,8 +78,8 @@ pub(super) const ENTRY: Entry = Entry {
     cleanup: |_, keeps| own_rules::remove_own(Mode::Ipvs, keeps),
 };
 
-/// The kernel is asked for the scheduler only where this mode is wanted and nothing else is missing: its answer needs a virtual
-/// server.
+/// Returns what the mode needs. The kernel's answer about the scheduler needs a virtual server. So
+/// it is asked only if this mode is wanted and nothing else is missing.
 fn probe(config: &Config, host: &HostFacts) -> Probe {
     let mut probe = probe::probe(config, host);
     if config.mode == RequestedMode::Ipvs && probe.can_run() {
@@ -99,7 +101,7 @@ fn check(config: &config::Ipvs) -> Result<(), Error> {
     check_scheduler(&System::open(families(&rules))?.ipvs, &scheduler(config))
 }
 
-/// Of the families that are served.
+/// Opens the rules of the families that are served.
 fn open_rules() -> Result<Vec<FamilyChains>, Error> {
     let mut rules = FamilyChains::open(xtables::choose()?.backend);
     rules.retain(family_rules::is_served);
@@ -110,14 +112,16 @@ fn families(rules: &[FamilyChains]) -> Vec<IpFamily> {
     rules.iter().map(|rules| rules.family).collect()
 }
 
-/// The kernel says whether it has a scheduler when a virtual server is made with it; this one is for an address that no
-/// node has (RFC 5737). One with that scheduler that is there already says so too.
+/// Checks that the kernel has the scheduler. It says so when a virtual server is made with it. That
+/// one is for an address that no node has (RFC 5737). None is made if there is a virtual server
+/// with that scheduler already.
 fn check_scheduler(ipvs: &Ipvs, scheduler: &str) -> Result<(), Error> {
     if ipvs.servers()?.iter().any(|server| *server.balancing.scheduler == *scheduler) {
         return Ok(());
     }
-    // Asked for by a virtual server, the kernel loads the module with IPVS locked, which the end of any network namespace
-    // waits for; `lblc` and `lblcr` wait for that end in turn, and nothing goes on (6.1).
+    // The module is loaded before a virtual server asks for it. Otherwise Linux 6.1 loads it with
+    // IPVS locked, and the end of any network namespace waits for this lock. `lblc` and `lblcr`
+    // wait for that end in turn, and nothing goes on.
     let loaded = modprobe(&format!("ip_vs_{scheduler}"));
     tracing::debug!(scheduler, ?loaded, "modprobe");
     let socket =
@@ -132,7 +136,8 @@ fn check_scheduler(ipvs: &Ipvs, scheduler: &str) -> Result<(), Error> {
     }
 }
 
-/// What needs privileges beyond CAP_NET_ADMIN. The parameters of IPVS are there once its module is loaded.
+/// Does what needs privileges beyond CAP_NET_ADMIN. The parameters of IPVS exist once its module is
+/// loaded.
 fn prepare(config: &config::Ipvs) -> Result<(), Error> {
     let ipvs = Ipvs::open()?.ok_or(Error::Missing("IPVS (CONFIG_IP_VS; module ip_vs)"))?;
     let release = fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default();
@@ -153,25 +158,27 @@ fn timeouts(config: &config::Ipvs) -> Timeouts {
     }
 }
 
-/// The virtual servers, addresses, sets and rules of this node. Dropping it leaves all of them in place.
+/// The virtual servers, addresses, sets and rules of this node. They stay in place when this value
+/// is dropped.
 struct IpvsDataplane {
     kernel: Kernel,
-    /// Of each family that is served.
+    /// The rules of each family that is served.
     family_rules: Vec<FamilyRules>,
     site: Site,
     desired: FxHashMap<ServicePortName, Arc<DesiredPort>>,
     wanted: Wanted,
     objects: KernelObjects,
     refusals: Refusals,
-    /// The first `resync` was called.
+    /// True once `resync` was called.
     is_synced: bool,
-    /// Everything as the last `set_host` asks for it.
+    /// True if everything is written as the last `set_host` asks for it.
     is_host_written: bool,
     _lock: NamespaceLock,
 }
 
 impl IpvsDataplane {
-    /// Reads nothing yet. Needs CAP_NET_ADMIN, and privileges to write kernel parameters that differ.
+    /// Opens the mode, and reads nothing yet. Needs CAP_NET_ADMIN, and privileges to write kernel
+    /// parameters that differ.
     fn open(config: &config::Ipvs) -> Result<Self, Error> {
         let lock = lock(Mode::Ipvs)?;
         let rules = open_rules()?;
@@ -198,7 +205,8 @@ impl IpvsDataplane {
         }
     }
 
-    /// Adds what may be different now to `touched`.
+    /// Takes over the desired state of a service port. Adds the keys that may differ now to
+    /// `touched`.
     fn set(&mut self, port: &Arc<DesiredPort>, touched: &mut BTreeSet<Key>) {
         if self.family_rules.iter().any(|rules| rules.family() == port.name.family) {
             self.wanted.set(&port.name, Some(plan::plan(port, &self.site)), touched);
@@ -211,7 +219,8 @@ impl IpvsDataplane {
         self.desired.remove(name);
     }
 
-    /// Of the excluded virtual servers those that are or were wanted: `touched`, and what is known.
+    /// Reads the kernel's objects. Of the excluded virtual servers it returns those that are or
+    /// were wanted: those in `touched`, and those that are known.
     fn read(&self, touched: &BTreeSet<Key>) -> Result<KernelObjects, Error> {
         self.kernel.read(|socket| {
             self.wanted.server(socket).is_some()
@@ -220,7 +229,8 @@ impl IpvsDataplane {
         })
     }
 
-    /// `touched`: what is not wanted any more, though it may not be there.
+    /// Reads everything from the kernel, and writes what differs. `touched` are keys that are no
+    /// longer wanted, and that may not exist.
     fn write_everything(&mut self, mut touched: BTreeSet<Key>) -> Result<Applied, Error> {
         self.kernel.provide()?;
         self.objects = self.read(&touched)?;
@@ -231,9 +241,11 @@ impl IpvsDataplane {
         Ok(applied)
     }
 
-    /// Writes what differs at these keys, and the rules. Sets come first, as rules say by them who is masqueraded or refused; then
-    /// rules, as virtual servers need them. Rules of another mode in the same chains serve until all the rest is there: their
-    /// translation precedes IPVS.
+    /// Writes what differs at these keys, and the rules. Sets come first, because rules use them to
+    /// decide who is masqueraded or refused. Then come rules, because virtual servers need them.
+    ///
+    /// Rules of another mode in the same chains serve until everything else is written, because
+    /// their translation precedes IPVS.
     fn write(&mut self, touched: BTreeSet<Key>) -> Result<Applied, Error> {
         let mut changes = state::differences(&self.wanted, &self.objects, touched.iter().copied());
         let others = changes.split_off(changes.partition_point(Change::precedes_rules));
@@ -249,7 +261,7 @@ impl IpvsDataplane {
         failures.into_result().map(|()| applied)
     }
 
-    /// For people, with a service port that asks for it.
+    /// Describes an object for people, with a service port that asks for it.
     fn shown(&self, key: Key) -> String {
         match self.wanted.asking(|one| *one == key).next() {
             Some((name, _)) => format!("{name}, {key}"),
@@ -257,7 +269,8 @@ impl IpvsDataplane {
         }
     }
 
-    /// [`Step::AfterAll`]: of the families in which nothing has failed.
+    /// Writes the rules. In [`Step::AfterAll`] only those of families in which nothing has failed
+    /// are written. Returns the number of tables that were written.
     fn write_rules(&mut self, step: Step, failures: &mut Failures) -> u64 {
         let mut count = 0;
         for rules in &mut self.family_rules {
@@ -308,7 +321,7 @@ impl Dataplane for IpvsDataplane {
         let mut touched = BTreeSet::new();
         let ports: Vec<_> = self.desired.values().cloned().collect();
         ports.iter().for_each(|port| self.set(port, &mut touched));
-        // What a write that has failed has left is not known.
+        // After a write that failed, the kernel's state is not known.
         let is_known = mem::replace(&mut self.is_host_written, false);
         let applied = if is_known { self.write(touched)? } else { self.write_everything(touched)? };
         self.is_host_written = true;
@@ -375,15 +388,16 @@ fn usage(objects: &KernelObjects) -> Usage {
     Usage { tables, reasons: Vec::new() }
 }
 
-/// What is programmed, read without a controller.
+/// The programmed state, read without a controller.
 struct Read(KernelObjects);
 
-/// `None`: there is no device of this mode, or another kube-proxy has written since.
+/// Reads the programmed state. `None`: there is no device of this mode, or another kube-proxy has
+/// written since.
 fn read() -> Result<Option<Read>, Error> {
     if link::index(IPVS_DEVICE)?.is_none() || !leftovers::is_marked(Mode::Ipvs)? {
         return Ok(None);
     }
-    // Which networks are excluded is not known here.
+    // The excluded networks are not known here, so the sets tell which virtual servers are ours.
     Ok(Some(Read(System::open(IpFamily::ALL.into())?.read()?.without_others())))
 }
 

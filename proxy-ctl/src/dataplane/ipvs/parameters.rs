@@ -1,5 +1,6 @@
-//! Kernel parameters that this mode needs, as kube-proxy sets them. Written only where they differ, and
-//! left in place as kube-proxy does: others on the node ask for the same.
+//! The kernel parameters that this mode needs, as kube-proxy sets them. They are written only where
+//! they differ. They are left in place, as by kube-proxy, because other programs on the node ask
+//! for the same.
 
 use std::{
     fs, io,
@@ -9,10 +10,12 @@ use std::{
 
 use super::Error;
 
-/// From here on connections of a port that is used again are new ones without delay: the kernel's default is right.
+/// The first kernel in which a connection from a reused port is a new one without delay. From this
+/// one on the kernel's default is right.
 const REUSE_MODE_FIXED: (u32, u32) = (5, 9);
 
-/// Path below /proc/sys, and value. `release`: of the kernel.
+/// Returns the parameters: the path below /proc/sys, and the value. `release` is that of the
+/// kernel.
 pub(super) fn wanted(strict_arp: bool, release: &str) -> Vec<(&'static str, u32)> {
     let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map_while(|number| number.parse().ok());
     let version = (numbers.next().unwrap_or(u32::MAX), numbers.next().unwrap_or(0));
@@ -22,14 +25,15 @@ pub(super) fn wanted(strict_arp: bool, release: &str) -> Vec<(&'static str, u32)
         wanted.push(("net/ipv4/vs/conn_reuse_mode", 0));
     }
     wanted.extend([
-        // A connection whose destination is gone ends with its next packet,
+        // A connection whose destination is gone ends with its next packet.
         ("net/ipv4/vs/expire_nodest_conn", 1),
-        // and so does a client's affinity to one.
+        // A client's affinity to such a destination ends too.
         ("net/ipv4/vs/expire_quiescent_template", 1),
         ("net/ipv4/ip_forward", 1),
     ]);
     if strict_arp {
-        // Only the interface that has an address answers for it, so not for those of the device.
+        // An interface answers ARP only for its own addresses. So none answers for the addresses of
+        // the device.
         wanted.extend([("net/ipv4/conf/all/arp_ignore", 1), ("net/ipv4/conf/all/arp_announce", 2)]);
     }
     wanted
@@ -46,11 +50,11 @@ pub(super) fn set(root: &Path, wanted: &[(&'static str, u32)]) -> Result<(), Err
     Ok(())
 }
 
-/// Answers whether it was another value.
+/// Sets one parameter. Returns true if it had another value.
 fn set_one(path: &Path, value: u32) -> io::Result<bool> {
     let is_set = fs::read_to_string(path)?.trim() == value.to_string();
     if !is_set {
-        // Never makes a file.
+        // Opening it in this way never creates a file.
         let mut file = fs::OpenOptions::new().write(true).truncate(true).open(path)?;
         file.write_all(value.to_string().as_bytes())?;
     }

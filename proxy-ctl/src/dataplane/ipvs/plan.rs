@@ -1,9 +1,10 @@
-//! A service port → virtual servers, addresses of the device and members of sets. Pure.
+//! Plans the virtual servers, addresses of the device and members of sets of a service port. Pure.
 //!
-//! A virtual server has one set of destinations, whoever the client is. So where a traffic policy is Local, pods and the node
-//! itself get the local endpoints of external addresses too; and without local endpoints everybody gets those that policy Cluster
-//! gives, as from kube-proxy in this mode (kubernetes/kubernetes#97081). A service port that has a cluster IP only, with internal policy
-//! Local, has none of these: it refuses.
+//! A virtual server has one set of destinations, whoever the client is. So with traffic policy
+//! Local, pods and the node itself also get only the local endpoints of external addresses. Without
+//! local endpoints, everybody gets those of policy Cluster, as from kube-proxy in this mode
+//! (kubernetes/kubernetes#97081). A service port with only a ClusterIP and internal policy Local
+//! has no endpoints of policy Cluster: it refuses.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -29,22 +30,22 @@ use crate::{
     },
 };
 
-/// Round robin.
+/// The default scheduler: round robin.
 const DEFAULT_SCHEDULER: &str = "rr";
-/// The scheduler that hashes the client's port too, as kube-proxy has it.
+/// The scheduler that also hashes the client's port, as in kube-proxy.
 const MAGLEV: &str = "mh";
 
-/// What of the node and the configuration a service port's virtual servers depend on.
+/// The parts of the node and the configuration on which virtual servers depend.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Site {
     pub(super) host: Host,
-    /// On any interface but the device of this mode.
+    /// The addresses of all interfaces but the device of this mode.
     pub(super) own_addresses: BTreeSet<IpAddr>,
     scheduler: Arc<str>,
 }
 
 impl Site {
-    /// `scheduler`: as configured; empty: the default.
+    /// Returns a site with the configured scheduler. Empty: the default.
     pub(super) fn new(scheduler: &str) -> Self {
         let scheduler = if scheduler.is_empty() { DEFAULT_SCHEDULER } else { scheduler };
         Self { host: Host::default(), own_addresses: BTreeSet::new(), scheduler: scheduler.into() }
@@ -62,7 +63,8 @@ impl Site {
         }
     }
 
-    /// Where node ports have virtual servers: never on loopback addresses.
+    /// Returns the addresses at which node ports have virtual servers. Loopback addresses are never
+    /// among them.
     fn node_port_addresses(&self, family: IpFamily) -> impl Iterator<Item = IpAddr> {
         let of_family = move |address: &IpAddr| IpFamily::of(*address) == family && !address.is_loopback();
         self.host.node_port_addresses.iter().copied().filter(of_family)
@@ -79,21 +81,22 @@ pub(super) struct Server {
     pub(super) destinations: BTreeSet<SocketAddr>,
 }
 
-/// Who serves a virtual socket that several frontends lead to: node ports first.
+/// The precedence of frontends that lead to one virtual socket. Node ports come first.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) enum Rank {
     NodePort,
     Address,
 }
 
-/// What the kernel must have for one service port.
+/// The objects that the kernel must have for one service port.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct PortObjects {
     pub(super) servers: BTreeMap<VirtualSocket, (Rank, Server)>,
-    /// On the device.
+    /// The addresses of the device.
     pub(super) addresses: BTreeSet<IpAddr>,
     pub(super) members: BTreeSet<(Set, Member)>,
-    /// The node itself may not reach these, as no source range has its address.
+    /// Virtual sockets that the node itself may not reach, because no source range contains its
+    /// address.
     pub(super) closed_to_node: BTreeSet<VirtualSocket>,
 }
 
@@ -152,7 +155,8 @@ impl Planner<'_> {
         }
     }
 
-    /// What comes from the endpoint that it goes to is masqueraded.
+    /// Adds the members for connections that go to the endpoint from which they come. They are
+    /// masqueraded.
     fn hairpins(&mut self) {
         let endpoints = self.port.endpoints.all.iter().chain(&self.port.endpoints.unused);
         for endpoint in endpoints.filter(|endpoint| endpoint.local) {
@@ -231,7 +235,8 @@ impl Planner<'_> {
     }
 }
 
-/// A set has no member with a prefix of length 0: its two halves.
+/// Returns the members for a range. A set has no member with a prefix of length 0, so such a range
+/// becomes its two halves.
 fn without_zero_prefix(range: IpNet) -> Vec<IpNet> {
     if range.prefix_len() > 0 {
         return vec![range.trunc()];

@@ -1,4 +1,5 @@
-//! What mode ipvs needs of a node: modules and parameters of the kernel, ipset, and iptables for what IPVS does not do.
+//! The requirements of mode ipvs: modules and parameters of the kernel, ipset, and iptables for
+//! what IPVS does not do.
 
 use super::parameters::wanted;
 use crate::{
@@ -7,14 +8,15 @@ use crate::{
     mode::{HostFacts, KernelModule, KernelVersion, Mode, Probe, Requirement},
 };
 
-/// From here on one module tracks connections of both families.
+/// The first kernel in which one module tracks connections of both families.
 const ONE_CONNTRACK: KernelVersion = KernelVersion::new(4, 19, 0);
-/// That of the tools' version 6.0.
+/// The oldest protocol of ipset that is enough. Version 6.0 of the tools has it.
 const OLDEST_IPSET: u8 = 6;
-/// Below /proc/sys, from the time when the kernel has loaded IPVS.
+/// The path below /proc/sys of parameters that exist once the kernel has loaded IPVS.
 const OF_IPVS: &str = "net/ipv4/vs/";
 
-/// The section `ipvs` counts, and of `iptables` the marks.
+/// Fields without effect in this mode. It uses the section `ipvs`, and the bit of the fwmark from
+/// `iptables`.
 pub(in crate::dataplane) const UNUSED_FIELDS: &[&str] = &["nftables.masqueradeBit"];
 
 pub(in crate::dataplane) fn probe(config: &Config, host: &HostFacts) -> Probe {
@@ -37,7 +39,8 @@ pub(in crate::dataplane) fn probe(config: &Config, host: &HostFacts) -> Probe {
     }
 }
 
-/// Those that the mode sets must be there, and writable where they have another value.
+/// Returns the requirement that the mode's parameters exist, and are writable where they have
+/// another value.
 fn parameters(config: &Config, host: &HostFacts) -> Requirement {
     let dotted = |name: &str| name.replace('/', ".");
     let has_ipvs = host.modules.has(&KernelModule::named("ip_vs"));
@@ -61,7 +64,7 @@ fn parameters(config: &Config, host: &HostFacts) -> Requirement {
     Requirement { missing, ..Requirement::new("ipvsParameters", "parameters of ipvs", found) }
 }
 
-/// `scheduler`: empty for round robin.
+/// Returns the modules that the mode needs. `scheduler` is empty for round robin.
 pub(super) fn modules(scheduler: &str, host: &HostFacts) -> Vec<KernelModule> {
     let schedulers = ["rr", "wrr", "sh"].into_iter();
     let chosen =
@@ -80,7 +83,7 @@ pub(super) fn modules(scheduler: &str, host: &HostFacts) -> Vec<KernelModule> {
 fn conntrack(host: &HostFacts) -> KernelModule {
     let of_ipv4 = KernelModule::named("nf_conntrack_ipv4");
     let is_older = host.kernel().is_some_and(|version| version < ONE_CONNTRACK);
-    // The 4.18 of RHEL 8 has the one module too.
+    // The kernel 4.18 of RHEL 8 has the one module too.
     if is_older && host.modules.missing(&of_ipv4).is_none() {
         of_ipv4
     } else {
@@ -129,7 +132,8 @@ mod tests {
         assert!(obstacles.iter().any(|obstacle| obstacle.contains(why)), "{obstacles:?}");
     }
 
-    /// Of a node that has loaded IPVS, and whose parameters are as this mode wants them.
+    /// Returns the facts of a node that has loaded IPVS, and whose parameters are as this mode
+    /// wants them.
     fn prepared() -> HostFacts {
         let mut facts = Host::named("debian 6.1").loaded().facts();
         facts.ipvs_parameters.extend(wanted(true, &facts.kernel_release));

@@ -1,5 +1,6 @@
-//! What the kernel does not take: an endpoint that cannot be one, a member of a full set. The service ports that lack it are told, and
-//! everything else is served. It is tried again when the service port changes, and with each resync.
+//! Objects that the kernel refuses, such as an invalid endpoint or a member of a full set. The
+//! service ports that lack them are reported, and everything else is served. A refused object is
+//! tried again when its service port changes, and with each resync.
 
 use std::{
     collections::{BTreeMap, BTreeSet, btree_map::Entry},
@@ -20,27 +21,28 @@ use crate::{
     sys::{CallError, ipvs::ServerChange},
 };
 
-/// By service port.
+/// The fields that are not honoured, by service port.
 type WithoutRoom = BTreeMap<ServicePortName, Vec<Unsupported>>;
 
 #[derive(Debug)]
 struct Refusal {
-    /// Not the virtual server, but one of its destinations.
+    /// True if a destination of the virtual server was refused, and not the virtual server.
     of_destination: bool,
-    /// For people: what, and why.
+    /// A text for people that names the object and the reason.
     text: String,
 }
 
 #[derive(Debug, Default)]
 pub(super) struct Refusals {
     by_key: BTreeMap<Key, Refusal>,
-    /// They may be others than at the last [`Self::take`].
+    /// True if the refusals may differ from those at the last [`Self::take`].
     changed: bool,
 }
 
 impl Refusals {
-    /// Takes over what became of everything that was to be written at `touched`. Answers with the errors that say more than that an
-    /// object is refused: what is known of the kernel is out of date, or it takes nothing from this process.
+    /// Takes over the results of all writes at `touched`. Returns the errors that say more than
+    /// that an object is refused. They mean that the known state of the kernel is out of date, or
+    /// that it takes nothing from this process.
     pub(super) fn tried(
         &mut self,
         touched: &BTreeSet<Key>,
@@ -53,7 +55,7 @@ impl Refusals {
         for (change, error) in refused {
             let key = change.key();
             match self.by_key.entry(key) {
-                // The destinations of a virtual server that is refused are too.
+                // If a virtual server is refused, its destinations are refused too.
                 Entry::Occupied(known) if !known.get().of_destination => {}
                 _ if is_failure(&error) => failures.push((key, error)),
                 Entry::Occupied(_) => {}
@@ -68,7 +70,7 @@ impl Refusals {
         failures
     }
 
-    /// `None`: as at the last call.
+    /// Returns what service ports lack. `None`: the same as at the last call.
     pub(super) fn take(
         &mut self,
         wanted: &Wanted,
@@ -138,7 +140,8 @@ fn lacks(key: Key, refusal: &Refusal, port: &DesiredPort) -> (&'static str, Effe
     }
 }
 
-/// What is in no set of frontends is refused to clients; the other sets say how these are treated.
+/// Returns the same for a member of a set. Clients of an address that is in no set of frontends are
+/// refused. The other sets say how clients are treated.
 fn lacks_in(role: SetRole) -> (&'static str, Effect) {
     let source_ranges = "spec.loadBalancerSourceRanges";
     let policy = "spec.externalTrafficPolicy";

@@ -1,6 +1,7 @@
 //! The rules of iptables that match this mode's sets, as iptables-save prints them. Pure.
 //!
-//! They do not depend on Services, but for addresses that the node itself may not reach, and whether there are external IPs.
+//! They do not depend on Services, except for two things: addresses that the node itself may not
+//! reach, and whether there are external IPs.
 
 use super::sets::{Set, SetRole};
 use crate::{
@@ -32,7 +33,8 @@ const fn jump(table: &'static str, from: &'static str, to: &'static str, comment
     Jump { table, from, to, comment }
 }
 
-/// The chains of one family with all their rules. `has_members`: of a set, as it must be.
+/// Returns the chains of one family with all their rules. `has_members` returns true if a set is to
+/// have members.
 pub(super) fn chains(
     family: IpFamily,
     host: &Host,
@@ -50,7 +52,8 @@ pub(super) fn chains(
         IpFamily::Ipv4 => ("127.0.0.0/8", "icmp-port-unreachable"),
         IpFamily::Ipv6 => ("::1/128", "icmp6-port-unreachable"),
     };
-    // They need more of the kernel than all others (CONFIG_NETFILTER_XT_MATCH_PHYSDEV).
+    // These rules are written only if needed: they ask more of the kernel than all others
+    // (CONFIG_NETFILTER_XT_MATCH_PHYSDEV).
     let external = [SetRole::ExternalIp, SetRole::ExternalIpLocal].map(|role| {
         let mut rules = Vec::new();
         if !has_members(Set { role, family }) {
@@ -59,7 +62,8 @@ pub(super) fn chains(
         if role == SetRole::ExternalIp {
             rules.push(format!("{} -j {}", socket(role), names::MARK_MASQUERADE));
         }
-        // From other machines, or to an address of this one: no other rule translates it.
+        // Packets from other machines, or to an address of this one, are accepted, so that no other
+        // rule translates them.
         let from_outside = "-m physdev ! --physdev-is-in -m addrtype ! --src-type LOCAL";
         rules.push(format!("{} {from_outside} -j ACCEPT", socket(role)));
         rules.push(format!("{} -m addrtype --dst-type LOCAL -j ACCEPT", socket(role)));
@@ -94,9 +98,9 @@ pub(super) fn chains(
     let hairpin = format!("{} ", matches(SetRole::Hairpin, "dst,dst,src"));
     let mut postrouting = masquerading(&hairpin, "", host.masquerade_ports);
     postrouting.push(format!("-m mark ! --mark {mark}/{mark} -j RETURN"));
-    // Another pass of the packet is not masqueraded again.
+    // Otherwise a packet that comes by again would be masqueraded again.
     postrouting.push(format!("-j MARK --set-xmark {mark}/0x0"));
-    // iptables 1.6.2
+    // The option `--random-fully` needs iptables 1.6.2.
     postrouting.extend(masquerading("", " --random-fully", host.masquerade_ports));
     add("nat", names::POSTROUTING, postrouting);
     add("nat", names::MARK_MASQUERADE, vec![format!("-j MARK --set-xmark {mark}/{mark}")]);
@@ -117,15 +121,15 @@ pub(super) fn chains(
     let mut ranges: Vec<_> = allowed.map(|role| format!("{} -j RETURN", matches(role, "dst,dst,src"))).into();
     ranges.push("-j DROP".to_owned());
     add("filter", "KUBE-SOURCE-RANGES-FIREWALL", ranges);
-    // What listens on all of the node's addresses must not be reached by an address of the device
-    // (kubernetes/kubernetes#72236).
+    // Clients must not use an address of the device to reach processes that listen on all of the
+    // node's addresses (kubernetes/kubernetes#72236).
     let mut filter: Vec<_> = SetRole::FRONTENDS.map(|role| format!("{} -j RETURN", socket(role))).into();
     filter.push(format!("{health_check} -j RETURN"));
     let addresses = matches(SetRole::DeviceAddresses, "dst");
     filter.push(format!("-m conntrack --ctstate NEW {addresses} -j REJECT --reject-with {unreachable}"));
     add("filter", "KUBE-IPVS-FILTER", filter);
-    // The node's own connections to an address of the device come from that address, which source ranges cannot tell from
-    // others (kubernetes/kubernetes#119656).
+    // The node's own connections to an address of the device have that address as their source.
+    // Source ranges cannot tell them from other connections (kubernetes/kubernetes#119656).
     let closed = closed_to_node.filter(|socket| IpFamily::of(socket.address.ip()) == family);
     let closed = closed.map(|socket| {
         let (ip, port) = (socket.address.ip(), socket.address.port());
@@ -136,7 +140,7 @@ pub(super) fn chains(
     chains
 }
 
-/// Those that mode iptables does not write too, and that need nothing of what it writes.
+/// Returns the chains that mode iptables does not write, and that need nothing of what it writes.
 pub(super) fn own_chains(chains: &Chains) -> Chains {
     let own = chains
         .iter()
@@ -144,7 +148,8 @@ pub(super) fn own_chains(chains: &Chains) -> Chains {
     own.map(|(place, rules)| (*place, rules.clone())).collect()
 }
 
-/// Whether mode iptables serves by rules in this mode's chains. `nat`: the table, as iptables-save prints it.
+/// Returns true if mode iptables serves by rules in this mode's chains. `nat` is that table as
+/// iptables-save prints it.
 pub(super) fn another_mode_serves(nat: &str) -> bool {
     let is_anothers =
         |chain| names::writes(Mode::Iptables, "nat", chain) && !names::writes(Mode::Ipvs, "nat", chain);
@@ -152,15 +157,15 @@ pub(super) fn another_mode_serves(nat: &str) -> bool {
     rules.filter_map(|rule| rule.rsplit_once("-j ")).any(|(_, target)| is_anothers(target))
 }
 
-/// What matches is masqueraded to these ports, as in mode iptables.
+/// Returns rules that masquerade packets to these ports, as in mode iptables.
 fn masquerading(matches: &str, option: &str, ports: Option<PortRange>) -> Vec<String> {
     let Some(ports) = ports else { return vec![format!("{matches}-j MASQUERADE{option}")] };
-    // MASQUERADE takes ports only where the rule names the protocol.
+    // MASQUERADE takes ports only in rules that name the protocol.
     let rule = |protocol| format!("-p {protocol} {matches}-j MASQUERADE --to-ports {ports}{option}");
     ["tcp", "udp", "sctp"].map(rule).into()
 }
 
-/// Who is masqueraded on the way to cluster IPs.
+/// Returns the rule that says which clients of ClusterIPs are masqueraded.
 fn cluster_ip_rule(family: IpFamily, host: &Host) -> String {
     let set = Set { role: SetRole::ClusterIp, family }.name();
     let rule = |source: &str, fields| {
@@ -179,7 +184,8 @@ fn cluster_ip_rule(family: IpFamily, host: &Host) -> String {
     };
     match others {
         Some(others) => rule(&others, "dst,dst"),
-        // The node's own connections to a cluster IP come from that address, as the node has it.
+        // The node's own connections to a ClusterIP have that address as their source, because the
+        // node has it.
         None => rule("", "src,dst"),
     }
 }

@@ -1,28 +1,30 @@
-//! The sets of ipset that this mode's rules match, by kube-proxy's names.
+//! The sets of ipset that this mode's rules match, with kube-proxy's names.
 
 use crate::{
     model::objects::{IpFamily, Protocol},
     sys::ipset::SetKind,
 };
 
-/// ipset's names have at most so many characters.
+/// The most characters that a name has in ipset.
 const LONGEST_NAME: usize = 31;
 
-/// What a set is for. A virtual socket that is a member of none is not masqueraded.
+/// The purpose of a set. Clients of a virtual socket that is in no set are not masqueraded.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(super) enum SetRole {
-    /// An endpoint of this node as destination, and its own address as source.
+    /// Endpoints of this node as destination, with their own address as source.
     Hairpin,
     ClusterIp,
     ExternalIp,
-    /// Of Services with external traffic policy Local; as the others that are called so.
+    /// External IPs of Services with external traffic policy Local. The other names in `Local` mean
+    /// the same.
     ExternalIpLocal,
-    /// Both policies.
+    /// Load-balancer addresses of Services with either policy.
     LoadBalancer,
     LoadBalancerLocal,
-    /// With source ranges.
+    /// Load-balancer addresses with source ranges.
     LoadBalancerRestricted,
-    /// Of those, with the own address as allowed source.
+    /// Load-balancer addresses with source ranges that clients may reach with the address itself as
+    /// their source.
     LoadBalancerFromItself,
     LoadBalancerSources,
     NodePort(Protocol),
@@ -53,7 +55,7 @@ impl SetRole {
         Self::DeviceAddresses,
     ];
 
-    /// Of addresses that clients dial, but for those of node ports.
+    /// The sets of addresses that clients dial, without those of node ports.
     pub(super) const FRONTENDS: [Self; 4] =
         [Self::LoadBalancer, Self::ClusterIp, Self::ExternalIp, Self::ExternalIpLocal];
 

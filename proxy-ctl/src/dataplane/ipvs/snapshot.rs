@@ -1,5 +1,5 @@
-//! What the kernel has → [`Snapshot`]. Pure. IPVS knows no names of Services: without a controller, a virtual server is shown
-//! by its address.
+//! Turns the kernel's objects into a [`Snapshot`]. Pure. IPVS knows no names of Services, so
+//! without a controller a virtual server is shown by its address.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -21,7 +21,7 @@ use crate::{
     sys::{ipset::Member, ipvs::VirtualSocket},
 };
 
-/// `name`: the service port that a virtual server is for, if it is known.
+/// Returns the snapshot. `name` returns the service port of a virtual server, if it is known.
 pub(super) fn snapshot(
     objects: &KernelObjects,
     name: impl Fn(VirtualSocket) -> Option<ServicePortName>,
@@ -98,7 +98,8 @@ fn add(
     }
 }
 
-/// Destinations of all virtual servers, by protocol and address; their places are their numbers.
+/// The destinations of all virtual servers, by protocol and address. Their positions in this order
+/// are their ids.
 struct Backends(BTreeMap<(u16, SocketAddr), BackendSnapshot>);
 
 impl Backends {
@@ -120,7 +121,7 @@ impl Backends {
                     connections: None,
                 });
                 backend.uses += 1;
-                // New connections go to it by some virtual server.
+                // New connections go to the backend by at least one virtual server.
                 backend.terminating &= !is_used;
             }
         }

@@ -1,6 +1,7 @@
-//! What the kernel must have, what it has, and what is to be written in which order. Pure.
+//! Compares what the kernel must have with what it has, and orders the writes. Pure.
 //!
-//! The cost of a change is that of its service ports: only the keys that they have or had are compared.
+//! A change costs time for its service ports only, because only the keys that they have or had are
+//! compared.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,7 +26,7 @@ use crate::{
     },
 };
 
-/// Something in the kernel that is there or not.
+/// The key of an object that the kernel has or does not have.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) enum Key {
     Server(VirtualSocket),
@@ -53,20 +54,23 @@ impl fmt::Display for Key {
     }
 }
 
-/// What all service ports ask for.
+/// The objects that all service ports ask for.
 #[derive(Debug, Default)]
 pub(super) struct Wanted {
     ports: FxHashMap<ServicePortName, PortObjects>,
-    /// By who has precedence; the first one serves.
+    /// The service ports that ask for each virtual server, in the order of precedence. The first
+    /// one serves.
     servers: BTreeMap<VirtualSocket, BTreeMap<(Rank, ServicePortName), Server>>,
-    /// With the number of service ports that ask for it; as the next two.
+    /// The number of service ports that ask for each address. The next two fields count in the same
+    /// way.
     addresses: BTreeMap<IpAddr, usize>,
     members: BTreeMap<(Set, Member), usize>,
     closed_to_node: BTreeMap<VirtualSocket, usize>,
 }
 
 impl Wanted {
-    /// `None`: the service port is gone. Adds what may be different now to `touched`.
+    /// Takes over what a service port asks for. `None`: the service port is gone. Adds the keys
+    /// that may differ now to `touched`.
     pub(super) fn set(
         &mut self,
         name: &ServicePortName,
@@ -138,7 +142,7 @@ impl Wanted {
         self.members.range((set, FIRST)..).next().is_some_and(|((of, _), _)| *of == set)
     }
 
-    /// Who asks for these; slow, for errors.
+    /// Returns the service ports that ask for these keys. It is slow, and meant for errors.
     pub(super) fn asking(
         &self,
         is_meant: impl Fn(&Key) -> bool,
@@ -168,15 +172,16 @@ fn release<K: Ord>(counts: &mut BTreeMap<K, usize>, key: &K) {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct ProgrammedServer {
     pub(super) balancing: Balancing,
-    /// Whether each gets new connections; those that do not are drained.
+    /// The destinations. True if the destination gets new connections, false if it is drained.
     pub(super) destinations: BTreeMap<SocketAddr, bool>,
 }
 
-/// What the kernel has, as far as it is this mode's.
+/// The objects of this mode that the kernel has.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct KernelObjects {
     pub(super) servers: BTreeMap<VirtualSocket, ProgrammedServer>,
-    /// Whether each is as this mode adds it; kube-proxy adds those of IPv6 in another way.
+    /// The addresses of the device. False if an address is not as this mode adds it: kube-proxy
+    /// adds those of IPv6 in another way.
     pub(super) addresses: BTreeMap<IpAddr, bool>,
     pub(super) members: BTreeSet<(Set, Member)>,
 }
@@ -204,13 +209,13 @@ impl KernelObjects {
         self
     }
 
-    /// Virtual servers with destinations that are drained.
+    /// Returns virtual servers with destinations that are drained.
     pub(super) fn draining(&self) -> impl Iterator<Item = VirtualSocket> {
         let drains = |server: &ProgrammedServer| server.destinations.values().any(|is_used| !is_used);
         self.servers.iter().filter(move |(_, server)| drains(server)).map(|(socket, _)| *socket)
     }
 
-    /// Takes over a change that the kernel has made.
+    /// Records a change that the kernel has made.
     pub(super) fn record(&mut self, change: Change) {
         match change {
             Change::Server(ServerChange::Create(socket, balancing)) => {
@@ -297,7 +302,7 @@ impl Change {
         )
     }
 
-    /// It fills a set that rules match.
+    /// Returns true if the write must precede the rules, because it fills a set that they match.
     pub(super) fn precedes_rules(&self) -> bool {
         self.step() <= 1
     }
@@ -306,9 +311,13 @@ impl Change {
         if let Self::Member(set, _) = self { Some(*set) } else { None }
     }
 
-    /// No connection comes to a virtual server before what says how it is treated and before its destinations. A
-    /// connection to an address of the device that is in no set of frontends is refused, so that set is filled last and
-    /// emptied first; and so is, of the sets that rules match, the one that restricts an address to the sources of others.
+    /// Returns the step of the write. Sets and destinations come before addresses, so that no
+    /// connection comes to a virtual server without them.
+    ///
+    /// Rules refuse connections to an address of the device that is in no set of frontends. So the
+    /// set of the device's addresses is filled last and emptied first. Another set restricts an
+    /// address to the sources in other sets. So of the sets that rules match, it is filled last and
+    /// emptied first.
     fn step(&self) -> u8 {
         let restricts = |set: &Set| set.role == SetRole::LoadBalancerRestricted;
         let of_device = |set: &Set| set.role == SetRole::DeviceAddresses;
@@ -329,7 +338,7 @@ impl Change {
     }
 }
 
-/// The writes that make `programmed` as `wanted` at these keys, in their order.
+/// Returns the writes, in order, that make `programmed` equal to `wanted` at these keys.
 pub(super) fn differences(
     wanted: &Wanted,
     programmed: &KernelObjects,
@@ -361,7 +370,7 @@ pub(super) fn differences(
             }
         }
     }
-    // Within a step, all of one set are written by one call.
+    // Within a step, all members of one set are written by one call.
     changes.sort_by_key(|change| (change.step(), change.set()));
     changes
 }
@@ -405,8 +414,8 @@ fn server_changes(
     }
 }
 
-/// Whether connections to a destination that is gone go on: those of TCP. Datagrams must find another one at once, and so
-/// does kube-proxy with SCTP.
+/// Returns true if connections to a destination that is gone go on, as those of TCP do. Datagrams
+/// must find another destination at once. kube-proxy does the same with SCTP.
 fn drains(socket: VirtualSocket) -> bool {
     i32::from(socket.protocol) == libc::IPPROTO_TCP
 }

@@ -1,4 +1,4 @@
-//! The mode against a kernel that has IPVS; elsewhere these are skipped by name.
+//! Tests of the mode against a kernel that has IPVS. On other kernels they are skipped by name.
 
 use std::{
     net::{SocketAddr, TcpListener, TcpStream},
@@ -23,8 +23,8 @@ fn run(program: &str, arguments: &str) {
     assert!(status.success(), "{program} {arguments}");
 }
 
-/// A node with the endpoints' addresses on lo, in a network namespace that ends with the test's thread. `None`: the kernel
-/// has no IPVS.
+/// Returns a dataplane on a node with the endpoints' addresses on lo. Its network namespace ends
+/// with the test's thread. `None`: the kernel has no IPVS.
 fn node(config: &config::Ipvs) -> Option<IpvsDataplane> {
     of_own_namespace()?;
     run("ip", "link set lo up");
@@ -113,7 +113,7 @@ fn as_root_connections_to_an_endpoint_that_goes_live_on_and_it_comes_back_as_it_
     dataplane.collect_garbage().unwrap();
     let [one, other] = ENDPOINTS.map(str::to_owned);
     assert_eq!(destinations(&dataplane), [(one.clone(), false, true), (other.clone(), true, false)]);
-    // Its weight tells the next controller.
+    // The destination's weight tells the next controller that it is drained.
     drop(dataplane);
     let mut dataplane = open(&config);
     dataplane.resync(&desired(&ENDPOINTS[1..])).unwrap();
@@ -128,7 +128,8 @@ fn as_root_connections_to_an_endpoint_that_goes_live_on_and_it_comes_back_as_it_
 
     model.apply_slice(web(&ENDPOINTS[1..]));
     dataplane.apply(&model.take_changes()).unwrap();
-    // What is not read makes the end a reset, which IPVS remembers for 10 seconds only.
+    // A socket with unread data ends with a reset. IPVS remembers such a connection for only 10
+    // seconds.
     std::io::Write::write_all(&mut &client, b"y").unwrap();
     drop(accepted);
     drop(client);
@@ -148,7 +149,7 @@ fn as_root_a_service_port_that_the_kernel_refuses_is_named_and_its_neighbours_ar
     let listener = TcpListener::bind((ip(ENDPOINTS[0]), 8080)).unwrap();
     let mut model = model(&ENDPOINTS[..1]);
     model.apply_service(service("default/odd", &["10.96.0.2"]));
-    // A group is no destination of IPVS.
+    // IPVS takes no multicast group as a destination.
     let odd = |endpoint| slice("default/odd-1", "odd", vec![local(endpoint)]);
     model.apply_slice(odd("224.0.0.1"));
     dataplane.resync(&model.take_changes().changed).unwrap();

@@ -1,4 +1,4 @@
-//! What is written in which order, and what becomes of writes that fail.
+//! Tests of the order of writes, and of writes that fail.
 
 use rstest::rstest;
 
@@ -29,7 +29,7 @@ fn model(service: Service, endpoints: &[&str]) -> Model {
     model
 }
 
-/// A cluster IP with one endpoint.
+/// Returns a service port with a ClusterIP and one endpoint.
 fn web() -> Vec<Arc<DesiredPort>> {
     model(service("default/web", &[CLUSTER_IP]), &[ENDPOINT]).take_changes().changed
 }
@@ -38,8 +38,8 @@ const SETS: &[&str] = &["into KUBE-CLUSTER-IP"];
 const SERVERS: &[&str] =
     &["create 10.96.0.1:80/TCP", "add 10.244.1.1:8080", "bind 10.96.0.1", "into KUBE-IPVS-IPS"];
 
-/// An answer of a virtual server without its rules is lost; and rules of another mode that are gone before there are virtual servers leave
-/// clients refused.
+/// An answer of a virtual server is lost if there are no rules. If rules of another mode are
+/// removed before there are virtual servers, clients are refused.
 #[rstest]
 #[case::nobody_serves("", &[SETS, &["all rules"], SERVERS])]
 #[case::this_mode_serves("-A KUBE-SERVICES -j KUBE-NODE-PORT\n", &[SETS, &["all rules"], SERVERS])]
@@ -53,7 +53,7 @@ fn rules_come_before_virtual_servers_but_for_those_that_end_another_modes_servic
     let mut dataplane = dataplane(&kernel, &[]);
     dataplane.resync(&web()).unwrap();
     assert_eq!(kernel.take_journal(), expected.concat());
-    // What is there is read again with every resync.
+    // The rules are read again with every resync.
     dataplane.resync(&web()).unwrap();
     assert_eq!(kernel.take_journal(), ["all rules"]);
     dataplane.apply(&Changes::default()).unwrap();
@@ -76,7 +76,7 @@ fn another_mode_serves_on_if_a_call_fails(#[case] fails: fn(&Change) -> bool) {
     assert_eq!(kernel.lock().nat(IpFamily::Ipv4), "");
 }
 
-/// The other family does not wait for it.
+/// The other family does not wait for the one that fails.
 #[test]
 fn another_mode_serves_a_family_on_if_its_iptables_fails_and_everything_is_tried_again() {
     let kernel = FakeKernel::default();
@@ -94,7 +94,7 @@ fn socket(address: &str) -> VirtualSocket {
     VirtualSocket { protocol: 6, address: address.parse().unwrap() }
 }
 
-/// Another program drains one of its real servers.
+/// Returns a virtual server of another program, which drains one of its destinations.
 fn of_another(address: &str) -> (VirtualSocket, ProgrammedServer) {
     let balancing = Balancing { scheduler: "wrr".into(), affinity_seconds: None, by_source_port: false };
     let destinations = ["192.0.2.1:80", "192.0.2.2:80"].map(|one| one.parse().unwrap());
@@ -143,7 +143,7 @@ fn is_into(change: &Change, role: SetRole) -> bool {
     set.role == role && *member == socket(ODD)
 }
 
-/// A virtual server that is not there has no destinations.
+/// Refuses a virtual server. It has no destinations, because it does not exist.
 fn unknown_protocol(change: &Change) -> Option<i32> {
     let Change::Server(change) = change else { return None };
     let errno = if matches!(change, ServerChange::Create(..)) { libc::EPROTONOSUPPORT } else { libc::ESRCH };
@@ -218,7 +218,7 @@ fn what_is_refused_is_forgotten_with_its_service_port() {
     assert_eq!(dataplane.take_without_room(), Some(BTreeMap::new()));
 }
 
-/// The controller has everything read again then.
+/// The controller then has everything read again.
 #[rstest]
 #[case::what_is_there_is_not_known(
     |change: &Change| matches!(change, Change::Server(ServerChange::Create(..))).then_some(libc::EEXIST)
@@ -272,7 +272,7 @@ fn addresses_of_the_node_that_could_not_be_written_are_written_at_the_next_attem
     assert_eq!(dataplane.set_host(&host).unwrap(), Applied::default());
 }
 
-/// A kernel without NAT for IPv6.
+/// A kernel may have no NAT for IPv6.
 #[rstest]
 #[case::ipv4(IpFamily::Ipv4, None, true)]
 #[case::ipv6(IpFamily::Ipv6, None, true)]

@@ -33,7 +33,7 @@ fn everything() -> Service {
         .load_balancer_ip(LOAD_BALANCER)
 }
 
-/// One endpoint here, one there.
+/// Returns the objects of a Service with one endpoint on this node and one on another.
 fn objects(service: Service, site: &Site) -> PortObjects {
     objects_with(service, &["10.244.0.1"], &["10.244.1.1"], site)
 }
@@ -50,7 +50,7 @@ fn objects_with(service: Service, here: &[&str], there: &[&str], site: &Site) ->
     plan(&model.take_changes().changed[0], site)
 }
 
-/// `name: member`, and `address:port/protocol -> destinations`.
+/// Formats members as `name: member`, and servers as `address:port/protocol -> destinations`.
 fn shown(objects: &PortObjects) -> (Vec<String>, Vec<String>) {
     let members = objects.members.iter().map(|(set, member)| format!("{}: {member}", set.name())).collect();
     let servers = objects.servers.iter().map(|(socket, (_, server))| {

@@ -1,4 +1,5 @@
-//! As root, in network namespaces: what is written is read back as it is, and cleanup removes what is ours.
+//! Tests as root, in network namespaces. What is written is read back unchanged, and the cleanup
+//! removes what is ours.
 
 use nix::sched::{CloneFlags, unshare};
 use rstest::rstest;
@@ -22,7 +23,8 @@ fn cidrs() -> LocalTraffic {
     LocalTraffic::FromCidrs(["10.244.0.0/16", "fd00:244::/64"].map(|cidr| cidr.parse().unwrap()).into())
 }
 
-/// In a network namespace that ends with the test's thread.
+/// Makes the sets in a network namespace that ends with the test's thread. `None`: the kernel has
+/// no ip_set.
 fn with_sets(family: IpFamily) -> Option<FamilyChains> {
     unshare(CloneFlags::CLONE_NEWNET).unwrap();
     let Some(sets) = crate::sys::ipset::IpSets::load().unwrap() else {
@@ -55,7 +57,7 @@ fn as_root_what_is_written_is_read_back_as_it_is(
     };
     assert_eq!(rules.write(&chains(14), &JUMPS).unwrap(), 2);
     assert_eq!(rules.write(&chains(14), &JUMPS).unwrap(), 0);
-    // Somebody else's rules stay.
+    // Rules of other programs stay.
     rules.tools.restore("*nat\n-I OUTPUT -j ACCEPT\n-F KUBE-SERVICES\nCOMMIT\n").unwrap();
     assert_eq!(rules.write(&chains(14), &JUMPS).unwrap(), 1);
     assert!(rules.saved("nat").unwrap().contains("-A OUTPUT -j ACCEPT\n"));
@@ -102,7 +104,7 @@ fn as_root_cleanup_goes_by_the_mark(#[values(IpFamily::Ipv4, IpFamily::Ipv6)] fa
     let NamespaceAttempt::Held(lock) = NamespaceLock::acquire("ipvs").unwrap() else { panic!("free") };
     assert!(own_rules::remove_own(Mode::Ipvs, &[]).unwrap_err().is_taken_over());
     drop(lock);
-    // A sync of kube-proxy begins with this.
+    // A sync of kube-proxy begins with emptying these chains.
     rules.tools.restore("*nat\n:KUBE-SERVICES - [0:0]\n:KUBE-LOAD-BALANCER - [0:0]\nCOMMIT\n").unwrap();
     let of_kube_proxy = without_counters(both(&rules));
     assert_eq!(own_rules::remove_own(Mode::Ipvs, &[]).unwrap(), Removed::default());
@@ -117,7 +119,7 @@ fn set_names() -> Vec<String> {
     crate::sys::ipset::IpSets::load().unwrap().unwrap().names().unwrap()
 }
 
-/// kube-proxy leaves what it does not write itself.
+/// kube-proxy leaves the chains that it does not write itself.
 #[rstest]
 #[ignore = "needs root"]
 fn as_root_cleanup_leaves_what_a_running_kube_proxy_of_mode_iptables_writes(
@@ -157,7 +159,7 @@ fn as_root_cleanup_leaves_what_a_running_kube_proxy_of_mode_iptables_writes(
 #[ignore = "needs root"]
 fn as_root_a_refusal_names_the_program_and_its_words() {
     unshare(CloneFlags::CLONE_NEWNET).unwrap();
-    // The sets are not there.
+    // The sets do not exist.
     let chains = chains(IpFamily::Ipv4, &host(cidrs()), std::iter::empty(), |_| true);
     let rules = &mut FamilyChains::open(xtables::choose().unwrap().backend)[0];
     let error = rules.write(&chains, &JUMPS).unwrap_err().to_string();

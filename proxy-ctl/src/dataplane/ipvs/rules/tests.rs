@@ -59,7 +59,7 @@ fn the_mark(#[case] masquerade_bit: u8, #[case] mark: &str) {
     assert_eq!(chains[&("nat", "KUBE-POSTROUTING")][2], format!("-j MARK --set-xmark {mark}/0x0"));
 }
 
-/// MASQUERADE takes ports only where the rule names the protocol.
+/// MASQUERADE takes ports only in rules that name the protocol.
 #[rstest]
 fn sources_get_no_ports_of_the_programs(
     #[values(IpFamily::Ipv4, IpFamily::Ipv6)] family: IpFamily,
@@ -100,7 +100,7 @@ fn a_closed_address_is_refused_to_the_node_in_its_family() {
     );
 }
 
-/// As iptables-save prints the table after `restoration` on an empty one.
+/// Returns the table as iptables-save prints it after `restoration` on an empty table.
 fn saved(table: &str, chains: &Chains) -> String {
     let mut text = format!("*{table}\n:INPUT ACCEPT [0:0]\n:FORWARD DROP [7:420]\n:OUTPUT ACCEPT [0:0]\n");
     for ((_, chain), _) in chains.iter().filter(|((of, _), _)| *of == table) {
@@ -146,7 +146,7 @@ fn a_jump_that_is_gone_is_written_first_in_its_chain() {
     );
 }
 
-/// Mode iptables leads new connections alone to a chain that both modes fill.
+/// Mode iptables leads only new connections to a chain that both modes fill.
 #[test]
 fn other_jumps_to_the_firewall_are_removed() {
     let chains = chains_of(IpFamily::Ipv4, &host(cidrs(&[])));
@@ -157,7 +157,7 @@ fn other_jumps_to_the_firewall_are_removed() {
         restoration("filter", &chains, &JUMPS, &before).unwrap(),
         format!("*filter\n-D INPUT {other}\n-D OUTPUT {other}\nCOMMIT\n")
     );
-    // As long as the other mode's chain is there.
+    // The jumps stay while the other mode's chain stays.
     assert_eq!(restoration("filter", &own_chains(&chains), &JUMPS, &before), None);
 }
 

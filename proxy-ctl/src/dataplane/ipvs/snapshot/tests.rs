@@ -8,7 +8,8 @@ fn socket(address: &str) -> VirtualSocket {
     VirtualSocket { protocol: 6, address: address.parse().unwrap() }
 }
 
-/// A cluster IP and a node port on two addresses, both with a local endpoint and one that is drained.
+/// Returns a ClusterIP, and a node port on two addresses. Both have a local endpoint and one that
+/// is drained.
 fn objects() -> KernelObjects {
     let (here, gone) = ("10.244.0.1:8080".parse().unwrap(), "10.244.1.1:8080".parse().unwrap());
     let server = ProgrammedServer {

@@ -50,7 +50,7 @@ fn wanted(ports: &[(&str, PortObjects)]) -> Wanted {
     wanted
 }
 
-/// As the kernel has it after everything is written.
+/// Returns what the kernel has after everything is written.
 fn written(wanted: &Wanted) -> KernelObjects {
     let mut objects = KernelObjects::default();
     for change in differences(wanted, &objects.clone(), wanted.keys()) {

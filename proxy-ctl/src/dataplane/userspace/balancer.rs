@@ -1,4 +1,4 @@
-//! Which endpoint a new connection of a client gets. Pure: whoever asks brings the time.
+//! Chooses the endpoint of a client's new connection. Pure: the caller passes the time.
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -19,18 +19,18 @@ use crate::{
     model::desired::DesiredPort,
 };
 
-/// Clients that one service port remembers; then a new one takes the place of another.
+/// The most clients that one service port remembers. A new one then takes the place of another.
 const MOST_REMEMBERED: usize = 65_536;
 
-/// Why a client gets no endpoint.
+/// The reason why a client gets no endpoint.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Refusal {
     NoEndpoint,
-    /// It is in none of the source ranges.
+    /// The client is in none of the source ranges.
     SourceRanges,
 }
 
-/// By what clients on this node are told from those outside.
+/// The addresses that tell clients on this node from those outside.
 #[derive(Clone, Debug, Default)]
 struct Neighbours {
     node: BTreeSet<IpAddr>,
@@ -42,7 +42,7 @@ impl Neighbours {
         let node = host.node_port_addresses.iter().chain(&host.masquerade_addresses).copied().collect();
         let pods = match &host.local_traffic {
             LocalTraffic::FromCidrs(cidrs) => cidrs.clone(),
-            // A listener does not see the interface.
+            // A listener does not see by which interface a client's packets come.
             LocalTraffic::FromBridge(_) | LocalTraffic::FromInterfacePrefix(_) => Vec::new(),
         };
         Self { node, pods }
@@ -64,13 +64,14 @@ pub(super) struct Balancer {
     neighbours: Neighbours,
     source_ranges: Vec<IpNet>,
     sets: [EndpointTurn; 3],
-    /// Of every set.
+    /// The endpoints of all sets.
     endpoints: FxHashSet<SocketAddr>,
     affinity: Option<Affinity>,
 }
 
 impl Balancer {
-    /// `first`: the endpoint whose turn it is, counted from any number.
+    /// Returns a balancer. Its first turn is the endpoint with the index `first`, modulo the number
+    /// of endpoints.
     pub(super) fn new(port: &DesiredPort, host: &Host, first: usize) -> Self {
         let mut balancer = Self {
             policy: PortPolicy::new(port, host),
@@ -84,7 +85,7 @@ impl Balancer {
         balancer
     }
 
-    /// Whose turn it is stays, and so does what is remembered of clients.
+    /// Takes over a changed service port. The turn and the remembered clients stay.
     pub(super) fn update(&mut self, port: &DesiredPort, host: &Host) {
         self.policy = PortPolicy::new(port, host);
         self.neighbours = Neighbours::new(host);
@@ -104,7 +105,8 @@ impl Balancer {
         });
     }
 
-    /// `tried`: endpoints that did not answer. They are chosen again only where there is no other.
+    /// Chooses an endpoint. `tried` are endpoints that did not answer. They are chosen again only
+    /// if there is no other.
     pub(super) fn choose(
         &mut self,
         entrance: Entrance,
@@ -147,7 +149,7 @@ impl Balancer {
         }
     }
 
-    /// Whether some set has the endpoint.
+    /// Returns true if some set has the endpoint.
     pub(super) fn has(&self, endpoint: SocketAddr) -> bool {
         self.endpoints.contains(&endpoint)
     }
@@ -162,7 +164,7 @@ impl Balancer {
 
 const SETS: [EndpointSet; 3] = [EndpointSet::Cluster, EndpointSet::Internal, EndpointSet::External];
 
-/// Place in [`SETS`].
+/// Returns the index of the set in [`SETS`].
 const fn index(set: EndpointSet) -> usize {
     match set {
         EndpointSet::Cluster => 0,
@@ -171,11 +173,12 @@ const fn index(set: EndpointSet) -> usize {
     }
 }
 
-/// An endpoint set, and whose turn it is.
+/// An endpoint set, and the endpoint whose turn it is.
 #[derive(Debug)]
 struct EndpointTurn {
     endpoints: Vec<SocketAddr>,
-    /// Counts on beyond the end.
+    /// The index of the next endpoint. It may be beyond the end, and counts modulo the number of
+    /// endpoints.
     next: usize,
 }
 

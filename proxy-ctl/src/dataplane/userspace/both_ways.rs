@@ -18,10 +18,10 @@ use tokio::{
 /// (`conntrack.tcpCloseWaitTimeout`).
 pub(super) const HALF_CLOSED_LIMIT: Duration = Duration::from_secs(3600);
 
-/// Room for one direction, as much as tokio's own copy has.
+/// The size of one direction's buffer, as in tokio's own copy.
 const BUFFER: usize = 8 << 10;
 
-/// When a byte was carried last, in one direction.
+/// The time at which one direction last carried a byte.
 struct LastByte(Mutex<Instant>);
 
 impl LastByte {
@@ -38,9 +38,9 @@ impl LastByte {
     }
 }
 
-/// Carries until both sides have said that they send no more; the end of one side is passed on to
-/// the other. An error: one side has failed, or only one has ended and the other is silent for
-/// [`HALF_CLOSED_LIMIT`].
+/// Carries bytes until both sides have said that they send no more. The end of one side is passed
+/// on to the other. Fails if one side has failed, or if only one has ended and the other is silent
+/// for [`HALF_CLOSED_LIMIT`].
 pub(super) async fn copy_both_ways<A, B>(a: &mut A, b: &mut B) -> io::Result<()>
 where
     A: AsyncRead + AsyncWrite + Unpin,
@@ -80,7 +80,7 @@ async fn copy(
     }
 }
 
-/// Carries the direction that is left.
+/// Carries the direction that is left, until it ends or is silent for [`HALF_CLOSED_LIMIT`].
 async fn until_silent(
     mut direction: impl Future<Output = io::Result<()>> + Unpin,
     last: &LastByte,
@@ -106,7 +106,7 @@ mod tests {
 
     use super::*;
 
-    /// A client and an endpoint whose connection is carried.
+    /// Returns a client and an endpoint whose connection is carried.
     fn carried() -> (DuplexStream, DuplexStream, tokio::task::JoinHandle<io::Result<()>>) {
         let ((client, mut a), (mut b, endpoint)) = (duplex(64), duplex(64));
         let carrying = tokio::spawn(async move { copy_both_ways(&mut a, &mut b).await });

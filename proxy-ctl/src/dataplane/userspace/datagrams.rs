@@ -1,5 +1,5 @@
-//! A socket that tells to which address of the node a datagram was sent, and answers from there. An answer from another address
-//! than the client's request went to would not be recognized, neither by the client nor by netfilter.
+//! A socket that learns to which address of the node a datagram was sent, and answers from there.
+//! Neither the client nor netfilter would recognize an answer from another address.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -18,17 +18,17 @@ use tokio::{io::Interest, net::UdpSocket};
 
 pub(super) struct Datagrams(UdpSocket);
 
-/// What was received, but for its content.
+/// A received datagram without its content.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Datagram {
     pub(super) length: usize,
     pub(super) client: SocketAddr,
-    /// The address of the node that it was sent to.
+    /// The address of the node to which it was sent.
     pub(super) node: IpAddr,
 }
 
 impl Datagrams {
-    /// The socket must not block. To be called in the runtime.
+    /// Wraps a socket, which must not block. It must be called in the runtime.
     pub(super) fn new(socket: StdUdpSocket) -> io::Result<Self> {
         if socket.local_addr()?.is_ipv4() {
             setsockopt(&socket, Ipv4PacketInfo, &true)?;
@@ -42,7 +42,7 @@ impl Datagrams {
         self.0.readable().await
     }
 
-    /// `None`: there is none, or the kernel does not tell where it is from.
+    /// Receives a datagram. `None`: there is none, or the kernel does not tell where it is from.
     pub(super) fn try_receive(&self, buffer: &mut [u8]) -> io::Result<Option<Datagram>> {
         let received = self.0.try_io(Interest::READABLE, || {
             let mut parts = [IoSliceMut::new(buffer)];
@@ -64,7 +64,7 @@ impl Datagrams {
         }
     }
 
-    /// Does not wait.
+    /// Sends a datagram from this address of the node. It does not wait.
     pub(super) fn try_send(&self, content: &[u8], client: SocketAddr, node: IpAddr) -> io::Result<()> {
         let parts = [IoSlice::new(content)];
         let to = SockaddrStorage::from(client);
@@ -79,7 +79,7 @@ impl Datagrams {
             })),
             IpAddr::V6(node) => send(ControlMessage::Ipv6PacketInfo(&libc::in6_pktinfo {
                 ipi6_addr: libc::in6_addr { s6_addr: node.octets() },
-                // A link-local address is one of the client's interface.
+                // A link-local address belongs to the interface of the client.
                 ipi6_ifindex: match client {
                     SocketAddr::V6(client) => client.scope_id(),
                     SocketAddr::V4(_) => 0,

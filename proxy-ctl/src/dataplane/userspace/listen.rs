@@ -1,4 +1,4 @@
-//! Sockets that clients are served on.
+//! The sockets on which clients are served.
 
 use std::{
     io,
@@ -13,7 +13,8 @@ use crate::{
     model::objects::{IpFamily, Protocol},
 };
 
-/// Connections that wait to be accepted; the kernel has a limit of its own (net.core.somaxconn).
+/// The most connections that wait to be accepted. The kernel has a limit of its own
+/// (net.core.somaxconn).
 const BACKLOG: i32 = 4096;
 
 /// A socket that does not block.
@@ -46,7 +47,8 @@ impl Listening {
         }
     }
 
-    /// On every address of the family, at a port of the range, or at one that the kernel chooses.
+    /// Listens on every address of the family, at a port of the range. Without a range the kernel
+    /// chooses the port.
     pub(super) fn anywhere(
         protocol: Protocol,
         family: IpFamily,
@@ -77,7 +79,7 @@ fn bound(kind: Type, protocol: IpProtocol, address: SocketAddr) -> io::Result<So
         socket.set_only_v6(true)?;
     }
     if kind == Type::STREAM {
-        // Connections of a predecessor that have just ended do not keep the address.
+        // Otherwise connections of a predecessor that have just ended would keep the address.
         socket.set_reuse_address(true)?;
     }
     socket.set_nonblocking(true)?;
@@ -86,10 +88,10 @@ fn bound(kind: Type, protocol: IpProtocol, address: SocketAddr) -> io::Result<So
 }
 
 impl PortRange {
-    /// Every port once, from the `place`th on.
+    /// Returns every port once, beginning with the port at index `place`.
     fn from(self, place: u16) -> impl Iterator<Item = u16> {
         let (first, count) = (u32::from(self.first), u32::from(self.last - self.first) + 1);
-        // Below 65,536, as `last` is.
+        // The port is below 65,536, because `last` is.
         (0..count).map(move |step| (first + (u32::from(place) + step) % count) as u16)
     }
 }

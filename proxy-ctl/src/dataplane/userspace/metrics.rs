@@ -1,4 +1,4 @@
-//! What this mode counts.
+//! The counters of this mode as metrics.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 

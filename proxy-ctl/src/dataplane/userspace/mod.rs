@@ -1,9 +1,12 @@
-//! The userspace mode: this process accepts clients itself and carries their connections to endpoints. The last resort, which
-//! needs nothing of the kernel.
+//! Mode userspace: this process accepts clients itself, and carries their connections to endpoints.
+//! It is the last resort, and needs nothing of the kernel.
 //!
-//! `plan` says which listeners a service port needs, `balancer` which endpoint a client gets; both are pure. `tcp` and `udp`
-//! carry what comes, in the thread of `runtime`. `redirect` has rules that lead clients to the listeners, where this
-//! process may make rules; else the listeners are on the frontends themselves, as far as these are addresses of this node.
+//! `plan` says which listeners a service port needs, and `balancer` which endpoint a client gets.
+//! Both are pure. `tcp` and `udp` carry connections and datagrams in the thread of `runtime`.
+//!
+//! `redirect` has the rules that lead clients to the listeners, where this process may make rules.
+//! Otherwise the listeners are on the frontends themselves, as far as these are addresses of this
+//! node.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -65,11 +68,11 @@ mod udp;
 #[cfg(test)]
 pub(crate) use self::metrics::sample_metrics;
 
-/// Of the lock that the process in this mode holds, and answers at.
+/// The name of the lock that the process in this mode holds, and at which it answers.
 const NAME: &str = "userspace";
 
 pub(super) const ENTRY: Entry = Entry {
-    // What it knows of is a listener's, not an endpoint's.
+    // The tracked flows lead to listeners, not to endpoints. The mode ends stale ones itself.
     tracked_flows: TrackedFlows::None,
     retires: false,
     reads_service_cidrs: |_| false,
@@ -86,7 +89,7 @@ pub(super) const ENTRY: Entry = Entry {
     cleanup: |_, _| Ok(Removed { tables: cleanup()?, ..Removed::default() }),
 };
 
-/// Collections between two looks for clients whose affinity has ended.
+/// The number of garbage collections between two looks for clients whose affinity has ended.
 const COLLECTIONS_BETWEEN_EXPIRIES: u32 = 30;
 
 #[derive(Debug, thiserror::Error)]
@@ -116,28 +119,30 @@ impl From<RedirectError> for Error {
 #[derive(Debug)]
 struct Listener {
     task: Task,
-    /// Where it is bound.
+    /// The port to which it is bound.
     port: u16,
     _permit: Permit,
 }
 
-/// The listeners of this node. Dropping it closes them, and connections go on until they end by themselves.
+/// The listeners of this node. They close when this value is dropped, and connections go on until
+/// they end by themselves.
 #[derive(Debug)]
 struct UserspaceDataplane {
     runtime: Runtime,
     shared: Arc<Shared>,
     port_range: Option<PortRange>,
-    /// `None`: this process may not make rules, or the kernel has none.
+    /// The rules. `None`: this process may not make rules, or the kernel has none.
     redirect: Option<Redirect>,
     served: Arc<Mutex<Served>>,
     balancers: BTreeMap<ServicePortName, SharedBalancer>,
     listeners: BTreeMap<ListenerKey, Listener>,
     unlistened: BTreeMap<ServicePortName, Vec<Unsupported>>,
-    /// `unlistened` is other than at the last [`Dataplane::take_without_room`].
+    /// True if `unlistened` differs from what the last [`Dataplane::take_without_room`] has
+    /// returned.
     unlistened_changed: bool,
     answering: Option<Task>,
     collections: u32,
-    /// Until it is dropped.
+    /// The lock of the mode. It is held until this value is dropped.
     lock: Option<NamespaceLock>,
 }
 
@@ -193,7 +198,7 @@ impl UserspaceDataplane {
         if redirected { Reach::Redirected } else { Reach::Direct }
     }
 
-    /// Makes the node serve these ports so, and the others no longer.
+    /// Makes the node serve the changed ports as they are now, and the removed ones no longer.
     fn write(
         &mut self,
         changed: &[Arc<DesiredPort>],
@@ -217,7 +222,8 @@ impl UserspaceDataplane {
             self.update_balancer(port, &host);
         }
         applied.removed += stale.len() as u64;
-        // An address may pass from one service port to another. What rules lead to ends after them.
+        // Listeners on frontends end first, because an address may pass from one service port to
+        // another. Listeners to which rules lead end after these rules.
         let (redirected, direct): (Vec<_>, Vec<_>) = stale.into_iter().partition(|(key, _)| key.at.is_none());
         end(direct);
         for (port, plan) in changed.iter().zip(plans) {
@@ -232,7 +238,7 @@ impl UserspaceDataplane {
         Ok(applied)
     }
 
-    /// Answers with what was written, and where frontends lead.
+    /// Writes one service port. Returns how much was written, and where its frontends lead.
     fn write_port(&mut self, port: &Arc<DesiredPort>, plan: Plan) -> (u64, Vec<Lead>) {
         let Plan { listeners, refused } = plan;
         let (mut written, mut unlistened) = (0, Vec::new());
@@ -258,7 +264,7 @@ impl UserspaceDataplane {
         (written, leads)
     }
 
-    /// Listeners of the service port that are not planned any more.
+    /// Takes out the listeners of the service port that are no longer planned.
     fn take_listeners(&mut self, name: &ServicePortName, plan: &Plan) -> Vec<(ListenerKey, Listener)> {
         let first = ListenerKey { name: name.clone(), entrance: Entrance::ClusterIp, at: None };
         let of_port = self.listeners.range(first..).map(|(key, _)| key).take_while(|key| key.name == *name);
@@ -271,14 +277,15 @@ impl UserspaceDataplane {
         match self.balancers.get(&port.name) {
             Some(balancer) => lock(balancer).update(port, host),
             None => {
-                // Nodes that learn of a Service at once do not all begin with the same endpoint.
+                // The start is random, so that nodes that learn of a Service at once do not all
+                // begin with the same endpoint.
                 let balancer = Balancer::new(port, host, fastrand::usize(..usize::MAX / 2));
                 self.balancers.insert(port.name.clone(), Arc::new(Mutex::new(balancer)));
             }
         }
     }
 
-    /// Answers whether there was no such listener; or why there is none.
+    /// Opens a listener. Returns true if it is new, or the reason why nothing can listen.
     fn listen(&mut self, key: ListenerKey) -> Result<bool, String> {
         let ListenerKey { name, entrance, at } = &key;
         if self.listeners.contains_key(&key) {
@@ -317,7 +324,7 @@ impl UserspaceDataplane {
         })
     }
 
-    /// Answers whether that is new.
+    /// Notes that a port is served. Returns true if the port is new or has changed.
     fn served_now(&self, port: &Arc<DesiredPort>, frontends: Vec<Frontend>) -> bool {
         let served = ServedPort { desired: Arc::clone(port), frontends };
         let before = lock(&self.served).ports.insert(port.name.clone(), served);
@@ -333,7 +340,8 @@ impl UserspaceDataplane {
         self.unlistened_changed |= before.as_ref() != self.unlistened.get(name);
     }
 
-    /// Those that are served otherwise than desired, or have an address that nothing could listen on.
+    /// Returns the ports that are not served as desired, or that have an address at which nothing
+    /// could listen.
     fn differing(&self, desired: &[Arc<DesiredPort>]) -> Vec<Arc<DesiredPort>> {
         let served = lock(&self.served);
         let differs = |port: &&Arc<DesiredPort>| {
@@ -344,12 +352,14 @@ impl UserspaceDataplane {
     }
 }
 
-/// Returns whether rules are there, of whichever process. Needs CAP_NET_ADMIN.
+/// Returns true if there are rules of this mode, whichever process has made them. Needs
+/// CAP_NET_ADMIN.
 pub(super) fn has_rules() -> Result<bool, Error> {
     Ok(redirect::has_tables()?)
 }
 
-/// Listeners end with their process, and rules do not. Those of a process that is in this mode stay.
+/// Removes the rules of this mode, because they do not end with their process as listeners do. The
+/// rules of a process that is in this mode stay.
 fn cleanup() -> Result<Vec<String>, Error> {
     let mut removed = match NamespaceLock::acquire(NAME).map_err(OpenError::Start)? {
         NamespaceAttempt::Held(_lock) => redirect::remove_tables()?,
@@ -359,7 +369,8 @@ fn cleanup() -> Result<Vec<String>, Error> {
     Ok(removed)
 }
 
-/// After the last connection, which the kernel may have translated by them. Unless somebody is in this mode again.
+/// Removes the rules after the last connection, which the kernel may have translated by them. They
+/// stay if a process is in this mode again.
 fn remove_rules() {
     match cleanup() {
         Err(error) if !error.is_taken_over() => {
@@ -372,7 +383,8 @@ fn remove_rules() {
 impl Drop for UserspaceDataplane {
     fn drop(&mut self) {
         let listeners = mem::take(&mut self.listeners).into_values().map(|listener| listener.task);
-        // Before the listeners end: whoever comes after the rules is another's client, or nobody's.
+        // Rules end before the listeners. Clients that come later belong to another mode, or to
+        // nobody.
         let left = self.redirect.as_mut().map_or(Ok(()), Redirect::lead_nobody);
         for task in listeners.chain(self.answering.take()) {
             task.end();
@@ -381,7 +393,8 @@ impl Drop for UserspaceDataplane {
             tracing::warn!(%error, "clients may still be led to listeners that are gone");
         }
         drop(self.lock.take());
-        // Connections that the kernel translates need the rules until they end: then `runtime` removes them.
+        // Connections that the kernel translates need the rules until they end. Then `runtime`
+        // removes the rules.
         if self.redirect.is_some() && self.shared.descriptors.is_idle() {
             remove_rules();
         }
@@ -425,7 +438,7 @@ impl Dataplane for UserspaceDataplane {
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
         if lock(&self.served).host == *host {
-            // The redirection writes what it could not write.
+            // The redirection writes what it could not write before.
             return Ok(self.write(&[], &[])?);
         }
         let ports: Vec<_> = {
@@ -434,7 +447,8 @@ impl Dataplane for UserspaceDataplane {
             served.ports.values().map(|port| Arc::clone(&port.desired)).collect()
         };
         let applied = self.write(&ports, &[]);
-        // Also after an error: the redirection must know the host when it tries again.
+        // The redirection gets the host also after an error, because it must know it when it tries
+        // again.
         let led = self.redirect.as_mut().map_or(Ok(0), |redirect| redirect.set_host(host).map(|()| 1))?;
         let mut applied = applied?;
         applied.written += led;
@@ -455,7 +469,7 @@ impl Dataplane for UserspaceDataplane {
     }
 
     fn min_interval(&self, _configured: Duration) -> Duration {
-        // A change costs what it changes.
+        // A change costs only what it changes.
         Duration::ZERO
     }
 

@@ -1,4 +1,4 @@
-//! Which listeners a service port needs, and which frontends lead to which of them. Pure.
+//! Plans which listeners a service port needs, and which frontends lead to each of them. Pure.
 
 use std::{
     collections::BTreeMap,
@@ -16,13 +16,14 @@ use crate::{
     },
 };
 
-/// What kind of frontend clients dial. A listener does not see what was dialled, so each kind has its own.
+/// The kind of frontend that clients dial. A listener does not see what was dialled, so each kind
+/// has listeners of its own.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(super) enum Entrance {
     ClusterIp,
     /// Node ports and external IPs.
     External,
-    /// Load-balancer addresses, which source ranges are for.
+    /// Load-balancer addresses, to which source ranges apply.
     LoadBalancer,
 }
 
@@ -35,7 +36,7 @@ impl Entrance {
         }
     }
 
-    /// Some client that comes this way is led to an endpoint.
+    /// Returns true if some client that comes this way gets an endpoint.
     fn is_served(self, policy: &PortPolicy) -> bool {
         let serves = |clients: ClientPolicy| matches!(clients.outcome, Outcome::Balance(_));
         match self {
@@ -49,27 +50,27 @@ impl Entrance {
     }
 }
 
-/// How clients get to the listeners.
+/// The way in which clients reach the listeners.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Reach {
-    /// Rules lead what is sent to frontends to listeners, whose ports do not matter.
+    /// Rules lead clients of frontends to listeners, whose ports do not matter.
     Redirected,
     /// Listeners are on the frontends themselves, as far as these are addresses of this node.
     Direct,
 }
 
-/// In the order of service ports.
+/// The key of a listener. Keys are sorted by service port.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) struct ListenerKey {
     pub(super) name: ServicePortName,
     pub(super) entrance: Entrance,
-    /// `None`: every address of the node, and any port.
+    /// The address and port of the listener. `None`: every address of the node, and any port.
     pub(super) at: Option<SocketAddr>,
 }
 
 #[derive(Debug, Default, Eq, PartialEq)]
 pub(super) struct Plan {
-    /// With the frontends that lead there.
+    /// The listeners, each with the frontends that lead to it.
     pub(super) listeners: BTreeMap<ListenerKey, Vec<Frontend>>,
     /// Frontends whose clients are all refused.
     pub(super) refused: Vec<Frontend>,
@@ -98,7 +99,7 @@ impl Plan {
     }
 }
 
-/// Where a listener on the frontend itself is bound.
+/// Returns the addresses to which listeners on the frontend itself are bound.
 fn places(frontend: &Frontend, family: IpFamily, host: &Host) -> impl Iterator<Item = SocketAddr> {
     let addresses = match frontend.kind {
         FrontendKind::NodePort => node_port_places(family, host),
@@ -110,7 +111,8 @@ fn places(frontend: &Frontend, family: IpFamily, host: &Host) -> impl Iterator<I
     addresses.into_iter().map(move |address| SocketAddr::new(address, port))
 }
 
-/// The unspecified address where every address has node ports, loopback ones too: addresses that come later have them then.
+/// Returns the addresses of node ports. If every address has node ports, and loopback ones too, it
+/// is the unspecified address. Addresses that the node gets later are served then too.
 fn node_port_places(family: IpFamily, host: &Host) -> Vec<IpAddr> {
     let of_family =
         host.node_port_addresses.iter().copied().filter(|address| IpFamily::of(*address) == family);

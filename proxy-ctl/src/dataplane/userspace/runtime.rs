@@ -19,8 +19,9 @@ pub(super) struct Runtime {
 }
 
 impl Runtime {
-    /// `opens_as`: the group of the sockets that tasks open, if it is not the process's own.
-    /// `at_the_end` is called when neither this nor anything that holds `alive` is left.
+    /// Starts the thread. `opens_as` is the group of the sockets that tasks open, if it is not the
+    /// process's own. `at_the_end` is called when neither this value nor any holder of `alive` is
+    /// left.
     pub(super) fn start(
         opens_as: Option<u32>,
         at_the_end: impl FnOnce() + Send + 'static,
@@ -32,10 +33,10 @@ impl Runtime {
         thread::Builder::new().name("connections".to_owned()).spawn(move || {
             let opening = opens_as.map_or(Ok(()), credentials::open_as_group);
             let may_run = opening.is_ok();
-            // Whoever starts this thread waits for the answer.
+            // The caller, which starts this thread, waits for the answer.
             let _ = started.send(opening);
             if may_run {
-                // Nothing is ever sent: it ends with the last sender.
+                // Nothing is ever sent, so receiving ends with the last sender.
                 let _ = runtime.block_on(ended.recv());
             }
             at_the_end();
@@ -63,7 +64,7 @@ pub(super) struct Task {
 }
 
 impl Task {
-    /// Waits until everything that it held is free.
+    /// Stops the task, and waits until everything that it held is free.
     pub(super) fn end(self) {
         self.stop.cancel();
         if let Err(error) = self.handle.block_on(self.running) {

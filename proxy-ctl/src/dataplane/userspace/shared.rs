@@ -1,4 +1,4 @@
-//! What all listeners of this process share.
+//! The state that all listeners of this process share.
 
 use std::{
     convert::Infallible,
@@ -18,12 +18,12 @@ use super::{
     plan::Entrance,
 };
 
-/// Kept free for the rest of the process: logs, watches, HTTP.
+/// Descriptors that are kept free for the rest of the process: logs, watches, HTTP.
 const KEPT_FREE: u64 = 256;
-/// The client's and the endpoint's socket.
+/// The descriptors of a connection: those of the client's and of the endpoint's socket.
 const OF_CONNECTION: u32 = 2;
 
-/// Nothing under these locks can leave a half-made state behind.
+/// Locks a mutex, also after a panic. Nothing under these locks can leave a half-made state behind.
 pub(super) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -34,30 +34,32 @@ pub(super) struct Descriptors {
     free: Arc<Semaphore>,
     total: usize,
     limit: u64,
-    /// That there are none left was told, and there have not been any since.
+    /// True if it was logged that no descriptor is left, and none has been free since.
     told: AtomicBool,
 }
 
 pub(super) type Permit = OwnedSemaphorePermit;
 
 impl Descriptors {
-    /// `limit`: RLIMIT_NOFILE.
+    /// Returns the descriptors of a process. `limit` is its RLIMIT_NOFILE.
     pub(super) fn new(limit: u64) -> Self {
         let free = usize::try_from(limit.saturating_sub(KEPT_FREE)).unwrap_or(usize::MAX);
         let total = free.min(Semaphore::MAX_PERMITS);
         Self { free: Arc::new(Semaphore::new(total)), total, limit, told: AtomicBool::new(false) }
     }
 
-    /// For a listener that accepts a connection at a time. `None`: there is no room.
+    /// Reserves descriptors for a listener that accepts one connection at a time. `None`: there is
+    /// no room.
     pub(super) fn for_listener(&self) -> Option<Permit> {
         self.try_acquire(OF_CONNECTION)
     }
 
-    /// Waits until others have ended: meanwhile the kernel's queue fills.
+    /// Reserves descriptors for a connection. It waits until others have ended, and the kernel's
+    /// queue fills meanwhile.
     pub(super) async fn for_connection(&self) -> Option<Permit> {
         match self.try_acquire(OF_CONNECTION) {
             Some(permit) => Some(permit),
-            // It is never closed.
+            // The semaphore is never closed.
             None => Arc::clone(&self.free).acquire_many_owned(OF_CONNECTION).await.ok(),
         }
     }
@@ -81,12 +83,12 @@ impl Descriptors {
         }
     }
 
-    /// Nothing is open.
+    /// Returns true if nothing is open.
     pub(super) fn is_idle(&self) -> bool {
         self.free.available_permits() == self.total
     }
 
-    /// Number of descriptors that may still be opened.
+    /// Returns the number of descriptors that may still be opened.
     #[cfg(test)]
     pub(super) fn free(&self) -> usize {
         self.free.available_permits()
@@ -97,7 +99,7 @@ impl Descriptors {
     }
 }
 
-/// Since the start.
+/// Counters since the start.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     pub(super) connections: AtomicU64,
@@ -115,11 +117,11 @@ pub(super) struct Shared {
     pub(super) descriptors: Descriptors,
     pub(super) counters: Counters,
     pub(super) udp_idle_timeout: Duration,
-    /// Room for one datagram, for all tasks of the one thread that they run on.
+    /// Room for one datagram. All tasks share it, because they run on one thread.
     pub(super) datagram: Mutex<Vec<u8>>,
 }
 
-/// The longest datagram of UDP.
+/// The length of the longest datagram of UDP.
 const LONGEST_DATAGRAM: usize = 65_535;
 
 impl Shared {
@@ -133,10 +135,10 @@ impl Shared {
     }
 }
 
-/// Held by everything that the runtime must not end before.
+/// A handle for everything that must end before the runtime does.
 pub(super) type Alive = mpsc::Sender<Infallible>;
 
-/// Where the clients of one listener are led.
+/// The state by which one listener leads its clients to endpoints.
 #[derive(Clone, Debug)]
 pub(super) struct Portal {
     pub(super) balancer: SharedBalancer,

@@ -1,5 +1,5 @@
-//! What this mode serves, as data, and the same for other processes: nothing of it is in the kernel, so that the process that
-//! serves is asked.
+//! A description of what this mode serves, for this process and for others. Nothing of it is in the
+//! kernel, so other processes ask the one that serves.
 
 use std::{
     collections::BTreeMap,
@@ -29,7 +29,7 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct ServedPort {
     pub(super) desired: Arc<DesiredPort>,
-    /// Those whose clients are served or refused by us.
+    /// The frontends whose clients this process serves or refuses.
     pub(super) frontends: Vec<Frontend>,
 }
 
@@ -37,11 +37,11 @@ pub(super) struct ServedPort {
 pub(super) struct Served {
     pub(super) ports: BTreeMap<ServicePortName, ServedPort>,
     pub(super) host: Host,
-    /// Everything desired was written once.
+    /// True once everything desired was written.
     pub(super) complete: bool,
 }
 
-/// A backend's number is its place among them.
+/// Backends, whose ids are their positions in this order.
 type Backends = BTreeMap<(SocketAddr, Protocol), BackendSnapshot>;
 
 fn address(endpoint: &Endpoint) -> SocketAddr {
@@ -113,10 +113,10 @@ fn service(served: &ServedPort, backends: &Backends) -> ServiceSnapshot {
     }
 }
 
-/// Longest wait for a process that asks to read its answer.
+/// The longest wait until a process that asks has read its answer.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Answers whoever asks [`RunningProcess::ask`], one at a time.
+/// Answers processes that call [`RunningProcess::ask`], one at a time.
 pub(super) async fn answer(listener: StdUnixListener, served: Arc<Mutex<Served>>, stop: CancellationToken) {
     let answered = async {
         let listener = UnixListener::from_std(listener)?;
@@ -129,7 +129,7 @@ pub(super) async fn answer(listener: StdUnixListener, served: Arc<Mutex<Served>>
                 let served = lock(&served);
                 if served.complete { serde_json::to_vec(&served.snapshot())? } else { Vec::new() }
             };
-            // Who only wants to know who holds the lock has gone.
+            // A process that only wants to know who holds the lock has gone by now.
             let _ = time::timeout(PATIENCE, asker.write_all(&text)).await;
         }
     };
@@ -142,11 +142,11 @@ pub(super) async fn answer(listener: StdUnixListener, served: Arc<Mutex<Served>>
     }
 }
 
-/// What another process of this node serves.
+/// The snapshot of another process of this node.
 pub(super) struct RunningProcess(Snapshot);
 
 impl RunningProcess {
-    /// `None`: there is none, or it serves nothing yet.
+    /// Asks the process in this mode. `None`: there is none, or it serves nothing yet.
     pub(super) fn ask() -> Result<Option<Self>, Error> {
         let failed = |error: Box<dyn std::error::Error + Send + Sync>| {
             Error::new(ErrorKind::Other, format!("asking the proxy in mode userspace: {error}"))

@@ -1,4 +1,4 @@
-//! What this mode cannot do, and what it does instead.
+//! The limits of this mode, and what it does instead.
 
 use std::{collections::BTreeMap, io, net::SocketAddr};
 
@@ -14,7 +14,7 @@ use crate::{
     },
 };
 
-/// Addresses that a text names; the others are counted.
+/// The number of addresses that a text names. The other ones are counted.
 const MOST_NAMED: usize = 3;
 
 const SCTP: Unsupported = Unsupported::new(
@@ -40,7 +40,7 @@ pub(super) fn supports(port: &DesiredPort) -> Vec<Unsupported> {
     own.chain(balancing(port, "mode userspace takes endpoints in turn, each alike")).collect()
 }
 
-/// A listener that is not there.
+/// A listener that could not be opened.
 #[derive(Debug)]
 pub(super) struct Unlistened {
     pub(super) key: ListenerKey,
@@ -48,7 +48,7 @@ pub(super) struct Unlistened {
     pub(super) why: String,
 }
 
-/// Why nothing can listen there, for people.
+/// Returns why nothing can listen there, for people.
 pub(super) fn why(error: &ListenError, at: Option<SocketAddr>) -> String {
     let ListenError::Bind(error) = error else { return error.to_string() };
     match (error.raw_os_error(), at) {
@@ -63,7 +63,8 @@ pub(super) fn why(error: &ListenError, at: Option<SocketAddr>) -> String {
     }
 }
 
-/// By field and reason, in an order that does not change.
+/// Returns what is not served for want of listeners, by field and reason, in an order that does not
+/// change.
 pub(super) fn without_listener(unlistened: &[Unlistened]) -> Vec<Unsupported> {
     let mut texts: BTreeMap<(&'static str, &str), Vec<String>> = BTreeMap::new();
     for Unlistened { key, frontends, why } in unlistened {

@@ -1,4 +1,5 @@
-//! Connections: accepted, led to an endpoint that answers, and carried until both sides have ended.
+//! Serves TCP. Connections are accepted, led to an endpoint that answers, and carried until both
+//! sides have ended.
 
 use std::{
     io,
@@ -18,16 +19,17 @@ use super::{
     shared::{Permit, Portal, count},
 };
 
-/// How long each attempt waits for an endpoint.
+/// The time that each attempt waits for an endpoint.
 pub(super) const DIAL_TIMEOUTS: [Duration; 4] =
     [Duration::from_millis(250), Duration::from_millis(500), Duration::from_secs(1), Duration::from_secs(2)];
 
-/// After a failure that is not of one client: those who wait stay so, and to accept again at once would only fail again.
+/// The pause after a failure of accept(2) that is not of one client. Waiting clients stay in the
+/// queue, and another try at once would fail too.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
-/// A peer that is gone without a word is found so.
+/// The interval of keepalive, which finds a peer that is gone without a word.
 const KEEPALIVE: Duration = Duration::from_secs(15);
 
-/// Accepts until stopped. Connections go on by themselves.
+/// Accepts connections until it is stopped. Accepted connections go on by themselves.
 pub(super) async fn serve(listener: TcpListener, portal: Portal, stop: CancellationToken) {
     let accept = async {
         loop {
@@ -50,7 +52,7 @@ pub(super) async fn serve(listener: TcpListener, portal: Portal, stop: Cancellat
     }
 }
 
-/// accept(2) passes errors of the new connection on.
+/// Returns true for errors of the new connection, which accept(2) passes on.
 fn is_of_the_client(error: &io::Error) -> bool {
     let of_process = [libc::EMFILE, libc::ENFILE, libc::ENOBUFS, libc::ENOMEM, libc::EINVAL, libc::EBADF];
     !error.raw_os_error().is_some_and(|errno| of_process.contains(&errno))
@@ -79,14 +81,14 @@ fn tune(stream: &TcpStream) -> io::Result<()> {
     SockRef::from(stream).set_tcp_keepalive(&keepalive)
 }
 
-/// The peer gets RST instead of FIN: what it got is not all.
+/// Makes the peer get RST instead of FIN, because it has not got everything.
 fn reset(stream: &TcpStream) {
     if let Err(error) = SockRef::from(stream).set_linger(Some(Duration::ZERO)) {
         tracing::debug!(%error, "a connection ends in order where it should be reset");
     }
 }
 
-/// `None`: no endpoint is for this client, or none answered.
+/// Dials an endpoint. `None`: no endpoint is for this client, or none answered.
 async fn dial(client: IpAddr, portal: &Portal) -> Option<TcpStream> {
     let mut tried: Vec<SocketAddr> = Vec::new();
     for timeout in DIAL_TIMEOUTS {

@@ -12,7 +12,8 @@ use crate::{
     },
 };
 
-/// `external_policy` Local; endpoints are on another node, each `address:port`.
+/// Returns the service port with this `external_policy`. Its endpoints are on another node, each
+/// given as `address:port`.
 pub(super) fn web(endpoints: &[&str], external_policy: TrafficPolicy) -> Arc<DesiredPort> {
     changed_web(endpoints, |service| service.external_policy = external_policy)
 }
@@ -26,7 +27,7 @@ pub(super) fn changed_web(endpoints: &[&str], change: impl FnOnce(&mut Service))
     desired(web, endpoints)
 }
 
-/// The first port of the Service.
+/// Returns the first port of the Service.
 pub(super) fn desired(service: Service, endpoints: &[&str]) -> Arc<DesiredPort> {
     let mut model = Model::new("here");
     let protocol = service.ports[0].protocol;

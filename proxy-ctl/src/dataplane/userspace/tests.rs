@@ -1,4 +1,4 @@
-//! The mode with real sockets on loopback, as an ordinary user.
+//! Tests of the mode with real sockets on loopback, as an ordinary user.
 
 use std::{
     io::{self, Read as _, Write as _},
@@ -23,7 +23,7 @@ use crate::{
     sys::xtables::Backend,
 };
 
-/// Long enough for a busy machine; nothing waits that long unless it fails.
+/// A limit that is long enough for a busy machine. Nothing waits that long unless it fails.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn dataplane_with(idle: Duration) -> UserspaceDataplane {
@@ -39,7 +39,7 @@ fn dataplane() -> UserspaceDataplane {
     dataplane_with(Duration::from_millis(250))
 }
 
-/// A Service with the ClusterIP 127.0.0.1, which tests can listen on.
+/// Returns a Service with the ClusterIP 127.0.0.1, on which tests can listen.
 fn loopback(protocol: Protocol, number: u16) -> Service {
     let mut port = port("", number);
     port.protocol = protocol;
@@ -52,7 +52,8 @@ fn serve(dataplane: &mut UserspaceDataplane, port: &Arc<DesiredPort>) {
     assert_eq!(dataplane.unlistened, BTreeMap::new());
 }
 
-/// Answers each connection with its name, then repeats what it gets until its end, then says goodbye.
+/// An endpoint that answers each connection with its name, repeats what it gets until its end, and
+/// then says goodbye.
 struct Endpoint {
     address: String,
 }
@@ -123,7 +124,7 @@ fn is_refused_soon(port: u16) {
     });
 }
 
-/// The endpoint that answers a new connection.
+/// Returns the name of the endpoint that answers a new connection.
 fn answering(port: u16) -> String {
     read(&mut connect(port), 1).unwrap()
 }
@@ -182,7 +183,7 @@ fn a_slow_reader_slows_the_sender() {
     let mut client = connect(number);
     let (mut silent, _) = endpoint.accept().unwrap();
     client.set_nonblocking(true).unwrap();
-    // As much as the kernel holds on the way: it ends by itself.
+    // The client writes as much as the kernel holds on the way.
     let chunk = [7; 65_536];
     let (mut sent, mut stalled_at) = (0, Instant::now());
     while stalled_at.elapsed() < Duration::from_millis(300) {
@@ -207,7 +208,8 @@ fn an_endpoint_that_breaks_off_is_not_taken_for_one_that_has_ended() {
     serve(&mut dataplane, &desired(loopback(Protocol::Tcp, number), &[&address]));
     let mut client = connect(number);
     let (mut broken, _) = endpoint.accept().unwrap();
-    // One that breaks off before the process sees it connected is dialled again.
+    // A connection that breaks off before the process sees it connected is dialled again. So a byte
+    // goes first.
     broken.write_all(b"x").unwrap();
     assert_eq!(read(&mut client, 1).unwrap(), "x");
     socket2::SockRef::from(&broken).set_linger(Some(Duration::ZERO)).unwrap();
@@ -258,7 +260,7 @@ fn no_connection_fails_while_endpoints_change() {
         .collect();
     serve(&mut dataplane, &states[0]);
     let (answers, is_enough) = (Mutex::new(String::new()), AtomicBool::new(false));
-    // A wait that has failed does not tell the clients, and is over by then.
+    // The clients end by this deadline, because a wait that has failed does not tell them.
     let deadline = Instant::now() + 2 * PATIENCE;
     let client = || {
         while !is_enough.load(Ordering::Relaxed) && Instant::now() < deadline {
@@ -289,7 +291,7 @@ fn udp_client(port: u16) -> UdpSocket {
     socket
 }
 
-/// Name of the endpoint, and the port by which it sees the client.
+/// Returns the name of the endpoint, and the port by which it sees the client.
 fn ask(client: &UdpSocket) -> String {
     client.send(b"?").unwrap();
     let mut buffer = [0; 64];
@@ -412,7 +414,7 @@ fn the_same_again_changes_nothing_and_what_is_not_desired_goes() {
 #[test]
 fn clients_wait_while_there_are_no_descriptors() {
     let (mut dataplane, number) = (dataplane(), free_port());
-    // For a listener and one connection.
+    // There are descriptors for a listener and one connection.
     dataplane.shared = Arc::new(Shared::new(256 + 4, Duration::from_secs(1)));
     let a = Endpoint::tcp("a");
     serve(&mut dataplane, &desired(loopback(Protocol::Tcp, number), &[&a.address]));
@@ -432,7 +434,7 @@ fn clients_wait_while_there_are_no_descriptors() {
     );
 }
 
-/// What is told of one more Service.
+/// Returns what is reported of one more Service.
 fn dataplane_errors(dataplane: &mut UserspaceDataplane, number: u16) -> Vec<Unsupported> {
     let port = desired(loopback(Protocol::Tcp, number), &["127.0.0.1:1"]);
     let mut other = DesiredPort::clone(&port);
@@ -450,11 +452,13 @@ fn an_external_policy_is_kept_by_the_listener() {
     web.cluster_ips = vec!["10.96.0.1".parse().unwrap()];
     web.ports[0].node_port = Some(number);
     dataplane.apply(&Changes { changed: vec![desired(web, &[&a.address])], removed: Vec::new() }).unwrap();
-    // The endpoint is on another node: only the node's own processes reach it, and this client is one.
+    // The endpoint is on another node, so only the node's own processes reach it. This client is
+    // one.
     assert_eq!(answering(number), "a");
 }
 
-/// In a network namespace that ends with the test, as its thread does, with the route of a pod network.
+/// Moves the thread into a network namespace of its own, with the route of a pod network. It ends
+/// with the test, as its thread does.
 fn in_own_namespace() {
     nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
     for command in [
@@ -477,7 +481,7 @@ fn has_rules_of_ours() -> bool {
         || crate::leftovers::is_marked(Mode::Userspace).unwrap()
 }
 
-/// As another program does it.
+/// Removes the rules as another program does it.
 fn remove_rules_of_ours(by: By) {
     match by {
         By::NfTables => assert_ne!(redirect::remove_tables().unwrap(), [""; 0]),
@@ -573,7 +577,7 @@ fn as_root_rules_lead_clients_to_listeners(
     }
     serve(&mut dataplane, &web(&[&tcp.address]));
 
-    // Somebody else has removed the rules.
+    // Another program has removed the rules.
     remove_rules_of_ours(by);
     let desired: Vec<_> = lock_ports(&dataplane);
     assert_eq!(dataplane.resync(&desired).unwrap(), Applied { written: 1, removed: 0 });
@@ -601,7 +605,7 @@ fn as_root_what_this_process_dials_is_not_led_to_itself(
     let redirect = by.redirect();
     let idle = Duration::from_secs(1);
     let mut dataplane = UserspaceDataplane::with_lock(lock, Some(redirect), None, idle).unwrap();
-    // A loop ends before it takes the machine's memory.
+    // This limit ends a loop before it takes the machine's memory.
     dataplane.shared = Arc::new(Shared::new(256 + 64, idle));
     dataplane.set_host(&host()).unwrap();
 
@@ -626,7 +630,8 @@ fn as_root_what_this_process_dials_is_not_led_to_itself(
     assert_eq!((count(&counters.connections), count(&counters.sessions)), (1, 1));
 }
 
-/// In a namespace of its own: the end of a dataplane removes the rules of this mode.
+/// The test has a namespace of its own, because the end of a dataplane removes the rules of this
+/// mode.
 #[rstest]
 #[case::of_a_service_port(false)]
 #[case::of_the_node(true)]
@@ -665,7 +670,8 @@ fn lock_ports(dataplane: &UserspaceDataplane) -> Vec<Arc<DesiredPort>> {
     lock(&dataplane.served).ports.values().map(|served| Arc::clone(&served.desired)).collect()
 }
 
-/// Endpoints of IPv4 for a Service of either family: that is this mode's to carry, and no cluster's to ask for.
+/// Returns a service port with endpoints of IPv4 for a Service of either family. This mode can
+/// carry that, though no cluster asks for it.
 fn redirected(service: Service, endpoints: &[&str]) -> Arc<DesiredPort> {
     let mut port = DesiredPort::clone(&desired(service, &[]));
     let endpoint = |text: &&str| {

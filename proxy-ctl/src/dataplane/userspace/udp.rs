@@ -1,4 +1,5 @@
-//! Datagrams: each client has a session with an endpoint, which ends when neither has sent anything for a while.
+//! Serves UDP. Each client has a session with an endpoint, which ends when neither has sent
+//! anything for a while.
 
 use std::{
     collections::HashMap,
@@ -26,7 +27,7 @@ use super::{
 };
 use crate::model::objects::IpFamily;
 
-/// The client, and the address of the node that it sends to: answers come from there.
+/// The client, and the address of the node to which it sends. Answers come from that address.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 struct Path {
     client: SocketAddr,
@@ -36,14 +37,14 @@ struct Path {
 struct Session {
     path: Path,
     endpoint: SocketAddr,
-    /// Connected.
+    /// The socket of the session, which is connected to the endpoint.
     socket: UdpSocket,
     used: Mutex<Instant>,
     ended: AtomicBool,
     _permit: Permit,
 }
 
-/// Serves until stopped. Its sessions end with it: what answers them is its socket.
+/// Serves until it is stopped. Its sessions end with it, because its socket answers their clients.
 pub(super) async fn serve(listener: Datagrams, portal: Portal, stop: CancellationToken) {
     let listener = Arc::new(listener);
     let mut sessions: HashMap<Path, Arc<Session>> = HashMap::new();
@@ -90,14 +91,15 @@ fn receive(
         }
     };
     *lock(&session.used) = Instant::now();
-    // Not by the runtime, which does not know yet that a new socket is writable.
+    // The runtime does not know yet that a new socket is writable, so it does not send this.
     if let Err(error) = SockRef::from(&session.socket).send(&buffer[..length]) {
         portal.failed(session.endpoint, &error);
     }
     Ok(())
 }
 
-/// `None`: no endpoint is for this client, none can be reached, or there is no room.
+/// Opens a session. `None`: no endpoint is for this client, none can be reached, or there is no
+/// room.
 fn open(path: Path, portal: &Portal) -> Option<Session> {
     let permit = portal.shared.descriptors.for_session()?;
     let mut tried = Vec::new();
@@ -140,7 +142,8 @@ async fn answer(session: Arc<Session>, listener: Arc<Datagrams>, portal: Portal)
                         }
                     }
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
-                    // The endpoint's host says that nobody listens: the next datagram chooses anew.
+                    // The endpoint's host says that nobody listens, so the next datagram chooses
+                    // anew.
                     Err(error) => {
                         portal.failed(session.endpoint, &error);
                         break;

@@ -71,7 +71,7 @@ fn a_change_of_endpoints_keeps_whose_turn_it_is() {
 fn affinity_lasts(#[case] seconds_later: u64, #[case] entrance: Entrance, #[case] same: bool) {
     let mut balancer = Balancer::new(&sticky(&[A, B], 10), &host(), 0);
     let now = Instant::now();
-    // Then the other's turn is next in each set.
+    // After the first choice it is the other endpoint's turn in each set.
     balancer.sets[index(EndpointSet::External)].next = 1;
     let first = balancer.choose(Entrance::ClusterIp, client("10.244.0.9"), &[], now);
     let later = now + Duration::from_secs(seconds_later);

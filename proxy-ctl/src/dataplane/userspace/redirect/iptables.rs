@@ -1,5 +1,6 @@
-//! The same by iptables, in the chains that kube-proxy had in its mode userspace (up to 1.25). They are written whole: the backend
-//! legacy copies the table for each change anyway.
+//! Rules of iptables that lead frontends to the listeners, in the chains that kube-proxy had in its
+//! mode userspace (up to 1.25). They are written whole, because the backend legacy copies the table
+//! for each change anyway.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -30,16 +31,18 @@ const JUMPS: [Jump; 2] = [
     Jump { table: TABLE, from: "OUTPUT", to: PORTALS_HOST, comment: PORTALS_COMMENT },
 ];
 
-/// The chains of one family with all their rules.
+/// Returns the chains of one family with all their rules.
 fn chains(family: IpFamily, wanted: &Wanted) -> Chains {
-    // A redirection goes to an address of the interface, and an interface that leads to a pod may have none.
+    // REDIRECT would take an address of the interface, and an interface that leads to a pod may
+    // have none.
     let arriving = |port: u16| match wanted.own(family) {
         Some(own) => format!("DNAT --to-destination {}", SocketAddr::new(own, port)),
         None => format!("REDIRECT --to-ports {port}"),
     };
     let (mut portals_container, mut portals_host) = (Vec::new(), Vec::new());
     let (mut node_container, mut node_host) = (Vec::new(), Vec::new());
-    // The last rule that uses connection tracking ends it, and the translation of established connections with it.
+    // Without any rule that uses connection tracking, it ends, and with it the translation of
+    // established connections. So the owner tag is such a rule.
     let mark = own_rules::mark(Mode::Userspace);
     portals_container.extend(mark.map(|mark| format!("-m conntrack --ctstate NEW {mark}")));
     portals_host.push(format!("-m owner --gid-owner {DIALLING_GROUP} -j RETURN"));
@@ -55,7 +58,7 @@ fn chains(family: IpFamily, wanted: &Wanted) -> Chains {
             let protocol = match led.protocol {
                 Protocol::Tcp => "tcp",
                 Protocol::Udp => "udp",
-                // Nothing listens for it.
+                // Nothing listens for SCTP.
                 Protocol::Sctp => continue,
             };
             let matches = format!(
@@ -86,7 +89,8 @@ pub(super) struct PortalChains {
 }
 
 impl PortalChains {
-    /// Makes the chains, without rules that lead anywhere. Needs CAP_NET_ADMIN. `None`: it cannot be done, or there are no tools.
+    /// Makes the chains, without rules that lead anywhere. Needs CAP_NET_ADMIN. `None`: it cannot
+    /// be done, or there are no tools.
     pub(super) fn open(backend: Backend) -> Option<Self> {
         let make = |mut of: FamilyChains| match of.write(&chains(of.family, &Wanted::default()), &JUMPS) {
             Ok(_) => Some(of),

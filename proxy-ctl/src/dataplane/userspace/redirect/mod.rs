@@ -1,5 +1,6 @@
-//! Rules that lead what is sent to frontends to the listeners: of nf_tables, in a table of our own, or of iptables where the kernel
-//! has no nf_tables. Which frontend leads where is pure; [`Redirect`] has the differences written.
+//! Rules that lead clients of frontends to the listeners. They are rules of nf_tables in a table of
+//! our own, or of iptables if the kernel has no nf_tables. Where each frontend leads is decided
+//! without effects, and [`Redirect`] has the differences written.
 
 mod iptables;
 mod nf_tables;
@@ -32,14 +33,14 @@ use crate::{
     },
 };
 
-/// Group of the thread that dials endpoints. The rules lead nowhere what its sockets send. An
-/// endpoint may be behind its own frontend, such as a pod with hostNetwork behind an external IP
-/// that is the node's address: led to the listener again, each connection would open the next.
+/// The group of the thread that dials endpoints. The rules do not redirect what its sockets send.
+/// An endpoint may be behind its own frontend, such as a pod with hostNetwork behind an external IP
+/// that is the node's address. If it were led to the listener again, each connection would open the
+/// next.
 ///
 /// Both kinds of rules can match the group of a socket on every kernel since 5.10, and packets do
-/// not show it. Each bit of the packet mark may belong to a network plugin, to a rule of routing or
-/// to the mode beside this one. systemd leaves this number unused, and a rootless node's user
-/// namespace has it.
+/// not show it. Each bit of the fwmark may belong to a network plugin, to a routing rule or to the
+/// secondary mode. systemd leaves this number unused, and a rootless node's user namespace has it.
 pub(super) const DIALLING_GROUP: u32 = 65_529;
 
 #[derive(Debug, thiserror::Error)]
@@ -52,7 +53,7 @@ pub(super) enum RedirectError {
     Tool(#[from] ToolError),
 }
 
-/// A frontend that leads somewhere.
+/// A frontend for which there is a rule.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 struct Led {
     family: IpFamily,
@@ -60,7 +61,7 @@ struct Led {
     frontend: Frontend,
 }
 
-/// Frontends with the port of this process that each leads to.
+/// Frontends, each with the port of this process to which it leads.
 type Leads = BTreeMap<Led, u16>;
 
 /// A frontend with the port of its listener.
@@ -75,17 +76,18 @@ fn of_port<'a>(name: &'a ServicePortName, leads: &'a [Lead]) -> impl Iterator<It
     leads.iter().map(move |lead| (led(lead.frontend), lead.port))
 }
 
-/// What the kernel should have, by who asks for it.
+/// The rules that the kernel should have, by service port.
 #[derive(Debug, Default)]
 struct Wanted {
     ports: BTreeMap<ServicePortName, Vec<Lead>>,
-    /// Where node ports are served.
+    /// The addresses at which node ports are served.
     addresses: BTreeSet<IpAddr>,
-    /// Where clients of other machines and of pods are led, at most one of each family.
+    /// The addresses to which clients of other machines and of pods are led, at most one of each
+    /// family.
     own: Vec<IpAddr>,
 }
 
-/// Returns why a thread cannot take [`DIALLING_GROUP`].
+/// Checks that a thread can take [`DIALLING_GROUP`]. The error says why it cannot.
 fn may_dial_as_group() -> io::Result<()> {
     let trial = thread::Builder::new().spawn(|| credentials::open_as_group(DIALLING_GROUP))?;
     let taken = trial.join().map_err(|_| io::Error::other("a thread has panicked"))?;
@@ -105,7 +107,7 @@ impl Wanted {
         self.own.iter().copied().find(|own| IpFamily::of(*own) == family)
     }
 
-    /// Takes the change over. Answers with what goes and what comes.
+    /// Takes over the change. Returns the frontends that go and those that come.
     fn change(&mut self, changes: Vec<(ServicePortName, Vec<Lead>)>) -> (Leads, Leads) {
         let (mut go, mut come) = (Leads::new(), Leads::new());
         for (name, leads) in changes {
@@ -128,25 +130,25 @@ impl Wanted {
     }
 }
 
-/// How the kernel is told.
+/// A way to write the rules to the kernel.
 trait LeadingRules: Send {
-    /// For people.
+    /// Returns the name of what has the rules, for people.
     fn by(&self) -> String;
 
-    /// The families that clients are led in.
+    /// Returns the families in which clients are led.
     fn families(&self) -> Vec<IpFamily>;
 
-    /// Writes what is other than before: `go` and `come` of `wanted`.
+    /// Writes the change to `wanted`: `go` is removed, and `come` is added.
     fn change(&mut self, wanted: &Wanted, go: &Leads, come: &Leads) -> Result<(), RedirectError>;
 
-    /// Makes the rules as `wanted` says, whatever was written before.
+    /// Writes all rules as `wanted` says, whatever was written before.
     fn rewrite(&mut self, wanted: &Wanted) -> Result<(), RedirectError>;
 
-    /// Writes what somebody else has removed. Answers whether that was anything.
+    /// Writes what another program has removed. Returns true if anything was missing.
     fn restore(&mut self, wanted: &Wanted) -> Result<bool, RedirectError>;
 }
 
-/// The port of the listener whose flows go on; `None`: of no listener.
+/// The port of the listener whose flows go on. `None`: the flows of no listener go on.
 #[derive(Debug)]
 struct ListenerPort(Option<u16>);
 
@@ -169,7 +171,7 @@ pub(super) struct Redirect {
     families: Vec<IpFamily>,
     refusing: RefusingPorts,
     wanted: Wanted,
-    /// The last write has failed: what the kernel has is not known.
+    /// True if the last write has failed, so that the kernel's rules are not known.
     doubtful: bool,
     stale_flows: StaleFlows<ListenerPort>,
     has_started: bool,
@@ -182,7 +184,8 @@ impl std::fmt::Debug for Redirect {
 }
 
 impl Redirect {
-    /// Makes the rules anew; they lead nobody. Needs CAP_NET_ADMIN. `None`: the kernel cannot do it, or this process may not.
+    /// Makes the rules anew, so that they lead nobody. Needs CAP_NET_ADMIN. `None`: the kernel
+    /// cannot do it, or this process may not.
     pub(super) fn open() -> Option<Self> {
         if let Err(error) = may_dial_as_group() {
             tracing::warn!(%error, "no rules: what this process dials would be led to itself");
@@ -215,23 +218,23 @@ impl Redirect {
         Some(Self { rules, families, refusing, wanted, doubtful, stale_flows, has_started })
     }
 
-    /// What has the rules, for people.
+    /// Returns the name of what has the rules, for people.
     pub(super) fn by(&self) -> String {
         self.rules.by()
     }
 
-    /// Whether clients of this family are led anywhere.
+    /// Returns true if clients of this family are led anywhere.
     pub(super) fn has(&self, family: IpFamily) -> bool {
         self.families.contains(&family)
     }
 
-    /// Where clients that nobody serves are led.
+    /// Returns the port to which clients that nobody serves are led.
     pub(super) fn refusing_port(&self, name: &ServicePortName) -> Option<u16> {
         self.refusing.port(name.family, name.protocol)
     }
 
-    /// Leads the frontends of these service ports there, and nowhere else, and writes what the last write has failed with. Answers with
-    /// the number of frontends that come and go.
+    /// Makes the frontends of these service ports lead there, and nowhere else. It also writes what
+    /// the last write has failed to write. Returns the numbers of frontends that come and go.
     pub(super) fn lead(
         &mut self,
         changes: Vec<(ServicePortName, Vec<Lead>)>,
@@ -257,11 +260,13 @@ impl Redirect {
         Ok(())
     }
 
-    /// Once all frontends are led: ends connections to them from before that nobody answers.
+    /// Ends connections from before this start that nobody answers, once. All frontends must be led
+    /// by then.
     pub(super) fn end_unanswered_once(&mut self) {
         if !self.has_started {
             let mut unanswered = StaleFlows::default();
-            // Of no listener: one may have the port that another had.
+            // The former flows of every listener end, because a new listener may have the port that
+            // another had.
             note(&mut unanswered, Protocol::Tcp, &self.wanted.leads(), &Leads::new());
             self.has_started = unanswered.end_unanswered(&self.wanted.addresses, &self.wanted.own);
         }
@@ -273,16 +278,17 @@ impl Redirect {
         self.rewrite()
     }
 
-    /// Answers whether somebody else has removed rules.
+    /// Writes rules that another program has removed. Returns true if there were any.
     pub(super) fn restore_if_gone(&mut self) -> Result<bool, RedirectError> {
         self.rules.restore(&self.wanted)
     }
 
-    /// Nobody is led anywhere any more, and what is translated stays so: the kernel goes on while there are the chains.
+    /// Makes the rules lead nobody. Established connections stay translated, because the kernel
+    /// goes on while the chains exist.
     pub(super) fn lead_nobody(&mut self) -> Result<(), RedirectError> {
         let before = std::mem::take(&mut self.wanted);
         self.rewrite()?;
-        // The sessions of their clients end with the listeners.
+        // The sessions of UDP clients end with the listeners.
         note(&mut self.stale_flows, Protocol::Udp, &before.leads(), &Leads::new());
         self.stale_flows.end(&before.addresses);
         Ok(())

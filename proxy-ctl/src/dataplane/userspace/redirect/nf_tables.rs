@@ -1,6 +1,6 @@
-//! The table of nf_tables, one of our own in each family: maps from frontends to listeners, and two
-//! rules in each chain that ask them. In the chain of what this node sends, a rule before them
-//! passes what this process dials.
+//! The table of nf_tables that is our own in each family. It has maps from frontends to listeners,
+//! and in each chain two rules that ask them. In the chain for packets that this node sends, a rule
+//! before them passes what this process dials.
 
 use std::{io, net::IpAddr};
 
@@ -18,15 +18,15 @@ use crate::{
 };
 
 const COMMENT: &str = "proxy-ctl in mode userspace";
-/// Before routing, and as early as kube-proxy's other modes.
+/// The priority before routing. It is as early as that of kube-proxy's other modes.
 const PRIORITY: i32 = -100;
 
 /// A map or set of the table.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Place {
-    /// Address, protocol, port → port.
+    /// A map from address, protocol and port to a port of this process.
     Frontends,
-    /// Protocol, port → port.
+    /// A map from protocol and port to a port of this process.
     NodePorts,
     NodeAddresses,
 }
@@ -58,7 +58,7 @@ impl Place {
     }
 }
 
-/// The element of a frontend: where it is, and its key.
+/// Returns the place and the key of a frontend's element.
 fn element(led: &Led) -> (Place, Vec<u8>) {
     let protocol_and_port = protocol_and_port(led.protocol, led.frontend.port);
     match led.frontend.kind {
@@ -82,7 +82,7 @@ fn protocol_and_port(protocol: Protocol, port: u16) -> [u8; 8] {
     [protocol.number(), 0, 0, 0, high, low, 0, 0]
 }
 
-/// Keys of one place in one family, with the ports that they lead to.
+/// Returns the keys of one place in one family, each with the port to which it leads.
 fn of_place(leads: &Leads, family: IpFamily, place: Place) -> Vec<(Vec<u8>, u16)> {
     let of_family = leads.iter().filter(|(led, _)| led.family == family);
     let elements = of_family.map(|(led, port)| (element(led), *port));
@@ -107,7 +107,8 @@ fn delete(batch: &mut Batch, family: IpFamily, leads: &Leads) {
     }
 }
 
-/// The table with its chains, sets and rules, and no elements. `own`: an address of this node.
+/// Makes the table with its chains, sets and rules, without elements. `own` is an address of this
+/// node.
 fn make_table(batch: &mut Batch, family: IpFamily, own: Option<IpAddr>) {
     let table_family = TableFamily::from(family);
     batch.add_table(table_family, TABLE, COMMENT);
@@ -141,7 +142,8 @@ fn make_table(batch: &mut Batch, family: IpFamily, own: Option<IpAddr>) {
     let is_node =
         Expression::Lookup { set: Place::NodeAddresses.name().to_owned(), key: Register::new(0), to: None };
     let redirect = vec![Expression::Redirect { port }];
-    // A redirection goes to an address of the interface, and an interface that leads to a pod may have none.
+    // REDIRECT would take an address of the interface, and an interface that leads to a pod may
+    // have none.
     let translate = own.map(|own| {
         let address = Register::new(12);
         let own = Expression::Immediate { value: address_bytes(own), to: address };
@@ -168,7 +170,7 @@ fn make_table(batch: &mut Batch, family: IpFamily, own: Option<IpAddr>) {
     }
 }
 
-/// Ends the chain for what the thread sends that dials endpoints.
+/// Returns the rule that ends the chain for packets of the thread that dials endpoints.
 fn accept_own_dials() -> [Expression; 3] {
     let group = Register::new(0);
     [
@@ -188,7 +190,8 @@ pub(super) struct Tables {
 }
 
 impl Tables {
-    /// Makes the tables anew, without elements. Needs CAP_NET_ADMIN. `None`: the kernel cannot do it, or this process may not.
+    /// Makes the tables anew, without elements. Needs CAP_NET_ADMIN. `None`: the kernel cannot do
+    /// it, or this process may not.
     pub(super) fn open() -> Option<Self> {
         let kernel = match NfTables::load() {
             Ok(kernel) => kernel?,
@@ -222,7 +225,7 @@ impl LeadingRules for Tables {
         self.families.iter().for_each(|family| delete(&mut batch, *family, go));
         self.families.iter().for_each(|family| add(&mut batch, *family, come));
         if !batch.is_empty() && commit(&self.kernel, batch, "ip, ip6").is_err() {
-            // Somebody may have changed the table: it is made anew, in one step.
+            // Another program may have changed the table, so it is made anew in one step.
             self.rewrite(wanted)?;
         }
         Ok(())
@@ -247,7 +250,7 @@ impl LeadingRules for Tables {
 fn rebuild(kernel: &NfTables, family: IpFamily, wanted: &Wanted) -> Result<(), RedirectError> {
     let table_family = TableFamily::from(family);
     let mut batch = Batch::default();
-    // One that is not there could not be deleted.
+    // The table is added first, because a table that does not exist cannot be deleted.
     batch.add_table(table_family, TABLE, COMMENT);
     batch.delete_table(table_family, TABLE);
     make_table(&mut batch, family, wanted.own(family));
@@ -278,7 +281,7 @@ pub(in crate::dataplane::userspace) fn is_there() -> Result<bool, RedirectError>
     Ok(false)
 }
 
-/// Answers with the tables that were there, for people.
+/// Removes the tables. Returns those that were there, for people.
 pub(in crate::dataplane::userspace) fn remove() -> Result<Vec<String>, RedirectError> {
     let Some(kernel) = NfTables::open()? else { return Ok(Vec::new()) };
     let mut removed = Vec::new();

@@ -12,10 +12,10 @@ use crate::{model::objects::IpFamily, sys::CallError};
 
 #[derive(Debug, Default)]
 pub(in crate::dataplane::userspace) struct Noted {
-    /// What is to be written from now on is refused.
+    /// True if writes are refused from now on.
     pub(in crate::dataplane::userspace) refuses: bool,
     pub(in crate::dataplane::userspace) node_addresses: BTreeSet<IpAddr>,
-    /// Frontends that lead somewhere.
+    /// The number of frontends that lead somewhere.
     pub(in crate::dataplane::userspace) frontends: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Where clients are led that nobody serves.
+//! The ports to which clients that nobody serves are led.
 
 use std::{
     collections::BTreeMap,
@@ -37,7 +37,8 @@ impl RefusingPorts {
                 socket.bind(&any.into())?;
                 let port = socket.local_addr()?.as_socket().map_or(0, |address| address.port());
                 if protocol == Protocol::Udp {
-                    // It gets what one peer sends, which is itself and never does: the kernel refuses all others.
+                    // The socket's only peer is itself, and it never sends. So the kernel refuses
+                    // the datagrams of all others.
                     let loopback: IpAddr = match family {
                         IpFamily::Ipv4 => Ipv4Addr::LOCALHOST.into(),
                         IpFamily::Ipv6 => Ipv6Addr::LOCALHOST.into(),
@@ -51,7 +52,7 @@ impl RefusingPorts {
         Ok(Self { ports, _sockets: sockets })
     }
 
-    /// `None`: nothing of the family or protocol can be led anywhere.
+    /// Returns the port. `None`: nothing of this family or protocol can be led anywhere.
     pub(super) fn port(&self, family: IpFamily, protocol: Protocol) -> Option<u16> {
         self.ports.get(&(family, protocol)).copied()
     }

@@ -28,7 +28,7 @@ pub(super) struct Entry {
     /// The UDP flows of its Services that connection tracking translates.
     pub(super) tracked_flows: TrackedFlows,
     /// True if connections of the mode would end with it. It is then removed only when it has none.
-    /// False for modes whose rules have kube-proxy's names.
+    /// False for modes that the cleanup removes by the names of their rules.
     pub(super) retires: bool,
     /// Returns true if the mode drops what is sent to addresses of the service CIDRs that no
     /// Service has.
@@ -57,7 +57,7 @@ pub struct Removed {
     pub links: Vec<String>,
     /// Number of filters on clsact qdiscs.
     pub filters: usize,
-    /// Names of tables.
+    /// Names of BPF maps, and of tables and other places with rules.
     pub tables: Vec<String>,
 }
 

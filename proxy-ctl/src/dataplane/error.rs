@@ -44,7 +44,7 @@ impl Error {
             .any(|cause| cause.kind() == io::ErrorKind::PermissionDenied)
     }
 
-    /// The mode's own error.
+    /// Returns the mode's own error.
     pub fn inner(&self) -> &(dyn error::Error + Send + Sync + 'static) {
         self.error.as_ref()
     }

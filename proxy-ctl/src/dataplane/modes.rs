@@ -156,8 +156,7 @@ pub fn remove_retired(
             .map(|()| true)
             .map_err(|error| Error::new(ErrorKind::Other, error));
     }
-    // The mode's rules have kube-proxy's names, and no mode but the active ones may have such
-    // rules.
+    // The cleanup finds this mode's rules by their names. No mode but the active ones may have any.
     remains
         .remove(mode, &config.ipvs.exclude_cidrs, translates_in_connect(at_work, config))
         .map_err(|error| Error::new(ErrorKind::Other, error))
@@ -186,7 +185,7 @@ impl ModeBeside for Beside {
 
     fn has_connections(&self, to: &DialledFrontends) -> Result<bool, Error> {
         if self.at_work != Mode::Ebpf {
-            // The rules of the active mode, userspace, keep its connections translated.
+            // Mode userspace has rules of its own, which keep connections translated.
             return Ok(false);
         }
         conntrack::has_translated_connections(|dialled| to.has(dialled))

@@ -54,8 +54,8 @@ pub enum NotTaken {
     FewQueues { interface: String, driver: String, queues: u32, cpus: u32 },
 }
 
-/// Drivers that could send frames from other devices before Linux 5.10, once a program is on the
-/// device. Programs on these drivers may also redirect frames to other devices.
+/// Drivers that have sent frames of other devices since before Linux 5.10, if an XDP program is on
+/// the device itself. They also let programs redirect frames to other devices.
 const OF_OLD: [&str; 5] = ["bnxt_en", "i40e", "ice", "ixgbe", "mlx5_core"];
 
 /// Drivers whose CPUs share queues if there are fewer queues than CPUs, in every kernel that tells
@@ -104,7 +104,7 @@ pub fn takes(
 }
 
 /// Checks that nothing acts on a pod's packets at the host's end of its interface. Packets that XDP
-/// sends to a pod, and their answers, pass by what is there.
+/// sends to a pod, and their answers, would bypass it.
 fn nothing_acts_on_pods_packets(interface: &Interface, facts: &DeviceFacts) -> Result<(), NotTaken> {
     /// Our programs: one for each direction.
     const OURS: usize = 2;

@@ -55,7 +55,7 @@ pub(super) struct PortSettings {
     not_from_pods: Option<String>,
     /// The part of the host that [`PortPolicy`] reads.
     host: Host,
-    /// Addresses of the node. It is checked whether loadBalancerSourceRanges contain them.
+    /// Addresses of the node. If a source range contains one, the node itself is let in.
     node_addresses: Vec<IpAddr>,
     /// True if packets to node ports on 127.0.0.1 are counted.
     counts_localhost: bool,

@@ -130,7 +130,7 @@ impl Writer {
             tools,
             abilities,
             host: Host::default(),
-            // kube-proxy writes comments up to [`MANY_ENDPOINTS`].
+            // Comments are written at first, because kube-proxy writes them up to `MANY_ENDPOINTS`.
             settings: PortSettings::new(family, &Host::default(), abilities, true),
             base: None,
             written: FxHashMap::default(),

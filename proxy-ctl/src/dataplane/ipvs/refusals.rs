@@ -125,7 +125,7 @@ impl Refusal {
     }
 }
 
-/// The field that is not honoured, and what is served nevertheless.
+/// Returns the field that is not honoured, and what is served nevertheless.
 fn lacks(key: Key, refusal: &Refusal, port: &DesiredPort) -> (&'static str, Effect) {
     let kind = |is_it: &dyn Fn(SocketAddr) -> bool| {
         let mut frontends = port.frontends.iter().filter(|one| one.kind != FrontendKind::NodePort);

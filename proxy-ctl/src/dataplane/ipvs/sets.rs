@@ -15,8 +15,8 @@ pub(super) enum SetRole {
     Hairpin,
     ClusterIp,
     ExternalIp,
-    /// External IPs of Services with external traffic policy Local. The other names in `Local` mean
-    /// the same.
+    /// External IPs of Services with external traffic policy Local. `Local` means the same in the
+    /// names of other roles.
     ExternalIpLocal,
     /// Load-balancer addresses of Services with either policy.
     LoadBalancer,

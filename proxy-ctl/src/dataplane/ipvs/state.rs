@@ -260,7 +260,7 @@ impl KernelObjects {
     }
 }
 
-/// One write.
+/// One write to the kernel.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) enum Change {
     Server(ServerChange),

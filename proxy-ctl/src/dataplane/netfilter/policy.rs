@@ -20,7 +20,7 @@ pub enum EndpointSet {
 }
 
 impl EndpointSet {
-    /// Indexes into `endpoints.all` of the port.
+    /// Returns the endpoints of the set, as indexes into `endpoints.all` of the port.
     pub fn of(self, port: &DesiredPort) -> &[u32] {
         match self {
             Self::Cluster => &port.endpoints.cluster,
@@ -43,7 +43,7 @@ pub enum Outcome {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Masquerade {
     Nobody,
-    /// Everybody but the pods that [`Host::local_traffic`] names.
+    /// All clients except the pods that [`Host::local_traffic`] names.
     AllButPods,
     Everybody,
 }

@@ -49,8 +49,8 @@ pub(super) struct KernelChain {
 #[derive(Debug)]
 pub(super) enum Found {
     Nothing,
-    /// A table that cannot be continued: one of the real kube-proxy, a holder, one of another
-    /// layout, or one that another program has changed.
+    /// A table that cannot be continued: one of the real kube-proxy, a holder that the cleanup has
+    /// left, one of another layout, or one that another program has changed.
     Foreign,
     Own(Contents),
 }

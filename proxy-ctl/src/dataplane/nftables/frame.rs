@@ -261,8 +261,10 @@ fn unserved_cluster_ips(context: &Context) -> Vec<Rule> {
     rules
 }
 
-/// Returns the rules that set the fwmark for clients of ClusterIPs that are no pods. There are none
-/// if pods cannot be told from others.
+/// Returns the rules that set the fwmark of clients of ClusterIPs, so that they are masqueraded.
+///
+/// With `masquerade_all` these are all clients. Otherwise they are those that are no pods, and
+/// nobody if pods cannot be told from others.
 fn mark_outsiders(context: &Context) -> Vec<Rule> {
     let mark = rule([change_mark(context.mark(), true)]);
     if context.host.masquerade_all {

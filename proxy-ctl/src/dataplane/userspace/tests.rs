@@ -277,7 +277,7 @@ fn no_connection_fails_while_endpoints_change() {
             let answers = lock(&answers);
             let is_met =
                 answers.len() >= 800 && answers.contains('a') && answers.contains('b') && changes > 3;
-            // A client that has failed ends the wait, and its panic the test.
+            // A client that has failed ends the wait, and its panic fails the test.
             is_met || clients.iter().any(thread::ScopedJoinHandle::is_finished)
         });
         is_enough.store(true, Ordering::Relaxed);

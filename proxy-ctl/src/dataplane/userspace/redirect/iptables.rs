@@ -41,8 +41,8 @@ fn chains(family: IpFamily, wanted: &Wanted) -> Chains {
     };
     let (mut portals_container, mut portals_host) = (Vec::new(), Vec::new());
     let (mut node_container, mut node_host) = (Vec::new(), Vec::new());
-    // Without any rule that uses connection tracking, it ends, and with it the translation of
-    // established connections. So the owner tag is such a rule.
+    // When no rule uses connection tracking any more, the kernel ends it, and with it the
+    // translation of established connections. So the owner tag is a rule that uses it.
     let mark = own_rules::mark(Mode::Userspace);
     portals_container.extend(mark.map(|mark| format!("-m conntrack --ctstate NEW {mark}")));
     portals_host.push(format!("-m owner --gid-owner {DIALLING_GROUP} -j RETURN"));

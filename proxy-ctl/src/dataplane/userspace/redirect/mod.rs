@@ -265,8 +265,8 @@ impl Redirect {
     pub(super) fn end_unanswered_once(&mut self) {
         if !self.has_started {
             let mut unanswered = StaleFlows::default();
-            // The former flows of every listener end, because a new listener may have the port that
-            // another had.
+            // No listener counts as a replier, because a new one may have the port that another
+            // had.
             note(&mut unanswered, Protocol::Tcp, &self.wanted.leads(), &Leads::new());
             self.has_started = unanswered.end_unanswered(&self.wanted.addresses, &self.wanted.own);
         }

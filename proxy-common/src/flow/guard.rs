@@ -6,8 +6,10 @@
 //!
 //! If more services are flooded than a window has openings, a share is less than one opening. So
 //! each service has credit as well, which grows with time, and each flow that it opens costs some.
-//! A flooded service spends its credit on the room. One that has opened little lately still has it,
-//! and may open flows beyond what the flooded services take together.
+//! The price is the number of services that have opened any lately, not only those of this window:
+//! all of them earn in each window, also while a flood goes to others. So the flooded services
+//! together earn what a window's limit costs, in whatever order they are flooded. One that has
+//! opened little lately still has its credit, and may open flows beyond what they take.
 //!
 //! What a CPU counts is its own. Nothing is counted of packets that open no flow.
 
@@ -21,7 +23,8 @@ const WINDOW_BITS: u32 = 24;
 const KEPT_WINDOWS: u32 = 16;
 
 /// The number of windows whose credit a service keeps: those of half a second. A flood has spent
-/// what its services had after as many windows.
+/// what its services had after as many windows. Services are counted over periods of this length
+/// for what a flow costs.
 const CREDITED_WINDOWS: u32 = 32;
 
 /// How many services are counted apart. Of those that have a place in common, each has a smaller share.
@@ -34,7 +37,7 @@ pub struct ServiceOpenings {
     window: u32,
     opened: u32,
     /// The credit of the service. It grows by the limit in each window, and each flow costs as much
-    /// as there are services.
+    /// as there are services in a period.
     credit: u32,
 }
 
@@ -49,6 +52,15 @@ pub(super) struct Openings {
     /// That have opened any in this window, and in the one before it.
     services: u32,
     services_before: u32,
+    /// The number of services that have opened any in the period of this window, and in the period
+    /// before it.
+    services_in_period: u32,
+    services_in_period_before: u32,
+}
+
+/// Returns the number of the period that a window is in.
+const fn period(window: u32) -> u32 {
+    window / CREDITED_WINDOWS
 }
 
 /// As many as a CPU may open in a second, for one window. 0: it may open any number.
@@ -81,16 +93,32 @@ impl Openings {
         let left = self.room.saturating_sub(self.opened);
         let room = left.saturating_add(limit.wrapping_mul(elapsed.min(KEPT_WINDOWS))).min(most);
         let services_before = if elapsed == 1 { self.services } else { 0 };
-        *self = Self { window, opened: 0, room, services: 0, services_before };
+        let (services_in_period, services_in_period_before) =
+            match period(window).wrapping_sub(period(self.window)) {
+                0 => (self.services_in_period, self.services_in_period_before),
+                1 => (0, self.services_in_period),
+                _ => (0, 0),
+            };
+        *self = Self {
+            window,
+            opened: 0,
+            room,
+            services: 0,
+            services_before,
+            services_in_period,
+            services_in_period_before,
+        };
     }
 
     #[inline(always)]
     fn admit(&mut self, of_service: &mut ServiceOpenings, limit: u32) -> bool {
         if of_service.window != self.window {
+            let is_first_in_period = period(of_service.window) != period(self.window);
             of_service.begin(self.window, limit);
             self.services = self.services.wrapping_add(1);
+            self.services_in_period = self.services_in_period.wrapping_add(u32::from(is_first_in_period));
         }
-        let cost = self.services.max(self.services_before);
+        let cost = self.services_in_period.max(self.services_in_period_before);
         if self.opened >= self.room && !self.may_exceed_room(of_service, limit, cost) {
             return false;
         }
@@ -103,14 +131,15 @@ impl Openings {
     /// Returns true if the service may open one more flow although the room is used up. All
     /// services together may open the limit once more. If there are too many for shares, a service
     /// pays with its credit. One that has twice the cost may go beyond that, as flooded services
-    /// spend theirs before they have so much.
+    /// mostly spend theirs before they have so much.
     #[inline(always)]
     fn may_exceed_room(&self, of_service: &ServiceOpenings, limit: u32, cost: u32) -> bool {
         let beyond = u64::from(self.opened.wrapping_sub(self.room));
         let opened = u64::from(of_service.opened);
         let (limit, cost, credit) = (u64::from(limit), u64::from(cost), u64::from(of_service.credit));
-        if cost <= limit {
-            return beyond < limit && opened.wrapping_add(1).wrapping_mul(cost) <= limit;
+        let services = u64::from(self.services.max(self.services_before));
+        if services <= limit {
+            return beyond < limit && opened.wrapping_add(1).wrapping_mul(services) <= limit;
         }
         let most = limit.wrapping_mul(u64::from(CREDITED_WINDOWS));
         let has_some = credit >= cost.min(most);
@@ -131,13 +160,12 @@ impl ServiceOpenings {
 
 #[cfg(test)]
 mod tests {
-    use std::collections::HashMap;
-
     use rstest::rstest;
 
     use super::*;
 
-    const LIMIT: u32 = 100;
+    /// The default.
+    const LIMIT: u32 = openings_per_window(20_000);
     /// More than anything admits.
     const FLOOD: u32 = 100_000;
 
@@ -154,13 +182,17 @@ mod tests {
     /// One CPU, long after it has opened anything.
     struct Cpu {
         openings: Openings,
-        services: HashMap<u32, ServiceOpenings>,
+        services: Vec<ServiceOpenings>,
         window: u32,
     }
 
     impl Cpu {
         fn new() -> Self {
-            Self { openings: Openings::default(), services: HashMap::new(), window: 1_000 }
+            Self {
+                openings: Openings::default(),
+                services: vec![ServiceOpenings::default(); OPENING_SERVICES as usize],
+                window: 1_000,
+            }
         }
 
         /// One that has no room left from windows before.
@@ -177,7 +209,7 @@ mod tests {
 
         /// How many of so many first packets to a service open flows.
         fn send(&mut self, service: u32, packets: u32) -> u32 {
-            let of_service = self.services.entry(service).or_default();
+            let of_service = &mut self.services[(service % OPENING_SERVICES) as usize];
             let openings = &mut self.openings;
             let mut admits = || {
                 openings.begin(self.window, LIMIT);
@@ -227,7 +259,7 @@ mod tests {
     #[case::a_third_of_each(&[(1, FLOOD), (2, FLOOD), (3, FLOOD)], &[LIMIT, LIMIT / 2, LIMIT / 3])]
     #[case::few_to_another(&[(1, FLOOD), (2, 7)], &[LIMIT, 7])]
     #[case::few_before_the_flood(&[(2, 7), (1, FLOOD), (2, 7)], &[7, LIMIT - 7, 7])]
-    #[case::more_than_its_share_before_the_flood(&[(2, 60), (1, FLOOD), (2, 7)], &[60, 50, 0])]
+    #[case::more_than_its_share_before_the_flood(&[(2, LIMIT * 2 / 3), (1, FLOOD), (2, 7)], &[LIMIT * 2 / 3, LIMIT / 2, 0])]
     fn shares(#[case] packets: &[(u32, u32)], #[case] expected: &[u32]) {
         let mut cpu = Cpu::busy();
         let opened: Vec<_> = packets.iter().map(|(service, packets)| cpu.send(*service, *packets)).collect();
@@ -238,28 +270,53 @@ mod tests {
     const SPACING: u32 = 25;
     const CONNECTIONS: u32 = 100;
 
+    /// No flooded service has its place.
+    const QUIET: u32 = OPENING_SERVICES - 1;
+
+    /// In each window it goes to so many services, and in the next one to as many others, of so
+    /// many in all.
+    struct Flood {
+        in_a_window: u32,
+        in_all: u32,
+    }
+
+    impl Flood {
+        fn strikes(&self, cpu: &mut Cpu) -> u32 {
+            let first = cpu.window * self.in_a_window;
+            let services = (0..self.in_a_window).map(|service| (first + service) % self.in_all);
+            let flooded = services.filter(|service| service % OPENING_SERVICES != QUIET);
+            // The first service takes all of the room.
+            let packets = |place| if place == 0 { 2 * LIMIT } else { 4 };
+            flooded.enumerate().map(|(place, service)| cpu.send(service, packets(place))).sum()
+        }
+    }
+
     /// In each window the flood comes first, as it is faster than anybody. At its begin it spends
     /// the credit that its services have.
     #[rstest]
-    #[case::of_one_service(1)]
-    #[case::of_ten(10)]
-    #[case::of_as_many_as_have_shares(LIMIT - 1)]
-    #[case::of_more_than_have_shares(LIMIT + 20)]
-    #[case::of_a_thousand(1_000)]
-    fn a_flood_is_bounded_and_a_quiet_service_opens_all_of_its_connections(#[case] flooded: u32) {
-        const QUIET: u32 = u32::MAX;
+    #[case::of_one_service(1, 1)]
+    #[case::of_ten(10, 10)]
+    #[case::of_as_many_as_have_shares(LIMIT - 1, LIMIT - 1)]
+    #[case::of_more_than_have_shares(LIMIT + 20, LIMIT + 20)]
+    #[case::of_a_thousand(1_000, 1_000)]
+    #[case::of_a_thousand_in_turn(LIMIT + 4, 1_000)]
+    #[case::of_three_thousand_in_turn(LIMIT + 4, 3_000)]
+    #[case::of_ten_thousand_in_turn(LIMIT + 4, 10_000)]
+    #[case::of_ten_thousand_and_more_at_once(3 * LIMIT, 10_000)]
+    #[case::of_fewer_than_have_shares_in_turn(LIMIT / 2, 3_000)]
+    fn a_flood_is_bounded_and_a_quiet_service_opens_all_of_its_connections(
+        #[case] in_a_window: u32,
+        #[case] in_all: u32,
+    ) {
         let mut cpu = Cpu::busy();
-        // The first service takes all of the room.
-        let packets = |service| if service == 0 { FLOOD / 100 } else { 4 };
-        let flood =
-            |cpu: &mut Cpu| -> u32 { (0..flooded).map(|service| cpu.send(service, packets(service))).sum() };
-        for _ in 0..CREDITED_WINDOWS {
-            assert!(flood(&mut cpu) <= 3 * LIMIT);
+        let flood = Flood { in_a_window, in_all };
+        for _ in 0..3 * CREDITED_WINDOWS {
+            assert!(flood.strikes(&mut cpu) <= 3 * LIMIT);
             cpu.wait(1);
         }
         let (mut opened, mut of_quiet) = (0, 0);
         for window in 0..CONNECTIONS * SPACING {
-            let of_flood = flood(&mut cpu);
+            let of_flood = flood.strikes(&mut cpu);
             assert!(of_flood <= 3 * LIMIT, "{of_flood} in window {window}");
             opened += of_flood;
             of_quiet += if window % SPACING == 0 { cpu.send(QUIET, 1) } else { 0 };
@@ -269,18 +326,32 @@ mod tests {
         assert!(opened <= 2 * LIMIT * CONNECTIONS * SPACING, "{opened}");
     }
 
-    /// A page that is asked for opens several connections at once.
-    #[test]
-    fn a_quiet_service_opens_several_at_once() {
-        const QUIET: u32 = u32::MAX;
-        let flood = |cpu: &mut Cpu| -> u32 { (0..LIMIT + 20).map(|service| cpu.send(service, 10)).sum() };
+    /// A page that is asked for opens several connections at once. A service that goes on opens
+    /// about what each of the flooded ones opens.
+    #[rstest]
+    #[case::of_four_hundred(400, 25, 503)]
+    #[case::of_a_thousand(1_000, 9, 203)]
+    #[case::of_as_many_as_have_places(OPENING_SERVICES, 1, 50)]
+    fn what_a_service_opens_that_was_quiet(
+        #[case] flooded: u32,
+        #[case] at_once: u32,
+        #[case] in_ten_seconds: u32,
+    ) {
+        let flood = Flood { in_a_window: LIMIT + 4, in_all: flooded };
         let mut cpu = Cpu::busy();
-        for _ in 0..CREDITED_WINDOWS {
-            flood(&mut cpu);
+        for _ in 0..3 * CREDITED_WINDOWS {
+            flood.strikes(&mut cpu);
             cpu.wait(1);
         }
-        flood(&mut cpu);
-        assert_eq!(cpu.send(QUIET, 6), 6);
+        flood.strikes(&mut cpu);
+        assert_eq!(cpu.send(QUIET, FLOOD), at_once);
+        let mut opened = 0;
+        for _ in 0..600 {
+            cpu.wait(1);
+            flood.strikes(&mut cpu);
+            opened += cpu.send(QUIET, 1);
+        }
+        assert_eq!(opened, in_ten_seconds);
     }
 
     /// What the room leaves is the same for each in the end.

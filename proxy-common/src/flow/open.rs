@@ -255,7 +255,9 @@ fn alias_port<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::
     }
     if attempt != own_port_at {
         let attempt = if is_random { attempt } else { attempt + PORT_TRIES - ALIAS_TRIES };
-        tables.masquerade_port(scratch.random, attempt)
+        let port = tables.masquerade_port(scratch.random, attempt);
+        // The client's own port is tried at its turn alone: here another connection may have it.
+        if port == scratch.flow.client_port() { Port::NONE } else { port }
     } else if is_foreign(scratch) || scratch.is_port_taken {
         // Another connection has its own.
         Port::NONE

@@ -819,6 +819,18 @@ fn a_new_flow_keeps_away_from_a_connection_of_the_client_to_the_backend(
     assert_eq!((source(left), destination(left)), (FRONTEND, CLIENT));
 }
 
+/// The pool of aliases has the client's own port, and the dice choose it.
+#[test]
+fn an_alias_is_never_the_port_that_is_taken() {
+    let pool = || Host { ports: CLIENT.1.number()..CLIENT.1.number() + 100, ..Host::new() };
+    let host = pool();
+    let sockets = ConnectedTo(vec![(BACKENDS[0], PORT)]);
+    let mut scratch = Scratch { packet: syn(), ..Scratch::default() };
+    decide_arriving_from(&host, &mut scratch, Origin::Workload, &sockets).unwrap();
+    assert_ne!(scratch.action.rewrite.source_port, CLIENT.1, "a pod's");
+    assert_ne!(pool().sent(&syn()).unwrap().source_port, CLIENT.1, "a process of the node's");
+}
+
 #[test]
 fn entries_are_left_alone_within_a_second() {
     let host = Host::new();

@@ -249,6 +249,12 @@ pub(super) fn hear_client<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut
         // here, so that the exact sequence number has to vouch for the acknowledgement.
         let is_jump = segment.sequence == sent && is_in_reach(segment.acknowledgement, acknowledged);
         let is_believed = is_plain && (is_expected || is_jump);
+        let is_unconfirmed = state.progress < PROGRESS_CONFIRMED;
+        if scratch.packet.opens() && is_unconfirmed && is_stale(&scratch.flow, tables.now()) {
+            // The client has given the first connection up, and opens another from the same port.
+            scratch.flow.backend_numbers.reached = segment.next;
+            entry.write(Change::Reached(Speaker::Backend, segment.next));
+        }
         if segment.has(TCP_RST) {
             tcp::hear_reset(&mut state, segment.sequence, sent, sent);
         } else if is_believed && !tcp::may_precede_reset(&scratch.flow, &segment, tables.now()) {

@@ -2,8 +2,8 @@
 //! number that an attacker cannot know, or once the other side has acknowledged it.
 
 use super::{
-    Change, FlowEntry, FlowTables, Routine, Scratch,
-    entries::{Leg, is_stale},
+    Change, FlowEntry, FlowTables, Routine, SILENT_AFTER, Scratch,
+    entries::{Leg, REFRESH_AFTER, is_stale},
 };
 use crate::{
     family::Family,
@@ -177,6 +177,10 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
         others.read_into(&mut scratch.entry);
         is_other_known = true;
     }
+    if speaker == Speaker::Client && scratch.packet.opens() {
+        hear_another_syn(tables, scratch, entry, others);
+        return;
+    }
     let is_believed = is_believed(scratch);
     let segment = &scratch.packet.segment;
     let state = &mut scratch.flow.state;
@@ -242,6 +246,42 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
     write(tables, entry, old, state);
     if let Some(others) = others {
         write(tables, others, old, state);
+    }
+}
+
+/// Hears a SYN of the client in a flow that is there. After a silence it may be that of another
+/// connection from the same port, which knows nothing of the first one's numbers.
+///
+/// A flow that is not confirmed takes the SYN's number, so that its answer is known. Forged SYNs
+/// have a second at most for that: later ones come after the handshake. A confirmed flow keeps its
+/// numbers, as the SYN may be forged, and a forged answer may follow it. But nothing counts as sent
+/// and not acknowledged any more, as that would end the second connection after minutes. Whoever
+/// still waits for an acknowledgement sends again.
+#[inline(always)]
+fn hear_another_syn<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    entry: T::Entry,
+    others: Option<T::Entry>,
+) {
+    let Scratch { flow, packet: Packet { segment, .. }, entry: known, .. } = scratch;
+    let silence = tables.now().saturating_sub(flow.last_seen);
+    if flow.state.progress < PROGRESS_CONFIRMED {
+        if silence > REFRESH_AFTER {
+            let awaited = Change::Awaited(Speaker::Backend, segment.sequence.wrapping_add(1));
+            let sent = Change::Reached(Speaker::Backend, segment.next);
+            for change in [awaited, sent] {
+                entry.write(change);
+                if let Some(others) = others {
+                    others.write(change);
+                }
+            }
+        }
+    } else if silence > SILENT_AFTER
+        && let Some(others) = others
+    {
+        entry.write(Change::Reached(Speaker::Backend, known.backend_numbers.reached));
+        others.write(Change::Reached(Speaker::Client, flow.client_numbers.reached));
     }
 }
 

@@ -75,6 +75,22 @@ fn packets_are_sent_on_as_they_are(
     host.assert_whole();
 }
 
+/// A SYN that is not answered is followed by another connection's, and that one is established.
+#[test]
+fn a_second_syn_opens_a_connection() {
+    const NEXT_ISN: u32 = 0x4000_0000;
+    let host = node(false);
+    let says = |segment| sent_on(&host, &numbered(CLIENT, FRONTEND, segment)).unwrap();
+    sent_on(&host, &syn()).unwrap();
+    host.wait(2 * REFRESH_AFTER);
+    says(Segment::new(TCP_SYN, NEXT_ISN, 0, 0));
+    for _ in 0..2 {
+        says(Segment::new(TCP_ACK, NEXT_ISN + 1, 7, 0));
+        host.wait(2 * REFRESH_AFTER);
+    }
+    assert_eq!(host.entries(Stage::Established), 2);
+}
+
 /// With Geneve a flow keeps to one port, which is none that flows have for sources of their own; flows differ in it, so that they are spread.
 #[rstest]
 fn ports_of_geneve(#[values(PROTOCOL_TCP, PROTOCOL_UDP)] protocol: u8) {

@@ -246,3 +246,72 @@ fn rows_of_a_masqueraded_connection_after_silence(#[case] payload: u32, #[case] 
     host.leaving(&numbered((flow.backend, PORT), CLIENT, segment)).unwrap();
     assert_eq!(rows_after_silence(&host, AFTER_MINUTES), rows);
 }
+
+/// The first number of a client's second connection from the same port. It is far from all numbers
+/// of the first one.
+const NEXT_ISN: u32 = 0x4000_0000;
+const NEXT_BACKEND_ISN: u32 = 0x9000_0000;
+
+/// Opens a connection and speaks on it, with each segment acknowledged.
+fn second_connection() -> Vec<(Speaker, Segment)> {
+    let (client, backend) = (NEXT_ISN + 1, NEXT_BACKEND_ISN + 1);
+    vec![
+        of_client(TCP_SYN, NEXT_ISN, 0),
+        of_backend(TCP_SYN | TCP_ACK, NEXT_BACKEND_ISN, client),
+        of_client(TCP_ACK, client, backend),
+        data(Speaker::Client, client, backend),
+        of_backend(TCP_ACK, backend, client + PAYLOAD),
+        data(Speaker::Backend, backend, client + PAYLOAD),
+        of_client(TCP_ACK, client + PAYLOAD, backend + PAYLOAD),
+    ]
+}
+
+/// A connection vanishes with data under way, and minutes later its client dials again from the
+/// same port. The second connection is in the first one's row, and is judged by none of its numbers.
+#[rstest]
+#[case::the_clients_data(vec![data(Speaker::Client, CLIENTS, BACKENDS_NEXT)])]
+#[case::the_backends_data(answers(3))]
+#[case::the_backends_fin(vec![of_backend(TCP_FIN | TCP_ACK, BACKENDS_NEXT, CLIENTS)])]
+fn rows_of_a_second_connection_after_silence(#[case] first: Vec<(Speaker, Segment)>) {
+    let host = Host::new();
+    let flow = establish_one(&host, Origin::Workload);
+    let say = |said: &[(Speaker, Segment)]| {
+        said.iter().for_each(|(speaker, segment)| _ = says(*speaker, &host, &flow, *segment).unwrap());
+    };
+    say(&first);
+    host.wait(61 * SECOND);
+    say(&second_connection());
+    assert_eq!(rows_after_silence(&host, AFTER_MINUTES), 2);
+}
+
+/// A SYN that is not answered is followed by another connection's, and that one is established.
+#[rstest]
+#[case::nobody_answers(vec![])]
+#[case::the_client_does_not_go_on(vec![of_backend(TCP_SYN | TCP_ACK, BACKEND_ISN, CLIENTS)])]
+fn a_second_syn_opens_a_connection(#[case] first: Vec<(Speaker, Segment)>) {
+    let host = Host::new();
+    host.arriving(&syn(), Origin::Workload).unwrap();
+    let flow = host.flow_of(Stage::Opening, &syn());
+    for (speaker, segment) in first {
+        says(speaker, &host, &flow, segment).unwrap();
+    }
+    host.wait(2 * REFRESH_AFTER);
+    for (speaker, segment) in second_connection() {
+        says(speaker, &host, &flow, segment).unwrap();
+    }
+    assert_eq!(host.entries(Stage::Established), 2);
+    host.assert_whole();
+}
+
+/// A forged SYN on a connection that is up changes nothing while the connection is not silent.
+#[test]
+fn a_forged_syn_takes_no_number_back() {
+    let host = Host::new();
+    rows_after(&host, &one_loss());
+    let flow = host.flow_of(Stage::Established, &syn());
+    let (speaker, forged) = of_client(TCP_SYN, FORGED, 0);
+    says(speaker, &host, &flow, forged).unwrap();
+    assert_eq!(host.flow_of(Stage::Established, &syn()), flow);
+    says(Speaker::Backend, &host, &flow, of_backend(TCP_RST, BACKENDS_NEXT + 12 * MEBIBYTE, 0).1).unwrap();
+    assert_eq!(host.entries(Stage::Established), 0);
+}

@@ -510,6 +510,7 @@ fn own_of_arriving<F: Family, T: FlowTables<F>>(
     }
     own.entry.read_into(&mut scratch.flow);
     // Nobody forges the client of a connection that is up: its interface has got another role.
+    // Datagrams that go on may all be forged, so that they do not follow the interface.
     let is_up = scratch.packet.is_tcp() && scratch.flow.state.progress == PROGRESS_CONFIRMED;
     if is_up && !scratch.packet.opens() {
         scratch.key.overlapping = overlapping;

@@ -130,6 +130,30 @@ fn a_confirmed_connection_goes_on_by_an_interface_of_another_role() {
     }
 }
 
+/// Datagrams prove nothing of their client. So nobody can tell an interface that got another role
+/// from a client that has forged the address, and the datagrams there are another client's: they may
+/// reach another backend. The first flow is as it was.
+#[test]
+fn datagrams_that_go_on_follow_no_interface_to_another_role() {
+    for origin in [Origin::Workload, Origin::Outside] {
+        let host = Host::new();
+        let datagram = first(PROTOCOL_UDP);
+        let sent = reaches_a_backend(&host, &datagram, origin);
+        is_answered(&host, &sent);
+        host.wait(SUSTAINED_AFTER);
+        is_answered(&host, &sent);
+        reaches_a_backend(&host, &datagram, origin);
+        assert_ne!(host.entries(Stage::Established), 0);
+
+        host.dice.borrow_mut().extend([LAST; 8]);
+        let moved = reaches_a_backend(&host, &datagram, other_origin(origin));
+        assert_ne!(moved.destination, sent.destination);
+        is_answered(&host, &moved);
+        is_answered(&host, &sent);
+        assert_eq!(reaches_a_backend(&host, &datagram, origin), sent);
+    }
+}
+
 #[test]
 fn a_forged_address_of_the_node_decides_nothing_for_the_node() {
     for protocol in BOTH {

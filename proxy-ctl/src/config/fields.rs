@@ -313,10 +313,10 @@ pub static FIELDS: &[Field] = fields! {
         "Most rows of the tables backends4, backends6, connections and collected each. They have 262144 at first, and grow when more is desired.";
     "ebpf.limits.flows", integer::<_, 0, MAX_ENTRIES>(|c| &mut c.ebpf.limits.flows);
         "Rows of the tables flows4 and flows6 each; a flow takes two or three. 0: 524288, or three for each entry that conntrack.maxPerCore \
-         gives the node's cores if these are more, and fewer where they would take more than 2 % of the machine's memory at once. A row takes 32 bytes \
-         at once, and 200 to 300 more while it is used.";
+         gives the node's cores if these are more, and fewer where they would take more than 2 % of the machine's memory at once, or a quarter of the \
+         process's memory limit when they are full. A row takes 32 bytes at once, and 200 to 300 more while it is used.";
     "ebpf.limits.openingFlows", integer::<_, 0, MAX_ENTRIES>(|c| &mut c.ebpf.limits.opening_flows);
-        "Rows of the tables opening_flows4, opening_flows6, foreign_flows4 and foreign_flows6 each. A full one evicts flows that were not answered first: at 50,000 new connections a second 65536 rows keep such a flow for 50 to 150 ms. Raise it on nodes that meet so many; 100,000 rows take 61 MB of kernel memory. 0: 65536 for each core and 1048576 at most, and fewer where all tables of flows would take more than 2 % of the machine's memory at once.";
+        "Rows of the tables opening_flows4, opening_flows6, foreign_flows4 and foreign_flows6 each. A full one evicts flows that were not answered first: at 50,000 new connections a second 65536 rows keep such a flow for 50 to 150 ms. Raise it on nodes that meet so many; 100,000 rows take 61 MB of kernel memory. 0: 65536 for each core and 1048576 at most, and fewer where all tables of flows would take more than 2 % of the machine's memory at once, or a quarter of the process's memory limit.";
     "ebpf.limits.affinity", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.affinity);
         "Rows of the tables affinity4 and affinity6 each: clients of each service port with session affinity. A full table evicts clients that have not connected lately. The default takes 14 MB of kernel memory.";
     "ebpf.limits.sourceRanges", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.source_ranges);

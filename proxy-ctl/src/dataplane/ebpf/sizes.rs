@@ -9,6 +9,11 @@ use crate::{
 
 /// The part of the machine's memory that the tables of flows take at once: one fiftieth.
 const PARTS_OF_MEMORY: u64 = 50;
+/// The part of a container's memory limit that they take at once, and that the rows of one table
+/// may take while they are used: one quarter. Since Linux 5.11 both are counted to the container.
+const PARTS_OF_LIMIT: u64 = 4;
+/// The bytes that a row takes while it is used, at most.
+const USED_BYTES: u64 = 300;
 
 /// The rows that an entry of conntrack corresponds to: a masqueraded flow takes three.
 const ROWS_OF_CONNECTION: u64 = 3;
@@ -33,9 +38,16 @@ const MOST_ROWS: u64 = 1 << 26;
 /// are those of a small one.
 pub(super) fn sized(config: &Config, machine: Option<Machine>) -> Ebpf {
     let mut ebpf = config.ebpf.clone();
-    let of_machine = machine.map_or_else(Rows::default, |machine| {
-        Rows::of(machine.cores, machine.memory, config.conntrack.max_per_core)
-    });
+    let of_machine =
+        machine.map_or_else(Rows::default, |machine| Rows::of(&machine, config.conntrack.max_per_core));
+    if let Some(Machine { memory_limit: Some(limit), .. }) = machine {
+        tracing::info!(
+            limit,
+            flows = of_machine.flows,
+            opening_flows = of_machine.opening_flows,
+            "this process has a memory limit, and the default sizes of the tables of flows keep to it"
+        );
+    }
     let Limits { flows, opening_flows, .. } = &mut ebpf.limits;
     for (limit, rows) in [(flows, of_machine.flows), (opening_flows, of_machine.opening_flows)] {
         if *limit == 0 {
@@ -59,13 +71,16 @@ impl Default for Rows {
 }
 
 impl Rows {
-    /// `per_core` is `conntrack.maxPerCore`. `memory` is in bytes.
-    fn of(cores: u32, memory: u64, per_core: u32) -> Self {
+    /// `per_core` is `conntrack.maxPerCore`.
+    fn of(machine: &Machine, per_core: u32) -> Self {
+        let Machine { cores, memory, memory_limit } = *machine;
         let least = Self::default();
-        let budget = memory / PARTS_OF_MEMORY;
+        let quarter = memory_limit.map_or(u64::MAX, |limit| limit / PARTS_OF_LIMIT);
+        let budget = (memory / PARTS_OF_MEMORY).min(quarter);
         let of_conntrack = ROWS_OF_CONNECTION * u64::from(per_core) * u64::from(cores);
         let wanted = of_conntrack.clamp(u64::from(least.flows), MOST_ROWS);
         let buckets = budget.saturating_sub(OPENING_STEP * OPENING_BYTES) / BUCKET_BYTES;
+        let buckets = buckets.min(quarter / USED_BYTES);
         let flows = wanted.min(power_of_two_up_to(buckets).max(FEWEST_FLOWS));
 
         let wanted = (u64::from(least.opening_flows) * u64::from(cores)).min(MOST_OPENING);
@@ -110,11 +125,28 @@ mod tests {
         #[case] flows: u32,
         #[case] opening_flows: u32,
     ) {
-        let rows = Rows::of(cores, memory, per_core);
+        let rows = Rows::of(&Machine { cores, memory, memory_limit: None }, per_core);
         assert_eq!(rows, Rows { flows, opening_flows });
         let bytes = u64::from(flows).next_power_of_two() * BUCKET_BYTES;
         let bytes = bytes + u64::from(opening_flows) * OPENING_BYTES;
         assert!(bytes <= memory / 50, "{bytes} bytes of {memory}");
+    }
+
+    const MIB: u64 = 1 << 20;
+
+    /// The machine has eight cores and 32 GiB.
+    #[rstest]
+    #[case::of_64_mebibytes(64 * MIB, 65_536, 16_384)]
+    #[case::of_128_mebibytes(128 * MIB, 65_536, 49_152)]
+    #[case::of_512_mebibytes(512 * MIB, 262_144, 196_608)]
+    #[case::of_two_gibibytes(2 * GIB, 786_432, 524_288)]
+    #[case::of_the_whole_memory(32 * GIB, 786_432, 524_288)]
+    fn rows_under_a_memory_limit(#[case] limit: u64, #[case] flows: u32, #[case] opening_flows: u32) {
+        let machine = Machine { cores: 8, memory: 32 * GIB, memory_limit: Some(limit) };
+        assert_eq!(Rows::of(&machine, 32_768), Rows { flows, opening_flows });
+        let at_once = u64::from(flows).next_power_of_two() * BUCKET_BYTES;
+        let at_once = at_once + u64::from(opening_flows) * OPENING_BYTES;
+        assert!(at_once <= limit / 4, "{at_once} bytes of {limit}");
     }
 
     #[rstest]
@@ -130,7 +162,7 @@ mod tests {
         let mut config = Config::default();
         let limits = Limits { flows, opening_flows, ..config.ebpf.limits };
         config.ebpf.limits = limits;
-        let sized = sized(&config, Some(Machine { cores: 8, memory: 32 * GIB }));
+        let sized = sized(&config, Some(Machine { cores: 8, memory: 32 * GIB, memory_limit: None }));
         let expected = Limits { flows: expected, opening_flows: expected_opening, ..limits };
         assert_eq!(sized.limits, expected);
     }

@@ -12,7 +12,7 @@ use std::{
 
 use nix::sys::socket::AddressFamily;
 use proxy_common::{
-    layout::{FLOW_OF_NETFILTER, Flow, FlowKey},
+    layout::{FLOW_OF_NETFILTER, Flow, FlowKey, Settings},
     port::Port,
 };
 use proxy_ctl::{
@@ -130,4 +130,40 @@ fn both_pairs_of_ends_of_a_connection_are_kept_from_flows_until_it_ends() {
         dataplane.collect_garbage().unwrap();
         thread::sleep(Duration::from_millis(200));
     }
+}
+
+/// The table of flows has room for TCP connections too, however many netfilter translates.
+#[test]
+fn connections_of_netfilter_take_a_quarter_of_the_rows() {
+    const ROWS: u32 = 16;
+    let Some(mut sandbox) = Sandbox::new() else { return };
+    if Command::new("nft").arg("--version").output().is_err() {
+        println!("skipped: nft is not installed");
+        return;
+    }
+    sandbox.config.limits.flows = ROWS;
+    run("ip", &format!("addr add {A}/32 dev lo"));
+    run("ip", &format!("route add {SERVICE}/32 dev lo src {A}"));
+    run("nft", "add table ip former");
+    run("nft", "add chain ip former output { type nat hook output priority -100 ; }");
+    run("nft", &format!("add rule ip former output ip daddr {SERVICE} tcp dport 80 dnat to {A}:{PORT}"));
+    let listener = TcpListener::bind((A, PORT)).unwrap();
+    let connect = || {
+        let client = TcpStream::connect((SERVICE, 80)).unwrap();
+        (client, listener.accept().unwrap())
+    };
+    let mut open: Vec<_> = (0..2).map(|_| connect()).collect();
+
+    let mut dataplane = sandbox.open();
+    dataplane.resync(&[]).unwrap();
+    dataplane.set_host(&Host::default()).unwrap();
+    dataplane.attach().unwrap();
+    assert_eq!(kept(&sandbox).len(), 4);
+    let settings: Vec<(u32, Settings)> = sandbox.map("settings").read_all().unwrap();
+    assert_eq!(settings[0].1.most_unproven_entries, ROWS / 2);
+    // Two have ended meanwhile, and two are new.
+    open.clear();
+    let _new: Vec<_> = (0..2).map(|_| connect()).collect();
+    dataplane.collect_garbage().unwrap();
+    assert!(kept(&sandbox).len() <= 4, "{:?}", kept(&sandbox));
 }

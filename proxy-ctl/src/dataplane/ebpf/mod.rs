@@ -364,13 +364,15 @@ impl EbpfDataplane {
     fn write_node(&self, host: &Host) -> Result<bool, Error> {
         let (masquerade4, masquerade6) = masquerade(&host.masquerade_addresses);
         let ports = self.write_masquerade_ports()?;
+        // A table of another size may be in use, where the entries did not fit into the configured one.
+        let flows = self.v4.tables.flows.map().capacity().min(self.v6.tables.flows.map().capacity());
         let settings = self.write_settings(|settings| {
             settings.host_namespace = self.host_namespace;
             settings.masquerade4 = masquerade4;
             settings.masquerade6 = masquerade6;
             settings.masquerade_all = u8::from(host.masquerade_all);
             settings.openings_per_window = flow::openings_per_window(host.new_connections_per_core);
-            settings.most_unproven_entries = self.config.limits.flows / 2;
+            settings.most_unproven_entries = flows / 2;
             settings.encapsulation = layout::encapsulation_number(host.encapsulation);
             (settings.pods4, settings.pod_range4, settings.pod_range4_bits) = pods::<V4>(&host.local_traffic);
             (settings.pods6, settings.pod_range6, settings.pod_range6_bits) = pods::<V6>(&host.local_traffic);

@@ -28,6 +28,10 @@ pub(super) enum KeepPorts {
     Done,
 }
 
+/// The part of the rows of `flows4/6` that connections of netfilter may take. Flows that prove no
+/// client may take half of them, so that TCP connections have a quarter at least.
+const PARTS_OF_ROWS: u32 = 4;
+
 /// Keeps the ends of one family's connections from flows. Returns how many connections were not
 /// kept before.
 pub(super) fn keep<F: TableFamily>(
@@ -35,46 +39,80 @@ pub(super) fn keep<F: TableFamily>(
     conntrack: &Conntrack,
     now: u64,
 ) -> Result<u64, Error> {
-    // The other half is for flows.
-    let most = tables.flows.map().capacity() as usize / 2;
-    let mut connections = list::<F>(conntrack, now)?;
-    if connections.len() * 2 > most {
-        tracing::warn!(
-            most,
-            "netfilter translates more connections than are kept apart from flows (they may take half of ebpf.limits.flows)"
-        );
-        connections.truncate(most / 2);
+    let connections = list::<F>(conntrack, now)?;
+    if connections.is_empty() {
+        return Ok(0);
     }
-    let mut kept = 0;
+    let most = tables.flows.map().capacity() / PARTS_OF_ROWS;
+    let mut rows = kept_rows(tables)?;
+    let (mut kept, mut left_out) = (0_u64, 0_u64);
     for flow in &connections {
-        let mut is_new = false;
-        for key in flow.netfilter_keys() {
-            is_new |= keep_key(tables, &key, flow)?;
+        let keys = flow.netfilter_keys();
+        let has_room = rows + keys.len() as u64 <= u64::from(most);
+        let (mut is_new, mut is_left_out) = (false, false);
+        for key in keys {
+            match keep_key(tables, &key, flow, has_room)? {
+                Kept::New => {
+                    rows += 1;
+                    is_new = true;
+                }
+                Kept::LeftOut => is_left_out = true,
+                Kept::Already => {}
+            }
         }
         kept += u64::from(is_new);
+        left_out += u64::from(is_left_out);
+    }
+    if left_out > 0 {
+        tracing::warn!(
+            left_out,
+            "netfilter translates more connections than are kept apart from flows, so that a new flow may take \
+             packets of some of them; they may take a quarter of ebpf.limits.flows"
+        );
     }
     Ok(kept)
 }
 
-/// Returns true if the key is netfilter's from now on.
+/// Counts the rows that are kept, also those of connections that have ended since the last walk.
+fn kept_rows<F: TableFamily>(tables: &FamilyTables<F>) -> Result<u64, Error> {
+    let mut rows = 0;
+    tables.flows.walk(|few| {
+        rows += few.iter().filter(|(_, flow)| flow.flags & FLOW_OF_NETFILTER != 0).count() as u64;
+        true
+    })?;
+    Ok(rows)
+}
+
+/// What has become of a key that is to be kept.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+enum Kept {
+    New,
+    /// It is netfilter's already, or a confirmed flow's, which goes on.
+    Already,
+    LeftOut,
+}
+
+/// Makes the key netfilter's. A new row is made only if there is room for it.
 fn keep_key<F: TableFamily>(
     tables: &FamilyTables<F>,
     key: &FlowKey<F::Address>,
     flow: &Flow<F::Address>,
-) -> Result<bool, Error> {
+    has_room: bool,
+) -> Result<Kept, Error> {
     // A confirmed flow goes on. Another may be that of a forged SYN, and is not found any more.
     let opening = tables.opening_flows.get(key)?;
     if opening.is_some_and(|flow| flow.state.progress == PROGRESS_CONFIRMED) {
-        return Ok(false);
+        return Ok(Kept::Already);
     }
-    if tables.flows.insert(key, flow)? {
-        return Ok(true);
+    if has_room && tables.flows.insert(key, flow)? {
+        return Ok(Kept::New);
     }
+    let Some(kept) = tables.flows.get(key)? else { return Ok(Kept::LeftOut) };
     // A former version knew less of it.
-    if tables.flows.get(key)?.is_some_and(|kept| kept.flags & FLOW_OF_NETFILTER != 0) {
+    if kept.flags & FLOW_OF_NETFILTER != 0 {
         tables.flows.set(key, flow)?;
     }
-    Ok(false)
+    Ok(Kept::Already)
 }
 
 fn list<F: TableFamily>(conntrack: &Conntrack, now: u64) -> Result<Vec<Flow<F::Address>>, Error> {

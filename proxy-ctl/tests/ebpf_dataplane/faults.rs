@@ -5,7 +5,8 @@ use std::{fs, os::fd::AsFd, sync::Arc};
 
 use proxy_common::{
     layout::{
-        Backend, EndpointSet, Frontend, FrontendKey, PrefixKey, Service, ServiceName, Slot4, SourceRange,
+        Address, Backend, Connections, EndpointSet, Flow, FlowKey, Frontend, FrontendKey, PROGRESS_CONFIRMED,
+        PROTOCOL_TCP, PROTOCOL_UDP, PrefixKey, RESET_CONFIRMED, Service, ServiceName, Slot4, SourceRange,
     },
     port::Port,
 };
@@ -15,7 +16,7 @@ use proxy_ctl::{
         ebpf::{self, EbpfDataplane},
     },
     model::desired::DesiredPort,
-    sys::bpf,
+    sys::{bpf, clock},
 };
 use rstest::rstest;
 
@@ -222,4 +223,38 @@ fn a_pin_that_is_no_table_of_ours_is_refused() {
     bpf::pin(bpf::create_map(&shape, None).unwrap().as_fd(), &sandbox.table("flows4")).unwrap();
     let error = EbpfDataplane::open(&sandbox.config).unwrap_err();
     assert!(matches!(error, ebpf::Error::Shape { table: "flows4", .. }), "{error}");
+}
+
+/// A table that is full keeps connections from being counted, and nothing else from being done.
+#[test]
+fn flows_expire_while_they_cannot_be_counted() {
+    const BACKENDS: u32 = 2;
+    let Some(mut sandbox) = Sandbox::new() else { return };
+    sandbox.config.limits.backends = BACKENDS;
+    let mut dataplane = sandbox.open();
+    let connections = sandbox.map::<u32, Connections>("connections");
+    for id in 1..=BACKENDS {
+        connections.set(&id, &Connections::default()).unwrap();
+    }
+    // No program has counted it, so that the walk corrects the count.
+    let datagrams = flow([10, 0, 0, 1], PROTOCOL_UDP, clock::since_boot());
+    let flows4 = sandbox.map::<FlowKey<[u8; 4]>, Flow<[u8; 4]>>("flows4");
+    flows4.set(&datagrams.client_key(), &datagrams).unwrap();
+    // The other family comes after it.
+    let mut expired = flow([1; 16], PROTOCOL_TCP, 0);
+    expired.state.reset = RESET_CONFIRMED;
+    let flows6 = sandbox.map::<FlowKey<[u8; 16]>, Flow<[u8; 16]>>("flows6");
+    flows6.set(&expired.client_key(), &expired).unwrap();
+
+    let failed = dataplane.collect_garbage().unwrap_err().to_string();
+    assert!(failed.contains("connections"), "{failed}");
+    assert_eq!(flows4.read_all().unwrap().len(), 1);
+    assert_eq!(flows6.read_all().unwrap().len(), 0, "{failed}");
+}
+
+fn flow<A: Address>(client: A, protocol: u8, last_seen: u64) -> Flow<A> {
+    let mut flow = Flow::default();
+    (flow.client, flow.protocol, flow.last_seen) = (client, protocol, last_seen);
+    flow.state.progress = PROGRESS_CONFIRMED;
+    flow
 }

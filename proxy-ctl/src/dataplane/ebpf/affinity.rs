@@ -112,7 +112,7 @@ fn forget<A: proxy_common::layout::Address + Default>(
     table: &Table<AffinityKey<A>, Affinity>,
     now: u64,
 ) -> Result<bool, Error> {
-    let progress = walk.go_on(table, |slice| {
+    walk.go_on(table, |slice| {
         let before = tally.forgotten;
         for (key, affinity) in slice {
             let service = common.services.get(key.service as usize).unwrap_or_default();
@@ -121,8 +121,7 @@ fn forget<A: proxy_common::layout::Address + Default>(
             }
         }
         Ok(tally.forgotten - before)
-    })?;
-    Ok(progress.ended)
+    })
 }
 
 /// Unless a connection has come meanwhile. Answers whether the entry is gone.

@@ -17,6 +17,7 @@ use super::{
     family::TableFamily,
     netfilter_ports::EndedConnections,
     tables::{FamilyTables, Table},
+    writer::Failures,
 };
 use crate::sys::map::Cursor;
 
@@ -46,6 +47,9 @@ impl<K> Default for Walk<K> {
     }
 }
 
+/// The name of what fails if connections cannot be counted anew.
+const COUNTING: &str = "counting connections";
+
 /// Calls to leave out after a walk that found nothing. A flow lives longer.
 const REST: u32 = 9;
 
@@ -64,24 +68,17 @@ impl<K: Copy> Walk<K> {
     }
 }
 
-/// What a walk has come to in one call.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Progress {
-    pub(super) removed: u64,
-    /// It is at the end.
-    pub(super) ended: bool,
-}
-
 impl<K: Pod + Default> Walk<K> {
-    /// Goes on through the table for as long as a call may take. `collect` removes what has expired of a slice, and answers how many
-    /// entries those were.
+    /// Goes on through the table for as long as a call may take, and returns true if it is at the
+    /// end then. `collect` removes what has expired of a slice, and returns how many entries those
+    /// were.
     pub(super) fn go_on<V: Pod + Default>(
         &mut self,
         table: &Table<K, V>,
         mut collect: impl FnMut(&[(K, V)]) -> Result<u64, Error>,
-    ) -> Result<Progress, Error> {
+    ) -> Result<bool, Error> {
         let start = Instant::now();
-        let (mut slice, mut seen, mut removed) = (Vec::new(), 0, 0);
+        let (mut slice, mut seen) = (Vec::new(), 0);
         loop {
             slice.clear();
             let next = table
@@ -91,10 +88,9 @@ impl<K: Pod + Default> Walk<K> {
             self.advance(next, slice.len());
             seen += slice.len();
             let expired = collect(&slice)?;
-            removed += expired;
             let is_worth_it = seen < LEAST || expired * 4 >= slice.len() as u64;
             if next.is_none() || !is_worth_it || start.elapsed() >= BUDGET {
-                return Ok(Progress { removed, ended: next.is_none() });
+                return Ok(next.is_none());
             }
         }
     }
@@ -196,15 +192,19 @@ impl<F: TableFamily> Collector<F> {
         Ok(())
     }
 
-    /// Goes on through both tables and removes expired flows, all their entries together. Answers how many entries were removed.
+    /// Goes on through both tables and removes expired flows, all their entries together.
     pub(super) fn collect(
         &mut self,
         tables: &FamilyTables<F>,
         lifetimes: &FlowLifetimes,
         now: u64,
-    ) -> Result<u64, Error> {
-        let opening = self.walk(tables, Stage::Opening, lifetimes, now)?;
-        Ok(opening + self.walk(tables, Stage::Established, lifetimes, now)?)
+        failures: &mut Failures,
+    ) {
+        for (stage, name) in [(Stage::Opening, F::OPENING_FLOWS), (Stage::Established, F::FLOWS)] {
+            if let Err(error) = self.walk(tables, stage, lifetimes, now, failures) {
+                failures.add(name, error);
+            }
+        }
     }
 
     fn walk(
@@ -213,7 +213,8 @@ impl<F: TableFamily> Collector<F> {
         stage: Stage,
         lifetimes: &FlowLifetimes,
         now: u64,
-    ) -> Result<u64, Error> {
+        failures: &mut Failures,
+    ) -> Result<(), Error> {
         let table = tables.flow_table(stage);
         let walk = match stage {
             Stage::Opening => &mut self.opening,
@@ -221,14 +222,21 @@ impl<F: TableFamily> Collector<F> {
         };
         if walk.rest > 0 {
             walk.rest -= 1;
-            return Ok(0);
+            return Ok(());
         }
         if stage == Stage::Established && matches!(walk.cursor, Cursor::Start) {
-            self.unproven = Some(UnprovenRecount::begin::<F::Address>(&tables.connections)?);
+            // Flows expire also if they are not counted.
+            self.unproven = match UnprovenRecount::begin::<F::Address>(&tables.connections) {
+                Ok(recount) => Some(recount),
+                Err(error) => {
+                    failures.add(COUNTING, error);
+                    None
+                }
+            };
             self.ended.begin();
         }
         let (recount, recount_unproven, ended) = (&mut self.recount, &mut self.unproven, &mut self.ended);
-        let progress = walk.go_on(table, |slice| {
+        let is_at_end = walk.go_on(table, |slice| {
             let mut expired = 0;
             if let Some(recount) = recount.as_mut().filter(|_| stage == Stage::Established) {
                 let counted = slice.iter().filter(|(key, flow)| is_counted(stage, key, flow));
@@ -248,20 +256,19 @@ impl<F: TableFamily> Collector<F> {
             }
             Ok(expired)
         });
-        if progress.is_err() {
+        if is_at_end.is_err() {
             // The next walk may meet again what this one has met.
             (self.recount, self.unproven) = (None, None);
         }
-        let progress = progress?;
-        if stage == Stage::Established && progress.ended {
+        if is_at_end? && stage == Stage::Established {
             if let Some(recount) = self.recount.take() {
-                recount.end(tables)?;
+                failures.see(COUNTING, recount.end(tables));
             }
             if let Some(recount) = self.unproven.take() {
-                recount.end(&tables.connections)?;
+                failures.see(COUNTING, recount.end(&tables.connections));
             }
         }
-        Ok(progress.removed)
+        Ok(())
     }
 }
 

@@ -514,6 +514,41 @@ impl EbpfDataplane {
         }
     }
 
+    /// Frees what no program reads any more.
+    fn free_retired(&mut self) -> Result<(), Error> {
+        let Self { shared, v4, v6, .. } = self;
+        if shared.ids.has_retired() || v4.entries.slots.has_retired() || v6.entries.slots.has_retired() {
+            shared.grace.wait().map_err(Error::Grace)?;
+            shared.ids.grace_period_over();
+            v4.entries.slots.grace_period_over();
+            v6.entries.slots.grace_period_over();
+        }
+        Ok(())
+    }
+
+    /// Puts right what others have changed. Fails only if another controller has the tables now.
+    fn inspect(&mut self, failures: &mut Failures) -> Result<(), Error> {
+        match self.restore_pins() {
+            Err(error @ Error::Locked { .. }) => return Err(error),
+            restored => failures.see("pins", restored),
+        }
+        failures.see("counting sockets", self.recount_sockets());
+        match self.write_masquerade_ports() {
+            Ok(true) => tracing::info!("the ports for translated sources follow the kernel's parameters"),
+            Ok(false) => {}
+            Err(error) => failures.add("ports for translated sources", error),
+        }
+        let refused = self.hooks.unattached_count();
+        failures.merge(self.hooks.repair());
+        if self.hooks.unattached_count() < refused {
+            // The mode beside has served the pod, and goes on translating its connections.
+            self.keep_netfilter_ports();
+        }
+        failures.see("uplinks for redirects", self.write_redirects());
+        failures.see("the order of programs", self.mend_order());
+        Ok(())
+    }
+
     fn mend_order(&mut self) -> Result<(), Error> {
         let misplaced = self.hooks.misplaced()?;
         if misplaced.is_empty() {
@@ -931,16 +966,11 @@ impl Dataplane for EbpfDataplane {
         Ok(self.lease.renew(&self.shared.tables.lease)?)
     }
 
+    /// A part that fails does not keep the others from being done.
     fn collect_garbage(&mut self) -> Result<(), super::Error> {
-        self.renew_lease()?;
-        let Self { shared, v4, v6, .. } = self;
-        if shared.ids.has_retired() || v4.entries.slots.has_retired() || v6.entries.slots.has_retired() {
-            shared.grace.wait().map_err(Error::Grace)?;
-            shared.ids.grace_period_over();
-            v4.entries.slots.grace_period_over();
-            v6.entries.slots.grace_period_over();
-        }
-        let (mut applied, mut failures) = Default::default();
+        let (mut applied, mut failures): (Applied, Failures) = Default::default();
+        failures.see("lease", self.lease.renew(&self.shared.tables.lease));
+        failures.see("what is retired", self.free_retired());
         self.prepare(&mut failures);
         self.publish_waiting(&mut applied, &mut failures);
         self.write_service_cidrs(&mut applied, &mut failures);
@@ -950,39 +980,21 @@ impl Dataplane for EbpfDataplane {
             self.keep_netfilter_ports();
             self.keep_ports = KeepPorts::Done;
         }
-        self.log.follow()?;
-        if let Err(error) = self.recount_flows() {
-            failures.add("counting connections", error);
-        }
+        failures.see("the programs' log", self.log.follow());
+        failures.see("counting connections", self.recount_flows());
         let now = clock::since_boot();
-        self.flows4.collect(&self.v4.tables, &self.flow_lifetimes, now)?;
-        self.flows6.collect(&self.v6.tables, &self.flow_lifetimes, now)?;
+        self.flows4.collect(&self.v4.tables, &self.flow_lifetimes, now, &mut failures);
+        self.flows6.collect(&self.v6.tables, &self.flow_lifetimes, now, &mut failures);
         self.see_filling();
-        self.affinity.collect(&self.shared.tables, &self.v4.tables, &self.v6.tables, now)?;
-        self.hooks.tend()?;
+        let affinity = self.affinity.collect(&self.shared.tables, &self.v4.tables, &self.v6.tables, now);
+        failures.see("session affinity", affinity);
+        failures.see("interfaces that are gone", self.hooks.tend());
         self.attach_to_settled(&mut failures);
         self.collections = self.collections.wrapping_add(1);
         if self.collections.is_multiple_of(COLLECTIONS_BETWEEN_INSPECTIONS) {
-            self.restore_pins()?;
-            if let Err(error) = self.recount_sockets() {
-                failures.add("counting sockets", error);
-            }
-            if self.write_masquerade_ports()? {
-                tracing::info!("the ports for translated sources follow the kernel's parameters");
-            }
-            let refused = self.hooks.unattached_count();
-            let repaired = self.hooks.repair();
-            if self.hooks.unattached_count() < refused {
-                // The mode beside has served the pod, and goes on translating its connections.
-                self.keep_netfilter_ports();
-            }
-            if let Err(error) = self.write_redirects() {
-                failures.add("uplinks for redirects", error);
-            }
-            repaired.into_result()?;
-            self.mend_order()?;
+            self.inspect(&mut failures)?;
         }
-        resize::transfer(&self.paths, &mut self.resizing)?;
+        failures.see("tables of another size", resize::transfer(&self.paths, &mut self.resizing));
         Ok(failures.into_result()?)
     }
 

@@ -157,6 +157,13 @@ impl Failures {
         self.first.get_or_insert_with(|| (what.to_string(), error));
     }
 
+    /// Adds what has failed of one thing, if it has.
+    pub(super) fn see(&mut self, what: impl ToString, result: Result<(), Error>) {
+        if let Err(error) = result {
+            self.add(what, error);
+        }
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.count == 0
     }

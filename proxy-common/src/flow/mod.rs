@@ -771,6 +771,11 @@ fn is_netfilters<F: Family, T: FlowTables<F>>(
     if is_stale(&scratch.flow, now) {
         entry.write(Change::LastSeen(now));
     }
+    // The client dials again: the controller asks whether the connection has ended. The SYN may be
+    // forged, so that it opens no flow before.
+    if scratch.packet.opens() && scratch.flow.state.reset == 0 {
+        entry.write(Change::Reset(RESET_PLAUSIBLE));
+    }
     true
 }
 

@@ -757,7 +757,7 @@ fn netfilter_keeps_the_ports_of_its_connections() {
         let [_, answers] = flow.netfilter_keys();
         let mut entry = host.flow(Stage::Established, &answers).unwrap().read();
         assert!(entry.last_seen > flow.last_seen);
-        entry.last_seen = flow.last_seen;
+        (entry.last_seen, entry.state.reset) = (flow.last_seen, 0);
         assert_eq!(entry, flow);
     }
 }
@@ -791,6 +791,23 @@ fn no_forged_packet_takes_a_connection_from_netfilter(
     // Once it has ended, both are free.
     assert_eq!(collect::remove_if(&host, &flow, |_| true), Ok(2));
     assert!(host.arriving(&syn(), origin).is_ok());
+}
+
+/// The client may dial again after its connection has ended: the controller is to ask.
+#[rstest]
+#[case::client_goes_on(TCP_ACK, 0)]
+#[case::client_closes(TCP_FIN | TCP_ACK, 0)]
+#[case::client_dials(TCP_SYN, RESET_PLAUSIBLE)]
+fn a_syn_marks_a_connection_of_netfilters(#[case] flags: u8, #[case] expected: u8) {
+    let host = Host::new();
+    let backend = (BACKENDS[0], PORT);
+    let connection = NetfilterConnection { client: CLIENT, frontend: FRONTEND, backend, answers_to: CLIENT };
+    reserve(&host, &connection);
+    let passes = host.arriving(&packet(CLIENT, FRONTEND, flags), Origin::Workload);
+    assert_eq!(passes, Err(Reason::NotAService));
+    let kept = host.flow_of(Stage::Established, &syn());
+    assert_eq!((kept.state.reset, kept.state.has_ended()), (expected, false));
+    assert_eq!(host.entries(Stage::Opening), 0);
 }
 
 /// The client's port is in use towards the backend.

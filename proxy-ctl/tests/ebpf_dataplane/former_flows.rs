@@ -3,7 +3,7 @@
 
 use std::{
     io::{Read as _, Write as _},
-    net::{SocketAddr, TcpListener, TcpStream, UdpSocket},
+    net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket},
     process::Command,
     sync::Arc,
     thread,
@@ -12,14 +12,15 @@ use std::{
 
 use nix::sys::socket::AddressFamily;
 use proxy_common::{
-    layout::{FLOW_OF_NETFILTER, Flow, FlowKey, Settings},
+    flow::NetfilterConnection,
+    layout::{FLOW_OF_NETFILTER, Flow, FlowKey, RESET_PLAUSIBLE, Settings},
     port::Port,
 };
 use proxy_ctl::{
     config::Config,
-    dataplane::{self, Dataplane as _, Host, Modes},
+    dataplane::{self, Dataplane as _, Host, Modes, ebpf::EbpfDataplane},
     mode::Mode,
-    sys::conntrack::Conntrack,
+    sys::{clock, conntrack::Conntrack},
 };
 
 use super::{
@@ -122,14 +123,56 @@ fn both_pairs_of_ends_of_a_connection_are_kept_from_flows_until_it_ends() {
     expected.sort();
     assert_eq!(keys, expected, "{rows:?}");
 
+    // What the mode beside may have left is kept too.
+    dataplane.collect_garbage().unwrap();
+    // Somebody forges a SYN: the connection goes on, and the mark is taken off.
+    mark_as_dialled(&sandbox);
+    collect_until(&mut dataplane, || kept(&sandbox).iter().all(|(_, flow)| flow.state.reset == 0));
+    assert_eq!(kept(&sandbox).len(), 2);
+
     drop(client);
     drop(server);
-    let deadline = Instant::now() + Duration::from_secs(60);
-    while !kept(&sandbox).is_empty() {
-        assert!(Instant::now() < deadline, "kept: {:?}", kept(&sandbox));
-        dataplane.collect_garbage().unwrap();
-        thread::sleep(Duration::from_millis(200));
+    while !Conntrack::open().unwrap().translated_connections(AddressFamily::Inet).unwrap().is_empty() {
+        thread::sleep(Duration::from_millis(10));
     }
+    // The client dials again.
+    mark_as_dialled(&sandbox);
+    collect_until(&mut dataplane, || kept(&sandbox).is_empty());
+}
+
+fn collect_until(dataplane: &mut EbpfDataplane, is_done: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while !is_done() {
+        assert!(Instant::now() < deadline);
+        dataplane.collect_garbage().unwrap();
+        thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Does what a program does when it meets a SYN.
+fn mark_as_dialled(sandbox: &Sandbox) {
+    let table = sandbox.map("flows4");
+    for (key, mut flow) in kept(sandbox) {
+        flow.state.reset = RESET_PLAUSIBLE;
+        table.set(&key, &flow).unwrap();
+    }
+}
+
+/// The row of a connection that has ended is removed also if nobody dials.
+#[test]
+fn what_is_kept_from_flows_ends_with_its_connection() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = sandbox.open();
+    let end = |address: &str, port| (address.parse::<Ipv4Addr>().unwrap().octets(), Port::new(port));
+    let client = end(A, 4_000);
+    let connection =
+        NetfilterConnection { client, frontend: end(SERVICE, 80), backend: end(B, PORT), answers_to: client };
+    let flow = Flow::of_netfilter(&connection, clock::since_boot());
+    let table = sandbox.map("flows4");
+    for key in flow.netfilter_keys() {
+        table.set(&key, &flow).unwrap();
+    }
+    collect_until(&mut dataplane, || kept(&sandbox).is_empty());
 }
 
 /// The table of flows has room for TCP connections too, however many netfilter translates.

@@ -15,7 +15,7 @@ use super::{
     Error,
     connections::{Kind, Recount, UnprovenRecount},
     family::TableFamily,
-    netfilter_ports::EndedConnections,
+    netfilter_ports::{EndedConnections, Judged, not_dialled},
     tables::{FamilyTables, Table},
     writer::Failures,
 };
@@ -246,8 +246,12 @@ impl<F: TableFamily> Collector<F> {
                 slice.iter().for_each(|(key, flow)| recount.see(unproven(stage, key, flow)));
             }
             if stage == Stage::Established {
-                for (_, flow) in slice.iter().filter(|(_, flow)| ended.has_ended(flow)) {
-                    expired += remove_if(tables, flow, |_| true)? as u64;
+                for (key, flow) in slice {
+                    match ended.judge(flow) {
+                        Judged::Ended => expired += remove_if(tables, flow, |_| true)? as u64,
+                        Judged::Dialled => table.set(key, &not_dialled(flow))?,
+                        Judged::Other => {}
+                    }
                 }
             }
             for (key, flow) in slice {

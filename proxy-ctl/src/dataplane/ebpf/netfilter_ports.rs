@@ -132,33 +132,77 @@ fn flow<F: TableFamily>(connection: &TranslatedConnection, now: u64) -> Option<F
     Some(Flow::of_netfilter(&connection, now))
 }
 
+/// What a walk does with a row.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub(super) enum Judged {
+    /// The row is a flow's, or nothing is to be done.
+    Other,
+    /// The row is that of a connection which goes on although its client, or somebody with a forged
+    /// address, has dialled again: the mark of that is to be taken off.
+    Dialled,
+    /// The connection has ended: the row is to be removed.
+    Ended,
+}
+
+/// Returns the row without the mark that a program has made when it met a SYN.
+pub(super) fn not_dialled<A: Copy>(flow: &Flow<A>) -> Flow<A> {
+    let mut flow = *flow;
+    flow.state.reset = 0;
+    flow
+}
+
 /// Finds connections of one family that have ended: their clients may dial again from the same
-/// port.
+/// port. A program marks the row that a SYN meets, and then the next list comes sooner.
 #[derive(Debug)]
 pub(super) struct EndedConnections<F: TableFamily> {
     /// Client and frontend of those that have not, as of the walk that goes on.
     up: Option<HashSet<FlowKey<F::Address>>>,
     /// The walk has met one.
     are_kept: bool,
-    next_list: Option<Instant>,
+    /// The walk has met one that was dialled again.
+    are_dialled: bool,
+    last_list: Option<LastList>,
+}
+
+/// When the last list was complete, and how long it took.
+#[derive(Clone, Copy, Debug)]
+struct LastList {
+    at: Instant,
+    took: Duration,
+}
+
+impl LastList {
+    /// A list of all that conntrack knows may take a second: a fiftieth of the time goes into them.
+    const REST: u32 = 50;
+    const LEAST_REST: Duration = Duration::from_secs(2);
+    /// While clients dial again, a tenth of the time does. Nobody can have more lists made by
+    /// forged SYNs.
+    const REST_IF_DIALLED: u32 = 10;
+
+    /// Returns how long no other list is made.
+    fn rest(self, are_dialled: bool) -> Duration {
+        if are_dialled {
+            self.took * Self::REST_IF_DIALLED
+        } else {
+            (self.took * Self::REST).max(Self::LEAST_REST)
+        }
+    }
 }
 
 impl<F: TableFamily> Default for EndedConnections<F> {
     fn default() -> Self {
-        Self { up: None, are_kept: false, next_list: None }
+        Self { up: None, are_kept: false, are_dialled: false, last_list: None }
     }
 }
 
 impl<F: TableFamily> EndedConnections<F> {
-    /// A list of all that conntrack knows may take a second: a fiftieth of the time goes into them.
-    const REST: u32 = 50;
-    const LEAST_REST: Duration = Duration::from_secs(2);
-
     /// A walk through `flows` begins.
     pub(super) fn begin(&mut self) {
         self.up = None;
-        let is_due = self.next_list.is_none_or(|next| next <= Instant::now());
-        if !std::mem::take(&mut self.are_kept) || !is_due {
+        let (are_kept, are_dialled) =
+            (std::mem::take(&mut self.are_kept), std::mem::take(&mut self.are_dialled));
+        let is_due = self.last_list.is_none_or(|last| last.at.elapsed() >= last.rest(are_dialled));
+        if !are_kept || !is_due {
             return;
         }
         let started = Instant::now();
@@ -168,8 +212,7 @@ impl<F: TableFamily> EndedConnections<F> {
             Ok(flows) => self.up = Some(flows.iter().map(Flow::client_key).collect()),
             Err(error) => tracing::debug!(%error, "connections that netfilter translates are not listed"),
         }
-        let rest = (started.elapsed() * Self::REST).max(Self::LEAST_REST);
-        self.next_list = Some(Instant::now() + rest);
+        self.last_list = Some(LastList { at: Instant::now(), took: started.elapsed() });
     }
 
     /// Others were kept since the list was made.
@@ -177,10 +220,67 @@ impl<F: TableFamily> EndedConnections<F> {
         self.up = None;
     }
 
-    /// Returns true if the walk meets a connection of netfilter's that has ended.
-    pub(super) fn has_ended(&mut self, flow: &Flow<F::Address>) -> bool {
-        let is_one = flow.flags & FLOW_OF_NETFILTER != 0;
-        self.are_kept |= is_one;
-        is_one && self.up.as_ref().is_some_and(|up| !up.contains(&flow.client_key()))
+    /// Says what is to be done with a row that the walk meets.
+    pub(super) fn judge(&mut self, flow: &Flow<F::Address>) -> Judged {
+        if flow.flags & FLOW_OF_NETFILTER == 0 {
+            return Judged::Other;
+        }
+        self.are_kept = true;
+        let is_dialled = flow.state.reset != 0;
+        match &self.up {
+            Some(up) if !up.contains(&flow.client_key()) => Judged::Ended,
+            Some(_) if is_dialled => Judged::Dialled,
+            Some(_) => Judged::Other,
+            None => {
+                self.are_dialled |= is_dialled;
+                Judged::Other
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proxy_common::{family::V4, layout::RESET_PLAUSIBLE};
+    use rstest::rstest;
+
+    use super::*;
+
+    fn row(client_port: u16, is_dialled: bool) -> Flow<[u8; 4]> {
+        let end = |address, port| (address, Port::new(port));
+        let client = end([10, 1, 0, 5], client_port);
+        let connection = NetfilterConnection {
+            client,
+            frontend: end([10, 96, 0, 1], 80),
+            backend: end([10, 1, 0, 2], 8080),
+            answers_to: client,
+        };
+        let mut flow = Flow::of_netfilter(&connection, 0);
+        flow.state.reset = if is_dialled { RESET_PLAUSIBLE } else { 0 };
+        flow
+    }
+
+    #[rstest]
+    #[case::goes_on(1, false, Judged::Other)]
+    #[case::goes_on_and_was_dialled(1, true, Judged::Dialled)]
+    #[case::has_ended(2, false, Judged::Ended)]
+    #[case::has_ended_and_was_dialled(2, true, Judged::Ended)]
+    fn rows_beside_a_list(#[case] port: u16, #[case] is_dialled: bool, #[case] expected: Judged) {
+        let up = Some([row(1, false).client_key()].into());
+        let mut ended = EndedConnections::<V4> { up, ..EndedConnections::default() };
+        assert_eq!(ended.judge(&row(port, is_dialled)), expected);
+        assert_eq!(not_dialled(&row(port, is_dialled)), row(port, false));
+    }
+
+    #[test]
+    fn a_row_that_was_dialled_has_the_next_list_made_sooner() {
+        let took = Duration::from_millis(100);
+        let last = LastList { at: Instant::now(), took };
+        assert_eq!((last.rest(false), last.rest(true)), (took * 50, took * 10));
+        let mut ended = EndedConnections::<V4>::default();
+        for is_dialled in [false, true, false] {
+            assert_eq!(ended.judge(&row(1, is_dialled)), Judged::Other);
+        }
+        assert!(ended.are_dialled);
     }
 }

@@ -119,6 +119,12 @@ fn masquerade_port(random: u32, attempt: u32) -> Port {
     Port::new((four >> (place % 4 * 16)) as u16)
 }
 
+#[inline(always)]
+fn generation_of_moved_ports() -> u32 {
+    // A former controller has left 0 there, and programs have set ports to 1.
+    maps::moved_ports.get(u32::from(Port::NONE.number())).map_or(1, |generation| (*generation).max(1))
+}
+
 /// Each [`Routine`] as a global function. The verifier goes through one once, whatever its callers know; since 5.6. It gets the [`Scratch`] of
 /// its caller itself. The caller lets its reference escape by [`black_box`] before, so that the compiler keeps nothing of it in registers over
 /// the call.
@@ -255,14 +261,21 @@ macro_rules! flow_tables {
 
             #[inline(always)]
             fn is_moved(&self, port: Port) -> bool {
-                maps::moved_ports.get(u32::from(port.number())).is_some_and(|moved| *moved != 0)
+                // Most ports were never set: then the generation is not looked up.
+                maps::moved_ports.get(u32::from(port.number())).is_some_and(|set_in| {
+                    *set_in != 0 && flow::is_moved(*set_in, generation_of_moved_ports())
+                })
             }
 
             #[inline(always)]
             fn set_moved(&self, port: Port) {
-                if let Some(moved) = maps::moved_ports.get_ptr_mut(u32::from(port.number())) {
-                    // SAFETY: of a map value, aligned to 4. Nobody writes anything else.
-                    unsafe { write_volatile(moved, 1) };
+                if port == Port::NONE {
+                    return;
+                }
+                let generation = generation_of_moved_ports();
+                if let Some(set_in) = maps::moved_ports.get_ptr_mut(u32::from(port.number())) {
+                    // SAFETY: of a map value, aligned to 4. Others write this generation too, or the one before.
+                    unsafe { write_volatile(set_in, generation) };
                 }
             }
 

@@ -32,6 +32,7 @@ mod tests;
 mod transit;
 mod tuples;
 
+pub use foreign::is_moved;
 pub use guard::{OPENING_SERVICES, ServiceOpenings, openings_per_window};
 pub use known::{arriving_known, leaving_known};
 pub use lifetimes::FlowLifetimes;
@@ -248,7 +249,8 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn foreign(&self, key: &FlowKey<F::Address>) -> Option<u64>;
     fn note_foreign(&self, key: &FlowKey<F::Address>, now: u64);
     fn forget_foreign(&self, key: &FlowKey<F::Address>);
-    /// Has a connection of others with this source port ever become a `FLOW_FOREIGN`?
+    /// Returns true if a flow may have another key than its packets from this source port say: it
+    /// is a `FLOW_FOREIGN` or `FLOW_APART`.
     fn is_moved(&self, port: Port) -> bool;
     fn set_moved(&self, port: Port);
     /// Does the kernel give this port to no socket of the node?

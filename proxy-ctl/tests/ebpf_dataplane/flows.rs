@@ -4,9 +4,10 @@
 use std::time::Duration;
 
 use proxy_common::{
-    flow::FlowLifetimes,
+    flow::{self, FlowLifetimes},
     layout::{
-        FIN_ACKNOWLEDGED, FLOW_MASQUERADE, Flow, FlowKey, PROGRESS_CONFIRMED, PROTOCOL_TCP, RESET_CONFIRMED,
+        FIN_ACKNOWLEDGED, FLOW_APART, FLOW_MASQUERADE, Flow, FlowKey, PROGRESS_CONFIRMED, PROTOCOL_TCP,
+        RESET_CONFIRMED,
     },
     port::Port,
 };
@@ -86,4 +87,34 @@ fn flows_expire_as_the_configuration_says() {
         dataplane.collect_garbage().unwrap();
         assert_eq!(established.read_all().unwrap().len(), left, "{tcp_close_wait:?}");
     }
+}
+
+/// A port is forgotten after its last flow, and not before.
+#[test]
+fn a_port_is_moved_as_long_as_a_flow_needs_it() {
+    const GENERATION: u32 = 0;
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
+    let moved: Map<u32, u32> = sandbox.map("moved_ports");
+    let opening: Flows = sandbox.map("opening_flows4");
+    let mut flow = reset(Port::new(1_000), clock::since_boot());
+    (flow.flags, flow.state.reset) = (FLOW_APART, 0);
+    opening.set(&flow.client_key(), &flow).unwrap();
+    // A former version has set both to 1.
+    for port in [1_000, 2_000] {
+        moved.set(&port, &1).unwrap();
+    }
+    let is_moved = |port: u32| {
+        let generation = moved.get(&GENERATION).unwrap().unwrap().max(1);
+        flow::is_moved(moved.get(&port).unwrap().unwrap(), generation)
+    };
+    assert!(is_moved(1_000) && is_moved(2_000));
+    // Empty tables are looked at in every tenth call.
+    for _ in 0..100 {
+        dataplane.collect_garbage().unwrap();
+        assert!(is_moved(1_000));
+    }
+    assert!(!is_moved(2_000));
+    opening.remove(&flow.client_key()).unwrap();
+    (0..100).for_each(|_| dataplane.collect_garbage().unwrap());
+    assert!(!is_moved(1_000));
 }

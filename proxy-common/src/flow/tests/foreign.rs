@@ -237,3 +237,15 @@ fn clients_of_a_former_proxys_socket_get_flows(#[case] is_known_before: bool) {
     publish(&mut host);
     assert!(host.arriving(&datagram(CLIENT, node_port), Origin::Outside).is_ok());
 }
+
+/// The table `moved_ports` forgets a port two generations after its last flow.
+#[rstest]
+#[case::never_set(0, 1, false)]
+#[case::set_now(7, 7, true)]
+#[case::set_in_the_generation_before(6, 7, true)]
+#[case::two_generations_ago(5, 7, false)]
+#[case::the_generation_is_just_raised(8, 7, true)]
+#[case::by_a_former_version(1, 1, true)]
+fn ports_that_count_as_moved(#[case] set_in: u32, #[case] generation: u32, #[case] expected: bool) {
+    assert_eq!(is_moved(set_in, generation), expected);
+}

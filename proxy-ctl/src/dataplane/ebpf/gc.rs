@@ -15,6 +15,7 @@ use super::{
     Error,
     connections::{Kind, Recount, UnprovenRecount},
     family::TableFamily,
+    moved_ports::MovedPorts,
     netfilter_ports::{EndedConnections, Judged, not_dialled},
     tables::{FamilyTables, Table},
     writer::Failures,
@@ -35,15 +36,15 @@ pub(super) struct Walk<K> {
     seen: u64,
     /// Entries of the last walk that came to the end.
     pub(super) counted: u64,
-    /// A walk has come to the end.
-    complete: bool,
+    /// The number of walks that have come to the end.
+    complete: u64,
     /// Calls to leave out: an empty table costs a look at each of its buckets.
     rest: u32,
 }
 
 impl<K> Default for Walk<K> {
     fn default() -> Self {
-        Self { cursor: Cursor::Start, seen: 0, counted: 0, complete: false, rest: 0 }
+        Self { cursor: Cursor::Start, seen: 0, counted: 0, complete: 0, rest: 0 }
     }
 }
 
@@ -61,7 +62,7 @@ impl<K: Copy> Walk<K> {
             None => {
                 self.cursor = Cursor::Start;
                 self.counted = std::mem::take(&mut self.seen);
-                self.complete = true;
+                self.complete += 1;
                 self.rest = if self.counted == 0 { REST } else { 0 };
             }
         }
@@ -165,9 +166,14 @@ impl<F: TableFamily> Collector<F> {
         (self.opening.counted, self.established.counted)
     }
 
+    /// Returns the number of complete walks through each table.
+    pub(super) const fn walks(&self) -> [u64; 2] {
+        [self.opening.complete, self.established.complete]
+    }
+
     /// The last complete walks have found no flow.
     pub(super) fn is_empty(&self) -> bool {
-        self.opening.complete && self.established.complete && self.counted() == (0, 0)
+        self.walks().iter().all(|walks| *walks > 0) && self.counted() == (0, 0)
     }
 
     /// Leaves only TCP flows of the programs' own: the clients' next datagrams are new to whoever serves them then, and ports of
@@ -198,10 +204,12 @@ impl<F: TableFamily> Collector<F> {
         tables: &FamilyTables<F>,
         lifetimes: &FlowLifetimes,
         now: u64,
+        (moved, moved_ports): (&mut MovedPorts, &Table<u32, u32>),
         failures: &mut Failures,
     ) {
         for (stage, name) in [(Stage::Opening, F::OPENING_FLOWS), (Stage::Established, F::FLOWS)] {
-            if let Err(error) = self.walk(tables, stage, lifetimes, now, failures) {
+            if let Err(error) = self.walk(tables, stage, lifetimes, now, (&mut *moved, moved_ports), failures)
+            {
                 failures.add(name, error);
             }
         }
@@ -213,6 +221,7 @@ impl<F: TableFamily> Collector<F> {
         stage: Stage,
         lifetimes: &FlowLifetimes,
         now: u64,
+        (moved, moved_ports): (&mut MovedPorts, &Table<u32, u32>),
         failures: &mut Failures,
     ) -> Result<(), Error> {
         let table = tables.flow_table(stage);
@@ -238,6 +247,7 @@ impl<F: TableFamily> Collector<F> {
         let (recount, recount_unproven, ended) = (&mut self.recount, &mut self.unproven, &mut self.ended);
         let is_at_end = walk.go_on(table, |slice| {
             let mut expired = 0;
+            moved.see(moved_ports, slice.iter().map(|(_, flow)| *flow))?;
             if let Some(recount) = recount.as_mut().filter(|_| stage == Stage::Established) {
                 let counted = slice.iter().filter(|(key, flow)| is_counted(stage, key, flow));
                 counted.for_each(|(_, flow)| recount.see(flow.backend_id));

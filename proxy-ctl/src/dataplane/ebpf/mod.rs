@@ -40,6 +40,7 @@ use self::{
     kernel_log::KernelLog,
     lease::LeaseRenewal,
     left_to_node::LeftToNode,
+    moved_ports::MovedPorts,
     netfilter_ports::KeepPorts,
     paths::Paths,
     pins::TablePins,
@@ -98,6 +99,7 @@ mod load;
 mod lookups;
 mod maglev;
 mod metrics;
+mod moved_ports;
 mod netfilter_ports;
 mod order;
 mod paths;
@@ -137,6 +139,7 @@ pub struct EbpfDataplane {
     v6: FamilyWriter<V6>,
     flows4: Collector<V4>,
     flows6: Collector<V6>,
+    moved_ports: MovedPorts,
     affinity: AffinityCollector,
     flow_lifetimes: FlowLifetimes,
     /// Of the last `set_host`.
@@ -284,6 +287,7 @@ impl EbpfDataplane {
             v6,
             flows4: Collector::default(),
             flows6: Collector::default(),
+            moved_ports: MovedPorts::default(),
             affinity: AffinityCollector::default(),
             flow_lifetimes: FlowLifetimes::default(),
             interfaces: Vec::new(),
@@ -511,6 +515,23 @@ impl EbpfDataplane {
     fn end_stale_sockets(&mut self) {
         for transport in std::mem::take(&mut self.shared.lost_backends) {
             self.stale_sockets.end(transport);
+        }
+    }
+
+    /// Goes on through the tables of flows and removes what has expired.
+    fn collect_flows(&mut self, failures: &mut Failures) {
+        let Self { flows4, flows6, moved_ports, shared, v4, v6, .. } = self;
+        let (lifetimes, now, table) = (&self.flow_lifetimes, clock::since_boot(), &shared.tables.moved_ports);
+        let failed_before = failures.count();
+        flows4.collect(&v4.tables, lifetimes, now, (&mut *moved_ports, table), failures);
+        flows6.collect(&v6.tables, lifetimes, now, (&mut *moved_ports, table), failures);
+        let ([first, second], [third, fourth]) = (flows4.walks(), flows6.walks());
+        let walks = [first, second, third, fourth];
+        // While entries move from one map to another, a walk does not meet all of them.
+        if failures.count() > failed_before || !self.resizing.is_empty() {
+            moved_ports.begin(walks);
+        } else {
+            failures.see("ports of flows with another key", moved_ports.tend(table, walks));
         }
     }
 
@@ -982,11 +1003,10 @@ impl Dataplane for EbpfDataplane {
         }
         failures.see("the programs' log", self.log.follow());
         failures.see("counting connections", self.recount_flows());
-        let now = clock::since_boot();
-        self.flows4.collect(&self.v4.tables, &self.flow_lifetimes, now, &mut failures);
-        self.flows6.collect(&self.v6.tables, &self.flow_lifetimes, now, &mut failures);
+        self.collect_flows(&mut failures);
         self.see_filling();
-        let affinity = self.affinity.collect(&self.shared.tables, &self.v4.tables, &self.v6.tables, now);
+        let affinity =
+            self.affinity.collect(&self.shared.tables, &self.v4.tables, &self.v6.tables, clock::since_boot());
         failures.see("session affinity", affinity);
         failures.see("interfaces that are gone", self.hooks.tend());
         self.attach_to_settled(&mut failures);

@@ -164,6 +164,10 @@ impl Failures {
         }
     }
 
+    pub(super) fn count(&self) -> usize {
+        self.count
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.count == 0
     }

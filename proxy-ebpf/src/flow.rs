@@ -274,7 +274,7 @@ macro_rules! flow_tables {
                 }
                 let generation = generation_of_moved_ports();
                 if let Some(set_in) = maps::moved_ports.get_ptr_mut(u32::from(port.number())) {
-                    // SAFETY: of a map value, aligned to 4. Others write this generation too, or the one before.
+                    // SAFETY: of a map value, aligned to 4. Others write this generation too, or one beside it.
                     unsafe { write_volatile(set_in, generation) };
                 }
             }

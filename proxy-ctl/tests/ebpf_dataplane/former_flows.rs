@@ -123,7 +123,7 @@ fn both_pairs_of_ends_of_a_connection_are_kept_from_flows_until_it_ends() {
     expected.sort();
     assert_eq!(keys, expected, "{rows:?}");
 
-    // What the mode beside may have left is kept too.
+    // The first call keeps the connections of the mode beside, and takes marks off as well.
     dataplane.collect_garbage().unwrap();
     // Somebody forges a SYN: the connection goes on, and the mark is taken off.
     mark_as_dialled(&sandbox);

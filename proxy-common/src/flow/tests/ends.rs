@@ -266,8 +266,8 @@ fn second_connection() -> Vec<(Speaker, Segment)> {
     ]
 }
 
-/// A connection vanishes with data under way, and minutes later its client dials again from the
-/// same port. The second connection is in the first one's row, and is judged by none of its numbers.
+/// A connection vanishes with data under way, and a minute later its client dials again from the
+/// same port. The second connection has the first one's row. It is judged by none of its numbers.
 #[rstest]
 #[case::the_clients_data(vec![data(Speaker::Client, CLIENTS, BACKENDS_NEXT)])]
 #[case::the_backends_data(answers(3))]

@@ -130,9 +130,9 @@ fn a_confirmed_connection_goes_on_by_an_interface_of_another_role() {
     }
 }
 
-/// Datagrams prove nothing of their client. So nobody can tell an interface that got another role
-/// from a client that has forged the address, and the datagrams there are another client's: they may
-/// reach another backend. The first flow is as it was.
+/// Datagrams prove nothing of their client. So an interface that got another role looks like a
+/// client that has forged the address. The datagrams there are another client's, and may reach
+/// another backend. The first flow is as it was.
 #[test]
 fn datagrams_that_go_on_follow_no_interface_to_another_role() {
     for origin in [Origin::Workload, Origin::Outside] {

@@ -368,7 +368,7 @@ impl EbpfDataplane {
     fn write_node(&self, host: &Host) -> Result<bool, Error> {
         let (masquerade4, masquerade6) = masquerade(&host.masquerade_addresses);
         let ports = self.write_masquerade_ports()?;
-        // A table of another size may be in use, where the entries did not fit into the configured one.
+        // Tables of another size are in use if the entries did not fit into the configured one.
         let flows = self.v4.tables.flows.map().capacity().min(self.v6.tables.flows.map().capacity());
         let settings = self.write_settings(|settings| {
             settings.host_namespace = self.host_namespace;

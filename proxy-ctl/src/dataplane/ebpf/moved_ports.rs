@@ -26,9 +26,9 @@ const WALKS: u64 = 2;
 pub(super) struct MovedPorts {
     /// 0: it is not known yet.
     generation: u32,
-    /// The ports of the flows that the walks of this generation have met.
+    /// The ports that walks have set in this generation.
     met: HashSet<Port>,
-    /// How many walks there are when the generation is over.
+    /// The number of walks with which the generation is over.
     until: Walks,
 }
 

@@ -83,7 +83,7 @@ fn kept_rows<F: TableFamily>(tables: &FamilyTables<F>) -> Result<u64, Error> {
     Ok(rows)
 }
 
-/// What has become of a key that is to be kept.
+/// The outcome for a key that is to be kept.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Kept {
     New,
@@ -132,7 +132,7 @@ fn flow<F: TableFamily>(connection: &TranslatedConnection, now: u64) -> Option<F
     Some(Flow::of_netfilter(&connection, now))
 }
 
-/// What a walk does with a row.
+/// The verdict on a row that a walk meets.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Judged {
     /// The row is a flow's, or nothing is to be done.

@@ -36,6 +36,14 @@ const NO_FLOOD: [&str; 2] = ["--skip", FLOOD];
 /// A test of proxy-ctl that is a suite of its own.
 const PROBE_FLOOD: &str = "probe_flood";
 
+/// The variables by which suites do more of the same if all is asked for.
+const MORE: [(&str, &str); 4] = [
+    ("CONNECTIONS_DURING_STARTS", "10000"),
+    ("FORGED_CLIENTS", "1000000"),
+    ("OUTAGE_SECONDS", "60"),
+    ("SUSTAINED_SECONDS", "60"),
+];
+
 /// The variable of the environment that tells the suite `deploy` what has become of the image, with
 /// its value.
 pub(crate) type ImageVariable = OnceLock<(&'static str, std::ffi::OsString)>;
@@ -157,7 +165,16 @@ impl<'a> Plan<'a> {
     ) -> Result<()> {
         let test = self.arguments.test.as_str();
         let given = flags.iter().copied().chain([test]).filter(|word| !word.is_empty()).collect::<Vec<_>>();
-        self.suite(name, room, after, || programs.suite_as_root(name, choices, &given))
+        let all = self.arguments.all;
+        self.suite(name, room, after, || {
+            let mut suite = programs.suite_as_root(name, choices, &given)?;
+            if all {
+                for command in &mut suite.commands {
+                    command.envs(MORE);
+                }
+            }
+            Ok(suite)
+        })
     }
 
     pub(crate) fn add_root_suites(
@@ -184,8 +201,9 @@ impl<'a> Plan<'a> {
         flags.extend(arguments.test.is_empty().then_some(FLOOD));
         self.root_suite(programs, "behaviour floods", ALONE, &[Bin("behaviour")], &flags)?;
         // The longest suite begins early.
-        self.add_life_cycle(programs)?;
-        self.add_packets(programs)?;
+        self.root_suite(programs, "life cycle", WITH_ORACLE, &[Test("life_cycle")], &[])?;
+        let room = if arguments.all { Room::Alone } else { Room::Shared };
+        self.root_suite(programs, "packets", (room, &[]), &[Test("packets")], &[])?;
         self.add_soak(programs)?;
         for (name, path) in [("behaviour unseen", "unseen"), ("behaviour off", "off")] {
             let flags = [on_path(arguments, path, &["--core", "--lean"]), NO_FLOOD.to_vec()].concat();
@@ -249,35 +267,6 @@ impl<'a> Plan<'a> {
                 suite.limit = suites::LONGEST * 4;
             }
             Ok(suite)
-        })
-    }
-
-    fn add_life_cycle(&mut self, programs: &TestPrograms) -> Result<()> {
-        let Arguments { all, test, .. } = self.arguments;
-        self.suite("life cycle", Room::Shared, &[KUBERNETES], || {
-            let mut suite = programs.suite_as_root("life cycle", &[Test("life_cycle")], &[test])?;
-            if *all {
-                for command in &mut suite.commands {
-                    command.env("OUTAGE_SECONDS", "60");
-                }
-            }
-            Ok(suite)
-        })
-    }
-
-    /// Adds the suite of packets, which sends them by the thousand, and in floods, on one
-    /// processor. Its figures of time are ratios.
-    fn add_packets(&mut self, programs: &TestPrograms) -> Result<()> {
-        let Arguments { all, test, .. } = self.arguments;
-        let room = if *all { Room::Alone } else { Room::Shared };
-        self.suite("packets", room, &[], || {
-            let mut packets = programs.suite_as_root("packets", &[Test("packets")], &[test])?;
-            if *all {
-                for command in &mut packets.commands {
-                    command.env("FORGED_CLIENTS", "1000000").env("SUSTAINED_SECONDS", "60");
-                }
-            }
-            Ok(packets)
         })
     }
 

@@ -73,14 +73,22 @@ pub fn forget_connections(lab: &Lab, node: NodeNumber) -> Result<()> {
 pub fn track_connections(lab: &Lab, node: NodeNumber, is_on: bool) -> Result<()> {
     let chains = "chain out { type filter hook output priority 0; ct state new; }
         chain in { type filter hook prerouting priority 0; ct state new; }";
-    with_table(lab, node, "tracking", is_on.then_some(chains))
+    with_table(lab, &node_name(node), "tracking", is_on.then_some(chains))
 }
 
 /// Makes a node drop every RST before connection tracking sees it, or ends that.
 pub fn lose_resets(lab: &Lab, node: NodeNumber, is_on: bool) -> Result<()> {
     let chains = "chain out { type filter hook output priority -500; tcp flags rst drop; }
         chain in { type filter hook prerouting priority -500; tcp flags rst drop; }";
-    with_table(lab, node, "lossy", is_on.then_some(chains))
+    with_table(lab, &node_name(node), "lossy", is_on.then_some(chains))
+}
+
+/// Has a server lose every fourth answer to a SYN, so that the client sends its SYN again after a
+/// second, or no longer.
+pub fn lose_answers_to_syns(lab: &Lab, server: &str, is_on: bool) -> Result<()> {
+    let chain = "chain out { type filter hook output priority 0;
+        tcp flags & (syn | ack) == (syn | ack) numgen random mod 4 == 0 drop; }";
+    with_table(lab, server, "lossy", is_on.then_some(chain))
 }
 
 /// Ends sockets of a node that no process has any more, as the kernel does after a minute. Needs ss
@@ -91,13 +99,13 @@ pub fn end_orphans(lab: &Lab, node: NodeNumber) -> Result<()> {
     within(&lab.netns(&node_name(node))?.namespace, || output("ss", &arguments).map(drop))
 }
 
-/// Adds an nftables table with these chains to a node, or removes it.
-fn with_table(lab: &Lab, node: NodeNumber, name: &str, chains: Option<&str>) -> Result<()> {
+/// Adds an nftables table with these chains to a node or a pod, or removes it.
+fn with_table(lab: &Lab, place: &str, name: &str, chains: Option<&str>) -> Result<()> {
     let commands = match chains {
         Some(chains) => format!("table inet {name} {{\n{chains}\n}}"),
         None => format!("delete table inet {name}"),
     };
-    within(&lab.netns(&node_name(node))?.namespace, || output("nft", &[&commands]).map(drop))
+    within(&lab.netns(place)?.namespace, || output("nft", &[&commands]).map(drop))
 }
 
 /// Returns the TCP connections that a node knows and nobody has answered, as the tool conntrack
@@ -105,6 +113,14 @@ fn with_table(lab: &Lab, node: NodeNumber, name: &str, chains: Option<&str>) -> 
 pub fn unanswered_connections(lab: &Lab, node: NodeNumber) -> Result<String> {
     within(&lab.netns(&node_name(node))?.namespace, || {
         let list = |family| output("conntrack", &["-L", "-f", family, "-p", "tcp", "--state", "SYN_SENT"]);
+        Ok(list("ipv4")? + &list("ipv6")?)
+    })
+}
+
+/// Returns all TCP connections that a node knows, as the tool conntrack lists them.
+pub fn connections(lab: &Lab, node: NodeNumber) -> Result<String> {
+    within(&lab.netns(&node_name(node))?.namespace, || {
+        let list = |family| output("conntrack", &["-L", "-f", family, "-p", "tcp"]);
         Ok(list("ipv4")? + &list("ipv6")?)
     })
 }

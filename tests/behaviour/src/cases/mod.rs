@@ -18,6 +18,7 @@ mod restart;
 mod sctp;
 mod sockets;
 mod source_ranges;
+mod start;
 mod surface;
 mod unserved;
 
@@ -54,6 +55,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(plugin::CASES)
         .chain(networks::CASES)
         .chain(restart::CASES)
+        .chain(start::CASES)
 }
 
 /// Skips scenarios with thousands of UDP flows to one endpoint by two addresses in mode ipvs. See

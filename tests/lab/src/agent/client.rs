@@ -147,6 +147,11 @@ impl Agent {
         self.ask(&Request::PeekLoad { load })
     }
 
+    /// Has all loads make no further requests. [`Self::stop_load`] waits for those under way.
+    pub fn end_loads(&self) -> Result<()> {
+        self.ask(&Request::EndLoads)
+    }
+
     pub fn stop_load(&self, load: usize) -> Result<Tally> {
         self.ask(&Request::StopLoad { load })
     }

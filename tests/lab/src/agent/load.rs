@@ -15,6 +15,9 @@ use super::{
     socket::{micros_since, outcome_of},
 };
 
+/// The time between two requests over a connection that lasts.
+const BETWEEN_REQUESTS: Duration = Duration::from_millis(100);
+
 /// Load that is running.
 pub struct Running {
     stop: Arc<AtomicBool>,
@@ -27,6 +30,7 @@ impl Running {
         let stop = Arc::new(AtomicBool::new(false));
         let tally = Arc::new(Mutex::new(Tally::default()));
         let (pause, keeps_socket) = (Duration::from_micros(load.pause_micros), load.keeps_socket);
+        let lasts_ms = load.lasts_ms;
         let dial = Dial::new(load.protocol, load.target).timeout_ms(load.timeout_ms);
         let threads = (0..load.clients)
             .map(|_| {
@@ -34,6 +38,11 @@ impl Running {
                 thread::spawn(move || {
                     let (mut socket, mut outage) = (None, Outage::default());
                     while !stop.load(Ordering::Relaxed) {
+                        if lasts_ms > 0 {
+                            last(&tally, &dial, Duration::from_millis(lasts_ms));
+                            thread::sleep(pause);
+                            continue;
+                        }
                         let start = Instant::now();
                         let outcome = if keeps_socket { over(&mut socket, &dial) } else { dial::once(&dial) };
                         let mut tally = tally.lock().unwrap_or_else(PoisonError::into_inner);
@@ -52,14 +61,53 @@ impl Running {
         self.tally.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Waits for the requests under way, and returns the final count.
-    pub fn stop(self) -> Tally {
+    /// Makes its threads begin no further requests, without waiting for those under way.
+    pub fn end(&self) {
         self.stop.store(true, Ordering::Relaxed);
+    }
+
+    /// Waits for the requests under way and returns the final count.
+    pub fn stop(self) -> Tally {
+        self.end();
         for thread in self.threads {
             // A thread that panicked has already counted its results.
             let _ended = thread.join();
         }
         self.tally.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// Opens a connection, goes on with requests over it for about this time, and counts it. One that
+/// nobody accepts is a failure. One that later has no answer is lost, and so is one whose SYN was
+/// answered and that was reset before `connect` has returned.
+fn last(tally: &Mutex<Tally>, dial: &Dial, lasts: Duration) {
+    let start = Instant::now();
+    let tally = || tally.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut held = match Held::open(dial) {
+        Ok(held) => held,
+        Err(error) => {
+            let outcome = outcome_of(&error, start);
+            let Outcome::Failed(what) = outcome else { return count(&mut tally(), &outcome) };
+            let age = start.elapsed();
+            return tally().lost.push(format!("reset while it was opened, after {age:?}: {what}"));
+        }
+    };
+    tally().opened += 1;
+    let (opened, lasts) = (Instant::now(), lasts.mul_f64(0.5 + fastrand::f64()));
+    loop {
+        let outcome = held.ping();
+        if !matches!(outcome, Outcome::Answered(_)) {
+            let (ends, age) = (held.ends(), opened.elapsed());
+            let opening = opened.duration_since(start);
+            let at = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+            return tally()
+                .lost
+                .push(format!("{ends}, opened in {opening:?}, after {age:?}: {outcome} (at {at:?})"));
+        }
+        if opened.elapsed() >= lasts {
+            return count(&mut tally(), &outcome);
+        }
+        thread::sleep(BETWEEN_REQUESTS);
     }
 }
 

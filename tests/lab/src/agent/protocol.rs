@@ -100,6 +100,8 @@ pub enum Request {
     PeekLoad {
         load: usize,
     },
+    /// Begins the end of all loads: their threads make no further requests.
+    EndLoads,
     StopLoad {
         load: usize,
     },
@@ -250,6 +252,9 @@ pub struct Load {
     /// True if each thread sends all its requests over one connection or socket, and false if each
     /// request has a new one. A TCP connection that has broken is replaced.
     pub keeps_socket: bool,
+    /// The time for which a new TCP connection goes on with requests, 100 ms apart, and up to half
+    /// of that longer or shorter. 0: it has one request.
+    pub lasts_ms: u64,
 }
 
 impl Load {
@@ -257,7 +262,15 @@ impl Load {
     /// times `LAB_PATIENCE`.
     pub fn new(protocol: Protocol, target: SocketAddr) -> Self {
         let timeout_ms = 2_000 * u64::from(wait::patience());
-        Self { target, protocol, clients: 1, pause_micros: 5_000, timeout_ms, keeps_socket: false }
+        Self {
+            target,
+            protocol,
+            clients: 1,
+            pause_micros: 5_000,
+            timeout_ms,
+            keeps_socket: false,
+            lasts_ms: 0,
+        }
     }
 }
 
@@ -272,6 +285,11 @@ pub struct Tally {
     pub longest_outage_micros: u64,
     /// Number of failures of each outcome.
     pub failures: BTreeMap<String, u64>,
+    /// Connections that were opened, of a load whose connections last. The failures are those that
+    /// were not.
+    pub opened: u64,
+    /// Descriptions of the connections that broke or stalled, or were reset while they were opened.
+    pub lost: Vec<String>,
     pub backends: BTreeMap<String, Share>,
     pub slowest_micros: u64,
 }

@@ -128,6 +128,10 @@ impl Session {
             Request::PeekLoad { load } => {
                 to_value(self.loads.get(&load).with_context(|| format!("no load {load}"))?.tally())
             }
+            Request::EndLoads => {
+                self.loads.values().for_each(Running::end);
+                to_value(())
+            }
             Request::StopLoad { load } => {
                 to_value(self.loads.remove(&load).with_context(|| format!("no load {load}"))?.stop())
             }

@@ -257,3 +257,31 @@ fn a_new_interface_that_has_a_clsact_qdisc_already_is_attached_to_at_once() {
     dataplane.take_host(&workloads(&["dpa"])).unwrap();
     assert!(is_attached("dpa"));
 }
+
+/// The mode beside serves their pods meanwhile. Its connections are listed each time that such
+/// interfaces are attached to.
+#[test]
+fn while_a_pod_lacks_programs_interfaces_that_have_settled_are_attached_to_together() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = sandbox.open().without_tcx();
+    veth("dpa");
+    run("tc", "qdisc add dev dpa ingress");
+    dataplane.take_host(&workloads(&["dpa"])).unwrap();
+    assert_eq!(unattached(&dataplane).len(), 1);
+    veth("dpb");
+    dataplane.take_host(&workloads(&["dpa", "dpb"])).unwrap();
+    std::thread::sleep(Duration::from_secs(1));
+    veth("dpc");
+    let all = workloads(&["dpa", "dpb", "dpc"]);
+    dataplane.take_host(&all).unwrap();
+    until(&mut dataplane, |_| is_attached("dpb"));
+    let attached = Instant::now();
+    assert!(!is_attached("dpc"));
+    while !is_attached("dpc") {
+        assert!(attached.elapsed() < Duration::from_secs(60));
+        std::thread::sleep(Duration::from_millis(100));
+        dataplane.take_host(&all).unwrap();
+        dataplane.collect_garbage().unwrap();
+    }
+    assert!(attached.elapsed() > Duration::from_millis(1_900), "{:?}", attached.elapsed());
+}

@@ -234,7 +234,7 @@ impl Hooks {
         for interface in uplinks_first(interfaces) {
             // Also where that fails: it is tried again.
             self.interfaces.insert(interface.index, interface.clone());
-            if !self.is_waiting(interface, now) {
+            if !self.is_waiting(interface) {
                 self.attach_or_note(interface, &mut failures);
             }
         }
@@ -252,7 +252,8 @@ impl Hooks {
         self.list_qdiscs(&mut failures);
         let mut any = false;
         for interface in &interfaces {
-            if !self.is_waiting(interface, now) {
+            self.settling.settle_after(interface, now, self.pause);
+            if !self.is_waiting(interface) {
                 any = true;
                 self.attach_or_note(interface, &mut failures);
             }
@@ -260,14 +261,14 @@ impl Hooks {
         (any, failures)
     }
 
-    /// Returns true if the interface is to be left alone for now. One whose place is taken is not:
-    /// either clsact is there, or nothing can be attached.
-    fn is_waiting(&mut self, interface: &Interface, now: Instant) -> bool {
+    /// Returns true if the interface waits for [`attach_settled`](Self::attach_settled). One whose
+    /// place is taken does not: either clsact is there, or nothing can be attached.
+    fn is_waiting(&mut self, interface: &Interface) -> bool {
         let index = interface.index;
         if self.tcx.unwrap_or_else(|| tc::has_tcx(index)) || self.qdiscs.contains_key(&index) {
             self.settling.settle(index);
         }
-        !self.settling.is_settled(interface, now, self.pause)
+        !self.settling.is_settled(interface, self.pause)
     }
 
     /// Looks at the places of clsact. If they cannot be listed, what is known of them stays.
@@ -358,7 +359,6 @@ impl Hooks {
     fn attach_all(&mut self, changed: impl Fn(Option<&Interface>)) -> Failures {
         let mut failures = Failures::default();
         self.list_qdiscs(&mut failures);
-        let now = Instant::now();
         match self.attach_sockets() {
             Ok(false) => {}
             Ok(true) => changed(None),
@@ -367,10 +367,7 @@ impl Hooks {
         let interfaces: Vec<Interface> = self.interfaces.values().cloned().collect();
         for interface in uplinks_first(&interfaces) {
             let was_refused = self.unattached.contains_key(&interface.index);
-            if !self.is_waiting(interface, now)
-                && self.attach_or_note(interface, &mut failures)
-                && !was_refused
-            {
+            if !self.is_waiting(interface) && self.attach_or_note(interface, &mut failures) && !was_refused {
                 changed(Some(interface));
             }
         }

@@ -41,7 +41,7 @@ use self::{
     lease::LeaseRenewal,
     left_to_node::LeftToNode,
     moved_ports::MovedPorts,
-    netfilter_ports::KeepPorts,
+    netfilter_ports::{KeepPorts, ListRest},
     paths::Paths,
     pins::TablePins,
     programmed::Entries,
@@ -167,6 +167,8 @@ pub struct EbpfDataplane {
     /// All hooks run programs of the tables in use.
     is_swapped: bool,
     keep_ports: KeepPorts,
+    /// After the last [`keep_netfilter_ports`](EbpfDataplane::keep_netfilter_ports).
+    list_rest: ListRest,
     stale_sockets: StaleSockets,
     service_cidrs: ServiceCidrs,
     /// `None`: no service port goes by connections.
@@ -308,6 +310,7 @@ impl EbpfDataplane {
             growth: Growth::default(),
             is_swapped: true,
             keep_ports: KeepPorts::BeforePackets,
+            list_rest: ListRest::default(),
             stale_sockets,
             service_cidrs: ServiceCidrs::begin(config),
             connections: None,
@@ -438,13 +441,18 @@ impl EbpfDataplane {
     /// Attaches to new interfaces that have waited long enough.
     fn attach_to_settled(&mut self, failures: &mut Failures) {
         self.look_for_bandwidth_plugin(false);
+        // The mode beside may serve their pods, whose connections are listed after that. It goes on
+        // with them while no list may be made.
+        let are_served_beside = self.lacks_programs();
+        if are_served_beside && !self.list_rest.is_over() {
+            return;
+        }
         let (any, unattached) = self.hooks.attach_settled(Instant::now());
         failures.merge(unattached);
         if !any {
             return;
         }
-        if self.lacks_programs() {
-            // The mode beside may have served the pods meanwhile.
+        if are_served_beside {
             self.keep_netfilter_ports();
         }
         if let Err(error) = self.write_redirects() {
@@ -483,11 +491,12 @@ impl EbpfDataplane {
     fn keep_netfilter_ports(&mut self) {
         self.flows4.ended.forget();
         self.flows6.ended.forget();
-        let now = clock::since_boot();
+        let (started, now) = (Instant::now(), clock::since_boot());
         let kept = Conntrack::open().map_err(Error::Conntrack).and_then(|conntrack| {
             let v4 = netfilter_ports::keep(&self.v4.tables, &conntrack, now)?;
             Ok(v4 + netfilter_ports::keep(&self.v6.tables, &conntrack, now)?)
         });
+        self.list_rest.begin_after(started);
         match kept {
             Ok(0) => {}
             Ok(kept) => {

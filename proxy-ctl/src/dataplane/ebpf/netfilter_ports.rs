@@ -151,6 +151,47 @@ pub(super) fn not_dialled<A: Copy>(flow: &Flow<A>) -> Flow<A> {
     flow
 }
 
+/// The rest after a list of all that conntrack knows. A list may take a second, so a fiftieth of
+/// the time goes into lists.
+#[derive(Debug, Default)]
+pub(super) struct ListRest {
+    last: Option<LastList>,
+}
+
+/// When a list was complete, and how long it took.
+#[derive(Clone, Copy, Debug)]
+struct LastList {
+    at: Instant,
+    took: Duration,
+}
+
+impl ListRest {
+    const SHARE: u32 = 50;
+    const LEAST: Duration = Duration::from_secs(2);
+    /// While clients dial again, a tenth of the time goes into lists. Nobody can have more of them
+    /// made by forged SYNs.
+    const SHARE_IF_DIALLED: u32 = 10;
+
+    /// Returns true if another list may be made.
+    pub(super) fn is_over(&self) -> bool {
+        self.has_lasted(|took| (took * Self::SHARE).max(Self::LEAST))
+    }
+
+    /// Returns true if another list may be made because clients have dialled again.
+    fn is_over_for_dialled(&self) -> bool {
+        self.has_lasted(|took| took * Self::SHARE_IF_DIALLED)
+    }
+
+    fn has_lasted(&self, rest: impl Fn(Duration) -> Duration) -> bool {
+        self.last.is_none_or(|last| last.at.elapsed() >= rest(last.took))
+    }
+
+    /// Begins the rest after a list that was begun at this time.
+    pub(super) fn begin_after(&mut self, list: Instant) {
+        self.last = Some(LastList { at: Instant::now(), took: list.elapsed() });
+    }
+}
+
 /// Finds connections of one family that have ended: their clients may dial again from the same
 /// port. A program marks the row that a SYN meets, and then the next list comes sooner.
 #[derive(Debug)]
@@ -161,37 +202,12 @@ pub(super) struct EndedConnections<F: TableFamily> {
     are_kept: bool,
     /// The walk has met one that was dialled again.
     are_dialled: bool,
-    last_list: Option<LastList>,
-}
-
-/// When the last list was complete, and how long it took.
-#[derive(Clone, Copy, Debug)]
-struct LastList {
-    at: Instant,
-    took: Duration,
-}
-
-impl LastList {
-    /// A list of all that conntrack knows may take a second: a fiftieth of the time goes into them.
-    const REST: u32 = 50;
-    const LEAST_REST: Duration = Duration::from_secs(2);
-    /// While clients dial again, a tenth of the time does. Nobody can have more lists made by
-    /// forged SYNs.
-    const REST_IF_DIALLED: u32 = 10;
-
-    /// Returns how long no other list is made.
-    fn rest(self, are_dialled: bool) -> Duration {
-        if are_dialled {
-            self.took * Self::REST_IF_DIALLED
-        } else {
-            (self.took * Self::REST).max(Self::LEAST_REST)
-        }
-    }
+    rest: ListRest,
 }
 
 impl<F: TableFamily> Default for EndedConnections<F> {
     fn default() -> Self {
-        Self { up: None, are_kept: false, are_dialled: false, last_list: None }
+        Self { up: None, are_kept: false, are_dialled: false, rest: ListRest::default() }
     }
 }
 
@@ -201,7 +217,7 @@ impl<F: TableFamily> EndedConnections<F> {
         self.up = None;
         let (are_kept, are_dialled) =
             (std::mem::take(&mut self.are_kept), std::mem::take(&mut self.are_dialled));
-        let is_due = self.last_list.is_none_or(|last| last.at.elapsed() >= last.rest(are_dialled));
+        let is_due = if are_dialled { self.rest.is_over_for_dialled() } else { self.rest.is_over() };
         if !are_kept || !is_due {
             return;
         }
@@ -212,7 +228,7 @@ impl<F: TableFamily> EndedConnections<F> {
             Ok(flows) => self.up = Some(flows.iter().map(Flow::client_key).collect()),
             Err(error) => tracing::debug!(%error, "connections that netfilter translates are not listed"),
         }
-        self.last_list = Some(LastList { at: Instant::now(), took: started.elapsed() });
+        self.rest.begin_after(started);
     }
 
     /// Others were kept since the list was made.

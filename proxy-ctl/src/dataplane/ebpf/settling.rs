@@ -70,16 +70,19 @@ impl Settling {
     }
 
     /// Returns true if nobody is expected to change the interface any more. It stays so.
-    pub(super) fn is_settled(&mut self, interface: &Interface, now: Instant, pause: Duration) -> bool {
+    pub(super) fn is_settled(&mut self, interface: &Interface, pause: Duration) -> bool {
         let Some(seen) = self.seen.get_mut(&interface.index) else { return true };
-        let Some(changed) = seen.changed else { return true };
-        let is_settled = interface.role == Role::Uplink
-            || pause.is_zero()
-            || interface.is_up && now.duration_since(changed) >= pause;
-        if is_settled {
+        if interface.role == Role::Uplink || pause.is_zero() {
             seen.changed = None;
         }
-        is_settled
+        seen.changed.is_none()
+    }
+
+    /// Ends the wait for an interface that nobody has changed for as long as the pause.
+    pub(super) fn settle_after(&mut self, interface: &Interface, now: Instant, pause: Duration) {
+        let Some(seen) = self.seen.get_mut(&interface.index) else { return };
+        seen.changed =
+            seen.changed.filter(|changed| !interface.is_up || now.duration_since(*changed) < pause);
     }
 
     /// Ends the wait for an interface whose place is taken: there is nothing to wait for.
@@ -103,6 +106,11 @@ mod tests {
     use crate::dataplane::Device;
 
     const SECOND: Duration = Duration::from_secs(1);
+
+    fn is_settled(settling: &mut Settling, interface: &Interface, now: Instant, pause: Duration) -> bool {
+        settling.settle_after(interface, now, pause);
+        settling.is_settled(interface, pause)
+    }
 
     fn pod(index: u32) -> Interface {
         Interface { index, role: Role::Workload, ..Interface::uplink(Device::Other) }
@@ -135,15 +143,15 @@ mod tests {
         let mut settling = Settling::default();
         settling.see(&[pod(6)], at(0));
         settling.see(&[pod(6), new.clone()], at(10));
-        assert!(settling.is_settled(&pod(6), at(10), PAUSE), "it was there");
+        assert!(is_settled(&mut settling, &pod(6), at(10), PAUSE), "it was there");
         for second in waits {
-            assert!(!settling.is_settled(&new, at(*second), PAUSE), "{second}");
+            assert!(!is_settled(&mut settling, &new, at(*second), PAUSE), "{second}");
             assert_eq!(Vec::from_iter(settling.waiting()), [7]);
         }
         if settled < u32::MAX {
-            assert!(settling.is_settled(&new, at(settled), PAUSE));
+            assert!(is_settled(&mut settling, &new, at(settled), PAUSE));
             assert_eq!(settling.waiting().count(), 0);
-            assert!(settling.is_settled(&new, at(settled), PAUSE * 9), "it stays so");
+            assert!(is_settled(&mut settling, &new, at(settled), PAUSE * 9), "it stays so");
         }
     }
 
@@ -157,11 +165,11 @@ mod tests {
         settling.see(&[down], at(1));
         settling.see(&[pod(7)], at(3));
         settling.see(&[pod(7)], at(5));
-        assert!(!settling.is_settled(&pod(7), at(5), PAUSE));
-        assert!(settling.is_settled(&pod(7), at(6), PAUSE));
+        assert!(!is_settled(&mut settling, &pod(7), at(5), PAUSE));
+        assert!(is_settled(&mut settling, &pod(7), at(6), PAUSE));
         let renamed = Interface { name: "cali7".to_owned(), ..pod(7) };
         settling.see(std::slice::from_ref(&renamed), at(7));
-        assert!(settling.is_settled(&renamed, at(7), PAUSE), "it was settled before");
+        assert!(is_settled(&mut settling, &renamed, at(7), PAUSE), "it was settled before");
     }
 
     #[test]
@@ -171,8 +179,8 @@ mod tests {
         settling.see(&[pod(7)], start);
         settling.see(&[], start);
         settling.see(&[pod(7)], start);
-        assert!(!settling.is_settled(&pod(7), start, PAUSE));
+        assert!(!is_settled(&mut settling, &pod(7), start, PAUSE));
         settling.settle(7);
-        assert!(settling.is_settled(&pod(7), start, PAUSE), "its place is taken");
+        assert!(is_settled(&mut settling, &pod(7), start, PAUSE), "its place is taken");
     }
 }

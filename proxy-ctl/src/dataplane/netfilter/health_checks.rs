@@ -118,13 +118,26 @@ pub(in crate::dataplane) fn remove() -> Result<Vec<String>, HealthCheckError> {
     if leftovers::is_at_work() {
         return Ok(Vec::new());
     }
-    let mut removed = Vec::new();
-    for place in leftovers::accepted_in_its_place()? {
+    from_each(leftovers::accepted_in_its_place()?, |place| {
         let table = open(place)?;
-        table.tools.restore(&removal(&table.saved(TABLE)?))?;
-        removed.push(format!("{}-{} {TABLE}", program(place.0), place.1));
+        Ok(table.tools.restore(&removal(&table.saved(TABLE)?))?)
+    })
+}
+
+/// Removes the chain from all places that it can be removed from. Returns the first error of the
+/// others.
+fn from_each(
+    places: Vec<Place>,
+    remove: impl Fn(Place) -> Result<(), HealthCheckError>,
+) -> Result<Vec<String>, HealthCheckError> {
+    let (mut removed, mut outcome) = (Vec::new(), Ok(()));
+    for place in places {
+        match remove(place) {
+            Ok(()) => removed.push(format!("{}-{} {TABLE}", program(place.0), place.1)),
+            Err(error) => outcome = outcome.and(Err(error)),
+        }
     }
-    Ok(removed)
+    outcome.map(|()| removed)
 }
 
 /// Returns the input of iptables-restore that removes the chain. `saved`: the table, as
@@ -159,6 +172,19 @@ mod tests {
         );
         let expected = format!("*filter\n:{CHAIN} - [0:0]\n-D INPUT -j {CHAIN}\n-X {CHAIN}\nCOMMIT\n");
         assert_eq!(removal(&saved), expected);
+    }
+
+    #[test]
+    fn a_place_without_tools_leaves_no_other_as_it_is() {
+        let places = [Backend::Nft, Backend::Legacy].map(|backend| (TableFamily::Ipv4, backend));
+        let tried = std::cell::RefCell::new(Vec::new());
+        let removed = from_each(places.into(), |place| {
+            tried.borrow_mut().push(place);
+            let missing = HealthCheckError::NoTools { program: program(place.0), backend: place.1.name() };
+            if place.1 == Backend::Nft { Err(missing) } else { Ok(()) }
+        });
+        assert!(removed.unwrap_err().is_lasting());
+        assert_eq!(*tried.borrow(), places);
     }
 
     fn run(program: &str, arguments: &str) -> String {

@@ -11,7 +11,7 @@
 mod stale_flows;
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::BTreeSet,
     net::{IpAddr, SocketAddr},
     sync::Arc,
     time::Duration,
@@ -21,9 +21,7 @@ use nix::sys::socket::AddressFamily;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 pub(super) use self::stale_flows::{Repliers, StaleFlows};
-use super::{
-    Applied, Dataplane, Error, HookProblems, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage,
-};
+use super::{Applied, Dataplane, Error, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage};
 use crate::{
     model::{
         desired::{Changes, DesiredPort, ServicePortName},
@@ -200,6 +198,14 @@ impl Programmed for WithConntrack {
 }
 
 impl Dataplane for WithConntrack {
+    fn inner(&self) -> Option<&dyn Dataplane> {
+        Some(self.inner.as_ref())
+    }
+
+    fn inner_mut(&mut self) -> Option<&mut dyn Dataplane> {
+        Some(self.inner.as_mut())
+    }
+
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
         let applied = self.inner.apply(changes)?;
         self.follow(|udp| {
@@ -224,24 +230,8 @@ impl Dataplane for WithConntrack {
         self.inner.set_host(host)
     }
 
-    fn attach(&mut self) -> Result<(), Error> {
-        self.inner.attach()
-    }
-
-    fn renew_lease(&mut self) -> Result<(), Error> {
-        self.inner.renew_lease()
-    }
-
     fn collect_garbage(&mut self) -> Result<(), Error> {
         self.inner.collect_garbage()
-    }
-
-    fn doubt(&mut self) {
-        self.inner.doubt();
-    }
-
-    fn retire(&mut self) -> Result<bool, Error> {
-        self.inner.retire()
     }
 
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
@@ -258,20 +248,8 @@ impl Dataplane for WithConntrack {
         self.inner.min_interval(configured)
     }
 
-    fn inspection_share(&self) -> u32 {
-        self.inner.inspection_share()
-    }
-
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
         self.inner.supports(port)
-    }
-
-    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
-        self.inner.take_without_room()
-    }
-
-    fn hook_problems(&self) -> HookProblems {
-        self.inner.hook_problems()
     }
 }
 

@@ -66,6 +66,16 @@ pub trait Programmed {
 
 /// What every mode can do.
 pub trait Dataplane: Programmed + Send {
+    /// Returns the dataplane that this one wraps, which does what this one does not do by itself.
+    fn inner(&self) -> Option<&dyn Dataplane> {
+        None
+    }
+
+    /// Does what [`inner`](Self::inner) does.
+    fn inner_mut(&mut self) -> Option<&mut dyn Dataplane> {
+        None
+    }
+
     /// Writes what changed. After an error the dataplane serves the old or the new state of each service
     /// port, and the caller tries again with [`Dataplane::resync`].
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error>;
@@ -79,13 +89,13 @@ pub trait Dataplane: Programmed + Send {
     /// Takes the packets of interfaces, where the last `set_host` has left that for later: a kernel needs 20 ms for a hook, and nobody has to
     /// wait for hundreds of them. Called after each `set_host`, and the first time after the first `resync`.
     fn attach(&mut self) -> Result<(), Error> {
-        Ok(())
+        self.inner_mut().map_or(Ok(()), |inner| inner.attach())
     }
 
     /// Says that there is a controller, where the mode needs to know. Called about once a second before the first `resync`; later
     /// [`Dataplane::collect_garbage`] does so.
     fn renew_lease(&mut self) -> Result<(), Error> {
-        Ok(())
+        self.inner_mut().map_or(Ok(()), |inner| inner.renew_lease())
     }
 
     /// Removes what is no longer used (expired flows, interfaces that are gone), and serves what this makes room for.
@@ -95,15 +105,23 @@ pub trait Dataplane: Programmed + Send {
     /// Another mode is at work: serves no new connections, and goes on with those that it has. To be called about once a second
     /// from then on, and nothing else. True: it has none that would end with it.
     fn retire(&mut self) -> Result<bool, Error> {
-        Ok(true)
+        self.inner_mut().map_or(Ok(true), |inner| inner.retire())
     }
 
     /// Another mode may have changed what is there: the next [`Dataplane::resync`] compares with what the kernel has.
-    fn doubt(&mut self) {}
+    fn doubt(&mut self) {
+        if let Some(inner) = self.inner_mut() {
+            inner.doubt();
+        }
+    }
 
     /// Lets go of the mode that serves beside this one, for another dataplane to adopt what it has written. The next write opens it
     /// again.
-    fn release_beside(&mut self) {}
+    fn release_beside(&mut self) {
+        if let Some(inner) = self.inner_mut() {
+            inner.release_beside();
+        }
+    }
 
     /// The families of this mode, each with its samples as they are now.
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error>;
@@ -114,7 +132,7 @@ pub trait Dataplane: Programmed + Send {
     /// Between two inspections passes this many times the duration of the first at least; 0: the sync period alone counts. What other
     /// programs change is found so much later.
     fn inspection_share(&self) -> u32 {
-        0
+        self.inner().map_or(0, |inner| inner.inspection_share())
     }
 
     /// What this mode does not honour of the service port; empty: it is served as its Service asks.
@@ -123,13 +141,13 @@ pub trait Dataplane: Programmed + Send {
     /// All service ports that there is no room for, whole or in part, that nothing can listen on, or that the kernel refuses, with the fields that
     /// ask for it; `None`: as at the last call. They are served as soon as that is over.
     fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
-        None
+        self.inner_mut()?.take_without_room()
     }
 
     /// Returns what keeps programs from interfaces. It is no failure of a call: everything else is
     /// programmed.
     fn hook_problems(&self) -> HookProblems {
-        HookProblems::default()
+        self.inner().map(|inner| inner.hook_problems()).unwrap_or_default()
     }
 }
 

@@ -18,8 +18,8 @@ use nix::sys::socket::AddressFamily;
 
 use crate::{
     dataplane::{
-        Applied, Dataplane, Effect, Error, EventQuery, EventStream, FlowQuery, FlowSnapshot, HookProblems,
-        Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage, port_set::PortSet, supports,
+        Applied, Dataplane, Effect, Error, EventQuery, EventStream, FlowQuery, FlowSnapshot, Host,
+        MetricFamily, Programmed, Snapshot, Unsupported, Usage, port_set::PortSet, supports,
     },
     model::{
         desired::{Changes, DesiredPort, Frontend, FrontendKind, ServicePortName},
@@ -280,6 +280,14 @@ impl Programmed for LeftToNode {
 }
 
 impl Dataplane for LeftToNode {
+    fn inner(&self) -> Option<&dyn Dataplane> {
+        Some(self.inner.as_ref())
+    }
+
+    fn inner_mut(&mut self) -> Option<&mut dyn Dataplane> {
+        Some(self.inner.as_mut())
+    }
+
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
         changes.removed.iter().for_each(|name| self.forget(name));
         changes.changed.iter().for_each(|port| self.note(port));
@@ -316,31 +324,11 @@ impl Dataplane for LeftToNode {
         self.write(true, Self::write_pending)
     }
 
-    fn attach(&mut self) -> Result<(), Error> {
-        self.inner.attach()
-    }
-
-    fn renew_lease(&mut self) -> Result<(), Error> {
-        self.inner.renew_lease()
-    }
-
     fn collect_garbage(&mut self) -> Result<(), Error> {
         self.look();
         let followed = self.write(false, Self::write_pending);
         self.inner.collect_garbage()?;
         followed.map(drop)
-    }
-
-    fn doubt(&mut self) {
-        self.inner.doubt();
-    }
-
-    fn retire(&mut self) -> Result<bool, Error> {
-        self.inner.retire()
-    }
-
-    fn release_beside(&mut self) {
-        self.inner.release_beside();
     }
 
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
@@ -349,10 +337,6 @@ impl Dataplane for LeftToNode {
 
     fn min_interval(&self, configured: Duration) -> Duration {
         self.inner.min_interval(configured)
-    }
-
-    fn inspection_share(&self) -> u32 {
-        self.inner.inspection_share()
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
@@ -370,10 +354,6 @@ impl Dataplane for LeftToNode {
             all.entry(name).or_default().push(told);
         }
         Some(all)
-    }
-
-    fn hook_problems(&self) -> HookProblems {
-        self.inner.hook_problems()
     }
 }
 

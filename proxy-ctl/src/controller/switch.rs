@@ -141,7 +141,7 @@ fn needs_mode_beside(ports: &[Arc<DesiredPort>], dataplane: &dyn Dataplane) -> b
     let is_handed_over = |port: &Arc<DesiredPort>| {
         dataplane.supports(port).iter().any(|unsupported| unsupported.effect == Effect::HandedOver)
     };
-    dataplane.hook_problems().lacks_programs || ports.iter().any(is_handed_over)
+    dataplane.packet_programs().are_lacking || ports.iter().any(is_handed_over)
 }
 
 impl Controller {

@@ -38,7 +38,7 @@ impl Controller {
         if active.host.is_failing() || !active.attached {
             return Err("the node's addresses and interfaces are not taken over".to_owned());
         }
-        if let Some(reason) = active.dataplane.hook_problems().attached_nowhere {
+        if let Some(reason) = active.dataplane.packet_programs().fit_nowhere {
             return Err(format!("no interface of a workload takes packet programs: {reason}"));
         }
         Ok(())

@@ -4,7 +4,7 @@
 //! frontends of one kind; these may be served by both, each for its own clients. The mode beside is opened with the first such
 //! port, and removed after the last once no connection rests on it.
 //!
-//! While pods have no packet programs ([`HookProblems::lacks_programs`]), every service port is
+//! While pods have no packet programs ([`PacketPrograms::are_lacking`]), every service port is
 //! handed over, and the mode at work goes on serving all of them. A packet that its programs have
 //! translated matches no rule of netfilter, so the mode beside serves those pods alone.
 
@@ -18,8 +18,8 @@ use std::{
 use rustc_hash::FxHashSet;
 
 use super::{
-    Applied, Dataplane, Effect, Error, HookProblems, Host, MetricFamily, Programmed, Snapshot, Unsupported,
-    Usage, port_set::PortSet, servable,
+    Applied, Dataplane, Effect, Error, HookProblems, Host, MetricFamily, PacketPrograms, Programmed,
+    Snapshot, Unsupported, Usage, port_set::PortSet, servable,
 };
 use crate::{
     mode::Mode,
@@ -197,7 +197,7 @@ impl HandOver {
 
     /// Hands everything over from now on if pods have no packet programs.
     fn follow_lack(&mut self) -> Result<Applied, Error> {
-        if self.hands_everything || !self.primary.hook_problems().lacks_programs {
+        if self.hands_everything || !self.primary.packet_programs().are_lacking {
             return Ok(Applied::default());
         }
         tracing::info!(
@@ -210,7 +210,7 @@ impl HandOver {
     /// Hands everything over, or takes everything back some time after all pods have packet
     /// programs: the next pod without any may follow soon.
     fn follow_end_of_lack(&mut self) -> Result<Applied, Error> {
-        if self.primary.hook_problems().lacks_programs {
+        if self.primary.packet_programs().are_lacking {
             self.since_last_lack = 0;
             return self.follow_lack();
         }
@@ -545,7 +545,7 @@ impl Dataplane for HandOver {
             beside.as_mut().map_or(Ok(Applied::default()), |opened| opened.set_host(&of_beside(host)));
         let own = self.primary.set_host(host);
         // A mode beside that serves already goes on with what it has.
-        self.programs_come_later = self.opened.is_none() && self.primary.hook_problems().programs_come_later;
+        self.programs_come_later = self.opened.is_none() && self.primary.packet_programs().come_later;
         // Some pods may have no packet programs, whether or not the call has failed.
         let handed = self.follow_lack();
         let mut applied = own?;
@@ -645,6 +645,10 @@ impl Dataplane for HandOver {
             all.entry(name).or_default().extend(unsupported);
         }
         Some(all)
+    }
+
+    fn packet_programs(&self) -> PacketPrograms {
+        self.primary.packet_programs()
     }
 
     fn hook_problems(&self) -> HookProblems {

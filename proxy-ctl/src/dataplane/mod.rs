@@ -144,6 +144,11 @@ pub trait Dataplane: Programmed + Send {
         self.inner_mut()?.take_without_room()
     }
 
+    /// Returns how far interfaces have packet programs. [`Self::hook_problems`] tells it at length.
+    fn packet_programs(&self) -> PacketPrograms {
+        self.inner().map(|inner| inner.packet_programs()).unwrap_or_default()
+    }
+
     /// Returns what keeps programs from interfaces. It is no failure of a call: everything else is
     /// programmed.
     fn hook_problems(&self) -> HookProblems {
@@ -159,16 +164,21 @@ pub struct HookProblems {
     pub without_xdp: BTreeMap<u32, String>,
     /// Interfaces of workloads that packet programs cannot be attached to.
     pub unattached: BTreeMap<u32, String>,
-    /// Some pods have no packet programs, for good or for some seconds, and perhaps no socket hooks
-    /// either: another mode should serve them beside this one.
-    pub lacks_programs: bool,
-    /// No interface has packet programs before the next [`Dataplane::attach`].
-    pub programs_come_later: bool,
-    /// The reason why no interface of a workload takes packet programs. `None`: some interface has
-    /// them, or too few interfaces are there to tell.
-    pub attached_nowhere: Option<String>,
     /// Tables of flows that are three quarters full, each with its rows.
     pub filling: BTreeMap<&'static str, u64>,
+}
+
+/// Says how far interfaces have packet programs.
+#[derive(Clone, Debug, Default, Eq, PartialEq)]
+pub struct PacketPrograms {
+    /// Some pods have none, for good or for some seconds, and perhaps no socket hooks either:
+    /// another mode should serve them beside this one.
+    pub are_lacking: bool,
+    /// No interface has any before the next [`Dataplane::attach`].
+    pub come_later: bool,
+    /// The reason why no interface of a workload takes any. `None`: some interface has them, or too
+    /// few interfaces are there to tell.
+    pub fit_nowhere: Option<String>,
 }
 
 /// What a call has written: table entries, rules or the like.

@@ -283,13 +283,13 @@ fn interfaces_that_all_refuse_programs_are_told_from_a_single_one() {
     let Some(of_first) = fill(first, bpf_attach_type::BPF_TCX_EGRESS) else { return };
     let mut dataplane = sandbox.open();
     dataplane.take_host(&host(&[("dpa", Role::Workload)])).unwrap();
-    assert_eq!(dataplane.hook_problems().attached_nowhere, None, "one alone tells nothing");
+    assert_eq!(dataplane.packet_programs().fit_nowhere, None, "one alone tells nothing");
     let Some(of_second) = fill(second, bpf_attach_type::BPF_TCX_EGRESS) else { return };
     dataplane.take_host(&host(&[("dpa", Role::Workload), ("dpb", Role::Workload)])).unwrap();
-    let reason = dataplane.hook_problems().attached_nowhere.expect("both refuse");
+    let reason = dataplane.packet_programs().fit_nowhere.expect("both refuse");
     assert!(reason.contains("(egress)"), "{reason}");
     drop(of_second);
-    until_inspected(&mut dataplane, |dataplane| dataplane.hook_problems().attached_nowhere.is_none());
+    until_inspected(&mut dataplane, |dataplane| dataplane.packet_programs().fit_nowhere.is_none());
     assert!(dataplane.hook_problems().unattached.contains_key(&first));
     drop(of_first);
 }

@@ -14,8 +14,8 @@ use super::*;
 use crate::{
     config::{NamePattern, NodePortAddress},
     dataplane::{
-        Applied, Device, Effect, ErrorKind, HookProblems, Host, Interface, Modes, Programmed, Snapshot,
-        Unsupported, Usage,
+        Applied, Device, Effect, ErrorKind, HookProblems, Host, Interface, Modes, PacketPrograms, Programmed,
+        Snapshot, Unsupported, Usage,
     },
     leftovers::Remains,
     mode::Mode,
@@ -66,7 +66,10 @@ struct Recording {
     addresses_fail: bool,
     /// True if the kernel refuses hooks.
     attach_fails: bool,
+    packet_programs: PacketPrograms,
     hook_problems: HookProblems,
+    /// The number of calls of `hook_problems`.
+    problems_asked: usize,
     /// The number of calls that came before each attachment.
     attached_after: Vec<usize>,
     /// True if another controller runs.
@@ -227,8 +230,14 @@ impl Dataplane for Recorder {
         self.lock().without_room.take()
     }
 
+    fn packet_programs(&self) -> PacketPrograms {
+        self.lock().packet_programs.clone()
+    }
+
     fn hook_problems(&self) -> HookProblems {
-        self.lock().hook_problems.clone()
+        let mut recording = self.lock();
+        recording.problems_asked += 1;
+        recording.hook_problems.clone()
     }
 
     fn min_interval(&self, configured: Duration) -> Duration {
@@ -413,6 +422,7 @@ fn an_interface_that_refuses_programs_is_told_of_and_is_no_pending_change() {
     let problems = HookProblems { unattached: [(7, "veth7 is full".into())].into(), ..Default::default() };
     fixture.recorder.lock().hook_problems = problems.clone();
     fixture.write();
+    assert_eq!(fixture.recorder.lock().problems_asked, 0, "a write does not need their texts");
     fixture.controller.collect_garbage();
     assert_eq!(*fixture.reports.hook_problems.borrow(), problems);
     assert!(fixture.reports.coverage.borrow().programmed && fixture.is_healthy_after(PERIOD * 100));
@@ -424,13 +434,13 @@ fn an_interface_that_refuses_programs_is_told_of_and_is_no_pending_change() {
 #[test]
 fn a_node_whose_interfaces_all_refuse_programs_is_not_ready_and_is_healthy() {
     let mut fixture = Fixture::started(Config::default(), vec![service("a", "10.0.0.1")], &[]);
-    let refused = HookProblems { attached_nowhere: Some("denied".into()), ..Default::default() };
-    fixture.recorder.lock().hook_problems = refused;
+    let refused = PacketPrograms { fit_nowhere: Some("denied".into()), ..Default::default() };
+    fixture.recorder.lock().packet_programs = refused;
     fixture.write();
     let expected = "no interface of a workload takes packet programs: denied";
     assert_eq!(fixture.unprogrammed().as_deref(), Some(expected));
     assert!(fixture.is_healthy_after(PERIOD * 100));
-    fixture.recorder.lock().hook_problems = HookProblems::default();
+    fixture.recorder.lock().packet_programs = PacketPrograms::default();
     fixture.controller.collect_garbage();
     fixture.write();
     assert_eq!(fixture.unprogrammed(), None);

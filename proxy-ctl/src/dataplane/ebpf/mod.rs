@@ -55,8 +55,8 @@ use self::{
     writer::{Common, Failures, FamilyWriter, Writes},
 };
 use super::{
-    Applied, Dataplane, HookProblems, Host, Interface, LocalTraffic, MetricFamily, Programmed, Role,
-    Snapshot, Unsupported, Usage,
+    Applied, Dataplane, HookProblems, Host, Interface, LocalTraffic, MetricFamily, PacketPrograms,
+    Programmed, Role, Snapshot, Unsupported, Usage,
     entry::{Entry, TrackedFlows},
     source_ports::SourcePorts,
 };
@@ -1080,13 +1080,18 @@ impl Dataplane for EbpfDataplane {
         (v4 || v6).then(|| self.v4.without_room().into_iter().chain(self.v6.without_room()).collect())
     }
 
+    fn packet_programs(&self) -> PacketPrograms {
+        PacketPrograms {
+            are_lacking: self.lacks_programs(),
+            come_later: self.attaches_later,
+            fit_nowhere: self.hooks.attached_nowhere(),
+        }
+    }
+
     fn hook_problems(&self) -> HookProblems {
         HookProblems {
             without_xdp: self.hooks.refusals().clone(),
             unattached: self.hooks.unattached(),
-            lacks_programs: self.lacks_programs(),
-            programs_come_later: self.attaches_later,
-            attached_nowhere: self.hooks.attached_nowhere(),
             filling: self.filling.tables().clone(),
         }
     }

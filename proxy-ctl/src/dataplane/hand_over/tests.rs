@@ -133,11 +133,14 @@ impl Dataplane for Fake {
     fn hook_problems(&self) -> HookProblems {
         let lacks_programs = *self.lacks_programs.lock().unwrap();
         let unattached = lacks_programs.then(|| (7, "it is full".to_owned()));
-        HookProblems {
-            unattached: unattached.into_iter().collect(),
-            lacks_programs,
-            programs_come_later: *self.programs_come_later.lock().unwrap(),
-            ..Default::default()
+        HookProblems { unattached: unattached.into_iter().collect(), ..Default::default() }
+    }
+
+    fn packet_programs(&self) -> PacketPrograms {
+        PacketPrograms {
+            are_lacking: *self.lacks_programs.lock().unwrap(),
+            come_later: *self.programs_come_later.lock().unwrap(),
+            fit_nowhere: None,
         }
     }
 

@@ -195,16 +195,14 @@ impl HandOver {
         }
     }
 
+    /// Returns true if pods have no packet programs and not everything is handed over yet.
+    fn begins_to_lack(&self) -> bool {
+        !self.hands_everything && self.primary.packet_programs().are_lacking
+    }
+
     /// Hands everything over from now on if pods have no packet programs.
     fn follow_lack(&mut self) -> Result<Applied, Error> {
-        if self.hands_everything || !self.primary.packet_programs().are_lacking {
-            return Ok(Applied::default());
-        }
-        tracing::info!(
-            mode = %self.beside.mode(),
-            "some pods have no packet programs: it serves everything for them, beside the mode at work"
-        );
-        self.hand_over_anew(true)
+        if self.begins_to_lack() { self.hand_over_anew(true) } else { Ok(Applied::default()) }
     }
 
     /// Hands everything over, or takes everything back some time after all pods have packet
@@ -222,6 +220,12 @@ impl HandOver {
     }
 
     fn hand_over_anew(&mut self, everything: bool) -> Result<Applied, Error> {
+        if everything && !self.hands_everything {
+            tracing::info!(
+                mode = %self.beside.mode(),
+                "some pods have no packet programs: it serves everything for them, beside the mode at work"
+            );
+        }
         self.hands_everything = everything;
         if !self.is_synced {
             // The first resync hands over.
@@ -557,11 +561,14 @@ impl Dataplane for HandOver {
     fn attach(&mut self) -> Result<(), Error> {
         let attached = self.primary.attach();
         let came_later = std::mem::take(&mut self.programs_come_later);
-        let handed = self.follow_lack();
-        let rest =
-            if came_later { self.hand_over_anew(self.hands_everything) } else { Ok(Applied::default()) };
+        let lacks = self.begins_to_lack();
+        let handed = if came_later || lacks {
+            self.hand_over_anew(self.hands_everything || lacks)
+        } else {
+            Ok(Applied::default())
+        };
         attached?;
-        handed.and(rest).map(drop)
+        handed.map(drop)
     }
 
     fn renew_lease(&mut self) -> Result<(), Error> {

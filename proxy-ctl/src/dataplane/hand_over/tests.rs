@@ -36,6 +36,8 @@ struct Fake {
     /// True if interface 7 has no packet programs.
     lacks_programs: Arc<Mutex<bool>>,
     programs_come_later: Arc<Mutex<bool>>,
+    /// The number of calls of `supports`.
+    asked: Arc<Mutex<usize>>,
 }
 
 impl Fake {
@@ -121,6 +123,7 @@ impl Dataplane for Fake {
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
+        *self.asked.lock().unwrap() += 1;
         let unsupported = |effect| Unsupported { field: "spec.x", effect, instead: "not built".into() };
         let all = [
             (port.name.protocol == Protocol::Sctp, unsupported(Effect::NotServed)),
@@ -176,6 +179,7 @@ impl ModeBeside for FakeBeside {
             is_incomplete: Arc::clone(&self.is_incomplete),
             lacks_programs: Arc::default(),
             programs_come_later: Arc::default(),
+            asked: Arc::default(),
         }))
     }
 
@@ -200,6 +204,7 @@ struct Scene {
     is_beside_incomplete: Arc<Mutex<bool>>,
     lacks_programs: Arc<Mutex<bool>>,
     programs_come_later: Arc<Mutex<bool>>,
+    asked: Arc<Mutex<usize>>,
 }
 
 impl Scene {
@@ -207,13 +212,14 @@ impl Scene {
     fn new() -> Self {
         let (log, fails, connections) = (Log::default(), Arc::default(), Arc::default());
         let (is_incomplete, is_beside_incomplete) = Default::default();
-        let (lacks_programs, programs_come_later) = Default::default();
+        let (lacks_programs, programs_come_later, asked) = Default::default();
         let primary = Box::new(Fake {
             who: "own",
             log: log.clone(),
             is_incomplete: Arc::clone(&is_incomplete),
             lacks_programs: Arc::clone(&lacks_programs),
             programs_come_later: Arc::clone(&programs_come_later),
+            asked: Arc::clone(&asked),
         });
         let beside = FakeBeside {
             log: log.clone(),
@@ -236,6 +242,7 @@ impl Scene {
             is_beside_incomplete,
             lacks_programs,
             programs_come_later,
+            asked,
         }
     }
 
@@ -599,6 +606,21 @@ fn the_mode_beside_gets_what_packet_programs_serve_after_they_are_attached() {
     assert_eq!(scene.log.take(), ["own attached", "beside web:n"]);
     scene.both.attach().unwrap();
     assert_eq!(scene.log.take(), [""; 0], "nothing comes later any more");
+}
+
+#[test]
+fn programs_that_come_later_and_lack_for_some_pods_have_each_port_looked_at_once() {
+    let mut scene = Scene::new();
+    *scene.programs_come_later.lock().unwrap() = true;
+    scene.both.set_host(&Host::default()).unwrap();
+    scene.model.apply_service(with_node_port());
+    scene.both.resync(&scene.model.take_changes().changed).unwrap();
+    *scene.lacks_programs.lock().unwrap() = true;
+    (*scene.asked.lock().unwrap(), _) = (0, scene.log.take());
+    scene.both.attach().unwrap();
+    let written = ["own attached", "open", "beside host that is shared", "beside all web:cn"];
+    assert_eq!(scene.log.take(), written);
+    assert_eq!(*scene.asked.lock().unwrap(), 1);
 }
 
 #[test]

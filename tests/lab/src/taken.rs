@@ -3,6 +3,7 @@
 use std::{
     os::fd::{AsFd as _, OwnedFd},
     path::Path,
+    time::Duration,
 };
 
 use anyhow::{Context as _, Result, bail};
@@ -12,11 +13,15 @@ use proxy_ctl::sys::{
     tc::{self, Direction},
 };
 
-use crate::namespace::{ip, run, within};
+use crate::{
+    namespace::{ip, run, within},
+    wait,
+};
 
 /// The instructions are: r0 = TCX_NEXT; exit.
 const NEXT: [u64; 2] = [0xffff_ffff_0000_00b7, 0x95];
 const SCHED_CLS: u32 = 3;
+const TAKEN_WITHIN: Duration = Duration::from_secs(10);
 
 /// Interface whose place for packet programs is taken until this is given back.
 pub struct Taken {
@@ -36,13 +41,11 @@ impl Taken {
             if tc::has_tcx(index) { fill(index, links) } else { Ok(Vec::new()) }
         });
         let links = filled.with_context(|| format!("filling the hook of {device}"))?;
-        if links.is_empty() {
-            run(namespace, "tc", &["qdisc", "del", "dev", device, "clsact"])?;
-        }
+        // The proxy follows this device, so it comes before the place is free.
         let ifb = limiting(device);
         run(namespace, "ip", &["link", "add", &ifb, "type", "ifb"])?;
         run(namespace, "ip", &["link", "set", &ifb, "up"])?;
-        run(namespace, "tc", &["qdisc", "add", "dev", device, "ingress"])?;
+        take_place(namespace, device)?;
         let filter = "parent ffff: protocol all prio 1 u32 match u32 0 0 action mirred egress redirect dev";
         let mut arguments = vec!["filter", "add", "dev", device];
         arguments.extend(filter.split(' ').chain([ifb.as_str()]));
@@ -64,6 +67,18 @@ impl Taken {
         run(&self.namespace, "tc", &["qdisc", "del", "dev", &self.device, "ingress"])?;
         run(&self.namespace, "ip", &["link", "del", &limiting(&self.device)]).map(drop)
     }
+}
+
+/// Puts a qdisc where clsact is or would be. The proxy may put its own there again between the two
+/// commands, so they are tried until it does not.
+pub fn take_place(namespace: &str, device: &str) -> Result<()> {
+    wait::until(&format!("the place of clsact at {device} is taken"), TAKEN_WITHIN, || {
+        // With tcx nothing is there.
+        let _missing = run(namespace, "tc", &["qdisc", "del", "dev", device, "clsact"]);
+        let added = run(namespace, "tc", &["qdisc", "add", "dev", device, "ingress"]);
+        added.map(Some).map_err(|error| format!("{error:#}"))
+    })
+    .map(drop)
 }
 
 /// Returns the name of the device by which the packets of `device` are sent, and from which they

@@ -1,14 +1,19 @@
 //! Tests of the lab itself: without any proxy all hosts reach each other, and nothing is left
 //! behind.
 
-use std::path::Path;
+use std::{
+    path::Path,
+    sync::atomic::{AtomicBool, Ordering},
+    thread,
+    time::Duration,
+};
 
 use anyhow::{Context as _, Result};
 use lab::{
     Dial, Lab, Outcome, Protocol,
     address::FAMILIES,
     cluster::{OUTSIDE, PodProcesses, SERVER_PORT},
-    namespace,
+    namespace, taken,
 };
 
 const PROTOCOLS: [Protocol; 2] = [Protocol::Tcp, Protocol::Udp];
@@ -70,5 +75,37 @@ fn everybody_reaches_everybody_and_nothing_stays() -> Result<()> {
     assert_eq!(namespace::with_prefix(&name), Vec::<String>::new());
     let mounts = std::fs::read_to_string(Path::new("/proc/mounts")).context("mounts")?;
     assert!(!mounts.contains(&name), "mounts are left");
+    Ok(())
+}
+
+#[test]
+fn the_place_of_clsact_is_taken_from_a_program_that_puts_it_there_again() -> Result<()> {
+    if !nix::unistd::geteuid().is_root() {
+        eprintln!("skipped: network namespaces need root");
+        return Ok(());
+    }
+    let namespace = format!("px-place-{}", std::process::id());
+    let tc = |arguments: &str| namespace::run(&namespace, "tc", &arguments.split(' ').collect::<Vec<_>>());
+    namespace::ip(None, &format!("netns add {namespace}\n"))?;
+    namespace::ip(Some(&namespace), "link add pod type veth peer name other\n")?;
+    let is_over = AtomicBool::new(false);
+    let taken = thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                // It fails while something is there.
+                let _added = tc("qdisc add dev pod clsact");
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        thread::sleep(Duration::from_millis(50));
+        let taken = taken::take_place(&namespace, "pod");
+        is_over.store(true, Ordering::Relaxed);
+        taken
+    });
+    let there = tc("qdisc show dev pod");
+    namespace::ip(None, &format!("netns del {namespace}\n"))?;
+    taken?;
+    let there = there?;
+    assert!(there.contains("qdisc ingress") && !there.contains("clsact"), "{there}");
     Ok(())
 }

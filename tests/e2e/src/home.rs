@@ -6,19 +6,19 @@
 //! the kernel ends them with it.
 
 use std::{
-    collections::BTreeSet,
     fs::{self, File},
     io::ErrorKind,
     path::{Path, PathBuf},
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::atomic::{AtomicUsize, Ordering},
 };
 
 use anyhow::{Context as _, Result, ensure};
-use lab::{cgroup, namespace, signals};
-use nix::fcntl::{Flock, FlockArg};
+use lab::{
+    cgroup,
+    claims::{Claims, lock},
+    namespace,
+};
+use nix::fcntl::Flock;
 
 use crate::cgroups::hierarchies;
 
@@ -27,10 +27,9 @@ use crate::cgroups::hierarchies;
 const CLUSTERS: &str = "/var/tmp/proxy-ctl-e2e";
 /// File that is locked while a cluster is made or removed.
 const GUARD: &str = "/run/proxy-ctl-e2e.lock";
-const LOCK: &str = "lock";
 
 /// Names of clusters of this process.
-static RUNNING: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+static RUNNING: Claims = Claims::new("cluster", GUARD, remove);
 
 /// Name and folder of a cluster. Everything that carries the name is removed when this is dropped.
 pub struct Home {
@@ -43,13 +42,13 @@ impl Home {
     /// Removes what clusters of ended processes have left, and makes a folder for a new one.
     pub fn create() -> Result<Self> {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
-        let _guard = guard()?;
+        let _guard = RUNNING.guard()?;
         remove_abandoned()?;
         let name = format!("pxe{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
         let folder = Path::new(CLUSTERS).join(&name);
         fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
         let lock = lock(&folder).with_context(|| format!("{} is locked", folder.display()))?;
-        RUNNING.lock().unwrap_or_else(PoisonError::into_inner).insert(name.clone());
+        RUNNING.add(&name);
         Ok(Self { name, folder, _lock: lock })
     }
 
@@ -72,40 +71,14 @@ impl Home {
 
 impl Drop for Home {
     fn drop(&mut self) {
-        // This happens under the lock. A signal that comes now waits instead of removing the
-        // cluster a second time.
-        let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
-        running.remove(&self.name);
-        if let Err(error) = guard().and_then(|_guard| remove(&self.name)) {
-            eprintln!("removing cluster {}: {error:#}", self.name);
-        }
+        RUNNING.end(&self.name);
     }
 }
 
 /// Makes SIGINT, SIGTERM and SIGHUP remove the clusters of this process before it ends. It must be
 /// called before any other thread exists, because threads inherit the signals that are blocked.
 pub fn remove_on_signals() -> Result<()> {
-    signals::before_end(|| {
-        let running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
-        for name in running.iter() {
-            if let Err(error) = guard().and_then(|_guard| remove(name)) {
-                eprintln!("removing cluster {name}: {error:#}");
-            }
-        }
-        running
-    })
-}
-
-fn guard() -> Result<Flock<File>> {
-    let file = File::create(GUARD).with_context(|| format!("creating {GUARD}"))?;
-    Flock::lock(file, FlockArg::LockExclusive)
-        .map_err(|(_, error)| error)
-        .with_context(|| format!("locking {GUARD}"))
-}
-
-fn lock(folder: &Path) -> Option<Flock<File>> {
-    let file = File::create(folder.join(LOCK)).ok()?;
-    Flock::lock(file, FlockArg::LockExclusiveNonblock).ok()
+    RUNNING.end_on_signals()
 }
 
 fn remove_abandoned() -> Result<()> {

@@ -7,6 +7,7 @@
 pub mod address;
 pub mod agent;
 pub mod cgroup;
+pub mod claims;
 pub mod cluster;
 pub mod http;
 pub mod namespace;

@@ -1,30 +1,30 @@
 //! Removal of a lab: when it is dropped, on a signal, and after a lab that crashed.
 
 use std::{
-    collections::BTreeSet,
     fs::{self, File},
     io::ErrorKind,
     path::{Path, PathBuf},
-    sync::{Mutex, PoisonError},
     time::Duration,
 };
 
 use anyhow::{Context as _, Result, anyhow};
 use nix::{
     errno::Errno,
-    fcntl::{Flock, FlockArg},
+    fcntl::Flock,
     mount::{MntFlags, umount2},
 };
 
-use crate::{cgroup, namespace, signals, wait};
+use crate::{
+    cgroup,
+    claims::{Claims, lock},
+    namespace, wait,
+};
 
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// Folder with one folder for each lab. The lock in it says whether the lab is alive.
 const LABS: &str = "/run/proxy-ctl-lab";
-const LOCK: &str = "lock";
-/// File that is locked while a lab is made or removed. Without it, another process could take a lab
-/// that has no lock yet, or is half removed, for an abandoned one.
+/// File that is locked while a lab is made or removed.
 const GUARD: &str = "/run/proxy-ctl-lab.lock";
 const KEPT: &str = "kept";
 
@@ -33,7 +33,7 @@ const KEPT: &str = "kept";
 const RECORDS: &str = "/run/proxy-ctl";
 
 /// Labs of this process that are up and will be removed.
-static RUNNING: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+static RUNNING: Claims = Claims::new("lab", GUARD, remove);
 
 pub(super) struct LabDirectory {
     name: String,
@@ -46,11 +46,11 @@ impl LabDirectory {
     pub(super) fn create(name: &str) -> Result<Self> {
         let path = Path::new(LABS).join(name);
         let lock = {
-            let _guard = guard()?;
+            let _guard = RUNNING.guard()?;
             fs::create_dir_all(&path).with_context(|| format!("creating {}", path.display()))?;
             lock(&path).ok_or_else(|| anyhow!("{} is locked by another lab", path.display()))?
         };
-        RUNNING.lock().unwrap_or_else(PoisonError::into_inner).insert(name.to_owned());
+        RUNNING.add(name);
         Ok(Self { name: name.to_owned(), path, kept: false, _lock: lock })
     }
 
@@ -64,37 +64,16 @@ impl LabDirectory {
 
     pub(super) fn keep(&mut self) {
         self.kept = fs::write(self.path.join(KEPT), "").is_ok();
-        RUNNING.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.name);
+        RUNNING.forget(&self.name);
     }
 }
 
 impl Drop for LabDirectory {
     fn drop(&mut self) {
-        if self.kept {
-            return;
-        }
-        // This happens under the lock. A signal that comes now waits instead of removing the lab a
-        // second time.
-        let mut running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
-        running.remove(&self.name);
-        if let Err(error) = guard().and_then(|_guard| remove(&self.name)) {
-            eprintln!("removing lab {}: {error:#}", self.name);
+        if !self.kept {
+            RUNNING.end(&self.name);
         }
     }
-}
-
-fn lock(directory: &Path) -> Option<Flock<File>> {
-    let file = File::create(directory.join(LOCK)).ok()?;
-    Flock::lock(file, FlockArg::LockExclusiveNonblock).ok()
-}
-
-/// Waits until no other process makes or removes a lab, and keeps them from it until this is
-/// dropped.
-fn guard() -> Result<Flock<File>> {
-    let file = File::create(GUARD).with_context(|| format!("creating {GUARD}"))?;
-    Flock::lock(file, FlockArg::LockExclusive)
-        .map_err(|(_, error)| error)
-        .with_context(|| format!("locking {GUARD}"))
 }
 
 /// Ends the lab's processes and removes its namespaces, mounts, cgroups and files.
@@ -173,7 +152,7 @@ fn unmount_below(directory: &Path) -> Result<()> {
 
 /// Removes labs whose process is gone. Labs that were kept stay.
 pub fn remove_leftovers() -> Result<()> {
-    let _guard = guard()?;
+    let _guard = RUNNING.guard()?;
     for name in labs() {
         let directory = Path::new(LABS).join(&name);
         if directory.join(KEPT).exists() {
@@ -187,7 +166,7 @@ pub fn remove_leftovers() -> Result<()> {
 
 /// Removes the labs that were kept, and returns their names.
 pub fn remove_kept() -> Result<Vec<String>> {
-    let _guard = guard()?;
+    let _guard = RUNNING.guard()?;
     let kept: Vec<String> =
         labs().into_iter().filter(|name| Path::new(LABS).join(name).join(KEPT).exists()).collect();
     for name in &kept {
@@ -216,13 +195,5 @@ fn labs() -> Vec<String> {
 /// called from `main` before any other thread exists, because threads inherit the signals that are
 /// blocked.
 pub fn remove_on_signals() -> Result<()> {
-    signals::before_end(|| {
-        let running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
-        for name in running.iter() {
-            if let Err(error) = guard().and_then(|_guard| remove(name)) {
-                eprintln!("removing lab {name}: {error:#}");
-            }
-        }
-        running
-    })
+    RUNNING.end_on_signals()
 }

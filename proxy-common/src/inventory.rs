@@ -74,6 +74,8 @@ macro_rules! tables {
             frontends4: hash(FrontendKey<A4>, Frontend), [Frontends];
             frontends6: hash(FrontendKey<A6>, Frontend), [Frontends];
             services: shared_array(u32, Service), [Services];
+            frontend_addresses4: shared_array(u32, u64), FRONTEND_ADDRESS_WORDS;
+            frontend_addresses6: shared_array(u32, u64), FRONTEND_ADDRESS_WORDS;
             service_names: hash(u32, ServiceName), [Services];
             slots4: shared_array(u32, Slot4), [Slots];
             slots6: shared_array(u32, Slot6), [Slots];

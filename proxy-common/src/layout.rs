@@ -140,7 +140,17 @@ impl<A: Address> FrontendKey<A> {
     pub fn is_cluster_ip(&self) -> bool {
         self.port == 0 && self.protocol == 0
     }
+
+    /// Returns true for a frontend that is served at its address alone.
+    pub fn is_of_address(&self) -> bool {
+        self.scope == SCOPE_ADDRESS && !self.is_cluster_ip()
+    }
 }
+
+/// Words of `frontend_addresses4/6`, arrays with a bit for each hash of an address. The bit is set
+/// if some address with this hash has a frontend. Most packets without a flow are not for Services,
+/// and one load tells that.
+pub const FRONTEND_ADDRESS_WORDS: u32 = 8_192;
 
 /// The frontend can be dialled from outside (node port, external IP, load-balancer IP): such clients
 /// get the service's `external` set, clients on this node its `cluster` set. Without the flag (cluster IP)
@@ -512,6 +522,10 @@ pub const FLOW_APART: u32 = 256;
 /// Its packets leave the node as the client has sent them, each in a packet to the backend, whose node answers the client itself: no answer
 /// is seen here (direct server return).
 pub const FLOW_DSR: u32 = 32;
+/// A segment of a connection that this node has not seen begin has opened the flow. Nothing proves
+/// its client, so it is never established: it stays in the table that evicts, and the next segment
+/// opens it again.
+pub const FLOW_RESUMED: u32 = 512;
 
 /// Nothing is heard of the backend.
 pub const PROGRESS_OPENED: u8 = 0;
@@ -1000,7 +1014,10 @@ pub struct Settings {
     pub encapsulation: u16,
     /// As `pods6`, IPv4.
     pub pods4: u16,
-    pub _reserved: u16,
+    /// 1: segments of connections that no table knows are answered, as netfilter translates none of
+    /// them.
+    pub answers_unknown: u8,
+    pub _reserved: u8,
     /// How many flows of each family a CPU opens in a window ([`openings_per_window`](crate::flow::openings_per_window)) before services are
     /// held to their shares; 0: any number.
     pub openings_per_window: u32,
@@ -1105,8 +1122,8 @@ pub struct Event {
     pub(crate) _reserved: [u8; 3],
 }
 
-/// Table `icmp_errors`, per-CPU array with one entry for each [`IcmpBudget`]: how many ICMP errors
-/// were sent. Each load of the programs has its own.
+/// Table `icmp_errors`, per-CPU array with one entry for each [`IcmpBudget`]: how many answers were
+/// sent. Each load of the programs has its own.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct IcmpErrorCount {
@@ -1116,17 +1133,35 @@ pub struct IcmpErrorCount {
     pub errors: u64,
 }
 
-/// What an ICMP error is for. Each has a budget of its own, so that a flood of packets that are
-/// refused does not keep clients from learning which length of packets goes through.
+/// What an ICMP error or a RST is for. Each has a budget of its own, so that a flood of packets that
+/// are refused does not keep clients from learning which length of packets goes through.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[repr(u32)]
 pub enum IcmpBudget {
     Refusals = 0,
     TooBig = 1,
+    /// RSTs to segments of connections that no table knows.
+    Resets = 2,
 }
 
 /// How many ICMP errors each CPU sends at most of each budget, as the kernel's net.ipv4.icmp_msgs_per_sec: their addressees may be forged.
 pub const ICMP_ERRORS_PER_SECOND: u64 = 1_000;
+/// How many segments of unknown connections each CPU answers at most in a second. It takes about a
+/// hundredth of the CPU, and the clients of an address that moves learn it within seconds.
+pub const RESETS_PER_SECOND: u64 = 10_000;
+
+impl IcmpBudget {
+    /// Every budget.
+    pub const ALL: [Self; 3] = [Self::Refusals, Self::TooBig, Self::Resets];
+
+    /// Returns how many answers of this budget each CPU sends at most in a second.
+    pub const fn per_second(self) -> u64 {
+        match self {
+            Self::Refusals | Self::TooBig => ICMP_ERRORS_PER_SECOND,
+            Self::Resets => RESETS_PER_SECOND,
+        }
+    }
+}
 
 /// Each port by the name of its role, and a method that sets it where code does.
 macro_rules! ports {

@@ -125,19 +125,36 @@ pub(crate) fn choose_place<F: Family>(
     draw: Draw,
 ) -> Result<u32, Reason> {
     let service = tables.service(frontend.service).ok_or(Reason::ServiceGone)?;
-    let set = endpoint_set(&service, frontend, is_inside);
-    if set.count() == 0 {
-        return Err(if service.flags & SERVICE_HAS_ENDPOINTS != 0 {
-            Reason::NoLocalEndpoints
-        } else {
-            Reason::NoEndpoints
-        });
-    }
+    let set = set_with_endpoints(&service, frontend, is_inside)?;
     Ok(if service.affinity_seconds == 0 {
         draw.pick(tables, set)
     } else {
         affinity::place(tables, set, service.affinity_seconds, key, draw)
     })
+}
+
+/// As [`choose_place`], by the draw alone: affinity neither decides nor remembers.
+#[inline(always)]
+pub(crate) fn drawn_place<F: Family>(
+    tables: &impl AffinityTables<F>,
+    frontend: Frontend,
+    is_inside: bool,
+    draw: Draw,
+) -> Result<u32, Reason> {
+    let service = tables.service(frontend.service).ok_or(Reason::ServiceGone)?;
+    Ok(draw.pick(tables, set_with_endpoints(&service, frontend, is_inside)?))
+}
+
+#[inline(always)]
+fn set_with_endpoints(service: &Service, frontend: Frontend, is_inside: bool) -> Result<EndpointSet, Reason> {
+    let set = endpoint_set(service, frontend, is_inside);
+    if set.count() != 0 {
+        Ok(set)
+    } else if service.flags & SERVICE_HAS_ENDPOINTS != 0 {
+        Err(Reason::NoLocalEndpoints)
+    } else {
+        Err(Reason::NoEndpoints)
+    }
 }
 
 /// The slot that was chosen, unless it is out of use meanwhile.

@@ -181,7 +181,7 @@ routines! {
 
 macro_rules! flow_tables {
     ($family:ty, $address:ty, $flows:ident, $opening:ident, $foreign:ident, $fragments:ident, $masquerade:ident, $scratch:ident,
-     $call:ident) => {
+     $call:ident, $frontend_addresses:ident) => {
         impl FlowScratch for $family {
             #[inline(always)]
             fn scratch() -> Option<&'static mut Scratch<$address>> {
@@ -383,6 +383,19 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
+            fn answers_unknown(&self) -> bool {
+                settings().is_some_and(|settings| settings.answers_unknown != 0)
+            }
+
+            #[inline(always)]
+            fn may_be_frontend(&self, address: &$address) -> bool {
+                let (word, bit) = flow::frontend_address_bit(address);
+                let Some(word) = maps::$frontend_addresses.get_ptr(word) else { return false };
+                // SAFETY: of a map value, aligned to 8; one load, as the controller may be changing it.
+                unsafe { read_volatile(word) & bit != 0 }
+            }
+
+            #[inline(always)]
             fn openings_per_window(&self) -> u32 {
                 settings().map_or(0, |settings| settings.openings_per_window)
             }
@@ -452,7 +465,8 @@ flow_tables!(
     fragments4,
     masquerade4,
     scratch4,
-    call4
+    call4,
+    frontend_addresses4
 );
 flow_tables!(
     V6,
@@ -463,5 +477,6 @@ flow_tables!(
     fragments6,
     masquerade6,
     scratch6,
-    call6
+    call6,
+    frontend_addresses6
 );

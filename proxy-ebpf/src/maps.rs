@@ -66,7 +66,7 @@ proxy_common::tables!(define);
 // Not pinned: each load of the programs has its own.
 define! {
     kernel_log: array(u32, LogControl), 1;
-    icmp_errors: per_cpu_array(u32, IcmpErrorCount), 2;
+    icmp_errors: per_cpu_array(u32, IcmpErrorCount), (IcmpBudget::ALL.len());
     service_openings: per_cpu_array(u32, ServiceOpenings), OPENING_SERVICES;
     scratch4: per_cpu_array(u32, Scratch<A4>), 1;
     scratch6: per_cpu_array(u32, Scratch<A6>), 1;

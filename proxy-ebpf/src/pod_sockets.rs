@@ -1,5 +1,5 @@
-//! Sockets of the pod that a packet comes from. The kernel looks for them in the pod's network
-//! namespace.
+//! What the kernel knows of a packet that enters the node: the sockets of the pod that it comes from,
+//! which the kernel looks for in the pod's network namespace, and whether it would be forwarded.
 
 use core::{
     marker::PhantomData,
@@ -18,7 +18,10 @@ use proxy_common::{
     packet::End,
 };
 
-use crate::maps;
+use crate::{
+    maps,
+    route::{self, Route},
+};
 
 /// Makes the tuple that the helpers take for the ends of a packet to the socket.
 pub(crate) trait SocketTuple: Family {
@@ -66,10 +69,15 @@ impl<'a, F> SocketsAt<'a, F> {
     }
 }
 
-impl<F: SocketTuple> PodSockets<F::Address> for SocketsAt<'_, F> {
+impl<F: SocketTuple + Route> PodSockets<F::Address> for SocketsAt<'_, F> {
     #[inline(always)]
     fn is_connected(&self, scratch: &Scratch<F::Address>) -> bool {
         is_connected::<F>(self.0.skb.skb, scratch) != 0
+    }
+
+    #[inline(always)]
+    fn stays_here(&self, scratch: &Scratch<F::Address>) -> bool {
+        route::is_forwarded::<F>(self.0.skb.skb, &scratch.packet) == 0
     }
 }
 

@@ -10,7 +10,7 @@ use aya_ebpf::{
 };
 use proxy_common::{
     family::{V4, V6},
-    layout::{Address, ICMP_ERRORS_PER_SECOND, IcmpBudget},
+    layout::{Address, IcmpBudget},
     packet::{Network, Packet, Part, Sum, TCP_ACK, TCP_RST},
 };
 
@@ -70,9 +70,9 @@ fn is_answered_by_reset<A: Address>(packet: &Packet<A>) -> bool {
 /// Answered by [`refuse`] where no more ICMP errors are sent in this second. No error number of a helper.
 pub(crate) const LIMITED: i64 = i64::MIN;
 
-/// Returns true if the budget has room for an ICMP error in this second.
+/// Returns true if the budget has room for an answer in this second.
 #[inline(always)]
-fn is_due(budget: IcmpBudget) -> bool {
+pub(crate) fn is_due(budget: IcmpBudget) -> bool {
     let Some(count) = maps::icmp_errors.get_ptr_mut(budget as u32) else { return false };
     // SAFETY: no arguments; since 5.8.
     let second = unsafe { bpf_ktime_get_boot_ns() } / 1_000_000_000;
@@ -82,7 +82,7 @@ fn is_due(budget: IcmpBudget) -> bool {
         (count.second, count.errors) = (second, 0);
     }
     count.errors += 1;
-    count.errors <= ICMP_ERRORS_PER_SECOND
+    count.errors <= budget.per_second()
 }
 
 #[inline(always)]

@@ -2,9 +2,13 @@
 
 use core::ffi::c_void;
 
-use aya_ebpf::{bindings::bpf_fib_lookup as FibLookup, helpers::bpf_fib_lookup};
+use aya_ebpf::{
+    bindings::{__sk_buff, bpf_fib_lookup as FibLookup},
+    helpers::bpf_fib_lookup,
+};
 use proxy_common::{
     family::{Family, V4, V6},
+    packet::Packet,
     port::Port,
 };
 
@@ -12,6 +16,11 @@ use proxy_common::{
 pub(crate) const FOUND: i64 = 0;
 /// Answered by [`look_up`] where the next hop's link address is not known yet: bpf_redirect_neigh asks for it.
 pub(crate) const NO_NEIGHBOUR: i64 = 7;
+/// Answered by [`look_up`] for addresses of the node, and where there is no route.
+const NOT_FORWARDED: i64 = 4;
+/// Answered by [`look_up`] where the packet's interface forwards nothing: the kernel has not looked
+/// whose the address is.
+const FORWARDING_IS_OFF: i64 = 5;
 /// Answered by [`look_up`] where the packet is longer than what goes there.
 pub(crate) const TOO_LONG: i64 = 8;
 
@@ -84,4 +93,19 @@ pub(crate) fn set_transport(
 pub(crate) fn look_up(ctx: *mut c_void, parameters: &mut FibLookup) -> i64 {
     // SAFETY: the context of this program, and the parameters with their size.
     unsafe { bpf_fib_lookup(ctx, parameters, size_of::<FibLookup>() as i32, 0) }
+}
+
+/// Returns 1 if the kernel would send the packet on, or a route says that nobody gets it. Where the
+/// kernel cannot tell, the packet is left to it.
+// Not inlined: the parameters would lie on the stack beside what opening a flow needs.
+#[inline(never)]
+pub(crate) fn is_forwarded<F: Route>(ctx: *mut __sk_buff, packet: &Packet<F::Address>) -> u32 {
+    // SAFETY: a field of the context.
+    let interface = unsafe { (*ctx).ifindex };
+    let mut parameters = parameters::<F>(interface, &packet.source, &packet.destination);
+    let ports = (packet.source_port, packet.destination_port);
+    // Without a length: it is not asked whether the packet is too long.
+    set_transport(&mut parameters, packet.protocol, ports, 0);
+    let found = look_up(ctx.cast(), &mut parameters);
+    u32::from(found >= 0 && found != NOT_FORWARDED && found != FORWARDING_IS_OFF)
 }

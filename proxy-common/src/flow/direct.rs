@@ -237,7 +237,9 @@ pub(super) fn hear_client<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut
         let segment = scratch.packet.segment;
         let sent = scratch.flow.backend_numbers.reached;
         let is_plain = segment.has(TCP_ACK) && !segment.has(TCP_SYN | TCP_RST);
-        if state.progress < PROGRESS_CONFIRMED && is_plain && is_near(segment.sequence, sent) {
+        let is_resumed = scratch.flow.flags & FLOW_RESUMED != 0;
+        let is_first = state.progress < PROGRESS_CONFIRMED && !is_resumed;
+        if is_first && is_plain && is_near(segment.sequence, sent) {
             // Where the backend's stream begins, nobody else says.
             scratch.flow.client_numbers.reached = segment.acknowledgement;
             entry.write(Change::Reached(Speaker::Client, segment.acknowledgement));

@@ -33,7 +33,9 @@ pub fn arriving_known<F: Family, T: FlowTables<F>>(
         Known::Flow(found) => found,
         Known::Other => return None,
         Known::NoFlow => {
-            let is_of_nobody = !scratch.packet.opens() && !tables.is_moved(scratch.packet.source_port);
+            let packet = &scratch.packet;
+            let may_be_unknown = packet.goes_on() && tables.may_be_frontend(&packet.destination);
+            let is_of_nobody = !packet.opens() && !may_be_unknown && !tables.is_moved(packet.source_port);
             return is_of_nobody.then_some(Err(Reason::NotAService));
         }
     };

@@ -31,6 +31,7 @@ mod tcp;
 mod tests;
 mod transit;
 mod tuples;
+mod unknown;
 
 pub use foreign::is_moved;
 pub use guard::{OPENING_SERVICES, ServiceOpenings, openings_per_window};
@@ -41,6 +42,7 @@ pub use routine::{Routine, run};
 pub use tcp::Speaker;
 pub use transit::in_transit;
 pub use tuples::NetfilterConnection;
+pub use unknown::frontend_address_bit;
 
 use self::{
     entries::{Leg, is_stale},
@@ -51,7 +53,7 @@ use crate::{
     balance::Draw,
     family::Family,
     layout::*,
-    packet::{Action, End, Ends, GENEVE, Packet, Part, TCP_ACK, TCP_RST, TCP_SYN, Then},
+    packet::{Action, End, Ends, GENEVE, Packet, Part, Then},
     port::Port,
     reason::Reason,
     select::{self, Detected, Origin},
@@ -181,12 +183,16 @@ pub struct Scratch<A> {
     first_fragment: FirstFragment<A>,
 }
 
-/// The sockets of the pod that a packet comes from.
+/// What the kernel knows of a packet that enters the node: of the sockets of the pod that it comes
+/// from, and where it goes.
 pub trait PodSockets<A> {
     /// Returns true if one of them is connected from the client's port to the backend of the flow
     /// that the packet opens ([`Scratch::direct_ends`]): through the flow its answers would look
     /// like those of the frontend.
     fn is_connected(&self, scratch: &Scratch<A>) -> bool;
+    /// Returns true unless the kernel would forward the packet as it is. Mostly its destination is
+    /// an address of the node then, whose own sockets may serve it.
+    fn stays_here(&self, scratch: &Scratch<A>) -> bool;
 }
 
 /// Stands for the sockets of packets that come from no pod.
@@ -195,6 +201,11 @@ pub struct UnknownSockets;
 impl<A> PodSockets<A> for UnknownSockets {
     #[inline(always)]
     fn is_connected(&self, _: &Scratch<A>) -> bool {
+        false
+    }
+
+    #[inline(always)]
+    fn stays_here(&self, _: &Scratch<A>) -> bool {
         false
     }
 }
@@ -293,6 +304,10 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn masquerades_all(&self) -> bool;
     /// [`Settings::packets_held`].
     fn holds_packets(&self) -> bool;
+    /// [`Settings::answers_unknown`].
+    fn answers_unknown(&self) -> bool;
+    /// Returns false if no frontend has the address, by `frontend_addresses4/6`.
+    fn may_be_frontend(&self, address: &F::Address) -> bool;
     /// [`Settings::openings_per_window`].
     fn openings_per_window(&self) -> u32;
     /// [`Settings::most_unproven_entries`].
@@ -479,7 +494,11 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
     } else {
         scratch.key.overlapping = 0;
     }
-    open(tables, scratch, sockets)
+    if scratch.packet.opens() || unknown::is_one(tables, scratch, sockets) {
+        open(tables, scratch, sockets)
+    } else {
+        Err(Reason::NotAService)
+    }
 }
 
 /// Returns the flow that an arriving packet belongs to, where `met` has its ends. None: it has none
@@ -616,7 +635,7 @@ fn leaving_with_ports<F: Family, T: FlowTables<F>>(
     if from_host && !has_rival {
         scratch.action.then = Then::Reroute;
     }
-    let outcome = if from_host || has_rival {
+    let outcome = if (from_host || has_rival) && scratch.packet.opens() {
         open(tables, scratch, &UnknownSockets)
     } else {
         Err(why_socket_is_unserved(tables, scratch))
@@ -781,16 +800,13 @@ fn is_netfilters<F: Family, T: FlowTables<F>>(
     true
 }
 
-/// A packet that has no flow of its own.
+/// Opens a flow for a packet that has none of its own.
 #[inline(always)]
 fn open<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     sockets: &impl PodSockets<F::Address>,
 ) -> Result<(), Reason> {
-    if !scratch.packet.opens() {
-        return Err(Reason::NotAService);
-    }
     decide(tables, scratch, Routine::Prepare)?;
     let rival = scratch.rival;
     if rival != Rival::None {
@@ -821,6 +837,9 @@ fn prepare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
     }
     if scratch.is_unpacked() {
         return direct::prepare(tables, scratch);
+    }
+    if !scratch.packet.opens() {
+        return unknown::prepare(tables, scratch);
     }
     let dials_frontend = rival != Rival::Masqueraded && find_frontend(tables, scratch);
     // To a node port at which another's datagrams are masqueraded: it would go round for ever.
@@ -970,7 +989,8 @@ fn is_over<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address
         // its backend gone, nobody might answer.
         let may_be_over = flow.state.progress < PROGRESS_CONFIRMED
             || tables.now().saturating_sub(flow.last_seen) > SILENT_AFTER;
-        let has_ended = flow.state.has_ended() || direct::is_closing(flow);
+        let is_resumed = flow.flags & FLOW_RESUMED != 0;
+        let has_ended = flow.state.has_ended() || direct::is_closing(flow) || is_resumed;
         return has_ended || (may_be_over && !is_in_service(tables, scratch));
     }
     let epoch = tables.epoch();
@@ -1003,13 +1023,8 @@ fn end_one_that_is_gone<F: Family, T: FlowTables<F>>(
     entry: T::Entry,
 ) -> Result<(), Reason> {
     let Scratch { packet, flow, .. } = &*scratch;
-    let is_of_a_connection = packet.is_tcp()
-        && !packet.is_error()
-        && packet.segment.flags & (TCP_SYN | TCP_RST | TCP_ACK) == TCP_ACK;
-    // A fragment cannot become a RST.
-    let can_be_answered = is_of_a_connection && packet.fragment.part == Part::Whole;
     let is_served = flow.service != NO_SERVICE && flow.state.backend_fin == 0;
-    if !can_be_answered || !is_served {
+    if !packet.goes_on() || !is_served {
         return Ok(());
     }
     let epoch = tables.epoch();

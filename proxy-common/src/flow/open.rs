@@ -35,6 +35,19 @@ pub(super) fn prepare_to_frontend<F: Family, T: FlowTables<F>>(
     set_backend(tables, scratch, place)
 }
 
+/// As [`prepare_to_frontend`], by the draw alone: affinity neither decides nor remembers.
+#[inline(always)]
+pub(super) fn prepare_as_drawn<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<(), Reason> {
+    detect(tables, scratch);
+    set_draw(tables, scratch);
+    let Scratch { origin, frontend, detected, draw, .. } = *scratch;
+    let place = select::drawn_place(tables, frontend, select::is_inside(origin, detected), draw)?;
+    set_backend(tables, scratch, place)
+}
+
 /// Sets by what the packet draws a backend of `scratch.frontend`, as `scratch.draw`.
 // Not inlined, for its stack. The verifier knows nothing of what was in memory: what follows is the same to it, whatever is drawn by.
 #[inline(never)]
@@ -140,7 +153,10 @@ pub(super) fn insert<F: Family, T: FlowTables<F>>(
     flow.protocol = packet.protocol;
     flow.masquerade = F::Address::UNSPECIFIED;
     flow.set_masquerade_port(Port::NONE);
-    flow.client_numbers = Numbers::default();
+    let is_resumed = flow.flags & FLOW_RESUMED != 0;
+    // The backend's stream has come as far as the client acknowledges.
+    let reached = if is_resumed { packet.segment.acknowledgement } else { 0 };
+    flow.client_numbers = Numbers { reached, awaited: 0 };
     flow.backend_numbers =
         Numbers { reached: packet.segment.next, awaited: packet.segment.sequence.wrapping_add(1) };
     flow.state = FlowState::default();

@@ -89,6 +89,7 @@ pub(super) const fn is_in_reach(number: u32, other: u32) -> bool {
 #[inline(always)]
 pub(super) fn confirms<A>(flow: &Flow<A>, segment: &Segment) -> bool {
     flow.state.progress == PROGRESS_ANSWERED
+        && flow.flags & FLOW_RESUMED == 0
         && segment.has(TCP_ACK)
         && !segment.has(TCP_SYN | TCP_RST)
         && segment.acknowledgement == flow.client_numbers.awaited
@@ -183,6 +184,7 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
     }
     let is_believed = is_believed(scratch);
     let segment = &scratch.packet.segment;
+    let is_resumed = scratch.flow.flags & FLOW_RESUMED != 0;
     let state = &mut scratch.flow.state;
     let others_fin = speaker.other().fin_of(state);
     if *others_fin == FIN_SEEN && segment.has(TCP_ACK) && segment.acknowledgement == awaited {
@@ -200,7 +202,8 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
         // Only who has acknowledged something waits for a number that is known.
         let acknowledged_from =
             if speaker == Speaker::Client { PROGRESS_ANSWERED } else { PROGRESS_CONFIRMED };
-        let is_comparable = is_other_known && state.progress >= acknowledged_from;
+        // Of a connection that was up before, the client's segment has told both.
+        let is_comparable = is_other_known && (state.progress >= acknowledged_from || is_resumed);
         if refuses {
             state.reset = RESET_CONFIRMED;
         } else if is_comparable {

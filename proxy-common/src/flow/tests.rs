@@ -9,6 +9,7 @@ mod interleavings;
 mod origins;
 mod races;
 mod transit;
+mod unknown;
 
 use std::{
     cell::{Cell, RefCell},
@@ -68,6 +69,10 @@ impl PodSockets<A> for ConnectedTo {
     fn is_connected(&self, scratch: &Scratch<A>) -> bool {
         let [backend, client] = scratch.direct_ends();
         client == CLIENT && self.0.contains(&backend)
+    }
+
+    fn stays_here(&self, _: &Scratch<A>) -> bool {
+        false
     }
 }
 
@@ -156,6 +161,7 @@ struct Host {
     resets_gone: bool,
     sends_past_stack: bool,
     holds_packets: bool,
+    answers_unknown: bool,
     openings_per_window: u32,
     most_unproven_entries: u32,
     encapsulation: u16,
@@ -204,6 +210,7 @@ impl Host {
             resets_gone: false,
             sends_past_stack: false,
             holds_packets: false,
+            answers_unknown: false,
             openings_per_window: 0,
             most_unproven_entries: 0,
             encapsulation: ENCAPSULATION_IP,
@@ -479,6 +486,17 @@ impl FlowTables<V4> for Host {
 
     fn holds_packets(&self) -> bool {
         self.holds_packets
+    }
+
+    fn answers_unknown(&self) -> bool {
+        self.answers_unknown
+    }
+
+    fn may_be_frontend(&self, address: &A) -> bool {
+        let of_addresses = self.tables.frontends.keys().filter(|key| key.is_of_address());
+        of_addresses
+            .map(|key| key.address)
+            .any(|one| frontend_address_bit(&one) == frontend_address_bit(address))
     }
 
     fn openings_per_window(&self) -> u32 {

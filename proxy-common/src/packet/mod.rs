@@ -183,6 +183,16 @@ impl<A: Address> Packet<A> {
         !self.is_tcp() || self.segment.flags & (TCP_SYN | TCP_ACK | TCP_RST) == TCP_SYN
     }
 
+    /// Returns true for a whole segment that only a connection which is up can have. It can be
+    /// answered by a RST.
+    #[inline(always)]
+    pub fn goes_on(&self) -> bool {
+        self.is_tcp()
+            && !self.is_error()
+            && self.fragment.part == Part::Whole
+            && self.segment.flags & (TCP_SYN | TCP_RST | TCP_ACK) == TCP_ACK
+    }
+
     #[inline(always)]
     pub fn to(&self) -> Destination<A> {
         Destination { address: self.destination, port: self.destination_port, protocol: self.protocol }

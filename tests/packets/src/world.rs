@@ -86,6 +86,7 @@ type FlowTable<'a, W> = HashMap<&'a mut MapData, FlowKeyOf<W>, FlowOf<W>>;
 /// Names and accessors of the maps of one IP family.
 pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
     const FRONTENDS: &'static str;
+    const FRONTEND_ADDRESSES: &'static str;
     const SLOTS: &'static str;
     const BACKENDS: &'static str;
     const NODE_ADDRESSES: &'static str;
@@ -103,6 +104,15 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
 
     fn put_frontend(ebpf: &mut Ebpf, key: FrontendKey<Self::Address>, frontend: Frontend) -> Result<()> {
         Ok(hash(ebpf, Self::FRONTENDS)?.insert(key, frontend, 0)?)
+    }
+
+    fn remove_frontend(ebpf: &mut Ebpf, key: &FrontendKey<Self::Address>) -> Result<()> {
+        Ok(hash::<FrontendKey<Self::Address>, Frontend>(ebpf, Self::FRONTENDS)?.remove(key)?)
+    }
+
+    /// Writes a word of the bits by which packets of no Service are told.
+    fn put_frontend_addresses(ebpf: &mut Ebpf, word: u32, bits: u64) -> Result<()> {
+        Ok(array(ebpf, Self::FRONTEND_ADDRESSES)?.set(word, bits, 0)?)
     }
 
     fn put_slot(ebpf: &mut Ebpf, index: u32, endpoint: Endpoint, backend: u32, flags: u32) -> Result<()> {
@@ -218,10 +228,10 @@ macro_rules! tables {
     };
 }
 
-tables!(V4, masquerade4, pods4, pod_range4, pod_range4_bits, FRONTENDS: frontends4, SLOTS: slots4, BACKENDS: backends4,
+tables!(V4, masquerade4, pods4, pod_range4, pod_range4_bits, FRONTENDS: frontends4, FRONTEND_ADDRESSES: frontend_addresses4, SLOTS: slots4, BACKENDS: backends4,
     NODE_ADDRESSES: node_addresses4, FLOWS: flows4, OPENING_FLOWS: opening_flows4, FRAGMENTS: fragments4,
     AFFINITY: affinity4, SOURCE_RANGES: source_ranges4, SERVICE_CIDRS: service_cidrs4);
-tables!(V6, masquerade6, pods6, pod_range6, pod_range6_bits, FRONTENDS: frontends6, SLOTS: slots6, BACKENDS: backends6,
+tables!(V6, masquerade6, pods6, pod_range6, pod_range6_bits, FRONTENDS: frontends6, FRONTEND_ADDRESSES: frontend_addresses6, SLOTS: slots6, BACKENDS: backends6,
     NODE_ADDRESSES: node_addresses6, FLOWS: flows6, OPENING_FLOWS: opening_flows6, FRAGMENTS: fragments6,
     AFFINITY: affinity6, SOURCE_RANGES: source_ranges6, SERVICE_CIDRS: service_cidrs6);
 
@@ -640,7 +650,7 @@ impl World {
             counters.set(*reason as u32, PerCpuValues::try_from(vec![0; cpus])?, 0)?;
         }
         let mut errors = per_cpu(&mut self.ebpf, ICMP_ERRORS)?;
-        for budget in [IcmpBudget::Refusals, IcmpBudget::TooBig] {
+        for budget in IcmpBudget::ALL {
             errors.set(budget as u32, PerCpuValues::try_from(vec![IcmpErrorCount::default(); cpus])?, 0)?;
         }
         let mut services = per_cpu(&mut self.ebpf, table::service_counters)?;

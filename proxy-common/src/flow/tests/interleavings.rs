@@ -388,6 +388,14 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
         self.host.holds_packets()
     }
 
+    fn answers_unknown(&self) -> bool {
+        self.host.answers_unknown()
+    }
+
+    fn may_be_frontend(&self, address: &A) -> bool {
+        self.host.may_be_frontend(address)
+    }
+
     fn openings_per_window(&self) -> u32 {
         0
     }

@@ -16,6 +16,7 @@ use super::{
     allocate::{Range, Ranges},
     backends::Backends,
     family::TableFamily,
+    frontend_addresses::AddressBits,
     layout,
     programmed::{BackendKey, ClusterIps, Entries, Published, UsedEndpoints, Uses, WithoutRoom},
     tables::typed,
@@ -136,8 +137,11 @@ impl<F: TableFamily> FamilyWriter<F> {
         let WithoutRoom { frontends: waiting, ports, changed, .. } = &self.entries.without_room;
         let changed = *changed || !waiting.is_empty() || !ports.is_empty();
         let without_room = WithoutRoom { changed, ..WithoutRoom::none() };
+        let address_bits = AddressBits::of::<F>(frontends.keys());
+        address_bits.write_all(&self.tables);
         self.entries = Entries {
             frontends,
+            address_bits,
             services,
             cluster_ips: ClusterIps::none(),
             backends,

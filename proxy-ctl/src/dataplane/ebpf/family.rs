@@ -21,6 +21,7 @@ pub(super) trait TableFamily:
     const FAMILY: objects::IpFamily;
     /// Names of the tables.
     const FRONTENDS: &'static str;
+    const FRONTEND_ADDRESSES: &'static str;
     const SLOTS: &'static str;
     const BACKENDS: &'static str;
     const FLOWS: &'static str;
@@ -39,6 +40,7 @@ pub(super) trait TableFamily:
 impl TableFamily for V4 {
     const FAMILY: objects::IpFamily = objects::IpFamily::Ipv4;
     const FRONTENDS: &'static str = table::frontends4;
+    const FRONTEND_ADDRESSES: &'static str = table::frontend_addresses4;
     const SLOTS: &'static str = table::slots4;
     const BACKENDS: &'static str = table::backends4;
     const FLOWS: &'static str = table::flows4;
@@ -64,6 +66,7 @@ impl TableFamily for V4 {
 impl TableFamily for V6 {
     const FAMILY: objects::IpFamily = objects::IpFamily::Ipv6;
     const FRONTENDS: &'static str = table::frontends6;
+    const FRONTEND_ADDRESSES: &'static str = table::frontend_addresses6;
     const SLOTS: &'static str = table::slots6;
     const BACKENDS: &'static str = table::backends6;
     const FLOWS: &'static str = table::flows6;

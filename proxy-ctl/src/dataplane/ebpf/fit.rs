@@ -53,7 +53,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             match self.tables.frontends.remove(&one.0) {
                 Ok(found) => {
                     writes.applied.removed += u64::from(found);
-                    self.entries.frontends.remove(&one.0);
+                    self.forget_frontend(&one.0);
                     self.entries.without_room.insert(one);
                 }
                 Err(error) => writes.failures.add(&one.2, error),

@@ -87,6 +87,7 @@ mod family;
 mod filling;
 mod fit;
 mod flows;
+mod frontend_addresses;
 mod frontend_names;
 mod gc;
 mod growth;

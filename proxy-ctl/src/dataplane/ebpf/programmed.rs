@@ -16,6 +16,7 @@ use super::{
     backends::Backends,
     error::FullTable,
     family::TableFamily,
+    frontend_addresses::AddressBits,
     tables::SourceRangeKey,
 };
 use crate::model::desired::{self, DesiredPort, ServicePortName};
@@ -24,6 +25,8 @@ use crate::model::desired::{self, DesiredPort, ServicePortName};
 #[derive(Debug)]
 pub(super) struct Entries<F: TableFamily> {
     pub(super) frontends: FxHashMap<FrontendKey<F::Address>, Frontend>,
+    /// Those of `frontends`.
+    pub(super) address_bits: AddressBits,
     pub(super) services: FxHashMap<ServicePortName, Published<F>>,
     pub(super) cluster_ips: ClusterIps<F::Address>,
     pub(super) backends: Backends<F::Address>,
@@ -275,6 +278,7 @@ impl<F: TableFamily> Entries<F> {
     pub(super) fn empty(slots: u32) -> Self {
         Self {
             frontends: FxHashMap::default(),
+            address_bits: AddressBits::default(),
             services: FxHashMap::default(),
             cluster_ips: ClusterIps::none(),
             backends: Backends::default(),

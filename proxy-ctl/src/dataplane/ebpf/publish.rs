@@ -402,7 +402,7 @@ impl<F: TableFamily> FamilyWriter<F> {
                 }
             };
             for (key, frontend, _) in &wanted[next..next + written] {
-                let before = self.entries.frontends.insert(*key, *frontend);
+                let before = self.note_frontend(*key, *frontend);
                 let is_anothers = before.is_some_and(|before| before.service != frontend.service);
                 let is_closed =
                     before.is_some_and(|before| frontend.flags & !before.flags & FRONTEND_SOURCE_RANGES != 0);
@@ -466,7 +466,7 @@ impl<F: TableFamily> FamilyWriter<F> {
                 Ok(found) => {
                     writes.applied.removed += u64::from(found);
                     writes.lost.extend(Transport::from_number(key.protocol));
-                    self.entries.frontends.remove(&key);
+                    self.forget_frontend(&key);
                 }
                 Err(error) => {
                     kept.insert(id);

@@ -390,7 +390,9 @@ fn count_family<F: TableFamily>(
 }
 
 /// Tables that always have all their entries, and those whose entries evict each other. (Storage of sockets has no size of its own.)
-const NEVER_FULL: [&str; 10] = [
+const NEVER_FULL: [&str; 12] = [
+    table::frontend_addresses4,
+    table::frontend_addresses6,
     table::settings,
     table::lease,
     table::event_control,

@@ -10,7 +10,7 @@ use proxy_common::{
     inventory::{Limit, table},
     layout::{
         Affinity, AffinityKey, Backend, Collected, Connections, DatagramOrigins, EVENT_BYTES, Event,
-        EventControl, FirstFragment, Flow, FlowKey, ForeignFlow, FourPorts, FragmentKey, Frontend,
+        EventControl, FRONTEND_ADDRESS_WORDS, FirstFragment, Flow, FlowKey, ForeignFlow, FourPorts, FragmentKey, Frontend,
         FrontendKey, InterfaceSettings, Lease, LinkAddress, MASQUERADE_PORT_ROOM, NodeAddress, PORTS,
         PrefixKey, REDIRECTS, RedirectTarget, RouteEpoch, SERVICE_CIDRS, Service, ServiceCounters,
         ServiceName, Settings, Slot4, Slot6, SocketOrigin, SourceRange, VlanTag,
@@ -300,6 +300,7 @@ pub(super) type SourceRangeKey<F> = PrefixKey<SourceRange<<F as proxy_common::fa
 #[derive(Debug)]
 pub(super) struct FamilyTables<F: TableFamily> {
     pub(super) frontends: Table<FrontendKey<F::Address>, Frontend>,
+    pub(super) frontend_addresses: SharedArray<u64>,
     pub(super) slots: SharedArray<F::Slot>,
     pub(super) backends: Table<u32, Backend<F::Address>>,
     pub(super) flows: Table<FlowKey<F::Address>, Flow<F::Address>>,
@@ -316,6 +317,7 @@ impl<F: TableFamily> FamilyTables<F> {
     pub(super) fn open(folder: &Path, writable: bool) -> Result<Self, Error> {
         Ok(Self {
             frontends: Table::open(folder, F::FRONTENDS, Some(Limit::Frontends))?,
+            frontend_addresses: shared(folder, F::FRONTEND_ADDRESSES, writable)?,
             slots: shared(folder, F::SLOTS, writable)?,
             backends: Table::open(folder, F::BACKENDS, Some(Limit::Backends))?,
             flows: Table::open(folder, F::FLOWS, Some(Limit::Flows))?,

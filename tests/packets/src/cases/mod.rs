@@ -26,6 +26,7 @@ mod source_ranges;
 mod sustained;
 pub(crate) mod transit;
 mod translation;
+mod unknown;
 mod unserved;
 
 use anyhow::Result;
@@ -167,6 +168,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     pod_sockets::cases::<W>(group);
     past_stack::cases::<W>(group);
     unserved::cases::<W>(group);
+    unknown::cases::<W>(group);
     direct::cases::<W>(group);
 }
 

@@ -1,0 +1,81 @@
+//! Segments of connections that no table knows. Either the address that the client has dialled was
+//! another node's before, or the flow was lost. If such a segment went on, it would leave the node
+//! again: its client would wait for minutes, and a router may send it back until its TTL ends.
+//!
+//! If the choice of the backend is the same on every node, the segment opens its flow again, and
+//! the connection goes on. Otherwise it is answered by a RST, as its endpoint would answer it.
+//! Packets to the node's own addresses are the stack's.
+
+use super::{FlowTables, PodSockets, Rival, Scratch, guard, is_admitted, open};
+use crate::{
+    balance::HASH_FACTOR,
+    family::Family,
+    layout::{Address, FLOW_MASQUERADE, FLOW_RESUMED, FRONTEND_ADDRESS_WORDS, FRONTEND_MAGLEV, FrontendKey},
+    reason::Reason,
+    select::Origin,
+};
+
+/// Returns the index of the word, and the bit in it, of an address in `frontend_addresses4/6`.
+#[inline(always)]
+pub fn frontend_address_bit<A: Address>(address: &A) -> (u32, u64) {
+    const BITS: u32 = FRONTEND_ADDRESS_WORDS.ilog2() + u64::BITS.ilog2();
+    let [upper, lower] = address.halves();
+    let whole = if A::BITS > u64::BITS { upper.wrapping_mul(HASH_FACTOR) ^ lower } else { lower };
+    let place = whole.wrapping_mul(HASH_FACTOR) >> (u64::BITS - BITS);
+    ((place / u64::from(u64::BITS)) as u32, 1 << (place % u64::from(u64::BITS)))
+}
+
+/// Returns true if the packet, which has no flow, is of a connection to a frontend of an address
+/// that is not the node's own. Sets `scratch.frontend`.
+#[inline(always)]
+pub(super) fn is_one<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    sockets: &impl PodSockets<F::Address>,
+) -> bool {
+    let Scratch { packet, origin, rival, is_apart, .. } = &*scratch;
+    let is_strange = *rival != Rival::None || *is_apart || scratch.is_unpacked();
+    packet.goes_on()
+        && *origin != Origin::Host
+        && !is_strange
+        && tables.answers_unknown()
+        && find_frontend(tables, scratch)
+        && !sockets.stays_here(scratch)
+}
+
+/// Sets `scratch.frontend` to the one of the packet's destination. Returns false if there is none: a
+/// node port does not count.
+// Not inlined: the key would lie on the stack beside what opening a flow needs.
+#[inline(never)]
+fn find_frontend<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {
+    let Scratch { packet, frontend, .. } = scratch;
+    let key = FrontendKey::of_address(packet.destination, packet.destination_port, packet.protocol);
+    let found = tables.frontend(&key);
+    *frontend = found.unwrap_or_default();
+    found.is_some()
+}
+
+/// Makes `scratch.flow` the one that the packet's connection has had, if it can be told which that
+/// is.
+// Not inlined: what it needs of the stack would be added to what dialling needs.
+#[inline(never)]
+pub(super) fn prepare<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<(), Reason> {
+    if !is_admitted(tables, scratch) {
+        return Err(Reason::SourceNotAllowed);
+    }
+    open::prepare_as_drawn(tables, scratch)?;
+    let Scratch { frontend, flow, .. } = &*scratch;
+    // The port of a masqueraded source was chosen by the node that has forgotten it, or by another.
+    let is_known = frontend.flags & FRONTEND_MAGLEV != 0 && flow.flags & FLOW_MASQUERADE == 0;
+    if !is_known {
+        return Err(Reason::UnknownConnection);
+    }
+    if !guard::admits(tables, scratch) {
+        return Err(Reason::ConnectionsLimited);
+    }
+    scratch.flow.flags |= FLOW_RESUMED;
+    Ok(())
+}

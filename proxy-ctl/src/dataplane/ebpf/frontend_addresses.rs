@@ -1,0 +1,96 @@
+//! The bits of `frontend_addresses4/6`: by one of them the programs tell that no frontend has an
+//! address, so that packets of no Service cost nothing more.
+//!
+//! Several frontends may share a bit, so that they are counted. Where a bit could not be written,
+//! segments of unknown connections go on untouched, or packets of no Service take the slow path.
+
+use proxy_common::{
+    flow::frontend_address_bit,
+    layout::{Frontend, FrontendKey},
+};
+use rustc_hash::FxHashMap;
+
+use super::{family::TableFamily, tables::FamilyTables, writer::FamilyWriter};
+
+/// A word of the table, and the bit in it.
+type Place = (u32, u64);
+
+/// How many frontends share each bit that is set.
+#[derive(Debug, Default)]
+pub(super) struct AddressBits(FxHashMap<Place, u32>);
+
+impl AddressBits {
+    /// Returns the bits of these frontends. Node ports and marks of ClusterIPs are no addresses that
+    /// serve.
+    pub(super) fn of<'a, F: TableFamily>(
+        keys: impl Iterator<Item = &'a FrontendKey<F::Address>>,
+    ) -> Self {
+        let mut bits = Self::default();
+        for key in keys.filter(|key| key.is_of_address()) {
+            *bits.0.entry(frontend_address_bit(&key.address)).or_default() += 1;
+        }
+        bits
+    }
+
+    /// Makes the table have these bits and no others.
+    pub(super) fn write_all<F: TableFamily>(&self, tables: &FamilyTables<F>) {
+        let mut words: FxHashMap<u32, u64> = FxHashMap::default();
+        for (word, bit) in self.0.keys() {
+            *words.entry(*word).or_default() |= bit;
+        }
+        for index in 0..tables.frontend_addresses.len() {
+            let wanted = words.get(&(index as u32)).copied().unwrap_or(0);
+            if tables.frontend_addresses.get(index) != Some(wanted) {
+                let _written = tables.frontend_addresses.set(index, &wanted);
+            }
+        }
+    }
+
+    fn add<F: TableFamily>(&mut self, tables: &FamilyTables<F>, address: &F::Address) {
+        let place @ (word, bit) = frontend_address_bit(address);
+        let users = self.0.entry(place).or_default();
+        *users += 1;
+        if *users == 1 {
+            change(tables, word, |bits| bits | bit);
+        }
+    }
+
+    fn remove<F: TableFamily>(&mut self, tables: &FamilyTables<F>, address: &F::Address) {
+        let place @ (word, bit) = frontend_address_bit(address);
+        let Some(users) = self.0.get_mut(&place) else { return };
+        *users -= 1;
+        if *users == 0 {
+            self.0.remove(&place);
+            change(tables, word, |bits| bits & !bit);
+        }
+    }
+}
+
+fn change<F: TableFamily>(tables: &FamilyTables<F>, word: u32, change: impl FnOnce(u64) -> u64) {
+    let index = word as usize;
+    if let Some(bits) = tables.frontend_addresses.get(index) {
+        let _written = tables.frontend_addresses.set(index, &change(bits));
+    }
+}
+
+impl<F: TableFamily> FamilyWriter<F> {
+    /// Notes a frontend that is written, and returns the one that the key had before.
+    pub(super) fn note_frontend(
+        &mut self,
+        key: FrontendKey<F::Address>,
+        frontend: Frontend,
+    ) -> Option<Frontend> {
+        let before = self.entries.frontends.insert(key, frontend);
+        if before.is_none() && key.is_of_address() {
+            self.entries.address_bits.add(&self.tables, &key.address);
+        }
+        before
+    }
+
+    /// Forgets a frontend that is removed.
+    pub(super) fn forget_frontend(&mut self, key: &FrontendKey<F::Address>) {
+        if self.entries.frontends.remove(key).is_some() && key.is_of_address() {
+            self.entries.address_bits.remove(&self.tables, &key.address);
+        }
+    }
+}

@@ -227,6 +227,9 @@ impl HandOver {
             );
         }
         self.hands_everything = everything;
+        if everything {
+            self.primary.share_frontends(true)?;
+        }
         if !self.is_synced {
             // The first resync hands over.
             return Ok(Applied::default());
@@ -579,7 +582,10 @@ impl Dataplane for HandOver {
         let beside = self.opened.as_mut().map_or(Ok(()), |opened| opened.collect_garbage());
         let own = self.primary.collect_garbage();
         let handed = self.refresh_beside().and_then(|()| self.follow_end_of_lack());
+        let is_over = !self.hands_everything && !self.is_beside_stale;
+        let shared = if is_over { self.primary.share_frontends(false) } else { Ok(()) };
         own?;
+        shared?;
         handed?;
         if self.serves_nothing_beside() && (self.opened.is_some() || self.removal_pending) {
             self.idle += 1;

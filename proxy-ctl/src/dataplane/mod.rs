@@ -115,6 +115,12 @@ pub trait Dataplane: Programmed + Send {
         }
     }
 
+    /// Says whether another mode serves all frontends of this one beside it, for pods without packet
+    /// programs. It is said before the other mode begins, and after it has ended.
+    fn share_frontends(&mut self, are_shared: bool) -> Result<(), Error> {
+        self.inner_mut().map_or(Ok(()), |inner| inner.share_frontends(are_shared))
+    }
+
     /// Lets go of the mode that serves beside this one, for another dataplane to adopt what it has written. The next write opens it
     /// again.
     fn release_beside(&mut self) {

@@ -27,4 +27,5 @@ mod sequences;
 mod sockets;
 mod source_ranges;
 mod state;
+mod unknown;
 mod unserved;

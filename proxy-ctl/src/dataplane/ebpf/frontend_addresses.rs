@@ -22,9 +22,7 @@ pub(super) struct AddressBits(FxHashMap<Place, u32>);
 impl AddressBits {
     /// Returns the bits of these frontends. Node ports and marks of ClusterIPs are no addresses that
     /// serve.
-    pub(super) fn of<'a, F: TableFamily>(
-        keys: impl Iterator<Item = &'a FrontendKey<F::Address>>,
-    ) -> Self {
+    pub(super) fn of<'a, F: TableFamily>(keys: impl Iterator<Item = &'a FrontendKey<F::Address>>) -> Self {
         let mut bits = Self::default();
         for key in keys.filter(|key| key.is_of_address()) {
             *bits.0.entry(frontend_address_bit(&key.address)).or_default() += 1;

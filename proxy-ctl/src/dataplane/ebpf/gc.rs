@@ -275,6 +275,7 @@ impl<F: TableFamily> Collector<F> {
             (self.recount, self.unproven) = (None, None);
         }
         if is_at_end? && stage == Stage::Established {
+            self.ended.end();
             if let Some(recount) = self.recount.take() {
                 failures.see(COUNTING, recount.end(tables));
             }

@@ -31,6 +31,7 @@ use self::{
     adopt::Stray,
     affinity::AffinityCollector,
     allocate::{Range, Ranges},
+    answering::Circumstances,
     attach::{Cgroup, Hooks},
     connections::SocketCounter,
     family::TableFamily,
@@ -41,7 +42,7 @@ use self::{
     lease::LeaseRenewal,
     left_to_node::LeftToNode,
     moved_ports::MovedPorts,
-    netfilter_ports::{KeepPorts, ListRest},
+    netfilter_ports::{KeepPorts, Kept, ListRest},
     paths::Paths,
     pins::TablePins,
     programmed::Entries,
@@ -75,6 +76,7 @@ use crate::{
 mod adopt;
 mod affinity;
 mod allocate;
+mod answering;
 mod attach;
 mod backends;
 pub mod cleanup;
@@ -170,6 +172,10 @@ pub struct EbpfDataplane {
     keep_ports: KeepPorts,
     /// After the last [`keep_netfilter_ports`](EbpfDataplane::keep_netfilter_ports).
     list_rest: ListRest,
+    /// The connections that netfilter translates were listed, and all are kept.
+    are_netfilters_kept: bool,
+    /// Another mode serves all frontends, for pods without packet programs.
+    are_frontends_shared: bool,
     stale_sockets: StaleSockets,
     service_cidrs: ServiceCidrs,
     /// `None`: no service port goes by connections.
@@ -215,6 +221,9 @@ pub(super) const ENTRY: Entry = Entry {
 };
 
 const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;
+/// Connections that netfilter translates are listed again after so many collections, if they could
+/// not be listed, or there was no room to keep them all.
+const COLLECTIONS_BETWEEN_LISTS: u32 = 60;
 /// Of [`FourPorts`].
 const FOUR: usize = 4;
 
@@ -312,6 +321,8 @@ impl EbpfDataplane {
             is_swapped: true,
             keep_ports: KeepPorts::BeforePackets,
             list_rest: ListRest::default(),
+            are_netfilters_kept: false,
+            are_frontends_shared: false,
             stale_sockets,
             service_cidrs: ServiceCidrs::begin(config),
             connections: None,
@@ -324,7 +335,11 @@ impl EbpfDataplane {
         }
         // Programs may be reading what a predecessor retired in its last moment.
         dataplane.shared.grace.wait().map_err(Error::Grace)?;
-        dataplane.write_settings(|settings| settings.host_namespace = host_namespace)?;
+        dataplane.write_settings(|settings| {
+            settings.host_namespace = host_namespace;
+            // What a predecessor knew of the connections of others may be over.
+            settings.answers_unknown = 0;
+        })?;
         // Those of a predecessor are detached only when the packet programs can take over, in `set_host`.
         if balancing != SocketLoadBalancing::Off {
             dataplane.hooks.attach_sockets()?;
@@ -492,21 +507,54 @@ impl EbpfDataplane {
     fn keep_netfilter_ports(&mut self) {
         self.flows4.ended.forget();
         self.flows6.ended.forget();
+        self.are_netfilters_kept = false;
+        self.follow_circumstances_or_warn();
         let (started, now) = (Instant::now(), clock::since_boot());
         let kept = Conntrack::open().map_err(Error::Conntrack).and_then(|conntrack| {
             let v4 = netfilter_ports::keep(&self.v4.tables, &conntrack, now)?;
-            Ok(v4 + netfilter_ports::keep(&self.v6.tables, &conntrack, now)?)
+            let v6 = netfilter_ports::keep(&self.v6.tables, &conntrack, now)?;
+            Ok(Kept { new: v4.new + v6.new, are_all: v4.are_all && v6.are_all })
         });
         self.list_rest.begin_after(started);
         match kept {
-            Ok(0) => {}
-            Ok(kept) => {
-                tracing::info!(kept, "connections that netfilter translates are kept apart from flows")
+            Ok(Kept { new, are_all }) => {
+                self.are_netfilters_kept = are_all;
+                if new > 0 {
+                    tracing::info!(
+                        kept = new,
+                        "connections that netfilter translates are kept apart from flows"
+                    );
+                }
             }
             // All of them may go on even so, and new connections matter more.
             Err(error) => {
                 tracing::warn!(%error, "connections that netfilter translates may lose packets to new flows")
             }
+        }
+    }
+
+    /// Has the programs answer segments of unknown connections, or stop it.
+    fn follow_circumstances(&self) -> Result<(), Error> {
+        let circumstances = Circumstances {
+            is_synced: self.is_synced,
+            has_taken_over: self.keep_ports == KeepPorts::Done && !self.attaches_later,
+            is_retiring: self.retiring,
+            lacks_programs: self.lacks_programs(),
+            are_frontends_shared: self.are_frontends_shared,
+            are_netfilters_kept: self.are_netfilters_kept,
+            are_netfilters_gone: self.flows4.ended.are_gone() && self.flows6.ended.are_gone(),
+        };
+        let answers = circumstances.allow_answers();
+        if self.write_settings(|settings| settings.answers_unknown = answers.into())? {
+            let told = if answers { "are answered by RST" } else { "pass" };
+            tracing::info!("segments of connections that no table knows {told}");
+        }
+        Ok(())
+    }
+
+    fn follow_circumstances_or_warn(&self) {
+        if let Err(error) = self.follow_circumstances() {
+            tracing::warn!(%error, "segments of unknown connections are answered as before");
         }
     }
 
@@ -1024,13 +1072,33 @@ impl Dataplane for EbpfDataplane {
         if self.collections.is_multiple_of(COLLECTIONS_BETWEEN_INSPECTIONS) {
             self.inspect(&mut failures)?;
         }
+        if self.keep_ports == KeepPorts::Done
+            && !self.are_netfilters_kept
+            && self.collections.is_multiple_of(COLLECTIONS_BETWEEN_LISTS)
+        {
+            self.keep_netfilter_ports();
+        }
+        failures.see("answers to unknown connections", self.follow_circumstances());
         failures.see("tables of another size", resize::transfer(&self.paths, &mut self.resizing));
         Ok(failures.into_result()?)
+    }
+
+    fn share_frontends(&mut self, are_shared: bool) -> Result<(), super::Error> {
+        if std::mem::replace(&mut self.are_frontends_shared, are_shared) == are_shared {
+            return Ok(());
+        }
+        if !are_shared {
+            // The other mode may have opened connections to the last moment.
+            self.keep_netfilter_ports();
+        }
+        Ok(self.follow_circumstances()?)
     }
 
     /// Without frontends, packets of known TCP flows are translated on and all others pass.
     fn retire(&mut self) -> Result<bool, super::Error> {
         if !self.retiring {
+            // From now on netfilter may translate connections to the same frontends.
+            self.write_settings(|settings| settings.answers_unknown = 0)?;
             self.keep_ports = KeepPorts::Done;
             // They are connected to endpoints, and go on without any frontend.
             self.stale_sockets = StaleSockets::none();

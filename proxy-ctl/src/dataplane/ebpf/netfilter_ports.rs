@@ -32,35 +32,43 @@ pub(super) enum KeepPorts {
 /// client may take half of them, so that TCP connections have a quarter at least.
 const PARTS_OF_ROWS: u32 = 4;
 
-/// Keeps the ends of one family's connections from flows. Returns how many connections were not
-/// kept before.
+/// The connections that were kept from flows.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Kept {
+    /// How many were not kept before.
+    pub(super) new: u64,
+    /// There was room for all connections.
+    pub(super) are_all: bool,
+}
+
+/// Keeps the ends of one family's connections from flows.
 pub(super) fn keep<F: TableFamily>(
     tables: &FamilyTables<F>,
     conntrack: &Conntrack,
     now: u64,
-) -> Result<u64, Error> {
+) -> Result<Kept, Error> {
     let connections = list::<F>(conntrack, now)?;
     if connections.is_empty() {
-        return Ok(0);
+        return Ok(Kept { new: 0, are_all: true });
     }
     let most = tables.flows.map().capacity() / PARTS_OF_ROWS;
     let mut rows = kept_rows(tables)?;
-    let (mut kept, mut left_out) = (0_u64, 0_u64);
+    let (mut new, mut left_out) = (0_u64, 0_u64);
     for flow in &connections {
         let keys = flow.netfilter_keys();
         let has_room = rows + keys.len() as u64 <= u64::from(most);
         let (mut is_new, mut is_left_out) = (false, false);
         for key in keys {
             match keep_key(tables, &key, flow, has_room)? {
-                Kept::New => {
+                KeptKey::New => {
                     rows += 1;
                     is_new = true;
                 }
-                Kept::LeftOut => is_left_out = true,
-                Kept::Already => {}
+                KeptKey::LeftOut => is_left_out = true,
+                KeptKey::Already => {}
             }
         }
-        kept += u64::from(is_new);
+        new += u64::from(is_new);
         left_out += u64::from(is_left_out);
     }
     if left_out > 0 {
@@ -70,7 +78,7 @@ pub(super) fn keep<F: TableFamily>(
              packets of some of them; they may take a quarter of ebpf.limits.flows"
         );
     }
-    Ok(kept)
+    Ok(Kept { new, are_all: left_out == 0 })
 }
 
 /// Counts the rows that are kept, also those of connections that have ended since the last walk.
@@ -85,7 +93,7 @@ fn kept_rows<F: TableFamily>(tables: &FamilyTables<F>) -> Result<u64, Error> {
 
 /// The outcome for a key that is to be kept.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-enum Kept {
+enum KeptKey {
     New,
     /// It is netfilter's already, or a confirmed flow's, which goes on.
     Already,
@@ -98,21 +106,21 @@ fn keep_key<F: TableFamily>(
     key: &FlowKey<F::Address>,
     flow: &Flow<F::Address>,
     has_room: bool,
-) -> Result<Kept, Error> {
+) -> Result<KeptKey, Error> {
     // A confirmed flow goes on. Another may be that of a forged SYN, and is not found any more.
     let opening = tables.opening_flows.get(key)?;
     if opening.is_some_and(|flow| flow.state.progress == PROGRESS_CONFIRMED) {
-        return Ok(Kept::Already);
+        return Ok(KeptKey::Already);
     }
     if has_room && tables.flows.insert(key, flow)? {
-        return Ok(Kept::New);
+        return Ok(KeptKey::New);
     }
-    let Some(kept) = tables.flows.get(key)? else { return Ok(Kept::LeftOut) };
+    let Some(kept) = tables.flows.get(key)? else { return Ok(KeptKey::LeftOut) };
     // A former version knew less of it.
     if kept.flags & FLOW_OF_NETFILTER != 0 {
         tables.flows.set(key, flow)?;
     }
-    Ok(Kept::Already)
+    Ok(KeptKey::Already)
 }
 
 fn list<F: TableFamily>(conntrack: &Conntrack, now: u64) -> Result<Vec<Flow<F::Address>>, Error> {
@@ -203,11 +211,22 @@ pub(super) struct EndedConnections<F: TableFamily> {
     /// The walk has met one that was dialled again.
     are_dialled: bool,
     rest: ListRest,
+    /// The walk has begun after connections were kept last.
+    is_current: bool,
+    /// A walk that was current has met none.
+    are_gone: bool,
 }
 
 impl<F: TableFamily> Default for EndedConnections<F> {
     fn default() -> Self {
-        Self { up: None, are_kept: false, are_dialled: false, rest: ListRest::default() }
+        Self {
+            up: None,
+            are_kept: false,
+            are_dialled: false,
+            rest: ListRest::default(),
+            is_current: false,
+            are_gone: false,
+        }
     }
 }
 
@@ -215,6 +234,7 @@ impl<F: TableFamily> EndedConnections<F> {
     /// A walk through `flows` begins.
     pub(super) fn begin(&mut self) {
         self.up = None;
+        self.is_current = true;
         let (are_kept, are_dialled) =
             (std::mem::take(&mut self.are_kept), std::mem::take(&mut self.are_dialled));
         let is_due = if are_dialled { self.rest.is_over_for_dialled() } else { self.rest.is_over() };
@@ -231,9 +251,20 @@ impl<F: TableFamily> EndedConnections<F> {
         self.rest.begin_after(started);
     }
 
-    /// Others were kept since the list was made.
+    /// The walk has come to the end.
+    pub(super) fn end(&mut self) {
+        self.are_gone = self.is_current && !self.are_kept;
+    }
+
+    /// Returns true if none of the connections that were kept is left.
+    pub(super) fn are_gone(&self) -> bool {
+        self.are_gone
+    }
+
+    /// Others are kept than when the list was made.
     pub(super) fn forget(&mut self) {
         self.up = None;
+        (self.is_current, self.are_gone) = (false, false);
     }
 
     /// Says what is to be done with a row that the walk meets.
@@ -298,5 +329,36 @@ mod tests {
             assert_eq!(ended.judge(&row(1, is_dialled)), Judged::Other);
         }
         assert!(ended.are_dialled);
+    }
+
+    fn walk(ended: &mut EndedConnections<V4>, rows: &[u32]) -> bool {
+        ended.begin();
+        for flags in rows {
+            ended.judge(&Flow { flags: *flags, ..Flow::default() });
+        }
+        ended.end();
+        ended.are_gone()
+    }
+
+    #[test]
+    fn connections_are_gone_when_a_whole_walk_meets_none() {
+        let mut ended = EndedConnections::<V4>::default();
+        assert!(!ended.are_gone(), "nobody has looked");
+        assert!(!walk(&mut ended, &[0, FLOW_OF_NETFILTER, 0]));
+        assert!(walk(&mut ended, &[0]));
+        assert!(walk(&mut ended, &[]));
+    }
+
+    /// Their rows may lie where the walk has been before.
+    #[test]
+    fn a_walk_that_began_before_connections_were_kept_tells_nothing() {
+        let mut ended = EndedConnections::<V4>::default();
+        assert!(walk(&mut ended, &[]));
+        ended.begin();
+        ended.forget();
+        assert!(!ended.are_gone());
+        ended.end();
+        assert!(!ended.are_gone());
+        assert!(walk(&mut ended, &[]));
     }
 }

@@ -1,0 +1,66 @@
+//! Whether the programs answer segments of connections that no table knows. Such a segment may be of
+//! a connection that netfilter translates, or go to a frontend that is not listed yet, so they
+//! answer only while neither can be.
+
+/// What the answers depend on. By default nothing is known, and there are none.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub(super) struct Circumstances {
+    /// Everything that is desired was listed, and the programs have it.
+    pub(super) is_synced: bool,
+    /// All interfaces have their programs, and the former proxy or mode opens no connections.
+    pub(super) has_taken_over: bool,
+    /// Another mode is to be at work.
+    pub(super) is_retiring: bool,
+    /// Some pods have no packet programs.
+    pub(super) lacks_programs: bool,
+    /// Another mode serves the same frontends.
+    pub(super) are_frontends_shared: bool,
+    /// The connections that netfilter translates were listed, and there was room to keep them all.
+    pub(super) are_netfilters_kept: bool,
+    /// None of them is left.
+    pub(super) are_netfilters_gone: bool,
+}
+
+impl Circumstances {
+    /// Returns true if nobody else can have opened a connection to a frontend.
+    pub(super) const fn allow_answers(self) -> bool {
+        self.is_synced
+            && self.has_taken_over
+            && !self.is_retiring
+            && !self.lacks_programs
+            && !self.are_frontends_shared
+            && self.are_netfilters_kept
+            && self.are_netfilters_gone
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    const ALONE: Circumstances = Circumstances {
+        is_synced: true,
+        has_taken_over: true,
+        is_retiring: false,
+        lacks_programs: false,
+        are_frontends_shared: false,
+        are_netfilters_kept: true,
+        are_netfilters_gone: true,
+    };
+
+    #[rstest]
+    #[case::alone(ALONE, true)]
+    #[case::at_first(Circumstances::default(), false)]
+    #[case::not_listed(Circumstances { is_synced: false, ..ALONE }, false)]
+    #[case::without_programs(Circumstances { has_taken_over: false, ..ALONE }, false)]
+    #[case::retiring(Circumstances { is_retiring: true, ..ALONE }, false)]
+    #[case::pods_without_programs(Circumstances { lacks_programs: true, ..ALONE }, false)]
+    #[case::a_mode_beside(Circumstances { are_frontends_shared: true, ..ALONE }, false)]
+    #[case::connections_not_listed(Circumstances { are_netfilters_kept: false, ..ALONE }, false)]
+    #[case::connections_left(Circumstances { are_netfilters_gone: false, ..ALONE }, false)]
+    fn answers(#[case] circumstances: Circumstances, #[case] expected: bool) {
+        assert_eq!(circumstances.allow_answers(), expected);
+    }
+}

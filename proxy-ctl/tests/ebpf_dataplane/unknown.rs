@@ -1,0 +1,146 @@
+//! When the programs answer segments of connections that no table knows, and at which addresses.
+
+use std::{collections::BTreeMap, sync::Arc};
+
+use proxy_common::{
+    flow::frontend_address_bit,
+    layout::{FLOW_OF_NETFILTER, FRONTEND_ADDRESS_WORDS, Flow, FlowKey, Settings},
+};
+use proxy_ctl::{
+    dataplane::{Dataplane, Host, ebpf::EbpfDataplane},
+    model::desired::{Changes, DesiredPort},
+    sys::clock,
+};
+use rstest::rstest;
+
+use super::{
+    desired::{change, endpoint, port, shared, with_node_port},
+    sandbox::{Sandbox, TakeHost as _},
+};
+
+fn web(address: &str) -> Vec<Arc<DesiredPort>> {
+    let web = port("web", address, vec![endpoint("10.0.0.1", 8080)]);
+    shared([with_node_port(web, 30080)])
+}
+
+/// The words of the table that are not 0.
+fn bits(sandbox: &Sandbox) -> BTreeMap<u32, u64> {
+    let all = sandbox.map::<u32, u64>("frontend_addresses4").read_all().unwrap();
+    assert_eq!(all.len(), FRONTEND_ADDRESS_WORDS as usize);
+    all.into_iter().filter(|(_, bits)| *bits != 0).collect()
+}
+
+fn bits_of(addresses: &[[u8; 4]]) -> BTreeMap<u32, u64> {
+    let mut words = BTreeMap::new();
+    for (word, bit) in addresses.iter().map(frontend_address_bit) {
+        *words.entry(word).or_default() |= bit;
+    }
+    words
+}
+
+#[test]
+fn addresses_have_a_bit_for_as_long_as_a_frontend_has_them() {
+    const FIRST: [u8; 4] = [10, 96, 0, 1];
+    const SECOND: [u8; 4] = [10, 96, 0, 2];
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
+    dataplane.resync(&web("10.96.0.1")).unwrap();
+    assert_eq!(bits(&sandbox), bits_of(&[FIRST]), "a node port has none");
+    let other = || shared([port("other", "10.96.0.1", Vec::new())]);
+    dataplane.apply(&change(other())).unwrap();
+    dataplane.apply(&change(web("10.96.0.2"))).unwrap();
+    assert_eq!(bits(&sandbox), bits_of(&[FIRST, SECOND]));
+    let removed = other().iter().map(|port| port.name.clone()).collect();
+    dataplane.apply(&Changes { changed: Vec::new(), removed }).unwrap();
+    assert_eq!(bits(&sandbox), bits_of(&[SECOND]));
+    dataplane.retire().unwrap();
+    assert_eq!(bits(&sandbox), bits_of(&[]));
+}
+
+#[test]
+fn a_restart_writes_the_bits_as_they_should_be() {
+    let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
+    dataplane.resync(&web("10.96.0.1")).unwrap();
+    drop(dataplane);
+    let expected = bits(&sandbox);
+    let table = sandbox.map::<u32, u64>("frontend_addresses4");
+    table.set(&7, &u64::MAX).unwrap();
+    for word in expected.keys() {
+        table.set(word, &0).unwrap();
+    }
+    let mut dataplane = sandbox.open();
+    dataplane.resync(&web("10.96.0.1")).unwrap();
+    assert_eq!(bits(&sandbox), expected);
+}
+
+fn answers(sandbox: &Sandbox) -> bool {
+    let settings: Settings = sandbox.map("settings").get(&0).unwrap().unwrap();
+    settings.answers_unknown != 0
+}
+
+/// One that has taken the node over.
+fn serving(sandbox: &Sandbox) -> EbpfDataplane {
+    let mut dataplane = sandbox.open();
+    dataplane.resync(&web("10.96.0.1")).unwrap();
+    dataplane.take_host(&Host::default()).unwrap();
+    assert!(!answers(sandbox), "netfilter has not been looked at");
+    dataplane.collect_garbage().unwrap();
+    dataplane
+}
+
+#[rstest]
+#[case::after_a_restart(|dataplane: EbpfDataplane, sandbox: &Sandbox| {
+    drop(dataplane);
+    sandbox.open()
+})]
+#[case::once_another_mode_serves_too(|mut dataplane: EbpfDataplane, _: &Sandbox| {
+    dataplane.share_frontends(true).unwrap();
+    dataplane
+})]
+#[case::once_another_mode_is_at_work(|mut dataplane: EbpfDataplane, _: &Sandbox| {
+    dataplane.retire().unwrap();
+    dataplane
+})]
+fn segments_are_answered_while_nobody_else_serves(
+    #[case] change: fn(EbpfDataplane, &Sandbox) -> EbpfDataplane,
+) {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let dataplane = serving(&sandbox);
+    assert!(answers(&sandbox));
+    let _dataplane = change(dataplane, &sandbox);
+    assert!(!answers(&sandbox));
+}
+
+#[test]
+fn segments_are_answered_again_once_the_other_mode_has_ended() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = serving(&sandbox);
+    dataplane.share_frontends(true).unwrap();
+    dataplane.collect_garbage().unwrap();
+    assert!(!answers(&sandbox));
+    dataplane.share_frontends(false).unwrap();
+    assert!(!answers(&sandbox), "what it has left is not known");
+    for _ in 0..20 {
+        dataplane.collect_garbage().unwrap();
+    }
+    assert!(answers(&sandbox));
+}
+
+#[test]
+fn segments_pass_while_netfilter_translates_connections() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = sandbox.open();
+    dataplane.resync(&web("10.96.0.1")).unwrap();
+    let mut flow = Flow::default();
+    (flow.flags, flow.protocol, flow.last_seen) = (FLOW_OF_NETFILTER, 6, clock::since_boot());
+    let key: FlowKey<[u8; 4]> = flow.client_key();
+    let flows = sandbox.map("flows4");
+    flows.set(&key, &flow).unwrap();
+    dataplane.take_host(&Host::default()).unwrap();
+    dataplane.collect_garbage().unwrap();
+    assert!(!answers(&sandbox));
+    flows.remove(&key).unwrap();
+    for _ in 0..20 {
+        dataplane.collect_garbage().unwrap();
+    }
+    assert!(answers(&sandbox));
+}

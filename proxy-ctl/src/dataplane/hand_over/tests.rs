@@ -38,6 +38,8 @@ struct Fake {
     programs_come_later: Arc<Mutex<bool>>,
     /// The number of calls of `supports`.
     asked: Arc<Mutex<usize>>,
+    /// The last argument of `share_frontends`.
+    shares_frontends: bool,
 }
 
 impl Fake {
@@ -133,6 +135,14 @@ impl Dataplane for Fake {
         all.into_iter().filter(|(asked, _)| self.who == "own" && *asked).map(|(_, one)| one).collect()
     }
 
+    fn share_frontends(&mut self, are_shared: bool) -> Result<(), Error> {
+        if std::mem::replace(&mut self.shares_frontends, are_shared) != are_shared {
+            let told = if are_shared { "shared" } else { "its own" };
+            self.log.add(format!("{} frontends are {told}", self.who));
+        }
+        Ok(())
+    }
+
     fn hook_problems(&self) -> HookProblems {
         let lacks_programs = *self.lacks_programs.lock().unwrap();
         let unattached = lacks_programs.then(|| (7, "it is full".to_owned()));
@@ -180,6 +190,7 @@ impl ModeBeside for FakeBeside {
             lacks_programs: Arc::default(),
             programs_come_later: Arc::default(),
             asked: Arc::default(),
+            shares_frontends: false,
         }))
     }
 
@@ -220,6 +231,7 @@ impl Scene {
             lacks_programs: Arc::clone(&lacks_programs),
             programs_come_later: Arc::clone(&programs_come_later),
             asked: Arc::clone(&asked),
+            shares_frontends: false,
         });
         let beside = FakeBeside {
             log: log.clone(),

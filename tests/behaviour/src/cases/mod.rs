@@ -9,6 +9,7 @@ mod direct;
 mod flood;
 mod fragments;
 mod health_check;
+mod moves;
 mod networks;
 mod node_listener;
 mod node_port;
@@ -49,6 +50,7 @@ pub fn all() -> impl Iterator<Item = &'static Case> {
         .chain(direct::CASES)
         .chain(flood::CASES)
         .chain(sctp::CASES)
+        .chain(moves::CASES)
         .chain(source_ranges::CASES)
         .chain(unserved::CASES)
         .chain(node_listener::CASES)

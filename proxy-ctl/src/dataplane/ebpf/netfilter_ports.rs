@@ -334,7 +334,9 @@ mod tests {
     fn walk(ended: &mut EndedConnections<V4>, rows: &[u32]) -> bool {
         ended.begin();
         for flags in rows {
-            ended.judge(&Flow { flags: *flags, ..Flow::default() });
+            let mut flow = Flow::default();
+            flow.flags = *flags;
+            ended.judge(&flow);
         }
         ended.end();
         ended.are_gone()

@@ -530,7 +530,8 @@ fn everything_is_served_by_both_while_a_pod_has_no_packet_programs() {
     scene.apply(with_node_port());
     assert_eq!(scene.apply(web()), ["own web:cl", "beside -web", "remove"]);
     let opened = ["open", "beside host that is shared", "beside all web:cl"];
-    assert_eq!(scene.lack(true, 3), opened);
+    let opened = [&["own frontends are shared"], &opened[..]].concat();
+    assert_eq!(scene.lack(true, 3), opened, "the mode at work learns it first");
     assert_eq!(scene.apply(api()), ["own api:c", "beside api:c"], "the faster one first");
     let again = Service { affinity_seconds: Some(5), ..api() };
     assert_eq!(scene.apply(again), ["own api:c", "beside api:c"]);
@@ -543,7 +544,8 @@ fn everything_is_served_by_both_while_a_pod_has_no_packet_programs() {
     // The next pod comes before the rules are removed.
     assert_eq!(scene.lack(false, COLLECTIONS_BETWEEN_REMOVALS - 1), [""; 0]);
     assert_eq!(scene.lack(true, 1), [""; 0]);
-    assert_eq!(scene.lack(false, COLLECTIONS_BETWEEN_REMOVALS), ["beside -web"], "SCTP stays");
+    let alone = ["beside -web", "own frontends are its own"];
+    assert_eq!(scene.lack(false, COLLECTIONS_BETWEEN_REMOVALS), alone, "SCTP stays");
     scene.model.delete_service(&sctp().name);
     assert_eq!(scene.write(), ["own -sctp", "beside -sctp", "remove"]);
 }
@@ -555,7 +557,8 @@ fn connections_of_a_pod_that_had_no_packet_programs_go_on() {
     scene.lack(true, 1);
     scene.connect_to("10.96.0.1:80");
     let after_the_pause = 3 * COLLECTIONS_BETWEEN_REMOVALS;
-    assert_eq!(scene.lack(false, after_the_pause), ["beside -web"], "the mode beside is still there");
+    let after = ["beside -web", "own frontends are its own"];
+    assert_eq!(scene.lack(false, after_the_pause), after, "the mode beside is still there");
     scene.connections.lock().unwrap().clear();
     assert_eq!(scene.lack(false, COLLECTIONS_BETWEEN_REMOVALS), ["remove"]);
 }
@@ -566,7 +569,7 @@ fn a_lack_that_is_known_before_services_are_written_hands_over_with_them() {
     scene.both.is_synced = false;
     *scene.lacks_programs.lock().unwrap() = true;
     scene.both.set_host(&Host::default()).unwrap();
-    assert_eq!(scene.log.take(), ["own host"]);
+    assert_eq!(scene.log.take(), ["own host", "own frontends are shared"]);
     scene.model.apply_service(web());
     scene.model.take_changes();
     scene.both.resync(&scene.model.desired()).unwrap();

@@ -1133,8 +1133,8 @@ pub struct IcmpErrorCount {
     pub errors: u64,
 }
 
-/// What an ICMP error or a RST is for. Each has a budget of its own, so that a flood of packets that
-/// are refused does not keep clients from learning which length of packets goes through.
+/// Names what an ICMP error or a RST is for. Each has a budget of its own, so that a flood of packets
+/// that are refused does not keep clients from learning which length of packets goes through.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[repr(u32)]
 pub enum IcmpBudget {
@@ -1146,7 +1146,7 @@ pub enum IcmpBudget {
 
 /// How many ICMP errors each CPU sends at most of each budget, as the kernel's net.ipv4.icmp_msgs_per_sec: their addressees may be forged.
 pub const ICMP_ERRORS_PER_SECOND: u64 = 1_000;
-/// How many segments of unknown connections each CPU answers at most in a second. It takes about a
+/// The most segments of unknown connections that each CPU answers in a second. They take about a
 /// hundredth of the CPU, and the clients of an address that moves learn it within seconds.
 pub const RESETS_PER_SECOND: u64 = 10_000;
 

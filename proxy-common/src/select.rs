@@ -133,7 +133,7 @@ pub(crate) fn choose_place<F: Family>(
     })
 }
 
-/// As [`choose_place`], by the draw alone: affinity neither decides nor remembers.
+/// Chooses as [`choose_place`] does, by the draw alone: affinity neither decides nor remembers.
 #[inline(always)]
 pub(crate) fn drawn_place<F: Family>(
     tables: &impl AffinityTables<F>,

@@ -1,5 +1,5 @@
-//! What the kernel knows of a packet that enters the node: the sockets of the pod that it comes from,
-//! which the kernel looks for in the pod's network namespace, and whether it would be forwarded.
+//! Asks the kernel about a packet that enters the node: about the sockets of the pod that it comes
+//! from, in the pod's network namespace, and whether the packet would be forwarded.
 
 use core::{
     marker::PhantomData,

@@ -183,7 +183,7 @@ pub struct Scratch<A> {
     first_fragment: FirstFragment<A>,
 }
 
-/// What the kernel knows of a packet that enters the node: of the sockets of the pod that it comes
+/// Asks the kernel about a packet that enters the node: about the sockets of the pod that it comes
 /// from, and where it goes.
 pub trait PodSockets<A> {
     /// Returns true if one of them is connected from the client's port to the backend of the flow

@@ -35,7 +35,7 @@ pub(super) fn prepare_to_frontend<F: Family, T: FlowTables<F>>(
     set_backend(tables, scratch, place)
 }
 
-/// As [`prepare_to_frontend`], by the draw alone: affinity neither decides nor remembers.
+/// Does what [`prepare_to_frontend`] does by the draw alone: affinity neither decides nor remembers.
 #[inline(always)]
 pub(super) fn prepare_as_drawn<F: Family, T: FlowTables<F>>(
     tables: &T,

@@ -202,7 +202,7 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
         // Only who has acknowledged something waits for a number that is known.
         let acknowledged_from =
             if speaker == Speaker::Client { PROGRESS_ANSWERED } else { PROGRESS_CONFIRMED };
-        // Of a connection that was up before, the client's segment has told both.
+        // The segment that has opened a `FLOW_RESUMED` has told what both sides wait for.
         let is_comparable = is_other_known && (state.progress >= acknowledged_from || is_resumed);
         if refuses {
             state.reset = RESET_CONFIRMED;

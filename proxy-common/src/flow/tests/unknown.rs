@@ -39,7 +39,7 @@ fn a_segment_is_answered_that_only_a_connection_has(
     assert_eq!(host.entries(Stage::Opening), 0);
 }
 
-/// What is different about the node, or about the packet.
+/// Changes something about the node or about the packet.
 type Difference = fn(&mut Host, &mut Packet<A>);
 
 #[rstest]
@@ -146,7 +146,7 @@ fn what_another_node_has_chosen_is_not_known(#[case] local: bool, #[case] flags:
     assert_eq!(outcome.map(drop), Err(Reason::UnknownConnection));
 }
 
-/// Neither many segments nor answers to them prove a client.
+/// A client is proved neither by many segments nor by answers to them.
 #[rstest]
 #[case::backend_here(true, FRONTEND_MAGLEV)]
 #[case::direct_server_return(false, FRONTEND_MAGLEV | FRONTEND_DSR)]

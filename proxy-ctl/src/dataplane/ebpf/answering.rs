@@ -1,8 +1,8 @@
-//! Whether the programs answer segments of connections that no table knows. Such a segment may be of
-//! a connection that netfilter translates, or go to a frontend that is not listed yet, so they
-//! answer only while neither can be.
+//! Decides whether the programs answer segments of connections that no table knows. Such a segment
+//! may be of a connection that netfilter translates, or go to a frontend that is not listed yet, so
+//! the programs answer only while neither can be.
 
-/// What the answers depend on. By default nothing is known, and there are none.
+/// Holds what the answers depend on. By default nothing is known, and nothing is answered.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(super) struct Circumstances {
     /// Everything that is desired was listed, and the programs have it.
@@ -17,7 +17,7 @@ pub(super) struct Circumstances {
     pub(super) are_frontends_shared: bool,
     /// The connections that netfilter translates were listed, and there was room to keep them all.
     pub(super) are_netfilters_kept: bool,
-    /// None of them is left.
+    /// A look at all rows has found that no such connection is left.
     pub(super) are_netfilters_gone: bool,
 }
 

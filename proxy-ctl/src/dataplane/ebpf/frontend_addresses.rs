@@ -15,7 +15,7 @@ use super::{family::TableFamily, tables::FamilyTables, writer::FamilyWriter};
 /// A word of the table, and the bit in it.
 type Place = (u32, u64);
 
-/// How many frontends share each bit that is set.
+/// Counts the frontends that share each bit.
 #[derive(Debug, Default)]
 pub(super) struct AddressBits(FxHashMap<Place, u32>);
 

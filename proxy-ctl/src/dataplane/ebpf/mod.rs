@@ -337,7 +337,7 @@ impl EbpfDataplane {
         dataplane.shared.grace.wait().map_err(Error::Grace)?;
         dataplane.write_settings(|settings| {
             settings.host_namespace = host_namespace;
-            // What a predecessor knew of the connections of others may be over.
+            // Since the predecessor has ended, others may have opened connections.
             settings.answers_unknown = 0;
         })?;
         // Those of a predecessor are detached only when the packet programs can take over, in `set_host`.
@@ -1078,8 +1078,14 @@ impl Dataplane for EbpfDataplane {
         {
             self.keep_netfilter_ports();
         }
-        failures.see("answers to unknown connections", self.follow_circumstances());
+        let were_moving = !self.resizing.is_empty();
         failures.see("tables of another size", resize::transfer(&self.paths, &mut self.resizing));
+        if were_moving {
+            // No walk has met what was still in the map before.
+            self.flows4.ended.forget_walk();
+            self.flows6.ended.forget_walk();
+        }
+        failures.see("answers to unknown connections", self.follow_circumstances());
         Ok(failures.into_result()?)
     }
 

@@ -35,7 +35,7 @@ const PARTS_OF_ROWS: u32 = 4;
 /// The connections that were kept from flows.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kept {
-    /// How many were not kept before.
+    /// The number of those that were not kept before.
     pub(super) new: u64,
     /// There was room for all connections.
     pub(super) are_all: bool,
@@ -264,6 +264,11 @@ impl<F: TableFamily> EndedConnections<F> {
     /// Others are kept than when the list was made.
     pub(super) fn forget(&mut self) {
         self.up = None;
+        self.forget_walk();
+    }
+
+    /// Rows may lie where the walk has not been.
+    pub(super) fn forget_walk(&mut self) {
         (self.is_current, self.are_gone) = (false, false);
     }
 

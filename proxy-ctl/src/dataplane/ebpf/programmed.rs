@@ -25,7 +25,7 @@ use crate::model::desired::{self, DesiredPort, ServicePortName};
 #[derive(Debug)]
 pub(super) struct Entries<F: TableFamily> {
     pub(super) frontends: FxHashMap<FrontendKey<F::Address>, Frontend>,
-    /// Those of `frontends`.
+    /// The bits of the addresses in `frontends`.
     pub(super) address_bits: AddressBits,
     pub(super) services: FxHashMap<ServicePortName, Published<F>>,
     pub(super) cluster_ips: ClusterIps<F::Address>,

@@ -38,7 +38,7 @@ struct Fake {
     programs_come_later: Arc<Mutex<bool>>,
     /// The number of calls of `supports`.
     asked: Arc<Mutex<usize>>,
-    /// The last argument of `share_frontends`.
+    /// True if it was told last that another mode serves everything too.
     shares_frontends: bool,
 }
 

@@ -27,7 +27,7 @@ pub(super) const CASES: &[Case] = &[
         .core(),
 ];
 
-/// On each node one.
+/// Each node has one of them.
 const ENDPOINTS: [&str; 2] = ["web-1", "web-2"];
 /// All of them go to the same endpoint with a chance of 2 * 0.5^8.
 const CONNECTIONS: usize = 8;

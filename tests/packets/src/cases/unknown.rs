@@ -13,9 +13,13 @@ use proxy_common::{
     reason::Reason,
 };
 
-use super::{BOTH, Group, Scene, affinity, balance, scene::*, transit::address};
+use super::{
+    BOTH, Group, Scene, affinity, balance,
+    scene::*,
+    transit::{Uplink, address},
+};
 use crate::{
-    wire::{Endpoint, Extra, KnownAddress, Link, Segment},
+    wire::{Cut, Endpoint, Extra, KnownAddress, Link, Segment},
     world::{Tables, Verdict},
 };
 
@@ -82,7 +86,8 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         tcp::<W>(group, &format!("untouched: {name}"), move |s| {
             serve(s, EXTERNAL, FRONTEND_EXTERNAL)?;
             change(s)?;
-            expect_untouched(s, &s.packet(CLIENT, EXTERNAL, TCP_ACK))
+            // From a port that no other case has used: those of moved connections take the slow path.
+            expect_untouched(s, &s.packet((CLIENT.0, 39_999), EXTERNAL, TCP_ACK))
         });
     }
     tcp::<W>(group, "untouched: another port of the address", |s| {
@@ -141,6 +146,53 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.counted(&[(Reason::UnknownConnection, sent), (Reason::RefusalsLimited, dropped)])
     });
     tcp::<W>(group, "goes on by its hash, and is never established", goes_on_by_hash);
+    tcp::<W>(group, "goes on by its hash until its endpoint resets it", |s| {
+        serve_by_hash(s, FRONTEND_MAGLEV)?;
+        let segment = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+        s.world.run(FROM_POD, &segment.bytes::<W>())?;
+        let (_, backend, _) = affinity::BOTH[usize::from(is_remote(s)?)];
+        let reset = Segment {
+            sequence: segment.acknowledgement,
+            acknowledgement: 0,
+            ..segment.to(backend).answer(TCP_RST)
+        };
+        s.send("workload_egress", &reset, Expect::Becomes(&reset.from(CLUSTER_IP)))?;
+        ensure!(s.flow_of(Stage::Opening, CLIENT)?.state.reset == RESET_CONFIRMED);
+        s.world.run(FROM_POD, &s.first(CLIENT, CLUSTER_IP).bytes::<W>())?;
+        ensure!(s.flow_of(Stage::Opening, CLIENT)?.flags & FLOW_RESUMED == 0, "a SYN begins anew");
+        Ok(())
+    });
+    tcp::<W>(group, "goes on by its hash with direct server return", |s| {
+        serve_by_hash(s, FRONTEND_MAGLEV | FRONTEND_EXTERNAL | FRONTEND_DSR)?;
+        let set = s.set(&[(12, REMOTE, false)])?;
+        let flags = SERVICE_HAS_ENDPOINTS;
+        let service = Service { cluster: set, internal: set, external: set, flags, affinity_seconds: 0 };
+        s.world.set_service(SERVICE, service)?;
+        let segment = s.packet(CLIENT, CLUSTER_IP, TCP_ACK);
+        for _ in 0..10 {
+            s.send(FROM_OUTSIDE, &segment, Expect::Becomes(&segment.to(REMOTE)))?;
+            for (key, mut flow) in s.flows(Stage::Opening)? {
+                // As if a second had gone by.
+                flow.last_seen = 1;
+                W::put_flow(&mut s.world.ebpf, Stage::Opening, key, flow)?;
+            }
+        }
+        ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
+        s.counted(&[(Reason::FlowOpened, 1)])
+    });
+    tcp::<W>(group, "untouched: in fragments, and in transit", |s| {
+        serve(s, EXTERNAL, FRONTEND_EXTERNAL)?;
+        let packet = s.packet(CLIENT, EXTERNAL, TCP_ACK);
+        let long = Segment { payload: vec![7; 64], ..packet.clone() };
+        for fragment in long.fragments::<W>(Cut { id: 7, piece: 32 }) {
+            s.send_bytes(FROM_OUTSIDE, &fragment, Expect::Untouched)?;
+        }
+        let uplink = Uplink::new::<W>(s.world)?;
+        let bytes = packet.bytes::<W>();
+        let output = s.world.transit(uplink.index, &bytes)?;
+        ensure!((output.verdict, output.packet) == (Verdict::GoesOn, bytes), "XDP leaves it to TC");
+        Ok(())
+    });
     tcp::<W>(group, "goes on by its hash within the guard's limit", |s| {
         serve_by_hash(s, FRONTEND_MAGLEV)?;
         s.change_settings(|settings| settings.openings_per_window = 1)?;
@@ -231,6 +283,11 @@ fn reset<W: Tables>(packet: &Segment) -> Vec<u8> {
     .bytes::<W>()
 }
 
+/// Returns true if the client's flow leads to the second of both backends.
+fn is_remote<W: Tables>(s: &mut Scene<W>) -> Result<bool> {
+    Ok(s.flow_of(Stage::Opening, CLIENT)?.backend == W::address(REMOTE.0))
+}
+
 fn goes_on_by_hash<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     serve_by_hash(s, FRONTEND_MAGLEV)?;
     let mut met = [false; 2];
@@ -270,9 +327,9 @@ fn with_routes<W: Tables>(s: &mut Scene<W>, body: impl Fn(&mut Scene<W>) -> Resu
     ip(
         None,
         &format!(
-            "link add {WAY_OUT} type veth peer name beyond\n\
+            "link add {WAY_OUT} type veth peer name beyond-way-out\n\
              link set {WAY_OUT} up\n\
-             link set beyond up\n\
+             link set beyond-way-out up\n\
              route add {all} dev {WAY_OUT}\n"
         ),
     )?;

@@ -62,7 +62,7 @@ type Difference = fn(&mut Host, &mut Packet<A>);
     Reason::SourceNotAllowed
 )]
 #[case::no_endpoints(
-    (|host, _| drop(host.tables.services.insert(1, Service::default()))) as Difference,
+    (|host, _| *host.tables.services.get_mut(&1).unwrap() = Service::default()) as Difference,
     Reason::NoEndpoints
 )]
 #[case::no_local_endpoints(

@@ -1133,8 +1133,8 @@ pub struct IcmpErrorCount {
     pub errors: u64,
 }
 
-/// Names what an ICMP error or a RST is for. Each has a budget of its own, so that a flood of packets
-/// that are refused does not keep clients from learning which length of packets goes through.
+/// The purpose of an ICMP error or a RST. Each has a budget of its own, so that a flood of refused
+/// packets does not keep clients from learning which length of packets goes through.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[repr(u32)]
 pub enum IcmpBudget {

@@ -107,7 +107,8 @@ reasons! {
     ClientRemembered = 38, Pass, "client_remembered";
     /// A segment of a connection whose backend is gone, where such connections are reset.
     BackendGone = 37, Refuse, "backend_gone";
-    /// A segment of a connection that no table knows: its address has come from another node, or its flow was lost.
+    /// A segment of a connection that no map knows: its address has come from another node, or its
+    /// flow was lost.
     UnknownConnection = 47, Refuse, "unknown_connection";
     /// The client is in none of the source ranges that the service names for its load-balancer addresses.
     SourceNotAllowed = 39, Drop, "source_not_allowed";

@@ -274,7 +274,8 @@ macro_rules! flow_tables {
                 }
                 let generation = generation_of_moved_ports();
                 if let Some(set_in) = maps::moved_ports.get_ptr_mut(u32::from(port.number())) {
-                    // SAFETY: of a map value, aligned to 4. Others write this generation too, or one beside it.
+                    // SAFETY: the pointer is to a map value, aligned to 4. Others write this
+                    // generation too, or the one before or after it.
                     unsafe { write_volatile(set_in, generation) };
                 }
             }
@@ -391,7 +392,8 @@ macro_rules! flow_tables {
             fn may_be_frontend(&self, address: &$address) -> bool {
                 let (word, bit) = flow::frontend_address_bit(address);
                 let Some(word) = maps::$frontend_addresses.get_ptr(word) else { return false };
-                // SAFETY: of a map value, aligned to 8; one load, as the controller may be changing it.
+                // SAFETY: the pointer is to a map value, aligned to 8. It is one load, as the
+                // controller may be changing it.
                 unsafe { read_volatile(word) & bit != 0 }
             }
 

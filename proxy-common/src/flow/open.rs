@@ -35,7 +35,8 @@ pub(super) fn prepare_to_frontend<F: Family, T: FlowTables<F>>(
     set_backend(tables, scratch, place)
 }
 
-/// Does what [`prepare_to_frontend`] does by the draw alone: affinity neither decides nor remembers.
+/// Chooses a backend as [`prepare_to_frontend`] does, but by the draw alone: affinity neither
+/// decides nor remembers.
 #[inline(always)]
 pub(super) fn prepare_as_drawn<F: Family, T: FlowTables<F>>(
     tables: &T,

@@ -43,8 +43,8 @@ pub(super) fn is_one<F: Family, T: FlowTables<F>>(
         && !sockets.stays_here(scratch)
 }
 
-/// Sets `scratch.frontend` to the one of the packet's destination. Returns false if there is none: a
-/// node port does not count.
+/// Sets `scratch.frontend` to the frontend at the packet's destination. Returns false if there is
+/// none. A node port does not count.
 // Not inlined: the key would lie on the stack beside what opening a flow needs.
 #[inline(never)]
 fn find_frontend<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {

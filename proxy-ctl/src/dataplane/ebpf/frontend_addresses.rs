@@ -20,8 +20,8 @@ type Place = (u32, u64);
 pub(super) struct AddressBits(FxHashMap<Place, u32>);
 
 impl AddressBits {
-    /// Returns the bits of these frontends. Node ports and marks of ClusterIPs are no addresses that
-    /// serve.
+    /// Returns the bits of these frontends. Node ports and entries that only mark a ClusterIP do
+    /// not count.
     pub(super) fn of<'a, F: TableFamily>(keys: impl Iterator<Item = &'a FrontendKey<F::Address>>) -> Self {
         let mut bits = Self::default();
         for key in keys.filter(|key| key.is_of_address()) {

@@ -56,7 +56,8 @@ fn serve(world: &mut World, service: Service) -> Result<()> {
     world.set_service(&Service { load_balancer, ..service }, &ENDPOINTS)
 }
 
-/// Opens connections by node 1, and sends a request over each after the address has moved to node 2.
+/// Opens connections through node 1, and sends a request over each after the address has moved to
+/// node 2.
 fn move_once(world: &World, variant: Variant) -> Result<Vec<Outcome>> {
     let target = (moving().of(variant.family), PORT).into();
     let dial = Dial::new(variant.protocol, target).timeout_ms(AT_ONCE_MS);

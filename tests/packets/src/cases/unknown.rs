@@ -86,7 +86,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         tcp::<W>(group, &format!("untouched: {name}"), move |s| {
             serve(s, EXTERNAL, FRONTEND_EXTERNAL)?;
             change(s)?;
-            // From a port that no other case has used: those of moved connections take the slow path.
+            // No other case uses this port: ports of moved connections take the slow path.
             expect_untouched(s, &s.packet((CLIENT.0, 39_999), EXTERNAL, TCP_ACK))
         });
     }
@@ -172,7 +172,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         for _ in 0..10 {
             s.send(FROM_OUTSIDE, &segment, Expect::Becomes(&segment.to(REMOTE)))?;
             for (key, mut flow) in s.flows(Stage::Opening)? {
-                // As if a second had gone by.
+                // This looks as if a second had gone by.
                 flow.last_seen = 1;
                 W::put_flow(&mut s.world.ebpf, Stage::Opening, key, flow)?;
             }

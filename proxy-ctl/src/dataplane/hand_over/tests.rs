@@ -633,7 +633,13 @@ fn programs_that_come_later_and_lack_for_some_pods_have_each_port_looked_at_once
     *scene.lacks_programs.lock().unwrap() = true;
     (*scene.asked.lock().unwrap(), _) = (0, scene.log.take());
     scene.both.attach().unwrap();
-    let written = ["own attached", "open", "beside host that is shared", "beside all web:cn"];
+    let written = [
+        "own attached",
+        "own frontends are shared",
+        "open",
+        "beside host that is shared",
+        "beside all web:cn",
+    ];
     assert_eq!(scene.log.take(), written);
     assert_eq!(*scene.asked.lock().unwrap(), 1);
 }

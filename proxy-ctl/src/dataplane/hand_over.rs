@@ -226,10 +226,10 @@ impl HandOver {
                 "some pods have no packet programs: it serves everything for them, beside the mode at work"
             );
         }
-        self.hands_everything = everything;
         if everything {
             self.primary.share_frontends(true)?;
         }
+        self.hands_everything = everything;
         if !self.is_synced {
             // The first resync hands over.
             return Ok(Applied::default());

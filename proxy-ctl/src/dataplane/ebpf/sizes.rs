@@ -9,11 +9,13 @@ use crate::{
 
 /// The part of the machine's memory that the tables of flows take at once: one fiftieth.
 const PARTS_OF_MEMORY: u64 = 50;
-/// The part of a container's memory limit that they take at once, and that the rows of one table
-/// may take while they are used: one quarter. Since Linux 5.11 both are counted to the container.
+/// The part of a container's memory limit that the tables of flows take when they are full: one
+/// quarter. Since Linux 5.11 maps are counted to the container.
 const PARTS_OF_LIMIT: u64 = 4;
-/// The bytes that a row takes while it is used, at most.
+/// The most bytes that a row takes while it is used.
 const USED_BYTES: u64 = 300;
+/// The tables with so many rows: one for each IP family.
+const FAMILIES: u64 = 2;
 
 /// The rows that an entry of conntrack corresponds to: a masqueraded flow takes three.
 const ROWS_OF_CONNECTION: u64 = 3;
@@ -80,11 +82,12 @@ impl Rows {
         let of_conntrack = ROWS_OF_CONNECTION * u64::from(per_core) * u64::from(cores);
         let wanted = of_conntrack.clamp(u64::from(least.flows), MOST_ROWS);
         let buckets = budget.saturating_sub(OPENING_STEP * OPENING_BYTES) / BUCKET_BYTES;
-        let buckets = buckets.min(quarter / USED_BYTES);
+        let buckets = buckets.min(quarter / (FAMILIES * USED_BYTES));
         let flows = wanted.min(power_of_two_up_to(buckets).max(FEWEST_FLOWS));
 
         let wanted = (u64::from(least.opening_flows) * u64::from(cores)).min(MOST_OPENING);
-        let left = budget.saturating_sub(flows.next_power_of_two() * BUCKET_BYTES);
+        let of_machine = budget.saturating_sub(flows.next_power_of_two() * BUCKET_BYTES);
+        let left = of_machine.min(quarter.saturating_sub(flows * FAMILIES * USED_BYTES));
         let most = left / OPENING_BYTES / OPENING_STEP * OPENING_STEP;
         let opening_flows = wanted.min(most.max(OPENING_STEP));
         let rows = |rows: u64| u32::try_from(rows).unwrap_or(u32::MAX);
@@ -136,17 +139,17 @@ mod tests {
 
     /// The machine has eight cores and 32 GiB.
     #[rstest]
-    #[case::of_64_mebibytes(64 * MIB, 65_536, 16_384)]
-    #[case::of_128_mebibytes(128 * MIB, 65_536, 49_152)]
-    #[case::of_512_mebibytes(512 * MIB, 262_144, 196_608)]
-    #[case::of_two_gibibytes(2 * GIB, 786_432, 524_288)]
+    #[case::of_64_mebibytes(64 * MIB, 65_536, 8_192)]
+    #[case::of_128_mebibytes(128 * MIB, 65_536, 8_192)]
+    #[case::of_512_mebibytes(512 * MIB, 131_072, 81_920)]
+    #[case::of_two_gibibytes(2 * GIB, 524_288, 344_064)]
     #[case::of_the_whole_memory(32 * GIB, 786_432, 524_288)]
     fn rows_under_a_memory_limit(#[case] limit: u64, #[case] flows: u32, #[case] opening_flows: u32) {
         let machine = Machine { cores: 8, memory: 32 * GIB, memory_limit: Some(limit) };
         assert_eq!(Rows::of(&machine, 32_768), Rows { flows, opening_flows });
-        let at_once = u64::from(flows).next_power_of_two() * BUCKET_BYTES;
-        let at_once = at_once + u64::from(opening_flows) * OPENING_BYTES;
-        assert!(at_once <= limit / 4, "{at_once} bytes of {limit}");
+        let full = u64::from(flows) * FAMILIES * USED_BYTES + u64::from(opening_flows) * OPENING_BYTES;
+        let least = FEWEST_FLOWS * FAMILIES * USED_BYTES + OPENING_STEP * OPENING_BYTES;
+        assert!(full <= (limit / 4).max(least), "{full} bytes of {limit}");
     }
 
     #[rstest]

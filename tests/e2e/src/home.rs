@@ -42,12 +42,14 @@ impl Home {
     /// Removes what clusters of ended processes have left, and makes a folder for a new one.
     pub fn create() -> Result<Self> {
         static COUNT: AtomicUsize = AtomicUsize::new(0);
-        let _guard = RUNNING.guard()?;
+        let guard = RUNNING.guard()?;
         remove_abandoned()?;
         let name = format!("pxe{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
         let folder = Path::new(CLUSTERS).join(&name);
         fs::create_dir_all(&folder).with_context(|| format!("creating {}", folder.display()))?;
         let lock = lock(&folder).with_context(|| format!("{} is locked", folder.display()))?;
+        // A signal takes the claims before the guard. The folder's own lock protects it now.
+        drop(guard);
         RUNNING.add(&name);
         Ok(Self { name, folder, _lock: lock })
     }

@@ -107,7 +107,7 @@ fn soak(world: &mut World, tables: &Tables, living: &Living, extent: Extent) -> 
     // The flows that are kept for 300 seconds are the only ones that are left. They may not be kept
     // for longer than connections that are established.
     let mut fields = configuration(extent);
-    fields["conntrack"]["tcpEstablishedTimeout"] = json!("10s");
+    fields["conntrack"]["tcpEstablishedTimeout"] = json!("30s");
     world.reconfigure(fields)?;
     until_left(tables, living, PATIENCE, |_| true)
 }

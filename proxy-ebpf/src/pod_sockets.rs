@@ -15,6 +15,7 @@ use aya_ebpf::{
 use proxy_common::{
     family::{Family, V4, V6},
     flow::{PodSockets, Scratch},
+    layout::INTERFACE_OF_UPLINK,
     packet::End,
 };
 
@@ -77,8 +78,23 @@ impl<F: SocketTuple + Route> PodSockets<F::Address> for SocketsAt<'_, F> {
 
     #[inline(always)]
     fn stays_here(&self, scratch: &Scratch<F::Address>) -> bool {
-        route::is_forwarded::<F>(self.0.skb.skb, &scratch.packet) == 0
+        let skb = self.0.skb.skb;
+        (scratch.is_from_outside() && is_flooded(skb) != 0)
+            || route::is_forwarded::<F>(skb, &scratch.packet) == 0
     }
+}
+
+/// Returns 1 for a frame by an uplink that is addressed to another host. A switch has flooded it,
+/// and its connection may be another node's.
+// Not inlined: the branches would be verified with what opening a flow needs.
+#[inline(never)]
+fn is_flooded(skb: *mut __sk_buff) -> u32 {
+    const PACKET_OTHERHOST: u32 = 3;
+    // SAFETY: fields of the context.
+    let (kind, interface) = unsafe { ((*skb).pkt_type, (*skb).ifindex) };
+    // SAFETY: copied at once, as in `is_connected`.
+    let flags = unsafe { maps::interfaces.get(interface) }.map_or(0, |settings| settings.flags);
+    u32::from(kind == PACKET_OTHERHOST && flags & INTERFACE_OF_UPLINK != 0)
 }
 
 // Not inlined: the tuple would lie on the stack beside what opening a flow needs.

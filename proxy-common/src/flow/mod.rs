@@ -220,6 +220,12 @@ impl<A: Address> Scratch<A> {
 }
 
 impl<A> Scratch<A> {
+    /// Returns true if the packet comes from beyond the uplink.
+    #[inline(always)]
+    pub fn is_from_outside(&self) -> bool {
+        self.origin == Origin::Outside
+    }
+
     /// Has the packet come in another?
     #[inline(always)]
     pub fn is_unpacked(&self) -> bool {

@@ -20,7 +20,7 @@ use super::{
 };
 use crate::{
     wire::{Cut, Endpoint, Extra, KnownAddress, Link, Segment},
-    world::{Tables, Verdict},
+    world::{LOOPBACK, Tables, Verdict},
 };
 
 const SERVICE: u32 = 1;
@@ -90,6 +90,16 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
             expect_untouched(s, &s.packet((CLIENT.0, 39_999), EXTERNAL, TCP_ACK))
         });
     }
+    // The stack shows such a frame to the programs of a device that is promiscuous. Frames of these
+    // tests have another link address than the loopback, by which they seem to come.
+    tcp::<W>(group, "untouched: a frame to another host, by a port of a bridge", |s| {
+        serve(s, EXTERNAL, FRONTEND_EXTERNAL)?;
+        let flags = INTERFACE_OF_UPLINK | INTERFACE_OF_BRIDGE;
+        s.world.set_interface(LOOPBACK, InterfaceSettings { flags, ..InterfaceSettings::default() })?;
+        let outcome = s.send(FROM_OUTSIDE, &s.packet(CLIENT, EXTERNAL, TCP_ACK), Expect::Untouched);
+        s.world.set_interface(LOOPBACK, InterfaceSettings::default())?;
+        outcome
+    });
     tcp::<W>(group, "untouched: another port of the address", |s| {
         serve(s, EXTERNAL, FRONTEND_EXTERNAL)?;
         s.mark(EXTERNAL.0)?;

@@ -4,8 +4,8 @@ use core::time::Duration;
 
 use super::{FlowLifetimes, Stage, tcp::is_ahead};
 use crate::layout::{
-    Address, FIN_ACKNOWLEDGED, FLOW_COUNTED, FLOW_DSR, Flow, FlowKey, FlowState, PROTOCOL_TCP,
-    unproven_entries,
+    Address, FIN_ACKNOWLEDGED, FLOW_COUNTED, FLOW_DSR, FLOW_RESUMED, Flow, FlowKey, FlowState,
+    PROGRESS_CONFIRMED, PROTOCOL_TCP, unproven_entries,
 };
 
 /// The flow tables from user space.
@@ -163,13 +163,21 @@ pub fn remove_expired<A: Address, T: StoredFlows<A>>(
     remove_if(tables, &met.flow, |entries| is_expired(entries, lifetimes, now))
 }
 
+/// Returns the state that the lifetime of a flow with these flags goes by. The connection of a
+/// resumed flow was up before, and its backend may be the next to speak. Without the flow, nobody
+/// would translate that segment.
+fn of_connection(flags: u32, state: FlowState) -> FlowState {
+    let progress = if flags & FLOW_RESUMED == 0 { state.progress } else { PROGRESS_CONFIRMED };
+    FlowState { progress, ..state }
+}
+
 fn is_established<A: Address, T: StoredFlows<A>>(tables: &T, met: &Entry<A>) -> Result<bool, T::Error> {
     Ok(tables.get(Stage::Established, &met.key)?.is_some_and(|established| established.is_same(&met.flow)))
 }
 
 /// Judges by one entry alone. Another may know more of how the flow ends, and have been seen later.
 fn may_be_expired<A>(flow: &Flow<A>, lifetimes: &FlowLifetimes, now: u64) -> bool {
-    let lifetime = lifetimes.of(flow.protocol, flow.state);
+    let lifetime = lifetimes.of(flow.protocol, of_connection(flow.flags, flow.state));
     let ended = FlowState { client_fin: FIN_ACKNOWLEDGED, backend_fin: FIN_ACKNOWLEDGED, ..flow.state };
     let is_ending = flow.state.client_fin.max(flow.state.backend_fin) == FIN_ACKNOWLEDGED;
     age(flow, now) >= if is_ending { lifetime.min(lifetimes.of(flow.protocol, ended)) } else { lifetime }
@@ -209,7 +217,9 @@ pub fn age<A>(flow: &Flow<A>, now: u64) -> Duration {
 
 /// Judges by all entries of a flow. `now` is in nanoseconds since boot, suspend included.
 pub fn is_expired<A: Address>(entries: &[Entry<A>], lifetimes: &FlowLifetimes, now: u64) -> bool {
+    let flags = entries.iter().fold(0, |flags, entry| flags | entry.flow.flags);
     let state = entries.iter().fold(FlowState::default(), |state, entry| state.union(&entry.flow.state));
+    let state = of_connection(flags, state);
     let entry_with = |key: fn(&Flow<A>) -> FlowKey<A>| {
         let is_sides = |entry: &&Entry<A>| entry.stage == Stage::Established && entry.key == key(&entry.flow);
         entries.iter().find(is_sides).map(|entry| &entry.flow)
@@ -230,7 +240,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::layout::{PROGRESS_CONFIRMED, PROGRESS_SUSTAINED, PROTOCOL_UDP, RESET_CONFIRMED};
+    use crate::layout::{PROGRESS_SUSTAINED, PROTOCOL_UDP, RESET_CONFIRMED};
 
     const SECOND: u64 = 1_000_000_000;
 
@@ -267,6 +277,24 @@ mod tests {
         assert!(
             !expired || may_be_expired(&entries[0].flow, &FlowLifetimes::default(), (1_000 + age) * SECOND)
         );
+    }
+
+    /// Its backend may be the next to speak.
+    #[rstest]
+    #[case::is_silent(SILENT, 86_399, false)]
+    #[case::is_silent_for_a_day(SILENT, 86_400, true)]
+    #[case::half_closed(FlowState { progress: 0, ..CLIENT_CLOSED }, 3_599, false)]
+    #[case::reset(FlowState { progress: 0, ..RESET }, 10, true)]
+    fn a_resumed_connection_lives_as_long_as_another(
+        #[case] state: FlowState,
+        #[case] age: u64,
+        #[case] expired: bool,
+    ) {
+        let mut entries = [entry(PROTOCOL_TCP, state, 1_000)];
+        entries[0].flow.flags = FLOW_RESUMED;
+        let now = (1_000 + age) * SECOND;
+        assert_eq!(is_expired(&entries, &FlowLifetimes::default(), now), expired);
+        assert!(!expired || may_be_expired(&entries[0].flow, &FlowLifetimes::default(), now));
     }
 
     #[test]

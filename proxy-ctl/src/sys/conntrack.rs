@@ -4,6 +4,7 @@
 use std::{
     net::{IpAddr, SocketAddr},
     ops::RangeInclusive,
+    path::Path,
 };
 
 use netlink_sys::protocols::NETLINK_NETFILTER;
@@ -13,6 +14,11 @@ use super::{
     CallError,
     netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_DUMP, NetlinkSocket, ip_address},
 };
+
+/// The [`CallError::call`] of an error in listing.
+const LIST: &str = "netlink IPCTNL_MSG_CT_GET";
+/// A file that exists if the kernel tracks connections.
+const COUNT: &str = "/proc/sys/net/netfilter/nf_conntrack_count";
 
 const SUBSYSTEM: u16 = 1;
 const GET: u16 = SUBSYSTEM << 8 | 1;
@@ -132,13 +138,19 @@ impl Conntrack {
         })
     }
 
-    /// Returns the translated TCP connections that are up. The list is empty in the same cases as
-    /// for [`Self::udp_flows`].
+    /// Returns the translated TCP connections that are up. The list is empty if the kernel has no
+    /// connection tracking. It is an error if the kernel has it and does not list connections.
     pub fn translated_connections(
         &self,
         family: AddressFamily,
     ) -> Result<Vec<TranslatedConnection>, CallError> {
-        self.list(family, |flow| translated_connection(family, flow))
+        let listed = self.listed(family, |flow| translated_connection(family, flow))?;
+        match listed {
+            None if Path::new(COUNT).exists() => {
+                Err(CallError::new(LIST, std::io::Error::from_raw_os_error(libc::EOPNOTSUPP)))
+            }
+            listed => Ok(listed.unwrap_or_default()),
+        }
     }
 
     /// Returns true if there is a connection of any protocol whose dialled address satisfies
@@ -163,14 +175,21 @@ impl Conntrack {
         family: AddressFamily,
         parse: impl Fn(Attributes<'_>) -> Option<T>,
     ) -> Result<Vec<T>, CallError> {
+        self.listed(family, parse).map(Option::unwrap_or_default)
+    }
+
+    /// Returns `None` if the kernel lists no connections.
+    fn listed<T>(
+        &self,
+        family: AddressFamily,
+        parse: impl Fn(Attributes<'_>) -> Option<T>,
+    ) -> Result<Option<Vec<T>>, CallError> {
         let mut request = Messages::default();
         request.begin(GET, NLM_F_DUMP, &header(family));
         let parse = |_, body: &[u8]| parse(Attributes(body.get(4..)?));
         match self.0.dump(&request, parse) {
-            Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => {
-                Ok(Vec::new())
-            }
-            flows => flows.map_err(CallError::of("netlink IPCTNL_MSG_CT_GET")),
+            Err(error) if matches!(error.raw_os_error(), Some(libc::EINVAL | libc::EOPNOTSUPP)) => Ok(None),
+            flows => flows.map(Some).map_err(CallError::of(LIST)),
         }
     }
 

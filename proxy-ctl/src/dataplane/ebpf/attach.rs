@@ -261,6 +261,11 @@ impl Hooks {
         (any, failures)
     }
 
+    /// Returns true if some interfaces wait for their programs.
+    pub(super) fn has_waiting(&self) -> bool {
+        self.settling.waiting().next().is_some()
+    }
+
     /// Returns true if the interface waits for [`attach_settled`](Self::attach_settled). One whose
     /// place is taken does not: either clsact is there, or nothing can be attached.
     fn is_waiting(&mut self, interface: &Interface) -> bool {

@@ -71,6 +71,14 @@ fn change<F: TableFamily>(tables: &FamilyTables<F>, word: u32, change: impl FnOn
     }
 }
 
+impl<F: TableFamily> FamilyTables<F> {
+    /// Returns false if no frontend has the address.
+    pub(super) fn may_be_frontend(&self, address: &F::Address) -> bool {
+        let (word, bit) = frontend_address_bit(address);
+        self.frontend_addresses.get(word as usize).is_some_and(|bits| bits & bit != 0)
+    }
+}
+
 impl<F: TableFamily> FamilyWriter<F> {
     /// Notes a frontend that is written, and returns the one that the key had before.
     pub(super) fn note_frontend(

@@ -257,7 +257,7 @@ impl<F: TableFamily> Collector<F> {
             }
             if stage == Stage::Established {
                 for (key, flow) in slice {
-                    match ended.judge(flow) {
+                    match ended.judge(flow, tables.may_be_frontend(&flow.frontend)) {
                         Judged::Ended => expired += remove_if(tables, flow, |_| true)? as u64,
                         Judged::Dialled => table.set(key, &not_dialled(flow))?,
                         Judged::Other => {}
@@ -271,8 +271,9 @@ impl<F: TableFamily> Collector<F> {
             Ok(expired)
         });
         if is_at_end.is_err() {
-            // The next walk may meet again what this one has met.
+            // The next walk may meet again what this one has met, and this one has left some out.
             (self.recount, self.unproven) = (None, None);
+            self.ended.forget_walk();
         }
         if is_at_end? && stage == Stage::Established {
             self.ended.end();

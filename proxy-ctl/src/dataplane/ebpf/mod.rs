@@ -42,7 +42,7 @@ use self::{
     lease::LeaseRenewal,
     left_to_node::LeftToNode,
     moved_ports::MovedPorts,
-    netfilter_ports::{KeepPorts, Kept, ListRest},
+    netfilter_ports::{KeepPorts, ListRest},
     paths::Paths,
     pins::TablePins,
     programmed::Entries,
@@ -172,8 +172,11 @@ pub struct EbpfDataplane {
     keep_ports: KeepPorts,
     /// After the last [`keep_netfilter_ports`](EbpfDataplane::keep_netfilter_ports).
     list_rest: ListRest,
-    /// The connections that netfilter translates were listed, and all are kept.
+    /// The connections that netfilter translates were listed after the last moment in which it may
+    /// have taken one, and all are kept.
     are_netfilters_kept: bool,
+    /// The number of collections since that moment.
+    since_netfilter: u32,
     /// Another mode serves all frontends, for pods without packet programs.
     are_frontends_shared: bool,
     stale_sockets: StaleSockets,
@@ -221,9 +224,9 @@ pub(super) const ENTRY: Entry = Entry {
 };
 
 const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;
-/// Connections that netfilter translates are listed again after so many collections, if they could
-/// not be listed, or there was no room to keep them all.
-const COLLECTIONS_BETWEEN_LISTS: u32 = 60;
+/// Connections that netfilter translates are listed so many collections, or seconds, after it may
+/// have taken one. Until then some may be in their handshake, and lists leave these out.
+const COLLECTIONS_OF_HANDSHAKES: u32 = 60;
 /// Of [`FourPorts`].
 const FOUR: usize = 4;
 
@@ -322,6 +325,7 @@ impl EbpfDataplane {
             keep_ports: KeepPorts::BeforePackets,
             list_rest: ListRest::default(),
             are_netfilters_kept: false,
+            since_netfilter: 0,
             are_frontends_shared: false,
             stale_sockets,
             service_cidrs: ServiceCidrs::begin(config),
@@ -505,32 +509,58 @@ impl EbpfDataplane {
     }
 
     fn keep_netfilter_ports(&mut self) {
+        // A mode that drains opens no flow, and ends only when its maps are empty.
+        if self.retiring {
+            return;
+        }
+        self.note_netfilter();
+        self.follow_circumstances_or_warn();
+        let started = Instant::now();
+        // All of them may go on even so, and new connections matter more.
+        if let Err(error) = self.list_netfilters() {
+            tracing::warn!(%error, "connections that netfilter translates may lose packets to new flows");
+        }
+        self.list_rest.begin_after(started);
+    }
+
+    /// Notes that netfilter may have taken connections up to now.
+    fn note_netfilter(&mut self) {
+        self.are_netfilters_kept = false;
+        self.since_netfilter = 0;
+    }
+
+    /// Keeps the connections that netfilter translates from flows. Returns true if there was room
+    /// for all of them.
+    fn list_netfilters(&mut self) -> Result<bool, Error> {
         self.flows4.ended.forget();
         self.flows6.ended.forget();
-        self.are_netfilters_kept = false;
-        self.follow_circumstances_or_warn();
-        let (started, now) = (Instant::now(), clock::since_boot());
-        let kept = Conntrack::open().map_err(Error::Conntrack).and_then(|conntrack| {
-            let v4 = netfilter_ports::keep(&self.v4.tables, &conntrack, now)?;
-            let v6 = netfilter_ports::keep(&self.v6.tables, &conntrack, now)?;
-            Ok(Kept { new: v4.new + v6.new, are_all: v4.are_all && v6.are_all })
-        });
-        self.list_rest.begin_after(started);
-        match kept {
-            Ok(Kept { new, are_all }) => {
-                self.are_netfilters_kept = are_all;
-                if new > 0 {
-                    tracing::info!(
-                        kept = new,
-                        "connections that netfilter translates are kept apart from flows"
-                    );
-                }
-            }
-            // All of them may go on even so, and new connections matter more.
-            Err(error) => {
-                tracing::warn!(%error, "connections that netfilter translates may lose packets to new flows")
-            }
+        let now = clock::since_boot();
+        let conntrack = Conntrack::open().map_err(Error::Conntrack)?;
+        let v4 = netfilter_ports::keep(&self.v4.tables, &conntrack, now)?;
+        let v6 = netfilter_ports::keep(&self.v6.tables, &conntrack, now)?;
+        let new = v4.new + v6.new;
+        if new > 0 {
+            tracing::info!(kept = new, "connections that netfilter translates are kept apart from flows");
         }
+        Ok(v4.are_all && v6.are_all)
+    }
+
+    /// Lists them once more when no handshake of theirs can go on.
+    fn list_netfilters_after_handshakes(&mut self) {
+        if self.hooks.has_waiting() {
+            self.note_netfilter();
+        }
+        self.since_netfilter = self.since_netfilter.saturating_add(1);
+        let is_due = !self.are_netfilters_kept && self.since_netfilter > COLLECTIONS_OF_HANDSHAKES;
+        if !is_due || self.retiring || self.keep_ports != KeepPorts::Done {
+            return;
+        }
+        match self.list_netfilters() {
+            Ok(are_all) => self.are_netfilters_kept = are_all,
+            Err(error) => tracing::debug!(%error, "connections that netfilter translates are not listed"),
+        }
+        // If it was in vain, the next attempt comes as late.
+        self.since_netfilter = 0;
     }
 
     /// Has the programs answer segments of unknown connections, or stop it.
@@ -1072,12 +1102,7 @@ impl Dataplane for EbpfDataplane {
         if self.collections.is_multiple_of(COLLECTIONS_BETWEEN_INSPECTIONS) {
             self.inspect(&mut failures)?;
         }
-        if self.keep_ports == KeepPorts::Done
-            && !self.are_netfilters_kept
-            && self.collections.is_multiple_of(COLLECTIONS_BETWEEN_LISTS)
-        {
-            self.keep_netfilter_ports();
-        }
+        self.list_netfilters_after_handshakes();
         let were_moving = !self.resizing.is_empty();
         failures.see("tables of another size", resize::transfer(&self.paths, &mut self.resizing));
         if were_moving {

@@ -112,8 +112,14 @@ fn keep_key<F: TableFamily>(
     if opening.is_some_and(|flow| flow.state.progress == PROGRESS_CONFIRMED) {
         return Ok(KeptKey::Already);
     }
-    if has_room && tables.flows.insert(key, flow)? {
-        return Ok(KeptKey::New);
+    if has_room {
+        match tables.flows.insert(key, flow) {
+            Ok(true) => return Ok(KeptKey::New),
+            Ok(false) => {}
+            // Flows have taken the room. The next connection may still find some.
+            Err(Error::Full(_)) => return Ok(KeptKey::LeftOut),
+            Err(error) => return Err(error),
+        }
     }
     let Some(kept) = tables.flows.get(key)? else { return Ok(KeptKey::LeftOut) };
     // A former version knew less of it.
@@ -213,7 +219,9 @@ pub(super) struct EndedConnections<F: TableFamily> {
     rest: ListRest,
     /// The walk has begun after connections were kept last.
     is_current: bool,
-    /// A walk that was current has met none.
+    /// The walk has met one to an address that has a frontend.
+    concern_frontends: bool,
+    /// A walk that was current has met none of these.
     are_gone: bool,
 }
 
@@ -225,6 +233,7 @@ impl<F: TableFamily> Default for EndedConnections<F> {
             are_dialled: false,
             rest: ListRest::default(),
             is_current: false,
+            concern_frontends: false,
             are_gone: false,
         }
     }
@@ -235,6 +244,7 @@ impl<F: TableFamily> EndedConnections<F> {
     pub(super) fn begin(&mut self) {
         self.up = None;
         self.is_current = true;
+        self.concern_frontends = false;
         let (are_kept, are_dialled) =
             (std::mem::take(&mut self.are_kept), std::mem::take(&mut self.are_dialled));
         let is_due = if are_dialled { self.rest.is_over_for_dialled() } else { self.rest.is_over() };
@@ -253,10 +263,11 @@ impl<F: TableFamily> EndedConnections<F> {
 
     /// The walk has come to the end.
     pub(super) fn end(&mut self) {
-        self.are_gone = self.is_current && !self.are_kept;
+        self.are_gone = self.is_current && !self.concern_frontends;
     }
 
-    /// Returns true if none of the connections that were kept is left.
+    /// Returns true if none of the connections that were kept is left, but for those to addresses
+    /// that have no frontend.
     pub(super) fn are_gone(&self) -> bool {
         self.are_gone
     }
@@ -272,12 +283,14 @@ impl<F: TableFamily> EndedConnections<F> {
         (self.is_current, self.are_gone) = (false, false);
     }
 
-    /// Says what is to be done with a row that the walk meets.
-    pub(super) fn judge(&mut self, flow: &Flow<F::Address>) -> Judged {
+    /// Says what is to be done with a row that the walk meets. `has_frontend` is true if the dialled
+    /// address may have a frontend.
+    pub(super) fn judge(&mut self, flow: &Flow<F::Address>, has_frontend: bool) -> Judged {
         if flow.flags & FLOW_OF_NETFILTER == 0 {
             return Judged::Other;
         }
         self.are_kept = true;
+        self.concern_frontends |= has_frontend;
         let is_dialled = flow.state.reset != 0;
         match &self.up {
             Some(up) if !up.contains(&flow.client_key()) => Judged::Ended,
@@ -320,7 +333,7 @@ mod tests {
     fn rows_beside_a_list(#[case] port: u16, #[case] is_dialled: bool, #[case] expected: Judged) {
         let up = Some([row(1, false).client_key()].into());
         let mut ended = EndedConnections::<V4> { up, ..EndedConnections::default() };
-        assert_eq!(ended.judge(&row(port, is_dialled)), expected);
+        assert_eq!(ended.judge(&row(port, is_dialled), true), expected);
         assert_eq!(not_dialled(&row(port, is_dialled)), row(port, false));
     }
 
@@ -331,17 +344,21 @@ mod tests {
         assert_eq!((rest.is_over(), rest.is_over_for_dialled()), (false, true));
         let mut ended = EndedConnections::<V4>::default();
         for is_dialled in [false, true, false] {
-            assert_eq!(ended.judge(&row(1, is_dialled)), Judged::Other);
+            assert_eq!(ended.judge(&row(1, is_dialled), true), Judged::Other);
         }
         assert!(ended.are_dialled);
     }
 
     fn walk(ended: &mut EndedConnections<V4>, rows: &[u32]) -> bool {
+        walk_with(ended, rows, true)
+    }
+
+    fn walk_with(ended: &mut EndedConnections<V4>, rows: &[u32], has_frontend: bool) -> bool {
         ended.begin();
         for flags in rows {
             let mut flow = Flow::default();
             flow.flags = *flags;
-            ended.judge(&flow);
+            ended.judge(&flow, has_frontend);
         }
         ended.end();
         ended.are_gone()
@@ -352,6 +369,8 @@ mod tests {
         let mut ended = EndedConnections::<V4>::default();
         assert!(!ended.are_gone(), "nobody has looked");
         assert!(!walk(&mut ended, &[0, FLOW_OF_NETFILTER, 0]));
+        assert!(walk_with(&mut ended, &[FLOW_OF_NETFILTER], false), "it is to no Service");
+        assert!(!walk(&mut ended, &[FLOW_OF_NETFILTER]));
         assert!(walk(&mut ended, &[0]));
         assert!(walk(&mut ended, &[]));
     }

@@ -31,8 +31,9 @@ pub(super) const CASES: &[Case] = &[
 const ENDPOINTS: [&str; 2] = ["web-1", "web-2"];
 /// All of them go to the same endpoint with a chance of 2 * 0.5^8.
 const CONNECTIONS: usize = 8;
-/// Mode ebpf answers once it has looked for connections of others.
-const ANSWERS_WITHIN: Duration = Duration::from_secs(60);
+/// Mode ebpf answers once it has looked for connections of others, a minute after it has begun to
+/// serve.
+const ANSWERS_WITHIN: Duration = Duration::from_secs(150);
 const AT_ONCE_MS: u64 = 1_000;
 
 fn is_ebpf(setting: &Setting) -> bool {

@@ -78,11 +78,11 @@ impl fmt::Display for Measure {
 #[derive(Clone, Copy, Debug, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Route {
-    /// From a pod to the cluster IP of endpoints on its node.
+    /// The way from a pod to the cluster IP of endpoints on its node.
     ClusterIp,
-    /// From outside to the node port of endpoints on that node.
+    /// The way from outside to the node port of endpoints on that node.
     NodePortLocal,
-    /// From outside to the node port of endpoints on the other node.
+    /// The way from outside to the node port of endpoints on the other node.
     NodePortRemote,
 }
 

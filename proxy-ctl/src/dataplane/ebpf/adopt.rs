@@ -1,7 +1,7 @@
-//! What a predecessor left in the tables, as the controller remembers it.
+//! Reads what a former controller has left in the maps into the controller's memory.
 //!
-//! A controller may have been killed between any two writes. Whatever does not fit together is left out,
-//! so that the resync that follows writes it anew or removes it.
+//! A controller may have been killed between any two writes. Whatever does not fit together is left
+//! out, so that the resync that follows writes it anew or removes it.
 
 use std::{collections::BTreeSet, hash::Hash};
 
@@ -24,23 +24,25 @@ use super::{
 };
 use crate::model::desired::ServicePortName;
 
-/// What the tables that both families share say.
+/// Services and their names, read from the maps that both families share.
 #[derive(Debug)]
 pub(super) struct AdoptedNames {
     pub(super) known: Vec<(u32, ServicePortName)>,
-    /// Services without a usable name.
+    /// Services without a usable name. They are removed.
     pub(super) strays: Vec<Stray>,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Stray {
     pub(super) id: u32,
-    /// It is given to no other service before it is retired. False: it is never given out, or waits for a grace period already.
+    /// True if the id is given to no other service before this one is retired. False if the id is
+    /// never given out, or waits for a grace period already.
     pub(super) is_claimed: bool,
 }
 
 impl Common {
-    /// Reads names and services anew and makes the owners of service ids those that are found.
+    /// Reads names and services anew, and makes the services that are found the owners of their
+    /// ids.
     pub(super) fn adopt(&mut self) -> Result<AdoptedNames, Error> {
         let mut names = Vec::new();
         self.tables.names.walk(|few| {
@@ -49,7 +51,7 @@ impl Common {
         })?;
         names.sort_unstable_by_key(|(id, _)| *id);
         let mut ids = self.ids.without_owners();
-        // 0 is what an empty frontend would point at.
+        // An empty frontend has service id 0, so no service may have it.
         ids.claim(Range { first: 0, count: 1 });
         let mut seen = FxHashSet::default();
         let mut is_first = |id: u32, name| {
@@ -65,7 +67,8 @@ impl Common {
             }
         }
         let named: FxHashSet<u32> = known.iter().map(|(id, _)| *id).chain(strays.iter().copied()).collect();
-        // Not through the mapped memory, all of which would count as resident from then on.
+        // The map is not read through the mapped memory, all of which would count as resident from
+        // then on.
         let services = typed::<u32, Service>(self.tables.services.fd(), table::services)?;
         let is_stray =
             |(id, service): &&(u32, Service)| *service != Service::default() && !named.contains(id);
@@ -75,18 +78,18 @@ impl Common {
                 Ok(true)
             })
             .map_err(|source| Error::Table { table: table::services, source })?;
-        // Theirs is not given to another before they are gone.
+        // The id of a stray is not given to another service before the stray is gone.
         let claimed = |id| Stray { id, is_claimed: ids.claim(Range { first: id, count: 1 }) };
         let strays = strays.into_iter().map(claimed).collect();
         self.ids = ids;
         Ok(AdoptedNames { known, strays })
     }
 
-    /// Continues with backend ids that were never given.
+    /// Makes the next backend id one that was never given.
     pub(super) fn continue_backend_ids(&mut self, largest_found: u32) -> Result<(), Error> {
         if self.next_backend == 0 {
             self.backends_set_aside = self.tables.settings.get(&0)?.unwrap_or_default().next_backend;
-            // 0 marks a slot that is not in use.
+            // A slot with backend id 0 is not in use.
             self.next_backend = self.backends_set_aside.max(1);
         }
         self.next_backend = self.next_backend.max(largest_found.saturating_add(1));
@@ -95,12 +98,13 @@ impl Common {
 }
 
 impl<F: TableFamily> FamilyWriter<F> {
-    /// Reads this family's tables anew. Returns the largest backend id found.
+    /// Reads this family's maps anew, and returns the largest backend id found.
     pub(super) fn adopt(&mut self, shared: &Common, names: &AdoptedNames) -> Result<u32, Error> {
         let found_frontends = self.tables.frontends.read_all()?;
         let found_backends = self.tables.backends.read_all()?;
         let source_ranges = self.tables.source_ranges.read_all()?;
-        // Nothing fails from here on. What is known so far gives its memory to what is found.
+        // Nothing fails from here on. The memory of the former entries is used again for those that
+        // are found.
         let mut frontends = emptied(&mut self.entries.frontends);
         frontends.extend(found_frontends);
         let mut backends = std::mem::take(&mut self.entries.backends);
@@ -133,7 +137,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             };
             services.insert(name.clone(), published);
         }
-        // The writes that follow find them again.
+        // The service ports that had no room are not kept: the writes that follow find them again.
         let WithoutRoom { frontends: waiting, ports, changed, .. } = &self.entries.without_room;
         let changed = *changed || !waiting.is_empty() || !ports.is_empty();
         let without_room = WithoutRoom { changed, ..WithoutRoom::none() };
@@ -164,7 +168,7 @@ fn emptied<K, V>(map: &mut FxHashMap<K, V>) -> FxHashMap<K, V> {
     map
 }
 
-/// Answers with ids that no service can refer to, and with the largest one.
+/// Returns the ids that no service can refer to, and the largest id.
 fn adopt_backends<A: Copy + Eq + Hash>(
     mut found: Vec<(u32, Backend<A>)>,
     backends: &mut Backends<A>,
@@ -174,7 +178,7 @@ fn adopt_backends<A: Copy + Eq + Hash>(
     let mut strays = Vec::new();
     for (id, backend) in found {
         let key = BackendKey::of(&backend);
-        // Two ids for one endpoint: the older stays.
+        // If two ids have the same endpoint, the older one stays.
         if id == 0 || backends.contains_key(&key) {
             strays.push(id);
         } else {
@@ -189,13 +193,14 @@ fn sorted<K: Ord>(mut keys: Vec<K>) -> Box<[K]> {
     keys.into()
 }
 
-/// The range of a service's slots; `None` if a part of it is another's or out of bounds.
+/// Claims the range of a service's slots. Returns `None` if a part of it is another's or out of
+/// bounds.
 fn claim(slots: &mut Ranges, sets: [EndpointSet; 3]) -> Option<Range> {
     let range = layout::span(sets);
     slots.claim(range).then_some(range)
 }
 
-/// Keys by the service id that each comes with.
+/// Groups keys by the service id that comes with each.
 fn by_service<K>(keys: impl Iterator<Item = (u32, K)>) -> FxHashMap<u32, Vec<K>> {
     let mut of_service: FxHashMap<u32, Vec<K>> = FxHashMap::default();
     for (service, key) in keys {

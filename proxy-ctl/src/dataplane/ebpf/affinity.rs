@@ -1,7 +1,8 @@
-//! Forgets the clients whose affinity has expired, a slice of the tables at a time, and tells how many were evicted.
+//! Forgets clients whose affinity has expired, a slice of the maps at a time, and counts how many
+//! the kernel has evicted.
 //!
-//! The kernel does not count what it evicts: those are the clients that programs have remembered, and that were neither forgotten nor
-//! found by a walk.
+//! The kernel does not count its evictions. They are computed: the clients that programs have
+//! remembered, without those that were forgotten and those that a walk has found.
 
 use proxy_common::{
     family::{V4, V6},
@@ -16,10 +17,11 @@ use super::{
     tables::{CommonTables, FamilyTables, Table},
 };
 
-/// Calls to leave out after a walk. Affinity ends by itself, whenever its entry goes.
+/// Number of calls to leave out after a walk. This is harmless, because the programs compare an
+/// affinity with its timeout themselves, whenever its entry is removed.
 const REST: u32 = 9;
 
-/// Walks through both tables, one after the other.
+/// State of the walk through both maps, one after the other.
 #[derive(Debug, Default)]
 pub(super) struct AffinityCollector {
     v4: Walk<AffinityKey<[u8; 4]>>,
@@ -29,27 +31,30 @@ pub(super) struct AffinityCollector {
     tally: Tally,
 }
 
-/// A walk that goes on.
+/// A walk that is not over yet.
 #[derive(Clone, Copy, Debug)]
 struct Begun {
     is_in_v6: bool,
-    /// Clients that had ever been remembered then.
+    /// Number of clients that programs had ever remembered when the walk began.
     remembered: u64,
-    /// Clients that this process had forgotten then.
+    /// Number of clients that this process had forgotten when the walk began.
     forgotten: u64,
 }
 
 #[derive(Debug, Default)]
 struct Tally {
     forgotten: u64,
-    /// Clients that were gone when the first walk ended. Fewer than none, if programs have lost counts.
+    /// Number of clients that were gone when the first walk ended. It is negative if programs have
+    /// lost counts.
     before: Option<i64>,
-    /// At most what it is in truth: what comes and goes during a walk is counted by the next one.
+    /// Lower bound of the number of evicted clients. Clients that come and go during a walk are
+    /// counted by the next walk.
     evicted: u64,
 }
 
 impl Tally {
-    /// After a walk that has met so many clients. `remembered`: ever, up to its end.
+    /// Counts evictions after a walk that has met `met` clients. `remembered` is the number of
+    /// clients that programs have ever remembered, up to the end of the walk.
     fn count(&mut self, begun: Begun, remembered: u64, met: u64) {
         let kept = met.saturating_sub(self.forgotten - begun.forgotten);
         let gone = |remembered: u64| remembered.wrapping_sub(kept + self.forgotten) as i64;
@@ -64,12 +69,12 @@ impl Tally {
 }
 
 impl AffinityCollector {
-    /// Clients that full tables have evicted since this process found them.
+    /// Returns how many clients full maps have evicted since this process found them.
     pub(super) fn evicted(&self) -> u64 {
         self.tally.evicted
     }
 
-    /// Entries of each table, as of the last complete walk.
+    /// Returns the number of entries of each map, as of the last complete walk.
     pub(super) fn counted(&self) -> [(&'static str, u64); 2] {
         [(V4::AFFINITY, self.v4.counted), (V6::AFFINITY, self.v6.counted)]
     }
@@ -104,7 +109,7 @@ impl AffinityCollector {
     }
 }
 
-/// Goes on through one table. Answers whether that was its end.
+/// Goes on through one map, and returns true if its end was reached.
 fn forget<A: proxy_common::layout::Address + Default>(
     walk: &mut Walk<AffinityKey<A>>,
     tally: &mut Tally,
@@ -124,7 +129,8 @@ fn forget<A: proxy_common::layout::Address + Default>(
     })
 }
 
-/// Unless a connection has come meanwhile. Answers whether the entry is gone.
+/// Forgets a client, unless a connection has renewed its affinity meanwhile. Returns true if the
+/// entry is gone.
 fn forget_one<A: proxy_common::layout::Address + Default>(
     table: &Table<AffinityKey<A>, Affinity>,
     key: &AffinityKey<A>,
@@ -142,7 +148,7 @@ fn forget_one<A: proxy_common::layout::Address + Default>(
 mod tests {
     use super::*;
 
-    /// A walk that has met `met` clients, and forgotten `forgotten` of them.
+    /// Counts a walk that has met `met` clients and forgotten `forgotten` of them.
     fn walk(tally: &mut Tally, remembered: [u64; 2], met: u64, forgotten: u64) -> u64 {
         let begun = Begun { is_in_v6: true, remembered: remembered[0], forgotten: tally.forgotten };
         tally.forgotten += forgotten;

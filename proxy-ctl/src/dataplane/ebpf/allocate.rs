@@ -1,11 +1,11 @@
-//! Who owns which slots and service ids. Pure: knows nothing of tables.
+//! Allocates slots and service ids. This module is pure: it knows nothing of maps.
 //!
-//! What is given back may still be read by a program that is running at this moment, so it is not given out again
-//! before a grace period.
+//! A range that is given back may still be read by a program that is running at this moment. So it
+//! is not given out again before a grace period has passed.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-/// `count` places from `first` on.
+/// `count` indexes from `first` on.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(super) struct Range {
     pub(super) first: u32,
@@ -18,13 +18,14 @@ impl Range {
     }
 }
 
-/// Places `0..capacity`, given out in contiguous ranges: the smallest free range that is large enough.
+/// The indexes `0..capacity`, given out in contiguous ranges. A request gets the smallest free
+/// range that is large enough.
 #[derive(Clone, Debug)]
 pub(super) struct Ranges {
     capacity: u32,
-    /// First → count. Neighbours are always merged.
+    /// Free ranges, first index → count. Neighbours are always merged.
     free: BTreeMap<u32, u32>,
-    /// (count, first) of the same.
+    /// The same free ranges as (count, first).
     by_size: BTreeSet<(u32, u32)>,
     free_count: u32,
     retired: Vec<Range>,
@@ -43,7 +44,7 @@ impl Ranges {
         ranges
     }
 
-    /// The same places with all free but those that wait for a grace period.
+    /// Returns the same indexes, with all of them free but those that wait for a grace period.
     pub(super) fn without_owners(&self) -> Self {
         let mut fresh = Self::new(self.capacity);
         for range in &self.retired {
@@ -58,14 +59,14 @@ impl Ranges {
         self.capacity
     }
 
-    /// There are more places from now on.
+    /// Raises the capacity. The added indexes are free.
     pub(super) fn grow(&mut self, capacity: u32) {
         let added = Range { first: self.capacity, count: capacity.saturating_sub(self.capacity) };
         self.capacity += added.count;
         self.release(added);
     }
 
-    /// Places that are owned or wait for a grace period.
+    /// Returns how many indexes are owned or wait for a grace period.
     pub(super) fn used(&self) -> u32 {
         self.capacity - self.free_count
     }
@@ -84,12 +85,12 @@ impl Ranges {
         self.free_count -= range.count;
     }
 
-    /// Would [`Ranges::allocate`] find a range now?
+    /// Returns true if [`Ranges::allocate`] would find a range now.
     pub(super) fn has_room_for(&self, count: u32) -> bool {
         count == 0 || self.by_size.range((count, 0)..).next().is_some()
     }
 
-    /// `None`: no free range is large enough now.
+    /// Allocates a range. Returns `None` if no free range is large enough now.
     pub(super) fn allocate(&mut self, count: u32) -> Option<Range> {
         if count == 0 {
             return Some(Range::default());
@@ -100,7 +101,7 @@ impl Ranges {
         Some(Range { first, count })
     }
 
-    /// Takes exactly this range; false if a part of it is not free.
+    /// Takes exactly this range. Returns false if a part of it is not free.
     pub(super) fn claim(&mut self, range: Range) -> bool {
         if range.count == 0 {
             return true;
@@ -116,7 +117,7 @@ impl Ranges {
         true
     }
 
-    /// Gives back what no program can have seen.
+    /// Gives back a range that no program can have seen.
     pub(super) fn release(&mut self, range: Range) {
         if range.count == 0 {
             return;
@@ -136,7 +137,8 @@ impl Ranges {
         self.insert(merged);
     }
 
-    /// Gives back what programs may be reading; free after the next [`Ranges::grace_period_over`].
+    /// Gives back a range that programs may be reading. It is free after the next
+    /// [`Ranges::grace_period_over`].
     pub(super) fn retire(&mut self, range: Range) {
         if range.count > 0 {
             self.retired.push(range);
@@ -147,7 +149,7 @@ impl Ranges {
         !self.retired.is_empty()
     }
 
-    /// Everything that was retired before the grace period began is free now.
+    /// Frees everything that was retired before the grace period began.
     pub(super) fn grace_period_over(&mut self) {
         for range in std::mem::take(&mut self.retired) {
             self.release(range);
@@ -262,7 +264,7 @@ mod tests {
                 }
                 let taken = places.iter().filter(|taken| **taken).count() as u32;
                 prop_assert_eq!(ranges.used(), taken);
-                // Merged: a free range of the largest gap's size is there.
+                // Neighbours are merged, so there is a free range of the size of the largest gap.
                 let largest = places.split(|taken| *taken).map(<[bool]>::len).max().unwrap_or(0) as u32;
                 for (count, fits) in [(largest, true), (largest + 1, false)] {
                     prop_assert_eq!(ranges.has_room_for(count), fits);

@@ -1,23 +1,25 @@
-//! Decides whether the programs answer segments of connections that no table knows. Such a segment
-//! may be of a connection that netfilter translates, or go to a frontend that is not listed yet, so
-//! the programs answer only while neither can be.
+//! Decides whether the programs answer segments of connections that no map knows. Such a segment
+//! may be of a connection that netfilter translates, or go to a frontend that is not listed yet. So
+//! the programs answer only while neither is possible.
 
-/// Holds what the answers depend on. By default nothing is known, and nothing is answered.
+/// The facts that decide about the answers. By default nothing is known, and nothing is answered.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(super) struct Circumstances {
-    /// Everything that is desired was listed, and the programs have it.
+    /// True if everything that is desired was listed, and the maps have it.
     pub(super) is_synced: bool,
-    /// All interfaces have their programs, and the former proxy or mode opens no connections.
+    /// True if all interfaces have their programs, and the former proxy or mode opens no
+    /// connections.
     pub(super) has_taken_over: bool,
-    /// Another mode is to be at work.
+    /// True if this mode drains, because another mode is to be active.
     pub(super) is_retiring: bool,
-    /// Some pods have no packet programs.
+    /// True if some pods have no packet programs.
     pub(super) lacks_programs: bool,
-    /// Another mode serves the same frontends.
+    /// True if another mode serves the same frontends.
     pub(super) are_frontends_shared: bool,
-    /// The connections that netfilter translates were listed, and there was room to keep them all.
+    /// True if the connections that netfilter translates were listed, and there was room to keep
+    /// them all.
     pub(super) are_netfilters_kept: bool,
-    /// A look at all rows has found that no such connection is left.
+    /// True if a whole walk through the entries has found that no such connection is left.
     pub(super) are_netfilters_gone: bool,
 }
 

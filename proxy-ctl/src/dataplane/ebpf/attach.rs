@@ -1,7 +1,9 @@
-//! Where the programs are attached: the cgroup, both directions of each interface, and uplinks before their stack.
+//! Attaches the programs to the cgroup, to both directions of each interface, and to the XDP hook
+//! of uplinks.
 //!
-//! Links are pinned, so that they outlive the controller, and get new programs in one step. Kernels without tcx
-//! have filters on a clsact qdisc instead, which live with the interface; a folder on the bpffs remembers them.
+//! Links are pinned, so that they outlive the controller, and get new programs in one step. Kernels
+//! without tcx (before 6.6) have filters on a clsact qdisc instead, which live as long as the
+//! interface. A folder on the bpffs remembers them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -39,13 +41,13 @@ use crate::{
     },
 };
 
-/// The handle of our filters.
+/// Handle of our filters.
 const HANDLE: u32 = 0x7063;
-/// Marks a clsact qdisc that we made, in the interface's folder.
+/// Name of a folder in the interface's folder that says that we have made the clsact qdisc.
 const MADE_QDISC: &str = "qdisc";
 
-/// Of our filters, the best first; see [`order`](super::order). A priority belongs to one kind of
-/// filter for one protocol, so another's may be taken.
+/// Priorities that our filters may have, the best first; see [`order`](super::order). A priority
+/// belongs to one kind of filter for one protocol, so another program's filter may have taken it.
 const PRIORITIES: [u16; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
 
 fn packet_programs(interface: &Interface) -> [&'static str; 2] {
@@ -69,7 +71,7 @@ impl Cgroup {
         }
     }
 
-    /// Attaches until the descriptor is dropped.
+    /// Attaches a program until the returned descriptor is dropped.
     pub(super) fn attach(
         &self,
         programs: &mut Programs,
@@ -84,49 +86,50 @@ impl Cgroup {
     }
 }
 
-/// Why the interface of a workload has no programs.
+/// Reason why a workload interface has no programs.
 #[derive(Clone, Debug, Eq, PartialEq)]
 struct Refusal {
     reason: String,
-    /// Another program has the place of `clsact`, which says nothing about our programs.
+    /// True if another program has the place of `clsact`, which says nothing about our programs.
     is_place_taken: bool,
 }
 
-/// What is attached where.
+/// The programs, and where they are attached.
 #[derive(Debug)]
 pub(super) struct Hooks {
     paths: Paths,
     programs: Programs,
     cgroup: Option<Cgroup>,
-    /// Those that are closed meet a hook too.
+    /// True if sockets are counted as connections, so that the hook `sock_release` is attached too.
     counts_sockets: bool,
     links: LinkPins,
-    /// `None`: not tried yet.
+    /// True if the kernel has tcx. `None` if that was not tried yet.
     tcx: Option<bool>,
     interfaces: BTreeMap<u32, Interface>,
-    /// Why interfaces of workloads have no programs, by their index.
+    /// Refusals of the workload interfaces that have no programs, by interface index.
     unattached: BTreeMap<u32, Refusal>,
-    /// Without tcx: the kind of qdisc that interfaces have where `clsact` would be, as it was when
-    /// they were looked at last.
+    /// Kinds of the qdiscs at the place of `clsact`, by interface index, as they were listed last.
+    /// It is used without tcx only.
     qdiscs: BTreeMap<u32, String>,
-    /// Without tcx: new interfaces of workloads, which others may still change.
+    /// New workload interfaces, which others may still change. It is used without tcx only.
     settling: Settling,
-    /// For how long such an interface is left alone after its last change.
+    /// Duration for which a new workload interface is left alone after its last change.
     pause: Duration,
-    /// The direction of each interface that could not be attached to last. It is tried first, so that
-    /// packets are not translated one way for a moment at each attempt.
+    /// The direction of each interface at which attaching has failed last. It is tried first, so
+    /// that packets are not translated in one direction alone for a moment at each attempt.
     failed_last: BTreeMap<u32, Direction>,
     order: HookOrder,
     transit: Transit,
     redirect_failures: RedirectFailures,
-    /// Where one of the uplinks has XDP.
+    /// Watch of the routes, while one of the uplinks has XDP.
     route_watch: Option<RouteWatch>,
-    /// It could not begin, which the log has told.
+    /// True if the watch could not begin, and the log has said so.
     is_watch_missed: bool,
 }
 
 impl Hooks {
-    /// `cgroup`: where the socket hooks go; `None` detaches those of a predecessor.
+    /// Creates the hooks. The socket hooks go to `cgroup`; `None` detaches those of a former
+    /// controller.
     pub(super) fn new(paths: Paths, programs: Programs, cgroup: Option<Cgroup>, transit: Transit) -> Self {
         let links = LinkPins::default();
         Self {
@@ -155,20 +158,22 @@ impl Hooks {
         self.tcx = Some(false);
     }
 
-    /// From now on sockets are counted as connections, until they are closed, or not: the next [`attach_release`](Self::attach_release), alone
-    /// or with that of the others, attaches the hook for that, or detaches it.
+    /// Sets whether sockets are counted as connections until they are closed. The hook for closed
+    /// sockets is attached or detached by the next [`attach_release`](Self::attach_release), which
+    /// [`attach_sockets`](Self::attach_sockets) calls too.
     pub(super) const fn count_sockets(&mut self, are_counted: bool) {
         self.counts_sockets = are_counted;
     }
 
-    /// Has a predecessor counted?
+    /// Returns true if a former controller has counted sockets.
     pub(super) fn is_release_pinned(&self) -> bool {
         self.socket_link(program::sock_release).exists()
     }
 
-    /// Answers whether anything had to be done.
+    /// Attaches or detaches the socket hooks, and returns true if anything had to be done.
     pub(super) fn attach_sockets(&mut self) -> Result<bool, Error> {
-        // First: what the others begin to count must be seen to end.
+        // The release hook comes first, so that each socket that the other hooks count is also seen
+        // to close.
         let mut outcome = self.attach_release();
         for &(name, hook) in SOCKET_HOOKS {
             let attached = self.attach_socket_hook(name, hook);
@@ -188,7 +193,8 @@ impl Hooks {
         self.links.ensure(&path, program, is_target, create).map(Ensured::is_change).map_err(failed)
     }
 
-    /// Of sockets that are closed.
+    /// Attaches the hook for sockets that are closed if sockets are counted, and otherwise detaches
+    /// it.
     pub(super) fn attach_release(&mut self) -> Result<bool, Error> {
         let (name, hook) = (program::sock_release, bpf_attach_type::BPF_CGROUP_INET_SOCK_RELEASE);
         if self.counts_sockets {
@@ -202,13 +208,13 @@ impl Hooks {
         self.paths.links().join(format!("{SOCKET_LINK}{name}"))
     }
 
-    /// Sets for how long a new interface of a workload is left alone where the kernel has no tcx.
+    /// Sets for how long a new workload interface is left alone where the kernel has no tcx.
     pub(super) const fn leave_new_interfaces(&mut self, pause: Duration) {
         self.pause = pause;
     }
 
-    /// Attaches to exactly these interfaces. What is attached already is looked at again, so that a link that
-    /// somebody removed comes back. A new interface of a workload may have to wait for
+    /// Attaches to exactly these interfaces. What is attached already is looked at again, so that a
+    /// link that somebody removed comes back. A new workload interface may have to wait for
     /// [`attach_settled`](Self::attach_settled).
     pub(super) fn follow(&mut self, interfaces: &[Interface], now: Instant) -> Failures {
         let mut failures = Failures::default();
@@ -232,7 +238,7 @@ impl Hooks {
             failures.add("packet programs", error);
         }
         for interface in uplinks_first(interfaces) {
-            // Also where that fails: it is tried again.
+            // The interface is kept even if attaching fails, so that it is tried again.
             self.interfaces.insert(interface.index, interface.clone());
             if !self.is_waiting(interface) {
                 self.attach_or_note(interface, &mut failures);
@@ -266,8 +272,9 @@ impl Hooks {
         self.settling.waiting().next().is_some()
     }
 
-    /// Returns true if the interface waits for [`attach_settled`](Self::attach_settled). One whose
-    /// place is taken does not: either clsact is there, or nothing can be attached.
+    /// Returns true if the interface waits for [`attach_settled`](Self::attach_settled). An
+    /// interface that has a qdisc at the place of clsact does not wait: either it is clsact, or
+    /// nothing can be attached.
     fn is_waiting(&mut self, interface: &Interface) -> bool {
         let index = interface.index;
         if self.tcx.unwrap_or_else(|| tc::has_tcx(index)) || self.qdiscs.contains_key(&index) {
@@ -276,7 +283,8 @@ impl Hooks {
         !self.settling.is_settled(interface, self.pause)
     }
 
-    /// Looks at the places of clsact. If they cannot be listed, what is known of them stays.
+    /// Lists the qdiscs at the places of clsact. If they cannot be listed, what is known of them
+    /// stays.
     fn list_qdiscs(&mut self, failures: &mut Failures) {
         if self.tcx == Some(true) {
             return;
@@ -287,8 +295,8 @@ impl Hooks {
         }
     }
 
-    /// Attaches to an interface, and returns true if anything had to be done. The refusal of one
-    /// workload's interface is noted, and fails no call: trying again at once cannot cure it, and
+    /// Attaches to an interface, and returns true if anything had to be done. A refusal of a
+    /// workload interface is noted, and fails no call: trying again at once cannot cure it, and
     /// everything else is served.
     fn attach_or_note(&mut self, interface: &Interface, failures: &mut Failures) -> bool {
         let index = interface.index;
@@ -328,7 +336,8 @@ impl Hooks {
         }
     }
 
-    /// Are programs of ours, or of a predecessor, at any? Also where that cannot be told.
+    /// Returns true if programs of ours, or of a former controller, are at any interface, or if
+    /// that is unknown.
     pub(super) fn are_at_interfaces(&self) -> bool {
         self.attached().map_or(true, |indexes| !indexes.is_empty())
     }
@@ -342,7 +351,7 @@ impl Hooks {
         Ok(())
     }
 
-    /// Attaches links and filters of ours again that another program has removed.
+    /// Attaches our links and filters again that another program has removed.
     pub(super) fn repair(&mut self) -> Failures {
         self.attach_all(|interface| match interface {
             None => {
@@ -355,12 +364,13 @@ impl Hooks {
         })
     }
 
-    /// Has every hook run the programs that are loaded.
+    /// Makes every hook run the programs that are loaded.
     pub(super) fn swap(&mut self) -> Failures {
         self.attach_all(|_| ())
     }
 
-    /// Calls `changed` where anything had to be done: on an interface, or `None`: with socket hooks.
+    /// Attaches everything, and calls `changed` where anything had to be done: with the interface,
+    /// or with `None` for the socket hooks.
     fn attach_all(&mut self, changed: impl Fn(Option<&Interface>)) -> Failures {
         let mut failures = Failures::default();
         self.list_qdiscs(&mut failures);
@@ -379,8 +389,8 @@ impl Hooks {
         failures
     }
 
-    /// The hooks where another program has come before ours, and ours is to be moved. They have tcx:
-    /// a filter of clsact keeps the priority that it has got.
+    /// Returns the hooks where another program has come before ours, and ours is to be moved. Only
+    /// hooks with tcx are returned, because a filter of clsact keeps the priority that it has got.
     pub(super) fn misplaced(&mut self) -> Result<Vec<Misplaced>, Error> {
         if self.tcx != Some(true) {
             return Ok(Vec::new());
@@ -402,9 +412,12 @@ impl Hooks {
         Ok(misplaced)
     }
 
-    /// Puts our programs back to where they belong. `programs` are loaded anew, as the kernel has no program twice at a hook, and no
-    /// packet may meet none: for the time of a system call one meets both, of which the second finds it translated. All
-    /// others are swapped for the new ones too.
+    /// Puts our programs back to the first place of these hooks, and swaps all others for
+    /// `programs` too.
+    ///
+    /// `programs` are loaded anew, because the kernel takes a program only once at a hook, and no
+    /// packet may meet none. For the time of a system call, a packet meets both. The second one
+    /// finds it translated.
     pub(super) fn mend(&mut self, programs: Programs, misplaced: &[Misplaced]) -> Failures {
         self.programs = programs;
         let mut failures = Failures::default();
@@ -423,30 +436,30 @@ impl Hooks {
         failures
     }
 
-    /// Loads all of these that the hooks need.
+    /// Loads all of these programs that the hooks need.
     pub(super) fn load(&self, programs: &mut Programs) -> Result<(), Error> {
         if self.cgroup.is_some() && self.counts_sockets {
             programs.get(program::sock_release)?;
         }
         programs.load_all(self.interfaces.values().flat_map(packet_programs))?;
         if let Some(program) = self.transit.program() {
-            // Where the kernel refuses it, attaching it says so.
+            // If the kernel refuses the program, the call that attaches it reports that.
             let _loaded = programs.get(program);
         }
         Ok(())
     }
 
-    /// Why uplinks have no XDP program, by their index.
+    /// Returns why uplinks have no XDP program, by interface index.
     pub(super) const fn refusals(&self) -> &BTreeMap<u32, String> {
         self.transit.refusals()
     }
 
-    /// Why interfaces of workloads have no programs, by their index.
+    /// Returns why workload interfaces have no programs, by interface index.
     pub(super) fn unattached(&self) -> BTreeMap<u32, String> {
         self.unattached.iter().map(|(index, refusal)| (*index, refusal.reason.clone())).collect()
     }
 
-    /// Returns the reason why no interface of a workload takes programs.
+    /// Returns the reason why no workload interface takes programs.
     pub(super) fn attached_nowhere(&self) -> Option<String> {
         // An interface that waits has refused nothing, and has not taken anything either.
         let waiting: BTreeSet<u32> = self.settling.waiting().collect();
@@ -456,28 +469,29 @@ impl Hooks {
             .map(str::to_owned)
     }
 
-    /// Returns how many interfaces of workloads have no programs, as they refuse them.
+    /// Returns how many workload interfaces have no programs because they refuse them.
     pub(super) fn unattached_count(&self) -> usize {
         self.unattached.len()
     }
 
-    /// Returns true if filters are used, and CNI's bandwidth plugin has its qdisc at a workload's
-    /// interface.
+    /// Returns true if filters are used, and another qdisc, such as that of CNI's bandwidth plugin,
+    /// has the place of clsact at a workload interface.
     pub(super) fn meets_bandwidth_plugin(&self) -> bool {
         self.unattached.values().any(|refusal| refusal.is_place_taken)
     }
 
-    /// Returns true if new interfaces of workloads may have to wait.
+    /// Returns true if new workload interfaces may have to wait.
     pub(super) fn uses_filters(&self) -> bool {
         self.tcx == Some(false)
     }
 
-    /// What the interfaces that are attached to may do.
+    /// Returns between which interfaces XDP may redirect packets.
     pub(super) fn redirects(&self) -> Redirects {
         self.transit.redirects()
     }
 
-    /// Has a [`RouteWatch`] where an uplink has XDP. Where it cannot begin, it is tried again at the next look at the uplinks.
+    /// Starts a [`RouteWatch`] if uplinks get XDP and no watch runs. If it cannot begin, the next
+    /// look at the uplinks tries again.
     pub(super) fn follow_routes(&mut self) {
         if self.transit.program().is_none()
             || self.route_watch.as_ref().is_some_and(|watch| !watch.has_ended())
@@ -498,7 +512,7 @@ impl Hooks {
         self.redirect_failures.follow(are_redirected, &mut self.programs);
     }
 
-    /// Loads what most nodes need before it is known which interfaces there are.
+    /// Loads the programs that most nodes need, before the interfaces are known.
     pub(super) fn load_ahead(&mut self) -> Result<(), Error> {
         self.programs.load_all(common_packet_programs())
     }
@@ -512,7 +526,8 @@ impl Hooks {
         self.links.replace(&path, new)
     }
 
-    /// Indexes of the interfaces that have links or filters of ours, by the pins, also those that another program has removed.
+    /// Returns the indexes of the interfaces that have links or filters of ours. They come from the
+    /// pins, and from the links that are held after another program has removed their pins.
     fn attached(&self) -> Result<Vec<u32>, Error> {
         let links = names(&self.paths.links())?;
         let held = self.links.paths().filter_map(|path| path.file_name()?.to_str());
@@ -528,13 +543,15 @@ impl Hooks {
         Ok(found)
     }
 
-    /// Attaches to both directions of an interface, and returns true if anything had to be done. What
-    /// ran before an error runs on. What this call has attached to a workload's interface is taken
-    /// back then, and if the interface refuses programs, all that is attached to it.
+    /// Attaches to both directions of an interface, and returns true if anything had to be done.
+    /// What ran before an error runs on. After an error at a workload interface, what this call has
+    /// attached to it is taken back. If the interface refuses programs, everything that is attached
+    /// to it is.
     fn attach(&mut self, interface: &Interface, failures: &mut Failures) -> Result<bool, Error> {
         let (mut changed, mut attached, mut failed) = (false, Vec::new(), None);
         for direction in failed_first(self.failed_last.remove(&interface.index)) {
-            // A program that is there, or may be, is swapped all the same: it may use former tables.
+            // A program that is there, or may be, is swapped even after an error, because it may
+            // use former maps.
             if failed.is_some() && !self.has_program(interface.index, direction).unwrap_or(true) {
                 continue;
             }
@@ -558,7 +575,8 @@ impl Hooks {
             }
             return Err(error);
         }
-        // Last, and first to go: what it leaves to the stack needs those of TC.
+        // XDP is attached last and detached first, because packets that it leaves to the stack need
+        // the programs at TC.
         let Self { paths, programs, links, transit, .. } = self;
         Ok(changed | transit.attach(paths, programs, links, interface)?)
     }
@@ -576,7 +594,8 @@ impl Hooks {
                     self.tcx = Some(true);
                     return Ok(ensured);
                 }
-                // Kernels before 6.6 know no such attach type. On others it is a real error.
+                // Kernels before 6.6 do not know this attach type. Once tcx has worked, EINVAL is a
+                // real error.
                 Err(e) if e.errno() == libc::EINVAL && self.tcx.is_none() => self.tcx = Some(false),
                 Err(e) => return Err(failed(e)),
             }
@@ -584,7 +603,7 @@ impl Hooks {
         self.attach_filter(interface.index, direction, program)?.map_err(failed)
     }
 
-    /// Returns true if there is a link or filter of ours, which may be of a predecessor.
+    /// Returns true if there is a link or filter of ours or of a former controller.
     fn has_program(&self, index: u32, direction: Direction) -> Result<bool, Error> {
         if self.tcx == Some(false) {
             return has_filter(index, direction);
@@ -592,9 +611,9 @@ impl Hooks {
         self.links.has(&self.link_path(index, direction))
     }
 
-    /// Detaches from a workload's interface what one call has attached before it failed. If the
-    /// interface refuses programs, nothing stays attached: one direction alone would translate
-    /// packets whose answers stay untranslated, and which the mode beside could serve.
+    /// Detaches from a workload interface what one call has attached before it failed. If the
+    /// interface refuses programs, nothing stays attached. One direction alone would translate
+    /// packets whose answers stay untranslated, and which the secondary mode could serve.
     fn undo(&mut self, index: u32, attached: &[Direction], is_refused: bool) -> Result<(), Error> {
         if !is_refused {
             return self.take_back(index, attached);
@@ -603,7 +622,7 @@ impl Hooks {
         self.remove_packet_programs(index)
     }
 
-    /// Detaches from these directions of an interface. What is attached to the others stays.
+    /// Detaches from these directions of an interface. Programs of the other directions stay.
     fn take_back(&mut self, index: u32, attached: &[Direction]) -> Result<(), Error> {
         if self.tcx != Some(false) {
             return attached
@@ -660,7 +679,7 @@ impl Hooks {
         match tc::add_clsact(index) {
             Ok(true) => make_folder(&folder.join(MADE_QDISC))?,
             Ok(false) if qdiscs.contains_key(&index) => {}
-            // Another program was faster since they were listed.
+            // Another program has added a qdisc since they were listed.
             Ok(false) => {
                 *qdiscs = tc::ingress_qdiscs().map_err(Error::Qdiscs)?;
                 check_place(paths, qdiscs, index)?;
@@ -696,9 +715,9 @@ impl Hooks {
     }
 }
 
-/// Returns the reason if the kernel refuses programs at every interface of a workload, and at two
-/// at least: one alone may have a problem of its own. An interface whose place another program has
-/// says nothing about our programs. One that waits has refused nothing yet.
+/// Returns the reason if the kernel refuses programs at every workload interface, and at two at
+/// least, because one alone may have a problem of its own. An interface whose place another program
+/// has says nothing about our programs. One that waits has refused nothing yet.
 fn refused_everywhere<'a>(interfaces: impl Iterator<Item = Option<&'a Refusal>>) -> Option<&'a str> {
     const LEAST: usize = 2;
     let all: Vec<&Refusal> = interfaces.collect::<Option<_>>()?;
@@ -706,8 +725,9 @@ fn refused_everywhere<'a>(interfaces: impl Iterator<Item = Option<&'a Refusal>>)
     refused.first().filter(|_| refused.len() >= LEAST).map(|refusal| refusal.reason.as_str())
 }
 
-/// The directions in the order in which they are attached to: the one that has failed first, else
-/// egress, where the answers to what is translated on ingress are translated back.
+/// Returns the directions in the order in which they are attached. The one that has failed last
+/// comes first. Otherwise egress does, where the answers to what ingress translates are translated
+/// back.
 fn failed_first(failed: Option<Direction>) -> [Direction; 2] {
     match failed {
         Some(Direction::Ingress) => [Direction::Ingress, Direction::Egress],
@@ -715,13 +735,15 @@ fn failed_first(failed: Option<Direction>) -> [Direction; 2] {
     }
 }
 
-/// What XDP does with packets to pods depends on uplinks.
+/// Returns uplinks before workload interfaces, because what XDP does with packets to pods depends
+/// on uplinks.
 fn uplinks_first(interfaces: &[Interface]) -> impl Iterator<Item = &Interface> {
     let of = |role| interfaces.iter().filter(move |interface| interface.role == role);
     of(Role::Uplink).chain(of(Role::Workload))
 }
 
-/// EINVAL: filters of another kind, or for another protocol, have this priority.
+/// Tries priorities until one is accepted. EINVAL means that filters of another kind, or for
+/// another protocol, have the priority.
 fn first_accepted(priorities: [u16; 8], put: impl Fn(u16) -> Result<(), CallError>) -> Result<(), CallError> {
     let [best, others @ ..] = priorities;
     others.into_iter().fold(put(best), |placed, priority| match placed {
@@ -730,9 +752,9 @@ fn first_accepted(priorities: [u16; 8], put: impl Fn(u16) -> Result<(), CallErro
     })
 }
 
-/// Returns an error if another program has a qdisc where clsact would be. The kernel would put
-/// filters of both directions into that one. A filter of ours that is there is taken away: the
-/// qdisc is left as its owner has made it.
+/// Returns an error if another program has a qdisc at the place of clsact, because the kernel would
+/// put filters of both directions into that one. A filter of ours that is in it is removed, so that
+/// the qdisc is as its owner has made it.
 fn check_place(paths: &Paths, qdiscs: &BTreeMap<u32, String>, index: u32) -> Result<(), Error> {
     match qdiscs.get(&index) {
         Some(kind) if kind != tc::CLSACT => {
@@ -743,8 +765,9 @@ fn check_place(paths: &Paths, qdiscs: &BTreeMap<u32, String>, index: u32) -> Res
     }
 }
 
-/// Returns true if the filter is ours. Handles belong to a priority each, so that a filter of
-/// another with a priority that we never take may have the same handle.
+/// Returns true if the filter is ours. The handle alone does not tell, because each priority has
+/// handles of its own: a filter of another program may have our handle with a priority that we
+/// never take.
 pub(super) fn is_ours(filter: &tc::Filter) -> bool {
     filter.handle == HANDLE && PRIORITIES.contains(&filter.priority)
 }
@@ -758,21 +781,21 @@ fn has_filter(index: u32, direction: Direction) -> Result<bool, Error> {
     Ok(our_filter(index, direction).map_err(failed)?.is_some())
 }
 
-/// Returns true if there was a filter of ours in this direction.
+/// Removes our filter of this direction, and returns true if there was one.
 fn remove_filter(index: u32, direction: Direction) -> Result<bool, Error> {
     let failed = |source| Error::Detach { target: format!("interface {index}"), source };
     let Some(filter) = our_filter(index, direction).map_err(failed)? else { return Ok(false) };
     tc::remove_filter(index, direction, filter.priority, HANDLE).map_err(failed)
 }
 
-/// Is there an interface with this index in our network namespace?
+/// Returns true if there is an interface with this index in our network namespace.
 fn exists(index: u32) -> bool {
-    // nix 0.31 answers with an empty name where there is none.
+    // nix 0.31 returns an empty name if there is none.
     nix::net::if_::if_indextoname(index).is_ok_and(|name| !name.is_empty())
 }
 
-/// Removes our filters from an interface, and the qdisc if it is ours and has no other filters. Answers how many filters
-/// there were.
+/// Removes our filters from an interface, and the qdisc if we have made it and it has no other
+/// filters. Returns how many filters were removed.
 pub(super) fn remove_filters(paths: &Paths, index: u32) -> Result<usize, Error> {
     let folder = paths.clsact().join(index.to_string());
     if !is_there(&folder)? {
@@ -802,7 +825,8 @@ mod tests {
 
     use super::*;
 
-    /// A word for each interface: `-` has programs or waits, `taken` and other words are refusals.
+    /// Each word of `interfaces` is an interface. `-` has programs, and other words are refusals,
+    /// `taken` because of the place.
     #[rstest]
     #[case::no_interface("", None)]
     #[case::all_attached("- -", None)]

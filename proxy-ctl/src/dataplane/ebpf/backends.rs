@@ -1,5 +1,7 @@
-//! The backends that are programmed, by their keys. Rows lie one after the other and a hash table has their numbers: a map that keeps them in
-//! its own table is half empty when it has grown, and there may be 250,000 of 40 bytes.
+//! The backends that are programmed, by their keys.
+//!
+//! Backends are in a vector, and a hash table has their indexes. A `HashMap`, which keeps them in its
+//! own table, is half empty when it has grown, and there may be 250,000 backends of 40 bytes.
 
 use std::hash::{BuildHasher as _, Hash};
 
@@ -31,7 +33,7 @@ impl<A: Copy + Eq + Hash> Backends<A> {
         self.rows.iter().map(|(key, uses)| (key, uses))
     }
 
-    /// Keeps its memory.
+    /// Removes all backends, and keeps their memory for others.
     pub(super) fn clear(&mut self) {
         self.rows.clear();
         self.places.clear();
@@ -51,7 +53,7 @@ impl<A: Copy + Eq + Hash> Backends<A> {
         self.rows.get_mut(place as usize).map(|(_, uses)| uses)
     }
 
-    /// In place of what the key has.
+    /// Inserts a backend, or replaces the one that the key has.
     pub(super) fn insert(&mut self, key: BackendKey<A>, uses: Uses) {
         let rows = &self.rows;
         let hash_of = |place: &u32| rows.get(*place as usize).map_or(0, |(key, _)| hash(key));

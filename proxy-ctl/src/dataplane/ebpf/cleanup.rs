@@ -1,4 +1,4 @@
-//! Removes everything of ours, and nothing else.
+//! Removes everything that mode ebpf has left on the node, and nothing else.
 
 use std::path::Path;
 
@@ -10,8 +10,8 @@ use super::{
 };
 use crate::{dataplane::Removed, sys::tc::Direction};
 
-/// Detaches the programs first, then removes the tables, of every layout version. Nothing of ours there: nothing is
-/// done. If a controller runs: [`Error::Locked`].
+/// Detaches the programs first, and then removes the maps, of every layout version. If nothing of
+/// ours is there, nothing is done. While a controller runs, the result is [`Error::Locked`].
 pub fn cleanup(bpffs: &Path) -> Result<Removed, Error> {
     let mut removed = Removed::default();
     let current = Paths::new(bpffs);
@@ -48,24 +48,24 @@ pub fn cleanup(bpffs: &Path) -> Result<Removed, Error> {
     Ok(removed)
 }
 
-/// The step in which a link is removed, in this order.
+/// Steps in which links are removed, in this order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Step {
-    /// XDP programs leave packets to the programs of the interfaces.
+    /// XDP comes first, because its programs leave packets to the programs of the interfaces.
     BeforeStack,
     /// While the socket programs are attached, no new socket of this node sends to a frontend. So
-    /// none of them has an answer under way that the programs of interfaces would have to translate.
+    /// no socket waits for an answer that the programs of interfaces would have to translate.
     Ingress,
-    /// What was translated before has its answers here.
+    /// Egress programs translate the answers to what ingress has translated before.
     Egress,
-    /// What sockets send goes to the frontends from here on.
+    /// From here on, sockets send to the frontends themselves.
     Sending,
-    /// Answers to what was sent before come from backends.
+    /// Answers to what was sent before come from backends, and are translated until here.
     Answers,
 }
 
 impl Step {
-    /// Of the link that is pinned by this name.
+    /// Returns the step of the link that is pinned by this name.
     fn of(link: &str) -> Self {
         match link.strip_prefix(SOCKET_LINK) {
             Some(hook) if hook.starts_with("connect") || hook.starts_with("sendmsg") => Self::Sending,

@@ -1,8 +1,10 @@
-//! Marks: which addresses `frontends4/6` say to be ClusterIPs, so that clients of their other ports are refused.
+//! Writes cluster-IP entries: they say which addresses of `frontends4/6` are ClusterIPs, so that
+//! clients of their other ports are refused.
 //!
-//! Of an address that is marked, no port is left to a former proxy or to another mode. So it is marked after the frontends of all service
-//! ports that have it, and not while a service port waits for room; and the mark goes before the first of these frontends when no service
-//! port has the address any more. Marks have the room that frontends leave.
+//! No port of such an address is left to a former proxy or to another mode. So its entry comes
+//! after the frontends of all service ports that have the address, and not while a service port
+//! waits for room. When no service port has the address any more, the entry goes before the first
+//! of these frontends. Cluster-IP entries get the room that frontends leave.
 
 use proxy_common::layout::{Frontend, FrontendKey};
 
@@ -17,7 +19,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         self.entries.frontends.get(&FrontendKey::of_cluster_ip(address)) == Some(&Frontend::NONE)
     }
 
-    /// A service port is published with these.
+    /// Notes that a service port is published with these addresses.
     pub(super) fn use_cluster_ips(&mut self, addresses: &[F::Address]) {
         for address in addresses {
             let is_marked = self.is_marked(*address);
@@ -31,7 +33,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    /// A service port had these.
+    /// Notes that a service port with these addresses is gone.
     pub(super) fn release_cluster_ips(&mut self, addresses: &[F::Address]) {
         for address in addresses {
             let is_marked = self.is_marked(*address);
@@ -49,14 +51,16 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    /// After adopting, when everything desired is published.
+    /// Lists the cluster-IP entries that no service port uses for removal. It is called after
+    /// adopting, when everything desired is published.
     pub(super) fn release_stray_marks(&mut self) {
         let ClusterIps { users, gone, .. } = &mut self.entries.cluster_ips;
         let marked = self.entries.frontends.keys().filter(|key| key.is_cluster_ip()).map(|key| key.address);
         gone.extend(marked.filter(|address| !users.contains_key(address)));
     }
 
-    /// Before frontends are removed.
+    /// Removes the cluster-IP entries whose address no service port has any more. It is called
+    /// before frontends are removed.
     pub(super) fn unmark_gone(&mut self, writes: &mut Writes<F>) {
         for address in std::mem::take(&mut self.entries.cluster_ips.gone) {
             if !self.unmark(address, writes) {
@@ -65,7 +69,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    /// Makes room for as many frontends, as far as marks take it. Answers with how many there is room for now.
+    /// Removes up to `frontends` cluster-IP entries to make room for as many frontends. Returns how
+    /// many were removed.
     pub(super) fn unmark_for(&mut self, frontends: usize, writes: &mut Writes<F>) -> usize {
         if frontends == 0 {
             return 0;
@@ -97,14 +102,14 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    /// No frontend of any service port waits for room.
+    /// Returns true if no frontend of any service port waits for room.
     pub(super) fn has_room_for_all(&self) -> bool {
         let waiting = &self.entries.without_room;
         waiting.frontends.is_empty()
             && waiting.ports.keys().all(|name| self.entries.services.contains_key(name))
     }
 
-    /// After frontends are written.
+    /// Writes the cluster-IP entries that are missing. It is called after frontends are written.
     pub(super) fn mark_new(&mut self, writes: &mut Writes<F>) {
         if self.entries.cluster_ips.unmarked.is_empty()
             || !writes.failures.is_empty()

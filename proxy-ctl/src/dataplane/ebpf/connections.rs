@@ -1,8 +1,11 @@
-//! How many connections backends have, for service ports that go by that.
+//! Counts the connections of backends, for service ports that use least connection.
 //!
-//! The programs count what they see begin and end, and this what the controller removes: each in a table that only it writes, so that
-//! neither undoes what the other has counted. What a process counts that is killed a moment too early, what two CPUs remove of
-//! each other, and what has ended while no program looked, is put right here: all that there is, is counted again and again.
+//! The programs count what they see begin and end, and the controller counts what it removes. Each
+//! has a map that only it writes, so neither undoes what the other has counted.
+//!
+//! Some counts are wrong: when a process is killed a moment too early, when two CPUs remove each
+//! other's entries, and when a connection ends while no program looks. So everything is counted
+//! again and again here, and the counts are corrected.
 
 use std::{fmt, os::fd::AsFd as _, path::Path};
 
@@ -21,7 +24,8 @@ use super::{
 };
 use crate::sys::{CallError, kernel_types::KernelTypes, socket_storage::StorageReader};
 
-/// Of both families, whose backends have ids in common.
+/// The maps of counts. There is one of each for both families, because backend ids are unique
+/// across families.
 #[derive(Debug)]
 pub(super) struct ConnectionTables {
     connections: Table<u32, Connections>,
@@ -36,7 +40,7 @@ impl ConnectionTables {
         })
     }
 
-    /// By backend id.
+    /// Reads the counts by backend id.
     pub(super) fn read(&self) -> Result<FxHashMap<u32, Counted>, Error> {
         let mut connections = self.connections.read_all()?;
         connections.retain(|(id, _)| is_backend(*id));
@@ -51,13 +55,14 @@ impl ConnectionTables {
         Ok(connections.into_iter().map(counted).collect())
     }
 
-    /// Entries of each table.
+    /// Returns the number of entries of each map.
     pub(super) fn used(&self) -> Result<[(&'static str, u64); 2], Error> {
         let used = [self.connections.read_all()?.len(), self.collected.read_all()?.len()];
         Ok([(table::connections, used[0] as u64), (table::collected, used[1] as u64)])
     }
 
-    /// So many more of the backend's have ended. Where the programs have counted none, or have forgotten the backend, nothing is to be taken off.
+    /// Notes that so many more connections of the backend have ended. Nothing is noted if the
+    /// programs have counted none of the backend, or have forgotten it.
     pub(super) fn collect(&self, backend: u32, kind: Kind, connections: i64) -> Result<(), Error> {
         if self.connections.get(&backend)?.is_none() {
             return Ok(());
@@ -73,7 +78,7 @@ impl ConnectionTables {
 
     /// Corrects the count of an id, also if the programs have counted nothing of it yet.
     fn count_anew(&self, id: u32, missed: i64) -> Result<(), Error> {
-        // Without an entry of theirs nothing of this would count.
+        // Without an entry of the programs' own map, the correction would not count.
         self.connections.insert(&id, &Connections::default())?;
         self.collect(id, Kind::Flows, missed)
     }
@@ -84,7 +89,8 @@ impl ConnectionTables {
         Ok(Counted { connections, collected }.tally(Kind::Flows))
     }
 
-    /// Of both tables: a controller may have been killed between them.
+    /// Returns the backends of both maps, because a controller may have been killed between two
+    /// writes.
     fn backends(&self) -> Result<FxHashSet<u32>, Error> {
         let (connections, collected) = (self.connections.read_all()?, self.collected.read_all()?);
         let ids = connections.into_iter().map(|(id, _)| id);
@@ -97,13 +103,14 @@ impl ConnectionTables {
     }
 
     fn forget(&self, backend: u32) -> Result<(), Error> {
-        // In this order: without the first, the second counts nothing.
+        // The order matters: `collected` has no effect on a backend that `connections` does not
+        // have.
         self.connections.remove(&backend)?;
         self.collected.remove(&backend).map(drop)
     }
 }
 
-/// What both tables say of one backend.
+/// The counts of one backend in both maps.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Counted {
     connections: Connections,
@@ -136,7 +143,7 @@ pub(super) enum Kind {
     Sockets,
 }
 
-/// As far as it is counted.
+/// Connections that were counted as begun and as ended.
 #[derive(Clone, Copy, Debug, Default)]
 struct Tally {
     begun: u64,
@@ -144,8 +151,12 @@ struct Tally {
 }
 
 impl Tally {
-    /// How many more have ended than are counted; less than 0: fewer. `before`: when a walk began that has met `seen`, now it is over. What
-    /// has begun or ended meanwhile it may have met or not.
+    /// Returns how many more connections have ended than are counted. The number is negative if
+    /// fewer have.
+    ///
+    /// `before` is the tally when a walk began that has met `seen` connections, and `self` the one
+    /// now that it is over. The walk may or may not have met connections that have begun or ended
+    /// meanwhile.
     const fn missed(self, before: Self, seen: u64) -> i64 {
         let begun = self.begun.wrapping_sub(before.begun).cast_signed();
         let ended = self.ended.wrapping_sub(before.ended).cast_signed();
@@ -162,7 +173,7 @@ impl Tally {
     }
 }
 
-/// Counts all that there are of one kind and family.
+/// Counts all connections of one kind and family that exist.
 #[derive(Debug)]
 pub(super) struct Recount {
     kind: Kind,
@@ -175,12 +186,12 @@ impl Recount {
         Ok(Self { kind, before: tables.read()?, seen: FxHashMap::default() })
     }
 
-    /// A connection of this backend is met.
+    /// Counts a connection of this backend that the walk has met.
     pub(super) fn see(&mut self, backend: u32) {
         *self.seen.entry(backend).or_default() += 1;
     }
 
-    /// All are met: what is counted otherwise is put right.
+    /// Corrects the counts that differ, now that the walk has met all connections.
     pub(super) fn end<F: TableFamily>(self, tables: &FamilyTables<F>) -> Result<(), Error> {
         let Self { kind, before, seen } = self;
         for (id, counted) in tables.connections.read()? {
@@ -216,7 +227,7 @@ impl UnprovenRecount {
         self.seen += u64::from(entries);
     }
 
-    /// Corrects what is counted, now that the walk has met all.
+    /// Corrects the count, now that the walk has met all entries.
     pub(super) fn end(self, tables: &ConnectionTables) -> Result<(), Error> {
         let Self { id, before, seen } = self;
         match tables.flows_of(id)?.missed(before, seen) {
@@ -229,7 +240,7 @@ impl UnprovenRecount {
     }
 }
 
-/// Forgets backends that are gone: nothing chooses them any more.
+/// Forgets backends that are gone, because nothing chooses them any more.
 pub(super) fn forget_gone(v4: &FamilyTables<V4>, v6: &FamilyTables<V6>) -> Result<(), Error> {
     for id in v4.connections.backends()? {
         if v4.backends.get(&id)?.is_none() && v6.backends.get(&id)?.is_none() {
@@ -239,7 +250,7 @@ pub(super) fn forget_gone(v4: &FamilyTables<V4>, v6: &FamilyTables<V6>) -> Resul
     Ok(())
 }
 
-/// Finds the sockets that are counted.
+/// Counts the sockets that were sent to backends, by reading their storage.
 pub(super) struct SocketCounter {
     reader4: StorageReader<SocketOrigin<[u8; 4]>>,
     reader6: StorageReader<SocketOrigin<[u8; 16]>>,
@@ -296,7 +307,8 @@ mod tests {
 
     use super::*;
 
-    /// How many had begun and ended before a walk and after it, and how many it has met.
+    /// The numbers that had begun and ended before a walk and after it, the number that the walk
+    /// has met, and the correction.
     #[rstest]
     #[case::none((0, 0), (0, 0), 0, 0)]
     #[case::all_are_met((7, 3), (7, 3), 4, 0)]

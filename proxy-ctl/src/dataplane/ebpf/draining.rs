@@ -1,6 +1,9 @@
-//! Endpoints of this node that terminate and still serve, of service ports with direct server return. The node that a client dials may not know
-//! yet, and sends them connections. So they stay in the set for clients outside, where they are searched by their address, and have no weight:
-//! this node itself chooses none of them.
+//! Keeps endpoints of this node that terminate and still serve in the set for clients outside, for
+//! service ports with direct server return.
+//!
+//! The node that a client dials may not know yet that such an endpoint terminates, and sends it
+//! connections. So it stays in the set, where packets search it by its address. It has no weight,
+//! so that this node itself never chooses it.
 
 use std::sync::Arc;
 
@@ -10,10 +13,11 @@ use crate::model::{
     objects::{Forwarding, TrafficPolicy},
 };
 
-/// `forwarding`: the port's, `Snat` or `Dsr`.
+/// Returns the service port with such endpoints in its external set. `forwarding` is the port's:
+/// `Snat` or `Dsr`.
 pub(super) fn with_draining(port: &Arc<DesiredPort>, forwarding: Forwarding) -> Arc<DesiredPort> {
     let Endpoints { all, cluster, internal, external, unused, .. } = &port.endpoints;
-    // With policy Local the node that is dialled sends to none of another.
+    // With policy Local, the node that is dialled sends nothing to endpoints of other nodes.
     let is_sent_here = forwarding == Forwarding::Dsr && port.external_policy == TrafficPolicy::Cluster;
     let drains = |endpoint: &&Endpoint| endpoint.local && endpoint.terminating;
     if !is_sent_here || !unused.iter().any(|endpoint| drains(&endpoint)) || !has_weight(&port.endpoints) {
@@ -22,7 +26,7 @@ pub(super) fn with_draining(port: &Arc<DesiredPort>, forwarding: Forwarding) -> 
     let draining = unused.iter().filter(drains).map(|endpoint| Endpoint { weight: 0, ..*endpoint });
     let mut numbered: Vec<_> = (0..).map(Some).zip(all.iter().copied()).collect();
     numbered.extend(draining.map(|endpoint| (None, endpoint)));
-    // As in `Endpoints::all`.
+    // The order is the one of `Endpoints::all`.
     numbered.sort_by_key(|(_, endpoint)| (!endpoint.local, endpoint.address, endpoint.port));
     let set = |indexes: &[u32], is_extended: bool| -> Arc<[u32]> {
         let is_in =
@@ -40,12 +44,13 @@ pub(super) fn with_draining(port: &Arc<DesiredPort>, forwarding: Forwarding) -> 
     Arc::new(DesiredPort { endpoints, ..DesiredPort::clone(port) })
 }
 
-/// Is it one of those? Beside others that have weight.
+/// Returns true if the endpoint was added by [`with_draining`], provided that others of the set
+/// have weight.
 pub(super) const fn is_draining(endpoint: &Endpoint) -> bool {
     endpoint.local && endpoint.terminating && endpoint.weight == 0
 }
 
-/// Can clients outside be sent to others than those without weight?
+/// Returns true if clients outside can be sent to endpoints that have weight.
 pub(super) fn has_weight(endpoints: &Endpoints) -> bool {
     members(endpoints, &endpoints.external).any(|endpoint| endpoint.weight > 0)
 }
@@ -68,7 +73,7 @@ mod tests {
         },
     };
 
-    /// With a node port.
+    /// Returns a service port with a node port.
     fn port(policy: TrafficPolicy, endpoints: Vec<objects::Endpoint>) -> Arc<DesiredPort> {
         let mut model = Model::new(HERE);
         let service = service("shop/web", &["10.96.0.1"]).node_port(30080);
@@ -117,7 +122,7 @@ mod tests {
         assert!(Arc::ptr_eq(&with_draining(&before, forwarding), &before));
     }
 
-    /// The slots of the set say it of them, and its table has none.
+    /// The slots of the set say that the endpoint drains, and the lookup table does not have it.
     #[rstest]
     fn this_node_chooses_none(
         #[values(Algorithm::Random, Algorithm::Maglev, Algorithm::LeastConnection)] algorithm: Algorithm,

@@ -1,4 +1,4 @@
-//! What can go wrong in the eBPF mode, and what to do about it.
+//! Errors of the eBPF mode, with what to do about them.
 
 use std::{fmt, io, net::IpAddr, path::PathBuf};
 
@@ -84,7 +84,7 @@ pub enum Error {
     NotThere(PathBuf),
 }
 
-/// A table that has no room for an entry.
+/// A map that has no room for an entry.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("table {name} is full: {capacity} entries; ebpf.limits.{} sets another size", limit.name())]
 pub struct FullTable {
@@ -93,7 +93,7 @@ pub struct FullTable {
     pub limit: Limit,
 }
 
-/// How a pinned table differs from what is expected: found, then expected.
+/// Difference between a pinned map and what is expected: the value found, then the expected one.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Difference {
     Kind(u32, u32),
@@ -121,7 +121,8 @@ impl fmt::Display for Difference {
 }
 
 impl Error {
-    /// No room for all of them; any other error is one of the node's whole dataplane.
+    /// Returns the error of a write of node addresses. A full map leaves out some addresses only;
+    /// any other error is one of the node's whole dataplane.
     pub(super) fn of_node_addresses(self) -> Self {
         if matches!(self, Self::Full(_)) { Self::NodeAddresses { source: Box::new(self) } } else { self }
     }
@@ -130,7 +131,7 @@ impl Error {
         matches!(self, Self::NotThere(_))
     }
 
-    /// Tables are not there, or not all of them.
+    /// Returns true if the maps are missing, or some of them.
     pub fn is_missing_tables(&self) -> bool {
         matches!(self, Self::NotThere(_))
             || matches!(self, Self::Table { source, .. } if source.errno() == libc::ENOENT)

@@ -1,7 +1,8 @@
-//! Events that the programs make while somebody watches: the table `events`, switched by `event_control`.
+//! Reads the events that the programs write while somebody watches. They are in the map `events`,
+//! and `event_control` switches them on.
 //!
-//! They stop by themselves some seconds after the last time that somebody has asked for them, so that a watcher that is killed leaves
-//! nothing on. A ring has one reader: another watcher is refused.
+//! They stop by themselves some seconds after they were asked for last, so that a watcher that is
+//! killed leaves nothing on. A ring has one reader, so another watcher is refused.
 
 use std::{
     collections::HashMap,
@@ -38,14 +39,16 @@ use crate::{
     },
 };
 
-/// For how long the programs make events without being asked again.
+/// Time for which the programs write events without being asked again.
 const LASTS: Duration = Duration::from_secs(5);
-/// How often they are asked again.
+/// Interval at which they are asked again.
 const RENEWED_EVERY: Duration = Duration::from_secs(1);
-/// Events that are handed on at once: no fewer than the table has room for, where each has a header too.
+/// Largest number of events that are returned at once. The ring never has more, because each of its
+/// records has a header too.
 const MOST: usize = EVENT_BYTES as usize / size_of::<Event>();
 
-/// Service ports by their ids and frontends, as found in one reading: an id is given again when its service port is gone.
+/// Service ports by id and by frontend, as found in one reading. They are not kept longer, because
+/// an id is given to another service port when its own is gone.
 struct ServiceNames<'a> {
     common: &'a CommonTables,
     of_ids: HashMap<u32, Option<Arc<ServicePortName>>>,
@@ -97,18 +100,18 @@ pub(super) struct Events {
     ring: Ring<Event>,
     ring_id: u32,
     query: EventQuery,
-    /// Nanoseconds since boot.
+    /// Time of the last renewal, in nanoseconds since boot.
     renewed: u64,
     lost_before: u64,
     _only_reader: Lock,
 }
 
 impl Events {
-    /// Has the programs make events.
+    /// Makes the programs write events.
     pub(super) fn begin(paths: Paths, query: EventQuery) -> Result<Self, Error> {
         let maps = paths.maps();
         let common = CommonTables::open(&maps, false)?;
-        // The controller has a lock on the folder above.
+        // The lock is on this folder, because the controller has the lock on its parent.
         let only_reader = match lock::try_lock(&paths.root) {
             Ok(Attempt::Held(lock)) => lock,
             Ok(Attempt::Taken(holder)) => return Err(Error::Watched(holder)),
@@ -119,7 +122,7 @@ impl Events {
         let fd = bpf::pinned(&maps.join(table::events)).map_err(failed)?;
         let ring_id = bpf::map_info(fd.as_fd()).map_err(failed)?.id;
         let mut ring = Ring::new(fd).map_err(failed)?;
-        // What nobody has read of a former watcher's.
+        // Events that a former watcher has left unread are thrown away.
         while ring.take().is_some() {}
         let lost_before = common.counted(Reason::EventLost)?;
         let mut events = Self {
@@ -192,10 +195,10 @@ impl Drop for Events {
     }
 }
 
-/// Both clocks at one moment.
+/// The times of both clocks at one moment.
 struct Clocks {
     wall: SystemTime,
-    /// Nanoseconds since boot.
+    /// The time in nanoseconds since boot.
     boot: u64,
 }
 
@@ -213,7 +216,8 @@ impl Clocks {
     }
 }
 
-/// Without the service port. `None`: programs of another version have made it.
+/// Returns the event without its service port, or `None` if programs of another version have
+/// written it.
 fn snapshot(event: &Event, clocks: &Clocks) -> Option<EventSnapshot> {
     let reason = *Reason::ALL.iter().find(|reason| **reason as u32 == event.reason)?;
     let ip = |bytes: [u8; 16]| match (event.family, bytes) {

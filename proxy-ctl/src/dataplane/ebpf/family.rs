@@ -1,4 +1,4 @@
-//! What the tables of IPv4 and IPv6 do not have in common.
+//! Describes how the maps of IPv4 and IPv6 differ.
 
 use std::{
     fmt::Debug,
@@ -14,12 +14,12 @@ use proxy_common::{
 
 use crate::model::objects;
 
-/// One address family, as controller and tables see it.
+/// One address family, as the controller and the maps see it.
 pub(super) trait TableFamily:
     family::Family<Address: Pod + Hash + Ord + Send + Debug, Slot: Pod + PartialEq + Send + Debug>
 {
     const FAMILY: objects::IpFamily;
-    /// Names of the tables.
+    /// Names of the family's maps.
     const FRONTENDS: &'static str;
     const FRONTEND_ADDRESSES: &'static str;
     const SLOTS: &'static str;
@@ -32,7 +32,7 @@ pub(super) trait TableFamily:
     const NODE_ADDRESSES: &'static str;
     const SOCKET_ORIGIN: &'static str;
 
-    /// `None`: of the other family.
+    /// Returns the address, or `None` if it is of the other family.
     fn address(address: IpAddr) -> Option<Self::Address>;
     fn ip(address: Self::Address) -> IpAddr;
 }

@@ -1,15 +1,15 @@
-//! Tables of established flows that are nearly full, so that operators hear of it before connections
-//! suffer.
+//! Watches for maps of established flows that are nearly full, so that operators hear of it before
+//! connections suffer.
 
 use std::collections::BTreeMap;
 
-/// The tables that are three quarters full, each with its rows. A table leaves the list when less
-/// than a half is used, so that one near the bound is not told of again and again.
+/// The maps that are three quarters full, each with its capacity. A map leaves the list when less
+/// than a half is used, so that one near the bound is not reported again and again.
 #[derive(Debug, Default)]
 pub(super) struct Filling(BTreeMap<&'static str, u64>);
 
 impl Filling {
-    /// Learns how many rows of a table are used.
+    /// Learns how many entries of a map are used.
     pub(super) fn see(&mut self, table: &'static str, used: u64, rows: u64) {
         let is_known = self.0.contains_key(table);
         if used.saturating_mul(4) >= rows.saturating_mul(3) {

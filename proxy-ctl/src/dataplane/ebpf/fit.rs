@@ -1,4 +1,5 @@
-//! Makes room in `frontends4/6`, first of all where it is taken by marks of ClusterIPs, and says what does not fit, there and in other tables.
+//! Decides which frontends get room in `frontends4/6`, and says what does not fit, there and in
+//! other maps. Cluster-IP entries are the first to make room.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -21,7 +22,8 @@ use crate::{
 };
 
 impl<F: TableFamily> FamilyWriter<F> {
-    /// The frontends of these writes, and those that wait, as far as there is room for them.
+    /// Returns the frontends to write: those of these writes and those that wait, as far as there
+    /// is room for them.
     pub(super) fn fit(&mut self, writes: &mut Writes<F>) -> Vec<Wanted<F>> {
         let wanted = std::mem::take(&mut writes.frontends);
         let has_place = |(key, ..): &Wanted<F>| self.entries.frontends.contains_key(key);
@@ -66,7 +68,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         fitting
     }
 
-    /// Is there room for all that these ports can need, so that it does not matter who is asked first?
+    /// Returns true if there is room for all frontends that these ports can need, so that it does
+    /// not matter which are written first.
     pub(super) fn has_room_for_frontends<'a>(
         &self,
         ports: impl Iterator<Item = &'a Arc<DesiredPort>>,
@@ -93,7 +96,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         present
     }
 
-    /// The service ports that there is no room for, whole or in part, each with the fields that ask for it.
+    /// Returns the service ports that there is no room for, whole or in part, each with the fields
+    /// that ask for it.
     pub(super) fn without_room(&self) -> BTreeMap<ServicePortName, Vec<Unsupported>> {
         let ports = self.entries.without_room.ports.iter();
         let mut all: BTreeMap<ServicePortName, Vec<Unsupported>> =
@@ -111,7 +115,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         all
     }
 
-    /// Of a service port that waits: there is no room for its table alone.
+    /// Returns true if a service port that waits has all its endpoints served, so that only its
+    /// lookup table has no room.
     fn serves_all_endpoints(&self, name: &ServicePortName) -> bool {
         let waiting = self.entries.without_room.ports.get(name);
         let served = self.entries.services.get(name).map(|published| published.used.endpoints());
@@ -156,7 +161,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         Unsupported { field, effect: Effect::NoRoom, instead: instead.into() }
     }
 
-    /// The tables do not tell external from load-balancer addresses: it is the one that the service port has.
+    /// Returns the kind of a frontend. The maps do not tell external IPs from load-balancer
+    /// addresses, so the frontend counts as an external IP if the service port has one.
     fn kind(
         &self,
         key: &FrontendKey<F::Address>,

@@ -1,4 +1,5 @@
-//! Lists flows, read from the pins: each once, though it has an entry for each pair of its ends, and is in two tables for a while.
+//! Lists flows, as read from the pinned maps. Each is listed once, though it has an entry for each
+//! pair of its ends, and is in two maps for a while.
 
 use std::{cmp::Reverse, net::SocketAddr, time::Duration};
 
@@ -27,19 +28,20 @@ use crate::{
     },
 };
 
-/// Entries that are read at once.
+/// Number of entries that are read at once.
 const SLICE: usize = 4_096;
 
 type FlowMap<A> = Map<FlowKey<A>, Flow<A>>;
 
-/// A table of flows, with the map before while its entries are on their way to the one in use.
+/// A flow map, and the former one while its entries move to the map in use.
 struct FlowTable<'a, A> {
     name: &'static str,
     before: Option<FlowMap<A>>,
     in_use: &'a FlowMap<A>,
 }
 
-/// Keeps the newest flows only, so that the memory it takes is bounded by their number and not by that of all.
+/// Collects the newest flows only, so that memory is bounded by their number and not by the number
+/// of all flows.
 pub(super) struct Newest<'a> {
     query: &'a FlowQuery<'a>,
     now: u64,
@@ -47,7 +49,7 @@ pub(super) struct Newest<'a> {
 }
 
 impl<'a> Newest<'a> {
-    /// `now`: nanoseconds since boot.
+    /// Begins with no flows. `now` is in nanoseconds since boot.
     pub(super) fn new(query: &'a FlowQuery<'a>, now: u64) -> Self {
         Self { query, now, flows: Vec::new() }
     }
@@ -72,7 +74,8 @@ impl<'a> Newest<'a> {
         };
         let mut names = FrontendNames::new(common, tables);
         self.add_table(&mut names, &established, |_, _| Ok(true))?;
-        // A copy of an established flow stays here for a while, and learns nothing more.
+        // `opening_flows` keeps a copy of an established flow for a while, and nothing updates it.
+        // So the copy is left out.
         self.add_table(&mut names, &opening, |key, flow| {
             Ok(!established.get(key)?.is_some_and(|established| established.is_same(flow)))
         })
@@ -84,7 +87,8 @@ impl<'a> Newest<'a> {
         table: &FlowTable<'_, F::Address>,
         is_wanted: impl Fn(&FlowKey<F::Address>, &Flow<F::Address>) -> Result<bool, Error>,
     ) -> Result<(), Error> {
-        // The map before first: an entry is in the one in use before it leaves it.
+        // The former map is read first, because an entry is in the map in use before it leaves the
+        // former one.
         for map in table.before.iter().chain([table.in_use]) {
             let (mut cursor, mut slice) = (Some(Cursor::Start), Vec::new());
             while let Some(at) = cursor {
@@ -121,12 +125,12 @@ impl<'a> Newest<'a> {
         let ends = |flow: &FlowSnapshot| (flow.client, flow.frontend, flow.backend, flow.protocol);
         self.flows
             .sort_unstable_by(|(at, one), (other_at, other)| (at, ends(one)).cmp(&(other_at, ends(other))));
-        // One that was read in both maps of a table.
+        // A flow that was read in both the former map and the map in use is removed once.
         self.flows.dedup_by(|(at, one), (other_at, other)| at == other_at && ends(one) == ends(other));
         self.flows.truncate(self.query.limit);
     }
 
-    /// The newest first.
+    /// Returns the flows, the newest first.
     pub(super) fn finish(mut self) -> Vec<FlowSnapshot> {
         self.shrink();
         self.flows.into_iter().map(|(_, flow)| flow).collect()
@@ -152,13 +156,13 @@ where
     }
 }
 
-/// Returns true for the entry that the flow is listed for: that of client and frontend, which is
-/// the last to go.
+/// Returns true for the entry by which a flow is listed: that of client and frontend, which is the
+/// last to go.
 fn is_listed<A: proxy_common::layout::Address>(key: &FlowKey<A>, flow: &Flow<A>) -> bool {
     *key == flow.client_key()
 }
 
-/// Without the service port. `None`: of a protocol that is not known.
+/// Returns the flow without its service port, or `None` if its protocol is unknown.
 fn snapshot<F: TableFamily>(flow: &Flow<F::Address>, now: u64) -> Option<FlowSnapshot> {
     let end = |address, port: Port| SocketAddr::new(F::ip(address), port.number());
     let masquerade = flow.is_masqueraded().then(|| end(flow.masquerade, flow.masquerade_port()));

@@ -1,8 +1,9 @@
-//! The bits of `frontend_addresses4/6`: by one of them the programs tell that no frontend has an
-//! address, so that packets of no Service cost nothing more.
+//! Maintains the bits of `frontend_addresses4/6`. By one of these bits the programs tell that no
+//! frontend has an address, so that packets of no Service cost nothing more.
 //!
-//! Several frontends may share a bit, so that they are counted. Where a bit could not be written,
-//! segments of unknown connections go on untouched, or packets of no Service take the slow path.
+//! Several frontends may share a bit, so the frontends of each bit are counted. If a bit cannot be
+//! written, segments of unknown connections go on untouched, or packets of no Service take the slow
+//! path.
 
 use proxy_common::{
     flow::frontend_address_bit,
@@ -12,16 +13,15 @@ use rustc_hash::FxHashMap;
 
 use super::{family::TableFamily, tables::FamilyTables, writer::FamilyWriter};
 
-/// A word of the table, and the bit in it.
+/// A word of the map, and the bit in it.
 type Place = (u32, u64);
 
-/// Counts the frontends that share each bit.
+/// The number of frontends that share each bit.
 #[derive(Debug, Default)]
 pub(super) struct AddressBits(FxHashMap<Place, u32>);
 
 impl AddressBits {
-    /// Returns the bits of these frontends. Node ports and entries that only mark a ClusterIP do
-    /// not count.
+    /// Returns the bits of these frontends. Node ports and cluster-IP entries do not count.
     pub(super) fn of<'a, F: TableFamily>(keys: impl Iterator<Item = &'a FrontendKey<F::Address>>) -> Self {
         let mut bits = Self::default();
         for key in keys.filter(|key| key.is_of_address()) {
@@ -30,7 +30,7 @@ impl AddressBits {
         bits
     }
 
-    /// Makes the table have these bits and no others.
+    /// Makes the map have these bits and no others.
     pub(super) fn write_all<F: TableFamily>(&self, tables: &FamilyTables<F>) {
         let mut words: FxHashMap<u32, u64> = FxHashMap::default();
         for (word, bit) in self.0.keys() {
@@ -72,7 +72,7 @@ fn change<F: TableFamily>(tables: &FamilyTables<F>, word: u32, change: impl FnOn
 }
 
 impl<F: TableFamily> FamilyTables<F> {
-    /// Returns false if no frontend has the address.
+    /// Returns false if no frontend has the address, and true if one may have it.
     pub(super) fn may_be_frontend(&self, address: &F::Address) -> bool {
         let (word, bit) = frontend_address_bit(address);
         self.frontend_addresses.get(word as usize).is_some_and(|bits| bits & bit != 0)

@@ -1,4 +1,4 @@
-//! Which service port a frontend is of, by the tables.
+//! Finds the service port of a frontend in the maps.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -17,13 +17,14 @@ use super::{
 };
 use crate::model::desired::ServicePortName;
 
-/// Its service port; `None`: it is of none that is known.
+/// Returns the service port of a frontend and its id, or `None` if no known service port has it.
 fn service_port<F: TableFamily>(
     common: &CommonTables,
     tables: &FamilyTables<F>,
     frontend: Destination<F::Address>,
 ) -> Result<Option<(u32, ServicePortName)>, Error> {
-    // Node ports on loopback are the node's own processes'.
+    // The origin is the host, because only processes of the node can dial node ports on loopback
+    // addresses.
     let found = Lookups::new(common, tables).ask(|tables| select::find(tables, &frontend, Origin::Host))?;
     let Some(id) = found.map(|frontend| frontend.service) else { return Ok(None) };
     Ok(common.names.get(&id)?.as_ref().and_then(layout::port_name).map(|name| (id, name)))
@@ -32,7 +33,8 @@ fn service_port<F: TableFamily>(
 /// A service port and its id.
 type Known = (u32, Arc<ServicePortName>);
 
-/// What was found once. An id is given again when its service port is gone: a flow counts as one's as long as its frontend does.
+/// The service ports of frontends, each looked up once. An id is given to another service port when
+/// its own is gone, so a flow counts as a service port's only as long as its frontend does.
 pub(super) struct FrontendNames<'a, F: TableFamily> {
     common: &'a CommonTables,
     tables: &'a FamilyTables<F>,
@@ -44,7 +46,8 @@ impl<'a, F: TableFamily> FrontendNames<'a, F> {
         Self { common, tables, known: HashMap::new() }
     }
 
-    /// Of a flow to this frontend that was opened for the service with this id.
+    /// Returns the service port of a flow to this frontend that was opened for the service with
+    /// this id.
     pub(super) fn of_flow(
         &mut self,
         frontend: Destination<F::Address>,
@@ -57,7 +60,7 @@ impl<'a, F: TableFamily> FrontendNames<'a, F> {
         Ok(found.filter(|(id, _)| *id == service).map(|(_, name)| name))
     }
 
-    /// Of whatever dials this frontend now.
+    /// Returns the service port that the frontend has now.
     pub(super) fn of_frontend(
         &mut self,
         frontend: Destination<F::Address>,

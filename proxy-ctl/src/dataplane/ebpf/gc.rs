@@ -1,4 +1,4 @@
-//! Removes flows of which nothing was heard for their lifetime, a slice of the tables at a time.
+//! Removes flows whose lifetime has passed without a packet, a slice of the maps at a time.
 
 use std::time::{Duration, Instant};
 
@@ -22,23 +22,24 @@ use super::{
 };
 use crate::sys::map::Cursor;
 
-/// Entries looked at before the next decision to go on.
+/// Number of entries that are read before the next decision whether to go on.
 const SLICE: usize = 4_096;
-/// How many are looked at in one call and table in any case: a table of half a million is walked in half a minute.
+/// Number of entries that one call reads in each map in any case. So a map of half a million
+/// entries is walked through in half a minute.
 const LEAST: usize = 16_384;
-/// How long one call walks through a table while a quarter of what it meets has expired.
+/// Time for which one call goes on in a map while a quarter of what it reads has expired.
 const BUDGET: Duration = Duration::from_millis(100);
 
-/// A walk through one table that goes on from call to call.
+/// A walk through one map that goes on from call to call.
 #[derive(Debug)]
 pub(super) struct Walk<K> {
     cursor: Cursor<K>,
     seen: u64,
-    /// Entries of the last walk that came to the end.
+    /// Number of entries that the last complete walk has met.
     pub(super) counted: u64,
-    /// The number of walks that have come to the end.
+    /// Number of walks that have come to the end.
     complete: u64,
-    /// Calls to leave out: an empty table costs a look at each of its buckets.
+    /// Number of calls to leave out, because even an empty map costs a look at each of its buckets.
     rest: u32,
 }
 
@@ -48,10 +49,10 @@ impl<K> Default for Walk<K> {
     }
 }
 
-/// The name of what fails if connections cannot be counted anew.
+/// Label of the failures to count connections anew.
 const COUNTING: &str = "counting connections";
 
-/// Calls to leave out after a walk that found nothing. A flow lives longer.
+/// Number of calls to leave out after a walk that found nothing. Flows live longer than that.
 const REST: u32 = 9;
 
 impl<K: Copy> Walk<K> {
@@ -70,9 +71,9 @@ impl<K: Copy> Walk<K> {
 }
 
 impl<K: Pod + Default> Walk<K> {
-    /// Goes on through the table for as long as a call may take, and returns true if it is at the
-    /// end then. `collect` removes what has expired of a slice, and returns how many entries those
-    /// were.
+    /// Goes on through the map for as long as a call may take, and returns true if the end was
+    /// reached. `collect` removes what has expired of a slice, and returns how many entries it has
+    /// removed.
     pub(super) fn go_on<V: Pod + Default>(
         &mut self,
         table: &Table<K, V>,
@@ -127,7 +128,7 @@ impl<F: TableFamily> StoredFlows<F::Address> for FamilyTables<F> {
     }
 
     fn count_collected(&self, backend: u32, connections: i64) -> Result<(), Error> {
-        // Flows are removed also where their end finds no room.
+        // A flow is removed even if there is no room to count its end.
         if let Err(error) = self.connections.collect(backend, Kind::Flows, connections) {
             tracing::debug!(backend, connections, %error, "ends of connections are not counted before the next walk");
         }
@@ -135,16 +136,17 @@ impl<F: TableFamily> StoredFlows<F::Address> for FamilyTables<F> {
     }
 }
 
-/// Both flow tables of one family.
+/// Garbage collection of both flow maps of one family.
 #[derive(Debug)]
 pub(super) struct Collector<F: TableFamily> {
     opening: Walk<FlowKey<F::Address>>,
     established: Walk<FlowKey<F::Address>>,
-    /// Of those that the walk through `flows` meets.
+    /// Count of the connections that the current walk through `flows` meets, if they are counted.
     pub(super) recount: Option<Recount>,
-    /// The count of every walk through `flows` that has begun at its beginning.
+    /// Count of the entries that prove no client, in a walk through `flows` that is followed from
+    /// its beginning.
     unproven: Option<UnprovenRecount>,
-    /// Finds rows of connections that netfilter translates no more.
+    /// Search for entries of connections that netfilter no longer translates.
     pub(super) ended: EndedConnections<F>,
 }
 
@@ -161,23 +163,24 @@ impl<F: TableFamily> Default for Collector<F> {
 }
 
 impl<F: TableFamily> Collector<F> {
-    /// Entries in `opening_flows` and `flows`, as of the last complete walk.
+    /// Returns the number of entries in `opening_flows` and `flows`, as of the last complete walk.
     pub(super) fn counted(&self) -> (u64, u64) {
         (self.opening.counted, self.established.counted)
     }
 
-    /// Returns the number of complete walks through each table.
+    /// Returns the number of complete walks through each map.
     pub(super) const fn walks(&self) -> [u64; 2] {
         [self.opening.complete, self.established.complete]
     }
 
-    /// The last complete walks have found no flow.
+    /// Returns true if the last complete walks have found no flow.
     pub(super) fn is_empty(&self) -> bool {
         self.walks().iter().all(|walks| *walks > 0) && self.counted() == (0, 0)
     }
 
-    /// Leaves only TCP flows of the programs' own: the clients' next datagrams are new to whoever serves them then, and ports of
-    /// netfilter's connections need not be kept where no flow is opened any more.
+    /// Removes all flows except TCP flows that the programs translate, when the mode drains. A
+    /// client's next datagram is a new flow for the mode that serves then. Ports of netfilter's
+    /// connections need not be kept, because this mode opens no more flows.
     pub(super) fn end_for_retirement(tables: &FamilyTables<F>) -> Result<u64, Error> {
         let mut removed = 0;
         for table in [&tables.opening_flows, &tables.flows] {
@@ -190,7 +193,8 @@ impl<F: TableFamily> Collector<F> {
         Ok(removed)
     }
 
-    /// Has the next walk through `flows` count connections, unless one does.
+    /// Makes the walk through `flows` that is about to begin count connections, unless they are
+    /// counted already.
     pub(super) fn count_connections(&mut self, tables: &FamilyTables<F>) -> Result<(), Error> {
         if self.recount.is_none() && matches!(self.established.cursor, Cursor::Start) {
             self.recount = Some(Recount::begin(&tables.connections, Kind::Flows)?);
@@ -198,7 +202,7 @@ impl<F: TableFamily> Collector<F> {
         Ok(())
     }
 
-    /// Goes on through both tables and removes expired flows, all their entries together.
+    /// Goes on through both maps and removes expired flows, all entries of a flow together.
     pub(super) fn collect(
         &mut self,
         tables: &FamilyTables<F>,
@@ -234,7 +238,7 @@ impl<F: TableFamily> Collector<F> {
             return Ok(());
         }
         if stage == Stage::Established && matches!(walk.cursor, Cursor::Start) {
-            // Flows expire also if they are not counted.
+            // If counting fails, flows expire all the same.
             self.unproven = match UnprovenRecount::begin::<F::Address>(&tables.connections) {
                 Ok(recount) => Some(recount),
                 Err(error) => {
@@ -271,7 +275,8 @@ impl<F: TableFamily> Collector<F> {
             Ok(expired)
         });
         if is_at_end.is_err() {
-            // The next walk may meet again what this one has met, and this one has left some out.
+            // This walk has left entries out, and the next one may meet again what it has met. So
+            // the counts are dropped.
             (self.recount, self.unproven) = (None, None);
             self.ended.forget_walk();
         }

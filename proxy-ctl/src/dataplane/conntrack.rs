@@ -1,12 +1,19 @@
-//! Ends UDP flows whose endpoint is gone: the kernel would translate their packets to it as long as the client goes on sending.
-//! The one cleaner of all modes that stand on netfilter, and around them: they know nothing of it. Mode userspace, whose flows lead to
-//! listeners, tells the same [`StaleFlows`] of these. Around mode ebpf it ends what a former proxy's rules have opened, as long as
-//! netfilter translates any of that.
+//! Ends UDP flows whose endpoint is gone. The kernel would translate their packets to it for as
+//! long as the client goes on sending.
 //!
-//! As kube-proxy's (pkg/proxy/conntrack/cleanup.go), with three differences. Flows of service ports without endpoints, and of
-//! service ports that are gone, are ended too. A change that takes no endpoint away ends no flow, and reads none. Flows to a node port
-//! are ended on the node's own addresses only. TCP and SCTP flows are not ended, as their clients notice by themselves; but a start ends
-//! TCP connections that nobody answers: those that began before the mode served, and those of a process of mode userspace that has ended.
+//! This wrapper cleans up for all netfilter modes, which know nothing of it. Mode userspace, whose
+//! flows lead to listeners, uses the same [`StaleFlows`]. Around mode ebpf it ends what a former
+//! proxy's rules have opened, as long as netfilter translates any of that.
+//!
+//! It works like kube-proxy's (pkg/proxy/conntrack/cleanup.go), with three differences:
+//!
+//! - Flows of service ports without endpoints, and of service ports that are gone, are ended too.
+//! - A change that takes no endpoint away ends no flow, and lists none.
+//! - Flows to a node port are ended on the node's own addresses only.
+//!
+//! TCP and SCTP flows are not ended, because their clients notice by themselves. But a start ends
+//! TCP connections that nobody answers: those that began before the mode served, and those of a
+//! process of mode userspace that has ended.
 
 mod stale_flows;
 
@@ -37,8 +44,9 @@ pub(super) const fn address_family(family: IpFamily) -> AddressFamily {
     }
 }
 
-/// Returns true if netfilter knows a connection, of any protocol, whose destination it translates
-/// and is one of these. One that has ended counts for some time.
+/// Returns true if netfilter translates the destination of a connection that it knows, of any
+/// protocol, and `is_one` accepts that destination. A connection that has ended counts for some
+/// time.
 pub(super) fn has_translated_connections(is_one: impl Fn(SocketAddr) -> bool) -> Result<bool, CallError> {
     let conntrack = Conntrack::open()?;
     for family in IpFamily::ALL {
@@ -49,7 +57,7 @@ pub(super) fn has_translated_connections(is_one: impl Fn(SocketAddr) -> bool) ->
     Ok(false)
 }
 
-/// Whether netfilter translates a UDP flow.
+/// Returns true if netfilter translates a UDP flow.
 fn translates_datagrams() -> Result<bool, CallError> {
     let conntrack = Conntrack::open()?;
     for family in IpFamily::ALL {
@@ -70,10 +78,10 @@ impl Repliers for Endpoints {
     }
 }
 
-/// What has changed of UDP service ports since flows were ended last. Pure.
+/// Changes of UDP service ports since flows were ended last. This type is pure.
 #[derive(Debug, Default)]
 struct UdpPorts {
-    /// As they are served.
+    /// UDP service ports as they are served.
     served: FxHashMap<ServicePortName, Arc<DesiredPort>>,
     stale: StaleFlows<Endpoints>,
 }
@@ -115,7 +123,7 @@ impl UdpPorts {
     }
 }
 
-/// Every endpoint that still serves, whether new flows reach it or not.
+/// Returns every endpoint that still serves, whether new flows reach it or not.
 fn repliers(port: &DesiredPort) -> Endpoints {
     let all = port.endpoints.all.iter().chain(&port.endpoints.unused);
     all.map(|endpoint| SocketAddr::new(endpoint.address, endpoint.port)).collect()
@@ -131,7 +139,9 @@ fn to_tcp_frontends(desired: &[Arc<DesiredPort>]) -> StaleFlows<Endpoints> {
     flows
 }
 
-/// Whether flows that were served before no longer are. Without endpoints clients were refused, and their flows with them.
+/// Returns true if some flows must be ended, because an endpoint or a frontend is gone. All flows
+/// must be ended when the first endpoint comes or the last one goes: without endpoints, clients are
+/// refused, and so are flows that conntrack knows.
 fn takes_away(before: &DesiredPort, now: &DesiredPort, repliers_now: &Endpoints) -> bool {
     let repliers_before = repliers(before);
     repliers_before.is_empty() != repliers_now.is_empty()
@@ -139,22 +149,23 @@ fn takes_away(before: &DesiredPort, now: &DesiredPort, repliers_now: &Endpoints)
         || before.frontends != now.frontends
 }
 
-/// Until when flows are ended.
+/// The period for which flows are ended.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Until {
-    /// The mode opens them.
+    /// Flows are always ended, because the mode opens them.
     Forever,
-    /// A former proxy's rules have opened them: until none is left.
+    /// Flows are ended until none is left, because only a former proxy's rules have opened them.
     NoneIsTranslated,
     Over,
 }
 
-/// A mode whose flows connection tracking knows, and the end of those that are stale after each write.
+/// Wraps a mode whose flows connection tracking knows, and ends the flows that are stale after each
+/// write.
 pub(super) struct WithConntrack {
     inner: Box<dyn Dataplane>,
     udp: UdpPorts,
     node_addresses: BTreeSet<IpAddr>,
-    /// Where listeners of mode userspace are, and flows that are masqueraded come from.
+    /// Addresses by which the node masquerades. Listeners of mode userspace are at them too.
     own: Vec<IpAddr>,
     until: Until,
     has_started: bool,
@@ -166,7 +177,7 @@ impl WithConntrack {
         Self { inner, udp, node_addresses, own, until: Until::Forever, has_started }
     }
 
-    /// The mode itself opens no flow that netfilter translates.
+    /// Wraps a mode that itself opens no flow that netfilter translates.
     pub(super) fn of_former_proxy(inner: Box<dyn Dataplane>) -> Self {
         Self { until: Until::NoneIsTranslated, ..Self::new(inner) }
     }
@@ -178,7 +189,7 @@ impl WithConntrack {
         }
         change(&mut self.udp);
         let has_looked = self.udp.stale.end(&self.node_addresses);
-        // After an error it is looked at again with the next change.
+        // After an error, the next change looks again.
         if has_looked && self.until == Until::NoneIsTranslated && matches!(translates_datagrams(), Ok(false))
         {
             self.until = Until::Over;
@@ -237,7 +248,7 @@ impl Dataplane for WithConntrack {
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
         let mut families = self.inner.metrics()?;
         if self.until != Until::Forever {
-            // A mode beside this one has the family.
+            // The wrapper of a secondary mode reports these families.
             return Ok(families);
         }
         families.extend(reconciler_families(&self.udp.stale));
@@ -268,7 +279,7 @@ fn reconciler_families<R>(flows: &StaleFlows<R>) -> [MetricFamily; 2] {
     ]
 }
 
-/// A sample of each family.
+/// Returns a sample of each metric family.
 #[cfg(test)]
 pub(super) fn sample_metrics() -> Vec<MetricFamily> {
     let flows = StaleFlows::<Endpoints>::default();
@@ -290,7 +301,7 @@ mod tests {
         sys::conntrack::TrackedFlow,
     };
 
-    /// `default/dns`: 10.96.0.10:53/UDP and node port 30053, with these endpoints.
+    /// Returns `default/dns` with these endpoints: 10.96.0.10:53/UDP and node port 30053.
     fn dns(endpoints: &[&str]) -> Arc<DesiredPort> {
         let mut dns = service("default/dns", &["10.96.0.10"]);
         let port = 53;
@@ -353,7 +364,7 @@ mod tests {
         assert!(udp.stale.is_empty(), "nothing has changed");
         udp.resync(&[]);
         assert!(is_stale(&udp, "10.96.0.10:53", "10.1.0.1:80"));
-        // The frontend is another service port's in the same step.
+        // Another service port takes the frontend over in the same step.
         udp.change(&dns);
         assert!(!is_stale(&udp, "10.96.0.10:53", "10.1.0.1:80"));
     }

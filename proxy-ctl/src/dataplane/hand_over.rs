@@ -1,12 +1,14 @@
-//! The mode at work and, beside it, a netfilter mode that serves what the first cannot: to their caller one dataplane.
+//! Combines the active mode and a secondary mode into one dataplane. The secondary mode is a
+//! netfilter mode that serves what the active mode cannot.
 //!
-//! What of a service port is handed over follows from [`Dataplane::supports`] of the mode at work: the whole port, or its
-//! frontends of one kind; these may be served by both, each for its own clients. The mode beside is opened with the first such
-//! port, and removed after the last once no connection rests on it.
+//! [`Dataplane::supports`] of the active mode decides what of a service port is delegated: the
+//! whole port, or its frontends of one kind. Such frontends may be served by both modes, each for
+//! its own clients. The secondary mode is opened with the first delegated port. It is removed after
+//! the last one, once no connection depends on it.
 //!
 //! While pods have no packet programs ([`PacketPrograms::are_lacking`]), every service port is
-//! handed over, and the mode at work goes on serving all of them. A packet that its programs have
-//! translated matches no rule of netfilter, so the mode beside serves those pods alone.
+//! delegated, and the active mode goes on serving all of them. A packet that its programs have
+//! translated matches no rule of netfilter, so the secondary mode serves those pods alone.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -26,20 +28,20 @@ use crate::{
     model::desired::{Changes, DesiredPort, Frontend, FrontendKind, ServicePortName},
 };
 
-/// Opens and removes the mode beside.
+/// Opens and removes the secondary mode.
 pub(super) trait ModeBeside: Send {
     fn mode(&self) -> Mode;
     fn open(&self) -> Result<Box<dyn Dataplane>, Error>;
-    /// Returns true if connections to these frontends rest on the mode's rules: netfilter
-    /// translates those that it knows, whoever has opened them, only while something of type nat is
-    /// there.
+    /// Returns true if connections to these frontends depend on the mode's rules. Netfilter
+    /// translates the connections that it knows, whoever has opened them, only while something of
+    /// type nat is there.
     fn has_connections(&self, to: &DialledFrontends) -> Result<bool, Error>;
-    /// Removes what the mode has written. Its dataplane is dropped.
+    /// Removes what the mode has written. Its dataplane was dropped before.
     fn remove(&self) -> Result<(), Error>;
 }
 
 /// The frontends that clients of Services dial. Connections to anything else, such as the ports
-/// that a container engine publishes, rest on the rules of others.
+/// that a container engine publishes, depend on the rules of others.
 #[derive(Clone, Debug, Default)]
 pub(super) struct DialledFrontends {
     addresses: FxHashSet<SocketAddr>,
@@ -48,7 +50,7 @@ pub(super) struct DialledFrontends {
 }
 
 impl DialledFrontends {
-    /// `address`: `None` for a node port.
+    /// Adds a frontend. `address` is `None` for a node port.
     fn add(&mut self, address: Option<IpAddr>, port: u16) {
         match address {
             Some(address) => drop(self.addresses.insert(SocketAddr::new(address, port))),
@@ -71,59 +73,65 @@ impl DialledFrontends {
 pub(super) struct HandOver {
     primary: Box<dyn Dataplane>,
     beside: Box<dyn ModeBeside>,
-    /// `None`: nothing is handed over, or it could not be opened.
+    /// The secondary mode. `None` if nothing is delegated, or if it could not be opened.
     opened: Option<Box<dyn Dataplane>>,
-    /// Everything that is desired, of which all is handed over while pods have no packet programs.
+    /// Everything that is desired. All of it is delegated while pods have no packet programs.
     desired: PortSet,
-    /// Packet programs are attached with the next [`Dataplane::attach`]. Until then the mode beside
-    /// is not given what they will serve: connections that it opened would be broken by them.
+    /// True if packet programs are attached with the next [`Dataplane::attach`]. Until then the
+    /// secondary mode is not given what they will serve, because they would break connections that
+    /// it opened.
     programs_come_later: bool,
-    /// Pods have no packet programs, so that everything is handed over.
+    /// True if pods have no packet programs, so that everything is delegated.
     hands_everything: bool,
-    /// Calls of [`Dataplane::collect_garbage`] since the last such pod was there.
+    /// Number of calls of [`Dataplane::collect_garbage`] since some pod had no packet programs.
     since_last_lack: u32,
-    /// [`Dataplane::resync`] has told what is desired.
+    /// True once [`Dataplane::resync`] has said what is desired.
     is_synced: bool,
-    /// The mode beside could not write what has become its to serve.
+    /// True if the secondary mode could not write what was delegated to it or taken back.
     is_beside_stale: bool,
-    /// What is handed over.
+    /// The parts of service ports that are delegated.
     handed: BTreeMap<ServicePortName, Arc<DesiredPort>>,
-    /// The frontends that were handed over since the mode beside was opened.
+    /// The frontends that were delegated since the secondary mode was opened.
     was_handed: DialledFrontends,
-    /// What passes to the mode at work: it is served beside until that has written everything.
+    /// The parts that return to the active mode. The secondary mode serves them until the active
+    /// mode has written everything.
     passing: BTreeMap<ServicePortName, Arc<DesiredPort>>,
     host: Option<Host>,
-    /// The mode beside could not be removed yet.
+    /// True if the secondary mode could not be removed yet.
     removal_pending: bool,
-    /// The mode beside was let go, and what it has written is still there.
+    /// True if the secondary mode was released, and what it has written is still there.
     is_released: bool,
-    /// Calls of [`Dataplane::collect_garbage`] in which the mode beside had nothing to serve.
+    /// Number of calls of [`Dataplane::collect_garbage`] in which the secondary mode had nothing to
+    /// serve.
     idle: u32,
-    /// Why the mode beside could not be opened.
+    /// Reason why the secondary mode could not be opened.
     failure: Option<String>,
-    /// The failure or the ports that it concerns have changed since [`Dataplane::take_without_room`].
+    /// True if the failure, or the ports that it concerns, have changed since
+    /// [`Dataplane::take_without_room`].
     failure_changed: bool,
     without_room: BTreeMap<ServicePortName, Vec<Unsupported>>,
 }
 
-/// A look at the connections costs a list of all that netfilter knows.
+/// Number of collections between two attempts to remove the secondary mode. An attempt lists all
+/// connections that netfilter knows.
 const COLLECTIONS_BETWEEN_REMOVALS: u32 = 30;
 
-/// The parts of a service port.
+/// The parts of a service port, by the mode that serves them.
 struct Parts {
-    /// For the mode at work.
+    /// The part that the active mode serves.
     own: Option<Arc<DesiredPort>>,
     handed: Option<Arc<DesiredPort>>,
 }
 
-/// Changes by who writes them, and when.
+/// Changes, by the mode that writes them and when.
 #[derive(Default)]
 struct Split {
-    /// For the mode at work.
+    /// Changes of the active mode.
     own: Changes,
-    /// For the mode beside, before these: frontends that it did not serve.
+    /// Changes of the secondary mode that are written before those of the active mode: frontends
+    /// that it did not serve.
     arriving: Changes,
-    /// For the mode beside, after these.
+    /// Changes of the secondary mode that are written after those of the active mode.
     handed: Changes,
 }
 
@@ -154,7 +162,7 @@ const fn can_be_handed_over(unsupported: &Unsupported) -> bool {
     }
 }
 
-/// The node as the mode beside sees it.
+/// Returns the node as the secondary mode sees it.
 fn of_beside(host: &Host) -> Host {
     Host { shares_addresses: true, ..host.clone() }
 }
@@ -195,18 +203,18 @@ impl HandOver {
         }
     }
 
-    /// Returns true if pods have no packet programs and not everything is handed over yet.
+    /// Returns true if pods have no packet programs and not everything is delegated yet.
     fn begins_to_lack(&self) -> bool {
         !self.hands_everything && self.primary.packet_programs().are_lacking
     }
 
-    /// Hands everything over from now on if pods have no packet programs.
+    /// Delegates everything from now on if pods have no packet programs.
     fn follow_lack(&mut self) -> Result<Applied, Error> {
         if self.begins_to_lack() { self.hand_over_anew(true) } else { Ok(Applied::default()) }
     }
 
-    /// Hands everything over, or takes everything back some time after all pods have packet
-    /// programs: the next pod without any may follow soon.
+    /// Delegates everything, or takes it back some time after all pods have got packet programs.
+    /// The pause is there because the next pod without any may follow soon.
     fn follow_end_of_lack(&mut self) -> Result<Applied, Error> {
         if self.primary.packet_programs().are_lacking {
             self.since_last_lack = 0;
@@ -231,7 +239,7 @@ impl HandOver {
         }
         self.hands_everything = everything;
         if !self.is_synced {
-            // The first resync hands over.
+            // The first resync delegates.
             return Ok(Applied::default());
         }
         let before = std::mem::take(&mut self.handed);
@@ -252,7 +260,7 @@ impl HandOver {
         }
         self.failure_changed |= self.failure.is_some();
         if changes.is_empty() {
-            // A write that has failed before stays noted.
+            // If a write has failed before, `is_beside_stale` still says so.
             return Ok(Applied::default());
         }
         self.is_beside_stale = true;
@@ -261,7 +269,7 @@ impl HandOver {
         Ok(applied)
     }
 
-    /// Tries again to write what the mode beside could not write.
+    /// Tries again to write what the secondary mode could not write.
     fn refresh_beside(&mut self) -> Result<(), Error> {
         if std::mem::take(&mut self.is_beside_stale) {
             let all = self.ports_beside();
@@ -272,7 +280,7 @@ impl HandOver {
         Ok(())
     }
 
-    /// Returns who serves a pod whose interface has no packet programs, as `status` tells it.
+    /// Returns who serves a pod whose interface has no packet programs, as `status` shows it.
     fn serves_instead(&self) -> String {
         let mode = self.beside.mode();
         match &self.failure {
@@ -285,7 +293,7 @@ impl HandOver {
         }
     }
 
-    /// Takes `changes` apart.
+    /// Splits `changes` by the mode that writes them.
     fn split(&mut self, changes: &Changes) -> Split {
         let mut split = Split::default();
         let Split { own, arriving, handed } = &mut split;
@@ -303,7 +311,8 @@ impl HandOver {
                     self.hand_over(&part);
                     let is_known =
                         |one: &Frontend| before.as_ref().is_some_and(|before| before.frontends.contains(one));
-                    // The mode at work comes first where it serves the port too, as it is faster.
+                    // If the active mode serves the port too, it is written first, because it is
+                    // faster.
                     let is_for_few = self.hands_everything && is_own;
                     let arrives = !is_for_few && !part.frontends.iter().all(is_known);
                     (if arrives { &mut *arriving } else { &mut *handed }).changed.push(part);
@@ -332,9 +341,9 @@ impl HandOver {
         self.handed.insert(part.name.clone(), Arc::clone(part));
     }
 
-    /// Returns what clients may have dialled whose connections rest on the mode beside: what it has
-    /// served, and the frontends of the mode at work, as the rules of a former proxy that are gone
-    /// have translated connections to these.
+    /// Returns the frontends whose connections may depend on the secondary mode. These are what it
+    /// has served, and the frontends of the active mode, because the rules of a former proxy, now
+    /// gone, have translated connections to them.
     fn dialled(&self) -> Result<DialledFrontends, Error> {
         let mut dialled = self.was_handed.clone();
         if let Some(host) = &self.host {
@@ -346,7 +355,7 @@ impl HandOver {
         Ok(dialled)
     }
 
-    /// Answers with what the mode beside serves of the service port.
+    /// Takes the service port from the secondary mode, and returns the part that it served.
     fn take_back(&mut self, name: &ServicePortName) -> Option<Arc<DesiredPort>> {
         let passing = self.passing.remove(name);
         self.handed.remove(name).or(passing)
@@ -356,12 +365,13 @@ impl HandOver {
         self.handed.is_empty() && self.passing.is_empty()
     }
 
-    /// What the mode beside has to serve.
+    /// Returns what the secondary mode has to serve.
     fn ports_beside(&self) -> Vec<Arc<DesiredPort>> {
         self.handed.values().chain(self.passing.values()).cloned().collect()
     }
 
-    /// The mode beside, opened with everything that is handed over if it was not open. `None`: it cannot be opened.
+    /// Returns the secondary mode. If it was not open, it is opened with everything that is
+    /// delegated. Returns `None` if it cannot be opened.
     fn open_beside(&mut self, applied: &mut Applied) -> Result<Option<&mut Box<dyn Dataplane>>, Error> {
         if self.opened.is_none() {
             match self.beside.open() {
@@ -411,7 +421,8 @@ impl HandOver {
         Ok(applied)
     }
 
-    /// Nothing is handed over any more.
+    /// Removes the secondary mode, to which nothing is delegated any more, unless connections
+    /// depend on it.
     fn remove_idle_beside(&mut self) -> Result<(), Error> {
         self.idle = 0;
         if self.opened.is_some() {
@@ -444,7 +455,7 @@ impl HandOver {
         Ok(())
     }
 
-    /// What is handed over and not served, because the mode beside cannot be opened.
+    /// Returns what is delegated but not served, because the secondary mode cannot be opened.
     fn not_handed_over(&self) -> BTreeMap<ServicePortName, Vec<Unsupported>> {
         let Some(failure) = &self.failure else { return BTreeMap::new() };
         let mode = self.beside.mode();
@@ -458,7 +469,7 @@ impl HandOver {
             let unsupported = self.primary.supports(port);
             unsupported.iter().filter(|one| can_be_handed_over(one)).map(told).collect()
         };
-        // Ports that the mode at work serves too have no such fields.
+        // Ports that the active mode serves too have no such fields, so they are left out.
         let with_fields = self.handed.iter().map(|(name, port)| (name.clone(), fields(port)));
         with_fields.filter(|(_, fields): &(_, Vec<_>)| !fields.is_empty()).collect()
     }
@@ -485,8 +496,9 @@ impl Programmed for HandOver {
 }
 
 impl Dataplane for HandOver {
-    /// What passes to the mode beside is served there before the mode at work leaves it, and the other way round. All else is written to
-    /// the mode at work first, which is the faster one.
+    /// Writes changes. What moves to the secondary mode is served there before the active mode
+    /// leaves it, and the other way round. Everything else is written to the active mode first,
+    /// which is faster.
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
         let Split { own, arriving, handed } = self.split(changes);
         let arrived = self.apply_beside(&arriving);
@@ -499,8 +511,9 @@ impl Dataplane for HandOver {
         Ok(applied)
     }
 
-    /// What passes over is served on both sides meanwhile. A mode beside that is not open yet comes after the mode at work: it
-    /// adopts what a predecessor has written, and of that removes all that is not handed over.
+    /// Writes everything. What moves is served by both modes meanwhile. A secondary mode that is
+    /// not open yet comes after the active mode: it adopts what a former process has written, and
+    /// removes whatever of it is not delegated.
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
         let mut own = Vec::with_capacity(desired.len());
         self.desired = desired.iter().cloned().collect();
@@ -551,7 +564,7 @@ impl Dataplane for HandOver {
         let beside =
             beside.as_mut().map_or(Ok(Applied::default()), |opened| opened.set_host(&of_beside(host)));
         let own = self.primary.set_host(host);
-        // A mode beside that serves already goes on with what it has.
+        // A secondary mode that serves already goes on with what it has.
         self.programs_come_later = self.opened.is_none() && self.primary.packet_programs().come_later;
         // Some pods may have no packet programs, whether or not the call has failed.
         let handed = self.follow_lack();
@@ -628,7 +641,8 @@ impl Dataplane for HandOver {
     }
 
     fn inspection_share(&self) -> u32 {
-        // Others write netfilter's rules too, and what could not be opened is tried again.
+        // With a secondary mode the share is 0, because other programs write netfilter's rules too.
+        // So it is after a failure, because each resync tries again to open the mode.
         if self.opened.is_some() || self.failure.is_some() { 0 } else { self.primary.inspection_share() }
     }
 

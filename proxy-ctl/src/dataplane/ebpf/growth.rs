@@ -1,7 +1,8 @@
-//! Tables of what is desired grow when it has no room in them, up to their limit.
+//! Lets the maps of desired state grow up to their limit, when what is desired has no room in them.
 //!
-//! Larger maps are made beside those in use, get the same entries, and take their pins; then the programs are swapped for some that read
-//! the larger maps. Nothing is written meanwhile, so both hold the same until all programs are swapped.
+//! Larger maps are made beside those in use, get the same entries, and take over their pins. Then
+//! all programs are replaced by some that use the larger maps. Nothing is written meanwhile, so
+//! both sets of maps stay equal until then.
 
 use std::{
     collections::BTreeMap,
@@ -33,26 +34,29 @@ use crate::{
     model::{desired::DesiredPort, objects::Algorithm},
 };
 
-/// What has failed is tried again after this time: mostly, the kernel has no memory for larger maps.
+/// Time after which growth is tried again if it has failed. Mostly, the kernel has no memory for
+/// larger maps.
 const REST: Duration = Duration::from_secs(60);
 
-/// How much room the tables of a limit need for what is served and what waits.
+/// Number of entries that the maps of each limit need for what is served and what waits.
 pub(super) type Demand = BTreeMap<Limit, u64>;
 
-/// What is desired at the start takes three quarters of a table at most: a rolling update needs more for a while, and growth loads the
+/// Returns the size at which `entries` take three quarters of a map. What is desired at the start
+/// takes no more of a map, because a rolling update needs more for a while, and growth loads the
 /// programs anew.
 pub(super) const fn with_room_to_spare(entries: u64) -> u64 {
     entries + entries / 3
 }
 
-/// What has room to spare for all of `desired`, of the limits whose tables have not.
+/// Returns the limits whose maps are too small for all of `desired` with room to spare, each with
+/// the size that has it.
 pub(super) fn ahead(
     desired: &[Arc<DesiredPort>],
     algorithm_of: impl Fn(&DesiredPort) -> Algorithm,
     shapes: &[Shape],
 ) -> Demand {
     let mut demand = Demand::new();
-    // Id 0 is nobody's.
+    // Id 0 is given to no service, so one more entry is needed.
     let services = [(Limit::Services, desired.len() as u64 + 1)];
     let of_families = [needed::<V4>(desired, &algorithm_of), needed::<V6>(desired, &algorithm_of)];
     for (limit, entries) in services.into_iter().chain(of_families.into_iter().flatten()) {
@@ -66,7 +70,7 @@ pub(super) fn ahead(
     demand
 }
 
-/// Entries in the tables of a family.
+/// Returns how many entries `desired` needs in the maps of a family.
 fn needed<F: TableFamily>(
     desired: &[Arc<DesiredPort>],
     algorithm_of: impl Fn(&DesiredPort) -> Algorithm,
@@ -87,14 +91,15 @@ fn needed<F: TableFamily>(
     ]
 }
 
-/// Whether tables may grow now.
+/// Decides when maps may grow.
 #[derive(Debug, Default)]
 pub(super) struct Growth {
     rests_until: Option<Instant>,
 }
 
 impl Growth {
-    /// The limits that the tables are below.
+    /// Returns the limits whose maps may grow, because they are smaller than the limit. While growth
+    /// rests, there are none.
     pub(super) fn may_grow(&self, shapes: &[Shape]) -> Vec<Limit> {
         if self.rests_until.is_some_and(|until| Instant::now() < until) {
             return Vec::new();
@@ -108,7 +113,8 @@ impl Growth {
 }
 
 impl<F: TableFamily> FamilyWriter<F> {
-    /// Of the tables that something waits for. An estimate: how endpoint sets share slots shows when they are placed.
+    /// Adds the entries that are needed in maps that something waits for. It is an estimate,
+    /// because how endpoint sets share slots is known only when they are placed.
     pub(super) fn demand(&self, shared: &Common, demand: &mut Demand) {
         let waiting = &self.entries.without_room;
         let mut need = |limit, entries: usize| {
@@ -138,7 +144,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 }
 
-/// What reads and writes the larger tables.
+/// The larger maps, with the programs and the log that use them.
 #[derive(Debug)]
 pub(super) struct Larger {
     pub(super) shapes: Vec<Shape>,
@@ -146,8 +152,8 @@ pub(super) struct Larger {
     pub(super) log: KernelLog,
 }
 
-/// Pins larger tables in the places of those in use, at least twice as large where the limit allows it. The programs in use read the
-/// former ones until they are swapped for the new.
+/// Makes larger maps, at least twice as large if the limit allows it, and pins them in place of
+/// those in use. The programs that run use the former maps until they are replaced.
 pub(super) fn make_larger(
     paths: &Paths,
     shapes: &[Shape],
@@ -208,7 +214,8 @@ mod tests {
         },
     };
 
-    /// Each with the endpoints of its number: so many, beginning with this one.
+    /// Returns service ports, each with `count` endpoints, of which the first has the number
+    /// `first`.
     fn desired(services: &[(u32, u32)]) -> Vec<Arc<DesiredPort>> {
         let mut model = Model::new(HERE);
         for (number, (first, count)) in (1..).zip(services) {

@@ -1,5 +1,7 @@
-//! Whether the tables hold what is desired, and nothing else: so an inspection mostly finds them. It is compared where it is, a few
-//! entries at once. Where anything is different, it is for `adopt` and `publish` to say what.
+//! Compares the maps with what is desired.
+//!
+//! An inspection usually finds no difference. So the maps are compared in place, a few entries at
+//! once. If anything differs, `adopt` and `publish` find out what.
 
 use std::sync::Arc;
 
@@ -20,11 +22,11 @@ use super::{
 };
 use crate::model::desired::{DesiredPort, ServicePortName};
 
-/// The service ports that are published, in the order of their ids.
+/// Service ports that are published, in the order of their ids.
 pub(super) type ById<'a> = [(u32, &'a ServicePortName)];
 
 impl Common {
-    /// Do the tables that both families share have these service ports and no others?
+    /// Returns true if the maps that both families share have these service ports and no others.
     pub(super) fn has_only(&self, published: &ById<'_>) -> Result<bool, Error> {
         let name_of = |id: u32| {
             let place = published.binary_search_by_key(&id, |(id, _)| *id).ok()?;
@@ -35,7 +37,8 @@ impl Common {
         if !self.tables.names.holds(published.len(), is_right)? {
             return Ok(false);
         }
-        // Not through the mapped memory, all of which would count as resident from then on.
+        // The map is not read through the mapped memory, all of which would count as resident from
+        // then on.
         let services = typed::<u32, Service>(self.tables.services.fd(), table::services)?;
         let is_anothers =
             |(id, service): &(u32, Service)| *service != Service::default() && name_of(*id).is_none();
@@ -50,7 +53,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         self.entries.services.iter().map(|(name, published)| (published.id, name))
     }
 
-    /// Are these published, and do this family's tables hold them and nothing else? `desired`: each once.
+    /// Returns true if these service ports are published, and this family's maps hold them and
+    /// nothing else. `desired` has each service port once.
     pub(super) fn has_only<'a>(
         &self,
         shared: &Common,
@@ -69,7 +73,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         Ok(others == 0 && self.has_backends()? && self.has_frontends()? && self.has_source_ranges()?)
     }
 
-    /// Nothing waits, or could not be removed.
+    /// Returns true if nothing waits to be written or to be removed.
     fn is_settled(&self) -> bool {
         let Entries { stray_backends, stray_source_ranges, without_room, cluster_ips, .. } = &self.entries;
         stray_backends.is_empty()
@@ -80,7 +84,8 @@ impl<F: TableFamily> FamilyWriter<F> {
             && cluster_ips.gone.is_empty()
     }
 
-    /// With its endpoint sets and its service as they are in the tables.
+    /// Returns true if the service port is published, and its service and endpoint sets are in the
+    /// maps as they should be.
     fn has_published(&self, shared: &Common, port: &Arc<DesiredPort>) -> bool {
         let Some(published) = self.entries.services.get(&port.name) else { return false };
         let Published { id, range: Some(range), used: UsedEndpoints::Desired(used), .. } = published else {
@@ -93,7 +98,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         (Arc::ptr_eq(used, port) || used == port)
             && service.flags == layout::service_flags(port, algorithm, forwarding)
             && service.affinity_seconds == port.affinity_seconds.unwrap_or(0)
-            // They stay as they were where the table has not taken others.
+            // The published ranges are the former ones if the map had no room for others.
             && published.source_ranges == layout::source_ranges::<F>(port, *id)
             && holds(*range, layout::span([service.cluster, service.internal, service.external]))
             && self.has_sets(shared, *id, port)

@@ -1,5 +1,5 @@
-//! Writes what the kernel programs log about refused and dropped clients to our own log. The programs log only while its
-//! level is debug (`-v 4`, also when set at run time).
+//! Writes what the kernel programs log about refused and dropped clients to our own log. The
+//! programs log only while its level is debug (`-v 4`, also if set at run time).
 
 use std::{fmt, io};
 
@@ -19,7 +19,7 @@ use super::Error;
 
 const TARGET: &str = "proxy_ebpf";
 
-/// The log of one load of the programs.
+/// The log of the programs that one load has made.
 pub(super) struct KernelLog {
     control: Array<MapData, LogControl>,
     lines: EbpfLogger<Lines>,
@@ -33,7 +33,7 @@ impl fmt::Debug for KernelLog {
 }
 
 impl KernelLog {
-    /// Before the programs are loaded from `object`.
+    /// Takes the maps of the log from `object`. It is called before the programs are loaded.
     pub(super) fn take(object: &mut Ebpf) -> Result<Self, Error> {
         let control =
             object.take_map(table::kernel_log).ok_or_else(|| failed("the object has no such table"))?;
@@ -44,9 +44,11 @@ impl KernelLog {
         })
     }
 
-    /// Tells the lines that have come, and switches the programs' log where the level of ours has changed.
+    /// Writes the lines that have come, and switches the programs' log if the level of our log has
+    /// changed.
     pub(super) fn follow(&mut self) -> Result<(), Error> {
-        // Panics on a record that it cannot parse. Only our own programs write to this buffer, which is not pinned.
+        // `flush` panics on a record that it cannot parse. Only our own programs write to this
+        // buffer, which is not pinned.
         self.lines.flush();
         let enabled = tracing::enabled!(target: TARGET, Level::DEBUG);
         if enabled != self.enabled {
@@ -68,7 +70,7 @@ fn failed(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
     Error::KernelLog(io::Error::other(error))
 }
 
-/// Passes lines on to our log.
+/// Logger of the library that passes lines on to our log.
 struct Lines;
 
 impl log::Log for Lines {
@@ -83,7 +85,7 @@ impl log::Log for Lines {
     fn flush(&self) {}
 }
 
-/// `reason <number>: …` with the reason's name.
+/// Replaces the number of the reason, in a line `reason <number>: …`, by its name.
 fn with_name(line: &str) -> String {
     let named = || {
         let (number, rest) = line.strip_prefix("reason ")?.split_once(": ")?;

@@ -1,10 +1,10 @@
-//! Accepts in INPUT what load balancers ask node ports for (`healthCheckNodePort`), where a former
-//! kube-proxy did so. Without that, a node whose INPUT drops by default would fail the load
-//! balancer's checks once kube-proxy's rules are removed.
+//! Accepts in INPUT the connections by which load balancers check a node (`healthCheckNodePort`),
+//! if a former kube-proxy did so. Without that, a node whose INPUT drops by default would fail
+//! these checks once kube-proxy's rules are removed.
 //!
-//! The chain is in the tables filter that kube-proxy's was in: an accepting rule elsewhere
-//! overrules no dropping rule there. The chain is also the memory: a later process goes on with it,
-//! until `proxy-ctl cleanup` removes it.
+//! The chain is in the same tables `filter` that kube-proxy's was in, because an accepting rule
+//! elsewhere does not overrule a dropping rule there. The chain is also the memory: a later process
+//! goes on with it, until `proxy-ctl cleanup` removes it.
 
 use std::collections::BTreeSet;
 
@@ -19,7 +19,7 @@ use crate::{
 };
 
 const TABLE: &str = "filter";
-/// The owner tag of the jump.
+/// Owner tag of the jump.
 const COMMENT: &str = "proxy-ctl accepts health checks";
 
 const JUMP: Jump = Jump { table: TABLE, from: "INPUT", to: CHAIN, comment: COMMENT };
@@ -44,25 +44,26 @@ impl HealthCheckError {
     }
 }
 
-/// The tables in which health checks are accepted in a former kube-proxy's place. None at first.
+/// The tables in which health checks are accepted in a former kube-proxy's place. There are none at
+/// first.
 #[derive(Debug, Default)]
 pub struct AcceptedHealthChecks {
     tables: Vec<FamilyChains>,
 }
 
 impl AcceptedHealthChecks {
-    /// Goes on with what a former process of this proxy has left. Needs CAP_NET_ADMIN. After an
+    /// Goes on with what a former process of this proxy has left. It needs CAP_NET_ADMIN. After an
     /// error it may be called again.
     pub fn adopt(&mut self) -> Result<(), HealthCheckError> {
         self.add(leftovers::accepted_in_its_place()?)
     }
 
     /// Accepts health checks of `ports` wherever a kube-proxy does, before its rules are removed.
-    /// Returns whether a table came to those of before.
+    /// Returns true if a table was added.
     pub fn take_over(&mut self, ports: &BTreeSet<u16>) -> Result<bool, HealthCheckError> {
         let before = self.tables.len();
         let added = self.add(leftovers::accepted_by_kube_proxy()?);
-        // The tables that could be added are written in any case.
+        // The tables that could be added are written even if others could not.
         self.write(ports)?;
         added?;
         Ok(self.tables.len() > before)
@@ -112,8 +113,8 @@ fn chains(ports: &BTreeSet<u16>) -> Chains {
     Chains::from([((TABLE, CHAIN), ports.iter().map(accept).collect())])
 }
 
-/// Removes the chain from every table, for `cleanup`. Returns the tables that had it. A process at
-/// work keeps it.
+/// Removes the chain from every table, for `cleanup`, and returns the tables that had it. Nothing
+/// is removed while a process is in a mode that writes netfilter rules.
 pub(in crate::dataplane) fn remove() -> Result<Vec<String>, HealthCheckError> {
     if leftovers::is_at_work() {
         return Ok(Vec::new());
@@ -140,7 +141,7 @@ fn from_each(
     outcome.map(|()| removed)
 }
 
-/// Returns the input of iptables-restore that removes the chain. `saved`: the table, as
+/// Returns the input of iptables-restore that removes the chain. `saved` is the table as
 /// iptables-save prints it.
 fn removal(saved: &str) -> String {
     let leads_there = |line: &&str| line.strip_suffix(CHAIN).is_some_and(|rule| rule.ends_with(" -j "));
@@ -188,7 +189,7 @@ mod tests {
     }
 
     fn run(program: &str, arguments: &str) -> String {
-        // A comment has spaces.
+        // A `~` is a space within an argument, such as a comment.
         let arguments = arguments.replace("~", "\u{a0}");
         let words = arguments.split(' ').map(|word| word.replace('\u{a0}', " "));
         let output = Command::new(program).args(words).output().unwrap();
@@ -202,7 +203,8 @@ mod tests {
         accepted
     }
 
-    /// A load balancer's check of this port. What is dropped is not answered at all.
+    /// Returns true if a load balancer's check of this port is answered. A check that is dropped
+    /// gets no answer.
     fn is_answered(port: u16) -> bool {
         let address = SocketAddr::from(([192, 0, 2, 1], port));
         TcpStream::connect_timeout(&address, Duration::from_millis(700)).is_ok()

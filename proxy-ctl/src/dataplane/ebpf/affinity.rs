@@ -17,8 +17,8 @@ use super::{
     tables::{CommonTables, FamilyTables, Table},
 };
 
-/// Number of calls to leave out after a walk. This is harmless, because the programs compare an
-/// affinity with its timeout themselves, whenever its entry is removed.
+/// Number of calls to leave out after a walk. An expired entry is harmless until it is removed,
+/// because the programs compare it with the timeout themselves.
 const REST: u32 = 9;
 
 /// State of the walk through both maps, one after the other.
@@ -148,7 +148,8 @@ fn forget_one<A: proxy_common::layout::Address + Default>(
 mod tests {
     use super::*;
 
-    /// Counts a walk that has met `met` clients and forgotten `forgotten` of them.
+    /// Counts a walk that has met `met` clients and forgotten `forgotten` of them. Returns how many
+    /// are known to be evicted then.
     fn walk(tally: &mut Tally, remembered: [u64; 2], met: u64, forgotten: u64) -> u64 {
         let begun = Begun { is_in_v6: true, remembered: remembered[0], forgotten: tally.forgotten };
         tally.forgotten += forgotten;

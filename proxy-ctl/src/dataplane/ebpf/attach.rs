@@ -490,8 +490,8 @@ impl Hooks {
         self.transit.redirects()
     }
 
-    /// Starts a [`RouteWatch`] if uplinks get XDP and no watch runs. If it cannot begin, the next
-    /// look at the uplinks tries again.
+    /// Starts a [`RouteWatch`] if an uplink has an XDP program and no watch runs. If it cannot
+    /// begin, the next look at the uplinks tries again.
     pub(super) fn follow_routes(&mut self) {
         if self.transit.program().is_none()
             || self.route_watch.as_ref().is_some_and(|watch| !watch.has_ended())

@@ -51,7 +51,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    /// Lists the cluster-IP entries that no service port uses for removal. It is called after
+    /// Lists for removal the cluster-IP entries that no service port uses. It is called after
     /// adopting, when everything desired is published.
     pub(super) fn release_stray_marks(&mut self) {
         let ClusterIps { users, gone, .. } = &mut self.entries.cluster_ips;

@@ -2,8 +2,8 @@
 //! service ports with direct server return.
 //!
 //! The node that a client dials may not know yet that such an endpoint terminates, and sends it
-//! connections. So it stays in the set, where packets search it by its address. It has no weight,
-//! so that this node itself never chooses it.
+//! connections. So it stays in the set, where the programs search for it by its address. It has no
+//! weight, so that this node itself never chooses it.
 
 use std::sync::Arc;
 

@@ -121,8 +121,8 @@ impl fmt::Display for Difference {
 }
 
 impl Error {
-    /// Returns the error of a write of node addresses. A full map leaves out some addresses only;
-    /// any other error is one of the node's whole dataplane.
+    /// Converts an error of writing node addresses. A full map leaves out only some addresses. Any
+    /// other error is one of the node's whole dataplane.
     pub(super) fn of_node_addresses(self) -> Self {
         if matches!(self, Self::Full(_)) { Self::NodeAddresses { source: Box::new(self) } } else { self }
     }

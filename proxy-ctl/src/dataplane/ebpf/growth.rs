@@ -98,8 +98,8 @@ pub(super) struct Growth {
 }
 
 impl Growth {
-    /// Returns the limits whose maps may grow, because they are smaller than the limit. While growth
-    /// rests, there are none.
+    /// Returns the limits whose maps may grow, because they are smaller than the limit. There are
+    /// none while growth rests.
     pub(super) fn may_grow(&self, shapes: &[Shape]) -> Vec<Limit> {
         if self.rests_until.is_some_and(|until| Instant::now() < until) {
             return Vec::new();

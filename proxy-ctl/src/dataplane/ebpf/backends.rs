@@ -1,7 +1,7 @@
 //! The backends that are programmed, by their keys.
 //!
-//! Backends are in a vector, and a hash table has their indexes. A `HashMap`, which keeps them in its
-//! own table, is half empty when it has grown, and there may be 250,000 backends of 40 bytes.
+//! Backends are in a vector, and a hash table has their indexes. A `HashMap`, which keeps them in
+//! its own table, is half empty when it has grown, and there may be 250,000 backends of 40 bytes.
 
 use std::hash::{BuildHasher as _, Hash};
 

@@ -1,4 +1,4 @@
-//! Desired state → what the tables must hold. Pure.
+//! Computes what the maps must hold from the desired state. Pure.
 
 use std::{collections::BTreeSet, iter, sync::Arc};
 
@@ -23,23 +23,23 @@ use crate::{
     },
 };
 
-/// Where a service port's endpoint sets lie among its slots, first slot of the service = 0.
+/// The positions of a service port's endpoint sets among its slots. Its first slot is number 0.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Arrangement {
-    /// One after the other.
+    /// The runs of slots, one after the other.
     pub(super) runs: Vec<Run>,
     pub(super) cluster: EndpointSet,
     pub(super) internal: EndpointSet,
     pub(super) external: EndpointSet,
 }
 
-/// Slots, and the table of a set that consists of all of them.
+/// Consecutive slots, and the size of the lookup table of a set that consists of all of them.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Run {
     pub(super) first: u32,
-    /// For each slot the index of its endpoint in `Endpoints::all`.
+    /// The index in `Endpoints::all` of each slot's endpoint.
     pub(super) slots: Vec<u32>,
-    /// Of the table; 0: there is none.
+    /// Binary logarithm of the lookup table's size; 0 if there is no lookup table.
     pub(super) table_bits: u32,
 }
 
@@ -57,13 +57,14 @@ impl Run {
     }
 }
 
-/// For each place of a set with these slots, those of its table last, the index of its endpoint in `Endpoints::all`.
+/// Returns the index in `Endpoints::all` for each slot of a set, and then for each element of its
+/// lookup table.
 pub(super) fn contents<F: TableFamily>(
     port: &DesiredPort,
     slots: &[u32],
     table_bits: u32,
 ) -> impl Iterator<Item = u32> {
-    // Made when it is asked for: who compares mostly knows by the slots.
+    // The lookup table is computed only on demand, because a comparison mostly ends at the slots.
     let table = move || match table_bits {
         0 => Vec::new(),
         bits => maglev::table::<F>(port.name.protocol, members(&port.endpoints, slots), bits),
@@ -73,12 +74,16 @@ pub(super) fn contents<F: TableFamily>(
 }
 
 impl Arrangement {
-    /// Where no set has a table, all endpoints in their order come first. A set without table that is contiguous in the slots so far shares
-    /// them, and one with a table those of the same set; any other set gets slots of its own.
+    /// Arranges the endpoint sets among the slots.
+    ///
+    /// If no set has a lookup table, the slots begin with all endpoints in their order. A set
+    /// without lookup table shares slots if it is a contiguous part of them. A set with a lookup
+    /// table shares only those of an equal set. Any other set gets slots of its own.
     pub(super) fn of(endpoints: &Endpoints, algorithm: Algorithm) -> Self {
         let sets = [&endpoints.cluster, &endpoints.internal, &endpoints.external];
         let bits = sets.map(|set| maglev::table_bits(algorithm, members(endpoints, set)));
-        // Mostly one, and held for all service ports that are written at once.
+        // There is mostly one run, and arrangements are kept for all service ports that are written
+        // at once.
         let mut runs = Vec::with_capacity(1);
         if bits == [0; 3] {
             runs.push(Run { first: 0, slots: (0..).take(endpoints.all.len()).collect(), table_bits: 0 });
@@ -110,7 +115,7 @@ impl Arrangement {
         self.runs.iter().any(|run| run.table_bits > 0)
     }
 
-    /// Slots and tables.
+    /// Returns the number of slots, with those of lookup tables.
     pub(super) fn places(&self) -> u32 {
         self.runs.last().map_or(0, Run::end)
     }
@@ -123,7 +128,7 @@ pub(super) fn members<'e>(
     set.iter().filter_map(|index| endpoints.all.get(*index as usize))
 }
 
-/// The same set in the range that the service's slots were written to.
+/// Returns the same set, moved into the range that the service's slots were written to.
 pub(super) fn placed(set: EndpointSet, range: Range) -> EndpointSet {
     if set.count() == 0 {
         return EndpointSet::default();
@@ -131,7 +136,7 @@ pub(super) fn placed(set: EndpointSet, range: Range) -> EndpointSet {
     EndpointSet::new(range.first + set.first, set.count()).with_table(set.table_bits())
 }
 
-/// The smallest range that holds these sets and their tables.
+/// Returns the smallest range that holds these sets and their lookup tables.
 pub(super) fn span(sets: [EndpointSet; 3]) -> Range {
     let used = || sets.iter().filter(|set| set.count() > 0);
     let first = used().map(|set| set.first).min().unwrap_or(0);
@@ -155,7 +160,7 @@ fn sum_of<const N: usize>(flags: [(bool, u32); N]) -> u32 {
     flags.into_iter().filter(|(is_set, _)| *is_set).fold(0, |all, (_, flag)| all | flag)
 }
 
-/// What the service's flags say of it.
+/// Returns the algorithm that the flags of a service stand for.
 pub(super) fn algorithm(flags: u32) -> Algorithm {
     if flags & SERVICE_MAGLEV != 0 {
         Algorithm::Maglev
@@ -166,12 +171,13 @@ pub(super) fn algorithm(flags: u32) -> Algorithm {
     }
 }
 
-/// As [`algorithm`].
+/// Returns how packets are forwarded according to the flags of a service.
 pub(super) fn forwarding(flags: u32) -> Forwarding {
     if flags & SERVICE_DSR != 0 { Forwarding::Dsr } else { Forwarding::Snat }
 }
 
-/// As [`Settings::encapsulation`](proxy_common::layout::Settings::encapsulation) has it.
+/// Returns the number of an encapsulation in
+/// [`Settings::encapsulation`](proxy_common::layout::Settings::encapsulation).
 pub(super) fn encapsulation_number(encapsulation: Encapsulation) -> u16 {
     match encapsulation {
         Encapsulation::Ip => ENCAPSULATION_IP,
@@ -179,12 +185,12 @@ pub(super) fn encapsulation_number(encapsulation: Encapsulation) -> u16 {
     }
 }
 
-/// The reverse of [`encapsulation_number`].
+/// Returns the encapsulation that has this number: the reverse of [`encapsulation_number`].
 pub(super) fn encapsulation(number: u16) -> Encapsulation {
     if number == ENCAPSULATION_GENEVE { Encapsulation::Geneve } else { Encapsulation::Ip }
 }
 
-/// Returns `Snat` or `Dsr`.
+/// Returns `Snat` or `Dsr`, which applies to the frontends of this service port.
 pub(super) fn forwarding_of(port: &DesiredPort, of_node: NodeForwarding) -> Forwarding {
     if port.endpoints.need_snat {
         return Forwarding::Snat;
@@ -198,7 +204,7 @@ pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
     more_than_one << BACKEND_WEIGHT_SHIFT | sum_of(flags)
 }
 
-/// Keys of the port's frontends with their `FRONTEND_*` flags, in order, each once.
+/// Returns the keys of the port's frontends with their `FRONTEND_*` flags, sorted and each once.
 pub(super) fn frontends<F: TableFamily>(
     port: &DesiredPort,
     algorithm: Algorithm,
@@ -238,14 +244,14 @@ pub(super) fn frontends<F: TableFamily>(
     keys
 }
 
-/// The port's ClusterIPs, in order, each once.
+/// Returns the port's ClusterIPs, sorted and each once.
 pub(super) fn cluster_ips<F: TableFamily>(port: &DesiredPort) -> Box<[F::Address]> {
     let cluster_ips = port.frontends.iter().filter(|frontend| frontend.kind == FrontendKind::ClusterIp);
     let addresses: BTreeSet<_> = cluster_ips.filter_map(|frontend| F::address(frontend.address)).collect();
     addresses.into_iter().collect()
 }
 
-/// Entries of `source_ranges4/6`, in order, each once.
+/// Returns the port's entries of `source_ranges4/6`, sorted and each once.
 pub(super) fn source_ranges<F: TableFamily>(port: &DesiredPort, service: u32) -> Box<[SourceRangeKey<F>]> {
     if !port.frontends.iter().any(|frontend| frontend.kind == FrontendKind::LoadBalancer) {
         return Box::default();
@@ -258,7 +264,8 @@ pub(super) fn source_ranges<F: TableFamily>(port: &DesiredPort, service: u32) ->
     keys.into_iter().collect()
 }
 
-/// `None`: a part of the name is longer than [`NAME_BYTES`], which Kubernetes does not allow.
+/// Returns the name as the map `service_names` has it. It is `None` if a part is longer than
+/// [`NAME_BYTES`], which Kubernetes does not allow.
 pub(super) fn name(port: &ServicePortName) -> Option<ServiceName> {
     fn padded(text: &str) -> Option<[u8; NAME_BYTES]> {
         let mut bytes = [0; NAME_BYTES];
@@ -277,7 +284,8 @@ pub(super) fn name(port: &ServicePortName) -> Option<ServiceName> {
     })
 }
 
-/// The reverse of [`name`]; `None`: not written by it.
+/// Returns the service port that an entry of `service_names` names: the reverse of [`name`]. It is
+/// `None` if the entry was not written by [`name`].
 pub(super) fn port_name(name: &ServiceName) -> Option<ServicePortName> {
     fn text(bytes: &[u8; NAME_BYTES]) -> Option<Arc<str>> {
         let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(NAME_BYTES);
@@ -295,9 +303,11 @@ pub(super) fn port_name(name: &ServiceName) -> Option<ServicePortName> {
     })
 }
 
-/// Whose the backends of a service port are, as `Backend::owner` has it: 0 for TCP, whose flows keep a backend that
-/// has left the service, else a number by its name (FNV-1a, so that another version finds the same). Two
-/// names with the same number share backends, which has no other effect.
+/// Returns the owner of a service port's backends, for `Backend::owner`.
+///
+/// TCP has owner 0, because its flows keep a backend that has left the service. Other protocols
+/// have a hash of the name. FNV-1a makes it the same in every version. Two names with the same hash
+/// share backends, which has no other effect.
 pub(super) fn owner(port: &ServicePortName) -> u32 {
     if port.protocol == Protocol::Tcp {
         return 0;
@@ -308,7 +318,7 @@ pub(super) fn owner(port: &ServicePortName) -> u32 {
     hash.max(1)
 }
 
-/// By IANA number.
+/// Returns the protocol that has this IANA number.
 pub(super) fn protocol(number: u8) -> Option<Protocol> {
     [Protocol::Tcp, Protocol::Udp, Protocol::Sctp].into_iter().find(|protocol| protocol.number() == number)
 }
@@ -410,7 +420,8 @@ mod tests {
         }
     }
 
-    /// The slots of each set that the model chooses for endpoints with these addresses, some on this node.
+    /// Returns the slots of each set that the model makes of endpoints with these addresses, some
+    /// of them on this node.
     fn chosen<F: TableFamily>(endpoints: &[(IpAddr, bool)], ports: &[u16]) -> [Vec<F::Slot>; 3] {
         let mut model = Model::new(HERE);
         let mut service = service(
@@ -451,7 +462,7 @@ mod tests {
     }
 
     proptest! {
-        /// Programs search them for the backend of a client with affinity.
+        /// Programs search the sorted sets for the backend of a client with affinity.
         #[test]
         fn sets_are_sorted(
             hosts in prop::collection::vec((any::<[u8; 3]>(), any::<bool>()), 1..40),

@@ -1,4 +1,5 @@
-//! The tables as the decisions of the kernel programs ask for them, so that user space answers as the programs do.
+//! Answers the lookups of the shared decision code from the maps, so that user space decides as the
+//! kernel programs do.
 
 use std::cell::RefCell;
 
@@ -16,7 +17,8 @@ use super::{
 pub(super) struct Lookups<'a, F: TableFamily> {
     common: &'a CommonTables,
     tables: &'a FamilyTables<F>,
-    /// Of a lookup: what could not be read must not be taken for what is not there.
+    /// The error of a lookup that failed. An entry that could not be read must not count as
+    /// missing.
     failure: RefCell<Option<Error>>,
 }
 
@@ -25,7 +27,7 @@ impl<'a, F: TableFamily> Lookups<'a, F> {
         Self { common, tables, failure: RefCell::default() }
     }
 
-    /// What is decided, unless a lookup fails meanwhile.
+    /// Returns what `decide` returns, or the error of a lookup that failed meanwhile.
     pub(super) fn ask<T>(&self, decide: impl FnOnce(&Self) -> T) -> Result<T, Error> {
         let decided = decide(self);
         self.failure.take().map_or(Ok(decided), Err)

@@ -1,4 +1,5 @@
-//! The tables of endpoint sets: which endpoint each place leads to. Pure, and the same on every node, whatever the order of endpoints.
+//! Computes the lookup tables of endpoint sets: the endpoint of each index. Pure, and the same on
+//! every node, whatever the order of endpoints.
 
 use std::cmp::Reverse;
 
@@ -10,13 +11,15 @@ use crate::model::{
     objects::{Algorithm, DEFAULT_WEIGHT, Protocol, Weight},
 };
 
-/// Places of an endpoint, on average, of the one with the lowest weight: so that shares are off by a hundredth at most, as long as the table has
-/// not the most places that there are.
+/// The average number of indexes for an endpoint of the lowest weight. It keeps the error of shares
+/// below a hundredth, unless the lookup table has its greatest size.
 const PLACES: u64 = 100;
-/// Binary logarithm of the places that endpoints take in turns. Larger tables are made of one with so many.
+/// Binary logarithm of the number of indexes that endpoints take in turns. Larger lookup tables are
+/// made by doubling one of this size.
 const BITS_BY_TURNS: u32 = 9;
 
-/// Binary logarithm of the number of places for these endpoints; 0: they need no table.
+/// Returns the binary logarithm of the lookup table's size for these endpoints; 0 if they need
+/// none.
 pub(super) fn table_bits<'e>(
     algorithm: Algorithm,
     endpoints: impl Iterator<Item = &'e Endpoint> + Clone,
@@ -29,12 +32,13 @@ pub(super) fn table_bits<'e>(
     let sum: u64 = weights.iter().map(|weight| u64::from(*weight)).sum();
     let lowest = weights.iter().filter(|weight| **weight > 0).min().map_or(1, |weight| u64::from(*weight));
     let places = (sum.div_ceil(lowest) * PLACES).next_power_of_two();
-    // Where nodes are to choose alike, tables as small as that would only have more sizes, and connections move with each.
+    // With Maglev, all nodes choose alike. Smaller tables would only add sizes, and connections
+    // move with each change of size.
     let least = if algorithm == Algorithm::Maglev { BITS_BY_TURNS } else { 0 };
     places.ilog2().clamp(least, EndpointSet::MOST_TABLE_BITS)
 }
 
-/// Where all have none, all are equal.
+/// Returns the weights of the endpoints. If all of them are 0, all endpoints count alike.
 fn weights<'e>(endpoints: impl Iterator<Item = &'e Endpoint>) -> Vec<Weight> {
     let mut weights: Vec<Weight> = endpoints.map(|endpoint| endpoint.weight).collect();
     if weights.iter().all(|weight| *weight == 0) {
@@ -43,24 +47,27 @@ fn weights<'e>(endpoints: impl Iterator<Item = &'e Endpoint>) -> Vec<Weight> {
     weights
 }
 
-/// An endpoint, and the order in which it takes places.
+/// An endpoint, and the order in which it takes indexes of the lookup table.
 struct Taker {
     index: u32,
     weight: u64,
     first: u64,
-    /// Odd, so that it comes to each place of a table whose size is a power of two.
+    /// Distance from one index to the next. It is odd, so that the endpoint comes to each index of
+    /// a table whose size is a power of two.
     step: u64,
 }
 
 impl Taker {
-    /// The places of a table of this size, each once and then again.
+    /// Returns the indexes of a lookup table of this size in the endpoint's order. Each comes once,
+    /// and then they start again.
     fn places(&self, size: usize) -> impl Iterator<Item = usize> + use<> {
         let (first, step, mask) = (self.first, self.step, size as u64 - 1);
         (0_u64..).map(move |number| (first.wrapping_add(step.wrapping_mul(number)) & mask) as usize)
     }
 }
 
-/// For each of `2^bits` places an index of `endpoints`. Those of other families than `F` have none.
+/// Returns the lookup table of `2^bits` indexes of `endpoints`. Endpoints of families other than
+/// `F` are in none.
 pub(super) fn table<'e, F: TableFamily>(
     protocol: Protocol,
     endpoints: impl Iterator<Item = &'e Endpoint> + Clone,
@@ -84,10 +91,11 @@ pub(super) fn table<'e, F: TableFamily>(
     table.into_iter().map(|taker| takers[taker].index).collect()
 }
 
-/// For each place an index of `takers`.
+/// Returns a lookup table of indexes of `takers`, which take one index each in turns by their
+/// weights.
 fn taken_by_turns(takers: &[Taker], size: usize) -> Vec<usize> {
     let highest = takers.iter().map(|taker| taker.weight).max().unwrap_or(1);
-    // Of each the places for which it has been its turn, times the highest weight.
+    // The number next to each endpoint is how often it has had its turn, times the highest weight.
     let mut turns: Vec<_> = takers.iter().map(|taker| (taker, taker.places(size), 0)).collect();
     let mut table: Vec<Option<usize>> = vec![None; size];
     let mut free = size;
@@ -106,8 +114,9 @@ fn taken_by_turns(takers: &[Taker], size: usize) -> Vec<usize> {
     table.into_iter().flatten().collect()
 }
 
-/// The table with two places for each of `half`. They lead where the one did, as far as shares allow: so few connections move when a Service grows out
-/// of a table, or back into it.
+/// Returns a lookup table with two indexes for each one of `half`. They lead to the same endpoint
+/// as far as shares allow. So few connections move when a Service outgrows a table size, or shrinks
+/// back to it.
 fn doubled(half: &[usize], takers: &[Taker]) -> Vec<usize> {
     let mut table: Vec<_> = half.iter().flat_map(|taker| [Some(*taker); 2]).collect();
     let size = table.len();
@@ -132,14 +141,15 @@ fn doubled(half: &[usize], takers: &[Taker]) -> Vec<usize> {
     table.into_iter().flatten().collect()
 }
 
-/// The next of `places` that is free. One is.
+/// Gives the next free index of `places` to `taker`. The caller makes sure that one is free.
 fn take_one(table: &mut [Option<usize>], places: &mut impl Iterator<Item = usize>, taker: usize) {
     if let Some(place) = places.find(|place| table[*place].is_none()) {
         table[place] = Some(taker);
     }
 }
 
-/// How many of `size` places each gets, by weight. What is left goes to those whose exact share is cut the most, one place each.
+/// Returns how many of `size` indexes each endpoint gets by its weight. Indexes left over go, one
+/// each, to the endpoints that lose most by rounding down.
 fn shares(takers: &[Taker], size: usize) -> Vec<u64> {
     let sum: u64 = takers.iter().map(|taker| taker.weight).sum();
     let exact = |taker: &Taker| size as u64 * taker.weight;
@@ -164,7 +174,7 @@ mod tests {
         Endpoint { address: address.into(), port: 8080, local: false, terminating: false, weight }
     }
 
-    /// The n-th of weight 1.
+    /// Returns the endpoint of this number, with weight 1.
     fn nth(number: u16) -> Endpoint {
         let [upper, lower] = number.to_be_bytes();
         endpoint([10, 244, upper, lower], 1)
@@ -178,7 +188,7 @@ mod tests {
         (0..).zip(weights).map(|(number, weight)| Endpoint { weight: *weight, ..nth(number) }).collect()
     }
 
-    /// Of TCP.
+    /// Returns the lookup table of these endpoints for TCP.
     fn indexes<F: TableFamily>(endpoints: &[Endpoint], bits: u32) -> Vec<u32> {
         table::<F>(Protocol::Tcp, endpoints.iter(), bits)
     }
@@ -267,7 +277,7 @@ mod tests {
         let endpoints = weighted(&[3, 1, 1, 5, 0, 2]);
         let bits = bits(Algorithm::Maglev, &endpoints);
         let here = table_of(&endpoints, bits);
-        // Another node has others of them, which are the first in its order.
+        // On another node, other endpoints are local, and local ones come first.
         let there = |one: &Endpoint| Endpoint { local: true, terminating: true, ..*one };
         let mut there: Vec<_> = endpoints.iter().rev().map(there).collect();
         for _ in 0..there.len() {
@@ -276,7 +286,8 @@ mod tests {
         }
     }
 
-    /// Nodes of different versions serve the same connections.
+    /// Tables must stay as they were, because nodes of different versions serve the same
+    /// connections.
     #[test]
     fn tables_are_as_they_were() {
         let expected = [
@@ -287,7 +298,8 @@ mod tests {
         assert_eq!([indexes::<V4>(&many(4), 4), indexes::<V6>(&six, 4)], expected);
     }
 
-    /// Thousandths of all places that lead elsewhere though their endpoint is in both, where it has the same weight.
+    /// Returns how many thousandths of all indexes lead elsewhere, although their endpoint has the
+    /// same weight before and after.
     fn moved(before: &[Endpoint], after: &[Endpoint]) -> usize {
         let tables = [before, after].map(|endpoints| table_of(endpoints, bits(Algorithm::Maglev, endpoints)));
         let places = tables.each_ref().map(Vec::len).into_iter().max().unwrap();
@@ -305,7 +317,8 @@ mod tests {
         moved * 1_000 / places
     }
 
-    /// Beyond the places of who goes, of whom there is no keeping them. Where one of 6, 11, 21, ... endpoints goes, the table has half the size.
+    /// The indexes of the endpoint that goes do not count, as they have to move. If one of 6, 11,
+    /// 21, ... endpoints goes, the lookup table halves its size.
     #[rstest]
     #[case::of_three(3, 15)]
     #[case::of_five(5, 30)]

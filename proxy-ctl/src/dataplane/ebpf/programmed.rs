@@ -1,6 +1,6 @@
-//! What is programmed, as the controller remembers it: enough to find differences without reading tables.
+//! Remembers what is programmed, so that the controller finds differences without reading the maps.
 //!
-//! Endpoint sets and slots are not repeated here: they are read through the mapped tables.
+//! Endpoint sets and slots are not repeated here, because they are read through the mapped arrays.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -21,7 +21,7 @@ use super::{
 };
 use crate::model::desired::{self, DesiredPort, ServicePortName};
 
-/// One family's part of what is programmed.
+/// The state of the maps of one family, as the controller remembers it.
 #[derive(Debug)]
 pub(super) struct Entries<F: TableFamily> {
     pub(super) frontends: FxHashMap<FrontendKey<F::Address>, Frontend>,
@@ -30,25 +30,25 @@ pub(super) struct Entries<F: TableFamily> {
     pub(super) services: FxHashMap<ServicePortName, Published<F>>,
     pub(super) cluster_ips: ClusterIps<F::Address>,
     pub(super) backends: Backends<F::Address>,
-    /// Ids in `backends4/6` that no service can refer to.
+    /// The ids in `backends4/6` that no service can refer to.
     pub(super) stray_backends: Vec<u32>,
-    /// Owners of `slots4/6`.
+    /// The owners of `slots4/6`.
     pub(super) slots: Ranges,
-    /// Keys of `source_ranges4/6` that are of no service.
+    /// The keys of `source_ranges4/6` that belong to no service.
     pub(super) stray_source_ranges: Vec<SourceRangeKey<F>>,
-    /// Entries of `source_ranges4/6`.
+    /// The number of entries of `source_ranges4/6`.
     pub(super) source_ranges: u32,
     pub(super) without_room: WithoutRoom<F>,
 }
 
-/// The ClusterIPs of published service ports.
+/// The ClusterIPs of published service ports, and which of them have a cluster-IP entry.
 #[derive(Debug)]
 pub(super) struct ClusterIps<A> {
-    /// How many service ports have the address.
+    /// The number of service ports that have each address.
     pub(super) users: FxHashMap<A, u32>,
-    /// Those that are not marked.
+    /// The addresses in `users` that have no cluster-IP entry.
     pub(super) unmarked: FxHashSet<A>,
-    /// Marked, and no service port has them any more.
+    /// The addresses that have a cluster-IP entry, although no service port has them any more.
     pub(super) gone: FxHashSet<A>,
 }
 
@@ -57,33 +57,35 @@ impl<A> ClusterIps<A> {
         Self { users: FxHashMap::default(), unmarked: FxHashSet::default(), gone: FxHashSet::default() }
     }
 
-    /// How many are not marked.
+    /// Returns the number of ClusterIPs without a cluster-IP entry.
     pub(super) fn unmarked(&self) -> usize {
         self.unmarked.len()
     }
 }
 
-/// What a key of `frontends4/6` is to hold, and for whom.
+/// A key of `frontends4/6`, the value that it is to have, and the service port that wants it.
 pub(super) type Wanted<F> =
     (FrontendKey<<F as proxy_common::family::Family>::Address>, Frontend, ServicePortName);
 
-/// What the tables have no room for.
+/// The frontends and service ports that the maps have no room for.
 #[derive(Debug)]
 pub(super) struct WithoutRoom<F: TableFamily> {
-    /// Of `frontends4/6`.
+    /// The entries of `frontends4/6` that wait for room, each with its service port.
     pub(super) frontends: FxHashMap<FrontendKey<F::Address>, (Frontend, ServicePortName)>,
-    /// Service ports that wait for room in another table. One that was published before is served as it is desired, but with
-    /// those of its endpoints only that it has; any other holds nothing.
+    /// The service ports that wait for room in another map.
+    ///
+    /// One that was published before is served with those of its desired endpoints that it has. Any
+    /// other holds nothing.
     pub(super) ports: BTreeMap<ServicePortName, Waiting>,
-    /// Since this was asked for last.
+    /// True if this has changed since it was asked for last.
     pub(super) changed: bool,
-    /// Tables of these limits may still grow, so nothing gives way to what waits for them.
+    /// The limits whose maps may still grow. Nothing gives way to what waits for such a map.
     pub(super) may_grow: Vec<Limit>,
-    /// Some frontends have not been compared with those that are served: who gives way to whom is still to be said.
+    /// True if some frontends were not compared with the served ones yet, to decide which give way.
     pub(super) is_unplanned: bool,
 }
 
-/// A service port that waits for room.
+/// A service port that waits for room, and the map that has none.
 #[derive(Debug)]
 pub(super) struct Waiting {
     pub(super) port: Arc<DesiredPort>,
@@ -101,7 +103,7 @@ impl<F: TableFamily> WithoutRoom<F> {
         }
     }
 
-    /// The table has grown, or cannot.
+    /// Lets waiting frontends be planned anew, because the map has grown or cannot grow.
     pub(super) fn plan_anew(&mut self) {
         self.is_unplanned |= !self.frontends.is_empty();
     }
@@ -121,19 +123,20 @@ impl<F: TableFamily> WithoutRoom<F> {
         self.changed |= before.is_none_or(|before| before.full != full);
     }
 
-    /// If it waits, it does so with this state.
+    /// Replaces the state of the port if it waits.
     pub(super) fn replace_port(&mut self, port: &Arc<DesiredPort>) {
         if let Some(waiting) = self.ports.get_mut(&port.name) {
             waiting.port = Arc::clone(port);
         }
     }
 
-    /// It is written, could not be written for another reason, or is not desired any more.
+    /// Removes a port that is written, could not be written for another reason, or is not desired
+    /// any more.
     pub(super) fn remove_port(&mut self, name: &ServicePortName) {
         self.changed |= self.ports.remove(name).is_some();
     }
 
-    /// This service does not want it any more.
+    /// Removes a frontend that this service does not want any more.
     pub(super) fn remove(&mut self, key: &FrontendKey<F::Address>, service: u32) {
         if self.frontends.get(key).is_some_and(|(waiting, _)| waiting.service == service) {
             self.frontends.remove(key);
@@ -142,31 +145,33 @@ impl<F: TableFamily> WithoutRoom<F> {
     }
 }
 
-/// A service port in the tables.
+/// A service port as it is in the maps.
 #[derive(Debug)]
 pub(super) struct Published<F: TableFamily> {
-    /// Index into `services`.
+    /// The index into `services`.
     pub(super) id: u32,
-    /// `None`: its slots are unusable (out of bounds, or another's).
+    /// Its range of slots; `None` if the range is unusable (out of bounds, or another's).
     pub(super) range: Option<Range>,
     pub(super) frontends: Box<[FrontendKey<F::Address>]>,
-    /// Counted as its.
+    /// The ClusterIPs that are counted as used by it.
     pub(super) cluster_ips: Box<[F::Address]>,
-    /// In `source_ranges4/6`.
+    /// The keys in `source_ranges4/6`.
     pub(super) source_ranges: Box<[SourceRangeKey<F>]>,
     pub(super) used: UsedEndpoints,
-    /// Endpoints that no set uses and that still serve, as far as they have a backend: flows and sockets stay with it.
+    /// The endpoints that no set uses, that still serve, and that have a backend. Flows and sockets
+    /// stay with it.
     pub(super) kept: Box<[desired::Endpoint]>,
 }
 
 /// The endpoints that a published service port counts as used.
 #[derive(Debug)]
 pub(super) enum UsedEndpoints {
-    /// Those of the desired state that it was published from, which the model shares.
+    /// The endpoints of the desired state that it was published from, which the model shares.
     Desired(Arc<DesiredPort>),
-    /// Those that its slots refer to: adopted, and its new state could not be written.
+    /// The endpoints that its slots refer to. It was adopted, and its new state could not be
+    /// written.
     Adopted(Box<[desired::Endpoint]>),
-    /// None yet: adopted, and not looked at since.
+    /// No endpoint yet. The service port was adopted, and was not looked at since.
     NotCounted,
 }
 
@@ -180,14 +185,15 @@ impl UsedEndpoints {
     }
 }
 
-/// An endpoint is one backend, however many service ports use it, but for UDP one for each of them.
+/// The identity of a backend. All service ports that use an endpoint share one backend, except that
+/// each has its own for UDP.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(super) struct BackendKey<A> {
     pub(super) address: A,
     pub(super) port: Port,
-    /// IANA number.
+    /// The IANA number of the protocol.
     pub(super) protocol: u8,
-    /// As [`Backend::owner`].
+    /// The owner, like [`Backend::owner`].
     pub(super) owner: u32,
 }
 
@@ -198,16 +204,17 @@ impl<A: Copy> BackendKey<A> {
     }
 }
 
-/// Who uses a backend, and what its table says.
+/// The users of a backend, and what its map entry says.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(super) struct Uses {
-    /// Key of `backends4/6`.
+    /// The key in `backends4/6`.
     pub(super) id: u32,
-    /// Service ports that use it; of those, the ones that see it terminating, and as local.
+    /// The number of service ports that use it. The next two count those that see it terminating,
+    /// and as local.
     count: u32,
     terminating: u32,
     local: u32,
-    /// Service ports that keep it for the flows and sockets that it has.
+    /// The number of service ports that keep it for the flows and sockets that it has.
     keepers: u32,
     written_uses: u32,
     written_state: u8,
@@ -215,7 +222,8 @@ pub(super) struct Uses {
 }
 
 impl Uses {
-    /// A backend that the tables hold as `backend` and that has no counted users yet.
+    /// Returns the uses of a backend that the maps hold as `backend`. It has no counted users
+    /// yet.
     pub(super) fn of<A>(id: u32, backend: &Backend<A>) -> Self {
         let mut uses = Self { id, ..Self::default() };
         uses.wrote(backend);
@@ -242,12 +250,13 @@ impl Uses {
         self.keepers = self.keepers.saturating_sub(1);
     }
 
-    /// Nobody uses it nor keeps it.
+    /// Returns true if nobody uses or keeps the backend.
     pub(super) fn is_unused(&self) -> bool {
         self.count == 0 && self.keepers == 0
     }
 
-    /// What the table should say. Terminating only if every user says so, or there is none.
+    /// Returns what the map should hold. The backend is terminating only if every user says so, or
+    /// if there is none.
     pub(super) fn wanted<A: Copy>(&self, key: &BackendKey<A>) -> Backend<A> {
         Backend {
             address: key.address,
@@ -274,7 +283,7 @@ impl Uses {
 }
 
 impl<F: TableFamily> Entries<F> {
-    /// Of empty tables.
+    /// Returns the state of empty maps.
     pub(super) fn empty(slots: u32) -> Self {
         Self {
             frontends: FxHashMap::default(),

@@ -1,8 +1,12 @@
-//! The order of writes, so that a reader in the kernel finds the old or the new state of a service port, never a
-//! mixture: backends, slots (always an unused range), the service (each endpoint set in one store), its name,
-//! its source ranges and its frontends; then what is gone, in the reverse order; last which addresses are ClusterIPs (`cluster_ips`).
+//! Writes service ports in such an order that a reader in the kernel finds the old or the new state
+//! of each, never a mixture.
 //!
-//! One port that cannot be written keeps its old state and does not stop the others. One without room waits (`reserve`).
+//! The order is: backends; slots, always in an unused range; the service, each endpoint set in one
+//! store; its name, its source ranges and its frontends. Then what is gone is removed in reverse
+//! order. Last come the cluster-IP entries (`cluster_ips`).
+//!
+//! A service port that cannot be written keeps its old state and does not stop the others. One
+//! without room waits (`reserve`).
 
 use std::{io, sync::Arc};
 
@@ -34,7 +38,8 @@ use crate::{
     sys::{CallError, socket_diag::Transport},
 };
 
-/// Service ports that are written together. What is collected for one write is held in memory until then.
+/// The number of service ports that are written together. What is collected for one write is held
+/// in memory until then.
 const PORTS_WRITTEN_TOGETHER: usize = 256;
 
 impl<F: TableFamily> FamilyWriter<F> {
@@ -54,12 +59,13 @@ impl<F: TableFamily> FamilyWriter<F> {
         writes
     }
 
-    /// As [`FamilyWriter::apply`], after adopting: what is not desired is removed.
+    /// Does what [`FamilyWriter::apply`] does after an adoption, and removes what is not desired.
     pub(super) fn resync(&mut self, shared: &mut Common, desired: &[&Arc<DesiredPort>]) -> Writes<F> {
         let mut writes = Writes::default();
         let strays = std::mem::take(&mut self.entries.stray_source_ranges);
         for id in self.remove_source_ranges(strays, &mut writes) {
-            // No service gets it, as these would open it.
+            // No service may get this id, because the source ranges that are left would be open for
+            // it.
             shared.ids.claim(Range { first: id, count: 1 });
         }
         self.publish_all(shared, desired.iter().copied(), &mut writes);
@@ -75,7 +81,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         writes
     }
 
-    /// Publishes those that depend on the node's algorithm or forwarding, which have changed.
+    /// Publishes the ports that depend on the node's algorithm or forwarding, which have changed.
     pub(super) fn publish_by_the_nodes_choices(&mut self, shared: &mut Common) -> Writes<F> {
         let mut writes = Writes::default();
         let published = self.entries.services.values().filter_map(|published| match &published.used {
@@ -92,7 +98,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         writes
     }
 
-    /// Publishes the ports that have room; the others wait.
+    /// Publishes the ports that have room. The others wait.
     pub(super) fn publish_all<'a>(
         &mut self,
         shared: &mut Common,
@@ -120,7 +126,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    /// Answers with those that are published, and with the table that has no room for the source ranges of one.
+    /// Returns the ports that are published. A port whose source ranges have no room comes with the
+    /// map that lacks it.
     pub(super) fn publish_reserved<'a>(
         &mut self,
         shared: &mut Common,
@@ -128,7 +135,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         writes: &mut Writes<F>,
     ) -> Vec<(&'a Arc<DesiredPort>, Option<FullTable>)> {
         let mut published = Vec::with_capacity(ports.len());
-        // Else it is decided of all together which frontends have room.
+        // If there may not be room for all frontends, it is decided for all of them together which
+        // have room.
         let have_room = self.has_room_for_frontends(ports.iter().map(|(port, _)| *port));
         let mut ports = ports.into_iter().peekable();
         while ports.peek().is_some() {
@@ -143,7 +151,7 @@ impl<F: TableFamily> FamilyWriter<F> {
                     }
                 }
             }
-            // Those that are left have a port that uses them.
+            // The backends that are left have a port that uses them.
             writes.inserted.clear();
             self.write_names(shared, writes);
             if have_room {
@@ -156,7 +164,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         published
     }
 
-    /// Publishes one port, all but its name and frontends, which are written together with those of others.
+    /// Publishes one port, except its name and frontends. These are written together with those of
+    /// other ports.
     fn publish(
         &mut self,
         shared: &mut Common,
@@ -208,7 +217,8 @@ impl<F: TableFamily> FamilyWriter<F> {
             kept,
         };
         let old = self.entries.services.remove(&port.name);
-        // Not over the former key, whose text another version of the port may be the last to have.
+        // Inserting over the former entry would keep its key, and with it text that only a former
+        // version of the port has.
         self.entries.services.insert(port.name.clone(), now);
         if let Some(old) = old {
             for key in old.frontends.iter().filter(|key| !keys.contains(key)) {
@@ -226,12 +236,13 @@ impl<F: TableFamily> FamilyWriter<F> {
         match without_ranges {
             None => Ok(None),
             Some(Error::Full(full)) => Ok(Some(full)),
-            // All else is published.
+            // Everything else is published.
             Some(error) => Err(error),
         }
     }
 
-    /// Answers with those that the service port has now: what it asks for, or what it had before, and why.
+    /// Returns the source ranges that the service port has now: those that it asks for, or those
+    /// that it had before, with the error.
     fn write_source_ranges(
         &mut self,
         port: &DesiredPort,
@@ -248,7 +259,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    /// All or none.
+    /// Inserts all of these source ranges or none.
     fn insert_source_ranges(
         &mut self,
         new: &[SourceRangeKey<F>],
@@ -271,7 +282,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         Ok(())
     }
 
-    /// Answers with the services that keep one.
+    /// Removes source ranges, and returns the services of those that could not be removed.
     fn remove_source_ranges(
         &mut self,
         keys: Vec<SourceRangeKey<F>>,
@@ -293,7 +304,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         left
     }
 
-    /// Writes slots and service where they differ; answers with the range of the slots.
+    /// Writes the slots and the service if they differ, and returns the range of the slots.
     fn write_service(
         &mut self,
         shared: &mut Common,
@@ -336,7 +347,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         Ok(range)
     }
 
-    /// Does the set in the tables consist of exactly these slots of the port, with the table that they are to have?
+    /// Returns true if the set in the maps consists of exactly these slots of the port, with the
+    /// lookup table that belongs to them.
     pub(super) fn is_set(
         &self,
         set: EndpointSet,
@@ -411,7 +423,7 @@ impl<F: TableFamily> FamilyWriter<F> {
                 writes.lost.extend(Transport::from_number(key.protocol).filter(|_| is_lost));
             }
             writes.applied.written += written as u64;
-            // Beyond the one that failed, if one did.
+            // This leaves out the frontend that failed, if one did.
             next += written + 1;
         }
     }
@@ -458,7 +470,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         self.unmark_gone(writes);
         let mut kept = FxHashSet::default();
         for (key, id) in std::mem::take(&mut writes.stale_frontends) {
-            // Another service may have taken it over.
+            // Another service may have taken over the frontend.
             if self.entries.frontends.get(&key).is_none_or(|frontend| frontend.service != id) {
                 continue;
             }
@@ -474,12 +486,13 @@ impl<F: TableFamily> FamilyWriter<F> {
                 }
             }
         }
-        // What is gone has left room.
+        // The frontends that are gone have left room.
         self.write_frontends(writes);
         let stale = std::mem::take(&mut writes.stale_source_ranges);
         kept.extend(self.remove_source_ranges(stale, writes));
         for (id, range) in std::mem::take(&mut writes.gone) {
-            // A frontend or a source range of it could not be removed: it stays until the next resync.
+            // A frontend or a source range of the service could not be removed, so the service
+            // stays until the next resync.
             if kept.contains(&id) {
                 continue;
             }
@@ -497,7 +510,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 }
 
-/// Of sorted keys: which of `wanted` are not among `present`.
+/// Returns those of `wanted` that are not among `present`, which is sorted.
 fn missing_in<K: Copy + Ord>(present: &[K], wanted: &[K]) -> Vec<K> {
     if present == wanted {
         return Vec::new();
@@ -505,7 +518,7 @@ fn missing_in<K: Copy + Ord>(present: &[K], wanted: &[K]) -> Vec<K> {
     wanted.iter().filter(|key| present.binary_search(key).is_err()).copied().collect()
 }
 
-/// Those of a service id that is given anew.
+/// Resets the counters of a service id before it is reused for another service port.
 fn clear_counters(shared: &mut Common, id: u32) -> Result<(), Error> {
     let counters = &mut shared.tables.service_counters;
     if id < counters.capacity() {
@@ -522,7 +535,7 @@ fn write_service(shared: &Common, id: u32, service: &Service, applied: &mut Appl
     Err(unwritten(table::services, shared.tables.services.provide(id as usize)))
 }
 
-/// Why an element of a mapped table could not be written.
+/// Returns the error for an element of a mapped array that could not be written.
 fn unwritten(table: &'static str, provided: Result<(), CallError>) -> Error {
     let beyond_the_end = || CallError::new("writing to memory", io::Error::from_raw_os_error(libc::ERANGE));
     Error::Table { table, source: provided.err().unwrap_or_else(beyond_the_end) }

@@ -1,8 +1,9 @@
-//! Room for a service port in `services`, `slots4/6` and `backends4/6`: all that it needs is set aside before anything of it
-//! is written, or nothing is, and the port waits.
+//! Reserves room for a service port in `services`, `slots4/6` and `backends4/6`. Either all that it
+//! needs is reserved before anything of it is written, or the port waits.
 //!
-//! A port that is published is not thrown out for one that waits. Where it has no room for its new endpoints, it is served
-//! with those that it has and that are still desired: one that is gone may be another's pod tomorrow.
+//! A published port is not removed for one that waits. If it has no room for its new endpoints, it
+//! is served with those that it has and that are still desired. An endpoint that is gone is left
+//! out, because its address may be another pod's tomorrow.
 
 use std::sync::Arc;
 
@@ -26,25 +27,25 @@ use crate::model::{
     objects::{Algorithm, DEFAULT_WEIGHT},
 };
 
-/// Where a service port goes.
+/// The id and the slots that are reserved for a service port.
 #[derive(Debug)]
 pub(super) struct Reservation {
-    /// Index into `services`.
+    /// The index into `services`.
     pub(super) id: u32,
     pub(super) slots: ReservedSlots,
 }
 
 #[derive(Debug)]
 pub(super) enum ReservedSlots {
-    /// Its endpoint sets are what they were.
+    /// The endpoint sets in the maps are already the desired ones.
     Same(Range),
     Fresh(Range, Arrangement),
 }
 
-/// Backends that are to be inserted for the ports that have room.
+/// The backends that are to be inserted for the ports that have room.
 #[derive(Debug)]
 struct NewBackends<A> {
-    /// `None`: there is room for all that these ports can need.
+    /// The number of free backends; `None` if there is room for all that these ports can need.
     room: Option<usize>,
     keys: FxHashSet<BackendKey<A>>,
 }
@@ -53,8 +54,8 @@ type Ports<'a> = Vec<&'a Arc<DesiredPort>>;
 type Refused<'a> = (&'a Arc<DesiredPort>, Error);
 
 impl<F: TableFamily> FamilyWriter<F> {
-    /// Sets room aside for as many of the ports as have some. The others are answered with [`Error::Full`], or with why they
-    /// can never be written.
+    /// Reserves room for as many of the ports as possible. Each other port is returned with
+    /// [`Error::Full`], or with the reason why it can never be written.
     pub(super) fn reserve_all<'a>(
         &mut self,
         shared: &mut Common,
@@ -64,7 +65,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         if !refused.iter().any(|(_, error)| matches!(error, Error::Full(_))) {
             return (reserved, refused);
         }
-        // Not all have room, so it matters who is asked first.
+        // Not all ports have room, so the order in which they are asked matters.
         for (port, reservation) in reserved {
             self.release(shared, &port.name, reservation);
         }
@@ -110,7 +111,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
         let capacity = self.tables.slots.len() as u32;
         let full = || Error::Full(FullTable { name: F::SLOTS, capacity, limit: Limit::Slots });
-        // Each endpoint has one slot at least, which costs less to ask than what follows.
+        // Each endpoint has at least one slot. That is checked first, because it costs less than
+        // what follows.
         let least = u32::try_from(port.endpoints.all.len()).map_err(|_| full())?;
         if !self.entries.slots.has_room_for(least) {
             return Err(full());
@@ -127,7 +129,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         Ok(Reservation { id, slots: ReservedSlots::Fresh(range, arrangement) })
     }
 
-    /// Backends that nobody has yet, as far as that matters for room.
+    /// Returns the backends that the port needs and that nobody has yet. They are left out if there
+    /// is room for all anyway.
     fn backends_to_add(
         &self,
         port: &DesiredPort,
@@ -150,7 +153,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         Ok(added)
     }
 
-    /// Do the tables hold the port's endpoint sets, in its service of this id?
+    /// Returns true if the maps hold the port's endpoint sets in the service of this id.
     pub(super) fn has_sets(&self, shared: &Common, id: u32, port: &DesiredPort) -> bool {
         let Some(slots) = self.slots_of(port) else { return false };
         let current = shared.tables.services.get(id as usize).unwrap_or_default();
@@ -161,7 +164,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             .all(|(set, indexes)| self.is_set(set, indexes, port, &slots, algorithm))
     }
 
-    /// Gives back what was set aside and not written.
+    /// Gives back what was reserved and not written.
     pub(super) fn release(&mut self, shared: &mut Common, name: &ServicePortName, unused: Reservation) {
         let Reservation { id, slots } = unused;
         if let ReservedSlots::Fresh(range, _) = slots {
@@ -172,7 +175,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    /// Publishes the ports that wait for room in `services`, `slots4/6` or `backends4/6`, where it has come.
+    /// Publishes the ports that wait for room in `services`, `slots4/6` or `backends4/6` and have
+    /// it now.
     pub(super) fn publish_waiting(&mut self, shared: &mut Common) -> Writes<F> {
         let mut writes = Writes::default();
         if !self.entries.without_room.ports.is_empty() {
@@ -206,7 +210,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    /// Slots and ids that were given back may be what a port waits for.
+    /// Waits for a grace period if a port may wait for slots or ids that were given back.
     fn wait_for_retired(&mut self, shared: &mut Common, writes: &mut Writes<F>) {
         let mut waiting = self.entries.without_room.ports.values();
         let is_wanted = waiting.any(|one| one.full.limit != Limit::Backends);
@@ -222,8 +226,9 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    /// Publishes what waits and was published before with those of its desired endpoints that it has, and what waits for room for a table
-    /// without. Answers whether that was different from what is served.
+    /// Publishes waiting ports in a form that needs less room, and returns true if that differs
+    /// from what is served. A published port gets those of its desired endpoints that it has. A
+    /// port that lacks room for a lookup table gets none.
     fn leave_endpoints_that_are_gone(&mut self, shared: &mut Common, writes: &mut Writes<F>) -> bool {
         let waiting = self.entries.without_room.ports.values();
         let reduced: Vec<_> = waiting.filter_map(|waiting| self.reduced(shared, waiting)).collect();
@@ -247,8 +252,10 @@ impl<F: TableFamily> FamilyWriter<F> {
         true
     }
 
-    /// No slot is free, so the port gives its own back for the time of a grace period. Only one does so at a time: each finds
-    /// at least those that it had. `reduced`: what is served where they are not enough for all of its endpoints.
+    /// Publishes a port for which no slot is free, by giving back its own slots for a grace period.
+    ///
+    /// Only one port does so at a time, so each finds at least as many slots as it had. `reduced`
+    /// is served if they are not enough for all of its endpoints.
     fn publish_in_its_own_slots(
         &mut self,
         shared: &mut Common,
@@ -267,7 +274,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    /// Publishes what needs no more slots than are free.
+    /// Publishes a port that needs no more slots than are free.
     fn publish_at_once(&mut self, shared: &mut Common, port: &Arc<DesiredPort>, writes: &mut Writes<F>) {
         let (reserved, refused) = self.reserve_all(shared, vec![port]);
         for (port, error) in refused {
@@ -277,8 +284,10 @@ impl<F: TableFamily> FamilyWriter<F> {
         self.retire(shared, writes);
     }
 
-    /// The port with those of its endpoints that it has, and without tables. `None`: that is what is published, or it is not and needs no
-    /// table, or its endpoints are not what waits.
+    /// Returns the port with those of its endpoints that it has, and without lookup tables.
+    ///
+    /// It is `None` if that is published already, if the port is not published and needs no lookup
+    /// table, or if it waits for source ranges.
     fn reduced(&self, shared: &Common, Waiting { port, full }: &Waiting) -> Option<Arc<DesiredPort>> {
         if full.limit == Limit::SourceRanges {
             return None;
@@ -296,7 +305,8 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 }
 
-/// The port with some of its endpoints, by their indexes. Without any it refuses clients, and does not drop their packets.
+/// Returns the port with some of its endpoints, by their indexes. A port without any refuses
+/// clients, and does not drop their packets.
 fn with_endpoints(port: &DesiredPort, is_kept: impl Fn(u32) -> bool) -> DesiredPort {
     let Endpoints { all, cluster, internal, external, any, need_snat, unused } = &port.endpoints;
     let kept: Vec<u32> = (0..).take(all.len()).filter(|index| is_kept(*index)).collect();
@@ -304,7 +314,7 @@ fn with_endpoints(port: &DesiredPort, is_kept: impl Fn(u32) -> bool) -> DesiredP
         let places = indexes.iter().filter_map(|index| kept.binary_search(index).ok());
         places.filter_map(|place| u32::try_from(place).ok()).collect()
     };
-    // Flows and sockets stay with those that are left out, as far as they have a backend.
+    // Flows and sockets stay with the endpoints that are left out, as far as these have a backend.
     let left_out =
         (0..).zip(all).filter(|(index, _)| kept.binary_search(index).is_err()).map(|(_, one)| *one);
     let endpoints = Endpoints {
@@ -319,7 +329,7 @@ fn with_endpoints(port: &DesiredPort, is_kept: impl Fn(u32) -> bool) -> DesiredP
     DesiredPort { endpoints, ..port.clone() }
 }
 
-/// The port with endpoints that are drawn at random, each alike.
+/// Returns the port with endpoints that are chosen at random with equal shares.
 fn without_tables(port: &DesiredPort) -> DesiredPort {
     let has_others = has_weight(&port.endpoints);
     let is_draining = |index: u32| port.endpoints.all.get(index as usize).is_some_and(is_draining);

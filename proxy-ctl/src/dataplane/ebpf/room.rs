@@ -1,7 +1,8 @@
-//! Who comes first where a table has not room for all. Pure.
+//! Decides which frontends and service ports get room if a map has no room for all. Pure.
 //!
-//! ClusterIPs and node ports come first: external addresses are whatever somebody writes into a Service. These share
-//! what is left, each Service as much as any other that wants more.
+//! ClusterIPs and node ports come first, because external addresses are whatever somebody writes
+//! into a Service. The Services share the rest equally for their external addresses. A Service that
+//! wants less leaves its rest to the others.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -12,16 +13,16 @@ use crate::model::{
     objects::ObjectName,
 };
 
-/// What wants a place in a table, and what could give one up.
+/// The entries that want room in a map, and those that could give it up.
 #[derive(Debug)]
 pub(super) struct Demand<T> {
-    /// Places that nobody has.
+    /// The number of entries that nobody has.
     pub(super) free: usize,
-    /// ClusterIPs and node ports without a place.
+    /// The ClusterIPs and node ports without an entry.
     pub(super) internal: Vec<T>,
-    /// External addresses without a place.
+    /// The external addresses without an entry.
     pub(super) external: Vec<T>,
-    /// External addresses that have a place.
+    /// The external addresses that have an entry.
     pub(super) present: Vec<T>,
 }
 
@@ -37,7 +38,8 @@ struct Wishes<T> {
     wanted: Vec<T>,
 }
 
-/// Once a plan is carried out, the next one for the same demand changes nothing.
+/// Returns which frontends get an entry, which lose theirs, and which get none. Once a plan is
+/// carried out, the next one for the same demand changes nothing.
 pub(super) fn plan<T>(demand: Demand<T>, owner: impl Fn(&T) -> &ObjectName) -> Plan<T> {
     let Demand { free, internal: mut admit, external, present } = demand;
     let room = free + present.len();
@@ -52,7 +54,7 @@ pub(super) fn plan<T>(demand: Demand<T>, owner: impl Fn(&T) -> &ObjectName) -> P
     present.into_iter().for_each(|one| add(one, true));
     external.into_iter().for_each(|one| add(one, false));
     let mut services: Vec<Wishes<T>> = services.into_values().collect();
-    // Who has one more than others because there is no equal share for all keeps it.
+    // If no equal share is possible, a Service that has one entry more than others keeps it.
     services.sort_by_key(|service| (service.present.len() + service.wanted.len(), service.present.len()));
     let mut room = room - admit.len();
     let mut sharers = services.len();
@@ -66,9 +68,11 @@ pub(super) fn plan<T>(demand: Demand<T>, owner: impl Fn(&T) -> &ObjectName) -> P
     Plan { admit, evict, left_out }
 }
 
-/// Service ports in the order in which they are asked what room they need. Those that are published keep it. Ports with
-/// ClusterIPs or node ports come before those that have external addresses only. Of these, the smallest of every
-/// namespace comes first, then the second of every namespace, and so on.
+/// Returns the service ports in the order in which they are asked what room they need.
+///
+/// Published ports come first, so that they keep their room. Ports with ClusterIPs or node ports
+/// come before those that have external addresses only. Within each of these classes, the smallest
+/// port of every namespace comes first, then the second of every namespace, and so on.
 pub(super) fn in_turn<'a>(
     mut ports: Vec<&'a Arc<DesiredPort>>,
     is_published: impl Fn(&DesiredPort) -> bool,

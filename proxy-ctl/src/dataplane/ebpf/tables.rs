@@ -1,7 +1,7 @@
-//! The tables: what each must look like, and typed handles.
+//! Defines the expected shape of each map, and typed handles to the maps.
 //!
-//! A pinned table is adopted only if its shape is the expected one; the loader that maps it into the programs
-//! would not notice a difference.
+//! A pinned map is adopted only if its shape is the expected one. The loader, which binds it to the
+//! programs, would not notice a difference.
 
 use std::{io, os::fd::OwnedFd, path::Path};
 
@@ -45,16 +45,17 @@ const DEVMAP_HASH: u32 = 25;
 const RING: u32 = 27;
 
 const NO_PREALLOC: u32 = 1;
-/// Of every map of devices.
+/// The flag that the kernel gives every map of devices.
 const READ_BY_PROGRAMS: u32 = 1 << 7;
 const MMAPABLE: u32 = 1 << 10;
-/// Flags that say how a map is accessed through one descriptor, not what it is.
+/// The flags that say how a map is accessed through one descriptor, not what it is.
 const IGNORED_FLAGS: u32 = (1 << 3) | (1 << 4);
 
-/// Entries in memory at once; those of `service_names` are the largest, with 200 bytes.
+/// The number of entries in memory at once. Those of `service_names` are the largest, with 200
+/// bytes.
 const WALKED_TOGETHER: usize = 4_096;
 
-/// What a table must look like.
+/// The expected shape of a map.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) struct Shape {
     pub(super) name: &'static str,
@@ -63,16 +64,16 @@ pub(super) struct Shape {
     value: usize,
     pub(super) entries: u32,
     flags: u32,
-    /// What sets `entries`.
+    /// The limit that sets `entries`, if any.
     pub(super) limit: Option<Limit>,
-    /// It grows up to here when more is desired.
+    /// The number of entries up to which the map grows when more are desired.
     pub(super) most: u32,
-    /// May start empty without hurting an established flow or the next resync.
+    /// True if the map may start empty without hurting an established flow or the next resync.
     pub(super) expendable: bool,
 }
 
 impl Shape {
-    /// Neither places for other maps nor a ring.
+    /// Returns true unless this is an array of maps or a ring.
     pub(super) fn has_entries(&self) -> bool {
         !matches!(self.kind, ARRAY_OF_MAPS | RING)
     }
@@ -90,7 +91,7 @@ impl Shape {
 type A4 = [u8; 4];
 type A6 = [u8; 16];
 
-/// Every table, in the order of the inventory.
+/// Returns the shape of every map, in the order of the inventory.
 pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
     macro_rules! kind {
         (hash) => {
@@ -158,7 +159,8 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
     proxy_common::tables!(shapes)
 }
 
-/// Of entries only where nothing else differs.
+/// Returns the first difference between a map and the expected shape. A different number of entries
+/// comes last, so that nothing else differs then.
 pub(super) fn difference(found: &MapInfo, shape: &Shape) -> Option<Difference> {
     let flags = found.flags & !IGNORED_FLAGS;
     if found.kind != shape.kind {
@@ -176,7 +178,7 @@ pub(super) fn difference(found: &MapInfo, shape: &Shape) -> Option<Difference> {
     }
 }
 
-/// `None`: nothing is pinned there.
+/// Opens what is pinned at `path`. Returns `None` if nothing is pinned there.
 pub(super) fn open_pinned(path: &Path) -> Result<Option<OwnedFd>, CallError> {
     match bpf::pinned(path) {
         Ok(fd) => Ok(Some(fd)),
@@ -185,7 +187,7 @@ pub(super) fn open_pinned(path: &Path) -> Result<Option<OwnedFd>, CallError> {
     }
 }
 
-/// A hash table with its name, so that errors can tell it.
+/// A hash map with its name, which errors mention.
 #[derive(Debug)]
 pub(super) struct Table<K, V> {
     pub(super) name: &'static str,
@@ -205,7 +207,7 @@ impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
 
     fn error(&self, source: CallError) -> Error {
         match self.limit {
-            // What a hash says, and what an LPM trie says.
+            // A full hash map fails with E2BIG, a full LPM trie with ENOSPC.
             Some(limit) if matches!(source.errno(), libc::E2BIG | libc::ENOSPC) => {
                 Error::Full(FullTable { name: self.name, capacity: self.map.capacity(), limit })
             }
@@ -221,12 +223,12 @@ impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
         self.map.set(key, value).map_err(|e| self.error(e))
     }
 
-    /// As [`Map::insert`].
+    /// Inserts an entry, as [`Map::insert`] does.
     pub(super) fn insert(&self, key: &K, value: &V) -> Result<bool, Error> {
         self.map.insert(key, value).map_err(|e| self.error(e))
     }
 
-    /// As [`Map::set_all`].
+    /// Sets several entries, as [`Map::set_all`] does.
     pub(super) fn set_all(&self, keys: &[K], values: &[V]) -> Result<(), (usize, Error)> {
         self.map.set_all(keys, values).map_err(|(done, e)| (done, self.error(e)))
     }
@@ -243,7 +245,8 @@ impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
         self.map.read_all().map_err(|e| self.error(e))
     }
 
-    /// Gives all entries to `each`, few at once, until it answers false. Answers whether it never has.
+    /// Gives all entries to `each`, a few at once, until it returns false. Returns true if it never
+    /// has.
     pub(super) fn walk(&self, mut each: impl FnMut(&[(K, V)]) -> bool) -> Result<bool, Error> {
         let (mut cursor, mut few) = (Some(Cursor::Start), Vec::new());
         while let Some(at) = cursor {
@@ -256,7 +259,7 @@ impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
         Ok(true)
     }
 
-    /// Has it so many entries, and is each of them right?
+    /// Returns true if the map has this number of entries and each of them is right.
     pub(super) fn holds(&self, entries: usize, is_right: impl Fn(&K, &V) -> bool) -> Result<bool, Error> {
         let mut found = 0;
         let are_right = self.walk(|few| {
@@ -296,7 +299,7 @@ fn per_cpu<V: Pod + Default>(folder: &Path, name: &'static str) -> Result<PerCpu
 
 pub(super) type SourceRangeKey<F> = PrefixKey<SourceRange<<F as proxy_common::family::Family>::Address>>;
 
-/// The tables of one family.
+/// The maps of one family.
 #[derive(Debug)]
 pub(super) struct FamilyTables<F: TableFamily> {
     pub(super) frontends: Table<FrontendKey<F::Address>, Frontend>,
@@ -313,7 +316,7 @@ pub(super) struct FamilyTables<F: TableFamily> {
 }
 
 impl<F: TableFamily> FamilyTables<F> {
-    /// Opens what is pinned in `folder`.
+    /// Opens the maps that are pinned in `folder`.
     pub(super) fn open(folder: &Path, writable: bool) -> Result<Self, Error> {
         Ok(Self {
             frontends: Table::open(folder, F::FRONTENDS, Some(Limit::Frontends))?,
@@ -331,7 +334,7 @@ impl<F: TableFamily> FamilyTables<F> {
     }
 }
 
-/// The tables that both families share.
+/// The maps that both families share.
 #[derive(Debug)]
 pub(super) struct CommonTables {
     pub(super) services: SharedArray<Service>,
@@ -350,14 +353,14 @@ pub(super) struct CommonTables {
 }
 
 impl CommonTables {
-    /// By all CPUs.
+    /// Returns how often all CPUs have counted this reason.
     pub(super) fn counted(&self, reason: Reason) -> Result<u64, Error> {
         let values = self.counters.get(reason as u32);
         let values = values.map_err(|source| Error::Table { table: table::counters, source })?;
         Ok(values.iter().copied().fold(0, u64::wrapping_add))
     }
 
-    /// Opens what is pinned in `folder`.
+    /// Opens the maps that are pinned in `folder`.
     pub(super) fn open(folder: &Path, writable: bool) -> Result<Self, Error> {
         Ok(Self {
             services: shared(folder, table::services, writable)?,

@@ -1,5 +1,5 @@
-//! Who uses which backend: backends are inserted before the first slot refers to them, and removed when no service port
-//! uses them any more.
+//! Counts who uses which backend. Backends are inserted before the first slot refers to them, and
+//! removed when no service port uses or keeps them any more.
 
 use std::sync::Arc;
 
@@ -27,7 +27,8 @@ use crate::{
 };
 
 impl<F: TableFamily> FamilyWriter<F> {
-    /// Inserts the backends that are missing. One that cannot be inserted fails the ports that need it, in `publish`.
+    /// Inserts the missing backends of all these ports together. If one cannot be inserted,
+    /// `publish` fails for the ports that need it.
     pub(super) fn add_backends<'a>(
         &mut self,
         shared: &mut Common,
@@ -62,7 +63,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    /// It has no counted users yet.
+    /// Notes a backend that was inserted and has no counted users yet.
     fn remember_backend(&mut self, id: u32, backend: &Backend<F::Address>, writes: &mut Writes<F>) -> Uses {
         let (key, uses) = (BackendKey::of(backend), Uses::of(id, backend));
         self.entries.backends.insert(key, uses);
@@ -81,13 +82,13 @@ impl<F: TableFamily> FamilyWriter<F> {
                     writes.applied.removed += u64::from(found);
                     self.entries.backends.remove(&key);
                 }
-                // It stays, unused, until the end of the call.
+                // The backend stays without users until the end of the call.
                 Err(_) => writes.touched.push(key),
             }
         }
     }
 
-    /// What the slot of each of the port's endpoints holds; `None`: a backend is missing.
+    /// Returns the slot of each of the port's endpoints, or `None` if a backend is missing.
     pub(super) fn slots_of(&self, port: &DesiredPort) -> Option<Vec<F::Slot>> {
         let slot = |endpoint| {
             let key = backend_key::<F>(&port.name, endpoint)?;
@@ -97,7 +98,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         port.endpoints.all.iter().map(slot).collect()
     }
 
-    /// Counts the port's endpoints as used, inserts those that are missing, and says what the slot of each holds.
+    /// Counts the port's endpoints as used, inserts missing backends, and returns the slot of each
+    /// endpoint.
     pub(super) fn use_backends(
         &mut self,
         shared: &mut Common,
@@ -166,7 +168,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    /// Keeps the backends of endpoints that no set uses any more and that still serve. One that has no backend gets none.
+    /// Keeps the backends of endpoints that no set uses any more and that still serve. An endpoint
+    /// without a backend gets none.
     pub(super) fn keep_backends(&mut self, port: &DesiredPort) -> Box<[Endpoint]> {
         keep::<F>(&mut self.entries.backends, port)
     }
@@ -186,7 +189,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    /// A port that was adopted and whose new state could not be written goes on being served as it is.
+    /// Counts the endpoints of adopted ports as used if the new state could not be written. Such a
+    /// port goes on being served as it is.
     pub(super) fn use_adopted_endpoints(&mut self) {
         let Entries { services, backends, without_room, .. } = &mut self.entries;
         for (name, published) in services {
@@ -210,7 +214,8 @@ impl<F: TableFamily> FamilyWriter<F> {
                 let Some(uses) = backends.get_mut(&key).filter(|_| seen.insert(key)) else { continue };
                 let (address, port) = (F::ip(key.address), key.port.number());
                 let endpoint = Endpoint {
-                    // Counts nowhere: what it is in goes on as it is.
+                    // The weight counts nowhere, because the sets that the endpoint is in stay as
+                    // they are.
                     weight: DEFAULT_WEIGHT,
                     address,
                     port,
@@ -224,7 +229,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    /// Brings the use counts in `backends4/6` up to date; removes backends without uses.
+    /// Brings the use counts in `backends4/6` up to date, and removes backends without uses.
     pub(super) fn write_uses(&mut self, writes: &mut Writes<F>) {
         for key in std::mem::take(&mut writes.touched) {
             let Some(uses) = self.entries.backends.get_mut(&key) else { continue };

@@ -1,4 +1,5 @@
-//! The tables of each family with what is in them, and what one call of the dataplane does to them.
+//! Holds the maps of each family with their known entries, and collects what one call of the
+//! dataplane writes.
 
 use std::{collections::BTreeSet, sync::Arc};
 
@@ -21,25 +22,25 @@ use crate::{
     sys::{grace::GracePeriod, socket_diag::Transport},
 };
 
-/// Backend ids are set aside in blocks of this many, one write of `settings` for each.
+/// The number of backend ids that are reserved at once, with one write of `settings`.
 const BACKEND_ID_BLOCK: u32 = 1_024;
 
-/// What both families share.
+/// The maps, ids and choices that both families share.
 #[derive(Debug)]
 pub(super) struct Common {
     pub(super) tables: CommonTables,
-    /// Owners of `services`.
+    /// The owners of the ids in `services`.
     pub(super) ids: Ranges,
     pub(super) next_backend: u32,
-    /// Ids below are set aside in `settings.next_backend`.
+    /// The ids below this one are reserved in `settings.next_backend`.
     pub(super) backends_set_aside: u32,
     pub(super) grace: GracePeriod,
-    /// What flows lead to may have changed since `settings.epoch` was raised last.
+    /// True if flows may lead elsewhere since `settings.epoch` was raised last.
     pub(super) is_epoch_over: bool,
-    /// Of service ports that name none, as the next.
+    /// The algorithm of service ports that name none. The next field is the same for forwarding.
     pub(super) algorithm: Algorithm,
     pub(super) forwarding: NodeForwarding,
-    /// Sockets of these may have lost their backend since stale ones were ended last.
+    /// The protocols whose sockets may have lost their backend since stale sockets were ended last.
     pub(super) lost_backends: BTreeSet<Transport>,
 }
 
@@ -48,17 +49,18 @@ impl Common {
         port.algorithm.unwrap_or(self.algorithm)
     }
 
-    /// Does one of them?
+    /// Returns true if one of the ports uses least connection.
     pub(super) fn goes_by_connections(&self, ports: &[Arc<DesiredPort>]) -> bool {
         ports.iter().any(|port| self.algorithm_of(port) == Algorithm::LeastConnection)
     }
 
-    /// `Snat` or `Dsr`.
+    /// Returns `Snat` or `Dsr`, which applies to the frontends of this service port.
     pub(super) fn forwarding_of(&self, port: &DesiredPort) -> Forwarding {
         layout::forwarding_of(port, self.forwarding)
     }
 
-    /// Has flows compared with the tables once more, if any may be for another backend by now.
+    /// Lets flows be compared with the maps once more, if any of them may be for another backend by
+    /// now.
     pub(super) fn raise_epoch(&mut self) -> Result<(), Error> {
         if !self.is_epoch_over {
             return Ok(());
@@ -70,7 +72,8 @@ impl Common {
         Ok(())
     }
 
-    /// An id that no backend ever had, also if the controller is killed at this moment.
+    /// Returns an id that no backend has ever had. That holds even if the controller is killed at
+    /// this moment.
     pub(super) fn backend_id(&mut self, applied: &mut Applied) -> Result<u32, Error> {
         let id = self.next_backend;
         let next = id.checked_add(1).ok_or(Error::BackendIdsExhausted)?;
@@ -86,7 +89,7 @@ impl Common {
     }
 }
 
-/// The tables of one family and what is in them.
+/// The maps of one family, and their known entries.
 #[derive(Debug)]
 pub(super) struct FamilyWriter<F: TableFamily> {
     pub(super) tables: FamilyTables<F>,
@@ -94,7 +97,7 @@ pub(super) struct FamilyWriter<F: TableFamily> {
 }
 
 impl<F: TableFamily> FamilyWriter<F> {
-    /// Does a service port that is served or waits for room?
+    /// Returns true if a service port that is served or waits for room uses least connection.
     pub(super) fn goes_by_connections(&self, shared: &Common) -> bool {
         let Entries { services, without_room, .. } = &self.entries;
         let flags = |id: u32| shared.tables.services.get(id as usize).unwrap_or_default().flags;
@@ -106,23 +109,24 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 }
 
-/// What one call of the dataplane does to one family.
+/// The writes of one call of the dataplane to one family, those done and those to be done.
 #[derive(Debug)]
 pub(super) struct Writes<F: TableFamily> {
     pub(super) applied: Applied,
     pub(super) failures: Failures,
     pub(super) names: Vec<(u32, ServiceName)>,
     pub(super) frontends: Vec<Wanted<F>>,
-    /// With the id of the service that had them.
+    /// The frontends to remove, each with the id of the service that had it.
     pub(super) stale_frontends: Vec<(FrontendKey<F::Address>, u32)>,
     pub(super) stale_source_ranges: Vec<SourceRangeKey<F>>,
     pub(super) gone: Vec<(u32, Option<Range>)>,
     pub(super) touched: Vec<BackendKey<F::Address>>,
-    /// What is dialled may be served by another service than before.
+    /// True if an address may be served by another service than before.
     pub(super) has_new_frontends: bool,
-    /// Of frontends and backends that were taken away from connected sockets.
+    /// The protocols of frontends and backends that were taken away from connected sockets.
     pub(super) lost: BTreeSet<Transport>,
-    /// Backends that were inserted for the ports that are being published, of which no slot in use can know.
+    /// The backends that were inserted for the ports that are being published. No slot in use can
+    /// refer to them yet.
     pub(super) inserted: Vec<BackendKey<F::Address>>,
 }
 
@@ -144,7 +148,7 @@ impl<F: TableFamily> Default for Writes<F> {
     }
 }
 
-/// What could not be done: how much, and the first reason.
+/// The number of writes that failed, and the first error.
 #[derive(Debug, Default)]
 pub(super) struct Failures {
     count: usize,
@@ -157,7 +161,7 @@ impl Failures {
         self.first.get_or_insert_with(|| (what.to_string(), error));
     }
 
-    /// Adds what has failed of one thing, if it has.
+    /// Adds the error of one thing, if it has failed.
     pub(super) fn see(&mut self, what: impl ToString, result: Result<(), Error>) {
         if let Err(error) = result {
             self.add(what, error);

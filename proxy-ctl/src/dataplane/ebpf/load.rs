@@ -1,4 +1,4 @@
-//! Loads the kernel programs, bound to the pinned tables.
+//! Loads the kernel programs, bound to the pinned maps.
 
 use std::{
     collections::BTreeSet,
@@ -26,7 +26,7 @@ use crate::{
     sys::{sampler::Undisturbed, tc::Direction},
 };
 
-/// Versions of the compiler and the linker of [`OBJECT`].
+/// The versions of the compiler and the linker that made [`OBJECT`].
 pub const OBJECT_BUILT_WITH: &str = env!("PROXY_EBPF_BUILT_WITH");
 /// The kernel programs, as the build script compiled them.
 pub static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/proxy-ebpf"));
@@ -37,10 +37,11 @@ macro_rules! socket_hooks {
     };
 }
 
-/// Programs on the cgroup, by name and hook.
+/// The programs on the cgroup, each with its name and hook.
 pub(super) const SOCKET_HOOKS: &[(&str, bpf_attach_type)] = proxy_common::socket_programs!(socket_hooks);
 
-/// The kernel programs, each loaded when it is first asked for: most nodes have no device that needs `_l3`.
+/// The kernel programs. Each is loaded when it is first asked for, because most nodes have no
+/// device that needs a `_l3` program.
 #[derive(Debug)]
 pub(super) struct Programs(Ebpf);
 
@@ -48,7 +49,7 @@ impl Programs {
     pub(super) fn get(&mut self, name: &'static str) -> Result<BorrowedFd<'_>, Error> {
         let program = self.0.program_mut(name).ok_or(Error::NoProgram(name))?;
         if program.fd().is_err() {
-            // The kernel stops checking a program when a signal comes.
+            // The verifier gives up when a signal comes.
             let _undisturbed = Undisturbed::begin().map_err(Error::Signals)?;
             load_program(name, program)?;
         }
@@ -56,7 +57,8 @@ impl Programs {
         Ok(fd.as_fd())
     }
 
-    /// Loads those of these that are not loaded yet, at once: the kernel checks a program on the CPU that asks for it.
+    /// Loads the named programs that are not loaded yet, in parallel. The kernel verifies a program
+    /// on the CPU that asks for it, so each gets a thread.
     pub(super) fn load_all(&mut self, names: impl IntoIterator<Item = &'static str>) -> Result<(), Error> {
         let mut wanted = BTreeSet::from_iter(names);
         let mut programs = Vec::new();
@@ -70,7 +72,7 @@ impl Programs {
         if let Some(name) = wanted.first() {
             return Err(Error::NoProgram(name));
         }
-        // The kernel stops checking a program when a signal comes; threads inherit what is blocked.
+        // The verifier gives up when a signal comes. Threads inherit the blocked signals.
         let _undisturbed = Undisturbed::begin().map_err(Error::Signals)?;
         thread::scope(|scope| {
             let load = |(name, program)| scope.spawn(move || load_program(name, program));
@@ -97,7 +99,8 @@ fn load_program(name: &'static str, program: &mut Program) -> Result<(), Error> 
     loaded.map_err(|source| Error::Program { program: name, source: Box::new(source) })
 }
 
-/// Name of the program for packets in this direction through interfaces of this role, with an Ethernet header or without.
+/// Returns the name of the program for packets in this direction through interfaces of this role,
+/// with or without an Ethernet header.
 pub(super) fn packet_program(role: Role, direction: Direction, ethernet: bool) -> &'static str {
     macro_rules! program_of {
         ($($name:ident: ($role:ident, $direction:ident, $ethernet:literal);)+) => {
@@ -109,15 +112,17 @@ pub(super) fn packet_program(role: Role, direction: Direction, ethernet: bool) -
     proxy_common::packet_programs!(program_of)
 }
 
-/// The packet programs that most nodes need.
+/// Returns the names of the packet programs that most nodes need.
 pub(super) fn common_packet_programs() -> impl Iterator<Item = &'static str> {
     [Role::Workload, Role::Uplink]
         .into_iter()
         .flat_map(|role| Direction::ALL.map(|direction| packet_program(role, direction, true)))
 }
 
-/// Loads the socket hooks of this configuration; packet programs are loaded when something is attached to. Tables that are not pinned in
-/// `pins` of them yet are made there.
+/// Loads the object with the socket hooks of this configuration. Maps that are not pinned yet are
+/// made in the folder that `pins` returns for them.
+///
+/// Packet programs are loaded later, when they are attached.
 pub(super) fn load(
     paths: &Paths,
     shapes: &[Shape],
@@ -145,7 +150,8 @@ pub(super) fn load(
     };
     let mut loader = EbpfLoader::new();
     loader
-        // No program has relocations by the kernel's types. `new` has read them; the loader would keep them while it loads: 16 MB.
+        // No program has CO-RE relocations. `new` has read the kernel's BTF, and the loader would
+        // keep its 16 MB while it loads.
         .btf(None)
         .override_global("SOCKET_HOST_ONLY", &host_only, true)
         .override_global("HOST_PACKETS", &host_packets, true)

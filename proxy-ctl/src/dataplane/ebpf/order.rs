@@ -1,12 +1,13 @@
-//! Our place among the programs of an interface: the first, on ingress and on egress.
+//! Keeps our program the first of an interface's programs, on ingress and on egress.
 //!
 //! A program that answers TC_ACT_OK ends the chain, as those of Cilium and of AWS's network-policy
-//! agent do, and a program behind it never runs. So ours comes first and lets the next one run. On
-//! egress, others see what kube-proxy would show them: netfilter translates before TC. On ingress
-//! they see backends, as they do of sockets that connect to a Service.
+//! agent do, and a program behind it never runs. So ours comes first and lets the next one run.
 //!
-//! Another program that moves itself before ours again and again gets that place, so that the two
-//! do not change places for ever.
+//! On egress, other programs see what kube-proxy would show them, because netfilter translates
+//! before TC. On ingress they see backends, as they do for sockets that connect to a Service.
+//!
+//! A program that moves itself before ours again and again keeps that place. Otherwise the two
+//! would change places for ever.
 
 use std::{
     collections::BTreeMap,
@@ -18,25 +19,25 @@ use crate::{
     sys::tc::{Direction, tcx_program_ids},
 };
 
-/// How often the order of a hook is mended while the process lives.
+/// The number of times that the order of a hook is mended while the process lives.
 const MOST_MENDS: u8 = 3;
-/// The time between two of them.
+/// The least time between two mendings of a hook.
 const PAUSE: Duration = Duration::from_secs(60);
 
-/// A hook where ours is not the first.
+/// A hook at which our program is not the first.
 #[derive(Clone, Debug)]
 pub(super) struct Misplaced {
     pub(super) interface: Interface,
     pub(super) direction: Direction,
 }
 
-/// How often each hook was mended, by index of the interface.
+/// The record of how often each hook was mended.
 #[derive(Debug, Default)]
 pub(super) struct HookOrder {
     mended: BTreeMap<(u32, &'static str), Mends>,
 }
 
-/// Of one hook.
+/// The number of times that one hook was mended, and the time of the last.
 #[derive(Clone, Copy, Debug)]
 struct Mends {
     count: u8,
@@ -44,7 +45,7 @@ struct Mends {
 }
 
 impl HookOrder {
-    /// Returns true if `program`, which is ours, is to be moved to its place.
+    /// Returns true if our program `program` is to be moved to the first place.
     pub(super) fn is_to_be_mended(
         &mut self,
         interface: &Interface,
@@ -55,7 +56,7 @@ impl HookOrder {
         !is_in_place(&programs, program) && self.may_mend(interface, direction, Instant::now())
     }
 
-    /// Counts one more, unless the hook is left as it is.
+    /// Counts one more mending and returns true, unless the hook is to be left as it is.
     fn may_mend(&mut self, interface: &Interface, direction: Direction, now: Instant) -> bool {
         let hook = (interface.index, direction.name());
         let Some(mends) = self.mended.get_mut(&hook) else {
@@ -82,7 +83,8 @@ impl HookOrder {
     }
 }
 
-/// Where ours is not among them, it is not attached, which is no matter of order.
+/// Returns true if our program is the first, or if it is not there. A missing program is no matter
+/// of order.
 fn is_in_place(programs: &[u32], ours: u32) -> bool {
     programs.first().is_none_or(|first| *first == ours) || !programs.contains(&ours)
 }

@@ -1,4 +1,4 @@
-//! Where our pins are, the lock on them, and their folders.
+//! Names the folders of our pins, makes them, and locks them.
 
 use std::{
     fs, io,
@@ -14,17 +14,17 @@ use crate::sys::{
     lock::{self, Attempt, Lock},
 };
 
-/// The folder of ours on the bpffs.
+/// The name of our folder on the bpffs.
 const OURS: &str = "proxy-ctl";
-/// What the names of the socket programs' links begin with.
+/// The prefix of the names of socket programs' links.
 pub(super) const SOCKET_LINK: &str = "cgroup_";
 
-/// `<bpffs>/proxy-ctl` and what is in it.
+/// The folder `<bpffs>/proxy-ctl`, and the folders in it.
 #[derive(Clone, Debug)]
 pub(super) struct Paths {
-    /// `<bpffs>/proxy-ctl`: holds the lock.
+    /// The folder `<bpffs>/proxy-ctl`, which holds the lock.
     pub(super) top: PathBuf,
-    /// `v<LAYOUT_VERSION>` in it: holds the tables.
+    /// The folder `v<LAYOUT_VERSION>` in it, which holds the maps.
     pub(super) root: PathBuf,
 }
 
@@ -39,27 +39,32 @@ impl Paths {
         self.root.join("maps")
     }
 
-    /// Maps of the former size of tables whose entries are on their way into those of [`maps`](Self::maps).
+    /// Returns the folder of former maps, whose entries are still being moved into those in
+    /// [`maps`](Self::maps).
     pub(super) fn before(&self) -> PathBuf {
         self.root.join("before")
     }
 
-    /// Maps that are larger than those of [`maps`](Self::maps), and take their places once they hold the same.
+    /// Returns the folder of larger maps. They take the places of those in [`maps`](Self::maps)
+    /// once they hold the same.
     pub(super) fn larger(&self) -> PathBuf {
         self.root.join("larger")
     }
 
-    /// Of every layout version, so that a hook never has programs of two.
+    /// Returns the folder of links. It is the same for every layout version, so that a hook never
+    /// has programs of two versions.
     pub(super) fn links(&self) -> PathBuf {
         self.top.join("links")
     }
 
-    /// A folder for each interface that has filters of ours on a clsact qdisc, of every layout version.
+    /// Returns the folder of clsact filters. It has a folder for each interface with filters of
+    /// ours, and is the same for every layout version.
     pub(super) fn clsact(&self) -> PathBuf {
         self.top.join("clsact")
     }
 
-    /// Mounts the bpffs if necessary, and makes the folders. Refuses any that somebody else may have put there.
+    /// Mounts the bpffs if necessary, and makes the folders. Refuses folders that somebody else may
+    /// have put there.
     pub(super) fn create(&self, bpffs: &Path) -> Result<(), Error> {
         provide_bpffs(bpffs)?;
         let bpffs =
@@ -73,7 +78,7 @@ impl Paths {
         Ok(())
     }
 
-    /// Locks `top`, which must exist.
+    /// Locks the folder `top`, which must exist.
     pub(super) fn lock(&self) -> Result<Lock, Error> {
         let path = self.top.clone();
         match lock::try_lock(&path) {
@@ -92,7 +97,7 @@ fn trust(path: PathBuf) -> Result<(), Error> {
     filesystem::check_trusted(&path).map_err(|source| Error::Folder { path, source })
 }
 
-/// For root alone.
+/// Makes a folder that only root may use, unless it exists.
 pub(super) fn make_folder(path: &Path) -> Result<(), Error> {
     match fs::DirBuilder::new().mode(0o700).create(path) {
         Err(source) if source.kind() != io::ErrorKind::AlreadyExists => {
@@ -102,7 +107,8 @@ pub(super) fn make_folder(path: &Path) -> Result<(), Error> {
     }
 }
 
-/// Returns whether there is something at this path. Unlike [`Path::exists`], it fails where the caller may not look.
+/// Returns true if there is something at this path. Unlike [`Path::exists`], it fails if the caller
+/// may not look there.
 pub(super) fn is_there(path: &Path) -> Result<bool, Error> {
     path.try_exists().map_err(|source| Error::Folder { path: path.to_owned(), source })
 }
@@ -111,7 +117,7 @@ pub(super) fn remove_folder(path: &Path) -> Result<bool, Error> {
     removed(path, fs::remove_dir(path))
 }
 
-/// Names in a folder, sorted; none if there is no folder.
+/// Returns the names in a folder, sorted. There are none if the folder does not exist.
 pub(super) fn names(folder: &Path) -> Result<Vec<String>, Error> {
     let failed = |source| Error::Folder { path: folder.to_owned(), source };
     let entries = match fs::read_dir(folder) {
@@ -127,7 +133,7 @@ pub(super) fn names(folder: &Path) -> Result<Vec<String>, Error> {
     Ok(names)
 }
 
-/// False: it was not there.
+/// Returns true if something was removed, and false if nothing was there.
 pub(super) fn removed(path: &Path, result: io::Result<()>) -> Result<bool, Error> {
     match result {
         Ok(()) => Ok(true),

@@ -1,7 +1,9 @@
-//! Restores pins that another program removes: without them the tables and links would not outlive this process.
+//! Restores pins that another program removes. Without pins, maps and links would not outlive this
+//! process.
 //!
-//! The controller holds a descriptor of all that it has pinned. So nothing is freed or detached when another program empties
-//! the bpffs, and the same tables and links can be pinned again.
+//! The controller holds a descriptor of everything that it has pinned. So nothing is freed or
+//! detached when another program empties the bpffs, and the same maps and links can be pinned
+//! again.
 
 use std::{
     collections::BTreeMap,
@@ -21,7 +23,7 @@ use crate::sys::{
     lock::Lock,
 };
 
-/// The tables, and the lock on the folder.
+/// The descriptors of the pinned maps, and the lock on the folder.
 #[derive(Debug)]
 pub(super) struct TablePins {
     tables: Vec<(&'static str, OwnedFd)>,
@@ -29,18 +31,18 @@ pub(super) struct TablePins {
 }
 
 impl TablePins {
-    /// Of what is pinned, all of which must be there.
+    /// Holds all maps of `shapes`. Each must be pinned.
     pub(super) fn hold(paths: &Paths, shapes: &[Shape], lock: Lock) -> Result<Self, Error> {
         Ok(Self { tables: pinned_tables(paths, shapes)?, lock })
     }
 
-    /// Other maps are pinned in the places of some.
+    /// Holds the maps that are pinned now, after others have taken the places of some.
     pub(super) fn hold_again(&mut self, paths: &Paths, shapes: &[Shape]) -> Result<(), Error> {
         self.tables = pinned_tables(paths, shapes)?;
         Ok(())
     }
 
-    /// Makes folders, lock and pins anew where they are gone. Answers which tables were not pinned.
+    /// Makes folders, lock and pins anew if they are gone. Returns the maps that were not pinned.
     pub(super) fn restore(&mut self, bpffs: &Path, paths: &Paths) -> Result<Vec<&'static str>, Error> {
         paths.create(bpffs)?;
         let failed = |source| Error::Folder { path: paths.top.clone(), source };
@@ -64,7 +66,7 @@ fn pinned_tables(paths: &Paths, shapes: &[Shape]) -> Result<Vec<(&'static str, O
     shapes.iter().map(|shape| Ok((shape.name, pinned_table(&maps, shape.name)?))).collect()
 }
 
-/// Answers whether anything had to be done.
+/// Pins the map at `path`, and returns true if it was not pinned there before.
 fn pin_table(path: &Path, table: &OwnedFd) -> Result<bool, CallError> {
     if let Some(found) = open_pinned(path)? {
         if bpf::map_info(found.as_fd())?.id == bpf::map_info(table.as_fd())?.id {
@@ -80,14 +82,14 @@ fn unlink(path: &Path) -> Result<(), CallError> {
     fs::remove_file(path).map_err(|e| CallError { call: "unlinking the old pin", source: e })
 }
 
-/// What [`LinkPins::ensure`] has done.
+/// The outcome of [`LinkPins::ensure`].
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Ensured {
     /// Nothing had to be done.
     Unchanged,
-    /// What is attached has got its pin or its program.
+    /// Our link was attached already, and has got its pin or its program again.
     Mended,
-    /// Nothing of ours was attached.
+    /// Nothing of ours was attached, and now it is.
     Attached,
 }
 
@@ -97,14 +99,16 @@ impl Ensured {
     }
 }
 
-/// Links by where they are pinned.
+/// The links that are held, each with the path at which it is pinned.
 #[derive(Debug, Default)]
 pub(super) struct LinkPins {
     held: BTreeMap<PathBuf, OwnedFd>,
 }
 
 impl LinkPins {
-    /// Makes the link at `path` run `program` on what `is_target` accepts; `create` makes a new one.
+    /// Makes the link at `path` run `program` on a target that `is_target` accepts. `create` makes
+    /// a new link if there is none.
+    ///
     /// Only an error of `create` means that nothing of ours is attached there.
     pub(super) fn ensure(
         &mut self,
@@ -129,7 +133,7 @@ impl LinkPins {
                         let is_mended = swapped || !is_pinned;
                         return Ok(if is_mended { Ensured::Mended } else { Ensured::Unchanged });
                     }
-                    // The target vanished at this moment.
+                    // The target has vanished at this moment.
                     Err(e) if e.errno() == libc::ENOLINK => {}
                     Err(e) => return Err(e),
                 }
@@ -144,7 +148,7 @@ impl LinkPins {
         Ok(Ensured::Attached)
     }
 
-    /// Puts a link that is attached already in the place of the one at `path`, which is detached.
+    /// Detaches the link at `path`, and pins `new` there, which is attached already.
     pub(super) fn replace(&mut self, path: &Path, new: OwnedFd) -> Result<(), Error> {
         self.remove(path)?;
         bpf::pin(new.as_fd(), path).map_err(|source| Error::Link { path: path.to_owned(), source })?;
@@ -152,7 +156,7 @@ impl LinkPins {
         Ok(())
     }
 
-    /// Detaches the link and removes its pin. False: there was none.
+    /// Detaches the link and removes its pin. Returns false if there was none.
     pub(super) fn remove(&mut self, path: &Path) -> Result<bool, Error> {
         let held = self.held.remove(path);
         if let Some(link) = &held {
@@ -161,18 +165,18 @@ impl LinkPins {
         Ok(remove_link(path)? || held.is_some())
     }
 
-    /// Returns true if there is a link at `path`. Its interface may be gone.
+    /// Returns true if there is a link at `path`, even if its interface is gone.
     pub(super) fn has(&self, path: &Path) -> Result<bool, Error> {
         Ok(self.held.contains_key(path) || is_there(path)?)
     }
 
-    /// Where links are pinned, or were.
+    /// Returns the paths of all links that are held, whether they are still pinned or not.
     pub(super) fn paths(&self) -> impl Iterator<Item = &Path> {
         self.held.keys().map(PathBuf::as_path)
     }
 }
 
-/// Answers whether the link ran another program before.
+/// Makes the link run `program`, and returns true if it ran another one before.
 fn run(link: &OwnedFd, running: u32, program: BorrowedFd<'_>) -> Result<bool, CallError> {
     if running == bpf::program_id(program)? {
         return Ok(false);
@@ -181,7 +185,7 @@ fn run(link: &OwnedFd, running: u32, program: BorrowedFd<'_>) -> Result<bool, Ca
     Ok(true)
 }
 
-/// Detaches a link and removes its pin. False: nothing was pinned there.
+/// Detaches the link at `path` and removes its pin. Returns false if nothing was pinned there.
 pub(super) fn remove_link(path: &Path) -> Result<bool, Error> {
     let failed = |source| Error::Link { path: path.to_owned(), source };
     if let Some(link) = open_pinned(path).map_err(failed)? {
@@ -192,13 +196,13 @@ pub(super) fn remove_link(path: &Path) -> Result<bool, Error> {
 
 fn detach(link: &OwnedFd) -> Result<(), CallError> {
     match bpf::link_detach(link.as_fd()) {
-        // ENOLINK, ENOENT: what it was attached to is gone.
+        // ENOLINK and ENOENT say that the target of the link is gone.
         Err(e) if !matches!(e.errno(), libc::ENOLINK | libc::ENOENT | libc::EOPNOTSUPP) => Err(e),
         Ok(()) | Err(_) => Ok(()),
     }
 }
 
-/// False: nothing was pinned there.
+/// Removes the pin. Returns false if nothing was pinned there.
 pub(super) fn remove_pin(path: &Path) -> Result<bool, Error> {
     super::paths::removed(path, fs::remove_file(path))
 }

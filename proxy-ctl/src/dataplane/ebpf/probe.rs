@@ -1,4 +1,4 @@
-//! What the eBPF mode needs of a node, and whether it is there. Nothing is changed.
+//! Checks whether a node has what the eBPF mode needs, without changing anything.
 
 use std::path::{Path, PathBuf};
 
@@ -18,16 +18,18 @@ use crate::{
 const OLDEST: KernelVersion = KernelVersion::new(5, 10, 0);
 const TCX: KernelVersion = KernelVersion::new(6, 6, 0);
 const SET_RETVAL: KernelVersion = KernelVersion::new(5, 18, 0);
-/// From here on a process can ask which network namespace it is in (SO_NETNS_COOKIE); before, a socket program tells.
+/// The first kernel in which a process can ask for the cookie of its network namespace
+/// (SO_NETNS_COOKIE). Before, a socket program finds it out.
 const NETNS_COOKIE: KernelVersion = KernelVersion::new(5, 14, 0);
 
-/// Fields that nothing depends on with this configuration.
+/// Returns the fields that have no effect with this configuration.
 pub(in crate::dataplane) fn unused_fields(config: &Config) -> Vec<&'static str> {
     let preserves = config.ebpf.source_address == SourceAddress::Preserve;
     UNUSED_FIELDS.iter().copied().chain(preserves.then_some("iptables.masqueradeAll")).collect()
 }
 
-/// Of `ipvs`, excludeCIDRs says what of a former kube-proxy stays.
+/// The fields that never have an effect. `ipvs.excludeCIDRs` is not among them, because it says
+/// what stays of a former kube-proxy.
 const UNUSED_FIELDS: &[&str] = &[
     "iptables.masqueradeBit",
     "iptables.minSyncPeriod",
@@ -42,9 +44,12 @@ const UNUSED_FIELDS: &[&str] = &[
     "nftables.minSyncPeriod",
 ];
 
-/// The programs of TC and XDP work in tables with one row for each CPU (`scratch4`, `scratch6`,
-/// `icmp_errors`, `service_openings`). One that preempts another on its CPU would write into the
-/// other's packet. Programs of sockets, which may be preempted on every kernel, use none of these.
+/// Why a kernel is refused on which packet programs preempt each other.
+///
+/// The programs of TC and XDP work in maps with one entry for each CPU (`scratch4`, `scratch6`,
+/// `icmp_errors`, `service_openings`). A program that preempts another on its CPU would write into
+/// the other's packet. Programs of sockets, which may be preempted on every kernel, use none of
+/// these maps.
 const PREEMPTED: &str = "the kernel is built with CONFIG_PREEMPT_RT and without CONFIG_PREEMPT_RT_NEEDS_BH_LOCK: packet programs \
      of one CPU would preempt each other, and they share memory of the CPU";
 
@@ -52,48 +57,50 @@ pub(super) fn probe(config: &Ebpf, host: &HostFacts) -> Probe {
     answer(config.sockets(), host, &gather(config, host))
 }
 
-/// What lies at the path where tables are to be pinned.
+/// The state of the path at which maps are to be pinned.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum BpfFilesystem {
     Mounted,
-    /// Nothing is there, and this process may mount it.
+    /// Nothing is mounted there, and this process may mount it.
     Mountable,
     Missing,
 }
 
-/// Where the socket hooks are attached.
+/// The state of the cgroup hierarchy to which socket hooks are attached.
 #[derive(Clone, Debug, Eq, PartialEq)]
 enum Cgroup2 {
     /// The root of the hierarchy, or the folder that the configuration names.
     Mounted(PathBuf),
     /// It is not mounted, and this process may mount it.
     Mountable,
-    /// What can be done.
+    /// It is missing. The text says what can be done.
     Missing(String),
 }
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 struct Facts {
-    /// `None`: not known.
+    /// The version of the kernel; `None` if it is not known.
     version: Option<KernelVersion>,
-    /// /sys/kernel/btf/vmlinux is there.
+    /// True if /sys/kernel/btf/vmlinux exists.
     btf: bool,
-    /// Programs of each type that is needed can be loaded, or why not. `None`: this process may not load any.
+    /// The outcome of loading a program of each needed type, with the reason of a refusal. `None`
+    /// if this process may not load any.
     programs: Option<Result<(), String>>,
-    /// Packet programs are attached by links (6.6).
+    /// True if packet programs are attached by links (Linux 6.6).
     tcx: bool,
     cgroup2: Cgroup2,
     bpffs: BpfFilesystem,
-    /// A refused connection fails with ECONNREFUSED (`bpf_set_retval`, 5.18), else with EPERM.
+    /// True if a refused connection fails with ECONNREFUSED (`bpf_set_retval`, Linux 5.18), false
+    /// if with EPERM.
     set_retval: bool,
-    /// Whose sockets are ended when their endpoint goes.
+    /// A text that says whose sockets are ended when their endpoint goes.
     stale_sockets: String,
 }
 
 fn gather(config: &Ebpf, host: &HostFacts) -> Facts {
     let version = host.kernel();
     let may_mount = host.capabilities.sys_admin;
-    // Who may not load programs learns that from what the capabilities require.
+    // A process that may not load programs learns that from the requirement of capabilities.
     let may_load = capabilities_requirement(host.capabilities).missing.is_empty();
     let asked = || {
         let types = program_types(config.sockets(), version);
@@ -107,14 +114,14 @@ fn gather(config: &Ebpf, host: &HostFacts) -> Facts {
         btf: Path::new("/sys/kernel/btf/vmlinux").exists(),
         cgroup2: cgroup2(config.cgroup.as_deref(), may_mount),
         bpffs: bpffs(&config.bpffs, may_mount),
-        // Who may not load programs knows it by the version.
+        // A process that may not load programs judges by the version.
         set_retval: is_helper_supported(ProgramType::CgroupSockAddr, BpfHelper::BPF_FUNC_set_retval)
             .unwrap_or(version >= Some(SET_RETVAL)),
         stale_sockets: stale_sockets::reach(config.sockets(), may_mount, may_load),
     }
 }
 
-/// The types of programs that are loaded at each start.
+/// Returns the types of programs that are loaded at each start.
 fn program_types(sockets: SocketLoadBalancing, version: Option<KernelVersion>) -> &'static [ProgramType] {
     let has_socket_programs = sockets != SocketLoadBalancing::Off || version < Some(NETNS_COOKIE);
     if has_socket_programs {
@@ -124,7 +131,9 @@ fn program_types(sockets: SocketLoadBalancing, version: Option<KernelVersion>) -
     }
 }
 
-/// Why the kernel does not load programs of the type. `answer`: of an attempt with one that does nothing. Another failure may pass.
+/// Returns why the kernel does not load programs of the type. `answer` is the outcome for a program
+/// that does nothing. Failures for other causes, such as a lack of memory, may pass and count as
+/// none.
 fn refusal(kind: ProgramType, answer: Result<bool, ProgramError>) -> Option<String> {
     match answer {
         Ok(false) => Some(format!(
@@ -141,7 +150,8 @@ fn refusal(kind: ProgramType, answer: Result<bool, ProgramError>) -> Option<Stri
     }
 }
 
-/// Asks for the programs of the loopback device. Who may not ask knows it by the version.
+/// Returns true if the kernel has tcx, by asking for the programs of the loopback device. A process
+/// that may not ask judges by the version.
 fn has_tcx(version: Option<KernelVersion>) -> bool {
     match SchedClassifier::query_tcx("lo", TcAttachType::Ingress) {
         Ok(_) => true,
@@ -173,7 +183,8 @@ fn cgroup2(configured: Option<&Path>, may_mount: bool) -> Cgroup2 {
     }
 }
 
-/// A folder that does not exist yet is on the file system of its parent.
+/// Returns the state of the bpffs. A folder that does not exist yet is on the file system of its
+/// parent.
 fn bpffs(path: &Path, may_mount: bool) -> BpfFilesystem {
     let existing = path.ancestors().find(|ancestor| ancestor.exists());
     let mounted = existing.is_some_and(|existing| filesystem::is_bpffs(existing).unwrap_or(false));
@@ -219,13 +230,13 @@ fn answer(sockets: SocketLoadBalancing, host: &HostFacts, facts: &Facts) -> Prob
         bpffs_requirement(facts.bpffs),
         capabilities_requirement(*capabilities),
         Requirement::new("packetHook", "packet programs by", if facts.tcx { "tcx" } else { "clsact" }),
-        // What a client of a service without endpoints gets from `connect`.
+        // This is how `connect` fails for a client of a Service without endpoints.
         Requirement::new(
             "refusesWith",
             "no endpoint",
             if facts.set_retval { "ECONNREFUSED" } else { "EPERM" },
         ),
-        // Without, a connected datagram socket stays with an endpoint that is gone.
+        // Otherwise, a connected datagram socket stays with an endpoint that is gone.
         Requirement::new("endsSocketsOf", "ends sockets of", facts.stale_sockets.clone()),
     ];
     Probe { mode: Mode::Ebpf, requirements, remarks }

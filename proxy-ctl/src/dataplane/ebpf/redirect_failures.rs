@@ -1,7 +1,8 @@
-//! Counts frames that XDP has sent on by another uplink, and that no device has taken. That is known after the program has ended, at two
-//! tracepoints of the kernel.
+//! Counts frames that XDP has sent to another uplink, and that no device has taken. That is known
+//! only after the program has ended, at two tracepoints of the kernel.
 //!
-//! The links are not pinned: the kernel cannot swap their programs. While no controller runs, nothing is counted.
+//! The links are not pinned, because the kernel cannot swap their programs. While no controller
+//! runs, nothing is counted.
 
 use std::{fs, io, os::fd::OwnedFd, os::unix::fs::MetadataExt as _};
 
@@ -11,7 +12,7 @@ use proxy_common::inventory::program;
 use super::{Error, load::Programs};
 use crate::sys::{bpf, kernel_types::KernelTypes};
 
-/// Where the programs find what a device is; all zero: nowhere.
+/// The offsets at which programs find what identifies a device. All are zero if they are unknown.
 #[derive(Debug, Default)]
 pub(super) struct DeviceFields {
     index: u32,
@@ -24,7 +25,7 @@ impl DeviceFields {
     fn find() -> io::Result<Self> {
         let types = KernelTypes::read()?;
         let number = types.offset("net", "ns")?.saturating_add(types.offset("ns_common", "inum")?);
-        // The kernel has it in 32 bits.
+        // The kernel stores the number in 32 bits.
         let own_network = fs::metadata("/proc/thread-self/ns/net")?.ino() as u32;
         Ok(Self {
             index: types.offset("net_device", "ifindex")?.into(),
@@ -34,7 +35,7 @@ impl DeviceFields {
         })
     }
 
-    /// [`find`](Self::find), or the log says why it fails.
+    /// Returns what [`find`](Self::find) does, or logs why it fails and returns zeros.
     pub(super) fn find_or_warn() -> Self {
         Self::find().unwrap_or_else(|error| {
             warn_uncounted(&error);
@@ -51,7 +52,7 @@ impl DeviceFields {
     }
 }
 
-/// As long as this lives they are counted.
+/// The links to the tracepoints. Failures are counted while it lives.
 #[derive(Debug, Default)]
 pub(super) struct RedirectFailures {
     links: Vec<OwnedFd>,

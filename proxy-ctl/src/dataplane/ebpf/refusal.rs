@@ -1,10 +1,10 @@
-//! Tells an interface that refuses packet programs from a failure that passes.
+//! Tells an interface that refuses packet programs from a failure that may pass.
 
 use super::Error;
 use crate::sys::{CallError, bpf, tc};
 
 /// Returns true if the kernel or a program of others keeps ours from a hook that has none of ours,
-/// and trying again at once cannot cure it. All other errors leave what runs as it is.
+/// and trying again at once cannot help. All other errors leave what runs as it is.
 pub(super) fn is_refused(error: &Error) -> bool {
     matches!(error, Error::Attach { source, .. } if adds(source.call) && is_lasting(source))
         || matches!(error, Error::PlaceTaken(_))

@@ -1,5 +1,6 @@
-//! Raises `route_epoch` when the kernel tells of a changed route, rule, neighbour, address or interface: the programs look next hops up again then. A
-//! thread does it, so that it waits for no other work of the controller.
+//! Raises `route_epoch` when a route, rule, neighbour, address or interface changes, so that
+//! programs look up next hops again. A thread does it, so that it waits for no other work of the
+//! controller.
 
 use std::{
     collections::HashMap,
@@ -25,10 +26,11 @@ use crate::sys::{
     rtnetlink::{self, ADDRESSES, LINKS, NEIGHBOURS, NEXT_HOPS, ROUTES, RULES, Waiting},
 };
 
-/// Milliseconds after a change. The kernel tells of some before it makes them.
+/// The milliseconds after a change at which the epoch is raised again, because the kernel reports
+/// some changes before it makes them.
 const SETTLED_AFTER: u8 = 50;
 
-/// The thread ends with it.
+/// The thread that follows changes. It ends when this is dropped.
 #[derive(Debug)]
 pub(super) struct RouteWatch {
     alive: Option<UnixStream>,
@@ -36,7 +38,7 @@ pub(super) struct RouteWatch {
 }
 
 impl RouteWatch {
-    /// `maps`: the folder of the tables.
+    /// Starts the thread. `maps` is the folder of the maps.
     pub(super) fn begin(maps: &Path) -> Result<Self, Error> {
         let epoch: SharedArray<RouteEpoch> = shared(maps, table::route_epoch, true)?;
         let groups = [LINKS, NEIGHBOURS, NEXT_HOPS].into_iter().chain(ADDRESSES).chain(ROUTES).chain(RULES);
@@ -56,7 +58,7 @@ impl RouteWatch {
         Ok(Self { alive: Some(alive), thread: Some(thread) })
     }
 
-    /// It has failed, which the log has told.
+    /// Returns true if the thread has failed. The log has told why.
     pub(super) fn has_ended(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }
@@ -79,7 +81,7 @@ struct Follower {
 }
 
 impl Follower {
-    /// Until the other end of `ended` is closed.
+    /// Follows changes until the other end of `ended` is closed.
     fn follow(&mut self, socket: &Socket, ended: &UnixStream) -> Result<(), CallError> {
         let mut is_settled = true;
         loop {
@@ -107,7 +109,7 @@ impl Follower {
         }
     }
 
-    /// May packets go elsewhere from now on?
+    /// Reads the waiting messages, and returns true if packets may go elsewhere from now on.
     fn take(&mut self, socket: &Socket) -> Result<bool, CallError> {
         let mut is_news = false;
         match rtnetlink::take_waiting(socket, |change| is_news |= self.known.is_news(change))? {
@@ -133,15 +135,19 @@ impl Follower {
     }
 }
 
-/// Link addresses by interface and address; `None`: it does not answer. The kernel tells each time that it finds a neighbour still there, which
-/// changes no next hop.
+/// The known link addresses, by interface and IP address; `None` for a neighbour that does not
+/// answer.
+///
+/// The kernel also reports a neighbour each time that it finds it unchanged, which changes no next
+/// hop.
 #[derive(Debug, Default)]
 struct Neighbours {
     addresses: HashMap<(u32, IpAddr), Option<Vec<u8>>>,
 }
 
 impl Neighbours {
-    /// May packets go elsewhere from now on? `None`: a change that is not understood, such as one of a nexthop object.
+    /// Returns true if packets may go elsewhere from now on. `None` is a change that is not
+    /// understood, such as one of a nexthop object.
     fn is_news(&mut self, change: Option<&RouteNetlinkMessage>) -> bool {
         match change {
             Some(RouteNetlinkMessage::NewNeighbour(neighbour)) => {
@@ -158,7 +164,8 @@ impl Neighbours {
     }
 }
 
-/// No key: it is not of an IP address, but of a bridge.
+/// Returns the interface and IP address of a neighbour, and its link address. A bridge's entry has
+/// no IP address, and so no key.
 fn key_and_link(neighbour: &NeighbourMessage) -> (Option<(u32, IpAddr)>, Option<&[u8]>) {
     let (mut key, mut link) = (None, None);
     for attribute in &neighbour.attributes {

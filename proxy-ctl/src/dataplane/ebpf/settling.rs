@@ -1,10 +1,12 @@
-//! The time for which a new workload's interface gets no filters, on kernels without tcx.
+//! Decides for how long a new workload interface gets no filters, on kernels without tcx.
 //!
 //! An interface has one place for a queueing discipline of what it receives. Our filters need
 //! `clsact` there, and CNI's bandwidth plugin adds `ingress`. Whoever comes second fails. If the
-//! plugin fails, the pod does not start. The plugin runs once, at the end of the calls by which the
-//! container runtime makes the pod's network, and the pod's processes start after it. So ours waits
-//! until no more calls are to be expected.
+//! plugin fails, the pod does not start.
+//!
+//! The plugin runs once, at the end of the calls by which the container runtime makes the pod's
+//! network, and the pod's processes start after it. So our filters wait until no more calls are to
+//! be expected.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,17 +19,19 @@ use crate::{
 };
 
 /// The pause after the last change of an interface on a node that has not shown the plugin. The
-/// programs of a chain of plugins follow each other within a tenth of a second on an idle machine;
-/// this leaves a busy one thirty times as long.
+/// programs of a chain of plugins follow each other within a tenth of a second on an idle machine.
+/// A busy one gets thirty times as long.
 const PAUSE: Duration = Duration::from_secs(3);
-/// The pause on a node where the plugin is in use. Such a node gains more by waiting, and if its
-/// sockets do not serve pods, the mode beside does.
+/// The pause on a node where the plugin is in use. Such a node gains more by waiting. If its socket
+/// hooks do not serve pods, the secondary mode does.
 const PAUSE_BESIDE_PLUGIN: Duration = Duration::from_secs(10);
 
-/// Returns for how long a new interface is left alone after its last change. Pods that no socket
-/// hook serves would reach no Service meanwhile, so on a node that has not shown the plugin their
-/// interfaces are not left alone. There the first limited pod fails to start once: the plugin has
-/// shown itself then, and the container runtime tries again.
+/// Returns for how long a new interface is left alone after its last change.
+///
+/// Pods that no socket hook serves would reach no Service meanwhile. So on a node that has not
+/// shown the plugin, their interfaces are not left alone. There, the first pod with a bandwidth
+/// limit fails to start once. The plugin has shown itself then, and the container runtime tries
+/// again.
 pub(super) const fn pause(sockets: SocketLoadBalancing, plugin_is_in_use: bool) -> Duration {
     match (plugin_is_in_use, sockets) {
         (true, _) => PAUSE_BESIDE_PLUGIN,
@@ -36,10 +40,10 @@ pub(super) const fn pause(sockets: SocketLoadBalancing, plugin_is_in_use: bool) 
     }
 }
 
-/// The interfaces that may still be changed by whoever has made them.
+/// The interfaces that their makers may still change.
 #[derive(Debug, Default)]
 pub(super) struct Settling {
-    /// Interfaces were seen before, so that an unknown one is new.
+    /// True if interfaces were seen before, so that an unknown one is new.
     has_begun: bool,
     seen: BTreeMap<u32, Seen>,
 }
@@ -47,7 +51,7 @@ pub(super) struct Settling {
 #[derive(Debug)]
 struct Seen {
     interface: Interface,
-    /// The time of its last change. `None`: it is settled.
+    /// The time of its last change; `None` if it is settled.
     changed: Option<Instant>,
 }
 
@@ -85,7 +89,7 @@ impl Settling {
             seen.changed.filter(|changed| !interface.is_up || now.duration_since(*changed) < pause);
     }
 
-    /// Ends the wait for an interface whose place is taken: there is nothing to wait for.
+    /// Ends the wait for an interface whose place is taken, because nothing is left to wait for.
     pub(super) fn settle(&mut self, index: u32) {
         if let Some(seen) = self.seen.get_mut(&index) {
             seen.changed = None;

@@ -1,4 +1,4 @@
-//! What this mode cannot do yet, and what it does instead.
+//! Tells which fields of a service port this mode does not honour, and what it does instead.
 
 use crate::{
     config::SocketLoadBalancing,
@@ -15,14 +15,14 @@ const SCTP: Unsupported = Unsupported::new(
     "SCTP is not built yet: the port is not served",
 );
 
-/// What the node sends to itself meets no packet program.
+/// Packets that the node sends to itself meet no packet program.
 const OWN_NODE_PORTS: Unsupported = Unsupported::new(
     "spec.ports[].nodePort",
     Effect::NotToOwnNode(FrontendKind::NodePort),
     "processes of this node do not reach its own node ports: ebpf.socketLoadBalancing is off",
 );
 
-/// A Service cannot open a node to packets in packets.
+/// A Service cannot make a node accept encapsulated packets.
 const DIRECT: Unsupported = Unsupported::new(
     "metadata.annotations[proxy-ctl.dev/forwarding]",
     Effect::ServedDifferently,
@@ -61,7 +61,7 @@ mod tests {
         },
     };
 
-    /// The only port of the Service, in IPv4.
+    /// Returns the only port of the Service, in IPv4.
     fn port(change: impl FnOnce(&mut Service)) -> Arc<DesiredPort> {
         let mut service = service("default/web", &["10.0.0.1"]);
         service.load_balancer_ips = vec!["203.0.113.1".parse().unwrap()];

@@ -1,4 +1,5 @@
-//! Where packets are sent on before the stack has them, by XDP on uplinks: to backends on this node and on others, and their answers.
+//! Attaches XDP to uplinks, which forwards packets without the network stack: to backends on this
+//! node and on others, and their answers.
 
 use std::{cell::OnceCell, collections::BTreeMap, os::fd::BorrowedFd, path::PathBuf};
 
@@ -27,22 +28,23 @@ use crate::{
 };
 
 const MODES: [XdpMode; 2] = [XdpMode::Native, XdpMode::Generic];
-/// In `redirect_targets`, at most.
+/// The most keys of an interface in `redirect_targets`.
 const KEYS_OF_TARGET: usize = 2;
 
-/// The one that the kernel has the helpers for. Drivers that hand over frames in fragments (5.18) take longer ones with it.
+/// Returns the best program that the kernel has the helpers for. With `uplink_transit_frags`,
+/// drivers that deliver frames in fragments (Linux 5.18) take longer ones.
 fn best_program() -> &'static str {
-    // Who may not ask may not load programs either.
+    // A process that may not ask may not load programs either.
     match is_helper_supported(ProgramType::Xdp, BpfHelper::BPF_FUNC_xdp_get_buff_len) {
         Ok(true) => program::uplink_transit_frags,
         Ok(false) | Err(_) => program::uplink_transit,
     }
 }
 
-/// What the table of that name must hold.
+/// Returns what the map `vlan_devices` must hold.
 pub(super) fn vlan_devices(interfaces: &[Interface]) -> BTreeMap<VlanTag, u32> {
     let device = |interface: &Interface| match (interface.role, interface.device) {
-        // A packet with id 0 is that of the interface below: the tag is a priority only.
+        // A packet with id 0 belongs to the interface below, because its tag is a priority only.
         (Role::Uplink, Device::Vlan(Vlan { below, protocol, id: id @ 1.. })) => {
             Some((VlanTag { interface: below, protocol, id }, interface.index))
         }
@@ -51,17 +53,17 @@ pub(super) fn vlan_devices(interfaces: &[Interface]) -> BTreeMap<VlanTag, u32> {
     interfaces.iter().filter_map(device).collect()
 }
 
-/// What the tables of these names must hold.
+/// The desired contents of the maps `redirect_sources` and `redirect_targets`.
 #[derive(Debug, Default, Eq, PartialEq)]
 pub(super) struct Redirects {
     pub(super) sources: BTreeMap<u32, LinkAddress>,
     pub(super) targets: BTreeMap<u32, RedirectTarget>,
 }
 
-/// Of frames that leave by another interface than they have come by.
+/// The abilities of an interface for frames that leave by another interface than they came by.
 #[derive(Debug)]
 struct Redirection {
-    /// Where frames of this interface, an uplink, may do so: its own link address.
+    /// The interface's own link address, if it is an uplink whose frames may leave by others.
     gives: Option<LinkAddress>,
     takes: Option<Takes>,
     role: Role,
@@ -79,7 +81,7 @@ impl Redirection {
     }
 }
 
-/// What the kernel's words against a program depend on.
+/// The facts on which the kernel's message against a program depends.
 #[derive(Debug, Eq, PartialEq)]
 struct Cause {
     errno: i32,
@@ -87,7 +89,7 @@ struct Cause {
     queues: Option<u32>,
 }
 
-/// What keeps the controller from hearing them is logged.
+/// Returns the kernel's message against the program. If it cannot be read, the log says why.
 fn words_against(program: BorrowedFd<'_>, interface: &Interface, mode: XdpMode) -> Option<String> {
     link::words_against_xdp(program, interface.index, mode).unwrap_or_else(|error| {
         tracing::warn!(interface = interface.name, %error, "the kernel was not asked why it refuses XDP");
@@ -95,17 +97,17 @@ fn words_against(program: BorrowedFd<'_>, interface: &Interface, mode: XdpMode) 
     })
 }
 
-/// Beside the programs of TC, which take what this one leaves to the stack.
+/// The XDP programs of uplinks. TC programs take what they leave to the stack.
 #[derive(Debug)]
 pub(super) struct Transit {
     configured: Xdp,
-    /// Asked for where XDP is.
+    /// The program of this kernel. It is empty until an uplink is to have XDP.
     program: OnceCell<&'static str>,
-    /// Uplinks that cannot have it, and what was said of them.
+    /// The uplinks that cannot have the program, each with the reported reason.
     refused: BTreeMap<u32, String>,
-    /// Those of the kernel against it, and what they depend on.
+    /// The kernel's message against the program for each uplink, and the facts on which it depends.
     words: BTreeMap<u32, (Cause, Option<String>)>,
-    /// Of interfaces, as they were when they were looked at last.
+    /// The abilities of each interface, as of the last look at it.
     redirections: BTreeMap<u32, Redirection>,
 }
 
@@ -124,20 +126,21 @@ impl Transit {
         paths.links().join(format!("{index}_xdp_{}", word(mode)))
     }
 
-    /// The program that uplinks have besides those of TC, where one of them has it.
+    /// Returns the program that uplinks have besides those of TC, if one of them is to have it.
     pub(super) fn program(&self) -> Option<&'static str> {
         self.program.get().copied()
     }
 
-    /// Why uplinks have no program, by their index.
+    /// Returns why uplinks have no program, by their index.
     pub(super) const fn refusals(&self) -> &BTreeMap<u32, String> {
         &self.refused
     }
 
-    /// What the interfaces that were attached to may do.
+    /// Returns what the interfaces that were attached to may do.
     pub(super) fn redirects(&self) -> Redirects {
         let mut redirects = Redirects::default();
-        // Half of the table: during a change it holds new entries beside old ones.
+        // Only half of the map is used, because during a change it holds new entries beside old
+        // ones.
         let room = REDIRECTS as usize / KEYS_OF_TARGET / 2;
         let (uplinks, pods): (Vec<_>, Vec<_>) =
             self.redirections.iter().partition(|(_, redirection)| redirection.role == Role::Uplink);
@@ -158,7 +161,8 @@ impl Transit {
         if sources.keys().any(|source| has_other(*source)) { redirects } else { Redirects::default() }
     }
 
-    /// Answers whether anything had to be done. An uplink that cannot have the program is served by TC alone, which the log says.
+    /// Attaches to the interface, and returns true if anything had to be done. An uplink that
+    /// cannot have the program is served by TC alone, which the log says.
     pub(super) fn attach(
         &mut self,
         paths: &Paths,
@@ -189,7 +193,7 @@ impl Transit {
             Err(obstacle) => self.refuse(interface, obstacle.to_string()),
         }
         if changed {
-            // Some drivers take frames of others only with a program.
+            // Some drivers take frames of other interfaces only with a program.
             facts = device::facts(interface.index, &interface.name);
         }
         let redirection = Redirection::of(self.configured, attached, interface, &facts);
@@ -198,11 +202,11 @@ impl Transit {
     }
 
     fn look_at_pod(&mut self, interface: &Interface) {
-        // What the kernel is not asked for in vain, for each pod.
+        // If this is false, the pod can take no frames, and the kernel is not asked in vain.
         let is_possible = self.configured != Xdp::Generic
             && interface.bridge.is_none()
             && self.redirections.values().any(|uplink| uplink.gives.is_some());
-        // Most take none.
+        // Most pods take no frames.
         if !is_possible || !device::takes_frames(interface.index, &interface.name) {
             self.redirections.remove(&interface.index);
             return;
@@ -212,7 +216,7 @@ impl Transit {
         self.redirections.insert(interface.index, redirection);
     }
 
-    /// Answers whether it is attached, and whether anything had to be done.
+    /// Returns whether the program is attached, and whether anything had to be done.
     fn link(
         &mut self,
         paths: &Paths,
@@ -234,11 +238,12 @@ impl Transit {
                         self.words.remove(&interface.index);
                         return Ok((true, ensured.is_change()));
                     }
-                    // It has vanished.
+                    // The interface has vanished.
                     Err(error) if error.errno() == libc::ENODEV => return Ok((false, false)),
                     Err(error) if error.call == bpf::LINK_CREATE => {
                         let cause = Cause { errno: error.errno(), mtu: facts.mtu, queues: facts.queues };
-                        // Once: a driver may stop its queues each time.
+                        // The kernel is asked only once for each cause, because a driver may stop
+                        // its queues each time.
                         let known = self.words.get(&interface.index).filter(|(of, _)| *of == cause);
                         let words = known.map(|(_, words)| words.clone());
                         let words = words.unwrap_or_else(|| words_against(program, interface, mode));
@@ -252,7 +257,7 @@ impl Transit {
             Err(error) => error.to_string(),
         };
         self.refuse(interface, reason);
-        // A former program would go on with tables that nobody writes any more.
+        // A former program would go on with maps that nobody writes any more.
         Ok((false, links.remove(&path)?))
     }
 
@@ -267,7 +272,7 @@ impl Transit {
             .try_fold(false, |changed, mode| Ok(changed | links.remove(&Self::path(paths, index, *mode))?))
     }
 
-    /// Says so, once.
+    /// Notes why the uplink has no program, and logs each reason once.
     fn refuse(&mut self, interface: &Interface, reason: String) {
         if self.refused.get(&interface.index) != Some(&reason) {
             tracing::info!(
@@ -308,7 +313,7 @@ mod tests {
 
     #[test]
     fn frames_leave_by_other_interfaces() {
-        /// Interfaces from this index on are of pods.
+        /// The index of the first interface of a pod.
         const PODS: u32 = 1_000;
         const OWN: LinkAddress = LinkAddress { bytes: [2, 0, 0, 0, 0, 1], _padding: [0; 2] };
         let of = |redirections: Vec<(u32, Option<LinkAddress>, Option<Takes>)>| {

@@ -1,5 +1,7 @@
-//! The lease of `ebpf.withdrawAfter`. Where nobody renews it any more, the programs pass everything on from its end: the
-//! tables know nothing of what has changed since.
+//! The lease of `ebpf.withdrawAfter`.
+//!
+//! If nobody renews it, the programs pass all packets and calls once it has ended, because the maps
+//! know nothing of what has changed since.
 
 use std::time::Duration;
 
@@ -11,20 +13,22 @@ use super::{
 };
 use crate::sys::clock;
 
-/// Renewed when this part of it is over.
+/// The part of the lease, one in this number, after which it is renewed.
 const RENEWED_AFTER: u32 = 4;
 
 #[derive(Debug)]
 pub(super) struct LeaseRenewal {
-    /// Zero: there is no lease.
+    /// The length of the lease; zero if there is none.
     withdraw_after: Duration,
-    /// Nanoseconds since boot. `None`: a predecessor's lease has ended, and so the tables are not served before they hold what
-    /// is desired.
+    /// When the lease is renewed next, in nanoseconds since boot.
+    ///
+    /// It is `None` if a predecessor's lease has ended. The maps are then not served before they
+    /// hold what is desired.
     next: Option<u64>,
 }
 
 impl LeaseRenewal {
-    /// To be called before the programs that go by the lease are attached.
+    /// Writes the first lease, before the programs that depend on it are attached.
     pub(super) fn begin(withdraw_after: Duration, tables: &CommonTables) -> Result<Self, Error> {
         let table = &tables.lease;
         if withdraw_after.is_zero() {
@@ -37,7 +41,7 @@ impl LeaseRenewal {
         Ok(renewal)
     }
 
-    /// Called about once a second.
+    /// Renews the lease if it is time for that. Called about once a second.
     pub(super) fn renew(&mut self, table: &Table<u32, Lease>) -> Result<(), Error> {
         let now = clock::since_boot();
         if self.next.is_none_or(|next| now < next) {
@@ -48,7 +52,7 @@ impl LeaseRenewal {
         Ok(())
     }
 
-    /// The tables hold what is desired.
+    /// Renews a lease that had ended before this start. Called once the maps hold what is desired.
     pub(super) fn resume(&mut self, table: &Table<u32, Lease>) -> Result<(), Error> {
         if self.next.is_some() || self.withdraw_after.is_zero() {
             return Ok(());

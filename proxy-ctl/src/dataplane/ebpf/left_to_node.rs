@@ -1,10 +1,10 @@
-//! Leaves to the node what it listens for itself at a ClusterIP, as NodeLocal DNSCache does at that
-//! of kube-dns. Packets of such a frontend must reach the node's own socket, which rules without
-//! connection tracking see to under kube-proxy.
+//! Leaves to the node the ClusterIPs at which it listens itself, as NodeLocal DNSCache does at the
+//! address of kube-dns. Packets of such a frontend must reach the node's own socket. Under
+//! kube-proxy, rules without connection tracking achieve that.
 //!
-//! The frontend is withheld from the tables for as long as the node has the address, on another
-//! interface than `kube-ipvs0`, and a socket is bound to exactly that address and port. Until
-//! somebody listens, and after that, it is served as any other.
+//! The frontend is withheld from the maps while two things hold. The node has the address on an
+//! interface other than `kube-ipvs0`, and a socket is bound to exactly that address and port.
+//! Before and after that, the frontend is served like any other.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -31,14 +31,16 @@ use crate::{
     },
 };
 
-/// The protocol and the place of a socket that listens, or receives datagrams of any peer.
+/// The protocol and the bound address of a socket that listens, or that receives datagrams of any
+/// peer.
 type Listener = (Protocol, SocketAddr);
 
 type Listeners = BTreeSet<Listener>;
 
-/// Returns the listeners of this network namespace at some of `addresses`. Sockets for every
-/// address do not count: a program that serves the node, such as sshd, does not mean an address of
-/// Services.
+/// Returns the listeners of this network namespace at one of `addresses`.
+///
+/// Sockets that are bound to every address do not count: a program that serves the node, such as
+/// sshd, does not mean an address of Services.
 pub(super) fn listeners_at(addresses: &BTreeSet<IpAddr>) -> Result<Listeners, CallError> {
     let mut found = Listeners::new();
     if addresses.is_empty() {
@@ -62,26 +64,27 @@ type Look = Box<dyn Fn(&BTreeSet<IpAddr>) -> Result<Listeners, CallError> + Send
 pub(super) struct LeftToNode {
     inner: Box<dyn Dataplane>,
     look: Look,
-    /// The node as it was told last. `None` at first.
+    /// The node as `set_host` described it last; `None` before the first call.
     host: Option<Host>,
-    /// ClusterIPs that the node has itself, as `inner` knows them.
+    /// The ClusterIPs that the node has itself, as `inner` was told last.
     own_cluster_ips: BTreeSet<IpAddr>,
-    /// Everything that is desired.
+    /// All desired service ports.
     ports: PortSet,
-    /// ClusterIPs in `ports` that the node has itself.
+    /// The ClusterIPs in `ports` that the node has itself.
     own_now: BTreeSet<IpAddr>,
     left: Listeners,
-    /// Service ports that `inner` has otherwise than `left` says.
+    /// The service ports that `inner` does not have yet as `left` demands.
     pending: BTreeSet<ServicePortName>,
     has_synced: bool,
-    /// A service port at an address of the node's own has come, gone or changed.
+    /// True if a service port at an address of the node has come, gone or changed since the last
+    /// look.
     is_touched: bool,
-    /// Why listeners could not be listed the last time.
+    /// Why the last attempt to list listeners failed; `None` if it succeeded.
     failure: Option<String>,
-    /// `left`, or service ports that it concerns, are others than at the last
+    /// True if `left`, or a service port that it concerns, has changed since the last
     /// [`Dataplane::take_without_room`].
     told_is_old: bool,
-    /// The exceptions that `inner` has told last.
+    /// The exceptions that `inner` reported last.
     without_room: BTreeMap<ServicePortName, Vec<Unsupported>>,
 }
 
@@ -113,7 +116,7 @@ impl LeftToNode {
             && self.left.contains(&(protocol, SocketAddr::new(frontend.address, frontend.port)))
     }
 
-    /// The port without the frontends that are left to the node.
+    /// Returns the port without the frontends that are left to the node.
     fn served(&self, port: &Arc<DesiredPort>) -> Arc<DesiredPort> {
         let is_left = |frontend: &Frontend| self.is_left(port.name.protocol, frontend);
         if self.left.is_empty() || !port.frontends.iter().any(is_left) {
@@ -149,15 +152,16 @@ impl LeftToNode {
         cluster_ips(port).any(|address| self.own_now.contains(&address))
     }
 
-    /// Looks at all service ports. A change of others than those at such an address needs no look.
+    /// Finds the ClusterIPs that the node has itself among all service ports.
     fn find_own(&mut self) {
         let Some(host) = &self.host else { return };
         let all = self.ports.iter().flat_map(|port| cluster_ips(port));
         self.own_now = all.filter(|address| host.addresses.contains(address)).collect();
     }
 
-    /// Looks who listens, and notes for which service ports this changes something. Where listeners
-    /// cannot be listed, what is known of them stays: no Service waits for that.
+    /// Lists the listeners, and notes the service ports for which something has changed.
+    ///
+    /// If they cannot be listed, the last list stays in force, so that no Service waits for it.
     fn look(&mut self) {
         let listed = match self.own_now.is_empty() {
             true => Ok(Listeners::new()),
@@ -189,7 +193,8 @@ impl LeftToNode {
         }
     }
 
-    /// [`look`](Self::look) where a change may have to do with it. The collector looks each second.
+    /// Calls [`look`](Self::look) if a change may concern it. The garbage collection looks once a
+    /// second anyway.
     fn look_if_touched(&mut self) {
         if mem::take(&mut self.is_touched) {
             self.told_is_old |= !self.left.is_empty();
@@ -197,9 +202,11 @@ impl LeftToNode {
         }
     }
 
-    /// Writes, while `inner` takes the ClusterIPs for the node's own that are so before or after
-    /// that. A client of a frontend that is withheld must not be refused at such an address. What
-    /// fails for the host holds no Service back.
+    /// Calls `write` while `inner` counts the ClusterIPs as the node's own that are so before or
+    /// after it.
+    ///
+    /// Otherwise a client of a withheld frontend would be refused at such an address. An error of
+    /// `set_host` holds no Service back.
     fn write(
         &mut self,
         host_is_new: bool,
@@ -226,8 +233,7 @@ impl LeftToNode {
         Ok(applied)
     }
 
-    /// Writes the service ports for which something has changed because somebody listens, or no
-    /// longer does.
+    /// Writes the service ports for which something has changed because a listener came or went.
     fn write_pending(&mut self) -> Result<Applied, Error> {
         if self.pending.is_empty() || !self.has_synced {
             return Ok(Applied::default());
@@ -239,7 +245,7 @@ impl LeftToNode {
         Ok(applied)
     }
 
-    /// Returns what is left to the node, for people.
+    /// Returns the frontends that are left to the node, for people.
     fn told(&self) -> impl Iterator<Item = (ServicePortName, Unsupported)> {
         let ports = self.ports.iter().filter(|port| self.is_at_own_address(port));
         ports.filter_map(|port| {
@@ -375,13 +381,13 @@ mod tests {
 
     const CLUSTER_IP: &str = "10.96.0.10";
 
-    /// Records what the dataplane below was told, and says what it refuses.
+    /// Records what the dataplane below was told, and what it is to refuse.
     #[derive(Default)]
     struct Notes {
-        /// Numbers of the frontends of each service port.
+        /// The port numbers of each service port's frontends.
         frontends: BTreeMap<String, Vec<u16>>,
         own_cluster_ips: BTreeSet<IpAddr>,
-        /// Whether the ClusterIP was the node's own at each change of service ports.
+        /// For each change of service ports, true if the ClusterIP was the node's own.
         was_own: Vec<bool>,
         refuses: bool,
         refuses_host: bool,
@@ -455,7 +461,7 @@ mod tests {
         dataplane: LeftToNode,
         notes: Arc<Mutex<Notes>>,
         listeners: Arc<Mutex<Listeners>>,
-        /// Listeners cannot be listed.
+        /// True if listeners cannot be listed.
         fails: Arc<AtomicBool>,
     }
 
@@ -487,7 +493,7 @@ mod tests {
             *self.listeners.lock().unwrap() = at.collect();
         }
 
-        /// The frontends that the dataplane below has.
+        /// Returns the port numbers of the frontends that the dataplane below has.
         fn served(&self) -> Vec<u16> {
             self.notes.lock().unwrap().frontends.values().flatten().copied().collect()
         }
@@ -513,7 +519,7 @@ mod tests {
         assert_eq!((fixture.served(), fixture.told()), (vec![53, 9153], Some(Vec::new())));
     }
 
-    /// A client would be refused as at an unknown port otherwise, before or after the change.
+    /// Before or after the change, a client would otherwise be refused as at an unknown port.
     #[test]
     fn an_address_is_the_nodes_own_for_as_long_as_a_frontend_is_withheld() {
         let mut fixture = Fixture::new();
@@ -541,7 +547,8 @@ mod tests {
         assert_eq!(fixture.served(), [9153]);
     }
 
-    /// The node may have more addresses than there is room for, or an interface may take no program.
+    /// `set_host` fails, for example, if the node has more addresses than there is room for, or if
+    /// an interface takes no program.
     #[test]
     fn services_are_written_although_the_host_is_refused() {
         let mut fixture = Fixture::new();

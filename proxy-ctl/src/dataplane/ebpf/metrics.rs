@@ -60,7 +60,7 @@ pub(super) fn unattached_interfaces(number: usize) -> MetricFamily {
     )
 }
 
-/// A sample of each family, and of each reason.
+/// Returns a sample of each family, with each reason.
 #[cfg(test)]
 pub(crate) fn sample_metrics() -> Vec<MetricFamily> {
     use proxy_common::reason::Reason;

@@ -1,8 +1,13 @@
-//! The eBPF mode: desired state → tables that kernel programs read.
+//! The eBPF mode, which writes the desired state into maps that kernel programs read.
 //!
-//! [`EbpfDataplane`] ties the parts together. `layout` says what tables must hold, `publish` writes it in an order
-//! that leaves no hole, `adopt` reads what a predecessor left, `attach` puts the programs where packets and system
-//! calls pass. [`status`] and [`cleanup`] work on the pins alone, with the controller down.
+//! [`EbpfDataplane`] ties the parts together:
+//!
+//! - `layout` computes what the maps must hold.
+//! - `publish` writes it in an order that leaves no hole.
+//! - `adopt` reads what a predecessor left.
+//! - `attach` puts the programs where packets and system calls pass.
+//!
+//! [`status`] and [`cleanup`] work on the pins alone, with the controller down.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -134,7 +139,7 @@ pub use self::{
     load::{OBJECT, OBJECT_BUILT_WITH},
 };
 
-/// The tables and hooks of this node. Dropping it leaves all of them in place.
+/// The maps and hooks of this node. Dropping it leaves all of them in place.
 #[derive(Debug)]
 pub struct EbpfDataplane {
     shared: Common,
@@ -145,12 +150,14 @@ pub struct EbpfDataplane {
     moved_ports: MovedPorts,
     affinity: AffinityCollector,
     flow_lifetimes: FlowLifetimes,
-    /// Of the last `set_host`.
+    /// The node's interfaces as of the last `set_host`.
     interfaces: Vec<Interface>,
-    /// CNI's bandwidth plugin was seen on the node.
+    /// True if CNI's bandwidth plugin was seen on the node.
     is_beside_plugin: bool,
-    /// In [`Dataplane::attach`]: nothing is attached to interfaces yet. Where a predecessor's programs are, they must not meet what this
-    /// version writes.
+    /// True if [`Dataplane::attach`] attaches to interfaces, because nothing is attached there yet.
+    ///
+    /// Programs of a predecessor are replaced in `set_host` instead, because they must not meet
+    /// what this version writes.
     attaches_later: bool,
     hooks: Hooks,
     host_namespace: u64,
@@ -161,38 +168,40 @@ pub struct EbpfDataplane {
     pins: TablePins,
     log: KernelLog,
     lease: LeaseRenewal,
-    /// Of [`Dataplane::collect_garbage`].
+    /// The number of calls of [`Dataplane::collect_garbage`].
     collections: u32,
+    /// True while the mode drains.
     retiring: bool,
-    /// Their new size has no room for all flows yet.
+    /// The maps whose entries are not all in the map of the new size yet.
     resizing: Vec<Unfinished>,
     growth: Growth,
-    /// All hooks run programs of the tables in use.
+    /// True if all hooks run programs of the maps in use.
     is_swapped: bool,
     keep_ports: KeepPorts,
-    /// After the last [`keep_netfilter_ports`](EbpfDataplane::keep_netfilter_ports).
+    /// The pause after the last list of
+    /// [`keep_netfilter_ports`](EbpfDataplane::keep_netfilter_ports).
     list_rest: ListRest,
-    /// The connections that netfilter translates were listed after the last moment in which it may
-    /// have taken one, and all are kept.
+    /// True if the ends of all connections that netfilter translates are reserved, and the
+    /// connections were listed after the last moment at which it may have taken one.
     are_netfilters_kept: bool,
-    /// The number of collections since that moment.
+    /// The number of garbage collections since that moment.
     since_netfilter: u32,
-    /// Another mode serves all frontends, for pods without packet programs.
+    /// True if another mode serves all frontends too, for pods without packet programs.
     are_frontends_shared: bool,
     stale_sockets: StaleSockets,
     service_cidrs: ServiceCidrs,
-    /// `None`: no service port goes by connections.
+    /// The counts of connections. `None` if no service port uses least connection.
     connections: Option<ConnectionCount>,
-    /// Tables of flows that are nearly full.
+    /// The maps of flows that are nearly full.
     filling: Filling,
-    /// What is desired is known. Before, a predecessor's service ports are served.
+    /// True if the desired state is known. Before, a predecessor's service ports are served.
     is_synced: bool,
 }
 
-/// Of backends.
+/// The state of counting the connections of backends.
 #[derive(Debug, Default)]
 struct ConnectionCount {
-    /// `None`: not tried yet, or the kernel cannot.
+    /// The counter of sockets. `None` if it was not tried yet, or if the kernel cannot load it.
     sockets: Option<SocketCounter>,
     is_tried: bool,
 }
@@ -224,17 +233,18 @@ pub(super) const ENTRY: Entry = Entry {
 };
 
 const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;
-/// Connections that netfilter translates are listed so many collections, or seconds, after it may
-/// have taken one. Until then some may be in their handshake, and lists leave these out.
+/// The number of garbage collections, about one a second, after which the connections that
+/// netfilter translates are listed once more. It counts from the last moment at which netfilter may
+/// have taken one. Until then, some may be in their handshake, and lists leave these out.
 const COLLECTIONS_OF_HANDSHAKES: u32 = 60;
-/// Of [`FourPorts`].
+/// The number of ports in a [`FourPorts`].
 const FOUR: usize = 4;
 
 impl EbpfDataplane {
-    /// Takes over what is pinned, or makes it, and swaps this version's programs in. Tables are read here, but not
-    /// changed before the first [`Dataplane::resync`].
+    /// Takes over the pinned maps or makes new ones, and swaps this version's programs in. The
+    /// service ports in the maps are not changed before the first [`Dataplane::resync`].
     ///
-    /// Needs `CAP_BPF`, `CAP_PERFMON` and `CAP_NET_ADMIN`, or root; Linux 5.10.
+    /// Needs Linux 5.10, and `CAP_BPF`, `CAP_PERFMON` and `CAP_NET_ADMIN`, or root.
     pub fn open(config: &Ebpf) -> Result<Self, Error> {
         if let Err(error) = limits::raise_locked_memory() {
             tracing::debug!(%error, "BPF memory stays limited where the kernel counts it as locked");
@@ -293,7 +303,7 @@ impl EbpfDataplane {
             is_epoch_over: true,
             algorithm: config.algorithm,
             forwarding: config.forwarding(),
-            // A predecessor may have been killed before it ended them.
+            // A predecessor may have been killed before it ended the sockets of lost backends.
             lost_backends: BTreeSet::from([Transport::Tcp, Transport::Udp]),
         };
         let mut dataplane = Self {
@@ -333,41 +343,44 @@ impl EbpfDataplane {
             filling: Filling::default(),
             is_synced: false,
         };
-        // A predecessor has counted, and its service ports are served until the first resync.
+        // A predecessor has counted connections, and its service ports are served until the first
+        // resync.
         if dataplane.hooks.is_release_pinned() || !dataplane.v4.tables.connections.read()?.is_empty() {
             dataplane.begin_to_count();
         }
-        // Programs may be reading what a predecessor retired in its last moment.
+        // Programs may still read the ids and slots that a predecessor gave back at its end.
         dataplane.shared.grace.wait().map_err(Error::Grace)?;
         dataplane.write_settings(|settings| {
             settings.host_namespace = host_namespace;
-            // Since the predecessor has ended, others may have opened connections.
+            // Since the predecessor's end, rules of others may have opened connections.
             settings.answers_unknown = 0;
         })?;
-        // Those of a predecessor are detached only when the packet programs can take over, in `set_host`.
+        // If sockets are left alone now, a predecessor's hooks are detached in `set_host`, when the
+        // packet programs can take over.
         if balancing != SocketLoadBalancing::Off {
             dataplane.hooks.attach_sockets()?;
         }
-        // The sources are listing meanwhile. Else they are loaded in `attach`, once service ports are served to sockets.
+        // The sources are still listing objects, so loading costs no time now. Without programs at
+        // interfaces, `attach` loads them, once service ports are served to sockets.
         if dataplane.hooks.are_at_interfaces() {
             dataplane.hooks.load_ahead()?;
         }
         Ok(dataplane)
     }
 
-    /// Attaches to interfaces by clsact filters, as kernels before 6.6 do, also where this kernel has tcx.
+    /// Attaches to interfaces by clsact filters, as before Linux 6.6, even if this kernel has tcx.
     #[must_use]
     pub fn without_tcx(mut self) -> Self {
         self.hooks.without_tcx();
         self
     }
 
-    /// Tables that could not grow may do so without waiting for a minute.
+    /// Lets maps that could not grow try it again at once, without the rest of a minute.
     pub fn stop_growth_rest(&mut self) {
         self.growth = Growth::default();
     }
 
-    /// Writes the settings if `change` makes them different; answers whether it did.
+    /// Writes the settings if `change` makes them different, and returns true if it did.
     fn write_settings(&self, change: impl FnOnce(&mut Settings)) -> Result<bool, Error> {
         let table = &self.shared.tables.settings;
         let current = table.get(&0)?.unwrap_or_default();
@@ -380,7 +393,7 @@ impl EbpfDataplane {
         Ok(wanted != current)
     }
 
-    /// Learns how full the tables of established flows were at the end of the last walks.
+    /// Notes how full the maps of established flows were at the end of the last walks.
     fn see_filling(&mut self) {
         let (_, flows4) = self.flows4.counted();
         self.filling.see(table::flows4, flows4, self.v4.tables.flows.map().capacity().into());
@@ -391,7 +404,7 @@ impl EbpfDataplane {
     fn write_node(&self, host: &Host) -> Result<bool, Error> {
         let (masquerade4, masquerade6) = masquerade(&host.masquerade_addresses);
         let ports = self.write_masquerade_ports()?;
-        // Tables of another size are in use if the entries did not fit into the configured one.
+        // Maps of another size are in use if the entries did not fit into the configured one.
         let flows = self.v4.tables.flows.map().capacity().min(self.v6.tables.flows.map().capacity());
         let settings = self.write_settings(|settings| {
             settings.host_namespace = self.host_namespace;
@@ -407,12 +420,13 @@ impl EbpfDataplane {
         Ok(ports || settings)
     }
 
-    /// Answers whether they have changed.
+    /// Writes the ports for translated sources, and returns true if they have changed.
     fn write_masquerade_ports(&self) -> Result<bool, Error> {
         let SourcePorts { programs, apart_ranges, .. } = SourcePorts::read();
         let table = &self.shared.tables.masquerade_ports;
         let mut changed = false;
-        // First: the settings say how many there are. A port that the programs find meanwhile is of the former ones or of these.
+        // The ports come before the settings, which say how many there are. A port that programs
+        // read in between is one of the former or one of the new ports.
         for (index, chunk) in programs.ports.chunks(FOUR).enumerate() {
             let mut four = FourPorts::default();
             four.ports[..chunk.len()].copy_from_slice(chunk);
@@ -431,8 +445,9 @@ impl EbpfDataplane {
         Ok(changed)
     }
 
-    /// Attaches to the interfaces of the node, and swaps the programs of what is attached. Packets are let open flows then: a flow that one
-    /// interface opens while another has no programs yet would get no answers.
+    /// Attaches to the interfaces of the node, swaps the programs of what is attached, and then
+    /// lets packets open flows. Otherwise a flow that one interface opens would get no answers
+    /// while another has no programs.
     fn take_packets(&mut self) -> Failures {
         let is_first = self.keep_ports == KeepPorts::BeforePackets;
         if is_first {
@@ -452,7 +467,7 @@ impl EbpfDataplane {
         if let Err(error) = self.write_settings(|settings| settings.packets_held = 0) {
             failures.add("settings", error);
         }
-        // Former programs may have judged flows of this epoch by tables that have another size now.
+        // Former programs may have compared flows of this epoch with maps of the former size.
         self.shared.is_epoch_over = true;
         raise_epoch(&mut self.shared, &mut failures);
         failures
@@ -461,8 +476,8 @@ impl EbpfDataplane {
     /// Attaches to new interfaces that have waited long enough.
     fn attach_to_settled(&mut self, failures: &mut Failures) {
         self.look_for_bandwidth_plugin(false);
-        // The mode beside may serve their pods, whose connections are listed after that. It goes on
-        // with them while no list may be made.
+        // The secondary mode may serve their pods, and its connections are listed after the
+        // attachment. It goes on with them while no list may be made.
         let are_served_beside = self.lacks_programs();
         if are_served_beside && !self.list_rest.is_over() {
             return;
@@ -480,7 +495,7 @@ impl EbpfDataplane {
         }
     }
 
-    /// New interfaces wait longer on a node where the plugin is in use.
+    /// Looks for CNI's bandwidth plugin. On a node that uses it, new interfaces wait longer.
     fn look_for_bandwidth_plugin(&mut self, is_seen: bool) {
         self.is_beside_plugin |= is_seen || self.hooks.meets_bandwidth_plugin();
         self.hooks.leave_new_interfaces(settling::pause(self.config.sockets(), self.is_beside_plugin));
@@ -488,21 +503,22 @@ impl EbpfDataplane {
 
     /// Returns true if some pods have no packet programs, and may have no socket hooks either.
     fn lacks_programs(&self) -> bool {
-        // Where the plugin is in use, each new pod waits for its programs.
+        // If the plugin is in use, each new pod waits for its programs.
         let new_pods_wait = self.is_beside_plugin
             && self.hooks.uses_filters()
             && self.config.sockets() != SocketLoadBalancing::All;
         new_pods_wait || self.hooks.unattached_count() > 0
     }
 
-    /// After a look at the interfaces: some can do it only with a program on them.
+    /// Writes the interfaces between which XDP may send. Call this after interfaces were attached
+    /// to, because some can take frames only with a program on them.
     fn write_redirects(&mut self) -> Result<(), Error> {
         self.hooks.follow_routes();
         let Redirects { sources, targets } = self.hooks.redirects();
         self.hooks.count_redirect_failures(!sources.is_empty() && !targets.is_empty());
         replace(&self.shared.tables.redirect_sources, &sources)?;
         match replace(&self.shared.tables.redirect_targets, &targets) {
-            // An uplink has vanished at this moment: its message comes next.
+            // An uplink has vanished at this moment. The kernel's message about that comes next.
             Err(Error::Table { source, .. }) if source.errno() == libc::EINVAL => Ok(()),
             written => written.map(drop),
         }
@@ -516,7 +532,7 @@ impl EbpfDataplane {
         self.note_netfilter();
         self.follow_circumstances_or_warn();
         let started = Instant::now();
-        // All of them may go on even so, and new connections matter more.
+        // This is no failure: all of these connections may go on even so, and new ones matter more.
         if let Err(error) = self.list_netfilters() {
             tracing::warn!(%error, "connections that netfilter translates may lose packets to new flows");
         }
@@ -529,8 +545,8 @@ impl EbpfDataplane {
         self.since_netfilter = 0;
     }
 
-    /// Keeps the connections that netfilter translates from flows. Returns true if there was room
-    /// for all of them.
+    /// Reserves the ends of the connections that netfilter translates. Returns true if there was
+    /// room for all of them.
     fn list_netfilters(&mut self) -> Result<bool, Error> {
         self.flows4.ended.forget();
         self.flows6.ended.forget();
@@ -545,7 +561,7 @@ impl EbpfDataplane {
         Ok(v4.are_all && v6.are_all)
     }
 
-    /// Lists them once more when no handshake of theirs can go on.
+    /// Lists the connections of netfilter once more when their last handshakes have ended.
     fn list_netfilters_after_handshakes(&mut self) {
         if self.hooks.has_waiting() {
             self.note_netfilter();
@@ -559,11 +575,11 @@ impl EbpfDataplane {
             Ok(are_all) => self.are_netfilters_kept = are_all,
             Err(error) => tracing::debug!(%error, "connections that netfilter translates are not listed"),
         }
-        // If it was in vain, the next attempt comes as late.
+        // If this was in vain, the next attempt comes after the same time.
         self.since_netfilter = 0;
     }
 
-    /// Has the programs answer segments of unknown connections, or stop it.
+    /// Lets the programs answer segments of unknown connections, or stops that.
     fn follow_circumstances(&self) -> Result<(), Error> {
         let circumstances = Circumstances {
             is_synced: self.is_synced,
@@ -588,7 +604,7 @@ impl EbpfDataplane {
         }
     }
 
-    /// Pins again what is not pinned any more.
+    /// Pins again whatever is not pinned any more.
     fn restore_pins(&mut self) -> Result<(), Error> {
         let restored = self.pins.restore(&self.bpffs, &self.paths)?;
         if !restored.is_empty() {
@@ -606,7 +622,7 @@ impl EbpfDataplane {
         }
     }
 
-    /// Goes on through the tables of flows and removes what has expired.
+    /// Continues the walks through the flow maps, and removes flows that have expired.
     fn collect_flows(&mut self, failures: &mut Failures) {
         let Self { flows4, flows6, moved_ports, shared, v4, v6, .. } = self;
         let (lifetimes, now, table) = (&self.flow_lifetimes, clock::since_boot(), &shared.tables.moved_ports);
@@ -623,7 +639,7 @@ impl EbpfDataplane {
         }
     }
 
-    /// Frees what no program reads any more.
+    /// Frees the ids and slots that no program can read any more.
     fn free_retired(&mut self) -> Result<(), Error> {
         let Self { shared, v4, v6, .. } = self;
         if shared.ids.has_retired() || v4.entries.slots.has_retired() || v6.entries.slots.has_retired() {
@@ -635,7 +651,7 @@ impl EbpfDataplane {
         Ok(())
     }
 
-    /// Puts right what others have changed. Fails only if another controller has the tables now.
+    /// Repairs what others have changed. Fails only if another controller has the maps now.
     fn inspect(&mut self, failures: &mut Failures) -> Result<(), Error> {
         match self.restore_pins() {
             Err(error @ Error::Locked { .. }) => return Err(error),
@@ -650,7 +666,7 @@ impl EbpfDataplane {
         let refused = self.hooks.unattached_count();
         failures.merge(self.hooks.repair());
         if self.hooks.unattached_count() < refused {
-            // The mode beside has served the pod, and goes on translating its connections.
+            // The secondary mode has served the pod, and goes on translating its connections.
             self.keep_netfilter_ports();
         }
         failures.see("uplinks for redirects", self.write_redirects());
@@ -670,7 +686,7 @@ impl EbpfDataplane {
         self.hooks.mend(programs, &misplaced).into_result()
     }
 
-    /// Of all service ports that name none.
+    /// Follows the node's algorithm and forwarding, for all service ports that name none.
     fn use_choices(&mut self, host: &Host, applied: &mut Applied, failures: &mut Failures) {
         let chosen = (host.algorithm, host.forwarding);
         if (self.shared.algorithm, self.shared.forwarding) == chosen {
@@ -684,7 +700,8 @@ impl EbpfDataplane {
         self.publish_waiting(applied, failures);
     }
 
-    /// Before a service port is published that goes by them.
+    /// Begins to count connections, if they are asked for, before a service port that needs them is
+    /// published.
     fn count_connections(&mut self, are_asked_for: bool, failures: &mut Failures) {
         if !are_asked_for || self.connections.is_some() {
             return;
@@ -700,7 +717,8 @@ impl EbpfDataplane {
         self.hooks.count_sockets(true);
     }
 
-    /// Where no service port goes by connections any more. Those that are open are known as counted by flows and sockets, should it begin again.
+    /// Stops counting connections if no service port uses least connection any more. Open flows and
+    /// sockets stay marked as counted, in case counting begins again.
     fn stop_counting(&mut self) -> Result<(), Error> {
         let Self { shared, v4, v6, .. } = self;
         if !self.is_synced || v4.goes_by_connections(shared) || v6.goes_by_connections(shared) {
@@ -714,7 +732,7 @@ impl EbpfDataplane {
         Ok(())
     }
 
-    /// Has the next walks through flows compare what is counted with what is there.
+    /// Lets the next walks through the flows compare the counts with the flows that exist.
     fn recount_flows(&mut self) -> Result<(), Error> {
         // While entries move from one map to another, a walk does not meet all of them.
         if self.connections.is_none() || !self.resizing.is_empty() {
@@ -724,7 +742,8 @@ impl EbpfDataplane {
         self.flows6.count_connections(&self.v6.tables)
     }
 
-    /// As [`recount_flows`](Self::recount_flows), of sockets, at once.
+    /// Counts the connections of sockets anew and at once. [`recount_flows`](Self::recount_flows)
+    /// is its counterpart for flows.
     fn recount_sockets(&mut self) -> Result<(), Error> {
         let Some(ConnectionCount { sockets, is_tried }) = &mut self.connections else { return Ok(()) };
         connections::forget_gone(&self.v4.tables, &self.v6.tables)?;
@@ -742,26 +761,27 @@ impl EbpfDataplane {
         self.stop_counting()
     }
 
-    /// Before tables are written.
+    /// Prepares a write: swaps programs that could not be swapped before, and notes which maps may
+    /// grow.
     fn prepare(&mut self, failures: &mut Failures) {
         if !self.is_swapped {
             let unswapped = self.hooks.swap();
             self.is_swapped = unswapped.is_empty();
             failures.merge(unswapped);
-            // Former programs may have judged flows of this epoch by the former tables.
+            // Former programs may have compared flows of this epoch with the former maps.
             self.shared.is_epoch_over = true;
         }
         self.let_tables_grow();
     }
 
-    /// Nothing gives way to what waits for a table that can still grow.
+    /// Notes which maps may still grow. Nothing gives way to what waits for such a map.
     fn let_tables_grow(&mut self) {
         let may_grow = self.growth.may_grow(&self.shapes);
         self.v4.entries.without_room.may_grow.clone_from(&may_grow);
         self.v6.entries.without_room.may_grow = may_grow;
     }
 
-    /// After what has made room, in whichever family: they share `services`.
+    /// Publishes what waits, after something has made room in either family: both share `services`.
     fn publish_waiting(&mut self, applied: &mut Applied, failures: &mut Failures) {
         loop {
             finish(self.v4.publish_waiting(&mut self.shared), applied, failures);
@@ -776,14 +796,15 @@ impl EbpfDataplane {
         }
     }
 
-    /// At the start, before anything is published: later, changes would wait for it.
+    /// Grows maps at the start, before anything is published. Later, changes would wait for it.
     fn grow_ahead(&mut self, desired: &[Arc<DesiredPort>], failures: &mut Failures) {
         let mut demand = growth::ahead(desired, |port| self.shared.algorithm_of(port), &self.shapes);
         demand.retain(|limit, _| self.v4.entries.without_room.may_grow.contains(limit));
         if demand.is_empty() {
             return;
         }
-        // Most of it may have room nevertheless, and the rest is asked for by itself.
+        // This is only logged: most service ports may have room nevertheless, and the others ask
+        // for growth by themselves.
         if let Err(error) = self.grow(&demand, failures) {
             tracing::warn!(%error, "tables cannot grow ahead of later changes");
         }
@@ -812,7 +833,7 @@ impl EbpfDataplane {
         }
     }
 
-    /// For tables that can grow.
+    /// Returns how much room is needed in the maps that can still grow, by limit.
     fn demand(&self) -> Demand {
         let mut demand = Demand::new();
         self.v4.demand(&self.shared, &mut demand);
@@ -824,7 +845,7 @@ impl EbpfDataplane {
     fn grow(&mut self, demand: &Demand, failures: &mut Failures) -> Result<(), Error> {
         self.restore_pins()?;
         if let Err(error) = self.change_to_larger(demand, failures) {
-            // Those in use are the former ones.
+            // The former maps stay in use, so they are pinned again.
             self.pins.restore(&self.bpffs, &self.paths)?;
             return Err(error);
         }
@@ -853,7 +874,7 @@ impl EbpfDataplane {
         Ok(())
     }
 
-    /// Do the tables hold what is desired, and nothing else?
+    /// Returns true if the maps hold the desired state and nothing else.
     fn has_only(&self, desired: &[Arc<DesiredPort>]) -> Result<bool, Error> {
         let Self { shared, v4, v6, is_synced, .. } = self;
         let of = |family| desired.iter().filter(move |port| port.name.family == family);
@@ -865,7 +886,7 @@ impl EbpfDataplane {
             && shared.has_only(&published)?)
     }
 
-    /// Writes what is different, after adopting.
+    /// Adopts what the maps hold, and writes what differs from the desired state.
     fn write_everything(
         &mut self,
         desired: &[Arc<DesiredPort>],
@@ -883,7 +904,7 @@ impl EbpfDataplane {
         finish(resync(v6, shared, desired), applied, failures);
         for Stray { id, is_claimed } in strays {
             match remove_service(shared, id, applied) {
-                // Programs may be reading it.
+                // Programs may still be reading it.
                 Ok(()) if is_claimed => shared.ids.retire(Range { first: id, count: 1 }),
                 Ok(()) => {}
                 Err(error) => failures.add(format_args!("service {id}, which is not desired"), error),
@@ -919,11 +940,12 @@ fn provide_cgroup2() -> Result<Option<PathBuf>, Error> {
         .map_err(|source| Error::Folder { path: "/proc/self/mountinfo".into(), source })
 }
 
-/// Asks the program on connect4, which must be attached to a cgroup that this process is in.
+/// Returns the cookie of this network namespace. It asks the program on connect4, which must be
+/// attached to a cgroup that this process is in.
 fn learn_namespace(tables: &CommonTables, probe: &UdpSocket) -> Result<u64, Error> {
     let cookie = namespace::socket_cookie(probe.as_fd()).map_err(Error::Namespace)?;
     let mut settings = tables.settings.get(&0)?.unwrap_or_default();
-    // What a predecessor has learned stays in force meanwhile.
+    // The namespace that a predecessor has learned stays in force meanwhile.
     settings.probe_socket = cookie;
     tables.settings.set(&0, &settings)?;
     // Connecting a datagram socket sends nothing.
@@ -939,7 +961,7 @@ fn learn_namespace(tables: &CommonTables, probe: &UdpSocket) -> Result<u64, Erro
     Ok(learned)
 }
 
-/// After all writes of a call.
+/// Raises the epoch, if need be, after all writes of a call.
 fn raise_epoch(shared: &mut Common, failures: &mut Failures) {
     if let Err(error) = shared.raise_epoch() {
         failures.add("settings", error);
@@ -1002,7 +1024,7 @@ impl Dataplane for EbpfDataplane {
 
     fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, super::Error> {
         let (mut applied, mut failures) = Default::default();
-        // As an inspection mostly finds them.
+        // Fast path: an inspection usually finds nothing to repair.
         if self.has_only(desired)? {
             self.prepare(&mut failures);
         } else {
@@ -1018,7 +1040,8 @@ impl Dataplane for EbpfDataplane {
         self.shared.tables.services.forget();
         self.v4.tables.slots.forget();
         self.v6.tables.slots.forget();
-        // Also where something could not be written: the other service ports are served as they are desired.
+        // The lease is resumed even if something could not be written, because the other service
+        // ports are served as desired.
         if let Err(error) = self.lease.resume(&self.shared.tables.lease) {
             failures.add("lease", error);
         }
@@ -1043,7 +1066,7 @@ impl Dataplane for EbpfDataplane {
         }
         match self.restore_pins() {
             Ok(()) => {}
-            // Another controller's tables are pinned there now.
+            // Another controller's maps are pinned there now.
             Err(error @ Error::Locked { .. }) => return Err(error.into()),
             Err(error) => failures.add("pins", error),
         }
@@ -1075,7 +1098,8 @@ impl Dataplane for EbpfDataplane {
         Ok(self.lease.renew(&self.shared.tables.lease)?)
     }
 
-    /// A part that fails does not keep the others from being done.
+    /// Does what is due about once a second. A part that fails does not keep the others from being
+    /// done.
     fn collect_garbage(&mut self) -> Result<(), super::Error> {
         let (mut applied, mut failures): (Applied, Failures) = Default::default();
         failures.see("lease", self.lease.renew(&self.shared.tables.lease));
@@ -1106,7 +1130,7 @@ impl Dataplane for EbpfDataplane {
         let were_moving = !self.resizing.is_empty();
         failures.see("tables of another size", resize::transfer(&self.paths, &mut self.resizing));
         if were_moving {
-            // No walk has met what was still in the map before.
+            // No walk has met the entries that were still in the former map.
             self.flows4.ended.forget_walk();
             self.flows6.ended.forget_walk();
         }
@@ -1119,19 +1143,20 @@ impl Dataplane for EbpfDataplane {
             return Ok(());
         }
         if !are_shared {
-            // The other mode may have opened connections to the last moment.
+            // The other mode may have opened connections up to the last moment.
             self.keep_netfilter_ports();
         }
         Ok(self.follow_circumstances()?)
     }
 
-    /// Without frontends, packets of known TCP flows are translated on and all others pass.
+    /// Drains the mode. Without frontends, packets of known TCP flows are still translated, and all
+    /// others pass.
     fn retire(&mut self) -> Result<bool, super::Error> {
         if !self.retiring {
             // From now on netfilter may translate connections to the same frontends.
             self.write_settings(|settings| settings.answers_unknown = 0)?;
             self.keep_ports = KeepPorts::Done;
-            // They are connected to endpoints, and go on without any frontend.
+            // These sockets are connected to endpoints, and go on without any frontend.
             self.stale_sockets = StaleSockets::none();
             self.service_cidrs.retire();
             let (mut applied, mut failures) = Default::default();
@@ -1160,12 +1185,13 @@ impl Dataplane for EbpfDataplane {
         Ok(families)
     }
 
-    /// None: a change costs what it writes, so that each is written at once.
+    /// Returns zero. A change costs only what it writes, so each change is written at once.
     fn min_interval(&self, _configured: Duration) -> Duration {
         Duration::ZERO
     }
 
-    /// Half a percent of a core, if that is not too seldom: nobody else writes these tables.
+    /// Limits inspections to half a percent of a core. Repairs may come late, because nobody else
+    /// writes these maps.
     fn inspection_share(&self) -> u32 {
         200
     }
@@ -1197,7 +1223,7 @@ impl Dataplane for EbpfDataplane {
     }
 }
 
-/// Returns the size of the machine, or nothing where the kernel does not tell it.
+/// Returns the size of the machine, or `None` if the kernel does not tell it.
 fn machine() -> Option<Machine> {
     Machine::read()
         .inspect_err(|error| tracing::warn!(%error, "tables of flows have the sizes of a small machine"))
@@ -1238,8 +1264,8 @@ fn used_by<F: TableFamily>(
 
 /// Makes `node_addresses4/6` hold exactly the host's addresses.
 fn write_addresses<F: TableFamily>(tables: &FamilyTables<F>, host: &Host) -> Result<Applied, Error> {
-    // A ClusterIP that the node has itself serves no node ports for others, unless it was chosen
-    // for these.
+    // A ClusterIP that the node has itself serves no node ports to others, unless it was chosen for
+    // node ports.
     let own_cluster_ips = host.own_cluster_ips.iter().map(|ip| (ip, NODE_ADDRESS_LOOPBACK));
     let serving = host.node_port_addresses.iter();
     let serving = serving.map(|ip| (ip, if ip.is_loopback() { NODE_ADDRESS_LOOPBACK } else { 0 }));
@@ -1249,11 +1275,11 @@ fn write_addresses<F: TableFamily>(tables: &FamilyTables<F>, host: &Host) -> Res
         .collect();
     let found: BTreeMap<_, _> = tables.node_addresses.read_all()?.into_iter().collect();
     let mut applied = Applied::default();
-    // These may take the room of the others.
+    // Removals come first, because the other addresses may need the room.
     for address in found.keys().filter(|address| !wanted.contains_key(*address)) {
         applied.removed += u64::from(tables.node_addresses.remove(address)?);
     }
-    // Where there is no room for all, the Node's own are not those that it lacks.
+    // The addresses of the Node come first, because there may not be room for all.
     let first: Vec<_> = host.masquerade_addresses.iter().filter_map(|ip| F::address(*ip)).collect();
     let (first, others): (Vec<_>, Vec<_>) = wanted.iter().partition(|(address, _)| first.contains(address));
     for (address, value) in first.into_iter().chain(others) {
@@ -1265,7 +1291,8 @@ fn write_addresses<F: TableFamily>(tables: &FamilyTables<F>, host: &Host) -> Res
     Ok(applied)
 }
 
-/// Makes `interfaces` hold exactly those that have sources of their own or bring traffic of pods, and uplinks.
+/// Makes `interfaces` hold exactly the uplinks, and the interfaces that have sources of their own
+/// or bring traffic of pods.
 fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error> {
     let settings = |interface: &Interface| {
         let (masquerade4, masquerade6) = masquerade(&interface.masquerade_addresses);
@@ -1276,7 +1303,7 @@ fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error
             (true, false) => INTERFACE_OF_UPLINK | INTERFACE_WITHOUT_LINK_HEADERS,
             (false, _) => 0,
         };
-        // 0, where it does not fit: no packet is longer than that.
+        // 0 stands for any length. No packet is too long for an MTU that does not fit.
         let mtu = if is_uplink { u16::try_from(interface.mtu).unwrap_or(0) } else { 0 };
         let of_bridge = if is_uplink && interface.bridge.is_some() { INTERFACE_OF_BRIDGE } else { 0 };
         InterfaceSettings { masquerade6, masquerade4, flags: of_pods | of_uplink | of_bridge, mtu }
@@ -1284,6 +1311,7 @@ fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error
     let none = InterfaceSettings::default();
     let all = host.interfaces.iter().map(|interface| (interface.index, settings(interface)));
     let mut wanted: BTreeMap<_, _> = all.filter(|(_, settings)| *settings != none).collect();
+    // If there is no room for all, entries with nothing but an MTU and flags of uplinks give way.
     // The other fields concern more packets.
     if wanted.len() > tables.interfaces.map().capacity() as usize {
         let others = |settings: &InterfaceSettings| InterfaceSettings {
@@ -1304,14 +1332,15 @@ fn write_pod_namespaces(tables: &CommonTables, host: &Host) -> Result<Applied, E
     replace(&tables.pod_namespaces, &namespaces.take(room).collect())
 }
 
-/// Makes a table hold exactly this.
+/// Makes a map hold exactly these entries.
 fn replace<K: Pod + Default + Ord, V: Pod + Default + PartialEq>(
     table: &Table<K, V>,
     wanted: &BTreeMap<K, V>,
 ) -> Result<Applied, Error> {
     let found: BTreeMap<_, _> = table.read_all()?.into_iter().collect();
     let mut applied = Applied::default();
-    // First: from Linux 6.1 on a new entry may get the memory of a removed one, which a program may be reading.
+    // Writes come before removals: from Linux 6.1 on, a new entry may get the memory of a removed
+    // one, which a program may still be reading.
     for (key, value) in wanted.iter().filter(|(key, value)| found.get(key) != Some(value)) {
         table.set(key, value)?;
         applied.written += 1;
@@ -1322,8 +1351,11 @@ fn replace<K: Pod + Default + Ord, V: Pod + Default + PartialEq>(
     Ok(applied)
 }
 
-/// How traffic of pods of a family is told (`PODS_*`), and, by its source, the range and how many of its bits count. The configuration and
-/// the Node have one range of each family at most.
+/// Returns how traffic of pods of a family is recognised (`PODS_*`), then a range and its prefix
+/// length.
+///
+/// The range matters for `PODS_BY_SOURCE` alone. The configuration and the Node have at most one
+/// range of each family.
 fn pods<F: TableFamily>(local: &LocalTraffic) -> (u16, F::Address, u8) {
     match local {
         LocalTraffic::FromCidrs(cidrs) => {
@@ -1337,7 +1369,7 @@ fn pods<F: TableFamily>(local: &LocalTraffic) -> (u16, F::Address, u8) {
     }
 }
 
-/// The first address of each family; unspecified: none.
+/// Returns the first address of each family. It is unspecified if there is none.
 fn masquerade(addresses: &[IpAddr]) -> ([u8; 4], [u8; 16]) {
     let v4 = addresses.iter().find_map(|ip| V4::address(*ip)).unwrap_or_default();
     let v6 = addresses.iter().find_map(|ip| V6::address(*ip)).unwrap_or_default();

@@ -1,10 +1,11 @@
-//! The table `moved_ports`: source ports of flows that may have another key than their packets say.
-//! The programs set a port before they insert such a flow, and nobody clears one: a program could
-//! set it in the same moment, and its flow would not be found. Instead a port has the number of the
-//! generation in which it was set last, and what is two generations old does not count.
+//! The map `moved_ports`: source ports of flows that may have another key than their packets say.
 //!
-//! A generation lasts until each table of flows has been walked through. For each such flow that a
-//! walk meets, the port is set again.
+//! Programs set a port before they insert such a flow. Nobody clears a port: a program could set it
+//! in the same moment, and its flow would not be found. Instead, each port has the number of the
+//! generation in which it was set last. A port that was set two generations ago does not count.
+//!
+//! A generation lasts until each flow map has been walked through. The walk sets the port again of
+//! each such flow that it meets.
 
 use std::collections::HashSet;
 
@@ -15,25 +16,26 @@ use proxy_common::{
 
 use super::{Error, tables::Table};
 
-/// The complete walks of each table of flows: two of each family.
+/// The number of complete walks through each flow map. Each family has two.
 pub(super) type Walks = [u64; 4];
 
-/// The walks of each table that a generation takes. The first one may have begun before it.
+/// The number of walks through each map that a generation takes. The first of them may have begun
+/// before the generation.
 const WALKS: u64 = 2;
 
-/// The generation of the table, and what was set in it.
+/// The current generation of the map, and the ports that were set in it.
 #[derive(Debug, Default)]
 pub(super) struct MovedPorts {
-    /// 0: it is not known yet.
+    /// The number of the current generation; 0 until it has been read.
     generation: u32,
     /// The ports that walks have set in this generation.
     met: HashSet<Port>,
-    /// The number of walks with which the generation is over.
+    /// The numbers of walks at which the generation is over.
     until: Walks,
 }
 
 impl MovedPorts {
-    /// Sets the ports of those of these flows that have another key.
+    /// Sets the ports of those flows that have another key than their packets.
     pub(super) fn see<A>(
         &mut self,
         table: &Table<u32, u32>,
@@ -49,7 +51,8 @@ impl MovedPorts {
         Ok(())
     }
 
-    /// Begins the next generation if the walks have met all flows of this one.
+    /// Reads the generation at first, and begins the next one if the walks have met all flows of
+    /// this one.
     pub(super) fn tend(&mut self, table: &Table<u32, u32>, walks: Walks) -> Result<(), Error> {
         if self.generation == 0 {
             self.generation = table.get(&GENERATION)?.unwrap_or_default().max(1);
@@ -63,12 +66,13 @@ impl MovedPorts {
         Ok(())
     }
 
-    /// Makes the generation last longer, as a walk may have left a flow out.
+    /// Makes the generation last for further walks, as after a walk that may have missed a flow.
     pub(super) fn begin(&mut self, walks: Walks) {
         self.until = walks.map(|walks| walks.saturating_add(WALKS));
         self.met.clear();
     }
 }
 
-/// No packet has port 0 as its source: the table has the current generation there.
+/// The key of the current generation. Port 0 is free for it, because no packet has it as its
+/// source.
 const GENERATION: u32 = 0;

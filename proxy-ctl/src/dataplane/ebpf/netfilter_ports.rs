@@ -1,7 +1,9 @@
-//! TCP connections that netfilter goes on translating: those that a former proxy's rules, or those
-//! of the mode beside, have opened. Each has two pairs of ends, of its client's packets and of its
-//! answers, and both are kept from flows. Otherwise the programs would take its answers, or a
-//! forged SYN would open a flow that the client's own segments follow.
+//! Reserves the ends of TCP connections that netfilter translates, so that no flow takes them.
+//! Rules of a former proxy, or of the secondary mode, have opened these connections.
+//!
+//! Each connection has two pairs of ends, that of its client's packets and that of its answers, and
+//! both are reserved in `flows4/6`. Otherwise the programs would take its answers, or a forged SYN
+//! would open a flow that the client's own segments follow.
 
 use std::{
     collections::HashSet,
@@ -20,7 +22,8 @@ use crate::{
     sys::conntrack::{Conntrack, TranslatedConnection},
 };
 
-/// After which step they are to be kept next: rules go on opening connections until all is taken over.
+/// The step after which the connections of netfilter are to be listed next. Rules go on opening
+/// connections until everything is taken over.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum KeepPorts {
     BeforePackets,
@@ -28,20 +31,21 @@ pub(super) enum KeepPorts {
     Done,
 }
 
-/// The part of the rows of `flows4/6` that connections of netfilter may take. Flows that prove no
-/// client may take half of them, so that TCP connections have a quarter at least.
+/// The part of the entries of `flows4/6`, one in this number, that connections of netfilter may
+/// take. Flows that prove no client may take half of them, so at least a quarter is left for TCP
+/// connections.
 const PARTS_OF_ROWS: u32 = 4;
 
-/// The connections that were kept from flows.
+/// The outcome of reserving the ends of connections.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Kept {
-    /// The number of those that were not kept before.
+    /// The number of connections whose ends were not reserved before.
     pub(super) new: u64,
-    /// There was room for all connections.
+    /// True if there was room for all connections.
     pub(super) are_all: bool,
 }
 
-/// Keeps the ends of one family's connections from flows.
+/// Reserves the ends of one family's connections, so that no flow takes them.
 pub(super) fn keep<F: TableFamily>(
     tables: &FamilyTables<F>,
     conntrack: &Conntrack,
@@ -81,7 +85,7 @@ pub(super) fn keep<F: TableFamily>(
     Ok(Kept { new, are_all: left_out == 0 })
 }
 
-/// Counts the rows that are kept, also those of connections that have ended since the last walk.
+/// Counts the reserved entries, also those of connections that have ended since the last walk.
 fn kept_rows<F: TableFamily>(tables: &FamilyTables<F>) -> Result<u64, Error> {
     let mut rows = 0;
     tables.flows.walk(|few| {
@@ -95,19 +99,20 @@ fn kept_rows<F: TableFamily>(tables: &FamilyTables<F>) -> Result<u64, Error> {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum KeptKey {
     New,
-    /// It is netfilter's already, or a confirmed flow's, which goes on.
+    /// The key is netfilter's already, or that of a confirmed flow, which goes on.
     Already,
     LeftOut,
 }
 
-/// Makes the key netfilter's. A new row is made only if there is room for it.
+/// Makes the key netfilter's. A new entry is made only if there is room for it.
 fn keep_key<F: TableFamily>(
     tables: &FamilyTables<F>,
     key: &FlowKey<F::Address>,
     flow: &Flow<F::Address>,
     has_room: bool,
 ) -> Result<KeptKey, Error> {
-    // A confirmed flow goes on. Another may be that of a forged SYN, and is not found any more.
+    // A confirmed flow goes on. Any other flow may come from a forged SYN, and is not found any
+    // more.
     let opening = tables.opening_flows.get(key)?;
     if opening.is_some_and(|flow| flow.state.progress == PROGRESS_CONFIRMED) {
         return Ok(KeptKey::Already);
@@ -122,7 +127,7 @@ fn keep_key<F: TableFamily>(
         }
     }
     let Some(kept) = tables.flows.get(key)? else { return Ok(KeptKey::LeftOut) };
-    // A former version knew less of it.
+    // The entry may be of a former version, which knew less of the connection.
     if kept.flags & FLOW_OF_NETFILTER != 0 {
         tables.flows.set(key, flow)?;
     }
@@ -146,33 +151,33 @@ fn flow<F: TableFamily>(connection: &TranslatedConnection, now: u64) -> Option<F
     Some(Flow::of_netfilter(&connection, now))
 }
 
-/// The verdict on a row that a walk meets.
+/// The verdict on an entry that a walk meets.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Judged {
-    /// The row is a flow's, or nothing is to be done.
+    /// Nothing: the entry is a flow's, or the connection goes on.
     Other,
-    /// The row is that of a connection which goes on although its client, or somebody with a forged
-    /// address, has dialled again: the mark of that is to be taken off.
+    /// The connection goes on, although its client, or somebody with a forged address, has dialled
+    /// again. The program's note of that is to be removed.
     Dialled,
-    /// The connection has ended: the row is to be removed.
+    /// The connection has ended, so the entry is to be removed.
     Ended,
 }
 
-/// Returns the row without the mark that a program has made when it met a SYN.
+/// Returns the entry without the note that a program has made when it met a SYN.
 pub(super) fn not_dialled<A: Copy>(flow: &Flow<A>) -> Flow<A> {
     let mut flow = *flow;
     flow.state.reset = 0;
     flow
 }
 
-/// The rest after a list of all that conntrack knows. A list may take a second, so a fiftieth of
-/// the time goes into lists.
+/// The pause after listing all connections that conntrack knows. A list may take a second, so at
+/// most a fiftieth of the time goes into lists.
 #[derive(Debug, Default)]
 pub(super) struct ListRest {
     last: Option<LastList>,
 }
 
-/// When a list was complete, and how long it took.
+/// The time at which a list was complete, and how long it took.
 #[derive(Clone, Copy, Debug)]
 struct LastList {
     at: Instant,
@@ -182,8 +187,8 @@ struct LastList {
 impl ListRest {
     const SHARE: u32 = 50;
     const LEAST: Duration = Duration::from_secs(2);
-    /// While clients dial again, a tenth of the time goes into lists. Nobody can have more of them
-    /// made by forged SYNs.
+    /// The share while clients dial again: a tenth of the time goes into lists. Forged SYNs cannot
+    /// cause more lists than that.
     const SHARE_IF_DIALLED: u32 = 10;
 
     /// Returns true if another list may be made.
@@ -200,28 +205,29 @@ impl ListRest {
         self.last.is_none_or(|last| last.at.elapsed() >= rest(last.took))
     }
 
-    /// Begins the rest after a list that was begun at this time.
+    /// Begins the pause after a list that was begun at this time.
     pub(super) fn begin_after(&mut self, list: Instant) {
         self.last = Some(LastList { at: Instant::now(), took: list.elapsed() });
     }
 }
 
-/// Finds connections of one family that have ended: their clients may dial again from the same
-/// port. A program marks the row that a SYN meets, and then the next list comes sooner.
+/// Finds the connections of one family that have ended, because their clients may dial again from
+/// the same port. A program marks the entry that a SYN meets, and then the next list comes sooner.
 #[derive(Debug)]
 pub(super) struct EndedConnections<F: TableFamily> {
-    /// Client and frontend of those that have not, as of the walk that goes on.
+    /// Client and frontend of each connection that goes on, if a list was made for the current
+    /// walk.
     up: Option<HashSet<FlowKey<F::Address>>>,
-    /// The walk has met one.
+    /// True if the walk has met a kept connection.
     are_kept: bool,
-    /// The walk has met one that was dialled again.
+    /// True if the walk has met a connection that was dialled again.
     are_dialled: bool,
     rest: ListRest,
-    /// The walk has begun after connections were kept last.
+    /// True if the walk has begun after connections were kept last.
     is_current: bool,
-    /// The walk has met one to an address that has a frontend.
+    /// True if the walk has met a connection to an address that has a frontend.
     concern_frontends: bool,
-    /// A walk that was current has met none of these.
+    /// True if a current walk has met no connection to an address that has a frontend.
     are_gone: bool,
 }
 
@@ -240,7 +246,7 @@ impl<F: TableFamily> Default for EndedConnections<F> {
 }
 
 impl<F: TableFamily> EndedConnections<F> {
-    /// A walk through `flows` begins.
+    /// Begins a walk through `flows`, and lists the connections if that is due.
     pub(super) fn begin(&mut self) {
         self.up = None;
         self.is_current = true;
@@ -261,30 +267,29 @@ impl<F: TableFamily> EndedConnections<F> {
         self.rest.begin_after(started);
     }
 
-    /// The walk has come to the end.
+    /// Ends a walk that has come to the end of the map.
     pub(super) fn end(&mut self) {
         self.are_gone = self.is_current && !self.concern_frontends;
     }
 
-    /// Returns true if none of the connections that were kept is left, but for those to addresses
-    /// that have no frontend.
+    /// Returns true if no kept connection is left, except those to addresses that have no frontend.
     pub(super) fn are_gone(&self) -> bool {
         self.are_gone
     }
 
-    /// Others are kept than when the list was made.
+    /// Forgets the list and the walk, because other connections are kept now.
     pub(super) fn forget(&mut self) {
         self.up = None;
         self.forget_walk();
     }
 
-    /// Rows may lie where the walk has not been.
+    /// Forgets the walk, because entries may lie where it has been before.
     pub(super) fn forget_walk(&mut self) {
         (self.is_current, self.are_gone) = (false, false);
     }
 
-    /// Says what is to be done with a row that the walk meets. `has_frontend` is true if the dialled
-    /// address may have a frontend.
+    /// Returns what is to be done with an entry that the walk meets. `has_frontend` is true if the
+    /// dialled address may have a frontend.
     pub(super) fn judge(&mut self, flow: &Flow<F::Address>, has_frontend: bool) -> Judged {
         if flow.flags & FLOW_OF_NETFILTER == 0 {
             return Judged::Other;
@@ -375,7 +380,7 @@ mod tests {
         assert!(walk(&mut ended, &[]));
     }
 
-    /// Their rows may lie where the walk has been before.
+    /// The entries may lie where the walk has been before.
     #[test]
     fn a_walk_that_began_before_connections_were_kept_tells_nothing() {
         let mut ended = EndedConnections::<V4>::default();

@@ -1,9 +1,12 @@
-//! Tables get another size while they serve.
+//! Gives maps another size while they serve.
 //!
-//! The map of the former size is pinned in a folder of its own until all of its entries are in the map of the new one. What only the
-//! controller writes is copied before the programs that read the copy are attached; those that are attached read the former map until
-//! then, and nothing is written meanwhile. Flows are written by programs all the time: these find both maps, see [`MAP_BEFORE`]. Whatever
-//! is interrupted goes on at the next start.
+//! The map of the former size is pinned in a folder of its own until all of its entries are in the
+//! map of the new size. Maps that only the controller writes are copied before the programs that
+//! read the copy are attached. Programs that are attached already read the former map until then,
+//! and nothing is written meanwhile.
+//!
+//! Flow maps are written by programs all the time, so these find both maps, see [`MAP_BEFORE`]. The
+//! next start continues what was interrupted.
 
 use std::{
     fs,
@@ -29,17 +32,19 @@ use super::{
 };
 use crate::sys::{CallError, bpf, map::Map};
 
-/// What is done with the entries of a table, whatever their types.
+/// The operations on the entries of a map, whatever their types.
 pub(super) struct Contents {
-    /// The least size that a table with these entries can have.
+    /// Returns the least size that a map with these entries can have.
     needed: fn(&'static str, &OwnedFd) -> Result<u32, Error>,
     pub(super) transfer: Transfer,
 }
 
-/// Puts the entries of the first map into the second. False: there is no room for all of them.
+/// Moves or copies the entries of the first map into the second. Returns false if there is no room
+/// for all of them.
 pub(super) type Transfer = fn(&'static str, &OwnedFd, &OwnedFd) -> Result<bool, Error>;
 
-/// Those of the tables whose size users set. Not of values that each CPU has its own of.
+/// Returns the operations on the entries of a map whose size users set. It is `None` for other
+/// maps, and for values that each CPU has for itself.
 pub(super) fn contents(table: &str) -> Option<Contents> {
     type A4 = [u8; 4];
     type A6 = [u8; 16];
@@ -70,21 +75,23 @@ pub(super) fn contents(table: &str) -> Option<Contents> {
     proxy_common::tables!(contents)
 }
 
-/// The array that programs find a table of flows in.
+/// Returns the array in which programs find a flow map.
 fn maps_of(table: &str) -> Option<&'static str> {
     table::RESIZABLE.iter().find(|(name, _)| *name == table).map(|(_, maps)| *maps)
 }
 
-/// A pinned map that has another size than its table will have.
+/// A pinned map whose size is not the one that the map will have.
 struct OtherSize {
     entries: u32,
     map: OwnedFd,
     contents: Contents,
 }
 
-/// Compares what is pinned with `shapes`, which are made what the tables will be. Maps of another size are set aside, so that the
-/// loader makes new ones, unless a table of the same limit holds more entries than it would have room for. A map that differs in another
-/// way is an error, or is removed if the table may start empty.
+/// Compares the pinned maps with `shapes`, and makes `shapes` what the maps will be.
+///
+/// A map of another size is set aside, so that the loader makes a new one. If a map of a limit
+/// holds more entries than its new size, all maps of that limit keep theirs. A map that differs in
+/// another way is an error, or is removed if it may start empty.
 pub(super) fn set_aside(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error> {
     remove_larger(paths)?;
     for shape in shapes.iter() {
@@ -129,8 +136,8 @@ pub(super) fn set_aside(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error
     Ok(())
 }
 
-/// Where the pinned tables of a limit have grown and what they hold would have no room to spare in those of the first size, `shapes` have
-/// room for it.
+/// Raises the sizes in `shapes` for pinned maps that have grown, if their entries would have no
+/// room to spare in the first size.
 fn keep_growth(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error> {
     for index in 0..shapes.len() {
         let Some(Shape { name, entries, limit: Some(limit), most, .. }) = shapes.get(index).copied() else {
@@ -144,13 +151,14 @@ fn keep_growth(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error> {
             continue;
         }
         let needed = with_room_to_spare(needed_by(paths, name, &contents, &found)?.into());
-        // No larger than it is: the kernel may refuse that, and the pinned ones serve.
+        // The map is made no larger than it is: the kernel may refuse that, and the pinned one is
+        // large enough.
         enlarge(shapes, limit, u32::try_from(needed).unwrap_or(most).min(grown));
     }
     Ok(())
 }
 
-/// Doubles the size of the tables of `limit` until it is enough, as far as the limit allows.
+/// Doubles the size of the maps of `limit` until it is enough, as far as the limit allows.
 pub(super) fn enlarge(shapes: &mut [Shape], limit: Limit, needed: u32) {
     for shape in shapes.iter_mut().filter(|shape| shape.limit == Some(limit)) {
         while shape.entries < needed.min(shape.most) {
@@ -159,7 +167,7 @@ pub(super) fn enlarge(shapes: &mut [Shape], limit: Limit, needed: u32) {
     }
 }
 
-/// The size that the table needs for what `map` holds.
+/// Returns the size that the map needs for the entries of `map`.
 fn needed_by(paths: &Paths, table: &'static str, contents: &Contents, map: &OwnedFd) -> Result<u32, Error> {
     match table {
         table::slots4 | table::slots6 => needed_slots(paths),
@@ -167,7 +175,7 @@ fn needed_by(paths: &Paths, table: &'static str, contents: &Contents, map: &Owne
     }
 }
 
-/// What a controller was making when it was killed.
+/// Removes the larger maps that a controller was making when it was killed.
 pub(super) fn remove_larger(paths: &Paths) -> Result<(), Error> {
     for name in names(&paths.larger())? {
         let path = paths.larger().join(name);
@@ -176,7 +184,8 @@ pub(super) fn remove_larger(paths: &Paths) -> Result<(), Error> {
     Ok(())
 }
 
-/// No program has seen what a killed controller has made in the place of a map that it had set aside.
+/// Puts back a map that a killed controller had set aside, unless programs use the map made in its
+/// place. No program has seen that one otherwise.
 fn put_back(paths: &Paths, table: &'static str) -> Result<(), Error> {
     let before = paths.before().join(table);
     if before.exists() && !is_shown(paths, table)? {
@@ -216,7 +225,8 @@ pub(super) fn rename(from: &Path, to: &Path) -> Result<(), Error> {
     fs::rename(from, to).map_err(|source| Error::Folder { path: from.to_owned(), source })
 }
 
-/// Whether programs use the map that is pinned as this table of flows.
+/// Returns true if programs use the map that is pinned under this name, which is that of a flow
+/// map.
 fn is_shown(paths: &Paths, table: &str) -> Result<bool, Error> {
     let Some(maps) = maps_of(table) else { return Ok(false) };
     let failed = |source| Error::Table { table: maps, source };
@@ -226,9 +236,10 @@ fn is_shown(paths: &Paths, table: &str) -> Result<bool, Error> {
     Ok(typed::<u32, u32>(&array, maps)?.get(&MAP_IN_USE).map_err(failed)? == Some(id))
 }
 
-/// Shows the programs the pinned maps of flows: those in use, and those before while their entries move. Before they are attached.
+/// Shows the programs the pinned flow maps before they are attached. These are the maps in use, and
+/// the former ones while their entries move.
 pub(super) fn show_flows(paths: &Paths) -> Result<(), Error> {
-    // Each change waits for a grace period; one that all of them wait for is enough.
+    // Each change waits for a grace period. In parallel, they all wait for the same one.
     thread::scope(|scope| {
         let showing: Vec<_> = table::RESIZABLE
             .iter()
@@ -238,7 +249,8 @@ pub(super) fn show_flows(paths: &Paths) -> Result<(), Error> {
     })
 }
 
-/// Since Linux 4.20, a change returns when no program uses the map that was there any more.
+/// Shows the programs one flow map. Since Linux 4.20, a change returns when no program uses the
+/// replaced map any more.
 fn show(paths: &Paths, table: &'static str, maps: &'static str) -> Result<(), Error> {
     let failed = |source| Error::Table { table: maps, source };
     let array = typed::<u32, u32>(&pinned_table(&paths.maps(), maps)?, maps)?;
@@ -246,14 +258,15 @@ fn show(paths: &Paths, table: &'static str, maps: &'static str) -> Result<(), Er
         let id = bpf::map_info(map.as_fd())?.id;
         if array.get(&place)? == Some(id) { Ok(()) } else { array.put_map(place, map.as_fd()) }
     };
-    // First, so that every program finds the entries of both when the other changes.
+    // The former map comes first, so that every program finds the entries of both when the other
+    // changes.
     if let Some(before) = open_pinned(&paths.before().join(table)).map_err(failed)? {
         put(MAP_BEFORE, &before).map_err(failed)?;
     }
     put(MAP_IN_USE, &pinned_table(&paths.maps(), table)?).map_err(failed)
 }
 
-/// A table whose entries are not all in its new map.
+/// A map whose former map still has entries to be moved.
 #[derive(Debug)]
 pub(super) struct Unfinished {
     table: &'static str,
@@ -261,7 +274,7 @@ pub(super) struct Unfinished {
     transfer: Transfer,
 }
 
-/// The tables whose maps are set aside.
+/// Returns the maps whose former maps are set aside.
 pub(super) fn unfinished(paths: &Paths, shapes: &[Shape]) -> Result<Vec<Unfinished>, Error> {
     let mut all = Vec::new();
     for Shape { name: table, .. } in shapes {
@@ -273,7 +286,8 @@ pub(super) fn unfinished(paths: &Paths, shapes: &[Shape]) -> Result<Vec<Unfinish
     Ok(all)
 }
 
-/// Puts the entries into the new maps. What is left are flows without room, which are still found where they are.
+/// Moves the entries into the new maps. Maps of flows without room stay in `unfinished`, and
+/// programs still find these flows.
 pub(super) fn transfer(paths: &Paths, unfinished: &mut Vec<Unfinished>) -> Result<(), Error> {
     let mut left = 0;
     while let Some(Unfinished { table, before, transfer }) = unfinished.get(left) {
@@ -287,7 +301,7 @@ pub(super) fn transfer(paths: &Paths, unfinished: &mut Vec<Unfinished>) -> Resul
     Ok(())
 }
 
-/// Lets go of a former map that has no entries any more.
+/// Unpins a former map that has no entries any more, after hiding it from programs.
 fn release(paths: &Paths, table: &str) -> Result<(), Error> {
     if let Some(maps) = maps_of(table) {
         let failed = |source| Error::Table { table: maps, source };
@@ -319,7 +333,8 @@ fn needed<K: Pod + Default, V: Pod + Default + PartialEq>(
     Ok(needed)
 }
 
-/// Slots that are free hold what they held last, so the services say which are not.
+/// Returns the least size that holds all slots in use. Free slots keep their last content, so the
+/// services say which are in use.
 fn needed_slots(paths: &Paths) -> Result<u32, Error> {
     let services = typed::<u32, Service>(&pinned_table(&paths.maps(), table::services)?, table::services)?;
     let mut needed = 0;
@@ -335,8 +350,10 @@ fn needed_slots(paths: &Paths) -> Result<u32, Error> {
     Ok(needed)
 }
 
-/// Of a table that nobody writes meanwhile; or of `connections`: what programs in use count until they are swapped is missed, and all that there
-/// are is counted again anyway.
+/// Copies a map that nobody writes meanwhile.
+///
+/// It also copies `connections`, which programs write. What they count until they are swapped is
+/// lost, but all connections are counted again anyway.
 fn copy<K: Pod + Default, V: Pod + Default + PartialEq>(
     table: &'static str,
     from: &OwnedFd,
@@ -356,7 +373,7 @@ fn copy<K: Pod + Default, V: Pod + Default + PartialEq>(
     .map_err(|source| Error::Table { table, source })
 }
 
-/// Of a table that programs write meanwhile, which look in `from` first.
+/// Moves the entries of a map that programs write meanwhile. The programs look into `from` first.
 fn move_live<K: Pod + Default, V: Pod + Default + PartialEq>(
     table: &'static str,
     from: &OwnedFd,
@@ -377,20 +394,22 @@ fn move_live<K: Pod + Default, V: Pod + Default + PartialEq>(
     .map_err(|source| Error::Table { table, source })
 }
 
-/// A program that has found the entry in `from` just before it goes may write there once more, for nothing: what one packet has changed.
+/// Moves one entry. A program that has found it in `from` just before may write there once more.
+/// That is lost: it is what one packet has changed.
 fn move_entry<K: Pod + Default, V: Pod + Default + PartialEq>(
     from: &Map<K, V>,
     to: &Map<K, V>,
     key: &K,
 ) -> Result<(), CallError> {
     let Some(seen) = from.get(key)? else { return Ok(()) };
-    // False: a controller that was killed has inserted it. Programs insert no key that `from` has.
+    // It is false if a controller that was killed has inserted the entry. Programs insert no key
+    // that `from` has.
     let is_inserted = to.insert(key, &seen)?;
     match from.take(key)? {
         Some(last) if !is_inserted => to.set(key, &last),
         Some(last) if last != seen && to.get(key)?.as_ref() == Some(&seen) => to.set(key, &last),
         Some(_) => Ok(()),
-        // A program has removed it, perhaps before it was inserted.
+        // A program has removed the entry, perhaps before it was inserted.
         None if is_inserted && to.get(key)?.as_ref() == Some(&seen) => to.remove(key).map(drop),
         None => Ok(()),
     }

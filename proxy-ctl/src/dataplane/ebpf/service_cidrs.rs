@@ -1,6 +1,8 @@
-//! The tables `service_cidrs4/6`: where what is sent to addresses that no Service has is dropped (`ebpf.unallocatedServiceAddresses`).
+//! Writes the maps `service_cidrs4/6`. In their ranges, packets to addresses that no Service has
+//! are dropped (`ebpf.unallocatedServiceAddresses`).
 //!
-//! They are filled once everything that is desired is in `frontends4/6`, and emptied while something waits for room there.
+//! The maps are filled once everything desired is in `frontends4/6`, and emptied while something
+//! waits for room there.
 
 use std::collections::BTreeSet;
 
@@ -28,23 +30,24 @@ pub(super) fn are_read(config: &Ebpf) -> bool {
 #[derive(Debug)]
 pub(super) struct ServiceCidrs {
     are_read: bool,
-    /// What a predecessor has written stays until they are known.
+    /// The ranges that are wanted. `None` until they are known, and what a predecessor has written
+    /// stays until then.
     known: Option<Vec<IpNet>>,
-    /// Everything desired was written once.
+    /// True if everything desired was written once.
     is_synced: bool,
-    /// `None`: what the tables hold is not known.
+    /// The ranges in the maps; `None` if they are not known.
     written: Option<Vec<IpNet>>,
 }
 
 impl ServiceCidrs {
     pub(super) fn begin(config: &Ebpf) -> Self {
         let are_read = are_read(config);
-        // Where they are not read, none is known to be wanted.
+        // If the ranges are not read, none is wanted.
         let known = (!are_read).then(Vec::new);
         Self { are_read, known, is_synced: false, written: None }
     }
 
-    /// `None`: not known.
+    /// Takes over the ranges of the cluster; `None` if they are not known.
     pub(super) fn set(&mut self, all: Option<&[IpNet]>) {
         if let Some(all) = all.filter(|_| self.are_read) {
             self.known = Some(all.to_vec());
@@ -55,12 +58,13 @@ impl ServiceCidrs {
         self.is_synced = true;
     }
 
-    /// Nobody is to be dropped any more.
+    /// Lets the maps be emptied, because the mode drains and nothing is to be dropped any more.
     pub(super) fn retire(&mut self) {
         *self = Self { are_read: false, known: Some(Vec::new()), is_synced: true, written: None };
     }
 
-    /// After each change of what is served.
+    /// Writes the maps if they must change. Call this after each change of the served service
+    /// ports.
     pub(super) fn write(&mut self, v4: &FamilyWriter<V4>, v6: &FamilyWriter<V6>) -> Result<Applied, Error> {
         let serves_all = v4.has_room_for_all() && v6.has_room_for_all();
         let wanted = if serves_all { self.known.clone() } else { Some(Vec::new()) };
@@ -76,7 +80,7 @@ impl ServiceCidrs {
     }
 }
 
-/// Makes the table hold exactly these.
+/// Makes the map hold exactly these ranges.
 fn write<F: TableFamily>(tables: &FamilyTables<F>, cidrs: &[IpNet]) -> Result<Applied, Error> {
     let table: &Table<PrefixKey<F::Address>, u32> = &tables.service_cidrs;
     let key =

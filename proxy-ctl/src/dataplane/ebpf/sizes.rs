@@ -1,4 +1,4 @@
-//! Sizes of the tables of flows that follow the machine, for users who name none.
+//! Computes the sizes of flow maps from the machine, for users who name none.
 
 use proxy_common::inventory::{Limit, Limits};
 
@@ -7,37 +7,39 @@ use crate::{
     sys::machine::Machine,
 };
 
-/// The part of the machine's memory that the tables of flows take at once: one fiftieth.
+/// The part of the machine's memory that the flow maps take before they are filled: one fiftieth.
 const PARTS_OF_MEMORY: u64 = 50;
-/// The part of a container's memory limit that the tables of flows take when they are full: one
-/// quarter. Since Linux 5.11 maps are counted to the container.
+/// The part of a container's memory limit that the flow maps take when they are full: one quarter.
+/// Since Linux 5.11, the memory of maps counts towards that limit.
 const PARTS_OF_LIMIT: u64 = 4;
-/// The most bytes that a row takes while it is used.
+/// The most bytes that an entry takes while it is used.
 const USED_BYTES: u64 = 300;
-/// The tables with so many rows: one for each IP family.
+/// The number of maps with the same size: one for each IP family.
 const FAMILIES: u64 = 2;
 
-/// The rows that an entry of conntrack corresponds to: a masqueraded flow takes three.
+/// The number of entries that correspond to one of conntrack: a masqueraded flow takes three.
 const ROWS_OF_CONNECTION: u64 = 3;
-/// The bytes that a row of `flows4` and one of `flows6` take before they are used: a bucket each.
-/// The kernel allocates buckets with the table, and as many as the next power of two.
+/// The bytes that an entry of `flows4` and one of `flows6` take before they are used: a bucket
+/// each. The kernel allocates all buckets with the map, and rounds their number up to a power of
+/// two.
 const BUCKET_BYTES: u64 = 2 * 16;
-/// The fewest rows of `flows4` and `flows6`, on a machine with hardly any memory.
+/// The least size of `flows4` and `flows6`, on a machine with hardly any memory.
 const FEWEST_FLOWS: u64 = 1 << 16;
 
-/// The bytes that one row of each table of opening flows takes: these tables are allocated whole.
+/// The bytes that one entry in each map of opening flows takes. These maps are allocated whole.
 const OPENING_BYTES: u64 = 640;
-/// The fewest rows of the tables of opening flows, and the step in which they become more.
+/// The least size of the maps of opening flows, and the step in which they become larger.
 const OPENING_STEP: u64 = 1 << 13;
 
-/// The most rows of the tables of opening flows: those of 16 cores, as few cards have more queues.
+/// The greatest size of the maps of opening flows: that for 16 cores, as few cards have more
+/// queues.
 const MOST_OPENING: u64 = 1 << 20;
 
-/// The most rows that a configuration may ask for.
+/// The greatest size that a configuration may ask for.
 const MOST_ROWS: u64 = 1 << 26;
 
-/// Returns the section `ebpf` with a size for each table. Without knowledge of the machine, sizes
-/// are those of a small one.
+/// Returns the section `ebpf` with a size for each map. If the machine is unknown, the sizes are
+/// those of a small one.
 pub(super) fn sized(config: &Config, machine: Option<Machine>) -> Ebpf {
     let mut ebpf = config.ebpf.clone();
     let of_machine =
@@ -59,7 +61,7 @@ pub(super) fn sized(config: &Config, machine: Option<Machine>) -> Ebpf {
     ebpf
 }
 
-/// The sizes of the tables whose limit is 0 in the configuration.
+/// The sizes of the maps whose limit is 0 in the configuration.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 struct Rows {
     flows: u32,
@@ -73,7 +75,7 @@ impl Default for Rows {
 }
 
 impl Rows {
-    /// `per_core` is `conntrack.maxPerCore`.
+    /// Returns the sizes for this machine. `per_core` is `conntrack.maxPerCore`.
     fn of(machine: &Machine, per_core: u32) -> Self {
         let Machine { cores, memory, memory_limit } = *machine;
         let least = Self::default();

@@ -1,11 +1,16 @@
-//! Ends sockets whose backend is gone: `connect` has sent them there, and what they send meets no hook again. Their processes get
-//! ECONNABORTED, and connect anew.
+//! Ends sockets whose backend is gone. `connect` has sent them there, and what they send meets no
+//! hook again. Their processes get ECONNABORTED, and connect anew.
 //!
-//! A socket is ended only if its storage says that it was sent to a backend, the tables say that this backend does not serve what was
-//! dialled, and the socket is still connected there. The kernel compares its cookie, which no other socket ever has.
+//! A socket is ended only if all of this holds:
 //!
-//! All of it is done by a thread of its own, so that no change waits for it. Storage is read of all sockets at once; only namespaces
-//! that have a socket to end are visited. A kernel that is locked down may refuse that: then it is read of each namespace by itself.
+//! - Its storage says that it was sent to a backend.
+//! - The maps say that this backend does not serve what was dialled.
+//! - The socket is still connected to that backend. The kernel compares its cookie, which no other
+//!   socket ever has.
+//!
+//! A thread of its own does this, so that no change waits for it. The storage of all sockets is
+//! read at once, and only namespaces with a socket to end are entered. A locked-down kernel may
+//! refuse that. Then storage is read in each namespace separately.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
@@ -48,13 +53,14 @@ use crate::{
     },
 };
 
-/// Passes after a change. A `connect` that has chosen its backend just before is found by the second one.
+/// The number of passes after a change. A `connect` that has chosen its backend just before the
+/// change is found by the second pass.
 const PASSES: u32 = 2;
 const SECOND_AFTER: Duration = Duration::from_secs(1);
 /// The thread rests this many times as long as a pass has taken.
 const REST: u32 = 4;
 
-/// How many were ended.
+/// The numbers of sockets that were ended.
 #[derive(Debug, Default)]
 struct Ended {
     tcp: AtomicU64,
@@ -70,22 +76,22 @@ impl Ended {
     }
 }
 
-/// The thread that ends them. It ends with this value.
+/// The thread that ends stale sockets. It ends when this is dropped.
 #[derive(Debug)]
 pub(super) struct StaleSockets {
     ended: Arc<Ended>,
-    /// How often other maps have taken the places of the pinned ones.
+    /// The number of times that other maps have taken the places of the pinned ones.
     growths: Arc<AtomicU64>,
-    /// Of these.
+    /// The protocols whose sockets are ended.
     transports: BTreeSet<Transport>,
-    /// `None`: no socket is to be ended, or the kernel cannot.
+    /// The running thread. `None` if no socket is to be ended, or if the kernel cannot end any.
     running: Option<Running>,
 }
 
 #[derive(Debug)]
 struct Running {
     is_over: Arc<AtomicBool>,
-    /// `None`: it is to end.
+    /// The channel to the thread. It is closed, and `None`, when the thread is to end.
     requests: Option<Sender<Transport>>,
     thread: Option<JoinHandle<()>>,
 }
@@ -103,12 +109,13 @@ impl Drop for Running {
 }
 
 impl StaleSockets {
-    /// Ends none.
+    /// Returns a value that ends no sockets.
     pub(super) fn none() -> Self {
         Self { ended: Arc::default(), growths: Arc::default(), transports: BTreeSet::new(), running: None }
     }
 
-    /// To be called in the node's network namespace.
+    /// Starts the thread, if this configuration and the kernel allow it. Must be called in the
+    /// node's network namespace.
     pub(super) fn begin(paths: &Paths, config: &Ebpf) -> Self {
         if config.sockets() == SocketLoadBalancing::Off {
             return Self::none();
@@ -122,7 +129,8 @@ impl StaleSockets {
             tracing::warn!(?transport, why, "connected sockets stay with endpoints that are gone");
             false
         };
-        // A connection's client notices by itself, and its endpoint may finish its work.
+        // TCP needs a setting, because its clients notice by themselves, and an endpoint that goes
+        // may finish its work.
         let of_tcp = config.reset_connections_to_gone_endpoints.then_some(Transport::Tcp);
         let transports: BTreeSet<_> = [Transport::Udp].into_iter().chain(of_tcp).filter(can_end).collect();
         if transports.is_empty() {
@@ -162,12 +170,13 @@ impl StaleSockets {
         Ok(Self { ended, growths, transports, running: Some(running) })
     }
 
-    /// Tables have grown; nothing is written to them yet.
+    /// Notes that maps have grown. Call this before anything is written to the larger maps.
     pub(super) fn tables_have_grown(&self) {
         self.growths.fetch_add(1, Ordering::Release);
     }
 
-    /// Some may have lost their backend just now.
+    /// Asks for passes over the sockets of a protocol, because some may have lost their backend
+    /// just now.
     pub(super) fn end(&self, transport: Transport) {
         let requests = self.running.as_ref().and_then(|running| running.requests.as_ref());
         if let Some(requests) = requests
@@ -178,20 +187,20 @@ impl StaleSockets {
         }
     }
 
-    /// By protocol, since the controller has started.
+    /// Returns how many sockets were ended since the controller has started, by protocol.
     pub(super) fn ended(&self) -> [(&'static str, u64); 2] {
         [("TCP", &self.ended.tcp), ("UDP", &self.ended.udp)]
             .map(|(name, count)| (name, count.load(Ordering::Relaxed)))
     }
 }
 
-/// How origins of sockets are read.
+/// The readers of the origins of sockets.
 enum Storage {
     AtOnce {
         v4: StorageReader<SocketOrigin<[u8; 4]>>,
         v6: StorageReader<SocketOrigin<[u8; 16]>>,
     },
-    /// In each network namespace.
+    /// A reader for each network namespace separately.
     ByNamespace(SocketIterators),
 }
 
@@ -205,11 +214,11 @@ impl Storage {
     }
 }
 
-/// What the thread has.
+/// The state of the thread.
 struct Sweep {
-    /// The folder of the pinned tables.
+    /// The folder of the pinned maps.
     maps: PathBuf,
-    /// Not only in the node's own namespace.
+    /// True if sockets are ended in all network namespaces, not only in the node's own.
     is_everywhere: bool,
     storage: Storage,
     /// The node's own namespace, its inode, and its sockets.
@@ -218,9 +227,9 @@ struct Sweep {
     node: SocketDiag,
     ended: Arc<Ended>,
     growths: Arc<AtomicU64>,
-    /// The thread is to end.
+    /// True if the thread is to end.
     is_over: Arc<AtomicBool>,
-    /// Of the last pass.
+    /// The error of the last pass.
     problem: Option<String>,
 }
 
@@ -234,7 +243,7 @@ impl Sweep {
                 Some(at) => requests.recv_timeout(at.saturating_duration_since(Instant::now())),
             };
             match request {
-                // All that are waiting are taken before the next pass.
+                // All waiting requests are taken before the next pass.
                 Ok(transport) => {
                     passes.insert(transport, PASSES);
                     let soonest = rests_until.max(Instant::now());
@@ -270,7 +279,7 @@ impl Sweep {
         let Found { stale, unread } = self.stale(transports)?;
         let mut outcome = self.visit(&stale);
         if stale.values().flatten().any(|(_, cookie, _)| *cookie == 0) {
-            // They have got their cookies when their namespace was visited.
+            // These sockets have got their cookies when their namespace was visited.
             outcome = self.visit(&self.stale(transports)?.stale);
         }
         outcome.and(unread)
@@ -290,7 +299,7 @@ impl Sweep {
                 }
                 Storage::ByNamespace(iterators) => self.by_namespace(iterators, &find, &tables)?,
             };
-            // What was written after tables have grown is not in the former ones.
+            // If maps have grown meanwhile, the former ones lack what was written since.
             if self.growths.load(Ordering::Acquire) == growths {
                 return Ok(found);
             }
@@ -306,7 +315,7 @@ impl Sweep {
         let v4 = iterators.storage(tables.v4.origins.as_fd(), find.transports).map_err(Error::Sockets)?;
         let v6 = iterators.storage(tables.v6.origins.as_fd(), find.transports).map_err(Error::Sockets)?;
         let mut stale = Stale::new();
-        // What cannot be read keeps nobody from ending what can.
+        // A socket that cannot be read does not keep others from being ended.
         let mut read_here = || {
             let mut outcome = Ok(());
             for sockets in v4.read() {
@@ -333,7 +342,8 @@ impl Sweep {
         Ok(Found { stale, unread })
     }
 
-    /// Ends them, as far as that is possible: an error is that of the first namespace or socket where it is not.
+    /// Ends the sockets as far as possible. The error is that of the first namespace or socket
+    /// where it is not.
     fn visit(&self, stale: &Stale) -> Result<(), Error> {
         let others = stale.keys().any(|inode| *inode != self.inode);
         let (mounts, mut outcome) = mounts_if(others);
@@ -413,7 +423,8 @@ impl Sweep {
     }
 }
 
-/// Where the network namespaces are mounted, and why that cannot be known. None, if they are not `wanted`.
+/// Returns where the network namespaces are mounted, and why that cannot be known. They are not
+/// looked for unless `wanted`.
 fn mounts_if(wanted: bool) -> (BTreeMap<u64, PathBuf>, Result<(), Error>) {
     match if wanted { mounted() } else { Ok(BTreeMap::new()) } {
         Ok(mounts) => (mounts, Ok(())),
@@ -421,9 +432,10 @@ fn mounts_if(wanted: bool) -> (BTreeMap<u64, PathBuf>, Result<(), Error>) {
     }
 }
 
-/// Protocol, cookie, and the backend that the socket is connected to. A socket of both families may have been sent to one in each.
+/// The protocol and cookie of each socket, and the backend that it is connected to. A socket of
+/// both families may have been sent to one backend in each.
 type StaleOfOne = HashSet<(Transport, u64, SocketAddr)>;
-/// By the inode of the network namespace.
+/// The stale sockets of each network namespace, by its inode.
 type Stale = BTreeMap<u64, StaleOfOne>;
 
 struct Found {
@@ -432,10 +444,10 @@ struct Found {
     unread: Result<(), Error>,
 }
 
-/// Which sockets are looked for.
+/// The criteria for the sockets to find.
 struct Find<'a> {
     transports: &'a [Transport],
-    /// Inode of the node's own namespace.
+    /// The inode of the node's own namespace.
     node: u64,
     is_everywhere: bool,
 }
@@ -466,7 +478,7 @@ impl Find<'_> {
     }
 }
 
-/// The tables as they are pinned now.
+/// The maps as they are pinned now.
 struct OpenTables {
     common: CommonTables,
     v4: OfFamily<V4>,
@@ -492,7 +504,8 @@ impl<F: TableFamily> OfFamily<F> {
     }
 }
 
-/// Whose sockets are ended, for people. Ends none. `may_load`: this process may load programs; otherwise the kernel is not asked for one.
+/// Says for people whose sockets are ended, without ending any. `may_load` is true if this process
+/// may load programs. Otherwise, the kernel is not asked to load one.
 pub(super) fn reach(sockets: SocketLoadBalancing, may_enter: bool, may_load: bool) -> String {
     let in_sight = || -> io::Result<usize> {
         let own = NetworkNamespace::own()?.inode()?;

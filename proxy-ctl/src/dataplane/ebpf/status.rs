@@ -1,4 +1,5 @@
-//! What is really in the tables, read from the pins. Works with the controller down and changes nothing.
+//! Reads from the pins what is really in the maps. It works with the controller down and changes
+//! nothing.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -46,7 +47,7 @@ use crate::{
     },
 };
 
-/// The pinned tables of this layout version, for reading.
+/// The pinned maps of this layout version, for reading.
 #[derive(Debug)]
 pub struct Pinned {
     common: CommonTables,
@@ -55,13 +56,16 @@ pub struct Pinned {
     paths: Paths,
 }
 
-/// The process that writes the tables below the bpffs at this path. It may only just have begun to make them. `None`:
-/// there is none, or the kernel does not tell, as for a process of another PID namespace.
+/// Returns the process that writes the maps below the bpffs at this path. It may only just have
+/// begun to make them.
+///
+/// It is `None` if there is no such process, or if the kernel does not tell, as for a process of
+/// another PID namespace.
 pub fn controller(bpffs: &Path) -> Option<u32> {
     lock::holder_of(&Paths::new(bpffs).top)
 }
 
-/// The ports for translated sources, in the order in which they are taken.
+/// Returns the ports for translated sources, in the order in which they are taken.
 pub(super) fn masquerade_ports(tables: &CommonTables) -> Result<Vec<u16>, Error> {
     let count = usize::from(tables.settings.get(&0)?.unwrap_or_default().masquerade_ports);
     let table = &tables.masquerade_ports;
@@ -74,7 +78,7 @@ pub(super) fn masquerade_ports(tables: &CommonTables) -> Result<Vec<u16>, Error>
     Ok(ports)
 }
 
-/// Reads the tables of a dataplane or of the pins.
+/// Reads the maps of a dataplane or of the pins.
 pub(super) struct Reader<'a> {
     pub(super) common: &'a CommonTables,
     pub(super) v4: &'a FamilyTables<V4>,
@@ -83,8 +87,8 @@ pub(super) struct Reader<'a> {
 }
 
 impl Pinned {
-    /// Opens the tables below the bpffs at this path; [`Error::NotThere`] if there are none. A folder that the caller
-    /// may not look into is another error, as tables may be in it.
+    /// Opens the maps below the bpffs at this path; [`Error::NotThere`] if there are none. A folder
+    /// that the caller may not look into gives another error, because maps may be in it.
     pub fn open(bpffs: &Path) -> Result<Self, Error> {
         let paths = Paths::new(bpffs);
         let maps = paths.maps();
@@ -143,7 +147,7 @@ impl Reader<'_> {
         Ok((end != 0).then(|| Duration::from_nanos(end.saturating_sub(clock::since_boot()))))
     }
 
-    /// Service ports by name.
+    /// Returns the service ports, sorted by name.
     fn services(&self) -> Result<Vec<ServiceSnapshot>, Error> {
         let mut frontends = BTreeMap::new();
         read_frontends(self.v4, &mut frontends)?;
@@ -181,7 +185,7 @@ impl Reader<'_> {
         Ok(services)
     }
 
-    /// Backends by address.
+    /// Returns the backends, sorted by address.
     fn backends(&self, services: &[ServiceSnapshot]) -> Result<Vec<BackendSnapshot>, Error> {
         let mut backends = Vec::new();
         read_backends(self.v4, &mut backends)?;
@@ -218,7 +222,7 @@ impl Reader<'_> {
         })
     }
 
-    /// How full the tables are, by counting; and the counters.
+    /// Returns how full the maps are, by counting their entries, and the counters.
     fn usage(&self) -> Result<Usage, Error> {
         let mut used = BTreeMap::new();
         count_family(self.v4, &mut used)?;
@@ -249,7 +253,7 @@ impl Reader<'_> {
             });
             used.insert(table, slots.sum());
         }
-        // Which ones may grow, and up to where, the controller knows.
+        // Only the controller knows which maps may grow, and up to which size.
         usage(&self.paths.maps(), &shapes(&Limits::default()), &[], &used, self.common)
     }
 
@@ -268,7 +272,8 @@ impl Reader<'_> {
         Ok(hooks)
     }
 
-    /// Those at the hook of one of our links. What cannot be read is left out.
+    /// Returns the programs of others at the hook of one of our links. What cannot be read is left
+    /// out.
     fn others_by_tcx(&self, hook: &Hook) -> Vec<OtherProgram> {
         let Some(interface) = hook.interface else { return Vec::new() };
         let direction = Direction::ALL.into_iter().find(|direction| direction.name() == hook.name);
@@ -280,7 +285,7 @@ impl Reader<'_> {
     }
 }
 
-/// Those that the kernel names: the interface of a hook may be gone.
+/// Returns the programs of others among the filters of an interface. There are none if it is gone.
 fn others_by_clsact(interface: u32) -> Vec<OtherProgram> {
     let of_direction = |direction: Direction| {
         let filters = tc::filters(interface, direction).unwrap_or_default();
@@ -290,7 +295,8 @@ fn others_by_clsact(interface: u32) -> Vec<OtherProgram> {
     Direction::ALL.into_iter().flat_map(of_direction).collect()
 }
 
-/// `programs` have their names, and whether they are ours, in the order in which they run.
+/// Returns the programs that are not ours. `programs` has the name of each in the order in which
+/// they run, and true for ours.
 fn others(direction: Direction, programs: Vec<(String, bool)>) -> Vec<OtherProgram> {
     let ours = programs.iter().position(|(_, is_ours)| *is_ours);
     let programs = programs.into_iter().enumerate().filter(|(_, (_, is_ours))| !is_ours);
@@ -302,7 +308,8 @@ fn others(direction: Direction, programs: Vec<(String, bool)>) -> Vec<OtherProgr
     programs.map(other).collect()
 }
 
-/// From the name of its link: `cgroup_connect4`, `3_ingress`, `3_xdp_native`.
+/// Returns the hook that the name of its link tells: `cgroup_connect4`, `3_ingress`,
+/// `3_xdp_native`.
 fn hook(link: &str) -> Hook {
     let (target, name) = link.split_once('_').unwrap_or(("", link));
     let (name, kind) = match name.split_once('_') {
@@ -389,7 +396,8 @@ fn count_family<F: TableFamily>(
     Ok(())
 }
 
-/// Tables that always have all their entries, and those whose entries evict each other. (Storage of sockets has no size of its own.)
+/// The maps that always have all their entries, and those whose entries evict each other. Socket
+/// storage has no size of its own, so it needs no mention.
 const NEVER_FULL: [&str; 12] = [
     table::frontend_addresses4,
     table::frontend_addresses6,
@@ -405,8 +413,8 @@ const NEVER_FULL: [&str; 12] = [
     table::foreign_flows6,
 ];
 
-/// Capacities and sizes of the tables in `maps`, with what is known of their use, and the counters. Tables of the limits in `may_grow` have
-/// the capacity that they can grow to.
+/// Returns the capacities and sizes of the maps in `maps`, with their known use, and the counters.
+/// A map of a limit in `may_grow` has the capacity that it can grow to.
 pub(super) fn usage(
     maps: &Path,
     shapes: &[Shape],
@@ -446,7 +454,8 @@ pub(super) fn verdict(reason: Reason) -> &'static str {
     }
 }
 
-/// What the service ports have counted, and how many there is no room to count.
+/// Returns the counters of the service ports, and the number of service ports without room for
+/// counters.
 pub(super) fn service_usage<'a>(
     common: &CommonTables,
     ports: impl Iterator<Item = (u32, &'a ServicePortName)>,
@@ -469,7 +478,8 @@ pub(super) fn service_usage<'a>(
     Ok((counted, uncounted))
 }
 
-/// Bytes of kernel memory that a table takes, as the kernel accounts them; 0 if it does not tell.
+/// Returns the bytes of kernel memory that a map takes, as the kernel accounts them; 0 if it does
+/// not tell.
 fn bytes(fd: &OwnedFd) -> u64 {
     let path = format!("/proc/self/fdinfo/{}", fd.as_raw_fd());
     std::fs::read_to_string(path).map_or(0, |text| memlock(&text))

@@ -25,7 +25,9 @@ impl<A: Address> Client<A> {
 const SECOND: u64 = 1_000_000_000;
 
 impl Affinity {
-    /// `now` in nanoseconds since boot, `seconds` as the service has them now: none, if it has no affinity any more.
+    /// Returns true if no new connection may use this affinity at `now`, in nanoseconds since boot.
+    ///
+    /// `seconds` is the length of affinity that the service has now; 0: it has none any more.
     #[inline(always)]
     pub const fn has_expired(&self, seconds: u32, now: u64) -> bool {
         now.saturating_sub(self.last_used) >= seconds as u64 * SECOND
@@ -36,16 +38,18 @@ impl Affinity {
         Self { last_used: now, backend: slot.backend(), flags: slot.flags() }
     }
 
-    /// Random bits to choose anew with: all CPUs that find this affinity over choose the same.
+    /// Returns random bits to choose anew with. All CPUs that find this affinity expired, or its
+    /// backend out of the set, get the same bits, and so choose the same backend.
     #[inline(always)]
     const fn random(&self) -> u32 {
-        // So that moments close to each other lie apart.
+        // The multiplication spreads time stamps that are close to each other.
         (self.last_used.wrapping_mul(HASH_FACTOR) >> 32) as u32
     }
 }
 
-/// Index of the slot in `set`, which is not empty, that a new connection goes to.
-// Not inlined: what it needs of the stack would be added to what others need.
+/// Returns the index of the slot that a new connection goes to. `set` is not empty.
+// Not inlined: its stack would be added to the frame of its caller, and so to every other call from
+// there.
 #[inline(never)]
 pub(crate) fn place<F: Family, T: AffinityTables<F>>(
     tables: &T,
@@ -61,7 +65,7 @@ pub(crate) fn place<F: Family, T: AffinityTables<F>>(
         if tables.remember(key, &Affinity::to(&slot, tables.now())) {
             return chosen;
         }
-        // Another CPU has been faster.
+        // Another CPU has inserted an entry for this client first, or there is no memory.
         known = tables.affinity(key);
     }
     let Some(entry) = known else { return draw.pick(tables, set) };
@@ -80,13 +84,15 @@ pub(crate) fn place<F: Family, T: AffinityTables<F>>(
     chosen
 }
 
-/// No slot has this index.
+/// The index that no slot has.
 pub(crate) const NOWHERE: u32 = u32::MAX;
 
-/// Of an endpoint set: `ebpf.limits.slots` is at most 2^26.
+/// The number of halvings that find a slot in the largest endpoint set: `ebpf.limits.slots` is at
+/// most 2^26.
 const MOST_HALVINGS: u32 = 26;
 
-/// Index of the backend's slot, if it has one in this set. Sets are sorted.
+/// Returns the index of the slot of the affinity's backend, or `NOWHERE` if the set has none that
+/// takes new connections. Sets are sorted, so the search is binary.
 #[inline(always)]
 fn place_of<F: Family, T: AffinityTables<F>>(tables: &T, set: EndpointSet, affinity: Affinity) -> u32 {
     let Some(backend) = tables.backend(affinity.backend) else { return NOWHERE };
@@ -98,7 +104,8 @@ fn place_of<F: Family, T: AffinityTables<F>>(tables: &T, set: EndpointSet, affin
     }
 }
 
-/// Index of the last slot in this set that `wanted` does not precede; of the first one, if there is none.
+/// Returns the index of the last slot in this set that `wanted` does not precede, or of the first
+/// slot if there is no such slot.
 #[inline(always)]
 pub(crate) fn last_up_to<F: Family>(tables: &impl Tables<F>, set: EndpointSet, wanted: &F::Slot) -> u32 {
     let (mut first, mut count) = (set.first, set.count());
@@ -134,7 +141,8 @@ mod tests {
     const CLUSTER_IP: Frontend = Frontend { service: SERVICE, flags: 0 };
     const NODE_PORT: Frontend = Frontend { service: SERVICE, flags: FRONTEND_EXTERNAL };
 
-    /// Backends 1 and 2 are local, 3 and 4 are not; 3 has the lowest address. From outside, only local ones are used.
+    /// Backends 1 and 2 are local, 3 and 4 are not; 3 has the lowest address. Clients outside get
+    /// only local ones.
     fn tables() -> HostTables<V4> {
         let mut tables = HostTables::default();
         set_endpoints(&mut tables, &[(1, BACKEND_LOCAL), (2, BACKEND_LOCAL), (3, 0), (4, 0)]);
@@ -168,7 +176,7 @@ mod tests {
         tables.clock.set(tables.clock.get() + seconds * SECOND);
     }
 
-    /// Dice that choose a place of four.
+    /// Returns random bits that choose one of four slots.
     fn dice(place: u32) -> u32 {
         place << 30
     }
@@ -183,7 +191,7 @@ mod tests {
         choose(tables, NODE_PORT, false, &key, Draw::random(random)).map(|slot| slot.backend)
     }
 
-    /// Each node, which knows no client at first.
+    /// Every node draws alike, because it knows no client at first.
     #[test]
     fn a_fixed_draw_chooses_alike_when_affinity_is_over() {
         let tables = tables();
@@ -269,7 +277,7 @@ mod tests {
     fn when_endpoints_change(#[case] backend: u32, #[case] endpoints: &[(u32, u32)], #[case] stays: bool) {
         let mut tables = tables();
         assert_eq!(go(&tables, CLUSTER_IP, CLIENT, dice(backend - 1)), backend);
-        // The backends of those that leave stay in the table: another service may have them.
+        // The backends that leave the set stay in the map, because another service may use them.
         set_endpoints(&mut tables, endpoints);
         let now = go(&tables, CLUSTER_IP, CLIENT, 0);
         assert!(endpoints.iter().any(|(id, _)| *id == now));
@@ -308,7 +316,7 @@ mod tests {
         for count in 1..=70_u32 {
             let mut tables = HostTables::<V6>::default();
             let set = EndpointSet::new(1_000, count);
-            // The first and the last are other sets'.
+            // The first slot and the last one belong to other sets.
             for n in 0..count + 2 {
                 let (flags, port) = (BACKEND_LOCAL * u32::from(n < count / 3), 80 + (n % 2) as u16);
                 let mut address = [0; 16];

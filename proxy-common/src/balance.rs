@@ -1,12 +1,17 @@
-//! By what a new connection draws its backend: random bits, or a hash that is the same on every node.
+//! The draw by which a new connection chooses its backend: random bits, or a hash that is the same
+//! on every node.
 //!
-//! A set whose endpoints are not equal, or that each node is to draw from alike, has a table behind its slots: copies of them, as many of
-//! each as its weight says ([`EndpointSet`]). The controller makes it by Google's Maglev: each endpoint takes places in an order of its own,
-//! in turn with the others, so that when one leaves mostly its places alone get another. A drawn place is a slot like any other: a table
-//! costs no lookup.
+//! Two kinds of endpoint sets have a lookup table behind their slots: those whose endpoints have
+//! different weights, and those from which each node is to draw alike. A lookup table is copies of
+//! the slots, as many of each as its weight says ([`EndpointSet`]).
 //!
-//! By least connection, two places are drawn at random, and the one whose backend has fewer connections for its weight is taken: mostly as
-//! good as to look for the least of all, and connections that begin at once do not all go to the same one.
+//! The controller makes it by Google's Maglev: each endpoint takes indexes in an order of its own,
+//! in turn with the others. If one leaves, mostly its indexes alone get another endpoint. What is
+//! drawn is a slot like any other, so a lookup table costs no additional map lookup.
+//!
+//! Least connection draws two indexes at random, and takes the one whose backend has fewer
+//! connections for its weight. That is mostly as good as the least of all, and connections that
+//! begin at once do not all go to one backend.
 
 use crate::{
     family::{Family, Slot as _},
@@ -15,30 +20,34 @@ use crate::{
     tables::AffinityTables,
 };
 
-/// The bits by which a place is drawn from a set.
+/// The bits by which an index is drawn from an endpoint set, and how they are used.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Draw(
-    /// One word, as functions of programs have few arguments: the bits, and above them what is done with them.
+    /// The bits are in the lower half, and `FIXED` and `LEAST` above them. It is one word, because
+    /// functions of BPF programs have few arguments.
     u64,
 );
 
 const FIXED: u64 = 1 << 32;
-/// Of two places that the bits choose, one is taken.
+/// The bits choose two indexes, and the one with fewer connections is taken.
 const LEAST: u64 = (FRONTEND_LEAST_CONNECTION as u64) << 32;
 
 impl Draw {
-    /// To a frontend with these flags: by random bits or, with Maglev, by the hash of the connection; its argument says whether with the
-    /// client's port.
+    /// Returns the draw of a connection to a frontend with these flags. It draws by random bits or,
+    /// with Maglev, by the hash of the connection.
+    ///
+    /// The argument of `hash` says whether the hash includes the client's port.
     #[inline(always)]
     pub fn of(flags: u32, random: u32, hash: impl FnOnce(bool) -> u32) -> Self {
         if flags & FRONTEND_MAGLEV == 0 {
             return Self::without_ends(flags, random);
         }
-        // With affinity, what all of the client's connections have in common: it is the same on nodes that do not know the client.
+        // Session affinity leaves the client's port out of the hash, so that all connections of the
+        // client share it. Nodes that do not know the client then choose the same backend.
         Self::fixed(hash(flags & FRONTEND_AFFINITY == 0))
     }
 
-    /// As [`of`](Self::of), of a connection whose ends are not known.
+    /// Returns the same as [`of`](Self::of) for a connection whose ends are not known.
     #[inline(always)]
     pub const fn without_ends(flags: u32, random: u32) -> Self {
         Self(random as u64 | ((flags & FRONTEND_LEAST_CONNECTION) as u64) << 32)
@@ -49,19 +58,20 @@ impl Draw {
         Self(bits as u64)
     }
 
-    /// Of what draws alike whenever it draws.
+    /// Returns a draw that gives the same result each time, also in [`again_by`](Self::again_by).
     #[inline(always)]
     pub const fn fixed(bits: u32) -> Self {
         Self(bits as u64 | FIXED)
     }
 
-    /// Another draw, where the first one's place is not taken: by these bits unless they are fixed.
+    /// Returns another draw, for when the index of the first one is not taken. It uses these bits,
+    /// unless the bits of this draw are fixed.
     #[inline(always)]
     pub const fn again_by(self, bits: u32) -> Self {
         if self.0 & FIXED == 0 { Self(self.0 & LEAST | bits as u64) } else { self }
     }
 
-    /// An index of the set, which is not empty.
+    /// Returns an index of the set, which is not empty.
     #[inline(always)]
     pub(crate) fn pick<F: Family>(self, tables: &impl AffinityTables<F>, set: EndpointSet) -> u32 {
         let bits = self.0 as u32;
@@ -69,7 +79,8 @@ impl Draw {
     }
 }
 
-/// Of two places that `bits` choose; of equals the first.
+/// Returns the one of two indexes that `bits` choose whose backend has fewer connections for its
+/// weight. If both have as many, it returns the first.
 #[inline(always)]
 pub fn less_busy<F: Family>(tables: &impl AffinityTables<F>, set: EndpointSet, bits: u32) -> u32 {
     let first = set.place(bits);
@@ -79,7 +90,10 @@ pub fn less_busy<F: Family>(tables: &impl AffinityTables<F>, set: EndpointSet, b
     if other.is_less_than(one) { second } else { first }
 }
 
-/// Of a backend, with its weight. One word, for the stack: connections, and below them by how much its weight is more than 1.
+/// The open connections of a backend, and its weight.
+///
+/// It is one word to save stack: the weight less 1 is in the lowest `WEIGHT_BITS` bits, and the
+/// connections are above them.
 #[derive(Clone, Copy)]
 struct Load(u64);
 
@@ -103,14 +117,15 @@ impl Load {
         (self.0 & ((1 << WEIGHT_BITS) - 1)) + 1
     }
 
-    /// Has it fewer connections for each unit of weight?
+    /// Returns true if it has fewer connections for each unit of weight than `other`.
     #[inline(always)]
     const fn is_less_than(self, other: Self) -> bool {
         self.connections().wrapping_mul(other.weight()) < other.connections().wrapping_mul(self.weight())
     }
 }
 
-/// Changes half of its bits, on average, when any of `word` changes.
+/// Returns a hash of both. If any bit of `word` changes, half of the result's bits change on
+/// average.
 #[inline(always)]
 const fn mix(hash: u64, word: u64) -> u64 {
     const FACTOR: u64 = 0xd6e8_feb8_6659_fd93;
@@ -127,18 +142,22 @@ fn mix_end<A: Address>(hash: u64, address: &A, ports: u64) -> u64 {
     mix(mix(hash, lower), ports)
 }
 
-/// Spreads numbers: odd, with bits all over, 2^64 by the golden ratio.
+/// A factor that spreads numbers: 2^64 divided by the golden ratio, which is odd and has bits all
+/// over.
 pub(crate) const HASH_FACTOR: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Of a new connection: the same on every node and in every version of the proxy, or connections that change their node would change their
-/// backend. The frontend's address is left out: that of a node port is each node's own.
+/// Returns the hash of a new connection. It is the same on every node and in every version of
+/// proxy-ctl, or connections that change their node would change their backend.
+///
+/// The frontend's address is left out, because the address of a node port is each node's own.
 #[inline(always)]
 pub fn connection_hash<A: Address>(client: (&A, Port), frontend_port: Port, protocol: u8) -> u32 {
     let numbers = (client.1.number() as u64) << 32 | (frontend_port.number() as u64) << 8 | protocol as u64;
     (mix_end(0, client.0, numbers) >> 32) as u32
 }
 
-/// Two of an endpoint, for where its places in a table begin and how far they lie apart: the same on every node.
+/// Returns two hashes of an endpoint, which are the same on every node. They decide at which index
+/// of a lookup table the endpoint's order begins, and what its step is.
 pub fn endpoint_hashes<A: Address>(address: &A, port: Port, protocol: u8) -> [u64; 2] {
     let first = mix_end(0, address, (port.number() as u64) << 8 | protocol as u64);
     [first, mix(first, 1)]
@@ -203,7 +222,8 @@ mod tests {
         Draw::without_ends(FRONTEND_LEAST_CONNECTION, bits)
     }
 
-    /// Slots from 10 on, of backends 1, 2, …, with these weights and connections, and behind them copies of these.
+    /// Slots from index 10 on, of backends 1, 2, …, with these weights and connections. Behind them
+    /// is a lookup table of copies of these backends.
     fn tables(backends: &[(u32, i64)], copies: &[u32]) -> HostTables<V4> {
         let mut tables = HostTables::default();
         let places = (1..).take(backends.len()).chain(copies.iter().copied());
@@ -218,7 +238,7 @@ mod tests {
         tables
     }
 
-    /// Whatever is drawn.
+    /// The result is the same whatever the bits are.
     #[rstest]
     #[case::of_one(&[(1, 7)], 1)]
     #[case::fewer_than_the_other(&[(1, 7), (1, 6)], 2)]
@@ -287,7 +307,8 @@ mod tests {
         );
     }
 
-    /// Of ten endpoints and a thousand connections that stay, the most that one has, beside the mean of 100.
+    /// A thousand connections that stay go to ten endpoints, so the mean is 100. The test compares
+    /// the most connections that one endpoint has.
     #[test]
     fn connections_that_stay_are_balanced() {
         let set = EndpointSet::new(10, 10);
@@ -309,7 +330,8 @@ mod tests {
         assert!(by_least <= 103 && by_random > 110, "{by_least}, {by_random}");
     }
 
-    /// Three quarters, however the draws by weight fall.
+    /// The endpoint of weight 3 gets three quarters of the connections, however the draws from the
+    /// lookup table fall.
     #[test]
     fn connections_that_stay_are_balanced_by_weight() {
         let tables = tables(&[(1, 0), (3, 0)], &[1, 2, 2, 2]);
@@ -324,7 +346,7 @@ mod tests {
         assert!((740..760).contains(&open[&2]), "{open:?}");
     }
 
-    /// Nodes of different versions serve the same connections.
+    /// Nodes with different versions of proxy-ctl serve the same connections.
     #[test]
     fn hashes_are_as_they_were() {
         let four = connection_hash(&[203, 0, 113, 1], Port::new(40_000));
@@ -350,7 +372,8 @@ mod tests {
             let hash = connection_hash((&address, Port::new(port)), Port::new(frontend), protocol);
             counts[(hash >> 28) as usize] += 1;
         }
-        // A thousand each, and five times its root.
+        // The mean is a thousand each, and the bounds are five standard deviations (square roots of
+        // the mean) away.
         assert!(counts.iter().all(|count| (840..1_160).contains(count)), "{counts:?}");
     }
 }

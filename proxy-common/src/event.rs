@@ -1,6 +1,9 @@
-//! What the programs tell of: a flow that opens, a socket that is sent to a backend, a packet or system call that is refused or dropped.
+//! The events that programs write for `proxy-ctl monitor`: which decisions make one, and what it
+//! contains.
 //!
-//! Packets of flows that are there already, and what no service is concerned with, make no event.
+//! An event tells of a flow that opens, a socket that is sent to a backend, or a packet or system
+//! call that is refused or dropped. Packets of existing flows, and traffic that concerns no
+//! Service, make no event.
 
 use crate::{
     layout::{Address, EVENT_OF_SOCKET, Event, EventControl, NO_SERVICE, SocketOrigin},
@@ -8,12 +11,13 @@ use crate::{
     reason::{REASONS, Reason, Verdict},
 };
 
-/// What an event is about. Each reason that makes events has one.
+/// The kind of an event. Each reason that makes events has one.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum EventKind {
     /// A flow was opened.
     Opened,
-    /// A flow is gone because its client, or the key of its answers, gets another. It is shown with the backend that it had.
+    /// A flow is gone, because its client, or the key of its answers, gets another flow. The event
+    /// shows the backend that the former flow had.
     Rebound,
     /// A socket was connected to a backend.
     Connected,
@@ -25,7 +29,7 @@ pub enum EventKind {
 }
 
 impl EventKind {
-    /// `None`: the reason makes no events.
+    /// Returns the kind of this reason's events, or `None` if the reason makes no events.
     #[inline(always)]
     pub const fn of(reason: Reason) -> Option<Self> {
         match (reason, reason.verdict()) {
@@ -51,7 +55,7 @@ impl EventKind {
     }
 }
 
-/// A bit for each of these reasons, by number.
+/// Returns a mask with one bit for each of these reasons, at its number.
 const fn bits(reasons: &[Reason]) -> u64 {
     const { assert!(REASONS == u64::BITS) };
     let (mut bits, mut index) = (0, 0);
@@ -67,7 +71,8 @@ const fn bit(reason: u32) -> u64 {
     1 << (reason % u64::BITS)
 }
 
-/// Reasons whose packet is known to be of a flow, so that the event can tell all of its ends.
+/// The reasons whose packet is known to belong to a flow, so that the event can tell all of the
+/// flow's ends.
 const OF_FLOWS: u64 = bits(&[
     Reason::FlowOpened,
     Reason::FlowReplaced,
@@ -79,7 +84,7 @@ const OF_FLOWS: u64 = bits(&[
     Reason::BackendGone,
 ]);
 
-/// Reasons whose client is refused or dropped.
+/// The reasons whose client is refused or dropped.
 const REFUSALS: u64 = {
     let (mut bits, mut index) = (0, 0);
     while index < Reason::ALL.len() {
@@ -92,7 +97,7 @@ const REFUSALS: u64 = {
     bits
 };
 
-/// Has this reason's client been refused or dropped?
+/// Returns true if the packet or call with this reason was refused or dropped.
 #[inline(always)]
 pub const fn is_refusal(reason: u32) -> bool {
     REFUSALS & bit(reason) != 0
@@ -104,13 +109,14 @@ pub(crate) const fn is_of_a_flow(reason: u32) -> bool {
 }
 
 impl EventControl {
-    /// What these reasons end or open, until then.
+    /// Returns the value that asks the programs for events of these reasons until a time. One of
+    /// `one_of` events is told, at random.
     pub fn new(until: u64, reasons: impl IntoIterator<Item = Reason>, one_of: u64) -> Self {
         let reasons = reasons.into_iter().fold(0, |bits, reason| bits | bit(reason as u32));
         Self { until, reasons, one_of }
     }
 
-    /// The time, if an event with this reason is to be told now.
+    /// Returns the time if an event with this reason is to be told now.
     #[inline(always)]
     pub fn admits(
         &self,
@@ -122,7 +128,7 @@ impl EventControl {
         if self.reasons & bit(reason) == 0 || is_left_out() {
             return None;
         }
-        // Last, as it takes longest.
+        // The clock is read last, because it takes longest.
         let now = now();
         (now < self.until).then_some(now)
     }
@@ -134,7 +140,10 @@ impl Event {
         Self { time, reason, service: NO_SERVICE, ..Self::default() }
     }
 
-    /// Of a system call that named `destination`. `sent_to`: the backend in its place. No hook knows what address the socket will have.
+    /// Fills in a system call that named `destination`, and the backend that it was sent to
+    /// instead, if any.
+    ///
+    /// The client stays unspecified, because no hook knows what address the socket will have.
     #[inline(always)]
     pub fn set_socket<A: Address>(
         &mut self,

@@ -9,7 +9,7 @@ pub trait Family: Copy + 'static {
     type Address: Address;
     type Slot: Slot<Address = Self::Address>;
 
-    /// Do fragments of one packet have the same protocol in their headers?
+    /// True if all fragments of a packet have the same protocol in their network header.
     const FRAGMENTS_BELONG_BY_PROTOCOL: bool;
 }
 
@@ -33,25 +33,26 @@ impl Family for V6 {
     const FRAGMENTS_BELONG_BY_PROTOCOL: bool = false;
 }
 
-/// A place in `slots4/6`: a backend as the packet path needs it.
+/// A slot of `slots4/6`: a backend as the packet programs need it.
 pub trait Slot: Copy + Default {
     type Address: Address;
 
     fn new(address: Self::Address, port: Port, backend: u32, flags: u32) -> Self;
     fn address(&self) -> Self::Address;
     fn port(&self) -> Port;
-    /// Key of `backends4/6`; never 0 in a slot that is in use.
+    /// Returns the key of `backends4/6`. It is never 0 in a slot that is in use.
     fn backend(&self) -> u32;
-    /// `BACKEND_*`.
+    /// Returns the `BACKEND_*` flags.
     fn flags(&self) -> u32;
 
-    /// By how much its weight is more than 1.
+    /// Returns the weight less 1.
     #[inline(always)]
     fn more_weight(&self) -> u8 {
         (self.flags() >> BACKEND_WEIGHT_SHIFT) as u8
     }
 
-    /// The order of an endpoint set: local ones, then the others, each by address and port.
+    /// Returns true if this slot comes first in the order of an endpoint set: local ones, then the
+    /// others, each by address and port.
     #[inline(always)]
     fn precedes(&self, other: &Self) -> bool {
         let (local, other_local) = (self.flags() & BACKEND_LOCAL, other.flags() & BACKEND_LOCAL);
@@ -106,11 +107,11 @@ macro_rules! slot {
 slot!(Slot4, [u8; 4]);
 slot!(Slot6, [u8; 16]);
 
-/// Address and port that a connection or packet is sent to.
+/// The address and port that a connection or packet is sent to.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub struct Destination<A> {
     pub address: A,
     pub port: Port,
-    /// IANA number.
+    /// The IANA protocol number.
     pub protocol: u8,
 }

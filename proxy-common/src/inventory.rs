@@ -1,5 +1,7 @@
-//! Every table and every kernel program, listed once: the kernel crate defines them from these lists, the controller
-//! sizes, checks, opens and attaches them by the same.
+//! The inventory of maps, limits and programs, each listed once.
+//!
+//! The kernel crate defines maps and programs from these lists. The controller sizes, checks, opens
+//! and attaches them by the same lists.
 
 macro_rules! limits {
     ($($limit:ident $field:ident: $name:literal, $default:literal, first $first:expr;)+) => {
@@ -8,24 +10,25 @@ macro_rules! limits {
         pub enum Limit { $($limit,)+ }
 
         impl Limit {
-            /// Field of `ebpf.limits`.
+            /// Returns the name of the field of `ebpf.limits`.
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$limit => $name,)+ }
             }
 
-            /// Entries of each table that it sizes, where users say nothing.
+            /// Returns how many entries each map of this limit has if users set nothing.
             pub const fn default_entries(self) -> u32 {
                 match self { $(Self::$limit => $default,)+ }
             }
 
-            /// What the tables have room for at first where `limit` is set. They grow up to it when more is desired.
+            /// Returns how many entries the maps have room for at first if the limit is set to
+            /// `limit`. They grow up to it when more is desired.
             pub const fn first_entries(self, limit: u32) -> u32 {
                 let first: u32 = match self { $(Self::$limit => $first,)+ };
                 if first < limit { first } else { limit }
             }
         }
 
-        /// The most entries that the tables have room for.
+        /// The most entries that the maps of each limit have room for.
         #[derive(Clone, Copy, Debug, Eq, PartialEq)]
         pub struct Limits { $(pub $field: u32,)+ }
 
@@ -43,7 +46,7 @@ macro_rules! limits {
     };
 }
 
-/// The tables have the size of the limit from the beginning.
+/// The value of `first` for maps that have the size of the limit from the beginning.
 const FIXED: u32 = u32::MAX;
 
 limits! {
@@ -60,13 +63,17 @@ limits! {
     ServiceCounters service_counters: "serviceCounters", 1_024, first FIXED;
 }
 
-/// Calls the macro `$define` with every pinned table, as `name: kind(key, value), entries`. The types are those of
-/// `layout`, with `A4` and `A6` for the addresses; entries in brackets are a [`Limit`].
+/// Calls the macro `$define` with every pinned map, as `name: kind(key, value), entries`. The types
+/// are those of `layout`, with `A4` and `A6` for the addresses. Entries in brackets are a
+/// [`Limit`].
 ///
-/// Programs write flows, so a table of flows can only change its size while they work on it: they find it in an array of two maps,
-/// `<table>_maps` ([`layout::MAP_IN_USE`](crate::layout::MAP_IN_USE)). Kinds `maps_of_…` are these arrays, with the types of their maps.
-/// Programs at tracepoints read only hash tables of kind `preallocated_hash`. `devices` is a hash of devices that frames can be sent by.
-/// The keys of a `lpm_trie` are a [`PrefixKey`](crate::layout::PrefixKey) of the type. A `ring` has no keys, and its size is in bytes.
+/// - `maps_of_…`: Programs write flows at any time, so a flow map can only change its size while
+///   they work on it. They find it in an array of two maps, `<map>_maps`
+///   ([`layout::MAP_IN_USE`](crate::layout::MAP_IN_USE)). The types are those of the inner maps.
+/// - `preallocated_hash`: the only kind of hash map that programs at tracepoints read.
+/// - `devices`: a hash of devices that frames can be sent by.
+/// - `lpm_trie`: its keys are a [`PrefixKey`](crate::layout::PrefixKey) of the type.
+/// - `ring`: it has no keys, and its size is in bytes.
 #[macro_export]
 macro_rules! tables {
     ($define:ident) => {
@@ -144,8 +151,8 @@ macro_rules! socket_programs {
     };
 }
 
-/// Calls the macro `$define` with every program on an interface, as `name: (role of the interface, direction, has
-/// Ethernet header)`.
+/// Calls the macro `$define` with every program on an interface, as `name: (role, direction, has
+/// Ethernet header)`. The role is that of the interface.
 #[macro_export]
 macro_rules! packet_programs {
     ($define:ident) => {
@@ -162,7 +169,7 @@ macro_rules! packet_programs {
     };
 }
 
-/// Names of the tables.
+/// Names of the maps.
 #[expect(non_upper_case_globals, reason = "a constant is spelled as the table that it names")]
 pub mod table {
     macro_rules! names {
@@ -172,7 +179,8 @@ pub mod table {
     }
     tables!(names);
 
-    /// The tables of flows that change size while programs write them, each with the array that programs find it in.
+    /// The flow maps that change size while programs write them, each with the array in which
+    /// programs find it.
     pub const RESIZABLE: [(&str, &str); 6] = [
         (flows4, flows4_maps),
         (flows6, flows6_maps),
@@ -182,7 +190,7 @@ pub mod table {
         (foreign_flows6, foreign_flows6_maps),
     ];
 
-    /// Not pinned: each load of the programs has its own.
+    /// The map of the programs' log. It is not pinned: each load of the programs has its own.
     pub const kernel_log: &str = "kernel_log";
 }
 
@@ -198,16 +206,20 @@ pub mod program {
     }
     packet_programs!(names);
 
-    /// On uplinks, before the stack.
+    /// The XDP program of uplinks, which runs before the network stack.
     pub const uplink_transit: &str = "uplink_transit";
-    /// The same for kernels whose drivers hand over frames in fragments.
+    /// The XDP program of uplinks for kernels whose drivers hand over frames in fragments.
     pub const uplink_transit_frags: &str = "uplink_transit_frags";
-    /// On the kernel's tracepoint `xdp_devmap_xmit`: a device was given frames that XDP had redirected.
+    /// The program on the kernel's tracepoint `xdp_devmap_xmit`, which says that a device was given
+    /// frames that XDP had redirected.
     pub const redirect_sent: &str = "redirect_sent";
-    /// On the kernel's tracepoint `xdp_redirect_err`: a frame was not redirected.
+    /// The program on the kernel's tracepoint `xdp_redirect_err`, which says that a frame was not
+    /// redirected.
     pub const redirect_failed: &str = "redirect_failed";
-    /// On the cgroup, where sockets are counted: one is closed.
+    /// The program on the cgroup that runs when a socket is closed. It is attached only while
+    /// sockets are counted.
     pub const sock_release: &str = "sock_release";
-    /// On connect4 for a moment: tells the controller its own network namespace where the kernel does not.
+    /// The program that tells the controller its own network namespace on kernels where no system
+    /// call does. It is attached like `connect4`, for a moment.
     pub const learn_namespace: &str = "learn_namespace";
 }

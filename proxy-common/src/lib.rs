@@ -1,6 +1,8 @@
-//! What the kernel programs and the controller share: every table and its layout, the numbered reasons,
-//! and the datapath's decisions as pure functions over a trait of tables, so that the same code runs in
-//! the kernel and on the host.
+//! The code that the kernel programs and the controller share.
+//!
+//! It has every map with its layout, the numbered reasons, and the decisions of the datapath. The
+//! decisions are pure functions over a trait of maps, so the same code runs in the kernel and on
+//! the host.
 #![cfg_attr(not(any(test, fuzzing, feature = "user")), no_std)]
 
 pub mod affinity;

@@ -1,8 +1,9 @@
-//! Ports: as decisions pass them around, as packets have them, and as tables hold them.
+//! Ports, as decisions pass them around, as packets have them, and as maps hold them.
 
 use core::ops::RangeInclusive;
 
-/// What an API server gives to Services of type NodePort, unless `--service-node-port-range` says otherwise.
+/// The node ports that an API server gives to Services, unless `--service-node-port-range` says
+/// otherwise.
 pub const NODE_PORTS: RangeInclusive<u16> = 30_000..=32_767;
 
 /// A port of TCP or UDP. A port in network order is never a number, only two bytes.
@@ -11,22 +12,24 @@ pub const NODE_PORTS: RangeInclusive<u16> = 30_000..=32_767;
 pub struct Port(u16);
 
 impl Port {
-    /// Not a port of anybody: what is not known, or a place that is free.
+    /// The port that nobody has. It stands for a port that is not known, and for an element that is
+    /// free.
     pub const NONE: Self = Self(0);
 
-    /// Of a number in host byte order, as people and tables write it.
+    /// Returns the port with this number in host byte order, as people and maps write it.
     #[inline(always)]
     pub const fn new(number: u16) -> Self {
         Self(number)
     }
 
-    /// Host byte order.
+    /// Returns the number in host byte order.
     #[inline(always)]
     pub const fn number(self) -> u16 {
         self.0
     }
 
-    /// As packets and the addresses of sockets have it.
+    /// Returns the port from its two bytes in network order, as packets and socket addresses have
+    /// it.
     #[inline(always)]
     pub const fn from_network(bytes: [u8; 2]) -> Self {
         Self(u16::from_be_bytes(bytes))
@@ -38,7 +41,7 @@ impl Port {
     }
 }
 
-/// Ports as [`crate::layout::Settings::apart_ports`].
+/// Two ranges of ports, as [`crate::layout::Settings::apart_ports`] has them.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct PortRanges(pub [[u16; 2]; 2]);
 
@@ -50,24 +53,30 @@ impl PortRanges {
     }
 }
 
-/// How many ports the table `masquerade_ports` has, for translated sources and aliases.
+/// The number of ports in the map `masquerade_ports`, which are used as masquerade and alias ports.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct PortPool {
     pub ports: u32,
-    /// How many of them, the first ones, the kernel gives to no socket.
+    /// The number of reserved ports among them, which come first. The kernel gives them to no
+    /// socket.
     pub apart: u32,
 }
 
-/// Tries among the ports that are [`apart`](PortPool::apart).
+/// The number of attempts with [reserved ports](PortPool::apart).
 const APART_TRIES: u32 = 8;
-/// Tries at random, also those among the others. Where three of five are in use, one in a million of sources gets none by them.
+/// The number of attempts at random, which includes those with other ports than reserved ones. Even
+/// if three of five ports are in use, only one in a million of sources finds none by them.
 pub const RANDOM_TRIES: u32 = 36;
-/// In all. The last ones are one port after the other: in a small pool each is tried. The verifier goes through all of them.
+/// The number of all attempts. The last ones take one port after the other, so in a small pool each
+/// is tried. The limit is low because the verifier goes through all attempts.
 pub const PORT_TRIES: u32 = 48;
 
 impl PortPool {
-    /// Index of the port for this of [`PORT_TRIES`] attempts. Each of the [`RANDOM_TRIES`] has a random number of its own, the others the
-    /// last one. 0 if there is no port.
+    /// Returns the index of the port for one of the [`PORT_TRIES`] attempts, or 0 if there is no
+    /// port.
+    ///
+    /// Each of the [`RANDOM_TRIES`] has a random number of its own. The other attempts get the last
+    /// one.
     #[inline(always)]
     pub const fn place(&self, random: u32, attempt: u32) -> u32 {
         let (first, among) = if self.apart == 0 || self.apart >= self.ports || attempt >= RANDOM_TRIES {
@@ -149,7 +158,7 @@ mod tests {
                 (RANDOM_TRIES..PORT_TRIES).map(|attempt| pool.place(random, attempt)).collect();
             places.sort_unstable();
             places.dedup();
-            // Beyond two rounds the first is tried again.
+            // An attempt beyond two rounds tries the first port again.
             prop_assert!(places.len() as u32 >= ports.min(6));
         }
     }

@@ -1,19 +1,20 @@
 //! The reasons for the datapath's decisions. Each has one number, one counter and one verdict.
 
-/// What becomes of a packet or a system call.
+/// The fate of a packet or a system call.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Verdict {
-    /// Goes on as it is.
+    /// The packet or call goes on as it is.
     Pass,
     /// The client is told at once: ECONNREFUSED, RST, or ICMP port unreachable.
     Refuse,
-    /// Dropped; the client is not told.
+    /// The packet or call is dropped, and the client is not told.
     Drop,
 }
 
 macro_rules! reasons {
     ($($(#[doc = $doc:literal])+ $name:ident = $number:literal, $verdict:ident, $text:literal;)+) => {
-        /// Index into the table `counters`. Numbers are stable: dashboards and older tables know them.
+        /// The reason for a decision. Its number is the index into the map `counters`. Numbers are
+        /// stable, because dashboards and the maps of former versions know them.
         #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
         #[repr(u32)]
         pub enum Reason { $($(#[doc = $doc])+ $name = $number,)+ }
@@ -21,13 +22,13 @@ macro_rules! reasons {
         impl Reason {
             pub const ALL: &'static [Self] = &[$(Self::$name,)+];
 
-            /// The one place where a reason becomes a verdict.
+            /// Returns the verdict. This is the one place where a reason becomes a verdict.
             #[inline(always)]
             pub const fn verdict(self) -> Verdict {
                 match self { $(Self::$name => Verdict::$verdict,)+ }
             }
 
-            /// Label of the counter in metrics and tables for people.
+            /// Returns the label of the counter in metrics, and in output for people.
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$name => $text,)+ }
             }
@@ -35,29 +36,30 @@ macro_rules! reasons {
     };
 }
 
-/// Size of the table `counters`.
+/// The size of the map `counters`.
 pub const REASONS: u32 = 64;
 
 reasons! {
-    /// Not for us. Not counted: it is most of the traffic.
+    /// The packet is not for a Service. It is not counted, because that is most of the traffic.
     NotAService = 0, Pass, "not_a_service";
-    /// connect() was sent to a backend.
+    /// A connect() was sent to a backend.
     SocketConnected = 1, Pass, "socket_connected";
     /// A first sendmsg() to a service was sent to a backend.
     SocketSent = 2, Pass, "socket_sent";
-    /// No usable endpoint anywhere.
+    /// No endpoint is usable anywhere.
     NoEndpoints = 3, Refuse, "no_endpoints";
-    /// Endpoints elsewhere only, and the traffic policy is Local.
+    /// The traffic policy is Local, and only other nodes have usable endpoints.
     NoLocalEndpoints = 4, Drop, "no_local_endpoints";
-    /// A frontend without its service: being removed at this moment.
+    /// The frontend has no service: it is being removed at this moment.
     ServiceGone = 5, Refuse, "service_gone";
-    /// An endpoint set that points at no slot in use.
+    /// The endpoint set points at no slot in use.
     SlotGone = 6, Refuse, "slot_gone";
     /// The socket's origin could not be stored, so answers would show the wrong address.
     SocketStorageFull = 7, Refuse, "socket_storage_full";
     /// The address is a ClusterIP, and no service has the port.
     UnknownPort = 8, Refuse, "unknown_port";
-    /// No service has the address, which is one for ClusterIPs (`ebpf.unallocatedServiceAddresses: drop`).
+    /// The address is in a ServiceCIDR, and no service has it (`ebpf.unallocatedServiceAddresses:
+    /// drop`).
     UnallocatedAddress = 9, Drop, "unallocated_address";
     /// A ping of a ClusterIP was answered (`ebpf.answerPing`).
     PingAnswered = 10, Pass, "ping_answered";
@@ -67,25 +69,30 @@ reasons! {
     RedirectedByDriver = 12, Pass, "redirected_by_driver";
     /// No device has taken a frame that XDP had sent on by another interface.
     RedirectFailed = 13, Drop, "redirect_failed";
-    /// A pod's answer to packets that XDP sends to it has left for an uplink without the stack.
+    /// A pod's answer has left for an uplink without the stack, because XDP sends packets to that
+    /// pod.
     AnswerPastStack = 14, Pass, "answer_past_stack";
-    /// A packet from outside has left for a backend on another node, or back from there, by an uplink and without the stack.
+    /// A packet from outside has left by an uplink without the stack, for a backend on another node
+    /// or back from there.
     SentPastStack = 15, Pass, "sent_past_stack";
-    /// XDP has no room before a frame for the headers of the packet that it is to leave in; the stack sends it.
+    /// The frame has no room before it for the outer headers that XDP should write, so the stack
+    /// sends it.
     NoHeadroom = 46, Pass, "no_headroom";
     /// A packet opened a flow.
     FlowOpened = 16, Pass, "flow_opened";
-    /// A SYN on a connection that ended, or a datagram whose backend is gone: the client gets a new backend.
+    /// A SYN on a connection that ended, or a datagram whose backend is gone, gave the client a new
+    /// backend.
     FlowReplaced = 17, Pass, "flow_replaced";
-    /// An entry that was evicted or lost is back.
+    /// An entry that was evicted or lost was inserted again.
     FlowRestored = 18, Pass, "flow_restored";
-    /// No room among the established flows: the flow stays among the opening ones.
+    /// The map of established flows has no room, so the flow stays among the opening ones.
     FlowsFull = 19, Pass, "flows_full";
-    /// A later fragment whose first one is not known: it came before it, or its record was evicted.
+    /// The first fragment of a later one is not known: it has not come yet, or its record was
+    /// evicted.
     Fragment = 21, Pass, "fragment";
-    /// Headers are invalid or truncated; the packet is passed to the stack.
+    /// The headers are invalid or truncated, and the packet is passed to the stack.
     Malformed = 22, Pass, "malformed";
-    /// More IPv6 extension headers than are followed.
+    /// The packet has more IPv6 extension headers than the programs follow.
     ExtensionHeaders = 23, Pass, "extension_headers";
     /// The flow's entries could not be created.
     FlowNotCreated = 24, Drop, "flow_not_created";
@@ -99,27 +106,31 @@ reasons! {
     RewriteFailed = 28, Drop, "rewrite_failed";
     /// The answer to a refused packet could not be built.
     RefusalFailed = 29, Drop, "refusal_failed";
-    /// So many ICMP errors were sent in this second already.
+    /// The CPU has sent as many ICMP errors or RSTs in this second as it may.
     RefusalsLimited = 30, Drop, "refusals_limited";
-    /// A TCP segment of a masqueraded flow's backend that is not to the address that the backend knows: it is forged.
+    /// A TCP segment of a masqueraded flow's backend does not go to the address that the backend
+    /// knows, so it is forged.
     ForgedAnswer = 31, Drop, "forged_answer";
-    /// A client that affinity knows nothing of opened a connection to a service with affinity.
+    /// A client for which the affinity map had no entry opened a connection to a service with
+    /// affinity.
     ClientRemembered = 38, Pass, "client_remembered";
-    /// A segment of a connection whose backend is gone, where such connections are reset.
+    /// The backend of a segment's connection is gone, and such connections are reset.
     BackendGone = 37, Refuse, "backend_gone";
-    /// A segment of a connection that no map knows: its address has come from another node, or its
+    /// No map knows the connection of a segment: its address has come from another node, or its
     /// flow was lost.
     UnknownConnection = 47, Refuse, "unknown_connection";
-    /// The client is in none of the source ranges that the service names for its load-balancer addresses.
+    /// The client is in none of the source ranges that the service has for its load-balancer
+    /// addresses.
     SourceNotAllowed = 39, Drop, "source_not_allowed";
-    /// An event that somebody watches for found the ring full.
+    /// An event that somebody watches for found the ring buffer full.
     EventLost = 40, Pass, "event_lost";
-    /// More connections were to be opened on this CPU than the configuration allows (`ebpf.newConnectionsPerCore`), and more of this service
-    /// than its share.
+    /// This CPU may open no more connections now (`ebpf.newConnectionsPerCore`), and the service
+    /// has used up its share.
     ConnectionsLimited = 45, Drop, "connections_limited";
-    /// With direct server return: longer than what fits into a packet to the backend. The client is told.
+    /// With direct server return, the packet is longer than what fits into a packet to the backend.
+    /// The client is told.
     PacketTooBig = 44, Drop, "packet_too_big";
-    /// A later fragment of a packet whose first one was dropped or refused.
+    /// The first fragment of a later one was dropped or refused.
     FragmentOfDropped = 36, Drop, "fragment_of_dropped";
 }
 

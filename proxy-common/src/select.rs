@@ -1,4 +1,4 @@
-//! From a destination to its frontend, and from a frontend to a backend.
+//! Selection of a frontend by the destination, and of a backend by the frontend.
 
 use crate::{
     affinity,
@@ -9,20 +9,20 @@ use crate::{
     tables::{AffinityTables, Tables},
 };
 
-/// Where a client is.
+/// The location of a client, seen from this node.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Origin {
-    /// In a pod of this node.
+    /// The client is in a pod of this node.
     #[default]
     Workload,
-    /// A process in this node's own network namespace.
+    /// The client is a process in this node's own network namespace.
     Host,
-    /// Beyond the uplink.
+    /// The client is beyond the uplink.
     Outside,
 }
 
-/// The frontend that serves `destination`, if any: a ClusterIP, else a node port on an address of this node, else an
-/// external address.
+/// Returns the frontend that serves `destination`, if any. It is a ClusterIP, else a node port on
+/// an address of this node, else an external address.
 #[inline(always)]
 pub fn find<F: Family>(
     tables: &impl Tables<F>,
@@ -32,7 +32,8 @@ pub fn find<F: Family>(
     find_where(tables, destination, || has_node_ports(tables, &destination.address, origin))
 }
 
-/// As [`find`]: `has_node_ports` says whether node ports are served at the destination's address.
+/// Does what [`find`] does. `has_node_ports` says whether node ports are served at the
+/// destination's address.
 #[inline(always)]
 pub(crate) fn find_where<F: Family>(
     tables: &impl Tables<F>,
@@ -40,7 +41,8 @@ pub(crate) fn find_where<F: Family>(
     has_node_ports: impl FnOnce() -> bool,
 ) -> Option<Frontend> {
     let Destination { address, port, protocol } = *destination;
-    /// A value rather than an `Option` in between: of a register that holds nothing, LLVM makes one that the verifier refuses to read.
+    /// The frontend that stands for none. An `Option` in its place would make LLVM use a register
+    /// that holds nothing, which the verifier refuses to read.
     const NONE: Frontend = Frontend { service: NO_SERVICE, flags: FRONTEND_EXTERNAL };
     let of_address = tables.frontend(&FrontendKey::of_address(address, port, protocol)).unwrap_or(NONE);
     let found = if of_address.flags & FRONTEND_EXTERNAL != 0 && has_node_ports() {
@@ -51,25 +53,27 @@ pub(crate) fn find_where<F: Family>(
     (found.service != NO_SERVICE).then_some(found)
 }
 
-/// A pod's loopback addresses are not the node's.
+/// Returns true if node ports are served at the address. A pod's loopback addresses are not the
+/// node's.
 #[inline(always)]
 fn has_node_ports<F: Family>(tables: &impl Tables<F>, address: &F::Address, origin: Origin) -> bool {
     let Some(node_address) = tables.node_address(address) else { return false };
     node_address.flags & NODE_ADDRESS_LOOPBACK == 0 || origin == Origin::Host
 }
 
-/// What kube-proxy's `detectLocalMode` tells of a client.
+/// The classification of a client by kube-proxy's `detectLocalMode`.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(u32)]
 pub enum Detected {
-    /// Nothing tells pods from others.
+    /// The configuration does not tell pods from others.
     #[default]
     Unknown,
     Pod,
     NoPod,
 }
 
-/// Of a packet's client: its address, and the interface that the packet came in by.
+/// Classifies the client of a packet by its address, or by the interface that the packet came in
+/// by.
 #[inline(always)]
 pub fn detect<F: Family>(tables: &impl AffinityTables<F>, address: &F::Address, interface: u32) -> Detected {
     let is_pod = match tables.pods_told_by() {
@@ -80,13 +84,13 @@ pub fn detect<F: Family>(tables: &impl AffinityTables<F>, address: &F::Address, 
     if is_pod { Detected::Pod } else { Detected::NoPod }
 }
 
-/// Is the client inside, so that the external traffic policy does not concern it?
+/// Returns true if the client is inside, so that the external traffic policy does not apply to it.
 #[inline(always)]
 pub fn is_inside(origin: Origin, detected: Detected) -> bool {
     origin == Origin::Host || detected == Detected::Pod
 }
 
-/// Would kube-proxy masquerade a client that is no process of the node?
+/// Returns true if kube-proxy would masquerade this client, which is no process of the node.
 #[inline(always)]
 pub fn kube_proxy_masquerades(frontend: Frontend, detected: Detected, all: bool) -> bool {
     if frontend.flags & FRONTEND_EXTERNAL == 0 {
@@ -96,14 +100,16 @@ pub fn kube_proxy_masquerades(frontend: Frontend, detected: Detected, all: bool)
     }
 }
 
-/// Does the frontend serve a client with this address?
+/// Returns true if the frontend serves clients with this address.
 #[inline(always)]
 pub fn admits<F: Family>(tables: &impl AffinityTables<F>, frontend: Frontend, client: &F::Address) -> bool {
     frontend.flags & FRONTEND_SOURCE_RANGES == 0 || tables.is_in_source_ranges(frontend.service, client)
 }
 
-/// A backend for a new connection to `frontend` by a client that [`is_inside`] or not. Affinity goes by `key`; `draw` decides among
-/// equals.
+/// Returns the slot of a backend for a new connection to `frontend`. `is_inside` is what
+/// [`is_inside`] says of the client.
+///
+/// The affinity of `key` decides first. Without it `draw` decides.
 #[inline(always)]
 pub fn choose<F: Family>(
     tables: &impl AffinityTables<F>,
@@ -115,7 +121,7 @@ pub fn choose<F: Family>(
     slot_at(tables, choose_place(tables, frontend, is_inside, key, draw)?)
 }
 
-/// As [`choose`]: the index of the backend's slot.
+/// Does what [`choose`] does, and returns the index of the backend's slot.
 #[inline(always)]
 pub(crate) fn choose_place<F: Family>(
     tables: &impl AffinityTables<F>,
@@ -157,7 +163,7 @@ fn set_with_endpoints(service: &Service, frontend: Frontend, is_inside: bool) ->
     }
 }
 
-/// The slot that was chosen, unless it is out of use meanwhile.
+/// Returns the slot that was chosen, unless it has gone out of use meanwhile.
 #[inline(always)]
 pub(crate) fn slot_at<F: Family>(tables: &impl Tables<F>, place: u32) -> Result<F::Slot, Reason> {
     let slot = tables.slot(place).ok_or(Reason::SlotGone)?;
@@ -188,7 +194,8 @@ mod tests {
     const KEY: AffinityKey<[u8; 4]> =
         AffinityKey { service: 7, client: Client { address: [10, 244, 0, 9], origin: CLIENT_WORKLOAD } };
 
-    /// Cluster set: backends 1, 2, 3. Local ones: 1. ClusterIP VIP:80, node port 30080.
+    /// The cluster set has backends 1, 2 and 3, of which 1 is local. The frontends are VIP:80 as a
+    /// ClusterIP, and node port 30080.
     fn tables() -> HostTables<V4> {
         let mut tables = HostTables::<V4>::default();
         for id in 1..=3u32 {

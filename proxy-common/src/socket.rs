@@ -1,5 +1,5 @@
-//! Decisions of the socket hooks: what a connect() or sendmsg() to a service becomes, and which address the
-//! application is shown afterwards.
+//! The decisions of the socket hooks: what a connect() or sendmsg() to a service becomes, and which
+//! address the application is shown afterwards.
 
 use crate::{
     balance::Draw,
@@ -16,7 +16,7 @@ use crate::{
     unserved,
 };
 
-/// Where a socket is to be sent, or why not.
+/// Returns the backend that a socket is sent to, or the reason why it is sent to none.
 #[inline(always)]
 pub fn connect<F: Family>(
     tables: &impl AffinityTables<F>,
@@ -35,7 +35,7 @@ pub fn connect<F: Family>(
     }
     let key = AffinityKey { service: frontend.service, client: Client::NODE };
     let is_inside = origin == Origin::Host || tables.pods_told_by() != PODS_UNKNOWN;
-    // No port is chosen yet to send from, and mostly no address.
+    // The source port is not chosen yet, and mostly the source address is not either.
     let draw = Draw::without_ends(frontend.flags, random);
     let slot = select::choose(tables, frontend, is_inside, &key, draw)?;
     let dialled = (destination.address, destination.port);
@@ -47,7 +47,8 @@ pub fn connect<F: Family>(
     Ok(origin)
 }
 
-/// No hook knows what address a pod's socket will send from, nor by what interface. Where one of these counts, its packets decide.
+/// Returns true if the packets decide, because no hook knows from which address or by which
+/// interface a pod's socket will send.
 #[inline(always)]
 fn is_left_to_packets<F: Family>(
     tables: &impl AffinityTables<F>,
@@ -61,8 +62,8 @@ fn is_left_to_packets<F: Family>(
             || (frontend.flags & FRONTEND_LOCAL_POLICY != 0 && by_interface()))
 }
 
-/// The backend that a socket's earlier datagrams to `destination` went to, as long as it exists and the frontend is
-/// still of the same service.
+/// Returns the backend that the socket's earlier datagrams to `destination` went to. There is none
+/// if the backend is gone, or if the frontend belongs to another service now.
 #[inline(always)]
 pub fn remembered<F: Family>(
     tables: &impl Tables<F>,
@@ -78,8 +79,10 @@ pub fn remembered<F: Family>(
     None
 }
 
-/// As [`remembered`], for a datagram that names its destination although the socket is connected there: it hears only
-/// the backend that it is connected to.
+/// Returns true if a datagram to `destination` goes to the backend that the socket is connected to.
+///
+/// The datagram names its destination although the socket is connected there. The kernel delivers
+/// answers of no other backend to such a socket.
 #[inline(always)]
 pub fn remembered_peer<F: Family>(
     tables: &impl Tables<F>,
@@ -100,12 +103,13 @@ fn still_serves<F: Family>(
     client: Origin,
 ) -> bool {
     let Some(frontend) = select::find(tables, destination, client) else { return false };
-    // A pod's packets decide whether it is in the source ranges.
+    // Only a pod's packets can tell whether the pod is in the source ranges.
     let is_decided = client == Origin::Host || frontend.flags & FRONTEND_SOURCE_RANGES == 0;
     frontend.service == origin.service() && is_decided && tables.backend(origin.backend_id).is_some()
 }
 
-/// Does the backend that a connected socket was sent to not serve what was dialled, any more? For user space.
+/// Returns true if a connected socket's backend no longer serves the frontend that was dialled.
+/// Only user space calls it.
 pub fn is_stale<F: Family>(
     tables: &impl Tables<F>,
     origin: &SocketOrigin<F::Address>,
@@ -113,15 +117,15 @@ pub fn is_stale<F: Family>(
     client: Origin,
 ) -> bool {
     if protocol == PROTOCOL_TCP {
-        // A connection stays with its backend, whosever that is.
+        // A connection stays with its backend, even if the frontend leads elsewhere now.
         return tables.backend(origin.backend_id).is_none();
     }
     let dialled = Destination { address: origin.frontend, port: origin.frontend_port(), protocol };
     !still_serves(tables, origin, &dialled, client)
 }
 
-/// Takes the place of what was remembered for the same frontend, of what would answer from the same backend,
-/// else of the oldest.
+/// Remembers the backend of a datagram. It replaces an origin with the same frontend or the same
+/// backend, because both would answer alike, else the oldest one.
 #[inline(always)]
 pub fn remember<A: Address>(origins: &mut DatagramOrigins<A>, new: &SocketOrigin<A>) {
     for origin in &mut origins.origins {
@@ -141,8 +145,8 @@ pub fn remember<A: Address>(origins: &mut DatagramOrigins<A>, new: &SocketOrigin
     origins.next = if place + 1 >= origins.origins.len() { 0 } else { origins.next + 1 };
 }
 
-/// The application sends to an address that it may so far have known as a service's backend: answers from
-/// there are its own from now on.
+/// Forgets the origins of the backend at `destination`, to which the application sends directly. From
+/// now on the application is shown the backend's own address.
 #[inline(always)]
 pub fn clear_origins_of_backend<A: Address>(origins: &mut DatagramOrigins<A>, destination: &Destination<A>) {
     for origin in &mut origins.origins {
@@ -154,14 +158,14 @@ pub fn clear_origins_of_backend<A: Address>(origins: &mut DatagramOrigins<A>, de
     }
 }
 
-/// The frontend that the application believes to talk to, if `peer` is the backend it was given.
+/// Returns the frontend that the application dialled, if `peer` is the backend that it was given.
 #[inline(always)]
 pub fn shown<A: Address>(origin: &SocketOrigin<A>, peer: &A, port: Port) -> Option<(A, Port)> {
     (origin.backend_port() == port && origin.backend == *peer && origin.frontend_port() != Port::NONE)
         .then_some((origin.frontend, origin.frontend_port()))
 }
 
-/// As [`shown`], among the services that an unconnected socket talks to.
+/// Does what [`shown`] does, for all services that an unconnected socket talks to.
 #[inline(always)]
 pub fn shown_datagram<A: Address>(origins: &DatagramOrigins<A>, peer: &A, port: Port) -> Option<(A, Port)> {
     for origin in &origins.origins {

@@ -1,4 +1,4 @@
-//! The tables as the decisions see them: BPF maps in the kernel, hash maps in tests.
+//! The maps as the decisions see them: BPF maps in the kernel, hash maps in tests.
 
 use crate::{
     balance,
@@ -6,18 +6,23 @@ use crate::{
     layout::{Affinity, AffinityKey, Backend, EndpointSet, Frontend, FrontendKey, NodeAddress, Service},
 };
 
-/// Lookups that finding a frontend and its backends needs. Values are copies: what lies in a map may change meanwhile.
+/// The lookups that find a frontend and its backends. Values are copies, because an element of a
+/// map may change meanwhile.
 pub trait Tables<F: Family> {
     fn frontend(&self, key: &FrontendKey<F::Address>) -> Option<Frontend>;
     fn node_address(&self, address: &F::Address) -> Option<NodeAddress>;
-    /// Each endpoint set is read by one load; the sets among themselves may be of different moments.
+    /// Returns the service. Each endpoint set is read by one load, but two sets may be of different
+    /// moments.
     fn service(&self, id: u32) -> Option<Service>;
     fn slot(&self, index: u32) -> Option<F::Slot>;
     fn backend(&self, id: u32) -> Option<Backend<F::Address>>;
 }
 
-/// An entry of `affinity4/6`, in place. The kernel may give its memory to another client at any time: what is written then is lost, or is
-/// the other client's, whose next connection goes to that backend if it is among its endpoints.
+/// An entry of `affinity4/6`, in place.
+///
+/// The kernel may give its memory to another client at any time. What is written then is lost, or
+/// it becomes the other client's. That client's next connection goes to the backend if the endpoint
+/// set has it.
 pub trait AffinityEntry: Copy {
     fn read(&self) -> Affinity;
     /// Sets [`Affinity::last_used`].
@@ -25,41 +30,43 @@ pub trait AffinityEntry: Copy {
     fn write(&self, affinity: Affinity);
 }
 
-/// What choosing a backend needs.
+/// The lookups that choose a backend.
 pub trait AffinityTables<F: Family>: Tables<F> {
     type Affinity: AffinityEntry;
 
     fn affinity(&self, key: &AffinityKey<F::Address>) -> Option<Self::Affinity>;
-    /// False: there is an entry already, or no memory.
+    /// Inserts an entry. Returns false if there is one already, or if there is no memory.
     fn remember(&self, key: &AffinityKey<F::Address>, affinity: &Affinity) -> bool;
-    /// Nanoseconds since boot, suspend included.
+    /// Returns the nanoseconds since boot, suspend included.
     fn now(&self) -> u64;
-    /// As far as they are counted ([`Connections::open`](crate::layout::Connections::open)).
+    /// Returns how many connections of the backend are open, as far as they are counted
+    /// ([`Connections::open`](crate::layout::Connections::open)).
     fn open_connections(&self, backend: u32) -> u64;
-    /// As [`balance::less_busy`].
+    /// Returns the index that [`balance::less_busy`] chooses.
     fn less_busy(&self, set: EndpointSet, bits: u32) -> u32
     where
         Self: Sized,
     {
         balance::less_busy(self, set, bits)
     }
-    /// Is the address in one of the service's `source_ranges4/6`?
+    /// Returns true if the address is in one of the service's `source_ranges4/6`.
     fn is_in_source_ranges(&self, service: u32, address: &F::Address) -> bool;
-    /// Is it for ClusterIPs, by `service_cidrs4/6`, where what is sent to those of no service is dropped?
+    /// Returns true if the address is in `service_cidrs4/6`, and packets to unallocated addresses are
+    /// dropped.
     fn is_in_service_cidrs(&self, address: &F::Address) -> bool;
-    /// The node's own address; unspecified: it has none of this family.
+    /// Returns the node's own address, or the unspecified one if the node has none of this family.
     fn address_of_node(&self) -> F::Address;
-    /// `PODS_*`: how traffic of pods is told from other traffic.
+    /// Returns `PODS_*`: how traffic of pods is told from other traffic.
     fn pods_told_by(&self) -> u16;
-    /// Is the address in the settings' range of pods?
+    /// Returns true if the address is in the pod range of the settings.
     fn is_in_pod_range(&self, address: &F::Address) -> bool;
-    /// Has the interface `INTERFACE_OF_PODS`?
+    /// Returns true if the interface has `INTERFACE_OF_PODS`.
     fn brings_pods(&self, interface: u32) -> bool;
 }
 
 #[cfg(test)]
 pub(crate) mod host {
-    //! Tables for tests of the decisions.
+    //! Maps for tests of the decisions.
 
     use std::{
         cell::{Cell, RefCell},
@@ -86,7 +93,7 @@ pub(crate) mod host {
         pub(crate) open: RefCell<HashMap<u32, i64>>,
     }
 
-    /// As the map element that the kernel hands out, it is shared.
+    /// An entry that is shared, like the map element that the kernel hands out.
     #[derive(Clone, Copy)]
     pub(crate) struct KnownClient(&'static Cell<Affinity>);
 
@@ -110,7 +117,7 @@ pub(crate) mod host {
         }
     }
 
-    /// Is the address in one of these prefixes?
+    /// Returns true if the address is in one of these prefixes.
     fn contain<F: Family>(prefixes: &[(F::Address, u32)], address: &F::Address) -> bool {
         prefixes.iter().any(|(range, bits)| address.is_in(range, *bits))
     }

@@ -1,4 +1,4 @@
-//! What becomes of clients that dial no frontend.
+//! The decision about clients that dial no frontend.
 
 use crate::{
     family::Family,
@@ -7,7 +7,7 @@ use crate::{
     tables::{AffinityTables, Tables},
 };
 
-/// Why nobody serves who opens something to a destination without frontend at this address.
+/// Returns the reason for a new connection to this address that has no frontend.
 #[inline(always)]
 pub fn reason<F: Family>(tables: &impl AffinityTables<F>, address: &F::Address) -> Reason {
     let reason = if tables.frontend(&FrontendKey::of_cluster_ip(*address)).is_some() {
@@ -20,26 +20,31 @@ pub fn reason<F: Family>(tables: &impl AffinityTables<F>, address: &F::Address) 
     if is_of_node(tables, address) { Reason::NotAService } else { reason }
 }
 
-/// As [`reason`], where a socket connects. One for datagrams sends nothing by that: resolvers connect to any port, only to learn by which
-/// source an address would be reached.
+/// Returns the reason for a socket that connects. A datagram socket may connect to a port that no
+/// service port has, because that sends nothing.
+///
+/// Resolvers connect only to learn by which source address a destination would be reached.
 #[inline(always)]
 pub fn at_connect(reason: Reason, protocol: u8) -> Reason {
     if is_datagram_to_nobody(reason, protocol) { Reason::NotAService } else { reason }
 }
 
-/// Is it a datagram that is refused only because no service port has its destination? It may be an answer.
+/// Returns true for a datagram that is refused only because no service port has its destination.
+/// Such a datagram may be an answer.
 #[inline(always)]
 pub fn is_datagram_to_nobody(reason: Reason, protocol: u8) -> bool {
     protocol == PROTOCOL_UDP && matches!(reason, Reason::UnknownPort | Reason::UnallocatedAddress)
 }
 
-/// Is it a ClusterIP that the node does not have itself?
+/// Returns true if the address is a ClusterIP that the node does not have itself.
 #[inline(always)]
 pub fn is_cluster_ip<F: Family>(tables: &impl Tables<F>, address: &F::Address) -> bool {
     tables.frontend(&FrontendKey::of_cluster_ip(*address)).is_some() && !is_of_node(tables, address)
 }
 
-/// A DNS cache listens at the ClusterIP that it stands in for; and whoever gives a Service the node's own address must not lock the node.
+/// Returns true if the node has the address. Such an address is never refused, for two reasons: a
+/// DNS cache listens at the ClusterIP that it stands in for, and a Service with the node's own
+/// address must not lock the node out.
 #[inline(always)]
 fn is_of_node<F: Family>(tables: &impl Tables<F>, address: &F::Address) -> bool {
     tables.node_address(address).is_some()

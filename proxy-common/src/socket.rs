@@ -145,8 +145,8 @@ pub fn remember<A: Address>(origins: &mut DatagramOrigins<A>, new: &SocketOrigin
     origins.next = if place + 1 >= origins.origins.len() { 0 } else { origins.next + 1 };
 }
 
-/// Forgets the origins of the backend at `destination`, to which the application sends directly. From
-/// now on the application is shown the backend's own address.
+/// Forgets the origins of the backend at `destination`, to which the application sends directly.
+/// From now on the application is shown the backend's own address.
 #[inline(always)]
 pub fn clear_origins_of_backend<A: Address>(origins: &mut DatagramOrigins<A>, destination: &Destination<A>) {
     for origin in &mut origins.origins {

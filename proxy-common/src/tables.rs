@@ -51,8 +51,8 @@ pub trait AffinityTables<F: Family>: Tables<F> {
     }
     /// Returns true if the address is in one of the service's `source_ranges4/6`.
     fn is_in_source_ranges(&self, service: u32, address: &F::Address) -> bool;
-    /// Returns true if the address is in `service_cidrs4/6`, and packets to unallocated addresses are
-    /// dropped.
+    /// Returns true if the address is in `service_cidrs4/6`, and packets to unallocated addresses
+    /// are dropped.
     fn is_in_service_cidrs(&self, address: &F::Address) -> bool;
     /// Returns the node's own address, or the unspecified one if the node has none of this family.
     fn address_of_node(&self) -> F::Address;

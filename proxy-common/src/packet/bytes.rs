@@ -1,20 +1,21 @@
-//! A packet's bytes, however they are reached: in the kernel by helpers for an skb, on the host as a slice.
+//! Access to a packet's bytes. The kernel reaches them by helpers or directly, the host as a slice.
 
 use core::cell::Cell;
 
 use super::Sum;
 use crate::reason::Reason;
 
-/// A transport's checksum.
+/// The checksum of a transport header.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Checksum {
     pub offset: u32,
-    /// UDP: 0 says that there is none, and stays; a sum that comes out as 0 is written as 0xffff.
+    /// True for UDP: 0 says that there is no checksum, and stays. A sum that comes out as 0 is
+    /// written as 0xffff.
     pub is_optional: bool,
 }
 
 impl Checksum {
-    /// Its bytes after this change of what it covers.
+    /// Returns the bytes of the checksum after this change of what it covers.
     #[inline(always)]
     pub fn after(self, old: [u8; 2], change: Sum) -> [u8; 2] {
         if self.is_optional && old == [0; 2] {
@@ -25,14 +26,18 @@ impl Checksum {
     }
 }
 
-/// Access to one packet. Offsets are from its first byte. It is passed by value: in the kernel it is a pointer, or one with a number, which take no stack.
+/// Access to one packet. Offsets are from its first byte.
+///
+/// It is passed by value. In the kernel it is a pointer, or a pointer and a number, and takes no
+/// stack.
 pub trait Bytes: Copy {
-    /// Are only packets read as most are: whole ones, of TCP or UDP, right behind a network header without options? Parsing others fails.
+    /// True if parsing fails for all but plain packets: whole ones, with TCP or UDP right behind a
+    /// network header without options.
     const PLAIN_ONLY: bool = false;
 
     fn length(self) -> u32;
 
-    /// Fails with `Malformed` where the packet ends before.
+    /// Reads bytes. Fails with `Malformed` if the packet ends before the last of them.
     fn read_into(self, offset: u32, into: &mut [u8]) -> Result<(), Reason>;
 
     #[inline(always)]
@@ -42,21 +47,25 @@ pub trait Bytes: Copy {
         Ok(bytes)
     }
 
-    /// Writes bytes whose change a checksum in the packet makes up for. Writing fails with `RewriteFailed`.
+    /// Writes bytes whose change is made up for by a checksum in the packet. All writes fail with
+    /// `RewriteFailed`.
     fn write(self, offset: u32, bytes: &[u8]) -> Result<(), Reason>;
 
-    /// Writes bytes whose change nothing in the packet makes up for: a device's sum over all of it, if there is one, changes too.
+    /// Writes bytes whose change nothing in the packet makes up for. If a device has summed up the
+    /// whole packet, its sum changes too.
     fn write_uncovered(self, offset: u32, bytes: &[u8]) -> Result<(), Reason>;
 
     /// Changes the checksum of an IPv4 header.
     fn change_header_checksum(self, offset: u32, change: Sum) -> Result<(), Reason>;
 
-    /// Changes a transport's checksum by the changes of addresses in the network header, and of what follows it. Where a device completes
-    /// the checksum, the field holds the sum of the addresses only.
+    /// Changes the checksum of a transport by the changes of addresses in the network header, and
+    /// of what follows that header.
+    ///
+    /// If a device completes the checksum, the field holds the sum of the addresses only.
     fn change_checksum(self, checksum: Checksum, addresses: Sum, payload: Sum) -> Result<(), Reason>;
 }
 
-/// A packet on the host; its checksums are whole.
+/// A packet on the host. Its checksums are whole.
 impl Bytes for &[Cell<u8>] {
     fn length(self) -> u32 {
         self.len() as u32

@@ -1,5 +1,8 @@
-//! ICMP errors (unreachable, packet too big, time exceeded, parameter problem) that quote a packet of a flow. They travel as an answer to
-//! the quoted packet would: parsed as that, with the quoted packet's ends turned round, they find the flow and get its translation.
+//! ICMP errors (unreachable, packet too big, time exceeded, parameter problem) that quote a packet
+//! of a flow.
+//!
+//! An error travels as an answer to the quoted packet would. So it is parsed as that answer, with
+//! the quoted packet's ends reversed, and it finds the flow and gets the flow's translation.
 
 use super::{
     Bytes, Checksum, Fragment, Headers, Network, Packet, Rewrite, Segment, Sum,
@@ -11,12 +14,14 @@ use crate::{
     reason::Reason,
 };
 
-/// Type, code, checksum and four bytes that depend on the type.
+/// The length of the ICMP header: type, code, checksum and four bytes that depend on the type.
 const ICMP_HEADER: u32 = 8;
 const CHECKSUM: u32 = 2;
 
-/// Parses the packet that an error quotes. Fails with `NotAService` where it is no error, quotes neither TCP nor UDP, or does not go to
-/// who sent what it quotes.
+/// Parses the packet that an error quotes.
+///
+/// Fails with `NotAService` if it is no error, if it quotes neither TCP nor UDP, or if it does not
+/// go to the source of the quoted packet.
 #[inline(always)]
 pub(super) fn parse<F: Network, B: Bytes>(
     bytes: B,
@@ -46,7 +51,7 @@ pub(super) fn parse<F: Network, B: Bytes>(
     Ok(())
 }
 
-/// Writes a translation into an error, outside and inside.
+/// Writes a translation into an error: into its own header, and into the packet that it quotes.
 #[inline(always)]
 pub(super) fn rewrite<F: Network, B: Bytes>(
     bytes: B,
@@ -63,7 +68,7 @@ const fn checksum_of(headers: Headers) -> Checksum {
     Checksum { offset: headers.icmp + CHECKSUM, is_optional: false }
 }
 
-// Not inlined: what it needs of the stack would be added to what opening a flow needs.
+// Not inlined: its stack would be added to what opening a flow needs.
 #[inline(never)]
 fn rewrite_outside<F: Network, B: Bytes>(
     bytes: B,
@@ -73,12 +78,13 @@ fn rewrite_outside<F: Network, B: Bytes>(
     let headers = packet.headers;
     let mut change = Sum::ZERO;
     if packet.destination != rewrite.destination {
-        // It goes to who sent what it quotes.
+        // The error goes to the source of the quoted packet, so this is its own destination too.
         let (old, new) = (&packet.destination, &rewrite.destination);
         change += replace_address::<F, B>(bytes, headers.outer + F::DESTINATION, old, new)?;
     }
     if packet.source != rewrite.source {
-        // Whatever it is: a router that tells of the packet becomes what the packet was sent to, as with netfilter.
+        // The source may be any address. A router that tells of the packet is replaced by what the
+        // packet was sent to, as netfilter does it.
         let old = F::read_address(bytes, headers.outer + F::SOURCE)?;
         change += replace_address::<F, B>(bytes, headers.outer + F::SOURCE, &old, &rewrite.source)?;
     }
@@ -88,7 +94,7 @@ fn rewrite_outside<F: Network, B: Bytes>(
     }
 }
 
-// Not inlined: as above.
+// Not inlined: its stack would be added to what opening a flow needs.
 #[inline(never)]
 fn rewrite_quoted<F: Network, B: Bytes>(
     bytes: B,
@@ -105,7 +111,7 @@ fn rewrite_quoted<F: Network, B: Bytes>(
         let (old, new) = (packet.source.as_ref(), rewrite.source.as_ref());
         quoted += replace_quoted(bytes, headers.network + F::DESTINATION, old, new)?;
     }
-    // What the error's own checksum covers.
+    // `message` is the change of what the error's own checksum covers.
     let mut message = quoted;
     if let Some(offset) = F::CHECKSUM {
         let checksum = Checksum { offset: headers.network + offset, is_optional: false };
@@ -119,7 +125,7 @@ fn rewrite_quoted<F: Network, B: Bytes>(
         message += change;
     }
     let checksum = transport_checksum(packet);
-    // It need not be quoted that far.
+    // An error may quote less than the whole header.
     if checksum.offset + 2 <= headers.end {
         message += change_quoted_checksum(bytes, checksum, quoted)?;
     }
@@ -132,7 +138,8 @@ fn replace_quoted<B: Bytes>(bytes: B, offset: u32, old: &[u8], new: &[u8]) -> Re
     Ok(Sum::of_change(old, new))
 }
 
-/// `change` is that of what the checksum covers.
+/// Changes a checksum in the quoted packet, and returns the change of the message. `change` is that
+/// of what this checksum covers.
 #[inline(always)]
 fn change_quoted_checksum<B: Bytes>(bytes: B, checksum: Checksum, change: Sum) -> Result<Sum, Reason> {
     let old: [u8; 2] = bytes.read(checksum.offset)?;

@@ -1,4 +1,5 @@
-//! A packet as the decisions see it, and what is written into it: from bytes and to bytes by the same code in the kernel and on the host.
+//! A packet as the decisions see it, and what is written into it. The same code parses and writes
+//! bytes in the kernel and on the host.
 
 mod bytes;
 pub mod echo;
@@ -33,25 +34,26 @@ pub const TCP_SYN: u8 = 0x02;
 pub const TCP_RST: u8 = 0x04;
 pub const TCP_ACK: u8 = 0x10;
 
-/// What the header of a TCP segment says. Sequence numbers are modulo 2³², in host byte order.
+/// The facts of a TCP segment's header. Sequence numbers are modulo 2³², in host byte order.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Segment {
-    /// `TCP_*`.
+    /// The `TCP_*` flags.
     pub flags: u8,
     pub sequence: u32,
     pub acknowledgement: u32,
-    /// The sequence number after it: SYN, FIN and each byte of payload count as one.
+    /// The sequence number after the segment. SYN, FIN and each byte of payload count as one.
     pub next: u32,
 }
 
-/// For the kernel, where the compiler would call a function that fills memory with zeros byte by byte.
+/// Returns 0 in a way that the compiler cannot see. With plain zeros it would call a function in
+/// the kernel that fills memory byte by byte.
 #[inline(always)]
 fn zero() -> u32 {
     black_box(0)
 }
 
 impl Segment {
-    /// Of a packet that is none of TCP.
+    /// Returns the segment of a packet that is not TCP.
     #[inline(always)]
     fn none() -> Self {
         let zero = zero();
@@ -65,41 +67,41 @@ impl Segment {
         Self { flags, sequence, acknowledgement, next }
     }
 
-    /// Has it one of these `TCP_*`?
+    /// Returns true if the segment has one of these `TCP_*` flags.
     #[inline(always)]
     pub fn has(&self, flags: u8) -> bool {
         self.flags & flags != 0
     }
 
-    /// Has it payload, and neither begins nor ends the stream?
+    /// Returns true if the segment has payload, and neither begins nor ends the stream.
     #[inline(always)]
     pub fn has_data(&self) -> bool {
         self.next != self.sequence && !self.has(TCP_SYN | TCP_FIN)
     }
 }
 
-/// What of a packet is in a fragment.
+/// The part of a packet that a fragment has.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Part {
-    /// All of it.
+    /// All of the packet.
     #[default]
     Whole,
-    /// Its begin, with the transport's header.
+    /// The beginning of the packet, with the transport header.
     First,
-    /// Not its begin: there are no ports.
+    /// A part that is not the beginning, so it has no ports.
     Later,
 }
 
-/// Of an IPv4 header, or an IPv6 fragment header.
+/// The facts of an IPv4 header, or of an IPv6 fragment header, about fragments.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Fragment {
     pub part: Part,
-    /// Host byte order. The same in all fragments of a packet.
+    /// The id that all fragments of a packet share, in host byte order.
     pub id: u32,
 }
 
 impl Fragment {
-    /// `offset` in 8 bytes.
+    /// Returns the part that begins at `offset`, in units of 8 bytes.
     #[inline(always)]
     pub fn new(id: u32, offset: u16, has_more: bool) -> Self {
         let part = match (offset, has_more) {
@@ -111,36 +113,38 @@ impl Fragment {
     }
 }
 
-/// Address and port of one side of a flow.
+/// An address and port of one side of a flow.
 pub type End<A> = (A, Port);
 
-/// A TCP or UDP packet. Or an ICMP error that quotes one: then that one's ends turned round, as an answer to it would have them.
+/// A TCP or UDP packet, or an ICMP error that quotes one. An error has the ends that an answer to
+/// the quoted packet would have.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Packet<A> {
     pub source: A,
     pub destination: A,
     pub source_port: Port,
     pub destination_port: Port,
-    /// IANA number.
+    /// The IANA protocol number.
     pub protocol: u8,
-    /// All zero for UDP.
+    /// The facts of a TCP segment. All are zero for UDP.
     pub segment: Segment,
-    /// A later fragment has [no ports](Port::NONE).
+    /// The facts about fragments. A later fragment has [no ports](Port::NONE).
     pub fragment: Fragment,
-    /// Where its headers begin.
+    /// The offsets of the headers.
     pub headers: Headers,
 }
 
-/// Offsets in a packet's bytes.
+/// The offsets of headers in a packet's bytes. In an ICMP error, `network` and `transport` are
+/// those of the quoted packet.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Headers {
     pub network: u32,
     pub transport: u32,
-    /// Of an ICMP error, its own network header. The other two are then of the packet that it quotes.
+    /// The network header of an ICMP error itself.
     pub outer: u32,
-    /// Of an ICMP error, its ICMP header; 0: the packet is none.
+    /// The ICMP header of an ICMP error. 0: the packet is no ICMP error.
     pub icmp: u32,
-    /// Of an ICMP error, where it ends.
+    /// The end of an ICMP error.
     pub end: u32,
 }
 
@@ -151,7 +155,7 @@ impl Headers {
         Self { network, transport, outer: zero, icmp: zero, end: zero }
     }
 
-    /// Of an ICMP error. What it quotes is not known yet.
+    /// Returns the offsets of an ICMP error. Those of the packet that it quotes are not known yet.
     #[inline(always)]
     const fn of_error(outer: u32, icmp: u32, end: u32) -> Self {
         Self { network: 0, transport: 0, outer, icmp, end }
@@ -174,7 +178,8 @@ impl<A: Address> Packet<A> {
         self.fragment.part == Part::Later
     }
 
-    /// A client may open a flow with it: a SYN without ACK, or any datagram.
+    /// Returns true if a client may open a flow with the packet: it is a SYN without ACK, or any
+    /// datagram.
     #[inline(always)]
     pub fn opens(&self) -> bool {
         if self.is_error() {
@@ -200,7 +205,7 @@ impl<A: Address> Packet<A> {
 
     #[inline(always)]
     pub fn is_between(&self, source: End<A>, destination: End<A>) -> bool {
-        // One branch: the verifier goes on from each.
+        // All comparisons end in one branch, because the verifier follows both ways of each branch.
         let ports = (self.source_port.number() ^ source.1.number())
             | (self.destination_port.number() ^ destination.1.number());
         let addresses = self.source.difference(&source.0) | self.destination.difference(&destination.0);
@@ -222,11 +227,15 @@ pub struct Rewrite<A> {
     pub destination: A,
     pub source_port: Port,
     pub destination_port: Port,
-    /// Index into `services` that the packet counts for; `NO_SERVICE`: none, or it is counted elsewhere on its way.
+    /// Index into `services` that the packet counts for. `NO_SERVICE`: there is none, or the packet
+    /// is counted elsewhere on its way.
     pub service: u32,
 }
 
-/// Writes a translation into the packet. Fails with `RewriteFailed`: part of it may be written, and the packet must go no further.
+/// Writes a translation into the packet.
+///
+/// Fails with `RewriteFailed`. A part of the translation may be written then, so the packet must go
+/// no further.
 #[inline(always)]
 pub fn rewrite<F: Network, B: Bytes>(
     bytes: B,
@@ -240,7 +249,7 @@ pub fn rewrite<F: Network, B: Bytes>(
     }
 }
 
-// Not inlined: what it needs of the stack would be added to what opening a flow needs.
+// Not inlined: its stack would be added to what opening a flow needs.
 #[inline(never)]
 fn rewrite_whole<F: Network, B: Bytes>(
     bytes: B,
@@ -250,7 +259,7 @@ fn rewrite_whole<F: Network, B: Bytes>(
     nat::rewrite::<F, B>(bytes, packet, rewrite)
 }
 
-/// What is done with a packet of a flow.
+/// The translation of a packet of a flow, and its way afterwards.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Action<A> {
     pub rewrite: Rewrite<A>,
@@ -260,15 +269,17 @@ pub struct Action<A> {
 /// The way of a packet after its translation.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum Then {
-    /// As the stack has it.
+    /// The packet goes the way that the stack has chosen.
     #[default]
     Pass,
-    /// By the route to its new destination: the stack has routed it to the old one.
+    /// The packet goes by the route to its new destination, because the stack has routed it to the
+    /// old one.
     Reroute,
-    /// Into the node, by the interface that leads to its new source: there reverse path filtering accepts it.
+    /// The packet enters the node by the interface that leads to its new source, where reverse path
+    /// filtering accepts it.
     IntoNode,
-    /// In a packet of its own to the backend.
+    /// The packet goes to the backend inside an outer packet.
     Encapsulate,
-    /// As it is, to its destination by the route there, without the stack.
+    /// The packet skips the stack: it goes to its destination by the route there, as it is.
     PastStack,
 }

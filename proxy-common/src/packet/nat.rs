@@ -1,9 +1,13 @@
-//! Writes a translation into a packet. Checksums are changed by the difference: nobody has all that they cover at hand.
+//! Writes of a translation into a packet. Checksums are changed by the difference, because no
+//! program reads all that they cover.
 
 use super::{Bytes, Checksum, Network, Packet, Rewrite, Sum};
 use crate::{layout::Address, port::Port, reason::Reason};
 
-/// [`rewrite`](super::rewrite) of a packet that is no ICMP error. Fails with `RewriteFailed`: part of the packet may be rewritten, and it must go no further.
+/// Does what [`rewrite`](super::rewrite) does, for a packet that is no ICMP error.
+///
+/// Fails with `RewriteFailed`. A part of the packet may be rewritten then, so it must go no
+/// further.
 #[inline(always)]
 pub fn rewrite<F: Network, B: Bytes>(
     bytes: B,
@@ -32,7 +36,8 @@ fn write<F: Network, B: Bytes>(
     if let Some(offset) = F::CHECKSUM {
         bytes.change_header_checksum(headers.network + offset, addresses)?;
     }
-    // A later fragment has no transport header: the checksum in the first covers its bytes, and is changed there.
+    // A later fragment has no transport header. The checksum in the first fragment covers its
+    // bytes, and is changed there.
     if packet.is_later_fragment() {
         return Ok(());
     }
@@ -42,7 +47,8 @@ fn write<F: Network, B: Bytes>(
     bytes.write(headers.transport, &new)
 }
 
-/// Takes one off the lifetime of the packet with its header at `network`, as a router does. It must not be 0.
+/// Decrements the lifetime (TTL, hop limit) in the header at `network`, as a router does. The
+/// lifetime must not be 0.
 #[inline(always)]
 pub fn shorten_lifetime<F: Network, B: Bytes>(bytes: B, network: u32) -> Result<(), Reason> {
     let lifetime = network + F::LIFETIME;
@@ -67,7 +73,8 @@ pub(super) fn transport_checksum<A: Address>(packet: &Packet<A>) -> Checksum {
     Checksum { offset, is_optional: !is_tcp }
 }
 
-/// In a network header; its checksum is not changed. Answers with the change.
+/// Replaces an address in a network header, and returns the change. The header's own checksum stays
+/// as it is.
 #[inline(always)]
 pub(super) fn replace_address<F: Network, B: Bytes>(
     bytes: B,
@@ -83,7 +90,7 @@ pub(super) fn replace_address<F: Network, B: Bytes>(
     Ok(Sum::of_change(old.as_ref(), new.as_ref()))
 }
 
-/// As a transport header has them.
+/// Returns the ports as a transport header has them.
 #[inline(always)]
 pub(super) fn ports(source: Port, destination: Port) -> [u8; 4] {
     let (source, destination) = (source.to_network(), destination.to_network());

@@ -1,4 +1,4 @@
-//! From bytes to a [`Packet`].
+//! Parsing of bytes into a [`Packet`].
 
 use super::{Bytes, Fragment, Headers, Packet, Part, Segment, TCP_FIN, icmp};
 use crate::{
@@ -8,31 +8,37 @@ use crate::{
     reason::Reason,
 };
 
-/// A family's network header. Offsets are from its begin.
+/// The network header of a family. Offsets are from its beginning.
 pub trait Network: Family {
     const SOURCE: u32;
     const DESTINATION: u32;
-    /// Its own checksum. None: it has none, and the checksum of ICMP covers the addresses too.
+    /// The offset of the header's checksum. `None`: the header has none, and the checksum of ICMP
+    /// covers the addresses too.
     const CHECKSUM: Option<u32>;
-    /// Of the header. A router takes one off it.
+    /// The offset of the lifetime (TTL, hop limit), which a router decrements.
     const LIFETIME: u32;
-    /// Types of ICMP.
+    /// The ICMP type of an echo request.
     const ECHO_REQUEST: u8;
     const ECHO_REPLY: u8;
 
-    /// Where the ICMP header of a packet begins that is no fragment. Fails with `NotAService` where it is none, or behind extension headers.
+    /// Returns the offset of the ICMP header.
+    ///
+    /// Fails with `NotAService` if the packet is not ICMP, is a fragment, or has extension headers.
     fn find_icmp<B: Bytes>(bytes: B, network: u32) -> Result<u32, Reason>;
 
     fn parse<B: Bytes>(bytes: B, network: u32, packet: &mut Packet<Self::Address>) -> Result<(), Reason>;
 
     fn read_address<B: Bytes>(bytes: B, offset: u32) -> Result<Self::Address, Reason>;
 
-    /// Is this type of ICMP an error?
+    /// Returns true if this ICMP type is an error.
     fn is_error(kind: u8) -> bool;
 
-    /// The network header that an ICMP error quotes at `network`, its ends turned round. Answers with the transport's offset and its number.
-    /// Fails with `NotAService` where there are no ports, or where `told`, whom the error goes to, has not sent it: anybody else must not
-    /// learn what becomes of that.
+    /// Parses the network header that an ICMP error quotes at `network`, and reverses its ends.
+    /// Returns the offset and the IANA number of the transport.
+    ///
+    /// Fails with `NotAService` if the quoted packet has no ports. It also fails if the address at
+    /// `told`, to which the error goes, did not send the quoted packet. Anybody else must not learn
+    /// what becomes of that packet.
     fn parse_quoted<B: Bytes>(
         bytes: B,
         network: u32,
@@ -41,7 +47,8 @@ pub trait Network: Family {
     ) -> Result<(u32, u8), Reason>;
 }
 
-/// Fails with `NotAService` where the packet is neither TCP nor UDP nor an ICMP error that quotes one.
+/// Parses a packet. Fails with `NotAService` if it is neither TCP nor UDP, nor an ICMP error that
+/// quotes one.
 #[inline(always)]
 pub fn parse<F: Network, B: Bytes>(
     bytes: B,
@@ -62,7 +69,7 @@ const IPV6_HEADER: u32 = 40;
 
 type Ipv4Header = [u8; IPV4_HEADER as usize];
 
-/// Length of an IPv4 header with its options. `None`: it is not one.
+/// Returns the length of an IPv4 header with its options, or `None` if it is no IPv4 header.
 #[inline(always)]
 fn header_length(header: &Ipv4Header) -> Option<u32> {
     let length = u32::from(header[0] & 0x0f) * 4;
@@ -160,7 +167,7 @@ impl Network for V4 {
     }
 }
 
-/// How many extension headers are followed.
+/// The number of extension headers that are followed.
 const EXTENSION_HEADERS: usize = 4;
 const HOP_BY_HOP: u8 = 0;
 const ROUTING: u8 = 43;
@@ -191,7 +198,8 @@ impl Network for V6 {
         if B::PLAIN_ONLY && header[6] != PROTOCOL_TCP && header[6] != PROTOCOL_UDP {
             return Err(Reason::NotAService);
         }
-        // Past the stack, on which the compiler would keep each byte in a place of its own.
+        // The bytes are read right into the packet. On the stack, the compiler would keep each byte
+        // in a slot of its own.
         bytes.read_into(network + Self::SOURCE, &mut packet.source)?;
         bytes.read_into(network + Self::DESTINATION, &mut packet.destination)?;
         let end = end(bytes, network + IPV6_HEADER, [header[4], header[5]]);
@@ -220,7 +228,7 @@ impl Network for V6 {
                 return Err(Reason::NotAService);
             }
             let extension: [u8; 4] = bytes.read(transport)?;
-            // With segments left, the destination is not the final one.
+            // While segments are left, the destination in the header is not the final one.
             if next == ROUTING && extension[3] != 0 {
                 return Err(Reason::NotAService);
             }
@@ -251,7 +259,7 @@ impl Network for V6 {
     fn is_error(kind: u8) -> bool {
         const UNREACHABLE: u8 = 1;
         const PARAMETER_PROBLEM: u8 = 4;
-        // Packet too big and time exceeded are between them.
+        // The types between these two are packet too big and time exceeded.
         (UNREACHABLE..=PARAMETER_PROBLEM).contains(&kind)
     }
 
@@ -266,7 +274,7 @@ impl Network for V6 {
         if header[0] >> 4 != 6 {
             return Err(Reason::NotAService);
         }
-        // Into the packet, and past the stack.
+        // The bytes are read right into the packet, for the same reason as in `parse`.
         bytes.read_into(told, &mut packet.source)?;
         bytes.read_into(network + Self::SOURCE, &mut packet.destination)?;
         if packet.source != packet.destination {
@@ -286,10 +294,10 @@ impl Network for V6 {
 }
 
 const FRAGMENT_HEADER: u32 = 8;
-/// Answered by [`read_fragment_header`]; no number of a header.
+/// The result of [`read_fragment_header`] for a packet that ends before. No header has this number.
 const TRUNCATED: u32 = u32::MAX;
 
-/// Answers with the number of the header that follows.
+/// Reads a fragment header into the packet, and returns the number of the header that follows.
 // Not inlined: the loop would have its bytes on the stack several times.
 #[inline(never)]
 fn read_fragment_header<B: Bytes>(bytes: B, offset: u32, packet: &mut Packet<[u8; 16]>) -> u32 {
@@ -300,18 +308,20 @@ fn read_fragment_header<B: Bytes>(bytes: B, offset: u32, packet: &mut Packet<[u8
     u32::from(header[0])
 }
 
-/// Where the payload ends: `length` as the header has it, from `start` on. 0: the packet is longer than the field can say, or a jumbogram.
+/// Returns where the payload ends. `length` is the field of the header, and counts from `start`.
+///
+/// If it is 0, the packet is longer than the field can say, or a jumbogram.
 #[inline(always)]
 fn end<B: Bytes>(bytes: B, start: u32, length: [u8; 2]) -> u32 {
     let length = u32::from(u16::from_be_bytes(length));
     if length == 0 { bytes.length() } else { start + length }
 }
 
-/// `end` of the payload. The headers' places are known.
+/// Parses the transport header. `end` is the end of the payload, and `packet.headers` is known.
 #[inline(always)]
 fn parse_transport<A: Address, B: Bytes>(bytes: B, end: u32, packet: &mut Packet<A>) -> Result<(), Reason> {
     let transport = packet.headers.transport;
-    // The stack drops what ends before its header says so.
+    // The stack drops a packet that is shorter than its header says.
     if end > bytes.length() || transport > end {
         return Err(Reason::Malformed);
     }
@@ -330,7 +340,7 @@ fn parse_transport<A: Address, B: Bytes>(bytes: B, end: u32, packet: &mut Packet
         let payload = end - (transport + header_length);
         let sequence = u32::from_be_bytes([header[4], header[5], header[6], header[7]]);
         let acknowledgement = u32::from_be_bytes([header[8], header[9], header[10], header[11]]);
-        // The FIN is after the bytes of all fragments, and nobody knows here how many these are.
+        // The FIN comes after the bytes of all fragments, and how many these are is not known here.
         let flags = if packet.fragment.part == Part::First {
             header[TCP_FLAGS] & !TCP_FIN
         } else {

@@ -1,5 +1,7 @@
-//! What holds of any bytes that come as a packet. `tests` tries it with some in every run, cargo-fuzz (`../../fuzz`) with as many as one
-//! has time for. A property that does not hold panics.
+//! Properties that hold for any bytes that come as a packet.
+//!
+//! Every test run checks them with some packets (`tests`), and cargo-fuzz (`../../fuzz`) with as
+//! many as one has time for. A property that does not hold panics.
 
 use core::{cell::Cell, fmt::Debug, ops::Range};
 
@@ -13,7 +15,8 @@ use crate::{
 
 const ETHERNET: u32 = 14;
 
-/// Parses bytes. The first byte of `input` says as what: bit 0 is the family, bit 1 whether there is an Ethernet header.
+/// Parses bytes. The first byte of `input` says what they are: bit 0 is the family, and bit 1 says
+/// whether there is an Ethernet header.
 pub fn parses(input: &[u8]) {
     let Some((kind, bytes)) = input.split_first() else { return };
     let (mut bytes, network) = (bytes.to_vec(), network_of(*kind));
@@ -24,7 +27,8 @@ pub fn parses(input: &[u8]) {
     }
 }
 
-/// Rewrites a packet and reverses it. `input` is as for [`parses`], with the new ends before the packet.
+/// Rewrites a packet and reverses it. `input` is the same as for [`parses`], with the new ends
+/// before the packet.
 pub fn rewrites_and_reverses(input: &[u8]) {
     let Some((kind, rest)) = input.split_first() else { return };
     let network = network_of(*kind);
@@ -44,7 +48,7 @@ fn parsed<F: Network<Address: Debug>>(bytes: &mut [u8], network: u32) -> Option<
     let mut packet = Packet::default();
     let outcome = parse::<F, _>(Cell::from_mut(bytes).as_slice_of_cells(), network, &mut packet);
     assert_eq!(bytes, before, "parsing changes nothing");
-    // In the kernel the packet before has left its own there.
+    // In the kernel the value still holds what was parsed from the packet before.
     let mut after_another = another();
     let outcome_after = parse::<F, _>(Cell::from_mut(bytes).as_slice_of_cells(), network, &mut after_another);
     assert_eq!(outcome_after, outcome, "the packet before does not matter");
@@ -63,7 +67,7 @@ fn parsed<F: Network<Address: Debug>>(bytes: &mut [u8], network: u32) -> Option<
     Some(packet)
 }
 
-/// A packet with nothing in common with most.
+/// Returns a packet that has nothing in common with most packets.
 fn another<A: Address>() -> Packet<A> {
     let port = Port::new(0xabcd);
     let mut packet = Packet::<A> {
@@ -80,7 +84,7 @@ fn another<A: Address>() -> Packet<A> {
     packet
 }
 
-/// Of the packet, as its network header says.
+/// Returns the end of the packet, as its network header says.
 fn end_of<F: Network>(bytes: &[u8], network: u32) -> usize {
     let network = network as usize;
     let (field, start) = if F::CHECKSUM.is_some() { (2, network) } else { (4, network + 40) };
@@ -90,7 +94,8 @@ fn end_of<F: Network>(bytes: &[u8], network: u32) -> usize {
     }
 }
 
-/// As its transport header has them; that of a quoted packet has the ends the other way round.
+/// Returns the ports as the transport header has them. A quoted packet has its ends in the reverse
+/// order.
 fn ports_of<A: Address>(packet: &Packet<A>) -> [u8; 4] {
     let (source, destination) = (packet.source_port.to_network(), packet.destination_port.to_network());
     let [first, second] = if packet.is_error() { [destination, source] } else { [source, destination] };
@@ -153,17 +158,17 @@ pub(super) fn with_ends<A: Address>(packet: Packet<A>, ends: &Rewrite<A>) -> Pac
     }
 }
 
-/// Where a packet has what a translation changes.
+/// The fields of a packet that a translation changes.
 #[derive(Default)]
 struct Fields {
     addresses_and_ports: Vec<Range<usize>>,
-    /// The address of who tells of an error. It is not kept.
+    /// The source address of an ICMP error itself, which reversing does not restore.
     teller: Range<usize>,
     checksums: Vec<Coverage>,
 }
 
 struct Coverage {
-    /// Offset of the checksum.
+    /// The offset of the checksum.
     at: usize,
     covered: Vec<Range<usize>>,
 }
@@ -194,7 +199,7 @@ impl Fields {
         fields
     }
 
-    /// Answers with where its addresses are.
+    /// Adds the fields of a network header, and returns the range of its addresses.
     fn network_header<F: Network>(&mut self, bytes: &[u8], network: u32) -> Range<usize> {
         let at = |offset: u32| (network + offset) as usize;
         let length = size_of::<F::Address>();
@@ -213,7 +218,8 @@ impl Fields {
             || self.checksums.iter().any(|checksum| (checksum.at..checksum.at + 2).contains(&at))
     }
 
-    /// A checksum that was right is right, and one that was wrong is wrong by as much.
+    /// Asserts that a correct checksum is still correct, and that a wrong one is wrong by as much
+    /// as before.
     fn assert_same_defects(&self, before: &[u8], after: &[u8]) {
         for Coverage { at, covered } in &self.checksums {
             assert_eq!(sum(before, covered), sum(after, covered), "checksum at {at} of {before:02x?}");
@@ -225,14 +231,15 @@ impl Fields {
         let is_checksum =
             |at| self.checksums.iter().any(|checksum| (checksum.at..checksum.at + 2).contains(&at));
         for (at, (old, new)) in original.iter().zip(reversed).enumerate() {
-            // What the checksums are is known by their defects: 0 and 0xffff are the same.
+            // Checksums may differ in their bytes, because 0 and 0xffff are the same. Their defects
+            // are compared above.
             let may_differ = is_checksum(at) || self.teller.contains(&at);
             assert!(old == new || may_differ, "byte {at} of {original:02x?} is not reversed");
         }
     }
 }
 
-/// Modulo 0xffff, as RFC 1071 has it.
+/// Returns the sum modulo 0xffff, as RFC 1071 has it.
 fn sum(bytes: &[u8], ranges: &[Range<usize>]) -> u64 {
     let words = ranges.iter().flat_map(|range| bytes[range.clone()].chunks(2));
     words.map(|word| u64::from(word[0]) << 8 | u64::from(*word.get(1).unwrap_or(&0))).sum::<u64>() % 0xffff

@@ -1,5 +1,8 @@
-//! A packet in another of its family, as it goes to a backend of another node that answers the client itself: in IP alone (IPv4 in IPv4, IPv6
-//! in IPv6), or in UDP by Geneve (RFC 8926), where no Ethernet header is between.
+//! Packets inside an outer packet of their family. They go so to a backend on another node that
+//! answers the client itself (direct server return).
+//!
+//! The outer packet is IP alone (IPv4 in IPv4, IPv6 in IPv6), or UDP with Geneve (RFC 8926) without
+//! an inner Ethernet header.
 
 use super::{Bytes, Network, Sum};
 use crate::{
@@ -9,49 +12,54 @@ use crate::{
     reason::Reason,
 };
 
-/// Where the outer packet comes from, and where it goes.
+/// The source and the destination of the outer packet.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Ends<A> {
-    /// The node that has encapsulated it.
+    /// The address of the node that has encapsulated the packet.
     pub source: A,
-    /// The backend.
+    /// The address of the backend.
     pub destination: A,
-    /// Of UDP, with Geneve. [`Port::NONE`]: it is in IP alone.
+    /// The UDP source port, with Geneve. [`Port::NONE`]: the outer packet is IP alone.
     pub source_port: Port,
 }
 
 const HOP_LIMIT: u8 = 64;
-/// The port of UDP that Geneve goes to.
+/// The UDP port that Geneve goes to.
 pub const GENEVE: Port = Port::new(6081);
 const UDP_HEADER: u32 = 8;
-/// Bytes of the headers of UDP and Geneve, without options.
+/// The length of the headers of UDP and Geneve, without options.
 const GENEVE_HEADERS: u32 = UDP_HEADER + 8;
 
 pub trait Tunnel: Network {
-    /// Bytes of the outer IP header.
+    /// The length of the outer IP header.
     const OUTER: u32;
-    /// Of the family, where it is in IP alone.
+    /// The IP protocol number that says that a packet of this family follows.
     const PROTOCOL: u8;
-    /// Of the family, where it is in Geneve.
+    /// The Ethertype of this family, by which Geneve says what follows.
     const ETHERTYPE: u16;
-    /// The outer header without its addresses, which lie behind.
+    /// The outer header without its addresses, which come after it.
     type Begin: AsRef<[u8]>;
 
-    /// Before this many bytes, of this protocol, with a packet whose own header begins with `inner`. Its DSCP is kept, and in IPv6 the flow
-    /// label; its ECN is not, as whoever takes the header off does not hand on the mark of a switch (RFC 6040, compatibility mode).
+    /// Returns the header before `length` bytes of `protocol`, for a packet whose own header begins
+    /// with `inner`.
+    ///
+    /// The DSCP of the inner header is kept, and in IPv6 its flow label. Its ECN is not: whoever
+    /// takes the outer header off does not hand on a switch's mark (RFC 6040, compatibility mode).
     fn begin(inner: [u8; 4], protocol: u8, length: u32, ends: &Ends<Self::Address>) -> Self::Begin;
 
-    /// Number of what follows the header at `network`. Fails with `NotAService` where that has options, or is of a fragment.
+    /// Returns the IP protocol number of what follows the header at `network`. Fails with
+    /// `NotAService` if the header has options or is that of a fragment.
     fn carried<B: Bytes>(bytes: B, network: u32) -> Result<u8, Reason>;
 }
 
-/// Bytes that [`write_outer`] writes.
+/// Returns how many bytes [`write_outer`] writes.
 #[inline(always)]
 pub fn outer_length<F: Tunnel>(ends: &Ends<F::Address>) -> u32 {
     if ends.source_port == Port::NONE { F::OUTER } else { F::OUTER + GENEVE_HEADERS }
 }
 
-/// Writes the outer headers into the room that was made for them at `network`, before a packet of this length that begins with `inner`.
+/// Writes the outer headers into the room that was made for them at `network`. Behind it is a
+/// packet of `length` bytes that begins with `inner`.
 #[inline(always)]
 pub fn write_outer<F: Tunnel, B: Bytes>(
     bytes: B,
@@ -71,9 +79,13 @@ pub fn write_outer<F: Tunnel, B: Bytes>(
     bytes.write(network + F::DESTINATION, ends.destination.as_ref())
 }
 
-/// Writes the headers of UDP and Geneve, which begin `length` bytes: of virtual network 0, without options. Without checksum too, as RFC 6935
-/// allows it to tunnels over IPv6: what is carried has its own, no program can sum up all of it, and the kernel gives the segments that it
-/// makes of one packet none. Nor does it merge datagrams that have none before they are taken out.
+/// Writes the headers of UDP and Geneve, for virtual network 0 and without options. `length` is
+/// that of the UDP datagram.
+///
+/// There is no UDP checksum, which RFC 6935 allows for tunnels over IPv6. The inner packet has its
+/// own checksum, no program can sum up the whole packet, and the kernel sets no checksum in the
+/// segments that it makes of one packet. The kernel merges no datagrams without checksum before they
+/// are unpacked.
 #[inline(always)]
 fn write_geneve<F: Tunnel, B: Bytes>(
     bytes: B,
@@ -87,12 +99,15 @@ fn write_geneve<F: Tunnel, B: Bytes>(
     bytes.write(transport + UDP_HEADER, &[0, 0, kind[0], kind[1], 0, 0, 0, 0])
 }
 
-/// Bytes of the headers of UDP and Geneve at `transport`. Options are passed over, unless they are critical. Fails with `NotAService` where
-/// other headers are there.
+/// Returns the length of the headers of UDP and Geneve at `transport`. Options are skipped, unless
+/// they are critical.
+///
+/// Fails with `NotAService` if there are other headers.
 #[inline(always)]
 fn geneve_length<F: Tunnel, B: Bytes>(bytes: B, transport: u32) -> Result<u32, Reason> {
     const OPTION_WORDS: u8 = 0x3f;
-    /// In the first byte the version, in the second one that it is a control packet, and that there are critical options.
+    /// Bits that must be 0: the version in the first byte; in the second one, those for control
+    /// packets and for critical options.
     const OTHERS: u8 = 0xc0;
     let header: [u8; GENEVE_HEADERS as usize] = bytes.read(transport)?;
     let length = GENEVE_HEADERS + u32::from(header[8] & OPTION_WORDS) * 4;
@@ -106,7 +121,10 @@ fn geneve_length<F: Tunnel, B: Bytes>(bytes: B, transport: u32) -> Result<u32, R
     if is_ours { Ok(length) } else { Err(Reason::NotAService) }
 }
 
-/// Where the packet begins that the one at `network` carries, and the addresses of that. Fails with `NotAService` where that carries none.
+/// Returns the offset of the packet that the one at `network` carries, and sets `ends` to the
+/// addresses of the outer packet.
+///
+/// Fails with `NotAService` if it carries none.
 #[inline(always)]
 pub fn inner<F: Tunnel, B: Bytes>(
     bytes: B,
@@ -121,7 +139,8 @@ pub fn inner<F: Tunnel, B: Bytes>(
     } else {
         return Err(Reason::NotAService);
     };
-    // Past the stack, on which the compiler would keep each byte in a place of its own.
+    // The bytes are read right into `ends`. On the stack, the compiler would keep each byte in a
+    // slot of its own.
     bytes.read_into(network + F::SOURCE, ends.source.as_mut())?;
     bytes.read_into(network + F::DESTINATION, ends.destination.as_mut())?;
     Ok(network + length)
@@ -171,7 +190,8 @@ impl Tunnel for V6 {
     }
 }
 
-/// What several segments in one make longer than the field can say is written anew when they are cut.
+/// Returns the length field. A packet of several segments may be longer than the field can say. Its
+/// segments get their lengths when they are cut.
 #[inline(always)]
 fn length_field(length: u32) -> [u8; 2] {
     (length.min(u16::MAX.into()) as u16).to_be_bytes()
@@ -216,7 +236,7 @@ mod tests {
         }
     }
 
-    /// UDP, and Geneve without options, before `length` bytes.
+    /// Returns the headers of UDP and Geneve without options, before `length` bytes.
     fn geneve_headers(length: u16, ethertype: u16) -> [u8; 16] {
         let ([high, low], [type_high, type_low]) = ((length + 16).to_be_bytes(), ethertype.to_be_bytes());
         [0x9a, 0xbc, 0x17, 0xc1, high, low, 0, 0, 0, 0, type_high, type_low, 0, 0, 0, 0]
@@ -289,7 +309,7 @@ mod tests {
         assert_eq!(inner_of::<V6>(with_link(&header.to_bytes())), expected);
     }
 
-    /// Some bytes of what follows the outer IP header are others.
+    /// Some bytes of what follows the outer IP header are changed.
     #[rstest]
     #[case::as_it_is_written(&[], Some(16))]
     #[case::another_source_port(&[(0, 0x12)], Some(16))]

@@ -1,4 +1,4 @@
-//! Packets of every kind, made from scratch by another library.
+//! Packets of every kind, which another library (etherparse) makes.
 
 use etherparse::{
     Icmpv4Header, Icmpv4Type, Icmpv6Header, Icmpv6Type, IpFragOffset, IpNumber, Ipv4Header, Ipv4Options,
@@ -9,19 +9,20 @@ use proptest::prelude::*;
 use super::super::*;
 use crate::family::{V4, V6};
 
-/// All of a packet but for its ends.
+/// The properties of a packet, except for its ends.
 #[derive(Clone, Debug)]
 pub(super) struct Shape {
-    /// Before the network header.
+    /// The number of bytes before the network header.
     pub(super) link: usize,
     is_tcp: bool,
-    /// UDP only.
+    /// True if a UDP packet has a checksum.
     has_checksum: bool,
-    /// Words of IPv4 options, or IPv6 extension headers.
+    /// The number of words of IPv4 options, or of IPv6 extension headers.
     options: u8,
     payload: Vec<u8>,
     fragment_id: u16,
-    /// Bytes after the network header of each fragment but the last; 0: not in fragments.
+    /// The number of bytes after the network header in each fragment but the last. 0: the packet is
+    /// whole.
     piece: usize,
 }
 
@@ -45,20 +46,21 @@ pub(super) fn shape() -> impl Strategy<Value = Shape> {
 
 pub(super) type Ends<A> = (End<A>, End<A>);
 
-/// Source and destination.
+/// Generates a source and a destination.
 pub(super) fn ends<A: Address + Arbitrary>() -> impl Strategy<Value = Ends<A>> {
     let end = || (any::<A>(), any::<u16>().prop_map(Port::new));
     (end(), end())
 }
 
-/// A family as etherparse has it.
+/// A family, with its headers as etherparse makes them.
 pub(super) trait Made: Network<Address: Arbitrary> {
     fn network_header(shape: &Shape, protocol: u8, ends: &Ends<Self::Address>, payload: &[u8]) -> Vec<u8>;
-    /// A fragment: what is in it, its offset in bytes, and whether others follow.
+    /// Returns the header of a fragment with the bytes `piece`. `place` is its offset in bytes, and
+    /// whether others follow.
     fn fragment(shape: &Shape, ends: &Ends<Self::Address>, piece: &[u8], place: (usize, bool)) -> Vec<u8>;
     fn tcp_checksum(header: &TcpHeader, ends: &Ends<Self::Address>, payload: &[u8]) -> u16;
     fn udp_checksum(header: &UdpHeader, ends: &Ends<Self::Address>, payload: &[u8]) -> u16;
-    /// A whole ICMP message: port unreachable.
+    /// Returns a whole ICMP message that says port unreachable.
     fn message(from: Self::Address, to: Self::Address, quoted: &[u8]) -> Vec<u8>;
     const ICMP: u8;
 }
@@ -86,7 +88,7 @@ impl Shape {
         [&header[..], &self.payload].concat()
     }
 
-    /// The packet, or its fragments.
+    /// Returns the packet, or its fragments.
     pub(super) fn packets<F: Made>(&self, ends: &Ends<F::Address>) -> Vec<Vec<u8>> {
         let transport = self.transport::<F>(ends);
         let link = vec![0xee; self.link];
@@ -103,7 +105,8 @@ impl Shape {
         transport.chunks(self.piece).enumerate().map(fragment).collect()
     }
 
-    /// An error of `teller` that quotes a packet without options: its network header and so much of what follows.
+    /// Returns an ICMP error of `teller` that quotes a packet without options: its network header,
+    /// and `length` bytes of what follows.
     pub(super) fn error<F: Made>(
         &self,
         ends: &Ends<F::Address>,
@@ -164,7 +167,7 @@ impl Made for V4 {
 const FRAGMENT: u8 = 44;
 const DESTINATION_OPTIONS: u8 = 60;
 
-/// The headers before `next`: an IPv6 header and extension headers.
+/// Returns the headers before `next`: an IPv6 header and extension headers.
 fn ipv6_headers(shape: &Shape, next: u8, ends: &Ends<[u8; 16]>, payload: usize) -> Vec<u8> {
     let count = usize::from(shape.options);
     let number = |index| if index < count { DESTINATION_OPTIONS } else { next };

@@ -55,7 +55,8 @@ fn what_follows_a_segment(#[case] flags: u8, #[case] payload: u32, #[case] next:
     assert_eq!(Segment::new(flags, 10, 0, payload).next, next);
 }
 
-/// Parses the packet, rewrites it, and checks that it is then `expected`; and that the way back leads to where it came from.
+/// Parses the packet, rewrites it, and checks that it is `expected` then. Reversing must lead back
+/// to where it came from.
 fn check<F: Made<Address: std::fmt::Debug>>(
     shape: &Shape,
     (made, expected): (&[u8], &[u8]),
@@ -93,7 +94,8 @@ fn rewritten_and_reversed<F: Made<Address: std::fmt::Debug>>(
     }
 }
 
-/// An error of the quoted packet's receiver. It travels as an answer: the ends are the quoted ones, turned round.
+/// Checks an error of the quoted packet's receiver. It travels as an answer, so its ends are the
+/// quoted ones in reverse order.
 fn error_rewritten_and_reversed<F: Made<Address: std::fmt::Debug>>(
     shape: &Shape,
     quoted: &Ends<F::Address>,
@@ -105,12 +107,13 @@ fn error_rewritten_and_reversed<F: Made<Address: std::fmt::Debug>>(
     check::<F>(shape, (&made, &expected), (&(quoted.1, quoted.0), &(becomes.1, becomes.0)));
 }
 
-/// How much is quoted of the transport. Half a checksum cannot be changed, and Linux cuts no word in halves.
+/// Generates how many bytes of the transport are quoted. The number is even, because half a
+/// checksum cannot be changed, and Linux cuts no word in halves.
 fn quoted() -> impl Strategy<Value = usize> {
     (2..32usize).prop_map(|words| words * 2)
 }
 
-/// Ends and new ones, of which some are as before.
+/// Generates ends and new ends, of which some are the same as before.
 fn some_ends<A: Address + Arbitrary>() -> impl Strategy<Value = (Ends<A>, Ends<A>)> {
     (ends::<A>(), ends::<A>(), any::<[bool; 4]>()).prop_map(|(from, to, changes)| {
         let mut becomes = from;
@@ -159,7 +162,8 @@ proptest! {
         properties::parses(&input);
     }
 
-    /// What was right is spoilt in a few places, cut, or longer than it says.
+    /// The packets are correct ones that were changed in a few bytes, cut, or made longer than
+    /// their headers say.
     #[test]
     fn spoilt_packets_are_parsed_rewritten_and_reversed(
         (kind, packet) in spoilt(),
@@ -171,7 +175,7 @@ proptest! {
     }
 }
 
-/// With its kind, as `properties` has it.
+/// Generates a packet with its kind, which is the first byte of the input of `properties`.
 fn spoilt() -> impl Strategy<Value = (u8, Vec<u8>)> {
     let packet = (shape(), ends::<[u8; 4]>(), ends::<[u8; 16]>(), any::<[bool; 2]>(), 0..64usize).prop_map(
         |(shape, v4, v6, [is_v6, is_error], length)| {
@@ -199,7 +203,7 @@ fn spoilt() -> impl Strategy<Value = (u8, Vec<u8>)> {
     )
 }
 
-/// What the fuzzer has found: family and link, new ends, and the packet.
+/// These are inputs that the fuzzer has found: family and link, new ends, and the packet.
 #[rstest]
 #[case::later_fragment_that_ends_within_its_header(&[
     0x00, 0x0a, 0x09, 0x11, 0x11, 0x11, 0x11, 0x21, 0x11, 0x11, 0xd0, 0x01, 0x11, //

@@ -1,34 +1,37 @@
-//! Keys and values of the BPF tables.
+//! Keys and values of the BPF maps.
 //!
-//! `bpftool map dump name frontends4` is read by people, so ports are numbers in host byte order (a [`Port`] would be
-//! shown as a struct; methods give and take it) and addresses are bytes in the order they are written. There is no padding that is not a named field:
-//! a hash table compares keys byte by byte.
+//! People read `bpftool map dump name frontends4`. So ports are numbers in host byte order (a
+//! [`Port`] would be shown as a struct), and methods give and take them as a [`Port`]. Addresses
+//! are bytes in the order in which they are written.
 //!
-//! Any change of a released layout raises [`LAYOUT_VERSION`], the name of the folder that the tables are pinned in. Tables of another
-//! shape in that folder are refused when they are opened.
+//! There is no padding that is not a named field, because a hash map compares keys byte by byte.
+//!
+//! Any change of a released layout raises [`LAYOUT_VERSION`], which names the folder in which the
+//! maps are pinned. Maps of another shape in that folder are refused when they are opened.
 
 use core::mem::{align_of, size_of};
 
 use crate::port::Port;
 
-/// Version of every layout in this file; the tables live in `<bpffs>/proxy-ctl/v<LAYOUT_VERSION>/`.
+/// The version of every layout in this file. The maps live in
+/// `<bpffs>/proxy-ctl/v<LAYOUT_VERSION>/`.
 pub const LAYOUT_VERSION: u32 = 1;
 
-/// An address as tables hold it: 4 bytes of IPv4 or 16 bytes of IPv6, in network order.
+/// An address as maps hold it: 4 bytes of IPv4 or 16 bytes of IPv6, in network order.
 pub trait Address: Copy + Eq + Default + AsRef<[u8]> + AsMut<[u8]> + 'static {
     const UNSPECIFIED: Self;
     const BITS: u32;
 
-    /// `other` where all bits of `mask` are 1, itself where none is.
+    /// Returns `other` if all bits of `mask` are 1, and the address itself if all are 0.
     fn or_if(&self, other: &Self, mask: u64) -> Self;
 
-    /// 0: it is the other.
+    /// Returns 0 if both addresses are the same.
     fn difference(&self, other: &Self) -> u64;
 
-    /// In an order like that of the addresses.
+    /// Returns two numbers whose order, upper one first, is that of the addresses.
     fn halves(&self) -> [u64; 2];
 
-    /// Are its first `bits` bits those of `range`?
+    /// Returns true if the first `bits` bits are those of `range`.
     #[inline(always)]
     fn is_in(&self, range: &Self, bits: u32) -> bool {
         let ([upper, lower], [range_upper, range_lower]) = (self.halves(), range.halves());
@@ -91,7 +94,7 @@ impl Address for [u8; 16] {
     }
 }
 
-/// In memory's order.
+/// Returns the address as two words in the byte order of this machine's memory.
 #[inline(always)]
 fn words(address: &[u8; 16]) -> [u64; 2] {
     let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p] = *address;
@@ -101,20 +104,21 @@ fn words(address: &[u8; 16]) -> [u64; 2] {
 pub const PROTOCOL_TCP: u8 = 6;
 pub const PROTOCOL_UDP: u8 = 17;
 
-/// The frontend is the address in the key.
+/// The scope of a frontend that is the address in the key.
 pub const SCOPE_ADDRESS: u8 = 0;
-/// The frontend is this port on every address of `node_addresses4/6`; the address in the key is unspecified.
+/// The scope of a frontend that is this port on every address of `node_addresses4/6`. The address
+/// in the key is unspecified.
 pub const SCOPE_NODE_PORT: u8 = 1;
 
-/// Table `frontends4/6`, hash: what clients dial.
+/// Key of the map `frontends4/6` (hash): what clients dial.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
 pub struct FrontendKey<A> {
     pub address: A,
     port: u16,
-    /// IANA number.
+    /// The IANA protocol number.
     pub protocol: u8,
-    /// `SCOPE_*`.
+    /// The scope of the frontend (`SCOPE_*`).
     pub scope: u8,
 }
 
@@ -129,8 +133,11 @@ impl<A: Address> FrontendKey<A> {
         Self { address: A::UNSPECIFIED, port: port.number(), protocol, scope: SCOPE_NODE_PORT }
     }
 
-    /// What says that the address is a ClusterIP: whatever has no frontend of its own there is nobody's. Port and protocol are 0, and so
-    /// that no packet asks for it; its value is [`Frontend::NONE`].
+    /// Returns the key of the entry which says that the address is a ClusterIP. Clients of its
+    /// ports without a frontend of their own are refused.
+    ///
+    /// Port and protocol are 0, so that no packet looks the entry up. Its value is
+    /// [`Frontend::NONE`].
     #[inline(always)]
     pub fn of_cluster_ip(address: A) -> Self {
         Self { address, port: 0, protocol: 0, scope: SCOPE_ADDRESS }
@@ -147,32 +154,38 @@ impl<A: Address> FrontendKey<A> {
     }
 }
 
-/// Words of `frontend_addresses4/6`, arrays with a bit for each hash of an address. The bit is set
-/// if some address with this hash has a frontend. Most packets without a flow are not for Services,
-/// and one load tells that.
+/// The number of words of `frontend_addresses4/6`, arrays with a bit for each hash of an address.
+///
+/// The bit is set if some address with this hash has a frontend. Most packets without a flow are
+/// not for Services, and one load tells that.
 pub const FRONTEND_ADDRESS_WORDS: u32 = 8_192;
 
-/// The frontend can be dialled from outside (node port, external IP, load-balancer IP): such clients
-/// get the service's `external` set, clients on this node its `cluster` set. Without the flag (cluster IP)
-/// every client gets `internal`.
+/// The frontend can be dialled from outside: it is a node port, an external IP or a load-balancer
+/// IP.
+///
+/// Clients outside get the service's `external` set, and clients on this node its `cluster` set.
+/// Without the flag the frontend is a ClusterIP, and every client gets `internal`.
 pub const FRONTEND_EXTERNAL: u32 = 1;
 
-/// Only clients in `source_ranges4/6` of the service get in.
+/// Only clients in `source_ranges4/6` of the service are admitted.
 pub const FRONTEND_SOURCE_RANGES: u32 = 2;
 
-/// With `FRONTEND_EXTERNAL`: the external traffic policy is Local.
+/// The external traffic policy is Local. The flag is set only together with `FRONTEND_EXTERNAL`.
 pub const FRONTEND_LOCAL_POLICY: u32 = 4;
 
-/// The service has affinity, which goes by the address of the client.
+/// The service has session affinity, which goes by the address of the client.
 pub const FRONTEND_AFFINITY: u32 = 8;
 
-/// New connections draw their backend by a hash of their ends, where these are known: each node chooses the same.
+/// New connections draw their backend by a hash of their ends, if these are known. So each node
+/// chooses the same backend.
 pub const FRONTEND_MAGLEV: u32 = 16;
 
-/// New connections draw two backends, and go to the one with fewer connections.
+/// New connections draw two backends, and go to the one with fewer connections for its weight.
 pub const FRONTEND_LEAST_CONNECTION: u32 = 32;
-/// With `FRONTEND_EXTERNAL`: what clients outside send to backends of other nodes goes there in a packet of this node, and the answers
-/// straight to the client (direct server return).
+/// Packets of clients outside go to backends on other nodes inside a packet of this node, and the
+/// answers go straight to the client (direct server return).
+///
+/// The flag is set only together with `FRONTEND_EXTERNAL`.
 pub const FRONTEND_DSR: u32 = 64;
 
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -180,46 +193,49 @@ pub const FRONTEND_DSR: u32 = 64;
 pub struct Frontend {
     /// Index into `services`.
     pub service: u32,
-    /// `FRONTEND_*`.
+    /// Flags of the frontend (`FRONTEND_*`).
     pub flags: u32,
 }
 
 impl Frontend {
-    /// Of no service.
+    /// The frontend of no service.
     pub const NONE: Self = Self { service: NO_SERVICE, flags: 0 };
 }
 
-/// Contiguous slots of `slots4/6`, and the places that new connections draw from where these are not the slots themselves: copies of
-/// them that follow at once. Aligned so that one 8-byte load or store moves all of it.
+/// Contiguous slots of `slots4/6`, and the lookup table behind them if there is one.
+///
+/// New connections draw from the lookup table, which consists of copies of the slots, or else from
+/// the slots. The alignment lets one 8-byte load or store move all of it.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C, align(8))]
 pub struct EndpointSet {
     pub first: u32,
-    /// Slots, in the lowest `TABLE_SHIFT` bits. In those above the binary logarithm of the copies' number; 0: there are none.
+    /// The number of slots, in the lowest `TABLE_SHIFT` bits. The bits above have the binary
+    /// logarithm of the lookup table's size; 0: there is no lookup table.
     sizes: u32,
 }
 
 const TABLE_SHIFT: u32 = 27;
 
 impl EndpointSet {
-    /// The most slots that a set can have.
+    /// The largest number of slots that a set can have.
     pub const MOST: u32 = (1 << TABLE_SHIFT) - 1;
-    /// The most copies that can follow, as their binary logarithm.
+    /// The binary logarithm of the largest lookup table.
     pub const MOST_TABLE_BITS: u32 = 16;
 
-    /// Without copies.
+    /// Returns a set without lookup table.
     #[inline(always)]
     pub const fn new(first: u32, count: u32) -> Self {
         Self { first, sizes: count & Self::MOST }
     }
 
-    /// With `2^bits` copies; 0: none.
+    /// Returns the set with a lookup table of `2^bits` slots; 0: without one.
     #[inline(always)]
     pub const fn with_table(self, bits: u32) -> Self {
         Self { sizes: self.count() | bits << TABLE_SHIFT, ..self }
     }
 
-    /// As the tables hold it.
+    /// Returns the set from the word that maps hold.
     #[inline(always)]
     pub const fn from_word(word: u64) -> Self {
         Self { first: word as u32, sizes: (word >> 32) as u32 }
@@ -230,7 +246,7 @@ impl EndpointSet {
         (self.sizes as u64) << 32 | self.first as u64
     }
 
-    /// Its slots.
+    /// Returns the number of slots, without those of the lookup table.
     #[inline(always)]
     pub const fn count(&self) -> u32 {
         self.sizes & Self::MOST
@@ -241,29 +257,31 @@ impl EndpointSet {
         self.sizes >> TABLE_SHIFT
     }
 
-    /// Slots and copies.
+    /// Returns the number of slots, with those of the lookup table.
     pub const fn places(&self) -> u32 {
         self.count() + if self.table_bits() == 0 { 0 } else { 1 << self.table_bits() }
     }
 
-    /// Where the places begin that are drawn from, and how many there are.
+    /// Returns the first index that is drawn from, and how many there are.
     #[inline(always)]
     const fn drawn_from(&self) -> (u32, u32) {
         let (count, table_bits) = (self.count(), self.table_bits());
-        // Without a branch, as the verifier goes both ways from each: 1 where there are copies, and a mask.
+        // There is no branch, because the verifier follows both ways of each. `is_copied` is 1 if
+        // there is a lookup table, and `mask` has all bits set then.
         let is_copied = (table_bits + (u32::BITS - 1)) >> u32::BITS.ilog2();
         let mask = 0_u32.wrapping_sub(is_copied);
         (self.first.wrapping_add(count & mask), count & !mask | is_copied << table_bits)
     }
 
-    /// The index that 32 bits choose, which are as likely to be any.
+    /// Returns the index that 32 random bits choose. All indexes are equally likely.
     #[inline(always)]
     pub const fn place(&self, bits: u32) -> u32 {
         let (start, size) = self.drawn_from();
         start.wrapping_add(scaled(bits, size))
     }
 
-    /// Another index than `place`, which 32 bits choose, where there is another.
+    /// Returns another index than `place`, chosen by 32 random bits. Only if there is no other
+    /// index, it returns the same.
     #[inline(always)]
     pub const fn place_beside(&self, place: u32, bits: u32) -> u32 {
         let (start, size) = self.drawn_from();
@@ -273,38 +291,40 @@ impl EndpointSet {
     }
 }
 
-/// The bits as a number below `size`, without a division.
+/// Scales random bits to a number below `size`, without a division.
 #[inline(always)]
 const fn scaled(bits: u32, size: u32) -> u32 {
     ((bits as u64 * size as u64) >> u32::BITS) as u32
 }
 
-/// Some endpoint is usable somewhere: an empty set then means "drop" (traffic policy Local without a local
-/// endpoint), otherwise "refuse".
+/// Some endpoint of the service is usable on some node. An empty endpoint set then means "drop"
+/// (policy Local without a local endpoint), and otherwise "refuse".
 pub const SERVICE_HAS_ENDPOINTS: u32 = 1;
-/// Traffic policies, for people: the endpoint sets are what they have led to.
+/// The internal traffic policy is Local. Like the flags below, it is for people alone: the endpoint
+/// sets and the flags of frontends are what follows from it.
 pub const SERVICE_INTERNAL_LOCAL: u32 = 2;
 pub const SERVICE_EXTERNAL_LOCAL: u32 = 4;
-/// For people: its frontends have `FRONTEND_MAGLEV`.
+/// The frontends of the service have `FRONTEND_MAGLEV`.
 pub const SERVICE_MAGLEV: u32 = 8;
-/// For people: its frontends have `FRONTEND_LEAST_CONNECTION`.
+/// The frontends of the service have `FRONTEND_LEAST_CONNECTION`.
 pub const SERVICE_LEAST_CONNECTION: u32 = 16;
-/// For people: its frontends have `FRONTEND_DSR`.
+/// The frontends of the service have `FRONTEND_DSR`.
 pub const SERVICE_DSR: u32 = 32;
 
-/// Table `services`, mmapable array by service id: one entry for each service port and family. All zero: unused.
+/// Value of the map `services` (mmapable array, index: service id), with one entry for each service
+/// port. An entry that is all zero is unused.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct Service {
-    /// Every usable endpoint in the cluster.
+    /// The endpoint set with every usable endpoint of the cluster.
     pub cluster: EndpointSet,
-    /// What clients of the cluster IP get (internal traffic policy).
+    /// The endpoint set for clients of the ClusterIP, by the internal traffic policy.
     pub internal: EndpointSet,
-    /// What clients from outside get (external traffic policy).
+    /// The endpoint set for clients from outside, by the external traffic policy.
     pub external: EndpointSet,
-    /// `SERVICE_*`.
+    /// Flags of the service (`SERVICE_*`).
     pub flags: u32,
-    /// Length of client-IP affinity in seconds; 0: none.
+    /// The duration of session affinity in seconds; 0: the service has none.
     pub affinity_seconds: u32,
 }
 
@@ -312,13 +332,15 @@ pub struct Service {
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, Ord, PartialEq, PartialOrd)]
 #[repr(C)]
 pub struct PrefixKey<K> {
-    /// How many bits of `data` count, from its first byte on.
+    /// The number of bits of `data` that count, from its first byte on.
     pub bits: u32,
     pub data: K,
 }
 
-/// Table `source_ranges4/6`, LPM trie: addresses of clients that frontends with `FRONTEND_SOURCE_RANGES` are for. Of a key, all bits of
-/// `service` count, and those of the range's prefix. Values say nothing.
+/// Key of the map `source_ranges4/6` (LPM trie): client addresses that may dial frontends with
+/// `FRONTEND_SOURCE_RANGES`.
+///
+/// All bits of `service` count, and those of the range's prefix. The values have no meaning.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, Ord, PartialEq, PartialOrd)]
 #[repr(C)]
 pub struct SourceRange<A> {
@@ -328,32 +350,32 @@ pub struct SourceRange<A> {
 }
 
 impl<A: Address> SourceRange<A> {
-    /// The key of a range with this many bits.
+    /// Returns the key of a range with this many bits.
     pub const fn of_prefix(service: u32, address: A, bits: u32) -> PrefixKey<Self> {
         PrefixKey { bits: u32::BITS + bits, data: Self { service, address } }
     }
 }
 
-/// Room in the tables `service_cidrs4/6`, LPM tries: where ClusterIPs are from, if what is sent to those that no service has is dropped.
-/// Values say nothing.
+/// The size of the maps `service_cidrs4/6` (LPM tries): the ranges of ClusterIPs, if packets to
+/// unallocated addresses are dropped. The values have no meaning.
 pub const SERVICE_CIDRS: u32 = 256;
 
-/// Room for a namespace, a name and a port name, each: Kubernetes allows 63 bytes.
+/// The room for a namespace, a name or a port name. Kubernetes allows 63 bytes.
 pub const NAME_BYTES: usize = 64;
 
-/// Table `service_names`, hash by service id: which service port an id is, for people and for the next
-/// controller. No kernel program reads it.
+/// Value of the map `service_names` (hash, key: service id): which service port has an id. It is
+/// for people and for the next controller, and no program reads it.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[repr(C)]
 pub struct ServiceName {
-    /// Filled up with zeros, as the next two.
+    /// The namespace. It is padded with zeros, and so are the next two fields.
     pub namespace: [u8; NAME_BYTES],
     pub name: [u8; NAME_BYTES],
-    /// All zero: the service's only port, which has no name.
+    /// The name of the port. All zero: it is the service's only port, which has no name.
     pub port: [u8; NAME_BYTES],
-    /// IANA number.
+    /// The IANA protocol number.
     pub protocol: u8,
-    /// 4 or 6.
+    /// The IP family, 4 or 6.
     pub family: u8,
 }
 
@@ -366,13 +388,17 @@ impl Default for ServiceName {
 
 /// The backend runs on this node.
 pub const BACKEND_LOCAL: u32 = 1;
-/// Of a slot: its endpoint terminates, and has connections of the set only from nodes that do not know yet (direct server return).
+/// A slot's endpoint terminates. Only nodes that do not know that yet send it new connections of
+/// the set (direct server return).
 pub const BACKEND_DRAINING: u32 = 2;
-/// Of a slot: in the bits from here on, by how much its weight is more than 1.
+/// The position in a slot's flags from which on the bits hold its weight less 1.
 pub const BACKEND_WEIGHT_SHIFT: u32 = 8;
 
-/// Table `slots4`/`slots6`, mmapable array: all that the packet path needs of an endpoint. The slots of an endpoint set are in the
-/// order of [`Slot::precedes`](crate::family::Slot::precedes), their copies in that of its [table](crate::balance).
+/// Value of the map `slots4/6` (mmapable array): all that the packet programs need of a backend.
+///
+/// The slots of an endpoint set are in the order of
+/// [`Slot::precedes`](crate::family::Slot::precedes). The slots of its lookup table are in the
+/// order of the [lookup table](crate::balance).
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct Slot4 {
@@ -381,11 +407,11 @@ pub struct Slot4 {
     pub(crate) _reserved: u16,
     /// Key of `backends4`.
     pub backend: u32,
-    /// `BACKEND_*`.
+    /// Flags of the backend (`BACKEND_*`).
     pub flags: u32,
 }
 
-/// As [`Slot4`].
+/// Value of the map `slots6`, with the meaning of [`Slot4`].
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct Slot6 {
@@ -394,61 +420,71 @@ pub struct Slot6 {
     pub(crate) _reserved: u16,
     /// Key of `backends6`.
     pub backend: u32,
-    /// `BACKEND_*`.
+    /// Flags of the backend (`BACKEND_*`).
     pub flags: u32,
     pub(crate) _reserved2: u32,
 }
 
 pub const BACKEND_ACTIVE: u8 = 1;
-/// No new connection should choose it unless nothing else is left; established ones stay.
+/// The endpoint terminates. It gets new connections only if no other endpoint is left, and keeps
+/// established ones.
 pub const BACKEND_TERMINATING: u8 = 2;
 
-/// Table `backends4/6`, hash by backend id: the endpoints that some service uses, or has used and that still serve. Ids grow and are
-/// never given again, so an id that is not in the table is of a backend that is gone.
+/// Value of the map `backends4/6` (hash, key: backend id): endpoints that a service uses, and
+/// endpoints that a service has used and that still serve.
+///
+/// Ids grow and are never given again, so an id that is not in the map belongs to a backend that is
+/// gone.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct Backend<A> {
     pub address: A,
-    /// Host byte order; only for people and the controller.
+    /// The port in host byte order. Only people and the controller read it.
     pub port: u16,
-    /// IANA number.
+    /// The IANA protocol number.
     pub protocol: u8,
     /// `BACKEND_ACTIVE` or `BACKEND_TERMINATING`.
     pub state: u8,
-    /// How many service ports use it.
+    /// The number of service ports that use the backend. 0: it is kept for flows and sockets alone.
     pub uses: u32,
-    /// `BACKEND_LOCAL`.
+    /// Flags of the backend (`BACKEND_LOCAL`).
     pub flags: u32,
-    /// 0: shared by all service ports that use the endpoint. UDP: a hash of the name of the one service port whose
-    /// it is, so that the backend is gone as soon as the endpoint is gone from that port, and its flows see it.
+    /// A hash of the name of the one service port that a UDP backend belongs to. 0: all service
+    /// ports that use the endpoint share the backend.
+    ///
+    /// A UDP backend is gone as soon as the endpoint leaves its service port, so that the flows
+    /// notice it.
     pub owner: u32,
 }
 
-/// Place in an array `<table>_maps`: the map that new entries go into.
+/// The index of the map that new entries go into, in an array `<map>_maps`.
 pub const MAP_IN_USE: u32 = 0;
-/// Place in an array `<table>_maps`: the map of another size that was in use before, while its entries move; empty otherwise. An entry is in
-/// the map in use before it leaves this one, so that who looks here first finds it.
+/// The index of the former map, of another size, while its entries move; empty otherwise.
+///
+/// An entry is in the map in use before it leaves the former one. So whoever looks into the former
+/// map first finds it.
 pub const MAP_BEFORE: u32 = 1;
 
-/// Table `flows4/6` (hash, confirmed flows) and `opening_flows4/6` (LRU hash, all others). The two ends that a flow's packets have at
-/// a hook, in either direction.
+/// Key of the flow maps: the two ends that a flow's packets have at a hook, in either direction.
+/// The maps are `flows4/6` (hash, established flows) and `opening_flows4/6` (LRU hash, all others).
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, Ord, PartialEq, PartialOrd)]
 #[repr(C)]
 pub struct FlowKey<A> {
-    /// The end with the lower port, or with the lower address where the ports are equal.
+    /// The address of the end with the lower port. If the ports are equal, it is the lower address.
     pub lower: A,
     pub upper: A,
     lower_port: u16,
     upper_port: u16,
-    /// IANA number.
+    /// The IANA protocol number.
     pub protocol: u8,
-    /// 1: client and frontend of a `FLOW_OVERLAPPING`. With a [mark](Self::mark_of): client and
-    /// frontend of a `FLOW_APART`.
+    /// 0 for most keys. 1: the ends are client and frontend of a `FLOW_OVERLAPPING`. The bits of
+    /// [`mark_of`](Self::mark_of): they are client and frontend of a `FLOW_APART`.
     pub overlapping: u8,
     _reserved: u16,
 }
 
-/// 1 if the first number that differs is less in `one`, else 0. Without branches: the verifier would go on from each.
+/// Returns 1 if the first number that differs is less in `one`, else 0. There are no branches,
+/// because the verifier follows both ways of each.
 #[inline(always)]
 fn is_before<const N: usize>(one: &[u64; N], other: &[u64; N]) -> u64 {
     let (mut is_before, mut are_equal) = (0, 1);
@@ -468,7 +504,7 @@ impl<A: Address> FlowKey<A> {
         let (one_port, other_port) = (u64::from(one.1.number()), u64::from(other.1.number()));
         let ([one_upper, one_lower], [other_upper, other_lower]) = (one.0.halves(), other.0.halves());
         let in_order = is_before(&[one_port, one_upper, one_lower], &[other_port, other_upper, other_lower]);
-        // All ones where the ends change places.
+        // All bits are set if the ends change places.
         let swap = in_order.wrapping_sub(1);
         let ports = (one_port ^ other_port) & swap;
         Self {
@@ -488,8 +524,8 @@ impl<A> FlowKey<A> {
     const APART_OF_POD: u8 = 4;
     const APART_OF_HOST: u8 = 8;
 
-    /// Returns what `overlapping` has in addition for client and frontend of a `FLOW_APART` whose
-    /// client is where these flags say.
+    /// Returns the bits that `overlapping` has in addition for client and frontend of a
+    /// `FLOW_APART` whose client is where these flags say.
     #[inline(always)]
     pub const fn mark_of(flags: u32) -> u8 {
         let of_pod = if flags & FLOW_FROM_POD == 0 { 0 } else { Self::APART_OF_POD };
@@ -498,170 +534,206 @@ impl<A> FlowKey<A> {
     }
 }
 
-/// It leaves this node with an address of the node as its source, which is chosen where its first packet leaves.
+/// The flow leaves this node with an address of the node as its source. Source address and port are
+/// chosen when its first packet leaves.
 pub const FLOW_MASQUERADE: u32 = 1;
-/// The client is a process of this node whose packets are translated (socket balancing off).
+/// The client is a process of this node whose packets are translated, because
+/// `ebpf.socketLoadBalancing` is off.
 pub const FLOW_FROM_HOST: u32 = 2;
-/// Netfilter translates it, the programs do not. It has two entries, of the ends of its client's
-/// packets and of those of its answers, so that no other flow gets these.
+/// Netfilter translates the flow, and the programs do not. It has two entries, for the ends of its
+/// client's packets and of its answers, so that no other flow gets these ends.
 pub const FLOW_OF_NETFILTER: u32 = 4;
-/// Its client and frontend are client and backend of another flow: the client has dialled an endpoint itself, from a port from which it
-/// reaches the endpoint through a frontend already.
+/// The client and frontend of the flow are client and backend of another flow. The client dials an
+/// endpoint itself, from a port from which it already reaches the endpoint through a frontend.
 pub const FLOW_OVERLAPPING: u32 = 8;
-/// Its client is this node's own address at a port that a masqueraded flow to the same backend had when it began: a connection of one of the
-/// node's sockets, or one that netfilter masquerades. It gets another port where it leaves the node, and its own where answers come in.
+/// The flow is a host connection. Its client is this node's own address, at a port that a
+/// masqueraded flow to the same backend had when the flow began.
+///
+/// It belongs to a socket of the node, or netfilter masquerades it. It gets another port where it
+/// leaves the node, and its own port back where answers come in.
 pub const FLOW_FOREIGN: u32 = 16;
-/// Its entry of client and frontend in `flows4/6` is counted as a connection of its backend.
+/// The flow's entry of client and frontend in `flows4/6` is counted as a connection of its backend.
 pub const FLOW_COUNTED: u32 = 64;
-/// Its client's packets come in by an interface of pods: those that come in by another are forged.
+/// The client's packets come in by an interface of pods. Packets that come in by another interface
+/// are forged.
 pub const FLOW_FROM_POD: u32 = 128;
-/// When the flow was opened, another had its client and frontend, whose client is elsewhere: in a
-/// pod, on this node or outside. One of the two clients is forged. The key of its client and
-/// frontend has a mark of where its client is.
+/// When the flow was opened, another flow had its client and frontend, with a client that is
+/// elsewhere: in a pod, on this node or outside. One of the two clients is forged.
+///
+/// The key of client and frontend has bits for where the client is.
 pub const FLOW_APART: u32 = 256;
-/// Its packets leave the node as the client has sent them, each in a packet to the backend, whose node answers the client itself: no answer
-/// is seen here (direct server return).
+/// The flow has direct server return: its packets leave the node as the client has sent them, each
+/// inside a packet to the backend.
+///
+/// The backend's node answers the client itself, so no answer is seen here.
 pub const FLOW_DSR: u32 = 32;
-/// A segment of a connection that this node has not seen begin has opened the flow. Nothing proves
-/// its client, so it is never established: it stays in the table that evicts, and the next segment
-/// opens it again.
+/// The flow was opened by a segment of a connection that this node has not seen begin.
+///
+/// Nothing proves its client, so it is never established. It stays in the map that evicts, and the
+/// next segment opens it again.
 pub const FLOW_RESUMED: u32 = 512;
 
-/// Nothing is heard of the backend.
+/// No packet of the backend was seen yet.
 pub const PROGRESS_OPENED: u8 = 0;
 /// The backend has answered.
 pub const PROGRESS_ANSWERED: u8 = 1;
-/// UDP: the backend has answered seconds after the flow was opened.
+/// The backend has answered seconds after the flow was opened. Only UDP has this state.
 pub const PROGRESS_SUSTAINED: u8 = 2;
-/// The client has received an answer: its address is not forged.
+/// The client has received an answer, so its address is not forged.
 pub const PROGRESS_CONFIRMED: u8 = 3;
 
 /// A FIN was seen. It may be forged.
 pub const FIN_SEEN: u8 = 1;
-/// The other side has acknowledged it.
+/// The other side has acknowledged the FIN.
 pub const FIN_ACKNOWLEDGED: u8 = 2;
 
-/// A RST was seen that its receiver may have taken. It may be forged.
+/// A RST was seen that its receiver may have accepted. It may be forged.
 pub const RESET_PLAUSIBLE: u8 = 1;
 /// A RST was seen with exactly the sequence number that its receiver waits for.
 pub const RESET_CONFIRMED: u8 = 2;
 
-/// What is known of the stream of bytes that one side of a TCP connection receives. Sequence numbers, host byte order.
+/// The known sequence numbers of the stream of bytes that one side of a TCP connection receives, in
+/// host byte order.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
 pub struct Numbers {
-    /// How far the stream has come. In the entry of the side that receives it, what that side last acknowledged; in the sender's, the
-    /// end of what was sent.
+    /// The sequence number that the stream has reached. In the entry of the receiving side it is
+    /// what that side last acknowledged. In the sender's entry it is the end of what was sent.
     pub reached: u32,
-    /// By acknowledging this number, the side confirms the other's SYN or FIN. The same in both sides' entries.
+    /// The number whose acknowledgement confirms the other side's SYN or FIN. It is the same in the
+    /// entries of both sides.
     pub awaited: u32,
 }
 
-/// What has become of a flow. Each is a byte of its own: one CPU can change it without undoing what another has learned.
+/// The state of a flow. Each fact is a byte of its own, so that one CPU can change it without
+/// undoing what another has learned.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
 pub struct FlowState {
-    /// `PROGRESS_*`.
+    /// The progress of the flow (`PROGRESS_*`).
     pub progress: u8,
-    /// 0 or `FIN_*`: the client's.
+    /// The FIN of the client: 0 or `FIN_*`.
     pub client_fin: u8,
-    /// 0 or `FIN_*`: the backend's.
+    /// The FIN of the backend: 0 or `FIN_*`.
     pub backend_fin: u8,
-    /// 0 or `RESET_*`: from either.
+    /// The RST of either side: 0 or `RESET_*`.
     pub reset: u8,
 }
 
-/// Whole in each of a flow's entries, so that each can rebuild the others: client and frontend; client (with the alias port) and
-/// backend; masquerade and backend.
+/// Value of the flow maps. Each of a flow's entries has the whole flow, so that each can restore
+/// the others.
+///
+/// The entries are those of client and frontend, of client (with the alias port) and backend, and
+/// of masquerade address and backend.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
 pub struct Flow<A> {
-    /// Nanoseconds since boot, suspend included. First, because the kernel may give an element that is removed to another flow while
-    /// it is read: what follows is of the flow that it was looked up for if this is the same before and after.
+    /// The time at which the flow was opened, in nanoseconds since boot, suspend included.
+    ///
+    /// It is the first field, because the kernel may give a removed element to another flow while a
+    /// program reads it. If this field is the same before and after, what was read is of the flow
+    /// that was looked up.
     pub opened: u64,
-    /// Nanoseconds since boot, suspend included; up to a second late.
+    /// The time of the last packet, in nanoseconds since boot, suspend included. It may be up to a
+    /// second late.
     pub last_seen: u64,
     pub client: A,
     pub frontend: A,
     pub backend: A,
-    /// Source address towards the backend, where `masquerade_port` is not 0.
+    /// The source address towards the backend. It counts only if `masquerade_port` is not 0.
     pub masquerade: A,
     client_port: u16,
     frontend_port: u16,
     backend_port: u16,
-    /// 0: none is chosen.
+    /// The source port towards the backend. 0: none is chosen.
     masquerade_port: u16,
-    /// The client's port as the backend's side of this node sees it: differs from `client_port` only where the
-    /// same client port already talks to the same backend through another frontend, and with `FLOW_FROM_HOST`.
+    /// The client's port as the backend's side of this node sees it (alias port).
+    ///
+    /// It differs from `client_port` only if the client's own port is taken at the backend, for
+    /// example through another frontend, and with `FLOW_FROM_HOST`.
     alias_port: u16,
-    /// IANA number.
+    /// The IANA protocol number.
     pub protocol: u8,
-    /// Where XDP may send packets of the flow on: the stack has brought one to the egress of an uplink, with `FLOW_DSR` one of the client, without it
-    /// an answer, if it [has left](Self::has_left).
+    /// A value that lets XDP forward packets of the flow, if it says that the flow
+    /// [has left](Self::has_left).
+    ///
+    /// It is set when the stack has brought a packet to the egress of an uplink. With `FLOW_DSR`
+    /// that is a packet of the client, otherwise an answer.
     pub left: u8,
     /// Key of `backends4/6`.
     pub backend_id: u32,
-    /// Index into `services`; `NO_SERVICE`: the client dialled the backend itself.
+    /// Index into `services`. `NO_SERVICE`: the client dialled the backend itself.
     pub service: u32,
-    /// `FLOW_*`.
+    /// Flags of the flow (`FLOW_*`).
     pub flags: u32,
-    /// `Settings::epoch` when frontend and backend were last found to be in service; TCP: the backend, where connections are reset.
+    /// The value of `Settings::epoch` when frontend and backend were last found to be in service.
+    /// For TCP it concerns the backend alone, and only if connections to gone endpoints are reset.
     pub epoch: u32,
-    /// TCP. Up to date in the entry of client and frontend.
+    /// The numbers of the stream that the client receives (TCP). They are up to date in the entry
+    /// of client and frontend.
     pub client_numbers: Numbers,
-    /// TCP. Up to date in the entry of client and backend.
+    /// The numbers of the stream that the backend receives (TCP). They are up to date in the entry
+    /// of client and backend.
     pub backend_numbers: Numbers,
     pub state: FlowState,
-    /// Of the packets that this entry is found for, where the driver sends them on. In the entry of client and backend of a flow to a pod: that XDP sends
-    /// the client's packets to the interface of this stamp.
+    /// The next hop of the packets that find this entry, if the driver forwards them.
+    ///
+    /// In the entry of client and backend of a flow to a pod it says something else: XDP sends the
+    /// client's packets to the interface of this stamp.
     pub next_hop: KnownHop,
 }
 
-/// A [`NextHop`](crate::flow::NextHop) that the routing tables have named. The upper 48 bits of the words are the destination's link address, the
-/// source's, and index of the interface and length of the longest packet. Each word is replaced by one store. Its lower bits are a part of
-/// a stamp, by which words of different lookups are told apart.
+/// A [`NextHop`](crate::flow::NextHop) that the routing tables have named.
+///
+/// The upper 48 bits of the words are the link address of the destination, that of the source, and
+/// the index of the interface with the length of the longest packet. Their lower bits are parts of
+/// a stamp, which tells words of different lookups apart. Each word is replaced by one store.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
 pub struct KnownHop {
     pub(crate) words: [u64; 3],
 }
 
-/// Table `route_epoch`, mmapable array with one entry.
+/// Value of the map `route_epoch` (mmapable array with one entry).
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C, align(8))]
 pub struct RouteEpoch {
-    /// Rises after each change of routes, neighbours or interfaces that the controller is told of: next hops are then looked up once more.
+    /// A number that the controller raises after each change of routes, neighbours or interfaces.
+    /// Next hops are then looked up again.
     pub number: u32,
     pub _reserved: u32,
 }
 
-/// Table `foreign_flows4/6`, LRU hash by the ends of a connection that leaves with this node's address, to which flows are masqueraded too,
-/// and of which the programs know nothing else.
+/// Value of the map `foreign_flows4/6` (LRU hash, key: [`FlowKey`] of the ends): host connections.
+///
+/// Such a connection leaves with an address of this node to which flows are masqueraded, too. The
+/// programs know nothing else of it.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct ForeignFlow {
-    /// Nanoseconds since boot, suspend included. TCP: of its SYN. UDP: up to a second late.
+    /// The time of the last packet, in nanoseconds since boot, suspend included. For TCP it is that
+    /// of the SYN, for UDP it may be up to a second late.
     pub last_seen: u64,
 }
 
-/// The client is beyond the uplink, so that its address may be forged.
+/// The client is beyond the uplink, so its address may be forged.
 pub const CLIENT_OUTSIDE: u32 = 0;
 /// The client is in a pod of this node.
 pub const CLIENT_WORKLOAD: u32 = 1;
-/// The node itself is one client, by whatever address.
+/// The client is the node itself, which is one client, whatever its address is.
 pub const CLIENT_NODE: u32 = 2;
 
-/// Who has affinity.
+/// A client for session affinity.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
 pub struct Client<A> {
-    /// Unspecified: the node itself.
+    /// The address of the client. Unspecified: the client is the node itself.
     pub address: A,
-    /// `CLIENT_*`.
+    /// The origin of the client (`CLIENT_*`).
     pub origin: u32,
 }
 
-/// Table `affinity4/6`, LRU hash: clients of service ports with affinity.
+/// Key of the map `affinity4/6` (LRU hash): a client of a service port with session affinity.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
 pub struct AffinityKey<A> {
@@ -670,74 +742,81 @@ pub struct AffinityKey<A> {
     pub client: Client<A>,
 }
 
-/// Where the client's new connections go, as long as it lasts and the backend is in the endpoint set that they are for.
+/// Value of the map `affinity4/6`: the backend of the client's new connections. It counts until it
+/// expires, and only for endpoint sets that have the backend.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
 pub struct Affinity {
-    /// Nanoseconds since boot, suspend included: the client's last new connection.
+    /// The time of the client's last new connection, in nanoseconds since boot, suspend included.
     pub last_used: u64,
     /// Key of `backends4/6`.
     pub backend: u32,
-    /// `BACKEND_*`, as the slot had it.
+    /// The `BACKEND_*` flags that the slot had.
     pub flags: u32,
 }
 
-/// Of a packet that enters the node.
+/// The packet enters the node.
 pub const FRAGMENT_ARRIVING: u8 = 0;
-/// Of a packet that leaves the node.
+/// The packet leaves the node.
 pub const FRAGMENT_LEAVING: u8 = 1;
-/// It has come in another packet.
+/// The packet has come inside another packet.
 pub const FRAGMENT_UNPACKED: u8 = 2;
 
-/// Table `fragments4/6`, LRU hash: the packet that a fragment is a part of, as it is at a hook of one direction.
+/// Key of the map `fragments4/6` (LRU hash): the packet that a fragment is part of, at a hook of
+/// one direction.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
 pub struct FragmentKey<A> {
     pub source: A,
     pub destination: A,
-    /// Host byte order. IPv4 has 16 bits of it.
+    /// The id of the packet, in host byte order. In IPv4 it has 16 bits.
     pub id: u32,
-    /// IANA number. 0 for IPv6: its stack knows what belongs together without it, and a later fragment need not have it.
+    /// The IANA protocol number. 0 for IPv6: its stack reassembles without it, and a later fragment
+    /// need not have it.
     pub protocol: u8,
-    /// `FRAGMENT_*`.
+    /// The direction of the packet (`FRAGMENT_*`).
     pub direction: u8,
     pub(crate) _reserved: u16,
 }
 
-/// It goes on as it is.
+/// The fragments go on as they are.
 pub const FATE_PASSED: u32 = 0;
-/// It goes no further.
+/// The fragments are dropped.
 pub const FATE_DROPPED: u32 = 1;
-/// It gets the addresses, and goes on.
+/// The fragments get the addresses, and go on.
 pub const FATE_TRANSLATED: u32 = 2;
-/// As `FATE_TRANSLATED`, by the route to its new destination.
+/// The fragments get the addresses, and go by the route to their new destination.
 pub const FATE_REROUTED: u32 = 3;
-/// As `FATE_TRANSLATED`, into the node by the interface that leads to its new source.
+/// The fragments get the addresses, and enter the node by the interface that leads to their new
+/// source.
 pub const FATE_INTO_NODE: u32 = 4;
-/// As `FATE_TRANSLATED`, in a packet to the backend.
+/// The fragments get the addresses, and go to the backend inside a packet.
 pub const FATE_ENCAPSULATED: u32 = 5;
-/// Untouched, past the stack.
+/// The fragments are not translated, and skip the stack.
 pub const FATE_PAST_STACK: u32 = 6;
 
-/// What became of the first fragment, so of the others.
+/// Value of the map `fragments4/6`: the fate of the first fragment, which the others share.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct FirstFragment<A> {
-    /// Nanoseconds since boot, suspend included. First for the same reason as in [`Flow`].
+    /// The time at which the first fragment was seen, in nanoseconds since boot, suspend included.
+    /// It is the first field for the same reason as in [`Flow`].
     pub seen: u64,
     pub source: A,
     pub destination: A,
     /// Index into `services` that the packet counts for, or `NO_SERVICE`.
     pub service: u32,
-    /// `FATE_*`.
+    /// The fate of the fragments (`FATE_*`).
     pub fate: u32,
-    /// As in the key: the kernel may give the element to another packet at any time.
+    /// The id of the key. It is repeated, because the kernel may give the element to another packet
+    /// at any time.
     pub id: u32,
-    /// Index of the interface that the first fragment has come or left by.
+    /// The index of the interface by which the first fragment has come or left.
     pub interface: u32,
 }
 
-/// Table `socket_origin4/6`, socket storage: what a connected socket dialled, and where it was sent.
+/// Value of the map `socket_origin4/6` (socket storage): the frontend that a connected socket
+/// dialled, and the backend it was sent to.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct SocketOrigin<A> {
@@ -747,15 +826,17 @@ pub struct SocketOrigin<A> {
     backend_port: u16,
     /// Key of `backends4/6`.
     pub backend_id: u32,
-    /// Index into `services`, and `SOCKET_COUNTED`: the value is as long as it was before that was there.
+    /// Index into `services`, and the flag `SOCKET_COUNTED`. They share a field because the value
+    /// must stay as long as it was before the flag.
     service: u32,
 }
 
-/// As long as the socket is open, and in `socket_origin4/6`, it is counted as a connection of its backend. No service has so large an index.
+/// The flag of a socket that is counted as a connection of its backend. It stays as long as the
+/// socket is open, and in `socket_origin4/6`. No index of a service is that large.
 const SOCKET_COUNTED: u32 = 1 << 31;
 
 impl<A> SocketOrigin<A> {
-    /// Index into `services`.
+    /// Returns the index into `services`.
     #[inline(always)]
     pub const fn service(&self) -> u32 {
         self.service & !SOCKET_COUNTED
@@ -789,55 +870,61 @@ impl<A> SocketOrigin<A> {
     }
 }
 
-/// In place of a backend's id, which is lower: the entries of `flows4` whose flows
-/// [prove no client](Flow::proves_no_client).
+/// The id under which `connections` counts the entries of `flows4` whose flows [prove no
+/// client](Flow::proves_no_client). Ids of backends are lower.
 const UNPROVEN_ENTRIES4: u32 = u32::MAX;
-/// The id for the entries of `flows6`, as `UNPROVEN_ENTRIES4` is for those of `flows4`.
+/// The id under which `connections` counts the entries of `flows6` in the same way.
 const UNPROVEN_ENTRIES6: u32 = u32::MAX - 1;
 
-/// Returns the id under which `connections` has the entries of one family's established flows
-/// that [prove no client](Flow::proves_no_client).
+/// Returns the id under which `connections` has the entries of one family's established flows that
+/// [prove no client](Flow::proves_no_client).
 #[inline(always)]
 pub const fn unproven_entries<A: Address>() -> u32 {
     if A::BITS == u32::BITS { UNPROVEN_ENTRIES4 } else { UNPROVEN_ENTRIES6 }
 }
 
-/// Returns false for what `connections` counts in place of a backend.
+/// Returns false for the ids under which `connections` counts something other than a backend.
 pub const fn is_backend(id: u32) -> bool {
     id < UNPROVEN_ENTRIES6
 }
 
-/// Table `connections`, hash by backend id: what of its connections through service ports with `FRONTEND_LEAST_CONNECTION` the programs
-/// have seen begin and end. Only they write it, until the backend is gone: what is open is this without [`Collected`].
+/// Value of the map `connections` (hash, key: backend id): what the programs have seen of a
+/// backend's connections through frontends with `FRONTEND_LEAST_CONNECTION`.
+///
+/// Only the programs write it, until the backend is gone. The difference to [`Collected`] is what
+/// is open.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct Connections {
-    /// Flows with `FLOW_COUNTED`.
+    /// The number of flows with `FLOW_COUNTED` that have begun.
     pub flows_opened: u64,
     pub flows_closed: u64,
-    /// Sockets that [are counted](SocketOrigin::is_counted).
+    /// The number of sockets that [are counted](SocketOrigin::is_counted).
     pub sockets_opened: u64,
     pub sockets_closed: u64,
 }
 
-/// Table `collected`, hash by backend id: the connections of [`Connections`] that have ended otherwise. Only the controller writes it.
+/// Value of the map `collected` (hash, key: backend id): the connections of [`Connections`] that
+/// have ended without the programs. Only the controller writes it.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct Collected {
-    /// May be less than 0, which wraps: where the programs have missed one that began.
+    /// The number of flows. It may fall below 0, and wraps then, because the programs may miss a
+    /// flow that begins.
     pub flows: u64,
-    /// As `flows`.
+    /// The number of sockets, which may wrap for the same reason.
     pub sockets: u64,
 }
 
 impl Connections {
-    /// Flows and sockets that are open now. `collected`: [`Collected::sum`].
+    /// Returns how many flows and sockets are open now. `collected` is [`Collected::sum`].
     #[inline(always)]
     pub const fn open(&self, collected: u64) -> u64 {
         let begun = self.flows_opened.wrapping_add(self.sockets_opened);
         let ended = self.flows_closed.wrapping_add(self.sockets_closed).wrapping_add(collected);
         let open = begun.wrapping_sub(ended);
-        // What was missed may make it less than 0: without a branch, all ones then.
+        // Missed connections may make the difference negative. The mask then has all bits set,
+        // which needs no branch.
         let is_negative = 0_u64.wrapping_sub(open >> (u64::BITS - 1));
         open & !is_negative
     }
@@ -850,88 +937,99 @@ impl Collected {
     }
 }
 
-/// Table `service_counters`, per-CPU array by index into `services`: what a service's clients did. Services with
-/// larger indexes than the table has places are not counted.
+/// Value of the map `service_counters` (per-CPU array, index: that of `services`): what the clients
+/// of a service did. Services with larger indexes than the map has are not counted.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct ServiceCounters {
-    /// Sockets that were connected, unconnected sockets' first datagrams to it, and flows that were opened.
+    /// The number of sockets that were connected, of first datagrams of unconnected sockets to the
+    /// service, and of flows that were opened.
     pub connections: u64,
-    /// Packets of flows, both directions. Those of sockets that were sent to a backend when they connected are not
-    /// seen.
+    /// The number of packets of flows, in both directions. Packets of sockets that were sent to a
+    /// backend at `connect` are not seen.
     pub packets: u64,
-    /// Bytes of these packets, as the hook sees them: with link header, several segments where they are merged.
+    /// The bytes of these packets as the hook sees them: with the link header, and merged segments
+    /// as one packet.
     pub bytes: u64,
 }
 
-/// An index into `services` that is never used.
+/// The index into `services` that is never used.
 pub const NO_SERVICE: u32 = u32::MAX;
 
-/// Services that one unconnected UDP socket can talk to at the same time with exact answers.
+/// The number of services that one unconnected UDP socket can talk to at the same time with exact
+/// answers.
 pub const DATAGRAM_ORIGINS: usize = 4;
 
-/// Table `datagrams4/6`, socket storage: the services an unconnected UDP socket sent to. A zero
-/// `frontend_port` marks a free place.
+/// Value of the map `datagrams4/6` (socket storage): the services to which an unconnected UDP
+/// socket has sent. An element with a `frontend_port` of zero is free.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct DatagramOrigins<A> {
     pub origins: [SocketOrigin<A>; DATAGRAM_ORIGINS],
-    /// Place that the next new service takes.
+    /// The index of the element that the next new service takes.
     pub next: u32,
 }
 
-/// Table `node_addresses4/6`, hash by address: where node ports are served.
+/// Value of the map `node_addresses4/6` (hash, key: address): the addresses at which node ports are
+/// served.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct NodeAddress {
-    /// `NODE_ADDRESS_*`.
+    /// Flags of the address (`NODE_ADDRESS_*`).
     pub flags: u32,
 }
 
-/// Loopback: serves node ports for processes of the node's own network namespace only.
+/// The address is a loopback address. It serves node ports for processes in the node's own network
+/// namespace only.
 pub const NODE_ADDRESS_LOOPBACK: u32 = 1;
 
-/// What comes in by the interface is traffic of pods.
+/// The interface brings traffic of pods.
 pub const INTERFACE_OF_PODS: u16 = 1;
-/// It is an uplink: packets may leave by it past the stack.
+/// The interface is an uplink. Packets may skip the stack and leave by it.
 pub const INTERFACE_OF_UPLINK: u16 = 2;
-/// Its packets have no link headers, as those of IPIP and WireGuard.
+/// The packets of the interface have no link headers, as with IPIP and WireGuard.
 pub const INTERFACE_WITHOUT_LINK_HEADERS: u16 = 4;
 
-/// It is the port of a bridge. Frames for the bridge come by it too.
+/// The interface is the port of a bridge, so frames for the bridge come by it, too.
 pub const INTERFACE_OF_BRIDGE: u16 = 8;
 
-/// Table `interfaces`, hash by interface index: what the programs need to know of those of which they need to know anything.
+/// Value of the map `interfaces` (hash, key: interface index). Only interfaces that differ from the
+/// default have an entry.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct InterfaceSettings {
-    /// Source of translated flows that leave by it. Unspecified: the interface has none of this family, and that of [`Settings`] is taken.
+    /// The source address of flows that are masqueraded and leave by the interface. Unspecified:
+    /// the interface has none of this family, and the address in [`Settings`] is taken.
     pub masquerade6: [u8; 16],
-    /// As `masquerade6`.
+    /// The IPv4 source address, with the meaning of `masquerade6`.
     pub masquerade4: [u8; 4],
-    /// `INTERFACE_*`.
+    /// Flags of the interface (`INTERFACE_*`).
     pub flags: u16,
-    /// Bytes of the longest packet that leaves by it, without link header; 0: of any length. Uplinks have it.
+    /// The length of the longest packet that leaves by the interface, without link header. 0: there
+    /// is no limit. Uplinks have a value.
     pub mtu: u16,
 }
 
-/// Table `vlan_devices`, hash by tag → index of the interface that the stack gives a packet with it to. It has uplinks only.
+/// Key of the map `vlan_devices` (hash). The value is the index of the interface to which the stack
+/// gives a packet with this tag. The map has only uplinks.
 #[derive(Clone, Copy, Debug, Default, Eq, Ord, PartialEq, PartialOrd)]
 #[repr(C)]
 pub struct VlanTag {
-    /// Index of the interface that the packet comes by: of the inner one of two tags, the interface of the outer one.
+    /// The index of the interface by which the packet comes. For the inner one of two tags it is
+    /// the interface of the outer tag.
     pub interface: u32,
-    /// `TAG_*`, host byte order.
+    /// The Ethertype of the tag (`TAG_*`), in host byte order.
     pub protocol: u16,
-    /// 1 to 4094.
+    /// The VLAN id, 1 to 4094.
     pub id: u16,
 }
 
-/// Room in the tables `redirect_sources` and `redirect_targets`.
+/// The size of the maps `redirect_sources` and `redirect_targets`.
 pub const REDIRECTS: u32 = 512;
 
-/// Table `redirect_sources`, hash by interface index: uplinks whose frames XDP may send on by others, with their own link address. What is for
-/// another address is only seen by them.
+/// Value of the map `redirect_sources` (hash, key: interface index): the link address of an uplink
+/// whose frames XDP may send out by other interfaces. The uplink only overhears frames to other
+/// addresses.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct LinkAddress {
@@ -939,197 +1037,217 @@ pub struct LinkAddress {
     pub _padding: [u8; 2],
 }
 
-/// Table `redirect_targets`, map of devices: uplinks and interfaces of pods that XDP may send frames on by which have come by others. The key is the interface index,
-/// of a pod with [`TO_POD`], for frames in fragments with [`IN_FRAGMENTS`]. When a device goes, the kernel removes its entries.
+/// Value of the map `redirect_targets` (map of devices): uplinks and interfaces of pods by which
+/// XDP may send frames that have come by others. It has the layout of the kernel's
+/// `bpf_devmap_val`.
 ///
-/// As the kernel's `bpf_devmap_val`.
+/// The key is the interface index, with [`TO_POD`] for a pod's interface and with [`IN_FRAGMENTS`]
+/// for frames in fragments. When a device goes, the kernel removes its entries.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct RedirectTarget {
     pub interface: u32,
-    /// 0: none.
+    /// The program that the kernel runs on each frame. 0: there is none.
     pub program: u32,
 }
 
-/// Indexes of interfaces have neither this bit nor the next one.
+/// The bit in the key for frames in fragments. No interface index has this bit, nor that of
+/// [`TO_POD`].
 pub const IN_FRAGMENTS: u32 = 1 << 31;
 pub const TO_POD: u32 = 1 << 30;
 
-/// Ethertype of 802.1Q.
+/// The Ethertype of 802.1Q.
 pub const TAG_CUSTOMER: u16 = 0x8100;
-/// Ethertype of 802.1ad.
+/// The Ethertype of 802.1ad.
 pub const TAG_SERVICE: u16 = 0x88a8;
 
-/// Nothing tells traffic of pods from other traffic.
+/// The configuration does not tell traffic of pods from other traffic.
 pub const PODS_UNKNOWN: u16 = 0;
 /// Traffic of pods has a source in `Settings::pod_range4/6`.
 pub const PODS_BY_SOURCE: u16 = 1;
 /// Traffic of pods comes in by interfaces with `INTERFACE_OF_PODS`.
 pub const PODS_BY_INTERFACE: u16 = 2;
 
-/// With direct server return, packets go to backends of other nodes in IP alone.
+/// Packets with direct server return go to backends on other nodes in IP alone.
 pub const ENCAPSULATION_IP: u16 = 0;
-/// In UDP, by Geneve.
+/// Packets with direct server return go to backends on other nodes in UDP, by Geneve.
 pub const ENCAPSULATION_GENEVE: u16 = 1;
 
-/// Table `settings`, array with one entry: what the programs need to know of the node.
+/// Value of the map `settings` (array with one entry): what the programs need to know of the node.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct Settings {
-    /// Network namespace of the node, as `bpf_get_netns_cookie` gives it.
+    /// The cookie of the node's network namespace, as `bpf_get_netns_cookie` gives it.
     pub host_namespace: u64,
-    /// Cookie of the socket by which the controller learns its namespace on kernels without SO_NETNS_COOKIE.
+    /// The cookie of the socket by which the controller learns its namespace on kernels without
+    /// SO_NETNS_COOKIE.
     pub probe_socket: u64,
-    /// Source of translated flows, IPv6, where `interfaces` has none; unspecified: none.
+    /// The IPv6 source of masqueraded flows, if `interfaces` has none. Unspecified: there is none.
     pub masquerade6: [u8; 16],
-    /// As `masquerade6`, IPv4.
+    /// The IPv4 source of masqueraded flows, with the meaning of `masquerade6`.
     pub masquerade4: [u8; 4],
-    /// Those of `masquerade_ports` that are apart lie in these: up to two ranges, inclusive, host byte order; first > last: empty. The
-    /// programs of former versions know no others.
+    /// The ranges in which the reserved ports of `masquerade_ports` lie. There are up to two,
+    /// inclusive, in host byte order; a range with first > last is empty.
+    ///
+    /// The programs of former versions know reserved ports only by this field.
     pub apart_ports: [[u16; 2]; 2],
-    /// The next backend id that was never given.
+    /// The lowest backend id that was never given.
     pub next_backend: u32,
-    /// Rises after each change of what frontends lead to: datagrams of flows, and segments where connections are
-    /// reset, are then compared with the tables once more.
+    /// A number that the controller raises after each change of what frontends lead to. The next
+    /// datagram of a flow then compares the flow with the maps again. A segment does so if
+    /// connections to gone endpoints are reset.
     pub epoch: u32,
-    /// How many ports the table `masquerade_ports` has for translated sources and aliases.
+    /// The number of ports in the map `masquerade_ports`, which are used as masquerade and alias
+    /// ports.
     pub masquerade_ports: u16,
-    /// How many of them, the first ones, are apart: the kernel gives them to no socket.
+    /// The number of reserved ports among them, which come first. The kernel gives them to no
+    /// socket.
     pub masquerade_ports_apart: u16,
-    /// Addresses of pods, IPv6, with `PODS_BY_SOURCE`.
+    /// The IPv6 range of pods' addresses, with `PODS_BY_SOURCE`.
     pub pod_range6: [u8; 16],
-    /// As `pod_range6`, IPv4.
+    /// The IPv4 range of pods' addresses, with `PODS_BY_SOURCE`.
     pub pod_range4: [u8; 4],
-    /// How many bits of `pod_range6` count, from its first byte on.
+    /// The number of bits of `pod_range6` that count, from its first byte on.
     pub pod_range6_bits: u8,
-    /// As `pod_range6_bits`, IPv4.
+    /// The number of bits of `pod_range4` that count, from its first byte on.
     pub pod_range4_bits: u8,
-    /// 1: all clients of cluster IPs are masqueraded, where the programs masquerade as kube-proxy does.
+    /// 1: all clients of ClusterIPs are masqueraded, if the programs masquerade as kube-proxy does.
     pub masquerade_all: u8,
-    /// 1: no packet opens a flow, as not all interfaces have their programs yet.
+    /// 1: no packet opens a flow, because not all interfaces have their programs yet.
     pub packets_held: u8,
-    /// `PODS_*`: how traffic of pods is told from other traffic, IPv6.
+    /// The way to tell IPv6 traffic of pods from other traffic (`PODS_*`).
     pub pods6: u16,
-    /// `ENCAPSULATION_*`. What other nodes have sent is taken out of either.
+    /// The encapsulation of packets with direct server return (`ENCAPSULATION_*`). Packets from
+    /// other nodes are unpacked from either.
     pub encapsulation: u16,
-    /// As `pods6`, IPv4.
+    /// The way to tell IPv4 traffic of pods from other traffic (`PODS_*`).
     pub pods4: u16,
-    /// 1: segments of connections that no table knows are answered, as netfilter translates none of
-    /// them.
+    /// 1: segments of connections that no map knows are answered, because netfilter translates none
+    /// of them.
     pub answers_unknown: u8,
     pub _reserved: u8,
-    /// How many flows of each family a CPU opens in a window ([`openings_per_window`](crate::flow::openings_per_window)) before services are
-    /// held to their shares; 0: any number.
+    /// The number of flows of each family that a CPU opens in a window before services are held to
+    /// their shares ([`openings_per_window`](crate::flow::openings_per_window)). 0: there is no
+    /// limit.
     pub openings_per_window: u32,
-    /// The most entries of `flows4`, and of `flows6`, that flows which
-    /// [prove no client](Flow::proves_no_client) may have; 0: any number.
+    /// The largest number of entries of `flows4`, and of `flows6`, that flows which [prove no
+    /// client](Flow::proves_no_client) may have. 0: there is no limit.
     pub most_unproven_entries: u32,
 }
 
-/// Table `masquerade_ports`, array: the ports of translated sources, four in an element; [`Settings`] say how many.
+/// Value of the map `masquerade_ports` (array): masquerade and alias ports, four in an element.
+/// [`Settings`] say how many there are.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C, align(8))]
 pub struct FourPorts {
-    /// Host byte order.
+    /// The ports in host byte order.
     pub ports: [u16; 4],
 }
 
-/// Ports that there are, 0 included.
+/// The number of ports that exist, 0 included.
 pub const PORTS: u32 = 1 << 16;
-/// Ports that `masquerade_ports` has room for.
+/// The number of ports for which `masquerade_ports` has room.
 pub const MASQUERADE_PORT_ROOM: u32 = PORTS;
 
-/// Table `lease`, array with one entry: how long the programs may rely on the tables without their controller.
+/// Value of the map `lease` (array with one entry): how long the programs may rely on the maps
+/// without their controller.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct Lease {
-    /// Nanoseconds since boot, suspend included; 0: none.
+    /// The end of the lease, in nanoseconds since boot, suspend included. 0: there is no lease.
     pub end: u64,
 }
 
 impl Lease {
-    /// Nobody has followed changes since: the programs pass everything on untouched.
+    /// Returns true if the lease has ended. No controller has followed changes since then, so the
+    /// programs pass everything untouched.
     #[inline(always)]
     pub const fn has_ended(&self, now: u64) -> bool {
         self.end != 0 && now >= self.end
     }
 }
 
-/// Table `event_control`, array with one entry: what the programs tell of in `events`.
+/// Value of the map `event_control` (array with one entry): which events the programs write to
+/// `events`.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct EventControl {
-    /// Nanoseconds since boot, suspend included: from then on they tell nothing. 0: nobody watches.
+    /// The time at which the programs stop writing events, in nanoseconds since boot, suspend
+    /// included. 0: nobody watches.
     pub until: u64,
-    /// A bit for each reason that they tell of, by number.
+    /// A mask with one bit for each reason of which they write events, at its number.
     pub reasons: u64,
-    /// They tell one of so many, at random; 0 and 1: each.
+    /// The sampling: they write one of so many events, at random. 0 and 1: they write each event.
     pub one_of: u64,
 }
 
-/// Table `kernel_log`, array with one entry: whether the programs log, and how much they did. Each load of the programs
-/// has its own.
+/// Value of the map `kernel_log` (array with one entry): whether the programs log, and how much
+/// they have logged. Each load of the programs has its own map.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct LogControl {
-    /// Seconds since boot: when `lines` was last counted from 0.
+    /// The second since boot in which `lines` was last counted from 0.
     pub second: u64,
-    /// Lines in that second, also those that were left out.
+    /// The number of lines in that second, including those that were left out.
     pub lines: u32,
-    /// 0: nothing is logged.
+    /// 0: the programs log nothing.
     pub enabled: u32,
 }
 
-/// How much the programs log at most.
+/// The largest number of lines that the programs log in a second.
 pub const LOG_LINES_PER_SECOND: u32 = 20;
 
-/// Size of `events` in bytes: room for 11,000 events.
+/// The size of `events` in bytes, which has room for 11,000 events.
 pub const EVENT_BYTES: u32 = 1 << 20;
 
-/// The event is a packet's.
+/// The event concerns a packet.
 pub const EVENT_OF_PACKET: u8 = 0;
-/// The event is a system call's.
+/// The event concerns a system call.
 pub const EVENT_OF_SOCKET: u8 = 1;
 
-/// Table `events`, ring buffer: what the programs tell of. IPv4 addresses are in the first four bytes.
+/// Value of the map `events` (ring buffer). An IPv4 address is in the first four bytes of its
+/// field.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct Event {
-    /// Nanoseconds since boot, suspend included.
+    /// The time of the event, in nanoseconds since boot, suspend included.
     pub time: u64,
-    /// Unspecified with port 0: a socket, whose address no hook knows.
+    /// The address of the client. Unspecified, with port 0: it is a socket, whose address no hook
+    /// knows.
     pub client: [u8; 16],
-    /// What the client dialled.
+    /// The address that the client dialled.
     pub frontend: [u8; 16],
-    /// Unspecified with port 0: there is none, or it is not known.
+    /// The address of the backend. Unspecified, with port 0: there is no backend, or it is not
+    /// known.
     pub backend: [u8; 16],
-    /// Host byte order, as the next two.
+    /// The port of the client, in host byte order. The next two ports are in the same order.
     pub client_port: u16,
     pub frontend_port: u16,
     pub backend_port: u16,
-    /// IANA number.
+    /// The IANA protocol number.
     pub protocol: u8,
-    /// 4 or 6.
+    /// The IP family, 4 or 6.
     pub family: u8,
-    /// Number of a [`Reason`](crate::reason::Reason) that makes events.
+    /// The number of a [`Reason`](crate::reason::Reason) that makes events.
     pub reason: u32,
-    /// Index into `services`; `NO_SERVICE`: the client dialled the backend itself, or only the frontend says which it is.
+    /// Index into `services`. `NO_SERVICE`: the client dialled the backend itself, or only the
+    /// frontend says which service it is.
     pub service: u32,
-    /// Key of `backends4/6`; 0: none.
+    /// Key of `backends4/6`; 0: there is no backend.
     pub backend_id: u32,
-    /// `EVENT_OF_*`.
+    /// The kind of hook that the event comes from (`EVENT_OF_*`).
     pub place: u8,
     pub(crate) _reserved: [u8; 3],
 }
 
-/// Table `icmp_errors`, per-CPU array with one entry for each [`IcmpBudget`]: how many answers were
-/// sent. Each load of the programs has its own.
+/// Value of the map `icmp_errors` (per-CPU array): how many answers were sent. It has one entry for
+/// each [`IcmpBudget`], and each load of the programs has its own map.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub struct IcmpErrorCount {
-    /// Since boot: when `errors` was last counted from 0.
+    /// The second since boot in which `errors` was last counted from 0.
     pub second: u64,
-    /// In that second, also those that were left out.
+    /// The number of answers in that second, including those that were left out.
     pub errors: u64,
 }
 
@@ -1140,14 +1258,17 @@ pub struct IcmpErrorCount {
 pub enum IcmpBudget {
     Refusals = 0,
     TooBig = 1,
-    /// RSTs to segments of connections that no table knows.
+    /// RSTs that answer segments of connections which no map knows.
     Resets = 2,
 }
 
-/// How many ICMP errors each CPU sends at most of each budget, as the kernel's net.ipv4.icmp_msgs_per_sec: their addressees may be forged.
+/// The largest number of ICMP errors that each CPU sends in a second for each budget. There is a
+/// limit, like the kernel's net.ipv4.icmp_msgs_per_sec, because the addressees may be forged.
 pub const ICMP_ERRORS_PER_SECOND: u64 = 1_000;
-/// The most segments of unknown connections that each CPU answers in a second. They take about a
-/// hundredth of the CPU, and the clients of an address that moves learn it within seconds.
+/// The largest number of segments of unknown connections that each CPU answers in a second.
+///
+/// These answers take about a hundredth of the CPU, and the clients of an address that moves learn
+/// it within seconds.
 pub const RESETS_PER_SECOND: u64 = 10_000;
 
 impl IcmpBudget {
@@ -1163,7 +1284,8 @@ impl IcmpBudget {
     }
 }
 
-/// Each port by the name of its role, and a method that sets it where code does.
+/// Defines a method for each port that returns it as a [`Port`], and one that sets it if code needs
+/// that.
 macro_rules! ports {
     ($($table:ident: $($port:ident $($set:ident)?),+;)+) => { $(
         impl<A> $table<A> { $(
@@ -1226,12 +1348,13 @@ const _: () = {
 
 #[cfg(feature = "user")]
 mod pod {
-    //! What aya may copy as plain bytes.
+    //! Declares which types aya may copy as plain bytes.
     use super::*;
 
     macro_rules! pod {
         ($($t:ty),* $(,)?) => { $(
-            // SAFETY: repr(C), integers and byte arrays only, every byte belongs to a field, any pattern is valid.
+            // SAFETY: the type is repr(C) and has integers and byte arrays only. Every byte belongs
+            // to a field, and any pattern is valid.
             unsafe impl aya::Pod for $t {}
         )* };
     }
@@ -1264,7 +1387,8 @@ mod pod {
 
     macro_rules! pod_of_family {
         ($($t:ident),* $(,)?) => { $(
-            // SAFETY: as above; an `Address` is an array of 4 or 16 bytes, for which the sizes are asserted.
+            // SAFETY: the reasons above hold. An `Address` is an array of 4 or 16 bytes, and the
+            // sizes are asserted for both.
             unsafe impl<A: Address> aya::Pod for $t<A> {}
         )* };
     }
@@ -1280,9 +1404,9 @@ mod pod {
         SourceRange
     );
 
-    // SAFETY: as above.
+    // SAFETY: the reasons above hold for this type, too.
     unsafe impl<A: Address> aya::Pod for PrefixKey<SourceRange<A>> {}
-    // SAFETY: as above.
+    // SAFETY: the reasons above hold for this type, too.
     unsafe impl<A: Address> aya::Pod for PrefixKey<A> {}
 }
 
@@ -1292,17 +1416,19 @@ mod tests {
 
     use super::*;
 
-    /// Bytes 1, 2, 3, … of keys and values, and what they are read as.
+    /// The bytes 1, 2, 3, … of keys and values, and what they are read as.
     const RECORDED: &str = include_str!("layout-v1.txt");
 
     fn read_as<T: core::fmt::Debug>(lines: &mut String, table: &str, part: &str) {
         let bytes: Vec<u8> = (1..=size_of::<T>()).map(|byte| byte as u8).collect();
-        // SAFETY: `bytes` is as long as `T`, of which any bytes are valid: integers and arrays of them.
+        // SAFETY: `bytes` is as long as `T`. Any bytes are valid for `T`, which has integers and
+        // arrays of them only.
         let value: T = unsafe { core::ptr::read_unaligned(bytes.as_ptr().cast()) };
         *lines += &format!("{table} {part}, {} bytes: {value:x?}\n", bytes.len());
     }
 
-    /// A node's tables outlive the process that wrote them, and the next one may be of another version.
+    /// The maps of a node outlive the process that wrote them, and the next process may have
+    /// another version.
     #[test]
     fn layouts_are_as_recorded() {
         type A4 = [u8; 4];

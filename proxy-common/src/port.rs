@@ -64,8 +64,8 @@ pub struct PortPool {
 
 /// The number of attempts with [reserved ports](PortPool::apart).
 const APART_TRIES: u32 = 8;
-/// The number of attempts at random, which includes those with other ports than reserved ones. Even
-/// if three of five ports are in use, only one in a million of sources finds none by them.
+/// The number of attempts at random, first those with reserved ports and then those with others.
+/// Even if three of five ports are in use, only one in a million of sources finds none by them.
 pub const RANDOM_TRIES: u32 = 36;
 /// The number of all attempts. The last ones take one port after the other, so in a small pool each
 /// is tried. The limit is low because the verifier goes through all attempts.

@@ -43,8 +43,9 @@ pub trait Tunnel: Network {
     /// Returns the header before `length` bytes of `protocol`, for a packet whose own header begins
     /// with `inner`.
     ///
-    /// The DSCP of the inner header is kept, and in IPv6 its flow label. Its ECN is not: whoever
-    /// takes the outer header off does not hand on a switch's mark (RFC 6040, compatibility mode).
+    /// The DSCP of the inner header is kept, and in IPv6 its flow label. Its ECN is not: whoever takes
+    /// the outer header off does not hand on the congestion mark of a switch (RFC 6040, compatibility
+    /// mode).
     fn begin(inner: [u8; 4], protocol: u8, length: u32, ends: &Ends<Self::Address>) -> Self::Begin;
 
     /// Returns the IP protocol number of what follows the header at `network`. Fails with
@@ -83,9 +84,8 @@ pub fn write_outer<F: Tunnel, B: Bytes>(
 /// that of the UDP datagram.
 ///
 /// There is no UDP checksum, which RFC 6935 allows for tunnels over IPv6. The inner packet has its
-/// own checksum, no program can sum up the whole packet, and the kernel sets no checksum in the
-/// segments that it makes of one packet. The kernel merges no datagrams without checksum before they
-/// are unpacked.
+/// own, and no program can sum up the whole packet. The kernel sets none in the segments that it
+/// makes of one packet, either. It merges no datagrams without checksum before they are unpacked.
 #[inline(always)]
 fn write_geneve<F: Tunnel, B: Bytes>(
     bytes: B,

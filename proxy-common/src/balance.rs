@@ -223,7 +223,7 @@ mod tests {
     }
 
     /// Slots from index 10 on, of backends 1, 2, …, with these weights and connections. Behind them
-    /// is a lookup table of copies of these backends.
+    /// are slots of the backends in `copies`, as a lookup table.
     fn tables(backends: &[(u32, i64)], copies: &[u32]) -> HostTables<V4> {
         let mut tables = HostTables::default();
         let places = (1..).take(backends.len()).chain(copies.iter().copied());

@@ -109,8 +109,8 @@ pub(crate) const fn is_of_a_flow(reason: u32) -> bool {
 }
 
 impl EventControl {
-    /// Returns the value that asks the programs for events of these reasons until a time. One of
-    /// `one_of` events is told, at random.
+    /// Returns the value that asks the programs for events of these reasons until the time `until`.
+    /// They tell one of `one_of` events, at random.
     pub fn new(until: u64, reasons: impl IntoIterator<Item = Reason>, one_of: u64) -> Self {
         let reasons = reasons.into_iter().fold(0, |bits, reason| bits | bit(reason as u32));
         Self { until, reasons, one_of }

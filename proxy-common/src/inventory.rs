@@ -151,8 +151,8 @@ macro_rules! socket_programs {
     };
 }
 
-/// Calls the macro `$define` with every program on an interface, as `name: (role, direction, has
-/// Ethernet header)`. The role is that of the interface.
+/// Calls the macro `$define` with every program on an interface, as
+/// `name: (role, direction, has Ethernet header)`. The role is that of the interface.
 #[macro_export]
 macro_rules! packet_programs {
     ($define:ident) => {
@@ -220,6 +220,6 @@ pub mod program {
     /// sockets are counted.
     pub const sock_release: &str = "sock_release";
     /// The program that tells the controller its own network namespace on kernels where no system
-    /// call does. It is attached like `connect4`, for a moment.
+    /// call does. It is attached to the hook of `connect4` for a moment.
     pub const learn_namespace: &str = "learn_namespace";
 }

@@ -783,14 +783,14 @@ pub struct FragmentKey<A> {
 pub const FATE_PASSED: u32 = 0;
 /// The fragments are dropped.
 pub const FATE_DROPPED: u32 = 1;
-/// The fragments get the addresses, and go on.
+/// The fragments get the recorded addresses, and go on.
 pub const FATE_TRANSLATED: u32 = 2;
-/// The fragments get the addresses, and go by the route to their new destination.
+/// The fragments get the recorded addresses, and go by the route to their new destination.
 pub const FATE_REROUTED: u32 = 3;
-/// The fragments get the addresses, and enter the node by the interface that leads to their new
-/// source.
+/// The fragments get the recorded addresses, and enter the node by the interface that leads to
+/// their new source.
 pub const FATE_INTO_NODE: u32 = 4;
-/// The fragments get the addresses, and go to the backend inside a packet.
+/// The fragments get the recorded addresses, and go to the backend inside a packet.
 pub const FATE_ENCAPSULATED: u32 = 5;
 /// The fragments are not translated, and skip the stack.
 pub const FATE_PAST_STACK: u32 = 6;
@@ -826,13 +826,13 @@ pub struct SocketOrigin<A> {
     backend_port: u16,
     /// Key of `backends4/6`.
     pub backend_id: u32,
-    /// Index into `services`, and the flag `SOCKET_COUNTED`. They share a field because the value
-    /// must stay as long as it was before the flag.
+    /// Index into `services`, and the flag `SOCKET_COUNTED`. They share a field, because the value
+    /// had to keep its length when the flag was added.
     service: u32,
 }
 
-/// The flag of a socket that is counted as a connection of its backend. It stays as long as the
-/// socket is open, and in `socket_origin4/6`. No index of a service is that large.
+/// The flag of a socket that counts as a connection of its backend, as long as it is open and has
+/// its value in `socket_origin4/6`. No index of a service is that large.
 const SOCKET_COUNTED: u32 = 1 << 31;
 
 impl<A> SocketOrigin<A> {

@@ -58,8 +58,8 @@ reasons! {
     SocketStorageFull = 7, Refuse, "socket_storage_full";
     /// The address is a ClusterIP, and no service has the port.
     UnknownPort = 8, Refuse, "unknown_port";
-    /// The address is in a ServiceCIDR, and no service has it (`ebpf.unallocatedServiceAddresses:
-    /// drop`).
+    /// The address is in a ServiceCIDR, and no service has it
+    /// (`ebpf.unallocatedServiceAddresses: drop`).
     UnallocatedAddress = 9, Drop, "unallocated_address";
     /// A ping of a ClusterIP was answered (`ebpf.answerPing`).
     PingAnswered = 10, Pass, "ping_answered";

@@ -140,11 +140,11 @@ pub struct Packet<A> {
 pub struct Headers {
     pub network: u32,
     pub transport: u32,
-    /// The network header of an ICMP error itself.
+    /// The offset of an ICMP error's own network header.
     pub outer: u32,
-    /// The ICMP header of an ICMP error. 0: the packet is no ICMP error.
+    /// The offset of an ICMP error's ICMP header. 0: the packet is no ICMP error.
     pub icmp: u32,
-    /// The end of an ICMP error.
+    /// The offset of an ICMP error's end.
     pub end: u32,
 }
 

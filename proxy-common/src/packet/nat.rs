@@ -1,4 +1,4 @@
-//! Writes of a translation into a packet. Checksums are changed by the difference, because no
+//! The writing of a translation into a packet. Checksums are changed by the difference, because no
 //! program reads all that they cover.
 
 use super::{Bytes, Checksum, Network, Packet, Rewrite, Sum};

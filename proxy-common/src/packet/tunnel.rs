@@ -1,5 +1,5 @@
-//! Packets inside an outer packet of their family. They go so to a backend on another node that
-//! answers the client itself (direct server return).
+//! Packets inside an outer packet of their family. In this form they go to a backend on another
+//! node that answers the client itself (direct server return).
 //!
 //! The outer packet is IP alone (IPv4 in IPv4, IPv6 in IPv6), or UDP with Geneve (RFC 8926) without
 //! an inner Ethernet header.
@@ -43,9 +43,9 @@ pub trait Tunnel: Network {
     /// Returns the header before `length` bytes of `protocol`, for a packet whose own header begins
     /// with `inner`.
     ///
-    /// The DSCP of the inner header is kept, and in IPv6 its flow label. Its ECN is not: whoever takes
-    /// the outer header off does not hand on the congestion mark of a switch (RFC 6040, compatibility
-    /// mode).
+    /// The DSCP of the inner header is kept, and in IPv6 its flow label. Its ECN is not: whoever
+    /// takes the outer header off does not hand on the congestion mark of a switch (RFC 6040,
+    /// compatibility mode).
     fn begin(inner: [u8; 4], protocol: u8, length: u32, ends: &Ends<Self::Address>) -> Self::Begin;
 
     /// Returns the IP protocol number of what follows the header at `network`. Fails with
@@ -59,8 +59,8 @@ pub fn outer_length<F: Tunnel>(ends: &Ends<F::Address>) -> u32 {
     if ends.source_port == Port::NONE { F::OUTER } else { F::OUTER + GENEVE_HEADERS }
 }
 
-/// Writes the outer headers into the room that was made for them at `network`. Behind it is a
-/// packet of `length` bytes that begins with `inner`.
+/// Writes the outer headers into the room that was made for them at `network`. A packet of `length`
+/// bytes follows this room, and begins with `inner`.
 #[inline(always)]
 pub fn write_outer<F: Tunnel, B: Bytes>(
     bytes: B,

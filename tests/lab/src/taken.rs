@@ -6,7 +6,7 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context as _, Result, bail};
+use anyhow::{Context as _, Result};
 use nix::net::if_::if_nametoindex;
 use proxy_ctl::sys::{
     bpf,
@@ -87,16 +87,29 @@ fn limiting(device: &str) -> String {
     format!("bwp-{device}")
 }
 
+/// Fills the hook. The proxy's program keeps its place until all others are taken: the proxy looks
+/// at its hooks every ten seconds, and would attach its program again while 60 others are attached.
 fn fill(index: u32, links: &Path) -> Result<Vec<OwnedFd>> {
-    let proxys = bpf::pinned(&links.join(format!("{index}_{}", Direction::Egress.name())))?;
-    bpf::link_detach(proxys.as_fd())?;
+    let pin = links.join(format!("{index}_{}", Direction::Egress.name()));
     let mut filling = Vec::new();
-    loop {
-        let program = bpf::load_program(SCHED_CLS, 0, &NEXT)?;
-        match bpf::link_tcx(program.as_fd(), index, Direction::Egress.tcx_hook()) {
-            Ok(link) => filling.push(link),
-            Err(error) if error.errno() == libc::ERANGE && !filling.is_empty() => return Ok(filling),
-            Err(error) => bail!("after {} programs: {error}", filling.len()),
-        }
+    while let Some(link) = attach_one(index)? {
+        filling.push(link);
+    }
+    let last = wait::until(&format!("the hook of interface {index} is full"), TAKEN_WITHIN, || {
+        let taken = bpf::pinned(&pin).and_then(|proxys| bpf::link_detach(proxys.as_fd()));
+        taken.map_err(|error| error.to_string())?;
+        attach_one(index).map_err(|error| format!("{error:#}"))
+    })?;
+    filling.push(last);
+    Ok(filling)
+}
+
+/// Attaches a program to the hook. Returns `None` if the hook is full.
+fn attach_one(index: u32) -> Result<Option<OwnedFd>> {
+    let program = bpf::load_program(SCHED_CLS, 0, &NEXT)?;
+    match bpf::link_tcx(program.as_fd(), index, Direction::Egress.tcx_hook()) {
+        Ok(link) => Ok(Some(link)),
+        Err(error) if error.errno() == libc::ERANGE => Ok(None),
+        Err(error) => Err(error.into()),
     }
 }

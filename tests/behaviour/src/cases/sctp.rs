@@ -27,6 +27,18 @@ const SCTP_PORT: u16 = 132;
 /// its ports at random.
 const PATIENCE_MS: u64 = 8_000;
 
+/// Returns the Service whose one port is of SCTP.
+pub(super) fn service() -> Service {
+    let port = ServicePort {
+        name: "sctp".to_owned(),
+        protocol: Protocol::Sctp,
+        port: PORT,
+        target_port: SERVER_PORT,
+        node_port: SCTP.node_port,
+    };
+    Service { ports: vec![port], ..SCTP.service() }
+}
+
 fn reached(world: &mut World, variant: Variant) -> Result<()> {
     if !kernel_has("sctp", "/proc/net/sctp") {
         bail!(Skip("this kernel has no SCTP (CONFIG_IP_SCTP)".into()));
@@ -36,14 +48,7 @@ fn reached(world: &mut World, variant: Variant) -> Result<()> {
         let address = (world.addresses(server)?.of(variant.family), SERVER_PORT).into();
         world.agent(server)?.serve_sctp(&[address])?;
     }
-    let port = ServicePort {
-        name: "sctp".to_owned(),
-        protocol: Protocol::Sctp,
-        port: PORT,
-        target_port: SERVER_PORT,
-        node_port: SCTP.node_port,
-    };
-    world.set_service(&Service { ports: vec![port], ..SCTP.service() }, SCTP.endpoints)?;
+    world.set_service(&service(), SCTP.endpoints)?;
     let cluster_ip = world.cluster_ip(&SCTP, variant.family);
     let node_port = world.node_port(&SCTP, 1, variant.family)?;
     for (client, target) in

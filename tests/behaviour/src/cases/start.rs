@@ -7,14 +7,14 @@ use lab::{
     Protocol,
     address::{FAMILIES, Family},
     agent::protocol::Load,
-    cluster::{NODES, OUTSIDE, SERVER_PORT, node_name},
-    objects::{Service, ServicePort},
+    cluster::{NODES, OUTSIDE, node_name},
     wait,
 };
 
+use super::sctp;
 use crate::{
     case::{Case, Variant, Variants},
-    fixtures::{BALANCED, ON_NODE1, ON_NODE2, PORT, SCTP, ServiceFixture},
+    fixtures::{BALANCED, ON_NODE1, ON_NODE2, SCTP, ServiceFixture},
     proxy::HEALTH,
     setting::{Datapath, PathKind, Setting},
     state,
@@ -65,14 +65,7 @@ fn loses_none(world: &mut World, _: Variant) -> Result<()> {
         Ok(number) => number.parse().with_context(|| format!("{CONNECTIONS} is {number}"))?,
         Err(_) => USUAL_CONNECTIONS,
     };
-    let port = ServicePort {
-        name: "sctp".to_owned(),
-        protocol: Protocol::Sctp,
-        port: PORT,
-        target_port: SERVER_PORT,
-        node_port: SCTP.node_port,
-    };
-    world.set_service(&Service { ports: vec![port], ..SCTP.service() }, SCTP.endpoints)?;
+    world.set_service(&sctp::service(), SCTP.endpoints)?;
     let lose = |world: &World, is_on| {
         SERVERS.into_iter().try_for_each(|server| state::lose_answers_to_syns(&world.lab, server, is_on))
     };

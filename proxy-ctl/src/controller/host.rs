@@ -1,5 +1,5 @@
 //! Computes the [`Host`] that the dataplane gets from the node's network, the configuration and the
-//! cluster. Pure.
+//! cluster. This module has no side effects.
 
 use std::{collections::BTreeSet, net::IpAddr};
 

@@ -7,7 +7,8 @@ use jiff::Timestamp;
 
 use crate::{model::objects::IpFamily, report::Metrics};
 
-/// The most triggers that are kept while nothing can be written. Further ones are not measured.
+/// The most changes whose trigger times are kept for the latency metric while nothing can be
+/// written. Further changes are not measured.
 const MOST_WAITING: usize = 65_536;
 
 /// The times at which changes were triggered that are not yet written.

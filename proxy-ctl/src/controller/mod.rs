@@ -56,8 +56,9 @@ pub struct Reports {
     /// The service ports that are not served as asked, and if everything listed is programmed.
     pub coverage: watch::Sender<Coverage>,
     pub mode: watch::Sender<ModeInForce>,
-    /// Modes that were active before, while anything of them is left. Each is reported before it
-    /// lets go of its names.
+    /// Former modes of which something is still in the kernel. A mode is listed here before it
+    /// releases its lock. Otherwise the search for leftovers would take its rules for another
+    /// kube-proxy's.
     pub retiring: watch::Sender<Vec<Mode>>,
     pub heartbeats: Heartbeats,
     /// The reasons why interfaces lack programs.

@@ -64,7 +64,7 @@ pub struct Inputs {
     pub metrics_requests: mpsc::Receiver<MetricsRequest>,
     /// The present configuration, as far as it is taken over without a new process.
     pub configs: watch::Receiver<Arc<Config>>,
-    /// The mode that the configuration leads to. It is sent before the configuration.
+    /// The mode that results from the configuration. It is sent before the configuration.
     pub choices: watch::Receiver<ModeChoice>,
     pub stop: CancellationToken,
 }
@@ -155,8 +155,8 @@ pub fn run(
     }
 }
 
-/// Switches if the configuration leads to other modes than those in force. While nothing is written
-/// yet, `waiting` is the opened dataplane, and it is replaced.
+/// Switches if other modes than those in force result from the configuration. While nothing is
+/// written yet, `waiting` is the opened dataplane, and it is replaced.
 pub(super) fn switch(
     controller: &mut Controller,
     waiting: &mut Option<Box<dyn Dataplane>>,
@@ -178,7 +178,8 @@ pub(super) fn switch(
     }
 }
 
-/// Renews the lease of what a predecessor has programmed, which serves until everything is listed.
+/// Renews the lease that a predecessor has written, so that the programs go on serving its maps
+/// until everything is listed.
 fn renew_lease(dataplane: &mut dyn Dataplane) {
     if let Err(error) = dataplane.renew_lease() {
         tracing::warn!(%error, "the lease of ebpf.withdrawAfter was not renewed");

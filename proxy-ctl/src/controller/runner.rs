@@ -32,7 +32,8 @@ pub(super) struct Intervals {
 pub(super) struct BoundedRunner {
     intervals: Intervals,
     asked: bool,
-    /// The time by which the runs so far are paid for, where each costs `min`.
+    /// The time up to which past runs have used up the rate limit: each run moves it by `min`. A
+    /// run for changes begins at this time, or earlier by up to `burst - 1` intervals.
     paid_until: Instant,
     everything_at: Option<Instant>,
     inspection_at: Instant,

@@ -149,8 +149,8 @@ impl Controller {
     /// former mode stays active and writes everything anew.
     pub fn switch(&mut self, modes: Modes, opener: &dyn ModeOpener, now: Instant) {
         let former = self.reports.mode.borrow().modes;
-        // The mode may be in use as the secondary one, and its name would be taken. What is in the
-        // kernel stays and is adopted.
+        // The former dataplane may use the mode as its secondary mode, and would hold its lock. So
+        // it releases that mode. The mode's rules stay in the kernel and are adopted.
         let shares_beside =
             former.beside.is_some_and(|beside| beside == modes.mode || Some(beside) == modes.beside);
         if shares_beside && let Some(active) = &mut self.active {
@@ -170,8 +170,8 @@ impl Controller {
         if returns || shares_beside {
             return;
         }
-        // The refused mode is removed only after the active mode has its chains back, because they
-        // may lead to what is to be removed.
+        // The refused mode is removed only after the active mode has its chains back, because rules
+        // in them may jump to what is to be removed.
         self.retiring.push(Retiring { is_over: true, ..Retiring::left(modes.mode) });
         self.report_retiring();
     }
@@ -195,8 +195,9 @@ impl Controller {
             modes.beside == Some(former_mode) && needs_mode_beside(&all, active.dataplane.as_ref());
         self.retiring.retain(|retiring| retiring.mode != modes.mode);
         if stays_beside {
-            // The name of the former mode is free now. The secondary mode adopts what it has
-            // written, and removes what is not delegated.
+            // Dropping the former dataplane releases its lock. The new dataplane can then open the
+            // same mode as its secondary mode. The secondary mode adopts the rules in the kernel,
+            // and removes the rules of service ports that are not delegated.
             drop(former);
             if let Err(error) = active.dataplane.resync(&servable) {
                 tracing::warn!(mode = %former_mode, %error, "the mode does not serve beside yet; it is tried again");
@@ -204,8 +205,8 @@ impl Controller {
         } else {
             self.retiring.push(Retiring::running(former_mode, former));
         }
-        // The former mode has let go of its secondary mode. The new mode adopts that only where
-        // something is delegated.
+        // The former dataplane has released its secondary mode. The new dataplane opens that mode
+        // only when it delegates something.
         if let Some(beside) = former_beside.filter(|beside| modes.beside == Some(*beside)) {
             self.retiring.push(Retiring::left(beside));
         }

@@ -26,8 +26,8 @@ impl Controller {
         self.reports.health.lock().set_programmed(self.programmed());
     }
 
-    /// Returns an error that says why not everything that was listed is programmed. A change that
-    /// is about to be written is no reason.
+    /// Returns Ok if everything that was listed is programmed, or is about to be written. Otherwise
+    /// returns the reason.
     fn programmed(&self) -> Result<(), String> {
         let Some(active) = &self.active else {
             return Err(format!("waiting for {}", self.waits_for().join(", ")));
@@ -219,8 +219,8 @@ impl Controller {
         tracing::error!(%error, next_attempt_in = ?pause, "{what}; what was served before is served on");
     }
 
-    /// Records that something of both families could not be written. The node becomes unhealthy if
-    /// that lasts too long.
+    /// Records that something of both IP families could not be written. The node becomes unhealthy
+    /// if that lasts too long.
     fn overdue(&self, now: Instant) {
         let mut health = self.reports.health.lock();
         for family in IpFamily::ALL {

@@ -47,8 +47,8 @@ enum Call {
     Doubt,
 }
 
-/// A dataplane that records its calls. Clones share their memory, so that a test can look while the
-/// controller owns one.
+/// A dataplane that records its calls. Clones share their memory, so that a test can read it while
+/// the controller owns one.
 #[derive(Clone, Default)]
 struct Recorder(Arc<Mutex<Recording>>);
 
@@ -60,7 +60,7 @@ struct Recording {
     programmed: BTreeMap<String, Arc<DesiredPort>>,
     /// The number of calls that write and are still to fail.
     failures: usize,
-    /// True if each comparison fails.
+    /// True if each call of `resync` fails.
     resync_fails: bool,
     /// True if there is no room for the node's addresses.
     addresses_fail: bool,
@@ -415,7 +415,7 @@ fn hooks_that_the_kernel_refuses_are_tried_again_and_services_are_written_meanwh
     assert!(is_programmed(&fixture) && fixture.is_healthy_after(Duration::from_secs(61)));
 }
 
-/// A restart would not cure the interface, and everything else is served.
+/// The node stays healthy: a restart would not cure the interface, and everything else is served.
 #[test]
 fn an_interface_that_refuses_programs_is_told_of_and_is_no_pending_change() {
     let mut fixture = Fixture::started(Config::default(), vec![service("a", "10.0.0.1")], &[]);
@@ -652,7 +652,7 @@ fn a_port_that_the_mode_does_not_support_is_left_out_and_named() {
     assert!(fixture.metric("proxy_unsupported_service_ports{field=\"protocol\"} 0"));
 }
 
-/// Whoever relies on a port being served must not be told so too early.
+/// A service port without room must not be reported as served, because others rely on the report.
 #[test]
 fn what_has_no_room_is_named_until_it_has_and_nothing_is_tried_again() {
     let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);

@@ -274,7 +274,8 @@ fn a_mode_that_cannot_come_back_goes_on_retiring() {
     assert_eq!(again.calls(), [Call::Retire]);
 }
 
-/// The name of the secondary mode is held by the active mode until that lets go of it.
+/// The active dataplane contains the secondary mode, and holds its lock until `release_beside`. The
+/// new dataplane needs the same lock.
 #[rstest]
 #[case::it_is_at_work(NFTABLES)]
 #[case::beside_another(Modes { mode: Mode::Userspace, beside: Some(Mode::Nftables) })]

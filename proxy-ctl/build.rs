@@ -1,5 +1,5 @@
 //! Leaves the object of the kernel programs where `dataplane::ebpf` embeds it; see the package
-//! `kernel-object`. Tells `version` of the commit.
+//! `kernel-object`. Passes the commit to `version`.
 
 use std::{
     env, fs,

@@ -242,10 +242,10 @@ pub(super) struct MonitorArgs {
     /// Only with these reasons, as `proxy-ctl status` names them
     #[arg(long, value_name = "REASON", value_delimiter = ',', value_parser = reason(), hide_possible_values = true)]
     pub(super) reason: Vec<Reason>,
-    /// One of so many, at random
+    /// Show one of N events, chosen at random
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub(super) sample: u32,
-    /// End after so many
+    /// End after N events
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     pub(super) count: Option<u64>,
     #[command(flatten)]

@@ -53,7 +53,7 @@ fn remove(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyhow::Result<(
         return Ok(());
     }
     for problem in &problems {
-        // If stderr is gone, nobody is left to tell.
+        // A closed stderr cannot be reported.
         let _ = writeln!(std::io::stderr(), "error: {problem}");
     }
     anyhow::bail!("encountered an error while tearing down rules")

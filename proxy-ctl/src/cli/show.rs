@@ -57,7 +57,8 @@ pub(super) fn programmed(bpffs: &Path) -> anyhow::Result<Option<(Mode, Box<dyn P
     dataplane::read(bpffs).map_err(explained)
 }
 
-/// Returns what is programmed. If a controller is only starting, this prints so.
+/// Returns what the kernel has for the active mode and for the secondary mode. Returns `None` if
+/// nothing is programmed. If a controller is still starting, a note on stderr says so.
 pub(super) fn snapshot(bpffs: &Path) -> anyhow::Result<Option<Snapshot>> {
     if let Some((mode, programmed)) = programmed(bpffs)? {
         let mut snapshot = programmed.snapshot().map_err(explained)?;

@@ -12,7 +12,7 @@ const NARROWEST: u16 = 40;
 const GAP: u16 = 2;
 
 /// Returns the number of columns of the terminal, from COLUMNS or from the terminal itself. `None`
-/// if neither tells it.
+/// if neither has it.
 pub(super) fn width() -> Option<u16> {
     let said = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
     said.or_else(|| terminal_size::terminal_size_of(io::stdout()).map(|(columns, _)| columns.0))

@@ -23,7 +23,7 @@ use crate::{
     process::record::{InterfaceRecord, Record, SourceRecord, UnsupportedField},
 };
 
-/// A service port in one family.
+/// A service port in one IP family.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct ServiceView {
@@ -41,7 +41,9 @@ pub(super) struct ServiceView {
     /// The encapsulation, if direct server return is used.
     pub(super) encapsulation: Option<Encapsulation>,
     pub(super) frontends: Vec<FrontendView>,
-    /// The endpoints for clients in the cluster that do not use the cluster IP.
+    /// The endpoints of scope cluster. Clients in the cluster get them at external addresses and at
+    /// node ports. The next two fields count the endpoints for the ClusterIP and for clients from
+    /// outside.
     pub(super) endpoints: Vec<EndpointView>,
     pub(super) internal_endpoints: usize,
     pub(super) external_endpoints: usize,
@@ -227,7 +229,8 @@ pub(super) struct StatusView {
     pub(super) unattached: Vec<String>,
     /// The state of XDP on uplinks. Empty without `ebpf.xdp`.
     pub(super) xdp: Vec<XdpView>,
-    /// The interfaces of pods to which XDP sends packets. `None` without `ebpf.xdp`.
+    /// The number of pods' interfaces, by whether XDP sends packets to them. `None` without
+    /// `ebpf.xdp`.
     pub(super) pod_interfaces: Option<PodInterfaces>,
     /// The seconds for which everything is served without a controller. 0: nothing is translated
     /// any more. `None`: there is no end.
@@ -310,8 +313,8 @@ impl HookView {
 }
 
 impl StatusView {
-    /// Returns the status without what the kernel tells. `programmed` is the mode that is found on
-    /// the node. `starting` is a process that has begun but left no record yet.
+    /// Returns the status without what is read from the kernel. `programmed` is the mode that is
+    /// found on the node. `starting` is a process that has begun but left no record yet.
     pub(super) fn new(record: Option<Record>, programmed: Option<Mode>, starting: Option<u32>) -> Self {
         let alive = record.as_ref().is_some_and(Record::is_alive);
         let running = alive || starting.is_some();
@@ -454,7 +457,7 @@ fn unattached(record: &Record) -> impl Iterator<Item = String> {
     record.interfaces.iter().filter_map(line)
 }
 
-/// Returns a row of the table. Both families of a service port give the same row.
+/// Returns a row of the table. Both IP families of a service port give the same row.
 fn unsupported_row(unsupported: &UnsupportedField) -> [String; 4] {
     let UnsupportedField { field, effect, instead, .. } = unsupported;
     let effect = match effect.as_str() {

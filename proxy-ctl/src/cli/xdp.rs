@@ -38,7 +38,7 @@ pub(super) struct XdpView {
 const NO: &str = "no";
 const NOT_ATTACHED_YET: &str = "the controller has not attached a program yet";
 
-/// The numbers of interfaces of pods, by whether XDP sends packets to them.
+/// The number of pods' interfaces, by whether XDP sends packets to them.
 #[derive(Clone, Debug, Default, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct PodInterfaces {
@@ -49,8 +49,9 @@ pub(super) struct PodInterfaces {
 }
 
 impl PodInterfaces {
-    /// Returns the interfaces of pods if the controller uses XDP and there are any. `targets` are
-    /// the interfaces to which the programs may send frames from other interfaces.
+    /// Counts the interfaces of pods. Returns `None` if the controller does not use XDP or there
+    /// are none. `targets` are the interfaces to which the programs may send frames from other
+    /// interfaces.
     pub(super) fn of(
         record: &record::Record,
         network: &NodeNetwork,

@@ -278,7 +278,7 @@ impl std::fmt::Display for NamePattern {
 /// them. During a flood it still leaves other flows in the map of opening flows for longer than a
 /// handshake takes (docs/floods.md).
 const NEW_CONNECTIONS_PER_CORE: u32 = 20_000;
-/// The largest allowed value. A CPU cannot open as many.
+/// The largest allowed value, in new connections per core and second. No CPU can open as many.
 pub(super) const MAX_NEW_CONNECTIONS_PER_CORE: i64 = 10_000_000;
 
 /// The largest allowed size of a map. Kernels accept more, even for the map with the largest

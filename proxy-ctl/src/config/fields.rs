@@ -36,7 +36,8 @@ pub(super) enum Applies {
     /// The value applies in some modes. Several sections set the same setting, and only the section
     /// of the mode applies, as in kube-proxy.
     InMode(fn(RequestedMode) -> bool),
-    /// The value always applies. But if it is invalid and not used, the default replaces it.
+    /// The value applies if it is valid. An invalid value is an error only if the function returns
+    /// true, which means that the configuration uses the field. Otherwise the default replaces it.
     WhenUsed(fn(&Config) -> bool),
 }
 

@@ -22,7 +22,7 @@ pub struct Flag {
 pub enum ValueKind {
     /// A switch: `--flag` or `--flag=false`.
     Switch,
-    /// A text. The field is its placeholder in the help text.
+    /// A text. The value in brackets is its placeholder in the help text.
     Text(&'static str),
     /// A whole number of 32 bits.
     Integer,

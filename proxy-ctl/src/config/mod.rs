@@ -243,7 +243,7 @@ impl std::fmt::Display for PortRange {
     }
 }
 
-/// The way in which traffic of the node's own pods is told from other traffic.
+/// The way in which traffic of the node's own pods is distinguished from other traffic.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub enum LocalMode {
     #[default]

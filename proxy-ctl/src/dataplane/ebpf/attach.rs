@@ -90,7 +90,8 @@ impl Cgroup {
 #[derive(Clone, Debug, Eq, PartialEq)]
 struct Refusal {
     reason: String,
-    /// True if another program has the place of `clsact`, which says nothing about our programs.
+    /// True if the interface has an ingress qdisc other than `clsact`, to which our programs cannot
+    /// be attached. This says nothing about our programs.
     is_place_taken: bool,
 }
 
@@ -108,8 +109,8 @@ pub(super) struct Hooks {
     interfaces: BTreeMap<u32, Interface>,
     /// Refusals of the workload interfaces that have no programs, by interface index.
     unattached: BTreeMap<u32, Refusal>,
-    /// Kinds of the qdiscs at the place of `clsact`, by interface index, as they were listed last.
-    /// It is used without tcx only.
+    /// Kinds of the ingress qdiscs, by interface index, as they were listed last. They are listed
+    /// only on kernels without tcx.
     qdiscs: BTreeMap<u32, String>,
     /// New workload interfaces, which others may still change. It is used without tcx only.
     settling: Settling,
@@ -273,8 +274,8 @@ impl Hooks {
     }
 
     /// Returns true if the interface waits for [`attach_settled`](Self::attach_settled). An
-    /// interface that has a qdisc at the place of clsact does not wait: either it is clsact, or
-    /// nothing can be attached.
+    /// interface that has an ingress qdisc does not wait: either that is clsact, or nothing can be
+    /// attached.
     fn is_waiting(&mut self, interface: &Interface) -> bool {
         let index = interface.index;
         if self.tcx.unwrap_or_else(|| tc::has_tcx(index)) || self.qdiscs.contains_key(&index) {
@@ -283,8 +284,7 @@ impl Hooks {
         !self.settling.is_settled(interface, self.pause)
     }
 
-    /// Lists the qdiscs at the places of clsact. If they cannot be listed, what is known of them
-    /// stays.
+    /// Lists the ingress qdiscs. If they cannot be listed, what is known of them stays.
     fn list_qdiscs(&mut self, failures: &mut Failures) {
         if self.tcx == Some(true) {
             return;
@@ -412,7 +412,7 @@ impl Hooks {
         Ok(misplaced)
     }
 
-    /// Puts our programs back to the first place of these hooks, and swaps all others for
+    /// Puts our programs back to the first position of these hooks, and swaps all others for
     /// `programs` too.
     ///
     /// `programs` are loaded anew, because the kernel takes a program only once at a hook, and no
@@ -474,8 +474,8 @@ impl Hooks {
         self.unattached.len()
     }
 
-    /// Returns true if filters are used, and another qdisc, such as that of CNI's bandwidth plugin,
-    /// has the place of clsact at a workload interface.
+    /// Returns true if filters are used, and a workload interface has an ingress qdisc other than
+    /// clsact, such as that of CNI's bandwidth plugin.
     pub(super) fn meets_bandwidth_plugin(&self) -> bool {
         self.unattached.values().any(|refusal| refusal.is_place_taken)
     }
@@ -491,7 +491,7 @@ impl Hooks {
     }
 
     /// Starts a [`RouteWatch`] if an uplink has an XDP program and no watch runs. If it cannot
-    /// begin, the next look at the uplinks tries again.
+    /// begin, the next check of the uplinks tries again.
     pub(super) fn follow_routes(&mut self) {
         if self.transit.program().is_none()
             || self.route_watch.as_ref().is_some_and(|watch| !watch.has_ended())
@@ -716,8 +716,8 @@ impl Hooks {
 }
 
 /// Returns the reason if the kernel refuses programs at every workload interface, and at two at
-/// least, because one alone may have a problem of its own. An interface whose place another program
-/// has says nothing about our programs. One that waits has refused nothing yet.
+/// least, because one alone may have a problem of its own. An interface with another program's
+/// ingress qdisc says nothing about our programs. One that waits has refused nothing yet.
 fn refused_everywhere<'a>(interfaces: impl Iterator<Item = Option<&'a Refusal>>) -> Option<&'a str> {
     const LEAST: usize = 2;
     let all: Vec<&Refusal> = interfaces.collect::<Option<_>>()?;
@@ -752,9 +752,9 @@ fn first_accepted(priorities: [u16; 8], put: impl Fn(u16) -> Result<(), CallErro
     })
 }
 
-/// Returns an error if another program has a qdisc at the place of clsact, because the kernel would
-/// put filters of both directions into that one. A filter of ours that is in it is removed, so that
-/// the qdisc is as its owner has made it.
+/// Returns an error if the interface has an ingress qdisc other than clsact. The kernel would put
+/// filters of both directions into it. A filter of ours that is in it is removed, so that the qdisc
+/// is as its owner has made it.
 fn check_place(paths: &Paths, qdiscs: &BTreeMap<u32, String>, index: u32) -> Result<(), Error> {
     match qdiscs.get(&index) {
         Some(kind) if kind != tc::CLSACT => {
@@ -765,7 +765,7 @@ fn check_place(paths: &Paths, qdiscs: &BTreeMap<u32, String>, index: u32) -> Res
     }
 }
 
-/// Returns true if the filter is ours. The handle alone does not tell, because each priority has
+/// Returns true if the filter is ours. The handle alone does not show it, because each priority has
 /// handles of its own: a filter of another program may have our handle with a priority that we
 /// never take.
 pub(super) fn is_ours(filter: &tc::Filter) -> bool {
@@ -825,8 +825,8 @@ mod tests {
 
     use super::*;
 
-    /// Each word of `interfaces` is an interface. `-` has programs, and other words are refusals,
-    /// `taken` because of the place.
+    /// Each word of `interfaces` is an interface. `-` has programs, and other words are refusals.
+    /// `taken` is a refusal because of another ingress qdisc.
     #[rstest]
     #[case::no_interface("", None)]
     #[case::all_attached("- -", None)]

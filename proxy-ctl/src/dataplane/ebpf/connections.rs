@@ -4,7 +4,7 @@
 //! has a map that only it writes, so neither undoes what the other has counted.
 //!
 //! Some counts are wrong: when a process is killed a moment too early, when two CPUs remove each
-//! other's entries, and when a connection ends while no program looks. So everything is counted
+//! other's entries, and when a connection ends and no program sees it. So everything is counted
 //! again and again here, and the counts are corrected.
 
 use std::{fmt, os::fd::AsFd as _, path::Path};
@@ -61,7 +61,7 @@ impl ConnectionTables {
         Ok([(table::connections, used[0] as u64), (table::collected, used[1] as u64)])
     }
 
-    /// Notes that so many more connections of the backend have ended. Nothing is noted if the
+    /// Notes that `connections` more connections of the backend have ended. Nothing is noted if the
     /// programs have counted none of the backend, or have forgotten it.
     pub(super) fn collect(&self, backend: u32, kind: Kind, connections: i64) -> Result<(), Error> {
         if self.connections.get(&backend)?.is_none() {

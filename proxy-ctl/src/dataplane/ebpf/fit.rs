@@ -161,7 +161,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         Unsupported { field, effect: Effect::NoRoom, instead: instead.into() }
     }
 
-    /// Returns the kind of a frontend. The maps do not tell external IPs from load-balancer
+    /// Returns the kind of a frontend. The maps do not distinguish external IPs from load-balancer
     /// addresses, so the frontend counts as an external IP if the service port has one.
     fn kind(
         &self,

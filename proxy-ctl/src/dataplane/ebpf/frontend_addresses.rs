@@ -1,4 +1,4 @@
-//! Maintains the bits of `frontend_addresses4/6`. By one of these bits the programs tell that no
+//! Maintains the bits of `frontend_addresses4/6`. By one of these bits the programs see that no
 //! frontend has an address, so that packets of no Service cost nothing more.
 //!
 //! Several frontends may share a bit, so the frontends of each bit are counted. If a bit cannot be

@@ -39,7 +39,7 @@ pub(super) struct Walk<K> {
     pub(super) counted: u64,
     /// Number of walks that have come to the end.
     complete: u64,
-    /// Number of calls to leave out, because even an empty map costs a look at each of its buckets.
+    /// Number of calls to leave out, because a walk visits each bucket even of an empty map.
     rest: u32,
 }
 

@@ -1,7 +1,7 @@
 //! Compares the maps with what is desired.
 //!
-//! An inspection usually finds no difference. So the maps are compared in place, a few entries at
-//! once. If anything differs, `adopt` and `publish` find out what.
+//! An inspection usually finds no difference. So entries are compared as they are read, a few at
+//! once, and no copy of the maps is kept. If anything differs, `adopt` and `publish` find out what.
 
 use std::sync::Arc;
 

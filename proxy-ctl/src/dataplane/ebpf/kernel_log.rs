@@ -19,7 +19,7 @@ use super::Error;
 
 const TARGET: &str = "proxy_ebpf";
 
-/// The log of the programs that one load has made.
+/// The log lines of the packet programs. Each load of the object has maps of its own for them.
 pub(super) struct KernelLog {
     control: Array<MapData, LogControl>,
     lines: EbpfLogger<Lines>,
@@ -70,7 +70,7 @@ fn failed(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> Error {
     Error::KernelLog(io::Error::other(error))
 }
 
-/// Logger of the library that passes lines on to our log.
+/// Passes the lines that aya-log reads from the programs to the log of this process.
 struct Lines;
 
 impl log::Log for Lines {

@@ -1,4 +1,4 @@
-//! Computes what the maps must hold from the desired state. Pure.
+//! Computes what the maps must hold from the desired state. This module has no side effects.
 
 use std::{collections::BTreeSet, iter, sync::Arc};
 
@@ -64,7 +64,8 @@ pub(super) fn contents<F: TableFamily>(
     slots: &[u32],
     table_bits: u32,
 ) -> impl Iterator<Item = u32> {
-    // The lookup table is computed only on demand, because a comparison mostly ends at the slots.
+    // The lookup table is computed only on demand, because a comparison with other contents mostly
+    // ends within the slots.
     let table = move || match table_bits {
         0 => Vec::new(),
         bits => maglev::table::<F>(port.name.protocol, members(&port.endpoints, slots), bits),

@@ -1,7 +1,8 @@
-//! The lease of `ebpf.withdrawAfter`.
+//! The lease of `ebpf.withdrawAfter`: an end time in a map, which the controller moves on while it
+//! runs.
 //!
-//! If nobody renews it, the programs pass all packets and calls once it has ended, because the maps
-//! know nothing of what has changed since.
+//! If the controller is gone and the lease has ended, the programs pass all packets and system
+//! calls untranslated, because the maps know nothing of what has changed since.
 
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ use super::{
 };
 use crate::sys::clock;
 
-/// The part of the lease, one in this number, after which it is renewed.
+/// The part of the lease's length, one in this number, after which the lease is renewed.
 const RENEWED_AFTER: u32 = 4;
 
 #[derive(Debug)]
@@ -52,7 +53,8 @@ impl LeaseRenewal {
         Ok(())
     }
 
-    /// Renews a lease that had ended before this start. Called once the maps hold what is desired.
+    /// Renews a lease that had ended before this process started, so that the programs translate
+    /// again. Called once the maps hold what is desired.
     pub(super) fn resume(&mut self, table: &Table<u32, Lease>) -> Result<(), Error> {
         if self.next.is_some() || self.withdraw_after.is_zero() {
             return Ok(());

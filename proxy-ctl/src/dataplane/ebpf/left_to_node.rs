@@ -66,7 +66,7 @@ pub(super) struct LeftToNode {
     look: Look,
     /// The node as `set_host` described it last; `None` before the first call.
     host: Option<Host>,
-    /// The ClusterIPs that the node has itself, as `inner` was told last.
+    /// The ClusterIPs that the node has itself, as `inner` got them last.
     own_cluster_ips: BTreeSet<IpAddr>,
     /// All desired service ports.
     ports: PortSet,
@@ -76,8 +76,8 @@ pub(super) struct LeftToNode {
     /// The service ports that `inner` does not have yet as `left` demands.
     pending: BTreeSet<ServicePortName>,
     has_synced: bool,
-    /// True if a service port at an address of the node has come, gone or changed since the last
-    /// look.
+    /// True if a service port at an address of the node has come, gone or changed since listeners
+    /// were last listed.
     is_touched: bool,
     /// Why the last attempt to list listeners failed; `None` if it succeeded.
     failure: Option<String>,
@@ -193,8 +193,8 @@ impl LeftToNode {
         }
     }
 
-    /// Calls [`look`](Self::look) if a change may concern it. The garbage collection looks once a
-    /// second anyway.
+    /// Lists the listeners anew by [`look`](Self::look) if a change may concern them. The garbage
+    /// collection does that once a second anyway.
     fn look_if_touched(&mut self) {
         if mem::take(&mut self.is_touched) {
             self.told_is_old |= !self.left.is_empty();
@@ -381,7 +381,7 @@ mod tests {
 
     const CLUSTER_IP: &str = "10.96.0.10";
 
-    /// Records what the dataplane below was told, and what it is to refuse.
+    /// Records what the dataplane below got, and what it is to refuse.
     #[derive(Default)]
     struct Notes {
         /// The port numbers of each service port's frontends.

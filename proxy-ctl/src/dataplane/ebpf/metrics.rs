@@ -60,7 +60,7 @@ pub(super) fn unattached_interfaces(number: usize) -> MetricFamily {
     )
 }
 
-/// Returns a sample of each family, with each reason.
+/// Returns a sample of each metric family, with each reason.
 #[cfg(test)]
 pub(crate) fn sample_metrics() -> Vec<MetricFamily> {
     use proxy_common::reason::Reason;

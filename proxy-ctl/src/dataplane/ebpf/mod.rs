@@ -1,6 +1,6 @@
 //! The eBPF mode, which writes the desired state into maps that kernel programs read.
 //!
-//! [`EbpfDataplane`] ties the parts together:
+//! [`EbpfDataplane`] ties these modules together:
 //!
 //! - `layout` computes what the maps must hold.
 //! - `publish` writes it in an order that leaves no hole.
@@ -168,7 +168,8 @@ pub struct EbpfDataplane {
     pins: TablePins,
     log: KernelLog,
     lease: LeaseRenewal,
-    /// The number of calls of [`Dataplane::collect_garbage`].
+    /// The number of calls of [`Dataplane::collect_garbage`] so far. Some work is done only once in
+    /// several calls.
     collections: u32,
     /// True while the mode drains.
     retiring: bool,
@@ -1098,8 +1099,7 @@ impl Dataplane for EbpfDataplane {
         Ok(self.lease.renew(&self.shared.tables.lease)?)
     }
 
-    /// Does what is due about once a second. A part that fails does not keep the others from being
-    /// done.
+    /// Does what is due about once a second. If one step fails, the others are still done.
     fn collect_garbage(&mut self) -> Result<(), super::Error> {
         let (mut applied, mut failures): (Applied, Failures) = Default::default();
         failures.see("lease", self.lease.renew(&self.shared.tables.lease));
@@ -1223,7 +1223,7 @@ impl Dataplane for EbpfDataplane {
     }
 }
 
-/// Returns the size of the machine, or `None` if the kernel does not tell it.
+/// Returns the size of the machine, or `None` if the kernel does not report it.
 fn machine() -> Option<Machine> {
     Machine::read()
         .inspect_err(|error| tracing::warn!(%error, "tables of flows have the sizes of a small machine"))

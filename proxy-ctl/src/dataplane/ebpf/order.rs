@@ -6,8 +6,8 @@
 //! On egress, other programs see what kube-proxy would show them, because netfilter translates
 //! before TC. On ingress they see backends, as they do for sockets that connect to a Service.
 //!
-//! A program that moves itself before ours again and again keeps that place. Otherwise the two
-//! would change places for ever.
+//! A program that moves itself before ours again and again keeps the first position. Otherwise the
+//! two would move before each other for ever.
 
 use std::{
     collections::BTreeMap,
@@ -45,7 +45,7 @@ struct Mends {
 }
 
 impl HookOrder {
-    /// Returns true if our program `program` is to be moved to the first place.
+    /// Returns true if our program `program` is to be moved to the first position.
     pub(super) fn is_to_be_mended(
         &mut self,
         interface: &Interface,

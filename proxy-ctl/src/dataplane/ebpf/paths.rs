@@ -45,8 +45,8 @@ impl Paths {
         self.root.join("before")
     }
 
-    /// Returns the folder of larger maps. They take the places of those in [`maps`](Self::maps)
-    /// once they hold the same.
+    /// Returns the folder of larger maps. They replace those in [`maps`](Self::maps) once they hold
+    /// the same.
     pub(super) fn larger(&self) -> PathBuf {
         self.root.join("larger")
     }

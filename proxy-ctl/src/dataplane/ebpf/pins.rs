@@ -36,7 +36,7 @@ impl TablePins {
         Ok(Self { tables: pinned_tables(paths, shapes)?, lock })
     }
 
-    /// Holds the maps that are pinned now, after others have taken the places of some.
+    /// Holds the maps that are pinned now, after larger ones have replaced some.
     pub(super) fn hold_again(&mut self, paths: &Paths, shapes: &[Shape]) -> Result<(), Error> {
         self.tables = pinned_tables(paths, shapes)?;
         Ok(())

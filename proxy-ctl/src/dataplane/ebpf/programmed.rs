@@ -74,8 +74,8 @@ pub(super) struct WithoutRoom<F: TableFamily> {
     pub(super) frontends: FxHashMap<FrontendKey<F::Address>, (Frontend, ServicePortName)>,
     /// The service ports that wait for room in another map.
     ///
-    /// One that was published before is served with those of its desired endpoints that it has. Any
-    /// other holds nothing.
+    /// A port that was published before is served with those of its desired endpoints that are in
+    /// the maps already. A port that was not published before has nothing in the maps.
     pub(super) ports: BTreeMap<ServicePortName, Waiting>,
     /// True if this has changed since it was asked for last.
     pub(super) changed: bool,

@@ -1,4 +1,4 @@
-//! Tells an interface that refuses packet programs from a failure that may pass.
+//! Distinguishes an interface that refuses packet programs from a failure that may pass.
 
 use super::Error;
 use crate::sys::{CallError, bpf, tc};

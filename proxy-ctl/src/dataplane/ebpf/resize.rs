@@ -184,8 +184,8 @@ pub(super) fn remove_larger(paths: &Paths) -> Result<(), Error> {
     Ok(())
 }
 
-/// Puts back a map that a killed controller had set aside, unless programs use the map made in its
-/// place. No program has seen that one otherwise.
+/// Puts back a map that a killed controller had set aside, unless programs use the map that was
+/// made to replace it. If they do not, no program has ever seen that new map.
 fn put_back(paths: &Paths, table: &'static str) -> Result<(), Error> {
     let before = paths.before().join(table);
     if before.exists() && !is_shown(paths, table)? {
@@ -373,7 +373,7 @@ fn copy<K: Pod + Default, V: Pod + Default + PartialEq>(
     .map_err(|source| Error::Table { table, source })
 }
 
-/// Moves the entries of a map that programs write meanwhile. The programs look into `from` first.
+/// Moves the entries of a map that programs write meanwhile. The programs search `from` first.
 fn move_live<K: Pod + Default, V: Pod + Default + PartialEq>(
     table: &'static str,
     from: &OwnedFd,

@@ -1,4 +1,5 @@
-//! Decides which frontends and service ports get room if a map has no room for all. Pure.
+//! Decides which frontends and service ports get room if a map has no room for all. This module has
+//! no side effects.
 //!
 //! ClusterIPs and node ports come first, because external addresses are whatever somebody writes
 //! into a Service. The Services share the rest equally for their external addresses. A Service that

@@ -58,7 +58,7 @@ impl RouteWatch {
         Ok(Self { alive: Some(alive), thread: Some(thread) })
     }
 
-    /// Returns true if the thread has failed. The log has told why.
+    /// Returns true if the thread has failed. The reason was logged.
     pub(super) fn has_ended(&self) -> bool {
         self.thread.as_ref().is_none_or(JoinHandle::is_finished)
     }

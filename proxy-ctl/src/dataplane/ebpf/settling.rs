@@ -1,8 +1,8 @@
 //! Decides for how long a new workload interface gets no filters, on kernels without tcx.
 //!
-//! An interface has one place for a queueing discipline of what it receives. Our filters need
-//! `clsact` there, and CNI's bandwidth plugin adds `ingress`. Whoever comes second fails. If the
-//! plugin fails, the pod does not start.
+//! An interface can have one ingress qdisc, which handles what it receives. Our filters need
+//! `clsact`, and CNI's bandwidth plugin adds `ingress`. Whoever comes second fails. If the plugin
+//! fails, the pod does not start.
 //!
 //! The plugin runs once, at the end of the calls by which the container runtime makes the pod's
 //! network, and the pod's processes start after it. So our filters wait until no more calls are to
@@ -89,7 +89,8 @@ impl Settling {
             seen.changed.filter(|changed| !interface.is_up || now.duration_since(*changed) < pause);
     }
 
-    /// Ends the wait for an interface whose place is taken, because nothing is left to wait for.
+    /// Ends the wait for an interface that has another ingress qdisc, because nothing is left to
+    /// wait for.
     pub(super) fn settle(&mut self, index: u32) {
         if let Some(seen) = self.seen.get_mut(&index) {
             seen.changed = None;

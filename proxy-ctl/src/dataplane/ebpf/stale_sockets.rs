@@ -80,7 +80,7 @@ impl Ended {
 #[derive(Debug)]
 pub(super) struct StaleSockets {
     ended: Arc<Ended>,
-    /// The number of times that other maps have taken the places of the pinned ones.
+    /// The number of times that larger maps have replaced the pinned ones.
     growths: Arc<AtomicU64>,
     /// The protocols whose sockets are ended.
     transports: BTreeSet<Transport>,

@@ -59,8 +59,8 @@ pub struct Pinned {
 /// Returns the process that writes the maps below the bpffs at this path. It may only just have
 /// begun to make them.
 ///
-/// It is `None` if there is no such process, or if the kernel does not tell, as for a process of
-/// another PID namespace.
+/// It is `None` if there is no such process, or if the kernel does not report it, as for a process
+/// of another PID namespace.
 pub fn controller(bpffs: &Path) -> Option<u32> {
     lock::holder_of(&Paths::new(bpffs).top)
 }
@@ -88,7 +88,7 @@ pub(super) struct Reader<'a> {
 
 impl Pinned {
     /// Opens the maps below the bpffs at this path; [`Error::NotThere`] if there are none. A folder
-    /// that the caller may not look into gives another error, because maps may be in it.
+    /// that the caller may not read gives another error, because maps may be in it.
     pub fn open(bpffs: &Path) -> Result<Self, Error> {
         let paths = Paths::new(bpffs);
         let maps = paths.maps();
@@ -308,8 +308,7 @@ fn others(direction: Direction, programs: Vec<(String, bool)>) -> Vec<OtherProgr
     programs.map(other).collect()
 }
 
-/// Returns the hook that the name of its link tells: `cgroup_connect4`, `3_ingress`,
-/// `3_xdp_native`.
+/// Returns the hook that a link's name stands for: `cgroup_connect4`, `3_ingress`, `3_xdp_native`.
 fn hook(link: &str) -> Hook {
     let (target, name) = link.split_once('_').unwrap_or(("", link));
     let (name, kind) = match name.split_once('_') {
@@ -478,8 +477,8 @@ pub(super) fn service_usage<'a>(
     Ok((counted, uncounted))
 }
 
-/// Returns the bytes of kernel memory that a map takes, as the kernel accounts them; 0 if it does
-/// not tell.
+/// Returns the bytes of kernel memory that a map takes, as the kernel accounts them. Returns 0 if
+/// the kernel does not report them.
 fn bytes(fd: &OwnedFd) -> u64 {
     let path = format!("/proc/self/fdinfo/{}", fd.as_raw_fd());
     std::fs::read_to_string(path).map_or(0, |text| memlock(&text))

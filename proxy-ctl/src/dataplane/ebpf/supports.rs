@@ -1,4 +1,4 @@
-//! Tells which fields of a service port this mode does not honour, and what it does instead.
+//! Lists the fields of a service port that this mode does not honour, and what it does instead.
 
 use crate::{
     config::SocketLoadBalancing,

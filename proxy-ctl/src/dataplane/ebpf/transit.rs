@@ -63,7 +63,8 @@ pub(super) struct Redirects {
 /// The abilities of an interface for frames that leave by another interface than they came by.
 #[derive(Debug)]
 struct Redirection {
-    /// The interface's own link address, if it is an uplink whose frames may leave by others.
+    /// The interface's own link address. XDP redirects frames to this address out by other
+    /// interfaces, and leaves frames to other addresses alone. `None` if XDP may redirect none.
     gives: Option<LinkAddress>,
     takes: Option<Takes>,
     role: Role,
@@ -107,7 +108,7 @@ pub(super) struct Transit {
     refused: BTreeMap<u32, String>,
     /// The kernel's message against the program for each uplink, and the facts on which it depends.
     words: BTreeMap<u32, (Cause, Option<String>)>,
-    /// The abilities of each interface, as of the last look at it.
+    /// The abilities of each interface, as it was when last checked.
     redirections: BTreeMap<u32, Redirection>,
 }
 

@@ -35,7 +35,8 @@ pub(super) struct Common {
     /// The ids below this one are reserved in `settings.next_backend`.
     pub(super) backends_set_aside: u32,
     pub(super) grace: GracePeriod,
-    /// True if flows may lead elsewhere since `settings.epoch` was raised last.
+    /// True if changes since `settings.epoch` was last raised may have given a frontend other
+    /// backends. The epoch is then raised again, so that flows are compared with the maps.
     pub(super) is_epoch_over: bool,
     /// The algorithm of service ports that name none. The next field is the same for forwarding.
     pub(super) algorithm: Algorithm,

@@ -1,5 +1,5 @@
-//! The rules that belong to no service port: they lead to the other rules, and treat packets by
-//! their fwmark. Pure.
+//! The rules that belong to no service port: they jump to the other rules, and treat packets by
+//! their fwmark. This module has no side effects.
 
 use std::net::IpAddr;
 

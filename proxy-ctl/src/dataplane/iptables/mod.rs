@@ -1,8 +1,8 @@
 //! Mode iptables turns the desired state into rules as kube-proxy writes them, by iptables-restore.
 //!
-//! `rules` says which rules a service port has, and `base` which rules lead there. `state` is what
-//! iptables-save prints. `plan` turns these into input of iptables-restore. All of that is pure.
-//! `writer` runs the tools for one family.
+//! `rules` says which rules a service port has, and `base` which rules jump to them. `state` is
+//! what iptables-save prints. `plan` turns these into input of iptables-restore. All of that is
+//! pure. `writer` runs the tools for one family.
 //!
 //! A change costs time for the rules of the changed service ports, and what iptables itself adds:
 //! the backend legacy copies the whole table each time.
@@ -128,8 +128,8 @@ impl IptablesDataplane {
         Ok(Self { writers, has_counters: None, _lock: lock })
     }
 
-    /// Reads what the rules depend on: packet counters, and kernel parameters. These follow the
-    /// configuration while the process runs.
+    /// Reads what the rules depend on: packet counters and kernel parameters. The parameters are
+    /// read at each call, because they change with the configuration while the process runs.
     fn prepare(&mut self) -> Result<(), Error> {
         let has_counters = match self.has_counters {
             Some(known) => known,
@@ -192,7 +192,7 @@ fn read_counters() -> Result<PacketCounts, CallError> {
     Ok(PacketCounts { invalid: invalid?, localhost: localhost? })
 }
 
-/// Returns the families in which this node can be programmed.
+/// Returns the IP families in which this node can be programmed.
 fn families(backend: Backend) -> Vec<(IpFamily, Tools)> {
     let find = |family: IpFamily| {
         let tools = Tools::find(family.into(), backend)?;
@@ -236,7 +236,7 @@ fn read_snapshot<'a>(families: impl Iterator<Item = (IpFamily, &'a Tools)>) -> R
     Ok(snapshot)
 }
 
-/// Returns the usage of each table. `rules` is the number of rules in it, of both families.
+/// Returns the usage of each table. `rules` is the number of rules in it, of both IP families.
 fn usage(rules: [u64; 3]) -> Usage {
     let of = |table: Table| TableUsage {
         name: table.name(),
@@ -280,7 +280,7 @@ impl Programmed for IptablesDataplane {
 }
 
 impl IptablesDataplane {
-    /// Writes in both families, also if one fails.
+    /// Writes in both IP families, also if one fails.
     fn in_each(
         &mut self,
         mut write: impl FnMut(&mut Writer) -> Result<Applied, Error>,

@@ -37,9 +37,9 @@ impl Table {
 /// A chain with rules of many service ports.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(super) enum SharedChain {
-    /// Leads to service ports by address.
+    /// Jumps to the chains of service ports by address.
     Services,
-    /// Leads to service ports by node port.
+    /// Jumps to the chains of service ports by node port.
     NodePorts,
     /// Refuses clients of ClusterIPs without endpoints.
     Refused,

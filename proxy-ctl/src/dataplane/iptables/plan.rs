@@ -1,4 +1,5 @@
-//! Plans the input of iptables-restore that turns the kernel's state into the desired state. Pure.
+//! Plans the input of iptables-restore that turns the kernel's state into the desired state. This
+//! module has no side effects.
 //!
 //! A packet finds the old or the new rules of a service port, and nothing less. Rules that refuse
 //! clients enter table filter before translation ends in table nat, and leave it after translation
@@ -33,7 +34,8 @@ impl PortDifference {
         *self == Self::default()
     }
 
-    /// Returns the difference to rules that this mode has written and that are still there.
+    /// Returns what must change in the kernel when the rules `before` are replaced by `after`. This
+    /// mode has written `before`, and they are still there.
     pub(super) fn between(before: &PortRules, after: PortRules) -> Self {
         let has = |rules: &PortRules, rule: &(SharedChain, String)| rules.shared.contains(rule);
         let stays = |chain: &&OwnChain| after.chains.iter().all(|other| other.name != chain.name);
@@ -45,8 +47,8 @@ impl PortDifference {
         }
     }
 
-    /// Returns the difference to a `state` that was just read. `before` are the rules that this
-    /// mode may have written for the port.
+    /// Returns what must change in the kernel, whose `state` was just read, so that it has the
+    /// rules `after`. `before` are the rules that this mode may have written for the port.
     pub(super) fn from_state(
         state: &State,
         shared: &SharedDigests,
@@ -150,14 +152,15 @@ impl Stale {
     }
 }
 
-/// Input of iptables-restore. Each part between a table's name and COMMIT is carried out wholly or
-/// not at all.
+/// Input of iptables-restore. The lines from a table's name to COMMIT are one transaction: all of
+/// them are carried out, or none.
 #[derive(Debug, Default)]
 pub(super) struct Script {
     pub(super) text: String,
     lines: usize,
-    /// The owner of each run of lines, with the number of its first line, counted from 1. An owner
-    /// is the index of a service port's difference or of a stale chain.
+    /// The number of the first line of each range of lines, counted from 1, and the owner of the
+    /// range. An owner is the index of a service port's [`PortDifference`] or of a stale chain.
+    /// `None` stands for lines that belong to neither.
     owners: Vec<(usize, Option<usize>)>,
     open: Option<(Table, usize)>,
 }
@@ -173,7 +176,7 @@ impl Script {
         self.owners[..after].last().and_then(|(_, owner)| *owner)
     }
 
-    /// Returns true if a part ends before this line. That part is carried out even if the line is
+    /// Returns true if a transaction ends before this line. It is carried out even if the line is
     /// refused.
     pub(super) fn commits_before(&self, line: usize) -> bool {
         self.text.lines().take(line.saturating_sub(1)).any(|line| line == "COMMIT")
@@ -190,7 +193,7 @@ impl Script {
         self.owners.push((self.lines + 1, owner));
     }
 
-    /// Continues in this table, in a new part if the current one has `most` lines.
+    /// Continues in this table. If the current transaction has `most` lines, a new one begins.
     fn table(&mut self, table: Table, most: usize) {
         if self.open.is_some_and(|(open, since)| open == table && self.lines - since < most) {
             return;
@@ -259,8 +262,8 @@ fn jumps<'a>(
 ) {
     let place =
         |jump: &Jump| there.rules(jump.chain).iter().position(|present| present.digest == digest(&jump.rule));
-    // Missing jumps are inserted at the front. So they are in order if they come first, and `None`,
-    // their place, is less than any other place.
+    // A jump that is missing is inserted at the front. `None`, the position of a missing jump, is
+    // less than any other position. So the jumps are in order if the missing ones come first.
     let in_order = |chain: &str| wanted.clone().filter(|jump| jump.chain == chain).map(place).is_sorted();
     for jump in wanted.clone().rev() {
         if place(jump).is_some() {
@@ -284,7 +287,7 @@ fn martians(state: &State, base: &BaseRules, script: &mut Script) {
     }
 }
 
-/// Removes jumps of other modes to the firewall chain. Mode ipvs leads all packets there. This
+/// Removes jumps of other modes to the firewall chain. Mode ipvs sends all packets there. This
 /// mode's rules in the chain would drop packets of connections that IPVS still translates.
 fn firewall_jumps(state: &State, base: &BaseRules, script: &mut Script) {
     let is_wanted = |chain: &str, rule: &str| {
@@ -306,7 +309,7 @@ fn marks(state: &State, base: &BaseRules, script: &mut Script) {
     }
 }
 
-/// Writes the rules that lead to node ports. They must be the last rules of their chain.
+/// Writes the jumps to the chain of node ports. They must be the last rules of their chain.
 fn node_ports(state: &State, base: &BaseRules, script: &mut Script) {
     let chain = SharedChain::Services.name();
     let present = state.of(Table::Nat).rules(chain);
@@ -346,7 +349,7 @@ pub(super) fn base_change(before: &BaseRules, after: &BaseRules, script: &mut Sc
     script.close();
 }
 
-/// Writes the differences of service ports. A new part begins after `most` lines.
+/// Writes the differences of service ports. A new transaction begins after `most` lines.
 pub(super) fn ports(differences: &[PortDifference], most: usize, script: &mut Script) {
     let in_filter = |rules: &[(SharedChain, String)]| -> Vec<(SharedChain, String)> {
         rules.iter().filter(|(chain, _)| chain.table() == Table::Filter).cloned().collect()
@@ -370,7 +373,7 @@ pub(super) fn ports(differences: &[PortDifference], most: usize, script: &mut Sc
         }
         script.table(Table::Nat, most);
         script.owned_by(Some(owner));
-        // A chain must exist before a rule leads to it.
+        // A chain must exist before a rule jumps to it.
         for chain in written {
             script.line(format_args!(":{} - [0:0]", chain.name));
         }
@@ -424,7 +427,7 @@ pub(super) fn stale(stale: &Stale, most: usize, script: &mut Script) {
             script.table(table, most);
             script.line(format_args!(":{chain} - [0:0]"));
         }
-        // The chains lead to each other. So all are emptied before the first is deleted.
+        // The chains jump to each other. So all are emptied before the first is deleted.
         for (place, chain) in stale.chains.iter().enumerate().filter(|(_, (of, _))| *of == table) {
             script.table(table, most);
             script.owned_by(Some(place));

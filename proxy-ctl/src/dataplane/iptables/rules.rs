@@ -1,5 +1,5 @@
-//! The rules of one service port, as text. Pure. [`PortPolicy`] decides what becomes of its
-//! clients.
+//! The rules of one service port, as text. This module has no side effects. [`PortPolicy`] decides
+//! what becomes of its clients.
 //!
 //! Rules are written as iptables-save prints them, so that the kernel's rules can be compared with
 //! the desired ones.
@@ -33,7 +33,7 @@ pub(super) struct OwnChain {
 
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct PortRules {
-    /// The chains of the service port alone. Each comes after the chains to which it leads.
+    /// The chains of the service port alone. Each comes after the chains to which it jumps.
     pub(super) chains: Vec<OwnChain>,
     pub(super) shared: Vec<(SharedChain, String)>,
 }
@@ -50,7 +50,7 @@ impl PortRules {
 /// The settings of the node on which the rules of service ports depend.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct PortSettings {
-    /// A match for packets of pods. `None`: pods cannot be told from others.
+    /// A match for packets of pods. `None`: pods cannot be distinguished from other clients.
     from_pods: Option<String>,
     not_from_pods: Option<String>,
     /// The part of the host that [`PortPolicy`] reads.
@@ -222,7 +222,7 @@ impl PortRenderer<'_> {
         }
     }
 
-    /// Returns true if rules of this port lead to the set.
+    /// Returns true if rules of this port jump to the chain of the set.
     fn uses(&self, set: EndpointSet) -> bool {
         let PortPolicy { internal, external, external_from_pods, external_from_node } = self.policy;
         let of = |clients: Option<ClientPolicy>| {

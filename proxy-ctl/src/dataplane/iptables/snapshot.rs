@@ -24,7 +24,7 @@ use crate::{
 struct Chain {
     /// The endpoint to which the chain translates.
     endpoint: Option<SocketAddr>,
-    /// The chains to which the chain leads.
+    /// The chains to which the chain jumps.
     leads_to: Vec<String>,
     affinity_seconds: u32,
     /// True if every client's source is replaced.
@@ -112,7 +112,7 @@ impl Reader {
         match shared {
             SharedChain::Services | SharedChain::NodePorts if is_cluster_ip => known.internal = Some(target),
             SharedChain::Services | SharedChain::NodePorts => {
-                // A chain of source ranges leads to the service port's external chain.
+                // A chain of source ranges jumps to the service port's external chain.
                 known.external = Some(target.replacen("KUBE-FW-", "KUBE-EXT-", 1));
             }
             SharedChain::Refused | SharedChain::RefusedExternal => {
@@ -183,7 +183,7 @@ impl Reader {
     }
 }
 
-/// Returns the address in a rule of KUBE-SERVICES that leads to node ports.
+/// Returns the address in a rule of KUBE-SERVICES that jumps to the chain of node ports.
 pub(super) fn node_port_address(line: &str) -> Option<IpAddr> {
     let SavedLine::Rule { chain: names::SERVICES, rule } = SavedLine::parse(line) else { return None };
     let rule = words(rule);

@@ -1,8 +1,9 @@
-//! A trial of rules that use everything. It runs in a network namespace of its own, which ends with
-//! the trial, so nothing of the node is changed.
+//! A test load of rules that use every match and target of this mode. It runs in a network
+//! namespace of its own, which ends afterwards, so nothing on the node is changed.
 //!
-//! The tools alone do not tell what the kernel lacks. With nf_tables but without NFT_COMPAT, or
-//! without a match or target, each write of this mode would fail, and nothing would be served.
+//! The versions of the tools do not show what the kernel lacks. With nf_tables but without
+//! NFT_COMPAT, or without a match or target, each write of this mode would fail, and nothing would
+//! be served.
 
 use std::{io, thread};
 
@@ -86,7 +87,8 @@ fn answer(trial: Trial) -> Requirement {
     requirement
 }
 
-/// Returns the rules of Services that use everything, and the rules that lead there.
+/// Returns the rules of Services that use every match and target, and the base rules that jump to
+/// them.
 fn rules(family: IpFamily, random_fully: bool) -> String {
     let (address, node) = match family {
         IpFamily::Ipv4 => ([192, 0, 2, 1].into(), [127, 0, 0, 1].into()),
@@ -137,7 +139,7 @@ fn rules(family: IpFamily, random_fully: bool) -> String {
     // One service port is balanced, and the other is refused.
     let ports =
         [port("served", FrontendKind::LoadBalancer, &[0, 1]), port("refused", FrontendKind::ClusterIp, &[])];
-    // The trial does not count packets, because the mode also works without counters.
+    // The test load does not count packets, because the mode also works without counters.
     let abilities =
         Abilities { random_fully, drop_invalid: true, counts_packets: false, routes_localnet: true };
     let mut script = Script::default();
@@ -171,7 +173,7 @@ mod tests {
         assert_eq!(requirement.found, "IPv4, IPv6");
     }
 
-    /// On a kernel without NFT_COMPAT the tools say this.
+    /// The error is the one that iptables-nft reports on a kernel without CONFIG_NFT_COMPAT.
     #[test]
     #[ignore = "needs root"]
     fn as_root_a_mode_whose_rules_are_refused_cannot_run() {

@@ -35,10 +35,11 @@ const MANY_ENDPOINTS: usize = 1000;
 /// Below this number of endpoints, the rules get their comments back. It is lower than
 /// [`MANY_ENDPOINTS`] so that a node near the limit does not flap.
 const FEW_ENDPOINTS: usize = 900;
-/// The most lines of a part for iptables-nft, whose time grows with the square of that number.
+/// The most lines of a transaction for iptables-nft, whose time grows with the square of that
+/// number.
 const LINES_OF_NFT: usize = 2000;
-/// The most lines of a part for iptables-legacy. There is one part, because each part copies the
-/// whole table.
+/// The most lines of a transaction for iptables-legacy. All lines are in one transaction, because
+/// each transaction copies the whole table.
 const LINES_OF_LEGACY: usize = usize::MAX;
 /// The most lines of one run of the tool, to bound the memory for its input.
 const LINES_AT_ONCE: usize = 100_000;
@@ -47,8 +48,8 @@ const LINES_AT_ONCE: usize = 100_000;
 const READ_SHARE: u32 = 100;
 const LONGEST_TRUST: Duration = Duration::from_secs(3600);
 
-/// Returns true if rules of single endpoints have comments, with so many endpoints. `had` says
-/// whether they have comments so far.
+/// Returns true if rules of single endpoints have comments when there are `endpoints` of them.
+/// `had` is true if the rules have comments now.
 const fn has_endpoint_comments(had: bool, endpoints: usize) -> bool {
     if had { endpoints <= MANY_ENDPOINTS } else { endpoints < FEW_ENDPOINTS }
 }
@@ -118,7 +119,7 @@ pub(super) struct Writer {
     compared: Option<(Instant, Duration)>,
     /// True if the kernel's state is not known, or does not have everything that is desired.
     doubtful: bool,
-    /// True if the canary was missing at the last look.
+    /// True if the canary was missing at the last check.
     flushed: bool,
     outlines: [Option<xtables::Outline>; 3],
 }
@@ -378,7 +379,7 @@ impl Writer {
             self.keep(ports);
             return Err(error.into());
         }
-        // Parts before the refused one are carried out.
+        // The transactions before the refused one were carried out.
         let line = error.line();
         let rule = line
             .and_then(|line| script.text.lines().nth(line.saturating_sub(1)))
@@ -457,8 +458,8 @@ impl Writer {
                 chain,
                 "a chain that is not used stays, emptied: a rule of others leads to it"
             );
-            // Parts before the refused one are carried out. The tables are read, so that no rule is
-            // deleted twice.
+            // The transactions before the refused one were carried out. The tables are read, so
+            // that no rule is deleted twice.
             let state = self.read()?;
             stale.chains.retain(|(table, chain)| state.of(*table).digest(chain).is_some());
             stale.rules.retain(|(chain, rule)| {
@@ -512,13 +513,13 @@ impl Writer {
     fn remember_outlines(&mut self) {
         if self.tools.backend == Backend::Legacy {
             let family = TableFamily::from(self.family);
-            // A table whose outline cannot be read has its chains read at the next look.
+            // A table whose outline cannot be read has its chains read at the next check.
             self.outlines = Table::ALL.map(|table| xtables::outline(family, table.name()).ok().flatten());
         }
     }
 
-    /// Writes everything again if another program has flushed the tables. It does so at the second
-    /// look, because a flush and its repair may take a moment.
+    /// Writes everything again if another program has flushed the tables. It waits for a second
+    /// check that finds the canary missing, because a flush and its repair may take a moment.
     pub(super) fn watch(&mut self) -> Result<(), Error> {
         if self.base.is_none() || self.canary_is_there()? {
             self.flushed = false;

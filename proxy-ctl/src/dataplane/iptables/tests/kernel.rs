@@ -643,7 +643,8 @@ fn as_root_loopback_is_routed_only_where_it_serves_node_ports(
     let found = || fs::read_to_string(ROUTE_LOCALNET).unwrap().trim().to_owned();
     let mut dataplane = (ENTRY.open)(&config).unwrap();
     assert_eq!(found(), expected);
-    // A changed file serves node ports on 127.0.0.1 from now on.
+    // The configuration changes while the process runs. First node ports are served at another
+    // address only, then also on 127.0.0.1, and that change sets the parameter.
     let elsewhere = Host { node_port_addresses: [ip("192.168.0.2")].into(), ..host() };
     dataplane.set_host(&elsewhere).unwrap();
     dataplane.resync(&[]).unwrap();

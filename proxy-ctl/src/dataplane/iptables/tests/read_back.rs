@@ -88,7 +88,7 @@ fn what_is_there_twice_or_not_desired_is_stale() {
     assert_eq!(format!("-A KUBE-SERVICES {}", stale.rules[0].1), twice.1);
 }
 
-/// The jumps of mode ipvs also lead packets of established connections to a chain that this mode
+/// The jumps of mode ipvs also send packets of established connections to a chain that this mode
 /// fills.
 #[test]
 fn other_jumps_to_the_firewall_are_removed() {
@@ -125,7 +125,7 @@ fn jumps_are_moved_where_their_order_is_another() {
     );
 }
 
-/// The rules that lead to node ports come last, and each is there once.
+/// The jumps to the chain of node ports come last, and each is there once.
 #[test]
 fn node_ports_are_moved_to_the_end() {
     let ports = of_ipv4();

@@ -42,7 +42,7 @@ pub(super) struct Elements(BTreeMap<Set, BTreeMap<Vec<u8>, ElementValue>>);
 #[derive(Debug, Default)]
 pub(super) struct KernelChain {
     pub(super) rules: Vec<Option<RuleDigest>>,
-    /// The first slot from which the chain draws, and the number of its slots.
+    /// The first of the slots among which the chain chooses, and their number.
     pub(super) slots: Option<(u32, u32)>,
 }
 

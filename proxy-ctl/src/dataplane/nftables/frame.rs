@@ -1,5 +1,6 @@
 //! The frame of a table, which is there whatever the service ports are: base chains at the hooks
-//! and priorities that other programs rely on, and the nftables maps that they ask. Pure.
+//! and priorities that other programs rely on, and the nftables maps that their rules use. This
+//! module has no side effects.
 
 use std::collections::BTreeSet;
 
@@ -34,7 +35,8 @@ const NODE_PORT_ENDPOINTS_CHECK: &str = "nodeport-endpoints-check";
 const CLUSTER_IPS_CHECK: &str = "cluster-ips-check";
 const MARK_OUTSIDERS: &str = "masquerade-cluster-ips";
 
-/// The state of the node that decides what is written for one IP family.
+/// The settings of the node that decide what is written for one IP family, whatever the Services
+/// are.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Context {
     pub(super) language: Language,
@@ -264,7 +266,7 @@ fn unserved_cluster_ips(context: &Context) -> Vec<Rule> {
 /// Returns the rules that set the fwmark of clients of ClusterIPs, so that they are masqueraded.
 ///
 /// With `masquerade_all` these are all clients. Otherwise they are those that are no pods, and
-/// nobody if pods cannot be told from others.
+/// nobody if pods cannot be distinguished from other clients.
 fn mark_outsiders(context: &Context) -> Vec<Rule> {
     let mark = rule([change_mark(context.mark(), true)]);
     if context.host.masquerade_all {

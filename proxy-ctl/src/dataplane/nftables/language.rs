@@ -1,5 +1,5 @@
-//! Parts of rules for one IP family: they load parts of packets into registers, and make keys and
-//! verdicts.
+//! Expressions that rules of one IP family are made of: they load fields of packets into registers,
+//! and make keys and verdicts.
 
 use std::net::IpAddr;
 
@@ -84,7 +84,8 @@ impl Language {
         Expression::Payload { header: Header::Network, offset, length: self.length(), to }
     }
 
-    /// Loads `proto . port` of the destination into the registers from `place` on.
+    /// Loads `proto . port` of the destination into consecutive registers, beginning with the one
+    /// numbered `place`.
     pub(super) fn load_destination_port(place: u32) -> [Expression; 2] {
         [
             Expression::Meta { key: Meta::Protocol, to: Register::new(place) },
@@ -281,7 +282,7 @@ pub(super) fn address_bytes(address: IpAddr) -> Vec<u8> {
     }
 }
 
-/// Returns the bytes of a key or value whose parts are padded to a multiple of 4 bytes each.
+/// Returns the bytes of a key or value whose fields are padded to a multiple of 4 bytes each.
 pub(super) fn padded<'a>(parts: impl IntoIterator<Item = &'a [u8]>) -> Vec<u8> {
     let mut bytes = Vec::new();
     for part in parts {

@@ -104,7 +104,7 @@ impl NftablesDataplane {
         Ok(Self { nftables, tables, sync_failures, cleanup_failures, _lock: lock })
     }
 
-    /// Does the same with each table, also after an error, because the families do not depend on
+    /// Does the same with each table, also after an error, because the IP families do not depend on
     /// each other.
     fn each(
         &mut self,

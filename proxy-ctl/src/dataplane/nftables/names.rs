@@ -15,7 +15,7 @@ pub(super) enum PortChain {
     Service,
     /// Chooses among the endpoints for clients that get local ones only.
     Local,
-    /// Leads clients of node ports, external IPs and load-balancer addresses to one of the chains
+    /// Sends clients of node ports, external IPs and load-balancer addresses to one of the chains
     /// above.
     External,
     /// Drops clients of load-balancer addresses that are not in a source range.

@@ -76,7 +76,7 @@ const ENDPOINTS: &str = "endpoints-";
 #[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub(super) struct ElementId {
     pub(super) set: Set,
-    /// The key as the kernel takes it, with each part padded to 4 bytes.
+    /// The key as the kernel takes it, with each field padded to 4 bytes.
     pub(super) key: Vec<u8>,
 }
 

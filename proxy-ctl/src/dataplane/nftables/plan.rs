@@ -1,9 +1,10 @@
-//! Plans one transaction that turns the kernel's state into the desired state. Pure.
+//! Plans one transaction that turns the kernel's state into the desired state. This module has no
+//! side effects.
 //!
 //! Two kinds of objects must not be deleted in the transaction that replaces them. A packet between
-//! two steps of a rule would miss the endpoint that it has drawn. And before Linux 6.2 the kernel
-//! takes the chain of a deleted map element for one in use. Such objects are retired: a later
-//! transaction deletes them.
+//! two steps of a rule would no longer find the endpoint that the first step has chosen. And before
+//! Linux 6.2 the kernel takes the chain of a deleted map element for one in use. Such objects are
+//! retired: a later transaction deletes them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -27,7 +28,7 @@ use crate::{
 /// all of them.
 pub(super) type Owner = Option<usize>;
 
-/// An object that nothing leads to any more, and that is deleted later.
+/// An object that nothing refers to any more, and that is deleted later.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) enum Retired {
     /// An element of a map of endpoints.
@@ -225,7 +226,8 @@ impl Steps {
         }
     }
 
-    /// Removes objects that are no longer desired, or retires them.
+    /// Removes objects that are no longer desired. Objects that must not be deleted in this
+    /// transaction are retired: a later transaction deletes them.
     pub(super) fn remove(
         &mut self,
         owner: Owner,

@@ -1,4 +1,4 @@
-//! Renders a service port as chains, sets and elements. Pure.
+//! Renders a service port as chains, sets and elements. This module has no side effects.
 
 use super::{
     frame::{self, Context, REJECT},
@@ -154,8 +154,8 @@ impl<'a> Port<'a> {
         objects.chains.insert(self.names.chain(chain), rules);
     }
 
-    /// Returns a rule that translates the destination to what the parts choose. The rule compares
-    /// the protocol, because nft needs it to read the rule again.
+    /// Returns a rule that replaces the destination by the one that `choose` puts into the register
+    /// `chosen`. The rule compares the protocol, because nft needs it to read the rule again.
     fn translate(&self, choose: impl IntoIterator<Item = Vec<Expression>>, chosen: Register) -> Rule {
         let protocol = Language::has_protocol(self.port.name.protocol).to_vec();
         let parts = std::iter::once(protocol).chain(choose);
@@ -191,7 +191,7 @@ impl<'a> Port<'a> {
         again.chain(first).collect()
     }
 
-    /// Adds the chain that leads clients of external frontends to one of the lists, after it has
+    /// Adds the chain that sends clients of external frontends to one of the lists, after it has
     /// set the fwmark of those to masquerade.
     fn external_chain(&self, objects: &mut Objects) {
         if !self.has_external_chain() {

@@ -1,11 +1,12 @@
-//! Allocates the slots of the maps `endpoints-<n>`. Pure.
+//! Allocates the slots of the maps `endpoints-<n>`. This module has no side effects.
 //!
-//! An endpoint set owns whole blocks, so that it can grow in place. Numbers of slots cost nothing.
+//! Slots are allocated in blocks of [`SLOTS_OF_BLOCK`]. An endpoint set owns whole blocks, so that
+//! it can grow without moving. A slot without an element costs nothing.
 
 use std::collections::BTreeMap;
 
 const SLOTS_OF_BLOCK: u32 = 1024;
-/// The number of blocks that share a map.
+/// The number of blocks whose slots are in the same nftables map.
 const BLOCKS_OF_MAP: u32 = 64;
 const BLOCKS: u32 = u32::MAX / SLOTS_OF_BLOCK;
 
@@ -40,7 +41,7 @@ fn blocks(count: usize) -> u32 {
     u32::try_from(count).unwrap_or(u32::MAX).div_ceil(SLOTS_OF_BLOCK).max(1)
 }
 
-/// The blocks that are taken: the first block of each endpoint set, and the number of its blocks.
+/// The blocks in use: the first block of each endpoint set, and the number of its blocks.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Blocks {
     taken: BTreeMap<u32, u32>,
@@ -49,8 +50,8 @@ pub(super) struct Blocks {
 }
 
 impl Blocks {
-    /// Allocates the first blocks that are free. `None`: about four million endpoint sets are
-    /// there.
+    /// Allocates the first free blocks that have room for `count` slots. `None`: no block is free,
+    /// because there are about four million endpoint sets.
     pub(super) fn allocate(&mut self, count: usize) -> Option<Slots> {
         let wanted = blocks(count);
         let mut first = self.search_from;

@@ -44,11 +44,11 @@ struct PlacedPort {
 #[derive(Debug)]
 pub(super) struct FamilyTable {
     language: Language,
-    /// The context of the last transaction.
+    /// The node's settings with which the last transaction was made.
     context: Context,
     /// True once `resync` has succeeded.
     known: bool,
-    /// True if the last change of the context was not written, or not for every service port.
+    /// True if the last change of `context` could not be written, or not for every service port.
     doubtful: bool,
     ports: FxHashMap<ServicePortName, PlacedPort>,
     /// The number of service ports that need each shared element.
@@ -204,7 +204,7 @@ impl FamilyTable {
         let due = self.retired.iter().filter(|(_, at)| is_due(**at)).map(|(retired, _)| retired);
         let refused = nftables.commit(deletion(self.language, due))?;
         // A refused object was deleted by another program, or another program uses it. The next
-        // comparison of everything finds what is left.
+        // resync finds what is left.
         self.retired.retain(|_, at| !is_due(*at));
         let (due, later): (Vec<_>, Vec<_>) = self.retired_slots.iter().partition(|(_, at)| is_due(*at));
         self.retired_slots = later;

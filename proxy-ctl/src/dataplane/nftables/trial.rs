@@ -1,5 +1,5 @@
-//! A trial table that uses everything. Nothing is changed: the kernel is asked what it would
-//! refuse.
+//! A test table that uses everything that this mode needs. The kernel only checks it, and nothing
+//! on the node is changed.
 
 use std::io;
 
@@ -23,7 +23,7 @@ use crate::{
 
 #[derive(Debug)]
 enum NfTablesFact {
-    /// The kernel takes the table for these families.
+    /// The kernel accepts the test table in these IP families.
     Usable(Vec<IpFamily>),
     NoNetlink,
     Refused(i32),
@@ -76,7 +76,7 @@ pub(super) fn refusals(nftables: &NfTables, family: IpFamily) -> Result<Vec<Refu
     Ok(nftables.check(batch)?)
 }
 
-/// The name of the trial table, which never comes into being.
+/// The name of the test table, which the kernel never creates.
 const TRIAL: &str = "proxy-ctl-probe";
 
 fn sample(family: IpFamily) -> Steps {

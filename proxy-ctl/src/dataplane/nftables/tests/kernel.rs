@@ -232,7 +232,7 @@ fn as_root_a_service_port_that_a_comparison_cannot_write_keeps_what_it_has() {
     let mut dataplane = opened();
     let before = [desired(), refused(|service| service)].concat();
     dataplane.resync(&before).unwrap();
-    // An element of a map cannot lead to a base chain.
+    // An element of a map cannot jump to a base chain.
     let chain = PortNames::new(&before.last().unwrap().name).chain(PortChain::External);
     nft(&[&format!("add chain ip kube-proxy {chain} {{ type filter hook input priority 0; }}")]);
     let (all, list) = (listed(), |set| nft(&["list", "set", "ip", "kube-proxy", set]));

@@ -19,7 +19,7 @@ use crate::{
     model::desired::DesiredPort,
 };
 
-/// The most clients that one service port remembers. A new one then takes the place of another.
+/// The most clients that one service port remembers. A further client then replaces one of them.
 const MOST_REMEMBERED: usize = 65_536;
 
 /// The reason why a client gets no endpoint.
@@ -30,7 +30,7 @@ pub(super) enum Refusal {
     SourceRanges,
 }
 
-/// The addresses that tell clients on this node from those outside.
+/// The addresses that distinguish clients on this node from those outside.
 #[derive(Clone, Debug, Default)]
 struct Neighbours {
     node: BTreeSet<IpAddr>,

@@ -42,7 +42,7 @@ impl Datagrams {
         self.0.readable().await
     }
 
-    /// Receives a datagram. `None`: there is none, or the kernel does not tell where it is from.
+    /// Receives a datagram. `None`: there is none, or the kernel does not report its source.
     pub(super) fn try_receive(&self, buffer: &mut [u8]) -> io::Result<Option<Datagram>> {
         let received = self.0.try_io(Interest::READABLE, || {
             let mut parts = [IoSliceMut::new(buffer)];

@@ -4,9 +4,9 @@
 //! `plan` says which listeners a service port needs, and `balancer` which endpoint a client gets.
 //! Both are pure. `tcp` and `udp` carry connections and datagrams in the thread of `runtime`.
 //!
-//! `redirect` has the rules that lead clients to the listeners, where this process may make rules.
-//! Otherwise the listeners are on the frontends themselves, as far as these are addresses of this
-//! node.
+//! `redirect` has the rules that redirect clients to the listeners, where this process may make
+//! rules. Otherwise the listeners are on the frontends themselves, as far as these are addresses of
+//! this node.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -72,7 +72,7 @@ pub(crate) use self::metrics::sample_metrics;
 const NAME: &str = "userspace";
 
 pub(super) const ENTRY: Entry = Entry {
-    // The tracked flows lead to listeners, not to endpoints. The mode ends stale ones itself.
+    // Tracked flows are translated to listeners, not to endpoints. The mode ends stale ones itself.
     tracked_flows: TrackedFlows::None,
     retires: false,
     reads_service_cidrs: |_| false,
@@ -223,7 +223,7 @@ impl UserspaceDataplane {
         }
         applied.removed += stale.len() as u64;
         // Listeners on frontends end first, because an address may pass from one service port to
-        // another. Listeners to which rules lead end after these rules.
+        // another. Listeners to which rules redirect end after these rules.
         let (redirected, direct): (Vec<_>, Vec<_>) = stale.into_iter().partition(|(key, _)| key.at.is_none());
         end(direct);
         for (port, plan) in changed.iter().zip(plans) {
@@ -238,7 +238,8 @@ impl UserspaceDataplane {
         Ok(applied)
     }
 
-    /// Writes one service port. Returns how much was written, and where its frontends lead.
+    /// Writes one service port. Returns how much was written, and the listener of each of its
+    /// frontends.
     fn write_port(&mut self, port: &Arc<DesiredPort>, plan: Plan) -> (u64, Vec<Lead>) {
         let Plan { listeners, refused } = plan;
         let (mut written, mut unlistened) = (0, Vec::new());

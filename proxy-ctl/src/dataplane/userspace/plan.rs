@@ -1,4 +1,5 @@
-//! Plans which listeners a service port needs, and which frontends lead to each of them. Pure.
+//! Plans which listeners a service port needs, and which frontends each of them serves. This module
+//! has no side effects.
 
 use std::{
     collections::BTreeMap,
@@ -53,7 +54,7 @@ impl Entrance {
 /// The way in which clients reach the listeners.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Reach {
-    /// Rules lead clients of frontends to listeners, whose ports do not matter.
+    /// Rules redirect clients of frontends to listeners, whose ports do not matter.
     Redirected,
     /// Listeners are on the frontends themselves, as far as these are addresses of this node.
     Direct,
@@ -70,7 +71,7 @@ pub(super) struct ListenerKey {
 
 #[derive(Debug, Default, Eq, PartialEq)]
 pub(super) struct Plan {
-    /// The listeners, each with the frontends that lead to it.
+    /// The listeners, each with the frontends that it serves.
     pub(super) listeners: BTreeMap<ListenerKey, Vec<Frontend>>,
     /// Frontends whose clients are all refused.
     pub(super) refused: Vec<Frontend>,

@@ -1,5 +1,5 @@
-//! The requirements of mode userspace. If the mode is asked for, it needs nothing of a node. In
-//! another mode's place it must be able to lead clients to its listeners.
+//! The requirements of mode userspace. If the mode is asked for, it needs nothing of a node. If it
+//! is chosen because another mode cannot run, it must be able to redirect clients to its listeners.
 
 use crate::{
     config::{Config, RequestedMode},
@@ -24,7 +24,7 @@ pub(in crate::dataplane) const UNUSED_FIELDS: &[&str] = &[
     "ipvs.udpTimeout",
 ];
 
-/// Returns which rules can lead clients to the listeners, or why none can.
+/// Returns which rules can redirect clients to the listeners, or why none can.
 fn redirects_by(host: &HostFacts) -> Result<&'static str, String> {
     if !host.capabilities.net_admin {
         return Err("CAP_NET_ADMIN is missing, to lead clients to the listeners".to_owned());
@@ -57,8 +57,8 @@ pub(in crate::dataplane) fn probe(config: &Config, host: &HostFacts) -> Probe {
         vec!["this process carries every connection itself, and connections end with it".to_owned()];
     if let Err(why) = redirects {
         remarks.push(format!("it serves only clients that dial an address of this node: {why}"));
-        // Only an operator who has asked for this mode knows its limits. In another mode's place it
-        // would look as if everything were served.
+        // Only an operator who has asked for this mode knows its limits. If it were chosen for
+        // another mode that cannot run, it would look as if everything were served.
         redirect = redirect.lacking(config.mode != RequestedMode::Userspace, || why);
     }
     Probe {

@@ -34,7 +34,7 @@ pub(super) struct Descriptors {
     free: Arc<Semaphore>,
     total: usize,
     limit: u64,
-    /// True if it was logged that no descriptor is left, and none has been free since.
+    /// True if the log says that no descriptor is left, and none has been free since.
     told: AtomicBool,
 }
 
@@ -138,7 +138,7 @@ impl Shared {
 /// A handle for everything that must end before the runtime does.
 pub(super) type Alive = mpsc::Sender<Infallible>;
 
-/// The state by which one listener leads its clients to endpoints.
+/// The state by which one listener connects its clients to endpoints.
 #[derive(Clone, Debug)]
 pub(super) struct Portal {
     pub(super) balancer: SharedBalancer,

@@ -1,5 +1,5 @@
-//! Serves TCP. Connections are accepted, led to an endpoint that answers, and carried until both
-//! sides have ended.
+//! Serves TCP. Connections are accepted, connected to an endpoint that answers, and carried until
+//! both sides have ended.
 
 use std::{
     io,

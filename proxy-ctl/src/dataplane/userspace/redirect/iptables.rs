@@ -1,6 +1,6 @@
-//! Rules of iptables that lead frontends to the listeners, in the chains that kube-proxy had in its
-//! mode userspace (up to 1.25). They are written whole, because the backend legacy copies the table
-//! for each change anyway.
+//! Rules of iptables that redirect clients of frontends to the listeners, in the chains that
+//! kube-proxy had in its mode userspace (up to 1.25). They are written whole, because the backend
+//! legacy copies the table for each change anyway.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -89,8 +89,8 @@ pub(super) struct PortalChains {
 }
 
 impl PortalChains {
-    /// Makes the chains, without rules that lead anywhere. Needs CAP_NET_ADMIN. `None`: it cannot
-    /// be done, or there are no tools.
+    /// Makes the chains, without rules that redirect clients. Needs CAP_NET_ADMIN. `None`: it
+    /// cannot be done, or there are no tools.
     pub(super) fn open(backend: Backend) -> Option<Self> {
         let make = |mut of: FamilyChains| match of.write(&chains(of.family, &Wanted::default()), &JUMPS) {
             Ok(_) => Some(of),

@@ -1,6 +1,6 @@
-//! Rules that lead clients of frontends to the listeners. They are rules of nf_tables in a table of
-//! our own, or of iptables if the kernel has no nf_tables. Where each frontend leads is decided
-//! without effects, and [`Redirect`] has the differences written.
+//! Rules that redirect clients of frontends to the listeners. They are rules of nf_tables in a
+//! table of our own, or of iptables if the kernel has no nf_tables. The listener of each frontend
+//! is decided without side effects, and [`Redirect`] has the differences written.
 
 mod iptables;
 mod nf_tables;
@@ -35,8 +35,8 @@ use crate::{
 
 /// The group of the thread that dials endpoints. The rules do not redirect what its sockets send.
 /// An endpoint may be behind its own frontend, such as a pod with hostNetwork behind an external IP
-/// that is the node's address. If it were led to the listener again, each connection would open the
-/// next.
+/// that is the node's address. If its connections were redirected to the listener again, each would
+/// open the next.
 ///
 /// Both kinds of rules can match the group of a socket on every kernel since 5.10, and packets do
 /// not show it. Each bit of the fwmark may belong to a network plugin, to a routing rule or to the
@@ -61,7 +61,7 @@ struct Led {
     frontend: Frontend,
 }
 
-/// Frontends, each with the port of this process to which it leads.
+/// The port of the listener in this process for each frontend.
 type Leads = BTreeMap<Led, u16>;
 
 /// A frontend with the port of its listener.
@@ -82,8 +82,8 @@ struct Wanted {
     ports: BTreeMap<ServicePortName, Vec<Lead>>,
     /// The addresses at which node ports are served.
     addresses: BTreeSet<IpAddr>,
-    /// The addresses to which clients of other machines and of pods are led, at most one of each
-    /// family.
+    /// The addresses of the node to which clients of other machines and of pods are redirected, at
+    /// most one of each IP family.
     own: Vec<IpAddr>,
 }
 
@@ -135,7 +135,7 @@ trait LeadingRules: Send {
     /// Returns the name of what has the rules, for people.
     fn by(&self) -> String;
 
-    /// Returns the families in which clients are led.
+    /// Returns the IP families in which rules redirect clients.
     fn families(&self) -> Vec<IpFamily>;
 
     /// Writes the change to `wanted`: `go` is removed, and `come` is added.
@@ -184,7 +184,7 @@ impl std::fmt::Debug for Redirect {
 }
 
 impl Redirect {
-    /// Makes the rules anew, so that they lead nobody. Needs CAP_NET_ADMIN. `None`: the kernel
+    /// Makes the rules anew, so that they redirect nobody. Needs CAP_NET_ADMIN. `None`: the kernel
     /// cannot do it, or this process may not.
     pub(super) fn open() -> Option<Self> {
         if let Err(error) = may_dial_as_group() {
@@ -223,18 +223,20 @@ impl Redirect {
         self.rules.by()
     }
 
-    /// Returns true if clients of this family are led anywhere.
+    /// Returns true if rules redirect clients of this IP family.
     pub(super) fn has(&self, family: IpFamily) -> bool {
         self.families.contains(&family)
     }
 
-    /// Returns the port to which clients that nobody serves are led.
+    /// Returns the port that refuses connections. Clients of a service port that nobody serves are
+    /// redirected to it.
     pub(super) fn refusing_port(&self, name: &ServicePortName) -> Option<u16> {
         self.refusing.port(name.family, name.protocol)
     }
 
-    /// Makes the frontends of these service ports lead there, and nowhere else. It also writes what
-    /// the last write has failed to write. Returns the numbers of frontends that come and go.
+    /// Makes the rules redirect clients of these service ports to the listeners in `changes`, and
+    /// to no others. It also writes what the last write has failed to write. Returns the numbers of
+    /// frontends that are added and removed.
     pub(super) fn lead(
         &mut self,
         changes: Vec<(ServicePortName, Vec<Lead>)>,
@@ -260,8 +262,8 @@ impl Redirect {
         Ok(())
     }
 
-    /// Ends connections from before this start that nobody answers, once. All frontends must be led
-    /// by then.
+    /// Ends connections from before this start that nobody answers, once. It is called when the
+    /// rules redirect all frontends.
     pub(super) fn end_unanswered_once(&mut self) {
         if !self.has_started {
             let mut unanswered = StaleFlows::default();
@@ -283,7 +285,7 @@ impl Redirect {
         self.rules.restore(&self.wanted)
     }
 
-    /// Makes the rules lead nobody. Established connections stay translated, because the kernel
+    /// Makes the rules redirect nobody. Established connections stay translated, because the kernel
     /// goes on while the chains exist.
     pub(super) fn lead_nobody(&mut self) -> Result<(), RedirectError> {
         let before = std::mem::take(&mut self.wanted);

@@ -1,5 +1,5 @@
 //! The table of nf_tables that is our own in each family. It has maps from frontends to listeners,
-//! and in each chain two rules that ask them. In the chain for packets that this node sends, a rule
+//! and in each chain two rules that use them. In the chain for packets that this node sends, a rule
 //! before them passes what this process dials.
 
 use std::{io, net::IpAddr};
@@ -58,7 +58,7 @@ impl Place {
     }
 }
 
-/// Returns the place and the key of a frontend's element.
+/// Returns the nftables map of a frontend's element, and the element's key.
 fn element(led: &Led) -> (Place, Vec<u8>) {
     let protocol_and_port = protocol_and_port(led.protocol, led.frontend.port);
     match led.frontend.kind {
@@ -82,7 +82,7 @@ fn protocol_and_port(protocol: Protocol, port: u16) -> [u8; 8] {
     [protocol.number(), 0, 0, 0, high, low, 0, 0]
 }
 
-/// Returns the keys of one place in one family, each with the port to which it leads.
+/// Returns the keys of one nftables map in one IP family, each with the port of its listener.
 fn of_place(leads: &Leads, family: IpFamily, place: Place) -> Vec<(Vec<u8>, u16)> {
     let of_family = leads.iter().filter(|(led, _)| led.family == family);
     let elements = of_family.map(|(led, port)| (element(led), *port));

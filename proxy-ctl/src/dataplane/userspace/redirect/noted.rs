@@ -15,7 +15,7 @@ pub(in crate::dataplane::userspace) struct Noted {
     /// True if writes are refused from now on.
     pub(in crate::dataplane::userspace) refuses: bool,
     pub(in crate::dataplane::userspace) node_addresses: BTreeSet<IpAddr>,
-    /// The number of frontends that lead somewhere.
+    /// The number of frontends that are redirected.
     pub(in crate::dataplane::userspace) frontends: usize,
 }
 

@@ -1,4 +1,5 @@
-//! The ports to which clients that nobody serves are led.
+//! Ports that refuse connections. Clients of service ports that nobody serves are redirected to
+//! them.
 
 use std::{
     collections::BTreeMap,
@@ -52,7 +53,7 @@ impl RefusingPorts {
         Ok(Self { ports, _sockets: sockets })
     }
 
-    /// Returns the port. `None`: nothing of this family or protocol can be led anywhere.
+    /// Returns the port. `None`: clients of this IP family or protocol cannot be redirected.
     pub(super) fn port(&self, family: IpFamily, protocol: Protocol) -> Option<u16> {
         self.ports.get(&(family, protocol)).copied()
     }

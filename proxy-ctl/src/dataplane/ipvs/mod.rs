@@ -397,7 +397,8 @@ fn read() -> Result<Option<Read>, Error> {
     if link::index(IPVS_DEVICE)?.is_none() || !leftovers::is_marked(Mode::Ipvs)? {
         return Ok(None);
     }
-    // The excluded networks are not known here, so the sets tell which virtual servers are ours.
+    // The excluded networks are not known here, so the members of the sets show which virtual
+    // servers are ours.
     Ok(Some(Read(System::open(IpFamily::ALL.into())?.read()?.without_others())))
 }
 

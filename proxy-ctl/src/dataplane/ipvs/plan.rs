@@ -1,4 +1,5 @@
-//! Plans the virtual servers, addresses of the device and members of sets of a service port. Pure.
+//! Plans the virtual servers, addresses of the device and members of sets of a service port. This
+//! module has no side effects.
 //!
 //! A virtual server has one set of destinations, whoever the client is. So with traffic policy
 //! Local, pods and the node itself also get only the local endpoints of external addresses. Without
@@ -35,7 +36,7 @@ const DEFAULT_SCHEDULER: &str = "rr";
 /// The scheduler that also hashes the client's port, as in kube-proxy.
 const MAGLEV: &str = "mh";
 
-/// The parts of the node and the configuration on which virtual servers depend.
+/// The properties of the node and of the configuration on which virtual servers depend.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct Site {
     pub(super) host: Host,
@@ -81,7 +82,7 @@ pub(super) struct Server {
     pub(super) destinations: BTreeSet<SocketAddr>,
 }
 
-/// The precedence of frontends that lead to one virtual socket. Node ports come first.
+/// The precedence of frontends that share one virtual socket. Node ports come first.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub(super) enum Rank {
     NodePort,
@@ -196,7 +197,8 @@ impl Planner<'_> {
             for range in ranges.iter().flat_map(|range| without_zero_prefix(*range)) {
                 self.member(SetRole::LoadBalancerSources, Member::SocketAndNetwork(socket, range));
             }
-            // The node's own connections to an address of the device come from that address.
+            // If the node itself dials an address of the device, the kernel uses that same address
+            // as source. So the address must be an allowed source if the node is in the ranges.
             if self.site.is_in(ranges) {
                 let itself = Member::SocketAndNetwork(socket, frontend.address.into());
                 self.member(SetRole::LoadBalancerFromItself, itself);

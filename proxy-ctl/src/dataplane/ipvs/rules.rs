@@ -1,4 +1,5 @@
-//! The rules of iptables that match this mode's sets, as iptables-save prints them. Pure.
+//! The rules of iptables that match this mode's sets, as iptables-save prints them. This module has
+//! no side effects.
 //!
 //! They do not depend on Services, except for two things: addresses that the node itself may not
 //! reach, and whether there are external IPs.
@@ -129,7 +130,7 @@ pub(super) fn chains(
     filter.push(format!("-m conntrack --ctstate NEW {addresses} -j REJECT --reject-with {unreachable}"));
     add("filter", "KUBE-IPVS-FILTER", filter);
     // The node's own connections to an address of the device have that address as their source.
-    // Source ranges cannot tell them from other connections (kubernetes/kubernetes#119656).
+    // Source ranges cannot distinguish them from other connections (kubernetes/kubernetes#119656).
     let closed = closed_to_node.filter(|socket| IpFamily::of(socket.address.ip()) == family);
     let closed = closed.map(|socket| {
         let (ip, port) = (socket.address.ip(), socket.address.port());

@@ -1,5 +1,5 @@
-//! Turns the kernel's objects into a [`Snapshot`]. Pure. IPVS knows no names of Services, so
-//! without a controller a virtual server is shown by its address.
+//! Turns the kernel's objects into a [`Snapshot`]. This module has no side effects. IPVS knows no
+//! names of Services, so without a controller a virtual server is shown by its address.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

@@ -1,4 +1,5 @@
-//! Compares what the kernel must have with what it has, and orders the writes. Pure.
+//! Compares what the kernel must have with what it has, and orders the writes. This module has no
+//! side effects.
 //!
 //! A change costs time for its service ports only, because only the keys that they have or had are
 //! compared.

@@ -113,7 +113,7 @@ fn as_root_connections_to_an_endpoint_that_goes_live_on_and_it_comes_back_as_it_
     dataplane.collect_garbage().unwrap();
     let [one, other] = ENDPOINTS.map(str::to_owned);
     assert_eq!(destinations(&dataplane), [(one.clone(), false, true), (other.clone(), true, false)]);
-    // The destination's weight tells the next controller that it is drained.
+    // The destination's weight shows the next controller that it is drained.
     drop(dataplane);
     let mut dataplane = open(&config);
     dataplane.resync(&desired(&ENDPOINTS[1..])).unwrap();

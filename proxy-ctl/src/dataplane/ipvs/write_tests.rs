@@ -218,7 +218,7 @@ fn what_is_refused_is_forgotten_with_its_service_port() {
     assert_eq!(dataplane.take_without_room(), Some(BTreeMap::new()));
 }
 
-/// The controller then has everything read again.
+/// After this error the controller calls `resync` again, which reads everything anew.
 #[rstest]
 #[case::what_is_there_is_not_known(
     |change: &Change| matches!(change, Change::Server(ServerChange::Create(..))).then_some(libc::EEXIST)

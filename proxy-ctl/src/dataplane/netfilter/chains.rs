@@ -1,6 +1,6 @@
 //! Chains of iptables that are written whole, for modes with few rules. What differs from the
 //! output of iptables-save is written with the node's tools. Mode iptables, which has a chain for
-//! each endpoint, writes parts of chains and has a writer of its own.
+//! each endpoint, writes single rules and has a writer of its own.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -34,9 +34,9 @@ impl Jump {
     }
 }
 
-/// Returns rules of table filter, each with its chain, that lead from a chain of the kernel to
-/// [`PROXY_FIREWALL`] and should not. Modes iptables and ipvs both fill that chain but lead
-/// different packets there. Mode iptables leads only packets of new connections there.
+/// Returns the unwanted rules of table filter that jump from a chain of the kernel to
+/// [`PROXY_FIREWALL`], each with its chain. They are rules of another mode: modes iptables and ipvs
+/// both fill [`PROXY_FIREWALL`], but mode iptables sends only packets of new connections there.
 pub(in crate::dataplane) fn other_firewall_jumps<'a, R: Iterator<Item = &'a str>>(
     rules_of: impl Fn(&'static str) -> R,
     is_wanted: impl Fn(&str, &str) -> bool,
@@ -49,7 +49,7 @@ pub(in crate::dataplane) fn other_firewall_jumps<'a, R: Iterator<Item = &'a str>
 }
 
 /// Returns input of iptables-restore that gives one table the chains of `chains`, and those of
-/// `jumps` that lead to them. Other modes' jumps to [`PROXY_FIREWALL`] are removed in the same
+/// `jumps` that jump to them. Other modes' jumps to [`PROXY_FIREWALL`] are removed in the same
 /// transaction. `saved` is the table as iptables-save prints it. `None`: the table is as desired.
 pub(in crate::dataplane) fn restoration(
     table: &str,

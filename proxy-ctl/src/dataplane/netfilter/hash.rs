@@ -1,4 +1,4 @@
-//! kube-proxy's hash, which tells long names apart.
+//! kube-proxy's hash, which distinguishes long names.
 
 use sha2::{Digest as _, Sha256};
 

@@ -44,8 +44,8 @@ impl HealthCheckError {
     }
 }
 
-/// The tables in which health checks are accepted in a former kube-proxy's place. There are none at
-/// first.
+/// The tables in which this proxy accepts health checks that a former kube-proxy accepted before.
+/// There are none at first.
 #[derive(Debug, Default)]
 pub struct AcceptedHealthChecks {
     tables: Vec<FamilyChains>,
@@ -80,7 +80,8 @@ impl AcceptedHealthChecks {
         self.tables.iter_mut().try_fold(0, |written, table| Ok(written + table.write(&chains, &[JUMP])?))
     }
 
-    /// Adds all places that can be written. Returns the first error of the others.
+    /// Adds all tables of `places` that can be written. Returns the first error of the other
+    /// tables.
     fn add(&mut self, places: Vec<Place>) -> Result<(), HealthCheckError> {
         let mut outcome = Ok(());
         for place in places {
@@ -125,8 +126,8 @@ pub(in crate::dataplane) fn remove() -> Result<Vec<String>, HealthCheckError> {
     })
 }
 
-/// Removes the chain from all places that it can be removed from. Returns the first error of the
-/// others.
+/// Removes the chain from all tables where this succeeds. Returns the first error of the other
+/// tables.
 fn from_each(
     places: Vec<Place>,
     remove: impl Fn(Place) -> Result<(), HealthCheckError>,

@@ -2,8 +2,8 @@
 
 use crate::{dataplane::MetricFamily, model::objects::IpFamily};
 
-/// Returns the family with kube-proxy's name. `counts` has a count for each IP family that is
-/// served.
+/// Returns the metric family with kube-proxy's name. `counts` has a count for each IP family that
+/// is served.
 pub(in crate::dataplane) fn restore_failures(counts: impl Iterator<Item = (IpFamily, u64)>) -> MetricFamily {
     let name = "kubeproxy_sync_proxy_rules_iptables_restore_failures";
     MetricFamily::of_families(name, "Runs of iptables-restore that failed", counts)

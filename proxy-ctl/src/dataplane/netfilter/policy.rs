@@ -107,7 +107,7 @@ impl PortPolicy {
         }
     }
 
-    /// Returns true if new connections of any client are balanced over the set.
+    /// Returns true if new connections of at least one kind of client are balanced over the set.
     pub fn uses(&self, set: EndpointSet) -> bool {
         [Some(self.internal), Some(self.external), self.external_from_pods, self.external_from_node]
             .into_iter()
@@ -117,7 +117,7 @@ impl PortPolicy {
 }
 
 impl LocalTraffic {
-    /// Returns true if traffic of pods can be told from other traffic in this family.
+    /// Returns true if traffic of pods can be distinguished from other traffic in this IP family.
     pub fn detects_pods(&self, family: IpFamily) -> bool {
         match self {
             Self::FromCidrs(cidrs) => cidrs.iter().any(|cidr| IpFamily::of(cidr.addr()) == family),

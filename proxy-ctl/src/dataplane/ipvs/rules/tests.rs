@@ -146,7 +146,7 @@ fn a_jump_that_is_gone_is_written_first_in_its_chain() {
     );
 }
 
-/// Mode iptables leads only new connections to a chain that both modes fill.
+/// Mode iptables sends only packets of new connections to a chain that both modes fill.
 #[test]
 fn other_jumps_to_the_firewall_are_removed() {
     let chains = chains_of(IpFamily::Ipv4, &host(cidrs(&[])));

@@ -1,9 +1,10 @@
 //! Ends UDP flows whose endpoint is gone. The kernel would translate their packets to it for as
 //! long as the client goes on sending.
 //!
-//! This wrapper cleans up for all netfilter modes, which know nothing of it. Mode userspace, whose
-//! flows lead to listeners, uses the same [`StaleFlows`]. Around mode ebpf it ends what a former
-//! proxy's rules have opened, as long as netfilter translates any of that.
+//! The wrapper [`WithConntrack`] does this for all netfilter modes, whose own code knows nothing of
+//! it. Mode userspace needs no wrapper: its flows lead to listeners, and it uses [`StaleFlows`]
+//! itself. Mode ebpf opens no flow in conntrack. Its wrapper ends the flows that the rules of a
+//! former proxy have opened, until conntrack has no translated UDP flow.
 //!
 //! It works like kube-proxy's (pkg/proxy/conntrack/cleanup.go), with three differences:
 //!
@@ -11,9 +12,9 @@
 //! - A change that takes no endpoint away ends no flow, and lists none.
 //! - Flows to a node port are ended on the node's own addresses only.
 //!
-//! TCP and SCTP flows are not ended, because their clients notice by themselves. But a start ends
-//! TCP connections that nobody answers: those that began before the mode served, and those of a
-//! process of mode userspace that has ended.
+//! TCP and SCTP flows are not ended, because their clients notice by themselves. But when a mode
+//! starts, it ends TCP connections that nobody answers. These are connections that began before the
+//! mode served, and connections to a process of mode userspace that has ended.
 
 mod stale_flows;
 
@@ -57,7 +58,7 @@ pub(super) fn has_translated_connections(is_one: impl Fn(SocketAddr) -> bool) ->
     Ok(false)
 }
 
-/// Returns true if netfilter translates a UDP flow.
+/// Returns true if conntrack has a UDP flow whose destination netfilter has translated.
 fn translates_datagrams() -> Result<bool, CallError> {
     let conntrack = Conntrack::open()?;
     for family in IpFamily::ALL {
@@ -189,7 +190,7 @@ impl WithConntrack {
         }
         change(&mut self.udp);
         let has_looked = self.udp.stale.end(&self.node_addresses);
-        // After an error, the next change looks again.
+        // After an error, the next change ends the flows.
         if has_looked && self.until == Until::NoneIsTranslated && matches!(translates_datagrams(), Ok(false))
         {
             self.until = Until::Over;
@@ -248,7 +249,7 @@ impl Dataplane for WithConntrack {
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
         let mut families = self.inner.metrics()?;
         if self.until != Until::Forever {
-            // The wrapper of a secondary mode reports these families.
+            // The wrapper of a secondary mode reports these metric families.
             return Ok(families);
         }
         families.extend(reconciler_families(&self.udp.stale));

@@ -57,7 +57,7 @@ pub struct Removed {
     pub links: Vec<String>,
     /// Number of filters on clsact qdiscs.
     pub filters: usize,
-    /// Names of BPF maps, and of tables and other places with rules.
+    /// Names of BPF maps, of tables, and of other objects that hold rules.
     pub tables: Vec<String>,
 }
 

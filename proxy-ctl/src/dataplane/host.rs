@@ -72,10 +72,11 @@ pub struct Host {
     pub shares_addresses: bool,
 }
 
-/// The way to tell traffic of pods from traffic of outside clients.
+/// The way to distinguish traffic of pods from traffic of outside clients.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub enum LocalTraffic {
-    /// Traffic of pods has a source in one of these ranges. Empty: pods cannot be told from others.
+    /// Traffic of pods has a source in one of these ranges. Empty: pods cannot be distinguished
+    /// from other clients.
     FromCidrs(Vec<IpNet>),
     /// Traffic of pods comes in by this bridge.
     FromBridge(String),
@@ -153,7 +154,7 @@ impl Interface {
     }
 }
 
-/// The kinds of interfaces that XDP tells apart.
+/// The kinds of interfaces that XDP distinguishes.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum Device {
     /// A device of hardware or of a hypervisor. The kernel alone does not make it.

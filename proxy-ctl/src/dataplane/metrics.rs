@@ -22,7 +22,7 @@ pub type Labels = Arc<[(&'static str, Arc<str>)]>;
 /// A counter, a gauge or a histogram.
 #[derive(Clone, Debug)]
 pub struct MetricFamily {
-    /// The name of the family. A counter's name has no `_total`.
+    /// The name of the metric family. A counter's name has no `_total`.
     pub name: &'static str,
     pub help: &'static str,
     pub kind: MetricType,
@@ -50,7 +50,7 @@ impl MetricFamily {
         Self { kind: MetricType::Gauge, ..Self::counter(name, help, samples) }
     }
 
-    /// Returns a family with one counter for each IP family.
+    /// Returns a metric family with one counter for each IP family.
     pub(super) fn of_families(
         name: &'static str,
         help: &'static str,
@@ -59,7 +59,7 @@ impl MetricFamily {
         Self::counter(name, help, counts.into_iter().map(|(family, count)| (of_family(family), count)))
     }
 
-    /// Returns a family with one histogram for each IP family.
+    /// Returns a metric family with one histogram for each IP family.
     pub(super) fn histograms_of_families(
         name: &'static str,
         help: &'static str,
@@ -73,8 +73,8 @@ impl MetricFamily {
         }
     }
 
-    /// Returns the families that count what clients of service ports do, in every mode that can
-    /// count it.
+    /// Returns the metric families that count what clients of service ports do, in every mode that
+    /// can count it.
     pub(super) fn of_services(services: &[ServiceUsage]) -> [Self; 3] {
         let labels: Vec<Labels> = services.iter().map(|service| labels_of(&service.name)).collect();
         let family = |name, help, value: fn(&ServiceUsage) -> u64| {

@@ -124,8 +124,9 @@ pub trait Dataplane: Programmed + Send {
         }
     }
 
-    /// Says whether another mode serves all frontends of this one too, for pods without packet
-    /// programs. It is called before the other mode begins, and after it has ended.
+    /// Tells this mode whether another mode serves all of its frontends too, for pods without
+    /// packet programs. The caller passes true before the other mode begins, and false after it has
+    /// ended.
     fn share_frontends(&mut self, are_shared: bool) -> Result<(), Error> {
         self.inner_mut().map_or(Ok(()), |inner| inner.share_frontends(are_shared))
     }
@@ -145,8 +146,9 @@ pub trait Dataplane: Programmed + Send {
     /// mode's `minSyncPeriod`.
     fn min_interval(&self, configured: Duration) -> Duration;
 
-    /// Returns how many times the duration of an inspection passes before the next one, at least.
-    /// At 0 the sync period alone counts. Changes by other programs are found so much later.
+    /// Returns the shortest pause between two inspections, as a multiple of the time that an
+    /// inspection takes. At 0 only the sync period counts. During the pause, changes by other
+    /// programs are not found.
     fn inspection_share(&self) -> u32 {
         self.inner().map_or(0, |inner| inner.inspection_share())
     }
@@ -176,8 +178,8 @@ pub trait Dataplane: Programmed + Send {
     }
 }
 
-/// Problems that operators are told of while the dataplane serves: interfaces that lack programs,
-/// and maps that are nearly full.
+/// Problems that are reported to operators while the dataplane serves: interfaces that lack
+/// programs, and maps that are nearly full.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct HookProblems {
     /// Reasons why uplinks have no XDP program, by interface index. It is empty if all have one, or
@@ -198,7 +200,7 @@ pub struct PacketPrograms {
     /// True if no interface has any before the next [`Dataplane::attach`].
     pub come_later: bool,
     /// The reason why no workload interface takes any. `None` means that some interface has them,
-    /// or that there are too few interfaces to tell.
+    /// or that there are too few interfaces to judge by.
     pub fit_nowhere: Option<String>,
 }
 

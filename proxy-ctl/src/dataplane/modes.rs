@@ -162,8 +162,9 @@ pub fn remove_retired(
         .map_err(|error| Error::new(ErrorKind::Other, error))
 }
 
-/// Returns the ports to which a netfilter mode masquerades while these modes are active or drain.
-/// `None`: any port.
+/// Returns the source ports that rules of netfilter may use for masquerading while these modes are
+/// active or drain. If mode ebpf is one of them, the other ports are left to its programs. `None`:
+/// every port may be used.
 pub fn masquerade_ports(modes: impl IntoIterator<Item = Mode>) -> Option<PortRange> {
     modes.into_iter().any(|mode| entry(mode).retires).then(|| SourcePorts::read().netfilter)
 }
@@ -185,7 +186,8 @@ impl ModeBeside for Beside {
 
     fn has_connections(&self, to: &DialledFrontends) -> Result<bool, Error> {
         if self.at_work != Mode::Ebpf {
-            // Mode userspace has rules of its own, which keep connections translated.
+            // No connection breaks when the secondary mode is removed: the rules of mode userspace
+            // make the kernel go on translating connections.
             return Ok(false);
         }
         conntrack::has_translated_connections(|dialled| to.has(dialled))
@@ -217,7 +219,7 @@ pub fn read_mode(mode: Mode, bpffs: &Path) -> Result<Option<BoxedProgrammed>, Er
 }
 
 /// Returns the process that programs this node. It may only just have begun. `None`: there is no
-/// such process, or the kernel does not tell, as for a process of another PID namespace.
+/// such process, or the kernel does not report it, as for a process of another PID namespace.
 pub fn controller(bpffs: &Path) -> Option<u32> {
     entries().find_map(|(_, entry)| (entry.controller)(bpffs))
 }
@@ -228,7 +230,7 @@ pub fn cleanup(bpffs: &Path, keeps: &[IpNet]) -> Result<Removed, Error> {
     let mut all = Removed::default();
     let mut entries: Vec<_> = entries().collect();
     // A process that was killed while it switched between modes ipvs and iptables leaves rules of
-    // both. The rules of the former mode go first. They lead to chains of both modes, which the
+    // both. The rules of the former mode go first. They jump to chains of both modes, which the
     // mode that wrote them last removes. An error here is ignored, because the cleanup of that mode
     // reports it.
     entries.sort_by_key(|(mode, _)| !leftovers::is_overwritten(*mode).unwrap_or(false));

@@ -1,5 +1,5 @@
-//! Cleanup of modes whose rules have kube-proxy's own names. Owner tags tell their rules from those
-//! of a running kube-proxy.
+//! Cleanup of modes whose rules have kube-proxy's own names. Owner tags distinguish their rules
+//! from those of a running kube-proxy.
 
 use ipnet::IpNet;
 

@@ -1,5 +1,5 @@
 //! Decides to which interfaces XDP may send frames that came in by uplinks, and why not to the
-//! rest. Pure.
+//! rest. This module has no side effects.
 
 use super::{Device, Interface, Role};
 use crate::{
@@ -58,9 +58,9 @@ pub enum NotTaken {
 /// the device itself. They also let programs redirect frames to other devices.
 const OF_OLD: [&str; 5] = ["bnxt_en", "i40e", "ice", "ixgbe", "mlx5_core"];
 
-/// Drivers whose CPUs share queues if there are fewer queues than CPUs, in every kernel that tells
-/// the features of drivers. With other drivers a CPU sends by the queue with its own number, or not
-/// at all.
+/// Drivers whose CPUs share queues if there are fewer queues than CPUs, in every kernel that
+/// reports the features of drivers. With other drivers a CPU sends by the queue with its own
+/// number, or not at all.
 const SHARE_QUEUES: [&str; 7] = ["bnxt_en", "ena", "ice", "ixgbe", "tun", "veth", "virtio_net"];
 
 /// Returns which frames an interface takes where the programs run as `configured`. `attached` is

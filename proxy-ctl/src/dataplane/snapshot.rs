@@ -55,8 +55,7 @@ impl Snapshot {
         self.backends.sort_by_key(|one| one.address);
     }
 
-    /// Adds what one IP family serves, and the backends that it leads to. They get the next free
-    /// ids.
+    /// Adds what one IP family serves, and the backends that it uses. They get the next free ids.
     pub(in crate::dataplane) fn add_family(&mut self, mut services: Vec<ServiceSnapshot>) {
         let mut backends: BTreeMap<(SocketAddr, Protocol), BackendSnapshot> = BTreeMap::new();
         for service in &mut services {

@@ -1,7 +1,7 @@
-//! The source ports to which this node translates. The programs of mode ebpf and a netfilter mode
-//! beside them do not know each other's flows. If both used one port towards one endpoint, the
-//! programs would take the answers of netfilter's flow. So they share no port until one endpoint
-//! has more flows than the programs have reserved ports.
+//! The source ports to which this node translates. The programs of mode ebpf and the secondary mode
+//! do not know each other's flows. If both used one port towards one endpoint, the programs would
+//! take the answers of netfilter's flow. So they share no port until one endpoint has more flows
+//! than the programs have reserved ports.
 
 use std::{fs, ops::RangeInclusive};
 

@@ -43,7 +43,7 @@ pub struct FlowSnapshot {
     pub client: Option<SocketAddr>,
     pub frontend: Option<SocketAddr>,
     pub backend: SocketAddr,
-    /// The source that the backend sees in the client's place.
+    /// The source that the backend sees instead of the client.
     pub masquerade: Option<SocketAddr>,
     /// True if the backend is on another node and answers the client itself. This node does not see
     /// the answers.

@@ -1,5 +1,5 @@
 //! Decides whether XDP forwards packets that leave by the uplink by which they came, and says why.
-//! Pure.
+//! This module has no side effects.
 
 use std::io;
 

@@ -1,5 +1,5 @@
-//! UDP flows and TCP connections that lead to where nobody serves their clients: how they are found
-//! and ended.
+//! Finds and ends UDP flows and TCP connections that lead to an address where nobody serves their
+//! clients any more.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -38,13 +38,13 @@ fn dialled(frontend: &Frontend) -> Dialled {
     (address, frontend.port)
 }
 
-/// The addresses that may go on answering the clients of a frontend.
+/// The addresses that may still answer the clients of a frontend.
 pub(in crate::dataplane) trait Repliers {
     fn has(&self, replier: SocketAddr) -> bool;
 }
 
-/// The frontends whose flows are to be ended, each with those who may go on answering. They are the
-/// frontends that have changed since flows were last ended.
+/// The frontends that have changed since flows were last ended. Each is listed with the addresses
+/// that may still answer its clients, and flows to all other addresses are ended.
 #[derive(Debug)]
 pub(in crate::dataplane) struct StaleFlows<R> {
     pending: FxHashMap<(IpFamily, Dialled), R>,
@@ -110,17 +110,17 @@ impl<R: Repliers> StaleFlows<R> {
         ended.is_ok()
     }
 
-    /// Ends TCP connections to these frontends that were there before this start and that nobody
-    /// answers any more.
+    /// Ends TCP connections to these frontends that began before this start and that nobody answers
+    /// any more.
     ///
-    /// The kernel translates a connection as it did the first packet, and mostly also a new one
-    /// from the same port of the client. If nobody served the first packet, that lasts two minutes:
-    /// the new connection is not translated. If a process of mode userspace has ended, it lasts up
-    /// to five days: the kernel has not seen both ends close, and leads the new connection to a
-    /// closed port.
+    /// The kernel keeps translating a connection as it translated the first packet. It mostly
+    /// treats a new connection from the same client port in the same way. If nobody served the
+    /// first packet, the new connection is not translated for up to two minutes. If a process of
+    /// mode userspace had accepted the old connection and has ended, the new connection goes to a
+    /// closed port for up to five days, because conntrack has not seen both ends close.
     ///
-    /// `node_addresses` is as in [`Self::end`]. `own` are further addresses at which such a process
-    /// listened. Returns false if it failed.
+    /// `node_addresses` is as in [`Self::end`]. `own` are further addresses at which a process of
+    /// mode userspace listened. Returns false if it failed.
     pub(in crate::dataplane) fn end_unanswered(
         mut self,
         node_addresses: &BTreeSet<IpAddr>,
@@ -176,9 +176,9 @@ impl<R: Repliers> StaleFlows<R> {
     }
 }
 
-/// Lists connections that nobody has answered, and those that lead to this node without a socket
-/// that has them. A client that an overloaded listener knows only by SYN cookies has no socket
-/// either.
+/// Lists connections that nobody has answered, and answered connections to this node whose socket
+/// is gone. A client that an overloaded listener knows only by SYN cookies has no socket either, so
+/// its connection is listed too.
 fn unanswered(
     conntrack: &Conntrack,
     family: AddressFamily,

@@ -13,7 +13,8 @@ use crate::{
     },
 };
 
-/// The calls that the two modes got, in order: `own web`, `beside -web`.
+/// The calls that the two modes got, in order: `own web` for a write to the active mode, and
+/// `beside -web` for a removal from the secondary mode.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<String>>>);
 
@@ -27,7 +28,7 @@ impl Log {
     }
 }
 
-/// A mode that, if it is `own`, serves neither SCTP nor node ports for the node itself.
+/// A fake mode. If `who` is `own`, it serves neither SCTP nor node ports for the node itself.
 struct Fake {
     who: &'static str,
     log: Log,
@@ -38,7 +39,7 @@ struct Fake {
     programs_come_later: Arc<Mutex<bool>>,
     /// The number of calls of `supports`.
     asked: Arc<Mutex<usize>>,
-    /// True if it was told last that another mode serves everything too.
+    /// The last argument of `share_frontends`.
     shares_frontends: bool,
 }
 
@@ -51,7 +52,7 @@ impl Fake {
     }
 }
 
-/// The inspection share of each mode alone.
+/// The value that both fake modes return from `inspection_share`.
 const SHARE: u32 = 200;
 
 fn kinds(port: &DesiredPort) -> String {
@@ -169,7 +170,7 @@ struct FakeBeside {
     log: Log,
     fails: Arc<Mutex<bool>>,
     is_incomplete: Arc<Mutex<bool>>,
-    /// The destinations that clients have dialled.
+    /// The destinations that clients of established connections have dialled.
     connections: Arc<Mutex<Vec<SocketAddr>>>,
 }
 
@@ -209,7 +210,7 @@ struct Scene {
     model: Model,
     log: Log,
     fails: Arc<Mutex<bool>>,
-    /// The destinations that clients have dialled.
+    /// The destinations that clients of established connections have dialled.
     connections: Arc<Mutex<Vec<SocketAddr>>>,
     is_incomplete: Arc<Mutex<bool>>,
     is_beside_incomplete: Arc<Mutex<bool>>,
@@ -267,7 +268,9 @@ impl Scene {
         self.connections.lock().unwrap().push(dialled.parse().unwrap());
     }
 
-    /// Lets an interface lack packet programs, or gives all of them some, for this many seconds.
+    /// Takes the packet programs from an interface, or gives all interfaces programs. Then calls
+    /// `collect_garbage` once a second for this many seconds, and returns the calls that the two
+    /// modes got.
     fn lack(&mut self, lacks_programs: bool, seconds: u32) -> Vec<String> {
         *self.lacks_programs.lock().unwrap() = lacks_programs;
         (0..seconds).for_each(|_| self.both.collect_garbage().unwrap());
@@ -335,8 +338,8 @@ fn what_the_mode_beside_serves_already_is_written_to_the_mode_at_work_first() {
     assert_eq!(scene.apply(node_port(30_081)), ["beside web:n", "own web:cn"]);
 }
 
-/// A predecessor in the secondary mode has left rules for everything. They go with the first write
-/// to that mode.
+/// A predecessor in the secondary mode has left rules for everything. They are removed with the
+/// first write to that mode, which comes after the active mode serves.
 #[test]
 fn what_a_predecessor_has_left_of_the_mode_beside_serves_until_the_mode_at_work_does() {
     let mut scene = Scene::new();
@@ -447,7 +450,7 @@ fn a_mode_beside_that_could_not_be_taken_back_is_tried_again() {
     assert!(scene.log.take().contains(&"open".to_owned()));
 }
 
-/// A service port that is no longer desired must not lead to old endpoints.
+/// A service port that is no longer desired must not send clients to old endpoints.
 #[test]
 fn what_is_not_desired_any_more_leaves_the_mode_beside_whatever_the_mode_at_work_could_not_write() {
     let mut scene = Scene::new();
@@ -541,7 +544,8 @@ fn everything_is_served_by_both_while_a_pod_has_no_packet_programs() {
     assert_eq!(scene.log.take(), everything);
     scene.model.delete_service(&api().name);
     assert_eq!(scene.write(), ["own -api", "beside -api"]);
-    // The next pod comes before the rules are removed.
+    // Another pod without programs appears one second before everything would be taken back from
+    // the secondary mode. So nothing is written.
     assert_eq!(scene.lack(false, COLLECTIONS_BETWEEN_REMOVALS - 1), [""; 0]);
     assert_eq!(scene.lack(true, 1), [""; 0]);
     let alone = ["beside -web", "own frontends are its own"];

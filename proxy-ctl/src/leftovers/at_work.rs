@@ -1,7 +1,8 @@
 //! The modes in use: those that this proxy is in, here or in another process of this network
 //! namespace. Cleanup leaves their rules alone.
 //!
-//! A mode that writes under kube-proxy's names holds the lock of its name while it does.
+//! A mode whose rules have kube-proxy's names holds a [`NamespaceLock`] with the mode's name while
+//! it is in use.
 
 use super::Error;
 use crate::{

@@ -1,6 +1,6 @@
 //! Finds the tables in which health checks of load balancers (`healthCheckNodePort`) are accepted:
-//! by a former kube-proxy, or by this proxy in its place. kube-proxy accepts them in modes iptables
-//! and ipvs.
+//! by a former kube-proxy, or by this proxy instead. kube-proxy accepts them in modes iptables and
+//! ipvs.
 
 use super::{
     Error, at_work,
@@ -25,8 +25,8 @@ pub fn accepted_by_kube_proxy() -> Result<Vec<Place>, Error> {
     with_one_of(&of_others.collect::<Vec<_>>())
 }
 
-/// Returns the tables in which this proxy accepts health checks in place of a former kube-proxy.
-/// Needs CAP_NET_ADMIN.
+/// Returns the tables in which this proxy accepts health checks that a former kube-proxy accepted
+/// before. Needs CAP_NET_ADMIN.
 pub fn accepted_in_its_place() -> Result<Vec<Place>, Error> {
     with_one_of(&[names::OWN_HEALTH_CHECKS])
 }

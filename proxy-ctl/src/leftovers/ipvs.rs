@@ -69,7 +69,8 @@ pub(super) struct PendingServer {
 enum Step {
     Remove,
     Quiesce,
-    /// The server is left alone, because another program has given it new connections again.
+    /// The server is left alone. It had been drained, and another program has since let a
+    /// destination take new connections again.
     Leave,
 }
 

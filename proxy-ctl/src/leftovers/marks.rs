@@ -13,25 +13,25 @@ use crate::{
     },
 };
 
-/// A table nat, by backend and family.
+/// A table `nat`, by backend and IP family.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(super) enum Place {
     Nft(TableFamily),
     Legacy(TableFamily),
 }
 
-/// The places where the chain of an owner tag exists.
+/// The tables `nat` that have the chain of an owner tag.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub(super) struct Marks {
-    /// The places where the chain has the tag.
+    /// The tables in which the chain has the tag.
     pub(super) marked: Vec<Place>,
-    /// The places where it does not: a kube-proxy has made the chain, or has written it after this
-    /// proxy.
+    /// The tables in which the chain lacks the tag: a kube-proxy has created the chain, or has
+    /// written it after this proxy.
     pub(super) unmarked: Vec<Place>,
 }
 
 impl Marks {
-    /// Looks for an owner tag in all places. Needs CAP_NET_ADMIN.
+    /// Looks for an owner tag in every table `nat`. Needs CAP_NET_ADMIN.
     pub(super) fn read(mark: Option<Mark>) -> Result<Self, Error> {
         let mut marks = Self::default();
         let Some(Mark { table, chain, comment }) = mark else { return Ok(marks) };
@@ -59,22 +59,25 @@ impl Marks {
     }
 }
 
-/// The owners of the chains in the places where a mode of this proxy has written.
+/// The owners of the chains in the tables `nat` that a mode of this proxy has written.
+///
+/// Modes iptables and ipvs write some chains of the same names. For each of them, "the other mode"
+/// is the other of these two.
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub(super) struct OwnPlaces {
-    /// Places where all chains are this proxy's.
+    /// The tables in which all chains are this proxy's.
     pub(super) whole: Vec<Place>,
-    /// Places where a kube-proxy in the other mode owns the chains that both modes write.
+    /// The tables in which a kube-proxy in the other mode owns the chains that both modes write.
     pub(super) partly: Vec<Place>,
-    /// Places where a kube-proxy in the other mode has made its chains, but has not written the
-    /// common ones yet.
+    /// The tables in which a kube-proxy in the other mode has created chains of that mode alone,
+    /// but has not yet written the chains that both modes write.
     pub(super) begun: Vec<Place>,
 }
 
 impl OwnPlaces {
-    /// Compares owner tags. `common` are the mode's tags of [`names::mark`], and `own` are those of
-    /// [`names::mark_of_own_chains`]. `other` are the latter tags of the mode that writes some of
-    /// the same chains.
+    /// Compares owner tags. `common` are the mode's tags of [`names::mark`], and `own` are its tags
+    /// of [`names::mark_of_own_chains`]. `other` are the tags of [`names::mark_of_own_chains`] of
+    /// the other mode.
     pub(super) fn new(common: &Marks, own: &Marks, other: &Marks) -> Self {
         let is_begun = |place: &Place| other.unmarked.contains(place);
         let (begun, whole) = common.marked.iter().copied().partition(is_begun);
@@ -83,7 +86,8 @@ impl OwnPlaces {
     }
 }
 
-/// Returns the rules of modes iptables, ipvs and userspace in these places.
+/// Returns the rules of modes iptables, ipvs and userspace in the backends and IP families of these
+/// tables.
 pub(super) fn rules_in(places: &[Place]) -> PendingRemoval {
     let mut pending = PendingRemoval::default();
     for place in places {

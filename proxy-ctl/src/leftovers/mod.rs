@@ -48,7 +48,7 @@ pub use self::{
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Purpose {
-    /// This proxy serves in kube-proxy's place. Established connections that kube-proxy's rules
+    /// This proxy serves instead of kube-proxy. Established connections that kube-proxy's rules
     /// translate go on.
     TakeOver,
     /// Removes everything, as `kube-proxy --cleanup` does.
@@ -88,7 +88,7 @@ impl Error {
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum PartKind {
-    /// Rules that lead to kube-proxy's chains from chains that are not kube-proxy's.
+    /// Rules that jump to kube-proxy's chains from chains that are not kube-proxy's.
     Jumps,
     Chains,
     /// Whole tables.
@@ -117,7 +117,7 @@ impl PartKind {
     }
 }
 
-/// A number of things of one kind, in one table or in IPVS, ipset or another place.
+/// A number of leftovers of one kind in one place: in a table, in IPVS or in ipset.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Part {
     /// The place, such as `nftables ip nat`.
@@ -216,8 +216,8 @@ impl PendingRemoval {
 pub struct Removal {
     pub parts: Vec<Part>,
     pub retained: Vec<Retained>,
-    /// Places where no holder could be made. Connections that the removed rules translated break
-    /// there, unless other rules translate too.
+    /// The tables in which no holder could be made. Connections that the removed rules translated
+    /// break in their IP family, unless other rules translate too.
     pub without_holder: Vec<String>,
     /// The number of virtual servers that still have connections and take no new ones. They are
     /// removed later.
@@ -249,7 +249,7 @@ impl Removal {
     }
 }
 
-/// Adds an error unless it is listed already. One error may occur in several places.
+/// Adds an error unless it is listed already. The same error may occur in several tables.
 fn add_once(problems: &mut Vec<Error>, error: Error) {
     let text = error.to_string();
     if problems.iter().all(|known| known.to_string() != text) {
@@ -308,7 +308,7 @@ impl Leftovers {
         found
     }
 
-    /// Removes what it can of `pending`. An error in one place does not stop the removal elsewhere.
+    /// Removes what it can of `pending`. An error in one table does not stop the removal elsewhere.
     /// `keeps` is the same as for [`Self::find`]. Meanwhile no mode that these rules belong to can
     /// start.
     pub fn remove(&mut self, purpose: Purpose, keeps: &[IpNet], pending: &PendingRemoval) -> Removal {

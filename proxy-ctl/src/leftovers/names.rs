@@ -13,7 +13,7 @@ pub const IPTABLES: [&str; 3] = ["filter", "nat", "mangle"];
 /// The table of mode nftables in both families. Everything in it is kube-proxy's.
 pub const NFTABLES_TABLE: &str = "kube-proxy";
 
-/// The table of this proxy's mode userspace in both families. It leads clients to the process.
+/// The table of this proxy's mode userspace in both families. It redirects clients to the process.
 pub const USERSPACE_TABLE: &str = "proxy-ctl-userspace";
 
 /// The table of [`super::answers`] in both families.
@@ -30,11 +30,11 @@ pub const IPVS_DEVICE: &str = "kube-ipvs0";
 /// too.
 pub const MARK_MASQUERADE: &str = "KUBE-MARK-MASQ";
 pub const POSTROUTING: &str = "KUBE-POSTROUTING";
-/// The chain that accepts packets that are forwarded for a Service. It leads to no other chain.
+/// The chain that accepts packets that are forwarded for a Service. It jumps to no other chain.
 pub const FORWARD: &str = "KUBE-FORWARD";
 pub const PROXY_FIREWALL: &str = "KUBE-PROXY-FIREWALL";
 
-/// Chains of mode userspace (until 1.25) that lead clients of frontends to the process: packets
+/// Chains of mode userspace (until 1.25) that redirect clients of frontends to the process: packets
 /// that come in, and those of the node itself.
 pub const PORTALS_CONTAINER: &str = "KUBE-PORTALS-CONTAINER";
 pub const PORTALS_HOST: &str = "KUBE-PORTALS-HOST";
@@ -55,8 +55,8 @@ pub const PACKET_COUNTERS: [&str; 2] = [INVALID_DROPPED, LOCALHOST_ACCEPTED];
 /// Chains of the table filter in which modes iptables and ipvs accept health checks of load
 /// balancers.
 pub const HEALTH_CHECKS: [&str; 2] = ["KUBE-NODEPORTS", "KUBE-NODE-PORT"];
-/// The chain of the table filter in which this proxy accepts health checks in place of a former
-/// kube-proxy.
+/// The chain of the table filter in which this proxy accepts health checks that a former kube-proxy
+/// accepted before.
 pub const OWN_HEALTH_CHECKS: &str = "PROXY-CTL-HEALTH-CHECKS";
 
 /// The modes that write a chain.
@@ -142,7 +142,7 @@ const IP_SETS: [&str; 17] = [
 const LONGEST_IP_SET: usize = 31;
 
 /// Sets with the sockets of virtual servers whose addresses other interfaces than [`IPVS_DEVICE`]
-/// may have. The remaining sets have parts of these.
+/// may have. The remaining sets have some members of these sets.
 pub const SOCKET_SETS: [&str; 4] =
     ["KUBE-EXTERNAL-IP", "KUBE-EXTERNAL-IP-LOCAL", "KUBE-LOAD-BALANCER", "KUBE-NODE-PORT-SCTP-HASH"];
 /// Sets of all node ports of a protocol, with IANA's number of the protocol.
@@ -218,12 +218,13 @@ pub struct Mark {
     pub comment: &'static str,
 }
 
-/// Returns this proxy's owner tag for a mode that writes chains of iptables. A running kube-proxy
-/// in such a mode empties the tag's chain when it writes its own rules. So the tag shows that this
-/// proxy was the last to write.
+/// Returns the owner tag that this proxy writes in a mode with chains of iptables. A running
+/// kube-proxy in such a mode empties the chain of the tag when it writes its own rules. So the tag
+/// shows that this proxy was the last to write.
 ///
-/// Modes iptables and ipvs both write the chain of their tag. A kube-proxy in one of them leaves
-/// the chains that only the other writes: see [`mark_of_own_chains`].
+/// Modes iptables and ipvs have their tags in the same chain, because both write it. A kube-proxy
+/// in one of these modes does not touch the chains that only the other mode writes. For those
+/// chains there is [`mark_of_own_chains`].
 pub const fn mark(mode: Mode) -> Option<Mark> {
     let (chain, comment) = match mode {
         Mode::Iptables => ("KUBE-SERVICES", "proxy-ctl in mode iptables"),

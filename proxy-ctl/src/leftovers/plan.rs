@@ -23,7 +23,7 @@ pub struct Rule<R> {
     pub chain: String,
     pub name: R,
     pub comment: Option<String>,
-    /// The chains that it jumps to.
+    /// The chains that the rule jumps to.
     pub targets: Vec<String>,
     pub drops: bool,
 }
@@ -31,13 +31,14 @@ pub struct Rule<R> {
 /// The reason why a chain stays.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum RetainReason {
-    /// A rule of this chain, which is not kube-proxy's, jumps to it. The chain is emptied.
+    /// A rule in this chain, which is not kube-proxy's, jumps to the retained chain. The retained
+    /// chain is emptied.
     UsedBy(String),
-    /// An unknown rule that is not kube-proxy's jumps to it, so that the kernel does not delete it.
-    /// The chain is emptied.
+    /// A rule that is not kube-proxy's, in a chain that is not known, jumps to the retained chain.
+    /// The kernel therefore does not delete the retained chain. It is emptied.
     Used,
-    /// A rule that is not kube-proxy's uses it to masquerade. The chain of that rule is given if it
-    /// is known. The retained chain is not changed.
+    /// A rule that is not kube-proxy's jumps to the retained chain to masquerade. The value is the
+    /// chain of that rule, if it is known. The retained chain is not changed.
     Masquerades(Option<String>),
     /// FORWARD drops or rejects packets, and established connections may need what the chain
     /// accepts. It is not changed.

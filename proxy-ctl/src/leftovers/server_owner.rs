@@ -1,5 +1,5 @@
-//! Tells whether a virtual server is kube-proxy's, by its address or by the members of kube-proxy's
-//! sets.
+//! Decides whether a virtual server is kube-proxy's, by its address or by the members of
+//! kube-proxy's sets.
 
 use std::{collections::BTreeSet, net::IpAddr};
 

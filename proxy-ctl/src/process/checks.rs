@@ -1,6 +1,6 @@
 //! Finds settings that are valid but do not fit this node, such as those of the wrong address
-//! family, or node ports on every address. Pure. Warnings and fatal findings are the same as
-//! kube-proxy's.
+//! family, or node ports on every address. This module has no side effects. Warnings and fatal
+//! findings are the same as kube-proxy's.
 
 use ipnet::IpNet;
 

@@ -1,5 +1,5 @@
 //! Decides if a changed configuration changes nothing, can be taken over by the running proxy, or
-//! needs a new process. Pure.
+//! needs a new process. This module has no side effects.
 
 use serde_json::Value;
 

@@ -111,7 +111,7 @@ pub(super) fn flows_filling(table: &str, rows: u64) -> Event {
     Event::node(Type::Warning, "FlowTableFilling", "KeepFlows", note)
 }
 
-/// Returns the event for a mode that takes the place of the one that was asked for, with the
+/// Returns the event for a mode that was chosen instead of the one that was asked for, with the
 /// reason. kube-proxy has no such event.
 pub(super) fn mode_fallback(why: &str) -> Event {
     Event::node(Type::Warning, "ProxyModeFallback", "ChooseMode", why)

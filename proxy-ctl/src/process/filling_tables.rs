@@ -1,5 +1,4 @@
-//! Tells the cluster of flow maps that are nearly full, by one event for each time that a map
-//! becomes so.
+//! Reports flow maps that are nearly full by events, one each time that a map becomes so.
 
 use std::collections::BTreeMap;
 

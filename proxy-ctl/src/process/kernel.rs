@@ -60,7 +60,7 @@ const NETFILTER: [&str; 6] = [
 ];
 const HASH_SIZE: &str = "sys/module/nf_conntrack/parameters/hashsize";
 
-/// The largest limit that `maxPerCore` leads to on a machine with many cores.
+/// The largest limit that results from `maxPerCore` on a machine with many cores.
 const MOST_SCALED: u64 = 1 << 20;
 
 /// Returns the parameters that the configuration asks for on a node with this many cores, in the

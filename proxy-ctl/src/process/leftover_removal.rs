@@ -72,7 +72,7 @@ impl LeftoverRemoval {
         }
     }
 
-    /// Waits for the next look, and follows the ports of health checks meanwhile.
+    /// Waits until the next search is due. Meanwhile it follows the ports of health checks.
     async fn wait(&mut self, next: Instant, held_back: bool, progress: &mut Progress) {
         loop {
             tokio::select! {
@@ -87,7 +87,7 @@ impl LeftoverRemoval {
     }
 
     /// Accepts health checks where a former kube-proxy did. What cannot be written is tried again
-    /// at the next look.
+    /// after the next search.
     async fn accept_health_checks(&self, progress: &mut Progress) {
         if !progress.has_adopted {
             match blocking(&mut progress.accepted, AcceptedHealthChecks::adopt).await {
@@ -170,8 +170,9 @@ impl LeftoverRemoval {
         progress
     }
 
-    /// Removes each part until that has succeeded once. Rules that come back are reported and not
-    /// removed again, because two proxies would write and remove them in turns.
+    /// Removes what another kube-proxy has left, and tries again until each removal has succeeded
+    /// once. Rules that come back are reported and not removed again, because two proxies would
+    /// write and remove them in turns.
     async fn look_and_remove(&self, progress: &mut Progress) {
         let blockers = blockers(&self.coverage.borrow());
         let attempts =
@@ -265,15 +266,15 @@ impl LeftoverRemoval {
         reported.other_runs = !grown.is_empty();
     }
 
-    /// Finds what another kube-proxy has left, and returns it with the modes that drain, whose
-    /// parts are left out.
+    /// Searches for what another kube-proxy has left. Returns it with the modes of this proxy that
+    /// drain, whose rules the search leaves out.
     async fn look(&self, leftovers: &mut Leftovers) -> (Found, Vec<Mode>) {
         loop {
             let (config, retiring) = (Arc::clone(&self.configs.borrow()), self.retiring.borrow().clone());
             let but = retiring.clone();
             let work = move |leftovers: &mut Leftovers| leftovers.find(&config.ipvs.exclude_cidrs, &but);
             let found = blocking(leftovers, work).await.unwrap_or_else(Found::unknown);
-            // A mode may have let go of its name during the search.
+            // If a mode has released its lock during the search, its rules may count as leftovers.
             if *self.retiring.borrow() == retiring {
                 return (found, retiring);
             }
@@ -332,20 +333,23 @@ fn joined(all: &[impl Display]) -> String {
     all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// The parts that are expected while no other kube-proxy runs.
+/// The leftovers that are expected while no other kube-proxy runs.
 #[derive(Default)]
 struct Baseline {
-    /// `None` before the first search.
+    /// The leftovers of the first search, without those that were removed since. `None` before that
+    /// search.
     parts: Option<Vec<Part>>,
     removed_since: bool,
-    /// Modes of this proxy that drained at the last search. Their parts are not in `parts`.
+    /// Modes of this proxy that drained at the last search. Their rules are not counted in `parts`.
     retiring: Vec<Mode>,
 }
 
 impl Baseline {
-    /// Returns the parts of `now` that are new or larger. Parts of the modes of `retiring` are not
-    /// in `now`. If one of these modes has ended, its parts that others use have stayed, so that
-    /// the baseline begins anew.
+    /// Returns the leftovers of `now` that are new or more than expected. `now` does not count the
+    /// rules of `retiring`, the modes of this proxy that drain.
+    ///
+    /// When such a mode has ended, rules of it that other programs use are still there, and count
+    /// as leftovers from now on. So `now` is taken as what is expected.
     fn update(&mut self, now: &[Part], retiring: Vec<Mode>) -> Vec<Part> {
         let before_it = std::mem::replace(&mut self.retiring, retiring);
         if before_it.iter().any(|mode| !self.retiring.contains(mode)) {
@@ -360,7 +364,7 @@ impl Baseline {
     }
 }
 
-/// Returns the parts of `now` that are new or larger than `before`.
+/// Returns the leftovers of `now` that are new or more than in `before`.
 fn grown(before: &[Part], now: &[Part]) -> Vec<Part> {
     let was = |part: &Part| {
         let same = before.iter().find(|old| (&old.place, old.what) == (&part.place, part.what));
@@ -369,7 +373,7 @@ fn grown(before: &[Part], now: &[Part]) -> Vec<Part> {
     now.iter().filter(|part| part.count > was(part)).cloned().collect()
 }
 
-/// Returns the parts of `before` that are still there, with the smaller count.
+/// Returns the leftovers of `before` that are still there, each with the smaller count.
 fn shrunk(before: &[Part], now: &[Part]) -> Vec<Part> {
     let still = |old: &Part| {
         let same = now.iter().find(|part| (&part.place, part.what) == (&old.place, old.what))?;
@@ -482,7 +486,7 @@ mod tests {
         assert_eq!(shrunk(&first, &[part("nat", 1), part("filter", 9)]), [part("nat", 1), part("filter", 2)]);
     }
 
-    /// A search that failed shows neither removed nor new parts.
+    /// A search that failed shows neither removed nor new leftovers.
     #[test]
     fn a_failed_search_changes_nothing() {
         let mut baseline = Baseline { removed_since: true, ..Baseline::default() };
@@ -493,7 +497,7 @@ mod tests {
         baseline.removed_since = true;
         assert_eq!(baseline.update(&stays[..1], Vec::new()), []);
         assert_eq!(baseline.update(&stays, Vec::new()), stays[1..]);
-        // The part is reported and not removed.
+        // The new leftovers are reported and not removed.
         assert_eq!(baseline.update(&stays, Vec::new()), stays[1..]);
     }
 

@@ -6,7 +6,7 @@
 //!    [`dataplane_thread`] loads its programs.
 //! 3. [`set_up`] sets up the node, in kube-proxy's order.
 //! 4. Everything listed is written, and changes are followed. [`leftover_removal`] removes what
-//!    another kube-proxy has left, and [`record`] tells `status` about everything.
+//!    another kube-proxy has left, and [`record`] writes down what `status` shows.
 //! 5. The process ends by a signal, a failure, or a change of the [`own_node`] or of the
 //!    configuration ([`reload`]) that needs a new process. What is programmed goes on working.
 

@@ -1,4 +1,4 @@
-//! Chooses the modes that the configuration and this node lead to, at the start and when the
+//! Chooses the modes that result from the configuration and this node, at the start and when the
 //! configuration changes.
 
 use std::sync::Arc;
@@ -71,7 +71,8 @@ fn deprecation(before: Option<Mode>, now: Mode) -> Option<Event> {
     (now == Mode::Ipvs && before != Some(now)).then(event::ipvs_is_deprecated)
 }
 
-/// Tells of each change of the mode, and of each new fallback.
+/// Records events about refused modes, deprecated modes and new fallbacks, and shows each choice in
+/// the metrics.
 pub(super) async fn tell(
     mut in_force: watch::Receiver<ModeInForce>,
     choices: watch::Receiver<ModeChoice>,

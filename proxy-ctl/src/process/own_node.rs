@@ -253,7 +253,7 @@ mod tests {
         assert_eq!(change.ok(), expected);
     }
 
-    /// Both changes come before the first look.
+    /// The Node is deleted and back before the first check.
     #[tokio::test(start_paused = true)]
     async fn a_node_that_is_deleted_and_back_as_it_was_needs_no_new_process() {
         let before = node(&["192.0.2.1"], &[]);

@@ -62,7 +62,7 @@ pub(super) struct Proxy {
     own_node: watch::Sender<OwnNode>,
     /// The node's network. Nothing is written before the first one.
     networks: watch::Sender<Option<NodeNetwork>>,
-    /// The mode that the configuration in force leads to. It is sent before the configuration.
+    /// The mode that results from the configuration in force. It is sent before the configuration.
     choices: watch::Sender<ModeChoice>,
     pub(super) mode: watch::Sender<ModeInForce>,
     /// Modes that were active before, while anything of them is left.
@@ -283,8 +283,8 @@ impl Proxy {
         );
     }
 
-    /// Starts to tell of Services that are not served as asked. It must be called before the record
-    /// of a predecessor is replaced.
+    /// Starts to report Services that are not served as asked, by events. It must be called before
+    /// the record of a predecessor is replaced.
     pub(super) fn tell_of_unsupported_services(&self, tasks: &mut Tasks) {
         let told = match Record::read(&self.config.ebpf.bpffs) {
             Ok(record) => record.unwrap_or_default().told,

@@ -40,7 +40,7 @@ pub struct Record {
     /// The mode that serves what `mode` cannot.
     pub beside: Option<String>,
     pub reasons: Vec<String>,
-    /// The reason why the mode takes the place of the one that was asked for, if it does.
+    /// The reason why this mode was chosen instead of the one that was asked for, if it was.
     pub fallback: Option<String>,
     pub sources: Vec<SourceRecord>,
     /// The networks of `ipvs.excludeCIDRs`, whose virtual servers are not kube-proxy's.
@@ -54,7 +54,7 @@ pub struct Record {
     pub removal_blockers: Vec<String>,
     /// The fields that are not served as asked, by service port.
     pub unsupported: Vec<UnsupportedField>,
-    /// The fields that events of this node have told of.
+    /// The fields that this node has reported by events.
     pub told: Vec<UnsupportedField>,
 }
 
@@ -216,8 +216,9 @@ impl Record {
 
 const RUN: &str = "/run";
 
-/// Returns the folder for the record. For root it is /run. For another user it is the folder that
-/// systemd and others make, which is removed when the user logs out.
+/// Returns the folder in which the running process keeps its [`Record`]. For root it is /run. For
+/// another user it is the user's runtime folder, which systemd and others make, and which is
+/// removed when the user logs out.
 fn runtime_folder() -> PathBuf {
     let user = Uid::effective();
     if user.is_root() {

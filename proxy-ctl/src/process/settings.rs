@@ -45,7 +45,7 @@ impl Settings {
         Ok(settings)
     }
 
-    /// Checks the folder of manifests, which takes the API server's place.
+    /// Checks the folder of manifests, which is the source instead of the API server.
     fn check_manifests(&mut self, line: &CommandLine) -> anyhow::Result<()> {
         let Some(manifests) = &self.manifests else { return Ok(()) };
         if let Some(flag) = ["kubeconfig", "master"].into_iter().find(|flag| line.text(flag).is_some()) {

@@ -1,5 +1,5 @@
-//! Tells the cluster of interfaces that packet programs cannot be attached to. There is one event
-//! for each interface and reason. There are few in an hour, because each new pod may bring such an
+//! Reports interfaces that packet programs cannot be attached to, by events. There is one event for
+//! each interface and reason. There are few in an hour, because each new pod may bring such an
 //! interface. Metric, log and `status` name all of them.
 
 use std::collections::BTreeMap;
@@ -37,7 +37,7 @@ pub(super) async fn follow(mut problems: watch::Receiver<HookProblems>, events: 
     }
 }
 
-/// Returns an interface whose present reason was not told yet.
+/// Returns an interface whose present reason was not reported yet.
 fn next<'a>(told: &BTreeMap<u32, String>, now: &'a BTreeMap<u32, String>) -> Option<(u32, &'a String)> {
     now.iter().map(|(index, reason)| (*index, reason)).find(|(index, reason)| told.get(index) != Some(reason))
 }

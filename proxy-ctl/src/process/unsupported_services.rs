@@ -1,10 +1,9 @@
-//! Tells the cluster of Services that are not served as they ask, by one event for each Service and
-//! change.
+//! Reports Services that are not served as they ask, by one event for each Service and change.
 //!
-//! Each node has the same to tell, so that a thousand such Services on five thousand nodes would be
-//! five million requests at once. Nodes therefore tell at different moments and in different
-//! orders, and each tells of a few Services in an hour. All of them together tell of every Service.
-//! Metrics, log and `status` of each node name all of them.
+//! Every node would record the same events, so that a thousand such Services on five thousand nodes
+//! would be five million requests at once. Nodes therefore record events at different moments and
+//! in different orders, and each reports a few Services in an hour. All of them together report
+//! every Service. Metrics, log and `status` of each node name all of them.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -27,7 +26,7 @@ use crate::{
 /// The event that was sent about each Service.
 type Told = BTreeMap<ObjectName, Event>;
 
-/// The time over which nodes spread the moments at which they tell of the same Service.
+/// The time over which nodes spread the moments at which they report the same Service.
 const SPREAD: Duration = Duration::from_secs(30);
 /// The most events that a node sends in an hour.
 pub(super) const MOST_IN_AN_HOUR: usize = 20;
@@ -54,8 +53,8 @@ impl Allowance {
 
 /// Sends the events. It ends when nothing will ever be served.
 ///
-/// `told` has the fields that events have told of, at first those of a predecessor. `node` is the
-/// own name. The allowance is not kept over a restart, which lets the node tell of
+/// `told` has the fields that events have reported, at first those of a predecessor. `node` is the
+/// own name. The allowance is not kept over a restart, which lets the node report
 /// [`MOST_IN_AN_HOUR`] more.
 pub(super) async fn follow(
     mut coverage: watch::Receiver<Coverage>,
@@ -95,13 +94,13 @@ pub(super) async fn follow(
     }
 }
 
-/// Returns the Service to tell of next. Each node has an order of its own.
+/// Returns the Service to report next. Each node has an order of its own.
 fn next<'a>(told: &Told, now: &'a Told, node: &str) -> Option<&'a ObjectName> {
     let news = now.iter().filter(|(service, event)| told.get(*service) != Some(*event));
     news.map(|(service, _)| service).min_by_key(|service| number(node, service))
 }
 
-/// Returns how long the node waits before it tells of the Service.
+/// Returns how long the node waits before it reports the Service.
 fn spread(node: &str, service: &ObjectName) -> Duration {
     // The result is less than SPREAD, because the factor is below 1.
     SPREAD.mul_f64((number(node, service) % 1_000) as f64 / 1_000.0)
@@ -175,7 +174,7 @@ mod tests {
         Coverage { programmed: true, unsupported: (0..services).map(port).collect(), ..Coverage::default() }
     }
 
-    /// Returns what a node has told after this time.
+    /// Returns what a node has reported after this time.
     async fn told_by(node: &'static str, services: usize, after: Duration) -> Vec<String> {
         told_after(&watch::Sender::default(), node, services, after).await
     }

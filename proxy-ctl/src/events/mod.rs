@@ -69,7 +69,8 @@ pub struct Event {
     pub action: &'static str,
     /// The text for people. It is cut after 1024 bytes.
     pub note: String,
-    /// True if every node has the same to tell. The node that tells it first does so for all nodes.
+    /// True if every node would record the same event. The node that records it first does so for
+    /// all nodes.
     pub of_all_nodes: bool,
 }
 

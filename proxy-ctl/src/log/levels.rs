@@ -1,4 +1,4 @@
-//! The events that are logged at each verbosity.
+//! Decides which events are logged at each verbosity.
 
 use tracing::{Metadata, Subscriber, level_filters::LevelFilter, subscriber::Interest};
 use tracing_subscriber::{

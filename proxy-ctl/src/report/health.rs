@@ -1,9 +1,9 @@
-//! The health of this node's proxy, by kube-proxy's rules. A family is unhealthy when a change has
-//! been waiting for [`Health::timeout`] without a successful sync. A node that is being deleted is
-//! not eligible.
+//! The health of this node's proxy, by kube-proxy's rules. An IP family is unhealthy when a change
+//! has been waiting for [`Health::timeout`] without a successful sync. A node that is being deleted
+//! is not eligible.
 //!
-//! One rule is not kube-proxy's: all families are unhealthy when one call of the dataplane takes
-//! longer than the timeout.
+//! One rule is not kube-proxy's: both IP families are unhealthy when one call of the dataplane
+//! takes longer than the timeout.
 
 use std::{
     sync::{Mutex, MutexGuard, PoisonError},
@@ -64,12 +64,12 @@ impl Health {
         self.timeout = sync_period * 2;
     }
 
-    /// Notes that a change of this family waits to be written.
+    /// Notes that a change of this IP family waits to be written.
     pub fn queued(&mut self, family: IpFamily, now: Instant) {
         self.family(family).oldest_pending.get_or_insert(now);
     }
 
-    /// Notes that everything of this family has been written.
+    /// Notes that everything of this IP family has been written.
     pub fn updated(&mut self, family: IpFamily, now: Moment) {
         *self.family(family) = FamilyHealth { last_updated: Some(now), oldest_pending: None };
     }
@@ -124,7 +124,7 @@ impl Health {
     }
 }
 
-/// The report of a family. There is none for a family that was never updated.
+/// The report of an IP family. There is none for a family that was never updated.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 struct FamilyReport {
@@ -168,8 +168,9 @@ impl FamilyReports {
 }
 
 impl HealthReport {
-    /// Returns the body as one line of JSON. `well` is true if the status is 200. The time of the
-    /// last update is then the current time.
+    /// Returns the body as one line of JSON. With `with_node` it says whether the node is eligible
+    /// for load balancers. `well` is true if the status is 200. `lastUpdated` is then the current
+    /// time, and otherwise the time of the last update.
     pub(crate) fn body(&self, with_node: bool, well: bool) -> String {
         let newest = self.families.iter().flatten().map(|family| family.last_updated).max();
         let [v4, v6] = self.families;

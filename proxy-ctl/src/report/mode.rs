@@ -1,4 +1,4 @@
-//! The mode that the configuration leads to, and the active mode.
+//! The mode that results from the configuration, and the active mode.
 
 use crate::{
     dataplane::Modes,
@@ -16,7 +16,7 @@ pub struct ModeChoice {
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ModeInForce {
     pub modes: Modes,
-    /// The mode that the configuration leads to, if it could not take over, and the reason.
+    /// The mode that results from the configuration, if it could not take over, and the reason.
     pub refused: Option<(Mode, String)>,
 }
 

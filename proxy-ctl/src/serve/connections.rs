@@ -2,9 +2,9 @@
 //! bounded, and so is the time of every step.
 //!
 //! No source has more than its share of the connections. A new connection replaces an idle one of
-//! its own source, or, when all places are taken, one of the source that has most. Silent clients
+//! its own source, or, when all slots are taken, one of the source that has most. Silent clients
 //! thus keep nobody from an answer, and a flood keeps no other source from one. The node itself has
-//! places of its own, for the kubelet's probes.
+//! slots of its own, for the kubelet's probes.
 //!
 //! A connection of a source that opens them too fast is reset at once. That costs least, and it
 //! keeps the accept queue short: while that queue is full, the kernel drops everybody's
@@ -323,7 +323,7 @@ mod tests {
         answers(&admitted[0]);
         admitted.extend(admit(&connections, 1, 1));
         assert_eq!((evicted(&admitted), evicted(&other)), (vec![2], vec![]));
-        // The end of an evicted connection makes no room, because its place is taken already.
+        // The end of an evicted connection makes no room, because its slot is taken already.
         admitted.remove(1);
         assert_eq!(lock(&connections.others).count(), MOST_OF_SOURCE + 1);
         drop(admitted);
@@ -360,7 +360,7 @@ mod tests {
             assert_eq!(refused, Some(Refusal::AllAnswering));
         }
         assert_eq!(evicted(&admitted), [0; 0]);
-        // The node itself has places of its own.
+        // The slots for the node itself are counted apart from those for other sources.
         let own = Peer { is_own_node: true, ..from(10) };
         assert!(connections.admit(own, Instant::now()).is_ok());
     }

@@ -24,7 +24,7 @@ use crate::{
 
 const DOCUMENT: &str = include_str!("../../../docs/metrics.md");
 
-/// The type of a family, and the keys of its labels.
+/// The type of a metric family, and the keys of its labels.
 type MetricFamily = (String, BTreeSet<String>);
 
 const REASONS: &str = "\n## Reasons\n";

@@ -1,8 +1,8 @@
 //! The two text formats that scrapers ask for.
 //!
 //! Metrics are encoded as OpenMetrics. kube-proxy answers in the older Prometheus text format
-//! unless asked otherwise, and so does this proxy. In that format the name of a counter's family is
-//! that of its samples, `_total` included.
+//! unless asked otherwise, and so does this proxy. In that format the name of a counter's metric
+//! family is that of its samples, `_total` included.
 
 use std::borrow::Cow;
 
@@ -52,8 +52,8 @@ struct MetricFamily {
     samples: Vec<String>,
 }
 
-/// Converts OpenMetrics to the Prometheus format. Families are sorted by name, and samples by their
-/// labels, as in kube-proxy, so that two answers can be compared.
+/// Converts OpenMetrics to the Prometheus format. Metric families are sorted by name, and samples
+/// by their labels, as in kube-proxy, so that two answers can be compared.
 fn to_prometheus(text: &str) -> String {
     let mut families: Vec<MetricFamily> = Vec::new();
     let mut help = None;

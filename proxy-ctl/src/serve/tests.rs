@@ -188,7 +188,9 @@ async fn readyz_says_whether_everything_listed_is_programmed() {
 #[tokio::test]
 async fn only_a_stuck_loop_fails_the_liveness_probe() {
     let servers = servers().await;
-    // No write succeeds. Load balancers leave the node, and nothing is restarted.
+    // No write has succeeded for longer than a change may wait. /healthz and /livez fail, so load
+    // balancers leave the node. /livez/threads, which our manifests probe, succeeds, so nothing is
+    // restarted.
     let long_ago = Moment { instant: std::time::Instant::now() - Duration::from_secs(61), ..Moment::now() };
     servers.health.lock().updated(IpFamily::Ipv4, long_ago);
     servers.health.lock().queued(IpFamily::Ipv4, long_ago.instant);
@@ -476,7 +478,7 @@ struct Flood {
 
 impl Flood {
     async fn open(&self, sources: u32, to: SocketAddr) {
-        /// The number of open connections, which is larger than the number of the server's places.
+        /// The number of open connections, which is larger than the number of the server's slots.
         const HELD: usize = 160;
         let mut held = std::collections::VecDeque::new();
         for number in (0..sources).cycle() {
@@ -501,7 +503,7 @@ impl Flood {
 
 /// If the server had one order for all connections, a flood would end the probes that connected
 /// before it. Among many sources that have one connection each, the oldest gives way. The flood
-/// therefore opens half as many connections beside a probe as the server has places. How many come
+/// therefore opens half as many connections beside a probe as the server has slots. How many come
 /// before the probe asks must not depend on who gets a CPU.
 #[rstest]
 #[case::one_source(1, 8)]

@@ -99,7 +99,7 @@ impl KubeProxyMetrics {
         new
     }
 
-    /// Shows every family with a first value, which rates and alerts need.
+    /// Shows every metric family with a first value, which rates and alerts need.
     fn show_all(&self) {
         for family in IpFamily::ALL {
             let label = label(family);
@@ -174,12 +174,12 @@ impl KubeProxyMetrics {
         registry.register("proxy_livez", "Answers of /livez", self.livez.clone());
     }
 
-    /// Notes that a change of this family waits to be written.
+    /// Notes that a change of this IP family waits to be written.
     pub fn queued(&self, family: IpFamily) {
         self.queued_last.get_or_create(&label(family)).set(since_epoch());
     }
 
-    /// Notes a successful write for this family.
+    /// Notes a successful write for this IP family.
     pub fn synced(&self, family: IpFamily, kind: SyncKind, took: Duration) {
         let part = match kind {
             SyncKind::Full => &self.full_sync,

@@ -23,7 +23,8 @@ pub(crate) const EMULATED: &str = "1.36";
 use crate::version::{commit, commit_date};
 pub(crate) use crate::version::{platform, reported as version};
 
-/// The metrics about the component. `families` is updated when the mode's families change.
+/// The metrics about the component: its version, and the number of metric families. `families` is
+/// that number. It changes when the mode gets other metric families.
 #[derive(Clone, Debug, Default)]
 pub(super) struct ComponentInfo {
     pub(super) families: Arc<AtomicU64>,

@@ -35,17 +35,17 @@ type Label = (&'static str, &'static str);
 type ByIpFamily<M> = Family<[Label; 1], M, fn() -> M>;
 type Seconds = Gauge<f64, AtomicU64>;
 
-/// The longest time that a scrape waits for the mode's families. After it the last known ones are
-/// shown.
+/// The longest time that a scrape waits for the mode's metric families. After it the last known
+/// ones are shown.
 const MODE_WAIT: Duration = Duration::from_secs(2);
 
-/// The source from which a scrape gets the families of the mode.
+/// The source from which a scrape gets the metric families of the active mode.
 pub trait ModeFamilies: Send + Sync {
-    /// Returns the families. `None` if the dataplane does not answer.
+    /// Returns the metric families with their samples. `None` if the dataplane does not answer.
     fn families(&self) -> Pin<Box<dyn Future<Output = Option<Vec<MetricFamily>>> + Send + '_>>;
 }
 
-/// All families of `/metrics`. The controller writes them, and scrapes read them.
+/// All metric families of `/metrics`. The controller writes them, and scrapes read them.
 pub struct Metrics {
     registry: Registry,
     component: ComponentInfo,
@@ -62,8 +62,9 @@ impl std::fmt::Debug for Metrics {
 }
 
 impl Metrics {
-    /// Makes the families. No families of a mode are shown if `source` is `None`. `invalid_objects`
-    /// is the counter of the source of objects. `register` adds the families of others.
+    /// Makes the metric families. No metric families of a mode are shown if `source` is `None`.
+    /// `invalid_objects` is the counter of the source of objects. `register` adds the metric
+    /// families of other modules.
     pub fn new(
         source: Option<Box<dyn ModeFamilies>>,
         invalid_objects: InvalidObjects,
@@ -91,7 +92,7 @@ impl Metrics {
         family.get_or_create(&[("code", code.to_string())]).inc();
     }
 
-    /// Updates the families of the mode.
+    /// Asks the mode for its metric families, which are shown until the next call.
     pub(crate) async fn refresh(&self) {
         let Some(source) = &self.source else { return };
         if let Ok(Some(now)) = tokio::time::timeout(MODE_WAIT, source.families()).await {
@@ -102,7 +103,7 @@ impl Metrics {
         }
     }
 
-    /// Returns all families as OpenMetrics.
+    /// Returns all metric families as OpenMetrics.
     pub(crate) fn encode(&self) -> Result<String, std::fmt::Error> {
         let mut text = String::new();
         text::encode(&mut text, &self.registry)?;

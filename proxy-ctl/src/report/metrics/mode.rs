@@ -1,4 +1,4 @@
-//! The families of the mode, as of the last update.
+//! The metric families of the active mode, with their samples as of the last scrape.
 
 use std::sync::{Mutex, PoisonError};
 

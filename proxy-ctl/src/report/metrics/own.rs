@@ -1,4 +1,4 @@
-//! The families that only this proxy has.
+//! The metric families that only this proxy has.
 
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ use crate::{
 pub enum Phase {
     /// Computing the desired state from objects.
     Compute,
-    /// Writing what has changed.
+    /// Writing the service ports that have changed.
     Write,
     /// Comparing everything with the maps.
     Compare,
@@ -52,7 +52,7 @@ impl Phase {
 
 type ByPhase = Family<[Label; 1], Histogram, fn() -> Histogram>;
 
-/// Defines the families. Each is `field: type = name of the family, its help;`.
+/// Defines the metric families. Each is `field: type = name of the family, its help;`.
 macro_rules! families {
     ($($visible:vis $field:ident: $metric:ty = $name:literal, $help:literal;)+) => {
         #[derive(Debug)]

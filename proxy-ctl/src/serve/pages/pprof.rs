@@ -101,8 +101,8 @@ impl Profile {
             let frames = names.of(&stack.frames);
             let count = i64::try_from(count).unwrap_or(i64::MAX);
             Sample {
-                // Each function is one location, because addresses within a function are not told
-                // apart.
+                // Each function is one location, because addresses within a function are not
+                // distinguished.
                 location_ids: frames.iter().map(|name| functions.number(name) as u64 + 1).collect(),
                 values: vec![count, count.saturating_mul(period)],
                 labels: vec![label],

@@ -9,7 +9,7 @@ pub struct ChosenMode {
     pub requested: RequestedMode,
     /// The reasons why this mode was chosen, and what is less than best on this node.
     pub reasons: Vec<String>,
-    /// The reason why the mode takes the place of the one that was asked for, if it does.
+    /// The reason why this mode was chosen instead of the one that was asked for, if it was.
     pub fallback: Option<String>,
 }
 
@@ -38,7 +38,7 @@ fn obstacles(probe: &Probe) -> String {
 }
 
 /// Chooses the mode by `probes`, the answers of the modes. If `may_fall_back` is true, another mode
-/// may take the place of the one that was asked for.
+/// may be chosen instead of the one that was asked for.
 pub fn choose(
     requested: RequestedMode,
     may_fall_back: bool,

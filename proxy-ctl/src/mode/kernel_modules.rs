@@ -1,4 +1,4 @@
-//! Tells which parts of the kernel are loaded, built in, or still to be loaded.
+//! Finds out which parts of the kernel are loaded, built in, or still to be loaded.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,7 +25,7 @@ impl KernelModule {
     }
 }
 
-/// The texts that tell of modules. `None` if there is no such file, or it cannot be read.
+/// The texts that list modules. `None` if there is no such file, or it cannot be read.
 #[derive(Clone, Debug, Default)]
 pub struct ModuleTexts {
     /// The text of `/proc/modules`.

@@ -54,7 +54,7 @@ impl NameInterner {
 #[derive(Debug)]
 struct Interner<T: ?Sized> {
     known: FxHashSet<Arc<T>>,
-    /// The number of names at which those without another holder are dropped.
+    /// The size of `known` at which names that nothing else holds are dropped.
     sweep_at: usize,
 }
 

@@ -23,7 +23,7 @@ pub(crate) fn name(text: &str) -> ObjectName {
     ObjectName::new(namespace, name)
 }
 
-/// Returns a Service with an unnamed port 80/TCP.
+/// Returns a Service with an unnamed port 80/TCP. `text` is `namespace/name`.
 pub(crate) fn service(text: &str, cluster_ips: &[&str]) -> Service {
     Service {
         name: name(text),

@@ -1,4 +1,5 @@
-//! Decides which interfaces get packet programs, and in which role. Pure.
+//! Decides which interfaces get packet programs, and in which role. This module has no side
+//! effects.
 
 use crate::dataplane::{Role, RoleReason};
 

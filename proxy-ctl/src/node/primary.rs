@@ -1,4 +1,5 @@
-//! Chooses one address of each family from the Node's addresses, in kube-proxy's order. Pure.
+//! Chooses one address of each family from the Node's addresses, in kube-proxy's order. This module
+//! has no side effects.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -47,7 +48,8 @@ impl NodeIps {
         }
     }
 
-    /// Returns true if the primary address is only assumed.
+    /// Returns true if the primary address is not known, so that the loopback address stands for
+    /// it.
     pub fn is_assumed(&self) -> bool {
         self.of(self.primary).is_loopback()
     }

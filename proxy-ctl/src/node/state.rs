@@ -1,5 +1,5 @@
 //! Converts netlink messages into the node's links, addresses and default routes, and these into a
-//! [`NodeNetwork`]. Pure.
+//! [`NodeNetwork`]. This module has no side effects.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -376,7 +376,8 @@ fn parse_tag(info: &LinkInfo) -> Option<(u16, u16)> {
     protocol.zip(id)
 }
 
-/// Parses an address. Its place is still 0.
+/// Parses an address. Its position ([`Assignment::place`]) is 0 until the address is added to the
+/// state.
 fn parse_address(message: &AddressMessage) -> Option<((u32, IpAddr), Assignment)> {
     let (mut local, mut address) = (None, None);
     let mut flags = AddressFlags::from_bits_retain(message.header.flags.bits().into());

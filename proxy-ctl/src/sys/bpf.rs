@@ -1,4 +1,4 @@
-//! `bpf(2)`: pins, links, iterators, and what the kernel tells about maps and links.
+//! `bpf(2)`: pins, links, iterators, and what the kernel reports about maps and links.
 
 use std::{
     cell::Cell,
@@ -306,7 +306,7 @@ pub fn tcx_programs(interface: u32, hook: bpf_attach_type) -> Result<Vec<u32>, C
     Ok(ids)
 }
 
-/// The place where an XDP program runs.
+/// The layer in which an XDP program runs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum XdpMode {
     /// The driver runs it.

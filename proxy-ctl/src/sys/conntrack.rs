@@ -178,7 +178,7 @@ impl Conntrack {
         self.listed(family, parse).map(Option::unwrap_or_default)
     }
 
-    /// Returns `None` if the kernel lists no connections.
+    /// Returns the connections, or `None` if the kernel cannot list them.
     fn listed<T>(
         &self,
         family: AddressFamily,

@@ -13,7 +13,7 @@ use super::{
     veth::{self, PeerChecksums},
 };
 
-/// Facts about a device. `None` in a field means that the kernel does not tell.
+/// Facts about a device. `None` in a field means that the kernel does not report it.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct DeviceFacts {
     /// The name of the driver. For a device that the kernel itself provides, it is the name of its
@@ -103,7 +103,8 @@ pub(super) fn offloads(index: u32) -> Result<BTreeSet<String>, CallError> {
     Ok(facts.offloads)
 }
 
-/// Returns true if XDP programs may redirect frames to this interface, as far as its driver tells.
+/// Returns true if XDP programs may redirect frames to this interface, as far as its driver reports
+/// that.
 pub fn takes_frames(index: u32, name: &str) -> bool {
     let mut facts = DeviceFacts::default();
     if let Err(error) = netdev(index, &mut facts) {

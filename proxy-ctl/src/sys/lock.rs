@@ -31,8 +31,8 @@ impl Lock {
     }
 }
 
-/// The process that holds a lock, for people to read. It is `None` if the kernel does not tell,
-/// because the process is in another PID namespace.
+/// The process that holds a lock, for people to read. It is `None` if the kernel does not report
+/// it, because the process is in another PID namespace.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Holder(pub Option<u32>);
 

@@ -85,8 +85,8 @@ const SLICE: usize = 16_384;
 const ENOTSUPP: i32 = 524;
 
 impl Map<u32, u32> {
-    /// Puts a map into an array of maps. Since Linux 4.20, this returns when no program uses the
-    /// former one any more.
+    /// Puts a map into an array of maps, at the index `place`. Since Linux 4.20, this returns when
+    /// no program uses the former one any more.
     pub fn put_map(&self, place: u32, map: BorrowedFd<'_>) -> Result<(), CallError> {
         self.set(&place, &number(map))
     }

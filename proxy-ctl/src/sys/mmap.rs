@@ -151,7 +151,7 @@ impl<T: Pod> SharedArray<T> {
     }
 
     /// Returns an element. Returns `None` if the index is beyond the end or the segment cannot be
-    /// mapped, for which [`SharedArray::provide`] tells the reason.
+    /// mapped, for which [`SharedArray::provide`] returns the reason.
     pub fn get(&self, index: usize) -> Option<T> {
         let mut copy = [0_u64; WORDS];
         for (to, from) in copy.iter_mut().zip(self.words(index)?) {

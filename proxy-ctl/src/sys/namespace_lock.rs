@@ -83,7 +83,8 @@ impl NamespaceLock {
         }
     }
 
-    /// Takes `proxy-ctl/<name>` in the network namespace of the calling thread, without waiting.
+    /// Tries to take the lock `proxy-ctl/<name>` of the network namespace in which the calling
+    /// thread is. Does not wait while another process holds it.
     pub fn try_acquire(name: &str) -> io::Result<NamespaceAttempt> {
         let mut own = path(name);
         let bound = match UnixListener::bind_addr(&address(&own)?) {
@@ -109,7 +110,7 @@ impl NamespaceLock {
     }
 
     /// Returns the process that holds the lock. Returns `None` if nobody does or the kernel does
-    /// not tell.
+    /// not report it.
     pub fn holder(name: &str) -> Option<u32> {
         // The connection is made without waiting, because the queue of a holder that accepts nobody
         // may be full.
@@ -153,8 +154,8 @@ pub fn is_trusted(stream: &impl AsFd) -> bool {
 }
 
 /// Returns the names of sockets that count as the lock, without the leading zero byte. If the
-/// kernel does not tell the owners (no CONFIG_UNIX_DIAG, or before 5.3), a socket of the exact name
-/// counts, whoever owns it.
+/// kernel does not report the owners (no CONFIG_UNIX_DIAG, or before 5.3), a socket of the exact
+/// name counts, whoever owns it.
 fn counted(name: &str) -> Vec<String> {
     counted_of(name, listening(WITH_NAME_AND_OWNER))
 }
@@ -179,7 +180,7 @@ fn counted_of(name: &str, listening: io::Result<Vec<(String, Uid)>>) -> Vec<Stri
 }
 
 /// Returns the abstract sockets of the network namespace that listen, with their owners. `shown`
-/// says what the kernel is asked for. Fails if it does not tell the owners.
+/// says what the kernel is asked for. Fails if the kernel does not report the owners.
 fn listening(shown: u32) -> io::Result<Vec<(String, Uid)>> {
     let mut header = [0; 24];
     header[0] = AddressFamily::Unix as u8;

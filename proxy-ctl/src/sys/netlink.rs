@@ -140,7 +140,7 @@ impl Messages {
         }
     }
 
-    /// Returns all messages, in parts.
+    /// Returns the bytes of all messages, buffer by buffer.
     fn parts(&self) -> impl Iterator<Item = &[u8]> {
         self.earlier.iter().chain([&self.bytes]).map(Vec::as_slice)
     }

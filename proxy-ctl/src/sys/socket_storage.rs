@@ -128,8 +128,9 @@ fn check<T>(map: BorrowedFd<'_>) -> Result<(), CallError> {
 }
 
 fn read<T: Pod>(link: BorrowedFd<'_>) -> Result<Vec<StoredSocket<T>>, CallError> {
-    /// The size of the kernel's own buffer. A read that asks for less ends in the middle of a
-    /// table, where some iterators continue by counting.
+    /// The number of bytes that one read asks for: the size of the kernel's own buffer. After a
+    /// smaller read, some iterators would find their position in a hash bucket by counting, and
+    /// miss elements if others were removed meanwhile.
     const AT_ONCE: usize = 32 << 10;
     let (mut file, mut bytes, mut buffer) = (File::from(bpf::iterator(link)?), Vec::new(), vec![0; AT_ONCE]);
     loop {

@@ -34,7 +34,7 @@ pub enum Direction {
 pub struct Filter {
     pub priority: u16,
     pub handle: u32,
-    /// The id of its program. 0 means that the kernel does not tell (before Linux 4.16).
+    /// The id of its program. 0 means that the kernel does not report it (before Linux 4.16).
     pub program: u32,
     /// The name that its owner has given it. It may be empty.
     pub name: String,
@@ -125,8 +125,8 @@ pub fn add_clsact(interface: u32) -> Result<bool, CallError> {
     }
 }
 
-/// Removes the clsact qdisc with every filter on it. Returns false if there is none. A qdisc of
-/// another kind in its place stays.
+/// Removes the clsact qdisc with every filter on it. Returns false if there is none. An ingress
+/// qdisc of another kind stays.
 pub fn remove_clsact(interface: u32) -> Result<bool, CallError> {
     let mut message = message(RTM_DELQDISC, NLM_F_ACK, interface, CLSACT_HANDLE, TC_H_CLSACT, 0);
     match request("netlink RTM_DELQDISC clsact", message.text(TCA_KIND, CLSACT)) {
@@ -224,7 +224,7 @@ pub fn filters(interface: u32, direction: Direction) -> Result<Vec<Filter>, Call
     list(interface, direction, filter)
 }
 
-/// Returns true if the kernel has tcx (6.6). Also returns true if that cannot be told, for example
+/// Returns true if the kernel has tcx (6.6). Also returns true if that is not known, for example
 /// because the interface is gone.
 pub fn has_tcx(index: u32) -> bool {
     let listed = bpf::tcx_programs(index, Direction::Ingress.tcx_hook());
@@ -232,7 +232,7 @@ pub fn has_tcx(index: u32) -> bool {
 }
 
 /// Returns the ids of the programs of a tcx hook in the order in which they run. Returns `None` if
-/// the interface is gone or the kernel does not tell.
+/// the interface is gone or the kernel does not report them.
 pub fn tcx_program_ids(index: u32, direction: Direction) -> Option<Vec<u32>> {
     let listed = bpf::tcx_programs(index, direction.tcx_hook());
     let told = |error: &CallError| tracing::debug!(index, %error, "the programs of a hook cannot be listed");
@@ -240,7 +240,7 @@ pub fn tcx_program_ids(index: u32, direction: Direction) -> Option<Vec<u32>> {
 }
 
 /// Returns the programs of a tcx hook in the order in which they run. Their names cost a system
-/// call each. Returns `None` if the interface is gone or the kernel does not tell.
+/// call each. Returns `None` if the interface is gone or the kernel does not report them.
 pub fn tcx_programs(index: u32, direction: Direction) -> Option<Vec<AttachedProgram>> {
     let name =
         nix::net::if_::if_indextoname(index).ok()?.into_string().ok().filter(|name| !name.is_empty())?;

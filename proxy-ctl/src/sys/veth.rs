@@ -1,7 +1,8 @@
 //! The other end of a veth: whether it completes the checksums of what it sends.
 //!
 //! The sender of a packet may leave its checksum to the device (`CHECKSUM_PARTIAL`). A veth hands
-//! such a packet on as it is. An XDP program sees the unfinished field, and nothing tells it so.
+//! such a packet on as it is. An XDP program sees the unfinished field, and nothing shows that it
+//! is unfinished.
 
 use std::{collections::BTreeSet, io, os::fd::AsRawFd as _, thread};
 

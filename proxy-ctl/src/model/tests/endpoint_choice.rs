@@ -84,7 +84,7 @@ struct Choice {
     has_any: bool,
 }
 
-/// Applies the rules as they are documented, step by step.
+/// Chooses endpoints by kube-proxy's rules as they are documented, step by step.
 fn by_the_book(kinds: &[Kind], asked: Asked) -> Choice {
     let Asked { internal_local, external_local, externally_accessible, zone_is_known } = asked;
     let which = |rule: &dyn Fn(&Kind) -> bool| -> Vec<usize> {

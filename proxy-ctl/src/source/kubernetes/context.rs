@@ -1,4 +1,4 @@
-//! The parts that every watcher shares.
+//! The state that all watchers share.
 
 use std::sync::{Arc, atomic::AtomicBool};
 

@@ -87,7 +87,7 @@ impl Kubernetes {
                 "the API server is spoken to without TLS, so it is not told the kubeconfig's user"
             );
         }
-        // If the kubeconfig names a proxy, that is dialled in the server's place.
+        // If the kubeconfig names a proxy, that proxy is dialled instead of the server.
         let dialled = loaded.client.proxy_url.is_none().then_some(&loaded.client.cluster_url);
         let server_address = dialled.and_then(socket_address);
         let variable = |name: &str| std::env::var(name).ok();

@@ -164,7 +164,7 @@ impl<P: ParsedObject> Tracked<P> {
             return (vec![P::REPLACE(parsed)], new);
         }
         // A replacement would remove the last valid version of the unreadable objects. New objects
-        // are applied before others are deleted: one may take the place of another, and the
+        // are applied before others are deleted: a new object may replace a deleted one, and the
         // receiver may write at any moment in between.
         let gone = before.into_iter().filter(|name| !self.served.contains(name)).map(P::DELETE);
         (parsed.into_iter().map(P::APPLY).chain(gone).collect(), new)

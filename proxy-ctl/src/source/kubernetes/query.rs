@@ -24,8 +24,8 @@ use super::{
 pub(super) const WATCH: Range<Duration> = Duration::from_secs(240)..Duration::from_secs(360);
 /// The time after which the server ends a watch over HTTP/1.1. Only this end proves that the
 /// connection is alive. A watch that is left earlier brings no bookmark, because the server sends
-/// the first one after a minute or 2 s before the end. Without bookmarks the version of a quiet
-/// kind expires.
+/// the first one after a minute or 2 s before the end. Without bookmarks the version of a kind
+/// without changes expires.
 pub(super) const UNPINGED_WATCH: Range<Duration> = Duration::from_secs(30)..Duration::from_secs(35);
 
 /// Returns a random duration of this range.

@@ -34,7 +34,7 @@ impl RateLimit {
         Self(quota.map(|quota| Mutex::new(DefaultDirectRateLimiter::direct(quota))))
     }
 
-    /// Returns when one more request may be sent. Requests are let go in the order in which they
+    /// Returns when one more request may be sent. Requests are sent in the order in which they
     /// came.
     pub(super) async fn wait(&self) {
         let Some(limiter) = &self.0 else { return };

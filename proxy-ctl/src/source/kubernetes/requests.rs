@@ -168,7 +168,7 @@ impl Drop for Size {
 
 #[cfg(test)]
 impl Requests {
-    /// Gives every family a sample.
+    /// Gives every metric family a sample.
     pub(super) fn sample(&self) {
         let asked = SentRequest::new(&Request::new(kube::client::Body::empty()));
         self.waited(&Method::GET, String::new(), Duration::ZERO);

@@ -54,8 +54,8 @@ const STREAM_ATTEMPTS: u32 = 2;
 /// The reason why a watcher has ended.
 pub(super) enum EndReason {
     ReceiverGone,
-    /// The API server does not have the kind, or does not tell whether it has it. The watcher can
-    /// be run again.
+    /// The API server does not have the kind, or does not say whether it has it. The watcher can be
+    /// run again.
     NotServed(Failure),
 }
 

@@ -22,7 +22,7 @@ const LOCK_SECONDS: &str = "5";
 const RESOURCE_PROBLEM: i32 = 4;
 const FOLDERS: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// The part of the kernel that has the rules of a tool.
+/// The part of the kernel to which a tool writes its rules.
 #[derive(Clone, Copy, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
 pub enum Backend {
     /// The kernel's interface from before nf_tables.

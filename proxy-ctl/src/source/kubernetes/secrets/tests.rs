@@ -58,8 +58,8 @@ async fn failures(config: Config) -> [String; 2] {
     [asked, Failure::from(event)].map(|failure| failure.to_string())
 }
 
-/// Returns the same as [`failures`] for a server without TLS. There the kubeconfig's user would be
-/// withheld, so its credentials are set here.
+/// Returns the same as [`failures`] for a server without TLS. To such a server the client does not
+/// send the credentials of a kubeconfig's user, so this function sets them itself.
 async fn failures_without_tls(config: Config, port: u16) -> [String; 2] {
     let mut loaded = config.load().unwrap();
     if let Some(plugin) = &loaded.plugin {

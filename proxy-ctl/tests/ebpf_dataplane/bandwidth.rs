@@ -1,6 +1,6 @@
 //! Tests of CNI's bandwidth plugin on kernels without tcx. The plugin adds the queueing discipline
-//! `ingress` to a pod's interface, which has one place for it that `clsact` would take. The pod
-//! starts in both orders.
+//! `ingress` to a pod's interface, which can have only one ingress qdisc: either that or `clsact`.
+//! The pod starts in both orders.
 
 use std::{
     collections::BTreeMap,
@@ -219,7 +219,8 @@ fn the_bandwidth_plugin_finds_its_place_at_a_new_interface(#[case] limiter: Limi
     until(&mut dataplane, |dataplane| unattached(dataplane).contains_key(&index("dpa")));
     assert_eq!(limits("dpa"), limited);
 
-    // The next interface has a place for the plugin too, and one without limits gets programs.
+    // The next interface keeps room for the plugin's qdisc too, and one without limits gets
+    // programs.
     let second = Pod::on("dpc");
     veth("dpd");
     dataplane.take_host(&workloads(&["dpa", "dpb", "dpc", "dpd"])).unwrap();
@@ -258,7 +259,7 @@ fn a_new_interface_that_has_a_clsact_qdisc_already_is_attached_to_at_once() {
     assert!(is_attached("dpa"));
 }
 
-/// The mode beside serves their pods meanwhile. Its connections are listed each time that such
+/// The secondary mode serves their pods meanwhile. Its connections are listed each time that such
 /// interfaces are attached to.
 #[test]
 fn while_a_pod_lacks_programs_interfaces_that_have_settled_are_attached_to_together() {

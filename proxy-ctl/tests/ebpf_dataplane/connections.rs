@@ -41,7 +41,7 @@ fn connections(sandbox: &Sandbox) -> Vec<Option<u64>> {
     sandbox.snapshot().backends.iter().map(|backend| backend.connections).collect()
 }
 
-/// A process of the cgroup that holds connections to the Service until it is let go.
+/// A process of the cgroup that holds connections to the Service until it is released.
 struct Holder(Child);
 
 impl Holder {

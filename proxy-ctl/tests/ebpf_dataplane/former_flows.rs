@@ -123,7 +123,8 @@ fn both_pairs_of_ends_of_a_connection_are_kept_from_flows_until_it_ends() {
     expected.sort();
     assert_eq!(keys, expected, "{rows:?}");
 
-    // The first call keeps the connections of the mode beside, and takes marks off as well.
+    // The first call reserves the ends of the secondary mode's connections, and also clears what
+    // marks entries as dialled.
     dataplane.collect_garbage().unwrap();
     // Somebody forges a SYN: the connection goes on, and the mark is taken off.
     mark_as_dialled(&sandbox);
@@ -158,7 +159,7 @@ fn mark_as_dialled(sandbox: &Sandbox) {
     }
 }
 
-/// The row of a connection that has ended is removed also if nobody dials.
+/// The entry of a connection that has ended is removed also if nobody dials.
 #[test]
 fn what_is_kept_from_flows_ends_with_its_connection() {
     let Some(sandbox) = Sandbox::new() else { return };
@@ -175,8 +176,8 @@ fn what_is_kept_from_flows_ends_with_its_connection() {
     collect_until(&mut dataplane, || kept(&sandbox).is_empty());
 }
 
-/// Makes a rule that leads TCP connections to the Service to a listener. Returns `None`, and says
-/// why, if that is not possible here.
+/// Makes a rule that redirects TCP connections to the Service to a listener. Returns `None`, and
+/// says why, if that is not possible here.
 fn listener_of_former_proxy() -> Option<TcpListener> {
     if Command::new("nft").arg("--version").output().is_err() {
         println!("skipped: nft is not installed");

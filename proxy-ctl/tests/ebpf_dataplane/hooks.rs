@@ -734,7 +734,7 @@ fn xdp_is_on_the_uplinks_that_can_have_it() {
     let dataplane = open(Xdp::Generic);
     assert_eq!(links(&sandbox), with(&[format!("{uplink}_generic"), format!("{bridge}_generic")]));
     drop(dataplane);
-    // None of these devices is a card.
+    // None of these devices is a network card.
     for xdp in [Xdp::Auto, Xdp::Off] {
         drop(open(xdp));
         assert_eq!(links(&sandbox), of_tc(), "{xdp:?}");

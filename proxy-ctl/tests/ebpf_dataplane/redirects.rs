@@ -120,7 +120,7 @@ fn inspect(dataplane: &mut EbpfDataplane) {
     }
 }
 
-/// Makes the uplinks `dpa` and `dpb`. Says that the test is skipped if the kernel does not tell
+/// Makes the uplinks `dpa` and `dpb`. Says that the test is skipped if the kernel does not report
 /// what drivers do, as before Linux 6.3.
 fn two_uplinks() -> Option<(Sandbox, u32, u32)> {
     let sandbox = Sandbox::new()?;

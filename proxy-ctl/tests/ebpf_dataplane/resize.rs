@@ -62,7 +62,7 @@ fn affinity(sandbox: &Sandbox) -> Vec<(AffinityKey<[u8; 4]>, Affinity)> {
     all
 }
 
-/// Adds clients of a service port that has no affinity, so that nobody looks before the next
+/// Adds clients of a service port that has no affinity, so that nothing reads them before the next
 /// collection.
 fn add_clients(sandbox: &Sandbox, count: u8) -> Vec<(AffinityKey<[u8; 4]>, Affinity)> {
     let table: Map<AffinityKey<[u8; 4]>, Affinity> = map(sandbox, "maps/affinity4");
@@ -94,7 +94,7 @@ fn desired() -> Vec<Arc<DesiredPort>> {
     numbered(1..=40)
 }
 
-/// Asserts that no map is being replaced, and that programs look into one map of each name.
+/// Asserts that no map is being replaced, and that programs use one map of each name.
 fn assert_finished(sandbox: &Sandbox) {
     assert_eq!(fs::read_dir(sandbox.pins("before")).unwrap().count(), 0);
     for (_, maps) in table::RESIZABLE {
@@ -201,7 +201,7 @@ fn tables_of_one_limit_keep_their_size_together() {
     assert_eq!(sizes, [256, 256], "40 names would fit into 64 entries, and ids up to 100 do not");
 }
 
-/// The programs have gone on writing the former map, where they look first.
+/// The programs have gone on writing the former map, which they search first.
 #[test]
 fn an_entry_that_was_copied_and_not_taken_is_as_it_was_written_last() {
     let Some(mut donor) = Sandbox::new() else { return };
@@ -227,7 +227,7 @@ fn an_entry_that_was_copied_and_not_taken_is_as_it_was_written_last() {
 }
 
 /// A killed controller may leave the former map set aside, and no new map, an empty one, or one
-/// with a part of the entries.
+/// with some of the entries.
 #[rstest]
 #[case::no_new_map(None)]
 #[case::empty(Some(0))]

@@ -272,7 +272,7 @@ fn changes_of_other_programs_are_repaired() {
     controller.wait_for("everything compared and written");
     let (services, backends) = (node.show("services"), node.show("backends"));
 
-    // Nothing was changed, so the comparison writes nothing.
+    // Nothing was changed, so the resync writes nothing.
     let written = metric("proxy_writes_total");
     controller.wait_for("everything compared and written");
     assert_eq!((metric("proxy_writes_total"), metric("proxy_drift_total")), (written, "0".into()));
@@ -288,9 +288,8 @@ fn changes_of_other_programs_are_repaired() {
     let addresses = node.table::<[u8; 4], NodeAddress>("node_addresses4");
     addresses.set(&[203, 0, 113, 9], &NodeAddress::default()).unwrap();
     controller.wait_for("another program had changed the tables");
-    // A comparison that came in the middle of these changes has found a part of them, and the next
-    // one the rest. The changes are two frontends, the mark of a ClusterIP, a backend and an
-    // address.
+    // An inspection in the middle of these changes finds some of them, and the next inspection the
+    // rest. The changes are two frontends, the mark of a ClusterIP, a backend and an address.
     let deadline = Instant::now() + PATIENCE;
     while metric("proxy_drift_total") != "5" {
         assert!(Instant::now() < deadline, "{} changes were found", metric("proxy_drift_total"));
@@ -335,7 +334,7 @@ fn a_service_without_room_leaves_the_node_healthy_and_its_neighbours_served() {
         let services = services.as_array().unwrap().iter();
         services.map(|service| service["name"].as_str().unwrap().to_owned()).collect()
     };
-    // Four comparisons take longer than a change may wait before the node is unhealthy.
+    // Four inspections take longer than a change may wait before the node is unhealthy.
     for _ in 0..4 {
         controller.wait_for("everything compared and written");
     }

@@ -264,8 +264,8 @@ fn replace_maps(value: &mut Value, with: &impl Fn(&Value) -> Option<Value>) {
     }
 }
 
-/// Numbers the listeners of mode userspace, whose ports are random, in the order of what leads to
-/// them.
+/// Numbers the listeners of mode userspace, whose ports are random, in the order of the rules that
+/// redirect to them.
 fn number_listeners(objects: &mut [Value]) {
     let of_userspace =
         |object: &&mut Value| table(object).is_some_and(|(_, name)| name == "proxy-ctl-userspace");

@@ -18,7 +18,7 @@ use serde_json::Value;
 
 use crate::world::World;
 
-/// Time within which an event is told.
+/// Time within which an event is recorded.
 const TOLD_WITHIN: Duration = Duration::from_secs(30);
 
 /// Running `proxy-ctl monitor` with its events. It ends when this is dropped.

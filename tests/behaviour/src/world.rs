@@ -22,8 +22,8 @@ use crate::{
 
 /// Time within which a proxy must follow a change, even kube-proxy on a busy machine.
 const SETTLES_WITHIN: Duration = Duration::from_secs(60);
-/// Milliseconds after which a process of the node looks again whether it is served. A look takes as
-/// long if packets to a port that is not served yet are lost.
+/// Milliseconds after which a process of the node checks again whether it is served. A check takes
+/// as long if packets to a port that is not served yet are lost.
 const BETWEEN_LOOKS_MS: u64 = 50;
 /// Milliseconds that a request of [`World::answers`] may always take. A scenario may wait for less,
 /// to see that nobody answers. A machine that is busy may delay an answer for longer.

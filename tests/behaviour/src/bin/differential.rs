@@ -39,7 +39,7 @@ struct Comparison {
     cells: BTreeMap<(usize, usize, String), String>,
     /// Number of rows that were judged for each setting.
     judged: Vec<(Setting, usize)>,
-    /// Scenarios and rows that mode ebpf cannot do yet, and that have failed.
+    /// Scenarios and rows that have failed, and that are listed as not supported by mode ebpf yet.
     not_yet: BTreeSet<String>,
 }
 

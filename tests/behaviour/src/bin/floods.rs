@@ -1,5 +1,5 @@
-//! Floods of forged packets, and flows that end in all ways: what becomes of the rows of the flow
-//! tables, of connections that are established, and of Services that are not flooded.
+//! Floods of forged packets, and flows that end in all ways: what becomes of the entries of the
+//! flow maps, of connections that are established, and of Services that are not flooded.
 
 use std::{
     process::ExitCode,
@@ -27,8 +27,8 @@ const SETTING: Setting = Setting::new(ProxyKind::Ebpf, PathKind::Sockets);
 struct CommandLine {
     #[command(flatten)]
     harness: scenario::Arguments,
-    /// With the default lifetimes and until the rows are back, on a machine that does nothing else:
-    /// about 20 minutes for the floods, and 20 for the soak
+    /// With the default lifetimes and until the entries are gone, on a machine that does nothing
+    /// else: about 20 minutes for the floods, and 20 for the soak
     #[arg(long)]
     full: bool,
     /// Seconds of each flood [default: 1; with --full 30]

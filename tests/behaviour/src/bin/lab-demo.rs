@@ -196,7 +196,7 @@ struct Running {
     client: &'static str,
     what: String,
     load: usize,
-    /// Counts at the last look.
+    /// Counts at the last check.
     before: Tally,
 }
 

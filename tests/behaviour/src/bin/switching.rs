@@ -328,8 +328,8 @@ impl Run {
         NODES.into_iter().try_for_each(|node| self.world.proxy(node)?.terminate())
     }
 
-    /// Cleans up each node. If a kube-proxy was the last at work, this removes what it has written
-    /// too.
+    /// Cleans up each node. If a kube-proxy was the last active proxy, this removes what it has
+    /// written too.
     fn clean(&self) -> Result<()> {
         let last = self.world.setting.proxy;
         // `--kube-proxy` also removes the table that keeps translating connections of former rules,

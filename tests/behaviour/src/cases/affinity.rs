@@ -155,15 +155,15 @@ fn expires(world: &mut World, _: Variant) -> Result<()> {
     let first = servers(world)?;
     let start = Instant::now();
     while start.elapsed() < Duration::from_secs(u64::from(SECONDS) + 1) {
-        // Each connection prolongs affinity. It must outlast its own time, and nothing shows that
-        // but time.
+        // Each connection renews affinity. The loop goes on for longer than the timeout of
+        // affinity, to show that renewed affinity lasts longer than that.
         thread::sleep(Duration::from_secs(1));
         let asked = Instant::now();
         let now = servers(world)?;
         ensure!(asked.elapsed() < Duration::from_secs(u64::from(SECONDS) - 2), "this machine is too slow");
         ensure!(now == first, "after {:?}: {now:?}, before {first:?}", start.elapsed());
     }
-    // Affinity expires while nobody connects, because a look would prolong it.
+    // Nobody connects while affinity is to expire, because a connection would renew it.
     thread::sleep(Duration::from_secs(u64::from(SECONDS) + 2));
     let last = servers(world)?;
     ensure!(last != first, "affinity of {SECONDS} s has not expired");

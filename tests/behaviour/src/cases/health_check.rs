@@ -20,8 +20,8 @@ pub(super) const CASES: &[Case] =
     &[Case::new("health checks of a load balancer find the nodes with endpoints", Variants::Once, found)];
 
 const PORT: u16 = 32_001;
-/// Time within which the health check tells of a change. It does so after the sync for which the
-/// world waits.
+/// Time within which the health check shows a change. It does so after the sync for which the world
+/// waits.
 const TOLD_WITHIN: Duration = Duration::from_secs(30);
 
 fn found(world: &mut World, _: Variant) -> Result<()> {

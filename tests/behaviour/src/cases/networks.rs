@@ -58,7 +58,7 @@ pub(super) const CASES: &[Case] = &[
         over(world, variant, Network::Vlan)
     })
     .core(),
-    // This case comes after those of a card that strips tags.
+    // This case comes after those of a network card that strips tags.
     of_xdp(
         "networks: packets between a client and a backend in a VLAN of a VLAN pass the stack by",
         Variants::All,
@@ -100,8 +100,9 @@ const SILENCE_MS: u64 = 300;
 /// Time within which a node serves a new interface.
 const APPEARS_WITHIN: Duration = Duration::from_secs(30);
 
-/// Dials a node port of node 1 whose endpoint is a pod of node 2. Only this network leads there,
-/// and it leads back only to node 1's address on it.
+/// Dials a node port of node 1 whose endpoint is a pod of node 2. The nodes reach that pod only
+/// over `network`. Its answers come back over `network` only if node 1 masquerades with its address
+/// there.
 fn over(world: &mut World, variant: Variant, network: Network) -> Result<()> {
     if let Some(option) = network.missing_option() {
         bail!(Skip(format!("this kernel has no {option}")));
@@ -171,8 +172,8 @@ fn counted(
     reason: &str,
 ) -> Result<()> {
     const REQUESTS: u16 = 20;
-    /// Time within which the controller learns what devices can do. It looks every ten seconds, and
-    /// it had seen the other end of the pair before that became a card.
+    /// Time within which the controller learns what devices can do. It checks them every ten
+    /// seconds, and it had seen the other end of the pair before that became a card.
     const KNOWN_WITHIN: Duration = Duration::from_secs(60);
     // A connection has five such packets: the backend's SYN, its acknowledgement, the request, the
     // answer, and the ends.

@@ -93,8 +93,8 @@ fn masquerades(setting: &Setting, _: Variant) -> Option<Difference> {
     (setting.datapath() != Datapath::Ebpf).then_some(Difference { why, says: says::OTHER_CLIENT })
 }
 
-/// Returns the setting that serves the node's own node ports to its processes. Without socket
-/// hooks, this is the secondary mode nftables.
+/// Returns the setting whose proxy serves processes of a node that dial a node port of that node.
+/// Mode ebpf without socket hooks delegates this to mode nftables.
 fn of_own_node(setting: Setting) -> Setting {
     match (setting.proxy, setting.path) {
         (ProxyKind::Ebpf, PathKind::Off) => Setting::new(ProxyKind::Nftables, setting.path),

@@ -126,7 +126,7 @@ fn beside(world: &mut World, variant: Variant, endpoint: std::net::SocketAddr) -
 /// Pod on node 1 whose interface takes no programs. On path `packets`, hooks do not serve its
 /// sockets.
 const POD: &str = "client-1";
-/// Time within which the proxy notices such an interface. It looks at interfaces every 10 s, and it
+/// Time within which the proxy notices such an interface. It checks interfaces every 10 s, and it
 /// removes netfilter's rules 30 s after the last such interface has gone.
 const LOOKED_AT_WITHIN: Duration = Duration::from_secs(90);
 

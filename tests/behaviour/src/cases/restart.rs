@@ -169,7 +169,7 @@ fn begins_with_the_process(setting: &Setting, _: Variant) -> Option<Difference> 
 
 /// Metric of the map entries that the running controller has written.
 const WRITES: &str = "proxy_writes_total";
-/// Metric of its full comparisons with the maps.
+/// Metric that counts how often the controller has compared everything with the maps.
 const RESYNCS: &str = "proxy_resyncs_total";
 const ADOPTS_WITHIN: Duration = Duration::from_secs(60);
 

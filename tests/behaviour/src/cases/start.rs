@@ -34,7 +34,7 @@ fn has_secondary_mode(setting: &Setting) -> bool {
 /// The environment variable that says how many connections are opened during starts.
 const CONNECTIONS: &str = "CONNECTIONS_DURING_STARTS";
 const USUAL_CONNECTIONS: u64 = 500;
-/// A start lasts until so long after the process has said that it is ready.
+/// A start is over this time after the process has reported that it is ready.
 const AFTER_READY: Duration = Duration::from_secs(2);
 const READY_WITHIN: Duration = Duration::from_secs(30);
 /// A connection lasts for longer than it takes from the first write of Services to the last hook.
@@ -54,7 +54,7 @@ struct Met {
     opened: u64,
     lost: Vec<String>,
     /// Attempts that nobody accepted before the proxies said that they were ready, and after that.
-    /// They are counted by what the clients were told.
+    /// They are counted by the error that the clients got.
     not_opened: [BTreeMap<String, u64>; 2],
 }
 

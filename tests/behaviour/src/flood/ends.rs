@@ -1,5 +1,5 @@
-//! The ways in which a flow ends badly, or well. Both of its sides are played by threads that keep
-//! nothing: what a packet carries says how its flow ends, and so what is answered.
+//! The kinds of end that a flow can have, bad or good. Threads play both sides of all flows and
+//! keep no state: the content of a packet says how its flow ends, and so what is answered.
 
 use std::{
     io::{self, Read as _},
@@ -75,7 +75,7 @@ impl End {
     ];
 
     /// The ends of 25 flows. Those that are kept for 300 seconds are few: at 5,000 flows a second
-    /// they take most of the rows.
+    /// they have most of the map entries.
     pub(super) const MIXED: [Self; 25] = [
         Self::HalfOpen,
         Self::Closed,
@@ -134,7 +134,7 @@ impl End {
         if !self.is_tcp() {
             return datagram(ends, &self.data());
         }
-        // The end is told by the lowest byte.
+        // The lowest byte of the sequence number is the kind of end.
         let sequence = u32::from(ends.source.port()) << 20 | u32::from(self as u8);
         segment(ends, &Segment { flags: SYN, sequence, acknowledgement: 0, payload: &[] })
     }
@@ -148,7 +148,7 @@ impl End {
 const FIRST_PORT: u16 = 20_000;
 /// The ports of all clients.
 pub(super) const CLIENT_PORTS: Range<u16> = FIRST_PORT..FIRST_PORT + End::ALL.len() as u16;
-/// Bytes of data, each of which tells the end.
+/// Number of bytes of data. Each byte is the kind of end.
 const LENGTH: usize = 16;
 
 /// Returns what a side answers to a packet.

@@ -1,8 +1,9 @@
-//! Floods of forged packets, and connections that end badly, beside connections that go on. What
-//! becomes of the rows of the flow tables is read before, during and after.
+//! Floods of forged packets, and connections that end badly, beside connections that go on. The
+//! entries of the flow maps are counted before, during and after.
 //!
-//! [`table`] runs one flood after the other and prints what became of the tables; [`soak`] runs all
-//! ways in which a flow may end and then asks for the rows of the living flows, and no others.
+//! [`table`] runs one flood after the other and prints what became of the maps. [`soak`] runs flows
+//! with every kind of end, and then expects the maps to have the entries of the living flows and no
+//! others.
 
 mod ends;
 mod packet;
@@ -21,7 +22,7 @@ use lab::{Lab, Netns, address::Family, cluster::FABRIC};
 /// The extent of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Extent {
-    /// Lifetimes are the defaults, and each flood waits until the rows are back.
+    /// Lifetimes are the defaults, and each flood waits until its entries are gone.
     pub is_full: bool,
     /// Packets a second of a flood, and flows a second of the soak.
     pub rate: u32,
@@ -75,8 +76,8 @@ impl Drop for ForgedRange<'_> {
 /// The pause between two bursts of packets.
 const BURST: Duration = Duration::from_millis(10);
 
-/// Calls `send` with the numbers from 0 on, so many in a second, for so long. Returns how many it
-/// was in each second.
+/// Calls `send` with the numbers from 0 on, `rate` times a second, for `duration`. Returns the real
+/// rate a second.
 fn at_pace(rate: u32, duration: Duration, mut send: impl FnMut(u32) -> Result<()>) -> Result<f64> {
     let (start, mut sent) = (Instant::now(), 0_u32);
     while start.elapsed() < duration {

@@ -1,4 +1,4 @@
-//! Rows of the pinned tables that a packet can write.
+//! Entries of the pinned maps that a packet can write. A row is such an entry.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,18 +22,18 @@ use proxy_common::{
 };
 use proxy_ctl::sys::{bpf::pinned, map::Map};
 
-/// The tables of [`Counts`], without the number of their family. `connections` has both families.
-/// The other tables that the programs write are arrays and storage of sockets, whose rows no packet
-/// adds to.
+/// The maps of [`Counts`], without the number of their IP family. `connections` has both families.
+/// The other maps that the programs write are arrays and storage of sockets, to which no packet
+/// adds an entry.
 pub(super) const TABLES: [&str; 6] =
     ["flows", "opening_flows", "affinity", "fragments", "foreign_flows", "connections"];
 
-/// Rows of each of [`TABLES`].
+/// Number of entries in each of [`TABLES`].
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub(super) struct Counts(pub(super) [usize; TABLES.len()]);
 
 impl Counts {
-    /// Returns the larger one of each.
+    /// Returns the larger count of each map.
     pub(super) fn most(mut self, other: &Self) -> Self {
         for (count, other) in self.0.iter_mut().zip(other.0) {
             *count = (*count).max(other);
@@ -53,7 +53,7 @@ impl Counts {
         self.0[2]
     }
 
-    /// Returns the rows that flows have no part in.
+    /// Returns the counts of the maps whose entries do not belong to single flows.
     pub(super) fn others(&self) -> [usize; 3] {
         let [_, _, affinity, fragments, foreign, _] = self.0;
         [affinity, fragments, foreign]
@@ -63,16 +63,16 @@ impl Counts {
 /// The client of a flow, and its protocol.
 pub(super) type Client = (IpAddr, u16, u8);
 
-/// The rows of a table of flows.
+/// The entries of a flow map.
 #[derive(Debug, Default)]
 pub(super) struct Rows {
-    /// The rows of the clients that were asked for.
+    /// The entries of the clients that were asked for.
     pub(super) of_clients: BTreeMap<Client, Vec<Row>>,
-    /// The number of rows of the other clients, by the client's port.
+    /// The number of entries of the other clients, by the client's port.
     pub(super) of_others: BTreeMap<u16, usize>,
 }
 
-/// A row of a table of flows, by words that tell keys apart.
+/// An entry of a flow map, reduced to its key and to the other keys of its flow.
 #[derive(Debug)]
 pub(super) struct Row {
     pub(super) key: String,
@@ -124,7 +124,7 @@ impl Tables {
         Ok(Counts([flows, opening, affinity, fragments, foreign, connections]))
     }
 
-    /// Returns what the programs take for the rows of established flows that prove no client.
+    /// Returns the programs' count of the entries of established flows that prove no client.
     pub(super) fn unproven(&self, family: Family) -> Result<u64> {
         let id = match family {
             Family::V4 => unproven_entries::<[u8; 4]>(),
@@ -135,7 +135,7 @@ impl Tables {
         Ok(counted.open(collected.sum()))
     }
 
-    /// Returns the rows of the table of established flows, and of that of opening flows.
+    /// Returns the entries of the map of established flows, and of that of opening flows.
     pub(super) fn flows(&self, family: Family, clients: &BTreeSet<Client>) -> Result<[Rows; 2]> {
         Ok(match family {
             Family::V4 => [

@@ -1,5 +1,5 @@
-//! Flows that end in all ways, thousands a second, beside flows that go on. At the end the tables
-//! have the rows of the flows that go on, and no others.
+//! Flows with every kind of end, thousands a second, beside flows that go on. At the end the flow
+//! maps have the entries of the flows that go on, and no others.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -47,18 +47,18 @@ const INDEX: u16 = 2_100;
 const FIRST_LIVING_PORT: u16 = 50_000;
 /// The time in which a living flow is answered, on a machine that is busy with something else.
 const ANSWERS_WITHIN_MS: u64 = 10_000;
-/// A flow of datagrams is established if an answer comes so much after its first one.
+/// A flow of datagrams is established if an answer comes this long after its first one.
 const SUSTAINED_AFTER: Duration = Duration::from_millis(2_100);
 /// For how long a connection is kept of which one side has not acknowledged all.
 const UNACKNOWLEDGED: Duration = Duration::from_secs(300);
-/// The pause between two looks at the rows of flows that end.
+/// The pause between two readings of the flow maps while flows end.
 const LOOKS_EACH: Duration = Duration::from_secs(30);
 const LOOKS_EACH_OF_SHORT: Duration = Duration::from_secs(1);
 /// The time that two walks through a full table take on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Returns what the configuration has beyond the defaults. A full run has no connection that only
-/// its timeout of an hour ends. A short one waits for seconds in place of minutes.
+/// its timeout of an hour ends. A short one waits for seconds instead of minutes.
 fn configuration(extent: Extent) -> Value {
     if extent.is_full {
         return json!({"conntrack": {"tcpCloseWaitTimeout": "60s"}});
@@ -69,7 +69,8 @@ fn configuration(extent: Extent) -> Value {
     })
 }
 
-/// Runs the soak, and ends with the rows of the flows that go on.
+/// Runs the soak. At its end the flow maps must have the entries of the flows that go on, and no
+/// others.
 pub fn run(world: &mut World, extent: Extent) -> Result<()> {
     world.configure(configuration(extent))?;
     publish(world)?;
@@ -184,8 +185,8 @@ fn end_flows(world: &World, tables: &Tables, extent: Extent) -> Result<()> {
     })
 }
 
-/// Notes which ends have rows in the table of established flows and in that of opening ones. A full
-/// run tells how many rows there are.
+/// Notes the kinds of end whose flows have entries in the map of established flows and in that of
+/// opening ones. A full run prints the number of entries.
 fn look(tables: &Tables, extent: Extent, met: &mut [BTreeSet<End>; 2]) -> Result<()> {
     for family in FAMILIES {
         let found = tables.flows(family, &BTreeSet::new())?;
@@ -201,7 +202,8 @@ fn look(tables: &Tables, extent: Extent, met: &mut [BTreeSet<End>; 2]) -> Result
     Ok(())
 }
 
-/// Every end had rows, and those of connections that were established were among the established.
+/// Flows of every kind of end had entries, and those of established connections were in the map of
+/// established flows.
 fn are_met([established, opening]: &[BTreeSet<End>; 2]) -> Result<()> {
     for end in End::MIXED {
         let is_established =
@@ -252,8 +254,8 @@ fn open_flows(extent: Extent) -> Result<()> {
     Ok(())
 }
 
-/// Waits until the tables have the rows of the living flows, and of flows with other ends than
-/// those that must be over.
+/// Waits until the flow maps have only the entries of the living flows, and of flows with other
+/// kinds of end than those that must be over.
 fn until_left(
     tables: &Tables,
     living: &Living,
@@ -274,7 +276,7 @@ fn until_left(
     Ok(())
 }
 
-/// Says in which way the tables differ from the rows of the living flows.
+/// Describes how the flow maps differ from the entries of the living flows.
 fn left(tables: &Tables, living: &Living, is_over: impl Fn(End) -> bool) -> Result<Vec<String>> {
     let mut left = Vec::new();
     for family in FAMILIES {

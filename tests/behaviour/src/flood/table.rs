@@ -1,5 +1,6 @@
-//! One flood after the other, each beside connections that are established and a Service that is
-//! quiet. A row of the printed table has what became of both, and the rows of the tables.
+//! Runs one flood after the other, each beside established connections to the flooded Service and a
+//! few new connections to another Service, the quiet one. A row of the printed table has what
+//! became of both, and the numbers of entries in the flow maps.
 
 use std::{
     net::SocketAddr,
@@ -32,17 +33,19 @@ use crate::{
 const NODE: u8 = 1;
 /// Established connections to what is flooded.
 const HELD: usize = 100;
-/// The pause between two connections to the quiet Service.
+/// The pause between two connections to the Service that is not flooded.
 const QUIET_PAUSE: Duration = Duration::from_millis(200);
 /// A connection that takes longer has lost its SYN, which is sent again after a second.
 const AT_ONCE_MS: u64 = 950;
-/// A short run may be one of several on a machine, and measures no time.
+/// The timeout of connections whose time is not measured, as in a short run. It is long because
+/// several short runs may share a machine.
 const PATIENT_MS: u64 = 10_000;
-/// The rows of a flow that is not masqueraded.
+/// The number of map entries of a flow that is not masqueraded.
 const LEAST_ROWS: usize = 2;
 /// Where answers are not seen, a connection is established once it has gone on for two seconds.
 const ESTABLISHED_WITHIN: Duration = Duration::from_secs(30);
-/// The time until the rows are back: the lifetime of datagrams that go on, and two walks.
+/// The time until the flood's entries are gone: the lifetime of datagrams that go on, and two walks
+/// through the maps.
 const BACK_WITHIN: Duration = Duration::from_secs(120 + 60);
 /// The Services that are flooded in turn.
 const MANY: [u16; 2] = [400, 3_000];
@@ -57,7 +60,7 @@ enum To {
     Maglev,
     Affine,
     Direct,
-    /// Several Services in turn. The place of their number in [`MANY`] says how many.
+    /// Several Services in turn. The value is the index in [`MANY`] of their number.
     Many(usize),
 }
 
@@ -240,7 +243,7 @@ pub fn publish(lab: &Lab, objects: &mut Objects, extent: Extent) -> Result<()> {
     Ok(())
 }
 
-/// Runs one flood. A full run waits until the rows are back.
+/// Runs one flood. A full run waits until its entries are gone.
 pub fn run(world: &World, flood: &Flood, extent: Extent) -> Result<Found> {
     let tables = Tables::of(&world.lab, NODE);
     let targets = flood.to.addresses(flood.family, extent);
@@ -301,7 +304,7 @@ fn hold(outside: &Agent, targets: &[SocketAddr]) -> Result<Vec<usize>> {
     targets.iter().cycle().take(HELD).map(open).collect()
 }
 
-/// Returns how many packets a second came, and the most rows that were seen.
+/// Returns the number of packets a second, and the largest number of entries seen in each map.
 fn flood_beside(
     world: &World,
     tables: &Tables,
@@ -350,8 +353,8 @@ fn send(flood: &Flood, targets: &[SocketAddr], extent: Extent) -> Result<f64> {
     })
 }
 
-/// Waits until the flood has left no flow and no client of session affinity. Rows of fragments are
-/// left: only other fragments take their room.
+/// Waits until the flood has left no flow and no client of session affinity. Entries of fragments
+/// are left: only other fragments replace them.
 fn until_back(tables: &Tables, family: Family, before: &Counts) -> Result<()> {
     const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
     wait::until("the rows are back", BACK_WITHIN, || {

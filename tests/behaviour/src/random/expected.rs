@@ -33,7 +33,7 @@ pub fn second_server(pod: &str) -> String {
     format!("{pod}(2)")
 }
 
-/// Place of the client, as the node sees it whose rules a connection meets.
+/// Where the client is, as seen from the node whose rules a connection meets.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 enum Origin {
     Pod,

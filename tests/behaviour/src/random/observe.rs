@@ -76,7 +76,7 @@ impl Runner {
         Ok(Self { world, round: 0 })
     }
 
-    /// Has the cluster served in place of the one before, first as it was before its changes. Then
+    /// Has the cluster served instead of the one before, first as it was before its changes. Then
     /// dials its probes.
     pub fn run(&mut self, cluster: &Cluster) -> Result<Vec<Seen>> {
         self.round += 1;

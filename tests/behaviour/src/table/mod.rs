@@ -36,16 +36,16 @@ pub struct Scenario {
 /// Configuration of the proxies.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
 pub enum Configuration {
-    /// The cluster's CIDRs tell which clients are pods.
+    /// The cluster's CIDRs show which clients are pods.
     Plain,
     MasqueradeAll,
-    /// Nothing tells pods from other clients.
+    /// Nothing distinguishes pods from other clients.
     NoDetector,
     /// Pods come from the bridge, which only node 2 has.
     Bridge,
     /// Pods come from interfaces with this prefix, which only node 1 has.
     Prefix,
-    /// The node's own CIDRs tell which clients are pods.
+    /// The node's own CIDRs show which clients are pods.
     NodeCidr,
     NodePortsOnPrimary,
     NodePortsEverywhere,

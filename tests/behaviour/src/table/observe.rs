@@ -1,4 +1,4 @@
-//! Publishes the services of scenarios, dials as their rows say, and tells what was found.
+//! Publishes the services of scenarios, dials as their rows say, and reports what was found.
 
 use std::{
     collections::{BTreeMap, BTreeSet},

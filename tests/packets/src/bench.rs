@@ -145,8 +145,8 @@ impl Known {
     }
 }
 
-/// Packet of the first flow, and the places where packets of other flows differ. The number at the
-/// first place grows by the flow's number modulo `CLIENT_PORTS`, the one at the second by the
+/// Packet of the first flow, and the offsets at which packets of other flows differ. The number at
+/// the first offset grows by the flow's number modulo `CLIENT_PORTS`, the one at the second by the
 /// quotient.
 #[derive(Clone)]
 struct Packet {
@@ -176,7 +176,8 @@ impl Packet {
     fn fragment<W: Tables>(later: usize) -> Self {
         let segment = Segment { payload: vec![7; 100], ..tcp(FROM, CLUSTER_IP, TCP_ACK) };
         let bytes = segment.fragments::<W>(Cut { id: 0, piece: 64 }).swap_remove(later);
-        // `id` is the place of the fragment's id. In IPv6, its lower half ends the fragment header.
+        // `id` is the offset of the fragment's id. In IPv6, its lower half ends the fragment
+        // header.
         let id = if W::NAME == "ipv4" { 14 + 4 } else { 14 + 40 + 6 };
         Self { bytes, places: [Some(id), None] }
     }

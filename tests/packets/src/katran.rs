@@ -27,7 +27,7 @@ use crate::{
 };
 
 const PROGRAM: &str = "balancer_ingress";
-/// Number of places that one service has in Katran's map of backends.
+/// Number of elements that one service has in Katran's map of backends.
 const RING: u32 = 65_537;
 const CLIENT_PORTS: u32 = 32_768;
 const FROM: Endpoint = (KnownAddress::Client, 1_024);

@@ -256,7 +256,7 @@ pub(crate) trait Wire: Family<Address: AsRef<[u8]> + std::fmt::Debug> {
     /// Returns the length of the network header, with all that each fragment repeats.
     fn header_length(segment: &Segment) -> usize;
     /// Returns a fragment that begins with these headers, link and network. `place` is its offset
-    /// in bytes, and whether others follow.
+    /// in bytes, and true if more fragments follow.
     fn fragment(segment: &Segment, headers: &[u8], piece: &[u8], id: u16, place: (u16, bool)) -> Vec<u8>;
     /// Returns the ICMP error from `source` to `destination` that says that nobody listens where
     /// `quoted` was sent.

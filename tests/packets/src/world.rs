@@ -110,7 +110,8 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
         Ok(hash::<FrontendKey<Self::Address>, Frontend>(ebpf, Self::FRONTENDS)?.remove(key)?)
     }
 
-    /// Writes a word of the bits by which packets of no Service are told.
+    /// Writes one word of the bitmap of frontend addresses, by which the programs recognise packets
+    /// of no Service.
     fn put_frontend_addresses(ebpf: &mut Ebpf, word: u32, bits: u64) -> Result<()> {
         Ok(array(ebpf, Self::FRONTEND_ADDRESSES)?.set(word, bits, 0)?)
     }
@@ -472,7 +473,7 @@ impl World {
             .override_global("ANSWER_PING", &globals.answer_ping, true)
             .override_global("PAST_STACK", &globals.past_stack, true);
         // These constants must not change what happens to a packet. They are set because another
-        // constant with the same bytes once shared their place in memory.
+        // constant with the same bytes once had the same address as one of them.
         loader.override_global("SOCKET_HOST_ONLY", &1u32, true);
         loader.override_global("CAN_REFUSE", &1u32, true);
         for name in [

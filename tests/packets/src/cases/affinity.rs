@@ -13,7 +13,7 @@ const SERVICE: u32 = 1;
 const SECONDS: u32 = 60;
 const LOCAL_ID: u32 = 11;
 const REMOTE_ID: u32 = 12;
-/// Number of first packets. So many do not leave out one of two backends by chance.
+/// Number of first packets. With that many, neither of two backends is left out by chance.
 const MANY: u16 = 60;
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {

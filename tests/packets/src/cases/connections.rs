@@ -21,8 +21,8 @@ use crate::{
 const SERVICE: u32 = 1;
 const HERE: u32 = BOTH[0].0;
 const ELSEWHERE: u32 = BOTH[1].0;
-/// Client ports of new flows. If backends were chosen at random, so many would not all get the
-/// same.
+/// Client ports of new flows. If backends were chosen at random, these flows would not all get the
+/// same one.
 const PORTS: std::ops::Range<u16> = 1_024..1_084;
 
 pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {

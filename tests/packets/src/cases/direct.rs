@@ -500,7 +500,8 @@ fn sends_on<W: Tables>(s: &Scene<W>, uplink: &Uplink, packet: &Segment, tunnel: 
     uplink.sends_bytes(s, packet, &packet.sent_back().in_tunnel::<W>(tunnel))
 }
 
-/// Adds the cases of Geneve packets to `LOCAL` that have other bytes behind the outer IP header.
+/// Adds cases with changed Geneve packets to `LOCAL`: bytes behind the outer IP header differ. Some
+/// of these packets are still taken out of the tunnel, and the others pass unchanged.
 fn geneve_cases<W: Tables + 'static>(group: &mut Group) {
     /// Length of the headers of UDP and Geneve.
     const HEADERS: usize = 16;

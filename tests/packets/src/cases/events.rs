@@ -137,7 +137,7 @@ fn with_backend<W: Tables>(mut of: Event, backend: Endpoint, id: u32) -> Event {
     of
 }
 
-/// Expects exactly these events since the last look, in this order. Each must have a time in
+/// Expects exactly these events since they were last read, in this order. Each must have a time in
 /// between.
 fn told<W: Tables>(s: &mut Scene<W>, expected: &[Event]) -> Result<()> {
     let now = proxy_ctl::sys::clock::since_boot();

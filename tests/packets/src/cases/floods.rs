@@ -147,8 +147,8 @@ impl Offsets {
     }
 }
 
-/// Writes a client's address, which follows 100.64.0.0. In IPv6, these bytes are the end of the
-/// address.
+/// Writes the address of a client, which is 100.64.0.0 plus the client's number. In IPv6, these
+/// four bytes are the end of the address.
 fn write_client(bytes: &mut [u8], end_of_address: usize, client: u32) {
     const FIRST_ADDRESS: u32 = u32::from_be_bytes([100, 64, 0, 0]);
     bytes[end_of_address - 4..end_of_address].copy_from_slice(&(FIRST_ADDRESS + client).to_be_bytes());

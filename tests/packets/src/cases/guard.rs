@@ -77,7 +77,8 @@ const FLOODED: u16 = 60;
 /// a service port is less than one. A machine that takes half a millisecond for a packet still
 /// sends more than the limit lets pass.
 const LIMIT_OF_MANY: u32 = 420;
-/// Time between two connections of the quiet service port: 19 windows.
+/// Time between two connections to the service port that is not flooded: 19 windows of the flood
+/// limit.
 const PAUSE: Duration = Duration::from_millis(330);
 const QUIET_CONNECTIONS: u32 = 10;
 
@@ -139,8 +140,9 @@ fn flood<W: Tables>(s: &mut Scene<W>) -> Result<()> {
         }
         flooded.establish(s, FIRST_ESTABLISHED + number)?;
     }
-    // The bound is the room of each window with the share beside it, and what a quarter of a second
-    // has left over before.
+    // In each second begun, the flood may open at most twice the limit: the room of all windows,
+    // and its own share besides. The credit that a quarter of a second without a flood has left
+    // comes on top.
     let most = u64::from(LIMIT) * 2 * (begin.elapsed().as_secs() + 1) + u64::from(LIMIT);
     ensure!((1..most).contains(&opened), "{opened} of {FORGED} forged clients have flows, {most} is most");
     for client in FIRST_ESTABLISHED..FIRST_ESTABLISHED + ESTABLISHED {

@@ -51,7 +51,8 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
         s.cluster_ip()?;
         let first = s.first(LOCAL, CLUSTER_IP);
-        // With its own port, both directions would look the same inside the node.
+        // The pod dials from the port at which its server listens. Without an alias port, packets
+        // in both directions would have the same ends.
         let output = s.world.run("workload_ingress", &first.bytes::<W>())?;
         let alias = s.flow_of(Stage::Opening, LOCAL)?.alias_port().number();
         ensure!(alias != LOCAL.1);

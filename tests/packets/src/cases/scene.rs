@@ -104,7 +104,8 @@ impl<'w, W: Tables> Scene<'w, W> {
         Ok(())
     }
 
-    /// Writes an endpoint set with a lookup table, which has an index of `backends` at each place.
+    /// Writes an endpoint set with a lookup table. Each element of `table` is an index of
+    /// `backends`.
     pub(crate) fn set_with_table(
         &mut self,
         backends: &[(u32, Endpoint, bool)],

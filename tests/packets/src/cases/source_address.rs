@@ -1,5 +1,5 @@
 //! Clients that kube-proxy masquerades, and clients to which a traffic policy Local applies, for
-//! each way to tell pods from others.
+//! each way to distinguish pods from other clients.
 
 use anyhow::{Result, ensure};
 use proxy_common::{

@@ -57,7 +57,8 @@ fn serve<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     s.frontend(LOAD_BALANCER, SERVICE, FRONTEND_EXTERNAL | FRONTEND_SOURCE_RANGES)
 }
 
-/// Allows the smallest range that has the address when its last `without` bits are left out.
+/// Allows a source range that contains `address`. Its prefix is `without` bits shorter than the
+/// whole address.
 fn allow<W: Tables>(s: &mut Scene<W>, service: u32, address: KnownAddress, without: u32) -> Result<()> {
     W::put_source_range(&mut s.world.ebpf, service, W::address(address), W::Address::BITS - without)
 }

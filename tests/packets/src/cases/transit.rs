@@ -233,7 +233,7 @@ fn with_tags<W: Tables>(s: &mut Scene<W>, tags: &'static [Tag]) -> Result<()> {
     uplink.sends(s, &answer, &answer.to(CLIENT).from(NODE_PORT))?;
     let second = first.flags(TCP_ACK);
     uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
-    // The bytes of the tags are not counted.
+    // The counter of the service port leaves out the bytes of the VLAN tags.
     let bytes: usize = [&first, &answer, &second].iter().map(|packet| packet.bytes::<W>().len()).sum();
     let counted = s.world.service_counters(1)?;
     ensure!(counted.bytes == bytes as u64, "{counted:?}, not {bytes} bytes");

@@ -208,14 +208,15 @@ impl Cluster {
         Ok(Targets { direct: direct.collect::<Result<_>>()?, service })
     }
 
-    /// Returns a node port whose endpoints are on the other node, and tell their names.
+    /// Returns a node port whose endpoints are on the other node, and answer with their names.
     pub(crate) fn names() -> SocketAddr {
         let port = Route::NodePortRemote.service().node_port + 2;
         SocketAddr::new(address::node(NODE).of(Family::V4), port)
     }
 }
 
-/// Makes the client outside reach pods by their nodes. No node may tell it of a shorter way.
+/// Makes the client outside reach pods by their nodes. No node may send it an ICMP redirect for a
+/// shorter way.
 fn route_pods(lab: &Lab) -> Result<()> {
     let mut routes = String::new();
     for node in NODES {

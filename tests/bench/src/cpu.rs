@@ -76,7 +76,7 @@ fn busy(before: Counted, after: Counted, elapsed: f64) -> f64 {
 pub(crate) struct Load<T> {
     /// Seconds of processor time beyond what the machine takes in the same time without the load.
     pub(crate) seconds: f64,
-    /// Part of all cores, from 0 to 1, that was busy without the load.
+    /// Share of all cores, from 0 to 1, that was busy without the load.
     pub(crate) busy_at_rest: f64,
     pub(crate) done: T,
 }

@@ -39,8 +39,9 @@ const PERIOD: Duration = Duration::from_millis(20);
 const FORGED: Ipv4Addr = Ipv4Addr::new(100, 64, 0, 0);
 const FORGED_BITS: u8 = 16;
 
-/// Measures a flood. `route` is that of the Service that is not flooded. `has_cards` is true if
-/// devices run XDP programs already.
+/// Measures connections to one Service while another one is flooded. `route` is the way by which
+/// the first Service is dialled. `has_cards` is true if the devices already run XDP programs that
+/// make them behave like network cards.
 pub(crate) fn beside(
     cluster: &Cluster,
     subject: &Subject,

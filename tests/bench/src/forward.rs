@@ -117,7 +117,8 @@ fn open_flows(generator: &Generator, flows: u32, answers: impl Fn() -> Result<u6
     /// Number of frames that are sent at once, fewer than a server's buffer holds.
     const AT_ONCE: u32 = 64;
     const LIMIT: Duration = Duration::from_secs(60);
-    // Frames draw their flow at random. With so many, hardly any flow is left out.
+    // Frames draw their flow at random. With eight frames for each flow, hardly any flow is left
+    // out.
     let enough = answers()? + u64::from(flows) * 8;
     let failed = |error: anyhow::Error| format!("{error:#}");
     wait::until("flows are answered", LIMIT, || {

@@ -30,7 +30,7 @@ use crate::{cluster::NODE, program::FRAME};
 pub(crate) const DEVICE: &str = "eth0";
 /// Number of frames that are sent before the kernel processes what it has received.
 const BATCH: u32 = 64;
-/// Number of frames of one call.
+/// Number of frames that one call of BPF_PROG_TEST_RUN sends.
 const FRAMES: u32 = 1 << 16;
 
 /// XDP program that runs with live frames at the other end of the node's device. It writes each

@@ -87,8 +87,8 @@ pub(crate) fn generate(bytes: &[u8; FRAME], flows: u32, device: u32) -> Vec<u64>
 
 /// Returns a program that sends each frame, an IPv4 SYN, by the device. The source is another port
 /// and another of 65,536 addresses each time. The checksums stay right: the complement of each
-/// change is written where nobody looks. These places are the id of the IPv4 header, and numbers of
-/// the TCP header.
+/// change is written to fields that nobody reads. These are the id of the IPv4 header, and numbers
+/// of the TCP header.
 pub(crate) fn flood(bytes: &[u8; FRAME], device: u32) -> Vec<u64> {
     const ID: i16 = 18;
     const LOWER_HALF_OF_SOURCE: i16 = 28;

@@ -69,7 +69,7 @@ pub enum Figures {
         ratio: Spread,
     },
     /// Microseconds of processor time of the whole machine for a connection: client, server, kernel
-    /// and proxy. `busy_at_rest` is the part of all cores that was busy just before. If it is
+    /// and proxy. `busy_at_rest` is the share of all cores that was busy just before. If it is
     /// large, the figure means nothing.
     Cpu {
         micros: Spread,
@@ -77,7 +77,7 @@ pub enum Figures {
     },
     /// Connections to a Service during a flood of another. `syns_per_second` counts only SYNs for
     /// which the device had room. Of the `held` established connections to the flooded Service,
-    /// `lost` were lost. `dropped` is the part of the SYNs that the proxy's flood limit has
+    /// `lost` were lost. `dropped` is the share of the SYNs that the proxy's flood limit has
     /// dropped, if it has one.
     Flood {
         syns_per_second: f64,
@@ -87,7 +87,7 @@ pub enum Figures {
         held: usize,
         lost: usize,
     },
-    /// Rate of forwarded packets. `lost` is the part of the sent packets that was lost.
+    /// Rate of forwarded packets. `lost` is the share of the sent packets that was lost.
     Packets {
         per_second: Spread,
         nanos: f64,
@@ -105,7 +105,7 @@ pub enum Figures {
         cpu_seconds_per_1000: f64,
         per_second: f64,
     },
-    /// Processor time of the proxy, of one core.
+    /// Processor time of the proxy while nothing changes, in milliseconds of one core per minute.
     Rest {
         cpu_millis_per_minute: f64,
     },
@@ -132,7 +132,7 @@ pub struct Rate {
     pub p99_micros: f64,
 }
 
-/// Part of all cores above which a machine is too busy with other work to measure its processor
+/// Share of all cores above which a machine is too busy with other work to measure its processor
 /// time.
 pub const TOO_BUSY: f64 = 0.3;
 

@@ -158,7 +158,8 @@ fn with_proxy(
     .and_then(|millis| {
         for cell in cells {
             if cell.measure == Measure::Forward {
-                // The cards' own programs occupy the place of programs that send and drop.
+                // The XDP programs that make devices behave like network cards occupy the hooks of
+                // the programs that send and drop.
                 cluster.lab.free_ends_of_cards();
             }
             record.cell(cell, |on| figures(cluster, &mut subject, on, contender, cell, millis))?;

@@ -20,7 +20,7 @@ use crate::{
 
 /// Number of rounds in which processor time is measured.
 const ROUNDS: u32 = 3;
-/// Part of failed requests above which a figure means nothing.
+/// Share of failed requests above which a figure means nothing.
 const MOST_FAILURES: f64 = 0.001;
 
 /// Measures direct connections and those through the proxy, in turn.

@@ -23,7 +23,8 @@ pub struct Module {
     name: &'static str,
     tags: &'static str,
     linker_flags: String,
-    /// Files below the folder whose content tells one cache folder from another, beside go.mod.
+    /// Files below the folder whose content distinguishes one cache folder from another, beside
+    /// go.mod.
     sources: &'static [&'static str],
 }
 

@@ -13,7 +13,7 @@ use kube::{
 };
 use serde_json::{Value, json};
 
-/// Name by which `managedFields` tells who has changed what.
+/// Name by which `managedFields` shows who has changed what.
 const FIELD_MANAGER: &str = "control-plane";
 
 /// Makes a ClusterIP Service with one TCP port named `main`.

@@ -17,7 +17,7 @@ use nix::{
     unistd::Pid,
 };
 
-/// Interval between two looks at a condition.
+/// Interval between two checks of a condition.
 pub(crate) const BETWEEN_LOOKS: Duration = Duration::from_millis(10);
 /// Time after which a process that was asked to end is killed. An API server waits a minute for
 /// watches to end, but it has stopped listening long before this.

@@ -61,7 +61,7 @@ fn pod_field(pod: &Value, path: &str) -> Result<String> {
     Ok(value.with_context(|| format!("the pod has no {path}"))?.to_owned())
 }
 
-/// Returns the variables that tell each pod where the API server is, with service links or without.
+/// Returns the variables by which each pod finds the API server, with service links or without.
 async fn services(client: &Client, pod: &Value) -> Result<BTreeMap<String, String>> {
     let service = api::get(client, API_SERVICE).await?;
     let address = service["spec"]["clusterIP"].as_str().context("Service kubernetes has no address")?;

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use super::capabilities;
 
-/// Place where a container runs.
+/// Network namespace and cgroup in which a container runs.
 #[derive(Clone, Copy, Debug)]
 pub struct Placement<'a> {
     pub network_namespace: &'a Path,

@@ -142,7 +142,8 @@ fn hierarchy(mount: &str, controllers: &BTreeSet<&str>) -> Option<Hierarchy> {
     mount_point.starts_with(ROOT).then_some(Hierarchy { mount_point, v1_options })
 }
 
-/// Returns what tells a hierarchy from others, from `rw,cpu,cpuacct` or `rw,xattr,name=systemd`.
+/// Returns what distinguishes a hierarchy from others, from `rw,cpu,cpuacct` or
+/// `rw,xattr,name=systemd`.
 fn v1_options(all: &str, controllers: &BTreeSet<&str>) -> String {
     let is_name = |option: &str| option.starts_with("name=");
     let named = all.split(',').find(|option| is_name(option)).map(|name| format!("none,{name}"));

@@ -142,7 +142,7 @@ fn verdict(test: &Value) -> Verdict {
     }
 }
 
-/// Returns what ginkgo tells about a test, with the place in its source if it has failed.
+/// Returns what ginkgo reports about a test, with the position in its source if it has failed.
 fn message(test: &Value) -> String {
     let failure = &test["Failure"];
     let text = failure["Message"].as_str().unwrap_or("no reason is given");

@@ -1,4 +1,5 @@
-//! Interfaces that take no packet programs of a proxy, because others occupy the place.
+//! Interfaces that take no packet programs of a proxy, because their hooks and their ingress qdisc
+//! are in use.
 
 use std::{
     os::fd::{AsFd as _, OwnedFd},
@@ -23,7 +24,7 @@ const NEXT: [u64; 2] = [0xffff_ffff_0000_00b7, 0x95];
 const SCHED_CLS: u32 = 3;
 const TAKEN_WITHIN: Duration = Duration::from_secs(10);
 
-/// Interface whose place for packet programs is taken until this is given back.
+/// Interface that takes no packet programs until this is given back.
 pub struct Taken {
     namespace: String,
     device: String,
@@ -32,16 +33,19 @@ pub struct Taken {
 }
 
 impl Taken {
-    /// Takes the place on `device` of a network namespace from the proxy, which pins its links in
-    /// `links`. A qdisc takes the place of clsact, and sends everything by another device and back,
-    /// as CNI's bandwidth plugin does. With tcx, programs also fill the hook.
+    /// Keeps the proxy's programs from `device` of a network namespace. `links` is the folder in
+    /// which the proxy pins its links. An ingress qdisc replaces clsact, and sends everything by
+    /// another device and back, as CNI's bandwidth plugin does. With tcx, programs also fill the
+    /// hook.
     pub fn take(namespace: &str, device: &str, links: &Path) -> Result<Self> {
         let filled = within(namespace, || {
             let index = if_nametoindex(device)?;
             if tc::has_tcx(index) { fill(index, links) } else { Ok(Vec::new()) }
         });
         let links = filled.with_context(|| format!("filling the hook of {device}"))?;
-        // The proxy follows this device, so it comes before the place is free.
+        // The proxy reacts to a new device by checking its programs on all interfaces. So the ifb
+        // is added while clsact is still there: the proxy must not add clsact again once it is
+        // removed.
         let ifb = limiting(device);
         run(namespace, "ip", &["link", "add", &ifb, "type", "ifb"])?;
         run(namespace, "ip", &["link", "set", &ifb, "up"])?;
@@ -62,15 +66,15 @@ impl Taken {
         Ok(has)
     }
 
-    /// Gives the place back.
+    /// Removes the qdisc, so that the interface takes packet programs again.
     pub fn give_back(self) -> Result<()> {
         run(&self.namespace, "tc", &["qdisc", "del", "dev", &self.device, "ingress"])?;
         run(&self.namespace, "ip", &["link", "del", &limiting(&self.device)]).map(drop)
     }
 }
 
-/// Puts a qdisc where clsact is or would be. The proxy may put its own there again between the two
-/// commands, so they are tried until it does not.
+/// Replaces clsact by an ingress qdisc. The proxy may add clsact again between the two commands, so
+/// they are repeated until it does not.
 pub fn take_place(namespace: &str, device: &str) -> Result<()> {
     wait::until(&format!("the place of clsact at {device} is taken"), TAKEN_WITHIN, || {
         // With tcx nothing is there.
@@ -87,8 +91,9 @@ fn limiting(device: &str) -> String {
     format!("bwp-{device}")
 }
 
-/// Fills the hook. The proxy's program keeps its place until all others are taken: the proxy looks
-/// at its hooks every ten seconds, and would attach its program again while 60 others are attached.
+/// Fills the hook. The proxy's program is removed last, when the hook has no other free position:
+/// the proxy checks its hooks every ten seconds, and would attach its program again while 60 others
+/// are attached.
 fn fill(index: u32, links: &Path) -> Result<Vec<OwnedFd>> {
     let pin = links.join(format!("{index}_{}", Direction::Egress.name()));
     let mut filling = Vec::new();

@@ -7,8 +7,9 @@ use anyhow::{Result, bail};
 const BETWEEN_LOOKS: Duration = Duration::from_millis(5);
 const TELLS_EACH: Duration = Duration::from_mins(1);
 
-/// Returns how many times longer than usual to wait, also between two looks. It is set by
-/// `LAB_PATIENCE` for emulated machines, where looking takes as long as what is waited for.
+/// Returns the factor by which waits, and the pauses between two checks, are longer than usual. It
+/// is set by `LAB_PATIENCE` for emulated machines, where a check takes as long as what is waited
+/// for.
 pub fn patience() -> u32 {
     std::env::var("LAB_PATIENCE").ok().and_then(|factor| factor.parse().ok()).unwrap_or(1)
 }

@@ -37,7 +37,7 @@ const ENDPOINT: &str = "10.0.0.77";
 const PORT: u16 = 8077;
 /// Metric of the number of pieces that kube-proxy has left.
 const FORMER_RULES: &str = "proxy_former_rules";
-/// Chain in which proxy-ctl accepts health checks in place of a former kube-proxy.
+/// Chain in which proxy-ctl accepts health checks that a former kube-proxy accepted before.
 const HEALTH_CHECKS: &str = "PROXY-CTL-HEALTH-CHECKS";
 const REMOVED: &str = "removed rules of another kube-proxy";
 
@@ -638,7 +638,7 @@ pub(crate) fn run_leaves_them_where_it_is_told_to(world: &mut World) -> Result<(
     Ok(())
 }
 
-/// Delegates SCTP to mode nftables, whose table takes the place of the former kube-proxy's.
+/// Delegates SCTP to mode nftables, whose table replaces the former kube-proxy's.
 pub(crate) fn what_is_handed_over_holds_no_removal_back(world: &mut World) -> Result<()> {
     let own = with_service(world, "handed-over", 53)?;
     let mut sctp = objects::service("default", "associations", PORT);

@@ -1,5 +1,5 @@
-//! The place in which one proxy runs: its configuration, pins and cgroup. They are removed when
-//! this is dropped.
+//! The environment in which one proxy runs: its configuration, pins and cgroup. They are removed
+//! when this is dropped.
 
 use std::{
     fs,

@@ -64,7 +64,7 @@ fn is_denied(own: &Node, resource: &str) -> Result<()> {
     Ok(())
 }
 
-/// Waits until a metric is 1, which may be a moment after the log has told why.
+/// Waits until a metric is 1, which may be a moment after the reason was logged.
 fn is_counted(own: &Node, name: &str) -> Result<()> {
     // A metric without a sample does not have this name yet.
     let is_it = || Ok(metric(&own.metrics(), name).is_ok_and(|value| value == 1.0).then_some(()));

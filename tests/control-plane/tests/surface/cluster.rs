@@ -101,7 +101,7 @@ impl Cluster {
     }
 
     /// Gives Service web this many endpoints, all on another node. `triggered` is the time of the
-    /// change, if the slice tells it.
+    /// change, if the slice has it.
     pub(crate) fn endpoints_of_web(&self, count: usize, triggered: Option<String>) -> Result<()> {
         let annotations =
             triggered.map(|time| json!({"endpoints.kubernetes.io/last-change-trigger-time": time}));

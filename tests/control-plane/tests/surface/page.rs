@@ -221,8 +221,8 @@ fn is_time(text: &str) -> bool {
     shape.starts_with("0000-00-00T00:00:00") && shape.ends_with('Z')
 }
 
-/// Returns type, keys of labels and bounds of buckets of each family, from the text format. A
-/// family without samples is left out.
+/// Returns type, keys of labels and bounds of buckets of each metric family, from the text format.
+/// A metric family without samples is left out.
 pub(crate) fn families(text: &str) -> BTreeMap<String, Value> {
     let mut kinds: BTreeMap<&str, &str> = BTreeMap::new();
     let mut labels: BTreeMap<&str, BTreeSet<String>> = BTreeMap::new();

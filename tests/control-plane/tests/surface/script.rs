@@ -89,7 +89,7 @@ impl Scene<'_> {
 
     fn all_is_well(&mut self) -> Result<()> {
         self.each(|_, peer, _| {
-            // Both families have been written once by then.
+            // Both IP families have been written once by then.
             let line = "kubeproxy_sync_proxy_rules_last_timestamp_seconds{ip_family=\"IPv4\"} ";
             peer.until("the first sync", |peer| Ok(is_counted(&peer.metrics("/metrics")?, line)))
         })?;

@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::cluster;
 
-/// Part of the paths of crates' sources. A program names such paths for places in crates that it
+/// Part of the paths of crates' sources. A program names such paths for positions in crates that it
 /// was built from.
 const SOURCES: &str = "/registry/src/";
 

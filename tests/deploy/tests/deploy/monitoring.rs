@@ -24,7 +24,7 @@ const METRICS: &str = "127.0.0.1:10249";
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Metric that Prometheus itself makes for each target.
 const OF_THE_SCRAPE: &str = "up";
-/// Labels by which rules and dashboard tell targets apart. `namespace` is not among them, because
+/// Labels by which rules and dashboard distinguish targets. `namespace` is not among them, because
 /// metrics of a Service have the Service's namespace.
 const OF_THE_TARGET: [&str; 6] = ["job", "instance", "pod", "container", "endpoint", "node"];
 

@@ -1,9 +1,9 @@
-//! Servers: one that tells who it is and what it sees, one that sends bytes back, and one that
-//! takes many bytes.
+//! Servers: one that answers with its name and with what it sees, one that sends bytes back, and
+//! one that takes many bytes.
 //!
 //! A request over TCP is a length (4 bytes, big endian) and as many bytes. The answer has the same
 //! form, and holds a [`Seen`]. Over UDP, both are one datagram without length, and the answer is at
-//! least as long as the request. If `GET ` stands in place of the length, it is an HTTP request,
+//! least as long as the request. If `GET ` stands instead of the length, it is an HTTP request,
 //! because people look around in a lab with curl.
 
 use std::{

@@ -26,7 +26,7 @@ pub(super) fn leave_tags(fabric: &Netns, port: &str, netns: &Netns, device: &str
 
 /// Veth that behaves like a network card as long as this lives.
 pub(super) struct Card {
-    /// Program at the other end. `None` if another program is to take its place.
+    /// Program at the other end. `None` if the caller attaches a program there.
     link: Option<OwnedFd>,
     /// Network namespace and device of both ends.
     ends: [(String, String); 2],

@@ -26,10 +26,10 @@ use card::Card;
 use network::Network;
 pub use removal::{remove_kept, remove_leftovers, remove_on_signals};
 
-/// Port of the servers that tell who they are.
+/// Port of the servers that answer with their names.
 pub const SERVER_PORT: u16 = 8_080;
 
-/// Place in the lab where processes run: a node, a pod, the client outside, or the fabric.
+/// Network namespace of the lab: a node, a pod, the client outside, or the fabric.
 #[derive(Clone, Debug)]
 pub struct Netns {
     pub name: String,
@@ -52,7 +52,8 @@ impl Netns {
     }
 }
 
-/// Place of a pod's processes, as the hooks at the node's cgroup see it.
+/// Where the processes of a pod are, as seen by the hooks that the proxy attaches to the node's
+/// cgroup.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum PodProcesses {
     /// The processes are below the node's cgroup, where a container runtime puts them.
@@ -61,7 +62,7 @@ pub enum PodProcesses {
     Elsewhere,
 }
 
-/// Returns true if the kernel tells which programs a device has (Linux 6.6). Mode ebpf asks this
+/// Returns true if the kernel reports which programs a device has (Linux 6.6). Mode ebpf asks this
 /// before XDP sends frames to pods.
 pub fn pods_can_take_frames() -> bool {
     device::facts(LOOPBACK, "lo").programs.is_some()
@@ -69,7 +70,7 @@ pub fn pods_can_take_frames() -> bool {
 
 const LOOPBACK: u32 = 1;
 
-/// Returns true if the kernel tells what drivers do with frames of XDP that have come by other
+/// Returns true if the kernel reports what drivers do with frames of XDP that have come by other
 /// devices (Linux 6.3). Before, veths are not known to take them.
 pub fn drivers_tell_what_they_take() -> bool {
     device::facts(LOOPBACK, "lo").xdp.is_some()

@@ -94,7 +94,7 @@ impl Network {
         }
     }
 
-    /// Returns the number that stands in place of a node's number in addresses of its pods.
+    /// Returns the number that replaces a node's number in addresses of its pods.
     fn pods_of(self, node: NodeNumber) -> u8 {
         10 * self.number() + node
     }

@@ -54,7 +54,8 @@ fn forward(namespace: &str) -> Result<()> {
             ("net/ipv4/ip_forward", "1"),
             ("net/ipv6/conf/all/forwarding", "1"),
             ("net/ipv6/conf/default/forwarding", "1"),
-            // Each client that is refused must be told so, however many were refused just before.
+            // Each client that is refused must get an ICMP error, however many were refused just
+            // before.
             ("net/ipv4/icmp_ratelimit", "0"),
             ("net/ipv6/icmp/ratelimit", "0"),
         ],

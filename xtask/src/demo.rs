@@ -1,4 +1,4 @@
-//! Builds and runs the programs that show and measure.
+//! Builds and runs the demonstrations and the benchmarks.
 
 use std::{
     ffi::OsString,

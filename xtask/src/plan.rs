@@ -44,8 +44,8 @@ const MORE: [(&str, &str); 4] = [
     ("SUSTAINED_SECONDS", "60"),
 ];
 
-/// The variable of the environment that tells the suite `deploy` what has become of the image, with
-/// its value.
+/// The variable of the environment by which the suite `deploy` learns what has become of the image,
+/// with its value.
 pub(crate) type ImageVariable = OnceLock<(&'static str, std::ffi::OsString)>;
 
 pub(crate) struct Plan<'a> {
@@ -96,7 +96,7 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    /// Adds the suites that look at the sources only.
+    /// Adds the suites that check the sources only.
     pub(crate) fn add_checks(&mut self) -> Result<()> {
         let check = |name, kind, command| Suite { name, kind, commands: vec![command], limit: suites::LIMIT };
         if find("cargo-fmt").is_some() {
@@ -126,9 +126,9 @@ impl<'a> Plan<'a> {
         Ok(())
     }
 
-    /// Adds the suites that need no root. They build programs of others, because later suites enter
-    /// network namespaces, where nothing can be downloaded. Caches belong to the user whom they are
-    /// for.
+    /// Adds the suites that need no root. They run first, as the user who has started them, and
+    /// build other projects' programs. Later suites enter network namespaces, where nothing can be
+    /// downloaded. Files in the caches thus belong to that user.
     pub(crate) fn add_user_suites(&mut self, programs: &TestPrograms) -> Result<()> {
         let test = self.arguments.test.as_str();
         self.suite(KUBERNETES, Room::Beside, MEASURING, || {
@@ -370,8 +370,8 @@ impl<'a> Plan<'a> {
     }
 }
 
-/// Tells a suite where helm and promtool are. The suite builds a tool whose place it is not told.
-/// With `all` it builds helm too, in its newest version, which no package has.
+/// Passes the paths of helm and promtool to a suite. The suite builds a tool whose path it does not
+/// get. With `all` it builds helm too, in its newest version, which no package has.
 fn with_tools(mut suite: Suite, all: bool) -> Suite {
     let helm = (!all).then(|| ("HELM", setup::helm()));
     for (variable, program) in helm.into_iter().chain([("PROMTOOL", setup::promtool())]) {
@@ -395,8 +395,8 @@ fn tests_of_proxy_ctl() -> Result<Vec<String>> {
     names.collect::<Result<_>>().with_context(|| format!("reading {}", folder.display()))
 }
 
-/// Returns the flags of a path. `in_every_run` has flags that choose some of the scenarios, unless
-/// all are asked for.
+/// Returns the flags for tests on `path`. `in_every_run` are further flags, which choose some of
+/// the scenarios. They are left out with `--all`.
 fn on_path<'a>(arguments: &Arguments, path: &'a str, in_every_run: &[&'a str]) -> Vec<&'a str> {
     let chosen = if arguments.all { &[] } else { in_every_run };
     [&["--path", path], chosen].concat()

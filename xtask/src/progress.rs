@@ -83,7 +83,8 @@ fn run_step(title: &str, commands: Vec<Command>, verbose: bool) -> Result<()> {
 /// it fails, the error has its last lines.
 fn watch(command: &mut Command, mut look: impl FnMut(Option<Count>)) -> Result<()> {
     let name = describe(command);
-    // cargo shows its progress only on terminals, unless it is told to, and how wide a line may be.
+    // By default cargo shows its progress only on a terminal. The second variable limits the length
+    // of a line.
     command.env("CARGO_TERM_PROGRESS_WHEN", "always").env("CARGO_TERM_PROGRESS_WIDTH", "100");
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().with_context(|| format!("starting {name}"))?;
@@ -168,7 +169,7 @@ fn fit(text: &str) -> String {
     text.trim_end().chars().take(WIDTH).collect()
 }
 
-/// Shows a text in place of the line that moves.
+/// Shows a text instead of the line that shows progress.
 pub(crate) fn show(text: &str) {
     eprint!("\r\x1b[K{}", fit(text));
     // A line that does not appear is no failure.

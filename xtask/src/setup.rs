@@ -217,7 +217,7 @@ pub(crate) fn steps(purposes: &[Purpose]) -> Result<Vec<Step>> {
 struct Packages {
     needed: Vec<&'static str>,
     optional: Vec<&'static str>,
-    /// Packages whose names apt has told.
+    /// Names of packages that apt has printed.
     found: Vec<String>,
 }
 
@@ -362,7 +362,7 @@ fn llvm_in_dependencies(depends: &str) -> Option<u32> {
     depends.lines().find_map(|line| line.trim().strip_prefix("Depends: libllvm")?.parse().ok())
 }
 
-/// Returns the steps that install what looks at the sources.
+/// Returns the steps that install the tools that check the sources.
 fn lint_steps() -> Vec<Step> {
     if find("rustup").is_none() {
         return Vec::new();

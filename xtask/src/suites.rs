@@ -231,8 +231,8 @@ fn send_lines(pipe: impl io::Read + Send + 'static, to: mpsc::Sender<Line>, as_l
 }
 
 impl Report {
-    /// Returns the same report of a suite that has taken so long, with everything that was done for
-    /// it.
+    /// Returns the report with `elapsed` as its time, which includes everything that was done for
+    /// the suite before.
     pub(crate) fn after(self, elapsed: Duration) -> Self {
         Self { elapsed, ..self }
     }

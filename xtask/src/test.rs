@@ -31,9 +31,9 @@ pub(crate) struct Arguments {
     /// mode ebpf, all switches, and the scenarios with the real kube-proxy
     #[arg(long)]
     pub(crate) all: bool,
-    /// Also run all scenarios of mode ipvs, and the core ones of mode ebpf on kernels 5.10, 6.1,
-    /// 6.12, the newest and arm64, in virtual machines; what has passed with this commit is not run
-    /// again
+    /// Also run tests in virtual machines: all scenarios of mode ipvs, and the core scenarios of
+    /// mode ebpf on kernels 5.10, 6.1, 6.12, the newest and arm64; what has passed with this commit
+    /// is not run again
     #[arg(long)]
     pub(crate) all_kernels: bool,
     /// Of the suite `random`: how many clusters each proxy meets

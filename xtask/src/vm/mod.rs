@@ -38,7 +38,8 @@ pub(crate) struct Arguments {
     /// Whose scenarios
     #[arg(long, value_enum, default_value = "ebpf")]
     mode: TestedMode,
-    /// The core scenarios with one protocol of each family, and of mode ipvs nothing else
+    /// Only the core scenarios, with one protocol of each family; in mode ipvs neither the
+    /// comparison with kube-proxy nor the switches
     #[arg(long)]
     lean: bool,
     /// Only scenarios whose name contains this
@@ -82,8 +83,8 @@ const fn behaviour(flags: &'static str) -> Run {
     Run { program: "behaviour", flags, names: "" }
 }
 
-/// The parts of mode ipvs. Each scenario is in one of them, because its name says which protocol
-/// and family it is for.
+/// The runs among which the scenarios of mode ipvs are divided. Each scenario is in one of them,
+/// because its name says which protocol and IP family it is for.
 const IPVS_PARTS: [Run; 3] = [
     behaviour("--proxy ipvs --skip 'UDP IPv' --skip 'TCP IPv6'"),
     behaviour("--proxy ipvs --skip 'UDP IPv' --skip 'TCP IPv4'"),
@@ -107,8 +108,8 @@ const SWITCHING_KUBE_PROXY: Run = switching(
     "kube-proxy/ipvs",
 );
 
-/// The scenarios with devices that many kernels lack. Before Linux 6.3 a kernel does not tell what
-/// a second card takes.
+/// The scenarios with devices that many kernels lack. Before Linux 6.3 a kernel does not report
+/// which frames a second network card takes.
 const NETWORKS: Run = Run {
     program: "behaviour",
     flags: "--lean --proxy ebpf --path packets --skip 'second uplink'",
@@ -157,8 +158,8 @@ pub(crate) enum Extent {
     /// The core scenarios. Mode ipvs has all scenarios, the comparison with kube-proxy, and
     /// switches from and to it.
     Core,
-    /// Core scenarios with one protocol of each family. Mode ipvs has only its own, over TCP and
-    /// IPv4.
+    /// The core scenarios, with one protocol of each IP family. In mode ipvs only its own
+    /// scenarios, over TCP and IPv4.
     Lean,
 }
 

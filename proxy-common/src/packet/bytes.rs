@@ -47,12 +47,13 @@ pub trait Bytes: Copy {
         Ok(bytes)
     }
 
-    /// Writes bytes whose change is made up for by a checksum in the packet. All writes fail with
-    /// `RewriteFailed`.
+    /// Writes bytes that a checksum of the packet covers. The caller changes that checksum too, so
+    /// that the sum over the whole packet stays the same. If the packet cannot be written, this
+    /// method and those below return `RewriteFailed`.
     fn write(self, offset: u32, bytes: &[u8]) -> Result<(), Reason>;
 
-    /// Writes bytes whose change nothing in the packet makes up for. If a device has summed up the
-    /// whole packet, its sum changes too.
+    /// Writes bytes that no checksum of the packet covers. If a device has summed up the whole
+    /// packet, this changes its sum too.
     fn write_uncovered(self, offset: u32, bytes: &[u8]) -> Result<(), Reason>;
 
     /// Changes the checksum of an IPv4 header.

@@ -78,13 +78,15 @@ fn rewrite_outside<F: Network, B: Bytes>(
     let headers = packet.headers;
     let mut change = Sum::ZERO;
     if packet.destination != rewrite.destination {
-        // The error goes to the source of the quoted packet, so this is its own destination too.
+        // The error is sent to the source of the quoted packet. `packet` has the quoted ends
+        // reversed, so its destination is this address too.
         let (old, new) = (&packet.destination, &rewrite.destination);
         change += replace_address::<F, B>(bytes, headers.outer + F::DESTINATION, old, new)?;
     }
     if packet.source != rewrite.source {
-        // The source may be any address. A router that tells of the packet is replaced by what the
-        // packet was sent to, as netfilter does it.
+        // The outer source may be any address, such as that of a router that reports the error. It
+        // becomes the address to which the receiver of the error has sent the quoted packet, as in
+        // netfilter.
         let old = F::read_address(bytes, headers.outer + F::SOURCE)?;
         change += replace_address::<F, B>(bytes, headers.outer + F::SOURCE, &old, &rewrite.source)?;
     }

@@ -73,7 +73,7 @@ impl Segment {
         self.flags & flags != 0
     }
 
-    /// Returns true if the segment has payload, and neither begins nor ends the stream.
+    /// Returns true if the segment has payload and neither SYN nor FIN.
     #[inline(always)]
     pub fn has_data(&self) -> bool {
         self.next != self.sequence && !self.has(TCP_SYN | TCP_FIN)

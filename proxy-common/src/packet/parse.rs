@@ -36,9 +36,9 @@ pub trait Network: Family {
     /// Parses the network header that an ICMP error quotes at `network`, and reverses its ends.
     /// Returns the offset and the IANA number of the transport.
     ///
-    /// Fails with `NotAService` if the quoted packet has no ports. It also fails if the address at
-    /// `told`, to which the error goes, did not send the quoted packet. Anybody else must not learn
-    /// what becomes of that packet.
+    /// Fails with `NotAService` if the quoted packet has no ports. It also fails if the quoted
+    /// packet has another source than the address at the offset `told`, to which the error is sent.
+    /// Other hosts must not learn what becomes of that packet.
     fn parse_quoted<B: Bytes>(
         bytes: B,
         network: u32,

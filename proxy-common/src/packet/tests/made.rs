@@ -52,11 +52,11 @@ pub(super) fn ends<A: Address + Arbitrary>() -> impl Strategy<Value = Ends<A>> {
     (end(), end())
 }
 
-/// A family, with its headers as etherparse makes them.
+/// An IP family whose test packets are built with etherparse.
 pub(super) trait Made: Network<Address: Arbitrary> {
     fn network_header(shape: &Shape, protocol: u8, ends: &Ends<Self::Address>, payload: &[u8]) -> Vec<u8>;
-    /// Returns the header of a fragment with the bytes `piece`. `place` is its offset in bytes, and
-    /// whether others follow.
+    /// Returns the header of a fragment with the bytes `piece`. `place` is the offset of these
+    /// bytes, and true if more fragments follow.
     fn fragment(shape: &Shape, ends: &Ends<Self::Address>, piece: &[u8], place: (usize, bool)) -> Vec<u8>;
     fn tcp_checksum(header: &TcpHeader, ends: &Ends<Self::Address>, payload: &[u8]) -> u16;
     fn udp_checksum(header: &UdpHeader, ends: &Ends<Self::Address>, payload: &[u8]) -> u16;

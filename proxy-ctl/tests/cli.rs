@@ -101,7 +101,7 @@ fn error_names_the_invalid_field(#[case] body: &str, #[case] message: &str) {
 #[case::removed(&["--cleanup-iptables"], "--cleanup-iptables is gone: use --cleanup")]
 #[case::hostname(&["--hostname-override", " "], "--hostname-override (hostnameOverride) must be the name of a Node")]
 #[case::manifests(&["--manifests", "/nonexistent/manifests"], "--manifests /nonexistent/manifests must be a folder")]
-#[case::unwritable(&["--write-config-to=/nonexistent/c.yaml"], "--write-config-to /nonexistent/c.yaml: cannot be written")]
+#[case::unwritable(&["--write-config-to=/nonexistent/c.yaml"], "--write-config-to /nonexistent/c.yaml: the file cannot be written")]
 fn error_names_the_invalid_flag(#[case] flags: &[&str], #[case] message: &str) {
     let folder = config("mode: ebpf");
     refused(folder.path(), &run(folder.path(), flags), message);
@@ -307,8 +307,8 @@ fn settings_that_a_file_cannot_have_are_warnings() {
     assert_eq!(
         lost,
         [
-            "warning: healthzBindAddress - cannot be said in a file, where it means 0.0.0.0:10256",
-            "warning: iptables.minSyncPeriod 0s cannot be said in a file, where it means 1s",
+            "warning: healthzBindAddress - cannot be expressed in a file, where it means 0.0.0.0:10256",
+            "warning: iptables.minSyncPeriod 0s cannot be expressed in a file, where it means 1s",
         ]
     );
 }

@@ -13,11 +13,11 @@ use proxy_common::{event::EventKind, reason::Reason};
 use super::service_filter::ServiceFilter;
 use crate::{dataplane::FlowState, model::objects::Protocol, version};
 
-/// Service proxy for Kubernetes nodes: takes the place of kube-proxy.
+/// A service proxy for Kubernetes nodes that replaces kube-proxy.
 #[derive(Debug, Parser)]
 #[command(name = "proxy-ctl", version, long_version = version::long(), after_help = EXAMPLES, max_term_width = 100)]
 pub(super) struct Args {
-    /// Where the tables are pinned [default: ebpf.bpffs of the configuration, else /sys/fs/bpf]
+    /// Folder of the pinned maps [default: ebpf.bpffs of the configuration, else /sys/fs/bpf]
     #[arg(long, global = true, value_name = "DIR", value_parser = absolute, value_hint = ValueHint::DirPath)]
     pub(super) bpffs: Option<PathBuf>,
     #[command(subcommand)]
@@ -26,11 +26,11 @@ pub(super) struct Args {
 
 const EXAMPLES: &str = "Examples:
   proxy-ctl run --config /var/lib/kube-proxy/config.conf
-  # Without a cluster: serve what YAML files say.
+  # Serve what YAML files say, without a cluster.
   proxy-ctl run --manifests ./services
-  # What is served right now, also while the controller is down.
+  # Show what is served now, also if the controller is down.
   proxy-ctl services default/web
-  # Who connects, and who is refused, as it happens.
+  # Show who connects, and who is refused, as it happens.
   proxy-ctl monitor --service default/web
   proxy-ctl status --output json | jq .tables";
 
@@ -69,9 +69,9 @@ const RUN_HELP: &str = "Examples:
   proxy-ctl run --config /var/lib/kube-proxy/config.conf
   proxy-ctl run --manifests ./services --v 4
 
-The process needs CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN, and CAP_SYS_ADMIN where it has to mount a bpffs.
+The process needs CAP_BPF, CAP_PERFMON and CAP_NET_ADMIN, and CAP_SYS_ADMIN if it has to mount a bpffs.
 
-It ends on SIGTERM and SIGINT; what it has programmed goes on working. `proxy-ctl cleanup` removes it.
+It ends on SIGTERM and SIGINT. What it has programmed goes on working until `proxy-ctl cleanup` removes it.
 
 Called by the name kube-proxy, the program takes these flags without `run`.";
 
@@ -87,11 +87,11 @@ const PROBE_HELP: &str = "Examples:
   proxy-ctl probe
   proxy-ctl probe --config config.conf --output json | jq .choice.mode
 
-Nothing is changed. The exit code is 1 where the mode that was asked for cannot run here, also where another takes its place.
+This command changes nothing. The exit code is 1 if the mode that was asked for cannot run here, even if another mode replaces it.
 
 JSON: {facts: {kernel, btf, programs, cgroup2, bpffs, capabilities[], packetHook, refusesWith, endsSocketsOf, nftablesModules, iptables[], routeLocalnet, ipvsModules, ipvsParameters, ipsetProtocol, redirect}, modes[]: {mode, canRun, needs[]: name of a fact, missing[], remarks[]}, requested, choice: {mode, reasons[], fallback: text or null} or null, refusal: text or null, formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]}, xdp: {asked, uplinks[]: {interface, xdp, reason, takes, takesNone: text or null}}}.
 
-asked is ebpf.xdp; where it is off, uplinks are as with auto. takes says which frames of other uplinks it sends: all, whole or no.";
+asked is the value of ebpf.xdp. If it is off, uplinks says what auto would do. takes says which frames from other uplinks XDP forwards to this one: all, whole (those not in fragments) or no.";
 
 /// Show the configuration that `run` would have, and where each value comes from
 #[derive(Debug, ClapArgs)]
@@ -105,11 +105,11 @@ const CONFIG_HELP: &str = "Examples:
   proxy-ctl config --config /var/lib/kube-proxy/config.conf
   proxy-ctl config --conntrack-min=0 --output yaml > config.conf
 
-YAML is a file that gives the same configuration, as --write-config-to writes it. What a file cannot say is told as a warning, such as the zero of --iptables-min-sync-period=0 or --healthz-port=0.
+YAML is a file that gives the same configuration, as --write-config-to writes it. A warning names each value that a file cannot express, such as the zero of --iptables-min-sync-period=0 or --healthz-port=0.
 
 JSON: {config, values[]: {field, value, origin}, warnings[]}; origin is default, file or --FLAG.";
 
-/// Print what a shell needs to complete commands and flags
+/// Print the script with which a shell completes commands and flags
 #[derive(Debug, ClapArgs)]
 #[command(after_help = COMPLETION_HELP)]
 pub(super) struct CompletionArgs {
@@ -125,7 +125,7 @@ const COMPLETION_HELP: &str = "Examples:
 #[derive(Debug, ClapArgs)]
 #[command(after_help = "Example:\n  proxy-ctl man --directory /usr/local/share/man/man1")]
 pub(super) struct ManArgs {
-    /// Folder for proxy-ctl.1, proxy-ctl-run.1 and so on
+    /// The folder for proxy-ctl.1, proxy-ctl-run.1 and so on
     #[arg(long, value_name = "DIR", value_hint = ValueHint::DirPath)]
     pub(super) directory: PathBuf,
 }
@@ -144,7 +144,7 @@ pub(super) struct OutputArgs {
     pub(super) output: Output,
 }
 
-/// Show the mode, whether the controller runs, what is attached, how full the tables are
+/// Show the mode, whether the controller runs, what is attached, how full the maps are
 #[derive(Debug, ClapArgs)]
 #[command(after_help = STATUS_HELP)]
 pub(super) struct StatusArgs {
@@ -155,11 +155,11 @@ pub(super) struct StatusArgs {
 const STATUS_HELP: &str = "Example:
   proxy-ctl status
 
-The exit code is 1 where the caller may not read everything.
+The exit code is 1 if the caller may not read everything.
 
-JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects, problem}, hooks[]: {name, interface, role, reason, kind, others[]: {name, hook, isBefore}}, xdp[]: as xdp.uplinks[] of `probe`, podInterfaces: {taking, notTaking: {reason: count}} with ebpf.xdp: by how many XDP sends packets to pods, withdrawsIn: seconds, tables[]: {name, used, capacity, bytes}, counters[]: {reason, count}, formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]}, unsupported[]: {namespace, name, port, protocol, family, field, effect, instead}, notReadable[]: what the caller may not read, and why}.
+JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects, problem}, hooks[]: {name, interface, role, reason, kind, others[]: {name, hook, isBefore}}, xdp[]: as xdp.uplinks[] of `probe`, podInterfaces, with ebpf.xdp: {taking: number of interfaces to which XDP forwards packets for pods, notTaking: {reason: count}}, withdrawsIn: seconds, tables[]: {name, used, capacity, bytes}, counters[]: {reason, count}, formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]}, unsupported[]: {namespace, name, port, protocol, family, field, effect, instead}, notReadable[]: what the caller may not read, and why}.
 
-What is not known is null. effect is servedDifferently, handedOver, leftToNode, partlyServed or notServed.";
+A value that is not known is null. effect is servedDifferently, handedOver, leftToNode, partlyServed or notServed.";
 
 /// List what is served, or one service
 #[derive(Debug, ClapArgs)]
@@ -177,7 +177,7 @@ const SERVICES_HELP: &str = "Examples:
 
 LOCAL/ALL ENDPOINTS counts the endpoints on this node and all endpoints, for clients in the cluster.
 
-POLICY says which clients get endpoints of this node only. The algorithm that chooses among endpoints, the way of packets from outside to other nodes, and its encapsulation follow, unless they are random, snat and ip. `by mode nftables` says that this mode serves what the mode at work cannot.
+POLICY says which clients get endpoints of this node only. The algorithm, the forwarding and the encapsulation follow, unless they are random, snat and ip. `by mode nftables` says that this secondary mode serves what the active mode cannot.
 
 JSON: a list of {namespace, name, port, protocol, family, id, policy, algorithm, forwarding, encapsulation or null, frontends[]: {kind, address, port}, endpoints[]: {address, port, local, state}, internalEndpoints, externalEndpoints, handedOverTo: a mode, or null}.";
 
@@ -198,22 +198,22 @@ JSON: a list of {id, address, port, protocol, state, local, services, connection
 #[derive(Debug, ClapArgs)]
 #[command(after_help = FLOWS_HELP)]
 pub(super) struct FlowsArgs {
-    /// Only of NAMESPACE/NAME, or NAME in any namespace; with :PORT only of that port
+    /// Show only this Service: NAMESPACE/NAME, or NAME in any namespace; with :PORT only that port
     #[arg(long, value_name = "SERVICE", value_hint = ValueHint::Other)]
     pub(super) service: Option<ServiceFilter>,
-    /// Only from this address or range
+    /// Show only flows from clients of this address or range
     #[arg(long, value_name = "ADDRESS", value_parser = range, value_hint = ValueHint::Other)]
     pub(super) client: Option<IpNet>,
-    /// Only to endpoints of this address or range
+    /// Show only flows to backends of this address or range
     #[arg(long, value_name = "ADDRESS", value_parser = range, value_hint = ValueHint::Other)]
     pub(super) backend: Option<IpNet>,
     /// Show only flows of this protocol
     #[arg(long, value_name = "PROTOCOL", value_parser = protocol(), ignore_case = true)]
     pub(super) protocol: Option<Protocol>,
-    /// Only in these states; without it in all but ended
+    /// Show only flows in these states [default: all but ended]
     #[arg(long, value_enum, value_name = "STATE", value_delimiter = ',')]
     pub(super) state: Vec<FlowState>,
-    /// How many at most; 0: all
+    /// Show at most this many flows; 0 means all
     #[arg(long, value_name = "COUNT", default_value_t = 1_000)]
     pub(super) limit: usize,
     #[command(flatten)]
@@ -225,24 +225,24 @@ const FLOWS_HELP: &str = "Examples:
   proxy-ctl flows --client 10.244.1.0/24 --state opening,closing
   proxy-ctl flows --limit 0 --output json | jq '.[].backend'
 
-Connections that socket hooks have sent to a backend are not listed: they are plain connections to it, without a flow. The list is the same where the controller is down. An address after `via` is the source that the backend sees.
+Connections that socket hooks have sent to a backend are not listed, because they are plain connections to it, without a flow. The list is the same if the controller is down. An address after `via` is the source that the backend sees.
 
-JSON: a list of {service: {namespace, name, port} or null, protocol, client, frontend, backend, masquerade, direct, state, age: seconds, idle: seconds}; what is not known is null.";
+JSON: a list of {service: {namespace, name, port} or null, protocol, client, frontend, backend, masquerade, direct, state, age: seconds, idle: seconds}; a value that is not known is null.";
 
-/// Show what becomes of new connections, as it happens
+/// Show who connects, and who is refused or dropped, as it happens
 #[derive(Debug, ClapArgs)]
 #[command(after_help = MONITOR_HELP)]
 pub(super) struct MonitorArgs {
-    /// Only of NAMESPACE/NAME, or NAME in any namespace; with :PORT only of that port
+    /// Show only this Service: NAMESPACE/NAME, or NAME in any namespace; with :PORT only that port
     #[arg(long, value_name = "SERVICE", value_hint = ValueHint::Other)]
     pub(super) service: Option<ServiceFilter>,
-    /// Only where client, frontend or backend has this address or is in this range
+    /// Show only events whose client, frontend or backend has this address or is in this range
     #[arg(long, value_name = "ADDRESS", value_parser = range, value_hint = ValueHint::Other)]
     pub(super) address: Option<IpNet>,
-    /// Only with these reasons, as `proxy-ctl status` names them
+    /// Show only events with these reasons, as `proxy-ctl status` names them
     #[arg(long, value_name = "REASON", value_delimiter = ',', value_parser = reason(), hide_possible_values = true)]
     pub(super) reason: Vec<Reason>,
-    /// Show one of N events, chosen at random
+    /// Show one of N events, at random
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub(super) sample: u32,
     /// End after N events
@@ -259,9 +259,9 @@ const MONITOR_HELP: &str = "Examples:
 
 Each event is a flow that opens, a flow whose client gets another backend (rebound), a socket that is connected or sends to a backend, or a client that is refused or dropped, with the reason. Packets of open connections are not shown. Ctrl-C ends it.
 
-The programs make events only while somebody watches. --reason and --sample have them make fewer, the other filters do not. One process at a time can watch. It must be run as root.
+The kernel programs make events only while this command runs. --reason and --sample reduce what they make; the other filters reduce only what is shown. One process at a time can watch. The command must be run as root.
 
-JSON: a line each, {time, kind, reason, by: packet or socket, service: {namespace, name, port} or null, protocol, client, frontend, backend}; what is not known is null, as is the address of a socket's client.";
+JSON: one line an event, {time, kind, reason, by: packet or socket, service: {namespace, name, port} or null, protocol, client, frontend, backend}; a value that is not known is null, and so is the address of a socket's client.";
 
 /// Parses an address or a range of addresses.
 fn range(text: &str) -> Result<IpNet, String> {
@@ -285,18 +285,19 @@ fn protocol() -> impl TypedValueParser<Value = Protocol> {
 /// Returns a parser of the reasons that events can have.
 fn reason() -> impl TypedValueParser<Value = Reason> {
     let with_events = || Reason::ALL.iter().copied().filter(|reason| EventKind::of(*reason).is_some());
-    let find = move |text: String| with_events().find(|reason| reason.name() == text).ok_or("is no reason");
+    let find =
+        move |text: String| with_events().find(|reason| reason.name() == text).ok_or("is not a reason");
     PossibleValuesParser::new(with_events().map(Reason::name)).try_map(find)
 }
 
-/// Remove everything of ours from this node, and nothing else
+/// Remove everything of proxy-ctl from this node, and nothing else
 #[derive(Debug, ClapArgs)]
 #[command(after_help = CLEANUP_HELP)]
 pub(super) struct CleanupArgs {
-    /// Remove also what another kube-proxy has programmed, in any mode: not where one runs
+    /// Also remove what another kube-proxy has programmed, in any mode; not while one runs
     #[arg(long)]
     pub(super) kube_proxy: bool,
-    /// Afterwards wait for SIGTERM, as a pod of a DaemonSet must not end
+    /// Wait for SIGTERM afterwards, because a pod of a DaemonSet must not end
     #[arg(long)]
     pub(super) stay: bool,
     #[command(flatten)]
@@ -304,12 +305,12 @@ pub(super) struct CleanupArgs {
 }
 
 const CLEANUP_HELP: &str = "Examples:
-  # On the way back to kube-proxy.
+  # Remove what proxy-ctl has left, before kube-proxy serves the node again.
   proxy-ctl cleanup
-  # As `kube-proxy --cleanup`: whatever a service proxy has left.
+  # Remove what any service proxy has left, as `kube-proxy --cleanup` does.
   proxy-ctl cleanup --kube-proxy
 
-Connections to services that the packet programs translate end with it. The exit code is 1 where something could not be removed.
+Connections to Services that the packet programs translate end. The exit code is 1 if something could not be removed.
 
 JSON: {removed: {links[], filters, tables[]}, problems[]}; with --kube-proxy also kubeProxy: {removed[]: {place, what, count}, kept[]: {place, name, why}}.";
 
@@ -325,7 +326,7 @@ pub(super) struct RolloutArgs {
 const ROLLOUT_HELP: &str = "Example:
   proxy-ctl rollout-status kube-system/proxy-ctl-cleanup
 
-It is for a pod whose service account may get the DaemonSet: the chart waits so until all nodes are cleaned.";
+This is for a pod whose service account may get the DaemonSet. The chart uses it to wait until all nodes are cleaned.";
 
 fn absolute(text: &str) -> Result<PathBuf, String> {
     let path = PathBuf::from(text);

@@ -93,7 +93,7 @@ fn in_words(bpffs: &Path, own: &Removed, former: Option<&leftovers::Removal>) ->
         }
         let (links, filters, tables) = (own.links.len(), own.filters, own.tables.len());
         return format!(
-            "proxy-ctl has removed {links} links, {filters} filters and {tables} tables from {place}.\n"
+            "proxy-ctl has removed {links} links, {filters} filters and {tables} maps from {place}.\n"
         );
     };
     let ours = [("links", own.links.len()), ("filters", own.filters), ("tables", own.tables.len())];
@@ -107,7 +107,7 @@ fn in_words(bpffs: &Path, own: &Removed, former: Option<&leftovers::Removal>) ->
     let mut text = if removed.is_empty() {
         format!("Nothing of proxy-ctl is in {place}, and nothing was removed of another kube-proxy.\n")
     } else {
-        table(["OF", "WHERE", "REMOVED", "NUMBER"], removed)
+        table(["OWNER", "WHERE", "REMOVED", "NUMBER"], removed)
     };
     if !former.retained.is_empty() {
         let kept =

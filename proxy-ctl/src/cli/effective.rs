@@ -21,7 +21,7 @@ use crate::config::{CommandLine, Config, Effective};
 pub(super) fn write(line: &CommandLine, path: &Path) -> anyhow::Result<()> {
     let effective = load(line)?;
     fs::write(path, as_file(&effective)?)
-        .with_context(|| format!("--write-config-to {}: cannot be written", path.display()))?;
+        .with_context(|| format!("--write-config-to {}: the file cannot be written", path.display()))?;
     eprintln!("the configuration is in {}", path.display());
     Ok(())
 }
@@ -39,7 +39,7 @@ fn warn(warnings: &[String]) {
 fn not_for_a_file(config: &Config) -> Vec<String> {
     let message = |(field, meant): (&crate::config::Field, Value)| {
         let value = text(&field.value(config));
-        format!("{} {value} cannot be said in a file, where it means {}", field.path, text(&meant))
+        format!("{} {value} cannot be expressed in a file, where it means {}", field.path, text(&meant))
     };
     config.not_for_a_file().into_iter().map(message).collect()
 }

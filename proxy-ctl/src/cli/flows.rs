@@ -131,8 +131,8 @@ fn in_words(flows: Option<&[FlowSnapshot]>, mode: Option<Mode>, limit: usize) ->
                 .to_owned()
         }
         (None, Some(mode)) => format!(
-            "There are no flows in mode {}: only the packet programs of mode ebpf keep any. What netfilter translates is \
-             listed by `conntrack -L`; `proxy-ctl services` tells what is served.\n",
+            "There are no flows in mode {}: only the packet programs of mode ebpf keep any. `conntrack -L` \
+             lists what netfilter translates, and `proxy-ctl services` shows what is served.\n",
             mode.name()
         ),
         (Some([]), Some(_)) => format!("There is no such flow. {UNSEEN}"),
@@ -144,7 +144,7 @@ fn in_words(flows: Option<&[FlowSnapshot]>, mode: Option<Mode>, limit: usize) ->
                 table(NARROW_COLUMNS, rows.into_iter().map(narrow_row))
             };
             if flows.len() == limit {
-                text.push_str(&format!("The newest {limit}: --limit says how many.\n"));
+                text.push_str(&format!("These are the newest {limit} flows; --limit sets the number.\n"));
             }
             text.push_str(UNSEEN);
             text
@@ -280,7 +280,7 @@ mod tests {
         assert_eq!(lines[3], ["via", "172.18.0.2:1024"]);
         assert_eq!(lines[5], ["answers", "directly"]);
         assert!(text.ends_with(UNSEEN) && !text.contains("--limit"), "{text}");
-        assert!(in_words(Some(&[web()]), Some(Mode::Ebpf), 1).contains("The newest 1:"));
+        assert!(in_words(Some(&[web()]), Some(Mode::Ebpf), 1).contains("These are the newest 1 flows;"));
     }
 
     #[test]

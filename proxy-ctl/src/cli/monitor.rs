@@ -70,7 +70,7 @@ impl<'a> EventView<'a> {
 
 pub(super) fn monitor(args: &MonitorArgs, bpffs: &Path) -> anyhow::Result<()> {
     if !geteuid().is_root() {
-        bail!("`proxy-ctl monitor` must be run as root: it has the kernel programs make events");
+        bail!("`proxy-ctl monitor` must be run as root, because it makes the kernel programs report events");
     }
     let Some((mode, programmed)) = show::programmed(bpffs)? else {
         bail!("nothing is programmed on this node; `proxy-ctl status` tells more");
@@ -122,7 +122,7 @@ pub(super) fn monitor(args: &MonitorArgs, bpffs: &Path) -> anyhow::Result<()> {
         // A closed stderr cannot be reported.
         let _ = writeln!(
             io::stderr(),
-            "{lost} events were lost, as they came faster than they were read: --sample or --reason makes them fewer"
+            "{lost} events were lost, because they came faster than they were read; --sample or --reason makes them fewer"
         );
     }
     match ended {

@@ -18,7 +18,9 @@ pub(super) struct ServiceFilter {
 /// The reason why a text names no Service.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 pub(super) enum NotAService {
-    #[error("an address is no name of a Service: `proxy-ctl services` lists the names with their addresses")]
+    #[error(
+        "an address is not the name of a Service; `proxy-ctl services` lists the names with their addresses"
+    )]
     Address,
     #[error("a Service is named NAMESPACE/NAME, or NAME alone, and has at most one slash")]
     Slashes,

@@ -102,7 +102,7 @@ pub(super) fn ensure_served(wanted: &ServiceFilter, services: &[ServiceSnapshot]
         "{wanted} cannot be found by its name: IPVS keeps no names of Services; `proxy-ctl services` lists addresses"
     );
     let hint = if wanted.may_name_port_by_number() {
-        ". After the colon stands the name of a port, as in web:http, and not its number"
+        ". The part after the colon is the name of a port, as in web:http, and not its number"
     } else {
         ""
     };
@@ -153,7 +153,7 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
         record.as_ref().filter(|record| record.is_alive()).map(|record| record.removal_blockers.clone());
     let mut status = StatusView::new(record.clone(), programmed.as_ref().map(|(mode, _)| *mode), starting);
     if let Some(error) = &denied {
-        status.not_readable(format!("hooks, tables, counters and the lease: {error}"));
+        status.not_readable(format!("hooks, maps, counters and the lease: {error}"));
     }
     if let Some(error) = &record_denied {
         status.not_readable(error.to_string());

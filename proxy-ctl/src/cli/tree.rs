@@ -18,7 +18,7 @@ pub(super) static OUTPUT: [Flag; 1] = [Flag {
     sets: Sets::Other,
     group: Group::Main,
     deprecated: None,
-    help: "A table for people, or another format for programs [default: table].",
+    help: "The format: a table for people, or another for programs [default: table].",
 }];
 
 const WIDTH: usize = 100;

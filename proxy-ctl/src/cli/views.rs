@@ -266,7 +266,10 @@ impl FormerView {
         let left: Vec<String> = self.left.iter().map(Part::to_string).collect();
         let mut text = left.join(", ");
         if !self.held_back_by.is_empty() {
-            text.push_str(&format!("; held back by {}", self.held_back_by.join(", ")));
+            text.push_str(&format!(
+                "; they stay because these are not served: {}",
+                self.held_back_by.join(", ")
+            ));
         }
         if !self.unknown.is_empty() {
             text.push_str(if left.is_empty() { "not known: " } else { "; not all is known: " });
@@ -305,7 +308,7 @@ pub(super) struct HookView {
 impl HookView {
     fn rows_of_others(&self) -> impl Iterator<Item = [String; 4]> + '_ {
         self.others.iter().map(|other| {
-            let name = if other.name.is_empty() { "without name" } else { &other.name };
+            let name = if other.name.is_empty() { "without a name" } else { &other.name };
             let place = if other.is_before { "before the proxy's" } else { "after the proxy's" };
             [name, self.interface.as_deref().unwrap_or("-"), other.hook, place].map(str::to_owned)
         })
@@ -351,7 +354,7 @@ impl StatusView {
         let mut text = String::new();
         let mut line = |name: &str, value: &str| text.push_str(&format!("{name:<12}{value}\n"));
         let no_mode = if self.not_readable.is_empty() {
-            "none: nothing of ours is programmed on this node"
+            "none: nothing of proxy-ctl is programmed on this node"
         } else {
             "not known"
         };
@@ -389,7 +392,7 @@ impl StatusView {
             }
             Some(left) => {
                 let left = duration::format(Duration::from_secs(left));
-                line("lease", &format!("without a controller, nothing is translated in {left}"));
+                line("lease", &format!("without a controller, translation ends in {left}"));
             }
             None => {}
         }
@@ -405,7 +408,7 @@ impl StatusView {
             line("unattached", interface);
         }
         if let Some(former) = self.former_kube_proxy.text() {
-            line("kube-proxy", &format!("another one's rules: {former}"));
+            line("kube-proxy", &format!("rules of another kube-proxy: {former}"));
         }
         self.tables_text(&mut text);
         text
@@ -423,7 +426,7 @@ impl StatusView {
         let unsupported: BTreeSet<_> = unsupported.into_iter().map(unsupported_row).collect();
         part(unsupported.len(), table(["NOT SERVED AS ASKED", "FIELD", "EFFECT", "INSTEAD"], unsupported));
         let handed_over = handed_over_rows(&handed_over);
-        part(handed_over.len(), table(["HANDED OVER", "FIELD", "HOW"], handed_over));
+        part(handed_over.len(), table(["DELEGATED", "FIELD", "HOW"], handed_over));
         let or_dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".to_owned());
         let hooks = self.hooks.iter().map(|hook| {
             let [interface, role, reason] = [&hook.interface, &hook.role, &hook.reason].map(or_dash);
@@ -444,7 +447,7 @@ impl StatusView {
             let full = format!("{:.1} %", of.used as f64 * 100.0 / of.capacity as f64);
             [of.name.to_owned(), of.used.to_string(), of.capacity.to_string(), full, bytes(of.bytes)]
         });
-        part(sized.len(), table(["TABLE", "USED", "CAPACITY", "FULL", "MEMORY"], tables));
+        part(sized.len(), table(["MAP", "USED", "CAPACITY", "FULL", "MEMORY"], tables));
         let counted: Vec<_> = self.counters.iter().filter(|counter| counter.count > 0).collect();
         let counters = counted.iter().map(|counter| [counter.name.to_owned(), counter.count.to_string()]);
         part(counted.len(), table(["REASON", "COUNT"], counters));
@@ -647,7 +650,7 @@ mod tests {
 
     #[rstest]
     #[case::no_end(None, None)]
-    #[case::goes_on(Some(3_133), Some("nothing is translated in 52m13s"))]
+    #[case::goes_on(Some(3_133), Some("translation ends in 52m13s"))]
     #[case::has_ended(Some(0), Some("has ended: nothing is translated"))]
     fn the_end_of_a_lease_is_told(#[case] withdraws_in: Option<u64>, #[case] expected: Option<&str>) {
         let status = StatusView { withdraws_in, ..StatusView::new(None, Some(Mode::Ebpf), None) };
@@ -690,7 +693,7 @@ mod tests {
             name,
             field: field.into(),
             effect: "handedOver".into(),
-            instead: "served by mode nftables beside this one".into(),
+            instead: "served by the secondary mode nftables".into(),
             ..UnsupportedField::default()
         };
         let mut unsupported = vec![handed_over("sctp".into(), "spec.ports[].protocol")];
@@ -699,12 +702,12 @@ mod tests {
         let text = StatusView::new(Some(record), Some(Mode::Ebpf), None).text();
         let rows: Vec<Vec<&str>> = text
             .lines()
-            .skip_while(|line| !line.starts_with("HANDED OVER"))
+            .skip_while(|line| !line.starts_with("DELEGATED"))
             .map(|line| line.split("  ").map(str::trim).filter(|cell| !cell.is_empty()).collect())
             .collect();
-        let how = "served by mode nftables beside this one";
+        let how = "served by the secondary mode nftables";
         let expected = [
-            ["HANDED OVER", "FIELD", "HOW"],
+            ["DELEGATED", "FIELD", "HOW"],
             ["11 service ports", "spec.ports[].nodePort", how],
             ["shop/sctp", "spec.ports[].protocol", how],
         ];

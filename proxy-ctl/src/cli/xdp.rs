@@ -77,7 +77,7 @@ impl PodInterfaces {
         let taking = (self.taking > 0).then(|| (self.taking, "yes".to_owned()));
         let not_taking = self.not_taking.iter().map(|(why, count)| (*count, format!("no: {why}")));
         let row = |(count, why): (usize, String)| [count.to_string(), why];
-        table(["INTERFACES OF PODS", "XDP SENDS BY THEM"], taking.into_iter().chain(not_taking).map(row))
+        table(["POD INTERFACES", "XDP FORWARDS TO THEM"], taking.into_iter().chain(not_taking).map(row))
     }
 }
 
@@ -85,7 +85,7 @@ fn has_role(record: &record::Record, index: u32, role: &str) -> bool {
     record.interfaces.iter().any(|known| known.index == index && known.role == role)
 }
 
-const NOT_SENT_BY: &str = "it would take frames, but XDP sends none of another uplink on, has no room for more interfaces, or the controller has not looked at it yet";
+const NOT_SENT_BY: &str = "it can take frames, but XDP forwards none from other uplinks, has no room for more interfaces, or the controller has not checked it yet";
 
 /// Returns how the controller uses XDP. `None` if it does not.
 fn configured(record: &record::Record) -> Option<Xdp> {
@@ -138,7 +138,7 @@ pub(super) fn text(column: &str, uplinks: &[XdpView]) -> String {
         None => of.takes.to_owned(),
     };
     let row = |of: &XdpView| [of.interface.clone(), of.xdp.to_owned(), of.reason.clone(), takes(of)];
-    table(["UPLINK", column, "BECAUSE", "SENDS FRAMES OF OTHERS"], uplinks.iter().map(row))
+    table(["UPLINK", column, "BECAUSE", "FORWARDS FRAMES OF OTHERS"], uplinks.iter().map(row))
 }
 
 /// Returns the state that uplinks would have. `record` is that of a controller, which may have met

@@ -467,7 +467,7 @@ fn status_and_probe_say_how_xdp_runs_on_each_uplink_and_why() {
         }
         let table = node.command(&[command, "--config", config][..if command == "probe" { 3 } else { 1 }]);
         let table = String::from_utf8_lossy(&table.stdout).into_owned();
-        let header = ["UPLINK", "XDP", "BECAUSE", "SENDS FRAMES OF OTHERS"];
+        let header = ["UPLINK", "XDP", "BECAUSE", "FORWARDS FRAMES OF OTHERS"];
         let row = |words: &[&str]| {
             table.lines().any(|line| {
                 words.iter().try_fold(line, |rest, word| Some(rest.split_once(word)?.1)).is_some()

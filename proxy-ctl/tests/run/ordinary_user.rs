@@ -189,7 +189,7 @@ fn what_may_not_be_read_is_told_and_not_taken_for_absent() {
         assert!(told.contains("permission denied") && told.contains("as root"), "{command}: {told}");
         let shown = String::from_utf8_lossy(&output.stdout).into_owned();
         if command == "status" {
-            assert!(shown.contains("not read    hooks, tables, counters and the lease: "), "{shown}");
+            assert!(shown.contains("not read    hooks, maps, counters and the lease: "), "{shown}");
             assert!(shown.contains("mode        not known"), "{shown}");
         } else {
             assert_eq!(shown, "", "{command}");

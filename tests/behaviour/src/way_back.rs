@@ -89,7 +89,7 @@ fn withdrawn(world: &mut World) -> Result<()> {
     let mut former = world.swap(real(ours))?;
     for proxy in &mut former {
         let status = proxy.tool(&world.lab, &["status"])?;
-        ensure!(status.contains("without a controller, nothing is translated in"), "{status}");
+        ensure!(status.contains("without a controller, translation ends in"), "{status}");
         proxy.kill()?;
     }
     world.set_endpoints(&CHANGING, &["web-2"])?;

@@ -292,7 +292,7 @@ mod tests {
     #[case(&["--conntrack-minn=1"], "--conntrack-minn is not a known flag: did you mean --conntrack-min?")]
     #[case(&["-x"], "-x is not a known flag")]
     #[case(&["--cleanup-iptables"], "--cleanup-iptables is gone: use --cleanup")]
-    #[case(&["--resource_container=/"], "--resource-container is gone: nothing takes its place, leave it out: use the resources of the pod")]
+    #[case(&["--resource_container=/"], "--resource-container is gone: nothing replaces it, leave it out: use the resources of the pod")]
     #[case(&["--conntrack-min"], "--conntrack-min needs a value")]
     #[case(&["--conntrack-min=1e3"], "--conntrack-min must be a whole number of 32 bits, found \"1e3\"")]
     #[case(&["--conntrack-min=99999999999"], "--conntrack-min must be a whole number of 32 bits, found \"99999999999\"")]

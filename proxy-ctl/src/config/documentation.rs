@@ -13,18 +13,16 @@ use crate::version::KUBE_PROXY;
 /// Returns the whole text. The same tables always give the same text.
 pub fn markdown() -> String {
     let mut text = format!(
-        "# Configuration\n\n\
-         Generated from the tables in proxy-ctl/src/config (see the end); do not edit.\n\n\
-         `proxy-ctl run`, and the same program called `kube-proxy`, takes the flags and the configuration file of \
-         kube-proxy {KUBE_PROXY}. `proxy-ctl config` with the same flags shows the configuration that applies, and \
-         where each value comes from.\n\n\
-         - Where `--config` is given, the file is used, and flags for the same settings are ignored with a warning. \
-         These flags override the file: `--hostname-override`, `--bpffs`, `--mode-fallback`, and the logging flags (`--vmodule` adds to it).\n\
-         - An unknown field and a duplicate field are warnings, as with kube-proxy. Any other \
-         mistake ends the program with exit code 1 before anything is touched, with one line for each that names the \
-         file, the field or flag, and what is allowed.\n\
-         - Zero values (`0s`, `null`, `\"\"`), which kubeadm writes for most fields, mean the default, except where \
-         the table says what they mean.\n\n"
+        "# Configuration\n\nGenerated from the tables in proxy-ctl/src/config (see the end); do not \
+         edit.\n\n`proxy-ctl run`, and the same program called `kube-proxy`, takes the flags and the \
+         configuration file of kube-proxy {KUBE_PROXY}. `proxy-ctl config` with the same flags shows the \
+         configuration that applies, and where each value comes from.\n\n- If `--config` is given, the file is \
+         used, and flags for the same settings are ignored with a warning. These flags override the file: \
+         `--hostname-override`, `--bpffs`, `--mode-fallback`, and the logging flags (`--vmodule` adds to \
+         it).\n- An unknown field and a duplicate field are warnings, as with kube-proxy. Any other mistake \
+         ends the program with exit code 1 before anything is touched, with one line for each that names the \
+         file, the field or flag, and what is allowed.\n- Zero values (`0s`, `null`, `\"\"`), which kubeadm \
+         writes for most fields, mean the default, unless the table says what they mean.\n\n"
     );
     fields(&mut text);
     flags(&mut text);
@@ -144,7 +142,7 @@ pub const DIFFERENCES: &[(&str, &str)] = &[
         "also `ebpf` and `userspace`. An empty mode stays empty in what `--write-config-to` writes, because the mode that \
          is chosen depends on the node; kube-proxy writes `iptables`.",
     ),
-    ("our section", "`ebpf`. kube-proxy warns of it and reads on."),
+    ("our section", "`ebpf` is only here. kube-proxy warns of it and reads on."),
     (
         "node port addresses",
         "`primary`, `localhost`, `all` and networks may stand together, as from 1.37 on.",
@@ -155,8 +153,8 @@ pub const DIFFERENCES: &[(&str, &str)] = &[
     ),
     (
         "encodings",
-        "`contentType` and `acceptContentTypes` are an error where they name an encoding other than JSON and protobuf; \
-         kube-proxy takes any text, and then fails when it asks for or sends that encoding.",
+        "`contentType` and `acceptContentTypes` are an error if they name an encoding other than JSON and \
+         protobuf; kube-proxy takes any text, and then fails when it asks for or sends that encoding.",
     ),
     ("normal forms", "`logging.flushFrequency` is written as a duration, and an empty list as null."),
     (

@@ -133,17 +133,18 @@ pub(super) const DECIDING: usize = 2;
 /// All fields, in the order in which they are read.
 pub static FIELDS: &[Field] = fields! {
     "mode", keyword(|c| &mut c.mode);
-        "How the node is programmed. Empty: the first that the node can do of ebpf, iptables, nftables and userspace. kube-proxy knows iptables, ipvs and \
-         nftables. The settings of the mode that is asked for also apply in one that takes its place (ebpf.modeFallback).";
+        "The way in which the node is programmed. Empty means the first of ebpf, iptables, nftables and \
+         userspace that can run on the node. kube-proxy knows iptables, ipvs and nftables. If another mode \
+         replaces the one that is asked for (ebpf.modeFallback), the settings of the latter still apply.";
     "bindAddress", address(|c| &mut c.bind_address);
-        "The node's own address, where it is not that of its Node object. Nothing is bound to it. An IPv6 address in \
-         the file makes healthz and metrics default to IPv6.";
+        "The node's own address, if it is not that of its Node object. Nothing is bound to it. An IPv6 address \
+         in the file makes healthz and metrics default to IPv6.";
     "hostnameOverride", optional_text(|c| &mut c.hostname_override);
-        "Name of this node's Node object. Empty: the host's name, in lower case.";
+        "The name of this node's Node object. Empty means the host's name, in lower case.";
     "healthzBindAddress", listen_address::<HEALTHZ_PORT>(|c| &mut c.healthz_bind_address);
-        "Where /healthz and /livez are served. An address alone takes port 10256.";
+        "The address at which /healthz and /livez are served. An address without a port gets port 10256.";
     "metricsBindAddress", listen_address::<METRICS_PORT>(|c| &mut c.metrics_bind_address);
-        "Where /metrics, /proxyMode and /configz are served. An address alone takes port 10249.";
+        "The address at which /metrics, /proxyMode and /configz are served. An address without a port gets port 10249.";
     "bindAddressHardFail", switch(|c| &mut c.bind_address_hard_fail);
         "A healthz or metrics address that cannot be bound ends the process.";
     "enableProfiling", switch(|c| &mut c.enable_profiling);
@@ -151,217 +152,254 @@ pub static FIELDS: &[Field] = fields! {
     "showHiddenMetricsForVersion", HIDDEN_METRICS;
         "Show metrics that were hidden since this version. Only the previous minor version is allowed.";
     "featureGates", FEATURE_GATES;
-        "Kubernetes feature gates by name. In effect: AllAlpha, AllBeta, AllowServiceExternalIPs (false: no externalIPs are \
-         served), ComponentFlagz, ComponentStatusz, LoggingAlphaOptions, LoggingBetaOptions, WatchListClient (false: plain lists only).";
+        "Kubernetes feature gates by name. These have an effect: AllAlpha, AllBeta, AllowServiceExternalIPs \
+         (false: no externalIPs are served), ComponentFlagz, ComponentStatusz, LoggingAlphaOptions, \
+         LoggingBetaOptions, WatchListClient (false: plain lists only).";
 
     "clientConnection.kubeconfig", file(|c| &mut c.client_connection.kubeconfig);
-        "Credentials for the API server. Empty: the pod's service account.";
+        "The file with the credentials for the API server. Empty means the pod's service account.";
     "clientConnection.acceptContentTypes", accept_header(|c| &mut c.client_connection.accept_content_types);
-        "Encodings that the API server may answer in: the Accept header. Empty: that of contentType, or else any.";
+        "The encodings in which the API server may answer (the Accept header). Empty means that of contentType, or any if contentType is empty too.";
     "clientConnection.contentType", encoding(|c| &mut c.client_connection.content_type);
-        "Encoding of what is sent to the API server, and what it is asked to answer in.";
+        "The encoding of what is sent to the API server, and in which it is asked to answer.";
     "clientConnection.qps", number(|c| &mut c.client_connection.qps);
-        "Requests a second to the API server. Negative: no limit.";
+        "The requests a second to the API server. A negative number means no limit.";
     "clientConnection.burst", integer_not_zero::<_, 0, MAX_I32>(|c| &mut c.client_connection.burst);
-        "Requests that may be sent at once before qps counts.";
+        "The requests that may be sent at once before qps limits them.";
 
     "logging.format", keyword(|c| &mut c.logging.format);
-        "Form of the log. json needs the feature gate LoggingBetaOptions, which is on.";
+        "The form of the log. json needs the feature gate LoggingBetaOptions, which is on.";
     "logging.flushFrequency", duration_or_nanoseconds(|c| &mut c.logging.flush_frequency);
-        "Longest time between two flushes of the log. Each line is written at once here.";
+        "The longest time between two flushes of the log. It has no effect, because each line is written at once.";
     "logging.verbosity", integer::<_, 0, MAX_I32>(|c| &mut c.logging.verbosity);
-        "How much is logged: 0 is what an operator needs, 4 for looking for a fault, 6 and more for developers.";
+        "The amount that is logged: 0 is what an operator needs, 4 is for the search for a fault, 6 and more are for developers.";
     "logging.vmodule", VMODULE;
-        "Verbosity of single source files, by pattern. Only in format text.";
+        "The verbosity of single source files, by pattern. It applies in format text only.";
     "logging.options.text.splitStream", switch(|c| &mut c.logging.text.split_stream);
-        "Format text: only errors to stderr. Needs the feature gate LoggingAlphaOptions.";
+        "In format text, only errors go to stderr. This needs the feature gate LoggingAlphaOptions.";
     "logging.options.text.infoBufferSize", quantity(|c| &mut c.logging.text.info_buffer_size);
-        "Format text: bytes that are buffered. Without effect: each line is written at once here. Needs the feature gate LoggingAlphaOptions.";
+        "The bytes that are buffered in format text. It has no effect, because each line is written at once. It needs the feature gate LoggingAlphaOptions.";
     "logging.options.json.splitStream", switch(|c| &mut c.logging.json.split_stream);
-        "Format json: only errors to stderr. Needs the feature gate LoggingAlphaOptions.";
+        "In format json, only errors go to stderr. This needs the feature gate LoggingAlphaOptions.";
     "logging.options.json.infoBufferSize", quantity(|c| &mut c.logging.json.info_buffer_size);
-        "Format json: bytes that are buffered. Without effect: each line is written at once here. Needs the feature gate LoggingAlphaOptions.";
+        "The bytes that are buffered in format json. It has no effect, because each line is written at once. It needs the feature gate LoggingAlphaOptions.";
 
     "iptables.masqueradeBit", integer::<_, 0, MAX_BIT>(|c| &mut c.iptables.masquerade_bit);
-        "Bit of the packet mark that asks for masquerading, in modes iptables and ipvs.";
+        "The bit of the fwmark that asks for masquerading, in modes iptables and ipvs.";
     "iptables.masqueradeAll", switch(|c| &mut c.masquerade_all), Applies::InMode(not_in_nftables);
-        "Masquerade everything that is sent to a cluster IP. In modes iptables and ipvs.";
+        "Masquerade everything that is sent to a cluster IP, in modes iptables and ipvs.";
     "iptables.localhostNodePorts", switch(|c| &mut c.iptables.localhost_node_ports);
-        "Serve node ports on 127.0.0.1 in modes iptables, ebpf and userspace; on ::1 none is served.";
+        "Serve node ports on 127.0.0.1, in modes iptables, ebpf and userspace. No node port is served on ::1.";
     "iptables.syncPeriod", period(|c| &mut c.periods.sync), Applies::InMode(in_others);
-        "How often everything is compared with what is programmed, and the longest pause after a failure. Also in modes \
-         ebpf and userspace. Mode ebpf compares large tables less often: it takes half a percent of a CPU at most, or happens every ten minutes.";
+        "The time between two comparisons of everything with what is programmed, and the longest pause after a \
+         failure. It also applies in modes ebpf and userspace. Mode ebpf compares large maps less often, so \
+         that it takes half a percent of a CPU at most, but at least every ten minutes.";
     "iptables.minSyncPeriod", period(|c| &mut c.periods.min_sync), Applies::InMode(in_others);
-        "Shortest pause between two syncs, in mode iptables. Modes ebpf, nftables and userspace write each change at once.";
+        "The shortest pause between two syncs, in mode iptables. Modes ebpf, nftables and userspace write each change at once.";
 
     "ipvs.syncPeriod", period(|c| &mut c.periods.sync), Applies::InMode(in_ipvs);
-        "As iptables.syncPeriod, in mode ipvs.";
+        "The same as iptables.syncPeriod, in mode ipvs.";
     "ipvs.minSyncPeriod", period(|c| &mut c.periods.min_sync), Applies::InMode(in_ipvs);
-        "As iptables.minSyncPeriod, in mode ipvs. Its default is 0s in a file.";
+        "The same as iptables.minSyncPeriod, in mode ipvs. Its default is 0s in a file.";
     "ipvs.scheduler", scheduler(|c| &mut c.ipvs.scheduler), IPVS;
-        "IPVS scheduler. Empty: rr.";
+        "The IPVS scheduler. Empty means rr.";
     "ipvs.excludeCIDRs", list(|c| &mut c.ipvs.exclude_cidrs), IPVS;
-        "Virtual servers in these networks are left alone.";
+        "The networks whose virtual servers are left alone.";
     "ipvs.strictARP", switch(|c| &mut c.ipvs.strict_arp);
         "Set arp_ignore to 1 and arp_announce to 2.";
     "ipvs.tcpTimeout", timeout(|c| &mut c.ipvs.tcp_timeout), IPVS;
-        "Idle time of an IPVS TCP connection. 0s: left as it is.";
+        "The idle time of an IPVS TCP connection. 0s leaves the kernel's value.";
     "ipvs.tcpFinTimeout", timeout(|c| &mut c.ipvs.tcp_fin_timeout), IPVS;
-        "Idle time of an IPVS TCP connection after a FIN. 0s: left as it is.";
+        "The idle time of an IPVS TCP connection after a FIN. 0s leaves the kernel's value.";
     "ipvs.udpTimeout", timeout(|c| &mut c.ipvs.udp_timeout), IPVS;
-        "Idle time of IPVS UDP. 0s: left as it is.";
+        "The idle time of IPVS UDP. 0s leaves the kernel's value.";
 
     "nftables.masqueradeBit", integer::<_, 0, MAX_BIT>(|c| &mut c.nftables.masquerade_bit), NFTABLES;
-        "Bit of the packet mark that asks for masquerading, in mode nftables.";
+        "The bit of the fwmark that asks for masquerading, in mode nftables.";
     "nftables.masqueradeAll", switch(|c| &mut c.masquerade_all), Applies::InMode(in_nftables);
-        "As iptables.masqueradeAll, in mode nftables.";
+        "The same as iptables.masqueradeAll, in mode nftables.";
     "nftables.syncPeriod", period(|c| &mut c.periods.sync), Applies::InMode(in_nftables);
-        "As iptables.syncPeriod, in mode nftables.";
+        "The same as iptables.syncPeriod, in mode nftables.";
     "nftables.minSyncPeriod", period(|c| &mut c.periods.min_sync), Applies::InMode(in_nftables);
-        "Without effect: mode nftables writes each change at once.";
+        "It has no effect, because mode nftables writes each change at once.";
 
     "detectLocalMode", keyword(|c| &mut c.detect_local_mode);
-        "How traffic of the node's own pods is told from other traffic. Mode ebpf does not need to tell it: all that this \
-         still does is that NodeCIDR waits for spec.podCIDRs of the Node, and ends the process when they change.";
+        "The way in which traffic of the node's own pods is told from other traffic. Mode ebpf does not need \
+         it: there, NodeCIDR only waits for spec.podCIDRs of the Node, and ends the process when they change.";
     "detectLocal.bridgeInterface", text(|c| &mut c.bridge_interface);
-        "The bridge of the pods; needed where detectLocalMode is BridgeInterface. Mode ebpf does not use it.";
+        "The bridge of the pods. It is needed if detectLocalMode is BridgeInterface. Mode ebpf does not use it.";
     "detectLocal.interfaceNamePrefix", text(|c| &mut c.interface_name_prefix);
-        "How the names of the pods' interfaces begin; needed where detectLocalMode is InterfaceNamePrefix. Mode ebpf does \
-         not use it.";
+        "The text with which the names of the pods' interfaces begin. It is needed if detectLocalMode is \
+         InterfaceNamePrefix. Mode ebpf does not use it.";
     "clusterCIDR", CLUSTER_CIDR, Applies::WhenUsed(|config| config.detect_local_mode == LocalMode::ClusterCidr);
-        "The pods' networks. Mode ebpf does not use them, but checks them: networks of another family than a \
-         single-stack node's end the process.";
+        "The pods' networks. Mode ebpf does not use them, but checks them: on a single-stack node, a network \
+         of the other family ends the process.";
     "nodePortAddresses", list(|c| &mut c.node_port_addresses);
-        "The node's addresses on which node ports are served. Empty: all; in mode nftables, primary.";
+        "The node's addresses on which node ports are served. Empty means all, or primary in mode nftables.";
     "oomScoreAdj", integer::<_, -1000, 1000>(|c| &mut c.oom_score_adj);
-        "oom_score_adj of this process.";
+        "The oom_score_adj of this process.";
 
     "conntrack.maxPerCore", integer::<_, 0, MAX_I32>(|c| &mut c.conntrack.max_per_core);
-        "Least nf_conntrack_max for each core; a higher one stays. 0: left as it is, and min is ignored.";
+        "The lowest nf_conntrack_max for each core. A higher one stays. 0 leaves the kernel's value, and min is ignored.";
     "conntrack.min", integer::<_, 0, MAX_I32>(|c| &mut c.conntrack.min);
-        "Lowest nf_conntrack_max.";
+        "The lowest nf_conntrack_max.";
     "conntrack.tcpEstablishedTimeout", optional_timeout(|c| &mut c.conntrack.tcp_established_timeout);
-        "nf_conntrack_tcp_timeout_established, and how long flows of mode ebpf that are established are kept without a packet. 0s: left as it is, and 24h.";
+        "The nf_conntrack_tcp_timeout_established, and the time for which established flows of mode ebpf are \
+         kept without a packet. 0s leaves the kernel's value, and means 24h for flows.";
     "conntrack.tcpCloseWaitTimeout", optional_timeout(|c| &mut c.conntrack.tcp_close_wait_timeout);
-        "nf_conntrack_tcp_timeout_close_wait, and how long those that one side has closed are kept without a packet. 0s: left as it is, and 1h.";
+        "The nf_conntrack_tcp_timeout_close_wait, and the time for which flows that one side has closed are \
+         kept without a packet. 0s leaves the kernel's value, and means 1h for flows.";
     "conntrack.tcpBeLiberal", switch(|c| &mut c.conntrack.tcp_be_liberal);
-        "Set nf_conntrack_tcp_be_liberal to 1. false: left as it is.";
+        "Set nf_conntrack_tcp_be_liberal to 1. false leaves the kernel's value.";
     "conntrack.udpTimeout", timeout(|c| &mut c.conntrack.udp_timeout);
-        "nf_conntrack_udp_timeout, and how long UDP flows of mode ebpf that are not answered for longer than two seconds are kept without a packet. 0s: left as it is, and 30s.";
+        "The nf_conntrack_udp_timeout, and the time for which UDP flows of mode ebpf that are not answered for \
+         longer than two seconds are kept without a packet. 0s leaves the kernel's value, and means 30s for \
+         flows.";
     "conntrack.udpStreamTimeout", timeout(|c| &mut c.conntrack.udp_stream_timeout);
-        "nf_conntrack_udp_timeout_stream, and how long the other UDP flows of mode ebpf are kept without a packet. 0s: left as it is, and 2m.";
+        "The nf_conntrack_udp_timeout_stream, and the time for which the other UDP flows of mode ebpf are kept \
+         without a packet. 0s leaves the kernel's value, and means 2m for flows.";
     "configSyncPeriod", period(|c| &mut c.config_sync_period);
-        "How often the API server is asked anew. Accepted: watches and relists make it needless here.";
+        "The time after which the API server is asked anew. It has no effect, because watches and relists make it needless.";
     "portRange", port_range(|c| &mut c.port_range), Applies::InMode(in_userspace);
-        "Ports that mode userspace listens on where rules lead clients to it.";
+        "The ports on which mode userspace listens if rules lead clients to it.";
     "udpIdleTimeout", period(|c| &mut c.udp_idle_timeout), Applies::InMode(in_userspace);
-        "How long a UDP session of mode userspace lasts without a datagram.";
+        "The time for which a UDP session of mode userspace lasts without a datagram.";
 
     "winkernel.networkName", text(|c| &mut c.winkernel.network_name);
-        "For Windows; without meaning here, as the next ones.";
-    "winkernel.sourceVip", text(|c| &mut c.winkernel.source_vip); "For Windows.";
-    "winkernel.enableDSR", switch(|c| &mut c.winkernel.enable_dsr); "For Windows.";
-    "winkernel.rootHnsEndpointName", text(|c| &mut c.winkernel.root_hns_endpoint_name); "For Windows.";
-    "winkernel.forwardHealthCheckVip", switch(|c| &mut c.winkernel.forward_health_check_vip); "For Windows.";
-    "windowsRunAsService", switch(|c| &mut c.windows_run_as_service); "For Windows.";
+        "This field is for Windows, and has no effect.";
+    "winkernel.sourceVip", text(|c| &mut c.winkernel.source_vip); "This field is for Windows, and has no effect.";
+    "winkernel.enableDSR", switch(|c| &mut c.winkernel.enable_dsr); "This field is for Windows, and has no effect.";
+    "winkernel.rootHnsEndpointName", text(|c| &mut c.winkernel.root_hns_endpoint_name); "This field is for Windows, and has no effect.";
+    "winkernel.forwardHealthCheckVip", switch(|c| &mut c.winkernel.forward_health_check_vip); "This field is for Windows, and has no effect.";
+    "windowsRunAsService", switch(|c| &mut c.windows_run_as_service); "This field is for Windows, and has no effect.";
 
     "ebpf.socketLoadBalancing", keyword(|c| &mut c.ebpf.socket_load_balancing);
-        "Whose connections are sent to their backend when they connect: all, those of every process on the node; host, \
-         those of the node's own network namespace (for sidecars that redirect a pod's connections); off, nobody's, every packet is translated.";
+        "The processes whose connections are sent to their backend when they connect. all: every process on \
+         the node. host: the processes in the node's own network namespace, for sidecars that redirect a pod's \
+         connections. off: no process, so that every packet is translated.";
     "ebpf.sourceAddress", keyword(|c| &mut c.ebpf.source_address);
-        "The source address that a backend sees. preserve: the client's, where the answer comes back; masquerade: the node's wherever \
-         kube-proxy masquerades, for which packets of pods are translated, as with socketLoadBalancing: host.";
+        "The source address that a backend sees. preserve: the client's, if the answer comes back through this \
+         node. masquerade: the node's wherever kube-proxy masquerades; for this, packets of pods are \
+         translated, as with socketLoadBalancing: host.";
     "ebpf.xdp", keyword(|c| &mut c.ebpf.xdp);
-        "On which uplinks XDP sends packets from outside to their backends, and the answers, on before the network stack has \
-         them, after the first ones of each flow: no rule of netfilter sees the others. auto: devices of hardware whose driver has XDP. native: all whose driver has it; a \
-         veth also needs an XDP program at its other end, and senders that fill in their checksums. generic: all, for tests: the stack \
-         does it, no faster than without, and after receive offload, which must be off. By another uplink than they came by, or to a pod, where that \
-         interface's driver takes them (a pod's veth: with GRO on in the pod). What is left, and where no program can be attached, takes the way through the stack; status and probe say why.";
+        "The uplinks on which XDP forwards packets from outside to their backends, and the answers, before \
+         they reach the network stack. The first packets of each flow go through the stack; no netfilter rule \
+         sees the others. auto: hardware devices whose driver has XDP. native: all uplinks whose driver has \
+         it; a veth also needs an XDP program at its other end, and senders that fill in their checksums. \
+         generic: all uplinks, for tests: the stack runs XDP, which is no faster, and receive offload must be \
+         off. XDP forwards by another uplink or to a pod if the driver of that interface takes such frames; a \
+         pod's veth takes them if GRO is on in the pod. All other packets go through the stack; `proxy-ctl \
+         status` and `proxy-ctl probe` say why.";
     "ebpf.forwarding", keyword(|c| &mut c.ebpf.forwarding);
-        "How packets from outside reach a backend on another node where their Service has no annotation proxy-ctl.dev/forwarding. snat: with an \
-         address of this node as their source, and the answers come back through it. dsr (direct server return): as they are, each in a packet \
-         of this node to the backend (encapsulation says in what kind), whose node takes it out and answers the client itself: the \
-         backend sees the client's address. hybrid: TCP as dsr, UDP as snat. All nodes with endpoints must run mode ebpf with it, and let such \
-         packets pass between them (docs/dsr.md). Running connections stay as they are.";
+        "The way in which packets from outside reach a backend on another node, if their Service has no \
+         annotation proxy-ctl.dev/forwarding. snat: with an address of this node as their source, so that \
+         answers come back through it. dsr (direct server return): unchanged inside a packet of this node to \
+         the backend (see ebpf.encapsulation). The backend's node takes it out, the backend sees the client's \
+         address, and the node answers the client itself. hybrid: dsr for TCP, snat for UDP. With dsr and \
+         hybrid, all nodes with endpoints must run mode ebpf with this setting, and such packets must pass \
+         between them (docs/dsr.md). Running connections stay as they are.";
     "ebpf.allowForwardingAnnotation", switch(|c| &mut c.ebpf.allow_forwarding_annotation);
-        "Services may ask for more than ebpf.forwarding by their annotation proxy-ctl.dev/forwarding: for direct server return where the node's \
-         setting is snat, or hybrid and the protocol is UDP. A node with an endpoint of such a Service takes packets out of others, \
-         whoever has sent them, so that whoever may annotate a Service can have that done. A Service may always ask for less.";
+        "Services may ask for more than ebpf.forwarding by their annotation proxy-ctl.dev/forwarding: for \
+         direct server return if the node's setting is snat, or hybrid and the protocol is UDP. A node with an \
+         endpoint of such a Service takes packets out of others, whoever has sent them. Whoever may annotate a \
+         Service can therefore cause that. A Service may always ask for less.";
     "ebpf.encapsulation", keyword(|c| &mut c.ebpf.encapsulation);
-        "In what packets go to backends on other nodes with direct server return. ip: IPv4 in IPv4 (protocol 4), IPv6 in IPv6 (41). geneve: in \
-         UDP to port 6081, for networks that drop these protocols, or spread packets by their ports; it takes 16 bytes more. Nodes take packets \
-         out of both, so that they can be changed one after the other, while connections go on.";
+        "The encapsulation of packets to backends on other nodes in direct server return. ip: IPv4 in IPv4 \
+         (protocol 4), and IPv6 in IPv6 (41). geneve: UDP to port 6081, for networks that drop these \
+         protocols, or that spread packets by their ports; it takes 16 bytes more. Nodes take packets out of \
+         both, so that they can be changed one after the other while connections go on.";
     "ebpf.algorithm", keyword(|c| &mut c.ebpf.algorithm);
-        "How the backend of a new connection is chosen where its Service has no annotation proxy-ctl.dev/algorithm. random: by its weight; \
-         maglev: by a hash of the connection, to the same one on every node, for which each Service port takes at least a hundred rows of slots4 or \
-         slots6 for each endpoint; leastConnection: of two that are drawn by their weights, the one to which fewer connections of this node are open \
-         for its weight. Weights are an annotation of EndpointSlices, proxy-ctl.dev/weights. Running connections stay where they are.";
+        "The way in which the backend of a new connection is chosen, if its Service has no annotation \
+         proxy-ctl.dev/algorithm. random: by weight. maglev: by a hash of the connection, so that every node \
+         chooses the same backend; each service port then takes at least a hundred slots for each endpoint. \
+         leastConnection: two backends are drawn by weight, and the one with fewer open connections of this \
+         node for its weight is chosen. The annotation proxy-ctl.dev/weights of EndpointSlices sets weights. \
+         Running connections stay where they are.";
     "ebpf.interfaces.include", list(|c| &mut c.ebpf.interfaces.include);
-        "Interfaces that packet programs are attached to. Empty: all.";
+        "The interfaces to which packet programs are attached. Empty means all.";
     "ebpf.interfaces.exclude", list(|c| &mut c.ebpf.interfaces.exclude);
-        "Interfaces that no packet program is attached to.";
+        "The interfaces to which no packet program is attached.";
     "ebpf.interfaces.uplinks", list(|c| &mut c.ebpf.interfaces.uplinks);
-        "Interfaces that lead to other nodes and the outside, whatever their addresses and routes say.";
+        "The interfaces that lead to other nodes and the outside, whatever their addresses and routes say.";
     "ebpf.interfaces.workloads", list(|c| &mut c.ebpf.interfaces.workloads);
-        "Interfaces that lead to pods, whatever their addresses and routes say; uplinks comes first.";
+        "The interfaces that lead to pods, whatever their addresses and routes say. An interface in uplinks is not among them.";
     "ebpf.limits.frontends", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.frontends);
-        "Most rows of the tables frontends4 and frontends6 each. They have 131072 at first, and grow when more is desired.";
+        "The most elements of the maps frontends4 and frontends6 each. They have room for 131072 at first, and grow when more is desired.";
     "ebpf.limits.services", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.services);
-        "Most rows of the table services, which has 131072 at first, and grows when more is desired.";
+        "The most elements of the map services. It has room for 131072 at first, and grows when more is desired.";
     "ebpf.limits.slots", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.slots);
-        "Most rows of the tables slots4 and slots6 each: endpoints, counted for each service. They have 524288 at first, and grow when more is desired.";
+        "The most elements of the maps slots4 and slots6 each: endpoints, counted for each service port. They \
+         have room for 524288 at first, and grow when more is desired.";
     "ebpf.limits.backends", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.backends);
-        "Most rows of the tables backends4, backends6, connections and collected each. They have 262144 at first, and grow when more is desired.";
+        "The most elements of the maps backends4, backends6, connections and collected each. They have room for 262144 at first, and grow when more is desired.";
     "ebpf.limits.flows", integer::<_, 0, MAX_ENTRIES>(|c| &mut c.ebpf.limits.flows);
-        "Rows of the tables flows4 and flows6 each; a flow takes two or three. 0: 524288, or three for each entry that conntrack.maxPerCore \
-         gives the node's cores if these are more, and fewer where they would take more than 2 % of the machine's memory at once, or a quarter of the \
-         process's memory limit when they are full. A row takes 32 bytes at once, and 200 to 300 more while it is used.";
+        "The entries of the maps flows4 and flows6 each; a flow takes two or three. 0 means 524288, or three \
+         for each entry that conntrack.maxPerCore gives the node's cores if these are more. It means fewer if \
+         they would take more than 2 % of the machine's memory at once, or a quarter of the process's memory \
+         limit when they are full. An entry takes 32 bytes at once, and 200 to 300 more while it is used.";
     "ebpf.limits.openingFlows", integer::<_, 0, MAX_ENTRIES>(|c| &mut c.ebpf.limits.opening_flows);
-        "Rows of the tables opening_flows4, opening_flows6, foreign_flows4 and foreign_flows6 each. A full one evicts flows that were not answered first: at 50,000 new connections a second 65536 rows keep such a flow for 50 to 150 ms. Raise it on nodes that meet so many; 100,000 rows take 61 MB of kernel memory. 0: 65536 for each core and 1048576 at most, and fewer where all tables of flows would take more than 2 % of the machine's memory at once, or a quarter of the process's memory limit.";
+        "The entries of the maps opening_flows4, opening_flows6, foreign_flows4 and foreign_flows6 each. A \
+         full map first evicts flows that were not answered: at 50,000 new connections a second, 65536 entries \
+         keep such a flow for 50 to 150 ms. Raise it on nodes that meet so many; 100,000 entries take 61 MB of \
+         kernel memory. 0 means 65536 for each core and 1048576 at most. It means fewer if all flow maps would \
+         take more than 2 % of the machine's memory at once, or a quarter of the process's memory limit.";
     "ebpf.limits.affinity", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.affinity);
-        "Rows of the tables affinity4 and affinity6 each: clients of each service port with session affinity. A full table evicts clients that have not connected lately. The default takes 14 MB of kernel memory.";
+        "The elements of the maps affinity4 and affinity6 each: clients of each service port with session \
+         affinity. A full map evicts clients that have not connected lately. The default takes 14 MB of kernel \
+         memory.";
     "ebpf.limits.sourceRanges", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.source_ranges);
-        "Most rows of the tables source_ranges4 and source_ranges6 each: loadBalancerSourceRanges, counted for each service port. They take kernel memory for those that there are only.";
+        "The most elements of the maps source_ranges4 and source_ranges6 each: loadBalancerSourceRanges, \
+         counted for each service port. They take kernel memory only for elements in use.";
     "ebpf.limits.fragments", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.fragments);
-        "Rows of the tables fragments4 and fragments6 each: packets that come in fragments.";
+        "The elements of the maps fragments4 and fragments6 each: packets that come in fragments.";
     "ebpf.limits.nodeAddresses", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.node_addresses);
-        "Rows of the tables node_addresses4, node_addresses6, interfaces, vlan_devices and pod_namespaces each.";
+        "The elements of the maps node_addresses4, node_addresses6, interfaces, vlan_devices and pod_namespaces each.";
     "ebpf.limits.serviceCounters", integer::<_, 1, MAX_ENTRIES>(|c| &mut c.ebpf.limits.service_counters);
-        "Rows of the table service_counters: service ports whose connections and bytes are counted.";
+        "The elements of the map service_counters: service ports whose connections and bytes are counted.";
     "ebpf.newConnectionsPerCore", integer::<_, 0, MAX_NEW_CONNECTIONS_PER_CORE>(|c| &mut c.ebpf.new_connections_per_core);
-        "How many connections and UDP flows of each family packets open on one core in a second, before those of a Service port that has had its share are \
-         dropped, so that a flood neither fills the table of opening flows nor keeps other Services from being served (docs/floods.md). In steps of 60. \
-         0: any number.";
+        "The flood limit: how many connections and UDP flows of each family packets may open on one core in a \
+         second. Beyond it, those of a service port that has had its share are dropped. A flood then neither \
+         fills the maps of opening flows nor keeps other Services from being served (docs/floods.md). It \
+         applies in steps of 60. 0 means any number.";
     "ebpf.flowLifetimes.tcpOpening", lifetime(|c| &mut c.ebpf.flow_lifetimes.tcp_opening);
-        "How long a TCP flow is kept whose client has not acknowledged an answer yet. Other states: conntrack.tcpEstablishedTimeout and the next ones.";
+        "The time for which a TCP flow is kept whose client has not acknowledged an answer yet. \
+         conntrack.tcpEstablishedTimeout and the fields after it are for the other states.";
     "ebpf.flowLifetimes.tcpClosed", lifetime(|c| &mut c.ebpf.flow_lifetimes.tcp_closed);
-        "How long a TCP flow is kept that both sides have closed.";
+        "The time for which a TCP flow is kept that both sides have closed.";
     "ebpf.flowLifetimes.tcpReset", lifetime(|c| &mut c.ebpf.flow_lifetimes.tcp_reset);
-        "How long a TCP flow is kept that was reset.";
+        "The time for which a TCP flow is kept that was reset.";
     "ebpf.cgroup", optional_folder(|c| &mut c.ebpf.cgroup);
-        "The cgroup v2 folder whose processes are served. Empty: the mount that opens; where there is none, the hierarchy is mounted.";
+        "The cgroup v2 folder whose processes are served. Empty means a mount that can be opened; if there is none, the hierarchy is mounted.";
     "ebpf.bpffs", folder(|c| &mut c.ebpf.bpffs);
-        "Where the tables are pinned.";
+        "The folder in which the maps are pinned.";
     "ebpf.removeKubeProxyRules", switch(|c| &mut c.ebpf.remove_kube_proxy_rules);
-        "Remove what another kube-proxy has left in the kernel, once, when every service port is served: else it would go on \
-         leading to endpoints that are gone. false: leave it, to try both side by side. Not with --manifests.";
+        "Remove what another kube-proxy has left in the kernel, once, when every service port is served. \
+         Otherwise it would go on leading to endpoints that are gone. false leaves it, to try both side by \
+         side. With --manifests nothing is removed.";
     "ebpf.modeFallback", switch(|c| &mut c.ebpf.mode_fallback);
-        "Where the mode that is asked for cannot run on the node, the first of iptables, nftables and userspace that can takes its place: with a warning in \
-         the log, an event and metrics. false: that is an error, as with kube-proxy.";
+        "If the mode that is asked for cannot run on the node, the first of iptables, nftables and userspace \
+         that can replaces it. A warning in the log, an event and metrics tell of that. With false, it is an \
+         error, as with kube-proxy.";
     "ebpf.withdrawAfter", WITHDRAW_AFTER;
-        "How long the node serves what was programmed after its controller has gone. From then on nothing is translated, so that another \
-         proxy's rules apply, and flows of the packet programs end. Choose more than any restart takes. 0s: without end.";
+        "The time for which the node serves what was programmed after its controller has gone. From then on \
+         nothing is translated, so that another proxy's rules apply, and flows of the packet programs end. \
+         Choose more than any restart takes. 0s means without end.";
     "ebpf.resetConnectionsToGoneEndpoints", switch(|c| &mut c.ebpf.reset_connections_to_gone_endpoints);
-        "Reset TCP connections as soon as their endpoint is not ready, unless it terminates and serves, or has left its Services, so that \
-         clients need not wait for their timeouts: at once where the client's socket was sent there when it connected, with the client's \
-         next segment where the packet programs translate (the endpoint is not told). false: leave them, as kube-proxy does, since such an endpoint may still be answering.";
+        "Reset TCP connections as soon as their endpoint has left its Services, or is not ready and does not \
+         serve while it terminates. Clients then need not wait for their timeouts. A connection that a socket \
+         hook sent to the endpoint is reset at once. One that the packet programs translate is reset with the \
+         client's next segment, and the endpoint is not told. false leaves them, as kube-proxy does, because \
+         such an endpoint may still answer.";
     "ebpf.unallocatedServiceAddresses", keyword(|c| &mut c.ebpf.unallocated_service_addresses);
-        "What becomes of traffic to addresses of ServiceCIDRs that no Service has. pass: it goes where its route leads, as with kube-proxy's mode \
-         iptables. drop: it is dropped, and a connect or sendmsg fails, as in mode nftables; not where another proxy serves Services of this \
-         cluster (service.kubernetes.io/service-proxy-name). Without effect where there are none: in an API server before Kubernetes 1.33, or in a folder of manifests without any.";
+        "The treatment of traffic to addresses of ServiceCIDRs that no Service has. pass: it goes where its \
+         route leads, as with kube-proxy's mode iptables. drop: it is dropped, and a connect or sendmsg fails, \
+         as in mode nftables. Do not choose drop if another proxy serves Services of this cluster \
+         (service.kubernetes.io/service-proxy-name). The field has no effect without ServiceCIDRs: in an API \
+         server before Kubernetes 1.33, or in a folder of manifests without any.";
     "ebpf.answerPing", switch(|c| &mut c.ebpf.answer_ping);
-        "The node answers pings of ClusterIPs, those of its own processes too where they leave by an uplink. This says that it serves the address, \
-         not that an endpoint is ready. No rate limits them; fragments are not answered. false: nobody answers, as with kube-proxy.";
+        "The node answers pings of ClusterIPs, also those of its own processes that leave by an uplink. An \
+         answer says that the node serves the address, not that an endpoint is ready. No rate limits the \
+         answers; fragments are not answered. With false nobody answers, as with kube-proxy.";
 };
 
 /// The shortest lease. The lease is renewed about once a second at most, and not while much is

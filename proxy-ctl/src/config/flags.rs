@@ -116,7 +116,7 @@ const fn set(name: &'static str, value: ValueKind, fields: &'static [&'static st
 const fn klog(name: &'static str, value: ValueKind) -> Flag {
     Flag {
         deprecated: Some("it has no effect: the log goes to stderr"),
-        ..flag(Group::Legacy, name, value, Sets::Nothing, "Of kube-proxy before 1.26. No effect.")
+        ..flag(Group::Legacy, name, value, Sets::Nothing, "A flag of kube-proxy before 1.26, without effect.")
     }
 }
 
@@ -134,14 +134,14 @@ pub static FLAGS: &[Flag] = &[
         "cleanup",
         Switch,
         Sets::Other,
-        "Remove everything of ours and of another kube-proxy, in any mode, from this node and exit.",
+        "Remove everything of proxy-ctl and of another kube-proxy, in any mode, from this node and exit.",
     ),
     main("init-only", Switch, Sets::Other, "Do what needs all privileges, and exit."),
     main(
         "hostname-override",
         Text("NAME"),
         Sets::Override("hostnameOverride"),
-        "Name of this node's Node object [default: the host's name in lower case].",
+        "The name of this node's Node object [default: the host's name in lower case].",
     ),
     main("master", Text("URL"), Sets::Other, "The API server's address, instead of the kubeconfig's."),
     Flag { short: Some('h'), ..main("help", Switch, Sets::Other, "Print help.") },
@@ -156,52 +156,55 @@ pub static FLAGS: &[Flag] = &[
         "follow-config",
         Switch,
         Sets::Other,
-        "--follow-config=false: a change of the configuration file counts from the next start on, not at once.",
+        "With --follow-config=false, a change of the configuration file applies from the next start on, not at once.",
     ),
-    own("bpffs", Text("DIR"), Sets::Override("ebpf.bpffs"), "Where the tables are pinned."),
+    own("bpffs", Text("DIR"), Sets::Override("ebpf.bpffs"), "The folder in which the maps are pinned."),
     own(
         "mode-fallback",
         Switch,
         Sets::Override("ebpf.modeFallback"),
-        "--mode-fallback=false: a mode that is asked for and cannot run here is an error; no other takes its place.",
+        "With --mode-fallback=false, it is an error if the mode that is asked for cannot run here; no other mode replaces it.",
     ),
-    Flag { short: Some('v'), ..logging("v", Level, "logging.verbosity", "How much is logged: 0 to 10.") },
+    Flag {
+        short: Some('v'),
+        ..logging("v", Level, "logging.verbosity", "The amount that is logged: 0 to 10.")
+    },
     logging(
         "vmodule",
         Modules,
         "logging.vmodule",
-        "Verbosity of single source files; added to those of the file.",
+        "The verbosity of single source files, added to that of the file.",
     ),
-    logging("logging-format", Text("FORMAT"), "logging.format", "text or json."),
+    logging("logging-format", Text("FORMAT"), "logging.format", "The form of the log: text or json."),
     logging(
         "log-flush-frequency",
         Duration,
         "logging.flushFrequency",
-        "Longest time between two flushes of the log.",
+        "The longest time between two flushes of the log.",
     ),
     logging(
         "log-text-split-stream",
         Switch,
         "logging.options.text.splitStream",
-        "Format text: only errors to stderr.",
+        "In format text, only errors go to stderr.",
     ),
     logging(
         "log-text-info-buffer-size",
         Text("QUANTITY"),
         "logging.options.text.infoBufferSize",
-        "Format text: bytes that are buffered. Without effect.",
+        "The bytes that are buffered in format text; without effect.",
     ),
     logging(
         "log-json-split-stream",
         Switch,
         "logging.options.json.splitStream",
-        "Format json: only errors to stderr.",
+        "In format json, only errors go to stderr.",
     ),
     logging(
         "log-json-info-buffer-size",
         Text("QUANTITY"),
         "logging.options.json.infoBufferSize",
-        "Format json: bytes that are buffered. Without effect.",
+        "The bytes that are buffered in format json; without effect.",
     ),
     set("proxy-mode", Text("MODE"), &["mode"]),
     set("kubeconfig", Text("FILE"), &["clientConnection.kubeconfig"]),
@@ -249,7 +252,7 @@ pub static FLAGS: &[Flag] = &[
             "healthz-port",
             Integer,
             Sets::Fields(&[]),
-            "Port for a --healthz-bind-address that has none; 0: not served.",
+            "The port for a --healthz-bind-address that has none; 0 means not served.",
         )
     },
     Flag {
@@ -259,11 +262,11 @@ pub static FLAGS: &[Flag] = &[
             "metrics-port",
             Integer,
             Sets::Fields(&[]),
-            "Port for a --metrics-bind-address that has none; 0: not served.",
+            "The port for a --metrics-bind-address that has none; 0 means not served.",
         )
     },
-    flag(Group::Legacy, "boot-id-file", Text("FILE,..."), Sets::Nothing, "Accepted; no effect."),
-    flag(Group::Legacy, "machine-id-file", Text("FILE,..."), Sets::Nothing, "Accepted; no effect."),
+    flag(Group::Legacy, "boot-id-file", Text("FILE,..."), Sets::Nothing, "Accepted without effect."),
+    flag(Group::Legacy, "machine-id-file", Text("FILE,..."), Sets::Nothing, "Accepted without effect."),
     klog("add-dir-header", Switch),
     klog("alsologtostderr", Switch),
     klog("log-backtrace-at", Text("FILE:LINE")),
@@ -279,16 +282,16 @@ pub static FLAGS: &[Flag] = &[
 
 /// The flags that kube-proxy no longer has, and what to use instead.
 pub static REMOVED: &[(&str, &str)] = &[
-    ("azure-container-registry-config", "nothing takes its place, leave it out"),
+    ("azure-container-registry-config", "nothing replaces it, leave it out"),
     ("cleanup-iptables", "use --cleanup"),
     ("cleanup-ipvs", "use --cleanup"),
     ("conntrack-max", "use --conntrack-max-per-core and --conntrack-min"),
     ("enable-dsr", "it is for Windows, leave it out"),
     ("forward-healthcheck-vip", "it is for Windows, leave it out"),
-    ("google-json-key", "nothing takes its place, leave it out"),
+    ("google-json-key", "nothing replaces it, leave it out"),
     ("network-name", "it is for Windows, leave it out"),
-    ("proxy-port-range", "nothing takes its place, leave it out: no port is opened for a service"),
-    ("resource-container", "nothing takes its place, leave it out: use the resources of the pod"),
+    ("proxy-port-range", "nothing replaces it, leave it out: no port is opened for a service"),
+    ("resource-container", "nothing replaces it, leave it out: use the resources of the pod"),
     ("root-hnsendpoint-name", "it is for Windows, leave it out"),
     ("source-vip", "it is for Windows, leave it out"),
     ("udp-timeout", "use --conntrack-udp-timeout or --conntrack-udp-timeout-stream"),

@@ -252,7 +252,7 @@ impl Controller {
 
     pub fn metrics(&self) -> Option<Vec<MetricFamily>> {
         let families = self.active.as_ref()?.dataplane.metrics();
-        families.inspect_err(|error| tracing::warn!(%error, "reading the state of the tables failed")).ok()
+        families.inspect_err(|error| tracing::warn!(%error, "reading what is programmed failed")).ok()
     }
 }
 

@@ -100,14 +100,14 @@ impl Retiring {
         }
         let problem = match self.try_proceed(occasion) {
             Ok(true) => {
-                tracing::info!(mode = %self.mode, "what the mode has written is removed");
+                tracing::info!(mode = %self.mode, "everything that the drained mode has written is removed");
                 return true;
             }
             Ok(false) => None,
             Err(error) => Some(error.to_string()),
         };
         if let Some(problem) = problem.as_ref().filter(|problem| self.problem.as_ref() != Some(problem)) {
-            tracing::warn!(mode = %self.mode, problem, "the mode could not be ended; it is tried again");
+            tracing::warn!(mode = %self.mode, problem, "the drained mode could not be removed; it is tried again");
         }
         self.problem = problem;
         false
@@ -200,7 +200,7 @@ impl Controller {
             // and removes the rules of service ports that are not delegated.
             drop(former);
             if let Err(error) = active.dataplane.resync(&servable) {
-                tracing::warn!(mode = %former_mode, %error, "the mode does not serve beside yet; it is tried again");
+                tracing::warn!(mode = %former_mode, %error, "the secondary mode does not serve yet; it is tried again");
             }
         } else {
             self.retiring.push(Retiring::running(former_mode, former));
@@ -219,7 +219,7 @@ impl Controller {
         active.host.begin_anew(now);
         self.reports.mode.send_replace(ModeInForce::new(modes));
         self.report_retiring();
-        tracing::info!(mode = %modes.mode, former = %former_mode, "another mode is at work");
+        tracing::info!(mode = %modes.mode, former = %former_mode, "another mode is active now");
         Ok(())
     }
 
@@ -234,7 +234,7 @@ impl Controller {
 
     /// Reports that the mode that the configuration asks for cannot take over.
     pub(super) fn refuse_switch(&self, modes: Modes, error: &Error) {
-        tracing::error!(mode = %modes.mode, %error, "the mode cannot take over; the former one stays at work");
+        tracing::error!(mode = %modes.mode, %error, "the mode cannot take over; the former one stays active");
         self.reports.metrics.own.sync_errors.inc();
         self.reports.mode.send_modify(|in_force| in_force.refused = Some((modes.mode, error.to_string())));
     }
@@ -244,7 +244,7 @@ impl Controller {
         let at_work = self.reports.mode.borrow().modes.mode;
         match opener.to_retire(at_work, &self.config) {
             Ok(modes) => self.retiring = modes.into_iter().map(Retiring::left).collect(),
-            Err(error) => tracing::warn!(%error, "it is unknown whether another mode was at work before"),
+            Err(error) => tracing::warn!(%error, "it is unknown whether another mode was active before"),
         }
         self.report_retiring();
     }

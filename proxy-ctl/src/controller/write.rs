@@ -36,7 +36,7 @@ impl Controller {
             return Err("Services are not written".to_owned());
         }
         if active.host.is_failing() || !active.attached {
-            return Err("the node's addresses and interfaces are not taken over".to_owned());
+            return Err("the node's addresses and interfaces are not programmed".to_owned());
         }
         if let Some(reason) = active.dataplane.packet_programs().fit_nowhere {
             return Err(format!("no interface of a workload takes packet programs: {reason}"));
@@ -117,7 +117,7 @@ impl Controller {
                 let pause = active.host.failed(now);
                 tracing::error!(
                     %error, next_attempt_in = ?pause,
-                    "taking over the node's addresses and interfaces failed"
+                    "programming the node's addresses and interfaces failed"
                 );
                 self.overdue(now);
             }
@@ -311,7 +311,7 @@ fn report_drift(applied: Applied, metrics: &Metrics) {
         tracing::warn!(
             written,
             removed,
-            "another program had changed the tables; the differences are repaired"
+            "another program had changed what is programmed; the differences are repaired"
         );
     }
 }

@@ -194,7 +194,7 @@ impl Recorder {
         for outcome in Outcome::ALL {
             self.counts.0.get_or_create(&ByOutcome { outcome: outcome.name() }).inc_by(0);
         }
-        registry.register("events", "Kubernetes events, by what has become of them", self.counts.0.clone());
+        registry.register("events", "Kubernetes events, by outcome", self.counts.0.clone());
     }
 
     /// Returns the number of events with this outcome.

@@ -69,8 +69,8 @@ pub enum Error {
     #[error("{holder} runs in mode {mode}: its rules stay; end it first")]
     AtWork { mode: Mode, holder: Holder },
     #[error(
-        "a kube-proxy in mode {other} has made its chains and not written them yet: proxy-ctl's rules of mode {mode} stay beside them; call \
-         cleanup again when it has, or, if none runs, cleanup --kube-proxy"
+        "a kube-proxy in mode {other} has made its chains but not written them yet, so proxy-ctl's rules of \
+         mode {mode} stay; call cleanup again once it has, or, if no kube-proxy runs, cleanup --kube-proxy"
     )]
     Begun { mode: Mode, other: Mode },
     #[error("locking mode {mode}: {source}")]

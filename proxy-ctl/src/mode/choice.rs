@@ -68,6 +68,6 @@ fn chosen(requested: RequestedMode, probe: &Probe, passed_over: &[String]) -> Ch
     };
     let reasons = [asked].into_iter().chain(passed_over.iter().cloned()).chain(probe.remarks.iter().cloned());
     let is_fallback = requested != RequestedMode::Automatic && !passed_over.is_empty();
-    let fallback = is_fallback.then(|| format!("{}; mode {mode} takes its place", passed_over.join("; ")));
+    let fallback = is_fallback.then(|| format!("{}; mode {mode} replaces it", passed_over.join("; ")));
     ChosenMode { mode, requested, reasons: reasons.collect(), fallback }
 }

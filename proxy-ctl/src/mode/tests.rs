@@ -64,7 +64,7 @@ fn another_mode_takes_the_place(#[case] requested: RequestedMode, #[case] able: 
     let fallback = chosen.fallback.unwrap();
     let first = format!("mode {requested} cannot run here: no A; no B");
     assert!(fallback.starts_with(&first), "{fallback}");
-    assert!(fallback.ends_with(&format!("mode {mode} takes its place")), "{fallback}");
+    assert!(fallback.ends_with(&format!("mode {mode} replaces it")), "{fallback}");
     assert_eq!(chosen.reasons[..2], [format!("{requested} was asked for"), first.clone()]);
 
     let refusal = choose(requested, false, &probes(able)).unwrap_err();

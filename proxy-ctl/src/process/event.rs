@@ -98,15 +98,15 @@ pub(super) fn service_not_served_as_asked(service: ObjectName, leaves_unserved: 
 /// Returns the event for a workload's interface that packet programs cannot be attached to, with
 /// the reason. kube-proxy has no such event.
 pub(super) fn interface_not_attached(problem: &str) -> Event {
-    let note = format!("{problem}; packets of this workload meet no programs of mode ebpf");
+    let note = format!("{problem}; packets of this workload do not reach the programs of mode ebpf");
     Event::node(Type::Warning, "InterfaceNotAttached", "AttachPrograms", note)
 }
 
 /// Returns the event for a flow map that is three quarters full. kube-proxy has no such event.
 pub(super) fn flows_filling(table: &str, rows: u64) -> Event {
     let note = format!(
-        "table {table} of established flows is three quarters full ({rows} rows): when it is full, new connections may \
-         be forgotten while they are open; raise ebpf.limits.flows"
+        "map {table} of established flows is three quarters full ({rows} entries): when it is full, new \
+         connections may be forgotten while they are open; raise ebpf.limits.flows"
     );
     Event::node(Type::Warning, "FlowTableFilling", "KeepFlows", note)
 }
@@ -126,7 +126,7 @@ pub(super) fn ipvs_is_deprecated() -> Event {
 /// Returns the event for a mode that the configuration asks for and that could not take over.
 /// kube-proxy has no such event.
 pub(super) fn mode_refused(wanted: Mode, at_work: Mode, problem: &str) -> Event {
-    let note = format!("mode {wanted} cannot take over, mode {at_work} stays at work: {problem}");
+    let note = format!("mode {wanted} cannot take over, mode {at_work} stays active: {problem}");
     Event::node(Type::Warning, "ProxyModeRefused", "SwitchMode", &note)
 }
 

@@ -247,7 +247,9 @@ impl LeftoverRemoval {
                 "rules of another kube-proxy stay on this node ({parts}), because this proxy does not serve: {blockers}. \
                  They are removed once it serves them, or those Services are deleted"
             );
-            self.events.record(event::former_rules_stay(&format!("held back by {blockers}")));
+            self.events.record(event::former_rules_stay(&format!(
+                "they stay because these are not served: {blockers}"
+            )));
         }
         self.metrics.own.former_rule_blockers.set(i64::try_from(blockers.len()).unwrap_or(i64::MAX));
         self.blockers.send_replace(blockers.clone());

@@ -113,7 +113,7 @@ impl Reload {
     /// the file changes again.
     fn take_over(&self, mut new: Config, fields: &[String]) {
         let former = Arc::clone(&self.configs.borrow());
-        tracing::info!(changed = fields.join(", "), "the configuration file has changed; it is taken over");
+        tracing::info!(changed = fields.join(", "), "the configuration file has changed; it is applied");
         let changes = |name: &str| fields.iter().any(|field| field.starts_with(name));
         if changes("logging.verbosity") && !log::set_verbosity(new.logging.verbosity) {
             tracing::warn!("the log level of this process cannot be changed");
@@ -124,8 +124,8 @@ impl Reload {
         {
             tracing::error!(
                 %error,
-                "the section conntrack of the changed configuration could not be taken over: the former one stays in \
-                 force until the file changes again"
+                "the section conntrack of the changed configuration could not be applied: the former one stays \
+                 in force until the file changes again"
             );
             new.conntrack = former.conntrack;
         }
@@ -133,7 +133,7 @@ impl Reload {
             match mode_choice::choose(&new) {
                 Ok(choice) => drop(self.choices.send_replace(choice)),
                 Err(error) => {
-                    tracing::error!(%error, "the changed mode could not be taken over: the former one stays at work");
+                    tracing::error!(%error, "the changed mode could not be applied: the former one stays active");
                     self.events.record(event::invalid_configuration(&error.to_string()));
                     new.mode = former.mode;
                 }

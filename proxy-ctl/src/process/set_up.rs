@@ -66,8 +66,8 @@ pub(super) fn prepare(config: &Config, kernel: &Kernel, events: &Recorder) -> Re
     if !skipped.forbidden.is_empty() {
         tracing::warn!(
             parameters = ?skipped.forbidden,
-            "this process has not CAP_NET_ADMIN and leaves these as they are: the section conntrack of the configuration has no \
-             effect"
+            "this process has no CAP_NET_ADMIN and leaves these as they are: the section conntrack of the \
+             configuration has no effect"
         );
     }
     if !skipped.read_only.is_empty() {

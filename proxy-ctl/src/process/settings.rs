@@ -54,7 +54,7 @@ impl Settings {
         check_folder(manifests)?;
         if let Some(unused) = &self.config.client_connection.kubeconfig {
             self.warnings.push(format!(
-                "clientConnection.kubeconfig {} is ignored: --manifests takes the API server's place",
+                "clientConnection.kubeconfig {} is ignored: --manifests replaces the API server",
                 unused.display()
             ));
         }

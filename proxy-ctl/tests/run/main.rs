@@ -287,9 +287,10 @@ fn changes_of_other_programs_are_repaired() {
     }
     let addresses = node.table::<[u8; 4], NodeAddress>("node_addresses4");
     addresses.set(&[203, 0, 113, 9], &NodeAddress::default()).unwrap();
-    controller.wait_for("another program had changed the tables");
-    // An inspection in the middle of these changes finds some of them, and the next inspection the
-    // rest. The changes are two frontends, the mark of a ClusterIP, a backend and an address.
+    controller.wait_for("another program had changed what is programmed");
+    // A comparison that came in the middle of these changes has found a part of them, and the next
+    // one the rest. The changes are two frontends, the mark of a ClusterIP, a backend and an
+    // address.
     let deadline = Instant::now() + PATIENCE;
     while metric("proxy_drift_total") != "5" {
         assert!(Instant::now() < deadline, "{} changes were found", metric("proxy_drift_total"));
@@ -398,7 +399,7 @@ fn a_changed_file_and_a_changed_node_are_followed_without_a_new_process() {
     served_on(&[[127, 0, 0, 1], first, second]);
 
     node.configure("nodePortAddresses: [primary]\n");
-    controller.wait_for("it is taken over");
+    controller.wait_for("it is applied");
     served_on(&[first]);
     node.write_manifest(&manifest("10.244.0.2").replace("address: 192.0.2.1", "address: 192.0.2.2"));
     served_on(&[second]);

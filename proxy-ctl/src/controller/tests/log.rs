@@ -38,7 +38,9 @@ fn that_a_former_mode_cannot_be_removed() {
     let opener = opening("nftables", &left);
     *opener.failures.lock().unwrap() = 2;
     fixture.controller.find_modes_to_retire(&opener);
-    for expected in ["could not be ended", "", "what the mode has written is removed", ""] {
+    for expected in
+        ["could not be removed", "", "everything that the drained mode has written is removed", ""]
+    {
         logs(expected, || fixture.controller.retire(&opener, fixture.now));
         fixture.later(PERIOD);
     }
@@ -66,7 +68,7 @@ fn that_a_service_port_is_not_served_as_asked() {
 fn that_another_program_has_changed_the_tables() {
     let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
     fixture.recorder.lock().programmed.clear();
-    for expected in ["another program had changed the tables", ""] {
+    for expected in ["another program had changed what is programmed", ""] {
         fixture.later(PERIOD);
         logs(expected, || fixture.controller.write(fixture.now));
     }

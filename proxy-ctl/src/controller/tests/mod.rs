@@ -151,7 +151,7 @@ const HANDED_OVER: Unsupported = Unsupported::new("all", Effect::HandedOver, "se
 const SCTP: Unsupported = Unsupported::new("protocol", Effect::NotServed, "not served");
 
 fn full() -> Error {
-    Error::new(ErrorKind::Other, "table frontends4 is full")
+    Error::new(ErrorKind::Other, "map frontends4 is full")
 }
 
 impl Programmed for Recorder {
@@ -183,7 +183,7 @@ impl Dataplane for Recorder {
         self.lock().check_owner()?;
         let written = self.write(Call::SetHost(Box::new(host.clone())), &[]);
         if self.lock().addresses_fail {
-            return Err(Error::new(ErrorKind::NodeAddresses, "table node_addresses4 is full"));
+            return Err(Error::new(ErrorKind::NodeAddresses, "map node_addresses4 is full"));
         }
         written
     }
@@ -464,7 +464,7 @@ fn everything_listed_is_programmed_once_it_is_written_and_while_writes_succeed()
     fixture.recorder.lock().attach_fails = true;
     fixture.later(Duration::from_secs(1));
     fixture.write();
-    let refused = "the node's addresses and interfaces are not taken over";
+    let refused = "the node's addresses and interfaces are not programmed";
     assert_eq!(fixture.unprogrammed().as_deref(), Some(refused));
     fixture.recorder.lock().attach_fails = false;
     fixture.later(Duration::from_secs(2));
@@ -659,7 +659,7 @@ fn what_has_no_room_is_named_until_it_has_and_nothing_is_tried_again() {
     let full = Unsupported {
         field: "spec.externalIPs",
         effect: Effect::NoRoom,
-        instead: Cow::Borrowed("table frontends4 is full"),
+        instead: Cow::Borrowed("map frontends4 is full"),
     };
     let name = fixture.recorder.lock().ports[0].name.clone();
     fixture.recorder.lock().without_room = Some([(name.clone(), vec![full.clone()])].into());

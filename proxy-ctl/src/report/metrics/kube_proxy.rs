@@ -122,7 +122,7 @@ impl KubeProxyMetrics {
             ("sync_proxy_rules_duration_seconds", "Time that one write took", &self.sync),
             (
                 "sync_full_proxy_rules_duration_seconds",
-                "Time that one comparison of everything with the tables took",
+                "Time that one comparison of everything with what is programmed took",
                 &self.full_sync,
             ),
             (
@@ -132,7 +132,7 @@ impl KubeProxyMetrics {
             ),
             (
                 "network_programming_duration_seconds",
-                "From the change of a Pod or Service in the cluster to its being served here",
+                "Time from the change of a Pod or Service in the cluster until it is served here",
                 &self.programming,
             ),
         ];

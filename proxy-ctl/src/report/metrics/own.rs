@@ -71,17 +71,17 @@ macro_rules! families {
 }
 
 families! {
-    writes: Counter = "writes", "Table entries written to follow the sources";
-    removals: Counter = "removals", "Table entries removed to follow the sources";
+    writes: Counter = "writes", "Entries of maps or of netfilter tables that were written to follow the sources";
+    removals: Counter = "removals", "Entries of maps or of netfilter tables that were removed to follow the sources";
     pub sync_errors: Counter = "sync_errors", "Writes that failed and are tried again";
-    pub resyncs: Counter = "resyncs", "Comparisons of everything with the tables";
-    pub drift: Counter = "drift", "Table entries that another program had changed and that were repaired";
+    pub resyncs: Counter = "resyncs", "Comparisons of everything with what is programmed";
+    pub drift: Counter = "drift", "Entries of maps or of netfilter tables that another program had changed and that were repaired";
     pub refused_configurations: Counter =
         "refused_configurations", "Changed configuration files that were not valid and are not in force";
     pub frontend_conflicts: Counter = "frontend_conflicts", "Frontends that several service ports have claimed";
     pub listed: Gauge = "sources_listed", "1 once every source has listed its objects";
     pub first_sync_seconds: Seconds =
-        "first_sync_duration_seconds", "From everything listed to everything programmed and attached, at the start of the process; 0 before";
+        "first_sync_duration_seconds", "Time from everything listed to everything programmed and attached, at the start of the process; 0 before";
     pub former_rules: Gauge =
         "former_rules", "Chains, tables, sets, virtual servers and devices of another kube-proxy that are in the kernel";
     pub former_rule_blockers: Gauge =
@@ -89,8 +89,8 @@ families! {
     pub former_rule_errors: Counter =
         "former_rule_errors", "Attempts to remove what another kube-proxy has left that did not remove all of it";
     pub service_ports: Gauge = "service_ports", "Service ports that are served";
-    mode: Family<[Label; 2], Gauge> = "mode", "The mode at work, and the one that was asked for; always 1";
-    mode_fallback: Gauge = "mode_fallback", "1 where the mode takes the place of the one that was asked for";
+    mode: Family<[Label; 2], Gauge> = "mode", "The active mode, and the one that was asked for; always 1";
+    mode_fallback: Gauge = "mode_fallback", "1 if the active mode replaces the one that was asked for";
     unsupported_service_ports: Family<[Label; 1], Gauge> =
         "unsupported_service_ports", "Service ports with a field that is not honoured";
 }

@@ -123,7 +123,7 @@ impl SourceState {
         );
         registry.register(
             "encoding",
-            "1 for what the API server answered in when it was last asked for the resource",
+            "1 for the encoding of the API server's last answer for the resource",
             self.encoding.clone(),
         );
         registry.register("objects", "Objects that match the selectors", self.objects.clone());

@@ -196,7 +196,7 @@ fn a_swapped_config_map_is_taken_over_or_ends_it(world: &mut World) -> Result<()
         "iptables": {"syncPeriod": "1s"},
         "conntrack": {"maxPerCore": 0, "tcpCloseWaitTimeout": "30m"},
     })))?;
-    proxy.says("it is taken over")?;
+    proxy.says("it is applied")?;
     for field in ["conntrack.tcpCloseWaitTimeout", "iptables.syncPeriod", "logging.verbosity"] {
         ensure!(proxy.log().contains(field), "{field} is not named:\n{}", proxy.log());
     }

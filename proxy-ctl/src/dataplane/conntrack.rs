@@ -274,7 +274,7 @@ fn reconciler_families<R>(flows: &StaleFlows<R>) -> [MetricFamily; 2] {
         ),
         MetricFamily::histograms_of_families(
             "kubeproxy_conntrack_reconciler_sync_duration_seconds",
-            "Time that one look for stale UDP flows took, with their end",
+            "Time that one search for stale UDP flows took, with ending them",
             flows.took.iter().map(|(family, took)| (*family, took.clone())),
         ),
     ]

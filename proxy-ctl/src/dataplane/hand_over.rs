@@ -231,7 +231,7 @@ impl HandOver {
         if everything && !self.hands_everything {
             tracing::info!(
                 mode = %self.beside.mode(),
-                "some pods have no packet programs: it serves everything for them, beside the mode at work"
+                "some pods have no packet programs: the secondary mode serves every service port for them"
             );
         }
         if everything {
@@ -379,7 +379,7 @@ impl HandOver {
                     let all = self.ports_beside();
                     let opened = self.opened.insert(dataplane);
                     (self.removal_pending, self.is_released) = (false, false);
-                    tracing::info!(mode = %self.beside.mode(), "serves what the mode at work cannot");
+                    tracing::info!(mode = %self.beside.mode(), "the secondary mode serves what the active mode cannot");
                     if let Some(host) = &self.host {
                         *applied += opened.set_host(&of_beside(host))?;
                     }
@@ -432,7 +432,7 @@ impl HandOver {
                 Err(error) => {
                     tracing::warn!(
                         mode = %self.beside.mode(), %error,
-                        "its rules stay although they serve nothing: connections cannot be listed; it is tried again"
+                        "rules of the secondary mode stay although they serve nothing, because connections cannot be listed; it is tried again"
                     );
                     return Ok(());
                 }
@@ -450,7 +450,7 @@ impl HandOver {
             self.beside.remove()?;
             self.removal_pending = false;
             self.was_handed = DialledFrontends::default();
-            tracing::info!(mode = %self.beside.mode(), "removed: the mode at work serves everything");
+            tracing::info!(mode = %self.beside.mode(), "the secondary mode is removed, because the active mode serves everything");
         }
         Ok(())
     }
@@ -651,7 +651,7 @@ impl Dataplane for HandOver {
         let told = |one: Unsupported| match can_be_handed_over(&one) {
             true => Unsupported {
                 effect: Effect::HandedOver,
-                instead: format!("served by mode {mode} beside this one").into(),
+                instead: format!("served by the secondary mode {mode}").into(),
                 ..one
             },
             false => one,

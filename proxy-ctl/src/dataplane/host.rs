@@ -177,19 +177,19 @@ pub struct Vlan {
 /// The fact that decides an interface's role.
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, thiserror::Error)]
 pub enum RoleReason {
-    #[error("as ebpf.interfaces says")]
+    #[error("ebpf.interfaces says so")]
     Configured,
     #[error("has an address of the Node")]
     NodeAddress,
     #[error("the default route leaves by it")]
     DefaultRoute,
-    #[error("has a network of its own, which is not of pods")]
+    #[error("has a network of its own, which is not a network of pods")]
     OwnNetwork,
-    #[error("one end of a pair, without a network of its own")]
+    #[error("is one end of a pair, without a network of its own")]
     Pair,
-    #[error("tap, without a network of its own")]
+    #[error("is a tap device, without a network of its own")]
     Tap,
-    #[error("network card or tunnel")]
+    #[error("is a network card or a tunnel")]
     Network,
 }
 

@@ -81,7 +81,11 @@ impl MetricFamily {
             Self::counter(name, help, labels.iter().cloned().zip(services.iter().map(value)))
         };
         [
-            family("proxy_service_connections", "Connections to a service port.", |of| of.connections),
+            family(
+                "proxy_service_connections",
+                "Connections to a service port, counted when a socket connects or a flow opens.",
+                |of| of.connections,
+            ),
             family("proxy_service_packets", "Packets of a service port's flows.", |of| of.packets),
             family("proxy_service_bytes", "Bytes of a service port's flows.", |of| of.bytes),
         ]

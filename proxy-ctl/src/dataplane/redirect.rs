@@ -24,32 +24,32 @@ pub enum Takes {
 pub enum NotTaken {
     #[error("its packets have no Ethernet header")]
     Bare,
-    #[error("a VLAN: frames would leave without their tag")]
+    #[error("it is a VLAN, and frames would leave without their tag")]
     Vlan,
-    #[error("a bond: the stack chooses the port")]
+    #[error("it is a bond, and only the stack chooses its port")]
     Bond,
-    #[error("no device of hardware (driver {0})")]
+    #[error("it is not a hardware device (driver {0}); ebpf.xdp native tries it")]
     NoCard(String),
     #[error("generic XDP is no faster to it than the stack")]
     Generic,
-    #[error("a port of the bridge {0}, through which routes lead to the pod")]
+    #[error("it is a port of the bridge {0}, through which routes lead to the pod")]
     Port(String),
-    #[error("frames would not pass through its queueing discipline ({0})")]
+    #[error("frames would bypass its queueing discipline ({0})")]
     Queueing(String),
     #[error(
-        "frames would not meet programs or filters of others on it, or the kernel does not tell whether there are any (6.6)"
+        "frames would bypass programs or filters of others on it, or the kernel does not tell whether there are any (Linux 6.6 does)"
     )]
     Filters,
     #[error(
-        "its driver {0} takes none, or not as it is set: most need an XDP program on the device, a veth one or GRO at its other end"
+        "its driver {0} takes no such frames, or not with its settings: most drivers need an XDP program on the device, and a veth needs one or GRO at its other end"
     )]
     NoDriver(String),
-    #[error("kernels before 6.3 do not tell whether its driver {0} takes any")]
+    #[error("kernels before 6.3 do not tell whether its driver {0} takes such frames")]
     NotTold(String),
     #[error("no XDP program is on it, which its driver needs before Linux 6.3")]
     NoProgram,
     #[error(
-        "it has {queues} queues for {cpus} CPUs, and its driver {driver} may drop what the others send: ethtool -L {interface} combined {cpus}"
+        "it has {queues} queues for {cpus} CPUs, and its driver {driver} may drop what the other CPUs send: run ethtool -L {interface} combined {cpus}"
     )]
     FewQueues { interface: String, driver: String, queues: u32, cpus: u32 },
 }

@@ -33,32 +33,35 @@ pub enum NoXdp {
     Off,
     #[error("its packets have no Ethernet header, as those of tunnels")]
     Bare,
-    #[error("a VLAN: XDP sees its packets on the device below it")]
+    #[error("it is a VLAN: XDP sees its packets on the device below it")]
     Vlan,
     #[error(
-        "a bond, whose program runs on its ports and not for the routes and VLANs of the bond, or a team, which takes none"
+        "it is a bond, whose program would run on its ports and not know the routes and VLANs of the bond, or a team, which takes no program"
     )]
     Bond,
-    #[error("no device of hardware (driver {0}); with ebpf.xdp native it is tried")]
+    #[error("it is not a hardware device (driver {0}); ebpf.xdp native tries it")]
     NoCard(String),
     #[error(
-        "the card strips the tags of VLANs, which XDP could not tell apart then: ethtool -K {interface} {switches}"
+        "the card strips the tags of VLANs, so XDP could not tell the VLANs apart: run ethtool -K {interface} {switches}"
     )]
     StripsTags { interface: String, switches: String },
     #[error(
-        "its other end, {0}, leaves checksums to the device, and XDP would send packets on with unfinished ones: ethtool -K {0} tx off, in the network namespace of that end"
+        "its other end, {0}, leaves checksums to the device, so XDP would forward packets with unfinished \
+         ones: run ethtool -K {0} tx off in the network namespace of that end"
     )]
     PartialChecksums(String),
     #[error(
-        "its other end is in a network namespace that is not in sight, and may leave checksums to the device: mount that namespace below /run/netns, and have ethtool -K switch tx off there"
+        "its other end is in a network namespace that is not mounted in sight, and may leave checksums to the \
+         device: mount that namespace below /run/netns, and switch tx off there with ethtool -K"
     )]
     UnknownChecksums,
-    #[error("the card joins packets of a stream: ethtool -K {0} lro off")]
+    #[error("the card joins packets of a stream: run ethtool -K {0} lro off")]
     JoinsPackets(String),
     #[error("its driver {0} has no XDP, or not with its settings")]
     NoDriver(String),
     #[error(
-        "its driver {driver} has no XDP for frames in fragments, which an MTU of {mtu} needs: ip link set {interface} mtu {longest}, or what the driver takes"
+        "its driver {driver} has no XDP for frames in fragments, which the MTU of {mtu} needs: run ip link set \
+         {interface} mtu {longest}, or choose the MTU that the driver takes"
     )]
     LongFrames { interface: String, driver: String, mtu: u32, longest: u32 },
 }
@@ -87,7 +90,7 @@ pub fn choose(
         return Err(NoXdp::JoinsPackets(interface.name.clone()));
     }
     match (configured, interface.device) {
-        (Xdp::Generic, _) => return Ok((XdpMode::Generic, "as ebpf.xdp says".to_owned())),
+        (Xdp::Generic, _) => return Ok((XdpMode::Generic, "ebpf.xdp says so".to_owned())),
         (_, Device::Vlan(_)) => return Err(NoXdp::Vlan),
         (_, Device::Bond) => return Err(NoXdp::Bond),
         (Xdp::Auto, Device::Other) => return Err(NoXdp::NoCard(driver)),
@@ -139,8 +142,8 @@ const fn meaning(errno: i32) -> &'static str {
         libc::EINVAL | libc::ERANGE => {
             "its driver has no XDP with its settings: see MTU, receive offloads and number of queues"
         }
-        libc::ENOSPC | libc::ENOMEM => "it has not the queues or the memory for it",
-        _ => "no reason is told",
+        libc::ENOSPC | libc::ENOMEM => "the device has too few queues or too little memory for it",
+        _ => "the kernel gives no reason",
     }
 }
 
@@ -361,7 +364,7 @@ mod tests {
     #[case::no_words_for_too_few_queues(
         libc::ENOSPC,
         None,
-        "it has not the queues or the memory for it: No space left on device (os error 28); the kernel's log (dmesg) may tell more"
+        "the device has too few queues or too little memory for it: No space left on device (os error 28); the kernel's log (dmesg) may tell more"
     )]
     fn refusals_say_what_to_do(#[case] errno: i32, #[case] words: Option<&str>, #[case] expected: &str) {
         let facts = DeviceFacts { mtu: Some(9_000), ..able() };

@@ -344,7 +344,7 @@ fn a_service_without_room_leaves_the_node_healthy_and_its_neighbours_served() {
     assert_eq!((metric("proxy_drift_total"), metric("proxy_sync_errors_total")), ("0".into(), "0".into()));
     let status = node.show("status").to_string();
     assert!(
-        status.contains("greedy") && status.contains("table backends4 has room for 100 entries"),
+        status.contains("greedy") && status.contains("map backends4 has room for 100 entries"),
         "{status}"
     );
 

@@ -330,7 +330,8 @@ impl Hooks {
             tracing::warn!(
                 interface = interface.name,
                 reason = refusal.reason,
-                "no packet program can be attached to the interface: socket hooks serve its workload, and a netfilter mode beside, where there are any; it is tried again every 10 s"
+                "no packet program can be attached to the interface: socket hooks and the secondary mode serve \
+                 its workload, if there are any; it is tried again every 10 s"
             );
             self.unattached.insert(interface.index, refusal);
         }
@@ -501,7 +502,7 @@ impl Hooks {
         match RouteWatch::begin(&self.paths.maps()) {
             Ok(watch) => (self.route_watch, self.is_watch_missed) = (Some(watch), false),
             Err(error) if !self.is_watch_missed => {
-                tracing::warn!(%error, "packets that XDP sends follow a changed route up to a second late");
+                tracing::warn!(%error, "packets that XDP forwards follow a changed route up to a second late");
                 self.is_watch_missed = true;
             }
             Err(_) => {}

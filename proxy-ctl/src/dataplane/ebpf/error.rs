@@ -20,11 +20,11 @@ pub enum Error {
     NoCgroup,
     #[error("another controller, {holder}, runs on {}; stop it first", path.display())]
     Locked { path: PathBuf, holder: Holder },
-    #[error("table {table} in {} {difference}; `proxy-ctl cleanup` removes it with all others", path.display())]
+    #[error("map {table} in {} {difference}; `proxy-ctl cleanup` removes it and all other maps", path.display())]
     Shape { table: &'static str, path: PathBuf, difference: Difference },
     #[error(transparent)]
     Full(FullTable),
-    #[error("table {table}: {source}")]
+    #[error("map {table}: {source}")]
     Table { table: &'static str, source: CallError },
     #[error("the kernel programs cannot be loaded: {0}")]
     Load(#[source] Box<aya::EbpfError>),
@@ -66,7 +66,9 @@ pub enum Error {
     Grace(#[source] CallError),
     #[error("following changes of routes: {0}")]
     Routes(#[source] CallError),
-    #[error("every backend id was given once; `proxy-ctl cleanup` starts anew")]
+    #[error(
+        "no backend id is left, because each is given only once; after `proxy-ctl cleanup` they start anew"
+    )]
     BackendIdsExhausted,
     #[error("{port}: endpoint address {address} is not of the service port's family")]
     ForeignAddress { port: ServicePortName, address: IpAddr },
@@ -78,7 +80,7 @@ pub enum Error {
     NodeAddresses { source: Box<Error> },
     #[error("{0} watches already, and events have one reader; end it first")]
     Watched(Holder),
-    #[error("the tables were removed or replaced; events come to this process no more")]
+    #[error("the maps were removed or replaced; this process gets no more events")]
     NoLongerWatched,
     #[error("nothing of proxy-ctl is pinned in {}", .0.display())]
     NotThere(PathBuf),
@@ -86,7 +88,7 @@ pub enum Error {
 
 /// A map that has no room for an entry.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
-#[error("table {name} is full: {capacity} entries; ebpf.limits.{} sets another size", limit.name())]
+#[error("map {name} is full with {capacity} entries; ebpf.limits.{} sets another size", limit.name())]
 pub struct FullTable {
     pub name: &'static str,
     pub capacity: u32,

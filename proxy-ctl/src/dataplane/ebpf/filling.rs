@@ -19,8 +19,8 @@ impl Filling {
                     table,
                     used,
                     rows,
-                    "the table of flows is nearly full: when it is full, new connections may be forgotten while \
-                     they are open; raise ebpf.limits.flows"
+                    "the map of established flows is nearly full: when it is full, new connections may be \
+                     forgotten while they are open; raise ebpf.limits.flows"
                 );
             }
         } else if used.saturating_mul(2) < rows {

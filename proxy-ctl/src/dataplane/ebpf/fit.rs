@@ -138,7 +138,10 @@ impl<F: TableFamily> FamilyWriter<F> {
             "endpoints"
         };
         let (effect, what) = if limit == Limit::SourceRanges {
-            (Effect::NoRoom, "those of before are in force, or nobody is served at load-balancer addresses")
+            (
+                Effect::NoRoom,
+                "the former source ranges are in force, or nobody is served at load-balancer addresses",
+            )
         } else if self.serves_all_endpoints(name) {
             (Effect::ServedDifferently, "its endpoints are drawn at random, each alike")
         } else if self.entries.services.contains_key(name) {
@@ -148,7 +151,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         };
         let limit = limit.name();
         let instead = format!(
-            "{what}: table {table} has room for {capacity} entries (ebpf.limits.{limit}), too few for it"
+            "{what}: map {table} has room for {capacity} entries (ebpf.limits.{limit}), too few for it"
         );
         Unsupported { field, effect, instead: instead.into() }
     }
@@ -156,7 +159,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     fn no_room(&self, field: &'static str) -> Unsupported {
         let (table, capacity, limit) = (F::FRONTENDS, self.frontend_capacity(), Limit::Frontends.name());
         let instead = format!(
-            "not all of it is served: table {table} has room for {capacity} entries (ebpf.limits.{limit}) and is full"
+            "not all of it is served: map {table} has room for {capacity} entries (ebpf.limits.{limit}) and is full"
         );
         Unsupported { field, effect: Effect::NoRoom, instead: instead.into() }
     }

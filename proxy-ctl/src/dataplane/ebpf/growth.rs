@@ -188,7 +188,7 @@ pub(super) fn make_larger(
         tracing::info!(
             table = shape.name,
             entries = shape.entries,
-            "the table has grown with what is desired"
+            "the map has grown with the desired state"
         );
     }
     Ok(Larger { shapes: new, programs, log })

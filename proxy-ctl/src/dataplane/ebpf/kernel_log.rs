@@ -36,7 +36,7 @@ impl KernelLog {
     /// Takes the maps of the log from `object`. It is called before the programs are loaded.
     pub(super) fn take(object: &mut Ebpf) -> Result<Self, Error> {
         let control =
-            object.take_map(table::kernel_log).ok_or_else(|| failed("the object has no such table"))?;
+            object.take_map(table::kernel_log).ok_or_else(|| failed("the object has no such map"))?;
         Ok(Self {
             control: Array::try_from(control).map_err(failed)?,
             lines: EbpfLogger::init_with_logger(object, Lines).map_err(failed)?,

@@ -18,13 +18,11 @@ pub(super) fn families(
         (labels, of.count)
     });
     let mut families = vec![
-        of_tables("proxy_table_used", "Entries in use.", |table| Some(table.used)),
-        of_tables(
-            "proxy_table_capacity",
-            "Entries that the table has room for, if it can fill up.",
-            |table| table.can_fill_up.then_some(table.capacity),
-        ),
-        of_tables("proxy_table_bytes", "Kernel memory of the table, in bytes.", |table| Some(table.bytes)),
+        of_tables("proxy_table_used", "Entries of the map in use.", |table| Some(table.used)),
+        of_tables("proxy_table_capacity", "Entries that the map has room for, if it can fill up.", |table| {
+            table.can_fill_up.then_some(table.capacity)
+        }),
+        of_tables("proxy_table_bytes", "Kernel memory of the map, in bytes.", |table| Some(table.bytes)),
         MetricFamily::counter(
             "proxy_reasons",
             "Decisions of the datapath, by reason and by what became of the packet or call.",
@@ -45,7 +43,7 @@ pub(super) fn families(
         ),
         MetricFamily::counter(
             "proxy_affinity_evictions",
-            "Clients whose session affinity a full table has evicted.",
+            "Clients whose session affinity was evicted because the map was full.",
             [([].into(), affinity_evictions)],
         ),
     ]);

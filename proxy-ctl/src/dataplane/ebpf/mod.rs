@@ -594,7 +594,7 @@ impl EbpfDataplane {
         let answers = circumstances.allow_answers();
         if self.write_settings(|settings| settings.answers_unknown = answers.into())? {
             let told = if answers { "are answered by RST" } else { "pass" };
-            tracing::info!("segments of connections that no table knows {told}");
+            tracing::info!("segments of connections that no map knows {told}");
         }
         Ok(())
     }
@@ -611,7 +611,7 @@ impl EbpfDataplane {
         if !restored.is_empty() {
             tracing::warn!(
                 tables = restored.join(" "),
-                "another program had removed pins of tables; they are pinned again"
+                "another program had removed pins of maps; they are pinned again"
             );
         }
         Ok(())
@@ -807,14 +807,14 @@ impl EbpfDataplane {
         // This is only logged: most service ports may have room nevertheless, and the others ask
         // for growth by themselves.
         if let Err(error) = self.grow(&demand, failures) {
-            tracing::warn!(%error, "tables cannot grow ahead of later changes");
+            tracing::warn!(%error, "maps cannot grow ahead of later changes");
         }
         self.go_on_after_growth(failures);
     }
 
     fn grow_or_rest(&mut self, demand: &Demand, failures: &mut Failures) {
         if let Err(error) = self.grow(demand, failures) {
-            tracing::warn!(%error, "tables cannot grow now; what has no room in them waits");
+            tracing::warn!(%error, "maps cannot grow now; what has no room in them waits");
             self.growth.rest();
         }
         self.go_on_after_growth(failures);
@@ -1103,7 +1103,7 @@ impl Dataplane for EbpfDataplane {
     fn collect_garbage(&mut self) -> Result<(), super::Error> {
         let (mut applied, mut failures): (Applied, Failures) = Default::default();
         failures.see("lease", self.lease.renew(&self.shared.tables.lease));
-        failures.see("what is retired", self.free_retired());
+        failures.see("drained elements", self.free_retired());
         self.prepare(&mut failures);
         self.publish_waiting(&mut applied, &mut failures);
         self.write_service_cidrs(&mut applied, &mut failures);
@@ -1128,7 +1128,7 @@ impl Dataplane for EbpfDataplane {
         }
         self.list_netfilters_after_handshakes();
         let were_moving = !self.resizing.is_empty();
-        failures.see("tables of another size", resize::transfer(&self.paths, &mut self.resizing));
+        failures.see("maps of another size", resize::transfer(&self.paths, &mut self.resizing));
         if were_moving {
             // No walk has met the entries that were still in the former map.
             self.flows4.ended.forget_walk();
@@ -1226,7 +1226,7 @@ impl Dataplane for EbpfDataplane {
 /// Returns the size of the machine, or `None` if the kernel does not report it.
 fn machine() -> Option<Machine> {
     Machine::read()
-        .inspect_err(|error| tracing::warn!(%error, "tables of flows have the sizes of a small machine"))
+        .inspect_err(|error| tracing::warn!(%error, "the size of the machine is not known, so flow maps have the sizes for a small one"))
         .ok()
 }
 

@@ -78,7 +78,7 @@ pub(super) fn keep<F: TableFamily>(
     if left_out > 0 {
         tracing::warn!(
             left_out,
-            "netfilter translates more connections than are kept apart from flows, so that a new flow may take \
+            "netfilter translates more connections than are kept apart from flows, so a new flow may take \
              packets of some of them; they may take a quarter of ebpf.limits.flows"
         );
     }

@@ -115,7 +115,7 @@ pub(super) fn set_aside(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error
                 needed,
                 limit = limit.name(),
                 wanted = shape.entries,
-                "the table's entries do not fit into the size of the limit; its tables keep theirs until a start when they do"
+                "the map's entries do not fit into the size of the limit; its maps keep their size until a start at which they fit"
             );
             kept.push(limit);
         }
@@ -128,7 +128,7 @@ pub(super) fn set_aside(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error
                 table = shape.name,
                 from = other.entries,
                 to = shape.entries,
-                "the table gets another size"
+                "the map gets another size"
             );
             rename(&paths.maps().join(shape.name), &paths.before().join(shape.name))?;
         }
@@ -205,7 +205,7 @@ fn compare(paths: &Paths, shape: &mut Shape) -> Result<Option<OtherSize>, Error>
         (Difference::Entries(..), Some(_)) if is_moving => {
             tracing::warn!(
                 table = shape.name, %difference,
-                "an earlier change of the table's size is not finished; this one is made at the next start"
+                "an earlier change of the map's size is not finished; this one is made at the next start"
             );
             shape.entries = found.max_entries;
         }
@@ -213,7 +213,7 @@ fn compare(paths: &Paths, shape: &mut Shape) -> Result<Option<OtherSize>, Error>
             return Ok(Some(OtherSize { entries: found.max_entries, map, contents }));
         }
         _ if shape.expendable => {
-            tracing::warn!(table = shape.name, %difference, "the pinned table is replaced by an empty one");
+            tracing::warn!(table = shape.name, %difference, "the pinned map is replaced by an empty one");
             removed(&path, fs::remove_file(&path))?;
         }
         _ => return Err(Error::Shape { table: shape.name, path, difference }),

@@ -91,7 +91,7 @@ fn write<F: TableFamily>(tables: &FamilyTables<F>, cidrs: &[IpNet]) -> Result<Ap
             table = F::SERVICE_CIDRS,
             ranges = wanted.len(),
             room = SERVICE_CIDRS,
-            "there are more ServiceCIDRs than the table has room for; traffic to some of them passes"
+            "there are more ServiceCIDRs than the map has room for; traffic to some of them passes"
         );
         wanted = wanted.into_iter().take(SERVICE_CIDRS as usize).collect();
     }

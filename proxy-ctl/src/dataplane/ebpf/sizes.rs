@@ -49,7 +49,7 @@ pub(super) fn sized(config: &Config, machine: Option<Machine>) -> Ebpf {
             limit,
             flows = of_machine.flows,
             opening_flows = of_machine.opening_flows,
-            "this process has a memory limit, and the default sizes of the tables of flows keep to it"
+            "this process has a memory limit, and the default sizes of the flow maps keep to it"
         );
     }
     let Limits { flows, opening_flows, .. } = &mut ebpf.limits;

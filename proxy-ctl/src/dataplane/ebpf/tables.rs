@@ -276,7 +276,7 @@ pub(super) fn typed<K: Pod + Default, V: Pod + Default>(
 ) -> Result<Map<K, V>, Error> {
     let failed = |source| Error::Table { table: name, source };
     let fd = fd.try_clone().map_err(|e| failed(CallError::new("fcntl(F_DUPFD_CLOEXEC)", e)))?;
-    let is_another = |mismatch| failed(CallError::new("adopting the table", io::Error::other(mismatch)));
+    let is_another = |mismatch| failed(CallError::new("adopting the map", io::Error::other(mismatch)));
     Map::new(fd).map_err(failed)?.map_err(is_another)
 }
 

@@ -279,7 +279,7 @@ impl Transit {
             tracing::info!(
                 interface = interface.name,
                 reason,
-                "no XDP program on the uplink: its packets take the way through the stack"
+                "no XDP program is attached to the uplink: its packets go through the stack"
             );
             self.refused.insert(interface.index, reason);
         }

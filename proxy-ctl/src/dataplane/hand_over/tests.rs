@@ -493,7 +493,7 @@ fn what_is_handed_over_is_told_and_no_reason_to_keep_another_kube_proxys_rules()
     let port = Arc::clone(&scene.model.take_changes().changed[0]);
     let [told] = scene.both.supports(&port).try_into().unwrap();
     assert_eq!(told.effect, Effect::HandedOver);
-    assert_eq!(told.instead, "served by mode nftables beside this one");
+    assert_eq!(told.instead, "served by the secondary mode nftables");
     assert!(!told.leaves_unserved());
 }
 

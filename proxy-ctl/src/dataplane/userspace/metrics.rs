@@ -13,8 +13,8 @@ pub(super) fn families(counters: &Counters) -> Vec<MetricFamily> {
     vec![
         family("proxy_userspace_connections", "TCP connections that an endpoint has answered.", connections),
         family("proxy_userspace_sessions", "UDP sessions that were begun.", sessions),
-        family("proxy_userspace_failed_dials", "Attempts to reach an endpoint that failed.", failed_dials),
-        family("proxy_userspace_refused_clients", "Clients that no endpoint is for.", refused_clients),
+        family("proxy_userspace_failed_dials", "Failed attempts to reach an endpoint.", failed_dials),
+        family("proxy_userspace_refused_clients", "Clients for which there is no endpoint.", refused_clients),
     ]
 }
 

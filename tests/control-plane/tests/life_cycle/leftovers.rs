@@ -649,7 +649,7 @@ pub(crate) fn what_is_handed_over_holds_no_removal_back(world: &mut World) -> Re
     former.leave_rules(&own)?;
     ensure!(tables.dump()?.contains(CLUSTER_IP), "the former kube-proxy has left nothing");
     let proxy = own.start(&json!({"iptables": {"syncPeriod": "1s"}}))?;
-    proxy.says("serves what the mode at work cannot")?;
+    proxy.says("serves what the active mode cannot")?;
     let unsupported = || {
         let status = own.status()?;
         let of = |name: &str| {
@@ -665,7 +665,7 @@ pub(crate) fn what_is_handed_over_holds_no_removal_back(world: &mut World) -> Re
     ensure!(!beside.contains(CLUSTER_IP) && beside.contains("sctp"), "{beside}");
 
     world.delete(&sctp)?;
-    proxy.says("the mode at work serves everything")?;
+    proxy.says("the active mode serves everything")?;
     ensure!(!tables.dump()?.contains("sctp"), "it is still there");
     Ok(())
 }

@@ -260,7 +260,7 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
 }
 
 /// Words of the log about the pin that [`what_cannot_write_stops_the_rollout`] has spoiled.
-const SPOILED: &str = "table settings: bpf(BPF_OBJ_GET) failed: Permission denied";
+const SPOILED: &str = "map settings: bpf(BPF_OBJ_GET) failed: Permission denied";
 
 /// Runs a build whose writes fail, because a folder is in the way of a pin. Its pod is not ready,
 /// so a rollout touches no other node. It is not restarted, which would cure nothing.

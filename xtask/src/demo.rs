@@ -20,7 +20,7 @@ const DEMO_BUILD: &str = "about 3 minutes on 2 cores the first time, and 2 GB in
 #[derive(Args)]
 #[command(disable_help_flag = true)]
 pub(crate) struct Arguments {
-    /// See --help, which is built first
+    /// The program's arguments; --help lists them, and builds the program first
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENT")]
     arguments: Vec<OsString>,
 }

@@ -15,10 +15,10 @@ const FOLDER: [&str; 2] = ["--fuzz-dir", "proxy-common/fuzz"];
 
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// How long each target runs
+    /// The time for which each target runs
     #[arg(long, default_value_t = 600)]
     seconds: u32,
-    /// Only targets whose name contains this
+    /// Run only targets whose name contains this
     #[arg(default_value = "")]
     target: String,
 }

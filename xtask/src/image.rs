@@ -16,7 +16,7 @@ use crate::command::{cargo, target};
 #[derive(Args)]
 #[command(disable_help_flag = true)]
 pub(crate) struct Arguments {
-    /// See --help, which is built first
+    /// The program's arguments; --help lists them, and builds the program first
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "ARGUMENT")]
     arguments: Vec<OsString>,
 }

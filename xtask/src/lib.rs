@@ -45,23 +45,22 @@ struct Arguments {
 enum Task {
     /// Install what is missing to build and test on this machine
     Setup {
-        /// Only print what is there and what is not
+        /// Only print what is installed and what is missing
         #[arg(long)]
         check: bool,
-        /// Show all that the programs print which are called
+        /// Show everything that the called programs print
         #[arg(long)]
         verbose: bool,
     },
-    /// Run everything that proves the project on this machine
+    /// Run all suites of tests that this machine can run
     Test(test::Arguments),
-    /// Show proxy-ctl at work on a small cluster in network namespaces
+    /// Show how proxy-ctl serves a small cluster in network namespaces
     Demo(demo::Arguments),
-    /// Measure proxy-ctl beside the real kube-proxy and no proxy; --lean tries it
+    /// Measure proxy-ctl, the real kube-proxy and no proxy; --lean makes a short run
     Bench(demo::Arguments),
-    /// Try packets of any bytes, as long as one likes; what is found is written to
-    /// proxy-common/fuzz/artifacts
+    /// Try packets of random bytes, and write those that fail to proxy-common/fuzz/artifacts
     Fuzz(fuzz::Arguments),
-    /// Compile the kernel programs and write the object that the repository has of them
+    /// Compile the kernel programs, and write the object that the repository contains
     Object,
     /// Write a container image, without a container engine
     Image(image::Arguments),

@@ -27,43 +27,44 @@ use crate::{
   cargo xtask test --suite packets --test fragment  its tests of that name
   cargo xtask test --all                            all but virtual machines")]
 pub(crate) struct Arguments {
-    /// Everything but virtual machines: whole sets of scenarios in every mode and on all paths of
-    /// mode ebpf, all switches, and the scenarios with the real kube-proxy
+    /// Run everything but virtual machines: all scenarios in every mode and on all paths of mode
+    /// ebpf, all switches, and the scenarios with the real kube-proxy
     #[arg(long)]
     pub(crate) all: bool,
-    /// Also run tests in virtual machines: all scenarios of mode ipvs, and the core scenarios of
-    /// mode ebpf on kernels 5.10, 6.1, 6.12, the newest and arm64; what has passed with this commit
-    /// is not run again
+    /// Also run all scenarios of mode ipvs, and the core ones of mode ebpf on kernels 5.10, 6.1,
+    /// 6.12, the newest and arm64, in virtual machines; what has passed with this commit is skipped
     #[arg(long)]
     pub(crate) all_kernels: bool,
-    /// Of the suite `random`: how many clusters each proxy meets
+    /// The number of clusters that each proxy meets in the suite `random`
     #[arg(long, default_value_t = 20)]
     pub(crate) clusters: u32,
-    /// The number of the first of them
+    /// The number of the first cluster of the suite `random`
     #[arg(long, default_value_t = 0)]
     pub(crate) first: u32,
-    /// What they come from
+    /// The seed of the clusters of the suite `random`
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Only suites whose name contains this
+    /// Run only suites whose name contains this
     #[arg(long, default_value = "")]
     pub(crate) suite: String,
-    /// Only tests whose name contains this
+    /// Run only tests whose name contains this
     #[arg(long, default_value = "", value_name = "TEXT")]
     pub(crate) test: String,
-    /// Do not look for missing programs first
+    /// Do not install missing programs first
     #[arg(long)]
     no_setup: bool,
-    /// Show all that the programs print which install what is missing
+    /// Show everything that the programs print that install what is missing
     #[arg(long)]
     verbose: bool,
-    /// As on a fresh machine: HEAD in a clean clone, with nothing in any cache; all of it is removed at the end
+    /// Test HEAD in a clean clone with empty caches, as on a fresh machine, and remove all of it at
+    /// the end
     #[arg(long)]
     fresh: bool,
-    /// What is skipped fails the run: for machines that are meant to lack nothing
+    /// Let a skipped test fail the run, for machines that should lack nothing
     #[arg(long)]
     strict: bool,
-    /// With --strict: may be skipped all the same, if its suite, name or reason contains this; for several, give it again
+    /// With --strict, allow skips whose suite, name or reason contains this; may be given several
+    /// times
     #[arg(long, requires = "strict", value_name = "TEXT")]
     may_skip: Vec<String>,
 }

@@ -19,7 +19,7 @@ use scenario::{Outcome, Scenario, Shared, Skip, Trial};
 struct Selection {
     #[command(flatten)]
     harness: scenario::Arguments,
-    /// Only the small set
+    /// Run only the core scenarios
     #[arg(long)]
     core: bool,
     /// Proxies to test [default: ebpf]
@@ -28,10 +28,10 @@ struct Selection {
     /// Paths to test [default: all]
     #[arg(long, value_enum)]
     path: Vec<PathKind>,
-    /// TCP over IPv4 and UDP over IPv6 only
+    /// Run only TCP over IPv4 and UDP over IPv6
     #[arg(long)]
     lean: bool,
-    /// Show what the proxies wrote last with each failure
+    /// Show the last log lines of the proxies with each failure
     #[arg(long)]
     logs: bool,
 }

@@ -8,13 +8,13 @@ use crate::setting::{OURS, PathKind, ProxyKind, REAL, Setting};
 pub struct Selection {
     #[command(flatten)]
     pub harness: scenario::Arguments,
-    /// Whose modes [default: all of proxy-ctl]
+    /// Proxies and modes to run [default: all modes of proxy-ctl]
     #[arg(long, value_enum)]
     proxy: Vec<ProxyKind>,
-    /// Also the real kube-proxy, in its modes iptables and nftables
+    /// Run also the real kube-proxy, in its modes iptables and nftables
     #[arg(long)]
     pub kube_proxy: bool,
-    /// A part that takes a few minutes
+    /// Run only a part that takes a few minutes
     #[arg(long)]
     pub lean: bool,
 }

@@ -12,22 +12,25 @@ use crate::{
 #[derive(Clone, Debug, Parser)]
 #[command(
     name = "cargo xtask bench",
-    about = "Measures proxy-ctl, the real kube-proxy and no proxy beside each other, with a real API server, in network namespaces"
+    about = "Measures proxy-ctl, the real kube-proxy and no proxy on one machine, with a real API server, in network namespaces"
 )]
 pub struct Arguments {
-    /// Seconds for each cell, 1 and 100 Services, few contenders: to try it out. Programs are not optimised
+    /// Make a short run to try it out: 1 and 100 Services, few contenders, programs that are not
+    /// optimised
     #[arg(long)]
     pub lean: bool,
-    /// Only cells whose names contain this, as --list shows them: `connect/`, `/nftables/`. Given again: and this
+    /// Measure only cells whose names contain this, as --list shows them, such as `connect/`; if it
+    /// is given several times, they must contain all of the texts
     #[arg(long, value_name = "TEXT")]
     pub filter: Vec<String>,
-    /// Only this contender; given again for several: ebpf-sockets, kube-proxy-nftables
+    /// Measure only this contender, such as ebpf-sockets; may be given several times
     #[arg(long, value_name = "NAME", value_parser = contender)]
     pub contender: Vec<Contender>,
-    /// Services in the cluster; given again for several sizes [default: 1, 1000, 10000]
+    /// Services in the cluster; may be given several times for several sizes [default: 1, 1000,
+    /// 10000]
     #[arg(long, value_name = "COUNT")]
     pub services: Vec<usize>,
-    /// Endpoints of each
+    /// Endpoints of each Service
     #[arg(long, default_value_t = 10)]
     pub endpoints: usize,
     /// Seconds of each cell of traffic [default: 5]
@@ -39,7 +42,8 @@ pub struct Arguments {
     /// Folder for results.json and plots [default: docs/benchmarks, with --lean target/benchmarks]
     #[arg(long, value_name = "FOLDER")]
     pub output: Option<PathBuf>,
-    /// Go on with a run that was ended: only cells of which results.json in the folder has no figures. The same machine and the same flags
+    /// Continue a run that was ended, on the same machine with the same flags: measure only cells
+    /// that results.json in the folder lacks
     #[arg(long, conflicts_with_all = ["render", "list"])]
     pub resume: bool,
     /// Measure nothing: show the results that are in the folder, and draw the plots anew

@@ -26,14 +26,14 @@ use scenario::{Outcome, Scenario, Shared, Started, Trial};
 struct Selection {
     #[command(flatten)]
     harness: scenario::Arguments,
-    /// Build what is missing of the programs, and run no test
+    /// Build the programs that are missing, and run no test
     #[arg(long)]
     build: bool,
     /// Write docs/conformance.md from the results that runs with --all have kept, and run no test
     #[arg(long)]
     table: bool,
-    /// All tests that need no cloud, in place of the conformance tests; with each proxy, unless
-    /// some are named
+    /// Run all tests that need no cloud instead of the conformance tests, with each proxy unless
+    /// --proxy names some
     #[arg(long)]
     all: bool,
     /// Proxies to test [default: ebpf]

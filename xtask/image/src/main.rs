@@ -34,22 +34,23 @@ use self::{
     about = "Writes a container image, without a container engine"
 )]
 struct Arguments {
-    /// The machines it is for; for several under one name: --arch amd64,arm64 [default: those like this one]
+    /// The architectures of the image, such as amd64,arm64 [default: that of this machine]
     #[arg(long, value_enum, value_delimiter = ',')]
     arch: Vec<Architecture>,
-    /// Where the archive is written [default: target/image/proxy-ctl-<version>-<arch>.oci.tar, all.oci.tar for several]
+    /// The archive [default: target/image/proxy-ctl-<version>-<arch>.oci.tar; <arch> is all for
+    /// several]
     #[arg(long, value_name = "FILE")]
     output: Option<PathBuf>,
-    /// What it is called where it is loaded [default: localhost/proxy-ctl:<version>]
+    /// The name that the image has once it is loaded [default: localhost/proxy-ctl:<version>]
     #[arg(long)]
     name: Option<String>,
-    /// dev builds sooner, and its binary is larger and slower
+    /// The profile of the build; dev builds faster, but its binary is larger and slower
     #[arg(long, value_enum, default_value_t = Profile::Release)]
     profile: Profile,
     /// Write the image that the tests use: not optimised, and without a program for other machines
     #[arg(long, hide = true, requires = "output")]
     for_tests: bool,
-    /// With --for-tests: use this program, which is linked with libraries of this machine, in place
+    /// With --for-tests, use this program, which is linked with libraries of this machine, instead
     /// of a static one
     #[arg(long, hide = true, requires = "for_tests", value_name = "FILE")]
     program: Option<PathBuf>,

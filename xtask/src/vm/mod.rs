@@ -29,23 +29,22 @@ use crate::{
 
 #[derive(Args)]
 pub(crate) struct Arguments {
-    /// Which kernel
+    /// The kernel
     #[arg(long, value_enum, default_value = "6.12")]
     kernel: Kernel,
-    /// Which machine; arm64 is emulated, with cross-built programs
+    /// The machine; arm64 is emulated, with cross-built programs
     #[arg(long, value_enum, default_value = "amd64")]
     arch: Architecture,
-    /// Whose scenarios
+    /// The mode whose scenarios are run
     #[arg(long, value_enum, default_value = "ebpf")]
     mode: TestedMode,
-    /// Only the core scenarios, with one protocol of each family; in mode ipvs neither the
-    /// comparison with kube-proxy nor the switches
+    /// Run the core scenarios with one protocol of each family, and in mode ipvs nothing else
     #[arg(long)]
     lean: bool,
-    /// Only scenarios whose name contains this
+    /// Run only scenarios whose name contains this
     #[arg(long, default_value = "")]
     filter: String,
-    /// Only the machine that runs this program: behaviour, differential or switching
+    /// Run only the machine for this program: behaviour, differential or switching
     #[arg(long)]
     program: Option<String>,
 }
@@ -65,9 +64,10 @@ pub(crate) enum Kernel {
 /// Whose scenarios a machine runs.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, ValueEnum)]
 enum TestedMode {
-    /// The core ones, on both paths
+    /// The core scenarios, on both paths
     Ebpf,
-    /// All of them, with what most kernels lack too: tests of IPVS, ipset and bonds, SCTP in the other modes, and packets to overlays and VLANs
+    /// All scenarios, also with what most kernels lack: tests of IPVS, ipset and bonds, SCTP in the
+    /// other modes, and packets to overlays and VLANs
     Ipvs,
 }
 

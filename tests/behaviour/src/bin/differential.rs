@@ -27,7 +27,7 @@ struct CommandLine {
     selection: Selection,
     #[command(flatten)]
     paths: Paths,
-    /// Whose address endpoints see in mode ebpf [default: preserve]
+    /// The source address that endpoints see in mode ebpf [default: preserve]
     #[arg(long, value_enum)]
     source: Vec<SourceKind>,
 }

@@ -27,8 +27,8 @@ const SETTING: Setting = Setting::new(ProxyKind::Ebpf, PathKind::Sockets);
 struct CommandLine {
     #[command(flatten)]
     harness: scenario::Arguments,
-    /// With the default lifetimes and until the entries are gone, on a machine that does nothing
-    /// else: about 20 minutes for the floods, and 20 for the soak
+    /// Run with the default lifetimes until all entries are free again, on a machine that does
+    /// nothing else: about 20 minutes for the floods, and 20 for the soak
     #[arg(long)]
     full: bool,
     /// Seconds of each flood [default: 1; with --full 30]

@@ -27,8 +27,8 @@ use lab::{
 #[command(
     name = "cargo xtask demo",
     bin_name = "cargo xtask demo",
-    about = "Shows proxy-ctl at work on a small cluster in network namespaces",
-    after_help = "Example:\n  cargo xtask demo --keep      # shows it, and leaves the cluster up\n  cargo xtask demo --remove    # removes it"
+    about = "Shows how proxy-ctl serves a small cluster in network namespaces",
+    after_help = "Example:\n  cargo xtask demo --keep      # shows the demo, and leaves the cluster up\n  cargo xtask demo --remove    # removes the cluster"
 )]
 struct Arguments {
     /// Feed the proxies from a real etcd and kube-apiserver
@@ -43,7 +43,7 @@ struct Arguments {
     /// Seconds that each step is shown
     #[arg(long, default_value_t = 3)]
     seconds: u64,
-    /// Show all that cargo and apt print before the demo begins
+    /// Show everything that cargo and apt print before the demo begins
     #[arg(long)]
     verbose: bool,
 }

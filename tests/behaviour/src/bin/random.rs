@@ -28,16 +28,16 @@ struct CommandLine {
     selection: Selection,
     #[command(flatten)]
     paths: Paths,
-    /// What all clusters come from
+    /// The seed from which all clusters come
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// The first cluster's number
     #[arg(long, default_value_t = 0)]
     first: u32,
-    /// How many clusters
+    /// The number of clusters
     #[arg(long, default_value_t = 20)]
     clusters: u32,
-    /// How many clusters are tried to find a smaller one that differs too
+    /// The number of clusters that are tried to find a smaller one that differs too
     #[arg(long, default_value_t = 100)]
     tries: usize,
 }

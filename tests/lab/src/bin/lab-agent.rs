@@ -17,7 +17,7 @@ struct Arguments {
     /// Serve under this name until killed, instead of reading requests
     #[arg(long, requires = "address")]
     serve: Option<String>,
-    /// Where to serve
+    /// Addresses at which to serve
     #[arg(long)]
     address: Vec<SocketAddr>,
     /// Command to become; without it, requests are read from standard input

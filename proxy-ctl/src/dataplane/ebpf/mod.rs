@@ -1103,7 +1103,7 @@ impl Dataplane for EbpfDataplane {
     fn collect_garbage(&mut self) -> Result<(), super::Error> {
         let (mut applied, mut failures): (Applied, Failures) = Default::default();
         failures.see("lease", self.lease.renew(&self.shared.tables.lease));
-        failures.see("drained elements", self.free_retired());
+        failures.see("retired elements", self.free_retired());
         self.prepare(&mut failures);
         self.publish_waiting(&mut applied, &mut failures);
         self.write_service_cidrs(&mut applied, &mut failures);

@@ -85,7 +85,7 @@ impl Group {
             Self::Main => "What to do",
             Self::Own => "Only in proxy-ctl",
             Self::Logging => "Logging (wins over the file)",
-            Self::Settings => "Settings (ignored where --config is given)",
+            Self::Settings => "Settings (ignored if --config is given)",
             Self::Legacy => "Deprecated",
         }
     }

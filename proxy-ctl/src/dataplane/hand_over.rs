@@ -284,10 +284,10 @@ impl HandOver {
     fn serves_instead(&self) -> String {
         let mode = self.beside.mode();
         match &self.failure {
-            None => format!("mode {mode} serves its pod where sockets do not"),
+            None => format!("the secondary mode {mode} serves its pod where socket hooks do not"),
             Some(failure) => {
                 format!(
-                    "mode {mode}, which would serve its pod where sockets do not, cannot be opened: {failure}"
+                    "the secondary mode {mode}, which would serve its pod where socket hooks do not, cannot be opened: {failure}"
                 )
             }
         }
@@ -462,8 +462,10 @@ impl HandOver {
         let told = |one: &Unsupported| Unsupported {
             field: one.field,
             effect: one.effect,
-            instead: format!("not served: mode {mode}, which would serve it, cannot be opened: {failure}")
-                .into(),
+            instead: format!(
+                "not served: the secondary mode {mode}, which would serve it, cannot be opened: {failure}"
+            )
+            .into(),
         };
         let fields = |port: &Arc<DesiredPort>| {
             let unsupported = self.primary.supports(port);

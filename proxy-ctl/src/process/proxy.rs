@@ -308,7 +308,7 @@ impl Proxy {
 
     pub(super) fn tell_of_filling_tables(&self, tasks: &mut Tasks) {
         let (problems, events) = (self.hook_problems.subscribe(), self.events.clone());
-        self.spawn(tasks, "filling tables", filling_tables::follow(problems, events));
+        self.spawn(tasks, "filling maps", filling_tables::follow(problems, events));
     }
 
     /// Starts to keep the record up to date. The returned function writes it first. It must be

@@ -220,7 +220,7 @@ fn labels() -> BTreeMap<&'static str, String> {
         label("org.opencontainers.image.title", "proxy-ctl"),
         label(
             "org.opencontainers.image.description",
-            "A service proxy for Kubernetes nodes, in kube-proxy's place",
+            "A service proxy for Kubernetes nodes that replaces kube-proxy",
         ),
         label("org.opencontainers.image.version", VERSION),
         label("org.opencontainers.image.licenses", env!("CARGO_PKG_LICENSE")),

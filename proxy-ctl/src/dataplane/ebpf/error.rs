@@ -38,7 +38,7 @@ pub enum Error {
     NoProgram(&'static str),
     #[error("attaching {program} to {target}: {source}")]
     Attach { program: &'static str, target: String, source: CallError },
-    #[error("a queueing discipline of another program ({0}) is where clsact would be")]
+    #[error("the interface has a queueing discipline of another program ({0}), which clsact cannot join")]
     PlaceTaken(String),
     #[error("queueing disciplines cannot be listed: {0}")]
     Qdiscs(#[source] CallError),

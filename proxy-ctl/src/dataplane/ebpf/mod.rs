@@ -248,7 +248,7 @@ impl EbpfDataplane {
     /// Needs Linux 5.10, and `CAP_BPF`, `CAP_PERFMON` and `CAP_NET_ADMIN`, or root.
     pub fn open(config: &Ebpf) -> Result<Self, Error> {
         if let Err(error) = limits::raise_locked_memory() {
-            tracing::debug!(%error, "BPF memory stays limited where the kernel counts it as locked");
+            tracing::debug!(%error, "BPF memory stays limited if the kernel counts it as locked");
         }
         let paths = Paths::new(&config.bpffs);
         paths.create(&config.bpffs)?;

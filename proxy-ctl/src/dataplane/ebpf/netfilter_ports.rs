@@ -78,8 +78,8 @@ pub(super) fn keep<F: TableFamily>(
     if left_out > 0 {
         tracing::warn!(
             left_out,
-            "netfilter translates more connections than are kept apart from flows, so a new flow may take \
-             packets of some of them; they may take a quarter of ebpf.limits.flows"
+            "netfilter translates more connections than can be kept apart from flows, so a new flow may take \
+             packets of some of them; such connections get a quarter of ebpf.limits.flows, which may be raised"
         );
     }
     Ok(Kept { new, are_all: left_out == 0 })

@@ -71,8 +71,8 @@ impl HookOrder {
             tracing::warn!(
                 interface = interface.name,
                 hook = direction.name(),
-                "another program takes the proxy's place again and again; it is left there. If it \
-                 ends the chain, packets are not translated here; `proxy-ctl status` names it"
+                "another program comes before the proxy's again and again, and stays there. If it ends the \
+                 chain, packets are not translated here; `proxy-ctl status` names it"
             );
         }
         mends.count <= MOST_MENDS

@@ -588,12 +588,15 @@ fn an_interface_without_programs_is_told_with_who_serves_its_pod() {
     *scene.fails.lock().unwrap() = true;
     scene.lack(true, 1);
     let told = |scene: &Scene| scene.both.hook_problems().unattached[&7].clone();
-    let failed = "it is full; mode nftables, which would serve its pod where sockets do not, cannot be opened: no nf_tables";
+    let failed = "it is full; the secondary mode nftables, which would serve its pod where socket hooks do not, cannot be opened: no nf_tables";
     assert_eq!(told(&scene), failed);
     assert_eq!(scene.both.take_without_room(), Some(BTreeMap::new()), "the Service itself is served");
     *scene.fails.lock().unwrap() = false;
     scene.both.resync(&scene.model.desired()).unwrap();
-    assert_eq!(told(&scene), "it is full; mode nftables serves its pod where sockets do not");
+    assert_eq!(
+        told(&scene),
+        "it is full; the secondary mode nftables serves its pod where socket hooks do not"
+    );
 }
 
 #[test]

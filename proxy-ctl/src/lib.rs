@@ -13,7 +13,6 @@ pub mod model;
 pub mod node;
 pub mod path_watch;
 pub mod process;
-pub mod profile;
 pub mod report;
 pub mod serve;
 pub mod source;

@@ -137,8 +137,8 @@ pub fn build_packages(toolchain: &Toolchain, profile: Profile, packages: &[&str]
     Ok(target().join(triple).join(profile.folder()))
 }
 
-/// Returns the flags of rustc, which replace those in `.cargo/config.toml`. Call stacks are taken
-/// by frame pointers. Paths are remapped so that a binary does not tell where it was built.
+/// Returns the flags of rustc, which replace those in `.cargo/config.toml`. `perf record -g` finds
+/// stacks by frame pointers. Paths are remapped so that a binary does not tell where it was built.
 fn flags() -> Vec<String> {
     let folders = [(Some(workspace()), "/proxy-ctl"), (cargo_home(), "/cargo")];
     let remapped = folders

@@ -148,7 +148,7 @@ pub static FIELDS: &[Field] = fields! {
     "bindAddressHardFail", switch(|c| &mut c.bind_address_hard_fail);
         "A healthz or metrics address that cannot be bound ends the process.";
     "enableProfiling", switch(|c| &mut c.enable_profiling);
-        "Serve profiles and the log level beside the metrics, to clients on loopback.";
+        "Serve the log level beside the metrics, to clients on loopback.";
     "showHiddenMetricsForVersion", HIDDEN_METRICS;
         "Show metrics that were hidden since this version. Only the previous minor version is allowed.";
     "featureGates", FEATURE_GATES;

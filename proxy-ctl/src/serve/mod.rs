@@ -22,8 +22,8 @@ use tokio_util::sync::CancellationToken;
 use crate::report::Metrics;
 
 const HEALTH_ANSWER: Duration = Duration::from_secs(5);
-/// The time limit of an answer: that of the longest CPU profile, and a minute to look up its names.
-const LONGEST_ANSWER: Duration = Duration::from_secs(pages::LONGEST_PROFILE + 60);
+/// The time limit for metrics and other pages. Prometheus waits 10 s for a scrape by default.
+const PAGE_ANSWER: Duration = Duration::from_secs(60);
 
 /// Answers [`HealthPages`] until `stop` is cancelled.
 pub async fn healthz(
@@ -55,7 +55,7 @@ pub async fn metrics(
         let (pages, metrics, slis) = (Arc::clone(&pages), Arc::clone(&metrics), Arc::clone(&slis));
         async move { pages.answer(request, &metrics, &slis).await }
     };
-    connections::serve(listener, answer, LONGEST_ANSWER, stop).await;
+    connections::serve(listener, answer, PAGE_ANSWER, stop).await;
     Ok(())
 }
 

@@ -33,9 +33,3 @@ pub(super) fn open(status: StatusCode, content_type: &'static str, body: impl In
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(content_type));
     response
 }
-
-pub(super) fn redirect(to: &'static str) -> Reply {
-    let mut response = open(StatusCode::FOUND, HTML, format!("<a href=\"{to}\">Found</a>.\n\n"));
-    response.headers_mut().insert(header::LOCATION, HeaderValue::from_static(to));
-    response
-}

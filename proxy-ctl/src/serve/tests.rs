@@ -83,14 +83,6 @@ async fn servers_with(pages: Pages) -> Servers {
     Servers { healthz, metrics, health, heartbeats, sources, families, _stop }
 }
 
-/// Returns status and body of an answer.
-async fn get_bytes(address: SocketAddr, path: &str) -> (u16, Vec<u8>) {
-    let answer = ask(address, path, "").await;
-    let end = answer.windows(4).position(|four| four == b"\r\n\r\n").unwrap();
-    let status = std::str::from_utf8(&answer[9..12]).unwrap().parse().unwrap();
-    (status, answer[end + 4..].to_vec())
-}
-
 /// Returns status, headers and body of an answer.
 async fn get(address: SocketAddr, path: &str, header: &str) -> (u16, String, String) {
     let answer = String::from_utf8(ask(address, path, header).await).unwrap();
@@ -291,7 +283,7 @@ async fn an_address_in_use_fails_at_once_only_if_asked_to() {
 #[tokio::test]
 async fn what_is_switched_off_is_not_there() {
     let servers = servers_with(Pages { flags: None, status: false, profiling: false, ..pages() }).await;
-    for path in ["/flagz", "/statusz", "/debug/pprof/", "/debug/pprof/profile?seconds=1", "/debug/flags/v"] {
+    for path in ["/flagz", "/statusz", "/debug/flags/v"] {
         assert_eq!(get(servers.metrics, path, "").await.0, 404, "{path}");
     }
 }
@@ -309,56 +301,17 @@ async fn health_checks_of_the_metrics_server_are_counted_until_reset() {
     assert!(!text.contains("kubernetes_health"), "{text}");
 }
 
-/// Returns the names of the functions of each stack in a profile, the innermost first.
-fn stacks(profile: &pages::Profile) -> Vec<Vec<&str>> {
-    let name = |location: &u64| {
-        // The numbers of functions and locations follow the order in which they are listed.
-        let function = profile.functions[*location as usize - 1];
-        profile.strings[function.name as usize].as_str()
-    };
-    profile.samples.iter().map(|sample| sample.location_ids.iter().map(name).collect()).collect()
-}
-
-/// Computes until it is told to stop.
-#[inline(never)]
-fn known_to_be_busy(stop: &CancellationToken) -> u64 {
-    let mut number = 0_u64;
-    while !stop.is_cancelled() {
-        for _ in 0..1000 {
-            number = std::hint::black_box(number.wrapping_mul(31).wrapping_add(7));
-        }
-    }
-    number
-}
-
+#[rstest]
+#[case(true)]
+#[case(false)]
 #[tokio::test]
-async fn a_cpu_profile_tells_who_is_busy_and_is_taken_one_at_a_time() {
-    let servers = servers().await;
-    let stop = CancellationToken::new();
-    let busy = std::thread::Builder::new().name("busy".to_owned());
-    let busy = busy.spawn({
-        let stop = stop.clone();
-        move || known_to_be_busy(&stop)
-    });
-    let path = "/debug/pprof/profile?seconds=1";
-    let (one, other) = tokio::join!(get_bytes(servers.metrics, path), get_bytes(servers.metrics, path));
-    stop.cancel();
-    busy.unwrap().join().unwrap();
-    let mut statuses = [one.0, other.0];
-    statuses.sort_unstable();
-    assert_eq!(statuses, [200, 500]);
-    let profile = if one.0 == 200 { one.1 } else { other.1 };
-    let profile = <pages::Profile as prost::Message>::decode(profile.as_slice()).unwrap();
-    let stacks = stacks(&profile);
-    let of_busy = stacks.iter().find(|stack| {
-        // The sample may have been taken in a function that the busy one calls. Its callers are the
-        // thread's first functions.
-        stack.iter().any(|name| name.ends_with("known_to_be_busy"))
-            && stack.iter().any(|name| name.contains("thread_start"))
-    });
-    assert!(of_busy.is_some(), "{stacks:#?}");
-    assert!(profile.strings.iter().any(|text| text == "busy"));
-    assert_eq!(get(servers.metrics, "/debug/pprof/profile?seconds=601", "").await.0, 400);
+async fn who_asks_for_a_profile_is_told_of_perf(#[case] profiling: bool) {
+    let servers = servers_with(Pages { profiling, ..pages() }).await;
+    for path in ["/debug/pprof", "/debug/pprof/", "/debug/pprof/profile?seconds=1", "/debug/pprof/heap"] {
+        let (status, _, body) = get(servers.metrics, path, "").await;
+        assert_eq!(status, 404, "{path}");
+        assert!(body.contains("perf record") && body.lines().count() == 1, "{path}: {body}");
+    }
 }
 
 #[tokio::test]
@@ -553,14 +506,14 @@ async fn a_flood_keeps_no_other_source_from_an_answer(#[case] sources: u32, #[ca
 }
 
 #[tokio::test]
-async fn profiles_and_the_log_level_are_for_loopback_only() {
+async fn the_log_level_is_for_loopback_only() {
     let families = Metrics::new(None, InvalidObjects::default(), |_| {});
     let slis = pages::Slis::default();
     let ask = async |path: &str| {
         let request = http::Request::get(path).body(http_body_util::Empty::<bytes::Bytes>::new()).unwrap();
         pages().answer(request, &families, &slis).await.status()
     };
-    for path in ["/debug/pprof/", "/debug/pprof/profile?seconds=1", "/debug/flags/v", "/debug/flags"] {
+    for path in ["/debug/flags/v", "/debug/flags"] {
         assert_eq!(ask(path).await, StatusCode::FORBIDDEN, "{path}");
     }
     assert_eq!(ask("/metrics").await, StatusCode::OK);

@@ -14,7 +14,7 @@ use std::{
 use aya::Pod;
 use aya_obj::generated::{bpf_attach_type, bpf_cmd};
 
-use super::{CallError, sampler::Undisturbed};
+use super::CallError;
 
 thread_local! {
     static WRITING_CALLS: Cell<u64> = const { Cell::new(0) };
@@ -502,7 +502,6 @@ fn load(
     attach_type_id: u32,
     instructions: &[u64],
 ) -> Result<OwnedFd, CallError> {
-    let _undisturbed = Undisturbed::begin()?;
     let license = c"GPL";
     let mut attr = ProgramLoad {
         kind,

@@ -9,11 +9,7 @@ use std::{
     os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
     process::Command,
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-        mpsc,
-    },
+    sync::{Arc, mpsc},
     thread,
     time::{Duration, Instant},
 };
@@ -22,7 +18,6 @@ use aya::programs::{SchedClassifier, TcAttachType};
 use aya_obj::generated::bpf_attach_type;
 use nix::{
     sched::{CloneFlags, unshare},
-    sys::signal::{Signal, kill},
     unistd::gettid,
 };
 use proxy_common::layout::{INTERFACE_OF_UPLINK, InterfaceSettings, Settings, TAG_CUSTOMER, VlanTag};
@@ -37,7 +32,6 @@ use proxy_ctl::{
     sys::{
         bpf::{self, LinkTarget, XdpMode},
         map::Map,
-        sampler::Sampler,
         tc::{self, Direction},
     },
 };
@@ -1053,27 +1047,6 @@ fn a_filter_of_another_with_our_handle_is_told_as_anothers() {
     let told: Vec<_> =
         others.iter().map(|other| (other.name.as_str(), other.hook, other.is_before)).collect();
     assert_eq!(told, [("foreign", "egress", false)]);
-}
-
-/// The kernel gives up checking a program when a signal comes, and a CPU profile sends many.
-#[test]
-fn programs_are_loaded_while_a_cpu_profile_is_taken() {
-    let Some(sandbox) = Sandbox::new() else { return };
-    let _sampler = Sampler::start(Duration::from_millis(1)).unwrap().unwrap();
-    let (loader, done) = (gettid(), AtomicBool::new(false));
-    let loaded = thread::scope(|scope| {
-        scope.spawn(|| {
-            while !done.load(Ordering::SeqCst) {
-                // The kernel prefers the thread that is named.
-                kill(loader, Signal::SIGPROF).unwrap();
-                thread::sleep(Duration::from_micros(50));
-            }
-        });
-        let loaded = EbpfDataplane::open(&sandbox.config).map(drop);
-        done.store(true, Ordering::SeqCst);
-        loaded
-    });
-    assert!(loaded.is_ok(), "{loaded:?}");
 }
 
 #[test]

@@ -56,17 +56,9 @@ pub fn provide(tools: &[Tool]) -> Result<()> {
     module().build(&missing).with_context(|| format!("not on PATH, so to be built: {}", missing.join(", ")))
 }
 
-/// Returns an error with the reason if there is no Go. Without Go, nothing here is built, and
-/// profiles are not read.
+/// Returns an error with the reason if there is no Go. Without Go, nothing here is built.
 pub fn go() -> Result<(), String> {
     module().run(&["version"]).map(drop).map_err(|error| format!("{error:#}"))
-}
-
-/// Returns what `go tool pprof -top` shows of a profile, with every function.
-pub fn top_of_profile(profile: &Path, kind: &str) -> Result<String> {
-    let kind = format!("-sample_index={kind}");
-    let file = profile.to_str().context("a path that is no text")?;
-    module().run(&["tool", "pprof", "-top", "-cum", "-nodefraction=0", "-nodecount=100000", &kind, file])
 }
 
 fn module() -> Module {

@@ -28,8 +28,6 @@ pub enum Error {
     Table { table: &'static str, source: CallError },
     #[error("the kernel programs cannot be loaded: {0}")]
     Load(#[source] Box<aya::EbpfError>),
-    #[error("signals cannot be kept off while the kernel programs are loaded: {0}")]
-    Signals(#[source] CallError),
     #[error("the log of the kernel programs cannot be followed: {0}")]
     KernelLog(#[source] io::Error),
     #[error("program {program}: {source}")]

@@ -23,7 +23,7 @@ use super::{
 use crate::{
     config::{self, SocketLoadBalancing, SourceAddress, UnallocatedServiceAddresses, Xdp},
     dataplane::Role,
-    sys::{sampler::Undisturbed, tc::Direction},
+    sys::tc::Direction,
 };
 
 /// The versions of the compiler and the linker that made [`OBJECT`].
@@ -49,8 +49,6 @@ impl Programs {
     pub(super) fn get(&mut self, name: &'static str) -> Result<BorrowedFd<'_>, Error> {
         let program = self.0.program_mut(name).ok_or(Error::NoProgram(name))?;
         if program.fd().is_err() {
-            // The verifier gives up when a signal comes.
-            let _undisturbed = Undisturbed::begin().map_err(Error::Signals)?;
             load_program(name, program)?;
         }
         let fd = program.fd().map_err(|source| Error::Program { program: name, source: Box::new(source) })?;
@@ -72,8 +70,6 @@ impl Programs {
         if let Some(name) = wanted.first() {
             return Err(Error::NoProgram(name));
         }
-        // The verifier gives up when a signal comes. Threads inherit the blocked signals.
-        let _undisturbed = Undisturbed::begin().map_err(Error::Signals)?;
         thread::scope(|scope| {
             let load = |(name, program)| scope.spawn(move || load_program(name, program));
             let loading: Vec<_> = programs.into_iter().map(load).collect();

@@ -1,5 +1,4 @@
-//! The pages that `enableProfiling` adds: profiles below `/debug/pprof`, and the log level at
-//! `/debug/flags/v`.
+//! The pages that `enableProfiling` adds: the log level at `/debug/flags/v`.
 
 use std::time::Duration;
 
@@ -9,31 +8,15 @@ use hyper::body::Body;
 use tokio::time::timeout;
 use tower::BoxError;
 
-use super::profile;
 use crate::{
     log,
-    serve::reply::{HTML, Reply, not_found, open, plain, redirect, reply},
+    serve::reply::{HTML, Reply, not_found, open, reply},
 };
 
 /// The largest body with a log level, in bytes. A level has few digits.
 const LONGEST_LEVEL: usize = 1024;
 /// The time limit for the whole body of a request.
 const BODY_TIMEOUT: Duration = Duration::from_secs(5);
-
-const INDEX: &str = "<html>
-<head><title>/debug/pprof/</title></head>
-<body>
-<p>/debug/pprof/</p>
-<ul>
-<li><a href=\"profile?seconds=30\">profile</a>: where CPU time goes, for <code>go tool pprof</code></li>
-</ul>
-<p>/debug/flags/v: PUT a number there to change the log level.</p>
-</body>
-</html>
-";
-
-const NO_HEAP_PROFILE: &str =
-    "proxy-ctl takes no heap profiles; process_resident_memory_bytes on /metrics is its memory\n";
 
 const FLAGS: &str = "<html>
 <head>
@@ -52,17 +35,11 @@ full flags configurable<br>
 </html>
 ";
 
-pub(super) async fn answer<B>(path: &str, method: &Method, query: &str, body: B) -> Reply
+pub(super) async fn answer<B>(path: &str, method: &Method, body: B) -> Reply
 where
     B: Body<Error: Into<BoxError>>,
 {
     match path {
-        "/debug/pprof" => redirect("/debug/pprof/"),
-        "/debug/pprof/" => reply(StatusCode::OK, HTML, INDEX),
-        "/debug/pprof/profile" => profile::cpu(query).await,
-        "/debug/pprof/heap" | "/debug/pprof/allocs" => plain(StatusCode::NOT_IMPLEMENTED, NO_HEAP_PROFILE),
-        // The profile contains its symbols already.
-        "/debug/pprof/symbol" => plain(StatusCode::OK, "num_symbols: 1\n"),
         "/debug/flags/v" if method == Method::PUT => {
             match timeout(BODY_TIMEOUT, Limited::new(body, LONGEST_LEVEL).collect()).await {
                 Err(_) => short(StatusCode::REQUEST_TIMEOUT, "the request's body did not come in time"),
@@ -75,10 +52,7 @@ where
         "/debug/flags/v" => short(StatusCode::NOT_ACCEPTABLE, "unsupported http method"),
         "/debug/flags" => open(StatusCode::OK, HTML, FLAGS),
         path if path.starts_with("/debug/flags/") => open(StatusCode::OK, HTML, FLAGS),
-        path => match path.strip_prefix("/debug/pprof/") {
-            Some(_) => plain(StatusCode::NOT_FOUND, "Unknown profile\n"),
-            None => not_found(),
-        },
+        _ => not_found(),
     }
 }
 

@@ -1,14 +1,8 @@
 //! The pages of the metrics server.
 
 mod debug;
-mod pprof;
-mod profile;
 mod slis;
 mod zpages;
-
-#[cfg(test)]
-pub(super) use pprof::Profile;
-pub(super) use profile::MOST_SECONDS as LONGEST_PROFILE;
 
 use std::{collections::BTreeMap, fmt};
 
@@ -36,9 +30,13 @@ pub struct Pages {
     pub flags: Option<BTreeMap<String, String>>,
     /// True if `/statusz` is served.
     pub status: bool,
-    /// True if the pages below `/debug` are served, to clients on loopback.
+    /// True if the log level is served below `/debug/flags`, to clients on loopback.
     pub profiling: bool,
 }
+
+/// The answer at the paths where kube-proxy serves profiles.
+const NO_PROFILES: &str =
+    "proxy-ctl takes no profiles: use perf on the node, as in perf record -g -p $(pidof proxy-ctl)\n";
 
 /// The paths that are served with every configuration, as `/statusz` lists them.
 const PATHS: [&str; 4] = ["/configz", "/healthz", "/metrics", "/proxyMode"];
@@ -74,15 +72,15 @@ impl Pages {
                 None => not_found(),
             },
             "/statusz" if self.status => zpages::status(&head.headers, &self.paths()),
+            "/debug/pprof" => plain(StatusCode::NOT_FOUND, NO_PROFILES),
+            path if path.starts_with("/debug/pprof/") => plain(StatusCode::NOT_FOUND, NO_PROFILES),
             path if self.profiling && path.starts_with("/debug") && !Peer::is_loopback(&head.extensions) => {
                 plain(
                     StatusCode::FORBIDDEN,
                     "Answered on the node's loopback only, as by kubectl port-forward\n",
                 )
             }
-            path if self.profiling => {
-                debug::answer(path, &head.method, head.uri.query().unwrap_or_default(), body).await
-            }
+            path if self.profiling => debug::answer(path, &head.method, body).await,
             _ => not_found(),
         }
     }

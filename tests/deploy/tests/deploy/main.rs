@@ -11,7 +11,6 @@ mod helm;
 mod monitoring;
 mod objects;
 mod pods;
-mod profiles;
 
 use std::process::ExitCode;
 

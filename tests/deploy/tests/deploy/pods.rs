@@ -28,7 +28,7 @@ use serde_json::{Value, json};
 use super::{
     chart,
     cluster::{CLIENT, Cluster, NODE, Pod, SERVER},
-    objects, profiles,
+    objects,
 };
 
 const PORT: u16 = 80;
@@ -82,13 +82,11 @@ fn install(cluster: &Cluster, mut objects: Vec<Value>) -> Result<Value> {
 }
 
 /// Changes the configuration where the test needs another one. The limit of conntrack belongs to
-/// the whole machine, and cannot be set from a network namespace. Profiles are switched on because
-/// the test reads them.
+/// the whole machine, and cannot be set from a network namespace.
 fn change(config_map: &mut Value) -> Result<()> {
     let text = config_map["data"]["config.conf"].as_str().context("no config.conf")?;
     let mut config = files::documents(text)?.pop().context("config.conf is empty")?;
     config["conntrack"]["maxPerCore"] = 0.into();
-    config["enableProfiling"] = true.into();
     // A failed write is noticed, and tried again, within this time.
     config["iptables"]["syncPeriod"] = "5s".into();
     config_map["data"]["config.conf"] = config.to_string().into();
@@ -215,7 +213,6 @@ fn pod_serves(seccomp: Runtime, install: impl FnOnce(&Cluster) -> Result<Value>)
         let text = running.exec(&["proxy-ctl", command])?;
         ensure!(text.contains(told), "{command}: {text}");
     }
-    profiles::name_our_functions(&node).with_context(|| format!("profiles\n{}", running.log()))?;
 
     what_cannot_write_stops_the_rollout(&cluster, &daemon_set, &mut running)?;
     reach(&clients, service).context("a proxy whose writes fail")?;

@@ -70,7 +70,7 @@ limits! {
 /// - `maps_of_…`: Programs write flows at any time, so a flow map can only change its size while
 ///   they work on it. They find it in an array of two maps, `<map>_maps`
 ///   ([`layout::MAP_IN_USE`](crate::layout::MAP_IN_USE)). The types are those of the inner maps.
-/// - `preallocated_hash`: the only kind of hash map that programs at tracepoints read.
+/// - `preallocated_hash`: a hash map whose memory is allocated with it, as in former versions.
 /// - `devices`: a hash of devices that frames can be sent by.
 /// - `lpm_trie`: its keys are a [`PrefixKey`](crate::layout::PrefixKey) of the type.
 /// - `ring`: it has no keys, and its size is in bytes.
@@ -210,12 +210,6 @@ pub mod program {
     pub const uplink_transit: &str = "uplink_transit";
     /// The XDP program of uplinks for kernels whose drivers hand over frames in fragments.
     pub const uplink_transit_frags: &str = "uplink_transit_frags";
-    /// The program on the kernel's tracepoint `xdp_devmap_xmit`, which says that a device was given
-    /// frames that XDP had redirected.
-    pub const redirect_sent: &str = "redirect_sent";
-    /// The program on the kernel's tracepoint `xdp_redirect_err`, which says that a frame was not
-    /// redirected.
-    pub const redirect_failed: &str = "redirect_failed";
     /// The program on the cgroup that runs when a socket is closed. It is attached only while
     /// sockets are counted.
     pub const sock_release: &str = "sock_release";

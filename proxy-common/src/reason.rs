@@ -67,8 +67,6 @@ reasons! {
     SentByDriver = 11, Pass, "sent_by_driver";
     /// XDP has sent a packet on by another interface than it came by.
     RedirectedByDriver = 12, Pass, "redirected_by_driver";
-    /// No device has taken a frame that XDP had sent on by another interface.
-    RedirectFailed = 13, Drop, "redirect_failed";
     /// A pod's answer has left for an uplink without the stack, because XDP sends packets to that
     /// pod.
     AnswerPastStack = 14, Pass, "answer_past_stack";

@@ -38,12 +38,4 @@ globals! {
     ANSWER_PING: u32 = 0x6f66_6608;
     /// 1: packets that come from outside leave by uplinks past the stack, where they may.
     PAST_STACK: u32 = 0x6f66_6609;
-    /// Offset of `ifindex` in the kernel's `net_device`.
-    DEVICE_INDEX: u32 = 0x6f66_660e;
-    /// Of `nd_net`.
-    DEVICE_NETWORK: u32 = 0x6f66_660f;
-    /// Of `ns.inum` in the kernel's `net`.
-    NETWORK_NUMBER: u32 = 0x6f66_6610;
-    /// Inode number of the node's network namespace.
-    OWN_NETWORK: u32 = 0x6f66_6611;
 }

@@ -1,5 +1,5 @@
-//! Kernel side of the proxy: socket hooks, TC programs, one of XDP and two at tracepoints. The decisions are in `proxy-common`; here are the
-//! hooks, the tables and the access to packets.
+//! Kernel side of the proxy: socket hooks, TC programs and one of XDP. The decisions are in
+//! `proxy-common`; here are the hooks, the tables and the access to packets.
 #![cfg_attr(target_arch = "bpf", no_std, no_main, feature(asm_experimental_arch))]
 
 #[cfg(target_arch = "bpf")]
@@ -31,8 +31,6 @@ mod ping;
 mod pod_sockets;
 #[cfg(target_arch = "bpf")]
 mod programs;
-#[cfg(target_arch = "bpf")]
-mod redirect;
 #[cfg(target_arch = "bpf")]
 mod refuse;
 #[cfg(target_arch = "bpf")]

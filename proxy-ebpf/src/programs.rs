@@ -3,14 +3,14 @@
 #![expect(unreachable_pub, reason = "the macros export what they wrap")]
 
 use aya_ebpf::{
-    macros::{cgroup_sock, cgroup_sock_addr, classifier, raw_tracepoint, xdp},
-    programs::{RawTracePointContext, SockAddrContext, SockContext, TcContext, XdpContext},
+    macros::{cgroup_sock, cgroup_sock_addr, classifier, xdp},
+    programs::{SockAddrContext, SockContext, TcContext, XdpContext},
 };
 use proxy_common::select::Origin;
 
 use crate::{
     frame::{BARE, ETHERNET, Frame},
-    redirect, socket, tc,
+    socket, tc,
     xdp::transit,
 };
 
@@ -68,16 +68,6 @@ macro_rules! packet_hooks {
 }
 
 proxy_common::packet_programs!(packet_hooks);
-
-#[raw_tracepoint(tracepoint = "xdp_devmap_xmit")]
-pub fn redirect_sent(ctx: RawTracePointContext) -> i32 {
-    redirect::sent(&ctx)
-}
-
-#[raw_tracepoint(tracepoint = "xdp_redirect_err")]
-pub fn redirect_failed(ctx: RawTracePointContext) -> i32 {
-    redirect::failed(&ctx)
-}
 
 #[xdp]
 pub fn uplink_transit(ctx: XdpContext) -> u32 {

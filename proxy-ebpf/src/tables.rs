@@ -283,15 +283,10 @@ pub(crate) fn lease_has_ended(time: impl FnOnce() -> u64) -> bool {
 /// Counts a reason on this CPU.
 #[inline(always)]
 pub(crate) fn count(reason: Reason) {
-    count_times(reason, 1);
-}
-
-#[inline(always)]
-pub(crate) fn count_times(reason: Reason, times: u64) {
     if let Some(counter) = maps::counters.get_ptr_mut(reason as u32) {
         // SAFETY: a value of this CPU, in bounds; a program on a CPU is not interrupted by another of ours
         // that counts the same reason except in a nested receive, where one count may be lost.
-        unsafe { *counter = (*counter).wrapping_add(times) };
+        unsafe { *counter = (*counter).wrapping_add(1) };
     }
 }
 

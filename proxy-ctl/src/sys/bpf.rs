@@ -2,7 +2,7 @@
 
 use std::{
     cell::Cell,
-    ffi::{CStr, CString},
+    ffi::CString,
     io,
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
@@ -330,20 +330,6 @@ impl XdpMode {
 /// mode.
 pub fn link_xdp(program: BorrowedFd<'_>, interface: u32, mode: XdpMode) -> Result<OwnedFd, CallError> {
     create_link(program, interface, bpf_attach_type::BPF_XDP, mode.flag())
-}
-
-#[repr(C)]
-struct RawTracepointOpen {
-    name: u64,
-    program: u32,
-    _padding: u32,
-}
-
-/// Attaches `program` to a tracepoint of the kernel until the descriptor is closed.
-pub fn open_raw_tracepoint(program: BorrowedFd<'_>, name: &CStr) -> Result<OwnedFd, CallError> {
-    let mut attr = RawTracepointOpen { name: address(name.as_ptr()), program: number(program), _padding: 0 };
-    // SAFETY: BPF_RAW_TRACEPOINT_OPEN reads a NUL-terminated name, which `name` keeps alive.
-    unsafe { open(bpf_cmd::BPF_RAW_TRACEPOINT_OPEN, "bpf(BPF_RAW_TRACEPOINT_OPEN)", &mut attr) }
 }
 
 #[repr(C)]

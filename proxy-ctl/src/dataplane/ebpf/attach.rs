@@ -25,7 +25,6 @@ use super::{
     order::{HookOrder, Misplaced},
     paths::{Paths, SOCKET_LINK, is_there, make_folder, names, remove_folder},
     pins::{Ensured, LinkPins},
-    redirect_failures::RedirectFailures,
     refusal::is_refused,
     route_watch::RouteWatch,
     settling::Settling,
@@ -121,7 +120,6 @@ pub(super) struct Hooks {
     failed_last: BTreeMap<u32, Direction>,
     order: HookOrder,
     transit: Transit,
-    redirect_failures: RedirectFailures,
     /// Watch of the routes, while one of the uplinks has XDP.
     route_watch: Option<RouteWatch>,
     /// True if the watch could not begin, and the log has said so.
@@ -148,7 +146,6 @@ impl Hooks {
             failed_last: BTreeMap::new(),
             order: HookOrder::default(),
             transit,
-            redirect_failures: RedirectFailures::default(),
             route_watch: None,
             is_watch_missed: false,
         }
@@ -507,10 +504,6 @@ impl Hooks {
             }
             Err(_) => {}
         }
-    }
-
-    pub(super) fn count_redirect_failures(&mut self, are_redirected: bool) {
-        self.redirect_failures.follow(are_redirected, &mut self.programs);
     }
 
     /// Loads the programs that most nodes need, before the interfaces are known.

@@ -16,10 +16,7 @@ use aya::{
 use aya_obj::generated::bpf_attach_type;
 use proxy_common::inventory::program;
 
-use super::{
-    Error, kernel_log::KernelLog, paths::Paths, redirect_failures::DeviceFields, resize::show_flows,
-    tables::Shape,
-};
+use super::{Error, kernel_log::KernelLog, paths::Paths, resize::show_flows, tables::Shape};
 use crate::{
     config::{self, SocketLoadBalancing, SourceAddress, UnallocatedServiceAddresses, Xdp},
     dataplane::Role,
@@ -87,8 +84,6 @@ fn load_program(name: &'static str, program: &mut Program) -> Result<(), Error> 
         program.load()
     } else if let Program::CgroupSock(program) = program {
         program.load()
-    } else if let Program::RawTracePoint(program) = program {
-        program.load()
     } else {
         <&mut CgroupSockAddr>::try_from(program).and_then(CgroupSockAddr::load)
     };
@@ -140,10 +135,6 @@ pub(super) fn load(
             .map_err(|source| Error::Program { program: "connect4", source: Box::new(source) })?,
     );
     let past_stack = u32::from(config.xdp != Xdp::Off);
-    let device_fields = match config.xdp {
-        Xdp::Off => DeviceFields::default(),
-        Xdp::Auto | Xdp::Native | Xdp::Generic => DeviceFields::find_or_warn(),
-    };
     let mut loader = EbpfLoader::new();
     loader
         // No program has CO-RE relocations. `new` has read the kernel's BTF, and the loader would
@@ -158,7 +149,6 @@ pub(super) fn load(
         .override_global("DROP_UNALLOCATED", &drop_unallocated, true)
         .override_global("ANSWER_PING", &answer_ping, true)
         .override_global("PAST_STACK", &past_stack, true);
-    device_fields.set(&mut loader);
     for shape in shapes {
         loader.map_pin_path(shape.name, pins(shape).join(shape.name));
         if shape.limit.is_some() {

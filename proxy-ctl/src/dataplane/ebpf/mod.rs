@@ -115,7 +115,6 @@ mod pins;
 pub(super) mod probe;
 mod programmed;
 mod publish;
-mod redirect_failures;
 mod refusal;
 mod reserve;
 mod resize;
@@ -516,7 +515,6 @@ impl EbpfDataplane {
     fn write_redirects(&mut self) -> Result<(), Error> {
         self.hooks.follow_routes();
         let Redirects { sources, targets } = self.hooks.redirects();
-        self.hooks.count_redirect_failures(!sources.is_empty() && !targets.is_empty());
         replace(&self.shared.tables.redirect_sources, &sources)?;
         match replace(&self.shared.tables.redirect_targets, &targets) {
             // An uplink has vanished at this moment. The kernel's message about that comes next.

@@ -111,8 +111,6 @@ fn costs(world: &mut World) -> Result<Vec<(String, Cost)>> {
                 program.load()
             } else if let Program::CgroupSock(program) = &mut *program {
                 program.load()
-            } else if let Program::RawTracePoint(program) = &mut *program {
-                program.load()
             } else {
                 <&mut CgroupSockAddr>::try_from(&mut *program).and_then(CgroupSockAddr::load)
             };

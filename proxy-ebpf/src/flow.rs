@@ -159,6 +159,7 @@ routines! {
     TryAliasPort: try_alias_port4 try_alias_port6;
     TryMasqueradePort: try_masquerade_port4 try_masquerade_port6;
     HearRare: hear_rare4 hear_rare6;
+    FindMoved: find_moved4 find_moved6;
     Prepare: prepare4 prepare6;
     Insert: insert4 insert6;
     Masquerade: masquerade4 masquerade6;

@@ -267,7 +267,7 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn note_foreign(&self, key: &FlowKey<F::Address>, now: u64);
     fn forget_foreign(&self, key: &FlowKey<F::Address>);
     /// Returns true if a flow may have another key than its packets from this source port say: it
-    /// is a `FLOW_FOREIGN` or `FLOW_APART`.
+    /// is a `FLOW_OVERLAPPING` or `FLOW_APART`.
     fn is_moved(&self, port: Port) -> bool;
     fn set_moved(&self, port: Port);
     /// Does the kernel give this port to no socket of the node?
@@ -461,7 +461,8 @@ fn arriving_with_ports<F: Family, T: FlowTables<F>>(
     let has_no_flow = scratch.is_parsed && scratch.has_no_flow && !scratch.is_unpacked();
     let mut met = if has_no_flow { None } else { find(tables, scratch) };
     if met.is_none() && tables.is_moved(scratch.packet.source_port) {
-        met = find_apart(tables, scratch);
+        tables.run(scratch, Routine::FindMoved);
+        met = find(tables, scratch);
     }
     if let Some(met) = met {
         if is_netfilters(tables, scratch, met.entry) {
@@ -558,6 +559,24 @@ fn find_apart<F: Family, T: FlowTables<F>>(
 ) -> Option<Found<T::Entry>> {
     scratch.key.overlapping |= FlowKey::<F::Address>::mark_of(open::flag_of(scratch.origin));
     find(tables, scratch)
+}
+
+/// Sets `scratch.key` to another key at which the arriving packet has its flow, if it has one. The
+/// flow with the usual key has ended first.
+#[inline(always)]
+fn find_moved<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    let apart = FlowKey::<F::Address>::mark_of(open::flag_of(scratch.origin));
+    for overlapping in [apart, 1 | apart, 1] {
+        scratch.key.overlapping = overlapping;
+        if let Some((_, entry)) = lookup(tables, &scratch.key) {
+            entry.read_into(&mut scratch.flow);
+            // Packets of a host connection have it where they leave the node.
+            if !is_foreign(scratch) {
+                return;
+            }
+        }
+    }
+    scratch.key.overlapping = 0;
 }
 
 /// Returns true if the client of `scratch.flow` is where the packet, which arrives, comes from.
@@ -820,11 +839,9 @@ fn open<F: Family, T: FlowTables<F>>(
     }
     if scratch.is_apart {
         scratch.flow.flags |= FLOW_APART;
-        tables.set_moved(scratch.packet.source_port);
     }
     if rival == Rival::Masqueraded {
         scratch.flow.flags |= FLOW_FOREIGN;
-        tables.set_moved(scratch.packet.source_port);
     }
     scratch.is_port_taken = scratch.origin == Origin::Workload && sockets.is_connected(scratch);
     decide(tables, scratch, Routine::Insert)?;

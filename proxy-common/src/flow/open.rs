@@ -165,6 +165,10 @@ pub(super) fn insert<F: Family, T: FlowTables<F>>(
     flow.next_hop = KnownHop::default();
     flow.opened = tables.now();
     flow.last_seen = flow.opened;
+    if flow.flags & (FLOW_OVERLAPPING | FLOW_APART) != 0 {
+        // The flow whose ends it has may end first.
+        tables.set_moved(packet.source_port);
+    }
     if take_backend_key(tables, scratch)? == Try::Joined {
         // The other packet of a race is a step ahead, or only this entry was left of the flow.
         let Some((_, entry)) = lookup(tables, &scratch.key) else { return Err(Reason::FlowNotCreated) };

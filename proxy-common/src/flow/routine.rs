@@ -2,7 +2,8 @@
 //! verifier goes through it once, and not once more with all that each of its callers knows.
 
 use super::{
-    FlowTables, Scratch, direct, entries, foreign, fragments, masquerade, open, prepare, tcp, transit,
+    FlowTables, Scratch, direct, entries, find_moved, foreign, fragments, masquerade, open, prepare, tcp,
+    transit,
 };
 use crate::family::Family;
 
@@ -17,6 +18,8 @@ pub enum Routine {
     TryMasqueradePort,
     /// Learns what a segment says that is not like most.
     HearRare,
+    /// Sets `key` to another one at which the packet may have its flow.
+    FindMoved,
     /// Makes `flow` one to what the packet dials, if it dials something: `failure`.
     Prepare,
     /// Inserts `flow`: `failure`.
@@ -64,6 +67,7 @@ pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
         Routine::HearRare => tcp::hear_rare(tables, scratch),
         Routine::TryAliasPort => scratch.tried = open::try_port(tables, scratch),
         Routine::TryMasqueradePort => scratch.tried = masquerade::try_port(tables, scratch),
+        Routine::FindMoved => find_moved(tables, scratch),
         Routine::Prepare => scratch.failure = prepare(tables, scratch).err(),
         Routine::Insert => scratch.failure = open::insert(tables, scratch).err(),
         Routine::Masquerade => scratch.failure = masquerade::masquerade(tables, scratch).err(),

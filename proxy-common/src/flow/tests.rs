@@ -1008,6 +1008,65 @@ fn a_connection_to_a_frontend_that_is_the_backend_of_another_flow() {
     host.assert_whole();
 }
 
+/// Removes all entries of a flow, as when its lifetime is over.
+fn forget(host: &Host, flow: &Flow<A>) {
+    for key in [flow.client_key(), flow.backend_key()] {
+        for stage in [Stage::Opening, Stage::Established] {
+            host.remove(stage, &key);
+        }
+    }
+}
+
+#[rstest]
+fn a_direct_connection_goes_on_when_the_flow_beside_it_is_gone(
+    #[values(Origin::Workload, Origin::Outside)] origin: Origin,
+) {
+    let mut host = Host::new();
+    host.tables.slots.values_mut().for_each(|slot| slot.flags = BACKEND_LOCAL);
+    let flow = establish_one(&host, origin);
+    let endpoint = (flow.backend, PORT);
+    let sent = host.arriving(&packet(CLIENT, endpoint, TCP_SYN), origin).unwrap();
+    forget(&host, &flow);
+    let next = packet(CLIENT, endpoint, TCP_ACK);
+    assert_eq!(host.arriving(&next, origin), Ok(sent));
+    // A new flow from the same port to the same endpoint changes nothing.
+    host.arriving(&syn(), origin).unwrap();
+    assert_eq!(host.arriving(&next, origin), Ok(sent));
+    host.assert_whole();
+}
+
+/// A client elsewhere has forged the ends of the direct connection before it began.
+#[test]
+fn a_direct_connection_apart_goes_on_when_the_flow_beside_it_is_gone() {
+    let host = Host::new();
+    let flow = establish_one(&host, Origin::Workload);
+    let endpoint = (flow.backend, PORT);
+    let first = packet(CLIENT, endpoint, TCP_SYN);
+    let forged = host.arriving(&first, Origin::Outside).unwrap();
+    let sent = host.arriving(&first, Origin::Workload).unwrap();
+    assert_ne!(source(sent), source(forged));
+    forget(&host, &flow);
+    let next = packet(CLIENT, endpoint, TCP_ACK);
+    assert_eq!(host.arriving(&next, Origin::Workload), Ok(sent));
+    assert_eq!(host.arriving(&next, Origin::Outside), Ok(forged));
+    host.assert_whole();
+}
+
+/// Whoever dials an endpoint after both connections have ended reaches it as it is.
+#[test]
+fn a_direct_connection_is_not_translated_once_both_are_over() {
+    let host = Host::new();
+    let flow = establish_one(&host, Origin::Workload);
+    let endpoint = (flow.backend, PORT);
+    let first = packet(CLIENT, endpoint, TCP_SYN);
+    let alias = host.arriving(&first, Origin::Workload).unwrap().source_port;
+    forget(&host, &flow);
+    let refusal = answer(endpoint, (CLIENT.0, alias), TCP_RST | TCP_ACK);
+    assert_eq!(host.leaving(&refusal).map(destination), Ok(CLIENT));
+    assert_eq!(host.arriving(&first, Origin::Workload), Err(Reason::NotAService));
+    assert_eq!((host.entries(Stage::Opening), host.entries(Stage::Established)), (0, 0));
+}
+
 #[test]
 fn a_direct_connection_after_a_flow_that_ended_is_no_flow() {
     let host = Host::new();

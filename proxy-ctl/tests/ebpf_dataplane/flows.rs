@@ -6,8 +6,8 @@ use std::time::Duration;
 use proxy_common::{
     flow::{self, FlowLifetimes},
     layout::{
-        FIN_ACKNOWLEDGED, FLOW_APART, FLOW_MASQUERADE, Flow, FlowKey, PROGRESS_CONFIRMED, PROTOCOL_TCP,
-        RESET_CONFIRMED,
+        FIN_ACKNOWLEDGED, FLOW_APART, FLOW_FOREIGN, FLOW_MASQUERADE, FLOW_OVERLAPPING, Flow, FlowKey,
+        PROGRESS_CONFIRMED, PROTOCOL_TCP, RESET_CONFIRMED,
     },
     port::Port,
 };
@@ -15,6 +15,7 @@ use proxy_ctl::{
     dataplane::{Dataplane, Host, Programmed as _},
     sys::{clock, map::Map},
 };
+use rstest::rstest;
 
 use super::sandbox::{Sandbox, TakeHost as _};
 
@@ -90,14 +91,17 @@ fn flows_expire_as_the_configuration_says() {
 }
 
 /// A port is forgotten after its last flow, and not before.
-#[test]
-fn a_port_is_moved_as_long_as_a_flow_needs_it() {
+#[rstest]
+#[case::apart(FLOW_APART)]
+#[case::overlapping(FLOW_OVERLAPPING)]
+#[case::host_connection(FLOW_FOREIGN | FLOW_OVERLAPPING)]
+fn a_port_is_moved_as_long_as_a_flow_needs_it(#[case] flags: u32) {
     const GENERATION: u32 = 0;
     let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     let moved: Map<u32, u32> = sandbox.map("moved_ports");
     let opening: Flows = sandbox.map("opening_flows4");
     let mut flow = reset(Port::new(1_000), clock::since_boot());
-    (flow.flags, flow.state.reset) = (FLOW_APART, 0);
+    (flow.flags, flow.state.reset) = (flags, 0);
     opening.set(&flow.client_key(), &flow).unwrap();
     // A former version has set both to 1.
     for port in [1_000, 2_000] {

@@ -10,7 +10,7 @@
 use std::collections::HashSet;
 
 use proxy_common::{
-    layout::{FLOW_APART, FLOW_FOREIGN, Flow},
+    layout::{FLOW_APART, FLOW_OVERLAPPING, Flow},
     port::Port,
 };
 
@@ -41,7 +41,7 @@ impl MovedPorts {
         table: &Table<u32, u32>,
         flows: impl Iterator<Item = Flow<A>>,
     ) -> Result<(), Error> {
-        for flow in flows.filter(|flow| flow.flags & (FLOW_APART | FLOW_FOREIGN) != 0) {
+        for flow in flows.filter(|flow| flow.flags & (FLOW_APART | FLOW_OVERLAPPING) != 0) {
             let port = flow.client_port();
             if self.generation != 0 && !self.met.contains(&port) && port != Port::NONE {
                 table.set(&u32::from(port.number()), &self.generation)?;

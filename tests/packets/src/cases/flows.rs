@@ -1,6 +1,6 @@
 //! Flows over time: which of them keep their backend, and which get another one.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use proxy_common::{
     flow::{FlowLifetimes, Stage},
     layout::*,
@@ -376,6 +376,32 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let answer = answer.to(client_inside);
         s.send("workload_egress", &answer, Expect::Becomes(&answer.from(other).to(CLIENT)))?;
         s.counted(&[(Reason::FlowOpened, 2)])
+    });
+    group.both::<W>("a client's own connection to the backend of its flow, which ends first", |s| {
+        s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
+        s.cluster_ip()?;
+        // No other case uses this port: packets from ports of such connections take the slow path.
+        let client = (CLIENT.0, 39_998);
+        s.opens("workload_ingress", client, CLUSTER_IP, LOCAL)?;
+        let flow: Vec<_> = s.flows(Stage::Opening)?.into_iter().map(|(key, _)| key).collect();
+        let first = s.first(client, LOCAL);
+        let output = s.world.run("workload_ingress", &first.bytes::<W>())?;
+        let own = s.flows(Stage::Opening)?.into_iter().find(|(_, one)| one.flags & FLOW_OVERLAPPING != 0);
+        let (_, own) = own.context("there is no flow for the client's own connection")?;
+        let inside = (client.0, own.alias_port().number());
+        ensure!(output.packet == first.from(inside).bytes::<W>(), "it does not reach the backend");
+        let goes_on = |s: &mut Scene<W>| {
+            let next = s.packet(client, LOCAL, TCP_ACK);
+            s.send("workload_ingress", &next, Expect::Becomes(&next.from(inside)))?;
+            let answer = s.answer(LOCAL, inside, TCP_ACK);
+            s.send("workload_egress", &answer, Expect::Becomes(&answer.to(client)))
+        };
+        goes_on(s)?;
+        flow.into_iter().try_for_each(|key| W::remove_flow(&mut s.world.ebpf, Stage::Opening, key))?;
+        goes_on(s)?;
+        // Another flow may take the same ends.
+        s.opens("workload_ingress", client, CLUSTER_IP, LOCAL)?;
+        goes_on(s)
     });
 }
 

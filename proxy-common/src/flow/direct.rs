@@ -124,6 +124,9 @@ pub(super) fn is_for<A: Address>(Scratch { packet, flow, tunnel, .. }: &Scratch<
 
 /// Makes `scratch.flow` one to the backend that another node has chosen. Fails with `NotAService` where the packet is for nobody here: then it
 /// is not taken out.
+///
+/// A segment of a connection that no map knows opens its flow again. Its endpoint goes on with the
+/// connection, or answers by a RST.
 #[inline(always)]
 pub(super) fn prepare<F: Family, T: FlowTables<F>>(
     tables: &T,
@@ -143,17 +146,27 @@ pub(super) fn prepare<F: Family, T: FlowTables<F>>(
     if !guard::admits(tables, scratch) {
         return Err(Reason::ConnectionsLimited);
     }
+    let is_resumed = !scratch.packet.opens();
     // The other node may have forgotten its flow, and chosen anew.
     if let Some((_, entry)) = lookup(tables, &scratch.key) {
         entry.read_into(&mut scratch.flow);
-        if is_live(&scratch.flow) {
+        // A late segment of a connection that is over opens nothing where another one has begun.
+        if is_live(&scratch.flow) || (is_resumed && !scratch.flow.state.has_ended()) {
             return Err(Reason::NotAService);
         }
         tables.run(scratch, Routine::Replace);
     }
     scratch.flow.epoch = tables.epoch();
     open::detect(tables, scratch);
-    open::set_backend(tables, scratch, place)
+    open::set_backend(tables, scratch, place)?;
+    if is_resumed {
+        // The port of a masqueraded source was chosen by the flow that is lost.
+        if scratch.flow.flags & FLOW_MASQUERADE != 0 {
+            return Err(Reason::NotAService);
+        }
+        scratch.flow.flags |= FLOW_RESUMED;
+    }
+    Ok(())
 }
 
 /// Must the flow be left to its backend? Whoever can send a packet in another must not move a connection that others have.

@@ -27,6 +27,9 @@ pub fn frontend_address_bit<A: Address>(address: &A) -> (u32, u64) {
 
 /// Returns true if the packet, which has no flow, is of a connection to a frontend of an address
 /// that is not the node's own. Sets `scratch.frontend`.
+///
+/// A packet that another node has sent here is of a connection that was dialled there. So its
+/// frontend is looked for where its flow is made.
 #[inline(always)]
 pub(super) fn is_one<F: Family, T: FlowTables<F>>(
     tables: &T,
@@ -34,13 +37,12 @@ pub(super) fn is_one<F: Family, T: FlowTables<F>>(
     sockets: &impl PodSockets<F::Address>,
 ) -> bool {
     let Scratch { packet, origin, rival, is_apart, .. } = &*scratch;
-    let is_strange = *rival != Rival::None || *is_apart || scratch.is_unpacked();
+    let is_strange = *rival != Rival::None || *is_apart;
     packet.goes_on()
         && *origin != Origin::Host
         && !is_strange
         && tables.answers_unknown()
-        && find_frontend(tables, scratch)
-        && !sockets.stays_here(scratch)
+        && (scratch.is_unpacked() || (find_frontend(tables, scratch) && !sockets.stays_here(scratch)))
 }
 
 /// Sets `scratch.frontend` to the frontend at the packet's destination. Returns false if there is

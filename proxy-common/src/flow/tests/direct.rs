@@ -271,10 +271,100 @@ fn segments_of_no_flow_are_not_taken_out() {
     assert_eq!(unpacked(&host, &answer, from_other_node()), Err(Reason::NotAService));
 }
 
-/// The other node has forgotten its flow, and has chosen anew.
+/// The client's packets have come by another node before, or this node has lost its flow. Whether
+/// the endpoint knows the connection, is the endpoint's to say.
+#[rstest]
+fn segments_of_no_flow_reach_their_endpoint_and_prove_no_client(
+    #[values(0, FRONTEND_MAGLEV)] flags: u32,
+    #[values(FRONTEND, OTHERS_NODE_PORT)] dialled: (A, Port),
+) {
+    let mut host = Host { answers_unknown: true, ..node(true) };
+    host.tables.frontends.values_mut().for_each(|frontend| frontend.flags |= flags);
+    let segment = |sent| {
+        let numbers = Segment::new(TCP_ACK, CLIENT_ISN + 1 + sent, BACKENDS_NEXT, 9);
+        numbered(CLIENT, dialled, numbers)
+    };
+    for round in 0..4 {
+        let sent = segment(9 * round);
+        let inside = unpacked(&host, &sent, from_other_node()).unwrap();
+        assert_eq!((inside.source, inside.destination, inside.destination_port), (CLIENT.0, BACKEND, PORT));
+        let numbers = Segment::new(TCP_ACK, BACKENDS_NEXT, sent.segment.sequence + 9, 0);
+        assert_eq!(host.leaving(&numbered((BACKEND, PORT), CLIENT, numbers)).map(source), Ok(dialled));
+        assert_eq!(host.flow_of(Stage::Opening, &sent).flags, FLOW_RESUMED);
+        host.wait(2 * REFRESH_AFTER);
+    }
+    assert_eq!((host.entries(Stage::Opening), host.entries(Stage::Established)), (2, 0));
+    assert_eq!(host.counted(Reason::FlowOpened), 1);
+    let reset = numbered((BACKEND, PORT), CLIENT, Segment::new(TCP_RST, BACKENDS_NEXT, 0, 0));
+    assert_eq!(host.leaving(&reset).map(source), Ok(dialled));
+    assert!(host.flow_of(Stage::Opening, &segment(0)).state.has_ended());
+    host.assert_whole();
+}
+
+#[rstest]
+#[case::reset(packet(CLIENT, FRONTEND, TCP_RST | TCP_ACK), from_other_node(), Reason::NotAService)]
+#[case::second_of_a_connection(packet(CLIENT, FRONTEND, TCP_SYN | TCP_ACK), from_other_node(), Reason::NotAService)]
+#[case::to_nobody(
+    packet(CLIENT, FRONTEND, TCP_ACK),
+    Ends { destination: [10, 244, 1, 9], ..from_other_node() },
+    Reason::NotAService
+)]
+#[case::node_port_of_this_node(packet(CLIENT, NODE_PORT, TCP_ACK), from_other_node(), Reason::NotAService)]
+#[case::of_the_endpoint_itself(
+    packet((BACKEND, CLIENT.1), FRONTEND, TCP_ACK),
+    from_other_node(),
+    Reason::NotAService
+)]
+#[case::in_no_source_range(
+    packet(NOT_ADMITTED, FRONTEND, TCP_ACK),
+    from_other_node(),
+    Reason::SourceNotAllowed
+)]
+fn other_segments_of_no_flow_open_none(
+    #[case] segment: Packet<A>,
+    #[case] tunnel: Ends<A>,
+    #[case] expected: Reason,
+) {
+    let mut host = Host { answers_unknown: true, ..node(true) };
+    if expected == Reason::SourceNotAllowed {
+        host.tables.frontends.values_mut().for_each(|frontend| frontend.flags |= FRONTEND_SOURCE_RANGES);
+        host.tables.source_ranges.insert(1, vec![(CLIENT.0, 32)]);
+    }
+    assert_eq!(unpacked(&host, &segment, tunnel), Err(expected));
+    assert_eq!(host.entries(Stage::Opening), 0);
+}
+
+const NOT_ADMITTED: (A, Port) = ([198, 51, 100, 1], CLIENT.1);
+
 #[test]
-fn another_choice_is_followed_by_what_opens_a_flow() {
-    let host = node(true);
+fn segments_of_no_flow_count_for_the_guard() {
+    let host = Host { answers_unknown: true, openings_per_window: 2, ..node(true) };
+    let mut scratch = Scratch { outer_length: 20, tunnel: from_other_node(), ..Scratch::default() };
+    let mut outcome = |port| {
+        scratch.packet = packet((CLIENT.0, Port::new(port)), FRONTEND, TCP_ACK);
+        arriving(&host, &mut scratch, Origin::Outside, &UnknownSockets)
+    };
+    assert_eq!(outcome(1), Ok(()));
+    assert_eq!((2..200).map(outcome).last(), Some(Err(Reason::ConnectionsLimited)));
+}
+
+/// A SYN begins anew, also where it is sent to another endpoint.
+#[rstest]
+#[case::to_the_same_endpoint(BACKENDS[0])]
+#[case::to_another_endpoint(BACKENDS[1])]
+fn a_syn_replaces_a_flow_that_a_segment_has_opened(#[case] endpoint: A) {
+    let host = Host { answers_unknown: true, ..node(true) };
+    unpacked(&host, &packet(CLIENT, FRONTEND, TCP_ACK), from_other_node()).unwrap();
+    let tunnel = Ends { destination: endpoint, ..from_other_node() };
+    assert_eq!(unpacked(&host, &syn(), tunnel).map(|packet| packet.destination), Ok(endpoint));
+    assert_eq!(host.flow_of(Stage::Opening, &syn()).flags & FLOW_RESUMED, 0);
+    assert_eq!(host.counted(Reason::FlowReplaced), 1);
+}
+
+/// The other node has forgotten its flow, and has chosen anew.
+#[rstest]
+fn another_choice_is_followed_by_what_opens_a_flow(#[values(false, true)] answers_unknown: bool) {
+    let host = Host { answers_unknown, ..node(true) };
     let other = Ends { destination: BACKENDS[1], ..from_other_node() };
     unpacked(&host, &syn(), from_other_node()).unwrap();
     let ack = packet(CLIENT, FRONTEND, TCP_ACK);

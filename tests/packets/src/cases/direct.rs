@@ -7,7 +7,7 @@ use lab::namespace::ip;
 use proxy_common::{
     flow::Stage,
     layout::*,
-    packet::{TCP_ACK, TCP_FIN, TCP_SYN},
+    packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
     port::Port,
     reason::Reason,
 };
@@ -144,6 +144,29 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(s.flow_counts()? == (0, 0), "entries {:?}", s.flow_counts()?);
         s.counted(&[])
     });
+    for (way, label) in WAYS {
+        let name = format!("{label}: a segment of no flow is its endpoint's to answer");
+        group.add::<W>(&name, PROTOCOL_TCP, WorldKind::Usual, move |s| {
+            backends_node(s)?;
+            s.change_settings(|settings| settings.answers_unknown = 1)?;
+            for dialled in [LOAD_BALANCER, OTHERS_NODE_PORT] {
+                let client = (CLIENT.0, CLIENT.1 + u16::from(dialled == LOAD_BALANCER));
+                let segment = s.packet(client, dialled, TCP_ACK);
+                for _ in 0..2 {
+                    arrives(s, &segment, way, Expect::Becomes(&segment.to(LOCAL)))?;
+                }
+                ensure!(s.flow_of(Stage::Opening, client)?.flags == FLOW_RESUMED, "it proves its client");
+                let reset = Segment {
+                    sequence: segment.acknowledgement,
+                    acknowledgement: 0,
+                    ..segment.to(LOCAL).answer(TCP_RST)
+                };
+                s.send("uplink_egress", &reset, Expect::Becomes(&reset.from(dialled)))?;
+                ensure!(s.flow_of(Stage::Opening, client)?.state.reset == RESET_CONFIRMED, "it goes on");
+            }
+            s.counted(&[(Reason::FlowOpened, 2)])
+        });
+    }
     each::<W>(group, "a service without it takes nothing out", |s, way| {
         s.service(SERVICE, &[(11, LOCAL, true)])?;
         s.frontend(LOAD_BALANCER, SERVICE, FRONTEND_EXTERNAL)?;

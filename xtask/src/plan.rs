@@ -138,6 +138,7 @@ impl<'a> Plan<'a> {
         self.suite("unit", Room::Shared, &[], || {
             programs.suite("unit", &unit, &["--skip", "as_root", test])
         })?;
+        self.suite("rules", Room::Shared, &[], || programs.suite("rules", &[Test("rules")], &[test]))?;
         if self.asks_for(TOOLS) {
             let mut suite = programs.suite(TOOLS, &[Test("programs")], &["--skip", "kubernetes_is_built"])?;
             let all = self.arguments.all;

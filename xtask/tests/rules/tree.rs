@@ -14,6 +14,10 @@ pub(crate) fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap()
 }
 
+pub(crate) fn read(path: &str) -> String {
+    fs::read_to_string(root().join(path)).unwrap_or_else(|error| panic!("{path}: {error}"))
+}
+
 /// Returns the files below a folder whose names end with one of `extensions`, in the order of their
 /// paths. What cargo has built is left out.
 pub(crate) fn files(folder: &str, extensions: &[&str]) -> Vec<File> {

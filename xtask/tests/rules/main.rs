@@ -1,5 +1,5 @@
-//! Tests of the sources themselves, such as how comments and documents are written. They need no
-//! root.
+//! Tests of the sources themselves: how comments and documents are written, which modules import
+//! which, and how large files and folders are. They need no root.
 //!
 //! What does not keep a rule yet is listed in `exceptions.txt`, which can only become shorter. This
 //! command writes the list:
@@ -8,7 +8,9 @@
 #![expect(clippy::unwrap_used, reason = "a test that cannot read the sources has failed")]
 
 mod exceptions;
+mod layers;
 mod paths;
 mod prose;
 mod purity;
+mod sizes;
 mod tree;

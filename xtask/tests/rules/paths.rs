@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use proc_macro2::{TokenStream, TokenTree};
+use proc_macro2::{Delimiter, TokenStream, TokenTree};
 
 /// Collects every path, with `{…}` of imports spelled out. Comments are no tokens, and a string
 /// literal is a token that is no path.
@@ -36,4 +36,43 @@ pub(crate) fn paths(tokens: TokenStream, prefix: &str, found: &mut BTreeSet<Stri
     }
     end(&mut path);
     groups.into_iter().for_each(|(group, prefix)| paths(group.stream(), &prefix, found));
+}
+
+/// Returns the tokens without items that are compiled for tests only.
+pub(crate) fn without_tests(tokens: TokenStream) -> TokenStream {
+    let mut tokens = tokens.into_iter().peekable();
+    let mut kept = Vec::new();
+    while let Some(token) = tokens.next() {
+        match (token, tokens.peek()) {
+            (TokenTree::Punct(mark), Some(TokenTree::Group(attribute)))
+                if mark.as_char() == '#' && attribute.stream().to_string() == "cfg (test)" =>
+            {
+                tokens.find(ends_item);
+            }
+            (TokenTree::Group(group), _) => {
+                let inner = without_tests(group.stream());
+                kept.push(proc_macro2::Group::new(group.delimiter(), inner).into());
+            }
+            (token, _) => kept.push(token),
+        }
+    }
+    kept.into_iter().collect()
+}
+
+fn ends_item(token: &TokenTree) -> bool {
+    match token {
+        TokenTree::Punct(mark) => mark.as_char() == ';',
+        TokenTree::Group(group) => group.delimiter() == Delimiter::Brace,
+        TokenTree::Ident(_) | TokenTree::Literal(_) => false,
+    }
+}
+
+#[test]
+fn items_of_tests_are_left_out() {
+    let source = "use a::b; #[cfg(test)] use c::{d, e}; impl F { #[cfg(test)] fn g(&self) -> [u8; 4] { h::i() } fn j() { k::l() } }
+        #[cfg(test)] #[path = \"m\"] mod m; #[cfg(not(test))] mod n;";
+    let mut found = BTreeSet::new();
+    paths(without_tests(source.parse().unwrap()), "", &mut found);
+    assert!(found.contains("a::b") && found.contains("k::l") && found.contains("n"), "{found:?}");
+    assert!(["c::d", "c::e", "g", "h::i", "m"].iter().all(|path| !found.contains(*path)), "{found:?}");
 }

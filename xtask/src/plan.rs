@@ -234,6 +234,7 @@ impl<'a> Plan<'a> {
         self.root_suite(programs, "switching", WITH_ORACLE, &[Bin("switching")], &flags)?;
         self.root_suite(programs, "sources", WITH_ORACLE, &[Test("sources")], &[])?;
         self.root_suite(programs, "surface", WITH_ORACLE, &[Test("surface")], &[])?;
+        self.root_suite(programs, "topology", WITH_ORACLE, &[Test("topology")], &[])?;
         self.add_deploy(programs, image)?;
         if arguments.all {
             for (name, proxy) in [

@@ -3,6 +3,7 @@
 
 use std::{
     env, fs,
+    os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     thread,
@@ -26,6 +27,16 @@ pub struct Module {
     /// Files below the folder whose content distinguishes one cache folder from another, beside
     /// go.mod.
     sources: &'static [&'static str],
+}
+
+/// A file of another module that is replaced for a build.
+#[derive(Clone, Copy, Debug)]
+pub struct Replaced<'a> {
+    pub module: &'a str,
+    /// The file's path in the other module.
+    pub file: &'a str,
+    /// The path of the file that replaces it, in this module.
+    pub by: &'a str,
 }
 
 const PAUSES_BETWEEN_DOWNLOADS: [Duration; 2] = [Duration::from_secs(5), Duration::from_secs(20)];
@@ -136,6 +147,38 @@ impl Module {
             self.download(&["list", "-deps", "-test", "-tags", self.tags, package])?;
             self.compile(&["test", "-vet=off", "-c"], &[package], &folder.join(program))
         })
+    }
+
+    /// Does what [`build_tests`](Self::build_tests) does, with a file of this module in the place
+    /// of a file of the module that has the package.
+    pub fn build_tests_with(&self, other: &Replaced<'_>, package: &str, program: &str) -> Result<()> {
+        self.provide(&[program], |_, folder| {
+            self.download(&["list", "-deps", "-test", "-tags", self.tags, package])?;
+            let place = tempfile::tempdir().context("creating a folder for the build")?;
+            let [modules, overlay] = self.replace(other, place.path())?;
+            let command = ["test", "-vet=off", "-c", &modules, &overlay];
+            self.compile(&command, &[package], &folder.join(program))
+        })
+    }
+
+    /// Returns the flags of `go build` for a replaced file. Go refuses to replace files of its
+    /// module cache, so a link in `place` becomes the module's folder.
+    fn replace(&self, other: &Replaced<'_>, place: &Path) -> Result<[String; 2]> {
+        let module = place.join("module");
+        symlink(self.sources(other.module)?, &module).context("linking the module's folder")?;
+        let theirs = module.join(other.file);
+        ensure!(theirs.is_file(), "{} has no file {}", other.module, other.file);
+        let ours = fs::canonicalize(self.folder.join(other.by)).with_context(|| other.by.to_owned())?;
+        let write = |name: &str, text: String| {
+            let path = place.join(name);
+            fs::write(&path, text).map(|()| path).with_context(|| format!("writing {name}"))
+        };
+        let modules = format!("{}\nreplace {} => {}\n", self.go_mod()?, other.module, module.display());
+        let modules = write("go.mod", modules)?;
+        fs::copy(self.folder.join("go.sum"), place.join("go.sum")).context("copying go.sum")?;
+        let files = serde_json::json!({ "Replace": { (theirs.to_string_lossy()): ours } });
+        let overlay = write("overlay.json", files.to_string())?;
+        Ok([format!("-modfile={}", modules.display()), format!("-overlay={}", overlay.display())])
     }
 
     /// Keeps the programs that `make` writes to a folder. `make` gets the names of those that are

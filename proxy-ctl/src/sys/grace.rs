@@ -8,11 +8,11 @@ use std::{
 use super::{
     CallError,
     bpf::{self, MapInfo},
-    map::Map,
+    map::{
+        Map,
+        kind::{ARRAY, ARRAY_OF_MAPS},
+    },
 };
-
-const BPF_MAP_TYPE_ARRAY: u32 = 2;
-const BPF_MAP_TYPE_ARRAY_OF_MAPS: u32 = 12;
 
 /// A map of maps with one element, and the map that is put there again and again. Such an update
 /// waits for all programs that may use the former inner map (Linux 4.20).
@@ -26,16 +26,9 @@ pub struct GracePeriod {
 
 impl GracePeriod {
     pub fn new() -> Result<Self, CallError> {
-        let shape = MapInfo {
-            kind: BPF_MAP_TYPE_ARRAY,
-            key_size: 4,
-            value_size: 4,
-            max_entries: 1,
-            ..MapInfo::default()
-        };
+        let shape = MapInfo { kind: ARRAY, key_size: 4, value_size: 4, max_entries: 1, ..MapInfo::default() };
         let inner = bpf::create_map(&shape, None)?;
-        let outer =
-            bpf::create_map(&MapInfo { kind: BPF_MAP_TYPE_ARRAY_OF_MAPS, ..shape }, Some(inner.as_fd()))?;
+        let outer = bpf::create_map(&MapInfo { kind: ARRAY_OF_MAPS, ..shape }, Some(inner.as_fd()))?;
         let outer = Map::new(outer)?
             .map_err(|mismatch| CallError::new("bpf(BPF_MAP_CREATE)", io::Error::other(mismatch)))?;
         Ok(Self { outer, inner })

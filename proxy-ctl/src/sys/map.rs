@@ -10,20 +10,28 @@ use aya::{
     Pod,
     maps::{MapData, MapError, PerCpuValues, RingBuf},
 };
-use aya_obj::generated::{BPF_NOEXIST, bpf_cmd};
+use aya_obj::generated::{BPF_NOEXIST, bpf_cmd, bpf_map_type};
 
+use self::kind::{ARRAY, ARRAY_OF_MAPS, DEVMAP_HASH, HASH, LPM_TRIE, LRU_HASH};
 use super::{
     CallError,
     bpf::{self, MapInfo, address, number},
 };
 
-/// The types of maps that have one value for each key, from `enum bpf_map_type`.
-const HASH: u32 = 1;
-const ARRAY: u32 = 2;
-const LRU_HASH: u32 = 9;
-const LPM_TRIE: u32 = 11;
-const ARRAY_OF_MAPS: u32 = 12;
-const DEVMAP_HASH: u32 = 25;
+/// The types of maps, as [`MapInfo::kind`] has them.
+pub mod kind {
+    use super::bpf_map_type;
+
+    pub const HASH: u32 = bpf_map_type::BPF_MAP_TYPE_HASH as u32;
+    pub const ARRAY: u32 = bpf_map_type::BPF_MAP_TYPE_ARRAY as u32;
+    pub const PER_CPU_ARRAY: u32 = bpf_map_type::BPF_MAP_TYPE_PERCPU_ARRAY as u32;
+    pub const LRU_HASH: u32 = bpf_map_type::BPF_MAP_TYPE_LRU_HASH as u32;
+    pub const LPM_TRIE: u32 = bpf_map_type::BPF_MAP_TYPE_LPM_TRIE as u32;
+    pub const ARRAY_OF_MAPS: u32 = bpf_map_type::BPF_MAP_TYPE_ARRAY_OF_MAPS as u32;
+    pub const SK_STORAGE: u32 = bpf_map_type::BPF_MAP_TYPE_SK_STORAGE as u32;
+    pub const DEVMAP_HASH: u32 = bpf_map_type::BPF_MAP_TYPE_DEVMAP_HASH as u32;
+    pub const RING: u32 = bpf_map_type::BPF_MAP_TYPE_RINGBUF as u32;
+}
 
 /// The reason why a map cannot be read with the given types of keys and values.
 #[derive(Debug, thiserror::Error)]
@@ -462,8 +470,7 @@ mod tests {
 
     use super::*;
 
-    const PER_CPU_HASH: u32 = 5;
-    const PER_CPU_ARRAY: u32 = 6;
+    const PER_CPU_HASH: u32 = bpf_map_type::BPF_MAP_TYPE_PERCPU_HASH as u32;
 
     fn opened<V: Pod + Default>(kind: u32) -> Result<Map<u32, V>, String> {
         let shape = MapInfo { kind, id: 0, key_size: 4, value_size: 8, max_entries: 8, flags: 0 };
@@ -472,7 +479,7 @@ mod tests {
 
     #[rstest]
     #[case::per_cpu_hash(PER_CPU_HASH)]
-    #[case::per_cpu_array(PER_CPU_ARRAY)]
+    #[case::per_cpu_array(kind::PER_CPU_ARRAY)]
     #[ignore = "needs root: makes BPF maps"]
     fn as_root_other_kinds_are_refused(#[case] kind: u32) {
         let error = opened::<u64>(kind).unwrap_err();

@@ -12,16 +12,16 @@ use std::{
 };
 
 use aya::Pod;
+use aya_obj::generated::BPF_F_MMAPABLE;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
 use super::{
     CallError,
     bpf::{self, MapInfo},
+    map::kind::ARRAY,
 };
 
 const CALL: &str = "mmap of a BPF array";
-const BPF_MAP_TYPE_ARRAY: u32 = 2;
-const BPF_F_MMAPABLE: u32 = 1 << 10;
 /// The largest element, in words of 8 bytes.
 const WORDS: usize = 4;
 
@@ -72,7 +72,7 @@ impl<T: Pod> SharedArray<T> {
     /// `writable` is false for users that only read.
     pub fn new(fd: &OwnedFd, writable: bool) -> Result<Self, CallError> {
         let info: MapInfo = bpf::map_info(fd.as_fd())?;
-        if info.kind != BPF_MAP_TYPE_ARRAY
+        if info.kind != ARRAY
             || info.flags & BPF_F_MMAPABLE == 0
             || info.value_size as usize != size_of::<T>()
             || info.max_entries == 0
@@ -189,7 +189,7 @@ mod tests {
         fn segments_are_mapped_when_they_are_touched() {
             const LENGTH: u32 = 3 * (SEGMENT as u32 / 8) - 100;
             let shape = MapInfo {
-                kind: BPF_MAP_TYPE_ARRAY,
+                kind: ARRAY,
                 key_size: 4,
                 value_size: 8,
                 max_entries: LENGTH,

@@ -16,7 +16,7 @@ use proxy_ctl::{
         ebpf::{self, EbpfDataplane},
     },
     model::desired::DesiredPort,
-    sys::{bpf, clock},
+    sys::{bpf, clock, map::kind::ARRAY},
 };
 use rstest::rstest;
 
@@ -219,7 +219,7 @@ fn a_pin_that_is_no_table_of_ours_is_refused() {
     drop(sandbox.open());
     fs::remove_file(sandbox.table("flows4")).unwrap();
     let shape =
-        bpf::MapInfo { kind: 2, key_size: 4, value_size: 4, max_entries: 1, ..bpf::MapInfo::default() };
+        bpf::MapInfo { kind: ARRAY, key_size: 4, value_size: 4, max_entries: 1, ..bpf::MapInfo::default() };
     bpf::pin(bpf::create_map(&shape, None).unwrap().as_fd(), &sandbox.table("flows4")).unwrap();
     let error = EbpfDataplane::open(&sandbox.config).unwrap_err();
     assert!(matches!(error, ebpf::Error::Shape { table: "flows4", .. }), "{error}");

@@ -13,7 +13,7 @@ use proxy_ctl::{
     sys::{
         bpf::{self, MapInfo},
         grace::GracePeriod,
-        map::Map,
+        map::{Map, kind::ARRAY},
     },
 };
 
@@ -37,7 +37,6 @@ const TIMES: u64 = 8;
 
 impl SlowReader {
     fn new(sandbox: &Sandbox) -> Self {
-        const ARRAY: u32 = 2;
         const CGROUP_SOCK_ADDR: u32 = 18;
         let shape = MapInfo { kind: ARRAY, key_size: 4, value_size: 8, max_entries: 1, ..MapInfo::default() };
         let progress = Map::new(bpf::create_map(&shape, None).unwrap()).unwrap().unwrap();

@@ -6,6 +6,7 @@
 use std::{io, os::fd::OwnedFd, path::Path};
 
 use aya::Pod;
+use aya_obj::generated::{BPF_F_MMAPABLE, BPF_F_NO_PREALLOC, BPF_F_RDONLY, BPF_F_RDONLY_PROG, BPF_F_WRONLY};
 use proxy_common::{
     inventory::{Limit, table},
     layout::{
@@ -29,27 +30,18 @@ use crate::{
     sys::{
         CallError,
         bpf::{self, MapInfo},
-        map::{Cursor, Map, PerCpuArray},
+        map::{
+            Cursor, Map, PerCpuArray,
+            kind::{
+                ARRAY, ARRAY_OF_MAPS, DEVMAP_HASH, HASH, LPM_TRIE, LRU_HASH, PER_CPU_ARRAY, RING, SK_STORAGE,
+            },
+        },
         mmap::SharedArray,
     },
 };
 
-const HASH: u32 = 1;
-const ARRAY: u32 = 2;
-const PER_CPU_ARRAY: u32 = 6;
-const LRU_HASH: u32 = 9;
-const LPM_TRIE: u32 = 11;
-const ARRAY_OF_MAPS: u32 = 12;
-const SK_STORAGE: u32 = 24;
-const DEVMAP_HASH: u32 = 25;
-const RING: u32 = 27;
-
-const NO_PREALLOC: u32 = 1;
-/// The flag that the kernel gives every map of devices.
-const READ_BY_PROGRAMS: u32 = 1 << 7;
-const MMAPABLE: u32 = 1 << 10;
 /// The flags that say how a map is accessed through one descriptor, not what it is.
-const IGNORED_FLAGS: u32 = (1 << 3) | (1 << 4);
+const IGNORED_FLAGS: u32 = BPF_F_RDONLY | BPF_F_WRONLY;
 
 /// The number of entries in memory at once. Those of `service_names` are the largest, with 200
 /// bytes.
@@ -95,7 +87,7 @@ type A6 = [u8; 16];
 pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
     macro_rules! kind {
         (hash) => {
-            (HASH, NO_PREALLOC)
+            (HASH, BPF_F_NO_PREALLOC)
         };
         (preallocated_hash) => {
             (HASH, 0)
@@ -104,7 +96,7 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
             (LRU_HASH, 0)
         };
         (lpm_trie) => {
-            (LPM_TRIE, NO_PREALLOC)
+            (LPM_TRIE, BPF_F_NO_PREALLOC)
         };
         (maps_of_hash) => {
             (ARRAY_OF_MAPS, 0)
@@ -116,16 +108,17 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
             (ARRAY, 0)
         };
         (shared_array) => {
-            (ARRAY, MMAPABLE)
+            (ARRAY, BPF_F_MMAPABLE)
         };
         (per_cpu_array) => {
             (PER_CPU_ARRAY, 0)
         };
         (devices) => {
-            (DEVMAP_HASH, READ_BY_PROGRAMS)
+            // The kernel gives every map of devices this flag.
+            (DEVMAP_HASH, BPF_F_RDONLY_PROG)
         };
         (socket_storage) => {
-            (SK_STORAGE, NO_PREALLOC)
+            (SK_STORAGE, BPF_F_NO_PREALLOC)
         };
         (ring) => {
             (RING, 0)
@@ -385,9 +378,15 @@ mod tests {
     use super::*;
 
     fn expected() -> (Shape, MapInfo) {
-        let shape = Shape::new::<u32, u64>("some", HASH, NO_PREALLOC, (7, Some(Limit::Backends)));
-        let found =
-            MapInfo { kind: HASH, id: 1, key_size: 4, value_size: 8, max_entries: 7, flags: NO_PREALLOC };
+        let shape = Shape::new::<u32, u64>("some", HASH, BPF_F_NO_PREALLOC, (7, Some(Limit::Backends)));
+        let found = MapInfo {
+            kind: HASH,
+            id: 1,
+            key_size: 4,
+            value_size: 8,
+            max_entries: 7,
+            flags: BPF_F_NO_PREALLOC,
+        };
         (shape, found)
     }
 
@@ -415,7 +414,7 @@ mod tests {
                 Some(Difference::KeySize(8, 4)),
                 Some(Difference::ValueSize(4, 8)),
                 Some(Difference::Entries(8, 7, Some(Limit::Backends))),
-                Some(Difference::Flags(0, NO_PREALLOC)),
+                Some(Difference::Flags(0, BPF_F_NO_PREALLOC)),
             ]
         );
     }

@@ -95,11 +95,30 @@ fn external_addresses_give_way_to_later_cluster_ips_and_node_ports_and_come_back
 fn a_service_with_many_addresses_does_not_take_those_of_its_neighbours() {
     let Some(sandbox) = Sandbox::new() else { return };
     let mut dataplane = open(&sandbox);
-    dataplane.resync(&shared([hog()])).unwrap();
-    dataplane.apply(&change(shared([with_external_ips(plain("small", 2), 2, 2)]))).unwrap();
+    let small = with_external_ips(plain("small", 2), 2, 2);
+    dataplane.resync(&shared([small])).unwrap();
+    dataplane.apply(&change(shared([hog()]))).unwrap();
     assert_eq!(served(&sandbox), is(&[("hog", ROOM - 3), ("small", 3)]));
+    // A ClusterIP takes the place of an address of the Service that has most.
+    dataplane.apply(&change(shared([plain("later", 3)]))).unwrap();
+    assert_eq!(served(&sandbox), is(&[("hog", ROOM - 4), ("later", 1), ("small", 3)]));
     let lacking = without_room(&mut dataplane).unwrap();
     assert_eq!(lacking, [("hog".to_owned(), "spec.externalIPs")]);
+}
+
+#[test]
+fn external_addresses_that_come_to_a_full_table_are_named_and_served_when_others_go() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    let mut dataplane = open(&sandbox);
+    dataplane.resync(&shared([hog()])).unwrap();
+    let small = with_external_ips(plain("small", 2), 2, 2);
+    dataplane.apply(&change(shared([small]))).unwrap();
+    assert_eq!(served(&sandbox), is(&[("hog", ROOM - 1), ("small", 1)]));
+    let lacking = without_room(&mut dataplane).unwrap();
+    assert_eq!(lacking, ["hog", "small"].map(|name| (name.to_owned(), "spec.externalIPs")));
+    dataplane.apply(&Changes { changed: Vec::new(), removed: vec![hog().name] }).unwrap();
+    assert_eq!(served(&sandbox), is(&[("small", 3)]));
+    assert_eq!(without_room(&mut dataplane), Some(Vec::new()));
 }
 
 #[test]

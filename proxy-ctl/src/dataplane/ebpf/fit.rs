@@ -1,19 +1,17 @@
 //! Decides which frontends get room in `frontends4/6`, and says what does not fit, there and in
 //! other maps. Cluster-IP entries are the first to make room.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{cmp::Reverse, collections::BTreeMap, sync::Arc};
 
 use proxy_common::{
     inventory::Limit,
     layout::{FRONTEND_EXTERNAL, Frontend, FrontendKey, SCOPE_ADDRESS, SCOPE_NODE_PORT},
 };
-use rustc_hash::FxHashMap;
 
 use super::{
     error::FullTable,
     family::TableFamily,
-    programmed::{UsedEndpoints, Wanted},
-    room::{self, Demand, Plan},
+    programmed::{Published, UsedEndpoints, Wanted},
     writer::{FamilyWriter, Writes},
 };
 use crate::{
@@ -24,6 +22,9 @@ use crate::{
 impl<F: TableFamily> FamilyWriter<F> {
     /// Returns the frontends to write: those of these writes and those that wait, as far as there
     /// is room for them.
+    ///
+    /// ClusterIPs and node ports come first, because external addresses are whatever somebody
+    /// writes into a Service.
     pub(super) fn fit(&mut self, writes: &mut Writes<F>) -> Vec<Wanted<F>> {
         let wanted = std::mem::take(&mut writes.frontends);
         let has_place = |(key, ..): &Wanted<F>| self.entries.frontends.contains_key(key);
@@ -38,7 +39,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             return fitting;
         }
         waiting.changed = true;
-        let mut without_place: FxHashMap<_, _> = std::mem::take(&mut waiting.frontends);
+        let mut without_place = std::mem::take(&mut waiting.frontends);
         without_place.extend(new.into_iter().map(|(key, frontend, name)| (key, (frontend, name))));
         let is_short = without_place.len() > free;
         waiting.is_unplanned = is_short && waiting.may_grow.contains(&Limit::Frontends);
@@ -46,26 +47,38 @@ impl<F: TableFamily> FamilyWriter<F> {
             waiting.frontends = without_place;
             return fitting;
         }
-        let free = free + self.unmark_for(without_place.len().saturating_sub(free), writes);
+        let mut free = free + self.unmark_for(without_place.len().saturating_sub(free), writes);
         let without_place = without_place.into_iter().map(|(key, (frontend, name))| (key, frontend, name));
-        let (external, internal) = without_place.partition(|(key, frontend, _)| is_external(key, frontend));
-        let demand = Demand { free, internal, external, present: self.present_externals() };
-        let Plan { admit, evict, left_out } = room::plan(demand, |(_, _, name)| &name.service);
-        for one in evict {
+        let (external, internal): (Vec<_>, Vec<_>) =
+            without_place.partition(|(key, frontend, _)| is_external(key, frontend));
+        free += self.remove_externals(internal.len().saturating_sub(free), writes);
+        let mut in_turn = internal.into_iter().chain(external);
+        fitting.extend(in_turn.by_ref().take(free));
+        in_turn.for_each(|one| self.entries.without_room.insert(one));
+        fitting
+    }
+
+    /// Removes up to `count` external addresses, which wait then. The service port with the most of
+    /// them gives way first. Returns how many were removed.
+    fn remove_externals(&mut self, count: usize, writes: &mut Writes<F>) -> usize {
+        if count == 0 {
+            return 0;
+        }
+        let mut present = self.present_externals();
+        present.sort_by_key(|of_port| Reverse(of_port.len()));
+        let mut removed = 0;
+        for one in present.into_iter().flatten().take(count) {
             match self.tables.frontends.remove(&one.0) {
                 Ok(found) => {
                     writes.applied.removed += u64::from(found);
                     self.forget_frontend(&one.0);
                     self.entries.without_room.insert(one);
+                    removed += 1;
                 }
                 Err(error) => writes.failures.add(&one.2, error),
             }
         }
-        for one in left_out {
-            self.entries.without_room.insert(one);
-        }
-        fitting.extend(admit);
-        fitting
+        removed
     }
 
     /// Returns true if there is room for all frontends that these ports can need, so that it does
@@ -83,17 +96,17 @@ impl<F: TableFamily> FamilyWriter<F> {
         self.tables.frontends.map().capacity()
     }
 
-    fn present_externals(&self) -> Vec<Wanted<F>> {
-        let mut present = Vec::new();
-        for (name, published) in &self.entries.services {
-            for key in &published.frontends {
-                let Some(frontend) = self.entries.frontends.get(key) else { continue };
-                if frontend.service == published.id && is_external(key, frontend) {
-                    present.push((*key, *frontend, name.clone()));
-                }
-            }
-        }
-        present
+    /// Returns the external addresses that are served, by service port.
+    fn present_externals(&self) -> Vec<Vec<Wanted<F>>> {
+        let of_port = |(name, published): (&ServicePortName, &Published<F>)| {
+            let present = published.frontends.iter().filter_map(|key| {
+                let frontend = self.entries.frontends.get(key)?;
+                let is_own = frontend.service == published.id && is_external(key, frontend);
+                is_own.then(|| (*key, *frontend, name.clone()))
+            });
+            present.collect()
+        };
+        self.entries.services.iter().map(of_port).collect()
     }
 
     /// Returns the service ports that there is no room for, whole or in part, each with the fields

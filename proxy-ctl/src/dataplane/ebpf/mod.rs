@@ -118,7 +118,6 @@ mod publish;
 mod refusal;
 mod reserve;
 mod resize;
-mod room;
 mod route_watch;
 mod service_cidrs;
 mod settling;

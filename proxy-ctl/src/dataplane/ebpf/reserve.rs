@@ -18,12 +18,11 @@ use super::{
     family::TableFamily,
     layout::{self, Arrangement},
     programmed::{BackendKey, UsedEndpoints, Waiting, WithoutRoom},
-    room,
     uses::backend_key,
     writer::{Common, FamilyWriter, Writes},
 };
 use crate::model::{
-    desired::{DesiredPort, Endpoints, ServicePortName},
+    desired::{DesiredPort, Endpoints, FrontendKind, ServicePortName},
     objects::{Algorithm, DEFAULT_WEIGHT},
 };
 
@@ -56,28 +55,19 @@ type Refused<'a> = (&'a Arc<DesiredPort>, Error);
 impl<F: TableFamily> FamilyWriter<F> {
     /// Reserves room for as many of the ports as possible. Each other port is returned with
     /// [`Error::Full`], or with the reason why it can never be written.
+    ///
+    /// Published ports come first, so that they keep their room. Ports with ClusterIPs or node
+    /// ports come before those that have external addresses only.
     pub(super) fn reserve_all<'a>(
         &mut self,
         shared: &mut Common,
-        ports: Ports<'a>,
+        mut ports: Ports<'a>,
     ) -> (Vec<(&'a Arc<DesiredPort>, Reservation)>, Vec<Refused<'a>>) {
-        let (reserved, refused) = self.reserve_in_order(shared, &ports);
-        if !refused.iter().any(|(_, error)| matches!(error, Error::Full(_))) {
-            return (reserved, refused);
-        }
-        // Not all ports have room, so the order in which they are asked matters.
-        for (port, reservation) in reserved {
-            self.release(shared, &port.name, reservation);
-        }
-        let in_turn = room::in_turn(ports, |port| self.entries.services.contains_key(&port.name));
-        self.reserve_in_order(shared, &in_turn)
-    }
-
-    fn reserve_in_order<'a>(
-        &mut self,
-        shared: &mut Common,
-        ports: &[&'a Arc<DesiredPort>],
-    ) -> (Vec<(&'a Arc<DesiredPort>, Reservation)>, Vec<Refused<'a>>) {
+        let is_internal = |kind| matches!(kind, FrontendKind::ClusterIp | FrontendKind::NodePort);
+        ports.sort_by_cached_key(|port| {
+            let is_published = self.entries.services.contains_key(&port.name);
+            (!is_published, !port.frontends.iter().any(|frontend| is_internal(frontend.kind)))
+        });
         let (mut reserved, mut refused) = (Vec::with_capacity(ports.len()), Vec::new());
         let used = self.entries.backends.len() + self.entries.stray_backends.len();
         let free = (self.tables.backends.map().capacity() as usize).saturating_sub(used);
@@ -86,8 +76,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         let mut new = NewBackends { room, keys: FxHashSet::default() };
         for port in ports {
             match self.reserve(shared, port, &mut new) {
-                Ok(reservation) => reserved.push((*port, reservation)),
-                Err(error) => refused.push((*port, error)),
+                Ok(reservation) => reserved.push((port, reservation)),
+                Err(error) => refused.push((port, error)),
             }
         }
         (reserved, refused)
@@ -232,24 +222,13 @@ impl<F: TableFamily> FamilyWriter<F> {
     fn leave_endpoints_that_are_gone(&mut self, shared: &mut Common, writes: &mut Writes<F>) -> bool {
         let waiting = self.entries.without_room.ports.values();
         let reduced: Vec<_> = waiting.filter_map(|waiting| self.reduced(shared, waiting)).collect();
-        if reduced.is_empty() {
-            return false;
-        }
-        let (reserved, refused) = self.reserve_all(shared, reduced.iter().collect());
-        let mut without_slots = Vec::new();
-        for (port, error) in refused {
-            if matches!(error, Error::Full(_)) {
-                without_slots.extend(self.entries.services.contains_key(&port.name).then_some(port));
-            } else {
-                writes.failures.add(&port.name, error);
+        for port in &reduced {
+            let is_published = self.entries.services.contains_key(&port.name);
+            if !self.publish_at_once(shared, port, writes) && is_published {
+                self.publish_in_its_own_slots(shared, port, writes);
             }
         }
-        self.publish_reserved(shared, reserved, writes);
-        self.retire(shared, writes);
-        for port in without_slots {
-            self.publish_in_its_own_slots(shared, port, writes);
-        }
-        true
+        !reduced.is_empty()
     }
 
     /// Publishes a port for which no slot is free, by giving back its own slots for a grace period.
@@ -274,14 +253,23 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
     }
 
-    /// Publishes a port that needs no more slots than are free.
-    fn publish_at_once(&mut self, shared: &mut Common, port: &Arc<DesiredPort>, writes: &mut Writes<F>) {
+    /// Publishes one port, and returns false if it has no room.
+    fn publish_at_once(
+        &mut self,
+        shared: &mut Common,
+        port: &Arc<DesiredPort>,
+        writes: &mut Writes<F>,
+    ) -> bool {
         let (reserved, refused) = self.reserve_all(shared, vec![port]);
-        for (port, error) in refused {
-            writes.failures.add(&port.name, error);
-        }
         self.publish_reserved(shared, reserved, writes);
         self.retire(shared, writes);
+        for (port, error) in refused {
+            if matches!(error, Error::Full(_)) {
+                return false;
+            }
+            writes.failures.add(&port.name, error);
+        }
+        true
     }
 
     /// Returns the port with those of its endpoints that it has, and without lookup tables.

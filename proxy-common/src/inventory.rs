@@ -10,6 +10,8 @@ macro_rules! limits {
         pub enum Limit { $($limit,)+ }
 
         impl Limit {
+            pub const ALL: &'static [Self] = &[$(Self::$limit,)+];
+
             /// Returns the name of the field of `ebpf.limits`.
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$limit => $name,)+ }
@@ -65,7 +67,8 @@ limits! {
 
 /// Calls the macro `$define` with every pinned map, as `name: kind(key, value), entries`. The types
 /// are those of `layout`, with `A4` and `A6` for the addresses. Entries in brackets are a
-/// [`Limit`].
+/// [`Limit`]. The documentation of a map of IPv4 is that of its twin of IPv6 too, which comes next
+/// to it, and docs/design/map-list.md has it.
 ///
 /// - `maps_of_…`: Programs write flows at any time, so a flow map can only change its size while
 ///   they work on it. They find it in an array of two maps, `<map>_maps`
@@ -78,57 +81,113 @@ limits! {
 macro_rules! tables {
     ($define:ident) => {
         $define! {
+            /// The service of each address, port, protocol and scope that clients dial. The
+            /// controller writes it.
             frontends4: hash(FrontendKey<A4>, Frontend), [Frontends];
             frontends6: hash(FrontendKey<A6>, Frontend), [Frontends];
+            /// Each service port with its three endpoint sets and its session affinity. The
+            /// controller writes it.
             services: shared_array(u32, Service), [Services];
+            /// A bit for each hash of a frontend's address, by which most packets of no Service are
+            /// recognized. The controller writes it.
             frontend_addresses4: shared_array(u32, u64), FRONTEND_ADDRESS_WORDS;
             frontend_addresses6: shared_array(u32, u64), FRONTEND_ADDRESS_WORDS;
+            /// The name of each service port, for people and for the next controller. No program
+            /// reads it.
             service_names: hash(u32, ServiceName), [Services];
+            /// The endpoint sets, each followed by its lookup table if it has one. The controller
+            /// writes it.
             slots4: shared_array(u32, Slot4), [Slots];
             slots6: shared_array(u32, Slot6), [Slots];
+            /// Endpoints by an id that is never given again. One that no service uses is kept for
+            /// flows and sockets. The controller writes it.
             backends4: hash(u32, Backend<A4>), [Backends];
             backends6: hash(u32, Backend<A6>), [Backends];
+            /// Established flows, with an entry for each pair of ends of their packets. Programs
+            /// write it, and the controller removes what has expired.
             flows4: hash(FlowKey<A4>, Flow<A4>), [Flows];
             flows6: hash(FlowKey<A6>, Flow<A6>), [Flows];
+            /// Flows whose client is not proven yet. Programs write it, and the controller removes
+            /// what has expired.
             opening_flows4: lru_hash(FlowKey<A4>, Flow<A4>), [OpeningFlows];
             opening_flows6: lru_hash(FlowKey<A6>, Flow<A6>), [OpeningFlows];
+            /// Host connections, which leave with an address that flows are masqueraded to.
+            /// Programs write it.
             foreign_flows4: lru_hash(FlowKey<A4>, ForeignFlow), [OpeningFlows];
             foreign_flows6: lru_hash(FlowKey<A6>, ForeignFlow), [OpeningFlows];
+            /// `flows4`, and the former map while its entries move. The controller writes it.
             flows4_maps: maps_of_hash(FlowKey<A4>, Flow<A4>), 2;
             flows6_maps: maps_of_hash(FlowKey<A6>, Flow<A6>), 2;
+            /// `opening_flows4`, and the former map while its entries move. The controller writes
+            /// it.
             opening_flows4_maps: maps_of_lru_hash(FlowKey<A4>, Flow<A4>), 2;
             opening_flows6_maps: maps_of_lru_hash(FlowKey<A6>, Flow<A6>), 2;
+            /// `foreign_flows4`, and the former map while its entries move. The controller writes
+            /// it.
             foreign_flows4_maps: maps_of_lru_hash(FlowKey<A4>, ForeignFlow), 2;
             foreign_flows6_maps: maps_of_lru_hash(FlowKey<A6>, ForeignFlow), 2;
+            /// The backend of each client of a service with session affinity. Programs write it,
+            /// and the controller removes what has expired.
             affinity4: lru_hash(AffinityKey<A4>, Affinity), [Affinity];
             affinity6: lru_hash(AffinityKey<A6>, Affinity), [Affinity];
+            /// The client addresses that may dial a service with source ranges. The controller
+            /// writes it.
             source_ranges4: lpm_trie(SourceRange<A4>, u32), [SourceRanges];
             source_ranges6: lpm_trie(SourceRange<A6>, u32), [SourceRanges];
+            /// The ranges of ClusterIPs, if packets to unallocated addresses are dropped. The
+            /// controller writes it.
             service_cidrs4: lpm_trie(A4, u32), SERVICE_CIDRS;
             service_cidrs6: lpm_trie(A6, u32), SERVICE_CIDRS;
+            /// The fate of a packet's first fragment, which the others share. Programs write it.
             fragments4: lru_hash(FragmentKey<A4>, FirstFragment<A4>), [Fragments];
             fragments6: lru_hash(FragmentKey<A6>, FirstFragment<A6>), [Fragments];
+            /// The addresses of the node, at which node ports are served. The controller writes it.
             node_addresses4: hash(A4, NodeAddress), [NodeAddresses];
             node_addresses6: hash(A6, NodeAddress), [NodeAddresses];
+            /// The interfaces that differ from the default. The controller writes it.
             interfaces: hash(u32, InterfaceSettings), [NodeAddresses];
+            /// The VLAN interface that receives a tagged packet. The controller writes it.
             vlan_devices: hash(VlanTag, u32), [NodeAddresses];
+            /// The network namespace of the pod behind each interface. The controller writes it.
             pod_namespaces: hash(u32, u32), [NodeAddresses];
+            /// The interfaces whose packets XDP may redirect. The controller writes it.
             redirect_sources: preallocated_hash(u32, LinkAddress), REDIRECTS;
+            /// The interfaces that XDP may redirect packets to. The controller writes it.
             redirect_targets: devices(u32, RedirectTarget), REDIRECTS;
+            /// Source ports for masquerading, in the order of their use. The controller writes it.
             masquerade_ports: shared_array(u32, FourPorts), (MASQUERADE_PORT_ROOM / 4);
+            /// Ports of flows whose entries have another key than their packets have. Programs and
+            /// the controller write it.
             moved_ports: array(u32, u32), PORTS;
+            /// The destination that a connected socket has dialled, and its backend. Programs write
+            /// it.
             socket_origin4: socket_storage(u32, SocketOrigin<A4>), 0;
             socket_origin6: socket_storage(u32, SocketOrigin<A6>), 0;
+            /// The services that an unconnected socket has sent datagrams to, and the backends.
+            /// Programs write it.
             datagrams4: socket_storage(u32, DatagramOrigins<A4>), 0;
             datagrams6: socket_storage(u32, DatagramOrigins<A6>), 0;
+            /// The settings that the controller tells all programs.
             settings: array(u32, Settings), 1;
+            /// The time until which programs serve (`ebpf.withdrawAfter`). The controller writes
+            /// it.
             lease: array(u32, Lease), 1;
+            /// A number that the controller raises after each change of routes, neighbours or
+            /// interfaces.
             route_epoch: shared_array(u32, RouteEpoch), 1;
+            /// The number of decisions for each reason. Programs write it.
             counters: per_cpu_array(u32, u64), REASONS;
+            /// The choice of events that somebody watches for. `proxy-ctl monitor` writes it.
             event_control: array(u32, EventControl), 1;
+            /// The events for `proxy-ctl monitor`. Programs write it.
             events: ring(u32, Event), EVENT_BYTES;
+            /// The connections, packets and bytes of a service. Programs write it.
             service_counters: per_cpu_array(u32, ServiceCounters), [ServiceCounters];
+            /// The connections of a backend that programs have seen begin and end, for least
+            /// connection. Programs write it.
             connections: hash(u32, Connections), [Backends];
+            /// The connections of a backend that have ended without the programs. The controller
+            /// writes it.
             collected: hash(u32, Collected), [Backends];
         }
     };
@@ -173,7 +232,7 @@ macro_rules! packet_programs {
 #[expect(non_upper_case_globals, reason = "a constant is spelled as the table that it names")]
 pub mod table {
     macro_rules! names {
-        ($($name:ident: $kind:ident $types:tt, $entries:tt;)+) => {
+        ($($(#[doc = $doc:literal])* $name:ident: $kind:ident $types:tt, $entries:tt;)+) => {
             $(pub const $name: &str = stringify!($name);)+
         };
     }
@@ -206,14 +265,24 @@ pub mod program {
     }
     packet_programs!(names);
 
-    /// The XDP program of uplinks, which runs before the network stack.
-    pub const uplink_transit: &str = "uplink_transit";
-    /// The XDP program of uplinks for kernels whose drivers hand over frames in fragments.
-    pub const uplink_transit_frags: &str = "uplink_transit_frags";
-    /// The program on the cgroup that runs when a socket is closed. It is attached only while
-    /// sockets are counted.
-    pub const sock_release: &str = "sock_release";
-    /// The program that tells the controller its own network namespace on kernels where no system
-    /// call does. It is attached to the hook of `connect4` for a moment.
-    pub const learn_namespace: &str = "learn_namespace";
+    macro_rules! further {
+        ($($(#[doc = $doc:literal])+ $name:ident;)+) => {
+            $($(#[doc = $doc])+ pub const $name: &str = stringify!($name);)+
+            /// Every program that is in none of the lists above, with its documentation.
+            pub const FURTHER: &[(&str, &str)] = &[$(($name, concat!($($doc),+)),)+];
+        };
+    }
+    further! {
+        /// The XDP program of uplinks, which runs before the network stack.
+        uplink_transit;
+        /// The XDP program of uplinks for kernels whose drivers hand over frames in fragments, from
+        /// Linux 5.18 on.
+        uplink_transit_frags;
+        /// The program on the cgroup that runs when a socket is closed. It is attached only while
+        /// sockets are counted.
+        sock_release;
+        /// The program that tells the controller its own network namespace on kernels where no
+        /// system call does. It is attached to the hook of `connect4` for a moment.
+        learn_namespace;
+    }
 }

@@ -1435,7 +1435,7 @@ mod tests {
         type A6 = [u8; 16];
         let mut lines = String::new();
         macro_rules! record {
-            ($($name:ident: $kind:ident($key:ty, $value:ty), $entries:tt;)+) => { $(
+            ($($(#[doc = $doc:literal])* $name:ident: $kind:ident($key:ty, $value:ty), $entries:tt;)+) => { $(
                 read_as::<$key>(&mut lines, stringify!($name), "key");
                 read_as::<$value>(&mut lines, stringify!($name), "value");
             )+ };

@@ -32,6 +32,11 @@ macro_rules! reasons {
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$name => $text,)+ }
             }
+
+            /// Returns the sentences that explain the reason.
+            pub const fn explanation(self) -> &'static str {
+                match self { $(Self::$name => concat!($($doc),+).trim_ascii_start(),)+ }
+            }
         }
     };
 }

@@ -52,7 +52,7 @@ macro_rules! table {
 }
 
 macro_rules! define {
-    ($($name:ident: $kind:ident($key:ty, $value:ty), $entries:tt;)+) => {
+    ($($(#[doc = $doc:literal])* $name:ident: $kind:ident($key:ty, $value:ty), $entries:tt;)+) => {
         $(
             #[btf_map]
             pub(crate) static $name: table!($kind, $key, $value, $entries) =

@@ -449,7 +449,7 @@ impl World {
         let programs = [program::uplink_ingress, program::uplink_egress];
         Self::load_with(object, Globals::default(), &programs, |loader| {
             macro_rules! pins {
-                ($($name:ident: $kind:ident $types:tt, $entries:tt;)+) => {
+                ($($(#[doc = $doc:literal])* $name:ident: $kind:ident $types:tt, $entries:tt;)+) => {
                     $(loader.map_pin_path(stringify!($name), folder.join(stringify!($name)));)+
                 };
             }

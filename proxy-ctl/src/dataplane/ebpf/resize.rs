@@ -65,7 +65,7 @@ pub(super) fn contents(table: &str) -> Option<Contents> {
         };
     }
     macro_rules! contents {
-        ($($name:ident: $kind:ident($key:ty, $value:ty), $entries:tt;)+) => {
+        ($($(#[doc = $doc:literal])* $name:ident: $kind:ident($key:ty, $value:ty), $entries:tt;)+) => {
             match table {
                 $(stringify!($name) => of_table!($kind, $key, $value, $entries),)+
                 _ => None,

@@ -133,7 +133,7 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
         };
     }
     macro_rules! shapes {
-        ($($name:ident: $kind:ident($key:ty, $value:ty), $entries:tt;)+) => {
+        ($($(#[doc = $doc:literal])* $name:ident: $kind:ident($key:ty, $value:ty), $entries:tt;)+) => {
             vec![$({
                 let (kind, flags) = kind!($kind);
                 let entries = entries!($entries);

@@ -5,6 +5,11 @@ use std::{
     net::{IpAddr, SocketAddr},
 };
 
+use etherparse::{
+    Icmpv4Type, Icmpv6Type, IpFragOffset, IpHeaders, IpNumber, Ipv4Extensions, Ipv4Header, Ipv6Extensions,
+    Ipv6FragmentHeader, Ipv6Header, NetSlice, PacketBuilder, PacketBuilderStep, SlicedPacket, TcpHeader,
+    TransportSlice, UdpHeader, err::packet::BuildVecWriteError, icmpv4, icmpv6,
+};
 use lab::address::Family;
 use socket2::{Domain, Protocol, Socket, Type};
 
@@ -12,17 +17,6 @@ pub(super) const FIN: u8 = 1;
 pub(super) const SYN: u8 = 2;
 pub(super) const RST: u8 = 4;
 pub(super) const ACK: u8 = 16;
-
-const ICMP: u8 = 1;
-const TCP: u8 = 6;
-const UDP: u8 = 17;
-const ICMPV6: u8 = 58;
-/// The number of IPv6's fragment header.
-const FRAGMENT: u8 = 44;
-
-/// Bytes of a TCP header without options.
-const TCP_HEADER: usize = 20;
-const UDP_HEADER: usize = 8;
 
 /// The ends of a packet.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -62,162 +56,125 @@ pub(super) enum Carried<'a> {
 
 pub(super) fn segment(ends: Ends, segment: &Segment<'_>) -> Vec<u8> {
     const WINDOW: u16 = 64_240;
-    let Segment { flags, sequence, acknowledgement, payload } = segment;
-    let mut body = ports(ends);
-    body.extend(sequence.to_be_bytes());
-    body.extend(acknowledgement.to_be_bytes());
-    body.extend([(TCP_HEADER as u8 / 4) << 4, *flags]);
-    body.extend(WINDOW.to_be_bytes());
-    // Checksum and urgent pointer.
-    body.extend([0; 4]);
-    body.extend(*payload);
-    network(ends, TCP, summed(ends, TCP, body, 16))
+    let flags = segment.flags;
+    let header = TcpHeader {
+        fin: flags & FIN != 0,
+        syn: flags & SYN != 0,
+        rst: flags & RST != 0,
+        ack: flags & ACK != 0,
+        acknowledgment_number: segment.acknowledgement,
+        ..TcpHeader::new(ends.source.port(), ends.destination.port(), segment.sequence, WINDOW)
+    };
+    written(|packet| network(ends, None).tcp_header(header).write_to_vec(packet, segment.payload))
 }
 
 pub(super) fn datagram(ends: Ends, payload: &[u8]) -> Vec<u8> {
-    network(ends, UDP, udp(ends, payload))
-}
-
-fn udp(ends: Ends, payload: &[u8]) -> Vec<u8> {
-    let mut body = ports(ends);
-    body.extend(((UDP_HEADER + payload.len()) as u16).to_be_bytes());
-    body.extend([0; 2]);
-    body.extend(payload);
-    summed(ends, UDP, body, 6)
+    let (source, destination) = (ends.source.port(), ends.destination.port());
+    written(|packet| network(ends, None).udp(source, destination).write_to_vec(packet, payload))
 }
 
 /// Returns an ICMP error from `by` to the source of the packet that it quotes: the port cannot be
 /// reached, or the host.
 pub(super) fn icmp_error(by: IpAddr, quoted: &[u8], quoted_ends: Ends, is_port: bool) -> Vec<u8> {
     let ends = Ends { source: SocketAddr::new(by, 0), destination: quoted_ends.source };
-    let (protocol, kind, code) = match (by, is_port) {
-        (IpAddr::V4(_), true) => (ICMP, 3, 3),
-        (IpAddr::V4(_), false) => (ICMP, 3, 1),
-        (IpAddr::V6(_), true) => (ICMPV6, 1, 4),
-        (IpAddr::V6(_), false) => (ICMPV6, 1, 3),
-    };
-    let mut body = vec![kind, code, 0, 0, 0, 0, 0, 0];
-    body.extend(quoted);
-    network(ends, protocol, summed(ends, protocol, body, 2))
+    if by.is_ipv4() {
+        use icmpv4::DestUnreachableHeader::{Host, Port};
+        let error = Icmpv4Type::DestinationUnreachable(if is_port { Port } else { Host });
+        written(|packet| network(ends, None).icmpv4(error).write_to_vec(packet, quoted))
+    } else {
+        use icmpv6::DestUnreachableCode::{Address, Port};
+        let error = Icmpv6Type::DestinationUnreachable(if is_port { Port } else { Address });
+        written(|packet| network(ends, None).icmpv6(error).write_to_vec(packet, quoted))
+    }
 }
 
 /// Returns the first fragment of a datagram, or the last one.
 pub(super) fn fragment(ends: Ends, id: u32, is_first: bool) -> Vec<u8> {
     const LENGTH: usize = 64;
-    const MORE_FRAGMENTS4: u16 = 1 << 13;
-    const MORE_FRAGMENTS6: u16 = 1;
-    let body = if is_first { udp(ends, &[b'x'; LENGTH - UDP_HEADER]) } else { vec![b'x'; LENGTH] };
     // Offsets are counted in units of eight bytes.
-    let offset = if is_first { 0 } else { LENGTH as u16 / 8 };
-    let more = |flag| if is_first { flag } else { 0 };
-    if ends.source.is_ipv4() {
-        let mut packet = network(ends, UDP, body);
-        packet[4..6].copy_from_slice(&(id as u16).to_be_bytes());
-        packet[6..8].copy_from_slice(&(offset | more(MORE_FRAGMENTS4)).to_be_bytes());
-        return packet;
-    }
-    let mut header = vec![UDP, 0];
-    header.extend((offset << 3 | more(MORE_FRAGMENTS6)).to_be_bytes());
-    header.extend(id.to_be_bytes());
-    network(ends, FRAGMENT, [header, body].concat())
+    const LAST: IpFragOffset = match IpFragOffset::try_new(LENGTH as u16 / 8) {
+        Ok(offset) => offset,
+        Err(_) => IpFragOffset::ZERO,
+    };
+    let offset = if is_first { IpFragOffset::ZERO } else { LAST };
+    let fragment = Ipv6FragmentHeader::new(IpNumber::UDP, offset, is_first, id);
+    let whole = datagram(ends, &[b'x'; LENGTH - UdpHeader::LEN]);
+    let body = if is_first { &whole[whole.len() - LENGTH..] } else { &[b'x'; LENGTH] };
+    written(|packet| network(ends, Some(fragment)).write_to_vec(packet, IpNumber::UDP, body))
 }
 
-fn ports(ends: Ends) -> Vec<u8> {
-    [ends.source.port().to_be_bytes(), ends.destination.port().to_be_bytes()].concat()
-}
-
-fn octets(address: IpAddr) -> Vec<u8> {
-    match address {
-        IpAddr::V4(address) => address.octets().to_vec(),
-        IpAddr::V6(address) => address.octets().to_vec(),
-    }
-}
-
-/// Writes the checksum into the body. Only ICMP of IPv4 has no pseudo header.
-fn summed(ends: Ends, protocol: u8, mut body: Vec<u8>, place: usize) -> Vec<u8> {
-    let mut sum = sum(&body);
-    if protocol != ICMP {
-        sum += u64::from(protocol) + body.len() as u64;
-        sum += self::sum(&octets(ends.source.ip())) + self::sum(&octets(ends.destination.ip()));
-    }
-    body[place..place + 2].copy_from_slice(&folded(sum).to_be_bytes());
-    body
-}
-
-fn sum(bytes: &[u8]) -> u64 {
-    let pairs = bytes.chunks(2);
-    pairs.map(|pair| u64::from(pair[0]) << 8 | u64::from(pair.get(1).copied().unwrap_or(0))).sum()
-}
-
-fn folded(mut sum: u64) -> u16 {
-    while sum > u64::from(u16::MAX) {
-        sum = (sum & u64::from(u16::MAX)) + (sum >> 16);
-    }
-    !(sum as u16)
-}
-
-fn network(ends: Ends, protocol: u8, body: Vec<u8>) -> Vec<u8> {
+/// Begins a packet, which is a whole one without `fragment`.
+fn network(ends: Ends, fragment: Option<Ipv6FragmentHeader>) -> PacketBuilderStep<IpHeaders> {
     const HOP_LIMIT: u8 = 64;
-    let addresses = [octets(ends.source.ip()), octets(ends.destination.ip())].concat();
-    let header = if ends.source.is_ipv4() {
-        const LENGTH: usize = 20;
-        let mut header = vec![0x45, 0];
-        header.extend(((LENGTH + body.len()) as u16).to_be_bytes());
-        header.extend([0, 0, 0, 0, HOP_LIMIT, protocol, 0, 0]);
-        header.extend(addresses);
-        let sum = folded(sum(&header)).to_be_bytes();
-        header[10..12].copy_from_slice(&sum);
-        header
-    } else {
-        let mut header = vec![0x60, 0, 0, 0];
-        header.extend((body.len() as u16).to_be_bytes());
-        header.extend([protocol, HOP_LIMIT]);
-        header.extend(addresses);
-        header
-    };
-    [header, body].concat()
+    PacketBuilder::ip(match (ends.source.ip(), ends.destination.ip()) {
+        (IpAddr::V4(source), IpAddr::V4(destination)) => {
+            let mut header = Ipv4Header {
+                dont_fragment: false,
+                time_to_live: HOP_LIMIT,
+                source: source.octets(),
+                destination: destination.octets(),
+                ..Ipv4Header::default()
+            };
+            if let Some(fragment) = fragment {
+                header.identification = fragment.identification as u16;
+                header.fragment_offset = fragment.fragment_offset;
+                header.more_fragments = fragment.more_fragments;
+            }
+            IpHeaders::Ipv4(header, Ipv4Extensions::default())
+        }
+        (source, destination) => {
+            let octets = |address| match address {
+                IpAddr::V4(address) => address.to_ipv6_mapped().octets(),
+                IpAddr::V6(address) => address.octets(),
+            };
+            let header = Ipv6Header {
+                hop_limit: HOP_LIMIT,
+                source: octets(source),
+                destination: octets(destination),
+                ..Ipv6Header::default()
+            };
+            IpHeaders::Ipv6(header, Ipv6Extensions { fragment, ..Ipv6Extensions::default() })
+        }
+    })
 }
 
-/// Reads a whole packet of TCP or UDP without options of the network header.
+/// Returns the bytes of a packet.
+#[expect(clippy::expect_used, reason = "writing fails only if a packet has more than 64 KiB")]
+fn written(write: impl FnOnce(&mut Vec<u8>) -> Result<(), BuildVecWriteError>) -> Vec<u8> {
+    let mut packet = Vec::new();
+    write(&mut packet).expect("the packet is too long");
+    packet
+}
+
+/// Reads a whole packet of TCP or UDP.
 pub(super) fn read(packet: &[u8]) -> Option<(Ends, Carried<'_>)> {
-    let byte = |at: usize| packet.get(at).copied();
-    let (protocol, addresses, header, length) = match byte(0)? >> 4 {
-        4 => (byte(9)?, 12..20, 20, usize::from(half(packet, 2)?)),
-        6 => (byte(6)?, 8..40, 40, 40 + usize::from(half(packet, 4)?)),
-        _ => return None,
+    let packet = SlicedPacket::from_ip(packet).ok()?;
+    let (source, destination): (IpAddr, IpAddr) = match packet.net? {
+        NetSlice::Ipv4(ip) => (ip.header().source_addr().into(), ip.header().destination_addr().into()),
+        NetSlice::Ipv6(ip) => (ip.header().source_addr().into(), ip.header().destination_addr().into()),
+        NetSlice::Arp(_) => return None,
     };
-    let (source, destination) = packet.get(addresses.clone())?.split_at(addresses.len() / 2);
-    let body = packet.get(header..length)?;
-    let ends = Ends {
-        source: SocketAddr::new(address(source)?, half(body, 0)?),
-        destination: SocketAddr::new(address(destination)?, half(body, 2)?),
-    };
-    let carried = match protocol {
-        TCP => {
-            let word = |at: usize| Some(u32::from_be_bytes(body.get(at..at + 4)?.try_into().ok()?));
-            let options = usize::from(body.get(12)? >> 4) * 4;
-            Carried::Segment(Segment {
-                flags: *body.get(13)?,
-                sequence: word(4)?,
-                acknowledgement: word(8)?,
-                payload: body.get(options..)?,
-            })
+    let (source_port, destination_port, carried) = match packet.transport? {
+        TransportSlice::Tcp(tcp) => {
+            let flags = [(tcp.fin(), FIN), (tcp.syn(), SYN), (tcp.rst(), RST), (tcp.ack(), ACK)];
+            let segment = Segment {
+                flags: flags.into_iter().filter(|(is_set, _)| *is_set).map(|(_, flag)| flag).sum(),
+                sequence: tcp.sequence_number(),
+                acknowledgement: tcp.acknowledgment_number(),
+                payload: tcp.payload(),
+            };
+            (tcp.source_port(), tcp.destination_port(), Carried::Segment(segment))
         }
-        UDP => Carried::Datagram(body.get(UDP_HEADER..)?),
-        _ => return None,
+        TransportSlice::Udp(udp) => {
+            (udp.source_port(), udp.destination_port(), Carried::Datagram(udp.payload()))
+        }
+        TransportSlice::Icmpv4(_) | TransportSlice::Icmpv6(_) | TransportSlice::Igmp(_) => return None,
+    };
+    let ends = Ends {
+        source: SocketAddr::new(source, source_port),
+        destination: SocketAddr::new(destination, destination_port),
     };
     Some((ends, carried))
-}
-
-fn half(bytes: &[u8], at: usize) -> Option<u16> {
-    Some(u16::from_be_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
-}
-
-fn address(octets: &[u8]) -> Option<IpAddr> {
-    match octets.len() {
-        4 => <[u8; 4]>::try_from(octets).ok().map(IpAddr::from),
-        _ => <[u8; 16]>::try_from(octets).ok().map(IpAddr::from),
-    }
 }
 
 /// Sends packets of both families whose network headers are ours, from the network namespace in
@@ -269,22 +226,5 @@ mod tests {
             assert_eq!(read(&datagram(ends, b"abcd")), Some((ends, Carried::Datagram(b"abcd"))));
             assert_eq!(read(&icmp_error(ends.source.ip(), &[0; 40], ends, true)), None);
         }
-    }
-
-    #[test]
-    fn checksums_of_what_has_one_are_right() {
-        for ends in both() {
-            let made = Segment { flags: ACK, sequence: 7, acknowledgement: 9, payload: b"abc" };
-            let header = if ends.source.is_ipv4() { 20 } else { 40 };
-            for (protocol, packet) in [(TCP, segment(ends, &made)), (UDP, datagram(ends, b"abc"))] {
-                let body = packet[header..].to_vec();
-                let addresses = [octets(ends.source.ip()), octets(ends.destination.ip())].concat();
-                let all = sum(&body) + sum(&addresses) + u64::from(protocol) + body.len() as u64;
-                assert_eq!(folded(all), 0);
-            }
-        }
-        let [ends, _] = both();
-        let packet = icmp_error(ends.source.ip(), &datagram(ends, b"abc"), ends, false);
-        assert_eq!([folded(sum(&packet[..20])), folded(sum(&packet[20..]))], [0, 0]);
     }
 }

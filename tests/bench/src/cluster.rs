@@ -16,7 +16,7 @@ use lab::{
     objects::{Endpoint, Service, ServicePort},
 };
 
-use crate::{change, plan::Route};
+use crate::{measure::change, plan::Route};
 
 /// Node on which the proxies run.
 pub(crate) const NODE: NodeNumber = 1;

@@ -6,22 +6,15 @@
 //! it goes. [`render`] and [`plots`] show them.
 
 pub mod arguments;
-mod change;
 mod cluster;
 pub mod contender;
-mod cpu;
-mod flood;
-mod forward;
-mod generator;
 mod machine;
+mod measure;
 mod metrics;
 pub mod plan;
 pub mod plots;
-mod program;
 pub mod render;
 pub mod results;
-mod rollout;
 pub mod run;
 pub mod statistics;
 mod subject;
-mod traffic;

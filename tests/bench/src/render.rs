@@ -174,7 +174,7 @@ fn forwarded(results: &Results) -> Option<String> {
     let header = ["to a pod here, k/s", "of direct", "ns", "to another node, k/s", "of direct", "ns"];
     let title = format!(
         "packets of {} bytes in {} flows, from outside to NodePort, by one core; making them included, as in `dropped`",
-        crate::program::FRAME,
+        crate::measure::program::FRAME,
         results.settings.flows
     );
     table(&title, &header, rows)

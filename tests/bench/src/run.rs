@@ -13,17 +13,17 @@ use lab::wait;
 
 use crate::{
     arguments::Arguments,
-    change,
     cluster::Cluster,
     contender::{Contender, Kind},
-    flood,
-    forward::{self, OneRule, Treatment},
     machine::Machine,
+    measure::{
+        change, flood,
+        forward::{self, OneRule, Treatment},
+        rollout, traffic,
+    },
     plan::{self, CellName, Measure, ROUTES, Route},
     results::{Cell, Figures, Outcome, Results, Settings},
-    rollout,
     subject::{self, Subject},
-    traffic,
 };
 
 /// Time after which a proxy is given up that does not serve, or does not end its cleanup.

@@ -11,8 +11,8 @@ use control_plane::objects;
 use kube::Client;
 use serde_json::Value;
 
+use super::change;
 use crate::{
-    change,
     cluster::{Cluster, PORT},
     results::Figures,
     subject::Subject,

@@ -11,9 +11,9 @@ use control_plane::objects;
 use lab::{Agent, Dial, Outcome, Protocol, address::cluster_ip, cluster::SERVER_PORT};
 use serde_json::{Value, json};
 
+use super::cpu;
 use crate::{
     cluster::{Cluster, MOVES_BETWEEN, PORT},
-    cpu,
     results::{Figures, Settings},
     statistics::Spread,
     subject::Subject,

@@ -17,15 +17,17 @@ use lab::{
     xdp,
 };
 
-use crate::{
-    cluster::{Cluster, NODE},
+use super::{
     forward::received,
     generator::{DEVICE, Generator, attach, link_address, within_on_one_core},
-    plan::{Measure, Route},
     program::{self, FRAME},
+    traffic,
+};
+use crate::{
+    cluster::{Cluster, NODE},
+    plan::{Measure, Route},
     results::{Figures, Settings},
     subject::Subject,
-    traffic,
 };
 
 /// Number of established connections to the flooded Service.

@@ -10,9 +10,9 @@ use lab::{
     wait,
 };
 
+use super::cpu;
 use crate::{
     cluster::Cluster,
-    cpu,
     plan::{Measure, Route},
     results::{Figures, Rate, Settings},
     statistics::Spread,

@@ -20,11 +20,13 @@ use lab::{
     wait, xdp,
 };
 
+use super::{
+    generator::{DEVICE, Generator, attach, link_address, within_on_one_core},
+    program::{self, FIRST_PORT, FRAME},
+};
 use crate::{
     cluster::{BYTE_PORT, Cluster, NODE},
-    generator::{DEVICE, Generator, attach, link_address, within_on_one_core},
     plan::Route,
-    program::{self, FIRST_PORT, FRAME},
     results::{Figures, Settings},
     statistics::Spread,
 };

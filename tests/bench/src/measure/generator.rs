@@ -25,7 +25,8 @@ use nix::{
 };
 use proxy_ctl::sys::bpf::pin;
 
-use crate::{cluster::NODE, program::FRAME};
+use super::program::FRAME;
+use crate::cluster::NODE;
 
 pub(crate) const DEVICE: &str = "eth0";
 /// Number of frames that are sent before the kernel processes what it has received.

@@ -7,17 +7,12 @@ pub mod cache;
 pub mod command;
 pub mod cross;
 mod demo;
-mod fresh;
 mod fuzz;
 pub mod image;
-mod jobs;
 pub mod packages;
-mod plan;
 mod progress;
 pub mod setup;
-mod suites;
 mod test;
-mod test_programs;
 #[path = "../../proxy-ebpf/object/src/toolchain.rs"]
 #[expect(unreachable_pub, reason = "the package kernel-object has this file too, and makes it public")]
 mod toolchain;

@@ -14,7 +14,7 @@ use crate::{
     cross::Architecture,
     packages::PrivateApt,
     progress::{self, Step},
-    test_programs::clippy,
+    test::programs::clippy,
     toolchain::{NIGHTLY, nightly_has_source, prebuilt_compiler},
 };
 

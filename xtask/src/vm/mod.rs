@@ -23,8 +23,10 @@ use crate::{
     cross::Architecture,
     packages::PrivateApt,
     setup::{self, Purpose},
-    suites::{Kind, Suite},
-    test_programs::{Choice, TestPrograms},
+    test::{
+        programs::{Choice, TestPrograms},
+        suites::{Kind, Suite},
+    },
 };
 
 #[derive(Args)]

@@ -4,7 +4,7 @@ use std::{collections::BTreeSet, sync::mpsc, thread, time::Instant};
 
 use anyhow::{Result, bail};
 
-use crate::suites::Report;
+use crate::test::suites::Report;
 
 /// The room that a job leaves for others.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

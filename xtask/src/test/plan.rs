@@ -5,17 +5,19 @@ use std::{collections::BTreeSet, fs, process::Command, sync::OnceLock, time::Dur
 
 use anyhow::{Context as _, Result};
 
-use crate::{
-    command::{cargo, find, target, workspace},
-    image::{self, ForTests},
+use super::{
+    ADVISORIES, Arguments, DEPENDENCIES, DEPLOY, E2E, KERNEL_OBJECT,
     jobs::{Job, Room},
-    setup,
-    suites::{self, Kind, Report, Suite},
-    test::{ADVISORIES, Arguments, DEPENDENCIES, DEPLOY, E2E, KERNEL_OBJECT},
-    test_programs::{
+    programs::{
         Choice::{self, Bin, Libraries, Test},
         TestPrograms,
     },
+    suites::{self, Kind, Report, Suite},
+};
+use crate::{
+    command::{cargo, find, target, workspace},
+    image::{self, ForTests},
+    setup,
     vm::{self, Extent, Machine},
 };
 

@@ -1,5 +1,11 @@
 //! Runs every suite and prints one line for each.
 
+mod fresh;
+mod jobs;
+mod plan;
+pub(crate) mod programs;
+pub(crate) mod suites;
+
 use std::{
     collections::BTreeMap,
     fs,
@@ -10,13 +16,14 @@ use std::{
 use anyhow::{Result, ensure};
 use clap::Args;
 
-use crate::{
-    cache, fresh, jobs,
+use self::{
     plan::{ImageVariable, Plan},
-    progress,
-    setup::{self, Purpose},
+    programs::TestPrograms,
     suites::{Count, Report},
-    test_programs::TestPrograms,
+};
+use crate::{
+    cache, progress,
+    setup::{self, Purpose},
     vm,
 };
 

@@ -17,10 +17,8 @@ use std::{
 use anyhow::{Context as _, Result, bail};
 use serde_json::Value;
 
-use crate::{
-    command::{as_root, cargo, describe, find, output},
-    suites::{self, Kind, Report, Suite},
-};
+use super::suites::{self, Kind, Report, Suite};
+use crate::command::{as_root, cargo, describe, find, output};
 
 /// The environment variable by which proptest takes its seed.
 const PROPTEST_SEED: &str = "PROPTEST_RNG_SEED";

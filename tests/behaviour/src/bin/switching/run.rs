@@ -1,64 +1,47 @@
-//! Switches from each mode to each other, by a changed file and by another process, and from and to
-//! the real kube-proxy. Clients connect meanwhile. A matrix of failed connections is printed.
+//! One switch after the other, in one cluster.
 
-use std::{
-    collections::BTreeMap,
-    net::SocketAddr,
-    process::ExitCode,
-    sync::{Arc, Mutex, PoisonError},
-    time::Duration,
-};
+use std::{collections::BTreeMap, net::SocketAddr, sync::PoisonError, time::Duration};
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 use behaviour::{
     case::{Variant, Variants},
     check,
-    fixtures::{BALANCED, EXTERNAL_LOCAL_ON_NODE1, GUARDED, PORT, ServiceFixture},
-    proxy,
-    selection::Selection,
-    setting::{Datapath, PathKind, ProxyKind, Setting},
+    fixtures::{BALANCED, PORT},
+    setting::{Datapath, ProxyKind},
     state::{self, HOLDER, Parameters, State},
     world::World,
 };
-use clap::Parser;
 use lab::{
-    Lab, Objects, Protocol, Tally,
-    address::{self, Addresses, FAMILIES, Family, NodeNumber},
+    Protocol, Tally,
+    address::{FAMILIES, Family},
     agent::protocol::Load,
     cluster::{NODES, OUTSIDE, node_name},
-    objects::{Endpoint, Ingress, Service},
     wait,
 };
-use scenario::{Outcome, Scenario as Test, Shared, Trial};
 
-// clap names a group of arguments after its struct, and the harness already has one named
-// `Arguments`.
-#[derive(Parser)]
-struct CommandLine {
-    #[command(flatten)]
-    selection: Selection,
-    /// TCP connections that are held open over each switch
-    #[arg(long, default_value_t = 1_000)]
-    connections: usize,
-}
+use crate::{
+    load_balancer,
+    matrix::{Matrix, Met},
+    setting,
+    switch::{By, NODE, Switch},
+};
 
-const SERVICES: [&ServiceFixture; 2] = [&BALANCED, &EXTERNAL_LOCAL_ON_NODE1];
 const CLIENTS: [&str; 4] = ["client-1", "client-2", NODE, OUTSIDE];
+
 /// Clients that dial the Service by TCP before and after a switch to mode ebpf, from the same
 /// source ports.
 const PORT_USERS: [&str; 3] = ["client-1", "client-2", NODE];
+
 /// Number of ports that each of them uses for each family. The endpoint of a connection is random.
 const PORTS: u16 = 8;
-/// First of these ports. They are below those that the kernel chooses.
-const FIRST_PORT: u16 = 10_000;
+
 /// Beginnings of the names of kernel parameters that modes leave as they have set them, as
 /// kube-proxy does. See docs/differences.md.
 const STAYING_PARAMETERS: [&str; 2] = ["net/ipv4/conf/all/route_localnet", "net/ipv4/vs/"];
+
 /// Part of the names of kernel parameters of mode ipvs's device, which come and go with it.
 const PARAMETERS_OF_DEVICE: &str = "/kube-ipvs0/";
-/// Client that is the node itself.
-const NODE: &str = "node1";
-const PODS: [&str; 2] = ["client-1", "client-2"];
+
 /// Time within which a process must follow its file, and remove what the former mode has left.
 const SWITCHES_WITHIN: Duration = Duration::from_secs(60);
 
@@ -69,245 +52,26 @@ const SWITCHES_WITHIN: Duration = Duration::from_secs(60);
 /// nothing about proxy-ctl. `LAB_PATIENCE` makes it longer on emulated machines.
 const KUBE_PROXY_GAP: Duration = Duration::from_secs(30);
 
-#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
-enum By {
-    /// A changed file, which the running process follows.
-    File,
-    /// Another process, which starts after the first one was told to end.
-    Process,
-}
+/// First of these ports. They are below those that the kernel chooses.
+pub(crate) const FIRST_PORT: u16 = 10_000;
 
-#[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd)]
-struct Switch {
-    from: ProxyKind,
-    to: ProxyKind,
-    by: By,
-}
-
-impl Switch {
-    /// Returns true if kube-proxy removes the rules of another mode before it writes its own.
-    /// Packets are not translated meanwhile, and an untranslated answer resets its connection. The
-    /// programs of mode ebpf go on translating.
-    fn has_gap(self) -> bool {
-        let serves_on = self.from.datapath() == Datapath::Ebpf;
-        self.to.is_kube_proxy() && self.to.datapath() != self.from.datapath() && !serves_on
-    }
-
-    /// Returns true if the process that carries connections ends. They end with it, and nobody
-    /// serves until the next process does.
-    fn ends_connections(self) -> bool {
-        self.by == By::Process && self.from.datapath().is_a_process()
-    }
-
-    /// Returns true if UDP sockets of this client stay without answers after a switch from mode
-    /// userspace. See docs/differences.md.
-    ///
-    /// Mode ebpf translates for the node itself only when a socket connects. A socket that was
-    /// connected before depends on what the kernel still translates. After a process that carried
-    /// datagrams, that is nothing.
-    ///
-    /// What is sent while nobody serves gets an entry of connection tracking without a masquerade.
-    /// kube-proxy in mode ipvs removes it only at its next sync. Pods need no masquerade.
-    ///
-    /// After mode ipvs such sockets are ended, and clients open them anew.
-    fn strands(self, client: &str) -> bool {
-        let stays_untranslated = self.to.datapath() == Datapath::Ebpf && client == NODE;
-        let stays_unmasqueraded = self.to == ProxyKind::KubeProxyIpvs && !PODS.contains(&client);
-        self.from.datapath().is_a_process() && (stays_untranslated || stays_unmasqueraded)
-    }
-
-    /// Returns true if packets of a connection with these ends are dropped until `cleanup`. Mode
-    /// ipvs sends all packets to the chain of the source ranges, as kube-proxy's does. There, rules
-    /// of mode iptables drop what was not translated before. See docs/life-cycle.md.
-    fn drops(self, ends: &str) -> bool {
-        let kind = (self.from, self.to);
-        kind == (ProxyKind::Ipvs, ProxyKind::KubeProxyIptables)
-            && load_balancer()
-                .both()
-                .into_iter()
-                .any(|address| ends.ends_with(&SocketAddr::new(address, PORT).to_string()))
-    }
-
-    /// Returns how many of `held` connections may be lost. IPVS takes packets of other connections
-    /// for its own if they have the same client, port and endpoint. When these end, IPVS forgets
-    /// its own connection too. kube-proxy in mode iptables reaches its endpoints without IPVS.
-    fn mistaken(self, held: usize) -> usize {
-        if (self.from, self.to) == (ProxyKind::Ipvs, ProxyKind::KubeProxyIptables) { held / 20 } else { 0 }
-    }
-}
-
-/// Results of the clients in one switch.
-#[derive(Clone, Copy, Debug, Default)]
-struct Met {
-    connections: u64,
-    failed: u64,
-    /// Number of clients whose next attempt has failed too.
-    without_retry: usize,
-    held: usize,
-    lost: usize,
-    /// Longest time that a UDP socket that stays open had no answer.
-    longest_silence_micros: u64,
-}
-
-type Matrix = Arc<Mutex<BTreeMap<Switch, Met>>>;
-
-struct Run {
-    world: World,
-    connections: usize,
+pub(crate) struct Run {
+    pub(crate) world: World,
+    pub(crate) connections: usize,
     /// First port that no connection has had as its source port.
-    free_port: u16,
+    pub(crate) free_port: u16,
     /// State of the nodes without a proxy.
-    nothing: Vec<State>,
-    parameters: Vec<Parameters>,
+    pub(crate) nothing: Vec<State>,
+    pub(crate) parameters: Vec<Parameters>,
     /// State of the nodes with each proxy, started where nothing was.
-    fresh: BTreeMap<ProxyKind, Vec<State>>,
-    matrix: Matrix,
-}
-
-fn main() -> ExitCode {
-    let CommandLine { selection, connections } = CommandLine::parse();
-    if let Err(error) = lab::cluster::remove_on_signals() {
-        eprintln!("switching: {error:#}");
-        return ExitCode::FAILURE;
-    }
-    let (modes, skipped): (Vec<_>, Vec<_>) =
-        selection.ours().into_iter().partition(|mode| missing(*mode).is_none());
-    let matrix = Matrix::default();
-    let mut trials: Vec<Trial> = skipped.iter().map(|mode| skip(*mode)).collect();
-    trials.extend(trials_of(ours(&modes, selection.lean), false, connections, &matrix));
-    let with_the_real_one = with_the_real_one(&selection.real(), &modes, selection.lean);
-    if !with_the_real_one.is_empty() {
-        trials.extend(trials_of(with_the_real_one, true, connections, &matrix));
-    }
-    let is_listing = selection.harness.list;
-    let result = scenario::run(selection.harness, trials);
-    if !is_listing {
-        print(&matrix);
-    }
-    result
-}
-
-/// Returns why this machine cannot run the proxy. If that cannot be found out, the scenarios report
-/// it.
-fn missing(proxy: ProxyKind) -> Option<String> {
-    proxy::missing_for(proxy).ok().flatten()
-}
-
-fn skip(mode: ProxyKind) -> Trial {
-    let run = move |(): &mut ()| Ok(Outcome::Skipped(missing(mode).unwrap_or_default()));
-    let mut trials = Shared::new(|| Ok(Ok(()))).trials([Test::new(format!("from and to {mode}"), run)]);
-    // The list has exactly one element.
-    trials.remove(0)
-}
-
-/// Returns the switches between proxy-ctl's modes, ordered so that each begins where the one before
-/// has ended. A lean run leaves and enters each mode once, and goes the other way round by another
-/// process.
-fn ours(modes: &[ProxyKind], lean: bool) -> Vec<Switch> {
-    let each_pair = || {
-        let with_later = |(number, first): (usize, &ProxyKind)| {
-            let first = *first;
-            modes.iter().skip(number + 1).flat_map(move |second| [first, *second])
-        };
-        modes.iter().enumerate().flat_map(with_later).collect()
-    };
-    let (live, by_process) = match lean {
-        true => {
-            let back = modes.iter().take(1).chain(modes.iter().skip(1).rev());
-            (modes.to_vec(), back.copied().collect())
-        }
-        false => (each_pair(), each_pair()),
-    };
-    let along = |order: Vec<ProxyKind>, by: By| {
-        let next = order.clone().into_iter().cycle().skip(1);
-        let pairs = order.into_iter().zip(next).filter(|(from, to)| from != to);
-        pairs.map(move |(from, to)| Switch { from, to, by })
-    };
-    along(live, By::File).chain(along(by_process, By::Process)).collect()
-}
-
-/// Returns the switches from and to the real kube-proxy. A lean run has one of proxy-ctl's modes
-/// and one of kube-proxy's.
-fn with_the_real_one(real: &[ProxyKind], modes: &[ProxyKind], lean: bool) -> Vec<Switch> {
-    let of_each = if lean { 1 } else { usize::MAX };
-    let ours = || modes.iter().take(of_each);
-    let pairs = real.iter().take(of_each).flat_map(|real| ours().map(move |ours| (*real, *ours)));
-    let there_and_back = |(real, ours)| {
-        [Switch { from: real, to: ours, by: By::Process }, Switch { from: ours, to: real, by: By::Process }]
-    };
-    pairs.flat_map(there_and_back).collect()
-}
-
-fn trials_of(switches: Vec<Switch>, api_server: bool, connections: usize, matrix: &Matrix) -> Vec<Trial> {
-    let matrix = Arc::clone(matrix);
-    let mut proxies: Vec<ProxyKind> = switches.iter().flat_map(|switch| [switch.from, switch.to]).collect();
-    proxies.sort_unstable();
-    proxies.dedup();
-    let first = proxies.first().copied();
-    let run = Shared::new(move || {
-        let Some(first) = first else { return Ok(Err("no mode can be tested here".to_owned())) };
-        if let Some(reason) = proxies.iter().find_map(|proxy| missing(*proxy)) {
-            return Ok(Err(reason));
-        }
-        let world = World::with_services(setting(first), api_server, |lab, objects| {
-            SERVICES.iter().try_for_each(|service| service.publish(lab, objects, service.endpoints))?;
-            publish_guarded(lab, objects)?;
-            NODES.into_iter().try_for_each(|node| masquerade_as_plugins_do(lab, node))
-        })?;
-        let (nothing, parameters, fresh) = Default::default();
-        let mut run = Run { world, connections, free_port: FIRST_PORT, nothing, parameters, fresh, matrix };
-        run.start_each(&proxies)?;
-        Ok(Ok(run))
-    });
-    let switch = |switch: Switch| {
-        Test::new(switch.to_string(), move |run: &mut Run| {
-            run.switch(switch).inspect_err(|error| eprintln!("{switch}: {error:#}"))
-        })
-    };
-    let cleanup = format!("clean-up after all{}", if api_server { ", the real one among them" } else { "" });
-    run.trials(switches.into_iter().map(switch).chain([Test::new(cleanup, Run::clean_up)]))
-}
-
-/// Returns the load-balancer addresses of [`GUARDED`].
-fn load_balancer() -> Addresses {
-    address::external(1, 91)
-}
-
-/// Publishes [`GUARDED`], whose load-balancer addresses only the client outside may reach.
-fn publish_guarded(lab: &Lab, objects: &mut Objects) -> Result<()> {
-    let endpoint = |name: &&str| {
-        let pod = lab.netns(name)?;
-        Ok(Endpoint::ready(pod.addresses, pod.node.unwrap_or_default()))
-    };
-    let endpoints = GUARDED.endpoints.iter().map(endpoint).collect::<Result<Vec<_>>>()?;
-    let client = lab.netns(OUTSIDE)?.addresses;
-    let ingress = |address| Ingress { address, proxied: false };
-    let service = Service {
-        load_balancer: load_balancer().both().into_iter().map(ingress).collect(),
-        source_ranges: vec![format!("{}/32", client.v4), format!("{}/128", client.v6)],
-        ..GUARDED.service()
-    };
-    objects.set_service(&service, &endpoints);
-    Ok(())
-}
-
-/// Masquerades what pods send out of the cluster, as network plugins do, so that netfilter tracks
-/// connections in each mode. Without that, it does not know connections that mode ebpf translates
-/// at sockets. A new connection could then get the port of a silent one; see docs/life-cycle.md.
-fn masquerade_as_plugins_do(lab: &Lab, node: NodeNumber) -> Result<()> {
-    let of = |family, pods| format!("{family} saddr {pods} {family} daddr != {pods} masquerade");
-    let rules = [of("ip", address::POD_RANGE4), of("ip6", address::POD_RANGE6)];
-    lab::namespace::masquerade(&lab.netns(&node_name(node))?.namespace, &rules)
-}
-
-fn setting(proxy: ProxyKind) -> Setting {
-    Setting::new(proxy, PathKind::Sockets)
+    pub(crate) fresh: BTreeMap<ProxyKind, Vec<State>>,
+    pub(crate) matrix: Matrix,
 }
 
 impl Run {
     /// Records what each proxy programs where nothing was before. A cleanup after each must restore
     /// that.
-    fn start_each(&mut self, proxies: &[ProxyKind]) -> Result<()> {
+    pub(crate) fn start_each(&mut self, proxies: &[ProxyKind]) -> Result<()> {
         self.end()?;
         self.clean()?;
         self.nothing = self.states()?;
@@ -339,7 +103,7 @@ impl Run {
         NODES.into_iter().try_for_each(|node| self.world.cleanup(node, also))
     }
 
-    fn clean_up(&mut self) -> Result<()> {
+    pub(crate) fn clean_up(&mut self) -> Result<()> {
         self.end()?;
         self.clean()?;
         let left = differences(&self.states()?, &self.nothing);
@@ -378,7 +142,7 @@ impl Run {
         self.states()
     }
 
-    fn switch(&mut self, switch: Switch) -> Result<()> {
+    pub(crate) fn switch(&mut self, switch: Switch) -> Result<()> {
         let former = self.world.setting.proxy;
         if former != switch.from {
             self.end()?;
@@ -633,36 +397,12 @@ struct Held {
     datagrams: Vec<(&'static str, Vec<usize>)>,
 }
 
-struct RunningLoad {
+pub(crate) struct RunningLoad {
     client: &'static str,
     name: String,
-    protocol: Protocol,
-    keeps_socket: bool,
+    pub(crate) protocol: Protocol,
+    pub(crate) keeps_socket: bool,
     number: usize,
-}
-
-impl Met {
-    fn new(tallies: &[(RunningLoad, Tally)], held: usize, lost: usize) -> Self {
-        let mut met = Self { held, lost, ..Self::default() };
-        for (load, tally) in tallies {
-            if !load.keeps_socket {
-                met.connections += tally.answered + tally.failed;
-                met.failed += tally.failed;
-                met.without_retry += usize::from(tally.failed_in_a_row > 1);
-            } else if load.protocol == Protocol::Udp {
-                met.longest_silence_micros = met.longest_silence_micros.max(tally.longest_outage_micros);
-            }
-        }
-        met
-    }
-}
-
-impl std::fmt::Display for Met {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { connections, failed, without_retry, held, lost, longest_silence_micros } = self;
-        let silence = longest_silence_micros / 1_000;
-        write!(formatter, "{failed}/{connections}, {without_retry}; {lost}/{held}; {silence} ms")
-    }
 }
 
 /// Chain that goes on accepting health checks of load balancers where kube-proxy did so.
@@ -686,47 +426,4 @@ fn differences(states: &[State], expected: &[State]) -> Vec<String> {
         differences.into_iter().map(move |one| format!("{}: {one}", node_name(node))).collect::<Vec<_>>()
     };
     NODES.into_iter().zip(states.iter().zip(expected)).flat_map(of_node).collect()
-}
-
-impl std::fmt::Display for Switch {
-    fn fmt(&self, formatter: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let by = match self.by {
-            By::File => "by a changed file",
-            By::Process => "by another process",
-        };
-        write!(formatter, "{} to {}, {by}", self.from, self.to)
-    }
-}
-
-/// Prints the matrix. `cargo xtask test` shows lines that begin with `| `.
-fn print(matrix: &Matrix) {
-    let matrix = matrix.lock().unwrap_or_else(PoisonError::into_inner);
-    for by in [By::File, By::Process] {
-        let of_kind = || matrix.keys().filter(|switch| switch.by == by);
-        let mut targets: Vec<ProxyKind> = of_kind().map(|switch| switch.to).collect();
-        targets.sort_unstable();
-        targets.dedup();
-        if targets.is_empty() {
-            continue;
-        }
-        let what = match by {
-            By::File => "live",
-            By::Process => "new process",
-        };
-        let names: Vec<String> = targets.iter().map(ProxyKind::to_string).collect();
-        println!(
-            "| {what}: failed of new connections, clients whose retry failed too; lost of held connections; longest silence of a \
-             UDP socket | {} |",
-            names.join(" | ")
-        );
-        println!("|---{}|", "|---".repeat(targets.len()));
-        let mut sources: Vec<ProxyKind> = of_kind().map(|switch| switch.from).collect();
-        sources.sort_unstable();
-        sources.dedup();
-        for from in sources {
-            let cell = |to: &ProxyKind| matrix.get(&Switch { from, to: *to, by }).map(Met::to_string);
-            let cells: Vec<String> = targets.iter().map(|to| cell(to).unwrap_or_default()).collect();
-            println!("| from {from} | {} |", cells.join(" | "));
-        }
-    }
 }

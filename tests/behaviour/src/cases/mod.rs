@@ -2,26 +2,18 @@
 
 mod affinity;
 mod balance;
-mod change;
-mod cluster_ip;
+mod changes;
 mod datagrams;
 mod direct;
 mod flood;
 mod fragments;
-mod health_check;
-mod moves;
+mod frontends;
 mod networks;
 mod node_listener;
-mod node_port;
 mod plugin;
-mod policy;
-mod restart;
 mod sctp;
 mod sockets;
-mod source_ranges;
-mod start;
 mod surface;
-mod unserved;
 
 use anyhow::{Result, bail};
 use lab::Protocol;
@@ -35,29 +27,29 @@ use crate::{
 
 /// Returns every scenario, the quick and read-only ones first.
 pub fn all() -> impl Iterator<Item = &'static Case> {
-    cluster_ip::CASES
+    frontends::cluster_ip::CASES
         .iter()
-        .chain(node_port::CASES)
+        .chain(frontends::node_port::CASES)
         .chain(fragments::CASES)
-        .chain(policy::CASES)
+        .chain(frontends::policy::CASES)
         .chain(sockets::CASES)
         .chain(surface::CASES)
-        .chain(health_check::CASES)
-        .chain(change::CASES)
+        .chain(frontends::health_check::CASES)
+        .chain(changes::change::CASES)
         .chain(datagrams::CASES)
         .chain(affinity::CASES)
         .chain(balance::CASES)
         .chain(direct::CASES)
         .chain(flood::CASES)
         .chain(sctp::CASES)
-        .chain(moves::CASES)
-        .chain(source_ranges::CASES)
-        .chain(unserved::CASES)
+        .chain(changes::moves::CASES)
+        .chain(frontends::source_ranges::CASES)
+        .chain(frontends::unserved::CASES)
         .chain(node_listener::CASES)
         .chain(plugin::CASES)
         .chain(networks::CASES)
-        .chain(restart::CASES)
-        .chain(start::CASES)
+        .chain(changes::restart::CASES)
+        .chain(changes::start::CASES)
 }
 
 /// Skips scenarios with thousands of UDP flows to one endpoint by two addresses in mode ipvs. See

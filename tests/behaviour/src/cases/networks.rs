@@ -81,7 +81,7 @@ pub(super) const CASES: &[Case] = &[
         Variants::All,
         none_beyond,
     )
-    .differs(super::policy::accepted_first),
+    .differs(super::frontends::policy::accepted_first),
 ];
 
 /// Makes a case of the small set, where packets skip the network stack.

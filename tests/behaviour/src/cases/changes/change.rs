@@ -19,7 +19,7 @@ use crate::{
     world::World,
 };
 
-pub(super) const CASES: &[Case] = &[
+pub(in crate::cases) const CASES: &[Case] = &[
     Case::new("an endpoint that is removed gets no new connection", Variants::All, endpoint_removed).core(),
     Case::new("an endpoint that is added gets its share", Variants::All, endpoint_added),
     Case::new("the last endpoint goes: refused; one comes: served", Variants::All, emptied),

@@ -24,7 +24,7 @@ use crate::{
     world::World,
 };
 
-pub(super) const CASES: &[Case] = &[
+pub(in crate::cases) const CASES: &[Case] = &[
     Case::new("pings of a cluster IP are answered where that is wanted", Variants::Tcp, pings)
         .concerns(|setting| setting.proxy == ProxyKind::Ebpf)
         .configured(fields),

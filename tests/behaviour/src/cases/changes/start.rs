@@ -11,9 +11,9 @@ use lab::{
     wait,
 };
 
-use super::sctp;
 use crate::{
     case::{Case, Variant, Variants},
+    cases::sctp,
     fixtures::{BALANCED, ON_NODE1, ON_NODE2, SCTP, ServiceFixture},
     proxy::HEALTH,
     setting::{Datapath, PathKind, Setting},
@@ -21,7 +21,7 @@ use crate::{
     world::World,
 };
 
-pub(super) const CASES: &[Case] =
+pub(in crate::cases) const CASES: &[Case] =
     &[Case::new("no connection that is opened during a start is lost", Variants::Once, loses_none)
         .core()
         .concerns(has_secondary_mode)];

@@ -15,7 +15,7 @@ use crate::{
     world::World,
 };
 
-pub(super) const CASES: &[Case] = &[
+pub(in crate::cases) const CASES: &[Case] = &[
     Case::new("connections go on while the controller is dead and after it is back", Variants::Once, dead)
         .core()
         .differs(ends_with_the_process),

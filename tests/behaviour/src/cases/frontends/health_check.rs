@@ -16,7 +16,7 @@ use crate::{
     world::World,
 };
 
-pub(super) const CASES: &[Case] =
+pub(in crate::cases) const CASES: &[Case] =
     &[Case::new("health checks of a load balancer find the nodes with endpoints", Variants::Once, found)];
 
 const PORT: u16 = 32_001;

@@ -22,7 +22,7 @@ use crate::{
     world::World,
 };
 
-pub(super) const CASES: &[Case] = &[
+pub(in crate::cases) const CASES: &[Case] = &[
     Case::new("a pod reaches a node port on its own node", Variants::All, |world, variant| {
         balanced(world, variant, [("client-1", 1), ("client-2", 2)])
     })

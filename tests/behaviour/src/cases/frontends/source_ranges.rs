@@ -19,7 +19,7 @@ use crate::{
     world::World,
 };
 
-pub(super) const CASES: &[Case] = &[
+pub(in crate::cases) const CASES: &[Case] = &[
     Case::new("source ranges: their clients are answered, all others dropped", Variants::All, guarded)
         .core()
         .differs(super::policy::accepted_first),
@@ -99,7 +99,7 @@ fn connections_stay(world: &mut World, variant: Variant) -> Result<()> {
 
 /// Opens flows of two addresses to one endpoint. It sees the node as the source of both.
 fn flows_apart(world: &mut World, variant: Variant) -> Result<()> {
-    super::skip_confused_flows(world, variant)?;
+    crate::cases::skip_confused_flows(world, variant)?;
     world.set_service(&guarded_for(world, OUTSIDE)?, GUARDED.endpoints)?;
     for target in
         [world.node_port(&BALANCED, 1, variant.family)?, (load_balancer(1).of(variant.family), PORT).into()]

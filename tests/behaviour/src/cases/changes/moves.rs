@@ -20,7 +20,7 @@ use crate::{
     world::World,
 };
 
-pub(super) const CASES: &[Case] = &[
+pub(in crate::cases) const CASES: &[Case] = &[
     Case::new("an address moves to another node: its clients are reset at once", Variants::Tcp, reset).core(),
     Case::new("an address moves to another node: by their hash, connections go on", Variants::Tcp, goes_on)
         .concerns(is_ebpf)

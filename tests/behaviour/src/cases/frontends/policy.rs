@@ -17,7 +17,7 @@ fn silence() -> u64 {
     300 * u64::from(wait::patience())
 }
 
-pub(super) const CASES: &[Case] = &[
+pub(in crate::cases) const CASES: &[Case] = &[
     Case::new("internal policy Local: clients get the endpoint of their node", Variants::All, internal),
     Case::new("internal policy Local: no endpoint on the node, dropped", Variants::All, internal_none)
         .differs(nobody_is_served),
@@ -43,7 +43,7 @@ fn nobody_is_served(setting: &Setting, _: Variant) -> Option<Difference> {
     Some(Difference { why, says: &["expected dropped, found refused"] })
 }
 
-pub(super) fn accepted_first(setting: &Setting, variant: Variant) -> Option<Difference> {
+pub(in crate::cases) fn accepted_first(setting: &Setting, variant: Variant) -> Option<Difference> {
     let why = "in mode userspace a connection is accepted before its policy is known, and reset";
     let is_accepted = setting.datapath().is_a_process() && variant.protocol == Protocol::Tcp;
     is_accepted.then_some(Difference { why, says: says::NOT_DROPPED })

@@ -14,7 +14,7 @@ use crate::{
     world::World,
 };
 
-pub(super) const CASES: &[Case] = &[
+pub(in crate::cases) const CASES: &[Case] = &[
     Case::new("a pod reaches every endpoint of a cluster IP, evenly, as itself", Variants::All, from_pod)
         .core()
         .differs(carried),
@@ -27,7 +27,7 @@ pub(super) const CASES: &[Case] = &[
 ];
 
 /// Explains the settings in which endpoints see the node instead of any client.
-pub(super) fn carried(setting: &Setting, _: Variant) -> Option<Difference> {
+pub(in crate::cases) fn carried(setting: &Setting, _: Variant) -> Option<Difference> {
     let why = "in mode userspace the process opens the connections that endpoints see";
     setting.datapath().is_a_process().then_some(Difference { why, says: says::OTHER_CLIENT })
 }

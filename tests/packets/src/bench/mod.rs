@@ -20,7 +20,10 @@ use proxy_common::{
 
 use self::paths::paths;
 use crate::{
-    cases::{direct, redirect::Other, scene::*, transit::Uplink},
+    cases::{
+        forwarding::{direct, redirect::Other, transit::Uplink},
+        scene::*,
+    },
     katran::Katran,
     restored::Restored,
     wire::{Cut, Endpoint, KnownAddress, Segment, tcp},

@@ -12,7 +12,11 @@ use super::{
     Packet, Path, Runs, SIZES, STRANGER, Step, TO_POD,
 };
 use crate::{
-    cases::{balance, connections, direct, redirect, scene::*, transit::Uplink},
+    cases::{
+        choice::{balance, connections},
+        forwarding::{direct, redirect, transit::Uplink},
+        scene::*,
+    },
     wire::{KnownAddress, tcp, udp},
     world::{Globals, Tables, Verdict},
 };

@@ -5,7 +5,7 @@ use std::collections::HashSet;
 use anyhow::{Context as _, Result, ensure};
 use proxy_common::{layout::*, packet::TCP_ACK, reason::Reason};
 
-use super::{Group, Scene, refusals::refused, scene::*};
+use super::{Group, Scene, refused::refusals::refused, scene::*};
 use crate::{
     wire::{Endpoint, KnownAddress},
     world::Tables,

@@ -8,7 +8,7 @@ use proxy_common::{
     reason::Reason,
 };
 
-use super::{Group, Scene, WorldKind, refusals::refused, scene::*};
+use super::{Group, Scene, WorldKind, refused::refusals::refused, scene::*};
 use crate::{
     wire::{Cut, DESTINATION_OPTIONS, Extra, HOP_BY_HOP, Segment},
     world::Tables,

@@ -10,7 +10,7 @@ use proxy_common::{
     reason::Reason,
 };
 
-use super::{Group, Scene, refusals::refused, scene::*};
+use super::{Group, Scene, refused::refusals::refused, scene::*};
 use crate::{wire::KnownAddress, world::Tables};
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {

@@ -1,33 +1,22 @@
 //! The list of all cases. Each is there once for every family and protocol that it is about.
 
-mod affinity;
-pub(crate) mod balance;
 mod baseline;
-pub(crate) mod connections;
-pub(crate) mod direct;
+pub(crate) mod choice;
 mod events;
-mod floods;
 mod flows;
+pub(crate) mod forwarding;
 mod fragments;
-mod guard;
 mod headers;
 mod host;
 mod icmp;
-mod masquerade;
+mod limits;
 mod origins;
-mod past_stack;
 mod pod_sockets;
-mod port_pool;
-pub(crate) mod redirect;
-mod refusals;
+mod refused;
 pub(crate) mod scene;
-mod source_address;
-mod source_ranges;
-mod sustained;
-pub(crate) mod transit;
+mod source;
 mod translation;
 mod unknown;
-mod unserved;
 
 use anyhow::Result;
 use proxy_common::{
@@ -65,7 +54,7 @@ type Run = Box<dyn Fn(&mut World) -> Result<()> + Send>;
 type Body<W> = fn(&mut Scene<W>) -> Result<()>;
 
 /// Cases that were collected so far.
-struct Group {
+pub(crate) struct Group {
     cases: Vec<Case>,
     /// World that cases get in place of [`WorldKind::Usual`].
     usual: WorldKind,
@@ -149,32 +138,32 @@ pub(crate) fn all() -> Vec<Case> {
 
 fn of_family<W: Tables + 'static>(group: &mut Group) {
     with_flows::<W>(group);
-    port_pool::cases::<W>(group);
-    refusals::cases::<W>(group);
+    source::port_pool::cases::<W>(group);
+    refused::refusals::cases::<W>(group);
     events::cases::<W>(group);
-    floods::cases::<W>(group);
-    guard::cases::<W>(group);
-    sustained::cases::<W>(group);
+    limits::floods::cases::<W>(group);
+    limits::guard::cases::<W>(group);
+    limits::sustained::cases::<W>(group);
     headers::cases::<W>(group);
     host::cases::<W>(group);
-    affinity::cases::<W>(group);
-    balance::cases::<W>(group);
-    connections::cases::<W>(group);
-    source_ranges::cases::<W>(group);
-    source_address::cases::<W>(group);
-    transit::cases::<W>(group);
-    redirect::cases::<W>(group);
+    choice::affinity::cases::<W>(group);
+    choice::balance::cases::<W>(group);
+    choice::connections::cases::<W>(group);
+    refused::source_ranges::cases::<W>(group);
+    source::source_address::cases::<W>(group);
+    forwarding::transit::cases::<W>(group);
+    forwarding::redirect::cases::<W>(group);
     origins::cases::<W>(group);
     pod_sockets::cases::<W>(group);
-    past_stack::cases::<W>(group);
-    unserved::cases::<W>(group);
+    forwarding::past_stack::cases::<W>(group);
+    refused::unserved::cases::<W>(group);
     unknown::cases::<W>(group);
-    direct::cases::<W>(group);
+    forwarding::direct::cases::<W>(group);
 }
 
 fn with_flows<W: Tables + 'static>(group: &mut Group) {
     translation::cases::<W>(group);
-    masquerade::cases::<W>(group);
+    source::masquerade::cases::<W>(group);
     flows::cases::<W>(group);
     fragments::cases::<W>(group);
     icmp::cases::<W>(group);

@@ -11,8 +11,8 @@ use proxy_common::{
 
 use super::{
     Group, Scene,
+    forwarding::transit::{Uplink, opened_with_neighbours},
     scene::*,
-    transit::{Uplink, opened_with_neighbours},
 };
 use crate::{
     wire::{Endpoint, KnownAddress, Segment},

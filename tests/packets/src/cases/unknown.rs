@@ -14,9 +14,11 @@ use proxy_common::{
 };
 
 use super::{
-    BOTH, Group, Scene, affinity, balance,
+    BOTH, Group, Scene,
+    choice::affinity,
+    choice::balance,
+    forwarding::transit::{Uplink, address},
     scene::*,
-    transit::{Uplink, address},
 };
 use crate::{
     wire::{Cut, Endpoint, Extra, KnownAddress, Link, Segment},

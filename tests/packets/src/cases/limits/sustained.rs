@@ -37,12 +37,9 @@ use proxy_ctl::{
 };
 use scenario::Skip;
 
-use super::{
-    Group, Scene,
-    floods::{from_client, to_client},
-    scene::*,
-};
+use super::floods::{from_client, to_client};
 use crate::{
+    cases::{Group, Scene, scene::*},
     wire::{Endpoint, KnownAddress, Segment, tcp},
     world::{Tables, World},
 };

@@ -11,12 +11,9 @@ use proxy_common::{
     reason::Reason,
 };
 
-use super::{
-    Group, Scene, WorldKind,
-    floods::{from_client, is_from_frontend, to_backend},
-    scene::*,
-};
+use super::floods::{from_client, is_from_frontend, to_backend};
 use crate::{
+    cases::{Group, Scene, WorldKind, scene::*},
     wire::{Endpoint, Segment},
     world::{Tables, Verdict},
 };

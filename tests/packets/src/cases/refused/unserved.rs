@@ -10,13 +10,13 @@ use proxy_common::{
     reason::Reason,
 };
 
-use super::{
-    Group, WorldKind,
-    refusals::refused,
-    scene::*,
-    transit::{Uplink, address},
-};
+use super::refusals::refused;
 use crate::{
+    cases::{
+        Group, WorldKind,
+        forwarding::transit::{Uplink, address},
+        scene::*,
+    },
     wire::{Cut, Endpoint, KnownAddress, Link, Segment},
     world::Tables,
 };
@@ -104,7 +104,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.counted(&[(Reason::UnknownPort, 1)])
     });
     for (protocol, world) in
-        [(PROTOCOL_TCP, WorldKind::Resetting), (super::PROTOCOL_UDP, WorldKind::Resetting)]
+        [(PROTOCOL_TCP, WorldKind::Resetting), (crate::cases::PROTOCOL_UDP, WorldKind::Resetting)]
     {
         group.add::<W>("an address that no service has is dropped", protocol, world, |s| {
             let first = s.first(CLIENT, OTHER_PORT);

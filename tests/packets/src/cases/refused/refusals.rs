@@ -9,8 +9,8 @@ use proxy_common::{
     reason::Reason,
 };
 
-use super::{BOTH, Group, Scene, WorldKind, scene::*};
 use crate::{
+    cases::{BOTH, Group, Scene, WorldKind, scene::*},
     wire::{Extra, KnownAddress, Link, Segment},
     world::{Tables, Verdict},
 };

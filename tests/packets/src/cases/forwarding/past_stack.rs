@@ -11,17 +11,16 @@ use proxy_common::{
 };
 
 use super::{
-    Group,
     redirect::Node,
-    scene::*,
     transit::{NEXT_HOP, address},
 };
 use crate::{
+    cases::{Group, scene::*},
     wire::{Cut, Extra, Link, Segment},
     world::{Tables, Verdict, link_address},
 };
 
-pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.past_stack::<W>(
         "a flow goes past the stack once it has let a packet out, to the backend and back",
         |s| {

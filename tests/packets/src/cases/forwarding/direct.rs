@@ -13,12 +13,11 @@ use proxy_common::{
 };
 
 use super::{
-    BOTH, Group, Scene, WorldKind,
     redirect::{self, Other},
-    scene::*,
     transit::{OWN, TAGS, Uplink},
 };
 use crate::{
+    cases::{BOTH, Group, Scene, WorldKind, scene::*},
     wire::{Cut, Endpoint, KnownAddress, Segment, Tunnel},
     world::{Output, Tables, Verdict, link_address},
 };
@@ -66,7 +65,7 @@ const OTHERS_NODE_PORT: Endpoint = (KnownAddress::OtherNode, NODE_PORT.1);
 const SERVICE: u32 = 1;
 const FLAGS: u32 = FRONTEND_EXTERNAL | FRONTEND_DSR;
 
-pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     geneve_cases::<W>(group);
     transit_cases::<W>(group);
     each::<W>(group, "to a node port of this node and its backend elsewhere", |s, way| {

@@ -3,19 +3,19 @@
 use anyhow::{Result, ensure};
 use proxy_common::{balance, layout::*, port::Port};
 
-use super::{
-    Group, Scene,
-    affinity::{BOTH, met},
-    scene::*,
+use super::affinity::{BOTH, met};
+use crate::{
+    cases::{Group, Scene, scene::*},
+    wire::KnownAddress,
+    world::Tables,
 };
-use crate::{wire::KnownAddress, world::Tables};
 
 const SERVICE: u32 = 1;
 /// Lookup table with indices of two backends. Two thirds lead to the second one.
 pub(crate) const TABLE: [usize; 16] = [1, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1];
 const PORTS: std::ops::Range<u16> = 1_024..1_084;
 
-pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("with Maglev goes where its hash says, by either role of interface", |s| {
         for program in ["workload_ingress", "uplink_ingress"] {
             serve(s, &TABLE, FRONTEND_MAGLEV, 0)?;

@@ -12,17 +12,14 @@ use proxy_common::{
     reason::Reason,
 };
 
-use super::{
-    Group,
-    scene::*,
-    transit::{NEXT_HOP, OWN, Uplink, address, opened, tagged},
-};
+use super::transit::{NEXT_HOP, OWN, Uplink, address, opened, tagged};
 use crate::{
+    cases::{Group, scene::*},
     wire::{Cut, Endpoint, Extra, Segment},
     world::{Tables, Verdict, link_address},
 };
 
-pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("redirect to a backend behind another uplink and back", |s| {
         let Node { uplink, other, address: node } = Node::with_tables(s)?;
         let first = s.first(CLIENT, NODE_PORT);
@@ -284,18 +281,18 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-pub(super) const OTHER: &str = "02:00:00:00:00:03";
+pub(crate) const OTHER: &str = "02:00:00:00:00:03";
 
 /// Node with one uplink to clients and another to the backend, and with an open flow.
-pub(super) struct Node {
-    pub(super) uplink: Uplink,
-    pub(super) other: Other,
+pub(crate) struct Node {
+    pub(crate) uplink: Uplink,
+    pub(crate) other: Other,
     /// Source of the flow's packets at the backend.
-    pub(super) address: Endpoint,
+    pub(crate) address: Endpoint,
 }
 
 impl Node {
-    pub(super) fn new<W: Tables>(s: &mut Scene<W>) -> Result<Self> {
+    pub(crate) fn new<W: Tables>(s: &mut Scene<W>) -> Result<Self> {
         let uplink = Uplink::new::<W>(s.world)?;
         uplink.knows::<W>(CLIENT.0, NEXT_HOP)?;
         let other = Other::leading_to_backends::<W>(s, "other", OTHER)?;
@@ -320,12 +317,12 @@ impl Node {
 /// Interface that is removed when this is dropped.
 pub(crate) struct Other {
     pub(crate) index: u32,
-    pub(super) name: &'static str,
-    pub(super) address: [u8; 6],
+    pub(crate) name: &'static str,
+    pub(crate) address: [u8; 6],
 }
 
 impl Other {
-    pub(super) fn leading_to_backends<W: Tables>(
+    pub(crate) fn leading_to_backends<W: Tables>(
         s: &mut Scene<W>,
         name: &'static str,
         address: &str,
@@ -358,7 +355,7 @@ impl Other {
     }
 
     /// Returns the frame that leaves by the interface.
-    pub(super) fn sent<W: Tables>(&self, becomes: &Segment) -> Vec<u8> {
+    pub(crate) fn sent<W: Tables>(&self, becomes: &Segment) -> Vec<u8> {
         let mut sent = becomes.sent_back().bytes::<W>();
         sent[6..12].copy_from_slice(&self.address);
         sent
@@ -439,7 +436,7 @@ fn uplink_sends<W: Tables>(
     redirects(s, uplink.index, &packet.bytes::<W>(), &by.sent::<W>(becomes))
 }
 
-pub(super) fn redirects<W: Tables>(s: &Scene<W>, interface: u32, frame: &[u8], sent: &[u8]) -> Result<()> {
+pub(crate) fn redirects<W: Tables>(s: &Scene<W>, interface: u32, frame: &[u8], sent: &[u8]) -> Result<()> {
     let output = s.world.transit(interface, frame)?;
     ensure!(output.verdict == Verdict::Redirected, "{:?}", output.verdict);
     ensure!(output.packet == sent, "it became {:02x?}, not {sent:02x?}", output.packet);

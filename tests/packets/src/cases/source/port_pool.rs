@@ -10,8 +10,8 @@ use proxy_common::{
     reason::Reason,
 };
 
-use super::{Group, Scene, scene::*};
 use crate::{
+    cases::{Group, Scene, scene::*},
     wire::{Endpoint, KnownAddress},
     world::{Tables, Verdict, World},
 };

@@ -11,8 +11,8 @@ use proxy_common::{
     reason::{self, Reason},
 };
 
-use super::{Group, Scene, WorldKind, scene::*};
 use crate::{
+    cases::{Group, Scene, WorldKind, scene::*},
     wire::{Endpoint, Segment},
     world::{Tables, Verdict, World},
 };
@@ -155,14 +155,14 @@ fn write_client(bytes: &mut [u8], end_of_address: usize, client: u32) {
 }
 
 /// Sends a client's packet, which must reach the backend.
-pub(super) fn from_client<W: Tables>(world: &World, packet: &[u8], client: u32) -> Result<()> {
+pub(crate) fn from_client<W: Tables>(world: &World, packet: &[u8], client: u32) -> Result<()> {
     let verdict = to_backend::<W>(world, packet, client)?;
     ensure!(verdict == Verdict::GoesOn, "{verdict:?}: the packet of client {client}");
     Ok(())
 }
 
 /// Sends a client's packet, which must reach the backend or be dropped.
-pub(super) fn to_backend<W: Tables>(world: &World, packet: &[u8], client: u32) -> Result<Verdict> {
+pub(crate) fn to_backend<W: Tables>(world: &World, packet: &[u8], client: u32) -> Result<Verdict> {
     let Offsets { source: _, destination, ports } = Offsets::of::<W>();
     let mut bytes = packet.to_vec();
     write_client(&mut bytes, destination, client);
@@ -177,12 +177,12 @@ pub(super) fn to_backend<W: Tables>(world: &World, packet: &[u8], client: u32) -
 }
 
 /// Sends the backend's answer, which must leave with `NODE_PORT` as its source.
-pub(super) fn to_client<W: Tables>(world: &World, packet: &[u8], client: u32) -> Result<()> {
+pub(crate) fn to_client<W: Tables>(world: &World, packet: &[u8], client: u32) -> Result<()> {
     is_from_frontend::<W>(world, packet, client, NODE_PORT)
 }
 
 /// Sends the backend's answer, which must leave with this frontend as its source.
-pub(super) fn is_from_frontend<W: Tables>(
+pub(crate) fn is_from_frontend<W: Tables>(
     world: &World,
     packet: &[u8],
     client: u32,

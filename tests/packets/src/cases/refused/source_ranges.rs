@@ -3,8 +3,8 @@
 use anyhow::{Result, ensure};
 use proxy_common::{layout::*, packet::TCP_ACK, reason::Reason};
 
-use super::{Group, Scene, scene::*};
 use crate::{
+    cases::{Group, Scene, scene::*},
     wire::{Endpoint, KnownAddress},
     world::Tables,
 };

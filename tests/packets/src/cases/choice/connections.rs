@@ -7,13 +7,9 @@ use proxy_common::{
     packet::{TCP_ACK, TCP_RST, TCP_SYN},
 };
 
-use super::{
-    Group, Scene,
-    affinity::{BOTH, met},
-    flows::close_from,
-    scene::*,
-};
+use super::affinity::{BOTH, met};
 use crate::{
+    cases::{Group, Scene, flows::close_from, scene::*},
     wire::{Endpoint, KnownAddress},
     world::Tables,
 };
@@ -25,7 +21,7 @@ const ELSEWHERE: u32 = BOTH[1].0;
 /// same one.
 const PORTS: std::ops::Range<u16> = 1_024..1_084;
 
-pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("by least connection goes where fewer are, by either role of interface", |s| {
         serve(s, FRONTEND_LEAST_CONNECTION)?;
         for (here, elsewhere) in [(7, 6), (1, 0), (0, 1), (1_000, 1_001)] {

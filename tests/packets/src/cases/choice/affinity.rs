@@ -3,8 +3,8 @@
 use anyhow::{Result, bail, ensure};
 use proxy_common::{layout::*, reason::Reason};
 
-use super::{Group, Scene, scene::*};
 use crate::{
+    cases::{Group, Scene, scene::*},
     wire::{Endpoint, KnownAddress, Segment},
     world::{Tables, Verdict},
 };
@@ -126,10 +126,10 @@ fn set_service<W: Tables>(
     s.world.set_service(id, Service { cluster: all, internal: all, external, flags, affinity_seconds })
 }
 
-pub(super) const BOTH: [(u32, Endpoint, bool); 2] = [(LOCAL_ID, LOCAL, true), (REMOTE_ID, REMOTE, false)];
+pub(crate) const BOTH: [(u32, Endpoint, bool); 2] = [(LOCAL_ID, LOCAL, true), (REMOTE_ID, REMOTE, false)];
 
 /// Returns the backends of the first packets that the client sends from these ports.
-pub(super) fn met<W: Tables>(
+pub(crate) fn met<W: Tables>(
     s: &mut Scene<W>,
     program: &str,
     to: Endpoint,

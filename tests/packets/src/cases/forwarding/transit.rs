@@ -13,13 +13,13 @@ use proxy_common::{
     reason::Reason,
 };
 
-use super::{BOTH, Group, WorldKind, scene::*};
 use crate::{
+    cases::{BOTH, Group, WorldKind, scene::*},
     wire::{Cut, Endpoint, Extra, KnownAddress, Segment},
     world::{Tables, Verdict, World},
 };
 
-pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("transit to a backend elsewhere and back", |s| {
         let (uplink, node) = opened_with_neighbours(s)?;
         let first = s.first(CLIENT, NODE_PORT);
@@ -215,10 +215,10 @@ pub(super) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-pub(super) type Tag = (u16, u16);
+pub(crate) type Tag = (u16, u16);
 
 /// Ethertype and id of each tag, the outer tag first.
-pub(super) const TAGS: [(&str, &[Tag]); 3] = [
+pub(crate) const TAGS: [(&str, &[Tag]); 3] = [
     ("a tag", &[(TAG_CUSTOMER, 10)]),
     ("a tag of 802.1ad", &[(TAG_SERVICE, 4_094)]),
     ("two tags", &[(TAG_SERVICE, 10), (TAG_CUSTOMER, 20)]),
@@ -247,7 +247,7 @@ fn with_tags<W: Tables>(s: &mut Scene<W>, tags: &'static [Tag]) -> Result<()> {
 }
 
 /// Returns the frame with these tags, each of which has a priority too.
-pub(super) fn tagged(frame: &[u8], tags: &[Tag]) -> Vec<u8> {
+pub(crate) fn tagged(frame: &[u8], tags: &[Tag]) -> Vec<u8> {
     const PRIORITY: u16 = 0xa000;
     let (ends, rest) = frame.split_at(12);
     let tags = tags.iter().flat_map(|(protocol, id)| [*protocol, PRIORITY | id]);
@@ -258,7 +258,7 @@ pub(super) fn tagged(frame: &[u8], tags: &[Tag]) -> Vec<u8> {
 pub(crate) struct Uplink {
     pub(crate) index: u32,
     /// Device of the tags, or the interface itself if there are none.
-    pub(super) device: &'static str,
+    pub(crate) device: &'static str,
     /// Tags that all frames of the uplink have.
     tags: &'static [Tag],
 }
@@ -269,14 +269,14 @@ const UPLINK: &str = "uplink";
 const TAGGED: &str = "tagged";
 // Link addresses that [`Segment`] uses.
 pub(crate) const OWN: &str = "02:00:00:00:00:01";
-pub(super) const NEXT_HOP: &str = "02:00:00:00:00:02";
+pub(crate) const NEXT_HOP: &str = "02:00:00:00:00:02";
 
 impl Uplink {
     pub(crate) fn new<W: Tables>(world: &mut World) -> Result<Self> {
         Self::with_tags::<W>(world, &[])
     }
 
-    pub(super) fn with_tags<W: Tables>(world: &mut World, tags: &'static [Tag]) -> Result<Self> {
+    pub(crate) fn with_tags<W: Tables>(world: &mut World, tags: &'static [Tag]) -> Result<Self> {
         let device = if tags.is_empty() { UPLINK } else { TAGGED };
         let node = address::<W>(KnownAddress::Node);
         let (version, address) = if node.is_ipv4() {
@@ -340,12 +340,12 @@ impl Uplink {
     }
 
     /// Expects the packet to leave as `becomes`, to the next hop.
-    pub(super) fn sends<W: Tables>(&self, s: &Scene<W>, packet: &Segment, becomes: &Segment) -> Result<()> {
+    pub(crate) fn sends<W: Tables>(&self, s: &Scene<W>, packet: &Segment, becomes: &Segment) -> Result<()> {
         self.sends_bytes(s, packet, &becomes.sent_back().bytes::<W>())
     }
 
     /// Expects the packet to leave as these bytes, to which the uplink's tags are added.
-    pub(super) fn sends_bytes<W: Tables>(
+    pub(crate) fn sends_bytes<W: Tables>(
         &self,
         s: &Scene<W>,
         packet: &Segment,
@@ -362,7 +362,7 @@ impl Uplink {
         Ok(())
     }
 
-    pub(super) fn passes<W: Tables>(&self, s: &Scene<W>, bytes: &[u8]) -> Result<()> {
+    pub(crate) fn passes<W: Tables>(&self, s: &Scene<W>, bytes: &[u8]) -> Result<()> {
         self.frame_passes(s, &tagged(bytes, self.tags))
     }
 
@@ -382,7 +382,7 @@ impl Drop for Uplink {
     }
 }
 
-pub(super) fn address<W: Tables>(place: KnownAddress) -> IpAddr {
+pub(crate) fn address<W: Tables>(place: KnownAddress) -> IpAddr {
     let address = W::address(place);
     let bytes: &[u8] = address.as_ref();
     match (<[u8; 4]>::try_from(bytes), <[u8; 16]>::try_from(bytes)) {
@@ -393,7 +393,7 @@ pub(super) fn address<W: Tables>(place: KnownAddress) -> IpAddr {
 }
 
 /// Sends the client's first packet through the stack. Returns its source at the backend.
-pub(super) fn opened<W: Tables>(s: &mut Scene<W>, uplink: &Uplink) -> Result<Endpoint> {
+pub(crate) fn opened<W: Tables>(s: &mut Scene<W>, uplink: &Uplink) -> Result<Endpoint> {
     let first = s.first(CLIENT, NODE_PORT);
     uplink.passes(s, &first.bytes::<W>())?;
     ensure!(s.flow_counts()? == (0, 0), "only the stack opens flows: {:?}", s.flow_counts()?);
@@ -404,7 +404,7 @@ pub(super) fn opened<W: Tables>(s: &mut Scene<W>, uplink: &Uplink) -> Result<End
     s.masqueraded(CLIENT)
 }
 
-pub(super) fn opened_with_neighbours<W: Tables>(s: &mut Scene<W>) -> Result<(Uplink, Endpoint)> {
+pub(crate) fn opened_with_neighbours<W: Tables>(s: &mut Scene<W>) -> Result<(Uplink, Endpoint)> {
     let uplink = Uplink::with_neighbours(s)?;
     s.node_port_elsewhere()?;
     let node = opened(s, &uplink)?;

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 
 use super::names::{self, SharedChain, Table};
 use crate::{
-    dataplane::{Host, own_rules},
+    dataplane::{Host, netfilter::rule_text, own_rules},
     leftovers::names::INVALID_DROPPED,
     mode::Mode,
     model::objects::IpFamily,
@@ -63,25 +63,11 @@ pub(super) fn count(counter: &str) -> String {
 
 impl BaseRules {
     pub(super) fn new(family: IpFamily, host: &Host, abilities: Abilities) -> Self {
-        let mark = 1_u32 << host.masquerade_bit;
         let chain = |table, name, rules: &[String]| BaseChain { table, name, rules: rules.to_vec() };
         let why = |text: &str| format!("-m comment --comment \"{text}\"");
         let random = if abilities.random_fully { " --random-fully" } else { "" };
         let traffic = why("kubernetes service traffic requiring SNAT");
-        let mut masquerading = vec![
-            format!("-m mark ! --mark {mark:#x}/{mark:#x} -j RETURN"),
-            // Otherwise a packet that comes by again, through a tunnel, would be masqueraded again.
-            format!("-j MARK --set-xmark {mark:#x}/0x0"),
-        ];
-        match host.masquerade_ports {
-            None => masquerading.push(format!("{traffic} -j MASQUERADE{random}")),
-            // MASQUERADE takes ports only in rules that name the protocol.
-            Some(ports) => {
-                masquerading.extend(["tcp", "udp", "sctp"].map(|protocol| {
-                    format!("-p {protocol} {traffic} -j MASQUERADE --to-ports {ports}{random}")
-                }))
-            }
-        }
+        let masquerading = rule_text::masquerade_marked(host, &format!("{traffic} "), random);
         let mut forwarding = Vec::new();
         if abilities.drop_invalid {
             // An invalid packet of a translated connection would reach the client untranslated, and
@@ -89,16 +75,11 @@ impl BaseRules {
             let counted = if abilities.counts_packets { count(INVALID_DROPPED) } else { String::new() };
             forwarding.push(format!("-m conntrack --ctstate INVALID {counted}-j DROP"));
         }
-        forwarding.push(format!(
-            "{} -m mark --mark {mark:#x}/{mark:#x} -j ACCEPT",
-            why("kubernetes forwarding rules")
-        ));
-        forwarding.push(format!(
-            "{} -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT",
-            why("kubernetes forwarding conntrack rule")
-        ));
+        let [marked, known] = ["kubernetes forwarding rules", "kubernetes forwarding conntrack rule"]
+            .map(|text| format!("{} ", why(text)));
+        forwarding.extend(rule_text::forward(host, [&marked, &known]));
         let mut chains = vec![
-            chain(Table::Nat, names::MARK_MASQUERADE, &[format!("-j MARK --set-xmark {mark:#x}/{mark:#x}")]),
+            chain(Table::Nat, names::MARK_MASQUERADE, &[rule_text::set_fwmark(host)]),
             chain(Table::Nat, names::POSTROUTING, &masquerading),
             chain(Table::Filter, names::FORWARD, &forwarding),
         ];

@@ -14,8 +14,8 @@ use super::{
 };
 use crate::{
     dataplane::{
-        Host, LocalTraffic,
-        netfilter::{ClientPolicy, EndpointSet, Masquerade, Outcome, PortPolicy},
+        Host,
+        netfilter::{ClientPolicy, EndpointSet, Masquerade, Outcome, PortPolicy, rule_text},
     },
     leftovers::names::LOCALHOST_ACCEPTED,
     model::{
@@ -52,7 +52,6 @@ impl PortRules {
 pub(super) struct PortSettings {
     /// A match for packets of pods. `None`: pods cannot be distinguished from other clients.
     from_pods: Option<String>,
-    not_from_pods: Option<String>,
     /// The part of the host that [`PortPolicy`] reads.
     host: Host,
     /// Addresses of the node. If a source range contains one, the node itself is let in.
@@ -65,23 +64,9 @@ pub(super) struct PortSettings {
 
 impl PortSettings {
     pub(super) fn new(family: IpFamily, host: &Host, abilities: Abilities, endpoint_comments: bool) -> Self {
-        let (from_pods, not_from_pods) = match &host.local_traffic {
-            LocalTraffic::FromCidrs(cidrs) => {
-                let own = cidrs.iter().find(|cidr| IpFamily::of(cidr.addr()) == family);
-                (
-                    own.map(|cidr| format!("-s {}", cidr.trunc())),
-                    own.map(|cidr| format!("! -s {}", cidr.trunc())),
-                )
-            }
-            LocalTraffic::FromBridge(name) => (Some(format!("-i {name}")), Some(format!("! -i {name}"))),
-            LocalTraffic::FromInterfacePrefix(prefix) => {
-                (Some(format!("-i {prefix}+")), Some(format!("! -i {prefix}+")))
-            }
-        };
         let is_own = |address: &&IpAddr| IpFamily::of(**address) == family;
         Self {
-            from_pods,
-            not_from_pods,
+            from_pods: rule_text::from_pods(host, family),
             // Only the fields that the policy reads are kept, so that other changes of the node do
             // not change the rules.
             host: Host {
@@ -182,19 +167,17 @@ impl PortRenderer<'_> {
         }
         let (why, verdict) = match clients.outcome {
             Outcome::Balance(_) => return,
-            Outcome::Reject => (" has no endpoints", "REJECT --reject-with "),
-            Outcome::Drop => (" has no local endpoints", "DROP"),
-        };
-        let how = match (clients.outcome, self.port.name.family) {
-            (Outcome::Reject, IpFamily::Ipv4) => "icmp-port-unreachable",
-            (Outcome::Reject, IpFamily::Ipv6) => "icmp6-port-unreachable",
-            _ => "",
+            Outcome::Reject => {
+                let how = rule_text::port_unreachable(self.port.name.family);
+                (" has no endpoints", format!("REJECT --reject-with {how}"))
+            }
+            Outcome::Drop => (" has no local endpoints", "DROP".to_owned()),
         };
         let mut matches = self.destination(frontend, &self.comment(why));
         if frontend.kind == FrontendKind::NodePort {
             matches = matches.replacen(" -m comment", " -m addrtype --dst-type LOCAL -m comment", 1);
         }
-        rules.push((refused, format!("{matches} -j {verdict}{how}")));
+        rules.push((refused, format!("{matches} -j {verdict}")));
     }
 
     fn is_external(&self) -> bool {
@@ -270,10 +253,10 @@ impl PortRenderer<'_> {
         if self.is_local(internal) != self.is_local(set) {
             return Vec::new();
         }
-        let who = match (self.policy.internal.masquerade, &self.settings.not_from_pods) {
+        let who = match (self.policy.internal.masquerade, &self.settings.from_pods) {
             (Masquerade::Nobody, _) | (Masquerade::AllButPods, None) => return Vec::new(),
-            (Masquerade::AllButPods, Some(clients)) => clients.as_str(),
-            (Masquerade::Everybody, _) => "",
+            (Masquerade::AllButPods, Some(pods)) => format!("! {pods}"),
+            (Masquerade::Everybody, _) => String::new(),
         };
         let cluster_ips = self.port.frontends.iter().filter(|one| one.kind == FrontendKind::ClusterIp);
         let rule = |frontend: &Frontend| {

@@ -6,16 +6,18 @@
 
 use super::sets::{Set, SetRole};
 use crate::{
-    config::PortRange,
     dataplane::{
-        Host, LocalTraffic,
-        netfilter::chains::{Chains, Jump},
+        Host,
+        netfilter::{
+            chains::{Chains, Jump},
+            rule_text::{self, masquerade, masquerade_marked},
+        },
         own_rules,
     },
     leftovers::names,
     mode::Mode,
     model::objects::{IpFamily, Protocol},
-    sys::ipvs::VirtualSocket,
+    sys::{ipvs::VirtualSocket, xtables::saved::SavedLine},
 };
 
 pub(super) const JUMPS: [Jump; 9] = [
@@ -45,13 +47,12 @@ pub(super) fn chains(
     let name = |role| Set { role, family }.name();
     let matches = |role, fields: &str| format!("-m set --match-set {} {fields}", name(role));
     let socket = |role| matches(role, "dst,dst");
-    let mark = format!("{:#x}", 1_u64 << host.masquerade_bit);
     let mut chains = Chains::new();
     let mut add = |table, chain, rules: Vec<String>| chains.insert((table, chain), rules);
 
-    let (loopback, unreachable) = match family {
-        IpFamily::Ipv4 => ("127.0.0.0/8", "icmp-port-unreachable"),
-        IpFamily::Ipv6 => ("::1/128", "icmp6-port-unreachable"),
+    let loopback = match family {
+        IpFamily::Ipv4 => "127.0.0.0/8",
+        IpFamily::Ipv6 => "::1/128",
     };
     // These rules are written only if needed: they ask more of the kernel than all others
     // (CONFIG_NETFILTER_XT_MATCH_PHYSDEV).
@@ -97,23 +98,13 @@ pub(super) fn chains(
     });
     add("nat", "KUBE-NODE-PORT", node_ports.collect());
     let hairpin = format!("{} ", matches(SetRole::Hairpin, "dst,dst,src"));
-    let mut postrouting = masquerading(&hairpin, "", host.masquerade_ports);
-    postrouting.push(format!("-m mark ! --mark {mark}/{mark} -j RETURN"));
-    // Otherwise a packet that comes by again would be masqueraded again.
-    postrouting.push(format!("-j MARK --set-xmark {mark}/0x0"));
+    let mut postrouting = masquerade(host, &hairpin, "");
     // The option `--random-fully` needs iptables 1.6.2.
-    postrouting.extend(masquerading("", " --random-fully", host.masquerade_ports));
+    postrouting.extend(masquerade_marked(host, "", " --random-fully"));
     add("nat", names::POSTROUTING, postrouting);
-    add("nat", names::MARK_MASQUERADE, vec![format!("-j MARK --set-xmark {mark}/{mark}")]);
+    add("nat", names::MARK_MASQUERADE, vec![rule_text::set_fwmark(host)]);
 
-    add(
-        "filter",
-        names::FORWARD,
-        vec![
-            format!("-m mark --mark {mark}/{mark} -j ACCEPT"),
-            "-m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT".to_owned(),
-        ],
-    );
+    add("filter", names::FORWARD, rule_text::forward(host, ["", ""]).into());
     let health_check = matches(SetRole::HealthCheckPort, "dst");
     add("filter", "KUBE-NODE-PORT", vec![format!("{health_check} -j ACCEPT")]);
     let restricted = socket(SetRole::LoadBalancerRestricted);
@@ -127,6 +118,7 @@ pub(super) fn chains(
     let mut filter: Vec<_> = SetRole::FRONTENDS.map(|role| format!("{} -j RETURN", socket(role))).into();
     filter.push(format!("{health_check} -j RETURN"));
     let addresses = matches(SetRole::DeviceAddresses, "dst");
+    let unreachable = rule_text::port_unreachable(family);
     filter.push(format!("-m conntrack --ctstate NEW {addresses} -j REJECT --reject-with {unreachable}"));
     add("filter", "KUBE-IPVS-FILTER", filter);
     // The node's own connections to an address of the device have that address as their source.
@@ -154,16 +146,12 @@ pub(super) fn own_chains(chains: &Chains) -> Chains {
 pub(super) fn another_mode_serves(nat: &str) -> bool {
     let is_anothers =
         |chain| names::writes(Mode::Iptables, "nat", chain) && !names::writes(Mode::Ipvs, "nat", chain);
-    let rules = nat.lines().filter_map(|line| line.strip_prefix("-A KUBE-SERVICES "));
-    rules.filter_map(|rule| rule.rsplit_once("-j ")).any(|(_, target)| is_anothers(target))
-}
-
-/// Returns rules that masquerade packets to these ports, as in mode iptables.
-fn masquerading(matches: &str, option: &str, ports: Option<PortRange>) -> Vec<String> {
-    let Some(ports) = ports else { return vec![format!("{matches}-j MASQUERADE{option}")] };
-    // MASQUERADE takes ports only in rules that name the protocol.
-    let rule = |protocol| format!("-p {protocol} {matches}-j MASQUERADE --to-ports {ports}{option}");
-    ["tcp", "udp", "sctp"].map(rule).into()
+    nat.lines().any(|line| match SavedLine::parse(line) {
+        SavedLine::Rule { chain: "KUBE-SERVICES", rule } => {
+            rule.rsplit_once("-j ").is_some_and(|(_, target)| is_anothers(target))
+        }
+        SavedLine::Rule { .. } | SavedLine::Chain { .. } | SavedLine::Table(_) | SavedLine::Other => false,
+    })
 }
 
 /// Returns the rule that says which clients of ClusterIPs are masqueraded.
@@ -175,16 +163,8 @@ fn cluster_ip_rule(family: IpFamily, host: &Host) -> String {
     if host.masquerade_all {
         return rule("", "dst,dst");
     }
-    let others = match &host.local_traffic {
-        LocalTraffic::FromCidrs(cidrs) => {
-            let cidr = cidrs.iter().find(|cidr| IpFamily::of(cidr.addr()) == family);
-            cidr.map(|cidr| format!("! -s {} ", cidr.trunc()))
-        }
-        LocalTraffic::FromBridge(bridge) => Some(format!("! -i {bridge} ")),
-        LocalTraffic::FromInterfacePrefix(prefix) => Some(format!("! -i {prefix}+ ")),
-    };
-    match others {
-        Some(others) => rule(&others, "dst,dst"),
+    match rule_text::from_pods(host, family) {
+        Some(pods) => rule(&format!("! {pods} "), "dst,dst"),
         // The node's own connections to a ClusterIP have that address as their source, because the
         // node has it.
         None => rule("", "src,dst"),

@@ -12,7 +12,10 @@ use crate::{
     model::objects::IpFamily,
     sys::{
         has_ipv6,
-        xtables::{Backend, ToolError, Tools, saved::digest},
+        xtables::{
+            Backend, ToolError, Tools,
+            saved::{SavedLine, digest},
+        },
     },
 };
 
@@ -57,11 +60,16 @@ pub(in crate::dataplane) fn restoration(
     jumps: &[Jump],
     saved: &str,
 ) -> Option<String> {
-    let there: BTreeSet<&str> =
-        saved.lines().filter_map(|line| line.strip_prefix(':')?.split(' ').next()).collect();
+    let mut there: BTreeSet<&str> = BTreeSet::new();
     let mut rules_there: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
-    for (chain, rule) in saved.lines().filter_map(|line| line.strip_prefix("-A ")?.split_once(' ')) {
-        rules_there.entry(chain).or_default().push(rule);
+    for line in saved.lines().map(SavedLine::parse) {
+        match line {
+            SavedLine::Chain { name, .. } => {
+                there.insert(name);
+            }
+            SavedLine::Rule { chain, rule } => rules_there.entry(chain).or_default().push(rule),
+            SavedLine::Table(_) | SavedLine::Other => {}
+        }
     }
     let found = |chain: &str| rules_there.get(chain).map(Vec::as_slice).unwrap_or_default();
     let (mut declared, mut rules) = (String::new(), String::new());

@@ -7,6 +7,7 @@ pub(super) mod health_checks;
 pub(super) mod metrics;
 mod policy;
 pub(super) mod requirements;
+pub(super) mod rule_text;
 
 use crate::{model::objects::IpFamily, sys::nftables::TableFamily};
 

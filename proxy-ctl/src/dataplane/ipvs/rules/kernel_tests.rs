@@ -7,7 +7,7 @@ use rstest::rstest;
 use super::*;
 use crate::{
     config::PortRange,
-    dataplane::{Removed, ipvs::sets::Set, netfilter::chains::FamilyChains},
+    dataplane::{LocalTraffic, Removed, ipvs::sets::Set, netfilter::chains::FamilyChains},
     sys::{
         ipvs::{Ipvs, VirtualSocket},
         namespace_lock::{NamespaceAttempt, NamespaceLock},

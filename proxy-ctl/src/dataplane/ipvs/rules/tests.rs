@@ -3,7 +3,11 @@ use std::iter;
 use rstest::rstest;
 
 use super::*;
-use crate::{config::PortRange, dataplane::netfilter::chains::restoration, leftovers::names};
+use crate::{
+    config::PortRange,
+    dataplane::{LocalTraffic, netfilter::chains::restoration},
+    leftovers::names,
+};
 
 fn chains_of(family: IpFamily, host: &Host) -> Chains {
     chains(family, host, iter::empty(), |_| true)

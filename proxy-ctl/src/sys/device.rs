@@ -2,13 +2,13 @@
 
 use std::{collections::BTreeSet, fs, io};
 
-use libc::{IFLA_INFO_KIND, IFLA_LINKINFO, IFLA_MTU, IFLA_QDISC, RTM_GETLINK};
-use netlink_sys::protocols::NETLINK_ROUTE;
+use libc::{IFLA_INFO_KIND, IFLA_LINKINFO, IFLA_MTU, IFLA_QDISC};
 
 use super::{
     CallError,
     generic_netlink::{GenericFamily, HEADER, header},
-    netlink::{Attributes, Messages, NLM_F_ACK, NetlinkSocket, word},
+    link,
+    netlink::{Attributes, Messages, NLM_F_ACK, word},
     tc::{Direction, has_filters, tcx_program_ids},
     veth::{self, PeerChecksums},
 };
@@ -66,7 +66,7 @@ impl XdpFeatures {
 pub fn facts(index: u32, name: &str) -> DeviceFacts {
     let mut facts = DeviceFacts { page: page(), ..DeviceFacts::default() };
     let asked = [
-        link(index, &mut facts),
+        of_link(index, &mut facts),
         filters(index, &mut facts),
         ethtool(index, &mut facts),
         netdev(index, &mut facts),
@@ -132,25 +132,15 @@ fn driver(name: &str) -> Option<String> {
     Some(driver.file_name()?.to_str()?.to_owned())
 }
 
-fn link(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {
-    /// The length of `ifinfomsg`.
-    const HEADER: usize = 16;
-    let mut header = [0; HEADER];
-    header[4..8].copy_from_slice(&index.to_ne_bytes());
-    let mut request = Messages::default();
-    request.begin(RTM_GETLINK, NLM_F_ACK, &header);
-    let answered = NetlinkSocket::open(NETLINK_ROUTE).and_then(|connection| {
-        connection.request(&request, |_, body| {
-            let attributes = Attributes(body.get(HEADER..).unwrap_or_default());
-            facts.mtu = attributes.get(IFLA_MTU).and_then(|mtu| word(mtu, 0));
-            let kind = attributes.nested(IFLA_LINKINFO).and_then(|info| info.text(IFLA_INFO_KIND));
-            facts.driver = kind.map(str::to_owned);
-            // A device that is down has the discipline noop.
-            let discipline = attributes.text(IFLA_QDISC).filter(|kind| !["noqueue", "noop"].contains(kind));
-            facts.discipline = discipline.map(str::to_owned);
-        })
-    });
-    answered.map_err(CallError::of("netlink RTM_GETLINK"))
+fn of_link(index: u32, facts: &mut DeviceFacts) -> Result<(), CallError> {
+    link::ask(index, |attributes| {
+        facts.mtu = attributes.get(IFLA_MTU).and_then(|mtu| word(mtu, 0));
+        let kind = attributes.nested(IFLA_LINKINFO).and_then(|info| info.text(IFLA_INFO_KIND));
+        facts.driver = kind.map(str::to_owned);
+        // A device that is down has the discipline noop.
+        let discipline = attributes.text(IFLA_QDISC).filter(|kind| !["noqueue", "noop"].contains(kind));
+        facts.discipline = discipline.map(str::to_owned);
+    })
 }
 
 fn programs(index: u32) -> Option<usize> {
@@ -233,7 +223,6 @@ mod tests {
     use nix::sched::{CloneFlags, unshare};
 
     use super::*;
-    use crate::sys::link;
 
     fn run(program: &str, arguments: &str) {
         let status = Command::new(program).args(arguments.split(' ')).status().unwrap();

@@ -7,7 +7,7 @@ use std::{
 
 use libc::{
     IFA_ADDRESS, IFA_CACHEINFO, IFA_LOCAL, IFLA_IFNAME, IFLA_INFO_KIND, IFLA_LINKINFO, IFLA_XDP, RTM_DELADDR,
-    RTM_DELLINK, RTM_GETADDR, RTM_NEWADDR, RTM_NEWLINK, RTM_SETLINK,
+    RTM_DELLINK, RTM_GETADDR, RTM_GETLINK, RTM_NEWADDR, RTM_NEWLINK, RTM_SETLINK,
 };
 use netlink_sys::protocols::NETLINK_ROUTE;
 use nix::{errno::Errno, net::if_::if_nametoindex};
@@ -26,6 +26,14 @@ const ANY_ADDRESS: [u8; 8] = [0; 8];
 const FOREVER: u32 = u32::MAX;
 /// An `ifinfomsg` that leaves it to an attribute to name the interface.
 const HEADER: [u8; 16] = [0; 16];
+
+/// Returns an `ifinfomsg` that names an interface.
+fn header(interface: u32) -> [u8; HEADER.len()] {
+    let mut header = HEADER;
+    header[4..8].copy_from_slice(&interface.to_ne_bytes());
+    header
+}
+
 /// The flag that turns off duplicate address detection: no other node is asked whether it has the
 /// address.
 const IFA_F_NODAD: u8 = 2;
@@ -38,6 +46,16 @@ pub fn index(name: &str) -> Result<Option<u32>, CallError> {
         Err(Errno::ENODEV) => Ok(None),
         Err(error) => Err(CallError::new("if_nametoindex", error.into())),
     }
+}
+
+/// Gives `take` what the kernel tells of an interface.
+pub(super) fn ask(interface: u32, mut take: impl FnMut(Attributes<'_>)) -> Result<(), CallError> {
+    let mut request = Messages::default();
+    request.begin(RTM_GETLINK, NLM_F_ACK, &header(interface));
+    let take = |_, body: &[u8]| take(Attributes(body.get(HEADER.len()..).unwrap_or_default()));
+    let answered =
+        NetlinkSocket::open(NETLINK_ROUTE).and_then(|connection| connection.request(&request, take));
+    answered.map_err(CallError::of("netlink RTM_GETLINK"))
 }
 
 /// An address that an interface has.
@@ -128,8 +146,7 @@ pub fn words_against_xdp(
     const XDP_FLAGS_REPLACE: u32 = 1 << 4;
     const NONE: i32 = -1;
     let program = program.as_raw_fd();
-    let mut header = HEADER;
-    header[4..8].copy_from_slice(&interface.to_ne_bytes());
+    let header = header(interface);
     let set = |program: i32, flags: u32, expected: Option<i32>| {
         let mut request = Messages::default();
         request.begin(RTM_SETLINK, NLM_F_ACK, &header).nested(IFLA_XDP, |xdp| {

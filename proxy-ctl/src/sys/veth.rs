@@ -6,11 +6,11 @@
 
 use std::{collections::BTreeSet, io, os::fd::AsRawFd as _, thread};
 
-use libc::{IFLA_LINK, RTM_GETLINK, RTM_GETNSID};
+use libc::{IFLA_LINK, RTM_GETNSID};
 use netlink_sys::protocols::NETLINK_ROUTE;
 
 use super::{
-    CallError, device,
+    CallError, device, link,
     netlink::{Attributes, Messages, NLM_F_ACK, NetlinkSocket, word},
     network_namespaces::{NetworkNamespace, mounted},
 };
@@ -66,25 +66,15 @@ fn checksums_of(index: u32) -> Result<PeerChecksums, CallError> {
 }
 
 fn peer(index: u32) -> Result<Peer, CallError> {
-    /// The length of `ifinfomsg`.
-    const HEADER: usize = 16;
     const IFLA_LINK_NETNSID: u16 = 37;
-    let mut header = [0; HEADER];
-    header[4..8].copy_from_slice(&index.to_ne_bytes());
-    let mut request = Messages::default();
-    request.begin(RTM_GETLINK, NLM_F_ACK, &header);
     let mut peer = Peer::default();
-    let asked = NetlinkSocket::open(NETLINK_ROUTE).and_then(|connection| {
-        connection.request(&request, |_, body| {
-            let attributes = Attributes(body.get(HEADER..).unwrap_or_default());
-            let number = |kind| attributes.get(kind).and_then(|value| word(value, 0));
-            peer = Peer {
-                index: number(IFLA_LINK).unwrap_or_default(),
-                namespace: number(IFLA_LINK_NETNSID).map(u32::cast_signed),
-            };
-        })
-    });
-    asked.map_err(CallError::of("netlink RTM_GETLINK"))?;
+    link::ask(index, |attributes| {
+        let number = |kind| attributes.get(kind).and_then(|value| word(value, 0));
+        peer = Peer {
+            index: number(IFLA_LINK).unwrap_or_default(),
+            namespace: number(IFLA_LINK_NETNSID).map(u32::cast_signed),
+        };
+    })?;
     Ok(peer)
 }
 

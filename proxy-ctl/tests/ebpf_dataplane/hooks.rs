@@ -206,7 +206,7 @@ fn devices_without_an_ethernet_header_get_programs_of_their_own() {
 
 /// Attaches programs of others until the hook takes no more, which Linux 6.18 refuses with ERANGE
 /// after 63. Returns `None`, and says that the test is skipped, if the kernel has no tcx.
-fn fill(interface: u32, hook: bpf_attach_type) -> Option<Vec<OwnedFd>> {
+pub fn fill(interface: u32, hook: bpf_attach_type) -> Option<Vec<OwnedFd>> {
     let mut links = Vec::new();
     loop {
         match bpf::link_tcx(packet_program(0).as_fd(), interface, hook) {

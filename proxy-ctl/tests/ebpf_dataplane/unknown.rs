@@ -1,13 +1,18 @@
 //! When the programs answer segments of connections that no table knows, and at which addresses.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
+use aya_obj::generated::bpf_attach_type;
 use proxy_common::{
     flow::frontend_address_bit,
-    layout::{FLOW_OF_NETFILTER, FRONTEND_ADDRESS_WORDS, Flow, FlowKey, Settings},
+    layout::{FLOW_OF_NETFILTER, FRONTEND_ADDRESS_WORDS, Flow, FlowKey, Lease, Settings},
 };
 use proxy_ctl::{
-    dataplane::{Dataplane, Host, ebpf::EbpfDataplane},
+    dataplane::{Dataplane, Host, Role, ebpf::EbpfDataplane},
     model::desired::{Changes, DesiredPort},
     sys::clock,
 };
@@ -15,6 +20,7 @@ use rstest::rstest;
 
 use super::{
     desired::{change, endpoint, port, shared, with_node_port},
+    hooks::{fill, host, veth},
     sandbox::{Sandbox, TakeHost as _},
 };
 
@@ -131,6 +137,64 @@ fn segments_are_answered_again_once_the_other_mode_has_ended() {
     dataplane.share_frontends(false).unwrap();
     assert!(!answers(&sandbox), "what it has left is not known");
     collect(&mut dataplane, UNTIL_ANSWERS);
+    assert!(answers(&sandbox));
+}
+
+/// While there is no lease, the programs pass all packets, and rules of others may take them.
+#[test]
+fn segments_are_not_answered_after_a_lease_has_ended() {
+    let Some(mut sandbox) = Sandbox::new() else { return };
+    sandbox.config.withdraw_after = Duration::from_hours(1);
+    let end = |sandbox: &Sandbox| sandbox.map::<u32, Lease>("lease").set(&0, &Lease { end: 1 }).unwrap();
+    let has_ended = |sandbox: &Sandbox| sandbox.snapshot().lease == Some(Duration::ZERO);
+    let mut dataplane = serving(&sandbox);
+    for renew in [EbpfDataplane::renew_lease, EbpfDataplane::collect_garbage] {
+        assert!(answers(&sandbox));
+        end(&sandbox);
+        renew(&mut dataplane).unwrap();
+        assert!(!has_ended(&sandbox) && !answers(&sandbox));
+        collect(&mut dataplane, UNTIL_ANSWERS);
+    }
+    // A predecessor's lease has ended, and it takes long until everything is listed.
+    drop(dataplane);
+    end(&sandbox);
+    let mut dataplane = sandbox.open();
+    dataplane.take_host(&Host::default()).unwrap();
+    collect(&mut dataplane, UNTIL_ANSWERS);
+    assert!(has_ended(&sandbox));
+    dataplane.resync(&web("10.96.0.1")).unwrap();
+    collect(&mut dataplane, 1);
+    assert!(!has_ended(&sandbox) && !answers(&sandbox), "what others have opened is not listed");
+    collect(&mut dataplane, UNTIL_ANSWERS);
+    assert!(answers(&sandbox));
+}
+
+/// Rules of others may serve the clients that come by an uplink without programs.
+#[test]
+fn segments_are_not_answered_while_an_uplink_has_no_programs() {
+    let Some(sandbox) = Sandbox::new() else { return };
+    veth("dpa");
+    let full = veth("dpb");
+    let Some(foreign) = fill(full, bpf_attach_type::BPF_TCX_INGRESS) else { return };
+    let mut dataplane = serving(&sandbox);
+    dataplane.take_host(&host(&[("dpa", Role::Uplink)])).unwrap();
+    dataplane.collect_garbage().unwrap();
+    assert!(answers(&sandbox), "this uplink takes programs");
+    dataplane.take_host(&host(&[("dpa", Role::Uplink), ("dpb", Role::Uplink)])).unwrap_err();
+    for _ in 0..UNTIL_ANSWERS {
+        // An inspection fails as long as the uplink takes no program.
+        let _failed = dataplane.collect_garbage();
+        assert!(!answers(&sandbox));
+    }
+    drop(foreign);
+    // The kernel detaches links of others in the background.
+    let deadline = Instant::now() + Duration::from_secs(60);
+    while dataplane.take_host(&host(&[("dpa", Role::Uplink), ("dpb", Role::Uplink)])).is_err() {
+        assert!(Instant::now() < deadline, "the uplink takes no programs");
+    }
+    collect(&mut dataplane, 60);
+    assert!(!answers(&sandbox), "a connection of others may be in its handshake");
+    collect(&mut dataplane, UNTIL_ANSWERS - 60);
     assert!(answers(&sandbox));
 }
 

@@ -270,6 +270,11 @@ impl Hooks {
         self.settling.waiting().next().is_some()
     }
 
+    /// Returns true if the last attempt to attach to some interface has failed.
+    pub(super) fn have_failed(&self) -> bool {
+        !self.failed_last.is_empty()
+    }
+
     /// Returns true if the interface waits for [`attach_settled`](Self::attach_settled). An
     /// interface that has an ingress qdisc does not wait: either that is clsact, or nothing can be
     /// attached.
@@ -305,6 +310,7 @@ impl Hooks {
                 return changed;
             }
             Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {
+                self.failed_last.remove(&index);
                 tracing::debug!(interface = interface.name, "interface vanished while being attached");
             }
             Err(error) if interface.role == Role::Workload && is_refused(&error) => {

@@ -42,6 +42,17 @@ impl LeaseRenewal {
         Ok(renewal)
     }
 
+    /// Returns true if the lease has ended since this process renewed it last, as when the process
+    /// was suspended. It is due then.
+    pub(super) fn has_lapsed(&mut self, table: &Table<u32, Lease>) -> Result<bool, Error> {
+        let has_lapsed =
+            self.next.is_some() && table.get(&0)?.unwrap_or_default().has_ended(clock::since_boot());
+        if has_lapsed {
+            self.next = Some(0);
+        }
+        Ok(has_lapsed)
+    }
+
     /// Renews the lease if it is time for that. Called about once a second.
     pub(super) fn renew(&mut self, table: &Table<u32, Lease>) -> Result<(), Error> {
         let now = clock::since_boot();
@@ -54,14 +65,14 @@ impl LeaseRenewal {
     }
 
     /// Renews a lease that had ended before this process started, so that the programs translate
-    /// again. Called once the maps hold what is desired.
-    pub(super) fn resume(&mut self, table: &Table<u32, Lease>) -> Result<(), Error> {
+    /// again. Returns true if it had ended. Called once the maps hold what is desired.
+    pub(super) fn resume(&mut self, table: &Table<u32, Lease>) -> Result<bool, Error> {
         if self.next.is_some() || self.withdraw_after.is_zero() {
-            return Ok(());
+            return Ok(false);
         }
         self.next = Some(0);
         self.renew(table)?;
         tracing::info!("the lease had ended before this start; services are served again");
-        Ok(())
+        Ok(true)
     }
 }

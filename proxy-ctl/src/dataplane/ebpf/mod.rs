@@ -561,7 +561,7 @@ impl EbpfDataplane {
 
     /// Lists the connections of netfilter once more when their last handshakes have ended.
     fn list_netfilters_after_handshakes(&mut self) {
-        if self.hooks.has_waiting() {
+        if self.hooks.has_waiting() || self.hooks.have_failed() {
             self.note_netfilter();
         }
         self.since_netfilter = self.since_netfilter.saturating_add(1);
@@ -819,9 +819,19 @@ impl EbpfDataplane {
 
     fn go_on_after_growth(&mut self, failures: &mut Failures) {
         self.let_tables_grow();
-        if let Err(error) = self.lease.renew(&self.shared.tables.lease) {
-            failures.add("lease", error);
+        failures.see("lease", self.keep_lease());
+    }
+
+    /// Renews the lease if it is time for that. If it has ended before, packets have passed, and
+    /// rules of others may have opened connections.
+    fn keep_lease(&mut self) -> Result<(), Error> {
+        if self.lease.has_lapsed(&self.shared.tables.lease)? {
+            tracing::warn!(
+                "the lease of ebpf.withdrawAfter had ended, so that nothing was served; it is renewed now"
+            );
+            self.keep_netfilter_ports();
         }
+        self.lease.renew(&self.shared.tables.lease)
     }
 
     fn write_service_cidrs(&mut self, applied: &mut Applied, failures: &mut Failures) {
@@ -1040,8 +1050,10 @@ impl Dataplane for EbpfDataplane {
         self.v6.tables.slots.forget();
         // The lease is resumed even if something could not be written, because the other service
         // ports are served as desired.
-        if let Err(error) = self.lease.resume(&self.shared.tables.lease) {
-            failures.add("lease", error);
+        match self.lease.resume(&self.shared.tables.lease) {
+            Ok(true) => self.keep_netfilter_ports(),
+            Ok(false) => {}
+            Err(error) => failures.add("lease", error),
         }
         failures.into_result()?;
         Ok(applied)
@@ -1093,13 +1105,13 @@ impl Dataplane for EbpfDataplane {
     }
 
     fn renew_lease(&mut self) -> Result<(), super::Error> {
-        Ok(self.lease.renew(&self.shared.tables.lease)?)
+        Ok(self.keep_lease()?)
     }
 
     /// Does what is due about once a second. If one step fails, the others are still done.
     fn collect_garbage(&mut self) -> Result<(), super::Error> {
         let (mut applied, mut failures): (Applied, Failures) = Default::default();
-        failures.see("lease", self.lease.renew(&self.shared.tables.lease));
+        failures.see("lease", self.keep_lease());
         failures.see("retired elements", self.free_retired());
         self.prepare(&mut failures);
         self.publish_waiting(&mut applied, &mut failures);

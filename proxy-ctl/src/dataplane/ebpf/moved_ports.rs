@@ -6,6 +6,9 @@
 //!
 //! A generation lasts until each flow map has been walked through. The walk sets the port again of
 //! each such flow that it meets.
+//!
+//! A version before generations, which was never released, sets ports to 1. If it has served in
+//! between, such a port does not count before a walk has met its flow.
 
 use std::collections::HashSet;
 

@@ -1256,16 +1256,17 @@ pub struct IcmpErrorCount {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 #[repr(u32)]
 pub enum IcmpBudget {
+    /// ICMP errors that refuse a packet.
     Refusals = 0,
     TooBig = 1,
-    /// RSTs that answer segments of connections which no map knows.
+    /// RSTs that refuse a SYN, or a segment of a connection which no map knows.
     Resets = 2,
 }
 
 /// The largest number of ICMP errors that each CPU sends in a second for each budget. There is a
 /// limit, like the kernel's net.ipv4.icmp_msgs_per_sec, because the addressees may be forged.
 pub const ICMP_ERRORS_PER_SECOND: u64 = 1_000;
-/// The largest number of segments of unknown connections that each CPU answers in a second.
+/// The largest number of segments that each CPU answers by a RST in a second.
 ///
 /// These answers take about a hundredth of the CPU, and the clients of an address that moves learn
 /// it within seconds.

@@ -52,7 +52,8 @@ pub(crate) enum AnswerPath {
 // Not inlined: it would need stack on the way of each packet.
 #[inline(never)]
 pub(crate) fn refuse<F: Refuse>(skb: *mut __sk_buff, packet: &Packet<F::Address>, path: AnswerPath) -> i64 {
-    if !is_answered_by_reset(packet) && !is_due(IcmpBudget::Refusals) {
+    let budget = if is_answered_by_reset(packet) { IcmpBudget::Resets } else { IcmpBudget::Refusals };
+    if !is_due(budget) {
         return LIMITED;
     }
     match turn_into_refusal::<F>(&TcContext::new(skb), packet, path) {
@@ -67,12 +68,13 @@ fn is_answered_by_reset<A: Address>(packet: &Packet<A>) -> bool {
     packet.is_tcp() && packet.fragment.part == Part::Whole
 }
 
-/// Answered by [`refuse`] where no more ICMP errors are sent in this second. No error number of a helper.
+/// What [`refuse`] returns if no more such answers are sent in this second. It is no error number
+/// of a helper.
 pub(crate) const LIMITED: i64 = i64::MIN;
 
 /// Returns true if the budget has room for an answer in this second.
 #[inline(always)]
-pub(crate) fn is_due(budget: IcmpBudget) -> bool {
+fn is_due(budget: IcmpBudget) -> bool {
     let Some(count) = maps::icmp_errors.get_ptr_mut(budget as u32) else { return false };
     // SAFETY: no arguments; since 5.8.
     let second = unsafe { bpf_ktime_get_boot_ns() } / 1_000_000_000;

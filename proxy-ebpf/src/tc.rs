@@ -7,7 +7,7 @@ use aya_ebpf::{
 use proxy_common::{
     family::{V4, V6},
     flow::{self, FlowTables, Scratch},
-    layout::{INTERFACE_OF_BRIDGE, INTERFACE_OF_UPLINK, IcmpBudget},
+    layout::{INTERFACE_OF_BRIDGE, INTERFACE_OF_UPLINK},
     packet::{self, Action, Network, Packet, Rewrite, Then, Tunnel as _, parse, rewrite_headers},
     reason::{Reason, Verdict},
     select::Origin,
@@ -376,9 +376,6 @@ fn conclude<F: PacketFamily>(
     }
     count(reason);
     F::tell_packet(reason);
-    if reason as u32 == Reason::UnknownConnection as u32 && !refuse::is_due(IcmpBudget::Resets) {
-        return pass_or_drop::<F>(Reason::RefusalsLimited);
-    }
     match refuse::refuse::<F>(ctx.skb.skb, &scratch.packet, path) {
         action @ 0.. => action as i32,
         refuse::LIMITED => pass_or_drop::<F>(Reason::RefusalsLimited),

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use anyhow::{Result, bail, ensure};
 use proxy_common::{
-    layout::{ICMP_ERRORS_PER_SECOND, LOG_LINES_PER_SECOND, PROTOCOL_TCP},
+    layout::{ICMP_ERRORS_PER_SECOND, LOG_LINES_PER_SECOND, PROTOCOL_TCP, RESETS_PER_SECOND},
     packet::{TCP_ACK, TCP_RST},
     reason::Reason,
 };
@@ -52,10 +52,17 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(answered > 0 && answered <= most, "{answered} answers, at most {most}");
         s.counted(&[(Reason::NoEndpoints, 20_000), (Reason::RefusalsLimited, dropped)])
     });
-    group.tcp::<W>("refused: a flood of SYN, each", |s| {
+    group.tcp::<W>("refused: many SYNs, each", |s| {
         let (answered, dropped) = refused_in_flood(s, 3_000)?;
         ensure!((answered, dropped) == (3_000, 0));
         Ok(())
+    });
+    group.tcp::<W>("refused: a flood of SYNs, a bounded number in a second", |s| {
+        let sent = 3 * RESETS_PER_SECOND;
+        let (answered, dropped) = refused_in_flood(s, sent)?;
+        // A new second may begin meanwhile.
+        ensure!(answered >= RESETS_PER_SECOND && dropped > 0, "{answered} answered, {dropped} dropped");
+        s.counted(&[(Reason::NoEndpoints, sent), (Reason::RefusalsLimited, dropped)])
     });
     group.both::<W>("refused: the service is just being removed", |s| {
         // The service's number is beyond the end of the map, so it has no entry.

@@ -70,9 +70,6 @@ limits! {
 /// [`Limit`]. The documentation of a map of IPv4 is that of its twin of IPv6 too, which comes next
 /// to it, and docs/design/map-list.md has it.
 ///
-/// - `maps_of_…`: Programs write flows at any time, so a flow map can only change its size while
-///   they work on it. They find it in an array of two maps, `<map>_maps`
-///   ([`layout::MAP_IN_USE`](crate::layout::MAP_IN_USE)). The types are those of the inner maps.
 /// - `preallocated_hash`: a hash map whose memory is allocated with it, as in former versions.
 /// - `devices`: a hash of devices that frames can be sent by.
 /// - `lpm_trie`: its keys are a [`PrefixKey`](crate::layout::PrefixKey) of the type.
@@ -115,17 +112,6 @@ macro_rules! tables {
             /// Programs write it.
             foreign_flows4: lru_hash(FlowKey<A4>, ForeignFlow), [OpeningFlows];
             foreign_flows6: lru_hash(FlowKey<A6>, ForeignFlow), [OpeningFlows];
-            /// `flows4`, and the former map while its entries move. The controller writes it.
-            flows4_maps: maps_of_hash(FlowKey<A4>, Flow<A4>), 2;
-            flows6_maps: maps_of_hash(FlowKey<A6>, Flow<A6>), 2;
-            /// `opening_flows4`, and the former map while its entries move. The controller writes
-            /// it.
-            opening_flows4_maps: maps_of_lru_hash(FlowKey<A4>, Flow<A4>), 2;
-            opening_flows6_maps: maps_of_lru_hash(FlowKey<A6>, Flow<A6>), 2;
-            /// `foreign_flows4`, and the former map while its entries move. The controller writes
-            /// it.
-            foreign_flows4_maps: maps_of_lru_hash(FlowKey<A4>, ForeignFlow), 2;
-            foreign_flows6_maps: maps_of_lru_hash(FlowKey<A6>, ForeignFlow), 2;
             /// The backend of each client of a service with session affinity. Programs write it,
             /// and the controller removes what has expired.
             affinity4: lru_hash(AffinityKey<A4>, Affinity), [Affinity];
@@ -238,19 +224,25 @@ pub mod table {
     }
     tables!(names);
 
-    /// The flow maps that change size while programs write them, each with the array in which
-    /// programs find it.
-    pub const RESIZABLE: [(&str, &str); 6] = [
-        (flows4, flows4_maps),
-        (flows6, flows6_maps),
-        (opening_flows4, opening_flows4_maps),
-        (opening_flows6, opening_flows6_maps),
-        (foreign_flows4, foreign_flows4_maps),
-        (foreign_flows6, foreign_flows6_maps),
+    /// The maps in which programs keep flows. They are copied if they get another size.
+    pub const OF_FLOWS: [&str; 6] =
+        [flows4, flows6, opening_flows4, opening_flows6, foreign_flows4, foreign_flows6];
+
+    /// The pinned maps of former versions that no program needs any more.
+    pub const FORMER: [&str; 6] = [
+        "flows4_maps",
+        "flows6_maps",
+        "opening_flows4_maps",
+        "opening_flows6_maps",
+        "foreign_flows4_maps",
+        "foreign_flows6_maps",
     ];
 
     /// The map of the programs' log. It is not pinned: each load of the programs has its own.
     pub const kernel_log: &str = "kernel_log";
+    /// The map with the time, in nanoseconds since boot, until which no flow opens. It is not
+    /// pinned either: what a killed controller has held is free again when that time comes.
+    pub const openings_held_until: &str = "openings_held_until";
 }
 
 /// Names of the programs.

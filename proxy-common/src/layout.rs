@@ -457,14 +457,6 @@ pub struct Backend<A> {
     pub owner: u32,
 }
 
-/// The index of the map that new entries go into, in an array `<map>_maps`.
-pub const MAP_IN_USE: u32 = 0;
-/// The index of the former map, of another size, while its entries move; empty otherwise.
-///
-/// An entry is in the map in use before it leaves the former one. So whoever looks into the former
-/// map first finds it.
-pub const MAP_BEFORE: u32 = 1;
-
 /// Key of the flow maps: the two ends that a flow's packets have at a hook, in either direction.
 /// The maps are `flows4/6` (hash, established flows) and `opening_flows4/6` (LRU hash, all others).
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, Ord, PartialEq, PartialOrd)]

@@ -5,7 +5,10 @@ use core::{
     ptr::{addr_of, addr_of_mut, read_volatile, write_volatile},
 };
 
-use aya_ebpf::{bindings::BPF_ANY, helpers::bpf_get_prandom_u32};
+use aya_ebpf::{
+    bindings::{BPF_ANY, BPF_NOEXIST},
+    helpers::bpf_get_prandom_u32,
+};
 use proxy_common::{
     family::{Family, V4, V6},
     flow::{
@@ -20,8 +23,8 @@ use proxy_common::{
 use crate::{
     connections::{count_flow_closed, count_flow_opened},
     event::TellPacket as _,
-    globals, maps, resizable,
-    tables::{Maps, count, count_connection, recently, settings},
+    globals, maps,
+    tables::{Maps, count, count_connection, now, recently, settings},
 };
 
 const EEXIST: i32 = -17;
@@ -199,17 +202,8 @@ macro_rules! flow_tables {
             #[inline(always)]
             fn flow(&self, stage: Stage, key: &FlowKey<$address>) -> Option<Self::Entry> {
                 match stage {
-                    Stage::Established => resizable::find(&maps::$flows, key),
-                    Stage::Opening => resizable::find(&maps::$opening, key),
-                }
-                .map(Entry)
-            }
-
-            #[inline(always)]
-            fn flow_inlined(&self, stage: Stage, key: &FlowKey<$address>) -> Option<Self::Entry> {
-                match stage {
-                    Stage::Established => resizable::find_inlined(&maps::$flows, key),
-                    Stage::Opening => resizable::find_inlined(&maps::$opening, key),
+                    Stage::Established => maps::$flows.get_ptr_mut(key),
+                    Stage::Opening => maps::$opening.get_ptr_mut(key),
                 }
                 .map(Entry)
             }
@@ -222,13 +216,13 @@ macro_rules! flow_tables {
                 flow: &Flow<$address>,
             ) -> Result<(), InsertError> {
                 let result = match stage {
-                    Stage::Established => resizable::insert(&maps::$flows, key, flow),
-                    Stage::Opening => resizable::insert(&maps::$opening, key, flow),
+                    Stage::Established => maps::$flows.insert(key, flow, BPF_NOEXIST.into()),
+                    Stage::Opening => maps::$opening.insert(key, flow, BPF_NOEXIST.into()),
                 };
                 // An entry that was never looked up is evicted before old ones that were, so also before its flow's
                 // answer is there.
                 if stage == Stage::Opening && result.is_ok() {
-                    let _referenced = resizable::find(&maps::$opening, key);
+                    let _referenced = maps::$opening.get_ptr(key);
                 }
                 inserted(result)
             }
@@ -236,28 +230,30 @@ macro_rules! flow_tables {
             #[inline(always)]
             fn remove(&self, stage: Stage, key: &FlowKey<$address>) -> bool {
                 match stage {
-                    Stage::Established => resizable::remove(&maps::$flows, key),
-                    Stage::Opening => resizable::remove(&maps::$opening, key),
+                    Stage::Established => maps::$flows.remove(key),
+                    Stage::Opening => maps::$opening.remove(key),
                 }
+                .is_ok()
             }
 
             #[inline(always)]
             fn foreign(&self, key: &FlowKey<$address>) -> Option<u64> {
                 // SAFETY: an element, aligned to 8; one load. If the kernel gives it to another connection meanwhile, a port is left out
                 // for nothing.
-                resizable::find(&maps::$foreign, key)
+                maps::$foreign
+                    .get_ptr(key)
                     .map(|foreign| unsafe { read_volatile(addr_of!((*foreign).last_seen)) })
             }
 
             #[inline(always)]
             fn note_foreign(&self, key: &FlowKey<$address>, now: u64) {
                 // Fails only without memory, of which the table has its own.
-                let _noted = resizable::put(&maps::$foreign, key, &ForeignFlow { last_seen: now });
+                let _noted = maps::$foreign.insert(key, &ForeignFlow { last_seen: now }, BPF_ANY.into());
             }
 
             #[inline(always)]
             fn forget_foreign(&self, key: &FlowKey<$address>) {
-                let _there_was_none = resizable::remove(&maps::$foreign, key);
+                let _there_was_none = maps::$foreign.remove(key);
             }
 
             #[inline(always)]
@@ -385,6 +381,15 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
+            fn holds_openings(&self) -> bool {
+                let Some(until) = maps::openings_held_until.get_ptr(0) else { return false };
+                // SAFETY: the pointer is to a map value, aligned to 8. It is one load, as the
+                // controller may be changing it.
+                let until = unsafe { read_volatile(until) };
+                until != 0 && now() < until
+            }
+
+            #[inline(always)]
             fn answers_unknown(&self) -> bool {
                 settings().is_some_and(|settings| settings.answers_unknown != 0)
             }
@@ -462,9 +467,9 @@ macro_rules! flow_tables {
 flow_tables!(
     V4,
     [u8; 4],
-    flows4_maps,
-    opening_flows4_maps,
-    foreign_flows4_maps,
+    flows4,
+    opening_flows4,
+    foreign_flows4,
     fragments4,
     masquerade4,
     scratch4,
@@ -474,9 +479,9 @@ flow_tables!(
 flow_tables!(
     V6,
     [u8; 16],
-    flows6_maps,
-    opening_flows6_maps,
-    foreign_flows6_maps,
+    flows6,
+    opening_flows6,
+    foreign_flows6,
     fragments6,
     masquerade6,
     scratch6,

@@ -34,8 +34,6 @@ mod programs;
 #[cfg(target_arch = "bpf")]
 mod refuse;
 #[cfg(target_arch = "bpf")]
-mod resizable;
-#[cfg(target_arch = "bpf")]
 mod route;
 #[cfg(target_arch = "bpf")]
 mod skb;

@@ -3,9 +3,7 @@
 
 use aya_ebpf::{
     bindings::{BPF_F_MMAPABLE, BPF_F_NO_PREALLOC},
-    btf_maps::{
-        Array, ArrayOfMaps, DevMapHash, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf, SkStorage,
-    },
+    btf_maps::{Array, DevMapHash, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf, SkStorage},
     macros::btf_map,
 };
 use proxy_common::{
@@ -34,13 +32,6 @@ macro_rules! table {
     (preallocated_hash, $key:ty, $value:ty, $entries:tt) => { HashMap<$key, $value, { entries!($entries) }> };
     (lpm_trie, $key:ty, $value:ty, $entries:tt) => { LpmTrie<$key, $value, { entries!($entries) }> };
     (lru_hash, $key:ty, $value:ty, $entries:tt) => { LruHashMap<$key, $value, { entries!($entries) }> };
-    // The maps in the array say how many entries they have; since 5.10.
-    (maps_of_hash, $key:ty, $value:ty, $entries:tt) => {
-        ArrayOfMaps<HashMap<$key, $value, 1, { BPF_F_NO_PREALLOC as usize }>, { $entries }>
-    };
-    (maps_of_lru_hash, $key:ty, $value:ty, $entries:tt) => {
-        ArrayOfMaps<LruHashMap<$key, $value, 1>, { $entries }>
-    };
     (array, $key:ty, $value:ty, $entries:tt) => { Array<$value, { entries!($entries) }> };
     (shared_array, $key:ty, $value:ty, $entries:tt) => {
         Array<$value, { entries!($entries) }, { BPF_F_MMAPABLE as usize }>
@@ -66,6 +57,7 @@ proxy_common::tables!(define);
 // Not pinned: each load of the programs has its own.
 define! {
     kernel_log: array(u32, LogControl), 1;
+    openings_held_until: array(u32, u64), 1;
     icmp_errors: per_cpu_array(u32, IcmpErrorCount), (IcmpBudget::ALL.len());
     service_openings: per_cpu_array(u32, ServiceOpenings), OPENING_SERVICES;
     scratch4: per_cpu_array(u32, Scratch<A4>), 1;

@@ -100,8 +100,8 @@ fn find<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
         return Known::Other;
     }
     scratch.key = scratch.packet.key();
-    let Some(entry) = tables.flow_inlined(Stage::Established, &scratch.key) else {
-        let is_opening = tables.flow_inlined(Stage::Opening, &scratch.key).is_some();
+    let Some(entry) = tables.flow(Stage::Established, &scratch.key) else {
+        let is_opening = tables.flow(Stage::Opening, &scratch.key).is_some();
         return if is_opening { Known::Other } else { Known::NoFlow };
     };
     if read(scratch, entry).is_none()

@@ -14,6 +14,7 @@
 //! The state of a flow is the union of what its entries know: no CPU overwrites what another learned.
 
 pub mod collect;
+pub mod copy;
 mod describe;
 mod direct;
 mod entries;
@@ -248,11 +249,6 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     type Entry: FlowEntry<F::Address>;
 
     fn flow(&self, stage: Stage, key: &FlowKey<F::Address>) -> Option<Self::Entry>;
-    /// As [`flow`](Self::flow), faster, and with more work for the verifier.
-    #[inline(always)]
-    fn flow_inlined(&self, stage: Stage, key: &FlowKey<F::Address>) -> Option<Self::Entry> {
-        self.flow(stage, key)
-    }
     /// Fails if the key exists.
     fn insert(
         &self,
@@ -310,6 +306,9 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn masquerades_all(&self) -> bool;
     /// [`Settings::packets_held`].
     fn holds_packets(&self) -> bool;
+    /// Returns true while the flow maps are copied to maps of another size. A flow that opened now
+    /// might be missing in the copy.
+    fn holds_openings(&self) -> bool;
     /// [`Settings::answers_unknown`].
     fn answers_unknown(&self) -> bool;
     /// Returns false if no frontend has the address, by `frontend_addresses4/6`.
@@ -749,19 +748,6 @@ fn find<F: Family, T: FlowTables<F>>(
     found(scratch, stage, entry)
 }
 
-/// As [`find`], faster, and with more work for the verifier.
-#[inline(always)]
-fn find_inlined<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-) -> Option<Found<T::Entry>> {
-    let (stage, entry) = match tables.flow_inlined(Stage::Established, &scratch.key) {
-        Some(entry) => (Stage::Established, entry),
-        None => (Stage::Opening, tables.flow_inlined(Stage::Opening, &scratch.key)?),
-    };
-    found(scratch, stage, entry)
-}
-
 #[inline(always)]
 fn found<A: Address, E: FlowEntry<A>>(scratch: &mut Scratch<A>, stage: Stage, entry: E) -> Option<Found<E>> {
     read(scratch, entry)?;
@@ -852,6 +838,15 @@ fn open<F: Family, T: FlowTables<F>>(
 /// Makes `scratch.flow` one to what the packet dials.
 #[inline(always)]
 fn prepare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Result<(), Reason> {
+    prepare_flow(tables, scratch)?;
+    if tables.holds_openings() { Err(Reason::OpeningsHeld) } else { Ok(()) }
+}
+
+#[inline(always)]
+fn prepare_flow<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<(), Reason> {
     let Scratch { origin, rival, .. } = *scratch;
     // Before the tables are read: a change meanwhile has them compared once more.
     scratch.flow.epoch = tables.epoch();

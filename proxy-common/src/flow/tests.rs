@@ -161,6 +161,7 @@ struct Host {
     resets_gone: bool,
     sends_past_stack: bool,
     holds_packets: bool,
+    holds_openings: bool,
     answers_unknown: bool,
     openings_per_window: u32,
     most_unproven_entries: u32,
@@ -210,6 +211,7 @@ impl Host {
             resets_gone: false,
             sends_past_stack: false,
             holds_packets: false,
+            holds_openings: false,
             answers_unknown: false,
             openings_per_window: 0,
             most_unproven_entries: 0,
@@ -486,6 +488,10 @@ impl FlowTables<V4> for Host {
 
     fn holds_packets(&self) -> bool {
         self.holds_packets
+    }
+
+    fn holds_openings(&self) -> bool {
+        self.holds_openings
     }
 
     fn answers_unknown(&self) -> bool {
@@ -1505,6 +1511,22 @@ fn packets_that_are_held_open_nothing_and_go_on_with_their_flow() {
     assert_eq!(host.arriving(&known, Origin::Workload).map(|rewrite| rewrite.destination), expected);
     assert_eq!(host.arriving(&new, Origin::Workload).err(), Some(Reason::NotAService));
     host.holds_packets = false;
+    assert!(host.arriving(&new, Origin::Workload).is_ok());
+}
+
+/// While flows are copied, a connection that goes on is translated, and what dials no frontend is
+/// none of ours.
+#[test]
+fn no_flow_opens_while_openings_are_held() {
+    let mut host = Host::new();
+    let (known, new) = (datagram(CLIENT, FRONTEND), datagram((CLIENT.0, Port::new(41_000)), FRONTEND));
+    let expected = host.arriving(&known, Origin::Workload).map(|rewrite| rewrite.destination);
+    host.holds_openings = true;
+    assert_eq!(host.arriving(&known, Origin::Workload).map(|rewrite| rewrite.destination), expected);
+    assert_eq!(host.arriving(&new, Origin::Workload).err(), Some(Reason::OpeningsHeld));
+    let elsewhere = datagram(CLIENT, ([192, 0, 2, 200], PORT));
+    assert_eq!(host.arriving(&elsewhere, Origin::Workload).err(), Some(Reason::NotAService));
+    host.holds_openings = false;
     assert!(host.arriving(&new, Origin::Workload).is_ok());
 }
 

@@ -4,7 +4,7 @@ use super::{
     Change, Driver, FlowEntry as _, FlowTables, Found, Routine, Scratch, Stage, Step, decide, direct,
     end_if_gone,
     entries::Leg,
-    find_inlined, go_on, is_over, lookup,
+    find, go_on, is_over, lookup,
     next_hop::{Stamp, leaves},
     set_key_of_packet,
 };
@@ -38,7 +38,7 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
     scratch.origin = Origin::Outside;
     scratch.outer_length = 0;
     set_key_of_packet(scratch);
-    let found = find_inlined(tables, scratch).ok_or(Reason::NotAService)?;
+    let found = find(tables, scratch).ok_or(Reason::NotAService)?;
     scratch.stage = found.stage;
     let flow = &scratch.flow;
     scratch.action.then = match flow.flags & (FLOW_MASQUERADE | FLOW_DSR | OF_OTHERS) {

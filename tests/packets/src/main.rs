@@ -62,7 +62,6 @@ fn load(object: &[u8], kind: WorldKind) -> Result<World> {
         WorldKind::HostPackets => load(Globals { host_packets: 1, ..resetting }, Sizes::Small),
         WorldKind::Masquerading => load(Globals { masquerade_as_kube_proxy: 1, ..usual }, Sizes::Small),
         WorldKind::Large => load(usual, Sizes::Default),
-        WorldKind::Moving => load(usual, Sizes::Moving)?.moving(object),
     }
 }
 

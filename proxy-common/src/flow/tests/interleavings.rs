@@ -388,6 +388,10 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
         self.host.holds_packets()
     }
 
+    fn holds_openings(&self) -> bool {
+        self.host.holds_openings()
+    }
+
     fn answers_unknown(&self) -> bool {
         self.host.answers_unknown()
     }

@@ -21,6 +21,8 @@ pub(super) struct Circumstances {
     pub(super) are_netfilters_kept: bool,
     /// True if a whole walk through the entries has found that no such connection is left.
     pub(super) are_netfilters_gone: bool,
+    /// True unless entries of flows may be in a map of another size alone.
+    pub(super) are_flows_whole: bool,
 }
 
 impl Circumstances {
@@ -33,6 +35,7 @@ impl Circumstances {
             && !self.are_frontends_shared
             && self.are_netfilters_kept
             && self.are_netfilters_gone
+            && self.are_flows_whole
     }
 }
 
@@ -50,6 +53,7 @@ mod tests {
         are_frontends_shared: false,
         are_netfilters_kept: true,
         are_netfilters_gone: true,
+        are_flows_whole: true,
     };
 
     #[rstest]
@@ -62,6 +66,7 @@ mod tests {
     #[case::a_mode_beside(Circumstances { are_frontends_shared: true, ..ALONE }, false)]
     #[case::connections_not_listed(Circumstances { are_netfilters_kept: false, ..ALONE }, false)]
     #[case::connections_left(Circumstances { are_netfilters_gone: false, ..ALONE }, false)]
+    #[case::flows_that_are_copied(Circumstances { are_flows_whole: false, ..ALONE }, false)]
     fn answers(#[case] circumstances: Circumstances, #[case] expected: bool) {
         assert_eq!(circumstances.allow_answers(), expected);
     }

@@ -440,6 +440,16 @@ impl Hooks {
         failures
     }
 
+    /// Lets no flow open for this time, or until [`let_open`](Self::let_open).
+    pub(super) fn hold_openings(&self, time: Duration) -> Result<(), Error> {
+        self.programs.hold_openings(time)
+    }
+
+    /// Lets flows open again.
+    pub(super) fn let_open(&self) -> Result<(), Error> {
+        self.programs.let_open()
+    }
+
     /// Loads all of these programs that the hooks need.
     pub(super) fn load(&self, programs: &mut Programs) -> Result<(), Error> {
         if self.cgroup.is_some() && self.counts_sockets {

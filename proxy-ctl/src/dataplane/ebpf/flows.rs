@@ -17,28 +17,15 @@ use super::{
     family::TableFamily,
     frontend_names::FrontendNames,
     layout,
-    paths::Paths,
-    tables::{CommonTables, FamilyTables, open_pinned, typed},
+    tables::{CommonTables, FamilyTables, Table},
 };
 use crate::{
     dataplane::{FlowQuery, FlowSnapshot, FlowState},
-    sys::{
-        CallError,
-        map::{Cursor, Map},
-    },
+    sys::map::Cursor,
 };
 
 /// Number of entries that are read at once.
 const SLICE: usize = 4_096;
-
-type FlowMap<A> = Map<FlowKey<A>, Flow<A>>;
-
-/// A flow map, and the former one while its entries move to the map in use.
-struct FlowTable<'a, A> {
-    name: &'static str,
-    before: Option<FlowMap<A>>,
-    in_use: &'a FlowMap<A>,
-}
 
 /// Collects the newest flows only, so that memory is bounded by their number and not by the number
 /// of all flows.
@@ -57,54 +44,41 @@ impl<'a> Newest<'a> {
     /// Adds the flows of one family.
     pub(super) fn add<F: TableFamily>(
         &mut self,
-        paths: &Paths,
         common: &CommonTables,
         tables: &FamilyTables<F>,
     ) -> Result<(), Error> {
-        let before = |name: &'static str| {
-            let found = open_pinned(&paths.before().join(name));
-            let found = found.map_err(|source| Error::Table { table: name, source })?;
-            found.map(|fd| typed(&fd, name)).transpose()
-        };
-        let established = FlowTable { name: F::FLOWS, before: before(F::FLOWS)?, in_use: tables.flows.map() };
-        let opening = FlowTable {
-            name: F::OPENING_FLOWS,
-            before: before(F::OPENING_FLOWS)?,
-            in_use: tables.opening_flows.map(),
-        };
         let mut names = FrontendNames::new(common, tables);
-        self.add_table(&mut names, &established, |_, _| Ok(true))?;
+        self.add_table(&mut names, &tables.flows, |_, _| Ok(true))?;
         // `opening_flows` keeps a copy of an established flow for a while, and nothing updates it.
         // So the copy is left out.
-        self.add_table(&mut names, &opening, |key, flow| {
-            Ok(!established.get(key)?.is_some_and(|established| established.is_same(flow)))
+        self.add_table(&mut names, &tables.opening_flows, |key, flow| {
+            Ok(!tables.flows.get(key)?.is_some_and(|established| established.is_same(flow)))
         })
     }
 
     fn add_table<F: TableFamily>(
         &mut self,
         names: &mut FrontendNames<'_, F>,
-        table: &FlowTable<'_, F::Address>,
+        table: &Table<FlowKey<F::Address>, Flow<F::Address>>,
         is_wanted: impl Fn(&FlowKey<F::Address>, &Flow<F::Address>) -> Result<bool, Error>,
     ) -> Result<(), Error> {
-        // The former map is read first, because an entry is in the map in use before it leaves the
-        // former one.
-        for map in table.before.iter().chain([table.in_use]) {
-            let (mut cursor, mut slice) = (Some(Cursor::Start), Vec::new());
-            while let Some(at) = cursor {
-                slice.clear();
-                cursor = map.read(at, SLICE, &mut slice).map_err(|source| table.error(source))?;
-                for (key, flow) in slice.iter().filter(|(key, flow)| is_listed(key, flow)) {
-                    if is_wanted(key, flow)? {
-                        let frontend = Destination {
-                            address: flow.frontend,
-                            port: flow.frontend_port(),
-                            protocol: flow.protocol,
-                        };
-                        let service = names.of_flow(frontend, flow.service)?;
-                        let Some(shown) = snapshot::<F>(flow, self.now) else { continue };
-                        self.push(flow.opened, FlowSnapshot { service, ..shown });
-                    }
+        let (mut cursor, mut slice) = (Some(Cursor::Start), Vec::new());
+        while let Some(at) = cursor {
+            slice.clear();
+            cursor = table
+                .map()
+                .read(at, SLICE, &mut slice)
+                .map_err(|source| Error::Table { table: table.name, source })?;
+            for (key, flow) in slice.iter().filter(|(key, flow)| is_listed(key, flow)) {
+                if is_wanted(key, flow)? {
+                    let frontend = Destination {
+                        address: flow.frontend,
+                        port: flow.frontend_port(),
+                        protocol: flow.protocol,
+                    };
+                    let service = names.of_flow(frontend, flow.service)?;
+                    let Some(shown) = snapshot::<F>(flow, self.now) else { continue };
+                    self.push(flow.opened, FlowSnapshot { service, ..shown });
                 }
             }
         }
@@ -125,7 +99,7 @@ impl<'a> Newest<'a> {
         let ends = |flow: &FlowSnapshot| (flow.client, flow.frontend, flow.backend, flow.protocol);
         self.flows
             .sort_unstable_by(|(at, one), (other_at, other)| (at, ends(one)).cmp(&(other_at, ends(other))));
-        // A flow that was read in both the former map and the map in use is removed once.
+        // A walk may meet an entry twice.
         self.flows.dedup_by(|(at, one), (other_at, other)| at == other_at && ends(one) == ends(other));
         self.flows.truncate(self.query.limit);
     }
@@ -134,25 +108,6 @@ impl<'a> Newest<'a> {
     pub(super) fn finish(mut self) -> Vec<FlowSnapshot> {
         self.shrink();
         self.flows.into_iter().map(|(_, flow)| flow).collect()
-    }
-}
-
-impl<A> FlowTable<'_, A>
-where
-    FlowKey<A>: aya::Pod + Default,
-    Flow<A>: aya::Pod + Default,
-{
-    fn error(&self, source: CallError) -> Error {
-        Error::Table { table: self.name, source }
-    }
-
-    fn get(&self, key: &FlowKey<A>) -> Result<Option<Flow<A>>, Error> {
-        for map in self.before.iter().chain([self.in_use]) {
-            if let Some(found) = map.get(key).map_err(|source| self.error(source))? {
-                return Ok(Some(found));
-            }
-        }
-        Ok(None)
     }
 }
 
@@ -309,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_flow_that_moves_between_two_maps_is_listed_once() {
+    fn a_flow_that_a_walk_meets_twice_is_listed_once() {
         let query = FlowQuery { wanted: &|_| true, limit: 10 };
         let mut newest = Newest::new(&query, 100 * SECOND);
         for port in [1, 2, 1] {

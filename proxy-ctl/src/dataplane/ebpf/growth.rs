@@ -169,12 +169,10 @@ pub(super) fn make_larger(
         let needed = u32::try_from(*needed).unwrap_or(u32::MAX);
         enlarge(&mut new, *limit, needed.max(entries.saturating_add(1)));
     }
-    let grows = |shape: &&Shape| shape.limit.is_some_and(|limit| demand.contains_key(&limit));
-    let pins = |shape: &Shape| if grows(&shape) { paths.larger() } else { paths.maps() };
-    let made = load(paths, &new, pins, config, false).and_then(|(mut programs, log)| {
-        hooks.load(&mut programs)?;
+    let grows = |shape: &&Shape| !shapes.contains(shape);
+    let made = load_beside(paths, shapes, &new, config, hooks).and_then(|loaded| {
         new.iter().filter(grows).try_for_each(|shape| fill(paths, shape.name))?;
-        Ok((programs, log))
+        Ok(loaded)
     });
     let (programs, log) = match made {
         Ok(loaded) => loaded,
@@ -194,10 +192,25 @@ pub(super) fn make_larger(
     Ok(Larger { shapes: new, programs, log })
 }
 
+/// Loads all programs that the hooks need, with the maps of `new`. Those that differ from the maps
+/// in use are made in the folder `larger`.
+pub(super) fn load_beside(
+    paths: &Paths,
+    in_use: &[Shape],
+    new: &[Shape],
+    config: &Ebpf,
+    hooks: &Hooks,
+) -> Result<(Programs, KernelLog), Error> {
+    let pins = |shape: &Shape| if in_use.contains(shape) { paths.maps() } else { paths.larger() };
+    let (mut programs, log) = load(new, pins, config, false)?;
+    hooks.load(&mut programs)?;
+    Ok((programs, log))
+}
+
 fn fill(paths: &Paths, table: &'static str) -> Result<(), Error> {
     let Some(Contents { transfer, .. }) = contents(table) else { return Ok(()) };
     let (from, to) = (pinned_table(&paths.maps(), table)?, pinned_table(&paths.larger(), table)?);
-    transfer(table, &from, &to).map(drop)
+    transfer(table, &from, &to)
 }
 
 #[cfg(test)]

@@ -2,10 +2,12 @@
 
 use std::{
     collections::BTreeSet,
+    io,
     os::fd::{AsFd as _, BorrowedFd},
     panic::resume_unwind,
     path::PathBuf,
     thread,
+    time::Duration,
 };
 
 use aya::{
@@ -14,13 +16,18 @@ use aya::{
     sys::{BpfHelper, is_helper_supported},
 };
 use aya_obj::generated::bpf_attach_type;
-use proxy_common::inventory::program;
+use proxy_common::inventory::{program, table};
 
-use super::{Error, kernel_log::KernelLog, paths::Paths, resize::show_flows, tables::Shape};
+use super::{
+    Error,
+    kernel_log::KernelLog,
+    paths::Paths,
+    tables::{Shape, typed},
+};
 use crate::{
     config::{self, SocketLoadBalancing, SourceAddress, UnallocatedServiceAddresses, Xdp},
     dataplane::Role,
-    sys::tc::Direction,
+    sys::{CallError, clock, map::Map, tc::Direction},
 };
 
 /// The versions of the compiler and the linker that made [`OBJECT`].
@@ -40,11 +47,14 @@ pub(super) const SOCKET_HOOKS: &[(&str, bpf_attach_type)] = proxy_common::socket
 /// The kernel programs. Each is loaded when it is first asked for, because most nodes have no
 /// device that needs a `_l3` program.
 #[derive(Debug)]
-pub(super) struct Programs(Ebpf);
+pub(super) struct Programs {
+    object: Ebpf,
+    openings_held_until: Map<u32, u64>,
+}
 
 impl Programs {
     pub(super) fn get(&mut self, name: &'static str) -> Result<BorrowedFd<'_>, Error> {
-        let program = self.0.program_mut(name).ok_or(Error::NoProgram(name))?;
+        let program = self.object.program_mut(name).ok_or(Error::NoProgram(name))?;
         if program.fd().is_err() {
             load_program(name, program)?;
         }
@@ -52,12 +62,28 @@ impl Programs {
         Ok(fd.as_fd())
     }
 
+    /// Lets no flow open for this time, or until [`let_open`](Self::let_open).
+    pub(super) fn hold_openings(&self, time: Duration) -> Result<(), Error> {
+        let nanoseconds = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
+        self.set_held_until(clock::since_boot().saturating_add(nanoseconds))
+    }
+
+    /// Lets flows open again.
+    pub(super) fn let_open(&self) -> Result<(), Error> {
+        self.set_held_until(0)
+    }
+
+    fn set_held_until(&self, time: u64) -> Result<(), Error> {
+        let held_until = &self.openings_held_until;
+        held_until.set(&0, &time).map_err(|source| Error::Table { table: table::openings_held_until, source })
+    }
+
     /// Loads the named programs that are not loaded yet, in parallel. The kernel verifies a program
     /// on the CPU that asks for it, so each gets a thread.
     pub(super) fn load_all(&mut self, names: impl IntoIterator<Item = &'static str>) -> Result<(), Error> {
         let mut wanted = BTreeSet::from_iter(names);
         let mut programs = Vec::new();
-        for (name, program) in self.0.programs_mut() {
+        for (name, program) in self.object.programs_mut() {
             if let Some(name) = wanted.take(name)
                 && program.fd().is_err()
             {
@@ -75,6 +101,18 @@ impl Programs {
                 .try_for_each(|loaded| loaded.join().unwrap_or_else(|panic| resume_unwind(panic)))
         })
     }
+}
+
+/// Returns the map by which flows are held, which each load of the programs has for itself.
+fn held_until(object: &Ebpf) -> Result<Map<u32, u64>, Error> {
+    let name = table::openings_held_until;
+    let failed = |source| Error::Table { table: name, source };
+    let Some(aya::maps::Map::Array(map)) = object.map(name) else {
+        let problem = io::Error::other("the object has no such table");
+        return Err(failed(CallError::new("loading the object", problem)));
+    };
+    let fd = map.fd().as_fd().try_clone_to_owned();
+    typed(&fd.map_err(|e| failed(CallError::new("fcntl(F_DUPFD_CLOEXEC)", e)))?, name)
 }
 
 fn load_program(name: &'static str, program: &mut Program) -> Result<(), Error> {
@@ -115,7 +153,6 @@ pub(super) fn common_packet_programs() -> impl Iterator<Item = &'static str> {
 ///
 /// Packet programs are loaded later, when they are attached.
 pub(super) fn load(
-    paths: &Paths,
     shapes: &[Shape],
     pins: impl Fn(&Shape) -> PathBuf,
     config: &config::Ebpf,
@@ -160,12 +197,8 @@ pub(super) fn load(
     let of_sockets = SOCKET_HOOKS.iter().filter(|_| balancing != SocketLoadBalancing::Off);
     let mut names: Vec<_> = of_sockets.map(|(name, _)| *name).collect();
     names.extend(learn_namespace.then_some(program::learn_namespace));
-    let mut programs = Programs(object);
-    thread::scope(|scope| {
-        let shown = scope.spawn(|| show_flows(paths));
-        programs.load_all(names)?;
-        shown.join().unwrap_or_else(|panic| resume_unwind(panic))
-    })?;
+    let mut programs = Programs { openings_held_until: held_until(&object)?, object };
+    programs.load_all(names)?;
     Ok((programs, log))
 }
 

@@ -41,8 +41,9 @@ use self::{
     connections::SocketCounter,
     family::TableFamily,
     filling::Filling,
+    flow_maps::{FlowMaps, HELD_FOR},
     gc::Collector,
-    growth::{Demand, Growth, Larger, make_larger},
+    growth::{Demand, Growth, Larger, load_beside, make_larger},
     kernel_log::KernelLog,
     lease::LeaseRenewal,
     left_to_node::LeftToNode,
@@ -52,7 +53,6 @@ use self::{
     pins::TablePins,
     programmed::Entries,
     publish::remove_service,
-    resize::Unfinished,
     service_cidrs::ServiceCidrs,
     stale_sockets::StaleSockets,
     status::{Pinned, Reader},
@@ -93,6 +93,7 @@ mod events;
 mod family;
 mod filling;
 mod fit;
+mod flow_maps;
 mod flows;
 mod frontend_addresses;
 mod frontend_names;
@@ -171,8 +172,7 @@ pub struct EbpfDataplane {
     collections: u32,
     /// True while the mode drains.
     retiring: bool,
-    /// The maps whose entries are not all in the map of the new size yet.
-    resizing: Vec<Unfinished>,
+    flow_maps: FlowMaps,
     growth: Growth,
     /// True if all hooks run programs of the maps in use.
     is_swapped: bool,
@@ -236,6 +236,8 @@ const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;
 /// netfilter translates are listed once more. It counts from the last moment at which netfilter may
 /// have taken one. Until then, some may be in their handshake, and lists leave these out.
 const COLLECTIONS_OF_HANDSHAKES: u32 = 60;
+/// Label of the failures to copy what former flow maps have.
+const FORMER_FLOWS: &str = "former tables of flows";
 /// The number of ports in a [`FourPorts`].
 const FOUR: usize = 4;
 
@@ -252,6 +254,7 @@ impl EbpfDataplane {
         paths.create(&config.bpffs)?;
         let lock = paths.lock()?;
         let mut shapes = tables::shapes(&config.limits);
+        let flow_maps = FlowMaps::adopt(&paths, &mut shapes)?;
         resize::set_aside(&paths, &mut shapes)?;
 
         let probe = UdpSocket::bind("127.0.0.1:0")
@@ -262,9 +265,8 @@ impl EbpfDataplane {
             Err(e) => return Err(Error::Namespace(e)),
         };
         let balancing = config.sockets();
-        let (mut programs, log) = load::load(&paths, &shapes, |_| paths.maps(), config, cookie.is_none())?;
-        let mut resizing = resize::unfinished(&paths, &shapes)?;
-        resize::transfer(&paths, &mut resizing)?;
+        let (mut programs, log) = load::load(&shapes, |_| paths.maps(), config, cookie.is_none())?;
+        resize::transfer(&paths, &shapes)?;
 
         let pins = TablePins::hold(&paths, &shapes, lock)?;
         let common = CommonTables::open(&paths.maps(), true)?;
@@ -328,7 +330,7 @@ impl EbpfDataplane {
             lease,
             collections: 0,
             retiring: false,
-            resizing,
+            flow_maps,
             growth: Growth::default(),
             is_swapped: true,
             keep_ports: KeepPorts::BeforePackets,
@@ -403,20 +405,24 @@ impl EbpfDataplane {
     fn write_node(&self, host: &Host) -> Result<bool, Error> {
         let (masquerade4, masquerade6) = masquerade(&host.masquerade_addresses);
         let ports = self.write_masquerade_ports()?;
-        // Maps of another size are in use if the entries did not fit into the configured one.
-        let flows = self.v4.tables.flows.map().capacity().min(self.v6.tables.flows.map().capacity());
         let settings = self.write_settings(|settings| {
             settings.host_namespace = self.host_namespace;
             settings.masquerade4 = masquerade4;
             settings.masquerade6 = masquerade6;
             settings.masquerade_all = u8::from(host.masquerade_all);
             settings.openings_per_window = flow::openings_per_window(host.new_connections_per_core);
-            settings.most_unproven_entries = flows / 2;
+            settings.most_unproven_entries = self.most_unproven_entries();
             settings.encapsulation = layout::encapsulation_number(host.encapsulation);
             (settings.pods4, settings.pod_range4, settings.pod_range4_bits) = pods::<V4>(&host.local_traffic);
             (settings.pods6, settings.pod_range6, settings.pod_range6_bits) = pods::<V6>(&host.local_traffic);
         })?;
         Ok(ports || settings)
+    }
+
+    /// Returns half of the entries that the maps of established flows have room for. These may have
+    /// another size than the configuration says.
+    fn most_unproven_entries(&self) -> u32 {
+        self.v4.tables.flows.map().capacity().min(self.v6.tables.flows.map().capacity()) / 2
     }
 
     /// Writes the ports for translated sources, and returns true if they have changed.
@@ -452,7 +458,14 @@ impl EbpfDataplane {
         if is_first {
             self.keep_netfilter_ports();
         }
-        let mut failures = self.hooks.follow(&self.interfaces, Instant::now());
+        let mut failures = Failures::default();
+        // A killed predecessor has left some hooks with programs of the former flow maps.
+        failures.see(FORMER_FLOWS, self.flow_maps.copy(&self.paths));
+        let unattached = self.hooks.follow(&self.interfaces, Instant::now());
+        if !self.flow_maps.are_finished() && !unattached.is_empty() {
+            self.is_swapped = false;
+        }
+        failures.merge(unattached);
         if is_first {
             self.keep_netfilter_ports();
             self.keep_ports = KeepPorts::AfterModeBeside;
@@ -587,6 +600,7 @@ impl EbpfDataplane {
             are_frontends_shared: self.are_frontends_shared,
             are_netfilters_kept: self.are_netfilters_kept,
             are_netfilters_gone: self.flows4.ended.are_gone() && self.flows6.ended.are_gone(),
+            are_flows_whole: self.flow_maps.are_finished(),
         };
         let answers = circumstances.allow_answers();
         if self.write_settings(|settings| settings.answers_unknown = answers.into())? {
@@ -629,8 +643,7 @@ impl EbpfDataplane {
         flows6.collect(&v6.tables, lifetimes, now, (&mut *moved_ports, table), failures);
         let ([first, second], [third, fourth]) = (flows4.walks(), flows6.walks());
         let walks = [first, second, third, fourth];
-        // While entries move from one map to another, a walk does not meet all of them.
-        if failures.count() > failed_before || !self.resizing.is_empty() {
+        if failures.count() > failed_before {
             moved_ports.begin(walks);
         } else {
             failures.see("ports of flows with another key", moved_ports.tend(table, walks));
@@ -678,7 +691,7 @@ impl EbpfDataplane {
             return Ok(());
         }
         let maps = |_: &Shape| self.paths.maps();
-        let (mut programs, log) = load::load(&self.paths, &self.shapes, maps, &self.config, false)?;
+        let (mut programs, log) = load::load(&self.shapes, maps, &self.config, false)?;
         self.hooks.load(&mut programs)?;
         self.log = log;
         self.hooks.mend(programs, &misplaced).into_result()
@@ -732,8 +745,7 @@ impl EbpfDataplane {
 
     /// Lets the next walks through the flows compare the counts with the flows that exist.
     fn recount_flows(&mut self) -> Result<(), Error> {
-        // While entries move from one map to another, a walk does not meet all of them.
-        if self.connections.is_none() || !self.resizing.is_empty() {
+        if self.connections.is_none() {
             return Ok(());
         }
         self.flows4.count_connections(&self.v4.tables)?;
@@ -861,8 +873,13 @@ impl EbpfDataplane {
     }
 
     fn change_to_larger(&mut self, demand: &Demand, failures: &mut Failures) -> Result<(), Error> {
-        let Larger { shapes, programs, log } =
-            make_larger(&self.paths, &self.shapes, demand, &self.config, &self.hooks)?;
+        let larger = make_larger(&self.paths, &self.shapes, demand, &self.config, &self.hooks)?;
+        self.use_maps(larger, failures)
+    }
+
+    /// Uses the maps that are pinned now, and the programs that were loaded with them.
+    fn use_maps(&mut self, made: Larger, failures: &mut Failures) -> Result<(), Error> {
+        let Larger { shapes, programs, log } = made;
         let maps = self.paths.maps();
         let (common, v4, v6) = (
             CommonTables::open(&maps, true)?,
@@ -879,6 +896,70 @@ impl EbpfDataplane {
         let unswapped = self.hooks.mend(programs, &[]);
         self.is_swapped = unswapped.is_empty();
         failures.merge(unswapped);
+        Ok(())
+    }
+
+    /// Gives the flow maps the size of the configuration, once everything is served, and finishes
+    /// what this process or its predecessor has begun of that.
+    fn follow_flow_limits(&mut self, failures: &mut Failures) {
+        let is_taken_over = self.keep_ports == KeepPorts::Done && !self.attaches_later;
+        let is_due = self.is_synced && is_taken_over && self.is_swapped && self.flow_maps.are_finished();
+        if self.flow_maps.is_change_wanted() && is_due && !self.retiring {
+            if let Err(error) = self.resize_flow_maps(failures) {
+                tracing::warn!(%error, "the tables of flows keep their size until the next start");
+            }
+            if let Err(error) = self.hooks.let_open() {
+                failures.add("flows that may open again", error);
+            }
+        }
+        failures.see(FORMER_FLOWS, self.finish_flow_maps());
+    }
+
+    fn resize_flow_maps(&mut self, failures: &mut Failures) -> Result<(), Error> {
+        let shapes = self.flow_maps.take_wanted(&self.paths, &self.shapes)?;
+        if shapes == self.shapes {
+            return Ok(());
+        }
+        self.restore_pins()?;
+        resize::remove_larger(&self.paths)?;
+        let replaced = load_beside(&self.paths, &self.shapes, &shapes, &self.config, &self.hooks)
+            .and_then(|(programs, log)| self.replace_flow_maps(Larger { shapes, programs, log }, failures));
+        if replaced.is_err() {
+            // The former maps stay in use, so they are pinned again.
+            self.pins.restore(&self.bpffs, &self.paths)?;
+            self.flow_maps.give_up(&self.paths)?;
+        }
+        replaced
+    }
+
+    /// Copies the flow maps, and swaps all programs. No flow opens until the caller lets it.
+    fn replace_flow_maps(&mut self, made: Larger, failures: &mut Failures) -> Result<(), Error> {
+        self.write_settings(|settings| settings.answers_unknown = 0)?;
+        self.hooks.hold_openings(HELD_FOR)?;
+        made.programs.hold_openings(HELD_FOR)?;
+        // A program may have begun to open a flow before.
+        self.shared.grace.wait().map_err(Error::Grace)?;
+        self.flow_maps.replace(&self.paths, &self.shapes, &made.shapes)?;
+        self.use_maps(made, failures)?;
+        let most_unproven_entries = self.most_unproven_entries();
+        let written = self.write_settings(|settings| settings.most_unproven_entries = most_unproven_entries);
+        failures.see("settings", written.map(drop));
+        Ok(())
+    }
+
+    /// Copies what is left in the former flow maps, if no program uses them any more.
+    fn finish_flow_maps(&mut self) -> Result<(), Error> {
+        if self.flow_maps.are_finished() || !self.is_swapped {
+            return Ok(());
+        }
+        self.shared.grace.wait().map_err(Error::Grace)?;
+        self.flow_maps.finish(&self.paths)?;
+        // Former programs may have compared flows of this epoch with former maps.
+        self.shared.is_epoch_over = true;
+        // Walks through the former maps do not go on in the new ones.
+        (self.flows4, self.flows6) = Default::default();
+        let ([first, second], [third, fourth]) = (self.flows4.walks(), self.flows6.walks());
+        self.moved_ports.begin([first, second, third, fourth]);
         Ok(())
     }
 
@@ -1123,9 +1204,13 @@ impl Dataplane for EbpfDataplane {
             self.keep_ports = KeepPorts::Done;
         }
         failures.see("the programs' log", self.log.follow());
-        failures.see("counting connections", self.recount_flows());
-        self.collect_flows(&mut failures);
-        self.see_filling();
+        self.follow_flow_limits(&mut failures);
+        // An entry that a walk does not meet may still be in the former map.
+        if self.flow_maps.are_finished() {
+            failures.see("counting connections", self.recount_flows());
+            self.collect_flows(&mut failures);
+            self.see_filling();
+        }
         let affinity =
             self.affinity.collect(&self.shared.tables, &self.v4.tables, &self.v6.tables, clock::since_boot());
         failures.see("session affinity", affinity);
@@ -1136,13 +1221,6 @@ impl Dataplane for EbpfDataplane {
             self.inspect(&mut failures)?;
         }
         self.list_netfilters_after_handshakes();
-        let were_moving = !self.resizing.is_empty();
-        failures.see("maps of another size", resize::transfer(&self.paths, &mut self.resizing));
-        if were_moving {
-            // No walk has met the entries that were still in the former map.
-            self.flows4.ended.forget_walk();
-            self.flows6.ended.forget_walk();
-        }
         failures.see("answers to unknown connections", self.follow_circumstances());
         Ok(failures.into_result()?)
     }
@@ -1180,7 +1258,7 @@ impl Dataplane for EbpfDataplane {
             self.retiring = true;
         }
         self.collect_garbage()?;
-        Ok(self.resizing.is_empty() && self.flows4.is_empty() && self.flows6.is_empty())
+        Ok(self.flow_maps.are_finished() && self.flows4.is_empty() && self.flows6.is_empty())
     }
 
     fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {

@@ -39,14 +39,14 @@ impl Paths {
         self.root.join("maps")
     }
 
-    /// Returns the folder of former maps, whose entries are still being moved into those in
+    /// Returns the folder of former maps, whose entries may be missing in those in
     /// [`maps`](Self::maps).
     pub(super) fn before(&self) -> PathBuf {
         self.root.join("before")
     }
 
-    /// Returns the folder of larger maps. They replace those in [`maps`](Self::maps) once they hold
-    /// the same.
+    /// Returns the folder of maps that are made larger, or of another size. They replace those in
+    /// [`maps`](Self::maps) once they hold the same.
     pub(super) fn larger(&self) -> PathBuf {
         self.root.join("larger")
     }

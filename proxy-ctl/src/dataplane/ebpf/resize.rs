@@ -1,19 +1,15 @@
-//! Gives maps another size while they serve.
+//! Gives the maps that only the controller writes another size, at a start.
 //!
 //! The map of the former size is pinned in a folder of its own until all of its entries are in the
-//! map of the new size. Maps that only the controller writes are copied before the programs that
-//! read the copy are attached. Programs that are attached already read the former map until then,
-//! and nothing is written meanwhile.
+//! map of the new size, and the next start begins anew with what was interrupted. Programs that are
+//! attached already read the former map until they are replaced, and nothing is written meanwhile.
 //!
-//! Flow maps are written by programs all the time, so these find both maps, see [`MAP_BEFORE`]. The
-//! next start continues what was interrupted.
+//! `flow_maps` does this for maps that programs write.
 
 use std::{
     fs,
     os::fd::{AsFd as _, OwnedFd},
-    panic::resume_unwind,
     path::Path,
-    thread,
 };
 
 use aya::Pod;
@@ -30,18 +26,17 @@ use super::{
     paths::{Paths, names, removed},
     tables::{Shape, difference, open_pinned, pinned_table, typed},
 };
-use crate::sys::{CallError, bpf, map::Map};
+use crate::sys::bpf;
 
 /// The operations on the entries of a map, whatever their types.
 pub(super) struct Contents {
     /// Returns the least size that a map with these entries can have.
-    needed: fn(&'static str, &OwnedFd) -> Result<u32, Error>,
+    pub(super) needed: fn(&'static str, &OwnedFd) -> Result<u32, Error>,
     pub(super) transfer: Transfer,
 }
 
-/// Moves or copies the entries of the first map into the second. Returns false if there is no room
-/// for all of them.
-pub(super) type Transfer = fn(&'static str, &OwnedFd, &OwnedFd) -> Result<bool, Error>;
+/// Copies the entries of the first map into the second.
+pub(super) type Transfer = fn(&'static str, &OwnedFd, &OwnedFd) -> Result<(), Error>;
 
 /// Returns the operations on the entries of a map whose size users set. It is `None` for other
 /// maps, and for values that each CPU has for itself.
@@ -55,11 +50,9 @@ pub(super) fn contents(table: &str) -> Option<Contents> {
         (lpm_trie, $key:ty, $value:ty, [$limit:ident]) => {
             of_table!(hash, PrefixKey<$key>, $value, [$limit])
         };
-        ($kind:ident, $key:ty, $value:ty, [$limit:ident]) => {{
-            let transfer: Transfer =
-                if maps_of(table).is_some() { move_live::<$key, $value> } else { copy::<$key, $value> };
-            Some(Contents { needed: needed::<$key, $value>, transfer })
-        }};
+        ($kind:ident, $key:ty, $value:ty, [$limit:ident]) => {
+            Some(Contents { needed: needed::<$key, $value>, transfer: copy::<$key, $value> })
+        };
         ($kind:ident, $key:ty, $value:ty, $entries:tt) => {
             None
         };
@@ -75,11 +68,6 @@ pub(super) fn contents(table: &str) -> Option<Contents> {
     proxy_common::tables!(contents)
 }
 
-/// Returns the array in which programs find a flow map.
-fn maps_of(table: &str) -> Option<&'static str> {
-    table::RESIZABLE.iter().find(|(name, _)| *name == table).map(|(_, maps)| *maps)
-}
-
 /// A pinned map whose size is not the one that the map will have.
 struct OtherSize {
     entries: u32,
@@ -87,14 +75,15 @@ struct OtherSize {
     contents: Contents,
 }
 
-/// Compares the pinned maps with `shapes`, and makes `shapes` what the maps will be.
+/// Compares the pinned maps with `shapes`, and makes `shapes` what the maps will be. The sizes of
+/// flow maps must be adopted already.
 ///
 /// A map of another size is set aside, so that the loader makes a new one. If a map of a limit
 /// holds more entries than its new size, all maps of that limit keep theirs. A map that differs in
 /// another way is an error, or is removed if it may start empty.
 pub(super) fn set_aside(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error> {
     remove_larger(paths)?;
-    for shape in shapes.iter() {
+    for shape in shapes.iter().filter(|shape| !shape.is_of_flows()) {
         put_back(paths, shape.name)?;
     }
     keep_growth(paths, shapes)?;
@@ -184,31 +173,20 @@ pub(super) fn remove_larger(paths: &Paths) -> Result<(), Error> {
     Ok(())
 }
 
-/// Puts back a map that a killed controller had set aside, unless programs use the map that was
-/// made to replace it. If they do not, no program has ever seen that new map.
+/// Puts back a map that a killed controller had set aside. No program has seen the map that was made
+/// to replace it.
 fn put_back(paths: &Paths, table: &'static str) -> Result<(), Error> {
     let before = paths.before().join(table);
-    if before.exists() && !is_shown(paths, table)? {
-        rename(&before, &paths.maps().join(table))?;
-    }
-    Ok(())
+    if before.exists() { rename(&before, &paths.maps().join(table)) } else { Ok(()) }
 }
 
 fn compare(paths: &Paths, shape: &mut Shape) -> Result<Option<OtherSize>, Error> {
     let path = paths.maps().join(shape.name);
     let failed = |source| Error::Table { table: shape.name, source };
-    let is_moving = paths.before().join(shape.name).exists();
     let Some(map) = open_pinned(&path).map_err(failed)? else { return Ok(None) };
     let found = bpf::map_info(map.as_fd()).map_err(failed)?;
     let Some(difference) = difference(&found, shape) else { return Ok(None) };
     match (difference, contents(shape.name)) {
-        (Difference::Entries(..), Some(_)) if is_moving => {
-            tracing::warn!(
-                table = shape.name, %difference,
-                "an earlier change of the map's size is not finished; this one is made at the next start"
-            );
-            shape.entries = found.max_entries;
-        }
         (Difference::Entries(..), Some(contents)) => {
             return Ok(Some(OtherSize { entries: found.max_entries, map, contents }));
         }
@@ -225,90 +203,17 @@ pub(super) fn rename(from: &Path, to: &Path) -> Result<(), Error> {
     fs::rename(from, to).map_err(|source| Error::Folder { path: from.to_owned(), source })
 }
 
-/// Returns true if programs use the map that is pinned under this name, which is that of a flow
-/// map.
-fn is_shown(paths: &Paths, table: &str) -> Result<bool, Error> {
-    let Some(maps) = maps_of(table) else { return Ok(false) };
-    let failed = |source| Error::Table { table: maps, source };
-    let pinned = |table: &str| open_pinned(&paths.maps().join(table)).map_err(failed);
-    let (Some(array), Some(map)) = (pinned(maps)?, pinned(table)?) else { return Ok(false) };
-    let id = bpf::map_info(map.as_fd()).map_err(failed)?.id;
-    Ok(typed::<u32, u32>(&array, maps)?.get(&MAP_IN_USE).map_err(failed)? == Some(id))
-}
-
-/// Shows the programs the pinned flow maps before they are attached. These are the maps in use, and
-/// the former ones while their entries move.
-pub(super) fn show_flows(paths: &Paths) -> Result<(), Error> {
-    // Each change waits for a grace period. In parallel, they all wait for the same one.
-    thread::scope(|scope| {
-        let showing: Vec<_> = table::RESIZABLE
-            .iter()
-            .map(|&(table, maps)| scope.spawn(move || show(paths, table, maps)))
-            .collect();
-        showing.into_iter().try_for_each(|one| one.join().unwrap_or_else(|panic| resume_unwind(panic)))
-    })
-}
-
-/// Shows the programs one flow map. Since Linux 4.20, a change returns when no program uses the
-/// replaced map any more.
-fn show(paths: &Paths, table: &'static str, maps: &'static str) -> Result<(), Error> {
-    let failed = |source| Error::Table { table: maps, source };
-    let array = typed::<u32, u32>(&pinned_table(&paths.maps(), maps)?, maps)?;
-    let put = |place: u32, map: &OwnedFd| {
-        let id = bpf::map_info(map.as_fd())?.id;
-        if array.get(&place)? == Some(id) { Ok(()) } else { array.put_map(place, map.as_fd()) }
-    };
-    // The former map comes first, so that every program finds the entries of both when the other
-    // changes.
-    if let Some(before) = open_pinned(&paths.before().join(table)).map_err(failed)? {
-        put(MAP_BEFORE, &before).map_err(failed)?;
-    }
-    put(MAP_IN_USE, &pinned_table(&paths.maps(), table)?).map_err(failed)
-}
-
-/// A map whose former map still has entries to be moved.
-#[derive(Debug)]
-pub(super) struct Unfinished {
-    table: &'static str,
-    before: OwnedFd,
-    transfer: Transfer,
-}
-
-/// Returns the maps whose former maps are set aside.
-pub(super) fn unfinished(paths: &Paths, shapes: &[Shape]) -> Result<Vec<Unfinished>, Error> {
-    let mut all = Vec::new();
-    for Shape { name: table, .. } in shapes {
-        let Some(Contents { transfer, .. }) = contents(table) else { continue };
-        let found = open_pinned(&paths.before().join(table));
-        let found = found.map_err(|source| Error::Table { table, source })?;
-        all.extend(found.map(|before| Unfinished { table, before, transfer }));
-    }
-    Ok(all)
-}
-
-/// Moves the entries into the new maps. Maps of flows without room stay in `unfinished`, and
-/// programs still find these flows.
-pub(super) fn transfer(paths: &Paths, unfinished: &mut Vec<Unfinished>) -> Result<(), Error> {
-    let mut left = 0;
-    while let Some(Unfinished { table, before, transfer }) = unfinished.get(left) {
-        if transfer(table, before, &pinned_table(&paths.maps(), table)?)? {
-            release(paths, table)?;
-            unfinished.remove(left);
-        } else {
-            left += 1;
+/// Copies the maps that were set aside into the ones made in their places.
+pub(super) fn transfer(paths: &Paths, shapes: &[Shape]) -> Result<(), Error> {
+    for Shape { name, .. } in shapes.iter().filter(|shape| !shape.is_of_flows()) {
+        let (Some(contents), path) = (contents(name), paths.before().join(name)) else { continue };
+        let found = open_pinned(&path).map_err(|source| Error::Table { table: name, source })?;
+        if let Some(before) = found {
+            (contents.transfer)(name, &before, &pinned_table(&paths.maps(), name)?)?;
+            removed(&path, fs::remove_file(&path))?;
         }
     }
     Ok(())
-}
-
-/// Unpins a former map that has no entries any more, after hiding it from programs.
-fn release(paths: &Paths, table: &str) -> Result<(), Error> {
-    if let Some(maps) = maps_of(table) {
-        let failed = |source| Error::Table { table: maps, source };
-        typed::<u32, u32>(&pinned_table(&paths.maps(), maps)?, maps)?.remove(&MAP_BEFORE).map_err(failed)?;
-    }
-    let path = paths.before().join(table);
-    removed(&path, fs::remove_file(&path)).map(drop)
 }
 
 fn needed<K: Pod + Default, V: Pod + Default + PartialEq>(
@@ -353,12 +258,12 @@ fn needed_slots(paths: &Paths) -> Result<u32, Error> {
 /// Copies a map that nobody writes meanwhile.
 ///
 /// It also copies `connections`, which programs write. What they count until they are swapped is
-/// lost, but all connections are counted again anyway.
+/// lost, but all connections are counted again anyway. Flow maps are copied once more later.
 fn copy<K: Pod + Default, V: Pod + Default + PartialEq>(
     table: &'static str,
     from: &OwnedFd,
     to: &OwnedFd,
-) -> Result<bool, Error> {
+) -> Result<(), Error> {
     let (from, to) = (typed::<K, V>(from, table)?, typed::<K, V>(to, table)?);
     let mut index = 0;
     let mut is_there = |(_, value): &&(K, V)| {
@@ -370,47 +275,6 @@ fn copy<K: Pod + Default, V: Pod + Default + PartialEq>(
         to.set_all(&keys, &values).map_err(|(_, source)| source)?;
         Ok(true)
     })
-    .map_err(|source| Error::Table { table, source })
-}
-
-/// Moves the entries of a map that programs write meanwhile. The programs search `from` first.
-fn move_live<K: Pod + Default, V: Pod + Default + PartialEq>(
-    table: &'static str,
-    from: &OwnedFd,
-    to: &OwnedFd,
-) -> Result<bool, Error> {
-    let (from, to) = (typed::<K, V>(from, table)?, typed::<K, V>(to, table)?);
-    from.walk(|slice| {
-        for (key, _) in slice {
-            match move_entry(&from, &to, key) {
-                Ok(()) => {}
-                // The kernel may be short of memory for a moment.
-                Err(error) if matches!(error.errno(), libc::E2BIG | libc::ENOMEM) => return Ok(false),
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(true)
-    })
-    .map_err(|source| Error::Table { table, source })
-}
-
-/// Moves one entry. A program that has found it in `from` just before may write there once more.
-/// That is lost: it is what one packet has changed.
-fn move_entry<K: Pod + Default, V: Pod + Default + PartialEq>(
-    from: &Map<K, V>,
-    to: &Map<K, V>,
-    key: &K,
-) -> Result<(), CallError> {
-    let Some(seen) = from.get(key)? else { return Ok(()) };
-    // It is false if a controller that was killed has inserted the entry. Programs insert no key
-    // that `from` has.
-    let is_inserted = to.insert(key, &seen)?;
-    match from.take(key)? {
-        Some(last) if !is_inserted => to.set(key, &last),
-        Some(last) if last != seen && to.get(key)?.as_ref() == Some(&seen) => to.set(key, &last),
-        Some(_) => Ok(()),
-        // A program has removed the entry, perhaps before it was inserted.
-        None if is_inserted && to.get(key)?.as_ref() == Some(&seen) => to.remove(key).map(drop),
-        None => Ok(()),
-    }
+    .map_err(|source| Error::Table { table, source })?;
+    Ok(())
 }

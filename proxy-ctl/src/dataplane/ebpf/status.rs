@@ -112,8 +112,8 @@ impl Pinned {
 impl Programmed for Pinned {
     fn flows(&self, query: &FlowQuery<'_>) -> Result<Option<Vec<FlowSnapshot>>, dataplane::Error> {
         let mut newest = Newest::new(query, clock::since_boot());
-        newest.add(&self.paths, &self.common, &self.v4)?;
-        newest.add(&self.paths, &self.common, &self.v6)?;
+        newest.add(&self.common, &self.v4)?;
+        newest.add(&self.common, &self.v6)?;
         Ok(Some(newest.finish()))
     }
 

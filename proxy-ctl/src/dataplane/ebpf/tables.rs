@@ -65,14 +65,24 @@ pub(super) struct Shape {
 }
 
 impl Shape {
-    /// Returns true unless this is an array of maps or a ring.
+    /// Returns true unless this is a ring.
     pub(super) fn has_entries(&self) -> bool {
-        !matches!(self.kind, ARRAY_OF_MAPS | RING)
+        self.kind != RING
+    }
+
+    /// Returns the shape of a map with this number of entries, which does not grow.
+    pub(super) fn with_entries(self, entries: u32) -> Self {
+        Self { entries, most: entries, ..self }
+    }
+
+    /// Returns true if programs keep flows in the map.
+    pub(super) fn is_of_flows(&self) -> bool {
+        table::OF_FLOWS.contains(&self.name)
     }
 
     fn new<K, V>(name: &'static str, kind: u32, flags: u32, entries: (u32, Option<Limit>)) -> Self {
         let (key, value) = (size_of::<K>(), size_of::<V>());
-        let is_of_flows = table::RESIZABLE.iter().any(|(table, _)| *table == name);
+        let is_of_flows = table::OF_FLOWS.contains(&name);
         let expendable = matches!(kind, LRU_HASH | PER_CPU_ARRAY | DEVMAP_HASH | RING) && !is_of_flows;
         let (most, limit) = entries;
         let entries = limit.map_or(most, |limit| limit.first_entries(most));
@@ -97,12 +107,6 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
         };
         (lpm_trie) => {
             (LPM_TRIE, BPF_F_NO_PREALLOC)
-        };
-        (maps_of_hash) => {
-            (ARRAY_OF_MAPS, 0)
-        };
-        (maps_of_lru_hash) => {
-            (ARRAY_OF_MAPS, 0)
         };
         (array) => {
             (ARRAY, 0)
@@ -137,9 +141,7 @@ pub(super) fn shapes(limits: &Limits) -> Vec<Shape> {
             vec![$({
                 let (kind, flags) = kind!($kind);
                 let entries = entries!($entries);
-                if kind == ARRAY_OF_MAPS {
-                    Shape::new::<u32, u32>(stringify!($name), kind, flags, entries)
-                } else if kind == RING {
+                if kind == RING {
                     Shape::new::<(), ()>(stringify!($name), kind, flags, entries)
                 } else if kind == LPM_TRIE {
                     Shape::new::<PrefixKey<$key>, $value>(stringify!($name), kind, flags, entries)

@@ -32,6 +32,19 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.change_settings(|settings| settings.packets_held = 0)?;
         s.opens("workload_ingress", other, CLUSTER_IP, LOCAL).map(drop)
     });
+    group.both::<W>("opens nothing while openings are held, and known ones go on", |s| {
+        s.cluster_ip()?;
+        let known = s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
+        s.world.hold_openings(u64::MAX)?;
+        s.send("workload_ingress", &known, Expect::Becomes(&known.to(LOCAL)))?;
+        let other = (CLIENT.0, CLIENT.1 + 1);
+        s.send("workload_ingress", &s.first(other, CLUSTER_IP), Expect::Dropped)?;
+        s.send("workload_ingress", &s.first(other, LOCAL), Expect::Untouched)?;
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::OpeningsHeld, 1)])?;
+        // The time is over, as after the end of a process that has not let flows open again.
+        s.world.hold_openings(1)?;
+        s.opens("workload_ingress", other, CLUSTER_IP, LOCAL).map(drop)
+    });
     group.tcp::<W>("goes on when the service and its backend are gone", |s| {
         establish(s)?;
         move_service(s)?;
@@ -286,51 +299,49 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(s.flow_counts()? == (2, 2), "entries {:?}", s.flow_counts()?);
         s.counted(&[(Reason::FlowOpened, 1)])
     });
-    if group.can_fill_tables() {
-        group.tcp::<W>("no room among the established flows", |s| {
-            s.cluster_ip()?;
-            let flows = FLOWS as u16 / 2 + 1;
-            for port in 1..=flows {
-                s.opens("workload_ingress", (KnownAddress::Client, port), CLUSTER_IP, LOCAL)?;
-                let answer = answered(s, (KnownAddress::Client, port), TCP_SYN | TCP_ACK)?;
-                // The second packet of a client must not try again to establish the flow.
-                for _ in 0..2 {
-                    sends(s, (KnownAddress::Client, port), TCP_ACK)?;
-                }
+    group.tcp::<W>("no room among the established flows", |s| {
+        s.cluster_ip()?;
+        let flows = FLOWS as u16 / 2 + 1;
+        for port in 1..=flows {
+            s.opens("workload_ingress", (KnownAddress::Client, port), CLUSTER_IP, LOCAL)?;
+            let answer = answered(s, (KnownAddress::Client, port), TCP_SYN | TCP_ACK)?;
+            // The second packet of a client must not try again to establish the flow.
+            for _ in 0..2 {
+                sends(s, (KnownAddress::Client, port), TCP_ACK)?;
+            }
+            s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
+        }
+        ensure!(
+            s.flow_counts()? == (usize::from(flows) * 2, FLOWS as usize),
+            "entries {:?}",
+            s.flow_counts()?
+        );
+        s.counted(&[(Reason::FlowOpened, flows.into()), (Reason::FlowsFull, 1)])
+    });
+    // Each flow takes two of the 65,536 entries. A batch is answered once all its flows are
+    // open.
+    group.tcp::<W>("new flows outlive old ones in a table that is full of busy flows", |s| {
+        const BUSY: u16 = 32_700;
+        const BATCH: u16 = 100;
+        s.cluster_ip()?;
+        let first = |s: &Scene<W>, port: u16| s.first((KnownAddress::Client, port), CLUSTER_IP);
+        for _round in 0..2 {
+            for port in 1..=BUSY {
+                s.send("workload_ingress", &first(s, port), Expect::Becomes(&first(s, port).to(LOCAL)))?;
+            }
+        }
+        for batch in 0..20 {
+            let ports = BUSY + 1 + batch * BATCH..=BUSY + (batch + 1) * BATCH;
+            for port in ports.clone() {
+                s.send("workload_ingress", &first(s, port), Expect::Becomes(&first(s, port).to(LOCAL)))?;
+            }
+            for port in ports {
+                let answer = first(s, port).to(LOCAL).answer(TCP_SYN | TCP_ACK);
                 s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
             }
-            ensure!(
-                s.flow_counts()? == (usize::from(flows) * 2, FLOWS as usize),
-                "entries {:?}",
-                s.flow_counts()?
-            );
-            s.counted(&[(Reason::FlowOpened, flows.into()), (Reason::FlowsFull, 1)])
-        });
-        // Each flow takes two of the 65,536 entries. A batch is answered once all its flows are
-        // open.
-        group.tcp::<W>("new flows outlive old ones in a table that is full of busy flows", |s| {
-            const BUSY: u16 = 32_700;
-            const BATCH: u16 = 100;
-            s.cluster_ip()?;
-            let first = |s: &Scene<W>, port: u16| s.first((KnownAddress::Client, port), CLUSTER_IP);
-            for _round in 0..2 {
-                for port in 1..=BUSY {
-                    s.send("workload_ingress", &first(s, port), Expect::Becomes(&first(s, port).to(LOCAL)))?;
-                }
-            }
-            for batch in 0..20 {
-                let ports = BUSY + 1 + batch * BATCH..=BUSY + (batch + 1) * BATCH;
-                for port in ports.clone() {
-                    s.send("workload_ingress", &first(s, port), Expect::Becomes(&first(s, port).to(LOCAL)))?;
-                }
-                for port in ports {
-                    let answer = first(s, port).to(LOCAL).answer(TCP_SYN | TCP_ACK);
-                    s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
-                }
-            }
-            Ok(())
-        });
-    }
+        }
+        Ok(())
+    });
     group.both::<W>("an old entry refreshes and restores its partners", |s| {
         establish(s)?;
         let mut flow = s.flow_of(Stage::Established, CLIENT)?;

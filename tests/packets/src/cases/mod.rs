@@ -45,8 +45,6 @@ pub(crate) enum WorldKind {
     Masquerading,
     /// The maps of flows are as large as a node's.
     Large,
-    /// Constants as for `Usual`, while the maps of flows are being resized.
-    Moving,
 }
 
 type Run = Box<dyn Fn(&mut World) -> Result<()> + Send>;
@@ -56,8 +54,6 @@ type Body<W> = fn(&mut Scene<W>) -> Result<()>;
 /// Cases that were collected so far.
 pub(crate) struct Group {
     cases: Vec<Case>,
-    /// World that cases get in place of [`WorldKind::Usual`].
-    usual: WorldKind,
 }
 
 impl Group {
@@ -69,13 +65,8 @@ impl Group {
         body: impl Fn(&mut Scene<W>) -> Result<()> + Send + 'static,
     ) {
         let label = if protocol == PROTOCOL_TCP { "tcp" } else { "udp" };
-        let (world, moving) = match (world, self.usual) {
-            (WorldKind::Usual, WorldKind::Moving) => (WorldKind::Moving, " while tables change their size"),
-            (_, WorldKind::Moving) => return,
-            (world, _) => (world, ""),
-        };
         self.cases.push(Case {
-            name: format!("{} {label} {name}{moving}", W::NAME),
+            name: format!("{} {label} {name}", W::NAME),
             world,
             run: Box::new(move |world| body(&mut Scene::<W>::new(world, protocol))),
         });
@@ -112,24 +103,14 @@ impl Group {
     fn masquerading<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
         self.each(&BOTH, WorldKind::Masquerading, name, body);
     }
-
-    /// Returns false if programs run while maps are resized: they then work on new maps, which are
-    /// empty.
-    fn can_fill_tables(&self) -> bool {
-        self.usual != WorldKind::Moving
-    }
 }
 
 const BOTH: [u8; 2] = [PROTOCOL_TCP, PROTOCOL_UDP];
 
 pub(crate) fn all() -> Vec<Case> {
-    let mut group = Group { cases: Vec::new(), usual: WorldKind::Usual };
+    let mut group = Group { cases: Vec::new() };
     of_family::<V4>(&mut group);
     of_family::<V6>(&mut group);
-    group.usual = WorldKind::Moving;
-    with_flows::<V4>(&mut group);
-    with_flows::<V6>(&mut group);
-    group.usual = WorldKind::Usual;
     headers::family_cases(&mut group);
     headers::longer_than_the_header_can_say(&mut group);
     group.cases.push(baseline::case());
@@ -137,7 +118,11 @@ pub(crate) fn all() -> Vec<Case> {
 }
 
 fn of_family<W: Tables + 'static>(group: &mut Group) {
-    with_flows::<W>(group);
+    translation::cases::<W>(group);
+    source::masquerade::cases::<W>(group);
+    flows::cases::<W>(group);
+    fragments::cases::<W>(group);
+    icmp::cases::<W>(group);
     source::port_pool::cases::<W>(group);
     refused::refusals::cases::<W>(group);
     events::cases::<W>(group);
@@ -159,12 +144,4 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     refused::unserved::cases::<W>(group);
     unknown::cases::<W>(group);
     forwarding::direct::cases::<W>(group);
-}
-
-fn with_flows<W: Tables + 'static>(group: &mut Group) {
-    translation::cases::<W>(group);
-    source::masquerade::cases::<W>(group);
-    flows::cases::<W>(group);
-    fragments::cases::<W>(group);
-    icmp::cases::<W>(group);
 }

@@ -1,9 +1,8 @@
 //! The programs that the cases run, loaded together with their maps.
 
-mod resized;
 mod tables;
 
-use std::{collections::BTreeMap, path::Path};
+use std::path::Path;
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use aya::{
@@ -23,10 +22,7 @@ use proxy_ctl::sys::{bpf::pod, map::Map as Table};
 use scenario::Skip;
 
 pub(crate) use self::tables::{FlowKeyOf, FlowOf, Tables};
-use self::{
-    resized::{Moving, Resized},
-    tables::{array, clear, flow_map, flow_maps, hash, open, per_cpu},
-};
+use self::tables::{array, clear, flow_map, hash, open, per_cpu};
 
 /// Number of entries of a map of established flows in most cases.
 pub(crate) const FLOWS: u32 = 8;
@@ -87,15 +83,12 @@ pub(crate) enum Sizes {
     Small,
     /// Maps have as many entries as on a node.
     Default,
-    /// Maps have so few entries that walking through them takes little time.
-    Moving,
 }
 
 impl Sizes {
     const fn flows(self) -> u32 {
         match self {
             Self::Small => FLOWS,
-            Self::Moving => 256,
             Self::Default => Limit::Flows.default_entries(),
         }
     }
@@ -115,9 +108,6 @@ pub(crate) struct Globals {
 
 pub(crate) struct World {
     pub(crate) ebpf: Ebpf,
-    /// Arrays in which the programs find the maps of flows, by the name of the map.
-    flow_maps: BTreeMap<&'static str, Table<u32, u32>>,
-    moving: Vec<Box<dyn Moving>>,
 }
 
 /// Returns the context (`xdp_md`) of a frame that comes by the interface with this index. Its
@@ -150,35 +140,10 @@ pub(crate) fn has_xdp_fragments() -> Result<bool> {
 }
 
 impl World {
-    /// Makes each later run happen while all maps of flows are being resized.
-    pub(crate) fn moving(mut self, object: &[u8]) -> Result<Self> {
-        // The old maps come from another load of the object, because they must have the same types.
-        // From Linux 5.15 to 6.1, both maps must have BTF.
-        let mut loader = EbpfLoader::new();
-        for (name, _) in table::RESIZABLE {
-            loader.map_max_entries(name, 2 * Sizes::Moving.flows());
-        }
-        let before = loader.load(object).context("loading the object")?;
-        self.moving = vec![
-            Resized::<FlowKeyOf<V4>, FlowOf<V4>>::begin(&self, &before, table::flows4)?,
-            Resized::<FlowKeyOf<V4>, FlowOf<V4>>::begin(&self, &before, table::opening_flows4)?,
-            Resized::<FlowKeyOf<V4>, ForeignFlow>::begin(&self, &before, table::foreign_flows4)?,
-            Resized::<FlowKeyOf<V6>, FlowOf<V6>>::begin(&self, &before, table::flows6)?,
-            Resized::<FlowKeyOf<V6>, FlowOf<V6>>::begin(&self, &before, table::opening_flows6)?,
-            Resized::<FlowKeyOf<V6>, ForeignFlow>::begin(&self, &before, table::foreign_flows6)?,
-        ];
-        Ok(self)
-    }
-
     pub(crate) fn load(object: &[u8], globals: Globals, sizes: Sizes) -> Result<Self> {
         Self::load_with(object, globals, program::ON_INTERFACES, |loader| {
             for name in [table::flows4, table::flows6] {
                 loader.map_max_entries(name, sizes.flows());
-            }
-            if sizes == Sizes::Moving {
-                for (name, _) in table::RESIZABLE {
-                    loader.map_max_entries(name, sizes.flows());
-                }
             }
         })
     }
@@ -255,16 +220,12 @@ impl World {
         }
         size(&mut loader);
         let mut ebpf = loader.load(object).context("loading the object")?;
-        let flow_maps = table::RESIZABLE
-            .iter()
-            .map(|&(table, maps)| Ok((table, flow_maps(&ebpf, table, maps)?)))
-            .collect::<Result<_>>()?;
         for name in programs {
             let program: &mut SchedClassifier =
                 ebpf.program_mut(name).with_context(|| format!("no program {name}"))?.try_into()?;
             program.load().with_context(|| format!("loading {name}"))?;
         }
-        Ok(Self { ebpf, flow_maps, moving: Vec::new() })
+        Ok(Self { ebpf })
     }
 
     /// Writes flows as [`Tables::put_flow`] does, but in a few system calls.
@@ -317,14 +278,12 @@ impl World {
         let program: &SchedClassifier =
             self.ebpf.program(program).with_context(|| format!("no program {program}"))?.try_into()?;
         let mut out = vec![0; packet.len() + 256];
-        self.moving.iter().try_for_each(|table| table.set_back())?;
         let result = program.test_run(TestRunOptions {
             data_in: Some(packet),
             data_out: Some(&mut out),
             ctx_in: context,
             ..TestRunOptions::default()
         })?;
-        self.moving.iter().try_for_each(|table| table.bring())?;
         out.truncate(result.data_size_out as usize);
         Ok(Output { verdict: Verdict::of_tc(result.return_value)?, packet: out })
     }
@@ -401,6 +360,7 @@ impl World {
         clear(hash::<u32, Connections>(&mut self.ebpf, table::connections)?)?;
         clear(hash::<u32, Collected>(&mut self.ebpf, table::collected)?)?;
         self.set_settings(Settings::default())?;
+        self.hold_openings(0)?;
         self.set_lease_end(0)?;
         self.switch_log(false)?;
         self.logged()?;
@@ -461,6 +421,11 @@ impl World {
 
     pub(crate) fn set_settings(&mut self, settings: Settings) -> Result<()> {
         Ok(array(&mut self.ebpf, table::settings)?.set(0, settings, 0)?)
+    }
+
+    /// Lets no flow open until this time, in nanoseconds since boot.
+    pub(crate) fn hold_openings(&mut self, until: u64) -> Result<()> {
+        Ok(array(&mut self.ebpf, table::openings_held_until)?.set(0, until, 0)?)
     }
 
     /// Raises the epoch as the controller does when a route, a neighbour or an interface has

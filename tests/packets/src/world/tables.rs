@@ -207,16 +207,6 @@ pub(super) fn clear<K: Pod, V: Pod>(mut map: HashMap<&mut MapData, K, V>) -> Res
     Ok(())
 }
 
-/// Opens the array in which the programs find a map of flows, and puts that map into it.
-pub(super) fn flow_maps(ebpf: &Ebpf, table: &str, maps: &str) -> Result<Table<u32, u32>> {
-    let array = match ebpf.map(maps) {
-        Some(Map::ArrayOfMaps(array)) => open(array)?,
-        other => bail!("{maps} is {other:?}"),
-    };
-    array.put_map(MAP_IN_USE, flow_map(ebpf, table)?.fd().as_fd())?;
-    Ok(array)
-}
-
 pub(super) fn flow_map<'a>(ebpf: &'a Ebpf, table: &str) -> Result<&'a MapData> {
     match ebpf.map(table) {
         Some(Map::HashMap(map) | Map::LruHashMap(map)) => Ok(map),

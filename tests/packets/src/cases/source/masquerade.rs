@@ -66,30 +66,28 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.send("uplink_egress", &first.to(REMOTE), Expect::Dropped)?;
         s.counted(&[(Reason::FlowOpened, 1), (Reason::NoMasqueradeAddress, 1)])
     });
-    if group.can_fill_tables() {
-        group.both::<W>("until the ports of a backend are used up", |s| {
-            s.node_port_elsewhere()?;
-            // There are as many flows as ports, and each gets another port.
-            for client in 1..=8 {
-                let first = s.opens("uplink_ingress", (KnownAddress::Client, client), NODE_PORT, REMOTE)?;
-                masqueraded(s, "uplink_egress", &first.to(REMOTE), first.source)?;
-            }
-            let first = s.opens("uplink_ingress", (KnownAddress::Client, 9), NODE_PORT, REMOTE)?;
-            s.send("uplink_egress", &first.to(REMOTE), Expect::Dropped)?;
-            // All ports are free for another backend.
-            s.service(1, &[(13, (KnownAddress::OtherNode, 8080), false)])?;
-            let first = s.opens(
-                "uplink_ingress",
-                (KnownAddress::Client, 10),
-                NODE_PORT,
-                (KnownAddress::OtherNode, 8080),
-            )?;
-            let inside = first.to((KnownAddress::OtherNode, 8080));
-            masqueraded(s, "uplink_egress", &inside, first.source)?;
-            ensure!(s.flow_counts()? == (29, 0), "entries {:?}", s.flow_counts()?);
-            s.counted(&[(Reason::FlowOpened, 10), (Reason::MasqueradePortsExhausted, 1)])
-        });
-    }
+    group.both::<W>("until the ports of a backend are used up", |s| {
+        s.node_port_elsewhere()?;
+        // There are as many flows as ports, and each gets another port.
+        for client in 1..=8 {
+            let first = s.opens("uplink_ingress", (KnownAddress::Client, client), NODE_PORT, REMOTE)?;
+            masqueraded(s, "uplink_egress", &first.to(REMOTE), first.source)?;
+        }
+        let first = s.opens("uplink_ingress", (KnownAddress::Client, 9), NODE_PORT, REMOTE)?;
+        s.send("uplink_egress", &first.to(REMOTE), Expect::Dropped)?;
+        // All ports are free for another backend.
+        s.service(1, &[(13, (KnownAddress::OtherNode, 8080), false)])?;
+        let first = s.opens(
+            "uplink_ingress",
+            (KnownAddress::Client, 10),
+            NODE_PORT,
+            (KnownAddress::OtherNode, 8080),
+        )?;
+        let inside = first.to((KnownAddress::OtherNode, 8080));
+        masqueraded(s, "uplink_egress", &inside, first.source)?;
+        ensure!(s.flow_counts()? == (29, 0), "entries {:?}", s.flow_counts()?);
+        s.counted(&[(Reason::FlowOpened, 10), (Reason::MasqueradePortsExhausted, 1)])
+    });
     group.both::<W>("to this node's address at a port of nobody", |s| {
         s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
         let packet = s.packet(REMOTE, (KnownAddress::Node, 20_001), TCP_ACK);

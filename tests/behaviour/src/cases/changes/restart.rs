@@ -1,9 +1,17 @@
 //! The controller ends and starts again.
 
-use std::time::Duration;
+use std::{fs, os::fd::AsFd as _, time::Duration};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use lab::{Dial, Protocol, address::FAMILIES, agent::protocol::Load, cluster::NODES, wait};
+use lab::{
+    Dial, Protocol,
+    address::{FAMILIES, NodeNumber},
+    agent::protocol::Load,
+    cluster::NODES,
+    wait,
+};
+use proxy_common::{inventory::table, layout::LAYOUT_VERSION};
+use proxy_ctl::sys::bpf;
 use serde_json::{Value, json};
 
 use crate::{
@@ -259,10 +267,31 @@ fn limits(entries: u32) -> Value {
 fn resized(world: &mut World, _: Variant) -> Result<()> {
     let held = hold_all(world)?;
     for entries in SIZES {
-        no_connection_fails(world, SELDOM, |world| world.configure(limits(entries)))?;
+        no_connection_fails(world, SELDOM, |world| {
+            world.configure(limits(entries))?;
+            NODES.into_iter().try_for_each(|node| has_size(world, node, entries))
+        })?;
         all_go_on(world, &held)?;
     }
     held.into_iter().try_for_each(|connection| world.agent("client-1")?.release(connection))
+}
+
+/// Waits until the maps of flows have a size, and no entry is to be copied any more.
+fn has_size(world: &World, node: NodeNumber, entries: u32) -> Result<()> {
+    let pins = world.lab.bpffs(node).join(format!("proxy-ctl/v{LAYOUT_VERSION}"));
+    wait::until(&format!("node{node} has resized its maps of flows"), ADOPTS_WITHIN, || {
+        for name in table::OF_FLOWS {
+            let found = bpf::pinned(&pins.join("maps").join(name)).and_then(|map| bpf::map_info(map.as_fd()));
+            match found {
+                Ok(found) if found.max_entries == entries => {}
+                other => return Err(format!("{name} is {other:?}")),
+            }
+        }
+        match fs::read_dir(pins.join("before")).map(Iterator::count) {
+            Ok(0) => Ok(Some(())),
+            other => Err(format!("there are former maps: {other:?}")),
+        }
+    })
 }
 
 /// Microseconds between connections of a client.

@@ -5,9 +5,8 @@ use proxy_common::{
     port::Port,
 };
 use proxy_ctl::{
-    config::Limits,
     dataplane::{Dataplane as _, FlowQuery, FlowSnapshot, FlowState, Programmed as _, ebpf::status::Pinned},
-    sys::{bpf, clock, map::Map},
+    sys::{clock, map::Map},
 };
 
 use super::{
@@ -94,44 +93,4 @@ fn each_flow_is_listed_once_with_its_service_port() {
     assert_eq!(shown(&listed(&sandbox, 2, &|_| true)), expected[..2], "without a controller");
     let of_web = |flow: &FlowSnapshot| flow.service.as_ref().is_some_and(|name| &*name.service.name == "web");
     assert_eq!(shown(&listed(&sandbox, 9, &of_web)), [expected[0].clone(), expected[3].clone()]);
-}
-
-#[test]
-fn flows_of_both_maps_are_listed_while_a_table_changes_its_size() {
-    let Some(mut sandbox) = Sandbox::new() else { return };
-    drop(sandbox.open());
-    let before: Flows = sandbox.map("flows4");
-    for port in 1..=1_000 {
-        put(&before, &flow(port, WEB, 5, 1));
-    }
-    let Limits { flows, .. } = sandbox.config.limits;
-    sandbox.config.limits.flows = flows / 2;
-    // The state is that of a controller that was killed before any entry has moved: the former map
-    // is set aside, and the new one is empty.
-    std::fs::rename(sandbox.table("flows4"), sandbox.pins("before/flows4")).unwrap();
-    let shape = bpf::MapInfo { max_entries: flows / 2, ..bpf::map_info(before.fd()).unwrap() };
-    bpf::pin(std::os::fd::AsFd::as_fd(&bpf::create_map(&shape, None).unwrap()), &sandbox.table("flows4"))
-        .unwrap();
-    let in_use: Flows = sandbox.map("flows4");
-    // Some entries have moved, one of them just now, and a new flow was opened.
-    for port in 1..=10 {
-        put(&in_use, &flow(port, WEB, 5, 1));
-        for key in before
-            .read_all()
-            .unwrap()
-            .iter()
-            .filter(|(_, flow)| flow.client_port().number() == port && port != 10)
-        {
-            before.remove(&key.0).unwrap();
-        }
-    }
-    let moving =
-        before.read_all().unwrap().into_iter().find(|(_, flow)| flow.client_port().number() == 10).unwrap().1;
-    put(&in_use, &moving);
-    put(&in_use, &flow(1_001, WEB, 1, 1));
-    let flows = listed(&sandbox, usize::MAX, &|_| true);
-    let mut ports: Vec<u16> = flows.iter().map(|flow| flow.client.unwrap().port()).collect();
-    assert_eq!(ports[0], 1_001, "the newest first");
-    ports.sort_unstable();
-    assert_eq!(ports, (1..=1_001).collect::<Vec<_>>());
 }

@@ -461,11 +461,9 @@ fn a_second_controller_is_told_who_is_at_work() {
 fn a_table_that_may_start_empty_is_made_anew() {
     let Some(sandbox) = Sandbox::new() else { return };
     drop(sandbox.open());
-    let limits = Limits { opening_flows: 2_048, ..sandbox.config.limits };
-    let dataplane = sandbox.open_with(limits);
-    let usage = dataplane.usage().unwrap();
-    let table = usage.tables.iter().find(|table| table.name == "opening_flows4").unwrap();
-    assert_eq!(table.capacity, 2_048);
+    let limits = Limits { service_counters: 8, ..sandbox.config.limits };
+    drop(sandbox.open_with(limits));
+    assert_eq!(sandbox.room("service_counters"), 8);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Leaves the object of the kernel programs where `dataplane::ebpf` embeds it; see the package
+//! Leaves the object of the kernel programs where `modes::ebpf` embeds it; see the package
 //! `kernel-object`. Passes the commit to `version`.
 
 use std::{

@@ -2,7 +2,6 @@
 pub mod cli;
 pub mod config;
 pub mod controller;
-pub mod dataplane;
 pub mod events;
 #[cfg(test)]
 mod free_port;
@@ -10,6 +9,7 @@ pub mod leftovers;
 pub mod log;
 pub mod mode;
 pub mod model;
+pub mod modes;
 pub mod node;
 pub mod path_watch;
 pub mod process;

@@ -11,7 +11,7 @@ use ipnet::IpNet;
 use proxy_common::{event::EventKind, reason::Reason};
 
 use super::service_filter::ServiceFilter;
-use crate::{dataplane::FlowState, model::objects::Protocol, version};
+use crate::{model::objects::Protocol, modes::FlowState, version};
 
 /// A service proxy for Kubernetes nodes that replaces kube-proxy.
 #[derive(Debug, Parser)]

@@ -9,8 +9,8 @@ use serde_json::json;
 
 use super::{args::CleanupArgs, show::print, table::table};
 use crate::{
-    dataplane::{self, Removed},
     leftovers::{self, PendingRemoval, Purpose},
+    modes::{self, Removed},
     process::Record,
     sys::filesystem,
 };
@@ -61,7 +61,7 @@ fn remove(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyhow::Result<(
 
 /// Removes maps, programs, and what was mounted or written beside them.
 fn cleanup_own(bpffs: &Path, keeps: &[IpNet]) -> anyhow::Result<Removed> {
-    let removed = dataplane::cleanup(bpffs, keeps)?;
+    let removed = modes::cleanup(bpffs, keeps)?;
     Record::remove(bpffs);
     filesystem::remove_own_cgroup2().context("unmounting cgroup v2 from /run/proxy-ctl/cgroup")?;
     Ok(removed)

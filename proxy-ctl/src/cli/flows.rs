@@ -18,9 +18,9 @@ use super::{
 };
 use crate::{
     config::duration,
-    dataplane::{FlowQuery, FlowSnapshot, FlowState},
     mode::Mode,
     model::desired::ServicePortName,
+    modes::{FlowQuery, FlowSnapshot, FlowState},
 };
 
 const UNSEEN: &str =

@@ -27,7 +27,7 @@ use super::{
     flows::{FlowServiceView, is_in, is_of},
     show, table,
 };
-use crate::dataplane::{EventQuery, EventSnapshot};
+use crate::modes::{EventQuery, EventSnapshot};
 
 /// The longest wait for events, in milliseconds. The events must be read at least this often, or
 /// the programs stop making them.

@@ -18,9 +18,9 @@ use super::{
 };
 use crate::{
     config::{CommandLine, Config, Effective, Keyword as _, RequestedMode, Xdp},
-    dataplane, leftovers,
+    leftovers,
     mode::{self, ChosenMode, Probe, Refusal, Requirement},
-    node,
+    modes, node,
     process::record::Record,
 };
 
@@ -34,7 +34,7 @@ pub(super) fn probe(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Res
     for warning in warnings {
         eprintln!("warning: {warning}");
     }
-    let probes = dataplane::probe(&config, &node::facts::gather());
+    let probes = modes::probe(&config, &node::facts::gather());
     let choice = mode::choose(config.mode, config.ebpf.mode_fallback, &probes);
     let uplinks = Uplinks::of(&config);
     let former = FormerView::new(&leftovers::find(&config.ipvs.exclude_cidrs), Vec::new());

@@ -21,15 +21,15 @@ use super::{
 };
 use crate::{
     config::{Config, Encapsulation},
-    dataplane::{
-        self, BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, Programmed, ServiceSnapshot,
-        Snapshot, Usage, xdp::of_word,
-    },
     leftovers,
     mode::Mode,
     model::{
         desired::ServicePortName,
         objects::{Forwarding, Protocol, TrafficPolicy},
+    },
+    modes::{
+        self, BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, Programmed, ServiceSnapshot,
+        Snapshot, Usage, xdp::of_word,
     },
     node,
     process::record::{InterfaceRecord, Record},
@@ -42,7 +42,7 @@ pub(super) fn bpffs(flag: Option<PathBuf>) -> PathBuf {
 }
 
 /// Adds advice to an error if the kernel denies the caller access.
-pub(super) fn explained(error: dataplane::Error) -> anyhow::Error {
+pub(super) fn explained(error: modes::Error) -> anyhow::Error {
     if !error.is_denied() {
         return error.into();
     }
@@ -54,7 +54,7 @@ pub(super) fn explained(error: dataplane::Error) -> anyhow::Error {
 
 /// Returns a reader of what is programmed on this node, and its mode.
 pub(super) fn programmed(bpffs: &Path) -> anyhow::Result<Option<(Mode, Box<dyn Programmed>)>> {
-    dataplane::read(bpffs).map_err(explained)
+    modes::read(bpffs).map_err(explained)
 }
 
 /// Returns what the kernel has for the active mode and for the secondary mode. Returns `None` if
@@ -65,13 +65,13 @@ pub(super) fn snapshot(bpffs: &Path) -> anyhow::Result<Option<Snapshot>> {
         let record = Record::read(bpffs)?.filter(|record| record.mode == mode.name());
         let beside = record.and_then(|record| record.beside);
         if let Some(beside) = Mode::ALL.into_iter().find(|mode| Some(mode.name()) == beside.as_deref())
-            && let Some(programmed) = dataplane::read_mode(beside, bpffs)?
+            && let Some(programmed) = modes::read_mode(beside, bpffs)?
         {
             snapshot.add(beside, programmed.snapshot()?);
         }
         return Ok(Some(snapshot));
     }
-    if let Some(process) = dataplane::controller(bpffs) {
+    if let Some(process) = modes::controller(bpffs) {
         // A closed stderr cannot be reported.
         let _ = writeln!(
             std::io::stderr(),
@@ -136,7 +136,7 @@ pub(super) fn backends(args: &BackendsArgs, bpffs: &Path) -> anyhow::Result<()> 
 }
 
 pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
-    let (programmed, denied) = match dataplane::read(bpffs) {
+    let (programmed, denied) = match modes::read(bpffs) {
         Err(error) if error.is_denied() => (None, Some(error)),
         programmed => (programmed?, None),
     };
@@ -146,7 +146,7 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
     };
     // A process leaves its record once it has loaded its programs.
     let speaks = |process: &u32| record.as_ref().is_some_and(|record| record.pid == *process);
-    let starting = dataplane::controller(bpffs).filter(|process| !speaks(process));
+    let starting = modes::controller(bpffs).filter(|process| !speaks(process));
     let interfaces = record.as_ref().map(|record| record.interfaces.clone()).unwrap_or_default();
     let keeps = record.as_ref().map(Record::keeps).unwrap_or_default();
     let held_back_by =

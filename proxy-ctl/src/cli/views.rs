@@ -16,10 +16,10 @@ use super::{
 };
 use crate::{
     config::{Encapsulation, Keyword, duration},
-    dataplane::{OtherProgram, ReasonUsage, TableUsage},
     leftovers::{Found, Part},
     mode::Mode,
     model::objects::{Algorithm, Forwarding},
+    modes::{OtherProgram, ReasonUsage, TableUsage},
     process::record::{InterfaceRecord, Record, SourceRecord, UnsupportedField},
 };
 

@@ -8,7 +8,7 @@ use serde::Serialize;
 use super::table::table;
 use crate::{
     config::{Keyword as _, Xdp},
-    dataplane::{
+    modes::{
         Interface, NodeNetwork, Role,
         redirect::{Takes, takes},
         xdp::{choose, word},

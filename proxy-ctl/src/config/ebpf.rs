@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{Config, Keyword};
 use crate::{
-    dataplane::Role,
     model::objects::{Algorithm, Forwarding, NodeForwarding},
+    modes::Role,
 };
 
 /// The processes whose connections the socket hooks translate.

@@ -14,8 +14,8 @@ use rustc_hash::FxHashSet;
 use tokio::sync::watch;
 
 use crate::{
-    dataplane::{Dataplane, Effect, Unsupported, refused, servable},
     model::desired::{Changes, DesiredPort, ServicePortName},
+    modes::{Dataplane, Effect, Unsupported, refused, servable},
     report::Metrics,
 };
 

@@ -7,8 +7,8 @@ use ipnet::IpNet;
 
 use crate::{
     config::{Config, LocalMode, PortRange, RequestedMode},
-    dataplane::{Host, LocalTraffic, NodeNetwork},
     model::objects::Node,
+    modes::{Host, LocalTraffic, NodeNetwork},
     node::NodeIps,
 };
 

@@ -31,12 +31,12 @@ pub use self::{
 };
 use crate::{
     config::{ALLOW_SERVICE_EXTERNAL_IPS, Config},
-    dataplane::{Dataplane, Error, HookProblems, MetricFamily, NodeNetwork},
     mode::Mode,
     model::{
         Model, Update,
         objects::{IpFamily, Node, NodeForwarding},
     },
+    modes::{Dataplane, Error, HookProblems, MetricFamily, NodeNetwork},
     node::OwnNode,
     report::{HealthChecks, Heartbeats, Metrics, ModeInForce, Moment, SharedHealth},
 };

@@ -13,8 +13,8 @@ use tokio_util::sync::CancellationToken;
 use super::{Controller, ModeOpener};
 use crate::{
     config::Config,
-    dataplane::{Dataplane, Error, MetricFamily, Modes, NodeNetwork},
     model::Update,
+    modes::{Dataplane, Error, MetricFamily, Modes, NodeNetwork},
     report::{ModeChoice, ModeFamilies, ModeInForce},
 };
 

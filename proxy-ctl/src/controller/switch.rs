@@ -9,10 +9,10 @@ use std::{
 use super::{Controller, coverage::CoverageTracker, host::host, service_intervals};
 use crate::{
     config::Config,
-    dataplane::{self, Dataplane, Effect, Error, Modes},
     leftovers::Remains,
     mode::Mode,
     model::desired::{Changes, DesiredPort},
+    modes::{self, Dataplane, Effect, Error, Modes},
     report::ModeInForce,
 };
 
@@ -180,7 +180,7 @@ impl Controller {
         let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return Ok(()) };
         let Modes { mode: former_mode, beside: former_beside } = self.reports.mode.borrow().modes;
         let retiring = self.retiring.iter().map(Retiring::mode);
-        let ports = dataplane::masquerade_ports(retiring.chain([former_mode, modes.mode]));
+        let ports = modes::masquerade_ports(retiring.chain([former_mode, modes.mode]));
         let host = host(network, &self.config, self.model.node(), self.model.service_cidrs(), ports);
         match new.set_host(&host) {
             Err(error) if !error.is_of_node_addresses() => return Err(error),

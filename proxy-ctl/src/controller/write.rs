@@ -10,8 +10,8 @@ use super::{
     switch::Retiring,
 };
 use crate::{
-    dataplane::{self, Applied, Error},
     model::{desired::Changes, objects::IpFamily},
+    modes::{self, Applied, Error},
     report::{HealthCheckAddresses, Metrics, Moment, Phase, SyncKind},
 };
 
@@ -73,7 +73,7 @@ impl Controller {
         let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return None };
         let scope = active.host.due(now)?;
         let at_work = self.reports.mode.borrow().modes.mode;
-        let ports = dataplane::masquerade_ports(self.retiring.iter().map(Retiring::mode).chain([at_work]));
+        let ports = modes::masquerade_ports(self.retiring.iter().map(Retiring::mode).chain([at_work]));
         let host = host(network, &self.config, self.model.node(), self.model.service_cidrs(), ports);
         let metrics = &self.reports.metrics;
         let started = Instant::now();

@@ -105,11 +105,11 @@ pub(super) mod tests {
     use super::*;
     use crate::sys::ipset::MemberChange;
 
-    pub(in super::super) fn tcp(socket: &str) -> VirtualSocket {
+    pub(in crate::leftovers) fn tcp(socket: &str) -> VirtualSocket {
         VirtualSocket { protocol: 6, address: socket.parse().unwrap() }
     }
 
-    pub(in super::super) fn write(sets: &IpSets, name: &str, kind: SetKind, ipv4: bool, member: Member) {
+    pub(in crate::leftovers) fn write(sets: &IpSets, name: &str, kind: SetKind, ipv4: bool, member: Member) {
         sets.create(name, kind, ipv4).unwrap();
         assert!(sets.write(name, kind, &[MemberChange::Add(member)]).unwrap().is_empty());
     }

@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     config::Config,
-    dataplane::NodeNetwork,
+    modes::NodeNetwork,
     sys::{
         CallError,
         netlink::{Messages, NLM_F_DUMP, NetlinkSocket},

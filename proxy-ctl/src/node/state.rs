@@ -17,8 +17,8 @@ use netlink_packet_route::{
 use super::interfaces::{LinkFacts, LinkKind, Master, role};
 use crate::{
     config::Interfaces,
-    dataplane::{Device, Interface, NodeNetwork, Role, Vlan},
     leftovers::names::IPVS_DEVICE,
+    modes::{Device, Interface, NodeNetwork, Role, Vlan},
 };
 
 #[derive(Clone, Debug, Eq, PartialEq)]

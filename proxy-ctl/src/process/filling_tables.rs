@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use tokio::sync::watch;
 
 use super::event;
-use crate::{dataplane::HookProblems, events::Recorder};
+use crate::{events::Recorder, modes::HookProblems};
 
 /// Sends the events. It ends when there is no dataplane any more.
 pub(super) async fn follow(mut problems: watch::Receiver<HookProblems>, events: Recorder) {

@@ -10,11 +10,11 @@ use super::event;
 use crate::{
     config::Config,
     controller::Coverage,
-    dataplane::{self, Unsupported, netfilter::AcceptedHealthChecks},
     events::Recorder,
     leftovers::{self, Found, Leftovers, Part, PendingRemoval, Purpose, Removal, Retained},
     mode::Mode,
     model::desired::ServicePortName,
+    modes::{self, Unsupported, netfilter::AcceptedHealthChecks},
     report::{HealthChecks, Metrics, ModeInForce},
 };
 
@@ -138,7 +138,7 @@ impl LeftoverRemoval {
     }
 
     fn translates_in_connect(&self) -> bool {
-        dataplane::translates_in_connect(self.mode.borrow().modes.mode, &self.configs.borrow())
+        modes::translates_in_connect(self.mode.borrow().modes.mode, &self.configs.borrow())
     }
 
     /// Returns the progress at the beginning. With `ebpf.removeKubeProxyRules: false` nothing is
@@ -460,9 +460,9 @@ impl Reported {
 mod tests {
     use super::*;
     use crate::{
-        dataplane::Effect,
         leftovers::PartKind,
         model::objects::{IpFamily, ObjectName, Protocol},
+        modes::Effect,
         sys::CallError,
     };
 

@@ -9,10 +9,10 @@ use super::event;
 use crate::{
     config::Config,
     controller::ModeOpener,
-    dataplane::{self, Dataplane, Error, Modes},
     events::{Event, Recorder},
     leftovers::Remains,
     mode::{self, Mode, Refusal},
+    modes::{self, Dataplane, Error, Modes},
     node::facts,
     report::{Metrics, ModeChoice, ModeInForce},
 };
@@ -23,10 +23,10 @@ pub(super) fn choose(config: &Config) -> Result<ModeChoice, Refusal> {
     let mut loaded = Vec::new();
     let mut host = facts::gather();
     loop {
-        let probes = dataplane::probe(config, &host);
+        let probes = modes::probe(config, &host);
         let chosen = mode::choose(config.mode, config.ebpf.mode_fallback, &probes)?;
         let asked =
-            if loaded.contains(&chosen.mode) { None } else { dataplane::load(chosen.mode, config, &host) };
+            if loaded.contains(&chosen.mode) { None } else { modes::load(chosen.mode, config, &host) };
         let Some(refused) = asked else {
             let modes = Modes::new(chosen.mode, &probes);
             return Ok(ModeChoice { chosen, modes });
@@ -44,15 +44,15 @@ pub(super) struct BuiltModes;
 
 impl ModeOpener for BuiltModes {
     fn open(&self, modes: Modes, config: &Arc<Config>) -> Result<Box<dyn Dataplane>, Error> {
-        dataplane::open(modes, config)
+        modes::open(modes, config)
     }
 
     fn to_retire(&self, at_work: Mode, config: &Config) -> Result<Vec<Mode>, Error> {
-        dataplane::to_retire(at_work, config)
+        modes::to_retire(at_work, config)
     }
 
     fn open_to_retire(&self, mode: Mode, config: &Config) -> Result<Option<Box<dyn Dataplane>>, Error> {
-        dataplane::open_to_retire(mode, config)
+        modes::open_to_retire(mode, config)
     }
 
     fn remove_retired(
@@ -62,7 +62,7 @@ impl ModeOpener for BuiltModes {
         config: &Config,
         remains: &mut Remains,
     ) -> Result<bool, Error> {
-        dataplane::remove_retired(mode, at_work, config, remains)
+        modes::remove_retired(mode, at_work, config, remains)
     }
 }
 

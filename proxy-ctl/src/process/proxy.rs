@@ -25,10 +25,10 @@ use super::{
 use crate::{
     config::{CommandLine, Config},
     controller::{Coverage, Inputs, MetricsRequests, Reports, UnservedPorts},
-    dataplane::{HookProblems, NodeNetwork},
     events::Recorder,
     mode::Mode,
     model::{Update, objects::ObjectName},
+    modes::{HookProblems, NodeNetwork},
     node::{self, OwnNode},
     report::{Health, HealthChecks, Heartbeats, Metrics, ModeChoice, ModeInForce, SharedHealth},
     serve::{self, HealthPages, Pages},

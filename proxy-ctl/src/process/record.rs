@@ -18,8 +18,8 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     config::{Config, Keyword as _},
     controller::Coverage,
-    dataplane::{Effect, HookProblems, NodeNetwork, Role},
     model::objects::ObjectName,
+    modes::{Effect, HookProblems, NodeNetwork, Role},
     report::{ModeChoice, ModeInForce},
     source::kubernetes::{ResourceKind, SourceState},
     sys::process::stat,

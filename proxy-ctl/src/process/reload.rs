@@ -13,9 +13,8 @@ use tokio::{sync::watch, time::timeout};
 use super::{config_changes::ConfigChanges, event, kernel::Kernel, mode_choice, set_up, settings::Settings};
 use crate::{
     config::{CommandLine, Config},
-    dataplane,
     events::Recorder,
-    log,
+    log, modes,
     path_watch::PathWatch,
     report::{Metrics, ModeChoice},
 };
@@ -95,7 +94,7 @@ impl Reload {
             return None;
         }
         self.seen = document;
-        let unused = dataplane::unused_fields(self.choices.borrow().modes.mode, &config);
+        let unused = modes::unused_fields(self.choices.borrow().modes.mode, &config);
         let changes = ConfigChanges::between(&self.document.borrow(), &self.seen, &unused);
         if !changes.restart.is_empty() {
             return Some(anyhow!(
@@ -182,8 +181,8 @@ mod tests {
     use super::*;
     use crate::{
         config::RequestedMode,
-        dataplane::Modes,
         mode::{ChosenMode, Mode},
+        modes::Modes,
         source::InvalidObjects,
     };
 

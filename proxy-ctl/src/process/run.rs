@@ -21,10 +21,10 @@ use super::{
 };
 use crate::{
     config::{CommandLine, Config},
-    dataplane,
     events::Recorder,
     log,
     mode::Mode,
+    modes,
     report::ModeChoice,
     serve::BindError,
     source::kubernetes::SourceState,
@@ -48,7 +48,7 @@ pub fn run(line: CommandLine) -> anyhow::Result<()> {
     if let Some(why) = &choice.chosen.fallback {
         tracing::warn!(mode = %choice.modes.mode, requested = %choice.chosen.requested, "{why}");
     }
-    let unused = dataplane::unused_fields(choice.modes.mode, &settings.config);
+    let unused = modes::unused_fields(choice.modes.mode, &settings.config);
     for warning in settings::without_effect(&settings.config, choice.modes.mode, &unused) {
         tracing::warn!("{warning}");
     }
@@ -71,7 +71,7 @@ pub fn run(line: CommandLine) -> anyhow::Result<()> {
 /// Does what needs all privileges, for `--init-only`.
 fn initialize(config: &Config, mode: Mode) -> anyhow::Result<()> {
     set_up::prepare(config, &Kernel::default(), &Recorder::silent())?;
-    dataplane::prepare(mode, config)?;
+    modes::prepare(mode, config)?;
     tracing::info!("System initialized and --init-only specified");
     Ok(())
 }

@@ -9,9 +9,9 @@ use tokio_util::sync::CancellationToken;
 use super::settings::Settings;
 use crate::{
     config::Config,
-    dataplane,
     events::Recorder,
     model::Update,
+    modes,
     report::{Metrics, ModeInForce},
     source::{
         InvalidField,
@@ -90,7 +90,7 @@ async fn want_service_cidrs(
     loop {
         let at_work = mode.borrow_and_update().modes.mode;
         wants.send_if_modified(|wants| {
-            let before = std::mem::replace(wants, dataplane::reads_service_cidrs(at_work, config));
+            let before = std::mem::replace(wants, modes::reads_service_cidrs(at_work, config));
             before != *wants
         });
         if mode.changed().await.is_err() {

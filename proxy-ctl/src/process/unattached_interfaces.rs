@@ -10,7 +10,7 @@ use tokio::{
 };
 
 use super::{event, unsupported_services::Allowance};
-use crate::{dataplane::HookProblems, events::Recorder};
+use crate::{events::Recorder, modes::HookProblems};
 
 /// Sends the events. It ends when there is no dataplane any more.
 pub(super) async fn follow(mut problems: watch::Receiver<HookProblems>, events: Recorder) {

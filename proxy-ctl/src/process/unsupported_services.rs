@@ -150,12 +150,12 @@ fn note(fields: &[&UnsupportedField]) -> String {
 mod tests {
     use super::*;
     use crate::{
-        dataplane::{Effect, Unsupported},
         events::Regarding,
         model::{
             desired::ServicePortName,
             objects::{IpFamily, Protocol},
         },
+        modes::{Effect, Unsupported},
     };
 
     /// Returns a coverage in which `services` Services are not served.

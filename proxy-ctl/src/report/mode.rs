@@ -1,8 +1,8 @@
 //! The mode that results from the configuration, and the active mode.
 
 use crate::{
-    dataplane::Modes,
     mode::{ChosenMode, Mode},
+    modes::Modes,
 };
 
 /// The modes that follow from the configuration and this node.

@@ -11,13 +11,13 @@ use super::{exposition::Format, tests::SampleFamilies};
 use crate::{
     config::RequestedMode,
     controller::{Coverage, UnservedPorts},
-    dataplane::{self, Effect, Unsupported},
     events::Recorder,
     mode::{ChosenMode, Mode},
     model::{
         desired::ServicePortName,
         objects::{self, ObjectName},
     },
+    modes::{self, Effect, Unsupported},
     report::{Metrics, SyncKind},
     source::kubernetes::SourceState,
 };
@@ -120,7 +120,7 @@ fn every_reason_is_explained_and_no_other() {
             (name, verdict)
         })
         .collect();
-    let families = dataplane::sample_metrics();
+    let families = modes::sample_metrics();
     let reasons = families.iter().find(|family| family.name == "proxy_reasons").unwrap();
     let counted = reasons.samples.iter().map(|(labels, _)| (&*labels[0].1, &*labels[1].1));
     assert_eq!(explained, counted.collect::<Vec<_>>());

@@ -12,10 +12,10 @@ use tokio::{
 
 use super::*;
 use crate::{
-    dataplane::{self, Applied, MetricFamily, Modes},
     free_port::free_port,
     mode::Mode,
     model::objects::{IpFamily, Node},
+    modes::{self, Applied, MetricFamily, Modes},
     report::{Health, Heartbeats, ModeFamilies, ModeInForce, Moment, STUCK_AFTER, SharedHealth, SyncKind},
     source::{
         InvalidObjects,
@@ -30,7 +30,7 @@ pub(super) struct SampleFamilies;
 
 impl ModeFamilies for SampleFamilies {
     fn families(&self) -> Pin<Box<dyn Future<Output = Option<Vec<MetricFamily>>> + Send + '_>> {
-        Box::pin(async { Some(dataplane::sample_metrics()) })
+        Box::pin(async { Some(modes::sample_metrics()) })
     }
 }
 

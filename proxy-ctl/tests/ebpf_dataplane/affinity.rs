@@ -6,8 +6,8 @@ use proxy_common::layout::{
     Affinity, AffinityKey, CLIENT_OUTSIDE, Client, Frontend, FrontendKey, PROTOCOL_TCP,
 };
 use proxy_ctl::{
-    dataplane::{Dataplane as _, ebpf::EbpfDataplane},
     model::desired::{Changes, DesiredPort, Endpoint},
+    modes::{Dataplane as _, ebpf::EbpfDataplane},
     sys::{clock, map::Map},
 };
 

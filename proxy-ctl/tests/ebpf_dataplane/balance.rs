@@ -7,11 +7,11 @@ use proxy_common::layout::{
 };
 use proxy_ctl::{
     config::Encapsulation,
-    dataplane::{Applied, Dataplane as _, Effect, Host},
     model::{
         desired::{DesiredPort, Endpoint},
         objects::{Algorithm, Forwarding, NodeForwarding},
     },
+    modes::{Applied, Dataplane as _, Effect, Host},
     sys::map::Map,
 };
 

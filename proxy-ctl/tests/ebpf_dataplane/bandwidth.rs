@@ -12,7 +12,7 @@ use std::{
 
 use proxy_ctl::{
     config::{Ebpf, SocketLoadBalancing},
-    dataplane::{
+    modes::{
         Dataplane, Host, Role,
         ebpf::{EbpfDataplane, status::Pinned},
     },
@@ -161,7 +161,7 @@ fn unattached(dataplane: &EbpfDataplane) -> BTreeMap<u32, String> {
 /// Returns the interfaces that have a hook of ours, by the pins.
 fn hooked(sandbox: &Sandbox) -> Vec<u32> {
     let hooks = Pinned::open(&sandbox.config.bpffs).unwrap();
-    let hooks = proxy_ctl::dataplane::Programmed::snapshot(&hooks).unwrap().hooks;
+    let hooks = proxy_ctl::modes::Programmed::snapshot(&hooks).unwrap().hooks;
     hooks.into_iter().filter_map(|hook| hook.interface).collect()
 }
 

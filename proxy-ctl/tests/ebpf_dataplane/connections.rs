@@ -10,11 +10,11 @@ use proxy_common::{
     port::Port,
 };
 use proxy_ctl::{
-    dataplane::{Dataplane as _, Host},
     model::{
         desired::{DesiredPort, Endpoint},
         objects::Algorithm,
     },
+    modes::{Dataplane as _, Host},
     sys::{clock, map::Map},
 };
 

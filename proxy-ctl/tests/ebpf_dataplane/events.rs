@@ -4,7 +4,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use proxy_common::{event::EventKind, layout::EventControl, reason::Reason};
 use proxy_ctl::{
-    dataplane::{
+    modes::{
         Dataplane as _, EventQuery, EventSnapshot, EventStream, Programmed as _,
         ebpf::{EbpfDataplane, cleanup::cleanup, status::Pinned},
     },

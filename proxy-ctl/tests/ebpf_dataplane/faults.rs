@@ -11,11 +11,11 @@ use proxy_common::{
     port::Port,
 };
 use proxy_ctl::{
-    dataplane::{
+    model::desired::DesiredPort,
+    modes::{
         Applied, Dataplane, EndpointSnapshot,
         ebpf::{self, EbpfDataplane},
     },
-    model::desired::DesiredPort,
     sys::{bpf, clock, map::kind::ARRAY},
 };
 use rstest::rstest;

@@ -12,7 +12,7 @@ use proxy_common::{
     port::Port,
 };
 use proxy_ctl::{
-    dataplane::{Dataplane, Host, Programmed as _},
+    modes::{Dataplane, Host, Programmed as _},
     sys::{clock, map::Map},
 };
 use rstest::rstest;

@@ -18,8 +18,8 @@ use proxy_common::{
 };
 use proxy_ctl::{
     config::Config,
-    dataplane::{self, Dataplane as _, Host, Modes, ebpf::EbpfDataplane},
     mode::Mode,
+    modes::{self, Dataplane as _, Host, Modes, ebpf::EbpfDataplane},
     sys::{clock, conntrack::Conntrack},
 };
 
@@ -60,7 +60,7 @@ fn a_flow_that_a_former_proxy_has_opened_ends_with_its_endpoint() {
 
     let config = Arc::new(Config { ebpf: sandbox.config.clone(), ..Config::default() });
     let modes = Modes { mode: Mode::Ebpf, beside: None };
-    let mut dataplane = dataplane::open(modes, &config).unwrap();
+    let mut dataplane = modes::open(modes, &config).unwrap();
     dataplane.resync(&[dns(&[A], &[])]).unwrap();
     dataplane.apply(&change(vec![dns(&[A, B], &[])])).unwrap();
     dataplane.apply(&change(vec![dns(&[B], &[A])])).unwrap();

@@ -8,8 +8,8 @@ use std::{
 use aya_obj::generated::bpf_attach_type;
 use proxy_ctl::{
     config::Limits,
-    dataplane::Dataplane,
     model::{desired::Changes, objects::IpFamily},
+    modes::Dataplane,
     sys::{
         bpf::{self, MapInfo},
         grace::GracePeriod,

@@ -11,8 +11,8 @@ use std::{
 use proxy_common::inventory::{Limit, table};
 use proxy_ctl::{
     config::Limits,
-    dataplane::{Applied, Dataplane as _, Programmed as _, ebpf::EbpfDataplane},
     model::desired::{DesiredPort, Frontend, FrontendKind},
+    modes::{Applied, Dataplane as _, Programmed as _, ebpf::EbpfDataplane},
     sys::bpf,
 };
 

@@ -23,11 +23,11 @@ use nix::{
 use proxy_common::layout::{INTERFACE_OF_UPLINK, InterfaceSettings, Settings, TAG_CUSTOMER, VlanTag};
 use proxy_ctl::{
     config::{Config, Ebpf, NamePattern, SocketLoadBalancing, Xdp},
-    dataplane::{
+    model::objects::Node,
+    modes::{
         Applied, Dataplane, Device, Hook, Host, Interface, NodeNetwork, Role, RoleReason, Vlan,
         ebpf::{EbpfDataplane, Error, cleanup::cleanup, status::Pinned},
     },
-    model::objects::Node,
     node::{self, OwnNode},
     sys::{
         bpf::{self, LinkTarget, XdpMode},
@@ -478,7 +478,7 @@ fn the_pins_of_a_successor_are_its_own() {
     assert!(former.take_host(&host).unwrap_err().is_taken_over());
     let collections = (0..COLLECTIONS_BETWEEN_INSPECTIONS).map(|_| former.collect_garbage());
     let errors: Vec<_> = collections.filter_map(Result::err).collect();
-    assert!(errors.iter().any(proxy_ctl::dataplane::Error::is_taken_over), "{errors:?}");
+    assert!(errors.iter().any(proxy_ctl::modes::Error::is_taken_over), "{errors:?}");
     drop(former);
     assert_eq!(programs(), theirs);
 }

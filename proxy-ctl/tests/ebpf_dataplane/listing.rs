@@ -5,7 +5,7 @@ use proxy_common::{
     port::Port,
 };
 use proxy_ctl::{
-    dataplane::{Dataplane as _, FlowQuery, FlowSnapshot, FlowState, Programmed as _, ebpf::status::Pinned},
+    modes::{Dataplane as _, FlowQuery, FlowSnapshot, FlowState, Programmed as _, ebpf::status::Pinned},
     sys::{clock, map::Map},
 };
 

@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use proxy_ctl::dataplane::{Applied, Dataplane, Host};
+use proxy_ctl::modes::{Applied, Dataplane, Host};
 
 use super::sandbox::{Sandbox, TakeHost as _};
 

@@ -10,7 +10,7 @@ use aya_obj::generated::bpf_attach_type;
 use proxy_common::layout::{IN_FRAGMENTS, LinkAddress, RedirectTarget};
 use proxy_ctl::{
     config::{self, Ebpf},
-    dataplane::{Dataplane as _, Host, Role, ebpf::EbpfDataplane},
+    modes::{Dataplane as _, Host, Role, ebpf::EbpfDataplane},
     sys::{
         bpf::{self, XdpMode},
         device,

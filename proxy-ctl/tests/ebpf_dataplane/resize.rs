@@ -13,8 +13,8 @@ use proxy_common::{
 };
 use proxy_ctl::{
     config::Limits,
-    dataplane::{Applied, Dataplane as _, Programmed as _, Role, ebpf::EbpfDataplane},
     model::desired::DesiredPort,
+    modes::{Applied, Dataplane as _, Programmed as _, Role, ebpf::EbpfDataplane},
     sys::{
         bpf::{self, MapInfo},
         clock,

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use proxy_ctl::{
     config::Limits,
-    dataplane::{Applied, Dataplane, Effect, ebpf::EbpfDataplane},
     model::desired::{Changes, DesiredPort, Frontend, FrontendKind},
+    modes::{Applied, Dataplane, Effect, ebpf::EbpfDataplane},
 };
 
 use proptest::{prelude::*, test_runner::TestRunner};

@@ -9,7 +9,7 @@ use std::{
 use proxy_common::layout::RouteEpoch;
 use proxy_ctl::{
     config::{Ebpf, Xdp},
-    dataplane::{Role, ebpf::EbpfDataplane},
+    modes::{Role, ebpf::EbpfDataplane},
     sys::map::Map,
 };
 

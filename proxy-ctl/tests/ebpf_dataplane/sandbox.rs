@@ -17,7 +17,7 @@ use nix::sched::{CloneFlags, unshare};
 use proxy_common::layout::LAYOUT_VERSION;
 use proxy_ctl::{
     config::{Ebpf, Limits},
-    dataplane::{
+    modes::{
         self, Applied, Dataplane, Host, Programmed as _, Snapshot,
         ebpf::{EbpfDataplane, cleanup::cleanup, status::Pinned},
     },
@@ -26,7 +26,7 @@ use proxy_ctl::{
 
 /// Takes over the host as the controller does, once everything is written.
 pub trait TakeHost: Dataplane {
-    fn take_host(&mut self, host: &Host) -> Result<Applied, dataplane::Error> {
+    fn take_host(&mut self, host: &Host) -> Result<Applied, modes::Error> {
         match self.set_host(host) {
             Err(error) if error.is_taken_over() => Err(error),
             written => self.attach().and(written),

@@ -5,13 +5,13 @@ use std::{collections::BTreeMap, net::SocketAddr, sync::Arc};
 use proptest::{prelude::*, test_runner::TestRunner};
 use proxy_common::layout::ServiceName;
 use proxy_ctl::{
-    dataplane::{
-        Applied, BackendSnapshot, Dataplane, EndpointSnapshot, FrontendSnapshot, Programmed as _,
-        ServiceSnapshot, Snapshot,
-    },
     model::{
         desired::{Changes, DesiredPort, Endpoint, Frontend, FrontendKind, ServicePortName},
         objects::{IpFamily, Protocol, TrafficPolicy},
+    },
+    modes::{
+        Applied, BackendSnapshot, Dataplane, EndpointSnapshot, FrontendSnapshot, Programmed as _,
+        ServiceSnapshot, Snapshot,
     },
 };
 

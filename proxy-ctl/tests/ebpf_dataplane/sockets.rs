@@ -15,11 +15,11 @@ use aya::maps::{Map, MapData, SkStorage};
 use nix::sched::{CloneFlags, setns, unshare};
 use proxy_common::layout::SocketOrigin;
 use proxy_ctl::{
-    dataplane::{Dataplane, ebpf::EbpfDataplane},
     model::{
         desired::{Changes, DesiredPort},
         objects::Protocol,
     },
+    modes::{Dataplane, ebpf::EbpfDataplane},
     sys::{
         bpf,
         kernel_types::KernelTypes,

@@ -5,11 +5,11 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use proxy_common::layout::{PrefixKey, SourceRange};
 use proxy_ctl::{
-    dataplane::{Applied, Dataplane as _, Host, Programmed as _},
     model::{
         desired::{DesiredPort, Endpoint, Frontend, FrontendKind},
         objects::Algorithm,
     },
+    modes::{Applied, Dataplane as _, Host, Programmed as _},
     sys::map::Map,
 };
 

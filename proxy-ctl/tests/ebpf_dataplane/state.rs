@@ -9,13 +9,13 @@ use std::{
 
 use proxy_ctl::{
     config::Limits,
-    dataplane::{
-        Applied, Dataplane, FrontendSnapshot, Host, Programmed as _, TableUsage,
-        ebpf::{EbpfDataplane, Error, cleanup::cleanup, status::Pinned},
-    },
     model::{
         desired::{Changes, DesiredPort},
         objects::Protocol,
+    },
+    modes::{
+        Applied, Dataplane, FrontendSnapshot, Host, Programmed as _, TableUsage,
+        ebpf::{EbpfDataplane, Error, cleanup::cleanup, status::Pinned},
     },
     sys::{bpf::writing_calls, lock::Holder},
 };

@@ -32,7 +32,7 @@ use world::{Globals, Sizes, World};
 pub(crate) fn object() -> Result<Vec<u8>> {
     match std::env::var_os("PROXY_EBPF_OBJECT") {
         Some(path) => std::fs::read(&path).with_context(|| format!("PROXY_EBPF_OBJECT={}", path.display())),
-        None => Ok(proxy_ctl::dataplane::ebpf::OBJECT.to_vec()),
+        None => Ok(proxy_ctl::modes::ebpf::OBJECT.to_vec()),
     }
 }
 

@@ -13,10 +13,6 @@ use tokio::sync::watch;
 use super::*;
 use crate::{
     config::{NamePattern, NodePortAddress},
-    dataplane::{
-        Applied, Device, Effect, ErrorKind, HookProblems, Host, Interface, Modes, PacketPrograms, Programmed,
-        Snapshot, Unsupported, Usage,
-    },
     leftovers::Remains,
     mode::Mode,
     model::{
@@ -25,6 +21,10 @@ use crate::{
             EndpointSlice, Node, ObjectName, Protocol, Service, ServiceCidr, ServicePort, TrafficPolicy,
         },
         test_support::{self, ip, remote},
+    },
+    modes::{
+        Applied, Device, Effect, ErrorKind, HookProblems, Host, Interface, Modes, PacketPrograms, Programmed,
+        Snapshot, Unsupported, Usage,
     },
     node::OwnNode,
     report::{Health, HealthCheckAddresses, ModeFamilies as _},

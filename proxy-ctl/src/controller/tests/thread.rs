@@ -9,8 +9,8 @@ use super::*;
 use crate::{
     config::RequestedMode,
     controller::run::Ended,
-    dataplane::Modes,
     mode::{ChosenMode, Mode},
+    modes::Modes,
     report::{ModeChoice, Moment},
 };
 

@@ -8,7 +8,7 @@ use prometheus_client::{
     metrics::{MetricType, counter::ConstCounter, gauge::ConstGauge},
 };
 
-use crate::dataplane::MetricFamily;
+use crate::modes::MetricFamily;
 
 #[derive(Debug, Default)]
 pub(super) struct ModeMetrics(pub(super) Mutex<Vec<MetricFamily>>);

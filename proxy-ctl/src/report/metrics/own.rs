@@ -15,8 +15,8 @@ use prometheus_client::{
 use super::{Label, Seconds};
 use crate::{
     config::{Keyword as _, RequestedMode},
-    dataplane::{Applied, Unsupported},
     mode::ChosenMode,
+    modes::{Applied, Unsupported},
     source::InvalidObjects,
     version,
 };

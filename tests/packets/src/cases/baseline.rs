@@ -42,7 +42,7 @@ fn compare(world: &mut World) -> Result<()> {
     let release = fs::read_to_string("/proc/sys/kernel/osrelease")?;
     let kernel = release.split('.').take(2).collect::<Vec<_>>().join(".");
     let file = format!("{FOLDER}/{kernel}.txt");
-    let measured_with = proxy_ctl::dataplane::ebpf::OBJECT_BUILT_WITH;
+    let measured_with = proxy_ctl::modes::ebpf::OBJECT_BUILT_WITH;
     // Before 5.18, the programs of sockets are loaded with other constants. Before 5.16, the kernel
     // does not count verified instructions.
     if !has_xdp_fragments()? {

@@ -29,7 +29,7 @@ use proxy_common::{
 };
 use proxy_ctl::{
     config::{Ebpf, Limits, SocketLoadBalancing},
-    dataplane::{
+    modes::{
         Dataplane as _, Host,
         ebpf::{EbpfDataplane, cleanup::cleanup},
     },

@@ -1,0 +1,663 @@
+use std::sync::{Mutex, PoisonError};
+
+use rstest::rstest;
+
+use super::*;
+use crate::{
+    model::{
+        Model,
+        desired::FrontendKind,
+        objects::{IpFamily, ObjectName, Protocol, Service},
+        test_support::{port, service},
+    },
+    modes::{ErrorKind, FrontendSnapshot, ServiceSnapshot},
+};
+
+/// The calls that the two modes got, in order: `own web` for a write to the active mode, and
+/// `beside -web` for a removal from the secondary mode.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<String>>>);
+
+impl Log {
+    fn add(&self, line: String) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).push(line);
+    }
+
+    fn take(&self) -> Vec<String> {
+        std::mem::take(&mut self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+}
+
+/// A fake mode. If `who` is `own`, it serves neither SCTP nor node ports for the node itself.
+struct Fake {
+    who: &'static str,
+    log: Log,
+    /// True if one service port cannot be written.
+    is_incomplete: Arc<Mutex<bool>>,
+    /// True if interface 7 has no packet programs.
+    lacks_programs: Arc<Mutex<bool>>,
+    programs_come_later: Arc<Mutex<bool>>,
+    /// The number of calls of `supports`.
+    asked: Arc<Mutex<usize>>,
+    /// The last argument of `share_frontends`.
+    shares_frontends: bool,
+}
+
+impl Fake {
+    fn written(&self) -> Result<Applied, Error> {
+        if *self.is_incomplete.lock().unwrap() {
+            return Err(Error::new(ErrorKind::Other, "one service port could not be written"));
+        }
+        Ok(Applied::default())
+    }
+}
+
+/// The value that both fake modes return from `inspection_share`.
+const SHARE: u32 = 200;
+
+fn kinds(port: &DesiredPort) -> String {
+    let kinds = port.frontends.iter().map(|frontend| match frontend.kind {
+        FrontendKind::ClusterIp => "c",
+        FrontendKind::NodePort => "n",
+        FrontendKind::ExternalIp => "e",
+        FrontendKind::LoadBalancer => "l",
+    });
+    format!("{}:{}", port.name.service.name, kinds.collect::<String>())
+}
+
+impl Programmed for Fake {
+    /// Returns a Service at 10.96.0.7, which only the active mode serves.
+    fn snapshot(&self) -> Result<Snapshot, Error> {
+        let address = Some(IpAddr::from([10, 96, 0, 7]));
+        let frontends = vec![FrontendSnapshot { address, port: 80, external: false }];
+        let name = ServicePortName {
+            service: ObjectName::new("default", "served"),
+            port: "".into(),
+            protocol: Protocol::Tcp,
+            family: IpFamily::Ipv4,
+        };
+        let served = ServiceSnapshot { frontends, ..ServiceSnapshot::new(name) };
+        let services = if self.who == "own" { vec![served] } else { Vec::new() };
+        Ok(Snapshot { services, ..Snapshot::default() })
+    }
+
+    fn usage(&self) -> Result<Usage, Error> {
+        Ok(Usage::default())
+    }
+}
+
+impl Dataplane for Fake {
+    fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
+        for port in &changes.changed {
+            self.log.add(format!("{} {}", self.who, kinds(port)));
+        }
+        for name in &changes.removed {
+            self.log.add(format!("{} -{}", self.who, name.service.name));
+        }
+        self.written()
+    }
+
+    fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
+        let all: Vec<String> = desired.iter().map(|port| kinds(port)).collect();
+        self.log.add(format!("{} all {}", self.who, all.join(" ")));
+        self.written()
+    }
+
+    fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
+        let shares = if host.shares_addresses { " that is shared" } else { "" };
+        self.log.add(format!("{} host{shares}", self.who));
+        Ok(Applied::default())
+    }
+
+    fn collect_garbage(&mut self) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
+        Ok(Vec::new())
+    }
+
+    fn min_interval(&self, configured: Duration) -> Duration {
+        configured
+    }
+
+    fn inspection_share(&self) -> u32 {
+        SHARE
+    }
+
+    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
+        *self.asked.lock().unwrap() += 1;
+        let unsupported = |effect| Unsupported { field: "spec.x", effect, instead: "not built".into() };
+        let all = [
+            (port.name.protocol == Protocol::Sctp, unsupported(Effect::NotServed)),
+            (port.affinity_seconds.is_some(), unsupported(Effect::ServedDifferently)),
+            (kinds(port).contains('n'), unsupported(Effect::NotToOwnNode(FrontendKind::NodePort))),
+        ];
+        all.into_iter().filter(|(asked, _)| self.who == "own" && *asked).map(|(_, one)| one).collect()
+    }
+
+    fn share_frontends(&mut self, are_shared: bool) -> Result<(), Error> {
+        if std::mem::replace(&mut self.shares_frontends, are_shared) != are_shared {
+            let told = if are_shared { "shared" } else { "its own" };
+            self.log.add(format!("{} frontends are {told}", self.who));
+        }
+        Ok(())
+    }
+
+    fn hook_problems(&self) -> HookProblems {
+        let lacks_programs = *self.lacks_programs.lock().unwrap();
+        let unattached = lacks_programs.then(|| (7, "it is full".to_owned()));
+        HookProblems { unattached: unattached.into_iter().collect(), ..Default::default() }
+    }
+
+    fn packet_programs(&self) -> PacketPrograms {
+        PacketPrograms {
+            are_lacking: *self.lacks_programs.lock().unwrap(),
+            come_later: *self.programs_come_later.lock().unwrap(),
+            fit_nowhere: None,
+        }
+    }
+
+    fn attach(&mut self) -> Result<(), Error> {
+        if std::mem::take(&mut *self.programs_come_later.lock().unwrap()) {
+            self.log.add(format!("{} attached", self.who));
+        }
+        Ok(())
+    }
+}
+
+struct FakeBeside {
+    log: Log,
+    fails: Arc<Mutex<bool>>,
+    is_incomplete: Arc<Mutex<bool>>,
+    /// The destinations that clients of established connections have dialled.
+    connections: Arc<Mutex<Vec<SocketAddr>>>,
+}
+
+impl ModeBeside for FakeBeside {
+    fn mode(&self) -> Mode {
+        Mode::Nftables
+    }
+
+    fn open(&self) -> Result<Box<dyn Dataplane>, Error> {
+        if *self.fails.lock().unwrap() {
+            return Err(Error::new(ErrorKind::Other, "no nf_tables"));
+        }
+        self.log.add("open".to_owned());
+        Ok(Box::new(Fake {
+            who: "beside",
+            log: self.log.clone(),
+            is_incomplete: Arc::clone(&self.is_incomplete),
+            lacks_programs: Arc::default(),
+            programs_come_later: Arc::default(),
+            asked: Arc::default(),
+            shares_frontends: false,
+        }))
+    }
+
+    fn has_connections(&self, to: &DialledFrontends) -> Result<bool, Error> {
+        Ok(self.connections.lock().unwrap().iter().any(|dialled| to.has(*dialled)))
+    }
+
+    fn remove(&self) -> Result<(), Error> {
+        self.log.add("remove".to_owned());
+        Ok(())
+    }
+}
+
+struct Scene {
+    both: HandOver,
+    model: Model,
+    log: Log,
+    fails: Arc<Mutex<bool>>,
+    /// The destinations that clients of established connections have dialled.
+    connections: Arc<Mutex<Vec<SocketAddr>>>,
+    is_incomplete: Arc<Mutex<bool>>,
+    is_beside_incomplete: Arc<Mutex<bool>>,
+    lacks_programs: Arc<Mutex<bool>>,
+    programs_come_later: Arc<Mutex<bool>>,
+    asked: Arc<Mutex<usize>>,
+}
+
+impl Scene {
+    /// Returns a scene in which nothing is served yet.
+    fn new() -> Self {
+        let (log, fails, connections) = (Log::default(), Arc::default(), Arc::default());
+        let (is_incomplete, is_beside_incomplete) = Default::default();
+        let (lacks_programs, programs_come_later, asked) = Default::default();
+        let primary = Box::new(Fake {
+            who: "own",
+            log: log.clone(),
+            is_incomplete: Arc::clone(&is_incomplete),
+            lacks_programs: Arc::clone(&lacks_programs),
+            programs_come_later: Arc::clone(&programs_come_later),
+            asked: Arc::clone(&asked),
+            shares_frontends: false,
+        });
+        let beside = FakeBeside {
+            log: log.clone(),
+            fails: Arc::clone(&fails),
+            is_incomplete: Arc::clone(&is_beside_incomplete),
+            connections: Arc::clone(&connections),
+        };
+        let mut both = HandOver::new(primary, Box::new(beside));
+        both.set_host(&Host::default()).unwrap();
+        both.resync(&[]).unwrap();
+        log.take();
+        let model = Model::new("node");
+        Self {
+            both,
+            model,
+            log,
+            fails,
+            connections,
+            is_incomplete,
+            is_beside_incomplete,
+            lacks_programs,
+            programs_come_later,
+            asked,
+        }
+    }
+
+    fn apply(&mut self, service: Service) -> Vec<String> {
+        self.model.apply_service(service);
+        self.write()
+    }
+
+    fn connect_to(&self, dialled: &str) {
+        self.connections.lock().unwrap().push(dialled.parse().unwrap());
+    }
+
+    /// Takes the packet programs from an interface, or gives all interfaces programs. Then calls
+    /// `collect_garbage` once a second for this many seconds, and returns the calls that the two
+    /// modes got.
+    fn lack(&mut self, lacks_programs: bool, seconds: u32) -> Vec<String> {
+        *self.lacks_programs.lock().unwrap() = lacks_programs;
+        (0..seconds).for_each(|_| self.both.collect_garbage().unwrap());
+        self.log.take()
+    }
+
+    fn write(&mut self) -> Vec<String> {
+        self.both.apply(&self.model.take_changes()).unwrap();
+        self.log.take()
+    }
+}
+
+/// Returns a Service with a load-balancer address.
+fn web() -> Service {
+    service("default/web", &["10.96.0.1"]).load_balancer_ip("203.0.113.1")
+}
+
+fn with_node_port() -> Service {
+    let mut web = service("default/web", &["10.96.0.1"]);
+    web.ports[0].node_port = Some(30_080);
+    web
+}
+
+/// The address at which clients reach [`sctp`].
+const SCTP: &str = "10.96.0.2:80";
+
+fn sctp() -> Service {
+    let mut sctp = service("default/sctp", &["10.96.0.2"]);
+    sctp.ports[0].protocol = Protocol::Sctp;
+    sctp
+}
+
+#[rstest]
+#[case::nothing(web(), &["own web:cl"])]
+#[case::everything(sctp(), &["open", "beside host that is shared", "beside all sctp:c", "own -sctp"])]
+#[case::frontends_that_processes_of_the_node_do_not_reach(
+    with_node_port(),
+    &["open", "beside host that is shared", "beside all web:n", "own web:cn"],
+)]
+#[case::what_is_served_differently_stays(
+    Service { affinity_seconds: Some(5), ..web() },
+    &["own web:cl"],
+)]
+fn what_the_mode_at_work_cannot_serve_is_handed_over(#[case] service: Service, #[case] expected: &[&str]) {
+    assert_eq!(Scene::new().apply(service), expected);
+}
+
+#[test]
+fn a_service_port_is_served_on_both_sides_rather_than_on_none_while_it_passes_over() {
+    let mut scene = Scene::new();
+    scene.apply(sctp());
+    assert_eq!(scene.apply(with_node_port()), ["beside web:n", "own web:cn"]);
+    assert_eq!(scene.apply(web()), ["own web:cl", "beside -web"]);
+    assert_eq!(scene.apply(with_node_port()), ["beside web:n", "own web:cn"]);
+}
+
+#[test]
+fn what_the_mode_beside_serves_already_is_written_to_the_mode_at_work_first() {
+    let node_port =
+        |number| service("default/web", &["10.96.0.1"]).ports(vec![port("http", 80).node_port(number)]);
+    let mut scene = Scene::new();
+    scene.apply(node_port(30_080));
+    let again = node_port(30_080).external_ip("203.0.113.7");
+    assert_eq!(scene.apply(again), ["own web:cne", "beside web:n"]);
+    assert_eq!(scene.apply(node_port(30_081)), ["beside web:n", "own web:cn"]);
+}
+
+/// A predecessor in the secondary mode has left rules for everything. They are removed with the
+/// first write to that mode, which comes after the active mode serves.
+#[test]
+fn what_a_predecessor_has_left_of_the_mode_beside_serves_until_the_mode_at_work_does() {
+    let mut scene = Scene::new();
+    scene.model.apply_service(with_node_port());
+    let resync = |scene: &mut Scene| {
+        scene.model.take_changes();
+        scene.both.resync(&scene.model.desired()).unwrap();
+        scene.log.take()
+    };
+    let expected = ["own all web:cn", "open", "beside host that is shared", "beside all web:n"];
+    assert_eq!(resync(&mut scene), expected);
+    assert_eq!(resync(&mut scene), ["own all web:cn", "beside all web:n"]);
+    scene.model.apply_service(sctp());
+    assert_eq!(resync(&mut scene), ["beside sctp:c", "own all web:cn", "beside all sctp:c web:n"]);
+}
+
+#[test]
+fn the_mode_beside_serves_where_the_mode_at_work_could_not_write_everything() {
+    let mut scene = Scene::new();
+    scene.model.apply_service(with_node_port());
+    scene.model.take_changes();
+    *scene.is_incomplete.lock().unwrap() = true;
+    assert!(scene.both.resync(&scene.model.desired()).is_err());
+    assert_eq!(
+        scene.log.take(),
+        ["own all web:cn", "open", "beside host that is shared", "beside all web:n"]
+    );
+}
+
+#[test]
+fn the_mode_beside_is_removed_after_the_last_port() {
+    let mut scene = Scene::new();
+    scene.apply(sctp());
+    scene.model.delete_service(&sctp().name);
+    assert_eq!(scene.write(), ["own -sctp", "beside -sctp", "remove"]);
+    assert_eq!(scene.apply(sctp()), ["open", "beside host that is shared", "beside all sctp:c", "own -sctp"]);
+    scene.both.resync(&[]).unwrap();
+    assert_eq!(scene.log.take(), ["own all ", "beside all ", "remove"]);
+}
+
+#[test]
+fn the_mode_beside_goes_on_translating_its_connections() {
+    let mut scene = Scene::new();
+    scene.apply(sctp());
+    scene.connect_to(SCTP);
+    scene.model.delete_service(&sctp().name);
+    assert_eq!(scene.write(), ["own -sctp", "beside -sctp"]);
+    assert_eq!(scene.apply(sctp()), ["beside sctp:c", "own -sctp"], "it is still there");
+    scene.model.delete_service(&sctp().name);
+    assert_eq!(scene.write(), ["own -sctp", "beside -sctp"]);
+    let mut collect = |times| (0..times).for_each(|_| scene.both.collect_garbage().unwrap());
+    collect(2 * COLLECTIONS_BETWEEN_REMOVALS);
+    assert_eq!(scene.log.take(), [""; 0]);
+    scene.connections.lock().unwrap().clear();
+    collect(COLLECTIONS_BETWEEN_REMOVALS);
+    assert_eq!(scene.log.take(), ["remove"]);
+}
+
+#[rstest]
+#[case::what_was_handed_over(SCTP, true)]
+#[case::a_node_port_that_was_handed_over("192.0.2.1:30080", true)]
+#[case::a_service_that_a_former_proxy_has_served("10.96.0.7:80", true)]
+#[case::a_port_that_a_container_engine_publishes("192.0.2.1:8080", false)]
+#[case::the_same_port_as_a_node_port_of_another_machine("198.51.100.1:30080", false)]
+fn only_connections_to_services_keep_the_mode_beside(#[case] dialled: &str, #[case] stays: bool) {
+    let mut scene = Scene::new();
+    let host = Host { node_port_addresses: ["192.0.2.1".parse().unwrap()].into(), ..Host::default() };
+    scene.both.set_host(&host).unwrap();
+    scene.apply(sctp());
+    scene.apply(with_node_port());
+    scene.connect_to(dialled);
+    scene.model.delete_service(&sctp().name);
+    scene.model.delete_service(&with_node_port().name);
+    scene.write();
+    scene.both.collect_garbage().unwrap();
+    assert_eq!(scene.both.opened.is_some(), stays);
+}
+
+/// The switch failed after the secondary mode had been released: the new mode could not take over.
+#[test]
+fn an_idle_mode_beside_that_was_let_go_for_a_switch_that_failed_is_taken_back() {
+    let mut scene = Scene::new();
+    scene.apply(sctp());
+    scene.connect_to(SCTP);
+    scene.model.delete_service(&sctp().name);
+    scene.write();
+    scene.both.release_beside();
+    scene.both.resync(&[]).unwrap();
+    assert_eq!(scene.log.take(), ["own all ", "open", "beside host that is shared", "beside all "]);
+    scene.connections.lock().unwrap().clear();
+    (0..COLLECTIONS_BETWEEN_REMOVALS).for_each(|_| scene.both.collect_garbage().unwrap());
+    assert_eq!(scene.log.take(), ["remove"]);
+}
+
+#[test]
+fn a_mode_beside_that_could_not_be_taken_back_is_tried_again() {
+    let mut scene = Scene::new();
+    scene.apply(sctp());
+    scene.connect_to(SCTP);
+    scene.model.delete_service(&sctp().name);
+    scene.write();
+    scene.both.release_beside();
+    *scene.fails.lock().unwrap() = true;
+    scene.both.resync(&[]).unwrap();
+    assert_eq!(scene.log.take(), ["own all "]);
+    *scene.fails.lock().unwrap() = false;
+    scene.both.resync(&[]).unwrap();
+    assert!(scene.log.take().contains(&"open".to_owned()));
+}
+
+/// A service port that is no longer desired must not send clients to old endpoints.
+#[test]
+fn what_is_not_desired_any_more_leaves_the_mode_beside_whatever_the_mode_at_work_could_not_write() {
+    let mut scene = Scene::new();
+    scene.apply(sctp());
+    scene.connect_to(SCTP);
+    *scene.is_incomplete.lock().unwrap() = true;
+    assert!(scene.both.resync(&[]).is_err());
+    assert_eq!(scene.log.take(), ["own all ", "beside all "]);
+    scene.connections.lock().unwrap().clear();
+    assert!(scene.both.resync(&[]).is_err());
+    assert_eq!(scene.log.take(), ["own all ", "beside all ", "remove"]);
+}
+
+#[rstest]
+#[case::that_was_compared(false)]
+#[case::that_has_changed(true)]
+fn a_service_port_is_served_beside_until_the_mode_at_work_has_written_it(#[case] by_change: bool) {
+    let mut scene = Scene::new();
+    scene.apply(with_node_port());
+    *scene.is_incomplete.lock().unwrap() = true;
+    scene.model.apply_service(web());
+    let changes = scene.model.take_changes();
+    if by_change {
+        assert!(scene.both.apply(&changes).is_err());
+        scene.log.take();
+    }
+    let desired = scene.model.desired();
+    assert!(scene.both.resync(&desired).is_err());
+    assert_eq!(scene.log.take(), ["own all web:cl", "beside all web:n"]);
+    *scene.is_incomplete.lock().unwrap() = false;
+    scene.apply(service("default/other", &["10.96.0.9"]));
+    scene.both.resync(&scene.model.desired()).unwrap();
+    assert_eq!(scene.log.take(), ["own all other:c web:cl", "beside all ", "remove"]);
+}
+
+#[test]
+fn what_is_handed_over_is_told_and_no_reason_to_keep_another_kube_proxys_rules() {
+    let mut scene = Scene::new();
+    scene.model.apply_service(with_node_port());
+    let port = Arc::clone(&scene.model.take_changes().changed[0]);
+    let [told] = scene.both.supports(&port).try_into().unwrap();
+    assert_eq!(told.effect, Effect::HandedOver);
+    assert_eq!(told.instead, "served by the secondary mode nftables");
+    assert!(!told.leaves_unserved());
+}
+
+/// The service ports of the active mode are served even if the secondary mode cannot be opened.
+#[test]
+fn a_mode_beside_that_cannot_be_opened_is_told_by_service_port_and_tried_again() {
+    let mut scene = Scene::new();
+    *scene.fails.lock().unwrap() = true;
+    assert_eq!(scene.both.inspection_share(), SHARE);
+    assert_eq!(scene.apply(with_node_port()), ["own web:cn"]);
+    assert_eq!(scene.both.inspection_share(), 0, "it is tried again soon");
+    let told = scene.both.take_without_room().unwrap();
+    let [(name, reasons)] = Vec::from_iter(told).try_into().unwrap();
+    assert_eq!(name.service, with_node_port().name);
+    assert!(reasons[0].instead.ends_with("cannot be opened: no nf_tables"), "{reasons:?}");
+    assert!(reasons[0].may_be_served_by_another());
+    assert_eq!(scene.both.take_without_room(), None, "nothing has changed");
+
+    *scene.fails.lock().unwrap() = false;
+    scene.both.resync(&scene.model.desired()).unwrap();
+    assert_eq!(
+        scene.log.take(),
+        ["own all web:cn", "open", "beside host that is shared", "beside all web:n"]
+    );
+    assert_eq!(scene.both.take_without_room(), Some(BTreeMap::new()));
+    assert_eq!(scene.both.inspection_share(), 0, "others write netfilter's rules too");
+}
+
+fn api() -> Service {
+    service("default/api", &["10.96.0.3"])
+}
+
+#[test]
+fn everything_is_served_by_both_while_a_pod_has_no_packet_programs() {
+    let mut scene = Scene::new();
+    scene.apply(web());
+    scene.apply(with_node_port());
+    assert_eq!(scene.apply(web()), ["own web:cl", "beside -web", "remove"]);
+    let opened = ["open", "beside host that is shared", "beside all web:cl"];
+    let opened = [&["own frontends are shared"], &opened[..]].concat();
+    assert_eq!(scene.lack(true, 3), opened, "the mode at work learns it first");
+    assert_eq!(scene.apply(api()), ["own api:c", "beside api:c"], "the faster one first");
+    let again = Service { affinity_seconds: Some(5), ..api() };
+    assert_eq!(scene.apply(again), ["own api:c", "beside api:c"]);
+    assert_eq!(scene.apply(sctp()), ["beside sctp:c", "own -sctp"]);
+    scene.both.resync(&scene.model.desired()).unwrap();
+    let everything = ["own all api:c web:cl", "beside all api:c sctp:c web:cl"];
+    assert_eq!(scene.log.take(), everything);
+    scene.model.delete_service(&api().name);
+    assert_eq!(scene.write(), ["own -api", "beside -api"]);
+    // Another pod without programs appears one second before everything would be taken back from
+    // the secondary mode. So nothing is written.
+    assert_eq!(scene.lack(false, COLLECTIONS_BETWEEN_REMOVALS - 1), [""; 0]);
+    assert_eq!(scene.lack(true, 1), [""; 0]);
+    let alone = ["beside -web", "own frontends are its own"];
+    assert_eq!(scene.lack(false, COLLECTIONS_BETWEEN_REMOVALS), alone, "SCTP stays");
+    scene.model.delete_service(&sctp().name);
+    assert_eq!(scene.write(), ["own -sctp", "beside -sctp", "remove"]);
+}
+
+#[test]
+fn connections_of_a_pod_that_had_no_packet_programs_go_on() {
+    let mut scene = Scene::new();
+    scene.apply(web());
+    scene.lack(true, 1);
+    scene.connect_to("10.96.0.1:80");
+    let after_the_pause = 3 * COLLECTIONS_BETWEEN_REMOVALS;
+    let after = ["beside -web", "own frontends are its own"];
+    assert_eq!(scene.lack(false, after_the_pause), after, "the mode beside is still there");
+    scene.connections.lock().unwrap().clear();
+    assert_eq!(scene.lack(false, COLLECTIONS_BETWEEN_REMOVALS), ["remove"]);
+}
+
+#[test]
+fn a_lack_that_is_known_before_services_are_written_hands_over_with_them() {
+    let mut scene = Scene::new();
+    scene.both.is_synced = false;
+    *scene.lacks_programs.lock().unwrap() = true;
+    scene.both.set_host(&Host::default()).unwrap();
+    assert_eq!(scene.log.take(), ["own host", "own frontends are shared"]);
+    scene.model.apply_service(web());
+    scene.model.take_changes();
+    scene.both.resync(&scene.model.desired()).unwrap();
+    let expected = ["own all web:cl", "open", "beside host that is shared", "beside all web:cl"];
+    assert_eq!(scene.log.take(), expected);
+}
+
+#[test]
+fn an_interface_without_programs_is_told_with_who_serves_its_pod() {
+    let mut scene = Scene::new();
+    scene.apply(web());
+    *scene.fails.lock().unwrap() = true;
+    scene.lack(true, 1);
+    let told = |scene: &Scene| scene.both.hook_problems().unattached[&7].clone();
+    let failed = "it is full; the secondary mode nftables, which would serve its pod where socket hooks do not, cannot be opened: no nf_tables";
+    assert_eq!(told(&scene), failed);
+    assert_eq!(scene.both.take_without_room(), Some(BTreeMap::new()), "the Service itself is served");
+    *scene.fails.lock().unwrap() = false;
+    scene.both.resync(&scene.model.desired()).unwrap();
+    assert_eq!(
+        told(&scene),
+        "it is full; the secondary mode nftables serves its pod where socket hooks do not"
+    );
+}
+
+#[test]
+fn what_the_mode_beside_could_not_write_for_such_a_pod_is_written_again() {
+    let mut scene = Scene::new();
+    scene.apply(web());
+    *scene.is_beside_incomplete.lock().unwrap() = true;
+    *scene.lacks_programs.lock().unwrap() = true;
+    assert!(scene.both.collect_garbage().is_err());
+    scene.log.take();
+    *scene.is_beside_incomplete.lock().unwrap() = false;
+    assert_eq!(scene.lack(true, 2), ["beside all web:cl"], "once");
+}
+
+/// A connection that netfilter has translated breaks if a packet program translates one of its
+/// segments, such as a repeated SYN. So netfilter gets no rule for what the programs will serve
+/// until they are attached. What they never serve is served at once.
+#[test]
+fn the_mode_beside_gets_what_packet_programs_serve_after_they_are_attached() {
+    let mut scene = Scene::new();
+    *scene.programs_come_later.lock().unwrap() = true;
+    scene.both.set_host(&Host::default()).unwrap();
+    scene.model.apply_service(with_node_port());
+    scene.model.apply_service(sctp());
+    scene.both.resync(&scene.model.take_changes().changed).unwrap();
+    let before = ["own host", "own all web:cn", "open", "beside host that is shared", "beside all sctp:c"];
+    assert_eq!(scene.log.take(), before);
+    scene.both.attach().unwrap();
+    assert_eq!(scene.log.take(), ["own attached", "beside web:n"]);
+    scene.both.attach().unwrap();
+    assert_eq!(scene.log.take(), [""; 0], "nothing comes later any more");
+}
+
+#[test]
+fn programs_that_come_later_and_lack_for_some_pods_have_each_port_looked_at_once() {
+    let mut scene = Scene::new();
+    *scene.programs_come_later.lock().unwrap() = true;
+    scene.both.set_host(&Host::default()).unwrap();
+    scene.model.apply_service(with_node_port());
+    scene.both.resync(&scene.model.take_changes().changed).unwrap();
+    *scene.lacks_programs.lock().unwrap() = true;
+    (*scene.asked.lock().unwrap(), _) = (0, scene.log.take());
+    scene.both.attach().unwrap();
+    let written = [
+        "own attached",
+        "own frontends are shared",
+        "open",
+        "beside host that is shared",
+        "beside all web:cn",
+    ];
+    assert_eq!(scene.log.take(), written);
+    assert_eq!(*scene.asked.lock().unwrap(), 1);
+}
+
+#[test]
+fn a_mode_beside_that_serves_keeps_its_rules_while_programs_are_attached_anew() {
+    let mut scene = Scene::new();
+    scene.apply(with_node_port());
+    *scene.programs_come_later.lock().unwrap() = true;
+    scene.both.set_host(&Host::default()).unwrap();
+    scene.log.take();
+    scene.model.apply_service(with_node_port().load_balancer_ip("203.0.113.1"));
+    assert_eq!(scene.write(), ["own web:cnl", "beside web:n"]);
+}

@@ -14,7 +14,7 @@ use proxy_ctl::{
     config::{Ebpf, SocketLoadBalancing},
     modes::{
         Dataplane, Host, Role,
-        ebpf::{EbpfDataplane, status::Pinned},
+        ebpf::{EbpfDataplane, view::status::Pinned},
     },
     sys::tc::{self, Direction},
 };

@@ -6,7 +6,7 @@ use proxy_common::{event::EventKind, layout::EventControl, reason::Reason};
 use proxy_ctl::{
     modes::{
         Dataplane as _, EventQuery, EventSnapshot, EventStream, Programmed as _,
-        ebpf::{EbpfDataplane, cleanup::cleanup, status::Pinned},
+        ebpf::{EbpfDataplane, cleanup::cleanup, view::status::Pinned},
     },
     sys::{clock, map::Map},
 };

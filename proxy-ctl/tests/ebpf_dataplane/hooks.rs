@@ -26,7 +26,7 @@ use proxy_ctl::{
     model::objects::Node,
     modes::{
         Applied, Dataplane, Device, Hook, Host, Interface, NodeNetwork, Role, RoleReason, Vlan,
-        ebpf::{EbpfDataplane, Error, cleanup::cleanup, status::Pinned},
+        ebpf::{EbpfDataplane, Error, cleanup::cleanup, view::status::Pinned},
     },
     node::{self, OwnNode},
     sys::{

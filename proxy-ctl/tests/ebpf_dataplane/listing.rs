@@ -5,7 +5,9 @@ use proxy_common::{
     port::Port,
 };
 use proxy_ctl::{
-    modes::{Dataplane as _, FlowQuery, FlowSnapshot, FlowState, Programmed as _, ebpf::status::Pinned},
+    modes::{
+        Dataplane as _, FlowQuery, FlowSnapshot, FlowState, Programmed as _, ebpf::view::status::Pinned,
+    },
     sys::{clock, map::Map},
 };
 

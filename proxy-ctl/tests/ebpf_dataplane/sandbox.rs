@@ -19,7 +19,7 @@ use proxy_ctl::{
     config::{Ebpf, Limits},
     modes::{
         self, Applied, Dataplane, Host, Programmed as _, Snapshot,
-        ebpf::{EbpfDataplane, cleanup::cleanup, status::Pinned},
+        ebpf::{EbpfDataplane, cleanup::cleanup, view::status::Pinned},
     },
     sys::{bpf, filesystem, map::Map, socket_storage},
 };

@@ -15,7 +15,7 @@ use proxy_ctl::{
     },
     modes::{
         Applied, Dataplane, FrontendSnapshot, Host, Programmed as _, TableUsage,
-        ebpf::{EbpfDataplane, Error, cleanup::cleanup, status::Pinned},
+        ebpf::{EbpfDataplane, Error, cleanup::cleanup, view::status::Pinned},
     },
     sys::{bpf::writing_calls, lock::Holder},
 };

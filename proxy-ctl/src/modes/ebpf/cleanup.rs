@@ -4,9 +4,11 @@ use std::path::Path;
 
 use super::{
     Error,
-    attach::remove_filters,
-    paths::{Paths, SOCKET_LINK, is_there, names, remove_folder},
-    pins::{remove_link, remove_pin},
+    hooks::attach::remove_filters,
+    maps::{
+        paths::{Paths, SOCKET_LINK, is_there, names, remove_folder},
+        pins::{remove_link, remove_pin},
+    },
 };
 use crate::{modes::Removed, sys::tc::Direction};
 

@@ -32,11 +32,13 @@ use proxy_common::{
 
 use super::{
     Error,
-    family::TableFamily,
     growth::with_room_to_spare,
-    paths::{Paths, removed},
-    resize::{contents, remove_larger, rename},
-    tables::{Shape, open_pinned, pinned_table, typed},
+    maps::{
+        family::TableFamily,
+        paths::{Paths, removed},
+        resize::{contents, remove_larger, rename},
+        tables::{Shape, open_pinned, pinned_table, typed},
+    },
 };
 use crate::sys::{CallError, bpf, map::Map};
 

@@ -18,16 +18,22 @@ use rustc_hash::FxHashSet;
 
 use super::{
     Error,
-    attach::Hooks,
-    family::TableFamily,
-    kernel_log::KernelLog,
-    layout::{self, Arrangement},
-    load::{Programs, load},
-    paths::Paths,
-    resize::{Contents, contents, enlarge, remove_larger, rename},
-    tables::{Shape, pinned_table},
-    uses::backend_key,
-    writer::{Common, FamilyWriter},
+    hooks::{
+        attach::Hooks,
+        load::{Programs, load},
+        program_log::KernelLog,
+    },
+    maps::{
+        family::TableFamily,
+        paths::Paths,
+        resize::{Contents, contents, enlarge, remove_larger, rename},
+        tables::{Shape, pinned_table},
+    },
+    services::{
+        entries::{self, Arrangement},
+        uses::backend_key,
+        writer::{Common, FamilyWriter},
+    },
 };
 use crate::{
     config::Ebpf,
@@ -79,7 +85,7 @@ fn needed<F: TableFamily>(
     let (mut backends, mut marks) = (FxHashSet::default(), FxHashSet::default());
     for port in desired.iter().filter(|port| port.name.family == F::FAMILY) {
         frontends += port.frontends.len();
-        marks.extend(layout::cluster_ips::<F>(port));
+        marks.extend(entries::cluster_ips::<F>(port));
         slots += u64::from(Arrangement::of(&port.endpoints, algorithm_of(port)).places());
         backends
             .extend(port.endpoints.all.iter().filter_map(|endpoint| backend_key::<F>(&port.name, endpoint)));
@@ -224,7 +230,7 @@ mod tests {
             Model,
             test_support::{HERE, remote, service, slice},
         },
-        modes::ebpf::tables::shapes,
+        modes::ebpf::maps::tables::shapes,
     };
 
     /// Returns service ports, each with `count` endpoints, of which the first has the number

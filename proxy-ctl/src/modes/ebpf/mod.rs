@@ -2,12 +2,12 @@
 //!
 //! [`EbpfDataplane`] ties these modules together:
 //!
-//! - `layout` computes what the maps must hold.
-//! - `publish` writes it in an order that leaves no hole.
-//! - `adopt` reads what a predecessor left.
-//! - `attach` puts the programs where packets and system calls pass.
+//! - [`maps`] opens the maps and restores their pins.
+//! - [`services`] computes what the maps must hold, and writes it in an order that leaves no hole.
+//! - [`hooks`] puts the programs where packets and system calls pass.
+//! - [`connections`] ends what has expired, and whatever refers to backends that are gone.
 //!
-//! [`status`] and [`cleanup`] work on the pins alone, with the controller down.
+//! [`view`] and [`cleanup`] work on the pins alone, with the controller down.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -33,32 +33,40 @@ use proxy_common::{
 };
 
 use self::{
-    adopt::Stray,
-    affinity::AffinityCollector,
-    allocate::{Range, Ranges},
-    answering::Circumstances,
-    attach::{Cgroup, Hooks},
-    connections::SocketCounter,
-    family::TableFamily,
-    filling::Filling,
+    connections::{
+        affinity::AffinityCollector,
+        count::SocketCounter,
+        expire::Collector,
+        moved_ports::MovedPorts,
+        netfilter_ports::{KeepPorts, ListRest},
+        stale_sockets::StaleSockets,
+        unknown::Circumstances,
+    },
     flow_maps::{FlowMaps, HELD_FOR},
-    gc::Collector,
     growth::{Demand, Growth, Larger, load_beside, make_larger},
-    kernel_log::KernelLog,
-    lease::LeaseRenewal,
+    hooks::{
+        attach::{Cgroup, Hooks},
+        lease::LeaseRenewal,
+        program_log::KernelLog,
+        transit::{Redirects, Transit, vlan_devices},
+    },
     left_to_node::LeftToNode,
-    moved_ports::MovedPorts,
-    netfilter_ports::{KeepPorts, ListRest},
-    paths::Paths,
-    pins::TablePins,
-    programmed::Entries,
-    publish::remove_service,
-    service_cidrs::ServiceCidrs,
-    stale_sockets::StaleSockets,
-    status::{Pinned, Reader},
-    tables::{CommonTables, FamilyTables, Shape, Table},
-    transit::{Redirects, Transit, vlan_devices},
-    writer::{Common, Failures, FamilyWriter, Writes},
+    maps::{
+        family::TableFamily,
+        filling::Filling,
+        paths::Paths,
+        pins::TablePins,
+        tables::{CommonTables, FamilyTables, Shape, Table},
+    },
+    services::{
+        addresses::service_cidrs::ServiceCidrs,
+        adopt::Stray,
+        allocate::{Range, Ranges},
+        programmed::Entries,
+        publish::remove_service,
+        writer::{Common, Failures, FamilyWriter, Writes},
+    },
+    view::status::{Pinned, Reader},
 };
 use super::{
     Applied, Dataplane, HookProblems, Host, Interface, LocalTraffic, MetricFamily, PacketPrograms,
@@ -78,64 +86,24 @@ use crate::{
     },
 };
 
-mod adopt;
-mod affinity;
-mod allocate;
-mod answering;
-mod attach;
-mod backends;
 pub mod cleanup;
-mod cluster_ips;
 mod connections;
-mod draining;
 mod error;
-mod events;
-mod family;
-mod filling;
-mod fit;
 mod flow_maps;
-mod flows;
-mod frontend_addresses;
-mod frontend_names;
-mod gc;
 mod growth;
-mod inspect;
-mod kernel_log;
-mod layout;
-mod lease;
+mod hooks;
 mod left_to_node;
-mod load;
-mod lookups;
-mod maglev;
-mod metrics;
-mod moved_ports;
-mod netfilter_ports;
-mod order;
-mod paths;
-mod pins;
+mod maps;
 pub(super) mod probe;
-mod programmed;
-mod publish;
-mod refusal;
-mod reserve;
-mod resize;
-mod route_watch;
-mod service_cidrs;
-mod settling;
-mod sizes;
-mod stale_sockets;
-pub mod status;
+mod services;
 mod supports;
-mod tables;
-mod transit;
-mod uses;
-mod writer;
+pub mod view;
 
 #[cfg(test)]
-pub(crate) use self::metrics::sample_metrics;
+pub(crate) use self::view::metrics::sample_metrics;
 pub use self::{
     error::{Difference, Error},
-    load::{OBJECT, OBJECT_BUILT_WITH},
+    hooks::load::{OBJECT, OBJECT_BUILT_WITH},
 };
 
 /// The maps and hooks of this node. Dropping it leaves all of them in place.
@@ -208,26 +176,26 @@ struct ConnectionCount {
 pub(super) const ENTRY: Entry = Entry {
     tracked_flows: TrackedFlows::Former,
     retires: true,
-    reads_service_cidrs: |config| service_cidrs::are_read(&config.ebpf),
+    reads_service_cidrs: |config| services::addresses::service_cidrs::are_read(&config.ebpf),
     hands_over: true,
     serves_beside: false,
     probe: |config, host| probe::probe(&config.ebpf, host),
     prepare: |config| {
-        paths::provide_bpffs(&config.ebpf.bpffs)?;
+        maps::paths::provide_bpffs(&config.ebpf.bpffs)?;
         provide_cgroup2()?;
         Ok(())
     },
     open: |config| {
-        let ebpf = sizes::sized(config, machine());
+        let ebpf = maps::sizes::sized(config, machine());
         Ok(Box::new(LeftToNode::new(Box::new(EbpfDataplane::open(&ebpf)?))))
     },
     read: |bpffs| match Pinned::open(bpffs) {
         Ok(pinned) => Ok(Some(Box::new(pinned))),
         Err(error) if error.is_not_there() => Ok(None),
-        Err(error) if error.is_missing_tables() && status::controller(bpffs).is_some() => Ok(None),
+        Err(error) if error.is_missing_tables() && view::status::controller(bpffs).is_some() => Ok(None),
         Err(error) => Err(error.into()),
     },
-    controller: status::controller,
+    controller: view::status::controller,
     cleanup: |bpffs, _| Ok(cleanup::cleanup(bpffs)?),
 };
 
@@ -253,9 +221,9 @@ impl EbpfDataplane {
         let paths = Paths::new(&config.bpffs);
         paths.create(&config.bpffs)?;
         let lock = paths.lock()?;
-        let mut shapes = tables::shapes(&config.limits);
+        let mut shapes = maps::tables::shapes(&config.limits);
         let flow_maps = FlowMaps::adopt(&paths, &mut shapes)?;
-        resize::set_aside(&paths, &mut shapes)?;
+        maps::resize::set_aside(&paths, &mut shapes)?;
 
         let probe = UdpSocket::bind("127.0.0.1:0")
             .map_err(|e| Error::Namespace(CallError::new("binding a UDP socket to 127.0.0.1", e)))?;
@@ -265,8 +233,8 @@ impl EbpfDataplane {
             Err(e) => return Err(Error::Namespace(e)),
         };
         let balancing = config.sockets();
-        let (mut programs, log) = load::load(&shapes, |_| paths.maps(), config, cookie.is_none())?;
-        resize::transfer(&paths, &shapes)?;
+        let (mut programs, log) = hooks::load::load(&shapes, |_| paths.maps(), config, cookie.is_none())?;
+        maps::resize::transfer(&paths, &shapes)?;
 
         let pins = TablePins::hold(&paths, &shapes, lock)?;
         let common = CommonTables::open(&paths.maps(), true)?;
@@ -412,7 +380,7 @@ impl EbpfDataplane {
             settings.masquerade_all = u8::from(host.masquerade_all);
             settings.openings_per_window = flow::openings_per_window(host.new_connections_per_core);
             settings.most_unproven_entries = self.most_unproven_entries();
-            settings.encapsulation = layout::encapsulation_number(host.encapsulation);
+            settings.encapsulation = services::entries::encapsulation_number(host.encapsulation);
             (settings.pods4, settings.pod_range4, settings.pod_range4_bits) = pods::<V4>(&host.local_traffic);
             (settings.pods6, settings.pod_range6, settings.pod_range6_bits) = pods::<V6>(&host.local_traffic);
         })?;
@@ -510,7 +478,7 @@ impl EbpfDataplane {
     /// Looks for CNI's bandwidth plugin. On a node that uses it, new interfaces wait longer.
     fn look_for_bandwidth_plugin(&mut self, is_seen: bool) {
         self.is_beside_plugin |= is_seen || self.hooks.meets_bandwidth_plugin();
-        self.hooks.leave_new_interfaces(settling::pause(self.config.sockets(), self.is_beside_plugin));
+        self.hooks.leave_new_interfaces(hooks::settling::pause(self.config.sockets(), self.is_beside_plugin));
     }
 
     /// Returns true if some pods have no packet programs, and may have no socket hooks either.
@@ -563,8 +531,8 @@ impl EbpfDataplane {
         self.flows6.ended.forget();
         let now = clock::since_boot();
         let conntrack = Conntrack::open().map_err(Error::Conntrack)?;
-        let v4 = netfilter_ports::keep(&self.v4.tables, &conntrack, now)?;
-        let v6 = netfilter_ports::keep(&self.v6.tables, &conntrack, now)?;
+        let v4 = connections::netfilter_ports::keep(&self.v4.tables, &conntrack, now)?;
+        let v6 = connections::netfilter_ports::keep(&self.v6.tables, &conntrack, now)?;
         let new = v4.new + v6.new;
         if new > 0 {
             tracing::info!(kept = new, "connections that netfilter translates are kept apart from flows");
@@ -691,7 +659,7 @@ impl EbpfDataplane {
             return Ok(());
         }
         let maps = |_: &Shape| self.paths.maps();
-        let (mut programs, log) = load::load(&self.shapes, maps, &self.config, false)?;
+        let (mut programs, log) = hooks::load::load(&self.shapes, maps, &self.config, false)?;
         self.hooks.load(&mut programs)?;
         self.log = log;
         self.hooks.mend(programs, &misplaced).into_result()
@@ -756,7 +724,7 @@ impl EbpfDataplane {
     /// is its counterpart for flows.
     fn recount_sockets(&mut self) -> Result<(), Error> {
         let Some(ConnectionCount { sockets, is_tried }) = &mut self.connections else { return Ok(()) };
-        connections::forget_gone(&self.v4.tables, &self.v6.tables)?;
+        connections::count::forget_gone(&self.v4.tables, &self.v6.tables)?;
         if !std::mem::replace(is_tried, true) {
             match SocketCounter::load() {
                 Ok(counter) => *sockets = Some(counter),
@@ -921,7 +889,7 @@ impl EbpfDataplane {
             return Ok(());
         }
         self.restore_pins()?;
-        resize::remove_larger(&self.paths)?;
+        maps::resize::remove_larger(&self.paths)?;
         let replaced = load_beside(&self.paths, &self.shapes, &shapes, &self.config, &self.hooks)
             .and_then(|(programs, log)| self.replace_flow_maps(Larger { shapes, programs, log }, failures));
         if replaced.is_err() {
@@ -1079,7 +1047,7 @@ impl Programmed for EbpfDataplane {
             (table::redirect_targets, self.shared.tables.redirect_targets.read_all()?.len() as u64),
             (
                 table::masquerade_ports,
-                status::masquerade_ports(&self.shared.tables)?.len().div_ceil(FOUR) as u64,
+                view::status::masquerade_ports(&self.shared.tables)?.len().div_ceil(FOUR) as u64,
             ),
             (table::settings, 1),
             (table::lease, 1),
@@ -1091,7 +1059,7 @@ impl Programmed for EbpfDataplane {
         let counted = self.shared.tables.service_counters.capacity();
         used.insert(table::service_counters, u64::from(counted.min(self.shared.ids.used())));
         let may_grow = self.growth.may_grow(&self.shapes);
-        Ok(status::usage(&self.paths.maps(), &self.shapes, &may_grow, &used, &self.shared.tables)?)
+        Ok(view::status::usage(&self.paths.maps(), &self.shapes, &may_grow, &used, &self.shared.tables)?)
     }
 }
 
@@ -1264,11 +1232,11 @@ impl Dataplane for EbpfDataplane {
     fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
         let v4 = self.v4.entries.services.iter().map(|(name, published)| (published.id, name));
         let v6 = self.v6.entries.services.iter().map(|(name, published)| (published.id, name));
-        let (services, uncounted) = status::service_usage(&self.shared.tables, v4.chain(v6))?;
+        let (services, uncounted) = view::status::service_usage(&self.shared.tables, v4.chain(v6))?;
         let ended = self.stale_sockets.ended();
         let mut families =
-            metrics::families(&self.usage()?, &services, uncounted, ended, self.affinity.evicted());
-        families.push(metrics::unattached_interfaces(self.hooks.unattached_count()));
+            view::metrics::families(&self.usage()?, &services, uncounted, ended, self.affinity.evicted());
+        families.push(view::metrics::unattached_interfaces(self.hooks.unattached_count()));
         Ok(families)
     }
 

@@ -7,7 +7,7 @@ use aya::{
     sys::{BpfHelper, SyscallError, is_helper_supported, is_program_supported},
 };
 
-use super::stale_sockets;
+use super::connections::stale_sockets;
 use crate::{
     config::{Config, Ebpf, SocketLoadBalancing, SourceAddress},
     mode::{Capabilities, HostFacts, KernelVersion, Mode, Probe, Requirement},

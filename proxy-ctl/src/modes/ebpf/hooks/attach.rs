@@ -1,0 +1,862 @@
+//! Attaches the programs to the cgroup, to both directions of each interface, and to the XDP hook
+//! of uplinks.
+//!
+//! Links are pinned, so that they outlive the controller, and get new programs in one step. Kernels
+//! without tcx (before 6.6) have filters on a clsact qdisc instead, which live as long as the
+//! interface. A folder on the bpffs remembers them.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs::File,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::MetadataExt,
+    },
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use aya_obj::generated::bpf_attach_type;
+use proxy_common::inventory::program;
+
+use super::{
+    load::{Programs, SOCKET_HOOKS, common_packet_programs, packet_program},
+    order::{HookOrder, Misplaced},
+    refusal::is_refused,
+    route_watch::RouteWatch,
+    settling::Settling,
+    transit::{Redirects, Transit},
+};
+use crate::{
+    modes::{
+        Interface, Role,
+        ebpf::{
+            Error,
+            maps::{
+                paths::{Paths, SOCKET_LINK, is_there, make_folder, names, remove_folder},
+                pins::{Ensured, LinkPins},
+            },
+            services::writer::Failures,
+        },
+    },
+    sys::{
+        CallError,
+        bpf::{self, LinkTarget},
+        tc::{self, Direction},
+    },
+};
+
+/// Handle of our filters.
+const HANDLE: u32 = 0x7063;
+/// Name of a folder in the interface's folder that says that we have made the clsact qdisc.
+const MADE_QDISC: &str = "qdisc";
+
+/// Priorities that our filters may have, the best first; see [`order`](super::order). A priority
+/// belongs to one kind of filter for one protocol, so another program's filter may have taken it.
+const PRIORITIES: [u16; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
+
+fn packet_programs(interface: &Interface) -> [&'static str; 2] {
+    Direction::ALL.map(|direction| packet_program(interface.role, direction, interface.ethernet))
+}
+
+/// A cgroup v2 folder.
+#[derive(Debug)]
+pub(crate) struct Cgroup {
+    path: PathBuf,
+    fd: OwnedFd,
+    inode: u64,
+}
+
+impl Cgroup {
+    pub(crate) fn open(path: PathBuf) -> Result<Self, Error> {
+        let opened = File::open(&path).and_then(|file| Ok((file.metadata()?.ino(), file)));
+        match opened {
+            Ok((inode, file)) => Ok(Self { path, fd: file.into(), inode }),
+            Err(source) => Err(Error::Folder { path, source }),
+        }
+    }
+
+    /// Attaches a program until the returned descriptor is dropped.
+    pub(crate) fn attach(
+        &self,
+        programs: &mut Programs,
+        name: &'static str,
+        hook: bpf_attach_type,
+    ) -> Result<OwnedFd, Error> {
+        bpf::link_cgroup(programs.get(name)?, self.fd.as_fd(), hook).map_err(|source| Error::Attach {
+            program: name,
+            target: self.path.display().to_string(),
+            source,
+        })
+    }
+}
+
+/// Reason why a workload interface has no programs.
+#[derive(Clone, Debug, Eq, PartialEq)]
+struct Refusal {
+    reason: String,
+    /// True if the interface has an ingress qdisc other than `clsact`, to which our programs cannot
+    /// be attached. This says nothing about our programs.
+    is_place_taken: bool,
+}
+
+/// The programs, and where they are attached.
+#[derive(Debug)]
+pub(crate) struct Hooks {
+    paths: Paths,
+    programs: Programs,
+    cgroup: Option<Cgroup>,
+    /// True if sockets are counted as connections, so that the hook `sock_release` is attached too.
+    counts_sockets: bool,
+    links: LinkPins,
+    /// True if the kernel has tcx. `None` if that was not tried yet.
+    tcx: Option<bool>,
+    interfaces: BTreeMap<u32, Interface>,
+    /// Refusals of the workload interfaces that have no programs, by interface index.
+    unattached: BTreeMap<u32, Refusal>,
+    /// Kinds of the ingress qdiscs, by interface index, as they were listed last. They are listed
+    /// only on kernels without tcx.
+    qdiscs: BTreeMap<u32, String>,
+    /// New workload interfaces, which others may still change. It is used without tcx only.
+    settling: Settling,
+    /// Duration for which a new workload interface is left alone after its last change.
+    pause: Duration,
+    /// The direction of each interface at which attaching has failed last. It is tried first, so
+    /// that packets are not translated in one direction alone for a moment at each attempt.
+    failed_last: BTreeMap<u32, Direction>,
+    order: HookOrder,
+    transit: Transit,
+    /// Watch of the routes, while one of the uplinks has XDP.
+    route_watch: Option<RouteWatch>,
+    /// True if the watch could not begin, and the log has said so.
+    is_watch_missed: bool,
+}
+
+impl Hooks {
+    /// Creates the hooks. The socket hooks go to `cgroup`; `None` detaches those of a former
+    /// controller.
+    pub(crate) fn new(paths: Paths, programs: Programs, cgroup: Option<Cgroup>, transit: Transit) -> Self {
+        let links = LinkPins::default();
+        Self {
+            paths,
+            programs,
+            cgroup,
+            counts_sockets: false,
+            links,
+            tcx: None,
+            interfaces: BTreeMap::new(),
+            unattached: BTreeMap::new(),
+            qdiscs: BTreeMap::new(),
+            settling: Settling::default(),
+            pause: Duration::ZERO,
+            failed_last: BTreeMap::new(),
+            order: HookOrder::default(),
+            transit,
+            route_watch: None,
+            is_watch_missed: false,
+        }
+    }
+
+    /// Uses clsact filters also where the kernel has tcx.
+    pub(crate) fn without_tcx(&mut self) {
+        self.tcx = Some(false);
+    }
+
+    /// Sets whether sockets are counted as connections until they are closed. The hook for closed
+    /// sockets is attached or detached by the next [`attach_release`](Self::attach_release), which
+    /// [`attach_sockets`](Self::attach_sockets) calls too.
+    pub(crate) const fn count_sockets(&mut self, are_counted: bool) {
+        self.counts_sockets = are_counted;
+    }
+
+    /// Returns true if a former controller has counted sockets.
+    pub(crate) fn is_release_pinned(&self) -> bool {
+        self.socket_link(program::sock_release).exists()
+    }
+
+    /// Attaches or detaches the socket hooks, and returns true if anything had to be done.
+    pub(crate) fn attach_sockets(&mut self) -> Result<bool, Error> {
+        // The release hook comes first, so that each socket that the other hooks count is also seen
+        // to close.
+        let mut outcome = self.attach_release();
+        for &(name, hook) in SOCKET_HOOKS {
+            let attached = self.attach_socket_hook(name, hook);
+            outcome = outcome.and_then(|changed| Ok(changed | attached?));
+        }
+        outcome
+    }
+
+    fn attach_socket_hook(&mut self, name: &'static str, hook: bpf_attach_type) -> Result<bool, Error> {
+        let path = self.socket_link(name);
+        let Some(cgroup) = &self.cgroup else { return self.links.remove(&path) };
+        let program = self.programs.get(name)?;
+        let is_target = |target| target == LinkTarget::Cgroup(cgroup.inode);
+        let create = || bpf::link_cgroup(program, cgroup.fd.as_fd(), hook);
+        let failed =
+            |source| Error::Attach { program: name, target: cgroup.path.display().to_string(), source };
+        self.links.ensure(&path, program, is_target, create).map(Ensured::is_change).map_err(failed)
+    }
+
+    /// Attaches the hook for sockets that are closed if sockets are counted, and otherwise detaches
+    /// it.
+    pub(crate) fn attach_release(&mut self) -> Result<bool, Error> {
+        let (name, hook) = (program::sock_release, bpf_attach_type::BPF_CGROUP_INET_SOCK_RELEASE);
+        if self.counts_sockets {
+            self.attach_socket_hook(name, hook)
+        } else {
+            self.links.remove(&self.socket_link(name))
+        }
+    }
+
+    fn socket_link(&self, name: &str) -> PathBuf {
+        self.paths.links().join(format!("{SOCKET_LINK}{name}"))
+    }
+
+    /// Sets for how long a new workload interface is left alone where the kernel has no tcx.
+    pub(crate) const fn leave_new_interfaces(&mut self, pause: Duration) {
+        self.pause = pause;
+    }
+
+    /// Attaches to exactly these interfaces. What is attached already is looked at again, so that a
+    /// link that somebody removed comes back. A new workload interface may have to wait for
+    /// [`attach_settled`](Self::attach_settled).
+    pub(crate) fn follow(&mut self, interfaces: &[Interface], now: Instant) -> Failures {
+        let mut failures = Failures::default();
+        self.settling.see(interfaces, now);
+        self.list_qdiscs(&mut failures);
+        let mut gone: Vec<u32> = match self.attached() {
+            Ok(indexes) => indexes,
+            Err(error) => {
+                failures.add("links of a predecessor", error);
+                Vec::new()
+            }
+        };
+        gone.extend(self.interfaces.keys().filter(|index| self.unattached.contains_key(index)));
+        gone.retain(|index| interfaces.iter().all(|interface| interface.index != *index));
+        for index in gone {
+            if let Err(error) = self.detach(index) {
+                failures.add(format_args!("interface {index}"), error);
+            }
+        }
+        if let Err(error) = self.programs.load_all(interfaces.iter().flat_map(packet_programs)) {
+            failures.add("packet programs", error);
+        }
+        for interface in uplinks_first(interfaces) {
+            // The interface is kept even if attaching fails, so that it is tried again.
+            self.interfaces.insert(interface.index, interface.clone());
+            if !self.is_waiting(interface) {
+                self.attach_or_note(interface, &mut failures);
+            }
+        }
+        failures
+    }
+
+    /// Attaches to the interfaces whose wait is over, and returns true if there were any.
+    pub(crate) fn attach_settled(&mut self, now: Instant) -> (bool, Failures) {
+        let mut failures = Failures::default();
+        let interfaces: Vec<Interface> =
+            self.settling.waiting().filter_map(|index| self.interfaces.get(&index)).cloned().collect();
+        if interfaces.is_empty() {
+            return (false, failures);
+        }
+        self.list_qdiscs(&mut failures);
+        let mut any = false;
+        for interface in &interfaces {
+            self.settling.settle_after(interface, now, self.pause);
+            if !self.is_waiting(interface) {
+                any = true;
+                self.attach_or_note(interface, &mut failures);
+            }
+        }
+        (any, failures)
+    }
+
+    /// Returns true if some interfaces wait for their programs.
+    pub(crate) fn has_waiting(&self) -> bool {
+        self.settling.waiting().next().is_some()
+    }
+
+    /// Returns true if the last attempt to attach to some interface has failed.
+    pub(crate) fn have_failed(&self) -> bool {
+        !self.failed_last.is_empty()
+    }
+
+    /// Returns true if the interface waits for [`attach_settled`](Self::attach_settled). An
+    /// interface that has an ingress qdisc does not wait: either that is clsact, or nothing can be
+    /// attached.
+    fn is_waiting(&mut self, interface: &Interface) -> bool {
+        let index = interface.index;
+        if self.tcx.unwrap_or_else(|| tc::has_tcx(index)) || self.qdiscs.contains_key(&index) {
+            self.settling.settle(index);
+        }
+        !self.settling.is_settled(interface, self.pause)
+    }
+
+    /// Lists the ingress qdiscs. If they cannot be listed, what is known of them stays.
+    fn list_qdiscs(&mut self, failures: &mut Failures) {
+        if self.tcx == Some(true) {
+            return;
+        }
+        match tc::ingress_qdiscs() {
+            Ok(qdiscs) => self.qdiscs = qdiscs,
+            Err(error) => failures.add("queueing disciplines", Error::Qdiscs(error)),
+        }
+    }
+
+    /// Attaches to an interface, and returns true if anything had to be done. A refusal of a
+    /// workload interface is noted, and fails no call: trying again at once cannot cure it, and
+    /// everything else is served.
+    fn attach_or_note(&mut self, interface: &Interface, failures: &mut Failures) -> bool {
+        let index = interface.index;
+        match self.attach(interface, failures) {
+            Ok(changed) => {
+                if self.unattached.remove(&index).is_some() {
+                    tracing::info!(interface = interface.name, "packet programs are attached now");
+                }
+                return changed;
+            }
+            Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {
+                self.failed_last.remove(&index);
+                tracing::debug!(interface = interface.name, "interface vanished while being attached");
+            }
+            Err(error) if interface.role == Role::Workload && is_refused(&error) => {
+                self.note_refusal(interface, &error);
+            }
+            Err(error) => {
+                if interface.role == Role::Uplink {
+                    self.unattached.remove(&index);
+                }
+                failures.add(&interface.name, error);
+            }
+        }
+        false
+    }
+
+    fn note_refusal(&mut self, interface: &Interface, error: &Error) {
+        let refusal =
+            Refusal { reason: error.to_string(), is_place_taken: matches!(error, Error::PlaceTaken(_)) };
+        if self.unattached.get(&interface.index) != Some(&refusal) {
+            tracing::warn!(
+                interface = interface.name,
+                reason = refusal.reason,
+                "no packet program can be attached to the interface: socket hooks and the secondary mode serve \
+                 its workload, if there are any; it is tried again every 10 s"
+            );
+            self.unattached.insert(interface.index, refusal);
+        }
+    }
+
+    /// Returns true if programs of ours, or of a former controller, are at any interface, or if
+    /// that is unknown.
+    pub(crate) fn are_at_interfaces(&self) -> bool {
+        self.attached().map_or(true, |indexes| !indexes.is_empty())
+    }
+
+    /// Removes the pins of links whose interface is gone.
+    pub(crate) fn tend(&mut self) -> Result<(), Error> {
+        let gone: Vec<u32> = self.interfaces.keys().copied().filter(|index| !exists(*index)).collect();
+        for index in gone {
+            self.detach(index)?;
+        }
+        Ok(())
+    }
+
+    /// Attaches our links and filters again that another program has removed.
+    pub(crate) fn repair(&mut self) -> Failures {
+        self.attach_all(|interface| match interface {
+            None => {
+                tracing::warn!("another program had removed socket hooks; they are attached and pinned again")
+            }
+            Some(interface) => tracing::warn!(
+                interface = interface.name,
+                "another program had removed packet programs; they are attached and pinned again"
+            ),
+        })
+    }
+
+    /// Makes every hook run the programs that are loaded.
+    pub(crate) fn swap(&mut self) -> Failures {
+        self.attach_all(|_| ())
+    }
+
+    /// Attaches everything, and calls `changed` where anything had to be done: with the interface,
+    /// or with `None` for the socket hooks.
+    fn attach_all(&mut self, changed: impl Fn(Option<&Interface>)) -> Failures {
+        let mut failures = Failures::default();
+        self.list_qdiscs(&mut failures);
+        match self.attach_sockets() {
+            Ok(false) => {}
+            Ok(true) => changed(None),
+            Err(error) => failures.add("socket hooks", error),
+        }
+        let interfaces: Vec<Interface> = self.interfaces.values().cloned().collect();
+        for interface in uplinks_first(&interfaces) {
+            let was_refused = self.unattached.contains_key(&interface.index);
+            if !self.is_waiting(interface) && self.attach_or_note(interface, &mut failures) && !was_refused {
+                changed(Some(interface));
+            }
+        }
+        failures
+    }
+
+    /// Returns the hooks where another program has come before ours, and ours is to be moved. Only
+    /// hooks with tcx are returned, because a filter of clsact keeps the priority that it has got.
+    pub(crate) fn misplaced(&mut self) -> Result<Vec<Misplaced>, Error> {
+        if self.tcx != Some(true) {
+            return Ok(Vec::new());
+        }
+        let mut misplaced = Vec::new();
+        for interface in self.interfaces.values() {
+            for direction in Direction::ALL {
+                let name = packet_program(interface.role, direction, interface.ethernet);
+                let program = bpf::program_id(self.programs.get(name)?).map_err(|source| Error::Attach {
+                    program: name,
+                    target: interface.name.clone(),
+                    source,
+                })?;
+                if self.order.is_to_be_mended(interface, direction, program) {
+                    misplaced.push(Misplaced { interface: interface.clone(), direction });
+                }
+            }
+        }
+        Ok(misplaced)
+    }
+
+    /// Puts our programs back to the first position of these hooks, and swaps all others for
+    /// `programs` too.
+    ///
+    /// `programs` are loaded anew, because the kernel takes a program only once at a hook, and no
+    /// packet may meet none. For the time of a system call, a packet meets both. The second one
+    /// finds it translated.
+    pub(crate) fn mend(&mut self, programs: Programs, misplaced: &[Misplaced]) -> Failures {
+        self.programs = programs;
+        let mut failures = Failures::default();
+        for Misplaced { interface, direction } in misplaced {
+            match self.move_link(interface, *direction) {
+                Ok(()) => tracing::warn!(
+                    interface = interface.name,
+                    hook = direction.name(),
+                    "another program had come before the proxy's, which is the first again"
+                ),
+                Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {}
+                Err(error) => failures.add(&interface.name, error),
+            }
+        }
+        failures.merge(self.swap());
+        failures
+    }
+
+    /// Lets no flow open for this time, or until [`let_open`](Self::let_open).
+    pub(crate) fn hold_openings(&self, time: Duration) -> Result<(), Error> {
+        self.programs.hold_openings(time)
+    }
+
+    /// Lets flows open again.
+    pub(crate) fn let_open(&self) -> Result<(), Error> {
+        self.programs.let_open()
+    }
+
+    /// Loads all of these programs that the hooks need.
+    pub(crate) fn load(&self, programs: &mut Programs) -> Result<(), Error> {
+        if self.cgroup.is_some() && self.counts_sockets {
+            programs.get(program::sock_release)?;
+        }
+        programs.load_all(self.interfaces.values().flat_map(packet_programs))?;
+        if let Some(program) = self.transit.program() {
+            // If the kernel refuses the program, the call that attaches it reports that.
+            let _loaded = programs.get(program);
+        }
+        Ok(())
+    }
+
+    /// Returns why uplinks have no XDP program, by interface index.
+    pub(crate) const fn refusals(&self) -> &BTreeMap<u32, String> {
+        self.transit.refusals()
+    }
+
+    /// Returns why workload interfaces have no programs, by interface index.
+    pub(crate) fn unattached(&self) -> BTreeMap<u32, String> {
+        self.unattached.iter().map(|(index, refusal)| (*index, refusal.reason.clone())).collect()
+    }
+
+    /// Returns the reason why no workload interface takes programs.
+    pub(crate) fn attached_nowhere(&self) -> Option<String> {
+        // An interface that waits has refused nothing, and has not taken anything either.
+        let waiting: BTreeSet<u32> = self.settling.waiting().collect();
+        let workloads = self.interfaces.values().filter(|interface| interface.role == Role::Workload);
+        let workloads = workloads.filter(|interface| !waiting.contains(&interface.index));
+        refused_everywhere(workloads.map(|interface| self.unattached.get(&interface.index)))
+            .map(str::to_owned)
+    }
+
+    /// Returns how many workload interfaces have no programs because they refuse them.
+    pub(crate) fn unattached_count(&self) -> usize {
+        self.unattached.len()
+    }
+
+    /// Returns true if filters are used, and a workload interface has an ingress qdisc other than
+    /// clsact, such as that of CNI's bandwidth plugin.
+    pub(crate) fn meets_bandwidth_plugin(&self) -> bool {
+        self.unattached.values().any(|refusal| refusal.is_place_taken)
+    }
+
+    /// Returns true if new workload interfaces may have to wait.
+    pub(crate) fn uses_filters(&self) -> bool {
+        self.tcx == Some(false)
+    }
+
+    /// Returns between which interfaces XDP may redirect packets.
+    pub(crate) fn redirects(&self) -> Redirects {
+        self.transit.redirects()
+    }
+
+    /// Starts a [`RouteWatch`] if an uplink has an XDP program and no watch runs. If it cannot
+    /// begin, the next check of the uplinks tries again.
+    pub(crate) fn follow_routes(&mut self) {
+        if self.transit.program().is_none()
+            || self.route_watch.as_ref().is_some_and(|watch| !watch.has_ended())
+        {
+            return;
+        }
+        match RouteWatch::begin(&self.paths.maps()) {
+            Ok(watch) => (self.route_watch, self.is_watch_missed) = (Some(watch), false),
+            Err(error) if !self.is_watch_missed => {
+                tracing::warn!(%error, "packets that XDP forwards follow a changed route up to a second late");
+                self.is_watch_missed = true;
+            }
+            Err(_) => {}
+        }
+    }
+
+    /// Loads the programs that most nodes need, before the interfaces are known.
+    pub(crate) fn load_ahead(&mut self) -> Result<(), Error> {
+        self.programs.load_all(common_packet_programs())
+    }
+
+    fn move_link(&mut self, interface: &Interface, direction: Direction) -> Result<(), Error> {
+        let name = packet_program(interface.role, direction, interface.ethernet);
+        let path = self.link_path(interface.index, direction);
+        let target = || format!("{} ({})", interface.name, direction.name());
+        let new = bpf::link_tcx(self.programs.get(name)?, interface.index, direction.tcx_hook())
+            .map_err(|source| Error::Attach { program: name, target: target(), source })?;
+        self.links.replace(&path, new)
+    }
+
+    /// Returns the indexes of the interfaces that have links or filters of ours. They come from the
+    /// pins, and from the links that are held after another program has removed their pins.
+    fn attached(&self) -> Result<Vec<u32>, Error> {
+        let links = names(&self.paths.links())?;
+        let held = self.links.paths().filter_map(|path| path.file_name()?.to_str());
+        let mut found: Vec<u32> = links
+            .iter()
+            .map(String::as_str)
+            .chain(held)
+            .filter_map(|name| name.split_once('_')?.0.parse().ok())
+            .chain(names(&self.paths.clsact())?.iter().filter_map(|name| name.parse().ok()))
+            .collect();
+        found.sort_unstable();
+        found.dedup();
+        Ok(found)
+    }
+
+    /// Attaches to both directions of an interface, and returns true if anything had to be done.
+    /// What ran before an error runs on. After an error at a workload interface, what this call has
+    /// attached to it is taken back. If the interface refuses programs, everything that is attached
+    /// to it is.
+    fn attach(&mut self, interface: &Interface, failures: &mut Failures) -> Result<bool, Error> {
+        let (mut changed, mut attached, mut failed) = (false, Vec::new(), None);
+        for direction in failed_first(self.failed_last.remove(&interface.index)) {
+            // A program that is there, or may be, is swapped even after an error, because it may
+            // use former maps.
+            if failed.is_some() && !self.has_program(interface.index, direction).unwrap_or(true) {
+                continue;
+            }
+            match self.attach_direction(interface, direction) {
+                Ok(ensured) => {
+                    changed |= ensured.is_change();
+                    attached.extend((ensured == Ensured::Attached).then_some(direction));
+                }
+                Err(error) if failed.is_none() => {
+                    self.failed_last.insert(interface.index, direction);
+                    failed = Some(error);
+                }
+                Err(_) => {}
+            }
+        }
+        if let Some(error) = failed {
+            if interface.role == Role::Workload
+                && let Err(error) = self.undo(interface.index, &attached, is_refused(&error))
+            {
+                failures.add(&interface.name, error);
+            }
+            return Err(error);
+        }
+        // XDP is attached last and detached first, because packets that it leaves to the stack need
+        // the programs at TC.
+        let Self { paths, programs, links, transit, .. } = self;
+        Ok(changed | transit.attach(paths, programs, links, interface)?)
+    }
+
+    fn attach_direction(&mut self, interface: &Interface, direction: Direction) -> Result<Ensured, Error> {
+        let program = packet_program(interface.role, direction, interface.ethernet);
+        let failed = |source| Error::Attach {
+            program,
+            target: format!("{} ({})", interface.name, direction.name()),
+            source,
+        };
+        if self.tcx != Some(false) {
+            match self.attach_tcx(interface.index, direction, program)? {
+                Ok(ensured) => {
+                    self.tcx = Some(true);
+                    return Ok(ensured);
+                }
+                // Kernels before 6.6 do not know this attach type. Once tcx has worked, EINVAL is a
+                // real error.
+                Err(e) if e.errno() == libc::EINVAL && self.tcx.is_none() => self.tcx = Some(false),
+                Err(e) => return Err(failed(e)),
+            }
+        }
+        self.attach_filter(interface.index, direction, program)?.map_err(failed)
+    }
+
+    /// Returns true if there is a link or filter of ours or of a former controller.
+    fn has_program(&self, index: u32, direction: Direction) -> Result<bool, Error> {
+        if self.tcx == Some(false) {
+            return has_filter(index, direction);
+        }
+        self.links.has(&self.link_path(index, direction))
+    }
+
+    /// Detaches from a workload interface what one call has attached before it failed. If the
+    /// interface refuses programs, nothing stays attached. One direction alone would translate
+    /// packets whose answers stay untranslated, and which the secondary mode could serve.
+    fn undo(&mut self, index: u32, attached: &[Direction], is_refused: bool) -> Result<(), Error> {
+        if !is_refused {
+            return self.take_back(index, attached);
+        }
+        self.transit.detach(&self.paths, &mut self.links, index)?;
+        self.remove_packet_programs(index)
+    }
+
+    /// Detaches from these directions of an interface. Programs of the other directions stay.
+    fn take_back(&mut self, index: u32, attached: &[Direction]) -> Result<(), Error> {
+        if self.tcx != Some(false) {
+            return attached
+                .iter()
+                .try_for_each(|direction| self.links.remove(&self.link_path(index, *direction)).map(drop));
+        }
+        for direction in Direction::ALL.into_iter().filter(|direction| !attached.contains(direction)) {
+            if has_filter(index, direction)? {
+                let remove = |direction: &Direction| remove_filter(index, *direction).map(drop);
+                return attached.iter().try_for_each(remove);
+            }
+        }
+        remove_filters(&self.paths, index).map(drop)
+    }
+
+    fn link_path(&self, index: u32, direction: Direction) -> PathBuf {
+        self.paths.links().join(format!("{index}_{}", direction.name()))
+    }
+
+    fn attach_tcx(
+        &mut self,
+        index: u32,
+        direction: Direction,
+        name: &'static str,
+    ) -> Result<Result<Ensured, CallError>, Error> {
+        let path = self.link_path(index, direction);
+        let program = self.programs.get(name)?;
+        let create = || bpf::link_tcx(program, index, direction.tcx_hook());
+        Ok(self.links.ensure(&path, program, |target| target == LinkTarget::Tcx(index), create))
+    }
+
+    fn attach_filter(
+        &mut self,
+        index: u32,
+        direction: Direction,
+        name: &'static str,
+    ) -> Result<Result<Ensured, CallError>, Error> {
+        let Self { programs, paths, qdiscs, .. } = self;
+        check_place(paths, qdiscs, index)?;
+        let program = programs.get(name)?;
+        let folder = paths.clsact().join(index.to_string());
+        make_folder(&folder)?;
+        let ours = match our_filter(index, direction) {
+            Ok(ours) => ours,
+            Err(e) => return Ok(Err(e)),
+        };
+        match bpf::program_id(program) {
+            Ok(id) if ours.as_ref().is_some_and(|filter| filter.program == id) => {
+                return Ok(Ok(Ensured::Unchanged));
+            }
+            Ok(_) => {}
+            Err(e) => return Ok(Err(e)),
+        }
+        match tc::add_clsact(index) {
+            Ok(true) => make_folder(&folder.join(MADE_QDISC))?,
+            Ok(false) if qdiscs.contains_key(&index) => {}
+            // Another program has added a qdisc since they were listed.
+            Ok(false) => {
+                *qdiscs = tc::ingress_qdiscs().map_err(Error::Qdiscs)?;
+                check_place(paths, qdiscs, index)?;
+            }
+            Err(e) => return Ok(Err(e)),
+        }
+        let add =
+            |priority| tc::put_filter(tc::ADD_FILTER, index, direction, priority, HANDLE, program, name);
+        Ok(match ours {
+            Some(filter) => {
+                tc::put_filter(tc::REPLACE_FILTER, index, direction, filter.priority, HANDLE, program, name)
+                    .map(|()| Ensured::Mended)
+            }
+            None => first_accepted(PRIORITIES, add).map(|()| Ensured::Attached),
+        })
+    }
+
+    fn detach(&mut self, index: u32) -> Result<(), Error> {
+        self.interfaces.remove(&index);
+        self.unattached.remove(&index);
+        self.failed_last.remove(&index);
+        self.order.forget(index);
+        self.transit.detach(&self.paths, &mut self.links, index)?;
+        self.remove_packet_programs(index)
+    }
+
+    fn remove_packet_programs(&mut self, index: u32) -> Result<(), Error> {
+        for direction in Direction::ALL {
+            self.links.remove(&self.link_path(index, direction))?;
+        }
+        remove_filters(&self.paths, index)?;
+        Ok(())
+    }
+}
+
+/// Returns the reason if the kernel refuses programs at every workload interface, and at two at
+/// least, because one alone may have a problem of its own. An interface with another program's
+/// ingress qdisc says nothing about our programs. One that waits has refused nothing yet.
+fn refused_everywhere<'a>(interfaces: impl Iterator<Item = Option<&'a Refusal>>) -> Option<&'a str> {
+    const LEAST: usize = 2;
+    let all: Vec<&Refusal> = interfaces.collect::<Option<_>>()?;
+    let refused: Vec<_> = all.into_iter().filter(|refusal| !refusal.is_place_taken).collect();
+    refused.first().filter(|_| refused.len() >= LEAST).map(|refusal| refusal.reason.as_str())
+}
+
+/// Returns the directions in the order in which they are attached. The one that has failed last
+/// comes first. Otherwise egress does, where the answers to what ingress translates are translated
+/// back.
+fn failed_first(failed: Option<Direction>) -> [Direction; 2] {
+    match failed {
+        Some(Direction::Ingress) => [Direction::Ingress, Direction::Egress],
+        None | Some(Direction::Egress) => [Direction::Egress, Direction::Ingress],
+    }
+}
+
+/// Returns uplinks before workload interfaces, because what XDP does with packets to pods depends
+/// on uplinks.
+fn uplinks_first(interfaces: &[Interface]) -> impl Iterator<Item = &Interface> {
+    let of = |role| interfaces.iter().filter(move |interface| interface.role == role);
+    of(Role::Uplink).chain(of(Role::Workload))
+}
+
+/// Tries priorities until one is accepted. EINVAL means that filters of another kind, or for
+/// another protocol, have the priority.
+fn first_accepted(priorities: [u16; 8], put: impl Fn(u16) -> Result<(), CallError>) -> Result<(), CallError> {
+    let [best, others @ ..] = priorities;
+    others.into_iter().fold(put(best), |placed, priority| match placed {
+        Err(e) if e.errno() == libc::EINVAL => put(priority),
+        placed => placed,
+    })
+}
+
+/// Returns an error if the interface has an ingress qdisc other than clsact. The kernel would put
+/// filters of both directions into it. A filter of ours that is in it is removed, so that the qdisc
+/// is as its owner has made it.
+fn check_place(paths: &Paths, qdiscs: &BTreeMap<u32, String>, index: u32) -> Result<(), Error> {
+    match qdiscs.get(&index) {
+        Some(kind) if kind != tc::CLSACT => {
+            remove_filters(paths, index)?;
+            Err(Error::PlaceTaken(kind.clone()))
+        }
+        Some(_) | None => Ok(()),
+    }
+}
+
+/// Returns true if the filter is ours. The handle alone does not show it, because each priority has
+/// handles of its own: a filter of another program may have our handle with a priority that we
+/// never take.
+pub(crate) fn is_ours(filter: &tc::Filter) -> bool {
+    filter.handle == HANDLE && PRIORITIES.contains(&filter.priority)
+}
+
+fn our_filter(index: u32, direction: Direction) -> Result<Option<tc::Filter>, CallError> {
+    Ok(tc::filters(index, direction)?.into_iter().find(is_ours))
+}
+
+fn has_filter(index: u32, direction: Direction) -> Result<bool, Error> {
+    let failed = |source| Error::Detach { target: format!("interface {index}"), source };
+    Ok(our_filter(index, direction).map_err(failed)?.is_some())
+}
+
+/// Removes our filter of this direction, and returns true if there was one.
+fn remove_filter(index: u32, direction: Direction) -> Result<bool, Error> {
+    let failed = |source| Error::Detach { target: format!("interface {index}"), source };
+    let Some(filter) = our_filter(index, direction).map_err(failed)? else { return Ok(false) };
+    tc::remove_filter(index, direction, filter.priority, HANDLE).map_err(failed)
+}
+
+/// Returns true if there is an interface with this index in our network namespace.
+fn exists(index: u32) -> bool {
+    // nix 0.31 returns an empty name if there is none.
+    nix::net::if_::if_indextoname(index).is_ok_and(|name| !name.is_empty())
+}
+
+/// Removes our filters from an interface, and the qdisc if we have made it and it has no other
+/// filters. Returns how many filters were removed.
+pub(crate) fn remove_filters(paths: &Paths, index: u32) -> Result<usize, Error> {
+    let folder = paths.clsact().join(index.to_string());
+    if !is_there(&folder)? {
+        return Ok(0);
+    }
+    let failed = |source| Error::Detach { target: format!("interface {index}"), source };
+    let mut removed = 0;
+    let mut others = false;
+    for direction in Direction::ALL {
+        removed += usize::from(remove_filter(index, direction)?);
+        others |= tc::has_filters(index, direction).map_err(failed)?;
+    }
+    let marker = folder.join(MADE_QDISC);
+    if is_there(&marker)? {
+        if !others && removed > 0 {
+            tc::remove_clsact(index).map_err(failed)?;
+        }
+        remove_folder(&marker)?;
+    }
+    remove_folder(&folder)?;
+    Ok(removed)
+}
+
+#[cfg(test)]
+mod tests {
+    use rstest::rstest;
+
+    use super::*;
+
+    /// Each word of `interfaces` is an interface. `-` has programs, and other words are refusals.
+    /// `taken` is a refusal because of another ingress qdisc.
+    #[rstest]
+    #[case::no_interface("", None)]
+    #[case::all_attached("- -", None)]
+    #[case::one_of_several("full - -", None)]
+    #[case::the_only_one("full", None)]
+    #[case::all("full denied full", Some("full"))]
+    #[case::places_taken("taken taken taken", None)]
+    #[case::all_but_a_place_that_is_taken("taken full denied", Some("full"))]
+    #[case::one_beside_a_place_that_is_taken("taken full", None)]
+    fn programs_are_refused_everywhere(#[case] interfaces: &str, #[case] expected: Option<&str>) {
+        let refusal = |word: &str| {
+            (word != "-").then(|| Refusal { reason: word.to_owned(), is_place_taken: word == "taken" })
+        };
+        let refusals: Vec<_> = interfaces.split_whitespace().map(refusal).collect();
+        assert_eq!(refused_everywhere(refusals.iter().map(Option::as_ref)), expected);
+    }
+}

@@ -1,0 +1,11 @@
+//! The BPF maps as files and typed handles: their shapes, pins, folders and sizes, and lookups in
+//! them. Nothing here knows what a Service is.
+
+pub(super) mod family;
+pub(super) mod filling;
+pub(super) mod lookups;
+pub(super) mod paths;
+pub(super) mod pins;
+pub(super) mod resize;
+pub(super) mod sizes;
+pub(super) mod tables;

@@ -1,0 +1,279 @@
+//! Gives the maps that only the controller writes another size, at a start.
+//!
+//! The map of the former size is pinned in a folder of its own until all of its entries are in the
+//! map of the new size, and the next start begins anew with what was interrupted. Programs that are
+//! attached already read the former map until they are replaced, and nothing is written meanwhile.
+//!
+//! `flow_maps` does this for maps that programs write.
+
+use std::{
+    fs,
+    os::fd::{AsFd as _, OwnedFd},
+    path::Path,
+};
+
+use aya::Pod;
+use proxy_common::{
+    inventory::{Limit, table},
+    layout::*,
+};
+
+use super::{
+    paths::{Paths, names, removed},
+    tables::{Shape, difference, open_pinned, pinned_table, typed},
+};
+use crate::{
+    modes::ebpf::{Error, error::Difference, growth::with_room_to_spare, services::entries},
+    sys::bpf,
+};
+
+/// The operations on the entries of a map, whatever their types.
+pub(crate) struct Contents {
+    /// Returns the least size that a map with these entries can have.
+    pub(crate) needed: fn(&'static str, &OwnedFd) -> Result<u32, Error>,
+    pub(crate) transfer: Transfer,
+}
+
+/// Copies the entries of the first map into the second.
+pub(crate) type Transfer = fn(&'static str, &OwnedFd, &OwnedFd) -> Result<(), Error>;
+
+/// Returns the operations on the entries of a map whose size users set. It is `None` for other
+/// maps, and for values that each CPU has for itself.
+pub(crate) fn contents(table: &str) -> Option<Contents> {
+    type A4 = [u8; 4];
+    type A6 = [u8; 16];
+    macro_rules! of_table {
+        (per_cpu_array, $key:ty, $value:ty, [$limit:ident]) => {
+            None
+        };
+        (lpm_trie, $key:ty, $value:ty, [$limit:ident]) => {
+            of_table!(hash, PrefixKey<$key>, $value, [$limit])
+        };
+        ($kind:ident, $key:ty, $value:ty, [$limit:ident]) => {
+            Some(Contents { needed: needed::<$key, $value>, transfer: copy::<$key, $value> })
+        };
+        ($kind:ident, $key:ty, $value:ty, $entries:tt) => {
+            None
+        };
+    }
+    macro_rules! contents {
+        ($($(#[doc = $doc:literal])* $name:ident: $kind:ident($key:ty, $value:ty), $entries:tt;)+) => {
+            match table {
+                $(stringify!($name) => of_table!($kind, $key, $value, $entries),)+
+                _ => None,
+            }
+        };
+    }
+    proxy_common::tables!(contents)
+}
+
+/// A pinned map whose size is not the one that the map will have.
+struct OtherSize {
+    entries: u32,
+    map: OwnedFd,
+    contents: Contents,
+}
+
+/// Compares the pinned maps with `shapes`, and makes `shapes` what the maps will be. The sizes of
+/// flow maps must be adopted already.
+///
+/// A map of another size is set aside, so that the loader makes a new one. If a map of a limit
+/// holds more entries than its new size, all maps of that limit keep theirs. A map that differs in
+/// another way is an error, or is removed if it may start empty.
+pub(crate) fn set_aside(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error> {
+    remove_larger(paths)?;
+    for shape in shapes.iter().filter(|shape| !shape.is_of_flows()) {
+        put_back(paths, shape.name)?;
+    }
+    keep_growth(paths, shapes)?;
+    let mut others = Vec::new();
+    for shape in shapes {
+        if let Some(other) = compare(paths, shape)? {
+            others.push((shape, other));
+        }
+    }
+    let mut kept: Vec<Limit> = Vec::new();
+    for (shape, other) in &others {
+        let needed = needed_by(paths, shape.name, &other.contents, &other.map)?;
+        if needed > shape.entries
+            && let Some(limit) = shape.limit
+        {
+            tracing::warn!(
+                table = shape.name,
+                needed,
+                limit = limit.name(),
+                wanted = shape.entries,
+                "the map's entries do not fit into the size of the limit; its maps keep their size until a start at which they fit"
+            );
+            kept.push(limit);
+        }
+    }
+    for (shape, other) in others {
+        if shape.limit.is_some_and(|limit| kept.contains(&limit)) {
+            shape.entries = other.entries;
+        } else {
+            tracing::info!(
+                table = shape.name,
+                from = other.entries,
+                to = shape.entries,
+                "the map gets another size"
+            );
+            rename(&paths.maps().join(shape.name), &paths.before().join(shape.name))?;
+        }
+    }
+    Ok(())
+}
+
+/// Raises the sizes in `shapes` for pinned maps that have grown, if their entries would have no
+/// room to spare in the first size.
+fn keep_growth(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error> {
+    for index in 0..shapes.len() {
+        let Some(Shape { name, entries, limit: Some(limit), most, .. }) = shapes.get(index).copied() else {
+            continue;
+        };
+        let failed = |source| Error::Table { table: name, source };
+        let (Some(contents), true) = (contents(name), entries < most) else { continue };
+        let Some(found) = open_pinned(&paths.maps().join(name)).map_err(failed)? else { continue };
+        let grown = bpf::map_info(found.as_fd()).map_err(failed)?.max_entries;
+        if grown <= entries {
+            continue;
+        }
+        let needed = with_room_to_spare(needed_by(paths, name, &contents, &found)?.into());
+        // The map is made no larger than it is: the kernel may refuse that, and the pinned one is
+        // large enough.
+        enlarge(shapes, limit, u32::try_from(needed).unwrap_or(most).min(grown));
+    }
+    Ok(())
+}
+
+/// Doubles the size of the maps of `limit` until it is enough, as far as the limit allows.
+pub(crate) fn enlarge(shapes: &mut [Shape], limit: Limit, needed: u32) {
+    for shape in shapes.iter_mut().filter(|shape| shape.limit == Some(limit)) {
+        while shape.entries < needed.min(shape.most) {
+            shape.entries = shape.entries.saturating_mul(2).min(shape.most);
+        }
+    }
+}
+
+/// Returns the size that the map needs for the entries of `map`.
+fn needed_by(paths: &Paths, table: &'static str, contents: &Contents, map: &OwnedFd) -> Result<u32, Error> {
+    match table {
+        table::slots4 | table::slots6 => needed_slots(paths),
+        table => (contents.needed)(table, map),
+    }
+}
+
+/// Removes the larger maps that a controller was making when it was killed.
+pub(crate) fn remove_larger(paths: &Paths) -> Result<(), Error> {
+    for name in names(&paths.larger())? {
+        let path = paths.larger().join(name);
+        removed(&path, fs::remove_file(&path))?;
+    }
+    Ok(())
+}
+
+/// Puts back a map that a killed controller had set aside. No program has seen the map that was made
+/// to replace it.
+fn put_back(paths: &Paths, table: &'static str) -> Result<(), Error> {
+    let before = paths.before().join(table);
+    if before.exists() { rename(&before, &paths.maps().join(table)) } else { Ok(()) }
+}
+
+fn compare(paths: &Paths, shape: &mut Shape) -> Result<Option<OtherSize>, Error> {
+    let path = paths.maps().join(shape.name);
+    let failed = |source| Error::Table { table: shape.name, source };
+    let Some(map) = open_pinned(&path).map_err(failed)? else { return Ok(None) };
+    let found = bpf::map_info(map.as_fd()).map_err(failed)?;
+    let Some(difference) = difference(&found, shape) else { return Ok(None) };
+    match (difference, contents(shape.name)) {
+        (Difference::Entries(..), Some(contents)) => {
+            return Ok(Some(OtherSize { entries: found.max_entries, map, contents }));
+        }
+        _ if shape.expendable => {
+            tracing::warn!(table = shape.name, %difference, "the pinned map is replaced by an empty one");
+            removed(&path, fs::remove_file(&path))?;
+        }
+        _ => return Err(Error::Shape { table: shape.name, path, difference }),
+    }
+    Ok(None)
+}
+
+pub(crate) fn rename(from: &Path, to: &Path) -> Result<(), Error> {
+    fs::rename(from, to).map_err(|source| Error::Folder { path: from.to_owned(), source })
+}
+
+/// Copies the maps that were set aside into the ones made in their places.
+pub(crate) fn transfer(paths: &Paths, shapes: &[Shape]) -> Result<(), Error> {
+    for Shape { name, .. } in shapes.iter().filter(|shape| !shape.is_of_flows()) {
+        let (Some(contents), path) = (contents(name), paths.before().join(name)) else { continue };
+        let found = open_pinned(&path).map_err(|source| Error::Table { table: name, source })?;
+        if let Some(before) = found {
+            (contents.transfer)(name, &before, &pinned_table(&paths.maps(), name)?)?;
+            removed(&path, fs::remove_file(&path))?;
+        }
+    }
+    Ok(())
+}
+
+fn needed<K: Pod + Default, V: Pod + Default + PartialEq>(
+    table: &'static str,
+    fd: &OwnedFd,
+) -> Result<u32, Error> {
+    let map = typed::<K, V>(fd, table)?;
+    if map.evicts() {
+        return Ok(0);
+    }
+    let (mut index, mut needed) = (0, 0);
+    map.walk(|slice| {
+        for (_, value) in slice {
+            index += 1;
+            if !map.is_array() || *value != V::default() {
+                needed = index;
+            }
+        }
+        Ok(true)
+    })
+    .map_err(|source| Error::Table { table, source })?;
+    Ok(needed)
+}
+
+/// Returns the least size that holds all slots in use. Free slots keep their last content, so the
+/// services say which are in use.
+fn needed_slots(paths: &Paths) -> Result<u32, Error> {
+    let services = typed::<u32, Service>(&pinned_table(&paths.maps(), table::services)?, table::services)?;
+    let mut needed = 0;
+    services
+        .walk(|slice| {
+            for (_, service) in slice {
+                let range = entries::span([service.cluster, service.internal, service.external]);
+                needed = needed.max(range.first.saturating_add(range.count));
+            }
+            Ok(true)
+        })
+        .map_err(|source| Error::Table { table: table::services, source })?;
+    Ok(needed)
+}
+
+/// Copies a map that nobody writes meanwhile.
+///
+/// It also copies `connections`, which programs write. What they count until they are swapped is
+/// lost, but all connections are counted again anyway. Flow maps are copied once more later.
+fn copy<K: Pod + Default, V: Pod + Default + PartialEq>(
+    table: &'static str,
+    from: &OwnedFd,
+    to: &OwnedFd,
+) -> Result<(), Error> {
+    let (from, to) = (typed::<K, V>(from, table)?, typed::<K, V>(to, table)?);
+    let mut index = 0;
+    let mut is_there = |(_, value): &&(K, V)| {
+        index += 1;
+        !from.is_array() || (*value != V::default() && index <= to.capacity())
+    };
+    from.walk(|slice| {
+        let (keys, values): (Vec<K>, Vec<V>) = slice.iter().filter(&mut is_there).copied().unzip();
+        to.set_all(&keys, &values).map_err(|(_, source)| source)?;
+        Ok(true)
+    })
+    .map_err(|source| Error::Table { table, source })?;
+    Ok(())
+}

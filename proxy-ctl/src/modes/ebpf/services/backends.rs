@@ -1,0 +1,158 @@
+//! The backends that are programmed, by their keys.
+//!
+//! Backends are in a vector, and a hash table has their indexes. A `HashMap`, which keeps them in
+//! its own table, is half empty when it has grown, and there may be 250,000 backends of 40 bytes.
+
+use std::hash::{BuildHasher as _, Hash};
+
+use hashbrown::{HashTable, hash_table::Entry};
+use rustc_hash::FxBuildHasher;
+
+use super::programmed::{BackendKey, Uses};
+
+type Row<A> = (BackendKey<A>, Uses);
+
+#[derive(Debug)]
+pub(crate) struct Backends<A> {
+    rows: Vec<Row<A>>,
+    places: HashTable<u32>,
+}
+
+impl<A> Default for Backends<A> {
+    fn default() -> Self {
+        Self { rows: Vec::new(), places: HashTable::new() }
+    }
+}
+
+impl<A: Copy + Eq + Hash> Backends<A> {
+    pub(crate) fn len(&self) -> usize {
+        self.rows.len()
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (&BackendKey<A>, &Uses)> {
+        self.rows.iter().map(|(key, uses)| (key, uses))
+    }
+
+    /// Removes all backends, and keeps their memory for others.
+    pub(crate) fn clear(&mut self) {
+        self.rows.clear();
+        self.places.clear();
+    }
+
+    pub(crate) fn contains_key(&self, key: &BackendKey<A>) -> bool {
+        self.get(key).is_some()
+    }
+
+    pub(crate) fn get(&self, key: &BackendKey<A>) -> Option<&Uses> {
+        let place = self.places.find(hash(key), is_of(&self.rows, key))?;
+        self.rows.get(*place as usize).map(|(_, uses)| uses)
+    }
+
+    pub(crate) fn get_mut(&mut self, key: &BackendKey<A>) -> Option<&mut Uses> {
+        let place = *self.places.find(hash(key), is_of(&self.rows, key))?;
+        self.rows.get_mut(place as usize).map(|(_, uses)| uses)
+    }
+
+    /// Inserts a backend, or replaces the one that the key has.
+    pub(crate) fn insert(&mut self, key: BackendKey<A>, uses: Uses) {
+        let rows = &self.rows;
+        let hash_of = |place: &u32| rows.get(*place as usize).map_or(0, |(key, _)| hash(key));
+        match self.places.entry(hash(&key), is_of(rows, &key), hash_of) {
+            Entry::Occupied(place) => {
+                if let Some(row) = self.rows.get_mut(*place.get() as usize) {
+                    row.1 = uses;
+                }
+            }
+            Entry::Vacant(vacant) => {
+                vacant.insert(rows.len() as u32);
+                self.rows.push((key, uses));
+            }
+        }
+    }
+
+    pub(crate) fn remove(&mut self, key: &BackendKey<A>) {
+        let Ok(found) = self.places.find_entry(hash(key), is_of(&self.rows, key)) else { return };
+        let (place, _) = found.remove();
+        self.rows.swap_remove(place as usize);
+        let Some((moved, _)) = self.rows.get(place as usize) else { return };
+        let former = self.rows.len() as u32;
+        if let Some(moved) = self.places.find_mut(hash(moved), |at| *at == former) {
+            *moved = place;
+        }
+    }
+}
+
+fn hash<A: Hash>(key: &BackendKey<A>) -> u64 {
+    FxBuildHasher.hash_one(key)
+}
+
+fn is_of<A: Eq>(rows: &[Row<A>], key: &BackendKey<A>) -> impl Fn(&u32) -> bool {
+    move |place| rows.get(*place as usize).is_some_and(|(at, _)| at == key)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use proptest::prelude::*;
+    use proxy_common::port::Port;
+
+    use super::*;
+
+    #[derive(Clone, Debug)]
+    enum Step {
+        Insert(u8, u32),
+        Change(u8, u32),
+        Remove(u8),
+        Clear,
+    }
+
+    fn step() -> impl Strategy<Value = Step> {
+        prop_oneof![
+            30 => (0..100_u8, any::<u32>()).prop_map(|(key, id)| Step::Insert(key, id)),
+            10 => (0..100_u8, any::<u32>()).prop_map(|(key, id)| Step::Change(key, id)),
+            20 => (0..100_u8).prop_map(Step::Remove),
+            1 => Just(Step::Clear),
+        ]
+    }
+
+    fn key(number: u8) -> BackendKey<[u8; 4]> {
+        BackendKey { address: [10, 0, 0, number], port: Port::new(80), protocol: 6, owner: 0 }
+    }
+
+    proptest! {
+        #[test]
+        fn they_are_found_as_in_a_map(steps in prop::collection::vec(step(), 1..400)) {
+            let (mut backends, mut expected) = (Backends::default(), HashMap::new());
+            for step in steps {
+                match step {
+                    Step::Insert(number, id) => {
+                        let mut uses = Uses::default();
+                        uses.id = id;
+                        backends.insert(key(number), uses);
+                        expected.insert(key(number), uses);
+                    }
+                    Step::Change(number, id) => {
+                        let found = backends.get_mut(&key(number)).map(|uses| uses.id = id);
+                        prop_assert_eq!(found, expected.get_mut(&key(number)).map(|uses| uses.id = id));
+                    }
+                    Step::Remove(number) => {
+                        backends.remove(&key(number));
+                        expected.remove(&key(number));
+                    }
+                    Step::Clear => {
+                        backends.clear();
+                        expected.clear();
+                    }
+                }
+                prop_assert_eq!(backends.len(), expected.len());
+                for number in 0..100 {
+                    prop_assert_eq!(backends.get(&key(number)), expected.get(&key(number)));
+                    prop_assert_eq!(backends.contains_key(&key(number)), expected.contains_key(&key(number)));
+                }
+                let all: HashMap<_, _> = backends.iter().map(|(key, uses)| (*key, *uses)).collect();
+                prop_assert_eq!(&all, &expected);
+            }
+        }
+    }
+}

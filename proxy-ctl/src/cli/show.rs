@@ -29,7 +29,7 @@ use crate::{
     },
     modes::{
         self, BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, Programmed, ServiceSnapshot,
-        Snapshot, Usage, xdp::of_word,
+        Snapshot, Usage, ebpf::hooks::xdp::choice::of_word,
     },
     node,
     process::record::{InterfaceRecord, Record},

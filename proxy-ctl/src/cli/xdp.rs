@@ -10,8 +10,10 @@ use crate::{
     config::{Keyword as _, Xdp},
     modes::{
         Interface, NodeNetwork, Role,
-        redirect::{Takes, takes},
-        xdp::{choose, word},
+        ebpf::hooks::xdp::{
+            choice::{choose, word},
+            redirect::{Takes, takes},
+        },
     },
     process::record,
     sys::{

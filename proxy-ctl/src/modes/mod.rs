@@ -19,14 +19,12 @@ pub mod netfilter;
 pub mod nftables;
 mod own_rules;
 mod port_set;
-pub mod redirect;
 mod registry;
 mod snapshot;
 mod source_ports;
 mod supports;
 mod traffic;
 mod userspace;
-pub mod xdp;
 
 pub use entry::Removed;
 pub use error::{Error, ErrorKind};

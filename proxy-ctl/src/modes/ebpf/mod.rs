@@ -48,7 +48,7 @@ use self::{
         attach::{Cgroup, Hooks},
         lease::LeaseRenewal,
         program_log::KernelLog,
-        transit::{Redirects, Transit, vlan_devices},
+        xdp::attach::{Redirects, Transit, vlan_devices},
     },
     left_to_node::LeftToNode,
     maps::{
@@ -91,7 +91,7 @@ mod connections;
 mod error;
 mod flow_maps;
 mod growth;
-mod hooks;
+pub mod hooks;
 mod left_to_node;
 mod maps;
 pub(super) mod probe;

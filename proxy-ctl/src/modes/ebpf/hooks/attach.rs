@@ -25,7 +25,7 @@ use super::{
     refusal::is_refused,
     route_watch::RouteWatch,
     settling::Settling,
-    transit::{Redirects, Transit},
+    xdp::attach::{Redirects, Transit},
 };
 use crate::{
     modes::{

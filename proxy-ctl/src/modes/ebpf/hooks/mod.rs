@@ -1,5 +1,5 @@
 //! The programs in the kernel: loads them (`load`), attaches them to the cgroup and to interfaces
-//! (`attach`, `transit`), keeps them first (`order`), and follows what they need to be told.
+//! (`attach`, `xdp`), keeps them first (`order`), and follows what they need to be told.
 
 pub(super) mod attach;
 pub(super) mod lease;
@@ -9,4 +9,4 @@ pub(super) mod program_log;
 mod refusal;
 mod route_watch;
 pub(super) mod settling;
-pub(super) mod transit;
+pub mod xdp;

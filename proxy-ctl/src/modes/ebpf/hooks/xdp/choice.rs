@@ -3,9 +3,9 @@
 
 use std::io;
 
-use super::{Device, Interface};
 use crate::{
     config::Xdp,
+    modes::{Device, Interface},
     sys::{
         bpf::XdpMode,
         device::{DeviceFacts, XdpFeatures},

@@ -12,17 +12,21 @@ use proxy_common::{
     layout::{IN_FRAGMENTS, LinkAddress, REDIRECTS, RedirectTarget, TO_POD, VlanTag},
 };
 
-use super::load::Programs;
 use crate::{
     config::Xdp,
     modes::{
         Device, Interface, Role, Vlan,
         ebpf::{
             Error,
+            hooks::{
+                load::Programs,
+                xdp::{
+                    choice::{choose, refusal, word},
+                    redirect::{Takes, gives, takes},
+                },
+            },
             maps::{paths::Paths, pins::LinkPins},
         },
-        redirect::{Takes, gives, takes},
-        xdp::{choose, refusal, word},
     },
     sys::{
         bpf::{self, LinkTarget, XdpMode},

@@ -1,9 +1,9 @@
 //! Decides to which interfaces XDP may send frames that came in by uplinks, and why not to the
 //! rest. This module has no side effects.
 
-use super::{Device, Interface, Role};
 use crate::{
     config::Xdp,
+    modes::{Device, Interface, Role},
     sys::{
         bpf::XdpMode,
         device::{DeviceFacts, XdpFeatures},

@@ -1,15 +1,16 @@
 //! Service proxy for Kubernetes nodes.
+pub mod cleanup;
 pub mod cli;
 pub mod config;
 pub mod controller;
 pub mod events;
 #[cfg(test)]
 mod free_port;
-pub mod leftovers;
 pub mod log;
 pub mod mode;
 pub mod model;
 pub mod modes;
+pub mod names;
 pub mod node;
 pub mod path_watch;
 pub mod process;

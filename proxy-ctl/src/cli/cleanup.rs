@@ -9,7 +9,7 @@ use serde_json::json;
 
 use super::{args::CleanupArgs, show::print, table::table};
 use crate::{
-    leftovers::{self, PendingRemoval, Purpose},
+    cleanup::{self, PendingRemoval, Purpose},
     modes::{self, Removed},
     process::Record,
     sys::filesystem,
@@ -41,7 +41,7 @@ fn remove(args: &CleanupArgs, bpffs: &Path, keeps: &[IpNet]) -> anyhow::Result<(
         // The error of our own cleanup is returned, because it says more than kube-proxy's.
         return show(args, bpffs, &own?, None, &[]);
     }
-    let former = leftovers::remove(Purpose::Cleanup, keeps, &PendingRemoval::everything());
+    let former = cleanup::remove(Purpose::Cleanup, keeps, &PendingRemoval::everything());
     let (own, failure) = match own {
         Ok(own) => (own, None),
         Err(error) => (Removed::default(), Some(format!("{error:#}"))),
@@ -71,7 +71,7 @@ fn show(
     args: &CleanupArgs,
     bpffs: &Path,
     own: &Removed,
-    former: Option<&leftovers::Removal>,
+    former: Option<&cleanup::Removal>,
     problems: &[String],
 ) -> anyhow::Result<()> {
     let Removed { links, filters, tables } = own;
@@ -85,7 +85,7 @@ fn show(
     print(args.output, &view, || in_words(bpffs, own, former))
 }
 
-fn in_words(bpffs: &Path, own: &Removed, former: Option<&leftovers::Removal>) -> String {
+fn in_words(bpffs: &Path, own: &Removed, former: Option<&cleanup::Removal>) -> String {
     let place = bpffs.display();
     let Some(former) = former else {
         if own.is_empty() {
@@ -121,23 +121,23 @@ fn in_words(bpffs: &Path, own: &Removed, former: Option<&leftovers::Removal>) ->
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::leftovers::{Part, PartKind, Retained};
+    use crate::cleanup::{Part, PartKind, Retained};
 
     #[test]
     fn what_was_removed_and_what_stays_is_told() {
         let own = Removed { links: vec!["cgroup_connect4".into()], filters: 0, tables: Vec::new() };
         let place = "nftables ip nat".to_owned();
-        let former = leftovers::Removal {
+        let former = cleanup::Removal {
             parts: vec![Part { place: place.clone(), what: PartKind::Chains, count: 12 }],
             retained: vec![Retained { place, name: "KUBE-SVC-A".into(), why: "emptied".into() }],
-            ..leftovers::Removal::default()
+            ..cleanup::Removal::default()
         };
         let text = in_words(Path::new("/sys/fs/bpf"), &own, Some(&former));
         let words: Vec<Vec<&str>> = text.lines().map(|line| line.split_whitespace().collect()).collect();
         assert_eq!(words[1], ["proxy-ctl", "/sys/fs/bpf", "links", "1"]);
         assert_eq!(words[2], ["kube-proxy", "nftables", "ip", "nat", "chains", "12"]);
         assert_eq!(words[5], ["nftables", "ip", "nat", "KUBE-SVC-A", "emptied"]);
-        let nothing = in_words(Path::new("/x"), &Removed::default(), Some(&leftovers::Removal::default()));
+        let nothing = in_words(Path::new("/x"), &Removed::default(), Some(&cleanup::Removal::default()));
         assert!(nothing.starts_with("Nothing of proxy-ctl"), "{nothing}");
     }
 }

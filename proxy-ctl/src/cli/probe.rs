@@ -17,8 +17,8 @@ use super::{
     xdp::{self, XdpView},
 };
 use crate::{
+    cleanup,
     config::{CommandLine, Config, Effective, Keyword as _, RequestedMode, Xdp},
-    leftovers,
     mode::{self, ChosenMode, Probe, Refusal, Requirement},
     modes, node,
     process::record::Record,
@@ -37,7 +37,7 @@ pub(super) fn probe(flags: Vec<OsString>, bpffs: Option<PathBuf>) -> anyhow::Res
     let probes = modes::probe(&config, &node::facts::gather());
     let choice = mode::choose(config.mode, config.ebpf.mode_fallback, &probes);
     let uplinks = Uplinks::of(&config);
-    let former = FormerView::new(&leftovers::find(&config.ipvs.exclude_cidrs), Vec::new());
+    let former = FormerView::new(&cleanup::find(&config.ipvs.exclude_cidrs), Vec::new());
     match line.text("output") {
         None | Some("table") => print(&in_words(&probes, config.mode, &choice, &former, &uplinks))?,
         Some("json") => print_json(&as_json(&probes, config.mode, &choice, &former, &uplinks))?,

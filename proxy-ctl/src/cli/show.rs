@@ -20,8 +20,8 @@ use super::{
     xdp::{self, PodInterfaces},
 };
 use crate::{
+    cleanup,
     config::{Config, Encapsulation},
-    leftovers,
     mode::Mode,
     model::{
         desired::ServicePortName,
@@ -158,7 +158,7 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
     if let Some(error) = &record_denied {
         status.not_readable(error.to_string());
     }
-    status.former_kube_proxy = FormerView::new(&leftovers::find(&keeps), held_back_by.unwrap_or_default());
+    status.former_kube_proxy = FormerView::new(&cleanup::find(&keeps), held_back_by.unwrap_or_default());
     if let Some((_, programmed)) = programmed {
         let Snapshot { hooks, lease, node, .. } = programmed.snapshot()?;
         status.withdraws_in = lease.map(|left| left.as_secs() + u64::from(left.subsec_nanos() > 0));

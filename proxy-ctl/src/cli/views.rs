@@ -15,8 +15,8 @@ use super::{
     xdp::{self, PodInterfaces, XdpView},
 };
 use crate::{
+    cleanup::{Found, Part},
     config::{Encapsulation, Keyword, duration},
-    leftovers::{Found, Part},
     mode::Mode,
     model::objects::{Algorithm, Forwarding},
     modes::{OtherProgram, ReasonUsage, TableUsage},

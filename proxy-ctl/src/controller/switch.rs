@@ -8,8 +8,8 @@ use std::{
 
 use super::{Controller, coverage::CoverageTracker, host::host, service_intervals};
 use crate::{
+    cleanup::Remains,
     config::Config,
-    leftovers::Remains,
     mode::Mode,
     model::desired::{Changes, DesiredPort},
     modes::{self, Dataplane, Effect, Error, Modes},

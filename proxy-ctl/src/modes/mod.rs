@@ -17,7 +17,6 @@ mod metrics;
 mod mode_lock;
 pub mod netfilter;
 pub mod nftables;
-mod own_rules;
 mod port_set;
 mod registry;
 mod snapshot;

@@ -15,8 +15,8 @@ use super::{
     userspace,
 };
 use crate::{
+    cleanup::{self, Remains},
     config::{Config, PortRange, SocketLoadBalancing},
-    leftovers::{self, Remains},
     mode::{HostFacts, Mode, Probe},
 };
 
@@ -152,9 +152,7 @@ pub fn remove_retired(
     let entry = entry(mode);
     if entry.retires {
         (entry.cleanup)(&config.ebpf.bpffs, &config.ipvs.exclude_cidrs)?;
-        return leftovers::remove_holders()
-            .map(|()| true)
-            .map_err(|error| Error::new(ErrorKind::Other, error));
+        return cleanup::remove_holders().map(|()| true).map_err(|error| Error::new(ErrorKind::Other, error));
     }
     // The cleanup finds this mode's rules by their names. No mode but the active ones may have any.
     remains
@@ -233,7 +231,7 @@ pub fn cleanup(bpffs: &Path, keeps: &[IpNet]) -> Result<Removed, Error> {
     // both. The rules of the former mode go first. They jump to chains of both modes, which the
     // mode that wrote them last removes. An error here is ignored, because the cleanup of that mode
     // reports it.
-    entries.sort_by_key(|(mode, _)| !leftovers::is_overwritten(*mode).unwrap_or(false));
+    entries.sort_by_key(|(mode, _)| !cleanup::is_overwritten(*mode).unwrap_or(false));
     for (_, entry) in entries {
         let Removed { links, filters, tables } = (entry.cleanup)(bpffs, keeps)?;
         all.links.extend(links);

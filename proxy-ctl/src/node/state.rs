@@ -17,8 +17,8 @@ use netlink_packet_route::{
 use super::interfaces::{LinkFacts, LinkKind, Master, role};
 use crate::{
     config::Interfaces,
-    leftovers::names::IPVS_DEVICE,
     modes::{Device, Interface, NodeNetwork, Role, Vlan},
+    names::IPVS_DEVICE,
 };
 
 #[derive(Clone, Debug, Eq, PartialEq)]

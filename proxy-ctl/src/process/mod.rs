@@ -5,18 +5,18 @@
 //! 2. [`proxy`] starts the tasks: the servers answer, the [`source`] lists, and the
 //!    [`dataplane_thread`] loads its programs.
 //! 3. [`set_up`] sets up the node, in kube-proxy's order.
-//! 4. Everything listed is written, and changes are followed. [`leftover_removal`] removes what
+//! 4. Everything listed is written, and changes are followed. [`cleanup`] removes what
 //!    another kube-proxy has left, and [`record`] writes down what `status` shows.
 //! 5. The process ends by a signal, a failure, or a change of the [`own_node`] or of the
 //!    configuration ([`reload`]) that needs a new process. What is programmed goes on working.
 
 mod checks;
+mod cleanup;
 mod config_changes;
 mod dataplane_thread;
 mod event;
 mod filling_tables;
 mod kernel;
-mod leftover_removal;
 mod mode_choice;
 mod own_node;
 mod proxy;

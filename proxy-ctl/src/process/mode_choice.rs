@@ -7,10 +7,10 @@ use tokio::sync::watch;
 
 use super::event;
 use crate::{
+    cleanup::Remains,
     config::Config,
     controller::ModeOpener,
     events::{Event, Recorder},
-    leftovers::Remains,
     mode::{self, Mode, Refusal},
     modes::{self, Dataplane, Error, Modes},
     node::facts,

@@ -12,9 +12,8 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    event, filling_tables,
-    leftover_removal::LeftoverRemoval,
-    mode_choice, own_node,
+    cleanup::LeftoverRemoval,
+    event, filling_tables, mode_choice, own_node,
     record::{self, Record, RecordInputs, UnsupportedField},
     reload::Reload,
     set_up,

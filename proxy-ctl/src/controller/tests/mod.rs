@@ -12,8 +12,8 @@ use tokio::sync::watch;
 
 use super::*;
 use crate::{
+    cleanup::Remains,
     config::{NamePattern, NodePortAddress},
-    leftovers::Remains,
     mode::Mode,
     model::{
         desired::{Changes, DesiredPort, FrontendKind, ServicePortName},

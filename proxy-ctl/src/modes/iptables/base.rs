@@ -5,10 +5,13 @@ use std::net::IpAddr;
 
 use super::names::{self, SharedChain, Table};
 use crate::{
-    leftovers::names::INVALID_DROPPED,
     mode::Mode,
     model::objects::IpFamily,
-    modes::{Host, netfilter::rule_text, own_rules},
+    modes::{
+        Host,
+        netfilter::{own_rules, rule_text},
+    },
+    names::INVALID_DROPPED,
 };
 
 /// A chain that only this mode uses.

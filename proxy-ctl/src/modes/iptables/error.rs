@@ -3,7 +3,7 @@
 use std::io;
 
 use crate::{
-    leftovers,
+    cleanup,
     model::{desired::ServicePortName, objects::IpFamily},
     modes::{self, ErrorKind, mode_lock::LockError},
     sys::{
@@ -23,7 +23,7 @@ pub enum Error {
     #[error("{0}")]
     Call(#[from] CallError),
     #[error(transparent)]
-    Removal(#[from] leftovers::Error),
+    Removal(#[from] cleanup::Error),
     #[error(
         "{path}: {source}; without it node ports are not served on 127.0.0.1: set iptables.localhostNodePorts to false"
     )]

@@ -21,19 +21,16 @@ use super::{
     Usage,
     entry::{BoxedProgrammed, Entry, TrackedFlows},
     mode_lock::lock,
-    netfilter::chains::can_translate,
-    own_rules,
+    netfilter::{chains::can_translate, own_rules},
 };
 use crate::{
-    leftovers::{
-        self,
-        names::{INVALID_DROPPED, LOCALHOST_ACCEPTED, PACKET_COUNTERS},
-    },
+    cleanup,
     mode::Mode,
     model::{
         desired::{Changes, DesiredPort},
         objects::IpFamily,
     },
+    names::{INVALID_DROPPED, LOCALHOST_ACCEPTED, PACKET_COUNTERS},
     sys::{
         CallError, has_ipv6,
         namespace_lock::NamespaceLock,
@@ -210,7 +207,7 @@ impl Tables {
     /// Finds the tools. `None`: there are no rules of this proxy in this mode, or no tools that
     /// could read them.
     fn open() -> Result<Option<Self>, Error> {
-        if !leftovers::is_marked(Mode::Iptables)? {
+        if !cleanup::is_marked(Mode::Iptables)? {
             return Ok(None);
         }
         Ok(xtables::choose().ok().map(|chosen| Self(families(chosen.backend))))

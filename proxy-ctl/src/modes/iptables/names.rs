@@ -2,7 +2,7 @@
 
 use std::net::SocketAddr;
 
-pub(super) use crate::leftovers::names::PROXY_FIREWALL;
+pub(super) use crate::names::PROXY_FIREWALL;
 use crate::{model::desired::ServicePortName, modes::netfilter::hash};
 
 pub(super) const SERVICES: &str = "KUBE-SERVICES";

@@ -13,7 +13,6 @@ use super::{
     names::{self, PortChains, SharedChain, Table},
 };
 use crate::{
-    leftovers::names::LOCALHOST_ACCEPTED,
     model::{
         desired::{DesiredPort, Endpoint, Frontend, FrontendKind},
         objects::{IpFamily, TrafficPolicy},
@@ -22,6 +21,7 @@ use crate::{
         Host,
         netfilter::{ClientPolicy, EndpointSet, Masquerade, Outcome, PortPolicy, rule_text},
     },
+    names::LOCALHOST_ACCEPTED,
 };
 
 /// A chain of table nat that one service port has for itself.

@@ -8,8 +8,8 @@ use super::{
     rules::OwnChain,
 };
 use crate::{
-    leftovers::names::writes,
     mode::Mode,
+    names::writes,
     sys::xtables::saved::{SavedLine, digest},
 };
 

@@ -8,8 +8,8 @@ use super::{
     state::{Change, KernelObjects, ProgrammedServer},
 };
 use crate::{
-    leftovers::names::IPVS_DEVICE,
     model::objects::IpFamily,
+    names::IPVS_DEVICE,
     sys::{
         CallError,
         ipset::{IpSets, MemberChange},

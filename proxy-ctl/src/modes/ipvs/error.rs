@@ -3,7 +3,7 @@
 use std::{collections::BTreeSet, io, path::PathBuf};
 
 use crate::{
-    leftovers,
+    cleanup,
     model::objects::IpFamily,
     modes::{self, ErrorKind, mode_lock::LockError},
     sys::{
@@ -17,7 +17,7 @@ pub(super) enum Error {
     #[error(transparent)]
     Call(#[from] CallError),
     #[error(transparent)]
-    Rules(#[from] leftovers::Error),
+    Rules(#[from] cleanup::Error),
     #[error("the kernel has no {0}")]
     Missing(&'static str),
     #[error("ipvs.scheduler: the kernel does not know {scheduler} (module ip_vs_{scheduler}): {source}")]

@@ -30,17 +30,17 @@ use super::{
     Applied, Dataplane, Host, MetricFamily, Programmed, Snapshot, TableUsage, Unsupported, Usage,
     entry::{Entry, TrackedFlows},
     mode_lock::lock,
-    netfilter::{chains::FamilyChains, metrics},
-    own_rules,
+    netfilter::{chains::FamilyChains, metrics, own_rules},
 };
 use crate::{
+    cleanup,
     config::{self, Config, RequestedMode},
-    leftovers::{self, names::IPVS_DEVICE},
     mode::{HostFacts, Mode, Probe, Requirement},
     model::{
         desired::{Changes, DesiredPort, ServicePortName},
         objects::IpFamily,
     },
+    names::IPVS_DEVICE,
     node::modprobe::modprobe,
     sys::{
         ipvs::{Balancing, Ipvs, ServerChange, Timeouts, VirtualSocket},
@@ -394,7 +394,7 @@ struct Read(KernelObjects);
 /// Reads the programmed state. `None`: there is no device of this mode, or another kube-proxy has
 /// written since.
 fn read() -> Result<Option<Read>, Error> {
-    if link::index(IPVS_DEVICE)?.is_none() || !leftovers::is_marked(Mode::Ipvs)? {
+    if link::index(IPVS_DEVICE)?.is_none() || !cleanup::is_marked(Mode::Ipvs)? {
         return Ok(None);
     }
     // The excluded networks are not known here, so the members of the sets show which virtual

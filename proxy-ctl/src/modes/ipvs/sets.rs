@@ -130,7 +130,7 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::leftovers::names;
+    use crate::names;
 
     #[test]
     fn every_set_is_one_that_is_removed_and_has_a_name_of_its_own() {

@@ -8,8 +8,8 @@ use std::{
 };
 
 use crate::{
-    leftovers::names::PROXY_FIREWALL,
     model::objects::IpFamily,
+    names::PROXY_FIREWALL,
     sys::{
         has_ipv6,
         xtables::{

@@ -10,8 +10,9 @@ use std::collections::BTreeSet;
 
 use super::chains::{Chains, FamilyChains, Jump};
 use crate::{
-    leftovers::{self, Place, names::OWN_HEALTH_CHECKS as CHAIN},
+    cleanup::{self, Place},
     model::objects::IpFamily,
+    names::OWN_HEALTH_CHECKS as CHAIN,
     sys::{
         nftables::TableFamily,
         xtables::{ToolError, Tools, program},
@@ -27,7 +28,7 @@ const JUMP: Jump = Jump { table: TABLE, from: "INPUT", to: CHAIN, comment: COMME
 #[derive(Debug, thiserror::Error)]
 pub enum HealthCheckError {
     #[error(transparent)]
-    Leftovers(#[from] leftovers::Error),
+    Leftovers(#[from] cleanup::Error),
     #[error(transparent)]
     Tool(#[from] ToolError),
     #[error(
@@ -55,14 +56,14 @@ impl AcceptedHealthChecks {
     /// Goes on with what a former process of this proxy has left. It needs CAP_NET_ADMIN. After an
     /// error it may be called again.
     pub fn adopt(&mut self) -> Result<(), HealthCheckError> {
-        self.add(leftovers::accepted_in_its_place()?)
+        self.add(cleanup::accepted_in_its_place()?)
     }
 
     /// Accepts health checks of `ports` wherever a kube-proxy does, before its rules are removed.
     /// Returns true if a table was added.
     pub fn take_over(&mut self, ports: &BTreeSet<u16>) -> Result<bool, HealthCheckError> {
         let before = self.tables.len();
-        let added = self.add(leftovers::accepted_by_kube_proxy()?);
+        let added = self.add(cleanup::accepted_by_kube_proxy()?);
         // The tables that could be added are written even if others could not.
         self.write(ports)?;
         added?;
@@ -117,10 +118,10 @@ fn chains(ports: &BTreeSet<u16>) -> Chains {
 /// Removes the chain from every table, for `cleanup`, and returns the tables that had it. Nothing
 /// is removed while a process is in a mode that writes netfilter rules.
 pub(in crate::modes) fn remove() -> Result<Vec<String>, HealthCheckError> {
-    if leftovers::is_at_work() {
+    if cleanup::is_at_work() {
         return Ok(Vec::new());
     }
-    from_each(leftovers::accepted_in_its_place()?, |place| {
+    from_each(cleanup::accepted_in_its_place()?, |place| {
         let table = open(place)?;
         Ok(table.tools.restore(&removal(&table.saved(TABLE)?))?)
     })
@@ -163,7 +164,7 @@ mod tests {
 
     use super::*;
     use crate::{
-        leftovers::{PendingRemoval, Purpose},
+        cleanup::{PendingRemoval, Purpose},
         sys::xtables::Backend,
     };
 
@@ -252,7 +253,7 @@ mod tests {
         assert!(accepted.is_empty());
         assert!(accepted.take_over(&[FIRST].into()).unwrap());
         assert!(is_answered(FIRST), "while kube-proxy's rules are there too");
-        let removed = leftovers::remove(Purpose::TakeOver, &[], &PendingRemoval::everything());
+        let removed = cleanup::remove(Purpose::TakeOver, &[], &PendingRemoval::everything());
         assert!(!removed.parts.is_empty() && removed.problems.is_empty(), "{removed:?}");
         assert!(!run(&program, "-S").contains("KUBE-NODE"), "they are still there");
         assert!(is_answered(FIRST), "after they were removed");

@@ -5,6 +5,7 @@ pub(super) mod chains;
 mod hash;
 pub(super) mod health_checks;
 pub(super) mod metrics;
+pub(super) mod own_rules;
 mod policy;
 pub(super) mod requirements;
 pub(super) mod rule_text;

@@ -11,8 +11,8 @@ use super::{
     render::used,
 };
 use crate::{
-    leftovers::names::NFTABLES_TABLE as TABLE,
     model::desired::DesiredPort,
+    names::NFTABLES_TABLE as TABLE,
     sys::nftables::{Batch, NfTables},
 };
 

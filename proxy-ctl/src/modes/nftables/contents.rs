@@ -17,8 +17,8 @@ use super::{
     slots,
 };
 use crate::{
-    leftovers::names::NFTABLES_TABLE as TABLE,
     model::{desired::ServicePortName, objects::IpFamily},
+    names::NFTABLES_TABLE as TABLE,
     sys::{
         CallError,
         nftables::{Element, ElementData, NfTables, user_data},

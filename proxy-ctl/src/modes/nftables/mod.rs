@@ -33,12 +33,12 @@ use super::{
     mode_lock::lock,
 };
 use crate::{
-    leftovers::names::NFTABLES_TABLE as TABLE,
     mode::Mode,
     model::{
         desired::{Changes, DesiredPort},
         objects::IpFamily,
     },
+    names::NFTABLES_TABLE as TABLE,
     sys::{
         has_ipv6,
         namespace_lock::NamespaceLock,

@@ -19,8 +19,8 @@ use super::{
     objects::{ElementId, ElementValue, Objects, Rule, RuleDigest, Set},
 };
 use crate::{
-    leftovers::names::NFTABLES_TABLE as TABLE,
     modes::Applied,
+    names::NFTABLES_TABLE as TABLE,
     sys::nftables::{BaseChain, Batch, SetDefinition},
 };
 

@@ -13,7 +13,6 @@ use super::{
     slots,
 };
 use crate::{
-    leftovers::names::NFTABLES_TABLE as TABLE,
     model::{
         desired::ServicePortName,
         objects::{IpFamily, ObjectName, Protocol, TrafficPolicy},
@@ -21,6 +20,7 @@ use crate::{
     modes::{
         self, EndpointSnapshot, FrontendSnapshot, NodeSnapshot, Programmed, ServiceSnapshot, Snapshot, Usage,
     },
+    names::NFTABLES_TABLE as TABLE,
     sys::{
         CallError,
         nftables::{NfTables, TableFamily, user_data},

@@ -21,12 +21,12 @@ use super::{
     slots::{Blocks, Slots},
 };
 use crate::{
-    leftovers::names::NFTABLES_TABLE as TABLE,
     model::{
         desired::{DesiredPort, ServicePortName},
         objects::IpFamily,
     },
     modes::Applied,
+    names::NFTABLES_TABLE as TABLE,
     sys::{netlink::Refused, nftables::NfTables},
 };
 

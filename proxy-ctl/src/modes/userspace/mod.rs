@@ -31,7 +31,7 @@ use super::{
     Applied, Dataplane, Error, ErrorKind, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage,
     entry::{Entry, Removed, TrackedFlows},
     mode_lock::{self, LockError},
-    own_rules,
+    netfilter::own_rules,
 };
 use crate::{
     config::{Config, PortRange},

@@ -477,8 +477,8 @@ fn has_rules_of_ours() -> bool {
     let kernel = crate::sys::nftables::NfTables::load().unwrap().unwrap();
     let tables = |family| kernel.tables(family).unwrap();
     let mut all = crate::sys::nftables::TableFamily::ALL.into_iter().flat_map(tables);
-    all.any(|table| table == crate::leftovers::names::USERSPACE_TABLE)
-        || crate::leftovers::is_marked(Mode::Userspace).unwrap()
+    all.any(|table| table == crate::names::USERSPACE_TABLE)
+        || crate::cleanup::is_marked(Mode::Userspace).unwrap()
 }
 
 /// Removes the rules as another program does it.

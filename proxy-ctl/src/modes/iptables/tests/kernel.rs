@@ -18,14 +18,14 @@ use rstest::rstest;
 
 use super::*;
 use crate::{
+    cleanup,
     config::{Config, NodePortAddress},
-    leftovers,
     mode::Mode,
     model::desired::Changes,
     modes::{
         self, Applied, Dataplane, Programmed, Removed,
         iptables::{BE_LIBERAL, ENTRY, IptablesDataplane, ROUTE_LOCALNET},
-        own_rules,
+        netfilter::own_rules,
     },
     sys::{
         nftables::TableFamily,
@@ -609,11 +609,11 @@ fn as_root_the_mark_of_another_mode_goes(#[values(Backend::Legacy, Backend::Nft)
     let mark = own_rules::mark(Mode::Ipvs).unwrap();
     let restored = format!("*nat\n-A KUBE-SERVICES {mark}\nCOMMIT\n");
     Tools::find(TableFamily::Ipv4, backend).unwrap().restore(&restored).unwrap();
-    assert!(leftovers::is_marked(Mode::Ipvs).unwrap());
+    assert!(cleanup::is_marked(Mode::Ipvs).unwrap());
     let mut dataplane = open(backend);
     dataplane.resync(&[]).unwrap();
-    assert!(!leftovers::is_marked(Mode::Ipvs).unwrap());
-    assert!(leftovers::is_marked(Mode::Iptables).unwrap());
+    assert!(!cleanup::is_marked(Mode::Ipvs).unwrap());
+    assert!(cleanup::is_marked(Mode::Iptables).unwrap());
     assert_eq!(dataplane.resync(&[]).unwrap(), NOTHING);
 }
 

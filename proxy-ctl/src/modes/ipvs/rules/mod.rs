@@ -6,17 +6,17 @@
 
 use super::sets::{Set, SetRole};
 use crate::{
-    leftovers::names,
     mode::Mode,
     model::objects::{IpFamily, Protocol},
     modes::{
         Host,
         netfilter::{
             chains::{Chains, Jump},
+            own_rules,
             rule_text::{self, masquerade, masquerade_marked},
         },
-        own_rules,
     },
+    names,
     sys::{ipvs::VirtualSocket, xtables::saved::SavedLine},
 };
 

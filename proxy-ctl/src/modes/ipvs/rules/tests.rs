@@ -5,8 +5,8 @@ use rstest::rstest;
 use super::*;
 use crate::{
     config::PortRange,
-    leftovers::names,
     modes::{LocalTraffic, netfilter::chains::restoration},
+    names,
 };
 
 fn chains_of(family: IpFamily, host: &Host) -> Chains {

@@ -18,8 +18,8 @@ use super::{
     snapshot,
 };
 use crate::{
-    leftovers::names::IPVS_DEVICE,
     model::{desired::ServicePortName, objects::IpFamily},
+    names::IPVS_DEVICE,
     sys::{
         ipset::{Member, MemberChange},
         ipvs::{Balancing, ServerChange, VirtualSocket},

@@ -8,18 +8,18 @@ use ipnet::IpNet;
 
 use super::{DIALLING_GROUP, LeadingRules, Leads, RedirectError, Wanted, of_port};
 use crate::{
-    leftovers::names::{
-        NODE_PORT_CONTAINER, NODE_PORT_HOST, NODE_PORTS_COMMENT, PORTALS_COMMENT, PORTALS_CONTAINER,
-        PORTALS_HOST,
-    },
     mode::Mode,
     model::{
         desired::FrontendKind,
         objects::{IpFamily, Protocol},
     },
-    modes::{
-        netfilter::chains::{Chains, FamilyChains, Jump},
+    modes::netfilter::{
+        chains::{Chains, FamilyChains, Jump},
         own_rules,
+    },
+    names::{
+        NODE_PORT_CONTAINER, NODE_PORT_HOST, NODE_PORTS_COMMENT, PORTALS_COMMENT, PORTALS_CONTAINER,
+        PORTALS_HOST,
     },
     sys::xtables::Backend,
 };
@@ -135,9 +135,9 @@ impl LeadingRules for PortalChains {
 mod tests {
     use super::*;
     use crate::{
-        leftovers::names::{self, is_chain, is_comment_of_jump},
         model::objects::TrafficPolicy,
         modes::userspace::{redirect::Lead, test_support::web},
+        names::{self, is_chain, is_comment_of_jump},
     };
 
     #[test]

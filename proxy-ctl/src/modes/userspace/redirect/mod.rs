@@ -18,7 +18,6 @@ use std::{
 pub(super) use self::nf_tables::{is_there as has_tables, remove as remove_tables};
 use self::{iptables::PortalChains, nf_tables::Tables, refusing::RefusingPorts};
 use crate::{
-    leftovers::names::USERSPACE_TABLE as TABLE,
     model::{
         desired::{Frontend, ServicePortName},
         objects::{IpFamily, Protocol},
@@ -27,6 +26,7 @@ use crate::{
         Host,
         conntrack::{Repliers, StaleFlows},
     },
+    names::USERSPACE_TABLE as TABLE,
     sys::{
         CallError, credentials,
         xtables::{self, Backend, ToolError},

@@ -6,11 +6,11 @@ use std::{io, net::IpAddr};
 
 use super::{DIALLING_GROUP, LeadingRules, Leads, Led, RedirectError, Wanted};
 use crate::{
-    leftovers::names::USERSPACE_TABLE as TABLE,
     model::{
         desired::FrontendKind,
         objects::{IpFamily, Protocol},
     },
+    names::USERSPACE_TABLE as TABLE,
     sys::nftables::{
         BaseChain, Batch, ChainType, Comparison, Datum, ElementData, Expression, Header, Meta, NetfilterHook,
         NfTables, Register, SetDefinition, TableFamily, Values, Verdict,

@@ -8,13 +8,14 @@ use tokio::{sync::watch, time::Instant};
 
 use super::event;
 use crate::{
+    cleanup::{self, Found, Leftovers, Part, PendingRemoval, Purpose, Removal, Retained},
     config::Config,
     controller::Coverage,
     events::Recorder,
-    leftovers::{self, Found, Leftovers, Part, PendingRemoval, Purpose, Removal, Retained},
     mode::Mode,
     model::desired::ServicePortName,
     modes::{self, Unsupported, netfilter::AcceptedHealthChecks},
+    names,
     report::{HealthChecks, Metrics, ModeInForce},
 };
 
@@ -124,7 +125,7 @@ impl LeftoverRemoval {
                     tracing::info!(
                         "INPUT goes on accepting health checks of load balancers, as another kube-proxy's rules did, by the \
                          chain {}",
-                        leftovers::names::OWN_HEALTH_CHECKS
+                        names::OWN_HEALTH_CHECKS
                     );
                 }
                 true
@@ -322,7 +323,7 @@ async fn blocking<S: Default + Send + 'static, T: Send + 'static>(
 /// pods. It is also done where rules stay, because answers would go to a ClusterIP. The hooks in
 /// `connect` come later, after the lists.
 async fn deprecate_addresses() {
-    let done = blocking(&mut (), |()| leftovers::deprecate_addresses()).await;
+    let done = blocking(&mut (), |()| cleanup::deprecate_addresses()).await;
     if let Some(Err(error)) = done {
         tracing::warn!(
             %error,
@@ -460,7 +461,7 @@ impl Reported {
 mod tests {
     use super::*;
     use crate::{
-        leftovers::PartKind,
+        cleanup::PartKind,
         model::objects::{IpFamily, ObjectName, Protocol},
         modes::Effect,
         sys::CallError,

@@ -2,13 +2,13 @@
 //! by a former kube-proxy, or by this proxy instead. kube-proxy accepts them in modes iptables and
 //! ipvs.
 
-use super::{
-    Error, at_work,
+use super::{Error, at_work};
+use crate::{
     names::{self, Scope},
-};
-use crate::sys::{
-    nftables::{NfTables, TableFamily},
-    xtables::{self, Backend},
+    sys::{
+        nftables::{NfTables, TableFamily},
+        xtables::{self, Backend},
+    },
 };
 
 /// A table filter, by family and backend.

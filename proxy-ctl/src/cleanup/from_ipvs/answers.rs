@@ -11,10 +11,13 @@
 //! All other answers have that address already, also those of connections that ip_vs serves, whose
 //! clients have called the virtual server.
 
-use super::{Error, names::ANSWERS_TABLE as TABLE};
-use crate::sys::nftables::{
-    BaseChain, Batch, ChainType, Comparison, Conntrack, DESTINATION_TRANSLATED, Expression, Header, Meta,
-    NetfilterHook, NfTables, REPLY, Register, TableFamily,
+use crate::{
+    cleanup::Error,
+    names::ANSWERS_TABLE as TABLE,
+    sys::nftables::{
+        BaseChain, Batch, ChainType, Comparison, Conntrack, DESTINATION_TRANSLATED, Expression, Header, Meta,
+        NetfilterHook, NfTables, REPLY, Register, TableFamily,
+    },
 };
 
 const COMMENT: &str =
@@ -25,12 +28,12 @@ const HOOKS: [(NetfilterHook, &str); 2] =
     [(NetfilterHook::Input, "input"), (NetfilterHook::Postrouting, "postrouting")];
 
 /// Makes the tables that do not exist yet.
-pub(super) fn restore_sources() -> Result<(), Error> {
+pub(crate) fn restore_sources() -> Result<(), Error> {
     change(NfTables::load()?, true)
 }
 
 /// Removes the tables.
-pub(super) fn leave_sources() -> Result<(), Error> {
+pub(crate) fn leave_sources() -> Result<(), Error> {
     change(NfTables::open()?, false)
 }
 

@@ -1,12 +1,10 @@
 //! Finds out by owner tags whether this proxy was the last to write under kube-proxy's names. The
 //! tags are those of [`names::mark`] and [`names::mark_of_own_chains`].
 
-use super::{
-    Error, PendingRemoval,
-    names::{self, Mark},
-};
+use super::{Error, PendingRemoval};
 use crate::{
     mode::Mode,
+    names::{self, Mark},
     sys::{
         nftables::{NfTables, TableFamily},
         xtables,

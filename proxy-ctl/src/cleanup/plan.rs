@@ -3,10 +3,8 @@
 
 use std::collections::BTreeSet;
 
-use super::{
-    Purpose,
-    names::{self, Scope},
-};
+use super::Purpose;
+use crate::names::{self, Scope};
 
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct Chain {

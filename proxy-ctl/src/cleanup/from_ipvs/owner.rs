@@ -6,17 +6,20 @@ use std::{collections::BTreeSet, net::IpAddr};
 use ipnet::IpNet;
 use proxy_common::port::NODE_PORTS;
 
-use super::{Error, names};
-use crate::sys::{
-    CallError,
-    ipset::{IpSets, Member, SetKind},
-    ipvs::VirtualSocket,
-    link,
+use crate::{
+    cleanup::Error,
+    names,
+    sys::{
+        CallError,
+        ipset::{IpSets, Member, SetKind},
+        ipvs::VirtualSocket,
+        link,
+    },
 };
 
 /// Addresses of this node, and members of sets, which show which virtual servers are kube-proxy's.
 #[derive(Debug, Default)]
-pub(super) struct Addresses {
+pub(crate) struct Addresses {
     /// The addresses of kube-ipvs0, which kube-proxy gives to Services. A Service's address that
     /// another interface has need not be among them.
     of_services: BTreeSet<IpAddr>,
@@ -56,7 +59,7 @@ impl Members {
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Owner {
+pub(crate) enum Owner {
     KubeProxy,
     Unknown,
     Other,
@@ -64,7 +67,7 @@ pub(super) enum Owner {
 
 impl Addresses {
     /// Reads the addresses and sets. Returns `None` if kube-proxy's device does not exist.
-    pub(super) fn read() -> Result<Option<Self>, Error> {
+    pub(crate) fn read() -> Result<Option<Self>, Error> {
         let Some(device) = link::index(names::IPVS_DEVICE)? else { return Ok(None) };
         let mut addresses = Self { members: Members::read()?, ..Self::default() };
         for link::Address { interface, address, .. } in link::addresses()? {
@@ -77,7 +80,7 @@ impl Addresses {
         Ok(Some(addresses))
     }
 
-    pub(super) fn owner(&self, server: VirtualSocket, keeps: &[IpNet]) -> Owner {
+    pub(crate) fn owner(&self, server: VirtualSocket, keeps: &[IpNet]) -> Owner {
         let VirtualSocket { protocol, address: socket } = server;
         let is_node_port = || {
             NODE_PORTS.contains(&socket.port())
@@ -98,18 +101,18 @@ impl Addresses {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use nix::sched::{CloneFlags, unshare};
     use rstest::rstest;
 
     use super::*;
     use crate::sys::ipset::MemberChange;
 
-    pub(in crate::leftovers) fn tcp(socket: &str) -> VirtualSocket {
+    pub(in crate::cleanup) fn tcp(socket: &str) -> VirtualSocket {
         VirtualSocket { protocol: 6, address: socket.parse().unwrap() }
     }
 
-    pub(in crate::leftovers) fn write(sets: &IpSets, name: &str, kind: SetKind, ipv4: bool, member: Member) {
+    pub(in crate::cleanup) fn write(sets: &IpSets, name: &str, kind: SetKind, ipv4: bool, member: Member) {
         sets.create(name, kind, ipv4).unwrap();
         assert!(sets.write(name, kind, &[MemberChange::Add(member)]).unwrap().is_empty());
     }

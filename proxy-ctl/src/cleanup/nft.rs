@@ -13,11 +13,11 @@ use std::{collections::BTreeSet, ops::Range};
 
 use super::{
     Error, Part, PartKind, Purpose, Removal, Retained,
-    names::{self, Scope},
     plan::{self, Chain, Plan, Rule},
 };
 use crate::{
     mode::Mode,
+    names::{self, Scope},
     sys::{
         CallError,
         netlink::Refused,

@@ -9,15 +9,17 @@ use ipnet::IpNet;
 
 use super::{
     Error, Found, Part, PartKind, Purpose, Removal, Retained, Selection,
+    from_ipvs::owner::{Addresses, Owner},
     let_go::LettingGo,
-    names,
-    server_owner::{Addresses, Owner},
 };
-use crate::sys::{
-    CallError,
-    ipset::{Destroyed, IpSets},
-    ipvs::{Destination, Ipvs, ServerChange, VirtualSocket},
-    link,
+use crate::{
+    names,
+    sys::{
+        CallError,
+        ipset::{Destroyed, IpSets},
+        ipvs::{Destination, Ipvs, ServerChange, VirtualSocket},
+        link,
+    },
 };
 
 const SERVERS: &str = "ipvs";
@@ -303,7 +305,7 @@ mod tests {
     use super::{
         super::{
             PendingRemoval,
-            server_owner::tests::{tcp, write},
+            from_ipvs::owner::tests::{tcp, write},
         },
         *,
     };

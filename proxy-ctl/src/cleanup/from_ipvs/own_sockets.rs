@@ -15,11 +15,14 @@ use std::{collections::BTreeSet, net::IpAddr};
 
 use nix::sys::socket::AddressFamily;
 
-use super::{Error, Removal, names};
-use crate::sys::{
-    CallError,
-    link::{self, Address, AddressChange},
-    socket_diag::{ConnectedSocket, SocketDiag, Transport, lacks},
+use crate::{
+    cleanup::{Error, Removal},
+    names,
+    sys::{
+        CallError,
+        link::{self, Address, AddressChange},
+        socket_diag::{ConnectedSocket, SocketDiag, Transport, lacks},
+    },
 };
 
 /// Deprecates the IPv6 addresses of the device for as long as it exists. No socket that connects
@@ -30,7 +33,7 @@ pub fn deprecate_addresses() -> Result<(), Error> {
 
 /// Ends the sockets. Must be called before the device is removed. TCP connections go on, because
 /// conntrack masquerades them as before.
-pub(super) fn end(removed: &mut Removal) {
+pub(crate) fn end(removed: &mut Removal) {
     let done = try_end();
     removed.pending.by_connect = done.is_err();
     removed.note(done);
@@ -119,7 +122,7 @@ mod tests {
 
     use nix::sched::{CloneFlags, unshare};
 
-    use super::super::PendingRemoval;
+    use crate::cleanup::PendingRemoval;
 
     fn ip(arguments: &str) {
         assert!(Command::new("ip").args(arguments.split(' ')).status().unwrap().success(), "ip {arguments}");
@@ -186,7 +189,7 @@ mod tests {
         let connection = TcpStream::connect("10.96.0.1:80").unwrap();
 
         let remove = |pending: &PendingRemoval| {
-            let removed = super::super::remove(super::super::Purpose::TakeOver, &[], pending);
+            let removed = crate::cleanup::remove(crate::cleanup::Purpose::TakeOver, &[], pending);
             assert!(removed.problems.is_empty(), "{:?}", removed.problems);
             assert!(removed.pending.is_empty());
         };

@@ -3,21 +3,22 @@
 
 use ipnet::IpNet;
 
-use super::{Error, ErrorKind, Removed};
 use crate::{
-    leftovers::{self, names::Mark},
+    cleanup,
     mode::Mode,
+    modes::{Error, ErrorKind, Removed},
+    names::{self, Mark},
 };
 
-/// Returns the rule of the owner tag [`leftovers::names::mark`], as iptables-save prints it.
-pub(super) fn mark(mode: Mode) -> Option<String> {
-    leftovers::names::mark(mode).map(rule)
+/// Returns the rule of the owner tag [`crate::names::mark`], as iptables-save prints it.
+pub(crate) fn mark(mode: Mode) -> Option<String> {
+    names::mark(mode).map(rule)
 }
 
-/// Returns the rule of the owner tag [`leftovers::names::mark_of_own_chains`], as iptables-save
+/// Returns the rule of the owner tag [`crate::names::mark_of_own_chains`], as iptables-save
 /// prints it.
-pub(super) fn mark_of_own_chains(mode: Mode) -> Option<String> {
-    leftovers::names::mark_of_own_chains(mode).map(rule)
+pub(crate) fn mark_of_own_chains(mode: Mode) -> Option<String> {
+    names::mark_of_own_chains(mode).map(rule)
 }
 
 fn rule(mark: Mark) -> String {
@@ -26,9 +27,9 @@ fn rule(mark: Mark) -> String {
 
 /// Removes what proxy-ctl has written in this mode. Fails if a controller is active in it. `keeps`
 /// is `ipvs.excludeCIDRs`.
-pub(super) fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removed, Error> {
-    let removal = leftovers::remove_own(mode, keeps).map_err(|error| {
-        let is_taken = matches!(error, leftovers::Error::AtWork { .. });
+pub(crate) fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removed, Error> {
+    let removal = cleanup::remove_own(mode, keeps).map_err(|error| {
+        let is_taken = matches!(error, cleanup::Error::AtWork { .. });
         Error::new(if is_taken { ErrorKind::TakenOver } else { ErrorKind::Other }, error)
     })?;
     if let Some(problem) = removal.problems.into_iter().next() {

@@ -16,7 +16,7 @@ pub const NFTABLES_TABLE: &str = "kube-proxy";
 /// The table of this proxy's mode userspace in both families. It redirects clients to the process.
 pub const USERSPACE_TABLE: &str = "proxy-ctl-userspace";
 
-/// The table of [`super::answers`] in both families.
+/// The table of [`crate::cleanup::from_ipvs::answers`] in both families.
 pub const ANSWERS_TABLE: &str = "proxy-ctl-answers";
 
 /// A chain of [`NFTABLES_TABLE`]. If it is the only chain there, this proxy has made the table as a

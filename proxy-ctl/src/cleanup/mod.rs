@@ -4,45 +4,43 @@
 //! When this proxy replaces kube-proxy, kube-proxy's rules stay. They translate to endpoints that
 //! may be gone, and whose addresses other pods may get.
 //!
-//! [`names`] lists what is kube-proxy's, and [`plan`] decides what is removed. [`nft`] reads and
-//! writes nf_tables, which has the rules of all modes on most nodes. [`legacy`] does the same for
-//! iptables-legacy, and [`ipvs`] for the virtual servers, sets and the device of mode ipvs.
+//! [`names`](crate::names) lists what is kube-proxy's, and [`plan`] decides what is removed.
+//! [`nft`] reads and writes nf_tables, which has the rules of all modes on most nodes. [`legacy`]
+//! does the same for iptables-legacy, and [`ipvs`] for the virtual servers, sets and the device of
+//! mode ipvs.
 //!
 //! Everything is done in the network namespace of the calling thread.
 
-mod answers;
 mod at_work;
 mod counters;
+mod from_ipvs;
 mod health_checks;
 mod ipvs;
 mod legacy;
 mod let_go;
-mod marks;
-pub mod names;
 mod nft;
-mod own_sockets;
+mod owner_tag;
 pub mod plan;
 mod remains;
-mod server_owner;
 
 use ipnet::IpNet;
 use serde::Serialize;
 
 use self::{
     at_work::AtWork,
-    marks::{Marks, OwnPlaces},
-    names::Scope,
+    owner_tag::{Marks, OwnPlaces},
     plan::{Plan, RetainReason},
 };
 use crate::{
     mode::Mode,
+    names::{self, Scope},
     sys::{CallError, lock::Holder, nftables::TableFamily, xtables::ToolError},
 };
 
 pub use self::{
+    from_ipvs::own_sockets::deprecate_addresses,
     health_checks::{Place, accepted_by_kube_proxy, accepted_in_its_place, is_at_work},
-    marks::{is_marked, is_overwritten},
-    own_sockets::deprecate_addresses,
+    owner_tag::{is_marked, is_overwritten},
     remains::Remains,
 };
 
@@ -176,7 +174,7 @@ impl<T> Default for Selection<T> {
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct PendingRemoval {
     /// True as long as sockets and answers still have to be prepared for a mode that translates in
-    /// `connect`. See [`own_sockets`] and [`answers`].
+    /// `connect`. See [`from_ipvs::own_sockets`] and [`from_ipvs::answers`].
     by_connect: bool,
     servers: Selection<ipvs::PendingServer>,
     nft: Vec<TableFamily>,
@@ -336,12 +334,12 @@ impl Leftovers {
         let ipvs_stays = scope.at_work.contains(&Mode::Ipvs);
         if !ipvs_stays {
             if pending.by_connect {
-                own_sockets::end(removed);
+                from_ipvs::own_sockets::end(removed);
             }
             ipvs::remove_servers(purpose, keeps, pending.by_connect, &pending.servers, removed);
             let done = match removed.pending.servers.is_empty() {
-                true => answers::leave_sources(),
-                false if pending.by_connect => answers::restore_sources(),
+                true => from_ipvs::answers::leave_sources(),
+                false if pending.by_connect => from_ipvs::answers::restore_sources(),
                 false => Ok(()),
             };
             removed.pending.by_connect |= pending.by_connect && done.is_err();
@@ -384,7 +382,7 @@ pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
     if let Some((_, problem)) = of_mode {
         return Err(problem);
     }
-    let mut whole = marks::rules_in(&places.whole);
+    let mut whole = owner_tag::rules_in(&places.whole);
     // A kube-proxy in mode ipvs that has written in one family has virtual servers and uses the
     // device.
     if mode == Mode::Ipvs && places.begun.is_empty() && own.unmarked.is_empty() {
@@ -397,7 +395,7 @@ pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
         let scope = Scope { at_work, only: Some(mode) };
         Leftovers::default().remove_in(scope, Purpose::Cleanup, keeps, pending, &mut removed);
     };
-    remove(&with_other, &marks::rules_in(&places.partly));
+    remove(&with_other, &owner_tag::rules_in(&places.partly));
     remove(&at_work, &whole);
     if let (Some(other), false) = (other, places.begun.is_empty()) {
         removed.problems.push(Error::Begun { mode, other });
@@ -406,9 +404,9 @@ pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
 }
 
 /// Removes the tables that only make the kernel keep translating connections, if a mode in use does
-/// that anyway. Also removes the tables of [`answers`].
+/// that anyway. Also removes the tables of [`from_ipvs::answers`].
 pub fn remove_holders() -> Result<(), Error> {
-    answers::leave_sources()?;
+    from_ipvs::answers::leave_sources()?;
     let at_work = at_work::modes();
     if names::translates(&at_work) { nft::remove_holders(Scope::but(&at_work)) } else { Ok(()) }
 }

@@ -1,7 +1,10 @@
 //! The packet counters into which rules of mode iptables count.
 
-use super::{Error, Found, Part, PartKind, Removal, Retained, let_go::LettingGo, names::PACKET_COUNTERS};
-use crate::sys::packet_counters::{PacketCounters, RemovedCounter};
+use super::{Error, Found, Part, PartKind, Removal, Retained, let_go::LettingGo};
+use crate::{
+    names::PACKET_COUNTERS,
+    sys::packet_counters::{PacketCounters, RemovedCounter},
+};
 
 const PLACE: &str = "nfacct";
 

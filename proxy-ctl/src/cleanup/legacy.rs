@@ -6,13 +6,12 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    Error, Found, Part, PartKind, Purpose, Removal,
-    names::{self, Scope},
-    nft,
+    Error, Found, Part, PartKind, Purpose, Removal, nft,
     plan::{self, Chain, Plan, Rule},
 };
 use crate::{
     mode::Mode,
+    names::{self, Scope},
     sys::{
         nftables::TableFamily,
         xtables::{

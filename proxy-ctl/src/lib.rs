@@ -6,6 +6,7 @@ pub mod controller;
 pub mod events;
 #[cfg(test)]
 mod free_port;
+pub mod http;
 pub mod log;
 pub mod mode;
 pub mod model;
@@ -14,8 +15,6 @@ pub mod names;
 pub mod node;
 pub mod path_watch;
 pub mod process;
-pub mod report;
-pub mod serve;
 pub mod source;
 pub mod sys;
 pub mod version;

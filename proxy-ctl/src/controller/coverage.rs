@@ -14,9 +14,9 @@ use rustc_hash::FxHashSet;
 use tokio::sync::watch;
 
 use crate::{
+    http::report::Metrics,
     model::desired::{Changes, DesiredPort, ServicePortName},
     modes::{Dataplane, Effect, Unsupported, refused, servable},
-    report::Metrics,
 };
 
 /// The part of what is listed that the node serves.

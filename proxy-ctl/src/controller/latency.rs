@@ -5,7 +5,7 @@ use std::num::NonZeroI64;
 
 use jiff::Timestamp;
 
-use crate::{model::objects::IpFamily, report::Metrics};
+use crate::{http::report::Metrics, model::objects::IpFamily};
 
 /// The most changes whose trigger times are kept for the latency metric while nothing can be
 /// written. Further changes are not measured.

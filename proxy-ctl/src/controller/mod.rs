@@ -31,6 +31,7 @@ pub use self::{
 };
 use crate::{
     config::{ALLOW_SERVICE_EXTERNAL_IPS, Config},
+    http::report::{HealthChecks, Heartbeats, Metrics, ModeInForce, Moment, SharedHealth},
     mode::Mode,
     model::{
         Model, Update,
@@ -38,7 +39,6 @@ use crate::{
     },
     modes::{Dataplane, Error, HookProblems, MetricFamily, NodeNetwork},
     node::OwnNode,
-    report::{HealthChecks, Heartbeats, Metrics, ModeInForce, Moment, SharedHealth},
 };
 
 /// The number of runs for changes that need not wait for the mode's shortest interval. kube-proxy

@@ -13,9 +13,9 @@ use tokio_util::sync::CancellationToken;
 use super::{Controller, ModeOpener};
 use crate::{
     config::Config,
+    http::report::{ModeChoice, ModeFamilies, ModeInForce},
     model::Update,
     modes::{Dataplane, Error, MetricFamily, Modes, NodeNetwork},
-    report::{ModeChoice, ModeFamilies, ModeInForce},
 };
 
 /// The pause between two removals of expired flows.

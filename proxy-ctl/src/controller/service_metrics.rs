@@ -5,11 +5,11 @@ use std::sync::Arc;
 use rustc_hash::FxHashMap;
 
 use crate::{
+    http::report::Metrics,
     model::{
         desired::{Changes, DesiredPort, FrontendKind, ServicePortName},
         objects::IpFamily,
     },
-    report::Metrics,
 };
 
 /// The traffic policies that leave a service port without an endpoint on this node although there

@@ -10,10 +10,10 @@ use super::{Controller, coverage::CoverageTracker, host::host, service_intervals
 use crate::{
     cleanup::Remains,
     config::Config,
+    http::report::ModeInForce,
     mode::Mode,
     model::desired::{Changes, DesiredPort},
     modes::{self, Dataplane, Effect, Error, Modes},
-    report::ModeInForce,
 };
 
 /// The first pause between two attempts to remove what a mode has left.

@@ -10,9 +10,9 @@ use super::{
     switch::Retiring,
 };
 use crate::{
+    http::report::{HealthCheckAddresses, Metrics, Moment, Phase, SyncKind},
     model::{desired::Changes, objects::IpFamily},
     modes::{self, Applied, Error},
-    report::{HealthCheckAddresses, Metrics, Moment, Phase, SyncKind},
 };
 
 /// The longest time by which an inspection is put off because the last one took long.

@@ -12,11 +12,11 @@ use crate::{
     config::Config,
     controller::Coverage,
     events::Recorder,
+    http::report::{HealthChecks, Metrics, ModeInForce},
     mode::Mode,
     model::desired::ServicePortName,
     modes::{self, Unsupported, netfilter::AcceptedHealthChecks},
     names,
-    report::{HealthChecks, Metrics, ModeInForce},
 };
 
 const FIRST_PAUSE: Duration = Duration::from_secs(1);

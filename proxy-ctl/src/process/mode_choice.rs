@@ -11,10 +11,10 @@ use crate::{
     config::Config,
     controller::ModeOpener,
     events::{Event, Recorder},
+    http::report::{Metrics, ModeChoice, ModeInForce},
     mode::{self, Mode, Refusal},
     modes::{self, Dataplane, Error, Modes},
     node::facts,
-    report::{Metrics, ModeChoice, ModeInForce},
 };
 
 /// Chooses the modes. The kernel modules that a mode needs are loaded before the mode is taken, as

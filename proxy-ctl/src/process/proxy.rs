@@ -25,12 +25,14 @@ use crate::{
     config::{CommandLine, Config},
     controller::{Coverage, Inputs, MetricsRequests, Reports, UnservedPorts},
     events::Recorder,
+    http::{
+        self, HealthPages, Pages,
+        report::{Health, HealthChecks, Heartbeats, Metrics, ModeChoice, ModeInForce, SharedHealth},
+    },
     mode::Mode,
     model::{Update, objects::ObjectName},
     modes::{HookProblems, NodeNetwork},
     node::{self, OwnNode},
-    report::{Health, HealthChecks, Heartbeats, Metrics, ModeChoice, ModeInForce, SharedHealth},
-    serve::{self, HealthPages, Pages},
     source::kubernetes::SourceState,
 };
 
@@ -168,12 +170,12 @@ impl Proxy {
                 sources: self.source_state.clone(),
                 metrics: Arc::clone(&self.metrics),
             };
-            let healthz = serve::healthz(address, hard_fail, pages, self.stop.clone());
+            let healthz = http::healthz(address, hard_fail, pages, self.stop.clone());
             self.begin(tasks, "health server", async { Ok(healthz.await?) });
         }
         if let Some(address) = self.config.metrics_bind_address {
             let metrics = Arc::clone(&self.metrics);
-            let metrics = serve::metrics(address, hard_fail, self.pages(), metrics, self.stop.clone());
+            let metrics = http::metrics(address, hard_fail, self.pages(), metrics, self.stop.clone());
             self.begin(tasks, "metrics server", async { Ok(metrics.await?) });
         }
     }
@@ -196,7 +198,7 @@ impl Proxy {
             events.record(event::service_health_failed(&node_name, service, address, error));
         };
         let (checks, health) = (self.health_checks.subscribe(), Arc::clone(&self.health));
-        let serving = serve::service_health(checks, health, failed, self.stop.clone());
+        let serving = http::service_health(checks, health, failed, self.stop.clone());
         self.spawn(tasks, "health checks of Services", serving);
     }
 

@@ -18,9 +18,9 @@ use tokio_util::sync::CancellationToken;
 use crate::{
     config::{Config, Keyword as _},
     controller::Coverage,
+    http::report::{ModeChoice, ModeInForce},
     model::objects::ObjectName,
     modes::{Effect, HookProblems, NodeNetwork, Role},
-    report::{ModeChoice, ModeInForce},
     source::kubernetes::{ResourceKind, SourceState},
     sys::process::stat,
 };

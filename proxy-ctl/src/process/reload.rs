@@ -14,9 +14,9 @@ use super::{config_changes::ConfigChanges, event, kernel::Kernel, mode_choice, s
 use crate::{
     config::{CommandLine, Config},
     events::Recorder,
+    http::report::{Metrics, ModeChoice},
     log, modes,
     path_watch::PathWatch,
-    report::{Metrics, ModeChoice},
 };
 
 /// The time in which a removed file may come back, because some editors remove a file before they

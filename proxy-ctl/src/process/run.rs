@@ -22,11 +22,10 @@ use super::{
 use crate::{
     config::{CommandLine, Config},
     events::Recorder,
+    http::{BindError, report::ModeChoice},
     log,
     mode::Mode,
     modes,
-    report::ModeChoice,
-    serve::BindError,
     source::kubernetes::SourceState,
     sys::limits,
 };

@@ -10,9 +10,9 @@ use super::settings::Settings;
 use crate::{
     config::Config,
     events::Recorder,
+    http::report::{Metrics, ModeInForce},
     model::Update,
     modes,
-    report::{Metrics, ModeInForce},
     source::{
         InvalidField,
         kubernetes::{Kubernetes, SourceState},

@@ -14,6 +14,7 @@ use super::*;
 use crate::{
     cleanup::Remains,
     config::{NamePattern, NodePortAddress},
+    http::report::{Health, HealthCheckAddresses, ModeFamilies as _},
     mode::Mode,
     model::{
         desired::{Changes, DesiredPort, FrontendKind, ServicePortName},
@@ -27,7 +28,6 @@ use crate::{
         Snapshot, Unsupported, Usage,
     },
     node::OwnNode,
-    report::{Health, HealthCheckAddresses, ModeFamilies as _},
     source::InvalidObjects,
 };
 

@@ -9,9 +9,9 @@ use super::*;
 use crate::{
     config::RequestedMode,
     controller::run::Ended,
+    http::report::{ModeChoice, Moment},
     mode::{ChosenMode, Mode},
     modes::Modes,
-    report::{ModeChoice, Moment},
 };
 
 /// A controller on its thread, with the other ends of its channels.

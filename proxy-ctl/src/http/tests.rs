@@ -13,10 +13,12 @@ use tokio::{
 use super::*;
 use crate::{
     free_port::free_port,
+    http::report::{
+        Health, Heartbeats, ModeFamilies, ModeInForce, Moment, STUCK_AFTER, SharedHealth, SyncKind,
+    },
     mode::Mode,
     model::objects::{IpFamily, Node},
     modes::{self, Applied, MetricFamily, Modes},
-    report::{Health, Heartbeats, ModeFamilies, ModeInForce, Moment, STUCK_AFTER, SharedHealth, SyncKind},
     source::{
         InvalidObjects,
         kubernetes::{

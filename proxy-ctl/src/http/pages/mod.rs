@@ -17,7 +17,8 @@ use super::{
     exposition,
     reply::{JSON, Reply, TEXT, not_found, open, plain, reply},
 };
-use crate::report::{Metrics, ModeInForce};
+use crate::http::report::{Metrics, ModeInForce};
+
 pub(super) use slis::Slis;
 
 /// The state that the pages other than metrics show.

@@ -8,9 +8,9 @@ use jiff::Timestamp;
 use serde::Serialize;
 use serde_json::json;
 
-use crate::{
+use crate::http::{
+    reply::{JSON, Reply, TEXT, open},
     report::{kubernetes, process},
-    serve::reply::{JSON, Reply, TEXT, open},
 };
 
 /// The name of the component on these pages, which is kube-proxy's.

@@ -12,13 +12,13 @@ use crate::{
     config::RequestedMode,
     controller::{Coverage, UnservedPorts},
     events::Recorder,
+    http::report::{Metrics, SyncKind},
     mode::{ChosenMode, Mode},
     model::{
         desired::ServicePortName,
         objects::{self, ObjectName},
     },
     modes::{self, Effect, Unsupported},
-    report::{Metrics, SyncKind},
     source::kubernetes::SourceState,
 };
 

@@ -8,7 +8,7 @@ use http::StatusCode;
 
 use super::reply::{JSON, Reply, not_found, plain, reply};
 use crate::{
-    report::{Heartbeats, Metrics, SharedHealth},
+    http::report::{Heartbeats, Metrics, SharedHealth},
     source::kubernetes::{ResourceKind, SourceState},
 };
 

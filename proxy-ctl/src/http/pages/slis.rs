@@ -10,25 +10,25 @@ use prometheus_client::{
     registry::Registry,
 };
 
-use crate::report::process;
+use crate::http::report::process;
 
 /// The number of answers of `/healthz` since the start or the last reset. All of them were good.
 #[derive(Debug, Default)]
-pub(in crate::serve) struct Slis {
+pub(in crate::http) struct Slis {
     answers: AtomicU64,
 }
 
 impl Slis {
-    pub(in crate::serve) fn answered(&self) {
+    pub(in crate::http) fn answered(&self) {
         self.answers.fetch_add(1, Ordering::Relaxed);
     }
 
-    pub(in crate::serve) fn reset(&self) {
+    pub(in crate::http) fn reset(&self) {
         self.answers.store(0, Ordering::Relaxed);
     }
 
     /// Returns the metrics as OpenMetrics.
-    pub(in crate::serve) fn encode(&self) -> Result<String, std::fmt::Error> {
+    pub(in crate::http) fn encode(&self) -> Result<String, std::fmt::Error> {
         let mut registry = Registry::default();
         registry.register_collector(Box::new(Answers(self.answers.load(Ordering::Relaxed))));
         registry.register_collector(Box::new(process::StartTime));

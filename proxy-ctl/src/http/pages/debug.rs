@@ -9,8 +9,8 @@ use tokio::time::timeout;
 use tower::BoxError;
 
 use crate::{
+    http::reply::{HTML, Reply, not_found, open, reply},
     log,
-    serve::reply::{HTML, Reply, not_found, open, reply},
 };
 
 /// The largest body with a log level, in bytes. A level has few digits.

@@ -9,6 +9,7 @@ mod health;
 mod listen;
 mod pages;
 mod reply;
+pub mod report;
 mod service_health;
 
 use std::{net::SocketAddr, sync::Arc, time::Duration};
@@ -19,7 +20,7 @@ pub use pages::Pages;
 pub use service_health::service_health;
 use tokio_util::sync::CancellationToken;
 
-use crate::report::Metrics;
+use crate::http::report::Metrics;
 
 const HEALTH_ANSWER: Duration = Duration::from_secs(5);
 /// The time limit for metrics and other pages. Prometheus waits 10 s for a scrape by default.

@@ -17,8 +17,8 @@ use super::{
     reply::{JSON, Reply, reply},
 };
 use crate::{
+    http::report::{HealthChecks, SharedHealth},
     model::objects::ObjectName,
-    report::{HealthChecks, SharedHealth},
 };
 
 /// The header by which load balancers may weigh nodes.
@@ -132,8 +132,8 @@ mod tests {
     use super::*;
     use crate::{
         free_port::free_port,
+        http::report::{Health, HealthCheckAddresses},
         model::objects::HealthCheck,
-        report::{Health, HealthCheckAddresses},
     };
 
     fn check(name: &str, port: u16, local_ready: usize) -> HealthCheck {

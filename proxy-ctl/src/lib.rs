@@ -7,7 +7,9 @@ pub mod events;
 #[cfg(test)]
 mod free_port;
 pub mod http;
+pub mod kubernetes;
 pub mod log;
+pub mod manifests;
 pub mod mode;
 pub mod model;
 pub mod modes;
@@ -15,6 +17,5 @@ pub mod names;
 pub mod node;
 pub mod path_watch;
 pub mod process;
-pub mod source;
 pub mod sys;
 pub mod version;

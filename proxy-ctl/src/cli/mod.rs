@@ -25,8 +25,8 @@ use self::{
 };
 use crate::{
     config::{CommandLine, Config},
+    kubernetes::failure::with_causes,
     process::{self, Settings},
-    source::kubernetes::failure::with_causes,
 };
 
 /// The exit code if a flag or the configuration is invalid, or the work failed.

@@ -7,7 +7,7 @@ use anyhow::Context as _;
 use serde_json::Value;
 
 use super::{args::RolloutArgs, table};
-use crate::source::kubernetes::{Config, Kubernetes, SourceState};
+use crate::kubernetes::{Config, Kubernetes, SourceState};
 
 const BETWEEN_LOOKS: Duration = Duration::from_secs(2);
 

@@ -62,7 +62,8 @@ mod tests {
 
     #[test]
     fn only_changes_since_the_start_are_measured_and_each_once() {
-        let metrics = Metrics::new(None, crate::source::InvalidObjects::default(), |_| {});
+        let metrics =
+            Metrics::new(None, crate::kubernetes::convert::invalid::InvalidObjects::default(), |_| {});
         let mut latency = Latency::new("2026-01-01T00:00:00Z".parse().unwrap());
         latency.received(vec![
             (IpFamily::Ipv4, at("2026-01-01T00:00:00Z")),

@@ -32,11 +32,11 @@ use tokio::{
 use tracing::{debug, warn};
 
 use crate::{
-    model::objects::ObjectName,
-    source::kubernetes::{
+    kubernetes::{
         Api,
         failure::{Failure, FailureReason},
     },
+    model::objects::ObjectName,
 };
 
 /// The number of events that can wait for the API server. client-go keeps as many.

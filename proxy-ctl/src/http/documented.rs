@@ -13,13 +13,13 @@ use crate::{
     controller::{Coverage, UnservedPorts},
     events::Recorder,
     http::report::{Metrics, SyncKind},
+    kubernetes::SourceState,
     mode::{ChosenMode, Mode},
     model::{
         desired::ServicePortName,
         objects::{self, ObjectName},
     },
     modes::{self, Effect, Unsupported},
-    source::kubernetes::SourceState,
 };
 
 const DOCUMENT: &str = include_str!("../../../docs/metrics.md");

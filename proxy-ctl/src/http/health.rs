@@ -9,7 +9,7 @@ use http::StatusCode;
 use super::reply::{JSON, Reply, not_found, plain, reply};
 use crate::{
     http::report::{Heartbeats, Metrics, SharedHealth},
-    source::kubernetes::{ResourceKind, SourceState},
+    kubernetes::{ResourceKind, SourceState},
 };
 
 /// The state that the health server answers from. Clones share it.

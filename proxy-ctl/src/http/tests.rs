@@ -16,16 +16,14 @@ use crate::{
     http::report::{
         Health, Heartbeats, ModeFamilies, ModeInForce, Moment, STUCK_AFTER, SharedHealth, SyncKind,
     },
+    kubernetes::{
+        ListMethod, ResourceKind, SourceState,
+        convert::invalid::InvalidObjects,
+        failure::{Failure, FailureReason},
+    },
     mode::Mode,
     model::objects::{IpFamily, Node},
     modes::{self, Applied, MetricFamily, Modes},
-    source::{
-        InvalidObjects,
-        kubernetes::{
-            ListMethod, ResourceKind, SourceState,
-            failure::{Failure, FailureReason},
-        },
-    },
 };
 
 pub(super) struct SampleFamilies;

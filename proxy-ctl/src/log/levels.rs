@@ -115,12 +115,12 @@ mod tests {
     }
 
     #[rstest]
-    #[case("watch", "proxy-ctl/src/source/kubernetes/watch.rs", true)]
-    #[case("wat*", "proxy-ctl/src/source/kubernetes/watch.rs", true)]
-    #[case("w?tch", "proxy-ctl/src/source/kubernetes/watch.rs", true)]
-    #[case("watch", "proxy-ctl/src/source/kubernetes/watches.rs", false)]
-    #[case("kubernetes/watch", "proxy-ctl/src/source/kubernetes/watch.rs", true)]
-    #[case("manifests/*", "proxy-ctl/src/source/kubernetes/watch.rs", false)]
+    #[case("watch", "proxy-ctl/src/kubernetes/watch.rs", true)]
+    #[case("wat*", "proxy-ctl/src/kubernetes/watch.rs", true)]
+    #[case("w?tch", "proxy-ctl/src/kubernetes/watch.rs", true)]
+    #[case("watch", "proxy-ctl/src/kubernetes/watches.rs", false)]
+    #[case("kubernetes/watch", "proxy-ctl/src/kubernetes/watch.rs", true)]
+    #[case("manifests/*", "proxy-ctl/src/kubernetes/watch.rs", false)]
     fn patterns_of_files(#[case] pattern: &str, #[case] file: &str, #[case] named: bool) {
         assert_eq!(names(pattern, file), named);
     }

@@ -1,4 +1,10 @@
-//! The messages by which a source reports to the model.
+//! What sources send. There are two: the API server (`kubernetes`) and a folder of files
+//! (`manifests`).
+//!
+//! A source sends [`Update`]s over one bounded channel, in the order in which it learned of them. A
+//! list is sent as one `Replace…`, so that the model can tell what vanished while nobody was
+//! looking. An object that stops being served, because a label or its type changed, is sent as a
+//! deletion.
 
 use std::sync::Arc;
 

@@ -110,7 +110,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::{config::RequestedMode, mode::ChosenMode, source::InvalidObjects};
+    use crate::{config::RequestedMode, kubernetes::convert::invalid::InvalidObjects, mode::ChosenMode};
 
     fn choice(fallback: Option<&str>) -> ModeChoice {
         let mode = if fallback.is_some() { Mode::Iptables } else { Mode::Ebpf };

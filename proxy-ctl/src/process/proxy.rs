@@ -29,11 +29,11 @@ use crate::{
         self, HealthPages, Pages,
         report::{Health, HealthChecks, Heartbeats, Metrics, ModeChoice, ModeInForce, SharedHealth},
     },
+    kubernetes::SourceState,
     mode::Mode,
     model::{Update, objects::ObjectName},
     modes::{HookProblems, NodeNetwork},
     node::{self, OwnNode},
-    source::kubernetes::SourceState,
 };
 
 /// The most updates that wait between the watchers and the dataplane's thread. When there are as

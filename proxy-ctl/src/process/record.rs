@@ -19,9 +19,9 @@ use crate::{
     config::{Config, Keyword as _},
     controller::Coverage,
     http::report::{ModeChoice, ModeInForce},
+    kubernetes::{ResourceKind, SourceState},
     model::objects::ObjectName,
     modes::{Effect, HookProblems, NodeNetwork, Role},
-    source::kubernetes::{ResourceKind, SourceState},
     sys::process::stat,
 };
 

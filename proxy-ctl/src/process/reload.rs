@@ -181,9 +181,9 @@ mod tests {
     use super::*;
     use crate::{
         config::RequestedMode,
+        kubernetes::convert::invalid::InvalidObjects,
         mode::{ChosenMode, Mode},
         modes::Modes,
-        source::InvalidObjects,
     };
 
     /// A proxy whose configuration file has `oomScoreAdj` and `conntrack`, and the kernel's file of

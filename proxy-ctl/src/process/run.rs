@@ -23,10 +23,10 @@ use crate::{
     config::{CommandLine, Config},
     events::Recorder,
     http::{BindError, report::ModeChoice},
+    kubernetes::SourceState,
     log,
     mode::Mode,
     modes,
-    source::kubernetes::SourceState,
     sys::limits,
 };
 

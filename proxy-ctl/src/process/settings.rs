@@ -12,8 +12,8 @@ use crate::{
         ALLOW_SERVICE_EXTERNAL_IPS, CommandLine, Config, Effective, FIELDS, Field, WATCH_LIST_CLIENT,
         is_gone_gate,
     },
+    kubernetes::{self, ConfigError, Kubernetes, SourceState},
     mode::Mode,
-    source::kubernetes::{self, ConfigError, Kubernetes, SourceState},
 };
 
 /// Everything that the user has asked for.

@@ -11,13 +11,10 @@ use crate::{
     config::Config,
     events::Recorder,
     http::report::{Metrics, ModeInForce},
+    kubernetes::{Kubernetes, SourceState, convert::invalid::InvalidField},
+    manifests::Manifests,
     model::Update,
     modes,
-    source::{
-        InvalidField,
-        kubernetes::{Kubernetes, SourceState},
-        manifests::Manifests,
-    },
 };
 
 pub(super) enum Source {

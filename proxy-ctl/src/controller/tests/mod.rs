@@ -15,6 +15,7 @@ use crate::{
     cleanup::Remains,
     config::{NamePattern, NodePortAddress},
     http::report::{Health, HealthCheckAddresses, ModeFamilies as _},
+    kubernetes::convert::invalid::InvalidObjects,
     mode::Mode,
     model::{
         desired::{Changes, DesiredPort, FrontendKind, ServicePortName},
@@ -28,7 +29,6 @@ use crate::{
         Snapshot, Unsupported, Usage,
     },
     node::OwnNode,
-    source::InvalidObjects,
 };
 
 mod log;

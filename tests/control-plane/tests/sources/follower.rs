@@ -11,11 +11,11 @@ use std::{
 use anyhow::{Context, Result, bail};
 use control_plane::Identity;
 use proxy_ctl::{
+    kubernetes::{Api, Config, Kubernetes, SourceState},
     model::{
         Model, Update,
         desired::{Frontend, FrontendKind},
     },
-    source::kubernetes::{Api, Config, Kubernetes, SourceState},
 };
 use tokio::{
     sync::{mpsc, watch},

@@ -1,6 +1,6 @@
 // Writes objects in JSON and in protobuf with Kubernetes' own serializers, every field set that proxy-ctl reads:
 //
-//	go run ./cmd/encodings ../../proxy-ctl/src/source/kubernetes/recorded
+//	go run ./cmd/encodings ../../proxy-ctl/src/kubernetes/recorded
 package main
 
 import (

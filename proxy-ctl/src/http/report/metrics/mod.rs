@@ -29,7 +29,7 @@ use self::{
     kube_proxy::KubeProxyMetrics, kubernetes::ComponentInfo, mode::ModeMetrics, own::ProxyMetrics,
     process::Process,
 };
-use crate::{modes::MetricFamily, source::InvalidObjects};
+use crate::{kubernetes::convert::invalid::InvalidObjects, modes::MetricFamily};
 
 type Label = (&'static str, &'static str);
 type ByIpFamily<M> = Family<[Label; 1], M, fn() -> M>;

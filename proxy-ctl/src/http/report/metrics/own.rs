@@ -15,9 +15,9 @@ use prometheus_client::{
 use super::{Label, Seconds};
 use crate::{
     config::{Keyword as _, RequestedMode},
+    kubernetes::convert::invalid::InvalidObjects,
     mode::ChosenMode,
     modes::{Applied, Unsupported},
-    source::InvalidObjects,
     version,
 };
 

@@ -15,7 +15,7 @@ use kube::{
 };
 use proxy_ctl::{
     events::{Event, Outcome, Recorder, Type},
-    source::kubernetes::{ListMethod, ResourceKind, Verb, failure::FailureReason},
+    kubernetes::{ListMethod, ResourceKind, Verb, failure::FailureReason},
 };
 use serde_json::{Value, json};
 use tokio::time::{sleep, timeout};

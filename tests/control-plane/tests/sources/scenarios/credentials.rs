@@ -2,7 +2,7 @@
 
 use anyhow::{Result, ensure};
 use control_plane::PROXY;
-use proxy_ctl::source::kubernetes::failure::FailureReason;
+use proxy_ctl::kubernetes::failure::FailureReason;
 
 use crate::{follower::Follower, world::World};
 

@@ -9,8 +9,8 @@ use anyhow::{Context as _, Result, ensure};
 use control_plane::{PROXY, objects::Bulk};
 use proxy_ctl::{
     config::Encoding,
+    kubernetes::{Config, ListMethod, ResourceKind, failure::FailureReason},
     model::Update,
-    source::kubernetes::{Config, ListMethod, ResourceKind, failure::FailureReason},
 };
 use serde_json::json;
 

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Result, ensure};
-use proxy_ctl::source::kubernetes::{ListMethod, ResourceKind, failure::FailureReason};
+use proxy_ctl::kubernetes::{ListMethod, ResourceKind, failure::FailureReason};
 use serde_json::json;
 
 use crate::{fake::Fake, follower::Follower, world::World};

@@ -10,7 +10,6 @@ pub mod http;
 pub mod kubernetes;
 pub mod log;
 pub mod manifests;
-pub mod mode;
 pub mod model;
 pub mod modes;
 pub mod names;

@@ -5,7 +5,7 @@
 //! and KUBE-FIREWALL of the table filter. kube-proxy makes the last one too, but does not remove
 //! it.
 
-use crate::mode::Mode;
+use crate::model::mode::Mode;
 
 /// The tables of iptables in which kube-proxy has chains.
 pub const IPTABLES: [&str; 3] = ["filter", "nat", "mangle"];

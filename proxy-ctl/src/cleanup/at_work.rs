@@ -6,7 +6,7 @@
 
 use super::Error;
 use crate::{
-    mode::Mode,
+    model::mode::Mode,
     sys::namespace_lock::{NamespaceAttempt, NamespaceLock},
 };
 

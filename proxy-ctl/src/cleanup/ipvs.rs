@@ -310,7 +310,7 @@ mod tests {
         *,
     };
     use crate::{
-        mode::Mode,
+        model::mode::Mode,
         sys::{
             ipset::{Member, SetKind},
             ipvs::tests::{forgotten, of_own_namespace, serve},

@@ -10,7 +10,7 @@ use super::{
     plan::{self, Chain, Plan, Rule},
 };
 use crate::{
-    mode::Mode,
+    model::mode::Mode,
     names::{self, Scope},
     sys::{
         nftables::TableFamily,

@@ -32,7 +32,7 @@ use self::{
     plan::{Plan, RetainReason},
 };
 use crate::{
-    mode::Mode,
+    model::mode::Mode,
     names::{self, Scope},
     sys::{CallError, lock::Holder, nftables::TableFamily, xtables::ToolError},
 };

@@ -16,7 +16,7 @@ use super::{
     plan::{self, Chain, Plan, Rule},
 };
 use crate::{
-    mode::Mode,
+    model::mode::Mode,
     names::{self, Scope},
     sys::{
         CallError,

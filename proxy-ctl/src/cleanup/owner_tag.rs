@@ -3,7 +3,7 @@
 
 use super::{Error, PendingRemoval};
 use crate::{
-    mode::Mode,
+    model::mode::Mode,
     names::{self, Mark},
     sys::{
         nftables::{NfTables, TableFamily},

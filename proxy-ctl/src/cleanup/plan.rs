@@ -190,7 +190,7 @@ fn reachable<'a, R>(chain: &'a str, rules: &'a [Rule<R>]) -> Vec<&'a Rule<R>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::mode::Mode;
+    use crate::model::mode::Mode;
 
     fn chains(names: &[&str]) -> Vec<Chain> {
         let base = |name: &str| matches!(name, "PREROUTING" | "POSTROUTING" | "OUTPUT" | "FORWARD" | "INPUT");

@@ -3,7 +3,7 @@
 use ipnet::IpNet;
 
 use super::{Error, Leftovers, PendingRemoval, Purpose, Retained};
-use crate::mode::Mode;
+use crate::model::mode::Mode;
 
 /// The state between attempts. Each attempt continues with what the one before has left.
 #[derive(Debug)]

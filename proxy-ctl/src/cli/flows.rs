@@ -18,8 +18,7 @@ use super::{
 };
 use crate::{
     config::duration,
-    mode::Mode,
-    model::desired::ServicePortName,
+    model::{desired::ServicePortName, mode::Mode},
     modes::{FlowQuery, FlowSnapshot, FlowState},
 };
 

@@ -19,7 +19,7 @@ use super::{
 use crate::{
     cleanup,
     config::{CommandLine, Config, Effective, Keyword as _, RequestedMode, Xdp},
-    mode::{self, ChosenMode, Probe, Refusal, Requirement},
+    model::mode::{self, ChosenMode, Probe, Refusal, Requirement},
     modes, node,
     process::record::Record,
 };

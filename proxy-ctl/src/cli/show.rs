@@ -22,9 +22,9 @@ use super::{
 use crate::{
     cleanup,
     config::{Config, Encapsulation},
-    mode::Mode,
     model::{
         desired::ServicePortName,
+        mode::Mode,
         objects::{Forwarding, Protocol, TrafficPolicy},
     },
     modes::{

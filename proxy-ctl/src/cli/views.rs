@@ -17,8 +17,10 @@ use super::{
 use crate::{
     cleanup::{Found, Part},
     config::{Encapsulation, Keyword, duration},
-    mode::Mode,
-    model::objects::{Algorithm, Forwarding},
+    model::{
+        mode::Mode,
+        objects::{Algorithm, Forwarding},
+    },
     modes::{OtherProgram, ReasonUsage, TableUsage},
     process::record::{InterfaceRecord, Record, SourceRecord, UnsupportedField},
 };

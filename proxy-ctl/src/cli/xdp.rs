@@ -8,12 +8,10 @@ use serde::Serialize;
 use super::table::table;
 use crate::{
     config::{Keyword as _, Xdp},
-    modes::{
-        Interface, NodeNetwork, Role,
-        ebpf::hooks::xdp::{
-            choice::{choose, word},
-            redirect::{Takes, takes},
-        },
+    model::node::{Interface, NodeNetwork, Role},
+    modes::ebpf::hooks::xdp::{
+        choice::{choose, word},
+        redirect::{Takes, takes},
     },
     process::record,
     sys::{

@@ -7,9 +7,9 @@ pub use proxy_common::inventory::Limits;
 use serde::{Deserialize, Serialize};
 
 use super::{Config, Keyword};
-use crate::{
-    model::objects::{Algorithm, Forwarding, NodeForwarding},
-    modes::Role,
+use crate::model::{
+    node::Role,
+    objects::{Algorithm, Forwarding, NodeForwarding},
 };
 
 /// The processes whose connections the socket hooks translate.

@@ -7,8 +7,10 @@ use ipnet::IpNet;
 
 use crate::{
     config::{Config, LocalMode, PortRange, RequestedMode},
-    model::objects::Node,
-    modes::{Host, LocalTraffic, NodeNetwork},
+    model::{
+        node::{Host, LocalTraffic, NodeNetwork},
+        objects::Node,
+    },
     node::NodeIps,
 };
 

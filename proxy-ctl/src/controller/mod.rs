@@ -32,12 +32,13 @@ pub use self::{
 use crate::{
     config::{ALLOW_SERVICE_EXTERNAL_IPS, Config},
     http::report::{HealthChecks, Heartbeats, Metrics, ModeInForce, Moment, SharedHealth},
-    mode::Mode,
     model::{
         Model, Update,
+        mode::Mode,
+        node::NodeNetwork,
         objects::{IpFamily, Node, NodeForwarding},
     },
-    modes::{Dataplane, Error, HookProblems, MetricFamily, NodeNetwork},
+    modes::{Dataplane, Error, HookProblems, MetricFamily},
     node::OwnNode,
 };
 

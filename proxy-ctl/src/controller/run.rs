@@ -14,8 +14,8 @@ use super::{Controller, ModeOpener};
 use crate::{
     config::Config,
     http::report::{ModeChoice, ModeFamilies, ModeInForce},
-    model::Update,
-    modes::{Dataplane, Error, MetricFamily, Modes, NodeNetwork},
+    model::{Update, node::NodeNetwork},
+    modes::{Dataplane, Error, MetricFamily, Modes},
 };
 
 /// The pause between two removals of expired flows.

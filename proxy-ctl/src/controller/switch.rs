@@ -11,8 +11,10 @@ use crate::{
     cleanup::Remains,
     config::Config,
     http::report::ModeInForce,
-    mode::Mode,
-    model::desired::{Changes, DesiredPort},
+    model::{
+        desired::{Changes, DesiredPort},
+        mode::Mode,
+    },
     modes::{self, Dataplane, Effect, Error, Modes},
 };
 

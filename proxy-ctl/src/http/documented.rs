@@ -14,9 +14,9 @@ use crate::{
     events::Recorder,
     http::report::{Metrics, SyncKind},
     kubernetes::SourceState,
-    mode::{ChosenMode, Mode},
     model::{
         desired::ServicePortName,
+        mode::{ChosenMode, Mode},
         objects::{self, ObjectName},
     },
     modes::{self, Effect, Unsupported},

@@ -21,8 +21,10 @@ use crate::{
         convert::invalid::InvalidObjects,
         failure::{Failure, FailureReason},
     },
-    mode::Mode,
-    model::objects::{IpFamily, Node},
+    model::{
+        mode::Mode,
+        objects::{IpFamily, Node},
+    },
     modes::{self, Applied, MetricFamily, Modes},
 };
 

@@ -3,12 +3,17 @@
 //!
 //! Sources turn Kubernetes objects into [`objects`] and send [`Update`]s. [`Model`] keeps the
 //! objects and returns [`desired::Changes`]: the service ports whose desired state is now
-//! different. The module has no I/O, no clock and no async code.
+//! different.
+//!
+//! [`node`] has the words for the node itself, and [`mode`] chooses how it is programmed. The module
+//! has no I/O, no clock and no async code.
 
 mod addresses;
 mod claims;
 pub mod desired;
+pub mod mode;
 mod names;
+pub mod node;
 pub mod objects;
 mod resolve;
 mod store;

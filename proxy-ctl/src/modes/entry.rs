@@ -7,7 +7,7 @@ use ipnet::IpNet;
 use super::{Dataplane, Error, Programmed};
 use crate::{
     config::Config,
-    mode::{HostFacts, Probe},
+    model::mode::{HostFacts, Probe},
 };
 
 pub(super) type BoxedProgrammed = Box<dyn Programmed>;

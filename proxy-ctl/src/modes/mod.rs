@@ -10,7 +10,6 @@ pub mod ebpf;
 mod entry;
 mod error;
 mod hand_over;
-mod host;
 pub mod iptables;
 mod ipvs;
 mod metrics;
@@ -27,7 +26,6 @@ mod userspace;
 
 pub use entry::Removed;
 pub use error::{Error, ErrorKind};
-pub use host::{Device, Host, Interface, LocalTraffic, NodeNetwork, Role, RoleReason, Vlan};
 pub use metrics::{Labels, MetricFamily, ServiceUsage};
 pub use registry::{
     Modes, cleanup, controller, load, masquerade_ports, open, open_to_retire, prepare, probe, read,
@@ -42,7 +40,10 @@ pub use traffic::{EventQuery, EventSnapshot, EventStream, FlowQuery, FlowSnapsho
 
 use serde::Serialize;
 
-use crate::model::desired::{Changes, DesiredPort, ServicePortName};
+use crate::model::{
+    desired::{Changes, DesiredPort, ServicePortName},
+    node::Host,
+};
 
 /// Reads what is programmed on the node, by a controller that runs or has ended.
 pub trait Programmed {

@@ -5,7 +5,7 @@ use std::io;
 
 use super::ErrorKind;
 use crate::{
-    mode::Mode,
+    model::mode::Mode,
     sys::{
         lock::Holder,
         namespace_lock::{NamespaceAttempt, NamespaceLock},

@@ -17,7 +17,7 @@ use super::{
 use crate::{
     cleanup::{self, Remains},
     config::{Config, PortRange, SocketLoadBalancing},
-    mode::{HostFacts, Mode, Probe},
+    model::mode::{HostFacts, Mode, Probe},
 };
 
 const fn entry(mode: Mode) -> &'static Entry {
@@ -62,7 +62,7 @@ pub fn prepare(mode: Mode, config: &Config) -> Result<(), Error> {
     (entry(mode).prepare)(config)
 }
 
-/// Returns true if the mode needs [`super::Host::service_cidrs`].
+/// Returns true if the mode needs [`crate::model::node::Host::service_cidrs`].
 pub fn reads_service_cidrs(mode: Mode, config: &Config) -> bool {
     (entry(mode).reads_service_cidrs)(config)
 }

@@ -10,9 +10,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     config::Encapsulation,
-    mode::Mode,
     model::{
         desired::ServicePortName,
+        mode::Mode,
         objects::{Algorithm, Forwarding, Protocol, TrafficPolicy},
     },
 };

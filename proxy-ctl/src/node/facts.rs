@@ -10,7 +10,7 @@ use flate2::read::GzDecoder;
 use nix::unistd::{AccessFlags, access};
 
 use crate::{
-    mode::{Capabilities, HostFacts, IPVS_PARAMETERS, ModuleTexts, Modules, Tool},
+    model::mode::{Capabilities, HostFacts, IPVS_PARAMETERS, ModuleTexts, Modules, Tool},
     sys::{has_ipv6, ipset::IpSets},
 };
 

@@ -1,7 +1,7 @@
 //! Decides which interfaces get packet programs, and in which role. This module has no side
 //! effects.
 
-use crate::modes::{Role, RoleReason};
+use crate::model::node::{Role, RoleReason};
 
 /// The properties of an interface that decide its role.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

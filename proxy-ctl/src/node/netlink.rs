@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{
     config::Config,
-    modes::NodeNetwork,
+    model::node::NodeNetwork,
     sys::{
         CallError,
         netlink::{Messages, NLM_F_DUMP, NetlinkSocket},

@@ -17,7 +17,7 @@ use netlink_packet_route::{
 use super::interfaces::{LinkFacts, LinkKind, Master, role};
 use crate::{
     config::Interfaces,
-    modes::{Device, Interface, NodeNetwork, Role, Vlan},
+    model::node::{Device, Interface, NodeNetwork, Role, Vlan},
     names::IPVS_DEVICE,
 };
 

@@ -13,8 +13,7 @@ use crate::{
     controller::Coverage,
     events::Recorder,
     http::report::{HealthChecks, Metrics, ModeInForce},
-    mode::Mode,
-    model::desired::ServicePortName,
+    model::{desired::ServicePortName, mode::Mode},
     modes::{self, Unsupported, netfilter::AcceptedHealthChecks},
     names,
 };

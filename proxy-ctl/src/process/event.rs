@@ -5,8 +5,7 @@ use std::{fmt, io, net::SocketAddr, path::PathBuf};
 
 use crate::{
     events::{Event, Regarding, Type},
-    mode::Mode,
-    model::objects::ObjectName,
+    model::{mode::Mode, objects::ObjectName},
 };
 
 const START: &str = "StartKubeProxy";

@@ -12,7 +12,7 @@ use crate::{
     controller::ModeOpener,
     events::{Event, Recorder},
     http::report::{Metrics, ModeChoice, ModeInForce},
-    mode::{self, Mode, Refusal},
+    model::mode::{self, Mode, Refusal},
     modes::{self, Dataplane, Error, Modes},
     node::facts,
 };
@@ -110,7 +110,9 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::{config::RequestedMode, kubernetes::convert::invalid::InvalidObjects, mode::ChosenMode};
+    use crate::{
+        config::RequestedMode, kubernetes::convert::invalid::InvalidObjects, model::mode::ChosenMode,
+    };
 
     fn choice(fallback: Option<&str>) -> ModeChoice {
         let mode = if fallback.is_some() { Mode::Iptables } else { Mode::Ebpf };

@@ -30,9 +30,8 @@ use crate::{
         report::{Health, HealthChecks, Heartbeats, Metrics, ModeChoice, ModeInForce, SharedHealth},
     },
     kubernetes::SourceState,
-    mode::Mode,
-    model::{Update, objects::ObjectName},
-    modes::{HookProblems, NodeNetwork},
+    model::{Update, mode::Mode, node::NodeNetwork, objects::ObjectName},
+    modes::HookProblems,
     node::{self, OwnNode},
 };
 

@@ -20,8 +20,11 @@ use crate::{
     controller::Coverage,
     http::report::{ModeChoice, ModeInForce},
     kubernetes::{ResourceKind, SourceState},
-    model::objects::ObjectName,
-    modes::{Effect, HookProblems, NodeNetwork, Role},
+    model::{
+        node::{NodeNetwork, Role},
+        objects::ObjectName,
+    },
+    modes::{Effect, HookProblems},
     sys::process::stat,
 };
 

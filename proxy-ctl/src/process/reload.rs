@@ -182,7 +182,7 @@ mod tests {
     use crate::{
         config::RequestedMode,
         kubernetes::convert::invalid::InvalidObjects,
-        mode::{ChosenMode, Mode},
+        model::mode::{ChosenMode, Mode},
         modes::Modes,
     };
 

@@ -25,7 +25,7 @@ use crate::{
     http::{BindError, report::ModeChoice},
     kubernetes::SourceState,
     log,
-    mode::Mode,
+    model::mode::Mode,
     modes,
     sys::limits,
 };

@@ -13,7 +13,7 @@ use crate::{
         is_gone_gate,
     },
     kubernetes::{self, ConfigError, Kubernetes, SourceState},
-    mode::Mode,
+    model::mode::Mode,
 };
 
 /// Everything that the user has asked for.

@@ -9,9 +9,10 @@ use proxy_ctl::{
     config::Encapsulation,
     model::{
         desired::{DesiredPort, Endpoint},
+        node::Host,
         objects::{Algorithm, Forwarding, NodeForwarding},
     },
-    modes::{Applied, Dataplane as _, Effect, Host},
+    modes::{Applied, Dataplane as _, Effect},
     sys::map::Map,
 };
 

@@ -12,8 +12,9 @@ use std::{
 
 use proxy_ctl::{
     config::{Ebpf, SocketLoadBalancing},
+    model::node::{Host, Role},
     modes::{
-        Dataplane, Host, Role,
+        Dataplane,
         ebpf::{EbpfDataplane, view::status::Pinned},
     },
     sys::tc::{self, Direction},

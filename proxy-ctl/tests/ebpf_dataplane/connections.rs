@@ -12,9 +12,10 @@ use proxy_common::{
 use proxy_ctl::{
     model::{
         desired::{DesiredPort, Endpoint},
+        node::Host,
         objects::Algorithm,
     },
-    modes::{Dataplane as _, Host},
+    modes::Dataplane as _,
     sys::{clock, map::Map},
 };
 

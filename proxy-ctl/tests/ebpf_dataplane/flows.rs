@@ -12,7 +12,8 @@ use proxy_common::{
     port::Port,
 };
 use proxy_ctl::{
-    modes::{Dataplane, Host, Programmed as _},
+    model::node::Host,
+    modes::{Dataplane, Programmed as _},
     sys::{clock, map::Map},
 };
 use rstest::rstest;

@@ -18,8 +18,8 @@ use proxy_common::{
 };
 use proxy_ctl::{
     config::Config,
-    mode::Mode,
-    modes::{self, Dataplane as _, Host, Modes, ebpf::EbpfDataplane},
+    model::{mode::Mode, node::Host},
+    modes::{self, Dataplane as _, Modes, ebpf::EbpfDataplane},
     sys::{clock, conntrack::Conntrack},
 };
 

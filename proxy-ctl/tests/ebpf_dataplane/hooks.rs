@@ -23,9 +23,12 @@ use nix::{
 use proxy_common::layout::{INTERFACE_OF_UPLINK, InterfaceSettings, Settings, TAG_CUSTOMER, VlanTag};
 use proxy_ctl::{
     config::{Config, Ebpf, NamePattern, SocketLoadBalancing, Xdp},
-    model::objects::Node,
+    model::{
+        node::{Device, Host, Interface, NodeNetwork, Role, RoleReason, Vlan},
+        objects::Node,
+    },
     modes::{
-        Applied, Dataplane, Device, Hook, Host, Interface, NodeNetwork, Role, RoleReason, Vlan,
+        Applied, Dataplane, Hook,
         ebpf::{EbpfDataplane, Error, cleanup::cleanup, view::status::Pinned},
     },
     node::{self, OwnNode},

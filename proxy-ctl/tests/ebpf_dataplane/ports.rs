@@ -2,7 +2,10 @@
 
 use std::fs;
 
-use proxy_ctl::modes::{Applied, Dataplane, Host};
+use proxy_ctl::{
+    model::node::Host,
+    modes::{Applied, Dataplane},
+};
 
 use super::sandbox::{Sandbox, TakeHost as _};
 

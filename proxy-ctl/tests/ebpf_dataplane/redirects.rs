@@ -10,7 +10,8 @@ use aya_obj::generated::bpf_attach_type;
 use proxy_common::layout::{IN_FRAGMENTS, LinkAddress, RedirectTarget};
 use proxy_ctl::{
     config::{self, Ebpf},
-    modes::{Dataplane as _, Host, Role, ebpf::EbpfDataplane},
+    model::node::{Host, Role},
+    modes::{Dataplane as _, ebpf::EbpfDataplane},
     sys::{
         bpf::{self, XdpMode},
         device,

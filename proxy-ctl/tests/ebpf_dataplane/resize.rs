@@ -13,8 +13,8 @@ use proxy_common::{
 };
 use proxy_ctl::{
     config::Limits,
-    model::desired::DesiredPort,
-    modes::{Applied, Dataplane as _, Programmed as _, Role, ebpf::EbpfDataplane},
+    model::{desired::DesiredPort, node::Role},
+    modes::{Applied, Dataplane as _, Programmed as _, ebpf::EbpfDataplane},
     sys::{
         bpf::{self, MapInfo},
         clock,

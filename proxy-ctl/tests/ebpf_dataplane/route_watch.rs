@@ -9,7 +9,8 @@ use std::{
 use proxy_common::layout::RouteEpoch;
 use proxy_ctl::{
     config::{Ebpf, Xdp},
-    modes::{Role, ebpf::EbpfDataplane},
+    model::node::Role,
+    modes::ebpf::EbpfDataplane,
     sys::map::Map,
 };
 

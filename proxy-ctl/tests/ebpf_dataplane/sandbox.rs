@@ -17,8 +17,9 @@ use nix::sched::{CloneFlags, unshare};
 use proxy_common::layout::LAYOUT_VERSION;
 use proxy_ctl::{
     config::{Ebpf, Limits},
+    model::node::Host,
     modes::{
-        self, Applied, Dataplane, Host, Programmed as _, Snapshot,
+        self, Applied, Dataplane, Programmed as _, Snapshot,
         ebpf::{EbpfDataplane, cleanup::cleanup, view::status::Pinned},
     },
     sys::{bpf, filesystem, map::Map, socket_storage},

@@ -7,9 +7,10 @@ use proxy_common::layout::{PrefixKey, SourceRange};
 use proxy_ctl::{
     model::{
         desired::{DesiredPort, Endpoint, Frontend, FrontendKind},
+        node::Host,
         objects::Algorithm,
     },
-    modes::{Applied, Dataplane as _, Host, Programmed as _},
+    modes::{Applied, Dataplane as _, Programmed as _},
     sys::map::Map,
 };
 

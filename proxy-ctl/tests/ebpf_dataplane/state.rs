@@ -11,10 +11,11 @@ use proxy_ctl::{
     config::Limits,
     model::{
         desired::{Changes, DesiredPort},
+        node::Host,
         objects::Protocol,
     },
     modes::{
-        Applied, Dataplane, FrontendSnapshot, Host, Programmed as _, TableUsage,
+        Applied, Dataplane, FrontendSnapshot, Programmed as _, TableUsage,
         ebpf::{EbpfDataplane, Error, cleanup::cleanup, view::status::Pinned},
     },
     sys::{bpf::writing_calls, lock::Holder},

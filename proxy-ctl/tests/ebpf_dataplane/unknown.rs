@@ -12,8 +12,11 @@ use proxy_common::{
     layout::{FLOW_OF_NETFILTER, FRONTEND_ADDRESS_WORDS, Flow, FlowKey, Lease, Settings},
 };
 use proxy_ctl::{
-    model::desired::{Changes, DesiredPort},
-    modes::{Dataplane, Host, Role, ebpf::EbpfDataplane},
+    model::{
+        desired::{Changes, DesiredPort},
+        node::{Host, Role},
+    },
+    modes::{Dataplane, ebpf::EbpfDataplane},
     sys::clock,
 };
 use rstest::rstest;

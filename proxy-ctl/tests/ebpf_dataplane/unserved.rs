@@ -6,8 +6,11 @@ use std::{collections::BTreeSet, net::Ipv4Addr, sync::Arc};
 use proxy_common::layout::{Frontend, FrontendKey, PrefixKey};
 use proxy_ctl::{
     config::{Limits, UnallocatedServiceAddresses},
-    model::desired::{self, Changes, DesiredPort, FrontendKind},
-    modes::{Applied, Dataplane as _, Host, Programmed as _, ebpf::EbpfDataplane},
+    model::{
+        desired::{self, Changes, DesiredPort, FrontendKind},
+        node::Host,
+    },
+    modes::{Applied, Dataplane as _, Programmed as _, ebpf::EbpfDataplane},
     sys::map::Map,
 };
 

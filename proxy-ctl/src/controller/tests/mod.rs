@@ -16,17 +16,18 @@ use crate::{
     config::{NamePattern, NodePortAddress},
     http::report::{Health, HealthCheckAddresses, ModeFamilies as _},
     kubernetes::convert::invalid::InvalidObjects,
-    mode::Mode,
     model::{
         desired::{Changes, DesiredPort, FrontendKind, ServicePortName},
+        mode::Mode,
+        node::{Device, Host, Interface},
         objects::{
             EndpointSlice, Node, ObjectName, Protocol, Service, ServiceCidr, ServicePort, TrafficPolicy,
         },
         test_support::{self, ip, remote},
     },
     modes::{
-        Applied, Device, Effect, ErrorKind, HookProblems, Host, Interface, Modes, PacketPrograms, Programmed,
-        Snapshot, Unsupported, Usage,
+        Applied, Effect, ErrorKind, HookProblems, Modes, PacketPrograms, Programmed, Snapshot, Unsupported,
+        Usage,
     },
     node::OwnNode,
 };

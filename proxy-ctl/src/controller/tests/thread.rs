@@ -10,7 +10,7 @@ use crate::{
     config::RequestedMode,
     controller::run::Ended,
     http::report::{ModeChoice, Moment},
-    mode::{ChosenMode, Mode},
+    model::mode::{ChosenMode, Mode},
     modes::Modes,
 };
 

@@ -1,7 +1,7 @@
 //! The mode that results from the configuration, and the active mode.
 
 use crate::{
-    mode::{ChosenMode, Mode},
+    model::mode::{ChosenMode, Mode},
     modes::Modes,
 };
 

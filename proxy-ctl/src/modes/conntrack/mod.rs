@@ -29,10 +29,11 @@ use nix::sys::socket::AddressFamily;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 pub(super) use self::stale_flows::{Repliers, StaleFlows};
-use super::{Applied, Dataplane, Error, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage};
+use super::{Applied, Dataplane, Error, MetricFamily, Programmed, Snapshot, Unsupported, Usage};
 use crate::{
     model::{
         desired::{Changes, DesiredPort, ServicePortName},
+        node::Host,
         objects::{IpFamily, Protocol},
     },
     sys::{CallError, conntrack::Conntrack},

@@ -19,11 +19,12 @@ use nix::sys::socket::AddressFamily;
 use crate::{
     model::{
         desired::{Changes, DesiredPort, Frontend, FrontendKind, ServicePortName},
+        node::Host,
         objects::Protocol,
     },
     modes::{
-        Applied, Dataplane, Effect, Error, EventQuery, EventStream, FlowQuery, FlowSnapshot, Host,
-        MetricFamily, Programmed, Snapshot, Unsupported, Usage, port_set::PortSet, supports,
+        Applied, Dataplane, Effect, Error, EventQuery, EventStream, FlowQuery, FlowSnapshot, MetricFamily,
+        Programmed, Snapshot, Unsupported, Usage, port_set::PortSet, supports,
     },
     sys::{
         CallError,

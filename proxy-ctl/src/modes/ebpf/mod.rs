@@ -69,8 +69,7 @@ use self::{
     view::status::{Pinned, Reader},
 };
 use super::{
-    Applied, Dataplane, HookProblems, Host, Interface, LocalTraffic, MetricFamily, PacketPrograms,
-    Programmed, Role, Snapshot, Unsupported, Usage,
+    Applied, Dataplane, HookProblems, MetricFamily, PacketPrograms, Programmed, Snapshot, Unsupported, Usage,
     entry::{Entry, TrackedFlows},
     source_ports::SourcePorts,
 };
@@ -78,6 +77,7 @@ use crate::{
     config::{Ebpf, SocketLoadBalancing},
     model::{
         desired::{Changes, DesiredPort, ServicePortName},
+        node::{Host, Interface, LocalTraffic, Role},
         objects::Algorithm,
     },
     sys::{

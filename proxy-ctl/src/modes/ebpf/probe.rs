@@ -10,7 +10,7 @@ use aya::{
 use super::connections::stale_sockets;
 use crate::{
     config::{Config, Ebpf, SocketLoadBalancing, SourceAddress},
-    mode::{Capabilities, HostFacts, KernelVersion, Mode, Probe, Requirement},
+    model::mode::{Capabilities, HostFacts, KernelVersion, Mode, Probe, Requirement},
     sys::filesystem,
 };
 
@@ -290,7 +290,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::mode::{ModuleTexts, Modules};
+    use crate::model::mode::{ModuleTexts, Modules};
 
     const ALL: Capabilities =
         Capabilities { sys_admin: false, bpf: true, perfmon: true, net_admin: true, setgid: false };

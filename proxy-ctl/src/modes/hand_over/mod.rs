@@ -20,12 +20,13 @@ use std::{
 use rustc_hash::FxHashSet;
 
 use super::{
-    Applied, Dataplane, Effect, Error, HookProblems, Host, MetricFamily, PacketPrograms, Programmed,
-    Snapshot, Unsupported, Usage, port_set::PortSet, servable,
+    Applied, Dataplane, Effect, Error, HookProblems, MetricFamily, PacketPrograms, Programmed, Snapshot,
+    Unsupported, Usage, port_set::PortSet, servable,
 };
-use crate::{
+use crate::model::{
+    desired::{Changes, DesiredPort, Frontend, FrontendKind, ServicePortName},
     mode::Mode,
-    model::desired::{Changes, DesiredPort, Frontend, FrontendKind, ServicePortName},
+    node::Host,
 };
 
 /// Opens and removes the secondary mode.

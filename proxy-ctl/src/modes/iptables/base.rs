@@ -5,12 +5,8 @@ use std::net::IpAddr;
 
 use super::names::{self, SharedChain, Table};
 use crate::{
-    mode::Mode,
-    model::objects::IpFamily,
-    modes::{
-        Host,
-        netfilter::{own_rules, rule_text},
-    },
+    model::{mode::Mode, node::Host, objects::IpFamily},
+    modes::netfilter::{own_rules, rule_text},
     names::INVALID_DROPPED,
 };
 

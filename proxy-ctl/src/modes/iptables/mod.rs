@@ -17,17 +17,17 @@ use self::{
     writer::Writer,
 };
 use super::{
-    Applied, Dataplane, Host, MetricFamily, NodeSnapshot, Programmed, Snapshot, TableUsage, Unsupported,
-    Usage,
+    Applied, Dataplane, MetricFamily, NodeSnapshot, Programmed, Snapshot, TableUsage, Unsupported, Usage,
     entry::{BoxedProgrammed, Entry, TrackedFlows},
     mode_lock::lock,
     netfilter::{chains::can_translate, own_rules},
 };
 use crate::{
     cleanup,
-    mode::Mode,
     model::{
         desired::{Changes, DesiredPort},
+        mode::Mode,
+        node::Host,
         objects::IpFamily,
     },
     names::{INVALID_DROPPED, LOCALHOST_ACCEPTED, PACKET_COUNTERS},

@@ -3,7 +3,7 @@
 use super::trial;
 use crate::{
     config::Config,
-    mode::{HostFacts, Mode, Probe, Requirement},
+    model::mode::{HostFacts, Mode, Probe, Requirement},
     modes::netfilter::requirements::{iptables, net_admin, unserved_family},
     sys::xtables::{self, ChosenBackend},
 };
@@ -51,7 +51,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::{config::NodePortAddress, mode::recorded::Host};
+    use crate::{config::NodePortAddress, model::mode::recorded::Host};
 
     fn told(host: &Host, change: fn(&mut HostFacts)) -> (Vec<String>, Vec<String>) {
         let mut facts = host.facts();

@@ -15,12 +15,10 @@ use super::{
 use crate::{
     model::{
         desired::{DesiredPort, Endpoint, Frontend, FrontendKind},
+        node::Host,
         objects::{IpFamily, TrafficPolicy},
     },
-    modes::{
-        Host,
-        netfilter::{ClientPolicy, EndpointSet, Masquerade, Outcome, PortPolicy, rule_text},
-    },
+    modes::netfilter::{ClientPolicy, EndpointSet, Masquerade, Outcome, PortPolicy, rule_text},
     names::LOCALHOST_ACCEPTED,
 };
 

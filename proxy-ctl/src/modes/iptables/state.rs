@@ -8,7 +8,7 @@ use super::{
     rules::OwnChain,
 };
 use crate::{
-    mode::Mode,
+    model::mode::Mode,
     names::writes,
     sys::xtables::saved::{SavedLine, digest},
 };

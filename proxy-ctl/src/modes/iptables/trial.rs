@@ -17,12 +17,12 @@ use super::{
     state::State,
 };
 use crate::{
-    mode::Requirement,
     model::{
         desired::{DesiredPort, Endpoint, Endpoints, Frontend, FrontendKind, ServicePortName},
+        mode::Requirement,
+        node::{Host, LocalTraffic},
         objects::{IpFamily, ObjectName, Protocol, TrafficPolicy},
     },
-    modes::{Host, LocalTraffic},
     sys::xtables::{Backend, ToolError, Tools},
 };
 

@@ -20,9 +20,10 @@ use super::{
 use crate::{
     model::{
         desired::{Changes, DesiredPort, ServicePortName},
+        node::Host,
         objects::IpFamily,
     },
-    modes::{Applied, Host},
+    modes::Applied,
     sys::{
         nftables::{NfTables, TableFamily},
         xtables::{self, Backend, ToolError, Tools},

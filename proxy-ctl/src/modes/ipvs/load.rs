@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use super::probe::modules;
 use crate::{
     config::Config,
-    mode::HostFacts,
+    model::mode::HostFacts,
     node::modprobe::{Modprobe, modprobe},
     sys::ipvs::Ipvs,
 };

@@ -27,7 +27,7 @@ use self::{
     state::{Change, KernelObjects, Key, Wanted},
 };
 use super::{
-    Applied, Dataplane, Host, MetricFamily, Programmed, Snapshot, TableUsage, Unsupported, Usage,
+    Applied, Dataplane, MetricFamily, Programmed, Snapshot, TableUsage, Unsupported, Usage,
     entry::{Entry, TrackedFlows},
     mode_lock::lock,
     netfilter::{chains::FamilyChains, metrics, own_rules},
@@ -35,9 +35,10 @@ use super::{
 use crate::{
     cleanup,
     config::{self, Config, RequestedMode},
-    mode::{HostFacts, Mode, Probe, Requirement},
     model::{
         desired::{Changes, DesiredPort, ServicePortName},
+        mode::{HostFacts, Mode, Probe, Requirement},
+        node::Host,
         objects::IpFamily,
     },
     names::IPVS_DEVICE,

@@ -4,7 +4,7 @@
 use super::parameters::wanted;
 use crate::{
     config::Config,
-    mode::{HostFacts, KernelModule, KernelVersion, Mode, Probe, Requirement},
+    model::mode::{HostFacts, KernelModule, KernelVersion, Mode, Probe, Requirement},
     modes::netfilter::requirements::{iptables, net_admin, unserved_family},
 };
 
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
     use crate::{
         config::RequestedMode,
-        mode::{IPVS_PARAMETERS, choose, recorded::Host},
+        model::mode::{IPVS_PARAMETERS, choose, recorded::Host},
     };
 
     fn obstacles(host: &Host, scheduler: &str) -> Vec<String> {

@@ -5,7 +5,7 @@ use ipnet::IpNet;
 
 use crate::{
     cleanup,
-    mode::Mode,
+    model::mode::Mode,
     modes::{Error, ErrorKind, Removed},
     names::{self, Mark},
 };

@@ -3,12 +3,10 @@
 //! pkg/proxy/iptables/proxier_test.go). Hairpin connections, whose endpoint is the client itself,
 //! are masqueraded in any case.
 
-use crate::{
-    model::{
-        desired::DesiredPort,
-        objects::{IpFamily, TrafficPolicy},
-    },
-    modes::{Host, LocalTraffic},
+use crate::model::{
+    desired::DesiredPort,
+    node::{Host, LocalTraffic},
+    objects::{IpFamily, TrafficPolicy},
 };
 
 /// One of the sets of [`Endpoints`](crate::model::desired::Endpoints).

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::mode::{Backend, HostFacts, KernelModule, Requirement, Tool, Version};
+use crate::model::mode::{Backend, HostFacts, KernelModule, Requirement, Tool, Version};
 
 /// The oldest version of the tools. From it on, `iptables-restore -w` waits for the lock of other
 /// programs.

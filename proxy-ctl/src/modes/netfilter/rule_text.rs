@@ -1,8 +1,8 @@
 //! Rules of iptables that modes iptables and ipvs both write, as iptables-save prints them. Pure.
 
-use crate::{
-    model::objects::IpFamily,
-    modes::{Host, LocalTraffic},
+use crate::model::{
+    node::{Host, LocalTraffic},
+    objects::IpFamily,
 };
 
 /// Returns the fwmark of packets that are to be masqueraded.

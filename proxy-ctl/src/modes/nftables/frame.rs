@@ -15,8 +15,10 @@ use super::{
 };
 use crate::{
     config::PortRange,
-    model::objects::IpFamily,
-    modes::{Host, LocalTraffic},
+    model::{
+        node::{Host, LocalTraffic},
+        objects::IpFamily,
+    },
     sys::nftables::{
         BaseChain, ChainType, Comparison, Datum, Expression, NetfilterHook, Register, SetDefinition, Side,
         Values, Verdict, user_data,

@@ -28,14 +28,15 @@ use std::{sync::Arc, time::Duration};
 pub use self::error::{Error, RefusedPorts};
 use self::{frame::Context, snapshot::Pinned, table::FamilyTable};
 use super::{
-    Applied, Dataplane, Host, MetricFamily, Programmed, Removed, Snapshot, TableUsage, Unsupported, Usage,
+    Applied, Dataplane, MetricFamily, Programmed, Removed, Snapshot, TableUsage, Unsupported, Usage,
     entry::{Entry, TrackedFlows},
     mode_lock::lock,
 };
 use crate::{
-    mode::Mode,
     model::{
         desired::{Changes, DesiredPort},
+        mode::Mode,
+        node::Host,
         objects::IpFamily,
     },
     names::NFTABLES_TABLE as TABLE,

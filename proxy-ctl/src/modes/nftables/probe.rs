@@ -3,7 +3,7 @@
 
 use crate::{
     config::Config,
-    mode::{HostFacts, KernelModule, KernelVersion, Mode, Probe, Requirement},
+    model::mode::{HostFacts, KernelModule, KernelVersion, Mode, Probe, Requirement},
     modes::netfilter::requirements::{net_admin, nf_tables},
 };
 
@@ -53,7 +53,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::mode::recorded::Host;
+    use crate::model::mode::recorded::Host;
 
     fn obstacles(facts: &HostFacts) -> Vec<String> {
         probe(&Config::default(), facts).obstacles().map(str::to_owned).collect()

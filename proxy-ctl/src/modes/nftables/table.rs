@@ -113,7 +113,7 @@ impl FamilyTable {
     pub(super) fn new(family: IpFamily) -> Self {
         Self {
             language: Language { family },
-            context: Context::new(family, &crate::modes::Host::default()),
+            context: Context::new(family, &crate::model::node::Host::default()),
             known: false,
             doubtful: false,
             ports: FxHashMap::default(),

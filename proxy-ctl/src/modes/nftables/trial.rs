@@ -12,12 +12,12 @@ use super::{
     slots::Blocks,
 };
 use crate::{
-    mode::Requirement,
     model::{
         desired::{DesiredPort, Endpoint, Endpoints, Frontend, FrontendKind, ServicePortName},
+        mode::Requirement,
+        node::{Host, LocalTraffic},
         objects::{IpFamily, ObjectName, Protocol, TrafficPolicy},
     },
-    modes::{Host, LocalTraffic},
     sys::{CallError, has_ipv6, netlink::Refused, nftables::NfTables},
 };
 

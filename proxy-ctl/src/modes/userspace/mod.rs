@@ -28,16 +28,17 @@ use self::{
     supports::Unlistened,
 };
 use super::{
-    Applied, Dataplane, Error, ErrorKind, Host, MetricFamily, Programmed, Snapshot, Unsupported, Usage,
+    Applied, Dataplane, Error, ErrorKind, MetricFamily, Programmed, Snapshot, Unsupported, Usage,
     entry::{Entry, Removed, TrackedFlows},
     mode_lock::{self, LockError},
     netfilter::own_rules,
 };
 use crate::{
     config::{Config, PortRange},
-    mode::Mode,
     model::{
         desired::{Changes, DesiredPort, Frontend, ServicePortName},
+        mode::Mode,
+        node::Host,
         objects::IpFamily,
     },
     sys::{

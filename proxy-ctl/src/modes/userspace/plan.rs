@@ -9,12 +9,10 @@ use std::{
 use crate::{
     model::{
         desired::{DesiredPort, Frontend, FrontendKind, ServicePortName},
+        node::Host,
         objects::IpFamily,
     },
-    modes::{
-        Host,
-        netfilter::{ClientPolicy, Outcome, PortPolicy},
-    },
+    modes::netfilter::{ClientPolicy, Outcome, PortPolicy},
 };
 
 /// The kind of frontend that clients dial. A listener does not see what was dialled, so each kind

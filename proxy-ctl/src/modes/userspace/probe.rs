@@ -3,7 +3,7 @@
 
 use crate::{
     config::{Config, RequestedMode},
-    mode::{HostFacts, KernelModule, Mode, Probe, Requirement},
+    model::mode::{HostFacts, KernelModule, Mode, Probe, Requirement},
     modes::netfilter::requirements::{iptables, nf_tables},
 };
 
@@ -73,7 +73,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::mode::{Capabilities, recorded::Host};
+    use crate::model::mode::{Capabilities, recorded::Host};
 
     #[rstest]
     fn where_rules_can_lead_clients_to_it_it_serves_all(

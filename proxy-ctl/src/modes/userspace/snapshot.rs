@@ -17,11 +17,12 @@ use super::{NAME, shared::lock};
 use crate::{
     model::{
         desired::{DesiredPort, Endpoint, Frontend, FrontendKind, ServicePortName},
+        node::Host,
         objects::Protocol,
     },
     modes::{
-        BackendSnapshot, EndpointSnapshot, Error, ErrorKind, FrontendSnapshot, Host, NodeSnapshot,
-        Programmed, ServiceSnapshot, Snapshot, Usage, netfilter::EndpointSet,
+        BackendSnapshot, EndpointSnapshot, Error, ErrorKind, FrontendSnapshot, NodeSnapshot, Programmed,
+        ServiceSnapshot, Snapshot, Usage, netfilter::EndpointSet,
     },
     sys::namespace_lock::{self, NamespaceLock},
 };

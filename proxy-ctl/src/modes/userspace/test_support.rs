@@ -2,14 +2,12 @@
 
 use std::sync::Arc;
 
-use crate::{
-    model::{
-        Model,
-        desired::DesiredPort,
-        objects::{EndpointSlice, Service, TrafficPolicy},
-        test_support::{port, remote, service, slice, target},
-    },
-    modes::Host,
+use crate::model::{
+    Model,
+    desired::DesiredPort,
+    node::Host,
+    objects::{EndpointSlice, Service, TrafficPolicy},
+    test_support::{port, remote, service, slice, target},
 };
 
 /// Returns the service port with this `external_policy`. Its endpoints are on another node, each
@@ -48,7 +46,7 @@ pub(super) fn host() -> Host {
     Host {
         node_port_addresses: ["127.0.0.1", "192.0.2.1"].map(|address| address.parse().unwrap()).into(),
         node_ports_everywhere: true,
-        local_traffic: crate::modes::LocalTraffic::FromCidrs(vec!["10.244.0.0/16".parse().unwrap()]),
+        local_traffic: crate::model::node::LocalTraffic::FromCidrs(vec!["10.244.0.0/16".parse().unwrap()]),
         ..Host::default()
     }
 }

@@ -16,7 +16,7 @@ use super::{Label, Seconds};
 use crate::{
     config::{Keyword as _, RequestedMode},
     kubernetes::convert::invalid::InvalidObjects,
-    mode::ChosenMode,
+    model::mode::ChosenMode,
     modes::{Applied, Unsupported},
     version,
 };

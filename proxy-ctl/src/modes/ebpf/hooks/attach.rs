@@ -28,16 +28,14 @@ use super::{
     xdp::attach::{Redirects, Transit},
 };
 use crate::{
-    modes::{
-        Interface, Role,
-        ebpf::{
-            Error,
-            maps::{
-                paths::{Paths, SOCKET_LINK, is_there, make_folder, names, remove_folder},
-                pins::{Ensured, LinkPins},
-            },
-            services::writer::Failures,
+    model::node::{Interface, Role},
+    modes::ebpf::{
+        Error,
+        maps::{
+            paths::{Paths, SOCKET_LINK, is_there, make_folder, names, remove_folder},
+            pins::{Ensured, LinkPins},
         },
+        services::writer::Failures,
     },
     sys::{
         CallError,

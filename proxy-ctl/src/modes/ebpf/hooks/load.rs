@@ -21,14 +21,12 @@ use proxy_common::inventory::{program, table};
 use super::program_log::KernelLog;
 use crate::{
     config::{self, SocketLoadBalancing, SourceAddress, UnallocatedServiceAddresses, Xdp},
-    modes::{
-        Role,
-        ebpf::{
-            Error,
-            maps::{
-                paths::Paths,
-                tables::{Shape, typed},
-            },
+    model::node::Role,
+    modes::ebpf::{
+        Error,
+        maps::{
+            paths::Paths,
+            tables::{Shape, typed},
         },
     },
     sys::{CallError, clock, map::Map, tc::Direction},

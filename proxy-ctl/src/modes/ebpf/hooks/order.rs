@@ -15,7 +15,7 @@ use std::{
 };
 
 use crate::{
-    modes::Interface,
+    model::node::Interface,
     sys::tc::{Direction, tcx_program_ids},
 };
 
@@ -94,7 +94,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::modes::Device;
+    use crate::model::node::Device;
 
     #[rstest]
     #[case::alone(&[7], true)]

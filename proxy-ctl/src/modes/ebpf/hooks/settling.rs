@@ -15,7 +15,7 @@ use std::{
 
 use crate::{
     config::SocketLoadBalancing,
-    modes::{Interface, Role},
+    model::node::{Interface, Role},
 };
 
 /// The pause after the last change of an interface on a node that has not shown the plugin. The
@@ -108,7 +108,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::modes::Device;
+    use crate::model::node::Device;
 
     const SECOND: Duration = Duration::from_secs(1);
 

@@ -20,8 +20,7 @@ use super::*;
 use crate::{
     cleanup,
     config::{Config, NodePortAddress},
-    mode::Mode,
-    model::desired::Changes,
+    model::{desired::Changes, mode::Mode},
     modes::{
         self, Applied, Dataplane, Programmed, Removed,
         iptables::{BE_LIBERAL, ENTRY, IptablesDataplane, ROUTE_LOCALNET},

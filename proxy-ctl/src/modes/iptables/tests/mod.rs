@@ -8,14 +8,12 @@ use super::{
     rules::{PortRules, PortSettings, port_rules},
     state::State,
 };
-use crate::{
-    model::{
-        Model,
-        desired::DesiredPort,
-        objects::{EndpointSlice, IpFamily, Protocol, Service, TrafficPolicy},
-        test_support::{HERE, ip, local, name, port, remote, service, slice, target},
-    },
-    modes::{Host, LocalTraffic},
+use crate::model::{
+    Model,
+    desired::DesiredPort,
+    node::{Host, LocalTraffic},
+    objects::{EndpointSlice, IpFamily, Protocol, Service, TrafficPolicy},
+    test_support::{HERE, ip, local, name, port, remote, service, slice, target},
 };
 
 mod changes;

@@ -19,12 +19,10 @@ use super::sets::{Set, SetRole};
 use crate::{
     model::{
         desired::{DesiredPort, Frontend, FrontendKind},
+        node::Host,
         objects::{IpFamily, Protocol},
     },
-    modes::{
-        Host,
-        netfilter::{EndpointSet, Masquerade, PortPolicy},
-    },
+    modes::netfilter::{EndpointSet, Masquerade, PortPolicy},
     sys::{
         ipset::Member,
         ipvs::{Balancing, VirtualSocket},

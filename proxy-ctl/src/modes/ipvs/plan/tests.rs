@@ -1,13 +1,11 @@
 use rstest::rstest;
 
 use super::*;
-use crate::{
-    model::{
-        Model,
-        objects::{Service, TrafficPolicy},
-        test_support::{HERE, ip, local, remote, service, slice},
-    },
-    modes::LocalTraffic,
+use crate::model::{
+    Model,
+    node::LocalTraffic,
+    objects::{Service, TrafficPolicy},
+    test_support::{HERE, ip, local, remote, service, slice},
 };
 
 const CLUSTER_IP: &str = "10.96.0.1";

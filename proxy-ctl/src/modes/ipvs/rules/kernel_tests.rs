@@ -7,7 +7,8 @@ use rstest::rstest;
 use super::*;
 use crate::{
     config::PortRange,
-    modes::{LocalTraffic, Removed, ipvs::sets::Set, netfilter::chains::FamilyChains},
+    model::node::LocalTraffic,
+    modes::{Removed, ipvs::sets::Set, netfilter::chains::FamilyChains},
     sys::{
         ipvs::{Ipvs, VirtualSocket},
         namespace_lock::{NamespaceAttempt, NamespaceLock},

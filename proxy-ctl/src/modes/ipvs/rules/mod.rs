@@ -6,15 +6,15 @@
 
 use super::sets::{Set, SetRole};
 use crate::{
-    mode::Mode,
-    model::objects::{IpFamily, Protocol},
-    modes::{
-        Host,
-        netfilter::{
-            chains::{Chains, Jump},
-            own_rules,
-            rule_text::{self, masquerade, masquerade_marked},
-        },
+    model::{
+        mode::Mode,
+        node::Host,
+        objects::{IpFamily, Protocol},
+    },
+    modes::netfilter::{
+        chains::{Chains, Jump},
+        own_rules,
+        rule_text::{self, masquerade, masquerade_marked},
     },
     names,
     sys::{ipvs::VirtualSocket, xtables::saved::SavedLine},

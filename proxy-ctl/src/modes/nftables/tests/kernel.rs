@@ -14,10 +14,11 @@ use super::{
 use crate::{
     model::{
         desired::{Changes, DesiredPort},
+        node::Host,
         objects::{Service, TrafficPolicy},
         test_support::{local, remote, service},
     },
-    modes::{Applied, Dataplane, Host, Programmed},
+    modes::{Applied, Dataplane, Programmed},
 };
 
 const NOTHING: Applied = Applied { written: 0, removed: 0 };

@@ -5,14 +5,12 @@ mod rendered;
 
 use std::sync::Arc;
 
-use crate::{
-    model::{
-        Model,
-        desired::DesiredPort,
-        objects::{Endpoint, Service},
-        test_support::{HERE, ip, slice},
-    },
-    modes::{Host, LocalTraffic},
+use crate::model::{
+    Model,
+    desired::DesiredPort,
+    node::{Host, LocalTraffic},
+    objects::{Endpoint, Service},
+    test_support::{HERE, ip, slice},
 };
 
 /// A node that knows its pods, with one address of each family for node ports.

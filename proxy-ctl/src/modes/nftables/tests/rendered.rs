@@ -16,10 +16,10 @@ use super::{
 use crate::{
     config::PortRange,
     model::{
+        node::{Host, LocalTraffic},
         objects::{IpFamily, Service, TrafficPolicy},
         test_support::{ip, remote, service},
     },
-    modes::{Host, LocalTraffic},
     sys::nftables::{Expression, Header, Meta},
 };
 

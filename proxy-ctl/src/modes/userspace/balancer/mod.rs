@@ -12,11 +12,11 @@ use rustc_hash::FxHashSet;
 
 use super::plan::Entrance;
 use crate::{
-    model::desired::DesiredPort,
-    modes::{
-        Host, LocalTraffic,
-        netfilter::{EndpointSet, Outcome, PortPolicy},
+    model::{
+        desired::DesiredPort,
+        node::{Host, LocalTraffic},
     },
+    modes::netfilter::{EndpointSet, Outcome, PortPolicy},
 };
 
 /// The most clients that one service port remembers. A further client then replaces one of them.

@@ -8,9 +8,9 @@ use ipnet::IpNet;
 
 use super::{DIALLING_GROUP, LeadingRules, Leads, RedirectError, Wanted, of_port};
 use crate::{
-    mode::Mode,
     model::{
         desired::FrontendKind,
+        mode::Mode,
         objects::{IpFamily, Protocol},
     },
     modes::netfilter::{

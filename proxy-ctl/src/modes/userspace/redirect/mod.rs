@@ -20,12 +20,10 @@ use self::{iptables::PortalChains, nf_tables::Tables, refusing::RefusingPorts};
 use crate::{
     model::{
         desired::{Frontend, ServicePortName},
+        node::Host,
         objects::{IpFamily, Protocol},
     },
-    modes::{
-        Host,
-        conntrack::{Repliers, StaleFlows},
-    },
+    modes::conntrack::{Repliers, StaleFlows},
     names::USERSPACE_TABLE as TABLE,
     sys::{
         CallError, credentials,

@@ -29,8 +29,9 @@ use proxy_common::{
 };
 use proxy_ctl::{
     config::{Ebpf, Limits, SocketLoadBalancing},
+    model::node::Host,
     modes::{
-        Dataplane as _, Host,
+        Dataplane as _,
         ebpf::{EbpfDataplane, cleanup::cleanup},
     },
     sys::filesystem::provide_bpffs,

@@ -14,19 +14,17 @@ use proxy_common::{
 
 use crate::{
     config::Xdp,
-    modes::{
-        Device, Interface, Role, Vlan,
-        ebpf::{
-            Error,
-            hooks::{
-                load::Programs,
-                xdp::{
-                    choice::{choose, refusal, word},
-                    redirect::{Takes, gives, takes},
-                },
+    model::node::{Device, Interface, Role, Vlan},
+    modes::ebpf::{
+        Error,
+        hooks::{
+            load::Programs,
+            xdp::{
+                choice::{choose, refusal, word},
+                redirect::{Takes, gives, takes},
             },
-            maps::{paths::Paths, pins::LinkPins},
         },
+        maps::{paths::Paths, pins::LinkPins},
     },
     sys::{
         bpf::{self, LinkTarget, XdpMode},

@@ -5,7 +5,7 @@ use std::io;
 
 use crate::{
     config::Xdp,
-    modes::{Device, Interface},
+    model::node::{Device, Interface},
     sys::{
         bpf::XdpMode,
         device::{DeviceFacts, XdpFeatures},
@@ -179,7 +179,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::modes::Vlan;
+    use crate::model::node::Vlan;
 
     fn card() -> Interface {
         Interface::uplink(Device::Card)

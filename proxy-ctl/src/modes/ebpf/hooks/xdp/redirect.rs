@@ -3,7 +3,7 @@
 
 use crate::{
     config::Xdp,
-    modes::{Device, Interface, Role},
+    model::node::{Device, Interface, Role},
     sys::{
         bpf::XdpMode,
         device::{DeviceFacts, XdpFeatures},
@@ -133,7 +133,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::modes::Vlan;
+    use crate::model::node::Vlan;
 
     const SENDS: u64 = XdpFeatures::SENDS.0;
     const CPUS: u32 = 4;

@@ -1,4 +1,5 @@
-//! The node that a dataplane programs.
+//! The node in the words of the model: its interfaces, their roles, and what a mode needs to know
+//! of it.
 
 use std::{collections::BTreeSet, net::IpAddr};
 
@@ -49,7 +50,7 @@ pub struct Host {
     /// Addresses of the pods of this node. Empty if they are not known.
     pub pod_cidrs: Vec<IpNet>,
     /// Ranges from which ClusterIPs are allocated. `None` if they are not known. The API server is
-    /// asked only in modes that read them ([`super::reads_service_cidrs`]).
+    /// asked only in modes that read them ([`crate::modes::reads_service_cidrs`]).
     pub service_cidrs: Option<Vec<IpNet>>,
     /// True if traffic to ClusterIPs is masqueraded whoever sends it.
     pub masquerade_all: bool,

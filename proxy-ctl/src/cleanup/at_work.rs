@@ -7,7 +7,7 @@
 use super::Error;
 use crate::{
     model::mode::Mode,
-    sys::namespace_lock::{NamespaceAttempt, NamespaceLock},
+    sys::net::namespace_lock::{NamespaceAttempt, NamespaceLock},
 };
 
 pub(super) const MODES: [Mode; 4] = [Mode::Nftables, Mode::Iptables, Mode::Ipvs, Mode::Userspace];

@@ -3,7 +3,7 @@
 use super::{Error, Found, Part, PartKind, Removal, Retained, let_go::LettingGo};
 use crate::{
     names::PACKET_COUNTERS,
-    sys::packet_counters::{PacketCounters, RemovedCounter},
+    sys::net::packet_counters::{PacketCounters, RemovedCounter},
 };
 
 const PLACE: &str = "nfacct";

@@ -16,9 +16,11 @@ use crate::{
     names,
     sys::{
         CallError,
-        ipset::{Destroyed, IpSets},
-        ipvs::{Destination, Ipvs, ServerChange, VirtualSocket},
-        link,
+        net::{
+            ipset::{Destroyed, IpSets},
+            ipvs::{Destination, Ipvs, ServerChange, VirtualSocket},
+            link,
+        },
     },
 };
 
@@ -311,7 +313,7 @@ mod tests {
     };
     use crate::{
         model::mode::Mode,
-        sys::{
+        sys::net::{
             ipset::{Member, SetKind},
             ipvs::tests::{forgotten, of_own_namespace, serve},
             namespace_lock::NamespaceLock,

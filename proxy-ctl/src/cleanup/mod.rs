@@ -34,7 +34,7 @@ use self::{
 use crate::{
     model::mode::Mode,
     names::{self, Scope},
-    sys::{CallError, lock::Holder, nftables::TableFamily, xtables::ToolError},
+    sys::{CallError, nftables::TableFamily, proc::lock::Holder, xtables::ToolError},
 };
 
 pub use self::{

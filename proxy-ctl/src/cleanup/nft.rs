@@ -20,7 +20,7 @@ use crate::{
     names::{self, Scope},
     sys::{
         CallError,
-        netlink::Refused,
+        net::netlink::Refused,
         nftables::{Batch, NfTables, TableFamily},
     },
 };

@@ -69,7 +69,7 @@ mod tests {
     use nix::sched::{CloneFlags, unshare};
 
     use super::*;
-    use crate::sys::namespace_lock::{NamespaceAttempt, NamespaceLock};
+    use crate::sys::net::namespace_lock::{NamespaceAttempt, NamespaceLock};
 
     #[test]
     #[ignore = "needs root"]

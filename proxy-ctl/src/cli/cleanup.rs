@@ -12,7 +12,7 @@ use crate::{
     cleanup::{self, PendingRemoval, Purpose},
     modes::{self, Removed},
     process::Record,
-    sys::filesystem,
+    sys::proc::filesystem,
 };
 
 /// Cleans up with the `ipvs.excludeCIDRs` of the controller that runs or ran here.

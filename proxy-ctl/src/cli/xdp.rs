@@ -16,7 +16,7 @@ use crate::{
     process::record,
     sys::{
         bpf::XdpMode,
-        device::{cpus, facts, facts_of_uplink},
+        net::device::{cpus, facts, facts_of_uplink},
     },
 };
 

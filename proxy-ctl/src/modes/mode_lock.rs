@@ -7,8 +7,8 @@ use super::ErrorKind;
 use crate::{
     model::mode::Mode,
     sys::{
-        lock::Holder,
-        namespace_lock::{NamespaceAttempt, NamespaceLock},
+        net::namespace_lock::{NamespaceAttempt, NamespaceLock},
+        proc::lock::Holder,
     },
 };
 

@@ -11,7 +11,7 @@ use nix::unistd::{AccessFlags, access};
 
 use crate::{
     model::mode::{Capabilities, HostFacts, IPVS_PARAMETERS, ModuleTexts, Modules, Tool},
-    sys::{has_ipv6, ipset::IpSets},
+    sys::{has_ipv6, net::ipset::IpSets},
 };
 
 const CAP_SETGID: u32 = 6;

@@ -17,9 +17,11 @@ use crate::{
     model::node::NodeNetwork,
     sys::{
         CallError,
-        netlink::{Messages, NLM_F_DUMP, NetlinkSocket},
-        ready,
-        rtnetlink::{self, ADDRESSES, LINKS, ROUTES, Waiting, not_understood},
+        net::{
+            netlink::{Messages, NLM_F_DUMP, NetlinkSocket},
+            rtnetlink::{self, ADDRESSES, LINKS, ROUTES, Waiting, not_understood},
+        },
+        proc::ready,
     },
 };
 

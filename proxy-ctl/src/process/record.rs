@@ -25,7 +25,7 @@ use crate::{
         objects::ObjectName,
     },
     modes::{Effect, HookProblems},
-    sys::process::stat,
+    sys::proc::process::stat,
 };
 
 const FOLDER: &str = "proxy-ctl";

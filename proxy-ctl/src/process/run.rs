@@ -27,7 +27,7 @@ use crate::{
     log,
     model::mode::Mode,
     modes,
-    sys::limits,
+    sys::proc::limits,
 };
 
 /// The longest wait for the dataplane's thread to finish the call that it is in.

@@ -3,35 +3,9 @@
 use std::{io, path::Path};
 
 pub mod bpf;
-pub mod clock;
-pub mod conntrack;
-pub mod credentials;
-pub mod device;
-pub mod filesystem;
-pub mod generic_netlink;
-pub mod grace;
-pub mod ipset;
-pub mod ipvs;
-pub mod kernel_types;
-pub mod limits;
-pub mod link;
-pub mod lock;
-pub mod machine;
-pub mod map;
-pub mod mmap;
-pub mod namespace;
-pub mod namespace_lock;
-pub mod netlink;
-pub mod network_namespaces;
+pub mod net;
 pub mod nftables;
-pub mod packet_counters;
-pub mod process;
-pub mod ready;
-pub mod rtnetlink;
-pub mod socket_diag;
-pub mod socket_storage;
-pub mod tc;
-pub mod veth;
+pub mod proc;
 pub mod xtables;
 
 /// Returns true if the kernel has IPv6 and was not booted with IPv6 switched off.

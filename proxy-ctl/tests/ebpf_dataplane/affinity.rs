@@ -8,7 +8,7 @@ use proxy_common::layout::{
 use proxy_ctl::{
     model::desired::{Changes, DesiredPort, Endpoint},
     modes::{Dataplane as _, ebpf::EbpfDataplane},
-    sys::{clock, map::Map},
+    sys::{bpf::map::Map, proc::clock},
 };
 
 use super::{

@@ -13,7 +13,7 @@ use proxy_ctl::{
         objects::{Algorithm, Forwarding, NodeForwarding},
     },
     modes::{Applied, Dataplane as _, Effect},
-    sys::map::Map,
+    sys::bpf::map::Map,
 };
 
 use super::{

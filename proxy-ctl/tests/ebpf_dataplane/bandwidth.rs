@@ -17,7 +17,7 @@ use proxy_ctl::{
         Dataplane,
         ebpf::{EbpfDataplane, view::status::Pinned},
     },
-    sys::tc::{self, Direction},
+    sys::net::tc::{self, Direction},
 };
 use rstest::rstest;
 use serde_json::json;

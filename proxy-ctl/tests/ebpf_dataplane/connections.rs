@@ -16,7 +16,7 @@ use proxy_ctl::{
         objects::Algorithm,
     },
     modes::Dataplane as _,
-    sys::{clock, map::Map},
+    sys::{bpf::map::Map, proc::clock},
 };
 
 use super::{

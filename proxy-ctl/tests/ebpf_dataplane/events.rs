@@ -8,7 +8,7 @@ use proxy_ctl::{
         Dataplane as _, EventQuery, EventSnapshot, EventStream, Programmed as _,
         ebpf::{EbpfDataplane, cleanup::cleanup, view::status::Pinned},
     },
-    sys::{clock, map::Map},
+    sys::{bpf::map::Map, proc::clock},
 };
 
 use super::{

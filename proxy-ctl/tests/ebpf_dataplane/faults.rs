@@ -16,7 +16,10 @@ use proxy_ctl::{
         Applied, Dataplane, EndpointSnapshot,
         ebpf::{self, EbpfDataplane},
     },
-    sys::{bpf, clock, map::kind::ARRAY},
+    sys::{
+        bpf::{self, map::kind::ARRAY},
+        proc::clock,
+    },
 };
 use rstest::rstest;
 

@@ -14,7 +14,7 @@ use proxy_common::{
 use proxy_ctl::{
     model::node::Host,
     modes::{Dataplane, Programmed as _},
-    sys::{clock, map::Map},
+    sys::{bpf::map::Map, proc::clock},
 };
 use rstest::rstest;
 

@@ -20,7 +20,7 @@ use proxy_ctl::{
     config::Config,
     model::{mode::Mode, node::Host},
     modes::{self, Dataplane as _, Modes, ebpf::EbpfDataplane},
-    sys::{clock, conntrack::Conntrack},
+    sys::{net::conntrack::Conntrack, proc::clock},
 };
 
 use super::{

@@ -10,8 +10,8 @@ use proxy_ctl::{
     config::Limits,
     model::{desired::Changes, objects::IpFamily},
     modes::Dataplane,
-    sys::{
-        bpf::{self, MapInfo},
+    sys::bpf::{
+        self, MapInfo,
         grace::GracePeriod,
         map::{Map, kind::ARRAY},
     },

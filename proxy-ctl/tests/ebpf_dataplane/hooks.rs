@@ -33,9 +33,8 @@ use proxy_ctl::{
     },
     node::{self, OwnNode},
     sys::{
-        bpf::{self, LinkTarget, XdpMode},
-        map::Map,
-        tc::{self, Direction},
+        bpf::{self, LinkTarget, XdpMode, map::Map},
+        net::tc::{self, Direction},
     },
 };
 use rstest::rstest;

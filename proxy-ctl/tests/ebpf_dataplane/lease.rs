@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use proxy_common::layout::Lease;
-use proxy_ctl::{modes::Dataplane as _, sys::map::Map};
+use proxy_ctl::{modes::Dataplane as _, sys::bpf::map::Map};
 
 use super::{
     desired::{endpoint, port, shared},

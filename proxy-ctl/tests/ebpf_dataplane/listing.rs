@@ -8,7 +8,7 @@ use proxy_ctl::{
     modes::{
         Dataplane as _, FlowQuery, FlowSnapshot, FlowState, Programmed as _, ebpf::view::status::Pinned,
     },
-    sys::{clock, map::Map},
+    sys::{bpf::map::Map, proc::clock},
 };
 
 use super::{

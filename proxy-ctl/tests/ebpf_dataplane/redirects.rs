@@ -13,9 +13,8 @@ use proxy_ctl::{
     model::node::{Host, Role},
     modes::{Dataplane as _, ebpf::EbpfDataplane},
     sys::{
-        bpf::{self, XdpMode},
-        device,
-        map::Map,
+        bpf::{self, XdpMode, map::Map},
+        net::device,
     },
 };
 

@@ -16,10 +16,9 @@ use proxy_ctl::{
     model::{desired::DesiredPort, node::Role},
     modes::{Applied, Dataplane as _, Programmed as _, ebpf::EbpfDataplane},
     sys::{
-        bpf::{self, MapInfo},
-        clock,
-        map::Map,
-        tc,
+        bpf::{self, MapInfo, map::Map},
+        net::tc,
+        proc::clock,
     },
 };
 use rstest::rstest;

@@ -11,7 +11,7 @@ use proxy_ctl::{
     config::{Ebpf, Xdp},
     model::node::Role,
     modes::ebpf::EbpfDataplane,
-    sys::map::Map,
+    sys::bpf::map::Map,
 };
 
 use super::{

@@ -22,7 +22,10 @@ use proxy_ctl::{
         self, Applied, Dataplane, Programmed as _, Snapshot,
         ebpf::{EbpfDataplane, cleanup::cleanup, view::status::Pinned},
     },
-    sys::{bpf, filesystem, map::Map, socket_storage},
+    sys::{
+        bpf::{self, map::Map, socket_storage},
+        proc::filesystem,
+    },
 };
 
 /// Takes over the host as the controller does, once everything is written.

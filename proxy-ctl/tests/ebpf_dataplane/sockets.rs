@@ -21,12 +21,12 @@ use proxy_ctl::{
     },
     modes::{Dataplane, ebpf::EbpfDataplane},
     sys::{
-        bpf,
-        kernel_types::KernelTypes,
-        namespace::socket_cookie,
-        network_namespaces::NetworkNamespace,
-        socket_diag::Transport,
-        socket_storage::{SocketIterators, StorageReader, StoredSocket},
+        bpf::{
+            self,
+            kernel_types::KernelTypes,
+            socket_storage::{SocketIterators, StorageReader, StoredSocket},
+        },
+        net::{namespace::socket_cookie, network_namespaces::NetworkNamespace, socket_diag::Transport},
     },
 };
 

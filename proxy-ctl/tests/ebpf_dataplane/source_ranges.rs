@@ -11,7 +11,7 @@ use proxy_ctl::{
         objects::Algorithm,
     },
     modes::{Applied, Dataplane as _, Programmed as _},
-    sys::map::Map,
+    sys::bpf::map::Map,
 };
 
 use super::{

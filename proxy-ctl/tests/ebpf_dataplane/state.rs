@@ -18,7 +18,7 @@ use proxy_ctl::{
         Applied, Dataplane, FrontendSnapshot, Programmed as _, TableUsage,
         ebpf::{EbpfDataplane, Error, cleanup::cleanup, view::status::Pinned},
     },
-    sys::{bpf::writing_calls, lock::Holder},
+    sys::{bpf::writing_calls, proc::lock::Holder},
 };
 use rstest::rstest;
 use tracing::Level;

@@ -17,7 +17,7 @@ use proxy_ctl::{
         node::{Host, Role},
     },
     modes::{Dataplane, ebpf::EbpfDataplane},
-    sys::clock,
+    sys::proc::clock,
 };
 use rstest::rstest;
 

@@ -11,7 +11,7 @@ use proxy_ctl::{
         node::Host,
     },
     modes::{Applied, Dataplane as _, Programmed as _, ebpf::EbpfDataplane},
-    sys::map::Map,
+    sys::bpf::map::Map,
 };
 
 use super::{

@@ -29,7 +29,11 @@ use nix::{
     unistd::Uid,
 };
 use proxy_common::layout::{Backend, Frontend, FrontendKey, LAYOUT_VERSION, NodeAddress};
-use proxy_ctl::sys::{bpf, filesystem, link, map::Map};
+use proxy_ctl::sys::{
+    bpf::{self, map::Map},
+    net::link,
+    proc::filesystem,
+};
 use serde_json::Value;
 use tempfile::TempDir;
 

@@ -12,7 +12,7 @@ use nix::{
     unistd::Pid,
 };
 
-use proxy_ctl::sys::filesystem;
+use proxy_ctl::sys::proc::filesystem;
 
 use crate::wait;
 

@@ -7,7 +7,7 @@ use std::{
 };
 
 use anyhow::{Context as _, Result};
-use proxy_ctl::sys::filesystem;
+use proxy_ctl::sys::proc::filesystem;
 
 use crate::cgroup;
 

@@ -11,7 +11,7 @@ use anyhow::{Context as _, Result};
 use nix::net::if_::if_nametoindex;
 use proxy_ctl::sys::{
     bpf,
-    tc::{self, Direction},
+    net::tc::{self, Direction},
 };
 
 use crate::{

@@ -20,9 +20,8 @@ use aya::{
 };
 use aya_obj::{generated::bpf_attach_type::BPF_XDP, programs::xdp::XdpAttachType};
 use proxy_ctl::sys::{
-    bpf::{self, MapInfo},
-    filesystem::provide_bpffs,
-    map::Map as Table,
+    bpf::{self, MapInfo, map::Map as Table},
+    proc::filesystem::provide_bpffs,
 };
 
 use crate::world::{Output, Verdict};

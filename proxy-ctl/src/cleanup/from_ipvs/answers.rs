@@ -111,7 +111,7 @@ mod tests {
     use socket2::{Domain, Socket, Type};
 
     use super::*;
-    use crate::sys::ipvs::tests::{of_own_namespace, serve};
+    use crate::sys::net::ipvs::tests::{of_own_namespace, serve};
 
     const OTHER: &str = "other";
 

@@ -20,8 +20,10 @@ use crate::{
     names,
     sys::{
         CallError,
-        link::{self, Address, AddressChange},
-        socket_diag::{ConnectedSocket, SocketDiag, Transport, lacks},
+        net::{
+            link::{self, Address, AddressChange},
+            socket_diag::{ConnectedSocket, SocketDiag, Transport, lacks},
+        },
     },
 };
 

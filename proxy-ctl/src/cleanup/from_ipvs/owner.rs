@@ -11,9 +11,11 @@ use crate::{
     names,
     sys::{
         CallError,
-        ipset::{IpSets, Member, SetKind},
-        ipvs::VirtualSocket,
-        link,
+        net::{
+            ipset::{IpSets, Member, SetKind},
+            ipvs::VirtualSocket,
+            link,
+        },
     },
 };
 
@@ -106,7 +108,7 @@ pub(crate) mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::sys::ipset::MemberChange;
+    use crate::sys::net::ipset::MemberChange;
 
     pub(in crate::cleanup) fn tcp(socket: &str) -> VirtualSocket {
         VirtualSocket { protocol: 6, address: socket.parse().unwrap() }

@@ -36,7 +36,7 @@ use crate::{
         node::Host,
         objects::{IpFamily, Protocol},
     },
-    sys::{CallError, conntrack::Conntrack},
+    sys::{CallError, net::conntrack::Conntrack},
 };
 
 pub(super) const fn address_family(family: IpFamily) -> AddressFamily {
@@ -300,7 +300,7 @@ mod tests {
             objects::{EndpointPort, IpFamily, ServicePort},
             test_support::{remote, service, slice, target},
         },
-        sys::conntrack::TrackedFlow,
+        sys::net::conntrack::TrackedFlow,
     };
 
     /// Returns `default/dns` with these endpoints: 10.96.0.10:53/UDP and node port 30053.

@@ -19,8 +19,10 @@ use crate::{
     },
     sys::{
         CallError,
-        conntrack::{AnsweredConnection, BegunConnection, Conntrack, TrackedFlow},
-        socket_diag::SocketDiag,
+        net::{
+            conntrack::{AnsweredConnection, BegunConnection, Conntrack, TrackedFlow},
+            socket_diag::SocketDiag,
+        },
     },
 };
 

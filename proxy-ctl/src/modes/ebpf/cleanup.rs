@@ -10,7 +10,7 @@ use super::{
         pins::{remove_link, remove_pin},
     },
 };
-use crate::{modes::Removed, sys::tc::Direction};
+use crate::{modes::Removed, sys::net::tc::Direction};
 
 /// Detaches the programs first, and then removes the maps, of every layout version. If nothing of
 /// ours is there, nothing is done. While a controller runs, the result is [`Error::Locked`].

@@ -7,7 +7,7 @@ use proxy_common::inventory::Limit;
 use crate::{
     model::desired::ServicePortName,
     modes::{self, ErrorKind},
-    sys::{CallError, lock::Holder},
+    sys::{CallError, proc::lock::Holder},
 };
 
 #[derive(Debug, thiserror::Error)]

@@ -40,7 +40,10 @@ use super::{
         tables::{Shape, open_pinned, pinned_table, typed},
     },
 };
-use crate::sys::{CallError, bpf, map::Map};
+use crate::sys::{
+    CallError,
+    bpf::{self, map::Map},
+};
 
 /// The time after which flows open again in any case. A copy of a million flows takes a second.
 pub(super) const HELD_FOR: Duration = Duration::from_secs(5);

@@ -28,7 +28,7 @@ use crate::{
     },
     sys::{
         CallError,
-        socket_diag::{SocketDiag, Transport},
+        net::socket_diag::{SocketDiag, Transport},
     },
 };
 

@@ -81,8 +81,10 @@ use crate::{
         objects::Algorithm,
     },
     sys::{
-        CallError, clock, conntrack::Conntrack, filesystem, grace::GracePeriod, limits, machine::Machine,
-        namespace, socket_diag::Transport,
+        CallError,
+        bpf::grace::GracePeriod,
+        net::{conntrack::Conntrack, namespace, socket_diag::Transport},
+        proc::{clock, filesystem, limits, machine::Machine},
     },
 };
 

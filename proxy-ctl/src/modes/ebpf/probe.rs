@@ -11,7 +11,7 @@ use super::connections::stale_sockets;
 use crate::{
     config::{Config, Ebpf, SocketLoadBalancing, SourceAddress},
     model::mode::{Capabilities, HostFacts, KernelVersion, Mode, Probe, Requirement},
-    sys::filesystem,
+    sys::proc::filesystem,
 };
 
 /// The oldest kernel that the programs are made for.

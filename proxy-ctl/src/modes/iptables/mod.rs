@@ -33,8 +33,7 @@ use crate::{
     names::{INVALID_DROPPED, LOCALHOST_ACCEPTED, PACKET_COUNTERS},
     sys::{
         CallError, has_ipv6,
-        namespace_lock::NamespaceLock,
-        packet_counters::PacketCounters,
+        net::{namespace_lock::NamespaceLock, packet_counters::PacketCounters},
         xtables::{self, Backend, Tools},
     },
 };

@@ -12,9 +12,11 @@ use crate::{
     names::IPVS_DEVICE,
     sys::{
         CallError,
-        ipset::{IpSets, MemberChange},
-        ipvs::{Destination, Ipvs, ServerChange, VirtualServer, VirtualSocket},
-        link::{self, AddressChange},
+        net::{
+            ipset::{IpSets, MemberChange},
+            ipvs::{Destination, Ipvs, ServerChange, VirtualServer, VirtualSocket},
+            link::{self, AddressChange},
+        },
     },
 };
 

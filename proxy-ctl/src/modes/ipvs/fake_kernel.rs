@@ -13,8 +13,10 @@ use crate::{
     modes::netfilter::chains::{Chains, Jump},
     sys::{
         CallError,
-        ipvs::Destination,
-        namespace_lock::{NamespaceAttempt, NamespaceLock},
+        net::{
+            ipvs::Destination,
+            namespace_lock::{NamespaceAttempt, NamespaceLock},
+        },
         xtables::ToolError,
     },
 };

@@ -13,7 +13,7 @@ use crate::{
     modes::Applied,
     sys::{
         CallError,
-        ipvs::{Destination, VirtualSocket},
+        net::ipvs::{Destination, VirtualSocket},
     },
 };
 

@@ -7,7 +7,7 @@ use crate::{
     config::Config,
     model::mode::HostFacts,
     node::modprobe::{Modprobe, modprobe},
-    sys::ipvs::Ipvs,
+    sys::net::ipvs::Ipvs,
 };
 
 /// Returns the modules that are missing in the end, each with the reason. modprobe is tried first.

@@ -44,9 +44,11 @@ use crate::{
     names::IPVS_DEVICE,
     node::modprobe::modprobe,
     sys::{
-        ipvs::{Balancing, Ipvs, ServerChange, Timeouts, VirtualSocket},
-        link,
-        namespace_lock::NamespaceLock,
+        net::{
+            ipvs::{Balancing, Ipvs, ServerChange, Timeouts, VirtualSocket},
+            link,
+            namespace_lock::NamespaceLock,
+        },
         xtables,
     },
 };

@@ -18,7 +18,7 @@ use super::{
 use crate::{
     model::desired::{DesiredPort, FrontendKind, ServicePortName},
     modes::{Effect, Unsupported, supports::field},
-    sys::{CallError, ipvs::ServerChange},
+    sys::{CallError, net::ipvs::ServerChange},
 };
 
 /// The fields that are not honoured, by service port.

@@ -2,7 +2,7 @@
 
 use crate::{
     model::objects::{IpFamily, Protocol},
-    sys::ipset::SetKind,
+    sys::net::ipset::SetKind,
 };
 
 /// The most characters that a name has in ipset.

@@ -12,7 +12,7 @@ use crate::{
         Model,
         test_support::{HERE, ip, local, service, slice},
     },
-    sys::ipvs::tests::of_own_namespace,
+    sys::net::ipvs::tests::of_own_namespace,
 };
 
 const CLUSTER_IP: &str = "10.96.0.1";
@@ -191,7 +191,7 @@ fn as_root_excluded_virtual_servers_stay_and_other_schedulers_are_named() {
     let ipvs = Ipvs::open().unwrap().unwrap();
     let real: SocketAddr = (ip(ENDPOINTS[0]), 80).into();
     for address in ["198.51.100.1:80", "203.0.113.1:80"] {
-        crate::sys::ipvs::tests::serve(&ipvs, address, &[real]);
+        crate::sys::net::ipvs::tests::serve(&ipvs, address, &[real]);
     }
     let excluded = VirtualSocket { protocol: 6, address: "198.51.100.1:80".parse().unwrap() };
     let drained = ServerChange::UseDestination(excluded, real, false);

@@ -16,7 +16,7 @@ use crate::{
         Effect,
         ipvs::{sets::SetRole, state::ProgrammedServer},
     },
-    sys::ipset::{Member, MemberChange},
+    sys::net::ipset::{Member, MemberChange},
 };
 
 const CLUSTER_IP: &str = "10.96.0.1";

@@ -42,7 +42,7 @@ use crate::{
     names::NFTABLES_TABLE as TABLE,
     sys::{
         has_ipv6,
-        namespace_lock::NamespaceLock,
+        net::namespace_lock::NamespaceLock,
         nftables::{Batch, NfTables, TableFamily},
     },
 };
@@ -238,7 +238,7 @@ fn cleanup() -> Result<Removed, Error> {
         batch.delete_table(family, TABLE);
         match nftables.commit(batch)?.first() {
             // Another program has deleted the table first.
-            None | Some(crate::sys::netlink::Refused { errno: libc::ENOENT, .. }) => {}
+            None | Some(crate::sys::net::netlink::Refused { errno: libc::ENOENT, .. }) => {}
             Some(refused) => {
                 return Err(Error::Deletion(std::io::Error::from_raw_os_error(refused.errno)));
             }

@@ -27,7 +27,7 @@ use crate::{
     },
     modes::Applied,
     names::NFTABLES_TABLE as TABLE,
-    sys::{netlink::Refused, nftables::NfTables},
+    sys::{net::netlink::Refused, nftables::NfTables},
 };
 
 /// The number of attempts at a transaction. Each leaves out the service ports that the kernel has

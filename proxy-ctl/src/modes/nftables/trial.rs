@@ -18,7 +18,7 @@ use crate::{
         node::{Host, LocalTraffic},
         objects::{IpFamily, ObjectName, Protocol, TrafficPolicy},
     },
-    sys::{CallError, has_ipv6, netlink::Refused, nftables::NfTables},
+    sys::{CallError, has_ipv6, net::netlink::Refused, nftables::NfTables},
 };
 
 #[derive(Debug)]

@@ -42,8 +42,8 @@ use crate::{
         objects::IpFamily,
     },
     sys::{
-        limits,
-        namespace_lock::{NamespaceAttempt, NamespaceLock},
+        net::namespace_lock::{NamespaceAttempt, NamespaceLock},
+        proc::limits,
     },
 };
 

@@ -10,7 +10,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::shared::Alive;
-use crate::sys::credentials;
+use crate::sys::proc::credentials;
 
 #[derive(Debug)]
 pub(super) struct Runtime {

@@ -24,7 +24,7 @@ use crate::{
         BackendSnapshot, EndpointSnapshot, Error, ErrorKind, FrontendSnapshot, NodeSnapshot, Programmed,
         ServiceSnapshot, Snapshot, Usage, netfilter::EndpointSet,
     },
-    sys::namespace_lock::{self, NamespaceLock},
+    sys::net::namespace_lock::{self, NamespaceLock},
 };
 
 #[derive(Debug)]

@@ -9,7 +9,7 @@ use super::{
     sets::{ElementData, SetDefinition, write_element, write_key},
     user_data,
 };
-use crate::sys::netlink::{Messages, NLM_F_APPEND, NLM_F_CREATE};
+use crate::sys::net::netlink::{Messages, NLM_F_APPEND, NLM_F_CREATE};
 
 /// The bytes of elements that are put into one message. An attribute must be shorter than 64 KiB.
 const MOST_ELEMENTS: usize = 48 << 10;
@@ -91,7 +91,7 @@ impl Batch {
     }
 
     /// Returns the index of the next message, as
-    /// [`Refused::message`](super::super::netlink::Refused) counts them.
+    /// [`Refused::message`](super::super::net::netlink::Refused) counts them.
     pub fn next(&self) -> u32 {
         self.0.count()
     }

@@ -1,7 +1,7 @@
 //! The expressions that rules consist of, written as netlink attributes.
 
 use super::{TableFamily, attributes::*};
-use crate::sys::netlink::Messages;
+use crate::sys::net::netlink::Messages;
 
 /// A register of 4 bytes. Longer values continue in the next registers.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

@@ -25,7 +25,7 @@ pub use self::{
 };
 use super::{
     CallError,
-    netlink::{Messages, NetlinkSocket, Refused},
+    net::netlink::{Messages, NetlinkSocket, Refused},
 };
 
 /// The address family of a table.

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::sys::{
     CallError,
-    netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_DUMP},
+    net::netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_DUMP},
 };
 
 const POLICY_DROP: [u8; 4] = 0_u32.to_be_bytes();

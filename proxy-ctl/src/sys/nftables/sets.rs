@@ -1,7 +1,7 @@
 //! Sets and maps, and their elements.
 
 use super::{attributes::*, expressions::Verdict};
-use crate::sys::netlink::{Attributes, Messages};
+use crate::sys::net::netlink::{Attributes, Messages};
 
 /// The types that keys and values consist of, by which nft lists them. The numbers are nft's.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

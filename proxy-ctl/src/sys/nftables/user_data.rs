@@ -1,7 +1,7 @@
 //! User data of tables, sets, rules and elements: a list of type, length and value, with one byte
 //! each for type and length. nft notes comments in it.
 
-use crate::sys::netlink::text;
+use crate::sys::net::netlink::text;
 
 /// The type of a comment of a table, a rule or an element.
 pub const COMMENT: u8 = 0;

@@ -20,7 +20,7 @@ use proxy_common::{
         FragmentKey, LAYOUT_VERSION, unproven_entries,
     },
 };
-use proxy_ctl::sys::{bpf::pinned, map::Map};
+use proxy_ctl::sys::bpf::{map::Map, pinned};
 
 /// The maps of [`Counts`], without the number of their IP family. `connections` has both families.
 /// The other maps that the programs write are arrays and storage of sockets, to which no packet

@@ -15,7 +15,7 @@ use std::{
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use nix::mount::{MsFlags, mount};
-use proxy_ctl::sys::device;
+use proxy_ctl::sys::net::device;
 
 use crate::{
     address::{self, Addresses, Family, NodeNumber},

@@ -140,7 +140,7 @@ fn with_backend<W: Tables>(mut of: Event, backend: Endpoint, id: u32) -> Event {
 /// Expects exactly these events since they were last read, in this order. Each must have a time in
 /// between.
 fn told<W: Tables>(s: &mut Scene<W>, expected: &[Event]) -> Result<()> {
-    let now = proxy_ctl::sys::clock::since_boot();
+    let now = proxy_ctl::sys::proc::clock::since_boot();
     let mut events = s.world.events()?;
     for event in &mut events {
         ensure!(event.time > 0 && event.time <= now, "an event at {} is told at {now}", event.time);

@@ -18,7 +18,7 @@ use proxy_common::{
     layout::*,
     reason::Reason,
 };
-use proxy_ctl::sys::{bpf::pod, map::Map as Table};
+use proxy_ctl::sys::bpf::{map::Map as Table, pod};
 use scenario::Skip;
 
 pub(crate) use self::tables::{FlowKeyOf, FlowOf, Tables};

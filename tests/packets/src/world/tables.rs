@@ -14,7 +14,7 @@ use proxy_common::{
     layout::*,
     port::Port,
 };
-use proxy_ctl::sys::map::Map as Table;
+use proxy_ctl::sys::bpf::map::Map as Table;
 
 use crate::wire::{Endpoint, Wire};
 

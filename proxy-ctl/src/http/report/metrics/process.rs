@@ -8,7 +8,7 @@ use prometheus_client::{
     metrics::{counter::ConstCounter, gauge::ConstGauge},
 };
 
-use crate::sys::process;
+use crate::sys::proc::process;
 
 /// The number of clock ticks a second in /proc. This is USER_HZ, which is 100 on every architecture
 /// that we build for.

@@ -25,7 +25,10 @@ use crate::{
             tables::{FamilyTables, Table, pinned_table},
         },
     },
-    sys::{CallError, kernel_types::KernelTypes, socket_storage::StorageReader},
+    sys::{
+        CallError,
+        bpf::{kernel_types::KernelTypes, socket_storage::StorageReader},
+    },
 };
 
 /// The maps of counts. There is one of each for both families, because backend ids are unique

@@ -25,7 +25,7 @@ use crate::{
         },
         services::writer::Failures,
     },
-    sys::map::Cursor,
+    sys::bpf::map::Cursor,
 };
 
 /// Number of entries that are read before the next decision whether to go on.

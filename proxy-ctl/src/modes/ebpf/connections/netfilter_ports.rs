@@ -24,7 +24,7 @@ use crate::{
             maps::{family::TableFamily, tables::FamilyTables},
         },
     },
-    sys::conntrack::{Conntrack, TranslatedConnection},
+    sys::net::conntrack::{Conntrack, TranslatedConnection},
 };
 
 /// The step after which the connections of netfilter are to be listed next. Rules go on opening

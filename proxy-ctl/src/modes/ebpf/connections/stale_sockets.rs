@@ -48,10 +48,14 @@ use crate::{
     },
     sys::{
         CallError,
-        kernel_types::KernelTypes,
-        network_namespaces::{NetworkNamespace, mounted},
-        socket_diag::{SocketDiag, Transport, lacks},
-        socket_storage::{SocketIterators, StorageReader, StoredSocket},
+        bpf::{
+            kernel_types::KernelTypes,
+            socket_storage::{SocketIterators, StorageReader, StoredSocket},
+        },
+        net::{
+            network_namespaces::{NetworkNamespace, mounted},
+            socket_diag::{SocketDiag, Transport, lacks},
+        },
     },
 };
 

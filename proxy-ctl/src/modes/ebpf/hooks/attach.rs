@@ -40,7 +40,7 @@ use crate::{
     sys::{
         CallError,
         bpf::{self, LinkTarget},
-        tc::{self, Direction},
+        net::tc::{self, Direction},
     },
 };
 

@@ -13,7 +13,7 @@ use crate::{
         Error,
         maps::tables::{CommonTables, Table},
     },
-    sys::clock,
+    sys::proc::clock,
 };
 
 /// The part of the lease's length, one in this number, after which the lease is renewed.

@@ -29,7 +29,7 @@ use crate::{
             tables::{Shape, typed},
         },
     },
-    sys::{CallError, clock, map::Map, tc::Direction},
+    sys::{CallError, bpf::map::Map, net::tc::Direction, proc::clock},
 };
 
 /// The versions of the compiler and the linker that made [`OBJECT`].

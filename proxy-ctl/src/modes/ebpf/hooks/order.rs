@@ -16,7 +16,7 @@ use std::{
 
 use crate::{
     model::node::Interface,
-    sys::tc::{Direction, tcx_program_ids},
+    sys::net::tc::{Direction, tcx_program_ids},
 };
 
 /// The number of times that the order of a hook is mended while the process lives.

@@ -2,7 +2,7 @@
 
 use crate::{
     modes::ebpf::Error,
-    sys::{CallError, bpf, tc},
+    sys::{CallError, bpf, net::tc},
 };
 
 /// Returns true if the kernel or a program of others keeps ours from a hook that has none of ours,

@@ -23,8 +23,8 @@ use crate::{
     modes::ebpf::{Error, maps::tables::shared},
     sys::{
         CallError,
-        mmap::SharedArray,
-        rtnetlink::{self, ADDRESSES, LINKS, NEIGHBOURS, NEXT_HOPS, ROUTES, RULES, Waiting},
+        bpf::mmap::SharedArray,
+        net::rtnetlink::{self, ADDRESSES, LINKS, NEIGHBOURS, NEXT_HOPS, ROUTES, RULES, Waiting},
     },
 };
 

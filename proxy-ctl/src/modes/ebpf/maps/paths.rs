@@ -10,7 +10,7 @@ use proxy_common::layout::LAYOUT_VERSION;
 
 use crate::{
     modes::ebpf::Error,
-    sys::{
+    sys::proc::{
         filesystem,
         lock::{self, Attempt, Lock},
     },

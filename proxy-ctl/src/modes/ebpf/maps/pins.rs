@@ -21,7 +21,7 @@ use crate::{
     sys::{
         CallError,
         bpf::{self, LinkTarget},
-        lock::Lock,
+        proc::lock::Lock,
     },
 };
 

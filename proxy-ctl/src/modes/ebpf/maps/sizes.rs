@@ -4,7 +4,7 @@ use proxy_common::inventory::{Limit, Limits};
 
 use crate::{
     config::{Config, Ebpf},
-    sys::machine::Machine,
+    sys::proc::machine::Machine,
 };
 
 /// The part of the machine's memory that the flow maps take before they are filled: one fiftieth.

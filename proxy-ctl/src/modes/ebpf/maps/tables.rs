@@ -29,14 +29,17 @@ use crate::{
     },
     sys::{
         CallError,
-        bpf::{self, MapInfo},
-        map::{
-            Cursor, Map, PerCpuArray,
-            kind::{
-                ARRAY, ARRAY_OF_MAPS, DEVMAP_HASH, HASH, LPM_TRIE, LRU_HASH, PER_CPU_ARRAY, RING, SK_STORAGE,
+        bpf::{
+            self, MapInfo,
+            map::{
+                Cursor, Map, PerCpuArray,
+                kind::{
+                    ARRAY, ARRAY_OF_MAPS, DEVMAP_HASH, HASH, LPM_TRIE, LRU_HASH, PER_CPU_ARRAY, RING,
+                    SK_STORAGE,
+                },
             },
+            mmap::SharedArray,
         },
-        mmap::SharedArray,
     },
 };
 

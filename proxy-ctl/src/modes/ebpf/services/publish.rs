@@ -38,7 +38,7 @@ use crate::{
             maps::{family::TableFamily, tables::SourceRangeKey},
         },
     },
-    sys::{CallError, socket_diag::Transport},
+    sys::{CallError, net::socket_diag::Transport},
 };
 
 /// The number of service ports that are written together. What is collected for one write is held

@@ -22,7 +22,7 @@ use crate::{
         objects::DEFAULT_WEIGHT,
     },
     modes::ebpf::{Error, maps::family::TableFamily},
-    sys::socket_diag::Transport,
+    sys::net::socket_diag::Transport,
 };
 
 impl<F: TableFamily> FamilyWriter<F> {

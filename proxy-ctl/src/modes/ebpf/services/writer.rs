@@ -25,7 +25,7 @@ use crate::{
             },
         },
     },
-    sys::{grace::GracePeriod, socket_diag::Transport},
+    sys::{bpf::grace::GracePeriod, net::socket_diag::Transport},
 };
 
 /// The number of backend ids that are reserved at once, with one write of `settings`.

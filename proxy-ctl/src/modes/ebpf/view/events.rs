@@ -37,9 +37,11 @@ use crate::{
         },
     },
     sys::{
-        bpf, clock,
-        lock::{self, Attempt, Lock},
-        map::Ring,
+        bpf::{self, map::Ring},
+        proc::{
+            clock,
+            lock::{self, Attempt, Lock},
+        },
     },
 };
 

@@ -25,7 +25,7 @@ use crate::{
             services::entries,
         },
     },
-    sys::map::Cursor,
+    sys::bpf::map::Cursor,
 };
 
 /// Number of entries that are read at once.

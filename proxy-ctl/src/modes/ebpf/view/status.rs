@@ -44,8 +44,9 @@ use crate::{
         source_ports::runs,
     },
     sys::{
-        CallError, bpf, clock, lock,
-        tc::{self, Direction},
+        CallError, bpf,
+        net::tc::{self, Direction},
+        proc::{clock, lock},
     },
 };
 

@@ -23,7 +23,7 @@ use crate::{
         objects::{IpFamily, Protocol},
     },
     modes::netfilter::{EndpointSet, Masquerade, PortPolicy},
-    sys::{
+    sys::net::{
         ipset::Member,
         ipvs::{Balancing, VirtualSocket},
     },

@@ -10,8 +10,10 @@ use crate::{
     model::node::LocalTraffic,
     modes::{Removed, ipvs::sets::Set, netfilter::chains::FamilyChains},
     sys::{
-        ipvs::{Ipvs, VirtualSocket},
-        namespace_lock::{NamespaceAttempt, NamespaceLock},
+        net::{
+            ipvs::{Ipvs, VirtualSocket},
+            namespace_lock::{NamespaceAttempt, NamespaceLock},
+        },
         xtables,
     },
 };
@@ -28,7 +30,7 @@ fn cidrs() -> LocalTraffic {
 /// no ip_set.
 fn with_sets(family: IpFamily) -> Option<FamilyChains> {
     unshare(CloneFlags::CLONE_NEWNET).unwrap();
-    let Some(sets) = crate::sys::ipset::IpSets::load().unwrap() else {
+    let Some(sets) = crate::sys::net::ipset::IpSets::load().unwrap() else {
         println!("skipped: the kernel's ip_set (CONFIG_IP_SET) is not loaded");
         return None;
     };
@@ -117,7 +119,7 @@ fn as_root_cleanup_goes_by_the_mark(#[values(IpFamily::Ipv4, IpFamily::Ipv6)] fa
 }
 
 fn set_names() -> Vec<String> {
-    crate::sys::ipset::IpSets::load().unwrap().unwrap().names().unwrap()
+    crate::sys::net::ipset::IpSets::load().unwrap().unwrap().names().unwrap()
 }
 
 /// kube-proxy leaves the chains that it does not write itself.

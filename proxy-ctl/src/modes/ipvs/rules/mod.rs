@@ -17,7 +17,7 @@ use crate::{
         rule_text::{self, masquerade, masquerade_marked},
     },
     names,
-    sys::{ipvs::VirtualSocket, xtables::saved::SavedLine},
+    sys::{net::ipvs::VirtualSocket, xtables::saved::SavedLine},
 };
 
 pub(super) const JUMPS: [Jump; 9] = [

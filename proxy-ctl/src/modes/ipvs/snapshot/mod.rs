@@ -16,7 +16,7 @@ use crate::{
         objects::{IpFamily, ObjectName, Protocol, TrafficPolicy},
     },
     modes::{BackendSnapshot, EndpointSnapshot, FrontendSnapshot, NodeSnapshot, ServiceSnapshot, Snapshot},
-    sys::{ipset::Member, ipvs::VirtualSocket},
+    sys::net::{ipset::Member, ipvs::VirtualSocket},
 };
 
 /// Returns the snapshot. `name` returns the service port of a virtual server, if it is known.

@@ -1,7 +1,7 @@
 use super::*;
 use crate::{
     model::test_support::{ip, port_name},
-    sys::ipvs::Balancing,
+    sys::net::ipvs::Balancing,
 };
 
 fn socket(address: &str) -> VirtualSocket {

@@ -20,7 +20,7 @@ use super::{
 use crate::{
     model::{desired::ServicePortName, objects::IpFamily},
     names::IPVS_DEVICE,
-    sys::{
+    sys::net::{
         ipset::{Member, MemberChange},
         ipvs::{Balancing, ServerChange, VirtualSocket},
         link::AddressChange,

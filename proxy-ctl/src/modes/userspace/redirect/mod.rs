@@ -26,7 +26,8 @@ use crate::{
     modes::conntrack::{Repliers, StaleFlows},
     names::USERSPACE_TABLE as TABLE,
     sys::{
-        CallError, credentials,
+        CallError,
+        proc::credentials,
         xtables::{self, Backend, ToolError},
     },
 };
@@ -303,7 +304,7 @@ mod tests {
     use crate::{
         model::{desired::FrontendKind, objects::TrafficPolicy},
         modes::userspace::test_support::web,
-        sys::conntrack::TrackedFlow,
+        sys::net::conntrack::TrackedFlow,
     };
 
     #[test]

@@ -34,7 +34,7 @@ use proxy_ctl::{
         Dataplane as _,
         ebpf::{EbpfDataplane, cleanup::cleanup},
     },
-    sys::filesystem::provide_bpffs,
+    sys::proc::filesystem::provide_bpffs,
 };
 use scenario::Skip;
 

@@ -28,8 +28,10 @@ use crate::{
     },
     sys::{
         bpf::{self, LinkTarget, XdpMode},
-        device::{self, DeviceFacts},
-        link,
+        net::{
+            device::{self, DeviceFacts},
+            link,
+        },
     },
 };
 

@@ -8,8 +8,10 @@ use crate::{
     model::node::{Device, Interface},
     sys::{
         bpf::XdpMode,
-        device::{DeviceFacts, XdpFeatures},
-        veth::PeerChecksums,
+        net::{
+            device::{DeviceFacts, XdpFeatures},
+            veth::PeerChecksums,
+        },
     },
 };
 

@@ -6,7 +6,7 @@ use crate::{
     model::node::{Device, Interface, Role},
     sys::{
         bpf::XdpMode,
-        device::{DeviceFacts, XdpFeatures},
+        net::device::{DeviceFacts, XdpFeatures},
     },
 };
 

@@ -14,13 +14,10 @@ use libc::{
 };
 use netlink_sys::protocols::NETLINK_ROUTE;
 
-use super::{
-    CallError, bpf,
-    netlink::{
-        Attributes, Messages, NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REPLACE, NetlinkSocket,
-        word,
-    },
+use super::netlink::{
+    Attributes, Messages, NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REPLACE, NetlinkSocket, word,
 };
+use crate::sys::{CallError, bpf};
 
 /// The direction in which packets pass an interface.
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]

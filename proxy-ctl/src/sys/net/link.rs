@@ -12,14 +12,11 @@ use libc::{
 use netlink_sys::protocols::NETLINK_ROUTE;
 use nix::{errno::Errno, net::if_::if_nametoindex};
 
-use super::{
-    CallError,
-    bpf::XdpMode,
-    netlink::{
-        Attributes, Messages, NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REPLACE, NetlinkSocket,
-        ip_address,
-    },
+use super::netlink::{
+    Attributes, Messages, NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REPLACE, NetlinkSocket,
+    ip_address,
 };
+use crate::sys::{CallError, bpf::XdpMode};
 
 /// An `ifaddrmsg` for addresses of both families.
 const ANY_ADDRESS: [u8; 8] = [0; 8];
@@ -49,7 +46,7 @@ pub fn index(name: &str) -> Result<Option<u32>, CallError> {
 }
 
 /// Gives `take` what the kernel tells of an interface.
-pub(super) fn ask(interface: u32, mut take: impl FnMut(Attributes<'_>)) -> Result<(), CallError> {
+pub(crate) fn ask(interface: u32, mut take: impl FnMut(Attributes<'_>)) -> Result<(), CallError> {
     let mut request = Messages::default();
     request.begin(RTM_GETLINK, NLM_F_ACK, &header(interface));
     let take = |_, body: &[u8]| take(Attributes(body.get(HEADER.len()..).unwrap_or_default()));

@@ -5,7 +5,7 @@ use nix::sys::{
     resource::{RLIM_INFINITY, Resource, getrlimit, setrlimit},
 };
 
-use super::CallError;
+use crate::sys::CallError;
 
 /// Keeps this process's memory in small pages. In huge pages, the few objects that outlive a parsed
 /// list hold 2 MiB each.

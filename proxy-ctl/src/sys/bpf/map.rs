@@ -13,10 +13,8 @@ use aya::{
 use aya_obj::generated::{BPF_NOEXIST, bpf_cmd, bpf_map_type};
 
 use self::kind::{ARRAY, ARRAY_OF_MAPS, DEVMAP_HASH, HASH, LPM_TRIE, LRU_HASH};
-use super::{
-    CallError,
-    bpf::{self, MapInfo, address, number},
-};
+use super::{MapInfo, address, number};
+use crate::sys::{CallError, bpf};
 
 /// The types of maps, as [`MapInfo::kind`] has them.
 pub mod kind {

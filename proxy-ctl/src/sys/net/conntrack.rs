@@ -10,10 +10,8 @@ use std::{
 use netlink_sys::protocols::NETLINK_NETFILTER;
 use nix::sys::socket::AddressFamily;
 
-use super::{
-    CallError,
-    netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_DUMP, NetlinkSocket, ip_address},
-};
+use super::netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_DUMP, NetlinkSocket, ip_address};
+use crate::sys::CallError;
 
 /// The [`CallError::call`] of an error in listing.
 const LIST: &str = "netlink IPCTNL_MSG_CT_GET";

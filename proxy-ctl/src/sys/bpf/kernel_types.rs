@@ -3,7 +3,7 @@
 
 use std::{fs, io};
 
-use super::netlink::word;
+use crate::sys::net::netlink::word;
 
 const PATH: &str = "/sys/kernel/btf/vmlinux";
 const MAGIC: u32 = 0xeb9f;

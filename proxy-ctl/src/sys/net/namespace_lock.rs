@@ -28,10 +28,8 @@ use nix::{
     unistd::Uid,
 };
 
-use super::{
-    lock::Holder,
-    netlink::{Attributes, Messages, NLM_F_DUMP, NetlinkSocket, word},
-};
+use super::netlink::{Attributes, Messages, NLM_F_DUMP, NetlinkSocket, word};
+use crate::sys::proc::lock::Holder;
 
 /// The longest time from fork to exec on a busy node.
 const LONGEST_START: Duration = Duration::from_secs(2);

@@ -4,10 +4,8 @@ use std::io;
 
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
-use super::{
-    CallError,
-    netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_CREATE, NLM_F_EXCL, NetlinkSocket},
-};
+use super::netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_CREATE, NLM_F_EXCL, NetlinkSocket};
+use crate::sys::CallError;
 
 const SUBSYSTEM: u16 = 7;
 const NEW: u16 = SUBSYSTEM << 8;

@@ -11,7 +11,7 @@ use std::{
 
 use nix::sched::{CloneFlags, setns};
 
-use super::{CallError, filesystem::unescape};
+use crate::sys::{CallError, proc::filesystem::unescape};
 
 const OWN: &str = "/proc/thread-self/ns/net";
 

@@ -7,10 +7,10 @@ use std::{
 };
 
 use super::{
-    CallError,
     generic_netlink::{self, GenericFamily, HEADER},
     netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_DUMP, NetlinkSocket, ip_address},
 };
+use crate::sys::CallError;
 
 const VERSION: u8 = 1;
 const NEW_SERVICE: u8 = 1;

@@ -6,13 +6,13 @@ use std::{
 };
 
 use super::{
-    CallError,
-    bpf::{self, MapInfo},
+    MapInfo,
     map::{
         Map,
         kind::{ARRAY, ARRAY_OF_MAPS},
     },
 };
+use crate::sys::{CallError, bpf};
 
 /// A map of maps with one element, and the map that is put there again and again. Such an update
 /// waits for all programs that may use the former inner map (Linux 4.20).

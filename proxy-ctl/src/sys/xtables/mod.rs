@@ -12,7 +12,7 @@ use std::{
 
 use super::{
     CallError,
-    netlink::{half, text, word},
+    net::netlink::{half, text, word},
     nftables::TableFamily,
 };
 

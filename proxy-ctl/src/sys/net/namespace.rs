@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd, AsRawFd};
 
-use super::CallError;
+use crate::sys::CallError;
 
 const SO_COOKIE: libc::c_int = 57;
 const SO_NETNS_COOKIE: libc::c_int = 71;

@@ -4,7 +4,7 @@ use std::io;
 
 use nix::unistd::{Gid, setfsgid};
 
-use super::CallError;
+use crate::sys::CallError;
 
 /// Makes `group` the owner of everything that the calling thread opens from now on, sockets
 /// included. Other threads keep their group. Needs CAP_SETGID.

@@ -6,7 +6,7 @@ use netlink_packet_core::{DecodeError, NetlinkMessage, NetlinkPayload};
 use netlink_packet_route::RouteNetlinkMessage;
 use netlink_sys::{Socket, protocols::NETLINK_ROUTE};
 
-use super::CallError;
+use crate::sys::CallError;
 
 /// Multicast groups of rtnetlink.
 pub const LINKS: u32 = 1;

@@ -2,10 +2,8 @@
 
 use netlink_sys::protocols::NETLINK_GENERIC;
 
-use super::{
-    CallError,
-    netlink::{Attributes, Messages, NLM_F_ACK, NetlinkSocket},
-};
+use super::netlink::{Attributes, Messages, NLM_F_ACK, NetlinkSocket};
+use crate::sys::CallError;
 
 const CONTROL: u16 = 0x10;
 const GET_FAMILY: u8 = 3;

@@ -1,5 +1,11 @@
 //! `bpf(2)`: pins, links, iterators, and what the kernel reports about maps and links.
 
+pub mod grace;
+pub mod kernel_types;
+pub mod map;
+pub mod mmap;
+pub mod socket_storage;
+
 use std::{
     cell::Cell,
     ffi::CString,

@@ -15,11 +15,8 @@ use aya::Pod;
 use aya_obj::generated::BPF_F_MMAPABLE;
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 
-use super::{
-    CallError,
-    bpf::{self, MapInfo},
-    map::kind::ARRAY,
-};
+use super::{MapInfo, map::kind::ARRAY};
+use crate::sys::{CallError, bpf};
 
 const CALL: &str = "mmap of a BPF array";
 /// The largest element, in words of 8 bytes.

@@ -193,7 +193,7 @@ fn height(root: &str) -> usize {
 }
 
 /// Replaces the octal escapes of /proc, such as `\040` for a space.
-pub(super) fn unescape(word: &str) -> String {
+pub(crate) fn unescape(word: &str) -> String {
     ["\\040", "\\011", "\\012", "\\134"]
         .iter()
         .zip([" ", "\t", "\n", "\\"])

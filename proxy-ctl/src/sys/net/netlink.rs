@@ -166,7 +166,7 @@ fn renumber(messages: &mut [u8], first: u32) -> u32 {
 }
 
 /// Returns two bytes as a number in the machine's byte order.
-pub(super) fn half(bytes: &[u8], at: usize) -> Option<u16> {
+pub(crate) fn half(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_ne_bytes(*bytes.get(at..)?.first_chunk()?))
 }
 

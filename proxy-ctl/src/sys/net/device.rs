@@ -5,13 +5,13 @@ use std::{collections::BTreeSet, fs, io};
 use libc::{IFLA_INFO_KIND, IFLA_LINKINFO, IFLA_MTU, IFLA_QDISC};
 
 use super::{
-    CallError,
     generic_netlink::{GenericFamily, HEADER, header},
     link,
     netlink::{Attributes, Messages, NLM_F_ACK, word},
     tc::{Direction, has_filters, tcx_program_ids},
     veth::{self, PeerChecksums},
 };
+use crate::sys::CallError;
 
 /// Facts about a device. `None` in a field means that the kernel does not report it.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
@@ -97,7 +97,7 @@ pub fn facts_of_uplink(index: u32, name: &str) -> DeviceFacts {
 }
 
 /// Returns the offloads of a device that are on, by ethtool's names.
-pub(super) fn offloads(index: u32) -> Result<BTreeSet<String>, CallError> {
+pub(crate) fn offloads(index: u32) -> Result<BTreeSet<String>, CallError> {
     let mut facts = DeviceFacts::default();
     ethtool(index, &mut facts)?;
     Ok(facts.offloads)

@@ -6,10 +6,8 @@ use std::{io, net::SocketAddr};
 use netlink_sys::protocols::NETLINK_SOCK_DIAG;
 use nix::sys::socket::AddressFamily;
 
-use super::{
-    CallError,
-    netlink::{Messages, NLM_F_ACK, NLM_F_DUMP, NetlinkSocket, ip_address, word},
-};
+use super::netlink::{Messages, NLM_F_ACK, NLM_F_DUMP, NetlinkSocket, ip_address, word};
+use crate::sys::CallError;
 
 const LIST: u16 = 20;
 const DESTROY: u16 = 21;
@@ -220,7 +218,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::sys::namespace::socket_cookie;
+    use crate::sys::net::namespace::socket_cookie;
 
     #[test]
     fn a_listed_socket_is_named_by_all_that_the_kernel_says_of_it() {

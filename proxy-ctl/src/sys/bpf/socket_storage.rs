@@ -9,7 +9,11 @@ use std::{
 
 use aya::Pod;
 
-use super::{CallError, bpf, kernel_types::KernelTypes, netlink::word, socket_diag::Transport};
+use super::kernel_types::KernelTypes;
+use crate::sys::{
+    CallError, bpf,
+    net::{netlink::word, socket_diag::Transport},
+};
 
 /// A socket that has a value.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

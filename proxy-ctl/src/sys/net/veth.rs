@@ -10,10 +10,11 @@ use libc::{IFLA_LINK, RTM_GETNSID};
 use netlink_sys::protocols::NETLINK_ROUTE;
 
 use super::{
-    CallError, device, link,
+    device, link,
     netlink::{Attributes, Messages, NLM_F_ACK, NetlinkSocket, word},
     network_namespaces::{NetworkNamespace, mounted},
 };
+use crate::sys::CallError;
 
 /// The state of the checksums of packets that a veth receives.
 #[derive(Clone, Debug, Eq, PartialEq)]

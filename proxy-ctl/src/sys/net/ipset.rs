@@ -10,10 +10,10 @@ use ipnet::IpNet;
 use netlink_sys::protocols::NETLINK_NETFILTER;
 
 use super::{
-    CallError,
     ipvs::VirtualSocket,
     netlink::{Attributes, Messages, NLM_F_ACK, NLM_F_DUMP, NetlinkSocket, ip_address},
 };
+use crate::sys::CallError;
 
 const SUBSYSTEM: u16 = 6;
 const PROTOCOL_COMMAND: u16 = SUBSYSTEM << 8 | 1;

@@ -4,8 +4,11 @@
 
 pub(super) mod affinity;
 pub(super) mod count;
+pub(super) mod counting;
 pub(super) mod expire;
 pub(super) mod moved_ports;
+mod netfilter;
 pub(super) mod netfilter_ports;
 pub(super) mod stale_sockets;
+mod tend;
 pub(super) mod unknown;

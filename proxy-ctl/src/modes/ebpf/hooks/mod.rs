@@ -5,6 +5,7 @@ pub(super) mod attach;
 pub(super) mod lease;
 pub(super) mod load;
 mod order;
+mod packets;
 pub(super) mod program_log;
 mod refusal;
 mod route_watch;

@@ -13,6 +13,7 @@ mod maglev;
 pub(super) mod programmed;
 pub(super) mod publish;
 mod reserve;
+pub(super) mod sync;
 pub(super) mod uses;
 mod verify;
 pub(super) mod writer;

@@ -6,3 +6,4 @@ mod flows;
 mod frontend_names;
 pub(super) mod metrics;
 pub mod status;
+pub(super) mod usage;

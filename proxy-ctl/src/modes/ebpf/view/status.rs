@@ -73,7 +73,7 @@ pub(crate) fn masquerade_ports(tables: &CommonTables) -> Result<Vec<u16>, Error>
     let count = usize::from(tables.settings.get(&0)?.unwrap_or_default().masquerade_ports);
     let table = &tables.masquerade_ports;
     let mut ports = Vec::with_capacity(count);
-    for index in 0..count.div_ceil(super::super::FOUR).min(table.len()) {
+    for index in 0..count.div_ceil(super::super::node::FOUR).min(table.len()) {
         table.provide(index).map_err(|source| Error::Table { table: table::masquerade_ports, source })?;
         ports.extend(table.get(index).unwrap_or_default().ports);
     }
@@ -233,7 +233,7 @@ impl Reader<'_> {
         let names = self.common.names.read_all()?.len() as u64;
         used.extend([(table::services, names), (table::service_names, names)]);
         used.extend([(table::settings, 1), (table::lease, 1), (table::event_control, 1)]);
-        let ports = masquerade_ports(self.common)?.len().div_ceil(super::super::FOUR);
+        let ports = masquerade_ports(self.common)?.len().div_ceil(super::super::node::FOUR);
         used.insert(table::masquerade_ports, ports as u64);
         used.insert(table::interfaces, self.common.interfaces.read_all()?.len() as u64);
         used.insert(table::vlan_devices, self.common.vlan_devices.read_all()?.len() as u64);

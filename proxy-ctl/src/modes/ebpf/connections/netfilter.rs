@@ -1,0 +1,98 @@
+//! Keeps the connections that netfilter translates apart from flows, and decides whether segments
+//! of unknown connections are answered.
+
+use std::time::Instant;
+
+use super::{netfilter_ports::KeepPorts, unknown::Circumstances};
+use crate::{
+    modes::ebpf::{EbpfDataplane, connections, error::Error},
+    sys::{net::conntrack::Conntrack, proc::clock},
+};
+
+/// The number of garbage collections, about one a second, after which the connections that
+/// netfilter translates are listed once more. It counts from the last moment at which netfilter may
+/// have taken one. Until then, some may be in their handshake, and lists leave these out.
+const COLLECTIONS_OF_HANDSHAKES: u32 = 60;
+
+impl EbpfDataplane {
+    pub(crate) fn keep_netfilter_ports(&mut self) {
+        // A mode that drains opens no flow, and ends only when its maps are empty.
+        if self.retiring {
+            return;
+        }
+        self.note_netfilter();
+        self.follow_circumstances_or_warn();
+        let started = Instant::now();
+        // This is no failure: all of these connections may go on even so, and new ones matter more.
+        if let Err(error) = self.list_netfilters() {
+            tracing::warn!(%error, "connections that netfilter translates may lose packets to new flows");
+        }
+        self.list_rest.begin_after(started);
+    }
+
+    /// Notes that netfilter may have taken connections up to now.
+    fn note_netfilter(&mut self) {
+        self.are_netfilters_kept = false;
+        self.since_netfilter = 0;
+    }
+
+    /// Reserves the ends of the connections that netfilter translates. Returns true if there was
+    /// room for all of them.
+    fn list_netfilters(&mut self) -> Result<bool, Error> {
+        self.flows4.ended.forget();
+        self.flows6.ended.forget();
+        let now = clock::since_boot();
+        let conntrack = Conntrack::open().map_err(Error::Conntrack)?;
+        let v4 = connections::netfilter_ports::keep(&self.v4.tables, &conntrack, now)?;
+        let v6 = connections::netfilter_ports::keep(&self.v6.tables, &conntrack, now)?;
+        let new = v4.new + v6.new;
+        if new > 0 {
+            tracing::info!(kept = new, "connections that netfilter translates are kept apart from flows");
+        }
+        Ok(v4.are_all && v6.are_all)
+    }
+
+    /// Lists the connections of netfilter once more when their last handshakes have ended.
+    pub(crate) fn list_netfilters_after_handshakes(&mut self) {
+        if self.hooks.has_waiting() || self.hooks.have_failed() {
+            self.note_netfilter();
+        }
+        self.since_netfilter = self.since_netfilter.saturating_add(1);
+        let is_due = !self.are_netfilters_kept && self.since_netfilter > COLLECTIONS_OF_HANDSHAKES;
+        if !is_due || self.retiring || self.keep_ports != KeepPorts::Done {
+            return;
+        }
+        match self.list_netfilters() {
+            Ok(are_all) => self.are_netfilters_kept = are_all,
+            Err(error) => tracing::debug!(%error, "connections that netfilter translates are not listed"),
+        }
+        // If this was in vain, the next attempt comes after the same time.
+        self.since_netfilter = 0;
+    }
+
+    /// Lets the programs answer segments of unknown connections, or stops that.
+    pub(crate) fn follow_circumstances(&self) -> Result<(), Error> {
+        let circumstances = Circumstances {
+            is_synced: self.is_synced,
+            has_taken_over: self.keep_ports == KeepPorts::Done && !self.attaches_later,
+            is_retiring: self.retiring,
+            lacks_programs: self.lacks_programs(),
+            are_frontends_shared: self.are_frontends_shared,
+            are_netfilters_kept: self.are_netfilters_kept,
+            are_netfilters_gone: self.flows4.ended.are_gone() && self.flows6.ended.are_gone(),
+            are_flows_whole: self.flow_maps.are_finished(),
+        };
+        let answers = circumstances.allow_answers();
+        if self.write_settings(|settings| settings.answers_unknown = answers.into())? {
+            let told = if answers { "are answered by RST" } else { "pass" };
+            tracing::info!("segments of connections that no map knows {told}");
+        }
+        Ok(())
+    }
+
+    fn follow_circumstances_or_warn(&self) {
+        if let Err(error) = self.follow_circumstances() {
+            tracing::warn!(%error, "segments of unknown connections are answered as before");
+        }
+    }
+}

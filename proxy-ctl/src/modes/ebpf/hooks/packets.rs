@@ -1,0 +1,104 @@
+//! Attaches the packet programs to the node's interfaces in an order in which no flow is opened
+//! that would get no answers.
+
+use std::time::Instant;
+
+use super::xdp::attach::Redirects;
+use crate::{
+    config::SocketLoadBalancing,
+    modes::ebpf::{
+        EbpfDataplane, FORMER_FLOWS,
+        connections::netfilter_ports::KeepPorts,
+        error::Error,
+        hooks,
+        node::replace,
+        services::{sync::raise_epoch, writer::Failures},
+    },
+};
+
+impl EbpfDataplane {
+    /// Attaches to the interfaces of the node, swaps the programs of what is attached, and then
+    /// lets packets open flows. Otherwise a flow that one interface opens would get no answers
+    /// while another has no programs.
+    pub(crate) fn take_packets(&mut self) -> Failures {
+        let is_first = self.keep_ports == KeepPorts::BeforePackets;
+        if is_first {
+            self.keep_netfilter_ports();
+        }
+        let mut failures = Failures::default();
+        // A killed predecessor has left some hooks with programs of the former flow maps.
+        failures.see(FORMER_FLOWS, self.flow_maps.copy(&self.paths));
+        let unattached = self.hooks.follow(&self.interfaces, Instant::now());
+        if !self.flow_maps.are_finished() && !unattached.is_empty() {
+            self.is_swapped = false;
+        }
+        failures.merge(unattached);
+        if is_first {
+            self.keep_netfilter_ports();
+            self.keep_ports = KeepPorts::AfterModeBeside;
+        }
+        if let Err(error) = self.write_redirects() {
+            failures.add("uplinks for redirects", error);
+        }
+        if let Err(error) = self.hooks.attach_sockets() {
+            failures.add("socket hooks", error);
+        }
+        if let Err(error) = self.write_settings(|settings| settings.packets_held = 0) {
+            failures.add("settings", error);
+        }
+        // Former programs may have compared flows of this epoch with maps of the former size.
+        self.shared.is_epoch_over = true;
+        raise_epoch(&mut self.shared, &mut failures);
+        failures
+    }
+
+    /// Attaches to new interfaces that have waited long enough.
+    pub(crate) fn attach_to_settled(&mut self, failures: &mut Failures) {
+        self.look_for_bandwidth_plugin(false);
+        // The secondary mode may serve their pods, and its connections are listed after the
+        // attachment. It goes on with them while no list may be made.
+        let are_served_beside = self.lacks_programs();
+        if are_served_beside && !self.list_rest.is_over() {
+            return;
+        }
+        let (any, unattached) = self.hooks.attach_settled(Instant::now());
+        failures.merge(unattached);
+        if !any {
+            return;
+        }
+        if are_served_beside {
+            self.keep_netfilter_ports();
+        }
+        if let Err(error) = self.write_redirects() {
+            failures.add("uplinks for redirects", error);
+        }
+    }
+
+    /// Looks for CNI's bandwidth plugin. On a node that uses it, new interfaces wait longer.
+    pub(crate) fn look_for_bandwidth_plugin(&mut self, is_seen: bool) {
+        self.is_beside_plugin |= is_seen || self.hooks.meets_bandwidth_plugin();
+        self.hooks.leave_new_interfaces(hooks::settling::pause(self.config.sockets(), self.is_beside_plugin));
+    }
+
+    /// Returns true if some pods have no packet programs, and may have no socket hooks either.
+    pub(crate) fn lacks_programs(&self) -> bool {
+        // If the plugin is in use, each new pod waits for its programs.
+        let new_pods_wait = self.is_beside_plugin
+            && self.hooks.uses_filters()
+            && self.config.sockets() != SocketLoadBalancing::All;
+        new_pods_wait || self.hooks.unattached_count() > 0
+    }
+
+    /// Writes the interfaces between which XDP may send. Call this after interfaces were attached
+    /// to, because some can take frames only with a program on them.
+    pub(crate) fn write_redirects(&mut self) -> Result<(), Error> {
+        self.hooks.follow_routes();
+        let Redirects { sources, targets } = self.hooks.redirects();
+        replace(&self.shared.tables.redirect_sources, &sources)?;
+        match replace(&self.shared.tables.redirect_targets, &targets) {
+            // An uplink has vanished at this moment. The kernel's message about that comes next.
+            Err(Error::Table { source, .. }) if source.errno() == libc::EINVAL => Ok(()),
+            written => written.map(drop),
+        }
+    }
+}

@@ -1,0 +1,222 @@
+//! Opens the mode: adopts the pinned maps or makes new ones, loads this version's programs, and
+//! attaches them to sockets.
+
+use std::{collections::BTreeSet, net::UdpSocket, os::fd::AsFd as _, path::PathBuf};
+
+use aya_obj::generated::bpf_attach_type;
+use proxy_common::{
+    family::{V4, V6},
+    flow::FlowLifetimes,
+    inventory::program,
+};
+
+use super::{
+    EbpfDataplane,
+    connections::{
+        affinity::AffinityCollector,
+        expire::Collector,
+        moved_ports::MovedPorts,
+        netfilter_ports::{KeepPorts, ListRest},
+        stale_sockets::StaleSockets,
+    },
+    error::Error,
+    flow_maps::FlowMaps,
+    growth::Growth,
+    hooks::{
+        self,
+        attach::{Cgroup, Hooks},
+        lease::LeaseRenewal,
+        xdp::attach::Transit,
+    },
+    maps::{
+        self,
+        family::TableFamily,
+        filling::Filling,
+        paths::Paths,
+        pins::TablePins,
+        tables::{CommonTables, FamilyTables},
+    },
+    services::{
+        addresses::service_cidrs::ServiceCidrs,
+        allocate::Ranges,
+        programmed::Entries,
+        writer::{Common, FamilyWriter},
+    },
+};
+use crate::{
+    config::{Ebpf, SocketLoadBalancing},
+    sys::{
+        CallError,
+        bpf::grace::GracePeriod,
+        net::{namespace, socket_diag::Transport},
+        proc::{filesystem, limits},
+    },
+};
+
+fn family_writer<F: TableFamily>(paths: &Paths) -> Result<FamilyWriter<F>, Error> {
+    let tables = FamilyTables::open(&paths.maps(), true)?;
+    let entries = Entries::empty(tables.slots.len() as u32);
+    Ok(FamilyWriter { tables, entries })
+}
+
+fn cgroup_folder(config: &Ebpf) -> Result<PathBuf, Error> {
+    if let Some(folder) = &config.cgroup {
+        return Ok(folder.clone());
+    }
+    provide_cgroup2()?.ok_or(Error::NoCgroup)
+}
+
+pub(super) fn provide_cgroup2() -> Result<Option<PathBuf>, Error> {
+    filesystem::provide_cgroup2()
+        .map_err(|source| Error::Folder { path: "/proc/self/mountinfo".into(), source })
+}
+
+/// Returns the cookie of this network namespace. It asks the program on connect4, which must be
+/// attached to a cgroup that this process is in.
+pub(super) fn learn_namespace(tables: &CommonTables, probe: &UdpSocket) -> Result<u64, Error> {
+    let cookie = namespace::socket_cookie(probe.as_fd()).map_err(Error::Namespace)?;
+    let mut settings = tables.settings.get(&0)?.unwrap_or_default();
+    // The namespace that a predecessor has learned stays in force meanwhile.
+    settings.probe_socket = cookie;
+    tables.settings.set(&0, &settings)?;
+    // Connecting a datagram socket sends nothing.
+    probe
+        .connect("127.0.0.1:9")
+        .map_err(|e| Error::Namespace(CallError::new("connecting a UDP socket to 127.0.0.1", e)))?;
+    let learned = tables.settings.get(&0)?.unwrap_or_default().host_namespace;
+    if learned == 0 {
+        let problem =
+            std::io::Error::other("the hook on connect was not reached: is this process in the cgroup?");
+        return Err(Error::Namespace(CallError::new("connecting a UDP socket to 127.0.0.1", problem)));
+    }
+    Ok(learned)
+}
+
+impl EbpfDataplane {
+    /// Takes over the pinned maps or makes new ones, and swaps this version's programs in. The
+    /// service ports in the maps are not changed before the first [`Dataplane::resync`].
+    ///
+    /// Needs Linux 5.10, and `CAP_BPF`, `CAP_PERFMON` and `CAP_NET_ADMIN`, or root.
+    pub fn open(config: &Ebpf) -> Result<Self, Error> {
+        if let Err(error) = limits::raise_locked_memory() {
+            tracing::debug!(%error, "BPF memory stays limited if the kernel counts it as locked");
+        }
+        let paths = Paths::new(&config.bpffs);
+        paths.create(&config.bpffs)?;
+        let lock = paths.lock()?;
+        let mut shapes = maps::tables::shapes(&config.limits);
+        let flow_maps = FlowMaps::adopt(&paths, &mut shapes)?;
+        maps::resize::set_aside(&paths, &mut shapes)?;
+
+        let probe = UdpSocket::bind("127.0.0.1:0")
+            .map_err(|e| Error::Namespace(CallError::new("binding a UDP socket to 127.0.0.1", e)))?;
+        let cookie = match namespace::netns_cookie(&probe) {
+            Ok(cookie) => Some(cookie),
+            Err(e) if e.errno() == libc::ENOPROTOOPT => None,
+            Err(e) => return Err(Error::Namespace(e)),
+        };
+        let balancing = config.sockets();
+        let (mut programs, log) = hooks::load::load(&shapes, |_| paths.maps(), config, cookie.is_none())?;
+        maps::resize::transfer(&paths, &shapes)?;
+
+        let pins = TablePins::hold(&paths, &shapes, lock)?;
+        let common = CommonTables::open(&paths.maps(), true)?;
+        let v4 = family_writer::<V4>(&paths)?;
+        let v6 = family_writer::<V6>(&paths)?;
+        let host_namespace = match cookie {
+            Some(cookie) => cookie,
+            None => {
+                let own = filesystem::own_cgroup()
+                    .map_err(|source| Error::Folder { path: "/proc/self/cgroup".into(), source })?
+                    .ok_or(Error::NoCgroup)?;
+                let connect4 = bpf_attach_type::BPF_CGROUP_INET4_CONNECT;
+                let link = Cgroup::open(own)?.attach(&mut programs, program::learn_namespace, connect4)?;
+                let learned = learn_namespace(&common, &probe);
+                drop(link);
+                learned?
+            }
+        };
+        let cgroup = match balancing {
+            SocketLoadBalancing::Off => None,
+            SocketLoadBalancing::All | SocketLoadBalancing::Host => {
+                Some(Cgroup::open(cgroup_folder(config)?)?)
+            }
+        };
+        let lease = LeaseRenewal::begin(config.withdraw_after, &common)?;
+        let grace = GracePeriod::new().map_err(Error::Grace)?;
+        let stale_sockets = StaleSockets::begin(&paths, config);
+        let ids = Ranges::new(common.services.len() as u32);
+        let shared = Common {
+            tables: common,
+            ids,
+            next_backend: 0,
+            backends_set_aside: 0,
+            grace,
+            is_epoch_over: true,
+            algorithm: config.algorithm,
+            forwarding: config.forwarding(),
+            // A predecessor may have been killed before it ended the sockets of lost backends.
+            lost_backends: BTreeSet::from([Transport::Tcp, Transport::Udp]),
+        };
+        let mut dataplane = Self {
+            shared,
+            v4,
+            v6,
+            flows4: Collector::default(),
+            flows6: Collector::default(),
+            moved_ports: MovedPorts::default(),
+            affinity: AffinityCollector::default(),
+            flow_lifetimes: FlowLifetimes::default(),
+            interfaces: Vec::new(),
+            is_beside_plugin: false,
+            attaches_later: false,
+            hooks: Hooks::new(paths.clone(), programs, cgroup, Transit::new(config.xdp)),
+            host_namespace,
+            shapes,
+            config: config.clone(),
+            bpffs: config.bpffs.clone(),
+            paths,
+            pins,
+            log,
+            lease,
+            collections: 0,
+            retiring: false,
+            flow_maps,
+            growth: Growth::default(),
+            is_swapped: true,
+            keep_ports: KeepPorts::BeforePackets,
+            list_rest: ListRest::default(),
+            are_netfilters_kept: false,
+            since_netfilter: 0,
+            are_frontends_shared: false,
+            stale_sockets,
+            service_cidrs: ServiceCidrs::begin(config),
+            connections: None,
+            filling: Filling::default(),
+            is_synced: false,
+        };
+        // A predecessor has counted connections, and its service ports are served until the first
+        // resync.
+        if dataplane.hooks.is_release_pinned() || !dataplane.v4.tables.connections.read()?.is_empty() {
+            dataplane.begin_to_count();
+        }
+        // Programs may still read the ids and slots that a predecessor gave back at its end.
+        dataplane.shared.grace.wait().map_err(Error::Grace)?;
+        dataplane.write_settings(|settings| {
+            settings.host_namespace = host_namespace;
+            // Since the predecessor's end, rules of others may have opened connections.
+            settings.answers_unknown = 0;
+        })?;
+        // If sockets are left alone now, a predecessor's hooks are detached in `set_host`, when the
+        // packet programs can take over.
+        if balancing != SocketLoadBalancing::Off {
+            dataplane.hooks.attach_sockets()?;
+        }
+        // The sources are still listing objects, so loading costs no time now. Without programs at
+        // interfaces, `attach` loads them, once service ports are served to sockets.
+        if dataplane.hooks.are_at_interfaces() {
+            dataplane.hooks.load_ahead()?;
+        }
+        Ok(dataplane)
+    }
+}

@@ -1,0 +1,201 @@
+//! Brings both families to the desired state, with what they share: waiting service ports, ids that
+//! no program can read any more, and the ranges of ClusterIPs.
+
+use std::sync::Arc;
+
+use proxy_common::family::{V4, V6};
+
+use super::{
+    adopt::Stray,
+    allocate::Range,
+    publish::remove_service,
+    writer::{Common, Failures, FamilyWriter, Writes},
+};
+use crate::{
+    model::{
+        desired::{Changes, DesiredPort},
+        node::Host,
+        objects::Algorithm,
+    },
+    modes::{
+        Applied,
+        ebpf::{EbpfDataplane, error::Error, maps::family::TableFamily},
+    },
+};
+
+/// Raises the epoch, if need be, after all writes of a call.
+pub(crate) fn raise_epoch(shared: &mut Common, failures: &mut Failures) {
+    if let Err(error) = shared.raise_epoch() {
+        failures.add("settings", error);
+    }
+}
+
+pub(crate) fn finish<F: TableFamily>(writes: Writes<F>, applied: &mut Applied, failures: &mut Failures) {
+    *applied += writes.applied;
+    failures.merge(writes.failures);
+}
+
+pub(crate) fn apply<F: TableFamily>(
+    writer: &mut FamilyWriter<F>,
+    shared: &mut Common,
+    changes: &Changes,
+) -> Writes<F> {
+    let changed = changes.changed.iter().filter(|port| port.name.family == F::FAMILY);
+    let removed = changes.removed.iter().filter(|name| name.family == F::FAMILY);
+    writer.apply(shared, changed, removed)
+}
+
+pub(crate) fn resync<F: TableFamily>(
+    writer: &mut FamilyWriter<F>,
+    shared: &mut Common,
+    desired: &[Arc<DesiredPort>],
+) -> Writes<F> {
+    let desired: Vec<_> = desired.iter().filter(|port| port.name.family == F::FAMILY).collect();
+    writer.resync(shared, &desired)
+}
+
+impl EbpfDataplane {
+    /// Frees the ids and slots that no program can read any more.
+    pub(crate) fn free_retired(&mut self) -> Result<(), Error> {
+        let Self { shared, v4, v6, .. } = self;
+        if shared.ids.has_retired() || v4.entries.slots.has_retired() || v6.entries.slots.has_retired() {
+            shared.grace.wait().map_err(Error::Grace)?;
+            shared.ids.grace_period_over();
+            v4.entries.slots.grace_period_over();
+            v6.entries.slots.grace_period_over();
+        }
+        Ok(())
+    }
+
+    /// Follows the node's algorithm and forwarding, for all service ports that name none.
+    pub(crate) fn use_choices(&mut self, host: &Host, applied: &mut Applied, failures: &mut Failures) {
+        let chosen = (host.algorithm, host.forwarding);
+        if (self.shared.algorithm, self.shared.forwarding) == chosen {
+            return;
+        }
+        (self.shared.algorithm, self.shared.forwarding) = chosen;
+        self.count_connections(host.algorithm == Algorithm::LeastConnection, failures);
+        self.prepare(failures);
+        finish(self.v4.publish_by_the_nodes_choices(&mut self.shared), applied, failures);
+        finish(self.v6.publish_by_the_nodes_choices(&mut self.shared), applied, failures);
+        self.publish_waiting(applied, failures);
+    }
+
+    /// Publishes what waits, after something has made room in either family: both share `services`.
+    pub(crate) fn publish_waiting(&mut self, applied: &mut Applied, failures: &mut Failures) {
+        loop {
+            finish(self.v4.publish_waiting(&mut self.shared), applied, failures);
+            finish(self.v6.publish_waiting(&mut self.shared), applied, failures);
+            let demand = self.demand();
+            if demand.is_empty() {
+                return;
+            }
+            self.grow_or_rest(&demand, failures);
+            self.v4.entries.without_room.plan_anew();
+            self.v6.entries.without_room.plan_anew();
+        }
+    }
+
+    pub(crate) fn write_service_cidrs(&mut self, applied: &mut Applied, failures: &mut Failures) {
+        match self.service_cidrs.write(&self.v4, &self.v6) {
+            Ok(written) => *applied += written,
+            Err(error) => failures.add("ServiceCIDRs", error),
+        }
+    }
+
+    /// Returns true if the maps hold the desired state and nothing else.
+    pub(crate) fn has_only(&self, desired: &[Arc<DesiredPort>]) -> Result<bool, Error> {
+        let Self { shared, v4, v6, is_synced, .. } = self;
+        let of = |family| desired.iter().filter(move |port| port.name.family == family);
+        let mut published: Vec<_> = v4.published().chain(v6.published()).collect();
+        published.sort_unstable_by_key(|(id, _)| *id);
+        Ok(*is_synced
+            && v4.has_only(shared, of(V4::FAMILY))?
+            && v6.has_only(shared, of(V6::FAMILY))?
+            && shared.has_only(&published)?)
+    }
+
+    /// Adopts what the maps hold, and writes what differs from the desired state.
+    pub(crate) fn write_everything(
+        &mut self,
+        desired: &[Arc<DesiredPort>],
+        applied: &mut Applied,
+        failures: &mut Failures,
+    ) -> Result<(), Error> {
+        let strays = self.adopt()?;
+        self.count_connections(self.shared.goes_by_connections(desired), failures);
+        self.prepare(failures);
+        if !self.is_synced {
+            self.grow_ahead(desired, failures);
+        }
+        let Self { shared, v4, v6, .. } = self;
+        finish(resync(v4, shared, desired), applied, failures);
+        finish(resync(v6, shared, desired), applied, failures);
+        for Stray { id, is_claimed } in strays {
+            match remove_service(shared, id, applied) {
+                // Programs may still be reading it.
+                Ok(()) if is_claimed => shared.ids.retire(Range { first: id, count: 1 }),
+                Ok(()) => {}
+                Err(error) => failures.add(format_args!("service {id}, which is not desired"), error),
+            }
+        }
+        self.publish_waiting(applied, failures);
+        Ok(())
+    }
+
+    pub(crate) fn adopt(&mut self) -> Result<Vec<Stray>, Error> {
+        let names = self.shared.adopt()?;
+        let largest = self.v4.adopt(&self.shared, &names)?.max(self.v6.adopt(&self.shared, &names)?);
+        self.shared.continue_backend_ids(largest)?;
+        Ok(names.strays)
+    }
+
+    /// Writes what has changed.
+    pub(crate) fn write_changes(&mut self, changes: &Changes) -> Result<Applied, crate::modes::Error> {
+        let (mut applied, mut failures) = Default::default();
+        self.count_connections(self.shared.goes_by_connections(&changes.changed), &mut failures);
+        self.prepare(&mut failures);
+        let Self { shared, v4, v6, .. } = self;
+        finish(apply(v4, shared, changes), &mut applied, &mut failures);
+        finish(apply(v6, shared, changes), &mut applied, &mut failures);
+        self.publish_waiting(&mut applied, &mut failures);
+        self.write_service_cidrs(&mut applied, &mut failures);
+        raise_epoch(&mut self.shared, &mut failures);
+        self.end_stale_sockets();
+        failures.into_result()?;
+        Ok(applied)
+    }
+
+    /// Makes the maps hold exactly `desired`.
+    pub(crate) fn write_desired(
+        &mut self,
+        desired: &[Arc<DesiredPort>],
+    ) -> Result<Applied, crate::modes::Error> {
+        let (mut applied, mut failures) = Default::default();
+        // Fast path: an inspection usually finds nothing to repair.
+        if self.has_only(desired)? {
+            self.prepare(&mut failures);
+        } else {
+            self.write_everything(desired, &mut applied, &mut failures)?;
+        }
+        self.is_synced = true;
+        if failures.is_empty() {
+            self.service_cidrs.synced();
+        }
+        self.write_service_cidrs(&mut applied, &mut failures);
+        raise_epoch(&mut self.shared, &mut failures);
+        self.end_stale_sockets();
+        self.shared.tables.services.forget();
+        self.v4.tables.slots.forget();
+        self.v6.tables.slots.forget();
+        // The lease is resumed even if something could not be written, because the other service
+        // ports are served as desired.
+        match self.lease.resume(&self.shared.tables.lease) {
+            Ok(true) => self.keep_netfilter_ports(),
+            Ok(false) => {}
+            Err(error) => failures.add("lease", error),
+        }
+        failures.into_result()?;
+        Ok(applied)
+    }
+}

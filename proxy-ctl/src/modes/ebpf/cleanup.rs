@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::{
     Error,
-    hooks::attach::remove_filters,
+    hooks::attach::filters::remove_filters,
     maps::{
         paths::{Paths, SOCKET_LINK, is_there, names, remove_folder},
         pins::{remove_link, remove_pin},

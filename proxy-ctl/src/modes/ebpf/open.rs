@@ -24,7 +24,7 @@ use super::{
     growth::Growth,
     hooks::{
         self,
-        attach::{Cgroup, Hooks},
+        attach::{Hooks, sockets::Cgroup},
         lease::LeaseRenewal,
         xdp::attach::Transit,
     },

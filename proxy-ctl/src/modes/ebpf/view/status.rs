@@ -33,7 +33,7 @@ use crate::{
         ebpf::{
             Error,
             connections::count::Counted,
-            hooks::attach::is_ours,
+            hooks::attach::filters::is_ours,
             maps::{
                 family::TableFamily,
                 paths::{Paths, is_there},

@@ -5,22 +5,25 @@
 //! without tcx (before 6.6) have filters on a clsact qdisc instead, which live as long as the
 //! interface. A folder on the bpffs remembers them.
 
+pub(crate) mod filters;
+mod refused;
+pub(crate) mod sockets;
+
 use std::{
-    collections::{BTreeMap, BTreeSet},
-    fs::File,
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::fs::MetadataExt,
-    },
+    collections::BTreeMap,
     path::PathBuf,
     time::{Duration, Instant},
 };
 
-use aya_obj::generated::bpf_attach_type;
 use proxy_common::inventory::program;
 
+use self::{
+    filters::{exists, has_filter, remove_filter, remove_filters},
+    refused::Refusal,
+    sockets::Cgroup,
+};
 use super::{
-    load::{Programs, SOCKET_HOOKS, common_packet_programs, packet_program},
+    load::{Programs, common_packet_programs, packet_program},
     order::{HookOrder, Misplaced},
     refusal::is_refused,
     route_watch::RouteWatch,
@@ -32,7 +35,7 @@ use crate::{
     modes::ebpf::{
         Error,
         maps::{
-            paths::{Paths, SOCKET_LINK, is_there, make_folder, names, remove_folder},
+            paths::{Paths, names},
             pins::{Ensured, LinkPins},
         },
         services::writer::Failures,
@@ -44,58 +47,8 @@ use crate::{
     },
 };
 
-/// Handle of our filters.
-const HANDLE: u32 = 0x7063;
-/// Name of a folder in the interface's folder that says that we have made the clsact qdisc.
-const MADE_QDISC: &str = "qdisc";
-
-/// Priorities that our filters may have, the best first; see [`order`](super::order). A priority
-/// belongs to one kind of filter for one protocol, so another program's filter may have taken it.
-const PRIORITIES: [u16; 8] = [1, 2, 3, 4, 5, 6, 7, 8];
-
 fn packet_programs(interface: &Interface) -> [&'static str; 2] {
     Direction::ALL.map(|direction| packet_program(interface.role, direction, interface.ethernet))
-}
-
-/// A cgroup v2 folder.
-#[derive(Debug)]
-pub(crate) struct Cgroup {
-    path: PathBuf,
-    fd: OwnedFd,
-    inode: u64,
-}
-
-impl Cgroup {
-    pub(crate) fn open(path: PathBuf) -> Result<Self, Error> {
-        let opened = File::open(&path).and_then(|file| Ok((file.metadata()?.ino(), file)));
-        match opened {
-            Ok((inode, file)) => Ok(Self { path, fd: file.into(), inode }),
-            Err(source) => Err(Error::Folder { path, source }),
-        }
-    }
-
-    /// Attaches a program until the returned descriptor is dropped.
-    pub(crate) fn attach(
-        &self,
-        programs: &mut Programs,
-        name: &'static str,
-        hook: bpf_attach_type,
-    ) -> Result<OwnedFd, Error> {
-        bpf::link_cgroup(programs.get(name)?, self.fd.as_fd(), hook).map_err(|source| Error::Attach {
-            program: name,
-            target: self.path.display().to_string(),
-            source,
-        })
-    }
-}
-
-/// Reason why a workload interface has no programs.
-#[derive(Clone, Debug, Eq, PartialEq)]
-struct Refusal {
-    reason: String,
-    /// True if the interface has an ingress qdisc other than `clsact`, to which our programs cannot
-    /// be attached. This says nothing about our programs.
-    is_place_taken: bool,
 }
 
 /// The programs, and where they are attached.
@@ -165,49 +118,6 @@ impl Hooks {
     /// [`attach_sockets`](Self::attach_sockets) calls too.
     pub(crate) const fn count_sockets(&mut self, are_counted: bool) {
         self.counts_sockets = are_counted;
-    }
-
-    /// Returns true if a former controller has counted sockets.
-    pub(crate) fn is_release_pinned(&self) -> bool {
-        self.socket_link(program::sock_release).exists()
-    }
-
-    /// Attaches or detaches the socket hooks, and returns true if anything had to be done.
-    pub(crate) fn attach_sockets(&mut self) -> Result<bool, Error> {
-        // The release hook comes first, so that each socket that the other hooks count is also seen
-        // to close.
-        let mut outcome = self.attach_release();
-        for &(name, hook) in SOCKET_HOOKS {
-            let attached = self.attach_socket_hook(name, hook);
-            outcome = outcome.and_then(|changed| Ok(changed | attached?));
-        }
-        outcome
-    }
-
-    fn attach_socket_hook(&mut self, name: &'static str, hook: bpf_attach_type) -> Result<bool, Error> {
-        let path = self.socket_link(name);
-        let Some(cgroup) = &self.cgroup else { return self.links.remove(&path) };
-        let program = self.programs.get(name)?;
-        let is_target = |target| target == LinkTarget::Cgroup(cgroup.inode);
-        let create = || bpf::link_cgroup(program, cgroup.fd.as_fd(), hook);
-        let failed =
-            |source| Error::Attach { program: name, target: cgroup.path.display().to_string(), source };
-        self.links.ensure(&path, program, is_target, create).map(Ensured::is_change).map_err(failed)
-    }
-
-    /// Attaches the hook for sockets that are closed if sockets are counted, and otherwise detaches
-    /// it.
-    pub(crate) fn attach_release(&mut self) -> Result<bool, Error> {
-        let (name, hook) = (program::sock_release, bpf_attach_type::BPF_CGROUP_INET_SOCK_RELEASE);
-        if self.counts_sockets {
-            self.attach_socket_hook(name, hook)
-        } else {
-            self.links.remove(&self.socket_link(name))
-        }
-    }
-
-    fn socket_link(&self, name: &str) -> PathBuf {
-        self.paths.links().join(format!("{SOCKET_LINK}{name}"))
     }
 
     /// Sets for how long a new workload interface is left alone where the kernel has no tcx.
@@ -290,17 +200,6 @@ impl Hooks {
         !self.settling.is_settled(interface, self.pause)
     }
 
-    /// Lists the ingress qdiscs. If they cannot be listed, what is known of them stays.
-    fn list_qdiscs(&mut self, failures: &mut Failures) {
-        if self.tcx == Some(true) {
-            return;
-        }
-        match tc::ingress_qdiscs() {
-            Ok(qdiscs) => self.qdiscs = qdiscs,
-            Err(error) => failures.add("queueing disciplines", Error::Qdiscs(error)),
-        }
-    }
-
     /// Attaches to an interface, and returns true if anything had to be done. A refusal of a
     /// workload interface is noted, and fails no call: trying again at once cannot cure it, and
     /// everything else is served.
@@ -328,20 +227,6 @@ impl Hooks {
             }
         }
         false
-    }
-
-    fn note_refusal(&mut self, interface: &Interface, error: &Error) {
-        let refusal =
-            Refusal { reason: error.to_string(), is_place_taken: matches!(error, Error::PlaceTaken(_)) };
-        if self.unattached.get(&interface.index) != Some(&refusal) {
-            tracing::warn!(
-                interface = interface.name,
-                reason = refusal.reason,
-                "no packet program can be attached to the interface: socket hooks and the secondary mode serve \
-                 its workload, if there are any; it is tried again every 10 s"
-            );
-            self.unattached.insert(interface.index, refusal);
-        }
     }
 
     /// Returns true if programs of ours, or of a former controller, are at any interface, or if
@@ -470,26 +355,6 @@ impl Hooks {
     /// Returns why uplinks have no XDP program, by interface index.
     pub(crate) const fn refusals(&self) -> &BTreeMap<u32, String> {
         self.transit.refusals()
-    }
-
-    /// Returns why workload interfaces have no programs, by interface index.
-    pub(crate) fn unattached(&self) -> BTreeMap<u32, String> {
-        self.unattached.iter().map(|(index, refusal)| (*index, refusal.reason.clone())).collect()
-    }
-
-    /// Returns the reason why no workload interface takes programs.
-    pub(crate) fn attached_nowhere(&self) -> Option<String> {
-        // An interface that waits has refused nothing, and has not taken anything either.
-        let waiting: BTreeSet<u32> = self.settling.waiting().collect();
-        let workloads = self.interfaces.values().filter(|interface| interface.role == Role::Workload);
-        let workloads = workloads.filter(|interface| !waiting.contains(&interface.index));
-        refused_everywhere(workloads.map(|interface| self.unattached.get(&interface.index)))
-            .map(str::to_owned)
-    }
-
-    /// Returns how many workload interfaces have no programs because they refuse them.
-    pub(crate) fn unattached_count(&self) -> usize {
-        self.unattached.len()
     }
 
     /// Returns true if filters are used, and a workload interface has an ingress qdisc other than
@@ -668,49 +533,6 @@ impl Hooks {
         Ok(self.links.ensure(&path, program, |target| target == LinkTarget::Tcx(index), create))
     }
 
-    fn attach_filter(
-        &mut self,
-        index: u32,
-        direction: Direction,
-        name: &'static str,
-    ) -> Result<Result<Ensured, CallError>, Error> {
-        let Self { programs, paths, qdiscs, .. } = self;
-        check_place(paths, qdiscs, index)?;
-        let program = programs.get(name)?;
-        let folder = paths.clsact().join(index.to_string());
-        make_folder(&folder)?;
-        let ours = match our_filter(index, direction) {
-            Ok(ours) => ours,
-            Err(e) => return Ok(Err(e)),
-        };
-        match bpf::program_id(program) {
-            Ok(id) if ours.as_ref().is_some_and(|filter| filter.program == id) => {
-                return Ok(Ok(Ensured::Unchanged));
-            }
-            Ok(_) => {}
-            Err(e) => return Ok(Err(e)),
-        }
-        match tc::add_clsact(index) {
-            Ok(true) => make_folder(&folder.join(MADE_QDISC))?,
-            Ok(false) if qdiscs.contains_key(&index) => {}
-            // Another program has added a qdisc since they were listed.
-            Ok(false) => {
-                *qdiscs = tc::ingress_qdiscs().map_err(Error::Qdiscs)?;
-                check_place(paths, qdiscs, index)?;
-            }
-            Err(e) => return Ok(Err(e)),
-        }
-        let add =
-            |priority| tc::put_filter(tc::ADD_FILTER, index, direction, priority, HANDLE, program, name);
-        Ok(match ours {
-            Some(filter) => {
-                tc::put_filter(tc::REPLACE_FILTER, index, direction, filter.priority, HANDLE, program, name)
-                    .map(|()| Ensured::Mended)
-            }
-            None => first_accepted(PRIORITIES, add).map(|()| Ensured::Attached),
-        })
-    }
-
     fn detach(&mut self, index: u32) -> Result<(), Error> {
         self.interfaces.remove(&index);
         self.unattached.remove(&index);
@@ -729,16 +551,6 @@ impl Hooks {
     }
 }
 
-/// Returns the reason if the kernel refuses programs at every workload interface, and at two at
-/// least, because one alone may have a problem of its own. An interface with another program's
-/// ingress qdisc says nothing about our programs. One that waits has refused nothing yet.
-fn refused_everywhere<'a>(interfaces: impl Iterator<Item = Option<&'a Refusal>>) -> Option<&'a str> {
-    const LEAST: usize = 2;
-    let all: Vec<&Refusal> = interfaces.collect::<Option<_>>()?;
-    let refused: Vec<_> = all.into_iter().filter(|refusal| !refusal.is_place_taken).collect();
-    refused.first().filter(|_| refused.len() >= LEAST).map(|refusal| refusal.reason.as_str())
-}
-
 /// Returns the directions in the order in which they are attached. The one that has failed last
 /// comes first. Otherwise egress does, where the answers to what ingress translates are translated
 /// back.
@@ -754,107 +566,4 @@ fn failed_first(failed: Option<Direction>) -> [Direction; 2] {
 fn uplinks_first(interfaces: &[Interface]) -> impl Iterator<Item = &Interface> {
     let of = |role| interfaces.iter().filter(move |interface| interface.role == role);
     of(Role::Uplink).chain(of(Role::Workload))
-}
-
-/// Tries priorities until one is accepted. EINVAL means that filters of another kind, or for
-/// another protocol, have the priority.
-fn first_accepted(priorities: [u16; 8], put: impl Fn(u16) -> Result<(), CallError>) -> Result<(), CallError> {
-    let [best, others @ ..] = priorities;
-    others.into_iter().fold(put(best), |placed, priority| match placed {
-        Err(e) if e.errno() == libc::EINVAL => put(priority),
-        placed => placed,
-    })
-}
-
-/// Returns an error if the interface has an ingress qdisc other than clsact. The kernel would put
-/// filters of both directions into it. A filter of ours that is in it is removed, so that the qdisc
-/// is as its owner has made it.
-fn check_place(paths: &Paths, qdiscs: &BTreeMap<u32, String>, index: u32) -> Result<(), Error> {
-    match qdiscs.get(&index) {
-        Some(kind) if kind != tc::CLSACT => {
-            remove_filters(paths, index)?;
-            Err(Error::PlaceTaken(kind.clone()))
-        }
-        Some(_) | None => Ok(()),
-    }
-}
-
-/// Returns true if the filter is ours. The handle alone does not show it, because each priority has
-/// handles of its own: a filter of another program may have our handle with a priority that we
-/// never take.
-pub(crate) fn is_ours(filter: &tc::Filter) -> bool {
-    filter.handle == HANDLE && PRIORITIES.contains(&filter.priority)
-}
-
-fn our_filter(index: u32, direction: Direction) -> Result<Option<tc::Filter>, CallError> {
-    Ok(tc::filters(index, direction)?.into_iter().find(is_ours))
-}
-
-fn has_filter(index: u32, direction: Direction) -> Result<bool, Error> {
-    let failed = |source| Error::Detach { target: format!("interface {index}"), source };
-    Ok(our_filter(index, direction).map_err(failed)?.is_some())
-}
-
-/// Removes our filter of this direction, and returns true if there was one.
-fn remove_filter(index: u32, direction: Direction) -> Result<bool, Error> {
-    let failed = |source| Error::Detach { target: format!("interface {index}"), source };
-    let Some(filter) = our_filter(index, direction).map_err(failed)? else { return Ok(false) };
-    tc::remove_filter(index, direction, filter.priority, HANDLE).map_err(failed)
-}
-
-/// Returns true if there is an interface with this index in our network namespace.
-fn exists(index: u32) -> bool {
-    // nix 0.31 returns an empty name if there is none.
-    nix::net::if_::if_indextoname(index).is_ok_and(|name| !name.is_empty())
-}
-
-/// Removes our filters from an interface, and the qdisc if we have made it and it has no other
-/// filters. Returns how many filters were removed.
-pub(crate) fn remove_filters(paths: &Paths, index: u32) -> Result<usize, Error> {
-    let folder = paths.clsact().join(index.to_string());
-    if !is_there(&folder)? {
-        return Ok(0);
-    }
-    let failed = |source| Error::Detach { target: format!("interface {index}"), source };
-    let mut removed = 0;
-    let mut others = false;
-    for direction in Direction::ALL {
-        removed += usize::from(remove_filter(index, direction)?);
-        others |= tc::has_filters(index, direction).map_err(failed)?;
-    }
-    let marker = folder.join(MADE_QDISC);
-    if is_there(&marker)? {
-        if !others && removed > 0 {
-            tc::remove_clsact(index).map_err(failed)?;
-        }
-        remove_folder(&marker)?;
-    }
-    remove_folder(&folder)?;
-    Ok(removed)
-}
-
-#[cfg(test)]
-mod tests {
-    use rstest::rstest;
-
-    use super::*;
-
-    /// Each word of `interfaces` is an interface. `-` has programs, and other words are refusals.
-    /// `taken` is a refusal because of another ingress qdisc.
-    #[rstest]
-    #[case::no_interface("", None)]
-    #[case::all_attached("- -", None)]
-    #[case::one_of_several("full - -", None)]
-    #[case::the_only_one("full", None)]
-    #[case::all("full denied full", Some("full"))]
-    #[case::places_taken("taken taken taken", None)]
-    #[case::all_but_a_place_that_is_taken("taken full denied", Some("full"))]
-    #[case::one_beside_a_place_that_is_taken("taken full", None)]
-    fn programs_are_refused_everywhere(#[case] interfaces: &str, #[case] expected: Option<&str>) {
-        let refusal = |word: &str| {
-            (word != "-").then(|| Refusal { reason: word.to_owned(), is_place_taken: word == "taken" })
-        };
-        let refusals: Vec<_> = interfaces.split_whitespace().map(refusal).collect();
-        assert_eq!(refused_everywhere(refusals.iter().map(Option::as_ref)), expected);
-    }
 }

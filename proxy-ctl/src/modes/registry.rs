@@ -9,7 +9,7 @@ use super::{
     conntrack::{self, WithConntrack},
     ebpf,
     entry::{BoxedProgrammed, Entry, Removed, TrackedFlows},
-    hand_over::{DialledFrontends, HandOver, ModeBeside},
+    hand_over::{HandOver, ModeBeside, dialled::DialledFrontends},
     iptables, ipvs, netfilter, nftables,
     source_ports::SourcePorts,
     userspace,

@@ -10,21 +10,21 @@
 //! delegated, and the active mode goes on serving all of them. A packet that its programs have
 //! translated matches no rule of netfilter, so the secondary mode serves those pods alone.
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    net::{IpAddr, SocketAddr},
-    sync::Arc,
-    time::Duration,
+pub(super) mod dialled;
+mod parts;
+
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
+
+use self::{
+    dialled::DialledFrontends,
+    parts::{Split, can_be_handed_over, of_beside},
 };
-
-use rustc_hash::FxHashSet;
-
 use super::{
     Applied, Dataplane, Effect, Error, HookProblems, MetricFamily, PacketPrograms, Programmed, Snapshot,
-    Unsupported, Usage, port_set::PortSet, servable,
+    Unsupported, Usage, port_set::PortSet,
 };
 use crate::model::{
-    desired::{Changes, DesiredPort, Frontend, FrontendKind, ServicePortName},
+    desired::{Changes, DesiredPort, ServicePortName},
     mode::Mode,
     node::Host,
 };
@@ -39,36 +39,6 @@ pub(super) trait ModeBeside: Send {
     fn has_connections(&self, to: &DialledFrontends) -> Result<bool, Error>;
     /// Removes what the mode has written. Its dataplane was dropped before.
     fn remove(&self) -> Result<(), Error>;
-}
-
-/// The frontends that clients of Services dial. Connections to anything else, such as the ports
-/// that a container engine publishes, depend on the rules of others.
-#[derive(Clone, Debug, Default)]
-pub(super) struct DialledFrontends {
-    addresses: FxHashSet<SocketAddr>,
-    node_ports: FxHashSet<u16>,
-    node_addresses: BTreeSet<IpAddr>,
-}
-
-impl DialledFrontends {
-    /// Adds a frontend. `address` is `None` for a node port.
-    fn add(&mut self, address: Option<IpAddr>, port: u16) {
-        match address {
-            Some(address) => drop(self.addresses.insert(SocketAddr::new(address, port))),
-            None => drop(self.node_ports.insert(port)),
-        }
-    }
-
-    fn add_all(&mut self, port: &DesiredPort) {
-        for Frontend { kind, address, port, .. } in &port.frontends {
-            self.add((*kind != FrontendKind::NodePort).then_some(*address), *port);
-        }
-    }
-
-    pub(super) fn has(&self, dialled: SocketAddr) -> bool {
-        self.addresses.contains(&dialled)
-            || self.node_ports.contains(&dialled.port()) && self.node_addresses.contains(&dialled.ip())
-    }
 }
 
 pub(super) struct HandOver {
@@ -117,57 +87,6 @@ pub(super) struct HandOver {
 /// connections that netfilter knows.
 const COLLECTIONS_BETWEEN_REMOVALS: u32 = 30;
 
-/// The parts of a service port, by the mode that serves them.
-struct Parts {
-    /// The part that the active mode serves.
-    own: Option<Arc<DesiredPort>>,
-    handed: Option<Arc<DesiredPort>>,
-}
-
-/// Changes, by the mode that writes them and when.
-#[derive(Default)]
-struct Split {
-    /// Changes of the active mode.
-    own: Changes,
-    /// Changes of the secondary mode that are written before those of the active mode: frontends
-    /// that it did not serve.
-    arriving: Changes,
-    /// Changes of the secondary mode that are written after those of the active mode.
-    handed: Changes,
-}
-
-impl Parts {
-    fn of(port: &Arc<DesiredPort>, unsupported: &[Unsupported]) -> Self {
-        let Some(own) = servable(Arc::clone(port), unsupported) else {
-            return Self { own: None, handed: Some(Arc::clone(port)) };
-        };
-        let is_handed = |frontend: &Frontend| {
-            let effect = Effect::NotToOwnNode(frontend.kind);
-            unsupported.iter().any(|one| one.effect == effect)
-        };
-        let frontends: Vec<_> = port.frontends.iter().filter(|one| is_handed(one)).cloned().collect();
-        let handed =
-            (!frontends.is_empty()).then(|| Arc::new(DesiredPort { frontends, ..DesiredPort::clone(port) }));
-        Self { own: Some(own), handed }
-    }
-}
-
-const fn can_be_handed_over(unsupported: &Unsupported) -> bool {
-    match unsupported.effect {
-        Effect::NotToOwnNode(_) | Effect::NotServed => true,
-        Effect::ServedDifferently
-        | Effect::Refused
-        | Effect::NoRoom
-        | Effect::HandedOver
-        | Effect::LeftToNode => false,
-    }
-}
-
-/// Returns the node as the secondary mode sees it.
-fn of_beside(host: &Host) -> Host {
-    Host { shares_addresses: true, ..host.clone() }
-}
-
 impl HandOver {
     pub(super) fn new(primary: Box<dyn Dataplane>, beside: Box<dyn ModeBeside>) -> Self {
         Self {
@@ -190,17 +109,6 @@ impl HandOver {
             failure: None,
             failure_changed: false,
             without_room: BTreeMap::new(),
-        }
-    }
-
-    fn parts(&self, port: &Arc<DesiredPort>) -> Parts {
-        let parts = Parts::of(port, &self.primary.supports(port));
-        if self.programs_come_later && parts.own.is_some() {
-            Parts { handed: None, ..parts }
-        } else if self.hands_everything {
-            Parts { handed: Some(Arc::clone(port)), ..parts }
-        } else {
-            parts
         }
     }
 
@@ -294,54 +202,6 @@ impl HandOver {
         }
     }
 
-    /// Splits `changes` by the mode that writes them.
-    fn split(&mut self, changes: &Changes) -> Split {
-        let mut split = Split::default();
-        let Split { own, arriving, handed } = &mut split;
-        for port in &changes.changed {
-            self.desired.insert(Arc::clone(port));
-            let parts = self.parts(port);
-            let is_own = parts.own.is_some();
-            match parts.own {
-                Some(port) => own.changed.push(port),
-                None => own.removed.push(port.name.clone()),
-            }
-            match parts.handed {
-                Some(part) => {
-                    let before = self.take_back(&port.name);
-                    self.hand_over(&part);
-                    let is_known =
-                        |one: &Frontend| before.as_ref().is_some_and(|before| before.frontends.contains(one));
-                    // If the active mode serves the port too, it is written first, because it is
-                    // faster.
-                    let is_for_few = self.hands_everything && is_own;
-                    let arrives = !is_for_few && !part.frontends.iter().all(is_known);
-                    (if arrives { &mut *arriving } else { &mut *handed }).changed.push(part);
-                }
-                None => {
-                    let Some(part) = self.take_back(&port.name) else { continue };
-                    self.passing.insert(port.name.clone(), part);
-                    handed.removed.push(port.name.clone());
-                }
-            }
-            self.failure_changed |= self.failure.is_some();
-        }
-        for name in &changes.removed {
-            self.desired.remove(name);
-            own.removed.push(name.clone());
-            if self.take_back(name).is_some() {
-                handed.removed.push(name.clone());
-                self.failure_changed |= self.failure.is_some();
-            }
-        }
-        split
-    }
-
-    fn hand_over(&mut self, part: &Arc<DesiredPort>) {
-        self.was_handed.add_all(part);
-        self.handed.insert(part.name.clone(), Arc::clone(part));
-    }
-
     /// Returns the frontends whose connections may depend on the secondary mode. These are what it
     /// has served, and the frontends of the active mode, because the rules of a former proxy, now
     /// gone, have translated connections to them.
@@ -354,12 +214,6 @@ impl HandOver {
             service.frontends.iter().for_each(|frontend| dialled.add(frontend.address, frontend.port));
         }
         Ok(dialled)
-    }
-
-    /// Takes the service port from the secondary mode, and returns the part that it served.
-    fn take_back(&mut self, name: &ServicePortName) -> Option<Arc<DesiredPort>> {
-        let passing = self.passing.remove(name);
-        self.handed.remove(name).or(passing)
     }
 
     fn serves_nothing_beside(&self) -> bool {
@@ -454,27 +308,6 @@ impl HandOver {
             tracing::info!(mode = %self.beside.mode(), "the secondary mode is removed, because the active mode serves everything");
         }
         Ok(())
-    }
-
-    /// Returns what is delegated but not served, because the secondary mode cannot be opened.
-    fn not_handed_over(&self) -> BTreeMap<ServicePortName, Vec<Unsupported>> {
-        let Some(failure) = &self.failure else { return BTreeMap::new() };
-        let mode = self.beside.mode();
-        let told = |one: &Unsupported| Unsupported {
-            field: one.field,
-            effect: one.effect,
-            instead: format!(
-                "not served: the secondary mode {mode}, which would serve it, cannot be opened: {failure}"
-            )
-            .into(),
-        };
-        let fields = |port: &Arc<DesiredPort>| {
-            let unsupported = self.primary.supports(port);
-            unsupported.iter().filter(|one| can_be_handed_over(one)).map(told).collect()
-        };
-        // Ports that the active mode serves too have no such fields, so they are left out.
-        let with_fields = self.handed.iter().map(|(name, port)| (name.clone(), fields(port)));
-        with_fields.filter(|(_, fields): &(_, Vec<_>)| !fields.is_empty()).collect()
     }
 }
 

@@ -1,4 +1,7 @@
-use std::sync::{Mutex, PoisonError};
+use std::{
+    net::{IpAddr, SocketAddr},
+    sync::{Mutex, PoisonError},
+};
 
 use rstest::rstest;
 

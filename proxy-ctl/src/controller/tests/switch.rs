@@ -2,6 +2,7 @@
 
 use rstest::rstest;
 
+use super::recorder::Recording;
 use super::*;
 
 const NFTABLES: Modes = Modes { mode: Mode::Nftables, beside: None };

@@ -5,8 +5,8 @@
 //! objects and returns [`desired::Changes`]: the service ports whose desired state is now
 //! different.
 //!
-//! [`node`] has the words for the node itself, and [`mode`] chooses how it is programmed. The module
-//! has no I/O, no clock and no async code.
+//! [`node`] has the words for the node itself, and [`mode`] chooses how it is programmed. The
+//! module has no I/O, no clock and no async code.
 
 mod addresses;
 mod claims;

@@ -1,5 +1,5 @@
-//! What sources send. There are two: the API server (`kubernetes`) and a folder of files
-//! (`manifests`).
+//! The updates that sources send. There are two sources: the API server (`kubernetes`), and a
+//! folder of files (`manifests`).
 //!
 //! A source sends [`Update`]s over one bounded channel, in the order in which it learned of them. A
 //! list is sent as one `Replace…`, so that the model can tell what vanished while nobody was

@@ -1,4 +1,4 @@
-//! What is not served as asked is named.
+//! Tests that what is not served as asked is named.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Failed writes are tried again, and what others have changed is repaired.
+//! Tests that failed writes are tried again, and that what others have changed is repaired.
 
 use super::*;
 

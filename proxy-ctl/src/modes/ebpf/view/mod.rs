@@ -1,5 +1,5 @@
-//! What people and metrics are shown of the maps. It works on the pins alone, with the controller
-//! down.
+//! Shows people and metrics what the maps hold. Most of it works on the pins alone, with the
+//! controller down.
 
 mod events;
 mod flows;

@@ -2,7 +2,7 @@
 
 mod tables;
 
-use std::path::Path;
+use std::{collections::BTreeMap, path::Path};
 
 use anyhow::{Context as _, Result, anyhow, bail};
 use aya::{

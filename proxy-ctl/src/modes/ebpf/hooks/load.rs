@@ -24,10 +24,7 @@ use crate::{
     model::node::Role,
     modes::ebpf::{
         Error,
-        maps::{
-            paths::Paths,
-            tables::{Shape, typed},
-        },
+        maps::tables::{Shape, typed},
     },
     sys::{CallError, bpf::map::Map, net::tc::Direction, proc::clock},
 };

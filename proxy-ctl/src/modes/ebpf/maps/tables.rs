@@ -33,10 +33,7 @@ use crate::{
             self, MapInfo,
             map::{
                 Cursor, Map, PerCpuArray,
-                kind::{
-                    ARRAY, ARRAY_OF_MAPS, DEVMAP_HASH, HASH, LPM_TRIE, LRU_HASH, PER_CPU_ARRAY, RING,
-                    SK_STORAGE,
-                },
+                kind::{ARRAY, DEVMAP_HASH, HASH, LPM_TRIE, LRU_HASH, PER_CPU_ARRAY, RING, SK_STORAGE},
             },
             mmap::SharedArray,
         },

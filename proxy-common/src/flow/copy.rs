@@ -13,8 +13,10 @@ use crate::layout::{Address, Flow, FlowKey, Numbers};
 pub enum Copied<A> {
     /// The new map gets the entry, unless a program has inserted one at this moment.
     Inserted,
-    /// The entry of the new map becomes this one.
+    /// The entry of the new map becomes this one, if a program has not removed it at this moment.
     Joined(Flow<A>),
+    /// The flow has ended, so the entry of the new map of established flows becomes this one.
+    Ended(Flow<A>),
     /// The new map knows as much, or the flow has ended.
     Left,
 }
@@ -27,6 +29,16 @@ pub fn copied<A: Address, E>(
     Entry { stage, key, flow }: &Entry<A>,
     get: impl Fn(Stage, &FlowKey<A>) -> Result<Option<Flow<A>>, E>,
 ) -> Result<Copied<A>, E> {
+    if *stage == Stage::Opening
+        && flow.state.has_ended()
+        && let Some(new) = get(Stage::Established, key)?
+        && new.is_same(flow)
+        && !new.state.has_ended()
+    {
+        // The first copy has taken the flow as an established one. A former program has removed that
+        // entry since, and left the end of the flow among the opening ones.
+        return Ok(Copied::Ended(joined(&new, flow)));
+    }
     if let Some(new) = get(*stage, key)? {
         return Ok(if new.is_same(flow) {
             let joined = joined(&new, flow);
@@ -198,6 +210,19 @@ mod tests {
         put(&mut new, of_new, former);
         let expected = if of_new == of_former { Copied::Joined(later) } else { Copied::Inserted };
         assert_eq!(decide(of_former, later.client_key(), later, &new), expected);
+    }
+
+    #[test]
+    fn a_flow_that_ends_after_the_first_copy_ends_in_the_new_map_too() {
+        let established = flow(7, 1);
+        let ended = with(established, |flow| flow.state.reset = RESET_CONFIRMED);
+        let mut new = New::new();
+        put(&mut new, Stage::Established, established);
+        for key in [established.client_key(), established.backend_key()] {
+            assert_eq!(decide(Stage::Opening, key, ended, &new), Copied::Ended(ended));
+        }
+        put(&mut new, Stage::Established, ended);
+        assert_eq!(decide(Stage::Opening, ended.client_key(), ended, &new), Copied::Inserted);
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use std::{fs, os::fd::AsFd as _, sync::Arc};
 
 use aya::programs::{SchedClassifier, TcAttachType};
+use aya_obj::generated::bpf_attach_type;
 use proxy_common::{
     inventory::table,
     layout::{
@@ -25,7 +26,7 @@ use rstest::rstest;
 
 use super::{
     desired::{endpoint, port, shared},
-    hooks::{host, veth},
+    hooks::{fill, host, veth},
     sandbox::{Sandbox, TakeHost as _},
 };
 
@@ -276,6 +277,26 @@ fn what_programs_have_written_to_either_map_is_kept() {
     assert_eq!(flows, expected.map(|flow| (flow.client_key(), flow)));
     assert_eq!(map(&sandbox, "maps/foreign_flows4").get(&key).unwrap(), Some(others));
     assert_finished(&sandbox);
+}
+
+/// A controller was killed while it swapped programs, and an uplink takes no program at all. Nothing
+/// runs the former programs there, so the copy is finished, and flows can expire again.
+#[test]
+fn an_uplink_that_takes_no_programs_hinders_no_copy() {
+    let Some(donor) = donor(4) else { return };
+    let Some(mut sandbox) = Sandbox::new() else { return };
+    drop(open(&mut sandbox, 1));
+    add_flows(&sandbox, "maps/flows4", 10);
+    fs::rename(sandbox.table("flows4"), sandbox.pins("before/flows4")).unwrap();
+    pin_of(&donor, "flows4", &sandbox.table("flows4"));
+    let Some(_foreign) = fill(veth("dpb"), bpf_attach_type::BPF_TCX_INGRESS) else { return };
+    let mut dataplane = open(&mut sandbox, 4);
+    dataplane.take_host(&host(&[("dpb", Role::Uplink)])).unwrap_err();
+    // Both go on failing as long as the uplink takes no program.
+    let _failed = dataplane.resync(&[]);
+    let _failed = dataplane.collect_garbage();
+    assert_finished(&sandbox);
+    assert_eq!(numbers(&sandbox, "maps/flows4").len(), 10);
 }
 
 /// A controller was killed during the first copy, before any program used the new map.

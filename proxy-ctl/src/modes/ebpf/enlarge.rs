@@ -17,7 +17,7 @@ impl EbpfDataplane {
     pub(super) fn prepare(&mut self, failures: &mut Failures) {
         if !self.is_swapped {
             let unswapped = self.hooks.swap();
-            self.is_swapped = unswapped.is_empty();
+            self.is_swapped = unswapped.is_empty() || !self.hooks.may_run_former();
             failures.merge(unswapped);
             // Former programs may have compared flows of this epoch with the former maps.
             self.shared.is_epoch_over = true;

@@ -1,6 +1,6 @@
 //! Errors of the eBPF mode, with what to do about them.
 
-use std::{fmt, io, net::IpAddr, path::PathBuf};
+use std::{fmt, io, net::IpAddr, path::PathBuf, time::Duration};
 
 use proxy_common::inventory::Limit;
 
@@ -60,6 +60,10 @@ pub enum Error {
         "some are in network namespaces that are not mounted in sight; those of pods are mounted below /run/netns"
     )]
     OutOfSight,
+    #[error(
+        "copying the maps of flows took {took:?}, and no flow may be held for more than {most:?}; start again when there are fewer flows"
+    )]
+    SlowCopy { took: Duration, most: Duration },
     #[error("waiting for a grace period: {0}")]
     Grace(#[source] CallError),
     #[error("following changes of routes: {0}")]

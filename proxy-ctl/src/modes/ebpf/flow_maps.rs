@@ -117,15 +117,20 @@ impl FlowMaps {
         Ok(shapes.iter().map(resized).collect())
     }
 
-    /// Makes the maps in `larger` the ones in use, after copying everything into them. The former
-    /// maps are pinned in `before` until [`finish`](Self::finish).
-    pub(super) fn replace(&mut self, paths: &Paths, former: &[Shape], new: &[Shape]) -> Result<(), Error> {
-        let resized = || new.iter().filter(|shape| !former.contains(shape));
-        for Shape { name, .. } in resized() {
+    /// Copies everything into the maps in `larger`.
+    pub(super) fn copy_to_larger(paths: &Paths, former: &[Shape], new: &[Shape]) -> Result<(), Error> {
+        for Shape { name, .. } in new.iter().filter(|shape| !former.contains(shape)) {
             let Some(contents) = contents(name) else { continue };
             let (from, to) = (pinned_table(&paths.maps(), name)?, pinned_table(&paths.larger(), name)?);
             (contents.transfer)(name, &from, &to)?;
         }
+        Ok(())
+    }
+
+    /// Makes the maps in `larger` the ones in use. The former maps are pinned in `before` until
+    /// [`finish`](Self::finish).
+    pub(super) fn replace(&mut self, paths: &Paths, former: &[Shape], new: &[Shape]) -> Result<(), Error> {
+        let resized = || new.iter().filter(|shape| !former.contains(shape));
         for Shape { name, entries, .. } in resized() {
             let before = paths.before().join(name);
             bpf::pin(pinned_table(&paths.maps(), name)?.as_fd(), &before)
@@ -212,7 +217,8 @@ where
         let met = Entry { stage, key: *key, flow: *flow };
         match copied(&met, |stage, key| new(stage).get(key))? {
             Copied::Inserted => new(stage).insert(key, flow).map(drop),
-            Copied::Joined(flow) => new(stage).set(key, &flow),
+            Copied::Joined(flow) => new(stage).replace(key, &flow).map(drop),
+            Copied::Ended(flow) => established.replace(key, &flow).map(drop),
             Copied::Left => Ok(()),
         }
     })

@@ -7,7 +7,8 @@
 //! - [`hooks`] puts the programs where packets and system calls pass.
 //! - [`connections`] ends what has expired, and whatever refers to backends that are gone.
 //!
-//! [`view`] and [`cleanup`] work on the pins alone, with the controller down.
+//! [`view`] and [`cleanup`] work on the pins alone, with the controller down. The files beside them
+//! have what the mode does as a whole: it opens, follows the node, grows, repairs and drains.
 
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
@@ -52,7 +53,7 @@ use crate::{
         desired::{Changes, DesiredPort, ServicePortName},
         node::{Host, Interface},
     },
-    sys::proc::machine::Machine,
+    sys::proc::{clock, machine::Machine},
 };
 
 pub mod cleanup;
@@ -216,7 +217,7 @@ impl EbpfDataplane {
         (self.shapes, self.log) = (shapes, log);
         self.stale_sockets.tables_have_grown();
         let unswapped = self.hooks.mend(programs, &[]);
-        self.is_swapped = unswapped.is_empty();
+        self.is_swapped = unswapped.is_empty() || !self.hooks.may_run_former();
         failures.merge(unswapped);
         Ok(())
     }
@@ -225,7 +226,9 @@ impl EbpfDataplane {
     /// what this process or its predecessor has begun of that.
     fn follow_flow_limits(&mut self, failures: &mut Failures) {
         let is_taken_over = self.keep_ports == KeepPorts::Done && !self.attaches_later;
-        let is_due = self.is_synced && is_taken_over && self.is_swapped && self.flow_maps.are_finished();
+        // A hook where the last attempt has failed may run programs that cannot be held.
+        let is_held = self.is_swapped && !self.hooks.have_failed();
+        let is_due = self.is_synced && is_taken_over && is_held && self.flow_maps.are_finished();
         if self.flow_maps.is_change_wanted() && is_due && !self.retiring {
             if let Err(error) = self.resize_flow_maps(failures) {
                 tracing::warn!(%error, "the tables of flows keep their size until the next start");
@@ -257,10 +260,19 @@ impl EbpfDataplane {
     /// Copies the flow maps, and swaps all programs. No flow opens until the caller lets it.
     fn replace_flow_maps(&mut self, made: Larger, failures: &mut Failures) -> Result<(), Error> {
         self.write_settings(|settings| settings.answers_unknown = 0)?;
+        let held_from = clock::since_boot();
         self.hooks.hold_openings(HELD_FOR)?;
-        made.programs.hold_openings(HELD_FOR)?;
         // A program may have begun to open a flow before.
         self.shared.grace.wait().map_err(Error::Grace)?;
+        FlowMaps::copy_to_larger(&self.paths, &self.shapes, &made.shapes)?;
+        failures.see("lease", self.keep_lease());
+        // The swap has the same time again, if no flow was opened since the copy began.
+        self.hooks.hold_openings(HELD_FOR)?;
+        made.programs.hold_openings(HELD_FOR)?;
+        let took = Duration::from_nanos(clock::since_boot().saturating_sub(held_from));
+        if took >= HELD_FOR {
+            return Err(Error::SlowCopy { took, most: HELD_FOR });
+        }
         self.flow_maps.replace(&self.paths, &self.shapes, &made.shapes)?;
         self.use_maps(made, failures)?;
         let most_unproven_entries = self.most_unproven_entries();

@@ -10,7 +10,7 @@ use aya::{
     Pod,
     maps::{MapData, MapError, PerCpuValues, RingBuf},
 };
-use aya_obj::generated::{BPF_NOEXIST, bpf_cmd, bpf_map_type};
+use aya_obj::generated::{BPF_EXIST, BPF_NOEXIST, bpf_cmd, bpf_map_type};
 
 use self::kind::{ARRAY, ARRAY_OF_MAPS, DEVMAP_HASH, HASH, LPM_TRIE, LRU_HASH};
 use super::{MapInfo, address, number};
@@ -177,6 +177,18 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         match unsafe { bpf::call(bpf_cmd::BPF_MAP_UPDATE_ELEM, &mut attr) } {
             Ok(_) => Ok(true),
             Err(e) if e.raw_os_error() == Some(libc::EEXIST) => Ok(false),
+            Err(e) => Err(CallError::new("bpf(BPF_MAP_UPDATE_ELEM)", e)),
+        }
+    }
+
+    /// Replaces an entry. Returns false if the key does not exist.
+    pub fn replace(&self, key: &K, value: &V) -> Result<bool, CallError> {
+        let mut attr = Element { flags: BPF_EXIST.into(), ..self.element(key, value) };
+        // SAFETY: the kernel reads a key and a value; `new` has compared their sizes with the
+        // types.
+        match unsafe { bpf::call(bpf_cmd::BPF_MAP_UPDATE_ELEM, &mut attr) } {
+            Ok(_) => Ok(true),
+            Err(e) if e.raw_os_error() == Some(libc::ENOENT) => Ok(false),
             Err(e) => Err(CallError::new("bpf(BPF_MAP_UPDATE_ELEM)", e)),
         }
     }

@@ -29,7 +29,7 @@ impl EbpfDataplane {
         // A killed predecessor has left some hooks with programs of the former flow maps.
         failures.see(FORMER_FLOWS, self.flow_maps.copy(&self.paths));
         let unattached = self.hooks.follow(&self.interfaces, Instant::now());
-        if !self.flow_maps.are_finished() && !unattached.is_empty() {
+        if !self.flow_maps.are_finished() && self.hooks.may_run_former() {
             self.is_swapped = false;
         }
         failures.merge(unattached);

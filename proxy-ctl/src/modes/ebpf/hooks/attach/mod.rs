@@ -10,7 +10,7 @@ mod refused;
 pub(crate) mod sockets;
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     path::PathBuf,
     time::{Duration, Instant},
 };
@@ -75,6 +75,10 @@ pub(crate) struct Hooks {
     /// The direction of each interface at which attaching has failed last. It is tried first, so
     /// that packets are not translated in one direction alone for a moment at each attempt.
     failed_last: BTreeMap<u32, Direction>,
+    /// Interfaces at which the last attempt has left a program that was there before.
+    unswapped: BTreeSet<u32>,
+    /// True if the last attempt to attach the socket hooks has failed.
+    have_sockets_failed: bool,
     order: HookOrder,
     transit: Transit,
     /// Watch of the routes, while one of the uplinks has XDP.
@@ -101,6 +105,8 @@ impl Hooks {
             settling: Settling::default(),
             pause: Duration::ZERO,
             failed_last: BTreeMap::new(),
+            unswapped: BTreeSet::new(),
+            have_sockets_failed: false,
             order: HookOrder::default(),
             transit,
             route_watch: None,
@@ -189,6 +195,12 @@ impl Hooks {
         !self.failed_last.is_empty()
     }
 
+    /// Returns true if some hook may run other programs than those that are loaded. A hook that
+    /// takes no program of ours runs none of them.
+    pub(crate) fn may_run_former(&self) -> bool {
+        self.have_sockets_failed || !self.unswapped.is_empty()
+    }
+
     /// Returns true if the interface waits for [`attach_settled`](Self::attach_settled). An
     /// interface that has an ingress qdisc does not wait: either that is clsact, or nothing can be
     /// attached.
@@ -213,6 +225,7 @@ impl Hooks {
                 return changed;
             }
             Err(Error::Attach { source, .. }) if source.errno() == libc::ENODEV => {
+                self.unswapped.remove(&index);
                 self.failed_last.remove(&index);
                 tracing::debug!(interface = interface.name, "interface vanished while being attached");
             }
@@ -267,7 +280,9 @@ impl Hooks {
     fn attach_all(&mut self, changed: impl Fn(Option<&Interface>)) -> Failures {
         let mut failures = Failures::default();
         self.list_qdiscs(&mut failures);
-        match self.attach_sockets() {
+        let sockets = self.attach_sockets();
+        self.have_sockets_failed = sockets.is_err();
+        match sockets {
             Ok(false) => {}
             Ok(true) => changed(None),
             Err(error) => failures.add("socket hooks", error),
@@ -428,6 +443,7 @@ impl Hooks {
     /// to it is.
     fn attach(&mut self, interface: &Interface, failures: &mut Failures) -> Result<bool, Error> {
         let (mut changed, mut attached, mut failed) = (false, Vec::new(), None);
+        self.unswapped.remove(&interface.index);
         for direction in failed_first(self.failed_last.remove(&interface.index)) {
             // A program that is there, or may be, is swapped even after an error, because it may
             // use former maps.
@@ -439,11 +455,15 @@ impl Hooks {
                     changed |= ensured.is_change();
                     attached.extend((ensured == Ensured::Attached).then_some(direction));
                 }
-                Err(error) if failed.is_none() => {
-                    self.failed_last.insert(interface.index, direction);
-                    failed = Some(error);
+                Err(error) => {
+                    if self.has_program(interface.index, direction).unwrap_or(true) {
+                        self.unswapped.insert(interface.index);
+                    }
+                    if failed.is_none() {
+                        self.failed_last.insert(interface.index, direction);
+                        failed = Some(error);
+                    }
                 }
-                Err(_) => {}
             }
         }
         if let Some(error) = failed {
@@ -457,7 +477,11 @@ impl Hooks {
         // XDP is attached last and detached first, because packets that it leaves to the stack need
         // the programs at TC.
         let Self { paths, programs, links, transit, .. } = self;
-        Ok(changed | transit.attach(paths, programs, links, interface)?)
+        let forwarding = transit.attach(paths, programs, links, interface);
+        if forwarding.is_err() {
+            self.unswapped.insert(interface.index);
+        }
+        Ok(changed | forwarding?)
     }
 
     fn attach_direction(&mut self, interface: &Interface, direction: Direction) -> Result<Ensured, Error> {
@@ -498,7 +522,9 @@ impl Hooks {
             return self.take_back(index, attached);
         }
         self.transit.detach(&self.paths, &mut self.links, index)?;
-        self.remove_packet_programs(index)
+        self.remove_packet_programs(index)?;
+        self.unswapped.remove(&index);
+        Ok(())
     }
 
     /// Detaches from these directions of an interface. Programs of the other directions stay.
@@ -537,6 +563,7 @@ impl Hooks {
         self.interfaces.remove(&index);
         self.unattached.remove(&index);
         self.failed_last.remove(&index);
+        self.unswapped.remove(&index);
         self.order.forget(index);
         self.transit.detach(&self.paths, &mut self.links, index)?;
         self.remove_packet_programs(index)

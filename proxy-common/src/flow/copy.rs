@@ -35,8 +35,8 @@ pub fn copied<A: Address, E>(
         && new.is_same(flow)
         && !new.state.has_ended()
     {
-        // The first copy has taken the flow as an established one. A former program has removed that
-        // entry since, and left the end of the flow among the opening ones.
+        // The first copy has taken the flow as an established one. A former program has since
+        // removed that entry, and left the end of the flow among the opening ones.
         return Ok(Copied::Ended(joined(&new, flow)));
     }
     if let Some(new) = get(*stage, key)? {

@@ -1,5 +1,6 @@
 //! The HTTP servers, with the paths, names and bodies of kube-proxy. Health is served on
-//! `healthzBindAddress`, metrics and pages for debugging on `metricsBindAddress`.
+//! `healthzBindAddress`, metrics and pages for debugging on `metricsBindAddress`. What they show is
+//! in [`report`].
 
 mod connections;
 #[cfg(test)]

@@ -1,5 +1,5 @@
 //! The source that watches an API server: Services, EndpointSlices and the own Node, and
-//! ServiceCIDRs while they are wanted.
+//! ServiceCIDRs while they are wanted. The source `manifests` uses [`schema`] and [`convert`], too.
 
 pub mod convert;
 pub mod failure;

@@ -1,4 +1,4 @@
-//! The entry that each mode gives to [`modes`](super::registry).
+//! The entry that each mode gives to the [`registry`](super::registry).
 
 use std::path::Path;
 

@@ -1,5 +1,5 @@
 //! The modes, which program the node. Each mode is a folder behind one trait. Modes are opened,
-//! read and cleaned up by name in one place (`modes.rs`).
+//! read and cleaned up by name in one place (`registry`).
 //!
 //! A dataplane is used from one thread. Its calls block on system calls and are short.
 

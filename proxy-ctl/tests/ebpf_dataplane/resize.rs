@@ -279,8 +279,8 @@ fn what_programs_have_written_to_either_map_is_kept() {
     assert_finished(&sandbox);
 }
 
-/// A controller was killed while it swapped programs, and an uplink takes no program at all. Nothing
-/// runs the former programs there, so the copy is finished, and flows can expire again.
+/// A controller was killed while it swapped programs, and an uplink takes no program at all.
+/// Nothing runs the former programs there, so the copy is finished, and flows can expire again.
 #[test]
 fn an_uplink_that_takes_no_programs_hinders_no_copy() {
     let Some(donor) = donor(4) else { return };

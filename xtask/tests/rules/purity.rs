@@ -1,4 +1,5 @@
-//! Tests that the module `model` has no effects: it uses neither clients, kernels, files nor clocks.
+//! Tests that the module `model` has no effects: it uses neither clients, kernels, files nor
+//! clocks.
 
 use std::collections::BTreeSet;
 

@@ -1,5 +1,5 @@
-//! The reports of the controller that the HTTP servers show: health, health checks of Services, and
-//! metrics.
+//! The reports that the HTTP servers show: health, health checks of Services, signs of life,
+//! metrics, and the mode.
 
 mod health;
 mod health_checks;

@@ -1,4 +1,4 @@
-//! The watchers: lists and follows each kind of object, and sends what has changed.
+//! The watchers, which list and follow each kind of object, and send what has changed.
 
 pub(super) mod context;
 mod follow;

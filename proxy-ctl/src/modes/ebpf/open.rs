@@ -94,7 +94,7 @@ pub(super) fn learn_namespace(tables: &CommonTables, probe: &UdpSocket) -> Resul
 
 impl EbpfDataplane {
     /// Takes over the pinned maps or makes new ones, and swaps this version's programs in. The
-    /// service ports in the maps are not changed before the first [`Dataplane::resync`].
+    /// service ports in the maps are not changed before the first `Dataplane::resync`.
     ///
     /// Needs Linux 5.10, and `CAP_BPF`, `CAP_PERFMON` and `CAP_NET_ADMIN`, or root.
     pub fn open(config: &Ebpf) -> Result<Self, Error> {

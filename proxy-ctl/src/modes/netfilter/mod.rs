@@ -1,5 +1,5 @@
 //! The modules that the modes on netfilter share: nftables, iptables, ipvs, and the rules of
-//! userspace. They are pure, but for `chains` and `health_checks`.
+//! userspace. They are pure, but for `chains`, `health_checks` and `own_rules`.
 
 pub(super) mod chains;
 mod hash;

@@ -1,6 +1,6 @@
 //! Connections that run: removes flows and affinities that have expired, counts connections for
-//! least connection, ends sockets whose backend is gone, and reserves the ports of connections that
-//! netfilter translates.
+//! least connection, ends sockets whose backend is gone, reserves the ports of connections that
+//! netfilter translates, and decides whether segments of unknown connections are answered.
 
 pub(super) mod affinity;
 pub(super) mod count;

@@ -1,5 +1,6 @@
 //! The programs in the kernel: loads them (`load`), attaches them to the cgroup and to interfaces
-//! (`attach`, `xdp`), keeps them first (`order`), and follows what they need to be told.
+//! (`attach`, `xdp`), and keeps them first (`order`). Some modules tell the programs what they need
+//! to know while they run (`lease`, `route_watch`), or write what they log (`program_log`).
 
 pub(super) mod attach;
 pub(super) mod lease;

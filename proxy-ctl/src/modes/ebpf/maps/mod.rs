@@ -1,5 +1,5 @@
 //! The BPF maps as files and typed handles: their shapes, pins, folders and sizes, and lookups in
-//! them. Nothing here knows what a Service is.
+//! them. Nothing here decides what they hold.
 
 pub(super) mod family;
 pub(super) mod filling;

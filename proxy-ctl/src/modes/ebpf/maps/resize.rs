@@ -172,8 +172,8 @@ pub(crate) fn remove_larger(paths: &Paths) -> Result<(), Error> {
     Ok(())
 }
 
-/// Puts back a map that a killed controller had set aside. No program has seen the map that was made
-/// to replace it.
+/// Puts back a map that a killed controller had set aside. No program has seen the map that was
+/// made to replace it.
 fn put_back(paths: &Paths, table: &'static str) -> Result<(), Error> {
     let before = paths.before().join(table);
     if before.exists() { rename(&before, &paths.maps().join(table)) } else { Ok(()) }

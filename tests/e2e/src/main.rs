@@ -242,7 +242,7 @@ impl Plan {
         Ok(Record {
             kubernetes: programs::kubernetes_version()?,
             proxy: version(&self.setting.program()?)?,
-            // What comes after the numbers names who has built the kernel.
+            // The rest of the version names who has built the kernel.
             kernel: kernel.trim().split('-').next().unwrap_or_default().to_owned(),
             nodes: self.nodes,
             verdicts,

@@ -1517,13 +1517,15 @@ fn packets_that_are_held_open_nothing_and_go_on_with_their_flow() {
 /// While flows are copied, a connection that goes on is translated, and what dials no frontend is
 /// none of ours.
 #[test]
-fn no_flow_opens_while_openings_are_held() {
+fn no_tcp_flow_opens_while_openings_are_held() {
     let mut host = Host::new();
-    let (known, new) = (datagram(CLIENT, FRONTEND), datagram((CLIENT.0, Port::new(41_000)), FRONTEND));
+    let other = (CLIENT.0, Port::new(41_000));
+    let (known, new) = (syn(), packet(other, FRONTEND, TCP_SYN));
     let expected = host.arriving(&known, Origin::Workload).map(|rewrite| rewrite.destination);
     host.holds_openings = true;
     assert_eq!(host.arriving(&known, Origin::Workload).map(|rewrite| rewrite.destination), expected);
     assert_eq!(host.arriving(&new, Origin::Workload).err(), Some(Reason::OpeningsHeld));
+    assert!(host.arriving(&datagram(other, FRONTEND), Origin::Workload).is_ok());
     let elsewhere = datagram(CLIENT, ([192, 0, 2, 200], PORT));
     assert_eq!(host.arriving(&elsewhere, Origin::Workload).err(), Some(Reason::NotAService));
     host.holds_openings = false;

@@ -3,7 +3,7 @@
 //! Programs write these maps at any time, so they are copied twice:
 //!
 //! 1. Programs are loaded anew, with maps of the new size in the folder `larger`.
-//! 2. No flow opens for a moment. What is in the maps is copied.
+//! 2. No flow of TCP opens for a moment. What is in the maps is copied.
 //! 3. The former maps are pinned in the folder `before`, and the new ones take over their pins.
 //! 4. All programs are swapped, and flows open again.
 //! 5. What the former programs have changed since the first copy is copied, and the former maps are

@@ -257,7 +257,7 @@ impl EbpfDataplane {
         replaced
     }
 
-    /// Copies the flow maps, and swaps all programs. No flow opens until the caller lets it.
+    /// Copies the flow maps, and swaps all programs. No flow of TCP opens until the caller lets it.
     fn replace_flow_maps(&mut self, made: Larger, failures: &mut Failures) -> Result<(), Error> {
         self.write_settings(|settings| settings.answers_unknown = 0)?;
         let held_from = clock::since_boot();

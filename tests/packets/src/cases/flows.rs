@@ -32,7 +32,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.change_settings(|settings| settings.packets_held = 0)?;
         s.opens("workload_ingress", other, CLUSTER_IP, LOCAL).map(drop)
     });
-    group.both::<W>("opens nothing while openings are held, and known ones go on", |s| {
+    group.tcp::<W>("opens nothing while openings are held, and known ones go on", |s| {
         s.cluster_ip()?;
         let known = s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
         s.world.hold_openings(u64::MAX)?;

@@ -130,7 +130,7 @@ reasons! {
     /// This CPU may open no more connections now (`ebpf.newConnectionsPerCore`), and the service
     /// has used up its share.
     ConnectionsLimited = 45, Drop, "connections_limited";
-    /// The flow maps are being copied to maps of another size, and no TCP flow opens at this moment.
+    /// The flow maps are being copied to maps of another size, and no TCP flow opens meanwhile.
     OpeningsHeld = 48, Drop, "openings_held";
     /// With direct server return, the packet is longer than what fits into a packet to the backend.
     /// The client is told.

@@ -303,7 +303,7 @@ fn settings_that_a_file_cannot_have_are_warnings() {
     let output = proxy_ctl(&[&["config"], &args[..]].concat());
     assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     let told = stderr(&output);
-    let lost: Vec<_> = told.lines().filter(|line| line.contains("cannot be said in a file")).collect();
+    let lost: Vec<_> = told.lines().filter(|line| line.contains("cannot be expressed in a file")).collect();
     assert_eq!(
         lost,
         [

@@ -306,8 +306,8 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn masquerades_all(&self) -> bool;
     /// [`Settings::packets_held`].
     fn holds_packets(&self) -> bool;
-    /// Returns true while the flow maps are copied to maps of another size. A flow of TCP that opened
-    /// now might be missing in the copy.
+    /// Returns true while flow maps are copied to maps of another size. A TCP flow that opened now
+    /// might be missing in the copy. Datagrams are not held, as nobody would send them again.
     fn holds_openings(&self) -> bool;
     /// [`Settings::answers_unknown`].
     fn answers_unknown(&self) -> bool;
@@ -839,7 +839,6 @@ fn open<F: Family, T: FlowTables<F>>(
 #[inline(always)]
 fn prepare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Result<(), Reason> {
     prepare_flow(tables, scratch)?;
-    // A datagram would not be sent again, and no RST ends what it opens.
     if scratch.packet.is_tcp() && tables.holds_openings() { Err(Reason::OpeningsHeld) } else { Ok(()) }
 }
 

@@ -1519,15 +1519,14 @@ fn packets_that_are_held_open_nothing_and_go_on_with_their_flow() {
 #[test]
 fn no_tcp_flow_opens_while_openings_are_held() {
     let mut host = Host::new();
-    let other = (CLIENT.0, Port::new(41_000));
-    let (known, new) = (syn(), packet(other, FRONTEND, TCP_SYN));
+    let (known, new) = (syn(), packet((CLIENT.0, Port::new(41_000)), FRONTEND, TCP_SYN));
     let expected = host.arriving(&known, Origin::Workload).map(|rewrite| rewrite.destination);
     host.holds_openings = true;
     assert_eq!(host.arriving(&known, Origin::Workload).map(|rewrite| rewrite.destination), expected);
     assert_eq!(host.arriving(&new, Origin::Workload).err(), Some(Reason::OpeningsHeld));
-    assert!(host.arriving(&datagram(other, FRONTEND), Origin::Workload).is_ok());
-    let elsewhere = datagram(CLIENT, ([192, 0, 2, 200], PORT));
-    assert_eq!(host.arriving(&elsewhere, Origin::Workload).err(), Some(Reason::NotAService));
+    assert!(host.arriving(&datagram(CLIENT, FRONTEND), Origin::Workload).is_ok());
+    let dialled = host.arriving(&packet(CLIENT, ([192, 0, 2, 200], PORT), TCP_SYN), Origin::Workload);
+    assert_eq!(dialled.err(), Some(Reason::NotAService));
     host.holds_openings = false;
     assert!(host.arriving(&new, Origin::Workload).is_ok());
 }

@@ -169,7 +169,7 @@ fn a_service_that_a_full_table_keeps_out_is_named_and_served_when_there_is_room(
     let told = dataplane.take_without_room().unwrap();
     let [one] = told[&large.name].as_slice() else { panic!("{told:?}") };
     assert_eq!((one.field, one.effect, told.len()), (field, Effect::NotServed, 1));
-    assert!(one.instead.starts_with(&format!("not served: table {full}")), "{}", one.instead);
+    assert!(one.instead.starts_with(&format!("not served: map {full}")), "{}", one.instead);
     // A later resync counts it neither as a failure nor as a difference.
     let all = shared([small.clone(), late.clone(), large.clone()]);
     for _ in 0..2 {

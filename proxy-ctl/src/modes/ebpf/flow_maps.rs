@@ -105,7 +105,7 @@ impl FlowMaps {
                     needed,
                     limit = limit.map_or("", Limit::name),
                     wanted = entries,
-                    "the table's entries do not fit into the size of the limit; its tables keep theirs until a start when they do"
+                    "the map's entries do not fit into the size of the limit; its maps keep theirs until a start when they do"
                 );
                 kept.push(*limit);
             }
@@ -137,7 +137,7 @@ impl FlowMaps {
                 .map_err(|source| Error::Table { table: name, source })?;
             self.unfinished.push(name);
             rename(&paths.larger().join(name), &paths.maps().join(name))?;
-            tracing::info!(table = name, entries, "the table has got another size");
+            tracing::info!(table = name, entries, "the map has got another size");
         }
         Ok(())
     }
@@ -260,7 +260,7 @@ fn copy_entries<K: Pod + Default, V: Pod + Default>(
         tracing::warn!(
             table,
             left_out,
-            "the table has no room for all entries of the former one, so some connections are forgotten"
+            "the map has no room for all entries of the former one, so some connections are forgotten"
         );
     }
     Ok(())

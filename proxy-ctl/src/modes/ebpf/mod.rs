@@ -167,7 +167,7 @@ pub(super) const ENTRY: Entry = Entry {
     cleanup: |bpffs, _| Ok(cleanup::cleanup(bpffs)?),
 };
 /// Label of the failures to copy what former flow maps have.
-const FORMER_FLOWS: &str = "former tables of flows";
+const FORMER_FLOWS: &str = "former flow maps";
 
 impl EbpfDataplane {
     /// Attaches to interfaces by clsact filters, as before Linux 6.6, even if this kernel has tcx.
@@ -231,7 +231,7 @@ impl EbpfDataplane {
         let is_due = self.is_synced && is_taken_over && is_held && self.flow_maps.are_finished();
         if self.flow_maps.is_change_wanted() && is_due && !self.retiring {
             if let Err(error) = self.resize_flow_maps(failures) {
-                tracing::warn!(%error, "the tables of flows keep their size until the next start");
+                tracing::warn!(%error, "the flow maps keep their size until the next start");
             }
             if let Err(error) = self.hooks.let_open() {
                 failures.add("flows that may open again", error);

@@ -141,22 +141,14 @@ impl Module {
     }
 
     /// Builds the tests of a package as one program of this name, unless an earlier build has left
-    /// it. Returns an error without Go.
-    pub fn build_tests(&self, package: &str, program: &str) -> Result<()> {
-        self.provide(&[program], |_, folder| {
-            self.download(&["list", "-deps", "-test", "-tags", self.tags, package])?;
-            self.compile(&["test", "-vet=off", "-c"], &[package], &folder.join(program))
-        })
-    }
-
-    /// Does what [`build_tests`](Self::build_tests) does, with a file of this module in the place
-    /// of a file of the module that has the package.
-    pub fn build_tests_with(&self, other: &Replaced<'_>, package: &str, program: &str) -> Result<()> {
+    /// it. If a file is given, a file of this module takes its place. Returns an error without Go.
+    pub fn build_tests(&self, other: Option<&Replaced<'_>>, package: &str, program: &str) -> Result<()> {
         self.provide(&[program], |_, folder| {
             self.download(&["list", "-deps", "-test", "-tags", self.tags, package])?;
             let place = tempfile::tempdir().context("creating a folder for the build")?;
-            let [modules, overlay] = self.replace(other, place.path())?;
-            let command = ["test", "-vet=off", "-c", &modules, &overlay];
+            let replaced = other.map(|other| self.replace(other, place.path())).transpose()?;
+            let flags = replaced.iter().flatten().map(String::as_str);
+            let command: Vec<&str> = ["test", "-vet=off", "-c"].into_iter().chain(flags).collect();
             self.compile(&command, &[package], &folder.join(program))
         })
     }

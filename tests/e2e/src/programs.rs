@@ -106,7 +106,7 @@ pub fn build() -> Result<()> {
     module().with_linker_flags(&flags).build(&packages(false))?;
     let own = own_module().with_linker_flags(&flags);
     own.build(&packages(true))?;
-    own.build_tests(Program::Tests.package(), Program::Tests.name())
+    own.build_tests(None, Program::Tests.package(), Program::Tests.name())
 }
 
 /// Returns the version of Kubernetes of which the programs and the tests are.

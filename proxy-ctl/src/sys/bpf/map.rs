@@ -171,24 +171,23 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
     /// Inserts an entry. Returns false, and keeps the value, if the key exists. If the map is full,
     /// returns `E2BIG`, or `ENOSPC` for a trie.
     pub fn insert(&self, key: &K, value: &V) -> Result<bool, CallError> {
-        let mut attr = Element { flags: BPF_NOEXIST.into(), ..self.element(key, value) };
-        // SAFETY: the kernel reads a key and a value; `new` has compared their sizes with the
-        // types.
-        match unsafe { bpf::call(bpf_cmd::BPF_MAP_UPDATE_ELEM, &mut attr) } {
-            Ok(_) => Ok(true),
-            Err(e) if e.raw_os_error() == Some(libc::EEXIST) => Ok(false),
-            Err(e) => Err(CallError::new("bpf(BPF_MAP_UPDATE_ELEM)", e)),
-        }
+        self.update_unless(libc::EEXIST, BPF_NOEXIST, key, value)
     }
 
     /// Replaces an entry. Returns false if the key does not exist.
     pub fn replace(&self, key: &K, value: &V) -> Result<bool, CallError> {
-        let mut attr = Element { flags: BPF_EXIST.into(), ..self.element(key, value) };
+        self.update_unless(libc::ENOENT, BPF_EXIST, key, value)
+    }
+
+    /// Writes an entry under the condition of `flag`. Returns false if the condition does not hold,
+    /// for which the kernel's error is `refusal`.
+    fn update_unless(&self, refusal: i32, flag: u32, key: &K, value: &V) -> Result<bool, CallError> {
+        let mut attr = Element { flags: flag.into(), ..self.element(key, value) };
         // SAFETY: the kernel reads a key and a value; `new` has compared their sizes with the
         // types.
         match unsafe { bpf::call(bpf_cmd::BPF_MAP_UPDATE_ELEM, &mut attr) } {
             Ok(_) => Ok(true),
-            Err(e) if e.raw_os_error() == Some(libc::ENOENT) => Ok(false),
+            Err(e) if e.raw_os_error() == Some(refusal) => Ok(false),
             Err(e) => Err(CallError::new("bpf(BPF_MAP_UPDATE_ELEM)", e)),
         }
     }

@@ -45,7 +45,7 @@ fn run() -> Result<Outcome> {
         if let Some(reason) = binaries::Program::KubeProxy.absent() {
             return Ok(Outcome::Skipped(reason));
         }
-        module.build_tests_with(&THEIRS, "k8s.io/kubernetes/pkg/proxy", PROGRAM)?;
+        module.build_tests(Some(&THEIRS), "k8s.io/kubernetes/pkg/proxy", PROGRAM)?;
     }
     let program = module.built(PROGRAM).context("kube-proxy's tests are not there after they were built")?;
     let output = Command::new(&program)

@@ -165,13 +165,22 @@ impl Follower {
 
     /// Waits until exactly `expected` is served in the scenario's namespace.
     pub(crate) fn wait_served(&mut self, world: &World, expected: &[(&str, &[&str])]) -> Result<()> {
+        self.wait_served_within(world, LIMIT, expected)
+    }
+
+    pub(crate) fn wait_served_within(
+        &mut self,
+        world: &World,
+        limit: Duration,
+        expected: &[(&str, &[&str])],
+    ) -> Result<()> {
         let expected: Served = expected
             .iter()
             .map(|(port, endpoints)| {
                 ((*port).to_owned(), endpoints.iter().map(|&one| one.to_owned()).collect())
             })
             .collect();
-        self.wait(world, &format!("{expected:?}"), |follower| follower.served() == expected)
+        self.wait_within(world, limit, &format!("{expected:?}"), |follower| follower.served() == expected)
     }
 
     /// Returns what the model serves in the scenario's namespace.

@@ -65,7 +65,8 @@ pub(super) fn a_broken_connection_goes_on_where_it_was(world: &mut World) -> Res
 /// Expects a connection to be replaced that only seems alive. Only an answer of the API server
 /// itself proves a connection, because the relay's kernel acknowledges whatever is sent.
 pub(super) fn a_connection_that_only_seems_alive_is_replaced(world: &mut World) -> Result<()> {
-    // Unit tests check the exact limit. A watch that is not proven lasts 180 s after a bookmark.
+    // Unit tests check the exact limits: a dead connection is given up after 40 s, and a new one is
+    // made within 10 s. A watch that is not proven lasts 180 s after a bookmark.
     const NOTICED_WITHIN: Duration = Duration::from_secs(120);
     let relay = world.relay()?;
     let mut follower = Follower::start_through(world, PROXY, relay.address)?;
@@ -76,10 +77,8 @@ pub(super) fn a_connection_that_only_seems_alive_is_replaced(world: &mut World) 
     relay.freeze();
     let began = Instant::now();
     world.create(&world.service("new"))?;
-    follower.wait_served(world, &[("new:main", &[])])?;
-    let elapsed = began.elapsed();
-    world.note(format!("a dead connection was replaced after {elapsed:.1?}"));
-    ensure!(elapsed < NOTICED_WITHIN, "only after {elapsed:?}");
+    follower.wait_served_within(world, NOTICED_WITHIN, &[("new:main", &[])])?;
+    world.note(format!("a dead connection was replaced after {:.1?}", began.elapsed()));
     for kind in follower.state.kinds() {
         ensure!(lists(&follower, kind) == 1, "{kind} were listed {} times", lists(&follower, kind));
     }

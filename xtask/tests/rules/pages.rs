@@ -84,7 +84,7 @@ fn map_page() -> String {
 # The list of maps
 
 This page lists the pinned maps of mode ebpf, as `proxy-common/src/inventory.rs` has them. [maps.md](maps.md) explains
-how they are written. Types are those of `layout.rs`, with `A` for an address. A name with `4/6` stands for two maps, of
+how they are written. Types are those of `layout/`, with `A` for an address. A name with `4/6` stands for two maps, of
 IPv4 and of IPv6.
 
 - `shared array`: user space has it in its memory (BPF_F_MMAPABLE).

@@ -5,9 +5,13 @@
 //! So the first node sees one direction of a flow, and the second has an ordinary one, with a client and a backend of its own.
 
 use super::{
-    Change, FlowEntry as _, FlowTables, Routine, SUSTAINED_AFTER, Scratch, Speaker, Stage, decide,
+    Change, FlowEntry as _, FlowTables, Routine, Scratch, Speaker, Stage,
     entries::is_stale,
-    guard, is_admitted, lookup, open,
+    find::lookup,
+    guard,
+    keep::SUSTAINED_AFTER,
+    open::{self, is_admitted},
+    routine::decide,
     tcp::{self, is_in_reach, is_near},
     transit,
 };

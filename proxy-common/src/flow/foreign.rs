@@ -6,7 +6,7 @@
 //! Of TCP only packets that open or end something are looked at: what is noted of a connection stays until it ends, or until the table
 //! evicts it.
 
-use super::{FlowTables, Scratch, entries::REFRESH_AFTER, is_foreign, tuples::Step};
+use super::{FlowTables, Scratch, entries::REFRESH_AFTER, find::is_foreign, tuples::Step};
 use crate::{
     family::Family,
     layout::{FlowKey, FrontendKey},

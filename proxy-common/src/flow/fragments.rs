@@ -1,17 +1,29 @@
 //! Packets in fragments. Only the first has ports, so it decides: what becomes of it at a hook is recorded, and done with the others there.
 //! They neither look for a flow nor keep one.
 
-use super::{FlowTables, Scratch};
+use super::{FlowTables, Routine, Scratch};
 use crate::{
     family::Family,
     layout::*,
-    packet::{Action, Then},
+    packet::{Action, Part, Then},
     port::Port,
     reason::{Reason, Verdict},
 };
 
 /// Nanoseconds. Linux waits as long for the other fragments of an IPv4 packet (net.ipv4.ipfrag_time); ids come back.
 const KEPT_FOR: u64 = 30_000_000_000;
+
+#[inline(always)]
+pub(super) fn record_first_fragment<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    outcome: Result<(), Reason>,
+) {
+    if scratch.packet.fragment.part == Part::First {
+        scratch.failure = outcome.err();
+        tables.run(scratch, Routine::RecordFragment);
+    }
+}
 
 /// Does with a later fragment what was done with the first.
 #[inline(always)]

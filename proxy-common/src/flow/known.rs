@@ -1,13 +1,19 @@
-//! Almost all packets: those of established flows of which nothing is learned but how far their streams have come, and those that neither
-//! have a flow nor open one. What is decided of them is what [`arriving`](super::arriving) and [`leaving`](super::leaving) decide, which
-//! take all others, in so little code that it needs no calls.
+//! The fast path, which takes almost all packets: those of established flows of which nothing is
+//! learned but how far their streams have come, and those that neither have a flow nor open one.
+//!
+//! It is a second way through the rules of the slow path (`arriving.rs` and `leaving.rs`), in so
+//! little code that it needs no calls. It decides what [`arriving`](super::arriving()) and
+//! [`leaving`](super::leaving()) decide, or leaves the packet to them. XDP has a third way
+//! (`transit.rs`).
 
 use super::{
-    FlowTables, Found, Scratch, Speaker, Stage, Step,
+    FlowTables, Scratch, Speaker, Stage,
     entries::is_stale,
-    is_of_origin, read, tcp,
+    find::{Found, is_of_origin, read},
+    tcp,
     transit::{answers_driver, goes_past_stack, is_by_stack},
-    translate_arriving, translate_leaving,
+    translate::{translate_arriving, translate_leaving},
+    tuples::Step,
 };
 use crate::{
     family::Family,
@@ -115,7 +121,7 @@ fn find<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
     }
 }
 
-/// [`go_on`](super::go_on), where it only moves the streams. False: it would do more.
+/// [`go_on`](super::keep::go_on), where it only moves the streams. False: it would do more.
 #[inline(always)]
 fn goes_on<F: Family, T: FlowTables<F>>(
     tables: &T,

@@ -2,8 +2,9 @@
 //! all others.
 
 use super::{
-    Change, FlowEntry as _, FlowTables, Routine, Scratch, Stage, Try,
+    Change, FlowEntry as _, FlowTables, Routine, Scratch, Stage,
     foreign::{self, Held},
+    scratch::Try,
 };
 use crate::{
     family::Family,

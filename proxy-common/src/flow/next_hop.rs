@@ -1,7 +1,7 @@
 //! Next hops of packets in transit. The routing tables are asked once in a while for each direction of a flow, and the answer is kept in the
 //! entry that the direction's packets are found by.
 
-use super::{Change, FlowEntry as _, FlowTables, Found, Scratch, Step};
+use super::{Change, FlowEntry as _, FlowTables, Scratch, find::Found, tuples::Step};
 use crate::{balance::HASH_FACTOR, family::Family, layout::KnownHop};
 
 /// Where a packet that a driver sends on goes.

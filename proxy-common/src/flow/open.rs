@@ -2,10 +2,14 @@
 //! inserts both entries or none.
 
 use super::{
-    FlowEntry as _, FlowTables, InsertError, Routine, Scratch, Stage, Try,
+    FlowEntry as _, FlowTables, InsertError, PodSockets, Routine, Scratch, Stage, direct,
     entries::Leg,
+    find::{is_foreign, is_from_host, lookup},
     foreign::{self, Held},
-    is_foreign, is_from_host, lookup,
+    guard,
+    routine::decide,
+    scratch::{Rival, Try},
+    unknown,
 };
 use crate::{
     balance::{self, Draw},
@@ -14,10 +18,120 @@ use crate::{
     port::{PORT_TRIES, Port},
     reason::Reason,
     select::{self, Origin},
+    unserved,
 };
 
 /// How many ports are tried for a client's alias, its own first: half of them at random, then one after the other.
 const ALIAS_TRIES: u32 = 16;
+
+/// Opens a flow for a packet that has none of its own.
+#[inline(always)]
+pub(super) fn open<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    sockets: &impl PodSockets<F::Address>,
+) -> Result<(), Reason> {
+    decide(tables, scratch, Routine::Prepare)?;
+    let rival = scratch.rival;
+    if rival != Rival::None {
+        scratch.flow.flags |= FLOW_OVERLAPPING;
+    }
+    if scratch.is_apart {
+        scratch.flow.flags |= FLOW_APART;
+    }
+    if rival == Rival::Masqueraded {
+        scratch.flow.flags |= FLOW_FOREIGN;
+    }
+    scratch.is_port_taken = scratch.origin == Origin::Workload && sockets.is_connected(scratch);
+    decide(tables, scratch, Routine::Insert)?;
+    scratch.action.rewrite = scratch.flow.forward_rewrite();
+    Ok(())
+}
+
+/// Makes `scratch.flow` one to what the packet dials.
+#[inline(always)]
+pub(super) fn prepare<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<(), Reason> {
+    prepare_flow(tables, scratch)?;
+    if scratch.packet.is_tcp() && tables.holds_openings() { Err(Reason::OpeningsHeld) } else { Ok(()) }
+}
+
+#[inline(always)]
+pub(super) fn prepare_flow<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<(), Reason> {
+    let Scratch { origin, rival, .. } = *scratch;
+    // Before the tables are read: a change meanwhile has them compared once more.
+    scratch.flow.epoch = tables.epoch();
+    if tables.holds_packets() {
+        return Err(Reason::NotAService);
+    }
+    if scratch.is_unpacked() {
+        return direct::prepare(tables, scratch);
+    }
+    if !scratch.packet.opens() {
+        return unknown::prepare(tables, scratch);
+    }
+    let dials_frontend = rival != Rival::Masqueraded && find_frontend(tables, scratch);
+    // To a node port at which another's datagrams are masqueraded: it would go round for ever.
+    if dials_frontend && origin != Origin::Host && foreign::is_answer(tables, scratch) {
+        return Err(Reason::NotAService);
+    }
+    if dials_frontend && !is_admitted(tables, scratch) {
+        return Err(Reason::SourceNotAllowed);
+    }
+    if dials_frontend {
+        if !guard::admits(tables, scratch) {
+            return Err(Reason::ConnectionsLimited);
+        }
+        prepare_to_frontend(tables, scratch)?;
+    } else if rival == Rival::None {
+        return Err(why_unserved(tables, scratch));
+    } else {
+        prepare_to_endpoint(scratch);
+    }
+    Ok(())
+}
+
+/// Finds what the packet dials, as `scratch.frontend`.
+// Not inlined: keys would lie on the stack on the way of each packet.
+#[inline(never)]
+pub(super) fn find_frontend<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> bool {
+    let found = select::find(tables, &scratch.packet.to(), scratch.origin);
+    scratch.frontend = found.unwrap_or_default();
+    found.is_some()
+}
+
+/// Why nobody serves the packet, which dials no frontend.
+// Not inlined: keys would lie on the stack on the way of each packet.
+#[inline(never)]
+pub(super) fn why_unserved<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address>) -> Reason {
+    unserved::reason(tables, &scratch.packet.destination)
+}
+
+/// As [`why_unserved`], of a packet that leaves. The hook on `connect` has let datagram sockets of the node pass.
+#[inline(always)]
+pub(super) fn why_socket_is_unserved<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &Scratch<F::Address>,
+) -> Reason {
+    let Scratch { packet, is_made_here, .. } = scratch;
+    let is_of_socket = *is_made_here && !packet.is_tcp() && packet.opens();
+    if is_of_socket { why_unserved(tables, scratch) } else { Reason::NotAService }
+}
+
+/// Does `scratch.frontend` serve the packet's client?
+// Not inlined: keys would lie on the stack on the way of each packet.
+#[inline(never)]
+pub(super) fn is_admitted<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address>) -> bool {
+    select::admits(tables, scratch.frontend, &scratch.packet.source)
+}
 
 /// Makes `scratch.flow` one from the packet's client to a backend of `scratch.frontend`.
 #[inline(always)]

@@ -2,10 +2,13 @@
 //! verifier goes through it once, and not once more with all that each of its callers knows.
 
 use super::{
-    FlowTables, Scratch, direct, entries, find_moved, foreign, fragments, masquerade, open, prepare, tcp,
-    transit,
+    FlowTables, Scratch, direct, entries,
+    find::find_moved,
+    foreign, fragments, masquerade,
+    open::{self, prepare},
+    tcp, transit,
 };
-use crate::family::Family;
+use crate::{family::Family, reason::Reason};
 
 /// What it needs, and what comes of it, is in the [`Scratch`].
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
@@ -57,6 +60,17 @@ pub enum Routine {
     GoOnDirectly,
     /// Learns what a client says whose answers are not seen here.
     HearClient,
+}
+
+/// Carries out a routine that may fail.
+#[inline(always)]
+pub(super) fn decide<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    routine: Routine,
+) -> Result<(), Reason> {
+    tables.run(scratch, routine);
+    scratch.failure.map_or(Ok(()), Err)
 }
 
 /// Carries out the routine.

@@ -2,8 +2,9 @@
 //! number that an attacker cannot know, or once the other side has acknowledged it.
 
 use super::{
-    Change, FlowEntry, FlowTables, Routine, SILENT_AFTER, Scratch,
+    Change, FlowEntry, FlowTables, Routine, Scratch,
     entries::{Leg, REFRESH_AFTER, is_stale},
+    keep::SILENT_AFTER,
 };
 use crate::{
     family::Family,

@@ -19,13 +19,18 @@ use std::{
 
 use rstest::rstest;
 
-use super::{entries::REFRESH_AFTER, tcp::REACH, *};
+use super::{entries::REFRESH_AFTER, keep::SUSTAINED_AFTER, tcp::REACH, *};
 use crate::{
     family::{Slot as _, V4},
-    packet::{Fragment, Headers, Rewrite, Segment, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
+    layout::*,
+    packet::{
+        Ends, Fragment, Headers, Packet, Part, Rewrite, Segment, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, Then,
+    },
     port::{Port, PortPool},
+    reason::Reason,
+    select::Origin,
     tables::{
-        Tables,
+        AffinityTables, Tables,
         host::{HostTables, KnownClient},
     },
 };

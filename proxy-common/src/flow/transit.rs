@@ -1,12 +1,19 @@
-//! A packet that goes on without the stack between: to a backend, here or on another node, or back from there.
+//! The way through the rules for a packet that goes on without the stack between: to a backend, here
+//! or on another node, or back from there. XDP takes it.
+//!
+//! It is a third way beside the slow path (`arriving.rs` and `leaving.rs`) and the fast path
+//! (`known.rs`). It decides in one step what the slow path decides of the packet where it arrives
+//! and where it leaves. Packets that it does not decide about are left to the stack, and to the
+//! programs of the other ways.
 
 use super::{
-    Change, Driver, FlowEntry as _, FlowTables, Found, Routine, Scratch, Stage, Step, decide, direct,
-    end_if_gone,
+    Change, Driver, FlowEntry as _, FlowTables, Routine, Scratch, Stage, direct,
     entries::Leg,
-    find, go_on, is_over, lookup,
+    find::{Found, find, lookup, set_key_of_packet},
+    keep::{end_if_gone, go_on, is_over},
     next_hop::{Stamp, leaves},
-    set_key_of_packet,
+    routine::decide,
+    tuples::Step,
 };
 use crate::{
     balance::HASH_FACTOR,
@@ -20,7 +27,7 @@ use crate::{
     select::Origin,
 };
 
-/// Decides what [`arriving`](super::arriving) and [`leaving`](super::leaving) decide one after the other, of packets of flows that the stack
+/// Decides what [`arriving`](super::arriving()) and [`leaving`](super::leaving()) decide one after the other, of packets of flows that the stack
 /// has let out before: reverse path filtering, rules of netfilter for new connections and IPsec have judged these. The
 /// packet is sent to `scratch.next_hop`, where the stack would send one with the ends between the two. With [`Then::Encapsulate`] it
 /// leaves in one with the ends `scratch.tunnel`.

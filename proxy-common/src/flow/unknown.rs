@@ -6,7 +6,11 @@
 //! the connection goes on. Otherwise it is answered by a RST, as its endpoint would answer it.
 //! Packets to the node's own addresses are the stack's.
 
-use super::{FlowTables, PodSockets, Rival, Scratch, guard, is_admitted, open};
+use super::{
+    FlowTables, PodSockets, Scratch, guard,
+    open::{self, is_admitted},
+    scratch::Rival,
+};
 use crate::{
     balance::HASH_FACTOR,
     family::Family,

@@ -1,0 +1,170 @@
+//! The slow path of packets that enter the node, which decides about each of them.
+//!
+//! The other ways through the same rules are `known.rs` (fast path) and `transit.rs` (XDP). Where
+//! they decide, they decide as this one does. [`leaving`](super::leaving()) is its other half.
+
+use super::{
+    FlowEntry as _, FlowTables, PodSockets, Routine, Scratch,
+    find::{Found, find, find_apart, is_from_host, is_of_origin, lookup, set_key_of_packet},
+    fragments::record_first_fragment,
+    keep::{end_if_gone, go_on, is_netfilters, is_over},
+    open::{find_frontend, open, why_unserved},
+    routine::decide,
+    scratch::Rival,
+    transit,
+    translate::translate_arriving,
+    tuples::Step,
+    unknown,
+};
+use crate::{
+    family::Family,
+    layout::*,
+    packet::{GENEVE, Part, Then},
+    reason::Reason,
+    select::Origin,
+};
+
+/// A packet that enters the node.
+#[inline(always)]
+pub fn arriving<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    origin: Origin,
+    sockets: &impl PodSockets<F::Address>,
+) -> Result<(), Reason> {
+    scratch.origin = origin;
+    scratch.fragment_key.direction =
+        if scratch.is_unpacked() { FRAGMENT_UNPACKED } else { FRAGMENT_ARRIVING };
+    if scratch.packet.is_later_fragment() {
+        return decide(tables, scratch, Routine::FollowFragment);
+    }
+    let outcome = arriving_with_ports(tables, scratch, sockets);
+    record_first_fragment(tables, scratch, outcome);
+    outcome
+}
+
+#[inline(always)]
+pub(super) fn arriving_with_ports<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    sockets: &impl PodSockets<F::Address>,
+) -> Result<(), Reason> {
+    scratch.action.then = Then::Pass;
+    set_key_of_packet(scratch);
+    (scratch.rival, scratch.is_apart) = (Rival::None, false);
+    // Not of a packet inside the one that was looked at.
+    let has_no_flow = scratch.is_parsed && scratch.has_no_flow && !scratch.is_unpacked();
+    let mut met = if has_no_flow { None } else { find(tables, scratch) };
+    if met.is_none() && tables.is_moved(scratch.packet.source_port) {
+        tables.run(scratch, Routine::FindMoved);
+        met = find(tables, scratch);
+    }
+    if let Some(met) = met {
+        if is_netfilters(tables, scratch, met.entry) {
+            return Err(Reason::NotAService);
+        }
+        let own = own_of_arriving(tables, scratch, met);
+        let is_over = scratch.packet.opens()
+            && match own {
+                Some(own) => own.step == Step::ToFrontend && is_over(tables, scratch, own.entry),
+                None => !scratch.is_apart && scratch.flow.state.has_ended(),
+            };
+        if is_over {
+            tables.run(scratch, Routine::Replace);
+            scratch.rival = Rival::None;
+            scratch.is_apart = scratch.flow.flags & FLOW_APART != 0;
+        } else if let Some(own) = own {
+            if own.step == Step::ToFrontend && !is_from_host(scratch) {
+                end_if_gone(tables, scratch, own.entry)?;
+            }
+            if transit::answers_driver(tables, scratch, own.step) {
+                scratch.action.then = Then::PastStack;
+                return Ok(());
+            }
+            translate_arriving(scratch, own.step)?;
+            if scratch.flow.flags & FLOW_DSR != 0 {
+                scratch.stage = own.stage;
+                return decide(tables, scratch, Routine::GoOnDirectly);
+            }
+            let step = own.step;
+            go_on(tables, scratch, own)?;
+            if transit::goes_past_stack(tables, scratch, step) {
+                scratch.action.then = Then::PastStack;
+            }
+            return Ok(());
+        }
+    } else {
+        scratch.key.overlapping = 0;
+    }
+    if scratch.packet.opens() || unknown::is_one(tables, scratch, sockets) {
+        open(tables, scratch, sockets)
+    } else {
+        Err(Reason::NotAService)
+    }
+}
+
+/// Returns the flow that an arriving packet belongs to, where `met` has its ends. None: it has none
+/// of its own, and `scratch.rival` and `scratch.is_apart` say what stands in its way.
+#[inline(always)]
+pub(super) fn own_of_arriving<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    met: Found<T::Entry>,
+) -> Option<Found<T::Entry>> {
+    let mut own = met;
+    if met.step == Step::ToBackend {
+        // The client dials the endpoint itself, and would get the answers of this flow, or this
+        // flow its answers.
+        scratch.key.overlapping = 1;
+        let Some(overlapping) = find(tables, scratch) else {
+            met.entry.read_into(&mut scratch.flow);
+            scratch.rival = Rival::OfClient;
+            return None;
+        };
+        own = overlapping;
+    }
+    if own.step != Step::ToFrontend || is_of_origin(scratch) {
+        return Some(own);
+    }
+    // The other client may be forged, or this one.
+    let overlapping = scratch.key.overlapping;
+    if let Some(apart) = find_apart(tables, scratch) {
+        return Some(apart);
+    }
+    own.entry.read_into(&mut scratch.flow);
+    // Nobody forges the client of a connection that is up: its interface has got another role.
+    // Datagrams that go on may all be forged, so that they do not follow the interface.
+    let is_up = scratch.packet.is_tcp() && scratch.flow.state.progress == PROGRESS_CONFIRMED;
+    if is_up && !scratch.packet.opens() {
+        scratch.key.overlapping = overlapping;
+        return Some(own);
+    }
+    scratch.is_apart = true;
+    if overlapping != 0 {
+        scratch.rival = Rival::OfClient;
+    }
+    None
+}
+
+/// Is the packet, which has come from outside, one of Geneve and for nobody by itself? Then the one that it carries may be for this node.
+#[inline(always)]
+pub fn may_carry_another<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {
+    scratch.packet.destination_port == GENEVE && is_datagram_to_nobody(tables, scratch)
+}
+
+// Not inlined: what follows would be verified once more.
+#[inline(never)]
+pub(super) fn is_datagram_to_nobody<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> bool {
+    let packet = &scratch.packet;
+    if packet.protocol != PROTOCOL_UDP || packet.fragment.part != Part::Whole || packet.is_error() {
+        return false;
+    }
+    scratch.origin = Origin::Outside;
+    set_key_of_packet(scratch);
+    lookup(tables, &scratch.key).is_none()
+        && !find_frontend(tables, scratch)
+        && why_unserved(tables, scratch) == Reason::NotAService
+}

@@ -1,0 +1,119 @@
+//! Looks for the flow of a packet, and for what of it the packet is.
+
+use super::{FlowEntry, FlowTables, Scratch, Stage, direct, open, tuples::Step};
+use crate::{family::Family, layout::*, select::Origin};
+
+/// A flow that has the packet's ends. A copy of its entry is in `scratch.flow`.
+#[derive(Clone, Copy)]
+pub(super) struct Found<E> {
+    pub(super) stage: Stage,
+    pub(super) entry: E,
+    pub(super) step: Step,
+}
+
+// Not inlined: the key would lie on the stack on the way of each packet.
+#[inline(never)]
+pub(super) fn set_key_of_packet<A: Address>(scratch: &mut Scratch<A>) {
+    scratch.key = scratch.packet.key();
+}
+
+/// The flow at `scratch.key`. None also where the element has become another flow's meanwhile.
+#[inline(always)]
+pub(super) fn find<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Option<Found<T::Entry>> {
+    let (stage, entry) = lookup(tables, &scratch.key)?;
+    found(scratch, stage, entry)
+}
+
+#[inline(always)]
+pub(super) fn found<A: Address, E: FlowEntry<A>>(
+    scratch: &mut Scratch<A>,
+    stage: Stage,
+    entry: E,
+) -> Option<Found<E>> {
+    read(scratch, entry)?;
+    let step = step_of_packet(scratch)?;
+    Some(Found { stage, entry, step })
+}
+
+/// Copies an entry to `scratch.flow`. None: it has become another flow's meanwhile.
+#[inline(always)]
+pub(super) fn read<A: Address>(scratch: &mut Scratch<A>, entry: impl FlowEntry<A>) -> Option<()> {
+    entry.read_into(&mut scratch.flow);
+    (entry.opened() == scratch.flow.opened).then_some(())
+}
+
+// Not inlined: the ends would lie on the stack on the way of each packet.
+#[inline(never)]
+pub(super) fn step_of_packet<A: Address>(scratch: &Scratch<A>) -> Option<Step> {
+    if scratch.is_unpacked() && !direct::is_for(scratch) {
+        return None;
+    }
+    scratch.flow.step_of(&scratch.packet)
+}
+
+#[inline(always)]
+pub(super) fn lookup<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    key: &FlowKey<F::Address>,
+) -> Option<(Stage, T::Entry)> {
+    if let Some(entry) = tables.flow(Stage::Established, key) {
+        return Some((Stage::Established, entry));
+    }
+    tables.flow(Stage::Opening, key).map(|entry| (Stage::Opening, entry))
+}
+
+/// Looks for the flow of the packet's client among those whose ends another flow has too.
+#[inline(always)]
+pub(super) fn find_apart<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Option<Found<T::Entry>> {
+    scratch.key.overlapping |= FlowKey::<F::Address>::mark_of(open::flag_of(scratch.origin));
+    find(tables, scratch)
+}
+
+/// Sets `scratch.key` to another key at which the arriving packet has its flow, if it has one. The
+/// flow with the usual key has ended first.
+#[inline(always)]
+pub(super) fn find_moved<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    let apart = FlowKey::<F::Address>::mark_of(open::flag_of(scratch.origin));
+    for overlapping in [apart, 1 | apart, 1] {
+        scratch.key.overlapping = overlapping;
+        if let Some((_, entry)) = lookup(tables, &scratch.key) {
+            entry.read_into(&mut scratch.flow);
+            // Packets of a host connection have it where they leave the node.
+            if !is_foreign(scratch) {
+                return;
+            }
+        }
+    }
+    scratch.key.overlapping = 0;
+}
+
+/// Returns true if the client of `scratch.flow` is where the packet, which arrives, comes from.
+#[inline(always)]
+pub(super) fn is_of_origin<A>(Scratch { flow, origin, .. }: &Scratch<A>) -> bool {
+    let is_nodes = flow.flags & (FLOW_FROM_HOST | FLOW_FOREIGN) != 0;
+    is_nodes || (flow.flags & FLOW_FROM_POD != 0) == (*origin == Origin::Workload)
+}
+
+/// Returns true if the flow, which has the ends of a packet that a process of the node sends, has
+/// another client: that one has forged the node's address.
+#[inline(always)]
+pub(super) fn is_another_clients<A>(Scratch { flow, .. }: &Scratch<A>, step: Step) -> bool {
+    const OF_NODE: u32 = FLOW_FROM_HOST | FLOW_FOREIGN | FLOW_OF_NETFILTER;
+    step == Step::ToFrontend && flow.flags & OF_NODE == 0
+}
+
+#[inline(always)]
+pub(super) fn is_from_host<A>(scratch: &Scratch<A>) -> bool {
+    scratch.flow.flags & FLOW_FROM_HOST != 0
+}
+
+#[inline(always)]
+pub(super) fn is_foreign<A>(scratch: &Scratch<A>) -> bool {
+    scratch.flow.flags & FLOW_FOREIGN != 0
+}

@@ -1,0 +1,145 @@
+//! The slow path of packets that leave the node, which decides about each of them.
+//!
+//! The other ways through the same rules are `known.rs` (fast path) and `transit.rs` (XDP). Where
+//! they decide, they decide as this one does. [`arriving`](super::arriving()) is its other half.
+
+use super::{
+    FlowTables, Routine, Scratch, UnknownSockets,
+    find::{find, find_apart, is_another_clients, is_from_host, set_key_of_packet},
+    foreign,
+    fragments::record_first_fragment,
+    keep::{end_if_gone, go_on, is_netfilters, is_over},
+    open::{open, why_socket_is_unserved},
+    routine::decide,
+    scratch::Rival,
+    transit,
+    translate::translate_leaving,
+    tuples::Step,
+};
+use crate::{family::Family, layout::*, packet::Then, reason::Reason, select::Origin};
+
+/// A packet that leaves the node. `from_host`: a process of the node sends it, and no socket hook has seen its connection.
+#[inline(always)]
+pub fn leaving<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    from_host: bool,
+) -> Result<(), Reason> {
+    scratch.origin = Origin::Host;
+    scratch.outer_length = 0;
+    scratch.fragment_key.direction = FRAGMENT_LEAVING;
+    if scratch.packet.is_later_fragment() {
+        return decide(tables, scratch, Routine::FollowFragment);
+    }
+    let outcome = leaving_with_ports(tables, scratch, from_host);
+    record_first_fragment(tables, scratch, outcome);
+    outcome
+}
+
+#[inline(always)]
+pub(super) fn leaving_with_ports<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    from_host: bool,
+) -> Result<(), Reason> {
+    scratch.action.then = Then::Pass;
+    set_key_of_packet(scratch);
+    let mut found = find(tables, scratch);
+    (scratch.rival, scratch.is_apart) = (Rival::None, false);
+    if found.is_some_and(|found| foreign::meets(scratch, found.step)) {
+        scratch.rival = Rival::Masqueraded;
+    }
+    let has_rival = scratch.rival != Rival::None;
+    if has_rival || (found.is_none() && tables.is_moved(scratch.packet.source_port)) {
+        scratch.key.overlapping = 1;
+        found = find(tables, scratch);
+        if found.is_some() && scratch.packet.opens() && scratch.flow.state.has_ended() {
+            tables.run(scratch, Routine::Replace);
+            found = None;
+        }
+    }
+    if from_host && !has_rival {
+        let is_anothers = found.is_some_and(|found| is_another_clients(scratch, found.step));
+        if is_anothers || (found.is_none() && tables.is_moved(scratch.packet.source_port)) {
+            scratch.key.overlapping = 0;
+            found = find_apart(tables, scratch);
+            scratch.is_apart = is_anothers && found.is_none();
+        }
+    }
+    if let Some(found) = found {
+        if is_netfilters(tables, scratch, found.entry) {
+            return Err(Reason::NotAService);
+        }
+        let is_hosts = from_host && found.step == Step::ToFrontend && is_from_host(scratch);
+        if is_hosts && scratch.packet.opens() && is_over(tables, scratch, found.entry) {
+            tables.run(scratch, Routine::Replace);
+            scratch.is_apart = scratch.flow.flags & FLOW_APART != 0;
+        } else {
+            if found.step == Step::ToBackend
+                && scratch.flow.flags & FLOW_MASQUERADE != 0
+                && !scratch.flow.is_masqueraded()
+            {
+                if scratch.packet.is_error() {
+                    return Err(Reason::NotAService);
+                }
+                scratch.stage = found.stage;
+                decide(tables, scratch, Routine::Masquerade)?;
+                scratch.action.rewrite = scratch.flow.masquerade_rewrite();
+                return Ok(());
+            }
+            if found.step == Step::ToBackend && scratch.flow.flags & FLOW_DSR != 0 {
+                // The flow was kept where the packet has come in.
+                scratch.action.then = Then::Encapsulate;
+                return Ok(());
+            }
+            if is_hosts {
+                end_if_gone(tables, scratch, found.entry)?;
+                scratch.action.then = Then::Reroute;
+            }
+            if transit::is_by_stack(scratch, found.step) {
+                tables.run(scratch, Routine::LeaveToStack);
+            }
+            translate_leaving(scratch, found.step, is_hosts)?;
+            go_on(tables, scratch, found)?;
+            if transit::shows_way_out(tables, scratch, found.step) {
+                tables.run(scratch, Routine::NoteLeft);
+            }
+            return Ok(());
+        }
+    }
+    if from_host && !has_rival {
+        scratch.action.then = Then::Reroute;
+    }
+    let outcome = if (from_host || has_rival) && scratch.packet.opens() {
+        open(tables, scratch, &UnknownSockets)
+    } else {
+        Err(why_socket_is_unserved(tables, scratch))
+    };
+    if !has_rival && matches!(outcome, Err(Reason::NotAService)) {
+        tables.run(scratch, Routine::NoticeForeign);
+    }
+    outcome
+}
+
+/// What a packet becomes that leaves the node with [`Then::Encapsulate`]: as the client has sent it, in one with the ends `scratch.tunnel`.
+#[inline(always)]
+pub fn encapsulating<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<(), Reason> {
+    decide(tables, scratch, Routine::Encapsulate)
+}
+
+/// A pod's answer that was to go past the stack with [`Then::PastStack`] is the stack's. `has_way`: other packets of its flow may go past it.
+#[inline(always)]
+pub fn not_past_stack<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    has_way: bool,
+) {
+    // Of a later fragment the flow is not known.
+    if !has_way && !scratch.packet.is_later_fragment() {
+        tables.run(scratch, Routine::LeaveToStack);
+    }
+    record_first_fragment(tables, scratch, Err(Reason::NotAService));
+}

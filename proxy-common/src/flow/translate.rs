@@ -1,0 +1,51 @@
+//! What a packet of a flow becomes. The fast path and the slow path decide it here.
+
+use super::{Scratch, tuples::Step};
+use crate::{layout::*, packet::Then, reason::Reason};
+
+/// What a packet of `scratch.flow` becomes where it enters the node.
+#[inline(always)]
+pub(super) fn translate_arriving<A: Address>(scratch: &mut Scratch<A>, step: Step) -> Result<(), Reason> {
+    let Scratch { packet, action, flow, .. } = scratch;
+    let (is_foreign, is_from_host) = (flow.flags & FLOW_FOREIGN != 0, flow.flags & FLOW_FROM_HOST != 0);
+    action.rewrite = match step {
+        Step::ToFrontend if !is_from_host => flow.forward_rewrite(),
+        Step::FromBackendMasqueraded => flow.unmasquerade_rewrite(),
+        Step::FromBackend if is_foreign => flow.reply_rewrite(),
+        Step::FromBackend if is_from_host => {
+            action.then = Then::IntoNode;
+            flow.reply_rewrite()
+        }
+        // At the egress it would look like an answer that has come to the masquerade.
+        Step::FromBackend if flow.is_masqueraded() && packet.is_tcp() && !packet.is_error() => {
+            return Err(Reason::ForgedAnswer);
+        }
+        Step::ToFrontend
+        | Step::FromFrontend
+        | Step::ToBackend
+        | Step::FromBackend
+        | Step::ToBackendMasqueraded => return Err(Reason::NotAService),
+    };
+    Ok(())
+}
+
+/// What a packet of `scratch.flow` becomes where it leaves the node. `is_hosts`: a process of the node sends it to the frontend.
+#[inline(always)]
+pub(super) fn translate_leaving<A: Address>(
+    scratch: &mut Scratch<A>,
+    step: Step,
+    is_hosts: bool,
+) -> Result<(), Reason> {
+    let Scratch { action, flow, .. } = scratch;
+    action.rewrite = match step {
+        Step::FromBackend => flow.reply_rewrite(),
+        Step::ToBackend if flow.flags & FLOW_MASQUERADE != 0 => flow.masquerade_rewrite(),
+        Step::ToFrontend if is_hosts || flow.flags & FLOW_FOREIGN != 0 => flow.forward_rewrite(),
+        Step::ToFrontend
+        | Step::FromFrontend
+        | Step::ToBackend
+        | Step::ToBackendMasqueraded
+        | Step::FromBackendMasqueraded => return Err(Reason::NotAService),
+    };
+    Ok(())
+}

@@ -1,6 +1,6 @@
 //! The slow path of packets that enter the node, which decides about each of them.
 //!
-//! The other ways through the same rules are `known.rs` (fast path) and `transit.rs` (XDP). Where
+//! The other ways through the same rules are `known.rs` (fast path) and `transit/` (XDP). Where
 //! they decide, they decide as this one does. [`leaving`](super::leaving()) is its other half.
 
 use super::{
@@ -8,13 +8,12 @@ use super::{
     find::{Found, find, find_apart, is_from_host, is_of_origin, lookup, set_key_of_packet},
     fragments::record_first_fragment,
     keep::{end_if_gone, go_on, is_netfilters, is_over},
-    open::{find_frontend, open, why_unserved},
+    open::{find_frontend, open, unknown, why_unserved},
     routine::decide,
     scratch::Rival,
     transit,
     translate::translate_arriving,
     tuples::Step,
-    unknown,
 };
 use crate::{
     family::Family,

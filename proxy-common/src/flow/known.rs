@@ -4,7 +4,7 @@
 //! It is a second way through the rules of the slow path (`arriving.rs` and `leaving.rs`), in so
 //! little code that it needs no calls. It decides what [`arriving`](super::arriving()) and
 //! [`leaving`](super::leaving()) decide, or leaves the packet to them. XDP has a third way
-//! (`transit.rs`).
+//! (`transit/`).
 
 use super::{
     FlowTables, Scratch, Speaker, Stage,

@@ -1,15 +1,15 @@
 //! The slow path of packets that leave the node, which decides about each of them.
 //!
-//! The other ways through the same rules are `known.rs` (fast path) and `transit.rs` (XDP). Where
+//! The other ways through the same rules are `known.rs` (fast path) and `transit/` (XDP). Where
 //! they decide, they decide as this one does. [`arriving`](super::arriving()) is its other half.
 
 use super::{
     FlowTables, Routine, Scratch, UnknownSockets,
     find::{find, find_apart, is_another_clients, is_from_host, set_key_of_packet},
-    foreign,
     fragments::record_first_fragment,
     keep::{end_if_gone, go_on, is_netfilters, is_over},
     open::{open, why_socket_is_unserved},
+    ports::foreign,
     routine::decide,
     scratch::Rival,
     transit,

@@ -19,7 +19,7 @@
 //! |---|---|---|
 //! | slow path | `arriving.rs`, `leaving.rs` | all |
 //! | fast path | `known.rs` | those of established flows from which nothing new is learned, and those that neither have a flow nor open one |
-//! | XDP | `transit.rs` | those from outside of flows that the stack has let out before |
+//! | XDP | `transit/` | those from outside of flows that the stack has let out before |
 //!
 //! All ways have one contract. The slow path is the rule. Another way either decides what the slow
 //! path decides, or leaves the packet to it untouched. XDP stands for two decisions: where the
@@ -28,25 +28,19 @@
 //! `translate.rs`, `keep.rs` and `tcp.rs`.
 //!
 //! In all ways a packet is worked on in a [`Scratch`]: its flow is found (`find.rs`) or opened
-//! (`open.rs`), what becomes of it is decided (`translate.rs`), and its flow is kept (`keep.rs`).
+//! (`open/`), what becomes of it is decided (`translate.rs`), and its flow is kept (`keep.rs`).
 
 mod arriving;
-pub mod collect;
-pub mod copy;
 mod describe;
 mod direct;
 mod entries;
 mod find;
-mod foreign;
 mod fragments;
-mod guard;
 mod keep;
 mod known;
 mod leaving;
-mod lifetimes;
-mod masquerade;
-mod next_hop;
 mod open;
+mod ports;
 mod routine;
 mod scratch;
 mod tcp;
@@ -56,19 +50,22 @@ mod traits;
 mod transit;
 mod translate;
 mod tuples;
-mod unknown;
 
 pub use arriving::{arriving, may_carry_another};
-pub use foreign::is_moved;
-pub use guard::{OPENING_SERVICES, ServiceOpenings, openings_per_window};
+pub use entries::{collect, copy, lifetimes::FlowLifetimes};
 pub use known::{arriving_known, leaving_known};
 pub use leaving::{encapsulating, leaving, not_past_stack};
-pub use lifetimes::FlowLifetimes;
-pub use next_hop::{Driver, NextHop};
+pub use open::{
+    guard::{OPENING_SERVICES, ServiceOpenings, openings_per_window},
+    unknown::frontend_address_bit,
+};
+pub use ports::foreign::is_moved;
 pub use routine::{Routine, run};
 pub use scratch::{Clock, Scratch};
 pub use tcp::Speaker;
 pub use traits::{Change, FlowEntry, FlowTables, InsertError, PodSockets, Stage, UnknownSockets};
-pub use transit::in_transit;
+pub use transit::{
+    in_transit,
+    next_hop::{Driver, NextHop},
+};
 pub use tuples::NetfilterConnection;
-pub use unknown::frontend_address_bit;

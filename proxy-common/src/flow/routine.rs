@@ -4,8 +4,9 @@
 use super::{
     FlowTables, Scratch, direct, entries,
     find::find_moved,
-    foreign, fragments, masquerade,
+    fragments,
     open::{self, prepare},
+    ports::{alias, foreign, masquerade},
     tcp, transit,
 };
 use crate::{family::Family, reason::Reason};
@@ -79,7 +80,7 @@ pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
     match routine {
         Routine::SetKey => entries::set_key(scratch),
         Routine::HearRare => tcp::hear_rare(tables, scratch),
-        Routine::TryAliasPort => scratch.tried = open::try_port(tables, scratch),
+        Routine::TryAliasPort => scratch.tried = alias::try_port(tables, scratch),
         Routine::TryMasqueradePort => scratch.tried = masquerade::try_port(tables, scratch),
         Routine::FindMoved => find_moved(tables, scratch),
         Routine::Prepare => scratch.failure = prepare(tables, scratch).err(),

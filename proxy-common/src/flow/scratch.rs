@@ -1,6 +1,6 @@
 //! The memory in which a packet is worked on.
 
-use super::{NextHop, Speaker, Stage, entries::Leg, guard::Openings};
+use super::{NextHop, Speaker, Stage, entries::Leg, open::guard::Openings, ports::Try};
 use crate::{
     balance::Draw,
     layout::*,
@@ -89,19 +89,6 @@ impl<A> Scratch<A> {
     pub fn is_unpacked(&self) -> bool {
         self.outer_length != 0
     }
-}
-
-/// What came of one of several ports that are tried.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(super) enum Try {
-    #[default]
-    Next,
-    /// The entry with this port is inserted.
-    Taken,
-    /// The entry is there, at `scratch.key`: of another CPU's flow that is as good as ours.
-    Joined,
-    /// No other port is to be tried.
-    Failed,
 }
 
 /// The flow that has the ends of a packet which is not of it. It is in `scratch.flow`.

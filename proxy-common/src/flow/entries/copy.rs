@@ -5,8 +5,10 @@
 //! also be that of a killed controller, of which nobody knows how far it came. The decision needs
 //! nothing but the entries: whoever makes it again comes to the same end.
 
-use super::{Stage, collect::Entry, tcp::is_ahead};
-use crate::layout::{Address, Flow, FlowKey, Numbers};
+use crate::{
+    flow::{Stage, entries::collect::Entry, tcp::is_ahead},
+    layout::{Address, Flow, FlowKey, Numbers},
+};
 
 /// The outcome for an entry of the former map.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]

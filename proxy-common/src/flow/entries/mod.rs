@@ -1,5 +1,9 @@
 //! Copies, refreshes and removes all entries of a flow together.
 
+pub mod collect;
+pub mod copy;
+pub(super) mod lifetimes;
+
 use super::{Change, FlowEntry, FlowTables, InsertError, Routine, Scratch, Speaker, Stage};
 use crate::{
     family::Family,

@@ -2,10 +2,12 @@
 
 use core::time::Duration;
 
-use super::{FlowLifetimes, Stage, tcp::is_ahead};
-use crate::layout::{
-    Address, FIN_ACKNOWLEDGED, FLOW_COUNTED, FLOW_DSR, FLOW_RESUMED, Flow, FlowKey, FlowState,
-    PROGRESS_CONFIRMED, PROTOCOL_TCP, unproven_entries,
+use crate::{
+    flow::{FlowLifetimes, Stage, tcp::is_ahead},
+    layout::{
+        Address, FIN_ACKNOWLEDGED, FLOW_COUNTED, FLOW_DSR, FLOW_RESUMED, Flow, FlowKey, FlowState,
+        PROGRESS_CONFIRMED, PROTOCOL_TCP, unproven_entries,
+    },
 };
 
 /// The flow tables from user space.

@@ -6,12 +6,14 @@
 //! and where it leaves. Packets that it does not decide about are left to the stack, and to the
 //! programs of the other ways.
 
+pub(super) mod next_hop;
+
+use self::next_hop::{Stamp, leaves};
 use super::{
     Change, Driver, FlowEntry as _, FlowTables, Routine, Scratch, Stage, direct,
     entries::Leg,
     find::{Found, find, lookup, set_key_of_packet},
     keep::{end_if_gone, go_on, is_over},
-    next_hop::{Stamp, leaves},
     routine::decide,
     tuples::Step,
 };

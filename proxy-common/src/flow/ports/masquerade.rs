@@ -1,13 +1,15 @@
 //! Where a flow's first packet leaves the node, it gets a source of the node's own at which the backend's answers can be told from
 //! all others.
 
-use super::{
-    Change, FlowEntry as _, FlowTables, Routine, Scratch, Stage,
-    foreign::{self, Held},
-    scratch::Try,
-};
 use crate::{
     family::Family,
+    flow::{
+        Change, FlowEntry as _, FlowTables, Routine, Scratch, Stage,
+        ports::{
+            Try,
+            foreign::{self, Held},
+        },
+    },
     layout::Address as _,
     port::{PORT_TRIES, Port, RANDOM_TRIES},
     reason::Reason,
@@ -16,7 +18,7 @@ use crate::{
 /// `scratch.flow` and its entries, which are in `scratch.stage`, learn the source. Two packets of a flow at the same time on two CPUs may
 /// choose two: the answers to both are known.
 #[inline(always)]
-pub(super) fn masquerade<F: Family, T: FlowTables<F>>(
+pub(in crate::flow) fn masquerade<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
@@ -46,7 +48,10 @@ fn choose<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addr
 
 /// Inserts the entry of backend and node with this attempt's port.
 #[inline(always)]
-pub(super) fn try_port<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Try {
+pub(in crate::flow) fn try_port<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Try {
     let attempt = scratch.attempt;
     let is_random = attempt < RANDOM_TRIES;
     if is_random {

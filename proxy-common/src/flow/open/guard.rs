@@ -13,8 +13,11 @@
 //!
 //! What a CPU counts is its own. Nothing is counted of packets that open no flow.
 
-use super::{FlowTables, Scratch};
-use crate::{family::Family, select::Origin};
+use crate::{
+    family::Family,
+    flow::{FlowTables, Scratch},
+    select::Origin,
+};
 
 /// A window lasts two to the power of this many nanoseconds: 17 ms. Short, so that what a flood opens is spread over time, and evicts no
 /// flow between its first packet and the second.
@@ -44,7 +47,7 @@ pub struct ServiceOpenings {
 /// What a CPU has opened in a window, in one family: each has tables of its own.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
-pub(super) struct Openings {
+pub(in crate::flow) struct Openings {
     window: u32,
     opened: u32,
     /// How many may be opened before services are held to their shares.
@@ -71,7 +74,10 @@ pub const fn openings_per_window(per_second: u32) -> u32 {
 /// May the packet open a flow to the service of `scratch.frontend`? Then it counts as one.
 // Not inlined, for its stack.
 #[inline(never)]
-pub(super) fn admits<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {
+pub(in crate::flow) fn admits<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> bool {
     let limit = tables.openings_per_window();
     if limit == 0 || scratch.origin == Origin::Host {
         return true;

@@ -6,9 +6,9 @@
 //! Of TCP only packets that open or end something are looked at: what is noted of a connection stays until it ends, or until the table
 //! evicts it.
 
-use super::{FlowTables, Scratch, entries::REFRESH_AFTER, find::is_foreign, tuples::Step};
 use crate::{
     family::Family,
+    flow::{FlowTables, Scratch, entries::REFRESH_AFTER, find::is_foreign, tuples::Step},
     layout::{FlowKey, FrontendKey},
     packet::{Packet, TCP_FIN, TCP_RST},
     port::NODE_PORTS,
@@ -28,7 +28,7 @@ pub const fn is_moved(set_in: u32, generation: u32) -> bool {
 
 /// Whose ends a flow leaves alone.
 #[derive(Clone, Copy, Eq, PartialEq)]
-pub(super) enum Held {
+pub(in crate::flow) enum Held {
     ByAny,
     /// Who was seen lately: a connection may be over without having been ended here.
     ByRecent,
@@ -36,7 +36,7 @@ pub(super) enum Held {
 
 /// Has a connection of others the ends?
 #[inline(always)]
-pub(super) fn holds<F: Family, T: FlowTables<F>>(
+pub(in crate::flow) fn holds<F: Family, T: FlowTables<F>>(
     tables: &T,
     key: &FlowKey<F::Address>,
     is_tcp: bool,
@@ -48,7 +48,10 @@ pub(super) fn holds<F: Family, T: FlowTables<F>>(
 
 /// Is a packet that arrives and has no flow a datagram to one of others? (Of TCP, answers are known by their ACK.)
 #[inline(always)]
-pub(super) fn is_answer<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {
+pub(in crate::flow) fn is_answer<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> bool {
     let Scratch { packet, key, .. } = scratch;
     if packet.is_tcp() {
         return false;
@@ -59,13 +62,13 @@ pub(super) fn is_answer<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
 
 /// Is a packet that leaves the node another's than the flow's in `scratch.flow`? It was not translated to the ends that it has.
 #[inline(always)]
-pub(super) fn meets<A>(scratch: &Scratch<A>, step: Step) -> bool {
+pub(in crate::flow) fn meets<A>(scratch: &Scratch<A>, step: Step) -> bool {
     step == Step::ToBackendMasqueraded || (step == Step::ToBackend && is_foreign(scratch))
 }
 
 /// A packet that leaves the node and has no flow.
 #[inline(always)]
-pub(super) fn notice<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+pub(in crate::flow) fn notice<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     let Scratch { packet, key, interface, is_made_here, .. } = scratch;
     key.overlapping = 0;
     if packet.segment.has(TCP_FIN | TCP_RST) && !packet.is_error() {

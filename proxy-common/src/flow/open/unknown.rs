@@ -6,14 +6,14 @@
 //! the connection goes on. Otherwise it is answered by a RST, as its endpoint would answer it.
 //! Packets to the node's own addresses are the stack's.
 
-use super::{
-    FlowTables, PodSockets, Scratch, guard,
-    open::{self, is_admitted},
-    scratch::Rival,
-};
 use crate::{
     balance::HASH_FACTOR,
     family::Family,
+    flow::{
+        FlowTables, PodSockets, Scratch,
+        open::{self, guard, is_admitted},
+        scratch::Rival,
+    },
     layout::{Address, FLOW_MASQUERADE, FLOW_RESUMED, FRONTEND_ADDRESS_WORDS, FRONTEND_MAGLEV, FrontendKey},
     reason::Reason,
     select::Origin,
@@ -35,7 +35,7 @@ pub fn frontend_address_bit<A: Address>(address: &A) -> (u32, u64) {
 /// A packet that another node has sent here is of a connection that was dialled there. So its
 /// frontend is looked for where its flow is made.
 #[inline(always)]
-pub(super) fn is_one<F: Family, T: FlowTables<F>>(
+pub(in crate::flow) fn is_one<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     sockets: &impl PodSockets<F::Address>,
@@ -65,7 +65,7 @@ fn find_frontend<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<
 /// is.
 // Not inlined: what it needs of the stack would be added to what dialling needs.
 #[inline(never)]
-pub(super) fn prepare<F: Family, T: FlowTables<F>>(
+pub(in crate::flow) fn prepare<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {

@@ -1,8 +1,12 @@
 //! Next hops of packets in transit. The routing tables are asked once in a while for each direction of a flow, and the answer is kept in the
 //! entry that the direction's packets are found by.
 
-use super::{Change, FlowEntry as _, FlowTables, Scratch, find::Found, tuples::Step};
-use crate::{balance::HASH_FACTOR, family::Family, layout::KnownHop};
+use crate::{
+    balance::HASH_FACTOR,
+    family::Family,
+    flow::{Change, FlowEntry as _, FlowTables, Scratch, find::Found, tuples::Step},
+    layout::KnownHop,
+};
 
 /// Where a packet that a driver sends on goes.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
@@ -18,7 +22,7 @@ pub struct NextHop {
 
 impl KnownHop {
     #[inline(always)]
-    pub(super) fn new(hop: &NextHop, stamp: Stamp) -> Self {
+    pub(in crate::flow) fn new(hop: &NextHop, stamp: Stamp) -> Self {
         let [destination, source] = [link_word(hop.destination), link_word(hop.source)];
         let target = u64::from(hop.interface) << 32 | u64::from(hop.longest) << 16;
         let Stamp([first, second, third]) = stamp;
@@ -27,7 +31,7 @@ impl KnownHop {
 
     /// Has it this stamp?
     #[inline(always)]
-    pub(super) fn is_of(&self, stamp: Stamp) -> bool {
+    pub(in crate::flow) fn is_of(&self, stamp: Stamp) -> bool {
         self.get(stamp).is_some()
     }
 
@@ -64,7 +68,7 @@ fn link_address(word: u64) -> [u8; 6] {
 /// A part for each word of a [`KnownHop`]. Each part is a hash of all that a next hop depends on, so that of two stamps that differ in anything
 /// each part differs, but for one in 65,536.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) struct Stamp([u64; 3]);
+pub(in crate::flow) struct Stamp([u64; 3]);
 
 /// Bits of each word that are of the stamp.
 const PART: u64 = 0xffff;
@@ -72,7 +76,7 @@ const PART: u64 = 0xffff;
 impl Stamp {
     /// Of packets that a pod sends by this interface, as long as the flow lives. What a hop with it says is never used.
     #[inline(always)]
-    pub(super) fn of_answers(opened: u64, interface: u32) -> Self {
+    pub(in crate::flow) fn of_answers(opened: u64, interface: u32) -> Self {
         Self::of(opened, Step::FromBackend, interface, 0, 0)
     }
 
@@ -111,7 +115,7 @@ pub trait Driver<F: Family> {
 /// Can `driver` send the packet, with the ends of `scratch.action`, where the stack would? Sets `scratch.next_hop`, and answers whether the routing
 /// tables were asked for it.
 #[inline(always)]
-pub(super) fn leaves<F: Family, T: FlowTables<F>>(
+pub(in crate::flow) fn leaves<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     found: &Found<T::Entry>,

@@ -1,0 +1,154 @@
+//! Opens a flow for the first packet of a connection: chooses the backend and the port that identifies its answers, and
+//! inserts both entries or none.
+
+mod backend;
+pub(super) mod guard;
+mod insert;
+pub(super) mod unknown;
+
+pub(super) use self::{
+    backend::{detect, prepare_as_drawn, set_backend},
+    insert::insert,
+};
+
+use self::backend::prepare_to_frontend;
+use super::{
+    FlowTables, PodSockets, Routine, Scratch, direct, ports::foreign, routine::decide, scratch::Rival,
+};
+use crate::{
+    family::Family,
+    layout::*,
+    reason::Reason,
+    select::{self, Origin},
+    unserved,
+};
+
+/// Opens a flow for a packet that has none of its own.
+#[inline(always)]
+pub(super) fn open<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    sockets: &impl PodSockets<F::Address>,
+) -> Result<(), Reason> {
+    decide(tables, scratch, Routine::Prepare)?;
+    let rival = scratch.rival;
+    if rival != Rival::None {
+        scratch.flow.flags |= FLOW_OVERLAPPING;
+    }
+    if scratch.is_apart {
+        scratch.flow.flags |= FLOW_APART;
+    }
+    if rival == Rival::Masqueraded {
+        scratch.flow.flags |= FLOW_FOREIGN;
+    }
+    scratch.is_port_taken = scratch.origin == Origin::Workload && sockets.is_connected(scratch);
+    decide(tables, scratch, Routine::Insert)?;
+    scratch.action.rewrite = scratch.flow.forward_rewrite();
+    Ok(())
+}
+
+/// Makes `scratch.flow` one to what the packet dials.
+#[inline(always)]
+pub(super) fn prepare<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<(), Reason> {
+    prepare_flow(tables, scratch)?;
+    if scratch.packet.is_tcp() && tables.holds_openings() { Err(Reason::OpeningsHeld) } else { Ok(()) }
+}
+
+#[inline(always)]
+pub(super) fn prepare_flow<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> Result<(), Reason> {
+    let Scratch { origin, rival, .. } = *scratch;
+    // Before the tables are read: a change meanwhile has them compared once more.
+    scratch.flow.epoch = tables.epoch();
+    if tables.holds_packets() {
+        return Err(Reason::NotAService);
+    }
+    if scratch.is_unpacked() {
+        return direct::prepare(tables, scratch);
+    }
+    if !scratch.packet.opens() {
+        return unknown::prepare(tables, scratch);
+    }
+    let dials_frontend = rival != Rival::Masqueraded && find_frontend(tables, scratch);
+    // To a node port at which another's datagrams are masqueraded: it would go round for ever.
+    if dials_frontend && origin != Origin::Host && foreign::is_answer(tables, scratch) {
+        return Err(Reason::NotAService);
+    }
+    if dials_frontend && !is_admitted(tables, scratch) {
+        return Err(Reason::SourceNotAllowed);
+    }
+    if dials_frontend {
+        if !guard::admits(tables, scratch) {
+            return Err(Reason::ConnectionsLimited);
+        }
+        prepare_to_frontend(tables, scratch)?;
+    } else if rival == Rival::None {
+        return Err(why_unserved(tables, scratch));
+    } else {
+        prepare_to_endpoint(scratch);
+    }
+    Ok(())
+}
+
+/// Finds what the packet dials, as `scratch.frontend`.
+// Not inlined: keys would lie on the stack on the way of each packet.
+#[inline(never)]
+pub(super) fn find_frontend<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+) -> bool {
+    let found = select::find(tables, &scratch.packet.to(), scratch.origin);
+    scratch.frontend = found.unwrap_or_default();
+    found.is_some()
+}
+
+/// Why nobody serves the packet, which dials no frontend.
+// Not inlined: keys would lie on the stack on the way of each packet.
+#[inline(never)]
+pub(super) fn why_unserved<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address>) -> Reason {
+    unserved::reason(tables, &scratch.packet.destination)
+}
+
+/// As [`why_unserved`], of a packet that leaves. The hook on `connect` has let datagram sockets of the node pass.
+#[inline(always)]
+pub(super) fn why_socket_is_unserved<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &Scratch<F::Address>,
+) -> Reason {
+    let Scratch { packet, is_made_here, .. } = scratch;
+    let is_of_socket = *is_made_here && !packet.is_tcp() && packet.opens();
+    if is_of_socket { why_unserved(tables, scratch) } else { Reason::NotAService }
+}
+
+/// Does `scratch.frontend` serve the packet's client?
+// Not inlined: keys would lie on the stack on the way of each packet.
+#[inline(never)]
+pub(super) fn is_admitted<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address>) -> bool {
+    select::admits(tables, scratch.frontend, &scratch.packet.source)
+}
+
+/// Returns the flag of flows whose client is there.
+#[inline(always)]
+pub(super) const fn flag_of(origin: Origin) -> u32 {
+    match origin {
+        Origin::Workload => FLOW_FROM_POD,
+        Origin::Host => FLOW_FROM_HOST,
+        Origin::Outside => 0,
+    }
+}
+
+/// Makes `scratch.flow`, which has the packet's ends as client and backend, one to that endpoint itself.
+#[inline(always)]
+pub(super) fn prepare_to_endpoint<A: Address>(Scratch { packet, flow, origin, .. }: &mut Scratch<A>) {
+    // The backend's id stays: while that endpoint lives, so does this flow.
+    flow.backend = packet.destination;
+    flow.set_backend_port(packet.destination_port);
+    flow.service = NO_SERVICE;
+    // `FLOW_FOREIGN` tells flows that leave with the node's address.
+    flow.flags = flag_of(*origin) & FLOW_FROM_POD;
+}

@@ -25,7 +25,8 @@
 //! path decides, or leaves the packet to it untouched. XDP stands for two decisions: where the
 //! packet arrives, and where it leaves. So whoever changes a rule of the slow path looks whether
 //! the other ways apply it themselves. What several of them need is written once, in `find.rs`,
-//! `translate.rs`, `keep.rs` and `tcp.rs`.
+//! `translate.rs`, `keep.rs` and `tcp.rs`. Tests take the fast path first, as programs do, and
+//! `both_ways_are_one` compares XDP with the two decisions that it stands for.
 //!
 //! In all ways a packet is worked on in a [`Scratch`]: its flow is found (`find.rs`) or opened
 //! (`open/`), what becomes of it is decided (`translate.rs`), and its flow is kept (`keep.rs`).

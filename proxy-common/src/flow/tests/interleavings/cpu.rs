@@ -1,44 +1,34 @@
-//! All orders in which several CPUs can get at the tables.
-//!
-//! An access is what the kernel does at once: a lookup, the copy of an element, a field that is written, an insertion, a removal. Between two
-//! accesses of a CPU any number of accesses of the others can come. A CPU that waits is not kept: its work is done anew, with the answers
-//! that it got, up to the access at which it waits. Orders that lead to the same tables and have been told the same are one.
+//! A CPU that gets on by one access, and the tables that several CPUs change.
 
 use std::{
-    collections::{BTreeMap, BTreeSet, HashSet},
-    convert::Infallible,
-    hash::{BuildHasher as _, RandomState},
-    panic::{AssertUnwindSafe, catch_unwind, resume_unwind},
+    collections::{BTreeMap, BTreeSet},
+    panic::resume_unwind,
 };
 
-use super::{
-    collect::{Entry, StoredFlows, is_expired, remove_if},
-    *,
-};
-use crate::tables::AffinityEntry;
+use super::*;
 
 /// The CPU that made an element, and at which of its accesses: the same in all orders.
-type Id = (usize, usize);
+pub(super) type Id = (usize, usize);
 
 /// Who made what was there before.
-const NO_CPU: usize = usize::MAX;
+pub(super) const NO_CPU: usize = usize::MAX;
 
 /// What several CPUs change.
 #[derive(Clone, Debug, Default, Eq, Hash, PartialEq)]
-struct Shared {
+pub(super) struct Shared {
     /// Also those that were removed: who has found one may still read it, and write to it.
-    elements: BTreeMap<Id, Flow<A>>,
-    flows: BTreeMap<(Stage, FlowKey<A>), Id>,
-    foreign: BTreeMap<FlowKey<A>, u64>,
-    moved: BTreeSet<Port>,
+    pub(super) elements: BTreeMap<Id, Flow<A>>,
+    pub(super) flows: BTreeMap<(Stage, FlowKey<A>), Id>,
+    pub(super) foreign: BTreeMap<FlowKey<A>, u64>,
+    pub(super) moved: BTreeSet<Port>,
     /// Open ones of each backend.
-    connections: BTreeMap<u32, i64>,
+    pub(super) connections: BTreeMap<u32, i64>,
     /// In the order in which they were remembered.
-    affinity: Vec<(AffinityKey<A>, Affinity)>,
+    pub(super) affinity: Vec<(AffinityKey<A>, Affinity)>,
 }
 
 impl Shared {
-    fn of(host: &Host) -> Self {
+    pub(super) fn of(host: &Host) -> Self {
         let mut shared = Self::default();
         let mut flows: Vec<_> = host.flows.borrow().iter().map(|(key, flow)| (*key, flow.get())).collect();
         flows.sort_unstable_by_key(|(key, _)| *key);
@@ -54,7 +44,7 @@ impl Shared {
         shared
     }
 
-    fn write_to(&self, host: &Host) {
+    pub(super) fn write_to(&self, host: &Host) {
         let element = |id: &Id| &*Box::leak(Box::new(Cell::new(self.elements[id])));
         *host.flows.borrow_mut() = self.flows.iter().map(|(key, id)| (*key, element(id))).collect();
         *host.foreign.borrow_mut() = self.foreign.clone().into_iter().collect();
@@ -67,7 +57,7 @@ impl Shared {
 
 /// What a CPU was told by an access.
 #[derive(Clone, Copy, Debug, Hash)]
-enum Answer {
+pub(super) enum Answer {
     Done,
     Element(Option<Id>),
     Copy(Flow<A>),
@@ -83,23 +73,23 @@ enum Answer {
 }
 
 /// One that gets on by one access.
-pub(super) struct Cpu<'a> {
+pub(in crate::flow::tests) struct Cpu<'a> {
     /// What no packet changes.
-    host: &'a Host,
-    number: usize,
-    shared: RefCell<Shared>,
-    answers: RefCell<Vec<Answer>>,
-    accesses: Cell<usize>,
-    is_spent: Cell<bool>,
-    clock: Cell<u64>,
-    dice: RefCell<VecDeque<u32>>,
+    pub(super) host: &'a Host,
+    pub(super) number: usize,
+    pub(super) shared: RefCell<Shared>,
+    pub(super) answers: RefCell<Vec<Answer>>,
+    pub(super) accesses: Cell<usize>,
+    pub(super) is_spent: Cell<bool>,
+    pub(super) clock: Cell<u64>,
+    pub(super) dice: RefCell<VecDeque<u32>>,
 }
 
 /// Why a CPU's work is left.
-struct Waits;
+pub(super) struct Waits;
 
 impl<'a> Cpu<'a> {
-    fn access(&self, access: impl FnOnce(&mut Shared, Id) -> Answer) -> Answer {
+    pub(super) fn access(&self, access: impl FnOnce(&mut Shared, Id) -> Answer) -> Answer {
         let number = self.accesses.get();
         self.accesses.set(number + 1);
         let known = self.answers.borrow().get(number).copied();
@@ -114,14 +104,17 @@ impl<'a> Cpu<'a> {
         answer
     }
 
-    fn count(&self, backend: u32, connections: i64) {
+    pub(super) fn count(&self, backend: u32, connections: i64) {
         self.access(|shared, _| {
             *shared.connections.entry(backend).or_default() += connections;
             Answer::Done
         });
     }
 
-    fn element(&'a self, access: impl FnOnce(&mut Shared, Id) -> Option<Id>) -> Option<Element<'a>> {
+    pub(super) fn element(
+        &'a self,
+        access: impl FnOnce(&mut Shared, Id) -> Option<Id>,
+    ) -> Option<Element<'a>> {
         let Answer::Element(found) = self.access(|shared, id| Answer::Element(access(shared, id))) else {
             unreachable!("another access")
         };
@@ -130,9 +123,9 @@ impl<'a> Cpu<'a> {
 }
 
 #[derive(Clone, Copy)]
-pub(super) struct Element<'a> {
-    cpu: &'a Cpu<'a>,
-    id: Id,
+pub(in crate::flow::tests) struct Element<'a> {
+    pub(super) cpu: &'a Cpu<'a>,
+    pub(super) id: Id,
 }
 
 impl FlowEntry<A> for Element<'_> {
@@ -161,9 +154,9 @@ impl FlowEntry<A> for Element<'_> {
 
 /// By its place in `Shared::affinity`.
 #[derive(Clone, Copy)]
-pub(super) struct Known<'a> {
-    cpu: &'a Cpu<'a>,
-    place: usize,
+pub(in crate::flow::tests) struct Known<'a> {
+    pub(super) cpu: &'a Cpu<'a>,
+    pub(super) place: usize,
 }
 
 impl AffinityEntry for Known<'_> {
@@ -482,138 +475,4 @@ impl StoredFlows<A> for &Cpu<'_> {
         Cpu::count(self, backend, -connections);
         Ok(())
     }
-}
-
-impl Answer {
-    fn entry(self) -> Option<Flow<A>> {
-        let Self::Entry(entry) = self else { unreachable!("another access") };
-        entry
-    }
-}
-
-/// What a CPU does.
-#[derive(Clone, Copy, Debug)]
-pub(super) enum Work {
-    /// A packet enters the node.
-    Arrives(Packet<A>, Origin),
-    /// A packet leaves the node.
-    Leaves(Packet<A>),
-    /// A client's packet, through both hooks.
-    Passes(Packet<A>, Origin),
-    /// The controller removes a flow that has expired, as one of its entries was.
-    Collects(Flow<A>),
-}
-
-/// The packet as it goes on; of what collects, none.
-pub(super) type Outcome = Option<Result<Packet<A>, Reason>>;
-
-impl Work {
-    pub(super) fn on<T: FlowTables<V4> + StoredFlows<A>>(&self, tables: &T) -> Outcome {
-        match self {
-            Self::Arrives(packet, origin) => Some(arrive(tables, packet, *origin)),
-            Self::Leaves(packet) => Some(leave(tables, packet)),
-            Self::Passes(packet, origin) => {
-                Some(arrive(tables, packet, *origin).and_then(|inside| match leave(tables, &inside) {
-                    Err(Reason::NotAService) => Ok(inside),
-                    outcome => outcome,
-                }))
-            }
-            Self::Collects(flow) => {
-                let now = tables.now();
-                let is_over = |entries: &[Entry<A>]| is_expired(entries, &FlowLifetimes::default(), now);
-                remove_if(tables, flow, is_over).ok();
-                None
-            }
-        }
-    }
-}
-
-fn arrive<T: FlowTables<V4>>(tables: &T, packet: &Packet<A>, origin: Origin) -> Result<Packet<A>, Reason> {
-    let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
-    decide_arriving(tables, &mut scratch, origin).map(|()| rewritten(packet, scratch.action.rewrite))
-}
-
-fn leave<T: FlowTables<V4>>(tables: &T, packet: &Packet<A>) -> Result<Packet<A>, Reason> {
-    let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
-    decide_leaving(tables, &mut scratch, false).map(|()| rewritten(packet, scratch.action.rewrite))
-}
-
-#[derive(Clone)]
-struct Moment {
-    shared: Shared,
-    answers: Vec<Vec<Answer>>,
-    outcomes: Vec<Option<Outcome>>,
-    order: String,
-}
-
-/// How it ended.
-pub(super) struct End {
-    pub(super) host: Host,
-    pub(super) works: Vec<(Work, Outcome)>,
-    /// Numbers of the CPUs, one for each access.
-    pub(super) order: String,
-}
-
-/// Lets each CPU do its work, with dice of its own, in every order. Answers how many ends there are.
-pub(super) fn in_every_order(
-    before: impl Fn() -> Host,
-    works: &[(Work, &[u32])],
-    check: impl Fn(&End),
-) -> usize {
-    let host = before();
-    let start = Moment {
-        shared: Shared::of(&host),
-        answers: vec![Vec::new(); works.len()],
-        outcomes: vec![None; works.len()],
-        order: String::new(),
-    };
-    let hasher = RandomState::new();
-    let (mut known, mut open, mut ends) = (HashSet::new(), vec![start], 0);
-    while let Some(moment) = open.pop() {
-        let waiting: Vec<usize> = (0..works.len()).filter(|cpu| moment.outcomes[*cpu].is_none()).collect();
-        if waiting.is_empty() {
-            ends += 1;
-            let host = before();
-            moment.shared.write_to(&host);
-            let outcomes = moment.outcomes.into_iter().flatten();
-            let works: Vec<_> = works.iter().map(|(work, _)| *work).zip(outcomes).collect();
-            let counted = host.established_and_counted();
-            let are_right = counted.values().all(|(established, counted)| established == counted);
-            assert!(are_right, "{}: established flows and what is counted: {counted:?}", moment.order);
-            check(&End { host, works, order: moment.order });
-            continue;
-        }
-        for cpu in waiting {
-            let next = step(&host, &moment, cpu, &works[cpu]);
-            if known.insert(hasher.hash_one((&next.shared, &next.answers))) {
-                open.push(next);
-            }
-        }
-    }
-    ends
-}
-
-/// One access of one CPU.
-fn step(host: &Host, moment: &Moment, number: usize, (work, dice): &(Work, &[u32])) -> Moment {
-    let mut next = moment.clone();
-    let cpu = Cpu {
-        host,
-        number,
-        shared: RefCell::new(next.shared),
-        answers: RefCell::new(std::mem::take(&mut next.answers[number])),
-        accesses: Cell::default(),
-        is_spent: Cell::default(),
-        // Clocks of CPUs differ a little.
-        clock: Cell::new(host.clock.get() + number as u64),
-        dice: RefCell::new(dice.iter().copied().collect()),
-    };
-    next.outcomes[number] = match catch_unwind(AssertUnwindSafe(|| work.on(&&cpu))) {
-        Ok(outcome) => Some(outcome),
-        Err(reason) if reason.is::<Waits>() => None,
-        Err(failure) => resume_unwind(failure),
-    };
-    next.shared = cpu.shared.into_inner();
-    next.answers[number] = cpu.answers.into_inner();
-    next.order.push_str(&number.to_string());
-    next
 }

@@ -1,0 +1,44 @@
+//! Cases that a test cannot cause in the kernel: races, tables that are full at one certain write, lost entries.
+//! Round trips of real packets are in `tests/packets`.
+
+mod direct;
+mod ends;
+mod foreign;
+mod guard;
+mod host;
+mod interleavings;
+mod origins;
+mod overlapping;
+mod packets;
+mod ports;
+mod races;
+mod segments;
+mod transit;
+mod unknown;
+mod unserved;
+mod whole;
+
+use std::{
+    cell::{Cell, RefCell},
+    collections::{BTreeMap, HashMap, HashSet, VecDeque},
+    rc::Rc,
+};
+
+use rstest::rstest;
+
+use self::{host::*, packets::*};
+use super::{entries::REFRESH_AFTER, keep::SUSTAINED_AFTER, tcp::REACH, *};
+use crate::{
+    family::{Slot as _, V4},
+    layout::*,
+    packet::{
+        Ends, Fragment, Headers, Packet, Part, Rewrite, Segment, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, Then,
+    },
+    port::{Port, PortPool},
+    reason::Reason,
+    select::Origin,
+    tables::{
+        AffinityTables, Tables,
+        host::{HostTables, KnownClient},
+    },
+};

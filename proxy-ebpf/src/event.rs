@@ -19,10 +19,12 @@ use proxy_common::{
 };
 
 use crate::{
-    flow::FlowScratch,
     log::{LogAddress, log_packet},
-    maps,
-    tables::{count, now},
+    maps::{
+        self,
+        flow::FlowScratch,
+        tables::{count, now},
+    },
 };
 
 /// A family whose packets are told of.

@@ -1,50 +1,28 @@
 //! Kernel side of the proxy: socket hooks, TC programs and one of XDP. The decisions are in
 //! `proxy-common`; here are the hooks, the tables and the access to packets.
+//!
+//! `programs.rs` has the entry points. They lead to `socket.rs`, `tc/` and `xdp.rs`, which reach a
+//! packet by `bytes/`, the BPF maps by `maps/`, and routing tables by `route.rs`.
 #![cfg_attr(target_arch = "bpf", no_std, no_main, feature(asm_experimental_arch))]
 
 #[cfg(target_arch = "bpf")]
-mod awaited;
-#[cfg(target_arch = "bpf")]
-mod connections;
-#[cfg(target_arch = "bpf")]
-mod direct;
+mod bytes;
 #[cfg(target_arch = "bpf")]
 mod event;
 #[cfg(target_arch = "bpf")]
-mod flow;
-#[cfg(target_arch = "bpf")]
-mod frame;
-#[cfg(target_arch = "bpf")]
 mod globals;
-#[cfg(target_arch = "bpf")]
-mod host;
-#[cfg(target_arch = "bpf")]
-mod linear;
 #[cfg(target_arch = "bpf")]
 mod log;
 #[cfg(target_arch = "bpf")]
 mod maps;
 #[cfg(target_arch = "bpf")]
-mod past_stack;
-#[cfg(target_arch = "bpf")]
-mod ping;
-mod pod_sockets;
-#[cfg(target_arch = "bpf")]
 mod programs;
-#[cfg(target_arch = "bpf")]
-mod refuse;
 #[cfg(target_arch = "bpf")]
 mod route;
 #[cfg(target_arch = "bpf")]
-mod skb;
-#[cfg(target_arch = "bpf")]
 mod socket;
 #[cfg(target_arch = "bpf")]
-mod tables;
-#[cfg(target_arch = "bpf")]
 mod tc;
-#[cfg(target_arch = "bpf")]
-mod tunnel;
 #[cfg(target_arch = "bpf")]
 mod xdp;
 

@@ -9,7 +9,7 @@ use aya_ebpf::{
 use proxy_common::select::Origin;
 
 use crate::{
-    frame::{BARE, ETHERNET, Frame},
+    bytes::frame::{BARE, ETHERNET, Frame},
     socket, tc,
     xdp::transit,
 };

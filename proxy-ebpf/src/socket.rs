@@ -24,11 +24,13 @@ use proxy_common::{
 };
 
 use crate::{
-    connections::{count_socket_closed, count_socket_opened},
     event::tell_socket,
     globals,
     log::LogAddress,
-    tables::{Maps, SocketTables, count, count_connection, lease_has_ended, now, settings},
+    maps::{
+        connections::{count_socket_closed, count_socket_opened},
+        tables::{Maps, SocketTables, count, count_connection, lease_has_ended, now, settings},
+    },
 };
 
 /// The system call goes on.

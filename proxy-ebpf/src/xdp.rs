@@ -14,12 +14,16 @@ use proxy_common::{
 };
 
 use crate::{
-    direct::Direct as _,
+    bytes::{
+        direct::Direct as _,
+        frame::{ETHERNET, Frame},
+    },
     event::TellPacket,
-    frame::{ETHERNET, Frame},
-    maps,
+    maps::{
+        self,
+        tables::{Maps, count, count_packet, lease_has_ended, recently},
+    },
     route::{self, FOUND, Route},
-    tables::{Maps, count, count_packet, lease_has_ended, recently},
 };
 
 trait TransitFamily: Network + Route + TellPacket + Tunnel {

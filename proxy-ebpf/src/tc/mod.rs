@@ -1,4 +1,13 @@
-//! The way of a packet: parse, decide, rewrite.
+//! The way of a packet through the programs of TC: parse (`bytes/`), decide (`proxy_common::flow` over
+//! `maps/`), rewrite.
+
+mod awaited;
+mod host;
+mod past_stack;
+mod ping;
+mod pod_sockets;
+mod refuse;
+mod tunnel;
 
 use aya_ebpf::{
     bindings::{__sk_buff, TC_ACT_SHOT, TC_ACT_UNSPEC},
@@ -14,19 +23,20 @@ use proxy_common::{
     unserved,
 };
 
-use crate::{
-    awaited,
-    event::TellPacket,
-    frame::ETHERNET,
-    globals, host,
-    linear::Linear,
-    maps, past_stack, ping,
+use self::{
     pod_sockets::{SocketTuple, SocketsAt},
-    refuse::{self, AnswerPath, Refuse},
+    refuse::{AnswerPath, Refuse},
+    tunnel::Encapsulate,
+};
+use crate::{
+    bytes::{frame::ETHERNET, linear::Linear, skb::Skb},
+    event::TellPacket,
+    globals,
+    maps::{
+        self,
+        tables::{Maps, count, count_packet, lease_has_ended, recently},
+    },
     route::Route,
-    skb::Skb,
-    tables::{Maps, count, count_packet, lease_has_ended, recently},
-    tunnel::{self, Encapsulate},
 };
 
 // Ethertypes as the context has them, in network order.

@@ -14,7 +14,7 @@ use proxy_common::{
     packet::{Network, Packet, Part, Sum, TCP_ACK, TCP_RST},
 };
 
-use crate::{frame::ETHERNET, maps};
+use crate::{bytes::frame::ETHERNET, maps};
 
 const HOP_LIMIT: u8 = 64;
 

@@ -14,7 +14,7 @@ use proxy_common::{
     reason::Reason,
 };
 
-use crate::direct::Direct;
+use crate::bytes::direct::Direct;
 
 /// Offset of the network header on a device with Ethernet headers. A VLAN tag of an skb is in its metadata.
 pub(crate) const ETHERNET: u32 = 14;

@@ -14,7 +14,7 @@ use proxy_common::{
     layout::{Collected, Connections, EndpointSet, FLOW_COUNTED},
 };
 
-use crate::{maps, tables::Maps};
+use crate::maps::{self, tables::Maps};
 
 /// As far as they are counted.
 #[inline(always)]

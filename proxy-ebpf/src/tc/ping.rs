@@ -8,9 +8,9 @@ use proxy_common::{
 };
 
 use crate::{
-    refuse::{AnswerPath, Refuse, send_back},
-    skb::Skb,
-    tables::Maps,
+    bytes::skb::Skb,
+    maps::tables::Maps,
+    tc::refuse::{AnswerPath, Refuse, send_back},
 };
 
 /// Answered by [`answer`] where the packet is not such a ping. No error number of a helper.

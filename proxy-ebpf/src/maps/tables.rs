@@ -15,7 +15,10 @@ use proxy_common::{
     tables::{AffinityEntry, AffinityTables, Tables},
 };
 
-use crate::{connections, globals, maps};
+use crate::{
+    globals,
+    maps::{self, connections},
+};
 
 /// The tables of one family.
 pub(crate) struct Maps;

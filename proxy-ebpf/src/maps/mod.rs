@@ -1,6 +1,10 @@
 //! The tables. The controller sets the sizes of `ebpf.limits` when it loads the object.
 #![expect(non_upper_case_globals, reason = "a symbol is its table's name, which people read in bpftool")]
 
+pub(crate) mod connections;
+pub(crate) mod flow;
+pub(crate) mod tables;
+
 use aya_ebpf::{
     bindings::{BPF_F_MMAPABLE, BPF_F_NO_PREALLOC},
     btf_maps::{Array, DevMapHash, HashMap, LpmTrie, LruHashMap, PerCpuArray, RingBuf, SkStorage},

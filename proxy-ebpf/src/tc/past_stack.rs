@@ -18,14 +18,20 @@ use proxy_common::{
 };
 
 use crate::{
-    flow::FlowScratch,
-    frame::{BARE, ETHERNET},
-    host::{PACKET_HOST, redirected},
-    maps,
+    bytes::{
+        frame::{BARE, ETHERNET},
+        skb::Skb,
+    },
+    maps::{
+        self,
+        flow::FlowScratch,
+        tables::{Maps, count},
+    },
     route::{self, FOUND, NO_NEIGHBOUR, Route, TOO_LONG},
-    skb::Skb,
-    tables::{Maps, count},
-    tunnel::length_of_each,
+    tc::{
+        host::{PACKET_HOST, redirected},
+        tunnel::length_of_each,
+    },
 };
 
 /// Sends the pod's answer of the family's `Scratch` where the stack would. `TC_ACT_UNSPEC`: it is untouched, and the stack's, which tells its sender

@@ -17,10 +17,13 @@ use proxy_common::{
 };
 
 use crate::{
-    host, maps,
-    refuse::{self, Refuse},
+    bytes::skb::Skb,
+    maps,
     route::Route,
-    skb::Skb,
+    tc::{
+        host,
+        refuse::{self, Refuse},
+    },
 };
 
 pub(crate) trait Encapsulate: Tunnel + Refuse + Route {

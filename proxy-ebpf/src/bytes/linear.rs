@@ -9,7 +9,7 @@ use proxy_common::{
     reason::Reason,
 };
 
-use crate::{direct::Direct, skb::Skb};
+use crate::bytes::{direct::Direct, skb::Skb};
 
 /// The context of the running program.
 #[derive(Clone, Copy)]

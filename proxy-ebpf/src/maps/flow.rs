@@ -21,10 +21,13 @@ use proxy_common::{
 };
 
 use crate::{
-    connections::{count_flow_closed, count_flow_opened},
     event::TellPacket as _,
-    globals, maps,
-    tables::{Maps, count, count_connection, now, recently, settings},
+    globals,
+    maps::{
+        self,
+        connections::{count_flow_closed, count_flow_opened},
+        tables::{Maps, count, count_connection, now, recently, settings},
+    },
 };
 
 const EEXIST: i32 = -17;

@@ -2,8 +2,12 @@
 //! cleaned up, and run beside programs of others.
 
 mod addresses;
+mod bandwidth;
 mod filters;
+mod lease;
 mod pins;
+mod redirects;
+mod route_watch;
 mod xdp;
 
 use std::{

@@ -30,7 +30,7 @@ use proxy_ctl::{
     },
 };
 
-use super::{
+use crate::{
     desired::{change, endpoint, endpoints, port},
     sandbox::{Sandbox, run},
 };

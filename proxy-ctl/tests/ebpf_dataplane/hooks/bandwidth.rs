@@ -22,7 +22,7 @@ use proxy_ctl::{
 use rstest::rstest;
 use serde_json::json;
 
-use super::{
+use crate::{
     hooks::{host, veth},
     sandbox::{Sandbox, TakeHost as _, index, run},
 };

@@ -14,7 +14,7 @@ use proxy_ctl::{
     sys::bpf::map::Map,
 };
 
-use super::{
+use crate::{
     desired::{endpoint, endpoints, port, shared},
     sandbox::{Sandbox, TakeHost as _, serve},
 };

@@ -14,7 +14,7 @@ use proxy_ctl::{
     sys::bpf::map::Map,
 };
 
-use super::{
+use crate::{
     hooks::{card, host},
     sandbox::{Sandbox, TakeHost as _, run},
 };

@@ -23,10 +23,10 @@ use proxy_ctl::{
     sys::{net::conntrack::Conntrack, proc::clock},
 };
 
-use super::{
+use crate::{
+    connections::sockets::{A, B, PORT, SERVICE, dns, serve},
     desired::change,
     sandbox::{Sandbox, run},
-    sockets::{A, B, PORT, SERVICE, dns, serve},
 };
 
 /// Returns the number of flows to the Service that A answers.

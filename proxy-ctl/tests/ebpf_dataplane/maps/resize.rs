@@ -24,7 +24,7 @@ use proxy_ctl::{
 };
 use rstest::rstest;
 
-use super::{
+use crate::{
     desired::{endpoint, port, shared},
     hooks::{fill, host, veth},
     sandbox::{Sandbox, TakeHost as _},

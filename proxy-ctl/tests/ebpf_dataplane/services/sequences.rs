@@ -15,7 +15,7 @@ use proxy_ctl::{
     },
 };
 
-use super::{
+use crate::{
     desired::{name, port, with_node_port},
     sandbox::Sandbox,
 };
@@ -214,7 +214,7 @@ fn a_thousand_changes_leak_neither_slots_nor_ids() {
     for round in 0..1_000_u32 {
         let n = round % 7;
         let all =
-            (0..=round % 5).map(|e| super::desired::endpoint(&format!("10.0.{n}.{}", e + 1), 80)).collect();
+            (0..=round % 5).map(|e| crate::desired::endpoint(&format!("10.0.{n}.{}", e + 1), 80)).collect();
         let port = port(&format!("s{n}"), &format!("10.96.0.{n}"), all);
         let removed = if round % 3 == 0 { vec![port.name.clone()] } else { Vec::new() };
         let changed = if removed.is_empty() { vec![Arc::new(port)] } else { Vec::new() };

@@ -17,7 +17,7 @@ use proxy_ctl::{
     },
 };
 
-use super::{
+use crate::{
     desired::{change, endpoint, name, port, shared},
     sandbox::Sandbox,
 };

@@ -16,7 +16,7 @@ use proxy_ctl::{
     sys::bpf::map::Map,
 };
 
-use super::{
+use crate::{
     desired::{change, endpoint, endpoints, port, shared, with_node_port},
     sandbox::{Sandbox, serve},
 };

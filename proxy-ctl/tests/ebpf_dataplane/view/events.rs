@@ -11,7 +11,7 @@ use proxy_ctl::{
     sys::{bpf::map::Map, proc::clock},
 };
 
-use super::{
+use crate::{
     desired::{endpoint, port, shared},
     sandbox::{Sandbox, serve},
 };

@@ -16,7 +16,7 @@ use proxy_ctl::{
     sys::bpf,
 };
 
-use super::{
+use crate::{
     desired::{change, endpoint, endpoints, port, shared},
     sandbox::{Sandbox, serve},
 };

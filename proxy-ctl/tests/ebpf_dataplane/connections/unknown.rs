@@ -21,7 +21,7 @@ use proxy_ctl::{
 };
 use rstest::rstest;
 
-use super::{
+use crate::{
     desired::{change, endpoint, port, shared, with_node_port},
     hooks::{fill, host, veth},
     sandbox::{Sandbox, TakeHost as _},

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use proxy_common::layout::Lease;
 use proxy_ctl::{modes::Dataplane as _, sys::bpf::map::Map};
 
-use super::{
+use crate::{
     desired::{endpoint, port, shared},
     sandbox::{Sandbox, serve},
 };

@@ -11,7 +11,7 @@ use proxy_ctl::{
 use proptest::{prelude::*, test_runner::TestRunner};
 use rstest::rstest;
 
-use super::{
+use crate::{
     desired::{change, endpoint, port, shared, with_node_port},
     sandbox::Sandbox,
 };

@@ -23,7 +23,7 @@ use proxy_ctl::{
 };
 use rstest::rstest;
 
-use super::{
+use crate::{
     desired::{endpoint, port, shared, with_node_port},
     sandbox::Sandbox,
 };

@@ -18,7 +18,7 @@ use proxy_ctl::{
     },
 };
 
-use super::{
+use crate::{
     hooks::{card, host, returns, veth},
     sandbox::{Sandbox, TakeHost as _, index, run},
 };

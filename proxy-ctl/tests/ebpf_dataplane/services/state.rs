@@ -23,7 +23,7 @@ use proxy_ctl::{
 use rstest::rstest;
 use tracing::Level;
 
-use super::{
+use crate::{
     desired::{change, endpoint, port, shared, with_node_port},
     sandbox::{Sandbox, TakeHost as _, run, serve},
 };
@@ -307,7 +307,7 @@ fn a_frontend_moves_to_another_service_without_a_hole() {
     let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     dataplane.resync(&shared([port("old", "10.96.0.1", vec![endpoint("10.0.0.1", 80)])])).unwrap();
     let new = port("new", "10.96.0.1", vec![endpoint("10.0.0.2", 80)]);
-    let removed = vec![super::desired::name("old", new.name.family)];
+    let removed = vec![crate::desired::name("old", new.name.family)];
     let applied = dataplane.apply(&Changes { changed: shared([new]), removed }).unwrap();
     // The service, its name and the backend were removed. The frontend itself was overwritten.
     assert_eq!(applied.removed, 3);

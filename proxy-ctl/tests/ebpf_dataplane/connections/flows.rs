@@ -18,7 +18,7 @@ use proxy_ctl::{
 };
 use rstest::rstest;
 
-use super::sandbox::{Sandbox, TakeHost as _};
+use crate::sandbox::{Sandbox, TakeHost as _};
 
 type Flows = Map<FlowKey<[u8; 4]>, Flow<[u8; 4]>>;
 

@@ -14,7 +14,7 @@ use proxy_ctl::{
     sys::bpf::map::Map,
 };
 
-use super::{
+use crate::{
     desired::{endpoint, name, port, shared},
     sandbox::{Sandbox, TakeHost as _, serve},
 };
@@ -132,7 +132,7 @@ fn another_port_is_refused_to_sockets() {
     let refused = sandbox.dial(WEB, 81).unwrap_err();
     assert!(refused.contains("refused") || refused.contains("not permitted"), "{refused}");
     // Resolvers connect to any port to learn their source, and send nothing.
-    super::sandbox::run("ip", "route add default dev lo");
+    crate::sandbox::run("ip", "route add default dev lo");
     let connected = sandbox.in_cgroup(&format!("exec 3<>/dev/udp/{WEB}/53"));
     assert!(connected.status.success(), "{}", String::from_utf8_lossy(&connected.stderr));
     let unknown = dataplane.usage().unwrap().reasons;

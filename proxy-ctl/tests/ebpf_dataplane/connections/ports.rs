@@ -7,7 +7,7 @@ use proxy_ctl::{
     modes::{Applied, Dataplane},
 };
 
-use super::sandbox::{Sandbox, TakeHost as _};
+use crate::sandbox::{Sandbox, TakeHost as _};
 
 const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;
 

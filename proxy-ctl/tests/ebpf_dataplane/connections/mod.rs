@@ -1,0 +1,9 @@
+//! Connections and flows: what the controller keeps, counts, ends and forgets.
+
+mod affinity;
+mod count;
+mod flows;
+mod former_flows;
+mod ports;
+mod sockets;
+mod unknown;

@@ -1,0 +1,4 @@
+//! What people see: flows and events.
+
+mod events;
+mod listing;

@@ -1,8 +1,8 @@
 //! Decisions about packets: which flow one belongs to, what opens a flow, and how it is translated.
 //!
-//! A flow has an entry for each pair of ends that its packets have at the hooks of this node: client and frontend, client and backend,
-//! and, where its source is translated too, masquerade and backend. Each entry serves both directions, so that a packet of a flow
-//! costs one lookup.
+//! A flow has an entry for each pair of ends that its packets have at the hooks of this node:
+//! client and frontend, client and backend, and, where its source is translated too, masquerade
+//! and backend. Each entry serves both directions, so that a packet of a flow costs one lookup.
 //!
 //! A flow opens in the table of opening flows, which evicts. Its entries are copied to the
 //! established ones when the client has acknowledged the backend's SYN, whose number a client with
@@ -11,15 +11,16 @@
 //! does not evict. The copies in the opening table stay until they age: a reader between two
 //! lookups would otherwise find neither.
 //!
-//! The state of a flow is the union of what its entries know: no CPU overwrites what another learned.
+//! The state of a flow is the union of what its entries know: no CPU overwrites what another
+//! learned.
 //!
 //! # Three ways through the same rules
 //!
 //! | way | where | which packets it decides about |
 //! |---|---|---|
 //! | slow path | `arriving.rs`, `leaving.rs` | all |
-//! | fast path | `known.rs` | those of established flows from which nothing new is learned, and those that neither have a flow nor open one |
-//! | XDP | `transit/` | those from outside of flows that the stack has let out before |
+//! | fast path | `known.rs` | most: of established flows, and of no flow if they open none |
+//! | XDP | `transit/` | from outside, of flows that the stack has let out before |
 //!
 //! All ways have one contract. The slow path is the rule. Another way either decides what the slow
 //! path decides, or leaves the packet to it untouched. XDP stands for two decisions: where the

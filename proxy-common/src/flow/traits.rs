@@ -1,6 +1,6 @@
-//! What the decisions need of the node: the flow maps, settings, counters and random numbers as
-//! [`FlowTables`], an element of a flow map as [`FlowEntry`], and the kernel's sockets as
-//! [`PodSockets`]. Programs, and tests on the host, each have their own.
+//! The traits by which decisions reach the node. [`FlowTables`] has the flow maps, settings, counters
+//! and random numbers, [`FlowEntry`] is an element of a flow map, and [`PodSockets`] asks the kernel.
+//! Programs and tests on the host implement them.
 
 use super::{Clock, Routine, Scratch, ServiceOpenings, Speaker, run};
 use crate::{family::Family, layout::*, port::Port, reason::Reason, tables::AffinityTables};

@@ -1,4 +1,4 @@
-//! What a packet of a flow becomes. The fast path and the slow path decide it here.
+//! Translates packets of flows. The fast path and the slow path share these decisions.
 
 use super::{Scratch, tuples::Step};
 use crate::{layout::*, packet::Then, reason::Reason};

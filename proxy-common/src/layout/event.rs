@@ -1,4 +1,4 @@
-//! What the programs tell people: the maps `events`, `event_control` and `kernel_log`.
+//! Messages of the programs to people: the maps `events`, `event_control` and `kernel_log`.
 
 /// Value of the map `event_control` (array with one entry): which events the programs write to
 /// `events`.

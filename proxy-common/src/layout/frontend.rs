@@ -1,5 +1,5 @@
-//! What clients dial, and which clients may: the maps `frontends4/6`, `frontend_addresses4/6`,
-//! `source_ranges4/6` and `service_cidrs4/6`.
+//! Addresses that clients dial, and ranges of clients that may: the maps `frontends4/6`,
+//! `frontend_addresses4/6`, `source_ranges4/6` and `service_cidrs4/6`.
 
 use super::{Address, NO_SERVICE};
 use crate::port::Port;

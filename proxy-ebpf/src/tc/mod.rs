@@ -1,5 +1,5 @@
-//! The way of a packet through the programs of TC: parse (`bytes/`), decide (`proxy_common::flow` over
-//! `maps/`), rewrite.
+//! The way of a packet through the programs of TC: parse it (`bytes/`), decide (`proxy_common::flow`
+//! over `maps/`), rewrite it.
 
 mod awaited;
 mod host;

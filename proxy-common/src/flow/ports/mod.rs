@@ -1,4 +1,4 @@
-//! Ports at which answers are told apart: who has which, and how a flow gets one that nobody else has.
+//! Ports that tell answers apart: who has which, and how a flow gets one that nobody else has.
 
 pub(super) mod alias;
 pub(super) mod foreign;

@@ -1,5 +1,5 @@
-//! A node on the host: the flow maps with a clock, dice and counters, and what happens on another CPU
-//! before a certain insertion.
+//! A node on the host: the flow maps with a clock, dice and counters, and what happens on another
+//! CPU before a certain insertion.
 
 use super::*;
 

@@ -1,4 +1,5 @@
-//! Ports that tell the answers of flows apart, and those that netfilter, a pod or the node has taken.
+//! Tests of ports that tell the answers of flows apart, and of ports that netfilter, a pod or the
+//! node has taken.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! What segments and datagrams say of a connection: who is there, what ends it, and what is forged.
+//! Tests of segments and datagrams that prove a client, end a connection, or are forged.
 
 use super::*;
 

@@ -29,10 +29,11 @@ use crate::{
     select::Origin,
 };
 
-/// Decides what [`arriving`](super::arriving()) and [`leaving`](super::leaving()) decide one after the other, of packets of flows that the stack
-/// has let out before: reverse path filtering, rules of netfilter for new connections and IPsec have judged these. The
-/// packet is sent to `scratch.next_hop`, where the stack would send one with the ends between the two. With [`Then::Encapsulate`] it
-/// leaves in one with the ends `scratch.tunnel`.
+/// Decides what [`arriving`](super::arriving()) and [`leaving`](super::leaving()) decide one after
+/// the other, of packets of flows that the stack has let out before: reverse path filtering, rules
+/// of netfilter for new connections and IPsec have judged these. The packet is sent to
+/// `scratch.next_hop`, where the stack would send one with the ends between the two. With
+/// [`Then::Encapsulate`] it leaves in one with the ends `scratch.tunnel`.
 ///
 /// Fails where the packet is the stack's. It is untouched then.
 #[inline(always)]

@@ -1,4 +1,4 @@
-//! Connections and flows: what the controller keeps, counts, ends and forgets.
+//! Tests of connections and flows, which the controller keeps, counts, ends and forgets.
 
 mod affinity;
 mod count;

@@ -1,4 +1,4 @@
-//! The room in maps: what is freed, what grows, and who gives way.
+//! Tests of the room in maps: what is freed, what grows, and who gives way.
 
 mod grace;
 mod growth;

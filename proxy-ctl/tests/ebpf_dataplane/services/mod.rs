@@ -1,4 +1,4 @@
-//! What the maps have of service ports, and what is reached by that.
+//! Tests of service ports: their entries in the maps, and the endpoints that sockets reach.
 
 mod balance;
 mod faults;

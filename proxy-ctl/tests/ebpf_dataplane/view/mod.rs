@@ -1,4 +1,4 @@
-//! What people see: flows and events.
+//! Tests of the flows and events that people are shown.
 
 mod events;
 mod listing;

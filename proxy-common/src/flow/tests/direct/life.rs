@@ -1,4 +1,5 @@
-//! What a client alone tells of a connection whose answers are not seen, and how long its flow is kept.
+//! Tests of flows whose answers are not seen: the state to which a client alone brings them, and how
+//! long they are kept.
 
 use super::*;
 

@@ -21,7 +21,8 @@ pub struct Scratch<A> {
     pub interface: u32,
     /// A process of the node has sent it; only of one that leaves.
     pub is_made_here: bool,
-    /// `packet` is it. Its headers are reached without helpers, and [`arriving_known`] or [`leaving_known`] has looked at it.
+    /// `packet` is it. Its headers are reached without helpers, and the fast path (`known.rs`) has
+    /// looked at it.
     pub is_parsed: bool,
     /// Of a packet that arrives and `is_parsed`: no table had a flow with its ends.
     pub(super) has_no_flow: bool,
@@ -108,6 +109,6 @@ pub(super) enum Rival {
 pub struct Clock {
     /// Counts the ticks of the kernel's timer.
     pub tick: u64,
-    /// Nanoseconds as of [`now`](AffinityTables::now).
+    /// Nanoseconds as of [`now`](crate::tables::AffinityTables::now).
     pub time: u64,
 }

@@ -9,8 +9,10 @@
 //!
 //! Any change of a released layout raises [`LAYOUT_VERSION`], which names the folder in which the
 //! maps are pinned. Maps of another shape in that folder are refused when they are opened.
+//!
+//! [`Port`]: crate::port::Port
 
-/// Defines a method for each port that returns it as a [`Port`], and one that sets it if code needs
+/// Defines a method for each port that returns it as a `Port`, and one that sets it if code needs
 /// that.
 macro_rules! ports {
     ($($table:ident: $($port:ident $($set:ident)?),+;)+) => { $(

@@ -38,7 +38,7 @@ use crate::{
         node::NodeNetwork,
         objects::{IpFamily, Node, NodeForwarding},
     },
-    modes::{Dataplane, Error, HookProblems, MetricFamily},
+    modes::{self, Dataplane, Error, HookProblems, MetricFamily},
     node::OwnNode,
 };
 
@@ -222,7 +222,7 @@ impl Controller {
     /// Starts to write to `dataplane`, everything first. `now` is when the last list came in.
     pub fn start(&mut self, dataplane: Box<dyn Dataplane>, now: Instant) {
         self.reports.metrics.own.listed.set(1);
-        let services = service_intervals(dataplane.as_ref(), &self.config);
+        let services = service_intervals(self.reports.mode.borrow().modes.mode, &self.config);
         self.active = Some(ActiveDataplane {
             dataplane,
             listed_at: now,
@@ -238,7 +238,7 @@ impl Controller {
         self.config = config;
         self.reports.health.lock().set_sync_period(self.config.periods.sync);
         if let Some(active) = &mut self.active {
-            let services = service_intervals(active.dataplane.as_ref(), &self.config);
+            let services = service_intervals(self.reports.mode.borrow().modes.mode, &self.config);
             active.host.set_intervals(host_intervals(&self.config), now);
             active.services.set_intervals(services, now);
             active.host.ask();
@@ -262,8 +262,8 @@ fn host_intervals(config: &Config) -> Intervals {
     Intervals { min: std::time::Duration::ZERO, burst: 1, max: config.periods.sync }
 }
 
-fn service_intervals(dataplane: &dyn Dataplane, config: &Config) -> Intervals {
-    let min = dataplane.min_interval(config.periods.min_sync);
+fn service_intervals(mode: Mode, config: &Config) -> Intervals {
+    let min = modes::min_interval(mode, config.periods.min_sync);
     Intervals { min, burst: BURST, max: config.periods.sync }
 }
 

@@ -212,7 +212,7 @@ impl Controller {
         if let Some(beside) = former_beside.filter(|beside| modes.beside == Some(*beside)) {
             self.retiring.push(Retiring::left(beside));
         }
-        active.services.set_intervals(service_intervals(active.dataplane.as_ref(), &self.config), now);
+        active.services.set_intervals(service_intervals(modes.mode, &self.config), now);
         // The exceptions of the new mode are reported. Everything is written once more soon,
         // because what has changed meanwhile is in neither mode.
         let changes = Changes { changed: all, removed: Vec::new() };

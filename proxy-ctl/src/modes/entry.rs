@@ -30,6 +30,9 @@ pub(super) struct Entry {
     /// True if connections of the mode would end with it. It is then removed only when it has none.
     /// False for modes that the cleanup removes by the names of their rules.
     pub(super) retires: bool,
+    /// True if changes are written no more often than the mode's `minSyncPeriod` says. It is false
+    /// where a change costs only what it writes.
+    pub(super) keeps_min_sync_period: bool,
     /// Returns true if the mode drops what is sent to addresses of the service CIDRs that no
     /// Service has.
     pub(super) reads_service_cidrs: fn(&Config) -> bool,

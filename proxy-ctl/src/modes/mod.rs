@@ -3,7 +3,7 @@
 //!
 //! A dataplane is used from one thread. Its calls block on system calls and are short.
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc};
 
 mod conntrack;
 pub mod ebpf;
@@ -28,8 +28,8 @@ pub use entry::Removed;
 pub use error::{Error, ErrorKind};
 pub use metrics::{Labels, MetricFamily, ServiceUsage};
 pub use registry::{
-    Modes, cleanup, controller, load, masquerade_ports, open, open_to_retire, prepare, probe, read,
-    read_mode, reads_service_cidrs, remove_retired, to_retire, translates_in_connect, unused_fields,
+    Modes, cleanup, controller, load, masquerade_ports, min_interval, open, open_to_retire, prepare, probe,
+    read, read_mode, reads_service_cidrs, remove_retired, to_retire, translates_in_connect, unused_fields,
 };
 pub use snapshot::{
     BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, OtherProgram, ServiceSnapshot,
@@ -139,10 +139,6 @@ pub trait Dataplane: Programmed + Send {
 
     /// Returns the metric families of this mode, each with its samples as they are now.
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error>;
-
-    /// Returns the shortest interval between two calls of [`Dataplane::apply`]. `configured` is the
-    /// mode's `minSyncPeriod`.
-    fn min_interval(&self, configured: Duration) -> Duration;
 
     /// Returns the shortest pause between two inspections, as a multiple of the time that an
     /// inspection takes. At 0 only the sync period counts. During the pause, changes by other

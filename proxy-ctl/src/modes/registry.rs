@@ -1,6 +1,6 @@
 //! The one place that knows modes by name. A new mode is a folder and a line in [`entry`].
 
-use std::{collections::BTreeMap, path::Path, sync::Arc};
+use std::{collections::BTreeMap, path::Path, sync::Arc, time::Duration};
 
 use ipnet::IpNet;
 
@@ -55,6 +55,12 @@ pub fn unused_fields(mode: Mode, config: &Config) -> Vec<&'static str> {
         Mode::Ipvs => ipvs::probe::UNUSED_FIELDS.to_vec(),
         Mode::Userspace => userspace::probe::UNUSED_FIELDS.to_vec(),
     }
+}
+
+/// Returns the shortest interval between two calls of [`Dataplane::apply`]. `configured` is the
+/// mode's `minSyncPeriod`.
+pub fn min_interval(mode: Mode, configured: Duration) -> Duration {
+    if entry(mode).keeps_min_sync_period { configured } else { Duration::ZERO }
 }
 
 /// Does the part of opening this mode that needs all privileges.
@@ -260,5 +266,6 @@ mod tests {
         let fields = ["iptables.minSyncPeriod", "ipvs.minSyncPeriod", "nftables.minSyncPeriod"];
         let said = unused_fields(mode, &config);
         assert_eq!(fields.map(|field| said.contains(&field)), [unused; 3]);
+        assert_eq!(min_interval(mode, Duration::from_secs(1)).is_zero(), unused);
     }
 }

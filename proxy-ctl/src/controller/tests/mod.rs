@@ -418,7 +418,8 @@ fn a_new_configuration_is_taken_over_as_it_goes() {
 #[test]
 fn a_mode_that_keeps_the_shortest_interval_gets_changes_together() {
     let mut fixture = Fixture::new(Config::default());
-    fixture.recorder.lock().paced = true;
+    let modes = Modes { mode: Mode::Iptables, beside: None };
+    fixture.reports.mode.send_replace(ModeInForce::new(modes));
     for update in [Update::ReplaceServices(Vec::new()), Update::ReplaceSlices(Vec::new()), Update::Node(None)]
     {
         fixture.take(update);

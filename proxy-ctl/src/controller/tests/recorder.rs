@@ -43,8 +43,6 @@ pub(super) struct Recording {
     pub(super) taken_over: bool,
     /// Service ports without room, if that has changed.
     pub(super) without_room: Option<BTreeMap<ServicePortName, Vec<Unsupported>>>,
-    /// True if the mode keeps `minSyncPeriod`.
-    pub(super) paced: bool,
     pub(super) renewals: usize,
     /// True if no connection needs the mode.
     pub(super) idle: bool,
@@ -197,10 +195,6 @@ impl Dataplane for Recorder {
         let mut recording = self.lock();
         recording.problems_asked += 1;
         recording.hook_problems.clone()
-    }
-
-    fn min_interval(&self, configured: Duration) -> Duration {
-        if self.lock().paced { configured } else { Duration::ZERO }
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {

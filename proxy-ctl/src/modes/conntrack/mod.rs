@@ -22,7 +22,6 @@ use std::{
     collections::BTreeSet,
     net::{IpAddr, SocketAddr},
     sync::Arc,
-    time::Duration,
 };
 
 use nix::sys::socket::AddressFamily;
@@ -255,10 +254,6 @@ impl Dataplane for WithConntrack {
         }
         families.extend(reconciler_families(&self.udp.stale));
         Ok(families)
-    }
-
-    fn min_interval(&self, configured: Duration) -> Duration {
-        self.inner.min_interval(configured)
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {

@@ -11,7 +11,6 @@ use std::{
     mem,
     net::{IpAddr, SocketAddr},
     sync::Arc,
-    time::Duration,
 };
 
 use nix::sys::socket::AddressFamily;
@@ -342,10 +341,6 @@ impl Dataplane for LeftToNode {
         self.inner.metrics()
     }
 
-    fn min_interval(&self, configured: Duration) -> Duration {
-        self.inner.min_interval(configured)
-    }
-
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
         self.inner.supports(port)
     }
@@ -446,10 +441,6 @@ mod tests {
 
         fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
             Ok(Vec::new())
-        }
-
-        fn min_interval(&self, configured: Duration) -> Duration {
-            configured
         }
 
         fn supports(&self, _port: &DesiredPort) -> Vec<Unsupported> {

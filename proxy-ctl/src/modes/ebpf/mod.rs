@@ -144,6 +144,7 @@ pub struct EbpfDataplane {
 pub(super) const ENTRY: Entry = Entry {
     tracked_flows: TrackedFlows::Former,
     retires: true,
+    keeps_min_sync_period: false,
     reads_service_cidrs: |config| services::addresses::service_cidrs::are_read(&config.ebpf),
     hands_over: true,
     serves_beside: false,
@@ -361,11 +362,6 @@ impl Dataplane for EbpfDataplane {
             view::metrics::families(&self.usage()?, &services, uncounted, ended, self.affinity.evicted());
         families.push(view::metrics::unattached_interfaces(self.hooks.unattached_count()));
         Ok(families)
-    }
-
-    /// Returns zero. A change costs only what it writes, so each change is written at once.
-    fn min_interval(&self, _configured: Duration) -> Duration {
-        Duration::ZERO
     }
 
     /// Limits inspections to half a percent of a core. Repairs may come late, because nobody else

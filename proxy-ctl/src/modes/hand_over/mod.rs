@@ -13,7 +13,7 @@
 pub(super) mod dialled;
 mod parts;
 
-use std::{collections::BTreeMap, sync::Arc, time::Duration};
+use std::{collections::BTreeMap, sync::Arc};
 
 use self::{
     dialled::DialledFrontends,
@@ -470,10 +470,6 @@ impl Dataplane for HandOver {
             families.extend(opened.metrics()?);
         }
         Ok(families)
-    }
-
-    fn min_interval(&self, configured: Duration) -> Duration {
-        self.primary.min_interval(configured)
     }
 
     fn inspection_share(&self) -> u32 {

@@ -7,7 +7,7 @@
 //! A change costs time for the rules of the changed service ports, and what iptables itself adds:
 //! the backend legacy copies the whole table each time.
 
-use std::{fs, io, sync::Arc, time::Duration};
+use std::{fs, io, sync::Arc};
 
 use self::{
     base::{Abilities, serves_localhost},
@@ -62,6 +62,7 @@ const BE_LIBERAL: &str = "/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal";
 pub(super) const ENTRY: Entry = Entry {
     tracked_flows: TrackedFlows::All,
     retires: false,
+    keeps_min_sync_period: true,
     reads_service_cidrs: |_| false,
     hands_over: false,
     serves_beside: true,
@@ -330,10 +331,6 @@ impl Dataplane for IptablesDataplane {
         let packets =
             if is_counted { read_counters().map_err(Error::from)? } else { PacketCounts::default() };
         Ok(metrics::families(&counts, packets))
-    }
-
-    fn min_interval(&self, configured: Duration) -> Duration {
-        configured
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {

@@ -70,6 +70,7 @@ mod state;
 pub(super) const ENTRY: Entry = Entry {
     tracked_flows: TrackedFlows::All,
     retires: false,
+    keeps_min_sync_period: true,
     reads_service_cidrs: |_| false,
     hands_over: false,
     serves_beside: false,
@@ -352,10 +353,6 @@ impl Dataplane for IpvsDataplane {
     fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
         let counts = self.family_rules.iter().map(|rules| (rules.family(), rules.failures()));
         Ok(vec![metrics::restore_failures(counts)])
-    }
-
-    fn min_interval(&self, configured: Duration) -> Duration {
-        configured
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {

@@ -23,7 +23,7 @@ mod table;
 mod tests;
 mod trial;
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 pub use self::error::{Error, RefusedPorts};
 use self::{frame::Context, snapshot::Pinned, table::FamilyTable};
@@ -50,6 +50,7 @@ use crate::{
 pub(super) const ENTRY: Entry = Entry {
     tracked_flows: TrackedFlows::All,
     retires: false,
+    keeps_min_sync_period: false,
     reads_service_cidrs: |_| true,
     hands_over: false,
     serves_beside: true,
@@ -184,11 +185,6 @@ impl Dataplane for NftablesDataplane {
 
     fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
         Ok(families(self.sync_failures, self.cleanup_failures))
-    }
-
-    /// Returns zero, because a transaction costs only what it changes.
-    fn min_interval(&self, _configured: Duration) -> Duration {
-        Duration::ZERO
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {

@@ -76,6 +76,7 @@ pub(super) const ENTRY: Entry = Entry {
     // Tracked flows are translated to listeners, not to endpoints. The mode ends stale ones itself.
     tracked_flows: TrackedFlows::None,
     retires: false,
+    keeps_min_sync_period: false,
     reads_service_cidrs: |_| false,
     hands_over: true,
     serves_beside: false,
@@ -468,11 +469,6 @@ impl Dataplane for UserspaceDataplane {
 
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
         Ok(metrics::families(&self.shared.counters))
-    }
-
-    fn min_interval(&self, _configured: Duration) -> Duration {
-        // A change costs only what it changes.
-        Duration::ZERO
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {

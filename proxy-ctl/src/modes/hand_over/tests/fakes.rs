@@ -106,10 +106,6 @@ impl Dataplane for Fake {
         Ok(Vec::new())
     }
 
-    fn min_interval(&self, configured: Duration) -> Duration {
-        configured
-    }
-
     fn inspection_share(&self) -> u32 {
         SHARE
     }

@@ -181,7 +181,9 @@ pub(super) fn switch(
 /// Renews the lease that a predecessor has written, so that the programs go on serving its maps
 /// until everything is listed.
 fn renew_lease(dataplane: &mut dyn Dataplane) {
-    if let Err(error) = dataplane.renew_lease() {
+    if let Some(mode) = dataplane.packet_mode()
+        && let Err(error) = mode.renew_lease()
+    {
         tracing::warn!(%error, "the lease of ebpf.withdrawAfter was not renewed");
     }
 }

@@ -15,7 +15,7 @@ use crate::{
         desired::{Changes, DesiredPort},
         mode::Mode,
     },
-    modes::{self, Dataplane, Effect, Error, Modes},
+    modes::{self, Dataplane, Effect, Error, Known, Modes},
 };
 
 /// The first pause between two attempts to remove what a mode has left.
@@ -139,11 +139,12 @@ impl Retiring {
 
 /// Returns true if the secondary mode has something to serve: service ports that the dataplane
 /// cannot serve, or all of them, for pods without packet programs.
-fn needs_mode_beside(ports: &[Arc<DesiredPort>], dataplane: &dyn Dataplane) -> bool {
+fn needs_mode_beside(ports: &[Arc<DesiredPort>], dataplane: &mut dyn Dataplane) -> bool {
+    let are_programs_lacking = dataplane.packet_mode().is_some_and(|mode| mode.packet_programs().are_lacking);
     let is_handed_over = |port: &Arc<DesiredPort>| {
         dataplane.supports(port).iter().any(|unsupported| unsupported.effect == Effect::HandedOver)
     };
-    dataplane.packet_programs().are_lacking || ports.iter().any(is_handed_over)
+    are_programs_lacking || ports.iter().any(is_handed_over)
 }
 
 impl Controller {
@@ -156,7 +157,7 @@ impl Controller {
         let shares_beside =
             former.beside.is_some_and(|beside| beside == modes.mode || Some(beside) == modes.beside);
         if shares_beside && let Some(active) = &mut self.active {
-            active.dataplane.release_beside();
+            active.dataplane.invalidate(Known::OfSecondaryMode);
         }
         let returns = self.retiring.iter_mut().find(|retiring| retiring.mode == modes.mode);
         let returns = returns.map(Retiring::release).is_some();
@@ -166,7 +167,7 @@ impl Controller {
         self.refuse_switch(modes, &error);
         if let Some(active) = &mut self.active {
             // Modes on netfilter share chains, which the new mode may have emptied.
-            active.dataplane.doubt();
+            active.dataplane.invalidate(Known::Everything);
             active.services.begin_anew(now);
         }
         if returns || shares_beside {
@@ -191,10 +192,10 @@ impl Controller {
         let all = self.model.desired();
         let servable = CoverageTracker::servable(all.clone(), new.as_ref());
         new.resync(&servable)?;
-        new.attach()?;
+        new.packet_mode().map_or(Ok(()), |mode| mode.attach())?;
         let former = std::mem::replace(&mut active.dataplane, new);
         let stays_beside =
-            modes.beside == Some(former_mode) && needs_mode_beside(&all, active.dataplane.as_ref());
+            modes.beside == Some(former_mode) && needs_mode_beside(&all, active.dataplane.as_mut());
         self.retiring.retain(|retiring| retiring.mode != modes.mode);
         if stays_beside {
             // Dropping the former dataplane releases its lock. The new dataplane can then open the
@@ -253,7 +254,7 @@ impl Controller {
 
     /// Lets the former modes go on with draining. It is called about once a second.
     pub(super) fn retire(&mut self, opener: &dyn ModeOpener, now: Instant) {
-        let Some(active) = self.active.as_ref().filter(|active| active.services.is_complete()) else {
+        let Some(active) = self.active.as_mut().filter(|active| active.services.is_complete()) else {
             return;
         };
         if self.retiring.is_empty() {
@@ -265,7 +266,7 @@ impl Controller {
         let is_adopted = |retiring: &Retiring| retiring.dataplane.is_none() && Some(retiring.mode) == beside;
         // The desired state is large: it is asked for only where the answer matters.
         if self.retiring.iter().any(is_adopted)
-            && needs_mode_beside(&self.model.desired(), active.dataplane.as_ref())
+            && needs_mode_beside(&self.model.desired(), active.dataplane.as_mut())
         {
             self.retiring.retain(|retiring| !is_adopted(retiring));
         }

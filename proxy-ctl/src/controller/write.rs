@@ -23,13 +23,14 @@ impl Controller {
     /// [`Controller::wants_call_at`].
     pub fn write(&mut self, now: Instant) {
         self.write_what_is_due(now);
-        self.reports.health.lock().set_programmed(self.programmed());
+        let programmed = self.programmed();
+        self.reports.health.lock().set_programmed(programmed);
     }
 
     /// Returns Ok if everything that was listed is programmed, or is about to be written. Otherwise
     /// returns the reason.
-    fn programmed(&self) -> Result<(), String> {
-        let Some(active) = &self.active else {
+    fn programmed(&mut self) -> Result<(), String> {
+        let Some(active) = &mut self.active else {
             return Err(format!("waiting for {}", self.waits_for().join(", ")));
         };
         if active.services.is_failing() || !active.services.is_complete() {
@@ -38,7 +39,9 @@ impl Controller {
         if active.host.is_failing() || !active.attached {
             return Err("the node's addresses and interfaces are not programmed".to_owned());
         }
-        if let Some(reason) = active.dataplane.packet_programs().fit_nowhere {
+        if let Some(reason) =
+            active.dataplane.packet_mode().and_then(|mode| mode.packet_programs().fit_nowhere)
+        {
             return Err(format!("no interface of a workload takes packet programs: {reason}"));
         }
         Ok(())
@@ -100,7 +103,7 @@ impl Controller {
         let Some(active) = &mut self.active else { return };
         let metrics = &self.reports.metrics;
         let started = Instant::now();
-        let attached = active.dataplane.attach();
+        let attached = active.dataplane.packet_mode().map_or(Ok(()), |mode| mode.attach());
         metrics.own.phase(Phase::Node, started.elapsed());
         active.attached = attached.is_ok() && written.as_ref().err().is_none_or(Error::is_of_node_addresses);
         match attached.and(written) {
@@ -187,7 +190,8 @@ impl Controller {
                 }
                 active.services.succeeded(scope, now);
                 if scope == RunScope::Inspection && applied == Applied::default() {
-                    let rest = took * active.dataplane.inspection_share();
+                    let share = active.dataplane.packet_mode().map_or(0, |mode| mode.inspection_share());
+                    let rest = took * share;
                     active.services.put_inspection_off(now + rest.min(LONGEST_REST));
                 }
                 self.report_written(applied, took, &IpFamily::ALL, SyncKind::Full);
@@ -276,7 +280,8 @@ impl Controller {
         let Some(active) = &mut self.active else { return };
         let started = Instant::now();
         let result = active.dataplane.collect_garbage();
-        let hook_problems = active.dataplane.hook_problems();
+        let hook_problems =
+            active.dataplane.packet_mode().map(|mode| mode.hook_problems()).unwrap_or_default();
         self.reports.hook_problems.send_if_modified(|told| {
             let is_other = *told != hook_problems;
             *told = hook_problems;

@@ -63,21 +63,17 @@ pub trait Programmed {
     fn watch(&self, _query: EventQuery) -> Result<Option<Box<dyn EventStream>>, Error> {
         Ok(None)
     }
+
+    /// Returns the metric families of this mode, each with its samples as they are now. They count
+    /// from the controller's start, so that there are none without a controller.
+    fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
+        Ok(Vec::new())
+    }
 }
 
-/// Writes what is programmed. These are the methods that every mode has.
+/// Writes what is programmed. These are the methods that every mode has. Whoever wraps a dataplane
+/// forwards all of them.
 pub trait Dataplane: Programmed + Send {
-    /// Returns the dataplane that this one wraps. It answers the calls that this one does not
-    /// handle itself.
-    fn inner(&self) -> Option<&dyn Dataplane> {
-        None
-    }
-
-    /// Returns the same as [`inner`](Self::inner), for writing.
-    fn inner_mut(&mut self) -> Option<&mut dyn Dataplane> {
-        None
-    }
-
     /// Writes what has changed. After an error the dataplane serves the old or the new state of
     /// each service port, and the caller tries again with [`Dataplane::resync`].
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error>;
@@ -90,62 +86,20 @@ pub trait Dataplane: Programmed + Send {
     /// and when they change.
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error>;
 
-    /// Attaches programs to interfaces, if the last `set_host` has left that for later. A kernel
-    /// needs 20 ms for a hook, and nobody has to wait for hundreds of them. It is called after each
-    /// `set_host`, and the first time after the first `resync`.
-    fn attach(&mut self) -> Result<(), Error> {
-        self.inner_mut().map_or(Ok(()), |inner| inner.attach())
-    }
-
-    /// Says that a controller runs, if the mode needs to know. It is called about once a second
-    /// before the first `resync`. Later, [`Dataplane::collect_garbage`] does the same.
-    fn renew_lease(&mut self) -> Result<(), Error> {
-        self.inner_mut().map_or(Ok(()), |inner| inner.renew_lease())
-    }
-
     /// Removes what is no longer used, such as expired flows and interfaces that are gone, and
-    /// serves what this makes room for. It is called about once a second.
+    /// serves what this makes room for. It is called about once a second after the first `resync`.
     fn collect_garbage(&mut self) -> Result<(), Error>;
 
     /// Drains, because another mode is active: serves no new connections, and goes on with those
     /// that it has. From then on it is called about once a second, and nothing else is called.
     /// Returns true if no connection would end with this dataplane.
     fn retire(&mut self) -> Result<bool, Error> {
-        self.inner_mut().map_or(Ok(true), |inner| inner.retire())
+        Ok(true)
     }
 
-    /// Invalidates what is known, because another mode may have changed what is there. The next
-    /// [`Dataplane::resync`] compares everything with the kernel.
-    fn doubt(&mut self) {
-        if let Some(inner) = self.inner_mut() {
-            inner.doubt();
-        }
-    }
-
-    /// Tells this mode whether another mode serves all of its frontends too, for pods without
-    /// packet programs. The caller passes true before the other mode begins, and false after it has
-    /// ended.
-    fn share_frontends(&mut self, are_shared: bool) -> Result<(), Error> {
-        self.inner_mut().map_or(Ok(()), |inner| inner.share_frontends(are_shared))
-    }
-
-    /// Releases the secondary mode, so that another dataplane can adopt what it has written. The
-    /// next write opens it again.
-    fn release_beside(&mut self) {
-        if let Some(inner) = self.inner_mut() {
-            inner.release_beside();
-        }
-    }
-
-    /// Returns the metric families of this mode, each with its samples as they are now.
-    fn metrics(&self) -> Result<Vec<MetricFamily>, Error>;
-
-    /// Returns the shortest pause between two inspections, as a multiple of the time that an
-    /// inspection takes. At 0 only the sync period counts. During the pause, changes by other
-    /// programs are not found.
-    fn inspection_share(&self) -> u32 {
-        self.inner().map_or(0, |inner| inner.inspection_share())
-    }
+    /// Invalidates what is known of the kernel's state. The next [`Dataplane::resync`] compares it
+    /// with the kernel.
+    fn invalidate(&mut self, _known: Known) {}
 
     /// Returns what this mode does not honour of the service port. If it is empty, the port is
     /// served as its Service asks.
@@ -156,20 +110,54 @@ pub trait Dataplane: Programmed + Send {
     /// them. They are served as soon as that is over. `None` means that nothing has changed since
     /// the last call.
     fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
-        self.inner_mut()?.take_without_room()
+        None
     }
+
+    /// Returns the mode's packet programs. `None` means that netfilter or the process serves.
+    fn packet_mode(&mut self) -> Option<&mut dyn PacketMode> {
+        None
+    }
+}
+
+/// What a mode with packet programs has beyond the others. A secondary mode may serve what the
+/// programs cannot.
+pub trait PacketMode {
+    /// Attaches programs to interfaces, if the last `set_host` has left that for later. A kernel
+    /// needs 20 ms for a hook, and nobody has to wait for hundreds of them. It is called after each
+    /// `set_host`, and the first time after the first `resync`.
+    fn attach(&mut self) -> Result<(), Error>;
+
+    /// Says that a controller runs. It is called about once a second before the first `resync`.
+    /// Later, [`Dataplane::collect_garbage`] does the same.
+    fn renew_lease(&mut self) -> Result<(), Error>;
+
+    /// Tells this mode whether another mode serves all of its frontends too, for pods without
+    /// packet programs. The caller passes true before the other mode begins, and false after it has
+    /// ended.
+    fn share_frontends(&mut self, are_shared: bool) -> Result<(), Error>;
 
     /// Returns the state of the packet programs of interfaces. [`Self::hook_problems`] has the
     /// details.
-    fn packet_programs(&self) -> PacketPrograms {
-        self.inner().map(|inner| inner.packet_programs()).unwrap_or_default()
-    }
+    fn packet_programs(&mut self) -> PacketPrograms;
 
     /// Returns what keeps programs from interfaces. It is no failure of a call, because everything
     /// else is programmed.
-    fn hook_problems(&self) -> HookProblems {
-        self.inner().map(|inner| inner.hook_problems()).unwrap_or_default()
-    }
+    fn hook_problems(&mut self) -> HookProblems;
+
+    /// Returns the shortest pause between two inspections, as a multiple of the time that an
+    /// inspection takes. At 0 only the sync period counts. During the pause, changes by other
+    /// programs are not found.
+    fn inspection_share(&mut self) -> u32;
+}
+
+/// A part of what a dataplane knows of the kernel's state.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub enum Known {
+    /// Everything, as another mode may have changed what is there.
+    Everything,
+    /// What the secondary mode has written. Another dataplane adopts it, so it is released too. The
+    /// next write opens the secondary mode again.
+    OfSecondaryMode,
 }
 
 /// Problems that are reported to operators while the dataplane serves: interfaces that lack
@@ -191,7 +179,7 @@ pub struct PacketPrograms {
     /// True if some pods have none, for good or for some seconds, and perhaps no socket hooks
     /// either. Another mode should serve them beside this one.
     pub are_lacking: bool,
-    /// True if no interface has any before the next [`Dataplane::attach`].
+    /// True if no interface has any before the next [`PacketMode::attach`].
     pub come_later: bool,
     /// The reason why no workload interface takes any. `None` means that some interface has them,
     /// or that there are too few interfaces to judge by.

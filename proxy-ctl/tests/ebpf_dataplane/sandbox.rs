@@ -19,7 +19,7 @@ use proxy_ctl::{
     config::{Ebpf, Limits},
     model::node::Host,
     modes::{
-        self, Applied, Dataplane, Programmed as _, Snapshot,
+        self, Applied, Dataplane, PacketMode, Programmed as _, Snapshot,
         ebpf::{EbpfDataplane, cleanup::cleanup, view::status::Pinned},
     },
     sys::{
@@ -29,7 +29,7 @@ use proxy_ctl::{
 };
 
 /// Takes over the host as the controller does, once everything is written.
-pub trait TakeHost: Dataplane {
+pub trait TakeHost: Dataplane + PacketMode {
     fn take_host(&mut self, host: &Host) -> Result<Applied, modes::Error> {
         match self.set_host(host) {
             Err(error) if error.is_taken_over() => Err(error),

@@ -30,8 +30,8 @@ use crate::{
         test_support::{self, ip, remote},
     },
     modes::{
-        Applied, Effect, ErrorKind, HookProblems, Modes, PacketPrograms, Programmed, Snapshot, Unsupported,
-        Usage,
+        Applied, Effect, ErrorKind, HookProblems, Known, Modes, PacketMode, PacketPrograms, Programmed,
+        Snapshot, Unsupported, Usage,
     },
     node::OwnNode,
 };

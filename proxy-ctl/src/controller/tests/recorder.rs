@@ -10,8 +10,7 @@ pub(super) enum Call {
     Resync(Vec<String>),
     CollectGarbage,
     Retire,
-    ReleaseBeside,
-    Doubt,
+    Invalidate(Known),
 }
 
 /// A dataplane that records its calls. Clones share their memory, so that a test can read it while
@@ -119,14 +118,14 @@ impl Programmed for Recorder {
     fn usage(&self) -> Result<Usage, Error> {
         Ok(Usage::default())
     }
-}
 
-impl Dataplane for Recorder {
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
         let (name, kind) = ("of_the_mode", MetricType::Gauge);
         Ok(vec![MetricFamily { name, help: "", kind, samples: Vec::new(), histograms: Vec::new() }])
     }
+}
 
+impl Dataplane for Recorder {
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
         let removed = changes.removed.iter().map(ToString::to_string).collect();
         self.write(Call::Apply(names(&changes.changed), removed), &changes.changed)
@@ -143,18 +142,6 @@ impl Dataplane for Recorder {
             return Err(Error::new(ErrorKind::NodeAddresses, "map node_addresses4 is full"));
         }
         written
-    }
-
-    fn attach(&mut self) -> Result<(), Error> {
-        let mut recording = self.lock();
-        let calls = recording.calls.len();
-        recording.attached_after.push(calls);
-        if recording.attach_fails { Err(full()) } else { Ok(()) }
-    }
-
-    fn renew_lease(&mut self) -> Result<(), Error> {
-        self.lock().renewals += 1;
-        Ok(())
     }
 
     fn collect_garbage(&mut self) -> Result<(), Error> {
@@ -175,26 +162,12 @@ impl Dataplane for Recorder {
         Ok(recording.idle)
     }
 
-    fn doubt(&mut self) {
-        self.lock().calls.push(Call::Doubt);
-    }
-
-    fn release_beside(&mut self) {
-        self.lock().calls.push(Call::ReleaseBeside);
+    fn invalidate(&mut self, known: Known) {
+        self.lock().calls.push(Call::Invalidate(known));
     }
 
     fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
         self.lock().without_room.take()
-    }
-
-    fn packet_programs(&self) -> PacketPrograms {
-        self.lock().packet_programs.clone()
-    }
-
-    fn hook_problems(&self) -> HookProblems {
-        let mut recording = self.lock();
-        recording.problems_asked += 1;
-        recording.hook_problems.clone()
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
@@ -204,5 +177,41 @@ impl Dataplane for Recorder {
             (port.name.protocol == Protocol::Sctp, SCTP),
         ];
         all.into_iter().filter(|(asked, _)| *asked).map(|(_, one)| one).collect()
+    }
+
+    fn packet_mode(&mut self) -> Option<&mut dyn PacketMode> {
+        Some(self)
+    }
+}
+
+impl PacketMode for Recorder {
+    fn attach(&mut self) -> Result<(), Error> {
+        let mut recording = self.lock();
+        let calls = recording.calls.len();
+        recording.attached_after.push(calls);
+        if recording.attach_fails { Err(full()) } else { Ok(()) }
+    }
+
+    fn renew_lease(&mut self) -> Result<(), Error> {
+        self.lock().renewals += 1;
+        Ok(())
+    }
+
+    fn share_frontends(&mut self, _are_shared: bool) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn packet_programs(&mut self) -> PacketPrograms {
+        self.lock().packet_programs.clone()
+    }
+
+    fn hook_problems(&mut self) -> HookProblems {
+        let mut recording = self.lock();
+        recording.problems_asked += 1;
+        recording.hook_problems.clone()
+    }
+
+    fn inspection_share(&mut self) -> u32 {
+        0
     }
 }

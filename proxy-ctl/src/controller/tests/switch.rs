@@ -187,7 +187,7 @@ fn before_everything_is_listed_another_mode_is_opened_in_place_of_the_one_that_w
     for (modes, renewals) in [(EBPF, 0), (NFTABLES, 1)] {
         run::switch(&mut fixture.controller, &mut waiting, modes, &opener, fixture.now);
         assert_eq!(fixture.mode().modes, modes);
-        waiting.as_mut().unwrap().renew_lease().unwrap();
+        waiting.as_mut().unwrap().packet_mode().unwrap().renew_lease().unwrap();
         assert_eq!(new.lock().renewals, renewals);
     }
 }
@@ -206,7 +206,7 @@ fn a_mode_that_cannot_write_everything_does_not_take_over(#[case] new: Recording
     assert_eq!(*opener.removed.lock().unwrap(), [""; 0], "the former mode's rules may lead to it");
     assert_eq!(
         fixture.write(),
-        [Call::Doubt, Call::Resync(vec!["default/web".into()])],
+        [Call::Invalidate(Known::Everything), Call::Resync(vec!["default/web".into()])],
         "it may have changed what the former mode has written"
     );
     fixture.controller.retire(&opener, fixture.now);
@@ -285,7 +285,7 @@ fn the_mode_beside_is_let_go_before_it_is_opened_anew(#[case] to: Modes) {
     fixture.reports.mode.send_replace(ModeInForce::new(EBPF_AND_NFTABLES));
     let new = Recorder::default();
     fixture.controller.switch(to, &opening(to.mode.name(), &new), fixture.now);
-    assert_eq!(fixture.recorder.calls(), [Call::ReleaseBeside]);
+    assert_eq!(fixture.recorder.calls(), [Call::Invalidate(Known::OfSecondaryMode)]);
     assert_eq!(fixture.mode().modes, to);
 }
 

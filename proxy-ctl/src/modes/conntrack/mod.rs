@@ -19,7 +19,7 @@
 mod stale_flows;
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     net::{IpAddr, SocketAddr},
     sync::Arc,
 };
@@ -28,7 +28,9 @@ use nix::sys::socket::AddressFamily;
 use rustc_hash::{FxHashMap, FxHashSet};
 
 pub(super) use self::stale_flows::{Repliers, StaleFlows};
-use super::{Applied, Dataplane, Error, MetricFamily, Programmed, Snapshot, Unsupported, Usage};
+use super::{
+    Applied, Dataplane, Error, Known, MetricFamily, PacketMode, Programmed, Snapshot, Unsupported, Usage,
+};
 use crate::{
     model::{
         desired::{Changes, DesiredPort, ServicePortName},
@@ -207,17 +209,19 @@ impl Programmed for WithConntrack {
     fn usage(&self) -> Result<Usage, Error> {
         self.inner.usage()
     }
+
+    fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
+        let mut families = self.inner.metrics()?;
+        if self.until != Until::Forever {
+            // The wrapper of a secondary mode reports these metric families.
+            return Ok(families);
+        }
+        families.extend(reconciler_families(&self.udp.stale));
+        Ok(families)
+    }
 }
 
 impl Dataplane for WithConntrack {
-    fn inner(&self) -> Option<&dyn Dataplane> {
-        Some(self.inner.as_ref())
-    }
-
-    fn inner_mut(&mut self) -> Option<&mut dyn Dataplane> {
-        Some(self.inner.as_mut())
-    }
-
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
         let applied = self.inner.apply(changes)?;
         self.follow(|udp| {
@@ -246,18 +250,24 @@ impl Dataplane for WithConntrack {
         self.inner.collect_garbage()
     }
 
-    fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
-        let mut families = self.inner.metrics()?;
-        if self.until != Until::Forever {
-            // The wrapper of a secondary mode reports these metric families.
-            return Ok(families);
-        }
-        families.extend(reconciler_families(&self.udp.stale));
-        Ok(families)
+    fn retire(&mut self) -> Result<bool, Error> {
+        self.inner.retire()
+    }
+
+    fn invalidate(&mut self, known: Known) {
+        self.inner.invalidate(known);
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
         self.inner.supports(port)
+    }
+
+    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
+        self.inner.take_without_room()
+    }
+
+    fn packet_mode(&mut self) -> Option<&mut dyn PacketMode> {
+        self.inner.packet_mode()
     }
 }
 

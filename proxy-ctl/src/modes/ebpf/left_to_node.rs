@@ -22,8 +22,8 @@ use crate::{
         objects::Protocol,
     },
     modes::{
-        Applied, Dataplane, Effect, Error, EventQuery, EventStream, FlowQuery, FlowSnapshot, MetricFamily,
-        Programmed, Snapshot, Unsupported, Usage, port_set::PortSet, supports,
+        Applied, Dataplane, Effect, Error, EventQuery, EventStream, FlowQuery, FlowSnapshot, Known,
+        MetricFamily, PacketMode, Programmed, Snapshot, Unsupported, Usage, port_set::PortSet, supports,
     },
     sys::{
         CallError,
@@ -283,17 +283,13 @@ impl Programmed for LeftToNode {
     fn watch(&self, query: EventQuery) -> Result<Option<Box<dyn EventStream>>, Error> {
         self.inner.watch(query)
     }
+
+    fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
+        self.inner.metrics()
+    }
 }
 
 impl Dataplane for LeftToNode {
-    fn inner(&self) -> Option<&dyn Dataplane> {
-        Some(self.inner.as_ref())
-    }
-
-    fn inner_mut(&mut self) -> Option<&mut dyn Dataplane> {
-        Some(self.inner.as_mut())
-    }
-
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
         changes.removed.iter().for_each(|name| self.forget(name));
         changes.changed.iter().for_each(|port| self.note(port));
@@ -337,8 +333,12 @@ impl Dataplane for LeftToNode {
         followed.map(drop)
     }
 
-    fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
-        self.inner.metrics()
+    fn retire(&mut self) -> Result<bool, Error> {
+        self.inner.retire()
+    }
+
+    fn invalidate(&mut self, known: Known) {
+        self.inner.invalidate(known);
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
@@ -356,6 +356,10 @@ impl Dataplane for LeftToNode {
             all.entry(name).or_default().push(told);
         }
         Some(all)
+    }
+
+    fn packet_mode(&mut self) -> Option<&mut dyn PacketMode> {
+        self.inner.packet_mode()
     }
 }
 
@@ -437,10 +441,6 @@ mod tests {
 
         fn collect_garbage(&mut self) -> Result<(), Error> {
             Ok(())
-        }
-
-        fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
-            Ok(Vec::new())
         }
 
         fn supports(&self, _port: &DesiredPort) -> Vec<Unsupported> {

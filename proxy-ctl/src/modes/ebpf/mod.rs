@@ -44,7 +44,8 @@ use self::{
     view::status::{Pinned, Reader},
 };
 use super::{
-    Applied, Dataplane, HookProblems, MetricFamily, PacketPrograms, Programmed, Snapshot, Unsupported, Usage,
+    Applied, Dataplane, HookProblems, MetricFamily, PacketMode, PacketPrograms, Programmed, Snapshot,
+    Unsupported, Usage,
     entry::{Entry, TrackedFlows},
 };
 use crate::{
@@ -97,7 +98,7 @@ pub struct EbpfDataplane {
     interfaces: Vec<Interface>,
     /// True if CNI's bandwidth plugin was seen on the node.
     is_beside_plugin: bool,
-    /// True if [`Dataplane::attach`] attaches to interfaces, because nothing is attached there yet.
+    /// True if [`PacketMode::attach`] attaches to interfaces, because nothing is attached there yet.
     ///
     /// Programs of a predecessor are replaced in `set_host` instead, because they must not meet
     /// what this version writes.
@@ -308,6 +309,17 @@ impl Programmed for EbpfDataplane {
     fn usage(&self) -> Result<Usage, super::Error> {
         self.read_usage()
     }
+
+    fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
+        let v4 = self.v4.entries.services.iter().map(|(name, published)| (published.id, name));
+        let v6 = self.v6.entries.services.iter().map(|(name, published)| (published.id, name));
+        let (services, uncounted) = view::status::service_usage(&self.shared.tables, v4.chain(v6))?;
+        let ended = self.stale_sockets.ended();
+        let mut families =
+            view::metrics::families(&self.usage()?, &services, uncounted, ended, self.affinity.evicted());
+        families.push(view::metrics::unattached_interfaces(self.hooks.unattached_count()));
+        Ok(families)
+    }
 }
 
 impl Dataplane for EbpfDataplane {
@@ -323,6 +335,30 @@ impl Dataplane for EbpfDataplane {
         self.follow_node(host)
     }
 
+    fn collect_garbage(&mut self) -> Result<(), super::Error> {
+        self.keep_up()
+    }
+
+    fn retire(&mut self) -> Result<bool, super::Error> {
+        self.drain()
+    }
+
+    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
+        supports::supports(port, self.config.sockets(), self.shared.forwarding)
+    }
+
+    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
+        let v4 = std::mem::take(&mut self.v4.entries.without_room.changed);
+        let v6 = std::mem::take(&mut self.v6.entries.without_room.changed);
+        (v4 || v6).then(|| self.v4.without_room().into_iter().chain(self.v6.without_room()).collect())
+    }
+
+    fn packet_mode(&mut self) -> Option<&mut dyn PacketMode> {
+        Some(self)
+    }
+}
+
+impl PacketMode for EbpfDataplane {
     fn attach(&mut self) -> Result<(), super::Error> {
         if !std::mem::take(&mut self.attaches_later) {
             return Ok(());
@@ -332,10 +368,6 @@ impl Dataplane for EbpfDataplane {
 
     fn renew_lease(&mut self) -> Result<(), super::Error> {
         Ok(self.keep_lease()?)
-    }
-
-    fn collect_garbage(&mut self) -> Result<(), super::Error> {
-        self.keep_up()
     }
 
     fn share_frontends(&mut self, are_shared: bool) -> Result<(), super::Error> {
@@ -349,38 +381,7 @@ impl Dataplane for EbpfDataplane {
         Ok(self.follow_circumstances()?)
     }
 
-    fn retire(&mut self) -> Result<bool, super::Error> {
-        self.drain()
-    }
-
-    fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
-        let v4 = self.v4.entries.services.iter().map(|(name, published)| (published.id, name));
-        let v6 = self.v6.entries.services.iter().map(|(name, published)| (published.id, name));
-        let (services, uncounted) = view::status::service_usage(&self.shared.tables, v4.chain(v6))?;
-        let ended = self.stale_sockets.ended();
-        let mut families =
-            view::metrics::families(&self.usage()?, &services, uncounted, ended, self.affinity.evicted());
-        families.push(view::metrics::unattached_interfaces(self.hooks.unattached_count()));
-        Ok(families)
-    }
-
-    /// Limits inspections to half a percent of a core. Repairs may come late, because nobody else
-    /// writes these maps.
-    fn inspection_share(&self) -> u32 {
-        200
-    }
-
-    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
-        supports::supports(port, self.config.sockets(), self.shared.forwarding)
-    }
-
-    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
-        let v4 = std::mem::take(&mut self.v4.entries.without_room.changed);
-        let v6 = std::mem::take(&mut self.v6.entries.without_room.changed);
-        (v4 || v6).then(|| self.v4.without_room().into_iter().chain(self.v6.without_room()).collect())
-    }
-
-    fn packet_programs(&self) -> PacketPrograms {
+    fn packet_programs(&mut self) -> PacketPrograms {
         PacketPrograms {
             are_lacking: self.lacks_programs(),
             come_later: self.attaches_later,
@@ -388,12 +389,18 @@ impl Dataplane for EbpfDataplane {
         }
     }
 
-    fn hook_problems(&self) -> HookProblems {
+    fn hook_problems(&mut self) -> HookProblems {
         HookProblems {
             without_xdp: self.hooks.refusals().clone(),
             unattached: self.hooks.unattached(),
             filling: self.filling.tables().clone(),
         }
+    }
+
+    /// Limits inspections to half a percent of a core. Repairs may come late, because nobody else
+    /// writes these maps.
+    fn inspection_share(&mut self) -> u32 {
+        200
     }
 }
 

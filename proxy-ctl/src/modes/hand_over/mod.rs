@@ -20,8 +20,8 @@ use self::{
     parts::{Split, can_be_handed_over, of_beside},
 };
 use super::{
-    Applied, Dataplane, Effect, Error, HookProblems, MetricFamily, PacketPrograms, Programmed, Snapshot,
-    Unsupported, Usage, port_set::PortSet,
+    Applied, Dataplane, Effect, Error, HookProblems, Known, MetricFamily, PacketMode, PacketPrograms,
+    Programmed, Snapshot, Unsupported, Usage, port_set::PortSet,
 };
 use crate::model::{
     desired::{Changes, DesiredPort, ServicePortName},
@@ -48,7 +48,7 @@ pub(super) struct HandOver {
     opened: Option<Box<dyn Dataplane>>,
     /// Everything that is desired. All of it is delegated while pods have no packet programs.
     desired: PortSet,
-    /// True if packet programs are attached with the next [`Dataplane::attach`]. Until then the
+    /// True if packet programs are attached with the next [`PacketMode::attach`]. Until then the
     /// secondary mode is not given what they will serve, because they would break connections that
     /// it opened.
     programs_come_later: bool,
@@ -113,8 +113,8 @@ impl HandOver {
     }
 
     /// Returns true if pods have no packet programs and not everything is delegated yet.
-    fn begins_to_lack(&self) -> bool {
-        !self.hands_everything && self.primary.packet_programs().are_lacking
+    fn begins_to_lack(&mut self) -> bool {
+        !self.hands_everything && self.packet_programs().are_lacking
     }
 
     /// Delegates everything from now on if pods have no packet programs.
@@ -125,7 +125,7 @@ impl HandOver {
     /// Delegates everything, or takes it back some time after all pods have got packet programs.
     /// The pause is there because the next pod without any may follow soon.
     fn follow_end_of_lack(&mut self) -> Result<Applied, Error> {
-        if self.primary.packet_programs().are_lacking {
+        if self.packet_programs().are_lacking {
             self.since_last_lack = 0;
             return self.follow_lack();
         }
@@ -144,7 +144,7 @@ impl HandOver {
             );
         }
         if everything {
-            self.primary.share_frontends(true)?;
+            self.share_frontends(true)?;
         }
         self.hands_everything = everything;
         if !self.is_synced {
@@ -329,6 +329,14 @@ impl Programmed for HandOver {
         }
         Ok(usage)
     }
+
+    fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
+        let mut families = self.primary.metrics()?;
+        if let Some(opened) = &self.opened {
+            families.extend(opened.metrics()?);
+        }
+        Ok(families)
+    }
 }
 
 impl Dataplane for HandOver {
@@ -401,7 +409,7 @@ impl Dataplane for HandOver {
             beside.as_mut().map_or(Ok(Applied::default()), |opened| opened.set_host(&of_beside(host)));
         let own = self.primary.set_host(host);
         // A secondary mode that serves already goes on with what it has.
-        self.programs_come_later = self.opened.is_none() && self.primary.packet_programs().come_later;
+        self.programs_come_later = self.opened.is_none() && self.packet_programs().come_later;
         // Some pods may have no packet programs, whether or not the call has failed.
         let handed = self.follow_lack();
         let mut applied = own?;
@@ -410,29 +418,12 @@ impl Dataplane for HandOver {
         Ok(applied)
     }
 
-    fn attach(&mut self) -> Result<(), Error> {
-        let attached = self.primary.attach();
-        let came_later = std::mem::take(&mut self.programs_come_later);
-        let lacks = self.begins_to_lack();
-        let handed = if came_later || lacks {
-            self.hand_over_anew(self.hands_everything || lacks)
-        } else {
-            Ok(Applied::default())
-        };
-        attached?;
-        handed.map(drop)
-    }
-
-    fn renew_lease(&mut self) -> Result<(), Error> {
-        self.primary.renew_lease()
-    }
-
     fn collect_garbage(&mut self) -> Result<(), Error> {
         let beside = self.opened.as_mut().map_or(Ok(()), |opened| opened.collect_garbage());
         let own = self.primary.collect_garbage();
         let handed = self.refresh_beside().and_then(|()| self.follow_end_of_lack());
         let is_over = !self.hands_everything && !self.is_beside_stale;
-        let shared = if is_over { self.primary.share_frontends(false) } else { Ok(()) };
+        let shared = if is_over { self.share_frontends(false) } else { Ok(()) };
         own?;
         shared?;
         handed?;
@@ -453,29 +444,16 @@ impl Dataplane for HandOver {
         Ok(done && self.opened.is_none())
     }
 
-    fn doubt(&mut self) {
-        self.primary.doubt();
-        if let Some(opened) = &mut self.opened {
-            opened.doubt();
+    fn invalidate(&mut self, known: Known) {
+        match known {
+            Known::Everything => {
+                self.primary.invalidate(known);
+                if let Some(opened) = &mut self.opened {
+                    opened.invalidate(known);
+                }
+            }
+            Known::OfSecondaryMode => self.is_released |= self.opened.take().is_some(),
         }
-    }
-
-    fn release_beside(&mut self) {
-        self.is_released |= self.opened.take().is_some();
-    }
-
-    fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
-        let mut families = self.primary.metrics()?;
-        if let Some(opened) = &self.opened {
-            families.extend(opened.metrics()?);
-        }
-        Ok(families)
-    }
-
-    fn inspection_share(&self) -> u32 {
-        // With a secondary mode the share is 0, because other programs write netfilter's rules too.
-        // So it is after a failure, because each resync tries again to open the mode.
-        if self.opened.is_some() || self.failure.is_some() { 0 } else { self.primary.inspection_share() }
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
@@ -506,17 +484,54 @@ impl Dataplane for HandOver {
         Some(all)
     }
 
-    fn packet_programs(&self) -> PacketPrograms {
-        self.primary.packet_programs()
+    fn packet_mode(&mut self) -> Option<&mut dyn PacketMode> {
+        if self.primary.packet_mode().is_some() { Some(self) } else { None }
+    }
+}
+
+/// Forwards to the active mode, which has packet programs, and delegates what they do not serve.
+impl PacketMode for HandOver {
+    fn attach(&mut self) -> Result<(), Error> {
+        let attached = self.primary.packet_mode().map_or(Ok(()), |mode| mode.attach());
+        let came_later = std::mem::take(&mut self.programs_come_later);
+        let lacks = self.begins_to_lack();
+        let handed = if came_later || lacks {
+            self.hand_over_anew(self.hands_everything || lacks)
+        } else {
+            Ok(Applied::default())
+        };
+        attached?;
+        handed.map(drop)
     }
 
-    fn hook_problems(&self) -> HookProblems {
-        let mut problems = self.primary.hook_problems();
+    fn renew_lease(&mut self) -> Result<(), Error> {
+        self.primary.packet_mode().map_or(Ok(()), |mode| mode.renew_lease())
+    }
+
+    fn share_frontends(&mut self, are_shared: bool) -> Result<(), Error> {
+        self.primary.packet_mode().map_or(Ok(()), |mode| mode.share_frontends(are_shared))
+    }
+
+    fn packet_programs(&mut self) -> PacketPrograms {
+        self.primary.packet_mode().map(|mode| mode.packet_programs()).unwrap_or_default()
+    }
+
+    fn hook_problems(&mut self) -> HookProblems {
+        let mut problems = self.primary.packet_mode().map(|mode| mode.hook_problems()).unwrap_or_default();
         if !problems.unattached.is_empty() {
             let instead = self.serves_instead();
             problems.unattached.values_mut().for_each(|reason| *reason = format!("{reason}; {instead}"));
         }
         problems
+    }
+
+    fn inspection_share(&mut self) -> u32 {
+        // With a secondary mode the share is 0, because other programs write netfilter's rules too.
+        // So it is after a failure, because each resync tries again to open the mode.
+        if self.opened.is_some() || self.failure.is_some() {
+            return 0;
+        }
+        self.primary.packet_mode().map_or(0, |mode| mode.inspection_share())
     }
 }
 

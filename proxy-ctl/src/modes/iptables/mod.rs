@@ -17,7 +17,8 @@ use self::{
     writer::Writer,
 };
 use super::{
-    Applied, Dataplane, MetricFamily, NodeSnapshot, Programmed, Snapshot, TableUsage, Unsupported, Usage,
+    Applied, Dataplane, Known, MetricFamily, NodeSnapshot, Programmed, Snapshot, TableUsage, Unsupported,
+    Usage,
     entry::{BoxedProgrammed, Entry, TrackedFlows},
     mode_lock::lock,
     netfilter::{chains::can_translate, own_rules},
@@ -274,6 +275,14 @@ impl Programmed for IptablesDataplane {
         }
         Ok(usage(rules))
     }
+
+    fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
+        let counts: Vec<_> = self.writers.iter().map(metrics::Counts::of).collect();
+        let is_counted = self.writers.iter().any(Writer::counts_packets);
+        let packets =
+            if is_counted { read_counters().map_err(Error::from)? } else { PacketCounts::default() };
+        Ok(metrics::families(&counts, packets))
+    }
 }
 
 impl IptablesDataplane {
@@ -317,20 +326,14 @@ impl Dataplane for IptablesDataplane {
         Ok(applied)
     }
 
-    fn doubt(&mut self) {
-        self.writers.iter_mut().for_each(Writer::doubt);
+    fn invalidate(&mut self, known: Known) {
+        if known == Known::Everything {
+            self.writers.iter_mut().for_each(Writer::doubt);
+        }
     }
 
     fn collect_garbage(&mut self) -> Result<(), super::Error> {
         self.in_each(|writer| writer.watch().map(|()| Applied::default())).map(drop)
-    }
-
-    fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
-        let counts: Vec<_> = self.writers.iter().map(metrics::Counts::of).collect();
-        let is_counted = self.writers.iter().any(Writer::counts_packets);
-        let packets =
-            if is_counted { read_counters().map_err(Error::from)? } else { PacketCounts::default() };
-        Ok(metrics::families(&counts, packets))
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {

@@ -350,11 +350,6 @@ impl Dataplane for IpvsDataplane {
         Ok(failures.into_result()?)
     }
 
-    fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
-        let counts = self.family_rules.iter().map(|rules| (rules.family(), rules.failures()));
-        Ok(vec![metrics::restore_failures(counts)])
-    }
-
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
         super::supports::balancing(port, "mode ipvs chooses endpoints as ipvs.scheduler says, each alike")
     }
@@ -372,6 +367,11 @@ impl Programmed for IpvsDataplane {
 
     fn usage(&self) -> Result<Usage, super::Error> {
         Ok(usage(&self.objects))
+    }
+
+    fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
+        let counts = self.family_rules.iter().map(|rules| (rules.family(), rules.failures()));
+        Ok(vec![metrics::restore_failures(counts)])
     }
 }
 

@@ -144,6 +144,10 @@ impl Programmed for NftablesDataplane {
             vec![usage("servicePorts", FamilyTable::ports), usage("endpoints", FamilyTable::endpoints)];
         Ok(Usage { tables, reasons: Vec::new() })
     }
+
+    fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
+        Ok(families(self.sync_failures, self.cleanup_failures))
+    }
 }
 
 impl Dataplane for NftablesDataplane {
@@ -181,10 +185,6 @@ impl Dataplane for NftablesDataplane {
             }
         }
         failed.map_or(Ok(()), |error| Err(error.into()))
-    }
-
-    fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
-        Ok(families(self.sync_failures, self.cleanup_failures))
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {

@@ -418,6 +418,10 @@ impl Programmed for UserspaceDataplane {
     fn usage(&self) -> Result<Usage, Error> {
         Ok(Usage::default())
     }
+
+    fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
+        Ok(metrics::families(&self.shared.counters))
+    }
 }
 
 impl Dataplane for UserspaceDataplane {
@@ -465,10 +469,6 @@ impl Dataplane for UserspaceDataplane {
             self.balancers.values().for_each(|balancer| lock(balancer).forget_expired(now));
         }
         Ok(())
-    }
-
-    fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
-        Ok(metrics::families(&self.shared.counters))
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {

@@ -7,7 +7,7 @@ use proxy_common::layout::{
 };
 use proxy_ctl::{
     model::desired::{Changes, DesiredPort, Endpoint},
-    modes::{Dataplane as _, ebpf::EbpfDataplane},
+    modes::{Dataplane as _, Programmed as _, ebpf::EbpfDataplane},
     sys::{bpf::map::Map, proc::clock},
 };
 

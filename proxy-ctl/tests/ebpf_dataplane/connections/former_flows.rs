@@ -19,7 +19,7 @@ use proxy_common::{
 use proxy_ctl::{
     config::Config,
     model::{mode::Mode, node::Host},
-    modes::{self, Dataplane as _, Modes, ebpf::EbpfDataplane},
+    modes::{self, Dataplane as _, Modes, PacketMode as _, ebpf::EbpfDataplane},
     sys::{net::conntrack::Conntrack, proc::clock},
 };
 

@@ -19,7 +19,7 @@ use proxy_ctl::{
         desired::{Changes, DesiredPort},
         objects::Protocol,
     },
-    modes::{Dataplane, ebpf::EbpfDataplane},
+    modes::{Dataplane, Programmed as _, ebpf::EbpfDataplane},
     sys::{
         bpf::{
             self,

@@ -16,7 +16,7 @@ use proxy_ctl::{
         desired::{Changes, DesiredPort},
         node::{Host, Role},
     },
-    modes::{Dataplane, ebpf::EbpfDataplane},
+    modes::{Dataplane, PacketMode as _, ebpf::EbpfDataplane},
     sys::proc::clock,
 };
 use rstest::rstest;

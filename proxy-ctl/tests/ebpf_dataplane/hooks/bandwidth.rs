@@ -14,7 +14,7 @@ use proxy_ctl::{
     config::{Ebpf, SocketLoadBalancing},
     model::node::{Host, Role},
     modes::{
-        Dataplane,
+        Dataplane, PacketMode as _,
         ebpf::{EbpfDataplane, view::status::Pinned},
     },
     sys::net::tc::{self, Direction},
@@ -140,7 +140,7 @@ fn limits(interface: &str) -> [String; 2] {
 
 /// Collects garbage, as the controller does, until `is_done`.
 #[track_caller]
-fn until(dataplane: &mut EbpfDataplane, mut is_done: impl FnMut(&EbpfDataplane) -> bool) {
+fn until(dataplane: &mut EbpfDataplane, mut is_done: impl FnMut(&mut EbpfDataplane) -> bool) {
     let longest = Duration::from_secs(60);
     let begin = Instant::now();
     while !is_done(dataplane) {
@@ -155,7 +155,7 @@ fn is_attached(interface: &str) -> bool {
     has(Direction::Ingress) && has(Direction::Egress)
 }
 
-fn unattached(dataplane: &EbpfDataplane) -> BTreeMap<u32, String> {
+fn unattached(dataplane: &mut EbpfDataplane) -> BTreeMap<u32, String> {
     dataplane.hook_problems().unattached
 }
 
@@ -189,7 +189,7 @@ fn an_interface_that_the_bandwidth_plugin_has_limited_is_left_to_it(#[case] limi
         dataplane.collect_garbage().unwrap();
         assert_eq!(limits("dpa"), before);
     }
-    let problems = unattached(&dataplane);
+    let problems = unattached(&mut dataplane);
     let reason = problems.get(&limited).expect("it is named");
     assert!(problems.len() == 1 && reason.contains("a queueing discipline of another program (ingress)"));
     assert_eq!(hooked(&sandbox), [other]);
@@ -214,7 +214,7 @@ fn the_bandwidth_plugin_finds_its_place_at_a_new_interface(#[case] limiter: Limi
     let pod = Pod::on("dpa");
     dataplane.take_host(&workloads(&["dpa", "dpb"])).unwrap();
     dataplane.collect_garbage().unwrap();
-    assert_eq!(unattached(&dataplane), [].into(), "to wait is no failure");
+    assert_eq!(unattached(&mut dataplane), [].into(), "to wait is no failure");
     limiter.limit("dpa", &pod).unwrap();
     let limited = limits("dpa");
     until(&mut dataplane, |dataplane| unattached(dataplane).contains_key(&index("dpa")));
@@ -246,7 +246,7 @@ fn a_new_interface_waits_for_its_programs_while_sockets_serve_its_pod(
     dataplane.take_host(&workloads(&["dpa"])).unwrap();
     assert_ne!(is_attached("dpa"), waits);
     until(&mut dataplane, |_| is_attached("dpa"));
-    assert_eq!(unattached(&dataplane), [].into());
+    assert_eq!(unattached(&mut dataplane), [].into());
 }
 
 #[test]
@@ -269,7 +269,7 @@ fn while_a_pod_lacks_programs_interfaces_that_have_settled_are_attached_to_toget
     veth("dpa");
     run("tc", "qdisc add dev dpa ingress");
     dataplane.take_host(&workloads(&["dpa"])).unwrap();
-    assert_eq!(unattached(&dataplane).len(), 1);
+    assert_eq!(unattached(&mut dataplane).len(), 1);
     veth("dpb");
     dataplane.take_host(&workloads(&["dpa", "dpb"])).unwrap();
     std::thread::sleep(Duration::from_secs(1));

@@ -3,7 +3,7 @@
 use super::*;
 
 /// Returns true, and says that the test is skipped, if the kernel cannot attach filters.
-fn is_without_clsact(dataplane: &EbpfDataplane) -> bool {
+fn is_without_clsact(dataplane: &mut EbpfDataplane) -> bool {
     let unattached = dataplane.hook_problems().unattached;
     let is_missing = unattached.values().any(|reason| reason.contains("No such file"));
     if is_missing {
@@ -20,7 +20,7 @@ fn clsact_filters_do_the_same_where_tcx_is_missing() {
     let host = host(&[("dpa", Role::Workload)]);
     let mut dataplane = open();
     dataplane.take_host(&host).unwrap();
-    if is_without_clsact(&dataplane) {
+    if is_without_clsact(&mut dataplane) {
         return;
     }
     let ours = |direction| tc::filters(interface, direction).unwrap();
@@ -61,7 +61,7 @@ fn a_clsact_qdisc_of_ours_goes_with_the_last_filter() {
     veth("dpa");
     let mut dataplane = sandbox.open().without_tcx();
     dataplane.take_host(&host(&[("dpa", Role::Workload)])).unwrap();
-    if is_without_clsact(&dataplane) {
+    if is_without_clsact(&mut dataplane) {
         return;
     }
     assert!(run("tc", "qdisc show dev dpa").contains("clsact"));
@@ -117,7 +117,7 @@ fn a_filter_of_another_with_our_handle_is_told_as_anothers() {
     let interface = veth("dpa");
     let mut dataplane = sandbox.open().without_tcx();
     dataplane.take_host(&host(&[("dpa", Role::Workload)])).unwrap();
-    if is_without_clsact(&dataplane) {
+    if is_without_clsact(&mut dataplane) {
         return;
     }
     let foreign = packet_program(-1);

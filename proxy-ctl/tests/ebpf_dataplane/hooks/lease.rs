@@ -4,7 +4,10 @@
 use std::time::{Duration, Instant};
 
 use proxy_common::layout::Lease;
-use proxy_ctl::{modes::Dataplane as _, sys::bpf::map::Map};
+use proxy_ctl::{
+    modes::{Dataplane as _, PacketMode as _},
+    sys::bpf::map::Map,
+};
 
 use crate::{
     desired::{endpoint, port, shared},

@@ -37,7 +37,7 @@ use proxy_ctl::{
         objects::Node,
     },
     modes::{
-        Applied, Dataplane, Hook,
+        Applied, Dataplane, Hook, PacketMode as _, Programmed as _,
         ebpf::{EbpfDataplane, Error, cleanup::cleanup, view::status::Pinned},
     },
     node::{self, OwnNode},

@@ -27,7 +27,7 @@ fn links_that_cannot_be_pinned_again_stay_attached() {
 
 /// Collects garbage until an inspection has made `done` true. The kernel detaches links of others
 /// in the background.
-pub(super) fn until_inspected(dataplane: &mut EbpfDataplane, done: impl Fn(&EbpfDataplane) -> bool) {
+pub(super) fn until_inspected(dataplane: &mut EbpfDataplane, done: impl Fn(&mut EbpfDataplane) -> bool) {
     let deadline = Instant::now() + Duration::from_secs(60);
     while !done(dataplane) {
         assert!(Instant::now() < deadline, "no inspection has cured it");

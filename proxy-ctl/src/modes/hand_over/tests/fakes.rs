@@ -102,14 +102,6 @@ impl Dataplane for Fake {
         Ok(())
     }
 
-    fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
-        Ok(Vec::new())
-    }
-
-    fn inspection_share(&self) -> u32 {
-        SHARE
-    }
-
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
         *self.asked.lock().unwrap() += 1;
         let unsupported = |effect| Unsupported { field: "spec.x", effect, instead: "not built".into() };
@@ -121,6 +113,23 @@ impl Dataplane for Fake {
         all.into_iter().filter(|(asked, _)| self.who == "own" && *asked).map(|(_, one)| one).collect()
     }
 
+    fn packet_mode(&mut self) -> Option<&mut dyn PacketMode> {
+        Some(self)
+    }
+}
+
+impl PacketMode for Fake {
+    fn attach(&mut self) -> Result<(), Error> {
+        if std::mem::take(&mut *self.programs_come_later.lock().unwrap()) {
+            self.log.add(format!("{} attached", self.who));
+        }
+        Ok(())
+    }
+
+    fn renew_lease(&mut self) -> Result<(), Error> {
+        Ok(())
+    }
+
     fn share_frontends(&mut self, are_shared: bool) -> Result<(), Error> {
         if std::mem::replace(&mut self.shares_frontends, are_shared) != are_shared {
             let told = if are_shared { "shared" } else { "its own" };
@@ -129,13 +138,7 @@ impl Dataplane for Fake {
         Ok(())
     }
 
-    fn hook_problems(&self) -> HookProblems {
-        let lacks_programs = *self.lacks_programs.lock().unwrap();
-        let unattached = lacks_programs.then(|| (7, "it is full".to_owned()));
-        HookProblems { unattached: unattached.into_iter().collect(), ..Default::default() }
-    }
-
-    fn packet_programs(&self) -> PacketPrograms {
+    fn packet_programs(&mut self) -> PacketPrograms {
         PacketPrograms {
             are_lacking: *self.lacks_programs.lock().unwrap(),
             come_later: *self.programs_come_later.lock().unwrap(),
@@ -143,11 +146,14 @@ impl Dataplane for Fake {
         }
     }
 
-    fn attach(&mut self) -> Result<(), Error> {
-        if std::mem::take(&mut *self.programs_come_later.lock().unwrap()) {
-            self.log.add(format!("{} attached", self.who));
-        }
-        Ok(())
+    fn hook_problems(&mut self) -> HookProblems {
+        let lacks_programs = *self.lacks_programs.lock().unwrap();
+        let unattached = lacks_programs.then(|| (7, "it is full".to_owned()));
+        HookProblems { unattached: unattached.into_iter().collect(), ..Default::default() }
+    }
+
+    fn inspection_share(&mut self) -> u32 {
+        SHARE
     }
 }
 

@@ -240,7 +240,7 @@ fn an_idle_mode_beside_that_was_let_go_for_a_switch_that_failed_is_taken_back() 
     scene.connect_to(SCTP);
     scene.model.delete_service(&sctp().name);
     scene.write();
-    scene.both.release_beside();
+    scene.both.invalidate(Known::OfSecondaryMode);
     scene.both.resync(&[]).unwrap();
     assert_eq!(scene.log.take(), ["own all ", "open", "beside host that is shared", "beside all "]);
     scene.connections.lock().unwrap().clear();
@@ -255,7 +255,7 @@ fn a_mode_beside_that_could_not_be_taken_back_is_tried_again() {
     scene.connect_to(SCTP);
     scene.model.delete_service(&sctp().name);
     scene.write();
-    scene.both.release_beside();
+    scene.both.invalidate(Known::OfSecondaryMode);
     *scene.fails.lock().unwrap() = true;
     scene.both.resync(&[]).unwrap();
     assert_eq!(scene.log.take(), ["own all "]);
@@ -401,14 +401,14 @@ fn an_interface_without_programs_is_told_with_who_serves_its_pod() {
     scene.apply(web());
     *scene.fails.lock().unwrap() = true;
     scene.lack(true, 1);
-    let told = |scene: &Scene| scene.both.hook_problems().unattached[&7].clone();
+    let told = |scene: &mut Scene| scene.both.hook_problems().unattached[&7].clone();
     let failed = "it is full; the secondary mode nftables, which would serve its pod where socket hooks do not, cannot be opened: no nf_tables";
-    assert_eq!(told(&scene), failed);
+    assert_eq!(told(&mut scene), failed);
     assert_eq!(scene.both.take_without_room(), Some(BTreeMap::new()), "the Service itself is served");
     *scene.fails.lock().unwrap() = false;
     scene.both.resync(&scene.model.desired()).unwrap();
     assert_eq!(
-        told(&scene),
+        told(&mut scene),
         "it is full; the secondary mode nftables serves its pod where socket hooks do not"
     );
 }

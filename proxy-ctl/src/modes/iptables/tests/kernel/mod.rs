@@ -24,7 +24,7 @@ use crate::{
     config::{Config, NodePortAddress},
     model::{desired::Changes, mode::Mode},
     modes::{
-        self, Applied, Dataplane, Programmed, Removed,
+        self, Applied, Dataplane, Known, Programmed, Removed,
         iptables::{BE_LIBERAL, ENTRY, IptablesDataplane, ROUTE_LOCALNET},
         netfilter::own_rules,
     },
@@ -224,7 +224,7 @@ fn as_root_what_is_doubted_is_compared_at_once(#[values(Backend::Legacy, Backend
     };
     let written = rules();
     assert!(tool(backend, "", "-t nat -F KUBE-SERVICES").is_some());
-    dataplane.doubt();
+    dataplane.invalidate(Known::Everything);
     assert!(dataplane.resync(&ports).unwrap().written > 0);
     assert_eq!(rules(), written);
 }
@@ -420,7 +420,7 @@ fn as_root_rules_of_many_endpoints_have_no_comments(
     for (count, expected) in [(1001, false), (900, false), (899, true)] {
         dataplane.apply(&changes(&ports(count))).unwrap();
         assert_eq!(has_comments(), expected, "{count} endpoints");
-        dataplane.doubt();
+        dataplane.invalidate(Known::Everything);
         dataplane.resync(&ports(count)).unwrap();
         assert_eq!(has_comments(), expected, "{count} endpoints, after a resync");
     }

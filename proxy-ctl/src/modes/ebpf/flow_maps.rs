@@ -26,7 +26,7 @@ use proxy_common::{
         collect::Entry,
         copy::{Copied, copied},
     },
-    inventory::{Limit, table},
+    inventory::table,
     layout::{Flow, FlowKey, ForeignFlow},
 };
 
@@ -36,7 +36,7 @@ use super::{
     maps::{
         family::TableFamily,
         paths::{Paths, removed},
-        resize::{contents, remove_larger, rename},
+        resize::{KeptSizes, contents, remove_larger, rename},
         tables::{Shape, open_pinned, pinned_table, typed},
     },
 };
@@ -94,27 +94,15 @@ impl FlowMaps {
     /// have room to spare in its new size, all maps of that limit keep theirs until another start.
     pub(super) fn take_wanted(&mut self, paths: &Paths, shapes: &[Shape]) -> Result<Vec<Shape>, Error> {
         let wanted = std::mem::take(&mut self.wanted);
-        let mut kept: Vec<Option<Limit>> = Vec::new();
-        for Shape { name, limit, .. } in shapes {
-            let (Some(entries), Some(contents)) = (wanted.get(name), contents(name)) else { continue };
-            let needed = (contents.needed)(name, &pinned_table(&paths.maps(), name)?)?;
-            let needed = with_room_to_spare(needed.into());
-            if needed > u64::from(*entries) {
-                tracing::warn!(
-                    table = name,
-                    needed,
-                    limit = limit.map_or("", Limit::name),
-                    wanted = entries,
-                    "the map's entries do not fit into the size of the limit; its maps keep theirs until a start when they do"
-                );
-                kept.push(*limit);
-            }
+        let resized = |shape: &Shape| Some(shape.with_entries(*wanted.get(shape.name)?));
+        let mut kept = KeptSizes::default();
+        for new in shapes.iter().filter_map(resized) {
+            let Some(contents) = contents(new.name) else { continue };
+            let needed = (contents.needed)(new.name, &pinned_table(&paths.maps(), new.name)?)?;
+            kept.see(&new, with_room_to_spare(needed.into()));
         }
-        let resized = |shape: &Shape| {
-            let entries = wanted.get(shape.name).filter(|_| !kept.contains(&shape.limit));
-            entries.map_or(*shape, |entries| shape.with_entries(*entries))
-        };
-        Ok(shapes.iter().map(resized).collect())
+        let new = |shape: &Shape| resized(shape).filter(|new| !kept.has(new)).unwrap_or(*shape);
+        Ok(shapes.iter().map(new).collect())
     }
 
     /// Copies everything into the maps in `larger`.

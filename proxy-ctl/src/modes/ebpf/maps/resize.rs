@@ -67,6 +67,32 @@ pub(crate) fn contents(table: &str) -> Option<Contents> {
     proxy_common::tables!(contents)
 }
 
+/// The limits whose maps keep their sizes until another start, because the entries of one of them
+/// do not fit into its new size.
+#[derive(Debug, Default)]
+pub(crate) struct KeptSizes(Vec<Limit>);
+
+impl KeptSizes {
+    /// Keeps the sizes of a limit's maps if `needed` entries do not fit into the new size of one.
+    pub(crate) fn see(&mut self, new: &Shape, needed: u64) {
+        let Shape { name: table, entries: wanted, limit, .. } = *new;
+        if let Some(limit) = limit.filter(|_| needed > u64::from(wanted)) {
+            tracing::warn!(
+                table,
+                needed,
+                limit = limit.name(),
+                wanted,
+                "the map's entries do not fit into the size of the limit; its maps keep their size until a start at which they fit"
+            );
+            self.0.push(limit);
+        }
+    }
+
+    pub(crate) fn has(&self, shape: &Shape) -> bool {
+        shape.limit.is_some_and(|limit| self.0.contains(&limit))
+    }
+}
+
 /// A pinned map whose size is not the one that the map will have.
 struct OtherSize {
     entries: u32,
@@ -92,24 +118,13 @@ pub(crate) fn set_aside(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error
             others.push((shape, other));
         }
     }
-    let mut kept: Vec<Limit> = Vec::new();
+    let mut kept = KeptSizes::default();
     for (shape, other) in &others {
         let needed = needed_by(paths, shape.name, &other.contents, &other.map)?;
-        if needed > shape.entries
-            && let Some(limit) = shape.limit
-        {
-            tracing::warn!(
-                table = shape.name,
-                needed,
-                limit = limit.name(),
-                wanted = shape.entries,
-                "the map's entries do not fit into the size of the limit; its maps keep their size until a start at which they fit"
-            );
-            kept.push(limit);
-        }
+        kept.see(shape, needed.into());
     }
     for (shape, other) in others {
-        if shape.limit.is_some_and(|limit| kept.contains(&limit)) {
+        if kept.has(shape) {
             shape.entries = other.entries;
         } else {
             tracing::info!(

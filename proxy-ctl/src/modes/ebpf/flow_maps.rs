@@ -32,11 +32,10 @@ use proxy_common::{
 
 use super::{
     Error,
-    growth::with_room_to_spare,
     maps::{
         family::TableFamily,
         paths::{Paths, removed},
-        resize::{KeptSizes, contents, remove_larger, rename},
+        resize::{KeptSizes, contents, remove_larger, rename, with_room_to_spare},
         tables::{Shape, open_pinned, pinned_table, typed},
     },
 };

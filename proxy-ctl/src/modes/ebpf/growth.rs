@@ -26,7 +26,7 @@ use super::{
     maps::{
         family::TableFamily,
         paths::Paths,
-        resize::{Contents, contents, enlarge, remove_larger, rename},
+        resize::{Contents, contents, enlarge, remove_larger, rename, with_room_to_spare},
         tables::{Shape, pinned_table},
     },
     services::{
@@ -46,13 +46,6 @@ const REST: Duration = Duration::from_secs(60);
 
 /// Number of entries that the maps of each limit need for what is served and what waits.
 pub(super) type Demand = BTreeMap<Limit, u64>;
-
-/// Returns the size at which `entries` take three quarters of a map. What is desired at the start
-/// takes no more of a map, because a rolling update needs more for a while, and growth loads the
-/// programs anew.
-pub(super) const fn with_room_to_spare(entries: u64) -> u64 {
-    entries + entries / 3
-}
 
 /// Returns the limits whose maps are too small for all of `desired` with room to spare, each with
 /// the size that has it.

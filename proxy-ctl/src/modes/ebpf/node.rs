@@ -3,7 +3,6 @@
 
 use std::{collections::BTreeMap, net::IpAddr};
 
-use aya::Pod;
 use ipnet::IpNet;
 use proxy_common::{
     family::{V4, V6},
@@ -22,7 +21,7 @@ use super::{
     hooks::xdp::attach::vlan_devices,
     maps::{
         family::TableFamily,
-        tables::{CommonTables, FamilyTables, Table},
+        tables::{CommonTables, FamilyTables},
     },
     services::{self, writer::Failures},
 };
@@ -93,7 +92,7 @@ fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error
         };
         wanted.retain(|_, settings| others(settings) != none);
     }
-    replace(&tables.interfaces, &wanted)
+    tables.interfaces.replace_all(&wanted)
 }
 
 /// Makes `pod_namespaces` hold the namespaces of pods, as far as there is room.
@@ -101,26 +100,7 @@ fn write_pod_namespaces(tables: &CommonTables, host: &Host) -> Result<Applied, E
     let pods = host.interfaces.iter().filter(|interface| interface.role == Role::Workload);
     let namespaces = pods.filter_map(|interface| Some((interface.index, interface.namespace?)));
     let room = tables.pod_namespaces.map().capacity() as usize;
-    replace(&tables.pod_namespaces, &namespaces.take(room).collect())
-}
-
-/// Makes a map hold exactly these entries.
-pub(super) fn replace<K: Pod + Default + Ord, V: Pod + Default + PartialEq>(
-    table: &Table<K, V>,
-    wanted: &BTreeMap<K, V>,
-) -> Result<Applied, Error> {
-    let found: BTreeMap<_, _> = table.read_all()?.into_iter().collect();
-    let mut applied = Applied::default();
-    // Writes come before removals: from Linux 6.1 on, a new entry may get the memory of a removed
-    // one, which a program may still be reading.
-    for (key, value) in wanted.iter().filter(|(key, value)| found.get(key) != Some(value)) {
-        table.set(key, value)?;
-        applied.written += 1;
-    }
-    for key in found.keys().filter(|key| !wanted.contains_key(*key)) {
-        applied.removed += u64::from(table.remove(key)?);
-    }
-    Ok(applied)
+    tables.pod_namespaces.replace_all(&namespaces.take(room).collect())
 }
 
 /// Returns how traffic of pods of a family is recognised (`PODS_*`), then a range and its prefix
@@ -213,7 +193,7 @@ impl EbpfDataplane {
             write_addresses(&self.v4.tables, host),
             write_addresses(&self.v6.tables, host),
             write_interfaces(&self.shared.tables, host),
-            replace(&self.shared.tables.vlan_devices, &vlan_devices(&host.interfaces)),
+            self.shared.tables.vlan_devices.replace_all(&vlan_devices(&host.interfaces)),
             write_pod_namespaces(&self.shared.tables, host),
         ];
         match self.write_node(host) {

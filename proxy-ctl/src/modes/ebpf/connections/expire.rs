@@ -12,7 +12,7 @@ use proxy_common::{
 };
 
 use super::{
-    count::{Kind, Recount, UnprovenRecount},
+    count::{Recount, UnprovenRecount},
     moved_ports::MovedPorts,
     netfilter_ports::{EndedConnections, Judged, not_dialled},
 };
@@ -20,6 +20,7 @@ use crate::{
     modes::ebpf::{
         Error,
         maps::{
+            counts::Kind,
             family::TableFamily,
             tables::{FamilyTables, Table},
         },

@@ -11,7 +11,6 @@ use crate::{
         connections::netfilter_ports::KeepPorts,
         error::Error,
         hooks,
-        node::replace,
         services::{sync::raise_epoch, writer::Failures},
     },
 };
@@ -94,8 +93,9 @@ impl EbpfDataplane {
     pub(crate) fn write_redirects(&mut self) -> Result<(), Error> {
         self.hooks.follow_routes();
         let Redirects { sources, targets } = self.hooks.redirects();
-        replace(&self.shared.tables.redirect_sources, &sources)?;
-        match replace(&self.shared.tables.redirect_targets, &targets) {
+        let tables = &self.shared.tables;
+        tables.redirect_sources.replace_all(&sources)?;
+        match tables.redirect_targets.replace_all(&targets) {
             // An uplink has vanished at this moment. The kernel's message about that comes next.
             Err(Error::Table { source, .. }) if source.errno() == libc::EINVAL => Ok(()),
             written => written.map(drop),

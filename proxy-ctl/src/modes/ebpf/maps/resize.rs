@@ -23,7 +23,7 @@ use super::{
     tables::{Shape, difference, open_pinned, pinned_table, typed},
 };
 use crate::{
-    modes::ebpf::{Error, error::Difference, growth::with_room_to_spare, services::entries},
+    modes::ebpf::{Error, error::Difference},
     sys::bpf,
 };
 
@@ -161,6 +161,13 @@ fn keep_growth(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error> {
     Ok(())
 }
 
+/// Returns the size at which `entries` take three quarters of a map. What is desired at the start
+/// takes no more of a map, because a rolling update needs more for a while, and growth loads the
+/// programs anew.
+pub(crate) const fn with_room_to_spare(entries: u64) -> u64 {
+    entries + entries / 3
+}
+
 /// Doubles the size of the maps of `limit` until it is enough, as far as the limit allows.
 pub(crate) fn enlarge(shapes: &mut [Shape], limit: Limit, needed: u32) {
     for shape in shapes.iter_mut().filter(|shape| shape.limit == Some(limit)) {
@@ -260,13 +267,18 @@ fn needed_slots(paths: &Paths) -> Result<u32, Error> {
     services
         .walk(|slice| {
             for (_, service) in slice {
-                let range = entries::span([service.cluster, service.internal, service.external]);
-                needed = needed.max(range.first.saturating_add(range.count));
+                needed = needed.max(end_of_slots([service.cluster, service.internal, service.external]));
             }
             Ok(true)
         })
         .map_err(|source| Error::Table { table: table::services, source })?;
-    Ok(needed)
+    Ok(u32::try_from(needed).unwrap_or(u32::MAX))
+}
+
+/// Returns the first index behind these sets and their lookup tables.
+pub(crate) fn end_of_slots(sets: [EndpointSet; 3]) -> u64 {
+    let used = sets.iter().filter(|set| set.count() > 0);
+    used.map(|set| u64::from(set.first) + u64::from(set.places())).max().unwrap_or(0)
 }
 
 /// Copies a map that nobody writes meanwhile.

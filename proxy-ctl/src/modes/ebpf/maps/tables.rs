@@ -3,7 +3,7 @@
 //! A pinned map is adopted only if its shape is the expected one. The loader, which binds it to the
 //! programs, would not notice a difference.
 
-use std::{io, os::fd::OwnedFd, path::Path};
+use std::{collections::BTreeMap, io, os::fd::OwnedFd, path::Path};
 
 use aya::Pod;
 use aya_obj::generated::{BPF_F_MMAPABLE, BPF_F_NO_PREALLOC, BPF_F_RDONLY, BPF_F_RDONLY_PROG, BPF_F_WRONLY};
@@ -19,13 +19,15 @@ use proxy_common::{
     reason::{REASONS, Reason},
 };
 
-use super::family::TableFamily;
+use super::{counts::ConnectionTables, family::TableFamily};
 use crate::{
     config::Limits,
-    modes::ebpf::{
-        Error,
-        connections::count::ConnectionTables,
-        error::{Difference, FullTable},
+    modes::{
+        Applied,
+        ebpf::{
+            Error,
+            error::{Difference, FullTable},
+        },
     },
     sys::{
         CallError,
@@ -252,6 +254,26 @@ impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
             }
         }
         Ok(true)
+    }
+
+    /// Makes the map hold exactly these entries.
+    pub(crate) fn replace_all(&self, wanted: &BTreeMap<K, V>) -> Result<Applied, Error>
+    where
+        K: Ord,
+        V: PartialEq,
+    {
+        let found: BTreeMap<_, _> = self.read_all()?.into_iter().collect();
+        let mut applied = Applied::default();
+        // Writes come before removals: from Linux 6.1 on, a new entry may get the memory of a
+        // removed one, which a program may still be reading.
+        for (key, value) in wanted.iter().filter(|(key, value)| found.get(key) != Some(value)) {
+            self.set(key, value)?;
+            applied.written += 1;
+        }
+        for key in found.keys().filter(|key| !wanted.contains_key(*key)) {
+            applied.removed += u64::from(self.remove(key)?);
+        }
+        Ok(applied)
     }
 
     /// Returns true if the map has this number of entries and each of them is right.

@@ -32,9 +32,9 @@ use crate::{
         ServiceUsage, Snapshot, TableUsage, Usage,
         ebpf::{
             Error,
-            connections::count::Counted,
             hooks::attach::filters::is_ours,
             maps::{
+                counts::Counted,
                 family::TableFamily,
                 paths::{Paths, is_there},
                 tables::{CommonTables, FamilyTables, Shape, open_pinned, shapes},

@@ -21,7 +21,7 @@ use crate::{
         desired::{DesiredPort, Endpoint, Endpoints, FrontendKind, ServicePortName},
         objects::{self, Algorithm, Forwarding, NodeForwarding, ObjectName, Protocol, TrafficPolicy},
     },
-    modes::ebpf::maps::{family::TableFamily, tables::SourceRangeKey},
+    modes::ebpf::maps::{family::TableFamily, resize::end_of_slots, tables::SourceRangeKey},
 };
 
 /// The positions of a service port's endpoint sets among its slots. Its first slot is number 0.
@@ -140,9 +140,9 @@ pub(crate) fn placed(set: EndpointSet, range: Range) -> EndpointSet {
 
 /// Returns the smallest range that holds these sets and their lookup tables.
 pub(crate) fn span(sets: [EndpointSet; 3]) -> Range {
-    let used = || sets.iter().filter(|set| set.count() > 0);
-    let first = used().map(|set| set.first).min().unwrap_or(0);
-    let end = used().map(|set| u64::from(set.first) + u64::from(set.places())).max().unwrap_or(0);
+    let used = sets.iter().filter(|set| set.count() > 0);
+    let first = used.map(|set| set.first).min().unwrap_or(0);
+    let end = end_of_slots(sets);
     Range { first, count: u32::try_from(end - u64::from(first)).unwrap_or(u32::MAX) }
 }
 

@@ -12,23 +12,25 @@ impl EbpfDataplane {
     pub(super) fn drain(&mut self) -> Result<bool, crate::modes::Error> {
         if !self.retiring {
             // From now on netfilter may translate connections to the same frontends.
-            self.write_settings(|settings| settings.answers_unknown = 0)?;
-            self.keep_ports = KeepPorts::Done;
+            self.services.shared.write_settings(|settings| settings.answers_unknown = 0)?;
+            self.netfilter.keep_ports = KeepPorts::Done;
             // These sockets are connected to endpoints, and go on without any frontend.
-            self.stale_sockets = StaleSockets::none();
-            self.service_cidrs.retire();
+            self.connections.stale_sockets = StaleSockets::none();
+            self.services.cidrs.retire();
             let (mut applied, mut failures) = Default::default();
-            self.write_service_cidrs(&mut applied, &mut failures);
+            self.services.write_cidrs(&mut applied, &mut failures);
             failures.into_result()?;
             self.write_desired(&[])?;
             // A program that has read a frontend before may still open a flow.
-            self.shared.grace.wait().map_err(Error::Grace)?;
-            Collector::end_for_retirement(&self.v4.tables)?;
-            Collector::end_for_retirement(&self.v6.tables)?;
-            (self.flows4, self.flows6) = Default::default();
+            self.services.shared.grace.wait().map_err(Error::Grace)?;
+            Collector::end_for_retirement(&self.services.v4.tables)?;
+            Collector::end_for_retirement(&self.services.v6.tables)?;
+            (self.connections.flows4, self.connections.flows6) = Default::default();
             self.retiring = true;
         }
         self.keep_up()?;
-        Ok(self.flow_maps.are_finished() && self.flows4.is_empty() && self.flows6.is_empty())
+        Ok(self.flow_maps.are_finished()
+            && self.connections.flows4.is_empty()
+            && self.connections.flows6.is_empty())
     }
 }

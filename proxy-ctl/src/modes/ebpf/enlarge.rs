@@ -3,39 +3,51 @@
 
 use std::sync::Arc;
 
+use proxy_common::inventory::Limit;
+
 use super::{
     EbpfDataplane,
     error::Error,
-    growth::{self, Demand, make_larger},
-    services::writer::Failures,
+    growth::{self, Demand, Larger, make_larger},
+    maps::tables::{CommonTables, FamilyTables},
+    services::{sync::Services, writer::Failures},
 };
 use crate::model::desired::DesiredPort;
+
+impl Services {
+    /// Notes which maps may still grow. Nothing gives way to what waits for such a map.
+    fn let_grow(&mut self, may_grow: Vec<Limit>) {
+        self.v4.entries.without_room.may_grow.clone_from(&may_grow);
+        self.v6.entries.without_room.may_grow = may_grow;
+    }
+
+    /// Returns how much room is needed in the maps that can still grow, by limit.
+    pub(super) fn demand(&self) -> Demand {
+        let mut demand = Demand::new();
+        self.v4.demand(&self.shared, &mut demand);
+        self.v6.demand(&self.shared, &mut demand);
+        demand.retain(|limit, _| self.v4.entries.without_room.may_grow.contains(limit));
+        demand
+    }
+}
 
 impl EbpfDataplane {
     /// Prepares a write: swaps programs that could not be swapped before, and notes which maps may
     /// grow.
     pub(super) fn prepare(&mut self, failures: &mut Failures) {
-        if !self.is_swapped {
-            let unswapped = self.hooks.swap();
-            self.is_swapped = unswapped.is_empty() || !self.hooks.may_run_former();
-            failures.merge(unswapped);
+        if !self.hooks.are_swapped() {
+            failures.merge(self.hooks.swap_rest());
             // Former programs may have compared flows of this epoch with the former maps.
-            self.shared.is_epoch_over = true;
+            self.services.shared.is_epoch_over = true;
         }
-        self.let_tables_grow();
-    }
-
-    /// Notes which maps may still grow. Nothing gives way to what waits for such a map.
-    fn let_tables_grow(&mut self) {
-        let may_grow = self.growth.may_grow(&self.shapes);
-        self.v4.entries.without_room.may_grow.clone_from(&may_grow);
-        self.v6.entries.without_room.may_grow = may_grow;
+        self.services.let_grow(self.maps.may_grow());
     }
 
     /// Grows maps at the start, before anything is published. Later, changes would wait for it.
     pub(super) fn grow_ahead(&mut self, desired: &[Arc<DesiredPort>], failures: &mut Failures) {
-        let mut demand = growth::ahead(desired, |port| self.shared.algorithm_of(port), &self.shapes);
-        demand.retain(|limit, _| self.v4.entries.without_room.may_grow.contains(limit));
+        let mut demand =
+            growth::ahead(desired, |port| self.services.shared.algorithm_of(port), &self.maps.shapes);
+        demand.retain(|limit, _| self.services.v4.entries.without_room.may_grow.contains(limit));
         if demand.is_empty() {
             return;
         }
@@ -50,37 +62,47 @@ impl EbpfDataplane {
     pub(super) fn grow_or_rest(&mut self, demand: &Demand, failures: &mut Failures) {
         if let Err(error) = self.grow(demand, failures) {
             tracing::warn!(%error, "maps cannot grow now; what has no room in them waits");
-            self.growth.rest();
+            self.maps.begin_rest();
         }
         self.go_on_after_growth(failures);
     }
 
     fn go_on_after_growth(&mut self, failures: &mut Failures) {
-        self.let_tables_grow();
+        self.services.let_grow(self.maps.may_grow());
         failures.see("lease", self.keep_lease());
     }
 
-    /// Returns how much room is needed in the maps that can still grow, by limit.
-    pub(super) fn demand(&self) -> Demand {
-        let mut demand = Demand::new();
-        self.v4.demand(&self.shared, &mut demand);
-        self.v6.demand(&self.shared, &mut demand);
-        demand.retain(|limit, _| self.v4.entries.without_room.may_grow.contains(limit));
-        demand
-    }
-
     pub(super) fn grow(&mut self, demand: &Demand, failures: &mut Failures) -> Result<(), Error> {
-        self.restore_pins()?;
+        self.maps.restore_pins()?;
         if let Err(error) = self.change_to_larger(demand, failures) {
             // The former maps stay in use, so they are pinned again.
-            self.pins.restore(&self.bpffs, &self.paths)?;
+            self.maps.take_pins_back()?;
             return Err(error);
         }
-        self.shared.grace.wait().map_err(Error::Grace)
+        self.services.shared.grace.wait().map_err(Error::Grace)
     }
 
     fn change_to_larger(&mut self, demand: &Demand, failures: &mut Failures) -> Result<(), Error> {
-        let larger = make_larger(&self.paths, &self.shapes, demand, &self.config, &self.hooks)?;
+        let larger = make_larger(&self.maps.paths, &self.maps.shapes, demand, &self.config, &self.hooks)?;
         self.use_maps(larger, failures)
+    }
+
+    /// Uses the maps that are pinned now, and the programs that were loaded with them.
+    pub(super) fn use_maps(&mut self, made: Larger, failures: &mut Failures) -> Result<(), Error> {
+        let Larger { shapes, programs, log } = made;
+        let maps = self.maps.paths.maps();
+        let (common, v4, v6) = (
+            CommonTables::open(&maps, true)?,
+            FamilyTables::open(&maps, true)?,
+            FamilyTables::open(&maps, true)?,
+        );
+        self.maps.hold(shapes)?;
+        self.services.shared.ids.grow(common.services.len() as u32);
+        self.services.v4.entries.slots.grow(v4.slots.len() as u32);
+        self.services.v6.entries.slots.grow(v6.slots.len() as u32);
+        (self.services.shared.tables, self.services.v4.tables, self.services.v6.tables) = (common, v4, v6);
+        self.connections.stale_sockets.tables_have_grown();
+        failures.merge(self.hooks.use_programs((programs, log)));
+        Ok(())
     }
 }

@@ -4,11 +4,7 @@
 //! all programs are replaced by some that use the larger maps. Nothing is written meanwhile, so
 //! both sets of maps stay equal until then.
 
-use std::{
-    collections::BTreeMap,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeMap, sync::Arc};
 
 use proxy_common::{
     family::{V4, V6},
@@ -39,10 +35,6 @@ use crate::{
     config::Ebpf,
     model::{desired::DesiredPort, objects::Algorithm},
 };
-
-/// Time after which growth is tried again if it has failed. Mostly, the kernel has no memory for
-/// larger maps.
-const REST: Duration = Duration::from_secs(60);
 
 /// Number of entries that the maps of each limit need for what is served and what waits.
 pub(super) type Demand = BTreeMap<Limit, u64>;
@@ -88,27 +80,6 @@ fn needed<F: TableFamily>(
         (Limit::Slots, slots),
         (Limit::Backends, backends.len() as u64),
     ]
-}
-
-/// Decides when maps may grow.
-#[derive(Debug, Default)]
-pub(super) struct Growth {
-    rests_until: Option<Instant>,
-}
-
-impl Growth {
-    /// Returns the limits whose maps may grow, because they are smaller than the limit. There are
-    /// none while growth rests.
-    pub(super) fn may_grow(&self, shapes: &[Shape]) -> Vec<Limit> {
-        if self.rests_until.is_some_and(|until| Instant::now() < until) {
-            return Vec::new();
-        }
-        shapes.iter().filter(|shape| shape.entries < shape.most).filter_map(|shape| shape.limit).collect()
-    }
-
-    pub(super) fn rest(&mut self) {
-        self.rests_until = Some(Instant::now() + REST);
-    }
 }
 
 impl<F: TableFamily> FamilyWriter<F> {

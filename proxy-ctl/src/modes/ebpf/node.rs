@@ -11,7 +11,7 @@ use proxy_common::{
     layout::{
         Address as _, FourPorts, INTERFACE_OF_BRIDGE, INTERFACE_OF_PODS, INTERFACE_OF_UPLINK,
         INTERFACE_WITHOUT_LINK_HEADERS, InterfaceSettings, NODE_ADDRESS_LOOPBACK, NodeAddress,
-        PODS_BY_INTERFACE, PODS_BY_SOURCE, PODS_UNKNOWN, Settings,
+        PODS_BY_INTERFACE, PODS_BY_SOURCE, PODS_UNKNOWN,
     },
 };
 
@@ -23,7 +23,10 @@ use super::{
         family::TableFamily,
         tables::{CommonTables, FamilyTables},
     },
-    services::{self, writer::Failures},
+    services::{
+        self,
+        writer::{Common, Failures},
+    },
 };
 use crate::{
     model::node::{Host, Interface, LocalTraffic, Role},
@@ -128,25 +131,49 @@ pub(super) fn masquerade(addresses: &[IpAddr]) -> ([u8; 4], [u8; 16]) {
     (v4, v6)
 }
 
-impl EbpfDataplane {
-    /// Writes the settings if `change` makes them different, and returns true if it did.
-    pub(super) fn write_settings(&self, change: impl FnOnce(&mut Settings)) -> Result<bool, Error> {
-        let table = &self.shared.tables.settings;
-        let current = table.get(&0)?.unwrap_or_default();
-        let mut wanted = current;
-        wanted.probe_socket = 0;
-        change(&mut wanted);
-        if wanted != current {
-            table.set(&0, &wanted)?;
+/// Writes the ports for translated sources, and returns true if they have changed.
+pub(super) fn write_masquerade_ports(shared: &Common) -> Result<bool, Error> {
+    let SourcePorts { programs, apart_ranges, .. } = SourcePorts::read();
+    let table = &shared.tables.masquerade_ports;
+    let mut changed = false;
+    // The ports come before the settings, which say how many there are. A port that programs
+    // read in between is one of the former or one of the new ports.
+    for (index, chunk) in programs.ports.chunks(FOUR).enumerate() {
+        let mut four = FourPorts::default();
+        four.ports[..chunk.len()].copy_from_slice(chunk);
+        if table.get(index) != Some(four) {
+            table.provide(index).map_err(|source| Error::Table { table: table::masquerade_ports, source })?;
+            changed |= table.set(index, &four);
         }
-        Ok(wanted != current)
     }
+    changed |= shared.write_settings(|settings| {
+        settings.apart_ports = apart_ranges;
+        settings.masquerade_ports = programs.ports.len() as u16;
+        settings.masquerade_ports_apart = programs.apart as u16;
+    })?;
+    Ok(changed)
+}
 
+/// What is known of the node, as of the last `set_host`.
+#[derive(Debug, Default)]
+pub(super) struct NodeState {
+    pub(super) interfaces: Vec<Interface>,
+    pub(super) host_namespace: u64,
+    /// True if `attach` attaches to interfaces, because nothing is attached there yet.
+    ///
+    /// Programs of a predecessor are replaced in `set_host` instead, because they must not meet
+    /// what this version writes.
+    pub(super) attaches_later: bool,
+    /// True if another mode serves all frontends too, for pods without packet programs.
+    pub(super) are_frontends_shared: bool,
+}
+
+impl EbpfDataplane {
     fn write_node(&self, host: &Host) -> Result<bool, Error> {
         let (masquerade4, masquerade6) = masquerade(&host.masquerade_addresses);
-        let ports = self.write_masquerade_ports()?;
-        let settings = self.write_settings(|settings| {
-            settings.host_namespace = self.host_namespace;
+        let ports = write_masquerade_ports(&self.services.shared)?;
+        let settings = self.services.shared.write_settings(|settings| {
+            settings.host_namespace = self.node.host_namespace;
             settings.masquerade4 = masquerade4;
             settings.masquerade6 = masquerade6;
             settings.masquerade_all = u8::from(host.masquerade_all);
@@ -159,63 +186,38 @@ impl EbpfDataplane {
         Ok(ports || settings)
     }
 
-    /// Writes the ports for translated sources, and returns true if they have changed.
-    pub(super) fn write_masquerade_ports(&self) -> Result<bool, Error> {
-        let SourcePorts { programs, apart_ranges, .. } = SourcePorts::read();
-        let table = &self.shared.tables.masquerade_ports;
-        let mut changed = false;
-        // The ports come before the settings, which say how many there are. A port that programs
-        // read in between is one of the former or one of the new ports.
-        for (index, chunk) in programs.ports.chunks(FOUR).enumerate() {
-            let mut four = FourPorts::default();
-            four.ports[..chunk.len()].copy_from_slice(chunk);
-            if table.get(index) != Some(four) {
-                table
-                    .provide(index)
-                    .map_err(|source| Error::Table { table: table::masquerade_ports, source })?;
-                changed |= table.set(index, &four);
-            }
-        }
-        changed |= self.write_settings(|settings| {
-            settings.apart_ports = apart_ranges;
-            settings.masquerade_ports = programs.ports.len() as u16;
-            settings.masquerade_ports_apart = programs.apart as u16;
-        })?;
-        Ok(changed)
-    }
-
     /// Writes what has changed of the node, and attaches to its interfaces.
     pub(super) fn follow_node(&mut self, host: &Host) -> Result<Applied, crate::modes::Error> {
-        self.flow_lifetimes = host.flow_lifetimes;
+        self.connections.lifetimes = host.flow_lifetimes;
         let (mut applied, mut failures): (Applied, Failures) = Default::default();
         self.use_choices(host, &mut applied, &mut failures);
         let addresses = [
-            write_addresses(&self.v4.tables, host),
-            write_addresses(&self.v6.tables, host),
-            write_interfaces(&self.shared.tables, host),
-            self.shared.tables.vlan_devices.replace_all(&vlan_devices(&host.interfaces)),
-            write_pod_namespaces(&self.shared.tables, host),
+            write_addresses(&self.services.v4.tables, host),
+            write_addresses(&self.services.v6.tables, host),
+            write_interfaces(&self.services.shared.tables, host),
+            self.services.shared.tables.vlan_devices.replace_all(&vlan_devices(&host.interfaces)),
+            write_pod_namespaces(&self.services.shared.tables, host),
         ];
         match self.write_node(host) {
             Ok(written) => applied.written += u64::from(written),
             Err(error) => failures.add("settings", error),
         }
-        match self.restore_pins() {
+        match self.maps.restore_pins() {
             Ok(()) => {}
             // Another controller's maps are pinned there now.
             Err(error @ Error::Locked { .. }) => return Err(error.into()),
             Err(error) => failures.add("pins", error),
         }
-        self.interfaces.clone_from(&host.interfaces);
-        self.look_for_bandwidth_plugin(host.limits_bandwidth);
-        self.attaches_later = !self.hooks.are_at_interfaces();
-        if !self.attaches_later {
+        self.node.interfaces.clone_from(&host.interfaces);
+        self.hooks.look_for_bandwidth_plugin(host.limits_bandwidth);
+        self.node.attaches_later = !self.hooks.are_at_interfaces();
+        if !self.node.attaches_later {
             failures.merge(self.take_packets());
-        } else if let Err(error) = self.write_settings(|settings| settings.packets_held = 1) {
+        } else if let Err(error) = self.services.shared.write_settings(|settings| settings.packets_held = 1) {
             failures.add("settings", error);
         }
-        self.service_cidrs.set(host.service_cidrs.as_deref());
-        self.write_service_cidrs(&mut applied, &mut failures);
+        self.services.cidrs.set(host.service_cidrs.as_deref());
+        self.services.write_cidrs(&mut applied, &mut failures);
         failures.into_result()?;
         for written in addresses {
             applied += written.map_err(Error::of_node_addresses)?;

@@ -6,40 +6,33 @@ use std::{collections::BTreeSet, net::UdpSocket, os::fd::AsFd as _, path::PathBu
 use aya_obj::generated::bpf_attach_type;
 use proxy_common::{
     family::{V4, V6},
-    flow::FlowLifetimes,
     inventory::program,
 };
 
 use super::{
     EbpfDataplane,
-    connections::{
-        affinity::AffinityCollector,
-        expire::Collector,
-        moved_ports::MovedPorts,
-        netfilter_ports::{KeepPorts, ListRest},
-        stale_sockets::StaleSockets,
-    },
+    connections::{netfilter::NetfilterConnections, stale_sockets::StaleSockets, tend::Connections},
     error::Error,
     flow_maps::FlowMaps,
-    growth::Growth,
     hooks::{
         self,
         attach::{Hooks, sockets::Cgroup},
         lease::LeaseRenewal,
-        xdp::attach::Transit,
     },
     maps::{
         self,
         family::TableFamily,
-        filling::Filling,
         paths::Paths,
+        pinned::PinnedMaps,
         pins::TablePins,
         tables::{CommonTables, FamilyTables},
     },
+    node::NodeState,
     services::{
         addresses::service_cidrs::ServiceCidrs,
         allocate::Ranges,
         programmed::Entries,
+        sync::Services,
         writer::{Common, FamilyWriter},
     },
 };
@@ -158,51 +151,29 @@ impl EbpfDataplane {
             // A predecessor may have been killed before it ended the sockets of lost backends.
             lost_backends: BTreeSet::from([Transport::Tcp, Transport::Udp]),
         };
+        let loaded = (programs, log);
         let mut dataplane = Self {
-            shared,
-            v4,
-            v6,
-            flows4: Collector::default(),
-            flows6: Collector::default(),
-            moved_ports: MovedPorts::default(),
-            affinity: AffinityCollector::default(),
-            flow_lifetimes: FlowLifetimes::default(),
-            interfaces: Vec::new(),
-            is_beside_plugin: false,
-            attaches_later: false,
-            hooks: Hooks::new(paths.clone(), programs, cgroup, Transit::new(config.xdp)),
-            host_namespace,
-            shapes,
             config: config.clone(),
-            bpffs: config.bpffs.clone(),
-            paths,
-            pins,
-            log,
+            hooks: Hooks::new(paths.clone(), loaded, cgroup, config),
+            maps: PinnedMaps::new(config.bpffs.clone(), paths, shapes, pins),
+            flow_maps,
+            services: Services { shared, v4, v6, cidrs: ServiceCidrs::begin(config), is_synced: false },
+            connections: Connections::new(stale_sockets),
+            netfilter: NetfilterConnections::new(),
+            node: NodeState { host_namespace, ..NodeState::default() },
             lease,
             collections: 0,
             retiring: false,
-            flow_maps,
-            growth: Growth::default(),
-            is_swapped: true,
-            keep_ports: KeepPorts::BeforePackets,
-            list_rest: ListRest::default(),
-            are_netfilters_kept: false,
-            since_netfilter: 0,
-            are_frontends_shared: false,
-            stale_sockets,
-            service_cidrs: ServiceCidrs::begin(config),
-            connections: None,
-            filling: Filling::default(),
-            is_synced: false,
         };
         // A predecessor has counted connections, and its service ports are served until the first
         // resync.
-        if dataplane.hooks.is_release_pinned() || !dataplane.v4.tables.connections.read()?.is_empty() {
+        if dataplane.hooks.is_release_pinned() || !dataplane.services.v4.tables.connections.read()?.is_empty()
+        {
             dataplane.begin_to_count();
         }
         // Programs may still read the ids and slots that a predecessor gave back at its end.
-        dataplane.shared.grace.wait().map_err(Error::Grace)?;
-        dataplane.write_settings(|settings| {
+        dataplane.services.shared.grace.wait().map_err(Error::Grace)?;
+        dataplane.services.shared.write_settings(|settings| {
             settings.host_namespace = host_namespace;
             // Since the predecessor's end, rules of others may have opened connections.
             settings.answers_unknown = 0;

@@ -1,28 +1,19 @@
 //! Repairs what other programs have changed: pins, sockets' counts, hooks and their order.
 
-use super::{EbpfDataplane, error::Error, hooks, maps::tables::Shape, services::writer::Failures};
+use super::{
+    EbpfDataplane, error::Error, hooks, maps::tables::Shape, node::write_masquerade_ports,
+    services::writer::Failures,
+};
 
 impl EbpfDataplane {
-    /// Pins again whatever is not pinned any more.
-    pub(super) fn restore_pins(&mut self) -> Result<(), Error> {
-        let restored = self.pins.restore(&self.bpffs, &self.paths)?;
-        if !restored.is_empty() {
-            tracing::warn!(
-                tables = restored.join(" "),
-                "another program had removed pins of maps; they are pinned again"
-            );
-        }
-        Ok(())
-    }
-
     /// Repairs what others have changed. Fails only if another controller has the maps now.
     pub(super) fn inspect(&mut self, failures: &mut Failures) -> Result<(), Error> {
-        match self.restore_pins() {
+        match self.maps.restore_pins() {
             Err(error @ Error::Locked { .. }) => return Err(error),
             restored => failures.see("pins", restored),
         }
         failures.see("counting sockets", self.recount_sockets());
-        match self.write_masquerade_ports() {
+        match write_masquerade_ports(&self.services.shared) {
             Ok(true) => tracing::info!("the ports for translated sources follow the kernel's parameters"),
             Ok(false) => {}
             Err(error) => failures.add("ports for translated sources", error),
@@ -43,10 +34,9 @@ impl EbpfDataplane {
         if misplaced.is_empty() {
             return Ok(());
         }
-        let maps = |_: &Shape| self.paths.maps();
-        let (mut programs, log) = hooks::load::load(&self.shapes, maps, &self.config, false)?;
+        let maps = |_: &Shape| self.maps.paths.maps();
+        let (mut programs, log) = hooks::load::load(&self.maps.shapes, maps, &self.config, false)?;
         self.hooks.load(&mut programs)?;
-        self.log = log;
-        self.hooks.mend(programs, &misplaced).into_result()
+        self.hooks.mend((programs, log), &misplaced).into_result()
     }
 }

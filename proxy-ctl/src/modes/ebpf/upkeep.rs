@@ -1,11 +1,9 @@
 //! Does what is due about once a second.
 
 use super::{
-    EbpfDataplane,
-    connections::netfilter_ports::KeepPorts,
-    services::{sync::raise_epoch, writer::Failures},
+    EbpfDataplane, connections::netfilter_ports::KeepPorts, error::Error, services::writer::Failures,
 };
-use crate::{modes::Applied, sys::proc::clock};
+use crate::modes::Applied;
 
 const COLLECTIONS_BETWEEN_INSPECTIONS: u32 = 10;
 
@@ -14,27 +12,25 @@ impl EbpfDataplane {
     pub(super) fn keep_up(&mut self) -> Result<(), crate::modes::Error> {
         let (mut applied, mut failures): (Applied, Failures) = Default::default();
         failures.see("lease", self.keep_lease());
-        failures.see("retired elements", self.free_retired());
+        failures.see("retired elements", self.services.free_retired());
         self.prepare(&mut failures);
         self.publish_waiting(&mut applied, &mut failures);
-        self.write_service_cidrs(&mut applied, &mut failures);
-        raise_epoch(&mut self.shared, &mut failures);
-        self.end_stale_sockets();
-        if self.keep_ports == KeepPorts::AfterModeBeside {
+        self.services.write_cidrs(&mut applied, &mut failures);
+        self.services.raise_epoch(&mut failures);
+        self.connections.end_stale_sockets(&mut self.services.shared);
+        if self.netfilter.keep_ports == KeepPorts::AfterModeBeside {
             self.keep_netfilter_ports();
-            self.keep_ports = KeepPorts::Done;
+            self.netfilter.keep_ports = KeepPorts::Done;
         }
-        failures.see("the programs' log", self.log.follow());
+        failures.see("the programs' log", self.hooks.follow_log());
         self.follow_flow_limits(&mut failures);
         // An entry that a walk does not meet may still be in the former map.
         if self.flow_maps.are_finished() {
             failures.see("counting connections", self.recount_flows());
-            self.collect_flows(&mut failures);
-            self.see_filling();
+            self.connections.collect_flows(&self.services, &mut failures);
+            self.connections.see_filling(&self.services);
         }
-        let affinity =
-            self.affinity.collect(&self.shared.tables, &self.v4.tables, &self.v6.tables, clock::since_boot());
-        failures.see("session affinity", affinity);
+        failures.see("session affinity", self.connections.collect_affinities(&self.services));
         failures.see("interfaces that are gone", self.hooks.tend());
         self.attach_to_settled(&mut failures);
         self.collections = self.collections.wrapping_add(1);
@@ -44,5 +40,17 @@ impl EbpfDataplane {
         self.list_netfilters_after_handshakes();
         failures.see("answers to unknown connections", self.follow_circumstances());
         Ok(failures.into_result()?)
+    }
+
+    /// Renews the lease if it is time for that. If it has ended before, packets have passed, and
+    /// rules of others may have opened connections.
+    pub(super) fn keep_lease(&mut self) -> Result<(), Error> {
+        if self.lease.has_lapsed(&self.services.shared.tables.lease)? {
+            tracing::warn!(
+                "the lease of ebpf.withdrawAfter had ended, so that nothing was served; it is renewed now"
+            );
+            self.keep_netfilter_ports();
+        }
+        self.lease.renew(&self.services.shared.tables.lease)
     }
 }

@@ -1,40 +1,107 @@
 //! Walks through the flow maps about once a second, and ends the sockets of backends that are gone.
 
-use proxy_common::inventory::table;
+use proxy_common::{
+    family::{V4, V6},
+    flow::FlowLifetimes,
+    inventory::table,
+};
 
+use super::{
+    affinity::AffinityCollector,
+    counting::ConnectionCount,
+    expire::Collector,
+    moved_ports::{MovedPorts, Walks},
+    stale_sockets::StaleSockets,
+};
 use crate::{
-    modes::ebpf::{EbpfDataplane, services::writer::Failures},
+    modes::ebpf::{
+        Error,
+        maps::filling::Filling,
+        services::{
+            sync::Services,
+            writer::{Common, Failures},
+        },
+    },
     sys::proc::clock,
 };
 
-impl EbpfDataplane {
-    /// Notes how full the maps of established flows were at the end of the last walks.
-    pub(crate) fn see_filling(&mut self) {
-        let (_, flows4) = self.flows4.counted();
-        self.filling.see(table::flows4, flows4, self.v4.tables.flows.map().capacity().into());
-        let (_, flows6) = self.flows6.counted();
-        self.filling.see(table::flows6, flows6, self.v6.tables.flows.map().capacity().into());
+/// The walks through the maps that programs write, and what follows from what they meet.
+#[derive(Debug)]
+pub(crate) struct Connections {
+    pub(crate) flows4: Collector<V4>,
+    pub(crate) flows6: Collector<V6>,
+    moved_ports: MovedPorts,
+    pub(crate) affinity: AffinityCollector,
+    pub(crate) lifetimes: FlowLifetimes,
+    pub(crate) stale_sockets: StaleSockets,
+    /// The counts of connections. `None` if no service port uses least connection.
+    pub(crate) counts: Option<ConnectionCount>,
+    /// The maps of flows that are nearly full.
+    pub(crate) filling: Filling,
+}
+
+impl Connections {
+    pub(crate) fn new(stale_sockets: StaleSockets) -> Self {
+        Self {
+            flows4: Collector::default(),
+            flows6: Collector::default(),
+            moved_ports: MovedPorts::default(),
+            affinity: AffinityCollector::default(),
+            lifetimes: FlowLifetimes::default(),
+            stale_sockets,
+            counts: None,
+            filling: Filling::default(),
+        }
     }
 
-    pub(crate) fn end_stale_sockets(&mut self) {
-        for transport in std::mem::take(&mut self.shared.lost_backends) {
+    /// Notes how full the maps of established flows were at the end of the last walks.
+    pub(crate) fn see_filling(&mut self, Services { v4, v6, .. }: &Services) {
+        let (_, flows4) = self.flows4.counted();
+        self.filling.see(table::flows4, flows4, v4.tables.flows.map().capacity().into());
+        let (_, flows6) = self.flows6.counted();
+        self.filling.see(table::flows6, flows6, v6.tables.flows.map().capacity().into());
+    }
+
+    pub(crate) fn end_stale_sockets(&mut self, shared: &mut Common) {
+        for transport in std::mem::take(&mut shared.lost_backends) {
             self.stale_sockets.end(transport);
         }
     }
 
     /// Continues the walks through the flow maps, and removes flows that have expired.
-    pub(crate) fn collect_flows(&mut self, failures: &mut Failures) {
-        let Self { flows4, flows6, moved_ports, shared, v4, v6, .. } = self;
-        let (lifetimes, now, table) = (&self.flow_lifetimes, clock::since_boot(), &shared.tables.moved_ports);
+    pub(crate) fn collect_flows(&mut self, services: &Services, failures: &mut Failures) {
+        let Self { flows4, flows6, moved_ports, lifetimes, .. } = self;
+        let Services { shared, v4, v6, .. } = services;
+        let (now, table) = (clock::since_boot(), &shared.tables.moved_ports);
         let failed_before = failures.count();
         flows4.collect(&v4.tables, lifetimes, now, (&mut *moved_ports, table), failures);
         flows6.collect(&v6.tables, lifetimes, now, (&mut *moved_ports, table), failures);
-        let ([first, second], [third, fourth]) = (flows4.walks(), flows6.walks());
-        let walks = [first, second, third, fourth];
         if failures.count() > failed_before {
-            moved_ports.begin(walks);
+            self.begin_generation();
         } else {
-            failures.see("ports of flows with another key", moved_ports.tend(table, walks));
+            let walks = self.walks();
+            failures.see("ports of flows with another key", self.moved_ports.tend(table, walks));
         }
+    }
+
+    /// Walks through the session affinities, and removes those that have expired.
+    pub(crate) fn collect_affinities(&mut self, services: &Services) -> Result<(), Error> {
+        let Services { shared, v4, v6, .. } = services;
+        self.affinity.collect(&shared.tables, &v4.tables, &v6.tables, clock::since_boot())
+    }
+
+    /// Begins all walks through the flow maps anew, as in other maps.
+    pub(crate) fn walk_anew(&mut self) {
+        (self.flows4, self.flows6) = Default::default();
+        self.begin_generation();
+    }
+
+    fn begin_generation(&mut self) {
+        self.moved_ports.begin(self.walks());
+    }
+
+    fn walks(&self) -> Walks {
+        let ([first, second], [third, fourth]) = (self.flows4.walks(), self.flows6.walks());
+        [first, second, third, fourth]
     }
 }

@@ -4,15 +4,9 @@
 use std::time::Instant;
 
 use super::xdp::attach::Redirects;
-use crate::{
-    config::SocketLoadBalancing,
-    modes::ebpf::{
-        EbpfDataplane, FORMER_FLOWS,
-        connections::netfilter_ports::KeepPorts,
-        error::Error,
-        hooks,
-        services::{sync::raise_epoch, writer::Failures},
-    },
+use crate::modes::ebpf::{
+    EbpfDataplane, FORMER_FLOWS, connections::netfilter_ports::KeepPorts, error::Error,
+    services::writer::Failures,
 };
 
 impl EbpfDataplane {
@@ -20,21 +14,21 @@ impl EbpfDataplane {
     /// lets packets open flows. Otherwise a flow that one interface opens would get no answers
     /// while another has no programs.
     pub(crate) fn take_packets(&mut self) -> Failures {
-        let is_first = self.keep_ports == KeepPorts::BeforePackets;
+        let is_first = self.netfilter.keep_ports == KeepPorts::BeforePackets;
         if is_first {
             self.keep_netfilter_ports();
         }
         let mut failures = Failures::default();
         // A killed predecessor has left some hooks with programs of the former flow maps.
-        failures.see(FORMER_FLOWS, self.flow_maps.copy(&self.paths));
-        let unattached = self.hooks.follow(&self.interfaces, Instant::now());
-        if !self.flow_maps.are_finished() && self.hooks.may_run_former() {
-            self.is_swapped = false;
+        failures.see(FORMER_FLOWS, self.flow_maps.copy(&self.maps.paths));
+        let unattached = self.hooks.follow(&self.node.interfaces, Instant::now());
+        if !self.flow_maps.are_finished() {
+            self.hooks.look_for_former();
         }
         failures.merge(unattached);
         if is_first {
             self.keep_netfilter_ports();
-            self.keep_ports = KeepPorts::AfterModeBeside;
+            self.netfilter.keep_ports = KeepPorts::AfterModeBeside;
         }
         if let Err(error) = self.write_redirects() {
             failures.add("uplinks for redirects", error);
@@ -42,22 +36,22 @@ impl EbpfDataplane {
         if let Err(error) = self.hooks.attach_sockets() {
             failures.add("socket hooks", error);
         }
-        if let Err(error) = self.write_settings(|settings| settings.packets_held = 0) {
+        if let Err(error) = self.services.shared.write_settings(|settings| settings.packets_held = 0) {
             failures.add("settings", error);
         }
         // Former programs may have compared flows of this epoch with maps of the former size.
-        self.shared.is_epoch_over = true;
-        raise_epoch(&mut self.shared, &mut failures);
+        self.services.shared.is_epoch_over = true;
+        self.services.raise_epoch(&mut failures);
         failures
     }
 
     /// Attaches to new interfaces that have waited long enough.
     pub(crate) fn attach_to_settled(&mut self, failures: &mut Failures) {
-        self.look_for_bandwidth_plugin(false);
+        self.hooks.look_for_bandwidth_plugin(false);
         // The secondary mode may serve their pods, and its connections are listed after the
         // attachment. It goes on with them while no list may be made.
-        let are_served_beside = self.lacks_programs();
-        if are_served_beside && !self.list_rest.is_over() {
+        let are_served_beside = self.hooks.lacks_programs();
+        if are_served_beside && !self.netfilter.list_rest.is_over() {
             return;
         }
         let (any, unattached) = self.hooks.attach_settled(Instant::now());
@@ -73,27 +67,12 @@ impl EbpfDataplane {
         }
     }
 
-    /// Looks for CNI's bandwidth plugin. On a node that uses it, new interfaces wait longer.
-    pub(crate) fn look_for_bandwidth_plugin(&mut self, is_seen: bool) {
-        self.is_beside_plugin |= is_seen || self.hooks.meets_bandwidth_plugin();
-        self.hooks.leave_new_interfaces(hooks::settling::pause(self.config.sockets(), self.is_beside_plugin));
-    }
-
-    /// Returns true if some pods have no packet programs, and may have no socket hooks either.
-    pub(crate) fn lacks_programs(&self) -> bool {
-        // If the plugin is in use, each new pod waits for its programs.
-        let new_pods_wait = self.is_beside_plugin
-            && self.hooks.uses_filters()
-            && self.config.sockets() != SocketLoadBalancing::All;
-        new_pods_wait || self.hooks.unattached_count() > 0
-    }
-
     /// Writes the interfaces between which XDP may send. Call this after interfaces were attached
     /// to, because some can take frames only with a program on them.
     pub(crate) fn write_redirects(&mut self) -> Result<(), Error> {
         self.hooks.follow_routes();
         let Redirects { sources, targets } = self.hooks.redirects();
-        let tables = &self.shared.tables;
+        let tables = &self.services.shared.tables;
         tables.redirect_sources.replace_all(&sources)?;
         match tables.redirect_targets.replace_all(&targets) {
             // An uplink has vanished at this moment. The kernel's message about that comes next.

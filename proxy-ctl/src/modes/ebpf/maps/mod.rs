@@ -6,6 +6,7 @@ pub(super) mod family;
 pub(super) mod filling;
 pub(super) mod lookups;
 pub(super) mod paths;
+pub(super) mod pinned;
 pub(super) mod pins;
 pub(super) mod resize;
 pub(super) mod sizes;

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use proxy_common::family::{V4, V6};
 
 use super::{
+    addresses::service_cidrs::ServiceCidrs,
     adopt::Stray,
     allocate::Range,
     publish::remove_service,
@@ -22,13 +23,6 @@ use crate::{
         ebpf::{EbpfDataplane, error::Error, maps::family::TableFamily},
     },
 };
-
-/// Raises the epoch, if need be, after all writes of a call.
-pub(crate) fn raise_epoch(shared: &mut Common, failures: &mut Failures) {
-    if let Err(error) = shared.raise_epoch() {
-        failures.add("settings", error);
-    }
-}
 
 pub(crate) fn finish<F: TableFamily>(writes: Writes<F>, applied: &mut Applied, failures: &mut Failures) {
     *applied += writes.applied;
@@ -54,7 +48,23 @@ pub(crate) fn resync<F: TableFamily>(
     writer.resync(shared, &desired)
 }
 
-impl EbpfDataplane {
+/// The service ports of both families, and the maps that they are in.
+#[derive(Debug)]
+pub(crate) struct Services {
+    pub(crate) shared: Common,
+    pub(crate) v4: FamilyWriter<V4>,
+    pub(crate) v6: FamilyWriter<V6>,
+    pub(crate) cidrs: ServiceCidrs,
+    /// True if the desired state is known. Before, a predecessor's service ports are served.
+    pub(crate) is_synced: bool,
+}
+
+impl Services {
+    /// Raises the epoch, if need be, after all writes of a call.
+    pub(crate) fn raise_epoch(&mut self, failures: &mut Failures) {
+        failures.see("settings", self.shared.raise_epoch());
+    }
+
     /// Frees the ids and slots that no program can read any more.
     pub(crate) fn free_retired(&mut self) -> Result<(), Error> {
         let Self { shared, v4, v6, .. } = self;
@@ -67,37 +77,9 @@ impl EbpfDataplane {
         Ok(())
     }
 
-    /// Follows the node's algorithm and forwarding, for all service ports that name none.
-    pub(crate) fn use_choices(&mut self, host: &Host, applied: &mut Applied, failures: &mut Failures) {
-        let chosen = (host.algorithm, host.forwarding);
-        if (self.shared.algorithm, self.shared.forwarding) == chosen {
-            return;
-        }
-        (self.shared.algorithm, self.shared.forwarding) = chosen;
-        self.count_connections(host.algorithm == Algorithm::LeastConnection, failures);
-        self.prepare(failures);
-        finish(self.v4.publish_by_the_nodes_choices(&mut self.shared), applied, failures);
-        finish(self.v6.publish_by_the_nodes_choices(&mut self.shared), applied, failures);
-        self.publish_waiting(applied, failures);
-    }
-
-    /// Publishes what waits, after something has made room in either family: both share `services`.
-    pub(crate) fn publish_waiting(&mut self, applied: &mut Applied, failures: &mut Failures) {
-        loop {
-            finish(self.v4.publish_waiting(&mut self.shared), applied, failures);
-            finish(self.v6.publish_waiting(&mut self.shared), applied, failures);
-            let demand = self.demand();
-            if demand.is_empty() {
-                return;
-            }
-            self.grow_or_rest(&demand, failures);
-            self.v4.entries.without_room.plan_anew();
-            self.v6.entries.without_room.plan_anew();
-        }
-    }
-
-    pub(crate) fn write_service_cidrs(&mut self, applied: &mut Applied, failures: &mut Failures) {
-        match self.service_cidrs.write(&self.v4, &self.v6) {
+    /// Writes the ranges of ClusterIPs if they must change.
+    pub(crate) fn write_cidrs(&mut self, applied: &mut Applied, failures: &mut Failures) {
+        match self.cidrs.write(&self.v4, &self.v6) {
             Ok(written) => *applied += written,
             Err(error) => failures.add("ServiceCIDRs", error),
         }
@@ -115,6 +97,44 @@ impl EbpfDataplane {
             && shared.has_only(&published)?)
     }
 
+    pub(crate) fn adopt(&mut self) -> Result<Vec<Stray>, Error> {
+        let names = self.shared.adopt()?;
+        let largest = self.v4.adopt(&self.shared, &names)?.max(self.v6.adopt(&self.shared, &names)?);
+        self.shared.continue_backend_ids(largest)?;
+        Ok(names.strays)
+    }
+}
+
+impl EbpfDataplane {
+    /// Follows the node's algorithm and forwarding, for all service ports that name none.
+    pub(crate) fn use_choices(&mut self, host: &Host, applied: &mut Applied, failures: &mut Failures) {
+        let chosen = (host.algorithm, host.forwarding);
+        if (self.services.shared.algorithm, self.services.shared.forwarding) == chosen {
+            return;
+        }
+        (self.services.shared.algorithm, self.services.shared.forwarding) = chosen;
+        self.count_connections(host.algorithm == Algorithm::LeastConnection, failures);
+        self.prepare(failures);
+        finish(self.services.v4.publish_by_the_nodes_choices(&mut self.services.shared), applied, failures);
+        finish(self.services.v6.publish_by_the_nodes_choices(&mut self.services.shared), applied, failures);
+        self.publish_waiting(applied, failures);
+    }
+
+    /// Publishes what waits, after something has made room in either family: both share `services`.
+    pub(crate) fn publish_waiting(&mut self, applied: &mut Applied, failures: &mut Failures) {
+        loop {
+            finish(self.services.v4.publish_waiting(&mut self.services.shared), applied, failures);
+            finish(self.services.v6.publish_waiting(&mut self.services.shared), applied, failures);
+            let demand = self.services.demand();
+            if demand.is_empty() {
+                return;
+            }
+            self.grow_or_rest(&demand, failures);
+            self.services.v4.entries.without_room.plan_anew();
+            self.services.v6.entries.without_room.plan_anew();
+        }
+    }
+
     /// Adopts what the maps hold, and writes what differs from the desired state.
     pub(crate) fn write_everything(
         &mut self,
@@ -122,13 +142,13 @@ impl EbpfDataplane {
         applied: &mut Applied,
         failures: &mut Failures,
     ) -> Result<(), Error> {
-        let strays = self.adopt()?;
-        self.count_connections(self.shared.goes_by_connections(desired), failures);
+        let strays = self.services.adopt()?;
+        self.count_connections(self.services.shared.goes_by_connections(desired), failures);
         self.prepare(failures);
-        if !self.is_synced {
+        if !self.services.is_synced {
             self.grow_ahead(desired, failures);
         }
-        let Self { shared, v4, v6, .. } = self;
+        let Services { shared, v4, v6, .. } = &mut self.services;
         finish(resync(v4, shared, desired), applied, failures);
         finish(resync(v6, shared, desired), applied, failures);
         for Stray { id, is_claimed } in strays {
@@ -143,25 +163,18 @@ impl EbpfDataplane {
         Ok(())
     }
 
-    pub(crate) fn adopt(&mut self) -> Result<Vec<Stray>, Error> {
-        let names = self.shared.adopt()?;
-        let largest = self.v4.adopt(&self.shared, &names)?.max(self.v6.adopt(&self.shared, &names)?);
-        self.shared.continue_backend_ids(largest)?;
-        Ok(names.strays)
-    }
-
     /// Writes what has changed.
     pub(crate) fn write_changes(&mut self, changes: &Changes) -> Result<Applied, crate::modes::Error> {
         let (mut applied, mut failures) = Default::default();
-        self.count_connections(self.shared.goes_by_connections(&changes.changed), &mut failures);
+        self.count_connections(self.services.shared.goes_by_connections(&changes.changed), &mut failures);
         self.prepare(&mut failures);
-        let Self { shared, v4, v6, .. } = self;
+        let Services { shared, v4, v6, .. } = &mut self.services;
         finish(apply(v4, shared, changes), &mut applied, &mut failures);
         finish(apply(v6, shared, changes), &mut applied, &mut failures);
         self.publish_waiting(&mut applied, &mut failures);
-        self.write_service_cidrs(&mut applied, &mut failures);
-        raise_epoch(&mut self.shared, &mut failures);
-        self.end_stale_sockets();
+        self.services.write_cidrs(&mut applied, &mut failures);
+        self.services.raise_epoch(&mut failures);
+        self.connections.end_stale_sockets(&mut self.services.shared);
         failures.into_result()?;
         Ok(applied)
     }
@@ -173,24 +186,24 @@ impl EbpfDataplane {
     ) -> Result<Applied, crate::modes::Error> {
         let (mut applied, mut failures) = Default::default();
         // Fast path: an inspection usually finds nothing to repair.
-        if self.has_only(desired)? {
+        if self.services.has_only(desired)? {
             self.prepare(&mut failures);
         } else {
             self.write_everything(desired, &mut applied, &mut failures)?;
         }
-        self.is_synced = true;
+        self.services.is_synced = true;
         if failures.is_empty() {
-            self.service_cidrs.synced();
+            self.services.cidrs.synced();
         }
-        self.write_service_cidrs(&mut applied, &mut failures);
-        raise_epoch(&mut self.shared, &mut failures);
-        self.end_stale_sockets();
-        self.shared.tables.services.forget();
-        self.v4.tables.slots.forget();
-        self.v6.tables.slots.forget();
+        self.services.write_cidrs(&mut applied, &mut failures);
+        self.services.raise_epoch(&mut failures);
+        self.connections.end_stale_sockets(&mut self.services.shared);
+        self.services.shared.tables.services.forget();
+        self.services.v4.tables.slots.forget();
+        self.services.v6.tables.slots.forget();
         // The lease is resumed even if something could not be written, because the other service
         // ports are served as desired.
-        match self.lease.resume(&self.shared.tables.lease) {
+        match self.lease.resume(&self.services.shared.tables.lease) {
             Ok(true) => self.keep_netfilter_ports(),
             Ok(false) => {}
             Err(error) => failures.add("lease", error),

@@ -3,7 +3,7 @@
 
 use std::{collections::BTreeSet, sync::Arc};
 
-use proxy_common::layout::{FrontendKey, SERVICE_LEAST_CONNECTION, ServiceName};
+use proxy_common::layout::{FrontendKey, SERVICE_LEAST_CONNECTION, ServiceName, Settings};
 
 use super::{
     allocate::{Range, Ranges},
@@ -52,6 +52,19 @@ pub(crate) struct Common {
 }
 
 impl Common {
+    /// Writes the settings if `change` makes them different, and returns true if it did.
+    pub(crate) fn write_settings(&self, change: impl FnOnce(&mut Settings)) -> Result<bool, Error> {
+        let table = &self.tables.settings;
+        let current = table.get(&0)?.unwrap_or_default();
+        let mut wanted = current;
+        wanted.probe_socket = 0;
+        change(&mut wanted);
+        if wanted != current {
+            table.set(&0, &wanted)?;
+        }
+        Ok(wanted != current)
+    }
+
     pub(crate) fn algorithm_of(&self, port: &DesiredPort) -> Algorithm {
         port.algorithm.unwrap_or(self.algorithm)
     }

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use proxy_common::inventory::table;
 
 use crate::modes::{
-    Usage,
+    MetricFamily, Usage,
     ebpf::{
         EbpfDataplane, connections::expire::Collector, error::Error, maps::family::TableFamily, node::FOUR,
         services::writer::FamilyWriter, view,
@@ -33,27 +33,53 @@ impl EbpfDataplane {
     /// Returns how full and how large the maps are, and the counters by reason.
     pub(crate) fn read_usage(&self) -> Result<Usage, crate::modes::Error> {
         let mut used = BTreeMap::from([
-            (table::services, u64::from(self.shared.ids.used().saturating_sub(1))),
-            (table::service_names, (self.v4.entries.services.len() + self.v6.entries.services.len()) as u64),
-            (table::interfaces, self.shared.tables.interfaces.read_all()?.len() as u64),
-            (table::vlan_devices, self.shared.tables.vlan_devices.read_all()?.len() as u64),
-            (table::pod_namespaces, self.shared.tables.pod_namespaces.read_all()?.len() as u64),
-            (table::redirect_sources, self.shared.tables.redirect_sources.read_all()?.len() as u64),
-            (table::redirect_targets, self.shared.tables.redirect_targets.read_all()?.len() as u64),
+            (table::services, u64::from(self.services.shared.ids.used().saturating_sub(1))),
+            (
+                table::service_names,
+                (self.services.v4.entries.services.len() + self.services.v6.entries.services.len()) as u64,
+            ),
+            (table::interfaces, self.services.shared.tables.interfaces.read_all()?.len() as u64),
+            (table::vlan_devices, self.services.shared.tables.vlan_devices.read_all()?.len() as u64),
+            (table::pod_namespaces, self.services.shared.tables.pod_namespaces.read_all()?.len() as u64),
+            (table::redirect_sources, self.services.shared.tables.redirect_sources.read_all()?.len() as u64),
+            (table::redirect_targets, self.services.shared.tables.redirect_targets.read_all()?.len() as u64),
             (
                 table::masquerade_ports,
-                view::status::masquerade_ports(&self.shared.tables)?.len().div_ceil(FOUR) as u64,
+                view::status::masquerade_ports(&self.services.shared.tables)?.len().div_ceil(FOUR) as u64,
             ),
             (table::settings, 1),
             (table::lease, 1),
         ]);
-        used.extend(used_by(&self.v4, &self.flows4)?);
-        used.extend(used_by(&self.v6, &self.flows6)?);
-        used.extend(self.affinity.counted());
-        used.extend(self.v4.tables.connections.used()?);
-        let counted = self.shared.tables.service_counters.capacity();
-        used.insert(table::service_counters, u64::from(counted.min(self.shared.ids.used())));
-        let may_grow = self.growth.may_grow(&self.shapes);
-        Ok(view::status::usage(&self.paths.maps(), &self.shapes, &may_grow, &used, &self.shared.tables)?)
+        used.extend(used_by(&self.services.v4, &self.connections.flows4)?);
+        used.extend(used_by(&self.services.v6, &self.connections.flows6)?);
+        used.extend(self.connections.affinity.counted());
+        used.extend(self.services.v4.tables.connections.used()?);
+        let counted = self.services.shared.tables.service_counters.capacity();
+        used.insert(table::service_counters, u64::from(counted.min(self.services.shared.ids.used())));
+        let may_grow = self.maps.may_grow();
+        Ok(view::status::usage(
+            &self.maps.paths.maps(),
+            &self.maps.shapes,
+            &may_grow,
+            &used,
+            &self.services.shared.tables,
+        )?)
+    }
+
+    /// Returns the metric families of this mode, as they are now.
+    pub(crate) fn read_metrics(&self) -> Result<Vec<MetricFamily>, crate::modes::Error> {
+        let v4 = self.services.v4.entries.services.iter().map(|(name, published)| (published.id, name));
+        let v6 = self.services.v6.entries.services.iter().map(|(name, published)| (published.id, name));
+        let (services, uncounted) = view::status::service_usage(&self.services.shared.tables, v4.chain(v6))?;
+        let ended = self.connections.stale_sockets.ended();
+        let mut families = view::metrics::families(
+            &self.read_usage()?,
+            &services,
+            uncounted,
+            ended,
+            self.connections.affinity.evicted(),
+        );
+        families.push(view::metrics::unattached_interfaces(self.hooks.unattached_count()));
+        Ok(families)
     }
 }

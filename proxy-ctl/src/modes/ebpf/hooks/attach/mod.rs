@@ -5,6 +5,7 @@
 //! without tcx (before 6.6) have filters on a clsact qdisc instead, which live as long as the
 //! interface. A folder on the bpffs remembers them.
 
+mod completeness;
 pub(crate) mod filters;
 mod refused;
 pub(crate) mod sockets;
@@ -25,12 +26,14 @@ use self::{
 use super::{
     load::{Programs, common_packet_programs, packet_program},
     order::{HookOrder, Misplaced},
+    program_log::KernelLog,
     refusal::is_refused,
     route_watch::RouteWatch,
     settling::Settling,
     xdp::attach::{Redirects, Transit},
 };
 use crate::{
+    config::{Ebpf, SocketLoadBalancing},
     model::node::{Interface, Role},
     modes::ebpf::{
         Error,
@@ -56,6 +59,10 @@ fn packet_programs(interface: &Interface) -> [&'static str; 2] {
 pub(crate) struct Hooks {
     paths: Paths,
     programs: Programs,
+    /// Log of the programs.
+    log: KernelLog,
+    /// True if all hooks run programs of the maps in use.
+    are_swapped: bool,
     cgroup: Option<Cgroup>,
     /// True if sockets are counted as connections, so that the hook `sock_release` is attached too.
     counts_sockets: bool,
@@ -70,8 +77,13 @@ pub(crate) struct Hooks {
     qdiscs: BTreeMap<u32, String>,
     /// New workload interfaces, which others may still change. It is used without tcx only.
     settling: Settling,
-    /// Duration for which a new workload interface is left alone after its last change.
+    /// Duration for which a new workload interface is left alone after its last change, on a kernel
+    /// without tcx.
     pause: Duration,
+    /// True if CNI's bandwidth plugin was seen on the node.
+    is_beside_plugin: bool,
+    /// Processes whose connections socket hooks translate.
+    sockets: SocketLoadBalancing,
     /// The direction of each interface at which attaching has failed last. It is tried first, so
     /// that packets are not translated in one direction alone for a moment at each attempt.
     failed_last: BTreeMap<u32, Direction>,
@@ -90,25 +102,33 @@ pub(crate) struct Hooks {
 impl Hooks {
     /// Creates the hooks. The socket hooks go to `cgroup`; `None` detaches those of a former
     /// controller.
-    pub(crate) fn new(paths: Paths, programs: Programs, cgroup: Option<Cgroup>, transit: Transit) -> Self {
-        let links = LinkPins::default();
+    pub(crate) fn new(
+        paths: Paths,
+        (programs, log): (Programs, KernelLog),
+        cgroup: Option<Cgroup>,
+        config: &Ebpf,
+    ) -> Self {
         Self {
             paths,
             programs,
+            log,
+            are_swapped: true,
             cgroup,
             counts_sockets: false,
-            links,
+            links: LinkPins::default(),
             tcx: None,
             interfaces: BTreeMap::new(),
             unattached: BTreeMap::new(),
             qdiscs: BTreeMap::new(),
             settling: Settling::default(),
             pause: Duration::ZERO,
+            is_beside_plugin: false,
+            sockets: config.sockets(),
             failed_last: BTreeMap::new(),
             unswapped: BTreeSet::new(),
             have_sockets_failed: false,
             order: HookOrder::default(),
-            transit,
+            transit: Transit::new(config.xdp),
             route_watch: None,
             is_watch_missed: false,
         }
@@ -124,11 +144,6 @@ impl Hooks {
     /// [`attach_sockets`](Self::attach_sockets) calls too.
     pub(crate) const fn count_sockets(&mut self, are_counted: bool) {
         self.counts_sockets = are_counted;
-    }
-
-    /// Sets for how long a new workload interface is left alone where the kernel has no tcx.
-    pub(crate) const fn leave_new_interfaces(&mut self, pause: Duration) {
-        self.pause = pause;
     }
 
     /// Attaches to exactly these interfaces. What is attached already is looked at again, so that a
@@ -183,22 +198,6 @@ impl Hooks {
             }
         }
         (any, failures)
-    }
-
-    /// Returns true if some interfaces wait for their programs.
-    pub(crate) fn has_waiting(&self) -> bool {
-        self.settling.waiting().next().is_some()
-    }
-
-    /// Returns true if the last attempt to attach to some interface has failed.
-    pub(crate) fn have_failed(&self) -> bool {
-        !self.failed_last.is_empty()
-    }
-
-    /// Returns true if some hook may run other programs than those that are loaded. A hook that
-    /// takes no program of ours runs none of them.
-    pub(crate) fn may_run_former(&self) -> bool {
-        self.have_sockets_failed || !self.unswapped.is_empty()
     }
 
     /// Returns true if the interface waits for [`attach_settled`](Self::attach_settled). An
@@ -271,7 +270,7 @@ impl Hooks {
     }
 
     /// Makes every hook run the programs that are loaded.
-    pub(crate) fn swap(&mut self) -> Failures {
+    fn swap(&mut self) -> Failures {
         self.attach_all(|_| ())
     }
 
@@ -321,13 +320,13 @@ impl Hooks {
     }
 
     /// Puts our programs back to the first position of these hooks, and swaps all others for
-    /// `programs` too.
+    /// these programs too.
     ///
-    /// `programs` are loaded anew, because the kernel takes a program only once at a hook, and no
+    /// The programs are loaded anew, because the kernel takes a program only once at a hook, and no
     /// packet may meet none. For the time of a system call, a packet meets both. The second one
     /// finds it translated.
-    pub(crate) fn mend(&mut self, programs: Programs, misplaced: &[Misplaced]) -> Failures {
-        self.programs = programs;
+    pub(crate) fn mend(&mut self, loaded: (Programs, KernelLog), misplaced: &[Misplaced]) -> Failures {
+        (self.programs, self.log) = loaded;
         let mut failures = Failures::default();
         for Misplaced { interface, direction } in misplaced {
             match self.move_link(interface, *direction) {
@@ -372,17 +371,6 @@ impl Hooks {
         self.transit.refusals()
     }
 
-    /// Returns true if filters are used, and a workload interface has an ingress qdisc other than
-    /// clsact, such as that of CNI's bandwidth plugin.
-    pub(crate) fn meets_bandwidth_plugin(&self) -> bool {
-        self.unattached.values().any(|refusal| refusal.is_place_taken)
-    }
-
-    /// Returns true if new workload interfaces may have to wait.
-    pub(crate) fn uses_filters(&self) -> bool {
-        self.tcx == Some(false)
-    }
-
     /// Returns between which interfaces XDP may redirect packets.
     pub(crate) fn redirects(&self) -> Redirects {
         self.transit.redirects()
@@ -404,6 +392,11 @@ impl Hooks {
             }
             Err(_) => {}
         }
+    }
+
+    /// Writes what the programs have logged.
+    pub(crate) fn follow_log(&mut self) -> Result<(), Error> {
+        self.log.follow()
     }
 
     /// Loads the programs that most nodes need, before the interfaces are known.

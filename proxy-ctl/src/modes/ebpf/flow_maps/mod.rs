@@ -16,6 +16,8 @@
 //! `before`, some programs may use that map and others the new one. So it copies before it swaps
 //! all programs, and once more after that.
 
+mod follow;
+
 use std::{collections::BTreeMap, fs, os::fd::AsFd as _, time::Duration};
 
 use aya::Pod;
@@ -45,7 +47,7 @@ use crate::sys::{
 };
 
 /// The time after which flows open again in any case. A copy of a million flows takes a second.
-pub(super) const HELD_FOR: Duration = Duration::from_secs(5);
+const HELD_FOR: Duration = Duration::from_secs(5);
 
 /// The changes to the sizes of flow maps that are still to be made.
 #[derive(Debug, Default)]

@@ -4,11 +4,10 @@ use std::{path::PathBuf, time::Duration};
 
 use proxy_common::flow::FlowLifetimes;
 pub use proxy_common::inventory::Limits;
-use serde::{Deserialize, Serialize};
 
 use super::{Config, Keyword};
 use crate::model::{
-    node::Role,
+    node::{Encapsulation, Role},
     objects::{Algorithm, Forwarding, NodeForwarding},
 };
 
@@ -79,17 +78,6 @@ impl Keyword for SourceAddress {
 impl Keyword for Forwarding {
     const WORDS: &'static [(&'static str, Self)] =
         &[("snat", Self::Snat), ("dsr", Self::Dsr), ("hybrid", Self::Hybrid)];
-}
-
-/// The encapsulation of packets to backends on other nodes in direct server return.
-#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
-#[serde(rename_all = "camelCase")]
-pub enum Encapsulation {
-    /// A second IP header.
-    #[default]
-    Ip,
-    /// The headers of IP, UDP and Geneve.
-    Geneve,
 }
 
 impl Keyword for Encapsulation {

@@ -29,8 +29,8 @@ pub use access::Keyword;
 pub use command_line::{CommandLine, FlagError, VersionFormat};
 pub use document::LEFT_OUT_ELSEWHERE;
 pub use ebpf::{
-    Ebpf, Encapsulation, Interfaces, Limits, NamePattern, SocketLoadBalancing, SourceAddress,
-    UnallocatedServiceAddresses, Xdp,
+    Ebpf, Interfaces, Limits, NamePattern, SocketLoadBalancing, SourceAddress, UnallocatedServiceAddresses,
+    Xdp,
 };
 pub use feature_gates::{ALLOW_SERVICE_EXTERNAL_IPS, WATCH_LIST_CLIENT, is_gone as is_gone_gate};
 pub use fields::{FIELDS, Field};
@@ -40,18 +40,10 @@ pub use media::Encoding;
 pub use resolve::{Effective, Origin};
 pub use url::without_userinfo;
 
-/// The mode that was asked for: `mode` of the file, or `--proxy-mode` of the command line.
-#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub enum RequestedMode {
-    /// No mode was asked for.
-    #[default]
-    Automatic,
-    Ebpf,
-    Nftables,
-    Iptables,
-    Ipvs,
-    Userspace,
-}
+pub use crate::model::{
+    mode::RequestedMode,
+    node::{Encapsulation, PortRange},
+};
 
 impl Keyword for RequestedMode {
     const WORDS: &'static [(&'static str, Self)] = &[
@@ -214,13 +206,6 @@ pub struct Winkernel {
     pub forward_health_check_vip: bool,
 }
 
-/// The ports from `first` to `last`. `last` is not smaller than `first`.
-#[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub struct PortRange {
-    pub first: u16,
-    pub last: u16,
-}
-
 impl PortRange {
     /// Parses a range such as `8000-9000`, `8000+1000` or `8000`.
     fn parse(text: &str) -> Option<Self> {
@@ -233,13 +218,6 @@ impl PortRange {
             (number(text)?, number(text)?)
         };
         (first > 0 && first <= last).then_some(Self { first, last })
-    }
-}
-
-impl std::fmt::Display for PortRange {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self { first, last } = self;
-        if first == last { write!(f, "{first}") } else { write!(f, "{first}-{last}") }
     }
 }
 

@@ -1,15 +1,13 @@
 //! The node in the words of the model: its interfaces, their roles, and what a mode needs to know
 //! of it.
 
-use std::{collections::BTreeSet, net::IpAddr};
+use std::{collections::BTreeSet, fmt, net::IpAddr};
 
 use ipnet::IpNet;
 use proxy_common::flow::FlowLifetimes;
+use serde::{Deserialize, Serialize};
 
-use crate::{
-    config::{Encapsulation, PortRange},
-    model::objects::{Algorithm, NodeForwarding},
-};
+use crate::model::objects::{Algorithm, NodeForwarding};
 
 /// The node's own addresses and interfaces, as its kernel has them.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
@@ -22,6 +20,31 @@ pub struct NodeNetwork {
     /// True if CNI's bandwidth plugin has limited a pod since the process began to follow
     /// interfaces.
     pub limits_bandwidth: bool,
+}
+
+/// The ports from `first` to `last`. `last` is not smaller than `first`.
+#[derive(Clone, Copy, Debug, Eq, PartialEq)]
+pub struct PortRange {
+    pub first: u16,
+    pub last: u16,
+}
+
+impl fmt::Display for PortRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { first, last } = self;
+        if first == last { write!(f, "{first}") } else { write!(f, "{first}-{last}") }
+    }
+}
+
+/// The encapsulation of packets to backends on other nodes in direct server return.
+#[derive(Clone, Copy, Debug, Default, Deserialize, Eq, Ord, PartialEq, PartialOrd, Serialize)]
+#[serde(rename_all = "camelCase")]
+pub enum Encapsulation {
+    /// A second IP header.
+    #[default]
+    Ip,
+    /// The headers of IP, UDP and Geneve.
+    Geneve,
 }
 
 /// The node as its dataplane sees it: its network, what the configuration selects of it, and the

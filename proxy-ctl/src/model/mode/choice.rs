@@ -1,7 +1,19 @@
 //! Chooses the first mode that can run for what was asked for.
 
 use super::{Mode, Probe};
-use crate::config::RequestedMode;
+
+/// The mode that was asked for: `mode` of the file, or `--proxy-mode` of the command line.
+#[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
+pub enum RequestedMode {
+    /// No mode was asked for.
+    #[default]
+    Automatic,
+    Ebpf,
+    Nftables,
+    Iptables,
+    Ipvs,
+    Userspace,
+}
 
 #[derive(Clone, Debug, Eq, PartialEq)]
 pub struct ChosenMode {

@@ -16,7 +16,7 @@ pub(crate) mod recorded;
 #[cfg(test)]
 mod tests;
 
-pub use choice::{ChosenMode, Refusal, choose};
+pub use choice::{ChosenMode, Refusal, RequestedMode, choose};
 pub use facts::{Backend, Capabilities, HostFacts, IPVS_PARAMETERS, KernelVersion, Tool, Version};
 pub use kernel_modules::{KernelModule, ModuleState, ModuleTexts, Modules};
 

@@ -4,7 +4,6 @@ use super::{
     recorded::{ALL, Host},
     *,
 };
-use crate::config::RequestedMode;
 
 fn probe(mode: Mode, missing: &[&str]) -> Probe {
     let all = Requirement::new("key", "name", true);

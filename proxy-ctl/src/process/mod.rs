@@ -10,13 +10,9 @@
 //! 5. The process ends by a signal, a failure, or a change of the [`own_node`] or of the
 //!    configuration ([`reload`]) that needs a new process. What is programmed goes on working.
 
-mod checks;
 mod cleanup;
-mod config_changes;
 mod dataplane_thread;
 mod event;
-mod filling_tables;
-mod kernel;
 mod mode_choice;
 mod own_node;
 mod proxy;
@@ -26,7 +22,5 @@ mod run;
 mod set_up;
 mod settings;
 mod source;
-mod unattached_interfaces;
-mod unsupported_services;
 
 pub use self::{record::Record, run::run, settings::Settings};

@@ -13,13 +13,13 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     cleanup::LeftoverRemoval,
-    event, filling_tables, mode_choice, own_node,
+    event::{self, filling_tables, unattached_interfaces, unsupported_services},
+    mode_choice, own_node,
     record::{self, Record, RecordInputs, UnsupportedField},
     reload::Reload,
     set_up,
     settings::Settings,
     source::Source,
-    unattached_interfaces, unsupported_services,
 };
 use crate::{
     config::{CommandLine, Config},

@@ -11,11 +11,9 @@ use tokio::{
 
 use super::{
     dataplane_thread::{self, DataplaneEnd},
-    event,
-    kernel::Kernel,
-    mode_choice,
+    event, mode_choice,
     proxy::Proxy,
-    set_up,
+    set_up::{self, kernel::Kernel},
     settings::{self, Settings},
     source::Source,
 };

@@ -21,16 +21,16 @@ use crate::{config::Conntrack, node::facts};
 
 /// A file of the kernel that holds a number.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) struct Parameter {
+pub(in crate::process) struct Parameter {
     /// The path from the root directory, without a leading slash.
-    pub(super) path: &'static str,
-    pub(super) wanted: Wanted,
+    pub(in crate::process) path: &'static str,
+    pub(in crate::process) wanted: Wanted,
     /// The field of the configuration that asks for it.
-    pub(super) field: &'static str,
+    pub(in crate::process) field: &'static str,
 }
 
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Wanted {
+pub(in crate::process) enum Wanted {
     Exactly(u64),
     AtLeast(u64),
 }
@@ -65,7 +65,7 @@ const MOST_SCALED: u64 = 1 << 20;
 
 /// Returns the parameters that the configuration asks for on a node with this many cores, in the
 /// order of writing.
-pub(super) fn wanted(config: &Conntrack, cores: u32) -> Vec<Parameter> {
+pub(in crate::process) fn wanted(config: &Conntrack, cores: u32) -> Vec<Parameter> {
     let [max, established, close_wait, be_liberal, udp, udp_stream] = NETFILTER;
     let mut parameters = Vec::new();
     let mut add = |path, wanted, field| parameters.push(Parameter { path, wanted, field });
@@ -101,7 +101,7 @@ fn conntrack_max(config: &Conntrack, cores: u32) -> Option<u64> {
 }
 
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Error {
+pub(in crate::process) enum Error {
     #[error("reading {} for {field}: {source}", path.display())]
     Read { path: PathBuf, field: &'static str, source: io::Error },
     #[error("setting {} to {value} for {field}: {source}{}", path.display(), hint(source))]
@@ -129,16 +129,16 @@ enum ParameterOutcome {
 
 /// Parameters that could not be set, which does not end the start.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub(super) struct Skipped {
-    pub(super) missing: Vec<PathBuf>,
-    pub(super) read_only: Vec<PathBuf>,
+pub(in crate::process) struct Skipped {
+    pub(in crate::process) missing: Vec<PathBuf>,
+    pub(in crate::process) read_only: Vec<PathBuf>,
     /// Parameters that this process may not write, because it runs without CAP_NET_ADMIN.
-    pub(super) forbidden: Vec<PathBuf>,
+    pub(in crate::process) forbidden: Vec<PathBuf>,
 }
 
 /// The kernel's files below a root directory.
 #[derive(Clone, Debug)]
-pub(super) struct Kernel {
+pub(in crate::process) struct Kernel {
     root: PathBuf,
     /// True if it is an error that parameters may not be set, because the process should have the
     /// right to.
@@ -152,12 +152,12 @@ impl Default for Kernel {
 }
 
 impl Kernel {
-    pub(super) fn below(root: impl Into<PathBuf>) -> Self {
+    pub(in crate::process) fn below(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), must_set: true }
     }
 
     /// Sets parameters that differ, and logs the new values. Stops at the first error.
-    pub(super) fn set(&self, parameters: &[Parameter]) -> Result<Skipped, Error> {
+    pub(in crate::process) fn set(&self, parameters: &[Parameter]) -> Result<Skipped, Error> {
         let mut skipped = Skipped::default();
         for parameter in parameters {
             match self.set_one(parameter)? {
@@ -205,7 +205,7 @@ impl Kernel {
 
     /// Returns the number of online CPUs of the machine, with those that this process may not use.
     /// `None` if it is unknown.
-    pub(super) fn cores(&self) -> Option<u32> {
+    pub(in crate::process) fn cores(&self) -> Option<u32> {
         let folder = self.path("sys/devices/system/cpu");
         let names = fs::read_dir(&folder).ok()?;
         let is_core = |name: &str| {

@@ -4,11 +4,10 @@ use std::collections::BTreeMap;
 
 use tokio::sync::watch;
 
-use super::event;
-use crate::{events::Recorder, modes::HookProblems};
+use crate::{events::Recorder, modes::HookProblems, process::event};
 
 /// Sends the events. It ends when there is no dataplane any more.
-pub(super) async fn follow(mut problems: watch::Receiver<HookProblems>, events: Recorder) {
+pub(in crate::process) async fn follow(mut problems: watch::Receiver<HookProblems>, events: Recorder) {
     let mut told = BTreeMap::new();
     loop {
         let now = problems.borrow_and_update().filling.clone();

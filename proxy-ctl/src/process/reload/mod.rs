@@ -1,5 +1,7 @@
 //! Follows the configuration file while the process runs.
 
+mod config_changes;
+
 use std::{
     path::{Path, PathBuf},
     sync::Arc,
@@ -10,7 +12,12 @@ use anyhow::anyhow;
 use serde_json::Value;
 use tokio::{sync::watch, time::timeout};
 
-use super::{config_changes::ConfigChanges, event, kernel::Kernel, mode_choice, set_up, settings::Settings};
+use self::config_changes::ConfigChanges;
+use super::{
+    event, mode_choice,
+    set_up::{self, kernel::Kernel},
+    settings::Settings,
+};
 use crate::{
     config::{CommandLine, Config},
     events::Recorder,

@@ -12,21 +12,21 @@ use crate::{
 
 /// The facts of the node that settings can contradict.
 #[derive(Clone, Debug)]
-pub(super) struct NodeFacts {
-    pub(super) ips: NodeIps,
-    pub(super) pod_cidrs: Vec<IpNet>,
+pub(in crate::process) struct NodeFacts {
+    pub(in crate::process) ips: NodeIps,
+    pub(in crate::process) pod_cidrs: Vec<IpNet>,
     /// True if the kernel has both address families.
-    pub(super) dual_stack: bool,
+    pub(in crate::process) dual_stack: bool,
 }
 
 /// The result of a check. The proxy must not start with `fatal` findings.
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
-pub(super) struct Findings {
-    pub(super) warnings: Vec<String>,
-    pub(super) fatal: Vec<String>,
+pub(in crate::process) struct Findings {
+    pub(in crate::process) warnings: Vec<String>,
+    pub(in crate::process) fatal: Vec<String>,
 }
 
-pub(super) fn check(config: &Config, node: &NodeFacts) -> Findings {
+pub(in crate::process) fn check(config: &Config, node: &NodeFacts) -> Findings {
     let mut findings = Findings::default();
     findings.warnings.extend(node_ports(config, node));
     let wrong = other(node.ips.primary);
@@ -61,7 +61,7 @@ pub(super) fn check(config: &Config, node: &NodeFacts) -> Findings {
 
 /// Returns kube-proxy's error for a detection mode without networks. Mode ebpf does not need
 /// networks.
-pub(super) fn nothing_is_local(config: &Config, node: &NodeFacts) -> Option<&'static str> {
+pub(in crate::process) fn nothing_is_local(config: &Config, node: &NodeFacts) -> Option<&'static str> {
     let (networks, nothing) = match config.detect_local_mode {
         LocalMode::ClusterCidr => (
             &config.cluster_cidrs,

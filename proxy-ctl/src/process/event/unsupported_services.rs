@@ -16,11 +16,11 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-use super::{event, record::UnsupportedField};
 use crate::{
     controller::Coverage,
     events::{Event, Recorder},
     model::objects::ObjectName,
+    process::{event, record::UnsupportedField},
 };
 
 /// The event that was sent about each Service.
@@ -29,21 +29,21 @@ type Told = BTreeMap<ObjectName, Event>;
 /// The time over which nodes spread the moments at which they report the same Service.
 const SPREAD: Duration = Duration::from_secs(30);
 /// The most events that a node sends in an hour.
-pub(super) const MOST_IN_AN_HOUR: usize = 20;
-pub(super) const HOUR: Duration = Duration::from_secs(3_600);
+pub(in crate::process) const MOST_IN_AN_HOUR: usize = 20;
+pub(in crate::process) const HOUR: Duration = Duration::from_secs(3_600);
 
 /// The last events of this node, at most [`MOST_IN_AN_HOUR`].
 #[derive(Debug, Default)]
-pub(super) struct Allowance(VecDeque<Instant>);
+pub(in crate::process) struct Allowance(VecDeque<Instant>);
 
 impl Allowance {
     /// Returns when the next event may be sent, `now` or later.
-    pub(super) fn next(&self, now: Instant) -> Instant {
+    pub(in crate::process) fn next(&self, now: Instant) -> Instant {
         let is_spent = self.0.len() >= MOST_IN_AN_HOUR;
         self.0.front().filter(|_| is_spent).map_or(now, |oldest| now.max(*oldest + HOUR))
     }
 
-    pub(super) fn spend(&mut self, now: Instant) {
+    pub(in crate::process) fn spend(&mut self, now: Instant) {
         if self.0.len() >= MOST_IN_AN_HOUR {
             self.0.pop_front();
         }
@@ -56,7 +56,7 @@ impl Allowance {
 /// `told` has the fields that events have reported, at first those of a predecessor. `node` is the
 /// own name. The allowance is not kept over a restart, which lets the node report
 /// [`MOST_IN_AN_HOUR`] more.
-pub(super) async fn follow(
+pub(in crate::process) async fn follow(
     mut coverage: watch::Receiver<Coverage>,
     told: &watch::Sender<Vec<UnsupportedField>>,
     node: &str,

@@ -9,11 +9,11 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-use super::{event, unsupported_services::Allowance};
-use crate::{events::Recorder, modes::HookProblems};
+use super::unsupported_services::Allowance;
+use crate::{events::Recorder, modes::HookProblems, process::event};
 
 /// Sends the events. It ends when there is no dataplane any more.
-pub(super) async fn follow(mut problems: watch::Receiver<HookProblems>, events: Recorder) {
+pub(in crate::process) async fn follow(mut problems: watch::Receiver<HookProblems>, events: Recorder) {
     let (mut told, mut allowance) = (BTreeMap::new(), Allowance::default());
     loop {
         let now = problems.borrow_and_update().unattached.clone();

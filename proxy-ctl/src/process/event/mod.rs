@@ -1,5 +1,9 @@
 //! Events about this node's proxy. Reasons, actions and types are kube-proxy's, so that existing
-//! alerts work.
+//! alerts work. The files beside this one say when some of them are sent.
+
+pub(super) mod filling_tables;
+pub(super) mod unattached_interfaces;
+pub(super) mod unsupported_services;
 
 use std::{fmt, io, net::SocketAddr, path::PathBuf};
 
@@ -11,25 +15,25 @@ use crate::{
 const START: &str = "StartKubeProxy";
 
 /// Returns the event for a node that is set up, when the proxy begins to serve.
-pub(super) fn starting() -> Event {
+pub(in crate::process) fn starting() -> Event {
     Event::node(Type::Normal, "Starting", START, "")
 }
 
 /// Returns the event for an address of /healthz that cannot be bound, which ends the process
 /// because of `bindAddressHardFail`.
-pub(super) fn healthz_failed(error: &dyn fmt::Display) -> Event {
+pub(in crate::process) fn healthz_failed(error: &dyn fmt::Display) -> Event {
     Event::node(Type::Warning, "FailedToStartProxierHealthcheck", START, error.to_string())
 }
 
 /// Returns the event for an address of /metrics that cannot be bound, which ends the process
 /// because of `bindAddressHardFail`.
-pub(super) fn metrics_failed(error: &dyn fmt::Display) -> Event {
+pub(in crate::process) fn metrics_failed(error: &dyn fmt::Display) -> Event {
     Event::node(Type::Warning, "FailedToStartMetricServer", START, error.to_string())
 }
 
 /// Returns the event for a port that cannot be bound and at which a load balancer asks for a
 /// Service's endpoints. `node` is the own Node's name.
-pub(super) fn service_health_failed(
+pub(in crate::process) fn service_health_failed(
     node: &str,
     service: &ObjectName,
     address: SocketAddr,
@@ -60,7 +64,7 @@ fn in_go(error: &io::Error) -> String {
 
 /// Returns the event for kernel parameters that could not be set because their file systems are
 /// mounted read-only. Newer kube-proxies end instead.
-pub(super) fn read_only(paths: &[PathBuf]) -> Event {
+pub(in crate::process) fn read_only(paths: &[PathBuf]) -> Event {
     let paths: Vec<_> = paths.iter().map(|path| path.display().to_string()).collect();
     let note = format!(
         "CRI error: /sys is read-only: cannot modify conntrack limits, problems may arise later ({})",
@@ -71,19 +75,23 @@ pub(super) fn read_only(paths: &[PathBuf]) -> Event {
 
 /// Returns the event for rules of another kube-proxy that are still there, with the reason.
 /// kube-proxy has no such event.
-pub(super) fn former_rules_stay(problem: &str) -> Event {
+pub(in crate::process) fn former_rules_stay(problem: &str) -> Event {
     Event::node(Type::Warning, "KubeProxyRulesRemain", "RemoveKubeProxyRules", problem)
 }
 
 /// Returns the event for rules that are there again after their removal, because another kube-proxy
 /// runs. kube-proxy has no such event.
-pub(super) fn former_rules_are_back(parts: &str) -> Event {
+pub(in crate::process) fn former_rules_are_back(parts: &str) -> Event {
     Event::node(Type::Warning, "KubeProxyRulesReturned", "RemoveKubeProxyRules", parts)
 }
 
 /// Returns the event for a Service that is not served as it asks. If `leaves_unserved` is true,
 /// clients cannot reach some of its frontends. kube-proxy has no such event.
-pub(super) fn service_not_served_as_asked(service: ObjectName, leaves_unserved: bool, note: String) -> Event {
+pub(in crate::process) fn service_not_served_as_asked(
+    service: ObjectName,
+    leaves_unserved: bool,
+    note: String,
+) -> Event {
     Event {
         event_type: Type::Warning,
         regarding: Regarding::Service(service),
@@ -96,13 +104,13 @@ pub(super) fn service_not_served_as_asked(service: ObjectName, leaves_unserved: 
 
 /// Returns the event for a workload's interface that packet programs cannot be attached to, with
 /// the reason. kube-proxy has no such event.
-pub(super) fn interface_not_attached(problem: &str) -> Event {
+pub(in crate::process) fn interface_not_attached(problem: &str) -> Event {
     let note = format!("{problem}; packets of this workload do not reach the programs of mode ebpf");
     Event::node(Type::Warning, "InterfaceNotAttached", "AttachPrograms", note)
 }
 
 /// Returns the event for a flow map that is three quarters full. kube-proxy has no such event.
-pub(super) fn flows_filling(table: &str, rows: u64) -> Event {
+pub(in crate::process) fn flows_filling(table: &str, rows: u64) -> Event {
     let note = format!(
         "map {table} of established flows is three quarters full ({rows} entries): when it is full, new \
          connections may be forgotten while they are open; raise ebpf.limits.flows"
@@ -112,26 +120,26 @@ pub(super) fn flows_filling(table: &str, rows: u64) -> Event {
 
 /// Returns the event for a mode that was chosen instead of the one that was asked for, with the
 /// reason. kube-proxy has no such event.
-pub(super) fn mode_fallback(why: &str) -> Event {
+pub(in crate::process) fn mode_fallback(why: &str) -> Event {
     Event::node(Type::Warning, "ProxyModeFallback", "ChooseMode", why)
 }
 
 /// Returns the event that kube-proxy sends from version 1.35 on.
-pub(super) fn ipvs_is_deprecated() -> Event {
+pub(in crate::process) fn ipvs_is_deprecated() -> Event {
     let note = "mode ipvs is deprecated in Kubernetes, which may remove it; mode nftables is meant to take its place";
     Event::node(Type::Warning, "IPVSDeprecation", "StartKubeProxy", note)
 }
 
 /// Returns the event for a mode that the configuration asks for and that could not take over.
 /// kube-proxy has no such event.
-pub(super) fn mode_refused(wanted: Mode, at_work: Mode, problem: &str) -> Event {
+pub(in crate::process) fn mode_refused(wanted: Mode, at_work: Mode, problem: &str) -> Event {
     let note = format!("mode {wanted} cannot take over, mode {at_work} stays active: {problem}");
     Event::node(Type::Warning, "ProxyModeRefused", "SwitchMode", &note)
 }
 
 /// Returns the event for a configuration file that was replaced by one that is not valid.
 /// kube-proxy has no such event.
-pub(super) fn invalid_configuration(problem: &str) -> Event {
+pub(in crate::process) fn invalid_configuration(problem: &str) -> Event {
     Event::node(Type::Warning, "InvalidConfiguration", "ReadConfiguration", problem)
 }
 

@@ -3,8 +3,7 @@
 
 use serde_json::Value;
 
-use super::settings::is_within;
-use crate::config::LEFT_OUT_ELSEWHERE;
+use crate::{config::LEFT_OUT_ELSEWHERE, process::settings::is_within};
 
 /// The fields, and sections with everything in them, that the running process takes over.
 const LIVE: [&str; 18] = [
@@ -78,7 +77,7 @@ mod tests {
 
     #[test]
     fn fields_that_are_taken_over_are_documented() {
-        let page = include_str!("../../../docs/life-cycle.md");
+        let page = include_str!("../../../../docs/life-cycle.md");
         let listed: Vec<_> =
             page.lines().filter_map(|line| line.strip_prefix("- `")?.split('`').next()).collect();
         assert_eq!(listed, LIVE);

@@ -2,15 +2,17 @@
 //! kernel parameters, report what in the configuration does not fit the node, and send the event
 //! `Starting`.
 
+mod checks;
+pub(super) mod kernel;
+
 use std::{fs, thread};
 
 use anyhow::bail;
 use tokio::sync::watch;
 
+use self::{checks::NodeFacts, kernel::Kernel};
 use super::{
-    checks::{self, NodeFacts},
     event,
-    kernel::{self, Kernel},
     own_node::{self, Patience},
 };
 use crate::{

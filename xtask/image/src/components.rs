@@ -224,7 +224,7 @@ mod tests {
         }
         // These crates belong to tests or build scripts, are run by the compiler, or are for
         // another system.
-        for name in ["insta", "cc", "serde_derive", "windows-sys"] {
+        for name in ["rstest", "cc", "serde_derive", "windows-sys"] {
             assert!(listed(name).is_none(), "{name} is not in the binary");
         }
         let kube = listed("kube").unwrap();

@@ -119,8 +119,8 @@ pub trait Dataplane: Programmed + Send {
     }
 }
 
-/// What a mode with packet programs has beyond the others. A secondary mode may serve what the
-/// programs cannot.
+/// The methods that a mode with packet programs has beyond the others. A secondary mode may serve
+/// what the programs cannot.
 pub trait PacketMode {
     /// Attaches programs to interfaces, if the last `set_host` has left that for later. A kernel
     /// needs 20 ms for a hook, and nobody has to wait for hundreds of them. It is called after each
@@ -155,8 +155,8 @@ pub trait PacketMode {
 pub enum Known {
     /// Everything, as another mode may have changed what is there.
     Everything,
-    /// What the secondary mode has written. Another dataplane adopts it, so it is released too. The
-    /// next write opens the secondary mode again.
+    /// The rules of the secondary mode. Another dataplane adopts them, so the mode is released too.
+    /// The next write opens it again.
     OfSecondaryMode,
 }
 

@@ -154,7 +154,7 @@ pub(super) fn write_masquerade_ports(shared: &Common) -> Result<bool, Error> {
     Ok(changed)
 }
 
-/// What is known of the node, as of the last `set_host`.
+/// The state of the node, as of the last `set_host`.
 #[derive(Debug, Default)]
 pub(super) struct NodeState {
     pub(super) interfaces: Vec<Interface>,

@@ -20,9 +20,12 @@ use crate::{
     modes::ebpf::{
         Error,
         maps::{
-            counts::{ConnectionTables, Counted, Kind, Tally},
             family::TableFamily,
-            tables::{FamilyTables, pinned_table},
+            tables::{
+                FamilyTables,
+                counts::{ConnectionTables, Counted, Kind, Tally},
+                pinned_table,
+            },
         },
     },
     sys::{

@@ -20,9 +20,8 @@ use crate::{
     modes::ebpf::{
         Error,
         maps::{
-            counts::Kind,
             family::TableFamily,
-            tables::{FamilyTables, Table},
+            tables::{FamilyTables, Table, counts::Kind},
         },
         services::writer::Failures,
     },

@@ -17,7 +17,7 @@ use crate::{
 /// have taken one. Until then, some may be in their handshake, and lists leave these out.
 const COLLECTIONS_OF_HANDSHAKES: u32 = 60;
 
-/// What is known of the connections that netfilter translates.
+/// The knowledge of the connections that netfilter translates.
 #[derive(Debug)]
 pub(crate) struct NetfilterConnections {
     pub(crate) keep_ports: KeepPorts,

@@ -1,7 +1,6 @@
 //! The BPF maps as files and typed handles: their shapes, pins, folders and sizes, and lookups in
 //! them. Nothing here decides what they hold.
 
-pub(super) mod counts;
 pub(super) mod family;
 pub(super) mod filling;
 pub(super) mod lookups;

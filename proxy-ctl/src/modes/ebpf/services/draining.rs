@@ -44,12 +44,6 @@ pub(super) fn with_draining(port: &Arc<DesiredPort>, forwarding: Forwarding) -> 
     Arc::new(DesiredPort { endpoints, ..DesiredPort::clone(port) })
 }
 
-/// Returns true if the endpoint was added by [`with_draining`], provided that others of the set
-/// have weight.
-pub(super) const fn is_draining(endpoint: &Endpoint) -> bool {
-    endpoint.local && endpoint.terminating && endpoint.weight == 0
-}
-
 /// Returns true if clients outside can be sent to endpoints that have weight.
 pub(super) fn has_weight(endpoints: &Endpoints) -> bool {
     members(endpoints, &endpoints.external).any(|endpoint| endpoint.weight > 0)
@@ -70,7 +64,7 @@ mod tests {
             objects::{self, Algorithm},
             test_support::{HERE, local, remote, service, shown, slice},
         },
-        modes::ebpf::services::entries::{Arrangement, backend_flags, contents},
+        modes::ebpf::services::entries::{Arrangement, backend_flags, contents, is_draining},
     };
 
     /// Returns a service port with a node port.

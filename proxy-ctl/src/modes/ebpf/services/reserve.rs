@@ -12,8 +12,8 @@ use rustc_hash::FxHashSet;
 
 use super::{
     allocate::Range,
-    draining::{has_weight, is_draining},
-    entries::{self, Arrangement},
+    draining::has_weight,
+    entries::{self, Arrangement, is_draining},
     programmed::{BackendKey, UsedEndpoints, Waiting, WithoutRoom},
     uses::backend_key,
     writer::{Common, FamilyWriter, Writes},

@@ -34,10 +34,9 @@ use crate::{
             Error,
             hooks::attach::filters::is_ours,
             maps::{
-                counts::Counted,
                 family::TableFamily,
                 paths::{Paths, is_there},
-                tables::{CommonTables, FamilyTables, Shape, open_pinned, shapes},
+                tables::{CommonTables, FamilyTables, Shape, counts::Counted, open_pinned, shapes},
             },
             services::entries,
         },

@@ -14,7 +14,7 @@ use proxy_common::{
     port::Port,
 };
 
-use super::{allocate::Range, draining::is_draining, maglev};
+use super::{allocate::Range, maglev};
 use crate::{
     config::Encapsulation,
     model::{
@@ -144,6 +144,12 @@ pub(crate) fn span(sets: [EndpointSet; 3]) -> Range {
     let first = used.map(|set| set.first).min().unwrap_or(0);
     let end = end_of_slots(sets);
     Range { first, count: u32::try_from(end - u64::from(first)).unwrap_or(u32::MAX) }
+}
+
+/// Returns true if the endpoint was added by [`with_draining`](super::draining::with_draining),
+/// provided that others of the set have weight.
+pub(super) const fn is_draining(endpoint: &Endpoint) -> bool {
+    endpoint.local && endpoint.terminating && endpoint.weight == 0
 }
 
 pub(super) fn service_flags(port: &DesiredPort, algorithm: Algorithm, forwarding: Forwarding) -> u32 {

@@ -8,7 +8,7 @@ use proxy_common::{
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use super::tables::Table;
+use super::Table;
 use crate::modes::ebpf::Error;
 
 /// The maps of counts. There is one of each for both families, because backend ids are unique

@@ -3,6 +3,8 @@
 //! A pinned map is adopted only if its shape is the expected one. The loader, which binds it to the
 //! programs, would not notice a difference.
 
+pub(crate) mod counts;
+
 use std::{collections::BTreeMap, io, os::fd::OwnedFd, path::Path};
 
 use aya::Pod;
@@ -19,7 +21,8 @@ use proxy_common::{
     reason::{REASONS, Reason},
 };
 
-use super::{counts::ConnectionTables, family::TableFamily};
+use self::counts::ConnectionTables;
+use super::family::TableFamily;
 use crate::{
     config::Limits,
     modes::{

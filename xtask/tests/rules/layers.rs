@@ -1,5 +1,6 @@
 //! The imports among the modules of proxy-ctl. They go downwards in the table of modules in
-//! ARCHITECTURE.md, so that there are no import cycles.
+//! ARCHITECTURE.md, so that there are no import cycles. Among the modules of each folder there are
+//! none either. A module that imports its parent is no cycle.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -12,6 +13,7 @@ use crate::{
 };
 
 pub(crate) const KIND: &str = "import";
+const CYCLE: &str = "cycle";
 const SOURCES: &str = "proxy-ctl/src";
 
 /// The files that import one module into another, by the names of both.
@@ -40,9 +42,9 @@ fn modules(tokens: TokenStream) -> Vec<String> {
     tokens.windows(3).filter_map(module).collect()
 }
 
-/// Returns the module of the crate that `path` leads to if it stands in the module `within`. A path
-/// that leads above the crate in a module written inside of its parent is taken from the crate.
-fn top<'a>(path: &'a str, within: &[String]) -> Option<&'a str> {
+/// Returns the words of `path` from the crate down if it stands in the module `within`. A path that
+/// leads above the crate in a module written inside of its parent is taken from the crate.
+fn absolute(path: &str, within: &[String]) -> Option<Vec<String>> {
     let mut depth = within.len();
     let mut words = path.split("::").peekable();
     match *words.peek()? {
@@ -53,13 +55,20 @@ fn top<'a>(path: &'a str, within: &[String]) -> Option<&'a str> {
     while let Some(word) = words.next_if(|word| matches!(*word, "crate" | "self" | "super")) {
         depth = depth.saturating_sub(usize::from(word == "super"));
     }
-    if depth == 0 { words.next() } else { None }
+    Some(within[..depth].iter().cloned().chain(words.map(str::to_owned)).collect())
 }
 
-/// Follows a module and those below it, without tests.
-fn collect(module: &[String], imports: &mut Imports, tops: &[String]) {
-    let folder = module.iter().fold(SOURCES.to_owned(), |folder, name| format!("{folder}/{name}"));
-    let file = match module {
+/// A module of the crate, by the names that lead to it, and the paths that its file names.
+struct Module {
+    name: Vec<String>,
+    file: String,
+    paths: Vec<Vec<String>>,
+}
+
+/// Adds a module and those below it, without tests.
+fn collect(name: &[String], found: &mut Vec<Module>) {
+    let folder = name.iter().fold(SOURCES.to_owned(), |folder, name| format!("{folder}/{name}"));
+    let file = match name {
         [] => format!("{folder}/lib.rs"),
         _ => Some(format!("{folder}.rs"))
             .filter(|file| tree::root().join(file).is_file())
@@ -67,27 +76,74 @@ fn collect(module: &[String], imports: &mut Imports, tops: &[String]) {
     };
     let tokens = without_tests(tree::read(&file).parse().unwrap_or_else(|error| panic!("{file}: {error}")));
     let below = modules(tokens.clone());
-    if let [from, ..] = module {
-        let mut used = BTreeSet::new();
-        paths(tokens, "", &mut used);
-        let tops = used
-            .iter()
-            .filter_map(|path| top(path, module))
-            .filter(|to| to != from && tops.iter().any(|top| top == to));
-        for to in tops {
-            imports.entry((from.clone(), to.to_owned())).or_default().insert(file.clone());
+    let mut used = BTreeSet::new();
+    paths(tokens, "", &mut used);
+    let paths = used.iter().filter_map(|path| absolute(path, name)).collect();
+    found.push(Module { name: name.to_vec(), file, paths });
+    for child in below {
+        collect(&[name, &[child]].concat(), found);
+    }
+}
+
+/// Returns the imports among modules of the same folder, by the names that lead to the folder. The
+/// crate itself has no name.
+fn siblings(modules: &[Module]) -> BTreeMap<Vec<String>, Imports> {
+    let names: BTreeSet<&[String]> = modules.iter().map(|module| module.name.as_slice()).collect();
+    let mut folders: BTreeMap<Vec<String>, Imports> = BTreeMap::new();
+    for Module { name, file, paths } in modules {
+        for path in paths {
+            let common = name.iter().zip(path).take_while(|(own, other)| own == other).count();
+            let (Some(from), Some(to)) = (name.get(common), path.get(common)) else { continue };
+            if names.contains(&path[..=common]) {
+                let imports = folders.entry(name[..common].to_vec()).or_default();
+                imports.entry((from.clone(), to.clone())).or_default().insert(file.clone());
+            }
         }
     }
-    for name in below {
-        collect(&[module, &[name]].concat(), imports, tops);
+    folders
+}
+
+/// Returns the imports that are part of a cycle.
+fn cyclic(imports: &Imports) -> Imports {
+    let mut reached: BTreeSet<(&str, &str)> =
+        imports.keys().map(|(from, to)| (from.as_str(), to.as_str())).collect();
+    let modules: BTreeSet<&str> = reached.iter().flat_map(|(from, to)| [*from, *to]).collect();
+    for by in &modules {
+        for from in &modules {
+            for to in &modules {
+                if reached.contains(&(*from, *by)) && reached.contains(&(*by, *to)) {
+                    reached.insert((*from, *to));
+                }
+            }
+        }
     }
+    let is_cyclic = |(from, to): &(String, String)| reached.contains(&(to.as_str(), from.as_str()));
+    imports
+        .iter()
+        .filter(|(ends, _)| is_cyclic(ends))
+        .map(|(ends, files)| (ends.clone(), files.clone()))
+        .collect()
+}
+
+/// Returns the imports among the modules of the crate, and among those of each folder of it.
+fn all() -> (Imports, BTreeMap<Vec<String>, Imports>) {
+    let mut modules = Vec::new();
+    collect(&[], &mut modules);
+    let mut folders = siblings(&modules);
+    (folders.remove(&Vec::new()).unwrap_or_default(), folders)
+}
+
+/// Returns the rules that import cycles break, each with the imports that are part of them.
+fn cycles() -> BTreeMap<String, Imports> {
+    let folders = all().1.into_iter();
+    let cyclic = folders.map(|(folder, imports)| (format!("{CYCLE} {}", folder.join("/")), cyclic(&imports)));
+    cyclic.filter(|(_, imports)| !imports.is_empty()).collect()
 }
 
 /// Returns the imports that go upwards.
 fn upward() -> Imports {
     let order = order(&tree::read("ARCHITECTURE.md"));
-    let mut imports = Imports::new();
-    collect(&[], &mut imports, &order);
+    let (mut imports, _) = all();
     let place = |name: &String| order.iter().position(|module| module == name);
     imports.retain(|(from, to), _| place(from) > place(to));
     imports
@@ -98,7 +154,8 @@ fn rule((from, to): &(String, String)) -> String {
 }
 
 pub(crate) fn broken() -> Broken {
-    upward().iter().map(|(ends, files)| (rule(ends), files.len())).collect()
+    let upward = upward().into_iter().map(|(ends, files)| (rule(&ends), files.len()));
+    upward.chain(cycles().into_iter().map(|(rule, imports)| (rule, imports.len()))).collect()
 }
 
 #[test]
@@ -120,18 +177,52 @@ fn imports_go_downwards() {
 }
 
 #[test]
+fn modules_of_a_folder_have_no_import_cycles() {
+    let cycles = cycles();
+    exceptions::hold(CYCLE, &broken(), |broken| {
+        let imports = cycles.get(broken).into_iter().flatten();
+        let line = |((from, to), files): (&(String, String), &BTreeSet<String>)| {
+            let files = Vec::from_iter(files.iter().map(String::as_str)).join(", ");
+            format!("{broken}: {from} imports {to} in {files}")
+        };
+        imports.map(line).collect()
+    });
+}
+
+#[test]
+fn cycles_are_found_among_modules_of_the_same_folder() {
+    let words = |text: &str| text.split("::").map(str::to_owned).collect::<Vec<_>>();
+    let module = |name: &str, paths: &[&str]| Module {
+        name: words(name),
+        file: name.to_owned(),
+        paths: paths.iter().map(|path| words(path)).collect(),
+    };
+    let modules = [
+        module("a", &["a::b::Item", "c::Item"]),
+        module("a::b", &["a::Item", "a::c::d::Item"]),
+        module("a::c", &[]),
+        module("a::c::d", &["a::e::Item"]),
+        module("a::e", &["a::b::Item", "a::f::Item"]),
+        module("a::f", &[]),
+    ];
+    let found = cyclic(&siblings(&modules)[&words("a")]);
+    let ends = found.keys().map(|(from, to)| format!("{from} {to}"));
+    assert_eq!(ends.collect::<Vec<_>>(), ["b c", "c e", "e b"]);
+}
+
+#[test]
 fn paths_lead_to_modules_of_the_crate() {
     let within = ["node".to_owned(), "state".to_owned()];
     for (path, expected) in [
-        ("crate::model::Model", Some("model")),
-        ("super::super::model::Model", Some("model")),
+        ("crate::model::Model", Some("model::Model")),
+        ("super::super::model::Model", Some("model::Model")),
         ("self::super::super::model", Some("model")),
-        ("super::facts::model", None),
+        ("super::facts::model", Some("node::facts::model")),
         ("model::Model", None),
         ("std::model", None),
-        ("crate", None),
+        ("crate", Some("")),
     ] {
-        assert_eq!(top(path, &within), expected, "{path}");
+        assert_eq!(absolute(path, &within).map(|words| words.join("::")).as_deref(), expected, "{path}");
     }
     let page = "| word |\n| `a` |\n\n| module | what |\n|---|---|\n| `b`, `c` | `d` |\n| `e` | |\n\n| `f` |";
     assert_eq!(order(page), ["b", "c", "e"]);

@@ -224,9 +224,10 @@ pub mod table {
     }
     tables!(names);
 
-    /// The maps in which programs keep flows. They are copied if they get another size.
+    /// The maps in which programs keep flows, in the order in which they are copied if they get
+    /// another size.
     pub const OF_FLOWS: [&str; 6] =
-        [flows4, flows6, opening_flows4, opening_flows6, foreign_flows4, foreign_flows6];
+        [opening_flows4, opening_flows6, flows4, flows6, foreign_flows4, foreign_flows6];
 
     /// The pinned maps of former versions that no program needs any more.
     pub const FORMER: [&str; 6] = [

@@ -108,7 +108,7 @@ impl FlowMaps {
 
     /// Copies everything into the maps in `larger`.
     pub(super) fn copy_to_larger(paths: &Paths, former: &[Shape], new: &[Shape]) -> Result<(), Error> {
-        for Shape { name, .. } in new.iter().filter(|shape| !former.contains(shape)) {
+        for Shape { name, .. } in resized(former, new) {
             let Some(contents) = contents(name) else { continue };
             let (from, to) = (pinned_table(&paths.maps(), name)?, pinned_table(&paths.larger(), name)?);
             (contents.transfer)(name, &from, &to)?;
@@ -119,8 +119,7 @@ impl FlowMaps {
     /// Makes the maps in `larger` the ones in use. The former maps are pinned in `before` until
     /// [`finish`](Self::finish).
     pub(super) fn replace(&mut self, paths: &Paths, former: &[Shape], new: &[Shape]) -> Result<(), Error> {
-        let resized = || new.iter().filter(|shape| !former.contains(shape));
-        for Shape { name, entries, .. } in resized() {
+        for Shape { name, entries, .. } in resized(former, new) {
             let before = paths.before().join(name);
             bpf::pin(pinned_table(&paths.maps(), name)?.as_fd(), &before)
                 .map_err(|source| Error::Table { table: name, source })?;
@@ -141,7 +140,8 @@ impl FlowMaps {
 
     /// Copies entries that are in a former map alone, or that have changed there.
     pub(super) fn copy(&self, paths: &Paths) -> Result<(), Error> {
-        self.unfinished.iter().try_for_each(|name| copy_map(paths, name))
+        let unfinished = table::OF_FLOWS.iter().filter(|name| self.unfinished.contains(*name));
+        unfinished.copied().try_for_each(|name| copy_map(paths, name))
     }
 
     /// Copies what is left in the former maps, which no program uses any more, and unpins them.
@@ -153,6 +153,14 @@ impl FlowMaps {
         }
         Ok(())
     }
+}
+
+/// Returns the maps that get another size, in the order of their copies. The maps of opening flows
+/// come first: a flow that is established meanwhile goes from them to the other maps, and would be
+/// in neither copy if the other maps had been copied already.
+fn resized<'a>(former: &'a [Shape], new: &'a [Shape]) -> impl Iterator<Item = &'a Shape> {
+    let of_name = |name: &&'static str| new.iter().find(|shape| shape.name == *name);
+    table::OF_FLOWS.iter().filter_map(of_name).filter(|shape| !former.contains(shape))
 }
 
 /// Returns true if a map of another size was to take the place of this one, and entries may be
@@ -253,4 +261,21 @@ fn copy_entries<K: Pod + Default, V: Pod + Default>(
         );
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::modes::ebpf::maps::tables::shapes;
+
+    #[test]
+    fn opening_flows_are_copied_before_established_ones() {
+        let former = shapes(&Default::default());
+        let new = former.iter().map(|shape| shape.with_entries(shape.entries * 2)).collect::<Vec<_>>();
+        let names = resized(&former, &new).map(|shape| shape.name).collect::<Vec<_>>();
+        assert_eq!(names.len(), table::OF_FLOWS.len());
+        let position = |name| names.iter().position(|one| *one == name);
+        assert!(position(table::opening_flows4) < position(table::flows4), "{names:?}");
+        assert!(position(table::opening_flows6) < position(table::flows6), "{names:?}");
+    }
 }

@@ -243,7 +243,8 @@ fn restarts(path: PathKind) -> u32 {
 /// Checks both protocols and families at once, from pods on both nodes and from a host process.
 fn under_load(world: &mut World, _: Variant) -> Result<()> {
     let restarts = restarts(world.setting.path);
-    no_connection_fails(world, OFTEN * u64::from(wait::patience()), |world| {
+    let load = |load: Load| Load { pause_micros: OFTEN * u64::from(wait::patience()), ..load };
+    no_connection_fails(world, load, |world| {
         (0..restarts).try_for_each(|_| {
             world.restart(1)?;
             world.restart(2)?;
@@ -266,8 +267,13 @@ fn limits(entries: u32) -> Value {
 /// Expects held connections to stay with their server while the maps are resized.
 fn resized(world: &mut World, _: Variant) -> Result<()> {
     let held = hold_all(world)?;
+    let load = |load: Load| Load {
+        pause_micros: SELDOM,
+        timeout_ms: THREE_SYNS_MS * u64::from(wait::patience()),
+        ..load
+    };
     for entries in SIZES {
-        no_connection_fails(world, SELDOM, |world| {
+        no_connection_fails(world, load, |world| {
             world.configure(limits(entries))?;
             NODES.into_iter().try_for_each(|node| has_size(world, node, entries))
         })?;
@@ -298,18 +304,21 @@ fn has_size(world: &World, node: NodeNumber, entries: u32) -> Result<()> {
 const OFTEN: u64 = 2_000;
 /// Microseconds between connections on machines that emulate every instruction.
 const SELDOM: u64 = 50_000;
+/// Milliseconds in which a SYN is sent three times: at once, after 1 s and after 3 s. TCP
+/// connections wait while flow maps are copied, which takes over a second on a busy machine.
+const THREE_SYNS_MS: u64 = 5_000;
 
 /// Expects no connection to fail that is opened while `change` happens.
 fn no_connection_fails(
     world: &mut World,
-    pause_micros: u64,
+    load: impl Fn(Load) -> Load,
     change: impl FnOnce(&mut World) -> Result<()>,
 ) -> Result<()> {
     let mut loads = Vec::new();
     for client in CLIENTS {
         for Variant { protocol, family } in Variants::All.list() {
             let target = world.cluster_ip(&BALANCED, family);
-            let load = Load { pause_micros, ..Load::new(protocol, target) };
+            let load = load(Load::new(protocol, target));
             loads.push((client, target, protocol, world.agent(client)?.start_load(&load)?));
         }
     }

@@ -172,19 +172,19 @@ pub fn writes(mode: Mode, table: &str, chain: &str) -> bool {
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 pub struct Scope<'a> {
     /// The modes in use. What they write is left alone.
-    pub at_work: &'a [Mode],
+    pub in_use: &'a [Mode],
     /// The only mode whose rules are covered. `None` covers all modes.
     pub only: Option<Mode>,
 }
 
 impl<'a> Scope<'a> {
-    pub const fn but(at_work: &'a [Mode]) -> Self {
-        Self { at_work, only: None }
+    pub const fn but(in_use: &'a [Mode]) -> Self {
+        Self { in_use, only: None }
     }
 
     /// Returns true if the scope covers objects that these modes write.
     pub fn has(&self, writers: &[Mode]) -> bool {
-        !writers.iter().any(|mode| self.at_work.contains(mode))
+        !writers.iter().any(|mode| self.in_use.contains(mode))
             && self.only.map_or(!writers.is_empty(), |mode| writers.contains(&mode))
     }
 }
@@ -206,8 +206,8 @@ pub const OWN_TABLES: [(&str, Mode); 2] =
     [(NFTABLES_TABLE, Mode::Nftables), (USERSPACE_TABLE, Mode::Userspace)];
 
 /// Returns true if the rules of one of these modes make the kernel keep translating connections.
-pub fn translates(at_work: &[Mode]) -> bool {
-    at_work.iter().any(|mode| matches!(mode, Mode::Nftables | Mode::Iptables | Mode::Ipvs))
+pub fn translates(in_use: &[Mode]) -> bool {
+    in_use.iter().any(|mode| matches!(mode, Mode::Nftables | Mode::Iptables | Mode::Ipvs))
 }
 
 /// An owner tag: a rule in a chain of iptables whose comment says who has written the chain.
@@ -316,13 +316,13 @@ mod tests {
     #[case("nat", "KUBE-SVC-TCOU7JCQXEZGVUNU", &[Mode::Ipvs], true)]
     #[case("nat", "KUBE-LOAD-BALANCER", &[Mode::Iptables], true)]
     #[case("nat", "MINE", &[Mode::Ebpf], false)]
-    fn chains_of_a_mode_at_work_are_no_leftovers(
+    fn chains_of_a_mode_in_use_are_no_leftovers(
         #[case] table: &str,
         #[case] chain: &str,
-        #[case] at_work: &[Mode],
+        #[case] in_use: &[Mode],
         #[case] leftover: bool,
     ) {
-        assert_eq!(is_chain(table, chain, Scope::but(at_work)), leftover);
+        assert_eq!(is_chain(table, chain, Scope::but(in_use)), leftover);
     }
 
     #[rstest]
@@ -335,10 +335,10 @@ mod tests {
     fn chains_of_one_mode(
         #[case] table: &str,
         #[case] chain: &str,
-        #[case] at_work: &[Mode],
+        #[case] in_use: &[Mode],
         #[case] in_scope: bool,
     ) {
-        let scope = Scope { at_work, only: Some(Mode::Iptables) };
+        let scope = Scope { in_use, only: Some(Mode::Iptables) };
         assert_eq!(is_chain(table, chain, scope), in_scope);
         assert!(!scope.has(&[Mode::Nftables]));
     }
@@ -351,7 +351,7 @@ mod tests {
             let other = [shares_chains_with(mode).unwrap()];
             let is_the_others = |mark: Option<Mark>| {
                 let Mark { table, chain, .. } = mark.unwrap();
-                !is_chain(table, chain, Scope { at_work: &other, only: Some(mode) })
+                !is_chain(table, chain, Scope { in_use: &other, only: Some(mode) })
             };
             assert_eq!((is_the_others(mark(mode)), is_the_others(mark_of_own_chains(mode))), (true, false));
         }

@@ -2,7 +2,7 @@
 //! by a former kube-proxy, or by this proxy instead. kube-proxy accepts them in modes iptables and
 //! ipvs.
 
-use super::{Error, at_work};
+use super::{Error, in_use};
 use crate::{
     names::{self, Scope},
     sys::{
@@ -19,8 +19,8 @@ const TABLE: &str = "filter";
 /// Returns the tables in which a kube-proxy accepts health checks, in a mode that this proxy is not
 /// in. Needs CAP_NET_ADMIN.
 pub fn accepted_by_kube_proxy() -> Result<Vec<Place>, Error> {
-    let at_work = at_work::modes();
-    let scope = Scope::but(&at_work);
+    let in_use = in_use::modes();
+    let scope = Scope::but(&in_use);
     let of_others = names::HEALTH_CHECKS.into_iter().filter(|chain| names::is_chain(TABLE, chain, scope));
     with_one_of(&of_others.collect::<Vec<_>>())
 }
@@ -33,8 +33,8 @@ pub fn accepted_in_its_place() -> Result<Vec<Place>, Error> {
 
 /// Returns true if a process is in a mode that writes netfilter rules: nftables, iptables, ipvs or
 /// userspace.
-pub fn is_at_work() -> bool {
-    !at_work::modes().is_empty()
+pub fn is_any_mode_in_use() -> bool {
+    !in_use::modes().is_empty()
 }
 
 fn with_one_of(chains: &[&str]) -> Result<Vec<Place>, Error> {

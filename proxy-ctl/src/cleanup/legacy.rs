@@ -39,7 +39,7 @@ pub(super) fn tables() -> impl Iterator<Item = LegacyTable> {
 pub(super) struct ChainCounts {
     counts: BTreeMap<LegacyTable, (xtables::Outline, usize)>,
     /// The modes in use, whose chains were not counted.
-    at_work: Vec<Mode>,
+    in_use: Vec<Mode>,
     /// The only mode whose chains were counted.
     only: Option<Mode>,
 }
@@ -47,9 +47,9 @@ pub(super) struct ChainCounts {
 impl ChainCounts {
     /// Returns the number of chains in this table that only a kube-proxy makes.
     fn own_chains(&mut self, (family, table): LegacyTable, scope: Scope<'_>) -> Result<usize, Error> {
-        if (self.at_work.as_slice(), self.only) != (scope.at_work, scope.only) {
+        if (self.in_use.as_slice(), self.only) != (scope.in_use, scope.only) {
             self.counts.clear();
-            (self.at_work, self.only) = (scope.at_work.to_vec(), scope.only);
+            (self.in_use, self.only) = (scope.in_use.to_vec(), scope.only);
         }
         if !xtables::tables(family)?.iter().any(|name| name == table) {
             return Ok(0);
@@ -110,7 +110,7 @@ fn remove_from(
     let plan = plan::plan(table, &chains, &rules, &BTreeSet::new(), purpose, scope)
         .without_done::<Error>(is_filled)?;
     if !plan.is_empty() {
-        if purpose == Purpose::TakeOver && table == "nat" && !names::translates(scope.at_work) {
+        if purpose == Purpose::TakeOver && table == "nat" && !names::translates(scope.in_use) {
             nft::hold(family, removed)?;
         }
         tools.restore(&restoration(table, &plan))?;

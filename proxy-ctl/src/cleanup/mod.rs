@@ -11,10 +11,10 @@
 //!
 //! Everything is done in the network namespace of the calling thread.
 
-mod at_work;
 mod counters;
 mod from_ipvs;
 mod health_checks;
+mod in_use;
 mod ipvs;
 mod legacy;
 mod let_go;
@@ -27,7 +27,7 @@ use ipnet::IpNet;
 use serde::Serialize;
 
 use self::{
-    at_work::AtWork,
+    in_use::InUse,
     owner_tag::{Marks, OwnPlaces},
     plan::{Plan, RetainReason},
 };
@@ -39,7 +39,7 @@ use crate::{
 
 pub use self::{
     from_ipvs::own_sockets::deprecate_addresses,
-    health_checks::{Place, accepted_by_kube_proxy, accepted_in_its_place, is_at_work},
+    health_checks::{Place, accepted_by_kube_proxy, accepted_in_its_place, is_any_mode_in_use},
     owner_tag::{is_marked, is_overwritten},
     remains::Remains,
 };
@@ -65,7 +65,7 @@ pub enum Error {
     #[error("the search for kube-proxy's rules did not finish; the log has the error")]
     NotLooked,
     #[error("{holder} runs in mode {mode}: its rules stay; end it first")]
-    AtWork { mode: Mode, holder: Holder },
+    InUse { mode: Mode, holder: Holder },
     #[error(
         "a kube-proxy in mode {other} has made its chains but not written them yet, so proxy-ctl's rules of \
          mode {mode} stay; call cleanup again once it has, or, if no kube-proxy runs, cleanup --kube-proxy"
@@ -224,7 +224,7 @@ pub struct Removal {
     /// The objects that the next attempt has to remove.
     pub pending: PendingRemoval,
     /// Modes whose rules stay, because they are in use or another process holds their locks.
-    pub at_work: Vec<Mode>,
+    pub in_use: Vec<Mode>,
 }
 
 impl Removal {
@@ -293,11 +293,11 @@ impl Leftovers {
     /// drains and removes.
     pub fn find(&mut self, keeps: &[IpNet], retiring: &[Mode]) -> Found {
         let mut found = Found::default();
-        let at_work = [at_work::modes(), retiring.to_vec()].concat();
-        let scope = Scope::but(&at_work);
+        let in_use = [in_use::modes(), retiring.to_vec()].concat();
+        let scope = Scope::but(&in_use);
         found.note(nft::find(scope));
         self.legacy.find(scope, &mut found);
-        if !at_work.contains(&Mode::Ipvs) {
+        if !in_use.contains(&Mode::Ipvs) {
             ipvs::find(keeps, &mut found);
         }
         if scope.has(&[Mode::Iptables]) {
@@ -313,13 +313,13 @@ impl Leftovers {
         let mut removed = Removal::default();
         // The virtual servers of mode ipvs may take long to go. They must not hinder other modes
         // from starting.
-        let writers = if pending.has_rules() { &at_work::MODES[..] } else { &[Mode::Ipvs] };
-        let AtWork { modes: at_work, locks: _locks, problems } = AtWork::lock_others(writers);
+        let writers = if pending.has_rules() { &in_use::MODES[..] } else { &[Mode::Ipvs] };
+        let InUse { modes: in_use, locks: _locks, problems } = InUse::lock_others(writers);
         if purpose == Purpose::Cleanup {
             problems.into_iter().for_each(|problem| add_once(&mut removed.problems, problem));
         }
-        self.remove_in(Scope::but(&at_work), purpose, keeps, pending, &mut removed);
-        removed.at_work = at_work;
+        self.remove_in(Scope::but(&in_use), purpose, keeps, pending, &mut removed);
+        removed.in_use = in_use;
         removed
     }
 
@@ -331,7 +331,7 @@ impl Leftovers {
         pending: &PendingRemoval,
         removed: &mut Removal,
     ) {
-        let ipvs_stays = scope.at_work.contains(&Mode::Ipvs);
+        let ipvs_stays = scope.in_use.contains(&Mode::Ipvs);
         if !ipvs_stays {
             if pending.by_connect {
                 from_ipvs::own_sockets::end(removed);
@@ -364,7 +364,7 @@ impl Leftovers {
 }
 
 /// Removes what this proxy has written in a mode that uses kube-proxy's names. `keeps` is the same
-/// as for [`Leftovers::find`]. Returns [`Error::AtWork`] if the mode is in use.
+/// as for [`Leftovers::find`]. Returns [`Error::InUse`] if the mode is in use.
 ///
 /// Removes nothing if a kube-proxy in the same mode has written since. Modes iptables and ipvs
 /// share chains: these stay if a kube-proxy in the other of the two has written after this proxy.
@@ -377,8 +377,8 @@ pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
     }
     let others = Marks::read(other.and_then(names::mark_of_own_chains))?;
     let places = OwnPlaces::new(&common, &own, &others);
-    let AtWork { modes: at_work, locks: _locks, problems } = AtWork::lock_others(&at_work::MODES);
-    let of_mode = at_work.iter().zip(problems).find(|(at_work, _)| **at_work == mode);
+    let InUse { modes: in_use, locks: _locks, problems } = InUse::lock_others(&in_use::MODES);
+    let of_mode = in_use.iter().zip(problems).find(|(in_use, _)| **in_use == mode);
     if let Some((_, problem)) = of_mode {
         return Err(problem);
     }
@@ -389,14 +389,14 @@ pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
         let PendingRemoval { sets, device, .. } = PendingRemoval::everything();
         whole = PendingRemoval { servers: ipvs::known_servers(keeps)?, sets, device, ..whole };
     }
-    let with_other = Vec::from_iter(at_work.iter().copied().chain(other));
+    let with_other = Vec::from_iter(in_use.iter().copied().chain(other));
     let mut removed = Removal::default();
-    let mut remove = |at_work: &[Mode], pending: &PendingRemoval| {
-        let scope = Scope { at_work, only: Some(mode) };
+    let mut remove = |in_use: &[Mode], pending: &PendingRemoval| {
+        let scope = Scope { in_use, only: Some(mode) };
         Leftovers::default().remove_in(scope, Purpose::Cleanup, keeps, pending, &mut removed);
     };
     remove(&with_other, &owner_tag::rules_in(&places.partly));
-    remove(&at_work, &whole);
+    remove(&in_use, &whole);
     if let (Some(other), false) = (other, places.begun.is_empty()) {
         removed.problems.push(Error::Begun { mode, other });
     }
@@ -407,8 +407,8 @@ pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
 /// that anyway. Also removes the tables of [`from_ipvs::answers`].
 pub fn remove_holders() -> Result<(), Error> {
     from_ipvs::answers::leave_sources()?;
-    let at_work = at_work::modes();
-    if names::translates(&at_work) { nft::remove_holders(Scope::but(&at_work)) } else { Ok(()) }
+    let in_use = in_use::modes();
+    if names::translates(&in_use) { nft::remove_holders(Scope::but(&in_use)) } else { Ok(()) }
 }
 
 /// Finds what is left, as [`Leftovers::find`] does, without keeping anything for a later call.

@@ -201,7 +201,7 @@ impl OwnTables {
         scope: Scope<'_>,
     ) -> Self {
         let mut deleted = inventory.tables.clone();
-        if purpose == Purpose::Cleanup || names::translates(scope.at_work) {
+        if purpose == Purpose::Cleanup || names::translates(scope.in_use) {
             deleted.extend(inventory.holders.iter().map(|family| (*family, names::NFTABLES_TABLE)));
             return Self { deleted, held: Vec::new(), without_holder: Vec::new() };
         }
@@ -381,18 +381,18 @@ mod tests {
 
     #[rstest]
     #[case::nobody_else_translates(&[], &[], &[HELD[0]], &[])]
-    #[case::a_mode_at_work_translates(&[], &[Mode::Nftables], &[], &[])]
+    #[case::a_mode_in_use_translates(&[], &[Mode::Nftables], &[], &[])]
     #[case::there_is_a_holder(&[HELD[0]], &[Mode::Ebpf], &[], &[])]
     #[case::the_holder_is_of_no_use_any_more(&[HELD[0]], &[Mode::Iptables], &[], &[HELD[0]])]
     fn connections_that_mode_userspace_carries_stay_translated(
         #[case] holders: &[TableFamily],
-        #[case] at_work: &[Mode],
+        #[case] in_use: &[Mode],
         #[case] held: &[TableFamily],
         #[case] released: &[TableFamily],
     ) {
         let mut own = vec![(HELD[0], names::USERSPACE_TABLE)];
         let inventory = Inventory { tables: own.clone(), holders: holders.to_vec(), ..Inventory::default() };
-        let tables = OwnTables::new(&inventory, &[], &[], Purpose::TakeOver, Scope::but(at_work));
+        let tables = OwnTables::new(&inventory, &[], &[], Purpose::TakeOver, Scope::but(in_use));
         own.extend(released.iter().map(|family| (*family, names::NFTABLES_TABLE)));
         assert_eq!((tables.deleted, tables.held.as_slice()), (own, held));
     }

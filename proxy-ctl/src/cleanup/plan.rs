@@ -313,7 +313,7 @@ mod tests {
             .collect();
         for (name, (mode, _)) in (1..).zip(of_modes) {
             let other = [names::shares_chains_with(mode).unwrap()];
-            let scope = Scope { at_work: &other, only: Some(mode) };
+            let scope = Scope { in_use: &other, only: Some(mode) };
             let plan = plan("filter", &chains, &rules, &BTreeSet::new(), Purpose::Cleanup, scope);
             assert_eq!(plan.rules, [("INPUT".to_owned(), name)]);
             assert!(!plan.emptied.contains(&"KUBE-PROXY-FIREWALL".to_owned()) && plan.deleted.len() == 1);

@@ -40,7 +40,7 @@ impl Remains {
     pub fn remove(&mut self, mode: Mode, keeps: &[IpNet], by_connect: bool) -> Result<bool, Error> {
         self.pending.by_connect = by_connect && !self.is_ready_for_connect;
         let removal = self.leftovers.remove(Purpose::TakeOver, keeps, &self.pending);
-        if removal.at_work.contains(&mode) {
+        if removal.in_use.contains(&mode) {
             return Ok(false);
         }
         self.pending = removal.pending;

@@ -222,7 +222,7 @@ impl Controller {
     /// Starts to write to `dataplane`, everything first. `now` is when the last list came in.
     pub fn start(&mut self, dataplane: Box<dyn Dataplane>, now: Instant) {
         self.reports.metrics.own.listed.set(1);
-        let services = service_intervals(self.reports.mode.borrow().modes.mode, &self.config);
+        let services = service_intervals(self.reports.mode.borrow().modes.active, &self.config);
         self.active = Some(ActiveDataplane {
             dataplane,
             listed_at: now,
@@ -238,7 +238,7 @@ impl Controller {
         self.config = config;
         self.reports.health.lock().set_sync_period(self.config.periods.sync);
         if let Some(active) = &mut self.active {
-            let services = service_intervals(self.reports.mode.borrow().modes.mode, &self.config);
+            let services = service_intervals(self.reports.mode.borrow().modes.active, &self.config);
             active.host.set_intervals(host_intervals(&self.config), now);
             active.services.set_intervals(services, now);
             active.host.ask();

@@ -28,7 +28,7 @@ pub trait ModeOpener {
     fn open(&self, modes: Modes, config: &Arc<Config>) -> Result<Box<dyn Dataplane>, Error>;
 
     /// Returns the modes that a predecessor has left.
-    fn to_retire(&self, at_work: Mode, config: &Config) -> Result<Vec<Mode>, Error>;
+    fn to_retire(&self, active_mode: Mode, config: &Config) -> Result<Vec<Mode>, Error>;
 
     /// Opens a mode that is to drain. Returns `None` if no connection can need it.
     fn open_to_retire(&self, mode: Mode, config: &Config) -> Result<Option<Box<dyn Dataplane>>, Error>;
@@ -38,7 +38,7 @@ pub trait ModeOpener {
     fn remove_retired(
         &self,
         mode: Mode,
-        at_work: Mode,
+        active_mode: Mode,
         config: &Config,
         remains: &mut Remains,
     ) -> Result<bool, Error>;
@@ -63,7 +63,7 @@ pub(super) struct Retiring {
 struct Occasion<'a> {
     opener: &'a dyn ModeOpener,
     config: &'a Arc<Config>,
-    at_work: Mode,
+    active_mode: Mode,
     now: Instant,
 }
 
@@ -116,7 +116,7 @@ impl Retiring {
     }
 
     fn try_proceed(&mut self, occasion: &Occasion<'_>) -> Result<bool, Error> {
-        let Occasion { opener, config, at_work, now } = *occasion;
+        let Occasion { opener, config, active_mode, now } = *occasion;
         if !self.is_over {
             if self.dataplane.is_none() {
                 self.dataplane = opener.open_to_retire(self.mode, config)?;
@@ -133,7 +133,7 @@ impl Retiring {
         self.dataplane = None;
         self.next_attempt = Some(now + self.pause);
         self.pause = (self.pause * 2).min(LONGEST_PAUSE);
-        opener.remove_retired(self.mode, at_work, config, &mut self.remains)
+        opener.remove_retired(self.mode, active_mode, config, &mut self.remains)
     }
 }
 
@@ -155,11 +155,11 @@ impl Controller {
         // The former dataplane may use the mode as its secondary mode, and would hold its lock. So
         // it releases that mode. The mode's rules stay in the kernel and are adopted.
         let shares_beside =
-            former.beside.is_some_and(|beside| beside == modes.mode || Some(beside) == modes.beside);
+            former.beside.is_some_and(|beside| beside == modes.active || Some(beside) == modes.beside);
         if shares_beside && let Some(active) = &mut self.active {
             active.dataplane.invalidate(Known::OfSecondaryMode);
         }
-        let returns = self.retiring.iter_mut().find(|retiring| retiring.mode == modes.mode);
+        let returns = self.retiring.iter_mut().find(|retiring| retiring.mode == modes.active);
         let returns = returns.map(Retiring::release).is_some();
         let switched =
             opener.open(modes, &self.config).and_then(|dataplane| self.write_to(modes, dataplane, now));
@@ -175,15 +175,15 @@ impl Controller {
         }
         // The refused mode is removed only after the active mode has its chains back, because rules
         // in them may jump to what is to be removed.
-        self.retiring.push(Retiring { is_over: true, ..Retiring::left(modes.mode) });
+        self.retiring.push(Retiring { is_over: true, ..Retiring::left(modes.active) });
         self.report_retiring();
     }
 
     fn write_to(&mut self, modes: Modes, mut new: Box<dyn Dataplane>, now: Instant) -> Result<(), Error> {
         let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return Ok(()) };
-        let Modes { mode: former_mode, beside: former_beside } = self.reports.mode.borrow().modes;
+        let Modes { active: former_mode, beside: former_beside } = self.reports.mode.borrow().modes;
         let retiring = self.retiring.iter().map(Retiring::mode);
-        let ports = modes::masquerade_ports(retiring.chain([former_mode, modes.mode]));
+        let ports = modes::masquerade_ports(retiring.chain([former_mode, modes.active]));
         let host = host(network, &self.config, self.model.node(), self.model.service_cidrs(), ports);
         match new.set_host(&host) {
             Err(error) if !error.is_of_node_addresses() => return Err(error),
@@ -196,7 +196,7 @@ impl Controller {
         let former = std::mem::replace(&mut active.dataplane, new);
         let stays_beside =
             modes.beside == Some(former_mode) && needs_mode_beside(&all, active.dataplane.as_mut());
-        self.retiring.retain(|retiring| retiring.mode != modes.mode);
+        self.retiring.retain(|retiring| retiring.mode != modes.active);
         if stays_beside {
             // Dropping the former dataplane releases its lock. The new dataplane can then open the
             // same mode as its secondary mode. The secondary mode adopts the rules in the kernel,
@@ -213,7 +213,7 @@ impl Controller {
         if let Some(beside) = former_beside.filter(|beside| modes.beside == Some(*beside)) {
             self.retiring.push(Retiring::left(beside));
         }
-        active.services.set_intervals(service_intervals(modes.mode, &self.config), now);
+        active.services.set_intervals(service_intervals(modes.active, &self.config), now);
         // The exceptions of the new mode are reported. Everything is written once more soon,
         // because what has changed meanwhile is in neither mode.
         let changes = Changes { changed: all, removed: Vec::new() };
@@ -222,7 +222,7 @@ impl Controller {
         active.host.begin_anew(now);
         self.reports.mode.send_replace(ModeInForce::new(modes));
         self.report_retiring();
-        tracing::info!(mode = %modes.mode, former = %former_mode, "another mode is active now");
+        tracing::info!(mode = %modes.active, former = %former_mode, "another mode is active now");
         Ok(())
     }
 
@@ -237,15 +237,15 @@ impl Controller {
 
     /// Reports that the mode that the configuration asks for cannot take over.
     pub(super) fn refuse_switch(&self, modes: Modes, error: &Error) {
-        tracing::error!(mode = %modes.mode, %error, "the mode cannot take over; the former one stays active");
+        tracing::error!(mode = %modes.active, %error, "the mode cannot take over; the former one stays active");
         self.reports.metrics.own.sync_errors.inc();
-        self.reports.mode.send_modify(|in_force| in_force.refused = Some((modes.mode, error.to_string())));
+        self.reports.mode.send_modify(|in_force| in_force.refused = Some((modes.active, error.to_string())));
     }
 
     /// Finds the other modes that predecessors have left. They drain once everything is programmed.
     pub(super) fn find_modes_to_retire(&mut self, opener: &dyn ModeOpener) {
-        let at_work = self.reports.mode.borrow().modes.mode;
-        match opener.to_retire(at_work, &self.config) {
+        let active_mode = self.reports.mode.borrow().modes.active;
+        match opener.to_retire(active_mode, &self.config) {
             Ok(modes) => self.retiring = modes.into_iter().map(Retiring::left).collect(),
             Err(error) => tracing::warn!(%error, "it is unknown whether another mode was active before"),
         }
@@ -262,7 +262,7 @@ impl Controller {
         }
         // The secondary mode has adopted what a predecessor has left of it, so that this does not
         // drain.
-        let Modes { mode: at_work, beside } = self.reports.mode.borrow().modes;
+        let Modes { active: active_mode, beside } = self.reports.mode.borrow().modes;
         let is_adopted = |retiring: &Retiring| retiring.dataplane.is_none() && Some(retiring.mode) == beside;
         // The desired state is large: it is asked for only where the answer matters.
         if self.retiring.iter().any(is_adopted)
@@ -270,7 +270,7 @@ impl Controller {
         {
             self.retiring.retain(|retiring| !is_adopted(retiring));
         }
-        let occasion = Occasion { opener, config: &self.config, at_work, now };
+        let occasion = Occasion { opener, config: &self.config, active_mode, now };
         let before = self.retiring.len();
         self.retiring.retain_mut(|retiring| !retiring.proceed(&occasion));
         if self.retiring.len() < before {

@@ -75,8 +75,8 @@ impl Controller {
     fn write_host(&mut self, now: Instant) -> Option<(RunScope, Result<Applied, Error>)> {
         let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return None };
         let scope = active.host.due(now)?;
-        let at_work = self.reports.mode.borrow().modes.mode;
-        let ports = modes::masquerade_ports(self.retiring.iter().map(Retiring::mode).chain([at_work]));
+        let active_mode = self.reports.mode.borrow().modes.active;
+        let ports = modes::masquerade_ports(self.retiring.iter().map(Retiring::mode).chain([active_mode]));
         let host = host(network, &self.config, self.model.node(), self.model.service_cidrs(), ports);
         let metrics = &self.reports.metrics;
         let started = Instant::now();

@@ -81,8 +81,8 @@ pub fn translates_in_connect(mode: Mode, config: &Config) -> bool {
 /// The active mode of a node and its secondary mode.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct Modes {
-    pub mode: Mode,
-    /// The secondary mode, which serves what `mode` cannot.
+    pub active: Mode,
+    /// The secondary mode, which serves what `active` cannot.
     pub beside: Option<Mode>,
 }
 
@@ -91,18 +91,18 @@ impl Modes {
     pub fn new(mode: Mode, probes: &[Probe]) -> Self {
         let can = |probe: &&Probe| entry(probe.mode).serves_beside && probe.can_run();
         let beside = if entry(mode).hands_over { probes.iter().find(can) } else { None };
-        Self { mode, beside: beside.map(|probe| probe.mode) }
+        Self { active: mode, beside: beside.map(|probe| probe.mode) }
     }
 }
 
 /// Opens the node's dataplane. It adopts what a predecessor has left of these modes.
 pub fn open(modes: Modes, config: &Arc<Config>) -> Result<Box<dyn Dataplane>, Error> {
-    let Modes { mode: at_work, beside } = modes;
-    let dataplane = open_one(at_work, config)?;
+    let Modes { active: active_mode, beside } = modes;
+    let dataplane = open_one(active_mode, config)?;
     Ok(match beside {
         None => dataplane,
         Some(mode) => {
-            let beside = Beside { mode, at_work, config: Arc::clone(config) };
+            let beside = Beside { mode, active_mode, config: Arc::clone(config) };
             Box::new(HandOver::new(dataplane, Box::new(beside)))
         }
     })
@@ -120,9 +120,9 @@ fn open_one(mode: Mode, config: &Config) -> Result<Box<dyn Dataplane>, Error> {
 
 /// Returns the modes other than this one that a predecessor has programmed. What this process may
 /// not read, it may not remove either, so such a mode is left out.
-pub fn to_retire(at_work: Mode, config: &Config) -> Result<Vec<Mode>, Error> {
+pub fn to_retire(active_mode: Mode, config: &Config) -> Result<Vec<Mode>, Error> {
     let mut modes = Vec::new();
-    for (mode, entry) in entries().filter(|(mode, _)| *mode != at_work) {
+    for (mode, entry) in entries().filter(|(mode, _)| *mode != active_mode) {
         let is_left = match mode {
             // Mode userspace is read from its process, which has ended. So its rules are looked
             // for.
@@ -151,7 +151,7 @@ pub fn open_to_retire(mode: Mode, config: &Config) -> Result<Option<Box<dyn Data
 /// the attempt before has found of this mode.
 pub fn remove_retired(
     mode: Mode,
-    at_work: Mode,
+    active_mode: Mode,
     config: &Config,
     remains: &mut Remains,
 ) -> Result<bool, Error> {
@@ -162,7 +162,7 @@ pub fn remove_retired(
     }
     // The cleanup finds this mode's rules by their names. No mode but the active ones may have any.
     remains
-        .remove(mode, &config.ipvs.exclude_cidrs, translates_in_connect(at_work, config))
+        .remove(mode, &config.ipvs.exclude_cidrs, translates_in_connect(active_mode, config))
         .map_err(|error| Error::new(ErrorKind::Other, error))
 }
 
@@ -175,7 +175,7 @@ pub fn masquerade_ports(modes: impl IntoIterator<Item = Mode>) -> Option<PortRan
 
 struct Beside {
     mode: Mode,
-    at_work: Mode,
+    active_mode: Mode,
     config: Arc<Config>,
 }
 
@@ -189,7 +189,7 @@ impl ModeBeside for Beside {
     }
 
     fn has_connections(&self, to: &DialledFrontends) -> Result<bool, Error> {
-        if self.at_work != Mode::Ebpf {
+        if self.active_mode != Mode::Ebpf {
             // No connection breaks when the secondary mode is removed: the rules of mode userspace
             // make the kernel go on translating connections.
             return Ok(false);

@@ -113,7 +113,7 @@ impl LeftoverRemoval {
     /// iptables and ipvs do so by rules of their own. Returns false if the removal has to wait for
     /// another attempt.
     async fn keep_accepting(&self, progress: &mut Progress) -> bool {
-        if matches!(self.mode.borrow().modes.mode, Mode::Iptables | Mode::Ipvs) {
+        if matches!(self.mode.borrow().modes.active, Mode::Iptables | Mode::Ipvs) {
             return true;
         }
         let ports = self.health_checks.borrow().ports();
@@ -138,7 +138,7 @@ impl LeftoverRemoval {
     }
 
     fn translates_in_connect(&self) -> bool {
-        modes::translates_in_connect(self.mode.borrow().modes.mode, &self.configs.borrow())
+        modes::translates_in_connect(self.mode.borrow().modes.active, &self.configs.borrow())
     }
 
     /// Returns the progress at the beginning. With `ebpf.removeKubeProxyRules: false` nothing is

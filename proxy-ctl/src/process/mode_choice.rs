@@ -47,8 +47,8 @@ impl ModeOpener for BuiltModes {
         modes::open(modes, config)
     }
 
-    fn to_retire(&self, at_work: Mode, config: &Config) -> Result<Vec<Mode>, Error> {
-        modes::to_retire(at_work, config)
+    fn to_retire(&self, active_mode: Mode, config: &Config) -> Result<Vec<Mode>, Error> {
+        modes::to_retire(active_mode, config)
     }
 
     fn open_to_retire(&self, mode: Mode, config: &Config) -> Result<Option<Box<dyn Dataplane>>, Error> {
@@ -58,11 +58,11 @@ impl ModeOpener for BuiltModes {
     fn remove_retired(
         &self,
         mode: Mode,
-        at_work: Mode,
+        active_mode: Mode,
         config: &Config,
         remains: &mut Remains,
     ) -> Result<bool, Error> {
-        modes::remove_retired(mode, at_work, config, remains)
+        modes::remove_retired(mode, active_mode, config, remains)
     }
 }
 
@@ -83,7 +83,7 @@ pub(super) async fn tell(
     let mut before = None;
     loop {
         let ModeInForce { modes, refused } = in_force.borrow_and_update().clone();
-        if let Some(event) = deprecation(before.replace(modes.mode), modes.mode) {
+        if let Some(event) = deprecation(before.replace(modes.active), modes.active) {
             tracing::warn!("{}", event.note);
             events.record(event);
         }
@@ -97,7 +97,7 @@ pub(super) async fn tell(
             }
         }
         if let Some((wanted, problem)) = refused {
-            events.record(event::mode_refused(wanted, modes.mode, &problem));
+            events.record(event::mode_refused(wanted, modes.active, &problem));
         }
         if in_force.changed().await.is_err() {
             return;
@@ -118,7 +118,7 @@ mod tests {
         let mode = if fallback.is_some() { Mode::Iptables } else { Mode::Ebpf };
         let fallback = fallback.map(str::to_owned);
         let chosen = ChosenMode { mode, requested: RequestedMode::Ebpf, reasons: Vec::new(), fallback };
-        ModeChoice { chosen, modes: Modes { mode, beside: None } }
+        ModeChoice { chosen, modes: Modes { active: mode, beside: None } }
     }
 
     #[tokio::test]

@@ -189,7 +189,7 @@ impl Record {
     /// Returns the record with the mode in force. While the mode that is asked for cannot take
     /// over, the former one is active, and the reasons say so.
     pub(super) fn in_mode(mut self, choice: &ModeChoice, in_force: &ModeInForce) -> Self {
-        self.mode = in_force.modes.mode.name().to_owned();
+        self.mode = in_force.modes.active.name().to_owned();
         self.beside = in_force.modes.beside.map(|mode| mode.name().to_owned());
         if choice.modes == in_force.modes {
             self.reasons.clone_from(&choice.chosen.reasons);

@@ -43,16 +43,16 @@ pub fn run(line: CommandLine) -> anyhow::Result<()> {
     }
     let choice = mode_choice::choose(&settings.config)?;
     if let Some(why) = &choice.chosen.fallback {
-        tracing::warn!(mode = %choice.modes.mode, requested = %choice.chosen.requested, "{why}");
+        tracing::warn!(mode = %choice.modes.active, requested = %choice.chosen.requested, "{why}");
     }
-    let unused = modes::unused_fields(choice.modes.mode, &settings.config);
-    for warning in settings::without_effect(&settings.config, choice.modes.mode, &unused) {
+    let unused = modes::unused_fields(choice.modes.active, &settings.config);
+    for warning in settings::without_effect(&settings.config, choice.modes.active, &unused) {
         tracing::warn!("{warning}");
     }
     let why = choice.chosen.reasons.join("; ");
-    tracing::info!(mode = %choice.modes.mode, node = %settings.node_name, why, "starting");
+    tracing::info!(mode = %choice.modes.active, node = %settings.node_name, why, "starting");
     if settings.init_only {
-        return initialize(&settings.config, choice.modes.mode);
+        return initialize(&settings.config, choice.modes.active);
     }
     limit_memory();
     let runtime = tokio::runtime::Builder::new_multi_thread()

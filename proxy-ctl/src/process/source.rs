@@ -85,9 +85,9 @@ async fn want_service_cidrs(
     wants: watch::Sender<bool>,
 ) {
     loop {
-        let at_work = mode.borrow_and_update().modes.mode;
+        let active_mode = mode.borrow_and_update().modes.active;
         wants.send_if_modified(|wants| {
-            let before = std::mem::replace(wants, modes::reads_service_cidrs(at_work, config));
+            let before = std::mem::replace(wants, modes::reads_service_cidrs(active_mode, config));
             before != *wants
         });
         if mode.changed().await.is_err() {

@@ -1,7 +1,7 @@
 //! Answers to sockets of the node that have a ClusterIP as their own address.
 //!
 //! kube-proxy's mode ipvs adds the ClusterIPs to the node, and from one of IPv6 the kernel sends to pods whose interfaces have no
-//! address. Where kube-proxy comes back, these programs are at work until they are removed.
+//! address. Where kube-proxy comes back, these programs run until they are removed.
 
 use aya_ebpf::{
     bindings::BPF_F_CURRENT_NETNS,

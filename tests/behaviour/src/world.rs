@@ -328,25 +328,25 @@ impl World {
 
     pub fn settled_on(&mut self, node: NodeNumber) -> Result<()> {
         self.served_on(node, cluster_ip(SENTINEL_INDEX), self.sentinel_port())?;
-        self.at_work_on(node)
+        self.active_on(node)
     }
 
     /// Waits until the proxy reports that it serves, once after each start and each change of its
     /// mode. Processes of the node are served earlier than packets of interfaces.
-    fn at_work_on(&mut self, node: NodeNumber) -> Result<()> {
+    fn active_on(&mut self, node: NodeNumber) -> Result<()> {
         let setting = self.setting;
-        if setting.proxy.is_kube_proxy() || std::mem::replace(&mut self.proxy(node)?.seen_at_work, true) {
+        if setting.proxy.is_kube_proxy() || std::mem::replace(&mut self.proxy(node)?.seen_active, true) {
             return Ok(());
         }
         wait::until(
-            &format!("mode {} at work on node{node}", setting.datapath().mode()),
+            &format!("mode {} active on node{node}", setting.datapath().mode()),
             SETTLES_WITHIN,
             || {
                 let mode = self.proxy_mode(node).map_err(|error| format!("{error:#}"))?;
                 let took = self.metric(node, "proxy_first_sync_duration_seconds");
                 let took = took.map_err(|error| format!("{error:#}"))?;
-                let is_at_work = mode == setting.datapath().mode() && took.is_some_and(|took| took > 0.0);
-                if is_at_work { Ok(Some(())) } else { Err(format!("mode {mode}, first sync {took:?}")) }
+                let is_active = mode == setting.datapath().mode() && took.is_some_and(|took| took > 0.0);
+                if is_active { Ok(Some(())) } else { Err(format!("mode {mode}, first sync {took:?}")) }
             },
         )
     }
@@ -362,7 +362,7 @@ impl World {
         self.publish()?;
         let served = NODES.into_iter().try_for_each(|node| {
             self.served_on(node, address, PORT)?;
-            self.at_work_on(node)
+            self.active_on(node)
         });
         self.objects.remove_service(&name);
         served

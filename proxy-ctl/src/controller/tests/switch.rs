@@ -5,9 +5,9 @@ use rstest::rstest;
 use super::recorder::Recording;
 use super::*;
 
-const NFTABLES: Modes = Modes { mode: Mode::Nftables, beside: None };
-const EBPF: Modes = Modes { mode: Mode::Ebpf, beside: None };
-const EBPF_AND_NFTABLES: Modes = Modes { mode: Mode::Ebpf, beside: Some(Mode::Nftables) };
+const NFTABLES: Modes = Modes { active: Mode::Nftables, beside: None };
+const EBPF: Modes = Modes { active: Mode::Ebpf, beside: None };
+const EBPF_AND_NFTABLES: Modes = Modes { active: Mode::Ebpf, beside: Some(Mode::Nftables) };
 
 /// Opens recorders, by mode, and records what it was asked to remove.
 #[derive(Default)]
@@ -26,11 +26,11 @@ impl ModeOpener for Opener {
             // The references are those of this test, its fixture and this opener.
             assert_eq!(Arc::strong_count(&former.0), 3, "the retiring dataplane holds the lock of its mode");
         }
-        Ok(Box::new(self.left[modes.mode.name()].clone()))
+        Ok(Box::new(self.left[modes.active.name()].clone()))
     }
 
-    fn to_retire(&self, at_work: Mode, _: &Config) -> Result<Vec<Mode>, Error> {
-        let is_left = |mode: &Mode| *mode != at_work && self.left.contains_key(mode.name());
+    fn to_retire(&self, active_mode: Mode, _: &Config) -> Result<Vec<Mode>, Error> {
+        let is_left = |mode: &Mode| *mode != active_mode && self.left.contains_key(mode.name());
         Ok(Mode::ALL.into_iter().filter(is_left).collect())
     }
 
@@ -148,9 +148,9 @@ fn last_host(recorder: &Recorder) -> Option<Host> {
 }
 
 #[rstest]
-#[case::ebpf_at_work(EBPF_AND_NFTABLES, true)]
-#[case::another_at_work(NFTABLES, false)]
-fn sources_of_a_mode_beside_get_no_ports_of_the_mode_at_work(#[case] modes: Modes, #[case] kept_apart: bool) {
+#[case::ebpf_is_active(EBPF_AND_NFTABLES, true)]
+#[case::another_is_active(NFTABLES, false)]
+fn sources_of_a_mode_beside_get_no_ports_of_the_active_mode(#[case] modes: Modes, #[case] kept_apart: bool) {
     let mut fixture = Fixture::started(Config::default(), Vec::new(), &["192.0.2.1"]);
     fixture.reports.mode.send_replace(ModeInForce::new(modes));
     fixture.controller.write(fixture.now);
@@ -201,7 +201,7 @@ fn a_mode_that_cannot_write_everything_does_not_take_over(#[case] new: Recording
     let opener = opening("nftables", &new);
     fixture.controller.switch(NFTABLES, &opener, fixture.now);
     let in_force = fixture.mode();
-    assert_eq!(in_force.modes.mode, Mode::Ebpf);
+    assert_eq!(in_force.modes.active, Mode::Ebpf);
     assert_eq!(in_force.refused, Some((Mode::Nftables, full().to_string())));
     assert_eq!(*opener.removed.lock().unwrap(), [""; 0], "the former mode's rules may lead to it");
     assert_eq!(
@@ -257,7 +257,7 @@ fn a_mode_that_still_retires_can_come_back() {
     assert_eq!(again.calls()[1], Call::Resync(vec!["default/web".into()]));
     let opener = Opener::default();
     fixture.controller.retire(&opener, fixture.now);
-    assert_eq!(*opener.removed.lock().unwrap(), [""; 0], "it is at work");
+    assert_eq!(*opener.removed.lock().unwrap(), [""; 0], "it is active");
 }
 
 #[test]
@@ -278,13 +278,13 @@ fn a_mode_that_cannot_come_back_goes_on_retiring() {
 /// The active dataplane contains the secondary mode, and holds its lock until `release_beside`. The
 /// new dataplane needs the same lock.
 #[rstest]
-#[case::it_is_at_work(NFTABLES)]
-#[case::beside_another(Modes { mode: Mode::Userspace, beside: Some(Mode::Nftables) })]
+#[case::it_is_active(NFTABLES)]
+#[case::beside_another(Modes { active: Mode::Userspace, beside: Some(Mode::Nftables) })]
 fn the_mode_beside_is_let_go_before_it_is_opened_anew(#[case] to: Modes) {
     let mut fixture = serving();
     fixture.reports.mode.send_replace(ModeInForce::new(EBPF_AND_NFTABLES));
     let new = Recorder::default();
-    fixture.controller.switch(to, &opening(to.mode.name(), &new), fixture.now);
+    fixture.controller.switch(to, &opening(to.active.name(), &new), fixture.now);
     assert_eq!(fixture.recorder.calls(), [Call::Invalidate(Known::OfSecondaryMode)]);
     assert_eq!(fixture.mode().modes, to);
 }
@@ -304,7 +304,7 @@ fn the_mode_beside_both_is_removed_if_the_new_one_hands_nothing_over(
     left.lock().idle = true;
     let mut opener = opening("userspace", &new);
     opener.left.insert("nftables", left);
-    let to = Modes { mode: Mode::Userspace, beside: Some(Mode::Nftables) };
+    let to = Modes { active: Mode::Userspace, beside: Some(Mode::Nftables) };
     fixture.controller.switch(to, &opener, fixture.now);
     fixture.controller.write(fixture.now);
     fixture.controller.retire(&opener, fixture.now);

@@ -27,9 +27,9 @@ struct Thread {
 }
 
 fn choice() -> ModeChoice {
-    let modes = Modes { mode: Mode::Ebpf, beside: None };
+    let modes = Modes { active: Mode::Ebpf, beside: None };
     let requested = RequestedMode::Ebpf;
-    let chosen = ChosenMode { mode: modes.mode, requested, reasons: Vec::new(), fallback: None };
+    let chosen = ChosenMode { mode: modes.active, requested, reasons: Vec::new(), fallback: None };
     ModeChoice { chosen, modes }
 }
 

@@ -58,7 +58,7 @@ impl Pages {
                 open(StatusCode::OK, TEXT, "metrics reset\n")
             }
             "/metrics/slis" => exposed(&head.headers, slis.encode()),
-            "/proxyMode" => plain(StatusCode::OK, self.mode.borrow().modes.mode.name()),
+            "/proxyMode" => plain(StatusCode::OK, self.mode.borrow().modes.active.name()),
             "/configz" => {
                 let all = json!({"kubeproxy.config.k8s.io": *self.configuration.borrow()});
                 reply(StatusCode::OK, JSON, all.to_string())

@@ -118,7 +118,7 @@ fn chains(ports: &BTreeSet<u16>) -> Chains {
 /// Removes the chain from every table, for `cleanup`, and returns the tables that had it. Nothing
 /// is removed while a process is in a mode that writes netfilter rules.
 pub(in crate::modes) fn remove() -> Result<Vec<String>, HealthCheckError> {
-    if cleanup::is_at_work() {
+    if cleanup::is_any_mode_in_use() {
         return Ok(Vec::new());
     }
     from_each(cleanup::accepted_in_its_place()?, |place| {

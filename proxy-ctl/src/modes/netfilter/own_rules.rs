@@ -29,7 +29,7 @@ fn rule(mark: Mark) -> String {
 /// is `ipvs.excludeCIDRs`.
 pub(crate) fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removed, Error> {
     let removal = cleanup::remove_own(mode, keeps).map_err(|error| {
-        let is_taken = matches!(error, cleanup::Error::AtWork { .. });
+        let is_taken = matches!(error, cleanup::Error::InUse { .. });
         Error::new(if is_taken { ErrorKind::TakenOver } else { ErrorKind::Other }, error)
     })?;
     if let Some(problem) = removal.problems.into_iter().next() {

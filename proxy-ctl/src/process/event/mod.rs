@@ -132,8 +132,8 @@ pub(in crate::process) fn ipvs_is_deprecated() -> Event {
 
 /// Returns the event for a mode that the configuration asks for and that could not take over.
 /// kube-proxy has no such event.
-pub(in crate::process) fn mode_refused(wanted: Mode, at_work: Mode, problem: &str) -> Event {
-    let note = format!("mode {wanted} cannot take over, mode {at_work} stays active: {problem}");
+pub(in crate::process) fn mode_refused(wanted: Mode, active_mode: Mode, problem: &str) -> Event {
+    let note = format!("mode {wanted} cannot take over, mode {active_mode} stays active: {problem}");
     Event::node(Type::Warning, "ProxyModeRefused", "SwitchMode", &note)
 }
 

@@ -121,7 +121,7 @@ mod tests {
         &["mode"],
         &[],
     )]
-    #[case::a_field_of_the_mode_at_work(
+    #[case::a_field_of_the_active_mode(
         json!({"mode": "userspace", "udpIdleTimeout": "250ms"}),
         json!({"mode": "userspace", "udpIdleTimeout": "30s"}),
         &[],

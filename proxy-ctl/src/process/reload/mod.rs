@@ -101,7 +101,7 @@ impl Reload {
             return None;
         }
         self.seen = document;
-        let unused = modes::unused_fields(self.choices.borrow().modes.mode, &config);
+        let unused = modes::unused_fields(self.choices.borrow().modes.active, &config);
         let changes = ConfigChanges::between(&self.document.borrow(), &self.seen, &unused);
         if !changes.restart.is_empty() {
             return Some(anyhow!(
@@ -225,7 +225,7 @@ mod tests {
                             reasons: Vec::new(),
                             fallback: None,
                         },
-                        modes: Modes { mode: Mode::Ebpf, beside: None },
+                        modes: Modes { active: Mode::Ebpf, beside: None },
                     }),
                     watch::Sender::new(Arc::clone(&config)),
                     watch::Sender::new(config.to_document()),

@@ -116,7 +116,7 @@ fn collect(dataplane: &mut EbpfDataplane, times: u32) {
     dataplane.share_frontends(true).unwrap();
     dataplane
 })]
-#[case::once_another_mode_is_at_work(|mut dataplane: EbpfDataplane, _: &Sandbox| {
+#[case::once_another_mode_is_active(|mut dataplane: EbpfDataplane, _: &Sandbox| {
     dataplane.retire().unwrap();
     dataplane
 })]

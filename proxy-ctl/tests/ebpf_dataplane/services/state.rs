@@ -447,7 +447,7 @@ fn an_endpoint_costs_three_calls_at_most(#[case] before: Range<u8>, #[case] afte
 }
 
 #[test]
-fn a_second_controller_is_told_who_is_at_work() {
+fn a_second_controller_is_told_which_process_runs() {
     let Some((sandbox, first)) = Sandbox::opened() else { return };
     let own = Holder(Some(std::process::id()));
     let second = EbpfDataplane::open(&sandbox.config).unwrap_err();

@@ -101,7 +101,7 @@ pub struct Proxy {
     log: PathBuf,
     process: Option<Child>,
     /// True once the proxy was seen in the mode of its configuration, since its last start.
-    pub(crate) seen_at_work: bool,
+    pub(crate) seen_active: bool,
 }
 
 const LOG_LINES: usize = 25;
@@ -118,14 +118,14 @@ impl Proxy {
         arguments.push(format!("--config={}", configuration.display()));
         let log = lab.directory().join(format!("proxy-{name}.log"));
         let mut proxy =
-            Self { node, program, arguments, configuration, log, process: None, seen_at_work: false };
+            Self { node, program, arguments, configuration, log, process: None, seen_active: false };
         proxy.configure(lab, setting, fields, feed)?;
         Ok(proxy)
     }
 
     /// Writes the proxy's configuration anew by one rename. A running process may follow the file.
     pub fn configure(&mut self, lab: &Lab, setting: Setting, fields: &Value, feed: &Feed) -> Result<()> {
-        self.seen_at_work = false;
+        self.seen_active = false;
         let mut configuration = match setting.proxy.is_kube_proxy() {
             true => kube_proxy::configuration(setting, feed, self.node)?,
             false => proxy_ctl::configuration(lab, setting, feed, self.node)?,
@@ -138,7 +138,7 @@ impl Proxy {
 
     /// Starts the process, which appends to an earlier log.
     pub fn start(&mut self, lab: &Lab) -> Result<()> {
-        self.seen_at_work = false;
+        self.seen_active = false;
         let netns = lab.netns(&node_name(self.node))?;
         let log = File::options().create(true).append(true).open(&self.log).context("opening a log")?;
         let mut command = lab.command(netns, &self.program)?;

@@ -11,8 +11,7 @@ use serde_json::json;
 use crate::{
     api_server::an_api_server_that_is_away_changes_nothing,
     leftovers::{
-        a_chain_that_only_others_lead_to_is_emptied,
-        a_kube_proxy_that_is_still_at_work_is_named_and_not_fought,
+        a_chain_that_only_others_lead_to_is_emptied, a_kube_proxy_that_still_runs_is_named_and_not_fought,
         a_legacy_table_that_cannot_be_written_keeps_no_other, clean_up_leaves_what_kube_proxys_leaves,
         connections_that_it_leaves_live_on_where_nobody_else_translates, health_checks_stay_accepted,
         run_leaves_them_where_it_is_told_to, run_removes_them_and_connections_live_on,
@@ -63,7 +62,7 @@ pub(crate) fn all() -> Vec<Scenario<World>> {
         what_forwarded_connections_need_stays_where_others_are_dropped,
         run_leaves_them_where_it_is_told_to,
         what_is_handed_over_holds_no_removal_back,
-        a_kube_proxy_that_is_still_at_work_is_named_and_not_fought,
+        a_kube_proxy_that_still_runs_is_named_and_not_fought,
         what_comes_back_while_something_else_cannot_be_removed_is_not_fought,
         a_legacy_table_that_cannot_be_written_keeps_no_other,
     ]

@@ -128,7 +128,7 @@ fn sctp() -> Service {
     Service { affinity_seconds: Some(5), ..web() },
     &["own web:cl"],
 )]
-fn what_the_mode_at_work_cannot_serve_is_handed_over(#[case] service: Service, #[case] expected: &[&str]) {
+fn what_the_active_mode_cannot_serve_is_handed_over(#[case] service: Service, #[case] expected: &[&str]) {
     assert_eq!(Scene::new().apply(service), expected);
 }
 
@@ -142,7 +142,7 @@ fn a_service_port_is_served_on_both_sides_rather_than_on_none_while_it_passes_ov
 }
 
 #[test]
-fn what_the_mode_beside_serves_already_is_written_to_the_mode_at_work_first() {
+fn what_the_mode_beside_serves_already_is_written_to_the_active_mode_first() {
     let node_port =
         |number| service("default/web", &["10.96.0.1"]).ports(vec![port("http", 80).node_port(number)]);
     let mut scene = Scene::new();
@@ -155,7 +155,7 @@ fn what_the_mode_beside_serves_already_is_written_to_the_mode_at_work_first() {
 /// A predecessor in the secondary mode has left rules for everything. They are removed with the
 /// first write to that mode, which comes after the active mode serves.
 #[test]
-fn what_a_predecessor_has_left_of_the_mode_beside_serves_until_the_mode_at_work_does() {
+fn what_a_predecessor_has_left_of_the_mode_beside_serves_until_the_active_mode_does() {
     let mut scene = Scene::new();
     scene.model.apply_service(with_node_port());
     let resync = |scene: &mut Scene| {
@@ -171,7 +171,7 @@ fn what_a_predecessor_has_left_of_the_mode_beside_serves_until_the_mode_at_work_
 }
 
 #[test]
-fn the_mode_beside_serves_where_the_mode_at_work_could_not_write_everything() {
+fn the_mode_beside_serves_where_the_active_mode_could_not_write_everything() {
     let mut scene = Scene::new();
     scene.model.apply_service(with_node_port());
     scene.model.take_changes();
@@ -266,7 +266,7 @@ fn a_mode_beside_that_could_not_be_taken_back_is_tried_again() {
 
 /// A service port that is no longer desired must not send clients to old endpoints.
 #[test]
-fn what_is_not_desired_any_more_leaves_the_mode_beside_whatever_the_mode_at_work_could_not_write() {
+fn what_is_not_desired_any_more_leaves_the_mode_beside_whatever_the_active_mode_could_not_write() {
     let mut scene = Scene::new();
     scene.apply(sctp());
     scene.connect_to(SCTP);
@@ -281,7 +281,7 @@ fn what_is_not_desired_any_more_leaves_the_mode_beside_whatever_the_mode_at_work
 #[rstest]
 #[case::that_was_compared(false)]
 #[case::that_has_changed(true)]
-fn a_service_port_is_served_beside_until_the_mode_at_work_has_written_it(#[case] by_change: bool) {
+fn a_service_port_is_served_beside_until_the_active_mode_has_written_it(#[case] by_change: bool) {
     let mut scene = Scene::new();
     scene.apply(with_node_port());
     *scene.is_incomplete.lock().unwrap() = true;
@@ -348,7 +348,7 @@ fn everything_is_served_by_both_while_a_pod_has_no_packet_programs() {
     assert_eq!(scene.apply(web()), ["own web:cl", "beside -web", "remove"]);
     let opened = ["open", "beside host that is shared", "beside all web:cl"];
     let opened = [&["own frontends are shared"], &opened[..]].concat();
-    assert_eq!(scene.lack(true, 3), opened, "the mode at work learns it first");
+    assert_eq!(scene.lack(true, 3), opened, "the active mode learns it first");
     assert_eq!(scene.apply(api()), ["own api:c", "beside api:c"], "the faster one first");
     let again = Service { affinity_seconds: Some(5), ..api() };
     assert_eq!(scene.apply(again), ["own api:c", "beside api:c"]);

@@ -15,7 +15,7 @@ pub(crate) use self::{
         what_others_use_of_kube_proxy_stays_and_is_named, who_masquerades_by_a_map_still_does,
     },
     takeover::{
-        a_kube_proxy_that_is_still_at_work_is_named_and_not_fought,
+        a_kube_proxy_that_still_runs_is_named_and_not_fought,
         a_legacy_table_that_cannot_be_written_keeps_no_other,
         connections_that_it_leaves_live_on_where_nobody_else_translates, health_checks_stay_accepted,
         run_leaves_them_where_it_is_told_to, run_removes_them_and_connections_live_on,

@@ -310,7 +310,7 @@ pub(crate) fn what_is_handed_over_holds_no_removal_back(world: &mut World) -> Re
     Ok(())
 }
 
-pub(crate) fn a_kube_proxy_that_is_still_at_work_is_named_and_not_fought(world: &mut World) -> Result<()> {
+pub(crate) fn a_kube_proxy_that_still_runs_is_named_and_not_fought(world: &mut World) -> Result<()> {
     let (own, other) = (with_service(world, "contested", 44)?, with_service(world, "contesting", 45)?);
     let tables = RuleApi::Nft("nftables");
     let former = OldProxy::new(&other, tables)?.map_err(Skip)?;
@@ -320,7 +320,7 @@ pub(crate) fn a_kube_proxy_that_is_still_at_work_is_named_and_not_fought(world: 
     answers(&own.healthz(), "/healthz", 200)?;
     own.until_metric(&proxy, FORMER_RULES, |count| count == 0.0)?;
 
-    let _at_work = former.start(&other)?;
+    let _running = former.start(&other)?;
     proxy.says("another kube-proxy runs on this node")?;
     world.event(own.name, "KubeProxyRulesReturned")?;
     ensure!(metric(&own.metrics(), FORMER_RULES)? > 0.0, "{FORMER_RULES} does not tell of them");

@@ -17,7 +17,7 @@ pub(super) fn modes() -> Vec<Mode> {
 }
 
 #[derive(Default)]
-pub(super) struct AtWork {
+pub(super) struct InUse {
     pub(super) modes: Vec<Mode>,
     /// The locks that were taken, of modes that are not in use.
     pub(super) locks: Vec<NamespaceLock>,
@@ -25,7 +25,7 @@ pub(super) struct AtWork {
     pub(super) problems: Vec<Error>,
 }
 
-impl AtWork {
+impl InUse {
     /// Takes the locks of those `modes` that are not in use. While the locks are held, none of
     /// these can start.
     pub(super) fn lock_others(modes: &[Mode]) -> Self {
@@ -36,7 +36,7 @@ impl AtWork {
                     all.locks.push(lock);
                     continue;
                 }
-                Ok(NamespaceAttempt::Taken(holder)) => Error::AtWork { mode, holder },
+                Ok(NamespaceAttempt::Taken(holder)) => Error::InUse { mode, holder },
                 Err(source) => Error::Lock { mode, source },
             };
             all.modes.push(mode);
@@ -54,7 +54,7 @@ mod tests {
 
     #[test]
     #[ignore = "needs root"]
-    fn as_root_the_mode_whose_lock_is_held_is_at_work() {
+    fn as_root_the_mode_whose_lock_is_held_is_in_use() {
         // The thread ends with the test, and its network namespace with it.
         unshare(CloneFlags::CLONE_NEWNET).unwrap();
         assert_eq!(modes(), []);
@@ -62,14 +62,14 @@ mod tests {
             panic!("free")
         };
         assert_eq!(modes(), [Mode::Iptables]);
-        let at_work = AtWork::lock_others(&MODES);
-        assert_eq!((at_work.modes.as_slice(), at_work.locks.len()), (&[Mode::Iptables][..], 3));
+        let in_use = InUse::lock_others(&MODES);
+        assert_eq!((in_use.modes.as_slice(), in_use.locks.len()), (&[Mode::Iptables][..], 3));
         let own = std::process::id().to_string();
-        assert!(at_work.problems[0].to_string().contains(&own), "{}", at_work.problems[0]);
+        assert!(in_use.problems[0].to_string().contains(&own), "{}", in_use.problems[0]);
         drop(held);
-        drop(at_work);
+        drop(in_use);
         // A process that another test is starting has copies of the locks until exec.
-        let is_free = LettingGo::begin().wait(false, || Ok(AtWork::lock_others(&MODES).modes.is_empty()));
+        let is_free = LettingGo::begin().wait(false, || Ok(InUse::lock_others(&MODES).modes.is_empty()));
         assert!(is_free.unwrap());
     }
 }

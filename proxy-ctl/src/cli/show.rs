@@ -63,11 +63,11 @@ pub(super) fn snapshot(bpffs: &Path) -> anyhow::Result<Option<Snapshot>> {
     if let Some((mode, programmed)) = programmed(bpffs)? {
         let mut snapshot = programmed.snapshot().map_err(explained)?;
         let record = Record::read(bpffs)?.filter(|record| record.mode == mode.name());
-        let beside = record.and_then(|record| record.beside);
-        if let Some(beside) = Mode::ALL.into_iter().find(|mode| Some(mode.name()) == beside.as_deref())
-            && let Some(programmed) = modes::read_mode(beside, bpffs)?
+        let secondary = record.and_then(|record| record.secondary);
+        if let Some(secondary) = Mode::ALL.into_iter().find(|mode| Some(mode.name()) == secondary.as_deref())
+            && let Some(programmed) = modes::read_mode(secondary, bpffs)?
         {
-            snapshot.add(beside, programmed.snapshot()?);
+            snapshot.add(secondary, programmed.snapshot()?);
         }
         return Ok(Some(snapshot));
     }
@@ -225,7 +225,7 @@ fn service_view(
         endpoints: shown.iter().map(endpoint).collect(),
         internal_endpoints: internal.len(),
         external_endpoints: external.len(),
-        handed_over_to: service.beside.map(Mode::name),
+        handed_over_to: service.secondary.map(Mode::name),
     }
 }
 
@@ -301,7 +301,7 @@ mod tests {
             affinity_seconds: 0,
             algorithm: Algorithm::Maglev,
             forwarding: Forwarding::Snat,
-            beside: None,
+            secondary: None,
         }
     }
 

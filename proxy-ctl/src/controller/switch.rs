@@ -139,7 +139,7 @@ impl Retiring {
 
 /// Returns true if the secondary mode has something to serve: service ports that the dataplane
 /// cannot serve, or all of them, for pods without packet programs.
-fn needs_mode_beside(ports: &[Arc<DesiredPort>], dataplane: &mut dyn Dataplane) -> bool {
+fn needs_secondary_mode(ports: &[Arc<DesiredPort>], dataplane: &mut dyn Dataplane) -> bool {
     let are_programs_lacking = dataplane.packet_mode().is_some_and(|mode| mode.packet_programs().are_lacking);
     let is_handed_over = |port: &Arc<DesiredPort>| {
         dataplane.supports(port).iter().any(|unsupported| unsupported.effect == Effect::HandedOver)
@@ -154,9 +154,10 @@ impl Controller {
         let former = self.reports.mode.borrow().modes;
         // The former dataplane may use the mode as its secondary mode, and would hold its lock. So
         // it releases that mode. The mode's rules stay in the kernel and are adopted.
-        let shares_beside =
-            former.beside.is_some_and(|beside| beside == modes.active || Some(beside) == modes.beside);
-        if shares_beside && let Some(active) = &mut self.active {
+        let shares_secondary = former
+            .secondary
+            .is_some_and(|secondary| secondary == modes.active || Some(secondary) == modes.secondary);
+        if shares_secondary && let Some(active) = &mut self.active {
             active.dataplane.invalidate(Known::OfSecondaryMode);
         }
         let returns = self.retiring.iter_mut().find(|retiring| retiring.mode == modes.active);
@@ -170,7 +171,7 @@ impl Controller {
             active.dataplane.invalidate(Known::Everything);
             active.services.begin_anew(now);
         }
-        if returns || shares_beside {
+        if returns || shares_secondary {
             return;
         }
         // The refused mode is removed only after the active mode has its chains back, because rules
@@ -181,7 +182,7 @@ impl Controller {
 
     fn write_to(&mut self, modes: Modes, mut new: Box<dyn Dataplane>, now: Instant) -> Result<(), Error> {
         let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return Ok(()) };
-        let Modes { active: former_mode, beside: former_beside } = self.reports.mode.borrow().modes;
+        let Modes { active: former_mode, secondary: former_secondary } = self.reports.mode.borrow().modes;
         let retiring = self.retiring.iter().map(Retiring::mode);
         let ports = modes::masquerade_ports(retiring.chain([former_mode, modes.active]));
         let host = host(network, &self.config, self.model.node(), self.model.service_cidrs(), ports);
@@ -194,10 +195,10 @@ impl Controller {
         new.resync(&servable)?;
         new.packet_mode().map_or(Ok(()), |mode| mode.attach())?;
         let former = std::mem::replace(&mut active.dataplane, new);
-        let stays_beside =
-            modes.beside == Some(former_mode) && needs_mode_beside(&all, active.dataplane.as_mut());
+        let becomes_secondary =
+            modes.secondary == Some(former_mode) && needs_secondary_mode(&all, active.dataplane.as_mut());
         self.retiring.retain(|retiring| retiring.mode != modes.active);
-        if stays_beside {
+        if becomes_secondary {
             // Dropping the former dataplane releases its lock. The new dataplane can then open the
             // same mode as its secondary mode. The secondary mode adopts the rules in the kernel,
             // and removes the rules of service ports that are not delegated.
@@ -210,8 +211,8 @@ impl Controller {
         }
         // The former dataplane has released its secondary mode. The new dataplane opens that mode
         // only when it delegates something.
-        if let Some(beside) = former_beside.filter(|beside| modes.beside == Some(*beside)) {
-            self.retiring.push(Retiring::left(beside));
+        if let Some(secondary) = former_secondary.filter(|secondary| modes.secondary == Some(*secondary)) {
+            self.retiring.push(Retiring::left(secondary));
         }
         active.services.set_intervals(service_intervals(modes.active, &self.config), now);
         // The exceptions of the new mode are reported. Everything is written once more soon,
@@ -262,11 +263,12 @@ impl Controller {
         }
         // The secondary mode has adopted what a predecessor has left of it, so that this does not
         // drain.
-        let Modes { active: active_mode, beside } = self.reports.mode.borrow().modes;
-        let is_adopted = |retiring: &Retiring| retiring.dataplane.is_none() && Some(retiring.mode) == beside;
+        let Modes { active: active_mode, secondary } = self.reports.mode.borrow().modes;
+        let is_adopted =
+            |retiring: &Retiring| retiring.dataplane.is_none() && Some(retiring.mode) == secondary;
         // The desired state is large: it is asked for only where the answer matters.
         if self.retiring.iter().any(is_adopted)
-            && needs_mode_beside(&self.model.desired(), active.dataplane.as_mut())
+            && needs_secondary_mode(&self.model.desired(), active.dataplane.as_mut())
         {
             self.retiring.retain(|retiring| !is_adopted(retiring));
         }

@@ -52,7 +52,7 @@ fn free_address() -> SocketAddr {
 
 fn pages() -> Pages {
     Pages {
-        mode: watch::channel(ModeInForce::new(Modes { active: Mode::Ebpf, beside: None })).1,
+        mode: watch::channel(ModeInForce::new(Modes { active: Mode::Ebpf, secondary: None })).1,
         configuration: watch::channel(serde_json::json!({"kind": "KubeProxyConfiguration", "mode": "ebpf"}))
             .1,
         flags: Some([("v".to_owned(), "2".to_owned())].into()),

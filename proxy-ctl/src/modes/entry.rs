@@ -39,7 +39,7 @@ pub(super) struct Entry {
     /// True if a secondary mode serves what this mode cannot.
     pub(super) hands_over: bool,
     /// True if the mode may be the secondary mode.
-    pub(super) serves_beside: bool,
+    pub(super) can_be_secondary: bool,
     /// Returns what the mode needs and what is missing. It changes nothing.
     pub(super) probe: fn(&Config, &HostFacts) -> Probe,
     /// Does the part of [`Entry::open`] that needs all privileges. Another process may call `open`

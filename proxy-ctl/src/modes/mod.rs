@@ -177,7 +177,7 @@ pub struct HookProblems {
 #[derive(Clone, Debug, Default, Eq, PartialEq)]
 pub struct PacketPrograms {
     /// True if some pods have none, for good or for some seconds, and perhaps no socket hooks
-    /// either. Another mode should serve them beside this one.
+    /// either. The secondary mode should serve them.
     pub are_lacking: bool,
     /// True if no interface has any before the next [`PacketMode::attach`].
     pub come_later: bool,

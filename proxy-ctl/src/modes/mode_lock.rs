@@ -56,7 +56,7 @@ mod tests {
         // The thread ends with the test, and its network namespace with it.
         nix::sched::unshare(nix::sched::CloneFlags::CLONE_NEWNET).unwrap();
         let _first = lock(mode).unwrap();
-        let second = open(Modes { active: mode, beside: None }, &Config::default().into());
+        let second = open(Modes { active: mode, secondary: None }, &Config::default().into());
         let error = second.err().expect("the first holds the lock");
         assert!(error.is_taken_over(), "{error}");
         let told = error.to_string();

@@ -9,7 +9,7 @@ use super::{
     conntrack::{self, WithConntrack},
     ebpf,
     entry::{BoxedProgrammed, Entry, Removed, TrackedFlows},
-    hand_over::{HandOver, ModeBeside, dialled::DialledFrontends},
+    hand_over::{HandOver, SecondaryMode, dialled::DialledFrontends},
     iptables, ipvs, netfilter, nftables,
     source_ports::SourcePorts,
     userspace,
@@ -83,27 +83,27 @@ pub fn translates_in_connect(mode: Mode, config: &Config) -> bool {
 pub struct Modes {
     pub active: Mode,
     /// The secondary mode, which serves what `active` cannot.
-    pub beside: Option<Mode>,
+    pub secondary: Option<Mode>,
 }
 
 impl Modes {
     /// Returns `mode` with its secondary mode: the first of `probes` that may be one and can run.
     pub fn new(mode: Mode, probes: &[Probe]) -> Self {
-        let can = |probe: &&Probe| entry(probe.mode).serves_beside && probe.can_run();
-        let beside = if entry(mode).hands_over { probes.iter().find(can) } else { None };
-        Self { active: mode, beside: beside.map(|probe| probe.mode) }
+        let can = |probe: &&Probe| entry(probe.mode).can_be_secondary && probe.can_run();
+        let secondary = if entry(mode).hands_over { probes.iter().find(can) } else { None };
+        Self { active: mode, secondary: secondary.map(|probe| probe.mode) }
     }
 }
 
 /// Opens the node's dataplane. It adopts what a predecessor has left of these modes.
 pub fn open(modes: Modes, config: &Arc<Config>) -> Result<Box<dyn Dataplane>, Error> {
-    let Modes { active: active_mode, beside } = modes;
+    let Modes { active: active_mode, secondary } = modes;
     let dataplane = open_one(active_mode, config)?;
-    Ok(match beside {
+    Ok(match secondary {
         None => dataplane,
         Some(mode) => {
-            let beside = Beside { mode, active_mode, config: Arc::clone(config) };
-            Box::new(HandOver::new(dataplane, Box::new(beside)))
+            let secondary = Secondary { mode, active_mode, config: Arc::clone(config) };
+            Box::new(HandOver::new(dataplane, Box::new(secondary)))
         }
     })
 }
@@ -173,13 +173,13 @@ pub fn masquerade_ports(modes: impl IntoIterator<Item = Mode>) -> Option<PortRan
     modes.into_iter().any(|mode| entry(mode).retires).then(|| SourcePorts::read().netfilter)
 }
 
-struct Beside {
+struct Secondary {
     mode: Mode,
     active_mode: Mode,
     config: Arc<Config>,
 }
 
-impl ModeBeside for Beside {
+impl SecondaryMode for Secondary {
     fn mode(&self) -> Mode {
         self.mode
     }

@@ -36,13 +36,13 @@ pub struct Snapshot {
 impl Snapshot {
     /// Adds what a secondary mode serves: service ports, or more frontends of service ports that
     /// are there already.
-    pub(crate) fn add(&mut self, mode: Mode, beside: Snapshot) {
-        for mut service in beside.services {
-            service.beside = Some(mode);
+    pub(crate) fn add(&mut self, mode: Mode, secondary: Snapshot) {
+        for mut service in secondary.services {
+            service.secondary = Some(mode);
             match self.services.binary_search_by(|one| one.name.cmp(&service.name)) {
                 Ok(found) => {
                     let found = &mut self.services[found];
-                    found.beside = service.beside;
+                    found.secondary = service.secondary;
                     service.frontends.retain(|one| !found.frontends.contains(one));
                     found.frontends.extend(service.frontends);
                 }
@@ -51,7 +51,7 @@ impl Snapshot {
         }
         let place = |one: &BackendSnapshot| (one.address, one.protocol);
         let known: HashSet<_> = self.backends.iter().map(place).collect();
-        self.backends.extend(beside.backends.into_iter().filter(|one| !known.contains(&place(one))));
+        self.backends.extend(secondary.backends.into_iter().filter(|one| !known.contains(&place(one))));
         self.backends.sort_by_key(|one| one.address);
     }
 
@@ -118,7 +118,7 @@ pub struct ServiceSnapshot {
     pub forwarding: Forwarding,
     /// The secondary mode that serves the service port, or some of its frontends.
     #[serde(skip)]
-    pub beside: Option<Mode>,
+    pub secondary: Option<Mode>,
 }
 
 impl ServiceSnapshot {
@@ -137,7 +137,7 @@ impl ServiceSnapshot {
             affinity_seconds: 0,
             algorithm: Algorithm::Random,
             forwarding: Forwarding::Snat,
-            beside: None,
+            secondary: None,
         }
     }
 
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_mode_beside_serves_is_added() {
+    fn what_a_secondary_mode_serves_is_added() {
         let (services, backends) =
             (vec![served("b", &[1, 2]), served("d", &[4])], vec![backend(1), backend(3)]);
         let mut both = Snapshot { services, backends, ..Snapshot::default() };
@@ -265,9 +265,9 @@ mod tests {
             Snapshot { services, backends: vec![backend(2), backend(3)], ..Snapshot::default() },
         );
         assert_eq!(both.backends, [backend(1), backend(2), backend(3)]);
-        let beside = |served| ServiceSnapshot { beside: Some(Mode::Nftables), ..served };
+        let secondary = |served| ServiceSnapshot { secondary: Some(Mode::Nftables), ..served };
         let [a, b, e] = [("a", &[7][..]), ("b", &[1, 2, 3]), ("e", &[5])]
-            .map(|(name, ports)| beside(served(name, ports)));
+            .map(|(name, ports)| secondary(served(name, ports)));
         let expected = [a, b, served("d", &[4]), e];
         assert_eq!(both.services, expected);
     }

@@ -118,7 +118,7 @@ mod tests {
         let mode = if fallback.is_some() { Mode::Iptables } else { Mode::Ebpf };
         let fallback = fallback.map(str::to_owned);
         let chosen = ChosenMode { mode, requested: RequestedMode::Ebpf, reasons: Vec::new(), fallback };
-        ModeChoice { chosen, modes: Modes { active: mode, beside: None } }
+        ModeChoice { chosen, modes: Modes { active: mode, secondary: None } }
     }
 
     #[tokio::test]

@@ -40,8 +40,9 @@ pub struct Record {
     pub began: u64,
     pub node: String,
     pub mode: String,
-    /// The mode that serves what `mode` cannot.
-    pub beside: Option<String>,
+    /// The secondary mode, which serves what `mode` cannot.
+    #[serde(rename = "beside")]
+    pub secondary: Option<String>,
     pub reasons: Vec<String>,
     /// The reason why this mode was chosen instead of the one that was asked for, if it was.
     pub fallback: Option<String>,
@@ -190,7 +191,7 @@ impl Record {
     /// over, the former one is active, and the reasons say so.
     pub(super) fn in_mode(mut self, choice: &ModeChoice, in_force: &ModeInForce) -> Self {
         self.mode = in_force.modes.active.name().to_owned();
-        self.beside = in_force.modes.beside.map(|mode| mode.name().to_owned());
+        self.secondary = in_force.modes.secondary.map(|mode| mode.name().to_owned());
         if choice.modes == in_force.modes {
             self.reasons.clone_from(&choice.chosen.reasons);
             self.fallback.clone_from(&choice.chosen.fallback);

@@ -145,8 +145,8 @@ impl ServiceView {
         let encapsulation =
             self.encapsulation.filter(|one| *one != Encapsulation::default()).map(Keyword::word);
         let all = [Some(self.policy.text()), algorithm, forwarding, encapsulation];
-        let beside = self.handed_over_to.map(|mode| format!("by mode {mode}"));
-        let all = all.into_iter().flatten().map(str::to_owned).chain(beside);
+        let secondary = self.handed_over_to.map(|mode| format!("by mode {mode}"));
+        let all = all.into_iter().flatten().map(str::to_owned).chain(secondary);
         all.collect::<Vec<_>>().join(", ")
     }
 

@@ -84,7 +84,7 @@ fn reports() -> Reports {
         heartbeats: Heartbeats::default(),
         health_checks: watch::Sender::default(),
         coverage: watch::Sender::default(),
-        mode: watch::Sender::new(ModeInForce::new(Modes { active: Mode::Ebpf, beside: None })),
+        mode: watch::Sender::new(ModeInForce::new(Modes { active: Mode::Ebpf, secondary: None })),
         retiring: watch::Sender::default(),
         hook_problems: watch::Sender::default(),
     }
@@ -418,7 +418,7 @@ fn a_new_configuration_is_taken_over_as_it_goes() {
 #[test]
 fn a_mode_that_keeps_the_shortest_interval_gets_changes_together() {
     let mut fixture = Fixture::new(Config::default());
-    let modes = Modes { active: Mode::Iptables, beside: None };
+    let modes = Modes { active: Mode::Iptables, secondary: None };
     fixture.reports.mode.send_replace(ModeInForce::new(modes));
     for update in [Update::ReplaceServices(Vec::new()), Update::ReplaceSlices(Vec::new()), Update::Node(None)]
     {

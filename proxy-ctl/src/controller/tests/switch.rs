@@ -5,9 +5,9 @@ use rstest::rstest;
 use super::recorder::Recording;
 use super::*;
 
-const NFTABLES: Modes = Modes { active: Mode::Nftables, beside: None };
-const EBPF: Modes = Modes { active: Mode::Ebpf, beside: None };
-const EBPF_AND_NFTABLES: Modes = Modes { active: Mode::Ebpf, beside: Some(Mode::Nftables) };
+const NFTABLES: Modes = Modes { active: Mode::Nftables, secondary: None };
+const EBPF: Modes = Modes { active: Mode::Ebpf, secondary: None };
+const EBPF_AND_NFTABLES: Modes = Modes { active: Mode::Ebpf, secondary: Some(Mode::Nftables) };
 
 /// Opens recorders, by mode, and records what it was asked to remove.
 #[derive(Default)]
@@ -150,7 +150,10 @@ fn last_host(recorder: &Recorder) -> Option<Host> {
 #[rstest]
 #[case::ebpf_is_active(EBPF_AND_NFTABLES, true)]
 #[case::another_is_active(NFTABLES, false)]
-fn sources_of_a_mode_beside_get_no_ports_of_the_active_mode(#[case] modes: Modes, #[case] kept_apart: bool) {
+fn sources_of_a_secondary_mode_get_no_ports_of_the_active_mode(
+    #[case] modes: Modes,
+    #[case] kept_apart: bool,
+) {
     let mut fixture = Fixture::started(Config::default(), Vec::new(), &["192.0.2.1"]);
     fixture.reports.mode.send_replace(ModeInForce::new(modes));
     fixture.controller.write(fixture.now);
@@ -275,12 +278,12 @@ fn a_mode_that_cannot_come_back_goes_on_retiring() {
     assert_eq!(again.calls(), [Call::Retire]);
 }
 
-/// The active dataplane contains the secondary mode, and holds its lock until `release_beside`. The
-/// new dataplane needs the same lock.
+/// The active dataplane contains the secondary mode, and holds its lock until
+/// `release_secondary`. The new dataplane needs the same lock.
 #[rstest]
 #[case::it_is_active(NFTABLES)]
-#[case::beside_another(Modes { active: Mode::Userspace, beside: Some(Mode::Nftables) })]
-fn the_mode_beside_is_let_go_before_it_is_opened_anew(#[case] to: Modes) {
+#[case::it_is_secondary(Modes { active: Mode::Userspace, secondary: Some(Mode::Nftables) })]
+fn the_secondary_mode_is_released_before_it_is_opened_anew(#[case] to: Modes) {
     let mut fixture = serving();
     fixture.reports.mode.send_replace(ModeInForce::new(EBPF_AND_NFTABLES));
     let new = Recorder::default();
@@ -292,7 +295,7 @@ fn the_mode_beside_is_let_go_before_it_is_opened_anew(#[case] to: Modes) {
 #[rstest]
 #[case::something_is_handed_over(true, &["ebpf"])]
 #[case::nothing_is_handed_over(false, &["ebpf", "nftables"])]
-fn the_mode_beside_both_is_removed_if_the_new_one_hands_nothing_over(
+fn the_common_secondary_mode_is_removed_if_the_new_mode_hands_nothing_over(
     #[case] hands_over: bool,
     #[case] removed: &[&str],
 ) {
@@ -304,7 +307,7 @@ fn the_mode_beside_both_is_removed_if_the_new_one_hands_nothing_over(
     left.lock().idle = true;
     let mut opener = opening("userspace", &new);
     opener.left.insert("nftables", left);
-    let to = Modes { active: Mode::Userspace, beside: Some(Mode::Nftables) };
+    let to = Modes { active: Mode::Userspace, secondary: Some(Mode::Nftables) };
     fixture.controller.switch(to, &opener, fixture.now);
     fixture.controller.write(fixture.now);
     fixture.controller.retire(&opener, fixture.now);
@@ -314,7 +317,7 @@ fn the_mode_beside_both_is_removed_if_the_new_one_hands_nothing_over(
 #[rstest]
 #[case::something_is_handed_over(true, &[])]
 #[case::nothing_is_handed_over(false, &["nftables"])]
-fn the_former_mode_stays_beside_the_new_one_for_what_is_handed_over(
+fn the_former_mode_becomes_secondary_for_what_is_handed_over(
     #[case] hands_over: bool,
     #[case] removed: &[&str],
 ) {
@@ -334,8 +337,8 @@ fn the_former_mode_stays_beside_the_new_one_for_what_is_handed_over(
 
 #[rstest]
 #[case::nothing_is_handed_over(false, &["nftables"])]
-#[case::it_serves_beside_again(true, &[])]
-fn what_a_predecessor_has_left_beside_is_adopted_where_it_is_needed(
+#[case::it_is_secondary_again(true, &[])]
+fn what_a_predecessor_has_left_of_the_secondary_mode_is_adopted_where_it_is_needed(
     #[case] hands_over: bool,
     #[case] removed: &[&str],
 ) {

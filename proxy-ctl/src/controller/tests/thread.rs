@@ -27,7 +27,7 @@ struct Thread {
 }
 
 fn choice() -> ModeChoice {
-    let modes = Modes { active: Mode::Ebpf, beside: None };
+    let modes = Modes { active: Mode::Ebpf, secondary: None };
     let requested = RequestedMode::Ebpf;
     let chosen = ChosenMode { mode: modes.active, requested, reasons: Vec::new(), fallback: None };
     ModeChoice { chosen, modes }

@@ -89,7 +89,7 @@ pub(super) const ENTRY: Entry = Entry {
     keeps_min_sync_period: false,
     reads_service_cidrs: |config| services::addresses::service_cidrs::are_read(&config.ebpf),
     hands_over: true,
-    serves_beside: false,
+    can_be_secondary: false,
     probe: |config, host| probe::probe(&config.ebpf, host),
     prepare: |config| {
         maps::paths::provide_bpffs(&config.ebpf.bpffs)?;

@@ -18,7 +18,7 @@ impl EbpfDataplane {
         self.services.write_cidrs(&mut applied, &mut failures);
         self.services.raise_epoch(&mut failures);
         self.connections.end_stale_sockets(&mut self.services.shared);
-        if self.netfilter.keep_ports == KeepPorts::AfterModeBeside {
+        if self.netfilter.keep_ports == KeepPorts::AfterSecondaryMode {
             self.keep_netfilter_ports();
             self.netfilter.keep_ports = KeepPorts::Done;
         }

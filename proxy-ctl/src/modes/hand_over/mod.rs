@@ -17,7 +17,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use self::{
     dialled::DialledFrontends,
-    parts::{Split, can_be_handed_over, of_beside},
+    parts::{Split, can_be_handed_over, secondary_host},
 };
 use super::{
     Applied, Dataplane, Effect, Error, HookProblems, Known, MetricFamily, PacketMode, PacketPrograms,
@@ -30,7 +30,7 @@ use crate::model::{
 };
 
 /// Opens and removes the secondary mode.
-pub(super) trait ModeBeside: Send {
+pub(super) trait SecondaryMode: Send {
     fn mode(&self) -> Mode;
     fn open(&self) -> Result<Box<dyn Dataplane>, Error>;
     /// Returns true if connections to these frontends depend on the mode's rules. Netfilter
@@ -42,8 +42,8 @@ pub(super) trait ModeBeside: Send {
 }
 
 pub(super) struct HandOver {
-    primary: Box<dyn Dataplane>,
-    beside: Box<dyn ModeBeside>,
+    active: Box<dyn Dataplane>,
+    secondary: Box<dyn SecondaryMode>,
     /// The secondary mode. `None` if nothing is delegated, or if it could not be opened.
     opened: Option<Box<dyn Dataplane>>,
     /// Everything that is desired. All of it is delegated while pods have no packet programs.
@@ -59,7 +59,7 @@ pub(super) struct HandOver {
     /// True once [`Dataplane::resync`] has said what is desired.
     is_synced: bool,
     /// True if the secondary mode could not write what was delegated to it or taken back.
-    is_beside_stale: bool,
+    is_secondary_stale: bool,
     /// The parts of service ports that are delegated.
     handed: BTreeMap<ServicePortName, Arc<DesiredPort>>,
     /// The frontends that were delegated since the secondary mode was opened.
@@ -88,17 +88,17 @@ pub(super) struct HandOver {
 const COLLECTIONS_BETWEEN_REMOVALS: u32 = 30;
 
 impl HandOver {
-    pub(super) fn new(primary: Box<dyn Dataplane>, beside: Box<dyn ModeBeside>) -> Self {
+    pub(super) fn new(active: Box<dyn Dataplane>, secondary: Box<dyn SecondaryMode>) -> Self {
         Self {
-            primary,
-            beside,
+            active,
+            secondary,
             opened: None,
             desired: PortSet::default(),
             programs_come_later: false,
             hands_everything: false,
             since_last_lack: 0,
             is_synced: false,
-            is_beside_stale: false,
+            is_secondary_stale: false,
             handed: BTreeMap::new(),
             was_handed: DialledFrontends::default(),
             passing: BTreeMap::new(),
@@ -139,7 +139,7 @@ impl HandOver {
     fn hand_over_anew(&mut self, everything: bool) -> Result<Applied, Error> {
         if everything && !self.hands_everything {
             tracing::info!(
-                mode = %self.beside.mode(),
+                mode = %self.secondary.mode(),
                 "some pods have no packet programs: the secondary mode serves every service port for them"
             );
         }
@@ -169,21 +169,21 @@ impl HandOver {
         }
         self.failure_changed |= self.failure.is_some();
         if changes.is_empty() {
-            // If a write has failed before, `is_beside_stale` still says so.
+            // If a write has failed before, `is_secondary_stale` still says so.
             return Ok(Applied::default());
         }
-        self.is_beside_stale = true;
-        let applied = self.apply_beside(&changes)?;
-        self.is_beside_stale = false;
+        self.is_secondary_stale = true;
+        let applied = self.apply_to_secondary(&changes)?;
+        self.is_secondary_stale = false;
         Ok(applied)
     }
 
     /// Tries again to write what the secondary mode could not write.
-    fn refresh_beside(&mut self) -> Result<(), Error> {
-        if std::mem::take(&mut self.is_beside_stale) {
-            let all = self.ports_beside();
+    fn refresh_secondary(&mut self) -> Result<(), Error> {
+        if std::mem::take(&mut self.is_secondary_stale) {
+            let all = self.secondary_ports();
             let written = self.opened.as_mut().map_or(Ok(Applied::default()), |opened| opened.resync(&all));
-            self.is_beside_stale = written.is_err();
+            self.is_secondary_stale = written.is_err();
             written?;
         }
         Ok(())
@@ -191,7 +191,7 @@ impl HandOver {
 
     /// Returns who serves a pod whose interface has no packet programs, as `status` shows it.
     fn serves_instead(&self) -> String {
-        let mode = self.beside.mode();
+        let mode = self.secondary.mode();
         match &self.failure {
             None => format!("the secondary mode {mode} serves its pod where socket hooks do not"),
             Some(failure) => {
@@ -210,33 +210,33 @@ impl HandOver {
         if let Some(host) = &self.host {
             dialled.node_addresses.clone_from(&host.node_port_addresses);
         }
-        for service in self.primary.snapshot()?.services {
+        for service in self.active.snapshot()?.services {
             service.frontends.iter().for_each(|frontend| dialled.add(frontend.address, frontend.port));
         }
         Ok(dialled)
     }
 
-    fn serves_nothing_beside(&self) -> bool {
+    fn is_secondary_idle(&self) -> bool {
         self.handed.is_empty() && self.passing.is_empty()
     }
 
     /// Returns what the secondary mode has to serve.
-    fn ports_beside(&self) -> Vec<Arc<DesiredPort>> {
+    fn secondary_ports(&self) -> Vec<Arc<DesiredPort>> {
         self.handed.values().chain(self.passing.values()).cloned().collect()
     }
 
     /// Returns the secondary mode. If it was not open, it is opened with everything that is
     /// delegated. Returns `None` if it cannot be opened.
-    fn open_beside(&mut self, applied: &mut Applied) -> Result<Option<&mut Box<dyn Dataplane>>, Error> {
+    fn open_secondary(&mut self, applied: &mut Applied) -> Result<Option<&mut Box<dyn Dataplane>>, Error> {
         if self.opened.is_none() {
-            match self.beside.open() {
+            match self.secondary.open() {
                 Ok(dataplane) => {
-                    let all = self.ports_beside();
+                    let all = self.secondary_ports();
                     let opened = self.opened.insert(dataplane);
                     (self.removal_pending, self.is_released) = (false, false);
-                    tracing::info!(mode = %self.beside.mode(), "the secondary mode serves what the active mode cannot");
+                    tracing::info!(mode = %self.secondary.mode(), "the secondary mode serves what the active mode cannot");
                     if let Some(host) = &self.host {
-                        *applied += opened.set_host(&of_beside(host))?;
+                        *applied += opened.set_host(&secondary_host(host))?;
                     }
                     *applied += opened.resync(&all)?;
                     self.set_failure(None);
@@ -255,20 +255,20 @@ impl HandOver {
         self.failure = failure;
     }
 
-    fn apply_beside(&mut self, changes: &Changes) -> Result<Applied, Error> {
+    fn apply_to_secondary(&mut self, changes: &Changes) -> Result<Applied, Error> {
         let mut applied = Applied::default();
         if changes.is_empty() {
             return Ok(applied);
         }
-        if self.serves_nothing_beside() {
+        if self.is_secondary_idle() {
             if let Some(opened) = &mut self.opened {
                 applied += opened.apply(changes)?;
             }
-            self.remove_idle_beside()?;
+            self.remove_idle_secondary()?;
             return Ok(applied);
         }
         let was_open = self.opened.is_some();
-        if let Some(opened) = self.open_beside(&mut applied)?
+        if let Some(opened) = self.open_secondary(&mut applied)?
             && was_open
         {
             applied += opened.apply(changes)?;
@@ -278,34 +278,34 @@ impl HandOver {
 
     /// Removes the secondary mode, to which nothing is delegated any more, unless connections
     /// depend on it.
-    fn remove_idle_beside(&mut self) -> Result<(), Error> {
+    fn remove_idle_secondary(&mut self) -> Result<(), Error> {
         self.idle = 0;
         if self.opened.is_some() {
-            match self.dialled().and_then(|dialled| self.beside.has_connections(&dialled)) {
+            match self.dialled().and_then(|dialled| self.secondary.has_connections(&dialled)) {
                 Ok(false) => {}
                 Ok(true) => return Ok(()),
                 Err(error) => {
                     tracing::warn!(
-                        mode = %self.beside.mode(), %error,
+                        mode = %self.secondary.mode(), %error,
                         "rules of the secondary mode stay although they serve nothing, because connections cannot be listed; it is tried again"
                     );
                     return Ok(());
                 }
             }
         }
-        self.remove_beside()
+        self.remove_secondary()
     }
 
-    fn remove_beside(&mut self) -> Result<(), Error> {
+    fn remove_secondary(&mut self) -> Result<(), Error> {
         self.set_failure(None);
         if self.opened.take().is_some() {
             self.removal_pending = true;
         }
         if self.removal_pending {
-            self.beside.remove()?;
+            self.secondary.remove()?;
             self.removal_pending = false;
             self.was_handed = DialledFrontends::default();
-            tracing::info!(mode = %self.beside.mode(), "the secondary mode is removed, because the active mode serves everything");
+            tracing::info!(mode = %self.secondary.mode(), "the secondary mode is removed, because the active mode serves everything");
         }
         Ok(())
     }
@@ -313,25 +313,25 @@ impl HandOver {
 
 impl Programmed for HandOver {
     fn snapshot(&self) -> Result<Snapshot, Error> {
-        let mut snapshot = self.primary.snapshot()?;
+        let mut snapshot = self.active.snapshot()?;
         if let Some(opened) = &self.opened {
-            snapshot.add(self.beside.mode(), opened.snapshot()?);
+            snapshot.add(self.secondary.mode(), opened.snapshot()?);
         }
         Ok(snapshot)
     }
 
     fn usage(&self) -> Result<Usage, Error> {
-        let mut usage = self.primary.usage()?;
+        let mut usage = self.active.usage()?;
         if let Some(opened) = &self.opened {
-            let beside = opened.usage()?;
-            usage.tables.extend(beside.tables);
-            usage.reasons.extend(beside.reasons);
+            let secondary = opened.usage()?;
+            usage.tables.extend(secondary.tables);
+            usage.reasons.extend(secondary.reasons);
         }
         Ok(usage)
     }
 
     fn metrics(&self) -> Result<Vec<MetricFamily>, Error> {
-        let mut families = self.primary.metrics()?;
+        let mut families = self.active.metrics()?;
         if let Some(opened) = &self.opened {
             families.extend(opened.metrics()?);
         }
@@ -345,13 +345,13 @@ impl Dataplane for HandOver {
     /// which is faster.
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
         let Split { own, arriving, handed } = self.split(changes);
-        let arrived = self.apply_beside(&arriving);
-        let mut applied = self.primary.apply(&own)?;
+        let arrived = self.apply_to_secondary(&arriving);
+        let mut applied = self.active.apply(&own)?;
         for name in &handed.removed {
             self.passing.remove(name);
         }
         applied += arrived?;
-        applied += self.apply_beside(&handed)?;
+        applied += self.apply_to_secondary(&handed)?;
         Ok(applied)
     }
 
@@ -382,21 +382,21 @@ impl Dataplane for HandOver {
             Some(opened) if !changed.is_empty() => opened.apply(&Changes { changed, removed: Vec::new() }),
             _ => Ok(Applied::default()),
         };
-        let own = self.primary.resync(&own);
+        let own = self.active.resync(&own);
         if own.is_ok() {
             self.passing.clear();
         }
         let mut applied = arrived?;
-        let all = self.ports_beside();
+        let all = self.secondary_ports();
         match &mut self.opened {
             Some(opened) => applied += opened.resync(&all)?,
             None if !all.is_empty() || self.is_released => {
-                self.open_beside(&mut applied)?;
+                self.open_secondary(&mut applied)?;
             }
             None => {}
         }
         if all.is_empty() && !self.is_released {
-            self.remove_idle_beside()?;
+            self.remove_idle_secondary()?;
         }
         applied += own?;
         Ok(applied)
@@ -404,50 +404,51 @@ impl Dataplane for HandOver {
 
     fn set_host(&mut self, host: &Host) -> Result<Applied, Error> {
         self.host = Some(host.clone());
-        let beside = &mut self.opened;
-        let beside =
-            beside.as_mut().map_or(Ok(Applied::default()), |opened| opened.set_host(&of_beside(host)));
-        let own = self.primary.set_host(host);
+        let secondary = &mut self.opened;
+        let secondary = secondary
+            .as_mut()
+            .map_or(Ok(Applied::default()), |opened| opened.set_host(&secondary_host(host)));
+        let own = self.active.set_host(host);
         // A secondary mode that serves already goes on with what it has.
         self.programs_come_later = self.opened.is_none() && self.packet_programs().come_later;
         // Some pods may have no packet programs, whether or not the call has failed.
         let handed = self.follow_lack();
         let mut applied = own?;
-        applied += beside?;
+        applied += secondary?;
         applied += handed?;
         Ok(applied)
     }
 
     fn collect_garbage(&mut self) -> Result<(), Error> {
-        let beside = self.opened.as_mut().map_or(Ok(()), |opened| opened.collect_garbage());
-        let own = self.primary.collect_garbage();
-        let handed = self.refresh_beside().and_then(|()| self.follow_end_of_lack());
-        let is_over = !self.hands_everything && !self.is_beside_stale;
+        let secondary = self.opened.as_mut().map_or(Ok(()), |opened| opened.collect_garbage());
+        let own = self.active.collect_garbage();
+        let handed = self.refresh_secondary().and_then(|()| self.follow_end_of_lack());
+        let is_over = !self.hands_everything && !self.is_secondary_stale;
         let shared = if is_over { self.share_frontends(false) } else { Ok(()) };
         own?;
         shared?;
         handed?;
-        if self.serves_nothing_beside() && (self.opened.is_some() || self.removal_pending) {
+        if self.is_secondary_idle() && (self.opened.is_some() || self.removal_pending) {
             self.idle += 1;
             if self.idle >= COLLECTIONS_BETWEEN_REMOVALS {
-                self.remove_idle_beside()?;
+                self.remove_idle_secondary()?;
             }
         }
-        beside
+        secondary
     }
 
     fn retire(&mut self) -> Result<bool, Error> {
         if self.opened.as_mut().map_or(Ok(true), |opened| opened.retire())? {
-            self.remove_beside()?;
+            self.remove_secondary()?;
         }
-        let done = self.primary.retire()?;
+        let done = self.active.retire()?;
         Ok(done && self.opened.is_none())
     }
 
     fn invalidate(&mut self, known: Known) {
         match known {
             Known::Everything => {
-                self.primary.invalidate(known);
+                self.active.invalidate(known);
                 if let Some(opened) = &mut self.opened {
                     opened.invalidate(known);
                 }
@@ -457,7 +458,7 @@ impl Dataplane for HandOver {
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
-        let mode = self.beside.mode();
+        let mode = self.secondary.mode();
         let told = |one: Unsupported| match can_be_handed_over(&one) {
             true => Unsupported {
                 effect: Effect::HandedOver,
@@ -466,15 +467,15 @@ impl Dataplane for HandOver {
             },
             false => one,
         };
-        self.primary.supports(port).into_iter().map(told).collect()
+        self.active.supports(port).into_iter().map(told).collect()
     }
 
     fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
-        let of_primary = self.primary.take_without_room();
-        if of_primary.is_none() && !std::mem::take(&mut self.failure_changed) {
+        let of_active = self.active.take_without_room();
+        if of_active.is_none() && !std::mem::take(&mut self.failure_changed) {
             return None;
         }
-        if let Some(ports) = of_primary {
+        if let Some(ports) = of_active {
             self.without_room = ports;
         }
         let mut all = self.without_room.clone();
@@ -485,14 +486,14 @@ impl Dataplane for HandOver {
     }
 
     fn packet_mode(&mut self) -> Option<&mut dyn PacketMode> {
-        if self.primary.packet_mode().is_some() { Some(self) } else { None }
+        if self.active.packet_mode().is_some() { Some(self) } else { None }
     }
 }
 
 /// Forwards to the active mode, which has packet programs, and delegates what they do not serve.
 impl PacketMode for HandOver {
     fn attach(&mut self) -> Result<(), Error> {
-        let attached = self.primary.packet_mode().map_or(Ok(()), |mode| mode.attach());
+        let attached = self.active.packet_mode().map_or(Ok(()), |mode| mode.attach());
         let came_later = std::mem::take(&mut self.programs_come_later);
         let lacks = self.begins_to_lack();
         let handed = if came_later || lacks {
@@ -505,19 +506,19 @@ impl PacketMode for HandOver {
     }
 
     fn renew_lease(&mut self) -> Result<(), Error> {
-        self.primary.packet_mode().map_or(Ok(()), |mode| mode.renew_lease())
+        self.active.packet_mode().map_or(Ok(()), |mode| mode.renew_lease())
     }
 
     fn share_frontends(&mut self, are_shared: bool) -> Result<(), Error> {
-        self.primary.packet_mode().map_or(Ok(()), |mode| mode.share_frontends(are_shared))
+        self.active.packet_mode().map_or(Ok(()), |mode| mode.share_frontends(are_shared))
     }
 
     fn packet_programs(&mut self) -> PacketPrograms {
-        self.primary.packet_mode().map(|mode| mode.packet_programs()).unwrap_or_default()
+        self.active.packet_mode().map(|mode| mode.packet_programs()).unwrap_or_default()
     }
 
     fn hook_problems(&mut self) -> HookProblems {
-        let mut problems = self.primary.packet_mode().map(|mode| mode.hook_problems()).unwrap_or_default();
+        let mut problems = self.active.packet_mode().map(|mode| mode.hook_problems()).unwrap_or_default();
         if !problems.unattached.is_empty() {
             let instead = self.serves_instead();
             problems.unattached.values_mut().for_each(|reason| *reason = format!("{reason}; {instead}"));
@@ -531,7 +532,7 @@ impl PacketMode for HandOver {
         if self.opened.is_some() || self.failure.is_some() {
             return 0;
         }
-        self.primary.packet_mode().map_or(0, |mode| mode.inspection_share())
+        self.active.packet_mode().map_or(0, |mode| mode.inspection_share())
     }
 }
 

@@ -58,13 +58,13 @@ pub(super) const fn can_be_handed_over(unsupported: &Unsupported) -> bool {
 }
 
 /// Returns the node as the secondary mode sees it.
-pub(super) fn of_beside(host: &Host) -> Host {
+pub(super) fn secondary_host(host: &Host) -> Host {
     Host { shares_addresses: true, ..host.clone() }
 }
 
 impl HandOver {
     pub(super) fn parts(&self, port: &Arc<DesiredPort>) -> Parts {
-        let parts = Parts::of(port, &self.primary.supports(port));
+        let parts = Parts::of(port, &self.active.supports(port));
         if self.programs_come_later && parts.own.is_some() {
             Parts { handed: None, ..parts }
         } else if self.hands_everything {
@@ -131,7 +131,7 @@ impl HandOver {
     /// Returns what is delegated but not served, because the secondary mode cannot be opened.
     pub(super) fn not_handed_over(&self) -> BTreeMap<ServicePortName, Vec<Unsupported>> {
         let Some(failure) = &self.failure else { return BTreeMap::new() };
-        let mode = self.beside.mode();
+        let mode = self.secondary.mode();
         let told = |one: &Unsupported| Unsupported {
             field: one.field,
             effect: one.effect,
@@ -141,7 +141,7 @@ impl HandOver {
             .into(),
         };
         let fields = |port: &Arc<DesiredPort>| {
-            let unsupported = self.primary.supports(port);
+            let unsupported = self.active.supports(port);
             unsupported.iter().filter(|one| can_be_handed_over(one)).map(told).collect()
         };
         // Ports that the active mode serves too have no such fields, so they are left out.

@@ -66,7 +66,7 @@ pub(super) const ENTRY: Entry = Entry {
     keeps_min_sync_period: true,
     reads_service_cidrs: |_| false,
     hands_over: false,
-    serves_beside: true,
+    can_be_secondary: true,
     probe: probe::probe,
     prepare: |config| {
         if config.serves_node_ports_on_loopback() {

@@ -73,7 +73,7 @@ pub(super) const ENTRY: Entry = Entry {
     keeps_min_sync_period: true,
     reads_service_cidrs: |_| false,
     hands_over: false,
-    serves_beside: false,
+    can_be_secondary: false,
     probe,
     prepare: |config| Ok(prepare(&config.ipvs)?),
     open: |config| Ok(Box::new(IpvsDataplane::open(&config.ipvs)?)),

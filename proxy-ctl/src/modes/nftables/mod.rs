@@ -53,7 +53,7 @@ pub(super) const ENTRY: Entry = Entry {
     keeps_min_sync_period: false,
     reads_service_cidrs: |_| true,
     hands_over: false,
-    serves_beside: true,
+    can_be_secondary: true,
     probe: |config, host| {
         let mut probe = probe::probe(config, host);
         if probe.can_run() {

@@ -79,7 +79,7 @@ pub(super) const ENTRY: Entry = Entry {
     keeps_min_sync_period: false,
     reads_service_cidrs: |_| false,
     hands_over: true,
-    serves_beside: false,
+    can_be_secondary: false,
     probe: probe::probe,
     prepare: |_| Ok(()),
     open: |config| Ok(Box::new(UserspaceDataplane::open(config)?)),

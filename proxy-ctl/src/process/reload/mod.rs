@@ -225,7 +225,7 @@ mod tests {
                             reasons: Vec::new(),
                             fallback: None,
                         },
-                        modes: Modes { active: Mode::Ebpf, beside: None },
+                        modes: Modes { active: Mode::Ebpf, secondary: None },
                     }),
                     watch::Sender::new(Arc::clone(&config)),
                     watch::Sender::new(config.to_document()),

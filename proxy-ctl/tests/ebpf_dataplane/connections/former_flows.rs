@@ -59,7 +59,7 @@ fn a_flow_that_a_former_proxy_has_opened_ends_with_its_endpoint() {
     assert_eq!(led_to_a(), 1);
 
     let config = Arc::new(Config { ebpf: sandbox.config.clone(), ..Config::default() });
-    let modes = Modes { active: Mode::Ebpf, beside: None };
+    let modes = Modes { active: Mode::Ebpf, secondary: None };
     let mut dataplane = modes::open(modes, &config).unwrap();
     dataplane.resync(&[dns(&[A], &[])]).unwrap();
     dataplane.apply(&change(vec![dns(&[A, B], &[])])).unwrap();

@@ -32,7 +32,7 @@ use crate::{
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) enum KeepPorts {
     BeforePackets,
-    AfterModeBeside,
+    AfterSecondaryMode,
     Done,
 }
 

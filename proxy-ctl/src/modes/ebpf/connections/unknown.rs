@@ -63,7 +63,7 @@ mod tests {
     #[case::without_programs(Circumstances { has_taken_over: false, ..ALONE }, false)]
     #[case::retiring(Circumstances { is_retiring: true, ..ALONE }, false)]
     #[case::pods_without_programs(Circumstances { lacks_programs: true, ..ALONE }, false)]
-    #[case::a_mode_beside(Circumstances { are_frontends_shared: true, ..ALONE }, false)]
+    #[case::a_secondary_mode(Circumstances { are_frontends_shared: true, ..ALONE }, false)]
     #[case::connections_not_listed(Circumstances { are_netfilters_kept: false, ..ALONE }, false)]
     #[case::connections_left(Circumstances { are_netfilters_gone: false, ..ALONE }, false)]
     #[case::flows_that_are_copied(Circumstances { are_flows_whole: false, ..ALONE }, false)]

@@ -28,7 +28,7 @@ impl EbpfDataplane {
         failures.merge(unattached);
         if is_first {
             self.keep_netfilter_ports();
-            self.netfilter.keep_ports = KeepPorts::AfterModeBeside;
+            self.netfilter.keep_ports = KeepPorts::AfterSecondaryMode;
         }
         if let Err(error) = self.write_redirects() {
             failures.add("uplinks for redirects", error);
@@ -50,8 +50,8 @@ impl EbpfDataplane {
         self.hooks.look_for_bandwidth_plugin(false);
         // The secondary mode may serve their pods, and its connections are listed after the
         // attachment. It goes on with them while no list may be made.
-        let are_served_beside = self.hooks.lacks_programs();
-        if are_served_beside && !self.netfilter.list_rest.is_over() {
+        let are_served_by_secondary = self.hooks.lacks_programs();
+        if are_served_by_secondary && !self.netfilter.list_rest.is_over() {
             return;
         }
         let (any, unattached) = self.hooks.attach_settled(Instant::now());
@@ -59,7 +59,7 @@ impl EbpfDataplane {
         if !any {
             return;
         }
-        if are_served_beside {
+        if are_served_by_secondary {
             self.keep_netfilter_ports();
         }
         if let Err(error) = self.write_redirects() {

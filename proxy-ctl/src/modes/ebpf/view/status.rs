@@ -173,7 +173,7 @@ impl Reader<'_> {
                 cluster,
                 internal,
                 external,
-                beside: None,
+                secondary: None,
                 any_endpoints: flags & SERVICE_HAS_ENDPOINTS != 0,
                 internal_policy: policy(flags & SERVICE_INTERNAL_LOCAL != 0),
                 external_policy: policy(flags & SERVICE_EXTERNAL_LOCAL != 0),

@@ -3,7 +3,7 @@
 use super::*;
 
 /// The calls that the two modes got, in order: `own web` for a write to the active mode, and
-/// `beside -web` for a removal from the secondary mode.
+/// `secondary -web` for a removal from the secondary mode.
 #[derive(Clone, Default)]
 pub(super) struct Log(pub(super) Arc<Mutex<Vec<String>>>);
 
@@ -157,7 +157,7 @@ impl PacketMode for Fake {
     }
 }
 
-pub(super) struct FakeBeside {
+pub(super) struct FakeSecondary {
     pub(super) log: Log,
     pub(super) fails: Arc<Mutex<bool>>,
     pub(super) is_incomplete: Arc<Mutex<bool>>,
@@ -165,7 +165,7 @@ pub(super) struct FakeBeside {
     pub(super) connections: Arc<Mutex<Vec<SocketAddr>>>,
 }
 
-impl ModeBeside for FakeBeside {
+impl SecondaryMode for FakeSecondary {
     fn mode(&self) -> Mode {
         Mode::Nftables
     }
@@ -176,7 +176,7 @@ impl ModeBeside for FakeBeside {
         }
         self.log.add("open".to_owned());
         Ok(Box::new(Fake {
-            who: "beside",
+            who: "secondary",
             log: self.log.clone(),
             is_incomplete: Arc::clone(&self.is_incomplete),
             lacks_programs: Arc::default(),

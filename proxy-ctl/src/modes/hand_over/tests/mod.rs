@@ -7,7 +7,7 @@ use std::{
 
 use rstest::rstest;
 
-use self::fakes::{Fake, FakeBeside, Log, SHARE};
+use self::fakes::{Fake, FakeSecondary, Log, SHARE};
 use super::*;
 use crate::{
     model::{
@@ -27,7 +27,7 @@ struct Scene {
     /// The destinations that clients of established connections have dialled.
     connections: Arc<Mutex<Vec<SocketAddr>>>,
     is_incomplete: Arc<Mutex<bool>>,
-    is_beside_incomplete: Arc<Mutex<bool>>,
+    is_secondary_incomplete: Arc<Mutex<bool>>,
     lacks_programs: Arc<Mutex<bool>>,
     programs_come_later: Arc<Mutex<bool>>,
     asked: Arc<Mutex<usize>>,
@@ -37,9 +37,9 @@ impl Scene {
     /// Returns a scene in which nothing is served yet.
     fn new() -> Self {
         let (log, fails, connections) = (Log::default(), Arc::default(), Arc::default());
-        let (is_incomplete, is_beside_incomplete) = Default::default();
+        let (is_incomplete, is_secondary_incomplete) = Default::default();
         let (lacks_programs, programs_come_later, asked) = Default::default();
-        let primary = Box::new(Fake {
+        let active = Box::new(Fake {
             who: "own",
             log: log.clone(),
             is_incomplete: Arc::clone(&is_incomplete),
@@ -48,13 +48,13 @@ impl Scene {
             asked: Arc::clone(&asked),
             shares_frontends: false,
         });
-        let beside = FakeBeside {
+        let secondary = FakeSecondary {
             log: log.clone(),
             fails: Arc::clone(&fails),
-            is_incomplete: Arc::clone(&is_beside_incomplete),
+            is_incomplete: Arc::clone(&is_secondary_incomplete),
             connections: Arc::clone(&connections),
         };
-        let mut both = HandOver::new(primary, Box::new(beside));
+        let mut both = HandOver::new(active, Box::new(secondary));
         both.set_host(&Host::default()).unwrap();
         both.resync(&[]).unwrap();
         log.take();
@@ -66,7 +66,7 @@ impl Scene {
             fails,
             connections,
             is_incomplete,
-            is_beside_incomplete,
+            is_secondary_incomplete,
             lacks_programs,
             programs_come_later,
             asked,
@@ -119,10 +119,10 @@ fn sctp() -> Service {
 
 #[rstest]
 #[case::nothing(web(), &["own web:cl"])]
-#[case::everything(sctp(), &["open", "beside host that is shared", "beside all sctp:c", "own -sctp"])]
+#[case::everything(sctp(), &["open", "secondary host that is shared", "secondary all sctp:c", "own -sctp"])]
 #[case::frontends_that_processes_of_the_node_do_not_reach(
     with_node_port(),
-    &["open", "beside host that is shared", "beside all web:n", "own web:cn"],
+    &["open", "secondary host that is shared", "secondary all web:n", "own web:cn"],
 )]
 #[case::what_is_served_differently_stays(
     Service { affinity_seconds: Some(5), ..web() },
@@ -136,26 +136,26 @@ fn what_the_active_mode_cannot_serve_is_handed_over(#[case] service: Service, #[
 fn a_service_port_is_served_on_both_sides_rather_than_on_none_while_it_passes_over() {
     let mut scene = Scene::new();
     scene.apply(sctp());
-    assert_eq!(scene.apply(with_node_port()), ["beside web:n", "own web:cn"]);
-    assert_eq!(scene.apply(web()), ["own web:cl", "beside -web"]);
-    assert_eq!(scene.apply(with_node_port()), ["beside web:n", "own web:cn"]);
+    assert_eq!(scene.apply(with_node_port()), ["secondary web:n", "own web:cn"]);
+    assert_eq!(scene.apply(web()), ["own web:cl", "secondary -web"]);
+    assert_eq!(scene.apply(with_node_port()), ["secondary web:n", "own web:cn"]);
 }
 
 #[test]
-fn what_the_mode_beside_serves_already_is_written_to_the_active_mode_first() {
+fn what_the_secondary_mode_serves_already_is_written_to_the_active_mode_first() {
     let node_port =
         |number| service("default/web", &["10.96.0.1"]).ports(vec![port("http", 80).node_port(number)]);
     let mut scene = Scene::new();
     scene.apply(node_port(30_080));
     let again = node_port(30_080).external_ip("203.0.113.7");
-    assert_eq!(scene.apply(again), ["own web:cne", "beside web:n"]);
-    assert_eq!(scene.apply(node_port(30_081)), ["beside web:n", "own web:cn"]);
+    assert_eq!(scene.apply(again), ["own web:cne", "secondary web:n"]);
+    assert_eq!(scene.apply(node_port(30_081)), ["secondary web:n", "own web:cn"]);
 }
 
 /// A predecessor in the secondary mode has left rules for everything. They are removed with the
 /// first write to that mode, which comes after the active mode serves.
 #[test]
-fn what_a_predecessor_has_left_of_the_mode_beside_serves_until_the_active_mode_does() {
+fn what_a_predecessor_has_left_of_the_secondary_mode_serves_until_the_active_mode_does() {
     let mut scene = Scene::new();
     scene.model.apply_service(with_node_port());
     let resync = |scene: &mut Scene| {
@@ -163,15 +163,15 @@ fn what_a_predecessor_has_left_of_the_mode_beside_serves_until_the_active_mode_d
         scene.both.resync(&scene.model.desired()).unwrap();
         scene.log.take()
     };
-    let expected = ["own all web:cn", "open", "beside host that is shared", "beside all web:n"];
+    let expected = ["own all web:cn", "open", "secondary host that is shared", "secondary all web:n"];
     assert_eq!(resync(&mut scene), expected);
-    assert_eq!(resync(&mut scene), ["own all web:cn", "beside all web:n"]);
+    assert_eq!(resync(&mut scene), ["own all web:cn", "secondary all web:n"]);
     scene.model.apply_service(sctp());
-    assert_eq!(resync(&mut scene), ["beside sctp:c", "own all web:cn", "beside all sctp:c web:n"]);
+    assert_eq!(resync(&mut scene), ["secondary sctp:c", "own all web:cn", "secondary all sctp:c web:n"]);
 }
 
 #[test]
-fn the_mode_beside_serves_where_the_active_mode_could_not_write_everything() {
+fn the_secondary_mode_serves_where_the_active_mode_could_not_write_everything() {
     let mut scene = Scene::new();
     scene.model.apply_service(with_node_port());
     scene.model.take_changes();
@@ -179,31 +179,34 @@ fn the_mode_beside_serves_where_the_active_mode_could_not_write_everything() {
     assert!(scene.both.resync(&scene.model.desired()).is_err());
     assert_eq!(
         scene.log.take(),
-        ["own all web:cn", "open", "beside host that is shared", "beside all web:n"]
+        ["own all web:cn", "open", "secondary host that is shared", "secondary all web:n"]
     );
 }
 
 #[test]
-fn the_mode_beside_is_removed_after_the_last_port() {
+fn the_secondary_mode_is_removed_after_the_last_port() {
     let mut scene = Scene::new();
     scene.apply(sctp());
     scene.model.delete_service(&sctp().name);
-    assert_eq!(scene.write(), ["own -sctp", "beside -sctp", "remove"]);
-    assert_eq!(scene.apply(sctp()), ["open", "beside host that is shared", "beside all sctp:c", "own -sctp"]);
+    assert_eq!(scene.write(), ["own -sctp", "secondary -sctp", "remove"]);
+    assert_eq!(
+        scene.apply(sctp()),
+        ["open", "secondary host that is shared", "secondary all sctp:c", "own -sctp"]
+    );
     scene.both.resync(&[]).unwrap();
-    assert_eq!(scene.log.take(), ["own all ", "beside all ", "remove"]);
+    assert_eq!(scene.log.take(), ["own all ", "secondary all ", "remove"]);
 }
 
 #[test]
-fn the_mode_beside_goes_on_translating_its_connections() {
+fn the_secondary_mode_goes_on_translating_its_connections() {
     let mut scene = Scene::new();
     scene.apply(sctp());
     scene.connect_to(SCTP);
     scene.model.delete_service(&sctp().name);
-    assert_eq!(scene.write(), ["own -sctp", "beside -sctp"]);
-    assert_eq!(scene.apply(sctp()), ["beside sctp:c", "own -sctp"], "it is still there");
+    assert_eq!(scene.write(), ["own -sctp", "secondary -sctp"]);
+    assert_eq!(scene.apply(sctp()), ["secondary sctp:c", "own -sctp"], "it is still there");
     scene.model.delete_service(&sctp().name);
-    assert_eq!(scene.write(), ["own -sctp", "beside -sctp"]);
+    assert_eq!(scene.write(), ["own -sctp", "secondary -sctp"]);
     let mut collect = |times| (0..times).for_each(|_| scene.both.collect_garbage().unwrap());
     collect(2 * COLLECTIONS_BETWEEN_REMOVALS);
     assert_eq!(scene.log.take(), [""; 0]);
@@ -218,7 +221,7 @@ fn the_mode_beside_goes_on_translating_its_connections() {
 #[case::a_service_that_a_former_proxy_has_served("10.96.0.7:80", true)]
 #[case::a_port_that_a_container_engine_publishes("192.0.2.1:8080", false)]
 #[case::the_same_port_as_a_node_port_of_another_machine("198.51.100.1:30080", false)]
-fn only_connections_to_services_keep_the_mode_beside(#[case] dialled: &str, #[case] stays: bool) {
+fn only_connections_to_services_keep_the_secondary_mode(#[case] dialled: &str, #[case] stays: bool) {
     let mut scene = Scene::new();
     let host = Host { node_port_addresses: ["192.0.2.1".parse().unwrap()].into(), ..Host::default() };
     scene.both.set_host(&host).unwrap();
@@ -234,7 +237,7 @@ fn only_connections_to_services_keep_the_mode_beside(#[case] dialled: &str, #[ca
 
 /// The switch failed after the secondary mode had been released: the new mode could not take over.
 #[test]
-fn an_idle_mode_beside_that_was_let_go_for_a_switch_that_failed_is_taken_back() {
+fn an_idle_secondary_mode_that_was_released_for_a_switch_that_failed_is_taken_back() {
     let mut scene = Scene::new();
     scene.apply(sctp());
     scene.connect_to(SCTP);
@@ -242,14 +245,14 @@ fn an_idle_mode_beside_that_was_let_go_for_a_switch_that_failed_is_taken_back() 
     scene.write();
     scene.both.invalidate(Known::OfSecondaryMode);
     scene.both.resync(&[]).unwrap();
-    assert_eq!(scene.log.take(), ["own all ", "open", "beside host that is shared", "beside all "]);
+    assert_eq!(scene.log.take(), ["own all ", "open", "secondary host that is shared", "secondary all "]);
     scene.connections.lock().unwrap().clear();
     (0..COLLECTIONS_BETWEEN_REMOVALS).for_each(|_| scene.both.collect_garbage().unwrap());
     assert_eq!(scene.log.take(), ["remove"]);
 }
 
 #[test]
-fn a_mode_beside_that_could_not_be_taken_back_is_tried_again() {
+fn a_secondary_mode_that_could_not_be_taken_back_is_tried_again() {
     let mut scene = Scene::new();
     scene.apply(sctp());
     scene.connect_to(SCTP);
@@ -266,22 +269,22 @@ fn a_mode_beside_that_could_not_be_taken_back_is_tried_again() {
 
 /// A service port that is no longer desired must not send clients to old endpoints.
 #[test]
-fn what_is_not_desired_any_more_leaves_the_mode_beside_whatever_the_active_mode_could_not_write() {
+fn what_is_not_desired_any_more_leaves_the_secondary_mode_whatever_the_active_mode_could_not_write() {
     let mut scene = Scene::new();
     scene.apply(sctp());
     scene.connect_to(SCTP);
     *scene.is_incomplete.lock().unwrap() = true;
     assert!(scene.both.resync(&[]).is_err());
-    assert_eq!(scene.log.take(), ["own all ", "beside all "]);
+    assert_eq!(scene.log.take(), ["own all ", "secondary all "]);
     scene.connections.lock().unwrap().clear();
     assert!(scene.both.resync(&[]).is_err());
-    assert_eq!(scene.log.take(), ["own all ", "beside all ", "remove"]);
+    assert_eq!(scene.log.take(), ["own all ", "secondary all ", "remove"]);
 }
 
 #[rstest]
 #[case::that_was_compared(false)]
 #[case::that_has_changed(true)]
-fn a_service_port_is_served_beside_until_the_active_mode_has_written_it(#[case] by_change: bool) {
+fn the_secondary_mode_serves_a_service_port_until_the_active_mode_has_written_it(#[case] by_change: bool) {
     let mut scene = Scene::new();
     scene.apply(with_node_port());
     *scene.is_incomplete.lock().unwrap() = true;
@@ -293,11 +296,11 @@ fn a_service_port_is_served_beside_until_the_active_mode_has_written_it(#[case] 
     }
     let desired = scene.model.desired();
     assert!(scene.both.resync(&desired).is_err());
-    assert_eq!(scene.log.take(), ["own all web:cl", "beside all web:n"]);
+    assert_eq!(scene.log.take(), ["own all web:cl", "secondary all web:n"]);
     *scene.is_incomplete.lock().unwrap() = false;
     scene.apply(service("default/other", &["10.96.0.9"]));
     scene.both.resync(&scene.model.desired()).unwrap();
-    assert_eq!(scene.log.take(), ["own all other:c web:cl", "beside all ", "remove"]);
+    assert_eq!(scene.log.take(), ["own all other:c web:cl", "secondary all ", "remove"]);
 }
 
 #[test]
@@ -313,7 +316,7 @@ fn what_is_handed_over_is_told_and_no_reason_to_keep_another_kube_proxys_rules()
 
 /// The service ports of the active mode are served even if the secondary mode cannot be opened.
 #[test]
-fn a_mode_beside_that_cannot_be_opened_is_told_by_service_port_and_tried_again() {
+fn a_secondary_mode_that_cannot_be_opened_is_told_by_service_port_and_tried_again() {
     let mut scene = Scene::new();
     *scene.fails.lock().unwrap() = true;
     assert_eq!(scene.both.inspection_share(), SHARE);
@@ -330,7 +333,7 @@ fn a_mode_beside_that_cannot_be_opened_is_told_by_service_port_and_tried_again()
     scene.both.resync(&scene.model.desired()).unwrap();
     assert_eq!(
         scene.log.take(),
-        ["own all web:cn", "open", "beside host that is shared", "beside all web:n"]
+        ["own all web:cn", "open", "secondary host that is shared", "secondary all web:n"]
     );
     assert_eq!(scene.both.take_without_room(), Some(BTreeMap::new()));
     assert_eq!(scene.both.inspection_share(), 0, "others write netfilter's rules too");
@@ -345,27 +348,27 @@ fn everything_is_served_by_both_while_a_pod_has_no_packet_programs() {
     let mut scene = Scene::new();
     scene.apply(web());
     scene.apply(with_node_port());
-    assert_eq!(scene.apply(web()), ["own web:cl", "beside -web", "remove"]);
-    let opened = ["open", "beside host that is shared", "beside all web:cl"];
+    assert_eq!(scene.apply(web()), ["own web:cl", "secondary -web", "remove"]);
+    let opened = ["open", "secondary host that is shared", "secondary all web:cl"];
     let opened = [&["own frontends are shared"], &opened[..]].concat();
     assert_eq!(scene.lack(true, 3), opened, "the active mode learns it first");
-    assert_eq!(scene.apply(api()), ["own api:c", "beside api:c"], "the faster one first");
+    assert_eq!(scene.apply(api()), ["own api:c", "secondary api:c"], "the faster one first");
     let again = Service { affinity_seconds: Some(5), ..api() };
-    assert_eq!(scene.apply(again), ["own api:c", "beside api:c"]);
-    assert_eq!(scene.apply(sctp()), ["beside sctp:c", "own -sctp"]);
+    assert_eq!(scene.apply(again), ["own api:c", "secondary api:c"]);
+    assert_eq!(scene.apply(sctp()), ["secondary sctp:c", "own -sctp"]);
     scene.both.resync(&scene.model.desired()).unwrap();
-    let everything = ["own all api:c web:cl", "beside all api:c sctp:c web:cl"];
+    let everything = ["own all api:c web:cl", "secondary all api:c sctp:c web:cl"];
     assert_eq!(scene.log.take(), everything);
     scene.model.delete_service(&api().name);
-    assert_eq!(scene.write(), ["own -api", "beside -api"]);
+    assert_eq!(scene.write(), ["own -api", "secondary -api"]);
     // Another pod without programs appears one second before everything would be taken back from
     // the secondary mode. So nothing is written.
     assert_eq!(scene.lack(false, COLLECTIONS_BETWEEN_REMOVALS - 1), [""; 0]);
     assert_eq!(scene.lack(true, 1), [""; 0]);
-    let alone = ["beside -web", "own frontends are its own"];
+    let alone = ["secondary -web", "own frontends are its own"];
     assert_eq!(scene.lack(false, COLLECTIONS_BETWEEN_REMOVALS), alone, "SCTP stays");
     scene.model.delete_service(&sctp().name);
-    assert_eq!(scene.write(), ["own -sctp", "beside -sctp", "remove"]);
+    assert_eq!(scene.write(), ["own -sctp", "secondary -sctp", "remove"]);
 }
 
 #[test]
@@ -375,8 +378,8 @@ fn connections_of_a_pod_that_had_no_packet_programs_go_on() {
     scene.lack(true, 1);
     scene.connect_to("10.96.0.1:80");
     let after_the_pause = 3 * COLLECTIONS_BETWEEN_REMOVALS;
-    let after = ["beside -web", "own frontends are its own"];
-    assert_eq!(scene.lack(false, after_the_pause), after, "the mode beside is still there");
+    let after = ["secondary -web", "own frontends are its own"];
+    assert_eq!(scene.lack(false, after_the_pause), after, "the secondary mode is still there");
     scene.connections.lock().unwrap().clear();
     assert_eq!(scene.lack(false, COLLECTIONS_BETWEEN_REMOVALS), ["remove"]);
 }
@@ -391,7 +394,7 @@ fn a_lack_that_is_known_before_services_are_written_hands_over_with_them() {
     scene.model.apply_service(web());
     scene.model.take_changes();
     scene.both.resync(&scene.model.desired()).unwrap();
-    let expected = ["own all web:cl", "open", "beside host that is shared", "beside all web:cl"];
+    let expected = ["own all web:cl", "open", "secondary host that is shared", "secondary all web:cl"];
     assert_eq!(scene.log.take(), expected);
 }
 
@@ -414,32 +417,33 @@ fn an_interface_without_programs_is_told_with_who_serves_its_pod() {
 }
 
 #[test]
-fn what_the_mode_beside_could_not_write_for_such_a_pod_is_written_again() {
+fn what_the_secondary_mode_could_not_write_for_such_a_pod_is_written_again() {
     let mut scene = Scene::new();
     scene.apply(web());
-    *scene.is_beside_incomplete.lock().unwrap() = true;
+    *scene.is_secondary_incomplete.lock().unwrap() = true;
     *scene.lacks_programs.lock().unwrap() = true;
     assert!(scene.both.collect_garbage().is_err());
     scene.log.take();
-    *scene.is_beside_incomplete.lock().unwrap() = false;
-    assert_eq!(scene.lack(true, 2), ["beside all web:cl"], "once");
+    *scene.is_secondary_incomplete.lock().unwrap() = false;
+    assert_eq!(scene.lack(true, 2), ["secondary all web:cl"], "once");
 }
 
 /// A connection that netfilter has translated breaks if a packet program translates one of its
 /// segments, such as a repeated SYN. So netfilter gets no rule for what the programs will serve
 /// until they are attached. What they never serve is served at once.
 #[test]
-fn the_mode_beside_gets_what_packet_programs_serve_after_they_are_attached() {
+fn the_secondary_mode_gets_what_packet_programs_serve_after_they_are_attached() {
     let mut scene = Scene::new();
     *scene.programs_come_later.lock().unwrap() = true;
     scene.both.set_host(&Host::default()).unwrap();
     scene.model.apply_service(with_node_port());
     scene.model.apply_service(sctp());
     scene.both.resync(&scene.model.take_changes().changed).unwrap();
-    let before = ["own host", "own all web:cn", "open", "beside host that is shared", "beside all sctp:c"];
+    let before =
+        ["own host", "own all web:cn", "open", "secondary host that is shared", "secondary all sctp:c"];
     assert_eq!(scene.log.take(), before);
     scene.both.attach().unwrap();
-    assert_eq!(scene.log.take(), ["own attached", "beside web:n"]);
+    assert_eq!(scene.log.take(), ["own attached", "secondary web:n"]);
     scene.both.attach().unwrap();
     assert_eq!(scene.log.take(), [""; 0], "nothing comes later any more");
 }
@@ -458,20 +462,20 @@ fn programs_that_come_later_and_lack_for_some_pods_have_each_port_looked_at_once
         "own attached",
         "own frontends are shared",
         "open",
-        "beside host that is shared",
-        "beside all web:cn",
+        "secondary host that is shared",
+        "secondary all web:cn",
     ];
     assert_eq!(scene.log.take(), written);
     assert_eq!(*scene.asked.lock().unwrap(), 1);
 }
 
 #[test]
-fn a_mode_beside_that_serves_keeps_its_rules_while_programs_are_attached_anew() {
+fn a_secondary_mode_that_serves_keeps_its_rules_while_programs_are_attached_anew() {
     let mut scene = Scene::new();
     scene.apply(with_node_port());
     *scene.programs_come_later.lock().unwrap() = true;
     scene.both.set_host(&Host::default()).unwrap();
     scene.log.take();
     scene.model.apply_service(with_node_port().load_balancer_ip("203.0.113.1"));
-    assert_eq!(scene.write(), ["own web:cnl", "beside web:n"]);
+    assert_eq!(scene.write(), ["own web:cnl", "secondary web:n"]);
 }

@@ -301,8 +301,8 @@ pub(crate) fn what_is_handed_over_holds_no_removal_back(world: &mut World) -> Re
     until("what status says is not served as asked", unsupported, || proxy.log())?;
     own.until_metric(&proxy, "proxy_former_rule_blockers", |count| count == 0.0)?;
     own.until_metric(&proxy, FORMER_RULES, |count| count == 0.0)?;
-    let beside = tables.dump()?;
-    ensure!(!beside.contains(CLUSTER_IP) && beside.contains("sctp"), "{beside}");
+    let secondary = tables.dump()?;
+    ensure!(!secondary.contains(CLUSTER_IP) && secondary.contains("sctp"), "{secondary}");
 
     world.delete(&sctp)?;
     proxy.says("the active mode serves everything")?;

@@ -179,7 +179,7 @@ LOCAL/ALL ENDPOINTS counts the endpoints on this node and all endpoints, for cli
 
 POLICY says which clients get endpoints of this node only. The algorithm, the forwarding and the encapsulation follow, unless they are random, snat and ip. `by mode nftables` says that this secondary mode serves what the active mode cannot.
 
-JSON: a list of {namespace, name, port, protocol, family, id, policy, algorithm, forwarding, encapsulation or null, frontends[]: {kind, address, port}, endpoints[]: {address, port, local, state}, internalEndpoints, externalEndpoints, handedOverTo: a mode, or null}.";
+JSON: a list of {namespace, name, port, protocol, family, id, policy, algorithm, forwarding, encapsulation or null, frontends[]: {kind, address, port}, endpoints[]: {address, port, local, state}, internalEndpoints, externalEndpoints, delegatedTo: a mode, or null}.";
 
 /// List the endpoints that some service uses
 #[derive(Debug, ClapArgs)]

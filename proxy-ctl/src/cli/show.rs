@@ -225,7 +225,7 @@ fn service_view(
         endpoints: shown.iter().map(endpoint).collect(),
         internal_endpoints: internal.len(),
         external_endpoints: external.len(),
-        handed_over_to: service.secondary.map(Mode::name),
+        delegated_to: service.secondary.map(Mode::name),
     }
 }
 

@@ -194,7 +194,7 @@ impl CoverageTracker {
         for Unsupported { field, effect, instead } in now.iter().filter(|one| !before.contains(one)) {
             match effect {
                 Effect::LeftToNode => tracing::info!(%service_port, field, "{instead}"),
-                Effect::HandedOver => tracing::debug!(%service_port, field, "{instead}"),
+                Effect::Delegated => tracing::debug!(%service_port, field, "{instead}"),
                 Effect::ServedDifferently
                 | Effect::NotToOwnNode(_)
                 | Effect::Refused

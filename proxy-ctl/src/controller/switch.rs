@@ -141,10 +141,10 @@ impl Retiring {
 /// cannot serve, or all of them, for pods without packet programs.
 fn needs_secondary_mode(ports: &[Arc<DesiredPort>], dataplane: &mut dyn Dataplane) -> bool {
     let are_programs_lacking = dataplane.packet_mode().is_some_and(|mode| mode.packet_programs().are_lacking);
-    let is_handed_over = |port: &Arc<DesiredPort>| {
-        dataplane.supports(port).iter().any(|unsupported| unsupported.effect == Effect::HandedOver)
+    let is_delegated = |port: &Arc<DesiredPort>| {
+        dataplane.supports(port).iter().any(|unsupported| unsupported.effect == Effect::Delegated)
     };
-    are_programs_lacking || ports.iter().any(is_handed_over)
+    are_programs_lacking || ports.iter().any(is_delegated)
 }
 
 impl Controller {

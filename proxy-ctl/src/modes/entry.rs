@@ -37,7 +37,7 @@ pub(super) struct Entry {
     /// Service has.
     pub(super) reads_service_cidrs: fn(&Config) -> bool,
     /// True if a secondary mode serves what this mode cannot.
-    pub(super) hands_over: bool,
+    pub(super) delegates: bool,
     /// True if the mode may be the secondary mode.
     pub(super) can_be_secondary: bool,
     /// Returns what the mode needs and what is missing. It changes nothing.

@@ -9,8 +9,8 @@ use super::{
     conntrack::{self, WithConntrack},
     ebpf,
     entry::{BoxedProgrammed, Entry, Removed, TrackedFlows},
-    hand_over::{HandOver, SecondaryMode, dialled::DialledFrontends},
     iptables, ipvs, netfilter, nftables,
+    secondary::{SecondaryMode, WithSecondary, dialled::DialledFrontends},
     source_ports::SourcePorts,
     userspace,
 };
@@ -90,7 +90,7 @@ impl Modes {
     /// Returns `mode` with its secondary mode: the first of `probes` that may be one and can run.
     pub fn new(mode: Mode, probes: &[Probe]) -> Self {
         let can = |probe: &&Probe| entry(probe.mode).can_be_secondary && probe.can_run();
-        let secondary = if entry(mode).hands_over { probes.iter().find(can) } else { None };
+        let secondary = if entry(mode).delegates { probes.iter().find(can) } else { None };
         Self { active: mode, secondary: secondary.map(|probe| probe.mode) }
     }
 }
@@ -103,7 +103,7 @@ pub fn open(modes: Modes, config: &Arc<Config>) -> Result<Box<dyn Dataplane>, Er
         None => dataplane,
         Some(mode) => {
             let secondary = Secondary { mode, active_mode, config: Arc::clone(config) };
-            Box::new(HandOver::new(dataplane, Box::new(secondary)))
+            Box::new(WithSecondary::new(dataplane, Box::new(secondary)))
         }
     })
 }

@@ -34,7 +34,7 @@ pub enum Effect {
     /// more, nothing can listen there, or the kernel refuses it.
     NoRoom,
     /// Every frontend is served, some of them by the secondary mode.
-    HandedOver,
+    Delegated,
     /// Every frontend is served but those at which the node itself listens.
     LeftToNode,
     NotServed,
@@ -46,7 +46,7 @@ impl Effect {
         match self {
             Self::ServedDifferently => "servedDifferently",
             Self::NotToOwnNode(_) | Self::Refused | Self::NoRoom => "partlyServed",
-            Self::HandedOver => "handedOver",
+            Self::Delegated => "handedOver",
             Self::LeftToNode => "leftToNode",
             Self::NotServed => "notServed",
         }
@@ -60,7 +60,7 @@ impl Unsupported {
 
     /// Returns true if some frontend of the service port is not served.
     pub fn leaves_unserved(&self) -> bool {
-        !matches!(self.effect, Effect::ServedDifferently | Effect::HandedOver | Effect::LeftToNode)
+        !matches!(self.effect, Effect::ServedDifferently | Effect::Delegated | Effect::LeftToNode)
     }
 
     /// Returns true if another kube-proxy may and should serve what is not served here.

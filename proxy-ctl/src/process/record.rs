@@ -109,8 +109,8 @@ impl UnsupportedField {
     }
 
     /// Returns true if the field is delegated, so that it is served as it asks.
-    pub(crate) fn is_handed_over(&self) -> bool {
-        self.effect == Effect::HandedOver.name()
+    pub(crate) fn is_delegated(&self) -> bool {
+        self.effect == Effect::Delegated.name()
     }
 
     /// Returns true if the node itself serves it.
@@ -119,7 +119,7 @@ impl UnsupportedField {
     }
 
     pub(super) fn leaves_unserved(&self) -> bool {
-        !self.is_handed_over() && !self.is_left_to_node() && self.effect != Effect::ServedDifferently.name()
+        !self.is_delegated() && !self.is_left_to_node() && self.effect != Effect::ServedDifferently.name()
     }
 }
 

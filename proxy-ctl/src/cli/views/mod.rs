@@ -50,7 +50,7 @@ pub(super) struct ServiceView {
     pub(super) internal_endpoints: usize,
     pub(super) external_endpoints: usize,
     /// The secondary mode, if it serves this port because the active mode cannot.
-    pub(super) handed_over_to: Option<&'static str>,
+    pub(super) delegated_to: Option<&'static str>,
 }
 
 #[derive(Clone, Copy, Debug, Eq, Ord, PartialEq, PartialOrd, Serialize)]
@@ -145,7 +145,7 @@ impl ServiceView {
         let encapsulation =
             self.encapsulation.filter(|one| *one != Encapsulation::default()).map(Keyword::word);
         let all = [Some(self.policy.text()), algorithm, forwarding, encapsulation];
-        let secondary = self.handed_over_to.map(|mode| format!("by mode {mode}"));
+        let secondary = self.delegated_to.map(|mode| format!("by mode {mode}"));
         let all = all.into_iter().flatten().map(str::to_owned).chain(secondary);
         all.collect::<Vec<_>>().join(", ")
     }
@@ -423,12 +423,12 @@ impl StatusView {
                 text.push_str(&part);
             }
         };
-        let (handed_over, unsupported): (Vec<_>, Vec<_>) =
-            self.unsupported.iter().partition(|field| field.is_handed_over());
+        let (delegated, unsupported): (Vec<_>, Vec<_>) =
+            self.unsupported.iter().partition(|field| field.is_delegated());
         let unsupported: BTreeSet<_> = unsupported.into_iter().map(unsupported_row).collect();
         part(unsupported.len(), table(["NOT SERVED AS ASKED", "FIELD", "EFFECT", "INSTEAD"], unsupported));
-        let handed_over = handed_over_rows(&handed_over);
-        part(handed_over.len(), table(["DELEGATED", "FIELD", "HOW"], handed_over));
+        let delegated = delegated_rows(&delegated);
+        part(delegated.len(), table(["DELEGATED", "FIELD", "HOW"], delegated));
         let or_dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".to_owned());
         let hooks = self.hooks.iter().map(|hook| {
             let [interface, role, reason] = [&hook.interface, &hook.role, &hook.reason].map(or_dash);
@@ -479,7 +479,7 @@ fn service_port(UnsupportedField { namespace, name, port, .. }: &UnsupportedFiel
 }
 
 /// Returns a row for each service port. If many have the same field, one row counts them.
-fn handed_over_rows(fields: &[&UnsupportedField]) -> Vec<[String; 3]> {
+fn delegated_rows(fields: &[&UnsupportedField]) -> Vec<[String; 3]> {
     const MOST_NAMED: usize = 10;
     let mut service_ports: BTreeMap<[&str; 2], BTreeSet<String>> = BTreeMap::new();
     for unsupported in fields {

@@ -31,7 +31,7 @@ fn dns() -> ServiceView {
         endpoints: vec![endpoint(2, true), endpoint(3, false), endpoint(4, false)],
         internal_endpoints: 3,
         external_endpoints: 1,
-        handed_over_to: None,
+        delegated_to: None,
     }
 }
 
@@ -50,12 +50,12 @@ fn choices_that_are_not_the_default_are_shown() {
         algorithm: Algorithm::Maglev,
         forwarding: Forwarding::Dsr,
         encapsulation: Some(Encapsulation::Geneve),
-        handed_over_to: Some("nftables"),
+        delegated_to: Some("nftables"),
         ..dns()
     };
     let json = serde_json::to_value(&view).unwrap();
     assert_eq!((&json["algorithm"], &json["forwarding"]), (&"maglev".into(), &"dsr".into()));
-    assert_eq!((&json["encapsulation"], &json["handedOverTo"]), (&"geneve".into(), &"nftables".into()));
+    assert_eq!((&json["encapsulation"], &json["delegatedTo"]), (&"geneve".into(), &"nftables".into()));
     let text = services(&[view]);
     assert!(text.contains("external Local, maglev, dsr, geneve, by mode nftables"), "{text}");
 }
@@ -176,8 +176,8 @@ fn service_ports_that_are_not_served_as_asked_are_listed_once_for_both_families(
 }
 
 #[test]
-fn service_ports_that_are_handed_over_are_listed_or_counted() {
-    let handed_over = |name: String, field: &str| UnsupportedField {
+fn service_ports_that_are_delegated_are_listed_or_counted() {
+    let delegated = |name: String, field: &str| UnsupportedField {
         namespace: "shop".into(),
         name,
         field: field.into(),
@@ -185,8 +185,8 @@ fn service_ports_that_are_handed_over_are_listed_or_counted() {
         instead: "served by the secondary mode nftables".into(),
         ..UnsupportedField::default()
     };
-    let mut unsupported = vec![handed_over("sctp".into(), "spec.ports[].protocol")];
-    unsupported.extend((0..11).map(|n| handed_over(format!("web-{n}"), "spec.ports[].nodePort")));
+    let mut unsupported = vec![delegated("sctp".into(), "spec.ports[].protocol")];
+    unsupported.extend((0..11).map(|n| delegated(format!("web-{n}"), "spec.ports[].nodePort")));
     let record = Record { unsupported, ..Record::default() };
     let text = StatusView::new(Some(record), Some(Mode::Ebpf), None).text();
     let rows: Vec<Vec<&str>> = text

@@ -60,7 +60,7 @@ fn that_a_service_port_is_not_served_as_asked() {
         fixture.take(update);
         logs(expected, || fixture.controller.write(fixture.now));
         // Delegated service ports are logged at debug level.
-        fixture.recorder.lock().hands_over = true;
+        fixture.recorder.lock().delegates = true;
     }
 }
 

@@ -44,7 +44,7 @@ mod switch;
 mod thread;
 
 const AFFINITY: Unsupported = Unsupported::new("affinity", Effect::ServedDifferently, "any endpoint");
-const HANDED_OVER: Unsupported = Unsupported::new("all", Effect::HandedOver, "served by another mode");
+const DELEGATED: Unsupported = Unsupported::new("all", Effect::Delegated, "served by another mode");
 const SCTP: Unsupported = Unsupported::new("protocol", Effect::NotServed, "not served");
 
 fn full() -> Error {

@@ -46,7 +46,7 @@ pub(super) struct Recording {
     /// True if no connection needs the mode.
     pub(super) idle: bool,
     /// True if each service port is delegated.
-    pub(super) hands_over: bool,
+    pub(super) delegates: bool,
     /// The number of changes that the next call for the node reports.
     pub(super) host_differs: u64,
 }
@@ -172,7 +172,7 @@ impl Dataplane for Recorder {
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
         let all = [
-            (self.lock().hands_over, HANDED_OVER),
+            (self.lock().delegates, DELEGATED),
             (port.affinity_seconds.is_some(), AFFINITY),
             (port.name.protocol == Protocol::Sctp, SCTP),
         ];

@@ -293,16 +293,16 @@ fn the_secondary_mode_is_released_before_it_is_opened_anew(#[case] to: Modes) {
 }
 
 #[rstest]
-#[case::something_is_handed_over(true, &["ebpf"])]
-#[case::nothing_is_handed_over(false, &["ebpf", "nftables"])]
-fn the_common_secondary_mode_is_removed_if_the_new_mode_hands_nothing_over(
-    #[case] hands_over: bool,
+#[case::something_is_delegated(true, &["ebpf"])]
+#[case::nothing_is_delegated(false, &["ebpf", "nftables"])]
+fn the_common_secondary_mode_is_removed_if_the_new_mode_delegates_nothing(
+    #[case] delegates: bool,
     #[case] removed: &[&str],
 ) {
     let mut fixture = serving();
     fixture.reports.mode.send_replace(ModeInForce::new(EBPF_AND_NFTABLES));
     let (new, left) = (Recorder::default(), Recorder::default());
-    new.lock().hands_over = hands_over;
+    new.lock().delegates = delegates;
     fixture.recorder.lock().idle = true;
     left.lock().idle = true;
     let mut opener = opening("userspace", &new);
@@ -315,38 +315,38 @@ fn the_common_secondary_mode_is_removed_if_the_new_mode_hands_nothing_over(
 }
 
 #[rstest]
-#[case::something_is_handed_over(true, &[])]
-#[case::nothing_is_handed_over(false, &["nftables"])]
-fn the_former_mode_becomes_secondary_for_what_is_handed_over(
-    #[case] hands_over: bool,
+#[case::something_is_delegated(true, &[])]
+#[case::nothing_is_delegated(false, &["nftables"])]
+fn the_former_mode_becomes_secondary_for_what_is_delegated(
+    #[case] delegates: bool,
     #[case] removed: &[&str],
 ) {
     let mut fixture = serving();
     fixture.reports.mode.send_replace(ModeInForce::new(NFTABLES));
     let (new, former) = (Recorder::default(), fixture.recorder.clone());
-    new.lock().hands_over = hands_over;
+    new.lock().delegates = delegates;
     former.lock().idle = true;
     let opener = opening("ebpf", &new);
     fixture.controller.switch(EBPF_AND_NFTABLES, &opener, fixture.now);
     let adoptions = new.calls().iter().filter(|call| matches!(call, Call::Resync(_))).count();
-    assert_eq!(adoptions, if hands_over { 2 } else { 1 }, "what is handed over is adopted at once");
+    assert_eq!(adoptions, if delegates { 2 } else { 1 }, "what is delegated is adopted at once");
     fixture.controller.write(fixture.now);
     fixture.controller.retire(&opener, fixture.now);
     assert_eq!(*opener.removed.lock().unwrap(), removed);
 }
 
 #[rstest]
-#[case::nothing_is_handed_over(false, &["nftables"])]
+#[case::nothing_is_delegated(false, &["nftables"])]
 #[case::it_is_secondary_again(true, &[])]
 fn what_a_predecessor_has_left_of_the_secondary_mode_is_adopted_where_it_is_needed(
-    #[case] hands_over: bool,
+    #[case] delegates: bool,
     #[case] removed: &[&str],
 ) {
     let left = Recorder::default();
     left.lock().idle = true;
     let opener = opening("nftables", &left);
     let mut fixture = serving();
-    fixture.recorder.lock().hands_over = hands_over;
+    fixture.recorder.lock().delegates = delegates;
     fixture.reports.mode.send_replace(ModeInForce::new(EBPF_AND_NFTABLES));
     fixture.controller.find_modes_to_retire(&opener);
     fixture.controller.retire(&opener, fixture.now);

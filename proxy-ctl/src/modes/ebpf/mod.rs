@@ -88,7 +88,7 @@ pub(super) const ENTRY: Entry = Entry {
     retires: true,
     keeps_min_sync_period: false,
     reads_service_cidrs: |config| services::addresses::service_cidrs::are_read(&config.ebpf),
-    hands_over: true,
+    delegates: true,
     can_be_secondary: false,
     probe: |config, host| probe::probe(&config.ebpf, host),
     prepare: |config| {

@@ -72,7 +72,7 @@ pub(super) const ENTRY: Entry = Entry {
     retires: false,
     keeps_min_sync_period: true,
     reads_service_cidrs: |_| false,
-    hands_over: false,
+    delegates: false,
     can_be_secondary: false,
     probe,
     prepare: |config| Ok(prepare(&config.ipvs)?),

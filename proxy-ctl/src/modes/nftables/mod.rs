@@ -52,7 +52,7 @@ pub(super) const ENTRY: Entry = Entry {
     retires: false,
     keeps_min_sync_period: false,
     reads_service_cidrs: |_| true,
-    hands_over: false,
+    delegates: false,
     can_be_secondary: true,
     probe: |config, host| {
         let mut probe = probe::probe(config, host);

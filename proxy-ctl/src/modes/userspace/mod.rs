@@ -78,7 +78,7 @@ pub(super) const ENTRY: Entry = Entry {
     retires: false,
     keeps_min_sync_period: false,
     reads_service_cidrs: |_| false,
-    hands_over: true,
+    delegates: true,
     can_be_secondary: false,
     probe: probe::probe,
     prepare: |_| Ok(()),

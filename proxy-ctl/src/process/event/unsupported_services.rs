@@ -115,7 +115,7 @@ fn number(node: &str, service: &ObjectName) -> u64 {
 
 fn events_of(fields: &[UnsupportedField]) -> Told {
     let mut by_service: BTreeMap<ObjectName, Vec<&UnsupportedField>> = BTreeMap::new();
-    for field in fields.iter().filter(|field| !field.is_handed_over() && !field.is_left_to_node()) {
+    for field in fields.iter().filter(|field| !field.is_delegated() && !field.is_left_to_node()) {
         by_service.entry(field.service()).or_default().push(field);
     }
     by_service

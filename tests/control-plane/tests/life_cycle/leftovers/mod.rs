@@ -21,7 +21,7 @@ pub(crate) use self::{
         run_leaves_them_where_it_is_told_to, run_removes_them_and_connections_live_on,
         what_comes_back_while_something_else_cannot_be_removed_is_not_fought,
         what_forwarded_connections_need_stays_where_others_are_dropped,
-        what_is_handed_over_holds_no_removal_back,
+        what_is_delegated_holds_no_removal_back,
     },
 };
 use crate::{node::Node, world::World};

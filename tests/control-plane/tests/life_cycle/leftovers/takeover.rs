@@ -279,8 +279,8 @@ pub(crate) fn run_leaves_them_where_it_is_told_to(world: &mut World) -> Result<(
 }
 
 /// Delegates SCTP to mode nftables, whose table replaces the former kube-proxy's.
-pub(crate) fn what_is_handed_over_holds_no_removal_back(world: &mut World) -> Result<()> {
-    let own = with_service(world, "handed-over", 53)?;
+pub(crate) fn what_is_delegated_holds_no_removal_back(world: &mut World) -> Result<()> {
+    let own = with_service(world, "delegated", 53)?;
     let mut sctp = objects::service("default", "associations", PORT);
     sctp["spec"]["ports"][0]["protocol"] = json!("SCTP");
     world.apply(&sctp)?;

@@ -17,7 +17,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use self::{
     dialled::DialledFrontends,
-    parts::{Split, can_be_handed_over, secondary_host},
+    parts::{Split, can_be_delegated, secondary_host},
 };
 use super::{
     Applied, Dataplane, Effect, Error, HookProblems, Known, MetricFamily, PacketMode, PacketPrograms,
@@ -41,7 +41,7 @@ pub(super) trait SecondaryMode: Send {
     fn remove(&self) -> Result<(), Error>;
 }
 
-pub(super) struct HandOver {
+pub(super) struct WithSecondary {
     active: Box<dyn Dataplane>,
     secondary: Box<dyn SecondaryMode>,
     /// The secondary mode. `None` if nothing is delegated, or if it could not be opened.
@@ -53,7 +53,7 @@ pub(super) struct HandOver {
     /// it opened.
     programs_come_later: bool,
     /// True if pods have no packet programs, so that everything is delegated.
-    hands_everything: bool,
+    delegates_everything: bool,
     /// Number of calls of [`Dataplane::collect_garbage`] since some pod had no packet programs.
     since_last_lack: u32,
     /// True once [`Dataplane::resync`] has said what is desired.
@@ -61,9 +61,9 @@ pub(super) struct HandOver {
     /// True if the secondary mode could not write what was delegated to it or taken back.
     is_secondary_stale: bool,
     /// The parts of service ports that are delegated.
-    handed: BTreeMap<ServicePortName, Arc<DesiredPort>>,
+    delegated: BTreeMap<ServicePortName, Arc<DesiredPort>>,
     /// The frontends that were delegated since the secondary mode was opened.
-    was_handed: DialledFrontends,
+    was_delegated: DialledFrontends,
     /// The parts that return to the active mode. The secondary mode serves them until the active
     /// mode has written everything.
     passing: BTreeMap<ServicePortName, Arc<DesiredPort>>,
@@ -87,7 +87,7 @@ pub(super) struct HandOver {
 /// connections that netfilter knows.
 const COLLECTIONS_BETWEEN_REMOVALS: u32 = 30;
 
-impl HandOver {
+impl WithSecondary {
     pub(super) fn new(active: Box<dyn Dataplane>, secondary: Box<dyn SecondaryMode>) -> Self {
         Self {
             active,
@@ -95,12 +95,12 @@ impl HandOver {
             opened: None,
             desired: PortSet::default(),
             programs_come_later: false,
-            hands_everything: false,
+            delegates_everything: false,
             since_last_lack: 0,
             is_synced: false,
             is_secondary_stale: false,
-            handed: BTreeMap::new(),
-            was_handed: DialledFrontends::default(),
+            delegated: BTreeMap::new(),
+            was_delegated: DialledFrontends::default(),
             passing: BTreeMap::new(),
             host: None,
             removal_pending: false,
@@ -114,12 +114,12 @@ impl HandOver {
 
     /// Returns true if pods have no packet programs and not everything is delegated yet.
     fn begins_to_lack(&mut self) -> bool {
-        !self.hands_everything && self.packet_programs().are_lacking
+        !self.delegates_everything && self.packet_programs().are_lacking
     }
 
     /// Delegates everything from now on if pods have no packet programs.
     fn follow_lack(&mut self) -> Result<Applied, Error> {
-        if self.begins_to_lack() { self.hand_over_anew(true) } else { Ok(Applied::default()) }
+        if self.begins_to_lack() { self.delegate_anew(true) } else { Ok(Applied::default()) }
     }
 
     /// Delegates everything, or takes it back some time after all pods have got packet programs.
@@ -130,14 +130,14 @@ impl HandOver {
             return self.follow_lack();
         }
         self.since_last_lack = self.since_last_lack.saturating_add(1);
-        if !self.hands_everything || self.since_last_lack < COLLECTIONS_BETWEEN_REMOVALS {
+        if !self.delegates_everything || self.since_last_lack < COLLECTIONS_BETWEEN_REMOVALS {
             return Ok(Applied::default());
         }
-        self.hand_over_anew(false)
+        self.delegate_anew(false)
     }
 
-    fn hand_over_anew(&mut self, everything: bool) -> Result<Applied, Error> {
-        if everything && !self.hands_everything {
+    fn delegate_anew(&mut self, everything: bool) -> Result<Applied, Error> {
+        if everything && !self.delegates_everything {
             tracing::info!(
                 mode = %self.secondary.mode(),
                 "some pods have no packet programs: the secondary mode serves every service port for them"
@@ -146,22 +146,22 @@ impl HandOver {
         if everything {
             self.share_frontends(true)?;
         }
-        self.hands_everything = everything;
+        self.delegates_everything = everything;
         if !self.is_synced {
             // The first resync delegates.
             return Ok(Applied::default());
         }
-        let before = std::mem::take(&mut self.handed);
+        let before = std::mem::take(&mut self.delegated);
         let mut changes = Changes::default();
         let mut desired: Vec<_> = self.desired.iter().cloned().collect();
         desired.sort_unstable_by(|one, other| one.name.cmp(&other.name));
         for port in desired {
-            match self.parts(&port).handed {
+            match self.parts(&port).delegated {
                 Some(part) => {
                     if before.get(&port.name) != Some(&part) {
                         changes.changed.push(Arc::clone(&part));
                     }
-                    self.hand_over(&part);
+                    self.delegate(&part);
                 }
                 None if before.contains_key(&port.name) => changes.removed.push(port.name.clone()),
                 None => {}
@@ -206,7 +206,7 @@ impl HandOver {
     /// has served, and the frontends of the active mode, because the rules of a former proxy, now
     /// gone, have translated connections to them.
     fn dialled(&self) -> Result<DialledFrontends, Error> {
-        let mut dialled = self.was_handed.clone();
+        let mut dialled = self.was_delegated.clone();
         if let Some(host) = &self.host {
             dialled.node_addresses.clone_from(&host.node_port_addresses);
         }
@@ -217,12 +217,12 @@ impl HandOver {
     }
 
     fn is_secondary_idle(&self) -> bool {
-        self.handed.is_empty() && self.passing.is_empty()
+        self.delegated.is_empty() && self.passing.is_empty()
     }
 
     /// Returns what the secondary mode has to serve.
     fn secondary_ports(&self) -> Vec<Arc<DesiredPort>> {
-        self.handed.values().chain(self.passing.values()).cloned().collect()
+        self.delegated.values().chain(self.passing.values()).cloned().collect()
     }
 
     /// Returns the secondary mode. If it was not open, it is opened with everything that is
@@ -304,14 +304,14 @@ impl HandOver {
         if self.removal_pending {
             self.secondary.remove()?;
             self.removal_pending = false;
-            self.was_handed = DialledFrontends::default();
+            self.was_delegated = DialledFrontends::default();
             tracing::info!(mode = %self.secondary.mode(), "the secondary mode is removed, because the active mode serves everything");
         }
         Ok(())
     }
 }
 
-impl Programmed for HandOver {
+impl Programmed for WithSecondary {
     fn snapshot(&self) -> Result<Snapshot, Error> {
         let mut snapshot = self.active.snapshot()?;
         if let Some(opened) = &self.opened {
@@ -339,19 +339,19 @@ impl Programmed for HandOver {
     }
 }
 
-impl Dataplane for HandOver {
+impl Dataplane for WithSecondary {
     /// Writes changes. What moves to the secondary mode is served there before the active mode
     /// leaves it, and the other way round. Everything else is written to the active mode first,
     /// which is faster.
     fn apply(&mut self, changes: &Changes) -> Result<Applied, Error> {
-        let Split { own, arriving, handed } = self.split(changes);
+        let Split { own, arriving, delegated } = self.split(changes);
         let arrived = self.apply_to_secondary(&arriving);
         let mut applied = self.active.apply(&own)?;
-        for name in &handed.removed {
+        for name in &delegated.removed {
             self.passing.remove(name);
         }
         applied += arrived?;
-        applied += self.apply_to_secondary(&handed)?;
+        applied += self.apply_to_secondary(&delegated)?;
         Ok(applied)
     }
 
@@ -363,12 +363,12 @@ impl Dataplane for HandOver {
         self.desired = desired.iter().cloned().collect();
         self.is_synced = true;
         let mut before = std::mem::take(&mut self.passing);
-        before.append(&mut self.handed);
+        before.append(&mut self.delegated);
         for port in desired {
             let parts = self.parts(port);
             own.extend(parts.own);
-            match parts.handed {
-                Some(part) => self.hand_over(&part),
+            match parts.delegated {
+                Some(part) => self.delegate(&part),
                 None => {
                     let passing = before.get_key_value(&port.name);
                     self.passing.extend(passing.map(|(name, part)| (name.clone(), Arc::clone(part))));
@@ -376,7 +376,7 @@ impl Dataplane for HandOver {
             }
         }
         self.failure_changed |= self.failure.is_some();
-        let arriving = self.handed.iter().filter(|(name, port)| before.get(*name) != Some(*port));
+        let arriving = self.delegated.iter().filter(|(name, port)| before.get(*name) != Some(*port));
         let changed: Vec<_> = arriving.map(|(_, port)| Arc::clone(port)).collect();
         let arrived = match &mut self.opened {
             Some(opened) if !changed.is_empty() => opened.apply(&Changes { changed, removed: Vec::new() }),
@@ -412,22 +412,22 @@ impl Dataplane for HandOver {
         // A secondary mode that serves already goes on with what it has.
         self.programs_come_later = self.opened.is_none() && self.packet_programs().come_later;
         // Some pods may have no packet programs, whether or not the call has failed.
-        let handed = self.follow_lack();
+        let delegated = self.follow_lack();
         let mut applied = own?;
         applied += secondary?;
-        applied += handed?;
+        applied += delegated?;
         Ok(applied)
     }
 
     fn collect_garbage(&mut self) -> Result<(), Error> {
         let secondary = self.opened.as_mut().map_or(Ok(()), |opened| opened.collect_garbage());
         let own = self.active.collect_garbage();
-        let handed = self.refresh_secondary().and_then(|()| self.follow_end_of_lack());
-        let is_over = !self.hands_everything && !self.is_secondary_stale;
+        let delegated = self.refresh_secondary().and_then(|()| self.follow_end_of_lack());
+        let is_over = !self.delegates_everything && !self.is_secondary_stale;
         let shared = if is_over { self.share_frontends(false) } else { Ok(()) };
         own?;
         shared?;
-        handed?;
+        delegated?;
         if self.is_secondary_idle() && (self.opened.is_some() || self.removal_pending) {
             self.idle += 1;
             if self.idle >= COLLECTIONS_BETWEEN_REMOVALS {
@@ -459,9 +459,9 @@ impl Dataplane for HandOver {
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
         let mode = self.secondary.mode();
-        let told = |one: Unsupported| match can_be_handed_over(&one) {
+        let told = |one: Unsupported| match can_be_delegated(&one) {
             true => Unsupported {
-                effect: Effect::HandedOver,
+                effect: Effect::Delegated,
                 instead: format!("served by the secondary mode {mode}").into(),
                 ..one
             },
@@ -479,7 +479,7 @@ impl Dataplane for HandOver {
             self.without_room = ports;
         }
         let mut all = self.without_room.clone();
-        for (name, unsupported) in self.not_handed_over() {
+        for (name, unsupported) in self.delegated_but_unserved() {
             all.entry(name).or_default().extend(unsupported);
         }
         Some(all)
@@ -491,18 +491,18 @@ impl Dataplane for HandOver {
 }
 
 /// Forwards to the active mode, which has packet programs, and delegates what they do not serve.
-impl PacketMode for HandOver {
+impl PacketMode for WithSecondary {
     fn attach(&mut self) -> Result<(), Error> {
         let attached = self.active.packet_mode().map_or(Ok(()), |mode| mode.attach());
         let came_later = std::mem::take(&mut self.programs_come_later);
         let lacks = self.begins_to_lack();
-        let handed = if came_later || lacks {
-            self.hand_over_anew(self.hands_everything || lacks)
+        let delegated = if came_later || lacks {
+            self.delegate_anew(self.delegates_everything || lacks)
         } else {
             Ok(Applied::default())
         };
         attached?;
-        handed.map(drop)
+        delegated.map(drop)
     }
 
     fn renew_lease(&mut self) -> Result<(), Error> {

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use super::HandOver;
+use super::WithSecondary;
 use crate::{
     model::{
         desired::{Changes, DesiredPort, Frontend, ServicePortName},
@@ -15,7 +15,7 @@ use crate::{
 pub(super) struct Parts {
     /// The part that the active mode serves.
     pub(super) own: Option<Arc<DesiredPort>>,
-    pub(super) handed: Option<Arc<DesiredPort>>,
+    pub(super) delegated: Option<Arc<DesiredPort>>,
 }
 
 /// Changes, by the mode that writes them and when.
@@ -27,32 +27,32 @@ pub(super) struct Split {
     /// that it did not serve.
     pub(super) arriving: Changes,
     /// Changes of the secondary mode that are written after those of the active mode.
-    pub(super) handed: Changes,
+    pub(super) delegated: Changes,
 }
 
 impl Parts {
     pub(super) fn of(port: &Arc<DesiredPort>, unsupported: &[Unsupported]) -> Self {
         let Some(own) = servable(Arc::clone(port), unsupported) else {
-            return Self { own: None, handed: Some(Arc::clone(port)) };
+            return Self { own: None, delegated: Some(Arc::clone(port)) };
         };
-        let is_handed = |frontend: &Frontend| {
+        let is_delegated = |frontend: &Frontend| {
             let effect = Effect::NotToOwnNode(frontend.kind);
             unsupported.iter().any(|one| one.effect == effect)
         };
-        let frontends: Vec<_> = port.frontends.iter().filter(|one| is_handed(one)).cloned().collect();
-        let handed =
+        let frontends: Vec<_> = port.frontends.iter().filter(|one| is_delegated(one)).cloned().collect();
+        let delegated =
             (!frontends.is_empty()).then(|| Arc::new(DesiredPort { frontends, ..DesiredPort::clone(port) }));
-        Self { own: Some(own), handed }
+        Self { own: Some(own), delegated }
     }
 }
 
-pub(super) const fn can_be_handed_over(unsupported: &Unsupported) -> bool {
+pub(super) const fn can_be_delegated(unsupported: &Unsupported) -> bool {
     match unsupported.effect {
         Effect::NotToOwnNode(_) | Effect::NotServed => true,
         Effect::ServedDifferently
         | Effect::Refused
         | Effect::NoRoom
-        | Effect::HandedOver
+        | Effect::Delegated
         | Effect::LeftToNode => false,
     }
 }
@@ -62,13 +62,13 @@ pub(super) fn secondary_host(host: &Host) -> Host {
     Host { shares_addresses: true, ..host.clone() }
 }
 
-impl HandOver {
+impl WithSecondary {
     pub(super) fn parts(&self, port: &Arc<DesiredPort>) -> Parts {
         let parts = Parts::of(port, &self.active.supports(port));
         if self.programs_come_later && parts.own.is_some() {
-            Parts { handed: None, ..parts }
-        } else if self.hands_everything {
-            Parts { handed: Some(Arc::clone(port)), ..parts }
+            Parts { delegated: None, ..parts }
+        } else if self.delegates_everything {
+            Parts { delegated: Some(Arc::clone(port)), ..parts }
         } else {
             parts
         }
@@ -77,7 +77,7 @@ impl HandOver {
     /// Splits `changes` by the mode that writes them.
     pub(super) fn split(&mut self, changes: &Changes) -> Split {
         let mut split = Split::default();
-        let Split { own, arriving, handed } = &mut split;
+        let Split { own, arriving, delegated } = &mut split;
         for port in &changes.changed {
             self.desired.insert(Arc::clone(port));
             let parts = self.parts(port);
@@ -86,22 +86,22 @@ impl HandOver {
                 Some(port) => own.changed.push(port),
                 None => own.removed.push(port.name.clone()),
             }
-            match parts.handed {
+            match parts.delegated {
                 Some(part) => {
                     let before = self.take_back(&port.name);
-                    self.hand_over(&part);
+                    self.delegate(&part);
                     let is_known =
                         |one: &Frontend| before.as_ref().is_some_and(|before| before.frontends.contains(one));
                     // If the active mode serves the port too, it is written first, because it is
                     // faster.
-                    let is_for_few = self.hands_everything && is_own;
+                    let is_for_few = self.delegates_everything && is_own;
                     let arrives = !is_for_few && !part.frontends.iter().all(is_known);
-                    (if arrives { &mut *arriving } else { &mut *handed }).changed.push(part);
+                    (if arrives { &mut *arriving } else { &mut *delegated }).changed.push(part);
                 }
                 None => {
                     let Some(part) = self.take_back(&port.name) else { continue };
                     self.passing.insert(port.name.clone(), part);
-                    handed.removed.push(port.name.clone());
+                    delegated.removed.push(port.name.clone());
                 }
             }
             self.failure_changed |= self.failure.is_some();
@@ -110,26 +110,26 @@ impl HandOver {
             self.desired.remove(name);
             own.removed.push(name.clone());
             if self.take_back(name).is_some() {
-                handed.removed.push(name.clone());
+                delegated.removed.push(name.clone());
                 self.failure_changed |= self.failure.is_some();
             }
         }
         split
     }
 
-    pub(super) fn hand_over(&mut self, part: &Arc<DesiredPort>) {
-        self.was_handed.add_all(part);
-        self.handed.insert(part.name.clone(), Arc::clone(part));
+    pub(super) fn delegate(&mut self, part: &Arc<DesiredPort>) {
+        self.was_delegated.add_all(part);
+        self.delegated.insert(part.name.clone(), Arc::clone(part));
     }
 
     /// Takes the service port from the secondary mode, and returns the part that it served.
     pub(super) fn take_back(&mut self, name: &ServicePortName) -> Option<Arc<DesiredPort>> {
         let passing = self.passing.remove(name);
-        self.handed.remove(name).or(passing)
+        self.delegated.remove(name).or(passing)
     }
 
     /// Returns what is delegated but not served, because the secondary mode cannot be opened.
-    pub(super) fn not_handed_over(&self) -> BTreeMap<ServicePortName, Vec<Unsupported>> {
+    pub(super) fn delegated_but_unserved(&self) -> BTreeMap<ServicePortName, Vec<Unsupported>> {
         let Some(failure) = &self.failure else { return BTreeMap::new() };
         let mode = self.secondary.mode();
         let told = |one: &Unsupported| Unsupported {
@@ -142,10 +142,10 @@ impl HandOver {
         };
         let fields = |port: &Arc<DesiredPort>| {
             let unsupported = self.active.supports(port);
-            unsupported.iter().filter(|one| can_be_handed_over(one)).map(told).collect()
+            unsupported.iter().filter(|one| can_be_delegated(one)).map(told).collect()
         };
         // Ports that the active mode serves too have no such fields, so they are left out.
-        let with_fields = self.handed.iter().map(|(name, port)| (name.clone(), fields(port)));
+        let with_fields = self.delegated.iter().map(|(name, port)| (name.clone(), fields(port)));
         with_fields.filter(|(_, fields): &(_, Vec<_>)| !fields.is_empty()).collect()
     }
 }

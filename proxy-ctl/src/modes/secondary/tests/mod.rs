@@ -20,7 +20,7 @@ use crate::{
 };
 
 struct Scene {
-    both: HandOver,
+    both: WithSecondary,
     model: Model,
     log: Log,
     fails: Arc<Mutex<bool>>,
@@ -54,7 +54,7 @@ impl Scene {
             is_incomplete: Arc::clone(&is_secondary_incomplete),
             connections: Arc::clone(&connections),
         };
-        let mut both = HandOver::new(active, Box::new(secondary));
+        let mut both = WithSecondary::new(active, Box::new(secondary));
         both.set_host(&Host::default()).unwrap();
         both.resync(&[]).unwrap();
         log.take();
@@ -128,7 +128,7 @@ fn sctp() -> Service {
     Service { affinity_seconds: Some(5), ..web() },
     &["own web:cl"],
 )]
-fn what_the_active_mode_cannot_serve_is_handed_over(#[case] service: Service, #[case] expected: &[&str]) {
+fn what_the_active_mode_cannot_serve_is_delegated(#[case] service: Service, #[case] expected: &[&str]) {
     assert_eq!(Scene::new().apply(service), expected);
 }
 
@@ -216,8 +216,8 @@ fn the_secondary_mode_goes_on_translating_its_connections() {
 }
 
 #[rstest]
-#[case::what_was_handed_over(SCTP, true)]
-#[case::a_node_port_that_was_handed_over("192.0.2.1:30080", true)]
+#[case::what_was_delegated(SCTP, true)]
+#[case::a_node_port_that_was_delegated("192.0.2.1:30080", true)]
 #[case::a_service_that_a_former_proxy_has_served("10.96.0.7:80", true)]
 #[case::a_port_that_a_container_engine_publishes("192.0.2.1:8080", false)]
 #[case::the_same_port_as_a_node_port_of_another_machine("198.51.100.1:30080", false)]
@@ -304,12 +304,12 @@ fn the_secondary_mode_serves_a_service_port_until_the_active_mode_has_written_it
 }
 
 #[test]
-fn what_is_handed_over_is_told_and_no_reason_to_keep_another_kube_proxys_rules() {
+fn what_is_delegated_is_told_and_no_reason_to_keep_another_kube_proxys_rules() {
     let mut scene = Scene::new();
     scene.model.apply_service(with_node_port());
     let port = Arc::clone(&scene.model.take_changes().changed[0]);
     let [told] = scene.both.supports(&port).try_into().unwrap();
-    assert_eq!(told.effect, Effect::HandedOver);
+    assert_eq!(told.effect, Effect::Delegated);
     assert_eq!(told.instead, "served by the secondary mode nftables");
     assert!(!told.leaves_unserved());
 }
@@ -385,7 +385,7 @@ fn connections_of_a_pod_that_had_no_packet_programs_go_on() {
 }
 
 #[test]
-fn a_lack_that_is_known_before_services_are_written_hands_over_with_them() {
+fn a_lack_that_is_known_before_services_are_written_delegates_with_them() {
     let mut scene = Scene::new();
     scene.both.is_synced = false;
     *scene.lacks_programs.lock().unwrap() = true;

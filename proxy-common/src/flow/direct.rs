@@ -219,7 +219,7 @@ pub(super) fn go_on<F: Family, T: FlowTables<F>>(
     let Scratch { flow, stage, packet, .. } = &*scratch;
     let is_opening = *stage == Stage::Opening;
     if flow.state.has_ended() || (is_closing(flow) && !is_opening) {
-        tables.run(scratch, Routine::Retire);
+        tables.run(scratch, Routine::Demote);
         return Ok(());
     }
     // A SYN keeps no connection that its backend may have forgotten.

@@ -69,7 +69,7 @@ pub(super) fn go_on<F: Family, T: FlowTables<F>>(
     }
     if scratch.flow.state.has_ended() {
         // Also if it was found among the opening ones: another CPU may be establishing it.
-        tables.run(scratch, Routine::Retire);
+        tables.run(scratch, Routine::Demote);
         return Ok(());
     }
     // A SYN keeps no connection that its backend may have forgotten.
@@ -185,7 +185,7 @@ pub(super) fn end_one_that_is_gone<F: Family, T: FlowTables<F>>(
     if is_current && !flow.state.has_ended() {
         scratch.flow.state.reset = RESET_CONFIRMED;
         entry.write(Change::Reset(RESET_CONFIRMED));
-        tables.run(scratch, Routine::Retire);
+        tables.run(scratch, Routine::Demote);
     }
     Err(Reason::BackendGone)
 }

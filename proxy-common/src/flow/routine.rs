@@ -37,7 +37,7 @@ pub enum Routine {
     /// Inserts a missing entry of `flow`, for `leg` at `key` in `stage`.
     Restore,
     /// Moves `flow`, which has ended, from the established ones.
-    Retire,
+    Demote,
     /// Removes `entry`, of a client, from the established ones.
     Leave,
     /// Removes `flow`, whose client gets another backend.
@@ -90,7 +90,7 @@ pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
         Routine::Refresh => entries::refresh(tables, scratch),
         Routine::Restore => entries::restore(tables, scratch),
         Routine::Leave => entries::leave(tables, scratch),
-        Routine::Retire => entries::retire(tables, scratch),
+        Routine::Demote => entries::demote(tables, scratch),
         Routine::Replace => entries::replace(tables, scratch),
         Routine::FollowFragment => scratch.failure = fragments::follow(tables, scratch).err(),
         Routine::RecordFragment => fragments::record(tables, scratch),

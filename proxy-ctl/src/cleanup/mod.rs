@@ -289,11 +289,11 @@ pub struct Leftovers {
 
 impl Leftovers {
     /// Finds what is left. `keeps` are networks whose virtual servers are not kube-proxy's
-    /// (`ipvs.excludeCIDRs`). `retiring` are former modes of this proxy, which the controller
+    /// (`ipvs.excludeCIDRs`). `draining` are former modes of this proxy, which the controller
     /// drains and removes.
-    pub fn find(&mut self, keeps: &[IpNet], retiring: &[Mode]) -> Found {
+    pub fn find(&mut self, keeps: &[IpNet], draining: &[Mode]) -> Found {
         let mut found = Found::default();
-        let in_use = [in_use::modes(), retiring.to_vec()].concat();
+        let in_use = [in_use::modes(), draining.to_vec()].concat();
         let scope = Scope::but(&in_use);
         found.note(nft::find(scope));
         self.legacy.find(scope, &mut found);

@@ -22,7 +22,7 @@ use self::{
     latency::Latency,
     runner::{BoundedRunner, Intervals},
     service_metrics::ServiceMetrics,
-    switch::Retiring,
+    switch::DrainingMode,
 };
 pub use self::{
     coverage::{Coverage, UnservedPorts},
@@ -60,7 +60,7 @@ pub struct Reports {
     /// Former modes of which something is still in the kernel. A mode is listed here before it
     /// releases its lock. Otherwise the search for leftovers would take its rules for another
     /// kube-proxy's.
-    pub retiring: watch::Sender<Vec<Mode>>,
+    pub draining: watch::Sender<Vec<Mode>>,
     pub heartbeats: Heartbeats,
     /// The reasons why interfaces lack programs.
     pub hook_problems: watch::Sender<HookProblems>,
@@ -84,7 +84,7 @@ pub struct Controller {
     /// `None` until everything has been listed.
     active: Option<ActiveDataplane>,
     /// Modes that were active before and drain.
-    retiring: Vec<Retiring>,
+    draining: Vec<DrainingMode>,
     reports: Reports,
     /// The node's forwarding when the node was last written.
     forwarding: NodeForwarding,
@@ -126,7 +126,7 @@ impl Controller {
             listed: Listed::default(),
             network: None,
             active: None,
-            retiring: Vec::new(),
+            draining: Vec::new(),
             coverage: CoverageTracker::new(reports.coverage.clone(), Arc::clone(&reports.metrics)),
             service_metrics: ServiceMetrics::new(Arc::clone(&reports.metrics)),
             reports,

@@ -97,7 +97,7 @@ pub fn run(
     controller.reports.health.lock().busy(started);
     let mut opened = Some(opener.open(inputs.choices.borrow().modes, &controller.config)?);
     when_opened();
-    controller.find_modes_to_retire(opener);
+    controller.find_modes_to_drain(opener);
     tracing::debug!(took = ?started.elapsed(), "dataplane opened");
     let mut batch = Vec::new();
     let mut garbage_at = Instant::now() + GARBAGE_PERIOD;
@@ -144,7 +144,7 @@ pub fn run(
                 }
                 None => {
                     controller.collect_garbage();
-                    controller.retire(opener, now);
+                    controller.drain(opener, now);
                 }
             }
             garbage_at = Instant::now() + GARBAGE_PERIOD;
@@ -172,7 +172,7 @@ pub(super) fn switch(
         Ok(dataplane) => {
             *waiting = dataplane;
             controller.reports.mode.send_replace(ModeInForce::new(modes));
-            controller.find_modes_to_retire(opener);
+            controller.find_modes_to_drain(opener);
         }
         Err(error) => controller.refuse_switch(modes, &error),
     }

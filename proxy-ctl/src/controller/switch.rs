@@ -28,14 +28,14 @@ pub trait ModeOpener {
     fn open(&self, modes: Modes, config: &Arc<Config>) -> Result<Box<dyn Dataplane>, Error>;
 
     /// Returns the modes that a predecessor has left.
-    fn to_retire(&self, active_mode: Mode, config: &Config) -> Result<Vec<Mode>, Error>;
+    fn to_drain(&self, active_mode: Mode, config: &Config) -> Result<Vec<Mode>, Error>;
 
     /// Opens a mode that is to drain. Returns `None` if no connection can need it.
-    fn open_to_retire(&self, mode: Mode, config: &Config) -> Result<Option<Box<dyn Dataplane>>, Error>;
+    fn open_to_drain(&self, mode: Mode, config: &Config) -> Result<Option<Box<dyn Dataplane>>, Error>;
 
     /// Removes what the mode has programmed. Returns false if something still has connections and
     /// is to be removed later. `remains` is what the attempt before has found of this mode.
-    fn remove_retired(
+    fn remove_drained(
         &self,
         mode: Mode,
         active_mode: Mode,
@@ -46,7 +46,7 @@ pub trait ModeOpener {
 
 /// A mode that drains: it was active before and serves until no connection needs it, or it could
 /// not take over.
-pub(super) struct Retiring {
+pub(super) struct DrainingMode {
     mode: Mode,
     /// `None` if the mode is still to be opened, or if it is not needed any more and is to be
     /// removed.
@@ -67,7 +67,7 @@ struct Occasion<'a> {
     now: Instant,
 }
 
-impl Retiring {
+impl DrainingMode {
     pub(super) fn mode(&self) -> Mode {
         self.mode
     }
@@ -119,10 +119,10 @@ impl Retiring {
         let Occasion { opener, config, active_mode, now } = *occasion;
         if !self.is_over {
             if self.dataplane.is_none() {
-                self.dataplane = opener.open_to_retire(self.mode, config)?;
+                self.dataplane = opener.open_to_drain(self.mode, config)?;
             }
             self.is_over = match &mut self.dataplane {
-                Some(dataplane) => dataplane.retire()?,
+                Some(dataplane) => dataplane.drain()?,
                 None => true,
             };
         }
@@ -133,7 +133,7 @@ impl Retiring {
         self.dataplane = None;
         self.next_attempt = Some(now + self.pause);
         self.pause = (self.pause * 2).min(LONGEST_PAUSE);
-        opener.remove_retired(self.mode, active_mode, config, &mut self.remains)
+        opener.remove_drained(self.mode, active_mode, config, &mut self.remains)
     }
 }
 
@@ -160,8 +160,8 @@ impl Controller {
         if shares_secondary && let Some(active) = &mut self.active {
             active.dataplane.invalidate(Known::OfSecondaryMode);
         }
-        let returns = self.retiring.iter_mut().find(|retiring| retiring.mode == modes.active);
-        let returns = returns.map(Retiring::release).is_some();
+        let returns = self.draining.iter_mut().find(|draining| draining.mode == modes.active);
+        let returns = returns.map(DrainingMode::release).is_some();
         let switched =
             opener.open(modes, &self.config).and_then(|dataplane| self.write_to(modes, dataplane, now));
         let Err(error) = switched else { return };
@@ -176,15 +176,15 @@ impl Controller {
         }
         // The refused mode is removed only after the active mode has its chains back, because rules
         // in them may jump to what is to be removed.
-        self.retiring.push(Retiring { is_over: true, ..Retiring::left(modes.active) });
-        self.report_retiring();
+        self.draining.push(DrainingMode { is_over: true, ..DrainingMode::left(modes.active) });
+        self.report_draining();
     }
 
     fn write_to(&mut self, modes: Modes, mut new: Box<dyn Dataplane>, now: Instant) -> Result<(), Error> {
         let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return Ok(()) };
         let Modes { active: former_mode, secondary: former_secondary } = self.reports.mode.borrow().modes;
-        let retiring = self.retiring.iter().map(Retiring::mode);
-        let ports = modes::masquerade_ports(retiring.chain([former_mode, modes.active]));
+        let draining = self.draining.iter().map(DrainingMode::mode);
+        let ports = modes::masquerade_ports(draining.chain([former_mode, modes.active]));
         let host = host(network, &self.config, self.model.node(), self.model.service_cidrs(), ports);
         match new.set_host(&host) {
             Err(error) if !error.is_of_node_addresses() => return Err(error),
@@ -197,7 +197,7 @@ impl Controller {
         let former = std::mem::replace(&mut active.dataplane, new);
         let becomes_secondary =
             modes.secondary == Some(former_mode) && needs_secondary_mode(&all, active.dataplane.as_mut());
-        self.retiring.retain(|retiring| retiring.mode != modes.active);
+        self.draining.retain(|draining| draining.mode != modes.active);
         if becomes_secondary {
             // Dropping the former dataplane releases its lock. The new dataplane can then open the
             // same mode as its secondary mode. The secondary mode adopts the rules in the kernel,
@@ -207,12 +207,12 @@ impl Controller {
                 tracing::warn!(mode = %former_mode, %error, "the secondary mode does not serve yet; it is tried again");
             }
         } else {
-            self.retiring.push(Retiring::running(former_mode, former));
+            self.draining.push(DrainingMode::running(former_mode, former));
         }
         // The former dataplane has released its secondary mode. The new dataplane opens that mode
         // only when it delegates something.
         if let Some(secondary) = former_secondary.filter(|secondary| modes.secondary == Some(*secondary)) {
-            self.retiring.push(Retiring::left(secondary));
+            self.draining.push(DrainingMode::left(secondary));
         }
         active.services.set_intervals(service_intervals(modes.active, &self.config), now);
         // The exceptions of the new mode are reported. Everything is written once more soon,
@@ -222,16 +222,16 @@ impl Controller {
         active.services.begin_anew(now);
         active.host.begin_anew(now);
         self.reports.mode.send_replace(ModeInForce::new(modes));
-        self.report_retiring();
+        self.report_draining();
         tracing::info!(mode = %modes.active, former = %former_mode, "another mode is active now");
         Ok(())
     }
 
-    fn report_retiring(&self) {
-        let retiring: Vec<Mode> = self.retiring.iter().map(Retiring::mode).collect();
-        self.reports.retiring.send_if_modified(|told| {
-            let modified = *told != retiring;
-            *told = retiring;
+    fn report_draining(&self) {
+        let draining: Vec<Mode> = self.draining.iter().map(DrainingMode::mode).collect();
+        self.reports.draining.send_if_modified(|told| {
+            let modified = *told != draining;
+            *told = draining;
             modified
         });
     }
@@ -244,41 +244,41 @@ impl Controller {
     }
 
     /// Finds the other modes that predecessors have left. They drain once everything is programmed.
-    pub(super) fn find_modes_to_retire(&mut self, opener: &dyn ModeOpener) {
+    pub(super) fn find_modes_to_drain(&mut self, opener: &dyn ModeOpener) {
         let active_mode = self.reports.mode.borrow().modes.active;
-        match opener.to_retire(active_mode, &self.config) {
-            Ok(modes) => self.retiring = modes.into_iter().map(Retiring::left).collect(),
+        match opener.to_drain(active_mode, &self.config) {
+            Ok(modes) => self.draining = modes.into_iter().map(DrainingMode::left).collect(),
             Err(error) => tracing::warn!(%error, "it is unknown whether another mode was active before"),
         }
-        self.report_retiring();
+        self.report_draining();
     }
 
     /// Lets the former modes go on with draining. It is called about once a second.
-    pub(super) fn retire(&mut self, opener: &dyn ModeOpener, now: Instant) {
+    pub(super) fn drain(&mut self, opener: &dyn ModeOpener, now: Instant) {
         let Some(active) = self.active.as_mut().filter(|active| active.services.is_complete()) else {
             return;
         };
-        if self.retiring.is_empty() {
+        if self.draining.is_empty() {
             return;
         }
         // The secondary mode has adopted what a predecessor has left of it, so that this does not
         // drain.
         let Modes { active: active_mode, secondary } = self.reports.mode.borrow().modes;
         let is_adopted =
-            |retiring: &Retiring| retiring.dataplane.is_none() && Some(retiring.mode) == secondary;
+            |draining: &DrainingMode| draining.dataplane.is_none() && Some(draining.mode) == secondary;
         // The desired state is large: it is asked for only where the answer matters.
-        if self.retiring.iter().any(is_adopted)
+        if self.draining.iter().any(is_adopted)
             && needs_secondary_mode(&self.model.desired(), active.dataplane.as_mut())
         {
-            self.retiring.retain(|retiring| !is_adopted(retiring));
+            self.draining.retain(|draining| !is_adopted(draining));
         }
         let occasion = Occasion { opener, config: &self.config, active_mode, now };
-        let before = self.retiring.len();
-        self.retiring.retain_mut(|retiring| !retiring.proceed(&occasion));
-        if self.retiring.len() < before {
+        let before = self.draining.len();
+        self.draining.retain_mut(|draining| !draining.proceed(&occasion));
+        if self.draining.len() < before {
             // The active mode need not avoid the ports of the removed mode any more.
             self.ask_for_host();
         }
-        self.report_retiring();
+        self.report_draining();
     }
 }

@@ -7,7 +7,7 @@ use super::{
     coverage::CoverageTracker,
     host::{host, node_port_addresses},
     runner::RunScope,
-    switch::Retiring,
+    switch::DrainingMode,
 };
 use crate::{
     http::report::{HealthCheckAddresses, Metrics, Moment, Phase, SyncKind},
@@ -76,7 +76,8 @@ impl Controller {
         let (Some(active), Some(network)) = (&mut self.active, &self.network) else { return None };
         let scope = active.host.due(now)?;
         let active_mode = self.reports.mode.borrow().modes.active;
-        let ports = modes::masquerade_ports(self.retiring.iter().map(Retiring::mode).chain([active_mode]));
+        let ports =
+            modes::masquerade_ports(self.draining.iter().map(DrainingMode::mode).chain([active_mode]));
         let host = host(network, &self.config, self.model.node(), self.model.service_cidrs(), ports);
         let metrics = &self.reports.metrics;
         let started = Instant::now();

@@ -29,7 +29,7 @@ pub(super) struct Entry {
     pub(super) tracked_flows: TrackedFlows,
     /// True if connections of the mode would end with it. It is then removed only when it has none.
     /// False for modes that the cleanup removes by the names of their rules.
-    pub(super) retires: bool,
+    pub(super) drains: bool,
     /// True if changes are written no more often than the mode's `minSyncPeriod` says. It is false
     /// where a change costs only what it writes.
     pub(super) keeps_min_sync_period: bool,

@@ -28,8 +28,8 @@ pub use entry::Removed;
 pub use error::{Error, ErrorKind};
 pub use metrics::{Labels, MetricFamily, ServiceUsage};
 pub use registry::{
-    Modes, cleanup, controller, load, masquerade_ports, min_interval, open, open_to_retire, prepare, probe,
-    read, read_mode, reads_service_cidrs, remove_retired, to_retire, translates_in_connect, unused_fields,
+    Modes, cleanup, controller, load, masquerade_ports, min_interval, open, open_to_drain, prepare, probe,
+    read, read_mode, reads_service_cidrs, remove_drained, to_drain, translates_in_connect, unused_fields,
 };
 pub use snapshot::{
     BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, OtherProgram, ServiceSnapshot,
@@ -93,7 +93,7 @@ pub trait Dataplane: Programmed + Send {
     /// Drains, because another mode is active: serves no new connections, and goes on with those
     /// that it has. From then on it is called about once a second, and nothing else is called.
     /// Returns true if no connection would end with this dataplane.
-    fn retire(&mut self) -> Result<bool, Error> {
+    fn drain(&mut self) -> Result<bool, Error> {
         Ok(true)
     }
 

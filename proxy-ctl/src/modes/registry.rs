@@ -120,7 +120,7 @@ fn open_one(mode: Mode, config: &Config) -> Result<Box<dyn Dataplane>, Error> {
 
 /// Returns the modes other than this one that a predecessor has programmed. What this process may
 /// not read, it may not remove either, so such a mode is left out.
-pub fn to_retire(active_mode: Mode, config: &Config) -> Result<Vec<Mode>, Error> {
+pub fn to_drain(active_mode: Mode, config: &Config) -> Result<Vec<Mode>, Error> {
     let mut modes = Vec::new();
     for (mode, entry) in entries().filter(|(mode, _)| *mode != active_mode) {
         let is_left = match mode {
@@ -140,8 +140,8 @@ pub fn to_retire(active_mode: Mode, config: &Config) -> Result<Vec<Mode>, Error>
 }
 
 /// Opens what a predecessor has programmed of this mode, if connections would end with it.
-pub fn open_to_retire(mode: Mode, config: &Config) -> Result<Option<Box<dyn Dataplane>>, Error> {
-    if entry(mode).retires { open_one(mode, config).map(Some) } else { Ok(None) }
+pub fn open_to_drain(mode: Mode, config: &Config) -> Result<Option<Box<dyn Dataplane>>, Error> {
+    if entry(mode).drains { open_one(mode, config).map(Some) } else { Ok(None) }
 }
 
 /// Removes what this mode has programmed. Its dataplane must have been dropped, and another mode
@@ -149,14 +149,14 @@ pub fn open_to_retire(mode: Mode, config: &Config) -> Result<Option<Box<dyn Data
 ///
 /// Returns false if virtual servers with connections stay until these have ended. `remains` is what
 /// the attempt before has found of this mode.
-pub fn remove_retired(
+pub fn remove_drained(
     mode: Mode,
     active_mode: Mode,
     config: &Config,
     remains: &mut Remains,
 ) -> Result<bool, Error> {
     let entry = entry(mode);
-    if entry.retires {
+    if entry.drains {
         (entry.cleanup)(&config.ebpf.bpffs, &config.ipvs.exclude_cidrs)?;
         return cleanup::remove_holders().map(|()| true).map_err(|error| Error::new(ErrorKind::Other, error));
     }
@@ -170,7 +170,7 @@ pub fn remove_retired(
 /// active or drain. If mode ebpf is one of them, the other ports are left to its programs. `None`:
 /// every port may be used.
 pub fn masquerade_ports(modes: impl IntoIterator<Item = Mode>) -> Option<PortRange> {
-    modes.into_iter().any(|mode| entry(mode).retires).then(|| SourcePorts::read().netfilter)
+    modes.into_iter().any(|mode| entry(mode).drains).then(|| SourcePorts::read().netfilter)
 }
 
 struct Secondary {

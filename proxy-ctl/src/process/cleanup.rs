@@ -28,7 +28,7 @@ pub(super) struct LeftoverRemoval {
     pub(super) coverage: watch::Receiver<Coverage>,
     pub(super) mode: watch::Receiver<ModeInForce>,
     /// Modes of this proxy that drain, and that the controller removes.
-    pub(super) retiring: watch::Receiver<Vec<Mode>>,
+    pub(super) draining: watch::Receiver<Vec<Mode>>,
     pub(super) health_checks: watch::Receiver<HealthChecks>,
     /// The reasons that hold back the removal, for the record.
     pub(super) blockers: watch::Sender<Vec<String>>,
@@ -181,7 +181,7 @@ impl LeftoverRemoval {
             self.remove(progress).await;
             progress.baseline.removed_since = true;
         }
-        let (found, retiring) = self.look(&mut progress.leftovers).await;
+        let (found, draining) = self.look(&mut progress.leftovers).await;
         progress.reported.unknown(&found);
         if found.parts.is_empty() && found.problems.is_empty() && !blockers.is_empty() {
             // Rules that appear from now on are those of a running kube-proxy.
@@ -191,7 +191,7 @@ impl LeftoverRemoval {
         self.hold_back(if holds_back { blockers } else { Vec::new() }, &found.parts, &mut progress.reported);
         if found.problems.is_empty() {
             self.metrics.own.former_rules.set(i64::try_from(found.count()).unwrap_or(i64::MAX));
-            self.report_growth(&progress.baseline.update(&found.parts, retiring), &mut progress.reported);
+            self.report_growth(&progress.baseline.update(&found.parts, draining), &mut progress.reported);
         }
     }
 
@@ -272,13 +272,13 @@ impl LeftoverRemoval {
     /// drain, whose rules the search leaves out.
     async fn look(&self, leftovers: &mut Leftovers) -> (Found, Vec<Mode>) {
         loop {
-            let (config, retiring) = (Arc::clone(&self.configs.borrow()), self.retiring.borrow().clone());
-            let but = retiring.clone();
+            let (config, draining) = (Arc::clone(&self.configs.borrow()), self.draining.borrow().clone());
+            let but = draining.clone();
             let work = move |leftovers: &mut Leftovers| leftovers.find(&config.ipvs.exclude_cidrs, &but);
             let found = blocking(leftovers, work).await.unwrap_or_else(Found::unknown);
             // If a mode has released its lock during the search, its rules may count as leftovers.
-            if *self.retiring.borrow() == retiring {
-                return (found, retiring);
+            if *self.draining.borrow() == draining {
+                return (found, draining);
             }
         }
     }
@@ -343,18 +343,18 @@ struct Baseline {
     parts: Option<Vec<Part>>,
     removed_since: bool,
     /// Modes of this proxy that drained at the last search. Their rules are not counted in `parts`.
-    retiring: Vec<Mode>,
+    draining: Vec<Mode>,
 }
 
 impl Baseline {
     /// Returns the leftovers of `now` that are new or more than expected. `now` does not count the
-    /// rules of `retiring`, the modes of this proxy that drain.
+    /// rules of `draining`, the modes of this proxy that drain.
     ///
     /// When such a mode has ended, rules of it that other programs use are still there, and count
     /// as leftovers from now on. So `now` is taken as what is expected.
-    fn update(&mut self, now: &[Part], retiring: Vec<Mode>) -> Vec<Part> {
-        let before_it = std::mem::replace(&mut self.retiring, retiring);
-        if before_it.iter().any(|mode| !self.retiring.contains(mode)) {
+    fn update(&mut self, now: &[Part], draining: Vec<Mode>) -> Vec<Part> {
+        let before_it = std::mem::replace(&mut self.draining, draining);
+        if before_it.iter().any(|mode| !self.draining.contains(mode)) {
             self.parts = None;
         }
         let before = self.parts.get_or_insert_with(|| now.to_vec());
@@ -505,7 +505,7 @@ mod tests {
 
     /// KUBE-FORWARD of mode iptables may stay. One chain more than that is another kube-proxy's.
     #[test]
-    fn what_stays_of_an_own_mode_that_has_retired_has_not_grown() {
+    fn what_stays_of_an_own_mode_that_has_drained_has_not_grown() {
         let mut baseline = Baseline::default();
         assert_eq!(baseline.update(&[], Vec::new()), []);
         assert_eq!(baseline.update(&[], vec![Mode::Iptables]), []);

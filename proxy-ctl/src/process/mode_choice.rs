@@ -47,22 +47,22 @@ impl ModeOpener for BuiltModes {
         modes::open(modes, config)
     }
 
-    fn to_retire(&self, active_mode: Mode, config: &Config) -> Result<Vec<Mode>, Error> {
-        modes::to_retire(active_mode, config)
+    fn to_drain(&self, active_mode: Mode, config: &Config) -> Result<Vec<Mode>, Error> {
+        modes::to_drain(active_mode, config)
     }
 
-    fn open_to_retire(&self, mode: Mode, config: &Config) -> Result<Option<Box<dyn Dataplane>>, Error> {
-        modes::open_to_retire(mode, config)
+    fn open_to_drain(&self, mode: Mode, config: &Config) -> Result<Option<Box<dyn Dataplane>>, Error> {
+        modes::open_to_drain(mode, config)
     }
 
-    fn remove_retired(
+    fn remove_drained(
         &self,
         mode: Mode,
         active_mode: Mode,
         config: &Config,
         remains: &mut Remains,
     ) -> Result<bool, Error> {
-        modes::remove_retired(mode, active_mode, config, remains)
+        modes::remove_drained(mode, active_mode, config, remains)
     }
 }
 

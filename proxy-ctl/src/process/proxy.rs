@@ -66,7 +66,7 @@ pub(super) struct Proxy {
     choices: watch::Sender<ModeChoice>,
     pub(super) mode: watch::Sender<ModeInForce>,
     /// Modes that were active before, while anything of them is left.
-    retiring: watch::Sender<Vec<Mode>>,
+    draining: watch::Sender<Vec<Mode>>,
     /// The reasons why interfaces lack programs.
     hook_problems: watch::Sender<HookProblems>,
     /// The fields of Services that are not honoured and were reported by events, also by those of a
@@ -126,7 +126,7 @@ impl Proxy {
             own_node: watch::Sender::default(),
             networks: watch::Sender::default(),
             mode: watch::Sender::new(ModeInForce::new(choice.modes)),
-            retiring: watch::Sender::default(),
+            draining: watch::Sender::default(),
             hook_problems: watch::Sender::default(),
             told: watch::Sender::default(),
             choices: watch::Sender::new(choice),
@@ -155,7 +155,7 @@ impl Proxy {
             health_checks: self.health_checks.clone(),
             coverage: self.coverage.clone(),
             mode: self.mode.clone(),
-            retiring: self.retiring.clone(),
+            draining: self.draining.clone(),
             hook_problems: self.hook_problems.clone(),
         }
     }
@@ -265,7 +265,7 @@ impl Proxy {
             configs: self.configs.subscribe(),
             coverage: self.coverage.subscribe(),
             mode: self.mode.subscribe(),
-            retiring: self.retiring.subscribe(),
+            draining: self.draining.subscribe(),
             health_checks: self.health_checks.subscribe(),
             blockers: self.removal_blockers.clone(),
             events: self.events.clone(),

@@ -172,7 +172,7 @@ routines! {
     Establish: establish4 establish6;
     Refresh: refresh4 refresh6;
     Restore: restore4 restore6;
-    Retire: retire4 retire6;
+    Demote: demote4 demote6;
     Leave: leave4 leave6;
     Replace: replace4 replace6;
     FollowFragment: follow_fragment4 follow_fragment6;

@@ -176,7 +176,7 @@ fn copy<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
 
 /// Moves `scratch.flow`, which has ended, from the established ones to those that are evicted: copies of its last segments may come.
 #[inline(always)]
-pub(super) fn retire<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+pub(super) fn demote<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     for leg in REMOVAL {
         if !leg.set_key(tables, scratch) {
             continue;
@@ -293,7 +293,7 @@ pub(super) fn refresh<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scr
 #[inline(always)]
 pub(super) fn restore<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     let stage = scratch.stage;
-    if stage == Stage::Established && has_retired(tables, scratch) {
+    if stage == Stage::Established && was_demoted(tables, scratch) {
         return;
     }
     if tables.insert(stage, &scratch.key, &scratch.flow) == Ok(()) {
@@ -306,7 +306,7 @@ pub(super) fn restore<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scr
 
 /// Has another CPU seen the end of `scratch.flow`, and taken its entry at `scratch.key` from the established ones?
 #[inline(always)]
-fn has_retired<F: Family, T: FlowTables<F>>(
+fn was_demoted<F: Family, T: FlowTables<F>>(
     tables: &T,
     Scratch { key, flow, entry, .. }: &mut Scratch<F::Address>,
 ) -> bool {

@@ -356,7 +356,8 @@ fn segments_that_end_a_connection(
     });
 }
 
-/// The last segment of a connection, and the first of the next one with the same ends; the retirement of the old must not touch the new.
+/// The last segment of a connection races with the first of the next one, which has the same ends.
+/// Demoting the old flow must not touch the new one.
 #[test]
 fn the_end_of_a_connection_and_the_next() {
     let last = work(close()[2]);

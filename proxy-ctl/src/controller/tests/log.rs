@@ -37,11 +37,11 @@ fn that_a_former_mode_cannot_be_removed() {
     left.lock().idle = true;
     let opener = opening("nftables", &left);
     *opener.failures.lock().unwrap() = 2;
-    fixture.controller.find_modes_to_retire(&opener);
+    fixture.controller.find_modes_to_drain(&opener);
     for expected in
         ["could not be removed", "", "everything that the drained mode has written is removed", ""]
     {
-        logs(expected, || fixture.controller.retire(&opener, fixture.now));
+        logs(expected, || fixture.controller.drain(&opener, fixture.now));
         fixture.later(PERIOD);
     }
 }

@@ -85,7 +85,7 @@ fn reports() -> Reports {
         health_checks: watch::Sender::default(),
         coverage: watch::Sender::default(),
         mode: watch::Sender::new(ModeInForce::new(Modes { active: Mode::Ebpf, secondary: None })),
-        retiring: watch::Sender::default(),
+        draining: watch::Sender::default(),
         hook_problems: watch::Sender::default(),
     }
 }

@@ -9,7 +9,7 @@ pub(super) enum Call {
     Apply(Vec<String>, Vec<String>),
     Resync(Vec<String>),
     CollectGarbage,
-    Retire,
+    Drain,
     Invalidate(Known),
 }
 
@@ -155,9 +155,9 @@ impl Dataplane for Recorder {
         Err(full())
     }
 
-    fn retire(&mut self) -> Result<bool, Error> {
+    fn drain(&mut self) -> Result<bool, Error> {
         let mut recording = self.lock();
-        recording.calls.push(Call::Retire);
+        recording.calls.push(Call::Drain);
         recording.check_owner()?;
         Ok(recording.idle)
     }

@@ -24,21 +24,21 @@ impl ModeOpener for Opener {
     fn open(&self, modes: Modes, _: &Arc<Config>) -> Result<Box<dyn Dataplane>, Error> {
         if let Some(former) = &self.before_open {
             // The references are those of this test, its fixture and this opener.
-            assert_eq!(Arc::strong_count(&former.0), 3, "the retiring dataplane holds the lock of its mode");
+            assert_eq!(Arc::strong_count(&former.0), 3, "the draining dataplane holds the lock of its mode");
         }
         Ok(Box::new(self.left[modes.active.name()].clone()))
     }
 
-    fn to_retire(&self, active_mode: Mode, _: &Config) -> Result<Vec<Mode>, Error> {
+    fn to_drain(&self, active_mode: Mode, _: &Config) -> Result<Vec<Mode>, Error> {
         let is_left = |mode: &Mode| *mode != active_mode && self.left.contains_key(mode.name());
         Ok(Mode::ALL.into_iter().filter(is_left).collect())
     }
 
-    fn open_to_retire(&self, mode: Mode, _: &Config) -> Result<Option<Box<dyn Dataplane>>, Error> {
+    fn open_to_drain(&self, mode: Mode, _: &Config) -> Result<Option<Box<dyn Dataplane>>, Error> {
         Ok(self.left.get(mode.name()).map(|left| Box::new(left.clone()) as _))
     }
 
-    fn remove_retired(&self, mode: Mode, _: Mode, _: &Config, _: &mut Remains) -> Result<bool, Error> {
+    fn remove_drained(&self, mode: Mode, _: Mode, _: &Config, _: &mut Remains) -> Result<bool, Error> {
         let mut failures = self.failures.lock().unwrap();
         if *failures > 0 {
             *failures -= 1;
@@ -93,35 +93,35 @@ fn the_former_mode_ends_with_its_last_connection_and_then_is_removed() {
     let mut fixture = serving();
     fixture.switch();
     let opener = Opener { failures: Mutex::new(1), ..Opener::default() };
-    fixture.controller.retire(&opener, fixture.now);
-    assert_eq!(fixture.recorder.calls(), [Call::Retire]);
+    fixture.controller.drain(&opener, fixture.now);
+    assert_eq!(fixture.recorder.calls(), [Call::Drain]);
     assert_eq!(*opener.removed.lock().unwrap(), [""; 0]);
 
     fixture.recorder.lock().idle = true;
-    fixture.controller.retire(&opener, fixture.now);
-    assert_eq!(fixture.recorder.calls(), [Call::Retire]);
+    fixture.controller.drain(&opener, fixture.now);
+    assert_eq!(fixture.recorder.calls(), [Call::Drain]);
     assert_eq!(*opener.removed.lock().unwrap(), [""; 0], "the first attempt has failed");
     fixture.later(PERIOD);
-    fixture.controller.retire(&opener, fixture.now);
+    fixture.controller.drain(&opener, fixture.now);
     assert_eq!(*opener.removed.lock().unwrap(), ["ebpf"]);
-    fixture.controller.retire(&opener, fixture.now);
+    fixture.controller.drain(&opener, fixture.now);
     assert_eq!((fixture.recorder.calls(), opener.removed.lock().unwrap().len()), (Vec::new(), 1));
 }
 
 /// A mode is reported as draining until nothing is left of it, so that its rules are not taken for
 /// another kube-proxy's.
 #[test]
-fn a_mode_is_told_to_retire_until_nothing_is_left_of_it() {
+fn a_mode_counts_as_draining_until_nothing_is_left_of_it() {
     let mut fixture = serving();
-    let told = fixture.reports.retiring.subscribe();
+    let told = fixture.reports.draining.subscribe();
     fixture.recorder.lock().idle = true;
     fixture.switch();
     assert_eq!(*told.borrow(), [Mode::Ebpf], "it has not let go of its name yet");
     let opener = Opener { failures: Mutex::new(1), ..Opener::default() };
-    fixture.controller.retire(&opener, fixture.now);
+    fixture.controller.drain(&opener, fixture.now);
     assert_eq!(*told.borrow(), [Mode::Ebpf]);
     fixture.later(PERIOD);
-    fixture.controller.retire(&opener, fixture.now);
+    fixture.controller.drain(&opener, fixture.now);
     assert_eq!(*told.borrow(), []);
 }
 
@@ -134,12 +134,12 @@ fn what_cannot_be_removed_yet_is_looked_at_less_and_less_often() {
     let mut attempts = Vec::new();
     for second in 0..70 {
         let left = *opener.failures.lock().unwrap();
-        fixture.controller.retire(&opener, fixture.now);
+        fixture.controller.drain(&opener, fixture.now);
         attempts.extend((*opener.failures.lock().unwrap() < left).then_some(second));
         fixture.later(Duration::from_secs(1));
     }
     assert_eq!(attempts, [0, 1, 3, 7, 15, 30, 45, 60]);
-    assert_eq!(fixture.recorder.calls(), [Call::Retire], "it is over once");
+    assert_eq!(fixture.recorder.calls(), [Call::Drain], "it is over once");
 }
 
 fn last_host(recorder: &Recorder) -> Option<Host> {
@@ -168,15 +168,15 @@ fn sources_get_no_ports_of_flows_that_go_on() {
     let new = fixture.switch();
     assert!(last_host(&new).unwrap().masquerade_ports.is_some());
     let opener = Opener::default();
-    fixture.controller.retire(&opener, fixture.now);
+    fixture.controller.drain(&opener, fixture.now);
     fixture.controller.write(fixture.now);
     assert!(last_host(&new).unwrap().masquerade_ports.is_some());
-    fixture.controller.retire(&opener, fixture.now);
+    fixture.controller.drain(&opener, fixture.now);
     fixture.controller.write(fixture.now);
     assert_eq!(last_host(&new), None, "nothing is over");
 
     fixture.recorder.lock().idle = true;
-    fixture.controller.retire(&opener, fixture.now);
+    fixture.controller.drain(&opener, fixture.now);
     fixture.controller.write(fixture.now);
     assert_eq!(last_host(&new).unwrap().masquerade_ports, None);
 }
@@ -212,7 +212,7 @@ fn a_mode_that_cannot_write_everything_does_not_take_over(#[case] new: Recording
         [Call::Invalidate(Known::Everything), Call::Resync(vec!["default/web".into()])],
         "it may have changed what the former mode has written"
     );
-    fixture.controller.retire(&opener, fixture.now);
+    fixture.controller.drain(&opener, fixture.now);
     assert_eq!(*opener.removed.lock().unwrap(), ["nftables"], "what it has written before it failed");
     fixture.take(Update::ApplyService(service("api", "10.0.0.2")));
     fixture.controller.write(fixture.now);
@@ -226,13 +226,13 @@ fn what_a_refused_mode_has_written_is_removed_in_the_end() {
     new.fail(1);
     let opener = Opener { failures: Mutex::new(1), ..opening("nftables", &new) };
     fixture.controller.switch(NFTABLES, &opener, fixture.now);
-    fixture.controller.retire(&opener, fixture.now);
+    fixture.controller.drain(&opener, fixture.now);
     assert_eq!(*opener.removed.lock().unwrap(), [""; 0], "the first attempt has failed");
-    assert_eq!(*fixture.reports.retiring.borrow(), [Mode::Nftables]);
+    assert_eq!(*fixture.reports.draining.borrow(), [Mode::Nftables]);
     fixture.later(PERIOD);
-    fixture.controller.retire(&opener, fixture.now);
+    fixture.controller.drain(&opener, fixture.now);
     assert_eq!(*opener.removed.lock().unwrap(), ["nftables"]);
-    assert_eq!(*fixture.reports.retiring.borrow(), []);
+    assert_eq!(*fixture.reports.draining.borrow(), []);
     assert_eq!(new.calls().len(), 1, "it is not opened again");
 }
 
@@ -247,11 +247,11 @@ fn a_mode_without_room_for_the_nodes_addresses_takes_over() {
 
 /// A mode that comes back must be released first, because the draining dataplane holds its lock.
 #[test]
-fn a_mode_that_still_retires_can_come_back() {
+fn a_mode_that_still_drains_can_come_back() {
     let mut fixture = serving();
     fixture.switch();
-    fixture.controller.retire(&Opener::default(), fixture.now);
-    assert_eq!(fixture.recorder.calls(), [Call::Retire]);
+    fixture.controller.drain(&Opener::default(), fixture.now);
+    assert_eq!(fixture.recorder.calls(), [Call::Drain]);
     fixture.recorder.lock().idle = true;
     let (former, again) = (fixture.recorder.clone(), Recorder::default());
     let opener = Opener { before_open: Some(former.clone()), ..opening("ebpf", &again) };
@@ -259,12 +259,12 @@ fn a_mode_that_still_retires_can_come_back() {
     assert_eq!(fixture.mode().modes, EBPF);
     assert_eq!(again.calls()[1], Call::Resync(vec!["default/web".into()]));
     let opener = Opener::default();
-    fixture.controller.retire(&opener, fixture.now);
+    fixture.controller.drain(&opener, fixture.now);
     assert_eq!(*opener.removed.lock().unwrap(), [""; 0], "it is active");
 }
 
 #[test]
-fn a_mode_that_cannot_come_back_goes_on_retiring() {
+fn a_mode_that_cannot_come_back_goes_on_draining() {
     let mut fixture = serving();
     fixture.switch();
     let again = Recorder::default();
@@ -274,8 +274,8 @@ fn a_mode_that_cannot_come_back_goes_on_retiring() {
     assert_eq!(fixture.mode().modes, NFTABLES);
     assert_eq!(*opener.removed.lock().unwrap(), [""; 0], "it may have connections");
     again.calls();
-    fixture.controller.retire(&opener, fixture.now);
-    assert_eq!(again.calls(), [Call::Retire]);
+    fixture.controller.drain(&opener, fixture.now);
+    assert_eq!(again.calls(), [Call::Drain]);
 }
 
 /// The active dataplane contains the secondary mode, and holds its lock until
@@ -310,7 +310,7 @@ fn the_common_secondary_mode_is_removed_if_the_new_mode_delegates_nothing(
     let to = Modes { active: Mode::Userspace, secondary: Some(Mode::Nftables) };
     fixture.controller.switch(to, &opener, fixture.now);
     fixture.controller.write(fixture.now);
-    fixture.controller.retire(&opener, fixture.now);
+    fixture.controller.drain(&opener, fixture.now);
     assert_eq!(*opener.removed.lock().unwrap(), removed);
 }
 
@@ -331,7 +331,7 @@ fn the_former_mode_becomes_secondary_for_what_is_delegated(
     let adoptions = new.calls().iter().filter(|call| matches!(call, Call::Resync(_))).count();
     assert_eq!(adoptions, if delegates { 2 } else { 1 }, "what is delegated is adopted at once");
     fixture.controller.write(fixture.now);
-    fixture.controller.retire(&opener, fixture.now);
+    fixture.controller.drain(&opener, fixture.now);
     assert_eq!(*opener.removed.lock().unwrap(), removed);
 }
 
@@ -348,23 +348,23 @@ fn what_a_predecessor_has_left_of_the_secondary_mode_is_adopted_where_it_is_need
     let mut fixture = serving();
     fixture.recorder.lock().delegates = delegates;
     fixture.reports.mode.send_replace(ModeInForce::new(EBPF_AND_NFTABLES));
-    fixture.controller.find_modes_to_retire(&opener);
-    fixture.controller.retire(&opener, fixture.now);
+    fixture.controller.find_modes_to_drain(&opener);
+    fixture.controller.drain(&opener, fixture.now);
     assert_eq!(*opener.removed.lock().unwrap(), removed);
 }
 
 #[test]
-fn what_a_predecessor_has_left_of_another_mode_is_retired_once_everything_is_programmed() {
+fn what_a_predecessor_has_left_of_another_mode_drains_once_everything_is_programmed() {
     let left = Recorder::default();
     left.lock().idle = true;
     let opener = Opener { left: [("nftables", left.clone())].into(), ..Opener::default() };
     let mut fixture = Fixture::started(Config::default(), vec![service("web", "10.0.0.1")], &["192.0.2.1"]);
-    fixture.controller.find_modes_to_retire(&opener);
-    assert_eq!(*fixture.reports.retiring.borrow(), [Mode::Nftables]);
-    fixture.controller.retire(&opener, fixture.now);
+    fixture.controller.find_modes_to_drain(&opener);
+    assert_eq!(*fixture.reports.draining.borrow(), [Mode::Nftables]);
+    fixture.controller.drain(&opener, fixture.now);
     assert_eq!(left.calls(), [], "nothing is programmed yet");
     fixture.controller.write(fixture.now);
-    fixture.controller.retire(&opener, fixture.now);
-    assert_eq!(left.calls(), [Call::Retire]);
+    fixture.controller.drain(&opener, fixture.now);
+    assert_eq!(left.calls(), [Call::Drain]);
     assert_eq!(*opener.removed.lock().unwrap(), ["nftables"]);
 }

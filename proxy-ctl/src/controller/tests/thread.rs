@@ -41,15 +41,15 @@ impl<F: FnOnce() -> Result<Box<dyn Dataplane>, Error>> ModeOpener for OpenerOfOn
         self.0.lock().unwrap().take().unwrap()()
     }
 
-    fn open_to_retire(&self, _: Mode, _: &Config) -> Result<Option<Box<dyn Dataplane>>, Error> {
+    fn open_to_drain(&self, _: Mode, _: &Config) -> Result<Option<Box<dyn Dataplane>>, Error> {
         Ok(None)
     }
 
-    fn to_retire(&self, _: Mode, _: &Config) -> Result<Vec<Mode>, Error> {
+    fn to_drain(&self, _: Mode, _: &Config) -> Result<Vec<Mode>, Error> {
         Ok(Vec::new())
     }
 
-    fn remove_retired(&self, _: Mode, _: Mode, _: &Config, _: &mut Remains) -> Result<bool, Error> {
+    fn remove_drained(&self, _: Mode, _: Mode, _: &Config, _: &mut Remains) -> Result<bool, Error> {
         Ok(true)
     }
 }

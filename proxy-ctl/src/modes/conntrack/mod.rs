@@ -250,8 +250,8 @@ impl Dataplane for WithConntrack {
         self.inner.collect_garbage()
     }
 
-    fn retire(&mut self) -> Result<bool, Error> {
-        self.inner.retire()
+    fn drain(&mut self) -> Result<bool, Error> {
+        self.inner.drain()
     }
 
     fn invalidate(&mut self, known: Known) {

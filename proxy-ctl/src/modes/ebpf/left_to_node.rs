@@ -333,8 +333,8 @@ impl Dataplane for LeftToNode {
         followed.map(drop)
     }
 
-    fn retire(&mut self) -> Result<bool, Error> {
-        self.inner.retire()
+    fn drain(&mut self) -> Result<bool, Error> {
+        self.inner.drain()
     }
 
     fn invalidate(&mut self, known: Known) {

@@ -80,12 +80,12 @@ pub struct EbpfDataplane {
     /// several calls.
     collections: u32,
     /// True while the mode drains.
-    retiring: bool,
+    is_draining: bool,
 }
 
 pub(super) const ENTRY: Entry = Entry {
     tracked_flows: TrackedFlows::Former,
-    retires: true,
+    drains: true,
     keeps_min_sync_period: false,
     reads_service_cidrs: |config| services::addresses::service_cidrs::are_read(&config.ebpf),
     delegates: true,
@@ -159,8 +159,8 @@ impl Dataplane for EbpfDataplane {
         self.keep_up()
     }
 
-    fn retire(&mut self) -> Result<bool, super::Error> {
-        self.drain()
+    fn drain(&mut self) -> Result<bool, super::Error> {
+        self.continue_draining()
     }
 
     fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {

@@ -163,7 +163,7 @@ impl EbpfDataplane {
             node: NodeState { host_namespace, ..NodeState::default() },
             lease,
             collections: 0,
-            retiring: false,
+            is_draining: false,
         };
         // A predecessor has counted connections, and its service ports are served until the first
         // resync.

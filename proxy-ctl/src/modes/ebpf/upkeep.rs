@@ -12,7 +12,7 @@ impl EbpfDataplane {
     pub(super) fn keep_up(&mut self) -> Result<(), crate::modes::Error> {
         let (mut applied, mut failures): (Applied, Failures) = Default::default();
         failures.see("lease", self.keep_lease());
-        failures.see("retired elements", self.services.free_retired());
+        failures.see("freeing ids and slots", self.services.free_pending());
         self.prepare(&mut failures);
         self.publish_waiting(&mut applied, &mut failures);
         self.services.write_cidrs(&mut applied, &mut failures);

@@ -62,7 +62,7 @@ const BE_LIBERAL: &str = "/proc/sys/net/netfilter/nf_conntrack_tcp_be_liberal";
 
 pub(super) const ENTRY: Entry = Entry {
     tracked_flows: TrackedFlows::All,
-    retires: false,
+    drains: false,
     keeps_min_sync_period: true,
     reads_service_cidrs: |_| false,
     delegates: false,

@@ -69,7 +69,7 @@ mod state;
 
 pub(super) const ENTRY: Entry = Entry {
     tracked_flows: TrackedFlows::All,
-    retires: false,
+    drains: false,
     keeps_min_sync_period: true,
     reads_service_cidrs: |_| false,
     delegates: false,

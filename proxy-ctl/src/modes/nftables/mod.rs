@@ -49,7 +49,7 @@ use crate::{
 
 pub(super) const ENTRY: Entry = Entry {
     tracked_flows: TrackedFlows::All,
-    retires: false,
+    drains: false,
     keeps_min_sync_period: false,
     reads_service_cidrs: |_| true,
     delegates: false,

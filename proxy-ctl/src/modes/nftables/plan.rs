@@ -4,7 +4,7 @@
 //! Two kinds of objects must not be deleted in the transaction that replaces them. A packet between
 //! two steps of a rule would no longer find the endpoint that the first step has chosen. And before
 //! Linux 6.2 the kernel takes the chain of a deleted map element for one in use. Such objects are
-//! retired: a later transaction deletes them.
+//! unused at first: a later transaction deletes them.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -30,7 +30,7 @@ pub(super) type Owner = Option<usize>;
 
 /// An object that nothing refers to any more, and that is deleted later.
 #[derive(Clone, Debug, Eq, Ord, PartialEq, PartialOrd)]
-pub(super) enum Retired {
+pub(super) enum Unused {
     /// An element of a map of endpoints.
     Element(ElementId),
     /// A chain, which has no rules any more.
@@ -77,9 +77,9 @@ pub(super) struct Steps {
     elements: Section,
     /// Elements that do not belong to one service port alone.
     pub(super) shared: Vec<(ElementId, ElementValue)>,
-    pub(super) retired: Vec<Retired>,
-    /// Retired objects that are needed again.
-    pub(super) revived: Vec<Retired>,
+    pub(super) unused: Vec<Unused>,
+    /// Unused objects that are needed again.
+    pub(super) revived: Vec<Unused>,
     /// The change of the number of service ports that need each shared element.
     pub(super) needs: FxHashMap<ElementId, i64>,
 }
@@ -125,7 +125,7 @@ impl Steps {
             rules: Section::new(),
             elements: Section::new(),
             shared: Vec::new(),
-            retired: Vec::new(),
+            unused: Vec::new(),
             revived: Vec::new(),
             needs: FxHashMap::default(),
         }
@@ -134,7 +134,7 @@ impl Steps {
     pub(super) fn applied(&self) -> Applied {
         let elements = self.elements.objects + self.shared.len();
         let written = self.sets.len() + self.chains.len() + self.rules.objects + elements;
-        Applied { written: written as u64, removed: (self.removed.len() + self.retired.len()) as u64 }
+        Applied { written: written as u64, removed: (self.removed.len() + self.unused.len()) as u64 }
     }
 
     /// Returns the service ports whose rules are written anew.
@@ -142,24 +142,24 @@ impl Steps {
         self.rules.owners.iter().filter_map(|(_, owner)| *owner)
     }
 
-    /// Adds the steps from the existing to the new objects of a service port. `retired` are retired
-    /// objects that are still in the kernel.
+    /// Adds the steps from the existing to the new objects of a service port. `unused` lists the
+    /// unused objects that are still in the kernel.
     pub(super) fn compare<T>(
         &mut self,
         owner: Owner,
         mut old: Existing,
         new: Objects,
-        retired: &BTreeMap<Retired, T>,
+        unused: &BTreeMap<Unused, T>,
     ) {
         for (set, definition) in new.sets {
             if !old.sets.remove(&set) {
-                self.revive(Retired::Set(set.clone()), retired);
+                self.revive(Unused::Set(set.clone()), unused);
                 self.sets.push((owner, set, definition));
             }
         }
         for (chain, rules) in new.chains {
             let before = old.chains.remove(&chain);
-            self.chain(owner, chain, None, before, rules, retired);
+            self.chain(owner, chain, None, before, rules, unused);
         }
         let mut added = Vec::with_capacity(new.elements.len());
         for (id, value) in new.elements {
@@ -167,7 +167,7 @@ impl Steps {
                 Some(before) if before == value => continue,
                 Some(_) => self.removed.push((owner, id.clone())),
                 None => {
-                    if self.revive(Retired::Element(id.clone()), retired) {
+                    if self.revive(Unused::Element(id.clone()), unused) {
                         self.removed.push((owner, id.clone()));
                     }
                 }
@@ -214,10 +214,10 @@ impl Steps {
         base: Option<BaseChain>,
         before: Option<Vec<Option<RuleDigest>>>,
         rules: Vec<Rule>,
-        retired: &BTreeMap<Retired, T>,
+        unused: &BTreeMap<Unused, T>,
     ) {
         if before.is_none() {
-            self.revive(Retired::Chain(chain.clone()), retired);
+            self.revive(Unused::Chain(chain.clone()), unused);
             self.chains.push((owner, chain.clone(), base));
         }
         let before = before.unwrap_or_default();
@@ -227,7 +227,7 @@ impl Steps {
     }
 
     /// Removes objects that are no longer desired. Objects that must not be deleted in this
-    /// transaction are retired: a later transaction deletes them.
+    /// transaction are unused at first: a later transaction deletes them.
     pub(super) fn remove(
         &mut self,
         owner: Owner,
@@ -237,7 +237,7 @@ impl Steps {
     ) {
         for id in elements {
             if id.set.endpoints_number().is_some() {
-                self.retired.push(Retired::Element(id));
+                self.unused.push(Unused::Element(id));
             } else {
                 self.removed.push((owner, id));
             }
@@ -246,17 +246,17 @@ impl Steps {
             if !rules.is_empty() {
                 self.add_rules(owner, &chain, true, &[]);
             }
-            self.retired.push(Retired::Chain(chain));
+            self.unused.push(Unused::Chain(chain));
         }
-        self.retired.extend(sets.into_iter().map(Retired::Set));
+        self.unused.extend(sets.into_iter().map(Unused::Set));
     }
 
-    fn revive<T>(&mut self, object: Retired, retired: &BTreeMap<Retired, T>) -> bool {
-        let is_retired = retired.contains_key(&object);
-        if is_retired {
+    fn revive<T>(&mut self, object: Unused, unused: &BTreeMap<Unused, T>) -> bool {
+        let was_unused = unused.contains_key(&object);
+        if was_unused {
             self.revived.push(object);
         }
-        is_retired
+        was_unused
     }
 
     /// Adds and removes elements that several service ports need. `counts` says how many needed
@@ -308,14 +308,14 @@ impl Steps {
     }
 }
 
-/// Returns the transaction that deletes retired objects.
-pub(super) fn deletion<'a>(language: Language, retired: impl IntoIterator<Item = &'a Retired>) -> Batch {
+/// Returns the transaction that deletes unused objects.
+pub(super) fn deletion<'a>(language: Language, unused: impl IntoIterator<Item = &'a Unused>) -> Batch {
     let (family, mut batch) = (language.table_family(), Batch::default());
     let (mut elements, mut others) = (Vec::new(), Vec::new());
-    for one in retired {
+    for one in unused {
         match one {
-            Retired::Element(id) => elements.push(id),
-            Retired::Chain(_) | Retired::Set(_) => others.push(one),
+            Unused::Element(id) => elements.push(id),
+            Unused::Chain(_) | Unused::Set(_) => others.push(one),
         }
     }
     for group in elements.chunk_by(|a, b| a.set == b.set) {
@@ -326,9 +326,9 @@ pub(super) fn deletion<'a>(language: Language, retired: impl IntoIterator<Item =
     }
     for one in others {
         match one {
-            Retired::Element(_) => {}
-            Retired::Chain(chain) => batch.delete_chain(family, TABLE, chain),
-            Retired::Set(set) => batch.delete_set(family, TABLE, &set.name()),
+            Unused::Element(_) => {}
+            Unused::Chain(chain) => batch.delete_chain(family, TABLE, chain),
+            Unused::Set(set) => batch.delete_set(family, TABLE, &set.name()),
         }
     }
     batch

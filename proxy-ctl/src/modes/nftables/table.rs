@@ -16,7 +16,7 @@ use super::{
     language::Language,
     names::{PortChain, PortNames},
     objects::{ElementId, ElementValue, Set},
-    plan::{Existing, Retired, Steps, deletion, endpoint_map},
+    plan::{Existing, Steps, Unused, deletion, endpoint_map},
     render::{Placement, render, room},
     slots::{Blocks, Slots},
 };
@@ -56,10 +56,10 @@ pub(super) struct FamilyTable {
     blocks: Blocks,
     /// The numbers of the maps of endpoints.
     maps: BTreeSet<u32>,
-    /// Retired objects, each with the number of garbage collections before it was retired.
-    retired: BTreeMap<Retired, u64>,
-    /// Slots whose elements are retired, each with the number of garbage collections before that.
-    retired_slots: Vec<(Slots, u64)>,
+    /// Unused objects, each with the number of garbage collections before it became unused.
+    unused: BTreeMap<Unused, u64>,
+    /// Slots whose elements are unused, each with the number of garbage collections before that.
+    unused_slots: Vec<(Slots, u64)>,
     collections: u64,
 }
 
@@ -87,7 +87,7 @@ impl Plan {
     fn rebalanced(&self) -> Vec<Arc<DesiredPort>> {
         let Steps { sets, revived, .. } = &self.steps;
         let is_revived =
-            |set: &Set| revived.iter().any(|one| matches!(one, Retired::Set(name) if name == set));
+            |set: &Set| revived.iter().any(|one| matches!(one, Unused::Set(name) if name == set));
         let is_new = |owner: usize| {
             let mut own = sets.iter().filter(|(of, ..)| *of == Some(owner));
             own.any(|(_, set, _)| matches!(set, Set::Own(_)) && !is_revived(set))
@@ -105,8 +105,8 @@ impl Plan {
 struct Fresh {
     blocks: Blocks,
     maps: BTreeSet<u32>,
-    retired: BTreeMap<Retired, u64>,
-    retired_slots: Vec<(Slots, u64)>,
+    unused: BTreeMap<Unused, u64>,
+    unused_slots: Vec<(Slots, u64)>,
 }
 
 impl FamilyTable {
@@ -120,8 +120,8 @@ impl FamilyTable {
             needs: FxHashMap::default(),
             blocks: Blocks::default(),
             maps: BTreeSet::new(),
-            retired: BTreeMap::new(),
-            retired_slots: Vec::new(),
+            unused: BTreeMap::new(),
+            unused_slots: Vec::new(),
             collections: 0,
         }
     }
@@ -192,22 +192,22 @@ impl FamilyTable {
         })
     }
 
-    /// Deletes objects that were retired before the previous garbage collection. No packet is on
+    /// Deletes objects that became unused before the previous garbage collection. No packet is on
     /// its way to them any more.
     pub(super) fn collect(&mut self, nftables: &NfTables) -> Result<(), Error> {
         self.collections += 1;
         let now = self.collections;
         let is_due = |at: u64| at + 1 < now;
-        if !self.retired.values().any(|at| is_due(*at)) {
+        if !self.unused.values().any(|at| is_due(*at)) {
             return Ok(());
         }
-        let due = self.retired.iter().filter(|(_, at)| is_due(**at)).map(|(retired, _)| retired);
+        let due = self.unused.iter().filter(|(_, at)| is_due(**at)).map(|(unused, _)| unused);
         let refused = nftables.commit(deletion(self.language, due))?;
         // A refused object was deleted by another program, or another program uses it. The next
         // resync finds what is left.
-        self.retired.retain(|_, at| !is_due(*at));
-        let (due, later): (Vec<_>, Vec<_>) = self.retired_slots.iter().partition(|(_, at)| is_due(*at));
-        self.retired_slots = later;
+        self.unused.retain(|_, at| !is_due(*at));
+        let (due, later): (Vec<_>, Vec<_>) = self.unused_slots.iter().partition(|(_, at)| is_due(*at));
+        self.unused_slots = later;
         due.into_iter().for_each(|(slots, _)| self.blocks.release(slots));
         match refused.first() {
             None => Ok(()),
@@ -255,19 +255,19 @@ impl FamilyTable {
 
     fn took_place(&mut self, plan: Plan) {
         let Plan { steps, placed, left, fresh, .. } = plan;
-        if let Some(Fresh { blocks, maps, retired, retired_slots }) = fresh {
+        if let Some(Fresh { blocks, maps, unused, unused_slots }) = fresh {
             let names: FxHashSet<&ServicePortName> = placed.iter().map(|(name, _)| name).collect();
             self.ports.retain(|name, _| names.contains(name));
             self.needs.clear();
             (self.blocks, self.maps) = (blocks, maps);
-            (self.retired, self.retired_slots) = (retired, retired_slots);
+            (self.unused, self.unused_slots) = (unused, unused_slots);
         }
         let collections = self.collections;
         for revived in &steps.revived {
-            self.retired.remove(revived);
+            self.unused.remove(revived);
         }
-        self.retired.extend(steps.retired.into_iter().map(|retired| (retired, collections)));
-        self.retired_slots.extend(left.into_iter().map(|slots| (slots, collections)));
+        self.unused.extend(steps.unused.into_iter().map(|unused| (unused, collections)));
+        self.unused_slots.extend(left.into_iter().map(|slots| (slots, collections)));
         for (id, change) in steps.needs {
             let count = i64::from(self.needs.get(&id).copied().unwrap_or(0)) + change;
             match u32::try_from(count) {
@@ -323,7 +323,7 @@ impl FamilyTable {
             });
             let owner = Some(plan.placed.len());
             let old = old.map(Existing::from).unwrap_or_default();
-            plan.steps.compare(owner, old, objects.unwrap_or_default(), &self.retired);
+            plan.steps.compare(owner, old, objects.unwrap_or_default(), &self.unused);
             plan.placed.push((name.clone(), new));
         }
         for number in new_maps.difference(&self.maps) {
@@ -339,7 +339,7 @@ impl FamilyTable {
         for chain in frame::chains(context) {
             let before = old.iter().find(|old| old.name == chain.name);
             let digests = before.map(|old| old.rules.iter().map(|rule| Some(rule.digest())).collect());
-            steps.chain(None, chain.name.to_owned(), chain.base, digests, chain.rules, &self.retired);
+            steps.chain(None, chain.name.to_owned(), chain.base, digests, chain.rules, &self.unused);
         }
         let (old, new) = (frame::elements(&self.context), frame::elements(context));
         steps.removed.extend(old.iter().filter(|id| !new.contains(id)).map(|id| (None, id.clone())));
@@ -369,17 +369,17 @@ impl FamilyTable {
         let mut fresh = Fresh {
             blocks: Blocks::default(),
             maps: BTreeSet::new(),
-            retired: BTreeMap::new(),
-            retired_slots: Vec::new(),
+            unused: BTreeMap::new(),
+            unused_slots: Vec::new(),
         };
         if !replaced {
             for number in contents.sets.iter().filter_map(Set::endpoints_number) {
                 fresh.maps.insert(number);
             }
             contents.sets.retain(|set| set.endpoints_number().is_none());
-            self.keep_retired(&mut contents, &mut fresh);
+            self.keep_unused(&mut contents, &mut fresh);
         }
-        plan_fixed(&mut plan.steps, context, &mut contents, &fresh.retired);
+        plan_fixed(&mut plan.steps, context, &mut contents, &fresh.unused);
 
         let held = |contents: &Contents, fresh: &mut Fresh, names: &PortNames, chain, count: usize| {
             let (first, old) = contents.slots_of(names, chain)?;
@@ -408,7 +408,7 @@ impl FamilyTable {
             new_maps.extend(slots.into_iter().flatten().map(Slots::map));
             let objects = render(port, context, placement);
             let existing = contents.take(&objects);
-            plan.steps.compare(Some(plan.placed.len()), existing, objects, &fresh.retired);
+            plan.steps.compare(Some(plan.placed.len()), existing, objects, &fresh.unused);
             plan.placed.push((port.name.clone(), Some(PlacedPort { port: Arc::clone(port), placement })));
         }
         for number in new_maps.difference(&fresh.maps) {
@@ -427,37 +427,32 @@ impl FamilyTable {
         Ok(plan)
     }
 
-    /// Takes retired objects out of `contents`, so that they do not count as strays, and keeps
+    /// Takes unused objects out of `contents`, so that they do not count as strays, and keeps
     /// their slots taken.
-    fn keep_retired(&self, contents: &mut Contents, fresh: &mut Fresh) {
-        for (retired, at) in &self.retired {
-            let is_there = match retired {
-                Retired::Element(id) => contents.elements.remove(id).is_some(),
-                Retired::Chain(chain) => {
-                    let unused = contents.chains.get(chain).is_some_and(|chain| chain.rules.is_empty());
-                    unused && contents.chains.remove(chain).is_some()
+    fn keep_unused(&self, contents: &mut Contents, fresh: &mut Fresh) {
+        for (unused, at) in &self.unused {
+            let is_there = match unused {
+                Unused::Element(id) => contents.elements.remove(id).is_some(),
+                Unused::Chain(chain) => {
+                    let is_empty = contents.chains.get(chain).is_some_and(|chain| chain.rules.is_empty());
+                    is_empty && contents.chains.remove(chain).is_some()
                 }
-                Retired::Set(set) => contents.sets.remove(set),
+                Unused::Set(set) => contents.sets.remove(set),
             };
             if is_there {
-                fresh.retired.insert(retired.clone(), *at);
+                fresh.unused.insert(unused.clone(), *at);
             }
         }
-        for (slots, at) in &self.retired_slots {
+        for (slots, at) in &self.unused_slots {
             if fresh.blocks.claim_all(*slots) {
-                fresh.retired_slots.push((*slots, *at));
+                fresh.unused_slots.push((*slots, *at));
             }
         }
     }
 }
 
 /// Plans the objects that are there whatever the service ports are.
-fn plan_fixed(
-    steps: &mut Steps,
-    context: &Context,
-    contents: &mut Contents,
-    retired: &BTreeMap<Retired, u64>,
-) {
+fn plan_fixed(steps: &mut Steps, context: &Context, contents: &mut Contents, unused: &BTreeMap<Unused, u64>) {
     for set in Set::FIXED {
         if !contents.sets.remove(&set) {
             let definition = frame::definition(&set, context.language);
@@ -466,7 +461,7 @@ fn plan_fixed(
     }
     for chain in frame::chains(context) {
         let before = contents.chains.remove(chain.name).map(|before| before.rules);
-        steps.chain(None, chain.name.to_owned(), chain.base, before, chain.rules, retired);
+        steps.chain(None, chain.name.to_owned(), chain.base, before, chain.rules, unused);
     }
     let mut added = frame::elements(context);
     added.retain(|id| contents.elements.remove(id).is_none());

@@ -117,15 +117,15 @@ fn sample(family: IpFamily) -> Steps {
     let placement = Placement { cluster: blocks.allocate(1), local: blocks.allocate(1) };
     let mut steps = Steps::new(context.language, TRIAL);
     steps.creates = Some(frame::COMMENT);
-    let retired = std::collections::BTreeMap::<_, ()>::new();
+    let unused = std::collections::BTreeMap::<_, ()>::new();
     for set in Set::FIXED.into_iter().chain([Set::Endpoints(0)]) {
         let definition = frame::definition(&set, context.language);
         steps.sets.push((None, set, definition));
     }
     for chain in frame::chains(&context) {
-        steps.chain(None, chain.name.to_owned(), chain.base, None, chain.rules, &retired);
+        steps.chain(None, chain.name.to_owned(), chain.base, None, chain.rules, &unused);
     }
-    steps.compare(None, Default::default(), render(&port, &context, placement), &retired);
+    steps.compare(None, Default::default(), render(&port, &context, placement), &unused);
     steps.share(&Default::default());
     steps
 }

@@ -437,11 +437,11 @@ impl Dataplane for WithSecondary {
         secondary
     }
 
-    fn retire(&mut self) -> Result<bool, Error> {
-        if self.opened.as_mut().map_or(Ok(true), |opened| opened.retire())? {
+    fn drain(&mut self) -> Result<bool, Error> {
+        if self.opened.as_mut().map_or(Ok(true), |opened| opened.drain())? {
             self.remove_secondary()?;
         }
-        let done = self.active.retire()?;
+        let done = self.active.drain()?;
         Ok(done && self.opened.is_none())
     }
 

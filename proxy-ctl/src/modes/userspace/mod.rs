@@ -75,7 +75,7 @@ const NAME: &str = "userspace";
 pub(super) const ENTRY: Entry = Entry {
     // Tracked flows are translated to listeners, not to endpoints. The mode ends stale ones itself.
     tracked_flows: TrackedFlows::None,
-    retires: false,
+    drains: false,
     keeps_min_sync_period: false,
     reads_service_cidrs: |_| false,
     delegates: true,

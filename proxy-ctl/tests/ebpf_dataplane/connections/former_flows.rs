@@ -201,7 +201,7 @@ fn a_mode_that_drains_keeps_no_connection_of_netfilter() {
     let mut dataplane = sandbox.open();
     // Connections are listed after every sixtieth call.
     for _ in 0..61 {
-        dataplane.retire().unwrap();
+        dataplane.drain().unwrap();
         assert_eq!(kept(&sandbox), []);
     }
 }

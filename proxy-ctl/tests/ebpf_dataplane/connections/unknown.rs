@@ -61,7 +61,7 @@ fn addresses_have_a_bit_for_as_long_as_a_frontend_has_them() {
     let removed = other().iter().map(|port| port.name.clone()).collect();
     dataplane.apply(&Changes { changed: Vec::new(), removed }).unwrap();
     assert_eq!(bits(&sandbox), bits_of(&[SECOND]));
-    dataplane.retire().unwrap();
+    dataplane.drain().unwrap();
     assert_eq!(bits(&sandbox), bits_of(&[]));
 }
 
@@ -117,7 +117,7 @@ fn collect(dataplane: &mut EbpfDataplane, times: u32) {
     dataplane
 })]
 #[case::once_another_mode_is_active(|mut dataplane: EbpfDataplane, _: &Sandbox| {
-    dataplane.retire().unwrap();
+    dataplane.drain().unwrap();
     dataplane
 })]
 fn segments_are_answered_while_nobody_else_serves(

@@ -178,7 +178,7 @@ fn ranges_are_written_when_everything_is_served_and_nobody_has_an_address_of_the
     assert_eq!(cidrs(&sandbox), 0, "the last one was removed meanwhile");
     dataplane.take_host(&host).unwrap();
     assert_eq!(cidrs(&sandbox), 1);
-    while !dataplane.retire().unwrap() {}
+    while !dataplane.drain().unwrap() {}
     assert_eq!(cidrs(&sandbox), 0);
     drop(dataplane);
 

@@ -187,7 +187,7 @@ impl<F: TableFamily> Collector<F> {
     /// Removes all flows except TCP flows that the programs translate, when the mode drains. A
     /// client's next datagram is a new flow for the mode that serves then. Ports of netfilter's
     /// connections need not be kept, because this mode opens no more flows.
-    pub(crate) fn end_for_retirement(tables: &FamilyTables<F>) -> Result<u64, Error> {
+    pub(crate) fn keep_translated_tcp(tables: &FamilyTables<F>) -> Result<u64, Error> {
         let mut removed = 0;
         for table in [&tables.opening_flows, &tables.flows] {
             for (_, flow) in table.read_all()? {

@@ -51,7 +51,7 @@ impl NetfilterConnections {
 impl EbpfDataplane {
     pub(crate) fn keep_netfilter_ports(&mut self) {
         // A mode that drains opens no flow, and ends only when its maps are empty.
-        if self.retiring {
+        if self.is_draining {
             return;
         }
         self.netfilter.note();
@@ -87,7 +87,7 @@ impl EbpfDataplane {
         }
         self.netfilter.since = self.netfilter.since.saturating_add(1);
         let is_due = !self.netfilter.are_kept && self.netfilter.since > COLLECTIONS_OF_HANDSHAKES;
-        if !is_due || self.retiring || self.netfilter.keep_ports != KeepPorts::Done {
+        if !is_due || self.is_draining || self.netfilter.keep_ports != KeepPorts::Done {
             return;
         }
         match self.list_netfilters() {
@@ -103,7 +103,7 @@ impl EbpfDataplane {
         let circumstances = Circumstances {
             is_synced: self.services.is_synced,
             has_taken_over: self.netfilter.keep_ports == KeepPorts::Done && !self.node.attaches_later,
-            is_retiring: self.retiring,
+            is_draining: self.is_draining,
             lacks_programs: self.hooks.lacks_programs(),
             are_frontends_shared: self.node.are_frontends_shared,
             are_netfilters_kept: self.netfilter.are_kept,

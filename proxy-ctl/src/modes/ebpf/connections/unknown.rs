@@ -11,7 +11,7 @@ pub(crate) struct Circumstances {
     /// connections.
     pub(crate) has_taken_over: bool,
     /// True if this mode drains, because another mode is to be active.
-    pub(crate) is_retiring: bool,
+    pub(crate) is_draining: bool,
     /// True if some pods have no packet programs.
     pub(crate) lacks_programs: bool,
     /// True if another mode serves the same frontends.
@@ -30,7 +30,7 @@ impl Circumstances {
     pub(crate) const fn allow_answers(self) -> bool {
         self.is_synced
             && self.has_taken_over
-            && !self.is_retiring
+            && !self.is_draining
             && !self.lacks_programs
             && !self.are_frontends_shared
             && self.are_netfilters_kept
@@ -48,7 +48,7 @@ mod tests {
     const ALONE: Circumstances = Circumstances {
         is_synced: true,
         has_taken_over: true,
-        is_retiring: false,
+        is_draining: false,
         lacks_programs: false,
         are_frontends_shared: false,
         are_netfilters_kept: true,
@@ -61,7 +61,7 @@ mod tests {
     #[case::at_first(Circumstances::default(), false)]
     #[case::not_listed(Circumstances { is_synced: false, ..ALONE }, false)]
     #[case::without_programs(Circumstances { has_taken_over: false, ..ALONE }, false)]
-    #[case::retiring(Circumstances { is_retiring: true, ..ALONE }, false)]
+    #[case::draining(Circumstances { is_draining: true, ..ALONE }, false)]
     #[case::pods_without_programs(Circumstances { lacks_programs: true, ..ALONE }, false)]
     #[case::a_secondary_mode(Circumstances { are_frontends_shared: true, ..ALONE }, false)]
     #[case::connections_not_listed(Circumstances { are_netfilters_kept: false, ..ALONE }, false)]

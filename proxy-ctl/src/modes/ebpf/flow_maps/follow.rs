@@ -23,7 +23,7 @@ impl EbpfDataplane {
         // A hook where the last attempt has failed may run programs that cannot be held.
         let is_held = self.hooks.are_swapped() && !self.hooks.have_failed();
         let is_due = self.services.is_synced && is_taken_over && is_held && self.flow_maps.are_finished();
-        if self.flow_maps.is_change_wanted() && is_due && !self.retiring {
+        if self.flow_maps.is_change_wanted() && is_due && !self.is_draining {
             if let Err(error) = self.resize_flow_maps(failures) {
                 tracing::warn!(%error, "the flow maps keep their size until the next start");
             }

@@ -38,7 +38,7 @@ pub(crate) struct AdoptedNames {
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(crate) struct Stray {
     pub(crate) id: u32,
-    /// True if the id is given to no other service before this one is retired. False if the id is
+    /// True if the id is given to no other service before this one gives it up. False if the id is
     /// never given out, or waits for a grace period already.
     pub(crate) is_claimed: bool,
 }

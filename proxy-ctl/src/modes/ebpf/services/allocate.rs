@@ -28,7 +28,7 @@ pub(crate) struct Ranges {
     /// The same free ranges as (count, first).
     by_size: BTreeSet<(u32, u32)>,
     free_count: u32,
-    retired: Vec<Range>,
+    pending_free: Vec<Range>,
 }
 
 impl Ranges {
@@ -38,7 +38,7 @@ impl Ranges {
             free: BTreeMap::new(),
             by_size: BTreeSet::new(),
             free_count: 0,
-            retired: Vec::new(),
+            pending_free: Vec::new(),
         };
         ranges.insert(Range { first: 0, count: capacity });
         ranges
@@ -47,9 +47,9 @@ impl Ranges {
     /// Returns the same indexes, with all of them free but those that wait for a grace period.
     pub(super) fn without_owners(&self) -> Self {
         let mut fresh = Self::new(self.capacity);
-        for range in &self.retired {
+        for range in &self.pending_free {
             if fresh.claim(*range) {
-                fresh.retired.push(*range);
+                fresh.pending_free.push(*range);
             }
         }
         fresh
@@ -139,19 +139,19 @@ impl Ranges {
 
     /// Gives back a range that programs may be reading. It is free after the next
     /// [`Ranges::grace_period_over`].
-    pub(crate) fn retire(&mut self, range: Range) {
+    pub(crate) fn free_later(&mut self, range: Range) {
         if range.count > 0 {
-            self.retired.push(range);
+            self.pending_free.push(range);
         }
     }
 
-    pub(crate) fn has_retired(&self) -> bool {
-        !self.retired.is_empty()
+    pub(crate) fn has_pending_free(&self) -> bool {
+        !self.pending_free.is_empty()
     }
 
-    /// Frees everything that was retired before the grace period began.
+    /// Frees everything that was given back before the grace period began.
     pub(crate) fn grace_period_over(&mut self) {
-        for range in std::mem::take(&mut self.retired) {
+        for range in std::mem::take(&mut self.pending_free) {
             self.release(range);
         }
     }
@@ -199,10 +199,10 @@ mod tests {
     }
 
     #[test]
-    fn the_retired_stay_retired_when_owners_are_forgotten() {
+    fn what_is_freed_later_stays_so_when_owners_are_forgotten() {
         let mut ranges = Ranges::new(10);
         let (kept, gone) = (ranges.allocate(4).unwrap(), ranges.allocate(4).unwrap());
-        ranges.retire(gone);
+        ranges.free_later(gone);
         let mut fresh = ranges.without_owners();
         assert_eq!(fresh.used(), 4);
         assert!(fresh.claim(kept));
@@ -214,7 +214,7 @@ mod tests {
     #[derive(Clone, Debug)]
     enum Step {
         Allocate(u32),
-        Retire(usize),
+        FreeLater(usize),
         Release(usize),
         GracePeriod,
     }
@@ -222,7 +222,7 @@ mod tests {
     fn step() -> impl Strategy<Value = Step> {
         prop_oneof![
             4 => (0..20_u32).prop_map(Step::Allocate),
-            3 => any::<usize>().prop_map(Step::Retire),
+            3 => any::<usize>().prop_map(Step::FreeLater),
             1 => any::<usize>().prop_map(Step::Release),
             1 => Just(Step::GracePeriod),
         ]
@@ -243,9 +243,9 @@ mod tests {
                         prop_assert_eq!(range.count, count);
                         if count > 0 { owned.push(range); }
                     },
-                    Step::Retire(which) => if !owned.is_empty() {
+                    Step::FreeLater(which) => if !owned.is_empty() {
                         let range = owned.swap_remove(which % owned.len());
-                        ranges.retire(range);
+                        ranges.free_later(range);
                         waiting.push(range);
                     },
                     Step::Release(which) => if !owned.is_empty() {

@@ -58,7 +58,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         for name in removed {
             self.remove(name, &mut writes);
         }
-        self.retire(shared, &mut writes);
+        self.remove_gone(shared, &mut writes);
         writes
     }
 
@@ -80,7 +80,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         }
         self.use_adopted_endpoints();
         self.drop_strays(&mut writes);
-        self.retire(shared, &mut writes);
+        self.remove_gone(shared, &mut writes);
         writes
     }
 
@@ -97,7 +97,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         let ports: Vec<_> =
             published.filter(|port| depends_on_the_node(port) && !is_waiting(port)).cloned().collect();
         self.publish_all(shared, ports.iter(), &mut writes);
-        self.retire(shared, &mut writes);
+        self.remove_gone(shared, &mut writes);
         writes
     }
 
@@ -233,7 +233,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             self.release_backends(&port.name, old.used.endpoints(), writes);
             self.stop_keeping_backends(&port.name, &old.kept, writes);
             if matches!(reservation.slots, ReservedSlots::Fresh(..)) {
-                self.entries.slots.retire(old.range.unwrap_or_default());
+                self.entries.slots.free_later(old.range.unwrap_or_default());
             }
         }
         match without_ranges {
@@ -469,7 +469,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 
     /// Removes what is gone, after everything new is in place.
-    pub(crate) fn retire(&mut self, shared: &mut Common, writes: &mut Writes<F>) {
+    pub(crate) fn remove_gone(&mut self, shared: &mut Common, writes: &mut Writes<F>) {
         self.unmark_gone(writes);
         let mut kept = FxHashSet::default();
         for (key, id) in std::mem::take(&mut writes.stale_frontends) {
@@ -503,8 +503,8 @@ impl<F: TableFamily> FamilyWriter<F> {
                 writes.failures.add(format_args!("service {id}"), error);
                 continue;
             }
-            shared.ids.retire(Range { first: id, count: 1 });
-            self.entries.slots.retire(range.unwrap_or_default());
+            shared.ids.free_later(Range { first: id, count: 1 });
+            self.entries.slots.free_later(range.unwrap_or_default());
         }
         self.write_uses(writes);
         self.mark_new(writes);

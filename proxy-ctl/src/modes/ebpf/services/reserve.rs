@@ -176,7 +176,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             }
         }
         if self.entries.without_room.is_unplanned || self.entries.cluster_ips.unmarked() > 0 {
-            self.retire(shared, &mut writes);
+            self.remove_gone(shared, &mut writes);
         }
         writes
     }
@@ -188,11 +188,11 @@ impl<F: TableFamily> FamilyWriter<F> {
 
     fn publish_those_with_room(&mut self, shared: &mut Common, writes: &mut Writes<F>) {
         loop {
-            self.wait_for_retired(shared, writes);
+            self.wait_for_grace_period(shared, writes);
             let waiting: Vec<_> =
                 self.entries.without_room.ports.values().map(|one| Arc::clone(&one.port)).collect();
             self.publish_all(shared, waiting.iter(), writes);
-            self.retire(shared, writes);
+            self.remove_gone(shared, writes);
             let still = self.entries.without_room.ports.len();
             if still == 0 || still == waiting.len() {
                 return;
@@ -201,10 +201,10 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 
     /// Waits for a grace period if a port may wait for slots or ids that were given back.
-    fn wait_for_retired(&mut self, shared: &mut Common, writes: &mut Writes<F>) {
+    fn wait_for_grace_period(&mut self, shared: &mut Common, writes: &mut Writes<F>) {
         let mut waiting = self.entries.without_room.ports.values();
         let is_wanted = waiting.any(|one| one.full.limit != Limit::Backends);
-        if !is_wanted || !(self.entries.slots.has_retired() || shared.ids.has_retired()) {
+        if !is_wanted || !(self.entries.slots.has_pending_free() || shared.ids.has_pending_free()) {
             return;
         }
         match shared.grace.wait() {
@@ -242,11 +242,11 @@ impl<F: TableFamily> FamilyWriter<F> {
         writes: &mut Writes<F>,
     ) {
         self.publish_at_once(shared, &Arc::new(with_endpoints(reduced, |_| false)), writes);
-        self.wait_for_retired(shared, writes);
+        self.wait_for_grace_period(shared, writes);
         let name = &reduced.name;
         if let Some(waiting) = self.entries.without_room.ports.get(name).map(|one| Arc::clone(&one.port)) {
             self.publish_all(shared, std::iter::once(&waiting), writes);
-            self.retire(shared, writes);
+            self.remove_gone(shared, writes);
         }
         if self.entries.without_room.ports.contains_key(name) {
             self.publish_at_once(shared, reduced, writes);
@@ -262,7 +262,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     ) -> bool {
         let (reserved, refused) = self.reserve_all(shared, vec![port]);
         self.publish_reserved(shared, reserved, writes);
-        self.retire(shared, writes);
+        self.remove_gone(shared, writes);
         for (port, error) in refused {
             if matches!(error, Error::Full(_)) {
                 return false;

@@ -66,9 +66,12 @@ impl Services {
     }
 
     /// Frees the ids and slots that no program can read any more.
-    pub(crate) fn free_retired(&mut self) -> Result<(), Error> {
+    pub(crate) fn free_pending(&mut self) -> Result<(), Error> {
         let Self { shared, v4, v6, .. } = self;
-        if shared.ids.has_retired() || v4.entries.slots.has_retired() || v6.entries.slots.has_retired() {
+        if shared.ids.has_pending_free()
+            || v4.entries.slots.has_pending_free()
+            || v6.entries.slots.has_pending_free()
+        {
             shared.grace.wait().map_err(Error::Grace)?;
             shared.ids.grace_period_over();
             v4.entries.slots.grace_period_over();
@@ -154,7 +157,7 @@ impl EbpfDataplane {
         for Stray { id, is_claimed } in strays {
             match remove_service(shared, id, applied) {
                 // Programs may still be reading it.
-                Ok(()) if is_claimed => shared.ids.retire(Range { first: id, count: 1 }),
+                Ok(()) if is_claimed => shared.ids.free_later(Range { first: id, count: 1 }),
                 Ok(()) => {}
                 Err(error) => failures.add(format_args!("service {id}, which is not desired"), error),
             }

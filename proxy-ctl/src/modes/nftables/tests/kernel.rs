@@ -109,7 +109,7 @@ fn as_root_nft_reads_back_what_it_lists() {
 
 #[test]
 #[ignore = "needs root"]
-fn as_root_changes_write_what_they_change_and_what_is_retired_goes() {
+fn as_root_changes_write_what_they_change_and_what_is_unused_goes() {
     in_own_namespace();
     let all = desired();
     let mut dataplane = opened();

@@ -63,7 +63,7 @@ impl ServiceCidrs {
     }
 
     /// Lets the maps be emptied, because the mode drains and nothing is to be dropped any more.
-    pub(crate) fn retire(&mut self) {
+    pub(crate) fn drain(&mut self) {
         *self = Self { are_read: false, known: Some(Vec::new()), is_synced: true, written: None };
     }
 

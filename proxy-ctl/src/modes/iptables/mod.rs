@@ -328,7 +328,7 @@ impl Dataplane for IptablesDataplane {
 
     fn invalidate(&mut self, known: Known) {
         if known == Known::Everything {
-            self.writers.iter_mut().for_each(Writer::doubt);
+            self.writers.iter_mut().for_each(Writer::invalidate);
         }
     }
 

@@ -118,7 +118,7 @@ pub(super) struct Writer {
     /// The time at which everything was last compared, and how long that took.
     compared: Option<(Instant, Duration)>,
     /// True if the kernel's state is not known, or does not have everything that is desired.
-    doubtful: bool,
+    is_invalid: bool,
     /// True if the canary was missing at the last check.
     flushed: bool,
     outlines: [Option<xtables::Outline>; 3],
@@ -139,7 +139,7 @@ impl Writer {
             failures: Failures::default(),
             last: [0; 3],
             compared: None,
-            doubtful: true,
+            is_invalid: true,
             flushed: false,
             outlines: Default::default(),
         }
@@ -152,11 +152,11 @@ impl Writer {
         if self.abilities.drop_invalid == is_liberal {
             self.abilities.drop_invalid = !is_liberal;
             self.abilities.counts_packets = !is_liberal && has_counters;
-            self.doubtful = true;
+            self.is_invalid = true;
         }
         if self.abilities.routes_localnet != routes_localnet {
             self.abilities.routes_localnet = routes_localnet;
-            self.doubtful = true;
+            self.is_invalid = true;
         }
     }
 
@@ -172,7 +172,7 @@ impl Writer {
         let base = BaseRules::new(self.family, host, self.abilities);
         let rests_on_state = before.jumps != base.jumps || before.martians != base.martians;
         // A write that failed is tried again, even if the settings are those with which it failed.
-        if settings != self.settings || rests_on_state || self.doubtful {
+        if settings != self.settings || rests_on_state || self.is_invalid {
             return self.rewrite();
         }
         if before == base {
@@ -213,7 +213,7 @@ impl Writer {
     /// has written is trusted for a while, if nothing has failed and the canary is there.
     pub(super) fn resync(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
         let own: Vec<_> = desired.iter().filter(|port| port.name.family == self.family).cloned().collect();
-        let is_trusted = !self.doubtful
+        let is_trusted = !self.is_invalid
             && self.compared.is_some_and(|(at, took)| at.elapsed() < (took * READ_SHARE).min(LONGEST_TRUST));
         let is_written = || {
             own.len() == self.written.len()
@@ -230,8 +230,8 @@ impl Writer {
     }
 
     /// Invalidates what has been written: the next [`Self::resync`] compares it with the kernel.
-    pub(super) fn doubt(&mut self) {
-        self.doubtful = true;
+    pub(super) fn invalidate(&mut self) {
+        self.is_invalid = true;
     }
 
     /// Writes everything again as it was last desired.
@@ -241,7 +241,7 @@ impl Writer {
     }
 
     fn compare(&mut self, desired: &[Arc<DesiredPort>]) -> Result<Applied, Error> {
-        self.doubtful = true;
+        self.is_invalid = true;
         let started = Instant::now();
         let state = self.read()?;
         let endpoints: usize = desired.iter().map(|port| port.endpoints.all.len()).sum();
@@ -296,7 +296,7 @@ impl Writer {
         self.remember_outlines();
         applied.removed += removed?;
         self.compared = Some((Instant::now(), started.elapsed()));
-        self.doubtful = !refusals.is_empty();
+        self.is_invalid = !refusals.is_empty();
         without_refusals(applied, refusals)
     }
 
@@ -375,7 +375,7 @@ impl Writer {
             return Ok(applied);
         };
         if matches!(error, ToolError::Busy { .. } | ToolError::Run { .. }) {
-            self.doubtful = true;
+            self.is_invalid = true;
             self.keep(ports);
             return Err(error.into());
         }
@@ -397,7 +397,7 @@ impl Writer {
         let state = match self.read() {
             Ok(state) => state,
             Err(error) => {
-                self.doubtful = true;
+                self.is_invalid = true;
                 self.keep(ports);
                 return Err(error.into());
             }

@@ -49,7 +49,7 @@ pub(super) struct FamilyTable {
     /// True once `resync` has succeeded.
     known: bool,
     /// True if the last change of `context` could not be written, or not for every service port.
-    doubtful: bool,
+    is_context_stale: bool,
     ports: FxHashMap<ServicePortName, PlacedPort>,
     /// The number of service ports that need each shared element.
     needs: FxHashMap<ElementId, u32>,
@@ -115,7 +115,7 @@ impl FamilyTable {
             language: Language { family },
             context: Context::new(family, &crate::model::node::Host::default()),
             known: false,
-            doubtful: false,
+            is_context_stale: false,
             ports: FxHashMap::default(),
             needs: FxHashMap::default(),
             blocks: Blocks::default(),
@@ -145,18 +145,18 @@ impl FamilyTable {
             self.context = context;
             return Ok(Applied::default());
         }
-        if self.context == context && !self.doubtful {
+        if self.context == context && !self.is_context_stale {
             return Ok(Applied::default());
         }
         let ports: Vec<_> = self.ports.values().map(|placed| Arc::clone(&placed.port)).collect();
-        let result = if self.doubtful {
+        let result = if self.is_context_stale {
             self.compare(nftables, &context, &ports)
         } else {
             let all: Vec<_> = ports.into_iter().map(|port| (port.name.clone(), Some(port))).collect();
             let plan = |table: &mut Self, refused: &_| Ok(table.plan_changes(&all, &context, refused));
             self.transact(nftables, &context, plan)
         };
-        self.doubtful = result.is_err();
+        self.is_context_stale = result.is_err();
         result
     }
 
@@ -177,7 +177,7 @@ impl FamilyTable {
         let context = self.context.clone();
         let applied = self.compare(nftables, &context, desired)?;
         self.known = true;
-        self.doubtful = false;
+        self.is_context_stale = false;
         Ok(applied)
     }
 

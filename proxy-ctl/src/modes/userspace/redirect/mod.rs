@@ -171,7 +171,7 @@ pub(super) struct Redirect {
     refusing: RefusingPorts,
     wanted: Wanted,
     /// True if the last write has failed, so that the kernel's rules are not known.
-    doubtful: bool,
+    is_invalid: bool,
     stale_flows: StaleFlows<ListenerPort>,
     has_started: bool,
 }
@@ -213,8 +213,8 @@ impl Redirect {
         let refusing = refusing
             .inspect_err(|error| tracing::warn!(%error, "no rules: a port that refuses cannot be held"))
             .ok()?;
-        let (wanted, doubtful, stale_flows, has_started) = Default::default();
-        Some(Self { rules, families, refusing, wanted, doubtful, stale_flows, has_started })
+        let (wanted, is_invalid, stale_flows, has_started) = Default::default();
+        Some(Self { rules, families, refusing, wanted, is_invalid, stale_flows, has_started })
     }
 
     /// Returns the name of what has the rules, for people.
@@ -242,22 +242,22 @@ impl Redirect {
     ) -> Result<(u64, u64), RedirectError> {
         let (go, come) = self.wanted.change(changes);
         note(&mut self.stale_flows, Protocol::Udp, &go, &come);
-        let is_retry = self.doubtful;
+        let is_retry = self.is_invalid;
         if is_retry {
             self.rewrite()?;
         } else if !go.is_empty() || !come.is_empty() {
-            self.doubtful = true;
+            self.is_invalid = true;
             self.rules.change(&self.wanted, &go, &come)?;
-            self.doubtful = false;
+            self.is_invalid = false;
         }
         self.stale_flows.end(&self.wanted.addresses);
         Ok((come.len() as u64 + u64::from(is_retry), go.len() as u64))
     }
 
     fn rewrite(&mut self) -> Result<(), RedirectError> {
-        self.doubtful = true;
+        self.is_invalid = true;
         self.rules.rewrite(&self.wanted)?;
-        self.doubtful = false;
+        self.is_invalid = false;
         Ok(())
     }
 

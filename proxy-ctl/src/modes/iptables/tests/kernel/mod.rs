@@ -215,7 +215,9 @@ fn as_root_flushed_tables_are_written_again(#[values(Backend::Legacy, Backend::N
 /// Another mode has emptied a chain that it shares with this one, and then could not take over.
 #[rstest]
 #[ignore = "needs root"]
-fn as_root_what_is_doubted_is_compared_at_once(#[values(Backend::Legacy, Backend::Nft)] backend: Backend) {
+fn as_root_what_is_invalidated_is_compared_at_once(
+    #[values(Backend::Legacy, Backend::Nft)] backend: Backend,
+) {
     let Some(Node { ports, mut dataplane }) = Node::serving(backend) else { return };
     let rules = || {
         let mut rules = saved(backend);

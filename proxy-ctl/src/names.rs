@@ -316,13 +316,13 @@ mod tests {
     #[case("nat", "KUBE-SVC-TCOU7JCQXEZGVUNU", &[Mode::Ipvs], true)]
     #[case("nat", "KUBE-LOAD-BALANCER", &[Mode::Iptables], true)]
     #[case("nat", "MINE", &[Mode::Ebpf], false)]
-    fn chains_of_a_mode_in_use_are_no_leftovers(
+    fn chains_of_a_mode_in_use_are_not_former_rules(
         #[case] table: &str,
         #[case] chain: &str,
         #[case] in_use: &[Mode],
-        #[case] leftover: bool,
+        #[case] is_former: bool,
     ) {
-        assert_eq!(is_chain(table, chain, Scope::but(in_use)), leftover);
+        assert_eq!(is_chain(table, chain, Scope::but(in_use)), is_former);
     }
 
     #[rstest]

@@ -115,7 +115,7 @@ impl PartKind {
     }
 }
 
-/// A number of leftovers of one kind in one place: in a table, in IPVS or in ipset.
+/// A number of objects of one kind in one place: in a table, in IPVS or in ipset.
 #[derive(Clone, Debug, Eq, PartialEq, Serialize)]
 pub struct Part {
     /// The place, such as `nftables ip nat`.
@@ -283,11 +283,11 @@ impl Found {
 /// Searches and removals, between which the chain counts of iptables-legacy are kept, because
 /// reading them takes long.
 #[derive(Debug, Default)]
-pub struct Leftovers {
+pub struct FormerRules {
     legacy: legacy::ChainCounts,
 }
 
-impl Leftovers {
+impl FormerRules {
     /// Finds what is left. `keeps` are networks whose virtual servers are not kube-proxy's
     /// (`ipvs.excludeCIDRs`). `draining` are former modes of this proxy, which the controller
     /// drains and removes.
@@ -364,7 +364,7 @@ impl Leftovers {
 }
 
 /// Removes what this proxy has written in a mode that uses kube-proxy's names. `keeps` is the same
-/// as for [`Leftovers::find`]. Returns [`Error::InUse`] if the mode is in use.
+/// as for [`FormerRules::find`]. Returns [`Error::InUse`] if the mode is in use.
 ///
 /// Removes nothing if a kube-proxy in the same mode has written since. Modes iptables and ipvs
 /// share chains: these stay if a kube-proxy in the other of the two has written after this proxy.
@@ -393,7 +393,7 @@ pub fn remove_own(mode: Mode, keeps: &[IpNet]) -> Result<Removal, Error> {
     let mut removed = Removal::default();
     let mut remove = |in_use: &[Mode], pending: &PendingRemoval| {
         let scope = Scope { in_use, only: Some(mode) };
-        Leftovers::default().remove_in(scope, Purpose::Cleanup, keeps, pending, &mut removed);
+        FormerRules::default().remove_in(scope, Purpose::Cleanup, keeps, pending, &mut removed);
     };
     remove(&with_other, &owner_tag::rules_in(&places.partly));
     remove(&in_use, &whole);
@@ -411,12 +411,12 @@ pub fn remove_holders() -> Result<(), Error> {
     if names::translates(&in_use) { nft::remove_holders(Scope::but(&in_use)) } else { Ok(()) }
 }
 
-/// Finds what is left, as [`Leftovers::find`] does, without keeping anything for a later call.
+/// Finds what is left, as [`FormerRules::find`] does, and keeps nothing for a later call.
 pub fn find(keeps: &[IpNet]) -> Found {
-    Leftovers::default().find(keeps, &[])
+    FormerRules::default().find(keeps, &[])
 }
 
-/// Removes what is left, as [`Leftovers::remove`] does, without keeping anything for a later call.
+/// Removes what is left, as [`FormerRules::remove`] does, and keeps nothing for a later call.
 pub fn remove(purpose: Purpose, keeps: &[IpNet], pending: &PendingRemoval) -> Removal {
-    Leftovers::default().remove(purpose, keeps, pending)
+    FormerRules::default().remove(purpose, keeps, pending)
 }

@@ -2,13 +2,13 @@
 
 use ipnet::IpNet;
 
-use super::{Error, Leftovers, PendingRemoval, Purpose, Retained};
+use super::{Error, FormerRules, PendingRemoval, Purpose, Retained};
 use crate::model::mode::Mode;
 
 /// The state between attempts. Each attempt continues with what the one before has left.
 #[derive(Debug)]
 pub struct Remains {
-    leftovers: Leftovers,
+    former_rules: FormerRules,
     pending: PendingRemoval,
     is_ready_for_connect: bool,
     /// The number of virtual servers that wait, as last logged.
@@ -21,7 +21,7 @@ impl Default for Remains {
     /// Returns the state before the first attempt, when nothing is removed yet.
     fn default() -> Self {
         Self {
-            leftovers: Leftovers::default(),
+            former_rules: FormerRules::default(),
             pending: PendingRemoval::everything(),
             is_ready_for_connect: false,
             waiting: 0,
@@ -35,11 +35,11 @@ impl Remains {
     /// servers with connections stay for a later attempt. Also returns false, with everything left,
     /// while another removal holds the mode's lock.
     ///
-    /// `keeps` is the same as for [`Leftovers::find`], and `by_connect` as for
+    /// `keeps` is the same as for [`FormerRules::find`], and `by_connect` as for
     /// [`PendingRemoval::before`].
     pub fn remove(&mut self, mode: Mode, keeps: &[IpNet], by_connect: bool) -> Result<bool, Error> {
         self.pending.by_connect = by_connect && !self.is_ready_for_connect;
-        let removal = self.leftovers.remove(Purpose::TakeOver, keeps, &self.pending);
+        let removal = self.former_rules.remove(Purpose::TakeOver, keeps, &self.pending);
         if removal.in_use.contains(&mode) {
             return Ok(false);
         }

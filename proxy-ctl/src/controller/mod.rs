@@ -58,7 +58,7 @@ pub struct Reports {
     pub coverage: watch::Sender<Coverage>,
     pub mode: watch::Sender<ModeInForce>,
     /// Former modes of which something is still in the kernel. A mode is listed here before it
-    /// releases its lock. Otherwise the search for leftovers would take its rules for another
+    /// releases its lock. Otherwise the search for former rules would take its rules for another
     /// kube-proxy's.
     pub draining: watch::Sender<Vec<Mode>>,
     pub heartbeats: Heartbeats,

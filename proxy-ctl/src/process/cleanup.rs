@@ -8,7 +8,7 @@ use tokio::{sync::watch, time::Instant};
 
 use super::event;
 use crate::{
-    cleanup::{self, Found, Leftovers, Part, PendingRemoval, Purpose, Removal, Retained},
+    cleanup::{self, FormerRules, Found, Part, PendingRemoval, Purpose, Removal, Retained},
     config::Config,
     controller::Coverage,
     events::Recorder,
@@ -23,7 +23,7 @@ const LONGEST_PAUSE: Duration = Duration::from_mins(5);
 /// The most service ports that are named as holding back the removal. The others are counted.
 const MOST_NAMED: usize = 10;
 
-pub(super) struct LeftoverRemoval {
+pub(super) struct FormerRuleRemoval {
     pub(super) configs: watch::Receiver<Arc<Config>>,
     pub(super) coverage: watch::Receiver<Coverage>,
     pub(super) mode: watch::Receiver<ModeInForce>,
@@ -37,7 +37,7 @@ pub(super) struct LeftoverRemoval {
 }
 
 struct Progress {
-    leftovers: Leftovers,
+    former_rules: FormerRules,
     accepted: AcceptedHealthChecks,
     /// True once `accepted` has the tables that a former process of this proxy has left.
     has_adopted: bool,
@@ -50,7 +50,7 @@ struct Progress {
     reported: Reported,
 }
 
-impl LeftoverRemoval {
+impl FormerRuleRemoval {
     /// Removes and reports. It ends only if the controller ends before everything is programmed.
     pub(super) async fn follow(mut self) {
         if self.translates_in_connect() {
@@ -147,7 +147,7 @@ impl LeftoverRemoval {
         let removes = self.configs.borrow().ebpf.remove_kube_proxy_rules;
         let by_connect = self.translates_in_connect();
         let mut progress = Progress {
-            leftovers: Leftovers::default(),
+            former_rules: FormerRules::default(),
             accepted: AcceptedHealthChecks::default(),
             has_adopted: false,
             accepted_ports: BTreeSet::new(),
@@ -158,7 +158,7 @@ impl LeftoverRemoval {
             reported: Reported::default(),
         };
         if !removes {
-            let (found, _) = self.look(&mut progress.leftovers).await;
+            let (found, _) = self.look(&mut progress.former_rules).await;
             progress.reported.unknown(&found);
             if !found.parts.is_empty() {
                 tracing::warn!(
@@ -181,7 +181,7 @@ impl LeftoverRemoval {
             self.remove(progress).await;
             progress.baseline.removed_since = true;
         }
-        let (found, draining) = self.look(&mut progress.leftovers).await;
+        let (found, draining) = self.look(&mut progress.former_rules).await;
         progress.reported.unknown(&found);
         if found.parts.is_empty() && found.problems.is_empty() && !blockers.is_empty() {
             // Rules that appear from now on are those of a running kube-proxy.
@@ -208,10 +208,10 @@ impl LeftoverRemoval {
     async fn remove_rules(&self, progress: &mut Progress) {
         let config = Arc::clone(&self.configs.borrow());
         let pending = progress.pending.clone();
-        let work = move |leftovers: &mut Leftovers| {
-            leftovers.remove(Purpose::TakeOver, &config.ipvs.exclude_cidrs, &pending)
+        let work = move |former_rules: &mut FormerRules| {
+            former_rules.remove(Purpose::TakeOver, &config.ipvs.exclude_cidrs, &pending)
         };
-        if let Some(removal) = blocking(&mut progress.leftovers, work).await {
+        if let Some(removal) = blocking(&mut progress.former_rules, work).await {
             self.report_removal(&removal, progress);
             progress.pending = removal.pending;
         }
@@ -270,13 +270,15 @@ impl LeftoverRemoval {
 
     /// Searches for what another kube-proxy has left. Returns it with the modes of this proxy that
     /// drain, whose rules the search leaves out.
-    async fn look(&self, leftovers: &mut Leftovers) -> (Found, Vec<Mode>) {
+    async fn look(&self, former_rules: &mut FormerRules) -> (Found, Vec<Mode>) {
         loop {
             let (config, draining) = (Arc::clone(&self.configs.borrow()), self.draining.borrow().clone());
             let but = draining.clone();
-            let work = move |leftovers: &mut Leftovers| leftovers.find(&config.ipvs.exclude_cidrs, &but);
-            let found = blocking(leftovers, work).await.unwrap_or_else(Found::unknown);
-            // If a mode has released its lock during the search, its rules may count as leftovers.
+            let work =
+                move |former_rules: &mut FormerRules| former_rules.find(&config.ipvs.exclude_cidrs, &but);
+            let found = blocking(former_rules, work).await.unwrap_or_else(Found::unknown);
+            // If a mode has released its lock during the search, its rules may count as former
+            // rules.
             if *self.draining.borrow() == draining {
                 return (found, draining);
             }
@@ -335,11 +337,11 @@ fn joined(all: &[impl Display]) -> String {
     all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ")
 }
 
-/// The leftovers that are expected while no other kube-proxy runs.
+/// The former rules that are expected while no other kube-proxy runs.
 #[derive(Default)]
 struct Baseline {
-    /// The leftovers of the first search, without those that were removed since. `None` before that
-    /// search.
+    /// The former rules of the first search, without those that were removed since. `None` before
+    /// that search.
     parts: Option<Vec<Part>>,
     removed_since: bool,
     /// Modes of this proxy that drained at the last search. Their rules are not counted in `parts`.
@@ -347,11 +349,11 @@ struct Baseline {
 }
 
 impl Baseline {
-    /// Returns the leftovers of `now` that are new or more than expected. `now` does not count the
-    /// rules of `draining`, the modes of this proxy that drain.
+    /// Returns the former rules of `now` that are new or more than expected. `now` does not count
+    /// the rules of `draining`, the modes of this proxy that drain.
     ///
     /// When such a mode has ended, rules of it that other programs use are still there, and count
-    /// as leftovers from now on. So `now` is taken as what is expected.
+    /// as former rules from now on. So `now` is taken as what is expected.
     fn update(&mut self, now: &[Part], draining: Vec<Mode>) -> Vec<Part> {
         let before_it = std::mem::replace(&mut self.draining, draining);
         if before_it.iter().any(|mode| !self.draining.contains(mode)) {
@@ -366,7 +368,7 @@ impl Baseline {
     }
 }
 
-/// Returns the leftovers of `now` that are new or more than in `before`.
+/// Returns the former rules of `now` that are new or more than in `before`.
 fn grown(before: &[Part], now: &[Part]) -> Vec<Part> {
     let was = |part: &Part| {
         let same = before.iter().find(|old| (&old.place, old.what) == (&part.place, part.what));
@@ -375,7 +377,7 @@ fn grown(before: &[Part], now: &[Part]) -> Vec<Part> {
     now.iter().filter(|part| part.count > was(part)).cloned().collect()
 }
 
-/// Returns the leftovers of `before` that are still there, each with the smaller count.
+/// Returns the former rules of `before` that are still there, each with the smaller count.
 fn shrunk(before: &[Part], now: &[Part]) -> Vec<Part> {
     let still = |old: &Part| {
         let same = now.iter().find(|part| (&part.place, part.what) == (&old.place, old.what))?;
@@ -488,7 +490,7 @@ mod tests {
         assert_eq!(shrunk(&first, &[part("nat", 1), part("filter", 9)]), [part("nat", 1), part("filter", 2)]);
     }
 
-    /// A search that failed shows neither removed nor new leftovers.
+    /// A search that failed shows neither removed nor new former rules.
     #[test]
     fn a_failed_search_changes_nothing() {
         let mut baseline = Baseline { removed_since: true, ..Baseline::default() };
@@ -499,7 +501,7 @@ mod tests {
         baseline.removed_since = true;
         assert_eq!(baseline.update(&stays[..1], Vec::new()), []);
         assert_eq!(baseline.update(&stays, Vec::new()), stays[1..]);
-        // The new leftovers are reported and not removed.
+        // The new rules are reported and not removed.
         assert_eq!(baseline.update(&stays, Vec::new()), stays[1..]);
     }
 

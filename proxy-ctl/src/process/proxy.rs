@@ -12,7 +12,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    cleanup::LeftoverRemoval,
+    cleanup::FormerRuleRemoval,
     event::{self, filling_tables, unattached_interfaces, unsupported_services},
     mode_choice, own_node,
     record::{self, Record, RecordInputs, UnsupportedField},
@@ -257,11 +257,11 @@ impl Proxy {
         });
     }
 
-    pub(super) fn remove_leftovers(&self, tasks: &mut Tasks) {
+    pub(super) fn remove_former_rules(&self, tasks: &mut Tasks) {
         if self.source_state.is_none() {
             return;
         }
-        let removal = LeftoverRemoval {
+        let removal = FormerRuleRemoval {
             configs: self.configs.subscribe(),
             coverage: self.coverage.subscribe(),
             mode: self.mode.subscribe(),

@@ -104,7 +104,7 @@ async fn serve(line: CommandLine, settings: Settings, choice: ModeChoice) -> any
     );
     proxy.begin(&mut tasks, "sources", following);
     proxy.set_up_and_follow(&mut tasks);
-    proxy.remove_leftovers(&mut tasks);
+    proxy.remove_former_rules(&mut tasks);
     proxy.tell_of_mode(&mut tasks);
     proxy.tell_of_unsupported_services(&mut tasks);
     proxy.tell_of_unattached_interfaces(&mut tasks);

@@ -28,7 +28,7 @@ const JUMP: Jump = Jump { table: TABLE, from: "INPUT", to: CHAIN, comment: COMME
 #[derive(Debug, thiserror::Error)]
 pub enum HealthCheckError {
     #[error(transparent)]
-    Leftovers(#[from] cleanup::Error),
+    Cleanup(#[from] cleanup::Error),
     #[error(transparent)]
     Tool(#[from] ToolError),
     #[error(

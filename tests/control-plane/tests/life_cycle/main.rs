@@ -6,7 +6,7 @@
 //! and a built proxy-ctl.
 
 mod api_server;
-mod leftovers;
+mod former_rules;
 mod node;
 mod own_service;
 mod proxy;

@@ -10,7 +10,7 @@ use serde_json::json;
 
 use crate::{
     api_server::an_api_server_that_is_away_changes_nothing,
-    leftovers::{
+    former_rules::{
         a_chain_that_only_others_lead_to_is_emptied, a_kube_proxy_that_still_runs_is_named_and_not_fought,
         a_legacy_table_that_cannot_be_written_keeps_no_other, clean_up_leaves_what_kube_proxys_leaves,
         connections_that_it_leaves_live_on_where_nobody_else_translates, health_checks_stay_accepted,

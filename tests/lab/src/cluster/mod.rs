@@ -24,7 +24,7 @@ use crate::{
 };
 use card::Card;
 use network::Network;
-pub use removal::{remove_kept, remove_leftovers, remove_on_signals};
+pub use removal::{remove_abandoned, remove_kept, remove_on_signals};
 
 /// Port of the servers that answer with their names.
 pub const SERVER_PORT: u16 = 8_080;
@@ -105,7 +105,7 @@ impl Lab {
         if !nix::unistd::geteuid().is_root() {
             bail!("network namespaces need root");
         }
-        remove_leftovers()?;
+        remove_abandoned()?;
         let name = format!("px{}-{}", std::process::id(), COUNT.fetch_add(1, Ordering::Relaxed));
         let cgroup = cgroup::mount_point()?.join(&name);
         let directory = removal::LabDirectory::create(&name)?;

@@ -151,7 +151,7 @@ fn unmount_below(directory: &Path) -> Result<()> {
 }
 
 /// Removes labs whose process is gone. Labs that were kept stay.
-pub fn remove_leftovers() -> Result<()> {
+pub fn remove_abandoned() -> Result<()> {
     let _guard = RUNNING.guard()?;
     for name in labs() {
         let directory = Path::new(LABS).join(&name);
@@ -159,7 +159,7 @@ pub fn remove_leftovers() -> Result<()> {
             continue;
         }
         let Some(_abandoned) = lock(&directory) else { continue };
-        remove(&name).with_context(|| format!("removing the leftovers of lab {name}"))?;
+        remove(&name).with_context(|| format!("removing what is left of lab {name}"))?;
     }
     Ok(())
 }

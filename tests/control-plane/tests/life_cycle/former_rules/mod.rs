@@ -33,11 +33,12 @@ const PORT: u16 = 8077;
 /// Makes a Node, and a Service with a known address, a node port and an endpoint on this machine.
 fn with_service(world: &World, node: &'static str, number: u16) -> Result<Node> {
     let own = Node::known(world, node, number)?;
-    let mut service = objects::service("default", "leftovers", PORT);
+    let mut service = objects::service("default", "former-rules", PORT);
     service["spec"]["clusterIP"] = json!(CLUSTER_IP);
     service["spec"]["type"] = json!("NodePort");
     world.apply(&service)?;
-    let slice = objects::endpoint_slice("default", "leftovers-1", "leftovers", &[ENDPOINT.parse()?], PORT);
+    let slice =
+        objects::endpoint_slice("default", "former-rules-1", "former-rules", &[ENDPOINT.parse()?], PORT);
     world.apply(&slice)?;
     Ok(own)
 }

@@ -157,7 +157,7 @@ const STATUS_HELP: &str = "Example:
 
 The exit code is 1 if the caller may not read everything.
 
-JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects, problem}, hooks[]: {name, interface, role, reason, kind, others[]: {name, hook, isBefore}}, xdp[]: as xdp.uplinks[] of `probe`, podInterfaces, with ebpf.xdp: {taking: number of interfaces to which XDP forwards packets for pods, notTaking: {reason: count}}, withdrawsIn: seconds, tables[]: {name, used, capacity, bytes}, counters[]: {reason, count}, formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]}, unsupported[]: {namespace, name, port, protocol, family, field, effect, instead}, notReadable[]: what the caller may not read, and why}.
+JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects, problem}, hooks[]: {name, interface, role, reason, kind, others[]: {name, hook, isBefore}}, xdp[]: as xdp.uplinks[] of `probe`, podInterfaces, with ebpf.xdp: {taking: number of interfaces to which XDP forwards packets for pods, notTaking: {reason: count}}, withdrawsIn: seconds, tables[]: {name, used, capacity, bytes}, counters[]: {reason, count}, formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]}, unservedFields[]: {namespace, name, port, protocol, family, field, effect, instead}, notReadable[]: what the caller may not read, and why}.
 
 A value that is not known is null. effect is servedDifferently, handedOver, leftToNode, partlyServed or notServed.";
 

@@ -16,7 +16,7 @@ use tokio::sync::watch;
 use crate::{
     http::report::Metrics,
     model::desired::{Changes, DesiredPort, ServicePortName},
-    modes::{Dataplane, Effect, Unsupported, refused, servable},
+    modes::{Dataplane, Effect, UnservedField, refused, servable},
 };
 
 /// The part of what is listed that the node serves.
@@ -27,20 +27,20 @@ pub struct Coverage {
     pub programmed: bool,
     /// Service ports that are not served as their Services ask. A port leaves this map when its new
     /// state is written.
-    pub unsupported: BTreeMap<ServicePortName, Vec<Unsupported>>,
+    pub unserved_fields: BTreeMap<ServicePortName, Vec<UnservedField>>,
     /// Service ports that have no room in the maps, whole or in part.
-    pub without_room: BTreeMap<ServicePortName, Vec<Unsupported>>,
+    pub without_room: BTreeMap<ServicePortName, Vec<UnservedField>>,
 }
 
 impl Coverage {
     /// Returns everything that is not served as its Service asks.
-    pub fn exceptions(&self) -> impl Iterator<Item = (&ServicePortName, &Unsupported)> {
-        let ports = self.unsupported.iter().chain(&self.without_room);
+    pub fn exceptions(&self) -> impl Iterator<Item = (&ServicePortName, &UnservedField)> {
+        let ports = self.unserved_fields.iter().chain(&self.without_room);
         ports.flat_map(|(name, all)| all.iter().map(move |one| (name, one)))
     }
 
     /// Returns the service ports of which some frontend is not served.
-    pub fn unserved(&self) -> impl Iterator<Item = (&ServicePortName, &Unsupported)> {
+    pub fn unserved(&self) -> impl Iterator<Item = (&ServicePortName, &UnservedField)> {
         self.exceptions().filter(|(_, one)| one.leaves_unserved())
     }
 }
@@ -50,7 +50,7 @@ impl Coverage {
 pub struct UnservedPorts(pub watch::Receiver<Coverage>);
 
 /// The largest number of service ports that one scrape names, so that a tenant's Services cannot
-/// make it long. `proxy_unsupported_service_ports` counts all of them.
+/// make it long. `proxy_unserved_fields` counts all of them.
 const MOST_NAMED: usize = 100;
 
 impl Collector for UnservedPorts {
@@ -58,7 +58,7 @@ impl Collector for UnservedPorts {
         let help = "Service ports of which some frontend is not served, by name; at most 100 of them.";
         let mut metric =
             encoder.encode_descriptor("proxy_unserved_service_port", help, None, MetricType::Gauge)?;
-        for (name, unsupported) in self.0.borrow().unserved().take(MOST_NAMED) {
+        for (name, one) in self.0.borrow().unserved().take(MOST_NAMED) {
             let ServicePortName { service, port, protocol, family } = name;
             let labels = [
                 ("namespace", &*service.namespace),
@@ -66,7 +66,7 @@ impl Collector for UnservedPorts {
                 ("port", port),
                 ("protocol", protocol.name()),
                 ("ip_family", family.name()),
-                ("field", unsupported.field),
+                ("field", one.field),
             ];
             ConstGauge::new(1_i64).encode(metric.encode_family(&labels)?)?;
         }
@@ -92,10 +92,10 @@ impl CoverageTracker {
     /// Records what the dataplane cannot serve of the changes, and returns what it can serve.
     pub(super) fn changed(&mut self, changes: Changes, dataplane: &dyn Dataplane) -> Changes {
         let mut servable_changes = Changes::default();
-        let mut unsupported = Vec::new();
+        let mut unserved_fields = Vec::new();
         for port in changes.changed {
             let name = port.name.clone();
-            let reasons = [dataplane.supports(&port), refused(&port)].concat();
+            let reasons = [dataplane.unserved_fields(&port), refused(&port)].concat();
             if let Some(port) = servable(port, &reasons) {
                 self.served.insert(name.clone());
                 servable_changes.changed.push(port);
@@ -106,7 +106,7 @@ impl CoverageTracker {
                 self.leave(name);
             } else {
                 self.leaving.remove(&name);
-                unsupported.push((name, reasons));
+                unserved_fields.push((name, reasons));
             }
         }
         for name in changes.removed {
@@ -116,7 +116,7 @@ impl CoverageTracker {
             self.leave(name);
         }
         self.metrics.own.service_ports.set(i64::try_from(self.served.len()).unwrap_or(i64::MAX));
-        self.enter(unsupported);
+        self.enter(unserved_fields);
         servable_changes
     }
 
@@ -126,8 +126,8 @@ impl CoverageTracker {
         dataplane: &dyn Dataplane,
     ) -> Vec<Arc<DesiredPort>> {
         let served = |port: Arc<DesiredPort>| {
-            let unsupported = dataplane.supports(&port);
-            servable(port, &unsupported)
+            let unserved_fields = dataplane.unserved_fields(&port);
+            servable(port, &unserved_fields)
         };
         desired.into_iter().filter_map(served).collect()
     }
@@ -139,7 +139,7 @@ impl CoverageTracker {
         self.coverage.send_if_modified(|coverage| {
             let mut modified = attached && !std::mem::replace(&mut coverage.programmed, attached);
             for name in leaving {
-                if let Some(reasons) = coverage.unsupported.remove(&name) {
+                if let Some(reasons) = coverage.unserved_fields.remove(&name) {
                     self.tell(&name, &reasons, &[]);
                     modified = true;
                 }
@@ -168,21 +168,21 @@ impl CoverageTracker {
     }
 
     fn leave(&mut self, name: ServicePortName) {
-        if self.coverage.borrow().unsupported.contains_key(&name) {
+        if self.coverage.borrow().unserved_fields.contains_key(&name) {
             self.leaving.insert(name);
         }
     }
 
-    fn enter(&self, unsupported: Vec<(ServicePortName, Vec<Unsupported>)>) {
+    fn enter(&self, unserved_fields: Vec<(ServicePortName, Vec<UnservedField>)>) {
         self.coverage.send_if_modified(|coverage| {
             let mut modified = false;
-            for (name, reasons) in unsupported {
-                let before = coverage.unsupported.get(&name).map(Vec::as_slice).unwrap_or_default();
+            for (name, reasons) in unserved_fields {
+                let before = coverage.unserved_fields.get(&name).map(Vec::as_slice).unwrap_or_default();
                 if before == reasons {
                     continue;
                 }
                 self.tell(&name, before, &reasons);
-                coverage.unsupported.insert(name, reasons);
+                coverage.unserved_fields.insert(name, reasons);
                 modified = true;
             }
             modified
@@ -190,8 +190,8 @@ impl CoverageTracker {
     }
 
     /// Logs what is new among a service port's exceptions, and counts them.
-    fn tell(&self, service_port: &ServicePortName, before: &[Unsupported], now: &[Unsupported]) {
-        for Unsupported { field, effect, instead } in now.iter().filter(|one| !before.contains(one)) {
+    fn tell(&self, service_port: &ServicePortName, before: &[UnservedField], now: &[UnservedField]) {
+        for UnservedField { field, effect, instead } in now.iter().filter(|one| !before.contains(one)) {
             match effect {
                 Effect::LeftToNode => tracing::info!(%service_port, field, "{instead}"),
                 Effect::Delegated => tracing::debug!(%service_port, field, "{instead}"),
@@ -202,7 +202,7 @@ impl CoverageTracker {
                 | Effect::NotServed => tracing::warn!(%service_port, field, "{instead}"),
             }
         }
-        self.metrics.own.unsupported(before, -1);
-        self.metrics.own.unsupported(now, 1);
+        self.metrics.own.count_unserved_fields(before, -1);
+        self.metrics.own.count_unserved_fields(now, 1);
     }
 }

@@ -142,7 +142,7 @@ impl DrainingMode {
 fn needs_secondary_mode(ports: &[Arc<DesiredPort>], dataplane: &mut dyn Dataplane) -> bool {
     let are_programs_lacking = dataplane.packet_mode().is_some_and(|mode| mode.packet_programs().are_lacking);
     let is_delegated = |port: &Arc<DesiredPort>| {
-        dataplane.supports(port).iter().any(|unsupported| unsupported.effect == Effect::Delegated)
+        dataplane.unserved_fields(port).iter().any(|one| one.effect == Effect::Delegated)
     };
     are_programs_lacking || ports.iter().any(is_delegated)
 }

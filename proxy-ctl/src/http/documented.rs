@@ -19,7 +19,7 @@ use crate::{
         mode::{ChosenMode, Mode},
         objects::{self, ObjectName},
     },
-    modes::{self, Effect, Unsupported},
+    modes::{self, Effect, UnservedField},
 };
 
 const DOCUMENT: &str = include_str!("../../../docs/metrics.md");
@@ -74,15 +74,16 @@ fn shown(text: &str) -> BTreeMap<String, MetricFamily> {
 #[tokio::test]
 async fn every_family_is_documented_and_no_other() {
     let state = SourceState::with_samples();
-    let unsupported = Unsupported { field: "spec.x", effect: Effect::NotServed, instead: "".into() };
+    let unserved = UnservedField { field: "spec.x", effect: Effect::NotServed, instead: "".into() };
     let name = ServicePortName {
         service: ObjectName::new("shop", "web"),
         port: "http".into(),
         protocol: objects::Protocol::Tcp,
         family: objects::IpFamily::Ipv4,
     };
-    let unsupported = vec![unsupported];
-    let coverage = Coverage { unsupported: [(name, unsupported.clone())].into(), ..Coverage::default() };
+    let unserved_fields = vec![unserved];
+    let coverage =
+        Coverage { unserved_fields: [(name, unserved_fields.clone())].into(), ..Coverage::default() };
     let (_sender, coverage) = watch::channel(coverage);
     let metrics = Metrics::new(Some(Box::new(SampleFamilies)), state.invalid_objects(), |registry| {
         state.register(registry);
@@ -90,7 +91,7 @@ async fn every_family_is_documented_and_no_other() {
         Recorder::silent().register(registry.sub_registry_with_prefix("proxy"));
     });
     metrics.refresh().await;
-    metrics.own.unsupported(&unsupported, 1);
+    metrics.own.count_unserved_fields(&unserved_fields, 1);
     metrics.own.chosen(&ChosenMode {
         mode: Mode::Iptables,
         requested: RequestedMode::Ipvs,

@@ -20,8 +20,8 @@ mod registry;
 mod secondary;
 mod snapshot;
 mod source_ports;
-mod supports;
 mod traffic;
+mod unserved;
 mod userspace;
 
 pub use entry::Removed;
@@ -35,8 +35,8 @@ pub use snapshot::{
     BackendSnapshot, EndpointSnapshot, FrontendSnapshot, Hook, NodeSnapshot, OtherProgram, ServiceSnapshot,
     Snapshot,
 };
-pub use supports::{Effect, Unsupported, refused, servable};
 pub use traffic::{EventQuery, EventSnapshot, EventStream, FlowQuery, FlowSnapshot, FlowState};
+pub use unserved::{Effect, UnservedField, refused, servable};
 
 use serde::Serialize;
 
@@ -101,15 +101,15 @@ pub trait Dataplane: Programmed + Send {
     /// with the kernel.
     fn invalidate(&mut self, _known: Known) {}
 
-    /// Returns what this mode does not honour of the service port. If it is empty, the port is
-    /// served as its Service asks.
-    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported>;
+    /// Returns the fields of the service port that this mode does not serve as asked. If there are
+    /// none, the port is served as its Service asks.
+    fn unserved_fields(&self, port: &DesiredPort) -> Vec<UnservedField>;
 
     /// Returns all service ports that cannot be served yet, whole or in part, with the fields that
     /// ask for it. There is no room for them, nothing can listen on them, or the kernel refuses
     /// them. They are served as soon as that is over. `None` means that nothing has changed since
     /// the last call.
-    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
+    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
         None
     }
 

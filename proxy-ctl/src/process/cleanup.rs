@@ -14,7 +14,7 @@ use crate::{
     events::Recorder,
     http::report::{HealthChecks, Metrics, ModeInForce},
     model::{desired::ServicePortName, mode::Mode},
-    modes::{self, Unsupported, netfilter::AcceptedHealthChecks},
+    modes::{self, UnservedField, netfilter::AcceptedHealthChecks},
     names,
 };
 
@@ -287,14 +287,14 @@ impl FormerRuleRemoval {
 }
 
 /// Returns what this proxy does not serve and the other kube-proxy may serve.
-fn removal_blockers(coverage: &Coverage) -> impl Iterator<Item = (&ServicePortName, &Unsupported)> {
-    coverage.unserved().filter(|(_, unsupported)| unsupported.may_be_served_by_another())
+fn removal_blockers(coverage: &Coverage) -> impl Iterator<Item = (&ServicePortName, &UnservedField)> {
+    coverage.unserved().filter(|(_, one)| one.may_be_served_by_another())
 }
 
 /// Returns the service ports that this proxy does not serve, each with the reason.
 fn blockers(coverage: &Coverage) -> Vec<String> {
     let mut blockers: Vec<String> = removal_blockers(coverage)
-        .map(|(name, unsupported)| format!("{name} ({}: {})", unsupported.field, unsupported.instead))
+        .map(|(name, one)| format!("{name} ({}: {})", one.field, one.instead))
         .collect();
     // Service ports of both families have the same name.
     blockers.dedup();
@@ -538,20 +538,21 @@ mod tests {
         assert!(reported.new_retained(&[retained("KUBE-B"), retained("KUBE-A")]).is_empty());
     }
 
-    fn unserved(name: &str, effect: Effect) -> (ServicePortName, Vec<Unsupported>) {
+    fn unserved(name: &str, effect: Effect) -> (ServicePortName, Vec<UnservedField>) {
         let name = ServicePortName {
             service: ObjectName::new("default", name),
             port: "".into(),
             protocol: Protocol::Tcp,
             family: IpFamily::Ipv4,
         };
-        (name, vec![Unsupported { field: "spec.x", effect, instead: "not served".into() }])
+        (name, vec![UnservedField { field: "spec.x", effect, instead: "not served".into() }])
     }
 
     #[test]
     fn some_of_many_blockers_are_named_and_the_others_counted() {
-        let unsupported = (10..30).map(|number| unserved(&format!("s{number}"), Effect::NotServed)).collect();
-        let blockers = blockers(&Coverage { unsupported, ..Coverage::default() });
+        let unserved_fields =
+            (10..30).map(|number| unserved(&format!("s{number}"), Effect::NotServed)).collect();
+        let blockers = blockers(&Coverage { unserved_fields, ..Coverage::default() });
         assert_eq!((blockers.len(), blockers[MOST_NAMED].as_str()), (MOST_NAMED + 1, "10 more"));
     }
 }

@@ -13,9 +13,9 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     cleanup::FormerRuleRemoval,
-    event::{self, filling_tables, unattached_interfaces, unsupported_services},
+    event::{self, filling_tables, unattached_interfaces, unserved_fields},
     mode_choice, own_node,
-    record::{self, Record, RecordInputs, UnsupportedField},
+    record::{self, Record, RecordInputs, UnservedFieldRecord},
     reload::Reload,
     set_up,
     settings::Settings,
@@ -69,9 +69,9 @@ pub(super) struct Proxy {
     draining: watch::Sender<Vec<Mode>>,
     /// The reasons why interfaces lack programs.
     hook_problems: watch::Sender<HookProblems>,
-    /// The fields of Services that are not honoured and were reported by events, also by those of a
-    /// predecessor.
-    told: watch::Sender<Vec<UnsupportedField>>,
+    /// The fields of Services that are not served as asked and were reported by events, also by
+    /// those of a predecessor.
+    told: watch::Sender<Vec<UnservedFieldRecord>>,
     /// The configuration in force.
     configs: watch::Sender<Arc<Config>>,
     /// The configuration in force, as `/configz` shows it.
@@ -285,7 +285,7 @@ impl Proxy {
 
     /// Starts to report Services that are not served as asked, by events. It must be called before
     /// the record of a predecessor is replaced.
-    pub(super) fn tell_of_unsupported_services(&self, tasks: &mut Tasks) {
+    pub(super) fn tell_of_unserved_fields(&self, tasks: &mut Tasks) {
         let told = match Record::read(&self.config.ebpf.bpffs) {
             Ok(record) => record.unwrap_or_default().told,
             Err(error) => {
@@ -296,8 +296,8 @@ impl Proxy {
         self.told.send_replace(told);
         let (coverage, told, events) = (self.coverage.subscribe(), self.told.clone(), self.events.clone());
         let node = Arc::clone(&self.node_name);
-        self.spawn(tasks, "unsupported Services", async move {
-            unsupported_services::follow(coverage, &told, &node, events).await
+        self.spawn(tasks, "unserved fields", async move {
+            unserved_fields::follow(coverage, &told, &node, events).await
         });
     }
 

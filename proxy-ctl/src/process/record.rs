@@ -57,9 +57,10 @@ pub struct Record {
     /// Service ports for which the rules of another kube-proxy stay, each with the reason.
     pub removal_blockers: Vec<String>,
     /// The fields that are not served as asked, by service port.
-    pub unsupported: Vec<UnsupportedField>,
+    #[serde(rename = "unsupported")]
+    pub unserved_fields: Vec<UnservedFieldRecord>,
     /// The fields that this node has reported by events.
-    pub told: Vec<UnsupportedField>,
+    pub told: Vec<UnservedFieldRecord>,
 }
 
 /// The error for a record of a running proxy that is there and cannot be read.
@@ -70,10 +71,10 @@ pub struct UnreadableRecord {
     source: io::Error,
 }
 
-/// A field of a Service that is not honoured for one of its ports.
+/// A field of a Service that is not served as asked for one of its ports.
 #[derive(Clone, Debug, Default, Deserialize, Eq, PartialEq, Serialize)]
 #[serde(rename_all = "camelCase", default)]
-pub struct UnsupportedField {
+pub struct UnservedFieldRecord {
     pub namespace: String,
     pub name: String,
     /// Empty if the Service has one unnamed port.
@@ -88,7 +89,7 @@ pub struct UnsupportedField {
     pub instead: String,
 }
 
-impl UnsupportedField {
+impl UnservedFieldRecord {
     pub(super) fn all(coverage: &Coverage) -> Vec<Self> {
         let all = coverage.exceptions();
         all.map(|(name, one)| Self {
@@ -248,7 +249,7 @@ pub(super) struct RecordInputs {
     pub(super) removal_blockers: watch::Receiver<Vec<String>>,
     pub(super) coverage: watch::Receiver<Coverage>,
     pub(super) hook_problems: watch::Receiver<HookProblems>,
-    pub(super) told: watch::Receiver<Vec<UnsupportedField>>,
+    pub(super) told: watch::Receiver<Vec<UnservedFieldRecord>>,
 }
 
 /// Writes the record again whenever it has changed, once it was `written` first.
@@ -263,7 +264,7 @@ pub(super) async fn keep(mut record: Record, mut inputs: RecordInputs, written: 
         record.interfaces = inputs.interfaces(&config);
         record.removal_blockers.clone_from(&inputs.removal_blockers.borrow());
         if inputs.coverage.has_changed().unwrap_or(false) {
-            record.unsupported = UnsupportedField::all(&inputs.coverage.borrow_and_update());
+            record.unserved_fields = UnservedFieldRecord::all(&inputs.coverage.borrow_and_update());
         }
         record.told.clone_from(&inputs.told.borrow());
         if last.as_ref() != Some(&record) {

@@ -106,7 +106,7 @@ async fn serve(line: CommandLine, settings: Settings, choice: ModeChoice) -> any
     proxy.set_up_and_follow(&mut tasks);
     proxy.remove_former_rules(&mut tasks);
     proxy.tell_of_mode(&mut tasks);
-    proxy.tell_of_unsupported_services(&mut tasks);
+    proxy.tell_of_unserved_fields(&mut tasks);
     proxy.tell_of_unattached_interfaces(&mut tasks);
     proxy.tell_of_filling_tables(&mut tasks);
     let opened = proxy.keep_record(&mut tasks);

@@ -209,7 +209,7 @@ fn what_is_not_served_is_told_with_the_reason() {
     // The record is written once a second.
     let told = loop {
         let status = user.show("status");
-        if let Some([only]) = status["unsupported"].as_array().map(Vec::as_slice) {
+        if let Some([only]) = status["unservedFields"].as_array().map(Vec::as_slice) {
             break only.clone();
         }
         assert!(Instant::now() < deadline, "{status}");

@@ -22,7 +22,7 @@ use crate::{
         objects::{Algorithm, Forwarding},
     },
     modes::{OtherProgram, ReasonUsage, TableUsage},
-    process::record::{InterfaceRecord, Record, SourceRecord, UnsupportedField},
+    process::record::{InterfaceRecord, Record, SourceRecord, UnservedFieldRecord},
 };
 
 /// A service port in one IP family.
@@ -241,7 +241,7 @@ pub(super) struct StatusView {
     pub(super) counters: Vec<ReasonUsage>,
     pub(super) former_kube_proxy: FormerView,
     /// The fields of Services that are not served as asked, by service port.
-    pub(super) unsupported: Vec<UnsupportedField>,
+    pub(super) unserved_fields: Vec<UnservedFieldRecord>,
     /// The things that the caller may not read, each with the reason.
     pub(super) not_readable: Vec<String>,
 }
@@ -331,7 +331,7 @@ impl StatusView {
             fallback: record.as_ref().and_then(|record| record.fallback.clone()),
             node: record.as_ref().map(|record| record.node.clone()),
             controller: ControllerView { running: Some(running), starting: starting.is_some(), pid },
-            unsupported: record.as_ref().map(|record| record.unsupported.clone()).unwrap_or_default(),
+            unserved_fields: record.as_ref().map(|record| record.unserved_fields.clone()).unwrap_or_default(),
             unattached: record.iter().filter(|_| alive).flat_map(unattached).collect(),
             sources: record.filter(|_| alive).map(|record| record.sources),
             hooks: Vec::new(),
@@ -423,10 +423,13 @@ impl StatusView {
                 text.push_str(&part);
             }
         };
-        let (delegated, unsupported): (Vec<_>, Vec<_>) =
-            self.unsupported.iter().partition(|field| field.is_delegated());
-        let unsupported: BTreeSet<_> = unsupported.into_iter().map(unsupported_row).collect();
-        part(unsupported.len(), table(["NOT SERVED AS ASKED", "FIELD", "EFFECT", "INSTEAD"], unsupported));
+        let (delegated, unserved_fields): (Vec<_>, Vec<_>) =
+            self.unserved_fields.iter().partition(|field| field.is_delegated());
+        let unserved_fields: BTreeSet<_> = unserved_fields.into_iter().map(unserved_row).collect();
+        part(
+            unserved_fields.len(),
+            table(["NOT SERVED AS ASKED", "FIELD", "EFFECT", "INSTEAD"], unserved_fields),
+        );
         let delegated = delegated_rows(&delegated);
         part(delegated.len(), table(["DELEGATED", "FIELD", "HOW"], delegated));
         let or_dash = |text: &Option<String>| text.clone().unwrap_or_else(|| "-".to_owned());
@@ -463,28 +466,28 @@ fn unattached(record: &Record) -> impl Iterator<Item = String> {
 }
 
 /// Returns a row of the table. Both IP families of a service port give the same row.
-fn unsupported_row(unsupported: &UnsupportedField) -> [String; 4] {
-    let UnsupportedField { field, effect, instead, .. } = unsupported;
+fn unserved_row(one: &UnservedFieldRecord) -> [String; 4] {
+    let UnservedFieldRecord { field, effect, instead, .. } = one;
     let effect = match effect.as_str() {
         "notServed" => "not served",
         "partlyServed" => "partly served",
         _ => "served differently",
     };
-    [service_port(unsupported), field.clone(), effect.to_owned(), instead.clone()]
+    [service_port(one), field.clone(), effect.to_owned(), instead.clone()]
 }
 
-fn service_port(UnsupportedField { namespace, name, port, .. }: &UnsupportedField) -> String {
+fn service_port(UnservedFieldRecord { namespace, name, port, .. }: &UnservedFieldRecord) -> String {
     let port = if port.is_empty() { String::new() } else { format!(":{port}") };
     format!("{namespace}/{name}{port}")
 }
 
 /// Returns a row for each service port. If many have the same field, one row counts them.
-fn delegated_rows(fields: &[&UnsupportedField]) -> Vec<[String; 3]> {
+fn delegated_rows(fields: &[&UnservedFieldRecord]) -> Vec<[String; 3]> {
     const MOST_NAMED: usize = 10;
     let mut service_ports: BTreeMap<[&str; 2], BTreeSet<String>> = BTreeMap::new();
-    for unsupported in fields {
-        let key = [unsupported.field.as_str(), unsupported.instead.as_str()];
-        service_ports.entry(key).or_default().insert(service_port(unsupported));
+    for one in fields {
+        let key = [one.field.as_str(), one.instead.as_str()];
+        service_ports.entry(key).or_default().insert(service_port(one));
     }
     let mut rows = Vec::new();
     for ([field, how], names) in service_ports {

@@ -152,7 +152,7 @@ fn the_end_of_a_lease_is_told(#[case] withdraws_in: Option<u64>, #[case] expecte
 
 #[test]
 fn service_ports_that_are_not_served_as_asked_are_listed_once_for_both_families() {
-    let field = |family: &str| UnsupportedField {
+    let field = |family: &str| UnservedFieldRecord {
         namespace: "shop".into(),
         name: "web".into(),
         port: "http".into(),
@@ -162,7 +162,7 @@ fn service_ports_that_are_not_served_as_asked_are_listed_once_for_both_families(
         effect: "partlyServed".into(),
         instead: "not built yet".into(),
     };
-    let record = Record { unsupported: vec![field("IPv4"), field("IPv6")], ..Record::default() };
+    let record = Record { unserved_fields: vec![field("IPv4"), field("IPv6")], ..Record::default() };
     let status = StatusView::new(Some(record), Some(Mode::Ebpf), None);
     let text = status.text();
     let lines: Vec<&str> = text.lines().filter(|line| line.starts_with("shop/web:http")).collect();
@@ -171,23 +171,23 @@ fn service_ports_that_are_not_served_as_asked_are_listed_once_for_both_families(
         assert!(line.contains(part), "{line}");
     }
     let json = serde_json::to_value(&status).unwrap();
-    assert_eq!(json["unsupported"][1]["family"], "IPv6");
-    assert_eq!(json["unsupported"][0]["effect"], "partlyServed");
+    assert_eq!(json["unservedFields"][1]["family"], "IPv6");
+    assert_eq!(json["unservedFields"][0]["effect"], "partlyServed");
 }
 
 #[test]
 fn service_ports_that_are_delegated_are_listed_or_counted() {
-    let delegated = |name: String, field: &str| UnsupportedField {
+    let delegated = |name: String, field: &str| UnservedFieldRecord {
         namespace: "shop".into(),
         name,
         field: field.into(),
         effect: "handedOver".into(),
         instead: "served by the secondary mode nftables".into(),
-        ..UnsupportedField::default()
+        ..UnservedFieldRecord::default()
     };
-    let mut unsupported = vec![delegated("sctp".into(), "spec.ports[].protocol")];
-    unsupported.extend((0..11).map(|n| delegated(format!("web-{n}"), "spec.ports[].nodePort")));
-    let record = Record { unsupported, ..Record::default() };
+    let mut unserved_fields = vec![delegated("sctp".into(), "spec.ports[].protocol")];
+    unserved_fields.extend((0..11).map(|n| delegated(format!("web-{n}"), "spec.ports[].nodePort")));
+    let record = Record { unserved_fields, ..Record::default() };
     let text = StatusView::new(Some(record), Some(Mode::Ebpf), None).text();
     let rows: Vec<Vec<&str>> = text
         .lines()

@@ -2,9 +2,9 @@
 
 use super::*;
 
-pub(super) fn unsupported(fixture: &Fixture) -> Vec<(String, Vec<Unsupported>)> {
+pub(super) fn unserved_fields(fixture: &Fixture) -> Vec<(String, Vec<UnservedField>)> {
     let coverage = fixture.reports.coverage.borrow();
-    coverage.unsupported.iter().map(|(name, all)| (name.to_string(), all.clone())).collect()
+    coverage.unserved_fields.iter().map(|(name, all)| (name.to_string(), all.clone())).collect()
 }
 
 #[test]
@@ -14,20 +14,20 @@ fn a_port_that_the_mode_does_not_support_is_left_out_and_named() {
     both.ports.push(ServicePort { name: "s".into(), protocol: Protocol::Sctp, port: 81, node_port: None });
     fixture.take(Update::ApplyService(both.clone()));
     assert_eq!(fixture.write(), [Call::Apply(vec!["default/a".into()], vec![])]);
-    assert_eq!(unsupported(&fixture), [("default/a:s".into(), vec![SCTP])]);
+    assert_eq!(unserved_fields(&fixture), [("default/a:s".into(), vec![SCTP])]);
     assert!(fixture.metric("proxy_service_ports 1"));
-    assert!(fixture.metric("proxy_unsupported_service_ports{field=\"protocol\"} 1"));
+    assert!(fixture.metric("proxy_unserved_fields{field=\"protocol\"} 1"));
     fixture.take(Update::DeleteService(both.name));
     assert_eq!(fixture.write(), [Call::Apply(vec![], vec!["default/a".into()])]);
-    assert_eq!(unsupported(&fixture), []);
-    assert!(fixture.metric("proxy_unsupported_service_ports{field=\"protocol\"} 0"));
+    assert_eq!(unserved_fields(&fixture), []);
+    assert!(fixture.metric("proxy_unserved_fields{field=\"protocol\"} 0"));
 }
 
 /// A service port without room must not be reported as served, because others rely on the report.
 #[test]
 fn what_has_no_room_is_named_until_it_has_and_nothing_is_tried_again() {
     let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
-    let full = Unsupported {
+    let full = UnservedField {
         field: "spec.externalIPs",
         effect: Effect::NoRoom,
         instead: Cow::Borrowed("map frontends4 is full"),
@@ -41,7 +41,7 @@ fn what_has_no_room_is_named_until_it_has_and_nothing_is_tried_again() {
         coverage.unserved().map(|(name, one)| (name.clone(), one.clone())).collect()
     };
     assert_eq!(named(&fixture), [(name, full)]);
-    assert!(fixture.metric("proxy_unsupported_service_ports{field=\"spec.externalIPs\"} 1"));
+    assert!(fixture.metric("proxy_unserved_fields{field=\"spec.externalIPs\"} 1"));
     // The next change has nothing to do with the port without room.
     fixture.take(Update::ApplyService(service("c", "10.0.0.3")));
     fixture.write();
@@ -50,7 +50,7 @@ fn what_has_no_room_is_named_until_it_has_and_nothing_is_tried_again() {
     fixture.take(Update::DeleteService(ObjectName::new("default", "b")));
     fixture.write();
     assert_eq!(named(&fixture), []);
-    assert!(fixture.metric("proxy_unsupported_service_ports{field=\"spec.externalIPs\"} 0"));
+    assert!(fixture.metric("proxy_unserved_fields{field=\"spec.externalIPs\"} 0"));
 }
 
 #[test]
@@ -62,35 +62,35 @@ fn a_frontend_that_another_service_has_is_named() {
     };
     let mut fixture =
         Fixture::serving(vec![on_one_node_port("a", "10.0.0.1"), on_one_node_port("b", "10.0.0.2")]);
-    let told = unsupported(&fixture);
+    let told = unserved_fields(&fixture);
     let [(name, reasons)] = told.as_slice() else { panic!("{told:?}") };
     assert_eq!((name.as_str(), reasons[0].field), ("default/b", "spec.ports[].nodePort"));
     assert!(reasons[0].instead.contains("30080 (default/a)"), "{reasons:?}");
     assert!(fixture.metric("proxy_frontend_conflicts_total 1"));
     fixture.take(Update::DeleteService(ObjectName::new("default", "a")));
     fixture.write();
-    assert_eq!(unsupported(&fixture), []);
+    assert_eq!(unserved_fields(&fixture), []);
 }
 
 #[test]
-fn a_port_is_named_as_unsupported_until_its_new_state_is_written() {
+fn a_port_has_unserved_fields_until_its_new_state_is_written() {
     let sticky = Service { affinity_seconds: Some(10_800), ..service("a", "10.0.0.1") };
     let mut fixture = Fixture::serving(vec![sticky]);
-    assert_eq!(unsupported(&fixture).len(), 1);
+    assert_eq!(unserved_fields(&fixture).len(), 1);
     fixture.recorder.fail(1);
     fixture.take(Update::ApplyService(service("a", "10.0.0.1")));
     fixture.write();
-    assert_eq!(unsupported(&fixture).len(), 1);
+    assert_eq!(unserved_fields(&fixture).len(), 1);
     fixture.later(Duration::from_secs(1));
     fixture.write();
-    assert_eq!(unsupported(&fixture), []);
+    assert_eq!(unserved_fields(&fixture), []);
 }
 
 #[test]
 fn a_port_that_lacks_affinity_alone_is_served() {
     let sticky = Service { affinity_seconds: Some(10_800), ..service("a", "10.0.0.1") };
     let fixture = Fixture::serving(vec![sticky]);
-    assert_eq!(unsupported(&fixture), [("default/a".into(), vec![AFFINITY])]);
+    assert_eq!(unserved_fields(&fixture), [("default/a".into(), vec![AFFINITY])]);
     assert_eq!(fixture.reports.coverage.borrow().unserved().count(), 0);
     assert!(fixture.recorder.lock().programmed.contains_key("default/a"));
 }

@@ -31,7 +31,7 @@ use crate::{
     },
     modes::{
         Applied, Effect, ErrorKind, HookProblems, Known, Modes, PacketMode, PacketPrograms, Programmed,
-        Snapshot, Unsupported, Usage,
+        Snapshot, UnservedField, Usage,
     },
     node::OwnNode,
 };
@@ -43,9 +43,9 @@ mod repair;
 mod switch;
 mod thread;
 
-const AFFINITY: Unsupported = Unsupported::new("affinity", Effect::ServedDifferently, "any endpoint");
-const DELEGATED: Unsupported = Unsupported::new("all", Effect::Delegated, "served by another mode");
-const SCTP: Unsupported = Unsupported::new("protocol", Effect::NotServed, "not served");
+const AFFINITY: UnservedField = UnservedField::new("affinity", Effect::ServedDifferently, "any endpoint");
+const DELEGATED: UnservedField = UnservedField::new("all", Effect::Delegated, "served by another mode");
+const SCTP: UnservedField = UnservedField::new("protocol", Effect::NotServed, "not served");
 
 fn full() -> Error {
     Error::new(ErrorKind::Other, "map frontends4 is full")

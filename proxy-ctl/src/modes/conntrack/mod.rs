@@ -29,7 +29,7 @@ use rustc_hash::{FxHashMap, FxHashSet};
 
 pub(super) use self::stale_flows::{Repliers, StaleFlows};
 use super::{
-    Applied, Dataplane, Error, Known, MetricFamily, PacketMode, Programmed, Snapshot, Unsupported, Usage,
+    Applied, Dataplane, Error, Known, MetricFamily, PacketMode, Programmed, Snapshot, UnservedField, Usage,
 };
 use crate::{
     model::{
@@ -258,11 +258,11 @@ impl Dataplane for WithConntrack {
         self.inner.invalidate(known);
     }
 
-    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
-        self.inner.supports(port)
+    fn unserved_fields(&self, port: &DesiredPort) -> Vec<UnservedField> {
+        self.inner.unserved_fields(port)
     }
 
-    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
+    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
         self.inner.take_without_room()
     }
 

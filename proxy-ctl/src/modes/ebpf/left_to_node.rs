@@ -23,7 +23,7 @@ use crate::{
     },
     modes::{
         Applied, Dataplane, Effect, Error, EventQuery, EventStream, FlowQuery, FlowSnapshot, Known,
-        MetricFamily, PacketMode, Programmed, Snapshot, Unsupported, Usage, port_set::PortSet, supports,
+        MetricFamily, PacketMode, Programmed, Snapshot, UnservedField, Usage, port_set::PortSet, unserved,
     },
     sys::{
         CallError,
@@ -85,7 +85,7 @@ pub(super) struct LeftToNode {
     /// [`Dataplane::take_without_room`].
     told_is_old: bool,
     /// The exceptions that `inner` reported last.
-    without_room: BTreeMap<ServicePortName, Vec<Unsupported>>,
+    without_room: BTreeMap<ServicePortName, Vec<UnservedField>>,
 }
 
 impl LeftToNode {
@@ -246,7 +246,7 @@ impl LeftToNode {
     }
 
     /// Returns the frontends that are left to the node, for people.
-    fn told(&self) -> impl Iterator<Item = (ServicePortName, Unsupported)> {
+    fn told(&self) -> impl Iterator<Item = (ServicePortName, UnservedField)> {
         let ports = self.ports.iter().filter(|port| self.is_at_own_address(port));
         ports.filter_map(|port| {
             let is_left = |frontend: &&Frontend| self.is_left(port.name.protocol, frontend);
@@ -255,8 +255,8 @@ impl LeftToNode {
                 left.map(|one| SocketAddr::new(one.address, one.port).to_string()).collect();
             let instead =
                 format!("left to this node, which has the address and listens there: {}", at.join(", "));
-            let field = supports::field(FrontendKind::ClusterIp);
-            let told = Unsupported { field, effect: Effect::LeftToNode, instead: instead.into() };
+            let field = unserved::field(FrontendKind::ClusterIp);
+            let told = UnservedField { field, effect: Effect::LeftToNode, instead: instead.into() };
             (!at.is_empty()).then(|| (port.name.clone(), told))
         })
     }
@@ -341,11 +341,11 @@ impl Dataplane for LeftToNode {
         self.inner.invalidate(known);
     }
 
-    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
-        self.inner.supports(port)
+    fn unserved_fields(&self, port: &DesiredPort) -> Vec<UnservedField> {
+        self.inner.unserved_fields(port)
     }
 
-    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
+    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
         let of_inner = self.inner.take_without_room();
         if !mem::take(&mut self.told_is_old) && of_inner.is_none() {
             return None;
@@ -443,7 +443,7 @@ mod tests {
             Ok(())
         }
 
-        fn supports(&self, _port: &DesiredPort) -> Vec<Unsupported> {
+        fn unserved_fields(&self, _port: &DesiredPort) -> Vec<UnservedField> {
             Vec::new()
         }
     }

@@ -25,7 +25,7 @@ use self::{
 };
 use super::{
     Applied, Dataplane, HookProblems, MetricFamily, PacketMode, PacketPrograms, Programmed, Snapshot,
-    Unsupported, Usage,
+    UnservedField, Usage,
     entry::{Entry, TrackedFlows},
 };
 use crate::{
@@ -52,7 +52,7 @@ mod open;
 pub(super) mod probe;
 mod repair;
 mod services;
-mod supports;
+mod unserved;
 mod upkeep;
 pub mod view;
 
@@ -163,11 +163,11 @@ impl Dataplane for EbpfDataplane {
         self.continue_draining()
     }
 
-    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
-        supports::supports(port, self.config.sockets(), self.services.shared.forwarding)
+    fn unserved_fields(&self, port: &DesiredPort) -> Vec<UnservedField> {
+        unserved::unserved_fields(port, self.config.sockets(), self.services.shared.forwarding)
     }
 
-    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
+    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
         let v4 = std::mem::take(&mut self.services.v4.entries.without_room.changed);
         let v6 = std::mem::take(&mut self.services.v6.entries.without_room.changed);
         (v4 || v6).then(|| {

@@ -17,7 +17,7 @@ use self::{
     writer::Writer,
 };
 use super::{
-    Applied, Dataplane, Known, MetricFamily, NodeSnapshot, Programmed, Snapshot, TableUsage, Unsupported,
+    Applied, Dataplane, Known, MetricFamily, NodeSnapshot, Programmed, Snapshot, TableUsage, UnservedField,
     Usage,
     entry::{BoxedProgrammed, Entry, TrackedFlows},
     mode_lock::lock,
@@ -336,7 +336,7 @@ impl Dataplane for IptablesDataplane {
         self.in_each(|writer| writer.watch().map(|()| Applied::default())).map(drop)
     }
 
-    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
-        super::supports::balancing(port, "mode iptables draws endpoints at random, each alike")
+    fn unserved_fields(&self, port: &DesiredPort) -> Vec<UnservedField> {
+        super::unserved::balancing(port, "mode iptables draws endpoints at random, each alike")
     }
 }

@@ -27,7 +27,7 @@ use self::{
     state::{Change, KernelObjects, Key, Wanted},
 };
 use super::{
-    Applied, Dataplane, MetricFamily, Programmed, Snapshot, TableUsage, Unsupported, Usage,
+    Applied, Dataplane, MetricFamily, Programmed, Snapshot, TableUsage, UnservedField, Usage,
     entry::{Entry, TrackedFlows},
     mode_lock::lock,
     netfilter::{chains::FamilyChains, metrics, own_rules},
@@ -350,11 +350,11 @@ impl Dataplane for IpvsDataplane {
         Ok(failures.into_result()?)
     }
 
-    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
-        super::supports::balancing(port, "mode ipvs chooses endpoints as ipvs.scheduler says, each alike")
+    fn unserved_fields(&self, port: &DesiredPort) -> Vec<UnservedField> {
+        super::unserved::balancing(port, "mode ipvs chooses endpoints as ipvs.scheduler says, each alike")
     }
 
-    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
+    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
         self.refusals.take(&self.wanted, &self.desired)
     }
 }

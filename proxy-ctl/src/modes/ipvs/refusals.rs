@@ -17,12 +17,12 @@ use super::{
 };
 use crate::{
     model::desired::{DesiredPort, FrontendKind, ServicePortName},
-    modes::{Effect, Unsupported, supports::field},
+    modes::{Effect, UnservedField, unserved::field},
     sys::{CallError, net::ipvs::ServerChange},
 };
 
 /// The fields that are not honoured, by service port.
-type WithoutRoom = BTreeMap<ServicePortName, Vec<Unsupported>>;
+type WithoutRoom = BTreeMap<ServicePortName, Vec<UnservedField>>;
 
 #[derive(Debug)]
 struct Refusal {
@@ -93,7 +93,7 @@ impl Refusals {
         for ((name, field, effect), (text, count)) in lacking {
             let more = if count == 1 { String::new() } else { format!(", and {} more", count - 1) };
             let instead = format!("the kernel refuses {text}{more}").into();
-            ports.entry(name.clone()).or_default().push(Unsupported { field, effect, instead });
+            ports.entry(name.clone()).or_default().push(UnservedField { field, effect, instead });
         }
         Some(ports)
     }
@@ -125,7 +125,7 @@ impl Refusal {
     }
 }
 
-/// Returns the field that is not honoured, and what is served nevertheless.
+/// Returns the field that is not served as asked, and what is served nevertheless.
 fn lacks(key: Key, refusal: &Refusal, port: &DesiredPort) -> (&'static str, Effect) {
     let kind = |is_it: &dyn Fn(SocketAddr) -> bool| {
         let mut frontends = port.frontends.iter().filter(|one| one.kind != FrontendKind::NodePort);

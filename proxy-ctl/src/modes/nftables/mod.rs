@@ -28,7 +28,7 @@ use std::sync::Arc;
 pub use self::error::{Error, RefusedPorts};
 use self::{frame::Context, snapshot::Pinned, table::FamilyTable};
 use super::{
-    Applied, Dataplane, MetricFamily, Programmed, Removed, Snapshot, TableUsage, Unsupported, Usage,
+    Applied, Dataplane, MetricFamily, Programmed, Removed, Snapshot, TableUsage, UnservedField, Usage,
     entry::{Entry, TrackedFlows},
     mode_lock::lock,
 };
@@ -187,8 +187,8 @@ impl Dataplane for NftablesDataplane {
         failed.map_or(Ok(()), |error| Err(error.into()))
     }
 
-    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
-        super::supports::balancing(port, "mode nftables draws endpoints at random, each alike")
+    fn unserved_fields(&self, port: &DesiredPort) -> Vec<UnservedField> {
+        super::unserved::balancing(port, "mode nftables draws endpoints at random, each alike")
     }
 }
 

@@ -1,9 +1,9 @@
 //! Combines the active mode and a secondary mode into one dataplane. The secondary mode is a
 //! netfilter mode that serves what the active mode cannot.
 //!
-//! [`Dataplane::supports`] of the active mode decides what of a service port is delegated: the
-//! whole port, or its frontends of one kind. Such frontends may be served by both modes, each for
-//! its own clients. The secondary mode is opened with the first delegated port. It is removed after
+//! [`Dataplane::unserved_fields`] of the active mode decides what of a service port is delegated:
+//! the whole port, or its frontends of one kind. Both modes may serve such frontends, each for its
+//! own clients. The secondary mode is opened with the first delegated port. It is removed after
 //! the last one, once no connection depends on it.
 //!
 //! While pods have no packet programs ([`PacketPrograms::are_lacking`]), every service port is
@@ -21,7 +21,7 @@ use self::{
 };
 use super::{
     Applied, Dataplane, Effect, Error, HookProblems, Known, MetricFamily, PacketMode, PacketPrograms,
-    Programmed, Snapshot, Unsupported, Usage, port_set::PortSet,
+    Programmed, Snapshot, UnservedField, Usage, port_set::PortSet,
 };
 use crate::model::{
     desired::{Changes, DesiredPort, ServicePortName},
@@ -80,7 +80,7 @@ pub(super) struct WithSecondary {
     /// True if the failure, or the ports that it concerns, have changed since
     /// [`Dataplane::take_without_room`].
     failure_changed: bool,
-    without_room: BTreeMap<ServicePortName, Vec<Unsupported>>,
+    without_room: BTreeMap<ServicePortName, Vec<UnservedField>>,
 }
 
 /// Number of collections between two attempts to remove the secondary mode. An attempt lists all
@@ -457,20 +457,20 @@ impl Dataplane for WithSecondary {
         }
     }
 
-    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
+    fn unserved_fields(&self, port: &DesiredPort) -> Vec<UnservedField> {
         let mode = self.secondary.mode();
-        let told = |one: Unsupported| match can_be_delegated(&one) {
-            true => Unsupported {
+        let told = |one: UnservedField| match can_be_delegated(&one) {
+            true => UnservedField {
                 effect: Effect::Delegated,
                 instead: format!("served by the secondary mode {mode}").into(),
                 ..one
             },
             false => one,
         };
-        self.active.supports(port).into_iter().map(told).collect()
+        self.active.unserved_fields(port).into_iter().map(told).collect()
     }
 
-    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
+    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
         let of_active = self.active.take_without_room();
         if of_active.is_none() && !std::mem::take(&mut self.failure_changed) {
             return None;
@@ -479,8 +479,8 @@ impl Dataplane for WithSecondary {
             self.without_room = ports;
         }
         let mut all = self.without_room.clone();
-        for (name, unsupported) in self.delegated_but_unserved() {
-            all.entry(name).or_default().extend(unsupported);
+        for (name, unserved_fields) in self.delegated_but_unserved() {
+            all.entry(name).or_default().extend(unserved_fields);
         }
         Some(all)
     }

@@ -8,7 +8,7 @@ use crate::{
         desired::{Changes, DesiredPort, Frontend, ServicePortName},
         node::Host,
     },
-    modes::{Effect, Unsupported, servable},
+    modes::{Effect, UnservedField, servable},
 };
 
 /// The parts of a service port, by the mode that serves them.
@@ -31,13 +31,13 @@ pub(super) struct Split {
 }
 
 impl Parts {
-    pub(super) fn of(port: &Arc<DesiredPort>, unsupported: &[Unsupported]) -> Self {
-        let Some(own) = servable(Arc::clone(port), unsupported) else {
+    pub(super) fn of(port: &Arc<DesiredPort>, unserved_fields: &[UnservedField]) -> Self {
+        let Some(own) = servable(Arc::clone(port), unserved_fields) else {
             return Self { own: None, delegated: Some(Arc::clone(port)) };
         };
         let is_delegated = |frontend: &Frontend| {
             let effect = Effect::NotToOwnNode(frontend.kind);
-            unsupported.iter().any(|one| one.effect == effect)
+            unserved_fields.iter().any(|one| one.effect == effect)
         };
         let frontends: Vec<_> = port.frontends.iter().filter(|one| is_delegated(one)).cloned().collect();
         let delegated =
@@ -46,8 +46,8 @@ impl Parts {
     }
 }
 
-pub(super) const fn can_be_delegated(unsupported: &Unsupported) -> bool {
-    match unsupported.effect {
+pub(super) const fn can_be_delegated(one: &UnservedField) -> bool {
+    match one.effect {
         Effect::NotToOwnNode(_) | Effect::NotServed => true,
         Effect::ServedDifferently
         | Effect::Refused
@@ -64,7 +64,7 @@ pub(super) fn secondary_host(host: &Host) -> Host {
 
 impl WithSecondary {
     pub(super) fn parts(&self, port: &Arc<DesiredPort>) -> Parts {
-        let parts = Parts::of(port, &self.active.supports(port));
+        let parts = Parts::of(port, &self.active.unserved_fields(port));
         if self.programs_come_later && parts.own.is_some() {
             Parts { delegated: None, ..parts }
         } else if self.delegates_everything {
@@ -129,10 +129,10 @@ impl WithSecondary {
     }
 
     /// Returns what is delegated but not served, because the secondary mode cannot be opened.
-    pub(super) fn delegated_but_unserved(&self) -> BTreeMap<ServicePortName, Vec<Unsupported>> {
+    pub(super) fn delegated_but_unserved(&self) -> BTreeMap<ServicePortName, Vec<UnservedField>> {
         let Some(failure) = &self.failure else { return BTreeMap::new() };
         let mode = self.secondary.mode();
-        let told = |one: &Unsupported| Unsupported {
+        let told = |one: &UnservedField| UnservedField {
             field: one.field,
             effect: one.effect,
             instead: format!(
@@ -141,8 +141,8 @@ impl WithSecondary {
             .into(),
         };
         let fields = |port: &Arc<DesiredPort>| {
-            let unsupported = self.active.supports(port);
-            unsupported.iter().filter(|one| can_be_delegated(one)).map(told).collect()
+            let unserved_fields = self.active.unserved_fields(port);
+            unserved_fields.iter().filter(|one| can_be_delegated(one)).map(told).collect()
         };
         // Ports that the active mode serves too have no such fields, so they are left out.
         let with_fields = self.delegated.iter().map(|(name, port)| (name.clone(), fields(port)));

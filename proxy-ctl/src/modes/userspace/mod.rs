@@ -25,10 +25,10 @@ use self::{
     runtime::{Runtime, Task},
     shared::{Permit, Portal, Shared, lock},
     snapshot::{RunningProcess, Served, ServedPort},
-    supports::Unlistened,
+    unserved::Unlistened,
 };
 use super::{
-    Applied, Dataplane, Error, ErrorKind, MetricFamily, Programmed, Snapshot, Unsupported, Usage,
+    Applied, Dataplane, Error, ErrorKind, MetricFamily, Programmed, Snapshot, UnservedField, Usage,
     entry::{Entry, Removed, TrackedFlows},
     mode_lock::{self, LockError},
     netfilter::own_rules,
@@ -58,13 +58,13 @@ mod redirect;
 mod runtime;
 mod shared;
 mod snapshot;
-mod supports;
 mod tcp;
 #[cfg(test)]
 mod test_support;
 #[cfg(test)]
 mod tests;
 mod udp;
+mod unserved;
 
 #[cfg(test)]
 pub(crate) use self::metrics::sample_metrics;
@@ -138,7 +138,7 @@ struct UserspaceDataplane {
     served: Arc<Mutex<Served>>,
     balancers: BTreeMap<ServicePortName, SharedBalancer>,
     listeners: BTreeMap<ListenerKey, Listener>,
-    unlistened: BTreeMap<ServicePortName, Vec<Unsupported>>,
+    unlistened: BTreeMap<ServicePortName, Vec<UnservedField>>,
     /// True if `unlistened` differs from what the last [`Dataplane::take_without_room`] has
     /// returned.
     unlistened_changed: bool,
@@ -308,7 +308,7 @@ impl UserspaceDataplane {
             let port = listening.address()?.port();
             Ok((self.start(listening, portal)?, port))
         });
-        let (task, port) = started.map_err(|error| supports::why(&error, *at))?;
+        let (task, port) = started.map_err(|error| unserved::why(&error, *at))?;
         self.listeners.insert(key, Listener { task, port, _permit: permit });
         Ok(true)
     }
@@ -338,7 +338,7 @@ impl UserspaceDataplane {
         let before = if unlistened.is_empty() {
             self.unlistened.remove(name)
         } else {
-            self.unlistened.insert(name.clone(), supports::without_listener(unlistened))
+            self.unlistened.insert(name.clone(), unserved::without_listener(unlistened))
         };
         self.unlistened_changed |= before.as_ref() != self.unlistened.get(name);
     }
@@ -471,11 +471,11 @@ impl Dataplane for UserspaceDataplane {
         Ok(())
     }
 
-    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
-        supports::supports(port)
+    fn unserved_fields(&self, port: &DesiredPort) -> Vec<UnservedField> {
+        unserved::unserved_fields(port)
     }
 
-    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<Unsupported>>> {
+    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
         mem::take(&mut self.unlistened_changed).then(|| self.unlistened.clone())
     }
 }

@@ -3,7 +3,7 @@
 
 pub(super) mod filling_tables;
 pub(super) mod unattached_interfaces;
-pub(super) mod unsupported_services;
+pub(super) mod unserved_fields;
 
 use std::{fmt, io, net::SocketAddr, path::PathBuf};
 

@@ -9,7 +9,7 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-use super::unsupported_services::Allowance;
+use super::unserved_fields::Allowance;
 use crate::{events::Recorder, modes::HookProblems, process::event};
 
 /// Sends the events. It ends when there is no dataplane any more.
@@ -47,7 +47,7 @@ mod tests {
     use tokio::time::timeout;
 
     use super::{
-        super::unsupported_services::{HOUR, MOST_IN_AN_HOUR},
+        super::unserved_fields::{HOUR, MOST_IN_AN_HOUR},
         *,
     };
 

@@ -61,7 +61,7 @@ fn own_socket(world: &mut World, variant: Variant) -> Result<()> {
     };
     let is_told = |world: &World| -> Result<bool> {
         let status: Value = serde_json::from_str(&world.tool(1, &["status", "--output", "json"])?)?;
-        let all = status["unsupported"].as_array().cloned().unwrap_or_default();
+        let all = status["unservedFields"].as_array().cloned().unwrap_or_default();
         let is_it = |one: &Value| {
             one["effect"] == "leftToNode" && one["instead"].to_string().contains(&at.to_string())
         };

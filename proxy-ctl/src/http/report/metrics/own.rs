@@ -17,7 +17,7 @@ use crate::{
     config::{Keyword as _, RequestedMode},
     kubernetes::convert::invalid::InvalidObjects,
     model::mode::ChosenMode,
-    modes::{Applied, Unsupported},
+    modes::{Applied, UnservedField},
     version,
 };
 
@@ -91,8 +91,8 @@ families! {
     pub service_ports: Gauge = "service_ports", "Service ports that are served";
     mode: Family<[Label; 2], Gauge> = "mode", "The active mode, and the one that was asked for; always 1";
     mode_fallback: Gauge = "mode_fallback", "1 if the active mode replaces the one that was asked for";
-    unsupported_service_ports: Family<[Label; 1], Gauge> =
-        "unsupported_service_ports", "Service ports with a field that is not honoured";
+    unserved_fields: Family<[Label; 1], Gauge> =
+        "unserved_fields", "Service ports with a field that is not served as asked";
 }
 
 /// Returns a histogram with buckets from 10 µs to 42 s.
@@ -144,9 +144,9 @@ impl ProxyMetrics {
 
     /// Counts a service port for which these fields are not served as asked. If `change` is -1, the
     /// port is no longer counted.
-    pub fn unsupported(&self, fields: &[Unsupported], change: i64) {
-        for unsupported in fields {
-            self.unsupported_service_ports.get_or_create(&[("field", unsupported.field)]).inc_by(change);
+    pub fn count_unserved_fields(&self, fields: &[UnservedField], change: i64) {
+        for one in fields {
+            self.unserved_fields.get_or_create(&[("field", one.field)]).inc_by(change);
         }
     }
 

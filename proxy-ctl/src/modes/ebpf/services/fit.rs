@@ -15,9 +15,9 @@ use super::{
 use crate::{
     model::desired::{DesiredPort, Endpoint, FrontendKind, ServicePortName},
     modes::{
-        Effect, Unsupported,
+        Effect, UnservedField,
         ebpf::{error::FullTable, maps::family::TableFamily},
-        supports,
+        unserved,
     },
 };
 
@@ -113,12 +113,12 @@ impl<F: TableFamily> FamilyWriter<F> {
 
     /// Returns the service ports that there is no room for, whole or in part, each with the fields
     /// that ask for it.
-    pub(crate) fn without_room(&self) -> BTreeMap<ServicePortName, Vec<Unsupported>> {
+    pub(crate) fn without_room(&self) -> BTreeMap<ServicePortName, Vec<UnservedField>> {
         let ports = self.entries.without_room.ports.iter();
-        let mut all: BTreeMap<ServicePortName, Vec<Unsupported>> =
+        let mut all: BTreeMap<ServicePortName, Vec<UnservedField>> =
             ports.map(|(name, waiting)| (name.clone(), vec![self.waits(name, waiting.full)])).collect();
         for (key, (frontend, name)) in &self.entries.without_room.frontends {
-            let field = supports::field(self.kind(key, frontend, name));
+            let field = unserved::field(self.kind(key, frontend, name));
             let reasons = all.entry(name.clone()).or_default();
             if !reasons.iter().any(|one| one.field == field) {
                 reasons.push(self.no_room(field));
@@ -143,7 +143,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         })
     }
 
-    fn waits(&self, name: &ServicePortName, full: FullTable) -> Unsupported {
+    fn waits(&self, name: &ServicePortName, full: FullTable) -> UnservedField {
         let FullTable { name: table, capacity, limit } = full;
         let field = if limit == Limit::Services {
             "spec.ports"
@@ -168,15 +168,15 @@ impl<F: TableFamily> FamilyWriter<F> {
         let instead = format!(
             "{what}: map {table} has room for {capacity} entries (ebpf.limits.{limit}), too few for it"
         );
-        Unsupported { field, effect, instead: instead.into() }
+        UnservedField { field, effect, instead: instead.into() }
     }
 
-    fn no_room(&self, field: &'static str) -> Unsupported {
+    fn no_room(&self, field: &'static str) -> UnservedField {
         let (table, capacity, limit) = (F::FRONTENDS, self.frontend_capacity(), Limit::Frontends.name());
         let instead = format!(
             "not all of it is served: map {table} has room for {capacity} entries (ebpf.limits.{limit}) and is full"
         );
-        Unsupported { field, effect: Effect::NoRoom, instead: instead.into() }
+        UnservedField { field, effect: Effect::NoRoom, instead: instead.into() }
     }
 
     /// Returns the kind of a frontend. The maps do not distinguish external IPs from load-balancer

@@ -26,7 +26,7 @@ pub(super) struct Fake {
     /// True if interface 7 has no packet programs.
     pub(super) lacks_programs: Arc<Mutex<bool>>,
     pub(super) programs_come_later: Arc<Mutex<bool>>,
-    /// The number of calls of `supports`.
+    /// The number of calls of `unserved_fields`.
     pub(super) asked: Arc<Mutex<usize>>,
     /// The last argument of `share_frontends`.
     pub(super) shares_frontends: bool,
@@ -102,13 +102,13 @@ impl Dataplane for Fake {
         Ok(())
     }
 
-    fn supports(&self, port: &DesiredPort) -> Vec<Unsupported> {
+    fn unserved_fields(&self, port: &DesiredPort) -> Vec<UnservedField> {
         *self.asked.lock().unwrap() += 1;
-        let unsupported = |effect| Unsupported { field: "spec.x", effect, instead: "not built".into() };
+        let unserved = |effect| UnservedField { field: "spec.x", effect, instead: "not built".into() };
         let all = [
-            (port.name.protocol == Protocol::Sctp, unsupported(Effect::NotServed)),
-            (port.affinity_seconds.is_some(), unsupported(Effect::ServedDifferently)),
-            (kinds(port).contains('n'), unsupported(Effect::NotToOwnNode(FrontendKind::NodePort))),
+            (port.name.protocol == Protocol::Sctp, unserved(Effect::NotServed)),
+            (port.affinity_seconds.is_some(), unserved(Effect::ServedDifferently)),
+            (kinds(port).contains('n'), unserved(Effect::NotToOwnNode(FrontendKind::NodePort))),
         ];
         all.into_iter().filter(|(asked, _)| self.who == "own" && *asked).map(|(_, one)| one).collect()
     }

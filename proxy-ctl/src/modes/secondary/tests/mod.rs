@@ -308,7 +308,7 @@ fn what_is_delegated_is_told_and_no_reason_to_keep_another_kube_proxys_rules() {
     let mut scene = Scene::new();
     scene.model.apply_service(with_node_port());
     let port = Arc::clone(&scene.model.take_changes().changed[0]);
-    let [told] = scene.both.supports(&port).try_into().unwrap();
+    let [told] = scene.both.unserved_fields(&port).try_into().unwrap();
     assert_eq!(told.effect, Effect::Delegated);
     assert_eq!(told.instead, "served by the secondary mode nftables");
     assert!(!told.leaves_unserved());

@@ -438,7 +438,7 @@ fn clients_wait_while_there_are_no_descriptors() {
 }
 
 /// Returns what is reported of one more Service.
-fn dataplane_errors(dataplane: &mut UserspaceDataplane, number: u16) -> Vec<Unsupported> {
+fn dataplane_errors(dataplane: &mut UserspaceDataplane, number: u16) -> Vec<UnservedField> {
     let port = desired(loopback(Protocol::Tcp, number), &["127.0.0.1:1"]);
     let mut other = DesiredPort::clone(&port);
     other.name.port = "other".into();

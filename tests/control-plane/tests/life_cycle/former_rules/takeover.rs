@@ -290,15 +290,15 @@ pub(crate) fn what_is_delegated_holds_no_removal_back(world: &mut World) -> Resu
     ensure!(tables.dump()?.contains(CLUSTER_IP), "the former kube-proxy has left nothing");
     let proxy = own.start(&json!({"iptables": {"syncPeriod": "1s"}}))?;
     proxy.says("serves what the active mode cannot")?;
-    let unsupported = || {
+    let unserved_fields = || {
         let status = own.status()?;
         let of = |name: &str| {
-            let all = status["unsupported"].as_array()?;
+            let all = status["unservedFields"].as_array()?;
             all.iter().find(|one| one["name"] == *name)?["effect"].as_str().map(str::to_owned)
         };
         Ok((of("associations").as_deref() == Some("handedOver")).then_some(()))
     };
-    until("what status says is not served as asked", unsupported, || proxy.log())?;
+    until("what status says is not served as asked", unserved_fields, || proxy.log())?;
     own.until_metric(&proxy, "proxy_former_rule_blockers", |count| count == 0.0)?;
     own.until_metric(&proxy, FORMER_RULES, |count| count == 0.0)?;
     let secondary = tables.dump()?;

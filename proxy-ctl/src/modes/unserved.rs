@@ -11,9 +11,9 @@ use crate::model::{
 /// The number of frontends that a text names. The other ones are counted.
 const MOST_NAMED: usize = 3;
 
-/// A field of a Service that is not honoured.
+/// A field of a Service that is not served as asked.
 #[derive(Clone, Debug, Eq, Hash, Ord, PartialEq, PartialOrd)]
-pub struct Unsupported {
+pub struct UnservedField {
     /// The field's name in Kubernetes, such as `spec.sessionAffinity`.
     pub field: &'static str,
     pub effect: Effect,
@@ -53,7 +53,7 @@ impl Effect {
     }
 }
 
-impl Unsupported {
+impl UnservedField {
     pub const fn new(field: &'static str, effect: Effect, instead: &'static str) -> Self {
         Self { field, effect, instead: Cow::Borrowed(instead) }
     }
@@ -71,9 +71,9 @@ impl Unsupported {
 
 /// Returns the annotations for mode ebpf that another mode does not honour. `instead` says how that
 /// mode chooses.
-pub(super) fn balancing(port: &DesiredPort, instead: &'static str) -> Vec<Unsupported> {
+pub(super) fn balancing(port: &DesiredPort, instead: &'static str) -> Vec<UnservedField> {
     let is_direct = |forwarding: Forwarding| forwarding.of_protocol(port.name.protocol) == Forwarding::Dsr;
-    let forwarding = Unsupported::new(
+    let forwarding = UnservedField::new(
         "metadata.annotations[proxy-ctl.dev/forwarding]",
         Effect::ServedDifferently,
         "answers of other nodes come back through this one",
@@ -85,19 +85,19 @@ pub(super) fn balancing(port: &DesiredPort, instead: &'static str) -> Vec<Unsupp
         ),
         (!weigh_alike(&port.endpoints.all), "EndpointSlice metadata.annotations[proxy-ctl.dev/weights]"),
     ];
-    let unsupported = |field| Unsupported::new(field, Effect::ServedDifferently, instead);
-    let balancing = asked.into_iter().filter(|(asked, _)| *asked).map(|(_, field)| unsupported(field));
+    let unserved = |field| UnservedField::new(field, Effect::ServedDifferently, instead);
+    let balancing = asked.into_iter().filter(|(asked, _)| *asked).map(|(_, field)| unserved(field));
     balancing.chain(port.forwarding.is_some_and(is_direct).then_some(forwarding)).collect()
 }
 
 /// Returns the port, unless the mode serves nothing of it.
-pub fn servable(port: Arc<DesiredPort>, unsupported: &[Unsupported]) -> Option<Arc<DesiredPort>> {
-    let is_served = unsupported.iter().all(|one| one.effect != Effect::NotServed);
+pub fn servable(port: Arc<DesiredPort>, unserved_fields: &[UnservedField]) -> Option<Arc<DesiredPort>> {
+    let is_served = unserved_fields.iter().all(|one| one.effect != Effect::NotServed);
     is_served.then_some(port)
 }
 
 /// Returns the frontends that the model leaves out, grouped by field and reason.
-pub fn refused(port: &DesiredPort) -> Vec<Unsupported> {
+pub fn refused(port: &DesiredPort) -> Vec<UnservedField> {
     let mut texts: BTreeMap<(&'static str, &'static str), (Vec<String>, usize)> = BTreeMap::new();
     for unserved in &port.unserved {
         let (why, by) = match &unserved.reason {
@@ -118,12 +118,12 @@ pub fn refused(port: &DesiredPort) -> Vec<Unsupported> {
             *more += 1;
         }
     }
-    let unsupported = texts.into_iter().map(|((field, why), (named, more))| {
+    let unserved_fields = texts.into_iter().map(|((field, why), (named, more))| {
         let more = if more == 0 { String::new() } else { format!(" and {more} more") };
         let instead = format!("not served: {}{more}; {why}", named.join(", ")).into();
-        Unsupported { field, effect: Effect::Refused, instead }
+        UnservedField { field, effect: Effect::Refused, instead }
     });
-    unsupported.collect()
+    unserved_fields.collect()
 }
 
 /// Returns the field of a Service that asks for frontends of this kind.

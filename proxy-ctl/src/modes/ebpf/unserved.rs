@@ -1,4 +1,5 @@
-//! Lists the fields of a service port that this mode does not honour, and what it does instead.
+//! Lists the fields of a service port that this mode does not serve as asked, and what it does
+//! instead.
 
 use crate::{
     config::SocketLoadBalancing,
@@ -6,42 +7,42 @@ use crate::{
         desired::{DesiredPort, FrontendKind},
         objects::{NodeForwarding, Protocol},
     },
-    modes::{Effect, Unsupported},
+    modes::{Effect, UnservedField},
 };
 
-const SCTP: Unsupported = Unsupported::new(
+const SCTP: UnservedField = UnservedField::new(
     "spec.ports[].protocol",
     Effect::NotServed,
     "SCTP is not built yet: the port is not served",
 );
 
 /// Packets that the node sends to itself meet no packet program.
-const OWN_NODE_PORTS: Unsupported = Unsupported::new(
+const OWN_NODE_PORTS: UnservedField = UnservedField::new(
     "spec.ports[].nodePort",
     Effect::NotToOwnNode(FrontendKind::NodePort),
     "processes of this node do not reach its own node ports: ebpf.socketLoadBalancing is off",
 );
 
 /// A Service cannot make a node accept encapsulated packets.
-const DIRECT: Unsupported = Unsupported::new(
+const DIRECT: UnservedField = UnservedField::new(
     "metadata.annotations[proxy-ctl.dev/forwarding]",
     Effect::ServedDifferently,
     "answers of other nodes come back through this one: it asks for more than ebpf.forwarding, and \
      ebpf.allowForwardingAnnotation is false",
 );
 
-pub(super) fn supports(
+pub(super) fn unserved_fields(
     port: &DesiredPort,
     balancing: SocketLoadBalancing,
     forwarding: NodeForwarding,
-) -> Vec<Unsupported> {
+) -> Vec<UnservedField> {
     let has_node_port = port.frontends.iter().any(|one| one.kind == FrontendKind::NodePort);
     let asked = [
         (balancing == SocketLoadBalancing::Off && has_node_port, OWN_NODE_PORTS),
         (forwarding.refuses(port.forwarding, port.name.protocol), DIRECT),
         (port.name.protocol == Protocol::Sctp, SCTP),
     ];
-    asked.into_iter().filter(|(asked, _)| *asked).map(|(_, unsupported)| unsupported).collect()
+    asked.into_iter().filter(|(asked, _)| *asked).map(|(_, one)| one).collect()
 }
 
 #[cfg(test)]
@@ -75,7 +76,7 @@ mod tests {
     #[test]
     fn a_port_without_special_wishes_is_supported() {
         let port = port(|service| service.affinity_seconds = Some(10_800));
-        assert_eq!(supports(&port, SocketLoadBalancing::All, NodeForwarding::default()), []);
+        assert_eq!(unserved_fields(&port, SocketLoadBalancing::All, NodeForwarding::default()), []);
         assert_eq!(servable(Arc::clone(&port), &[]), Some(port));
     }
 
@@ -85,11 +86,11 @@ mod tests {
             service.ports =
                 vec![ServicePort { name: "".into(), protocol: Protocol::Sctp, port: 81, node_port: None }];
         });
-        assert_eq!(supports(&port, SocketLoadBalancing::All, NodeForwarding::default()), [SCTP]);
+        assert_eq!(unserved_fields(&port, SocketLoadBalancing::All, NodeForwarding::default()), [SCTP]);
         assert_eq!(
             servable(
                 Arc::clone(&port),
-                &supports(&port, SocketLoadBalancing::All, NodeForwarding::default())
+                &unserved_fields(&port, SocketLoadBalancing::All, NodeForwarding::default())
             ),
             None
         );
@@ -98,7 +99,7 @@ mod tests {
     #[test]
     fn direct_server_return_beyond_the_nodes_setting_is_told() {
         let port = port(|service| service.forwarding = Some(Forwarding::Dsr));
-        let told = |forwarding| supports(&port, SocketLoadBalancing::All, forwarding);
+        let told = |forwarding| unserved_fields(&port, SocketLoadBalancing::All, forwarding);
         let node = NodeForwarding::default();
         assert_eq!(told(node), [DIRECT]);
         assert_eq!(told(NodeForwarding { allows_more: true, ..node }), []);
@@ -111,11 +112,11 @@ mod tests {
     #[case::off(SocketLoadBalancing::Off, &[OWN_NODE_PORTS])]
     fn own_node_ports_need_socket_hooks(
         #[case] balancing: SocketLoadBalancing,
-        #[case] expected: &[Unsupported],
+        #[case] expected: &[UnservedField],
     ) {
         let port = port(|service| service.ports[0].node_port = Some(30_080));
-        let unsupported = supports(&port, balancing, NodeForwarding::default());
-        assert_eq!(unsupported, expected);
-        assert_eq!(servable(Arc::clone(&port), &unsupported), Some(port), "others reach them");
+        let told = unserved_fields(&port, balancing, NodeForwarding::default());
+        assert_eq!(told, expected);
+        assert_eq!(servable(Arc::clone(&port), &told), Some(port), "others reach them");
     }
 }

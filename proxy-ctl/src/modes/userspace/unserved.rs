@@ -9,34 +9,34 @@ use crate::{
         objects::{Protocol, TrafficPolicy},
     },
     modes::{
-        Effect, Unsupported,
-        supports::{balancing, field},
+        Effect, UnservedField,
+        unserved::{balancing, field},
     },
 };
 
 /// The number of addresses that a text names. The other ones are counted.
 const MOST_NAMED: usize = 3;
 
-const SCTP: Unsupported = Unsupported::new(
+const SCTP: UnservedField = UnservedField::new(
     "spec.ports[].protocol",
     Effect::NotServed,
     "mode userspace has no SCTP: the port is not served",
 );
 
-const EXTERNAL_POLICY: Unsupported = Unsupported::new(
+const EXTERNAL_POLICY: UnservedField = UnservedField::new(
     "spec.externalTrafficPolicy",
     Effect::ServedDifferently,
     "endpoints of this node only, but they see the node's address: mode userspace makes connections of its own",
 );
 
-pub(super) fn supports(port: &DesiredPort) -> Vec<Unsupported> {
+pub(super) fn unserved_fields(port: &DesiredPort) -> Vec<UnservedField> {
     let is_external = || port.frontends.iter().any(|one| one.kind != FrontendKind::ClusterIp);
     let is_sctp = port.name.protocol == Protocol::Sctp;
     let asked = [
         (is_sctp, SCTP),
         (!is_sctp && port.external_policy == TrafficPolicy::Local && is_external(), EXTERNAL_POLICY),
     ];
-    let own = asked.into_iter().filter(|(asked, _)| *asked).map(|(_, unsupported)| unsupported);
+    let own = asked.into_iter().filter(|(asked, _)| *asked).map(|(_, one)| one);
     own.chain(balancing(port, "mode userspace takes endpoints in turn, each alike")).collect()
 }
 
@@ -65,7 +65,7 @@ pub(super) fn why(error: &ListenError, at: Option<SocketAddr>) -> String {
 
 /// Returns what is not served for want of listeners, by field and reason, in an order that does not
 /// change.
-pub(super) fn without_listener(unlistened: &[Unlistened]) -> Vec<Unsupported> {
+pub(super) fn without_listener(unlistened: &[Unlistened]) -> Vec<UnservedField> {
     let mut texts: BTreeMap<(&'static str, &str), Vec<String>> = BTreeMap::new();
     for Unlistened { key, frontends, why } in unlistened {
         for frontend in frontends {
@@ -73,17 +73,17 @@ pub(super) fn without_listener(unlistened: &[Unlistened]) -> Vec<Unsupported> {
             texts.entry((field(frontend.kind), why)).or_default().push(address.to_string());
         }
     }
-    let unsupported = texts.into_iter().map(|((field, why), addresses)| {
+    let unserved_fields = texts.into_iter().map(|((field, why), addresses)| {
         let named = addresses[..addresses.len().min(MOST_NAMED)].join(", ");
         let more = addresses.len().saturating_sub(MOST_NAMED);
         let more = if more == 0 { String::new() } else { format!(" and {more} more") };
-        Unsupported {
+        UnservedField {
             field,
             effect: Effect::NoRoom,
             instead: format!("not served: {named}{more}; {why}").into(),
         }
     });
-    unsupported.collect()
+    unserved_fields.collect()
 }
 
 #[cfg(test)]
@@ -118,9 +118,12 @@ mod tests {
         },
         &["spec.ports[].protocol"]
     )]
-    fn fields_that_are_not_honoured(#[case] change: impl FnOnce(&mut Service), #[case] expected: &[&str]) {
+    fn fields_that_are_not_served_as_asked(
+        #[case] change: impl FnOnce(&mut Service),
+        #[case] expected: &[&str],
+    ) {
         let port = changed_web(&["10.0.0.1:80"], change);
-        let fields: Vec<_> = supports(&port).iter().map(|one| one.field).collect();
+        let fields: Vec<_> = unserved_fields(&port).iter().map(|one| one.field).collect();
         assert_eq!(fields, expected);
     }
 
@@ -128,7 +131,7 @@ mod tests {
     fn an_external_policy_without_outside_clients_is_honoured() {
         let mut port = web(&["10.0.0.1:80"], TrafficPolicy::Local);
         std::sync::Arc::make_mut(&mut port).frontends.retain(|one| one.kind == FrontendKind::ClusterIp);
-        assert_eq!(supports(&port), []);
+        assert_eq!(unserved_fields(&port), []);
     }
 
     #[rstest]

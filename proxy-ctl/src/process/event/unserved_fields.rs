@@ -20,7 +20,7 @@ use crate::{
     controller::Coverage,
     events::{Event, Recorder},
     model::objects::ObjectName,
-    process::{event, record::UnsupportedField},
+    process::{event, record::UnservedFieldRecord},
 };
 
 /// The event that was sent about each Service.
@@ -58,7 +58,7 @@ impl Allowance {
 /// [`MOST_IN_AN_HOUR`] more.
 pub(in crate::process) async fn follow(
     mut coverage: watch::Receiver<Coverage>,
-    told: &watch::Sender<Vec<UnsupportedField>>,
+    told: &watch::Sender<Vec<UnservedFieldRecord>>,
     node: &str,
     events: Recorder,
 ) {
@@ -68,7 +68,7 @@ pub(in crate::process) async fn follow(
     }
     let mut allowance = Allowance::default();
     loop {
-        let now = events_of(&UnsupportedField::all(&coverage.borrow_and_update()));
+        let now = events_of(&UnservedFieldRecord::all(&coverage.borrow_and_update()));
         told.send_modify(|told| told.retain(|field| now.contains_key(&field.service())));
         let told_so_far = events_of(&told.borrow());
         let Some(service) = next(&told_so_far, &now, node) else {
@@ -80,7 +80,7 @@ pub(in crate::process) async fn follow(
         let moment = allowance.next(Instant::now()) + spread(node, service);
         sleep_until(moment).await;
         // Meanwhile the event may have become another one, or the Service may be served.
-        let mut still = UnsupportedField::all(&coverage.borrow());
+        let mut still = UnservedFieldRecord::all(&coverage.borrow());
         still.retain(|field| field.service() == *service);
         let event = events_of(&still).remove(service);
         if let Some(event) = event.filter(|event| told_so_far.get(service) != Some(event)) {
@@ -113,8 +113,8 @@ fn number(node: &str, service: &ObjectName) -> u64 {
     hasher.finish()
 }
 
-fn events_of(fields: &[UnsupportedField]) -> Told {
-    let mut by_service: BTreeMap<ObjectName, Vec<&UnsupportedField>> = BTreeMap::new();
+fn events_of(fields: &[UnservedFieldRecord]) -> Told {
+    let mut by_service: BTreeMap<ObjectName, Vec<&UnservedFieldRecord>> = BTreeMap::new();
     for field in fields.iter().filter(|field| !field.is_delegated() && !field.is_left_to_node()) {
         by_service.entry(field.service()).or_default().push(field);
     }
@@ -130,7 +130,7 @@ fn events_of(fields: &[UnsupportedField]) -> Told {
 
 /// Returns the text of an event. What is the same for several ports, or in both families, is said
 /// once.
-fn note(fields: &[&UnsupportedField]) -> String {
+fn note(fields: &[&UnservedFieldRecord]) -> String {
     let mut ports: BTreeMap<(&str, &str), Vec<&str>> = BTreeMap::new();
     for field in fields {
         let ports = ports.entry((&field.field, &field.instead)).or_default();
@@ -155,23 +155,26 @@ mod tests {
             desired::ServicePortName,
             objects::{IpFamily, Protocol},
         },
-        modes::{Effect, Unsupported},
+        modes::{Effect, UnservedField},
     };
 
     /// Returns a coverage in which `services` Services are not served.
     fn unserved(services: usize) -> Coverage {
         let port = |number: usize| {
-            let unsupported =
-                Unsupported { field: "spec.x", effect: Effect::NotServed, instead: "no".into() };
+            let unserved = UnservedField { field: "spec.x", effect: Effect::NotServed, instead: "no".into() };
             let name = ServicePortName {
                 service: ObjectName::new("shop", format!("web-{number}")),
                 port: "".into(),
                 protocol: Protocol::Tcp,
                 family: IpFamily::Ipv4,
             };
-            (name, vec![unsupported])
+            (name, vec![unserved])
         };
-        Coverage { programmed: true, unsupported: (0..services).map(port).collect(), ..Coverage::default() }
+        Coverage {
+            programmed: true,
+            unserved_fields: (0..services).map(port).collect(),
+            ..Coverage::default()
+        }
     }
 
     /// Returns what a node has reported after this time.
@@ -180,7 +183,7 @@ mod tests {
     }
 
     async fn told_after(
-        told: &watch::Sender<Vec<UnsupportedField>>,
+        told: &watch::Sender<Vec<UnservedFieldRecord>>,
         node: &'static str,
         services: usize,
         after: Duration,
@@ -222,8 +225,8 @@ mod tests {
         assert!((30..=70).contains(&early) && moments.iter().all(|moment| *moment < SPREAD), "{moments:?}");
     }
 
-    fn field(name: &str, port: &str, family: &str, field: &str, effect: &str) -> UnsupportedField {
-        UnsupportedField {
+    fn field(name: &str, port: &str, family: &str, field: &str, effect: &str) -> UnservedFieldRecord {
+        UnservedFieldRecord {
             namespace: "shop".into(),
             name: name.into(),
             port: port.into(),

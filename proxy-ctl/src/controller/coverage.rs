@@ -28,14 +28,15 @@ pub struct Coverage {
     /// Service ports that are not served as their Services ask. A port leaves this map when its new
     /// state is written.
     pub unserved_fields: BTreeMap<ServicePortName, Vec<UnservedField>>,
-    /// Service ports that have no room in the maps, whole or in part.
-    pub without_room: BTreeMap<ServicePortName, Vec<UnservedField>>,
+    /// Service ports that cannot be served yet, whole or in part. They wait for room in the maps,
+    /// for a listener, or for the kernel to take them.
+    pub waiting: BTreeMap<ServicePortName, Vec<UnservedField>>,
 }
 
 impl Coverage {
     /// Returns everything that is not served as its Service asks.
     pub fn exceptions(&self) -> impl Iterator<Item = (&ServicePortName, &UnservedField)> {
-        let ports = self.unserved_fields.iter().chain(&self.without_room);
+        let ports = self.unserved_fields.iter().chain(&self.waiting);
         ports.flat_map(|(name, all)| all.iter().map(move |one| (name, one)))
     }
 
@@ -148,15 +149,15 @@ impl CoverageTracker {
         });
     }
 
-    /// Takes over what the dataplane has no room for now.
-    pub(super) fn take_without_room(&self, dataplane: &mut dyn Dataplane) {
-        let Some(now) = dataplane.take_without_room() else { return };
+    /// Takes over what the dataplane cannot serve yet.
+    pub(super) fn take_waiting(&self, dataplane: &mut dyn Dataplane) {
+        let Some(now) = dataplane.take_waiting() else { return };
         self.coverage.send_if_modified(|coverage| {
-            if coverage.without_room == now {
+            if coverage.waiting == now {
                 return false;
             }
-            let before = std::mem::replace(&mut coverage.without_room, now);
-            let now = &coverage.without_room;
+            let before = std::mem::replace(&mut coverage.waiting, now);
+            let now = &coverage.waiting;
             for (name, reasons) in before.iter().filter(|(name, _)| !now.contains_key(*name)) {
                 self.tell(name, reasons, &[]);
             }
@@ -198,7 +199,7 @@ impl CoverageTracker {
                 Effect::ServedDifferently
                 | Effect::NotToOwnNode(_)
                 | Effect::Refused
-                | Effect::NoRoom
+                | Effect::PartlyServed
                 | Effect::NotServed => tracing::warn!(%service_port, field, "{instead}"),
             }
         }

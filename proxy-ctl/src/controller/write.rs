@@ -88,7 +88,7 @@ impl Controller {
             let all = Changes { changed: self.model.desired(), removed: Vec::new() };
             self.coverage.changed(all, active.dataplane.as_ref());
         }
-        self.coverage.take_without_room(active.dataplane.as_mut());
+        self.coverage.take_waiting(active.dataplane.as_mut());
         match written {
             Err(error) if error.is_taken_over() => {
                 self.taken_over = Some(error);
@@ -155,7 +155,7 @@ impl Controller {
         }
         let started = Instant::now();
         let result = active.dataplane.apply(&changes);
-        self.coverage.take_without_room(active.dataplane.as_mut());
+        self.coverage.take_waiting(active.dataplane.as_mut());
         let took = started.elapsed();
         self.reports.metrics.own.phase(Phase::Write, took);
         match result {
@@ -175,7 +175,7 @@ impl Controller {
         let desired = CoverageTracker::servable(self.model.desired(), active.dataplane.as_ref());
         let started = Instant::now();
         let result = active.dataplane.resync(&desired);
-        self.coverage.take_without_room(active.dataplane.as_mut());
+        self.coverage.take_waiting(active.dataplane.as_mut());
         let took = started.elapsed();
         let metrics = &self.reports.metrics;
         metrics.own.phase(Phase::Compare, took);
@@ -288,7 +288,7 @@ impl Controller {
             *told = hook_problems;
             is_other
         });
-        self.coverage.take_without_room(active.dataplane.as_mut());
+        self.coverage.take_waiting(active.dataplane.as_mut());
         self.reports.metrics.own.phase(Phase::Collect, started.elapsed());
         let failure = match result {
             Ok(()) => None,

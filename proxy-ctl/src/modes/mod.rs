@@ -109,7 +109,7 @@ pub trait Dataplane: Programmed + Send {
     /// ask for it. There is no room for them, nothing can listen on them, or the kernel refuses
     /// them. They are served as soon as that is over. `None` means that nothing has changed since
     /// the last call.
-    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
+    fn take_waiting(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
         None
     }
 

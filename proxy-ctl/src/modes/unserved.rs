@@ -32,7 +32,7 @@ pub enum Effect {
     Refused,
     /// Some frontends are not served, or only their former endpoints are. There is no room for
     /// more, nothing can listen there, or the kernel refuses it.
-    NoRoom,
+    PartlyServed,
     /// Every frontend is served, some of them by the secondary mode.
     Delegated,
     /// Every frontend is served but those at which the node itself listens.
@@ -45,7 +45,7 @@ impl Effect {
     pub const fn name(self) -> &'static str {
         match self {
             Self::ServedDifferently => "servedDifferently",
-            Self::NotToOwnNode(_) | Self::Refused | Self::NoRoom => "partlyServed",
+            Self::NotToOwnNode(_) | Self::Refused | Self::PartlyServed => "partlyServed",
             Self::Delegated => "handedOver",
             Self::LeftToNode => "leftToNode",
             Self::NotServed => "notServed",

@@ -29,11 +29,11 @@ fn what_has_no_room_is_named_until_it_has_and_nothing_is_tried_again() {
     let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
     let full = UnservedField {
         field: "spec.externalIPs",
-        effect: Effect::NoRoom,
+        effect: Effect::PartlyServed,
         instead: Cow::Borrowed("map frontends4 is full"),
     };
     let name = fixture.recorder.lock().ports[0].name.clone();
-    fixture.recorder.lock().without_room = Some([(name.clone(), vec![full.clone()])].into());
+    fixture.recorder.lock().waiting = Some([(name.clone(), vec![full.clone()])].into());
     fixture.take(Update::ApplyService(service("b", "10.0.0.2")));
     assert_eq!(fixture.write().len(), 1);
     let named = |fixture: &Fixture| -> Vec<_> {
@@ -46,7 +46,7 @@ fn what_has_no_room_is_named_until_it_has_and_nothing_is_tried_again() {
     fixture.take(Update::ApplyService(service("c", "10.0.0.3")));
     fixture.write();
     assert_eq!(named(&fixture).len(), 1);
-    fixture.recorder.lock().without_room = Some(BTreeMap::new());
+    fixture.recorder.lock().waiting = Some(BTreeMap::new());
     fixture.take(Update::DeleteService(ObjectName::new("default", "b")));
     fixture.write();
     assert_eq!(named(&fixture), []);

@@ -41,7 +41,7 @@ pub(super) struct Recording {
     /// True if another controller runs.
     pub(super) taken_over: bool,
     /// Service ports without room, if that has changed.
-    pub(super) without_room: Option<BTreeMap<ServicePortName, Vec<UnservedField>>>,
+    pub(super) waiting: Option<BTreeMap<ServicePortName, Vec<UnservedField>>>,
     pub(super) renewals: usize,
     /// True if no connection needs the mode.
     pub(super) idle: bool,
@@ -166,8 +166,8 @@ impl Dataplane for Recorder {
         self.lock().calls.push(Call::Invalidate(known));
     }
 
-    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
-        self.lock().without_room.take()
+    fn take_waiting(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
+        self.lock().waiting.take()
     }
 
     fn unserved_fields(&self, port: &DesiredPort) -> Vec<UnservedField> {

@@ -262,8 +262,8 @@ impl Dataplane for WithConntrack {
         self.inner.unserved_fields(port)
     }
 
-    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
-        self.inner.take_without_room()
+    fn take_waiting(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
+        self.inner.take_waiting()
     }
 
     fn packet_mode(&mut self) -> Option<&mut dyn PacketMode> {

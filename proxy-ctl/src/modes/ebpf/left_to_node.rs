@@ -82,10 +82,10 @@ pub(super) struct LeftToNode {
     /// Why the last attempt to list listeners failed; `None` if it succeeded.
     failure: Option<String>,
     /// True if `left`, or a service port that it concerns, has changed since the last
-    /// [`Dataplane::take_without_room`].
+    /// [`Dataplane::take_waiting`].
     told_is_old: bool,
     /// The exceptions that `inner` reported last.
-    without_room: BTreeMap<ServicePortName, Vec<UnservedField>>,
+    waiting: BTreeMap<ServicePortName, Vec<UnservedField>>,
 }
 
 impl LeftToNode {
@@ -107,7 +107,7 @@ impl LeftToNode {
             is_touched: false,
             failure: None,
             told_is_old: false,
-            without_room: BTreeMap::new(),
+            waiting: BTreeMap::new(),
         }
     }
 
@@ -345,13 +345,13 @@ impl Dataplane for LeftToNode {
         self.inner.unserved_fields(port)
     }
 
-    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
-        let of_inner = self.inner.take_without_room();
+    fn take_waiting(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
+        let of_inner = self.inner.take_waiting();
         if !mem::take(&mut self.told_is_old) && of_inner.is_none() {
             return None;
         }
-        self.without_room = of_inner.unwrap_or_else(|| mem::take(&mut self.without_room));
-        let mut all = self.without_room.clone();
+        self.waiting = of_inner.unwrap_or_else(|| mem::take(&mut self.waiting));
+        let mut all = self.waiting.clone();
         for (name, told) in self.told() {
             all.entry(name).or_default().push(told);
         }
@@ -491,7 +491,7 @@ mod tests {
         }
 
         fn told(&mut self) -> Option<Vec<String>> {
-            let told = self.dataplane.take_without_room()?;
+            let told = self.dataplane.take_waiting()?;
             Some(told.values().flatten().map(|one| one.instead.to_string()).collect())
         }
     }

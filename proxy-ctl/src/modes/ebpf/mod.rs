@@ -167,7 +167,7 @@ impl Dataplane for EbpfDataplane {
         unserved::unserved_fields(port, self.config.sockets(), self.services.shared.forwarding)
     }
 
-    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
+    fn take_waiting(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
         let v4 = std::mem::take(&mut self.services.v4.entries.without_room.changed);
         let v6 = std::mem::take(&mut self.services.v6.entries.without_room.changed);
         (v4 || v6).then(|| {

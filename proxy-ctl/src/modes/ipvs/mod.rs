@@ -354,7 +354,7 @@ impl Dataplane for IpvsDataplane {
         super::unserved::balancing(port, "mode ipvs chooses endpoints as ipvs.scheduler says, each alike")
     }
 
-    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
+    fn take_waiting(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
         self.refusals.take(&self.wanted, &self.desired)
     }
 }

@@ -21,8 +21,8 @@ use crate::{
     sys::{CallError, net::ipvs::ServerChange},
 };
 
-/// The fields that are not honoured, by service port.
-type WithoutRoom = BTreeMap<ServicePortName, Vec<UnservedField>>;
+/// The fields that are not served as asked, by service port.
+type UnservedFields = BTreeMap<ServicePortName, Vec<UnservedField>>;
 
 #[derive(Debug)]
 struct Refusal {
@@ -75,11 +75,11 @@ impl Refusals {
         &mut self,
         wanted: &Wanted,
         desired: &FxHashMap<ServicePortName, Arc<DesiredPort>>,
-    ) -> Option<WithoutRoom> {
+    ) -> Option<UnservedFields> {
         if !mem::take(&mut self.changed) {
             return None;
         }
-        let mut ports = WithoutRoom::new();
+        let mut ports = UnservedFields::new();
         if self.by_key.is_empty() {
             return Some(ports);
         }
@@ -134,8 +134,8 @@ fn lacks(key: Key, refusal: &Refusal, port: &DesiredPort) -> (&'static str, Effe
     };
     match key {
         Key::Server(_) if refusal.of_destination => ("endpoints", Effect::ServedDifferently),
-        Key::Server(socket) => (field(kind(&|one| one == socket.address)), Effect::NoRoom),
-        Key::Address(address) => (field(kind(&|one| one.ip() == address)), Effect::NoRoom),
+        Key::Server(socket) => (field(kind(&|one| one == socket.address)), Effect::PartlyServed),
+        Key::Address(address) => (field(kind(&|one| one.ip() == address)), Effect::PartlyServed),
         Key::Member(set, _) => lacks_in(set.role),
     }
 }
@@ -146,10 +146,14 @@ fn lacks_in(role: SetRole) -> (&'static str, Effect) {
     let source_ranges = "spec.loadBalancerSourceRanges";
     let policy = "spec.externalTrafficPolicy";
     match role {
-        SetRole::ClusterIp => (field(FrontendKind::ClusterIp), Effect::NoRoom),
-        SetRole::ExternalIp | SetRole::ExternalIpLocal => (field(FrontendKind::ExternalIp), Effect::NoRoom),
-        SetRole::LoadBalancer => (field(FrontendKind::LoadBalancer), Effect::NoRoom),
-        SetRole::LoadBalancerFromItself | SetRole::LoadBalancerSources => (source_ranges, Effect::NoRoom),
+        SetRole::ClusterIp => (field(FrontendKind::ClusterIp), Effect::PartlyServed),
+        SetRole::ExternalIp | SetRole::ExternalIpLocal => {
+            (field(FrontendKind::ExternalIp), Effect::PartlyServed)
+        }
+        SetRole::LoadBalancer => (field(FrontendKind::LoadBalancer), Effect::PartlyServed),
+        SetRole::LoadBalancerFromItself | SetRole::LoadBalancerSources => {
+            (source_ranges, Effect::PartlyServed)
+        }
         SetRole::LoadBalancerRestricted => (source_ranges, Effect::ServedDifferently),
         SetRole::LoadBalancerLocal | SetRole::NodePortLocal(_) => (policy, Effect::ServedDifferently),
         SetRole::NodePort(_) => (field(FrontendKind::NodePort), Effect::ServedDifferently),

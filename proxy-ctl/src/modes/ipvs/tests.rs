@@ -153,7 +153,7 @@ fn as_root_a_service_port_that_the_kernel_refuses_is_named_and_its_neighbours_ar
     let odd = |endpoint| slice("default/odd-1", "odd", vec![local(endpoint)]);
     model.apply_slice(odd("224.0.0.1"));
     dataplane.resync(&model.take_changes().changed).unwrap();
-    let refused = dataplane.take_without_room().unwrap();
+    let refused = dataplane.take_waiting().unwrap();
     let refused: Vec<_> = refused.keys().map(|name| name.service.to_string()).collect();
     assert_eq!(refused, ["default/odd"]);
     let _client = TcpStream::connect((CLUSTER_IP, 80)).unwrap();
@@ -161,7 +161,7 @@ fn as_root_a_service_port_that_the_kernel_refuses_is_named_and_its_neighbours_ar
 
     model.apply_slice(odd(ENDPOINTS[0]));
     dataplane.apply(&model.take_changes()).unwrap();
-    assert_eq!(dataplane.take_without_room(), Some(BTreeMap::new()));
+    assert_eq!(dataplane.take_waiting(), Some(BTreeMap::new()));
     let _client = TcpStream::connect(("10.96.0.2", 80)).unwrap();
     listener.accept().unwrap();
     let families = dataplane.metrics().unwrap();

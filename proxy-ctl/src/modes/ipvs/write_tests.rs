@@ -158,17 +158,17 @@ fn unknown_protocol(change: &Change) -> Option<i32> {
 )]
 #[case::virtual_server(
     unknown_protocol,
-    ("spec.clusterIPs", Effect::NoRoom),
+    ("spec.clusterIPs", Effect::PartlyServed),
     "virtual server 10.96.0.2:80/TCP: a call failed"
 )]
 #[case::address(
     |change: &Change| (change.key() == Key::Address(socket(ODD).address.ip())).then_some(libc::EINVAL),
-    ("spec.clusterIPs", Effect::NoRoom),
+    ("spec.clusterIPs", Effect::PartlyServed),
     "address 10.96.0.2 of kube-ipvs0: a call failed"
 )]
 #[case::member_of_a_full_set(
     |change: &Change| is_into(change, SetRole::ClusterIp).then_some(libc::ENOSPC),
-    ("spec.clusterIPs", Effect::NoRoom),
+    ("spec.clusterIPs", Effect::PartlyServed),
     "10.96.0.2:80/TCP in set KUBE-CLUSTER-IP: a call failed"
 )]
 fn what_the_kernel_refuses_is_told_and_tried_again_and_everything_else_is_written(
@@ -185,14 +185,14 @@ fn what_the_kernel_refuses_is_told_and_tried_again_and_everything_else_is_writte
     let desired = model.take_changes().changed;
     for _ in 0..2 {
         dataplane.resync(&desired).unwrap();
-        let told = dataplane.take_without_room().unwrap();
+        let told = dataplane.take_waiting().unwrap();
         let [(name, reasons)] = &Vec::from_iter(told)[..] else { panic!("one service port is refused") };
         assert_eq!(name.service.to_string(), "default/odd");
         let [reason] = &reasons[..] else { panic!("{reasons:?}") };
         assert_eq!((reason.field, reason.effect), lacks);
         assert!(reason.instead.starts_with(&format!("the kernel refuses {why}")), "{reason:?}");
     }
-    assert_eq!(dataplane.take_without_room(), None, "nothing has been tried since");
+    assert_eq!(dataplane.take_waiting(), None, "nothing has been tried since");
     let endpoint = format!("{ENDPOINT}:8080").parse().unwrap();
     assert_eq!(
         kernel.lock().objects.servers[&socket("10.96.0.1:80")].destinations,
@@ -201,7 +201,7 @@ fn what_the_kernel_refuses_is_told_and_tried_again_and_everything_else_is_writte
 
     kernel.lock().refuses = None;
     dataplane.resync(&desired).unwrap();
-    assert_eq!(dataplane.take_without_room(), Some(BTreeMap::new()));
+    assert_eq!(dataplane.take_waiting(), Some(BTreeMap::new()));
     assert_eq!(kernel.lock().objects.servers[&socket(ODD)].destinations.len(), 1);
 }
 
@@ -212,10 +212,10 @@ fn what_is_refused_is_forgotten_with_its_service_port() {
     let mut dataplane = dataplane(&kernel, &[]);
     let desired = web();
     dataplane.apply(&Changes { changed: desired.clone(), removed: Vec::new() }).unwrap();
-    assert_eq!(dataplane.take_without_room().unwrap().len(), 1);
+    assert_eq!(dataplane.take_waiting().unwrap().len(), 1);
     let removed = desired.iter().map(|port| port.name.clone()).collect();
     dataplane.apply(&Changes { changed: Vec::new(), removed }).unwrap();
-    assert_eq!(dataplane.take_without_room(), Some(BTreeMap::new()));
+    assert_eq!(dataplane.take_waiting(), Some(BTreeMap::new()));
 }
 
 /// After this error the controller calls `resync` again, which reads everything anew.
@@ -230,7 +230,7 @@ fn an_error_that_concerns_more_than_its_object_fails(#[case] refuses: fn(&Change
     let mut dataplane = dataplane(&kernel, &[]);
     let error = dataplane.resync(&web()).unwrap_err().to_string();
     assert!(error.contains("default/web"), "{error}");
-    assert_eq!(dataplane.take_without_room().unwrap_or_default(), BTreeMap::new());
+    assert_eq!(dataplane.take_waiting().unwrap_or_default(), BTreeMap::new());
 }
 
 #[test]

@@ -78,9 +78,9 @@ pub(super) struct WithSecondary {
     /// Reason why the secondary mode could not be opened.
     failure: Option<String>,
     /// True if the failure, or the ports that it concerns, have changed since
-    /// [`Dataplane::take_without_room`].
+    /// [`Dataplane::take_waiting`].
     failure_changed: bool,
-    without_room: BTreeMap<ServicePortName, Vec<UnservedField>>,
+    waiting: BTreeMap<ServicePortName, Vec<UnservedField>>,
 }
 
 /// Number of collections between two attempts to remove the secondary mode. An attempt lists all
@@ -108,7 +108,7 @@ impl WithSecondary {
             idle: 0,
             failure: None,
             failure_changed: false,
-            without_room: BTreeMap::new(),
+            waiting: BTreeMap::new(),
         }
     }
 
@@ -470,15 +470,15 @@ impl Dataplane for WithSecondary {
         self.active.unserved_fields(port).into_iter().map(told).collect()
     }
 
-    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
-        let of_active = self.active.take_without_room();
+    fn take_waiting(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
+        let of_active = self.active.take_waiting();
         if of_active.is_none() && !std::mem::take(&mut self.failure_changed) {
             return None;
         }
         if let Some(ports) = of_active {
-            self.without_room = ports;
+            self.waiting = ports;
         }
-        let mut all = self.without_room.clone();
+        let mut all = self.waiting.clone();
         for (name, unserved_fields) in self.delegated_but_unserved() {
             all.entry(name).or_default().extend(unserved_fields);
         }

@@ -51,7 +51,7 @@ pub(super) const fn can_be_delegated(one: &UnservedField) -> bool {
         Effect::NotToOwnNode(_) | Effect::NotServed => true,
         Effect::ServedDifferently
         | Effect::Refused
-        | Effect::NoRoom
+        | Effect::PartlyServed
         | Effect::Delegated
         | Effect::LeftToNode => false,
     }

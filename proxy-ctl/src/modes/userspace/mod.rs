@@ -139,7 +139,7 @@ struct UserspaceDataplane {
     balancers: BTreeMap<ServicePortName, SharedBalancer>,
     listeners: BTreeMap<ListenerKey, Listener>,
     unlistened: BTreeMap<ServicePortName, Vec<UnservedField>>,
-    /// True if `unlistened` differs from what the last [`Dataplane::take_without_room`] has
+    /// True if `unlistened` differs from what the last [`Dataplane::take_waiting`] has
     /// returned.
     unlistened_changed: bool,
     answering: Option<Task>,
@@ -475,7 +475,7 @@ impl Dataplane for UserspaceDataplane {
         unserved::unserved_fields(port)
     }
 
-    fn take_without_room(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
+    fn take_waiting(&mut self) -> Option<BTreeMap<ServicePortName, Vec<UnservedField>>> {
         mem::take(&mut self.unlistened_changed).then(|| self.unlistened.clone())
     }
 }

@@ -79,7 +79,7 @@ pub(super) fn without_listener(unlistened: &[Unlistened]) -> Vec<UnservedField> 
         let more = if more == 0 { String::new() } else { format!(" and {more} more") };
         UnservedField {
             field,
-            effect: Effect::NoRoom,
+            effect: Effect::PartlyServed,
             instead: format!("not served: {named}{more}; {why}").into(),
         }
     });

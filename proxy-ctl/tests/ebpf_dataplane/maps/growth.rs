@@ -114,7 +114,7 @@ fn what_is_desired_has_room_and_is_dialled_all_the_time() {
         answers.into_iter().find(|answer| answer.as_deref() != Ok("former"))
     });
     assert_eq!(failed, None);
-    assert_eq!(dataplane.take_without_room().unwrap_or_default(), Default::default());
+    assert_eq!(dataplane.take_waiting().unwrap_or_default(), Default::default());
     assert_eq!(sizes(&sandbox), at_first.map(|entries| 2 * entries));
     let all_endpoints = SERVICES * ENDPOINTS + 1;
     let all_frontends = SERVICES * (EXTERNAL_IPS + 1) + 1;
@@ -172,7 +172,7 @@ fn the_limit_is_the_most_and_external_addresses_give_way_there() {
     assert_eq!(sandbox.room(table::frontends4), frontends);
     assert_eq!(served(&sandbox).1, frontends as usize);
     assert_eq!(cluster_ips(&sandbox), SERVICES as usize);
-    assert_eq!(dataplane.take_without_room().unwrap().len(), SERVICES as usize);
+    assert_eq!(dataplane.take_waiting().unwrap().len(), SERVICES as usize);
     dataplane.apply(&change(shared([dialled(80)]))).unwrap();
     assert_eq!(cluster_ips(&sandbox), SERVICES as usize + 1);
 }
@@ -189,7 +189,7 @@ fn what_waits_where_a_table_cannot_grow_is_served_once_it_can() {
     let at_first = first(Limit::Frontends);
     assert_eq!((sandbox.room(table::frontends4), served(&sandbox).1), (at_first, at_first as usize));
     assert_eq!(cluster_ips(&sandbox), SERVICES as usize);
-    assert_eq!(dataplane.take_without_room().unwrap().len(), SERVICES as usize);
+    assert_eq!(dataplane.take_waiting().unwrap().len(), SERVICES as usize);
     let capacity = |dataplane: &EbpfDataplane| {
         let usage = dataplane.usage().unwrap();
         usage.tables.iter().find(|usage| usage.name == table::frontends4).unwrap().capacity
@@ -200,7 +200,7 @@ fn what_waits_where_a_table_cannot_grow_is_served_once_it_can() {
     dataplane.collect_garbage().unwrap();
     assert_eq!(sandbox.room(table::frontends4), 2 * at_first);
     assert_eq!(served(&sandbox).1, (SERVICES * (EXTERNAL_IPS + 1)) as usize);
-    assert_eq!(dataplane.take_without_room().unwrap(), Default::default());
+    assert_eq!(dataplane.take_waiting().unwrap(), Default::default());
 }
 
 /// A controller was killed when it had made some larger maps, and when some of these had replaced

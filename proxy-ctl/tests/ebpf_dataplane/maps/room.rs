@@ -51,7 +51,7 @@ fn is(all: &[(&str, usize)]) -> BTreeMap<String, usize> {
 
 /// Returns the names of service ports, and the fields that there is no room for.
 fn without_room(dataplane: &mut EbpfDataplane) -> Option<Vec<(String, &'static str)>> {
-    let all = dataplane.take_without_room()?;
+    let all = dataplane.take_waiting()?;
     let fields = all.into_iter().flat_map(|(name, all)| {
         all.into_iter().map(move |one| {
             assert!(one.instead.contains("frontends4") && one.instead.contains("limits.frontends"));
@@ -166,7 +166,7 @@ fn a_service_that_a_full_table_keeps_out_is_named_and_served_when_there_is_room(
     let before = sandbox.snapshot();
     // Nothing of `large` is written, not even for a moment.
     assert_eq!(dataplane.apply(&change(shared([large.clone()]))).unwrap(), Applied::default());
-    let told = dataplane.take_without_room().unwrap();
+    let told = dataplane.take_waiting().unwrap();
     let [one] = told[&large.name].as_slice() else { panic!("{told:?}") };
     assert_eq!((one.field, one.effect, told.len()), (field, Effect::NotServed, 1));
     assert!(one.instead.starts_with(&format!("not served: map {full}")), "{}", one.instead);
@@ -181,11 +181,11 @@ fn a_service_that_a_full_table_keeps_out_is_named_and_served_when_there_is_room(
     dataplane.collect_garbage().unwrap();
     let after = sandbox.snapshot();
     assert_eq!((&after.services, &after.backends), (&before.services, &before.backends));
-    assert_eq!(dataplane.take_without_room(), Some(told));
+    assert_eq!(dataplane.take_waiting(), Some(told));
 
     dataplane.apply(&Changes { changed: Vec::new(), removed: vec![small.name] }).unwrap();
     assert_eq!(served(&sandbox), is(&[("large", 1), ("late", 1)]));
-    assert_eq!(dataplane.take_without_room(), Some(BTreeMap::new()));
+    assert_eq!(dataplane.take_waiting(), Some(BTreeMap::new()));
     assert_eq!(dataplane.resync(&shared([late, large])).unwrap(), Applied::default());
 }
 
@@ -206,9 +206,9 @@ fn web(numbers: &[u8]) -> DesiredPort {
 
 /// The Service `web` has endpoints 1 and 2, and the maps have no room for more.
 #[rstest]
-#[case::more_than_there_is_room_for_keeps_the_old(&[1, 2, 3, 4, 5], &[1, 2], Some(Effect::NoRoom))]
-#[case::those_that_are_gone_are_not_dialled(&[2, 3, 4, 5, 6], &[2], Some(Effect::NoRoom))]
-#[case::none_is_left(&[3, 4, 5, 6, 7], &[], Some(Effect::NoRoom))]
+#[case::more_than_there_is_room_for_keeps_the_old(&[1, 2, 3, 4, 5], &[1, 2], Some(Effect::PartlyServed))]
+#[case::those_that_are_gone_are_not_dialled(&[2, 3, 4, 5, 6], &[2], Some(Effect::PartlyServed))]
+#[case::none_is_left(&[3, 4, 5, 6, 7], &[], Some(Effect::PartlyServed))]
 #[case::others_take_the_places_of_those_that_are_gone(&[3, 4], &[3, 4], None)]
 #[case::one_of_two_is_another(&[2, 3], &[2, 3], None)]
 fn a_service_whose_new_endpoints_have_no_room_is_served_with_those_that_it_has(
@@ -237,7 +237,7 @@ fn a_service_whose_new_endpoints_have_no_room_is_served_with_those_that_it_has(
     } else {
         dataplane.apply(&change(shared([web(wanted)]))).unwrap();
     }
-    let told = dataplane.take_without_room().unwrap_or_default();
+    let told = dataplane.take_waiting().unwrap_or_default();
     let told_of_web =
         told.get(&web(&[]).name).map(|all| all.iter().map(|one| one.effect).collect::<Vec<_>>());
     assert_eq!(told_of_web, effect.map(|effect| vec![effect]));
@@ -268,7 +268,7 @@ fn slots_that_are_free_but_not_side_by_side_are_no_room() {
     dataplane.apply(&change(shared([large.clone()]))).unwrap();
     dataplane.apply(&removed(first)).unwrap();
     dataplane.apply(&removed(third)).unwrap();
-    let told = dataplane.take_without_room().unwrap();
+    let told = dataplane.take_waiting().unwrap();
     assert_eq!(told.keys().collect::<Vec<_>>(), [&large.name]);
     assert_eq!(served(&sandbox), is(&[("s2", 1)]));
     assert_eq!(dataplane.resync(&shared([second.clone(), large])).unwrap(), Applied::default());

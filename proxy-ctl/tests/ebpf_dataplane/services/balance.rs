@@ -178,11 +178,11 @@ fn without_room_for_a_table_endpoints_are_drawn_alike() {
     dataplane.resync(&shared([small.clone(), large.clone()])).unwrap();
     assert_eq!(algorithm(&sandbox, [10, 96, 0, 1]), (Algorithm::Random, false));
     assert_eq!(algorithm(&sandbox, [10, 96, 0, 2]), (Algorithm::Maglev, true));
-    let told = dataplane.take_without_room().unwrap();
+    let told = dataplane.take_waiting().unwrap();
     let [(name, fields)] = told.iter().collect::<Vec<_>>()[..] else { panic!("{told:?}") };
     assert_eq!((&*name.service.name, fields[0].effect), ("web", Effect::ServedDifferently));
     dataplane.collect_garbage().unwrap();
-    assert_eq!(dataplane.take_without_room(), None);
+    assert_eq!(dataplane.take_waiting(), None);
     // The Service follows its endpoints meanwhile, and gets its lookup table as soon as there is
     // room.
     let fewer = DesiredPort { endpoints: endpoints(many(19)), ..large };

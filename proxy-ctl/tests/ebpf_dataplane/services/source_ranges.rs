@@ -121,7 +121,7 @@ fn where_ranges_have_no_room_those_of_before_count_or_the_address_is_closed() {
     assert_eq!(frontends(&sandbox), 2);
     dataplane.resync(&desired(&many)).unwrap();
     assert_eq!((written(&sandbox), frontends(&sandbox)), (vec![OF_OTHERS.to_owned()], 2));
-    let told = dataplane.take_without_room().unwrap();
+    let told = dataplane.take_waiting().unwrap();
     let [reason] = told.into_values().next().unwrap().try_into().unwrap();
     assert_eq!(reason.field, "spec.loadBalancerSourceRanges");
     assert!(reason.instead.contains("ebpf.limits.sourceRanges"), "{reason:?}");
@@ -131,7 +131,7 @@ fn where_ranges_have_no_room_those_of_before_count_or_the_address_is_closed() {
     assert_eq!((written(&sandbox).len(), frontends(&sandbox)), (0, 1));
     dataplane.resync(&desired(&many[1..])).unwrap();
     assert_eq!((written(&sandbox).len(), frontends(&sandbox)), (many.len() - 1, 2));
-    assert_eq!(dataplane.take_without_room(), Some(BTreeMap::new()));
+    assert_eq!(dataplane.take_waiting(), Some(BTreeMap::new()));
 }
 
 #[test]

@@ -111,10 +111,10 @@ fn marks_have_the_room_that_frontends_leave() {
     assert_eq!(marked(&sandbox).len(), 2);
     dataplane.resync(&services(3)).unwrap();
     assert_eq!(marked(&sandbox).len(), 1, "a mark gives way to a frontend");
-    assert_eq!(dataplane.take_without_room().unwrap_or_default().len(), 0);
+    assert_eq!(dataplane.take_waiting().unwrap_or_default().len(), 0);
     dataplane.resync(&services(5)).unwrap();
     assert_eq!(marked(&sandbox).len(), 0);
-    assert_eq!(dataplane.take_without_room().unwrap().len(), 1);
+    assert_eq!(dataplane.take_waiting().unwrap().len(), 1);
     // No address is marked while a Service waits for room, because its port may be another port of
     // a marked ClusterIP.
     dataplane.resync(&services(2)).unwrap();

@@ -154,13 +154,13 @@ impl<F: TableFamily> FamilyWriter<F> {
         };
         let (effect, what) = if limit == Limit::SourceRanges {
             (
-                Effect::NoRoom,
+                Effect::PartlyServed,
                 "the former source ranges are in force, or nobody is served at load-balancer addresses",
             )
         } else if self.serves_all_endpoints(name) {
             (Effect::ServedDifferently, "its endpoints are drawn at random, each alike")
         } else if self.entries.services.contains_key(name) {
-            (Effect::NoRoom, "only endpoints that it had before are served")
+            (Effect::PartlyServed, "only endpoints that it had before are served")
         } else {
             (Effect::NotServed, "not served")
         };
@@ -176,7 +176,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         let instead = format!(
             "not all of it is served: map {table} has room for {capacity} entries (ebpf.limits.{limit}) and is full"
         );
-        UnservedField { field, effect: Effect::NoRoom, instead: instead.into() }
+        UnservedField { field, effect: Effect::PartlyServed, instead: instead.into() }
     }
 
     /// Returns the kind of a frontend. The maps do not distinguish external IPs from load-balancer

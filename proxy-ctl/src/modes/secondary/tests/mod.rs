@@ -322,12 +322,12 @@ fn a_secondary_mode_that_cannot_be_opened_is_told_by_service_port_and_tried_agai
     assert_eq!(scene.both.inspection_share(), SHARE);
     assert_eq!(scene.apply(with_node_port()), ["own web:cn"]);
     assert_eq!(scene.both.inspection_share(), 0, "it is tried again soon");
-    let told = scene.both.take_without_room().unwrap();
+    let told = scene.both.take_waiting().unwrap();
     let [(name, reasons)] = Vec::from_iter(told).try_into().unwrap();
     assert_eq!(name.service, with_node_port().name);
     assert!(reasons[0].instead.ends_with("cannot be opened: no nf_tables"), "{reasons:?}");
     assert!(reasons[0].may_be_served_by_another());
-    assert_eq!(scene.both.take_without_room(), None, "nothing has changed");
+    assert_eq!(scene.both.take_waiting(), None, "nothing has changed");
 
     *scene.fails.lock().unwrap() = false;
     scene.both.resync(&scene.model.desired()).unwrap();
@@ -335,7 +335,7 @@ fn a_secondary_mode_that_cannot_be_opened_is_told_by_service_port_and_tried_agai
         scene.log.take(),
         ["own all web:cn", "open", "secondary host that is shared", "secondary all web:n"]
     );
-    assert_eq!(scene.both.take_without_room(), Some(BTreeMap::new()));
+    assert_eq!(scene.both.take_waiting(), Some(BTreeMap::new()));
     assert_eq!(scene.both.inspection_share(), 0, "others write netfilter's rules too");
 }
 
@@ -407,7 +407,7 @@ fn an_interface_without_programs_is_told_with_who_serves_its_pod() {
     let told = |scene: &mut Scene| scene.both.hook_problems().unattached[&7].clone();
     let failed = "it is full; the secondary mode nftables, which would serve its pod where socket hooks do not, cannot be opened: no nf_tables";
     assert_eq!(told(&mut scene), failed);
-    assert_eq!(scene.both.take_without_room(), Some(BTreeMap::new()), "the Service itself is served");
+    assert_eq!(scene.both.take_waiting(), Some(BTreeMap::new()), "the Service itself is served");
     *scene.fails.lock().unwrap() = false;
     scene.both.resync(&scene.model.desired()).unwrap();
     assert_eq!(

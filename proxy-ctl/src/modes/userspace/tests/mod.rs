@@ -379,7 +379,7 @@ fn addresses_of_others_are_named_and_tried_again() {
     web.external_ips = vec!["198.51.100.1".parse().unwrap()];
     let port = desired(web, &[&a.address]);
     dataplane.apply(&Changes { changed: vec![Arc::clone(&port)], removed: Vec::new() }).unwrap();
-    let told = dataplane.take_without_room().unwrap();
+    let told = dataplane.take_waiting().unwrap();
     let texts: Vec<_> = told[&port.name].iter().map(|one| (one.field, &*one.instead)).collect();
     assert_eq!(texts.len(), 2, "{texts:?}");
     assert_eq!(
@@ -387,12 +387,12 @@ fn addresses_of_others_are_named_and_tried_again() {
         ("spec.clusterIPs", &*format!("not served: 127.0.0.1:{number}; another program listens there"))
     );
     assert!(texts[1].1.contains("it is no address of this node"), "{texts:?}");
-    assert_eq!(dataplane.take_without_room(), None, "nothing has changed");
+    assert_eq!(dataplane.take_waiting(), None, "nothing has changed");
     drop(taken);
     // A child that another test starts at this moment holds the listener until it runs its program.
     wait_until("one address is served", || {
         dataplane.resync(&[Arc::clone(&port)]).unwrap();
-        dataplane.take_without_room().is_some_and(|told| told[&port.name].len() == 1)
+        dataplane.take_waiting().is_some_and(|told| told[&port.name].len() == 1)
     });
     assert_eq!(answering(number), "a");
 }
@@ -444,7 +444,7 @@ fn dataplane_errors(dataplane: &mut UserspaceDataplane, number: u16) -> Vec<Unse
     other.name.port = "other".into();
     let name = other.name.clone();
     dataplane.apply(&Changes { changed: vec![Arc::new(other)], removed: Vec::new() }).unwrap();
-    dataplane.take_without_room().unwrap().remove(&name).unwrap()
+    dataplane.take_waiting().unwrap().remove(&name).unwrap()
 }
 
 #[test]

@@ -11,7 +11,7 @@ use proxy_common::select::Origin;
 use crate::{
     bytes::frame::{BARE, ETHERNET, Frame},
     socket, tc,
-    xdp::transit,
+    xdp::forward,
 };
 
 macro_rules! socket_hooks {
@@ -71,10 +71,10 @@ proxy_common::packet_programs!(packet_hooks);
 
 #[xdp]
 pub fn uplink_transit(ctx: XdpContext) -> u32 {
-    transit(Frame::whole(ctx.ctx))
+    forward(Frame::whole(ctx.ctx))
 }
 
 #[xdp(frags)]
 pub fn uplink_transit_frags(ctx: XdpContext) -> u32 {
-    transit(Frame::in_fragments(ctx.ctx))
+    forward(Frame::in_fragments(ctx.ctx))
 }

@@ -26,25 +26,25 @@ use crate::{
     route::{self, FOUND, Route},
 };
 
-trait TransitFamily: Network + Route + TellPacket + Tunnel {
+trait XdpFamily: Network + Route + TellPacket + Tunnel {
     /// Of the field with the packet's length, in two bytes.
     const LENGTH: u32;
     /// Bytes before those that the field counts.
     const UNCOUNTED: u32;
 }
 
-impl TransitFamily for V4 {
+impl XdpFamily for V4 {
     const LENGTH: u32 = 2;
     const UNCOUNTED: u32 = 0;
 }
 
-impl TransitFamily for V6 {
+impl XdpFamily for V6 {
     const LENGTH: u32 = 4;
     const UNCOUNTED: u32 = 40;
 }
 
 #[inline(always)]
-pub(crate) fn transit(frame: Frame) -> u32 {
+pub(crate) fn forward(frame: Frame) -> u32 {
     let mut network = ETHERNET;
     let mut interface = frame.interface();
     let Ok(mut ethertype) = frame.load(network - 2) else { return xdp_action::XDP_PASS };
@@ -57,8 +57,8 @@ pub(crate) fn transit(frame: Frame) -> u32 {
         network += TAG;
     }
     match u16::from_be_bytes(ethertype) {
-        V4::ETHERTYPE => transit_of::<V4>(frame, network, interface),
-        V6::ETHERTYPE => transit_of::<V6>(frame, network, interface),
+        V4::ETHERTYPE => forward_of::<V4>(frame, network, interface),
+        V6::ETHERTYPE => forward_of::<V6>(frame, network, interface),
         _ => xdp_action::XDP_PASS,
     }
 }
@@ -98,7 +98,7 @@ fn device_of_tag(frame: Frame, place: u32, ethertype: [u8; 2], interface: u32) -
 
 // Not inlined: the stack of both families would lie beside each other.
 #[inline(never)]
-fn transit_of<F: TransitFamily>(frame: Frame, network: u32, interface: u32) -> u32
+fn forward_of<F: XdpFamily>(frame: Frame, network: u32, interface: u32) -> u32
 where
     Maps: FlowTables<F>,
 {
@@ -116,7 +116,7 @@ where
     }
     scratch.interface = interface;
     scratch.is_made_here = false;
-    if flow::in_transit(&Maps, scratch, &frame).is_err() {
+    if flow::forward(&Maps, scratch, &frame).is_err() {
         return xdp_action::XDP_PASS;
     }
     let sent = if scratch.action.then == Then::Encapsulate {
@@ -151,11 +151,11 @@ where
 
 // Not inlined: what it needs of the stack would be added to what keeping a flow needs.
 #[inline(never)]
-fn parse_frame<F: TransitFamily>(frame: Frame, packet: &mut Packet<F::Address>) -> Result<(), Reason> {
+fn parse_frame<F: XdpFamily>(frame: Frame, packet: &mut Packet<F::Address>) -> Result<(), Reason> {
     parse::<F, _>(frame, packet.headers.network, packet)
 }
 
-impl<F: TransitFamily> Driver<F> for Frame
+impl<F: XdpFamily> Driver<F> for Frame
 where
     Maps: FlowTables<F>,
 {
@@ -192,7 +192,7 @@ const NO: u32 = 0;
 /// Sets `scratch.next_hop`.
 // Not inlined: the parameters would lie on the stack beside what opening a flow needs.
 #[inline(never)]
-fn look_up<F: TransitFamily>(frame: Frame, scratch: &mut Scratch<F::Address>) -> u32
+fn look_up<F: XdpFamily>(frame: Frame, scratch: &mut Scratch<F::Address>) -> u32
 where
     Maps: FlowTables<F>,
 {
@@ -233,7 +233,7 @@ fn is_redirectable(frame: Frame, network: u32, target: u32) -> bool {
 }
 
 #[inline(always)]
-fn send<F: TransitFamily>(
+fn send<F: XdpFamily>(
     frame: Frame,
     Scratch { packet, action, next_hop, .. }: &Scratch<F::Address>,
 ) -> Result<(), Reason> {
@@ -246,7 +246,7 @@ fn send<F: TransitFamily>(
 /// pads a short frame stays behind both packets.
 // Not inlined, for its stack.
 #[inline(never)]
-fn send_in_another<F: TransitFamily>(
+fn send_in_another<F: XdpFamily>(
     frame: Frame,
     Scratch { packet, tunnel, next_hop, .. }: &Scratch<F::Address>,
 ) -> Result<(), Reason> {

@@ -1,17 +1,17 @@
 //! The slow path of packets that enter the node, which decides about each of them.
 //!
-//! The other ways through the same rules are `known.rs` (fast path) and `transit/` (XDP). Where
+//! The other ways through the same rules are `known.rs` (fast path) and `forward/` (XDP). Where
 //! they decide, they decide as this one does. [`leaving`](super::leaving()) is its other half.
 
 use super::{
     FlowEntry as _, FlowTables, PodSockets, Routine, Scratch,
     find::{Found, find, find_apart, is_from_host, is_of_origin, lookup, set_key_of_packet},
+    forward,
     fragments::record_first_fragment,
     keep::{end_if_gone, go_on, is_netfilters, is_over},
     open::{find_frontend, open, unknown, why_unserved},
     routine::decide,
     scratch::Rival,
-    transit,
     translate::translate_arriving,
     tuples::Step,
 };
@@ -76,7 +76,7 @@ pub(super) fn arriving_with_ports<F: Family, T: FlowTables<F>>(
             if own.step == Step::ToFrontend && !is_from_host(scratch) {
                 end_if_gone(tables, scratch, own.entry)?;
             }
-            if transit::answers_driver(tables, scratch, own.step) {
+            if forward::answers_driver(tables, scratch, own.step) {
                 scratch.action.then = Then::PastStack;
                 return Ok(());
             }
@@ -87,7 +87,7 @@ pub(super) fn arriving_with_ports<F: Family, T: FlowTables<F>>(
             }
             let step = own.step;
             go_on(tables, scratch, own)?;
-            if transit::goes_past_stack(tables, scratch, step) {
+            if forward::goes_past_stack(tables, scratch, step) {
                 scratch.action.then = Then::PastStack;
             }
             return Ok(());

@@ -8,11 +8,11 @@ use super::{
     Change, FlowEntry as _, FlowTables, Routine, Scratch, Speaker, Stage,
     entries::is_stale,
     find::lookup,
+    forward,
     keep::SUSTAINED_AFTER,
     open::{self, guard, is_admitted},
     routine::decide,
     tcp::{self, is_in_reach, is_near},
-    transit,
 };
 use crate::{
     affinity::{self, NOWHERE},
@@ -42,7 +42,7 @@ pub(super) fn encapsulate<F: Family, T: FlowTables<F>>(
     let Scratch { packet, action, tunnel, flow, .. } = &mut *scratch;
     // The first fragment has told what the others are.
     if !packet.is_later_fragment() {
-        action.rewrite = flow.undo_forward_rewrite();
+        action.rewrite = flow.undo_dnat_rewrite();
     }
     tunnel.destination = packet.destination;
     // Later fragments have none: all of a packet stay together.
@@ -53,11 +53,11 @@ pub(super) fn encapsulate<F: Family, T: FlowTables<F>>(
     tunnel.source_port = tunnel_port(tables, packet, ports);
     let interface = scratch.interface;
     set_tunnel_source(tables, scratch, interface)?;
-    transit::note_left(tables, scratch);
+    forward::note_left(tables, scratch);
     Ok(())
 }
 
-/// Sets `scratch.tunnel` of a packet in transit, with the ends of `scratch.action`, but for its source: that depends on the next hop, whose
+/// Sets `scratch.tunnel` of a packet that XDP forwards, with the ends of `scratch.action`, but for its source: that depends on the next hop, whose
 /// lookup needs the length of the outer headers.
 // Not inlined, for its stack.
 #[inline(never)]
@@ -71,14 +71,14 @@ pub(super) fn set_tunnel_but_source<F: Family, T: FlowTables<F>>(
     tunnel.source_port = tunnel_port(tables, packet, ports);
 }
 
-/// Makes the packet in transit what leaves the node by `scratch.next_hop`, as [`encapsulate`] does, and sets the source of `scratch.tunnel`.
+/// Makes the packet, which XDP forwards, what leaves the node by `scratch.next_hop`, as [`encapsulate`] does, and sets the source of `scratch.tunnel`.
 // Not inlined, for its stack.
 #[inline(never)]
 pub(super) fn finish_tunnel<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
-    scratch.action.rewrite = scratch.flow.undo_forward_rewrite();
+    scratch.action.rewrite = scratch.flow.undo_dnat_rewrite();
     scratch.action.rewrite.service = scratch.flow.service;
     let interface = scratch.next_hop.interface;
     set_tunnel_source(tables, scratch, interface)

@@ -69,7 +69,7 @@ pub(super) fn follow<F: Family, T: FlowTables<F>>(
 pub(super) fn record<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     set_key::<F>(scratch);
     if scratch.failure.is_none() && scratch.action.then == Then::Encapsulate {
-        scratch.action.rewrite = scratch.flow.undo_forward_rewrite();
+        scratch.action.rewrite = scratch.flow.undo_dnat_rewrite();
     }
     let interface = scratch.interface;
     let Scratch { failure, fragment_key, first_fragment: first, action: Action { rewrite, then }, .. } =

@@ -4,14 +4,14 @@
 //! It is a second way through the rules of the slow path (`arriving.rs` and `leaving.rs`), in so
 //! little code that it needs no calls. It decides what [`arriving`](super::arriving()) and
 //! [`leaving`](super::leaving()) decide, or leaves the packet to them. XDP has a third way
-//! (`transit/`).
+//! (`forward/`).
 
 use super::{
     FlowTables, Scratch, Speaker, Stage,
     entries::is_stale,
     find::{Found, is_of_origin, read},
+    forward::{answers_driver, goes_past_stack, is_by_stack},
     tcp,
-    transit::{answers_driver, goes_past_stack, is_by_stack},
     translate::{translate_arriving, translate_leaving},
     tuples::Step,
 };

@@ -1,18 +1,18 @@
 //! The slow path of packets that leave the node, which decides about each of them.
 //!
-//! The other ways through the same rules are `known.rs` (fast path) and `transit/` (XDP). Where
+//! The other ways through the same rules are `known.rs` (fast path) and `forward/` (XDP). Where
 //! they decide, they decide as this one does. [`arriving`](super::arriving()) is its other half.
 
 use super::{
     FlowTables, Routine, Scratch, UnknownSockets,
     find::{find, find_apart, is_another_clients, is_from_host, set_key_of_packet},
+    forward,
     fragments::record_first_fragment,
     keep::{end_if_gone, go_on, is_netfilters, is_over},
     open::{open, why_socket_is_unserved},
     ports::foreign,
     routine::decide,
     scratch::Rival,
-    transit,
     translate::translate_leaving,
     tuples::Step,
 };
@@ -96,12 +96,12 @@ pub(super) fn leaving_with_ports<F: Family, T: FlowTables<F>>(
                 end_if_gone(tables, scratch, found.entry)?;
                 scratch.action.then = Then::Reroute;
             }
-            if transit::is_by_stack(scratch, found.step) {
+            if forward::is_by_stack(scratch, found.step) {
                 tables.run(scratch, Routine::LeaveToStack);
             }
             translate_leaving(scratch, found.step, is_hosts)?;
             go_on(tables, scratch, found)?;
-            if transit::shows_way_out(tables, scratch, found.step) {
+            if forward::shows_way_out(tables, scratch, found.step) {
                 tables.run(scratch, Routine::NoteLeft);
             }
             return Ok(());

@@ -20,7 +20,7 @@
 //! |---|---|---|
 //! | slow path | `arriving.rs`, `leaving.rs` | all |
 //! | fast path | `known.rs` | most: of established flows, and of no flow if they open none |
-//! | XDP | `transit/` | from outside, of flows that the stack has let out before |
+//! | XDP | `forward/` | from outside, of flows that the stack has let out before |
 //!
 //! All ways have one contract. The slow path is the rule. Another way either decides what the slow
 //! path decides, or leaves the packet to it untouched. XDP stands for two decisions: where the
@@ -37,6 +37,7 @@ mod describe;
 mod direct;
 mod entries;
 mod find;
+mod forward;
 mod fragments;
 mod keep;
 mod known;
@@ -49,12 +50,15 @@ mod tcp;
 #[cfg(test)]
 mod tests;
 mod traits;
-mod transit;
 mod translate;
 mod tuples;
 
 pub use arriving::{arriving, may_carry_another};
 pub use entries::{collect, copy, lifetimes::FlowLifetimes};
+pub use forward::{
+    forward,
+    next_hop::{Driver, NextHop},
+};
 pub use known::{arriving_known, leaving_known};
 pub use leaving::{encapsulating, leaving, not_past_stack};
 pub use open::{
@@ -66,8 +70,4 @@ pub use routine::{Routine, run};
 pub use scratch::{Clock, Scratch};
 pub use tcp::Speaker;
 pub use traits::{Change, FlowEntry, FlowTables, InsertError, PodSockets, Stage, UnknownSockets};
-pub use transit::{
-    in_transit,
-    next_hop::{Driver, NextHop},
-};
 pub use tuples::NetfilterConnection;

@@ -4,10 +4,10 @@
 use super::{
     FlowTables, Scratch, direct, entries,
     find::find_moved,
-    fragments,
+    forward, fragments,
     open::{self, prepare},
     ports::{alias, foreign, masquerade},
-    tcp, transit,
+    tcp,
 };
 use crate::{family::Family, reason::Reason};
 
@@ -96,9 +96,9 @@ pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
         Routine::RecordFragment => fragments::record(tables, scratch),
         Routine::NoticeForeign => foreign::notice(tables, scratch),
         Routine::Encapsulate => scratch.failure = direct::encapsulate(tables, scratch).err(),
-        Routine::NoteLeft => transit::note_left(tables, scratch),
-        Routine::NoteSentByDriver => transit::note_sent_by_driver(tables, scratch),
-        Routine::LeaveToStack => transit::leave_to_stack(tables, scratch),
+        Routine::NoteLeft => forward::note_left(tables, scratch),
+        Routine::NoteSentByDriver => forward::note_sent_by_driver(tables, scratch),
+        Routine::LeaveToStack => forward::leave_to_stack(tables, scratch),
         Routine::GoOnDirectly => scratch.failure = direct::go_on(tables, scratch).err(),
         Routine::HearClient => direct::hear_client(tables, scratch),
     }

@@ -26,7 +26,7 @@ pub struct Scratch<A> {
     pub is_parsed: bool,
     /// Of a packet that arrives and `is_parsed`: no table had a flow with its ends.
     pub(super) has_no_flow: bool,
-    /// Of a packet in transit.
+    /// The next hop of a packet that XDP forwards.
     pub next_hop: NextHop,
     /// Why the packet is not served as it has come; one inside it may be.
     pub unserved: Option<Reason>,

@@ -179,13 +179,13 @@ impl<A: Address> Flow<A> {
 
     /// What a packet of the client to the frontend gets.
     #[inline(always)]
-    pub(super) fn forward_rewrite(&self) -> Rewrite<A> {
+    pub(super) fn dnat_rewrite(&self) -> Rewrite<A> {
         rewrite(self.alias_end(), self.backend_end(), self.service)
     }
 
     /// What a packet of the client to the backend gets where it leaves the node as the client has sent it.
     #[inline(always)]
-    pub(super) fn undo_forward_rewrite(&self) -> Rewrite<A> {
+    pub(super) fn undo_dnat_rewrite(&self) -> Rewrite<A> {
         rewrite(self.client_end(), self.frontend_end(), NO_SERVICE)
     }
 

@@ -43,7 +43,7 @@ pub(super) fn open<F: Family, T: FlowTables<F>>(
     }
     scratch.is_port_taken = scratch.origin == Origin::Workload && sockets.is_connected(scratch);
     decide(tables, scratch, Routine::Insert)?;
-    scratch.action.rewrite = scratch.flow.forward_rewrite();
+    scratch.action.rewrite = scratch.flow.dnat_rewrite();
     Ok(())
 }
 

@@ -4,6 +4,7 @@
 mod direct;
 mod ends;
 mod foreign;
+mod forward;
 mod guard;
 mod host;
 mod interleavings;
@@ -13,7 +14,6 @@ mod packets;
 mod ports;
 mod races;
 mod segments;
-mod transit;
 mod unknown;
 mod unserved;
 mod whole;

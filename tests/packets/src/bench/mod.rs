@@ -21,7 +21,7 @@ use proxy_common::{
 use self::paths::paths;
 use crate::{
     cases::{
-        forwarding::{direct, redirect::Other, transit::Uplink},
+        forwarding::{direct, forward::Uplink, redirect::Other},
         scene::*,
     },
     katran::Katran,
@@ -227,7 +227,7 @@ impl Step {
         Self { is_changed: false, ..Self::translates(program, packet) }
     }
 
-    fn transit(packet: Packet, verdict: Verdict) -> Self {
+    fn forwards(packet: Packet, verdict: Verdict) -> Self {
         Self { at: At::Uplink, verdict, ..Self::translates(program::uplink_transit, packet) }
     }
 

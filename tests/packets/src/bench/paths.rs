@@ -14,7 +14,7 @@ use super::{
 use crate::{
     cases::{
         choice::{balance, connections},
-        forwarding::{direct, redirect, transit::Uplink},
+        forwarding::{direct, forward::Uplink, redirect},
         scene::*,
     },
     wire::{KnownAddress, tcp, udp},
@@ -46,7 +46,7 @@ fn of_no_flow<W: Tables + 'static>() -> Vec<Path<W>> {
         Path::new("leaves, of no flow", Step::passes("workload_egress", stranger.clone())),
         Path::new(
             "XDP: of no service",
-            Step { is_changed: false, ..Step::transit(stranger, Verdict::GoesOn) },
+            Step { is_changed: false, ..Step::forwards(stranger, Verdict::GoesOn) },
         )
         .with(with_uplink),
     ];
@@ -179,7 +179,7 @@ fn direct_paths<W: Tables + 'static>() -> Vec<Path<W>> {
                 ..Path::known(
                     format!("XDP: {label}"),
                     DIRECT,
-                    Step::transit(DIRECT.to_frontend::<W>(), Verdict::SentBack),
+                    Step::forwards(DIRECT.to_frontend::<W>(), Verdict::SentBack),
                 )
             }
             .with(move |s| {
@@ -192,7 +192,7 @@ fn direct_paths<W: Tables + 'static>() -> Vec<Path<W>> {
 }
 
 fn past_stack<W: Tables + 'static>() -> Vec<Path<W>> {
-    let sent = |packet| Step::transit(packet, Verdict::SentBack);
+    let sent = |packet| Step::forwards(packet, Verdict::SentBack);
     // The stack forwards the first packets of a flow before XDP does.
     let first = tcp(FROM, NODE_PORT, TCP_SYN);
     let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
@@ -200,7 +200,7 @@ fn past_stack<W: Tables + 'static>() -> Vec<Path<W>> {
         Step::translates("uplink_ingress", Packet::from_client::<W>(&first)),
         Step::translates("uplink_egress", Packet::to_client::<W>(&answer)).at(At::Uplink),
     ];
-    let to_pod = Step::transit(TO_POD.to_frontend::<W>(), Verdict::Redirected);
+    let to_pod = Step::forwards(TO_POD.to_frontend::<W>(), Verdict::Redirected);
     let past_stack = Step {
         verdict: Verdict::Redirected,
         ..Step::translates("workload_ingress", TO_POD.answer::<W>()).at(At::Pod)

@@ -136,7 +136,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     choice::connections::cases::<W>(group);
     refused::source_ranges::cases::<W>(group);
     source::source_address::cases::<W>(group);
-    forwarding::transit::cases::<W>(group);
+    forwarding::forward::cases::<W>(group);
     forwarding::redirect::cases::<W>(group);
     origins::cases::<W>(group);
     pod_sockets::cases::<W>(group);

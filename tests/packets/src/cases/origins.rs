@@ -11,7 +11,7 @@ use proxy_common::{
 
 use super::{
     Group, Scene,
-    forwarding::transit::{Uplink, opened_with_neighbours},
+    forwarding::forward::{Uplink, opened_with_neighbours},
     scene::*,
 };
 use crate::{
@@ -142,7 +142,7 @@ fn reaches<W: Tables>(s: &mut Scene<W>, place: Place, client: Endpoint) -> Resul
         "{:?}",
         output.verdict
     );
-    let output = s.world.forward("uplink_egress", &inside.bytes::<W>())?;
+    let output = s.world.leaves("uplink_egress", &inside.bytes::<W>())?;
     let left = match place {
         Place::Pod => inside,
         Place::Outside => inside.from((KnownAddress::Node, source_port::<W>(&output.packet)?)),
@@ -181,7 +181,7 @@ impl Connection {
     fn is_answered<W: Tables>(&self, s: &mut Scene<W>) -> Result<()> {
         let answer = self.left.answer(TCP_SYN | TCP_ACK);
         let output = s.world.run("uplink_ingress", &answer.bytes::<W>())?;
-        let output = s.world.forward(self.place.egress(), &output.packet)?;
+        let output = s.world.leaves(self.place.egress(), &output.packet)?;
         let expected = answer.from(NODE_PORT).to(self.client);
         ensure!(output.packet == expected.bytes::<W>(), "the answer comes as {:02x?}", output.packet);
         Ok(())
@@ -191,7 +191,7 @@ impl Connection {
     fn goes_on<W: Tables>(&self, s: &mut Scene<W>) -> Result<()> {
         let packet = s.packet(self.client, NODE_PORT, TCP_ACK);
         let output = s.world.run(self.place.ingress(), &packet.bytes::<W>())?;
-        let output = s.world.forward("uplink_egress", &output.packet)?;
+        let output = s.world.leaves("uplink_egress", &output.packet)?;
         let expected = self.left.flags(TCP_ACK);
         ensure!(
             output.packet == expected.bytes::<W>(),

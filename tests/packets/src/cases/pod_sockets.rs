@@ -22,7 +22,7 @@ use proxy_common::{
     packet::{TCP_ACK, TCP_SYN},
 };
 
-use super::{Group, Scene, forwarding::transit::address, scene::*};
+use super::{Group, Scene, forwarding::forward::address, scene::*};
 use crate::{
     wire::KnownAddress,
     world::{LOOPBACK, Tables},

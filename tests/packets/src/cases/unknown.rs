@@ -17,7 +17,7 @@ use super::{
     BOTH, Group, Scene,
     choice::affinity,
     choice::balance,
-    forwarding::transit::{Uplink, address},
+    forwarding::forward::{Uplink, address},
     scene::*,
 };
 use crate::{
@@ -192,7 +192,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
         s.counted(&[(Reason::FlowOpened, 1)])
     });
-    tcp::<W>(group, "untouched: in fragments, and in transit", |s| {
+    tcp::<W>(group, "untouched: in fragments, and by XDP", |s| {
         serve(s, EXTERNAL, FRONTEND_EXTERNAL)?;
         let packet = s.packet(CLIENT, EXTERNAL, TCP_ACK);
         let long = Segment { payload: vec![7; 64], ..packet.clone() };
@@ -201,7 +201,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         }
         let uplink = Uplink::new::<W>(s.world)?;
         let bytes = packet.bytes::<W>();
-        let output = s.world.transit(uplink.index, &bytes)?;
+        let output = s.world.run_xdp(uplink.index, &bytes)?;
         ensure!((output.verdict, output.packet) == (Verdict::GoesOn, bytes), "XDP leaves it to TC");
         Ok(())
     });

@@ -252,7 +252,7 @@ impl World {
     }
 
     /// Runs a program on a packet that another interface has received.
-    pub(crate) fn forward(&self, program: &str, packet: &[u8]) -> Result<Output> {
+    pub(crate) fn leaves(&self, program: &str, packet: &[u8]) -> Result<Output> {
         self.leaves_by(0, program, packet)
     }
 
@@ -289,7 +289,7 @@ impl World {
     }
 
     /// Attaches the XDP program to this interface, so that frames can come by it.
-    pub(crate) fn attach_transit(&mut self, interface: &str) -> Result<()> {
+    pub(crate) fn attach_xdp(&mut self, interface: &str) -> Result<()> {
         let name = program::uplink_transit;
         self.load_xdp(name)?
             .attach(interface, XdpMode::Driver)
@@ -307,13 +307,13 @@ impl World {
     }
 
     /// Runs the XDP program on a frame that comes by the interface with this index, in one piece.
-    pub(crate) fn transit(&self, interface: u32, frame: &[u8]) -> Result<Output> {
-        self.transit_by(program::uplink_transit, &frame_context(interface, frame), frame)
+    pub(crate) fn run_xdp(&self, interface: u32, frame: &[u8]) -> Result<Output> {
+        self.run_xdp_program(program::uplink_transit, &frame_context(interface, frame), frame)
     }
 
     /// Runs the XDP program on a frame whose first `first` bytes are in one piece. The rest is in
     /// fragments.
-    pub(crate) fn transit_in_fragments(
+    pub(crate) fn run_xdp_in_fragments(
         &mut self,
         interface: u32,
         first: usize,
@@ -324,14 +324,14 @@ impl World {
         }
         let name = program::uplink_transit_frags;
         self.load_xdp(name)?;
-        let output = self.transit_by(name, &frame_context(interface, &frame[..first]), frame);
+        let output = self.run_xdp_program(name, &frame_context(interface, &frame[..first]), frame);
         // Kernels before 6.18 fill a page before they begin a fragment.
         output.map_err(|error| {
             Skip(format!("the kernel cuts no frames as it is told (6.18): {error:#}")).into()
         })
     }
 
-    fn transit_by(&self, name: &str, context: &[u8], frame: &[u8]) -> Result<Output> {
+    fn run_xdp_program(&self, name: &str, context: &[u8], frame: &[u8]) -> Result<Output> {
         let program: &Xdp =
             self.ebpf.program(name).with_context(|| format!("no program {name}"))?.try_into()?;
         let mut out = vec![0; frame.len() + 256];

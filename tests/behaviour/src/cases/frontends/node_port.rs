@@ -66,14 +66,14 @@ pub(in crate::cases) const CASES: &[Case] = &[
     Case::new(
         "packets between a client outside and another node pass the stack by",
         Variants::All,
-        in_transit,
+        is_forwarded_by_xdp,
     )
     .concerns(|setting| setting.uses_xdp())
     .core(),
     Case::new(
         "packets from a client outside to a pod of the node pass the stack by",
         Variants::Tcp,
-        in_transit_to_pod,
+        is_forwarded_to_pod,
     )
     .concerns(|setting| setting.uses_xdp())
     .core(),
@@ -154,14 +154,14 @@ fn from_outside(
 }
 
 /// Expects XDP to forward all packets but the first one of each flow.
-fn in_transit(world: &mut World, variant: Variant) -> Result<()> {
+fn is_forwarded_by_xdp(world: &mut World, variant: Variant) -> Result<()> {
     // A connection has five such packets: the backend's SYN, its acknowledgement, the request, the
     // answer, and the ends.
     let of_each = if variant.protocol == Protocol::Tcp { 5 } else { 1 };
     by_driver(world, variant, &ON_NODE2, "sent_by_driver", of_each)
 }
 
-fn in_transit_to_pod(world: &mut World, variant: Variant) -> Result<()> {
+fn is_forwarded_to_pod(world: &mut World, variant: Variant) -> Result<()> {
     if !pods_can_take_frames() {
         bail!(Skip("this kernel does not tell what programs a veth has (6.6)".to_owned()));
     }

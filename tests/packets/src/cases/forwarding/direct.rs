@@ -13,8 +13,8 @@ use proxy_common::{
 };
 
 use super::{
+    forward::{OWN, TAGS, Uplink},
     redirect::{self, Other},
-    transit::{OWN, TAGS, Uplink},
 };
 use crate::{
     cases::{BOTH, Group, Scene, WorldKind, scene::*},
@@ -67,7 +67,7 @@ const FLAGS: u32 = FRONTEND_EXTERNAL | FRONTEND_DSR;
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     geneve_cases::<W>(group);
-    transit_cases::<W>(group);
+    forward_cases::<W>(group);
     each::<W>(group, "to a node port of this node and its backend elsewhere", |s, way| {
         dialled(s, way)?;
         sent_on(s, NODE_PORT, KnownAddress::Node, way)
@@ -108,7 +108,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         dialled(s, way)?;
         let first = Segment { payload: vec![7; 300], ..s.first(CLIENT, LOAD_BALANCER) };
         s.send("uplink_ingress", &first, Expect::Becomes(&first.to(REMOTE)))?;
-        let carried = s.world.forward("uplink_egress", &first.to(REMOTE).bytes::<W>())?.packet;
+        let carried = s.world.leaves("uplink_egress", &first.to(REMOTE).bytes::<W>())?.packet;
         s.world.clear()?;
         s.service(SERVICE, &[(12, REMOTE, true)])?;
         s.frontend(LOAD_BALANCER, SERVICE, FLAGS)?;
@@ -395,8 +395,8 @@ fn sent_on<W: Tables>(s: &mut Scene<W>, dialled: Endpoint, from: KnownAddress, w
 }
 
 /// Adds the cases of packets that XDP forwards.
-fn transit_cases<W: Tables + 'static>(group: &mut Group) {
-    each::<W>(group, "transit", |s, way| {
+fn forward_cases<W: Tables + 'static>(group: &mut Group) {
+    each::<W>(group, "XDP forwards", |s, way| {
         let uplink = Uplink::new::<W>(s.world)?.and_neighbours::<W>()?;
         dialled(s, way)?;
         for (number, frontend) in (0..).zip([LOAD_BALANCER, NODE_PORT]) {
@@ -410,20 +410,20 @@ fn transit_cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(counted.bytes == bytes as u64, "{counted:?}, not {bytes} bytes, without outer headers");
         Ok(())
     });
-    each::<W>(group, "transit of a short frame that is padded", |s, way| {
+    each::<W>(group, "XDP forwards a short frame that is padded", |s, way| {
         const PADDING: [u8; 6] = [0xaa; 6];
         let uplink = Uplink::new::<W>(s.world)?.and_neighbours::<W>()?;
         dialled(s, way)?;
         let first = s.first(CLIENT, LOAD_BALANCER);
         let tunnel = let_out(s, &uplink, &first, way)?;
         let packet = first.flags(TCP_ACK);
-        let output = s.world.transit(uplink.index, &[&packet.bytes::<W>()[..], &PADDING].concat())?;
+        let output = s.world.run_xdp(uplink.index, &[&packet.bytes::<W>()[..], &PADDING].concat())?;
         ensure!(output.verdict == Verdict::SentBack, "{:?}", output.verdict);
         let sent = [&packet.sent_back().in_tunnel::<W>(tunnel)[..], &PADDING].concat();
         ensure!(output.packet == sent, "became\n  {:02x?}\nexpected\n  {sent:02x?}", output.packet);
         Ok(())
     });
-    each::<W>(group, "transit by another uplink", |s, way| {
+    each::<W>(group, "XDP forwards by another uplink", |s, way| {
         let uplink = Uplink::new::<W>(s.world)?;
         let other = Other::leading_to_backends::<W>(s, "other", redirect::OTHER)?;
         s.world.put_redirect_source(uplink.index, link_address(OWN)?)?;
@@ -435,7 +435,7 @@ fn transit_cases<W: Tables + 'static>(group: &mut Group) {
         let sent = W::in_tunnel(&other.sent::<W>(&packet), tunnel);
         redirect::redirects(s, uplink.index, &packet.bytes::<W>(), &sent)
     });
-    each::<W>(group, "transit of frames in fragments", |s, way| {
+    each::<W>(group, "XDP forwards frames in fragments", |s, way| {
         let uplink = Uplink::new::<W>(s.world)?.and_neighbours::<W>()?;
         ip(None, "link set uplink mtu 9000\n")?;
         dialled(s, way)?;
@@ -444,7 +444,7 @@ fn transit_cases<W: Tables + 'static>(group: &mut Group) {
         let long = Segment { payload: vec![1; 8_000], ..first.flags(TCP_ACK) };
         let bytes = long.bytes::<W>();
         for first in [bytes.len(), bytes.len() - long.payload.len()] {
-            let output = s.world.transit_in_fragments(uplink.index, first, &bytes)?;
+            let output = s.world.run_xdp_in_fragments(uplink.index, first, &bytes)?;
             ensure!(output.verdict == Verdict::SentBack, "{first} in one piece: {:?}", output.verdict);
             let sent = long.sent_back().in_tunnel::<W>(tunnel);
             ensure!(output.packet == sent, "{first} in one piece: not what leaves");
@@ -453,7 +453,7 @@ fn transit_cases<W: Tables + 'static>(group: &mut Group) {
     });
     for (name, tags) in TAGS {
         for (way, label) in WAYS {
-            let name = format!("{label}: transit of frames with {name}");
+            let name = format!("{label}: XDP forwards frames with {name}");
             group.add::<W>(&name, PROTOCOL_UDP, WorldKind::Usual, move |s| {
                 let uplink = Uplink::with_tags::<W>(s.world, tags)?.and_neighbours::<W>()?;
                 dialled(s, way)?;
@@ -463,7 +463,7 @@ fn transit_cases<W: Tables + 'static>(group: &mut Group) {
             });
         }
     }
-    each::<W>(group, "no transit of what is the stack's", |s, way| {
+    each::<W>(group, "XDP does not forward what is the stack's", |s, way| {
         let uplink = Uplink::new::<W>(s.world)?.and_neighbours::<W>()?;
         dialled(s, way)?;
         let first = s.first(CLIENT, LOAD_BALANCER);
@@ -482,7 +482,7 @@ fn transit_cases<W: Tables + 'static>(group: &mut Group) {
         uplink.passes(s, &of(room + 1).bytes::<W>())
     });
     for (way, label) in WAYS {
-        let name = format!("{label}: transit of a connection to its end");
+        let name = format!("{label}: XDP forwards a connection to its end");
         group.add::<W>(&name, PROTOCOL_TCP, WorldKind::Usual, move |s| {
             let uplink = Uplink::new::<W>(s.world)?.and_neighbours::<W>()?;
             dialled(s, way)?;
@@ -511,7 +511,7 @@ fn let_out<W: Tables>(s: &mut Scene<W>, uplink: &Uplink, first: &Segment, way: W
     // stack's verdict on the client.
     leaves(s, &inside, &first.bytes::<W>(), KnownAddress::Node, way)?;
     uplink.passes(s, &first.flags(TCP_ACK).bytes::<W>())?;
-    let output = s.world.forward("uplink_egress", &inside)?;
+    let output = s.world.leaves("uplink_egress", &inside)?;
     is_carried::<W>(&output, &first.bytes::<W>(), KnownAddress::Node, way)?;
     let port = (way == Way::Geneve).then(|| source_port::<W>(&output.packet));
     Ok(Tunnel { source: KnownAddress::Node, destination: KnownAddress::RemoteBackend, port })

@@ -11,8 +11,8 @@ use proxy_common::{
 };
 
 use super::{
+    forward::{NEXT_HOP, address},
     redirect::Node,
-    transit::{NEXT_HOP, address},
 };
 use crate::{
     cases::{Group, scene::*},

@@ -12,7 +12,7 @@ use proxy_common::{
     reason::Reason,
 };
 
-use super::transit::{NEXT_HOP, OWN, Uplink, address, opened, tagged};
+use super::forward::{NEXT_HOP, OWN, Uplink, address, opened, tagged};
 use crate::{
     cases::{Group, scene::*},
     wire::{Cut, Endpoint, Extra, Segment},
@@ -266,15 +266,15 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let bytes = long.bytes::<W>();
         let headers = bytes.len() - long.payload.len();
         // The other uplink takes only frames in one piece.
-        let output = s.world.transit_in_fragments(uplink.index, headers, &bytes)?;
+        let output = s.world.run_xdp_in_fragments(uplink.index, headers, &bytes)?;
         ensure!(output.verdict == Verdict::GoesOn && output.packet == bytes, "{:?}", output.verdict);
         let sent = other.sent::<W>(&packet.to(REMOTE).from(node));
-        let output = s.world.transit_in_fragments(uplink.index, short.len(), &short)?;
+        let output = s.world.run_xdp_in_fragments(uplink.index, short.len(), &short)?;
         ensure!(output.verdict == Verdict::Redirected, "in one piece: {:?}", output.verdict);
         ensure!(output.packet == sent, "in one piece: not what leaves");
         let sent = other.sent::<W>(&long.to(REMOTE).from(node));
         s.world.put_redirect_target(other.index | IN_FRAGMENTS, other.index)?;
-        let output = s.world.transit_in_fragments(uplink.index, headers, &bytes)?;
+        let output = s.world.run_xdp_in_fragments(uplink.index, headers, &bytes)?;
         ensure!(output.verdict == Verdict::Redirected, "{:?}", output.verdict);
         ensure!(output.packet == sent, "not what leaves");
         Ok(())
@@ -327,7 +327,7 @@ impl Other {
         name: &'static str,
         address: &str,
     ) -> Result<Self> {
-        let version = if super::transit::address::<W>(REMOTE.0).is_ipv4() { "ipv4" } else { "ipv6" };
+        let version = if super::forward::address::<W>(REMOTE.0).is_ipv4() { "ipv4" } else { "ipv6" };
         ip(
             None,
             &format!(
@@ -337,7 +337,7 @@ impl Other {
         )?;
         let other = Self { index: if_nametoindex(name)?, name, address: link_address(address)? };
         fs::write(format!("/proc/sys/net/{version}/conf/{name}/forwarding"), "1")?;
-        s.world.attach_transit(name)?;
+        s.world.attach_xdp(name)?;
         other.leads_to_backends::<W>()?;
         s.world.raise_route_epoch()?;
         Ok(other)
@@ -437,14 +437,14 @@ fn uplink_sends<W: Tables>(
 }
 
 pub(crate) fn redirects<W: Tables>(s: &Scene<W>, interface: u32, frame: &[u8], sent: &[u8]) -> Result<()> {
-    let output = s.world.transit(interface, frame)?;
+    let output = s.world.run_xdp(interface, frame)?;
     ensure!(output.verdict == Verdict::Redirected, "{:?}", output.verdict);
     ensure!(output.packet == sent, "it became {:02x?}, not {sent:02x?}", output.packet);
     Ok(())
 }
 
 fn passes<W: Tables>(s: &Scene<W>, interface: u32, frame: &[u8]) -> Result<()> {
-    let output = s.world.transit(interface, frame)?;
+    let output = s.world.run_xdp(interface, frame)?;
     ensure!(output.verdict == Verdict::GoesOn, "{:?}", output.verdict);
     ensure!(output.packet == frame, "it is not untouched");
     Ok(())

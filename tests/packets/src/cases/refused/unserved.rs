@@ -14,7 +14,7 @@ use super::refusals::refused;
 use crate::{
     cases::{
         Group, WorldKind,
-        forwarding::transit::{Uplink, address},
+        forwarding::forward::{Uplink, address},
         scene::*,
     },
     wire::{Cut, Endpoint, KnownAddress, Link, Segment},
@@ -87,7 +87,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.both::<W>("another port of a ClusterIP, of the node's sockets", |s| {
         s.mark(CLUSTER_IP.0)?;
         let first = s.first(PROCESS, OTHER_PORT);
-        let output = s.world.forward("uplink_egress", &first.bytes::<W>())?;
+        let output = s.world.leaves("uplink_egress", &first.bytes::<W>())?;
         ensure!(output.packet == first.bytes::<W>(), "what is forwarded has met another hook");
         if s.protocol == PROTOCOL_TCP {
             s.send("uplink_egress", &first, Expect::Untouched)?;
@@ -151,7 +151,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let bytes = W::echo(&request, false);
         s.send_bytes("uplink_egress", &bytes, Expect::Answered(answer::<W>(&request)))?;
         s.send_bytes("workload_egress", &bytes, Expect::Untouched)?;
-        let output = s.world.forward("uplink_egress", &bytes)?;
+        let output = s.world.leaves("uplink_egress", &bytes)?;
         ensure!(output.packet == bytes, "what is forwarded has met another hook");
         s.counted(&[(Reason::PingAnswered, 1)])
     });

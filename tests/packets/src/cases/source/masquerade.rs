@@ -136,7 +136,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.udp::<W>("answers to another's datagram from a node port open no flow", |s| {
         s.node_port_elsewhere()?;
         let sent = of_others(s, NODE_PORT.1, 0);
-        s.world.forward("uplink_egress", &sent.bytes::<W>())?;
+        s.world.leaves("uplink_egress", &sent.bytes::<W>())?;
         s.send("uplink_ingress", &sent.answer(0), Expect::Untouched)?;
         s.counted(&[])
     });

@@ -30,7 +30,7 @@ use super::{
     refusal::is_refused,
     route_watch::RouteWatch,
     settling::Settling,
-    xdp::attach::{Redirects, Transit},
+    xdp::attach::{Redirects, XdpHooks},
 };
 use crate::{
     config::{Ebpf, SocketLoadBalancing},
@@ -92,7 +92,7 @@ pub(crate) struct Hooks {
     /// True if the last attempt to attach the socket hooks has failed.
     have_sockets_failed: bool,
     order: HookOrder,
-    transit: Transit,
+    xdp: XdpHooks,
     /// Watch of the routes, while one of the uplinks has XDP.
     route_watch: Option<RouteWatch>,
     /// True if the watch could not begin, and the log has said so.
@@ -128,7 +128,7 @@ impl Hooks {
             unswapped: BTreeSet::new(),
             have_sockets_failed: false,
             order: HookOrder::default(),
-            transit: Transit::new(config.xdp),
+            xdp: XdpHooks::new(config.xdp),
             route_watch: None,
             is_watch_missed: false,
         }
@@ -359,7 +359,7 @@ impl Hooks {
             programs.get(program::sock_release)?;
         }
         programs.load_all(self.interfaces.values().flat_map(packet_programs))?;
-        if let Some(program) = self.transit.program() {
+        if let Some(program) = self.xdp.program() {
             // If the kernel refuses the program, the call that attaches it reports that.
             let _loaded = programs.get(program);
         }
@@ -368,20 +368,18 @@ impl Hooks {
 
     /// Returns why uplinks have no XDP program, by interface index.
     pub(crate) const fn refusals(&self) -> &BTreeMap<u32, String> {
-        self.transit.refusals()
+        self.xdp.refusals()
     }
 
     /// Returns between which interfaces XDP may redirect packets.
     pub(crate) fn redirects(&self) -> Redirects {
-        self.transit.redirects()
+        self.xdp.redirects()
     }
 
     /// Starts a [`RouteWatch`] if an uplink has an XDP program and no watch runs. If it cannot
     /// begin, the next check of the uplinks tries again.
     pub(crate) fn follow_routes(&mut self) {
-        if self.transit.program().is_none()
-            || self.route_watch.as_ref().is_some_and(|watch| !watch.has_ended())
-        {
+        if self.xdp.program().is_none() || self.route_watch.as_ref().is_some_and(|watch| !watch.has_ended()) {
             return;
         }
         match RouteWatch::begin(&self.paths.maps()) {
@@ -469,8 +467,8 @@ impl Hooks {
         }
         // XDP is attached last and detached first, because packets that it leaves to the stack need
         // the programs at TC.
-        let Self { paths, programs, links, transit, .. } = self;
-        let forwarding = transit.attach(paths, programs, links, interface);
+        let Self { paths, programs, links, xdp, .. } = self;
+        let forwarding = xdp.attach(paths, programs, links, interface);
         if forwarding.is_err() {
             self.unswapped.insert(interface.index);
         }
@@ -514,7 +512,7 @@ impl Hooks {
         if !is_refused {
             return self.take_back(index, attached);
         }
-        self.transit.detach(&self.paths, &mut self.links, index)?;
+        self.xdp.detach(&self.paths, &mut self.links, index)?;
         self.remove_packet_programs(index)?;
         self.unswapped.remove(&index);
         Ok(())
@@ -558,7 +556,7 @@ impl Hooks {
         self.failed_last.remove(&index);
         self.unswapped.remove(&index);
         self.order.forget(index);
-        self.transit.detach(&self.paths, &mut self.links, index)?;
+        self.xdp.detach(&self.paths, &mut self.links, index)?;
         self.remove_packet_programs(index)
     }
 

@@ -108,7 +108,7 @@ fn words_against(program: BorrowedFd<'_>, interface: &Interface, mode: XdpMode) 
 
 /// The XDP programs of uplinks. TC programs take what they leave to the stack.
 #[derive(Debug)]
-pub(crate) struct Transit {
+pub(crate) struct XdpHooks {
     configured: Xdp,
     /// The program of this kernel. It is empty until an uplink is to have XDP.
     program: OnceCell<&'static str>,
@@ -120,7 +120,7 @@ pub(crate) struct Transit {
     redirections: BTreeMap<u32, Redirection>,
 }
 
-impl Transit {
+impl XdpHooks {
     pub(crate) const fn new(configured: Xdp) -> Self {
         Self {
             configured,
@@ -333,7 +333,7 @@ mod tests {
                     (interface, Redirection { gives, takes, role })
                 })
                 .collect();
-            Transit { redirections, ..Transit::new(Xdp::Native) }.redirects()
+            XdpHooks { redirections, ..XdpHooks::new(Xdp::Native) }.redirects()
         };
         let target = |interface| RedirectTarget { interface, program: 0 };
         let without_other = vec![(2, Some(OWN), Some(Takes::All)), (3, None, None)];

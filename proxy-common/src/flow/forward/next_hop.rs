@@ -1,4 +1,4 @@
-//! Next hops of packets in transit. The routing tables are asked once in a while for each direction of a flow, and the answer is kept in the
+//! Next hops of packets that XDP forwards. The routing tables are asked once in a while for each direction of a flow, and the answer is kept in the
 //! entry that the direction's packets are found by.
 
 use crate::{
@@ -99,7 +99,7 @@ impl Stamp {
     }
 }
 
-/// What sends packets in transit on.
+/// The driver that forwards packets: XDP, or a stand-in of tests.
 pub trait Driver<F: Family> {
     /// Bytes of the packet, network header included.
     fn packet_length(&self, scratch: &Scratch<F::Address>) -> u32;

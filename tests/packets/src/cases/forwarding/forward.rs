@@ -20,7 +20,7 @@ use crate::{
 };
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
-    group.both::<W>("transit to a backend elsewhere and back", |s| {
+    group.both::<W>("XDP forwards to a backend elsewhere and back", |s| {
         let (uplink, node) = opened_with_neighbours(s)?;
         let first = s.first(CLIENT, NODE_PORT);
         let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
@@ -33,7 +33,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let bytes: usize = [&first, &answer, &second].iter().map(|p| p.bytes::<W>().len()).sum();
         s.counted_for_service(3, bytes)
     });
-    group.both::<W>("transit of a flow that the stack has begun, and the other way round", |s| {
+    group.both::<W>("XDP forwards a flow that the stack has begun, and the other way round", |s| {
         let (uplink, node) = opened_with_neighbours(s)?;
         let first = s.first(CLIENT, NODE_PORT);
         let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
@@ -45,7 +45,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.send("uplink_egress", &second.to(REMOTE), Expect::Becomes(&second.to(REMOTE).from(node)))?;
         s.counted(&[(Reason::FlowOpened, 1), (Reason::SentByDriver, 1)])
     });
-    group.tcp::<W>("transit of a connection to its end", |s| {
+    group.tcp::<W>("XDP forwards a connection to its end", |s| {
         let uplink = Uplink::with_neighbours(s)?;
         let (node, client, backend) = connected(s, &uplink)?;
         let fin = Segment { tcp_flags: TCP_FIN | TCP_ACK, ..client.clone() };
@@ -66,7 +66,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(s.flow_counts()? == (3, 0), "entries {:?}", s.flow_counts()?);
         Ok(())
     });
-    group.tcp::<W>("transit of a connection that is reset", |s| {
+    group.tcp::<W>("XDP forwards a connection that is reset", |s| {
         let uplink = Uplink::with_neighbours(s)?;
         let (_, _, backend) = connected(s, &uplink)?;
         let rst = Segment { tcp_flags: TCP_RST | TCP_ACK, ..backend };
@@ -74,7 +74,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(s.flow_counts()? == (3, 0), "entries {:?}", s.flow_counts()?);
         Ok(())
     });
-    group.both::<W>("no transit to a backend of this node", |s| {
+    group.both::<W>("XDP does not forward to a backend of this node", |s| {
         let uplink = Uplink::with_neighbours(s)?;
         s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
         s.node_port_here()?;
@@ -84,7 +84,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         uplink.passes(s, &first.flags(TCP_ACK).bytes::<W>())?;
         s.counted(&[(Reason::FlowOpened, 1)])
     });
-    group.both::<W>("no transit of what no flow has", |s| {
+    group.both::<W>("XDP forwards no packet without a flow", |s| {
         let uplink = Uplink::with_neighbours(s)?;
         s.node_port_elsewhere()?;
         uplink.passes(s, &s.first(CLIENT, (KnownAddress::Node, 22)).bytes::<W>())?;
@@ -96,7 +96,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(s.flow_counts()? == (0, 0), "entries {:?}", s.flow_counts()?);
         s.counted(&[])
     });
-    group.both::<W>("no transit of what a router does more with than sending it on", |s| {
+    group.both::<W>("XDP does not forward what a router does more with than sending it on", |s| {
         const MTU: usize = 1_500;
         let (uplink, node) = opened_with_neighbours(s)?;
         let packet = s.packet(CLIENT, NODE_PORT, TCP_ACK);
@@ -119,7 +119,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         uplink.passes(s, &W::error(KnownAddress::Stranger, KnownAddress::Node, &from_backend))
     });
     // The stack asks for the neighbour, and sends the packet.
-    group.both::<W>("no transit to a neighbour that is not known", |s| {
+    group.both::<W>("XDP does not forward to a neighbour that is not known", |s| {
         let uplink = Uplink::new::<W>(s.world)?;
         s.node_port_elsewhere()?;
         let node = opened(s, &uplink)?;
@@ -135,7 +135,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
         s.counted(&[(Reason::FlowOpened, 1), (Reason::SentByDriver, 2)])
     });
-    group.both::<W>("transit to a next hop that is looked up once for a flow", |s| {
+    group.both::<W>("XDP forwards to a next hop that is looked up once for a flow", |s| {
         const LINKS: [&str; 2] = [NEXT_HOP, "02:00:00:00:00:03"];
         let (uplink, _) = opened_with_neighbours(s)?;
         let packet = s.packet(CLIENT, NODE_PORT, TCP_ACK);
@@ -163,7 +163,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
             if link == LINKS[1] { Ok(Some(())) } else { Err(format!("it is {link}")) }
         })
     });
-    group.both::<W>("no transit of frames for others", |s| {
+    group.both::<W>("XDP forwards no frames for others", |s| {
         let (uplink, node) = opened_with_neighbours(s)?;
         let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
         uplink.passes(s, &Segment { back: true, ..second.clone() }.bytes::<W>())?;
@@ -174,11 +174,11 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
     for (name, tags) in TAGS {
         for protocol in BOTH {
-            let name = format!("transit of frames with {name}");
+            let name = format!("XDP forwards frames with {name}");
             group.add(&name, protocol, WorldKind::Usual, move |s: &mut Scene<W>| with_tags(s, tags));
         }
     }
-    group.both::<W>("transit of frames in fragments", |s| {
+    group.both::<W>("XDP forwards frames in fragments", |s| {
         let (uplink, node) = opened_with_neighbours(s)?;
         ip(None, &format!("link set {UPLINK} mtu 9000\n"))?;
         let packet = s.packet(CLIENT, NODE_PORT, TCP_ACK);
@@ -187,12 +187,12 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let bytes = long.bytes::<W>();
         let headers = bytes.len() - long.payload.len();
         for first in [bytes.len(), headers] {
-            let output = s.world.transit_in_fragments(uplink.index, first, &bytes)?;
+            let output = s.world.run_xdp_in_fragments(uplink.index, first, &bytes)?;
             ensure!(output.verdict == Verdict::SentBack, "{first} in one piece: {:?}", output.verdict);
             ensure!(output.packet == sent.bytes::<W>(), "{first} in one piece: not what leaves");
         }
         for first in [headers - 1, headers - 8, 14] {
-            let output = s.world.transit_in_fragments(uplink.index, first, &bytes)?;
+            let output = s.world.run_xdp_in_fragments(uplink.index, first, &bytes)?;
             ensure!(output.verdict == Verdict::GoesOn, "{first} in one piece: {:?}", output.verdict);
             ensure!(output.packet == bytes, "{first} in one piece: it is not untouched");
         }
@@ -202,11 +202,11 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(counted.bytes == expected, "{counted:?}, not {expected} bytes");
         let too_long = Segment { payload: vec![1; 9_000], ..packet };
         let bytes = too_long.bytes::<W>();
-        let output = s.world.transit_in_fragments(uplink.index, headers, &bytes)?;
+        let output = s.world.run_xdp_in_fragments(uplink.index, headers, &bytes)?;
         ensure!(output.verdict == Verdict::GoesOn, "longer than the interface takes: {:?}", output.verdict);
         Ok(())
     });
-    group.both::<W>("no transit without a lease", |s| {
+    group.both::<W>("XDP forwards nothing without a lease", |s| {
         let (uplink, node) = opened_with_neighbours(s)?;
         let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
         uplink.sends(s, &second, &second.to(REMOTE).from(node))?;
@@ -298,7 +298,7 @@ impl Uplink {
         )?;
         let uplink = Self { index: if_nametoindex(UPLINK)?, device, tags };
         fs::write(format!("/proc/sys/net/{version}/conf/{device}/forwarding"), "1")?;
-        world.attach_transit(UPLINK)?;
+        world.attach_xdp(UPLINK)?;
         uplink.put_vlan_devices(world)?;
         Ok(uplink)
     }
@@ -333,7 +333,7 @@ impl Uplink {
 
     /// Returns the link address that the packet is sent to.
     fn next_hop<W: Tables>(&self, s: &Scene<W>, packet: &Segment) -> Result<String> {
-        let output = s.world.transit(self.index, &packet.bytes::<W>())?;
+        let output = s.world.run_xdp(self.index, &packet.bytes::<W>())?;
         ensure!(output.verdict == Verdict::SentBack, "{packet:?}: {:?}", output.verdict);
         let bytes = output.packet.iter().take(6).map(|byte| format!("{byte:02x}"));
         Ok(bytes.collect::<Vec<_>>().join(":"))
@@ -351,7 +351,7 @@ impl Uplink {
         packet: &Segment,
         becomes: &[u8],
     ) -> Result<()> {
-        let output = s.world.transit(self.index, &tagged(&packet.bytes::<W>(), self.tags))?;
+        let output = s.world.run_xdp(self.index, &tagged(&packet.bytes::<W>(), self.tags))?;
         ensure!(output.verdict == Verdict::SentBack, "{packet:?}: {:?}", output.verdict);
         let expected = tagged(becomes, self.tags);
         ensure!(
@@ -367,7 +367,7 @@ impl Uplink {
     }
 
     fn frame_passes<W: Tables>(&self, s: &Scene<W>, frame: &[u8]) -> Result<()> {
-        let output = s.world.transit(self.index, frame)?;
+        let output = s.world.run_xdp(self.index, frame)?;
         ensure!(output.verdict == Verdict::GoesOn, "{:?}", output.verdict);
         ensure!(output.packet == frame, "it is not untouched");
         Ok(())

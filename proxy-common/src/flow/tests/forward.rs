@@ -1,4 +1,5 @@
-//! A packet in transit is decided as by the two hooks that it passes on the way through the stack, whichever way others of its flow take.
+//! XDP decides about a packet as the two hooks do that it passes on its way through the stack,
+//! whichever way other packets of its flow take.
 
 use std::collections::BTreeMap;
 
@@ -151,10 +152,10 @@ impl Node {
     }
 
     /// `leaves`: the driver can send it where the stack would; otherwise the stack sends it.
-    fn in_transit(&self, packet: &Packet<A>, leaves: bool) -> Result<Left, Reason> {
+    fn forward(&self, packet: &Packet<A>, leaves: bool) -> Result<Left, Reason> {
         let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
         let routes = Routes { leaves, hop: TO_POD, length: 60, ..Routes::default() };
-        let decided = in_transit(&self.host, &mut scratch, &routes);
+        let decided = forward(&self.host, &mut scratch, &routes);
         assert_eq!(scratch.packet, *packet, "it is not changed");
         match decided {
             Ok(()) => Ok(left(&scratch)),
@@ -217,19 +218,19 @@ proptest! {
         events in prop::collection::vec((event(), any::<bool>()), 1..24),
     ) {
         let protocol = if is_tcp { PROTOCOL_TCP } else { PROTOCOL_UDP };
-        let (mut stack, mut transit) = (node(), node());
-        (stack.host.resets_gone, transit.host.resets_gone) = (resets_gone, resets_gone);
+        let (mut stack, mut xdp) = (node(), node());
+        (stack.host.resets_gone, xdp.host.resets_gone) = (resets_gone, resets_gone);
         for (event, leaves) in events {
             stack.pass(event);
-            transit.pass(event);
+            xdp.pass(event);
             let Some(packet) = stack.packet(protocol, event) else { continue };
             let by_stack = stack.through_the_stack(&packet);
-            let by_transit = transit.in_transit(&packet, leaves);
-            prop_assert_eq!(&by_stack, &by_transit, "{:?}, leaves: {}", event, leaves);
+            let by_xdp = xdp.forward(&packet, leaves);
+            prop_assert_eq!(&by_stack, &by_xdp, "{:?}, leaves: {}", event, leaves);
             stack.learn(event, &by_stack);
-            transit.learn(event, &by_transit);
-            prop_assert_eq!(stack.known(), transit.known(), "after {:?}, leaves: {}", event, leaves);
-            prop_assert_eq!(&*stack.host.connections.borrow(), &*transit.host.connections.borrow());
+            xdp.learn(event, &by_xdp);
+            prop_assert_eq!(stack.known(), xdp.known(), "after {:?}, leaves: {}", event, leaves);
+            prop_assert_eq!(&*stack.host.connections.borrow(), &*xdp.host.connections.borrow());
         }
     }
 }
@@ -255,7 +256,7 @@ fn routes_are_asked_once_for_each_direction(#[case] event: Event) {
     let sends = |node: &Node, routes: &Routes, event| {
         let packet = node.packet(PROTOCOL_TCP, event).unwrap();
         let mut scratch = Scratch { packet, ..Scratch::default() };
-        assert_eq!(in_transit(&node.host, &mut scratch, routes), Ok(()));
+        assert_eq!(forward(&node.host, &mut scratch, routes), Ok(()));
         (scratch.next_hop.destination[0], routes.lookups.get())
     };
     assert_eq!(sends(&node, &routes, event), (1, 1));
@@ -278,7 +279,7 @@ fn routes_are_asked_once_for_each_direction(#[case] event: Event) {
     routes.leaves = false;
     let packet = node.packet(PROTOCOL_TCP, event).unwrap();
     let mut scratch = Scratch { packet, ..Scratch::default() };
-    assert_eq!(in_transit(&node.host, &mut scratch, &routes), Err(Reason::NotAService), "it cannot be sent");
+    assert_eq!(forward(&node.host, &mut scratch, &routes), Err(Reason::NotAService), "it cannot be sent");
 }
 
 /// Another flow with the same ends does not go where the last one went.
@@ -301,7 +302,7 @@ fn the_stack_sees_a_flow_first(#[case] mut node: Node) {
     let packet = |node: &Node, flags| node.packet(PROTOCOL_TCP, client(flags)).unwrap();
     let decides = |node: &Node, flags| {
         let mut scratch = Scratch { packet: packet(node, flags), ..Scratch::default() };
-        in_transit(&node.host, &mut scratch, &Routes { leaves: true, ..Routes::default() })
+        forward(&node.host, &mut scratch, &Routes { leaves: true, ..Routes::default() })
             .map(|()| left(&scratch))
     };
     node.host.arriving(&packet(&node, TCP_SYN), Origin::Outside).unwrap();
@@ -391,7 +392,7 @@ fn node_that_has_answered(protocol: u8) -> Node {
 fn sends(node: &Node, protocol: u8) -> Result<(), Reason> {
     let packet = node.packet(protocol, client(TCP_ACK)).unwrap();
     let mut scratch = Scratch { packet, ..Scratch::default() };
-    in_transit(&node.host, &mut scratch, &Routes { leaves: true, hop: TO_POD, ..Routes::default() })
+    forward(&node.host, &mut scratch, &Routes { leaves: true, hop: TO_POD, ..Routes::default() })
 }
 
 fn answers(node: &Node, protocol: u8, origin: Origin, interface: u32) -> Then {
@@ -432,7 +433,7 @@ fn a_flow_without_way_to_its_pod_is_left_to_the_stack() {
     let routes = Routes { leaves: false, hop: TO_POD, ..Routes::default() };
     for _ in 0..2 {
         let mut scratch = Scratch { packet, ..Scratch::default() };
-        assert_eq!(in_transit(&node.host, &mut scratch, &routes), Err(Reason::NotAService));
+        assert_eq!(forward(&node.host, &mut scratch, &routes), Err(Reason::NotAService));
         node.through_the_stack(&packet).unwrap();
     }
     assert_eq!(routes.lookups.get(), 1);
@@ -489,6 +490,6 @@ fn packets_from_outside_are_of_no_pods_flow() {
     assert_eq!(decide_leaving(&node.host, &mut leaves, false), Ok(()));
     assert_ne!(leaves.action.rewrite.source, pod.0, "it is masqueraded");
     let mut forged = Scratch { packet: packet(pod, FRONTEND, TCP_ACK), ..Scratch::default() };
-    let outcome = in_transit(&node.host, &mut forged, &Routes { leaves: true, ..Routes::default() });
+    let outcome = forward(&node.host, &mut forged, &Routes { leaves: true, ..Routes::default() });
     assert_eq!(outcome, Err(Reason::NotAService));
 }

@@ -37,7 +37,7 @@ use crate::{
 ///
 /// Fails where the packet is the stack's. It is untouched then.
 #[inline(always)]
-pub fn in_transit<F: Family, T: FlowTables<F>>(
+pub fn forward<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     driver: &impl Driver<F>,
@@ -51,7 +51,7 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
     let found = find(tables, scratch).ok_or(Reason::NotAService)?;
     scratch.stage = found.stage;
     let flow = &scratch.flow;
-    scratch.action.then = match flow.flags & (FLOW_MASQUERADE | FLOW_DSR | OF_OTHERS) {
+    scratch.action.then = match flow.flags & (FLOW_MASQUERADE | FLOW_DSR | NEVER_FORWARDED) {
         FLOW_MASQUERADE if flow.is_masqueraded() => Then::Pass,
         FLOW_DSR if flow.has_left() => Then::Encapsulate,
         0 if flow.has_left() => Then::Pass,
@@ -63,7 +63,7 @@ pub fn in_transit<F: Family, T: FlowTables<F>>(
                 return Err(Reason::NotAService);
             }
             end_if_gone(tables, scratch, found.entry)?;
-            scratch.action.rewrite = scratch.flow.forward_rewrite();
+            scratch.action.rewrite = scratch.flow.dnat_rewrite();
             if scratch.action.then == Then::Encapsulate {
                 direct::set_tunnel_but_source(tables, scratch);
             }
@@ -121,8 +121,8 @@ fn may_begin_another<A: Address>(packet: &Packet<A>) -> bool {
     packet.is_tcp() && packet.opens()
 }
 
-/// Flows whose packets are never sent on without the stack.
-const OF_OTHERS: u32 = FLOW_FROM_HOST | FLOW_FROM_POD | FLOW_FOREIGN | FLOW_OF_NETFILTER;
+/// Flows whose packets XDP never forwards, and that never skip the stack.
+const NEVER_FORWARDED: u32 = FLOW_FROM_HOST | FLOW_FROM_POD | FLOW_FOREIGN | FLOW_OF_NETFILTER;
 
 /// Is the packet, which leaves by `scratch.interface`, one by which the stack has shown that it lets a pod's answers out there?
 #[inline(always)]
@@ -161,11 +161,11 @@ pub(super) fn goes_past_stack<F: Family, T: FlowTables<F>>(
     step: Step,
 ) -> bool {
     let Scratch { packet, flow, origin, .. } = scratch;
-    let is_in_transit = matches!(step, Step::ToFrontend | Step::FromBackendMasqueraded);
+    let leaves_again = matches!(step, Step::ToFrontend | Step::FromBackendMasqueraded);
     let is_plain = is_simple(packet) && !may_begin_another(packet);
-    let is_let_out = flow.flags & OF_OTHERS == 0 && flow.is_masqueraded();
+    let is_let_out = flow.flags & NEVER_FORWARDED == 0 && flow.is_masqueraded();
     let is_outsides = *origin == Origin::Outside && tables.sends_past_stack();
-    is_outsides && is_in_transit && is_let_out && is_plain
+    is_outsides && leaves_again && is_let_out && is_plain
 }
 
 /// Is the packet, which leaves to a backend, one that the stack has brought there although XDP sends the client's packets? Where it has been let out,
@@ -233,7 +233,7 @@ fn write<F: Family, T: FlowTables<F>>(
 }
 
 impl<A> Scratch<A> {
-    /// Is the packet, which is in transit, for a pod of this node?
+    /// Returns true if the packet, which XDP forwards, is for a pod of this node.
     #[inline(always)]
     pub fn is_for_pod(&self) -> bool {
         self.flow.is_of_a_pod()
@@ -255,6 +255,6 @@ impl<A> Flow<A> {
     /// Is it between a client outside and an endpoint of this node, whose answers come back here without being masqueraded?
     #[inline(always)]
     fn is_of_a_pod(&self) -> bool {
-        self.flags & (FLOW_MASQUERADE | FLOW_DSR | OF_OTHERS) == 0
+        self.flags & (FLOW_MASQUERADE | FLOW_DSR | NEVER_FORWARDED) == 0
     }
 }

@@ -72,12 +72,12 @@ reasons! {
     SentByDriver = 11, Pass, "sent_by_driver";
     /// XDP has sent a packet on by another interface than it came by.
     RedirectedByDriver = 12, Pass, "redirected_by_driver";
-    /// A pod's answer has left for an uplink without the stack, because XDP sends packets to that
+    /// A pod's answer has skipped the stack, because XDP sends packets to that
     /// pod.
-    AnswerPastStack = 14, Pass, "answer_past_stack";
-    /// A packet from outside has left by an uplink without the stack, for a backend on another node
+    AnswerSkippedStack = 14, Pass, "answer_skipped_stack";
+    /// A packet from outside has skipped the stack, for a backend on another node
     /// or back from there.
-    SentPastStack = 15, Pass, "sent_past_stack";
+    SkippedStack = 15, Pass, "skipped_stack";
     /// The frame has no room before it for the outer headers that XDP should write, so the stack
     /// sends it.
     NoHeadroom = 46, Pass, "no_headroom";

@@ -36,6 +36,6 @@ globals! {
     DROP_UNALLOCATED: u32 = 0x6f66_6607;
     /// 1: pings of ClusterIPs are answered.
     ANSWER_PING: u32 = 0x6f66_6608;
-    /// 1: packets that come from outside leave by uplinks past the stack, where they may.
-    PAST_STACK: u32 = 0x6f66_6609;
+    /// 1: packets that come from outside may skip the stack.
+    SKIP_STACK: u32 = 0x6f66_6609;
 }

@@ -77,7 +77,7 @@ pub(super) fn arriving_with_ports<F: Family, T: FlowTables<F>>(
                 end_if_gone(tables, scratch, own.entry)?;
             }
             if forward::answers_driver(tables, scratch, own.step) {
-                scratch.action.then = Then::PastStack;
+                scratch.action.then = Then::SkipStack;
                 return Ok(());
             }
             translate_arriving(scratch, own.step)?;
@@ -87,8 +87,8 @@ pub(super) fn arriving_with_ports<F: Family, T: FlowTables<F>>(
             }
             let step = own.step;
             go_on(tables, scratch, own)?;
-            if forward::goes_past_stack(tables, scratch, step) {
-                scratch.action.then = Then::PastStack;
+            if forward::skips_stack(tables, scratch, step) {
+                scratch.action.then = Then::SkipStack;
             }
             return Ok(());
         }

@@ -51,7 +51,7 @@ pub(super) fn follow<F: Family, T: FlowTables<F>>(
         FATE_INTO_NODE => Then::IntoNode,
         FATE_ENCAPSULATED => Then::Encapsulate,
         // Reverse path filtering does not see it.
-        FATE_PAST_STACK if first.interface == interface => Then::PastStack,
+        FATE_SKIPS_STACK if first.interface == interface => Then::SkipStack,
         FATE_DROPPED => return Err(Reason::FragmentOfDropped),
         _ => return Err(Reason::NotAService),
     };
@@ -86,7 +86,7 @@ pub(super) fn record<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
             Then::Reroute => FATE_REROUTED,
             Then::IntoNode => FATE_INTO_NODE,
             Then::Encapsulate => FATE_ENCAPSULATED,
-            Then::PastStack => FATE_PAST_STACK,
+            Then::SkipStack => FATE_SKIPS_STACK,
         },
         Some(Verdict::Pass) => FATE_PASSED,
         Some(Verdict::Refuse | Verdict::Drop) => FATE_DROPPED,

@@ -10,7 +10,7 @@ use super::{
     FlowTables, Scratch, Speaker, Stage,
     entries::is_stale,
     find::{Found, is_of_origin, read},
-    forward::{answers_driver, goes_past_stack, is_by_stack},
+    forward::{answers_driver, is_by_stack, skips_stack},
     tcp,
     translate::{translate_arriving, translate_leaving},
     tuples::Step,
@@ -50,13 +50,13 @@ pub fn arriving_known<F: Family, T: FlowTables<F>>(
         return None;
     }
     if answers_driver(tables, scratch, found.step) {
-        scratch.action.then = Then::PastStack;
+        scratch.action.then = Then::SkipStack;
         return Some(Ok(()));
     }
     match translate_arriving(scratch, found.step) {
         Ok(()) => goes_on(tables, scratch, found).then(|| {
-            if goes_past_stack(tables, scratch, found.step) {
-                scratch.action.then = Then::PastStack;
+            if skips_stack(tables, scratch, found.step) {
+                scratch.action.then = Then::SkipStack;
             }
             Ok(())
         }),

@@ -130,9 +130,10 @@ pub fn encapsulating<F: Family, T: FlowTables<F>>(
     decide(tables, scratch, Routine::Encapsulate)
 }
 
-/// A pod's answer that was to go past the stack with [`Then::PastStack`] is the stack's. `has_way`: other packets of its flow may go past it.
+/// Leaves a pod's answer to the stack, although it was to skip it with [`Then::SkipStack`].
+/// `has_way`: other packets of its flow may skip the stack.
 #[inline(always)]
-pub fn not_past_stack<F: Family, T: FlowTables<F>>(
+pub fn cannot_skip_stack<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     has_way: bool,

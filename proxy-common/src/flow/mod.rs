@@ -60,7 +60,7 @@ pub use forward::{
     next_hop::{Driver, NextHop},
 };
 pub use known::{arriving_known, leaving_known};
-pub use leaving::{encapsulating, leaving, not_past_stack};
+pub use leaving::{cannot_skip_stack, encapsulating, leaving};
 pub use open::{
     guard::{OPENING_SERVICES, ServiceOpenings, openings_per_window},
     unknown::frontend_address_bit,

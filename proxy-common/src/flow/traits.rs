@@ -127,8 +127,8 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     }
     /// May XDP send frames to a pod by this interface?
     fn driver_sends_to(&self, interface: u32) -> bool;
-    /// Do packets that come from outside leave by uplinks past the stack, where they may?
-    fn sends_past_stack(&self) -> bool;
+    /// Returns true if packets that come from outside may skip the stack.
+    fn may_skip_stack(&self) -> bool;
     /// May XDP send frames by others that have come by this interface?
     fn driver_redirects_from(&self, interface: u32) -> bool;
     /// [`Settings::epoch`].

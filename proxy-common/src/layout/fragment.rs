@@ -38,7 +38,7 @@ pub const FATE_INTO_NODE: u32 = 4;
 /// The fragments get the recorded addresses, and go to the backend inside a packet.
 pub const FATE_ENCAPSULATED: u32 = 5;
 /// The fragments are not translated, and skip the stack.
-pub const FATE_PAST_STACK: u32 = 6;
+pub const FATE_SKIPS_STACK: u32 = 6;
 
 /// Value of the map `fragments4/6`: the fate of the first fragment, which the others share.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]

@@ -281,5 +281,5 @@ pub enum Then {
     /// The packet goes to the backend inside an outer packet.
     Encapsulate,
     /// The packet skips the stack: it goes to its destination by the route there, as it is.
-    PastStack,
+    SkipStack,
 }

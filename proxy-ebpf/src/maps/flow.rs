@@ -346,8 +346,8 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
-            fn sends_past_stack(&self) -> bool {
-                globals::PAST_STACK.load() == globals::ON
+            fn may_skip_stack(&self) -> bool {
+                globals::SKIP_STACK.load() == globals::ON
             }
 
             #[inline(always)]

@@ -3,10 +3,10 @@
 
 mod awaited;
 mod host;
-mod past_stack;
 mod ping;
 mod pod_sockets;
 mod refuse;
+mod skip_stack;
 mod tunnel;
 
 use aya_ebpf::{
@@ -103,8 +103,8 @@ fn ethertype(ctx: &TcContext) -> u32 {
 const UNDECIDED: i32 = i32::MIN;
 /// Answered where a packet is to leave in another. No verdict.
 const ENCAPSULATE: i32 = i32::MIN + 1;
-/// Answered where a packet is to leave without the stack. No verdict.
-const PAST_STACK: i32 = i32::MIN + 2;
+/// Answered where a packet is to skip the stack. No verdict.
+const SKIP_STACK: i32 = i32::MIN + 2;
 
 #[inline(always)]
 fn arrives<F: PacketFamily>(ctx: &TcContext, network: u32, origin: Origin) -> i32
@@ -116,8 +116,8 @@ where
         verdict => verdict,
     };
     match verdict {
-        PAST_STACK if origin == Origin::Workload => past_stack::send_answer::<F>(ctx.skb.skb, network),
-        PAST_STACK => past_stack::send_translated::<F>(ctx.skb.skb, network),
+        SKIP_STACK if origin == Origin::Workload => skip_stack::send_answer::<F>(ctx.skb.skb, network),
+        SKIP_STACK => skip_stack::send_translated::<F>(ctx.skb.skb, network),
         verdict => verdict,
     }
 }
@@ -209,13 +209,13 @@ where
         Some(Err(_)) => TC_ACT_UNSPEC,
         Some(Ok(())) => {
             let Scratch { packet, action: Action { rewrite, then }, .. } = scratch;
-            let is_past_stack = *then == Then::PastStack;
-            if is_past_stack && origin == Origin::Workload {
-                return PAST_STACK;
+            let skips_stack = *then == Then::SkipStack;
+            if skips_stack && origin == Origin::Workload {
+                return SKIP_STACK;
             }
             count_packet(rewrite.service, ctx.len());
             match rewrite_headers::<F, _>(Linear::of(ctx), packet, rewrite) {
-                Ok(()) if is_past_stack => PAST_STACK,
+                Ok(()) if skips_stack => SKIP_STACK,
                 Ok(()) => TC_ACT_UNSPEC,
                 Err(reason) => pass_or_drop::<F>(reason),
             }
@@ -286,12 +286,12 @@ where
         }
         return conclude::<F>(ctx, scratch, reason, AnswerPath::OutOfInterface);
     }
-    let is_past_stack = scratch.action.then == Then::PastStack;
-    if is_past_stack && origin == Origin::Workload {
-        return PAST_STACK;
+    let skips_stack = scratch.action.then == Then::SkipStack;
+    if skips_stack && origin == Origin::Workload {
+        return SKIP_STACK;
     }
     match carry_out::<F>(ctx, scratch, origin) {
-        TC_ACT_UNSPEC if is_past_stack => PAST_STACK,
+        TC_ACT_UNSPEC if skips_stack => SKIP_STACK,
         TC_ACT_UNSPEC if scratch.is_unpacked() && !tunnel::unpack(ctx, scratch.outer_length) => {
             pass_or_drop::<F>(Reason::RewriteFailed)
         }

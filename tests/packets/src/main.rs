@@ -54,7 +54,7 @@ impl Worlds {
 
 fn load(object: &[u8], kind: WorldKind) -> Result<World> {
     let usual = Globals { lease: 1, ..Globals::default() };
-    let resetting = Globals { resets_gone: 1, drop_unallocated: 1, answer_ping: 1, past_stack: 1, ..usual };
+    let resetting = Globals { resets_gone: 1, drop_unallocated: 1, answer_ping: 1, skip_stack: 1, ..usual };
     let load = |globals, sizes| World::load(object, globals, sizes);
     match kind {
         WorldKind::Usual => load(usual, Sizes::Small),

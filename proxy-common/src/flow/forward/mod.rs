@@ -136,7 +136,7 @@ pub(super) fn shows_way_out<F: Family, T: FlowTables<F>>(
     is_pods && !flow.has_left() && tables.driver_redirects_from(*interface)
 }
 
-/// Is the packet, which comes in by `scratch.interface`, a pod's answer to packets that XDP sends to it there? Then it goes past the stack too, or
+/// Is the packet, which comes in by `scratch.interface`, a pod's answer to packets that XDP sends to it there? Then it skips the stack too, or
 /// connection tracking would see one direction only.
 #[inline(always)]
 pub(super) fn answers_driver<F: Family, T: FlowTables<F>>(
@@ -151,11 +151,11 @@ pub(super) fn answers_driver<F: Family, T: FlowTables<F>>(
         && tables.driver_sends_to(*interface)
 }
 
-/// Does the packet, which has been translated as it came from outside, leave by an uplink past the stack? So do packets of masqueraded flows in both
+/// Returns true if the packet, which has been translated as it came from outside, skips the stack. So do packets of masqueraded flows in both
 /// directions, once the stack has let out what opened them: where XDP has not sent them on, as to overlays. The backend's SYN is one of them: connection
 /// tracking would keep a connection of which it sees the opening alone for a day.
 #[inline(always)]
-pub(super) fn goes_past_stack<F: Family, T: FlowTables<F>>(
+pub(super) fn skips_stack<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &Scratch<F::Address>,
     step: Step,
@@ -164,7 +164,7 @@ pub(super) fn goes_past_stack<F: Family, T: FlowTables<F>>(
     let leaves_again = matches!(step, Step::ToFrontend | Step::FromBackendMasqueraded);
     let is_plain = is_simple(packet) && !may_begin_another(packet);
     let is_let_out = flow.flags & NEVER_FORWARDED == 0 && flow.is_masqueraded();
-    let is_outsides = *origin == Origin::Outside && tables.sends_past_stack();
+    let is_outsides = *origin == Origin::Outside && tables.may_skip_stack();
     is_outsides && leaves_again && is_let_out && is_plain
 }
 

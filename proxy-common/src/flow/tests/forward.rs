@@ -134,7 +134,7 @@ impl Node {
     fn through_the_stack(&self, packet: &Packet<A>) -> Result<Left, Reason> {
         let mut scratch = Scratch { packet: *packet, interface: POD_INTERFACE, ..Scratch::default() };
         let entered = decide_arriving(&self.host, &mut scratch, self.origin(packet));
-        let entered = if scratch.action.then == Then::PastStack { Err(Reason::NotAService) } else { entered };
+        let entered = if scratch.action.then == Then::SkipStack { Err(Reason::NotAService) } else { entered };
         let entered = entered.map(|()| scratch.action.rewrite);
         let inside = entered.map_or(*packet, |entered| rewritten(packet, entered));
         let mut scratch = Scratch { packet: inside, ..Scratch::default() };
@@ -329,10 +329,10 @@ const fn backend(flags: u8) -> Event {
 
 /// Where XDP has not sent them on.
 #[rstest]
-#[case::of_the_client(Node::new(), client(TCP_ACK), Origin::Outside, Then::PastStack)]
-#[case::of_the_backend(Node::new(), backend(TCP_ACK), Origin::Outside, Then::PastStack)]
-#[case::that_answer_the_first(Node::new(), backend(TCP_SYN | TCP_ACK), Origin::Outside, Then::PastStack)]
-#[case::that_end_it(Node::new(), client(TCP_FIN | TCP_ACK), Origin::Outside, Then::PastStack)]
+#[case::of_the_client(Node::new(), client(TCP_ACK), Origin::Outside, Then::SkipStack)]
+#[case::of_the_backend(Node::new(), backend(TCP_ACK), Origin::Outside, Then::SkipStack)]
+#[case::that_answer_the_first(Node::new(), backend(TCP_SYN | TCP_ACK), Origin::Outside, Then::SkipStack)]
+#[case::that_end_it(Node::new(), client(TCP_FIN | TCP_ACK), Origin::Outside, Then::SkipStack)]
 #[case::that_may_open_another(Node::new(), client(TCP_SYN), Origin::Outside, Then::Pass)]
 #[case::of_a_pod(Node::new(), client(TCP_ACK), Origin::Workload, Then::Pass)]
 #[case::to_endpoints_of_the_node(Node::with_local_backends(), client(TCP_ACK), Origin::Outside, Then::Pass)]
@@ -342,7 +342,7 @@ const fn backend(flags: u8) -> Event {
     Origin::Outside,
     Then::Pass
 )]
-fn packets_of_a_flow_that_the_stack_has_let_out_go_past_it(
+fn packets_of_a_flow_that_the_stack_has_let_out_skip_it(
     #[case] mut node: Node,
     #[case] event: Event,
     #[case] origin: Origin,
@@ -355,7 +355,7 @@ fn packets_of_a_flow_that_the_stack_has_let_out_go_past_it(
         let _outcome = decide_arriving(&node.host, &mut scratch, origin);
         scratch.action.then
     };
-    node.host.sends_past_stack = true;
+    node.host.may_skip_stack = true;
     let opening = [client(TCP_SYN), backend(TCP_SYN | TCP_ACK), client(TCP_ACK)];
     for event in opening.into_iter().take(if is_established { 3 } else { 1 }) {
         let Some(packet) = node.packet(PROTOCOL_TCP, event) else { continue };
@@ -363,14 +363,14 @@ fn packets_of_a_flow_that_the_stack_has_let_out_go_past_it(
         node.learn(event, &outcome);
     }
     assert_eq!(decides(&node), expected);
-    node.host.sends_past_stack = false;
+    node.host.may_skip_stack = false;
     assert_eq!(decides(&node), Then::Pass, "the stack has all packets");
 }
 
 #[test]
 fn the_stack_has_all_packets_until_it_has_let_one_out() {
     let mut node = Node::new();
-    node.host.sends_past_stack = true;
+    node.host.may_skip_stack = true;
     let packet = |flags| node.packet(PROTOCOL_TCP, client(flags)).unwrap();
     node.host.arriving(&packet(TCP_SYN), Origin::Outside).unwrap();
     let mut scratch = Scratch { packet: packet(TCP_ACK), ..Scratch::default() };
@@ -409,7 +409,7 @@ fn a_pods_answers_take_the_way_of_its_clients_packets(#[values(PROTOCOL_TCP, PRO
     let answer = |origin, interface| answers(&node, protocol, origin, interface);
     assert_eq!(answer(Origin::Workload, POD_INTERFACE), Then::Pass);
     assert_eq!(sends(&node, protocol), Ok(()));
-    assert_eq!(answer(Origin::Workload, POD_INTERFACE), Then::PastStack);
+    assert_eq!(answer(Origin::Workload, POD_INTERFACE), Then::SkipStack);
     assert_eq!(answer(Origin::Outside, POD_INTERFACE), Then::Pass, "anybody can have sent it");
     assert_eq!(answer(Origin::Workload, POD_INTERFACE + 1), Then::Pass, "another pod has sent it");
     // Connection tracking makes none for an error, and would take the SYN for a new connection.
@@ -419,7 +419,7 @@ fn a_pods_answers_take_the_way_of_its_clients_packets(#[values(PROTOCOL_TCP, PRO
     if protocol == PROTOCOL_TCP {
         node.through_the_stack(&node.packet(protocol, client(TCP_SYN)).unwrap()).unwrap();
     }
-    assert_eq!(answer(Origin::Workload, POD_INTERFACE), Then::PastStack);
+    assert_eq!(answer(Origin::Workload, POD_INTERFACE), Then::SkipStack);
     node.through_the_stack(&node.packet(protocol, client(TCP_ACK)).unwrap()).unwrap();
     assert_eq!(answer(Origin::Workload, POD_INTERFACE), Then::Pass);
     assert_eq!(sends(&node, protocol), Err(Reason::NotAService), "the stack has had one");
@@ -455,12 +455,12 @@ fn a_lost_mark_comes_back(#[values(PROTOCOL_TCP, PROTOCOL_UDP)] protocol: u8) {
     assert_eq!(answers(&node, protocol, Origin::Workload, POD_INTERFACE), Then::Pass);
     node.host.wait(2 * SECOND);
     assert_eq!(sends(&node, protocol), Ok(()));
-    assert_eq!(answers(&node, protocol, Origin::Workload, POD_INTERFACE), Then::PastStack);
+    assert_eq!(answers(&node, protocol, Origin::Workload, POD_INTERFACE), Then::SkipStack);
 }
 
 /// Its route does not lead to an uplink with XDP any more.
 #[rstest]
-fn an_answer_without_way_past_the_stack_takes_its_flow_back(
+fn an_answer_that_cannot_skip_the_stack_takes_its_flow_back(
     #[values(PROTOCOL_TCP, PROTOCOL_UDP)] protocol: u8,
 ) {
     let node = node_that_has_answered(protocol);
@@ -471,10 +471,10 @@ fn an_answer_without_way_past_the_stack_takes_its_flow_back(
         ..Scratch::default()
     };
     assert_eq!(decide_arriving(&node.host, &mut scratch, Origin::Workload), Ok(()));
-    assert_eq!(scratch.action.then, Then::PastStack);
-    not_past_stack(&node.host, &mut scratch, true);
+    assert_eq!(scratch.action.then, Then::SkipStack);
+    cannot_skip_stack(&node.host, &mut scratch, true);
     assert_eq!(sends(&node, protocol), Ok(()), "only this one had no way");
-    not_past_stack(&node.host, &mut scratch, false);
+    cannot_skip_stack(&node.host, &mut scratch, false);
     assert_eq!(sends(&node, protocol), Err(Reason::NotAService));
     assert_eq!(answers(&node, protocol, Origin::Workload, POD_INTERFACE), Then::Pass);
 }

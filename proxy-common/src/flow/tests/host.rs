@@ -76,7 +76,7 @@ pub(super) struct Host {
     pub(super) epoch: Cell<u32>,
     pub(super) route_epoch: Cell<u32>,
     pub(super) resets_gone: bool,
-    pub(super) sends_past_stack: bool,
+    pub(super) may_skip_stack: bool,
     pub(super) holds_packets: bool,
     pub(super) holds_openings: bool,
     pub(super) answers_unknown: bool,
@@ -126,7 +126,7 @@ impl Host {
             epoch: Cell::default(),
             route_epoch: Cell::default(),
             resets_gone: false,
-            sends_past_stack: false,
+            may_skip_stack: false,
             holds_packets: false,
             holds_openings: false,
             answers_unknown: false,
@@ -379,8 +379,8 @@ impl FlowTables<V4> for Host {
         true
     }
 
-    fn sends_past_stack(&self) -> bool {
-        self.sends_past_stack
+    fn may_skip_stack(&self) -> bool {
+        self.may_skip_stack
     }
 
     fn driver_redirects_from(&self, _interface: u32) -> bool {

@@ -35,24 +35,24 @@ pub(super) const CASES: &[Case] = &[
         over(world, variant, Network::SecondUplink)
     }),
     of_xdp(
-        "networks: packets between a client outside and a backend over a second uplink pass the stack by",
+        "networks: packets between a client outside and a backend over a second uplink skip the stack",
         Variants::All,
         redirected,
     ),
     of_xdp(
-        "networks: packets between a client outside and a backend over a vxlan overlay pass the stack by",
+        "networks: packets between a client outside and a backend over a vxlan overlay skip the stack",
         Variants::All,
-        |world, variant| by_node_port(world, variant, Network::Vxlan, "sent_past_stack"),
+        |world, variant| by_node_port(world, variant, Network::Vxlan, "skipped_stack"),
     ),
     of_xdp(
-        "networks: packets between a client outside and a backend over an ipip tunnel pass the stack by",
+        "networks: packets between a client outside and a backend over an ipip tunnel skip the stack",
         Variants::V4,
-        |world, variant| by_node_port(world, variant, Network::Ipip, "sent_past_stack"),
+        |world, variant| by_node_port(world, variant, Network::Ipip, "skipped_stack"),
     ),
     of_xdp(
-        "networks: packets between a client outside and a backend over WireGuard pass the stack by",
+        "networks: packets between a client outside and a backend over WireGuard skip the stack",
         Variants::All,
-        |world, variant| by_node_port(world, variant, Network::WireGuard, "sent_past_stack"),
+        |world, variant| by_node_port(world, variant, Network::WireGuard, "skipped_stack"),
     ),
     Case::new("networks: clients elsewhere reach a backend over a VLAN of the card", Variants::All, |world, variant| {
         over(world, variant, Network::Vlan)
@@ -60,7 +60,7 @@ pub(super) const CASES: &[Case] = &[
     .core(),
     // This case comes after those of a network card that strips tags.
     of_xdp(
-        "networks: packets between a client and a backend in a VLAN of a VLAN pass the stack by",
+        "networks: packets between a client and a backend in a VLAN of a VLAN skip the stack",
         Variants::All,
         tagged_twice,
     ),

@@ -27,7 +27,7 @@ pub(super) fn paths<W: Tables + 'static>() -> Vec<Path<W>> {
     paths.extend(translated::<W>());
     paths.extend(of_new_flows::<W>());
     paths.extend(direct_paths::<W>());
-    paths.extend(past_stack::<W>());
+    paths.extend(skip_stack::<W>());
     paths
 }
 
@@ -191,7 +191,7 @@ fn direct_paths<W: Tables + 'static>() -> Vec<Path<W>> {
     paths
 }
 
-fn past_stack<W: Tables + 'static>() -> Vec<Path<W>> {
+fn skip_stack<W: Tables + 'static>() -> Vec<Path<W>> {
     let sent = |packet| Step::forwards(packet, Verdict::SentBack);
     // The stack forwards the first packets of a flow before XDP does.
     let first = tcp(FROM, NODE_PORT, TCP_SYN);
@@ -201,7 +201,7 @@ fn past_stack<W: Tables + 'static>() -> Vec<Path<W>> {
         Step::translates("uplink_egress", Packet::to_client::<W>(&answer)).at(At::Uplink),
     ];
     let to_pod = Step::forwards(TO_POD.to_frontend::<W>(), Verdict::Redirected);
-    let past_stack = Step {
+    let skip_stack = Step {
         verdict: Verdict::Redirected,
         ..Step::translates("workload_ingress", TO_POD.answer::<W>()).at(At::Pod)
     };
@@ -221,7 +221,7 @@ fn past_stack<W: Tables + 'static>() -> Vec<Path<W>> {
         Path {
             before: [begun, vec![to_pod]].concat(),
             sizes: FEW,
-            ..Path::new("a pod's answer, past the stack", past_stack)
+            ..Path::new("a pod's answer that skips the stack", skip_stack)
         }
         .with(with_pod),
     ]

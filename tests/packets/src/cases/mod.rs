@@ -37,7 +37,7 @@ pub(crate) struct Case {
 #[derive(Clone, Copy, Debug, Eq, Hash, PartialEq)]
 pub(crate) enum WorldKind {
     Usual,
-    /// The constants `RESETS_GONE`, `DROP_UNALLOCATED`, `ANSWER_PING` and `PAST_STACK` are on.
+    /// The constants `RESETS_GONE`, `DROP_UNALLOCATED`, `ANSWER_PING` and `SKIP_STACK` are on.
     Resetting,
     /// `HOST_PACKETS` is on too, beside the constants of `Resetting`.
     HostPackets,
@@ -96,7 +96,7 @@ impl Group {
         self.each(&[PROTOCOL_TCP], WorldKind::Resetting, name, body);
     }
 
-    fn past_stack<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
+    fn skip_stack<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
         self.each(&BOTH, WorldKind::Resetting, name, body);
     }
 
@@ -140,7 +140,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     forwarding::redirect::cases::<W>(group);
     origins::cases::<W>(group);
     pod_sockets::cases::<W>(group);
-    forwarding::past_stack::cases::<W>(group);
+    forwarding::skip_stack::cases::<W>(group);
     refused::unserved::cases::<W>(group);
     unknown::cases::<W>(group);
     forwarding::direct::cases::<W>(group);

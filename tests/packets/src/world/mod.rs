@@ -103,7 +103,7 @@ pub(crate) struct Globals {
     pub(crate) lease: u32,
     pub(crate) drop_unallocated: u32,
     pub(crate) answer_ping: u32,
-    pub(crate) past_stack: u32,
+    pub(crate) skip_stack: u32,
 }
 
 pub(crate) struct World {
@@ -197,7 +197,7 @@ impl World {
             .override_global("LEASE", &globals.lease, true)
             .override_global("DROP_UNALLOCATED", &globals.drop_unallocated, true)
             .override_global("ANSWER_PING", &globals.answer_ping, true)
-            .override_global("PAST_STACK", &globals.past_stack, true);
+            .override_global("SKIP_STACK", &globals.skip_stack, true);
         // These constants must not change what happens to a packet. They are set because another
         // constant with the same bytes once had the same address as one of them.
         loader.override_global("SOCKET_HOST_ONLY", &1u32, true);

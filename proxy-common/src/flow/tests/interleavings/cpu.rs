@@ -353,8 +353,8 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
         self.host.driver_sends_to(interface)
     }
 
-    fn sends_past_stack(&self) -> bool {
-        self.host.sends_past_stack()
+    fn may_skip_stack(&self) -> bool {
+        self.host.may_skip_stack()
     }
 
     fn driver_redirects_from(&self, interface: u32) -> bool {

@@ -170,7 +170,7 @@ pub(crate) fn load(
         is_helper_supported(ProgramType::CgroupSockAddr, BpfHelper::BPF_FUNC_set_retval)
             .map_err(|source| Error::Program { program: "connect4", source: Box::new(source) })?,
     );
-    let past_stack = u32::from(config.xdp != Xdp::Off);
+    let skip_stack = u32::from(config.xdp != Xdp::Off);
     let mut loader = EbpfLoader::new();
     loader
         // No program has CO-RE relocations. `new` has read the kernel's BTF, and the loader would
@@ -184,7 +184,7 @@ pub(crate) fn load(
         .override_global("MASQUERADE_AS_KUBE_PROXY", &masquerade, true)
         .override_global("DROP_UNALLOCATED", &drop_unallocated, true)
         .override_global("ANSWER_PING", &answer_ping, true)
-        .override_global("PAST_STACK", &past_stack, true);
+        .override_global("SKIP_STACK", &skip_stack, true);
     for shape in shapes {
         loader.map_pin_path(shape.name, pins(shape).join(shape.name));
         if shape.limit.is_some() {

@@ -64,14 +64,14 @@ pub(in crate::cases) const CASES: &[Case] = &[
     )
     .core(),
     Case::new(
-        "packets between a client outside and another node pass the stack by",
+        "packets between a client outside and another node skip the stack",
         Variants::All,
         is_forwarded_by_xdp,
     )
     .concerns(|setting| setting.uses_xdp())
     .core(),
     Case::new(
-        "packets from a client outside to a pod of the node pass the stack by",
+        "packets from a client outside to a pod of the node skip the stack",
         Variants::Tcp,
         is_forwarded_to_pod,
     )
@@ -170,7 +170,7 @@ fn is_forwarded_to_pod(world: &mut World, variant: Variant) -> Result<()> {
     by_driver(world, variant, &ON_NODE1, "redirected_by_driver", 3)?;
     // A connection has two such packets among these: the acknowledgement of the request, the
     // answer, and the end.
-    by_driver(world, variant, &ON_NODE1, "answer_past_stack", 2)
+    by_driver(world, variant, &ON_NODE1, "answer_skipped_stack", 2)
 }
 
 /// Expects `of_each` packets of each connection or datagram to skip the stack. The next hops are

@@ -2,5 +2,5 @@
 
 pub(crate) mod direct;
 pub(crate) mod forward;
-pub(crate) mod past_stack;
 pub(crate) mod redirect;
+pub(crate) mod skip_stack;

@@ -32,7 +32,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let bytes: usize = [&first, &answer, &second].iter().map(|p| p.bytes::<W>().len()).sum();
         s.counted_for_service(3, bytes)
     });
-    group.both::<W>("redirect to a pod once an answer has left, and its answers past the stack", |s| {
+    group.both::<W>("redirect to a pod once an answer has left, and its answers skip the stack", |s| {
         let (uplink, pod) = node_with_pod(s)?;
         let first = s.first(CLIENT, NODE_PORT);
         let second = first.flags(TCP_ACK);
@@ -48,19 +48,23 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let_out(s, &uplink, &answer)?;
         pod.answers_by_stack(s, &answer)?;
         uplink_sends(s, &uplink, &second, &second.to(LOCAL), &pod)?;
-        pod.answers_past_stack(s, &answer)?;
+        pod.answer_skips_stack(s, &answer)?;
         let_out(s, &uplink, &answer)?;
-        s.counted(&[(Reason::FlowOpened, 1), (Reason::RedirectedByDriver, 1), (Reason::AnswerPastStack, 1)])?;
+        s.counted(&[
+            (Reason::FlowOpened, 1),
+            (Reason::RedirectedByDriver, 1),
+            (Reason::AnswerSkippedStack, 1),
+        ])?;
         let bytes: usize =
             [&first, &second, &answer, &answer, &answer].iter().map(|p| p.bytes::<W>().len()).sum();
         s.counted_for_service(5, bytes)
     });
     group.both::<W>(
-        "no redirect to a pod whose interface takes no frames any more, nor past the stack",
+        "no redirect to a pod whose interface takes no frames any more, and no answer skips the stack",
         |s| {
             let (uplink, pod) = node_with_pod(s)?;
             let answer = pod.opened(s, &uplink)?;
-            pod.answers_past_stack(s, &answer)?;
+            pod.answer_skips_stack(s, &answer)?;
             s.world.remove_redirect_target(pod.index | TO_POD)?;
             let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
             passes(s, uplink.index, &second.bytes::<W>())?;
@@ -68,7 +72,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
             pod.answers_by_stack(s, &answer)
         },
     );
-    group.both::<W>("past the stack goes what a router only sends on, to uplinks with XDP", |s| {
+    group.both::<W>("what a router only sends on skips the stack, to uplinks with XDP", |s| {
         let (uplink, pod) = node_with_pod(s)?;
         let answer = pod.opened(s, &uplink)?;
         s.send("workload_ingress", &answer, Expect::Untouched)?;
@@ -78,7 +82,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         // If the neighbour is not known, the kernel asks for its link address.
         let client = address::<W>(CLIENT.0);
         ip(None, &format!("neigh del {client} dev {}\n", uplink.device))?;
-        pod.answers_past_stack(s, &answer)?;
+        pod.answer_skips_stack(s, &answer)?;
         s.world.remove_redirect_source(uplink.index)?;
         pod.answers_by_stack(s, &answer)
     });
@@ -98,18 +102,18 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
         s.send("uplink_ingress", &second, Expect::Becomes(&second.to(LOCAL)))?;
         // Connection tracking does not know the flow until the packet has left to the pod.
-        pod.answers_past_stack(s, &answer)?;
+        pod.answer_skips_stack(s, &answer)?;
         s.send("workload_egress", &second.to(LOCAL), Expect::Untouched)?;
         pod.answers_by_stack(s, &answer)?;
         passes(s, uplink.index, &second.bytes::<W>())
     });
-    group.both::<W>("past the stack goes nothing that another pod sends", |s| {
+    group.both::<W>("nothing that another pod sends skips the stack", |s| {
         let (uplink, pod) = node_with_pod(s)?;
         let answer = pod.opened(s, &uplink)?;
         let another = Other::leading_to_backends::<W>(s, "third", "02:00:00:00:00:04")?;
         s.world.put_redirect_target(another.index | TO_POD, another.index)?;
         another.answers_by_stack(s, &answer)?;
-        pod.answers_past_stack(s, &answer)
+        pod.answer_skips_stack(s, &answer)
     });
     group.both::<W>("no redirect to a pod of what is masqueraded, as answers come through the stack", |s| {
         let Node { uplink, other, .. } = Node::new(s)?;
@@ -124,13 +128,13 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.world.put_redirect_target(pod.index, pod.index)?;
         passes(s, uplink.index, &s.packet(CLIENT, NODE_PORT, TCP_ACK).bytes::<W>())
     });
-    group.both::<W>("past the stack goes what the uplink takes, whole or in segments", |s| {
+    group.both::<W>("what the uplink takes skips the stack, whole or in segments", |s| {
         let (uplink, pod) = node_with_pod(s)?;
         let answer = pod.opened(s, &uplink)?;
         ip(None, "link set uplink mtu 1300\n")?;
         let headers = answer.bytes::<W>().len() - answer.payload.len() - 14;
         let with_payload = |length| Segment { payload: vec![1; length], ..answer.clone() };
-        pod.answers_past_stack(s, &with_payload(1300 - headers))?;
+        pod.answer_skips_stack(s, &with_payload(1300 - headers))?;
         pod.answers_by_stack(s, &with_payload(1301 - headers))?;
         let merged = |size: usize, verdict| {
             let bytes = with_payload(1400).bytes::<W>();
@@ -141,7 +145,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         merged(1300 - headers, Verdict::Redirected)?;
         merged(1301 - headers, Verdict::GoesOn)
     });
-    group.both::<W>("past the stack goes no fragment of an answer whose first one does not", |s| {
+    group.both::<W>("no fragment of an answer skips the stack whose first one does not", |s| {
         const CUT: Cut = Cut { piece: 1_304, id: 7 };
         let (uplink, pod) = node_with_pod(s)?;
         let answer = Segment { payload: vec![1; 1_400], ..pod.opened(s, &uplink)? };
@@ -152,7 +156,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         }
         Ok(())
     });
-    group.both::<W>("past the stack go answers in fragments", |s| {
+    group.both::<W>("answers in fragments skip the stack", |s| {
         const CUT: Cut = Cut { piece: 64, id: 7 };
         let (uplink, pod) = node_with_pod(s)?;
         let answer = Segment { payload: vec![1; 150], ..pod.opened(s, &uplink)? };
@@ -371,7 +375,7 @@ impl Other {
 
     /// Sends a pod's answer, which must skip the stack. The kernel writes the link addresses after
     /// the program has ended.
-    fn answers_past_stack<W: Tables>(&self, s: &Scene<W>, answer: &Segment) -> Result<()> {
+    fn answer_skips_stack<W: Tables>(&self, s: &Scene<W>, answer: &Segment) -> Result<()> {
         let sent = Segment { hop_limit: answer.hop_limit - 1, ..answer.clone() }.bytes::<W>();
         let output = s.world.leaves_by(self.index, "workload_ingress", &answer.bytes::<W>())?;
         ensure!(output.verdict == Verdict::Redirected, "{:?}", output.verdict);

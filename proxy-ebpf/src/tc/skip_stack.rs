@@ -1,4 +1,4 @@
-//! Packets that leave without the stack, where it would send them: a pod's answers to packets that XDP sends to the pod, so that connection tracking
+//! Packets that skip the stack, and leave where it would send them: a pod's answers to packets that XDP sends to the pod, so that connection tracking
 //! sees neither direction, and what goes from outside to a backend on another node, or back. All that there is to be done to them at the egress of
 //! the uplink is done there, as to all others.
 
@@ -10,7 +10,7 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use proxy_common::{
-    flow::{FlowTables, Scratch, not_past_stack},
+    flow::{FlowTables, Scratch, cannot_skip_stack},
     layout::{INTERFACE_OF_UPLINK, INTERFACE_WITHOUT_LINK_HEADERS},
     packet::{Bytes as _, Network, Packet, Rewrite, shorten_lifetime},
     port::Port,
@@ -44,7 +44,7 @@ where
     match redirect_answer::<F>(skb, network) {
         refusal @ (NO_WAY | NOT_THIS) => {
             if let Some(scratch) = F::scratch() {
-                not_past_stack(&Maps, scratch, refusal == NOT_THIS);
+                cannot_skip_stack(&Maps, scratch, refusal == NOT_THIS);
             }
             TC_ACT_UNSPEC
         }
@@ -76,7 +76,7 @@ fn redirect_answer<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, networ
         // SAFETY: not read.
         unsafe { maps::redirect_sources.get(interface) }.map(|_| Target::WithLinkHeaders)
     };
-    redirect::<F>(skb, network, scratch, ends, target, Reason::AnswerPastStack)
+    redirect::<F>(skb, network, scratch, ends, target, Reason::AnswerSkippedStack)
 }
 
 // As above.
@@ -107,7 +107,7 @@ fn redirect_translated<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, ne
             Some(Target::WithoutLinkHeaders)
         }
     };
-    redirect::<F>(skb, network, scratch, ends, target, Reason::SentPastStack)
+    redirect::<F>(skb, network, scratch, ends, target, Reason::SkippedStack)
 }
 
 /// An interface that packets may leave by.

@@ -21,12 +21,12 @@ use crate::{
 };
 
 pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
-    group.past_stack::<W>(
-        "a flow goes past the stack once it has let a packet out, to the backend and back",
+    group.skip_stack::<W>(
+        "a flow skips the stack once it has let a packet out, to the backend and back",
         |s| {
             let Connection { node, second, answer } = Connection::opened(s)?;
             let (uplink, other) = (node.uplink.index, node.other.index);
-            node.past_stack(s, uplink, &second, &second.to(REMOTE))?;
+            node.skips_stack(s, uplink, &second, &second.to(REMOTE))?;
             node.by_stack(
                 s,
                 "uplink_egress",
@@ -34,7 +34,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
                 &second.to(REMOTE),
                 &second.to(REMOTE).from(node.address),
             )?;
-            node.past_stack(s, other, &answer, &answer.to(CLIENT))?;
+            node.skips_stack(s, other, &answer, &answer.to(CLIENT))?;
             node.by_stack(
                 s,
                 "uplink_egress",
@@ -42,17 +42,17 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
                 &answer.to(CLIENT),
                 &answer.to(CLIENT).from(NODE_PORT),
             )?;
-            s.counted(&[(Reason::FlowOpened, 1), (Reason::SentPastStack, 2)])
+            s.counted(&[(Reason::FlowOpened, 1), (Reason::SkippedStack, 2)])
         },
     );
-    group.past_stack::<W>(
-        "an established flow goes past the stack, also when it is compared with the tables",
+    group.skip_stack::<W>(
+        "an established flow skips the stack, also when it is compared with the tables",
         |s| {
             let Connection { node, second, answer } = Connection::established(s)?;
-            node.past_stack(s, node.uplink.index, &second, &second.to(REMOTE))?;
+            node.skips_stack(s, node.uplink.index, &second, &second.to(REMOTE))?;
             s.world.raise_epoch()?;
-            node.past_stack(s, node.uplink.index, &second, &second.to(REMOTE))?;
-            node.past_stack(s, node.other.index, &answer, &answer.to(CLIENT))
+            node.skips_stack(s, node.uplink.index, &second, &second.to(REMOTE))?;
+            node.skips_stack(s, node.other.index, &answer, &answer.to(CLIENT))
         },
     );
     group.resetting::<W>("what opens a connection goes by the stack, also where one is open", |s| {
@@ -60,34 +60,34 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let first = s.first(CLIENT, NODE_PORT);
         node.by_stack(s, "uplink_ingress", node.uplink.index, &first, &first.to(REMOTE))
     });
-    group.past_stack::<W>("the end of a connection goes past the stack", |s| {
+    group.skip_stack::<W>("the end of a connection skips the stack", |s| {
         let Connection { node, second, answer } = Connection::established(s)?;
         let ends = second.flags(TCP_FIN | TCP_ACK);
-        node.past_stack(s, node.uplink.index, &ends, &ends.to(REMOTE))?;
+        node.skips_stack(s, node.uplink.index, &ends, &ends.to(REMOTE))?;
         let ends = answer.flags(TCP_FIN | TCP_ACK);
-        node.past_stack(s, node.other.index, &ends, &ends.to(CLIENT))
+        node.skips_stack(s, node.other.index, &ends, &ends.to(CLIENT))
     });
-    group.past_stack::<W>("only to interfaces that are uplinks", |s| {
+    group.skip_stack::<W>("only to interfaces that are uplinks", |s| {
         let Connection { node, second, answer } = Connection::opened(s)?;
         s.world.set_interface(node.other.index, InterfaceSettings::default())?;
         node.by_stack(s, "uplink_ingress", node.uplink.index, &second, &second.to(REMOTE))?;
-        node.past_stack(s, node.other.index, &answer, &answer.to(CLIENT))
+        node.skips_stack(s, node.other.index, &answer, &answer.to(CLIENT))
     });
-    group.past_stack::<W>("to an interface without link headers, and back", |s| {
+    group.skip_stack::<W>("to an interface without link headers, and back", |s| {
         let Connection { node, second, answer } = Connection::opened(s)?;
         let flags = INTERFACE_OF_UPLINK | INTERFACE_WITHOUT_LINK_HEADERS;
         s.world
             .set_interface(node.other.index, InterfaceSettings { flags, ..InterfaceSettings::default() })?;
-        node.past_stack(s, node.uplink.index, &second, &second.to(REMOTE))?;
+        node.skips_stack(s, node.uplink.index, &second, &second.to(REMOTE))?;
         let answer = Segment { link: Link::Bare, ..answer };
         let output = s.world.leaves_by(node.other.index, "uplink_ingress_l3", &answer.bytes::<W>())?;
         ensure!(output.verdict == Verdict::Redirected, "{:?}", output.verdict);
         let sent = Segment { hop_limit: answer.hop_limit - 1, ..answer.to(CLIENT) };
         let (header, packet) = output.packet.split_at(14);
         ensure!(header == [0; 14] && packet == sent.bytes::<W>(), "it became {:02x?}", output.packet);
-        s.counted(&[(Reason::FlowOpened, 1), (Reason::SentPastStack, 2)])
+        s.counted(&[(Reason::FlowOpened, 1), (Reason::SkippedStack, 2)])
     });
-    group.past_stack::<W>("only what a router does no more with than sending it on", |s| {
+    group.skip_stack::<W>("only what a router does no more with than sending it on", |s| {
         let Connection { node, second, .. } = Connection::opened(s)?;
         let (uplink, other) = (node.uplink.index, node.other.name);
         for packet in
@@ -99,10 +99,10 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         let headers = second.bytes::<W>().len() - second.payload.len() - 14;
         let with_payload = |length| Segment { payload: vec![1; length], ..second.clone() };
         let (longest, longer) = (with_payload(1_300 - headers), with_payload(1_301 - headers));
-        node.past_stack(s, uplink, &longest, &longest.to(REMOTE))?;
+        node.skips_stack(s, uplink, &longest, &longest.to(REMOTE))?;
         node.by_stack(s, "uplink_ingress", uplink, &longer, &longer.to(REMOTE))
     });
-    group.past_stack::<W>("not what a switch floods", |s| {
+    group.skip_stack::<W>("not what a switch floods", |s| {
         let Connection { node, second, .. } = Connection::opened(s)?;
         let mut flooded = second.bytes::<W>();
         flooded[..6].copy_from_slice(&link_address(NEXT_HOP)?);
@@ -110,12 +110,12 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(output.verdict == Verdict::GoesOn, "{:?}", output.verdict);
         Ok(())
     });
-    group.past_stack::<W>("also where the kernel has to ask for the link address", |s| {
+    group.skip_stack::<W>("also where the kernel has to ask for the link address", |s| {
         let Connection { node, second, .. } = Connection::opened(s)?;
         ip(None, &format!("neigh del {} dev {}\n", address::<W>(REMOTE.0), node.other.name))?;
-        node.past_stack(s, node.uplink.index, &second, &second.to(REMOTE))
+        node.skips_stack(s, node.uplink.index, &second, &second.to(REMOTE))
     });
-    group.past_stack::<W>("fragments go by the stack", |s| {
+    group.skip_stack::<W>("fragments go by the stack", |s| {
         let Connection { node, second, .. } = Connection::opened(s)?;
         let long = Segment { payload: vec![1; 150], ..second };
         let cut = Cut { piece: 64, id: 7 };
@@ -152,7 +152,7 @@ impl Connection {
         let Self { node, second, answer: first } = Self::opened(s)?;
         let answered = |s: &Scene<W>| {
             let inside = first.to(CLIENT);
-            node.past_stack(s, node.other.index, &first, &inside)?;
+            node.skips_stack(s, node.other.index, &first, &inside)?;
             node.by_stack(s, "uplink_egress", node.uplink.index, &inside, &inside.from(NODE_PORT))
         };
         answered(s)?;
@@ -161,7 +161,7 @@ impl Connection {
             s.age(Stage::Opening)?;
             answered(s)?;
         }
-        node.past_stack(s, node.uplink.index, &second, &second.to(REMOTE))?;
+        node.skips_stack(s, node.uplink.index, &second, &second.to(REMOTE))?;
         s.flow_of(Stage::Established, CLIENT)?;
         let answer = first.flags(TCP_ACK);
         Ok(Self { node, second, answer })
@@ -196,7 +196,7 @@ impl Node {
 
     /// Expects the packet to skip the stack. The kernel writes the link addresses after the program
     /// has ended.
-    fn past_stack<W: Tables>(
+    fn skips_stack<W: Tables>(
         &self,
         s: &Scene<W>,
         interface: u32,

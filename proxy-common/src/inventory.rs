@@ -110,8 +110,8 @@ macro_rules! tables {
             opening_flows6: lru_hash(FlowKey<A6>, Flow<A6>), [OpeningFlows];
             /// Host connections, which leave with an address that flows are masqueraded to.
             /// Programs write it.
-            foreign_flows4: lru_hash(FlowKey<A4>, ForeignFlow), [OpeningFlows];
-            foreign_flows6: lru_hash(FlowKey<A6>, ForeignFlow), [OpeningFlows];
+            foreign_flows4: lru_hash(FlowKey<A4>, HostConnection), [OpeningFlows];
+            foreign_flows6: lru_hash(FlowKey<A6>, HostConnection), [OpeningFlows];
             /// The backend of each client of a service with session affinity. Programs write it,
             /// and the controller removes what has expired.
             affinity4: lru_hash(AffinityKey<A4>, Affinity), [Affinity];

@@ -85,7 +85,7 @@ pub(super) fn find_moved<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut 
         if let Some((_, entry)) = lookup(tables, &scratch.key) {
             entry.read_into(&mut scratch.flow);
             // Packets of a host connection have it where they leave the node.
-            if !is_foreign(scratch) {
+            if !is_host_connection(scratch) {
                 return;
             }
         }
@@ -96,7 +96,7 @@ pub(super) fn find_moved<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut 
 /// Returns true if the client of `scratch.flow` is where the packet, which arrives, comes from.
 #[inline(always)]
 pub(super) fn is_of_origin<A>(Scratch { flow, origin, .. }: &Scratch<A>) -> bool {
-    let is_nodes = flow.flags & (FLOW_FROM_HOST | FLOW_FOREIGN) != 0;
+    let is_nodes = flow.flags & (FLOW_FROM_HOST | FLOW_HOST_CONNECTION) != 0;
     is_nodes || (flow.flags & FLOW_FROM_POD != 0) == (*origin == Origin::Workload)
 }
 
@@ -104,7 +104,7 @@ pub(super) fn is_of_origin<A>(Scratch { flow, origin, .. }: &Scratch<A>) -> bool
 /// another client: that one has forged the node's address.
 #[inline(always)]
 pub(super) fn is_another_clients<A>(Scratch { flow, .. }: &Scratch<A>, step: Step) -> bool {
-    const OF_NODE: u32 = FLOW_FROM_HOST | FLOW_FOREIGN | FLOW_OF_NETFILTER;
+    const OF_NODE: u32 = FLOW_FROM_HOST | FLOW_HOST_CONNECTION | FLOW_OF_NETFILTER;
     step == Step::ToFrontend && flow.flags & OF_NODE == 0
 }
 
@@ -114,6 +114,6 @@ pub(super) fn is_from_host<A>(scratch: &Scratch<A>) -> bool {
 }
 
 #[inline(always)]
-pub(super) fn is_foreign<A>(scratch: &Scratch<A>) -> bool {
-    scratch.flow.flags & FLOW_FOREIGN != 0
+pub(super) fn is_host_connection<A>(scratch: &Scratch<A>) -> bool {
+    scratch.flow.flags & FLOW_HOST_CONNECTION != 0
 }

@@ -18,7 +18,8 @@ use super::{
 use crate::{
     family::Family,
     layout::{
-        FLOW_DSR, FLOW_FOREIGN, FLOW_FROM_HOST, FLOW_MASQUERADE, FLOW_OF_NETFILTER, PROGRESS_SUSTAINED,
+        FLOW_DSR, FLOW_FROM_HOST, FLOW_HOST_CONNECTION, FLOW_MASQUERADE, FLOW_OF_NETFILTER,
+        PROGRESS_SUSTAINED,
     },
     packet::{Part, TCP_FIN, TCP_RST, Then},
     reason::Reason,
@@ -76,8 +77,8 @@ pub fn leaving_known<F: Family, T: FlowTables<F>>(
         Known::Other => return None,
         Known::NoFlow => {
             let packet = &scratch.packet;
-            let may_concern_others = packet.opens() || packet.segment.has(TCP_FIN | TCP_RST);
-            let is_of_nobody = !may_concern_others && !tables.is_moved(packet.source_port);
+            let may_be_host_connection = packet.opens() || packet.segment.has(TCP_FIN | TCP_RST);
+            let is_of_nobody = !may_be_host_connection && !tables.is_moved(packet.source_port);
             return is_of_nobody.then_some(Err(Reason::NotAService));
         }
     };
@@ -111,7 +112,7 @@ fn find<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
         return if is_opening { Known::Other } else { Known::NoFlow };
     };
     if read(scratch, entry).is_none()
-        || scratch.flow.flags & (FLOW_OF_NETFILTER | FLOW_FROM_HOST | FLOW_FOREIGN | FLOW_DSR) != 0
+        || scratch.flow.flags & (FLOW_OF_NETFILTER | FLOW_FROM_HOST | FLOW_HOST_CONNECTION | FLOW_DSR) != 0
     {
         return Known::Other;
     }

@@ -10,7 +10,7 @@ use super::{
     fragments::record_first_fragment,
     keep::{end_if_gone, go_on, is_netfilters, is_over},
     open::{open, why_socket_is_unserved},
-    ports::foreign,
+    ports::host_connection,
     routine::decide,
     scratch::Rival,
     translate::translate_leaving,
@@ -46,7 +46,7 @@ pub(super) fn leaving_with_ports<F: Family, T: FlowTables<F>>(
     set_key_of_packet(scratch);
     let mut found = find(tables, scratch);
     (scratch.rival, scratch.is_apart) = (Rival::None, false);
-    if found.is_some_and(|found| foreign::meets(scratch, found.step)) {
+    if found.is_some_and(|found| host_connection::meets(scratch, found.step)) {
         scratch.rival = Rival::Masqueraded;
     }
     let has_rival = scratch.rival != Rival::None;
@@ -116,7 +116,7 @@ pub(super) fn leaving_with_ports<F: Family, T: FlowTables<F>>(
         Err(why_socket_is_unserved(tables, scratch))
     };
     if !has_rival && matches!(outcome, Err(Reason::NotAService)) {
-        tables.run(scratch, Routine::NoticeForeign);
+        tables.run(scratch, Routine::NoteHostConnection);
     }
     outcome
 }

@@ -6,7 +6,7 @@ use super::{
     find::find_moved,
     forward, fragments,
     open::{self, prepare},
-    ports::{alias, foreign, masquerade},
+    ports::{alias, host_connection, masquerade},
     tcp,
 };
 use crate::{family::Family, reason::Reason};
@@ -47,7 +47,7 @@ pub enum Routine {
     /// Keeps `failure` for the packet's other fragments.
     RecordFragment,
     /// Notes the ends of a packet that leaves and has no flow.
-    NoticeForeign,
+    NoteHostConnection,
     /// Makes the packet, which goes to a backend, what the client has sent again, and sets `tunnel` to the ends of the one that it leaves
     /// in: `failure`. Notes that a packet of `flow` has left.
     Encapsulate,
@@ -94,7 +94,7 @@ pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
         Routine::Replace => entries::replace(tables, scratch),
         Routine::FollowFragment => scratch.failure = fragments::follow(tables, scratch).err(),
         Routine::RecordFragment => fragments::record(tables, scratch),
-        Routine::NoticeForeign => foreign::notice(tables, scratch),
+        Routine::NoteHostConnection => host_connection::note(tables, scratch),
         Routine::Encapsulate => scratch.failure = direct::encapsulate(tables, scratch).err(),
         Routine::NoteLeft => forward::note_left(tables, scratch),
         Routine::NoteSentByDriver => forward::note_sent_by_driver(tables, scratch),

@@ -96,10 +96,10 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     ) -> Result<(), InsertError>;
     /// False: there was none.
     fn remove(&self, stage: Stage, key: &FlowKey<F::Address>) -> bool;
-    /// When the connection of others was last seen, in nanoseconds as of [`now`](AffinityTables::now).
-    fn foreign(&self, key: &FlowKey<F::Address>) -> Option<u64>;
-    fn note_foreign(&self, key: &FlowKey<F::Address>, now: u64);
-    fn forget_foreign(&self, key: &FlowKey<F::Address>);
+    /// When the host connection was last seen, in nanoseconds as of [`now`](AffinityTables::now).
+    fn host_connection(&self, key: &FlowKey<F::Address>) -> Option<u64>;
+    fn note_host_connection(&self, key: &FlowKey<F::Address>, now: u64);
+    fn forget_host_connection(&self, key: &FlowKey<F::Address>);
     /// Returns true if a flow may have another key than its packets from this source port say: it
     /// is a `FLOW_OVERLAPPING` or `FLOW_APART`.
     fn is_moved(&self, port: Port) -> bool;

@@ -7,11 +7,12 @@ use crate::{layout::*, packet::Then, reason::Reason};
 #[inline(always)]
 pub(super) fn translate_arriving<A: Address>(scratch: &mut Scratch<A>, step: Step) -> Result<(), Reason> {
     let Scratch { packet, action, flow, .. } = scratch;
-    let (is_foreign, is_from_host) = (flow.flags & FLOW_FOREIGN != 0, flow.flags & FLOW_FROM_HOST != 0);
+    let (is_host_connection, is_from_host) =
+        (flow.flags & FLOW_HOST_CONNECTION != 0, flow.flags & FLOW_FROM_HOST != 0);
     action.rewrite = match step {
         Step::ToFrontend if !is_from_host => flow.dnat_rewrite(),
         Step::FromBackendMasqueraded => flow.unmasquerade_rewrite(),
-        Step::FromBackend if is_foreign => flow.reply_rewrite(),
+        Step::FromBackend if is_host_connection => flow.reply_rewrite(),
         Step::FromBackend if is_from_host => {
             action.then = Then::IntoNode;
             flow.reply_rewrite()
@@ -40,7 +41,7 @@ pub(super) fn translate_leaving<A: Address>(
     action.rewrite = match step {
         Step::FromBackend => flow.reply_rewrite(),
         Step::ToBackend if flow.flags & FLOW_MASQUERADE != 0 => flow.masquerade_rewrite(),
-        Step::ToFrontend if is_hosts || flow.flags & FLOW_FOREIGN != 0 => flow.dnat_rewrite(),
+        Step::ToFrontend if is_hosts || flow.flags & FLOW_HOST_CONNECTION != 0 => flow.dnat_rewrite(),
         Step::ToFrontend
         | Step::FromFrontend
         | Step::ToBackend

@@ -89,7 +89,7 @@ pub const FLOW_OVERLAPPING: u32 = 8;
 ///
 /// It belongs to a socket of the node, or netfilter masquerades it. It gets another port where it
 /// leaves the node, and its own port back where answers come in.
-pub const FLOW_FOREIGN: u32 = 16;
+pub const FLOW_HOST_CONNECTION: u32 = 16;
 /// The flow's entry of client and frontend in `flows4/6` is counted as a connection of its backend.
 pub const FLOW_COUNTED: u32 = 64;
 /// The client's packets come in by an interface of pods. Packets that come in by another interface
@@ -238,7 +238,7 @@ pub struct KnownHop {
 /// programs know nothing else of it.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
-pub struct ForeignFlow {
+pub struct HostConnection {
     /// The time of the last packet, in nanoseconds since boot, suspend included. For TCP it is that
     /// of the SYN, for UDP it may be up to a second late.
     pub last_seen: u64,
@@ -254,5 +254,5 @@ const _: () = {
     assert!(size_of::<FlowKey<[u8; 4]>>() == 16 && size_of::<FlowKey<[u8; 16]>>() == 40);
     assert!(size_of::<Flow<[u8; 4]>>() == 104 && size_of::<Flow<[u8; 16]>>() == 152);
     assert!(size_of::<FlowState>() == 4);
-    assert!(size_of::<ForeignFlow>() == 8);
+    assert!(size_of::<HostConnection>() == 8);
 };

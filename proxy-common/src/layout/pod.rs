@@ -22,7 +22,7 @@ pod!(
     LinkAddress,
     RedirectTarget,
     FourPorts,
-    ForeignFlow,
+    HostConnection,
     Affinity,
     ServiceCounters,
     Connections,

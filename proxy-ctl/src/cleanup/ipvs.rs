@@ -386,7 +386,7 @@ mod tests {
         let sets = IpSets::load().unwrap().unwrap();
         serve(&ipvs, "192.0.2.10:81", &real);
         write(&sets, "KUBE-EXTERNAL-IP", SetKind::Sockets, true, Member::Socket(tcp("192.0.2.10:81")));
-        let foreign = ["192.0.2.10:80/TCP", "198.51.100.1:30080/TCP"];
+        let theirs = ["192.0.2.10:80/TCP", "198.51.100.1:30080/TCP"];
         serve(&ipvs, "192.0.2.10:80", &real);
         serve(&ipvs, "198.51.100.1:30080", &real);
         let excluded = "203.0.113.1:80/TCP";
@@ -417,8 +417,8 @@ mod tests {
             PendingRemoval { nft: Vec::new(), legacy: Vec::new(), ..PendingRemoval::everything() };
         let removed = remove(Purpose::TakeOver, &everything);
         assert_eq!((removed.waiting, removed.parts[0].count), (1, 4));
-        assert_eq!(kept_names(&removed.retained), foreign);
-        let left = ["10.96.0.1:80/TCP", foreign[0], foreign[1], excluded];
+        assert_eq!(kept_names(&removed.retained), theirs);
+        let left = ["10.96.0.1:80/TCP", theirs[0], theirs[1], excluded];
         assert_eq!(listed(&ipvs), left);
         let waiting = tcp("10.96.0.1:80");
         let destinations = ipvs.destinations(waiting).unwrap();
@@ -432,12 +432,12 @@ mod tests {
         forgotten(&ipvs, waiting);
         let removed = remove(Purpose::TakeOver, &removed.pending);
         assert_eq!((removed.waiting, removed.pending.is_empty()), (0, true));
-        assert_eq!(listed(&ipvs), ["10.96.0.2:80/TCP", foreign[0], foreign[1], excluded]);
+        assert_eq!(listed(&ipvs), ["10.96.0.2:80/TCP", theirs[0], theirs[1], excluded]);
         assert!(link::index(names::IPVS_DEVICE).unwrap().is_some());
 
         let removed = remove(Purpose::TakeOver, &everything);
-        assert_eq!(listed(&ipvs), [foreign[0], foreign[1], excluded]);
-        assert_eq!(kept_names(&removed.retained), foreign);
+        assert_eq!(listed(&ipvs), [theirs[0], theirs[1], excluded]);
+        assert_eq!(kept_names(&removed.retained), theirs);
         assert!(removed.pending.is_empty());
         assert_eq!(link::index(names::IPVS_DEVICE).unwrap(), None);
         // Without the device, no virtual server is taken for kube-proxy's.

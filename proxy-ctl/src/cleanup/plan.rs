@@ -131,13 +131,12 @@ pub fn plan<R: Clone>(
     let leads_to_us = |rule: &&Rule<R>| {
         rule.targets.iter().any(|target| own.contains(target.as_str())) || is_firewall_jump(rule)
     };
-    let (ours, foreign): (Vec<&Rule<R>>, Vec<&Rule<R>>) =
-        rules.iter().filter(leads_to_us).partition(|rule| {
-            is_base(&rule.chain) && rule.comment.as_deref().is_some_and(names::is_comment_of_jump)
-        });
+    let (ours, theirs): (Vec<&Rule<R>>, Vec<&Rule<R>>) = rules.iter().filter(leads_to_us).partition(|rule| {
+        is_base(&rule.chain) && rule.comment.as_deref().is_some_and(names::is_comment_of_jump)
+    });
     let used_by = |chain: &str| {
         let leads_there = |rule: &&&Rule<R>| rule.targets.iter().any(|target| target == chain);
-        foreign.iter().find(leads_there).map(|rule| rule.chain.clone())
+        theirs.iter().find(leads_there).map(|rule| rule.chain.clone())
     };
     // Verdict maps are not read. A chain that one of them jumps to is recognised by the kernel's
     // refusal to delete it.

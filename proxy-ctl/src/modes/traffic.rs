@@ -29,7 +29,7 @@ pub enum FlowState {
     /// Netfilter translates it: rules of a former proxy have opened it.
     Netfilter,
     /// A connection of the node's own, or of a network plugin, that had the same ends as a flow
-    Foreign,
+    HostConnection,
 }
 
 /// A flow that the packet programs translate.

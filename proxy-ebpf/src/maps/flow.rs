@@ -177,7 +177,7 @@ routines! {
     Replace: replace4 replace6;
     FollowFragment: follow_fragment4 follow_fragment6;
     RecordFragment: record_fragment4 record_fragment6;
-    NoticeForeign: notice_foreign4 notice_foreign6;
+    NoteHostConnection: note_host_connection4 note_host_connection6;
     Encapsulate: encapsulate4 encapsulate6;
     NoteLeft: note_left4 note_left6;
     NoteSentByDriver: note_sent_by_driver4 note_sent_by_driver6;
@@ -187,7 +187,7 @@ routines! {
 }
 
 macro_rules! flow_tables {
-    ($family:ty, $address:ty, $flows:ident, $opening:ident, $foreign:ident, $fragments:ident, $masquerade:ident, $scratch:ident,
+    ($family:ty, $address:ty, $flows:ident, $opening:ident, $host_connections:ident, $fragments:ident, $masquerade:ident, $scratch:ident,
      $call:ident, $frontend_addresses:ident) => {
         impl FlowScratch for $family {
             #[inline(always)]
@@ -240,23 +240,24 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
-            fn foreign(&self, key: &FlowKey<$address>) -> Option<u64> {
+            fn host_connection(&self, key: &FlowKey<$address>) -> Option<u64> {
                 // SAFETY: an element, aligned to 8; one load. If the kernel gives it to another connection meanwhile, a port is left out
                 // for nothing.
-                maps::$foreign
+                maps::$host_connections
                     .get_ptr(key)
-                    .map(|foreign| unsafe { read_volatile(addr_of!((*foreign).last_seen)) })
+                    .map(|connection| unsafe { read_volatile(addr_of!((*connection).last_seen)) })
             }
 
             #[inline(always)]
-            fn note_foreign(&self, key: &FlowKey<$address>, now: u64) {
+            fn note_host_connection(&self, key: &FlowKey<$address>, now: u64) {
                 // Fails only without memory, of which the table has its own.
-                let _noted = maps::$foreign.insert(key, &ForeignFlow { last_seen: now }, BPF_ANY.into());
+                let _noted =
+                    maps::$host_connections.insert(key, &HostConnection { last_seen: now }, BPF_ANY.into());
             }
 
             #[inline(always)]
-            fn forget_foreign(&self, key: &FlowKey<$address>) {
-                let _there_was_none = maps::$foreign.remove(key);
+            fn forget_host_connection(&self, key: &FlowKey<$address>) {
+                let _there_was_none = maps::$host_connections.remove(key);
             }
 
             #[inline(always)]

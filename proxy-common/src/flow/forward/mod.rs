@@ -21,8 +21,8 @@ use crate::{
     balance::HASH_FACTOR,
     family::Family,
     layout::{
-        Address, FLOW_DSR, FLOW_FOREIGN, FLOW_FROM_HOST, FLOW_FROM_POD, FLOW_MASQUERADE, FLOW_OF_NETFILTER,
-        Flow, KnownHop,
+        Address, FLOW_DSR, FLOW_FROM_HOST, FLOW_FROM_POD, FLOW_HOST_CONNECTION, FLOW_MASQUERADE,
+        FLOW_OF_NETFILTER, Flow, KnownHop,
     },
     packet::{Packet, Part, Then},
     reason::Reason,
@@ -122,7 +122,7 @@ fn may_begin_another<A: Address>(packet: &Packet<A>) -> bool {
 }
 
 /// Flows whose packets XDP never forwards, and that never skip the stack.
-const NEVER_FORWARDED: u32 = FLOW_FROM_HOST | FLOW_FROM_POD | FLOW_FOREIGN | FLOW_OF_NETFILTER;
+const NEVER_FORWARDED: u32 = FLOW_FROM_HOST | FLOW_FROM_POD | FLOW_HOST_CONNECTION | FLOW_OF_NETFILTER;
 
 /// Is the packet, which leaves by `scratch.interface`, one by which the stack has shown that it lets a pod's answers out there?
 #[inline(always)]

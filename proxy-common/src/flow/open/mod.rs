@@ -13,7 +13,7 @@ pub(super) use self::{
 
 use self::backend::prepare_to_frontend;
 use super::{
-    FlowTables, PodSockets, Routine, Scratch, direct, ports::foreign, routine::decide, scratch::Rival,
+    FlowTables, PodSockets, Routine, Scratch, direct, ports::host_connection, routine::decide, scratch::Rival,
 };
 use crate::{
     family::Family,
@@ -39,7 +39,7 @@ pub(super) fn open<F: Family, T: FlowTables<F>>(
         scratch.flow.flags |= FLOW_APART;
     }
     if rival == Rival::Masqueraded {
-        scratch.flow.flags |= FLOW_FOREIGN;
+        scratch.flow.flags |= FLOW_HOST_CONNECTION;
     }
     scratch.is_port_taken = scratch.origin == Origin::Workload && sockets.is_connected(scratch);
     decide(tables, scratch, Routine::Insert)?;
@@ -75,8 +75,8 @@ pub(super) fn prepare_flow<F: Family, T: FlowTables<F>>(
         return unknown::prepare(tables, scratch);
     }
     let dials_frontend = rival != Rival::Masqueraded && find_frontend(tables, scratch);
-    // To a node port at which another's datagrams are masqueraded: it would go round for ever.
-    if dials_frontend && origin != Origin::Host && foreign::is_answer(tables, scratch) {
+    // To a node port that a host connection has: it would go round for ever.
+    if dials_frontend && origin != Origin::Host && host_connection::is_answer(tables, scratch) {
         return Err(Reason::NotAService);
     }
     if dials_frontend && !is_admitted(tables, scratch) {
@@ -149,6 +149,6 @@ pub(super) fn prepare_to_endpoint<A: Address>(Scratch { packet, flow, origin, ..
     flow.backend = packet.destination;
     flow.set_backend_port(packet.destination_port);
     flow.service = NO_SERVICE;
-    // `FLOW_FOREIGN` tells flows that leave with the node's address.
+    // `FLOW_HOST_CONNECTION` tells flows that leave with the node's address.
     flow.flags = flag_of(*origin) & FLOW_FROM_POD;
 }

@@ -4,10 +4,10 @@ use crate::{
     family::Family,
     flow::{
         FlowEntry as _, FlowTables, InsertError, Routine, Scratch, Stage,
-        find::{is_foreign, is_from_host, lookup},
+        find::{is_from_host, is_host_connection, lookup},
         ports::{
             Try,
-            foreign::{self, Held},
+            host_connection::{self, Held},
         },
     },
     layout::*,
@@ -50,9 +50,9 @@ pub(in crate::flow) fn try_port<F: Family, T: FlowTables<F>>(
     }
     scratch.flow.set_alias_port(port);
     scratch.key = scratch.flow.backend_key();
-    let is_nodes = is_foreign(scratch) || is_from_host(scratch);
+    let is_nodes = is_host_connection(scratch) || is_from_host(scratch);
     let Scratch { packet, key, flow, entry, .. } = scratch;
-    if is_nodes && foreign::holds(tables, key, packet.is_tcp(), Held::ByAny) {
+    if is_nodes && host_connection::holds(tables, key, packet.is_tcp(), Held::ByAny) {
         return Try::Next;
     }
     if let Some((_, found)) = lookup(tables, key) {
@@ -93,7 +93,7 @@ fn alias_port<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::
         let port = tables.masquerade_port(scratch.random, attempt);
         // The client's own port is tried at its turn alone: here another connection may have it.
         if port == scratch.flow.client_port() { Port::NONE } else { port }
-    } else if is_foreign(scratch) || scratch.is_port_taken {
+    } else if is_host_connection(scratch) || scratch.is_port_taken {
         // Another connection has its own.
         Port::NONE
     } else {

@@ -7,7 +7,7 @@ use crate::{
         Change, FlowEntry as _, FlowTables, Routine, Scratch, Stage,
         ports::{
             Try,
-            foreign::{self, Held},
+            host_connection::{self, Held},
         },
     },
     layout::Address as _,
@@ -65,7 +65,7 @@ pub(in crate::flow) fn try_port<F: Family, T: FlowTables<F>>(
     flow.set_masquerade_port(port);
     *key = flow.masquerade_key();
     let held = if is_random { Held::ByAny } else { Held::ByRecent };
-    let is_free = !foreign::holds(tables, key, packet.is_tcp(), held)
+    let is_free = !host_connection::holds(tables, key, packet.is_tcp(), held)
         && tables.flow(Stage::Established, key).is_none()
         && tables.insert(Stage::Opening, key, flow) == Ok(());
     if is_free { Try::Taken } else { Try::Next }

@@ -1,7 +1,7 @@
 //! Ports that tell answers apart: who has which, and how a flow gets one that nobody else has.
 
 pub(super) mod alias;
-pub(super) mod foreign;
+pub(super) mod host_connection;
 pub(super) mod masquerade;
 
 /// What came of one of several ports that are tried.

@@ -59,7 +59,7 @@ pub(super) type Interruption = Box<dyn FnOnce(&Host)>;
 pub(super) struct Host {
     pub(super) tables: HostTables<V4>,
     pub(super) flows: RefCell<Flows>,
-    pub(super) foreign: RefCell<HashMap<FlowKey<A>, u64>>,
+    pub(super) host_connections: RefCell<HashMap<FlowKey<A>, u64>>,
     pub(super) moved: RefCell<HashSet<Port>>,
     pub(super) fragments: RefCell<HashMap<FragmentKey<A>, FirstFragment<A>>>,
     pub(super) clock: Cell<u64>,
@@ -112,7 +112,7 @@ impl Host {
         Self {
             tables,
             flows: RefCell::default(),
-            foreign: RefCell::default(),
+            host_connections: RefCell::default(),
             moved: RefCell::default(),
             fragments: RefCell::default(),
             clock: Cell::new(100 * SECOND),
@@ -337,16 +337,16 @@ impl FlowTables<V4> for Host {
         self.fragments.borrow_mut().insert(*key, *first);
     }
 
-    fn foreign(&self, key: &FlowKey<A>) -> Option<u64> {
-        self.foreign.borrow().get(key).copied()
+    fn host_connection(&self, key: &FlowKey<A>) -> Option<u64> {
+        self.host_connections.borrow().get(key).copied()
     }
 
-    fn note_foreign(&self, key: &FlowKey<A>, now: u64) {
-        self.foreign.borrow_mut().insert(*key, now);
+    fn note_host_connection(&self, key: &FlowKey<A>, now: u64) {
+        self.host_connections.borrow_mut().insert(*key, now);
     }
 
-    fn forget_foreign(&self, key: &FlowKey<A>) {
-        self.foreign.borrow_mut().remove(key);
+    fn forget_host_connection(&self, key: &FlowKey<A>) {
+        self.host_connections.borrow_mut().remove(key);
     }
 
     fn is_moved(&self, port: Port) -> bool {

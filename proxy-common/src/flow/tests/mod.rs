@@ -3,10 +3,10 @@
 
 mod direct;
 mod ends;
-mod foreign;
 mod forward;
 mod guard;
 mod host;
+mod host_connection;
 mod interleavings;
 mod origins;
 mod overlapping;

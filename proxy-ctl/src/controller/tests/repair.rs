@@ -106,7 +106,7 @@ fn after_a_sync_period_everything_is_compared_and_nothing_written() {
 fn changes_of_other_programs_are_repaired_and_counted() {
     let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1"), service("b", "10.0.0.2")]);
     let removed = fixture.recorder.lock().programmed.remove("default/b").unwrap();
-    fixture.recorder.lock().programmed.insert("default/foreign".into(), removed);
+    fixture.recorder.lock().programmed.insert("default/other".into(), removed);
     fixture.recorder.lock().host_differs = 1;
     fixture.later(PERIOD);
     // A change that is written in the same moment is no drift.

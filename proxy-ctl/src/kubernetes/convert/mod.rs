@@ -110,7 +110,7 @@ fn label<'a>(metadata: &'a ObjectMeta, label: &str) -> Option<&'a str> {
 
 /// Returns true if the object belongs to another proxy or is headless, so that this proxy leaves it
 /// alone.
-fn is_foreign(metadata: &ObjectMeta) -> bool {
+fn is_ignored(metadata: &ObjectMeta) -> bool {
     label(metadata, LABEL_PROXY_NAME).is_some() || label(metadata, LABEL_HEADLESS).is_some()
 }
 

@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use ipnet::IpNet;
 
 use super::{
-    ANNOTATION_ALGORITHM, ANNOTATION_FORWARDING, InvalidField, InvalidFields, is_foreign, name, shortened,
+    ANNOTATION_ALGORITHM, ANNOTATION_FORWARDING, InvalidField, InvalidFields, is_ignored, name, shortened,
 };
 use crate::{
     config::Keyword,
@@ -25,7 +25,7 @@ pub fn service(service: &core::Service) -> (Option<Service>, Vec<InvalidField>) 
     let Some(spec) = &service.spec else { return (None, Vec::new()) };
     let cluster_ip = spec.cluster_ips.first().unwrap_or(&spec.cluster_ip);
     let headless = matches!(cluster_ip.as_str(), "" | "None");
-    if headless || is_foreign(&service.metadata) || spec.service_type == "ExternalName" {
+    if headless || is_ignored(&service.metadata) || spec.service_type == "ExternalName" {
         return (None, Vec::new());
     }
 

@@ -3,7 +3,7 @@
 use std::{net::IpAddr, sync::Arc};
 
 use super::{
-    InvalidField, InvalidFields, LABEL_SERVICE, is_foreign, label, name, triggered, weights::Weights,
+    InvalidField, InvalidFields, LABEL_SERVICE, is_ignored, label, name, triggered, weights::Weights,
 };
 use crate::{
     kubernetes::schema::discovery,
@@ -15,7 +15,7 @@ use crate::{
 pub fn endpoint_slice(slice: &discovery::EndpointSlice) -> (Option<EndpointSlice>, Vec<InvalidField>) {
     let name = name(&slice.metadata);
     let mut invalid = InvalidFields::new(format!("EndpointSlice {name}"));
-    if is_foreign(&slice.metadata) {
+    if is_ignored(&slice.metadata) {
         return (None, Vec::new());
     }
     let family = match slice.address_type.as_str() {

@@ -73,7 +73,7 @@ pub enum Error {
     )]
     BackendIdsExhausted,
     #[error("{port}: endpoint address {address} is not of the service port's family")]
-    ForeignAddress { port: ServicePortName, address: IpAddr },
+    WrongFamily { port: ServicePortName, address: IpAddr },
     #[error("{0}: namespace, name and port name must have at most 64 bytes each")]
     NameTooLong(ServicePortName),
     #[error("{failed} writes failed; the first, {what}: {source}")]

@@ -244,7 +244,7 @@ mod tests {
         const LATER: u16 = 31_001;
         let program = format!("iptables-{backend}");
         in_a_namespace_that_drops(&program);
-        let foreign = run(&program, "-S");
+        let theirs = run(&program, "-S");
         lay_rules_of_kube_proxy(&program, mode, FIRST);
         let _listening = [FIRST, LATER].map(|port| TcpListener::bind(("192.0.2.1", port)).unwrap());
         assert!(is_answered(FIRST) && !is_answered(LATER), "as kube-proxy has it");
@@ -272,7 +272,7 @@ mod tests {
         assert!(is_answered(LATER));
 
         assert_eq!(remove().unwrap(), [format!("{program} filter")]);
-        assert_eq!(run(&program, "-S"), foreign);
+        assert_eq!(run(&program, "-S"), theirs);
         assert_eq!(remove().unwrap(), [""; 0]);
     }
 

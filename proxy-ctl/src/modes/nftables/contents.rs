@@ -51,7 +51,7 @@ pub(super) enum Found {
     Nothing,
     /// A table that cannot be continued: one of the real kube-proxy, a holder that the cleanup has
     /// left, one of another layout, or one that another program has changed.
-    Foreign,
+    Unusable,
     Own(Contents),
 }
 
@@ -60,13 +60,13 @@ pub(super) fn read(nftables: &NfTables, language: Language) -> Result<Found, Cal
     let tables = nftables.commented_tables(family)?;
     let Some(table) = tables.iter().find(|table| table.name == TABLE) else { return Ok(Found::Nothing) };
     if table.comment.as_deref() != Some(COMMENT) {
-        return Ok(Found::Foreign);
+        return Ok(Found::Unusable);
     }
     let mut contents = Contents::default();
     for set in nftables.sets(family, TABLE)? {
         let (shape, set) = (set.shape, Set::of_name(&set.name));
         if definition(&set, language).shape() != shape {
-            return Ok(Found::Foreign);
+            return Ok(Found::Unusable);
         }
         // Packets add the elements of such a set: the clients of one service port.
         if !matches!(set, Set::Own(_)) {

@@ -359,8 +359,8 @@ impl FamilyTable {
         let found = contents::read(nftables, self.language)?;
         let mut contents = match found {
             Found::Own(contents) => contents,
-            Found::Nothing | Found::Foreign => {
-                plan.steps.replaces = matches!(found, Found::Foreign);
+            Found::Nothing | Found::Unusable => {
+                plan.steps.replaces = matches!(found, Found::Unusable);
                 plan.steps.creates = Some(COMMENT);
                 Contents::default()
             }

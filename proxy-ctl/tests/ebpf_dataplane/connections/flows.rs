@@ -6,7 +6,7 @@ use std::time::Duration;
 use proxy_common::{
     flow::{self, FlowLifetimes},
     layout::{
-        FIN_ACKNOWLEDGED, FLOW_APART, FLOW_FOREIGN, FLOW_MASQUERADE, FLOW_OVERLAPPING, Flow, FlowKey,
+        FIN_ACKNOWLEDGED, FLOW_APART, FLOW_HOST_CONNECTION, FLOW_MASQUERADE, FLOW_OVERLAPPING, Flow, FlowKey,
         PROGRESS_CONFIRMED, PROTOCOL_TCP, RESET_CONFIRMED,
     },
     port::Port,
@@ -95,7 +95,7 @@ fn flows_expire_as_the_configuration_says() {
 #[rstest]
 #[case::apart(FLOW_APART)]
 #[case::overlapping(FLOW_OVERLAPPING)]
-#[case::host_connection(FLOW_FOREIGN | FLOW_OVERLAPPING)]
+#[case::host_connection(FLOW_HOST_CONNECTION | FLOW_OVERLAPPING)]
 fn a_port_is_moved_as_long_as_a_flow_needs_it(#[case] flags: u32) {
     const GENERATION: u32 = 0;
     let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };

@@ -178,7 +178,7 @@ fn segments_are_not_answered_while_an_uplink_has_no_programs() {
     let Some(sandbox) = Sandbox::new() else { return };
     veth("dpa");
     let full = veth("dpb");
-    let Some(foreign) = fill(full, bpf_attach_type::BPF_TCX_INGRESS) else { return };
+    let Some(theirs) = fill(full, bpf_attach_type::BPF_TCX_INGRESS) else { return };
     let mut dataplane = serving(&sandbox);
     dataplane.take_host(&host(&[("dpa", Role::Uplink)])).unwrap();
     dataplane.collect_garbage().unwrap();
@@ -189,7 +189,7 @@ fn segments_are_not_answered_while_an_uplink_has_no_programs() {
         let _failed = dataplane.collect_garbage();
         assert!(!answers(&sandbox));
     }
-    drop(foreign);
+    drop(theirs);
     // The kernel detaches links of others in the background.
     let deadline = Instant::now() + Duration::from_secs(60);
     while dataplane.take_host(&host(&[("dpa", Role::Uplink), ("dpb", Role::Uplink)])).is_err() {

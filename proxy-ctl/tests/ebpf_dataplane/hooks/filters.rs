@@ -44,9 +44,8 @@ fn clsact_filters_do_the_same_where_tcx_is_missing() {
     assert_eq!(ours(Direction::Egress).len(), 1);
 
     // Another's filter keeps the qdisc alive.
-    let foreign = packet_program(-1);
-    tc::put_filter(tc::REPLACE_FILTER, interface, Direction::Egress, 7, 1, foreign.as_fd(), "foreign")
-        .unwrap();
+    let theirs = packet_program(-1);
+    tc::put_filter(tc::REPLACE_FILTER, interface, Direction::Egress, 7, 1, theirs.as_fd(), "theirs").unwrap();
     drop(dataplane);
     let removed = cleanup(&sandbox.config.bpffs).unwrap();
     assert_eq!(removed.filters, 2);
@@ -120,13 +119,13 @@ fn a_filter_of_another_with_our_handle_is_told_as_anothers() {
     if is_without_clsact(&mut dataplane) {
         return;
     }
-    let foreign = packet_program(-1);
+    let theirs = packet_program(-1);
     let put = |direction, priority| {
-        tc::put_filter(tc::ADD_FILTER, interface, direction, priority, OUR_HANDLE, foreign.as_fd(), "foreign")
+        tc::put_filter(tc::ADD_FILTER, interface, direction, priority, OUR_HANDLE, theirs.as_fd(), "theirs")
     };
     put(Direction::Egress, 9).unwrap();
     let others: Vec<_> = sandbox.snapshot().hooks.into_iter().flat_map(|hook| hook.others).collect();
     let told: Vec<_> =
         others.iter().map(|other| (other.name.as_str(), other.hook, other.is_before)).collect();
-    assert_eq!(told, [("foreign", "egress", false)]);
+    assert_eq!(told, [("theirs", "egress", false)]);
 }

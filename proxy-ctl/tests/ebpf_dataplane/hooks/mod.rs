@@ -239,7 +239,7 @@ pub fn fill(interface: u32, hook: bpf_attach_type) -> Option<Vec<OwnedFd>> {
 fn a_workloads_interface_that_takes_no_program_is_named_and_keeps_nothing_else_from_being_served() {
     let Some(sandbox) = Sandbox::new() else { return };
     let (refuses, other) = (veth("dpa"), veth("dpb"));
-    let Some(foreign) = fill(refuses, bpf_attach_type::BPF_TCX_EGRESS) else { return };
+    let Some(theirs) = fill(refuses, bpf_attach_type::BPF_TCX_EGRESS) else { return };
     let mut dataplane = sandbox.open();
     dataplane.take_host(&host(&[("dpa", Role::Workload), ("dpb", Role::Workload)])).unwrap();
     assert_eq!(links(&sandbox), named(other), "no direction is translated alone");
@@ -254,7 +254,7 @@ fn a_workloads_interface_that_takes_no_program_is_named_and_keeps_nothing_else_f
     };
     assert_eq!(counted(&dataplane), 1);
 
-    drop(foreign);
+    drop(theirs);
     until_inspected(&mut dataplane, |dataplane| dataplane.hook_problems().unattached.is_empty());
     assert_eq!(links(&sandbox), &named(refuses) | &named(other));
     assert_eq!(counted(&dataplane), 0);
@@ -274,10 +274,10 @@ fn an_interface_that_refuses_one_direction_later_keeps_no_program_in_the_other()
     dataplane.take_host(&host(&[("dpa", Role::Workload)])).unwrap();
     let egress = bpf::pinned(&sandbox.links().join(format!("{interface}_egress"))).unwrap();
     bpf::link_detach(egress.as_fd()).unwrap();
-    let foreign = fill(interface, bpf_attach_type::BPF_TCX_EGRESS).unwrap();
+    let theirs = fill(interface, bpf_attach_type::BPF_TCX_EGRESS).unwrap();
     until_inspected(&mut dataplane, |dataplane| !dataplane.hook_problems().unattached.is_empty());
     assert_eq!(links(&sandbox), [].into());
-    drop(foreign);
+    drop(theirs);
     until_inspected(&mut dataplane, |dataplane| dataplane.hook_problems().unattached.is_empty());
     assert_eq!(links(&sandbox), named(interface));
 }
@@ -349,7 +349,7 @@ fn a_link_that_cannot_run_the_new_program_runs_the_old_one(
     let ours = |interface, direction| program_of(&sandbox, &format!("{interface}_{direction}"));
     let before = ours(changes, direction);
     let (_, of_workloads) = SchedClassifier::query_tcx("dpb", same_hook).unwrap();
-    let foreign = bpf::link_tcx(of_workloads[0].fd().unwrap().as_fd(), changes, hook).unwrap();
+    let theirs = bpf::link_tcx(of_workloads[0].fd().unwrap().as_fd(), changes, hook).unwrap();
 
     let host = host(&[("dpa", Role::Workload), ("dpb", Role::Workload)]);
     let error = dataplane.take_host(&host).unwrap_err();
@@ -358,7 +358,7 @@ fn a_link_that_cannot_run_the_new_program_runs_the_old_one(
     assert_eq!(ours(changes, direction), before);
     let other = if direction == "ingress" { "egress" } else { "ingress" };
     assert_eq!(ours(changes, other), ours(model, other), "the other direction is swapped");
-    bpf::link_detach(foreign.as_fd()).unwrap();
+    bpf::link_detach(theirs.as_fd()).unwrap();
     dataplane.take_host(&host).unwrap();
     assert_eq!(ours(changes, direction), ours(model, direction));
 }
@@ -368,7 +368,7 @@ fn a_link_that_cannot_run_the_new_program_runs_the_old_one(
 fn an_uplink_that_takes_no_program_fails_the_call() {
     let Some(sandbox) = Sandbox::new() else { return };
     let uplink = veth("dpa");
-    let Some(_foreign) = fill(uplink, bpf_attach_type::BPF_TCX_INGRESS) else { return };
+    let Some(_theirs) = fill(uplink, bpf_attach_type::BPF_TCX_INGRESS) else { return };
     let error = sandbox.open().take_host(&host(&[("dpa", Role::Uplink)])).unwrap_err();
     assert!(error.to_string().contains("dpa (ingress)"), "{error}");
 }
@@ -403,7 +403,7 @@ fn others_programs_stay_and_go_on_working() {
     let Some(sandbox) = Sandbox::new() else { return };
     let interface = veth("dpa");
     let listening = serve("127.0.0.1", "backend");
-    let foreign_packets =
+    let their_packets =
         bpf::link_tcx(packet_program(TCX_NEXT).as_fd(), interface, bpf_attach_type::BPF_TCX_INGRESS).unwrap();
     let cgroup = sandbox.cgroup();
     let connect4 = bpf_attach_type::BPF_CGROUP_INET4_CONNECT;
@@ -424,11 +424,11 @@ fn others_programs_stay_and_go_on_working() {
     drop(dataplane);
     let removed = cleanup(&sandbox.config.bpffs).unwrap();
     assert_eq!(removed.links.len(), 10);
-    assert_eq!(bpf::link_info(foreign_packets.as_fd()).unwrap().target, LinkTarget::Tcx(interface));
+    assert_eq!(bpf::link_info(their_packets.as_fd()).unwrap().target, LinkTarget::Tcx(interface));
     let LinkTarget::Cgroup(inode) = bpf::link_info(allows.as_fd()).unwrap().target else { panic!("cgroup") };
     assert_ne!(inode, 0, "the other's program is still attached");
-    let foreign = bpf::link_info(foreign_packets.as_fd()).unwrap().program;
-    assert_eq!(first_on_ingress(interface), foreign);
+    let theirs = bpf::link_info(their_packets.as_fd()).unwrap().program;
+    assert_eq!(first_on_ingress(interface), theirs);
     sandbox.dial("10.96.0.1", 80).unwrap_err();
 }
 
@@ -453,10 +453,10 @@ fn a_program_that_was_put_before_ours_gets_behind_it() {
             dataplane.collect_garbage().unwrap();
         }
     };
-    let foreign = packet_program(TC_ACT_OK);
+    let theirs = packet_program(TC_ACT_OK);
     let come = || {
         [bpf_attach_type::BPF_TCX_INGRESS, bpf_attach_type::BPF_TCX_EGRESS]
-            .map(|hook| bpf::link_tcx(foreign.as_fd(), interface, hook).unwrap())
+            .map(|hook| bpf::link_tcx(theirs.as_fd(), interface, hook).unwrap())
     };
     let links = come();
     assert!(!is_first(interface));
@@ -503,17 +503,17 @@ fn cleanup_leaves_nothing_of_ours() {
     dataplane.resync(&shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 80)])])).unwrap();
     drop(dataplane);
     // The pin of another program is beside our folder.
-    let foreign = sandbox.config.bpffs.join("foreign");
-    bpf::pin(packet_program(0).as_fd(), &foreign).unwrap();
+    let theirs = sandbox.config.bpffs.join("theirs");
+    bpf::pin(packet_program(0).as_fd(), &theirs).unwrap();
     let [links, tables] =
         [sandbox.links(), sandbox.pins("maps")].map(|folder| fs::read_dir(folder).unwrap().count());
     let removed = cleanup(&sandbox.config.bpffs).unwrap();
     assert_eq!((removed.links.len(), removed.tables.len()), (links, tables));
     assert!(!sandbox.config.bpffs.join("proxy-ctl").exists());
-    assert!(foreign.exists());
+    assert!(theirs.exists());
     assert!(cleanup(&sandbox.config.bpffs).unwrap().is_empty());
     assert!(matches!(Pinned::open(&sandbox.config.bpffs), Err(Error::NotThere(_))));
-    fs::remove_file(foreign).unwrap();
+    fs::remove_file(theirs).unwrap();
 }
 
 #[test]

@@ -7,7 +7,7 @@ use aya_obj::generated::bpf_attach_type;
 use proxy_common::{
     inventory::table,
     layout::{
-        Affinity, AffinityKey, CLIENT_OUTSIDE, Client, Flow, FlowKey, ForeignFlow, PROGRESS_CONFIRMED,
+        Affinity, AffinityKey, CLIENT_OUTSIDE, Client, Flow, FlowKey, HostConnection, PROGRESS_CONFIRMED,
         PROTOCOL_TCP,
     },
     port::Port,
@@ -246,7 +246,7 @@ fn what_programs_have_written_to_either_map_is_kept() {
     drop(open(&mut sandbox, 1));
     add_flows(&sandbox, "maps/flows4", 3);
     let former: Flows = map(&sandbox, "maps/flows4");
-    let former_others: Map<FlowKey<[u8; 4]>, ForeignFlow> = map(&sandbox, "maps/foreign_flows4");
+    let former_others: Map<FlowKey<[u8; 4]>, HostConnection> = map(&sandbox, "maps/foreign_flows4");
     for table in ["flows4", "foreign_flows4"] {
         fs::rename(sandbox.table(table), sandbox.pins("before").join(table)).unwrap();
         pin_of(&donor, table, &sandbox.table(table));
@@ -268,7 +268,7 @@ fn what_programs_have_written_to_either_map_is_kept() {
         written(4, |flow| (flow.opened, flow.backend) = (5_000, [10, 0, 0, 2]), &new),
     ];
     former.set(&flow(4).client_key(), &flow(4)).unwrap();
-    let (key, others) = (flow(9).client_key(), ForeignFlow { last_seen: clock::since_boot() });
+    let (key, others) = (flow(9).client_key(), HostConnection { last_seen: clock::since_boot() });
     former_others.set(&key, &others).unwrap();
 
     drop(settled(&mut sandbox, 4, &[]));
@@ -289,7 +289,7 @@ fn an_uplink_that_takes_no_programs_hinders_no_copy() {
     add_flows(&sandbox, "maps/flows4", 10);
     fs::rename(sandbox.table("flows4"), sandbox.pins("before/flows4")).unwrap();
     pin_of(&donor, "flows4", &sandbox.table("flows4"));
-    let Some(_foreign) = fill(veth("dpb"), bpf_attach_type::BPF_TCX_INGRESS) else { return };
+    let Some(_theirs) = fill(veth("dpb"), bpf_attach_type::BPF_TCX_INGRESS) else { return };
     let mut dataplane = open(&mut sandbox, 4);
     dataplane.take_host(&host(&[("dpb", Role::Uplink)])).unwrap_err();
     // Both go on failing as long as the uplink takes no program.

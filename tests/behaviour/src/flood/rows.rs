@@ -16,8 +16,8 @@ use lab::{
 use proxy_common::{
     inventory::table,
     layout::{
-        Address, Affinity, AffinityKey, Collected, Connections, FirstFragment, Flow, FlowKey, ForeignFlow,
-        FragmentKey, LAYOUT_VERSION, unproven_entries,
+        Address, Affinity, AffinityKey, Collected, Connections, FirstFragment, Flow, FlowKey, FragmentKey,
+        HostConnection, LAYOUT_VERSION, unproven_entries,
     },
 };
 use proxy_ctl::sys::bpf::{map::Map, pinned};
@@ -55,8 +55,8 @@ impl Counts {
 
     /// Returns the counts of the maps whose entries do not belong to single flows.
     pub(super) fn others(&self) -> [usize; 3] {
-        let [_, _, affinity, fragments, foreign, _] = self.0;
-        [affinity, fragments, foreign]
+        let [_, _, affinity, fragments, host_connections, _] = self.0;
+        [affinity, fragments, host_connections]
     }
 }
 
@@ -104,24 +104,24 @@ impl Tables {
     }
 
     pub(super) fn counts(&self, family: Family) -> Result<Counts> {
-        let [flows, opening, affinity, fragments, foreign] = match family {
+        let [flows, opening, affinity, fragments, host_connections] = match family {
             Family::V4 => [
                 self.count::<FlowKey<[u8; 4]>, Flow<[u8; 4]>>(table::flows4)?,
                 self.count::<FlowKey<[u8; 4]>, Flow<[u8; 4]>>(table::opening_flows4)?,
                 self.count::<AffinityKey<[u8; 4]>, Affinity>(table::affinity4)?,
                 self.count::<FragmentKey<[u8; 4]>, FirstFragment<[u8; 4]>>(table::fragments4)?,
-                self.count::<FlowKey<[u8; 4]>, ForeignFlow>(table::foreign_flows4)?,
+                self.count::<FlowKey<[u8; 4]>, HostConnection>(table::foreign_flows4)?,
             ],
             Family::V6 => [
                 self.count::<FlowKey<[u8; 16]>, Flow<[u8; 16]>>(table::flows6)?,
                 self.count::<FlowKey<[u8; 16]>, Flow<[u8; 16]>>(table::opening_flows6)?,
                 self.count::<AffinityKey<[u8; 16]>, Affinity>(table::affinity6)?,
                 self.count::<FragmentKey<[u8; 16]>, FirstFragment<[u8; 16]>>(table::fragments6)?,
-                self.count::<FlowKey<[u8; 16]>, ForeignFlow>(table::foreign_flows6)?,
+                self.count::<FlowKey<[u8; 16]>, HostConnection>(table::foreign_flows6)?,
             ],
         };
         let connections = self.count::<u32, Connections>(table::connections)?;
-        Ok(Counts([flows, opening, affinity, fragments, foreign, connections]))
+        Ok(Counts([flows, opening, affinity, fragments, host_connections, connections]))
     }
 
     /// Returns the programs' count of the entries of established flows that prove no client.

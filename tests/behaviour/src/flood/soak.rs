@@ -91,7 +91,7 @@ pub fn run(world: &mut World, extent: Extent) -> Result<()> {
         let are_no_more = after.others().iter().zip(before.others()).all(|(after, before)| *after <= before);
         ensure!(
             are_no_more,
-            "{family}: rows of affinity, fragments and foreign flows are {:?}, and were {:?} before",
+            "{family}: rows of affinity, fragments and host connections are {:?}, and were {:?} before",
             after.others(),
             before.others()
         );

@@ -406,14 +406,14 @@ fn beside(object: &FilePath) -> Result<String> {
         median((0..ROUNDS).map(|_| restored.nanoseconds(1, RUNS.max(count))))
     });
     let katran = Katran::load(object, RUNS)?;
-    let mut foreign = katran.of_no_service()?;
-    let foreign = median((0..ROUNDS).map(|_| foreign.nanoseconds(1, RUNS)));
+    let mut of_no_service = katran.of_no_service()?;
+    let of_no_service = median((0..ROUNDS).map(|_| of_no_service.nanoseconds(1, RUNS)));
     // The map is full, so each new flow evicts one of the round before.
     katran.known_flows(RUNS)?;
     let opening = (1..).take(ROUNDS).map(|round| katran.new_flows(RUNS, round * RUNS)?.nanoseconds(1, RUNS));
     let opening = median(opening);
     let mut rows = vec![row("katran", SIZES_IN_WORDS.map(str::to_owned))];
-    rows.push(row("of no service", [foreign?, String::new(), String::new(), String::new()]));
+    rows.push(row("of no service", [of_no_service?, String::new(), String::new(), String::new()]));
     let [one, some, many, most] = known;
     rows.push(row("known flow, encapsulated", [one?, some?, many?, most?]));
     rows.push(row("new flow, in place of another", [String::new(), String::new(), opening?, String::new()]));

@@ -33,15 +33,15 @@ pub(super) fn paths<W: Tables + 'static>() -> Vec<Path<W>> {
 
 fn of_no_flow<W: Tables + 'static>() -> Vec<Path<W>> {
     let stranger = Packet::alone::<W>(&tcp(FROM, STRANGER, TCP_ACK));
-    let mut foreign = stranger.clone();
-    foreign.bytes[12] = 0x88;
+    let mut neither = stranger.clone();
+    neither.bytes[12] = 0x88;
     let leaving = [
         ("leaves, SYN of the node", tcp(NODES[0], STRANGER, TCP_SYN)),
         ("leaves, datagram of the node", udp(NODES[0], STRANGER)),
         ("leaves, datagram from a port for flows", udp(NODES[1], STRANGER)),
     ];
     let mut paths = vec![
-        Path::new("neither IPv4 nor IPv6", Step::passes("workload_ingress", foreign)),
+        Path::new("neither IPv4 nor IPv6", Step::passes("workload_ingress", neither)),
         Path::new("of no service", Step::passes("workload_ingress", stranger.clone())),
         Path::new("leaves, of no flow", Step::passes("workload_egress", stranger.clone())),
         Path::new(

@@ -19,7 +19,7 @@ pub(super) struct Shared {
     /// Also those that were removed: who has found one may still read it, and write to it.
     pub(super) elements: BTreeMap<Id, Flow<A>>,
     pub(super) flows: BTreeMap<(Stage, FlowKey<A>), Id>,
-    pub(super) foreign: BTreeMap<FlowKey<A>, u64>,
+    pub(super) host_connections: BTreeMap<FlowKey<A>, u64>,
     pub(super) moved: BTreeSet<Port>,
     /// Open ones of each backend.
     pub(super) connections: BTreeMap<u32, i64>,
@@ -36,7 +36,8 @@ impl Shared {
             shared.elements.insert((NO_CPU, number), flow);
             shared.flows.insert(key, (NO_CPU, number));
         }
-        shared.foreign = host.foreign.borrow().iter().map(|(key, seen)| (*key, *seen)).collect();
+        shared.host_connections =
+            host.host_connections.borrow().iter().map(|(key, seen)| (*key, *seen)).collect();
         shared.moved = host.moved.borrow().iter().copied().collect();
         shared.connections = host.tables.open.borrow().clone().into_iter().collect();
         shared.affinity =
@@ -47,7 +48,7 @@ impl Shared {
     pub(super) fn write_to(&self, host: &Host) {
         let element = |id: &Id| &*Box::leak(Box::new(Cell::new(self.elements[id])));
         *host.flows.borrow_mut() = self.flows.iter().map(|(key, id)| (*key, element(id))).collect();
-        *host.foreign.borrow_mut() = self.foreign.clone().into_iter().collect();
+        *host.host_connections.borrow_mut() = self.host_connections.clone().into_iter().collect();
         *host.moved.borrow_mut() = self.moved.clone().into_iter().collect();
         *host.tables.open.borrow_mut() = self.connections.clone().into_iter().collect();
         *host.tables.affinity.borrow_mut() =
@@ -288,24 +289,25 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
         is_removed
     }
 
-    fn foreign(&self, key: &FlowKey<A>) -> Option<u64> {
-        let Answer::Seen(seen) = self.access(|shared, _| Answer::Seen(shared.foreign.get(key).copied()))
+    fn host_connection(&self, key: &FlowKey<A>) -> Option<u64> {
+        let Answer::Seen(seen) =
+            self.access(|shared, _| Answer::Seen(shared.host_connections.get(key).copied()))
         else {
             unreachable!("another access")
         };
         seen
     }
 
-    fn note_foreign(&self, key: &FlowKey<A>, now: u64) {
+    fn note_host_connection(&self, key: &FlowKey<A>, now: u64) {
         self.access(|shared, _| {
-            shared.foreign.insert(*key, now);
+            shared.host_connections.insert(*key, now);
             Answer::Done
         });
     }
 
-    fn forget_foreign(&self, key: &FlowKey<A>) {
+    fn forget_host_connection(&self, key: &FlowKey<A>) {
         self.access(|shared, _| {
-            shared.foreign.remove(key);
+            shared.host_connections.remove(key);
             Answer::Done
         });
     }

@@ -82,9 +82,9 @@ fn an_unreadable_object_keeps_its_last_valid_version_until_it_is_deleted() {
     assert_eq!(shown(tracked.delete(name("web"))), "delete a/web");
     assert_eq!(list(&mut tracked, &[unreadable("web"), service("new")]), ["all: a/new"]);
     assert_eq!(change::<Services>(&mut tracked, &service("web")).as_deref(), Some("apply a/web"));
-    let mut foreign = service("web");
-    foreign["spec"]["type"] = json!("ExternalName");
-    assert_eq!(change::<Services>(&mut tracked, &foreign).as_deref(), Some("delete a/web"));
+    let mut excluded = service("web");
+    excluded["spec"]["type"] = json!("ExternalName");
+    assert_eq!(change::<Services>(&mut tracked, &excluded).as_deref(), Some("delete a/web"));
     assert_eq!(list(&mut tracked, &[unreadable("web")]), ["all: "]);
 }
 

@@ -29,7 +29,7 @@ use proxy_common::{
         copy::{Copied, copied},
     },
     inventory::table,
-    layout::{Flow, FlowKey, ForeignFlow},
+    layout::{Flow, FlowKey, HostConnection},
 };
 
 use super::{
@@ -226,8 +226,8 @@ fn copy_host_connections<A>(paths: &Paths, table: &'static str) -> Result<(), Er
 where
     FlowKey<A>: Pod + Default,
 {
-    let new: Map<FlowKey<A>, ForeignFlow> = typed(&pinned_table(&paths.maps(), table)?, table)?;
-    copy_entries(paths, table, |key, former: &ForeignFlow| match new.get(key)? {
+    let new: Map<FlowKey<A>, HostConnection> = typed(&pinned_table(&paths.maps(), table)?, table)?;
+    copy_entries(paths, table, |key, former: &HostConnection| match new.get(key)? {
         Some(found) if found.last_seen >= former.last_seen => Ok(()),
         Some(_) | None => new.set(key, former),
     })

@@ -127,7 +127,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         writes: &mut Writes<F>,
     ) -> Result<F::Slot, Error> {
         let key = backend_key::<F>(&port.name, endpoint)
-            .ok_or_else(|| Error::ForeignAddress { port: port.name.clone(), address: endpoint.address })?;
+            .ok_or_else(|| Error::WrongFamily { port: port.name.clone(), address: endpoint.address })?;
         let uses = match self.entries.backends.get_mut(&key) {
             Some(uses) => {
                 uses.add(endpoint);

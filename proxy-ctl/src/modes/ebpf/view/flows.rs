@@ -6,8 +6,8 @@ use std::{cmp::Reverse, net::SocketAddr, time::Duration};
 use proxy_common::{
     family::Destination,
     layout::{
-        FIN_ACKNOWLEDGED, FLOW_DSR, FLOW_FOREIGN, FLOW_OF_NETFILTER, Flow, FlowKey, PROGRESS_ANSWERED,
-        PROGRESS_CONFIRMED,
+        FIN_ACKNOWLEDGED, FLOW_DSR, FLOW_HOST_CONNECTION, FLOW_OF_NETFILTER, Flow, FlowKey,
+        PROGRESS_ANSWERED, PROGRESS_CONFIRMED,
     },
     port::Port,
 };
@@ -146,8 +146,8 @@ fn state<A>(flow: &Flow<A>) -> FlowState {
         FlowState::Netfilter
     } else if state.has_ended() {
         FlowState::Ended
-    } else if flow.flags & FLOW_FOREIGN != 0 {
-        FlowState::Foreign
+    } else if flow.flags & FLOW_HOST_CONNECTION != 0 {
+        FlowState::HostConnection
     } else if state.client_fin.max(state.backend_fin) == FIN_ACKNOWLEDGED {
         FlowState::Closing
     } else if state.progress >= PROGRESS_CONFIRMED {
@@ -196,8 +196,8 @@ mod tests {
     #[case::one_side_has_closed(HALF, 0, FlowState::Closing)]
     #[case::reset(RESET, 0, FlowState::Ended)]
     #[case::netfilters(OPEN, FLOW_OF_NETFILTER, FlowState::Netfilter)]
-    #[case::of_others(OPEN, FLOW_FOREIGN, FlowState::Foreign)]
-    #[case::of_others_and_over(RESET, FLOW_FOREIGN, FlowState::Ended)]
+    #[case::host_connection(OPEN, FLOW_HOST_CONNECTION, FlowState::HostConnection)]
+    #[case::host_connection_that_has_ended(RESET, FLOW_HOST_CONNECTION, FlowState::Ended)]
     fn states(#[case] state: layout::FlowState, #[case] flags: u32, #[case] expected: FlowState) {
         let mut flow = flow(1, 1);
         (flow.state, flow.flags) = (state, flags);

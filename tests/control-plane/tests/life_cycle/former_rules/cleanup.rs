@@ -48,7 +48,7 @@ pub(crate) fn clean_up_leaves_what_kube_proxys_leaves(world: &mut World) -> Resu
     let own = with_service(world, "left", 40)?;
     with_each(&own, &[RuleApi::Nft("iptables"), RuleApi::Nft("nftables"), RuleApi::Legacy], |former| {
         let tables = former.tables;
-        former.lay_foreign_rules()?;
+        former.add_rules_of_others()?;
         former.leave_rules(&own)?;
         let programmed = tables.dump()?;
         former.clean_up()?;
@@ -56,7 +56,7 @@ pub(crate) fn clean_up_leaves_what_kube_proxys_leaves(world: &mut World) -> Resu
         ensure!(expected != programmed && expected.contains("MINE"), "nothing to compare: {expected}");
 
         former.reset()?;
-        former.lay_foreign_rules()?;
+        former.add_rules_of_others()?;
         former.leave_rules(&own)?;
         // kube-proxy goes through its Services in any order.
         let lines = |dump: &str| dump.lines().map(str::to_owned).collect::<BTreeSet<_>>();
@@ -73,7 +73,7 @@ pub(crate) fn clean_up_leaves_what_kube_proxys_leaves(world: &mut World) -> Resu
 pub(crate) fn what_others_use_of_kube_proxy_stays_and_is_named(world: &mut World) -> Result<()> {
     let own = with_service(world, "used", 41)?;
     let former = OldProxy::new(&own, RuleApi::Nft("iptables"))?.map_err(Skip)?;
-    former.lay_foreign_rules()?;
+    former.add_rules_of_others()?;
     former.leave_rules(&own)?;
     for rule in ["-A MINE -s 10.9.0.0/16 -j KUBE-MARK-MASQ", "-A MINE -s 10.9.0.0/16 -j KUBE-NODEPORTS"] {
         let arguments: Vec<&str> = ["-t", "nat"].into_iter().chain(rule.split(' ')).collect();

@@ -21,9 +21,9 @@ use crate::{
 };
 
 /// Rules of other programs, in tables of their own and in those that kube-proxy uses too.
-const FOREIGN_TABLE: &str = "table inet mine { chain input { type filter hook input priority 5; \
+const TABLE_OF_OTHERS: &str = "table inet mine { chain input { type filter hook input priority 5; \
                              tcp dport 9 counter drop comment \"KUBE-SERVICES\"; }; }";
-const FOREIGN_RULES: [&str; 6] = [
+const RULES_OF_OTHERS: [&str; 6] = [
     "-t nat -N MINE",
     "-t nat -A PREROUTING -m comment --comment mine -j MINE",
     "-t nat -A MINE -p tcp --dport 81 -j REDIRECT --to-ports 82",
@@ -176,10 +176,10 @@ impl OldProxy {
         Ok(())
     }
 
-    pub(super) fn lay_foreign_rules(&self) -> Result<()> {
-        run("nft", &[FOREIGN_TABLE])?;
+    pub(super) fn add_rules_of_others(&self) -> Result<()> {
+        run("nft", &[TABLE_OF_OTHERS])?;
         for family in ["iptables", "ip6tables"] {
-            for rule in FOREIGN_RULES {
+            for rule in RULES_OF_OTHERS {
                 let arguments: Vec<&str> = rule.split(' ').collect();
                 run(&format!("{family}-{}", self.tables.variant()), &arguments)?;
             }

@@ -73,7 +73,7 @@ pub(crate) fn run_removes_them_and_connections_live_on(world: &mut World) -> Res
     let own = with_service(world, "taken-over", 42)?;
     with_each(&own, &[RuleApi::Nft("iptables"), RuleApi::Nft("nftables")], |former| {
         let tables = former.tables;
-        former.lay_foreign_rules()?;
+        former.add_rules_of_others()?;
         former.leave_rules(&own)?;
         former.clean_up()?;
         let expected = tables.dump()?;
@@ -239,7 +239,7 @@ pub(crate) fn what_forwarded_connections_need_stays_where_others_are_dropped(
     for refusing in ["-P FORWARD DROP", "-A FORWARD -j REJECT --reject-with icmp-host-prohibited"] {
         former.reset()?;
         run("iptables-nft", &refusing.split(' ').collect::<Vec<_>>())?;
-        let foreign = rules_of("FORWARD")?;
+        let theirs = rules_of("FORWARD")?;
         former.leave_rules(&own)?;
         let accepting = rules_of("KUBE-FORWARD")?;
         ensure!(accepting.contains("RELATED,ESTABLISHED"), "{accepting}");
@@ -247,14 +247,14 @@ pub(crate) fn what_forwarded_connections_need_stays_where_others_are_dropped(
         proxy.says(REMOVED)?;
         proxy.says("not changed: FORWARD drops or rejects packets")?;
         is_as(&accepting, &rules_of("KUBE-FORWARD")?)?;
-        let policy = foreign.lines().next().unwrap_or_default();
+        let policy = theirs.lines().next().unwrap_or_default();
         is_as(
-            &foreign.replacen(&format!("{policy}\n"), &format!("{policy}\n{jump}"), 1),
+            &theirs.replacen(&format!("{policy}\n"), &format!("{policy}\n{jump}"), 1),
             &rules_of("FORWARD")?,
         )?;
         drop(proxy);
         let said = clean_up_as_kube_proxy()?;
-        is_as(&foreign, &rules_of("FORWARD")?).context(said)?;
+        is_as(&theirs, &rules_of("FORWARD")?).context(said)?;
         ensure!(rules_of("KUBE-FORWARD").is_err(), "it is still there");
         let said = clean_up_as_kube_proxy()?;
         ensure!(said.starts_with("Nothing of proxy-ctl"), "{said}");

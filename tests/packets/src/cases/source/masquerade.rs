@@ -3,7 +3,7 @@
 use anyhow::{Context as _, Result, ensure};
 use proxy_common::{
     flow::Stage,
-    layout::{FLOW_FOREIGN, InterfaceSettings},
+    layout::{FLOW_HOST_CONNECTION, InterfaceSettings},
     packet::{TCP_ACK, TCP_SYN},
     reason::Reason,
 };
@@ -100,7 +100,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         for port in
             MASQUERADE_PORTS.iter().flat_map(|[first, last]| *first..=*last).filter(|port| *port != FREE)
         {
-            let packet = of_others(s, port, TCP_SYN);
+            let packet = of_host_connection(s, port, TCP_SYN);
             s.send("uplink_egress", &packet, Expect::Untouched)?;
         }
         let first = s.opens("uplink_ingress", CLIENT, NODE_PORT, REMOTE)?;
@@ -110,19 +110,22 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.send("uplink_egress", &second.to(REMOTE), Expect::Dropped)?;
         s.counted(&[(Reason::FlowOpened, 2), (Reason::MasqueradePortsExhausted, 1)])
     });
-    group.both::<W>("another's connection gets a port that no flow has", |s| {
+    group.both::<W>("a host connection gets a port that no flow has", |s| {
         s.node_port_elsewhere()?;
         let first = s.opens("uplink_ingress", CLIENT, NODE_PORT, REMOTE)?;
         let of_flow = masqueraded(s, "uplink_egress", &first.to(REMOTE), CLIENT)?;
-        let others = of_others(s, of_flow.1, TCP_SYN);
+        let others = of_host_connection(s, of_flow.1, TCP_SYN);
         s.world.run("uplink_egress", &others.bytes::<W>())?;
         let flows = s.flows(Stage::Opening)?;
-        let foreign =
-            flows.iter().find(|(_, flow)| flow.flags & FLOW_FOREIGN != 0).context("no flow for it")?.1;
-        let moved = (KnownAddress::Node, foreign.alias_port().number());
+        let host_connection = flows
+            .iter()
+            .find(|(_, flow)| flow.flags & FLOW_HOST_CONNECTION != 0)
+            .context("no flow for it")?
+            .1;
+        let moved = (KnownAddress::Node, host_connection.alias_port().number());
         ensure!(moved.1 != of_flow.1);
         for flags in [TCP_SYN, TCP_ACK] {
-            let packet = of_others(s, of_flow.1, flags);
+            let packet = of_host_connection(s, of_flow.1, flags);
             s.send("uplink_egress", &packet, Expect::Becomes(&packet.from(moved)))?;
         }
         let answer = others.from(moved).answer(TCP_SYN | TCP_ACK);
@@ -133,9 +136,9 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
     // If the answer opened a flow, it would be sent to a backend at the port that it came from. The
     // backend would answer again, without end.
-    group.udp::<W>("answers to another's datagram from a node port open no flow", |s| {
+    group.udp::<W>("answers to a host connection's datagram from a node port open no flow", |s| {
         s.node_port_elsewhere()?;
-        let sent = of_others(s, NODE_PORT.1, 0);
+        let sent = of_host_connection(s, NODE_PORT.1, 0);
         s.world.leaves("uplink_egress", &sent.bytes::<W>())?;
         s.send("uplink_ingress", &sent.answer(0), Expect::Untouched)?;
         s.counted(&[])
@@ -198,6 +201,6 @@ fn hairpin_from<W: Tables>(s: &mut Scene<W>, port: u16, inside: u16) -> Result<(
 }
 
 /// Makes a packet that leaves with the node's address, but belongs to no flow that is masqueraded.
-fn of_others<W: Tables>(s: &Scene<W>, port: u16, flags: u8) -> Segment {
+fn of_host_connection<W: Tables>(s: &Scene<W>, port: u16, flags: u8) -> Segment {
     s.packet((KnownAddress::Node, port), REMOTE, flags)
 }

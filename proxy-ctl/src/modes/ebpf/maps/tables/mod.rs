@@ -13,8 +13,8 @@ use proxy_common::{
     inventory::{Limit, table},
     layout::{
         Affinity, AffinityKey, Backend, Collected, Connections, DatagramOrigins, EVENT_BYTES, Event,
-        EventControl, FRONTEND_ADDRESS_WORDS, FirstFragment, Flow, FlowKey, ForeignFlow, FourPorts,
-        FragmentKey, Frontend, FrontendKey, InterfaceSettings, Lease, LinkAddress, MASQUERADE_PORT_ROOM,
+        EventControl, FRONTEND_ADDRESS_WORDS, FirstFragment, Flow, FlowKey, FourPorts, FragmentKey, Frontend,
+        FrontendKey, HostConnection, InterfaceSettings, Lease, LinkAddress, MASQUERADE_PORT_ROOM,
         NodeAddress, PORTS, PrefixKey, REDIRECTS, RedirectTarget, RouteEpoch, SERVICE_CIDRS, Service,
         ServiceCounters, ServiceName, Settings, Slot4, Slot6, SocketOrigin, SourceRange, VlanTag,
     },

@@ -1,4 +1,4 @@
-//! Connections that leave with the node's own address although no flow is masqueraded to it: those of the node's sockets, and those that
+//! Host connections leave with the node's own address although no flow is masqueraded to it. They are those of the node's sockets, and those that
 //! netfilter masquerades for others, such as a network plugin. Where one had the ends of a masqueraded flow, its answers would reach that
 //! flow's client. So the ends of each are kept from flows; and where a flow has them already, the connection gets another port where it
 //! leaves the node. Where one has a node port, its answers are no client's datagrams.
@@ -8,13 +8,13 @@
 
 use crate::{
     family::Family,
-    flow::{FlowTables, Scratch, entries::REFRESH_AFTER, find::is_foreign, tuples::Step},
+    flow::{FlowTables, Scratch, entries::REFRESH_AFTER, find::is_host_connection, tuples::Step},
     layout::{FlowKey, FrontendKey},
     packet::{Packet, TCP_FIN, TCP_RST},
     port::NODE_PORTS,
 };
 
-/// Nanoseconds after which a flow may have the ends of datagrams of others. As long as conntrack keeps them.
+/// Nanoseconds after which a flow may have the ends of a host connection's datagrams. As long as conntrack keeps them.
 const KEPT: u64 = 120_000_000_000;
 
 /// Returns true if a port of the table `moved_ports` counts. `set_in` is its value: the generation
@@ -34,7 +34,7 @@ pub(in crate::flow) enum Held {
     ByRecent,
 }
 
-/// Has a connection of others the ends?
+/// Returns true if a host connection has the ends.
 #[inline(always)]
 pub(in crate::flow) fn holds<F: Family, T: FlowTables<F>>(
     tables: &T,
@@ -42,11 +42,11 @@ pub(in crate::flow) fn holds<F: Family, T: FlowTables<F>>(
     is_tcp: bool,
     held: Held,
 ) -> bool {
-    let Some(last_seen) = tables.foreign(key) else { return false };
+    let Some(last_seen) = tables.host_connection(key) else { return false };
     (is_tcp && held == Held::ByAny) || tables.now().saturating_sub(last_seen) < KEPT
 }
 
-/// Is a packet that arrives and has no flow a datagram to one of others? (Of TCP, answers are known by their ACK.)
+/// Returns true if a packet that arrives and has no flow is a datagram to a host connection. (Of TCP, answers are known by their ACK.)
 #[inline(always)]
 pub(in crate::flow) fn is_answer<F: Family, T: FlowTables<F>>(
     tables: &T,
@@ -60,19 +60,19 @@ pub(in crate::flow) fn is_answer<F: Family, T: FlowTables<F>>(
     holds(tables, key, false, Held::ByAny)
 }
 
-/// Is a packet that leaves the node another's than the flow's in `scratch.flow`? It was not translated to the ends that it has.
+/// Returns true if a packet that leaves the node is a host connection's, and not of `scratch.flow`. It was not translated to the ends that it has.
 #[inline(always)]
 pub(in crate::flow) fn meets<A>(scratch: &Scratch<A>, step: Step) -> bool {
-    step == Step::ToBackendMasqueraded || (step == Step::ToBackend && is_foreign(scratch))
+    step == Step::ToBackendMasqueraded || (step == Step::ToBackend && is_host_connection(scratch))
 }
 
 /// A packet that leaves the node and has no flow.
 #[inline(always)]
-pub(in crate::flow) fn notice<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+pub(in crate::flow) fn note<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     let Scratch { packet, key, interface, is_made_here, .. } = scratch;
     key.overlapping = 0;
     if packet.segment.has(TCP_FIN | TCP_RST) && !packet.is_error() {
-        tables.forget_foreign(key);
+        tables.forget_host_connection(key);
         return;
     }
     if !packet.opens() || (!packet.is_tcp() && !may_be_mistaken(tables, packet, *is_made_here)) {
@@ -83,9 +83,11 @@ pub(in crate::flow) fn notice<F: Family, T: FlowTables<F>>(tables: &T, scratch: 
     }
     let now = tables.now();
     let is_fresh = !packet.is_tcp()
-        && tables.foreign(key).is_some_and(|last_seen| now.saturating_sub(last_seen) <= REFRESH_AFTER);
+        && tables
+            .host_connection(key)
+            .is_some_and(|last_seen| now.saturating_sub(last_seen) <= REFRESH_AFTER);
     if !is_fresh {
-        tables.note_foreign(key, now);
+        tables.note_host_connection(key, now);
     }
 }
 

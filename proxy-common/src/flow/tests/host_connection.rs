@@ -1,4 +1,4 @@
-//! Connections with the node's own address beside flows that are masqueraded to it.
+//! Host connections beside flows that are masqueraded to the same address.
 
 use rstest::rstest;
 
@@ -10,8 +10,8 @@ const FIRST_PORT: (A, Port) = (NODE, Port::new(20_000));
 /// And then, as [`source_of_flow`] throws the dice.
 const LAST_PORT: (A, Port) = (NODE, Port::new(20_099));
 
-/// Of a socket of the node, or of a pod that netfilter masquerades.
-fn foreign(protocol: u8, flags: u8) -> Packet<A> {
+/// A packet of a socket of the node, or of a pod that netfilter masquerades.
+fn of_host_connection(protocol: u8, flags: u8) -> Packet<A> {
     of(protocol, FIRST_PORT, BACKEND, flags)
 }
 
@@ -57,7 +57,7 @@ fn a_flow_leaves_the_ends_to_who_has_them(
 ) {
     let host = Host::new();
     for flags in sent {
-        passes(&host, &foreign(protocol, flags));
+        passes(&host, &of_host_connection(protocol, flags));
     }
     host.wait(seconds_later * SECOND);
     assert_eq!(source_of_flow(&host, protocol), Ok(expected));
@@ -67,7 +67,7 @@ fn a_flow_leaves_the_ends_to_who_has_them(
 fn datagrams_that_go_on_keep_their_ends() {
     let host = Host::new();
     for _ in 0..3 {
-        passes(&host, &foreign(PROTOCOL_UDP, 0));
+        passes(&host, &of_host_connection(PROTOCOL_UDP, 0));
         host.wait(100 * SECOND);
     }
     assert_eq!(source_of_flow(&host, PROTOCOL_UDP), Ok(LAST_PORT));
@@ -77,7 +77,7 @@ fn datagrams_that_go_on_keep_their_ends() {
 #[test]
 fn where_there_is_no_other_port_an_old_connection_holds_none() {
     let host = Host { ports: 20_000..20_001, ..Host::new() };
-    passes(&host, &foreign(PROTOCOL_TCP, TCP_SYN));
+    passes(&host, &of_host_connection(PROTOCOL_TCP, TCP_SYN));
     assert_eq!(source_of_flow(&host, PROTOCOL_TCP), Err(Reason::MasqueradePortsExhausted));
     host.wait(120 * SECOND);
     assert_eq!(source_of_flow(&host, PROTOCOL_TCP), Ok(FIRST_PORT));
@@ -91,7 +91,7 @@ fn at_a_port_of_sockets(#[case] protocol: u8, #[case] is_noted: bool) {
     let host = Host::new();
     let sent = of(protocol, (NODE, Port::new(40_000)), BACKEND, TCP_SYN);
     passes(&host, &sent);
-    assert_eq!(host.foreign(&sent.key()).is_some(), is_noted);
+    assert_eq!(host.host_connection(&sent.key()).is_some(), is_noted);
 }
 
 #[rstest]
@@ -100,11 +100,11 @@ fn at_a_port_of_sockets(#[case] protocol: u8, #[case] is_noted: bool) {
 fn who_meets_a_masqueraded_flow_gets_another_port(#[case] protocol: u8) {
     let host = Host::new();
     assert_eq!(source_of_flow(&host, protocol), Ok(FIRST_PORT));
-    let first = host.leaving(&foreign(protocol, TCP_SYN)).unwrap();
+    let first = host.leaving(&of_host_connection(protocol, TCP_SYN)).unwrap();
     let other_port = source(first);
     assert_eq!((other_port.0, destination(first)), (NODE, BACKEND));
     assert_ne!(other_port, FIRST_PORT);
-    assert_eq!(source(host.leaving(&foreign(protocol, TCP_ACK)).unwrap()), other_port);
+    assert_eq!(source(host.leaving(&of_host_connection(protocol, TCP_ACK)).unwrap()), other_port);
     // A third has the port that the second has got.
     let third = host.leaving(&of(protocol, other_port, BACKEND, TCP_SYN)).unwrap();
     assert!(![FIRST_PORT, other_port].contains(&source(third)), "{:?}", source(third));
@@ -123,9 +123,9 @@ fn who_meets_a_masqueraded_flow_gets_another_port(#[case] protocol: u8) {
     for key in gone.into_iter().filter(of_client) {
         host.remove(key.0, &key.1);
     }
-    assert_eq!(source(host.leaving(&foreign(protocol, TCP_ACK)).unwrap()), other_port);
+    assert_eq!(source(host.leaving(&of_host_connection(protocol, TCP_ACK)).unwrap()), other_port);
     assert_eq!(source_of_flow(&host, protocol), Ok(FIRST_PORT));
-    assert_eq!(source(host.leaving(&foreign(protocol, TCP_ACK)).unwrap()), other_port);
+    assert_eq!(source(host.leaving(&of_host_connection(protocol, TCP_ACK)).unwrap()), other_port);
 }
 
 /// Also where one had met a flow at the same port before.
@@ -133,7 +133,7 @@ fn who_meets_a_masqueraded_flow_gets_another_port(#[case] protocol: u8) {
 fn who_meets_none_keeps_its_port() {
     let host = Host::new();
     host.set_moved(FIRST_PORT.1);
-    passes(&host, &foreign(PROTOCOL_TCP, TCP_SYN));
+    passes(&host, &of_host_connection(PROTOCOL_TCP, TCP_SYN));
     assert_eq!(source_of_flow(&host, PROTOCOL_TCP), Ok(LAST_PORT));
 }
 
@@ -141,12 +141,12 @@ fn who_meets_none_keeps_its_port() {
 fn after_its_end_one_with_the_same_ends_gets_a_port_of_its_own() {
     let host = Host::new();
     assert_eq!(source_of_flow(&host, PROTOCOL_TCP), Ok(FIRST_PORT));
-    let other_port = source(host.leaving(&foreign(PROTOCOL_TCP, TCP_SYN)).unwrap());
+    let other_port = source(host.leaving(&of_host_connection(PROTOCOL_TCP, TCP_SYN)).unwrap());
     host.arriving(&answer_to(PROTOCOL_TCP, other_port), Origin::Outside).unwrap();
     for flags in [TCP_ACK, TCP_RST] {
-        host.leaving(&foreign(PROTOCOL_TCP, flags)).unwrap();
+        host.leaving(&of_host_connection(PROTOCOL_TCP, flags)).unwrap();
     }
-    host.leaving(&foreign(PROTOCOL_TCP, TCP_SYN)).unwrap();
+    host.leaving(&of_host_connection(PROTOCOL_TCP, TCP_SYN)).unwrap();
     assert_eq!(host.counted(Reason::FlowReplaced), 1);
 }
 
@@ -154,7 +154,7 @@ fn after_its_end_one_with_the_same_ends_gets_a_port_of_its_own() {
 fn a_segment_in_the_middle_of_a_connection_gets_no_other_port() {
     let host = Host::new();
     assert_eq!(source_of_flow(&host, PROTOCOL_TCP), Ok(FIRST_PORT));
-    passes(&host, &foreign(PROTOCOL_TCP, TCP_ACK));
+    passes(&host, &of_host_connection(PROTOCOL_TCP, TCP_ACK));
 }
 
 #[test]
@@ -162,14 +162,14 @@ fn other_sources_are_no_concern() {
     let host = Host::new();
     let direct = packet(CLIENT, BACKEND, TCP_SYN);
     passes(&host, &direct);
-    assert_eq!(host.foreign(&direct.key()), None);
+    assert_eq!(host.host_connection(&direct.key()), None);
 }
 
 #[test]
 fn without_another_port_it_is_refused_with_a_reason() {
     let host = Host { ports: 20_000..20_001, ..Host::new() };
     assert_eq!(source_of_flow(&host, PROTOCOL_TCP), Ok(FIRST_PORT));
-    assert_eq!(host.leaving(&foreign(PROTOCOL_TCP, TCP_SYN)), Err(Reason::AliasPortsExhausted));
+    assert_eq!(host.leaving(&of_host_connection(PROTOCOL_TCP, TCP_SYN)), Err(Reason::AliasPortsExhausted));
 }
 
 /// Netfilter masquerades to any port from 1024 on.

@@ -102,7 +102,11 @@ pub fn kube_proxy_masquerades(frontend: Frontend, detected: Detected, all: bool)
 
 /// Returns true if the frontend serves clients with this address.
 #[inline(always)]
-pub fn admits<F: Family>(tables: &impl AffinityTables<F>, frontend: Frontend, client: &F::Address) -> bool {
+pub fn allows_source<F: Family>(
+    tables: &impl AffinityTables<F>,
+    frontend: Frontend,
+    client: &F::Address,
+) -> bool {
     frontend.flags & FRONTEND_SOURCE_RANGES == 0 || tables.is_in_source_ranges(frontend.service, client)
 }
 

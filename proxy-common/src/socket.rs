@@ -30,7 +30,7 @@ pub fn connect<F: Family>(
     if is_left_to_packets(tables, frontend, origin) {
         return Err(Reason::NotAService);
     }
-    if !select::admits(tables, frontend, &tables.address_of_node()) {
+    if !select::allows_source(tables, frontend, &tables.address_of_node()) {
         return Err(Reason::SourceNotAllowed);
     }
     let key = AffinityKey { service: frontend.service, client: Client::NODE };

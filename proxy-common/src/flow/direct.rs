@@ -10,7 +10,7 @@ use super::{
     find::lookup,
     forward,
     keep::SUSTAINED_AFTER,
-    open::{self, guard, is_admitted},
+    open::{self, flood_limit, is_source_allowed},
     routine::decide,
     tcp::{self, is_in_reach, is_near},
 };
@@ -139,14 +139,14 @@ pub(super) fn prepare<F: Family, T: FlowTables<F>>(
     if scratch.frontend.flags & FRONTEND_DSR == 0 {
         return Err(Reason::NotAService);
     }
-    if !is_admitted(tables, scratch) {
+    if !is_source_allowed(tables, scratch) {
         return Err(Reason::SourceNotAllowed);
     }
     let place = place(tables, scratch);
     if place == NOWHERE {
         return Err(Reason::NotAService);
     }
-    if !guard::admits(tables, scratch) {
+    if !flood_limit::allows(tables, scratch) {
         return Err(Reason::ConnectionsLimited);
     }
     let is_resumed = !scratch.packet.opens();

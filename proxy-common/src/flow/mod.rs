@@ -62,7 +62,7 @@ pub use forward::{
 pub use known::{arriving_known, leaving_known};
 pub use leaving::{cannot_skip_stack, encapsulating, leaving};
 pub use open::{
-    guard::{OPENING_SERVICES, ServiceOpenings, openings_per_window},
+    flood_limit::{OPENING_SERVICES, ServiceOpenings, openings_per_window},
     unknown::frontend_address_bit,
 };
 pub use ports::host_connection::is_moved;

@@ -1,6 +1,6 @@
 //! The memory in which a packet is worked on.
 
-use super::{NextHop, Speaker, Stage, entries::Leg, open::guard::Openings, ports::Try};
+use super::{NextHop, Speaker, Stage, entries::Leg, open::flood_limit::Openings, ports::Try};
 use crate::{
     balance::Draw,
     layout::*,

@@ -157,9 +157,9 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn most_unproven_entries(&self) -> u32;
     /// `ENCAPSULATION_*`.
     fn encapsulation(&self) -> u16;
-    /// Returns true if `admit` lets a flow of the service open, by what is counted of it at its index
+    /// Returns true if `allow` lets a flow of the service open, by what is counted of it at its index
     /// among [`OPENING_SERVICES`](super::OPENING_SERVICES).
-    fn count_opening(&self, service: u32, admit: impl FnOnce(&mut ServiceOpenings) -> bool) -> bool;
+    fn count_opening(&self, service: u32, allow: impl FnOnce(&mut ServiceOpenings) -> bool) -> bool;
     fn random(&self) -> u32;
     /// Counts a reason in addition to that of the packet's outcome.
     fn count(&self, reason: Reason);

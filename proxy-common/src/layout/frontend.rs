@@ -67,7 +67,7 @@ pub const FRONTEND_ADDRESS_WORDS: u32 = 8_192;
 /// Without the flag the frontend is a ClusterIP, and every client gets `internal`.
 pub const FRONTEND_EXTERNAL: u32 = 1;
 
-/// Only clients in `source_ranges4/6` of the service are admitted.
+/// Only clients in `source_ranges4/6` of the service are allowed.
 pub const FRONTEND_SOURCE_RANGES: u32 = 2;
 
 /// The external traffic policy is Local. The flag is set only together with `FRONTEND_EXTERNAL`.

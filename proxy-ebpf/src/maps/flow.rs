@@ -423,13 +423,13 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
-            fn count_opening(&self, service: u32, admit: impl FnOnce(&mut ServiceOpenings) -> bool) -> bool {
+            fn count_opening(&self, service: u32, allow: impl FnOnce(&mut ServiceOpenings) -> bool) -> bool {
                 let Some(openings) = maps::service_openings.get_ptr_mut(service % OPENING_SERVICES) else {
                     return true;
                 };
                 // SAFETY: a value of this CPU, in bounds and aligned to 4. Programs of TC run with softirqs off, so nothing else on this CPU
                 // uses it meanwhile.
-                admit(unsafe { &mut *openings })
+                allow(unsafe { &mut *openings })
             }
 
             #[inline(always)]

@@ -90,7 +90,7 @@ pub const HEALTH_CHECKED: ServiceFixture = service("health-checked", 28, &["web-
 /// Service that scenarios about SCTP write.
 pub const SCTP: ServiceFixture = service("sctp", 29, &["web-1", "web-2"]).node_port(30_087);
 /// Service that scenarios about source ranges, and about ports of several protocols, write.
-pub const GUARDED: ServiceFixture = service("guarded", 30, &["web-1", "web-2"]);
+pub const RESTRICTED: ServiceFixture = service("restricted", 30, &["web-1", "web-2"]);
 /// Service that scenarios about networks beside the fabric write.
 pub const OVER_NETWORK: ServiceFixture = service("over-network", 31, &[]).node_port(30_088);
 /// Service that scenarios about types, ports and load-balancer addresses write.

@@ -139,7 +139,7 @@ fn flooded(results: &Results) -> Option<String> {
         ])
     });
     let title = "outside to NodePort, endpoints on that node, while SYNs from forged addresses come to another Service\n\
-        dropped: SYNs, by the guard; lost: established connections of the flooded Service\n\
+        dropped: SYNs, by the flood limit; lost: established connections of the flooded Service\n\
         connections as a part of direct ones, latency in us";
     table(title, &["1,000 SYN/s", "dropped", "connect", "p99", "lost"], rows)
 }

@@ -118,7 +118,7 @@ impl Subject {
 
     /// Returns the first packets that the flood limit has dropped, or `None` if the proxy has no
     /// such limit.
-    pub(crate) fn dropped_by_guard(&self) -> Result<Option<f64>> {
+    pub(crate) fn dropped_by_flood_limit(&self) -> Result<Option<f64>> {
         let dropped = "proxy_reasons_total{reason=\"connections_limited\",verdict=\"drop\"}";
         Ok(metrics::sum(&self.metrics()?, dropped))
     }

@@ -2,7 +2,7 @@
 //! inserts both entries or none.
 
 mod backend;
-pub(super) mod guard;
+pub(super) mod flood_limit;
 mod insert;
 pub(super) mod unknown;
 
@@ -79,11 +79,11 @@ pub(super) fn prepare_flow<F: Family, T: FlowTables<F>>(
     if dials_frontend && origin != Origin::Host && host_connection::is_answer(tables, scratch) {
         return Err(Reason::NotAService);
     }
-    if dials_frontend && !is_admitted(tables, scratch) {
+    if dials_frontend && !is_source_allowed(tables, scratch) {
         return Err(Reason::SourceNotAllowed);
     }
     if dials_frontend {
-        if !guard::admits(tables, scratch) {
+        if !flood_limit::allows(tables, scratch) {
             return Err(Reason::ConnectionsLimited);
         }
         prepare_to_frontend(tables, scratch)?;
@@ -128,8 +128,11 @@ pub(super) fn why_socket_is_unserved<F: Family, T: FlowTables<F>>(
 /// Does `scratch.frontend` serve the packet's client?
 // Not inlined: keys would lie on the stack on the way of each packet.
 #[inline(never)]
-pub(super) fn is_admitted<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address>) -> bool {
-    select::admits(tables, scratch.frontend, &scratch.packet.source)
+pub(super) fn is_source_allowed<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &Scratch<F::Address>,
+) -> bool {
+    select::allows_source(tables, scratch.frontend, &scratch.packet.source)
 }
 
 /// Returns the flag of flows whose client is there.

@@ -11,7 +11,7 @@ use crate::{
     family::Family,
     flow::{
         FlowTables, PodSockets, Scratch,
-        open::{self, guard, is_admitted},
+        open::{self, flood_limit, is_source_allowed},
         scratch::Rival,
     },
     layout::{Address, FLOW_MASQUERADE, FLOW_RESUMED, FRONTEND_ADDRESS_WORDS, FRONTEND_MAGLEV, FrontendKey},
@@ -69,7 +69,7 @@ pub(in crate::flow) fn prepare<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
-    if !is_admitted(tables, scratch) {
+    if !is_source_allowed(tables, scratch) {
         return Err(Reason::SourceNotAllowed);
     }
     open::prepare_as_drawn(tables, scratch)?;
@@ -79,7 +79,7 @@ pub(in crate::flow) fn prepare<F: Family, T: FlowTables<F>>(
     if !is_known {
         return Err(Reason::UnknownConnection);
     }
-    if !guard::admits(tables, scratch) {
+    if !flood_limit::allows(tables, scratch) {
         return Err(Reason::ConnectionsLimited);
     }
     scratch.flow.flags |= FLOW_RESUMED;

@@ -434,8 +434,8 @@ impl FlowTables<V4> for Host {
         self.encapsulation
     }
 
-    fn count_opening(&self, service: u32, admit: impl FnOnce(&mut ServiceOpenings) -> bool) -> bool {
-        admit(self.openings.borrow_mut().entry(service % OPENING_SERVICES).or_default())
+    fn count_opening(&self, service: u32, allow: impl FnOnce(&mut ServiceOpenings) -> bool) -> bool {
+        allow(self.openings.borrow_mut().entry(service % OPENING_SERVICES).or_default())
     }
 
     fn random(&self) -> u32 {

@@ -3,8 +3,8 @@
 
 mod direct;
 mod ends;
+mod flood_limit;
 mod forward;
-mod guard;
 mod host;
 mod host_connection;
 mod interleavings;

@@ -197,7 +197,7 @@ fn a_reset_ends_the_flow() {
 }
 
 #[test]
-fn flows_count_for_the_guard() {
+fn flows_count_for_the_flood_limit() {
     let host = Host { openings_per_window: 2, ..node(FRONTEND_MAGLEV, true) };
     let mut scratch = Scratch::default();
     let mut outcome = |port| {

@@ -180,7 +180,7 @@ fn each_family_has_its_own_frontends_ranges_and_endpoints() {
     assert!(v6.source_ranges.is_empty());
 }
 
-/// loadBalancerSourceRanges guard the frontends of kind [`FrontendKind::LoadBalancer`] alone, so
+/// loadBalancerSourceRanges restrict the frontends of kind [`FrontendKind::LoadBalancer`] alone, so
 /// the kind decides who gets in.
 #[rstest]
 #[case::external_ip_only(&["192.0.2.1"], &[], FrontendKind::ExternalIp)]

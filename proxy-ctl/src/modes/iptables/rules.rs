@@ -135,11 +135,12 @@ impl PortRenderer<'_> {
             }
             FrontendKind::NodePort => (self.policy.external, "", SharedChain::RefusedExternal),
         };
-        let is_guarded = frontend.kind == FrontendKind::LoadBalancer && !self.port.source_ranges.is_empty();
+        let is_restricted =
+            frontend.kind == FrontendKind::LoadBalancer && !self.port.source_ranges.is_empty();
         let leads_to = match frontend.kind {
             FrontendKind::ClusterIp => self.set_chain(clients),
             FrontendKind::NodePort | FrontendKind::ExternalIp | FrontendKind::LoadBalancer => {
-                let chain = if is_guarded { self.names.firewall() } else { self.names.external() };
+                let chain = if is_restricted { self.names.firewall() } else { self.names.external() };
                 self.external_serves().then_some(chain)
             }
         };
@@ -157,7 +158,7 @@ impl PortRenderer<'_> {
                 let counted = count(LOCALHOST_ACCEPTED);
                 rules.push((shared, format!("-d 127.0.0.0/8 {matches} {counted}-j {chain}")));
             }
-            if is_guarded {
+            if is_restricted {
                 let why = self.comment(&format!(" traffic not accepted by {}", self.names.firewall()));
                 let matches = self.destination(frontend, &why);
                 rules.push((SharedChain::Firewall, format!("{matches} -j DROP")));

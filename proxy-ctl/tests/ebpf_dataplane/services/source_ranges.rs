@@ -27,7 +27,7 @@ const OF_OTHERS: &str = "192.0.2.0/29";
 
 type Ranges = Map<PrefixKey<SourceRange<[u8; 4]>>, u32>;
 
-fn guarded(name: &str, endpoint: Endpoint, ranges: &[&str]) -> DesiredPort {
+fn restricted(name: &str, endpoint: Endpoint, ranges: &[&str]) -> DesiredPort {
     let mut port = port(name, CLUSTER_IP, vec![endpoint]);
     let address = LOAD_BALANCER.parse().unwrap();
     port.frontends.push(Frontend { kind: FrontendKind::LoadBalancer, address, port: 80 });
@@ -36,7 +36,7 @@ fn guarded(name: &str, endpoint: Endpoint, ranges: &[&str]) -> DesiredPort {
 }
 
 fn desired(ranges: &[&str]) -> Vec<Arc<DesiredPort>> {
-    shared([guarded("web", endpoint("10.0.0.1", 80), ranges)])
+    shared([restricted("web", endpoint("10.0.0.1", 80), ranges)])
 }
 
 fn table(sandbox: &Sandbox) -> Ranges {
@@ -102,9 +102,9 @@ fn what_waits_for_ranges_alone_is_not_written_again() {
     let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     let many = too_many(&sandbox);
     let many: Vec<&str> = many.iter().map(String::as_str).collect();
-    let guarded = guarded("web", endpoint("10.0.0.1", 80), &many);
+    let restricted = restricted("web", endpoint("10.0.0.1", 80), &many);
     let two = endpoints(vec![endpoint("10.0.0.1", 80), endpoint("10.0.0.2", 80)]);
-    let port = DesiredPort { algorithm: Some(Algorithm::Maglev), endpoints: two, ..guarded };
+    let port = DesiredPort { algorithm: Some(Algorithm::Maglev), endpoints: two, ..restricted };
     let desired = shared([port]);
     dataplane.resync(&desired).unwrap();
     assert_eq!(sandbox.snapshot().services[0].algorithm, Algorithm::Maglev);
@@ -142,7 +142,7 @@ fn a_socket_of_the_node_is_judged_by_the_nodes_address() {
     let host = Host { masquerade_addresses: vec![NODE.parse().unwrap()], ..Host::default() };
     dataplane.take_host(&host).unwrap();
     let mut dial = |ranges: &[&str]| {
-        dataplane.resync(&shared([guarded("web", server, ranges)])).unwrap();
+        dataplane.resync(&shared([restricted("web", server, ranges)])).unwrap();
         assert_eq!(sandbox.dial(CLUSTER_IP, 80).unwrap(), "served");
         sandbox.dial(LOAD_BALANCER, 80)
     };

@@ -10,7 +10,7 @@ use serde_json::Value;
 use crate::{
     case::{Case, Variant, Variants},
     check,
-    fixtures::GUARDED,
+    fixtures::RESTRICTED,
     setting::ProxyKind,
     world::World,
 };
@@ -37,15 +37,15 @@ fn clients<'a>(world: &World, by: &[&str]) -> impl Iterator<Item = &'a str> {
 }
 
 fn own_socket(world: &mut World, variant: Variant) -> Result<()> {
-    world.set_service(&GUARDED.service(), GUARDED.endpoints)?;
-    let at = world.cluster_ip(&GUARDED, variant.family);
+    world.set_service(&RESTRICTED.service(), RESTRICTED.endpoints)?;
+    let at = world.cluster_ip(&RESTRICTED, variant.family);
     let dial = Dial::new(variant.protocol, at).times(40);
     // Nobody but these servers may be reached. A client on another node reaches the endpoints.
     let reach = |world: &World, by: &[&str]| -> Result<()> {
         for client in clients(world, by) {
             world.answers(client, &dial, by)?;
         }
-        world.answers("client-2", &dial, GUARDED.endpoints).map(drop)
+        world.answers("client-2", &dial, RESTRICTED.endpoints).map(drop)
     };
     // One dial is enough: either all of a service port's clients reach the socket, or none.
     let until = |world: &World, by: &[&str]| -> Result<()> {
@@ -81,7 +81,7 @@ fn own_socket(world: &mut World, variant: Variant) -> Result<()> {
         // the closest (RFC 6724, rule 8). Until the proxy has followed, no frontend takes the
         // answer.
         wait::until("the address is followed", FOLLOWED_WITHIN, || {
-            reach(world, GUARDED.endpoints).map(Some).map_err(|error| format!("{error:#}"))
+            reach(world, RESTRICTED.endpoints).map(Some).map_err(|error| format!("{error:#}"))
         })?;
         ensure!(!is_told(world)?, "nobody listens there");
 
@@ -92,18 +92,18 @@ fn own_socket(world: &mut World, variant: Variant) -> Result<()> {
             Ok(is_told(world).map_err(|error| error.to_string())?.then_some(()))
         })?;
         drop(listener);
-        until(world, GUARDED.endpoints).context("the listener's end")?;
+        until(world, RESTRICTED.endpoints).context("the listener's end")?;
 
         let listener = world.lab.agent("node1")?;
         listener.serve_as(LISTENER, &[at])?;
         until(world, &[LISTENER]).context("another listener")?;
         ip(&format!("address del {address}/{length} dev {INTERFACE}\n"))?;
-        until(world, GUARDED.endpoints).context("the address's end")?;
+        until(world, RESTRICTED.endpoints).context("the address's end")?;
         ip(&add)?;
         until(world, &[LISTENER]).context("the address again")
     })();
     ip(&format!("link del {INTERFACE}\n"))?;
     found?;
-    until(world, GUARDED.endpoints).context("the interface's end")?;
-    world.remove_service(GUARDED.name)
+    until(world, RESTRICTED.endpoints).context("the interface's end")?;
+    world.remove_service(RESTRICTED.name)
 }

@@ -10,7 +10,7 @@ use scenario::Skip;
 
 use crate::{
     case::{Case, Variant, Variants},
-    fixtures::{GUARDED, PORT, SCTP},
+    fixtures::{PORT, RESTRICTED, SCTP},
     proxy::kernel_has,
     world::World,
 };
@@ -61,7 +61,7 @@ fn reached(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 fn beside_sctp(world: &mut World, variant: Variant) -> Result<()> {
-    let mut service = GUARDED.service();
+    let mut service = RESTRICTED.service();
     service.ports.push(ServicePort {
         name: "sctp".to_owned(),
         protocol: Protocol::Sctp,
@@ -69,10 +69,10 @@ fn beside_sctp(world: &mut World, variant: Variant) -> Result<()> {
         target_port: SERVER_PORT,
         node_port: None,
     });
-    world.set_service(&service, GUARDED.endpoints)?;
-    let cluster_ip = Dial::new(variant.protocol, world.cluster_ip(&GUARDED, variant.family)).times(40);
+    world.set_service(&service, RESTRICTED.endpoints)?;
+    let cluster_ip = Dial::new(variant.protocol, world.cluster_ip(&RESTRICTED, variant.family)).times(40);
     for client in ["client-1", "client-2", "node1"] {
-        world.answers(client, &cluster_ip, GUARDED.endpoints)?;
+        world.answers(client, &cluster_ip, RESTRICTED.endpoints)?;
     }
-    world.remove_service(GUARDED.name)
+    world.remove_service(RESTRICTED.name)
 }

@@ -76,7 +76,7 @@ fn measured(
     let is_over = AtomicBool::new(false);
     let settings = &Settings { seconds: settings.seconds * LONGER, ..settings.clone() };
     let without_room = || Ok::<_, anyhow::Error>(received(lab, &node_name(NODE), DEVICE)?.lost);
-    let (dropped_before, lost_before) = (subject.dropped_by_guard()?, without_room()?);
+    let (dropped_before, lost_before) = (subject.dropped_by_flood_limit()?, without_room()?);
     let (rates, sent) = thread::scope(|scope| {
         let flood = scope.spawn(|| {
             within_on_one_core(&lab.netns(FABRIC)?.namespace, || {
@@ -91,7 +91,7 @@ fn measured(
     })?;
     let arrived = sent.syns - (without_room()? - lost_before) as f64;
     let dropped =
-        subject.dropped_by_guard()?.zip(dropped_before).map(|(now, before)| (now - before) / arrived);
+        subject.dropped_by_flood_limit()?.zip(dropped_before).map(|(now, before)| (now - before) / arrived);
     let lost = outside.ping_many(&held)?.len();
     held.into_iter().try_for_each(|connection| outside.release(connection))?;
     let Figures::Rates { ratio, service, .. } = rates else { bail!("no rates") };

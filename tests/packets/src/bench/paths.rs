@@ -139,7 +139,7 @@ fn of_new_flows<W: Tables + 'static>() -> Vec<Path<W>> {
         path.step.verdict = Verdict::Redirected;
         paths.push(path);
     }
-    let mut dropped = Path::opening("SYN that the guard drops", |s| {
+    let mut dropped = Path::opening("SYN that the flood limit drops", |s| {
         s.cluster_ip()?;
         s.change_settings(|settings| settings.openings_per_window = 1)
     });

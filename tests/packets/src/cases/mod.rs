@@ -127,7 +127,7 @@ fn of_family<W: Tables + 'static>(group: &mut Group) {
     refused::refusals::cases::<W>(group);
     events::cases::<W>(group);
     limits::floods::cases::<W>(group);
-    limits::guard::cases::<W>(group);
+    limits::flood_limit::cases::<W>(group);
     limits::sustained::cases::<W>(group);
     headers::cases::<W>(group);
     host::cases::<W>(group);

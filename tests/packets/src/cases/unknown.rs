@@ -36,7 +36,12 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ("load-balancer IP from a pod", FROM_POD, EXTERNAL, FRONTEND_EXTERNAL),
         ("ClusterIP from outside", FROM_OUTSIDE, CLUSTER_IP, 0),
         ("ClusterIP from a pod", FROM_POD, CLUSTER_IP, 0),
-        ("source ranges that admit", FROM_OUTSIDE, EXTERNAL, FRONTEND_EXTERNAL | FRONTEND_SOURCE_RANGES),
+        (
+            "source ranges that allow the client",
+            FROM_OUTSIDE,
+            EXTERNAL,
+            FRONTEND_EXTERNAL | FRONTEND_SOURCE_RANGES,
+        ),
     ] {
         tcp::<W>(group, &format!("reset: {name}"), move |s| {
             serve(s, frontend, flags)?;
@@ -205,7 +210,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!((output.verdict, output.packet) == (Verdict::GoesOn, bytes), "XDP leaves it to TC");
         Ok(())
     });
-    tcp::<W>(group, "goes on by its hash within the guard's limit", |s| {
+    tcp::<W>(group, "goes on by its hash within the flood limit", |s| {
         serve_by_hash(s, FRONTEND_MAGLEV)?;
         s.change_settings(|settings| settings.openings_per_window = 1)?;
         let sent = 200;

@@ -180,7 +180,7 @@ fn segments_of_no_flow_reach_their_endpoint_and_prove_no_client(
     Reason::NotAService
 )]
 #[case::in_no_source_range(
-    packet(NOT_ADMITTED, FRONTEND, TCP_ACK),
+    packet(NOT_ALLOWED, FRONTEND, TCP_ACK),
     from_other_node(),
     Reason::SourceNotAllowed
 )]
@@ -198,10 +198,10 @@ fn other_segments_of_no_flow_open_none(
     assert_eq!(host.entries(Stage::Opening), 0);
 }
 
-const NOT_ADMITTED: (A, Port) = ([198, 51, 100, 1], CLIENT.1);
+const NOT_ALLOWED: (A, Port) = ([198, 51, 100, 1], CLIENT.1);
 
 #[test]
-fn segments_of_no_flow_count_for_the_guard() {
+fn segments_of_no_flow_count_for_the_flood_limit() {
     let host = Host { answers_unknown: true, openings_per_window: 2, ..node(true) };
     let mut scratch = Scratch { outer_length: 20, tunnel: from_other_node(), ..Scratch::default() };
     let mut outcome = |port| {

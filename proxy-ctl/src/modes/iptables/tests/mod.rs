@@ -82,12 +82,12 @@ fn first_script(ports: &[Arc<DesiredPort>], family: IpFamily, host: &Host) -> St
 
 /// Returns Services of several kinds, with their endpoints.
 fn several() -> (Vec<Service>, Vec<EndpointSlice>) {
-    let guarded = Service {
+    let restricted = Service {
         source_ranges: vec!["203.0.113.0/25".parse().unwrap(), "192.168.0.0/24".parse().unwrap()],
         health_check_node_port: Some(30000),
         ..named("ns2/svc2", "172.30.0.42").load_balancer_ip("1.2.3.4").external_ip("192.168.99.22")
     };
-    let local = guarded.policies(TrafficPolicy::Cluster, TrafficPolicy::Local);
+    let local = restricted.policies(TrafficPolicy::Cluster, TrafficPolicy::Local);
     let local = Service { ports: vec![local.ports[0].clone().node_port(3001)], ..local };
     let sticky = Service {
         affinity_seconds: Some(10800),

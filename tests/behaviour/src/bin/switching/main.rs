@@ -9,7 +9,7 @@ use std::{process::ExitCode, sync::Arc};
 
 use anyhow::Result;
 use behaviour::{
-    fixtures::{BALANCED, EXTERNAL_LOCAL_ON_NODE1, GUARDED, ServiceFixture},
+    fixtures::{BALANCED, EXTERNAL_LOCAL_ON_NODE1, RESTRICTED, ServiceFixture},
     proxy,
     selection::Selection,
     setting::{PathKind, ProxyKind, Setting},
@@ -92,7 +92,7 @@ fn trials_of(switches: Vec<Switch>, api_server: bool, connections: usize, matrix
         }
         let world = World::with_services(setting(first), api_server, |lab, objects| {
             SERVICES.iter().try_for_each(|service| service.publish(lab, objects, service.endpoints))?;
-            publish_guarded(lab, objects)?;
+            publish_restricted(lab, objects)?;
             NODES.into_iter().try_for_each(|node| masquerade_as_plugins_do(lab, node))
         })?;
         let (nothing, parameters, fresh) = Default::default();
@@ -109,24 +109,24 @@ fn trials_of(switches: Vec<Switch>, api_server: bool, connections: usize, matrix
     run.trials(switches.into_iter().map(switch).chain([Test::new(cleanup, Run::clean_up)]))
 }
 
-/// Returns the load-balancer addresses of [`GUARDED`].
+/// Returns the load-balancer addresses of [`RESTRICTED`].
 fn load_balancer() -> Addresses {
     address::external(1, 91)
 }
 
-/// Publishes [`GUARDED`], whose load-balancer addresses only the client outside may reach.
-fn publish_guarded(lab: &Lab, objects: &mut Objects) -> Result<()> {
+/// Publishes [`RESTRICTED`], whose load-balancer addresses only the client outside may reach.
+fn publish_restricted(lab: &Lab, objects: &mut Objects) -> Result<()> {
     let endpoint = |name: &&str| {
         let pod = lab.netns(name)?;
         Ok(Endpoint::ready(pod.addresses, pod.node.unwrap_or_default()))
     };
-    let endpoints = GUARDED.endpoints.iter().map(endpoint).collect::<Result<Vec<_>>>()?;
+    let endpoints = RESTRICTED.endpoints.iter().map(endpoint).collect::<Result<Vec<_>>>()?;
     let client = lab.netns(OUTSIDE)?.addresses;
     let ingress = |address| Ingress { address, proxied: false };
     let service = Service {
         load_balancer: load_balancer().both().into_iter().map(ingress).collect(),
         source_ranges: vec![format!("{}/32", client.v4), format!("{}/128", client.v6)],
-        ..GUARDED.service()
+        ..RESTRICTED.service()
     };
     objects.set_service(&service, &endpoints);
     Ok(())

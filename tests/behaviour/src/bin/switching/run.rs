@@ -252,8 +252,8 @@ impl Run {
     fn targets(&self, client: &str, family: Family) -> Result<Vec<SocketAddr>> {
         Ok(match client {
             OUTSIDE => {
-                let guarded = SocketAddr::new(load_balancer().of(family), PORT);
-                vec![self.world.node_port(&BALANCED, 1, family)?, guarded]
+                let restricted = SocketAddr::new(load_balancer().of(family), PORT);
+                vec![self.world.node_port(&BALANCED, 1, family)?, restricted]
             }
             _ => vec![self.world.cluster_ip(&BALANCED, family)],
         })

@@ -14,13 +14,13 @@ use lab::{
 use crate::{
     case::{Case, Variant, Variants},
     check,
-    fixtures::{BALANCED, GUARDED, PORT},
+    fixtures::{BALANCED, PORT, RESTRICTED},
     state::State,
     world::World,
 };
 
 pub(in crate::cases) const CASES: &[Case] = &[
-    Case::new("source ranges: their clients are answered, all others dropped", Variants::All, guarded)
+    Case::new("source ranges: their clients are answered, all others dropped", Variants::All, restricted)
         .core()
         .differs(super::policy::accepted_first),
     Case::new("source ranges: their end takes no connection along", Variants::All, connections_stay),
@@ -42,17 +42,17 @@ fn load_balancer(node: NodeNumber) -> address::Addresses {
 }
 
 /// Makes the service with load-balancer addresses that only this client may reach.
-fn guarded_for(world: &World, client: &str) -> Result<Service> {
+fn restricted_to(world: &World, client: &str) -> Result<Service> {
     let own = world.addresses(client)?;
     let addresses = NODES.into_iter().flat_map(|node| load_balancer(node).both());
     Ok(Service {
         load_balancer: addresses.map(|address| Ingress { address, proxied: false }).collect(),
         source_ranges: vec![format!("{}/32", own.v4), format!("{}/128", own.v6)],
-        ..GUARDED.service()
+        ..RESTRICTED.service()
     })
 }
 
-fn guarded(world: &mut World, variant: Variant) -> Result<()> {
+fn restricted(world: &mut World, variant: Variant) -> Result<()> {
     // Each client comes with the node whose address it dials.
     let clients = [(OUTSIDE, 1), (OUTSIDE, 2), ("client-1", 1), ("client-2", 2), ("node1", 1)];
     // The source port is below those that the kernel chooses. Otherwise a client that was allowed
@@ -60,12 +60,12 @@ fn guarded(world: &mut World, variant: Variant) -> Result<()> {
     let mut source_port = 2_000;
     for allowed in [OUTSIDE, "client-1", "node1"] {
         source_port += 1;
-        world.set_service(&guarded_for(world, allowed)?, GUARDED.endpoints)?;
+        world.set_service(&restricted_to(world, allowed)?, RESTRICTED.endpoints)?;
         for (client, node) in clients {
             let target = (load_balancer(node).of(variant.family), PORT).into();
             let dial = Dial::new(variant.protocol, target);
             let found = if client == allowed {
-                world.answers(client, &dial.times(MANY), GUARDED.endpoints).map(drop)
+                world.answers(client, &dial.times(MANY), RESTRICTED.endpoints).map(drop)
             } else {
                 let dial = dial.timeout_ms(SILENCE_MS).source_port(source_port);
                 let outcomes = world.dial(client, &dial)?;
@@ -77,46 +77,47 @@ fn guarded(world: &mut World, variant: Variant) -> Result<()> {
             found.with_context(|| format!("{client} to node {node}, for {allowed} alone"))?;
         }
         // Source ranges close only load-balancer addresses.
-        let cluster_ip = Dial::new(variant.protocol, world.cluster_ip(&GUARDED, variant.family)).times(MANY);
-        world.answers("client-2", &cluster_ip, GUARDED.endpoints)?;
+        let cluster_ip =
+            Dial::new(variant.protocol, world.cluster_ip(&RESTRICTED, variant.family)).times(MANY);
+        world.answers("client-2", &cluster_ip, RESTRICTED.endpoints)?;
     }
-    world.remove_service(GUARDED.name)
+    world.remove_service(RESTRICTED.name)
 }
 
 fn connections_stay(world: &mut World, variant: Variant) -> Result<()> {
     // The endpoint is on another node. Its answers come back because the client is masqueraded.
     const ENDPOINT: [&str; 1] = ["web-2"];
-    let guarded = guarded_for(world, OUTSIDE)?;
-    world.set_service(&guarded, &ENDPOINT)?;
+    let restricted = restricted_to(world, OUTSIDE)?;
+    world.set_service(&restricted, &ENDPOINT)?;
     let target = (load_balancer(1).of(variant.family), PORT).into();
     let (connection, outcome) = world.agent(OUTSIDE)?.hold(variant.protocol, target)?;
     check::answered_by(&[outcome], &ENDPOINT)?;
-    world.set_service(&Service { source_ranges: Vec::new(), ..guarded }, &ENDPOINT)?;
+    world.set_service(&Service { source_ranges: Vec::new(), ..restricted }, &ENDPOINT)?;
     check::answered_by(&[world.agent(OUTSIDE)?.ping(connection)?], &ENDPOINT)?;
     world.agent(OUTSIDE)?.release(connection)?;
-    world.remove_service(GUARDED.name)
+    world.remove_service(RESTRICTED.name)
 }
 
 /// Opens flows of two addresses to one endpoint. It sees the node as the source of both.
 fn flows_apart(world: &mut World, variant: Variant) -> Result<()> {
     crate::cases::skip_confused_flows(world, variant)?;
-    world.set_service(&guarded_for(world, OUTSIDE)?, GUARDED.endpoints)?;
+    world.set_service(&restricted_to(world, OUTSIDE)?, RESTRICTED.endpoints)?;
     for target in
         [world.node_port(&BALANCED, 1, variant.family)?, (load_balancer(1).of(variant.family), PORT).into()]
     {
         let dial = Dial::new(variant.protocol, target).times(FLOWS);
         world.answers(OUTSIDE, &dial, BALANCED.endpoints)?;
     }
-    world.remove_service(GUARDED.name)
+    world.remove_service(RESTRICTED.name)
 }
 
 fn nothing_stays(world: &mut World, _: Variant) -> Result<()> {
     // A former scenario that failed may have left the service.
-    world.objects.remove_service(GUARDED.name);
+    world.objects.remove_service(RESTRICTED.name);
     world.settle_at_rest()?;
     let before = State::read(&world.lab, 1)?;
-    world.set_service(&guarded_for(world, OUTSIDE)?, GUARDED.endpoints)?;
-    world.objects.remove_service(GUARDED.name);
+    world.set_service(&restricted_to(world, OUTSIDE)?, RESTRICTED.endpoints)?;
+    world.objects.remove_service(RESTRICTED.name);
     world.settle_at_rest()?;
     // A hook that other scenarios needed may go meanwhile.
     wait::until("nothing is left", GONE_WITHIN, || {

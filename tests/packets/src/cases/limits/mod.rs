@@ -1,5 +1,5 @@
 //! Floods, and what the programs do in a second at most.
 
+pub(super) mod flood_limit;
 pub(super) mod floods;
-pub(super) mod guard;
 pub(super) mod sustained;

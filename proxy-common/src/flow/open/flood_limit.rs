@@ -1,4 +1,4 @@
-//! The guard against floods: how many flows a CPU opens, and what each service may have of that.
+//! The flood limit: how many flows a CPU opens, and what each service may have of that.
 //!
 //! Time is cut into short windows. In each of them a CPU has room for its limit of new flows, and for those that it has not opened in the
 //! windows before: so many at once are no flood. When the room is used up, a service may go on to its equal share of the limit, together
@@ -74,7 +74,7 @@ pub const fn openings_per_window(per_second: u32) -> u32 {
 /// May the packet open a flow to the service of `scratch.frontend`? Then it counts as one.
 // Not inlined, for its stack.
 #[inline(never)]
-pub(in crate::flow) fn admits<F: Family, T: FlowTables<F>>(
+pub(in crate::flow) fn allows<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> bool {
@@ -85,7 +85,7 @@ pub(in crate::flow) fn admits<F: Family, T: FlowTables<F>>(
     let window = (tables.recently(&mut scratch.clock) >> WINDOW_BITS) as u32;
     let Scratch { openings, frontend, .. } = scratch;
     openings.begin(window, limit);
-    tables.count_opening(frontend.service, |of_service| openings.admit(of_service, limit))
+    tables.count_opening(frontend.service, |of_service| openings.allow(of_service, limit))
 }
 
 impl Openings {
@@ -117,7 +117,7 @@ impl Openings {
     }
 
     #[inline(always)]
-    fn admit(&mut self, of_service: &mut ServiceOpenings, limit: u32) -> bool {
+    fn allow(&mut self, of_service: &mut ServiceOpenings, limit: u32) -> bool {
         if of_service.window != self.window {
             let is_first_in_period = period(of_service.window) != period(self.window);
             of_service.begin(self.window, limit);
@@ -172,7 +172,7 @@ mod tests {
 
     /// The default.
     const LIMIT: u32 = openings_per_window(20_000);
-    /// More than anything admits.
+    /// More than any limit allows.
     const FLOOD: u32 = 100_000;
 
     #[rstest]
@@ -217,11 +217,11 @@ mod tests {
         fn send(&mut self, service: u32, packets: u32) -> u32 {
             let of_service = &mut self.services[(service % OPENING_SERVICES) as usize];
             let openings = &mut self.openings;
-            let mut admits = || {
+            let mut allows = || {
                 openings.begin(self.window, LIMIT);
-                openings.admit(of_service, LIMIT)
+                openings.allow(of_service, LIMIT)
             };
-            (0..packets).filter(|_| admits()).count() as u32
+            (0..packets).filter(|_| allows()).count() as u32
         }
     }
 

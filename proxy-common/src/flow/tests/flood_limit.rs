@@ -1,4 +1,4 @@
-//! Which packets the guard against floods lets open flows.
+//! Which packets the flood limit lets open flows.
 
 use super::*;
 
@@ -29,7 +29,7 @@ impl Node {
         decide_arriving(&self.host, &mut self.scratch, origin)
     }
 
-    /// How many of the first packets of so many clients open flows; all others must be dropped for the guard's reason.
+    /// How many of the first packets of so many clients open flows; the limit must drop all others.
     fn flood(&mut self, protocol: u8, origin: Origin) -> u16 {
         let mut opened = 0;
         for port in 0..FLOOD {

@@ -11,7 +11,7 @@ use super::{
     keep::{end_if_gone, go_on, is_netfilters, is_over},
     open::{find_frontend, open, unknown, why_unserved},
     routine::decide,
-    scratch::Rival,
+    scratch::OverlappingFlow,
     translate::translate_arriving,
     tuples::Step,
 };
@@ -50,7 +50,7 @@ pub(super) fn arriving_with_ports<F: Family, T: FlowTables<F>>(
 ) -> Result<(), Reason> {
     scratch.action.then = Then::Pass;
     set_key_of_packet(scratch);
-    (scratch.rival, scratch.is_apart) = (Rival::None, false);
+    (scratch.overlapping_flow, scratch.is_apart) = (OverlappingFlow::None, false);
     // Not of a packet inside the one that was looked at.
     let has_no_flow = scratch.is_parsed && scratch.has_no_flow && !scratch.is_unpacked();
     let mut met = if has_no_flow { None } else { find(tables, scratch) };
@@ -70,7 +70,7 @@ pub(super) fn arriving_with_ports<F: Family, T: FlowTables<F>>(
             };
         if is_over {
             tables.run(scratch, Routine::Replace);
-            scratch.rival = Rival::None;
+            scratch.overlapping_flow = OverlappingFlow::None;
             scratch.is_apart = scratch.flow.flags & FLOW_APART != 0;
         } else if let Some(own) = own {
             if own.step == Step::ToFrontend && !is_from_host(scratch) {
@@ -103,7 +103,7 @@ pub(super) fn arriving_with_ports<F: Family, T: FlowTables<F>>(
 }
 
 /// Returns the flow that an arriving packet belongs to, where `met` has its ends. None: it has none
-/// of its own, and `scratch.rival` and `scratch.is_apart` say what stands in its way.
+/// of its own, and `scratch.overlapping_flow` and `scratch.is_apart` say what stands in its way.
 #[inline(always)]
 pub(super) fn own_of_arriving<F: Family, T: FlowTables<F>>(
     tables: &T,
@@ -117,7 +117,7 @@ pub(super) fn own_of_arriving<F: Family, T: FlowTables<F>>(
         scratch.key.overlapping = 1;
         let Some(overlapping) = find(tables, scratch) else {
             met.entry.read_into(&mut scratch.flow);
-            scratch.rival = Rival::OfClient;
+            scratch.overlapping_flow = OverlappingFlow::OfClient;
             return None;
         };
         own = overlapping;
@@ -140,7 +140,7 @@ pub(super) fn own_of_arriving<F: Family, T: FlowTables<F>>(
     }
     scratch.is_apart = true;
     if overlapping != 0 {
-        scratch.rival = Rival::OfClient;
+        scratch.overlapping_flow = OverlappingFlow::OfClient;
     }
     None
 }

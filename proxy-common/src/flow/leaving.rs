@@ -12,7 +12,7 @@ use super::{
     open::{open, why_socket_is_unserved},
     ports::host_connection,
     routine::decide,
-    scratch::Rival,
+    scratch::OverlappingFlow,
     translate::translate_leaving,
     tuples::Step,
 };
@@ -45,12 +45,12 @@ pub(super) fn leaving_with_ports<F: Family, T: FlowTables<F>>(
     scratch.action.then = Then::Pass;
     set_key_of_packet(scratch);
     let mut found = find(tables, scratch);
-    (scratch.rival, scratch.is_apart) = (Rival::None, false);
+    (scratch.overlapping_flow, scratch.is_apart) = (OverlappingFlow::None, false);
     if found.is_some_and(|found| host_connection::meets(scratch, found.step)) {
-        scratch.rival = Rival::Masqueraded;
+        scratch.overlapping_flow = OverlappingFlow::Masqueraded;
     }
-    let has_rival = scratch.rival != Rival::None;
-    if has_rival || (found.is_none() && tables.is_moved(scratch.packet.source_port)) {
+    let has_overlapping_flow = scratch.overlapping_flow != OverlappingFlow::None;
+    if has_overlapping_flow || (found.is_none() && tables.is_moved(scratch.packet.source_port)) {
         scratch.key.overlapping = 1;
         found = find(tables, scratch);
         if found.is_some() && scratch.packet.opens() && scratch.flow.state.has_ended() {
@@ -58,7 +58,7 @@ pub(super) fn leaving_with_ports<F: Family, T: FlowTables<F>>(
             found = None;
         }
     }
-    if from_host && !has_rival {
+    if from_host && !has_overlapping_flow {
         let is_anothers = found.is_some_and(|found| is_another_clients(scratch, found.step));
         if is_anothers || (found.is_none() && tables.is_moved(scratch.packet.source_port)) {
             scratch.key.overlapping = 0;
@@ -107,15 +107,15 @@ pub(super) fn leaving_with_ports<F: Family, T: FlowTables<F>>(
             return Ok(());
         }
     }
-    if from_host && !has_rival {
+    if from_host && !has_overlapping_flow {
         scratch.action.then = Then::Reroute;
     }
-    let outcome = if (from_host || has_rival) && scratch.packet.opens() {
+    let outcome = if (from_host || has_overlapping_flow) && scratch.packet.opens() {
         open(tables, scratch, &UnknownSockets)
     } else {
         Err(why_socket_is_unserved(tables, scratch))
     };
-    if !has_rival && matches!(outcome, Err(Reason::NotAService)) {
+    if !has_overlapping_flow && matches!(outcome, Err(Reason::NotAService)) {
         tables.run(scratch, Routine::NoteHostConnection);
     }
     outcome

@@ -36,7 +36,7 @@ pub struct Scratch<A> {
     pub tunnel: Ends<A>,
     /// Where the packet comes from.
     pub(super) origin: Origin,
-    pub(super) rival: Rival,
+    pub(super) overlapping_flow: OverlappingFlow,
     /// Another flow has the packet's ends, and a client elsewhere.
     pub(super) is_apart: bool,
     /// The client uses its port for a connection of its own to the backend.
@@ -92,9 +92,9 @@ impl<A> Scratch<A> {
     }
 }
 
-/// The flow that has the ends of a packet which is not of it. It is in `scratch.flow`.
+/// The flow that has the ends of a packet of another flow. It is in `scratch.flow`.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(super) enum Rival {
+pub(super) enum OverlappingFlow {
     #[default]
     None,
     /// One of the same client, to the same backend.

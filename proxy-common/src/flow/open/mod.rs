@@ -13,7 +13,8 @@ pub(super) use self::{
 
 use self::backend::prepare_to_frontend;
 use super::{
-    FlowTables, PodSockets, Routine, Scratch, direct, ports::host_connection, routine::decide, scratch::Rival,
+    FlowTables, PodSockets, Routine, Scratch, direct, ports::host_connection, routine::decide,
+    scratch::OverlappingFlow,
 };
 use crate::{
     family::Family,
@@ -31,14 +32,14 @@ pub(super) fn open<F: Family, T: FlowTables<F>>(
     sockets: &impl PodSockets<F::Address>,
 ) -> Result<(), Reason> {
     decide(tables, scratch, Routine::Prepare)?;
-    let rival = scratch.rival;
-    if rival != Rival::None {
+    let overlapping_flow = scratch.overlapping_flow;
+    if overlapping_flow != OverlappingFlow::None {
         scratch.flow.flags |= FLOW_OVERLAPPING;
     }
     if scratch.is_apart {
         scratch.flow.flags |= FLOW_APART;
     }
-    if rival == Rival::Masqueraded {
+    if overlapping_flow == OverlappingFlow::Masqueraded {
         scratch.flow.flags |= FLOW_HOST_CONNECTION;
     }
     scratch.is_port_taken = scratch.origin == Origin::Workload && sockets.is_connected(scratch);
@@ -62,7 +63,7 @@ pub(super) fn prepare_flow<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
-    let Scratch { origin, rival, .. } = *scratch;
+    let Scratch { origin, overlapping_flow, .. } = *scratch;
     // Before the tables are read: a change meanwhile has them compared once more.
     scratch.flow.epoch = tables.epoch();
     if tables.holds_packets() {
@@ -74,7 +75,7 @@ pub(super) fn prepare_flow<F: Family, T: FlowTables<F>>(
     if !scratch.packet.opens() {
         return unknown::prepare(tables, scratch);
     }
-    let dials_frontend = rival != Rival::Masqueraded && find_frontend(tables, scratch);
+    let dials_frontend = overlapping_flow != OverlappingFlow::Masqueraded && find_frontend(tables, scratch);
     // To a node port that a host connection has: it would go round for ever.
     if dials_frontend && origin != Origin::Host && host_connection::is_answer(tables, scratch) {
         return Err(Reason::NotAService);
@@ -87,7 +88,7 @@ pub(super) fn prepare_flow<F: Family, T: FlowTables<F>>(
             return Err(Reason::ConnectionsLimited);
         }
         prepare_to_frontend(tables, scratch)?;
-    } else if rival == Rival::None {
+    } else if overlapping_flow == OverlappingFlow::None {
         return Err(why_unserved(tables, scratch));
     } else {
         prepare_to_endpoint(scratch);

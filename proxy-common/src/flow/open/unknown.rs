@@ -12,7 +12,7 @@ use crate::{
     flow::{
         FlowTables, PodSockets, Scratch,
         open::{self, flood_limit, is_source_allowed},
-        scratch::Rival,
+        scratch::OverlappingFlow,
     },
     layout::{Address, FLOW_MASQUERADE, FLOW_RESUMED, FRONTEND_ADDRESS_WORDS, FRONTEND_MAGLEV, FrontendKey},
     reason::Reason,
@@ -40,8 +40,8 @@ pub(in crate::flow) fn is_one<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
     sockets: &impl PodSockets<F::Address>,
 ) -> bool {
-    let Scratch { packet, origin, rival, is_apart, .. } = &*scratch;
-    let is_strange = *rival != Rival::None || *is_apart;
+    let Scratch { packet, origin, overlapping_flow, is_apart, .. } = &*scratch;
+    let is_strange = *overlapping_flow != OverlappingFlow::None || *is_apart;
     packet.goes_on()
         && *origin != Origin::Host
         && !is_strange

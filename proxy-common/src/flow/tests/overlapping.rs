@@ -59,7 +59,7 @@ fn forget(host: &Host, flow: &Flow<A>) {
 }
 
 #[rstest]
-fn a_direct_connection_goes_on_when_the_flow_beside_it_is_gone(
+fn a_direct_connection_goes_on_when_the_overlapping_flow_is_gone(
     #[values(Origin::Workload, Origin::Outside)] origin: Origin,
 ) {
     let mut host = Host::new();
@@ -78,7 +78,7 @@ fn a_direct_connection_goes_on_when_the_flow_beside_it_is_gone(
 
 /// A client elsewhere has forged the ends of the direct connection before it began.
 #[test]
-fn a_direct_connection_apart_goes_on_when_the_flow_beside_it_is_gone() {
+fn a_direct_connection_apart_goes_on_when_the_overlapping_flow_is_gone() {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
     let endpoint = (flow.backend, PORT);
@@ -124,7 +124,7 @@ fn a_direct_connection_after_a_flow_that_ended_is_no_flow() {
 #[rstest]
 #[case::another_client_port((CLIENT.0, Port::new(40_001)), TCP_SYN)]
 #[case::in_the_middle_of_a_connection(CLIENT, TCP_ACK)]
-fn a_direct_packet_without_a_rival_passes(#[case] client: (A, Port), #[case] flags: u8) {
+fn a_direct_packet_without_an_overlapping_flow_passes(#[case] client: (A, Port), #[case] flags: u8) {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
     let direct = packet(client, (flow.backend, PORT), flags);

@@ -41,7 +41,7 @@ impl Port {
     }
 }
 
-/// Two ranges of ports, as [`crate::layout::Settings::apart_ports`] has them.
+/// Two ranges of ports, as [`crate::layout::Settings::reserved_ports`] has them.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub struct PortRanges(pub [[u16; 2]; 2]);
 
@@ -59,11 +59,11 @@ pub struct PortPool {
     pub ports: u32,
     /// The number of reserved ports among them, which come first. The kernel gives them to no
     /// socket.
-    pub apart: u32,
+    pub reserved: u32,
 }
 
-/// The number of attempts with [reserved ports](PortPool::apart).
-const APART_TRIES: u32 = 8;
+/// The number of attempts with [reserved ports](PortPool::reserved).
+const RESERVED_TRIES: u32 = 8;
 /// The number of attempts at random, first those with reserved ports and then those with others.
 /// Even if three of five ports are in use, only one in a million of sources finds none by them.
 pub const RANDOM_TRIES: u32 = 36;
@@ -79,12 +79,12 @@ impl PortPool {
     /// one.
     #[inline(always)]
     pub const fn place(&self, random: u32, attempt: u32) -> u32 {
-        let (first, among) = if self.apart == 0 || self.apart >= self.ports || attempt >= RANDOM_TRIES {
+        let (first, among) = if self.reserved == 0 || self.reserved >= self.ports || attempt >= RANDOM_TRIES {
             (0, self.ports)
-        } else if attempt < APART_TRIES {
-            (0, self.apart)
+        } else if attempt < RESERVED_TRIES {
+            (0, self.reserved)
         } else {
-            (self.apart, self.ports - self.apart)
+            (self.reserved, self.ports - self.reserved)
         };
         // Scales 32 random bits to 0..among without a division.
         let scaled = ((random as u64 * among as u64) >> 32) as u32;
@@ -103,16 +103,16 @@ mod tests {
 
     use super::*;
 
-    const POOL: PortPool = PortPool { ports: 10, apart: 4 };
+    const POOL: PortPool = PortPool { ports: 10, reserved: 4 };
     const HALF: u32 = 1 << 31;
 
     #[rstest]
     #[case::first(0, 0, 0)]
     #[case::a_random_half(HALF, 0, 2)]
-    #[case::last_that_is_apart(u32::MAX, APART_TRIES - 1, 3)]
-    #[case::first_of_the_others(0, APART_TRIES, 4)]
+    #[case::last_that_is_reserved(u32::MAX, RESERVED_TRIES - 1, 3)]
+    #[case::first_of_the_others(0, RESERVED_TRIES, 4)]
     #[case::half_of_the_others(HALF, RANDOM_TRIES - 1, 7)]
-    #[case::last_of_the_others(u32::MAX, APART_TRIES, 9)]
+    #[case::last_of_the_others(u32::MAX, RESERVED_TRIES, 9)]
     #[case::any(HALF, RANDOM_TRIES, 5)]
     #[case::last(u32::MAX, RANDOM_TRIES, 9)]
     #[case::next(HALF, RANDOM_TRIES + 1, 6)]
@@ -123,9 +123,9 @@ mod tests {
     }
 
     #[rstest]
-    #[case::nothing_apart(PortPool { ports: 10, apart: 0 }, 9)]
-    #[case::all_apart(PortPool { ports: 10, apart: 10 }, 9)]
-    #[case::one(PortPool { ports: 1, apart: 1 }, 0)]
+    #[case::none_is_reserved(PortPool { ports: 10, reserved: 0 }, 9)]
+    #[case::all_are_reserved(PortPool { ports: 10, reserved: 10 }, 9)]
+    #[case::one(PortPool { ports: 1, reserved: 1 }, 0)]
     #[case::none(PortPool::default(), 0)]
     fn the_first_attempt_in_pools_of_all_sizes(#[case] pool: PortPool, #[case] place: u32) {
         assert_eq!(pool.place(u32::MAX, 0), place);
@@ -146,14 +146,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn places_are_of_the_pool(ports in 1..=65_536u32, apart in 0..=65_536u32, random: u32, attempt in 0..PORT_TRIES) {
-            let pool = PortPool { ports, apart: apart.min(ports) };
+        fn places_are_of_the_pool(ports in 1..=65_536u32, reserved in 0..=65_536u32, random: u32, attempt in 0..PORT_TRIES) {
+            let pool = PortPool { ports, reserved: reserved.min(ports) };
             prop_assert!(pool.place(random, attempt) < ports);
         }
 
         #[test]
         fn the_last_attempts_go_through_a_small_pool(ports in 1..=16u32, random: u32) {
-            let pool = PortPool { ports, apart: 0 };
+            let pool = PortPool { ports, reserved: 0 };
             let mut places: Vec<u32> =
                 (RANDOM_TRIES..PORT_TRIES).map(|attempt| pool.place(random, attempt)).collect();
             places.sort_unstable();

@@ -5,7 +5,7 @@
 
 use super::{
     FlowEntry as _, FlowTables, PodSockets, Routine, Scratch,
-    find::{Found, find, find_apart, is_from_host, is_of_origin, lookup, set_key_of_packet},
+    find::{Found, find, find_by_origin, is_from_host, is_of_origin, lookup, set_key_of_packet},
     forward,
     fragments::record_first_fragment,
     keep::{end_if_gone, go_on, is_netfilters, is_over},
@@ -50,7 +50,7 @@ pub(super) fn arriving_with_ports<F: Family, T: FlowTables<F>>(
 ) -> Result<(), Reason> {
     scratch.action.then = Then::Pass;
     set_key_of_packet(scratch);
-    (scratch.overlapping_flow, scratch.is_apart) = (OverlappingFlow::None, false);
+    (scratch.overlapping_flow, scratch.is_keyed_by_origin) = (OverlappingFlow::None, false);
     // Not of a packet inside the one that was looked at.
     let has_no_flow = scratch.is_parsed && scratch.has_no_flow && !scratch.is_unpacked();
     let mut met = if has_no_flow { None } else { find(tables, scratch) };
@@ -66,12 +66,12 @@ pub(super) fn arriving_with_ports<F: Family, T: FlowTables<F>>(
         let is_over = scratch.packet.opens()
             && match own {
                 Some(own) => own.step == Step::ToFrontend && is_over(tables, scratch, own.entry),
-                None => !scratch.is_apart && scratch.flow.state.has_ended(),
+                None => !scratch.is_keyed_by_origin && scratch.flow.state.has_ended(),
             };
         if is_over {
             tables.run(scratch, Routine::Replace);
             scratch.overlapping_flow = OverlappingFlow::None;
-            scratch.is_apart = scratch.flow.flags & FLOW_APART != 0;
+            scratch.is_keyed_by_origin = scratch.flow.flags & FLOW_KEYED_BY_ORIGIN != 0;
         } else if let Some(own) = own {
             if own.step == Step::ToFrontend && !is_from_host(scratch) {
                 end_if_gone(tables, scratch, own.entry)?;
@@ -103,7 +103,7 @@ pub(super) fn arriving_with_ports<F: Family, T: FlowTables<F>>(
 }
 
 /// Returns the flow that an arriving packet belongs to, where `met` has its ends. None: it has none
-/// of its own, and `scratch.overlapping_flow` and `scratch.is_apart` say what stands in its way.
+/// of its own, and `scratch.overlapping_flow` and `scratch.is_keyed_by_origin` say why.
 #[inline(always)]
 pub(super) fn own_of_arriving<F: Family, T: FlowTables<F>>(
     tables: &T,
@@ -127,8 +127,8 @@ pub(super) fn own_of_arriving<F: Family, T: FlowTables<F>>(
     }
     // The other client may be forged, or this one.
     let overlapping = scratch.key.overlapping;
-    if let Some(apart) = find_apart(tables, scratch) {
-        return Some(apart);
+    if let Some(by_origin) = find_by_origin(tables, scratch) {
+        return Some(by_origin);
     }
     own.entry.read_into(&mut scratch.flow);
     // Nobody forges the client of a connection that is up: its interface has got another role.
@@ -138,7 +138,7 @@ pub(super) fn own_of_arriving<F: Family, T: FlowTables<F>>(
         scratch.key.overlapping = overlapping;
         return Some(own);
     }
-    scratch.is_apart = true;
+    scratch.is_keyed_by_origin = true;
     if overlapping != 0 {
         scratch.overlapping_flow = OverlappingFlow::OfClient;
     }

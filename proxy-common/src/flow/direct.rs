@@ -85,8 +85,8 @@ pub(super) fn finish_tunnel<F: Family, T: FlowTables<F>>(
 }
 
 /// By which networks and their cards tell flows apart that go between the same two addresses. The ports are those of the alias and the backend.
-/// It is one of those that the kernel gives to sockets by default: others the programs keep apart for sources of their own, and would look out
-/// for wherever it leaves a second time.
+/// It is one of those that the kernel gives to sockets by default. Reserved ports are for sources
+/// of the programs, which would look for their flows wherever the packet leaves a second time.
 #[inline(always)]
 fn tunnel_port<F: Family, T: FlowTables<F>>(
     tables: &T,

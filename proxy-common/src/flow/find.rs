@@ -65,13 +65,13 @@ pub(super) fn lookup<F: Family, T: FlowTables<F>>(
     tables.flow(Stage::Opening, key).map(|entry| (Stage::Opening, entry))
 }
 
-/// Looks for the flow of the packet's client among those whose ends another flow has too.
+/// Looks for the flow of the packet's client among those that are keyed by origin.
 #[inline(always)]
-pub(super) fn find_apart<F: Family, T: FlowTables<F>>(
+pub(super) fn find_by_origin<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Option<Found<T::Entry>> {
-    scratch.key.overlapping |= FlowKey::<F::Address>::mark_of(open::flag_of(scratch.origin));
+    scratch.key.overlapping |= FlowKey::<F::Address>::origin_bits(open::flag_of(scratch.origin));
     find(tables, scratch)
 }
 
@@ -79,8 +79,8 @@ pub(super) fn find_apart<F: Family, T: FlowTables<F>>(
 /// flow with the usual key has ended first.
 #[inline(always)]
 pub(super) fn find_moved<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
-    let apart = FlowKey::<F::Address>::mark_of(open::flag_of(scratch.origin));
-    for overlapping in [apart, 1 | apart, 1] {
+    let origin_bits = FlowKey::<F::Address>::origin_bits(open::flag_of(scratch.origin));
+    for overlapping in [origin_bits, 1 | origin_bits, 1] {
         scratch.key.overlapping = overlapping;
         if let Some((_, entry)) = lookup(tables, &scratch.key) {
             entry.read_into(&mut scratch.flow);

@@ -5,7 +5,7 @@
 
 use super::{
     FlowTables, Routine, Scratch, UnknownSockets,
-    find::{find, find_apart, is_another_clients, is_from_host, set_key_of_packet},
+    find::{find, find_by_origin, is_another_clients, is_from_host, set_key_of_packet},
     forward,
     fragments::record_first_fragment,
     keep::{end_if_gone, go_on, is_netfilters, is_over},
@@ -45,7 +45,7 @@ pub(super) fn leaving_with_ports<F: Family, T: FlowTables<F>>(
     scratch.action.then = Then::Pass;
     set_key_of_packet(scratch);
     let mut found = find(tables, scratch);
-    (scratch.overlapping_flow, scratch.is_apart) = (OverlappingFlow::None, false);
+    (scratch.overlapping_flow, scratch.is_keyed_by_origin) = (OverlappingFlow::None, false);
     if found.is_some_and(|found| host_connection::meets(scratch, found.step)) {
         scratch.overlapping_flow = OverlappingFlow::Masqueraded;
     }
@@ -62,8 +62,8 @@ pub(super) fn leaving_with_ports<F: Family, T: FlowTables<F>>(
         let is_anothers = found.is_some_and(|found| is_another_clients(scratch, found.step));
         if is_anothers || (found.is_none() && tables.is_moved(scratch.packet.source_port)) {
             scratch.key.overlapping = 0;
-            found = find_apart(tables, scratch);
-            scratch.is_apart = is_anothers && found.is_none();
+            found = find_by_origin(tables, scratch);
+            scratch.is_keyed_by_origin = is_anothers && found.is_none();
         }
     }
     if let Some(found) = found {
@@ -73,7 +73,7 @@ pub(super) fn leaving_with_ports<F: Family, T: FlowTables<F>>(
         let is_hosts = from_host && found.step == Step::ToFrontend && is_from_host(scratch);
         if is_hosts && scratch.packet.opens() && is_over(tables, scratch, found.entry) {
             tables.run(scratch, Routine::Replace);
-            scratch.is_apart = scratch.flow.flags & FLOW_APART != 0;
+            scratch.is_keyed_by_origin = scratch.flow.flags & FLOW_KEYED_BY_ORIGIN != 0;
         } else {
             if found.step == Step::ToBackend
                 && scratch.flow.flags & FLOW_MASQUERADE != 0

@@ -37,8 +37,9 @@ pub struct Scratch<A> {
     /// Where the packet comes from.
     pub(super) origin: Origin,
     pub(super) overlapping_flow: OverlappingFlow,
-    /// Another flow has the packet's ends, and a client elsewhere.
-    pub(super) is_apart: bool,
+    /// Another flow has the packet's ends, and a client elsewhere. So the packet's flow is keyed
+    /// by origin.
+    pub(super) is_keyed_by_origin: bool,
     /// The client uses its port for a connection of its own to the backend.
     pub(super) is_port_taken: bool,
     pub(super) leg: Leg,

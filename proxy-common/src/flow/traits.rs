@@ -101,11 +101,11 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn note_host_connection(&self, key: &FlowKey<F::Address>, now: u64);
     fn forget_host_connection(&self, key: &FlowKey<F::Address>);
     /// Returns true if a flow may have another key than its packets from this source port say: it
-    /// is a `FLOW_OVERLAPPING` or `FLOW_APART`.
+    /// is a `FLOW_OVERLAPPING` or `FLOW_KEYED_BY_ORIGIN`.
     fn is_moved(&self, port: Port) -> bool;
     fn set_moved(&self, port: Port);
-    /// Does the kernel give this port to no socket of the node?
-    fn is_apart(&self, port: Port) -> bool;
+    /// Returns true if the kernel gives this port to no socket of the node.
+    fn is_reserved(&self, port: Port) -> bool;
     /// Copies a record of `fragments4/6`. False: there is none, or another has taken its place meanwhile.
     fn first_fragment(&self, key: &FragmentKey<F::Address>, into: &mut FirstFragment<F::Address>) -> bool;
     fn record_fragment(&self, key: &FragmentKey<F::Address>, first: &FirstFragment<F::Address>);

@@ -123,8 +123,8 @@ impl<A: Address> Flow<A> {
     pub fn client_key(&self) -> FlowKey<A> {
         let mut key = FlowKey::between(self.client_end(), self.frontend_end(), self.protocol);
         key.overlapping = u8::from(self.flags & FLOW_OVERLAPPING != 0);
-        if self.flags & FLOW_APART != 0 {
-            key.overlapping |= FlowKey::<A>::mark_of(self.flags);
+        if self.flags & FLOW_KEYED_BY_ORIGIN != 0 {
+            key.overlapping |= FlowKey::<A>::origin_bits(self.flags);
         }
         key
     }

@@ -16,7 +16,7 @@ pub struct FlowKey<A> {
     /// The IANA protocol number.
     pub protocol: u8,
     /// 0 for most keys. 1: the ends are client and frontend of a `FLOW_OVERLAPPING`. The bits of
-    /// [`mark_of`](Self::mark_of): they are client and frontend of a `FLOW_APART`.
+    /// [`origin_bits`](Self::origin_bits): they are those of a `FLOW_KEYED_BY_ORIGIN`.
     pub overlapping: u8,
     _reserved: u16,
 }
@@ -58,17 +58,17 @@ impl<A: Address> FlowKey<A> {
 }
 
 impl<A> FlowKey<A> {
-    const APART: u8 = 2;
-    const APART_OF_POD: u8 = 4;
-    const APART_OF_HOST: u8 = 8;
+    const KEYED_BY_ORIGIN: u8 = 2;
+    const ORIGIN_POD: u8 = 4;
+    const ORIGIN_HOST: u8 = 8;
 
     /// Returns the bits that `overlapping` has in addition for client and frontend of a
-    /// `FLOW_APART` whose client is where these flags say.
+    /// `FLOW_KEYED_BY_ORIGIN` whose client is where these flags say.
     #[inline(always)]
-    pub const fn mark_of(flags: u32) -> u8 {
-        let of_pod = if flags & FLOW_FROM_POD == 0 { 0 } else { Self::APART_OF_POD };
-        let of_host = if flags & FLOW_FROM_HOST == 0 { 0 } else { Self::APART_OF_HOST };
-        Self::APART | of_pod | of_host
+    pub const fn origin_bits(flags: u32) -> u8 {
+        let of_pod = if flags & FLOW_FROM_POD == 0 { 0 } else { Self::ORIGIN_POD };
+        let of_host = if flags & FLOW_FROM_HOST == 0 { 0 } else { Self::ORIGIN_HOST };
+        Self::KEYED_BY_ORIGIN | of_pod | of_host
     }
 }
 
@@ -99,7 +99,7 @@ pub const FLOW_FROM_POD: u32 = 128;
 /// elsewhere: in a pod, on this node or outside. One of the two clients is forged.
 ///
 /// The key of client and frontend has bits for where the client is.
-pub const FLOW_APART: u32 = 256;
+pub const FLOW_KEYED_BY_ORIGIN: u32 = 256;
 /// The flow has direct server return: its packets leave the node as the client has sent them, each
 /// inside a packet to the backend.
 ///

@@ -43,7 +43,7 @@ pub struct Settings {
     /// inclusive, in host byte order; a range with first > last is empty.
     ///
     /// The programs of former versions know reserved ports only by this field.
-    pub apart_ports: [[u16; 2]; 2],
+    pub reserved_ports: [[u16; 2]; 2],
     /// The lowest backend id that was never given.
     pub next_backend: u32,
     /// A number that the controller raises after each change of what frontends lead to. The next
@@ -55,7 +55,7 @@ pub struct Settings {
     pub masquerade_ports: u16,
     /// The number of reserved ports among them, which come first. The kernel gives them to no
     /// socket.
-    pub masquerade_ports_apart: u16,
+    pub masquerade_ports_reserved: u16,
     /// The IPv6 range of pods' addresses, with `PODS_BY_SOURCE`.
     pub pod_range6: [u8; 16],
     /// The IPv4 range of pods' addresses, with `PODS_BY_SOURCE`.

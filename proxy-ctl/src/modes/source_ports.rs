@@ -28,7 +28,7 @@ pub(super) struct SourcePorts {
     pub(super) programs: ProgramPorts,
     /// The ranges that contain the reserved ports. They also contain node ports and the ports of
     /// `ip_local_reserved_ports`.
-    pub(super) apart_ranges: [TablePortRange; 2],
+    pub(super) reserved_ranges: [TablePortRange; 2],
     /// The ports that the kernel gives to sockets. Netfilter knows the connections of these
     /// sockets.
     pub(super) netfilter: PortRange,
@@ -41,7 +41,7 @@ pub(super) struct ProgramPorts {
     pub(super) ports: Vec<u16>,
     /// The number of reserved ports, which come first. The kernel gives them to no socket, and
     /// netfilter does not use them.
-    pub(super) apart: usize,
+    pub(super) reserved: usize,
 }
 
 impl SourcePorts {
@@ -53,27 +53,27 @@ impl SourcePorts {
         Self::around(&local, &parse_list(&read("ip_local_reserved_ports")))
     }
 
-    fn around(local: &RangeInclusive<u16>, reserved: &[RangeInclusive<u16>]) -> Self {
+    fn around(local: &RangeInclusive<u16>, excluded: &[RangeInclusive<u16>]) -> Self {
         let (first, last) = (*local.start(), *local.end());
         let above = last.checked_add(1).map_or(EMPTY, |next| [next.max(FIRST), u16::MAX]);
         let below = if first > FIRST { [FIRST, first - 1] } else { EMPTY };
         let is_usable =
-            |port: &u16| !NODE_PORTS.contains(port) && !reserved.iter().any(|range| range.contains(port));
+            |port: &u16| !NODE_PORTS.contains(port) && !excluded.iter().any(|range| range.contains(port));
         let usable: Vec<u16> = (FIRST..=u16::MAX).rev().filter(is_usable).collect();
         let split = |ranges: [TablePortRange; 2]| -> (Vec<u16>, Vec<u16>) {
             usable.iter().partition(|port| PortRanges(ranges).contain(Port::new(**port)))
         };
-        let mut apart_ranges = [above, below];
-        let (mut apart, mut others) = split(apart_ranges);
+        let mut reserved_ranges = [above, below];
+        let (mut reserved, mut others) = split(reserved_ranges);
         let mut netfilter = PortRange { first: first.max(FIRST), last };
-        if apart.len() < ENOUGH || (netfilter.first..=netfilter.last).len() < ENOUGH {
-            apart_ranges = [LAST_RESORT, EMPTY];
-            (apart, others) = split(apart_ranges);
+        if reserved.len() < ENOUGH || (netfilter.first..=netfilter.last).len() < ENOUGH {
+            reserved_ranges = [LAST_RESORT, EMPTY];
+            (reserved, others) = split(reserved_ranges);
             netfilter = PortRange { first: FIRST, last: LAST_RESORT[0] - 1 };
         }
-        let count = apart.len();
-        apart.append(&mut others);
-        Self { programs: ProgramPorts { ports: apart, apart: count }, apart_ranges, netfilter }
+        let count = reserved.len();
+        reserved.append(&mut others);
+        Self { programs: ProgramPorts { ports: reserved, reserved: count }, reserved_ranges, netfilter }
     }
 }
 
@@ -114,10 +114,10 @@ mod tests {
 
     #[rstest]
     #[case::kernel_default(DEFAULT, "", &[(1_024, 29_999), (61_000, 65_535)], &[(32_768, 60_999)], (32_768, 60_999))]
-    #[case::some_are_reserved(DEFAULT, "8080,9000-9099,35000",
+    #[case::some_are_excluded(DEFAULT, "8080,9000-9099,35000",
         &[(1_024, 8_079), (8_081, 8_999), (9_100, 29_999), (61_000, 65_535)], &[(32_768, 34_999), (35_001, 60_999)], (32_768, 60_999))]
-    #[case::a_reserved_range_meets_another(DEFAULT, "1-9999,29000-61000", &[(10_000, 28_999), (61_001, 65_535)], &[], (32_768, 60_999))]
-    #[case::nearly_all_are_reserved(DEFAULT, "1-65500", &[(65_501, 65_535)], &[], (1_024, 61_439))]
+    #[case::excluded_ranges_meet(DEFAULT, "1-9999,29000-61000", &[(10_000, 28_999), (61_001, 65_535)], &[], (32_768, 60_999))]
+    #[case::nearly_all_are_excluded(DEFAULT, "1-65500", &[(65_501, 65_535)], &[], (1_024, 61_439))]
     #[case::up_to_the_end(10_000..=65_535, "", &[(1_024, 9_999)], &[(10_000, 29_999), (32_768, 65_535)], (10_000, 65_535))]
     #[case::from_the_start(1..=50_000, "", &[(50_001, 65_535)], &[(1_024, 29_999), (32_768, 50_000)], (1_024, 50_000))]
     #[case::nearly_all(1_024..=65_000, "", &[(61_440, 65_535)], &[(1_024, 29_999), (32_768, 61_439)], (1_024, 61_439))]
@@ -125,14 +125,14 @@ mod tests {
     #[case::well_known_ones(100..=200, "", &[(61_440, 65_535)], &[(1_024, 29_999), (32_768, 61_439)], (1_024, 61_439))]
     fn ports_around_the_local_ones(
         #[case] local: RangeInclusive<u16>,
-        #[case] reserved: &str,
-        #[case] apart: Runs<'_>,
+        #[case] excluded: &str,
+        #[case] reserved: Runs<'_>,
         #[case] others: Runs<'_>,
         #[case] netfilter: (u16, u16),
     ) {
-        let found = SourcePorts::around(&local, &parse_list(reserved));
-        let (found_apart, found_others) = found.programs.ports.split_at(found.programs.apart);
-        assert_eq!((runs(found_apart).as_slice(), runs(found_others).as_slice()), (apart, others));
+        let found = SourcePorts::around(&local, &parse_list(excluded));
+        let (found_reserved, found_others) = found.programs.ports.split_at(found.programs.reserved);
+        assert_eq!((runs(found_reserved).as_slice(), runs(found_others).as_slice()), (reserved, others));
         assert_eq!((found.netfilter.first, found.netfilter.last), netfilter);
     }
 
@@ -147,13 +147,13 @@ mod tests {
         fn no_port_has_two_owners(
             first in 1..=u16::MAX,
             last in FIRST..=u16::MAX,
-            reserved in proptest::collection::vec((1..=u16::MAX, 0..2_000u16), 0..5),
+            excluded in proptest::collection::vec((1..=u16::MAX, 0..2_000u16), 0..5),
         ) {
             prop_assume!(first <= last);
-            let reserved: Vec<_> =
-                reserved.into_iter().map(|(first, length)| first..=first.saturating_add(length)).collect();
-            let SourcePorts { programs, apart_ranges, netfilter } =
-                SourcePorts::around(&(first..=last), &reserved);
+            let excluded: Vec<_> =
+                excluded.into_iter().map(|(first, length)| first..=first.saturating_add(length)).collect();
+            let SourcePorts { programs, reserved_ranges, netfilter } =
+                SourcePorts::around(&(first..=last), &excluded);
             prop_assert!(netfilter.first <= netfilter.last);
             let mut unique = programs.ports.clone();
             unique.sort_unstable();
@@ -161,11 +161,11 @@ mod tests {
             prop_assert_eq!(unique.len(), programs.ports.len());
             for port in &programs.ports {
                 prop_assert!(*port >= FIRST && !NODE_PORTS.contains(port));
-                prop_assert!(!reserved.iter().any(|range| range.contains(port)));
+                prop_assert!(!excluded.iter().any(|range| range.contains(port)));
             }
-            for port in &programs.ports[..programs.apart] {
+            for port in &programs.ports[..programs.reserved] {
                 prop_assert!(*port < netfilter.first || netfilter.last < *port);
-                prop_assert!(PortRanges(apart_ranges).contain(Port::new(*port)));
+                prop_assert!(PortRanges(reserved_ranges).contain(Port::new(*port)));
             }
         }
     }

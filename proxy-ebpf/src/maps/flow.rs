@@ -112,8 +112,10 @@ fn inserted(result: Result<(), i32>) -> Result<(), InsertError> {
 #[inline(always)]
 fn masquerade_port(random: u32, attempt: u32) -> Port {
     let Some(settings) = settings() else { return Port::NONE };
-    let pool =
-        PortPool { ports: settings.masquerade_ports.into(), apart: settings.masquerade_ports_apart.into() };
+    let pool = PortPool {
+        ports: settings.masquerade_ports.into(),
+        reserved: settings.masquerade_ports_reserved.into(),
+    };
     if pool.ports == 0 {
         return Port::NONE;
     }
@@ -282,8 +284,8 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
-            fn is_apart(&self, port: Port) -> bool {
-                settings().is_some_and(|settings| PortRanges(settings.apart_ports).contain(port))
+            fn is_reserved(&self, port: Port) -> bool {
+                settings().is_some_and(|settings| PortRanges(settings.reserved_ports).contain(port))
             }
 
             #[inline(always)]

@@ -38,7 +38,7 @@ pub(in crate::flow) fn insert<F: Family, T: FlowTables<F>>(
     flow.next_hop = KnownHop::default();
     flow.opened = tables.now();
     flow.last_seen = flow.opened;
-    if flow.flags & (FLOW_OVERLAPPING | FLOW_APART) != 0 {
+    if flow.flags & (FLOW_OVERLAPPING | FLOW_KEYED_BY_ORIGIN) != 0 {
         // The flow whose ends it has may end first.
         tables.set_moved(packet.source_port);
     }

@@ -36,8 +36,8 @@ pub(super) fn open<F: Family, T: FlowTables<F>>(
     if overlapping_flow != OverlappingFlow::None {
         scratch.flow.flags |= FLOW_OVERLAPPING;
     }
-    if scratch.is_apart {
-        scratch.flow.flags |= FLOW_APART;
+    if scratch.is_keyed_by_origin {
+        scratch.flow.flags |= FLOW_KEYED_BY_ORIGIN;
     }
     if overlapping_flow == OverlappingFlow::Masqueraded {
         scratch.flow.flags |= FLOW_HOST_CONNECTION;

@@ -40,8 +40,8 @@ pub(in crate::flow) fn is_one<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
     sockets: &impl PodSockets<F::Address>,
 ) -> bool {
-    let Scratch { packet, origin, overlapping_flow, is_apart, .. } = &*scratch;
-    let is_strange = *overlapping_flow != OverlappingFlow::None || *is_apart;
+    let Scratch { packet, origin, overlapping_flow, is_keyed_by_origin, .. } = &*scratch;
+    let is_strange = *overlapping_flow != OverlappingFlow::None || *is_keyed_by_origin;
     packet.goes_on()
         && *origin != Origin::Host
         && !is_strange

@@ -108,5 +108,5 @@ fn may_be_mistaken<F: Family, T: FlowTables<F>>(
     if tables.frontend(&FrontendKey::of_node_port(port, packet.protocol)).is_some() {
         return !is_made_here;
     }
-    tables.is_apart(port) && !(is_made_here && NODE_PORTS.contains(&port.number()))
+    tables.is_reserved(port) && !(is_made_here && NODE_PORTS.contains(&port.number()))
 }

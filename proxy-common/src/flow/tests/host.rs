@@ -357,7 +357,7 @@ impl FlowTables<V4> for Host {
         self.moved.borrow_mut().insert(port);
     }
 
-    fn is_apart(&self, port: Port) -> bool {
+    fn is_reserved(&self, port: Port) -> bool {
         self.ports.contains(&port.number())
     }
 
@@ -366,7 +366,7 @@ impl FlowTables<V4> for Host {
     }
 
     fn masquerade_port(&self, random: u32, attempt: u32) -> Port {
-        let pool = PortPool { ports: self.ports.len() as u32, apart: 0 };
+        let pool = PortPool { ports: self.ports.len() as u32, reserved: 0 };
         let place = pool.place(random, attempt) as u16;
         if self.ports.is_empty() { Port::NONE } else { Port::new(self.ports.start + place) }
     }

@@ -174,7 +174,7 @@ fn without_another_port_it_is_refused_with_a_reason() {
 
 /// Netfilter masquerades to any port from 1024 on.
 #[rstest]
-#[case::apart(20_000)]
+#[case::reserved(20_000)]
 #[case::of_sockets(30_080)]
 fn answers_to_a_port_that_is_a_node_port_open_no_flow(#[case] number: u16) {
     let node_port = (NODE, Port::new(number));

@@ -78,7 +78,7 @@ fn a_direct_connection_goes_on_when_the_overlapping_flow_is_gone(
 
 /// A client elsewhere has forged the ends of the direct connection before it began.
 #[test]
-fn a_direct_connection_apart_goes_on_when_the_overlapping_flow_is_gone() {
+fn a_direct_connection_keyed_by_origin_goes_on_when_the_overlapping_flow_is_gone() {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
     let endpoint = (flow.backend, PORT);

@@ -133,7 +133,7 @@ pub(super) fn masquerade(addresses: &[IpAddr]) -> ([u8; 4], [u8; 16]) {
 
 /// Writes the ports for translated sources, and returns true if they have changed.
 pub(super) fn write_masquerade_ports(shared: &Common) -> Result<bool, Error> {
-    let SourcePorts { programs, apart_ranges, .. } = SourcePorts::read();
+    let SourcePorts { programs, reserved_ranges, .. } = SourcePorts::read();
     let table = &shared.tables.masquerade_ports;
     let mut changed = false;
     // The ports come before the settings, which say how many there are. A port that programs
@@ -147,9 +147,9 @@ pub(super) fn write_masquerade_ports(shared: &Common) -> Result<bool, Error> {
         }
     }
     changed |= shared.write_settings(|settings| {
-        settings.apart_ports = apart_ranges;
+        settings.reserved_ports = reserved_ranges;
         settings.masquerade_ports = programs.ports.len() as u16;
-        settings.masquerade_ports_apart = programs.apart as u16;
+        settings.masquerade_ports_reserved = programs.reserved as u16;
     })?;
     Ok(changed)
 }

@@ -6,8 +6,8 @@ use std::time::Duration;
 use proxy_common::{
     flow::{self, FlowLifetimes},
     layout::{
-        FIN_ACKNOWLEDGED, FLOW_APART, FLOW_HOST_CONNECTION, FLOW_MASQUERADE, FLOW_OVERLAPPING, Flow, FlowKey,
-        PROGRESS_CONFIRMED, PROTOCOL_TCP, RESET_CONFIRMED,
+        FIN_ACKNOWLEDGED, FLOW_HOST_CONNECTION, FLOW_KEYED_BY_ORIGIN, FLOW_MASQUERADE, FLOW_OVERLAPPING,
+        Flow, FlowKey, PROGRESS_CONFIRMED, PROTOCOL_TCP, RESET_CONFIRMED,
     },
     port::Port,
 };
@@ -93,7 +93,7 @@ fn flows_expire_as_the_configuration_says() {
 
 /// A port is forgotten after its last flow, and not before.
 #[rstest]
-#[case::apart(FLOW_APART)]
+#[case::keyed_by_origin(FLOW_KEYED_BY_ORIGIN)]
 #[case::overlapping(FLOW_OVERLAPPING)]
 #[case::host_connection(FLOW_HOST_CONNECTION | FLOW_OVERLAPPING)]
 fn a_port_is_moved_as_long_as_a_flow_needs_it(#[case] flags: u32) {

@@ -53,7 +53,7 @@ fn of_no_flow<W: Tables + 'static>() -> Vec<Path<W>> {
     for (name, segment) in leaving {
         let step = Step::passes("uplink_egress", Packet::alone::<W>(&segment));
         paths.push(Path::new(name, step).with(|s| {
-            let mut settings = Settings { apart_ports: [[20_000, 29_999], [1, 0]], ..Settings::default() };
+            let mut settings = Settings { reserved_ports: [[20_000, 29_999], [1, 0]], ..Settings::default() };
             W::set_masquerade(&mut settings, W::address(KnownAddress::Node));
             s.world.set_settings(settings)?;
             Ok(Devices::default())

@@ -184,9 +184,9 @@ impl<'w, W: Tables> Scene<'w, W> {
     pub(crate) fn masquerade_as(&mut self, place: KnownAddress, ports: [[u16; 2]; 2]) -> Result<()> {
         let ranges = ports.map(|[first, last]| first..=last);
         let mut settings = Settings {
-            apart_ports: ports,
+            reserved_ports: ports,
             masquerade_ports: ranges.iter().map(|range| range.len() as u16).sum(),
-            masquerade_ports_apart: ranges[0].len() as u16,
+            masquerade_ports_reserved: ranges[0].len() as u16,
             ..Settings::default()
         };
         self.world.set_masquerade_ports(&ranges.into_iter().flatten().collect::<Vec<_>>())?;

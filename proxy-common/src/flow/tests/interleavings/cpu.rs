@@ -327,8 +327,8 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
         });
     }
 
-    fn is_apart(&self, port: Port) -> bool {
-        self.host.is_apart(port)
+    fn is_reserved(&self, port: Port) -> bool {
+        self.host.is_reserved(port)
     }
 
     fn first_fragment(&self, _: &FragmentKey<A>, _: &mut FirstFragment<A>) -> bool {

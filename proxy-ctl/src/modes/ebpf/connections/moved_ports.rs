@@ -13,7 +13,7 @@
 use std::collections::HashSet;
 
 use proxy_common::{
-    layout::{FLOW_APART, FLOW_OVERLAPPING, Flow},
+    layout::{FLOW_KEYED_BY_ORIGIN, FLOW_OVERLAPPING, Flow},
     port::Port,
 };
 
@@ -44,7 +44,7 @@ impl MovedPorts {
         table: &Table<u32, u32>,
         flows: impl Iterator<Item = Flow<A>>,
     ) -> Result<(), Error> {
-        for flow in flows.filter(|flow| flow.flags & (FLOW_APART | FLOW_OVERLAPPING) != 0) {
+        for flow in flows.filter(|flow| flow.flags & (FLOW_KEYED_BY_ORIGIN | FLOW_OVERLAPPING) != 0) {
             let port = flow.client_port();
             if self.generation != 0 && !self.met.contains(&port) && port != Port::NONE {
                 table.set(&u32::from(port.number()), &self.generation)?;

@@ -24,7 +24,11 @@ pub(in crate::cases) const CASES: &[Case] = &[
         .core()
         .differs(super::policy::accepted_first),
     Case::new("source ranges: their end takes no connection along", Variants::All, connections_stay),
-    Case::new("source ranges: answers reach the flows that they are for", Variants::All, flows_apart),
+    Case::new(
+        "source ranges: answers reach the flows that they are for",
+        Variants::All,
+        answers_reach_their_flows,
+    ),
     Case::new("source ranges: nothing of them stays", Variants::Once, nothing_stays),
 ];
 
@@ -99,7 +103,7 @@ fn connections_stay(world: &mut World, variant: Variant) -> Result<()> {
 }
 
 /// Opens flows of two addresses to one endpoint. It sees the node as the source of both.
-fn flows_apart(world: &mut World, variant: Variant) -> Result<()> {
+fn answers_reach_their_flows(world: &mut World, variant: Variant) -> Result<()> {
     crate::cases::skip_confused_flows(world, variant)?;
     world.set_service(&restricted_to(world, OUTSIDE)?, RESTRICTED.endpoints)?;
     for target in

@@ -54,8 +54,8 @@ pub(super) fn arriving_with_ports<F: Family, T: FlowTables<F>>(
     // Not of a packet inside the one that was looked at.
     let has_no_flow = scratch.is_parsed && scratch.has_no_flow && !scratch.is_unpacked();
     let mut met = if has_no_flow { None } else { find(tables, scratch) };
-    if met.is_none() && tables.is_moved(scratch.packet.source_port) {
-        tables.run(scratch, Routine::FindMoved);
+    if met.is_none() && tables.is_remapped(scratch.packet.source_port) {
+        tables.run(scratch, Routine::FindRemapped);
         met = find(tables, scratch);
     }
     if let Some(met) = met {

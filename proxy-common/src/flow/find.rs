@@ -78,7 +78,7 @@ pub(super) fn find_by_origin<F: Family, T: FlowTables<F>>(
 /// Sets `scratch.key` to another key at which the arriving packet has its flow, if it has one. The
 /// flow with the usual key has ended first.
 #[inline(always)]
-pub(super) fn find_moved<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+pub(super) fn find_remapped<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     let origin_bits = FlowKey::<F::Address>::origin_bits(open::flag_of(scratch.origin));
     for overlapping in [origin_bits, 1 | origin_bits, 1] {
         scratch.key.overlapping = overlapping;

@@ -42,7 +42,7 @@ pub fn arriving_known<F: Family, T: FlowTables<F>>(
         Known::NoFlow => {
             let packet = &scratch.packet;
             let may_be_unknown = packet.goes_on() && tables.may_be_frontend(&packet.destination);
-            let is_of_nobody = !packet.opens() && !may_be_unknown && !tables.is_moved(packet.source_port);
+            let is_of_nobody = !packet.opens() && !may_be_unknown && !tables.is_remapped(packet.source_port);
             return is_of_nobody.then_some(Err(Reason::NotAService));
         }
     };
@@ -78,7 +78,7 @@ pub fn leaving_known<F: Family, T: FlowTables<F>>(
         Known::NoFlow => {
             let packet = &scratch.packet;
             let may_be_host_connection = packet.opens() || packet.segment.has(TCP_FIN | TCP_RST);
-            let is_of_nobody = !may_be_host_connection && !tables.is_moved(packet.source_port);
+            let is_of_nobody = !may_be_host_connection && !tables.is_remapped(packet.source_port);
             return is_of_nobody.then_some(Err(Reason::NotAService));
         }
     };

@@ -50,7 +50,7 @@ pub(super) fn leaving_with_ports<F: Family, T: FlowTables<F>>(
         scratch.overlapping_flow = OverlappingFlow::Masqueraded;
     }
     let has_overlapping_flow = scratch.overlapping_flow != OverlappingFlow::None;
-    if has_overlapping_flow || (found.is_none() && tables.is_moved(scratch.packet.source_port)) {
+    if has_overlapping_flow || (found.is_none() && tables.is_remapped(scratch.packet.source_port)) {
         scratch.key.overlapping = 1;
         found = find(tables, scratch);
         if found.is_some() && scratch.packet.opens() && scratch.flow.state.has_ended() {
@@ -60,7 +60,7 @@ pub(super) fn leaving_with_ports<F: Family, T: FlowTables<F>>(
     }
     if from_host && !has_overlapping_flow {
         let is_anothers = found.is_some_and(|found| is_another_clients(scratch, found.step));
-        if is_anothers || (found.is_none() && tables.is_moved(scratch.packet.source_port)) {
+        if is_anothers || (found.is_none() && tables.is_remapped(scratch.packet.source_port)) {
             scratch.key.overlapping = 0;
             found = find_by_origin(tables, scratch);
             scratch.is_keyed_by_origin = is_anothers && found.is_none();

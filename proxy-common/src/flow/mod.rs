@@ -65,7 +65,7 @@ pub use open::{
     flood_limit::{OPENING_SERVICES, ServiceOpenings, openings_per_window},
     unknown::frontend_address_bit,
 };
-pub use ports::host_connection::is_moved;
+pub use ports::host_connection::is_remapped;
 pub use routine::{Routine, run};
 pub use scratch::{Clock, Scratch};
 pub use tcp::Speaker;

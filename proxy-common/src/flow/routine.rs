@@ -3,7 +3,7 @@
 
 use super::{
     FlowTables, Scratch, direct, entries,
-    find::find_moved,
+    find::find_remapped,
     forward, fragments,
     open::{self, prepare},
     ports::{alias, host_connection, masquerade},
@@ -23,7 +23,7 @@ pub enum Routine {
     /// Learns what a segment says that is not like most.
     HearRare,
     /// Sets `key` to another one at which the packet may have its flow.
-    FindMoved,
+    FindRemapped,
     /// Makes `flow` one to what the packet dials, if it dials something: `failure`.
     Prepare,
     /// Inserts `flow`: `failure`.
@@ -82,7 +82,7 @@ pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
         Routine::HearRare => tcp::hear_rare(tables, scratch),
         Routine::TryAliasPort => scratch.tried = alias::try_port(tables, scratch),
         Routine::TryMasqueradePort => scratch.tried = masquerade::try_port(tables, scratch),
-        Routine::FindMoved => find_moved(tables, scratch),
+        Routine::FindRemapped => find_remapped(tables, scratch),
         Routine::Prepare => scratch.failure = prepare(tables, scratch).err(),
         Routine::Insert => scratch.failure = open::insert(tables, scratch).err(),
         Routine::Masquerade => scratch.failure = masquerade::masquerade(tables, scratch).err(),

@@ -102,8 +102,8 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     fn forget_host_connection(&self, key: &FlowKey<F::Address>);
     /// Returns true if a flow may have another key than its packets from this source port say: it
     /// is a `FLOW_OVERLAPPING` or `FLOW_KEYED_BY_ORIGIN`.
-    fn is_moved(&self, port: Port) -> bool;
-    fn set_moved(&self, port: Port);
+    fn is_remapped(&self, port: Port) -> bool;
+    fn set_remapped(&self, port: Port);
     /// Returns true if the kernel gives this port to no socket of the node.
     fn is_reserved(&self, port: Port) -> bool;
     /// Copies a record of `fragments4/6`. False: there is none, or another has taken its place meanwhile.

@@ -128,7 +128,7 @@ fn masquerade_port(random: u32, attempt: u32) -> Port {
 }
 
 #[inline(always)]
-fn generation_of_moved_ports() -> u32 {
+fn generation_of_remapped_ports() -> u32 {
     // A former controller has left 0 there, and programs have set ports to 1.
     maps::moved_ports.get(u32::from(Port::NONE.number())).map_or(1, |generation| (*generation).max(1))
 }
@@ -167,7 +167,7 @@ routines! {
     TryAliasPort: try_alias_port4 try_alias_port6;
     TryMasqueradePort: try_masquerade_port4 try_masquerade_port6;
     HearRare: hear_rare4 hear_rare6;
-    FindMoved: find_moved4 find_moved6;
+    FindRemapped: find_remapped4 find_remapped6;
     Prepare: prepare4 prepare6;
     Insert: insert4 insert6;
     Masquerade: masquerade4 masquerade6;
@@ -263,19 +263,19 @@ macro_rules! flow_tables {
             }
 
             #[inline(always)]
-            fn is_moved(&self, port: Port) -> bool {
+            fn is_remapped(&self, port: Port) -> bool {
                 // Most ports were never set: then the generation is not looked up.
                 maps::moved_ports.get(u32::from(port.number())).is_some_and(|set_in| {
-                    *set_in != 0 && flow::is_moved(*set_in, generation_of_moved_ports())
+                    *set_in != 0 && flow::is_remapped(*set_in, generation_of_remapped_ports())
                 })
             }
 
             #[inline(always)]
-            fn set_moved(&self, port: Port) {
+            fn set_remapped(&self, port: Port) {
                 if port == Port::NONE {
                     return;
                 }
-                let generation = generation_of_moved_ports();
+                let generation = generation_of_remapped_ports();
                 if let Some(set_in) = maps::moved_ports.get_ptr_mut(u32::from(port.number())) {
                     // SAFETY: the pointer is to a map value, aligned to 4. Others write this
                     // generation too, or the one before or after it.

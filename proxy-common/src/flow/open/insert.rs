@@ -40,7 +40,7 @@ pub(in crate::flow) fn insert<F: Family, T: FlowTables<F>>(
     flow.last_seen = flow.opened;
     if flow.flags & (FLOW_OVERLAPPING | FLOW_KEYED_BY_ORIGIN) != 0 {
         // The flow whose ends it has may end first.
-        tables.set_moved(packet.source_port);
+        tables.set_remapped(packet.source_port);
     }
     if take_backend_key(tables, scratch)? == Try::Joined {
         // The other packet of a race is a step ahead, or only this entry was left of the flow.

@@ -17,12 +17,12 @@ use crate::{
 /// Nanoseconds after which a flow may have the ends of a host connection's datagrams. As long as conntrack keeps them.
 const KEPT: u64 = 120_000_000_000;
 
-/// Returns true if a port of the table `moved_ports` counts. `set_in` is its value: the generation
+/// Returns true if a port of `moved_ports` counts. `set_in` is its value: the generation
 /// in which a program has set it, or the controller has met a flow for which it was set.
 /// `generation` is the current one, which the table has for port 0. The controller begins another
 /// one after it has met all flows, so that whatever is two generations old stands for no flow.
 #[inline(always)]
-pub const fn is_moved(set_in: u32, generation: u32) -> bool {
+pub const fn is_remapped(set_in: u32, generation: u32) -> bool {
     set_in != 0 && generation.saturating_sub(set_in) < 2
 }
 

@@ -60,7 +60,7 @@ pub(super) struct Host {
     pub(super) tables: HostTables<V4>,
     pub(super) flows: RefCell<Flows>,
     pub(super) host_connections: RefCell<HashMap<FlowKey<A>, u64>>,
-    pub(super) moved: RefCell<HashSet<Port>>,
+    pub(super) remapped: RefCell<HashSet<Port>>,
     pub(super) fragments: RefCell<HashMap<FragmentKey<A>, FirstFragment<A>>>,
     pub(super) clock: Cell<u64>,
     pub(super) dice: RefCell<VecDeque<u32>>,
@@ -113,7 +113,7 @@ impl Host {
             tables,
             flows: RefCell::default(),
             host_connections: RefCell::default(),
-            moved: RefCell::default(),
+            remapped: RefCell::default(),
             fragments: RefCell::default(),
             clock: Cell::new(100 * SECOND),
             dice: RefCell::default(),
@@ -349,12 +349,12 @@ impl FlowTables<V4> for Host {
         self.host_connections.borrow_mut().remove(key);
     }
 
-    fn is_moved(&self, port: Port) -> bool {
-        self.moved.borrow().contains(&port)
+    fn is_remapped(&self, port: Port) -> bool {
+        self.remapped.borrow().contains(&port)
     }
 
-    fn set_moved(&self, port: Port) {
-        self.moved.borrow_mut().insert(port);
+    fn set_remapped(&self, port: Port) {
+        self.remapped.borrow_mut().insert(port);
     }
 
     fn is_reserved(&self, port: Port) -> bool {

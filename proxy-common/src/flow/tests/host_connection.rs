@@ -132,7 +132,7 @@ fn who_meets_a_masqueraded_flow_gets_another_port(#[case] protocol: u8) {
 #[test]
 fn who_meets_none_keeps_its_port() {
     let host = Host::new();
-    host.set_moved(FIRST_PORT.1);
+    host.set_remapped(FIRST_PORT.1);
     passes(&host, &of_host_connection(PROTOCOL_TCP, TCP_SYN));
     assert_eq!(source_of_flow(&host, PROTOCOL_TCP), Ok(LAST_PORT));
 }
@@ -246,6 +246,6 @@ fn clients_of_a_former_proxys_socket_get_flows(#[case] is_known_before: bool) {
 #[case::two_generations_ago(5, 7, false)]
 #[case::the_generation_is_just_raised(8, 7, true)]
 #[case::by_a_former_version(1, 1, true)]
-fn ports_that_count_as_moved(#[case] set_in: u32, #[case] generation: u32, #[case] expected: bool) {
-    assert_eq!(is_moved(set_in, generation), expected);
+fn ports_that_count_as_remapped(#[case] set_in: u32, #[case] generation: u32, #[case] expected: bool) {
+    assert_eq!(is_remapped(set_in, generation), expected);
 }

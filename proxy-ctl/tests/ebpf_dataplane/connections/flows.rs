@@ -96,30 +96,30 @@ fn flows_expire_as_the_configuration_says() {
 #[case::keyed_by_origin(FLOW_KEYED_BY_ORIGIN)]
 #[case::overlapping(FLOW_OVERLAPPING)]
 #[case::host_connection(FLOW_HOST_CONNECTION | FLOW_OVERLAPPING)]
-fn a_port_is_moved_as_long_as_a_flow_needs_it(#[case] flags: u32) {
+fn a_port_is_remapped_as_long_as_a_flow_needs_it(#[case] flags: u32) {
     const GENERATION: u32 = 0;
     let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
-    let moved: Map<u32, u32> = sandbox.map("moved_ports");
+    let remapped: Map<u32, u32> = sandbox.map("moved_ports");
     let opening: Flows = sandbox.map("opening_flows4");
     let mut flow = reset(Port::new(1_000), clock::since_boot());
     (flow.flags, flow.state.reset) = (flags, 0);
     opening.set(&flow.client_key(), &flow).unwrap();
     // A former version has set both to 1.
     for port in [1_000, 2_000] {
-        moved.set(&port, &1).unwrap();
+        remapped.set(&port, &1).unwrap();
     }
-    let is_moved = |port: u32| {
-        let generation = moved.get(&GENERATION).unwrap().unwrap().max(1);
-        flow::is_moved(moved.get(&port).unwrap().unwrap(), generation)
+    let is_remapped = |port: u32| {
+        let generation = remapped.get(&GENERATION).unwrap().unwrap().max(1);
+        flow::is_remapped(remapped.get(&port).unwrap().unwrap(), generation)
     };
-    assert!(is_moved(1_000) && is_moved(2_000));
+    assert!(is_remapped(1_000) && is_remapped(2_000));
     // Empty tables are looked at in every tenth call.
     for _ in 0..100 {
         dataplane.collect_garbage().unwrap();
-        assert!(is_moved(1_000));
+        assert!(is_remapped(1_000));
     }
-    assert!(!is_moved(2_000));
+    assert!(!is_remapped(2_000));
     opening.remove(&flow.client_key()).unwrap();
     (0..100).for_each(|_| dataplane.collect_garbage().unwrap());
-    assert!(!is_moved(1_000));
+    assert!(!is_remapped(1_000));
 }

@@ -93,7 +93,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         tcp::<W>(group, &format!("untouched: {name}"), move |s| {
             serve(s, EXTERNAL, FRONTEND_EXTERNAL)?;
             change(s)?;
-            // No other case uses this port: ports of moved connections take the slow path.
+            // No other case uses this port: remapped ports take the slow path.
             expect_untouched(s, &s.packet((CLIENT.0, 39_999), EXTERNAL, TCP_ACK))
         });
     }

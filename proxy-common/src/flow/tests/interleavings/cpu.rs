@@ -20,7 +20,7 @@ pub(super) struct Shared {
     pub(super) elements: BTreeMap<Id, Flow<A>>,
     pub(super) flows: BTreeMap<(Stage, FlowKey<A>), Id>,
     pub(super) host_connections: BTreeMap<FlowKey<A>, u64>,
-    pub(super) moved: BTreeSet<Port>,
+    pub(super) remapped: BTreeSet<Port>,
     /// Open ones of each backend.
     pub(super) connections: BTreeMap<u32, i64>,
     /// In the order in which they were remembered.
@@ -38,7 +38,7 @@ impl Shared {
         }
         shared.host_connections =
             host.host_connections.borrow().iter().map(|(key, seen)| (*key, *seen)).collect();
-        shared.moved = host.moved.borrow().iter().copied().collect();
+        shared.remapped = host.remapped.borrow().iter().copied().collect();
         shared.connections = host.tables.open.borrow().clone().into_iter().collect();
         shared.affinity =
             host.tables.affinity.borrow().iter().map(|(key, known)| (*key, known.read())).collect();
@@ -49,7 +49,7 @@ impl Shared {
         let element = |id: &Id| &*Box::leak(Box::new(Cell::new(self.elements[id])));
         *host.flows.borrow_mut() = self.flows.iter().map(|(key, id)| (*key, element(id))).collect();
         *host.host_connections.borrow_mut() = self.host_connections.clone().into_iter().collect();
-        *host.moved.borrow_mut() = self.moved.clone().into_iter().collect();
+        *host.remapped.borrow_mut() = self.remapped.clone().into_iter().collect();
         *host.tables.open.borrow_mut() = self.connections.clone().into_iter().collect();
         *host.tables.affinity.borrow_mut() =
             self.affinity.iter().map(|(key, affinity)| (*key, KnownClient::new(*affinity))).collect();
@@ -65,7 +65,7 @@ pub(super) enum Answer {
     Entry(Option<Flow<A>>),
     Inserted(Result<(), InsertError>),
     Seen(Option<u64>),
-    Moved(bool),
+    Remapped(bool),
     Client(Option<usize>),
     Affinity(Affinity),
     Remembered(bool),
@@ -312,17 +312,18 @@ impl<'a> FlowTables<V4> for &'a Cpu<'a> {
         });
     }
 
-    fn is_moved(&self, port: Port) -> bool {
-        let Answer::Moved(is_moved) = self.access(|shared, _| Answer::Moved(shared.moved.contains(&port)))
+    fn is_remapped(&self, port: Port) -> bool {
+        let Answer::Remapped(is_remapped) =
+            self.access(|shared, _| Answer::Remapped(shared.remapped.contains(&port)))
         else {
             unreachable!("another access")
         };
-        is_moved
+        is_remapped
     }
 
-    fn set_moved(&self, port: Port) {
+    fn set_remapped(&self, port: Port) {
         self.access(|shared, _| {
-            shared.moved.insert(port);
+            shared.remapped.insert(port);
             Answer::Done
         });
     }

@@ -13,8 +13,8 @@ use proxy_common::{
 
 use super::{
     count::{Recount, UnprovenRecount},
-    moved_ports::MovedPorts,
     netfilter_ports::{EndedConnections, Judged, not_dialled},
+    remapped_ports::RemappedPorts,
 };
 use crate::{
     modes::ebpf::{
@@ -214,11 +214,12 @@ impl<F: TableFamily> Collector<F> {
         tables: &FamilyTables<F>,
         lifetimes: &FlowLifetimes,
         now: u64,
-        (moved, moved_ports): (&mut MovedPorts, &Table<u32, u32>),
+        (remapped, remapped_ports): (&mut RemappedPorts, &Table<u32, u32>),
         failures: &mut Failures,
     ) {
         for (stage, name) in [(Stage::Opening, F::OPENING_FLOWS), (Stage::Established, F::FLOWS)] {
-            if let Err(error) = self.walk(tables, stage, lifetimes, now, (&mut *moved, moved_ports), failures)
+            if let Err(error) =
+                self.walk(tables, stage, lifetimes, now, (&mut *remapped, remapped_ports), failures)
             {
                 failures.add(name, error);
             }
@@ -231,7 +232,7 @@ impl<F: TableFamily> Collector<F> {
         stage: Stage,
         lifetimes: &FlowLifetimes,
         now: u64,
-        (moved, moved_ports): (&mut MovedPorts, &Table<u32, u32>),
+        (remapped, remapped_ports): (&mut RemappedPorts, &Table<u32, u32>),
         failures: &mut Failures,
     ) -> Result<(), Error> {
         let table = tables.flow_table(stage);
@@ -257,7 +258,7 @@ impl<F: TableFamily> Collector<F> {
         let (recount, recount_unproven, ended) = (&mut self.recount, &mut self.unproven, &mut self.ended);
         let is_at_end = walk.go_on(table, |slice| {
             let mut expired = 0;
-            moved.see(moved_ports, slice.iter().map(|(_, flow)| *flow))?;
+            remapped.see(remapped_ports, slice.iter().map(|(_, flow)| *flow))?;
             if let Some(recount) = recount.as_mut().filter(|_| stage == Stage::Established) {
                 let counted = slice.iter().filter(|(key, flow)| is_counted(stage, key, flow));
                 counted.for_each(|(_, flow)| recount.see(flow.backend_id));

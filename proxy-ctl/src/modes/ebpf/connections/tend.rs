@@ -10,7 +10,7 @@ use super::{
     affinity::AffinityCollector,
     counting::ConnectionCount,
     expire::Collector,
-    moved_ports::{MovedPorts, Walks},
+    remapped_ports::{RemappedPorts, Walks},
     stale_sockets::StaleSockets,
 };
 use crate::{
@@ -30,7 +30,7 @@ use crate::{
 pub(crate) struct Connections {
     pub(crate) flows4: Collector<V4>,
     pub(crate) flows6: Collector<V6>,
-    moved_ports: MovedPorts,
+    remapped_ports: RemappedPorts,
     pub(crate) affinity: AffinityCollector,
     pub(crate) lifetimes: FlowLifetimes,
     pub(crate) stale_sockets: StaleSockets,
@@ -45,7 +45,7 @@ impl Connections {
         Self {
             flows4: Collector::default(),
             flows6: Collector::default(),
-            moved_ports: MovedPorts::default(),
+            remapped_ports: RemappedPorts::default(),
             affinity: AffinityCollector::default(),
             lifetimes: FlowLifetimes::default(),
             stale_sockets,
@@ -70,17 +70,17 @@ impl Connections {
 
     /// Continues the walks through the flow maps, and removes flows that have expired.
     pub(crate) fn collect_flows(&mut self, services: &Services, failures: &mut Failures) {
-        let Self { flows4, flows6, moved_ports, lifetimes, .. } = self;
+        let Self { flows4, flows6, remapped_ports, lifetimes, .. } = self;
         let Services { shared, v4, v6, .. } = services;
-        let (now, table) = (clock::since_boot(), &shared.tables.moved_ports);
+        let (now, table) = (clock::since_boot(), &shared.tables.remapped_ports);
         let failed_before = failures.count();
-        flows4.collect(&v4.tables, lifetimes, now, (&mut *moved_ports, table), failures);
-        flows6.collect(&v6.tables, lifetimes, now, (&mut *moved_ports, table), failures);
+        flows4.collect(&v4.tables, lifetimes, now, (&mut *remapped_ports, table), failures);
+        flows6.collect(&v6.tables, lifetimes, now, (&mut *remapped_ports, table), failures);
         if failures.count() > failed_before {
             self.begin_generation();
         } else {
             let walks = self.walks();
-            failures.see("ports of flows with another key", self.moved_ports.tend(table, walks));
+            failures.see("ports of flows with another key", self.remapped_ports.tend(table, walks));
         }
     }
 
@@ -97,7 +97,7 @@ impl Connections {
     }
 
     fn begin_generation(&mut self) {
-        self.moved_ports.begin(self.walks());
+        self.remapped_ports.begin(self.walks());
     }
 
     fn walks(&self) -> Walks {

@@ -1,4 +1,4 @@
-//! The map `moved_ports`: source ports of flows that may have another key than their packets say.
+//! The map `moved_ports`: source ports of flows with another key than their packets say.
 //!
 //! Programs set a port before they insert such a flow. Nobody clears a port: a program could set it
 //! in the same moment, and its flow would not be found. Instead, each port has the number of the
@@ -28,7 +28,7 @@ const WALKS: u64 = 2;
 
 /// The current generation of the map, and the ports that were set in it.
 #[derive(Debug, Default)]
-pub(crate) struct MovedPorts {
+pub(crate) struct RemappedPorts {
     /// The number of the current generation; 0 until it has been read.
     generation: u32,
     /// The ports that walks have set in this generation.
@@ -37,7 +37,7 @@ pub(crate) struct MovedPorts {
     until: Walks,
 }
 
-impl MovedPorts {
+impl RemappedPorts {
     /// Sets the ports of those flows that have another key than their packets.
     pub(crate) fn see<A>(
         &mut self,

@@ -215,7 +215,7 @@ pub(super) fn go_on<F: Family, T: FlowTables<F>>(
     if scratch.packet.is_error() {
         return Ok(());
     }
-    tables.run(scratch, Routine::HearClient);
+    tables.run(scratch, Routine::TrackClient);
     let Scratch { flow, stage, packet, .. } = &*scratch;
     let is_opening = *stage == Stage::Opening;
     if flow.state.has_ended() || (is_closing(flow) && !is_opening) {
@@ -237,7 +237,7 @@ pub(super) fn go_on<F: Family, T: FlowTables<F>>(
 /// is believed to receive answers once it goes on: its flow is established by a segment that comes a second after the flow's last stamp, or by
 /// a datagram that comes seconds after the first one.
 #[inline(always)]
-pub(super) fn hear_client<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+pub(super) fn track_client<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     let Some(entry) = tables.flow(scratch.stage, &scratch.key) else { return };
     if entry.opened() != scratch.flow.opened {
         return;
@@ -274,7 +274,7 @@ pub(super) fn hear_client<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut
             entry.write(Change::Reached(Speaker::Backend, segment.next));
         }
         if segment.has(TCP_RST) {
-            tcp::hear_reset(&mut state, segment.sequence, sent, sent);
+            tcp::track_reset(&mut state, segment.sequence, sent, sent);
         } else if is_believed && !tcp::may_precede_reset(&scratch.flow, &segment, tables.now()) {
             state.reset = 0;
             if segment.has(TCP_FIN) {

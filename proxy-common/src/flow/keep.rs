@@ -44,7 +44,7 @@ pub(super) fn go_on<F: Family, T: FlowTables<F>>(
     }
     scratch.stage = found.stage;
     if found.step == Step::FromBackendMasqueraded {
-        // It is heard, and keeps the flow, where it leaves for the client: if it has an entry there.
+        // It is tracked, and keeps the flow, where it leaves for the client: if it has an entry there.
         let is_stale = is_stale(&scratch.flow, tables.recently(&mut scratch.clock));
         if is_stale
             && Leg::Backend.set_key(tables, scratch)
@@ -58,13 +58,13 @@ pub(super) fn go_on<F: Family, T: FlowTables<F>>(
     if matches!(found.step, Step::ToFrontend | Step::FromBackend) {
         let speaker = if found.step == Step::ToFrontend { Speaker::Client } else { Speaker::Backend };
         if scratch.packet.is_tcp() {
-            tcp::hear(tables, scratch, speaker, found.entry);
+            tcp::track(tables, scratch, speaker, found.entry);
             is_confirmed =
                 speaker == Speaker::Client && tcp::confirms(&scratch.flow, &scratch.packet.segment);
         } else if speaker == Speaker::Client {
             is_confirmed = scratch.flow.state.progress == PROGRESS_SUSTAINED;
         } else if scratch.flow.state.progress < PROGRESS_SUSTAINED {
-            hear_datagram(tables, scratch, found);
+            track_datagram(tables, scratch, found);
         }
     }
     if scratch.flow.state.has_ended() {
@@ -97,7 +97,7 @@ pub(super) const SUSTAINED_AFTER: u64 = 2_000_000_000;
 
 /// A backend's datagram of a flow that is not sustained yet.
 #[inline(always)]
-pub(super) fn hear_datagram<F: Family, T: FlowTables<F>>(
+pub(super) fn track_datagram<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     found: Found<T::Entry>,

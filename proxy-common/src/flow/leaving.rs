@@ -1,6 +1,6 @@
 //! The slow path of packets that leave the node, which decides about each of them.
 //!
-//! The other ways through the same rules are `known.rs` (fast path) and `forward/` (XDP). Where
+//! The other ways through the same rules are `fast_path.rs` (fast path) and `forward/` (XDP). Where
 //! they decide, they decide as this one does. [`arriving`](super::arriving()) is its other half.
 
 use super::{

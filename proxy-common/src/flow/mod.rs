@@ -19,7 +19,7 @@
 //! | way | where | which packets it decides about |
 //! |---|---|---|
 //! | slow path | `arriving.rs`, `leaving.rs` | all |
-//! | fast path | `known.rs` | most: of established flows, and of no flow if they open none |
+//! | fast path | `fast_path.rs` | most: of established flows, and of no flow if they open none |
 //! | XDP | `forward/` | from outside, of flows that the stack has let out before |
 //!
 //! All ways have one contract. The slow path is the rule. Another way either decides what the slow
@@ -36,11 +36,11 @@ mod arriving;
 mod describe;
 mod direct;
 mod entries;
+mod fast_path;
 mod find;
 mod forward;
 mod fragments;
 mod keep;
-mod known;
 mod leaving;
 mod open;
 mod ports;
@@ -55,11 +55,11 @@ mod tuples;
 
 pub use arriving::{arriving, may_carry_another};
 pub use entries::{collect, copy, lifetimes::FlowLifetimes};
+pub use fast_path::{arriving_fast, leaving_fast};
 pub use forward::{
     forward,
     next_hop::{Driver, NextHop},
 };
-pub use known::{arriving_known, leaving_known};
 pub use leaving::{cannot_skip_stack, encapsulating, leaving};
 pub use open::{
     flood_limit::{OPENING_SERVICES, ServiceOpenings, openings_per_window},

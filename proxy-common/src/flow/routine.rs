@@ -20,8 +20,8 @@ pub enum Routine {
     TryAliasPort,
     /// Tries the port of `attempt` as the source of `flow`: `tried`.
     TryMasqueradePort,
-    /// Learns what a segment says that is not like most.
-    HearRare,
+    /// Learns what a segment of the slow path says.
+    TrackSlow,
     /// Sets `key` to another one at which the packet may have its flow.
     FindRemapped,
     /// Makes `flow` one to what the packet dials, if it dials something: `failure`.
@@ -60,7 +60,7 @@ pub enum Routine {
     /// Keeps a flow whose answers are not seen here: `failure`.
     GoOnDirectly,
     /// Learns what a client says whose answers are not seen here.
-    HearClient,
+    TrackClient,
 }
 
 /// Carries out a routine that may fail.
@@ -79,7 +79,7 @@ pub(super) fn decide<F: Family, T: FlowTables<F>>(
 pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>, routine: Routine) {
     match routine {
         Routine::SetKey => entries::set_key(scratch),
-        Routine::HearRare => tcp::hear_rare(tables, scratch),
+        Routine::TrackSlow => tcp::track_slow(tables, scratch),
         Routine::TryAliasPort => scratch.tried = alias::try_port(tables, scratch),
         Routine::TryMasqueradePort => scratch.tried = masquerade::try_port(tables, scratch),
         Routine::FindRemapped => find_remapped(tables, scratch),
@@ -100,6 +100,6 @@ pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
         Routine::NoteSentByDriver => forward::note_sent_by_driver(tables, scratch),
         Routine::LeaveToStack => forward::leave_to_stack(tables, scratch),
         Routine::GoOnDirectly => scratch.failure = direct::go_on(tables, scratch).err(),
-        Routine::HearClient => direct::hear_client(tables, scratch),
+        Routine::TrackClient => direct::track_client(tables, scratch),
     }
 }

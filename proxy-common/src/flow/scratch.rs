@@ -21,7 +21,7 @@ pub struct Scratch<A> {
     pub interface: u32,
     /// A process of the node has sent it; only of one that leaves.
     pub is_made_here: bool,
-    /// `packet` is it. Its headers are reached without helpers, and the fast path (`known.rs`) has
+    /// `packet` is it. Its headers are reached without helpers, and the fast path (`fast_path.rs`) has
     /// looked at it.
     pub is_parsed: bool,
     /// Of a packet that arrives and `is_parsed`: no table had a flow with its ends.

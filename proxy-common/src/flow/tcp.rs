@@ -98,13 +98,13 @@ pub(super) fn confirms<A>(flow: &Flow<A>, segment: &Segment) -> bool {
 
 /// `scratch.flow` is a copy of `entry`, the speaker's own, which lies at `scratch.key` in `scratch.stage`. It learns what the entries learn.
 #[inline(always)]
-pub(super) fn hear<F: Family, T: FlowTables<F>>(
+pub(super) fn track<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     speaker: Speaker,
     entry: T::Entry,
 ) {
-    if hear_plain(scratch, speaker, entry) {
+    if track_fast(scratch, speaker, entry) {
         return;
     }
     scratch.speaker = speaker;
@@ -112,12 +112,12 @@ pub(super) fn hear<F: Family, T: FlowTables<F>>(
     let others = if speaker == Speaker::Client { Leg::Backend } else { Leg::Client };
     // Not in the routine: its own stack would be added.
     let _there = others.set_key(tables, scratch);
-    tables.run(scratch, Routine::HearRare);
+    tables.run(scratch, Routine::TrackSlow);
 }
 
-/// [`hear`], of a segment that says no more than how far the streams have come. False: it is another, and nothing is learned.
+/// [`track`], of a segment of the fast path, which says no more than how far the streams have come. False: it takes the slow path, and nothing is learned.
 #[inline(always)]
-pub(super) fn hear_plain<A: Address>(
+pub(super) fn track_fast<A: Address>(
     scratch: &mut Scratch<A>,
     speaker: Speaker,
     entry: impl FlowEntry<A>,
@@ -132,12 +132,12 @@ pub(super) fn hear_plain<A: Address>(
         && is_near(segment.acknowledgement, acknowledged);
     let acknowledges = segment.has(TCP_ACK) && segment.acknowledgement == awaited;
     let others_fin = *speaker.other().fin_of(&mut flow.state);
-    let is_rare = is_control
+    let is_slow = is_control
         || (segment.has(TCP_ACK) && !is_believed)
         || flow.state.reset != 0
         || (others_fin == FIN_SEEN && acknowledges)
         || flow.state.has_ended();
-    if is_rare {
+    if is_slow {
         return false;
     }
     if is_believed {
@@ -161,10 +161,10 @@ pub(super) fn advance<A: Address>(scratch: &mut Scratch<A>, speaker: Speaker, en
     }
 }
 
-/// A segment that opens, ends or confirms, comes after the end, or has numbers that are far from where the streams stand. The speaker's
+/// The slow path: a segment that opens, ends or confirms, comes after the end, or has numbers that are far from where the streams stand. The speaker's
 /// entry is at `scratch.own_key`, the other side's at `scratch.key`.
 #[inline(always)]
-pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+pub(super) fn track_slow<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     let Scratch { speaker, stage, .. } = *scratch;
     let is_of_flow = |entry: &T::Entry| entry.opened() == scratch.flow.opened;
     let Some(entry) = tables.flow(stage, &scratch.own_key).filter(is_of_flow) else { return };
@@ -180,7 +180,7 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
         is_other_known = true;
     }
     if speaker == Speaker::Client && scratch.packet.opens() {
-        hear_another_syn(tables, scratch, entry, others);
+        track_another_syn(tables, scratch, entry, others);
         return;
     }
     let is_believed = is_believed(scratch);
@@ -253,7 +253,7 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
     }
 }
 
-/// Hears a SYN of the client in a flow that is there. After a silence it may be that of another
+/// Tracks another SYN of the client. After a silence it may be that of another
 /// connection from the same port, which knows nothing of the first one's numbers.
 ///
 /// A flow that is not confirmed takes the SYN's number, so that its answer is known. Forged SYNs
@@ -262,13 +262,13 @@ pub(super) fn hear_rare<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut S
 /// and not acknowledged any more, as that would end the second connection after minutes. Whoever
 /// still waits for an acknowledgement sends again.
 #[inline(always)]
-fn hear_another_syn<F: Family, T: FlowTables<F>>(
+fn track_another_syn<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     entry: T::Entry,
     others: Option<T::Entry>,
 ) {
-    let Scratch { flow, packet: Packet { segment, .. }, entry: known, .. } = scratch;
+    let Scratch { flow, packet: Packet { segment, .. }, entry: fast_path, .. } = scratch;
     let silence = tables.now().saturating_sub(flow.last_seen);
     if flow.state.progress < PROGRESS_CONFIRMED {
         if silence > REFRESH_AFTER {
@@ -284,7 +284,7 @@ fn hear_another_syn<F: Family, T: FlowTables<F>>(
     } else if silence > SILENT_AFTER
         && let Some(others) = others
     {
-        entry.write(Change::Reached(Speaker::Backend, known.backend_numbers.reached));
+        entry.write(Change::Reached(Speaker::Backend, fast_path.backend_numbers.reached));
         others.write(Change::Reached(Speaker::Client, flow.client_numbers.reached));
     }
 }
@@ -323,7 +323,7 @@ fn is_believed<A>(scratch: &mut Scratch<A>) -> bool {
 fn compare_reset<A>(scratch: &mut Scratch<A>) {
     let receiver = scratch.speaker.other();
     let (awaited, sent) = stream_to(scratch, receiver);
-    hear_reset(&mut scratch.flow.state, scratch.packet.segment.sequence, awaited, sent);
+    track_reset(&mut scratch.flow.state, scratch.packet.segment.sequence, awaited, sent);
 }
 
 /// A RST ended the flow less than a second ago, and may have overtaken this segment: an acknowledgement and the RST after it come from two CPUs
@@ -349,7 +349,7 @@ const fn is_plausible(sequence: u32, awaited: u32, sent: u32) -> bool {
 /// way sends its RST right behind that data (RFC 1122, 4.2.2.13). A forger who sees no packet of
 /// the connection knows neither number.
 #[inline(always)]
-pub(super) fn hear_reset(state: &mut FlowState, sequence: u32, awaited: u32, sent: u32) {
+pub(super) fn track_reset(state: &mut FlowState, sequence: u32, awaited: u32, sent: u32) {
     if sequence == awaited || sequence == sent {
         state.reset = RESET_CONFIRMED;
     } else if is_plausible(sequence, awaited, sent) {

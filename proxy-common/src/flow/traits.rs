@@ -36,7 +36,7 @@ pub enum Change<A> {
     Masquerade(A, Port),
     /// [`Flow::left`].
     Left(u8),
-    NextHop(KnownHop),
+    NextHop(CachedHop),
 }
 
 /// An entry of a flow table, in place. The kernel may give its memory to another flow at any time.

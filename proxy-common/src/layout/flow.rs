@@ -218,7 +218,7 @@ pub struct Flow<A> {
     ///
     /// In the entry of client and backend of a flow to a pod it says something else: XDP sends the
     /// client's packets to the interface of this stamp.
-    pub next_hop: KnownHop,
+    pub next_hop: CachedHop,
 }
 
 /// A [`NextHop`](crate::flow::NextHop) that the routing tables have named.
@@ -228,7 +228,7 @@ pub struct Flow<A> {
 /// a stamp, which tells words of different lookups apart. Each word is replaced by one store.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, PartialEq)]
 #[repr(C)]
-pub struct KnownHop {
+pub struct CachedHop {
     pub(crate) words: [u64; 3],
 }
 

@@ -85,7 +85,7 @@ impl<A: Address> FlowEntry<A> for Entry<A> {
                     // In words, each by one store.
                     let (from, to) =
                         (addr_of!(hop).cast::<u64>(), addr_of_mut!((*entry).next_hop).cast::<u64>());
-                    for word in 0..size_of::<KnownHop>() / size_of::<u64>() {
+                    for word in 0..size_of::<CachedHop>() / size_of::<u64>() {
                         write_volatile(to.add(word), *from.add(word));
                     }
                 }
@@ -166,7 +166,7 @@ routines! {
     SetKey: set_key4 set_key6;
     TryAliasPort: try_alias_port4 try_alias_port6;
     TryMasqueradePort: try_masquerade_port4 try_masquerade_port6;
-    HearRare: hear_rare4 hear_rare6;
+    TrackSlow: track_slow4 track_slow6;
     FindRemapped: find_remapped4 find_remapped6;
     Prepare: prepare4 prepare6;
     Insert: insert4 insert6;
@@ -185,7 +185,7 @@ routines! {
     NoteSentByDriver: note_sent_by_driver4 note_sent_by_driver6;
     LeaveToStack: leave_to_stack4 leave_to_stack6;
     GoOnDirectly: go_on_directly4 go_on_directly6;
-    HearClient: hear_client4 hear_client6;
+    TrackClient: track_client4 track_client6;
 }
 
 macro_rules! flow_tables {

@@ -99,8 +99,8 @@ fn ethertype(ctx: &TcContext) -> u32 {
     if is_tagged && tag & VLAN_ID != 0 { 0 } else { protocol }
 }
 
-/// Answered where a packet is none of those that most are, and nothing is done with it. No verdict.
-const UNDECIDED: i32 = i32::MIN;
+/// Answered where a packet takes the slow path. The fast path has done nothing with it. No verdict.
+const SLOW_PATH: i32 = i32::MIN;
 /// Answered where a packet is to leave in another. No verdict.
 const ENCAPSULATE: i32 = i32::MIN + 1;
 /// Answered where a packet is to skip the stack. No verdict.
@@ -111,8 +111,8 @@ fn arrives<F: PacketFamily>(ctx: &TcContext, network: u32, origin: Origin) -> i3
 where
     Maps: FlowTables<F>,
 {
-    let verdict = match known_arrives::<F>(ctx.skb.skb, network, origin) {
-        UNDECIDED => ingress_of::<F>(ctx.skb.skb, network, origin),
+    let verdict = match fast_ingress::<F>(ctx.skb.skb, network, origin) {
+        SLOW_PATH => slow_ingress::<F>(ctx.skb.skb, network, origin),
         verdict => verdict,
     };
     match verdict {
@@ -127,8 +127,8 @@ fn leaves<F: PacketFamily>(ctx: &TcContext, network: u32, peers: Origin) -> i32
 where
     Maps: FlowTables<F>,
 {
-    match known_leaves::<F>(ctx.skb.skb, network) {
-        UNDECIDED => match egress_of::<F>(ctx.skb.skb, network, peers) {
+    match fast_egress::<F>(ctx.skb.skb, network) {
+        SLOW_PATH => match slow_egress::<F>(ctx.skb.skb, network, peers) {
             ENCAPSULATE if peers == Origin::Outside => encapsulate::<F>(ctx.skb.skb, network),
             // The backend is on this node after all, whatever its slice says: its answers come back here.
             ENCAPSULATE => TC_ACT_UNSPEC,
@@ -168,24 +168,26 @@ where
 // A function of its own, so that its stack does not lie beside what all others need. What it calls itself is inlined: each return takes as
 // long as tens of instructions, where the kernel guards them against speculation.
 #[inline(never)]
-fn known_arrives<F: PacketFamily>(skb: *mut __sk_buff, network: u32, origin: Origin) -> i32
+fn fast_ingress<F: PacketFamily>(skb: *mut __sk_buff, network: u32, origin: Origin) -> i32
 where
     Maps: FlowTables<F>,
 {
-    known::<F>(&TcContext::new(skb), network, origin, |scratch| flow::arriving_known(&Maps, scratch, origin))
+    fast_path::<F>(&TcContext::new(skb), network, origin, |scratch| {
+        flow::arriving_fast(&Maps, scratch, origin)
+    })
 }
 
 // As above.
 #[inline(never)]
-fn known_leaves<F: PacketFamily>(skb: *mut __sk_buff, network: u32) -> i32
+fn fast_egress<F: PacketFamily>(skb: *mut __sk_buff, network: u32) -> i32
 where
     Maps: FlowTables<F>,
 {
-    known::<F>(&TcContext::new(skb), network, Origin::Host, |scratch| flow::leaving_known(&Maps, scratch))
+    fast_path::<F>(&TcContext::new(skb), network, Origin::Host, |scratch| flow::leaving_fast(&Maps, scratch))
 }
 
 #[inline(always)]
-fn known<F: PacketFamily>(
+fn fast_path<F: PacketFamily>(
     ctx: &TcContext,
     network: u32,
     origin: Origin,
@@ -200,12 +202,12 @@ where
     }
     scratch.is_parsed = parse::<F, _>(Linear::of(ctx), network, &mut scratch.packet).is_ok();
     if !scratch.is_parsed {
-        return UNDECIDED;
+        return SLOW_PATH;
     }
     // SAFETY: a field of the context.
     scratch.interface = unsafe { (*ctx.skb.skb).ifindex };
     match decide(scratch) {
-        None => UNDECIDED,
+        None => SLOW_PATH,
         Some(Err(_)) => TC_ACT_UNSPEC,
         Some(Ok(())) => {
             let Scratch { packet, action: Action { rewrite, then }, .. } = scratch;
@@ -248,7 +250,7 @@ fn parse_all<F: PacketFamily>(
 
 // Not inlined: the stack of both families would lie beside each other.
 #[inline(never)]
-fn ingress_of<F: PacketFamily>(skb: *mut __sk_buff, network: u32, origin: Origin) -> i32
+fn slow_ingress<F: PacketFamily>(skb: *mut __sk_buff, network: u32, origin: Origin) -> i32
 where
     Maps: FlowTables<F>,
 {
@@ -301,7 +303,7 @@ where
 
 // Not inlined: the stack of both families would lie beside each other.
 #[inline(never)]
-fn egress_of<F: PacketFamily>(skb: *mut __sk_buff, network: u32, peers: Origin) -> i32
+fn slow_egress<F: PacketFamily>(skb: *mut __sk_buff, network: u32, peers: Origin) -> i32
 where
     Maps: FlowTables<F>,
 {

@@ -1,4 +1,4 @@
-//! Removes a flow that nothing is heard of: all its entries together or none, while the programs go on.
+//! Removes a flow that has had no packet for its lifetime: all its entries together or none, while the programs go on.
 
 use core::time::Duration;
 

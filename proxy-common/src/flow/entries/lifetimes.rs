@@ -1,4 +1,4 @@
-//! How long a flow that nothing is heard of is kept. The controller removes it then; the programs read no lifetime.
+//! How long a flow is kept after its last packet. The controller removes it then; the programs read no lifetime.
 
 use core::time::Duration;
 

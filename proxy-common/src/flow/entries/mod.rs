@@ -189,7 +189,7 @@ pub(super) fn demote<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
         }
         // It is kept from its end on, however long it was silent before.
         entry.last_seen = tables.now();
-        // Of what is masqueraded nothing is heard, so that nothing would take the end back where the connection goes on.
+        // The entry of the masquerade learns nothing, so that nothing would take the end back where the connection goes on.
         if leg != Leg::Masquerade {
             entry.state = entry.state.union(&flow.state);
         }

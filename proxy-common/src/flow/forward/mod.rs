@@ -2,7 +2,7 @@
 //! or on another node, or back from there. XDP takes it.
 //!
 //! It is a third way beside the slow path (`arriving.rs` and `leaving.rs`) and the fast path
-//! (`known.rs`). It decides in one step what the slow path decides of the packet where it arrives
+//! (`fast_path.rs`). It decides in one step what the slow path decides of the packet where it arrives
 //! and where it leaves. Packets that it does not decide about are left to the stack, and to the
 //! programs of the other ways.
 
@@ -21,8 +21,8 @@ use crate::{
     balance::HASH_FACTOR,
     family::Family,
     layout::{
-        Address, FLOW_DSR, FLOW_FROM_HOST, FLOW_FROM_POD, FLOW_HOST_CONNECTION, FLOW_MASQUERADE,
-        FLOW_OF_NETFILTER, Flow, KnownHop,
+        Address, CachedHop, FLOW_DSR, FLOW_FROM_HOST, FLOW_FROM_POD, FLOW_HOST_CONNECTION, FLOW_MASQUERADE,
+        FLOW_OF_NETFILTER, Flow,
     },
     packet::{Packet, Part, Then},
     reason::Reason,
@@ -172,7 +172,7 @@ pub(super) fn skips_stack<F: Family, T: FlowTables<F>>(
 /// connection tracking knows the connection again, as the client's. It makes none for an error, and takes a SYN for a new one.
 #[inline(always)]
 pub(super) fn is_by_stack<A: Address>(Scratch { packet, flow, .. }: &Scratch<A>, step: Step) -> bool {
-    let is_noted = step == Step::ToBackend && flow.is_of_a_pod() && flow.next_hop != KnownHop::default();
+    let is_noted = step == Step::ToBackend && flow.is_of_a_pod() && flow.next_hop != CachedHop::default();
     is_noted && !packet.is_error() && !may_begin_another(packet)
 }
 
@@ -198,14 +198,14 @@ pub(super) fn note_sent_by_driver<F: Family, T: FlowTables<F>>(
     scratch: &mut Scratch<F::Address>,
 ) {
     let stamp = Stamp::of_answers(scratch.flow.opened, scratch.next_hop.interface);
-    let hop = Change::NextHop(KnownHop::new(&scratch.next_hop, stamp));
+    let hop = Change::NextHop(CachedHop::new(&scratch.next_hop, stamp));
     write(tables, scratch, Leg::Backend, hop);
 }
 
 /// Leaves all packets of `scratch.flow`, which XDP has sent to a pod, to the stack.
 #[inline(always)]
 pub(super) fn leave_to_stack<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
-    let none = Change::NextHop(KnownHop::default());
+    let none = Change::NextHop(CachedHop::default());
     write(tables, scratch, Leg::Client, Change::Left(0));
     write(tables, scratch, Leg::Client, none);
     write(tables, scratch, Leg::Backend, none);

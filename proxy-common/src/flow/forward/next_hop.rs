@@ -5,7 +5,7 @@ use crate::{
     balance::HASH_FACTOR,
     family::Family,
     flow::{Change, FlowEntry as _, FlowTables, Scratch, find::Found, tuples::Step},
-    layout::KnownHop,
+    layout::CachedHop,
 };
 
 /// Where a packet that a driver sends on goes.
@@ -20,7 +20,7 @@ pub struct NextHop {
     pub longest: u16,
 }
 
-impl KnownHop {
+impl CachedHop {
     #[inline(always)]
     pub(in crate::flow) fn new(hop: &NextHop, stamp: Stamp) -> Self {
         let [destination, source] = [link_word(hop.destination), link_word(hop.source)];
@@ -65,7 +65,7 @@ fn link_address(word: u64) -> [u8; 6] {
     [a, b, c, d, e, f]
 }
 
-/// A part for each word of a [`KnownHop`]. Each part is a hash of all that a next hop depends on, so that of two stamps that differ in anything
+/// A part for each word of a [`CachedHop`]. Each part is a hash of all that a next hop depends on, so that of two stamps that differ in anything
 /// each part differs, but for one in 65,536.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub(in crate::flow) struct Stamp([u64; 3]);
@@ -133,7 +133,7 @@ pub(in crate::flow) fn leaves<F: Family, T: FlowTables<F>>(
             if !driver.look_up(scratch) {
                 return None;
             }
-            found.entry.write(Change::NextHop(KnownHop::new(&scratch.next_hop, stamp)));
+            found.entry.write(Change::NextHop(CachedHop::new(&scratch.next_hop, stamp)));
             true
         }
     };
@@ -167,9 +167,9 @@ mod tests {
     #[case::by_another_interface(Stamp::of(7, Step::ToFrontend, 3, 5, 100 * SECOND), false)]
     #[case::of_another_flow(Stamp::of(8, Step::ToFrontend, 2, 5, 100 * SECOND), false)]
     #[case::in_the_other_direction(Stamp::of(7, Step::FromBackendMasqueraded, 2, 5, 100 * SECOND), false)]
-    fn a_hop_is_known_by_its_stamp(#[case] other: Stamp, #[case] is_known: bool) {
-        let known = KnownHop::new(&HOP, stamp());
-        assert_eq!(known.get(other), is_known.then_some(HOP));
+    fn a_hop_is_found_by_its_stamp(#[case] other: Stamp, #[case] is_known: bool) {
+        let fast_path = CachedHop::new(&HOP, stamp());
+        assert_eq!(fast_path.get(other), is_known.then_some(HOP));
         let Stamp(parts) = stamp();
         let Stamp(others) = other;
         let differ = parts.iter().zip(others).filter(|(part, other)| **part != *other).count();
@@ -178,18 +178,18 @@ mod tests {
 
     #[test]
     fn a_new_entry_has_none() {
-        assert_eq!(KnownHop::default().get(Stamp([0; 3])), None);
+        assert_eq!(CachedHop::default().get(Stamp([0; 3])), None);
     }
 
     #[test]
     fn words_of_two_stamps_do_not_go_together() {
         let stamps = [stamp(), Stamp::of(7, Step::ToFrontend, 2, 6, 100 * SECOND)];
-        let [old, new] = stamps.map(|stamp| KnownHop::new(&HOP, stamp));
+        let [old, new] = stamps.map(|stamp| CachedHop::new(&HOP, stamp));
         for mixed in 1..7 {
             let word =
                 |place: usize| if mixed >> place & 1 == 0 { old.words[place] } else { new.words[place] };
-            let known = KnownHop { words: [word(0), word(1), word(2)] };
-            assert_eq!(stamps.map(|stamp| known.get(stamp)), [None, None], "{mixed:03b}");
+            let fast_path = CachedHop { words: [word(0), word(1), word(2)] };
+            assert_eq!(stamps.map(|stamp| fast_path.get(stamp)), [None, None], "{mixed:03b}");
         }
     }
 }

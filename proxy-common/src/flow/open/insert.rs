@@ -35,7 +35,7 @@ pub(in crate::flow) fn insert<F: Family, T: FlowTables<F>>(
         Numbers { reached: packet.segment.next, awaited: packet.segment.sequence.wrapping_add(1) };
     flow.state = FlowState::default();
     flow.left = 0;
-    flow.next_hop = KnownHop::default();
+    flow.next_hop = CachedHop::default();
     flow.opened = tables.now();
     flow.last_seen = flow.opened;
     if flow.flags & (FLOW_OVERLAPPING | FLOW_KEYED_BY_ORIGIN) != 0 {

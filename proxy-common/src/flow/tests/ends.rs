@@ -235,7 +235,7 @@ fn rows_while_a_backend_sends_again() {
     assert_eq!(rows_after_silence(&host, AFTER_MINUTES), 0);
 }
 
-/// A masqueraded flow has a third entry, which hears nothing.
+/// A masqueraded flow has a third entry, which learns nothing.
 #[rstest]
 #[case::silent(0, 3)]
 #[case::client_has_vanished(PAYLOAD, 0)]

@@ -182,16 +182,16 @@ impl Node {
     }
 
     /// All but times, of which each look at the clock is another.
-    fn known(&self) -> BTreeMap<String, String> {
+    fn fast_path(&self) -> BTreeMap<String, String> {
         let flows = self.host.flows.borrow();
-        let known = flows.iter().map(|(key, flow)| {
+        let fast_path = flows.iter().map(|(key, flow)| {
             let mut flow = flow.get();
             // A flow to a pod that the stack has had a packet of is left to it.
             flow.left = (flow.has_left() && !self.has_backends).into();
-            (flow.opened, flow.last_seen, flow.next_hop) = (0, 0, KnownHop::default());
+            (flow.opened, flow.last_seen, flow.next_hop) = (0, 0, CachedHop::default());
             (format!("{key:?}"), format!("{flow:?}"))
         });
-        known.collect()
+        fast_path.collect()
     }
 }
 
@@ -229,7 +229,7 @@ proptest! {
             prop_assert_eq!(&by_stack, &by_xdp, "{:?}, leaves: {}", event, leaves);
             stack.learn(event, &by_stack);
             xdp.learn(event, &by_xdp);
-            prop_assert_eq!(stack.known(), xdp.known(), "after {:?}, leaves: {}", event, leaves);
+            prop_assert_eq!(stack.fast_path(), xdp.fast_path(), "after {:?}, leaves: {}", event, leaves);
             prop_assert_eq!(&*stack.host.connections.borrow(), &*xdp.host.connections.borrow());
         }
     }
@@ -287,10 +287,10 @@ fn routes_are_asked_once_for_each_direction(#[case] event: Event) {
 fn a_flow_begins_without_a_next_hop() {
     let node = Node::new();
     let mut scratch = Scratch::default();
-    scratch.flow.next_hop = KnownHop { words: [7; 3] };
+    scratch.flow.next_hop = CachedHop { words: [7; 3] };
     scratch.packet = node.packet(PROTOCOL_TCP, Event::Client(40_000, TCP_SYN, 0)).unwrap();
     arriving(&node.host, &mut scratch, Origin::Outside, &UnknownSockets).unwrap();
-    assert!(node.host.flows.borrow().values().all(|flow| flow.get().next_hop == KnownHop::default()));
+    assert!(node.host.flows.borrow().values().all(|flow| flow.get().next_hop == CachedHop::default()));
 }
 
 /// A first packet that the stack has dropped between the hooks, as one that came by the wrong interface, opens no way around the stack.
@@ -448,7 +448,7 @@ fn a_lost_mark_comes_back(#[values(PROTOCOL_TCP, PROTOCOL_UDP)] protocol: u8) {
     for ((_, of), flow) in node.host.flows.borrow().iter() {
         if *of == key {
             let mut unmarked = flow.get();
-            unmarked.next_hop = KnownHop::default();
+            unmarked.next_hop = CachedHop::default();
             flow.set(unmarked);
         }
     }

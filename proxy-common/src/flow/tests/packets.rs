@@ -31,7 +31,7 @@ pub(super) fn decide_arriving_from<T: FlowTables<V4>>(
     sockets: &impl PodSockets<A>,
 ) -> Result<(), Reason> {
     scratch.is_parsed = true;
-    arriving_known(tables, scratch, origin).unwrap_or_else(|| arriving(tables, scratch, origin, sockets))
+    arriving_fast(tables, scratch, origin).unwrap_or_else(|| arriving(tables, scratch, origin, sockets))
 }
 
 /// A pod with one connection to each of these.
@@ -55,7 +55,7 @@ pub(super) fn decide_leaving<T: FlowTables<V4>>(
     from_host: bool,
 ) -> Result<(), Reason> {
     scratch.is_parsed = true;
-    leaving_known(tables, scratch).unwrap_or_else(|| leaving(tables, scratch, from_host))
+    leaving_fast(tables, scratch).unwrap_or_else(|| leaving(tables, scratch, from_host))
 }
 
 /// First sequence numbers.

@@ -41,7 +41,7 @@ impl Shared {
         shared.remapped = host.remapped.borrow().iter().copied().collect();
         shared.connections = host.tables.open.borrow().clone().into_iter().collect();
         shared.affinity =
-            host.tables.affinity.borrow().iter().map(|(key, known)| (*key, known.read())).collect();
+            host.tables.affinity.borrow().iter().map(|(key, fast_path)| (*key, fast_path.read())).collect();
         shared
     }
 
@@ -93,8 +93,8 @@ impl<'a> Cpu<'a> {
     pub(super) fn access(&self, access: impl FnOnce(&mut Shared, Id) -> Answer) -> Answer {
         let number = self.accesses.get();
         self.accesses.set(number + 1);
-        let known = self.answers.borrow().get(number).copied();
-        if let Some(answer) = known {
+        let fast_path = self.answers.borrow().get(number).copied();
+        if let Some(answer) = fast_path {
             return answer;
         }
         if self.is_spent.replace(true) {
@@ -186,15 +186,16 @@ impl<'a> AffinityTables<V4> for &'a Cpu<'a> {
     type Affinity = Known<'a>;
 
     fn affinity(&self, key: &AffinityKey<A>) -> Option<Known<'a>> {
-        let answer = self
-            .access(|shared, _| Answer::Client(shared.affinity.iter().position(|(known, _)| known == key)));
+        let answer = self.access(|shared, _| {
+            Answer::Client(shared.affinity.iter().position(|(fast_path, _)| fast_path == key))
+        });
         let Answer::Client(found) = answer else { unreachable!("another access") };
         found.map(|place| Known { cpu: self, place })
     }
 
     fn remember(&self, key: &AffinityKey<A>, affinity: &Affinity) -> bool {
         let answer = self.access(|shared, _| {
-            let is_new = shared.affinity.iter().all(|(known, _)| known != key);
+            let is_new = shared.affinity.iter().all(|(fast_path, _)| fast_path != key);
             shared.affinity.extend(is_new.then_some((*key, *affinity)));
             Answer::Remembered(is_new)
         });

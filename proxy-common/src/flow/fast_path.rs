@@ -26,20 +26,20 @@ use crate::{
     select::Origin,
 };
 
-/// A packet that enters the node. None: it is another, and nothing is changed.
+/// A packet that enters the node. None: it takes the slow path, and nothing is changed.
 #[inline(always)]
-pub fn arriving_known<F: Family, T: FlowTables<F>>(
+pub fn arriving_fast<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
     origin: Origin,
 ) -> Option<Result<(), Reason>> {
     scratch.origin = origin;
-    let known = find(tables, scratch);
-    scratch.has_no_flow = matches!(known, Known::NoFlow);
-    let found = match known {
-        Known::Flow(found) => found,
-        Known::Other => return None,
-        Known::NoFlow => {
+    let looked_up = find(tables, scratch);
+    scratch.has_no_flow = matches!(looked_up, Lookup::NoFlow);
+    let found = match looked_up {
+        Lookup::Flow(found) => found,
+        Lookup::SlowPath => return None,
+        Lookup::NoFlow => {
             let packet = &scratch.packet;
             let may_be_unknown = packet.goes_on() && tables.may_be_frontend(&packet.destination);
             let is_of_nobody = !packet.opens() && !may_be_unknown && !tables.is_remapped(packet.source_port);
@@ -66,16 +66,16 @@ pub fn arriving_known<F: Family, T: FlowTables<F>>(
     }
 }
 
-/// A packet that leaves the node. None: as for [`arriving_known`].
+/// A packet that leaves the node. None: as for [`arriving_fast`].
 #[inline(always)]
-pub fn leaving_known<F: Family, T: FlowTables<F>>(
+pub fn leaving_fast<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Option<Result<(), Reason>> {
     let found = match find(tables, scratch) {
-        Known::Flow(found) => found,
-        Known::Other => return None,
-        Known::NoFlow => {
+        Lookup::Flow(found) => found,
+        Lookup::SlowPath => return None,
+        Lookup::NoFlow => {
             let packet = &scratch.packet;
             let may_be_host_connection = packet.opens() || packet.segment.has(TCP_FIN | TCP_RST);
             let is_of_nobody = !may_be_host_connection && !tables.is_remapped(packet.source_port);
@@ -92,33 +92,34 @@ pub fn leaving_known<F: Family, T: FlowTables<F>>(
     }
 }
 
-/// What the tables have for a packet.
-enum Known<E> {
+/// What the flow tables have for a packet.
+enum Lookup<E> {
     /// It is established, from a client elsewhere to a frontend.
     Flow(Found<E>),
     NoFlow,
-    Other,
+    /// The slow path looks at the packet.
+    SlowPath,
 }
 
 #[inline(always)]
-fn find<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Known<T::Entry> {
+fn find<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Lookup<T::Entry> {
     scratch.action.then = Then::Pass;
     if scratch.packet.fragment.part != Part::Whole || scratch.packet.is_error() {
-        return Known::Other;
+        return Lookup::SlowPath;
     }
     scratch.key = scratch.packet.key();
     let Some(entry) = tables.flow(Stage::Established, &scratch.key) else {
         let is_opening = tables.flow(Stage::Opening, &scratch.key).is_some();
-        return if is_opening { Known::Other } else { Known::NoFlow };
+        return if is_opening { Lookup::SlowPath } else { Lookup::NoFlow };
     };
     if read(scratch, entry).is_none()
         || scratch.flow.flags & (FLOW_OF_NETFILTER | FLOW_FROM_HOST | FLOW_HOST_CONNECTION | FLOW_DSR) != 0
     {
-        return Known::Other;
+        return Lookup::SlowPath;
     }
     match scratch.flow.step_of(&scratch.packet) {
-        Some(step) => Known::Flow(Found { stage: Stage::Established, entry, step }),
-        None => Known::Other,
+        Some(step) => Lookup::Flow(Found { stage: Stage::Established, entry, step }),
+        None => Lookup::SlowPath,
     }
 }
 
@@ -146,7 +147,7 @@ fn goes_on<F: Family, T: FlowTables<F>>(
         return false;
     }
     if is_tcp {
-        !scratch.packet.opens() && tcp::hear_plain(scratch, speaker, found.entry)
+        !scratch.packet.opens() && tcp::track_fast(scratch, speaker, found.entry)
     } else {
         speaker == Speaker::Client || scratch.flow.state.progress >= PROGRESS_SUSTAINED
     }

@@ -13,7 +13,7 @@ use super::{
     routine::decide,
     scratch::OverlappingFlow,
     translate::translate_arriving,
-    tuples::Step,
+    tuples::Position,
 };
 use crate::{
     family::Family,
@@ -65,7 +65,7 @@ pub(super) fn arriving_with_ports<F: Family, T: FlowTables<F>>(
         let own = own_of_arriving(tables, scratch, met);
         let is_over = scratch.packet.opens()
             && match own {
-                Some(own) => own.step == Step::ToFrontend && is_over(tables, scratch, own.entry),
+                Some(own) => own.position == Position::ToFrontend && is_over(tables, scratch, own.entry),
                 None => !scratch.is_keyed_by_origin && scratch.flow.state.has_ended(),
             };
         if is_over {
@@ -73,21 +73,21 @@ pub(super) fn arriving_with_ports<F: Family, T: FlowTables<F>>(
             scratch.overlapping_flow = OverlappingFlow::None;
             scratch.is_keyed_by_origin = scratch.flow.flags & FLOW_KEYED_BY_ORIGIN != 0;
         } else if let Some(own) = own {
-            if own.step == Step::ToFrontend && !is_from_host(scratch) {
+            if own.position == Position::ToFrontend && !is_from_host(scratch) {
                 end_if_gone(tables, scratch, own.entry)?;
             }
-            if forward::answers_driver(tables, scratch, own.step) {
+            if forward::answers_driver(tables, scratch, own.position) {
                 scratch.action.then = Then::SkipStack;
                 return Ok(());
             }
-            translate_arriving(scratch, own.step)?;
+            translate_arriving(scratch, own.position)?;
             if scratch.flow.flags & FLOW_DSR != 0 {
                 scratch.stage = own.stage;
                 return decide(tables, scratch, Routine::GoOnDirectly);
             }
-            let step = own.step;
+            let position = own.position;
             go_on(tables, scratch, own)?;
-            if forward::skips_stack(tables, scratch, step) {
+            if forward::skips_stack(tables, scratch, position) {
                 scratch.action.then = Then::SkipStack;
             }
             return Ok(());
@@ -111,7 +111,7 @@ pub(super) fn own_of_arriving<F: Family, T: FlowTables<F>>(
     met: Found<T::Entry>,
 ) -> Option<Found<T::Entry>> {
     let mut own = met;
-    if met.step == Step::ToBackend {
+    if met.position == Position::ToBackend {
         // The client dials the endpoint itself, and would get the answers of this flow, or this
         // flow its answers.
         scratch.key.overlapping = 1;
@@ -122,7 +122,7 @@ pub(super) fn own_of_arriving<F: Family, T: FlowTables<F>>(
         };
         own = overlapping;
     }
-    if own.step != Step::ToFrontend || is_of_origin(scratch) {
+    if own.position != Position::ToFrontend || is_of_origin(scratch) {
         return Some(own);
     }
     // The other client may be forged, or this one.

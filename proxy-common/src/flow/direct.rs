@@ -5,7 +5,7 @@
 //! So the first node sees one direction of a flow, and the second has an ordinary one, with a client and a backend of its own.
 
 use super::{
-    Change, FlowEntry as _, FlowTables, Routine, Scratch, Speaker, Stage,
+    Change, FlowEntry as _, FlowTables, Routine, Scratch, Side, Stage,
     entries::is_stale,
     find::lookup,
     forward,
@@ -53,7 +53,7 @@ pub(super) fn encapsulate<F: Family, T: FlowTables<F>>(
     tunnel.source_port = tunnel_port(tables, packet, ports);
     let interface = scratch.interface;
     set_tunnel_source(tables, scratch, interface)?;
-    forward::note_left(tables, scratch);
+    forward::allow_forwarding(tables, scratch);
     Ok(())
 }
 
@@ -258,7 +258,7 @@ pub(super) fn track_client<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mu
         if is_first && is_plain && is_near(segment.sequence, sent) {
             // Where the backend's stream begins, nobody else says.
             scratch.flow.client_numbers.reached = segment.acknowledgement;
-            entry.write(Change::Reached(Speaker::Client, segment.acknowledgement));
+            entry.write(Change::Reached(Side::Client, segment.acknowledgement));
             state.progress = PROGRESS_CONFIRMED;
         }
         let acknowledged = scratch.flow.client_numbers.reached;
@@ -271,7 +271,7 @@ pub(super) fn track_client<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mu
         if scratch.packet.opens() && is_unconfirmed && is_stale(&scratch.flow, tables.now()) {
             // The client has given the first connection up, and opens another from the same port.
             scratch.flow.backend_numbers.reached = segment.next;
-            entry.write(Change::Reached(Speaker::Backend, segment.next));
+            entry.write(Change::Reached(Side::Backend, segment.next));
         }
         if segment.has(TCP_RST) {
             tcp::track_reset(&mut state, segment.sequence, sent, sent);
@@ -280,7 +280,7 @@ pub(super) fn track_client<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mu
             if segment.has(TCP_FIN) {
                 state.client_fin = FIN_ACKNOWLEDGED;
             }
-            tcp::advance(scratch, Speaker::Client, entry);
+            tcp::advance(scratch, Side::Client, entry);
         }
     }
     tcp::write(tables, entry, old, state);

@@ -7,13 +7,13 @@
 //! (`forward/`).
 
 use super::{
-    FlowTables, Scratch, Speaker, Stage,
+    FlowTables, Scratch, Side, Stage,
     entries::is_stale,
     find::{Found, is_of_origin, read},
     forward::{answers_driver, is_by_stack, skips_stack},
     tcp,
     translate::{translate_arriving, translate_leaving},
-    tuples::Step,
+    tuples::Position,
 };
 use crate::{
     family::Family,
@@ -46,17 +46,17 @@ pub fn arriving_fast<F: Family, T: FlowTables<F>>(
             return is_of_nobody.then_some(Err(Reason::NotAService));
         }
     };
-    let is_anothers = found.step == Step::ToFrontend && !is_of_origin(scratch);
-    if found.step == Step::ToBackend || is_anothers {
+    let is_anothers = found.position == Position::ToFrontend && !is_of_origin(scratch);
+    if found.position == Position::ToBackend || is_anothers {
         return None;
     }
-    if answers_driver(tables, scratch, found.step) {
+    if answers_driver(tables, scratch, found.position) {
         scratch.action.then = Then::SkipStack;
         return Some(Ok(()));
     }
-    match translate_arriving(scratch, found.step) {
+    match translate_arriving(scratch, found.position) {
         Ok(()) => goes_on(tables, scratch, found).then(|| {
-            if skips_stack(tables, scratch, found.step) {
+            if skips_stack(tables, scratch, found.position) {
                 scratch.action.then = Then::SkipStack;
             }
             Ok(())
@@ -83,10 +83,11 @@ pub fn leaving_fast<F: Family, T: FlowTables<F>>(
         }
     };
     let gets_source = scratch.flow.flags & FLOW_MASQUERADE != 0 && !scratch.flow.is_masqueraded();
-    if found.step == Step::ToBackendMasqueraded || gets_source || is_by_stack(scratch, found.step) {
+    if found.position == Position::ToBackendMasqueraded || gets_source || is_by_stack(scratch, found.position)
+    {
         return None;
     }
-    match translate_leaving(scratch, found.step, false) {
+    match translate_leaving(scratch, found.position, false) {
         Ok(()) => goes_on(tables, scratch, found).then_some(Ok(())),
         Err(reason) => Some(Err(reason)),
     }
@@ -117,8 +118,8 @@ fn find<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
     {
         return Lookup::SlowPath;
     }
-    match scratch.flow.step_of(&scratch.packet) {
-        Some(step) => Lookup::Flow(Found { stage: Stage::Established, entry, step }),
+    match scratch.flow.position_of(&scratch.packet) {
+        Some(position) => Lookup::Flow(Found { stage: Stage::Established, entry, position }),
         None => Lookup::SlowPath,
     }
 }
@@ -133,22 +134,25 @@ fn goes_on<F: Family, T: FlowTables<F>>(
     if scratch.flow.state.has_ended() || is_stale(&scratch.flow, tables.recently(&mut scratch.clock)) {
         return false;
     }
-    let speaker = match found.step {
-        Step::ToFrontend => Speaker::Client,
-        Step::FromBackend => Speaker::Backend,
-        Step::ToBackend | Step::ToBackendMasqueraded | Step::FromBackendMasqueraded | Step::FromFrontend => {
+    let sender = match found.position {
+        Position::ToFrontend => Side::Client,
+        Position::FromBackend => Side::Backend,
+        Position::ToBackend
+        | Position::ToBackendMasqueraded
+        | Position::FromBackendMasqueraded
+        | Position::FromFrontend => {
             return true;
         }
     };
     let is_tcp = scratch.packet.is_tcp();
     // Its backend may be gone, which ends some flows.
-    let is_compared = speaker == Speaker::Client && (!is_tcp || tables.resets_gone());
+    let is_compared = sender == Side::Client && (!is_tcp || tables.resets_gone());
     if is_compared && scratch.flow.epoch != tables.epoch() {
         return false;
     }
     if is_tcp {
-        !scratch.packet.opens() && tcp::track_fast(scratch, speaker, found.entry)
+        !scratch.packet.opens() && tcp::track_fast(scratch, sender, found.entry)
     } else {
-        speaker == Speaker::Client || scratch.flow.state.progress >= PROGRESS_SUSTAINED
+        sender == Side::Client || scratch.flow.state.progress >= PROGRESS_SUSTAINED
     }
 }

@@ -1,6 +1,6 @@
 //! Looks for the flow of a packet, and for what of it the packet is.
 
-use super::{FlowEntry, FlowTables, Scratch, Stage, direct, open, tuples::Step};
+use super::{FlowEntry, FlowTables, Scratch, Stage, direct, open, tuples::Position};
 use crate::{family::Family, layout::*, select::Origin};
 
 /// A flow that has the packet's ends. A copy of its entry is in `scratch.flow`.
@@ -8,7 +8,7 @@ use crate::{family::Family, layout::*, select::Origin};
 pub(super) struct Found<E> {
     pub(super) stage: Stage,
     pub(super) entry: E,
-    pub(super) step: Step,
+    pub(super) position: Position,
 }
 
 // Not inlined: the key would lie on the stack on the way of each packet.
@@ -34,8 +34,8 @@ pub(super) fn found<A: Address, E: FlowEntry<A>>(
     entry: E,
 ) -> Option<Found<E>> {
     read(scratch, entry)?;
-    let step = step_of_packet(scratch)?;
-    Some(Found { stage, entry, step })
+    let position = position_of_packet(scratch)?;
+    Some(Found { stage, entry, position })
 }
 
 /// Copies an entry to `scratch.flow`. None: it has become another flow's meanwhile.
@@ -47,11 +47,11 @@ pub(super) fn read<A: Address>(scratch: &mut Scratch<A>, entry: impl FlowEntry<A
 
 // Not inlined: the ends would lie on the stack on the way of each packet.
 #[inline(never)]
-pub(super) fn step_of_packet<A: Address>(scratch: &Scratch<A>) -> Option<Step> {
+pub(super) fn position_of_packet<A: Address>(scratch: &Scratch<A>) -> Option<Position> {
     if scratch.is_unpacked() && !direct::is_for(scratch) {
         return None;
     }
-    scratch.flow.step_of(&scratch.packet)
+    scratch.flow.position_of(&scratch.packet)
 }
 
 #[inline(always)]
@@ -103,9 +103,9 @@ pub(super) fn is_of_origin<A>(Scratch { flow, origin, .. }: &Scratch<A>) -> bool
 /// Returns true if the flow, which has the ends of a packet that a process of the node sends, has
 /// another client: that one has forged the node's address.
 #[inline(always)]
-pub(super) fn is_another_clients<A>(Scratch { flow, .. }: &Scratch<A>, step: Step) -> bool {
+pub(super) fn is_another_clients<A>(Scratch { flow, .. }: &Scratch<A>, position: Position) -> bool {
     const OF_NODE: u32 = FLOW_FROM_HOST | FLOW_HOST_CONNECTION | FLOW_OF_NETFILTER;
-    step == Step::ToFrontend && flow.flags & OF_NODE == 0
+    position == Position::ToFrontend && flow.flags & OF_NODE == 0
 }
 
 #[inline(always)]

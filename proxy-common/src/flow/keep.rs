@@ -1,12 +1,12 @@
 //! Keeps a flow while its packets come: learns what each says, establishes the flow, and ends it.
 
 use super::{
-    Change, FlowEntry as _, FlowTables, Routine, Scratch, Speaker, Stage, direct,
-    entries::{Leg, is_stale},
+    Change, FlowEntry as _, FlowTables, Routine, Scratch, Side, Stage, direct,
+    entries::{KeyKind, is_stale},
     find::Found,
     routine::decide,
     tcp,
-    tuples::Step,
+    tuples::Position,
 };
 use crate::{family::Family, layout::*, reason::Reason, select};
 
@@ -43,11 +43,11 @@ pub(super) fn go_on<F: Family, T: FlowTables<F>>(
         return Ok(());
     }
     scratch.stage = found.stage;
-    if found.step == Step::FromBackendMasqueraded {
+    if found.position == Position::FromBackendMasqueraded {
         // It is tracked, and keeps the flow, where it leaves for the client: if it has an entry there.
         let is_stale = is_stale(&scratch.flow, tables.recently(&mut scratch.clock));
         if is_stale
-            && Leg::Backend.set_key(tables, scratch)
+            && KeyKind::Backend.set_key(tables, scratch)
             && tables.flow(found.stage, &scratch.key).is_none()
         {
             tables.run(scratch, Routine::Refresh);
@@ -55,13 +55,12 @@ pub(super) fn go_on<F: Family, T: FlowTables<F>>(
         return Ok(());
     }
     let mut is_confirmed = false;
-    if matches!(found.step, Step::ToFrontend | Step::FromBackend) {
-        let speaker = if found.step == Step::ToFrontend { Speaker::Client } else { Speaker::Backend };
+    if matches!(found.position, Position::ToFrontend | Position::FromBackend) {
+        let sender = if found.position == Position::ToFrontend { Side::Client } else { Side::Backend };
         if scratch.packet.is_tcp() {
-            tcp::track(tables, scratch, speaker, found.entry);
-            is_confirmed =
-                speaker == Speaker::Client && tcp::confirms(&scratch.flow, &scratch.packet.segment);
-        } else if speaker == Speaker::Client {
+            tcp::track(tables, scratch, sender, found.entry);
+            is_confirmed = sender == Side::Client && tcp::confirms(&scratch.flow, &scratch.packet.segment);
+        } else if sender == Side::Client {
             is_confirmed = scratch.flow.state.progress == PROGRESS_SUSTAINED;
         } else if scratch.flow.state.progress < PROGRESS_SUSTAINED {
             track_datagram(tables, scratch, found);
@@ -73,7 +72,7 @@ pub(super) fn go_on<F: Family, T: FlowTables<F>>(
         return Ok(());
     }
     // A SYN keeps no connection that its backend may have forgotten.
-    if found.step == Step::ToFrontend && scratch.packet.is_tcp() && scratch.packet.opens() {
+    if found.position == Position::ToFrontend && scratch.packet.is_tcp() && scratch.packet.opens() {
         return Ok(());
     }
     let is_stale = is_stale(&scratch.flow, tables.recently(&mut scratch.clock));

@@ -14,7 +14,7 @@ use super::{
     routine::decide,
     scratch::OverlappingFlow,
     translate::translate_leaving,
-    tuples::Step,
+    tuples::Position,
 };
 use crate::{family::Family, layout::*, packet::Then, reason::Reason, select::Origin};
 
@@ -46,7 +46,7 @@ pub(super) fn leaving_with_ports<F: Family, T: FlowTables<F>>(
     set_key_of_packet(scratch);
     let mut found = find(tables, scratch);
     (scratch.overlapping_flow, scratch.is_keyed_by_origin) = (OverlappingFlow::None, false);
-    if found.is_some_and(|found| host_connection::meets(scratch, found.step)) {
+    if found.is_some_and(|found| host_connection::meets(scratch, found.position)) {
         scratch.overlapping_flow = OverlappingFlow::Masqueraded;
     }
     let has_overlapping_flow = scratch.overlapping_flow != OverlappingFlow::None;
@@ -59,7 +59,7 @@ pub(super) fn leaving_with_ports<F: Family, T: FlowTables<F>>(
         }
     }
     if from_host && !has_overlapping_flow {
-        let is_anothers = found.is_some_and(|found| is_another_clients(scratch, found.step));
+        let is_anothers = found.is_some_and(|found| is_another_clients(scratch, found.position));
         if is_anothers || (found.is_none() && tables.is_remapped(scratch.packet.source_port)) {
             scratch.key.overlapping = 0;
             found = find_by_origin(tables, scratch);
@@ -70,12 +70,12 @@ pub(super) fn leaving_with_ports<F: Family, T: FlowTables<F>>(
         if is_netfilters(tables, scratch, found.entry) {
             return Err(Reason::NotAService);
         }
-        let is_hosts = from_host && found.step == Step::ToFrontend && is_from_host(scratch);
+        let is_hosts = from_host && found.position == Position::ToFrontend && is_from_host(scratch);
         if is_hosts && scratch.packet.opens() && is_over(tables, scratch, found.entry) {
             tables.run(scratch, Routine::Replace);
             scratch.is_keyed_by_origin = scratch.flow.flags & FLOW_KEYED_BY_ORIGIN != 0;
         } else {
-            if found.step == Step::ToBackend
+            if found.position == Position::ToBackend
                 && scratch.flow.flags & FLOW_MASQUERADE != 0
                 && !scratch.flow.is_masqueraded()
             {
@@ -87,7 +87,7 @@ pub(super) fn leaving_with_ports<F: Family, T: FlowTables<F>>(
                 scratch.action.rewrite = scratch.flow.masquerade_rewrite();
                 return Ok(());
             }
-            if found.step == Step::ToBackend && scratch.flow.flags & FLOW_DSR != 0 {
+            if found.position == Position::ToBackend && scratch.flow.flags & FLOW_DSR != 0 {
                 // The flow was kept where the packet has come in.
                 scratch.action.then = Then::Encapsulate;
                 return Ok(());
@@ -96,13 +96,13 @@ pub(super) fn leaving_with_ports<F: Family, T: FlowTables<F>>(
                 end_if_gone(tables, scratch, found.entry)?;
                 scratch.action.then = Then::Reroute;
             }
-            if forward::is_by_stack(scratch, found.step) {
+            if forward::is_by_stack(scratch, found.position) {
                 tables.run(scratch, Routine::LeaveToStack);
             }
-            translate_leaving(scratch, found.step, is_hosts)?;
+            translate_leaving(scratch, found.position, is_hosts)?;
             go_on(tables, scratch, found)?;
-            if forward::shows_way_out(tables, scratch, found.step) {
-                tables.run(scratch, Routine::NoteLeft);
+            if forward::shows_way_out(tables, scratch, found.position) {
+                tables.run(scratch, Routine::AllowForwarding);
             }
             return Ok(());
         }

@@ -68,6 +68,6 @@ pub use open::{
 pub use ports::host_connection::is_remapped;
 pub use routine::{Routine, run};
 pub use scratch::{Clock, Scratch};
-pub use tcp::Speaker;
+pub use tcp::Side;
 pub use traits::{Change, FlowEntry, FlowTables, InsertError, PodSockets, Stage, UnknownSockets};
 pub use tuples::NetfilterConnection;

@@ -14,7 +14,7 @@ use crate::{family::Family, reason::Reason};
 /// What it needs, and what comes of it, is in the [`Scratch`].
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
 pub enum Routine {
-    /// Sets `key` to that of the entry of `flow` for `leg`.
+    /// Sets `key` to that of the entry of `flow` for `key_kind`.
     SetKey,
     /// Tries the port of `attempt` as the alias of `flow`: `tried`.
     TryAliasPort,
@@ -34,7 +34,7 @@ pub enum Routine {
     Establish,
     /// Stamps the entries of `flow`.
     Refresh,
-    /// Inserts a missing entry of `flow`, for `leg` at `key` in `stage`.
+    /// Inserts a missing entry of `flow`, for `key_kind` at `key` in `stage`.
     Restore,
     /// Moves `flow`, which has ended, from the established ones.
     Demote,
@@ -49,10 +49,10 @@ pub enum Routine {
     /// Notes the ends of a packet that leaves and has no flow.
     NoteHostConnection,
     /// Makes the packet, which goes to a backend, what the client has sent again, and sets `tunnel` to the ends of the one that it leaves
-    /// in: `failure`. Notes that a packet of `flow` has left.
+    /// in: `failure`. Lets XDP forward packets of `flow`.
     Encapsulate,
     /// Notes that the stack has let a packet of `flow` out.
-    NoteLeft,
+    AllowForwarding,
     /// Notes that XDP sends the client's packets of `flow` to a pod, by `next_hop`.
     NoteSentByDriver,
     /// Leaves all packets of `flow`, which XDP has sent to a pod, to the stack.
@@ -96,7 +96,7 @@ pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Add
         Routine::RecordFragment => fragments::record(tables, scratch),
         Routine::NoteHostConnection => host_connection::note(tables, scratch),
         Routine::Encapsulate => scratch.failure = direct::encapsulate(tables, scratch).err(),
-        Routine::NoteLeft => forward::note_left(tables, scratch),
+        Routine::AllowForwarding => forward::allow_forwarding(tables, scratch),
         Routine::NoteSentByDriver => forward::note_sent_by_driver(tables, scratch),
         Routine::LeaveToStack => forward::leave_to_stack(tables, scratch),
         Routine::GoOnDirectly => scratch.failure = direct::go_on(tables, scratch).err(),

@@ -1,6 +1,6 @@
 //! The memory in which a packet is worked on.
 
-use super::{NextHop, Speaker, Stage, entries::Leg, open::flood_limit::Openings, ports::Try};
+use super::{NextHop, Side, Stage, entries::KeyKind, open::flood_limit::Openings, ports::Try};
 use crate::{
     balance::Draw,
     layout::*,
@@ -42,8 +42,8 @@ pub struct Scratch<A> {
     pub(super) is_keyed_by_origin: bool,
     /// The client uses its port for a connection of its own to the backend.
     pub(super) is_port_taken: bool,
-    pub(super) leg: Leg,
-    pub(super) speaker: Speaker,
+    pub(super) key_kind: KeyKind,
+    pub(super) sender: Side,
     pub(super) own_key: FlowKey<A>,
     /// Why a routine has failed, if it has.
     pub(super) failure: Option<Reason>,

@@ -3,7 +3,7 @@
 
 use super::{
     Change, FlowEntry, FlowTables, Routine, Scratch,
-    entries::{Leg, REFRESH_AFTER, is_stale},
+    entries::{KeyKind, REFRESH_AFTER, is_stale},
     keep::SILENT_AFTER,
 };
 use crate::{
@@ -20,15 +20,15 @@ const RESET_WINDOW: u32 = 1 << 20;
 /// one segment of 2^24 whose numbers are guessed is believed.
 pub(super) const REACH: u32 = 1 << 19;
 
-/// Who has sent a segment.
+/// A side of a connection. Of a segment, the one that has sent it.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub enum Speaker {
+pub enum Side {
     #[default]
     Client,
     Backend,
 }
 
-impl Speaker {
+impl Side {
     #[inline(always)]
     const fn other(self) -> Self {
         match self {
@@ -96,20 +96,20 @@ pub(super) fn confirms<A>(flow: &Flow<A>, segment: &Segment) -> bool {
         && segment.acknowledgement == flow.client_numbers.awaited
 }
 
-/// `scratch.flow` is a copy of `entry`, the speaker's own, which lies at `scratch.key` in `scratch.stage`. It learns what the entries learn.
+/// `scratch.flow` is a copy of `entry`, the sender's own, which lies at `scratch.key` in `scratch.stage`. It learns what the entries learn.
 #[inline(always)]
 pub(super) fn track<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
-    speaker: Speaker,
+    sender: Side,
     entry: T::Entry,
 ) {
-    if track_fast(scratch, speaker, entry) {
+    if track_fast(scratch, sender, entry) {
         return;
     }
-    scratch.speaker = speaker;
+    scratch.sender = sender;
     scratch.own_key = scratch.key;
-    let others = if speaker == Speaker::Client { Leg::Backend } else { Leg::Client };
+    let others = if sender == Side::Client { KeyKind::Backend } else { KeyKind::Client };
     // Not in the routine: its own stack would be added.
     let _there = others.set_key(tables, scratch);
     tables.run(scratch, Routine::TrackSlow);
@@ -119,19 +119,19 @@ pub(super) fn track<F: Family, T: FlowTables<F>>(
 #[inline(always)]
 pub(super) fn track_fast<A: Address>(
     scratch: &mut Scratch<A>,
-    speaker: Speaker,
+    sender: Side,
     entry: impl FlowEntry<A>,
 ) -> bool {
     let Scratch { flow, packet, .. } = scratch;
     let segment = &packet.segment;
     let is_control = segment.has(TCP_SYN | TCP_FIN | TCP_RST);
-    let sent = speaker.other().numbers_of(flow).reached;
-    let Numbers { reached: acknowledged, awaited } = *speaker.numbers_of(flow);
+    let sent = sender.other().numbers_of(flow).reached;
+    let Numbers { reached: acknowledged, awaited } = *sender.numbers_of(flow);
     let is_believed = segment.has(TCP_ACK)
         && is_near(segment.sequence, sent)
         && is_near(segment.acknowledgement, acknowledged);
     let acknowledges = segment.has(TCP_ACK) && segment.acknowledgement == awaited;
-    let others_fin = *speaker.other().fin_of(&mut flow.state);
+    let others_fin = *sender.other().fin_of(&mut flow.state);
     let is_slow = is_control
         || (segment.has(TCP_ACK) && !is_believed)
         || flow.state.reset != 0
@@ -141,17 +141,16 @@ pub(super) fn track_fast<A: Address>(
         return false;
     }
     if is_believed {
-        advance(scratch, speaker, entry);
+        advance(scratch, sender, entry);
     }
     true
 }
 
 /// The streams have come as far as the segment says, which is believed.
 #[inline(always)]
-pub(super) fn advance<A: Address>(scratch: &mut Scratch<A>, speaker: Speaker, entry: impl FlowEntry<A>) {
+pub(super) fn advance<A: Address>(scratch: &mut Scratch<A>, sender: Side, entry: impl FlowEntry<A>) {
     let Scratch { flow, packet, .. } = scratch;
-    for (side, number) in [(speaker, packet.segment.acknowledgement), (speaker.other(), packet.segment.next)]
-    {
+    for (side, number) in [(sender, packet.segment.acknowledgement), (sender.other(), packet.segment.next)] {
         let numbers = side.numbers_of(flow);
         // A segment that comes late, or again, takes nothing back.
         if numbers.reached.wrapping_sub(number) >= LARGEST_WINDOW {
@@ -161,15 +160,15 @@ pub(super) fn advance<A: Address>(scratch: &mut Scratch<A>, speaker: Speaker, en
     }
 }
 
-/// The slow path: a segment that opens, ends or confirms, comes after the end, or has numbers that are far from where the streams stand. The speaker's
+/// The slow path: a segment that opens, ends or confirms, comes after the end, or has numbers that are far from where the streams stand. The sender's
 /// entry is at `scratch.own_key`, the other side's at `scratch.key`.
 #[inline(always)]
 pub(super) fn track_slow<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
-    let Scratch { speaker, stage, .. } = *scratch;
+    let Scratch { sender, stage, .. } = *scratch;
     let is_of_flow = |entry: &T::Entry| entry.opened() == scratch.flow.opened;
     let Some(entry) = tables.flow(stage, &scratch.own_key).filter(is_of_flow) else { return };
     let others = tables.flow(stage, &scratch.key).filter(is_of_flow);
-    let awaited = speaker.numbers_of(&mut scratch.flow).awaited;
+    let awaited = sender.numbers_of(&mut scratch.flow).awaited;
     // Where the other side's entry is evicted, nothing that ends the flow counts until it is restored.
     // Not an Option: the verifier of 5.10 refuses to look at the number of one that has none.
     let mut is_other_known = false;
@@ -179,7 +178,7 @@ pub(super) fn track_slow<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut 
         others.read_into(&mut scratch.entry);
         is_other_known = true;
     }
-    if speaker == Speaker::Client && scratch.packet.opens() {
+    if sender == Side::Client && scratch.packet.opens() {
         track_another_syn(tables, scratch, entry, others);
         return;
     }
@@ -187,11 +186,11 @@ pub(super) fn track_slow<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut 
     let segment = &scratch.packet.segment;
     let is_resumed = scratch.flow.flags & FLOW_RESUMED != 0;
     let state = &mut scratch.flow.state;
-    let others_fin = speaker.other().fin_of(state);
+    let others_fin = sender.other().fin_of(state);
     if *others_fin == FIN_SEEN && segment.has(TCP_ACK) && segment.acknowledgement == awaited {
         *others_fin = FIN_ACKNOWLEDGED;
     }
-    let is_answer = speaker == Speaker::Backend
+    let is_answer = sender == Side::Backend
         && segment.has(TCP_ACK)
         && segment.acknowledgement.wrapping_sub(awaited) <= FIRST_DATA;
     let is_opening = is_answer && segment.has(TCP_SYN) && state.progress <= PROGRESS_ANSWERED;
@@ -201,8 +200,7 @@ pub(super) fn track_slow<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut 
     if segment.has(TCP_RST) {
         let refuses = is_answer && state.progress < PROGRESS_ANSWERED;
         // Only who has acknowledged something waits for a number that is known.
-        let acknowledged_from =
-            if speaker == Speaker::Client { PROGRESS_ANSWERED } else { PROGRESS_CONFIRMED };
+        let acknowledged_from = if sender == Side::Client { PROGRESS_ANSWERED } else { PROGRESS_CONFIRMED };
         // The segment that has opened a `FLOW_RESUMED` has told what both sides wait for.
         let is_comparable = is_other_known && (state.progress >= acknowledged_from || is_resumed);
         if refuses {
@@ -210,7 +208,7 @@ pub(super) fn track_slow<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut 
         } else if is_comparable {
             compare_reset(scratch);
         }
-    } else if speaker == Speaker::Backend
+    } else if sender == Side::Backend
         && (is_believed || is_opening)
         && !may_precede_reset(&scratch.flow, segment, tables.now())
     {
@@ -224,13 +222,13 @@ pub(super) fn track_slow<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut 
         }
     }
     let segment = &scratch.packet.segment;
-    let fin = speaker.fin_of(&mut scratch.flow.state);
+    let fin = sender.fin_of(&mut scratch.flow.state);
     let is_end = segment.has(TCP_FIN) && is_other_known && is_believed && *fin != FIN_ACKNOWLEDGED;
     if is_end {
         *fin = FIN_SEEN;
     }
     if is_opening || is_end {
-        let (receiver, next) = (speaker.other(), segment.next);
+        let (receiver, next) = (sender.other(), segment.next);
         receiver.numbers_of(&mut scratch.flow).awaited = next;
         entry.write(Change::Awaited(receiver, next));
         if is_opening {
@@ -244,7 +242,7 @@ pub(super) fn track_slow<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut 
         }
     }
     if is_believed && !segment.has(TCP_SYN | TCP_RST) {
-        advance(scratch, speaker, entry);
+        advance(scratch, sender, entry);
     }
     let state = scratch.flow.state;
     write(tables, entry, old, state);
@@ -272,8 +270,8 @@ fn track_another_syn<F: Family, T: FlowTables<F>>(
     let silence = tables.now().saturating_sub(flow.last_seen);
     if flow.state.progress < PROGRESS_CONFIRMED {
         if silence > REFRESH_AFTER {
-            let awaited = Change::Awaited(Speaker::Backend, segment.sequence.wrapping_add(1));
-            let sent = Change::Reached(Speaker::Backend, segment.next);
+            let awaited = Change::Awaited(Side::Backend, segment.sequence.wrapping_add(1));
+            let sent = Change::Reached(Side::Backend, segment.next);
             for change in [awaited, sent] {
                 entry.write(change);
                 if let Some(others) = others {
@@ -284,27 +282,27 @@ fn track_another_syn<F: Family, T: FlowTables<F>>(
     } else if silence > SILENT_AFTER
         && let Some(others) = others
     {
-        entry.write(Change::Reached(Speaker::Backend, fast_path.backend_numbers.reached));
-        others.write(Change::Reached(Speaker::Client, flow.client_numbers.reached));
+        entry.write(Change::Reached(Side::Backend, fast_path.backend_numbers.reached));
+        others.write(Change::Reached(Side::Client, flow.client_numbers.reached));
     }
 }
 
 /// The numbers that both sides' entries know of the stream that the receiver gets: what it has
-/// acknowledged, and what was sent. `scratch.entry` is that of the side which has not spoken.
+/// acknowledged, and what was sent. `scratch.entry` is that of the other side.
 #[inline(always)]
-fn stream_to<A>(scratch: &mut Scratch<A>, receiver: Speaker) -> (u32, u32) {
+fn stream_to<A>(scratch: &mut Scratch<A>, receiver: Side) -> (u32, u32) {
     let own = receiver.numbers_of(&mut scratch.flow).reached;
     let others = receiver.numbers_of(&mut scratch.entry).reached;
-    if scratch.speaker == receiver { (own, others) } else { (others, own) }
+    if scratch.sender == receiver { (own, others) } else { (others, own) }
 }
 
 /// Returns true if the numbers of a segment fit what the entries of both sides know.
 // Not inlined, for the stack of its caller.
 #[inline(never)]
 fn is_believed<A>(scratch: &mut Scratch<A>) -> bool {
-    let Scratch { speaker, packet: Packet { segment, .. }, .. } = *scratch;
-    let (awaited, sent) = stream_to(scratch, speaker.other());
-    let (acknowledged, sent_by_other) = stream_to(scratch, speaker);
+    let Scratch { sender, packet: Packet { segment, .. }, .. } = *scratch;
+    let (awaited, sent) = stream_to(scratch, sender.other());
+    let (acknowledged, sent_by_other) = stream_to(scratch, sender);
     // With megabytes under way one loss has acknowledgements jump by megabytes. What is between the
     // ends that both entries know is believed, as RFC 5961 and conntrack have it.
     let unexpected = outside(segment.sequence, awaited, sent)
@@ -321,7 +319,7 @@ fn is_believed<A>(scratch: &mut Scratch<A>) -> bool {
 // Not inlined, for the stack of its caller.
 #[inline(never)]
 fn compare_reset<A>(scratch: &mut Scratch<A>) {
-    let receiver = scratch.speaker.other();
+    let receiver = scratch.sender.other();
     let (awaited, sent) = stream_to(scratch, receiver);
     track_reset(&mut scratch.flow.state, scratch.packet.segment.sequence, awaited, sent);
 }

@@ -2,7 +2,7 @@
 //! and random numbers, [`FlowEntry`] is an element of a flow map, and [`PodSockets`] asks the kernel.
 //! Programs and tests on the host implement them.
 
-use super::{Clock, Routine, Scratch, ServiceOpenings, Speaker, run};
+use super::{Clock, Routine, Scratch, ServiceOpenings, Side, run};
 use crate::{family::Family, layout::*, port::Port, reason::Reason, tables::AffinityTables};
 
 /// Which of the two tables a flow's entry lies in.
@@ -22,9 +22,9 @@ pub enum Change<A> {
     LastSeen(u64),
     Epoch(u32),
     /// [`Numbers::reached`] of one side.
-    Reached(Speaker, u32),
+    Reached(Side, u32),
     /// [`Numbers::awaited`] of one side.
-    Awaited(Speaker, u32),
+    Awaited(Side, u32),
     /// `PROGRESS_*`.
     Progress(u8),
     /// `FIN_*`.
@@ -34,8 +34,8 @@ pub enum Change<A> {
     /// `RESET_*`.
     Reset(u8),
     Masquerade(A, Port),
-    /// [`Flow::left`].
-    Left(u8),
+    /// [`Flow::forward_token`].
+    ForwardToken(u8),
     NextHop(CachedHop),
 }
 

@@ -35,9 +35,9 @@ impl FlowState {
     }
 }
 
-/// Where on its way a packet of a flow is.
+/// The position of a packet of a flow on its way through the node.
 #[derive(Clone, Copy, Debug, Eq, PartialEq)]
-pub(super) enum Step {
+pub(super) enum Position {
     ToFrontend,
     ToBackend,
     ToBackendMasqueraded,
@@ -143,20 +143,20 @@ impl<A: Address> Flow<A> {
 
     /// None: the packet is not of this flow.
     #[inline(always)]
-    pub(super) fn step_of(&self, packet: &Packet<A>) -> Option<Step> {
+    pub(super) fn position_of(&self, packet: &Packet<A>) -> Option<Position> {
         let backend = self.backend_end();
         if packet.is_between(self.client_end(), self.frontend_end()) {
-            Some(Step::ToFrontend)
+            Some(Position::ToFrontend)
         } else if packet.is_between(backend, self.alias_end()) {
-            Some(Step::FromBackend)
+            Some(Position::FromBackend)
         } else if packet.is_between(self.alias_end(), backend) {
-            Some(Step::ToBackend)
+            Some(Position::ToBackend)
         } else if packet.is_between(backend, self.masquerade_end()) {
-            Some(Step::FromBackendMasqueraded)
+            Some(Position::FromBackendMasqueraded)
         } else if packet.is_between(self.masquerade_end(), backend) {
-            Some(Step::ToBackendMasqueraded)
+            Some(Position::ToBackendMasqueraded)
         } else if packet.is_between(self.frontend_end(), self.client_end()) {
-            Some(Step::FromFrontend)
+            Some(Position::FromFrontend)
         } else {
             None
         }

@@ -192,12 +192,12 @@ pub struct Flow<A> {
     alias_port: u16,
     /// The IANA protocol number.
     pub protocol: u8,
-    /// A value that lets XDP forward packets of the flow, if it says that the flow
-    /// [has left](Self::has_left).
+    /// A token that lets XDP forward packets of the flow, if it
+    /// [is the flow's](Self::is_forwardable).
     ///
     /// It is set when the stack has brought a packet to the egress of an uplink. With `FLOW_DSR`
     /// that is a packet of the client, otherwise an answer.
-    pub left: u8,
+    pub forward_token: u8,
     /// Key of `backends4/6`.
     pub backend_id: u32,
     /// Index into `services`. `NO_SERVICE`: the client dialled the backend itself.

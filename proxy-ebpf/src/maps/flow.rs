@@ -80,7 +80,7 @@ impl<A: Address> FlowEntry<A> for Entry<A> {
                     // Last: with it the address counts.
                     (*entry).set_masquerade_port(port);
                 }
-                Change::Left(mark) => write_volatile(addr_of_mut!((*entry).left), mark),
+                Change::ForwardToken(token) => write_volatile(addr_of_mut!((*entry).forward_token), token),
                 Change::NextHop(hop) => {
                     // In words, each by one store.
                     let (from, to) =
@@ -181,7 +181,7 @@ routines! {
     RecordFragment: record_fragment4 record_fragment6;
     NoteHostConnection: note_host_connection4 note_host_connection6;
     Encapsulate: encapsulate4 encapsulate6;
-    NoteLeft: note_left4 note_left6;
+    AllowForwarding: allow_forwarding4 allow_forwarding6;
     NoteSentByDriver: note_sent_by_driver4 note_sent_by_driver6;
     LeaveToStack: leave_to_stack4 leave_to_stack6;
     GoOnDirectly: go_on_directly4 go_on_directly6;

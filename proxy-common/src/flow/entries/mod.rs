@@ -4,7 +4,7 @@ pub mod collect;
 pub mod copy;
 pub(super) mod lifetimes;
 
-use super::{Change, FlowEntry, FlowTables, InsertError, Routine, Scratch, Speaker, Stage};
+use super::{Change, FlowEntry, FlowTables, InsertError, Routine, Scratch, Side, Stage};
 use crate::{
     family::Family,
     layout::{Address, FLOW_COUNTED, Flow, PROGRESS_CONFIRMED, unproven_entries},
@@ -14,22 +14,28 @@ use crate::{
 /// Nanoseconds. An entry older than this is refreshed, together with its partners.
 pub(super) const REFRESH_AFTER: u64 = 1_000_000_000;
 
-/// The client's entry is the last to come and the first to go: while it is found its partners are.
+/// The kinds of keys that a flow has. The client's entry is the last to come and the first to go: while it is found its partners are.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(super) enum Leg {
+pub(super) enum KeyKind {
     #[default]
     Backend,
     Masquerade,
     Client,
 }
 
-const INSERTION: [Leg; 3] = [Leg::Backend, Leg::Masquerade, Leg::Client];
+const INSERTION: [KeyKind; 3] = [KeyKind::Backend, KeyKind::Masquerade, KeyKind::Client];
 /// Twice: where the controller takes an entry while it is stamped, the second look finds it gone.
-const REFRESH: [Leg; 6] =
-    [Leg::Backend, Leg::Masquerade, Leg::Client, Leg::Backend, Leg::Masquerade, Leg::Client];
-const REMOVAL: [Leg; 3] = [Leg::Client, Leg::Backend, Leg::Masquerade];
+const REFRESH: [KeyKind; 6] = [
+    KeyKind::Backend,
+    KeyKind::Masquerade,
+    KeyKind::Client,
+    KeyKind::Backend,
+    KeyKind::Masquerade,
+    KeyKind::Client,
+];
+const REMOVAL: [KeyKind; 3] = [KeyKind::Client, KeyKind::Backend, KeyKind::Masquerade];
 
-impl Leg {
+impl KeyKind {
     /// Sets `scratch.key`. False: the flow has no such entry.
     #[inline(always)]
     pub(super) fn set_key<F: Family, T: FlowTables<F>>(
@@ -40,7 +46,7 @@ impl Leg {
         if self == Self::Masquerade && !scratch.flow.is_masqueraded() {
             return false;
         }
-        scratch.leg = self;
+        scratch.key_kind = self;
         tables.run(scratch, Routine::SetKey);
         true
     }
@@ -48,8 +54,8 @@ impl Leg {
 
 /// Does this entry of a flow stand for it, where connections are counted?
 #[inline(always)]
-fn is_counted(stage: Stage, leg: Leg) -> bool {
-    stage == Stage::Established && leg == Leg::Client
+fn is_counted(stage: Stage, key_kind: KeyKind) -> bool {
+    stage == Stage::Established && key_kind == KeyKind::Client
 }
 
 /// Counts a flow that is established from now on.
@@ -87,13 +93,13 @@ fn may_be_established<F: Family, T: FlowTables<F>>(tables: &T, flow: &Flow<F::Ad
     taken.saturating_add(flow.entries().into()) <= u64::from(most)
 }
 
-/// The key of the entry of `scratch.flow` for `scratch.leg`.
+/// The key of the entry of `scratch.flow` for `scratch.key_kind`.
 #[inline(always)]
-pub(super) fn set_key<A: Address>(Scratch { leg, key, flow, .. }: &mut Scratch<A>) {
-    *key = match leg {
-        Leg::Client => flow.client_key(),
-        Leg::Backend => flow.backend_key(),
-        Leg::Masquerade => flow.masquerade_key(),
+pub(super) fn set_key<A: Address>(Scratch { key_kind, key, flow, .. }: &mut Scratch<A>) {
+    *key = match key_kind {
+        KeyKind::Client => flow.client_key(),
+        KeyKind::Backend => flow.backend_key(),
+        KeyKind::Masquerade => flow.masquerade_key(),
     };
 }
 
@@ -116,11 +122,11 @@ pub(super) fn establish<F: Family, T: FlowTables<F>>(
         tables.count(Reason::FlowsFull);
         return Ok(());
     }
-    for leg in INSERTION {
-        if !leg.set_key(tables, scratch) {
+    for key_kind in INSERTION {
+        if !key_kind.set_key(tables, scratch) {
             continue;
         }
-        match copy(tables, scratch, leg) {
+        match copy(tables, scratch, key_kind) {
             Copied::Whole => {}
             Copied::TableFull => {
                 remove_entries(tables, Stage::Established, scratch);
@@ -146,7 +152,11 @@ enum Copied {
 
 /// Copies the entry of `scratch.flow` at `scratch.key`.
 #[inline(always)]
-fn copy<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>, leg: Leg) -> Copied {
+fn copy<F: Family, T: FlowTables<F>>(
+    tables: &T,
+    scratch: &mut Scratch<F::Address>,
+    key_kind: KeyKind,
+) -> Copied {
     let Scratch { key, flow, entry, .. } = scratch;
     if tables.flow(Stage::Established, key).is_some_and(|found| found.opened() != flow.opened) {
         return Copied::KeyTaken;
@@ -164,7 +174,7 @@ fn copy<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
     };
     match tables.insert(Stage::Established, key, copy) {
         Ok(()) => {
-            if is_counted(Stage::Established, leg) {
+            if is_counted(Stage::Established, key_kind) {
                 count_opened(tables, copy);
             }
             Copied::Whole
@@ -177,8 +187,8 @@ fn copy<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
 /// Moves `scratch.flow`, which has ended, from the established ones to those that are evicted: copies of its last segments may come.
 #[inline(always)]
 pub(super) fn demote<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
-    for leg in REMOVAL {
-        if !leg.set_key(tables, scratch) {
+    for key_kind in REMOVAL {
+        if !key_kind.set_key(tables, scratch) {
             continue;
         }
         let Scratch { key, flow, entry, .. } = &mut *scratch;
@@ -190,7 +200,7 @@ pub(super) fn demote<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
         // It is kept from its end on, however long it was silent before.
         entry.last_seen = tables.now();
         // The entry of the masquerade learns nothing, so that nothing would take the end back where the connection goes on.
-        if leg != Leg::Masquerade {
+        if key_kind != KeyKind::Masquerade {
             entry.state = entry.state.union(&flow.state);
         }
         match tables.flow(Stage::Opening, key) {
@@ -202,7 +212,7 @@ pub(super) fn demote<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
                 let _there_already = tables.insert(Stage::Opening, key, entry);
             }
         }
-        if leg == Leg::Client {
+        if key_kind == KeyKind::Client {
             tables.run(scratch, Routine::Leave);
         } else {
             tables.remove(Stage::Established, key);
@@ -221,14 +231,14 @@ pub(super) fn leave<F: Family, T: FlowTables<F>>(
     }
 }
 
-/// Everything that changes while a flow lives, but for the next hop, which is looked up again, and the mark that it has left, which is set again.
+/// Everything that changes while a flow lives, but for the next hop, which is looked up again, and the forward token, which is set again.
 #[inline(always)]
 fn write_over<A: Address>(copy: impl FlowEntry<A>, flow: &Flow<A>) {
     copy.write(Change::LastSeen(flow.last_seen));
-    copy.write(Change::Reached(Speaker::Client, flow.client_numbers.reached));
-    copy.write(Change::Reached(Speaker::Backend, flow.backend_numbers.reached));
-    copy.write(Change::Awaited(Speaker::Client, flow.client_numbers.awaited));
-    copy.write(Change::Awaited(Speaker::Backend, flow.backend_numbers.awaited));
+    copy.write(Change::Reached(Side::Client, flow.client_numbers.reached));
+    copy.write(Change::Reached(Side::Backend, flow.backend_numbers.reached));
+    copy.write(Change::Awaited(Side::Client, flow.client_numbers.awaited));
+    copy.write(Change::Awaited(Side::Backend, flow.backend_numbers.awaited));
     copy.write(Change::Progress(flow.state.progress));
     copy.write(Change::ClientFin(flow.state.client_fin));
     copy.write(Change::BackendFin(flow.state.backend_fin));
@@ -253,14 +263,14 @@ fn remove<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addr
 /// Removes the entries of `scratch.flow` from one table, but for those that are another flow's.
 #[inline(never)]
 fn remove_entries<F: Family, T: FlowTables<F>>(tables: &T, stage: Stage, scratch: &mut Scratch<F::Address>) {
-    for leg in REMOVAL {
-        if !leg.set_key(tables, scratch) {
+    for key_kind in REMOVAL {
+        if !key_kind.set_key(tables, scratch) {
             continue;
         }
         if let Some(found) = tables.flow(stage, &scratch.key)
             && found.opened() == scratch.flow.opened
             && tables.remove(stage, &scratch.key)
-            && is_counted(stage, leg)
+            && is_counted(stage, key_kind)
         {
             count_closed(tables, &scratch.flow);
         }
@@ -272,8 +282,8 @@ fn remove_entries<F: Family, T: FlowTables<F>>(tables: &T, stage: Stage, scratch
 pub(super) fn refresh<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     let (stage, now) = (scratch.stage, tables.now());
     scratch.flow.last_seen = now;
-    for leg in REFRESH {
-        if !leg.set_key(tables, scratch) {
+    for key_kind in REFRESH {
+        if !key_kind.set_key(tables, scratch) {
             continue;
         }
         match tables.flow(stage, &scratch.key) {
@@ -289,7 +299,7 @@ pub(super) fn refresh<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scr
     }
 }
 
-/// Inserts the entry of `scratch.flow` for `scratch.leg`, at `scratch.key` in `scratch.stage`, which lacks it.
+/// Inserts the entry of `scratch.flow` for `scratch.key_kind`, at `scratch.key` in `scratch.stage`, which lacks it.
 #[inline(always)]
 pub(super) fn restore<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     let stage = scratch.stage;
@@ -297,7 +307,7 @@ pub(super) fn restore<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scr
         return;
     }
     if tables.insert(stage, &scratch.key, &scratch.flow) == Ok(()) {
-        if is_counted(stage, scratch.leg) {
+        if is_counted(stage, scratch.key_kind) {
             count_opened(tables, &scratch.flow);
         }
         tables.count(Reason::FlowRestored);

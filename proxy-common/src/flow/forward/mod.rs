@@ -11,11 +11,11 @@ pub(super) mod next_hop;
 use self::next_hop::{Stamp, leaves};
 use super::{
     Change, Driver, FlowEntry as _, FlowTables, Routine, Scratch, Stage, direct,
-    entries::Leg,
+    entries::KeyKind,
     find::{Found, find, lookup, set_key_of_packet},
     keep::{end_if_gone, go_on, is_over},
     routine::decide,
-    tuples::Step,
+    tuples::Position,
 };
 use crate::{
     balance::HASH_FACTOR,
@@ -53,12 +53,12 @@ pub fn forward<F: Family, T: FlowTables<F>>(
     let flow = &scratch.flow;
     scratch.action.then = match flow.flags & (FLOW_MASQUERADE | FLOW_DSR | NEVER_FORWARDED) {
         FLOW_MASQUERADE if flow.is_masqueraded() => Then::Pass,
-        FLOW_DSR if flow.has_left() => Then::Encapsulate,
-        0 if flow.has_left() => Then::Pass,
+        FLOW_DSR if flow.is_forwardable() => Then::Encapsulate,
+        0 if flow.is_forwardable() => Then::Pass,
         _ => return Err(Reason::NotAService),
     };
-    match found.step {
-        Step::ToFrontend => {
+    match found.position {
+        Position::ToFrontend => {
             if scratch.packet.opens() && is_over(tables, scratch, found.entry) {
                 return Err(Reason::NotAService);
             }
@@ -69,8 +69,8 @@ pub fn forward<F: Family, T: FlowTables<F>>(
             }
             let Some(is_asked) = leaves(tables, scratch, &found, driver) else {
                 if scratch.is_for_pod() {
-                    // Marked, it would have XDP look up its route for each packet in vain.
-                    found.entry.write(Change::Left(0));
+                    // With the token, XDP would look up its route for each packet in vain.
+                    found.entry.write(Change::ForwardToken(0));
                 }
                 return Err(Reason::NotAService);
             };
@@ -89,11 +89,11 @@ pub fn forward<F: Family, T: FlowTables<F>>(
             }
             Ok(())
         }
-        Step::FromBackendMasqueraded => {
+        Position::FromBackendMasqueraded => {
             scratch.action.rewrite = scratch.flow.unmasquerade_rewrite();
             leaves(tables, scratch, &found, driver).ok_or(Reason::NotAService)?;
             scratch.action.rewrite = scratch.flow.reply_rewrite();
-            // What the backend says is kept in the entry of the other step.
+            // What the backend says is kept in the entry of the other position.
             scratch.key = scratch.flow.backend_key();
             let (stage, entry) = lookup(tables, &scratch.key).ok_or(Reason::NotAService)?;
             let opened = scratch.flow.opened;
@@ -101,11 +101,12 @@ pub fn forward<F: Family, T: FlowTables<F>>(
             if scratch.flow.opened != opened || entry.opened() != opened {
                 return Err(Reason::NotAService);
             }
-            go_on(tables, scratch, Found { stage, entry, step: Step::FromBackend })
+            go_on(tables, scratch, Found { stage, entry, position: Position::FromBackend })
         }
-        Step::ToBackend | Step::ToBackendMasqueraded | Step::FromBackend | Step::FromFrontend => {
-            Err(Reason::NotAService)
-        }
+        Position::ToBackend
+        | Position::ToBackendMasqueraded
+        | Position::FromBackend
+        | Position::FromFrontend => Err(Reason::NotAService),
     }
 }
 
@@ -129,11 +130,11 @@ const NEVER_FORWARDED: u32 = FLOW_FROM_HOST | FLOW_FROM_POD | FLOW_HOST_CONNECTI
 pub(super) fn shows_way_out<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &Scratch<F::Address>,
-    step: Step,
+    position: Position,
 ) -> bool {
     let Scratch { flow, interface, .. } = scratch;
-    let is_pods = step == Step::FromBackend && flow.is_of_a_pod();
-    is_pods && !flow.has_left() && tables.driver_redirects_from(*interface)
+    let is_pods = position == Position::FromBackend && flow.is_of_a_pod();
+    is_pods && !flow.is_forwardable() && tables.driver_redirects_from(*interface)
 }
 
 /// Is the packet, which comes in by `scratch.interface`, a pod's answer to packets that XDP sends to it there? Then it skips the stack too, or
@@ -142,10 +143,10 @@ pub(super) fn shows_way_out<F: Family, T: FlowTables<F>>(
 pub(super) fn answers_driver<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &Scratch<F::Address>,
-    step: Step,
+    position: Position,
 ) -> bool {
     let Scratch { flow, interface, origin, .. } = scratch;
-    let is_pods = step == Step::FromBackend && *origin == Origin::Workload && flow.is_of_a_pod();
+    let is_pods = position == Position::FromBackend && *origin == Origin::Workload && flow.is_of_a_pod();
     is_pods
         && flow.next_hop.is_of(Stamp::of_answers(flow.opened, *interface))
         && tables.driver_sends_to(*interface)
@@ -158,10 +159,10 @@ pub(super) fn answers_driver<F: Family, T: FlowTables<F>>(
 pub(super) fn skips_stack<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &Scratch<F::Address>,
-    step: Step,
+    position: Position,
 ) -> bool {
     let Scratch { packet, flow, origin, .. } = scratch;
-    let leaves_again = matches!(step, Step::ToFrontend | Step::FromBackendMasqueraded);
+    let leaves_again = matches!(position, Position::ToFrontend | Position::FromBackendMasqueraded);
     let is_plain = is_simple(packet) && !may_begin_another(packet);
     let is_let_out = flow.flags & NEVER_FORWARDED == 0 && flow.is_masqueraded();
     let is_outsides = *origin == Origin::Outside && tables.may_skip_stack();
@@ -171,21 +172,22 @@ pub(super) fn skips_stack<F: Family, T: FlowTables<F>>(
 /// Is the packet, which leaves to a backend, one that the stack has brought there although XDP sends the client's packets? Where it has been let out,
 /// connection tracking knows the connection again, as the client's. It makes none for an error, and takes a SYN for a new one.
 #[inline(always)]
-pub(super) fn is_by_stack<A: Address>(Scratch { packet, flow, .. }: &Scratch<A>, step: Step) -> bool {
-    let is_noted = step == Step::ToBackend && flow.is_of_a_pod() && flow.next_hop != CachedHop::default();
+pub(super) fn is_by_stack<A: Address>(Scratch { packet, flow, .. }: &Scratch<A>, position: Position) -> bool {
+    let is_noted =
+        position == Position::ToBackend && flow.is_of_a_pod() && flow.next_hop != CachedHop::default();
     is_noted && !packet.is_error() && !may_begin_another(packet)
 }
 
 /// Notes that the stack has let a packet of `scratch.flow` out. The client's entry comes first, in both tables, as another CPU may be copying it to the
 /// second one: what is not noted there is noted for the next packet.
 #[inline(always)]
-pub(super) fn note_left<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
-    if !is_simple(&scratch.packet) || scratch.is_made_here || scratch.flow.has_left() {
+pub(super) fn allow_forwarding<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+    if !is_simple(&scratch.packet) || scratch.is_made_here || scratch.flow.is_forwardable() {
         return;
     }
-    let mark = Change::Left(scratch.flow.mark_of_left());
-    for leg in [Leg::Client, Leg::Backend] {
-        if !write(tables, scratch, leg, mark) {
+    let token = Change::ForwardToken(scratch.flow.token_of_flow());
+    for key_kind in [KeyKind::Client, KeyKind::Backend] {
+        if !write(tables, scratch, key_kind, token) {
             return;
         }
     }
@@ -199,16 +201,16 @@ pub(super) fn note_sent_by_driver<F: Family, T: FlowTables<F>>(
 ) {
     let stamp = Stamp::of_answers(scratch.flow.opened, scratch.next_hop.interface);
     let hop = Change::NextHop(CachedHop::new(&scratch.next_hop, stamp));
-    write(tables, scratch, Leg::Backend, hop);
+    write(tables, scratch, KeyKind::Backend, hop);
 }
 
 /// Leaves all packets of `scratch.flow`, which XDP has sent to a pod, to the stack.
 #[inline(always)]
 pub(super) fn leave_to_stack<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
     let none = Change::NextHop(CachedHop::default());
-    write(tables, scratch, Leg::Client, Change::Left(0));
-    write(tables, scratch, Leg::Client, none);
-    write(tables, scratch, Leg::Backend, none);
+    write(tables, scratch, KeyKind::Client, Change::ForwardToken(0));
+    write(tables, scratch, KeyKind::Client, none);
+    write(tables, scratch, KeyKind::Backend, none);
 }
 
 /// In both tables. False: neither has the flow's entry.
@@ -216,10 +218,10 @@ pub(super) fn leave_to_stack<F: Family, T: FlowTables<F>>(tables: &T, scratch: &
 fn write<F: Family, T: FlowTables<F>>(
     tables: &T,
     scratch: &mut Scratch<F::Address>,
-    leg: Leg,
+    key_kind: KeyKind,
     change: Change<F::Address>,
 ) -> bool {
-    leg.set_key(tables, scratch);
+    key_kind.set_key(tables, scratch);
     let mut is_written = false;
     for stage in [Stage::Opening, Stage::Established] {
         if let Some(entry) = tables.flow(stage, &scratch.key)
@@ -241,15 +243,15 @@ impl<A> Scratch<A> {
 }
 
 impl<A> Flow<A> {
-    /// Not 0, and of two flows rarely the same: the kernel may give an entry to another flow while it is marked.
+    /// Not 0, and of two flows rarely the same: the kernel may give an entry to another flow while the token is written.
     #[inline(always)]
-    fn mark_of_left(&self) -> u8 {
+    fn token_of_flow(&self) -> u8 {
         (self.opened.wrapping_mul(HASH_FACTOR) >> 56) as u8 | 1
     }
 
     #[inline(always)]
-    pub(super) fn has_left(&self) -> bool {
-        self.left == self.mark_of_left()
+    pub(super) fn is_forwardable(&self) -> bool {
+        self.forward_token == self.token_of_flow()
     }
 
     /// Is it between a client outside and an endpoint of this node, whose answers come back here without being masqueraded?

@@ -4,7 +4,7 @@
 use crate::{
     balance::HASH_FACTOR,
     family::Family,
-    flow::{Change, FlowEntry as _, FlowTables, Scratch, find::Found, tuples::Step},
+    flow::{Change, FlowEntry as _, FlowTables, Scratch, find::Found, tuples::Position},
     layout::CachedHop,
 };
 
@@ -77,21 +77,21 @@ impl Stamp {
     /// Of packets that a pod sends by this interface, as long as the flow lives. What a hop with it says is never used.
     #[inline(always)]
     pub(in crate::flow) fn of_answers(opened: u64, interface: u32) -> Self {
-        Self::of(opened, Step::FromBackend, interface, 0, 0)
+        Self::of(opened, Position::FromBackend, interface, 0, 0)
     }
 
-    /// `opened` names the flow: the kernel may give the entry to another one. `step` names the direction: one of a flow's entries may be copied to
+    /// `opened` names the flow: the kernel may give the entry to another one. `position` names the direction: one of a flow's entries may be copied to
     /// another. `interface` is the one that the packet has come by. `now`, in nanoseconds since boot, ends what is known after a second at most,
     /// as there may be no controller that raises the epoch.
     #[inline(always)]
-    fn of(opened: u64, step: Step, interface: u32, epoch: u32, now: u64) -> Self {
+    fn of(opened: u64, position: Position, interface: u32, epoch: u32, now: u64) -> Self {
         /// Binary logarithm of the nanoseconds of a window.
         const WINDOW: u32 = 30;
         let mix = |hash: u64, input: u64| {
             let product = (hash ^ input).wrapping_mul(HASH_FACTOR);
             product ^ product >> 32
         };
-        let direction = u64::from(step == Step::ToFrontend);
+        let direction = u64::from(position == Position::ToFrontend);
         let hash =
             mix(mix(opened, now >> WINDOW << 1 | direction), u64::from(interface) << 32 | u64::from(epoch));
         let hash = hash.wrapping_mul(HASH_FACTOR);
@@ -122,7 +122,7 @@ pub(in crate::flow) fn leaves<F: Family, T: FlowTables<F>>(
     driver: &impl Driver<F>,
 ) -> Option<bool> {
     let now = tables.recently(&mut scratch.clock);
-    let stamp = Stamp::of(scratch.flow.opened, found.step, scratch.interface, tables.route_epoch(), now);
+    let stamp = Stamp::of(scratch.flow.opened, found.position, scratch.interface, tables.route_epoch(), now);
     let length = driver.packet_length(scratch);
     let is_asked = match scratch.flow.next_hop.get(stamp) {
         Some(hop) if length <= hop.longest.into() => {
@@ -155,18 +155,18 @@ mod tests {
     const SECOND: u64 = 1_000_000_000;
 
     fn stamp() -> Stamp {
-        Stamp::of(7, Step::ToFrontend, 2, 5, 100 * SECOND)
+        Stamp::of(7, Position::ToFrontend, 2, 5, 100 * SECOND)
     }
 
     #[rstest]
     #[case::at_once(stamp(), true)]
-    #[case::in_the_same_second(Stamp::of(7, Step::ToFrontend, 2, 5, 100 * SECOND + 1), true)]
-    #[case::two_seconds_later(Stamp::of(7, Step::ToFrontend, 2, 5, 102 * SECOND), false)]
-    #[case::a_route_has_changed(Stamp::of(7, Step::ToFrontend, 2, 6, 100 * SECOND), false)]
-    #[case::it_has_changed_and_the_clock_is_behind(Stamp::of(7, Step::ToFrontend, 2, 6, 99 * SECOND), false)]
-    #[case::by_another_interface(Stamp::of(7, Step::ToFrontend, 3, 5, 100 * SECOND), false)]
-    #[case::of_another_flow(Stamp::of(8, Step::ToFrontend, 2, 5, 100 * SECOND), false)]
-    #[case::in_the_other_direction(Stamp::of(7, Step::FromBackendMasqueraded, 2, 5, 100 * SECOND), false)]
+    #[case::in_the_same_second(Stamp::of(7, Position::ToFrontend, 2, 5, 100 * SECOND + 1), true)]
+    #[case::two_seconds_later(Stamp::of(7, Position::ToFrontend, 2, 5, 102 * SECOND), false)]
+    #[case::a_route_has_changed(Stamp::of(7, Position::ToFrontend, 2, 6, 100 * SECOND), false)]
+    #[case::it_has_changed_and_the_clock_is_behind(Stamp::of(7, Position::ToFrontend, 2, 6, 99 * SECOND), false)]
+    #[case::by_another_interface(Stamp::of(7, Position::ToFrontend, 3, 5, 100 * SECOND), false)]
+    #[case::of_another_flow(Stamp::of(8, Position::ToFrontend, 2, 5, 100 * SECOND), false)]
+    #[case::in_the_other_direction(Stamp::of(7, Position::FromBackendMasqueraded, 2, 5, 100 * SECOND), false)]
     fn a_hop_is_found_by_its_stamp(#[case] other: Stamp, #[case] is_known: bool) {
         let fast_path = CachedHop::new(&HOP, stamp());
         assert_eq!(fast_path.get(other), is_known.then_some(HOP));
@@ -183,7 +183,7 @@ mod tests {
 
     #[test]
     fn words_of_two_stamps_do_not_go_together() {
-        let stamps = [stamp(), Stamp::of(7, Step::ToFrontend, 2, 6, 100 * SECOND)];
+        let stamps = [stamp(), Stamp::of(7, Position::ToFrontend, 2, 6, 100 * SECOND)];
         let [old, new] = stamps.map(|stamp| CachedHop::new(&HOP, stamp));
         for mixed in 1..7 {
             let word =

@@ -4,7 +4,7 @@ use crate::{
     family::Family,
     flow::{
         FlowEntry as _, FlowTables, InsertError, Scratch, Stage,
-        entries::Leg,
+        entries::KeyKind,
         find::lookup,
         ports::{Try, alias::take_backend_key},
     },
@@ -34,7 +34,7 @@ pub(in crate::flow) fn insert<F: Family, T: FlowTables<F>>(
     flow.backend_numbers =
         Numbers { reached: packet.segment.next, awaited: packet.segment.sequence.wrapping_add(1) };
     flow.state = FlowState::default();
-    flow.left = 0;
+    flow.forward_token = 0;
     flow.next_hop = CachedHop::default();
     flow.opened = tables.now();
     flow.last_seen = flow.opened;
@@ -46,7 +46,7 @@ pub(in crate::flow) fn insert<F: Family, T: FlowTables<F>>(
         // The other packet of a race is a step ahead, or only this entry was left of the flow.
         let Some((_, entry)) = lookup(tables, &scratch.key) else { return Err(Reason::FlowNotCreated) };
         entry.read_into(&mut scratch.flow);
-        Leg::Client.set_key(tables, scratch);
+        KeyKind::Client.set_key(tables, scratch);
         if tables.insert(Stage::Opening, &scratch.key, &scratch.flow) == Err(InsertError::Exists)
             && let Some(clients) = tables.flow(Stage::Opening, &scratch.key)
         {
@@ -55,7 +55,7 @@ pub(in crate::flow) fn insert<F: Family, T: FlowTables<F>>(
         }
         return Ok(());
     }
-    Leg::Client.set_key(tables, scratch);
+    KeyKind::Client.set_key(tables, scratch);
     if tables.insert(Stage::Opening, &scratch.key, &scratch.flow) == Ok(()) {
         tables.tell(scratch, Reason::FlowOpened);
         tables.count_connection(scratch.flow.service);
@@ -69,13 +69,13 @@ pub(in crate::flow) fn insert<F: Family, T: FlowTables<F>>(
             return Ok(());
         }
     }
-    Leg::Backend.set_key(tables, scratch);
+    KeyKind::Backend.set_key(tables, scratch);
     tables.remove(Stage::Opening, &scratch.key);
     // Lost the race to a packet that chose another backend?
     let Some(winner) = winner else { return Err(Reason::FlowNotCreated) };
     winner.read_into(&mut scratch.flow);
     // It was there, unless this CPU has taken it for one of the flow that the winner has replaced.
-    Leg::Backend.set_key(tables, scratch);
+    KeyKind::Backend.set_key(tables, scratch);
     let _there_already = tables.insert(Stage::Opening, &scratch.key, &scratch.flow);
     Ok(())
 }

@@ -8,7 +8,7 @@
 
 use crate::{
     family::Family,
-    flow::{FlowTables, Scratch, entries::REFRESH_AFTER, find::is_host_connection, tuples::Step},
+    flow::{FlowTables, Scratch, entries::REFRESH_AFTER, find::is_host_connection, tuples::Position},
     layout::{FlowKey, FrontendKey},
     packet::{Packet, TCP_FIN, TCP_RST},
     port::NODE_PORTS,
@@ -62,8 +62,9 @@ pub(in crate::flow) fn is_answer<F: Family, T: FlowTables<F>>(
 
 /// Returns true if a packet that leaves the node is a host connection's, and not of `scratch.flow`. It was not translated to the ends that it has.
 #[inline(always)]
-pub(in crate::flow) fn meets<A>(scratch: &Scratch<A>, step: Step) -> bool {
-    step == Step::ToBackendMasqueraded || (step == Step::ToBackend && is_host_connection(scratch))
+pub(in crate::flow) fn meets<A>(scratch: &Scratch<A>, position: Position) -> bool {
+    position == Position::ToBackendMasqueraded
+        || (position == Position::ToBackend && is_host_connection(scratch))
 }
 
 /// A packet that leaves the node and has no flow.

@@ -5,25 +5,25 @@ use super::{collect::Entry, *};
 /// The bytes that a segment carries if it fills a packet of 1,500 bytes.
 const PAYLOAD: u32 = 1_460;
 
-fn data(speaker: Speaker, sequence: u32, acknowledgement: u32) -> (Speaker, Segment) {
-    (speaker, Segment::new(TCP_ACK, sequence, acknowledgement, PAYLOAD))
+fn data(sender: Side, sequence: u32, acknowledgement: u32) -> (Side, Segment) {
+    (sender, Segment::new(TCP_ACK, sequence, acknowledgement, PAYLOAD))
 }
 
 /// The backend's next `count` full segments, none of which the client has acknowledged.
-fn answers(count: u32) -> Vec<(Speaker, Segment)> {
-    (0..count).map(|n| data(Speaker::Backend, BACKENDS_NEXT + n * PAYLOAD, CLIENTS)).collect()
+fn answers(count: u32) -> Vec<(Side, Segment)> {
+    (0..count).map(|n| data(Side::Backend, BACKENDS_NEXT + n * PAYLOAD, CLIENTS)).collect()
 }
 
-fn followed_by(mut said: Vec<(Speaker, Segment)>, last: &[(Speaker, Segment)]) -> Vec<(Speaker, Segment)> {
+fn followed_by(mut said: Vec<(Side, Segment)>, last: &[(Side, Segment)]) -> Vec<(Side, Segment)> {
     said.extend_from_slice(last);
     said
 }
 
 /// Lets both sides speak on an established connection, and returns how many rows are left of it.
-fn rows_after(host: &Host, said: &[(Speaker, Segment)]) -> usize {
+fn rows_after(host: &Host, said: &[(Side, Segment)]) -> usize {
     let flow = establish_one(host, Origin::Workload);
-    for (speaker, segment) in said {
-        says(*speaker, host, &flow, *segment).unwrap();
+    for (sender, segment) in said {
+        says(*sender, host, &flow, *segment).unwrap();
     }
     host.entries(Stage::Established)
 }
@@ -40,7 +40,7 @@ fn rows_after(host: &Host, said: &[(Speaker, Segment)]) -> usize {
 #[case::backend_behind_data_that_was_sent_again(
     followed_by(answers(3), &[answers(1)[0], of_backend(TCP_RST, BACKENDS_NEXT + 3 * PAYLOAD, 0)]), 0)]
 #[case::client_behind_its_request(vec![
-    data(Speaker::Client, CLIENTS, BACKENDS_NEXT),
+    data(Side::Client, CLIENTS, BACKENDS_NEXT),
     of_client(TCP_RST | TCP_ACK, CLIENTS + PAYLOAD, BACKENDS_NEXT),
 ], 0)]
 #[case::client_in_the_midst_of_an_answer(
@@ -50,42 +50,42 @@ fn rows_after(host: &Host, said: &[(Speaker, Segment)]) -> usize {
 #[case::with_a_number_within_its_data(
     followed_by(answers(2), &[of_backend(TCP_RST, BACKENDS_NEXT + PAYLOAD, 0)]), 2)]
 #[case::behind_data_with_guessed_numbers(vec![
-    data(Speaker::Backend, FORGED, FORGED),
+    data(Side::Backend, FORGED, FORGED),
     of_backend(TCP_RST, FORGED + PAYLOAD, 0),
 ], 2)]
 #[case::behind_data_whose_acknowledgement_is_guessed(vec![
-    data(Speaker::Backend, BACKENDS_NEXT + 1_000, FORGED),
+    data(Side::Backend, BACKENDS_NEXT + 1_000, FORGED),
     of_backend(TCP_RST, BACKENDS_NEXT + 1_000 + PAYLOAD, 0),
 ], 2)]
-fn rows_after_a_reset_behind_data(#[case] said: Vec<(Speaker, Segment)>, #[case] rows: usize) {
+fn rows_after_a_reset_behind_data(#[case] said: Vec<(Side, Segment)>, #[case] rows: usize) {
     assert_eq!(rows_after(&Host::new(), &said), rows);
 }
 
 /// A segment comes twice to a connection that has ended more than a second before. Only a backend
 /// that still serves the connection shows that it goes on.
 #[rstest]
-#[case::forged_data(Speaker::Client, Segment::new(TCP_ACK, FORGED, FORGED, 100), 0)]
-#[case::forged_data_of_the_backend(Speaker::Backend, Segment::new(TCP_ACK, FORGED, FORGED, 100), 0)]
-#[case::forged_acknowledgement(Speaker::Backend, Segment::new(TCP_ACK, FORGED, FORGED, 0), 0)]
-#[case::one_number_is_guessed(Speaker::Backend, Segment::new(TCP_ACK, BACKENDS_NEXT, FORGED, 100), 0)]
-#[case::data_without_acknowledgement(Speaker::Backend, Segment::new(0, BACKENDS_NEXT, 0, 100), 0)]
-#[case::syn_of_the_backend(Speaker::Backend, Segment::new(TCP_SYN | TCP_ACK, FORGED, FORGED, 0), 0)]
-#[case::late_data_of_the_client(Speaker::Client, Segment::new(TCP_ACK, CLIENTS, BACKENDS_NEXT, 100), 0)]
-#[case::late_acknowledgement(Speaker::Client, Segment::new(TCP_ACK, CLIENTS, BACKENDS_NEXT, 0), 0)]
-#[case::backend_goes_on(Speaker::Backend, Segment::new(TCP_ACK, BACKENDS_NEXT, CLIENTS, 100), 2)]
+#[case::forged_data(Side::Client, Segment::new(TCP_ACK, FORGED, FORGED, 100), 0)]
+#[case::forged_data_of_the_backend(Side::Backend, Segment::new(TCP_ACK, FORGED, FORGED, 100), 0)]
+#[case::forged_acknowledgement(Side::Backend, Segment::new(TCP_ACK, FORGED, FORGED, 0), 0)]
+#[case::one_number_is_guessed(Side::Backend, Segment::new(TCP_ACK, BACKENDS_NEXT, FORGED, 100), 0)]
+#[case::data_without_acknowledgement(Side::Backend, Segment::new(0, BACKENDS_NEXT, 0, 100), 0)]
+#[case::syn_of_the_backend(Side::Backend, Segment::new(TCP_SYN | TCP_ACK, FORGED, FORGED, 0), 0)]
+#[case::late_data_of_the_client(Side::Client, Segment::new(TCP_ACK, CLIENTS, BACKENDS_NEXT, 100), 0)]
+#[case::late_acknowledgement(Side::Client, Segment::new(TCP_ACK, CLIENTS, BACKENDS_NEXT, 0), 0)]
+#[case::backend_goes_on(Side::Backend, Segment::new(TCP_ACK, BACKENDS_NEXT, CLIENTS, 100), 2)]
 fn rows_after_a_segment_that_follows_the_end(
-    #[case] speaker: Speaker,
+    #[case] sender: Side,
     #[case] segment: Segment,
     #[case] rows: usize,
     #[values(vec![of_client(TCP_RST, CLIENTS, 0)], vec![of_backend(TCP_RST, BACKENDS_NEXT, 0)], close())]
-    end: Vec<(Speaker, Segment)>,
+    end: Vec<(Side, Segment)>,
 ) {
     let host = Host::new();
     assert_eq!(rows_after(&host, &end), 0);
     let flow = host.flow_of(Stage::Opening, &syn());
     for _ in 0..2 {
         host.wait(2 * REFRESH_AFTER);
-        says(speaker, &host, &flow, segment).unwrap();
+        says(sender, &host, &flow, segment).unwrap();
     }
     assert_eq!(host.entries(Stage::Established), rows);
 }
@@ -95,20 +95,19 @@ const MEBIBYTE: u32 = 1 << 20;
 const BUNCH: u32 = 1 << 16;
 
 /// The backend's data from one offset to another.
-fn bunches(from: u32, to: u32) -> Vec<(Speaker, Segment)> {
-    let bunch = |offset| {
-        (Speaker::Backend, Segment::new(TCP_ACK, BACKENDS_NEXT.wrapping_add(offset), CLIENTS, BUNCH))
-    };
+fn bunches(from: u32, to: u32) -> Vec<(Side, Segment)> {
+    let bunch =
+        |offset| (Side::Backend, Segment::new(TCP_ACK, BACKENDS_NEXT.wrapping_add(offset), CLIENTS, BUNCH));
     (from..to).step_by(BUNCH as usize).map(bunch).collect()
 }
 
-fn acknowledged(offset: u32) -> (Speaker, Segment) {
+fn acknowledged(offset: u32) -> (Side, Segment) {
     of_client(TCP_ACK, CLIENTS, BACKENDS_NEXT.wrapping_add(offset))
 }
 
 /// Returns a transfer with one loss. Six mebibytes are under way, as at 1 Gbit/s and 50 ms. The
 /// copy of the lost segment fills the gap while six more are under way.
-fn one_loss() -> Vec<(Speaker, Segment)> {
+fn one_loss() -> Vec<(Side, Segment)> {
     let mut said = bunches(0, 6 * MEBIBYTE);
     said.extend([acknowledged(0); 3]);
     said.extend(bunches(0, BUNCH));
@@ -136,7 +135,7 @@ fn one_loss() -> Vec<(Speaker, Segment)> {
     of_client(TCP_ACK, CLIENTS, FORGED),
     of_backend(TCP_RST, FORGED, 0),
 ], 2)]
-fn rows_after_a_loss_on_a_long_path(#[case] said: Vec<(Speaker, Segment)>, #[case] rows: usize) {
+fn rows_after_a_loss_on_a_long_path(#[case] said: Vec<(Side, Segment)>, #[case] rows: usize) {
     assert_eq!(rows_after(&Host::new(), &followed_by(one_loss(), &said)), rows);
 }
 
@@ -147,11 +146,11 @@ fn acknowledgements_after_a_loss_are_believed_while_the_path_is_full() {
     rows_after(&host, &one_loss());
     let flow = host.flow_of(Stage::Established, &syn());
     for offset in (12..40).map(|n| n * MEBIBYTE / 2) {
-        for (speaker, segment) in bunches(offset + 6 * MEBIBYTE, offset + 6 * MEBIBYTE + MEBIBYTE / 2) {
-            says(speaker, &host, &flow, segment).unwrap();
+        for (sender, segment) in bunches(offset + 6 * MEBIBYTE, offset + 6 * MEBIBYTE + MEBIBYTE / 2) {
+            says(sender, &host, &flow, segment).unwrap();
         }
-        let (speaker, segment) = acknowledged(offset);
-        says(speaker, &host, &flow, segment).unwrap();
+        let (sender, segment) = acknowledged(offset);
+        says(sender, &host, &flow, segment).unwrap();
         let reached = host.flow_of(Stage::Established, &syn()).client_numbers.reached;
         assert_eq!(reached, BACKENDS_NEXT.wrapping_add(offset));
     }
@@ -162,10 +161,10 @@ fn acknowledgements_after_a_loss_are_believed_while_the_path_is_full() {
 #[case::client_resets(of_client(TCP_RST, CLIENTS + 9 * MEBIBYTE + PAYLOAD, 0), 0)]
 #[case::backend_resets(of_backend(TCP_RST, BACKENDS_NEXT, 0), 0)]
 #[case::client_resets_elsewhere(of_client(TCP_RST, CLIENTS + 20 * MEBIBYTE, 0), 2)]
-fn rows_after_a_gap_before_this_node(#[case] end: (Speaker, Segment), #[case] rows: usize) {
+fn rows_after_a_gap_before_this_node(#[case] end: (Side, Segment), #[case] rows: usize) {
     let said = [
-        data(Speaker::Client, CLIENTS, BACKENDS_NEXT),
-        data(Speaker::Client, CLIENTS + 9 * MEBIBYTE, BACKENDS_NEXT),
+        data(Side::Client, CLIENTS, BACKENDS_NEXT),
+        data(Side::Client, CLIENTS + 9 * MEBIBYTE, BACKENDS_NEXT),
         end,
     ];
     assert_eq!(rows_after(&Host::new(), &said), rows);
@@ -195,7 +194,7 @@ const DAY: u64 = 86_400;
 #[case::silent_after_an_answer(
     followed_by(answers(3), &[of_client(TCP_ACK, CLIENTS, BACKENDS_NEXT + 3 * PAYLOAD)]), DAY - 1)]
 #[case::silent_after_a_request(vec![
-    data(Speaker::Client, CLIENTS, BACKENDS_NEXT),
+    data(Side::Client, CLIENTS, BACKENDS_NEXT),
     of_backend(TCP_ACK, BACKENDS_NEXT, CLIENTS + PAYLOAD),
 ], DAY - 1)]
 #[case::silent_after_segments_in_another_order(vec![
@@ -210,11 +209,11 @@ const DAY: u64 = 86_400;
 #[case::client_vanishes_in_an_answer(answers(3), SOON)]
 #[case::client_has_had_half_of_it(followed_by(answers(2), &[acknowledged(PAYLOAD)]), SOON)]
 #[case::client_vanishes_on_a_long_path(one_loss(), SOON)]
-#[case::backend_vanishes(vec![data(Speaker::Client, CLIENTS, BACKENDS_NEXT)], SOON)]
+#[case::backend_vanishes(vec![data(Side::Client, CLIENTS, BACKENDS_NEXT)], SOON)]
 #[case::client_vanishes_before_the_fin(vec![of_backend(TCP_FIN | TCP_ACK, BACKENDS_NEXT, CLIENTS)], SOON)]
 #[case::reset_that_may_be_forged_within_data(
     followed_by(answers(2), &[of_backend(TCP_RST, BACKENDS_NEXT + PAYLOAD, 0)]), SOON)]
-fn rows_after_silence_of(#[case] said: Vec<(Speaker, Segment)>, #[case] kept_for: u64) {
+fn rows_after_silence_of(#[case] said: Vec<(Side, Segment)>, #[case] kept_for: u64) {
     let host = Host::new();
     assert_eq!(rows_after(&host, &said), 2);
     assert_eq!(rows_after_silence(&host, kept_for), 2);
@@ -229,8 +228,8 @@ fn rows_while_a_backend_sends_again() {
     let flow = host.flow_of(Stage::Established, &syn());
     for _ in 0..8 {
         assert_eq!(rows_after_silence(&host, 120), 2);
-        let (speaker, segment) = answers(1)[0];
-        says(speaker, &host, &flow, segment).unwrap();
+        let (sender, segment) = answers(1)[0];
+        says(sender, &host, &flow, segment).unwrap();
     }
     assert_eq!(rows_after_silence(&host, AFTER_MINUTES), 0);
 }
@@ -253,15 +252,15 @@ const NEXT_ISN: u32 = 0x4000_0000;
 const NEXT_BACKEND_ISN: u32 = 0x9000_0000;
 
 /// Opens a connection and speaks on it, with each segment acknowledged.
-fn second_connection() -> Vec<(Speaker, Segment)> {
+fn second_connection() -> Vec<(Side, Segment)> {
     let (client, backend) = (NEXT_ISN + 1, NEXT_BACKEND_ISN + 1);
     vec![
         of_client(TCP_SYN, NEXT_ISN, 0),
         of_backend(TCP_SYN | TCP_ACK, NEXT_BACKEND_ISN, client),
         of_client(TCP_ACK, client, backend),
-        data(Speaker::Client, client, backend),
+        data(Side::Client, client, backend),
         of_backend(TCP_ACK, backend, client + PAYLOAD),
-        data(Speaker::Backend, backend, client + PAYLOAD),
+        data(Side::Backend, backend, client + PAYLOAD),
         of_client(TCP_ACK, client + PAYLOAD, backend + PAYLOAD),
     ]
 }
@@ -269,14 +268,14 @@ fn second_connection() -> Vec<(Speaker, Segment)> {
 /// A connection vanishes with data under way, and a minute later its client dials again from the
 /// same port. The second connection has the first one's row. It is judged by none of its numbers.
 #[rstest]
-#[case::the_clients_data(vec![data(Speaker::Client, CLIENTS, BACKENDS_NEXT)])]
+#[case::the_clients_data(vec![data(Side::Client, CLIENTS, BACKENDS_NEXT)])]
 #[case::the_backends_data(answers(3))]
 #[case::the_backends_fin(vec![of_backend(TCP_FIN | TCP_ACK, BACKENDS_NEXT, CLIENTS)])]
-fn rows_of_a_second_connection_after_silence(#[case] first: Vec<(Speaker, Segment)>) {
+fn rows_of_a_second_connection_after_silence(#[case] first: Vec<(Side, Segment)>) {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
-    let say = |said: &[(Speaker, Segment)]| {
-        said.iter().for_each(|(speaker, segment)| _ = says(*speaker, &host, &flow, *segment).unwrap());
+    let say = |said: &[(Side, Segment)]| {
+        said.iter().for_each(|(sender, segment)| _ = says(*sender, &host, &flow, *segment).unwrap());
     };
     say(&first);
     host.wait(61 * SECOND);
@@ -288,16 +287,16 @@ fn rows_of_a_second_connection_after_silence(#[case] first: Vec<(Speaker, Segmen
 #[rstest]
 #[case::nobody_answers(vec![])]
 #[case::the_client_does_not_go_on(vec![of_backend(TCP_SYN | TCP_ACK, BACKEND_ISN, CLIENTS)])]
-fn a_second_syn_opens_a_connection(#[case] first: Vec<(Speaker, Segment)>) {
+fn a_second_syn_opens_a_connection(#[case] first: Vec<(Side, Segment)>) {
     let host = Host::new();
     host.arriving(&syn(), Origin::Workload).unwrap();
     let flow = host.flow_of(Stage::Opening, &syn());
-    for (speaker, segment) in first {
-        says(speaker, &host, &flow, segment).unwrap();
+    for (sender, segment) in first {
+        says(sender, &host, &flow, segment).unwrap();
     }
     host.wait(2 * REFRESH_AFTER);
-    for (speaker, segment) in second_connection() {
-        says(speaker, &host, &flow, segment).unwrap();
+    for (sender, segment) in second_connection() {
+        says(sender, &host, &flow, segment).unwrap();
     }
     assert_eq!(host.entries(Stage::Established), 2);
     host.assert_whole();
@@ -309,9 +308,9 @@ fn a_forged_syn_takes_no_number_back() {
     let host = Host::new();
     rows_after(&host, &one_loss());
     let flow = host.flow_of(Stage::Established, &syn());
-    let (speaker, forged) = of_client(TCP_SYN, FORGED, 0);
-    says(speaker, &host, &flow, forged).unwrap();
+    let (sender, forged) = of_client(TCP_SYN, FORGED, 0);
+    says(sender, &host, &flow, forged).unwrap();
     assert_eq!(host.flow_of(Stage::Established, &syn()), flow);
-    says(Speaker::Backend, &host, &flow, of_backend(TCP_RST, BACKENDS_NEXT + 12 * MEBIBYTE, 0).1).unwrap();
+    says(Side::Backend, &host, &flow, of_backend(TCP_RST, BACKENDS_NEXT + 12 * MEBIBYTE, 0).1).unwrap();
     assert_eq!(host.entries(Stage::Established), 0);
 }

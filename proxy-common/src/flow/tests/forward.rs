@@ -187,7 +187,7 @@ impl Node {
         let fast_path = flows.iter().map(|(key, flow)| {
             let mut flow = flow.get();
             // A flow to a pod that the stack has had a packet of is left to it.
-            flow.left = (flow.has_left() && !self.has_backends).into();
+            flow.forward_token = (flow.is_forwardable() && !self.has_backends).into();
             (flow.opened, flow.last_seen, flow.next_hop) = (0, 0, CachedHop::default());
             (format!("{key:?}"), format!("{flow:?}"))
         });

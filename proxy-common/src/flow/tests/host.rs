@@ -47,7 +47,7 @@ pub(super) fn apply(flow: &mut Flow<A>, change: Change<A>) {
             flow.masquerade = address;
             flow.set_masquerade_port(port);
         }
-        Change::Left(mark) => flow.left = mark,
+        Change::ForwardToken(token) => flow.forward_token = token,
         Change::NextHop(hop) => flow.next_hop = hop,
     }
 }

@@ -112,8 +112,8 @@ fn a_direct_connection_is_not_translated_once_both_are_over() {
 fn a_direct_connection_after_a_flow_that_ended_is_no_flow() {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
-    for (speaker, segment) in close() {
-        says(speaker, &host, &flow, segment).unwrap();
+    for (sender, segment) in close() {
+        says(sender, &host, &flow, segment).unwrap();
     }
     let endpoint = (flow.backend, PORT);
     let direct = packet(CLIENT, endpoint, TCP_SYN);

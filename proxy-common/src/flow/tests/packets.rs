@@ -136,14 +136,14 @@ pub(super) fn establish_one(host: &Host, origin: Origin) -> Flow<A> {
 }
 
 pub(super) fn says(
-    speaker: Speaker,
+    sender: Side,
     host: &Host,
     flow: &Flow<A>,
     segment: Segment,
 ) -> Result<Rewrite<A>, Reason> {
-    match speaker {
-        Speaker::Client => host.arriving(&numbered(CLIENT, FRONTEND, segment), Origin::Workload),
-        Speaker::Backend => host.leaving(&numbered((flow.backend, PORT), CLIENT, segment)),
+    match sender {
+        Side::Client => host.arriving(&numbered(CLIENT, FRONTEND, segment), Origin::Workload),
+        Side::Backend => host.leaving(&numbered((flow.backend, PORT), CLIENT, segment)),
     }
 }
 
@@ -151,16 +151,16 @@ pub(super) fn says(
 pub(super) const CLIENTS: u32 = CLIENT_ISN + 1;
 pub(super) const BACKENDS_NEXT: u32 = BACKEND_ISN.wrapping_add(1);
 
-pub(super) fn of_client(flags: u8, sequence: u32, acknowledgement: u32) -> (Speaker, Segment) {
-    (Speaker::Client, Segment::new(flags, sequence, acknowledgement, 0))
+pub(super) fn of_client(flags: u8, sequence: u32, acknowledgement: u32) -> (Side, Segment) {
+    (Side::Client, Segment::new(flags, sequence, acknowledgement, 0))
 }
 
-pub(super) fn of_backend(flags: u8, sequence: u32, acknowledgement: u32) -> (Speaker, Segment) {
-    (Speaker::Backend, Segment::new(flags, sequence, acknowledgement, 0))
+pub(super) fn of_backend(flags: u8, sequence: u32, acknowledgement: u32) -> (Side, Segment) {
+    (Side::Backend, Segment::new(flags, sequence, acknowledgement, 0))
 }
 
 /// Both sides close.
-pub(super) fn close() -> Vec<(Speaker, Segment)> {
+pub(super) fn close() -> Vec<(Side, Segment)> {
     vec![
         of_client(TCP_FIN | TCP_ACK, CLIENTS, BACKENDS_NEXT),
         of_backend(TCP_FIN | TCP_ACK, BACKENDS_NEXT, CLIENTS + 1),

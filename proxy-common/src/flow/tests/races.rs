@@ -172,8 +172,8 @@ fn first_packets_that_want_one_port(#[case] before: fn() -> Host, #[case] works:
 fn closed() -> Host {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
-    for (speaker, segment) in close() {
-        says(speaker, &host, &flow, segment).unwrap();
+    for (sender, segment) in close() {
+        says(sender, &host, &flow, segment).unwrap();
     }
     host
 }
@@ -222,37 +222,37 @@ fn answered_once() -> Host {
     host
 }
 
-fn established(said: &[(Speaker, Segment)]) -> Host {
+fn established(said: &[(Side, Segment)]) -> Host {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
-    for (speaker, segment) in said {
-        says(*speaker, &host, &flow, *segment).unwrap();
+    for (sender, segment) in said {
+        says(*sender, &host, &flow, *segment).unwrap();
     }
     host
 }
 
 /// So that its next segment stamps all entries.
-fn silent(said: &[(Speaker, Segment)]) -> Host {
+fn silent(said: &[(Side, Segment)]) -> Host {
     let host = established(said);
     host.wait(2 * REFRESH_AFTER);
     host
 }
 
-fn work((speaker, segment): (Speaker, Segment)) -> Work {
-    match speaker {
-        Speaker::Client => Work::Arrives(numbered(CLIENT, FRONTEND, segment), Origin::Workload),
-        Speaker::Backend => Work::Leaves(numbered(BACKEND, CLIENT, segment)),
+fn work((sender, segment): (Side, Segment)) -> Work {
+    match sender {
+        Side::Client => Work::Arrives(numbered(CLIENT, FRONTEND, segment), Origin::Workload),
+        Side::Backend => Work::Leaves(numbered(BACKEND, CLIENT, segment)),
     }
 }
 
-fn fins() -> [(Speaker, Segment); 2] {
+fn fins() -> [(Side, Segment); 2] {
     [
         of_client(TCP_FIN | TCP_ACK, CLIENTS, BACKENDS_NEXT),
         of_backend(TCP_FIN | TCP_ACK, BACKENDS_NEXT, CLIENTS),
     ]
 }
 
-fn acknowledgements_of_fins() -> [(Speaker, Segment); 2] {
+fn acknowledgements_of_fins() -> [(Side, Segment); 2] {
     [of_client(TCP_ACK, CLIENTS + 1, BACKENDS_NEXT + 1), of_backend(TCP_ACK, BACKENDS_NEXT + 1, CLIENTS + 1)]
 }
 
@@ -279,13 +279,13 @@ fn acknowledgements_of_fins() -> [(Speaker, Segment); 2] {
 #[case::fins_of_both(|| established(&[]), fins()[0], fins()[1], Stage::Established)]
 #[case::fins_of_both_after_silence(|| silent(&[]), fins()[0], fins()[1], Stage::Established)]
 #[case::answer_and_another_syn(|| opened(PROTOCOL_TCP), of_backend(TCP_SYN | TCP_ACK, BACKEND_ISN, CLIENTS),
-    (Speaker::Client, syn().segment), Stage::Opening)]
+    (Side::Client, syn().segment), Stage::Opening)]
 #[case::answer_and_a_forged_reset(|| opened(PROTOCOL_TCP), of_backend(TCP_SYN | TCP_ACK, BACKEND_ISN, CLIENTS),
     of_client(TCP_RST, FORGED, 0), Stage::Opening)]
 fn segments_of_a_connection_that_goes_on(
     #[case] before: fn() -> Host,
-    #[case] one: (Speaker, Segment),
-    #[case] other: (Speaker, Segment),
+    #[case] one: (Side, Segment),
+    #[case] other: (Side, Segment),
     #[case] stage: Stage,
 ) {
     in_every_order(before, &[(work(one), &[]), (work(other), &[])], |End { host, works, order }| {
@@ -338,9 +338,9 @@ const HOUR: u64 = 3_600;
     acknowledgements_of_fins()[1], vec![], MINUTE)]
 fn segments_that_end_a_connection(
     #[case] before: fn() -> Host,
-    #[case] one: (Speaker, Segment),
-    #[case] other: (Speaker, Segment),
-    #[case] then: Vec<(Speaker, Segment)>,
+    #[case] one: (Side, Segment),
+    #[case] other: (Side, Segment),
+    #[case] then: Vec<(Side, Segment)>,
     #[case] most_seconds: u64,
 ) {
     in_every_order(before, &[(work(one), &[]), (work(other), &[])], |End { host, order, .. }| {
@@ -438,13 +438,13 @@ fn datagrams(#[case] progress: u8, #[case] by_client: [bool; 2]) {
 #[case::data_of_the_backend(|| silent(&[]), 86_400, of_backend(TCP_ACK, BACKENDS_NEXT, CLIENTS), true)]
 #[case::acknowledgement(answered_once, 60, of_client(TCP_ACK, CLIENTS, BACKENDS_NEXT), true)]
 #[case::answer(|| opened(PROTOCOL_TCP), 60, of_backend(TCP_SYN | TCP_ACK, BACKEND_ISN, CLIENTS), true)]
-#[case::another_syn(|| opened(PROTOCOL_TCP), 60, (Speaker::Client, syn().segment), false)]
+#[case::another_syn(|| opened(PROTOCOL_TCP), 60, (Side::Client, syn().segment), false)]
 #[case::reset(|| silent(&[]), 86_400, of_client(TCP_RST, CLIENTS, 0), false)]
-#[case::a_new_connection(closed, 60, (Speaker::Client, syn().segment), true)]
+#[case::a_new_connection(closed, 60, (Side::Client, syn().segment), true)]
 fn collection_and_a_packet(
     #[case] before: fn() -> Host,
     #[case] seconds: u64,
-    #[case] said: (Speaker, Segment),
+    #[case] said: (Side, Segment),
     #[case] keeps: bool,
     #[values(Flow::client_key, Flow::backend_key)] found_at: fn(&Flow<A>) -> FlowKey<A>,
 ) {

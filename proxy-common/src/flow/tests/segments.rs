@@ -36,14 +36,14 @@ use super::*;
     of_backend(TCP_RST, FORGED, 0),
 ], false)]
 fn a_syn_goes_to_another_backend_only_after_a_connection_that_ended(
-    #[case] said: Vec<(Speaker, Segment)>,
+    #[case] said: Vec<(Side, Segment)>,
     #[case] ended: bool,
     #[values(false, true)] backend_is_gone: bool,
 ) {
     let mut host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
-    for (speaker, segment) in said {
-        says(speaker, &host, &flow, segment).unwrap();
+    for (sender, segment) in said {
+        says(sender, &host, &flow, segment).unwrap();
     }
     let stage = if ended { Stage::Opening } else { Stage::Established };
     assert_eq!(host.entries(Stage::Established), if ended { 0 } else { 2 }, "what has ended leaves at once");
@@ -62,12 +62,12 @@ fn a_syn_goes_to_another_backend_only_after_a_connection_that_ended(
 fn copies_of_the_last_segments_are_translated() {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
-    for (speaker, segment) in close() {
-        says(speaker, &host, &flow, segment).unwrap();
+    for (sender, segment) in close() {
+        says(sender, &host, &flow, segment).unwrap();
     }
     host.wait(2 * REFRESH_AFTER);
-    for (speaker, segment) in close() {
-        assert!(says(speaker, &host, &flow, segment).is_ok());
+    for (sender, segment) in close() {
+        assert!(says(sender, &host, &flow, segment).is_ok());
     }
     assert_eq!((host.entries(Stage::Opening), host.entries(Stage::Established)), (2, 0));
 }
@@ -78,9 +78,9 @@ fn what_ends_after_a_silence_is_kept_from_its_end_on() {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
     host.wait(60 * REFRESH_AFTER);
-    let (speaker, reset) = of_client(TCP_RST, CLIENTS, 0);
+    let (sender, reset) = of_client(TCP_RST, CLIENTS, 0);
     let ended = host.clock.get();
-    says(speaker, &host, &flow, reset).unwrap();
+    says(sender, &host, &flow, reset).unwrap();
     assert!(host.flow_of(Stage::Opening, &syn()).last_seen >= ended);
 }
 
@@ -89,8 +89,8 @@ fn what_ends_after_a_silence_is_kept_from_its_end_on() {
 fn a_connection_that_goes_on_after_a_reset_is_not_ended_by_its_next_answer() {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Outside);
-    let (speaker, reset) = of_client(TCP_RST, CLIENTS, 0);
-    says(speaker, &host, &flow, reset).unwrap();
+    let (sender, reset) = of_client(TCP_RST, CLIENTS, 0);
+    says(sender, &host, &flow, reset).unwrap();
     assert_eq!(host.entries(Stage::Established), 0);
     host.wait(2 * REFRESH_AFTER);
     host.arriving(&packet(CLIENT, FRONTEND, TCP_ACK), Origin::Outside).unwrap();
@@ -110,18 +110,18 @@ fn a_connection_that_goes_on_after_a_reset_is_not_ended_by_its_next_answer() {
 #[case::of_the_handshake(BACKENDS_NEXT, Some(of_backend(TCP_RST, BACKENDS_NEXT, 0)))]
 fn an_acknowledgement_that_a_reset_has_overtaken_opens_nothing_again(
     #[case] acknowledgement: u32,
-    #[case] answer: Option<(Speaker, Segment)>,
+    #[case] answer: Option<(Side, Segment)>,
 ) {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
-    says(Speaker::Backend, &host, &flow, Segment::new(TCP_ACK, BACKENDS_NEXT, CLIENTS, 100)).unwrap();
+    says(Side::Backend, &host, &flow, Segment::new(TCP_ACK, BACKENDS_NEXT, CLIENTS, 100)).unwrap();
     let last = [
         of_client(TCP_ACK, CLIENTS, BACKENDS_NEXT + 100),
         of_client(TCP_RST | TCP_ACK, CLIENTS, BACKENDS_NEXT + 100),
         of_client(TCP_ACK, CLIENTS, acknowledgement),
     ];
-    for (speaker, segment) in last.into_iter().chain(answer) {
-        says(speaker, &host, &flow, segment).unwrap();
+    for (sender, segment) in last.into_iter().chain(answer) {
+        says(sender, &host, &flow, segment).unwrap();
     }
     assert_eq!(host.entries(Stage::Established), 0);
     assert!(host.flow_of(Stage::Opening, &syn()).state.has_ended());
@@ -137,8 +137,8 @@ fn a_forged_refusal_keeps_no_connection_from_being_established(#[case] answers_b
     let answer = of_backend(TCP_SYN | TCP_ACK, BACKEND_ISN, CLIENTS);
     let mut said = vec![answer, of_client(TCP_ACK, CLIENTS, BACKENDS_NEXT)];
     said.insert(answers_before, of_backend(TCP_RST | TCP_ACK, 0, CLIENTS));
-    for (speaker, segment) in said {
-        says(speaker, &host, &flow, segment).unwrap();
+    for (sender, segment) in said {
+        says(sender, &host, &flow, segment).unwrap();
     }
     assert!(!host.flow_of(Stage::Established, &syn()).state.has_ended());
 }
@@ -149,14 +149,14 @@ fn a_forged_refusal_keeps_no_connection_from_being_established(#[case] answers_b
 fn a_forged_reset_cuts_no_silent_connection_short(#[case] sequence: u32, #[case] seconds: u64) {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
-    let (speaker, reset) = of_client(TCP_RST, sequence, 0);
-    says(speaker, &host, &flow, reset).unwrap();
+    let (sender, reset) = of_client(TCP_RST, sequence, 0);
+    says(sender, &host, &flow, reset).unwrap();
     let lifetime = |host: &Host| {
         FlowLifetimes::default().of(PROTOCOL_TCP, host.flow_of(Stage::Established, &syn()).state).as_secs()
     };
     assert_eq!(lifetime(&host), seconds);
     // Its next segment shows that it lives.
-    says(Speaker::Backend, &host, &flow, Segment::new(TCP_ACK, BACKENDS_NEXT, CLIENTS, 0)).unwrap();
+    says(Side::Backend, &host, &flow, Segment::new(TCP_ACK, BACKENDS_NEXT, CLIENTS, 0)).unwrap();
     assert_eq!(lifetime(&host), 86_400);
 }
 
@@ -228,16 +228,16 @@ fn a_restored_client_is_confirmed_as_any(#[values(false, true)] by_backend: bool
     of_backend(TCP_FIN | TCP_ACK, GUESSED + 10, CLIENTS + 11),
     of_client(TCP_ACK, CLIENTS + 11, GUESSED + 11),
 ])]
-fn a_connection_that_only_seemed_to_end_goes_on(#[case] said: Vec<(Speaker, Segment)>) {
+fn a_connection_that_only_seemed_to_end_goes_on(#[case] said: Vec<(Side, Segment)>) {
     let host = Host::new();
     let flow = establish_one(&host, Origin::Workload);
-    for (speaker, segment) in said {
-        says(speaker, &host, &flow, segment).unwrap();
+    for (sender, segment) in said {
+        says(sender, &host, &flow, segment).unwrap();
     }
     assert_eq!(host.entries(Stage::Established), 0);
     for _ in 0..2 {
-        says(Speaker::Client, &host, &flow, Segment::new(TCP_ACK, CLIENTS, BACKENDS_NEXT, 100)).unwrap();
-        says(Speaker::Backend, &host, &flow, Segment::new(TCP_ACK, BACKENDS_NEXT, CLIENTS + 100, 0)).unwrap();
+        says(Side::Client, &host, &flow, Segment::new(TCP_ACK, CLIENTS, BACKENDS_NEXT, 100)).unwrap();
+        says(Side::Backend, &host, &flow, Segment::new(TCP_ACK, BACKENDS_NEXT, CLIENTS + 100, 0)).unwrap();
         host.wait(2 * REFRESH_AFTER);
     }
     assert_eq!(host.entries(Stage::Established), 2);
@@ -272,8 +272,8 @@ fn a_forged_fin_does_not_hide_the_real_one() {
     let flow = establish_one(&host, Origin::Workload);
     let mut said = close();
     said.insert(1, of_client(TCP_FIN | TCP_ACK, FORGED, BACKENDS_NEXT));
-    for (speaker, segment) in said {
-        says(speaker, &host, &flow, segment).unwrap();
+    for (sender, segment) in said {
+        says(sender, &host, &flow, segment).unwrap();
     }
     assert_eq!(host.entries(Stage::Established), 0);
 }

@@ -78,7 +78,7 @@ fn connections_to_a_gone_backend_are_reset_where_that_is_wanted(
     host.epoch.set(1);
     let is_reset = is_answered && wanted && gone;
     for _ in 0..2 {
-        let outcome = says(Speaker::Client, &host, &flow, segment);
+        let outcome = says(Side::Client, &host, &flow, segment);
         assert_eq!(outcome.err(), is_reset.then_some(Reason::BackendGone));
     }
     if is_reset {

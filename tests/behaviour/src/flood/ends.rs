@@ -11,7 +11,7 @@ use std::{
 use anyhow::{Context as _, Result};
 use lab::{address::Family, namespace::within};
 use nix::sys::socket::{setsockopt, sockopt::RcvBufForce};
-use proxy_common::flow::Speaker;
+use proxy_common::flow::Side;
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::packet::{
@@ -152,7 +152,7 @@ pub(super) const CLIENT_PORTS: Range<u16> = FIRST_PORT..FIRST_PORT + End::ALL.le
 const LENGTH: usize = 16;
 
 /// Returns what a side answers to a packet.
-fn answers(by: Speaker, packet: &[u8]) -> Vec<Vec<u8>> {
+fn answers(by: Side, packet: &[u8]) -> Vec<Vec<u8>> {
     let Some((ends, carried)) = read(packet) else { return Vec::new() };
     match carried {
         Carried::Datagram(payload) => datagram_answers(by, packet, ends, payload),
@@ -160,59 +160,58 @@ fn answers(by: Speaker, packet: &[u8]) -> Vec<Vec<u8>> {
     }
 }
 
-fn datagram_answers(by: Speaker, packet: &[u8], ends: Ends, payload: &[u8]) -> Vec<Vec<u8>> {
+fn datagram_answers(by: Side, packet: &[u8], ends: Ends, payload: &[u8]) -> Vec<Vec<u8>> {
     let end = payload.first().copied().and_then(End::of);
     match (by, end) {
-        (Speaker::Backend, Some(End::DatagramAnswered | End::DatagramsSustained)) => {
+        (Side::Backend, Some(End::DatagramAnswered | End::DatagramsSustained)) => {
             vec![datagram(ends.reversed(), payload)]
         }
-        (Speaker::Backend, Some(End::DatagramRefusedByIcmp)) => {
+        (Side::Backend, Some(End::DatagramRefusedByIcmp)) => {
             vec![icmp_error(ends.destination.ip(), packet, ends, true)]
         }
         _ => Vec::new(),
     }
 }
 
-fn segment_answers(by: Speaker, packet: &[u8], ends: Ends, received: &Segment<'_>) -> Vec<Vec<u8>> {
+fn segment_answers(by: Side, packet: &[u8], ends: Ends, received: &Segment<'_>) -> Vec<Vec<u8>> {
     // Numbers of the backend begin here.
     const BACKENDS_FIRST: u32 = 0x5000_0000;
     let is_syn = received.flags & SYN != 0;
     let told = match (by, is_syn) {
-        (Speaker::Backend, true) => Some(received.sequence as u8),
-        (Speaker::Client, true) => Some(received.acknowledgement.wrapping_sub(1) as u8),
+        (Side::Backend, true) => Some(received.sequence as u8),
+        (Side::Client, true) => Some(received.acknowledgement.wrapping_sub(1) as u8),
         _ => received.payload.first().copied(),
     };
     let Some(end) = told.and_then(End::of) else { return Vec::new() };
     let data = end.data();
     let answer = |flags: u8, payload| {
-        let sequence =
-            if by == Speaker::Backend && is_syn { BACKENDS_FIRST } else { received.acknowledgement };
+        let sequence = if by == Side::Backend && is_syn { BACKENDS_FIRST } else { received.acknowledgement };
         Segment { flags, sequence, acknowledgement: received.next(), payload }
     };
     let with_data = answer(ACK, &data);
     let reset = Segment { flags: RST | ACK, sequence: with_data.next(), payload: &[], ..with_data };
     let is_fin = received.flags & FIN != 0;
     let said: &[Segment<'_>] = match (by, end) {
-        (Speaker::Backend, End::SynUnanswered) => &[],
-        (Speaker::Backend, End::SynRefusedByIcmp) => {
+        (Side::Backend, End::SynUnanswered) => &[],
+        (Side::Backend, End::SynRefusedByIcmp) => {
             return vec![icmp_error(ends.destination.ip(), packet, ends, true)];
         }
-        (Speaker::Backend, _) if is_syn => &[answer(SYN | ACK, &[])],
-        (Speaker::Client, End::HalfOpen) => &[],
-        (Speaker::Client, End::ClientResetsBehindData) if is_syn => &[with_data, reset],
-        (Speaker::Client, _) if is_syn => &[with_data],
-        (Speaker::Backend, End::BackendVanished | End::ClientResetsBehindData) => &[],
-        (Speaker::Backend, End::BackendResetsBehindData) => &[with_data, reset],
-        (Speaker::Backend, _) if !is_fin => &[with_data],
-        (Speaker::Client, End::ClientUnreachable) => {
+        (Side::Backend, _) if is_syn => &[answer(SYN | ACK, &[])],
+        (Side::Client, End::HalfOpen) => &[],
+        (Side::Client, End::ClientResetsBehindData) if is_syn => &[with_data, reset],
+        (Side::Client, _) if is_syn => &[with_data],
+        (Side::Backend, End::BackendVanished | End::ClientResetsBehindData) => &[],
+        (Side::Backend, End::BackendResetsBehindData) => &[with_data, reset],
+        (Side::Backend, _) if !is_fin => &[with_data],
+        (Side::Client, End::ClientUnreachable) => {
             return vec![icmp_error(ends.destination.ip(), packet, ends, false)];
         }
-        (Speaker::Client, End::FinUnanswered | End::HalfClosed | End::Closed) if !is_fin => {
+        (Side::Client, End::FinUnanswered | End::HalfClosed | End::Closed) if !is_fin => {
             &[answer(FIN | ACK, &data[..1])]
         }
-        (Speaker::Backend, End::HalfClosed) => &[answer(ACK, &[])],
-        (Speaker::Backend, End::Closed) => &[answer(FIN | ACK, &data[..1])],
-        (Speaker::Client, End::Closed) => &[answer(ACK, &[])],
+        (Side::Backend, End::HalfClosed) => &[answer(ACK, &[])],
+        (Side::Backend, End::Closed) => &[answer(FIN | ACK, &data[..1])],
+        (Side::Client, End::Closed) => &[answer(ACK, &[])],
         _ => &[],
     };
     said.iter().map(|said| segment(ends.reversed(), said)).collect()
@@ -220,7 +219,7 @@ fn segment_answers(by: Speaker, packet: &[u8], ends: Ends, received: &Segment<'_
 
 /// Answers packets that come to a network namespace, to these ports, until told to stop.
 pub(super) fn play(
-    by: Speaker,
+    by: Side,
     namespace: &str,
     family: Family,
     ports: Range<u16>,
@@ -267,12 +266,12 @@ mod tests {
     use super::*;
 
     /// Returns the packets of a flow: who has sent each, and the flags if it is a segment.
-    fn told(end: End) -> Vec<(Speaker, Option<u8>)> {
+    fn told(end: End) -> Vec<(Side, Option<u8>)> {
         let ends = Ends {
             source: "100.64.0.1:20000".parse().unwrap(),
             destination: "10.0.0.1:9000".parse().unwrap(),
         };
-        let (mut told, mut waiting) = (Vec::new(), vec![(Speaker::Client, end.first(ends))]);
+        let (mut told, mut waiting) = (Vec::new(), vec![(Side::Client, end.first(ends))]);
         while !waiting.is_empty() {
             let (by, packet) = waiting.remove(0);
             let flags = match read(&packet) {
@@ -280,7 +279,7 @@ mod tests {
                 _ => None,
             };
             told.push((by, flags));
-            let other = if by == Speaker::Client { Speaker::Backend } else { Speaker::Client };
+            let other = if by == Side::Client { Side::Backend } else { Side::Client };
             waiting.extend(answers(other, &packet).into_iter().map(|answer| (other, answer)));
         }
         told
@@ -288,9 +287,9 @@ mod tests {
 
     #[test]
     fn flows_end_as_they_should() {
-        use Speaker::{Backend as B, Client as C};
+        use Side::{Backend as B, Client as C};
         let handshake = [(C, Some(SYN)), (B, Some(SYN | ACK)), (C, Some(ACK))];
-        let with = |rest: &[(Speaker, Option<u8>)]| [&handshake, rest].concat();
+        let with = |rest: &[(Side, Option<u8>)]| [&handshake, rest].concat();
         assert_eq!(told(End::SynUnanswered), handshake[..1]);
         assert_eq!(told(End::SynRefusedByIcmp), [(C, Some(SYN)), (B, None)]);
         assert_eq!(told(End::HalfOpen), handshake[..2]);

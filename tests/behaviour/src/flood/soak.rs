@@ -19,7 +19,7 @@ use lab::{
     wait,
 };
 use proxy_common::{
-    flow::Speaker,
+    flow::Side,
     layout::{PROTOCOL_TCP, PROTOCOL_UDP},
 };
 use serde_json::{Value, json};
@@ -159,11 +159,11 @@ fn end_flows(world: &World, tables: &Tables, extent: Extent) -> Result<()> {
         let mut players = Vec::new();
         for family in FAMILIES {
             let client = &lab.netns(OUTSIDE)?.namespace;
-            players.push(scope.spawn(move || play(Speaker::Client, client, family, CLIENT_PORTS, stop)));
+            players.push(scope.spawn(move || play(Side::Client, client, family, CLIENT_PORTS, stop)));
             for endpoint in ENDPOINTS {
                 let backend = &lab.netns(endpoint)?.namespace;
                 let ports = targets.clone();
-                players.push(scope.spawn(move || play(Speaker::Backend, backend, family, ports, stop)));
+                players.push(scope.spawn(move || play(Side::Backend, backend, family, ports, stop)));
             }
         }
         let opening = scope.spawn(|| within(&lab.netns(OUTSIDE)?.namespace, || open_flows(extent)));

@@ -21,7 +21,7 @@ use nix::{
     unistd::Pid,
 };
 use proxy_common::{
-    flow::{FlowLifetimes, Speaker, Stage},
+    flow::{FlowLifetimes, Side, Stage},
     inventory::Limit,
     layout::LAYOUT_VERSION,
     packet::{TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN},
@@ -194,17 +194,17 @@ fn tell(what: &str, rate: u32, count: u32, took: Duration, most: &Most) -> Resul
     Ok(())
 }
 
-type Spoken = (Speaker, Vec<u8>);
+type SentPacket = (Side, Vec<u8>);
 
 const DATA: &[u8] = b"as much as a question, and as its answer";
 const LENGTH: u32 = DATA.len() as u32;
 
-/// Makes a segment for a stream whose speaker has sent and received this many bytes.
-fn segment<W: Tables>(speaker: Speaker, flags: u8, [sent, received]: [u32; 2], payload: &[u8]) -> Spoken {
+/// Makes a segment for a stream whose sender has sent and received this many bytes.
+fn segment<W: Tables>(sender: Side, flags: u8, [sent, received]: [u32; 2], payload: &[u8]) -> SentPacket {
     let first = tcp(CLIENT, NODE_PORT, TCP_SYN);
-    let segment = match speaker {
-        Speaker::Client => first.flags(flags),
-        Speaker::Backend => first.to(LOCAL).answer(flags),
+    let segment = match sender {
+        Side::Client => first.flags(flags),
+        Side::Backend => first.to(LOCAL).answer(flags),
     };
     let segment = Segment {
         sequence: segment.sequence.wrapping_add(sent),
@@ -212,41 +212,41 @@ fn segment<W: Tables>(speaker: Speaker, flags: u8, [sent, received]: [u32; 2], p
         payload: payload.to_vec(),
         ..segment
     };
-    (speaker, segment.bytes::<W>())
+    (sender, segment.bytes::<W>())
 }
 
-fn opening<W: Tables>() -> [Spoken; 3] {
+fn opening<W: Tables>() -> [SentPacket; 3] {
     [
-        segment::<W>(Speaker::Client, TCP_SYN, [0, 0], &[]),
-        segment::<W>(Speaker::Backend, TCP_SYN | TCP_ACK, [0, 0], &[]),
-        segment::<W>(Speaker::Client, TCP_ACK, [0, 0], &[]),
+        segment::<W>(Side::Client, TCP_SYN, [0, 0], &[]),
+        segment::<W>(Side::Backend, TCP_SYN | TCP_ACK, [0, 0], &[]),
+        segment::<W>(Side::Client, TCP_ACK, [0, 0], &[]),
     ]
 }
 
 /// Makes a question and its answer, after `others` such exchanges.
-fn exchange<W: Tables>(others: u32) -> [Spoken; 2] {
+fn exchange<W: Tables>(others: u32) -> [SentPacket; 2] {
     let before = others * LENGTH;
     [
-        segment::<W>(Speaker::Client, TCP_ACK, [before, before], DATA),
-        segment::<W>(Speaker::Backend, TCP_ACK, [before, before + LENGTH], DATA),
+        segment::<W>(Side::Client, TCP_ACK, [before, before], DATA),
+        segment::<W>(Side::Backend, TCP_ACK, [before, before + LENGTH], DATA),
     ]
 }
 
 /// Makes the segments that close a connection after this many exchanges.
-fn closing<W: Tables>(exchanges: u32) -> [Spoken; 3] {
+fn closing<W: Tables>(exchanges: u32) -> [SentPacket; 3] {
     let before = exchanges * LENGTH;
     [
-        segment::<W>(Speaker::Client, TCP_FIN | TCP_ACK, [before, before], &[]),
-        segment::<W>(Speaker::Backend, TCP_FIN | TCP_ACK, [before, before + 1], &[]),
-        segment::<W>(Speaker::Client, TCP_ACK, [before + 1, before + 1], &[]),
+        segment::<W>(Side::Client, TCP_FIN | TCP_ACK, [before, before], &[]),
+        segment::<W>(Side::Backend, TCP_FIN | TCP_ACK, [before, before + 1], &[]),
+        segment::<W>(Side::Client, TCP_ACK, [before + 1, before + 1], &[]),
     ]
 }
 
 /// Sends segments of client and backend, all of which must be translated.
-fn send<W: Tables>(world: &World, spoken: &[Spoken], client: u32) -> Result<()> {
-    spoken.iter().try_for_each(|(speaker, packet)| match speaker {
-        Speaker::Client => from_client::<W>(world, packet, client),
-        Speaker::Backend => to_client::<W>(world, packet, client),
+fn send<W: Tables>(world: &World, sent: &[SentPacket], client: u32) -> Result<()> {
+    sent.iter().try_for_each(|(sender, packet)| match sender {
+        Side::Client => from_client::<W>(world, packet, client),
+        Side::Backend => to_client::<W>(world, packet, client),
     })
 }
 
@@ -315,7 +315,7 @@ impl Load<'_> {
     fn step<W: Tables>(
         self,
         world: &World,
-        [opening, exchange, closing]: [&[Spoken]; 3],
+        [opening, exchange, closing]: [&[SentPacket]; 3],
         step: u32,
     ) -> Result<()> {
         let before = |connections| step.checked_sub(connections).filter(|client| *client < self.count);
@@ -364,25 +364,25 @@ fn forge<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 /// and by an exchange of an active connection. `exchanges` counts these.
 fn forge_among<W: Tables>(world: &World, count: u32, exchanges: &mut [u32]) -> Result<()> {
     let ends = [
-        (Speaker::Client, TCP_RST),
-        (Speaker::Client, TCP_FIN),
-        (Speaker::Backend, TCP_RST),
-        (Speaker::Backend, TCP_FIN),
-        (Speaker::Client, TCP_RST | TCP_ACK),
-        (Speaker::Client, TCP_FIN | TCP_ACK),
-        (Speaker::Backend, TCP_RST | TCP_ACK),
-        (Speaker::Backend, TCP_FIN | TCP_ACK),
+        (Side::Client, TCP_RST),
+        (Side::Client, TCP_FIN),
+        (Side::Backend, TCP_RST),
+        (Side::Backend, TCP_FIN),
+        (Side::Client, TCP_RST | TCP_ACK),
+        (Side::Client, TCP_FIN | TCP_ACK),
+        (Side::Backend, TCP_RST | TCP_ACK),
+        (Side::Backend, TCP_FIN | TCP_ACK),
     ];
     let mut random = fastrand::Rng::with_seed(1);
-    let mut forged = |speaker, flags| segment::<W>(speaker, flags, [random.u32(..), random.u32(..)], &[]);
+    let mut forged = |sender, flags| segment::<W>(sender, flags, [random.u32(..), random.u32(..)], &[]);
     let start = Instant::now();
-    for (number, (speaker, flags)) in (0..count / 2).zip(ends.into_iter().cycle()) {
+    for (number, (sender, flags)) in (0..count / 2).zip(ends.into_iter().cycle()) {
         if number.is_multiple_of(50) {
             keep_to(FORGED, start, 2 * number);
         }
         send::<W>(
             world,
-            &[forged(speaker, flags), forged(Speaker::Client, TCP_SYN)],
+            &[forged(sender, flags), forged(Side::Client, TCP_SYN)],
             number % (ACTIVE + SILENT),
         )?;
         let active = number % ACTIVE;

@@ -16,8 +16,8 @@
 use crate::{
     family::{Family, Slot as _},
     layout::{Address, EndpointSet, FRONTEND_AFFINITY, FRONTEND_LEAST_CONNECTION, FRONTEND_MAGLEV},
+    map_access::AffinityMaps,
     port::Port,
-    tables::AffinityTables,
 };
 
 /// The bits by which an index is drawn from an endpoint set, and how they are used.
@@ -73,20 +73,20 @@ impl Draw {
 
     /// Returns an index of the set, which is not empty.
     #[inline(always)]
-    pub(crate) fn pick<F: Family>(self, tables: &impl AffinityTables<F>, set: EndpointSet) -> u32 {
+    pub(crate) fn pick<F: Family>(self, maps: &impl AffinityMaps<F>, set: EndpointSet) -> u32 {
         let bits = self.0 as u32;
-        if self.0 & LEAST == 0 { set.place(bits) } else { tables.less_busy(set, bits) }
+        if self.0 & LEAST == 0 { set.place(bits) } else { maps.less_busy(set, bits) }
     }
 }
 
 /// Returns the one of two indexes that `bits` choose whose backend has fewer connections for its
 /// weight. If both have as many, it returns the first.
 #[inline(always)]
-pub fn less_busy<F: Family>(tables: &impl AffinityTables<F>, set: EndpointSet, bits: u32) -> u32 {
+pub fn less_busy<F: Family>(maps: &impl AffinityMaps<F>, set: EndpointSet, bits: u32) -> u32 {
     let first = set.place(bits);
     let second = set.place_beside(first, (mix(0, bits.into()) >> 32) as u32);
-    let Some(one) = load_at(tables, first) else { return first };
-    let Some(other) = load_at(tables, second) else { return first };
+    let Some(one) = load_at(maps, first) else { return first };
+    let Some(other) = load_at(maps, second) else { return first };
     if other.is_less_than(one) { second } else { first }
 }
 
@@ -98,10 +98,10 @@ pub fn less_busy<F: Family>(tables: &impl AffinityTables<F>, set: EndpointSet, b
 struct Load(u64);
 
 #[inline(always)]
-fn load_at<F: Family>(tables: &impl AffinityTables<F>, place: u32) -> Option<Load> {
-    let slot = tables.slot(place)?;
+fn load_at<F: Family>(maps: &impl AffinityMaps<F>, place: u32) -> Option<Load> {
+    let slot = maps.slot(place)?;
     let more_weight = u64::from(slot.more_weight());
-    Some(Load(tables.open_connections(slot.backend()) << WEIGHT_BITS | more_weight))
+    Some(Load(maps.open_connections(slot.backend()) << WEIGHT_BITS | more_weight))
 }
 
 const WEIGHT_BITS: u32 = 8;
@@ -173,7 +173,7 @@ mod tests {
     use crate::{
         family::V4,
         layout::{BACKEND_WEIGHT_SHIFT, PROTOCOL_TCP, PROTOCOL_UDP, Slot4},
-        tables::host::HostTables,
+        map_access::host::HostMaps,
     };
 
     #[rstest]
@@ -186,7 +186,7 @@ mod tests {
     #[case::table_highest(EndpointSet::new(10, 3).with_table(2), u32::MAX, 16)]
     #[case::largest_table(EndpointSet::new(10, 3).with_table(EndpointSet::MOST_TABLE_BITS), u32::MAX, 13 + 0xffff)]
     fn places(#[case] set: EndpointSet, #[case] bits: u32, #[case] place: u32) {
-        assert_eq!(Draw::random(bits).pick(&HostTables::<V4>::default(), set), place);
+        assert_eq!(Draw::random(bits).pick(&HostMaps::<V4>::default(), set), place);
         assert!(place < set.first + set.places());
     }
 
@@ -224,18 +224,16 @@ mod tests {
 
     /// Slots from index 10 on, of backends 1, 2, …, with these weights and connections. Behind them
     /// are slots of the backends in `copies`, as a lookup table.
-    fn tables(backends: &[(u32, i64)], copies: &[u32]) -> HostTables<V4> {
-        let mut tables = HostTables::default();
+    fn maps(backends: &[(u32, i64)], copies: &[u32]) -> HostMaps<V4> {
+        let mut maps = HostMaps::default();
         let places = (1..).take(backends.len()).chain(copies.iter().copied());
         for (place, backend) in (10..).zip(places) {
             let (weight, open) = backends[backend as usize - 1];
             let flags = (weight - 1) << BACKEND_WEIGHT_SHIFT;
-            tables
-                .slots
-                .insert(place, Slot4::new([10, 244, 0, backend as u8], Port::new(80), backend, flags));
-            tables.open.borrow_mut().insert(backend, open);
+            maps.slots.insert(place, Slot4::new([10, 244, 0, backend as u8], Port::new(80), backend, flags));
+            maps.open.borrow_mut().insert(backend, open);
         }
-        tables
+        maps
     }
 
     /// The result is the same whatever the bits are.
@@ -249,10 +247,10 @@ mod tests {
     #[case::more_for_its_weight(&[(3, 10), (1, 3)], 2)]
     #[case::of_the_highest_weight(&[(255, 254), (1, 1)], 1)]
     fn fewer_connections(#[case] backends: &[(u32, i64)], #[case] expected: u32) {
-        let tables = tables(backends, &[]);
+        let maps = maps(backends, &[]);
         let set = EndpointSet::new(10, backends.len() as u32);
         for bits in (0..=u32::MAX).step_by(1 << 20) {
-            assert_eq!(least(bits).pick(&tables, set), 9 + expected, "{bits:#x}");
+            assert_eq!(least(bits).pick(&maps, set), 9 + expected, "{bits:#x}");
         }
     }
 
@@ -262,17 +260,17 @@ mod tests {
     #[case::less_than_none_is_none(&[(1, 0), (1, -7), (1, -1)])]
     #[case::for_their_weights(&[(1, 5), (2, 10), (3, 15)])]
     fn of_equals_the_first(#[case] backends: &[(u32, i64)]) {
-        let (tables, set) = (tables(backends, &[]), EndpointSet::new(10, 3));
+        let (maps, set) = (maps(backends, &[]), EndpointSet::new(10, 3));
         for bits in (0..=u32::MAX).step_by(1 << 20) {
-            assert_eq!(least(bits).pick(&tables, set), Draw::random(bits).pick(&tables, set), "{bits:#x}");
+            assert_eq!(least(bits).pick(&maps, set), Draw::random(bits).pick(&maps, set), "{bits:#x}");
         }
     }
 
     #[test]
     fn none_is_taken_from_an_empty_set() {
-        let (tables, set) = (tables(&[], &[]), EndpointSet::new(10, 0));
+        let (maps, set) = (maps(&[], &[]), EndpointSet::new(10, 0));
         for bits in [0, 1 << 31, u32::MAX] {
-            assert!(!tables.slots.contains_key(&least(bits).pick(&tables, set)));
+            assert!(!maps.slots.contains_key(&least(bits).pick(&maps, set)));
         }
     }
 
@@ -313,14 +311,14 @@ mod tests {
     fn connections_that_stay_are_balanced() {
         let set = EndpointSet::new(10, 10);
         let most = |draw: fn(u32) -> Draw| {
-            let tables = tables(&[(1, 0); 10], &[]);
+            let maps = maps(&[(1, 0); 10], &[]);
             let mut random = 1_u64;
             for _ in 0..1_000 {
                 random = mix(random, 7);
-                let place = draw(random as u32).pick(&tables, set);
-                *tables.open.borrow_mut().entry(place - 9).or_default() += 1;
+                let place = draw(random as u32).pick(&maps, set);
+                *maps.open.borrow_mut().entry(place - 9).or_default() += 1;
             }
-            let open = tables.open.borrow();
+            let open = maps.open.borrow();
             open.values().copied().max().unwrap()
         };
         let (by_least, by_random) = (most(least), most(Draw::random));
@@ -334,15 +332,15 @@ mod tests {
     /// lookup table fall.
     #[test]
     fn connections_that_stay_are_balanced_by_weight() {
-        let tables = tables(&[(1, 0), (3, 0)], &[1, 2, 2, 2]);
+        let maps = maps(&[(1, 0), (3, 0)], &[1, 2, 2, 2]);
         let set = EndpointSet::new(10, 2).with_table(2);
         let mut random = 1_u64;
         for _ in 0..1_000 {
             random = mix(random, 7);
-            let slot = tables.slots[&least(random as u32).pick(&tables, set)];
-            *tables.open.borrow_mut().entry(slot.backend).or_default() += 1;
+            let slot = maps.slots[&least(random as u32).pick(&maps, set)];
+            *maps.open.borrow_mut().entry(slot.backend).or_default() += 1;
         }
-        let open = tables.open.borrow();
+        let open = maps.open.borrow();
         assert!((740..760).contains(&open[&2]), "{open:?}");
     }
 

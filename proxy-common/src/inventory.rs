@@ -75,7 +75,7 @@ limits! {
 /// - `lpm_trie`: its keys are a [`PrefixKey`](crate::layout::PrefixKey) of the type.
 /// - `ring`: it has no keys, and its size is in bytes.
 #[macro_export]
-macro_rules! tables {
+macro_rules! maps {
     ($define:ident) => {
         $define! {
             /// The service of each address, port, protocol and scope that clients dial. The
@@ -215,14 +215,14 @@ macro_rules! packet_programs {
 }
 
 /// Names of the maps.
-#[expect(non_upper_case_globals, reason = "a constant is spelled as the table that it names")]
-pub mod table {
+#[expect(non_upper_case_globals, reason = "a constant is spelled as the map that it names")]
+pub mod map_name {
     macro_rules! names {
         ($($(#[doc = $doc:literal])* $name:ident: $kind:ident $types:tt, $entries:tt;)+) => {
             $(pub const $name: &str = stringify!($name);)+
         };
     }
-    tables!(names);
+    maps!(names);
 
     /// The maps in which programs keep flows, in the order in which they are copied if they get
     /// another size.

@@ -5,8 +5,8 @@ use crate::{
     balance::Draw,
     family::{Destination, Family, Slot},
     layout::*,
+    map_access::{AffinityMaps, Maps},
     reason::Reason,
-    tables::{AffinityTables, Tables},
 };
 
 /// The location of a client, seen from this node.
@@ -25,18 +25,18 @@ pub enum Origin {
 /// an address of this node, else an external address.
 #[inline(always)]
 pub fn find<F: Family>(
-    tables: &impl Tables<F>,
+    maps: &impl Maps<F>,
     destination: &Destination<F::Address>,
     origin: Origin,
 ) -> Option<Frontend> {
-    find_where(tables, destination, || has_node_ports(tables, &destination.address, origin))
+    find_where(maps, destination, || has_node_ports(maps, &destination.address, origin))
 }
 
 /// Does what [`find`] does. `has_node_ports` says whether node ports are served at the
 /// destination's address.
 #[inline(always)]
 pub(crate) fn find_where<F: Family>(
-    tables: &impl Tables<F>,
+    maps: &impl Maps<F>,
     destination: &Destination<F::Address>,
     has_node_ports: impl FnOnce() -> bool,
 ) -> Option<Frontend> {
@@ -44,9 +44,9 @@ pub(crate) fn find_where<F: Family>(
     /// The frontend that stands for none. An `Option` in its place would make LLVM use a register
     /// that holds nothing, which the verifier refuses to read.
     const NONE: Frontend = Frontend { service: NO_SERVICE, flags: FRONTEND_EXTERNAL };
-    let of_address = tables.frontend(&FrontendKey::of_address(address, port, protocol)).unwrap_or(NONE);
+    let of_address = maps.frontend(&FrontendKey::of_address(address, port, protocol)).unwrap_or(NONE);
     let found = if of_address.flags & FRONTEND_EXTERNAL != 0 && has_node_ports() {
-        tables.frontend(&FrontendKey::of_node_port(port, protocol)).unwrap_or(of_address)
+        maps.frontend(&FrontendKey::of_node_port(port, protocol)).unwrap_or(of_address)
     } else {
         of_address
     };
@@ -56,8 +56,8 @@ pub(crate) fn find_where<F: Family>(
 /// Returns true if node ports are served at the address. A pod's loopback addresses are not the
 /// node's.
 #[inline(always)]
-fn has_node_ports<F: Family>(tables: &impl Tables<F>, address: &F::Address, origin: Origin) -> bool {
-    let Some(node_address) = tables.node_address(address) else { return false };
+fn has_node_ports<F: Family>(maps: &impl Maps<F>, address: &F::Address, origin: Origin) -> bool {
+    let Some(node_address) = maps.node_address(address) else { return false };
     node_address.flags & NODE_ADDRESS_LOOPBACK == 0 || origin == Origin::Host
 }
 
@@ -75,10 +75,10 @@ pub enum Detected {
 /// Classifies the client of a packet by its address, or by the interface that the packet came in
 /// by.
 #[inline(always)]
-pub fn detect<F: Family>(tables: &impl AffinityTables<F>, address: &F::Address, interface: u32) -> Detected {
-    let is_pod = match tables.pods_told_by() {
-        PODS_BY_SOURCE => tables.is_in_pod_range(address),
-        PODS_BY_INTERFACE => tables.brings_pods(interface),
+pub fn detect<F: Family>(maps: &impl AffinityMaps<F>, address: &F::Address, interface: u32) -> Detected {
+    let is_pod = match maps.pods_told_by() {
+        PODS_BY_SOURCE => maps.is_in_pod_range(address),
+        PODS_BY_INTERFACE => maps.brings_pods(interface),
         _ => return Detected::Unknown,
     };
     if is_pod { Detected::Pod } else { Detected::NoPod }
@@ -103,11 +103,11 @@ pub fn kube_proxy_masquerades(frontend: Frontend, detected: Detected, all: bool)
 /// Returns true if the frontend serves clients with this address.
 #[inline(always)]
 pub fn allows_source<F: Family>(
-    tables: &impl AffinityTables<F>,
+    maps: &impl AffinityMaps<F>,
     frontend: Frontend,
     client: &F::Address,
 ) -> bool {
-    frontend.flags & FRONTEND_SOURCE_RANGES == 0 || tables.is_in_source_ranges(frontend.service, client)
+    frontend.flags & FRONTEND_SOURCE_RANGES == 0 || maps.is_in_source_ranges(frontend.service, client)
 }
 
 /// Returns the slot of a backend for a new connection to `frontend`. `is_inside` is what
@@ -116,43 +116,43 @@ pub fn allows_source<F: Family>(
 /// The affinity of `key` decides first. Without it `draw` decides.
 #[inline(always)]
 pub fn choose<F: Family>(
-    tables: &impl AffinityTables<F>,
+    maps: &impl AffinityMaps<F>,
     frontend: Frontend,
     is_inside: bool,
     key: &AffinityKey<F::Address>,
     draw: Draw,
 ) -> Result<F::Slot, Reason> {
-    slot_at(tables, choose_place(tables, frontend, is_inside, key, draw)?)
+    slot_at(maps, choose_place(maps, frontend, is_inside, key, draw)?)
 }
 
 /// Does what [`choose`] does, and returns the index of the backend's slot.
 #[inline(always)]
 pub(crate) fn choose_place<F: Family>(
-    tables: &impl AffinityTables<F>,
+    maps: &impl AffinityMaps<F>,
     frontend: Frontend,
     is_inside: bool,
     key: &AffinityKey<F::Address>,
     draw: Draw,
 ) -> Result<u32, Reason> {
-    let service = tables.service(frontend.service).ok_or(Reason::ServiceGone)?;
+    let service = maps.service(frontend.service).ok_or(Reason::ServiceGone)?;
     let set = set_with_endpoints(&service, frontend, is_inside)?;
     Ok(if service.affinity_seconds == 0 {
-        draw.pick(tables, set)
+        draw.pick(maps, set)
     } else {
-        affinity::place(tables, set, service.affinity_seconds, key, draw)
+        affinity::place(maps, set, service.affinity_seconds, key, draw)
     })
 }
 
 /// Chooses as [`choose_place`] does, by the draw alone: affinity neither decides nor remembers.
 #[inline(always)]
 pub(crate) fn drawn_place<F: Family>(
-    tables: &impl AffinityTables<F>,
+    maps: &impl AffinityMaps<F>,
     frontend: Frontend,
     is_inside: bool,
     draw: Draw,
 ) -> Result<u32, Reason> {
-    let service = tables.service(frontend.service).ok_or(Reason::ServiceGone)?;
-    Ok(draw.pick(tables, set_with_endpoints(&service, frontend, is_inside)?))
+    let service = maps.service(frontend.service).ok_or(Reason::ServiceGone)?;
+    Ok(draw.pick(maps, set_with_endpoints(&service, frontend, is_inside)?))
 }
 
 #[inline(always)]
@@ -169,8 +169,8 @@ fn set_with_endpoints(service: &Service, frontend: Frontend, is_inside: bool) ->
 
 /// Returns the slot that was chosen, unless it has gone out of use meanwhile.
 #[inline(always)]
-pub(crate) fn slot_at<F: Family>(tables: &impl Tables<F>, place: u32) -> Result<F::Slot, Reason> {
-    let slot = tables.slot(place).ok_or(Reason::SlotGone)?;
+pub(crate) fn slot_at<F: Family>(maps: &impl Maps<F>, place: u32) -> Result<F::Slot, Reason> {
+    let slot = maps.slot(place).ok_or(Reason::SlotGone)?;
     if slot.backend() == 0 { Err(Reason::SlotGone) } else { Ok(slot) }
 }
 
@@ -190,7 +190,7 @@ mod tests {
     use rstest::rstest;
 
     use super::*;
-    use crate::{family::V4, port::Port, tables::host::HostTables};
+    use crate::{family::V4, map_access::host::HostMaps, port::Port};
 
     const VIP: [u8; 4] = [10, 96, 0, 1];
     const NODE: [u8; 4] = [192, 0, 2, 1];
@@ -200,11 +200,11 @@ mod tests {
 
     /// The cluster set has backends 1, 2 and 3, of which 1 is local. The frontends are VIP:80 as a
     /// ClusterIP, and node port 30080.
-    fn tables() -> HostTables<V4> {
-        let mut tables = HostTables::<V4>::default();
+    fn maps() -> HostMaps<V4> {
+        let mut maps = HostMaps::<V4>::default();
         for id in 1..=3u32 {
             let slot = Slot4::new([10, 244, 0, id as u8], Port::new(8080), id, 0);
-            tables.slots.insert(9 + id, slot);
+            maps.slots.insert(9 + id, slot);
         }
         let all = EndpointSet::new(10, 3);
         let local = EndpointSet::new(10, 1);
@@ -215,14 +215,14 @@ mod tests {
             flags: SERVICE_HAS_ENDPOINTS,
             affinity_seconds: 0,
         };
-        tables.services.insert(7, service);
+        maps.services.insert(7, service);
         let cluster_ip = FrontendKey::of_address(VIP, Port::new(80), PROTOCOL_TCP);
-        tables.frontends.insert(cluster_ip, Frontend { service: 7, flags: 0 });
+        maps.frontends.insert(cluster_ip, Frontend { service: 7, flags: 0 });
         let node_port = FrontendKey::of_node_port(Port::new(30080), PROTOCOL_TCP);
-        tables.frontends.insert(node_port, Frontend { service: 7, flags: FRONTEND_EXTERNAL });
-        tables.node_addresses.insert(NODE, NodeAddress { flags: 0 });
-        tables.node_addresses.insert(LOOPBACK, NodeAddress { flags: NODE_ADDRESS_LOOPBACK });
-        tables
+        maps.frontends.insert(node_port, Frontend { service: 7, flags: FRONTEND_EXTERNAL });
+        maps.node_addresses.insert(NODE, NodeAddress { flags: 0 });
+        maps.node_addresses.insert(LOOPBACK, NodeAddress { flags: NODE_ADDRESS_LOOPBACK });
+        maps
     }
 
     fn to(address: [u8; 4], port: u16) -> Destination<[u8; 4]> {
@@ -239,7 +239,7 @@ mod tests {
     #[case::node_port_on_an_address_of_nobody(VIP, 30080, Origin::Workload, false)]
     #[case::node_address_other_port(NODE, 80, Origin::Workload, false)]
     fn finds(#[case] address: [u8; 4], #[case] port: u16, #[case] origin: Origin, #[case] found: bool) {
-        assert_eq!(find::<V4>(&tables(), &to(address, port), origin).is_some(), found);
+        assert_eq!(find::<V4>(&maps(), &to(address, port), origin).is_some(), found);
     }
 
     /// Whoever creates a Service can write an address of the node into its `externalIPs`.
@@ -247,10 +247,10 @@ mod tests {
     #[case::the_number_of_a_node_port(30080, 7)]
     #[case::another_port(80, 8)]
     fn an_external_address_that_is_the_nodes_own(#[case] port: u16, #[case] service: u32) {
-        let mut tables = tables();
+        let mut maps = maps();
         let external = FrontendKey::of_address(NODE, Port::new(port), PROTOCOL_TCP);
-        tables.frontends.insert(external, Frontend { service: 8, flags: FRONTEND_EXTERNAL });
-        let found = find::<V4>(&tables, &to(NODE, port), Origin::Outside).unwrap();
+        maps.frontends.insert(external, Frontend { service: 8, flags: FRONTEND_EXTERNAL });
+        let found = find::<V4>(&maps, &to(NODE, port), Origin::Outside).unwrap();
         assert_eq!(found.service, service);
     }
 
@@ -260,12 +260,9 @@ mod tests {
     #[case::start_of_second_third(0x5555_5556, 2)]
     #[case::highest(u32::MAX, 3)]
     fn random_bits_are_spread_over_the_set(#[case] random: u32, #[case] backend: u32) {
-        let tables = tables();
-        let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
-        assert_eq!(
-            choose::<V4>(&tables, frontend, true, &KEY, Draw::random(random)).unwrap().backend,
-            backend
-        );
+        let maps = maps();
+        let frontend = find::<V4>(&maps, &to(VIP, 80), Origin::Workload).unwrap();
+        assert_eq!(choose::<V4>(&maps, frontend, true, &KEY, Draw::random(random)).unwrap().backend, backend);
     }
 
     #[rstest]
@@ -281,11 +278,11 @@ mod tests {
         #[case] detected: Detected,
         #[case] highest: u32,
     ) {
-        let tables = tables();
-        let frontend = find::<V4>(&tables, &to(NODE, 30080), origin).unwrap();
+        let maps = maps();
+        let frontend = find::<V4>(&maps, &to(NODE, 30080), origin).unwrap();
         let is_inside = is_inside(origin, detected);
         assert_eq!(
-            choose::<V4>(&tables, frontend, is_inside, &KEY, Draw::random(u32::MAX)).unwrap().backend,
+            choose::<V4>(&maps, frontend, is_inside, &KEY, Draw::random(u32::MAX)).unwrap().backend,
             highest
         );
     }
@@ -303,9 +300,8 @@ mod tests {
         #[case] interface: u32,
         #[case] expected: Detected,
     ) {
-        let tables =
-            HostTables::<V4> { pods_told_by: told_by, pod_range: range, pod_interface: 5, ..tables() };
-        assert_eq!(detect(&tables, &address, interface), expected);
+        let maps = HostMaps::<V4> { pods_told_by: told_by, pod_range: range, pod_interface: 5, ..maps() };
+        assert_eq!(detect(&maps, &address, interface), expected);
     }
 
     const CLUSTER_IP: u32 = 0;
@@ -331,11 +327,11 @@ mod tests {
     #[case::cluster_ip(VIP, 80, 1)]
     #[case::node_port(NODE, 30080, 3)]
     fn internal_policy_local(#[case] address: [u8; 4], #[case] port: u16, #[case] highest: u32) {
-        let mut tables = tables();
-        let service = tables.services.get_mut(&7).unwrap();
+        let mut maps = maps();
+        let service = maps.services.get_mut(&7).unwrap();
         service.internal = service.external;
-        let frontend = find::<V4>(&tables, &to(address, port), Origin::Workload).unwrap();
-        let chosen = choose::<V4>(&tables, frontend, true, &KEY, Draw::random(u32::MAX)).unwrap();
+        let frontend = find::<V4>(&maps, &to(address, port), Origin::Workload).unwrap();
+        let chosen = choose::<V4>(&maps, frontend, true, &KEY, Draw::random(u32::MAX)).unwrap();
         assert_eq!(chosen.backend, highest);
     }
 
@@ -343,19 +339,19 @@ mod tests {
     #[case::nowhere(0, Reason::NoEndpoints)]
     #[case::elsewhere_only(SERVICE_HAS_ENDPOINTS, Reason::NoLocalEndpoints)]
     fn empty_set(#[case] flags: u32, #[case] reason: Reason) {
-        let mut tables = tables();
-        tables.services.insert(7, Service { flags, ..Service::default() });
-        let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
-        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, Draw::random(5)), Err(reason));
+        let mut maps = maps();
+        maps.services.insert(7, Service { flags, ..Service::default() });
+        let frontend = find::<V4>(&maps, &to(VIP, 80), Origin::Workload).unwrap();
+        assert_eq!(choose::<V4>(&maps, frontend, true, &KEY, Draw::random(5)), Err(reason));
     }
 
     #[test]
     fn service_or_slot_gone_refuses() {
-        let mut tables = tables();
-        let frontend = find::<V4>(&tables, &to(VIP, 80), Origin::Workload).unwrap();
-        tables.slots.clear();
-        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, Draw::random(5)), Err(Reason::SlotGone));
-        tables.services.clear();
-        assert_eq!(choose::<V4>(&tables, frontend, true, &KEY, Draw::random(5)), Err(Reason::ServiceGone));
+        let mut maps = maps();
+        let frontend = find::<V4>(&maps, &to(VIP, 80), Origin::Workload).unwrap();
+        maps.slots.clear();
+        assert_eq!(choose::<V4>(&maps, frontend, true, &KEY, Draw::random(5)), Err(Reason::SlotGone));
+        maps.services.clear();
+        assert_eq!(choose::<V4>(&maps, frontend, true, &KEY, Draw::random(5)), Err(Reason::ServiceGone));
     }
 }

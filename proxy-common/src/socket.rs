@@ -9,35 +9,35 @@ use crate::{
         FRONTEND_LOCAL_POLICY, FRONTEND_SOURCE_RANGES, Frontend, PODS_BY_INTERFACE, PODS_UNKNOWN,
         PROTOCOL_TCP, SocketOrigin,
     },
+    map_access::{AffinityMaps, Maps},
     port::Port,
     reason::Reason,
     select::{self, Origin},
-    tables::{AffinityTables, Tables},
     unserved,
 };
 
 /// Returns the backend that a socket is sent to, or the reason why it is sent to none.
 #[inline(always)]
 pub fn connect<F: Family>(
-    tables: &impl AffinityTables<F>,
+    maps: &impl AffinityMaps<F>,
     destination: &Destination<F::Address>,
     origin: Origin,
     random: u32,
 ) -> Result<SocketOrigin<F::Address>, Reason> {
-    let Some(frontend) = select::find(tables, destination, origin) else {
-        return Err(unserved::reason(tables, &destination.address));
+    let Some(frontend) = select::find(maps, destination, origin) else {
+        return Err(unserved::reason(maps, &destination.address));
     };
-    if is_left_to_packets(tables, frontend, origin) {
+    if is_left_to_packets(maps, frontend, origin) {
         return Err(Reason::NotAService);
     }
-    if !select::allows_source(tables, frontend, &tables.address_of_node()) {
+    if !select::allows_source(maps, frontend, &maps.address_of_node()) {
         return Err(Reason::SourceNotAllowed);
     }
     let key = AffinityKey { service: frontend.service, client: Client::NODE };
-    let is_inside = origin == Origin::Host || tables.pods_told_by() != PODS_UNKNOWN;
+    let is_inside = origin == Origin::Host || maps.pods_told_by() != PODS_UNKNOWN;
     // The source port is not chosen yet, and mostly the source address is not either.
     let draw = Draw::without_ends(frontend.flags, random);
-    let slot = select::choose(tables, frontend, is_inside, &key, draw)?;
+    let slot = select::choose(maps, frontend, is_inside, &key, draw)?;
     let dialled = (destination.address, destination.port);
     let mut origin =
         SocketOrigin::new(dialled, (slot.address(), slot.port()), slot.backend(), frontend.service);
@@ -50,13 +50,9 @@ pub fn connect<F: Family>(
 /// Returns true if the packets decide, because no hook knows from which address or by which
 /// interface a pod's socket will send.
 #[inline(always)]
-fn is_left_to_packets<F: Family>(
-    tables: &impl AffinityTables<F>,
-    frontend: Frontend,
-    origin: Origin,
-) -> bool {
+fn is_left_to_packets<F: Family>(maps: &impl AffinityMaps<F>, frontend: Frontend, origin: Origin) -> bool {
     const BY_ADDRESS: u32 = FRONTEND_SOURCE_RANGES | FRONTEND_AFFINITY;
-    let by_interface = || tables.pods_told_by() == PODS_BY_INTERFACE;
+    let by_interface = || maps.pods_told_by() == PODS_BY_INTERFACE;
     origin != Origin::Host
         && (frontend.flags & BY_ADDRESS != 0
             || (frontend.flags & FRONTEND_LOCAL_POLICY != 0 && by_interface()))
@@ -66,14 +62,14 @@ fn is_left_to_packets<F: Family>(
 /// if the backend is gone, or if the frontend belongs to another service now.
 #[inline(always)]
 pub fn remembered<F: Family>(
-    tables: &impl Tables<F>,
+    maps: &impl Maps<F>,
     origins: &DatagramOrigins<F::Address>,
     destination: &Destination<F::Address>,
     client: Origin,
 ) -> Option<SocketOrigin<F::Address>> {
     for origin in &origins.origins {
         if origin.frontend_port() == destination.port && origin.frontend == destination.address {
-            return still_serves(tables, origin, destination, client).then_some(*origin);
+            return still_serves(maps, origin, destination, client).then_some(*origin);
         }
     }
     None
@@ -85,43 +81,43 @@ pub fn remembered<F: Family>(
 /// answers of no other backend to such a socket.
 #[inline(always)]
 pub fn remembered_peer<F: Family>(
-    tables: &impl Tables<F>,
+    maps: &impl Maps<F>,
     origin: &SocketOrigin<F::Address>,
     destination: &Destination<F::Address>,
     client: Origin,
 ) -> bool {
     origin.frontend_port() == destination.port
         && origin.frontend == destination.address
-        && still_serves(tables, origin, destination, client)
+        && still_serves(maps, origin, destination, client)
 }
 
 #[inline(always)]
 fn still_serves<F: Family>(
-    tables: &impl Tables<F>,
+    maps: &impl Maps<F>,
     origin: &SocketOrigin<F::Address>,
     destination: &Destination<F::Address>,
     client: Origin,
 ) -> bool {
-    let Some(frontend) = select::find(tables, destination, client) else { return false };
+    let Some(frontend) = select::find(maps, destination, client) else { return false };
     // Only a pod's packets can tell whether the pod is in the source ranges.
     let is_decided = client == Origin::Host || frontend.flags & FRONTEND_SOURCE_RANGES == 0;
-    frontend.service == origin.service() && is_decided && tables.backend(origin.backend_id).is_some()
+    frontend.service == origin.service() && is_decided && maps.backend(origin.backend_id).is_some()
 }
 
 /// Returns true if a connected socket's backend no longer serves the frontend that was dialled.
 /// Only user space calls it.
 pub fn is_stale<F: Family>(
-    tables: &impl Tables<F>,
+    maps: &impl Maps<F>,
     origin: &SocketOrigin<F::Address>,
     protocol: u8,
     client: Origin,
 ) -> bool {
     if protocol == PROTOCOL_TCP {
         // A connection stays with its backend, even if the frontend leads elsewhere now.
-        return tables.backend(origin.backend_id).is_none();
+        return maps.backend(origin.backend_id).is_none();
     }
     let dialled = Destination { address: origin.frontend, port: origin.frontend_port(), protocol };
-    !still_serves(tables, origin, &dialled, client)
+    !still_serves(maps, origin, &dialled, client)
 }
 
 /// Remembers the backend of a datagram. It replaces an origin with the same frontend or the same
@@ -187,7 +183,7 @@ mod tests {
             Backend, DATAGRAM_ORIGINS, EndpointSet, FRONTEND_EXTERNAL, FrontendKey, PODS_BY_SOURCE,
             PROTOCOL_UDP, Service, Slot4,
         },
-        tables::host::HostTables,
+        map_access::host::HostMaps,
     };
 
     fn origin(frontend: u8, backend: u8) -> SocketOrigin<[u8; 4]> {
@@ -217,20 +213,20 @@ mod tests {
         #[case] alive: &[u32],
         #[case] expected: Option<u32>,
     ) {
-        let tables = tables(alive, 1);
-        let found = remembered(&tables, &remembering(sent), &udp([10, 96, 0, 1], 53), Origin::Workload);
+        let maps = maps(alive, 1);
+        let found = remembered(&maps, &remembering(sent), &udp([10, 96, 0, 1], 53), Origin::Workload);
         assert_eq!(found.map(|o| o.backend_id), expected);
     }
 
     /// The frontend 10.96.0.1:53 of `service`, and backends.
-    fn tables(backends: &[u32], service: u32) -> HostTables<V4> {
-        let mut tables = HostTables::<V4>::default();
+    fn maps(backends: &[u32], service: u32) -> HostMaps<V4> {
+        let mut maps = HostMaps::<V4>::default();
         for id in backends {
-            tables.backends.insert(*id, Backend::default());
+            maps.backends.insert(*id, Backend::default());
         }
         let key = FrontendKey::of_address([10, 96, 0, 1], Port::new(53), PROTOCOL_UDP);
-        tables.frontends.insert(key, Frontend { service, flags: 0 });
-        tables
+        maps.frontends.insert(key, Frontend { service, flags: 0 });
+        maps
     }
 
     #[rstest]
@@ -240,28 +236,28 @@ mod tests {
         #[case] address: [u8; 4],
         #[case] expected: Result<SocketOrigin<[u8; 4]>, Reason>,
     ) {
-        let mut tables = tables(&[1], 1);
+        let mut maps = maps(&[1], 1);
         let internal = EndpointSet::new(4, 1);
-        tables.services.insert(1, Service { internal, ..Service::default() });
-        tables.slots.insert(4, Slot4::new([10, 244, 0, 1], Port::new(5353), 1, 0));
-        assert_eq!(connect(&tables, &udp(address, 53), Origin::Workload, 0), expected);
+        maps.services.insert(1, Service { internal, ..Service::default() });
+        maps.slots.insert(4, Slot4::new([10, 244, 0, 1], Port::new(5353), 1, 0));
+        assert_eq!(connect(&maps, &udp(address, 53), Origin::Workload, 0), expected);
     }
 
     #[rstest]
     #[case::by_random(0, false)]
     #[case::by_least_connection(FRONTEND_LEAST_CONNECTION, true)]
     fn a_socket_that_is_counted_stays_its_services(#[case] flags: u32, #[case] is_counted: bool) {
-        let mut tables = tables(&[1], 1);
-        for frontend in tables.frontends.values_mut() {
+        let mut maps = maps(&[1], 1);
+        for frontend in maps.frontends.values_mut() {
             frontend.flags = flags;
         }
         let internal = EndpointSet::new(4, 1);
-        tables.services.insert(1, Service { internal, ..Service::default() });
-        tables.slots.insert(4, Slot4::new([10, 244, 0, 1], Port::new(5353), 1, 0));
+        maps.services.insert(1, Service { internal, ..Service::default() });
+        maps.slots.insert(4, Slot4::new([10, 244, 0, 1], Port::new(5353), 1, 0));
         let to = udp([10, 96, 0, 1], 53);
-        let connected = connect(&tables, &to, Origin::Workload, 0).unwrap();
+        let connected = connect(&maps, &to, Origin::Workload, 0).unwrap();
         assert_eq!((connected.service(), connected.is_counted()), (1, is_counted));
-        assert!(remembered_peer(&tables, &connected, &to, Origin::Workload));
+        assert!(remembered_peer(&maps, &connected, &to, Origin::Workload));
         let mut closed = connected;
         closed.stop_counting();
         assert_eq!(closed, origin(1, 1));
@@ -289,18 +285,18 @@ mod tests {
         #[case] origin: Origin,
         #[case] expected: Result<u32, Reason>,
     ) {
-        let mut tables = HostTables::<V4> { pods_told_by, ..tables(&[1, 2], 1) };
-        for frontend in tables.frontends.values_mut() {
+        let mut maps = HostMaps::<V4> { pods_told_by, ..maps(&[1, 2], 1) };
+        for frontend in maps.frontends.values_mut() {
             frontend.flags = flags;
         }
         let all = EndpointSet::new(4, 2);
         let external = EndpointSet::new(4, 1);
         let service = Service { cluster: all, internal: all, external, ..Service::default() };
-        tables.services.insert(1, service);
+        maps.services.insert(1, service);
         for id in [1, 2] {
-            tables.slots.insert(3 + id, Slot4::new([10, 244, 0, id as u8], Port::new(5353), id, 0));
+            maps.slots.insert(3 + id, Slot4::new([10, 244, 0, id as u8], Port::new(5353), id, 0));
         }
-        let connected = connect(&tables, &udp([10, 96, 0, 1], 53), origin, u32::MAX);
+        let connected = connect(&maps, &udp([10, 96, 0, 1], 53), origin, u32::MAX);
         assert_eq!(connected.map(|origin| origin.backend_id), expected);
     }
 
@@ -314,25 +310,25 @@ mod tests {
         #[case] ranges: &[([u8; 4], u32)],
         #[case] expected: Result<u32, Reason>,
     ) {
-        let mut tables = tables(&[1], 1);
+        let mut maps = maps(&[1], 1);
         let to = udp([10, 96, 0, 1], 53);
         let key = FrontendKey::of_address(to.address, to.port, to.protocol);
         let flags = FRONTEND_EXTERNAL | FRONTEND_SOURCE_RANGES;
-        tables.frontends.insert(key, Frontend { service: 1, flags });
+        maps.frontends.insert(key, Frontend { service: 1, flags });
         let cluster = EndpointSet::new(4, 1);
-        tables.services.insert(1, Service { cluster, ..Service::default() });
-        tables.slots.insert(4, Slot4::new([10, 244, 0, 1], Port::new(5353), 1, 0));
-        tables.address_of_node = [192, 0, 2, 11];
-        tables.source_ranges.insert(1, ranges.to_vec());
-        assert_eq!(connect(&tables, &to, origin, 0).map(|origin| origin.backend_id), expected);
+        maps.services.insert(1, Service { cluster, ..Service::default() });
+        maps.slots.insert(4, Slot4::new([10, 244, 0, 1], Port::new(5353), 1, 0));
+        maps.address_of_node = [192, 0, 2, 11];
+        maps.source_ranges.insert(1, ranges.to_vec());
+        assert_eq!(connect(&maps, &to, origin, 0).map(|origin| origin.backend_id), expected);
     }
 
     #[test]
     fn datagrams_leave_the_backend_when_their_frontend_is_removed_or_passes_to_another_service() {
         let (sent, to) = (remembering(&[(1, 1)]), udp([10, 96, 0, 1], 53));
-        assert!(remembered(&tables(&[1], 1), &sent, &to, Origin::Workload).is_some());
-        assert_eq!(remembered(&tables(&[1], 2), &sent, &to, Origin::Workload), None);
-        let mut removed = tables(&[1], 1);
+        assert!(remembered(&maps(&[1], 1), &sent, &to, Origin::Workload).is_some());
+        assert_eq!(remembered(&maps(&[1], 2), &sent, &to, Origin::Workload), None);
+        let mut removed = maps(&[1], 1);
         removed.frontends.clear();
         assert_eq!(remembered(&removed, &sent, &to, Origin::Workload), None);
     }
@@ -342,12 +338,12 @@ mod tests {
     #[case::of_the_node(Origin::Host, true)]
     fn a_socket_keeps_its_backend_when_source_ranges_come(#[case] client: Origin, #[case] keeps: bool) {
         let (sent, to) = (remembering(&[(1, 1)]), udp([10, 96, 0, 1], 53));
-        let mut tables = tables(&[1], 1);
-        for frontend in tables.frontends.values_mut() {
+        let mut maps = maps(&[1], 1);
+        for frontend in maps.frontends.values_mut() {
             frontend.flags = FRONTEND_EXTERNAL | FRONTEND_SOURCE_RANGES;
         }
-        assert_eq!(remembered(&tables, &sent, &to, client).is_some(), keeps);
-        assert_eq!(is_stale(&tables, &origin(1, 1), PROTOCOL_UDP, client), !keeps);
+        assert_eq!(remembered(&maps, &sent, &to, client).is_some(), keeps);
+        assert_eq!(is_stale(&maps, &origin(1, 1), PROTOCOL_UDP, client), !keeps);
     }
 
     #[rstest]
@@ -360,8 +356,8 @@ mod tests {
         #[case] expected: bool,
     ) {
         let to = udp(address, 53);
-        assert_eq!(remembered_peer(&tables(&[1], service), &origin(1, 1), &to, Origin::Workload), expected);
-        assert!(!remembered_peer(&tables(&[], service), &origin(1, 1), &to, Origin::Workload));
+        assert_eq!(remembered_peer(&maps(&[1], service), &origin(1, 1), &to, Origin::Workload), expected);
+        assert!(!remembered_peer(&maps(&[], service), &origin(1, 1), &to, Origin::Workload));
     }
 
     #[rstest]
@@ -376,8 +372,8 @@ mod tests {
         #[case] service: u32,
         #[case] expected: bool,
     ) {
-        let tables = tables(backends, service);
-        assert_eq!(is_stale(&tables, &origin(1, 1), protocol, Origin::Workload), expected);
+        let maps = maps(backends, service);
+        assert_eq!(is_stale(&maps, &origin(1, 1), protocol, Origin::Workload), expected);
     }
 
     #[rstest]

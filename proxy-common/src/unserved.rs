@@ -3,21 +3,21 @@
 use crate::{
     family::Family,
     layout::{FrontendKey, PROTOCOL_UDP},
+    map_access::{AffinityMaps, Maps},
     reason::Reason,
-    tables::{AffinityTables, Tables},
 };
 
 /// Returns the reason for a new connection to this address that has no frontend.
 #[inline(always)]
-pub fn reason<F: Family>(tables: &impl AffinityTables<F>, address: &F::Address) -> Reason {
-    let reason = if tables.frontend(&FrontendKey::of_cluster_ip(*address)).is_some() {
+pub fn reason<F: Family>(maps: &impl AffinityMaps<F>, address: &F::Address) -> Reason {
+    let reason = if maps.frontend(&FrontendKey::of_cluster_ip(*address)).is_some() {
         Reason::UnknownPort
-    } else if tables.is_in_service_cidrs(address) {
+    } else if maps.is_in_service_cidrs(address) {
         Reason::UnallocatedAddress
     } else {
         return Reason::NotAService;
     };
-    if is_of_node(tables, address) { Reason::NotAService } else { reason }
+    if is_of_node(maps, address) { Reason::NotAService } else { reason }
 }
 
 /// Returns the reason for a socket that connects. A datagram socket may connect to a port that no
@@ -38,16 +38,16 @@ pub fn is_datagram_to_nobody(reason: Reason, protocol: u8) -> bool {
 
 /// Returns true if the address is a ClusterIP that the node does not have itself.
 #[inline(always)]
-pub fn is_cluster_ip<F: Family>(tables: &impl Tables<F>, address: &F::Address) -> bool {
-    tables.frontend(&FrontendKey::of_cluster_ip(*address)).is_some() && !is_of_node(tables, address)
+pub fn is_cluster_ip<F: Family>(maps: &impl Maps<F>, address: &F::Address) -> bool {
+    maps.frontend(&FrontendKey::of_cluster_ip(*address)).is_some() && !is_of_node(maps, address)
 }
 
 /// Returns true if the node has the address. Such an address is never refused, for two reasons: a
 /// DNS cache listens at the ClusterIP that it stands in for, and a Service with the node's own
 /// address must not lock the node out.
 #[inline(always)]
-fn is_of_node<F: Family>(tables: &impl Tables<F>, address: &F::Address) -> bool {
-    tables.node_address(address).is_some()
+fn is_of_node<F: Family>(maps: &impl Maps<F>, address: &F::Address) -> bool {
+    maps.node_address(address).is_some()
 }
 
 #[cfg(test)]
@@ -58,10 +58,10 @@ mod tests {
     use crate::{
         family::V4,
         layout::{Frontend, NodeAddress, PROTOCOL_TCP},
+        map_access::host::HostMaps,
         port::Port,
         select::{self, Origin},
         socket,
-        tables::host::HostTables,
     };
 
     const CLUSTER_IP: [u8; 4] = [10, 96, 0, 1];
@@ -70,16 +70,15 @@ mod tests {
     const UNALLOCATED_OF_NODE: [u8; 4] = [10, 96, 0, 8];
     const ELSEWHERE: [u8; 4] = [10, 97, 0, 1];
 
-    fn tables() -> HostTables<V4> {
-        let mut tables =
-            HostTables::<V4> { service_cidrs: vec![([10, 96, 0, 0], 24)], ..HostTables::default() };
+    fn maps() -> HostMaps<V4> {
+        let mut maps = HostMaps::<V4> { service_cidrs: vec![([10, 96, 0, 0], 24)], ..HostMaps::default() };
         for address in [CLUSTER_IP, CLUSTER_IP_OF_NODE] {
-            tables.frontends.insert(FrontendKey::of_cluster_ip(address), Frontend::NONE);
+            maps.frontends.insert(FrontendKey::of_cluster_ip(address), Frontend::NONE);
         }
         for address in [CLUSTER_IP_OF_NODE, UNALLOCATED_OF_NODE] {
-            tables.node_addresses.insert(address, NodeAddress { flags: 0 });
+            maps.node_addresses.insert(address, NodeAddress { flags: 0 });
         }
-        tables
+        maps
     }
 
     #[rstest]
@@ -89,13 +88,13 @@ mod tests {
     #[case::unallocated_that_the_node_has(UNALLOCATED_OF_NODE, Reason::NotAService)]
     #[case::elsewhere(ELSEWHERE, Reason::NotAService)]
     fn who_serves_nobody(#[case] address: [u8; 4], #[case] expected: Reason) {
-        let tables = tables();
-        assert_eq!(reason::<V4>(&tables, &address), expected);
-        assert_eq!(is_cluster_ip::<V4>(&tables, &address), expected == Reason::UnknownPort);
+        let maps = maps();
+        assert_eq!(reason::<V4>(&maps, &address), expected);
+        assert_eq!(is_cluster_ip::<V4>(&maps, &address), expected == Reason::UnknownPort);
         for (protocol, port) in [(PROTOCOL_TCP, 81), (PROTOCOL_UDP, 81), (PROTOCOL_TCP, 0)] {
             let destination = crate::family::Destination { address, port: Port::new(port), protocol };
-            assert_eq!(select::find::<V4>(&tables, &destination, Origin::Workload), None);
-            let dialled = socket::connect::<V4>(&tables, &destination, Origin::Workload, 0);
+            assert_eq!(select::find::<V4>(&maps, &destination, Origin::Workload), None);
+            let dialled = socket::connect::<V4>(&maps, &destination, Origin::Workload, 0);
             assert_eq!(dialled, Err(expected));
         }
     }

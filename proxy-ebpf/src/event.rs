@@ -1,4 +1,4 @@
-//! Tells those who watch what becomes of packets and system calls: `proxy-ctl monitor`, by the table `events`, and the controller's log of
+//! Tells those who watch what becomes of packets and system calls: `proxy-ctl monitor`, by the map `events`, and the controller's log of
 //! refused and dropped clients. Packets of flows that are there, and what no service is concerned with, do not reach this code.
 
 use core::{
@@ -23,7 +23,7 @@ use crate::{
     maps::{
         self,
         flow::FlowScratch,
-        tables::{count, now},
+        map_access::{count, now},
     },
 };
 

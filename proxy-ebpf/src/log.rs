@@ -1,5 +1,5 @@
 //! Log lines about refused or dropped clients. Other packets do not reach this code. The controller switches the log on
-//! and off in the table `kernel_log`.
+//! and off in the map `kernel_log`.
 
 use core::ptr::{addr_of, read_volatile};
 

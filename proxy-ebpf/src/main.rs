@@ -1,5 +1,5 @@
 //! Kernel side of the proxy: socket hooks, TC programs and one of XDP. The decisions are in
-//! `proxy-common`; here are the hooks, the tables and the access to packets.
+//! `proxy-common`; here are the hooks, the maps and the access to packets.
 //!
 //! `programs.rs` has the entry points. They lead to `socket.rs`, `tc/` and `xdp.rs`, which reach a
 //! packet by `bytes/`, the BPF maps by `maps/`, and routing tables by `route.rs`.

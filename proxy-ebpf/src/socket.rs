@@ -15,12 +15,11 @@ use proxy_common::{
     event::EventKind,
     family::{Destination, Family, V4, V6},
     layout::*,
+    map_access::AffinityMaps,
     port::Port,
     reason::{Reason, Verdict},
     select::Origin,
-    socket,
-    tables::AffinityTables,
-    unserved,
+    socket, unserved,
 };
 
 use crate::{
@@ -29,7 +28,7 @@ use crate::{
     log::LogAddress,
     maps::{
         connections::{count_socket_closed, count_socket_opened},
-        tables::{Maps, SocketTables, count, count_connection, lease_has_ended, now, settings},
+        map_access::{KernelMaps, SocketMaps, count, count_connection, lease_has_ended, now, settings},
     },
 };
 
@@ -41,7 +40,7 @@ const ECONNREFUSED: i32 = 111;
 
 /// How an address lies in the context.
 pub(crate) trait AddressFormat {
-    type Family: SocketTables<Address: LogAddress>;
+    type Family: SocketMaps<Address: LogAddress>;
 
     fn read(ctx: &SockAddrContext) -> <Self::Family as Family>::Address;
     fn write(ctx: &SockAddrContext, address: &<Self::Family as Family>::Address);
@@ -196,9 +195,9 @@ fn choose<F: AddressFormat>(
     ended: bool,
 ) -> Result<SocketOrigin<<F::Family as Family>::Address>, Reason>
 where
-    Maps: AffinityTables<F::Family>,
+    KernelMaps: AffinityMaps<F::Family>,
 {
-    if ended { Err(Reason::NotAService) } else { socket::connect(&Maps, destination, origin, random()) }
+    if ended { Err(Reason::NotAService) } else { socket::connect(&KernelMaps, destination, origin, random()) }
 }
 
 #[inline(always)]
@@ -247,7 +246,7 @@ pub(crate) fn connect6(ctx: &SockAddrContext) -> i32 {
 #[inline(always)]
 fn connect<F: AddressFormat>(ctx: &SockAddrContext) -> i32
 where
-    Maps: AffinityTables<F::Family>,
+    KernelMaps: AffinityMaps<F::Family>,
 {
     let Some(protocol) = protocol(ctx) else { return PROCEED };
     let origin = origin(ctx);
@@ -257,7 +256,7 @@ where
     let destination = destination::<F>(ctx, protocol);
     match choose::<F>(&destination, origin, lease_has_ended(now)) {
         Ok(new) => {
-            let Some(known) = stored_or_new(ctx, <F::Family as SocketTables>::socket_origin()) else {
+            let Some(known) = stored_or_new(ctx, <F::Family as SocketMaps>::socket_origin()) else {
                 return conclude(Reason::SocketStorageFull, &destination, None);
             };
             stop_counting(known);
@@ -271,7 +270,7 @@ where
             // The socket may have been connected to a service before.
             forget_origin::<F>(ctx);
             if protocol == PROTOCOL_UDP {
-                if let Some(known) = stored(ctx, <F::Family as SocketTables>::datagram_origins()) {
+                if let Some(known) = stored(ctx, <F::Family as SocketMaps>::datagram_origins()) {
                     socket::clear_origins_of_backend(known, &destination);
                 }
             }
@@ -293,7 +292,7 @@ pub(crate) fn sendmsg6(ctx: &SockAddrContext) -> i32 {
 #[inline(always)]
 fn sendmsg<F: AddressFormat>(ctx: &SockAddrContext) -> i32
 where
-    Maps: AffinityTables<F::Family>,
+    KernelMaps: AffinityMaps<F::Family>,
 {
     let origin = origin(ctx);
     if !serves(origin) {
@@ -302,14 +301,14 @@ where
     let destination = destination::<F>(ctx, PROTOCOL_UDP);
     let ended = lease_has_ended(now);
     if let Some(peer) = peer::<F>(ctx) {
-        if !ended && socket::remembered_peer(&Maps, peer, &destination, origin) {
+        if !ended && socket::remembered_peer(&KernelMaps, peer, &destination, origin) {
             redirect::<F>(ctx, peer);
             return PROCEED;
         }
     }
-    let storage = <F::Family as SocketTables>::datagram_origins();
+    let storage = <F::Family as SocketMaps>::datagram_origins();
     if !ended && let Some(known) = stored(ctx, storage) {
-        if let Some(same) = socket::remembered(&Maps, known, &destination, origin) {
+        if let Some(same) = socket::remembered(&KernelMaps, known, &destination, origin) {
             redirect::<F>(ctx, &same);
             return PROCEED;
         }
@@ -355,7 +354,7 @@ fn recvmsg<F: AddressFormat>(ctx: &SockAddrContext) -> i32 {
             return PROCEED;
         }
     }
-    if let Some(origins) = stored(ctx, <F::Family as SocketTables>::datagram_origins()) {
+    if let Some(origins) = stored(ctx, <F::Family as SocketMaps>::datagram_origins()) {
         if let Some(shown) = socket::shown_datagram(origins, &F::read(ctx), port(ctx)) {
             show::<F>(ctx, shown);
         }
@@ -375,7 +374,7 @@ pub(crate) fn getpeername6(ctx: &SockAddrContext) -> i32 {
 
 #[inline(always)]
 fn getpeername<F: AddressFormat>(ctx: &SockAddrContext) -> i32 {
-    if let Some(origin) = stored(ctx, <F::Family as SocketTables>::socket_origin()) {
+    if let Some(origin) = stored(ctx, <F::Family as SocketMaps>::socket_origin()) {
         if let Some(shown) = socket::shown(origin, &F::read(ctx), port(ctx)) {
             show::<F>(ctx, shown);
         }
@@ -426,7 +425,7 @@ fn peer<F: AddressFormat>(
     const ESTABLISHED: u32 = 1;
     // SAFETY: the socket of the context, which is there since 5.3.
     let state = unsafe { read_volatile(addr_of!((*(*ctx.sock_addr).__bindgen_anon_1.sk).state)) };
-    if state == ESTABLISHED { stored(ctx, <F::Family as SocketTables>::socket_origin()) } else { None }
+    if state == ESTABLISHED { stored(ctx, <F::Family as SocketMaps>::socket_origin()) } else { None }
 }
 
 #[inline(always)]
@@ -437,7 +436,7 @@ fn stored_or_new<T>(ctx: &SockAddrContext, storage: &'static Storage<T>) -> Opti
 
 #[inline(always)]
 fn forget_origin<F: AddressFormat>(ctx: &SockAddrContext) {
-    let storage = <F::Family as SocketTables>::socket_origin();
+    let storage = <F::Family as SocketMaps>::socket_origin();
     if let Some(origin) = stored(ctx, storage) {
         stop_counting(origin);
         // SAFETY: the socket of the context.

@@ -4,7 +4,7 @@
 use aya_ebpf::bindings::xdp_action;
 use proxy_common::{
     family::{V4, V6},
-    flow::{self, Driver, FlowTables, NextHop, Scratch},
+    flow::{self, Driver, FlowMaps, NextHop, Scratch},
     layout::{IN_FRAGMENTS, TAG_CUSTOMER, TAG_SERVICE, TO_POD, VlanTag},
     packet::{
         Bytes as _, Network, Packet, Then, Tunnel, outer_length, parse, rewrite_headers, shorten_lifetime,
@@ -21,7 +21,7 @@ use crate::{
     event::TellPacket,
     maps::{
         self,
-        tables::{Maps, count, count_packet, lease_has_ended, recently},
+        map_access::{KernelMaps, count, count_packet, lease_has_ended, recently},
     },
     route::{self, FOUND, Route},
 };
@@ -100,7 +100,7 @@ fn device_of_tag(frame: Frame, place: u32, ethertype: [u8; 2], interface: u32) -
 #[inline(never)]
 fn forward_of<F: XdpFamily>(frame: Frame, network: u32, interface: u32) -> u32
 where
-    Maps: FlowTables<F>,
+    KernelMaps: FlowMaps<F>,
 {
     let Some(scratch) = F::scratch() else { return xdp_action::XDP_PASS };
     // Through memory, which the verifier knows nothing of: it would go on once for each number of tags.
@@ -116,7 +116,7 @@ where
     }
     scratch.interface = interface;
     scratch.is_made_here = false;
-    if flow::forward(&Maps, scratch, &frame).is_err() {
+    if flow::forward(&KernelMaps, scratch, &frame).is_err() {
         return xdp_action::XDP_PASS;
     }
     let sent = if scratch.action.then == Then::Encapsulate {
@@ -157,7 +157,7 @@ fn parse_frame<F: XdpFamily>(frame: Frame, packet: &mut Packet<F::Address>) -> R
 
 impl<F: XdpFamily> Driver<F> for Frame
 where
-    Maps: FlowTables<F>,
+    KernelMaps: FlowMaps<F>,
 {
     #[inline(always)]
     fn packet_length(&self, Scratch { packet, action, tunnel, .. }: &Scratch<F::Address>) -> u32 {
@@ -194,7 +194,7 @@ const NO: u32 = 0;
 #[inline(never)]
 fn look_up<F: XdpFamily>(frame: Frame, scratch: &mut Scratch<F::Address>) -> u32
 where
-    Maps: FlowTables<F>,
+    KernelMaps: FlowMaps<F>,
 {
     // What is longer than the next hop takes is the stack's, which tells the sender.
     let length = Driver::<F>::packet_length(&frame, scratch);
@@ -216,7 +216,7 @@ where
 }
 
 /// Can it leave by `target`, a key of `redirect_targets` for another interface than it has come by? Tells the kernel so, which is without effect
-/// unless the program ends with `XDP_REDIRECT`: nothing can fail between a look at the table and that.
+/// unless the program ends with `XDP_REDIRECT`: nothing can fail between a look at the map and that.
 #[inline(always)]
 fn is_redirectable(frame: Frame, network: u32, target: u32) -> bool {
     // A tag would go with it.

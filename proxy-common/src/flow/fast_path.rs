@@ -7,7 +7,7 @@
 //! (`forward/`).
 
 use super::{
-    FlowTables, Scratch, Side, Stage,
+    FlowMaps, Scratch, Side, Stage,
     entries::is_stale,
     find::{Found, is_of_origin, read},
     forward::{answers_driver, is_by_stack, skips_stack},
@@ -28,21 +28,21 @@ use crate::{
 
 /// A packet that enters the node. None: it takes the slow path, and nothing is changed.
 #[inline(always)]
-pub fn arriving_fast<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub fn arriving_fast<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
     origin: Origin,
 ) -> Option<Result<(), Reason>> {
     scratch.origin = origin;
-    let looked_up = find(tables, scratch);
+    let looked_up = find(maps, scratch);
     scratch.has_no_flow = matches!(looked_up, Lookup::NoFlow);
     let found = match looked_up {
         Lookup::Flow(found) => found,
         Lookup::SlowPath => return None,
         Lookup::NoFlow => {
             let packet = &scratch.packet;
-            let may_be_unknown = packet.goes_on() && tables.may_be_frontend(&packet.destination);
-            let is_of_nobody = !packet.opens() && !may_be_unknown && !tables.is_remapped(packet.source_port);
+            let may_be_unknown = packet.goes_on() && maps.may_be_frontend(&packet.destination);
+            let is_of_nobody = !packet.opens() && !may_be_unknown && !maps.is_remapped(packet.source_port);
             return is_of_nobody.then_some(Err(Reason::NotAService));
         }
     };
@@ -50,13 +50,13 @@ pub fn arriving_fast<F: Family, T: FlowTables<F>>(
     if found.position == Position::ToBackend || is_anothers {
         return None;
     }
-    if answers_driver(tables, scratch, found.position) {
+    if answers_driver(maps, scratch, found.position) {
         scratch.action.then = Then::SkipStack;
         return Some(Ok(()));
     }
     match translate_arriving(scratch, found.position) {
-        Ok(()) => goes_on(tables, scratch, found).then(|| {
-            if skips_stack(tables, scratch, found.position) {
+        Ok(()) => goes_on(maps, scratch, found).then(|| {
+            if skips_stack(maps, scratch, found.position) {
                 scratch.action.then = Then::SkipStack;
             }
             Ok(())
@@ -68,17 +68,17 @@ pub fn arriving_fast<F: Family, T: FlowTables<F>>(
 
 /// A packet that leaves the node. None: as for [`arriving_fast`].
 #[inline(always)]
-pub fn leaving_fast<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub fn leaving_fast<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Option<Result<(), Reason>> {
-    let found = match find(tables, scratch) {
+    let found = match find(maps, scratch) {
         Lookup::Flow(found) => found,
         Lookup::SlowPath => return None,
         Lookup::NoFlow => {
             let packet = &scratch.packet;
             let may_be_host_connection = packet.opens() || packet.segment.has(TCP_FIN | TCP_RST);
-            let is_of_nobody = !may_be_host_connection && !tables.is_remapped(packet.source_port);
+            let is_of_nobody = !may_be_host_connection && !maps.is_remapped(packet.source_port);
             return is_of_nobody.then_some(Err(Reason::NotAService));
         }
     };
@@ -88,12 +88,12 @@ pub fn leaving_fast<F: Family, T: FlowTables<F>>(
         return None;
     }
     match translate_leaving(scratch, found.position, false) {
-        Ok(()) => goes_on(tables, scratch, found).then_some(Ok(())),
+        Ok(()) => goes_on(maps, scratch, found).then_some(Ok(())),
         Err(reason) => Some(Err(reason)),
     }
 }
 
-/// What the flow tables have for a packet.
+/// What the flow maps have for a packet.
 enum Lookup<E> {
     /// It is established, from a client elsewhere to a frontend.
     Flow(Found<E>),
@@ -103,14 +103,14 @@ enum Lookup<E> {
 }
 
 #[inline(always)]
-fn find<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Lookup<T::Entry> {
+fn find<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address>) -> Lookup<T::Entry> {
     scratch.action.then = Then::Pass;
     if scratch.packet.fragment.part != Part::Whole || scratch.packet.is_error() {
         return Lookup::SlowPath;
     }
     scratch.key = scratch.packet.key();
-    let Some(entry) = tables.flow(Stage::Established, &scratch.key) else {
-        let is_opening = tables.flow(Stage::Opening, &scratch.key).is_some();
+    let Some(entry) = maps.flow(Stage::Established, &scratch.key) else {
+        let is_opening = maps.flow(Stage::Opening, &scratch.key).is_some();
         return if is_opening { Lookup::SlowPath } else { Lookup::NoFlow };
     };
     if read(scratch, entry).is_none()
@@ -126,12 +126,12 @@ fn find<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Addres
 
 /// [`go_on`](super::keep::go_on), where it only moves the streams. False: it would do more.
 #[inline(always)]
-fn goes_on<F: Family, T: FlowTables<F>>(
-    tables: &T,
+fn goes_on<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
     found: Found<T::Entry>,
 ) -> bool {
-    if scratch.flow.state.has_ended() || is_stale(&scratch.flow, tables.recently(&mut scratch.clock)) {
+    if scratch.flow.state.has_ended() || is_stale(&scratch.flow, maps.recently(&mut scratch.clock)) {
         return false;
     }
     let sender = match found.position {
@@ -146,8 +146,8 @@ fn goes_on<F: Family, T: FlowTables<F>>(
     };
     let is_tcp = scratch.packet.is_tcp();
     // Its backend may be gone, which ends some flows.
-    let is_compared = sender == Side::Client && (!is_tcp || tables.resets_gone());
-    if is_compared && scratch.flow.epoch != tables.epoch() {
+    let is_compared = sender == Side::Client && (!is_tcp || maps.resets_gone());
+    if is_compared && scratch.flow.epoch != maps.epoch() {
         return false;
     }
     if is_tcp {

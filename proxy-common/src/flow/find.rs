@@ -1,6 +1,6 @@
 //! Looks for the flow of a packet, and for what of it the packet is.
 
-use super::{FlowEntry, FlowTables, Scratch, Stage, direct, open, tuples::Position};
+use super::{FlowEntry, FlowMaps, Scratch, Stage, direct, open, tuples::Position};
 use crate::{family::Family, layout::*, select::Origin};
 
 /// A flow that has the packet's ends. A copy of its entry is in `scratch.flow`.
@@ -19,11 +19,11 @@ pub(super) fn set_key_of_packet<A: Address>(scratch: &mut Scratch<A>) {
 
 /// The flow at `scratch.key`. None also where the element has become another flow's meanwhile.
 #[inline(always)]
-pub(super) fn find<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(super) fn find<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Option<Found<T::Entry>> {
-    let (stage, entry) = lookup(tables, &scratch.key)?;
+    let (stage, entry) = lookup(maps, &scratch.key)?;
     found(scratch, stage, entry)
 }
 
@@ -55,34 +55,34 @@ pub(super) fn position_of_packet<A: Address>(scratch: &Scratch<A>) -> Option<Pos
 }
 
 #[inline(always)]
-pub(super) fn lookup<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(super) fn lookup<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     key: &FlowKey<F::Address>,
 ) -> Option<(Stage, T::Entry)> {
-    if let Some(entry) = tables.flow(Stage::Established, key) {
+    if let Some(entry) = maps.flow(Stage::Established, key) {
         return Some((Stage::Established, entry));
     }
-    tables.flow(Stage::Opening, key).map(|entry| (Stage::Opening, entry))
+    maps.flow(Stage::Opening, key).map(|entry| (Stage::Opening, entry))
 }
 
 /// Looks for the flow of the packet's client among those that are keyed by origin.
 #[inline(always)]
-pub(super) fn find_by_origin<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(super) fn find_by_origin<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Option<Found<T::Entry>> {
     scratch.key.overlapping |= FlowKey::<F::Address>::origin_bits(open::flag_of(scratch.origin));
-    find(tables, scratch)
+    find(maps, scratch)
 }
 
 /// Sets `scratch.key` to another key at which the arriving packet has its flow, if it has one. The
 /// flow with the usual key has ended first.
 #[inline(always)]
-pub(super) fn find_remapped<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+pub(super) fn find_remapped<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address>) {
     let origin_bits = FlowKey::<F::Address>::origin_bits(open::flag_of(scratch.origin));
     for overlapping in [origin_bits, 1 | origin_bits, 1] {
         scratch.key.overlapping = overlapping;
-        if let Some((_, entry)) = lookup(tables, &scratch.key) {
+        if let Some((_, entry)) = lookup(maps, &scratch.key) {
             entry.read_into(&mut scratch.flow);
             // Packets of a host connection have it where they leave the node.
             if !is_host_connection(scratch) {

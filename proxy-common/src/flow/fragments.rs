@@ -1,7 +1,7 @@
 //! Packets in fragments. Only the first has ports, so it decides: what becomes of it at a hook is recorded, and done with the others there.
 //! They neither look for a flow nor keep one.
 
-use super::{FlowTables, Routine, Scratch};
+use super::{FlowMaps, Routine, Scratch};
 use crate::{
     family::Family,
     layout::*,
@@ -14,30 +14,30 @@ use crate::{
 const KEPT_FOR: u64 = 30_000_000_000;
 
 #[inline(always)]
-pub(super) fn record_first_fragment<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(super) fn record_first_fragment<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
     outcome: Result<(), Reason>,
 ) {
     if scratch.packet.fragment.part == Part::First {
         scratch.failure = outcome.err();
-        tables.run(scratch, Routine::RecordFragment);
+        maps.run(scratch, Routine::RecordFragment);
     }
 }
 
 /// Does with a later fragment what was done with the first.
 #[inline(always)]
-pub(super) fn follow<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(super) fn follow<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
     set_key::<F>(scratch);
     let (is_unpacked, interface) = (scratch.is_unpacked(), scratch.interface);
     let Scratch { fragment_key, first_fragment: first, action: Action { rewrite, then }, tunnel, .. } =
         scratch;
-    if !tables.first_fragment(fragment_key, first)
+    if !maps.first_fragment(fragment_key, first)
         || first.id != fragment_key.id
-        || tables.now().saturating_sub(first.seen) > KEPT_FOR
+        || maps.now().saturating_sub(first.seen) > KEPT_FOR
     {
         return Err(Reason::Fragment);
     }
@@ -66,7 +66,7 @@ pub(super) fn follow<F: Family, T: FlowTables<F>>(
 
 /// Also what is not for us: the id may have been another packet's that was.
 #[inline(always)]
-pub(super) fn record<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+pub(super) fn record<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address>) {
     set_key::<F>(scratch);
     if scratch.failure.is_none() && scratch.action.then == Then::Encapsulate {
         scratch.action.rewrite = scratch.flow.undo_dnat_rewrite();
@@ -75,7 +75,7 @@ pub(super) fn record<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
     let Scratch { failure, fragment_key, first_fragment: first, action: Action { rewrite, then }, .. } =
         scratch;
     first.interface = interface;
-    first.seen = tables.now();
+    first.seen = maps.now();
     first.source = rewrite.source;
     first.destination = rewrite.destination;
     first.service = rewrite.service;
@@ -91,7 +91,7 @@ pub(super) fn record<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scra
         Some(Verdict::Pass) => FATE_PASSED,
         Some(Verdict::Refuse | Verdict::Drop) => FATE_DROPPED,
     };
-    tables.record_fragment(fragment_key, first);
+    maps.record_fragment(fragment_key, first);
 }
 
 /// But for the direction, which is set.

@@ -4,11 +4,11 @@
 //! client and frontend, client and backend, and, where its source is translated too, masquerade
 //! and backend. Each entry serves both directions, so that a packet of a flow costs one lookup.
 //!
-//! A flow opens in the table of opening flows, which evicts. Its entries are copied to the
+//! A flow opens in the map of opening flows, which evicts. Its entries are copied to the
 //! established ones when the client has acknowledged the backend's SYN, whose number a client with
 //! a forged address does not know. Datagrams prove nothing of their client: flows of datagrams that
-//! go on for seconds may take a part of the established ones. So no flood can fill the table that
-//! does not evict. The copies in the opening table stay until they age: a reader between two
+//! go on for seconds may take a part of the established ones. So no flood can fill the map that
+//! does not evict. The copies in the opening map stay until they age: a reader between two
 //! lookups would otherwise find neither.
 //!
 //! The state of a flow is the union of what its entries know: no CPU overwrites what another
@@ -69,5 +69,5 @@ pub use ports::host_connection::is_remapped;
 pub use routine::{Routine, run};
 pub use scratch::{Clock, Scratch};
 pub use tcp::Side;
-pub use traits::{Change, FlowEntry, FlowTables, InsertError, PodSockets, Stage, UnknownSockets};
+pub use traits::{Change, FlowEntry, FlowMaps, InsertError, PodSockets, Stage, UnknownSockets};
 pub use tuples::NetfilterConnection;

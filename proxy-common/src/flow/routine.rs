@@ -2,7 +2,7 @@
 //! verifier goes through it once, and not once more with all that each of its callers knows.
 
 use super::{
-    FlowTables, Scratch, direct, entries,
+    FlowMaps, Scratch, direct, entries,
     find::find_remapped,
     forward, fragments,
     open::{self, prepare},
@@ -65,41 +65,41 @@ pub enum Routine {
 
 /// Carries out a routine that may fail.
 #[inline(always)]
-pub(super) fn decide<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(super) fn decide<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
     routine: Routine,
 ) -> Result<(), Reason> {
-    tables.run(scratch, routine);
+    maps.run(scratch, routine);
     scratch.failure.map_or(Ok(()), Err)
 }
 
 /// Carries out the routine.
 #[inline(always)]
-pub fn run<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>, routine: Routine) {
+pub fn run<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address>, routine: Routine) {
     match routine {
         Routine::SetKey => entries::set_key(scratch),
-        Routine::TrackSlow => tcp::track_slow(tables, scratch),
-        Routine::TryAliasPort => scratch.tried = alias::try_port(tables, scratch),
-        Routine::TryMasqueradePort => scratch.tried = masquerade::try_port(tables, scratch),
-        Routine::FindRemapped => find_remapped(tables, scratch),
-        Routine::Prepare => scratch.failure = prepare(tables, scratch).err(),
-        Routine::Insert => scratch.failure = open::insert(tables, scratch).err(),
-        Routine::Masquerade => scratch.failure = masquerade::masquerade(tables, scratch).err(),
-        Routine::Establish => scratch.failure = entries::establish(tables, scratch).err(),
-        Routine::Refresh => entries::refresh(tables, scratch),
-        Routine::Restore => entries::restore(tables, scratch),
-        Routine::Leave => entries::leave(tables, scratch),
-        Routine::Demote => entries::demote(tables, scratch),
-        Routine::Replace => entries::replace(tables, scratch),
-        Routine::FollowFragment => scratch.failure = fragments::follow(tables, scratch).err(),
-        Routine::RecordFragment => fragments::record(tables, scratch),
-        Routine::NoteHostConnection => host_connection::note(tables, scratch),
-        Routine::Encapsulate => scratch.failure = direct::encapsulate(tables, scratch).err(),
-        Routine::AllowForwarding => forward::allow_forwarding(tables, scratch),
-        Routine::NoteSentByDriver => forward::note_sent_by_driver(tables, scratch),
-        Routine::LeaveToStack => forward::leave_to_stack(tables, scratch),
-        Routine::GoOnDirectly => scratch.failure = direct::go_on(tables, scratch).err(),
-        Routine::TrackClient => direct::track_client(tables, scratch),
+        Routine::TrackSlow => tcp::track_slow(maps, scratch),
+        Routine::TryAliasPort => scratch.tried = alias::try_port(maps, scratch),
+        Routine::TryMasqueradePort => scratch.tried = masquerade::try_port(maps, scratch),
+        Routine::FindRemapped => find_remapped(maps, scratch),
+        Routine::Prepare => scratch.failure = prepare(maps, scratch).err(),
+        Routine::Insert => scratch.failure = open::insert(maps, scratch).err(),
+        Routine::Masquerade => scratch.failure = masquerade::masquerade(maps, scratch).err(),
+        Routine::Establish => scratch.failure = entries::establish(maps, scratch).err(),
+        Routine::Refresh => entries::refresh(maps, scratch),
+        Routine::Restore => entries::restore(maps, scratch),
+        Routine::Leave => entries::leave(maps, scratch),
+        Routine::Demote => entries::demote(maps, scratch),
+        Routine::Replace => entries::replace(maps, scratch),
+        Routine::FollowFragment => scratch.failure = fragments::follow(maps, scratch).err(),
+        Routine::RecordFragment => fragments::record(maps, scratch),
+        Routine::NoteHostConnection => host_connection::note(maps, scratch),
+        Routine::Encapsulate => scratch.failure = direct::encapsulate(maps, scratch).err(),
+        Routine::AllowForwarding => forward::allow_forwarding(maps, scratch),
+        Routine::NoteSentByDriver => forward::note_sent_by_driver(maps, scratch),
+        Routine::LeaveToStack => forward::leave_to_stack(maps, scratch),
+        Routine::GoOnDirectly => scratch.failure = direct::go_on(maps, scratch).err(),
+        Routine::TrackClient => direct::track_client(maps, scratch),
     }
 }

@@ -24,7 +24,7 @@ pub struct Scratch<A> {
     /// `packet` is it. Its headers are reached without helpers, and the fast path (`fast_path.rs`) has
     /// looked at it.
     pub is_parsed: bool,
-    /// Of a packet that arrives and `is_parsed`: no table had a flow with its ends.
+    /// Of a packet that arrives and `is_parsed`: no map had a flow with its ends.
     pub(super) has_no_flow: bool,
     /// The next hop of a packet that XDP forwards.
     pub next_hop: NextHop,
@@ -58,7 +58,7 @@ pub struct Scratch<A> {
     pub(super) stage: Stage,
     pub(super) key: FlowKey<A>,
     pub(super) flow: Flow<A>,
-    /// One entry of `flow`, on its way from one table to the other.
+    /// One entry of `flow`, on its way from one map to the other.
     pub(super) entry: Flow<A>,
     /// That the packet dials, once it is found.
     pub(super) frontend: Frontend,
@@ -110,6 +110,6 @@ pub(super) enum OverlappingFlow {
 pub struct Clock {
     /// Counts the ticks of the kernel's timer.
     pub tick: u64,
-    /// Nanoseconds as of [`now`](crate::tables::AffinityTables::now).
+    /// Nanoseconds as of [`now`](crate::map_access::AffinityTables::now).
     pub time: u64,
 }

@@ -2,7 +2,7 @@
 //! number that an attacker cannot know, or once the other side has acknowledged it.
 
 use super::{
-    Change, FlowEntry, FlowTables, Routine, Scratch,
+    Change, FlowEntry, FlowMaps, Routine, Scratch,
     entries::{KeyKind, REFRESH_AFTER, is_stale},
     keep::SILENT_AFTER,
 };
@@ -98,8 +98,8 @@ pub(super) fn confirms<A>(flow: &Flow<A>, segment: &Segment) -> bool {
 
 /// `scratch.flow` is a copy of `entry`, the sender's own, which lies at `scratch.key` in `scratch.stage`. It learns what the entries learn.
 #[inline(always)]
-pub(super) fn track<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(super) fn track<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
     sender: Side,
     entry: T::Entry,
@@ -111,8 +111,8 @@ pub(super) fn track<F: Family, T: FlowTables<F>>(
     scratch.own_key = scratch.key;
     let others = if sender == Side::Client { KeyKind::Backend } else { KeyKind::Client };
     // Not in the routine: its own stack would be added.
-    let _there = others.set_key(tables, scratch);
-    tables.run(scratch, Routine::TrackSlow);
+    let _there = others.set_key(maps, scratch);
+    maps.run(scratch, Routine::TrackSlow);
 }
 
 /// [`track`], of a segment of the fast path, which says no more than how far the streams have come. False: it takes the slow path, and nothing is learned.
@@ -163,11 +163,11 @@ pub(super) fn advance<A: Address>(scratch: &mut Scratch<A>, sender: Side, entry:
 /// The slow path: a segment that opens, ends or confirms, comes after the end, or has numbers that are far from where the streams stand. The sender's
 /// entry is at `scratch.own_key`, the other side's at `scratch.key`.
 #[inline(always)]
-pub(super) fn track_slow<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+pub(super) fn track_slow<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address>) {
     let Scratch { sender, stage, .. } = *scratch;
     let is_of_flow = |entry: &T::Entry| entry.opened() == scratch.flow.opened;
-    let Some(entry) = tables.flow(stage, &scratch.own_key).filter(is_of_flow) else { return };
-    let others = tables.flow(stage, &scratch.key).filter(is_of_flow);
+    let Some(entry) = maps.flow(stage, &scratch.own_key).filter(is_of_flow) else { return };
+    let others = maps.flow(stage, &scratch.key).filter(is_of_flow);
     let awaited = sender.numbers_of(&mut scratch.flow).awaited;
     // Where the other side's entry is evicted, nothing that ends the flow counts until it is restored.
     // Not an Option: the verifier of 5.10 refuses to look at the number of one that has none.
@@ -179,7 +179,7 @@ pub(super) fn track_slow<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut 
         is_other_known = true;
     }
     if sender == Side::Client && scratch.packet.opens() {
-        track_another_syn(tables, scratch, entry, others);
+        track_another_syn(maps, scratch, entry, others);
         return;
     }
     let is_believed = is_believed(scratch);
@@ -210,7 +210,7 @@ pub(super) fn track_slow<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut 
         }
     } else if sender == Side::Backend
         && (is_believed || is_opening)
-        && !may_precede_reset(&scratch.flow, segment, tables.now())
+        && !may_precede_reset(&scratch.flow, segment, maps.now())
     {
         // The connection goes on: the RST was forged, or, after both FINs, these were. A client's
         // segment shows nothing: it may come late, or from a client that wants to keep the rows.
@@ -245,9 +245,9 @@ pub(super) fn track_slow<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut 
         advance(scratch, sender, entry);
     }
     let state = scratch.flow.state;
-    write(tables, entry, old, state);
+    write(maps, entry, old, state);
     if let Some(others) = others {
-        write(tables, others, old, state);
+        write(maps, others, old, state);
     }
 }
 
@@ -260,14 +260,14 @@ pub(super) fn track_slow<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut 
 /// and not acknowledged any more, as that would end the second connection after minutes. Whoever
 /// still waits for an acknowledgement sends again.
 #[inline(always)]
-fn track_another_syn<F: Family, T: FlowTables<F>>(
-    tables: &T,
+fn track_another_syn<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
     entry: T::Entry,
     others: Option<T::Entry>,
 ) {
     let Scratch { flow, packet: Packet { segment, .. }, entry: fast_path, .. } = scratch;
-    let silence = tables.now().saturating_sub(flow.last_seen);
+    let silence = maps.now().saturating_sub(flow.last_seen);
     if flow.state.progress < PROGRESS_CONFIRMED {
         if silence > REFRESH_AFTER {
             let awaited = Change::Awaited(Side::Backend, segment.sequence.wrapping_add(1));
@@ -356,12 +356,7 @@ pub(super) fn track_reset(state: &mut FlowState, sequence: u32, awaited: u32, se
 }
 
 #[inline(always)]
-pub(super) fn write<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    entry: T::Entry,
-    old: FlowState,
-    new: FlowState,
-) {
+pub(super) fn write<F: Family, T: FlowMaps<F>>(maps: &T, entry: T::Entry, old: FlowState, new: FlowState) {
     if new.progress != old.progress {
         entry.write(Change::Progress(new.progress));
     }
@@ -374,7 +369,7 @@ pub(super) fn write<F: Family, T: FlowTables<F>>(
     if new.reset != old.reset {
         if new.reset == RESET_CONFIRMED {
             // `may_precede_reset` counts from the end.
-            entry.write(Change::LastSeen(tables.now()));
+            entry.write(Change::LastSeen(maps.now()));
         }
         entry.write(Change::Reset(new.reset));
     }

@@ -1,11 +1,11 @@
-//! The traits by which decisions reach the node. [`FlowTables`] has the flow maps, settings, counters
+//! The traits by which decisions reach the node. [`FlowMaps`] has the flow maps, settings, counters
 //! and random numbers, [`FlowEntry`] is an element of a flow map, and [`PodSockets`] asks the kernel.
 //! Programs and tests on the host implement them.
 
 use super::{Clock, Routine, Scratch, ServiceOpenings, Side, run};
-use crate::{family::Family, layout::*, port::Port, reason::Reason, tables::AffinityTables};
+use crate::{family::Family, layout::*, map_access::AffinityMaps, port::Port, reason::Reason};
 
-/// Which of the two tables a flow's entry lies in.
+/// Which of the two maps a flow's entry lies in.
 #[derive(Clone, Copy, Debug, Default, Eq, Hash, Ord, PartialEq, PartialOrd)]
 #[repr(u8)]
 pub enum Stage {
@@ -39,7 +39,7 @@ pub enum Change<A> {
     NextHop(CachedHop),
 }
 
-/// An entry of a flow table, in place. The kernel may give its memory to another flow at any time.
+/// An entry of a flow map, in place. The kernel may give its memory to another flow at any time.
 pub trait FlowEntry<A>: Copy {
     /// Into memory that is there already: a copy on the stack would fill it.
     fn read_into(&self, flow: &mut Flow<A>);
@@ -82,8 +82,8 @@ impl<A> PodSockets<A> for UnknownSockets {
     }
 }
 
-/// The flow tables and the random numbers.
-pub trait FlowTables<F: Family>: AffinityTables<F> {
+/// The flow maps and the random numbers.
+pub trait FlowMaps<F: Family>: AffinityMaps<F> {
     type Entry: FlowEntry<F::Address>;
 
     fn flow(&self, stage: Stage, key: &FlowKey<F::Address>) -> Option<Self::Entry>;
@@ -96,7 +96,7 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     ) -> Result<(), InsertError>;
     /// False: there was none.
     fn remove(&self, stage: Stage, key: &FlowKey<F::Address>) -> bool;
-    /// When the host connection was last seen, in nanoseconds as of [`now`](AffinityTables::now).
+    /// When the host connection was last seen, in nanoseconds as of [`now`](AffinityMaps::now).
     fn host_connection(&self, key: &FlowKey<F::Address>) -> Option<u64>;
     fn note_host_connection(&self, key: &FlowKey<F::Address>, now: u64);
     fn forget_host_connection(&self, key: &FlowKey<F::Address>);
@@ -121,7 +121,7 @@ pub trait FlowTables<F: Family>: AffinityTables<F> {
     {
         run(self, scratch, routine);
     }
-    /// As [`now`](AffinityTables::now), late by a tick of the kernel's timer at most: a few milliseconds.
+    /// As [`now`](AffinityMaps::now), late by a tick of the kernel's timer at most: a few milliseconds.
     fn recently(&self, _clock: &mut Clock) -> u64 {
         self.now()
     }

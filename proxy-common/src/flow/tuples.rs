@@ -112,7 +112,7 @@ impl<A: Address> Flow<A> {
         self.protocol != PROTOCOL_TCP || self.flags & FLOW_DSR != 0
     }
 
-    /// Returns how many entries the flow has in one table.
+    /// Returns how many entries the flow has in one map.
     #[inline(always)]
     pub fn entries(&self) -> u32 {
         if self.is_masqueraded() { 3 } else { 2 }

@@ -15,8 +15,8 @@
 /// Defines a method for each port that returns it as a `Port`, and one that sets it if code needs
 /// that.
 macro_rules! ports {
-    ($($table:ident: $($port:ident $($set:ident)?),+;)+) => { $(
-        impl<A> $table<A> { $(
+    ($($value:ident: $($port:ident $($set:ident)?),+;)+) => { $(
+        impl<A> $value<A> { $(
             #[inline(always)]
             pub const fn $port(&self) -> Port {
                 Port::new(self.$port)
@@ -67,12 +67,12 @@ mod tests {
     /// The bytes 1, 2, 3, … of keys and values, and what they are read as.
     const RECORDED: &str = include_str!("v1.txt");
 
-    fn read_as<T: core::fmt::Debug>(lines: &mut String, table: &str, part: &str) {
+    fn read_as<T: core::fmt::Debug>(lines: &mut String, map: &str, part: &str) {
         let bytes: Vec<u8> = (1..=size_of::<T>()).map(|byte| byte as u8).collect();
         // SAFETY: `bytes` is as long as `T`. Any bytes are valid for `T`, which has integers and
         // arrays of them only.
         let value: T = unsafe { core::ptr::read_unaligned(bytes.as_ptr().cast()) };
-        *lines += &format!("{table} {part}, {} bytes: {value:x?}\n", bytes.len());
+        *lines += &format!("{map} {part}, {} bytes: {value:x?}\n", bytes.len());
     }
 
     /// The maps of a node outlive the process that wrote them, and the next process may have
@@ -88,7 +88,7 @@ mod tests {
                 read_as::<$value>(&mut lines, stringify!($name), "value");
             )+ };
         }
-        crate::tables!(record);
+        crate::maps!(record);
         if std::env::var_os("WRITE_LAYOUT").is_some() {
             return std::fs::write(concat!(env!("CARGO_MANIFEST_DIR"), "/src/layout/v1.txt"), lines).unwrap();
         }

@@ -32,7 +32,7 @@ const EXAMPLES: &str = "Examples:
   proxy-ctl services default/web
   # Show who connects, and who is refused, as it happens.
   proxy-ctl monitor --service default/web
-  proxy-ctl status --output json | jq .tables";
+  proxy-ctl status --output json | jq .maps";
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Command {
@@ -157,7 +157,7 @@ const STATUS_HELP: &str = "Example:
 
 The exit code is 1 if the caller may not read everything.
 
-JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects, problem}, hooks[]: {name, interface, role, reason, kind, others[]: {name, hook, isBefore}}, xdp[]: as xdp.uplinks[] of `probe`, podInterfaces, with ebpf.xdp: {taking: number of interfaces to which XDP forwards packets for pods, notTaking: {reason: count}}, withdrawsIn: seconds, tables[]: {name, used, capacity, bytes}, counters[]: {reason, count}, formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]}, unservedFields[]: {namespace, name, port, protocol, family, field, effect, instead}, notReadable[]: what the caller may not read, and why}.
+JSON: {mode, reasons[], fallback, node, controller: {running, starting, pid}, sources[]: {name, connected, objects, problem}, hooks[]: {name, interface, role, reason, kind, others[]: {name, hook, isBefore}}, xdp[]: as xdp.uplinks[] of `probe`, podInterfaces, with ebpf.xdp: {taking: number of interfaces to which XDP forwards packets for pods, notTaking: {reason: count}}, withdrawsIn: seconds, maps[]: {name, used, capacity, bytes}, counters[]: {reason, count}, formerKubeProxy: {left[]: {place, what, count}, heldBackBy[], unknown[]}, unservedFields[]: {namespace, name, port, protocol, family, field, effect, instead}, notReadable[]: what the caller may not read, and why}.
 
 A value that is not known is null. effect is servedDifferently, handedOver, leftToNode, partlyServed or notServed.";
 
@@ -312,7 +312,7 @@ const CLEANUP_HELP: &str = "Examples:
 
 Connections to Services that the packet programs translate end. The exit code is 1 if something could not be removed.
 
-JSON: {removed: {links[], filters, tables[]}, problems[]}; with --kube-proxy also kubeProxy: {removed[]: {place, what, count}, kept[]: {place, name, why}}.";
+JSON: {removed: {links[], filters, objects[]}, problems[]}; with --kube-proxy also kubeProxy: {removed[]: {place, what, count}, kept[]: {place, name, why}}.";
 
 /// Wait until a DaemonSet is ready on every node, as `kubectl rollout status` does
 #[derive(Debug, ClapArgs)]

@@ -74,9 +74,9 @@ fn show(
     former: Option<&cleanup::Removal>,
     problems: &[String],
 ) -> anyhow::Result<()> {
-    let Removed { links, filters, tables } = own;
+    let Removed { links, filters, objects } = own;
     let mut view = json!({
-        "removed": { "links": links, "filters": filters, "tables": tables },
+        "removed": { "links": links, "filters": filters, "objects": objects },
         "problems": problems,
     });
     if let Some(former) = former {
@@ -91,12 +91,12 @@ fn in_words(bpffs: &Path, own: &Removed, former: Option<&cleanup::Removal>) -> S
         if own.is_empty() {
             return format!("Nothing of proxy-ctl is in {place}.\n");
         }
-        let (links, filters, tables) = (own.links.len(), own.filters, own.tables.len());
+        let (links, filters, objects) = (own.links.len(), own.filters, own.objects.len());
         return format!(
-            "proxy-ctl has removed {links} links, {filters} filters and {tables} maps from {place}.\n"
+            "proxy-ctl has removed {links} links, {filters} filters, and {objects} maps and tables from {place}.\n"
         );
     };
-    let ours = [("links", own.links.len()), ("filters", own.filters), ("tables", own.tables.len())];
+    let ours = [("links", own.links.len()), ("filters", own.filters), ("maps and tables", own.objects.len())];
     let ours = ours.into_iter().filter(|(_, count)| *count > 0);
     let ours =
         ours.map(|(what, count)| ["proxy-ctl".into(), place.to_string(), what.into(), count.to_string()]);
@@ -125,7 +125,7 @@ mod tests {
 
     #[test]
     fn what_was_removed_and_what_stays_is_told() {
-        let own = Removed { links: vec!["cgroup_connect4".into()], filters: 0, tables: Vec::new() };
+        let own = Removed { links: vec!["cgroup_connect4".into()], filters: 0, objects: Vec::new() };
         let place = "nftables ip nat".to_owned();
         let former = cleanup::Removal {
             parts: vec![Part { place: place.clone(), what: PartKind::Chains, count: 12 }],

@@ -174,7 +174,7 @@ pub(super) fn status(args: &StatusArgs, bpffs: &Path) -> anyhow::Result<()> {
         }
         status.hooks = hooks.into_iter().map(|hook| hook_view(hook, &interfaces)).collect();
         status.hooks.sort_unstable();
-        Usage { tables: status.tables, reasons: status.counters } = programmed.usage()?;
+        Usage { maps: status.maps, reasons: status.counters } = programmed.usage()?;
     }
     print(args.output, &status, || status.text())?;
     match (denied, record_denied) {

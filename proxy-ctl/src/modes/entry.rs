@@ -61,7 +61,7 @@ pub struct Removed {
     /// Number of filters on clsact qdiscs.
     pub filters: usize,
     /// Names of BPF maps, of tables, and of other objects that hold rules.
-    pub tables: Vec<String>,
+    pub objects: Vec<String>,
 }
 
 impl Removed {

@@ -203,7 +203,8 @@ impl std::ops::AddAssign for Applied {
 /// State of a dataplane in numbers.
 #[derive(Clone, Debug, Default)]
 pub struct Usage {
-    pub tables: Vec<TableUsage>,
+    /// The maps of mode ebpf. A netfilter mode has its tables here, or the lists in them.
+    pub maps: Vec<MapUsage>,
     /// Counts of decisions since the maps were created.
     pub reasons: Vec<ReasonUsage>,
 }
@@ -219,11 +220,12 @@ pub struct ReasonUsage {
     pub count: u64,
 }
 
+/// How full a map is, or how much a netfilter mode has written.
 #[derive(Clone, Debug, Serialize)]
-pub struct TableUsage {
+pub struct MapUsage {
     pub name: &'static str,
     pub used: u64,
-    /// Largest number of entries, or 0 if the table has no size of its own.
+    /// Largest number of entries, or 0 if there is none.
     pub capacity: u64,
     /// True if new entries are refused or evict others when all of `capacity` is used.
     #[serde(skip)]

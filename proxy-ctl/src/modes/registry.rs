@@ -239,13 +239,13 @@ pub fn cleanup(bpffs: &Path, keeps: &[IpNet]) -> Result<Removed, Error> {
     // reports it.
     entries.sort_by_key(|(mode, _)| !cleanup::is_overwritten(*mode).unwrap_or(false));
     for (_, entry) in entries {
-        let Removed { links, filters, tables } = (entry.cleanup)(bpffs, keeps)?;
+        let Removed { links, filters, objects } = (entry.cleanup)(bpffs, keeps)?;
         all.links.extend(links);
         all.filters += filters;
-        all.tables.extend(tables);
+        all.objects.extend(objects);
     }
     let of_health_checks = netfilter::health_checks::remove();
-    all.tables.extend(of_health_checks.map_err(|error| Error::new(ErrorKind::Other, error))?);
+    all.objects.extend(of_health_checks.map_err(|error| Error::new(ErrorKind::Other, error))?);
     Ok(all)
 }
 

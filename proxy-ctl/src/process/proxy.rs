@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     cleanup::FormerRuleRemoval,
-    event::{self, filling_tables, unattached_interfaces, unserved_fields},
+    event::{self, filling_maps, unattached_interfaces, unserved_fields},
     mode_choice, own_node,
     record::{self, Record, RecordInputs, UnservedFieldRecord},
     reload::Reload,
@@ -306,9 +306,9 @@ impl Proxy {
         self.spawn(tasks, "unattached interfaces", unattached_interfaces::follow(problems, events));
     }
 
-    pub(super) fn tell_of_filling_tables(&self, tasks: &mut Tasks) {
+    pub(super) fn tell_of_filling_maps(&self, tasks: &mut Tasks) {
         let (problems, events) = (self.hook_problems.subscribe(), self.events.clone());
-        self.spawn(tasks, "filling maps", filling_tables::follow(problems, events));
+        self.spawn(tasks, "filling maps", filling_maps::follow(problems, events));
     }
 
     /// Starts to keep the record up to date. The returned function writes it first. It must be

@@ -108,7 +108,7 @@ async fn serve(line: CommandLine, settings: Settings, choice: ModeChoice) -> any
     proxy.tell_of_mode(&mut tasks);
     proxy.tell_of_unserved_fields(&mut tasks);
     proxy.tell_of_unattached_interfaces(&mut tasks);
-    proxy.tell_of_filling_tables(&mut tasks);
+    proxy.tell_of_filling_maps(&mut tasks);
     let opened = proxy.keep_record(&mut tasks);
     let mut ended = dataplane_thread::start(&proxy, inputs.controller, opened)?;
 

@@ -134,17 +134,17 @@ impl Sandbox {
         self.config.bpffs.join("proxy-ctl/links")
     }
 
-    pub fn table(&self, name: &str) -> PathBuf {
+    pub fn map_pin(&self, name: &str) -> PathBuf {
         self.pins("maps").join(name)
     }
 
-    pub fn map<K: aya::Pod + Default, V: aya::Pod + Default>(&self, table: &str) -> Map<K, V> {
-        Map::new(bpf::pinned(&self.table(table)).unwrap()).unwrap().unwrap()
+    pub fn map<K: aya::Pod + Default, V: aya::Pod + Default>(&self, name: &str) -> Map<K, V> {
+        Map::new(bpf::pinned(&self.map_pin(name)).unwrap()).unwrap().unwrap()
     }
 
     /// Returns the number of entries that a map has room for.
-    pub fn room(&self, table: &str) -> u32 {
-        bpf::map_info(bpf::pinned(&self.table(table)).unwrap().as_fd()).unwrap().max_entries
+    pub fn room(&self, name: &str) -> u32 {
+        bpf::map_info(bpf::pinned(&self.map_pin(name)).unwrap().as_fd()).unwrap().max_entries
     }
 
     pub fn cgroup_path(&self) -> &Path {

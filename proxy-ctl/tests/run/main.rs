@@ -105,7 +105,7 @@ impl Node {
     }
 
     /// Opens a pinned map, to change it behind the controller.
-    fn table<K: Pod + Default, V: Pod + Default>(&self, name: &str) -> Map<K, V> {
+    fn map<K: Pod + Default, V: Pod + Default>(&self, name: &str) -> Map<K, V> {
         let path = self.pins.join(format!("proxy-ctl/v{LAYOUT_VERSION}/maps")).join(name);
         Map::new(bpf::pinned(&path).unwrap()).unwrap().unwrap()
     }
@@ -281,15 +281,15 @@ fn changes_of_other_programs_are_repaired() {
     controller.wait_for("everything compared and written");
     assert_eq!((metric("proxy_writes_total"), metric("proxy_drift_total")), (written, "0".into()));
 
-    let frontends = node.table::<FrontendKey<[u8; 4]>, Frontend>("frontends4");
+    let frontends = node.map::<FrontendKey<[u8; 4]>, Frontend>("frontends4");
     for (key, _) in frontends.read_all().unwrap() {
         assert!(frontends.remove(&key).unwrap());
     }
-    let table = node.table::<u32, Backend<[u8; 4]>>("backends4");
-    for (id, backend) in table.read_all().unwrap() {
-        table.set(&id, &Backend { uses: 77, ..backend }).unwrap();
+    let map = node.map::<u32, Backend<[u8; 4]>>("backends4");
+    for (id, backend) in map.read_all().unwrap() {
+        map.set(&id, &Backend { uses: 77, ..backend }).unwrap();
     }
-    let addresses = node.table::<[u8; 4], NodeAddress>("node_addresses4");
+    let addresses = node.map::<[u8; 4], NodeAddress>("node_addresses4");
     addresses.set(&[203, 0, 113, 9], &NodeAddress::default()).unwrap();
     controller.wait_for("another program had changed what is programmed");
     // A comparison that came in the middle of these changes has found a part of them, and the next
@@ -385,7 +385,7 @@ fn a_changed_file_and_a_changed_node_are_followed_without_a_new_process() {
     node.write_manifest(&manifest("10.244.0.2"));
     let mut controller = node.serve_manifests();
     controller.wait_for("everything compared and written");
-    let addresses = node.table::<[u8; 4], NodeAddress>("node_addresses4");
+    let addresses = node.map::<[u8; 4], NodeAddress>("node_addresses4");
     let served_on = |expected: &[[u8; 4]]| {
         let deadline = Instant::now() + PATIENCE;
         loop {

@@ -14,7 +14,7 @@ use proxy_common::{
     layout::{Collected, Connections, EndpointSet, FLOW_COUNTED},
 };
 
-use crate::maps::{self, tables::Maps};
+use crate::maps::{self, map_access::KernelMaps};
 
 /// As far as they are counted.
 #[inline(always)]
@@ -42,7 +42,7 @@ macro_rules! less_busy {
         #[unsafe(no_mangle)]
         #[inline(never)]
         pub(crate) extern "C" fn $name(set: u64, bits: u32) -> u32 {
-            balance::less_busy::<$family>(&Maps, EndpointSet::from_word(set), bits)
+            balance::less_busy::<$family>(&KernelMaps, EndpointSet::from_word(set), bits)
         }
     )+ };
 }

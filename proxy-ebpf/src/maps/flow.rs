@@ -1,4 +1,4 @@
-//! `FlowTables` over the BPF maps.
+//! `FlowMaps` over the BPF maps.
 
 use core::{
     hint::black_box,
@@ -12,7 +12,7 @@ use aya_ebpf::{
 use proxy_common::{
     family::{Family, V4, V6},
     flow::{
-        self, Change, Clock, FlowEntry, FlowTables, InsertError, OPENING_SERVICES, Routine, Scratch,
+        self, Change, Clock, FlowEntry, FlowMaps, InsertError, OPENING_SERVICES, Routine, Scratch,
         ServiceOpenings, Stage,
     },
     layout::*,
@@ -26,14 +26,14 @@ use crate::{
     maps::{
         self,
         connections::{count_flow_closed, count_flow_opened},
-        tables::{Maps, count, count_connection, now, recently, settings},
+        map_access::{KernelMaps, count, count_connection, now, recently, settings},
     },
 };
 
 const EEXIST: i32 = -17;
 
-/// An element of a flow table. It stays readable until the program ends, but the kernel may give it to another flow meanwhile: one of an
-/// LRU table on every kernel, one of a hash table from 6.1 on.
+/// An element of a flow map. It stays readable until the program ends, but the kernel may give it to another flow meanwhile: one of an
+/// LRU map on every kernel, one of a hash map from 6.1 on.
 #[derive(Clone, Copy)]
 pub(crate) struct Entry<A>(*mut Flow<A>);
 
@@ -147,7 +147,7 @@ macro_rules! routines {
             #[inline(never)]
             extern "C" fn $name() -> u32 {
                 if let Some(scratch) = $family::scratch() {
-                    flow::run::<$family, Maps>(&Maps, scratch, Routine::$routine);
+                    flow::run::<$family, KernelMaps>(&KernelMaps, scratch, Routine::$routine);
                 }
                 0
             }
@@ -188,7 +188,7 @@ routines! {
     TrackClient: track_client4 track_client6;
 }
 
-macro_rules! flow_tables {
+macro_rules! flow_maps {
     ($family:ty, $address:ty, $flows:ident, $opening:ident, $host_connections:ident, $fragments:ident, $masquerade:ident, $scratch:ident,
      $call:ident, $frontend_addresses:ident) => {
         impl FlowScratch for $family {
@@ -201,7 +201,7 @@ macro_rules! flow_tables {
             }
         }
 
-        impl FlowTables<$family> for Maps {
+        impl FlowMaps<$family> for KernelMaps {
             type Entry = Entry<$address>;
 
             #[inline(always)]
@@ -252,7 +252,7 @@ macro_rules! flow_tables {
 
             #[inline(always)]
             fn note_host_connection(&self, key: &FlowKey<$address>, now: u64) {
-                // Fails only without memory, of which the table has its own.
+                // Fails only without memory, of which the map has its own.
                 let _noted =
                     maps::$host_connections.insert(key, &HostConnection { last_seen: now }, BPF_ANY.into());
             }
@@ -470,7 +470,7 @@ macro_rules! flow_tables {
     };
 }
 
-flow_tables!(
+flow_maps!(
     V4,
     [u8; 4],
     flows4,
@@ -482,7 +482,7 @@ flow_tables!(
     call4,
     frontend_addresses4
 );
-flow_tables!(
+flow_maps!(
     V6,
     [u8; 16],
     flows6,

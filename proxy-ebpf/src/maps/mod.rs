@@ -1,9 +1,9 @@
-//! The tables. The controller sets the sizes of `ebpf.limits` when it loads the object.
-#![expect(non_upper_case_globals, reason = "a symbol is its table's name, which people read in bpftool")]
+//! The maps. The controller sets the sizes of `ebpf.limits` when it loads the object.
+#![expect(non_upper_case_globals, reason = "a symbol is its map's name, which people read in bpftool")]
 
 pub(crate) mod connections;
 pub(crate) mod flow;
-pub(crate) mod tables;
+pub(crate) mod map_access;
 
 use aya_ebpf::{
     bindings::{BPF_F_MMAPABLE, BPF_F_NO_PREALLOC},
@@ -29,7 +29,7 @@ macro_rules! entries {
     };
 }
 
-macro_rules! table {
+macro_rules! map_type {
     (hash, $key:ty, $value:ty, $entries:tt) => {
         HashMap<$key, $value, { entries!($entries) }, { BPF_F_NO_PREALLOC as usize }>
     };
@@ -50,13 +50,13 @@ macro_rules! define {
     ($($(#[doc = $doc:literal])* $name:ident: $kind:ident($key:ty, $value:ty), $entries:tt;)+) => {
         $(
             #[btf_map]
-            pub(crate) static $name: table!($kind, $key, $value, $entries) =
-                <table!($kind, $key, $value, $entries)>::new();
+            pub(crate) static $name: map_type!($kind, $key, $value, $entries) =
+                <map_type!($kind, $key, $value, $entries)>::new();
         )+
     };
 }
 
-proxy_common::tables!(define);
+proxy_common::maps!(define);
 
 // Not pinned: each load of the programs has its own.
 define! {

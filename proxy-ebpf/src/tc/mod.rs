@@ -15,7 +15,7 @@ use aya_ebpf::{
 };
 use proxy_common::{
     family::{V4, V6},
-    flow::{self, FlowTables, Scratch},
+    flow::{self, FlowMaps, Scratch},
     layout::{INTERFACE_OF_BRIDGE, INTERFACE_OF_UPLINK},
     packet::{self, Action, Network, Packet, Rewrite, Then, Tunnel as _, parse, rewrite_headers},
     reason::{Reason, Verdict},
@@ -34,7 +34,7 @@ use crate::{
     globals,
     maps::{
         self,
-        tables::{Maps, count, count_packet, lease_has_ended, recently},
+        map_access::{KernelMaps, count, count_packet, lease_has_ended, recently},
     },
     route::Route,
 };
@@ -109,7 +109,7 @@ const SKIP_STACK: i32 = i32::MIN + 2;
 #[inline(always)]
 fn arrives<F: PacketFamily>(ctx: &TcContext, network: u32, origin: Origin) -> i32
 where
-    Maps: FlowTables<F>,
+    KernelMaps: FlowMaps<F>,
 {
     let verdict = match fast_ingress::<F>(ctx.skb.skb, network, origin) {
         SLOW_PATH => slow_ingress::<F>(ctx.skb.skb, network, origin),
@@ -125,7 +125,7 @@ where
 #[inline(always)]
 fn leaves<F: PacketFamily>(ctx: &TcContext, network: u32, peers: Origin) -> i32
 where
-    Maps: FlowTables<F>,
+    KernelMaps: FlowMaps<F>,
 {
     match fast_egress::<F>(ctx.skb.skb, network) {
         SLOW_PATH => match slow_egress::<F>(ctx.skb.skb, network, peers) {
@@ -143,11 +143,11 @@ where
 #[inline(never)]
 fn encapsulate<F: PacketFamily>(skb: *mut __sk_buff, network: u32) -> i32
 where
-    Maps: FlowTables<F>,
+    KernelMaps: FlowMaps<F>,
 {
     let ctx = &TcContext::new(skb);
     let Some(scratch) = F::scratch() else { return TC_ACT_SHOT as i32 };
-    if let Err(reason) = flow::encapsulating(&Maps, scratch) {
+    if let Err(reason) = flow::encapsulating(&KernelMaps, scratch) {
         return pass_or_drop::<F>(reason);
     }
     let translated = translate::<F>(ctx, &scratch.packet, &scratch.action.rewrite);
@@ -170,10 +170,10 @@ where
 #[inline(never)]
 fn fast_ingress<F: PacketFamily>(skb: *mut __sk_buff, network: u32, origin: Origin) -> i32
 where
-    Maps: FlowTables<F>,
+    KernelMaps: FlowMaps<F>,
 {
     fast_path::<F>(&TcContext::new(skb), network, origin, |scratch| {
-        flow::arriving_fast(&Maps, scratch, origin)
+        flow::arriving_fast(&KernelMaps, scratch, origin)
     })
 }
 
@@ -181,9 +181,11 @@ where
 #[inline(never)]
 fn fast_egress<F: PacketFamily>(skb: *mut __sk_buff, network: u32) -> i32
 where
-    Maps: FlowTables<F>,
+    KernelMaps: FlowMaps<F>,
 {
-    fast_path::<F>(&TcContext::new(skb), network, Origin::Host, |scratch| flow::leaving_fast(&Maps, scratch))
+    fast_path::<F>(&TcContext::new(skb), network, Origin::Host, |scratch| {
+        flow::leaving_fast(&KernelMaps, scratch)
+    })
 }
 
 #[inline(always)]
@@ -194,7 +196,7 @@ fn fast_path<F: PacketFamily>(
     decide: impl FnOnce(&mut Scratch<F::Address>) -> Option<Result<(), Reason>>,
 ) -> i32
 where
-    Maps: FlowTables<F>,
+    KernelMaps: FlowMaps<F>,
 {
     let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
     if lease_has_ended(|| recently(&mut scratch.clock)) {
@@ -252,14 +254,16 @@ fn parse_all<F: PacketFamily>(
 #[inline(never)]
 fn slow_ingress<F: PacketFamily>(skb: *mut __sk_buff, network: u32, origin: Origin) -> i32
 where
-    Maps: FlowTables<F>,
+    KernelMaps: FlowMaps<F>,
 {
     let ctx = &TcContext::new(skb);
     let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
     scratch.outer_length = 0;
     let may_be_unpacked = origin == Origin::Outside;
     let unserved = match parsed::<F>(ctx, network, scratch) {
-        Ok(()) if may_be_unpacked && flow::may_carry_another(&Maps, scratch) => Some(Reason::NotAService),
+        Ok(()) if may_be_unpacked && flow::may_carry_another(&KernelMaps, scratch) => {
+            Some(Reason::NotAService)
+        }
         parsed => parsed.err(),
     };
     // The verifier knows nothing of what was in memory: it would go on once for each reason.
@@ -280,7 +284,7 @@ where
     }
     // SAFETY: a field of the context.
     scratch.interface = unsafe { (*skb).ifindex };
-    if let Err(reason) = flow::arriving(&Maps, scratch, origin, &SocketsAt::<F>::new(ctx)) {
+    if let Err(reason) = flow::arriving(&KernelMaps, scratch, origin, &SocketsAt::<F>::new(ctx)) {
         if unserved::is_datagram_to_nobody(reason, scratch.packet.protocol)
             && awaited::is_by_socket::<F>(ctx, &scratch.packet)
         {
@@ -305,7 +309,7 @@ where
 #[inline(never)]
 fn slow_egress<F: PacketFamily>(skb: *mut __sk_buff, network: u32, peers: Origin) -> i32
 where
-    Maps: FlowTables<F>,
+    KernelMaps: FlowMaps<F>,
 {
     let ctx = &TcContext::new(skb);
     let Some(scratch) = F::scratch() else { return TC_ACT_UNSPEC };
@@ -320,7 +324,7 @@ where
     scratch.is_made_here = host::is_local(ctx);
     let from_host =
         peers == Origin::Outside && globals::HOST_PACKETS.load() == globals::ON && scratch.is_made_here;
-    if let Err(reason) = flow::leaving(&Maps, scratch, from_host) {
+    if let Err(reason) = flow::leaving(&KernelMaps, scratch, from_host) {
         return conclude::<F>(ctx, scratch, reason, AnswerPath::IntoNode);
     }
     if scratch.action.then == Then::Encapsulate {
@@ -339,7 +343,7 @@ fn answer_or_pass<F: PacketFamily>(
     path: AnswerPath,
 ) -> i32
 where
-    Maps: FlowTables<F>,
+    KernelMaps: FlowMaps<F>,
 {
     if globals::ANSWER_PING.load() != globals::ON {
         return pass_or_drop::<F>(reason);

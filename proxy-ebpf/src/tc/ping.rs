@@ -2,14 +2,14 @@
 
 use aya_ebpf::{bindings::__sk_buff, programs::TcContext};
 use proxy_common::{
+    map_access::Maps,
     packet::{Packet, echo},
-    tables::Tables,
     unserved,
 };
 
 use crate::{
     bytes::skb::Skb,
-    maps::tables::Maps,
+    maps::map_access::KernelMaps,
     tc::refuse::{AnswerPath, Refuse, send_back},
 };
 
@@ -26,11 +26,11 @@ pub(crate) fn answer<F: Refuse>(
     path: AnswerPath,
 ) -> i64
 where
-    Maps: Tables<F>,
+    KernelMaps: Maps<F>,
 {
     let ctx = &TcContext::new(skb);
     let is_ping = echo::parse::<F, _>(Skb::of(ctx), network, packet).is_ok();
-    if !is_ping || !unserved::is_cluster_ip(&Maps, &packet.destination) {
+    if !is_ping || !unserved::is_cluster_ip(&KernelMaps, &packet.destination) {
         return NOT_ONE;
     }
     let turned =

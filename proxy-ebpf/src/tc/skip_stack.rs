@@ -10,7 +10,7 @@ use aya_ebpf::{
     programs::TcContext,
 };
 use proxy_common::{
-    flow::{FlowTables, Scratch, cannot_skip_stack},
+    flow::{FlowMaps, Scratch, cannot_skip_stack},
     layout::{INTERFACE_OF_UPLINK, INTERFACE_WITHOUT_LINK_HEADERS},
     packet::{Bytes as _, Network, Packet, Rewrite, shorten_lifetime},
     port::Port,
@@ -25,7 +25,7 @@ use crate::{
     maps::{
         self,
         flow::FlowScratch,
-        tables::{Maps, count},
+        map_access::{KernelMaps, count},
     },
     route::{self, FOUND, NO_NEIGHBOUR, Route, TOO_LONG},
     tc::{
@@ -39,12 +39,12 @@ use crate::{
 #[inline(always)]
 pub(crate) fn send_answer<F: FlowScratch + Network + Route>(skb: *mut __sk_buff, network: u32) -> i32
 where
-    Maps: FlowTables<F>,
+    KernelMaps: FlowMaps<F>,
 {
     match redirect_answer::<F>(skb, network) {
         refusal @ (NO_WAY | NOT_THIS) => {
             if let Some(scratch) = F::scratch() {
-                cannot_skip_stack(&Maps, scratch, refusal == NOT_THIS);
+                cannot_skip_stack(&KernelMaps, scratch, refusal == NOT_THIS);
             }
             TC_ACT_UNSPEC
         }

@@ -72,7 +72,7 @@ pub(crate) const ENCAPSULATED: u32 = 0;
 pub(crate) const TOO_BIG: u32 = 1;
 const FAILED: u32 = 2;
 
-/// Does the packet's interface take none of this length? Without a link header. By the table: bpf_check_mtu came with Linux 5.12 only, and
+/// Does the packet's interface take none of this length? Without a link header. By the map `interfaces`: bpf_check_mtu came with Linux 5.12 only, and
 /// bpf_skb_adjust_room makes packets longer than an interface takes.
 #[inline(always)]
 fn is_too_long(ctx: &TcContext, length: u32) -> bool {

@@ -113,7 +113,7 @@ impl Subject {
 
     /// Returns the kernel memory of the proxy's BPF maps.
     pub(crate) fn map_bytes(&self) -> Result<f64> {
-        metrics::sum(&self.metrics()?, "proxy_table_bytes").context("no metric proxy_table_bytes")
+        metrics::sum(&self.metrics()?, "proxy_map_bytes").context("no metric proxy_map_bytes")
     }
 
     /// Returns the first packets that the flood limit has dropped, or `None` if the proxy has no

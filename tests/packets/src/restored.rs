@@ -20,7 +20,7 @@ use aya::{
 };
 use aya_obj::{generated::bpf_attach_type::BPF_XDP, programs::xdp::XdpAttachType};
 use proxy_ctl::sys::{
-    bpf::{self, MapInfo, map::Map as Table},
+    bpf::{self, MapInfo, map::Map as TypedMap},
     proc::filesystem::provide_bpffs,
 };
 
@@ -71,8 +71,8 @@ impl Restored {
         };
         let numbers: Vec<u32> = (0..count).collect();
         let all = numbers.iter().map(|number| headers(*number)).collect::<Result<Vec<Headers>>>()?;
-        let table: Table<u32, Headers> = Table::new(packets.as_fd().try_clone_to_owned()?)??;
-        table.set_all(&numbers, &all).map_err(|(_, error)| error)?;
+        let map: TypedMap<u32, Headers> = TypedMap::new(packets.as_fd().try_clone_to_owned()?)??;
+        map.set_all(&numbers, &all).map_err(|(_, error)| error)?;
         let programs = make(PROGRAM_ARRAY, 4, 1)?;
         let called = ProgramArray::try_from(Map::ProgramArray(MapData::from_id(
             bpf::map_info(programs.as_fd())?.id,

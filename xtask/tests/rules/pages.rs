@@ -6,9 +6,9 @@ use object::{Object as _, ObjectSection as _, ObjectSymbol as _};
 use proxy_common::{
     inventory::{Limit, program},
     layout::*,
-    packet_programs,
+    maps, packet_programs,
     reason::{REASONS, Reason, Verdict},
-    socket_programs, tables,
+    socket_programs,
 };
 
 use crate::tree;
@@ -42,7 +42,7 @@ fn maps() -> Vec<Map> {
             grouped(u64::try_from($entries).unwrap())
         };
     }
-    macro_rules! maps {
+    macro_rules! listed {
         ($($(#[doc = $doc:literal])* $name:ident: $kind:ident($key:ty, $value:ty), $entries:tt;)+) => {
             vec![$(Map {
                 name: stringify!($name),
@@ -54,7 +54,7 @@ fn maps() -> Vec<Map> {
             },)+]
         };
     }
-    tables!(maps)
+    maps!(listed)
 }
 
 fn grouped(number: u64) -> String {

@@ -10,7 +10,7 @@ use crate::{
     },
 };
 
-/// The flow tables from user space.
+/// The flow maps from user space.
 pub trait StoredFlows<A> {
     type Error;
 
@@ -36,39 +36,39 @@ pub fn unproven<A: Address>(stage: Stage, key: &FlowKey<A>, flow: &Flow<A>) -> u
 }
 
 fn take<A: Address, T: StoredFlows<A>>(
-    tables: &T,
+    maps: &T,
     stage: Stage,
     key: &FlowKey<A>,
 ) -> Result<Option<Flow<A>>, T::Error> {
-    let taken = tables.take(stage, key)?;
+    let taken = maps.take(stage, key)?;
     if let Some(flow) = &taken {
-        count(tables, (stage, key), flow, 1)?;
+        count(maps, (stage, key), flow, 1)?;
     }
     Ok(taken)
 }
 
 fn put_back<A: Address, T: StoredFlows<A>>(
-    tables: &T,
+    maps: &T,
     stage: Stage,
     key: &FlowKey<A>,
     flow: &Flow<A>,
 ) -> Result<(), T::Error> {
-    if tables.put_back(stage, key, flow)? { count(tables, (stage, key), flow, -1) } else { Ok(()) }
+    if maps.put_back(stage, key, flow)? { count(maps, (stage, key), flow, -1) } else { Ok(()) }
 }
 
 /// Counts an entry that is taken, or, by -1, put back.
 fn count<A: Address, T: StoredFlows<A>>(
-    tables: &T,
+    maps: &T,
     (stage, key): (Stage, &FlowKey<A>),
     flow: &Flow<A>,
     taken: i64,
 ) -> Result<(), T::Error> {
     if is_counted(stage, key, flow) {
-        tables.count_collected(flow.backend_id, taken)?;
+        maps.count_collected(flow.backend_id, taken)?;
     }
     match unproven(stage, key, flow) {
         0 => Ok(()),
-        entries => tables.count_collected(unproven_entries::<A>(), taken * i64::from(entries)),
+        entries => maps.count_collected(unproven_entries::<A>(), taken * i64::from(entries)),
     }
 }
 
@@ -80,7 +80,7 @@ pub struct Entry<A> {
     pub flow: Flow<A>,
 }
 
-/// Each of three keys in each of two tables.
+/// Each of three keys in each of two maps.
 const MOST_ENTRIES: usize = 6;
 
 /// The entries that were found of one flow.
@@ -106,7 +106,7 @@ impl<A: Address> Entries<A> {
 
 /// `is_over` judges by all entries of the flow. Answers how many were removed.
 pub fn remove_if<A: Address, T: StoredFlows<A>>(
-    tables: &T,
+    maps: &T,
     flow: &Flow<A>,
     is_over: impl Fn(&[Entry<A>]) -> bool,
 ) -> Result<usize, T::Error> {
@@ -119,7 +119,7 @@ pub fn remove_if<A: Address, T: StoredFlows<A>>(
     for key in keys.into_iter().flatten() {
         for stage in [Stage::Opening, Stage::Established] {
             // A key may have passed to another flow since.
-            if let Some(entry) = tables.get(stage, &key)?.filter(|entry| entry.is_same(flow)) {
+            if let Some(entry) = maps.get(stage, &key)?.filter(|entry| entry.is_same(flow)) {
                 found.push(Entry { stage, key, flow: entry });
             }
         }
@@ -129,10 +129,10 @@ pub fn remove_if<A: Address, T: StoredFlows<A>>(
     }
     let mut taken = Entries::new();
     for Entry { stage, key, .. } in found.found() {
-        match take(tables, *stage, key)? {
+        match take(maps, *stage, key)? {
             Some(entry) if entry.is_same(flow) => taken.push(Entry { stage: *stage, key: *key, flow: entry }),
             // The key has passed to another flow in this moment.
-            Some(entry) => put_back(tables, *stage, key, &entry)?,
+            Some(entry) => put_back(maps, *stage, key, &entry)?,
             None => {}
         }
     }
@@ -142,7 +142,7 @@ pub fn remove_if<A: Address, T: StoredFlows<A>>(
     // A packet has come since.
     let mut outcome = Ok(0);
     for Entry { stage, key, flow } in taken.found() {
-        outcome = outcome.and(put_back(tables, *stage, key, flow).map(|()| 0));
+        outcome = outcome.and(put_back(maps, *stage, key, flow).map(|()| 0));
     }
     outcome
 }
@@ -150,19 +150,19 @@ pub fn remove_if<A: Address, T: StoredFlows<A>>(
 /// Removes the flow of an entry that a walk has met, if the flow has expired. Returns how many
 /// entries were removed. `now` is in nanoseconds since boot, suspend included.
 pub fn remove_expired<A: Address, T: StoredFlows<A>>(
-    tables: &T,
+    maps: &T,
     met: &Entry<A>,
     lifetimes: &FlowLifetimes,
     now: u64,
 ) -> Result<usize, T::Error> {
-    if !may_be_expired(&met.flow, lifetimes, now) && !is_abandoned(tables, met, lifetimes, now)? {
+    if !may_be_expired(&met.flow, lifetimes, now) && !is_abandoned(maps, met, lifetimes, now)? {
         return Ok(0);
     }
-    if met.stage == Stage::Opening && is_established(tables, met)? {
+    if met.stage == Stage::Opening && is_established(maps, met)? {
         // A copy that no reader between its two lookups needs any more.
-        return Ok(usize::from(take(tables, met.stage, &met.key)?.is_some()));
+        return Ok(usize::from(take(maps, met.stage, &met.key)?.is_some()));
     }
-    remove_if(tables, &met.flow, |entries| is_expired(entries, lifetimes, now))
+    remove_if(maps, &met.flow, |entries| is_expired(entries, lifetimes, now))
 }
 
 /// Returns the state that the lifetime of a flow with these flags goes by. The connection of a
@@ -173,8 +173,8 @@ fn of_connection(flags: u32, state: FlowState) -> FlowState {
     FlowState { progress, ..state }
 }
 
-fn is_established<A: Address, T: StoredFlows<A>>(tables: &T, met: &Entry<A>) -> Result<bool, T::Error> {
-    Ok(tables.get(Stage::Established, &met.key)?.is_some_and(|established| established.is_same(&met.flow)))
+fn is_established<A: Address, T: StoredFlows<A>>(maps: &T, met: &Entry<A>) -> Result<bool, T::Error> {
+    Ok(maps.get(Stage::Established, &met.key)?.is_some_and(|established| established.is_same(&met.flow)))
 }
 
 /// Judges by one entry alone. Another may know more of how the flow ends, and have been seen later.
@@ -188,7 +188,7 @@ fn may_be_expired<A>(flow: &Flow<A>, lifetimes: &FlowLifetimes, now: u64) -> boo
 /// Returns true if a silent connection may have lost one of its sides. The client's entry alone is
 /// looked at, so that a connection which is only silent costs one lookup in each walk.
 fn is_abandoned<A: Address, T: StoredFlows<A>>(
-    tables: &T,
+    maps: &T,
     Entry { stage, key, flow }: &Entry<A>,
     lifetimes: &FlowLifetimes,
     now: u64,
@@ -201,7 +201,7 @@ fn is_abandoned<A: Address, T: StoredFlows<A>>(
     if !is_silent {
         return Ok(false);
     }
-    let backends = tables.get(*stage, &flow.backend_key())?.filter(|entry| entry.is_same(flow));
+    let backends = maps.get(*stage, &flow.backend_key())?.filter(|entry| entry.is_same(flow));
     Ok(backends.is_some_and(|backends| is_unacknowledged(flow, &backends)))
 }
 

@@ -10,7 +10,7 @@ pub(super) mod next_hop;
 
 use self::next_hop::{Stamp, leaves};
 use super::{
-    Change, Driver, FlowEntry as _, FlowTables, Routine, Scratch, Stage, direct,
+    Change, Driver, FlowEntry as _, FlowMaps, Routine, Scratch, Stage, direct,
     entries::KeyKind,
     find::{Found, find, lookup, set_key_of_packet},
     keep::{end_if_gone, go_on, is_over},
@@ -37,8 +37,8 @@ use crate::{
 ///
 /// Fails where the packet is the stack's. It is untouched then.
 #[inline(always)]
-pub fn forward<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub fn forward<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
     driver: &impl Driver<F>,
 ) -> Result<(), Reason> {
@@ -48,7 +48,7 @@ pub fn forward<F: Family, T: FlowTables<F>>(
     scratch.origin = Origin::Outside;
     scratch.outer_length = 0;
     set_key_of_packet(scratch);
-    let found = find(tables, scratch).ok_or(Reason::NotAService)?;
+    let found = find(maps, scratch).ok_or(Reason::NotAService)?;
     scratch.stage = found.stage;
     let flow = &scratch.flow;
     scratch.action.then = match flow.flags & (FLOW_MASQUERADE | FLOW_DSR | NEVER_FORWARDED) {
@@ -59,15 +59,15 @@ pub fn forward<F: Family, T: FlowTables<F>>(
     };
     match found.position {
         Position::ToFrontend => {
-            if scratch.packet.opens() && is_over(tables, scratch, found.entry) {
+            if scratch.packet.opens() && is_over(maps, scratch, found.entry) {
                 return Err(Reason::NotAService);
             }
-            end_if_gone(tables, scratch, found.entry)?;
+            end_if_gone(maps, scratch, found.entry)?;
             scratch.action.rewrite = scratch.flow.dnat_rewrite();
             if scratch.action.then == Then::Encapsulate {
-                direct::set_tunnel_but_source(tables, scratch);
+                direct::set_tunnel_but_source(maps, scratch);
             }
-            let Some(is_asked) = leaves(tables, scratch, &found, driver) else {
+            let Some(is_asked) = leaves(maps, scratch, &found, driver) else {
                 if scratch.is_for_pod() {
                     // With the token, XDP would look up its route for each packet in vain.
                     found.entry.write(Change::ForwardToken(0));
@@ -75,33 +75,33 @@ pub fn forward<F: Family, T: FlowTables<F>>(
                 return Err(Reason::NotAService);
             };
             if scratch.action.then == Then::Encapsulate {
-                direct::finish_tunnel(tables, scratch)?;
-                return decide(tables, scratch, Routine::GoOnDirectly);
+                direct::finish_tunnel(maps, scratch)?;
+                return decide(maps, scratch, Routine::GoOnDirectly);
             }
             if scratch.flow.is_masqueraded() {
                 scratch.action.rewrite = scratch.flow.masquerade_rewrite();
                 scratch.action.rewrite.service = scratch.flow.service;
             }
-            go_on(tables, scratch, found)?;
+            go_on(maps, scratch, found)?;
             // Again with each lookup: another CPU may have copied the entry before.
             if scratch.is_for_pod() && is_asked {
-                tables.run(scratch, Routine::NoteSentByDriver);
+                maps.run(scratch, Routine::NoteSentByDriver);
             }
             Ok(())
         }
         Position::FromBackendMasqueraded => {
             scratch.action.rewrite = scratch.flow.unmasquerade_rewrite();
-            leaves(tables, scratch, &found, driver).ok_or(Reason::NotAService)?;
+            leaves(maps, scratch, &found, driver).ok_or(Reason::NotAService)?;
             scratch.action.rewrite = scratch.flow.reply_rewrite();
             // What the backend says is kept in the entry of the other position.
             scratch.key = scratch.flow.backend_key();
-            let (stage, entry) = lookup(tables, &scratch.key).ok_or(Reason::NotAService)?;
+            let (stage, entry) = lookup(maps, &scratch.key).ok_or(Reason::NotAService)?;
             let opened = scratch.flow.opened;
             entry.read_into(&mut scratch.flow);
             if scratch.flow.opened != opened || entry.opened() != opened {
                 return Err(Reason::NotAService);
             }
-            go_on(tables, scratch, Found { stage, entry, position: Position::FromBackend })
+            go_on(maps, scratch, Found { stage, entry, position: Position::FromBackend })
         }
         Position::ToBackend
         | Position::ToBackendMasqueraded
@@ -127,21 +127,21 @@ const NEVER_FORWARDED: u32 = FLOW_FROM_HOST | FLOW_FROM_POD | FLOW_HOST_CONNECTI
 
 /// Is the packet, which leaves by `scratch.interface`, one by which the stack has shown that it lets a pod's answers out there?
 #[inline(always)]
-pub(super) fn shows_way_out<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(super) fn shows_way_out<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &Scratch<F::Address>,
     position: Position,
 ) -> bool {
     let Scratch { flow, interface, .. } = scratch;
     let is_pods = position == Position::FromBackend && flow.is_of_a_pod();
-    is_pods && !flow.is_forwardable() && tables.driver_redirects_from(*interface)
+    is_pods && !flow.is_forwardable() && maps.driver_redirects_from(*interface)
 }
 
 /// Is the packet, which comes in by `scratch.interface`, a pod's answer to packets that XDP sends to it there? Then it skips the stack too, or
 /// connection tracking would see one direction only.
 #[inline(always)]
-pub(super) fn answers_driver<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(super) fn answers_driver<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &Scratch<F::Address>,
     position: Position,
 ) -> bool {
@@ -149,15 +149,15 @@ pub(super) fn answers_driver<F: Family, T: FlowTables<F>>(
     let is_pods = position == Position::FromBackend && *origin == Origin::Workload && flow.is_of_a_pod();
     is_pods
         && flow.next_hop.is_of(Stamp::of_answers(flow.opened, *interface))
-        && tables.driver_sends_to(*interface)
+        && maps.driver_sends_to(*interface)
 }
 
 /// Returns true if the packet, which has been translated as it came from outside, skips the stack. So do packets of masqueraded flows in both
 /// directions, once the stack has let out what opened them: where XDP has not sent them on, as to overlays. The backend's SYN is one of them: connection
 /// tracking would keep a connection of which it sees the opening alone for a day.
 #[inline(always)]
-pub(super) fn skips_stack<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(super) fn skips_stack<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &Scratch<F::Address>,
     position: Position,
 ) -> bool {
@@ -165,7 +165,7 @@ pub(super) fn skips_stack<F: Family, T: FlowTables<F>>(
     let leaves_again = matches!(position, Position::ToFrontend | Position::FromBackendMasqueraded);
     let is_plain = is_simple(packet) && !may_begin_another(packet);
     let is_let_out = flow.flags & NEVER_FORWARDED == 0 && flow.is_masqueraded();
-    let is_outsides = *origin == Origin::Outside && tables.may_skip_stack();
+    let is_outsides = *origin == Origin::Outside && maps.may_skip_stack();
     is_outsides && leaves_again && is_let_out && is_plain
 }
 
@@ -178,16 +178,16 @@ pub(super) fn is_by_stack<A: Address>(Scratch { packet, flow, .. }: &Scratch<A>,
     is_noted && !packet.is_error() && !may_begin_another(packet)
 }
 
-/// Notes that the stack has let a packet of `scratch.flow` out. The client's entry comes first, in both tables, as another CPU may be copying it to the
+/// Notes that the stack has let a packet of `scratch.flow` out. The client's entry comes first, in both maps, as another CPU may be copying it to the
 /// second one: what is not noted there is noted for the next packet.
 #[inline(always)]
-pub(super) fn allow_forwarding<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+pub(super) fn allow_forwarding<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address>) {
     if !is_simple(&scratch.packet) || scratch.is_made_here || scratch.flow.is_forwardable() {
         return;
     }
     let token = Change::ForwardToken(scratch.flow.token_of_flow());
     for key_kind in [KeyKind::Client, KeyKind::Backend] {
-        if !write(tables, scratch, key_kind, token) {
+        if !write(maps, scratch, key_kind, token) {
             return;
         }
     }
@@ -195,36 +195,33 @@ pub(super) fn allow_forwarding<F: Family, T: FlowTables<F>>(tables: &T, scratch:
 
 /// Notes for a pod's answers that XDP has sent a packet of the client to `scratch.next_hop`, an interface of that pod.
 #[inline(always)]
-pub(super) fn note_sent_by_driver<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-) {
+pub(super) fn note_sent_by_driver<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address>) {
     let stamp = Stamp::of_answers(scratch.flow.opened, scratch.next_hop.interface);
     let hop = Change::NextHop(CachedHop::new(&scratch.next_hop, stamp));
-    write(tables, scratch, KeyKind::Backend, hop);
+    write(maps, scratch, KeyKind::Backend, hop);
 }
 
 /// Leaves all packets of `scratch.flow`, which XDP has sent to a pod, to the stack.
 #[inline(always)]
-pub(super) fn leave_to_stack<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+pub(super) fn leave_to_stack<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address>) {
     let none = Change::NextHop(CachedHop::default());
-    write(tables, scratch, KeyKind::Client, Change::ForwardToken(0));
-    write(tables, scratch, KeyKind::Client, none);
-    write(tables, scratch, KeyKind::Backend, none);
+    write(maps, scratch, KeyKind::Client, Change::ForwardToken(0));
+    write(maps, scratch, KeyKind::Client, none);
+    write(maps, scratch, KeyKind::Backend, none);
 }
 
-/// In both tables. False: neither has the flow's entry.
+/// In both maps. False: neither has the flow's entry.
 #[inline(always)]
-fn write<F: Family, T: FlowTables<F>>(
-    tables: &T,
+fn write<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
     key_kind: KeyKind,
     change: Change<F::Address>,
 ) -> bool {
-    key_kind.set_key(tables, scratch);
+    key_kind.set_key(maps, scratch);
     let mut is_written = false;
     for stage in [Stage::Opening, Stage::Established] {
-        if let Some(entry) = tables.flow(stage, &scratch.key)
+        if let Some(entry) = maps.flow(stage, &scratch.key)
             && entry.opened() == scratch.flow.opened
         {
             entry.write(change);

@@ -4,7 +4,7 @@
 use crate::{
     balance::HASH_FACTOR,
     family::Family,
-    flow::{Change, FlowEntry as _, FlowTables, Scratch, find::Found, tuples::Position},
+    flow::{Change, FlowEntry as _, FlowMaps, Scratch, find::Found, tuples::Position},
     layout::CachedHop,
 };
 
@@ -115,14 +115,14 @@ pub trait Driver<F: Family> {
 /// Can `driver` send the packet, with the ends of `scratch.action`, where the stack would? Sets `scratch.next_hop`, and answers whether the routing
 /// tables were asked for it.
 #[inline(always)]
-pub(in crate::flow) fn leaves<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(in crate::flow) fn leaves<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
     found: &Found<T::Entry>,
     driver: &impl Driver<F>,
 ) -> Option<bool> {
-    let now = tables.recently(&mut scratch.clock);
-    let stamp = Stamp::of(scratch.flow.opened, found.position, scratch.interface, tables.route_epoch(), now);
+    let now = maps.recently(&mut scratch.clock);
+    let stamp = Stamp::of(scratch.flow.opened, found.position, scratch.interface, maps.route_epoch(), now);
     let length = driver.packet_length(scratch);
     let is_asked = match scratch.flow.next_hop.get(stamp) {
         Some(hop) if length <= hop.longest.into() => {

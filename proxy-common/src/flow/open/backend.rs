@@ -3,7 +3,7 @@
 use crate::{
     balance::{self, Draw},
     family::{Family, Slot as _},
-    flow::{FlowTables, Scratch, open::flag_of},
+    flow::{FlowMaps, Scratch, open::flag_of},
     layout::*,
     port::Port,
     reason::Reason,
@@ -12,40 +12,40 @@ use crate::{
 
 /// Makes `scratch.flow` one from the packet's client to a backend of `scratch.frontend`.
 #[inline(always)]
-pub(in crate::flow) fn prepare_to_frontend<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(in crate::flow) fn prepare_to_frontend<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
-    detect(tables, scratch);
-    set_draw(tables, scratch);
+    detect(maps, scratch);
+    set_draw(maps, scratch);
     let Scratch { packet, origin, frontend, detected, affinity_key, draw, .. } = &mut *scratch;
     affinity_key.service = frontend.service;
     affinity_key.client = Client::new(*origin, packet.source);
     let is_inside = select::is_inside(*origin, *detected);
-    let place = select::choose_place(tables, *frontend, is_inside, affinity_key, *draw)?;
-    set_backend(tables, scratch, place)
+    let place = select::choose_place(maps, *frontend, is_inside, affinity_key, *draw)?;
+    set_backend(maps, scratch, place)
 }
 
 /// Chooses a backend as [`prepare_to_frontend`] does, but by the draw alone: affinity neither
 /// decides nor remembers.
 #[inline(always)]
-pub(in crate::flow) fn prepare_as_drawn<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(in crate::flow) fn prepare_as_drawn<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
-    detect(tables, scratch);
-    set_draw(tables, scratch);
+    detect(maps, scratch);
+    set_draw(maps, scratch);
     let Scratch { origin, frontend, detected, draw, .. } = *scratch;
-    let place = select::drawn_place(tables, frontend, select::is_inside(origin, detected), draw)?;
-    set_backend(tables, scratch, place)
+    let place = select::drawn_place(maps, frontend, select::is_inside(origin, detected), draw)?;
+    set_backend(maps, scratch, place)
 }
 
 /// Sets by what the packet draws a backend of `scratch.frontend`, as `scratch.draw`.
 // Not inlined, for its stack. The verifier knows nothing of what was in memory: what follows is the same to it, whatever is drawn by.
 #[inline(never)]
-fn set_draw<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+fn set_draw<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address>) {
     let Scratch { packet, frontend, draw, .. } = scratch;
-    *draw = Draw::of(frontend.flags, tables.random(), |with_port| {
+    *draw = Draw::of(frontend.flags, maps.random(), |with_port| {
         let port = if with_port { packet.source_port } else { Port::NONE };
         balance::connection_hash((&packet.source, port), packet.destination_port, packet.protocol)
     });
@@ -54,12 +54,12 @@ fn set_draw<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Ad
 /// Makes the backend of this slot that of `scratch.flow`.
 // Not inlined: what it needs of the stack would be added to what choosing a backend needs.
 #[inline(never)]
-pub(in crate::flow) fn set_backend<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(in crate::flow) fn set_backend<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
     place: u32,
 ) -> Result<(), Reason> {
-    let slot = select::slot_at(tables, place)?;
+    let slot = select::slot_at(maps, place)?;
     let Scratch { flow, frontend, .. } = &mut *scratch;
     flow.backend = slot.address();
     flow.set_backend_port(slot.port());
@@ -73,7 +73,7 @@ pub(in crate::flow) fn set_backend<F: Family, T: FlowTables<F>>(
             0
         } else if is_remote && returns_directly(scratch) {
             FLOW_DSR
-        } else if is_masqueraded(tables, scratch, is_remote) {
+        } else if is_masqueraded(maps, scratch, is_remote) {
             FLOW_MASQUERADE
         } else {
             0
@@ -89,8 +89,8 @@ fn returns_directly<A>(Scratch { origin, frontend, detected, .. }: &Scratch<A>) 
 
 /// Does the backend of `scratch.flow` see the node's address instead of the client's?
 #[inline(always)]
-fn is_masqueraded<F: Family, T: FlowTables<F>>(
-    tables: &T,
+fn is_masqueraded<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &Scratch<F::Address>,
     is_remote: bool,
 ) -> bool {
@@ -99,13 +99,13 @@ fn is_masqueraded<F: Family, T: FlowTables<F>>(
     let must_be = (*origin == Origin::Outside && is_remote) || packet.source == flow.backend;
     must_be
         || (!scratch.is_unpacked()
-            && tables.masquerades_as_kube_proxy()
-            && select::kube_proxy_masquerades(*frontend, *detected, tables.masquerades_all()))
+            && maps.masquerades_as_kube_proxy()
+            && select::kube_proxy_masquerades(*frontend, *detected, maps.masquerades_all()))
 }
 
 /// Finds out whether the packet's client is a pod, as `scratch.detected`.
 // Not inlined: what it needs of the stack would be added to what choosing a backend needs.
 #[inline(never)]
-pub(in crate::flow) fn detect<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
-    scratch.detected = select::detect(tables, &scratch.packet.source, scratch.interface);
+pub(in crate::flow) fn detect<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address>) {
+    scratch.detected = select::detect(maps, &scratch.packet.source, scratch.interface);
 }

@@ -15,7 +15,7 @@
 
 use crate::{
     family::Family,
-    flow::{FlowTables, Scratch},
+    flow::{FlowMaps, Scratch},
     select::Origin,
 };
 
@@ -44,7 +44,7 @@ pub struct ServiceOpenings {
     credit: u32,
 }
 
-/// What a CPU has opened in a window, in one family: each has tables of its own.
+/// What a CPU has opened in a window, in one family: each has maps of its own.
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
 #[repr(C)]
 pub(in crate::flow) struct Openings {
@@ -74,18 +74,18 @@ pub const fn openings_per_window(per_second: u32) -> u32 {
 /// May the packet open a flow to the service of `scratch.frontend`? Then it counts as one.
 // Not inlined, for its stack.
 #[inline(never)]
-pub(in crate::flow) fn allows<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(in crate::flow) fn allows<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> bool {
-    let limit = tables.openings_per_window();
+    let limit = maps.openings_per_window();
     if limit == 0 || scratch.origin == Origin::Host {
         return true;
     }
-    let window = (tables.recently(&mut scratch.clock) >> WINDOW_BITS) as u32;
+    let window = (maps.recently(&mut scratch.clock) >> WINDOW_BITS) as u32;
     let Scratch { openings, frontend, .. } = scratch;
     openings.begin(window, limit);
-    tables.count_opening(frontend.service, |of_service| openings.allow(of_service, limit))
+    maps.count_opening(frontend.service, |of_service| openings.allow(of_service, limit))
 }
 
 impl Openings {

@@ -3,7 +3,7 @@
 use crate::{
     family::Family,
     flow::{
-        FlowEntry as _, FlowTables, InsertError, Scratch, Stage,
+        FlowEntry as _, FlowMaps, InsertError, Scratch, Stage,
         entries::KeyKind,
         find::lookup,
         ports::{Try, alias::take_backend_key},
@@ -15,8 +15,8 @@ use crate::{
 
 /// Inserts `scratch.flow`, whose backend is chosen, as that of the packet. It may be another CPU's then, which was first.
 #[inline(always)]
-pub(in crate::flow) fn insert<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(in crate::flow) fn insert<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
     let Scratch { packet, flow, .. } = scratch;
@@ -36,32 +36,32 @@ pub(in crate::flow) fn insert<F: Family, T: FlowTables<F>>(
     flow.state = FlowState::default();
     flow.forward_token = 0;
     flow.next_hop = CachedHop::default();
-    flow.opened = tables.now();
+    flow.opened = maps.now();
     flow.last_seen = flow.opened;
     if flow.flags & (FLOW_OVERLAPPING | FLOW_KEYED_BY_ORIGIN) != 0 {
         // The flow whose ends it has may end first.
-        tables.set_remapped(packet.source_port);
+        maps.set_remapped(packet.source_port);
     }
-    if take_backend_key(tables, scratch)? == Try::Joined {
+    if take_backend_key(maps, scratch)? == Try::Joined {
         // The other packet of a race is a step ahead, or only this entry was left of the flow.
-        let Some((_, entry)) = lookup(tables, &scratch.key) else { return Err(Reason::FlowNotCreated) };
+        let Some((_, entry)) = lookup(maps, &scratch.key) else { return Err(Reason::FlowNotCreated) };
         entry.read_into(&mut scratch.flow);
-        KeyKind::Client.set_key(tables, scratch);
-        if tables.insert(Stage::Opening, &scratch.key, &scratch.flow) == Err(InsertError::Exists)
-            && let Some(clients) = tables.flow(Stage::Opening, &scratch.key)
+        KeyKind::Client.set_key(maps, scratch);
+        if maps.insert(Stage::Opening, &scratch.key, &scratch.flow) == Err(InsertError::Exists)
+            && let Some(clients) = maps.flow(Stage::Opening, &scratch.key)
         {
             // Of another flow, if the other packet has chosen another backend: the client's next packets go there.
             clients.read_into(&mut scratch.flow);
         }
         return Ok(());
     }
-    KeyKind::Client.set_key(tables, scratch);
-    if tables.insert(Stage::Opening, &scratch.key, &scratch.flow) == Ok(()) {
-        tables.tell(scratch, Reason::FlowOpened);
-        tables.count_connection(scratch.flow.service);
+    KeyKind::Client.set_key(maps, scratch);
+    if maps.insert(Stage::Opening, &scratch.key, &scratch.flow) == Ok(()) {
+        maps.tell(scratch, Reason::FlowOpened);
+        maps.count_connection(scratch.flow.service);
         return Ok(());
     }
-    let winner = tables.flow(Stage::Opening, &scratch.key);
+    let winner = maps.flow(Stage::Opening, &scratch.key);
     if let Some(winner) = winner {
         winner.read_into(&mut scratch.entry);
         if scratch.entry.opened == scratch.flow.opened {
@@ -69,13 +69,13 @@ pub(in crate::flow) fn insert<F: Family, T: FlowTables<F>>(
             return Ok(());
         }
     }
-    KeyKind::Backend.set_key(tables, scratch);
-    tables.remove(Stage::Opening, &scratch.key);
+    KeyKind::Backend.set_key(maps, scratch);
+    maps.remove(Stage::Opening, &scratch.key);
     // Lost the race to a packet that chose another backend?
     let Some(winner) = winner else { return Err(Reason::FlowNotCreated) };
     winner.read_into(&mut scratch.flow);
     // It was there, unless this CPU has taken it for one of the flow that the winner has replaced.
-    KeyKind::Backend.set_key(tables, scratch);
-    let _there_already = tables.insert(Stage::Opening, &scratch.key, &scratch.flow);
+    KeyKind::Backend.set_key(maps, scratch);
+    let _there_already = maps.insert(Stage::Opening, &scratch.key, &scratch.flow);
     Ok(())
 }

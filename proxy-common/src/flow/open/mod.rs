@@ -13,7 +13,7 @@ pub(super) use self::{
 
 use self::backend::prepare_to_frontend;
 use super::{
-    FlowTables, PodSockets, Routine, Scratch, direct, ports::host_connection, routine::decide,
+    FlowMaps, PodSockets, Routine, Scratch, direct, ports::host_connection, routine::decide,
     scratch::OverlappingFlow,
 };
 use crate::{
@@ -26,12 +26,12 @@ use crate::{
 
 /// Opens a flow for a packet that has none of its own.
 #[inline(always)]
-pub(super) fn open<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(super) fn open<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
     sockets: &impl PodSockets<F::Address>,
 ) -> Result<(), Reason> {
-    decide(tables, scratch, Routine::Prepare)?;
+    decide(maps, scratch, Routine::Prepare)?;
     let overlapping_flow = scratch.overlapping_flow;
     if overlapping_flow != OverlappingFlow::None {
         scratch.flow.flags |= FLOW_OVERLAPPING;
@@ -43,53 +43,53 @@ pub(super) fn open<F: Family, T: FlowTables<F>>(
         scratch.flow.flags |= FLOW_HOST_CONNECTION;
     }
     scratch.is_port_taken = scratch.origin == Origin::Workload && sockets.is_connected(scratch);
-    decide(tables, scratch, Routine::Insert)?;
+    decide(maps, scratch, Routine::Insert)?;
     scratch.action.rewrite = scratch.flow.dnat_rewrite();
     Ok(())
 }
 
 /// Makes `scratch.flow` one to what the packet dials.
 #[inline(always)]
-pub(super) fn prepare<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(super) fn prepare<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
-    prepare_flow(tables, scratch)?;
-    if scratch.packet.is_tcp() && tables.holds_openings() { Err(Reason::OpeningsHeld) } else { Ok(()) }
+    prepare_flow(maps, scratch)?;
+    if scratch.packet.is_tcp() && maps.holds_openings() { Err(Reason::OpeningsHeld) } else { Ok(()) }
 }
 
 #[inline(always)]
-pub(super) fn prepare_flow<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(super) fn prepare_flow<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
     let Scratch { origin, overlapping_flow, .. } = *scratch;
-    // Before the tables are read: a change meanwhile has them compared once more.
-    scratch.flow.epoch = tables.epoch();
-    if tables.holds_packets() {
+    // Before the maps are read: a change meanwhile has them compared once more.
+    scratch.flow.epoch = maps.epoch();
+    if maps.holds_packets() {
         return Err(Reason::NotAService);
     }
     if scratch.is_unpacked() {
-        return direct::prepare(tables, scratch);
+        return direct::prepare(maps, scratch);
     }
     if !scratch.packet.opens() {
-        return unknown::prepare(tables, scratch);
+        return unknown::prepare(maps, scratch);
     }
-    let dials_frontend = overlapping_flow != OverlappingFlow::Masqueraded && find_frontend(tables, scratch);
+    let dials_frontend = overlapping_flow != OverlappingFlow::Masqueraded && find_frontend(maps, scratch);
     // To a node port that a host connection has: it would go round for ever.
-    if dials_frontend && origin != Origin::Host && host_connection::is_answer(tables, scratch) {
+    if dials_frontend && origin != Origin::Host && host_connection::is_answer(maps, scratch) {
         return Err(Reason::NotAService);
     }
-    if dials_frontend && !is_source_allowed(tables, scratch) {
+    if dials_frontend && !is_source_allowed(maps, scratch) {
         return Err(Reason::SourceNotAllowed);
     }
     if dials_frontend {
-        if !flood_limit::allows(tables, scratch) {
+        if !flood_limit::allows(maps, scratch) {
             return Err(Reason::ConnectionsLimited);
         }
-        prepare_to_frontend(tables, scratch)?;
+        prepare_to_frontend(maps, scratch)?;
     } else if overlapping_flow == OverlappingFlow::None {
-        return Err(why_unserved(tables, scratch));
+        return Err(why_unserved(maps, scratch));
     } else {
         prepare_to_endpoint(scratch);
     }
@@ -99,11 +99,8 @@ pub(super) fn prepare_flow<F: Family, T: FlowTables<F>>(
 /// Finds what the packet dials, as `scratch.frontend`.
 // Not inlined: keys would lie on the stack on the way of each packet.
 #[inline(never)]
-pub(super) fn find_frontend<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &mut Scratch<F::Address>,
-) -> bool {
-    let found = select::find(tables, &scratch.packet.to(), scratch.origin);
+pub(super) fn find_frontend<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address>) -> bool {
+    let found = select::find(maps, &scratch.packet.to(), scratch.origin);
     scratch.frontend = found.unwrap_or_default();
     found.is_some()
 }
@@ -111,29 +108,26 @@ pub(super) fn find_frontend<F: Family, T: FlowTables<F>>(
 /// Why nobody serves the packet, which dials no frontend.
 // Not inlined: keys would lie on the stack on the way of each packet.
 #[inline(never)]
-pub(super) fn why_unserved<F: Family, T: FlowTables<F>>(tables: &T, scratch: &Scratch<F::Address>) -> Reason {
-    unserved::reason(tables, &scratch.packet.destination)
+pub(super) fn why_unserved<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &Scratch<F::Address>) -> Reason {
+    unserved::reason(maps, &scratch.packet.destination)
 }
 
 /// As [`why_unserved`], of a packet that leaves. The hook on `connect` has let datagram sockets of the node pass.
 #[inline(always)]
-pub(super) fn why_socket_is_unserved<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(super) fn why_socket_is_unserved<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &Scratch<F::Address>,
 ) -> Reason {
     let Scratch { packet, is_made_here, .. } = scratch;
     let is_of_socket = *is_made_here && !packet.is_tcp() && packet.opens();
-    if is_of_socket { why_unserved(tables, scratch) } else { Reason::NotAService }
+    if is_of_socket { why_unserved(maps, scratch) } else { Reason::NotAService }
 }
 
 /// Does `scratch.frontend` serve the packet's client?
 // Not inlined: keys would lie on the stack on the way of each packet.
 #[inline(never)]
-pub(super) fn is_source_allowed<F: Family, T: FlowTables<F>>(
-    tables: &T,
-    scratch: &Scratch<F::Address>,
-) -> bool {
-    select::allows_source(tables, scratch.frontend, &scratch.packet.source)
+pub(super) fn is_source_allowed<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &Scratch<F::Address>) -> bool {
+    select::allows_source(maps, scratch.frontend, &scratch.packet.source)
 }
 
 /// Returns the flag of flows whose client is there.

@@ -1,4 +1,4 @@
-//! Segments of connections that no table knows. Either the address that the client has dialled was
+//! Segments of connections that no map knows. Either the address that the client has dialled was
 //! another node's before, or the flow was lost. If such a segment went on, it would leave the node
 //! again: its client would wait for minutes, and a router may send it back until its TTL ends.
 //!
@@ -10,7 +10,7 @@ use crate::{
     balance::HASH_FACTOR,
     family::Family,
     flow::{
-        FlowTables, PodSockets, Scratch,
+        FlowMaps, PodSockets, Scratch,
         open::{self, flood_limit, is_source_allowed},
         scratch::OverlappingFlow,
     },
@@ -35,8 +35,8 @@ pub fn frontend_address_bit<A: Address>(address: &A) -> (u32, u64) {
 /// A packet that another node has sent here is of a connection that was dialled there. So its
 /// frontend is looked for where its flow is made.
 #[inline(always)]
-pub(in crate::flow) fn is_one<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(in crate::flow) fn is_one<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
     sockets: &impl PodSockets<F::Address>,
 ) -> bool {
@@ -45,18 +45,18 @@ pub(in crate::flow) fn is_one<F: Family, T: FlowTables<F>>(
     packet.goes_on()
         && *origin != Origin::Host
         && !is_strange
-        && tables.answers_unknown()
-        && (scratch.is_unpacked() || (find_frontend(tables, scratch) && !sockets.stays_here(scratch)))
+        && maps.answers_unknown()
+        && (scratch.is_unpacked() || (find_frontend(maps, scratch) && !sockets.stays_here(scratch)))
 }
 
 /// Sets `scratch.frontend` to the frontend at the packet's destination. Returns false if there is
 /// none. A node port does not count.
 // Not inlined: the key would lie on the stack beside what opening a flow needs.
 #[inline(never)]
-fn find_frontend<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> bool {
+fn find_frontend<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address>) -> bool {
     let Scratch { packet, frontend, .. } = scratch;
     let key = FrontendKey::of_address(packet.destination, packet.destination_port, packet.protocol);
-    let found = tables.frontend(&key);
+    let found = maps.frontend(&key);
     *frontend = found.unwrap_or_default();
     found.is_some()
 }
@@ -65,21 +65,21 @@ fn find_frontend<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<
 /// is.
 // Not inlined: what it needs of the stack would be added to what dialling needs.
 #[inline(never)]
-pub(in crate::flow) fn prepare<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(in crate::flow) fn prepare<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<(), Reason> {
-    if !is_source_allowed(tables, scratch) {
+    if !is_source_allowed(maps, scratch) {
         return Err(Reason::SourceNotAllowed);
     }
-    open::prepare_as_drawn(tables, scratch)?;
+    open::prepare_as_drawn(maps, scratch)?;
     let Scratch { frontend, flow, .. } = &*scratch;
     // The port of a masqueraded source was chosen by the node that has forgotten it, or by another.
     let is_known = frontend.flags & FRONTEND_MAGLEV != 0 && flow.flags & FLOW_MASQUERADE == 0;
     if !is_known {
         return Err(Reason::UnknownConnection);
     }
-    if !flood_limit::allows(tables, scratch) {
+    if !flood_limit::allows(maps, scratch) {
         return Err(Reason::ConnectionsLimited);
     }
     scratch.flow.flags |= FLOW_RESUMED;

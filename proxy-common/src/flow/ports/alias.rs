@@ -3,7 +3,7 @@
 use crate::{
     family::Family,
     flow::{
-        FlowEntry as _, FlowTables, InsertError, Routine, Scratch, Stage,
+        FlowEntry as _, FlowMaps, InsertError, Routine, Scratch, Stage,
         find::{is_from_host, is_host_connection, lookup},
         ports::{
             Try,
@@ -22,13 +22,13 @@ const ALIAS_TRIES: u32 = 16;
 /// frontend, the client gets an alias port. A process of the node gets one always: what it sends to the backend itself
 /// is not seen, so nothing else tells the answers apart.
 #[inline(always)]
-pub(in crate::flow) fn take_backend_key<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(in crate::flow) fn take_backend_key<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Result<Try, Reason> {
     for attempt in 0..ALIAS_TRIES {
         scratch.attempt = attempt;
-        tables.run(scratch, Routine::TryAliasPort);
+        maps.run(scratch, Routine::TryAliasPort);
         match scratch.tried {
             done @ (Try::Taken | Try::Joined) => return Ok(done),
             Try::Failed => return Err(Reason::FlowNotCreated),
@@ -40,11 +40,11 @@ pub(in crate::flow) fn take_backend_key<F: Family, T: FlowTables<F>>(
 
 /// Inserts the entry of client and backend with this attempt's port.
 #[inline(always)]
-pub(in crate::flow) fn try_port<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(in crate::flow) fn try_port<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> Try {
-    let port = alias_port(tables, scratch);
+    let port = alias_port(maps, scratch);
     if port == Port::NONE || is_ambiguous(&scratch.flow, port) {
         return Try::Next;
     }
@@ -52,10 +52,10 @@ pub(in crate::flow) fn try_port<F: Family, T: FlowTables<F>>(
     scratch.key = scratch.flow.backend_key();
     let is_nodes = is_host_connection(scratch) || is_from_host(scratch);
     let Scratch { packet, key, flow, entry, .. } = scratch;
-    if is_nodes && host_connection::holds(tables, key, packet.is_tcp(), Held::ByAny) {
+    if is_nodes && host_connection::holds(maps, key, packet.is_tcp(), Held::ByAny) {
         return Try::Next;
     }
-    if let Some((_, found)) = lookup(tables, key) {
+    if let Some((_, found)) = lookup(maps, key) {
         found.read_into(entry);
         if entry.flags & FLOW_OF_NETFILTER != 0 || !entry.same_client_and_frontend(flow) {
             return Try::Next;
@@ -64,15 +64,15 @@ pub(in crate::flow) fn try_port<F: Family, T: FlowTables<F>>(
             return Try::Joined;
         }
         // The entry is the last one of a connection that has ended.
-        tables.remove(Stage::Established, key);
-        tables.remove(Stage::Opening, key);
+        maps.remove(Stage::Established, key);
+        maps.remove(Stage::Opening, key);
     }
-    match tables.insert(Stage::Opening, key, flow) {
+    match maps.insert(Stage::Opening, key, flow) {
         Ok(()) => Try::Taken,
         Err(InsertError::Full) => Try::Failed,
         // Another CPU has inserted the key meanwhile.
         Err(InsertError::Exists) => {
-            let Some(found) = tables.flow(Stage::Opening, key) else { return Try::Next };
+            let Some(found) = maps.flow(Stage::Opening, key) else { return Try::Next };
             found.read_into(entry);
             if entry.same_client_and_frontend(flow) { Try::Joined } else { Try::Next }
         }
@@ -81,16 +81,16 @@ pub(in crate::flow) fn try_port<F: Family, T: FlowTables<F>>(
 
 /// [`Port::NONE`]: none is tried.
 #[inline(always)]
-fn alias_port<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) -> Port {
+fn alias_port<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address>) -> Port {
     let attempt = scratch.attempt;
     let own_port_at = if is_from_host(scratch) { ALIAS_TRIES - 1 } else { 0 };
     let is_random = attempt < ALIAS_TRIES / 2;
     if is_random {
-        scratch.random = tables.random();
+        scratch.random = maps.random();
     }
     if attempt != own_port_at {
         let attempt = if is_random { attempt } else { attempt + PORT_TRIES - ALIAS_TRIES };
-        let port = tables.masquerade_port(scratch.random, attempt);
+        let port = maps.masquerade_port(scratch.random, attempt);
         // The client's own port is tried at its turn alone: here another connection may have it.
         if port == scratch.flow.client_port() { Port::NONE } else { port }
     } else if is_host_connection(scratch) || scratch.is_port_taken {

@@ -3,12 +3,12 @@
 //! flow's client. So the ends of each are kept from flows; and where a flow has them already, the connection gets another port where it
 //! leaves the node. Where one has a node port, its answers are no client's datagrams.
 //!
-//! Of TCP only packets that open or end something are looked at: what is noted of a connection stays until it ends, or until the table
+//! Of TCP only packets that open or end something are looked at: what is noted of a connection stays until it ends, or until the map
 //! evicts it.
 
 use crate::{
     family::Family,
-    flow::{FlowTables, Scratch, entries::REFRESH_AFTER, find::is_host_connection, tuples::Position},
+    flow::{FlowMaps, Scratch, entries::REFRESH_AFTER, find::is_host_connection, tuples::Position},
     layout::{FlowKey, FrontendKey},
     packet::{Packet, TCP_FIN, TCP_RST},
     port::NODE_PORTS,
@@ -19,7 +19,7 @@ const KEPT: u64 = 120_000_000_000;
 
 /// Returns true if a port of `moved_ports` counts. `set_in` is its value: the generation
 /// in which a program has set it, or the controller has met a flow for which it was set.
-/// `generation` is the current one, which the table has for port 0. The controller begins another
+/// `generation` is the current one, which the map has for port 0. The controller begins another
 /// one after it has met all flows, so that whatever is two generations old stands for no flow.
 #[inline(always)]
 pub const fn is_remapped(set_in: u32, generation: u32) -> bool {
@@ -36,20 +36,20 @@ pub(in crate::flow) enum Held {
 
 /// Returns true if a host connection has the ends.
 #[inline(always)]
-pub(in crate::flow) fn holds<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(in crate::flow) fn holds<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     key: &FlowKey<F::Address>,
     is_tcp: bool,
     held: Held,
 ) -> bool {
-    let Some(last_seen) = tables.host_connection(key) else { return false };
-    (is_tcp && held == Held::ByAny) || tables.now().saturating_sub(last_seen) < KEPT
+    let Some(last_seen) = maps.host_connection(key) else { return false };
+    (is_tcp && held == Held::ByAny) || maps.now().saturating_sub(last_seen) < KEPT
 }
 
 /// Returns true if a packet that arrives and has no flow is a datagram to a host connection. (Of TCP, answers are known by their ACK.)
 #[inline(always)]
-pub(in crate::flow) fn is_answer<F: Family, T: FlowTables<F>>(
-    tables: &T,
+pub(in crate::flow) fn is_answer<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     scratch: &mut Scratch<F::Address>,
 ) -> bool {
     let Scratch { packet, key, .. } = scratch;
@@ -57,7 +57,7 @@ pub(in crate::flow) fn is_answer<F: Family, T: FlowTables<F>>(
         return false;
     }
     key.overlapping = 0;
-    holds(tables, key, false, Held::ByAny)
+    holds(maps, key, false, Held::ByAny)
 }
 
 /// Returns true if a packet that leaves the node is a host connection's, and not of `scratch.flow`. It was not translated to the ends that it has.
@@ -69,45 +69,43 @@ pub(in crate::flow) fn meets<A>(scratch: &Scratch<A>, position: Position) -> boo
 
 /// A packet that leaves the node and has no flow.
 #[inline(always)]
-pub(in crate::flow) fn note<F: Family, T: FlowTables<F>>(tables: &T, scratch: &mut Scratch<F::Address>) {
+pub(in crate::flow) fn note<F: Family, T: FlowMaps<F>>(maps: &T, scratch: &mut Scratch<F::Address>) {
     let Scratch { packet, key, interface, is_made_here, .. } = scratch;
     key.overlapping = 0;
     if packet.segment.has(TCP_FIN | TCP_RST) && !packet.is_error() {
-        tables.forget_host_connection(key);
+        maps.forget_host_connection(key);
         return;
     }
-    if !packet.opens() || (!packet.is_tcp() && !may_be_mistaken(tables, packet, *is_made_here)) {
+    if !packet.opens() || (!packet.is_tcp() && !may_be_mistaken(maps, packet, *is_made_here)) {
         return;
     }
-    if packet.source != tables.masquerade_address(*interface) {
+    if packet.source != maps.masquerade_address(*interface) {
         return;
     }
-    let now = tables.now();
+    let now = maps.now();
     let is_fresh = !packet.is_tcp()
-        && tables
-            .host_connection(key)
-            .is_some_and(|last_seen| now.saturating_sub(last_seen) <= REFRESH_AFTER);
+        && maps.host_connection(key).is_some_and(|last_seen| now.saturating_sub(last_seen) <= REFRESH_AFTER);
     if !is_fresh {
-        tables.note_host_connection(key, now);
+        maps.note_host_connection(key, now);
     }
 }
 
 /// May answers to a datagram be taken for those of a flow, or for a client's to a node port? Flows get ports of sockets only where a backend
 /// has tens of thousands of them, and each packet of an overlay comes from one. A socket of the node with a node port is that of a proxy which
-/// serves it still, perhaps before the table `frontends` has it: what it sends are answers, and its clients are ours from now on. While packets
+/// serves it still, perhaps before the map `frontends` has it: what it sends are answers, and its clients are ours from now on. While packets
 /// are held, so are those that rules of netfilter answer.
 #[inline(always)]
-fn may_be_mistaken<F: Family, T: FlowTables<F>>(
-    tables: &T,
+fn may_be_mistaken<F: Family, T: FlowMaps<F>>(
+    maps: &T,
     packet: &Packet<F::Address>,
     is_made_here: bool,
 ) -> bool {
-    if tables.holds_packets() {
+    if maps.holds_packets() {
         return false;
     }
     let port = packet.source_port;
-    if tables.frontend(&FrontendKey::of_node_port(port, packet.protocol)).is_some() {
+    if maps.frontend(&FrontendKey::of_node_port(port, packet.protocol)).is_some() {
         return !is_made_here;
     }
-    tables.is_reserved(port) && !(is_made_here && NODE_PORTS.contains(&port.number()))
+    maps.is_reserved(port) && !(is_made_here && NODE_PORTS.contains(&port.number()))
 }

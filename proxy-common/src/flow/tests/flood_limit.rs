@@ -16,10 +16,10 @@ struct Node {
 impl Node {
     fn new() -> Self {
         let mut host = Host { openings_per_window: LIMIT, ..Host::new() };
-        host.tables.services.insert(2, host.tables.services[&1]);
+        host.maps.services.insert(2, host.maps.services[&1]);
         for protocol in [PROTOCOL_TCP, PROTOCOL_UDP] {
             let other = FrontendKey::of_address(OTHER_FRONTEND.0, OTHER_FRONTEND.1, protocol);
-            host.tables.frontends.get_mut(&other).unwrap().service = 2;
+            host.maps.frontends.get_mut(&other).unwrap().service = 2;
         }
         Self { host, scratch: Scratch::default() }
     }
@@ -78,7 +78,7 @@ fn no_limit() {
 #[case::from_a_source_that_is_not_allowed(OTHER_FRONTEND, Reason::SourceNotAllowed)]
 fn what_opens_no_flow_takes_no_room(#[case] dialled: (A, Port), #[case] expected: Reason) {
     let mut node = Node::new();
-    for frontend in node.host.tables.frontends.values_mut().filter(|frontend| frontend.service == 2) {
+    for frontend in node.host.maps.frontends.values_mut().filter(|frontend| frontend.service == 2) {
         frontend.flags |= FRONTEND_SOURCE_RANGES;
     }
     let alone = node.flood(PROTOCOL_TCP, Origin::Outside);
@@ -96,8 +96,8 @@ fn what_opens_no_flow_takes_no_room(#[case] dialled: (A, Port), #[case] expected
 #[test]
 fn packets_in_others_are_counted_too() {
     let mut node = Node::new();
-    node.host.tables.slots.values_mut().for_each(|slot| slot.flags = BACKEND_LOCAL);
-    for frontend in node.host.tables.frontends.values_mut() {
+    node.host.maps.slots.values_mut().for_each(|slot| slot.flags = BACKEND_LOCAL);
+    for frontend in node.host.maps.frontends.values_mut() {
         frontend.flags |= FRONTEND_DSR;
     }
     let mut outcomes = HashSet::new();

@@ -86,7 +86,7 @@ impl Node {
     fn with_direct_return(encapsulation: u16) -> Self {
         let mut node = Self::new();
         node.host.encapsulation = encapsulation;
-        for frontend in node.host.tables.frontends.values_mut() {
+        for frontend in node.host.maps.frontends.values_mut() {
             frontend.flags |= FRONTEND_DSR;
         }
         node
@@ -95,7 +95,7 @@ impl Node {
     /// All backends are here.
     fn with_local_backends() -> Self {
         let mut node = Self { has_backends: true, ..Self::new() };
-        for slot in node.host.tables.slots.values_mut() {
+        for slot in node.host.maps.slots.values_mut() {
             *slot = Slot4::new(slot.address(), slot.port(), slot.backend(), BACKEND_LOCAL);
         }
         node
@@ -173,8 +173,8 @@ impl Node {
         match event {
             Event::Seconds(seconds) => self.host.wait(seconds * SECOND),
             Event::EndpointGone => {
-                self.host.tables.backends.remove(&1);
-                self.host.tables.slots.insert(0, Slot4::new(BACKENDS[1], PORT, 2, 0));
+                self.host.maps.backends.remove(&1);
+                self.host.maps.slots.insert(0, Slot4::new(BACKENDS[1], PORT, 2, 0));
                 self.host.epoch.set(self.host.epoch.get() + 1);
             }
             Event::Client(..) | Event::Backend(..) => {}
@@ -439,7 +439,7 @@ fn a_flow_without_way_to_its_pod_is_left_to_the_stack() {
     assert_eq!(routes.lookups.get(), 1);
 }
 
-/// Another CPU has copied the entry to the other table before it was marked.
+/// Another CPU has copied the entry to the other map before it was marked.
 #[rstest]
 fn a_lost_mark_comes_back(#[values(PROTOCOL_TCP, PROTOCOL_UDP)] protocol: u8) {
     let node = node_that_has_answered(protocol);

@@ -55,9 +55,9 @@ pub(super) fn apply(flow: &mut Flow<A>, change: Change<A>) {
 pub(super) type Flows = HashMap<(Stage, FlowKey<A>), &'static Cell<Flow<A>>>;
 pub(super) type Interruption = Box<dyn FnOnce(&Host)>;
 
-/// Both tables of flows, a clock, dice, and what happens before a certain insertion.
+/// Both flow maps, a clock, dice, and what happens before a certain insertion.
 pub(super) struct Host {
-    pub(super) tables: HostTables<V4>,
+    pub(super) maps: HostMaps<V4>,
     pub(super) flows: RefCell<Flows>,
     pub(super) host_connections: RefCell<HashMap<FlowKey<A>, u64>>,
     pub(super) remapped: RefCell<HashSet<Port>>,
@@ -69,7 +69,7 @@ pub(super) struct Host {
     pub(super) masquerade: Cell<A>,
     /// For aliases and masqueraded sources.
     pub(super) ports: std::ops::Range<u16>,
-    /// Counts down; at 0 the insertion fails as in a full table.
+    /// Counts down; at 0 the insertion fails as in a full map.
     pub(super) until_full: Cell<Option<u32>>,
     /// Counts down; at 0 another CPU does this first.
     pub(super) interruption: RefCell<Option<(u32, Interruption)>>,
@@ -89,28 +89,27 @@ pub(super) struct Host {
 impl Host {
     /// Two backends elsewhere, behind two frontends that can be dialled from outside, whose connections are counted.
     pub(super) fn new() -> Self {
-        let mut tables = HostTables::<V4>::default();
+        let mut maps = HostMaps::<V4>::default();
         for (index, address) in (0u32..).zip(BACKENDS) {
-            tables.slots.insert(index, Slot4::new(address, PORT, index + 1, 0));
+            maps.slots.insert(index, Slot4::new(address, PORT, index + 1, 0));
             let backend = Backend { address, port: PORT.number(), ..Backend::default() };
-            tables.backends.insert(index + 1, backend);
+            maps.backends.insert(index + 1, backend);
         }
         let set = EndpointSet::new(0, 2);
         let flags = SERVICE_HAS_ENDPOINTS;
-        tables
-            .services
+        maps.services
             .insert(1, Service { cluster: set, internal: set, external: set, flags, affinity_seconds: 0 });
         for (address, port) in [FRONTEND, OTHER_FRONTEND] {
             for protocol in [PROTOCOL_TCP, PROTOCOL_UDP] {
                 let key = FrontendKey::of_address(address, port, protocol);
-                tables.frontends.insert(
+                maps.frontends.insert(
                     key,
                     Frontend { service: 1, flags: FRONTEND_EXTERNAL | FRONTEND_LEAST_CONNECTION },
                 );
             }
         }
         Self {
-            tables,
+            maps,
             flows: RefCell::default(),
             host_connections: RefCell::default(),
             remapped: RefCell::default(),
@@ -195,7 +194,7 @@ impl Host {
             let unproven = collect::unproven(*stage, key, &flow);
             both.entry(unproven_entries::<A>()).or_default().0 += i64::from(unproven);
         }
-        for (backend, open) in self.tables.open.borrow().iter() {
+        for (backend, open) in self.maps.open.borrow().iter() {
             both.entry(*backend).or_default().1 += open;
         }
         both.retain(|_, both| *both != (0, 0));
@@ -223,37 +222,37 @@ impl Host {
     }
 }
 
-impl Tables<V4> for Host {
+impl Maps<V4> for Host {
     fn frontend(&self, key: &FrontendKey<A>) -> Option<Frontend> {
-        self.tables.frontend(key)
+        self.maps.frontend(key)
     }
 
     fn node_address(&self, address: &A) -> Option<NodeAddress> {
-        self.tables.node_address(address)
+        self.maps.node_address(address)
     }
 
     fn service(&self, id: u32) -> Option<Service> {
-        self.tables.service(id)
+        self.maps.service(id)
     }
 
     fn slot(&self, index: u32) -> Option<Slot4> {
-        self.tables.slot(index)
+        self.maps.slot(index)
     }
 
     fn backend(&self, id: u32) -> Option<Backend<A>> {
-        self.tables.backend(id)
+        self.maps.backend(id)
     }
 }
 
-impl AffinityTables<V4> for Host {
+impl AffinityMaps<V4> for Host {
     type Affinity = KnownClient;
 
     fn affinity(&self, key: &AffinityKey<A>) -> Option<KnownClient> {
-        self.tables.affinity(key)
+        self.maps.affinity(key)
     }
 
     fn remember(&self, key: &AffinityKey<A>, affinity: &Affinity) -> bool {
-        self.tables.remember(key, affinity)
+        self.maps.remember(key, affinity)
     }
 
     /// As on a real node, no two flows are opened at the same nanosecond.
@@ -263,35 +262,35 @@ impl AffinityTables<V4> for Host {
     }
 
     fn open_connections(&self, backend: u32) -> u64 {
-        self.tables.open_connections(backend)
+        self.maps.open_connections(backend)
     }
 
     fn is_in_source_ranges(&self, service: u32, address: &A) -> bool {
-        self.tables.is_in_source_ranges(service, address)
+        self.maps.is_in_source_ranges(service, address)
     }
 
     fn pods_told_by(&self) -> u16 {
-        self.tables.pods_told_by()
+        self.maps.pods_told_by()
     }
 
     fn is_in_pod_range(&self, address: &A) -> bool {
-        self.tables.is_in_pod_range(address)
+        self.maps.is_in_pod_range(address)
     }
 
     fn brings_pods(&self, interface: u32) -> bool {
-        self.tables.brings_pods(interface)
+        self.maps.brings_pods(interface)
     }
 
     fn is_in_service_cidrs(&self, address: &A) -> bool {
-        self.tables.is_in_service_cidrs(address)
+        self.maps.is_in_service_cidrs(address)
     }
 
     fn address_of_node(&self) -> A {
-        self.tables.address_of_node()
+        self.maps.address_of_node()
     }
 }
 
-impl FlowTables<V4> for Host {
+impl FlowMaps<V4> for Host {
     type Entry = EntryRef;
 
     fn flow(&self, stage: Stage, key: &FlowKey<A>) -> Option<EntryRef> {
@@ -416,7 +415,7 @@ impl FlowTables<V4> for Host {
     }
 
     fn may_be_frontend(&self, address: &A) -> bool {
-        let of_addresses = self.tables.frontends.keys().filter(|key| key.is_of_address());
+        let of_addresses = self.maps.frontends.keys().filter(|key| key.is_of_address());
         of_addresses
             .map(|key| key.address)
             .any(|one| frontend_address_bit(&one) == frontend_address_bit(address))
@@ -451,11 +450,11 @@ impl FlowTables<V4> for Host {
     }
 
     fn count_opened(&self, backend: u32, flags: u32) {
-        *self.tables.open.borrow_mut().entry(backend).or_default() += counted(flags);
+        *self.maps.open.borrow_mut().entry(backend).or_default() += counted(flags);
     }
 
     fn count_closed(&self, backend: u32, flags: u32) {
-        *self.tables.open.borrow_mut().entry(backend).or_default() -= counted(flags);
+        *self.maps.open.borrow_mut().entry(backend).or_default() -= counted(flags);
     }
 }
 

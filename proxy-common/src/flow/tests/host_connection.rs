@@ -180,8 +180,8 @@ fn answers_to_a_port_that_is_a_node_port_open_no_flow(#[case] number: u16) {
     let node_port = (NODE, Port::new(number));
     let mut host = Host::new();
     let key = FrontendKey::of_node_port(node_port.1, PROTOCOL_UDP);
-    host.tables.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
-    host.tables.node_addresses.insert(NODE, NodeAddress { flags: 0 });
+    host.maps.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
+    host.maps.node_addresses.insert(NODE, NodeAddress { flags: 0 });
     passes(&host, &of(PROTOCOL_UDP, node_port, BACKEND, 0));
     let answer = answer_to(PROTOCOL_UDP, node_port);
     assert_eq!(host.arriving(&answer, Origin::Outside), Err(Reason::NotAService));
@@ -190,15 +190,15 @@ fn answers_to_a_port_that_is_a_node_port_open_no_flow(#[case] number: u16) {
     assert!(host.arriving(&answer, Origin::Outside).is_ok());
 }
 
-/// Also before the tables have it as one.
+/// Also before the maps have it as one.
 #[test]
 fn what_others_masquerade_to_a_later_node_port_is_theirs() {
     let node_port = (NODE, Port::new(30_080));
     let mut host = Host { ports: 20_000..40_000, ..Host::new() };
-    host.tables.node_addresses.insert(NODE, NodeAddress { flags: 0 });
+    host.maps.node_addresses.insert(NODE, NodeAddress { flags: 0 });
     passes(&host, &of(PROTOCOL_UDP, node_port, BACKEND, 0));
     let key = FrontendKey::of_node_port(node_port.1, PROTOCOL_UDP);
-    host.tables.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
+    host.maps.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
     let answer = answer_to(PROTOCOL_UDP, node_port);
     assert_eq!(host.arriving(&answer, Origin::Outside), Err(Reason::NotAService));
 }
@@ -208,26 +208,26 @@ fn what_others_masquerade_to_a_later_node_port_is_theirs() {
 fn clients_of_former_rules_get_flows() {
     let node_port = (NODE, Port::new(30_080));
     let mut host = Host { ports: 20_000..40_000, holds_packets: true, ..Host::new() };
-    host.tables.node_addresses.insert(NODE, NodeAddress { flags: 0 });
+    host.maps.node_addresses.insert(NODE, NodeAddress { flags: 0 });
     let key = FrontendKey::of_node_port(node_port.1, PROTOCOL_UDP);
-    host.tables.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
+    host.maps.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
     passes(&host, &datagram(node_port, CLIENT));
     host.holds_packets = false;
     assert!(host.arriving(&datagram(CLIENT, node_port), Origin::Outside).is_ok());
 }
 
-/// The programs are attached before the tables have all frontends.
+/// The programs are attached before the maps have all frontends.
 #[rstest]
 #[case::the_frontend_is_there(true)]
 #[case::the_frontend_comes_later(false)]
 fn clients_of_a_former_proxys_socket_get_flows(#[case] is_known_before: bool) {
     let node_port = (NODE, Port::new(30_080));
     let mut host = Host { ports: 20_000..40_000, ..Host::new() };
-    host.tables.node_addresses.insert(NODE, NodeAddress { flags: 0 });
+    host.maps.node_addresses.insert(NODE, NodeAddress { flags: 0 });
     let answer = datagram(node_port, CLIENT);
     let publish = |host: &mut Host| {
         let key = FrontendKey::of_node_port(node_port.1, PROTOCOL_UDP);
-        host.tables.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
+        host.maps.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
     };
     if is_known_before {
         publish(&mut host);
@@ -238,7 +238,7 @@ fn clients_of_a_former_proxys_socket_get_flows(#[case] is_known_before: bool) {
     assert!(host.arriving(&datagram(CLIENT, node_port), Origin::Outside).is_ok());
 }
 
-/// The table `moved_ports` forgets a port two generations after its last flow.
+/// The map `moved_ports` forgets a port two generations after its last flow.
 #[rstest]
 #[case::never_set(0, 1, false)]
 #[case::set_now(7, 7, true)]

@@ -1,4 +1,4 @@
-//! Cases that a test cannot cause in the kernel: races, tables that are full at one certain write, lost entries.
+//! Cases that a test cannot cause in the kernel: races, maps that are full at one certain write, lost entries.
 //! Round trips of real packets are in `tests/packets`.
 
 mod direct;
@@ -31,14 +31,14 @@ use super::{entries::REFRESH_AFTER, keep::SUSTAINED_AFTER, tcp::REACH, *};
 use crate::{
     family::{Slot as _, V4},
     layout::*,
+    map_access::{
+        AffinityMaps, Maps,
+        host::{HostMaps, KnownClient},
+    },
     packet::{
         Ends, Fragment, Headers, Packet, Part, Rewrite, Segment, TCP_ACK, TCP_FIN, TCP_RST, TCP_SYN, Then,
     },
     port::{Port, PortPool},
     reason::Reason,
     select::Origin,
-    tables::{
-        AffinityTables, Tables,
-        host::{HostTables, KnownClient},
-    },
 };

@@ -32,11 +32,11 @@ fn a_connection_to_a_frontend_that_is_the_backend_of_another_flow() {
     let flow = establish_one(&host, Origin::Workload);
     let endpoint = (flow.backend, PORT);
     let set = EndpointSet::new(1, 1);
-    host.tables
+    host.maps
         .services
         .insert(2, Service { cluster: set, internal: set, external: set, flags: 1, ..Service::default() });
     let key = FrontendKey::of_address(endpoint.0, endpoint.1, PROTOCOL_TCP);
-    host.tables.frontends.insert(key, Frontend { service: 2, flags: 0 });
+    host.maps.frontends.insert(key, Frontend { service: 2, flags: 0 });
     let sent = host.arriving(&packet(CLIENT, endpoint, TCP_SYN), Origin::Workload).unwrap();
     assert_eq!((sent.destination, sent.service), (BACKENDS[1], 2));
     let back = host.leaving(&answer((BACKENDS[1], PORT), CLIENT, TCP_SYN | TCP_ACK)).unwrap();
@@ -63,7 +63,7 @@ fn a_direct_connection_goes_on_when_the_overlapping_flow_is_gone(
     #[values(Origin::Workload, Origin::Outside)] origin: Origin,
 ) {
     let mut host = Host::new();
-    host.tables.slots.values_mut().for_each(|slot| slot.flags = BACKEND_LOCAL);
+    host.maps.slots.values_mut().for_each(|slot| slot.flags = BACKEND_LOCAL);
     let flow = establish_one(&host, origin);
     let endpoint = (flow.backend, PORT);
     let sent = host.arriving(&packet(CLIENT, endpoint, TCP_SYN), origin).unwrap();
@@ -147,15 +147,15 @@ fn a_connection_to_a_backend_itself_takes_over_from_no_other() {
 fn symmetric_peers_keep_their_flows_apart() {
     let mut host = Host::new();
     let peers = [(CLIENT.0, PORT), (BACKENDS[0], PORT)];
-    host.tables.slots.insert(2, Slot4::new(peers[0].0, PORT, 3, 0));
-    host.tables.backends.insert(3, Backend::default());
+    host.maps.slots.insert(2, Slot4::new(peers[0].0, PORT, 3, 0));
+    host.maps.backends.insert(3, Backend::default());
     let set = EndpointSet::new(2, 1);
-    host.tables
+    host.maps
         .services
         .insert(2, Service { cluster: set, internal: set, external: set, flags: 1, ..Service::default() });
     let frontends = [FRONTEND, ([10, 96, 0, 9], PORT)];
     let key = FrontendKey::of_address(frontends[1].0, frontends[1].1, PROTOCOL_UDP);
-    host.tables.frontends.insert(key, Frontend { service: 2, flags: 0 });
+    host.maps.frontends.insert(key, Frontend { service: 2, flags: 0 });
 
     let there = host.arriving(&datagram(peers[0], frontends[0]), Origin::Workload).unwrap();
     assert_eq!((source(there), destination(there)), (peers[0], peers[1]));
@@ -174,7 +174,7 @@ fn symmetric_peers_keep_their_flows_apart() {
     assert_eq!(host.entries(Stage::Opening), 4);
 }
 
-/// The table of opening flows evicts one entry of a flow, and another flow takes the key.
+/// The map of opening flows evicts one entry of a flow, and another flow takes the key.
 #[rstest]
 #[case::connection(PROTOCOL_TCP)]
 #[case::datagrams(PROTOCOL_UDP)]

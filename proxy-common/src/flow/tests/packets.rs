@@ -16,22 +16,22 @@ pub(super) const FIRST: u32 = 0;
 pub(super) const LAST: u32 = u32::MAX;
 
 /// As the programs have it.
-pub(super) fn decide_arriving<T: FlowTables<V4>>(
-    tables: &T,
+pub(super) fn decide_arriving<T: FlowMaps<V4>>(
+    maps: &T,
     scratch: &mut Scratch<A>,
     origin: Origin,
 ) -> Result<(), Reason> {
-    decide_arriving_from(tables, scratch, origin, &UnknownSockets)
+    decide_arriving_from(maps, scratch, origin, &UnknownSockets)
 }
 
-pub(super) fn decide_arriving_from<T: FlowTables<V4>>(
-    tables: &T,
+pub(super) fn decide_arriving_from<T: FlowMaps<V4>>(
+    maps: &T,
     scratch: &mut Scratch<A>,
     origin: Origin,
     sockets: &impl PodSockets<A>,
 ) -> Result<(), Reason> {
     scratch.is_parsed = true;
-    arriving_fast(tables, scratch, origin).unwrap_or_else(|| arriving(tables, scratch, origin, sockets))
+    arriving_fast(maps, scratch, origin).unwrap_or_else(|| arriving(maps, scratch, origin, sockets))
 }
 
 /// A pod with one connection to each of these.
@@ -49,13 +49,13 @@ impl PodSockets<A> for ConnectedTo {
 }
 
 /// As the programs have it.
-pub(super) fn decide_leaving<T: FlowTables<V4>>(
-    tables: &T,
+pub(super) fn decide_leaving<T: FlowMaps<V4>>(
+    maps: &T,
     scratch: &mut Scratch<A>,
     from_host: bool,
 ) -> Result<(), Reason> {
     scratch.is_parsed = true;
-    leaving_fast(tables, scratch).unwrap_or_else(|| leaving(tables, scratch, from_host))
+    leaving_fast(maps, scratch).unwrap_or_else(|| leaving(maps, scratch, from_host))
 }
 
 /// First sequence numbers.

@@ -124,13 +124,13 @@ fn an_alias_is_never_the_port_that_is_taken() {
 fn a_client_port_at_one_backend_through_many_frontends_runs_out_of_aliases() {
     let mut host = Host { ports: 20_000..20_007, ..Host::new() };
     let set = EndpointSet::new(0, 1);
-    host.tables
+    host.maps
         .services
         .insert(1, Service { cluster: set, internal: set, external: set, flags: 1, ..Service::default() });
     let frontends = (1..=20u8).map(|n| ([10, 96, 1, n], Port::new(80)));
     for (address, port) in frontends.clone() {
         let key = FrontendKey::of_address(address, port, PROTOCOL_TCP);
-        host.tables.frontends.insert(key, Frontend { service: 1, flags: 0 });
+        host.maps.frontends.insert(key, Frontend { service: 1, flags: 0 });
     }
     let opened: Vec<_> =
         frontends.map(|to| host.arriving(&packet(CLIENT, to, TCP_SYN), Origin::Workload)).collect();
@@ -208,9 +208,9 @@ fn clients_and_how_their_flows_are_told_apart(
     #[values(0, FRONTEND_EXTERNAL)] frontend_flags: u32,
 ) {
     let mut host = Host::new();
-    host.tables.slots.insert(0, Slot4::new(BACKENDS[0], PORT, 1, slot_flags));
+    host.maps.slots.insert(0, Slot4::new(BACKENDS[0], PORT, 1, slot_flags));
     let key = FrontendKey::of_address(FRONTEND.0, FRONTEND.1, PROTOCOL_TCP);
-    host.tables.frontends.insert(key, Frontend { service: 1, flags: frontend_flags });
+    host.maps.frontends.insert(key, Frontend { service: 1, flags: frontend_flags });
     let first = packet(client, FRONTEND, TCP_SYN);
     let sent = through(&host, &first, origin).unwrap();
     assert_eq!(sent.destination, BACKENDS[0]);
@@ -235,7 +235,7 @@ fn a_frontend_that_is_its_own_backend() {
     let mut host = Host::new();
     let endpoint = (BACKENDS[0], PORT);
     let key = FrontendKey::of_address(endpoint.0, endpoint.1, PROTOCOL_TCP);
-    host.tables
+    host.maps
         .frontends
         .insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL | FRONTEND_LEAST_CONNECTION });
     let sent = host.arriving(&packet(CLIENT, endpoint, TCP_SYN), Origin::Workload).unwrap();

@@ -181,12 +181,12 @@ fn closed() -> Host {
 /// Its backend is gone.
 fn abandoned(protocol: u8) -> Host {
     let mut host = opened(protocol);
-    host.tables.backends.remove(&1);
+    host.maps.backends.remove(&1);
     host.epoch.set(1);
     host
 }
 
-/// The table of opening flows has evicted this entry.
+/// The map of opening flows has evicted this entry.
 fn without(protocol: u8, key: fn(&Flow<A>) -> FlowKey<A>) -> Host {
     let host = opened(protocol);
     host.remove(Stage::Opening, &key(&host.flow_of(Stage::Opening, &of(protocol, syn()))));
@@ -476,7 +476,7 @@ fn collection_and_a_packet(
 fn connections_of_one_client_at_once_go_to_one_backend(#[case] fast_path: Option<Affinity>) {
     let before = || {
         let mut host = Host::new();
-        if let Some(service) = host.tables.services.get_mut(&1) {
+        if let Some(service) = host.maps.services.get_mut(&1) {
             service.affinity_seconds = 60;
         }
         if let Some(affinity) = fast_path {

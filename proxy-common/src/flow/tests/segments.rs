@@ -49,7 +49,7 @@ fn a_syn_goes_to_another_backend_only_after_a_connection_that_ended(
     assert_eq!(host.entries(Stage::Established), if ended { 0 } else { 2 }, "what has ended leaves at once");
     assert_eq!(host.flow_of(stage, &syn()).state.has_ended(), ended);
     if backend_is_gone {
-        host.tables.backends.remove(&flow.backend_id);
+        host.maps.backends.remove(&flow.backend_id);
     }
     host.dice.borrow_mut().push_back(LAST);
     let backend = host.arriving(&syn(), Origin::Workload).unwrap().destination;
@@ -193,7 +193,7 @@ fn a_forged_client_establishes_no_connection(#[case] answered: Option<Segment>, 
     assert_eq!((host.entries(Stage::Opening), host.entries(Stage::Established)), (2, 0));
 }
 
-/// The table of opening flows evicts the client's entry after the answer, and it is restored by one or the other side.
+/// The map of opening flows evicts the client's entry after the answer, and it is restored by one or the other side.
 #[rstest]
 fn a_restored_client_is_confirmed_as_any(#[values(false, true)] by_backend: bool) {
     let host = Host::new();

@@ -1,14 +1,14 @@
-//! Segments of connections that no table knows.
+//! Segments of connections that no map knows.
 
 use super::*;
 
 /// Serves both frontends with these flags beside. `local`: the backends are this node's.
 fn node(flags: u32, local: bool) -> Host {
     let mut host = Host { answers_unknown: true, ..Host::new() };
-    for slot in host.tables.slots.values_mut() {
+    for slot in host.maps.slots.values_mut() {
         slot.flags = if local { BACKEND_LOCAL } else { 0 };
     }
-    for frontend in host.tables.frontends.values_mut() {
+    for frontend in host.maps.frontends.values_mut() {
         frontend.flags = FRONTEND_EXTERNAL | flags;
     }
     host
@@ -57,23 +57,23 @@ type Difference = fn(&mut Host, &mut Packet<A>);
 #[case::icmp_error((|_, packet| packet.headers.icmp = 34) as Difference, Reason::NotAService)]
 #[case::datagram((|_, packet| packet.protocol = PROTOCOL_UDP) as Difference, Reason::NoEndpoints)]
 #[case::source_ranges(
-    (|host, _| host.tables.frontends.values_mut().for_each(|one| one.flags |= FRONTEND_SOURCE_RANGES))
+    (|host, _| host.maps.frontends.values_mut().for_each(|one| one.flags |= FRONTEND_SOURCE_RANGES))
         as Difference,
     Reason::SourceNotAllowed
 )]
 #[case::no_endpoints(
-    (|host, _| *host.tables.services.get_mut(&1).unwrap() = Service::default()) as Difference,
+    (|host, _| *host.maps.services.get_mut(&1).unwrap() = Service::default()) as Difference,
     Reason::NoEndpoints
 )]
 #[case::no_local_endpoints(
-    (|host, _| host.tables.services.get_mut(&1).unwrap().external = EndpointSet::default()) as Difference,
+    (|host, _| host.maps.services.get_mut(&1).unwrap().external = EndpointSet::default()) as Difference,
     Reason::NoLocalEndpoints
 )]
 fn what_else_becomes_of_it(#[case] difference: Difference, #[case] expected: Reason) {
     let (mut host, mut packet) = (node(0, true), segment(1, TCP_ACK));
     difference(&mut host, &mut packet);
     if packet.protocol == PROTOCOL_UDP {
-        host.tables.services.insert(1, Service::default());
+        host.maps.services.insert(1, Service::default());
     }
     assert_eq!(host.arriving(&packet, Origin::Outside).map(drop), Err(expected));
 }
@@ -83,9 +83,9 @@ fn what_else_becomes_of_it(#[case] difference: Difference, #[case] expected: Rea
 fn a_node_port_is_the_stacks() {
     let mut host = node(0, true);
     let key = FrontendKey::of_node_port(FRONTEND.1, PROTOCOL_TCP);
-    host.tables.frontends.retain(|key, _| key.address != FRONTEND.0);
-    host.tables.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
-    host.tables.node_addresses.insert(FRONTEND.0, NodeAddress::default());
+    host.maps.frontends.retain(|key, _| key.address != FRONTEND.0);
+    host.maps.frontends.insert(key, Frontend { service: 1, flags: FRONTEND_EXTERNAL });
+    host.maps.node_addresses.insert(FRONTEND.0, NodeAddress::default());
     assert_eq!(host.arriving(&segment(1, TCP_ACK), Origin::Outside).map(drop), Err(Reason::NotAService));
 }
 
@@ -132,9 +132,9 @@ fn a_connection_goes_on_where_each_node_chooses_alike(#[case] local: bool, #[cas
 #[test]
 fn affinity_is_neither_asked_nor_told() {
     let mut host = node(FRONTEND_MAGLEV | FRONTEND_AFFINITY, true);
-    host.tables.services.get_mut(&1).unwrap().affinity_seconds = 60;
+    host.maps.services.get_mut(&1).unwrap().affinity_seconds = 60;
     host.arriving(&segment(1, TCP_ACK), Origin::Outside).unwrap();
-    assert!(host.tables.affinity.borrow().is_empty());
+    assert!(host.maps.affinity.borrow().is_empty());
 }
 
 #[rstest]
@@ -209,7 +209,7 @@ fn flows_count_for_the_flood_limit() {
 }
 
 #[rstest]
-fn bits_lie_in_the_table_and_apart(#[values(false, true)] last_byte: bool) {
+fn bits_lie_in_the_map_and_apart(#[values(false, true)] last_byte: bool) {
     let address = |number: u16| {
         let [high, low] = number.to_be_bytes();
         if last_byte { [10, 96, high, low] } else { [high, low, 0, 1] }

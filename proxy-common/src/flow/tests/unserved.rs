@@ -13,7 +13,7 @@ fn what_opens_something_at_another_port_of_a_cluster_ip_is_refused(
     #[case] expected: Result<(), Reason>,
 ) {
     let mut host = Host::new();
-    host.tables.frontends.insert(FrontendKey::of_cluster_ip(FRONTEND.0), Frontend::NONE);
+    host.maps.frontends.insert(FrontendKey::of_cluster_ip(FRONTEND.0), Frontend::NONE);
     let other = Packet { protocol, ..packet(CLIENT, (FRONTEND.0, Port::new(81)), flags) };
     for origin in [Origin::Workload, Origin::Outside] {
         assert_eq!(host.arriving(&other, origin).map(drop), expected);
@@ -32,8 +32,8 @@ fn datagrams_of_a_flow_whose_port_is_gone_are_refused() {
     let mut host = Host::new();
     let datagram = datagram(CLIENT, FRONTEND);
     assert!(host.arriving(&datagram, Origin::Workload).is_ok());
-    host.tables.frontends.remove(&FrontendKey::of_address(FRONTEND.0, FRONTEND.1, PROTOCOL_UDP));
-    host.tables.frontends.insert(FrontendKey::of_cluster_ip(FRONTEND.0), Frontend::NONE);
+    host.maps.frontends.remove(&FrontendKey::of_address(FRONTEND.0, FRONTEND.1, PROTOCOL_UDP));
+    host.maps.frontends.insert(FrontendKey::of_cluster_ip(FRONTEND.0), Frontend::NONE);
     host.epoch.set(1);
     assert_eq!(host.arriving(&datagram, Origin::Workload), Err(Reason::UnknownPort));
 }
@@ -50,7 +50,7 @@ fn what_was_never_answered_chooses_anew_when_its_backend_is_gone(
     let first = Packet { protocol, ..packet(CLIENT, FRONTEND, flags) };
     assert_eq!(host.arriving(&first, Origin::Workload).map(|r| r.destination), Ok(BACKENDS[0]));
     if gone {
-        host.tables.backends.remove(&1);
+        host.maps.backends.remove(&1);
     }
     host.epoch.set(1);
     host.dice.borrow_mut().push_back(LAST);
@@ -73,7 +73,7 @@ fn connections_to_a_gone_backend_are_reset_where_that_is_wanted(
     let mut host = Host { resets_gone: wanted, ..Host::new() };
     let flow = establish_one(&host, Origin::Workload);
     if gone {
-        host.tables.backends.remove(&flow.backend_id);
+        host.maps.backends.remove(&flow.backend_id);
     }
     host.epoch.set(1);
     let is_reset = is_answered && wanted && gone;
@@ -124,11 +124,11 @@ fn datagrams_follow_their_frontend_to_another_service(#[case] epoch: u32, #[case
     let first = datagram(CLIENT, FRONTEND);
     host.arriving(&first, Origin::Workload).unwrap();
     let set = EndpointSet::new(1, 1);
-    host.tables
+    host.maps
         .services
         .insert(2, Service { cluster: set, internal: set, external: set, flags: 1, ..Service::default() });
     let key = FrontendKey::of_address(FRONTEND.0, FRONTEND.1, PROTOCOL_UDP);
-    host.tables.frontends.insert(key, Frontend { service: 2, flags: 0 });
+    host.maps.frontends.insert(key, Frontend { service: 2, flags: 0 });
     host.epoch.set(epoch);
     assert_eq!(host.arriving(&first, Origin::Workload).map(|r| r.destination), Ok(BACKENDS[backend]));
 }
@@ -140,7 +140,7 @@ fn datagrams_follow_their_frontend_to_another_service(#[case] epoch: u32, #[case
 fn a_silent_connection_to_a_backend_that_is_gone_is_given_up(#[case] seconds: u64, #[case] backend: usize) {
     let mut host = Host::new();
     establish_one(&host, Origin::Workload);
-    host.tables.backends.remove(&1);
+    host.maps.backends.remove(&1);
     host.dice.borrow_mut().push_back(LAST);
     // A SYN keeps nothing alive.
     for _ in 0..2 {

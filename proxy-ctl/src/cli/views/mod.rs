@@ -21,7 +21,7 @@ use crate::{
         mode::Mode,
         objects::{Algorithm, Forwarding},
     },
-    modes::{OtherProgram, ReasonUsage, TableUsage},
+    modes::{MapUsage, OtherProgram, ReasonUsage},
     process::record::{InterfaceRecord, Record, SourceRecord, UnservedFieldRecord},
 };
 
@@ -237,7 +237,7 @@ pub(super) struct StatusView {
     /// The seconds for which everything is served without a controller. 0: nothing is translated
     /// any more. `None`: there is no end.
     pub(super) withdraws_in: Option<u64>,
-    pub(super) tables: Vec<TableUsage>,
+    pub(super) maps: Vec<MapUsage>,
     pub(super) counters: Vec<ReasonUsage>,
     pub(super) former_kube_proxy: FormerView,
     /// The fields of Services that are not served as asked, by service port.
@@ -338,7 +338,7 @@ impl StatusView {
             xdp: Vec::new(),
             pod_interfaces: None,
             withdraws_in: None,
-            tables: Vec::new(),
+            maps: Vec::new(),
             counters: Vec::new(),
             former_kube_proxy: FormerView::default(),
             not_readable: Vec::new(),
@@ -447,12 +447,12 @@ impl StatusView {
         let pods = self.pod_interfaces.as_ref().map(PodInterfaces::text);
         part(pods.iter().len(), pods.unwrap_or_default());
         // The storage of sockets has no capacity: an entry lives and dies with its socket.
-        let sized: Vec<_> = self.tables.iter().filter(|of| of.capacity > 0).collect();
-        let tables = sized.iter().map(|of| {
+        let sized: Vec<_> = self.maps.iter().filter(|of| of.capacity > 0).collect();
+        let maps = sized.iter().map(|of| {
             let full = format!("{:.1} %", of.used as f64 * 100.0 / of.capacity as f64);
             [of.name.to_owned(), of.used.to_string(), of.capacity.to_string(), full, bytes(of.bytes)]
         });
-        part(sized.len(), table(["MAP", "USED", "CAPACITY", "FULL", "MEMORY"], tables));
+        part(sized.len(), table(["MAP", "USED", "CAPACITY", "FULL", "MEMORY"], maps));
         let counted: Vec<_> = self.counters.iter().filter(|counter| counter.count > 0).collect();
         let counters = counted.iter().map(|counter| [counter.name.to_owned(), counter.count.to_string()]);
         part(counted.len(), table(["REASON", "COUNT"], counters));

@@ -111,21 +111,21 @@ fn an_empty_state_says_what_to_do_next() {
 #[test]
 fn what_may_not_be_read_is_not_told_as_absent() {
     let mut status = StatusView::new(None, None, None);
-    status.not_readable("tables: Permission denied".into());
+    status.not_readable("maps: Permission denied".into());
     let text = status.text();
-    for line in ["mode        not known", "controller  not known", "not read    tables: Permission denied"] {
+    for line in ["mode        not known", "controller  not known", "not read    maps: Permission denied"] {
         assert!(text.contains(line), "{text}");
     }
     assert!(!text.contains("none") && !text.contains("proxy-ctl run"), "{text}");
     let json = serde_json::to_value(&status).unwrap();
     assert_eq!(json["controller"]["running"], serde_json::Value::Null);
-    assert_eq!(json["notReadable"], serde_json::json!(["tables: Permission denied"]));
+    assert_eq!(json["notReadable"], serde_json::json!(["maps: Permission denied"]));
 }
 
 #[test]
-fn a_controller_that_runs_is_told_also_where_the_tables_may_not_be_read() {
+fn a_controller_that_runs_is_told_also_where_the_maps_may_not_be_read() {
     let mut status = StatusView::new(None, None, Some(4711));
-    status.not_readable("tables: Permission denied".into());
+    status.not_readable("maps: Permission denied".into());
     assert!(status.text().contains("controller  starting, pid 4711"), "{}", status.text());
 }
 
@@ -217,7 +217,7 @@ fn a_dead_controller_leaves_its_mode_and_reasons() {
     };
     let mut status = StatusView::new(Some(record), Some(Mode::Ebpf), None);
     let name = "frontends4";
-    status.tables.push(TableUsage { name, used: 50, capacity: 1000, can_fill_up: true, bytes: 4096 });
+    status.maps.push(MapUsage { name, used: 50, capacity: 1000, can_fill_up: true, bytes: 4096 });
     let counter = |name, count| ReasonUsage { name, verdict: "refuse", count };
     status.counters = vec![counter("no_endpoints", 2), counter("slot_gone", 0)];
     let text = status.text();

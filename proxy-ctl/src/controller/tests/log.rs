@@ -65,7 +65,7 @@ fn that_a_service_port_is_not_served_as_asked() {
 }
 
 #[test]
-fn that_another_program_has_changed_the_tables() {
+fn that_another_program_has_changed_what_is_programmed() {
     let mut fixture = Fixture::serving(vec![service("a", "10.0.0.1")]);
     fixture.recorder.lock().programmed.clear();
     for expected in ["another program had changed what is programmed", ""] {

@@ -38,7 +38,7 @@ pub fn cleanup(bpffs: &Path) -> Result<Removed, Error> {
         for folder in [paths.maps(), paths.before(), paths.larger()] {
             for name in names(&folder)? {
                 if remove_pin(&folder.join(&name))? {
-                    removed.tables.push(name);
+                    removed.objects.push(name);
                 }
             }
             remove_folder(&folder)?;

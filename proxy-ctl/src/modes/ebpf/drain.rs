@@ -23,8 +23,8 @@ impl EbpfDataplane {
             self.write_desired(&[])?;
             // A program that has read a frontend before may still open a flow.
             self.services.shared.grace.wait().map_err(Error::Grace)?;
-            Collector::keep_translated_tcp(&self.services.v4.tables)?;
-            Collector::keep_translated_tcp(&self.services.v6.tables)?;
+            Collector::keep_translated_tcp(&self.services.v4.maps)?;
+            Collector::keep_translated_tcp(&self.services.v6.maps)?;
             (self.connections.flows4, self.connections.flows6) = Default::default();
             self.is_draining = true;
         }

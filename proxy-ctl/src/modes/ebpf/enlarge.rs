@@ -9,7 +9,7 @@ use super::{
     EbpfDataplane,
     error::Error,
     growth::{self, Demand, Larger, make_larger},
-    maps::tables::{CommonTables, FamilyTables},
+    maps::handles::{CommonMaps, FamilyMaps},
     services::{sync::Services, writer::Failures},
 };
 use crate::model::desired::DesiredPort;
@@ -91,17 +91,14 @@ impl EbpfDataplane {
     pub(super) fn use_maps(&mut self, made: Larger, failures: &mut Failures) -> Result<(), Error> {
         let Larger { shapes, programs, log } = made;
         let maps = self.maps.paths.maps();
-        let (common, v4, v6) = (
-            CommonTables::open(&maps, true)?,
-            FamilyTables::open(&maps, true)?,
-            FamilyTables::open(&maps, true)?,
-        );
+        let (common, v4, v6) =
+            (CommonMaps::open(&maps, true)?, FamilyMaps::open(&maps, true)?, FamilyMaps::open(&maps, true)?);
         self.maps.hold(shapes)?;
         self.services.shared.ids.grow(common.services.len() as u32);
         self.services.v4.entries.slots.grow(v4.slots.len() as u32);
         self.services.v6.entries.slots.grow(v6.slots.len() as u32);
-        (self.services.shared.tables, self.services.v4.tables, self.services.v6.tables) = (common, v4, v6);
-        self.connections.stale_sockets.tables_have_grown();
+        (self.services.shared.maps, self.services.v4.maps, self.services.v6.maps) = (common, v4, v6);
+        self.connections.stale_sockets.maps_have_grown();
         failures.merge(self.hooks.use_programs((programs, log)));
         Ok(())
     }

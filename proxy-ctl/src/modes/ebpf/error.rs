@@ -20,12 +20,12 @@ pub enum Error {
     NoCgroup,
     #[error("another controller, {holder}, runs on {}; stop it first", path.display())]
     Locked { path: PathBuf, holder: Holder },
-    #[error("map {table} in {} {difference}; `proxy-ctl cleanup` removes it and all other maps", path.display())]
-    Shape { table: &'static str, path: PathBuf, difference: Difference },
+    #[error("map {name} in {} {difference}; `proxy-ctl cleanup` removes it and all other maps", path.display())]
+    Shape { name: &'static str, path: PathBuf, difference: Difference },
     #[error(transparent)]
-    Full(FullTable),
-    #[error("map {table}: {source}")]
-    Table { table: &'static str, source: CallError },
+    Full(FullMap),
+    #[error("map {name}: {source}")]
+    Map { name: &'static str, source: CallError },
     #[error("the kernel programs cannot be loaded: {0}")]
     Load(#[source] Box<aya::EbpfError>),
     #[error("the log of the kernel programs cannot be followed: {0}")]
@@ -91,7 +91,7 @@ pub enum Error {
 /// A map that has no room for an entry.
 #[derive(Clone, Copy, Debug, Eq, PartialEq, thiserror::Error)]
 #[error("map {name} is full with {capacity} entries; ebpf.limits.{} sets another size", limit.name())]
-pub struct FullTable {
+pub struct FullMap {
     pub name: &'static str,
     pub capacity: u32,
     pub limit: Limit,
@@ -136,9 +136,9 @@ impl Error {
     }
 
     /// Returns true if the maps are missing, or some of them.
-    pub fn is_missing_tables(&self) -> bool {
+    pub fn is_missing_maps(&self) -> bool {
         matches!(self, Self::NotThere(_))
-            || matches!(self, Self::Table { source, .. } if source.errno() == libc::ENOENT)
+            || matches!(self, Self::Map { source, .. } if source.errno() == libc::ENOENT)
     }
 }
 

@@ -20,10 +20,10 @@ use super::{
         program_log::KernelLog,
     },
     maps::{
-        family::TableFamily,
+        family::MapFamily,
+        handles::{Shape, pinned_map},
         paths::Paths,
         resize::{Contents, contents, enlarge, remove_larger, rename, with_room_to_spare},
-        tables::{Shape, pinned_table},
     },
     services::{
         entries::{self, Arrangement},
@@ -62,7 +62,7 @@ pub(super) fn ahead(
 }
 
 /// Returns how many entries `desired` needs in the maps of a family.
-fn needed<F: TableFamily>(
+fn needed<F: MapFamily>(
     desired: &[Arc<DesiredPort>],
     algorithm_of: impl Fn(&DesiredPort) -> Algorithm,
 ) -> [(Limit, u64); 3] {
@@ -82,7 +82,7 @@ fn needed<F: TableFamily>(
     ]
 }
 
-impl<F: TableFamily> FamilyWriter<F> {
+impl<F: MapFamily> FamilyWriter<F> {
     /// Adds the entries that are needed in maps that something waits for. It is an estimate,
     /// because how endpoint sets share slots is known only when they are placed.
     pub(super) fn demand(&self, shared: &Common, demand: &mut Demand) {
@@ -93,7 +93,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         };
         let more = waiting.frontends.len() + self.entries.cluster_ips.unmarked();
         let frontends = self.entries.frontends.len() + more;
-        if frontends > self.tables.frontends.map().capacity() as usize {
+        if frontends > self.maps.frontends.map().capacity() as usize {
             need(Limit::Frontends, frontends);
         }
         let endpoints: usize = waiting.ports.values().map(|one| one.port.endpoints.all.len()).sum();
@@ -153,11 +153,7 @@ pub(super) fn make_larger(
     };
     for shape in new.iter().filter(grows) {
         rename(&paths.larger().join(shape.name), &paths.maps().join(shape.name))?;
-        tracing::info!(
-            table = shape.name,
-            entries = shape.entries,
-            "the map has grown with the desired state"
-        );
+        tracing::info!(map = shape.name, entries = shape.entries, "the map has grown with the desired state");
     }
     Ok(Larger { shapes: new, programs, log })
 }
@@ -177,10 +173,10 @@ pub(super) fn load_beside(
     Ok((programs, log))
 }
 
-fn fill(paths: &Paths, table: &'static str) -> Result<(), Error> {
-    let Some(Contents { transfer, .. }) = contents(table) else { return Ok(()) };
-    let (from, to) = (pinned_table(&paths.maps(), table)?, pinned_table(&paths.larger(), table)?);
-    transfer(table, &from, &to)
+fn fill(paths: &Paths, name: &'static str) -> Result<(), Error> {
+    let Some(Contents { transfer, .. }) = contents(name) else { return Ok(()) };
+    let (from, to) = (pinned_map(&paths.maps(), name)?, pinned_map(&paths.larger(), name)?);
+    transfer(name, &from, &to)
 }
 
 #[cfg(test)]
@@ -194,7 +190,7 @@ mod tests {
             Model,
             test_support::{HERE, remote, service, slice},
         },
-        modes::ebpf::maps::tables::shapes,
+        modes::ebpf::maps::handles::shapes,
     };
 
     /// Returns service ports, each with `count` endpoints, of which the first has the number
@@ -217,7 +213,7 @@ mod tests {
     #[case::of_two(&[(0, 6), (6, 6)], &[(Limit::Backends, 16)])]
     #[case::the_same_of_two(&[(0, 6), (0, 6)], &[])]
     #[case::slots_of_the_same(&[(0, 9), (0, 9), (0, 1)], &[(Limit::Slots, 25)])]
-    fn tables_have_room_to_spare(#[case] services: &[(u32, u32)], #[case] expected: &[(Limit, u64)]) {
+    fn maps_have_room_to_spare(#[case] services: &[(u32, u32)], #[case] expected: &[(Limit, u64)]) {
         let limits = Limits { backends: 12, slots: 24, ..Limits::default() };
         let demand = ahead(&desired(services), |_| Algorithm::Random, &shapes(&limits));
         assert_eq!(demand.into_iter().collect::<Vec<_>>(), expected);
@@ -227,14 +223,14 @@ mod tests {
     #[case::frontends_and_marks(Limits { frontends: 5, ..Limits::default() }, &[], 2)]
     #[case::too_few_frontends(Limits { frontends: 7, ..Limits::default() }, &[(Limit::Frontends, 8)], 3)]
     #[case::services(Limits { services: 4, ..Limits::default() }, &[(Limit::Services, 5)], 3)]
-    fn other_tables(#[case] limits: Limits, #[case] expected: &[(Limit, u64)], #[case] services: usize) {
+    fn other_maps(#[case] limits: Limits, #[case] expected: &[(Limit, u64)], #[case] services: usize) {
         let desired = desired(&vec![(0, 1); services]);
         let demand = ahead(&desired, |_| Algorithm::Random, &shapes(&limits));
         assert_eq!(demand.into_iter().collect::<Vec<_>>(), expected);
     }
 
     #[test]
-    fn tables_of_endpoint_sets_take_slots() {
+    fn lookup_tables_take_slots() {
         let limits = Limits { slots: 4, ..Limits::default() };
         let demand = |algorithm| ahead(&desired(&[(0, 3)]), |_| algorithm, &shapes(&limits));
         assert_eq!(demand(Algorithm::Random), Demand::new());

@@ -14,7 +14,7 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use self::{
     connections::{netfilter::NetfilterConnections, tend::Connections},
-    flow_maps::FlowMaps,
+    flow_maps::FlowMapResize,
     hooks::{attach::Hooks, lease::LeaseRenewal},
     left_to_node::LeftToNode,
     maps::pinned::PinnedMaps,
@@ -74,7 +74,7 @@ pub struct EbpfDataplane {
     config: Ebpf,
     /// These have the lock, so they are dropped after what uses the maps.
     maps: PinnedMaps,
-    flow_maps: FlowMaps,
+    flow_maps: FlowMapResize,
     lease: LeaseRenewal,
     /// The number of calls of [`Dataplane::collect_garbage`] so far. Some work is done only once in
     /// several calls.
@@ -103,7 +103,7 @@ pub(super) const ENTRY: Entry = Entry {
     read: |bpffs| match Pinned::open(bpffs) {
         Ok(pinned) => Ok(Some(Box::new(pinned))),
         Err(error) if error.is_not_there() => Ok(None),
-        Err(error) if error.is_missing_tables() && view::status::controller(bpffs).is_some() => Ok(None),
+        Err(error) if error.is_missing_maps() && view::status::controller(bpffs).is_some() => Ok(None),
         Err(error) => Err(error.into()),
     },
     controller: view::status::controller,
@@ -123,14 +123,14 @@ impl EbpfDataplane {
 
     /// Lets maps that could not grow try it again at once, without the rest of a minute.
     pub fn stop_growth_rest(&mut self) {
-        self.maps.end_rest();
+        self.folder.end_rest();
     }
 }
 
 impl Programmed for EbpfDataplane {
     fn snapshot(&self) -> Result<Snapshot, super::Error> {
-        let (v4, v6) = (&self.services.v4.tables, &self.services.v6.tables);
-        Ok(Reader { common: &self.services.shared.tables, v4, v6, paths: &self.maps.paths }.snapshot()?)
+        let (v4, v6) = (&self.services.v4.maps, &self.services.v6.maps);
+        Ok(Reader { common: &self.services.shared.maps, v4, v6, paths: &self.folder.paths }.snapshot()?)
     }
 
     fn usage(&self) -> Result<Usage, super::Error> {
@@ -208,7 +208,7 @@ impl PacketMode for EbpfDataplane {
         HookProblems {
             without_xdp: self.hooks.refusals().clone(),
             unattached: self.hooks.unattached(),
-            filling: self.connections.filling.tables().clone(),
+            filling: self.connections.filling.maps().clone(),
         }
     }
 

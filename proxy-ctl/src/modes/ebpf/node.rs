@@ -7,7 +7,7 @@ use ipnet::IpNet;
 use proxy_common::{
     family::{V4, V6},
     flow,
-    inventory::table,
+    inventory::map_name,
     layout::{
         Address as _, FourPorts, INTERFACE_OF_BRIDGE, INTERFACE_OF_PODS, INTERFACE_OF_UPLINK,
         INTERFACE_WITHOUT_LINK_HEADERS, InterfaceSettings, NODE_ADDRESS_LOOPBACK, NodeAddress,
@@ -20,8 +20,8 @@ use super::{
     error::Error,
     hooks::xdp::attach::vlan_devices,
     maps::{
-        family::TableFamily,
-        tables::{CommonTables, FamilyTables},
+        family::MapFamily,
+        handles::{CommonMaps, FamilyMaps},
     },
     services::{
         self,
@@ -37,7 +37,7 @@ use crate::{
 pub(super) const FOUR: usize = 4;
 
 /// Makes `node_addresses4/6` hold exactly the host's addresses.
-fn write_addresses<F: TableFamily>(tables: &FamilyTables<F>, host: &Host) -> Result<Applied, Error> {
+fn write_addresses<F: MapFamily>(maps: &FamilyMaps<F>, host: &Host) -> Result<Applied, Error> {
     // A ClusterIP that the node has itself serves no node ports to others, unless it was chosen for
     // node ports.
     let own_cluster_ips = host.own_cluster_ips.iter().map(|ip| (ip, NODE_ADDRESS_LOOPBACK));
@@ -47,18 +47,18 @@ fn write_addresses<F: TableFamily>(tables: &FamilyTables<F>, host: &Host) -> Res
         .chain(serving)
         .filter_map(|(ip, flags)| Some((F::address(*ip)?, NodeAddress { flags })))
         .collect();
-    let found: BTreeMap<_, _> = tables.node_addresses.read_all()?.into_iter().collect();
+    let found: BTreeMap<_, _> = maps.node_addresses.read_all()?.into_iter().collect();
     let mut applied = Applied::default();
     // Removals come first, because the other addresses may need the room.
     for address in found.keys().filter(|address| !wanted.contains_key(*address)) {
-        applied.removed += u64::from(tables.node_addresses.remove(address)?);
+        applied.removed += u64::from(maps.node_addresses.remove(address)?);
     }
     // The addresses of the Node come first, because there may not be room for all.
     let first: Vec<_> = host.masquerade_addresses.iter().filter_map(|ip| F::address(*ip)).collect();
     let (first, others): (Vec<_>, Vec<_>) = wanted.iter().partition(|(address, _)| first.contains(address));
     for (address, value) in first.into_iter().chain(others) {
         if found.get(address) != Some(value) {
-            tables.node_addresses.set(address, value)?;
+            maps.node_addresses.set(address, value)?;
             applied.written += 1;
         }
     }
@@ -67,7 +67,7 @@ fn write_addresses<F: TableFamily>(tables: &FamilyTables<F>, host: &Host) -> Res
 
 /// Makes `interfaces` hold exactly the uplinks, and the interfaces that have sources of their own
 /// or bring traffic of pods.
-fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error> {
+fn write_interfaces(maps: &CommonMaps, host: &Host) -> Result<Applied, Error> {
     let settings = |interface: &Interface| {
         let (masquerade4, masquerade6) = masquerade(&interface.masquerade_addresses);
         let of_pods = if host.local_traffic.comes_in_by(interface) { INTERFACE_OF_PODS } else { 0 };
@@ -87,7 +87,7 @@ fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error
     let mut wanted: BTreeMap<_, _> = all.filter(|(_, settings)| *settings != none).collect();
     // If there is no room for all, entries with nothing but an MTU and flags of uplinks give way.
     // The other fields concern more packets.
-    if wanted.len() > tables.interfaces.map().capacity() as usize {
+    if wanted.len() > maps.interfaces.map().capacity() as usize {
         let others = |settings: &InterfaceSettings| InterfaceSettings {
             mtu: 0,
             flags: settings.flags & INTERFACE_OF_PODS,
@@ -95,15 +95,15 @@ fn write_interfaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error
         };
         wanted.retain(|_, settings| others(settings) != none);
     }
-    tables.interfaces.replace_all(&wanted)
+    maps.interfaces.replace_all(&wanted)
 }
 
 /// Makes `pod_namespaces` hold the namespaces of pods, as far as there is room.
-fn write_pod_namespaces(tables: &CommonTables, host: &Host) -> Result<Applied, Error> {
+fn write_pod_namespaces(maps: &CommonMaps, host: &Host) -> Result<Applied, Error> {
     let pods = host.interfaces.iter().filter(|interface| interface.role == Role::Workload);
     let namespaces = pods.filter_map(|interface| Some((interface.index, interface.namespace?)));
-    let room = tables.pod_namespaces.map().capacity() as usize;
-    tables.pod_namespaces.replace_all(&namespaces.take(room).collect())
+    let room = maps.pod_namespaces.map().capacity() as usize;
+    maps.pod_namespaces.replace_all(&namespaces.take(room).collect())
 }
 
 /// Returns how traffic of pods of a family is recognised (`PODS_*`), then a range and its prefix
@@ -111,7 +111,7 @@ fn write_pod_namespaces(tables: &CommonTables, host: &Host) -> Result<Applied, E
 ///
 /// The range matters for `PODS_BY_SOURCE` alone. The configuration and the Node have at most one
 /// range of each family.
-pub(super) fn pods<F: TableFamily>(local: &LocalTraffic) -> (u16, F::Address, u8) {
+pub(super) fn pods<F: MapFamily>(local: &LocalTraffic) -> (u16, F::Address, u8) {
     match local {
         LocalTraffic::FromCidrs(cidrs) => {
             let by_source =
@@ -134,16 +134,16 @@ pub(super) fn masquerade(addresses: &[IpAddr]) -> ([u8; 4], [u8; 16]) {
 /// Writes the ports for translated sources, and returns true if they have changed.
 pub(super) fn write_masquerade_ports(shared: &Common) -> Result<bool, Error> {
     let SourcePorts { programs, reserved_ranges, .. } = SourcePorts::read();
-    let table = &shared.tables.masquerade_ports;
+    let map = &shared.maps.masquerade_ports;
     let mut changed = false;
     // The ports come before the settings, which say how many there are. A port that programs
     // read in between is one of the former or one of the new ports.
     for (index, chunk) in programs.ports.chunks(FOUR).enumerate() {
         let mut four = FourPorts::default();
         four.ports[..chunk.len()].copy_from_slice(chunk);
-        if table.get(index) != Some(four) {
-            table.provide(index).map_err(|source| Error::Table { table: table::masquerade_ports, source })?;
-            changed |= table.set(index, &four);
+        if map.get(index) != Some(four) {
+            map.provide(index).map_err(|source| Error::Map { name: map_name::masquerade_ports, source })?;
+            changed |= map.set(index, &four);
         }
     }
     changed |= shared.write_settings(|settings| {
@@ -192,11 +192,11 @@ impl EbpfDataplane {
         let (mut applied, mut failures): (Applied, Failures) = Default::default();
         self.use_choices(host, &mut applied, &mut failures);
         let addresses = [
-            write_addresses(&self.services.v4.tables, host),
-            write_addresses(&self.services.v6.tables, host),
-            write_interfaces(&self.services.shared.tables, host),
-            self.services.shared.tables.vlan_devices.replace_all(&vlan_devices(&host.interfaces)),
-            write_pod_namespaces(&self.services.shared.tables, host),
+            write_addresses(&self.services.v4.maps, host),
+            write_addresses(&self.services.v6.maps, host),
+            write_interfaces(&self.services.shared.maps, host),
+            self.services.shared.maps.vlan_devices.replace_all(&vlan_devices(&host.interfaces)),
+            write_pod_namespaces(&self.services.shared.maps, host),
         ];
         match self.write_node(host) {
             Ok(written) => applied.written += u64::from(written),

@@ -13,7 +13,7 @@ use super::{
     EbpfDataplane,
     connections::{netfilter::NetfilterConnections, stale_sockets::StaleSockets, tend::Connections},
     error::Error,
-    flow_maps::FlowMaps,
+    flow_maps::FlowMapResize,
     hooks::{
         self,
         attach::{Hooks, sockets::Cgroup},
@@ -21,11 +21,11 @@ use super::{
     },
     maps::{
         self,
-        family::TableFamily,
+        family::MapFamily,
+        handles::{CommonMaps, FamilyMaps},
         paths::Paths,
         pinned::PinnedMaps,
-        pins::TablePins,
-        tables::{CommonTables, FamilyTables},
+        pins::MapPins,
     },
     node::NodeState,
     services::{
@@ -46,10 +46,10 @@ use crate::{
     },
 };
 
-fn family_writer<F: TableFamily>(paths: &Paths) -> Result<FamilyWriter<F>, Error> {
-    let tables = FamilyTables::open(&paths.maps(), true)?;
-    let entries = Entries::empty(tables.slots.len() as u32);
-    Ok(FamilyWriter { tables, entries })
+fn family_writer<F: MapFamily>(paths: &Paths) -> Result<FamilyWriter<F>, Error> {
+    let maps = FamilyMaps::open(&paths.maps(), true)?;
+    let entries = Entries::empty(maps.slots.len() as u32);
+    Ok(FamilyWriter { maps, entries })
 }
 
 fn cgroup_folder(config: &Ebpf) -> Result<PathBuf, Error> {
@@ -66,17 +66,17 @@ pub(super) fn provide_cgroup2() -> Result<Option<PathBuf>, Error> {
 
 /// Returns the cookie of this network namespace. It asks the program on connect4, which must be
 /// attached to a cgroup that this process is in.
-pub(super) fn learn_namespace(tables: &CommonTables, probe: &UdpSocket) -> Result<u64, Error> {
+pub(super) fn learn_namespace(maps: &CommonMaps, probe: &UdpSocket) -> Result<u64, Error> {
     let cookie = namespace::socket_cookie(probe.as_fd()).map_err(Error::Namespace)?;
-    let mut settings = tables.settings.get(&0)?.unwrap_or_default();
+    let mut settings = maps.settings.get(&0)?.unwrap_or_default();
     // The namespace that a predecessor has learned stays in force meanwhile.
     settings.probe_socket = cookie;
-    tables.settings.set(&0, &settings)?;
+    maps.settings.set(&0, &settings)?;
     // Connecting a datagram socket sends nothing.
     probe
         .connect("127.0.0.1:9")
         .map_err(|e| Error::Namespace(CallError::new("connecting a UDP socket to 127.0.0.1", e)))?;
-    let learned = tables.settings.get(&0)?.unwrap_or_default().host_namespace;
+    let learned = maps.settings.get(&0)?.unwrap_or_default().host_namespace;
     if learned == 0 {
         let problem =
             std::io::Error::other("the hook on connect was not reached: is this process in the cgroup?");
@@ -97,8 +97,8 @@ impl EbpfDataplane {
         let paths = Paths::new(&config.bpffs);
         paths.create(&config.bpffs)?;
         let lock = paths.lock()?;
-        let mut shapes = maps::tables::shapes(&config.limits);
-        let flow_maps = FlowMaps::adopt(&paths, &mut shapes)?;
+        let mut shapes = maps::handles::shapes(&config.limits);
+        let flow_maps = FlowMapResize::adopt(&paths, &mut shapes)?;
         maps::resize::set_aside(&paths, &mut shapes)?;
 
         let probe = UdpSocket::bind("127.0.0.1:0")
@@ -112,8 +112,8 @@ impl EbpfDataplane {
         let (mut programs, log) = hooks::load::load(&shapes, |_| paths.maps(), config, cookie.is_none())?;
         maps::resize::transfer(&paths, &shapes)?;
 
-        let pins = TablePins::hold(&paths, &shapes, lock)?;
-        let common = CommonTables::open(&paths.maps(), true)?;
+        let pins = MapPins::hold(&paths, &shapes, lock)?;
+        let common = CommonMaps::open(&paths.maps(), true)?;
         let v4 = family_writer::<V4>(&paths)?;
         let v6 = family_writer::<V6>(&paths)?;
         let host_namespace = match cookie {
@@ -140,7 +140,7 @@ impl EbpfDataplane {
         let stale_sockets = StaleSockets::begin(&paths, config);
         let ids = Ranges::new(common.services.len() as u32);
         let shared = Common {
-            tables: common,
+            maps: common,
             ids,
             next_backend: 0,
             backends_set_aside: 0,
@@ -167,8 +167,7 @@ impl EbpfDataplane {
         };
         // A predecessor has counted connections, and its service ports are served until the first
         // resync.
-        if dataplane.hooks.is_release_pinned() || !dataplane.services.v4.tables.connections.read()?.is_empty()
-        {
+        if dataplane.hooks.is_release_pinned() || !dataplane.services.v4.maps.connections.read()?.is_empty() {
             dataplane.begin_to_count();
         }
         // Programs may still read the ids and slots that a predecessor gave back at its end.

@@ -1,7 +1,7 @@
 //! Repairs what other programs have changed: pins, sockets' counts, hooks and their order.
 
 use super::{
-    EbpfDataplane, error::Error, hooks, maps::tables::Shape, node::write_masquerade_ports,
+    EbpfDataplane, error::Error, hooks, maps::handles::Shape, node::write_masquerade_ports,
     services::writer::Failures,
 };
 

@@ -45,12 +45,12 @@ impl EbpfDataplane {
     /// Renews the lease if it is time for that. If it has ended before, packets have passed, and
     /// rules of others may have opened connections.
     pub(super) fn keep_lease(&mut self) -> Result<(), Error> {
-        if self.lease.has_lapsed(&self.services.shared.tables.lease)? {
+        if self.lease.has_lapsed(&self.services.shared.maps.lease)? {
             tracing::warn!(
                 "the lease of ebpf.withdrawAfter had ended, so that nothing was served; it is renewed now"
             );
             self.keep_netfilter_ports();
         }
-        self.lease.renew(&self.services.shared.tables.lease)
+        self.lease.renew(&self.services.shared.maps.lease)
     }
 }

@@ -17,7 +17,7 @@ use self::{
     writer::Writer,
 };
 use super::{
-    Applied, Dataplane, Known, MetricFamily, NodeSnapshot, Programmed, Snapshot, TableUsage, UnservedField,
+    Applied, Dataplane, Known, MapUsage, MetricFamily, NodeSnapshot, Programmed, Snapshot, UnservedField,
     Usage,
     entry::{BoxedProgrammed, Entry, TrackedFlows},
     mode_lock::lock,
@@ -236,14 +236,14 @@ fn read_snapshot<'a>(families: impl Iterator<Item = (IpFamily, &'a Tools)>) -> R
 
 /// Returns the usage of each table. `rules` is the number of rules in it, of both IP families.
 fn usage(rules: [u64; 3]) -> Usage {
-    let of = |table: Table| TableUsage {
+    let of = |table: Table| MapUsage {
         name: table.name(),
         used: rules[table as usize],
         capacity: 0,
         can_fill_up: false,
         bytes: 0,
     };
-    Usage { tables: [Table::Nat, Table::Filter].map(of).into(), reasons: Vec::new() }
+    Usage { maps: [Table::Nat, Table::Filter].map(of).into(), reasons: Vec::new() }
 }
 
 impl Programmed for Tables {

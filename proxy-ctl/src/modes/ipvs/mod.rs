@@ -27,7 +27,7 @@ use self::{
     state::{Change, KernelObjects, Key, Wanted},
 };
 use super::{
-    Applied, Dataplane, MetricFamily, Programmed, Snapshot, TableUsage, UnservedField, Usage,
+    Applied, Dataplane, MapUsage, MetricFamily, Programmed, Snapshot, UnservedField, Usage,
     entry::{Entry, TrackedFlows},
     mode_lock::lock,
     netfilter::{chains::FamilyChains, metrics, own_rules},
@@ -377,15 +377,15 @@ impl Programmed for IpvsDataplane {
 
 fn usage(objects: &KernelObjects) -> Usage {
     let destinations: usize = objects.servers.values().map(|server| server.destinations.len()).sum();
-    let table =
-        |name, used: usize| TableUsage { name, used: used as u64, capacity: 0, can_fill_up: false, bytes: 0 };
-    let tables = vec![
-        table("virtual_servers", objects.servers.len()),
-        table("destinations", destinations),
-        table("addresses", objects.addresses.len()),
-        table("set_members", objects.members.len()),
+    let number =
+        |name, used: usize| MapUsage { name, used: used as u64, capacity: 0, can_fill_up: false, bytes: 0 };
+    let maps = vec![
+        number("virtual_servers", objects.servers.len()),
+        number("destinations", destinations),
+        number("addresses", objects.addresses.len()),
+        number("set_members", objects.members.len()),
     ];
-    Usage { tables, reasons: Vec::new() }
+    Usage { maps, reasons: Vec::new() }
 }
 
 /// The programmed state, read without a controller.

@@ -120,7 +120,7 @@ fn excluded_virtual_servers_are_neither_changed_nor_shown_unless_a_service_has_t
 
     let shown = dataplane.snapshot().unwrap();
     assert_eq!(shown.services.iter().map(|one| &one.name).collect::<Vec<_>>(), [&desired[0].name]);
-    assert_eq!(dataplane.usage().unwrap().tables[0].used, 1);
+    assert_eq!(dataplane.usage().unwrap().maps[0].used, 1);
     dataplane.resync(&[]).unwrap();
     let left = kernel.lock().objects.servers.keys().copied().collect::<Vec<_>>();
     assert_eq!(left, [excluded.0], "a Service that goes takes its virtual server with it");

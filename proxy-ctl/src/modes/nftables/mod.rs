@@ -28,7 +28,7 @@ use std::sync::Arc;
 pub use self::error::{Error, RefusedPorts};
 use self::{frame::Context, snapshot::Pinned, table::FamilyTable};
 use super::{
-    Applied, Dataplane, MetricFamily, Programmed, Removed, Snapshot, TableUsage, UnservedField, Usage,
+    Applied, Dataplane, MapUsage, MetricFamily, Programmed, Removed, Snapshot, UnservedField, Usage,
     entry::{Entry, TrackedFlows},
     mode_lock::lock,
 };
@@ -138,11 +138,11 @@ impl Programmed for NftablesDataplane {
     fn usage(&self) -> Result<Usage, super::Error> {
         let usage = |name, used: fn(&FamilyTable) -> usize| {
             let used: usize = self.tables.iter().map(used).sum();
-            TableUsage { name, used: used as u64, capacity: 0, can_fill_up: false, bytes: 0 }
+            MapUsage { name, used: used as u64, capacity: 0, can_fill_up: false, bytes: 0 }
         };
-        let tables =
+        let maps =
             vec![usage("servicePorts", FamilyTable::ports), usage("endpoints", FamilyTable::endpoints)];
-        Ok(Usage { tables, reasons: Vec::new() })
+        Ok(Usage { maps, reasons: Vec::new() })
     }
 
     fn metrics(&self) -> Result<Vec<MetricFamily>, super::Error> {
@@ -239,7 +239,7 @@ fn cleanup() -> Result<Removed, Error> {
                 return Err(Error::Deletion(std::io::Error::from_raw_os_error(refused.errno)));
             }
         }
-        removed.tables.push(format!("nftables {} {TABLE}", family.name()));
+        removed.objects.push(format!("nftables {} {TABLE}", family.name()));
     }
     Ok(removed)
 }

@@ -324,7 +324,7 @@ impl Programmed for WithSecondary {
         let mut usage = self.active.usage()?;
         if let Some(opened) = &self.opened {
             let secondary = opened.usage()?;
-            usage.tables.extend(secondary.tables);
+            usage.maps.extend(secondary.maps);
             usage.reasons.extend(secondary.reasons);
         }
         Ok(usage)

@@ -88,7 +88,7 @@ pub(super) const ENTRY: Entry = Entry {
         None => Ok(None),
     },
     controller: |_| NamespaceLock::holder(NAME),
-    cleanup: |_, _| Ok(Removed { tables: cleanup()?, ..Removed::default() }),
+    cleanup: |_, _| Ok(Removed { objects: cleanup()?, ..Removed::default() }),
 };
 
 /// The number of garbage collections between two looks for clients whose affinity has ended.
@@ -368,7 +368,7 @@ fn cleanup() -> Result<Vec<String>, Error> {
         NamespaceAttempt::Held(_lock) => redirect::remove_tables()?,
         NamespaceAttempt::Taken(_) => return Ok(Vec::new()),
     };
-    removed.extend(own_rules::remove_own(Mode::Userspace, &[])?.tables);
+    removed.extend(own_rules::remove_own(Mode::Userspace, &[])?.objects);
     Ok(removed)
 }
 

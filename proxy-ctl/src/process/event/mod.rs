@@ -1,7 +1,7 @@
 //! Events about this node's proxy. Reasons, actions and types are kube-proxy's, so that existing
 //! alerts work. The files beside this one say when some of them are sent.
 
-pub(super) mod filling_tables;
+pub(super) mod filling_maps;
 pub(super) mod unattached_interfaces;
 pub(super) mod unserved_fields;
 
@@ -110,12 +110,12 @@ pub(in crate::process) fn interface_not_attached(problem: &str) -> Event {
 }
 
 /// Returns the event for a flow map that is three quarters full. kube-proxy has no such event.
-pub(in crate::process) fn flows_filling(table: &str, rows: u64) -> Event {
+pub(in crate::process) fn flows_filling(name: &str, rows: u64) -> Event {
     let note = format!(
-        "map {table} of established flows is three quarters full ({rows} entries): when it is full, new \
+        "map {name} of established flows is three quarters full ({rows} entries): when it is full, new \
          connections may be forgotten while they are open; raise ebpf.limits.flows"
     );
-    Event::node(Type::Warning, "FlowTableFilling", "KeepFlows", note)
+    Event::node(Type::Warning, "FlowMapFilling", "KeepFlows", note)
 }
 
 /// Returns the event for a mode that was chosen instead of the one that was asked for, with the

@@ -77,7 +77,7 @@ struct Batch {
 pub enum Cursor<K> {
     #[default]
     Start,
-    /// The bucket of the hash table, or the index of the array.
+    /// The bucket of the hash map, or the index of the array.
     Bucket(u32),
     /// The key that was seen last, for maps that the kernel cannot read in batches.
     After(K),
@@ -241,7 +241,7 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
         }
     }
 
-    /// Removes an entry of a hash table and returns its value at that moment. Before Linux 5.14,
+    /// Removes an entry of a hash map and returns its value at that moment. Before Linux 5.14,
     /// where the kernel cannot do both at once, it returns the value from shortly before.
     pub fn take(&self, key: &K) -> Result<Option<V>, CallError> {
         match self.value_by(bpf_cmd::BPF_MAP_LOOKUP_AND_DELETE_ELEM, key) {
@@ -298,7 +298,7 @@ impl<K: Pod + Default, V: Pod + Default> Map<K, V> {
     }
 
     /// Returns true if a position within a batch is a number of 4 bytes: the bucket of a hash
-    /// table, or the index of an array. In other kinds of maps it is as long as a key.
+    /// map, or the index of an array. In other kinds of maps it is as long as a key.
     fn has_batches(&self) -> bool {
         matches!(self.info.kind, HASH | LRU_HASH | ARRAY)
     }

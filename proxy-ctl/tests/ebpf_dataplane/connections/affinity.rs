@@ -37,7 +37,7 @@ fn endpoints(servers: &[(Endpoint, &str)]) -> Vec<Endpoint> {
     servers.iter().map(|(endpoint, _)| *endpoint).collect()
 }
 
-fn table(sandbox: &Sandbox) -> Map<AffinityKey<[u8; 4]>, Affinity> {
+fn map(sandbox: &Sandbox) -> Map<AffinityKey<[u8; 4]>, Affinity> {
     sandbox.map("affinity4")
 }
 
@@ -49,7 +49,7 @@ fn service(sandbox: &Sandbox) -> u32 {
 
 fn remember(sandbox: &Sandbox, service: u32, number: u8, last_used: u64) {
     let client = Client { address: [192, 0, 2, number], origin: CLIENT_OUTSIDE };
-    table(sandbox)
+    map(sandbox)
         .set(&AffinityKey { service, client }, &Affinity { last_used, backend: 1, flags: 0 })
         .unwrap();
 }
@@ -96,7 +96,7 @@ fn a_client_stays_through_restarts_and_changes() {
         all_go_to(&sandbox, &now);
         current = now;
     }
-    assert_eq!(table(&sandbox).read_all().unwrap().len(), 1);
+    assert_eq!(map(&sandbox).read_all().unwrap().len(), 1);
 }
 
 #[test]
@@ -112,19 +112,19 @@ fn expired_clients_are_forgotten() {
     remember(&sandbox, other, 4, now);
     collect(&mut dataplane);
     let mut left: Vec<u8> =
-        table(&sandbox).read_all().unwrap().iter().map(|(key, _)| key.client.address[3]).collect();
+        map(&sandbox).read_all().unwrap().iter().map(|(key, _)| key.client.address[3]).collect();
     left.sort_unstable();
     assert_eq!(left, [1, 2], "and nobody of a service without affinity");
     assert_eq!(evicted(&dataplane), 0);
 
     dataplane.resync(&[]).unwrap();
     collect(&mut dataplane);
-    assert_eq!(table(&sandbox).read_all().unwrap(), []);
+    assert_eq!(map(&sandbox).read_all().unwrap(), []);
     assert_eq!(evicted(&dataplane), 0);
 }
 
 #[test]
-fn a_full_table_evicts_and_counts() {
+fn a_full_map_evicts_and_counts() {
     const CLIENTS: u64 = 200;
     let Some(mut sandbox) = Sandbox::new() else { return };
     sandbox.config.limits.affinity = 64;
@@ -140,7 +140,7 @@ fn a_full_table_evicts_and_counts() {
     let script =
         format!("for n in $(seq {CLIENTS}); do (exec 3<>/dev/tcp/10.96.1.$n/80) 2>/dev/null; done; true");
     assert!(sandbox.in_cgroup(&script).status.success());
-    let present = table(&sandbox).read_all().unwrap().len() as u64;
+    let present = map(&sandbox).read_all().unwrap().len() as u64;
     assert!((1..=64).contains(&present), "{present}");
     collect(&mut dataplane);
     assert_eq!(evicted(&dataplane), CLIENTS - present);

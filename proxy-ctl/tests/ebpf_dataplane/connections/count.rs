@@ -107,8 +107,8 @@ fn sockets_go_where_fewer_are_open() {
     second.let_go();
     third.let_go();
     (0..20).for_each(|_| dataplane.collect_garbage().unwrap());
-    let table: Map<u32, Connections> = sandbox.map("connections");
-    assert_eq!(table.read_all().unwrap().len(), 0, "backends that are gone are counted");
+    let map: Map<u32, Connections> = sandbox.map("connections");
+    assert_eq!(map.read_all().unwrap().len(), 0, "backends that are gone are counted");
 }
 
 /// The state is that after a start: nothing is counted yet, and the next connection is.
@@ -133,8 +133,8 @@ fn a_restart_goes_on_counting_until_nothing_goes_by_it() {
     // From now on no Service chooses by connections, though some that were counted are open.
     dataplane.resync(&by(Algorithm::Random)).unwrap();
     (0..20).for_each(|_| dataplane.collect_garbage().unwrap());
-    let table: Map<u32, Connections> = sandbox.map("connections");
-    assert_eq!((hook.exists(), table.read_all().unwrap().len()), (false, 0));
+    let map: Map<u32, Connections> = sandbox.map("connections");
+    assert_eq!((hook.exists(), map.read_all().unwrap().len()), (false, 0));
     // Connections are counted again once a Service chooses by them again.
     dataplane.resync(&by(Algorithm::LeastConnection)).unwrap();
     assert!(hook.exists());
@@ -168,7 +168,7 @@ fn what_programs_do_not_see_end_is_counted_by_the_controller() {
     let endpoints = vec![endpoint("10.0.0.1", 80), endpoint("10.0.0.2", 80)];
     dataplane.resync(&shared([web(Some(Algorithm::LeastConnection), endpoints)])).unwrap();
     let ids: Vec<u32> = sandbox.snapshot().backends.iter().map(|backend| backend.id).collect();
-    let table: Map<u32, Connections> = sandbox.map("connections");
+    let map: Map<u32, Connections> = sandbox.map("connections");
     let flows: Map<FlowKey<[u8; 4]>, Flow<[u8; 4]>> = sandbox.map("flows4");
     let now = clock::since_boot();
     for (port, last_seen) in [(1_000, now), (1_001, now), (1_002, now - 15_000_000_000)] {
@@ -176,7 +176,7 @@ fn what_programs_do_not_see_end_is_counted_by_the_controller() {
         flows.set(&flow.client_key(), &flow).unwrap();
         flows.set(&flow.backend_key(), &flow).unwrap();
     }
-    table.set(&ids[0], &Connections { flows_opened: 8, flows_closed: 5, ..Connections::default() }).unwrap();
+    map.set(&ids[0], &Connections { flows_opened: 8, flows_closed: 5, ..Connections::default() }).unwrap();
     assert_eq!(connections(&sandbox), [Some(3), Some(0)]);
     // One flow has expired.
     dataplane.collect_garbage().unwrap();
@@ -188,12 +188,12 @@ fn what_programs_do_not_see_end_is_counted_by_the_controller() {
         Connections { flows_opened: 5, flows_closed: 1, sockets_opened: 1, sockets_closed: 4 },
     ];
     for (id, counted) in ids.iter().zip(of_both) {
-        table.set(id, &counted).unwrap();
+        map.set(id, &counted).unwrap();
     }
     // Flows are corrected at the next walk, sockets at every tenth call.
     (0..20).for_each(|_| dataplane.collect_garbage().unwrap());
     assert_eq!(connections(&sandbox), [Some(2), Some(0)]);
     // Nothing is counted twice: one more of each is one more.
-    table.set(&ids[1], &Connections { flows_opened: 6, sockets_opened: 2, ..of_both[1] }).unwrap();
+    map.set(&ids[1], &Connections { flows_opened: 6, sockets_opened: 2, ..of_both[1] }).unwrap();
     assert_eq!(connections(&sandbox), [Some(2), Some(2)]);
 }

@@ -70,7 +70,7 @@ fn all_entries_of_a_flow_expire_together() {
     // The usage that is reported is what the next walk finds.
     dataplane.collect_garbage().unwrap();
     let usage = dataplane.usage().unwrap();
-    assert_eq!(usage.tables.iter().find(|table| table.name == "flows4").unwrap().used, 3);
+    assert_eq!(usage.maps.iter().find(|map| map.name == "flows4").unwrap().used, 3);
 }
 
 #[test]
@@ -113,7 +113,7 @@ fn a_port_is_remapped_as_long_as_a_flow_needs_it(#[case] flags: u32) {
         flow::is_remapped(remapped.get(&port).unwrap().unwrap(), generation)
     };
     assert!(is_remapped(1_000) && is_remapped(2_000));
-    // Empty tables are looked at in every tenth call.
+    // Empty maps are looked at in every tenth call.
     for _ in 0..100 {
         dataplane.collect_garbage().unwrap();
         assert!(is_remapped(1_000));

@@ -152,10 +152,10 @@ fn collect_until(dataplane: &mut EbpfDataplane, is_done: impl Fn() -> bool) {
 
 /// Does what a program does when it meets a SYN.
 fn mark_as_dialled(sandbox: &Sandbox) {
-    let table = sandbox.map("flows4");
+    let map = sandbox.map("flows4");
     for (key, mut flow) in kept(sandbox) {
         flow.state.reset = RESET_PLAUSIBLE;
-        table.set(&key, &flow).unwrap();
+        map.set(&key, &flow).unwrap();
     }
 }
 
@@ -169,9 +169,9 @@ fn what_is_kept_from_flows_ends_with_its_connection() {
     let connection =
         NetfilterConnection { client, frontend: end(SERVICE, 80), backend: end(B, PORT), answers_to: client };
     let flow = Flow::of_netfilter(&connection, clock::since_boot());
-    let table = sandbox.map("flows4");
+    let map = sandbox.map("flows4");
     for key in flow.netfilter_keys() {
-        table.set(&key, &flow).unwrap();
+        map.set(&key, &flow).unwrap();
     }
     collect_until(&mut dataplane, || kept(&sandbox).is_empty());
 }
@@ -191,7 +191,7 @@ fn listener_of_former_proxy() -> Option<TcpListener> {
     Some(TcpListener::bind((A, PORT)).unwrap())
 }
 
-/// A mode that drains ends when its tables are empty, and connections of the mode that serves now
+/// A mode that drains ends when its maps are empty, and connections of the mode that serves now
 /// may last for days.
 #[test]
 fn a_mode_that_drains_keeps_no_connection_of_netfilter() {
@@ -206,7 +206,7 @@ fn a_mode_that_drains_keeps_no_connection_of_netfilter() {
     }
 }
 
-/// The table of flows has room for TCP connections too, however many netfilter translates.
+/// The map of flows has room for TCP connections too, however many netfilter translates.
 #[test]
 fn connections_of_netfilter_take_a_quarter_of_the_rows() {
     const ROWS: u32 = 16;

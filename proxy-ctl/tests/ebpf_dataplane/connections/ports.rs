@@ -47,11 +47,11 @@ fn changed_parameters_are_followed() {
 }
 
 #[test]
-fn a_folder_of_a_version_without_these_tables_gets_them() {
+fn a_folder_of_a_version_without_these_maps_gets_them() {
     let Some(sandbox) = Sandbox::new() else { return };
     drop(sandbox.open());
-    for table in ["masquerade_ports", "moved_ports", "foreign_flows4", "foreign_flows6"] {
-        fs::remove_file(sandbox.table(table)).unwrap();
+    for name in ["masquerade_ports", "moved_ports", "foreign_flows4", "foreign_flows6"] {
+        fs::remove_file(sandbox.map_pin(name)).unwrap();
     }
     let mut dataplane = sandbox.open();
     dataplane.take_host(&Host::default()).unwrap();

@@ -272,12 +272,12 @@ fn sockets_follow_where_their_endpoint_goes_and_stay_where_it_serves() {
 #[test]
 fn what_is_stored_with_sockets_is_read_in_their_network_namespace() {
     let Some((sandbox, _dataplane)) = Sandbox::opened() else { return };
-    let table = bpf::pinned(&sandbox.table("socket_origin4")).unwrap();
+    let map = bpf::pinned(&sandbox.map_pin("socket_origin4")).unwrap();
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let tcp = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let [udp, without_value] = [(); 2].map(|()| UdpSocket::bind("127.0.0.1:0").unwrap());
     let own = NetworkNamespace::own().unwrap().inode().unwrap() as u32;
-    let pin = MapData::from_pin(sandbox.table("socket_origin4")).unwrap();
+    let pin = MapData::from_pin(sandbox.map_pin("socket_origin4")).unwrap();
     let mut values: SkStorage<_, SocketOrigin<[u8; 4]>> = SkStorage::try_from(Map::SkStorage(pin)).unwrap();
     let mut stored = |socket: &dyn AsRawFd, cookie: u64, protocol: u32, backend_id: u32| {
         let mut value = SocketOrigin::<[u8; 4]>::default();
@@ -290,7 +290,7 @@ fn what_is_stored_with_sockets_is_read_in_their_network_namespace() {
     let types = KernelTypes::read().unwrap();
     let iterators = SocketIterators::open(&types).unwrap();
     let read = |transports: &[Transport]| {
-        let storage = iterators.storage(table.as_fd(), transports).unwrap();
+        let storage = iterators.storage(map.as_fd(), transports).unwrap();
         storage.read().flat_map(Result::unwrap).collect::<Vec<_>>()
     };
     assert_eq!(read(&[Transport::Tcp, Transport::Udp]), expected);
@@ -302,7 +302,7 @@ fn what_is_stored_with_sockets_is_read_in_their_network_namespace() {
     assert_eq!(elsewhere, []);
     match StorageReader::<SocketOrigin<[u8; 4]>>::load(&types) {
         Ok(reader) => {
-            let mut all = reader.read(table.as_fd()).unwrap();
+            let mut all = reader.read(map.as_fd()).unwrap();
             all.sort_by_key(|socket| socket.value.backend_id);
             assert_eq!(all, expected);
         }

@@ -1,4 +1,4 @@
-//! When the programs answer segments of connections that no table knows, and at which addresses.
+//! When the programs answer segments of connections that no map knows, and at which addresses.
 
 use std::{
     collections::BTreeMap,
@@ -32,7 +32,7 @@ fn web(address: &str) -> Vec<Arc<DesiredPort>> {
     shared([with_node_port(web, 30080)])
 }
 
-/// The words of the table that are not 0.
+/// The words of the map that are not 0.
 fn bits(sandbox: &Sandbox) -> BTreeMap<u32, u64> {
     let all = sandbox.map::<u32, u64>("frontend_addresses4").read_all().unwrap();
     assert_eq!(all.len(), FRONTEND_ADDRESS_WORDS as usize);
@@ -71,10 +71,10 @@ fn a_restart_writes_the_bits_as_they_should_be() {
     dataplane.resync(&web("10.96.0.1")).unwrap();
     drop(dataplane);
     let expected = bits(&sandbox);
-    let table = sandbox.map::<u32, u64>("frontend_addresses4");
-    table.set(&7, &u64::MAX).unwrap();
+    let map = sandbox.map::<u32, u64>("frontend_addresses4");
+    map.set(&7, &u64::MAX).unwrap();
     for word in expected.keys() {
-        table.set(word, &0).unwrap();
+        map.set(word, &0).unwrap();
     }
     let mut dataplane = sandbox.open();
     dataplane.resync(&web("10.96.0.1")).unwrap();
@@ -98,7 +98,7 @@ fn serving(sandbox: &Sandbox) -> EbpfDataplane {
 }
 
 /// Collections until segments are answered: those of a minute in which netfilter's connections may
-/// be in their handshake, and those of a walk through tables that were empty before.
+/// be in their handshake, and those of a walk through maps that were empty before.
 const UNTIL_ANSWERS: u32 = 80;
 
 fn collect(dataplane: &mut EbpfDataplane, times: u32) {

@@ -83,13 +83,13 @@ fn settings_of_uplinks_follow_their_addresses_and_mtu() {
     let Some(sandbox) = Sandbox::new() else { return };
     let dpa = veth("dpa");
     let mut dataplane = sandbox.open();
-    let table: Map<u32, InterfaceSettings> = sandbox.map("interfaces");
+    let map: Map<u32, InterfaceSettings> = sandbox.map("interfaces");
     let mut host = host(&[("dpa", Role::Uplink)]);
     let mut take = |addresses: &[IpAddr], mtu: u32| {
         host.interfaces[0].masquerade_addresses = addresses.to_vec();
         host.interfaces[0].mtu = mtu;
         let applied = dataplane.take_host(&host).unwrap();
-        (table.read_all().unwrap(), applied.written + applied.removed)
+        (map.read_all().unwrap(), applied.written + applied.removed)
     };
     let v4 = [203, 0, 113, 7];
     let v6 = "2001:db8::7".parse::<std::net::Ipv6Addr>().unwrap().octets();
@@ -111,12 +111,12 @@ fn tags_of_vlans_lead_to_their_devices() {
     // The second device stands for a VLAN device, which not every kernel has.
     let (dpa, dpb) = (veth("dpa"), veth("dpb"));
     let mut dataplane = sandbox.open();
-    let table: Map<VlanTag, u32> = sandbox.map("vlan_devices");
+    let map: Map<VlanTag, u32> = sandbox.map("vlan_devices");
     let mut host = host(&[("dpa", Role::Uplink), ("dpb", Role::Uplink)]);
     let mut devices = |id| {
         host.interfaces[1].device = Device::Vlan(Vlan { below: dpa, protocol: TAG_CUSTOMER, id });
         let applied = dataplane.take_host(&host).unwrap();
-        (table.read_all().unwrap(), applied.written + applied.removed)
+        (map.read_all().unwrap(), applied.written + applied.removed)
     };
     let tag = |id| VlanTag { interface: dpa, protocol: TAG_CUSTOMER, id };
     assert_eq!(devices(10).0, [(tag(10), dpb)]);

@@ -14,12 +14,12 @@ use crate::{
     sandbox::{Sandbox, serve},
 };
 
-fn table(sandbox: &Sandbox) -> Map<u32, Lease> {
+fn map(sandbox: &Sandbox) -> Map<u32, Lease> {
     sandbox.map("lease")
 }
 
 fn end(sandbox: &Sandbox) -> u64 {
-    table(sandbox).get(&0).unwrap().unwrap().end
+    map(sandbox).get(&0).unwrap().unwrap().end
 }
 
 #[test]
@@ -36,14 +36,14 @@ fn after_its_end_services_are_those_of_others_until_a_controller_has_listed() {
     let left = sandbox.snapshot().lease.unwrap();
     assert!(left <= Duration::from_hours(1) && left > Duration::from_mins(50), "{left:?}");
 
-    table(&sandbox).set(&0, &Lease { end: 1 }).unwrap();
+    map(&sandbox).set(&0, &Lease { end: 1 }).unwrap();
     assert!(!served(&sandbox), "the lease has ended");
     assert_eq!(sandbox.snapshot().lease, Some(Duration::ZERO));
 
     let mut next = sandbox.open();
     next.renew_lease().unwrap();
     next.collect_garbage().unwrap();
-    assert!(!served(&sandbox), "the tables are as old as before");
+    assert!(!served(&sandbox), "the maps are as old as before");
     next.resync(&wanted).unwrap();
     assert!(served(&sandbox), "everything is as desired");
     drop(next);
@@ -57,7 +57,7 @@ fn after_its_end_services_are_those_of_others_until_a_controller_has_listed() {
     sandbox.config.withdraw_after = Duration::ZERO;
     drop(sandbox.open());
     assert_eq!(sandbox.snapshot().lease, None);
-    table(&sandbox).set(&0, &Lease { end: 1 }).unwrap();
+    map(&sandbox).set(&0, &Lease { end: 1 }).unwrap();
     assert!(served(&sandbox), "these programs do not ask for a lease");
 }
 

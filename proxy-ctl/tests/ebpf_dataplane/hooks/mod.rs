@@ -152,7 +152,7 @@ fn where_nothing_is_attached_packets_are_held_until_all_is() {
     let host = host(&[("dpa", Role::Workload)]);
     let mut dataplane = sandbox.open();
     let settings: Map<u32, Settings> =
-        Map::new(bpf::pinned(&sandbox.table("settings")).unwrap()).unwrap().unwrap();
+        Map::new(bpf::pinned(&sandbox.map_pin("settings")).unwrap()).unwrap().unwrap();
     let held = || settings.get(&0).unwrap().unwrap().packets_held;
     dataplane.set_host(&host).unwrap();
     assert_eq!((held(), links(&sandbox)), (1, BTreeSet::new()));
@@ -505,10 +505,10 @@ fn cleanup_leaves_nothing_of_ours() {
     // The pin of another program is beside our folder.
     let theirs = sandbox.config.bpffs.join("theirs");
     bpf::pin(packet_program(0).as_fd(), &theirs).unwrap();
-    let [links, tables] =
+    let [links, maps] =
         [sandbox.links(), sandbox.pins("maps")].map(|folder| fs::read_dir(folder).unwrap().count());
     let removed = cleanup(&sandbox.config.bpffs).unwrap();
-    assert_eq!((removed.links.len(), removed.tables.len()), (links, tables));
+    assert_eq!((removed.links.len(), removed.objects.len()), (links, maps));
     assert!(!sandbox.config.bpffs.join("proxy-ctl").exists());
     assert!(theirs.exists());
     assert!(cleanup(&sandbox.config.bpffs).unwrap().is_empty());

@@ -83,7 +83,7 @@ fn an_emptied_bpffs_is_filled_again_and_nobody_notices() {
         assert_eq!(sandbox.dial("10.96.0.1", 80), Ok("backend".into()));
         dataplane.collect_garbage().unwrap();
     }
-    assert!(sandbox.table("services").exists());
+    assert!(sandbox.map_pin("services").exists());
     assert_eq!(links(&sandbox), named(interface));
     assert_eq!(first_on_ingress(interface), program, "it was never detached");
     assert!(
@@ -125,13 +125,14 @@ fn the_pins_of_a_successor_are_its_own() {
 }
 
 #[test]
-fn pins_of_another_map_do_not_take_the_place_of_a_table() {
+fn pins_of_another_map_do_not_replace_a_map() {
     let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     dataplane.resync(&shared([port("web", "10.96.0.1", vec![endpoint("10.0.0.1", 80)])])).unwrap();
-    let id_of = |table: &str| bpf::map_info(bpf::pinned(&sandbox.table(table)).unwrap().as_fd()).unwrap().id;
+    let id_of = |name: &str| bpf::map_info(bpf::pinned(&sandbox.map_pin(name)).unwrap().as_fd()).unwrap().id;
     let services = id_of("services");
-    fs::remove_file(sandbox.table("services")).unwrap();
-    bpf::pin(bpf::pinned(&sandbox.table("settings")).unwrap().as_fd(), &sandbox.table("services")).unwrap();
+    fs::remove_file(sandbox.map_pin("services")).unwrap();
+    bpf::pin(bpf::pinned(&sandbox.map_pin("settings")).unwrap().as_fd(), &sandbox.map_pin("services"))
+        .unwrap();
     dataplane.take_host(&Host::default()).unwrap();
     assert_eq!(id_of("services"), services);
 }

@@ -48,14 +48,14 @@ fn make_card(port: &str) -> OwnedFd {
 }
 
 fn sources(sandbox: &Sandbox) -> BTreeMap<u32, [u8; 6]> {
-    let table: Map<u32, LinkAddress> = sandbox.map("redirect_sources");
-    table.read_all().unwrap().into_iter().map(|(interface, own)| (interface, own.bytes)).collect()
+    let map: Map<u32, LinkAddress> = sandbox.map("redirect_sources");
+    map.read_all().unwrap().into_iter().map(|(interface, own)| (interface, own.bytes)).collect()
 }
 
 /// Returns the targets with their keys.
 fn targets(sandbox: &Sandbox) -> BTreeSet<(u32, u32)> {
-    let table: Map<u32, RedirectTarget> = sandbox.map("redirect_targets");
-    table.read_all().unwrap().into_iter().map(|(key, target)| (key, target.interface)).collect()
+    let map: Map<u32, RedirectTarget> = sandbox.map("redirect_targets");
+    map.read_all().unwrap().into_iter().map(|(key, target)| (key, target.interface)).collect()
 }
 
 /// Returns the targets for whole frames and for frames in fragments.

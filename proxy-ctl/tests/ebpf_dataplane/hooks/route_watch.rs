@@ -20,8 +20,8 @@ use crate::{
 };
 
 fn epoch(sandbox: &Sandbox) -> u32 {
-    let table: Map<u32, RouteEpoch> = sandbox.map("route_epoch");
-    table.get(&0).unwrap().unwrap().number
+    let map: Map<u32, RouteEpoch> = sandbox.map("route_epoch");
+    map.get(&0).unwrap().unwrap().number
 }
 
 fn opened(sandbox: &Sandbox, xdp: Xdp) -> EbpfDataplane {

@@ -8,7 +8,7 @@ use std::{
     thread,
 };
 
-use proxy_common::inventory::{Limit, table};
+use proxy_common::inventory::{Limit, map_name};
 use proxy_ctl::{
     config::Limits,
     model::desired::{DesiredPort, Frontend, FrontendKind},
@@ -71,7 +71,8 @@ fn dialled(backend: u16) -> DesiredPort {
 }
 
 fn sizes(sandbox: &Sandbox) -> [u32; 4] {
-    [table::frontends4, table::frontends6, table::slots4, table::slots6].map(|table| sandbox.room(table))
+    [map_name::frontends4, map_name::frontends6, map_name::slots4, map_name::slots6]
+        .map(|name| sandbox.room(name))
 }
 
 /// Returns the number of slots, and of frontends, of the service ports that are served.
@@ -121,7 +122,7 @@ fn what_is_desired_has_room_and_is_dialled_all_the_time() {
     assert_eq!(served(&sandbox), (all_endpoints as usize, all_frontends as usize));
     assert_eq!(self::backends(&sandbox), backends);
     let usage = dataplane.usage().unwrap();
-    let slots = usage.tables.iter().find(|usage| usage.name == table::slots4).unwrap();
+    let slots = usage.maps.iter().find(|usage| usage.name == map_name::slots4).unwrap();
     assert_eq!(slots.capacity, u64::from(Limit::Slots.default_entries()));
 
     // The programs read what is written from now on.
@@ -169,7 +170,7 @@ fn the_limit_is_the_most_and_external_addresses_give_way_there() {
     let mut dataplane = open(&mut sandbox, Limits { frontends, ..Limits::default() });
     let all: Vec<_> = (0..SERVICES).map(slim).collect();
     dataplane.resync(&shared(all.clone())).unwrap();
-    assert_eq!(sandbox.room(table::frontends4), frontends);
+    assert_eq!(sandbox.room(map_name::frontends4), frontends);
     assert_eq!(served(&sandbox).1, frontends as usize);
     assert_eq!(cluster_ips(&sandbox), SERVICES as usize);
     assert_eq!(dataplane.take_waiting().unwrap().len(), SERVICES as usize);
@@ -179,26 +180,26 @@ fn the_limit_is_the_most_and_external_addresses_give_way_there() {
 
 /// The folder `larger` cannot be used as long as there is a folder in it with the name of the map.
 #[test]
-fn what_waits_where_a_table_cannot_grow_is_served_once_it_can() {
+fn what_waits_where_a_map_cannot_grow_is_served_once_it_can() {
     let Some(mut sandbox) = Sandbox::new() else { return };
     let mut dataplane = open(&mut sandbox, Limits::default());
-    let obstacle = sandbox.pins("larger").join(table::frontends4);
+    let obstacle = sandbox.pins("larger").join(map_name::frontends4);
     fs::create_dir(&obstacle).unwrap();
     let all: Vec<_> = (0..SERVICES).map(slim).collect();
     dataplane.resync(&shared(all)).unwrap();
     let at_first = first(Limit::Frontends);
-    assert_eq!((sandbox.room(table::frontends4), served(&sandbox).1), (at_first, at_first as usize));
+    assert_eq!((sandbox.room(map_name::frontends4), served(&sandbox).1), (at_first, at_first as usize));
     assert_eq!(cluster_ips(&sandbox), SERVICES as usize);
     assert_eq!(dataplane.take_waiting().unwrap().len(), SERVICES as usize);
     let capacity = |dataplane: &EbpfDataplane| {
         let usage = dataplane.usage().unwrap();
-        usage.tables.iter().find(|usage| usage.name == table::frontends4).unwrap().capacity
+        usage.maps.iter().find(|usage| usage.name == map_name::frontends4).unwrap().capacity
     };
     assert_eq!(capacity(&dataplane), u64::from(at_first));
     fs::remove_dir(&obstacle).unwrap();
     dataplane.stop_growth_rest();
     dataplane.collect_garbage().unwrap();
-    assert_eq!(sandbox.room(table::frontends4), 2 * at_first);
+    assert_eq!(sandbox.room(map_name::frontends4), 2 * at_first);
     assert_eq!(served(&sandbox).1, (SERVICES * (EXTERNAL_IPS + 1)) as usize);
     assert_eq!(dataplane.take_waiting().unwrap(), Default::default());
 }
@@ -215,11 +216,11 @@ fn growth_that_was_interrupted_is_made_anew() {
     dataplane.resync(&all).unwrap();
     let (before, served_before) = (sizes(&sandbox), served(&sandbox));
     drop(dataplane);
-    let at_first = |table| bpf::pinned(&other.table(table)).unwrap();
-    for table in [table::frontends6, table::slots6] {
-        fs::remove_file(sandbox.table(table)).unwrap();
-        bpf::pin(at_first(table).as_fd(), &sandbox.table(table)).unwrap();
-        bpf::pin(at_first(table).as_fd(), &sandbox.pins("larger").join(table)).unwrap();
+    let at_first = |name| bpf::pinned(&other.map_pin(name)).unwrap();
+    for name in [map_name::frontends6, map_name::slots6] {
+        fs::remove_file(sandbox.map_pin(name)).unwrap();
+        bpf::pin(at_first(name).as_fd(), &sandbox.map_pin(name)).unwrap();
+        bpf::pin(at_first(name).as_fd(), &sandbox.pins("larger").join(name)).unwrap();
     }
     assert_ne!(sizes(&sandbox), before);
     let mut dataplane = open(&mut sandbox, Limits::default());

@@ -5,7 +5,7 @@ use std::{fs, os::fd::AsFd as _, sync::Arc};
 use aya::programs::{SchedClassifier, TcAttachType};
 use aya_obj::generated::bpf_attach_type;
 use proxy_common::{
-    inventory::table,
+    inventory::map_name,
     layout::{
         Affinity, AffinityKey, CLIENT_OUTSIDE, Client, Flow, FlowKey, HostConnection, PROGRESS_CONFIRMED,
         PROTOCOL_TCP,
@@ -89,24 +89,24 @@ fn affinity(sandbox: &Sandbox) -> Vec<(AffinityKey<[u8; 4]>, Affinity)> {
 /// Adds clients of a service port that has no affinity, so that nothing reads them before the next
 /// collection.
 fn add_clients(sandbox: &Sandbox, count: u8) -> Vec<(AffinityKey<[u8; 4]>, Affinity)> {
-    let table: Map<AffinityKey<[u8; 4]>, Affinity> = map(sandbox, "maps/affinity4");
+    let map: Map<AffinityKey<[u8; 4]>, Affinity> = map(sandbox, "maps/affinity4");
     for number in 0..count {
         let client = Client { address: [192, 0, 2, number], origin: CLIENT_OUTSIDE };
         let affinity = Affinity { last_used: 1, backend: number.into(), flags: 0 };
-        table.set(&AffinityKey { service: 1, client }, &affinity).unwrap();
+        map.set(&AffinityKey { service: 1, client }, &affinity).unwrap();
     }
     affinity(sandbox)
 }
 
-fn add_flows(sandbox: &Sandbox, table: &str, count: u16) {
-    let flows: Flows = map(sandbox, table);
+fn add_flows(sandbox: &Sandbox, path: &str, count: u16) {
+    let flows: Flows = map(sandbox, path);
     for number in 1..=count {
         flows.set(&flow(number).client_key(), &flow(number)).unwrap();
     }
 }
 
-fn numbers(sandbox: &Sandbox, table: &str) -> Vec<u16> {
-    let flows: Flows = map(sandbox, table);
+fn numbers(sandbox: &Sandbox, path: &str) -> Vec<u16> {
+    let flows: Flows = map(sandbox, path);
     let mut numbers: Vec<_> =
         flows.read_all().unwrap().iter().map(|(_, flow)| flow.client_port().number()).collect();
     numbers.sort_unstable();
@@ -128,7 +128,7 @@ fn assert_finished(sandbox: &Sandbox) {
 #[rstest]
 #[case::up(1, 4)]
 #[case::down(4, 1)]
-fn every_table_keeps_what_it_holds(#[case] first: u32, #[case] second: u32) {
+fn every_map_keeps_what_it_holds(#[case] first: u32, #[case] second: u32) {
     let Some(mut sandbox) = Sandbox::new() else { return };
     let mut dataplane = open(&mut sandbox, first);
     dataplane.resync(&desired()).unwrap();
@@ -146,7 +146,7 @@ fn every_table_keeps_what_it_holds(#[case] first: u32, #[case] second: u32) {
     assert_eq!(numbers(&sandbox, "maps/flows4"), (1..=300).collect::<Vec<_>>());
     assert_eq!(numbers(&sandbox, "maps/opening_flows4"), (1..=50).collect::<Vec<_>>());
     let usage = dataplane.usage().unwrap();
-    let capacity = |name| usage.tables.iter().find(|table| table.name == name).unwrap().capacity;
+    let capacity = |name| usage.maps.iter().find(|map| map.name == name).unwrap().capacity;
     let limits = limits(second);
     let expected = [
         ("frontends4", limits.frontends),
@@ -171,7 +171,7 @@ fn every_table_keeps_what_it_holds(#[case] first: u32, #[case] second: u32) {
 }
 
 #[test]
-fn a_table_that_holds_more_keeps_its_size_until_it_does_not() {
+fn a_map_that_holds_more_keeps_its_size_until_it_does_not() {
     let Some(mut sandbox) = Sandbox::new() else { return };
     let mut dataplane = open(&mut sandbox, 4);
     dataplane.resync(&desired()).unwrap();
@@ -182,13 +182,13 @@ fn a_table_that_holds_more_keeps_its_size_until_it_does_not() {
     let mut dataplane = sandbox.open();
     settle(&mut dataplane, &desired());
     let sizes = ["flows4", "frontends4", "flows6", "frontends6", "backends4"];
-    assert_eq!(sizes.map(|table| sandbox.room(table)), [2_048, 512, 2_048, 512, 256]);
+    assert_eq!(sizes.map(|name| sandbox.room(name)), [2_048, 512, 2_048, 512, 256]);
     assert_eq!(numbers(&sandbox, "maps/flows4").len(), 600);
     dataplane.resync(&shared([])).unwrap();
     drop(dataplane);
 
     settle(&mut sandbox.open(), &[]);
-    assert_eq!(["flows4", "frontends4"].map(|table| sandbox.room(table)), [2_048, 10]);
+    assert_eq!(["flows4", "frontends4"].map(|name| sandbox.room(name)), [2_048, 10]);
     let flows: Flows = map(&sandbox, "maps/flows4");
     (200..=600).for_each(|number| assert!(flows.remove(&flow(number).client_key()).unwrap()));
     settle(&mut sandbox.open(), &[]);
@@ -211,18 +211,18 @@ fn slots_that_are_free_again_take_no_room() {
     dataplane.resync(&[]).unwrap();
     drop(dataplane);
     drop(open(&mut sandbox, 1));
-    assert_eq!(["slots4", "services", "backends4"].map(|table| sandbox.room(table)), [512, 64, 256]);
+    assert_eq!(["slots4", "services", "backends4"].map(|name| sandbox.room(name)), [512, 64, 256]);
 }
 
 #[test]
-fn tables_of_one_limit_keep_their_size_together() {
+fn maps_of_one_limit_keep_their_size_together() {
     let Some(mut sandbox) = Sandbox::new() else { return };
     let mut dataplane = open(&mut sandbox, 4);
     dataplane.resync(&numbered(1..=100)).unwrap();
     dataplane.resync(&numbered(61..=100)).unwrap();
     drop(dataplane);
     drop(open(&mut sandbox, 1));
-    let sizes = ["services", "service_names"].map(|table| sandbox.room(table));
+    let sizes = ["services", "service_names"].map(|name| sandbox.room(name));
     assert_eq!(sizes, [256, 256], "40 names would fit into 64 entries, and ids up to 100 do not");
 }
 
@@ -233,8 +233,8 @@ fn donor(factor: u32) -> Option<Sandbox> {
     Some(donor)
 }
 
-fn pin_of(donor: &Sandbox, table: &str, path: &std::path::Path) {
-    bpf::pin(bpf::pinned(&donor.table(table)).unwrap().as_fd(), path).unwrap();
+fn pin_of(donor: &Sandbox, name: &str, path: &std::path::Path) {
+    bpf::pin(bpf::pinned(&donor.map_pin(name)).unwrap().as_fd(), path).unwrap();
 }
 
 /// A controller was killed while it swapped programs: some have written the former maps since, and
@@ -247,9 +247,9 @@ fn what_programs_have_written_to_either_map_is_kept() {
     add_flows(&sandbox, "maps/flows4", 3);
     let former: Flows = map(&sandbox, "maps/flows4");
     let former_others: Map<FlowKey<[u8; 4]>, HostConnection> = map(&sandbox, "maps/foreign_flows4");
-    for table in ["flows4", "foreign_flows4"] {
-        fs::rename(sandbox.table(table), sandbox.pins("before").join(table)).unwrap();
-        pin_of(&donor, table, &sandbox.table(table));
+    for name in ["flows4", "foreign_flows4"] {
+        fs::rename(sandbox.map_pin(name), sandbox.pins("before").join(name)).unwrap();
+        pin_of(&donor, name, &sandbox.map_pin(name));
     }
     add_flows(&sandbox, "maps/flows4", 2);
     let new: Flows = map(&sandbox, "maps/flows4");
@@ -287,8 +287,8 @@ fn an_uplink_that_takes_no_programs_hinders_no_copy() {
     let Some(mut sandbox) = Sandbox::new() else { return };
     drop(open(&mut sandbox, 1));
     add_flows(&sandbox, "maps/flows4", 10);
-    fs::rename(sandbox.table("flows4"), sandbox.pins("before/flows4")).unwrap();
-    pin_of(&donor, "flows4", &sandbox.table("flows4"));
+    fs::rename(sandbox.map_pin("flows4"), sandbox.pins("before/flows4")).unwrap();
+    pin_of(&donor, "flows4", &sandbox.map_pin("flows4"));
     let Some(_theirs) = fill(veth("dpb"), bpf_attach_type::BPF_TCX_INGRESS) else { return };
     let mut dataplane = open(&mut sandbox, 4);
     dataplane.take_host(&host(&[("dpb", Role::Uplink)])).unwrap_err();
@@ -336,20 +336,20 @@ fn flows_of_a_version_with_arrays_of_maps_are_adopted() {
     let Some(mut sandbox) = Sandbox::new() else { return };
     drop(open(&mut sandbox, 1));
     add_flows(&sandbox, "maps/flows4", 10);
-    let in_use = bpf::pinned(&sandbox.table("flows4")).unwrap();
+    let in_use = bpf::pinned(&sandbox.map_pin("flows4")).unwrap();
     const ARRAY_OF_MAPS: u32 = 12;
     let shape =
         MapInfo { kind: ARRAY_OF_MAPS, key_size: 4, value_size: 4, max_entries: 2, ..MapInfo::default() };
     let array = bpf::create_map(&shape, Some(in_use.as_fd())).unwrap();
-    bpf::pin(array.as_fd(), &sandbox.table("flows4_maps")).unwrap();
+    bpf::pin(array.as_fd(), &sandbox.map_pin("flows4_maps")).unwrap();
     Map::<u32, u32>::new(array).unwrap().unwrap().put_map(0, in_use.as_fd()).unwrap();
     let id = bpf::map_info(in_use.as_fd()).unwrap().id;
 
     drop(settled(&mut sandbox, 1, &[]));
-    let adopted = bpf::pinned(&sandbox.table("flows4")).unwrap();
+    let adopted = bpf::pinned(&sandbox.map_pin("flows4")).unwrap();
     assert_eq!(bpf::map_info(adopted.as_fd()).unwrap().id, id);
     assert_eq!(numbers(&sandbox, "maps/flows4").len(), 10);
-    let former = table::FORMER.map(|table| sandbox.table(table).exists());
+    let former = map_name::FORMER.map(|name| sandbox.map_pin(name).exists());
     assert_eq!(former, [false; 6]);
 }
 
@@ -363,7 +363,7 @@ fn attached_programs_are_swapped_for_a_new_size() {
     dataplane.take_host(&host).unwrap();
     drop(dataplane);
     add_flows(&sandbox, "maps/flows4", 10);
-    let former = bpf::map_info(bpf::pinned(&sandbox.table("flows4")).unwrap().as_fd()).unwrap().id;
+    let former = bpf::map_info(bpf::pinned(&sandbox.map_pin("flows4")).unwrap().as_fd()).unwrap().id;
     let mut dataplane = open(&mut sandbox, 4);
     dataplane.take_host(&host).unwrap();
     dataplane.resync(&[]).unwrap();
@@ -376,7 +376,7 @@ fn attached_programs_are_swapped_for_a_new_size() {
     };
     assert!(used(former));
     dataplane.collect_garbage().unwrap();
-    let new = bpf::map_info(bpf::pinned(&sandbox.table("flows4")).unwrap().as_fd()).unwrap().id;
+    let new = bpf::map_info(bpf::pinned(&sandbox.map_pin("flows4")).unwrap().as_fd()).unwrap().id;
     assert!(used(new) && !used(former));
     assert_eq!(numbers(&sandbox, "maps/flows4").len(), 10);
     assert_finished(&sandbox);
@@ -388,7 +388,7 @@ fn attached_programs_are_swapped_for_a_new_size() {
 #[case::no_new_map(None)]
 #[case::empty(Some(0))]
 #[case::a_part(Some(20))]
-fn what_was_interrupted_goes_on(#[case] done: Option<u16>, #[values("flows4", "backends4")] table: &str) {
+fn what_was_interrupted_goes_on(#[case] done: Option<u16>, #[values("flows4", "backends4")] name: &str) {
     // This sandbox has new maps as the loader makes them.
     let Some(donor) = donor(4) else { return };
     let Some(mut sandbox) = Sandbox::new() else { return };
@@ -398,10 +398,10 @@ fn what_was_interrupted_goes_on(#[case] done: Option<u16>, #[values("flows4", "b
     drop(dataplane);
     add_flows(&sandbox, "maps/flows4", 100);
 
-    fs::rename(sandbox.table(table), sandbox.pins("before").join(table)).unwrap();
+    fs::rename(sandbox.map_pin(name), sandbox.pins("before").join(name)).unwrap();
     if let Some(done) = done {
-        pin_of(&donor, table, &sandbox.table(table));
-        if table == "flows4" {
+        pin_of(&donor, name, &sandbox.map_pin(name));
+        if name == "flows4" {
             add_flows(&sandbox, "maps/flows4", done);
         }
     }

@@ -107,7 +107,7 @@ fn a_service_with_many_addresses_does_not_take_those_of_its_neighbours() {
 }
 
 #[test]
-fn external_addresses_that_come_to_a_full_table_are_named_and_served_when_others_go() {
+fn external_addresses_that_come_to_a_full_map_are_named_and_served_when_others_go() {
     let Some(sandbox) = Sandbox::new() else { return };
     let mut dataplane = open(&sandbox);
     dataplane.resync(&shared([hog()])).unwrap();
@@ -122,7 +122,7 @@ fn external_addresses_that_come_to_a_full_table_are_named_and_served_when_others
 }
 
 #[test]
-fn cluster_ips_beyond_the_table_are_named_and_served_when_others_go() {
+fn cluster_ips_beyond_the_map_are_named_and_served_when_others_go() {
     let Some(sandbox) = Sandbox::new() else { return };
     let mut dataplane = open(&sandbox);
     let all: Vec<_> = (0..=ROOM as u8).map(|n| plain(&format!("s{n}"), n + 1)).collect();
@@ -152,7 +152,7 @@ fn with_endpoints(name: &str, last: u8, count: u8) -> DesiredPort {
     "services has room for 3 entries",
     "spec.ports"
 )]
-fn a_service_that_a_full_table_keeps_out_is_named_and_served_when_there_is_room(
+fn a_service_that_a_full_map_keeps_out_is_named_and_served_when_there_is_room(
     #[case] limit: fn(Limits) -> Limits,
     #[case] full: &str,
     #[case] field: &str,

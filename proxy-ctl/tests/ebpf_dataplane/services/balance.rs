@@ -49,7 +49,7 @@ fn slots(sandbox: &Sandbox) -> usize {
 }
 
 #[test]
-fn a_restart_finds_the_tables_as_they_are_to_be() {
+fn a_restart_finds_the_lookup_tables_as_they_are_to_be() {
     let Some(sandbox) = Sandbox::new() else { return };
     let mut weighted = many(3);
     weighted[1].weight = 4;
@@ -168,7 +168,7 @@ fn sockets_go_by_weight() {
 }
 
 #[test]
-fn without_room_for_a_table_endpoints_are_drawn_alike() {
+fn without_room_for_a_lookup_table_endpoints_are_drawn_alike() {
     let Some(mut sandbox) = Sandbox::new() else { return };
     sandbox.config.limits.slots = 1_100;
     let mut dataplane = sandbox.open();

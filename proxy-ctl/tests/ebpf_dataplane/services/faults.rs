@@ -207,7 +207,7 @@ fn the_next_resync_repairs(#[case] fault: Fault, #[values(false, true)] restart:
 }
 
 #[test]
-fn names_that_no_table_holds_are_refused_alone() {
+fn names_that_no_map_holds_are_refused_alone() {
     let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     let long = port(&"x".repeat(65), "10.96.0.1", vec![endpoint("10.0.0.1", 80)]);
     let error = dataplane.resync(&shared([long, port("web", "10.96.0.2", Vec::new())])).unwrap_err();
@@ -217,18 +217,18 @@ fn names_that_no_table_holds_are_refused_alone() {
 }
 
 #[test]
-fn a_pin_that_is_no_table_of_ours_is_refused() {
+fn a_pin_that_is_no_map_of_ours_is_refused() {
     let Some(sandbox) = Sandbox::new() else { return };
     drop(sandbox.open());
-    fs::remove_file(sandbox.table("flows4")).unwrap();
+    fs::remove_file(sandbox.map_pin("flows4")).unwrap();
     let shape =
         bpf::MapInfo { kind: ARRAY, key_size: 4, value_size: 4, max_entries: 1, ..bpf::MapInfo::default() };
-    bpf::pin(bpf::create_map(&shape, None).unwrap().as_fd(), &sandbox.table("flows4")).unwrap();
+    bpf::pin(bpf::create_map(&shape, None).unwrap().as_fd(), &sandbox.map_pin("flows4")).unwrap();
     let error = EbpfDataplane::open(&sandbox.config).unwrap_err();
-    assert!(matches!(error, ebpf::Error::Shape { table: "flows4", .. }), "{error}");
+    assert!(matches!(error, ebpf::Error::Shape { name: "flows4", .. }), "{error}");
 }
 
-/// A table that is full keeps connections from being counted, and nothing else from being done.
+/// A map that is full keeps connections from being counted, and nothing else from being done.
 #[test]
 fn flows_expire_while_they_cannot_be_counted() {
     const BACKENDS: u32 = 2;

@@ -224,7 +224,7 @@ fn a_thousand_changes_leak_neither_slots_nor_ids() {
     dataplane.apply(&Changes { changed: Vec::new(), removed }).unwrap();
     dataplane.collect_garbage().unwrap();
     let usage = dataplane.usage().unwrap();
-    for table in ["frontends4", "services", "service_names", "slots4", "backends4"] {
-        assert_eq!(usage.tables.iter().find(|found| found.name == table).unwrap().used, 0, "{table}");
+    for name in ["frontends4", "services", "service_names", "slots4", "backends4"] {
+        assert_eq!(usage.maps.iter().find(|found| found.name == name).unwrap().used, 0, "{name}");
     }
 }

@@ -39,13 +39,13 @@ fn desired(ranges: &[&str]) -> Vec<Arc<DesiredPort>> {
     shared([restricted("web", endpoint("10.0.0.1", 80), ranges)])
 }
 
-fn table(sandbox: &Sandbox) -> Ranges {
+fn map(sandbox: &Sandbox) -> Ranges {
     sandbox.map("source_ranges4")
 }
 
 /// Returns ranges such as `192.0.2.0/29`, of whatever service.
 fn written(sandbox: &Sandbox) -> Vec<String> {
-    let all = table(sandbox).read_all().unwrap().into_iter();
+    let all = map(sandbox).read_all().unwrap().into_iter();
     let named = |(PrefixKey { bits, data }, _): (PrefixKey<SourceRange<[u8; 4]>>, u32)| {
         format!("{}/{}", std::net::Ipv4Addr::from(data.address), bits - 32)
     };
@@ -71,8 +71,8 @@ fn ranges_are_written_changed_and_removed_with_their_service() {
     let mut next = sandbox.open();
     assert_eq!(next.resync(&desired(&[OF_OTHERS])).unwrap(), Applied::default());
     let usage = next.usage().unwrap();
-    let table = usage.tables.iter().find(|table| table.name == "source_ranges4").unwrap();
-    assert_eq!(table.used, 1);
+    let map = usage.maps.iter().find(|map| map.name == "source_ranges4").unwrap();
+    assert_eq!(map.used, 1);
     next.resync(&desired(&[])).unwrap();
     assert_eq!((written(&sandbox), frontends(&sandbox)), (Vec::new(), 2));
     next.resync(&desired(&[OF_NODE])).unwrap();
@@ -86,7 +86,7 @@ fn what_a_killed_controller_has_left_of_a_service_opens_no_other() {
     let Some((sandbox, mut dataplane)) = Sandbox::opened() else { return };
     let ids = 0..8;
     for id in ids {
-        table(&sandbox).set(&SourceRange::of_prefix(id, [0; 4], 0), &0).unwrap();
+        map(&sandbox).set(&SourceRange::of_prefix(id, [0; 4], 0), &0).unwrap();
     }
     dataplane.resync(&desired(&[OF_OTHERS])).unwrap();
     assert_eq!(written(&sandbox), [OF_OTHERS]);

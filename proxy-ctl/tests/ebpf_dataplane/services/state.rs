@@ -15,7 +15,7 @@ use proxy_ctl::{
         objects::Protocol,
     },
     modes::{
-        Applied, Dataplane, FrontendSnapshot, Programmed as _, TableUsage,
+        Applied, Dataplane, FrontendSnapshot, MapUsage, Programmed as _,
         ebpf::{EbpfDataplane, Error, cleanup::cleanup, view::status::Pinned},
     },
     sys::{bpf::writing_calls, proc::lock::Holder},
@@ -459,7 +459,7 @@ fn a_second_controller_is_told_which_process_runs() {
 }
 
 #[test]
-fn a_table_that_may_start_empty_is_made_anew() {
+fn a_map_that_may_start_empty_is_made_anew() {
     let Some(sandbox) = Sandbox::new() else { return };
     drop(sandbox.open());
     let limits = Limits { service_counters: 8, ..sandbox.config.limits };
@@ -474,14 +474,14 @@ fn usage_counts_entries_and_memory() {
     let by_controller = dataplane.usage().unwrap();
     let by_pins = Pinned::open(&sandbox.config.bpffs).unwrap().usage().unwrap();
     for usage in [by_controller, by_pins] {
-        let used = |name| usage.tables.iter().find(|table| table.name == name).unwrap().used;
+        let used = |name| usage.maps.iter().find(|map| map.name == name).unwrap().used;
         // The numbers include the two ClusterIPs of IPv4 and the one of IPv6.
         assert_eq!([used("frontends4"), used("frontends6"), used("services")], [5, 2, 3]);
         assert_eq!([used("backends4"), used("backends6"), used("slots4"), used("slots6")], [2, 1, 2, 1]);
         // The kernel counts no memory for a trie without entries.
         let is_trie = |name: &str| name.starts_with("source_ranges") || name.starts_with("service_cidrs");
-        let takes_memory = |table: &TableUsage| table.capacity > 0 && !is_trie(table.name);
-        assert!(usage.tables.iter().filter(|table| takes_memory(table)).all(|table| table.bytes > 0));
+        let takes_memory = |map: &MapUsage| map.capacity > 0 && !is_trie(map.name);
+        assert!(usage.maps.iter().filter(|map| takes_memory(map)).all(|map| map.bytes > 0));
         assert!(usage.reasons.iter().any(|reason| reason.name == "no_endpoints"));
     }
 }

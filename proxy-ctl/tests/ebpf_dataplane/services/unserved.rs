@@ -25,13 +25,13 @@ const EXTERNAL: &str = "203.0.113.1";
 
 type Frontends = Map<FrontendKey<[u8; 4]>, Frontend>;
 
-fn table(sandbox: &Sandbox) -> Frontends {
+fn map(sandbox: &Sandbox) -> Frontends {
     sandbox.map("frontends4")
 }
 
 /// Returns the addresses that the maps mark as ClusterIPs.
 fn marked(sandbox: &Sandbox) -> Vec<String> {
-    let all = table(sandbox).read_all().unwrap().into_iter();
+    let all = map(sandbox).read_all().unwrap().into_iter();
     let marks = all.filter(|(key, _)| key.is_cluster_ip()).map(|(key, mark)| {
         assert_eq!(mark, Frontend::NONE);
         Ipv4Addr::from(key.address).to_string()
@@ -40,8 +40,8 @@ fn marked(sandbox: &Sandbox) -> Vec<String> {
 }
 
 fn cidrs(sandbox: &Sandbox) -> usize {
-    let table: Map<PrefixKey<[u8; 4]>, u32> = sandbox.map("service_cidrs4");
-    table.read_all().unwrap().len()
+    let map: Map<PrefixKey<[u8; 4]>, u32> = sandbox.map("service_cidrs4");
+    map.read_all().unwrap().len()
 }
 
 fn served(service: &str, cluster_ip: &str, number: u16) -> DesiredPort {
@@ -70,7 +70,7 @@ fn cluster_ips_are_marked_as_long_as_a_service_port_has_them() {
     dataplane.resync(&shared([http.clone(), https.clone()])).unwrap();
     assert_eq!(marked(&sandbox), [WEB], "an external address may be somebody's");
     let usage = dataplane.usage().unwrap();
-    let used = usage.tables.iter().find(|table| table.name == "frontends4").unwrap().used;
+    let used = usage.maps.iter().find(|map| map.name == "frontends4").unwrap().used;
     assert_eq!(used, 4);
     let snapshot = sandbox.snapshot();
     assert_eq!(snapshot.services.iter().map(|service| service.frontends.len()).sum::<usize>(), 3);
@@ -97,7 +97,7 @@ fn cluster_ips_are_marked_as_long_as_a_service_port_has_them() {
     next.resync(&shared([served("web", WEB, 443)])).unwrap();
     assert_eq!(marked(&sandbox), [WEB], "what a predecessor has left is gone");
     next.resync(&[]).unwrap();
-    assert_eq!(table(&sandbox).read_all().unwrap(), []);
+    assert_eq!(map(&sandbox).read_all().unwrap(), []);
 }
 
 #[test]

@@ -26,8 +26,8 @@ fn watch(sandbox: &Sandbox) -> Result<Box<dyn EventStream>, String> {
 }
 
 fn control(sandbox: &Sandbox) -> EventControl {
-    let table: Map<u32, EventControl> = sandbox.map("event_control");
-    table.get(&0).unwrap().unwrap()
+    let map: Map<u32, EventControl> = sandbox.map("event_control");
+    map.get(&0).unwrap().unwrap()
 }
 
 /// Reads until there are `count` events.
@@ -113,7 +113,7 @@ fn events_end_with_who_watches() {
 }
 
 #[test]
-fn who_watches_learns_that_the_tables_are_gone() {
+fn who_watches_learns_that_the_maps_are_gone() {
     let Some(sandbox) = Sandbox::new() else { return };
     drop(programmed(&sandbox));
     let mut events = watch(&sandbox).unwrap();

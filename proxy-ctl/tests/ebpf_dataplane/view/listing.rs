@@ -35,9 +35,9 @@ fn flow(client_port: u16, frontend: ([u8; 4], u16), age: u64, service: u32) -> F
     flow
 }
 
-fn put(table: &Flows, flow: &Flow<[u8; 4]>) {
+fn put(map: &Flows, flow: &Flow<[u8; 4]>) {
     for key in [flow.client_key(), flow.backend_key()] {
-        table.set(&key, flow).unwrap();
+        map.set(&key, flow).unwrap();
     }
 }
 

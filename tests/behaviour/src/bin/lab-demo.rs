@@ -117,7 +117,7 @@ fn run(arguments: &Arguments) -> Result<u64> {
     heading("endpoint web-3 is added again");
     world.set_endpoints(&WEB, WEB.endpoints)?;
     loads.show(&world, shown)?;
-    heading("both controllers are killed with -9: the tables stay, connections go on");
+    heading("both controllers are killed with -9: the maps stay, connections go on");
     for number in NODES {
         world.kill(number)?;
     }
@@ -152,7 +152,7 @@ fn dump(world: &World) {
             }
             println!("  … {} lines", text.lines().count());
         }
-        Err(_) => println!("  (bpftool is not installed; the package of that name shows this table)"),
+        Err(_) => println!("  (bpftool is not installed; the package of that name shows this map)"),
     }
 }
 

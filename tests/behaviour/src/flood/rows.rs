@@ -14,7 +14,7 @@ use lab::{
     address::{Family, NodeNumber},
 };
 use proxy_common::{
-    inventory::table,
+    inventory::map_name,
     layout::{
         Address, Affinity, AffinityKey, Collected, Connections, FirstFragment, Flow, FlowKey, FragmentKey,
         HostConnection, LAYOUT_VERSION, unproven_entries,
@@ -25,12 +25,12 @@ use proxy_ctl::sys::bpf::{map::Map, pinned};
 /// The maps of [`Counts`], without the number of their IP family. `connections` has both families.
 /// The other maps that the programs write are arrays and storage of sockets, to which no packet
 /// adds an entry.
-pub(super) const TABLES: [&str; 6] =
+pub(super) const MAPS: [&str; 6] =
     ["flows", "opening_flows", "affinity", "fragments", "foreign_flows", "connections"];
 
-/// Number of entries in each of [`TABLES`].
+/// Number of entries in each of [`MAPS`].
 #[derive(Clone, Copy, Debug, Default, Eq, PartialEq)]
-pub(super) struct Counts(pub(super) [usize; TABLES.len()]);
+pub(super) struct Counts(pub(super) [usize; MAPS.len()]);
 
 impl Counts {
     /// Returns the larger count of each map.
@@ -80,18 +80,18 @@ pub(super) struct Row {
     pub(super) keys: BTreeSet<String>,
 }
 
-/// A node's tables.
-pub(super) struct Tables {
-    maps: PathBuf,
+/// The pinned maps of a node.
+pub(super) struct PinnedMaps {
+    folder: PathBuf,
 }
 
-impl Tables {
+impl PinnedMaps {
     pub(super) fn of(lab: &Lab, node: NodeNumber) -> Self {
-        Self { maps: lab.bpffs(node).join(format!("proxy-ctl/v{LAYOUT_VERSION}/maps")) }
+        Self { folder: lab.bpffs(node).join(format!("proxy-ctl/v{LAYOUT_VERSION}/maps")) }
     }
 
     fn open<K: Pod + Default, V: Pod + Default>(&self, name: &str) -> Result<Map<K, V>> {
-        let map = pinned(&self.maps.join(name)).and_then(Map::new);
+        let map = pinned(&self.folder.join(name)).and_then(Map::new);
         map.with_context(|| format!("opening {name}"))?.with_context(|| format!("opening {name}"))
     }
 
@@ -106,21 +106,21 @@ impl Tables {
     pub(super) fn counts(&self, family: Family) -> Result<Counts> {
         let [flows, opening, affinity, fragments, host_connections] = match family {
             Family::V4 => [
-                self.count::<FlowKey<[u8; 4]>, Flow<[u8; 4]>>(table::flows4)?,
-                self.count::<FlowKey<[u8; 4]>, Flow<[u8; 4]>>(table::opening_flows4)?,
-                self.count::<AffinityKey<[u8; 4]>, Affinity>(table::affinity4)?,
-                self.count::<FragmentKey<[u8; 4]>, FirstFragment<[u8; 4]>>(table::fragments4)?,
-                self.count::<FlowKey<[u8; 4]>, HostConnection>(table::foreign_flows4)?,
+                self.count::<FlowKey<[u8; 4]>, Flow<[u8; 4]>>(map_name::flows4)?,
+                self.count::<FlowKey<[u8; 4]>, Flow<[u8; 4]>>(map_name::opening_flows4)?,
+                self.count::<AffinityKey<[u8; 4]>, Affinity>(map_name::affinity4)?,
+                self.count::<FragmentKey<[u8; 4]>, FirstFragment<[u8; 4]>>(map_name::fragments4)?,
+                self.count::<FlowKey<[u8; 4]>, HostConnection>(map_name::foreign_flows4)?,
             ],
             Family::V6 => [
-                self.count::<FlowKey<[u8; 16]>, Flow<[u8; 16]>>(table::flows6)?,
-                self.count::<FlowKey<[u8; 16]>, Flow<[u8; 16]>>(table::opening_flows6)?,
-                self.count::<AffinityKey<[u8; 16]>, Affinity>(table::affinity6)?,
-                self.count::<FragmentKey<[u8; 16]>, FirstFragment<[u8; 16]>>(table::fragments6)?,
-                self.count::<FlowKey<[u8; 16]>, HostConnection>(table::foreign_flows6)?,
+                self.count::<FlowKey<[u8; 16]>, Flow<[u8; 16]>>(map_name::flows6)?,
+                self.count::<FlowKey<[u8; 16]>, Flow<[u8; 16]>>(map_name::opening_flows6)?,
+                self.count::<AffinityKey<[u8; 16]>, Affinity>(map_name::affinity6)?,
+                self.count::<FragmentKey<[u8; 16]>, FirstFragment<[u8; 16]>>(map_name::fragments6)?,
+                self.count::<FlowKey<[u8; 16]>, HostConnection>(map_name::foreign_flows6)?,
             ],
         };
-        let connections = self.count::<u32, Connections>(table::connections)?;
+        let connections = self.count::<u32, Connections>(map_name::connections)?;
         Ok(Counts([flows, opening, affinity, fragments, host_connections, connections]))
     }
 
@@ -130,8 +130,8 @@ impl Tables {
             Family::V4 => unproven_entries::<[u8; 4]>(),
             Family::V6 => unproven_entries::<[u8; 16]>(),
         };
-        let counted = self.open::<u32, Connections>(table::connections)?.get(&id)?.unwrap_or_default();
-        let collected = self.open::<u32, Collected>(table::collected)?.get(&id)?.unwrap_or_default();
+        let counted = self.open::<u32, Connections>(map_name::connections)?.get(&id)?.unwrap_or_default();
+        let collected = self.open::<u32, Collected>(map_name::collected)?.get(&id)?.unwrap_or_default();
         Ok(counted.open(collected.sum()))
     }
 
@@ -139,12 +139,12 @@ impl Tables {
     pub(super) fn flows(&self, family: Family, clients: &BTreeSet<Client>) -> Result<[Rows; 2]> {
         Ok(match family {
             Family::V4 => [
-                self.flows_of::<[u8; 4]>(table::flows4, clients)?,
-                self.flows_of::<[u8; 4]>(table::opening_flows4, clients)?,
+                self.flows_of::<[u8; 4]>(map_name::flows4, clients)?,
+                self.flows_of::<[u8; 4]>(map_name::opening_flows4, clients)?,
             ],
             Family::V6 => [
-                self.flows_of::<[u8; 16]>(table::flows6, clients)?,
-                self.flows_of::<[u8; 16]>(table::opening_flows6, clients)?,
+                self.flows_of::<[u8; 16]>(map_name::flows6, clients)?,
+                self.flows_of::<[u8; 16]>(map_name::opening_flows6, clients)?,
             ],
         })
     }

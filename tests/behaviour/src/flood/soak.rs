@@ -29,11 +29,11 @@ use super::{
     ends::{CLIENT_PORTS, End, play},
     forged,
     packet::{Ends, Sender},
-    rows::{Client, Counts, TABLES, Tables},
+    rows::{Client, Counts, MAPS, PinnedMaps},
 };
 use crate::{fixtures::BALANCED, world::World};
 
-/// The node whose tables are read.
+/// The node whose maps are read.
 const NODE: u8 = 1;
 /// A flow to the second endpoint is masqueraded.
 const ENDPOINTS: [&str; 2] = ["web-1", "web-2"];
@@ -54,7 +54,7 @@ const UNACKNOWLEDGED: Duration = Duration::from_secs(300);
 /// The pause between two readings of the flow maps while flows end.
 const LOOKS_EACH: Duration = Duration::from_secs(30);
 const LOOKS_EACH_OF_SHORT: Duration = Duration::from_secs(1);
-/// The time that two walks through a full table take on a busy machine.
+/// The time that two walks through a full map take on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Returns what the configuration has beyond the defaults. A full run has no connection that only
@@ -74,20 +74,20 @@ fn configuration(extent: Extent) -> Value {
 pub fn run(world: &mut World, extent: Extent) -> Result<()> {
     world.configure(configuration(extent))?;
     publish(world)?;
-    let tables = Tables::of(&world.lab, NODE);
+    let maps = PinnedMaps::of(&world.lab, NODE);
     let living = Living::open(world, extent)?;
-    let counts = |family| anyhow::Ok((family, tables.counts(family)?));
+    let counts = |family| anyhow::Ok((family, maps.counts(family)?));
     let before = FAMILIES.map(counts).into_iter().collect::<Result<Vec<_>>>()?;
     let stop = AtomicBool::new(false);
     thread::scope(|scope| {
         let exchanging = scope.spawn(|| living.exchange(&stop));
-        let soaked = soak(world, &tables, &living, extent);
+        let soaked = soak(world, &maps, &living, extent);
         stop.store(true, Ordering::Relaxed);
         let alive = exchanging.join().map_err(|_| anyhow!("the thread of living flows has panicked"))?;
         soaked.and(alive)
     })?;
     for (family, before) in before {
-        let after = tables.counts(family)?;
+        let after = maps.counts(family)?;
         let are_no_more = after.others().iter().zip(before.others()).all(|(after, before)| *after <= before);
         ensure!(
             are_no_more,
@@ -99,18 +99,18 @@ pub fn run(world: &mut World, extent: Extent) -> Result<()> {
     Ok(())
 }
 
-fn soak(world: &mut World, tables: &Tables, living: &Living, extent: Extent) -> Result<()> {
-    end_flows(world, tables, extent)?;
+fn soak(world: &mut World, maps: &PinnedMaps, living: &Living, extent: Extent) -> Result<()> {
+    end_flows(world, maps, extent)?;
     if extent.is_full {
-        return until_left(tables, living, UNACKNOWLEDGED + PATIENCE, |_| true);
+        return until_left(maps, living, UNACKNOWLEDGED + PATIENCE, |_| true);
     }
-    until_left(tables, living, PATIENCE, |end| !end.is_unacknowledged())?;
+    until_left(maps, living, PATIENCE, |end| !end.is_unacknowledged())?;
     // The flows that are kept for 300 seconds are the only ones that are left. They may not be kept
     // for longer than connections that are established.
     let mut fields = configuration(extent);
     fields["conntrack"]["tcpEstablishedTimeout"] = json!("30s");
     world.reconfigure(fields)?;
-    until_left(tables, living, PATIENCE, |_| true)
+    until_left(maps, living, PATIENCE, |_| true)
 }
 
 /// Writes the Service whose flows end. Nobody listens at its endpoints, and their kernels answer
@@ -149,7 +149,7 @@ impl Drop for Stop<'_> {
 }
 
 /// Opens as many flows as the extent asks for, and plays both of their sides.
-fn end_flows(world: &World, tables: &Tables, extent: Extent) -> Result<()> {
+fn end_flows(world: &World, maps: &PinnedMaps, extent: Extent) -> Result<()> {
     let lab = &world.lab;
     let _range = ForgedRange::to(lab, OUTSIDE)?;
     let targets = FIRST_TARGET_PORT..FIRST_TARGET_PORT + PORTS;
@@ -172,7 +172,7 @@ fn end_flows(world: &World, tables: &Tables, extent: Extent) -> Result<()> {
             thread::sleep(Duration::from_millis(100));
             if Instant::now() >= look_at {
                 look_at = Instant::now() + if extent.is_full { LOOKS_EACH } else { LOOKS_EACH_OF_SHORT };
-                look(tables, extent, &mut met)?;
+                look(maps, extent, &mut met)?;
             }
         }
         let opened = opening.join().map_err(|_| anyhow!("the thread that opens flows has panicked"));
@@ -187,15 +187,15 @@ fn end_flows(world: &World, tables: &Tables, extent: Extent) -> Result<()> {
 
 /// Notes the kinds of end whose flows have entries in the map of established flows and in that of
 /// opening ones. A full run prints the number of entries.
-fn look(tables: &Tables, extent: Extent, met: &mut [BTreeSet<End>; 2]) -> Result<()> {
+fn look(maps: &PinnedMaps, extent: Extent, met: &mut [BTreeSet<End>; 2]) -> Result<()> {
     for family in FAMILIES {
-        let found = tables.flows(family, &BTreeSet::new())?;
+        let found = maps.flows(family, &BTreeSet::new())?;
         for (met, rows) in met.iter_mut().zip(found) {
             met.extend(rows.of_others.keys().filter_map(|port| End::of_client_port(*port)));
         }
         if extent.is_full {
-            let Counts(counts) = tables.counts(family)?;
-            let rows = TABLES.iter().zip(counts).map(|(table, count)| format!("{table} {count}"));
+            let Counts(counts) = maps.counts(family)?;
+            let rows = MAPS.iter().zip(counts).map(|(map, count)| format!("{map} {count}"));
             eprintln!("soak: {family}: {}", Vec::from_iter(rows).join(", "));
         }
     }
@@ -257,7 +257,7 @@ fn open_flows(extent: Extent) -> Result<()> {
 /// Waits until the flow maps have only the entries of the living flows, and of flows with other
 /// kinds of end than those that must be over.
 fn until_left(
-    tables: &Tables,
+    maps: &PinnedMaps,
     living: &Living,
     limit: Duration,
     is_over: impl Fn(End) -> bool,
@@ -265,7 +265,7 @@ fn until_left(
     const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
     let start = Instant::now();
     wait::until("the rows are those of living flows", limit, || {
-        let left = left(tables, living, &is_over).map_err(|error| format!("{error:#}"))?;
+        let left = left(maps, living, &is_over).map_err(|error| format!("{error:#}"))?;
         if left.is_empty() {
             return Ok(Some(()));
         }
@@ -277,10 +277,10 @@ fn until_left(
 }
 
 /// Describes how the flow maps differ from the entries of the living flows.
-fn left(tables: &Tables, living: &Living, is_over: impl Fn(End) -> bool) -> Result<Vec<String>> {
+fn left(maps: &PinnedMaps, living: &Living, is_over: impl Fn(End) -> bool) -> Result<Vec<String>> {
     let mut left = Vec::new();
     for family in FAMILIES {
-        let [established, opening] = tables.flows(family, &living.clients)?;
+        let [established, opening] = maps.flows(family, &living.clients)?;
         for (name, rows) in [("established", &established), ("opening", &opening)] {
             let mut ended: BTreeMap<String, usize> = BTreeMap::new();
             for (port, count) in &rows.of_others {
@@ -295,7 +295,7 @@ fn left(tables: &Tables, living: &Living, is_over: impl Fn(End) -> bool) -> Resu
         }
         let datagrams = established.of_clients.iter().filter(|((.., protocol), _)| *protocol == PROTOCOL_UDP);
         let (unproven, rows) =
-            (tables.unproven(family)?, datagrams.map(|(_, rows)| rows.len() as u64).sum::<u64>());
+            (maps.unproven(family)?, datagrams.map(|(_, rows)| rows.len() as u64).sum::<u64>());
         if unproven != rows {
             left.push(format!("{family}: {unproven} rows are counted as those of datagrams, and {rows} are"));
         }

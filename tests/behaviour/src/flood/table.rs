@@ -23,7 +23,7 @@ use lab::{
 use super::{
     Extent, ForgedRange, at_pace, forged,
     packet::{ACK, Ends, FIN, RST, SYN, Segment, Sender, datagram, fragment, icmp_error, segment},
-    rows::{Counts, TABLES, Tables},
+    rows::{Counts, MAPS, PinnedMaps},
 };
 use crate::{
     fixtures::{BALANCED, PORT, SERVICES},
@@ -190,7 +190,7 @@ pub struct Found {
 impl Found {
     /// Returns the heading of the printed table.
     pub fn heading() -> String {
-        let columns = ["flood", "packets/s"].into_iter().chain(TABLES).chain(["live on", "quiet opened"]);
+        let columns = ["flood", "packets/s"].into_iter().chain(MAPS).chain(["live on", "quiet opened"]);
         let columns = Vec::from_iter(columns);
         format!("| {} |\n|{}", columns.join(" | "), "---|".repeat(columns.len()))
     }
@@ -245,14 +245,14 @@ pub fn publish(lab: &Lab, objects: &mut Objects, extent: Extent) -> Result<()> {
 
 /// Runs one flood. A full run waits until its entries are gone.
 pub fn run(world: &World, flood: &Flood, extent: Extent) -> Result<Found> {
-    let tables = Tables::of(&world.lab, NODE);
+    let maps = PinnedMaps::of(&world.lab, NODE);
     let targets = flood.to.addresses(flood.family, extent);
     let _range = ForgedRange::to_nowhere(&world.lab)?;
     let outside = world.agent(OUTSIDE)?;
     let held = hold(outside, &targets)?;
     let before = wait::until("the connections are established", ESTABLISHED_WITHIN, || {
         let lost = outside.ping_many(&held).map_err(|error| format!("{error:#}"))?;
-        let now = tables.counts(flood.family).map_err(|error| format!("{error:#}"))?;
+        let now = maps.counts(flood.family).map_err(|error| format!("{error:#}"))?;
         let is_established = lost.is_empty() && now.flows() >= LEAST_ROWS * HELD;
         if is_established { Ok(Some(now)) } else { Err(format!("{now:?}, {} are lost", lost.len())) }
     })?;
@@ -262,7 +262,7 @@ pub fn run(world: &World, flood: &Flood, extent: Extent) -> Result<Found> {
         ..Load::new(Protocol::Tcp, world.node_port(&BALANCED, NODE, flood.family)?)
     };
     let quiet = outside.start_load(&quiet)?;
-    let flooded = flood_beside(world, &tables, flood, &targets, extent);
+    let flooded = flood_beside(world, &maps, flood, &targets, extent);
     let tally = outside.stop_load(quiet)?;
     let (per_second, most) = flooded?;
     let lost = outside.ping_many(&held)?;
@@ -283,9 +283,9 @@ pub fn run(world: &World, flood: &Flood, extent: Extent) -> Result<Found> {
     };
     let start = Instant::now();
     if extent.is_full {
-        until_back(&tables, flood.family, &before)?;
+        until_back(&maps, flood.family, &before)?;
     }
-    found.after = tables.counts(flood.family)?;
+    found.after = maps.counts(flood.family)?;
     eprintln!("{} ({} s until the rows were back)", found.row(), start.elapsed().as_secs());
     held.into_iter().try_for_each(|connection| outside.release(connection))?;
     ensure!(lost.is_empty(), "{} of {} connections are lost: {:?}", lost.len(), found.held, lost.first());
@@ -307,7 +307,7 @@ fn hold(outside: &Agent, targets: &[SocketAddr]) -> Result<Vec<usize>> {
 /// Returns the number of packets a second, and the largest number of entries seen in each map.
 fn flood_beside(
     world: &World,
-    tables: &Tables,
+    maps: &PinnedMaps,
     flood: &Flood,
     targets: &[SocketAddr],
     extent: Extent,
@@ -324,7 +324,7 @@ fn flood_beside(
         let mut most = Counts::default();
         while !is_over.load(Ordering::Relaxed) {
             thread::sleep(BETWEEN_LOOKS);
-            most = most.most(&tables.counts(flood.family)?);
+            most = most.most(&maps.counts(flood.family)?);
         }
         let sent = sending.join().map_err(|_| anyhow!("the thread of the flood has panicked"))?;
         Ok((sent.with_context(|| flood.name)?, most))
@@ -355,10 +355,10 @@ fn send(flood: &Flood, targets: &[SocketAddr], extent: Extent) -> Result<f64> {
 
 /// Waits until the flood has left no flow and no client of session affinity. Entries of fragments
 /// are left: only other fragments replace them.
-fn until_back(tables: &Tables, family: Family, before: &Counts) -> Result<()> {
+fn until_back(maps: &PinnedMaps, family: Family, before: &Counts) -> Result<()> {
     const BETWEEN_LOOKS: Duration = Duration::from_secs(1);
     wait::until("the rows are back", BACK_WITHIN, || {
-        let now = tables.counts(family).map_err(|error| format!("{error:#}"))?;
+        let now = maps.counts(family).map_err(|error| format!("{error:#}"))?;
         let is_back = now.flows() == before.flows()
             && now.opening_flows() <= before.opening_flows()
             && now.affinity() <= before.affinity();
@@ -366,6 +366,6 @@ fn until_back(tables: &Tables, family: Family, before: &Counts) -> Result<()> {
             return Ok(Some(()));
         }
         thread::sleep(BETWEEN_LOOKS);
-        Err(format!("{:?} now, {:?} before, of {TABLES:?}", now.0, before.0))
+        Err(format!("{:?} now, {:?} before, of {MAPS:?}", now.0, before.0))
     })
 }

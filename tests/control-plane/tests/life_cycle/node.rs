@@ -203,7 +203,7 @@ impl Node {
 
 /// Expects the maps to be there and empty.
 pub(crate) fn nothing_is_programmed(own: &Node) -> Result<()> {
-    let services = until("the tables", || Ok(own.services().ok()), String::new)?;
+    let services = until("the maps", || Ok(own.services().ok()), String::new)?;
     ensure!(services == json!([]), "programmed before all was listed: {services}");
     Ok(())
 }

@@ -27,7 +27,7 @@ use crate::{
     katran::Katran,
     restored::Restored,
     wire::{Cut, Endpoint, KnownAddress, Segment, tcp},
-    world::{FlowOf, Globals, LOOPBACK, Tables, Verdict, World, frame_context, packet_context},
+    world::{FlowOf, Globals, LOOPBACK, Maps, Verdict, World, frame_context, packet_context},
 };
 
 const FIGURES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/benchmarks/nanoseconds.txt");
@@ -86,7 +86,7 @@ const DIRECT: Known = Known { frontend: direct::LOAD_BALANCER, backend: REMOTE, 
 const DIRECT_HERE: Known = Known { frontend: direct::LOAD_BALANCER, ..PLAIN };
 
 impl Known {
-    fn flow<W: Tables>(&self, number: u32) -> Result<FlowOf<W>> {
+    fn flow<W: Maps>(&self, number: u32) -> Result<FlowOf<W>> {
         let (low, high) = (u16::try_from(number % CLIENT_PORTS)?, u16::try_from(number / CLIENT_PORTS)?);
         let mut flow = FlowOf::<W>::default();
         (flow.client, flow.protocol, flow.service) = (W::address(self.client.0), PROTOCOL_TCP, 1);
@@ -111,7 +111,7 @@ impl Known {
         Ok(flow)
     }
 
-    fn put<W: Tables>(&self, world: &World, count: u32) -> Result<()> {
+    fn put<W: Maps>(&self, world: &World, count: u32) -> Result<()> {
         let numbers: Vec<_> = (0..count).collect();
         for some in numbers.chunks(16_384) {
             let flows = some.iter().map(|number| self.flow::<W>(*number)).collect::<Result<Vec<_>>>()?;
@@ -127,20 +127,20 @@ impl Known {
         Ok(())
     }
 
-    fn to_frontend<W: Tables>(self) -> Packet {
+    fn to_frontend<W: Maps>(self) -> Packet {
         Packet::from_client::<W>(&tcp(self.client, self.frontend, TCP_ACK))
     }
 
-    fn to_backend<W: Tables>(self) -> Packet {
+    fn to_backend<W: Maps>(self) -> Packet {
         Packet::from_client::<W>(&tcp(self.client, self.backend, TCP_ACK))
     }
 
     /// Makes the backend's answer as it is sent, to the client that the backend's side sees.
-    fn answer<W: Tables>(&self) -> Packet {
+    fn answer<W: Maps>(&self) -> Packet {
         Packet::to_client::<W>(&tcp(self.node, self.backend, 0).answer(TCP_ACK))
     }
 
-    fn answer_inside<W: Tables>(&self) -> Packet {
+    fn answer_inside<W: Maps>(&self) -> Packet {
         Packet::to_client::<W>(&tcp(self.client, self.backend, 0).answer(TCP_ACK))
     }
 }
@@ -155,25 +155,25 @@ struct Packet {
 }
 
 impl Packet {
-    fn from_client<W: Tables>(segment: &Segment) -> Self {
+    fn from_client<W: Maps>(segment: &Segment) -> Self {
         let at = 14 + direct::ip_header::<W>();
         Self { bytes: segment.bytes::<W>(), places: [Some(at), Some(at + 2)] }
     }
 
-    fn to_client<W: Tables>(segment: &Segment) -> Self {
+    fn to_client<W: Maps>(segment: &Segment) -> Self {
         let at = 14 + direct::ip_header::<W>();
         Self { bytes: segment.bytes::<W>(), places: [Some(at + 2), Some(at)] }
     }
 
-    fn alone<W: Tables>(segment: &Segment) -> Self {
+    fn alone<W: Maps>(segment: &Segment) -> Self {
         Self { bytes: segment.bytes::<W>(), places: [None; 2] }
     }
 
-    fn opening<W: Tables>() -> Self {
+    fn opening<W: Maps>() -> Self {
         Self::from_client::<W>(&tcp(FROM, CLUSTER_IP, TCP_SYN))
     }
 
-    fn fragment<W: Tables>(later: usize) -> Self {
+    fn fragment<W: Maps>(later: usize) -> Self {
         let segment = Segment { payload: vec![7; 100], ..tcp(FROM, CLUSTER_IP, TCP_ACK) };
         let bytes = segment.fragments::<W>(Cut { id: 0, piece: 64 }).swap_remove(later);
         // `id` is the offset of the fragment's id. In IPv6, its lower half ends the fragment
@@ -271,7 +271,7 @@ enum Runs {
 
 type Prepare<W> = Box<dyn Fn(&mut Scene<W>) -> Result<Devices>>;
 
-struct Path<W: Tables + 'static> {
+struct Path<W: Maps + 'static> {
     name: String,
     globals: Globals,
     sizes: &'static [u32],
@@ -283,7 +283,7 @@ struct Path<W: Tables + 'static> {
     step: Step,
 }
 
-impl<W: Tables + 'static> Path<W> {
+impl<W: Maps + 'static> Path<W> {
     fn new(name: impl Into<String>, step: Step) -> Self {
         Self {
             name: name.into(),
@@ -372,7 +372,7 @@ pub(crate) fn run(object: &[u8], filter: &str) -> Result<()> {
     Ok(())
 }
 
-fn family<W: Tables + 'static>(object: &[u8], filter: &str) -> Result<String> {
+fn family<W: Maps + 'static>(object: &[u8], filter: &str) -> Result<String> {
     let mut paths = paths::<W>();
     paths.retain(|path| path.name.contains(filter));
     let mut cells = vec![[const { String::new() }; SIZES.len()]; paths.len()];

@@ -18,11 +18,11 @@ use crate::{
         scene::*,
     },
     wire::{KnownAddress, tcp, udp},
-    world::{Globals, Tables, Verdict},
+    world::{Globals, Maps, Verdict},
 };
 
 /// Returns every path of a packet that is measured.
-pub(super) fn paths<W: Tables + 'static>() -> Vec<Path<W>> {
+pub(super) fn paths<W: Maps + 'static>() -> Vec<Path<W>> {
     let mut paths = of_no_flow::<W>();
     paths.extend(translated::<W>());
     paths.extend(of_new_flows::<W>());
@@ -31,7 +31,7 @@ pub(super) fn paths<W: Tables + 'static>() -> Vec<Path<W>> {
     paths
 }
 
-fn of_no_flow<W: Tables + 'static>() -> Vec<Path<W>> {
+fn of_no_flow<W: Maps + 'static>() -> Vec<Path<W>> {
     let stranger = Packet::alone::<W>(&tcp(FROM, STRANGER, TCP_ACK));
     let mut neither = stranger.clone();
     neither.bytes[12] = 0x88;
@@ -62,7 +62,7 @@ fn of_no_flow<W: Tables + 'static>() -> Vec<Path<W>> {
     paths
 }
 
-fn translated<W: Tables + 'static>() -> Vec<Path<W>> {
+fn translated<W: Maps + 'static>() -> Vec<Path<W>> {
     let known = |name, known: Known, program, packet: Packet| {
         Path::known(name, known, Step::translates(program, packet))
     };
@@ -101,7 +101,7 @@ fn translated<W: Tables + 'static>() -> Vec<Path<W>> {
     ]
 }
 
-fn of_new_flows<W: Tables + 'static>() -> Vec<Path<W>> {
+fn of_new_flows<W: Maps + 'static>() -> Vec<Path<W>> {
     /// Watches one of `one_of` events.
     fn watched(one_of: u32) -> EventControl {
         EventControl::new(u64::MAX, Reason::ALL.iter().copied(), one_of.into())
@@ -148,7 +148,7 @@ fn of_new_flows<W: Tables + 'static>() -> Vec<Path<W>> {
     paths
 }
 
-fn direct_paths<W: Tables + 'static>() -> Vec<Path<W>> {
+fn direct_paths<W: Maps + 'static>() -> Vec<Path<W>> {
     let mut paths = Vec::new();
     for (way, label) in direct::WAYS {
         let dialled = move |s: &mut Scene<W>| {
@@ -191,7 +191,7 @@ fn direct_paths<W: Tables + 'static>() -> Vec<Path<W>> {
     paths
 }
 
-fn skip_stack<W: Tables + 'static>() -> Vec<Path<W>> {
+fn skip_stack<W: Maps + 'static>() -> Vec<Path<W>> {
     let sent = |packet| Step::forwards(packet, Verdict::SentBack);
     // The stack forwards the first packets of a flow before XDP does.
     let first = tcp(FROM, NODE_PORT, TCP_SYN);
@@ -227,12 +227,12 @@ fn skip_stack<W: Tables + 'static>() -> Vec<Path<W>> {
     ]
 }
 
-fn with_uplink<W: Tables>(s: &mut Scene<W>) -> Result<Devices> {
+fn with_uplink<W: Maps>(s: &mut Scene<W>) -> Result<Devices> {
     let uplink = Uplink::new::<W>(s.world)?.and_neighbours::<W>()?;
     Ok(Devices { uplink: Some(uplink), pod: None })
 }
 
-fn with_pod<W: Tables>(s: &mut Scene<W>) -> Result<Devices> {
+fn with_pod<W: Maps>(s: &mut Scene<W>) -> Result<Devices> {
     let (uplink, pod) = redirect::node_with_pod(s)?;
     Ok(Devices { uplink: Some(uplink), pod: Some(pod) })
 }

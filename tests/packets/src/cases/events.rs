@@ -8,12 +8,12 @@ use proxy_common::{layout::*, packet::TCP_ACK, reason::Reason};
 use super::{Group, Scene, refused::refusals::refused, scene::*};
 use crate::{
     wire::{Endpoint, KnownAddress},
-    world::Tables,
+    world::Maps,
 };
 
 const EXTERNAL: Endpoint = (KnownAddress::External, 80);
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("events: a flow that opens", |s| {
         s.cluster_ip()?;
         watch(s)?;
@@ -109,12 +109,12 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-fn watch<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn watch<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     s.world.set_event_control(EventControl::new(u64::MAX, Reason::ALL.iter().copied(), 1))
 }
 
 /// Makes the event of this reason, from the usual client to `frontend`.
-fn expected<W: Tables>(s: &Scene<W>, reason: Reason, frontend: Endpoint) -> Event {
+fn expected<W: Maps>(s: &Scene<W>, reason: Reason, frontend: Endpoint) -> Event {
     let mut event = Event::new(0, reason as u32);
     event.protocol = s.protocol;
     event.family = if W::Address::BITS == u32::BITS { 4 } else { 6 };
@@ -123,7 +123,7 @@ fn expected<W: Tables>(s: &Scene<W>, reason: Reason, frontend: Endpoint) -> Even
     event
 }
 
-fn bytes<W: Tables>(end: Endpoint) -> [u8; 16] {
+fn bytes<W: Maps>(end: Endpoint) -> [u8; 16] {
     let (address, mut bytes) = (W::address(end.0), [0; 16]);
     let address = address.as_ref();
     bytes[..address.len()].copy_from_slice(address);
@@ -131,7 +131,7 @@ fn bytes<W: Tables>(end: Endpoint) -> [u8; 16] {
 }
 
 /// Adds a backend of service 1 to an event.
-fn with_backend<W: Tables>(mut of: Event, backend: Endpoint, id: u32) -> Event {
+fn with_backend<W: Maps>(mut of: Event, backend: Endpoint, id: u32) -> Event {
     (of.backend, of.backend_port) = (bytes::<W>(backend), backend.1);
     (of.backend_id, of.service) = (id, 1);
     of
@@ -139,7 +139,7 @@ fn with_backend<W: Tables>(mut of: Event, backend: Endpoint, id: u32) -> Event {
 
 /// Expects exactly these events since they were last read, in this order. Each must have a time in
 /// between.
-fn told<W: Tables>(s: &mut Scene<W>, expected: &[Event]) -> Result<()> {
+fn told<W: Maps>(s: &mut Scene<W>, expected: &[Event]) -> Result<()> {
     let now = proxy_ctl::sys::proc::clock::since_boot();
     let mut events = s.world.events()?;
     for event in &mut events {
@@ -150,11 +150,11 @@ fn told<W: Tables>(s: &mut Scene<W>, expected: &[Event]) -> Result<()> {
     Ok(())
 }
 
-fn open<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
+fn open<W: Maps>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
     s.opens("workload_ingress", client, CLUSTER_IP, LOCAL).map(drop)
 }
 
-fn refuse<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn refuse<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     let packet = s.first(CLIENT, CLUSTER_IP);
     s.send("workload_ingress", &packet, Expect::Answered(refused::<W>(&packet)))
 }

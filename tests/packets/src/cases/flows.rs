@@ -11,10 +11,10 @@ use proxy_common::{
 use super::{Group, Scene, WorldKind, scene::*};
 use crate::{
     wire::{Endpoint, KnownAddress, Segment},
-    world::{FLOWS, Tables},
+    world::{FLOWS, Maps},
 };
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.tcp::<W>("in the middle of a connection that is not ours", |s| {
         s.cluster_ip()?;
         s.send("workload_ingress", &s.packet(CLIENT, CLUSTER_IP, TCP_ACK), Expect::Untouched)?;
@@ -56,7 +56,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         move_service(s)?;
         let data = Segment { payload: vec![0xa5; 333], ..s.packet(CLIENT, CLUSTER_IP, TCP_ACK) };
         s.send("workload_ingress", &data, reset_by::<W>(&data))?;
-        ensure!(s.flow_counts()? == (2, 0), "a flow that was reset leaves the table that does not evict");
+        ensure!(s.flow_counts()? == (2, 0), "a flow that was reset leaves the map that does not evict");
         // The answer may be lost. A RST gets no answer.
         s.send("workload_ingress", &data, reset_by::<W>(&data))?;
         sends(s, CLIENT, TCP_RST)?;
@@ -82,7 +82,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.frontend(CLUSTER_IP, 2, 0)?;
         s.world.raise_epoch()?;
         let data = sends(s, CLIENT, TCP_ACK)?;
-        ensure!(s.flow_of(Stage::Established, CLIENT)?.epoch == 1, "it was not compared with the tables");
+        ensure!(s.flow_of(Stage::Established, CLIENT)?.epoch == 1, "it was not compared with the maps");
         W::remove_backend(&mut s.world.ebpf, 21)?;
         s.world.raise_epoch()?;
         s.send("workload_ingress", &data, Expect::Becomes(&data.to(LOCAL)))
@@ -120,7 +120,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.tcp::<W>("SYN after both have closed", |s| {
         establish(s)?;
         close(s)?;
-        ensure!(s.flow_counts()? == (2, 0), "what has ended leaves the table that does not evict");
+        ensure!(s.flow_counts()? == (2, 0), "what has ended leaves the map that does not evict");
         // The last segments are sent again.
         close(s)?;
         new_connection_moves(s)
@@ -137,12 +137,12 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     group.tcp::<W>("SYN after a reset of either", |s| {
         establish(s)?;
         sends(s, CLIENT, TCP_RST)?;
-        ensure!(s.flow_counts()? == (2, 0), "what has ended leaves the table that does not evict");
+        ensure!(s.flow_counts()? == (2, 0), "what has ended leaves the map that does not evict");
         s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
         answered(s, CLIENT, TCP_SYN | TCP_ACK)?;
         sends(s, CLIENT, TCP_ACK)?;
         answered(s, CLIENT, TCP_RST)?;
-        ensure!(s.flow_counts()? == (2, 0), "what has ended leaves the table that does not evict");
+        ensure!(s.flow_counts()? == (2, 0), "what has ended leaves the map that does not evict");
         s.counted(&[(Reason::FlowOpened, 2), (Reason::FlowReplaced, 1)])
     });
     group.tcp::<W>("a thousand connections one after another take the room of one", |s| {
@@ -320,7 +320,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
     // Each flow takes two of the 65,536 entries. A batch is answered once all its flows are
     // open.
-    group.tcp::<W>("new flows outlive old ones in a table that is full of busy flows", |s| {
+    group.tcp::<W>("new flows outlive old ones in a map that is full of busy flows", |s| {
         const BUSY: u16 = 32_700;
         const BATCH: u16 = 100;
         s.cluster_ip()?;
@@ -419,26 +419,26 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 const OTHER: (KnownAddress, u16) = (KnownAddress::RemoteBackend, 9090);
 
 /// Sends the client's segment, which must reach the backend.
-fn sends<W: Tables>(s: &mut Scene<W>, client: Endpoint, flags: u8) -> Result<Segment> {
+fn sends<W: Maps>(s: &mut Scene<W>, client: Endpoint, flags: u8) -> Result<Segment> {
     let packet = s.packet(client, CLUSTER_IP, flags);
     s.send("workload_ingress", &packet, Expect::Becomes(&packet.to(LOCAL)))?;
     Ok(packet)
 }
 
 /// Sends the backend's segment, which must reach the client.
-fn answered<W: Tables>(s: &mut Scene<W>, client: Endpoint, flags: u8) -> Result<Segment> {
+fn answered<W: Maps>(s: &mut Scene<W>, client: Endpoint, flags: u8) -> Result<Segment> {
     let answer = s.answer(LOCAL, client, flags);
     s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
     Ok(answer)
 }
 
 /// Sends the first packets of a connection, until its flow is established.
-fn establish<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn establish<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     s.cluster_ip()?;
     establish_from(s, CLIENT)
 }
 
-fn establish_from<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
+fn establish_from<W: Maps>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
     let first = s.opens("workload_ingress", client, CLUSTER_IP, LOCAL)?;
     let answer = answered(s, client, TCP_SYN | TCP_ACK)?;
     sends(s, client, TCP_ACK)?;
@@ -450,7 +450,7 @@ fn establish_from<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
 
 /// Sends more packets where a flow needs them: datagrams establish a flow once both sides have sent
 /// for some seconds.
-fn sustain<W: Tables>(s: &mut Scene<W>, first: &Segment, answer: &Segment) -> Result<()> {
+fn sustain<W: Maps>(s: &mut Scene<W>, first: &Segment, answer: &Segment) -> Result<()> {
     if s.protocol == PROTOCOL_UDP {
         s.age(Stage::Opening)?;
         s.send("workload_egress", answer, Expect::Becomes(&answer.from(CLUSTER_IP)))?;
@@ -460,14 +460,14 @@ fn sustain<W: Tables>(s: &mut Scene<W>, first: &Segment, answer: &Segment) -> Re
 }
 
 /// Gives the service another backend, and removes the old one.
-fn move_service<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn move_service<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     s.service(1, &[(21, OTHER, true)])?;
     W::remove_backend(&mut s.world.ebpf, 11)?;
     s.world.raise_epoch()
 }
 
 /// Returns the reset that the client gets for a segment with an acknowledgement.
-fn reset_by<W: Tables>(segment: &Segment) -> Expect<'static> {
+fn reset_by<W: Maps>(segment: &Segment) -> Expect<'static> {
     let reset = segment.answer(TCP_RST);
     let number = segment.acknowledgement;
     let reset = Segment {
@@ -482,19 +482,19 @@ fn reset_by<W: Tables>(segment: &Segment) -> Expect<'static> {
     Expect::Answered(reset.bytes::<W>())
 }
 
-fn new_connection_moves<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn new_connection_moves<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     s.service(1, &[(21, OTHER, true)])?;
     s.opens("workload_ingress", CLIENT, CLUSTER_IP, OTHER)?;
     ensure!(s.flow_counts()? == (2, 0), "entries {:?}", s.flow_counts()?);
     s.counted(&[(Reason::FlowOpened, 2), (Reason::FlowReplaced, 1)])
 }
 
-fn close<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn close<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     close_from(s, CLIENT)
 }
 
 /// Closes the connection from both sides. Each side acknowledges the other's FIN.
-pub(super) fn close_from<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
+pub(super) fn close_from<W: Maps>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
     sends(s, client, TCP_FIN | TCP_ACK)?;
     let fin = s.answer(LOCAL, client, TCP_FIN | TCP_ACK);
     let fin = Segment { acknowledgement: fin.acknowledgement + 1, ..fin };
@@ -504,7 +504,7 @@ pub(super) fn close_from<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Resul
     s.send("workload_ingress", &last, Expect::Becomes(&last.to(LOCAL)))
 }
 
-fn syn_stays<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn syn_stays<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     s.service(1, &[(21, OTHER, true)])?;
     s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
     ensure!(s.flow_counts()? == (2, 2), "entries {:?}", s.flow_counts()?);
@@ -512,7 +512,7 @@ fn syn_stays<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 }
 
 /// Sends segments whose ports and addresses are right, but whose sequence numbers are not.
-fn forged<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn forged<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     establish(s)?;
     let forged = |packet: Segment| Segment { sequence: packet.sequence.wrapping_add(1 << 30), ..packet };
     for flags in [TCP_RST, TCP_RST | TCP_ACK, TCP_FIN, TCP_FIN | TCP_ACK] {

@@ -12,10 +12,10 @@ use proxy_common::{
 use super::{Group, Scene, scene::*};
 use crate::{
     wire::{Cut, Extra, KnownAddress, Link, Segment},
-    world::{FRAGMENTS, Tables, Verdict},
+    world::{FRAGMENTS, Maps, Verdict},
 };
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("in fragments, there and back", |s| there_and_back(s, &[0, 1, 2, 3], |packet| packet));
     group.both::<W>("in fragments, the later ones in any order and twice", |s| {
         there_and_back(s, &[0, 3, 1, 3, 2], |packet| packet)
@@ -36,7 +36,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.cluster_ip()?;
         let first = s.first(CLIENT, CLUSTER_IP);
         expect(s, "workload_ingress", &first, &first.to(LOCAL), &[0])?;
-        ensure!(W::fragment_table(&mut s.world.ebpf)?.keys().count() == 0);
+        ensure!(W::fragment_map(&mut s.world.ebpf)?.keys().count() == 0);
         s.counted(&[(Reason::FlowOpened, 1)])
     });
     group.both::<W>("in fragments, masqueraded and back", |s| {
@@ -84,12 +84,12 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.cluster_ip()?;
         let first = long(s.first(CLIENT, CLUSTER_IP));
         expect(s, "workload_ingress", &first, &first.to(LOCAL), &[0, 1])?;
-        let mut table = W::fragment_table(&mut s.world.ebpf)?;
-        let records = table.iter().collect::<Result<Vec<_>, _>>()?;
+        let mut map = W::fragment_map(&mut s.world.ebpf)?;
+        let records = map.iter().collect::<Result<Vec<_>, _>>()?;
         ensure!(records.len() == 1, "{records:?}");
         for (key, mut record) in records {
             record.seen = record.seen.saturating_sub(31_000_000_000);
-            table.insert(key, record, 0)?;
+            map.insert(key, record, 0)?;
         }
         expect(s, "workload_ingress", &first, &first, &[2])?;
         s.counted(&[(Reason::FlowOpened, 1), (Reason::Fragment, 1)])
@@ -143,7 +143,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         s.send_bytes("workload_ingress", &fragments[1], Expect::Untouched)?;
         s.counted(&[(Reason::Malformed, 1), (Reason::Fragment, 1)])
     });
-    group.both::<W>("more packets in fragments than the table holds", |s| {
+    group.both::<W>("more packets in fragments than the map holds", |s| {
         s.cluster_ip()?;
         let packets = 4 * FRAGMENTS as u16;
         let first = long(s.first(CLIENT, CLUSTER_IP));
@@ -158,7 +158,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
                 )?;
             }
         }
-        let records = W::fragment_table(&mut s.world.ebpf)?.keys().count();
+        let records = W::fragment_map(&mut s.world.ebpf)?.keys().count();
         ensure!((1..=FRAGMENTS as usize).contains(&records), "{records} records");
         // The record of the first packet has been evicted.
         s.send_bytes("workload_ingress", &first.fragments::<W>(Cut { id: 0, ..CUT })[1], Expect::Untouched)?;
@@ -189,7 +189,7 @@ fn long(packet: Segment) -> Segment {
 
 /// Sends the fragments with these numbers in this order. Each must become the fragment of `becomes`
 /// with its number.
-fn expect<W: Tables>(
+fn expect<W: Maps>(
     s: &mut Scene<W>,
     program: &str,
     packet: &Segment,
@@ -203,11 +203,7 @@ fn expect<W: Tables>(
     Ok(())
 }
 
-fn there_and_back<W: Tables>(
-    s: &mut Scene<W>,
-    order: &[usize],
-    change: fn(Segment) -> Segment,
-) -> Result<()> {
+fn there_and_back<W: Maps>(s: &mut Scene<W>, order: &[usize], change: fn(Segment) -> Segment) -> Result<()> {
     s.cluster_ip()?;
     let first = change(long(s.first(CLIENT, CLUSTER_IP)));
     let inside = first.to(LOCAL);

@@ -11,7 +11,7 @@ use proxy_common::{
 use super::{Group, Scene, WorldKind, refused::refusals::refused, scene::*};
 use crate::{
     wire::{Cut, DESTINATION_OPTIONS, Extra, HOP_BY_HOP, Segment},
-    world::Tables,
+    world::Maps,
 };
 
 const ROUTING: u8 = 43;
@@ -105,7 +105,7 @@ fn untouched(s: &mut Scene<V6>, extra: Extra, counted: &[(Reason, u64)]) -> Resu
     s.counted(counted)
 }
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("with options, there and back", |s| {
         translated(s, |packet| Segment { extra: Extra::Options, ..packet })
     });
@@ -276,14 +276,14 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-fn expect_translated<W: Tables>(s: &mut Scene<W>, packet: &Segment) -> Result<()> {
+fn expect_translated<W: Maps>(s: &mut Scene<W>, packet: &Segment) -> Result<()> {
     s.send("workload_ingress", packet, Expect::Becomes(&packet.to(LOCAL)))?;
     let answer = packet.to(LOCAL).answer(TCP_SYN | TCP_ACK);
     s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))
 }
 
 /// Sends the first packet of a connection after `change`, and expects it to be translated.
-fn translated<W: Tables>(s: &mut Scene<W>, change: fn(Segment) -> Segment) -> Result<()> {
+fn translated<W: Maps>(s: &mut Scene<W>, change: fn(Segment) -> Segment) -> Result<()> {
     s.cluster_ip()?;
     let packet = change(s.first(CLIENT, CLUSTER_IP));
     expect_translated(s, &packet)
@@ -297,7 +297,7 @@ fn shortest(whole: &[u8]) -> usize {
 
 /// Expects each shorter packet to go on unchanged, because its header says that more should be
 /// there.
-fn all_cut_short<W: Tables>(s: &mut Scene<W>, whole: &[u8]) -> Result<()> {
+fn all_cut_short<W: Maps>(s: &mut Scene<W>, whole: &[u8]) -> Result<()> {
     for length in shortest(whole)..whole.len() {
         for program in PROGRAMS {
             s.send_bytes(program, &whole[..length], Expect::Untouched)?;
@@ -307,7 +307,7 @@ fn all_cut_short<W: Tables>(s: &mut Scene<W>, whole: &[u8]) -> Result<()> {
     s.counted(&[(Reason::Malformed, cut)])
 }
 
-fn cut_short<W: Tables>(s: &mut Scene<W>, change: fn(Segment) -> Segment) -> Result<()> {
+fn cut_short<W: Maps>(s: &mut Scene<W>, change: fn(Segment) -> Segment) -> Result<()> {
     s.cluster_ip()?;
     let whole = change(s.first(CLIENT, CLUSTER_IP)).bytes::<W>();
     all_cut_short(s, &whole)

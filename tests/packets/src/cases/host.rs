@@ -11,9 +11,9 @@ use proxy_common::{
 };
 
 use super::{Group, Scene, refused::refusals::refused, scene::*};
-use crate::{wire::KnownAddress, world::Tables};
+use crate::{wire::KnownAddress, world::Maps};
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.host::<W>("of the node itself to a backend elsewhere and back", |s| {
         s.service(1, &[(12, REMOTE, false)])?;
         s.frontend(CLUSTER_IP, 1, 0)?;
@@ -43,7 +43,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-fn there_and_back<W: Tables>(s: &mut Scene<W>, backend: (KnownAddress, u16), ingress: &str) -> Result<()> {
+fn there_and_back<W: Maps>(s: &mut Scene<W>, backend: (KnownAddress, u16), ingress: &str) -> Result<()> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     let first = s.first(PROCESS, CLUSTER_IP);
     let output = s.world.run("uplink_egress", &first.bytes::<W>())?;

@@ -6,10 +6,10 @@ use proxy_common::packet::{TCP_ACK, TCP_SYN};
 use super::{Group, Scene, scene::*};
 use crate::{
     wire::{Endpoint, KnownAddress, Segment},
-    world::Tables,
+    world::Maps,
 };
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("quoted by its backend on this node", |s| {
         s.cluster_ip()?;
         let first = s.opens("workload_ingress", CLIENT, CLUSTER_IP, LOCAL)?;
@@ -72,7 +72,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 }
 
 /// Sends the error through a program, and expects another one.
-fn expect<W: Tables>(
+fn expect<W: Maps>(
     s: &mut Scene<W>,
     program: &str,
     (source, destination, quoted): (KnownAddress, KnownAddress, &Segment),
@@ -84,7 +84,7 @@ fn expect<W: Tables>(
 
 /// Opens a flow of a client outside to a backend elsewhere. Returns its first packet, and the end
 /// that replaces the client.
-fn masqueraded<W: Tables>(s: &mut Scene<W>) -> Result<(Segment, Endpoint)> {
+fn masqueraded<W: Maps>(s: &mut Scene<W>) -> Result<(Segment, Endpoint)> {
     s.node_port_elsewhere()?;
     let first = s.opens("uplink_ingress", CLIENT, NODE_PORT, REMOTE)?;
     s.world.run("uplink_egress", &first.to(REMOTE).bytes::<W>())?;
@@ -92,7 +92,7 @@ fn masqueraded<W: Tables>(s: &mut Scene<W>) -> Result<(Segment, Endpoint)> {
     Ok((first, node))
 }
 
-fn of_masqueraded<W: Tables>(s: &mut Scene<W>, teller: KnownAddress) -> Result<()> {
+fn of_masqueraded<W: Maps>(s: &mut Scene<W>, teller: KnownAddress) -> Result<()> {
     let (first, node) = masqueraded(s)?;
     let inside = first.to(REMOTE);
     let sent = inside.from(node);
@@ -100,7 +100,7 @@ fn of_masqueraded<W: Tables>(s: &mut Scene<W>, teller: KnownAddress) -> Result<(
     expect(s, "uplink_egress", (teller, CLIENT.0, &inside), (NODE_PORT.0, CLIENT.0, &first))
 }
 
-fn of_answer<W: Tables>(s: &mut Scene<W>, teller: KnownAddress) -> Result<()> {
+fn of_answer<W: Maps>(s: &mut Scene<W>, teller: KnownAddress) -> Result<()> {
     let (first, node) = masqueraded(s)?;
     let answer = first.answer(TCP_SYN | TCP_ACK);
     let inside = answer.from(REMOTE);

@@ -24,7 +24,7 @@ use proxy_common::{
     layout::{PROTOCOL_TCP, PROTOCOL_UDP},
 };
 
-use crate::world::{Tables, World};
+use crate::world::{Maps, World};
 use scene::Scene;
 
 pub(crate) struct Case {
@@ -57,7 +57,7 @@ pub(crate) struct Group {
 }
 
 impl Group {
-    fn add<W: Tables + 'static>(
+    fn add<W: Maps + 'static>(
         &mut self,
         name: &str,
         protocol: u8,
@@ -72,35 +72,35 @@ impl Group {
         });
     }
 
-    fn each<W: Tables + 'static>(&mut self, protocols: &[u8], world: WorldKind, name: &str, body: Body<W>) {
+    fn each<W: Maps + 'static>(&mut self, protocols: &[u8], world: WorldKind, name: &str, body: Body<W>) {
         protocols.iter().for_each(|protocol| self.add(name, *protocol, world, body));
     }
 
-    fn tcp<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
+    fn tcp<W: Maps + 'static>(&mut self, name: &str, body: Body<W>) {
         self.each(&[PROTOCOL_TCP], WorldKind::Usual, name, body);
     }
 
-    fn udp<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
+    fn udp<W: Maps + 'static>(&mut self, name: &str, body: Body<W>) {
         self.each(&[PROTOCOL_UDP], WorldKind::Usual, name, body);
     }
 
-    fn both<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
+    fn both<W: Maps + 'static>(&mut self, name: &str, body: Body<W>) {
         self.each(&BOTH, WorldKind::Usual, name, body);
     }
 
-    fn host<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
+    fn host<W: Maps + 'static>(&mut self, name: &str, body: Body<W>) {
         self.each(&BOTH, WorldKind::HostPackets, name, body);
     }
 
-    fn resetting<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
+    fn resetting<W: Maps + 'static>(&mut self, name: &str, body: Body<W>) {
         self.each(&[PROTOCOL_TCP], WorldKind::Resetting, name, body);
     }
 
-    fn skip_stack<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
+    fn skip_stack<W: Maps + 'static>(&mut self, name: &str, body: Body<W>) {
         self.each(&BOTH, WorldKind::Resetting, name, body);
     }
 
-    fn masquerading<W: Tables + 'static>(&mut self, name: &str, body: Body<W>) {
+    fn masquerading<W: Maps + 'static>(&mut self, name: &str, body: Body<W>) {
         self.each(&BOTH, WorldKind::Masquerading, name, body);
     }
 }
@@ -117,7 +117,7 @@ pub(crate) fn all() -> Vec<Case> {
     group.cases
 }
 
-fn of_family<W: Tables + 'static>(group: &mut Group) {
+fn of_family<W: Maps + 'static>(group: &mut Group) {
     translation::cases::<W>(group);
     source::masquerade::cases::<W>(group);
     flows::cases::<W>(group);

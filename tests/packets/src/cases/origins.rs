@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{
     wire::{Endpoint, KnownAddress, Segment},
-    world::{LOOPBACK, Tables, Verdict},
+    world::{LOOPBACK, Maps, Verdict},
 };
 
 const LOAD_BALANCER: Endpoint = (KnownAddress::External, 80);
@@ -53,7 +53,7 @@ impl Place {
     }
 }
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("a forged first packet decides nothing for another client", |s| {
         for (place, port) in Place::BOTH.into_iter().zip(1..) {
             s.node_port_elsewhere()?;
@@ -133,7 +133,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 }
 
 /// Sends the client's first packet, and returns it as it leaves the node.
-fn reaches<W: Tables>(s: &mut Scene<W>, place: Place, client: Endpoint) -> Result<Segment> {
+fn reaches<W: Maps>(s: &mut Scene<W>, place: Place, client: Endpoint) -> Result<Segment> {
     let first = s.first(client, NODE_PORT);
     let output = s.world.run(place.ingress(), &first.bytes::<W>())?;
     let inside = first.to(REMOTE).from((client.0, source_port::<W>(&output.packet)?));
@@ -155,7 +155,7 @@ fn reaches<W: Tables>(s: &mut Scene<W>, place: Place, client: Endpoint) -> Resul
     Ok(left)
 }
 
-fn source_port<W: Tables>(packet: &[u8]) -> Result<u16> {
+fn source_port<W: Maps>(packet: &[u8]) -> Result<u16> {
     const LINK: usize = 14;
     let ports = LINK + if size_of::<W::Address>() == 4 { 20 } else { 40 };
     let port = packet.get(ports..ports + 2).context("a packet without ports")?;
@@ -171,14 +171,14 @@ struct Connection {
 }
 
 impl Connection {
-    fn opens<W: Tables>(s: &mut Scene<W>, place: Place, client: Endpoint) -> Result<Self> {
+    fn opens<W: Maps>(s: &mut Scene<W>, place: Place, client: Endpoint) -> Result<Self> {
         let left = reaches(s, place, client)?;
         let connection = Self { place, client, left };
         connection.is_answered(s)?;
         Ok(connection)
     }
 
-    fn is_answered<W: Tables>(&self, s: &mut Scene<W>) -> Result<()> {
+    fn is_answered<W: Maps>(&self, s: &mut Scene<W>) -> Result<()> {
         let answer = self.left.answer(TCP_SYN | TCP_ACK);
         let output = s.world.run("uplink_ingress", &answer.bytes::<W>())?;
         let output = s.world.leaves(self.place.egress(), &output.packet)?;
@@ -188,7 +188,7 @@ impl Connection {
     }
 
     /// Expects packets of both directions to take the same way again.
-    fn goes_on<W: Tables>(&self, s: &mut Scene<W>) -> Result<()> {
+    fn goes_on<W: Maps>(&self, s: &mut Scene<W>) -> Result<()> {
         let packet = s.packet(self.client, NODE_PORT, TCP_ACK);
         let output = s.world.run(self.place.ingress(), &packet.bytes::<W>())?;
         let output = s.world.leaves("uplink_egress", &output.packet)?;

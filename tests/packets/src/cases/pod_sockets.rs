@@ -25,10 +25,10 @@ use proxy_common::{
 use super::{Group, Scene, forwarding::forward::address, scene::*};
 use crate::{
     wire::KnownAddress,
-    world::{LOOPBACK, Tables},
+    world::{LOOPBACK, Maps},
 };
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("a pod's flow keeps away from a connection of its own to the endpoint", |s| {
         let _connected = serve_and_connect(s)?;
         s.world.put_pod_here(LOOPBACK)?;
@@ -82,7 +82,7 @@ impl Drop for Connected {
 }
 
 /// Connects the client to the local endpoint, from the port that its packets have.
-fn serve_and_connect<W: Tables>(s: &mut Scene<W>) -> Result<Connected> {
+fn serve_and_connect<W: Maps>(s: &mut Scene<W>) -> Result<Connected> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     s.cluster_ip()?;
     s.service(2, &[(21, (LOCAL.0, LOCAL.1 + 1), true)])?;

@@ -7,7 +7,7 @@ use proxy_common::{flow::Stage, layout::*, port::Port, reason::Reason};
 
 use crate::{
     wire::{Endpoint, KnownAddress, Segment, tcp, udp},
-    world::{FlowKeyOf, FlowOf, Tables, Verdict, World},
+    world::{FlowKeyOf, FlowOf, Maps, Verdict, World},
 };
 
 pub(crate) const CLIENT: Endpoint = (KnownAddress::Client, 40_000);
@@ -35,14 +35,14 @@ pub(crate) enum Expect<'a> {
     Dropped,
 }
 
-pub(crate) struct Scene<'w, W: Tables> {
+pub(crate) struct Scene<'w, W: Maps> {
     pub(crate) world: &'w mut World,
     pub(crate) protocol: u8,
     slots: u32,
     family: PhantomData<W>,
 }
 
-impl<'w, W: Tables> Scene<'w, W> {
+impl<'w, W: Maps> Scene<'w, W> {
     pub(crate) fn new(world: &'w mut World, protocol: u8) -> Self {
         Self { world, protocol, slots: 0, family: PhantomData }
     }

@@ -11,13 +11,13 @@ use proxy_common::{
 use super::{Group, Scene, scene::*};
 use crate::{
     wire::{KnownAddress, Link, Segment},
-    world::Tables,
+    world::Maps,
 };
 
 /// Index of the loopback in every namespace.
 const LOOPBACK: u32 = 1;
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("to nobody's address goes on untouched", |s| {
         s.cluster_ip()?;
         let packet = s.first(CLIENT, (KnownAddress::Stranger, 80));
@@ -122,7 +122,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 
 /// Sends the first packet, its answer, and the packet that follows. On the backend's side, each
 /// passes unchanged.
-fn there_and_back<W: Tables>(
+fn there_and_back<W: Maps>(
     s: &mut Scene<W>,
     frontend: (KnownAddress, u16),
     backend: (KnownAddress, u16),

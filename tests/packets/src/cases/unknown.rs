@@ -1,4 +1,4 @@
-//! Segments of connections that no table knows. The programs run on `lo`, which forwards here as an
+//! Segments of connections that no map knows. The programs run on `lo`, which forwards here as an
 //! uplink does, and all that is not the node's own has a route out.
 
 use std::fs;
@@ -22,7 +22,7 @@ use super::{
 };
 use crate::{
     wire::{Cut, Endpoint, Extra, KnownAddress, Link, Segment},
-    world::{LOOPBACK, Tables, Verdict},
+    world::{LOOPBACK, Maps, Verdict},
 };
 
 const SERVICE: u32 = 1;
@@ -30,7 +30,7 @@ const EXTERNAL: Endpoint = (KnownAddress::External, 80);
 const FROM_OUTSIDE: &str = "uplink_ingress";
 const FROM_POD: &str = "workload_ingress";
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     for (name, program, frontend, flags) in [
         ("load-balancer IP from outside", FROM_OUTSIDE, EXTERNAL, FRONTEND_EXTERNAL),
         ("load-balancer IP from a pod", FROM_POD, EXTERNAL, FRONTEND_EXTERNAL),
@@ -243,7 +243,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 
 type Change<W> = fn(&mut Scene<W>) -> Result<()>;
 
-fn tcp<W: Tables + 'static>(
+fn tcp<W: Maps + 'static>(
     group: &mut Group,
     name: &str,
     body: impl Fn(&mut Scene<W>) -> Result<()> + Send + 'static,
@@ -253,7 +253,7 @@ fn tcp<W: Tables + 'static>(
 }
 
 /// One backend of this node behind the frontend, and everything is listed.
-fn serve<W: Tables>(s: &mut Scene<W>, frontend: Endpoint, flags: u32) -> Result<()> {
+fn serve<W: Maps>(s: &mut Scene<W>, frontend: Endpoint, flags: u32) -> Result<()> {
     s.service(SERVICE, &[(11, LOCAL, true)])?;
     s.frontend(frontend, SERVICE, flags)?;
     set_bit(s, frontend, true)?;
@@ -261,18 +261,18 @@ fn serve<W: Tables>(s: &mut Scene<W>, frontend: Endpoint, flags: u32) -> Result<
 }
 
 /// Two backends, both elsewhere or one, behind a ClusterIP that pods dial.
-fn serve_by_hash<W: Tables>(s: &mut Scene<W>, flags: u32) -> Result<()> {
+fn serve_by_hash<W: Maps>(s: &mut Scene<W>, flags: u32) -> Result<()> {
     balance::serve(s, &balance::TABLE, flags, 0)?;
     set_bit(s, CLUSTER_IP, true)?;
     s.change_settings(|settings| settings.answers_unknown = 1)
 }
 
-fn set_bit<W: Tables>(s: &mut Scene<W>, frontend: Endpoint, is_set: bool) -> Result<()> {
+fn set_bit<W: Maps>(s: &mut Scene<W>, frontend: Endpoint, is_set: bool) -> Result<()> {
     let (word, bit) = frontend_address_bit(&W::address(frontend.0));
     W::put_frontend_addresses(&mut s.world.ebpf, word, if is_set { bit } else { 0 })
 }
 
-fn expect_untouched<W: Tables>(s: &mut Scene<W>, packet: &Segment) -> Result<()> {
+fn expect_untouched<W: Maps>(s: &mut Scene<W>, packet: &Segment) -> Result<()> {
     for program in [FROM_OUTSIDE, FROM_POD] {
         s.send(program, packet, Expect::Untouched)?;
     }
@@ -280,14 +280,14 @@ fn expect_untouched<W: Tables>(s: &mut Scene<W>, packet: &Segment) -> Result<()>
     s.counted(&[])
 }
 
-fn expect_reset<W: Tables>(s: &mut Scene<W>, program: &str, packet: &Segment) -> Result<()> {
+fn expect_reset<W: Maps>(s: &mut Scene<W>, program: &str, packet: &Segment) -> Result<()> {
     s.send(program, packet, Expect::Answered(reset::<W>(packet)))?;
     ensure!(s.flow_counts()? == (0, 0), "there is a flow");
     s.counted(&[(Reason::UnknownConnection, 1)])
 }
 
 /// The answer of an endpoint that does not know the connection (RFC 9293, 3.10.7.1).
-fn reset<W: Tables>(packet: &Segment) -> Vec<u8> {
+fn reset<W: Maps>(packet: &Segment) -> Vec<u8> {
     Segment {
         sequence: packet.acknowledgement,
         acknowledgement: 0,
@@ -301,11 +301,11 @@ fn reset<W: Tables>(packet: &Segment) -> Vec<u8> {
 }
 
 /// Returns true if the client's flow leads to the second of both backends.
-fn is_remote<W: Tables>(s: &mut Scene<W>) -> Result<bool> {
+fn is_remote<W: Maps>(s: &mut Scene<W>) -> Result<bool> {
     Ok(s.flow_of(Stage::Opening, CLIENT)?.backend == W::address(REMOTE.0))
 }
 
-fn goes_on_by_hash<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn goes_on_by_hash<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     serve_by_hash(s, FRONTEND_MAGLEV)?;
     let mut met = [false; 2];
     for port in 1_024..1_044 {
@@ -337,7 +337,7 @@ fn goes_on_by_hash<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 const WAY_OUT: &str = "way-out";
 
 /// Runs a case while packets that come by `lo` are forwarded.
-fn with_routes<W: Tables>(s: &mut Scene<W>, body: impl Fn(&mut Scene<W>) -> Result<()>) -> Result<()> {
+fn with_routes<W: Maps>(s: &mut Scene<W>, body: impl Fn(&mut Scene<W>) -> Result<()>) -> Result<()> {
     let (version, all) = if size_of::<W::Address>() == 4 { ("ipv4", "0.0.0.0/0") } else { ("ipv6", "::/0") };
     let forwarding = format!("/proc/sys/net/{version}/conf/lo/forwarding");
     fs::write(&forwarding, "1")?;
@@ -360,7 +360,7 @@ fn with_routes<W: Tables>(s: &mut Scene<W>, body: impl Fn(&mut Scene<W>) -> Resu
 }
 
 /// The node has the address until the case ends.
-fn own_address<W: Tables>(place: KnownAddress) -> Result<()> {
+fn own_address<W: Maps>(place: KnownAddress) -> Result<()> {
     let address = address::<W>(place);
     let rest = if address.is_ipv4() { "/32" } else { "/128 nodad" };
     ip(None, &format!("addr add {address}{rest} dev {WAY_OUT}\n"))

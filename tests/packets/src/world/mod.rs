@@ -1,6 +1,6 @@
 //! The programs that the cases run, loaded together with their maps.
 
-mod tables;
+mod maps;
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -14,15 +14,15 @@ use aya::{
 use proxy_common::{
     family::{V4, V6},
     flow::Stage,
-    inventory::{Limit, program, table},
+    inventory::{Limit, map_name, program},
     layout::*,
     reason::Reason,
 };
-use proxy_ctl::sys::bpf::{map::Map as Table, pod};
+use proxy_ctl::sys::bpf::{map::Map as TypedMap, pod};
 use scenario::Skip;
 
-pub(crate) use self::tables::{FlowKeyOf, FlowOf, Tables};
-use self::tables::{array, clear, flow_map, hash, open, per_cpu};
+pub(crate) use self::maps::{FlowKeyOf, FlowOf, Maps};
+use self::maps::{array, clear, hash, map_data, open, per_cpu};
 
 /// Number of entries of a map of established flows in most cases.
 pub(crate) const FLOWS: u32 = 8;
@@ -142,14 +142,14 @@ pub(crate) fn has_xdp_fragments() -> Result<bool> {
 impl World {
     pub(crate) fn load(object: &[u8], globals: Globals, sizes: Sizes) -> Result<Self> {
         Self::load_with(object, globals, program::ON_INTERFACES, |loader| {
-            for name in [table::flows4, table::flows6] {
+            for name in [map_name::flows4, map_name::flows6] {
                 loader.map_max_entries(name, sizes.flows());
             }
         })
     }
 
     /// Loads the uplinks' programs, with room for `entries` entries of opening flows of one family.
-    pub(crate) fn with_room<W: Tables>(object: &[u8], entries: u32) -> Result<Self> {
+    pub(crate) fn with_room<W: Maps>(object: &[u8], entries: u32) -> Result<Self> {
         let programs = [program::uplink_ingress, program::uplink_egress];
         Self::load_with(object, Globals::default(), &programs, |loader| {
             loader.map_max_entries(W::OPENING_FLOWS, entries);
@@ -158,7 +158,7 @@ impl World {
 
     /// Loads programs with room for `entries` entries of established flows of one family, and a map
     /// of fragments as large as on a node.
-    pub(crate) fn with_flows<W: Tables>(
+    pub(crate) fn with_flows<W: Maps>(
         object: &[u8],
         globals: Globals,
         programs: &[&str],
@@ -171,7 +171,7 @@ impl World {
     }
 
     /// Loads the uplinks' programs with the maps that a controller has pinned in a folder.
-    pub(crate) fn with_tables_in(object: &[u8], folder: &Path) -> Result<Self> {
+    pub(crate) fn with_maps_in(object: &[u8], folder: &Path) -> Result<Self> {
         let programs = [program::uplink_ingress, program::uplink_egress];
         Self::load_with(object, Globals::default(), &programs, |loader| {
             macro_rules! pins {
@@ -179,7 +179,7 @@ impl World {
                     $(loader.map_pin_path(stringify!($name), folder.join(stringify!($name)));)+
                 };
             }
-            proxy_common::tables!(pins);
+            proxy_common::maps!(pins);
         })
     }
 
@@ -203,19 +203,19 @@ impl World {
         loader.override_global("SOCKET_HOST_ONLY", &1u32, true);
         loader.override_global("CAN_REFUSE", &1u32, true);
         for name in [
-            table::services,
-            table::slots4,
-            table::slots6,
-            table::service_counters,
-            table::connections,
-            table::collected,
+            map_name::services,
+            map_name::slots4,
+            map_name::slots6,
+            map_name::service_counters,
+            map_name::connections,
+            map_name::collected,
         ] {
             loader.map_max_entries(name, SERVICES);
         }
-        for name in [table::affinity4, table::affinity6] {
+        for name in [map_name::affinity4, map_name::affinity6] {
             loader.map_max_entries(name, CLIENTS);
         }
-        for name in [table::fragments4, table::fragments6] {
+        for name in [map_name::fragments4, map_name::fragments6] {
             loader.map_max_entries(name, FRAGMENTS);
         }
         size(&mut loader);
@@ -228,22 +228,22 @@ impl World {
         Ok(Self { ebpf })
     }
 
-    /// Writes flows as [`Tables::put_flow`] does, but in a few system calls.
-    pub(crate) fn put_flows<W: Tables>(
+    /// Writes flows as [`Maps::put_flow`] does, but in a few system calls.
+    pub(crate) fn put_flows<W: Maps>(
         &self,
         stage: Stage,
         keys: &[FlowKeyOf<W>],
         flows: &[FlowOf<W>],
     ) -> Result<()> {
-        let table: Table<FlowKeyOf<W>, FlowOf<W>> = open(flow_map(&self.ebpf, W::flow_table_name(stage))?)?;
-        table.set_all(keys, flows).map_err(|(_, error)| error.into())
+        let map: TypedMap<FlowKeyOf<W>, FlowOf<W>> = open(map_data(&self.ebpf, W::flow_map_name(stage))?)?;
+        map.set_all(keys, flows).map_err(|(_, error)| error.into())
     }
 
     /// Counts flows in a few system calls. Others may change the map meanwhile, unlike with
-    /// [`Tables::flows`].
-    pub(crate) fn count_flows<W: Tables>(&self, stage: Stage) -> Result<usize> {
-        let table = flow_map(&self.ebpf, W::flow_table_name(stage))?;
-        Ok(open::<FlowKeyOf<W>, FlowOf<W>>(table)?.read_all()?.len())
+    /// [`Maps::flows`].
+    pub(crate) fn count_flows<W: Maps>(&self, stage: Stage) -> Result<usize> {
+        let map = map_data(&self.ebpf, W::flow_map_name(stage))?;
+        Ok(open::<FlowKeyOf<W>, FlowOf<W>>(map)?.read_all()?.len())
     }
 
     /// Runs a program on a packet that a process of the node sends, or that comes in.
@@ -349,16 +349,16 @@ impl World {
     pub(crate) fn clear(&mut self) -> Result<()> {
         V4::clear(&mut self.ebpf)?;
         V6::clear(&mut self.ebpf)?;
-        clear(hash::<FlowKeyOf<V4>, HostConnection>(&mut self.ebpf, table::foreign_flows4)?)?;
-        clear(hash::<FlowKeyOf<V6>, HostConnection>(&mut self.ebpf, table::foreign_flows6)?)?;
-        clear(hash::<u32, InterfaceSettings>(&mut self.ebpf, table::interfaces)?)?;
-        clear(hash::<VlanTag, u32>(&mut self.ebpf, table::vlan_devices)?)?;
-        clear(hash::<u32, u32>(&mut self.ebpf, table::pod_namespaces)?)?;
-        clear(hash::<u32, LinkAddress>(&mut self.ebpf, table::redirect_sources)?)?;
+        clear(hash::<FlowKeyOf<V4>, HostConnection>(&mut self.ebpf, map_name::foreign_flows4)?)?;
+        clear(hash::<FlowKeyOf<V6>, HostConnection>(&mut self.ebpf, map_name::foreign_flows6)?)?;
+        clear(hash::<u32, InterfaceSettings>(&mut self.ebpf, map_name::interfaces)?)?;
+        clear(hash::<VlanTag, u32>(&mut self.ebpf, map_name::vlan_devices)?)?;
+        clear(hash::<u32, u32>(&mut self.ebpf, map_name::pod_namespaces)?)?;
+        clear(hash::<u32, LinkAddress>(&mut self.ebpf, map_name::redirect_sources)?)?;
         let targets = self.redirect_targets()?;
         targets.read_all()?.iter().try_for_each(|(key, _)| targets.remove(key).map(drop))?;
-        clear(hash::<u32, Connections>(&mut self.ebpf, table::connections)?)?;
-        clear(hash::<u32, Collected>(&mut self.ebpf, table::collected)?)?;
+        clear(hash::<u32, Connections>(&mut self.ebpf, map_name::connections)?)?;
+        clear(hash::<u32, Collected>(&mut self.ebpf, map_name::collected)?)?;
         self.set_settings(Settings::default())?;
         self.hold_openings(0)?;
         self.set_lease_end(0)?;
@@ -367,7 +367,7 @@ impl World {
         self.set_event_control(EventControl::default())?;
         self.events()?;
         let cpus = aya::util::nr_cpus().map_err(|(file, error)| anyhow::anyhow!("{file}: {error}"))?;
-        let mut counters = per_cpu::<u64>(&mut self.ebpf, table::counters)?;
+        let mut counters = per_cpu::<u64>(&mut self.ebpf, map_name::counters)?;
         for reason in Reason::ALL {
             counters.set(*reason as u32, PerCpuValues::try_from(vec![0; cpus])?, 0)?;
         }
@@ -375,7 +375,7 @@ impl World {
         for budget in IcmpBudget::ALL {
             errors.set(budget as u32, PerCpuValues::try_from(vec![IcmpErrorCount::default(); cpus])?, 0)?;
         }
-        let mut services = per_cpu(&mut self.ebpf, table::service_counters)?;
+        let mut services = per_cpu(&mut self.ebpf, map_name::service_counters)?;
         for id in 0..SERVICES {
             services.set(id, PerCpuValues::try_from(vec![ServiceCounters::default(); cpus])?, 0)?;
         }
@@ -385,7 +385,7 @@ impl World {
     /// Returns what was counted for a service since the maps were cleared.
     pub(crate) fn service_counters(&mut self, id: u32) -> Result<ServiceCounters> {
         let mut sum = ServiceCounters::default();
-        let counters = per_cpu::<ServiceCounters>(&mut self.ebpf, table::service_counters)?;
+        let counters = per_cpu::<ServiceCounters>(&mut self.ebpf, map_name::service_counters)?;
         for of_cpu in counters.get(&id, 0)?.iter() {
             sum.connections += of_cpu.connections;
             sum.packets += of_cpu.packets;
@@ -396,9 +396,9 @@ impl World {
 
     /// Returns how many flows were opened and closed for each backend id that has had any.
     pub(crate) fn connections(&mut self) -> Result<BTreeMap<u32, (u64, u64)>> {
-        let table = hash::<u32, Connections>(&mut self.ebpf, table::connections)?;
+        let map = hash::<u32, Connections>(&mut self.ebpf, map_name::connections)?;
         let counted = |(id, counted): (u32, Connections)| (id, (counted.flows_opened, counted.flows_closed));
-        let mut all = table.iter().map(|entry| entry.map(counted)).collect::<Result<BTreeMap<_, _>, _>>()?;
+        let mut all = map.iter().map(|entry| entry.map(counted)).collect::<Result<BTreeMap<_, _>, _>>()?;
         all.retain(|id, _| is_backend(*id));
         Ok(all)
     }
@@ -406,42 +406,42 @@ impl World {
     /// Makes the map say that the backend has `open` open connections.
     pub(crate) fn set_connections(&mut self, backend: u32, open: u64) -> Result<()> {
         let counted = Connections { flows_opened: open, ..Connections::default() };
-        Ok(hash(&mut self.ebpf, table::connections)?.insert(backend, counted, 0)?)
+        Ok(hash(&mut self.ebpf, map_name::connections)?.insert(backend, counted, 0)?)
     }
 
     /// Makes the map say that the controller has collected this many flows of the backend.
     pub(crate) fn collect_connections(&mut self, backend: u32, flows: u64) -> Result<()> {
         let collected = Collected { flows, sockets: 0 };
-        Ok(hash(&mut self.ebpf, table::collected)?.insert(backend, collected, 0)?)
+        Ok(hash(&mut self.ebpf, map_name::collected)?.insert(backend, collected, 0)?)
     }
 
     pub(crate) fn settings(&mut self) -> Result<Settings> {
-        Ok(array(&mut self.ebpf, table::settings)?.get(&0, 0)?)
+        Ok(array(&mut self.ebpf, map_name::settings)?.get(&0, 0)?)
     }
 
     pub(crate) fn set_settings(&mut self, settings: Settings) -> Result<()> {
-        Ok(array(&mut self.ebpf, table::settings)?.set(0, settings, 0)?)
+        Ok(array(&mut self.ebpf, map_name::settings)?.set(0, settings, 0)?)
     }
 
     /// Lets no flow open until this time, in nanoseconds since boot.
     pub(crate) fn hold_openings(&mut self, until: u64) -> Result<()> {
-        Ok(array(&mut self.ebpf, table::openings_held_until)?.set(0, until, 0)?)
+        Ok(array(&mut self.ebpf, map_name::openings_held_until)?.set(0, until, 0)?)
     }
 
     /// Raises the epoch as the controller does when a route, a neighbour or an interface has
     /// changed.
     pub(crate) fn raise_route_epoch(&mut self) -> Result<()> {
-        let mut table = array::<RouteEpoch>(&mut self.ebpf, table::route_epoch)?;
-        let RouteEpoch { number, .. } = table.get(&0, 0)?;
-        Ok(table.set(0, RouteEpoch { number: number + 1, ..RouteEpoch::default() }, 0)?)
+        let mut map = array::<RouteEpoch>(&mut self.ebpf, map_name::route_epoch)?;
+        let RouteEpoch { number, .. } = map.get(&0, 0)?;
+        Ok(map.set(0, RouteEpoch { number: number + 1, ..RouteEpoch::default() }, 0)?)
     }
 
     pub(crate) fn set_masquerade_ports(&mut self, ports: &[u16]) -> Result<()> {
-        let mut table = array::<FourPorts>(&mut self.ebpf, table::masquerade_ports)?;
+        let mut map = array::<FourPorts>(&mut self.ebpf, map_name::masquerade_ports)?;
         for (index, chunk) in (0..).zip(ports.chunks(4)) {
             let mut four = FourPorts::default();
             four.ports[..chunk.len()].copy_from_slice(chunk);
-            table.set(index, four, 0)?;
+            map.set(index, four, 0)?;
         }
         Ok(())
     }
@@ -454,28 +454,28 @@ impl World {
     }
 
     pub(crate) fn set_interface(&mut self, index: u32, settings: InterfaceSettings) -> Result<()> {
-        Ok(hash(&mut self.ebpf, table::interfaces)?.insert(index, settings, 0)?)
+        Ok(hash(&mut self.ebpf, map_name::interfaces)?.insert(index, settings, 0)?)
     }
 
     /// Makes packets that come by another interface with this tag belong to `interface`.
     pub(crate) fn put_vlan_device(&mut self, tag: VlanTag, interface: u32) -> Result<()> {
-        Ok(hash(&mut self.ebpf, table::vlan_devices)?.insert(tag, interface, 0)?)
+        Ok(hash(&mut self.ebpf, map_name::vlan_devices)?.insert(tag, interface, 0)?)
     }
 
     /// Makes the pod at the interface have its sockets in the network namespace of this process.
     pub(crate) fn put_pod_here(&mut self, interface: u32) -> Result<()> {
         const CURRENT: u32 = u32::MAX;
-        Ok(hash(&mut self.ebpf, table::pod_namespaces)?.insert(interface, CURRENT, 0)?)
+        Ok(hash(&mut self.ebpf, map_name::pod_namespaces)?.insert(interface, CURRENT, 0)?)
     }
 
     /// Allows frames that come by the interface, which has this link address, to leave by others.
     pub(crate) fn put_redirect_source(&mut self, interface: u32, address: [u8; 6]) -> Result<()> {
         let own = LinkAddress { bytes: address, ..LinkAddress::default() };
-        Ok(hash(&mut self.ebpf, table::redirect_sources)?.insert(interface, own, 0)?)
+        Ok(hash(&mut self.ebpf, map_name::redirect_sources)?.insert(interface, own, 0)?)
     }
 
     pub(crate) fn remove_redirect_source(&mut self, interface: u32) -> Result<()> {
-        Ok(hash::<u32, LinkAddress>(&mut self.ebpf, table::redirect_sources)?.remove(&interface)?)
+        Ok(hash::<u32, LinkAddress>(&mut self.ebpf, map_name::redirect_sources)?.remove(&interface)?)
     }
 
     /// Allows frames that have come by other interfaces to leave by this one.
@@ -487,24 +487,24 @@ impl World {
         Ok(self.redirect_targets()?.remove(&key).map(drop)?)
     }
 
-    fn redirect_targets(&self) -> Result<Table<u32, RedirectTarget>> {
-        match self.ebpf.map(table::redirect_targets) {
+    fn redirect_targets(&self) -> Result<TypedMap<u32, RedirectTarget>> {
+        match self.ebpf.map(map_name::redirect_targets) {
             Some(Map::DevMapHash(map)) => open(map),
-            other => bail!("{} is {other:?}", table::redirect_targets),
+            other => bail!("{} is {other:?}", map_name::redirect_targets),
         }
     }
 
     pub(crate) fn set_lease_end(&mut self, end: u64) -> Result<()> {
-        Ok(array(&mut self.ebpf, table::lease)?.set(0, Lease { end }, 0)?)
+        Ok(array(&mut self.ebpf, map_name::lease)?.set(0, Lease { end }, 0)?)
     }
 
     pub(crate) fn set_service(&mut self, id: u32, service: Service) -> Result<()> {
-        Ok(array(&mut self.ebpf, table::services)?.set(id, service, 0)?)
+        Ok(array(&mut self.ebpf, map_name::services)?.set(id, service, 0)?)
     }
 
     pub(crate) fn switch_log(&mut self, on: bool) -> Result<()> {
         let control = LogControl { enabled: on.into(), ..LogControl::default() };
-        Ok(array(&mut self.ebpf, table::kernel_log)?.set(0, control, 0)?)
+        Ok(array(&mut self.ebpf, map_name::kernel_log)?.set(0, control, 0)?)
     }
 
     /// Returns how many lines the programs have logged since the last call.
@@ -515,12 +515,12 @@ impl World {
     }
 
     pub(crate) fn set_event_control(&mut self, control: EventControl) -> Result<()> {
-        Ok(array(&mut self.ebpf, table::event_control)?.set(0, control, 0)?)
+        Ok(array(&mut self.ebpf, map_name::event_control)?.set(0, control, 0)?)
     }
 
     /// Returns the events of the programs since the last call.
     pub(crate) fn events(&mut self) -> Result<Vec<Event>> {
-        let mut ring = RingBuf::try_from(self.ebpf.map_mut(table::events).context(table::events)?)?;
+        let mut ring = RingBuf::try_from(self.ebpf.map_mut(map_name::events).context(map_name::events)?)?;
         let mut events = Vec::new();
         while let Some(record) = ring.next() {
             events.push(pod(&record).context("a record that is no event")?);
@@ -530,7 +530,7 @@ impl World {
 
     /// Returns the reasons that were counted since the maps were cleared.
     pub(crate) fn counted(&mut self) -> Result<Vec<(Reason, u64)>> {
-        let counters = per_cpu::<u64>(&mut self.ebpf, table::counters)?;
+        let counters = per_cpu::<u64>(&mut self.ebpf, map_name::counters)?;
         let mut counted = Vec::new();
         for reason in Reason::ALL {
             let count: u64 = counters.get(&(*reason as u32), 0)?.iter().sum();

@@ -3,7 +3,7 @@
 
 use super::*;
 
-/// What the entries know of the flow, and in which table it is.
+/// What the entries know of the flow, and in which map it is.
 fn fast_path(host: &Host) -> (FlowState, Stage) {
     let is_established = host.flow(Stage::Established, &syn().key()).is_some();
     let stage = if is_established { Stage::Established } else { Stage::Opening };
@@ -14,7 +14,7 @@ fn lifetime(host: &Host) -> u64 {
     FlowLifetimes::default().of(PROTOCOL_TCP, fast_path(host).0).as_secs()
 }
 
-/// The client's packets of a connection, with seconds before each, and what is known then: how long the flow is kept, and in which table.
+/// The client's packets of a connection, with seconds before each, and what is known then: how long the flow is kept, and in which map.
 #[rstest]
 #[case::forged(&[(0, syn())], 60, Stage::Opening)]
 #[case::forged_again_and_again(&[(0, syn()), (2, syn()), (2, syn())], 60, Stage::Opening)]
@@ -126,7 +126,7 @@ fn a_new_connection_from_the_same_port_chooses_anew_once_the_client_has_closed()
     host.assert_whole();
 }
 
-/// Clients whose answers nobody sees may be made up: they must not fill the table that does not evict.
+/// Clients whose answers nobody sees may be made up: they must not fill the map that does not evict.
 #[rstest]
 #[case::once_one_has_closed(true)]
 #[case::once_one_has_expired(false)]

@@ -15,17 +15,17 @@ const BACKEND: A = BACKENDS[0];
 /// Both frontends and a node port have the flag. `local`: the backends are this node's.
 fn node(local: bool) -> Host {
     let mut host = Host::new();
-    for slot in host.tables.slots.values_mut() {
+    for slot in host.maps.slots.values_mut() {
         slot.flags = if local { BACKEND_LOCAL } else { 0 };
     }
     for protocol in [PROTOCOL_TCP, PROTOCOL_UDP] {
         let key = FrontendKey::of_node_port(NODE_PORT.1, protocol);
-        host.tables.frontends.insert(key, Frontend { service: 1, flags: 0 });
+        host.maps.frontends.insert(key, Frontend { service: 1, flags: 0 });
     }
-    for frontend in host.tables.frontends.values_mut() {
+    for frontend in host.maps.frontends.values_mut() {
         frontend.flags = FRONTEND_EXTERNAL | FRONTEND_DSR;
     }
-    host.tables.node_addresses.insert(NODE, NodeAddress::default());
+    host.maps.node_addresses.insert(NODE, NodeAddress::default());
     host
 }
 

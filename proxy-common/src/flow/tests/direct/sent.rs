@@ -66,8 +66,8 @@ fn ports_of_geneve(#[values(PROTOCOL_TCP, PROTOCOL_UDP)] protocol: u8) {
 #[case::of_a_client_outside(false, CLIENT.0, Ok(Then::Encapsulate))]
 fn whose_packets_are_sent_on(#[case] local: bool, #[case] client: A, #[case] expected: Result<Then, Reason>) {
     let mut host = node(local);
-    host.tables.pods_told_by = PODS_BY_SOURCE;
-    host.tables.pod_range = ([10, 244, 0, 0], 16);
+    host.maps.pods_told_by = PODS_BY_SOURCE;
+    host.maps.pod_range = ([10, 244, 0, 0], 16);
     let first = packet((client, CLIENT.1), FRONTEND, TCP_SYN);
     let inside = rewritten(&first, host.arriving(&first, Origin::Outside).unwrap());
     let mut scratch = Scratch { packet: inside, ..Scratch::default() };

@@ -20,10 +20,10 @@ fn geneve() -> Packet<A> {
 fn what_may_carry_a_packet(#[case] packet: Packet<A>, #[case] expected: bool) {
     let mut host = node(true);
     let served = FrontendKey::of_address(FRONTEND.0, geneve().destination_port, PROTOCOL_UDP);
-    host.tables.frontends.insert(served, Frontend { service: 1, flags: 0 });
-    host.tables.frontends.insert(FrontendKey::of_cluster_ip(CLUSTER_IP), Frontend::NONE);
+    host.maps.frontends.insert(served, Frontend { service: 1, flags: 0 });
+    host.maps.frontends.insert(FrontendKey::of_cluster_ip(CLUSTER_IP), Frontend::NONE);
     // Whose backend listens at the port.
-    host.tables.slots.values_mut().for_each(|slot| slot.port = geneve().destination_port.number());
+    host.maps.slots.values_mut().for_each(|slot| slot.port = geneve().destination_port.number());
     host.arriving(&datagram(CLIENT, FRONTEND), Origin::Outside).unwrap();
     let mut scratch = Scratch { packet, ..Scratch::default() };
     assert_eq!(may_carry_another(&host, &mut scratch), expected);
@@ -82,7 +82,7 @@ fn the_backend_is_the_one_that_was_chosen(
     #[case] expected: Result<(), Reason>,
 ) {
     let mut host = node(true);
-    host.tables.slots.get_mut(&1).unwrap().flags = if is_local { BACKEND_LOCAL } else { 0 };
+    host.maps.slots.get_mut(&1).unwrap().flags = if is_local { BACKEND_LOCAL } else { 0 };
     let tunnel = Ends { destination: BACKENDS[index], ..from_other_node() };
     assert_eq!(unpacked(&host, &syn(), tunnel).map(|_| ()), expected);
     if expected.is_ok() {
@@ -90,16 +90,16 @@ fn the_backend_is_the_one_that_was_chosen(
     }
 }
 
-/// This node knows that it terminates, and chooses it no more: the set's table has the other one alone.
+/// This node knows that it terminates, and chooses it no more: the set's lookup table has the other one alone.
 #[test]
 fn what_is_sent_to_an_endpoint_that_terminates_is_taken_out() {
     let mut host = node(true);
-    host.tables.slots.get_mut(&0).unwrap().flags |= BACKEND_DRAINING;
+    host.maps.slots.get_mut(&0).unwrap().flags |= BACKEND_DRAINING;
     for place in 2..4 {
-        let other = host.tables.slots[&1];
-        host.tables.slots.insert(place, other);
+        let other = host.maps.slots[&1];
+        host.maps.slots.insert(place, other);
     }
-    host.tables.services.get_mut(&1).unwrap().external = EndpointSet::new(0, 2).with_table(1);
+    host.maps.services.get_mut(&1).unwrap().external = EndpointSet::new(0, 2).with_table(1);
     assert_eq!(unpacked(&host, &syn(), from_other_node()).unwrap().destination, BACKEND);
     for port in 40_001..40_010 {
         let dialled_here = packet((CLIENT.0, Port::new(port)), FRONTEND, TCP_SYN);
@@ -110,7 +110,7 @@ fn what_is_sent_to_an_endpoint_that_terminates_is_taken_out() {
 #[test]
 fn a_service_without_the_flag_takes_nothing_out() {
     let mut host = node(true);
-    host.tables.frontends.values_mut().for_each(|frontend| frontend.flags = FRONTEND_EXTERNAL);
+    host.maps.frontends.values_mut().for_each(|frontend| frontend.flags = FRONTEND_EXTERNAL);
     assert_eq!(unpacked(&host, &syn(), from_other_node()), Err(Reason::NotAService));
 }
 
@@ -119,8 +119,8 @@ fn a_service_without_the_flag_takes_nothing_out() {
 #[case::in_none([198, 51, 100, 0], Err(Reason::SourceNotAllowed))]
 fn source_ranges_count_where_it_is_taken_out(#[case] range: A, #[case] expected: Result<(), Reason>) {
     let mut host = node(true);
-    host.tables.frontends.values_mut().for_each(|frontend| frontend.flags |= FRONTEND_SOURCE_RANGES);
-    host.tables.source_ranges.insert(1, vec![(range, 24)]);
+    host.maps.frontends.values_mut().for_each(|frontend| frontend.flags |= FRONTEND_SOURCE_RANGES);
+    host.maps.source_ranges.insert(1, vec![(range, 24)]);
     assert_eq!(unpacked(&host, &syn(), from_other_node()).map(|_| ()), expected);
 }
 
@@ -143,7 +143,7 @@ fn segments_of_no_flow_reach_their_endpoint_and_prove_no_client(
     #[values(FRONTEND, OTHERS_NODE_PORT)] dialled: (A, Port),
 ) {
     let mut host = Host { answers_unknown: true, ..node(true) };
-    host.tables.frontends.values_mut().for_each(|frontend| frontend.flags |= flags);
+    host.maps.frontends.values_mut().for_each(|frontend| frontend.flags |= flags);
     let segment = |sent| {
         let numbers = Segment::new(TCP_ACK, CLIENT_ISN + 1 + sent, BACKENDS_NEXT, 9);
         numbered(CLIENT, dialled, numbers)
@@ -191,8 +191,8 @@ fn other_segments_of_no_flow_open_none(
 ) {
     let mut host = Host { answers_unknown: true, ..node(true) };
     if expected == Reason::SourceNotAllowed {
-        host.tables.frontends.values_mut().for_each(|frontend| frontend.flags |= FRONTEND_SOURCE_RANGES);
-        host.tables.source_ranges.insert(1, vec![(CLIENT.0, 32)]);
+        host.maps.frontends.values_mut().for_each(|frontend| frontend.flags |= FRONTEND_SOURCE_RANGES);
+        host.maps.source_ranges.insert(1, vec![(CLIENT.0, 32)]);
     }
     assert_eq!(unpacked(&host, &segment, tunnel), Err(expected));
     assert_eq!(host.entries(Stage::Opening), 0);

@@ -39,9 +39,9 @@ impl Shared {
         shared.host_connections =
             host.host_connections.borrow().iter().map(|(key, seen)| (*key, *seen)).collect();
         shared.remapped = host.remapped.borrow().iter().copied().collect();
-        shared.connections = host.tables.open.borrow().clone().into_iter().collect();
+        shared.connections = host.maps.open.borrow().clone().into_iter().collect();
         shared.affinity =
-            host.tables.affinity.borrow().iter().map(|(key, fast_path)| (*key, fast_path.read())).collect();
+            host.maps.affinity.borrow().iter().map(|(key, fast_path)| (*key, fast_path.read())).collect();
         shared
     }
 
@@ -50,8 +50,8 @@ impl Shared {
         *host.flows.borrow_mut() = self.flows.iter().map(|(key, id)| (*key, element(id))).collect();
         *host.host_connections.borrow_mut() = self.host_connections.clone().into_iter().collect();
         *host.remapped.borrow_mut() = self.remapped.clone().into_iter().collect();
-        *host.tables.open.borrow_mut() = self.connections.clone().into_iter().collect();
-        *host.tables.affinity.borrow_mut() =
+        *host.maps.open.borrow_mut() = self.connections.clone().into_iter().collect();
+        *host.maps.affinity.borrow_mut() =
             self.affinity.iter().map(|(key, affinity)| (*key, KnownClient::new(*affinity))).collect();
     }
 }
@@ -182,7 +182,7 @@ impl AffinityEntry for Known<'_> {
     }
 }
 
-impl<'a> AffinityTables<V4> for &'a Cpu<'a> {
+impl<'a> AffinityMaps<V4> for &'a Cpu<'a> {
     type Affinity = Known<'a>;
 
     fn affinity(&self, key: &AffinityKey<A>) -> Option<Known<'a>> {
@@ -242,7 +242,7 @@ impl<'a> AffinityTables<V4> for &'a Cpu<'a> {
     }
 }
 
-impl Tables<V4> for &Cpu<'_> {
+impl Maps<V4> for &Cpu<'_> {
     fn frontend(&self, key: &FrontendKey<A>) -> Option<Frontend> {
         self.host.frontend(key)
     }
@@ -264,7 +264,7 @@ impl Tables<V4> for &Cpu<'_> {
     }
 }
 
-impl<'a> FlowTables<V4> for &'a Cpu<'a> {
+impl<'a> FlowMaps<V4> for &'a Cpu<'a> {
     type Entry = Element<'a>;
 
     fn flow(&self, stage: Stage, key: &FlowKey<A>) -> Option<Element<'a>> {
@@ -447,7 +447,7 @@ impl StoredFlows<A> for Host {
     }
 
     fn count_collected(&self, backend: u32, connections: i64) -> Result<(), Infallible> {
-        *self.tables.open.borrow_mut().entry(backend).or_default() -= connections;
+        *self.maps.open.borrow_mut().entry(backend).or_default() -= connections;
         Ok(())
     }
 }

@@ -1,8 +1,8 @@
-//! All orders in which several CPUs can get at the tables.
+//! All orders in which several CPUs can get at the maps.
 //!
 //! An access is what the kernel does at once: a lookup, the copy of an element, a field that is written, an insertion, a removal. Between two
 //! accesses of a CPU any number of accesses of the others can come. A CPU that waits is not kept: its work is done anew, with the answers
-//! that it got, up to the access at which it waits. Orders that lead to the same tables and have been told the same are one.
+//! that it got, up to the access at which it waits. Orders that lead to the same maps and have been told the same are one.
 
 mod cpu;
 
@@ -18,7 +18,7 @@ use super::{
     collect::{Entry, StoredFlows, is_expired, remove_if},
     *,
 };
-use crate::tables::AffinityEntry;
+use crate::map_access::AffinityEntry;
 
 impl Answer {
     fn entry(self) -> Option<Flow<A>> {
@@ -44,34 +44,34 @@ pub(super) enum Work {
 pub(super) type Outcome = Option<Result<Packet<A>, Reason>>;
 
 impl Work {
-    pub(super) fn on<T: FlowTables<V4> + StoredFlows<A>>(&self, tables: &T) -> Outcome {
+    pub(super) fn on<T: FlowMaps<V4> + StoredFlows<A>>(&self, maps: &T) -> Outcome {
         match self {
-            Self::Arrives(packet, origin) => Some(arrive(tables, packet, *origin)),
-            Self::Leaves(packet) => Some(leave(tables, packet)),
+            Self::Arrives(packet, origin) => Some(arrive(maps, packet, *origin)),
+            Self::Leaves(packet) => Some(leave(maps, packet)),
             Self::Passes(packet, origin) => {
-                Some(arrive(tables, packet, *origin).and_then(|inside| match leave(tables, &inside) {
+                Some(arrive(maps, packet, *origin).and_then(|inside| match leave(maps, &inside) {
                     Err(Reason::NotAService) => Ok(inside),
                     outcome => outcome,
                 }))
             }
             Self::Collects(flow) => {
-                let now = tables.now();
+                let now = maps.now();
                 let is_over = |entries: &[Entry<A>]| is_expired(entries, &FlowLifetimes::default(), now);
-                remove_if(tables, flow, is_over).ok();
+                remove_if(maps, flow, is_over).ok();
                 None
             }
         }
     }
 }
 
-fn arrive<T: FlowTables<V4>>(tables: &T, packet: &Packet<A>, origin: Origin) -> Result<Packet<A>, Reason> {
+fn arrive<T: FlowMaps<V4>>(maps: &T, packet: &Packet<A>, origin: Origin) -> Result<Packet<A>, Reason> {
     let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
-    decide_arriving(tables, &mut scratch, origin).map(|()| rewritten(packet, scratch.action.rewrite))
+    decide_arriving(maps, &mut scratch, origin).map(|()| rewritten(packet, scratch.action.rewrite))
 }
 
-fn leave<T: FlowTables<V4>>(tables: &T, packet: &Packet<A>) -> Result<Packet<A>, Reason> {
+fn leave<T: FlowMaps<V4>>(maps: &T, packet: &Packet<A>) -> Result<Packet<A>, Reason> {
     let mut scratch = Scratch { packet: *packet, ..Scratch::default() };
-    decide_leaving(tables, &mut scratch, false).map(|()| rewritten(packet, scratch.action.rewrite))
+    decide_leaving(maps, &mut scratch, false).map(|()| rewritten(packet, scratch.action.rewrite))
 }
 
 #[derive(Clone)]

@@ -14,8 +14,8 @@ use super::expire::Walk;
 use crate::modes::ebpf::{
     Error,
     maps::{
-        family::TableFamily,
-        tables::{CommonTables, FamilyTables, Table},
+        family::MapFamily,
+        handles::{CommonMaps, FamilyMaps, NamedMap},
     },
 };
 
@@ -83,9 +83,9 @@ impl AffinityCollector {
 
     pub(crate) fn collect(
         &mut self,
-        common: &CommonTables,
-        v4: &FamilyTables<V4>,
-        v6: &FamilyTables<V6>,
+        common: &CommonMaps,
+        v4: &FamilyMaps<V4>,
+        v6: &FamilyMaps<V6>,
         now: u64,
     ) -> Result<(), Error> {
         if self.rest > 0 {
@@ -115,16 +115,16 @@ impl AffinityCollector {
 fn forget<A: proxy_common::layout::Address + Default>(
     walk: &mut Walk<AffinityKey<A>>,
     tally: &mut Tally,
-    common: &CommonTables,
-    table: &Table<AffinityKey<A>, Affinity>,
+    common: &CommonMaps,
+    map: &NamedMap<AffinityKey<A>, Affinity>,
     now: u64,
 ) -> Result<bool, Error> {
-    walk.go_on(table, |slice| {
+    walk.go_on(map, |slice| {
         let before = tally.forgotten;
         for (key, affinity) in slice {
             let service = common.services.get(key.service as usize).unwrap_or_default();
             if affinity.has_expired(service.affinity_seconds, now) {
-                tally.forgotten += u64::from(forget_one(table, key, service.affinity_seconds, now)?);
+                tally.forgotten += u64::from(forget_one(map, key, service.affinity_seconds, now)?);
             }
         }
         Ok(tally.forgotten - before)
@@ -134,14 +134,14 @@ fn forget<A: proxy_common::layout::Address + Default>(
 /// Forgets a client, unless a connection has renewed its affinity meanwhile. Returns true if the
 /// entry is gone.
 fn forget_one<A: proxy_common::layout::Address + Default>(
-    table: &Table<AffinityKey<A>, Affinity>,
+    map: &NamedMap<AffinityKey<A>, Affinity>,
     key: &AffinityKey<A>,
     seconds: u32,
     now: u64,
 ) -> Result<bool, Error> {
-    match table.take(key)? {
+    match map.take(key)? {
         Some(last) if last.has_expired(seconds, now) => Ok(true),
-        Some(last) => Ok(!table.insert(key, &last)?),
+        Some(last) => Ok(!map.insert(key, &last)?),
         None => Ok(false),
     }
 }

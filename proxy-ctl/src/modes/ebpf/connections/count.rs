@@ -20,11 +20,11 @@ use crate::{
     modes::ebpf::{
         Error,
         maps::{
-            family::TableFamily,
-            tables::{
-                FamilyTables,
-                counts::{ConnectionTables, Counted, Kind, Tally},
-                pinned_table,
+            family::MapFamily,
+            handles::{
+                FamilyMaps,
+                counts::{ConnectionMaps, Counted, Kind, Tally},
+                pinned_map,
             },
         },
     },
@@ -43,8 +43,8 @@ pub(crate) struct Recount {
 }
 
 impl Recount {
-    pub(crate) fn begin(tables: &ConnectionTables, kind: Kind) -> Result<Self, Error> {
-        Ok(Self { kind, before: tables.read()?, seen: FxHashMap::default() })
+    pub(crate) fn begin(maps: &ConnectionMaps, kind: Kind) -> Result<Self, Error> {
+        Ok(Self { kind, before: maps.read()?, seen: FxHashMap::default() })
     }
 
     /// Counts a connection of this backend that the walk has met.
@@ -53,17 +53,17 @@ impl Recount {
     }
 
     /// Corrects the counts that differ, now that the walk has met all connections.
-    pub(crate) fn end<F: TableFamily>(self, tables: &FamilyTables<F>) -> Result<(), Error> {
+    pub(crate) fn end<F: MapFamily>(self, maps: &FamilyMaps<F>) -> Result<(), Error> {
         let Self { kind, before, seen } = self;
-        for (id, counted) in tables.connections.read()? {
+        for (id, counted) in maps.connections.read()? {
             let tally = |counted: Option<&Counted>| counted.copied().unwrap_or_default().tally(kind);
             let missed =
                 tally(Some(&counted)).missed(tally(before.get(&id)), seen.get(&id).copied().unwrap_or(0));
-            if missed == 0 || tables.backends.get(&id)?.is_none() {
+            if missed == 0 || maps.backends.get(&id)?.is_none() {
                 continue;
             }
             tracing::debug!(backend = id, ?kind, missed, "connections of a backend are counted anew");
-            tables.connections.collect(id, kind, missed)?;
+            maps.connections.collect(id, kind, missed)?;
         }
         Ok(())
     }
@@ -79,9 +79,9 @@ pub(crate) struct UnprovenRecount {
 }
 
 impl UnprovenRecount {
-    pub(crate) fn begin<A: Address>(tables: &ConnectionTables) -> Result<Self, Error> {
+    pub(crate) fn begin<A: Address>(maps: &ConnectionMaps) -> Result<Self, Error> {
         let id = unproven_entries::<A>();
-        Ok(Self { id, before: tables.flows_of(id)?, seen: 0 })
+        Ok(Self { id, before: maps.flows_of(id)?, seen: 0 })
     }
 
     pub(crate) fn see(&mut self, entries: u32) {
@@ -89,20 +89,20 @@ impl UnprovenRecount {
     }
 
     /// Corrects the count, now that the walk has met all entries.
-    pub(crate) fn end(self, tables: &ConnectionTables) -> Result<(), Error> {
+    pub(crate) fn end(self, maps: &ConnectionMaps) -> Result<(), Error> {
         let Self { id, before, seen } = self;
-        match tables.flows_of(id)?.missed(before, seen) {
+        match maps.flows_of(id)?.missed(before, seen) {
             0 => Ok(()),
             missed => {
                 tracing::debug!(missed, "entries of flows that prove no client are counted anew");
-                tables.count_anew(id, missed)
+                maps.count_anew(id, missed)
             }
         }
     }
 }
 
 /// Forgets backends that are gone, because nothing chooses them any more.
-pub(crate) fn forget_gone(v4: &FamilyTables<V4>, v6: &FamilyTables<V6>) -> Result<(), Error> {
+pub(crate) fn forget_gone(v4: &FamilyMaps<V4>, v6: &FamilyMaps<V6>) -> Result<(), Error> {
     for id in v4.connections.backends()? {
         if v4.backends.get(&id)?.is_none() && v6.backends.get(&id)?.is_none() {
             v4.connections.forget(id)?;
@@ -135,29 +135,29 @@ impl SocketCounter {
 
     pub(crate) fn recount(
         &self,
-        maps: &Path,
-        v4: &FamilyTables<V4>,
-        v6: &FamilyTables<V6>,
+        folder: &Path,
+        v4: &FamilyMaps<V4>,
+        v6: &FamilyMaps<V6>,
     ) -> Result<(), Error> {
-        recount_sockets(&self.reader4, maps, v4)?;
-        recount_sockets(&self.reader6, maps, v6)
+        recount_sockets(&self.reader4, folder, v4)?;
+        recount_sockets(&self.reader6, folder, v6)
     }
 }
 
-fn recount_sockets<F: TableFamily>(
+fn recount_sockets<F: MapFamily>(
     reader: &StorageReader<SocketOrigin<F::Address>>,
-    maps: &Path,
-    tables: &FamilyTables<F>,
+    folder: &Path,
+    maps: &FamilyMaps<F>,
 ) -> Result<(), Error>
 where
     SocketOrigin<F::Address>: Pod,
 {
-    let mut recount = Recount::begin(&tables.connections, Kind::Sockets)?;
-    let origins = pinned_table(maps, F::SOCKET_ORIGIN)?;
+    let mut recount = Recount::begin(&maps.connections, Kind::Sockets)?;
+    let origins = pinned_map(folder, F::SOCKET_ORIGIN)?;
     for socket in reader.read(origins.as_fd()).map_err(Error::CountingSockets)? {
         if socket.value.is_counted() {
             recount.see(socket.value.backend_id);
         }
     }
-    recount.end(tables)
+    recount.end(maps)
 }

@@ -43,7 +43,7 @@ impl EbpfDataplane {
         self.hooks.count_sockets(false);
         self.hooks.attach_release()?;
         (self.connections.flows4.recount, self.connections.flows6.recount) = (None, None);
-        self.services.v4.tables.connections.forget_all()?;
+        self.services.v4.maps.connections.forget_all()?;
         self.connections.counts = None;
         Ok(())
     }
@@ -53,15 +53,15 @@ impl EbpfDataplane {
         if self.connections.counts.is_none() {
             return Ok(());
         }
-        self.connections.flows4.count_connections(&self.services.v4.tables)?;
-        self.connections.flows6.count_connections(&self.services.v6.tables)
+        self.connections.flows4.count_connections(&self.services.v4.maps)?;
+        self.connections.flows6.count_connections(&self.services.v6.maps)
     }
 
     /// Counts the connections of sockets anew and at once. [`recount_flows`](Self::recount_flows)
     /// is its counterpart for flows.
     pub(crate) fn recount_sockets(&mut self) -> Result<(), Error> {
         let Some(ConnectionCount { sockets, is_tried }) = &mut self.connections.counts else { return Ok(()) };
-        connections::count::forget_gone(&self.services.v4.tables, &self.services.v6.tables)?;
+        connections::count::forget_gone(&self.services.v4.maps, &self.services.v6.maps)?;
         if !std::mem::replace(is_tried, true) {
             match SocketCounter::load() {
                 Ok(counter) => *sockets = Some(counter),
@@ -71,7 +71,7 @@ impl EbpfDataplane {
             }
         }
         if let Some(counter) = sockets {
-            counter.recount(&self.maps.paths.maps(), &self.services.v4.tables, &self.services.v6.tables)?;
+            counter.recount(&self.folder.paths.maps(), &self.services.v4.maps, &self.services.v6.maps)?;
         }
         self.stop_counting()
     }

@@ -20,8 +20,8 @@ use crate::{
     modes::ebpf::{
         Error,
         maps::{
-            family::TableFamily,
-            tables::{FamilyTables, Table, counts::Kind},
+            family::MapFamily,
+            handles::{FamilyMaps, NamedMap, counts::Kind},
         },
         services::writer::Failures,
     },
@@ -82,17 +82,17 @@ impl<K: Pod + Default> Walk<K> {
     /// removed.
     pub(crate) fn go_on<V: Pod + Default>(
         &mut self,
-        table: &Table<K, V>,
+        map: &NamedMap<K, V>,
         mut collect: impl FnMut(&[(K, V)]) -> Result<u64, Error>,
     ) -> Result<bool, Error> {
         let start = Instant::now();
         let (mut slice, mut seen) = (Vec::new(), 0);
         loop {
             slice.clear();
-            let next = table
+            let next = map
                 .map()
                 .read(self.cursor, SLICE, &mut slice)
-                .map_err(|source| Error::Table { table: table.name, source })?;
+                .map_err(|source| Error::Map { name: map.name, source })?;
             self.advance(next, slice.len());
             seen += slice.len();
             let expired = collect(&slice)?;
@@ -104,8 +104,8 @@ impl<K: Pod + Default> Walk<K> {
     }
 }
 
-impl<F: TableFamily> FamilyTables<F> {
-    fn flow_table(&self, stage: Stage) -> &Table<FlowKey<F::Address>, Flow<F::Address>> {
+impl<F: MapFamily> FamilyMaps<F> {
+    fn flow_map(&self, stage: Stage) -> &NamedMap<FlowKey<F::Address>, Flow<F::Address>> {
         match stage {
             Stage::Opening => &self.opening_flows,
             Stage::Established => &self.flows,
@@ -113,15 +113,15 @@ impl<F: TableFamily> FamilyTables<F> {
     }
 }
 
-impl<F: TableFamily> StoredFlows<F::Address> for FamilyTables<F> {
+impl<F: MapFamily> StoredFlows<F::Address> for FamilyMaps<F> {
     type Error = Error;
 
     fn get(&self, stage: Stage, key: &FlowKey<F::Address>) -> Result<Option<Flow<F::Address>>, Error> {
-        self.flow_table(stage).get(key)
+        self.flow_map(stage).get(key)
     }
 
     fn take(&self, stage: Stage, key: &FlowKey<F::Address>) -> Result<Option<Flow<F::Address>>, Error> {
-        self.flow_table(stage).take(key)
+        self.flow_map(stage).take(key)
     }
 
     fn put_back(
@@ -130,7 +130,7 @@ impl<F: TableFamily> StoredFlows<F::Address> for FamilyTables<F> {
         key: &FlowKey<F::Address>,
         flow: &Flow<F::Address>,
     ) -> Result<bool, Error> {
-        self.flow_table(stage).insert(key, flow)
+        self.flow_map(stage).insert(key, flow)
     }
 
     fn count_collected(&self, backend: u32, connections: i64) -> Result<(), Error> {
@@ -144,7 +144,7 @@ impl<F: TableFamily> StoredFlows<F::Address> for FamilyTables<F> {
 
 /// Garbage collection of both flow maps of one family.
 #[derive(Debug)]
-pub(crate) struct Collector<F: TableFamily> {
+pub(crate) struct Collector<F: MapFamily> {
     opening: Walk<FlowKey<F::Address>>,
     established: Walk<FlowKey<F::Address>>,
     /// Count of the connections that the current walk through `flows` meets, if they are counted.
@@ -156,7 +156,7 @@ pub(crate) struct Collector<F: TableFamily> {
     pub(crate) ended: EndedConnections<F>,
 }
 
-impl<F: TableFamily> Default for Collector<F> {
+impl<F: MapFamily> Default for Collector<F> {
     fn default() -> Self {
         Self {
             opening: Walk::default(),
@@ -168,7 +168,7 @@ impl<F: TableFamily> Default for Collector<F> {
     }
 }
 
-impl<F: TableFamily> Collector<F> {
+impl<F: MapFamily> Collector<F> {
     /// Returns the number of entries in `opening_flows` and `flows`, as of the last complete walk.
     pub(crate) fn counted(&self) -> (u64, u64) {
         (self.opening.counted, self.established.counted)
@@ -187,12 +187,12 @@ impl<F: TableFamily> Collector<F> {
     /// Removes all flows except TCP flows that the programs translate, when the mode drains. A
     /// client's next datagram is a new flow for the mode that serves then. Ports of netfilter's
     /// connections need not be kept, because this mode opens no more flows.
-    pub(crate) fn keep_translated_tcp(tables: &FamilyTables<F>) -> Result<u64, Error> {
+    pub(crate) fn keep_translated_tcp(maps: &FamilyMaps<F>) -> Result<u64, Error> {
         let mut removed = 0;
-        for table in [&tables.opening_flows, &tables.flows] {
-            for (_, flow) in table.read_all()? {
+        for map in [&maps.opening_flows, &maps.flows] {
+            for (_, flow) in map.read_all()? {
                 if i32::from(flow.protocol) == libc::IPPROTO_UDP || flow.flags & FLOW_OF_NETFILTER != 0 {
-                    removed += remove_if(tables, &flow, |_| true)? as u64;
+                    removed += remove_if(maps, &flow, |_| true)? as u64;
                 }
             }
         }
@@ -201,9 +201,9 @@ impl<F: TableFamily> Collector<F> {
 
     /// Makes the walk through `flows` that is about to begin count connections, unless they are
     /// counted already.
-    pub(crate) fn count_connections(&mut self, tables: &FamilyTables<F>) -> Result<(), Error> {
+    pub(crate) fn count_connections(&mut self, maps: &FamilyMaps<F>) -> Result<(), Error> {
         if self.recount.is_none() && matches!(self.established.cursor, Cursor::Start) {
-            self.recount = Some(Recount::begin(&tables.connections, Kind::Flows)?);
+            self.recount = Some(Recount::begin(&maps.connections, Kind::Flows)?);
         }
         Ok(())
     }
@@ -211,15 +211,15 @@ impl<F: TableFamily> Collector<F> {
     /// Goes on through both maps and removes expired flows, all entries of a flow together.
     pub(crate) fn collect(
         &mut self,
-        tables: &FamilyTables<F>,
+        maps: &FamilyMaps<F>,
         lifetimes: &FlowLifetimes,
         now: u64,
-        (remapped, remapped_ports): (&mut RemappedPorts, &Table<u32, u32>),
+        (remapped, remapped_ports): (&mut RemappedPorts, &NamedMap<u32, u32>),
         failures: &mut Failures,
     ) {
         for (stage, name) in [(Stage::Opening, F::OPENING_FLOWS), (Stage::Established, F::FLOWS)] {
             if let Err(error) =
-                self.walk(tables, stage, lifetimes, now, (&mut *remapped, remapped_ports), failures)
+                self.walk(maps, stage, lifetimes, now, (&mut *remapped, remapped_ports), failures)
             {
                 failures.add(name, error);
             }
@@ -228,14 +228,14 @@ impl<F: TableFamily> Collector<F> {
 
     fn walk(
         &mut self,
-        tables: &FamilyTables<F>,
+        maps: &FamilyMaps<F>,
         stage: Stage,
         lifetimes: &FlowLifetimes,
         now: u64,
-        (remapped, remapped_ports): (&mut RemappedPorts, &Table<u32, u32>),
+        (remapped, remapped_ports): (&mut RemappedPorts, &NamedMap<u32, u32>),
         failures: &mut Failures,
     ) -> Result<(), Error> {
-        let table = tables.flow_table(stage);
+        let map = maps.flow_map(stage);
         let walk = match stage {
             Stage::Opening => &mut self.opening,
             Stage::Established => &mut self.established,
@@ -246,7 +246,7 @@ impl<F: TableFamily> Collector<F> {
         }
         if stage == Stage::Established && matches!(walk.cursor, Cursor::Start) {
             // If counting fails, flows expire all the same.
-            self.unproven = match UnprovenRecount::begin::<F::Address>(&tables.connections) {
+            self.unproven = match UnprovenRecount::begin::<F::Address>(&maps.connections) {
                 Ok(recount) => Some(recount),
                 Err(error) => {
                     failures.add(COUNTING, error);
@@ -256,7 +256,7 @@ impl<F: TableFamily> Collector<F> {
             self.ended.begin();
         }
         let (recount, recount_unproven, ended) = (&mut self.recount, &mut self.unproven, &mut self.ended);
-        let is_at_end = walk.go_on(table, |slice| {
+        let is_at_end = walk.go_on(map, |slice| {
             let mut expired = 0;
             remapped.see(remapped_ports, slice.iter().map(|(_, flow)| *flow))?;
             if let Some(recount) = recount.as_mut().filter(|_| stage == Stage::Established) {
@@ -268,16 +268,16 @@ impl<F: TableFamily> Collector<F> {
             }
             if stage == Stage::Established {
                 for (key, flow) in slice {
-                    match ended.judge(flow, tables.may_be_frontend(&flow.frontend)) {
-                        Judged::Ended => expired += remove_if(tables, flow, |_| true)? as u64,
-                        Judged::Dialled => table.set(key, &not_dialled(flow))?,
+                    match ended.judge(flow, maps.may_be_frontend(&flow.frontend)) {
+                        Judged::Ended => expired += remove_if(maps, flow, |_| true)? as u64,
+                        Judged::Dialled => map.set(key, &not_dialled(flow))?,
                         Judged::Other => {}
                     }
                 }
             }
             for (key, flow) in slice {
                 let met = Entry { stage, key: *key, flow: *flow };
-                expired += remove_expired(tables, &met, lifetimes, now)? as u64;
+                expired += remove_expired(maps, &met, lifetimes, now)? as u64;
             }
             Ok(expired)
         });
@@ -290,10 +290,10 @@ impl<F: TableFamily> Collector<F> {
         if is_at_end? && stage == Stage::Established {
             self.ended.end();
             if let Some(recount) = self.recount.take() {
-                failures.see(COUNTING, recount.end(tables));
+                failures.see(COUNTING, recount.end(maps));
             }
             if let Some(recount) = self.unproven.take() {
-                failures.see(COUNTING, recount.end(&tables.connections));
+                failures.see(COUNTING, recount.end(&maps.connections));
             }
         }
         Ok(())

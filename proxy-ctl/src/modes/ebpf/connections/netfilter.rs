@@ -71,8 +71,8 @@ impl EbpfDataplane {
         self.connections.flows6.ended.forget();
         let now = clock::since_boot();
         let conntrack = Conntrack::open().map_err(Error::Conntrack)?;
-        let v4 = connections::netfilter_ports::keep(&self.services.v4.tables, &conntrack, now)?;
-        let v6 = connections::netfilter_ports::keep(&self.services.v6.tables, &conntrack, now)?;
+        let v4 = connections::netfilter_ports::keep(&self.services.v4.maps, &conntrack, now)?;
+        let v6 = connections::netfilter_ports::keep(&self.services.v6.maps, &conntrack, now)?;
         let new = v4.new + v6.new;
         if new > 0 {
             tracing::info!(kept = new, "connections that netfilter translates are kept apart from flows");

@@ -21,7 +21,7 @@ use crate::{
         conntrack::address_family,
         ebpf::{
             Error,
-            maps::{family::TableFamily, tables::FamilyTables},
+            maps::{family::MapFamily, handles::FamilyMaps},
         },
     },
     sys::net::conntrack::{Conntrack, TranslatedConnection},
@@ -51,8 +51,8 @@ pub(crate) struct Kept {
 }
 
 /// Reserves the ends of one family's connections, so that no flow takes them.
-pub(crate) fn keep<F: TableFamily>(
-    tables: &FamilyTables<F>,
+pub(crate) fn keep<F: MapFamily>(
+    maps: &FamilyMaps<F>,
     conntrack: &Conntrack,
     now: u64,
 ) -> Result<Kept, Error> {
@@ -60,15 +60,15 @@ pub(crate) fn keep<F: TableFamily>(
     if connections.is_empty() {
         return Ok(Kept { new: 0, are_all: true });
     }
-    let most = tables.flows.map().capacity() / PARTS_OF_ROWS;
-    let mut rows = kept_rows(tables)?;
+    let most = maps.flows.map().capacity() / PARTS_OF_ROWS;
+    let mut rows = kept_rows(maps)?;
     let (mut new, mut left_out) = (0_u64, 0_u64);
     for flow in &connections {
         let keys = flow.netfilter_keys();
         let has_room = rows + keys.len() as u64 <= u64::from(most);
         let (mut is_new, mut is_left_out) = (false, false);
         for key in keys {
-            match keep_key(tables, &key, flow, has_room)? {
+            match keep_key(maps, &key, flow, has_room)? {
                 KeptKey::New => {
                     rows += 1;
                     is_new = true;
@@ -91,9 +91,9 @@ pub(crate) fn keep<F: TableFamily>(
 }
 
 /// Counts the reserved entries, also those of connections that have ended since the last walk.
-fn kept_rows<F: TableFamily>(tables: &FamilyTables<F>) -> Result<u64, Error> {
+fn kept_rows<F: MapFamily>(maps: &FamilyMaps<F>) -> Result<u64, Error> {
     let mut rows = 0;
-    tables.flows.walk(|few| {
+    maps.flows.walk(|few| {
         rows += few.iter().filter(|(_, flow)| flow.flags & FLOW_OF_NETFILTER != 0).count() as u64;
         true
     })?;
@@ -110,20 +110,20 @@ enum KeptKey {
 }
 
 /// Makes the key netfilter's. A new entry is made only if there is room for it.
-fn keep_key<F: TableFamily>(
-    tables: &FamilyTables<F>,
+fn keep_key<F: MapFamily>(
+    maps: &FamilyMaps<F>,
     key: &FlowKey<F::Address>,
     flow: &Flow<F::Address>,
     has_room: bool,
 ) -> Result<KeptKey, Error> {
     // A confirmed flow goes on. Any other flow may come from a forged SYN, and is not found any
     // more.
-    let opening = tables.opening_flows.get(key)?;
+    let opening = maps.opening_flows.get(key)?;
     if opening.is_some_and(|flow| flow.state.progress == PROGRESS_CONFIRMED) {
         return Ok(KeptKey::Already);
     }
     if has_room {
-        match tables.flows.insert(key, flow) {
+        match maps.flows.insert(key, flow) {
             Ok(true) => return Ok(KeptKey::New),
             Ok(false) => {}
             // Flows have taken the room. The next connection may still find some.
@@ -131,21 +131,21 @@ fn keep_key<F: TableFamily>(
             Err(error) => return Err(error),
         }
     }
-    let Some(kept) = tables.flows.get(key)? else { return Ok(KeptKey::LeftOut) };
+    let Some(kept) = maps.flows.get(key)? else { return Ok(KeptKey::LeftOut) };
     // The entry may be of a former version, which knew less of the connection.
     if kept.flags & FLOW_OF_NETFILTER != 0 {
-        tables.flows.set(key, flow)?;
+        maps.flows.set(key, flow)?;
     }
     Ok(KeptKey::Already)
 }
 
-fn list<F: TableFamily>(conntrack: &Conntrack, now: u64) -> Result<Vec<Flow<F::Address>>, Error> {
+fn list<F: MapFamily>(conntrack: &Conntrack, now: u64) -> Result<Vec<Flow<F::Address>>, Error> {
     let connections =
         conntrack.translated_connections(address_family(F::FAMILY)).map_err(Error::Conntrack)?;
     Ok(connections.iter().filter_map(|connection| flow::<F>(connection, now)).collect())
 }
 
-fn flow<F: TableFamily>(connection: &TranslatedConnection, now: u64) -> Option<Flow<F::Address>> {
+fn flow<F: MapFamily>(connection: &TranslatedConnection, now: u64) -> Option<Flow<F::Address>> {
     let end = |end: std::net::SocketAddr| Some((F::address(end.ip())?, Port::new(end.port())));
     let connection = NetfilterConnection {
         client: end(connection.client)?,
@@ -219,7 +219,7 @@ impl ListRest {
 /// Finds the connections of one family that have ended, because their clients may dial again from
 /// the same port. A program marks the entry that a SYN meets, and then the next list comes sooner.
 #[derive(Debug)]
-pub(crate) struct EndedConnections<F: TableFamily> {
+pub(crate) struct EndedConnections<F: MapFamily> {
     /// Client and frontend of each connection that goes on, if a list was made for the current
     /// walk.
     up: Option<HashSet<FlowKey<F::Address>>>,
@@ -236,7 +236,7 @@ pub(crate) struct EndedConnections<F: TableFamily> {
     are_gone: bool,
 }
 
-impl<F: TableFamily> Default for EndedConnections<F> {
+impl<F: MapFamily> Default for EndedConnections<F> {
     fn default() -> Self {
         Self {
             up: None,
@@ -250,7 +250,7 @@ impl<F: TableFamily> Default for EndedConnections<F> {
     }
 }
 
-impl<F: TableFamily> EndedConnections<F> {
+impl<F: MapFamily> EndedConnections<F> {
     /// Begins a walk through `flows`, and lists the connections if that is due.
     pub(crate) fn begin(&mut self) {
         self.up = None;

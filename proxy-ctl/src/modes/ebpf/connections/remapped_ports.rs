@@ -17,7 +17,7 @@ use proxy_common::{
     port::Port,
 };
 
-use crate::modes::ebpf::{Error, maps::tables::Table};
+use crate::modes::ebpf::{Error, maps::handles::NamedMap};
 
 /// The number of complete walks through each flow map. Each family has two.
 pub(crate) type Walks = [u64; 4];
@@ -41,13 +41,13 @@ impl RemappedPorts {
     /// Sets the ports of those flows that have another key than their packets.
     pub(crate) fn see<A>(
         &mut self,
-        table: &Table<u32, u32>,
+        map: &NamedMap<u32, u32>,
         flows: impl Iterator<Item = Flow<A>>,
     ) -> Result<(), Error> {
         for flow in flows.filter(|flow| flow.flags & (FLOW_KEYED_BY_ORIGIN | FLOW_OVERLAPPING) != 0) {
             let port = flow.client_port();
             if self.generation != 0 && !self.met.contains(&port) && port != Port::NONE {
-                table.set(&u32::from(port.number()), &self.generation)?;
+                map.set(&u32::from(port.number()), &self.generation)?;
                 self.met.insert(port);
             }
         }
@@ -56,13 +56,13 @@ impl RemappedPorts {
 
     /// Reads the generation at first, and begins the next one if the walks have met all flows of
     /// this one.
-    pub(crate) fn tend(&mut self, table: &Table<u32, u32>, walks: Walks) -> Result<(), Error> {
+    pub(crate) fn tend(&mut self, map: &NamedMap<u32, u32>, walks: Walks) -> Result<(), Error> {
         if self.generation == 0 {
-            self.generation = table.get(&GENERATION)?.unwrap_or_default().max(1);
+            self.generation = map.get(&GENERATION)?.unwrap_or_default().max(1);
             self.begin(walks);
         } else if walks.iter().zip(self.until).all(|(walks, until)| *walks >= until) {
             let next = self.generation.saturating_add(1);
-            table.set(&GENERATION, &next)?;
+            map.set(&GENERATION, &next)?;
             self.generation = next;
             self.begin(walks);
         }

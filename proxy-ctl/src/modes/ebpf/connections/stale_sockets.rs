@@ -40,10 +40,10 @@ use crate::{
     modes::ebpf::{
         Error,
         maps::{
-            family::TableFamily,
+            family::MapFamily,
+            handles::{CommonMaps, FamilyMaps, pinned_map},
             lookups::Lookups,
             paths::Paths,
-            tables::{CommonTables, FamilyTables, pinned_table},
         },
     },
     sys::{
@@ -158,7 +158,7 @@ impl StaleSockets {
         let sweep = Sweep {
             storage: Storage::open(&types).map_err(Error::Sockets)?,
             inode: namespace.inode().map_err(own)?,
-            maps: paths.maps(),
+            folder: paths.maps(),
             is_everywhere: config.sockets() == SocketLoadBalancing::All,
             node: SocketDiag::open().map_err(Error::Sockets)?,
             namespace,
@@ -177,7 +177,7 @@ impl StaleSockets {
     }
 
     /// Notes that maps have grown. Call this before anything is written to the larger maps.
-    pub(crate) fn tables_have_grown(&self) {
+    pub(crate) fn maps_have_grown(&self) {
         self.growths.fetch_add(1, Ordering::Release);
     }
 
@@ -223,7 +223,7 @@ impl Storage {
 /// The state of the thread.
 struct Sweep {
     /// The folder of the pinned maps.
-    maps: PathBuf,
+    folder: PathBuf,
     /// True if sockets are ended in all network namespaces, not only in the node's own.
     is_everywhere: bool,
     storage: Storage,
@@ -294,16 +294,16 @@ impl Sweep {
     fn stale(&self, transports: &[Transport]) -> Result<Found, Error> {
         loop {
             let growths = self.growths.load(Ordering::Acquire);
-            let tables = OpenTables::open(&self.maps)?;
+            let maps = OpenMaps::open(&self.folder)?;
             let find = Find { transports, node: self.inode, is_everywhere: self.is_everywhere };
             let found = match &self.storage {
                 Storage::AtOnce { v4, v6 } => {
                     let mut stale = Stale::new();
-                    find.add(&tables.v4, &tables.common, v4.read(tables.v4.origins.as_fd()), &mut stale)?;
-                    find.add(&tables.v6, &tables.common, v6.read(tables.v6.origins.as_fd()), &mut stale)?;
+                    find.add(&maps.v4, &maps.common, v4.read(maps.v4.origins.as_fd()), &mut stale)?;
+                    find.add(&maps.v6, &maps.common, v6.read(maps.v6.origins.as_fd()), &mut stale)?;
                     Found { stale, unread: Ok(()) }
                 }
-                Storage::ByNamespace(iterators) => self.by_namespace(iterators, &find, &tables)?,
+                Storage::ByNamespace(iterators) => self.by_namespace(iterators, &find, &maps)?,
             };
             // If maps have grown meanwhile, the former ones lack what was written since.
             if self.growths.load(Ordering::Acquire) == growths {
@@ -316,19 +316,19 @@ impl Sweep {
         &self,
         iterators: &SocketIterators,
         find: &Find<'_>,
-        tables: &OpenTables,
+        maps: &OpenMaps,
     ) -> Result<Found, Error> {
-        let v4 = iterators.storage(tables.v4.origins.as_fd(), find.transports).map_err(Error::Sockets)?;
-        let v6 = iterators.storage(tables.v6.origins.as_fd(), find.transports).map_err(Error::Sockets)?;
+        let v4 = iterators.storage(maps.v4.origins.as_fd(), find.transports).map_err(Error::Sockets)?;
+        let v6 = iterators.storage(maps.v6.origins.as_fd(), find.transports).map_err(Error::Sockets)?;
         let mut stale = Stale::new();
         // A socket that cannot be read does not keep others from being ended.
         let mut read_here = || {
             let mut outcome = Ok(());
             for sockets in v4.read() {
-                outcome = outcome.and(find.add(&tables.v4, &tables.common, sockets, &mut stale));
+                outcome = outcome.and(find.add(&maps.v4, &maps.common, sockets, &mut stale));
             }
             for sockets in v6.read() {
-                outcome = outcome.and(find.add(&tables.v6, &tables.common, sockets, &mut stale));
+                outcome = outcome.and(find.add(&maps.v6, &maps.common, sockets, &mut stale));
             }
             outcome
         };
@@ -459,14 +459,14 @@ struct Find<'a> {
 }
 
 impl Find<'_> {
-    fn add<F: TableFamily>(
+    fn add<F: MapFamily>(
         &self,
         of_family: &OfFamily<F>,
-        services: &CommonTables,
+        services: &CommonMaps,
         sockets: Result<Vec<StoredSocket<SocketOrigin<F::Address>>>, CallError>,
         stale: &mut Stale,
     ) -> Result<(), Error> {
-        let lookups = Lookups::new(services, &of_family.tables);
+        let lookups = Lookups::new(services, &of_family.maps);
         for found in sockets.map_err(Error::Sockets)? {
             let StoredSocket { cookie, protocol, value: origin, .. } = found;
             let transport = u8::try_from(protocol).ok().and_then(Transport::from_number);
@@ -474,7 +474,7 @@ impl Find<'_> {
             let namespace = u64::from(found.namespace);
             let client = if namespace == self.node { Origin::Host } else { Origin::Workload };
             if (self.is_everywhere || client == Origin::Host)
-                && lookups.ask(|tables| socket::is_stale(tables, &origin, transport.number(), client))?
+                && lookups.ask(|maps| socket::is_stale(maps, &origin, transport.number(), client))?
             {
                 let backend = SocketAddr::new(F::ip(origin.backend), origin.backend_port().number());
                 stale.entry(namespace).or_default().insert((transport, cookie, backend));
@@ -485,28 +485,28 @@ impl Find<'_> {
 }
 
 /// The maps as they are pinned now.
-struct OpenTables {
-    common: CommonTables,
+struct OpenMaps {
+    common: CommonMaps,
     v4: OfFamily<V4>,
     v6: OfFamily<V6>,
 }
 
-impl OpenTables {
-    fn open(maps: &Path) -> Result<Self, Error> {
-        let common = CommonTables::open(maps, false)?;
-        Ok(Self { common, v4: OfFamily::open(maps)?, v6: OfFamily::open(maps)? })
+impl OpenMaps {
+    fn open(folder: &Path) -> Result<Self, Error> {
+        let common = CommonMaps::open(folder, false)?;
+        Ok(Self { common, v4: OfFamily::open(folder)?, v6: OfFamily::open(folder)? })
     }
 }
 
-struct OfFamily<F: TableFamily> {
-    tables: FamilyTables<F>,
+struct OfFamily<F: MapFamily> {
+    maps: FamilyMaps<F>,
     origins: OwnedFd,
 }
 
-impl<F: TableFamily> OfFamily<F> {
-    fn open(maps: &Path) -> Result<Self, Error> {
-        let origins = pinned_table(maps, F::SOCKET_ORIGIN)?;
-        Ok(Self { tables: FamilyTables::open(maps, false)?, origins })
+impl<F: MapFamily> OfFamily<F> {
+    fn open(folder: &Path) -> Result<Self, Error> {
+        let origins = pinned_map(folder, F::SOCKET_ORIGIN)?;
+        Ok(Self { maps: FamilyMaps::open(folder, false)?, origins })
     }
 }
 

@@ -3,7 +3,7 @@
 use proxy_common::{
     family::{V4, V6},
     flow::FlowLifetimes,
-    inventory::table,
+    inventory::map_name,
 };
 
 use super::{
@@ -57,9 +57,9 @@ impl Connections {
     /// Notes how full the maps of established flows were at the end of the last walks.
     pub(crate) fn see_filling(&mut self, Services { v4, v6, .. }: &Services) {
         let (_, flows4) = self.flows4.counted();
-        self.filling.see(table::flows4, flows4, v4.tables.flows.map().capacity().into());
+        self.filling.see(map_name::flows4, flows4, v4.maps.flows.map().capacity().into());
         let (_, flows6) = self.flows6.counted();
-        self.filling.see(table::flows6, flows6, v6.tables.flows.map().capacity().into());
+        self.filling.see(map_name::flows6, flows6, v6.maps.flows.map().capacity().into());
     }
 
     pub(crate) fn end_stale_sockets(&mut self, shared: &mut Common) {
@@ -72,22 +72,22 @@ impl Connections {
     pub(crate) fn collect_flows(&mut self, services: &Services, failures: &mut Failures) {
         let Self { flows4, flows6, remapped_ports, lifetimes, .. } = self;
         let Services { shared, v4, v6, .. } = services;
-        let (now, table) = (clock::since_boot(), &shared.tables.remapped_ports);
+        let (now, map) = (clock::since_boot(), &shared.maps.remapped_ports);
         let failed_before = failures.count();
-        flows4.collect(&v4.tables, lifetimes, now, (&mut *remapped_ports, table), failures);
-        flows6.collect(&v6.tables, lifetimes, now, (&mut *remapped_ports, table), failures);
+        flows4.collect(&v4.maps, lifetimes, now, (&mut *remapped_ports, map), failures);
+        flows6.collect(&v6.maps, lifetimes, now, (&mut *remapped_ports, map), failures);
         if failures.count() > failed_before {
             self.begin_generation();
         } else {
             let walks = self.walks();
-            failures.see("ports of flows with another key", self.remapped_ports.tend(table, walks));
+            failures.see("ports of flows with another key", self.remapped_ports.tend(map, walks));
         }
     }
 
     /// Walks through the session affinities, and removes those that have expired.
     pub(crate) fn collect_affinities(&mut self, services: &Services) -> Result<(), Error> {
         let Services { shared, v4, v6, .. } = services;
-        self.affinity.collect(&shared.tables, &v4.tables, &v6.tables, clock::since_boot())
+        self.affinity.collect(&shared.maps, &v4.maps, &v6.maps, clock::since_boot())
     }
 
     /// Begins all walks through the flow maps anew, as in other maps.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{FlowMaps, HELD_FOR};
+use super::{FlowMapResize, HELD_FOR};
 use crate::{
     modes::ebpf::{
         EbpfDataplane, FORMER_FLOWS,
@@ -58,7 +58,7 @@ impl EbpfDataplane {
         self.hooks.hold_openings(HELD_FOR)?;
         // A program may have begun to open a flow before.
         self.services.shared.grace.wait().map_err(Error::Grace)?;
-        FlowMaps::copy_to_larger(&self.maps.paths, &self.maps.shapes, &made.shapes)?;
+        FlowMapResize::copy_to_larger(&self.maps.paths, &self.maps.shapes, &made.shapes)?;
         failures.see("lease", self.keep_lease());
         // The swap has the same time again, if no flow was opened since the copy began.
         self.hooks.hold_openings(HELD_FOR)?;
@@ -97,6 +97,6 @@ impl EbpfDataplane {
     /// Returns half of the entries that the maps of established flows have room for. These may have
     /// another size than the configuration says.
     pub(in crate::modes::ebpf) fn most_unproven_entries(&self) -> u32 {
-        self.services.v4.tables.flows.map().capacity().min(self.services.v6.tables.flows.map().capacity()) / 2
+        self.services.v4.maps.flows.map().capacity().min(self.services.v6.maps.flows.map().capacity()) / 2
     }
 }

@@ -28,17 +28,17 @@ use proxy_common::{
         collect::Entry,
         copy::{Copied, copied},
     },
-    inventory::table,
+    inventory::map_name,
     layout::{Flow, FlowKey, HostConnection},
 };
 
 use super::{
     Error,
     maps::{
-        family::TableFamily,
+        family::MapFamily,
+        handles::{Shape, open_pinned, pinned_map, typed},
         paths::{Paths, removed},
         resize::{KeptSizes, contents, remove_larger, rename, with_room_to_spare},
-        tables::{Shape, open_pinned, pinned_table, typed},
     },
 };
 use crate::sys::{
@@ -51,7 +51,7 @@ const HELD_FOR: Duration = Duration::from_secs(5);
 
 /// The changes to the sizes of flow maps that are still to be made.
 #[derive(Debug, Default)]
-pub(super) struct FlowMaps {
+pub(super) struct FlowMapResize {
     /// The sizes that the configuration asks for, by the names of maps that have another size. It
     /// is empty once they were tried.
     wanted: BTreeMap<&'static str, u32>,
@@ -59,16 +59,16 @@ pub(super) struct FlowMaps {
     unfinished: Vec<&'static str>,
 }
 
-impl FlowMaps {
+impl FlowMapResize {
     /// Adopts the pinned maps with the sizes that they have, and writes these into `shapes`.
     pub(super) fn adopt(paths: &Paths, shapes: &mut [Shape]) -> Result<Self, Error> {
-        for name in table::FORMER {
+        for name in map_name::FORMER {
             let path = paths.maps().join(name);
             removed(&path, fs::remove_file(&path))?;
         }
         let mut adopted = Self::default();
         for shape in shapes.iter_mut().filter(|shape| shape.is_of_flows()) {
-            let failed = |source| Error::Table { table: shape.name, source };
+            let failed = |source| Error::Map { name: shape.name, source };
             if has_former(paths, shape.name)? {
                 adopted.unfinished.push(shape.name);
             }
@@ -99,7 +99,7 @@ impl FlowMaps {
         let mut kept = KeptSizes::default();
         for new in shapes.iter().filter_map(resized) {
             let Some(contents) = contents(new.name) else { continue };
-            let needed = (contents.needed)(new.name, &pinned_table(&paths.maps(), new.name)?)?;
+            let needed = (contents.needed)(new.name, &pinned_map(&paths.maps(), new.name)?)?;
             kept.see(&new, with_room_to_spare(needed.into()));
         }
         let new = |shape: &Shape| resized(shape).filter(|new| !kept.has(new)).unwrap_or(*shape);
@@ -110,7 +110,7 @@ impl FlowMaps {
     pub(super) fn copy_to_larger(paths: &Paths, former: &[Shape], new: &[Shape]) -> Result<(), Error> {
         for Shape { name, .. } in resized(former, new) {
             let Some(contents) = contents(name) else { continue };
-            let (from, to) = (pinned_table(&paths.maps(), name)?, pinned_table(&paths.larger(), name)?);
+            let (from, to) = (pinned_map(&paths.maps(), name)?, pinned_map(&paths.larger(), name)?);
             (contents.transfer)(name, &from, &to)?;
         }
         Ok(())
@@ -121,11 +121,11 @@ impl FlowMaps {
     pub(super) fn replace(&mut self, paths: &Paths, former: &[Shape], new: &[Shape]) -> Result<(), Error> {
         for Shape { name, entries, .. } in resized(former, new) {
             let before = paths.before().join(name);
-            bpf::pin(pinned_table(&paths.maps(), name)?.as_fd(), &before)
-                .map_err(|source| Error::Table { table: name, source })?;
+            bpf::pin(pinned_map(&paths.maps(), name)?.as_fd(), &before)
+                .map_err(|source| Error::Map { name, source })?;
             self.unfinished.push(name);
             rename(&paths.larger().join(name), &paths.maps().join(name))?;
-            tracing::info!(table = name, entries, "the map has got another size");
+            tracing::info!(map = name, entries, "the map has got another size");
         }
         Ok(())
     }
@@ -140,7 +140,7 @@ impl FlowMaps {
 
     /// Copies entries that are in a former map alone, or that have changed there.
     pub(super) fn copy(&self, paths: &Paths) -> Result<(), Error> {
-        let unfinished = table::OF_FLOWS.iter().filter(|name| self.unfinished.contains(*name));
+        let unfinished = map_name::OF_FLOWS.iter().filter(|name| self.unfinished.contains(*name));
         unfinished.copied().try_for_each(|name| copy_map(paths, name))
     }
 
@@ -160,57 +160,57 @@ impl FlowMaps {
 /// in neither copy if the other maps had been copied already.
 fn resized<'a>(former: &'a [Shape], new: &'a [Shape]) -> impl Iterator<Item = &'a Shape> {
     let of_name = |name: &&'static str| new.iter().find(|shape| shape.name == *name);
-    table::OF_FLOWS.iter().filter_map(of_name).filter(|shape| !former.contains(shape))
+    map_name::OF_FLOWS.iter().filter_map(of_name).filter(|shape| !former.contains(shape))
 }
 
 /// Returns true if a map of another size was to take the place of this one, and entries may be
 /// missing. A killed controller may also have left a second pin of the map in use.
-fn has_former(paths: &Paths, table: &'static str) -> Result<bool, Error> {
-    let failed = |source| Error::Table { table, source };
-    let (map, before) = (paths.maps().join(table), paths.before().join(table));
+fn has_former(paths: &Paths, name: &'static str) -> Result<bool, Error> {
+    let failed = |source| Error::Map { name, source };
+    let (map, before) = (paths.maps().join(name), paths.before().join(name));
     let Some(former) = open_pinned(&before).map_err(failed)? else { return Ok(false) };
     let id = |map: &std::os::fd::OwnedFd| bpf::map_info(map.as_fd()).map(|info| info.id).map_err(failed);
     match open_pinned(&map).map_err(failed)? {
         None => rename(&before, &map)?,
-        Some(in_use) if id(&in_use)? == id(&former)? => unpin_former(paths, table)?,
+        Some(in_use) if id(&in_use)? == id(&former)? => unpin_former(paths, name)?,
         Some(_) => return Ok(true),
     }
     Ok(false)
 }
 
-fn unpin_former(paths: &Paths, table: &str) -> Result<(), Error> {
-    let path = paths.before().join(table);
+fn unpin_former(paths: &Paths, name: &str) -> Result<(), Error> {
+    let path = paths.before().join(name);
     removed(&path, fs::remove_file(&path)).map(drop)
 }
 
-fn copy_map(paths: &Paths, table: &'static str) -> Result<(), Error> {
-    match table {
-        table::flows4 => copy_flows::<V4>(paths, Stage::Established),
-        table::flows6 => copy_flows::<V6>(paths, Stage::Established),
-        table::opening_flows4 => copy_flows::<V4>(paths, Stage::Opening),
-        table::opening_flows6 => copy_flows::<V6>(paths, Stage::Opening),
-        table::foreign_flows4 => copy_host_connections::<[u8; 4]>(paths, table),
-        _ => copy_host_connections::<[u8; 16]>(paths, table),
+fn copy_map(paths: &Paths, name: &'static str) -> Result<(), Error> {
+    match name {
+        map_name::flows4 => copy_flows::<V4>(paths, Stage::Established),
+        map_name::flows6 => copy_flows::<V6>(paths, Stage::Established),
+        map_name::opening_flows4 => copy_flows::<V4>(paths, Stage::Opening),
+        map_name::opening_flows6 => copy_flows::<V6>(paths, Stage::Opening),
+        map_name::foreign_flows4 => copy_host_connections::<[u8; 4]>(paths, name),
+        _ => copy_host_connections::<[u8; 16]>(paths, name),
     }
 }
 
-fn copy_flows<F: TableFamily>(paths: &Paths, stage: Stage) -> Result<(), Error>
+fn copy_flows<F: MapFamily>(paths: &Paths, stage: Stage) -> Result<(), Error>
 where
     FlowKey<F::Address>: Pod + Default,
     Flow<F::Address>: Pod + Default,
 {
     type Flows<A> = Map<FlowKey<A>, Flow<A>>;
-    let new = |name| -> Result<Flows<F::Address>, Error> { typed(&pinned_table(&paths.maps(), name)?, name) };
+    let new = |name| -> Result<Flows<F::Address>, Error> { typed(&pinned_map(&paths.maps(), name)?, name) };
     let (established, opening) = (new(F::FLOWS)?, new(F::OPENING_FLOWS)?);
     let new = |stage| match stage {
         Stage::Established => &established,
         Stage::Opening => &opening,
     };
-    let table = match stage {
+    let name = match stage {
         Stage::Established => F::FLOWS,
         Stage::Opening => F::OPENING_FLOWS,
     };
-    copy_entries(paths, table, |key, flow| {
+    copy_entries(paths, name, |key, flow| {
         let met = Entry { stage, key: *key, flow: *flow };
         match copied(&met, |stage, key| new(stage).get(key))? {
             Copied::Inserted => new(stage).insert(key, flow).map(drop),
@@ -222,12 +222,12 @@ where
 }
 
 /// The later time counts, whichever program has written it.
-fn copy_host_connections<A>(paths: &Paths, table: &'static str) -> Result<(), Error>
+fn copy_host_connections<A>(paths: &Paths, name: &'static str) -> Result<(), Error>
 where
     FlowKey<A>: Pod + Default,
 {
-    let new: Map<FlowKey<A>, HostConnection> = typed(&pinned_table(&paths.maps(), table)?, table)?;
-    copy_entries(paths, table, |key, former: &HostConnection| match new.get(key)? {
+    let new: Map<FlowKey<A>, HostConnection> = typed(&pinned_map(&paths.maps(), name)?, name)?;
+    copy_entries(paths, name, |key, former: &HostConnection| match new.get(key)? {
         Some(found) if found.last_seen >= former.last_seen => Ok(()),
         Some(_) | None => new.set(key, former),
     })
@@ -236,10 +236,10 @@ where
 /// Calls `copy` with each entry of the former map.
 fn copy_entries<K: Pod + Default, V: Pod + Default>(
     paths: &Paths,
-    table: &'static str,
+    name: &'static str,
     copy: impl Fn(&K, &V) -> Result<(), CallError>,
 ) -> Result<(), Error> {
-    let former: Map<K, V> = typed(&pinned_table(&paths.before(), table)?, table)?;
+    let former: Map<K, V> = typed(&pinned_map(&paths.before(), name)?, name)?;
     let mut left_out = 0_u64;
     former
         .walk(|slice| {
@@ -252,10 +252,10 @@ fn copy_entries<K: Pod + Default, V: Pod + Default>(
             }
             Ok(true)
         })
-        .map_err(|source| Error::Table { table, source })?;
+        .map_err(|source| Error::Map { name, source })?;
     if left_out > 0 {
         tracing::warn!(
-            table,
+            map = name,
             left_out,
             "the map has no room for all entries of the former one, so some connections are forgotten"
         );
@@ -266,16 +266,16 @@ fn copy_entries<K: Pod + Default, V: Pod + Default>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::modes::ebpf::maps::tables::shapes;
+    use crate::modes::ebpf::maps::handles::shapes;
 
     #[test]
     fn opening_flows_are_copied_before_established_ones() {
         let former = shapes(&Default::default());
         let new = former.iter().map(|shape| shape.with_entries(shape.entries * 2)).collect::<Vec<_>>();
         let names = resized(&former, &new).map(|shape| shape.name).collect::<Vec<_>>();
-        assert_eq!(names.len(), table::OF_FLOWS.len());
+        assert_eq!(names.len(), map_name::OF_FLOWS.len());
         let position = |name| names.iter().position(|one| *one == name);
-        assert!(position(table::opening_flows4) < position(table::flows4), "{names:?}");
-        assert!(position(table::opening_flows6) < position(table::flows6), "{names:?}");
+        assert!(position(map_name::opening_flows4) < position(map_name::flows4), "{names:?}");
+        assert!(position(map_name::opening_flows6) < position(map_name::flows6), "{names:?}");
     }
 }

@@ -11,7 +11,7 @@ use proxy_common::layout::Lease;
 use crate::{
     modes::ebpf::{
         Error,
-        maps::tables::{CommonTables, Table},
+        maps::handles::{CommonMaps, NamedMap},
     },
     sys::proc::clock,
 };
@@ -32,23 +32,23 @@ pub(crate) struct LeaseRenewal {
 
 impl LeaseRenewal {
     /// Writes the first lease, before the programs that depend on it are attached.
-    pub(crate) fn begin(withdraw_after: Duration, tables: &CommonTables) -> Result<Self, Error> {
-        let table = &tables.lease;
+    pub(crate) fn begin(withdraw_after: Duration, maps: &CommonMaps) -> Result<Self, Error> {
+        let map = &maps.lease;
         if withdraw_after.is_zero() {
-            table.set(&0, &Lease::default())?;
+            map.set(&0, &Lease::default())?;
             return Ok(Self { withdraw_after, next: None });
         }
-        let ended = table.get(&0)?.unwrap_or_default().has_ended(clock::since_boot());
+        let ended = map.get(&0)?.unwrap_or_default().has_ended(clock::since_boot());
         let mut renewal = Self { withdraw_after, next: (!ended).then_some(0) };
-        renewal.renew(table)?;
+        renewal.renew(map)?;
         Ok(renewal)
     }
 
     /// Returns true if the lease has ended since this process renewed it last, as when the process
     /// was suspended. It is due then.
-    pub(crate) fn has_lapsed(&mut self, table: &Table<u32, Lease>) -> Result<bool, Error> {
+    pub(crate) fn has_lapsed(&mut self, map: &NamedMap<u32, Lease>) -> Result<bool, Error> {
         let has_lapsed =
-            self.next.is_some() && table.get(&0)?.unwrap_or_default().has_ended(clock::since_boot());
+            self.next.is_some() && map.get(&0)?.unwrap_or_default().has_ended(clock::since_boot());
         if has_lapsed {
             self.next = Some(0);
         }
@@ -56,24 +56,24 @@ impl LeaseRenewal {
     }
 
     /// Renews the lease if it is time for that. Called about once a second.
-    pub(crate) fn renew(&mut self, table: &Table<u32, Lease>) -> Result<(), Error> {
+    pub(crate) fn renew(&mut self, map: &NamedMap<u32, Lease>) -> Result<(), Error> {
         let now = clock::since_boot();
         if self.next.is_none_or(|next| now < next) {
             return Ok(());
         }
-        table.set(&0, &Lease { end: clock::later(now, self.withdraw_after) })?;
+        map.set(&0, &Lease { end: clock::later(now, self.withdraw_after) })?;
         self.next = Some(clock::later(now, self.withdraw_after / RENEWED_AFTER));
         Ok(())
     }
 
     /// Renews a lease that had ended before this process started, so that the programs translate
     /// again. Returns true if it had ended. Called once the maps hold what is desired.
-    pub(crate) fn resume(&mut self, table: &Table<u32, Lease>) -> Result<bool, Error> {
+    pub(crate) fn resume(&mut self, map: &NamedMap<u32, Lease>) -> Result<bool, Error> {
         if self.next.is_some() || self.withdraw_after.is_zero() {
             return Ok(false);
         }
         self.next = Some(0);
-        self.renew(table)?;
+        self.renew(map)?;
         tracing::info!("the lease had ended before this start; services are served again");
         Ok(true)
     }

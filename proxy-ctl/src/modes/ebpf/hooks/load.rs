@@ -16,7 +16,7 @@ use aya::{
     sys::{BpfHelper, is_helper_supported},
 };
 use aya_obj::generated::bpf_attach_type;
-use proxy_common::inventory::{program, table};
+use proxy_common::inventory::{map_name, program};
 
 use super::program_log::KernelLog;
 use crate::{
@@ -24,7 +24,7 @@ use crate::{
     model::node::Role,
     modes::ebpf::{
         Error,
-        maps::tables::{Shape, typed},
+        maps::handles::{Shape, typed},
     },
     sys::{CallError, bpf::map::Map, net::tc::Direction, proc::clock},
 };
@@ -74,7 +74,7 @@ impl Programs {
 
     fn set_held_until(&self, time: u64) -> Result<(), Error> {
         let held_until = &self.openings_held_until;
-        held_until.set(&0, &time).map_err(|source| Error::Table { table: table::openings_held_until, source })
+        held_until.set(&0, &time).map_err(|source| Error::Map { name: map_name::openings_held_until, source })
     }
 
     /// Loads the named programs that are not loaded yet, in parallel. The kernel verifies a program
@@ -104,10 +104,10 @@ impl Programs {
 
 /// Returns the map by which flows are held, which each load of the programs has for itself.
 fn held_until(object: &Ebpf) -> Result<Map<u32, u64>, Error> {
-    let name = table::openings_held_until;
-    let failed = |source| Error::Table { table: name, source };
+    let name = map_name::openings_held_until;
+    let failed = |source| Error::Map { name, source };
     let Some(aya::maps::Map::Array(map)) = object.map(name) else {
-        let problem = io::Error::other("the object has no such table");
+        let problem = io::Error::other("the object has no such map");
         return Err(failed(CallError::new("loading the object", problem)));
     };
     let fd = map.fd().as_fd().try_clone_to_owned();

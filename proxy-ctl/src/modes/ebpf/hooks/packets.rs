@@ -72,11 +72,11 @@ impl EbpfDataplane {
     pub(crate) fn write_redirects(&mut self) -> Result<(), Error> {
         self.hooks.follow_routes();
         let Redirects { sources, targets } = self.hooks.redirects();
-        let tables = &self.services.shared.tables;
-        tables.redirect_sources.replace_all(&sources)?;
-        match tables.redirect_targets.replace_all(&targets) {
+        let maps = &self.services.shared.maps;
+        maps.redirect_sources.replace_all(&sources)?;
+        match maps.redirect_targets.replace_all(&targets) {
             // An uplink has vanished at this moment. The kernel's message about that comes next.
-            Err(Error::Table { source, .. }) if source.errno() == libc::EINVAL => Ok(()),
+            Err(Error::Map { source, .. }) if source.errno() == libc::EINVAL => Ok(()),
             written => written.map(drop),
         }
     }

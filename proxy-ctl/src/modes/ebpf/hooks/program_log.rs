@@ -9,7 +9,7 @@ use aya::{
 };
 use aya_log::EbpfLogger;
 use proxy_common::{
-    inventory::table,
+    inventory::map_name,
     layout::{LOG_LINES_PER_SECOND, LogControl},
     reason::Reason,
 };
@@ -36,7 +36,7 @@ impl KernelLog {
     /// Takes the maps of the log from `object`. It is called before the programs are loaded.
     pub(crate) fn take(object: &mut Ebpf) -> Result<Self, Error> {
         let control =
-            object.take_map(table::kernel_log).ok_or_else(|| failed("the object has no such map"))?;
+            object.take_map(map_name::kernel_log).ok_or_else(|| failed("the object has no such map"))?;
         Ok(Self {
             control: Array::try_from(control).map_err(failed)?,
             lines: EbpfLogger::init_with_logger(object, Lines).map_err(failed)?,

@@ -17,10 +17,10 @@ use netlink_packet_route::{
 };
 use netlink_sys::Socket;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use proxy_common::{inventory::table, layout::RouteEpoch};
+use proxy_common::{inventory::map_name, layout::RouteEpoch};
 
 use crate::{
-    modes::ebpf::{Error, maps::tables::shared},
+    modes::ebpf::{Error, maps::handles::shared},
     sys::{
         CallError,
         bpf::mmap::SharedArray,
@@ -40,9 +40,9 @@ pub(crate) struct RouteWatch {
 }
 
 impl RouteWatch {
-    /// Starts the thread. `maps` is the folder of the maps.
-    pub(crate) fn begin(maps: &Path) -> Result<Self, Error> {
-        let epoch: SharedArray<RouteEpoch> = shared(maps, table::route_epoch, true)?;
+    /// Starts the thread. `folder` has the maps.
+    pub(crate) fn begin(folder: &Path) -> Result<Self, Error> {
+        let epoch: SharedArray<RouteEpoch> = shared(folder, map_name::route_epoch, true)?;
         let groups = [LINKS, NEIGHBOURS, NEXT_HOPS].into_iter().chain(ADDRESSES).chain(ROUTES).chain(RULES);
         let socket = rtnetlink::subscribe(groups).map_err(Error::Routes)?;
         let pair = UnixStream::pair().map_err(CallError::of("socketpair"));

@@ -9,13 +9,13 @@ use std::{
 use aya::Pod;
 use proxy_common::{
     family::{self, V4, V6},
-    inventory::table,
+    inventory::map_name,
 };
 
 use crate::model::objects;
 
 /// One address family, as the controller and the maps see it.
-pub(crate) trait TableFamily:
+pub(crate) trait MapFamily:
     family::Family<Address: Pod + Hash + Ord + Send + Debug, Slot: Pod + PartialEq + Send + Debug>
 {
     const FAMILY: objects::IpFamily;
@@ -37,19 +37,19 @@ pub(crate) trait TableFamily:
     fn ip(address: Self::Address) -> IpAddr;
 }
 
-impl TableFamily for V4 {
+impl MapFamily for V4 {
     const FAMILY: objects::IpFamily = objects::IpFamily::Ipv4;
-    const FRONTENDS: &'static str = table::frontends4;
-    const FRONTEND_ADDRESSES: &'static str = table::frontend_addresses4;
-    const SLOTS: &'static str = table::slots4;
-    const BACKENDS: &'static str = table::backends4;
-    const FLOWS: &'static str = table::flows4;
-    const OPENING_FLOWS: &'static str = table::opening_flows4;
-    const AFFINITY: &'static str = table::affinity4;
-    const SOURCE_RANGES: &'static str = table::source_ranges4;
-    const SERVICE_CIDRS: &'static str = table::service_cidrs4;
-    const NODE_ADDRESSES: &'static str = table::node_addresses4;
-    const SOCKET_ORIGIN: &'static str = table::socket_origin4;
+    const FRONTENDS: &'static str = map_name::frontends4;
+    const FRONTEND_ADDRESSES: &'static str = map_name::frontend_addresses4;
+    const SLOTS: &'static str = map_name::slots4;
+    const BACKENDS: &'static str = map_name::backends4;
+    const FLOWS: &'static str = map_name::flows4;
+    const OPENING_FLOWS: &'static str = map_name::opening_flows4;
+    const AFFINITY: &'static str = map_name::affinity4;
+    const SOURCE_RANGES: &'static str = map_name::source_ranges4;
+    const SERVICE_CIDRS: &'static str = map_name::service_cidrs4;
+    const NODE_ADDRESSES: &'static str = map_name::node_addresses4;
+    const SOCKET_ORIGIN: &'static str = map_name::socket_origin4;
 
     fn address(address: IpAddr) -> Option<[u8; 4]> {
         match address {
@@ -63,19 +63,19 @@ impl TableFamily for V4 {
     }
 }
 
-impl TableFamily for V6 {
+impl MapFamily for V6 {
     const FAMILY: objects::IpFamily = objects::IpFamily::Ipv6;
-    const FRONTENDS: &'static str = table::frontends6;
-    const FRONTEND_ADDRESSES: &'static str = table::frontend_addresses6;
-    const SLOTS: &'static str = table::slots6;
-    const BACKENDS: &'static str = table::backends6;
-    const FLOWS: &'static str = table::flows6;
-    const OPENING_FLOWS: &'static str = table::opening_flows6;
-    const AFFINITY: &'static str = table::affinity6;
-    const SOURCE_RANGES: &'static str = table::source_ranges6;
-    const SERVICE_CIDRS: &'static str = table::service_cidrs6;
-    const NODE_ADDRESSES: &'static str = table::node_addresses6;
-    const SOCKET_ORIGIN: &'static str = table::socket_origin6;
+    const FRONTENDS: &'static str = map_name::frontends6;
+    const FRONTEND_ADDRESSES: &'static str = map_name::frontend_addresses6;
+    const SLOTS: &'static str = map_name::slots6;
+    const BACKENDS: &'static str = map_name::backends6;
+    const FLOWS: &'static str = map_name::flows6;
+    const OPENING_FLOWS: &'static str = map_name::opening_flows6;
+    const AFFINITY: &'static str = map_name::affinity6;
+    const SOURCE_RANGES: &'static str = map_name::source_ranges6;
+    const SERVICE_CIDRS: &'static str = map_name::service_cidrs6;
+    const NODE_ADDRESSES: &'static str = map_name::node_addresses6;
+    const SOCKET_ORIGIN: &'static str = map_name::socket_origin6;
 
     fn address(address: IpAddr) -> Option<[u8; 16]> {
         match address {

@@ -10,13 +10,13 @@ pub(crate) struct Filling(BTreeMap<&'static str, u64>);
 
 impl Filling {
     /// Learns how many entries of a map are used.
-    pub(crate) fn see(&mut self, table: &'static str, used: u64, rows: u64) {
-        let is_known = self.0.contains_key(table);
+    pub(crate) fn see(&mut self, name: &'static str, used: u64, rows: u64) {
+        let is_known = self.0.contains_key(name);
         if used.saturating_mul(4) >= rows.saturating_mul(3) {
-            self.0.insert(table, rows);
+            self.0.insert(name, rows);
             if !is_known {
                 tracing::warn!(
-                    table,
+                    map = name,
                     used,
                     rows,
                     "the map of established flows is nearly full: when it is full, new connections may be \
@@ -24,11 +24,11 @@ impl Filling {
                 );
             }
         } else if used.saturating_mul(2) < rows {
-            self.0.remove(table);
+            self.0.remove(name);
         }
     }
 
-    pub(crate) fn tables(&self) -> &BTreeMap<&'static str, u64> {
+    pub(crate) fn maps(&self) -> &BTreeMap<&'static str, u64> {
         &self.0
     }
 }
@@ -38,13 +38,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_table_is_filling_from_three_quarters_on_until_it_is_half_empty() {
+    fn a_map_is_filling_from_three_quarters_on_until_it_is_half_empty() {
         let mut filling = Filling::default();
         for (used, expected) in [(74, false), (75, true), (60, true), (50, true), (49, false), (74, false)] {
             filling.see("flows4", used, 100);
             filling.see("flows6", 0, 100);
-            let tables: Vec<_> = filling.tables().iter().map(|(table, rows)| (*table, *rows)).collect();
-            assert_eq!(tables, if expected { vec![("flows4", 100)] } else { Vec::new() }, "{used}");
+            let maps: Vec<_> = filling.maps().iter().map(|(name, rows)| (*name, *rows)).collect();
+            assert_eq!(maps, if expected { vec![("flows4", 100)] } else { Vec::new() }, "{used}");
         }
     }
 }

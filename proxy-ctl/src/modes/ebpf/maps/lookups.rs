@@ -5,26 +5,26 @@ use std::cell::RefCell;
 
 use proxy_common::{
     layout::{Backend, Frontend, FrontendKey, NodeAddress, Service},
-    tables::Tables,
+    map_access::Maps,
 };
 
 use super::{
-    family::TableFamily,
-    tables::{CommonTables, FamilyTables},
+    family::MapFamily,
+    handles::{CommonMaps, FamilyMaps},
 };
 use crate::modes::ebpf::Error;
 
-pub(crate) struct Lookups<'a, F: TableFamily> {
-    common: &'a CommonTables,
-    tables: &'a FamilyTables<F>,
+pub(crate) struct Lookups<'a, F: MapFamily> {
+    common: &'a CommonMaps,
+    maps: &'a FamilyMaps<F>,
     /// The error of a lookup that failed. An entry that could not be read must not count as
     /// missing.
     failure: RefCell<Option<Error>>,
 }
 
-impl<'a, F: TableFamily> Lookups<'a, F> {
-    pub(crate) fn new(common: &'a CommonTables, tables: &'a FamilyTables<F>) -> Self {
-        Self { common, tables, failure: RefCell::default() }
+impl<'a, F: MapFamily> Lookups<'a, F> {
+    pub(crate) fn new(common: &'a CommonMaps, maps: &'a FamilyMaps<F>) -> Self {
+        Self { common, maps, failure: RefCell::default() }
     }
 
     /// Returns what `decide` returns, or the error of a lookup that failed meanwhile.
@@ -41,13 +41,13 @@ impl<'a, F: TableFamily> Lookups<'a, F> {
     }
 }
 
-impl<F: TableFamily> Tables<F> for Lookups<'_, F> {
+impl<F: MapFamily> Maps<F> for Lookups<'_, F> {
     fn frontend(&self, key: &FrontendKey<F::Address>) -> Option<Frontend> {
-        self.found(self.tables.frontends.get(key))
+        self.found(self.maps.frontends.get(key))
     }
 
     fn node_address(&self, address: &F::Address) -> Option<NodeAddress> {
-        self.found(self.tables.node_addresses.get(address))
+        self.found(self.maps.node_addresses.get(address))
     }
 
     fn service(&self, id: u32) -> Option<Service> {
@@ -55,10 +55,10 @@ impl<F: TableFamily> Tables<F> for Lookups<'_, F> {
     }
 
     fn slot(&self, index: u32) -> Option<F::Slot> {
-        self.tables.slots.get(index as usize)
+        self.maps.slots.get(index as usize)
     }
 
     fn backend(&self, id: u32) -> Option<Backend<F::Address>> {
-        self.found(self.tables.backends.get(&id))
+        self.found(self.maps.backends.get(&id))
     }
 }

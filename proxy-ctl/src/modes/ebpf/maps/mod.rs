@@ -3,10 +3,10 @@
 
 pub(super) mod family;
 pub(super) mod filling;
+pub(super) mod handles;
 pub(super) mod lookups;
 pub(super) mod paths;
 pub(super) mod pinned;
 pub(super) mod pins;
 pub(super) mod resize;
 pub(super) mod sizes;
-pub(super) mod tables;

@@ -7,7 +7,7 @@ use std::{
 
 use proxy_common::inventory::Limit;
 
-use super::{paths::Paths, pins::TablePins, tables::Shape};
+use super::{handles::Shape, paths::Paths, pins::MapPins};
 use crate::modes::ebpf::Error;
 
 /// Time after which growth is tried again if it has failed. Mostly, the kernel has no memory for
@@ -20,13 +20,13 @@ pub(crate) struct PinnedMaps {
     bpffs: PathBuf,
     pub(crate) paths: Paths,
     pub(crate) shapes: Vec<Shape>,
-    pins: TablePins,
+    pins: MapPins,
     /// The end of the pause after maps could not grow.
     rests_until: Option<Instant>,
 }
 
 impl PinnedMaps {
-    pub(crate) const fn new(bpffs: PathBuf, paths: Paths, shapes: Vec<Shape>, pins: TablePins) -> Self {
+    pub(crate) const fn new(bpffs: PathBuf, paths: Paths, shapes: Vec<Shape>, pins: MapPins) -> Self {
         Self { bpffs, paths, shapes, pins, rests_until: None }
     }
 
@@ -47,7 +47,7 @@ impl PinnedMaps {
         let restored = self.pins.restore(&self.bpffs, &self.paths)?;
         if !restored.is_empty() {
             tracing::warn!(
-                tables = restored.join(" "),
+                maps = restored.join(" "),
                 "another program had removed pins of maps; they are pinned again"
             );
         }

@@ -13,8 +13,8 @@ use std::{
 };
 
 use super::{
+    handles::{Shape, open_pinned, pinned_map},
     paths::{Paths, is_there},
-    tables::{Shape, open_pinned, pinned_table},
 };
 use crate::{
     modes::ebpf::Error,
@@ -27,20 +27,20 @@ use crate::{
 
 /// The descriptors of the pinned maps, and the lock on the folder.
 #[derive(Debug)]
-pub(crate) struct TablePins {
-    tables: Vec<(&'static str, OwnedFd)>,
+pub(crate) struct MapPins {
+    maps: Vec<(&'static str, OwnedFd)>,
     lock: Lock,
 }
 
-impl TablePins {
+impl MapPins {
     /// Holds all maps of `shapes`. Each must be pinned.
     pub(crate) fn hold(paths: &Paths, shapes: &[Shape], lock: Lock) -> Result<Self, Error> {
-        Ok(Self { tables: pinned_tables(paths, shapes)?, lock })
+        Ok(Self { maps: pinned_maps(paths, shapes)?, lock })
     }
 
     /// Holds the maps that are pinned now, after larger ones have replaced some.
     pub(crate) fn hold_again(&mut self, paths: &Paths, shapes: &[Shape]) -> Result<(), Error> {
-        self.tables = pinned_tables(paths, shapes)?;
+        self.maps = pinned_maps(paths, shapes)?;
         Ok(())
     }
 
@@ -52,9 +52,9 @@ impl TablePins {
             self.lock = paths.lock()?;
         }
         let mut restored = Vec::new();
-        for (name, table) in &self.tables {
-            let again = pin_table(&paths.maps().join(name), table)
-                .map_err(|source| Error::Table { table: name, source })?;
+        for (name, map) in &self.maps {
+            let again =
+                pin_map(&paths.maps().join(name), map).map_err(|source| Error::Map { name, source })?;
             if again {
                 restored.push(*name);
             }
@@ -63,20 +63,20 @@ impl TablePins {
     }
 }
 
-fn pinned_tables(paths: &Paths, shapes: &[Shape]) -> Result<Vec<(&'static str, OwnedFd)>, Error> {
-    let maps = paths.maps();
-    shapes.iter().map(|shape| Ok((shape.name, pinned_table(&maps, shape.name)?))).collect()
+fn pinned_maps(paths: &Paths, shapes: &[Shape]) -> Result<Vec<(&'static str, OwnedFd)>, Error> {
+    let folder = paths.maps();
+    shapes.iter().map(|shape| Ok((shape.name, pinned_map(&folder, shape.name)?))).collect()
 }
 
 /// Pins the map at `path`, and returns true if it was not pinned there before.
-fn pin_table(path: &Path, table: &OwnedFd) -> Result<bool, CallError> {
+fn pin_map(path: &Path, map: &OwnedFd) -> Result<bool, CallError> {
     if let Some(found) = open_pinned(path)? {
-        if bpf::map_info(found.as_fd())?.id == bpf::map_info(table.as_fd())?.id {
+        if bpf::map_info(found.as_fd())?.id == bpf::map_info(map.as_fd())?.id {
             return Ok(false);
         }
         unlink(path)?;
     }
-    bpf::pin(table.as_fd(), path)?;
+    bpf::pin(map.as_fd(), path)?;
     Ok(true)
 }
 

@@ -14,13 +14,13 @@ use std::{
 
 use aya::Pod;
 use proxy_common::{
-    inventory::{Limit, table},
+    inventory::{Limit, map_name},
     layout::*,
 };
 
 use super::{
+    handles::{Shape, difference, open_pinned, pinned_map, typed},
     paths::{Paths, names, removed},
-    tables::{Shape, difference, open_pinned, pinned_table, typed},
 };
 use crate::{
     modes::ebpf::{Error, error::Difference},
@@ -39,15 +39,15 @@ pub(crate) type Transfer = fn(&'static str, &OwnedFd, &OwnedFd) -> Result<(), Er
 
 /// Returns the operations on the entries of a map whose size users set. It is `None` for other
 /// maps, and for values that each CPU has for itself.
-pub(crate) fn contents(table: &str) -> Option<Contents> {
+pub(crate) fn contents(name: &str) -> Option<Contents> {
     type A4 = [u8; 4];
     type A6 = [u8; 16];
-    macro_rules! of_table {
+    macro_rules! of_kind {
         (per_cpu_array, $key:ty, $value:ty, [$limit:ident]) => {
             None
         };
         (lpm_trie, $key:ty, $value:ty, [$limit:ident]) => {
-            of_table!(hash, PrefixKey<$key>, $value, [$limit])
+            of_kind!(hash, PrefixKey<$key>, $value, [$limit])
         };
         ($kind:ident, $key:ty, $value:ty, [$limit:ident]) => {
             Some(Contents { needed: needed::<$key, $value>, transfer: copy::<$key, $value> })
@@ -58,13 +58,13 @@ pub(crate) fn contents(table: &str) -> Option<Contents> {
     }
     macro_rules! contents {
         ($($(#[doc = $doc:literal])* $name:ident: $kind:ident($key:ty, $value:ty), $entries:tt;)+) => {
-            match table {
-                $(stringify!($name) => of_table!($kind, $key, $value, $entries),)+
+            match name {
+                $(stringify!($name) => of_kind!($kind, $key, $value, $entries),)+
                 _ => None,
             }
         };
     }
-    proxy_common::tables!(contents)
+    proxy_common::maps!(contents)
 }
 
 /// The limits whose maps keep their sizes until another start, because the entries of one of them
@@ -75,10 +75,10 @@ pub(crate) struct KeptSizes(Vec<Limit>);
 impl KeptSizes {
     /// Keeps the sizes of a limit's maps if `needed` entries do not fit into the new size of one.
     pub(crate) fn see(&mut self, new: &Shape, needed: u64) {
-        let Shape { name: table, entries: wanted, limit, .. } = *new;
+        let Shape { name: name, entries: wanted, limit, .. } = *new;
         if let Some(limit) = limit.filter(|_| needed > u64::from(wanted)) {
             tracing::warn!(
-                table,
+                name,
                 needed,
                 limit = limit.name(),
                 wanted,
@@ -128,7 +128,7 @@ pub(crate) fn set_aside(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error
             shape.entries = other.entries;
         } else {
             tracing::info!(
-                table = shape.name,
+                map = shape.name,
                 from = other.entries,
                 to = shape.entries,
                 "the map gets another size"
@@ -146,7 +146,7 @@ fn keep_growth(paths: &Paths, shapes: &mut [Shape]) -> Result<(), Error> {
         let Some(Shape { name, entries, limit: Some(limit), most, .. }) = shapes.get(index).copied() else {
             continue;
         };
-        let failed = |source| Error::Table { table: name, source };
+        let failed = |source| Error::Map { name, source };
         let (Some(contents), true) = (contents(name), entries < most) else { continue };
         let Some(found) = open_pinned(&paths.maps().join(name)).map_err(failed)? else { continue };
         let grown = bpf::map_info(found.as_fd()).map_err(failed)?.max_entries;
@@ -178,10 +178,10 @@ pub(crate) fn enlarge(shapes: &mut [Shape], limit: Limit, needed: u32) {
 }
 
 /// Returns the size that the map needs for the entries of `map`.
-fn needed_by(paths: &Paths, table: &'static str, contents: &Contents, map: &OwnedFd) -> Result<u32, Error> {
-    match table {
-        table::slots4 | table::slots6 => needed_slots(paths),
-        table => (contents.needed)(table, map),
+fn needed_by(paths: &Paths, name: &'static str, contents: &Contents, map: &OwnedFd) -> Result<u32, Error> {
+    match name {
+        map_name::slots4 | map_name::slots6 => needed_slots(paths),
+        name => (contents.needed)(name, map),
     }
 }
 
@@ -196,14 +196,14 @@ pub(crate) fn remove_larger(paths: &Paths) -> Result<(), Error> {
 
 /// Puts back a map that a killed controller had set aside. No program has seen the map that was
 /// made to replace it.
-fn put_back(paths: &Paths, table: &'static str) -> Result<(), Error> {
-    let before = paths.before().join(table);
-    if before.exists() { rename(&before, &paths.maps().join(table)) } else { Ok(()) }
+fn put_back(paths: &Paths, name: &'static str) -> Result<(), Error> {
+    let before = paths.before().join(name);
+    if before.exists() { rename(&before, &paths.maps().join(name)) } else { Ok(()) }
 }
 
 fn compare(paths: &Paths, shape: &mut Shape) -> Result<Option<OtherSize>, Error> {
     let path = paths.maps().join(shape.name);
-    let failed = |source| Error::Table { table: shape.name, source };
+    let failed = |source| Error::Map { name: shape.name, source };
     let Some(map) = open_pinned(&path).map_err(failed)? else { return Ok(None) };
     let found = bpf::map_info(map.as_fd()).map_err(failed)?;
     let Some(difference) = difference(&found, shape) else { return Ok(None) };
@@ -212,10 +212,10 @@ fn compare(paths: &Paths, shape: &mut Shape) -> Result<Option<OtherSize>, Error>
             return Ok(Some(OtherSize { entries: found.max_entries, map, contents }));
         }
         _ if shape.expendable => {
-            tracing::warn!(table = shape.name, %difference, "the pinned map is replaced by an empty one");
+            tracing::warn!(map = shape.name, %difference, "the pinned map is replaced by an empty one");
             removed(&path, fs::remove_file(&path))?;
         }
-        _ => return Err(Error::Shape { table: shape.name, path, difference }),
+        _ => return Err(Error::Shape { name: shape.name, path, difference }),
     }
     Ok(None)
 }
@@ -228,9 +228,9 @@ pub(crate) fn rename(from: &Path, to: &Path) -> Result<(), Error> {
 pub(crate) fn transfer(paths: &Paths, shapes: &[Shape]) -> Result<(), Error> {
     for Shape { name, .. } in shapes.iter().filter(|shape| !shape.is_of_flows()) {
         let (Some(contents), path) = (contents(name), paths.before().join(name)) else { continue };
-        let found = open_pinned(&path).map_err(|source| Error::Table { table: name, source })?;
+        let found = open_pinned(&path).map_err(|source| Error::Map { name, source })?;
         if let Some(before) = found {
-            (contents.transfer)(name, &before, &pinned_table(&paths.maps(), name)?)?;
+            (contents.transfer)(name, &before, &pinned_map(&paths.maps(), name)?)?;
             removed(&path, fs::remove_file(&path))?;
         }
     }
@@ -238,10 +238,10 @@ pub(crate) fn transfer(paths: &Paths, shapes: &[Shape]) -> Result<(), Error> {
 }
 
 fn needed<K: Pod + Default, V: Pod + Default + PartialEq>(
-    table: &'static str,
+    name: &'static str,
     fd: &OwnedFd,
 ) -> Result<u32, Error> {
-    let map = typed::<K, V>(fd, table)?;
+    let map = typed::<K, V>(fd, name)?;
     if map.evicts() {
         return Ok(0);
     }
@@ -255,14 +255,15 @@ fn needed<K: Pod + Default, V: Pod + Default + PartialEq>(
         }
         Ok(true)
     })
-    .map_err(|source| Error::Table { table, source })?;
+    .map_err(|source| Error::Map { name, source })?;
     Ok(needed)
 }
 
 /// Returns the least size that holds all slots in use. Free slots keep their last content, so the
 /// services say which are in use.
 fn needed_slots(paths: &Paths) -> Result<u32, Error> {
-    let services = typed::<u32, Service>(&pinned_table(&paths.maps(), table::services)?, table::services)?;
+    let services =
+        typed::<u32, Service>(&pinned_map(&paths.maps(), map_name::services)?, map_name::services)?;
     let mut needed = 0;
     services
         .walk(|slice| {
@@ -271,7 +272,7 @@ fn needed_slots(paths: &Paths) -> Result<u32, Error> {
             }
             Ok(true)
         })
-        .map_err(|source| Error::Table { table: table::services, source })?;
+        .map_err(|source| Error::Map { name: map_name::services, source })?;
     Ok(u32::try_from(needed).unwrap_or(u32::MAX))
 }
 
@@ -286,11 +287,11 @@ pub(crate) fn end_of_slots(sets: [EndpointSet; 3]) -> u64 {
 /// It also copies `connections`, which programs write. What they count until they are swapped is
 /// lost, but all connections are counted again anyway. Flow maps are copied once more later.
 fn copy<K: Pod + Default, V: Pod + Default + PartialEq>(
-    table: &'static str,
+    name: &'static str,
     from: &OwnedFd,
     to: &OwnedFd,
 ) -> Result<(), Error> {
-    let (from, to) = (typed::<K, V>(from, table)?, typed::<K, V>(to, table)?);
+    let (from, to) = (typed::<K, V>(from, name)?, typed::<K, V>(to, name)?);
     let mut index = 0;
     let mut is_there = |(_, value): &&(K, V)| {
         index += 1;
@@ -301,6 +302,6 @@ fn copy<K: Pod + Default, V: Pod + Default + PartialEq>(
         to.set_all(&keys, &values).map_err(|(_, source)| source)?;
         Ok(true)
     })
-    .map_err(|source| Error::Table { table, source })?;
+    .map_err(|source| Error::Map { name, source })?;
     Ok(())
 }

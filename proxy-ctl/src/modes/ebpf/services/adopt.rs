@@ -6,7 +6,7 @@
 use std::{collections::BTreeSet, hash::Hash};
 
 use proxy_common::{
-    inventory::table,
+    inventory::map_name,
     layout::{Backend, EndpointSet, FRONTEND_EXTERNAL, Frontend, Service},
 };
 use rustc_hash::{FxHashMap, FxHashSet};
@@ -23,7 +23,7 @@ use crate::{
     model::desired::ServicePortName,
     modes::ebpf::{
         Error,
-        maps::{family::TableFamily, tables::typed},
+        maps::{family::MapFamily, handles::typed},
     },
 };
 
@@ -48,7 +48,7 @@ impl Common {
     /// ids.
     pub(crate) fn adopt(&mut self) -> Result<AdoptedNames, Error> {
         let mut names = Vec::new();
-        self.tables.names.walk(|few| {
+        self.maps.names.walk(|few| {
             names.extend(few.iter().map(|(id, name)| (*id, entries::port_name(name))));
             true
         })?;
@@ -72,7 +72,7 @@ impl Common {
         let named: FxHashSet<u32> = known.iter().map(|(id, _)| *id).chain(strays.iter().copied()).collect();
         // The map is not read through the mapped memory, all of which would count as resident from
         // then on.
-        let services = typed::<u32, Service>(self.tables.services.fd(), table::services)?;
+        let services = typed::<u32, Service>(self.maps.services.fd(), map_name::services)?;
         let is_stray =
             |(id, service): &&(u32, Service)| *service != Service::default() && !named.contains(id);
         services
@@ -80,7 +80,7 @@ impl Common {
                 strays.extend(slice.iter().filter(is_stray).map(|(id, _)| *id));
                 Ok(true)
             })
-            .map_err(|source| Error::Table { table: table::services, source })?;
+            .map_err(|source| Error::Map { name: map_name::services, source })?;
         // The id of a stray is not given to another service before the stray is gone.
         let claimed = |id| Stray { id, is_claimed: ids.claim(Range { first: id, count: 1 }) };
         let strays = strays.into_iter().map(claimed).collect();
@@ -91,7 +91,7 @@ impl Common {
     /// Makes the next backend id one that was never given.
     pub(crate) fn continue_backend_ids(&mut self, largest_found: u32) -> Result<(), Error> {
         if self.next_backend == 0 {
-            self.backends_set_aside = self.tables.settings.get(&0)?.unwrap_or_default().next_backend;
+            self.backends_set_aside = self.maps.settings.get(&0)?.unwrap_or_default().next_backend;
             // A slot with backend id 0 is not in use.
             self.next_backend = self.backends_set_aside.max(1);
         }
@@ -100,12 +100,12 @@ impl Common {
     }
 }
 
-impl<F: TableFamily> FamilyWriter<F> {
+impl<F: MapFamily> FamilyWriter<F> {
     /// Reads this family's maps anew, and returns the largest backend id found.
     pub(crate) fn adopt(&mut self, shared: &Common, names: &AdoptedNames) -> Result<u32, Error> {
-        let found_frontends = self.tables.frontends.read_all()?;
-        let found_backends = self.tables.backends.read_all()?;
-        let source_ranges = self.tables.source_ranges.read_all()?;
+        let found_frontends = self.maps.frontends.read_all()?;
+        let found_backends = self.maps.backends.read_all()?;
+        let source_ranges = self.maps.source_ranges.read_all()?;
         // Nothing fails from here on. The memory of the former entries is used again for those that
         // are found.
         let mut frontends = emptied(&mut self.entries.frontends);
@@ -121,7 +121,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             if name.family != F::FAMILY {
                 continue;
             }
-            let service = shared.tables.services.get(*id as usize).unwrap_or_default();
+            let service = shared.maps.services.get(*id as usize).unwrap_or_default();
             let sets = [service.cluster, service.internal, service.external];
             let keys = of_service.remove(id).unwrap_or_default();
             let is_external = |key| {
@@ -145,7 +145,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         let changed = *changed || !waiting.is_empty() || !ports.is_empty();
         let without_room = WithoutRoom { changed, ..WithoutRoom::none() };
         let address_bits = AddressBits::of::<F>(frontends.keys());
-        address_bits.write_all(&self.tables);
+        address_bits.write_all(&self.maps);
         self.entries = Entries {
             frontends,
             address_bits,

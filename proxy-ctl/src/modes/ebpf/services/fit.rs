@@ -16,12 +16,12 @@ use crate::{
     model::desired::{DesiredPort, Endpoint, FrontendKind, ServicePortName},
     modes::{
         Effect, UnservedField,
-        ebpf::{error::FullTable, maps::family::TableFamily},
+        ebpf::{error::FullMap, maps::family::MapFamily},
         unserved,
     },
 };
 
-impl<F: TableFamily> FamilyWriter<F> {
+impl<F: MapFamily> FamilyWriter<F> {
     /// Returns the frontends to write: those of these writes and those that wait, as far as there
     /// is room for them.
     ///
@@ -70,7 +70,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         present.sort_by_key(|of_port| Reverse(of_port.len()));
         let mut removed = 0;
         for one in present.into_iter().flatten().take(count) {
-            match self.tables.frontends.remove(&one.0) {
+            match self.maps.frontends.remove(&one.0) {
                 Ok(found) => {
                     writes.applied.removed += u64::from(found);
                     self.forget_frontend(&one.0);
@@ -95,7 +95,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 
     fn frontend_capacity(&self) -> u32 {
-        self.tables.frontends.map().capacity()
+        self.maps.frontends.map().capacity()
     }
 
     /// Returns the external addresses that are served, by service port.
@@ -143,8 +143,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         })
     }
 
-    fn waits(&self, name: &ServicePortName, full: FullTable) -> UnservedField {
-        let FullTable { name: table, capacity, limit } = full;
+    fn waits(&self, name: &ServicePortName, full: FullMap) -> UnservedField {
+        let FullMap { name: map, capacity, limit } = full;
         let field = if limit == Limit::Services {
             "spec.ports"
         } else if limit == Limit::SourceRanges {
@@ -166,15 +166,15 @@ impl<F: TableFamily> FamilyWriter<F> {
         };
         let limit = limit.name();
         let instead = format!(
-            "{what}: map {table} has room for {capacity} entries (ebpf.limits.{limit}), too few for it"
+            "{what}: map {map} has room for {capacity} entries (ebpf.limits.{limit}), too few for it"
         );
         UnservedField { field, effect, instead: instead.into() }
     }
 
     fn no_room(&self, field: &'static str) -> UnservedField {
-        let (table, capacity, limit) = (F::FRONTENDS, self.frontend_capacity(), Limit::Frontends.name());
+        let (map, capacity, limit) = (F::FRONTENDS, self.frontend_capacity(), Limit::Frontends.name());
         let instead = format!(
-            "not all of it is served: map {table} has room for {capacity} entries (ebpf.limits.{limit}) and is full"
+            "not all of it is served: map {map} has room for {capacity} entries (ebpf.limits.{limit}) and is full"
         );
         UnservedField { field, effect: Effect::PartlyServed, instead: instead.into() }
     }

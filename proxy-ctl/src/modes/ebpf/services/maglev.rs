@@ -10,7 +10,7 @@ use crate::{
         desired::{Endpoint, weigh_alike},
         objects::{Algorithm, DEFAULT_WEIGHT, Protocol, Weight},
     },
-    modes::ebpf::maps::family::TableFamily,
+    modes::ebpf::maps::family::MapFamily,
 };
 
 /// The average number of indexes for an endpoint of the lowest weight. It keeps the error of shares
@@ -70,7 +70,7 @@ impl Taker {
 
 /// Returns the lookup table of `2^bits` indexes of `endpoints`. Endpoints of families other than
 /// `F` are in none.
-pub(crate) fn table<'e, F: TableFamily>(
+pub(crate) fn table<'e, F: MapFamily>(
     protocol: Protocol,
     endpoints: impl Iterator<Item = &'e Endpoint> + Clone,
     bits: u32,
@@ -191,7 +191,7 @@ mod tests {
     }
 
     /// Returns the lookup table of these endpoints for TCP.
-    fn indexes<F: TableFamily>(endpoints: &[Endpoint], bits: u32) -> Vec<u32> {
+    fn indexes<F: MapFamily>(endpoints: &[Endpoint], bits: u32) -> Vec<u32> {
         table::<F>(Protocol::Tcp, endpoints.iter(), bits)
     }
 

@@ -19,14 +19,14 @@ use super::{
 use crate::{
     model::desired::{self, DesiredPort, ServicePortName},
     modes::ebpf::{
-        error::FullTable,
-        maps::{family::TableFamily, tables::SourceRangeKey},
+        error::FullMap,
+        maps::{family::MapFamily, handles::SourceRangeKey},
     },
 };
 
 /// The state of the maps of one family, as the controller remembers it.
 #[derive(Debug)]
-pub(crate) struct Entries<F: TableFamily> {
+pub(crate) struct Entries<F: MapFamily> {
     pub(crate) frontends: FxHashMap<FrontendKey<F::Address>, Frontend>,
     /// The bits of the addresses in `frontends`.
     pub(super) address_bits: AddressBits,
@@ -72,7 +72,7 @@ pub(crate) type Wanted<F> =
 
 /// The frontends and service ports that the maps have no room for.
 #[derive(Debug)]
-pub(crate) struct WithoutRoom<F: TableFamily> {
+pub(crate) struct WithoutRoom<F: MapFamily> {
     /// The entries of `frontends4/6` that wait for room, each with its service port.
     pub(crate) frontends: FxHashMap<FrontendKey<F::Address>, (Frontend, ServicePortName)>,
     /// The service ports that wait for room in another map.
@@ -92,10 +92,10 @@ pub(crate) struct WithoutRoom<F: TableFamily> {
 #[derive(Debug)]
 pub(crate) struct Waiting {
     pub(crate) port: Arc<DesiredPort>,
-    pub(crate) full: FullTable,
+    pub(crate) full: FullMap,
 }
 
-impl<F: TableFamily> WithoutRoom<F> {
+impl<F: MapFamily> WithoutRoom<F> {
     pub(crate) fn none() -> Self {
         Self {
             frontends: FxHashMap::default(),
@@ -120,7 +120,7 @@ impl<F: TableFamily> WithoutRoom<F> {
         self.changed = true;
     }
 
-    pub(super) fn insert_port(&mut self, port: &Arc<DesiredPort>, full: FullTable) {
+    pub(super) fn insert_port(&mut self, port: &Arc<DesiredPort>, full: FullMap) {
         let waiting = Waiting { port: Arc::clone(port), full };
         let before = self.ports.insert(port.name.clone(), waiting);
         self.changed |= before.is_none_or(|before| before.full != full);
@@ -150,7 +150,7 @@ impl<F: TableFamily> WithoutRoom<F> {
 
 /// A service port as it is in the maps.
 #[derive(Debug)]
-pub(crate) struct Published<F: TableFamily> {
+pub(crate) struct Published<F: MapFamily> {
     /// The index into `services`.
     pub(crate) id: u32,
     /// Its range of slots; `None` if the range is unusable (out of bounds, or another's).
@@ -285,7 +285,7 @@ impl Uses {
     }
 }
 
-impl<F: TableFamily> Entries<F> {
+impl<F: MapFamily> Entries<F> {
     /// Returns the state of empty maps.
     pub(crate) fn empty(slots: u32) -> Self {
         Self {

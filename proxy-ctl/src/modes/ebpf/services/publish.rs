@@ -11,7 +11,7 @@
 use std::{io, sync::Arc};
 
 use proxy_common::{
-    inventory::{Limit, table},
+    inventory::{Limit, map_name},
     layout::{EndpointSet, FRONTEND_SOURCE_RANGES, Frontend, FrontendKey, Service},
 };
 use rustc_hash::FxHashSet;
@@ -34,8 +34,8 @@ use crate::{
         Applied,
         ebpf::{
             Error,
-            error::FullTable,
-            maps::{family::TableFamily, tables::SourceRangeKey},
+            error::FullMap,
+            maps::{family::MapFamily, handles::SourceRangeKey},
         },
     },
     sys::{CallError, net::socket_diag::Transport},
@@ -45,7 +45,7 @@ use crate::{
 /// in memory until then.
 const PORTS_WRITTEN_TOGETHER: usize = 256;
 
-impl<F: TableFamily> FamilyWriter<F> {
+impl<F: MapFamily> FamilyWriter<F> {
     /// Writes ports that are new or different, and removes others.
     pub(crate) fn apply<'a>(
         &mut self,
@@ -111,8 +111,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         let changed: Vec<_> = changed.map(|port| with_draining(port, shared.forwarding_of(port))).collect();
         let (reserved, refused) = self.reserve_all(shared, changed.iter().collect());
         for (port, error) in refused {
-            if let Error::Full(table) = error {
-                self.entries.without_room.insert_port(port, table);
+            if let Error::Full(full) = error {
+                self.entries.without_room.insert_port(port, full);
             } else {
                 self.entries.without_room.remove_port(&port.name);
                 writes.failures.add(&port.name, error);
@@ -136,7 +136,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         shared: &mut Common,
         ports: Vec<(&'a Arc<DesiredPort>, Reservation)>,
         writes: &mut Writes<F>,
-    ) -> Vec<(&'a Arc<DesiredPort>, Option<FullTable>)> {
+    ) -> Vec<(&'a Arc<DesiredPort>, Option<FullMap>)> {
         let mut published = Vec::with_capacity(ports.len());
         // If there may not be room for all frontends, it is decided for all of them together which
         // have room.
@@ -175,7 +175,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         port: &Arc<DesiredPort>,
         reservation: Reservation,
         writes: &mut Writes<F>,
-    ) -> Result<Option<FullTable>, Error> {
+    ) -> Result<Option<FullMap>, Error> {
         let slots = match self.use_backends(shared, port, writes) {
             Ok(slots) => slots,
             Err(error) => {
@@ -268,14 +268,14 @@ impl<F: TableFamily> FamilyWriter<F> {
         new: &[SourceRangeKey<F>],
         writes: &mut Writes<F>,
     ) -> Result<(), Error> {
-        let capacity = self.tables.source_ranges.map().capacity();
+        let capacity = self.maps.source_ranges.map().capacity();
         let free = capacity.saturating_sub(self.entries.source_ranges) as usize;
         if new.len() > free {
             let limit = Limit::SourceRanges;
-            return Err(Error::Full(FullTable { name: F::SOURCE_RANGES, capacity, limit }));
+            return Err(Error::Full(FullMap { name: F::SOURCE_RANGES, capacity, limit }));
         }
         for (done, key) in new.iter().enumerate() {
-            if let Err(error) = self.tables.source_ranges.set(key, &0) {
+            if let Err(error) = self.maps.source_ranges.set(key, &0) {
                 self.remove_source_ranges(new[..done].to_vec(), writes);
                 return Err(error);
             }
@@ -293,7 +293,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     ) -> FxHashSet<u32> {
         let mut left = FxHashSet::default();
         for key in keys {
-            match self.tables.source_ranges.remove(&key) {
+            match self.maps.source_ranges.remove(&key) {
                 Ok(found) => {
                     writes.applied.removed += u64::from(found);
                     self.entries.source_ranges = self.entries.source_ranges.saturating_sub(u32::from(found));
@@ -321,7 +321,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         let affinity_seconds = port.affinity_seconds.unwrap_or(0);
         let (range, sets) = match reserved {
             ReservedSlots::Same(range) => {
-                let current = shared.tables.services.get(*id as usize).unwrap_or_default();
+                let current = shared.maps.services.get(*id as usize).unwrap_or_default();
                 let service = Service { flags, affinity_seconds, ..current };
                 if service != current {
                     write_service(shared, *id, &service, &mut writes.applied)?;
@@ -365,7 +365,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             return false;
         }
         let holds = |(index, place): (u32, usize)| {
-            let found = self.tables.slots.get(place);
+            let found = self.maps.slots.get(place);
             found.is_some() && found.as_ref() == slots.get(index as usize)
         };
         entries::contents::<F>(port, indexes, table_bits).zip(set.first as usize..).all(holds)
@@ -382,8 +382,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         let contents = arrangement.runs.iter().flat_map(|run| run.contents::<F>(port));
         for (index, place) in contents.zip(range.first..) {
             let Some(slot) = slots.get(index as usize) else { continue };
-            if !self.tables.slots.set(place as usize, slot) {
-                return Err(unwritten(F::SLOTS, self.tables.slots.provide(place as usize)));
+            if !self.maps.slots.set(place as usize, slot) {
+                return Err(unwritten(F::SLOTS, self.maps.slots.provide(place as usize)));
             }
             writes.applied.written += 1;
         }
@@ -392,7 +392,7 @@ impl<F: TableFamily> FamilyWriter<F> {
 
     fn write_names(&mut self, shared: &Common, writes: &mut Writes<F>) {
         let (ids, names): (Vec<_>, Vec<_>) = std::mem::take(&mut writes.names).into_iter().unzip();
-        match shared.tables.names.set_all(&ids, &names) {
+        match shared.maps.names.set_all(&ids, &names) {
             Ok(()) => writes.applied.written += ids.len() as u64,
             Err((done, error)) => {
                 writes.applied.written += done as u64;
@@ -407,7 +407,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         let values: Vec<_> = wanted.iter().map(|(_, frontend, _)| *frontend).collect();
         let mut next = 0;
         while next < wanted.len() {
-            let written = match self.tables.frontends.set_all(&keys[next..], &values[next..]) {
+            let written = match self.maps.frontends.set_all(&keys[next..], &values[next..]) {
                 Ok(()) => wanted.len() - next,
                 Err((done, error)) => {
                     if let Some((_, _, name)) = wanted.get(next + done) {
@@ -461,7 +461,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             writes.lost.extend([Transport::Tcp, Transport::Udp]);
         }
         for id in std::mem::take(&mut self.entries.stray_backends) {
-            match self.tables.backends.remove(&id) {
+            match self.maps.backends.remove(&id) {
                 Ok(found) => writes.applied.removed += u64::from(found),
                 Err(error) => writes.failures.add(format_args!("backend {id}"), error),
             }
@@ -477,7 +477,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             if self.entries.frontends.get(&key).is_none_or(|frontend| frontend.service != id) {
                 continue;
             }
-            match self.tables.frontends.remove(&key) {
+            match self.maps.frontends.remove(&key) {
                 Ok(found) => {
                     writes.applied.removed += u64::from(found);
                     writes.lost.extend(Transport::from_number(key.protocol));
@@ -523,33 +523,33 @@ fn missing_in<K: Copy + Ord>(present: &[K], wanted: &[K]) -> Vec<K> {
 
 /// Resets the counters of a service id before it is reused for another service port.
 fn clear_counters(shared: &mut Common, id: u32) -> Result<(), Error> {
-    let counters = &mut shared.tables.service_counters;
+    let counters = &mut shared.maps.service_counters;
     if id < counters.capacity() {
-        counters.clear(id).map_err(|source| Error::Table { table: table::service_counters, source })?;
+        counters.clear(id).map_err(|source| Error::Map { name: map_name::service_counters, source })?;
     }
     Ok(())
 }
 
 fn write_service(shared: &Common, id: u32, service: &Service, applied: &mut Applied) -> Result<(), Error> {
-    if shared.tables.services.set(id as usize, service) {
+    if shared.maps.services.set(id as usize, service) {
         applied.written += 1;
         return Ok(());
     }
-    Err(unwritten(table::services, shared.tables.services.provide(id as usize)))
+    Err(unwritten(map_name::services, shared.maps.services.provide(id as usize)))
 }
 
 /// Returns the error for an element of a mapped array that could not be written.
-fn unwritten(table: &'static str, provided: Result<(), CallError>) -> Error {
+fn unwritten(name: &'static str, provided: Result<(), CallError>) -> Error {
     let beyond_the_end = || CallError::new("writing to memory", io::Error::from_raw_os_error(libc::ERANGE));
-    Error::Table { table, source: provided.err().unwrap_or_else(beyond_the_end) }
+    Error::Map { name, source: provided.err().unwrap_or_else(beyond_the_end) }
 }
 
 pub(crate) fn remove_service(shared: &Common, id: u32, applied: &mut Applied) -> Result<(), Error> {
-    let found = shared.tables.services.get(id as usize).unwrap_or_default();
-    if found != Service::default() && shared.tables.services.set(id as usize, &Service::default()) {
+    let found = shared.maps.services.get(id as usize).unwrap_or_default();
+    if found != Service::default() && shared.maps.services.set(id as usize, &Service::default()) {
         applied.removed += 1;
     }
-    if shared.tables.names.remove(&id)? {
+    if shared.maps.names.remove(&id)? {
         applied.removed += 1;
     }
     Ok(())

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use proxy_common::inventory::{Limit, table};
+use proxy_common::inventory::{Limit, map_name};
 use rustc_hash::FxHashSet;
 
 use super::{
@@ -23,7 +23,7 @@ use crate::{
         desired::{DesiredPort, Endpoints, FrontendKind, ServicePortName},
         objects::{Algorithm, DEFAULT_WEIGHT},
     },
-    modes::ebpf::{Error, error::FullTable, maps::family::TableFamily},
+    modes::ebpf::{Error, error::FullMap, maps::family::MapFamily},
 };
 
 /// The id and the slots that are reserved for a service port.
@@ -52,7 +52,7 @@ struct NewBackends<A> {
 type Ports<'a> = Vec<&'a Arc<DesiredPort>>;
 type Refused<'a> = (&'a Arc<DesiredPort>, Error);
 
-impl<F: TableFamily> FamilyWriter<F> {
+impl<F: MapFamily> FamilyWriter<F> {
     /// Reserves room for as many of the ports as possible. Each other port is returned with
     /// [`Error::Full`], or with the reason why it can never be written.
     ///
@@ -70,7 +70,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         });
         let (mut reserved, mut refused) = (Vec::with_capacity(ports.len()), Vec::new());
         let used = self.entries.backends.len() + self.entries.stray_backends.len();
-        let free = (self.tables.backends.map().capacity() as usize).saturating_sub(used);
+        let free = (self.maps.backends.map().capacity() as usize).saturating_sub(used);
         let most: usize = ports.iter().map(|port| port.endpoints.all.len()).sum();
         let room = (most > free).then_some(free);
         let mut new = NewBackends { room, keys: FxHashSet::default() };
@@ -99,8 +99,8 @@ impl<F: TableFamily> FamilyWriter<F> {
         if old.is_none() && !shared.ids.has_room_for(1) {
             return Err(Error::Full(services_full(shared)));
         }
-        let capacity = self.tables.slots.len() as u32;
-        let full = || Error::Full(FullTable { name: F::SLOTS, capacity, limit: Limit::Slots });
+        let capacity = self.maps.slots.len() as u32;
+        let full = || Error::Full(FullMap { name: F::SLOTS, capacity, limit: Limit::Slots });
         // Each endpoint has at least one slot. That is checked first, because it costs less than
         // what follows.
         let least = u32::try_from(port.endpoints.all.len()).map_err(|_| full())?;
@@ -135,8 +135,8 @@ impl<F: TableFamily> FamilyWriter<F> {
                 continue;
             }
             if added.len() == room {
-                let capacity = self.tables.backends.map().capacity();
-                return Err(Error::Full(FullTable { name: F::BACKENDS, capacity, limit: Limit::Backends }));
+                let capacity = self.maps.backends.map().capacity();
+                return Err(Error::Full(FullMap { name: F::BACKENDS, capacity, limit: Limit::Backends }));
             }
             added.push(key);
         }
@@ -146,7 +146,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     /// Returns true if the maps hold the port's endpoint sets in the service of this id.
     pub(super) fn has_sets(&self, shared: &Common, id: u32, port: &DesiredPort) -> bool {
         let Some(slots) = self.slots_of(port) else { return false };
-        let current = shared.tables.services.get(id as usize).unwrap_or_default();
+        let current = shared.maps.services.get(id as usize).unwrap_or_default();
         let Endpoints { cluster, internal, external, .. } = &port.endpoints;
         let algorithm = shared.algorithm_of(port);
         [(current.cluster, cluster), (current.internal, internal), (current.external, external)]
@@ -327,6 +327,6 @@ fn without_tables(port: &DesiredPort) -> DesiredPort {
     equal
 }
 
-fn services_full(shared: &Common) -> FullTable {
-    FullTable { name: table::services, capacity: shared.ids.capacity(), limit: Limit::Services }
+fn services_full(shared: &Common) -> FullMap {
+    FullMap { name: map_name::services, capacity: shared.ids.capacity(), limit: Limit::Services }
 }

@@ -20,16 +20,16 @@ use crate::{
     },
     modes::{
         Applied,
-        ebpf::{EbpfDataplane, error::Error, maps::family::TableFamily},
+        ebpf::{EbpfDataplane, error::Error, maps::family::MapFamily},
     },
 };
 
-pub(crate) fn finish<F: TableFamily>(writes: Writes<F>, applied: &mut Applied, failures: &mut Failures) {
+pub(crate) fn finish<F: MapFamily>(writes: Writes<F>, applied: &mut Applied, failures: &mut Failures) {
     *applied += writes.applied;
     failures.merge(writes.failures);
 }
 
-pub(crate) fn apply<F: TableFamily>(
+pub(crate) fn apply<F: MapFamily>(
     writer: &mut FamilyWriter<F>,
     shared: &mut Common,
     changes: &Changes,
@@ -39,7 +39,7 @@ pub(crate) fn apply<F: TableFamily>(
     writer.apply(shared, changed, removed)
 }
 
-pub(crate) fn resync<F: TableFamily>(
+pub(crate) fn resync<F: MapFamily>(
     writer: &mut FamilyWriter<F>,
     shared: &mut Common,
     desired: &[Arc<DesiredPort>],
@@ -201,12 +201,12 @@ impl EbpfDataplane {
         self.services.write_cidrs(&mut applied, &mut failures);
         self.services.raise_epoch(&mut failures);
         self.connections.end_stale_sockets(&mut self.services.shared);
-        self.services.shared.tables.services.forget();
-        self.services.v4.tables.slots.forget();
-        self.services.v6.tables.slots.forget();
+        self.services.shared.maps.services.forget();
+        self.services.v4.maps.slots.forget();
+        self.services.v6.maps.slots.forget();
         // The lease is resumed even if something could not be written, because the other service
         // ports are served as desired.
-        match self.lease.resume(&self.services.shared.tables.lease) {
+        match self.lease.resume(&self.services.shared.maps.lease) {
             Ok(true) => self.keep_netfilter_ports(),
             Ok(false) => {}
             Err(error) => failures.add("lease", error),

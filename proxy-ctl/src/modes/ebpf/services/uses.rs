@@ -21,11 +21,11 @@ use crate::{
         desired::{DesiredPort, Endpoint, ServicePortName},
         objects::DEFAULT_WEIGHT,
     },
-    modes::ebpf::{Error, maps::family::TableFamily},
+    modes::ebpf::{Error, maps::family::MapFamily},
     sys::net::socket_diag::Transport,
 };
 
-impl<F: TableFamily> FamilyWriter<F> {
+impl<F: MapFamily> FamilyWriter<F> {
     /// Inserts the missing backends of all these ports together. If one cannot be inserted,
     /// `publish` fails for the ports that need it.
     pub(super) fn add_backends<'a>(
@@ -52,7 +52,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             values.push(uses.wanted(key));
         }
         // The rest is tried again one by one, so the error is not lost.
-        let written = match self.tables.backends.set_all(&ids, &values) {
+        let written = match self.maps.backends.set_all(&ids, &values) {
             Ok(()) => ids.len(),
             Err((done, _)) => done,
         };
@@ -76,7 +76,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             let Some(uses) = self.entries.backends.get(&key).filter(|uses| uses.is_unused()) else {
                 continue;
             };
-            match self.tables.backends.remove(&uses.id) {
+            match self.maps.backends.remove(&uses.id) {
                 Ok(found) => {
                     writes.applied.removed += u64::from(found);
                     self.entries.backends.remove(&key);
@@ -138,7 +138,7 @@ impl<F: TableFamily> FamilyWriter<F> {
                 uses.id = shared.backend_id(&mut writes.applied)?;
                 uses.add(endpoint);
                 let backend = uses.wanted(&key);
-                self.tables.backends.set(&uses.id, &backend)?;
+                self.maps.backends.set(&uses.id, &backend)?;
                 writes.applied.written += 1;
                 let mut uses = self.remember_backend(uses.id, &backend, writes);
                 uses.add(endpoint);
@@ -207,7 +207,7 @@ impl<F: TableFamily> FamilyWriter<F> {
             let mut seen = FxHashSet::default();
             let mut held = Vec::new();
             for place in range.first..range.first + range.count {
-                let Some(slot) = self.tables.slots.get(place as usize) else { continue };
+                let Some(slot) = self.maps.slots.get(place as usize) else { continue };
                 let (protocol, owner) = (name.protocol.number(), entries::owner(name));
                 let key = BackendKey { address: slot.address(), port: slot.port(), protocol, owner };
                 let Some(uses) = backends.get_mut(&key).filter(|_| seen.insert(key)) else { continue };
@@ -234,11 +234,11 @@ impl<F: TableFamily> FamilyWriter<F> {
             let Some(uses) = self.entries.backends.get_mut(&key) else { continue };
             let wanted = uses.wanted(&key);
             let result = if uses.is_unused() {
-                self.tables.backends.remove(&uses.id).map(|found| writes.applied.removed += u64::from(found))
+                self.maps.backends.remove(&uses.id).map(|found| writes.applied.removed += u64::from(found))
             } else if uses.is_written(&wanted) {
                 Ok(())
             } else {
-                self.tables.backends.set(&uses.id, &wanted).map(|()| writes.applied.written += 1)
+                self.maps.backends.set(&uses.id, &wanted).map(|()| writes.applied.written += 1)
             };
             match result {
                 Ok(()) if uses.is_unused() => {
@@ -255,7 +255,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     }
 }
 
-fn keep<F: TableFamily>(backends: &mut Backends<F::Address>, port: &DesiredPort) -> Box<[Endpoint]> {
+fn keep<F: MapFamily>(backends: &mut Backends<F::Address>, port: &DesiredPort) -> Box<[Endpoint]> {
     let has_backend = |endpoint: &&Endpoint| {
         let uses = backend_key::<F>(&port.name, endpoint).and_then(|key| backends.get_mut(&key));
         uses.map(Uses::keep).is_some()
@@ -263,7 +263,7 @@ fn keep<F: TableFamily>(backends: &mut Backends<F::Address>, port: &DesiredPort)
     port.endpoints.unused.iter().filter(has_backend).copied().collect()
 }
 
-pub(crate) fn backend_key<F: TableFamily>(
+pub(crate) fn backend_key<F: MapFamily>(
     port: &ServicePortName,
     endpoint: &Endpoint,
 ) -> Option<BackendKey<F::Address>> {

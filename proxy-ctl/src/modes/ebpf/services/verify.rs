@@ -6,7 +6,7 @@
 use std::sync::Arc;
 
 use proxy_common::{
-    inventory::table,
+    inventory::map_name,
     layout::{Frontend, Service, ServiceName},
 };
 
@@ -21,7 +21,7 @@ use crate::{
     model::desired::{DesiredPort, ServicePortName},
     modes::ebpf::{
         Error,
-        maps::{family::TableFamily, tables::typed},
+        maps::{family::MapFamily, handles::typed},
     },
 };
 
@@ -37,21 +37,21 @@ impl Common {
         };
         let is_right =
             |id: &u32, name: &ServiceName| name_of(*id).and_then(entries::name).as_ref() == Some(name);
-        if !self.tables.names.holds(published.len(), is_right)? {
+        if !self.maps.names.holds(published.len(), is_right)? {
             return Ok(false);
         }
         // The map is not read through the mapped memory, all of which would count as resident from
         // then on.
-        let services = typed::<u32, Service>(self.tables.services.fd(), table::services)?;
+        let services = typed::<u32, Service>(self.maps.services.fd(), map_name::services)?;
         let is_anothers =
             |(id, service): &(u32, Service)| *service != Service::default() && name_of(*id).is_none();
         services
             .walk(|few| Ok(!few.iter().any(is_anothers)))
-            .map_err(|source| Error::Table { table: table::services, source })
+            .map_err(|source| Error::Map { name: map_name::services, source })
     }
 }
 
-impl<F: TableFamily> FamilyWriter<F> {
+impl<F: MapFamily> FamilyWriter<F> {
     pub(crate) fn published(&self) -> impl Iterator<Item = (u32, &ServicePortName)> {
         self.entries.services.iter().map(|(name, published)| (published.id, name))
     }
@@ -94,7 +94,7 @@ impl<F: TableFamily> FamilyWriter<F> {
         let Published { id, range: Some(range), used: UsedEndpoints::Desired(used), .. } = published else {
             return false;
         };
-        let service = shared.tables.services.get(*id as usize).unwrap_or_default();
+        let service = shared.maps.services.get(*id as usize).unwrap_or_default();
         let (algorithm, forwarding) = (shared.algorithm_of(port), shared.forwarding_of(port));
         let has_frontend =
             |(key, flags)| self.entries.frontends.get(&key) == Some(&Frontend { service: *id, flags });
@@ -110,7 +110,7 @@ impl<F: TableFamily> FamilyWriter<F> {
 
     fn has_backends(&self) -> Result<bool, Error> {
         let backends = &self.entries.backends;
-        self.tables.backends.holds(backends.len(), |id, backend| {
+        self.maps.backends.holds(backends.len(), |id, backend| {
             let key = BackendKey::of(backend);
             let is_right = |uses: &Uses| uses.id == *id && !uses.is_unused() && uses.wanted(&key) == *backend;
             backends.get(&key).is_some_and(is_right)
@@ -122,14 +122,14 @@ impl<F: TableFamily> FamilyWriter<F> {
         let of_services: usize = services.values().map(|published| published.frontends.len()).sum();
         let is_right = |key: &_, frontend: &_| frontends.get(key) == Some(frontend);
         Ok(frontends.len() == of_services + cluster_ips.users.len()
-            && self.tables.frontends.holds(frontends.len(), is_right)?)
+            && self.maps.frontends.holds(frontends.len(), is_right)?)
     }
 
     fn has_source_ranges(&self) -> Result<bool, Error> {
         let mut ranges: Vec<_> =
             self.entries.services.values().flat_map(|published| &published.source_ranges).collect();
         ranges.sort_unstable();
-        self.tables.source_ranges.holds(ranges.len(), |key, _| ranges.binary_search(&key).is_ok())
+        self.maps.source_ranges.holds(ranges.len(), |key, _| ranges.binary_search(&key).is_ok())
     }
 }
 

@@ -20,8 +20,8 @@ use crate::{
         ebpf::{
             Error,
             maps::{
-                family::TableFamily,
-                tables::{CommonTables, FamilyTables, SourceRangeKey},
+                family::MapFamily,
+                handles::{CommonMaps, FamilyMaps, SourceRangeKey},
             },
         },
     },
@@ -34,7 +34,7 @@ const BACKEND_ID_BLOCK: u32 = 1_024;
 /// The maps, ids and choices that both families share.
 #[derive(Debug)]
 pub(crate) struct Common {
-    pub(crate) tables: CommonTables,
+    pub(crate) maps: CommonMaps,
     /// The owners of the ids in `services`.
     pub(crate) ids: Ranges,
     pub(crate) next_backend: u32,
@@ -54,13 +54,13 @@ pub(crate) struct Common {
 impl Common {
     /// Writes the settings if `change` makes them different, and returns true if it did.
     pub(crate) fn write_settings(&self, change: impl FnOnce(&mut Settings)) -> Result<bool, Error> {
-        let table = &self.tables.settings;
-        let current = table.get(&0)?.unwrap_or_default();
+        let map = &self.maps.settings;
+        let current = map.get(&0)?.unwrap_or_default();
         let mut wanted = current;
         wanted.probe_socket = 0;
         change(&mut wanted);
         if wanted != current {
-            table.set(&0, &wanted)?;
+            map.set(&0, &wanted)?;
         }
         Ok(wanted != current)
     }
@@ -85,9 +85,9 @@ impl Common {
         if !self.is_epoch_over {
             return Ok(());
         }
-        let mut settings = self.tables.settings.get(&0)?.unwrap_or_default();
+        let mut settings = self.maps.settings.get(&0)?.unwrap_or_default();
         settings.epoch = settings.epoch.wrapping_add(1);
-        self.tables.settings.set(&0, &settings)?;
+        self.maps.settings.set(&0, &settings)?;
         self.is_epoch_over = false;
         Ok(())
     }
@@ -98,9 +98,9 @@ impl Common {
         let id = self.next_backend;
         let next = id.checked_add(1).ok_or(Error::BackendIdsExhausted)?;
         if next > self.backends_set_aside {
-            let mut settings = self.tables.settings.get(&0)?.unwrap_or_default();
+            let mut settings = self.maps.settings.get(&0)?.unwrap_or_default();
             settings.next_backend = id.saturating_add(BACKEND_ID_BLOCK);
-            self.tables.settings.set(&0, &settings)?;
+            self.maps.settings.set(&0, &settings)?;
             applied.written += 1;
             self.backends_set_aside = settings.next_backend;
         }
@@ -111,16 +111,16 @@ impl Common {
 
 /// The maps of one family, and their known entries.
 #[derive(Debug)]
-pub(crate) struct FamilyWriter<F: TableFamily> {
-    pub(crate) tables: FamilyTables<F>,
+pub(crate) struct FamilyWriter<F: MapFamily> {
+    pub(crate) maps: FamilyMaps<F>,
     pub(crate) entries: Entries<F>,
 }
 
-impl<F: TableFamily> FamilyWriter<F> {
+impl<F: MapFamily> FamilyWriter<F> {
     /// Returns true if a service port that is served or waits for room uses least connection.
     pub(crate) fn goes_by_connections(&self, shared: &Common) -> bool {
         let Entries { services, without_room, .. } = &self.entries;
-        let flags = |id: u32| shared.tables.services.get(id as usize).unwrap_or_default().flags;
+        let flags = |id: u32| shared.maps.services.get(id as usize).unwrap_or_default().flags;
         services.values().any(|published| flags(published.id) & SERVICE_LEAST_CONNECTION != 0)
             || without_room
                 .ports
@@ -131,7 +131,7 @@ impl<F: TableFamily> FamilyWriter<F> {
 
 /// The writes of one call of the dataplane to one family, those done and those to be done.
 #[derive(Debug)]
-pub(crate) struct Writes<F: TableFamily> {
+pub(crate) struct Writes<F: MapFamily> {
     pub(crate) applied: Applied,
     pub(crate) failures: Failures,
     pub(crate) names: Vec<(u32, ServiceName)>,
@@ -150,7 +150,7 @@ pub(crate) struct Writes<F: TableFamily> {
     pub(super) inserted: Vec<BackendKey<F::Address>>,
 }
 
-impl<F: TableFamily> Default for Writes<F> {
+impl<F: MapFamily> Default for Writes<F> {
     fn default() -> Self {
         Self {
             applied: Applied::default(),

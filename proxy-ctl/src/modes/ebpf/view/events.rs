@@ -15,7 +15,7 @@ use std::{
 use proxy_common::{
     event::EventKind,
     family::{Destination, V4, V6},
-    inventory::table,
+    inventory::map_name,
     layout::{EVENT_BYTES, EVENT_OF_SOCKET, Event, EventControl, NO_SERVICE},
     port::Port,
     reason::Reason,
@@ -29,9 +29,9 @@ use crate::{
         ebpf::{
             Error,
             maps::{
-                family::TableFamily as _,
+                family::MapFamily as _,
+                handles::{CommonMaps, FamilyMaps, NamedMap, open_pinned},
                 paths::Paths,
-                tables::{CommonTables, FamilyTables, Table, open_pinned},
             },
             services::entries,
         },
@@ -56,14 +56,14 @@ const MOST: usize = EVENT_BYTES as usize / size_of::<Event>();
 /// Service ports by id and by frontend, as found in one reading. They are not kept longer, because
 /// an id is given to another service port when its own is gone.
 struct ServiceNames<'a> {
-    common: &'a CommonTables,
+    common: &'a CommonMaps,
     of_ids: HashMap<u32, Option<Arc<ServicePortName>>>,
     v4: FrontendNames<'a, V4>,
     v6: FrontendNames<'a, V6>,
 }
 
 impl<'a> ServiceNames<'a> {
-    fn new(common: &'a CommonTables, v4: &'a FamilyTables<V4>, v6: &'a FamilyTables<V6>) -> Self {
+    fn new(common: &'a CommonMaps, v4: &'a FamilyMaps<V4>, v6: &'a FamilyMaps<V6>) -> Self {
         Self {
             common,
             of_ids: HashMap::new(),
@@ -98,11 +98,11 @@ impl<'a> ServiceNames<'a> {
 }
 
 pub(crate) struct Events {
-    common: CommonTables,
-    v4: FamilyTables<V4>,
-    v6: FamilyTables<V6>,
+    common: CommonMaps,
+    v4: FamilyMaps<V4>,
+    v6: FamilyMaps<V6>,
     paths: Paths,
-    control: Table<u32, EventControl>,
+    control: NamedMap<u32, EventControl>,
     ring: Ring<Event>,
     ring_id: u32,
     query: EventQuery,
@@ -115,17 +115,17 @@ pub(crate) struct Events {
 impl Events {
     /// Makes the programs write events.
     pub(crate) fn begin(paths: Paths, query: EventQuery) -> Result<Self, Error> {
-        let maps = paths.maps();
-        let common = CommonTables::open(&maps, false)?;
+        let folder = paths.maps();
+        let common = CommonMaps::open(&folder, false)?;
         // The lock is on this folder, because the controller has the lock on its parent.
         let only_reader = match lock::try_lock(&paths.root) {
             Ok(Attempt::Held(lock)) => lock,
             Ok(Attempt::Taken(holder)) => return Err(Error::Watched(holder)),
             Err(source) => return Err(Error::Folder { path: paths.root.clone(), source }),
         };
-        let control = Table::open(&maps, table::event_control, None)?;
-        let failed = |source| Error::Table { table: table::events, source };
-        let fd = bpf::pinned(&maps.join(table::events)).map_err(failed)?;
+        let control = NamedMap::open(&folder, map_name::event_control, None)?;
+        let failed = |source| Error::Map { name: map_name::events, source };
+        let fd = bpf::pinned(&folder.join(map_name::events)).map_err(failed)?;
         let ring_id = bpf::map_info(fd.as_fd()).map_err(failed)?.id;
         let mut ring = Ring::new(fd).map_err(failed)?;
         // Events that a former watcher has left unread are thrown away.
@@ -133,8 +133,8 @@ impl Events {
         let lost_before = common.counted(Reason::EventLost)?;
         let mut events = Self {
             common,
-            v4: FamilyTables::open(&maps, false)?,
-            v6: FamilyTables::open(&maps, false)?,
+            v4: FamilyMaps::open(&folder, false)?,
+            v6: FamilyMaps::open(&folder, false)?,
             paths,
             control,
             ring,
@@ -153,8 +153,8 @@ impl Events {
         if self.renewed != 0 && now < clock::later(self.renewed, RENEWED_EVERY) {
             return Ok(());
         }
-        let failed = |source| Error::Table { table: table::events, source };
-        let pinned = open_pinned(&self.paths.maps().join(table::events)).map_err(failed)?;
+        let failed = |source| Error::Map { name: map_name::events, source };
+        let pinned = open_pinned(&self.paths.maps().join(map_name::events)).map_err(failed)?;
         let id = pinned.map(|fd| bpf::map_info(fd.as_fd()).map(|info| info.id)).transpose();
         if id.map_err(failed)? != Some(self.ring_id) {
             return Err(Error::NoLongerWatched);

@@ -19,8 +19,8 @@ use crate::{
         ebpf::{
             Error,
             maps::{
-                family::TableFamily,
-                tables::{CommonTables, FamilyTables, Table},
+                family::MapFamily,
+                handles::{CommonMaps, FamilyMaps, NamedMap},
             },
             services::entries,
         },
@@ -46,33 +46,33 @@ impl<'a> Newest<'a> {
     }
 
     /// Adds the flows of one family.
-    pub(crate) fn add<F: TableFamily>(
+    pub(crate) fn add<F: MapFamily>(
         &mut self,
-        common: &CommonTables,
-        tables: &FamilyTables<F>,
+        common: &CommonMaps,
+        maps: &FamilyMaps<F>,
     ) -> Result<(), Error> {
-        let mut names = FrontendNames::new(common, tables);
-        self.add_table(&mut names, &tables.flows, |_, _| Ok(true))?;
+        let mut names = FrontendNames::new(common, maps);
+        self.add_map(&mut names, &maps.flows, |_, _| Ok(true))?;
         // `opening_flows` keeps a copy of an established flow for a while, and nothing updates it.
         // So the copy is left out.
-        self.add_table(&mut names, &tables.opening_flows, |key, flow| {
-            Ok(!tables.flows.get(key)?.is_some_and(|established| established.is_same(flow)))
+        self.add_map(&mut names, &maps.opening_flows, |key, flow| {
+            Ok(!maps.flows.get(key)?.is_some_and(|established| established.is_same(flow)))
         })
     }
 
-    fn add_table<F: TableFamily>(
+    fn add_map<F: MapFamily>(
         &mut self,
         names: &mut FrontendNames<'_, F>,
-        table: &Table<FlowKey<F::Address>, Flow<F::Address>>,
+        map: &NamedMap<FlowKey<F::Address>, Flow<F::Address>>,
         is_wanted: impl Fn(&FlowKey<F::Address>, &Flow<F::Address>) -> Result<bool, Error>,
     ) -> Result<(), Error> {
         let (mut cursor, mut slice) = (Some(Cursor::Start), Vec::new());
         while let Some(at) = cursor {
             slice.clear();
-            cursor = table
+            cursor = map
                 .map()
                 .read(at, SLICE, &mut slice)
-                .map_err(|source| Error::Table { table: table.name, source })?;
+                .map_err(|source| Error::Map { name: map.name, source })?;
             for (key, flow) in slice.iter().filter(|(key, flow)| is_listed(key, flow)) {
                 if is_wanted(key, flow)? {
                     let frontend = Destination {
@@ -122,7 +122,7 @@ fn is_listed<A: proxy_common::layout::Address>(key: &FlowKey<A>, flow: &Flow<A>)
 }
 
 /// Returns the flow without its service port, or `None` if its protocol is unknown.
-fn snapshot<F: TableFamily>(flow: &Flow<F::Address>, now: u64) -> Option<FlowSnapshot> {
+fn snapshot<F: MapFamily>(flow: &Flow<F::Address>, now: u64) -> Option<FlowSnapshot> {
     let end = |address, port: Port| SocketAddr::new(F::ip(address), port.number());
     let masquerade = flow.is_masqueraded().then(|| end(flow.masquerade, flow.masquerade_port()));
     let since = |then: u64| Duration::from_nanos(now.saturating_sub(then));

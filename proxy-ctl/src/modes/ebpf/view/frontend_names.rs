@@ -13,23 +13,23 @@ use crate::{
     modes::ebpf::{
         Error,
         maps::{
-            family::TableFamily,
+            family::MapFamily,
+            handles::{CommonMaps, FamilyMaps},
             lookups::Lookups,
-            tables::{CommonTables, FamilyTables},
         },
         services::entries,
     },
 };
 
 /// Returns the service port of a frontend and its id, or `None` if no known service port has it.
-fn service_port<F: TableFamily>(
-    common: &CommonTables,
-    tables: &FamilyTables<F>,
+fn service_port<F: MapFamily>(
+    common: &CommonMaps,
+    maps: &FamilyMaps<F>,
     frontend: Destination<F::Address>,
 ) -> Result<Option<(u32, ServicePortName)>, Error> {
     // The origin is the host, because only processes of the node can dial node ports on loopback
     // addresses.
-    let found = Lookups::new(common, tables).ask(|tables| select::find(tables, &frontend, Origin::Host))?;
+    let found = Lookups::new(common, maps).ask(|maps| select::find(maps, &frontend, Origin::Host))?;
     let Some(id) = found.map(|frontend| frontend.service) else { return Ok(None) };
     Ok(common.names.get(&id)?.as_ref().and_then(entries::port_name).map(|name| (id, name)))
 }
@@ -39,15 +39,15 @@ type Known = (u32, Arc<ServicePortName>);
 
 /// The service ports of frontends, each looked up once. An id is given to another service port when
 /// its own is gone, so a flow counts as a service port's only as long as its frontend does.
-pub(crate) struct FrontendNames<'a, F: TableFamily> {
-    common: &'a CommonTables,
-    tables: &'a FamilyTables<F>,
+pub(crate) struct FrontendNames<'a, F: MapFamily> {
+    common: &'a CommonMaps,
+    maps: &'a FamilyMaps<F>,
     known: HashMap<Destination<F::Address>, Option<Known>>,
 }
 
-impl<'a, F: TableFamily> FrontendNames<'a, F> {
-    pub(crate) fn new(common: &'a CommonTables, tables: &'a FamilyTables<F>) -> Self {
-        Self { common, tables, known: HashMap::new() }
+impl<'a, F: MapFamily> FrontendNames<'a, F> {
+    pub(crate) fn new(common: &'a CommonMaps, maps: &'a FamilyMaps<F>) -> Self {
+        Self { common, maps, known: HashMap::new() }
     }
 
     /// Returns the service port of a flow to this frontend that was opened for the service with
@@ -76,7 +76,7 @@ impl<'a, F: TableFamily> FrontendNames<'a, F> {
         if let Some(found) = self.known.get(&frontend) {
             return Ok(found.clone());
         }
-        let found = service_port(self.common, self.tables, frontend)?;
+        let found = service_port(self.common, self.maps, frontend)?;
         let found = found.map(|(id, name)| (id, Arc::new(name)));
         self.known.insert(frontend, found.clone());
         Ok(found)

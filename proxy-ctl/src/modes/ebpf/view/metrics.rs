@@ -1,6 +1,6 @@
 //! The metric families of this mode.
 
-use crate::modes::{Labels, MetricFamily, ServiceUsage, TableUsage, Usage};
+use crate::modes::{Labels, MapUsage, MetricFamily, ServiceUsage, Usage};
 
 pub(crate) fn families(
     usage: &Usage,
@@ -9,20 +9,20 @@ pub(crate) fn families(
     sockets_ended: [(&'static str, u64); 2],
     affinity_evictions: u64,
 ) -> Vec<MetricFamily> {
-    let of_tables = |name, help, value: fn(&TableUsage) -> Option<u64>| {
-        let of_table = |table: &TableUsage| Some(([("table", table.name.into())].into(), value(table)?));
-        MetricFamily::gauge(name, help, usage.tables.iter().filter_map(of_table))
+    let of_maps = |name, help, value: fn(&MapUsage) -> Option<u64>| {
+        let of_map = |map: &MapUsage| Some(([("map", map.name.into())].into(), value(map)?));
+        MetricFamily::gauge(name, help, usage.maps.iter().filter_map(of_map))
     };
     let reasons = usage.reasons.iter().map(|of| {
         let labels: Labels = [("reason", of.name.into()), ("verdict", of.verdict.into())].into();
         (labels, of.count)
     });
     let mut families = vec![
-        of_tables("proxy_table_used", "Entries of the map in use.", |table| Some(table.used)),
-        of_tables("proxy_table_capacity", "Entries that the map has room for, if it can fill up.", |table| {
-            table.can_fill_up.then_some(table.capacity)
+        of_maps("proxy_map_used", "Entries of the map in use.", |map| Some(map.used)),
+        of_maps("proxy_map_capacity", "Entries that the map has room for, if it can fill up.", |map| {
+            map.can_fill_up.then_some(map.capacity)
         }),
-        of_tables("proxy_table_bytes", "Kernel memory of the map, in bytes.", |table| Some(table.bytes)),
+        of_maps("proxy_map_bytes", "Kernel memory of the map, in bytes.", |map| Some(map.bytes)),
         MetricFamily::counter(
             "proxy_reasons",
             "Decisions of the datapath, by reason and by what became of the packet or call.",
@@ -77,11 +77,11 @@ pub(crate) fn sample_metrics() -> Vec<MetricFamily> {
         family: IpFamily::Ipv4,
     };
     let web = ServiceUsage { name, connections: 2, packets: 10, bytes: 1500 };
-    let table = TableUsage { name: "frontends4", used: 3, capacity: 100, can_fill_up: true, bytes: 4096 };
+    let map = MapUsage { name: "frontends4", used: 3, capacity: 100, can_fill_up: true, bytes: 4096 };
     let reason =
         |of: &Reason| ReasonUsage { name: of.name(), verdict: super::status::verdict(*of), count: 7 };
     let mut all = families(
-        &Usage { tables: vec![table], reasons: Reason::ALL.iter().map(reason).collect() },
+        &Usage { maps: vec![map], reasons: Reason::ALL.iter().map(reason).collect() },
         &[web],
         3,
         [("TCP", 1), ("UDP", 2)],

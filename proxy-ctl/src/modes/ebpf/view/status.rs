@@ -11,7 +11,7 @@ use std::{
 
 use proxy_common::{
     family::{Slot as _, V4, V6},
-    inventory::{Limit, table},
+    inventory::{Limit, map_name},
     layout::{
         BACKEND_LOCAL, BACKEND_TERMINATING, EndpointSet, FRONTEND_EXTERNAL, Lease, NODE_ADDRESS_LOOPBACK,
         SCOPE_NODE_PORT, SERVICE_EXTERNAL_LOCAL, SERVICE_HAS_ENDPOINTS, SERVICE_INTERNAL_LOCAL, Service,
@@ -28,15 +28,15 @@ use crate::{
     },
     modes::{
         self, BackendSnapshot, EndpointSnapshot, EventQuery, EventStream, FlowQuery, FlowSnapshot,
-        FrontendSnapshot, Hook, NodeSnapshot, OtherProgram, Programmed, ReasonUsage, ServiceSnapshot,
-        ServiceUsage, Snapshot, TableUsage, Usage,
+        FrontendSnapshot, Hook, MapUsage, NodeSnapshot, OtherProgram, Programmed, ReasonUsage,
+        ServiceSnapshot, ServiceUsage, Snapshot, Usage,
         ebpf::{
             Error,
             hooks::attach::filters::is_ours,
             maps::{
-                family::TableFamily,
+                family::MapFamily,
+                handles::{CommonMaps, FamilyMaps, Shape, counts::Counted, open_pinned, shapes},
                 paths::{Paths, is_there},
-                tables::{CommonTables, FamilyTables, Shape, counts::Counted, open_pinned, shapes},
             },
             services::entries,
         },
@@ -52,9 +52,9 @@ use crate::{
 /// The pinned maps of this layout version, for reading.
 #[derive(Debug)]
 pub struct Pinned {
-    common: CommonTables,
-    v4: FamilyTables<V4>,
-    v6: FamilyTables<V6>,
+    common: CommonMaps,
+    v4: FamilyMaps<V4>,
+    v6: FamilyMaps<V6>,
     paths: Paths,
 }
 
@@ -68,13 +68,13 @@ pub fn controller(bpffs: &Path) -> Option<u32> {
 }
 
 /// Returns the ports for translated sources, in the order in which they are taken.
-pub(crate) fn masquerade_ports(tables: &CommonTables) -> Result<Vec<u16>, Error> {
-    let count = usize::from(tables.settings.get(&0)?.unwrap_or_default().masquerade_ports);
-    let table = &tables.masquerade_ports;
+pub(crate) fn masquerade_ports(maps: &CommonMaps) -> Result<Vec<u16>, Error> {
+    let count = usize::from(maps.settings.get(&0)?.unwrap_or_default().masquerade_ports);
+    let map = &maps.masquerade_ports;
     let mut ports = Vec::with_capacity(count);
-    for index in 0..count.div_ceil(super::super::node::FOUR).min(table.len()) {
-        table.provide(index).map_err(|source| Error::Table { table: table::masquerade_ports, source })?;
-        ports.extend(table.get(index).unwrap_or_default().ports);
+    for index in 0..count.div_ceil(super::super::node::FOUR).min(map.len()) {
+        map.provide(index).map_err(|source| Error::Map { name: map_name::masquerade_ports, source })?;
+        ports.extend(map.get(index).unwrap_or_default().ports);
     }
     ports.truncate(count);
     Ok(ports)
@@ -82,9 +82,9 @@ pub(crate) fn masquerade_ports(tables: &CommonTables) -> Result<Vec<u16>, Error>
 
 /// Reads the maps of a dataplane or of the pins.
 pub(crate) struct Reader<'a> {
-    pub(crate) common: &'a CommonTables,
-    pub(crate) v4: &'a FamilyTables<V4>,
-    pub(crate) v6: &'a FamilyTables<V6>,
+    pub(crate) common: &'a CommonMaps,
+    pub(crate) v4: &'a FamilyMaps<V4>,
+    pub(crate) v6: &'a FamilyMaps<V6>,
     pub(crate) paths: &'a Paths,
 }
 
@@ -93,14 +93,14 @@ impl Pinned {
     /// that the caller may not read gives another error, because maps may be in it.
     pub fn open(bpffs: &Path) -> Result<Self, Error> {
         let paths = Paths::new(bpffs);
-        let maps = paths.maps();
-        if !is_there(&maps)? {
+        let folder = paths.maps();
+        if !is_there(&folder)? {
             return Err(Error::NotThere(bpffs.to_owned()));
         }
         Ok(Self {
-            common: CommonTables::open(&maps, false)?,
-            v4: FamilyTables::open(&maps, false)?,
-            v6: FamilyTables::open(&maps, false)?,
+            common: CommonMaps::open(&folder, false)?,
+            v4: FamilyMaps::open(&folder, false)?,
+            v6: FamilyMaps::open(&folder, false)?,
             paths,
         })
     }
@@ -230,21 +230,21 @@ impl Reader<'_> {
         count_family(self.v4, &mut used)?;
         count_family(self.v6, &mut used)?;
         let names = self.common.names.read_all()?.len() as u64;
-        used.extend([(table::services, names), (table::service_names, names)]);
-        used.extend([(table::settings, 1), (table::lease, 1), (table::event_control, 1)]);
+        used.extend([(map_name::services, names), (map_name::service_names, names)]);
+        used.extend([(map_name::settings, 1), (map_name::lease, 1), (map_name::event_control, 1)]);
         let ports = masquerade_ports(self.common)?.len().div_ceil(super::super::node::FOUR);
-        used.insert(table::masquerade_ports, ports as u64);
-        used.insert(table::interfaces, self.common.interfaces.read_all()?.len() as u64);
-        used.insert(table::vlan_devices, self.common.vlan_devices.read_all()?.len() as u64);
-        used.insert(table::pod_namespaces, self.common.pod_namespaces.read_all()?.len() as u64);
-        used.insert(table::redirect_sources, self.common.redirect_sources.read_all()?.len() as u64);
-        used.insert(table::redirect_targets, self.common.redirect_targets.read_all()?.len() as u64);
+        used.insert(map_name::masquerade_ports, ports as u64);
+        used.insert(map_name::interfaces, self.common.interfaces.read_all()?.len() as u64);
+        used.insert(map_name::vlan_devices, self.common.vlan_devices.read_all()?.len() as u64);
+        used.insert(map_name::pod_namespaces, self.common.pod_namespaces.read_all()?.len() as u64);
+        used.insert(map_name::redirect_sources, self.common.redirect_sources.read_all()?.len() as u64);
+        used.insert(map_name::redirect_targets, self.common.redirect_targets.read_all()?.len() as u64);
         used.extend(self.v4.connections.used()?);
         let services = self.services()?;
         let counters = self.common.service_counters.capacity();
         let counted = services.iter().filter(|service| service.id < counters).count();
-        used.insert(table::service_counters, counted as u64);
-        for (table, family) in [
+        used.insert(map_name::service_counters, counted as u64);
+        for (name, family) in [
             (V4::SLOTS, crate::model::objects::IpFamily::Ipv4),
             (V6::SLOTS, crate::model::objects::IpFamily::Ipv6),
         ] {
@@ -253,7 +253,7 @@ impl Reader<'_> {
                 let service = self.common.services.get(service.id as usize).unwrap_or_default();
                 u64::from(entries::span([service.cluster, service.internal, service.external]).count)
             });
-            used.insert(table, slots.sum());
+            used.insert(name, slots.sum());
         }
         // Only the controller knows which maps may grow, and up to which size.
         usage(&self.paths.maps(), &shapes(&Limits::default()), &[], &used, self.common)
@@ -325,11 +325,11 @@ fn policy(is_local: bool) -> TrafficPolicy {
     if is_local { TrafficPolicy::Local } else { TrafficPolicy::Cluster }
 }
 
-fn read_frontends<F: TableFamily>(
-    tables: &FamilyTables<F>,
+fn read_frontends<F: MapFamily>(
+    maps: &FamilyMaps<F>,
     of_service: &mut BTreeMap<u32, Vec<FrontendSnapshot>>,
 ) -> Result<(), Error> {
-    let found = tables.frontends.read_all()?;
+    let found = maps.frontends.read_all()?;
     for (key, frontend) in found.into_iter().filter(|(key, _)| !key.is_cluster_ip()) {
         of_service.entry(frontend.service).or_default().push(FrontendSnapshot {
             address: (key.scope != SCOPE_NODE_PORT).then(|| F::ip(key.address)),
@@ -340,9 +340,9 @@ fn read_frontends<F: TableFamily>(
     Ok(())
 }
 
-fn read_set<F: TableFamily>(tables: &FamilyTables<F>, set: EndpointSet) -> Vec<EndpointSnapshot> {
+fn read_set<F: MapFamily>(maps: &FamilyMaps<F>, set: EndpointSet) -> Vec<EndpointSnapshot> {
     let places = set.first..set.first.saturating_add(set.count());
-    let slots = places.map_while(|place| tables.slots.get(place as usize));
+    let slots = places.map_while(|place| maps.slots.get(place as usize));
     slots
         .map(|slot| EndpointSnapshot {
             address: SocketAddr::new(F::ip(slot.address()), slot.port().number()),
@@ -352,11 +352,8 @@ fn read_set<F: TableFamily>(tables: &FamilyTables<F>, set: EndpointSet) -> Vec<E
         .collect()
 }
 
-fn read_backends<F: TableFamily>(
-    tables: &FamilyTables<F>,
-    into: &mut Vec<BackendSnapshot>,
-) -> Result<(), Error> {
-    let found = tables.backends.read_all()?;
+fn read_backends<F: MapFamily>(maps: &FamilyMaps<F>, into: &mut Vec<BackendSnapshot>) -> Result<(), Error> {
+    let found = maps.backends.read_all()?;
     into.extend(found.into_iter().map(|(id, backend)| BackendSnapshot {
         id,
         address: SocketAddr::new(F::ip(backend.address), backend.port),
@@ -369,30 +366,27 @@ fn read_backends<F: TableFamily>(
     Ok(())
 }
 
-fn read_addresses<F: TableFamily>(
-    tables: &FamilyTables<F>,
-    into: &mut Vec<(IpAddr, bool)>,
-) -> Result<(), Error> {
-    let found = tables.node_addresses.read_all()?;
+fn read_addresses<F: MapFamily>(maps: &FamilyMaps<F>, into: &mut Vec<(IpAddr, bool)>) -> Result<(), Error> {
+    let found = maps.node_addresses.read_all()?;
     into.extend(
         found.into_iter().map(|(address, value)| (F::ip(address), value.flags & NODE_ADDRESS_LOOPBACK != 0)),
     );
     Ok(())
 }
 
-fn count_family<F: TableFamily>(
-    tables: &FamilyTables<F>,
+fn count_family<F: MapFamily>(
+    maps: &FamilyMaps<F>,
     used: &mut BTreeMap<&'static str, u64>,
 ) -> Result<(), Error> {
     used.extend([
-        (F::FRONTENDS, tables.frontends.read_all()?.len() as u64),
-        (F::BACKENDS, tables.backends.read_all()?.len() as u64),
-        (F::FLOWS, tables.flows.read_all()?.len() as u64),
-        (F::OPENING_FLOWS, tables.opening_flows.read_all()?.len() as u64),
-        (F::AFFINITY, tables.affinity.read_all()?.len() as u64),
-        (F::SOURCE_RANGES, tables.source_ranges.read_all()?.len() as u64),
-        (F::SERVICE_CIDRS, tables.service_cidrs.read_all()?.len() as u64),
-        (F::NODE_ADDRESSES, tables.node_addresses.read_all()?.len() as u64),
+        (F::FRONTENDS, maps.frontends.read_all()?.len() as u64),
+        (F::BACKENDS, maps.backends.read_all()?.len() as u64),
+        (F::FLOWS, maps.flows.read_all()?.len() as u64),
+        (F::OPENING_FLOWS, maps.opening_flows.read_all()?.len() as u64),
+        (F::AFFINITY, maps.affinity.read_all()?.len() as u64),
+        (F::SOURCE_RANGES, maps.source_ranges.read_all()?.len() as u64),
+        (F::SERVICE_CIDRS, maps.service_cidrs.read_all()?.len() as u64),
+        (F::NODE_ADDRESSES, maps.node_addresses.read_all()?.len() as u64),
     ]);
     Ok(())
 }
@@ -400,36 +394,36 @@ fn count_family<F: TableFamily>(
 /// The maps that always have all their entries, and those whose entries evict each other. Socket
 /// storage has no size of its own, so it needs no mention.
 const NEVER_FULL: [&str; 12] = [
-    table::frontend_addresses4,
-    table::frontend_addresses6,
-    table::settings,
-    table::lease,
-    table::event_control,
-    table::counters,
-    table::masquerade_ports,
-    table::moved_ports,
-    table::fragments4,
-    table::fragments6,
-    table::foreign_flows4,
-    table::foreign_flows6,
+    map_name::frontend_addresses4,
+    map_name::frontend_addresses6,
+    map_name::settings,
+    map_name::lease,
+    map_name::event_control,
+    map_name::counters,
+    map_name::masquerade_ports,
+    map_name::moved_ports,
+    map_name::fragments4,
+    map_name::fragments6,
+    map_name::foreign_flows4,
+    map_name::foreign_flows6,
 ];
 
-/// Returns the capacities and sizes of the maps in `maps`, with their known use, and the counters.
+/// Returns the capacities and sizes of the maps in `folder`, their known use, and the counters.
 /// A map of a limit in `may_grow` has the capacity that it can grow to.
 pub(crate) fn usage(
-    maps: &Path,
+    folder: &Path,
     shapes: &[Shape],
     may_grow: &[Limit],
     used: &BTreeMap<&'static str, u64>,
-    common: &CommonTables,
+    common: &CommonMaps,
 ) -> Result<Usage, Error> {
-    let mut usage = Usage { reasons: reasons(common)?, tables: Vec::new() };
+    let mut usage = Usage { reasons: reasons(common)?, maps: Vec::new() };
     for shape in shapes.iter().filter(|shape| shape.has_entries()) {
-        let failed = |source: CallError| Error::Table { table: shape.name, source };
-        let Some(fd) = open_pinned(&maps.join(shape.name)).map_err(failed)? else { continue };
+        let failed = |source: CallError| Error::Map { name: shape.name, source };
+        let Some(fd) = open_pinned(&folder.join(shape.name)).map_err(failed)? else { continue };
         let info = bpf::map_info(std::os::fd::AsFd::as_fd(&fd)).map_err(failed)?;
         let most = if shape.limit.is_some_and(|limit| may_grow.contains(&limit)) { shape.most } else { 0 };
-        usage.tables.push(TableUsage {
+        usage.maps.push(MapUsage {
             name: shape.name,
             used: used.get(shape.name).copied().unwrap_or(0),
             capacity: u64::from(info.max_entries.max(most)),
@@ -440,7 +434,7 @@ pub(crate) fn usage(
     Ok(usage)
 }
 
-fn reasons(common: &CommonTables) -> Result<Vec<ReasonUsage>, Error> {
+fn reasons(common: &CommonMaps) -> Result<Vec<ReasonUsage>, Error> {
     let usage = |reason: &Reason| {
         Ok(ReasonUsage { name: reason.name(), verdict: verdict(*reason), count: common.counted(*reason)? })
     };
@@ -458,10 +452,10 @@ pub(crate) fn verdict(reason: Reason) -> &'static str {
 /// Returns the counters of the service ports, and the number of service ports without room for
 /// counters.
 pub(crate) fn service_usage<'a>(
-    common: &CommonTables,
+    common: &CommonMaps,
     ports: impl Iterator<Item = (u32, &'a ServicePortName)>,
 ) -> Result<(Vec<ServiceUsage>, u64), Error> {
-    let failed = |source| Error::Table { table: table::service_counters, source };
+    let failed = |source| Error::Map { name: map_name::service_counters, source };
     let (mut counted, mut uncounted) = (Vec::new(), 0);
     for (id, name) in ports {
         if id >= common.service_counters.capacity() {
@@ -511,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_that_may_not_be_looked_for_are_not_absent_ones() {
+    fn maps_that_may_not_be_looked_for_are_not_absent_ones() {
         let bpffs = TempDir::new().unwrap();
         let open = || modes::Error::from(Pinned::open(bpffs.path()).unwrap_err());
         assert!(!open().is_denied(), "nothing is there");

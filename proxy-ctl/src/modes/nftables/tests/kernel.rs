@@ -196,7 +196,7 @@ fn as_root_a_table_of_kube_proxy_is_replaced_and_other_tables_stay() {
     assert!(nft(&["list", "table", "ip", "kube-proxy"]).contains("rules of proxy-ctl"));
     drop(dataplane);
     assert_eq!(
-        super::super::cleanup().unwrap().tables,
+        super::super::cleanup().unwrap().objects,
         ["nftables ip kube-proxy", "nftables ip6 kube-proxy"]
     );
     assert_eq!(listed(), other);

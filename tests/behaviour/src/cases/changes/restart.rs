@@ -10,7 +10,7 @@ use lab::{
     cluster::NODES,
     wait,
 };
-use proxy_common::{inventory::table, layout::LAYOUT_VERSION};
+use proxy_common::{inventory::map_name, layout::LAYOUT_VERSION};
 use proxy_ctl::sys::bpf;
 use serde_json::{Value, json};
 
@@ -46,9 +46,9 @@ pub(in crate::cases) const CASES: &[Case] = &[
     .differs(ends_with_the_process),
     Case::new("many restarts under load fail no connection", Variants::Once, under_load)
         .differs(fails_with_the_process),
-    Case::new("tables get another size under load", Variants::Once, resized)
+    Case::new("maps get another size under load", Variants::Once, resized)
         .core()
-        .concerns(has_tables)
+        .concerns(has_maps)
         .configured(|| limits(USUAL)),
     Case::new("a restart without changes writes nothing", Variants::Once, writes_nothing)
         .concerns(is_ours)
@@ -153,7 +153,7 @@ fn is_ours(setting: &Setting) -> bool {
     !setting.proxy.is_kube_proxy()
 }
 
-fn has_tables(setting: &Setting) -> bool {
+fn has_maps(setting: &Setting) -> bool {
     setting.datapath() == Datapath::Ebpf
 }
 
@@ -286,7 +286,7 @@ fn resized(world: &mut World, _: Variant) -> Result<()> {
 fn has_size(world: &World, node: NodeNumber, entries: u32) -> Result<()> {
     let pins = world.lab.bpffs(node).join(format!("proxy-ctl/v{LAYOUT_VERSION}"));
     wait::until(&format!("node{node} has resized its maps of flows"), ADOPTS_WITHIN, || {
-        for name in table::OF_FLOWS {
+        for name in map_name::OF_FLOWS {
             let found = bpf::pinned(&pins.join("maps").join(name)).and_then(|map| bpf::map_info(map.as_fd()));
             match found {
                 Ok(found) if found.max_entries == entries => {}
@@ -347,7 +347,7 @@ fn writes_nothing(world: &mut World, _: Variant) -> Result<()> {
     }
     for node in NODES {
         let world = &*world;
-        wait::until(&format!("node{node} has adopted its tables"), ADOPTS_WITHIN, || {
+        wait::until(&format!("node{node} has adopted what is programmed"), ADOPTS_WITHIN, || {
             match world.metric(node, RESYNCS) {
                 Ok(Some(resyncs)) if resyncs >= 1.0 => Ok(Some(())),
                 Ok(other) => Err(format!("{RESYNCS} is {other:?}")),

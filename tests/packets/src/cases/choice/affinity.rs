@@ -6,7 +6,7 @@ use proxy_common::{layout::*, reason::Reason};
 use crate::{
     cases::{Group, Scene, scene::*},
     wire::{Endpoint, KnownAddress, Segment},
-    world::{Tables, Verdict},
+    world::{Maps, Verdict},
 };
 
 const SERVICE: u32 = 1;
@@ -16,7 +16,7 @@ const REMOTE_ID: u32 = 12;
 /// Number of first packets. With that many, neither of two backends is left out by chance.
 const MANY: u16 = 60;
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("without affinity goes to each backend", |s| {
         serve(s, &BOTH, 0)?;
         let met = met(s, "workload_ingress", CLUSTER_IP, 1_024..1_024 + MANY)?;
@@ -106,14 +106,14 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 
 /// Makes two backends serve `CLUSTER_IP` and `NODE_PORT`. Clients outside get the local one, as
 /// with policy Local.
-fn serve<W: Tables>(s: &mut Scene<W>, backends: &[(u32, Endpoint, bool)], seconds: u32) -> Result<()> {
+fn serve<W: Maps>(s: &mut Scene<W>, backends: &[(u32, Endpoint, bool)], seconds: u32) -> Result<()> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     set_service(s, SERVICE, backends, seconds)?;
     s.frontend(CLUSTER_IP, SERVICE, 0)?;
     s.node_port(SERVICE)
 }
 
-fn set_service<W: Tables>(
+fn set_service<W: Maps>(
     s: &mut Scene<W>,
     id: u32,
     backends: &[(u32, Endpoint, bool)],
@@ -129,7 +129,7 @@ fn set_service<W: Tables>(
 pub(crate) const BOTH: [(u32, Endpoint, bool); 2] = [(LOCAL_ID, LOCAL, true), (REMOTE_ID, REMOTE, false)];
 
 /// Returns the backends of the first packets that the client sends from these ports.
-pub(crate) fn met<W: Tables>(
+pub(crate) fn met<W: Maps>(
     s: &mut Scene<W>,
     program: &str,
     to: Endpoint,
@@ -150,20 +150,20 @@ pub(crate) fn met<W: Tables>(
     Ok(met)
 }
 
-fn one<W: Tables>(s: &mut Scene<W>, program: &str, to: Endpoint, ports: std::ops::Range<u16>) -> Result<u32> {
+fn one<W: Maps>(s: &mut Scene<W>, program: &str, to: Endpoint, ports: std::ops::Range<u16>) -> Result<u32> {
     let met = met(s, program, to, ports)?;
     ensure!(met.iter().all(|backend| *backend == met[0]), "went to {met:?}");
     Ok(met[0])
 }
 
-fn known<W: Tables>(s: &mut Scene<W>) -> Result<Vec<(AffinityKey<W::Address>, Affinity)>> {
-    Ok(W::affinity_table(&mut s.world.ebpf)?.iter().collect::<Result<_, _>>()?)
+fn known<W: Maps>(s: &mut Scene<W>) -> Result<Vec<(AffinityKey<W::Address>, Affinity)>> {
+    Ok(W::affinity_map(&mut s.world.ebpf)?.iter().collect::<Result<_, _>>()?)
 }
 
-fn set_known<W: Tables>(s: &mut Scene<W>, change: impl Fn(&mut Affinity)) -> Result<()> {
+fn set_known<W: Maps>(s: &mut Scene<W>, change: impl Fn(&mut Affinity)) -> Result<()> {
     for (key, mut affinity) in known(s)? {
         change(&mut affinity);
-        W::affinity_table(&mut s.world.ebpf)?.insert(key, affinity, 0)?;
+        W::affinity_map(&mut s.world.ebpf)?.insert(key, affinity, 0)?;
     }
     Ok(())
 }

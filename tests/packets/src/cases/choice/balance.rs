@@ -7,7 +7,7 @@ use super::affinity::{BOTH, met};
 use crate::{
     cases::{Group, Scene, scene::*},
     wire::KnownAddress,
-    world::Tables,
+    world::Maps,
 };
 
 const SERVICE: u32 = 1;
@@ -15,7 +15,7 @@ const SERVICE: u32 = 1;
 pub(crate) const TABLE: [usize; 16] = [1, 0, 1, 1, 0, 1, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1];
 const PORTS: std::ops::Range<u16> = 1_024..1_084;
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("with Maglev goes where its hash says, by either role of interface", |s| {
         for program in ["workload_ingress", "uplink_ingress"] {
             serve(s, &TABLE, FRONTEND_MAGLEV, 0)?;
@@ -51,7 +51,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         ensure!(met.iter().all(|backend| *backend == expected), "went to {met:?}, expected {expected}");
         Ok(())
     });
-    group.both::<W>("at random draws from the table", |s| {
+    group.both::<W>("at random draws from the lookup table", |s| {
         serve(s, &[1; 16], 0, 0)?;
         let met = met(s, "workload_ingress", CLUSTER_IP, PORTS)?;
         ensure!(met.iter().all(|backend| *backend == BOTH[1].0), "went to {met:?}");
@@ -60,7 +60,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 }
 
 /// Makes both backends serve `CLUSTER_IP`.
-pub(crate) fn serve<W: Tables>(
+pub(crate) fn serve<W: Maps>(
     s: &mut Scene<W>,
     table: &[usize],
     flags: u32,
@@ -72,7 +72,7 @@ pub(crate) fn serve<W: Tables>(
     s.frontend(CLUSTER_IP, SERVICE, flags)
 }
 
-fn publish<W: Tables>(s: &mut Scene<W>, set: EndpointSet, affinity_seconds: u32) -> Result<()> {
+fn publish<W: Maps>(s: &mut Scene<W>, set: EndpointSet, affinity_seconds: u32) -> Result<()> {
     let flags = SERVICE_HAS_ENDPOINTS;
     let service = Service { cluster: set, internal: set, external: set, flags, affinity_seconds };
     s.world.set_service(SERVICE, service)
@@ -80,7 +80,7 @@ fn publish<W: Tables>(s: &mut Scene<W>, set: EndpointSet, affinity_seconds: u32)
 
 /// Returns the backend for a flow from this port of the client. Port 0 stands for the client
 /// whatever its port.
-fn expected<W: Tables>(s: &Scene<W>, port: u16) -> u32 {
+fn expected<W: Maps>(s: &Scene<W>, port: u16) -> u32 {
     let client = W::address(KnownAddress::Client);
     let hash = balance::connection_hash((&client, Port::new(port)), Port::new(CLUSTER_IP.1), s.protocol);
     BOTH[TABLE[(hash >> 28) as usize]].0

@@ -11,7 +11,7 @@ use super::affinity::{BOTH, met};
 use crate::{
     cases::{Group, Scene, flows::close_from, scene::*},
     wire::{Endpoint, KnownAddress},
-    world::Tables,
+    world::Maps,
 };
 
 const SERVICE: u32 = 1;
@@ -21,7 +21,7 @@ const ELSEWHERE: u32 = BOTH[1].0;
 /// same one.
 const PORTS: std::ops::Range<u16> = 1_024..1_084;
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("by least connection goes where fewer are, by either role of interface", |s| {
         serve(s, FRONTEND_LEAST_CONNECTION)?;
         for (here, elsewhere) in [(7, 6), (1, 0), (0, 1), (1_000, 1_001)] {
@@ -124,25 +124,25 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 }
 
 /// Makes both backends serve `CLUSTER_IP`.
-pub(crate) fn serve<W: Tables>(s: &mut Scene<W>, flags: u32) -> Result<()> {
+pub(crate) fn serve<W: Maps>(s: &mut Scene<W>, flags: u32) -> Result<()> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     let set = s.set(&BOTH)?;
     publish(s, set)?;
     s.frontend(CLUSTER_IP, SERVICE, flags)
 }
 
-fn to_here_alone<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn to_here_alone<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     let set = s.set(&BOTH[..1])?;
     publish(s, set)
 }
 
-fn publish<W: Tables>(s: &mut Scene<W>, set: EndpointSet) -> Result<()> {
+fn publish<W: Maps>(s: &mut Scene<W>, set: EndpointSet) -> Result<()> {
     let flags = SERVICE_HAS_ENDPOINTS;
     let service = Service { cluster: set, internal: set, external: set, flags, affinity_seconds: 0 };
     s.world.set_service(SERVICE, service)
 }
 
-fn all_go_to<W: Tables>(
+fn all_go_to<W: Maps>(
     s: &mut Scene<W>,
     program: &str,
     ports: std::ops::Range<u16>,
@@ -153,7 +153,7 @@ fn all_go_to<W: Tables>(
     Ok(())
 }
 
-fn forget_flows<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn forget_flows<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     for (key, _) in s.flows(Stage::Opening)? {
         W::remove_flow(&mut s.world.ebpf, Stage::Opening, key)?;
     }
@@ -161,24 +161,24 @@ fn forget_flows<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 }
 
 /// Expects this many flows of this node's backend to be opened and closed.
-fn counted<W: Tables>(s: &mut Scene<W>, expected: (u64, u64)) -> Result<()> {
+fn counted<W: Maps>(s: &mut Scene<W>, expected: (u64, u64)) -> Result<()> {
     let counted = s.world.connections()?.get(&HERE).copied();
     ensure!(counted == Some(expected), "counted {counted:?}, expected {expected:?}");
     Ok(())
 }
 
-fn sends<W: Tables>(s: &mut Scene<W>, client: Endpoint, flags: u8) -> Result<()> {
+fn sends<W: Maps>(s: &mut Scene<W>, client: Endpoint, flags: u8) -> Result<()> {
     let packet = s.packet(client, CLUSTER_IP, flags);
     s.send("workload_ingress", &packet, Expect::Becomes(&packet.to(LOCAL)))
 }
 
-fn answered<W: Tables>(s: &mut Scene<W>, client: Endpoint, flags: u8) -> Result<()> {
+fn answered<W: Maps>(s: &mut Scene<W>, client: Endpoint, flags: u8) -> Result<()> {
     let answer = s.answer(LOCAL, client, flags);
     s.send("workload_egress", &answer, Expect::Becomes(&answer.from(CLUSTER_IP)))
 }
 
 /// Sends the first packets of a connection to this node's backend, until its flow is established.
-fn establish<W: Tables>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
+fn establish<W: Maps>(s: &mut Scene<W>, client: Endpoint) -> Result<()> {
     s.opens("workload_ingress", client, CLUSTER_IP, LOCAL)?;
     answered(s, client, TCP_SYN | TCP_ACK)?;
     if s.protocol == PROTOCOL_UDP {

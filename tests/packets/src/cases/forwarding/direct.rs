@@ -19,7 +19,7 @@ use super::{
 use crate::{
     cases::{BOTH, Group, Scene, WorldKind, scene::*},
     wire::{Cut, Endpoint, KnownAddress, Segment, Tunnel},
-    world::{Output, Tables, Verdict, link_address},
+    world::{Maps, Output, Verdict, link_address},
 };
 
 /// Outer headers that packets get.
@@ -40,17 +40,17 @@ impl Way {
     }
 
     /// Returns the length of the outer headers.
-    fn header<W: Tables>(self) -> usize {
+    fn header<W: Maps>(self) -> usize {
         ip_header::<W>() + if self == Self::Geneve { 16 } else { 0 }
     }
 }
 
-pub(crate) fn ip_header<W: Tables>() -> usize {
+pub(crate) fn ip_header<W: Maps>() -> usize {
     if W::NAME == "ipv4" { 20 } else { 40 }
 }
 
 /// Adds a case for both protocols and both encapsulations.
-fn each<W: Tables + 'static>(group: &mut Group, name: &str, body: fn(&mut Scene<W>, Way) -> Result<()>) {
+fn each<W: Maps + 'static>(group: &mut Group, name: &str, body: fn(&mut Scene<W>, Way) -> Result<()>) {
     for (way, label) in WAYS {
         for protocol in BOTH {
             group.add::<W>(&format!("{label}: {name}"), protocol, WorldKind::Usual, move |s| body(s, way));
@@ -65,7 +65,7 @@ const OTHERS_NODE_PORT: Endpoint = (KnownAddress::OtherNode, NODE_PORT.1);
 const SERVICE: u32 = 1;
 const FLAGS: u32 = FRONTEND_EXTERNAL | FRONTEND_DSR;
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     geneve_cases::<W>(group);
     forward_cases::<W>(group);
     each::<W>(group, "to a node port of this node and its backend elsewhere", |s, way| {
@@ -286,7 +286,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 
 const MTU: usize = 1_500;
 
-fn told_beside_a_flood<W: Tables>(s: &mut Scene<W>, way: Way) -> Result<()> {
+fn told_beside_a_flood<W: Maps>(s: &mut Scene<W>, way: Way) -> Result<()> {
     let uplink = Uplink::new::<W>(s.world)?;
     uplink.knows::<W>(CLIENT.0, OWN)?;
     let settings = InterfaceSettings { mtu: MTU as u16, ..InterfaceSettings::default() };
@@ -310,13 +310,13 @@ fn told_beside_a_flood<W: Tables>(s: &mut Scene<W>, way: Way) -> Result<()> {
 }
 
 /// Fills the maps as on the node that the client dials.
-pub(crate) fn dialled<W: Tables>(s: &mut Scene<W>, way: Way) -> Result<()> {
+pub(crate) fn dialled<W: Maps>(s: &mut Scene<W>, way: Way) -> Result<()> {
     serve(s, &[(12, REMOTE, false)])?;
     s.change_settings(|settings| settings.encapsulation = way.encapsulation())
 }
 
 /// Writes the service port of [`dialled`] with these backends.
-fn serve<W: Tables>(s: &mut Scene<W>, backends: &[(u32, Endpoint, bool)]) -> Result<()> {
+fn serve<W: Maps>(s: &mut Scene<W>, backends: &[(u32, Endpoint, bool)]) -> Result<()> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     s.service(SERVICE, backends)?;
     s.frontend(LOAD_BALANCER, SERVICE, FLAGS)?;
@@ -324,13 +324,13 @@ fn serve<W: Tables>(s: &mut Scene<W>, backends: &[(u32, Endpoint, bool)]) -> Res
     node_port(s)
 }
 
-fn node_port<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn node_port<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     let key = FrontendKey::of_node_port(Port::new(NODE_PORT.1), s.protocol);
     W::put_frontend(&mut s.world.ebpf, key, Frontend { service: SERVICE, flags: FLAGS })
 }
 
 /// Fills the maps as on the node of `LOCAL`.
-pub(crate) fn backends_node<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+pub(crate) fn backends_node<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     s.service(SERVICE, &[(11, LOCAL, true), (12, REMOTE, false)])?;
     s.frontend(LOAD_BALANCER, SERVICE, FLAGS)?;
     node_port(s)
@@ -342,13 +342,13 @@ pub(crate) fn tunnel(way: Way) -> Tunnel {
     Tunnel { source: KnownAddress::OtherNode, destination: KnownAddress::LocalBackend, port }
 }
 
-fn arrives<W: Tables>(s: &mut Scene<W>, packet: &Segment, way: Way, expected: Expect) -> Result<()> {
+fn arrives<W: Maps>(s: &mut Scene<W>, packet: &Segment, way: Way, expected: Expect) -> Result<()> {
     s.send_bytes("uplink_ingress", &packet.in_tunnel::<W>(tunnel(way)), expected)
 }
 
 /// Expects a packet between client and backend to leave as the client has sent it, in a packet from
 /// this address to `REMOTE`. Returns that packet.
-fn leaves<W: Tables>(
+fn leaves<W: Maps>(
     s: &mut Scene<W>,
     inside: &[u8],
     sent: &[u8],
@@ -361,12 +361,12 @@ fn leaves<W: Tables>(
 }
 
 /// Returns the source port of a packet of Geneve.
-fn source_port<W: Tables>(packet: &[u8]) -> u16 {
+fn source_port<W: Maps>(packet: &[u8]) -> u16 {
     let place = 14 + ip_header::<W>();
     u16::from_be_bytes([packet[place], packet[place + 1]])
 }
 
-fn is_carried<W: Tables>(output: &Output, sent: &[u8], from: KnownAddress, way: Way) -> Result<()> {
+fn is_carried<W: Maps>(output: &Output, sent: &[u8], from: KnownAddress, way: Way) -> Result<()> {
     ensure!(output.verdict == Verdict::GoesOn, "{:?}", output.verdict);
     let port = (way == Way::Geneve).then(|| source_port::<W>(&output.packet));
     ensure!(port.is_none_or(|port| (32_768..49_152).contains(&port)), "from port {port:?}");
@@ -377,7 +377,7 @@ fn is_carried<W: Tables>(output: &Output, sent: &[u8], from: KnownAddress, way: 
 }
 
 /// Expects the client's packets to leave unchanged inside packets from this address.
-fn sent_on<W: Tables>(s: &mut Scene<W>, dialled: Endpoint, from: KnownAddress, way: Way) -> Result<()> {
+fn sent_on<W: Maps>(s: &mut Scene<W>, dialled: Endpoint, from: KnownAddress, way: Way) -> Result<()> {
     let mut ports = Vec::new();
     for flags in [TCP_SYN, TCP_ACK] {
         let packet = s.packet(CLIENT, dialled, flags);
@@ -395,7 +395,7 @@ fn sent_on<W: Tables>(s: &mut Scene<W>, dialled: Endpoint, from: KnownAddress, w
 }
 
 /// Adds the cases of packets that XDP forwards.
-fn forward_cases<W: Tables + 'static>(group: &mut Group) {
+fn forward_cases<W: Maps + 'static>(group: &mut Group) {
     each::<W>(group, "XDP forwards", |s, way| {
         let uplink = Uplink::new::<W>(s.world)?.and_neighbours::<W>()?;
         dialled(s, way)?;
@@ -501,7 +501,7 @@ fn forward_cases<W: Tables + 'static>(group: &mut Group) {
 }
 
 /// Makes the stack let the client's first packet out. Returns the outer ends with which it leaves.
-fn let_out<W: Tables>(s: &mut Scene<W>, uplink: &Uplink, first: &Segment, way: Way) -> Result<Tunnel> {
+fn let_out<W: Maps>(s: &mut Scene<W>, uplink: &Uplink, first: &Segment, way: Way) -> Result<Tunnel> {
     uplink.passes(s, &first.bytes::<W>())?;
     s.send("uplink_ingress", first, Expect::Becomes(&first.to(REMOTE)))?;
     // XDP also passes the next packets until one has left.
@@ -518,13 +518,13 @@ fn let_out<W: Tables>(s: &mut Scene<W>, uplink: &Uplink, first: &Segment, way: W
 }
 
 /// Expects XDP to forward the packet inside one with these ends.
-fn sends_on<W: Tables>(s: &Scene<W>, uplink: &Uplink, packet: &Segment, tunnel: Tunnel) -> Result<()> {
+fn sends_on<W: Maps>(s: &Scene<W>, uplink: &Uplink, packet: &Segment, tunnel: Tunnel) -> Result<()> {
     uplink.sends_bytes(s, packet, &packet.sent_back().in_tunnel::<W>(tunnel))
 }
 
 /// Adds cases with changed Geneve packets to `LOCAL`: bytes behind the outer IP header differ. Some
 /// of these packets are still taken out of the tunnel, and the others pass unchanged.
-fn geneve_cases<W: Tables + 'static>(group: &mut Group) {
+fn geneve_cases<W: Maps + 'static>(group: &mut Group) {
     /// Length of the headers of UDP and Geneve.
     const HEADERS: usize = 16;
     type Change = fn(&mut Vec<u8>, usize);

@@ -16,10 +16,10 @@ use proxy_common::{
 use crate::{
     cases::{BOTH, Group, WorldKind, scene::*},
     wire::{Cut, Endpoint, Extra, KnownAddress, Segment},
-    world::{Tables, Verdict, World},
+    world::{Maps, Verdict, World},
 };
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("XDP forwards to a backend elsewhere and back", |s| {
         let (uplink, node) = opened_with_neighbours(s)?;
         let first = s.first(CLIENT, NODE_PORT);
@@ -224,7 +224,7 @@ pub(crate) const TAGS: [(&str, &[Tag]); 3] = [
     ("two tags", &[(TAG_SERVICE, 10), (TAG_CUSTOMER, 20)]),
 ];
 
-fn with_tags<W: Tables>(s: &mut Scene<W>, tags: &'static [Tag]) -> Result<()> {
+fn with_tags<W: Maps>(s: &mut Scene<W>, tags: &'static [Tag]) -> Result<()> {
     let uplink = Uplink::with_tags::<W>(s.world, tags)?.and_neighbours::<W>()?;
     s.node_port_elsewhere()?;
     let node = opened(s, &uplink)?;
@@ -272,11 +272,11 @@ pub(crate) const OWN: &str = "02:00:00:00:00:01";
 pub(crate) const NEXT_HOP: &str = "02:00:00:00:00:02";
 
 impl Uplink {
-    pub(crate) fn new<W: Tables>(world: &mut World) -> Result<Self> {
+    pub(crate) fn new<W: Maps>(world: &mut World) -> Result<Self> {
         Self::with_tags::<W>(world, &[])
     }
 
-    pub(crate) fn with_tags<W: Tables>(world: &mut World, tags: &'static [Tag]) -> Result<Self> {
+    pub(crate) fn with_tags<W: Maps>(world: &mut World, tags: &'static [Tag]) -> Result<Self> {
         let device = if tags.is_empty() { UPLINK } else { TAGGED };
         let node = address::<W>(KnownAddress::Node);
         let (version, address) = if node.is_ipv4() {
@@ -316,23 +316,23 @@ impl Uplink {
         Ok(())
     }
 
-    fn with_neighbours<W: Tables>(s: &mut Scene<W>) -> Result<Self> {
+    fn with_neighbours<W: Maps>(s: &mut Scene<W>) -> Result<Self> {
         Self::new::<W>(s.world)?.and_neighbours::<W>()
     }
 
-    pub(crate) fn and_neighbours<W: Tables>(self) -> Result<Self> {
+    pub(crate) fn and_neighbours<W: Maps>(self) -> Result<Self> {
         self.knows::<W>(CLIENT.0, NEXT_HOP)?;
         self.knows::<W>(REMOTE.0, NEXT_HOP)?;
         Ok(self)
     }
 
-    pub(crate) fn knows<W: Tables>(&self, neighbour: KnownAddress, link: &str) -> Result<()> {
+    pub(crate) fn knows<W: Maps>(&self, neighbour: KnownAddress, link: &str) -> Result<()> {
         let address = address::<W>(neighbour);
         ip(None, &format!("neigh replace {address} lladdr {link} dev {} nud permanent\n", self.device))
     }
 
     /// Returns the link address that the packet is sent to.
-    fn next_hop<W: Tables>(&self, s: &Scene<W>, packet: &Segment) -> Result<String> {
+    fn next_hop<W: Maps>(&self, s: &Scene<W>, packet: &Segment) -> Result<String> {
         let output = s.world.run_xdp(self.index, &packet.bytes::<W>())?;
         ensure!(output.verdict == Verdict::SentBack, "{packet:?}: {:?}", output.verdict);
         let bytes = output.packet.iter().take(6).map(|byte| format!("{byte:02x}"));
@@ -340,17 +340,12 @@ impl Uplink {
     }
 
     /// Expects the packet to leave as `becomes`, to the next hop.
-    pub(crate) fn sends<W: Tables>(&self, s: &Scene<W>, packet: &Segment, becomes: &Segment) -> Result<()> {
+    pub(crate) fn sends<W: Maps>(&self, s: &Scene<W>, packet: &Segment, becomes: &Segment) -> Result<()> {
         self.sends_bytes(s, packet, &becomes.sent_back().bytes::<W>())
     }
 
     /// Expects the packet to leave as these bytes, to which the uplink's tags are added.
-    pub(crate) fn sends_bytes<W: Tables>(
-        &self,
-        s: &Scene<W>,
-        packet: &Segment,
-        becomes: &[u8],
-    ) -> Result<()> {
+    pub(crate) fn sends_bytes<W: Maps>(&self, s: &Scene<W>, packet: &Segment, becomes: &[u8]) -> Result<()> {
         let output = s.world.run_xdp(self.index, &tagged(&packet.bytes::<W>(), self.tags))?;
         ensure!(output.verdict == Verdict::SentBack, "{packet:?}: {:?}", output.verdict);
         let expected = tagged(becomes, self.tags);
@@ -362,11 +357,11 @@ impl Uplink {
         Ok(())
     }
 
-    pub(crate) fn passes<W: Tables>(&self, s: &Scene<W>, bytes: &[u8]) -> Result<()> {
+    pub(crate) fn passes<W: Maps>(&self, s: &Scene<W>, bytes: &[u8]) -> Result<()> {
         self.frame_passes(s, &tagged(bytes, self.tags))
     }
 
-    fn frame_passes<W: Tables>(&self, s: &Scene<W>, frame: &[u8]) -> Result<()> {
+    fn frame_passes<W: Maps>(&self, s: &Scene<W>, frame: &[u8]) -> Result<()> {
         let output = s.world.run_xdp(self.index, frame)?;
         ensure!(output.verdict == Verdict::GoesOn, "{:?}", output.verdict);
         ensure!(output.packet == frame, "it is not untouched");
@@ -382,7 +377,7 @@ impl Drop for Uplink {
     }
 }
 
-pub(crate) fn address<W: Tables>(place: KnownAddress) -> IpAddr {
+pub(crate) fn address<W: Maps>(place: KnownAddress) -> IpAddr {
     let address = W::address(place);
     let bytes: &[u8] = address.as_ref();
     match (<[u8; 4]>::try_from(bytes), <[u8; 16]>::try_from(bytes)) {
@@ -393,7 +388,7 @@ pub(crate) fn address<W: Tables>(place: KnownAddress) -> IpAddr {
 }
 
 /// Sends the client's first packet through the stack. Returns its source at the backend.
-pub(crate) fn opened<W: Tables>(s: &mut Scene<W>, uplink: &Uplink) -> Result<Endpoint> {
+pub(crate) fn opened<W: Maps>(s: &mut Scene<W>, uplink: &Uplink) -> Result<Endpoint> {
     let first = s.first(CLIENT, NODE_PORT);
     uplink.passes(s, &first.bytes::<W>())?;
     ensure!(s.flow_counts()? == (0, 0), "only the stack opens flows: {:?}", s.flow_counts()?);
@@ -404,7 +399,7 @@ pub(crate) fn opened<W: Tables>(s: &mut Scene<W>, uplink: &Uplink) -> Result<End
     s.masqueraded(CLIENT)
 }
 
-pub(crate) fn opened_with_neighbours<W: Tables>(s: &mut Scene<W>) -> Result<(Uplink, Endpoint)> {
+pub(crate) fn opened_with_neighbours<W: Maps>(s: &mut Scene<W>) -> Result<(Uplink, Endpoint)> {
     let uplink = Uplink::with_neighbours(s)?;
     s.node_port_elsewhere()?;
     let node = opened(s, &uplink)?;
@@ -413,7 +408,7 @@ pub(crate) fn opened_with_neighbours<W: Tables>(s: &mut Scene<W>) -> Result<(Upl
 
 /// Establishes a flow. Returns its source at the backend, and the next packets of client and
 /// backend.
-fn connected<W: Tables>(s: &mut Scene<W>, uplink: &Uplink) -> Result<(Endpoint, Segment, Segment)> {
+fn connected<W: Maps>(s: &mut Scene<W>, uplink: &Uplink) -> Result<(Endpoint, Segment, Segment)> {
     s.node_port_elsewhere()?;
     let node = opened(s, uplink)?;
     let first = s.first(CLIENT, NODE_PORT);

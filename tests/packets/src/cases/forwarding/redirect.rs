@@ -16,12 +16,12 @@ use super::forward::{NEXT_HOP, OWN, Uplink, address, opened, tagged};
 use crate::{
     cases::{Group, scene::*},
     wire::{Cut, Endpoint, Extra, Segment},
-    world::{Tables, Verdict, link_address},
+    world::{Maps, Verdict, link_address},
 };
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("redirect to a backend behind another uplink and back", |s| {
-        let Node { uplink, other, address: node } = Node::with_tables(s)?;
+        let Node { uplink, other, address: node } = Node::allowing_redirects(s)?;
         let first = s.first(CLIENT, NODE_PORT);
         let answer = first.to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
         other.sends(s, &answer, &answer.to(CLIENT).from(NODE_PORT))?;
@@ -174,7 +174,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         Ok(())
     });
     group.both::<W>("redirect by the uplink that the route says", |s| {
-        let Node { uplink, other, address: node } = Node::with_tables(s)?;
+        let Node { uplink, other, address: node } = Node::allowing_redirects(s)?;
         let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
         uplink_sends(s, &uplink, &second, &second.to(REMOTE).from(node), &other)?;
         let third = Other::leading_to_backends::<W>(s, "third", "02:00:00:00:00:04")?;
@@ -205,7 +205,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
     group.both::<W>("no redirect of what is longer than the other uplink takes", |s| {
         const MTU: usize = 1_300;
-        let Node { uplink, other, address: node } = Node::with_tables(s)?;
+        let Node { uplink, other, address: node } = Node::allowing_redirects(s)?;
         ip(None, &format!("link set {} mtu {MTU}\n", other.name))?;
         let packet = s.packet(CLIENT, NODE_PORT, TCP_ACK);
         let longest = Segment {
@@ -217,7 +217,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         passes(s, uplink.index, &too_long.bytes::<W>())
     });
     group.both::<W>("no redirect to a neighbour that is not known", |s| {
-        let Node { uplink, other, address: node } = Node::with_tables(s)?;
+        let Node { uplink, other, address: node } = Node::allowing_redirects(s)?;
         let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
         let neighbour = format!("{} dev {}", address::<W>(REMOTE.0), other.name);
         ip(None, &format!("neigh del {neighbour}\n"))?;
@@ -226,7 +226,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         uplink_sends(s, &uplink, &second, &second.to(REMOTE).from(node), &other)
     });
     group.both::<W>("no redirect of what a router does more with than sending it on", |s| {
-        let Node { uplink, other, address: node } = Node::with_tables(s)?;
+        let Node { uplink, other, address: node } = Node::allowing_redirects(s)?;
         let second = s.packet(CLIENT, NODE_PORT, TCP_ACK);
         passes(s, uplink.index, &Segment { extra: Extra::Options, ..second.clone() }.bytes::<W>())?;
         passes(s, uplink.index, &Segment { hop_limit: 1, ..second.clone() }.bytes::<W>())?;
@@ -237,7 +237,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         uplink_sends(s, &uplink, &second, &second.to(REMOTE).from(node), &other)
     });
     group.both::<W>("no redirect of frames for others", |s| {
-        let Node { uplink, other, address: node } = Node::with_tables(s)?;
+        let Node { uplink, other, address: node } = Node::allowing_redirects(s)?;
         let answer = s.first(CLIENT, NODE_PORT).to(REMOTE).from(node).answer(TCP_SYN | TCP_ACK);
         // The second uplink has another link address than the first.
         passes(s, other.index, &answer.bytes::<W>())?;
@@ -262,7 +262,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         passes(s, uplink.index, &tagged(&second.bytes::<W>(), &[TAG]))
     });
     group.both::<W>("redirect of frames in fragments", |s| {
-        let Node { uplink, other, address: node } = Node::with_tables(s)?;
+        let Node { uplink, other, address: node } = Node::allowing_redirects(s)?;
         ip(None, &format!("link set {} mtu 9000\nlink set uplink mtu 9000\n", other.name))?;
         let packet = s.packet(CLIENT, NODE_PORT, TCP_ACK);
         let short = packet.bytes::<W>();
@@ -296,7 +296,7 @@ pub(crate) struct Node {
 }
 
 impl Node {
-    pub(crate) fn new<W: Tables>(s: &mut Scene<W>) -> Result<Self> {
+    pub(crate) fn new<W: Maps>(s: &mut Scene<W>) -> Result<Self> {
         let uplink = Uplink::new::<W>(s.world)?;
         uplink.knows::<W>(CLIENT.0, NEXT_HOP)?;
         let other = Other::leading_to_backends::<W>(s, "other", OTHER)?;
@@ -306,7 +306,7 @@ impl Node {
     }
 
     /// Makes the node allow either uplink to send what has come by the other.
-    fn with_tables<W: Tables>(s: &mut Scene<W>) -> Result<Self> {
+    fn allowing_redirects<W: Maps>(s: &mut Scene<W>) -> Result<Self> {
         let node = Self::new(s)?;
         for (interface, own) in
             [(node.uplink.index, link_address(OWN)?), (node.other.index, node.other.address)]
@@ -326,7 +326,7 @@ pub(crate) struct Other {
 }
 
 impl Other {
-    pub(crate) fn leading_to_backends<W: Tables>(
+    pub(crate) fn leading_to_backends<W: Maps>(
         s: &mut Scene<W>,
         name: &'static str,
         address: &str,
@@ -347,7 +347,7 @@ impl Other {
         Ok(other)
     }
 
-    fn leads_to_backends<W: Tables>(&self) -> Result<()> {
+    fn leads_to_backends<W: Maps>(&self) -> Result<()> {
         let name = self.name;
         let lead_to = |backend| {
             format!(
@@ -359,14 +359,14 @@ impl Other {
     }
 
     /// Returns the frame that leaves by the interface.
-    pub(crate) fn sent<W: Tables>(&self, becomes: &Segment) -> Vec<u8> {
+    pub(crate) fn sent<W: Maps>(&self, becomes: &Segment) -> Vec<u8> {
         let mut sent = becomes.sent_back().bytes::<W>();
         sent[6..12].copy_from_slice(&self.address);
         sent
     }
 
     /// Sends a pod's answer, which must pass to the stack.
-    fn answers_by_stack<W: Tables>(&self, s: &Scene<W>, answer: &Segment) -> Result<()> {
+    fn answers_by_stack<W: Maps>(&self, s: &Scene<W>, answer: &Segment) -> Result<()> {
         let bytes = answer.bytes::<W>();
         let output = s.world.leaves_by(self.index, "workload_ingress", &bytes)?;
         ensure!(output.verdict == Verdict::GoesOn && output.packet == bytes, "{:?}", output.verdict);
@@ -375,7 +375,7 @@ impl Other {
 
     /// Sends a pod's answer, which must skip the stack. The kernel writes the link addresses after
     /// the program has ended.
-    fn answer_skips_stack<W: Tables>(&self, s: &Scene<W>, answer: &Segment) -> Result<()> {
+    fn answer_skips_stack<W: Maps>(&self, s: &Scene<W>, answer: &Segment) -> Result<()> {
         let sent = Segment { hop_limit: answer.hop_limit - 1, ..answer.clone() }.bytes::<W>();
         let output = s.world.leaves_by(self.index, "workload_ingress", &answer.bytes::<W>())?;
         ensure!(output.verdict == Verdict::Redirected, "{:?}", output.verdict);
@@ -385,7 +385,7 @@ impl Other {
 
     /// Opens a flow to the pod, of which XDP has forwarded a packet. Returns the pod's first
     /// answer.
-    fn opened<W: Tables>(&self, s: &mut Scene<W>, uplink: &Uplink) -> Result<Segment> {
+    fn opened<W: Maps>(&self, s: &mut Scene<W>, uplink: &Uplink) -> Result<Segment> {
         let first = s.first(CLIENT, NODE_PORT);
         let answer = first.to(LOCAL).answer(TCP_SYN | TCP_ACK);
         let second = first.flags(TCP_ACK);
@@ -396,7 +396,7 @@ impl Other {
     }
 
     /// Sends a frame by this interface, which must leave by the first uplink.
-    fn sends<W: Tables>(&self, s: &Scene<W>, packet: &Segment, becomes: &Segment) -> Result<()> {
+    fn sends<W: Maps>(&self, s: &Scene<W>, packet: &Segment, becomes: &Segment) -> Result<()> {
         let mut frame = packet.bytes::<W>();
         frame[..6].copy_from_slice(&self.address);
         redirects(s, self.index, &frame, &becomes.sent_back().bytes::<W>())
@@ -404,7 +404,7 @@ impl Other {
 }
 
 /// Makes a node with one uplink, and with a pod that answers at a node port.
-pub(crate) fn node_with_pod<W: Tables>(s: &mut Scene<W>) -> Result<(Uplink, Other)> {
+pub(crate) fn node_with_pod<W: Maps>(s: &mut Scene<W>) -> Result<(Uplink, Other)> {
     let uplink = Uplink::new::<W>(s.world)?;
     uplink.knows::<W>(CLIENT.0, NEXT_HOP)?;
     let pod = Other::leading_to_backends::<W>(s, "pod", OTHER)?;
@@ -415,7 +415,7 @@ pub(crate) fn node_with_pod<W: Tables>(s: &mut Scene<W>) -> Result<(Uplink, Othe
 }
 
 /// Sends a pod's answer that the stack has routed out by the uplink.
-fn let_out<W: Tables>(s: &Scene<W>, uplink: &Uplink, answer: &Segment) -> Result<()> {
+fn let_out<W: Maps>(s: &Scene<W>, uplink: &Uplink, answer: &Segment) -> Result<()> {
     let output = s.world.leaves_by(uplink.index, "uplink_egress", &answer.bytes::<W>())?;
     let is_sent = output.packet == answer.from(NODE_PORT).bytes::<W>();
     ensure!(output.verdict == Verdict::GoesOn && is_sent, "{:?}", output.verdict);
@@ -430,7 +430,7 @@ impl Drop for Other {
     }
 }
 
-fn uplink_sends<W: Tables>(
+fn uplink_sends<W: Maps>(
     s: &Scene<W>,
     uplink: &Uplink,
     packet: &Segment,
@@ -440,14 +440,14 @@ fn uplink_sends<W: Tables>(
     redirects(s, uplink.index, &packet.bytes::<W>(), &by.sent::<W>(becomes))
 }
 
-pub(crate) fn redirects<W: Tables>(s: &Scene<W>, interface: u32, frame: &[u8], sent: &[u8]) -> Result<()> {
+pub(crate) fn redirects<W: Maps>(s: &Scene<W>, interface: u32, frame: &[u8], sent: &[u8]) -> Result<()> {
     let output = s.world.run_xdp(interface, frame)?;
     ensure!(output.verdict == Verdict::Redirected, "{:?}", output.verdict);
     ensure!(output.packet == sent, "it became {:02x?}, not {sent:02x?}", output.packet);
     Ok(())
 }
 
-fn passes<W: Tables>(s: &Scene<W>, interface: u32, frame: &[u8]) -> Result<()> {
+fn passes<W: Maps>(s: &Scene<W>, interface: u32, frame: &[u8]) -> Result<()> {
     let output = s.world.run_xdp(interface, frame)?;
     ensure!(output.verdict == Verdict::GoesOn, "{:?}", output.verdict);
     ensure!(output.packet == frame, "it is not untouched");

@@ -17,10 +17,10 @@ use super::{
 use crate::{
     cases::{Group, scene::*},
     wire::{Cut, Extra, Link, Segment},
-    world::{Tables, Verdict, link_address},
+    world::{Maps, Verdict, link_address},
 };
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.skip_stack::<W>(
         "a flow skips the stack once it has let a packet out, to the backend and back",
         |s| {
@@ -46,7 +46,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
         },
     );
     group.skip_stack::<W>(
-        "an established flow skips the stack, also when it is compared with the tables",
+        "an established flow skips the stack, also when it is compared with the maps",
         |s| {
             let Connection { node, second, answer } = Connection::established(s)?;
             node.skips_stack(s, node.uplink.index, &second, &second.to(REMOTE))?;
@@ -137,7 +137,7 @@ struct Connection {
 }
 
 impl Connection {
-    fn opened<W: Tables>(s: &mut Scene<W>) -> Result<Self> {
+    fn opened<W: Maps>(s: &mut Scene<W>) -> Result<Self> {
         let node = Node::new(s)?;
         for interface in [node.uplink.index, node.other.index] {
             let settings = InterfaceSettings { flags: INTERFACE_OF_UPLINK, ..InterfaceSettings::default() };
@@ -148,7 +148,7 @@ impl Connection {
         Ok(Self { node, second, answer })
     }
 
-    fn established<W: Tables>(s: &mut Scene<W>) -> Result<Self> {
+    fn established<W: Maps>(s: &mut Scene<W>) -> Result<Self> {
         let Self { node, second, answer: first } = Self::opened(s)?;
         let answered = |s: &Scene<W>| {
             let inside = first.to(CLIENT);
@@ -171,7 +171,7 @@ impl Connection {
 impl Node {
     /// Returns the packet as it comes or leaves by the interface, with the link address of that
     /// interface.
-    fn frame<W: Tables>(&self, interface: u32, packet: &Segment) -> Vec<u8> {
+    fn frame<W: Maps>(&self, interface: u32, packet: &Segment) -> Vec<u8> {
         let mut frame = packet.bytes::<W>();
         if interface == self.other.index && packet.link == Link::Ethernet {
             frame[..6].copy_from_slice(&self.other.address);
@@ -179,7 +179,7 @@ impl Node {
         frame
     }
 
-    fn by_stack<W: Tables>(
+    fn by_stack<W: Maps>(
         &self,
         s: &Scene<W>,
         program: &str,
@@ -196,7 +196,7 @@ impl Node {
 
     /// Expects the packet to skip the stack. The kernel writes the link addresses after the program
     /// has ended.
-    fn skips_stack<W: Tables>(
+    fn skips_stack<W: Maps>(
         &self,
         s: &Scene<W>,
         interface: u32,

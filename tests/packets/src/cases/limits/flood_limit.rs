@@ -15,7 +15,7 @@ use super::floods::{from_client, is_from_frontend, to_backend};
 use crate::{
     cases::{Group, Scene, WorldKind, scene::*},
     wire::{Endpoint, Segment},
-    world::{Tables, Verdict},
+    world::{Maps, Verdict},
 };
 
 /// Limit of flows in a second. It is so low that the packets are a flood even if a test takes a
@@ -33,7 +33,7 @@ const ROUND_TRIP: u32 = 100_000;
 const FIRST_ESTABLISHED: u32 = 2_000_000;
 const FIRST_OF_OTHER: u32 = 3_000_000;
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     let name = "a flood of forged SYN to one service";
     group.each::<W>(&[PROTOCOL_TCP], WorldKind::Large, name, flood);
     let name = "a flood of forged SYN to more service ports than shares, and one that is quiet";
@@ -49,7 +49,7 @@ struct Connection {
 }
 
 impl Connection {
-    fn to<W: Tables>(s: &Scene<W>, frontend: Endpoint) -> Self {
+    fn to<W: Maps>(s: &Scene<W>, frontend: Endpoint) -> Self {
         let first: Segment = s.first(CLIENT, frontend);
         Self {
             frontend,
@@ -59,11 +59,11 @@ impl Connection {
         }
     }
 
-    fn open<W: Tables>(&self, s: &Scene<W>, client: u32) -> Result<()> {
+    fn open<W: Maps>(&self, s: &Scene<W>, client: u32) -> Result<()> {
         from_client::<W>(s.world, &self.first, client)
     }
 
-    fn establish<W: Tables>(&self, s: &Scene<W>, client: u32) -> Result<()> {
+    fn establish<W: Maps>(&self, s: &Scene<W>, client: u32) -> Result<()> {
         is_from_frontend::<W>(s.world, &self.answer, client, self.frontend)?;
         from_client::<W>(s.world, &self.second, client)
     }
@@ -79,7 +79,7 @@ const LIMIT_OF_MANY: u32 = 420;
 const PAUSE: Duration = Duration::from_millis(330);
 const QUIET_CONNECTIONS: u32 = 10;
 
-fn flood_of_many<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn flood_of_many<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     let set = s.set(&[(11, LOCAL, true)])?;
     let service = Service {
         cluster: set,
@@ -115,7 +115,7 @@ fn flood_of_many<W: Tables>(s: &mut Scene<W>) -> Result<()> {
     Ok(())
 }
 
-fn flood<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn flood<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     s.node_port_here()?;
     s.service(2, &[(12, LOCAL, true)])?;
     s.frontend(CLUSTER_IP, 2, 0)?;

@@ -14,7 +14,7 @@ use proxy_common::{
 use crate::{
     cases::{Group, Scene, WorldKind, scene::*},
     wire::{Endpoint, Segment},
-    world::{Tables, Verdict, World},
+    world::{Maps, Verdict, World},
 };
 
 /// Number of forged clients: three times as many as the maps of opening flows have room for.
@@ -41,7 +41,7 @@ enum Then {
     SameAgain,
 }
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     for (protocol, name, then) in [
         (PROTOCOL_TCP, "a flood of forged SYN", Then::Nothing),
         (PROTOCOL_TCP, "a flood of forged SYN, each followed by an ACK", Then::Flags(TCP_ACK)),
@@ -61,7 +61,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 }
 
 /// Lets the backend answer all forged clients, so that each of them has a flow that goes on.
-fn flood_for_seconds<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn flood_for_seconds<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     const MOST: u32 = 4_000;
     const FORGED: u32 = 5_000;
     s.node_port_here()?;
@@ -111,7 +111,7 @@ struct Clients {
 }
 
 impl Clients {
-    fn new<W: Tables>(s: &Scene<W>, then: Then) -> Self {
+    fn new<W: Maps>(s: &Scene<W>, then: Then) -> Self {
         let first = s.first(CLIENT, NODE_PORT);
         let forged = match then {
             Then::Nothing => None,
@@ -138,7 +138,7 @@ struct Offsets {
 }
 
 impl Offsets {
-    fn of<W: Tables>() -> Self {
+    fn of<W: Maps>() -> Self {
         const NETWORK: usize = 14;
         let length = size_of::<W::Address>();
         // The addresses are the last fields of the header in both families.
@@ -155,14 +155,14 @@ fn write_client(bytes: &mut [u8], end_of_address: usize, client: u32) {
 }
 
 /// Sends a client's packet, which must reach the backend.
-pub(crate) fn from_client<W: Tables>(world: &World, packet: &[u8], client: u32) -> Result<()> {
+pub(crate) fn from_client<W: Maps>(world: &World, packet: &[u8], client: u32) -> Result<()> {
     let verdict = to_backend::<W>(world, packet, client)?;
     ensure!(verdict == Verdict::GoesOn, "{verdict:?}: the packet of client {client}");
     Ok(())
 }
 
 /// Sends a client's packet, which must reach the backend or be dropped.
-pub(crate) fn to_backend<W: Tables>(world: &World, packet: &[u8], client: u32) -> Result<Verdict> {
+pub(crate) fn to_backend<W: Maps>(world: &World, packet: &[u8], client: u32) -> Result<Verdict> {
     let Offsets { source: _, destination, ports } = Offsets::of::<W>();
     let mut bytes = packet.to_vec();
     write_client(&mut bytes, destination, client);
@@ -177,12 +177,12 @@ pub(crate) fn to_backend<W: Tables>(world: &World, packet: &[u8], client: u32) -
 }
 
 /// Sends the backend's answer, which must leave with `NODE_PORT` as its source.
-pub(crate) fn to_client<W: Tables>(world: &World, packet: &[u8], client: u32) -> Result<()> {
+pub(crate) fn to_client<W: Maps>(world: &World, packet: &[u8], client: u32) -> Result<()> {
     is_from_frontend::<W>(world, packet, client, NODE_PORT)
 }
 
 /// Sends the backend's answer, which must leave with this frontend as its source.
-pub(crate) fn is_from_frontend<W: Tables>(
+pub(crate) fn is_from_frontend<W: Maps>(
     world: &World,
     packet: &[u8],
     client: u32,
@@ -200,7 +200,7 @@ pub(crate) fn is_from_frontend<W: Tables>(
     Ok(())
 }
 
-fn flood<W: Tables>(s: &mut Scene<W>, then: Then) -> Result<()> {
+fn flood<W: Maps>(s: &mut Scene<W>, then: Then) -> Result<()> {
     s.node_port_here()?;
     let clients = Clients::new(s, then);
     establish(s, &clients)?;
@@ -248,7 +248,7 @@ const fn established_clients() -> std::ops::Range<u32> {
     FIRST_ESTABLISHED..FIRST_ESTABLISHED + ESTABLISHED
 }
 
-fn establish<W: Tables>(s: &mut Scene<W>, clients: &Clients) -> Result<()> {
+fn establish<W: Maps>(s: &mut Scene<W>, clients: &Clients) -> Result<()> {
     for client in established_clients() {
         from_client::<W>(s.world, &clients.first, client)?;
         to_client::<W>(s.world, &clients.answer, client)?;

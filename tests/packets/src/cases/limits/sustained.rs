@@ -42,7 +42,7 @@ use super::floods::{from_client, to_client};
 use crate::{
     cases::{Group, Scene, scene::*},
     wire::{Endpoint, KnownAddress, Segment, tcp},
-    world::{Tables, World},
+    world::{Maps, World},
 };
 
 /// Number of connections that open in a second.
@@ -63,7 +63,7 @@ const OTHER: Endpoint = (KnownAddress::RemoteBackend, 9090);
 /// Interval of the controller's garbage collections.
 const COLLECTED_EVERY: Duration = Duration::from_secs(1);
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     if env::var_os(SECONDS).is_some() {
         group.tcp::<W>("50,000 connections a second", come_and_go);
         group.tcp::<W>("10,000 forged segments a second", forge);
@@ -113,12 +113,12 @@ impl Controller {
         Ok(Self { dataplane: EbpfDataplane::open(&config)?, pins })
     }
 
-    fn tables(&self) -> PathBuf {
+    fn maps(&self) -> PathBuf {
         self.pins.0.join(format!("proxy-ctl/v{LAYOUT_VERSION}/maps"))
     }
 
     /// Does `work` while garbage is collected every second.
-    fn beside<W: Tables>(&mut self, world: &World, work: impl FnOnce() -> Result<()>) -> Result<Most> {
+    fn beside<W: Maps>(&mut self, world: &World, work: impl FnOnce() -> Result<()>) -> Result<Most> {
         let (working, ended) = mpsc::channel();
         thread::scope(|scope| {
             let collecting = scope.spawn(move || self.collect::<W>(world, &ended));
@@ -129,7 +129,7 @@ impl Controller {
         })
     }
 
-    fn collect<W: Tables>(&mut self, world: &World, ended: &Receiver<()>) -> Result<Most> {
+    fn collect<W: Maps>(&mut self, world: &World, ended: &Receiver<()>) -> Result<Most> {
         stay_on(&cpus()?)?;
         let mut most = Most::default();
         while ended.recv_timeout(COLLECTED_EVERY) == Err(RecvTimeoutError::Timeout) {
@@ -142,7 +142,7 @@ impl Controller {
 
     /// Collects until no flow is left, as if all closed flows had closed long ago. Returns the
     /// number of collections.
-    fn drain<W: Tables>(&mut self, world: &World) -> Result<u32> {
+    fn drain<W: Maps>(&mut self, world: &World) -> Result<u32> {
         const AT_MOST: u32 = 60;
         let flow_lifetimes = FlowLifetimes { tcp_closed: Duration::ZERO, ..FlowLifetimes::default() };
         self.dataplane.set_host(&Host { flow_lifetimes, ..Host::default() })?;
@@ -200,7 +200,7 @@ const DATA: &[u8] = b"as much as a question, and as its answer";
 const LENGTH: u32 = DATA.len() as u32;
 
 /// Makes a segment for a stream whose sender has sent and received this many bytes.
-fn segment<W: Tables>(sender: Side, flags: u8, [sent, received]: [u32; 2], payload: &[u8]) -> SentPacket {
+fn segment<W: Maps>(sender: Side, flags: u8, [sent, received]: [u32; 2], payload: &[u8]) -> SentPacket {
     let first = tcp(CLIENT, NODE_PORT, TCP_SYN);
     let segment = match sender {
         Side::Client => first.flags(flags),
@@ -215,7 +215,7 @@ fn segment<W: Tables>(sender: Side, flags: u8, [sent, received]: [u32; 2], paylo
     (sender, segment.bytes::<W>())
 }
 
-fn opening<W: Tables>() -> [SentPacket; 3] {
+fn opening<W: Maps>() -> [SentPacket; 3] {
     [
         segment::<W>(Side::Client, TCP_SYN, [0, 0], &[]),
         segment::<W>(Side::Backend, TCP_SYN | TCP_ACK, [0, 0], &[]),
@@ -224,7 +224,7 @@ fn opening<W: Tables>() -> [SentPacket; 3] {
 }
 
 /// Makes a question and its answer, after `others` such exchanges.
-fn exchange<W: Tables>(others: u32) -> [SentPacket; 2] {
+fn exchange<W: Maps>(others: u32) -> [SentPacket; 2] {
     let before = others * LENGTH;
     [
         segment::<W>(Side::Client, TCP_ACK, [before, before], DATA),
@@ -233,7 +233,7 @@ fn exchange<W: Tables>(others: u32) -> [SentPacket; 2] {
 }
 
 /// Makes the segments that close a connection after this many exchanges.
-fn closing<W: Tables>(exchanges: u32) -> [SentPacket; 3] {
+fn closing<W: Maps>(exchanges: u32) -> [SentPacket; 3] {
     let before = exchanges * LENGTH;
     [
         segment::<W>(Side::Client, TCP_FIN | TCP_ACK, [before, before], &[]),
@@ -243,16 +243,16 @@ fn closing<W: Tables>(exchanges: u32) -> [SentPacket; 3] {
 }
 
 /// Sends segments of client and backend, all of which must be translated.
-fn send<W: Tables>(world: &World, sent: &[SentPacket], client: u32) -> Result<()> {
+fn send<W: Maps>(world: &World, sent: &[SentPacket], client: u32) -> Result<()> {
     sent.iter().try_for_each(|(sender, packet)| match sender {
         Side::Client => from_client::<W>(world, packet, client),
         Side::Backend => to_client::<W>(world, packet, client),
     })
 }
 
-fn come_and_go<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn come_and_go<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     let mut controller = Controller::start()?;
-    let mut world = World::with_tables_in(&crate::object()?, &controller.tables())?;
+    let mut world = World::with_maps_in(&crate::object()?, &controller.maps())?;
     let mut scene = Scene::<W>::new(&mut world, s.protocol);
     scene.node_port_here()?;
     let mut cpus = cpus()?;
@@ -293,7 +293,7 @@ struct Load<'a> {
 impl Load<'_> {
     /// Handles the share of one CPU: clients whose number is `share` or greater than it by a
     /// multiple of `of`.
-    fn bear<W: Tables>(self, world: &World, cpu: u32, share: u32, of: u32) -> Result<()> {
+    fn bear<W: Maps>(self, world: &World, cpu: u32, share: u32, of: u32) -> Result<()> {
         /// Number of steps between two waits, 20 ms of two CPUs. Waiting more often would cost more
         /// than the packets do.
         const BATCH: u32 = 500;
@@ -312,7 +312,7 @@ impl Load<'_> {
     }
 
     /// Opens one connection, answers one that came before, and closes an older one.
-    fn step<W: Tables>(
+    fn step<W: Maps>(
         self,
         world: &World,
         [opening, exchange, closing]: [&[SentPacket]; 3],
@@ -330,9 +330,9 @@ impl Load<'_> {
     }
 }
 
-fn forge<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn forge<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     let mut controller = Controller::start()?;
-    let mut world = World::with_tables_in(&crate::object()?, &controller.tables())?;
+    let mut world = World::with_maps_in(&crate::object()?, &controller.maps())?;
     let mut scene = Scene::<W>::new(&mut world, s.protocol);
     scene.node_port_here()?;
     (0..ACTIVE + SILENT).try_for_each(|client| send::<W>(scene.world, &opening::<W>(), client))?;
@@ -362,7 +362,7 @@ fn forge<W: Tables>(s: &mut Scene<W>) -> Result<()> {
 
 /// Sends `count` forged segments. Each one that ends a connection is followed by one that opens it,
 /// and by an exchange of an active connection. `exchanges` counts these.
-fn forge_among<W: Tables>(world: &World, count: u32, exchanges: &mut [u32]) -> Result<()> {
+fn forge_among<W: Maps>(world: &World, count: u32, exchanges: &mut [u32]) -> Result<()> {
     let ends = [
         (Side::Client, TCP_RST),
         (Side::Client, TCP_FIN),

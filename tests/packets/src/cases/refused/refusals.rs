@@ -12,10 +12,10 @@ use proxy_common::{
 use crate::{
     cases::{BOTH, Group, Scene, WorldKind, scene::*},
     wire::{Extra, KnownAddress, Link, Segment},
-    world::{Tables, Verdict},
+    world::{Maps, Verdict},
 };
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("refused: no endpoint", |s| no_endpoint(s, "workload_ingress", |packet| packet));
     group.both::<W>("refused: no endpoint, device without Ethernet header", |s| {
         no_endpoint(s, "workload_ingress_l3", |packet| Segment { link: Link::Bare, ..packet })
@@ -98,7 +98,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-pub(crate) fn refused<W: Tables>(packet: &Segment) -> Vec<u8> {
+pub(crate) fn refused<W: Maps>(packet: &Segment) -> Vec<u8> {
     if packet.protocol != PROTOCOL_TCP {
         return W::unreachable(packet);
     }
@@ -118,14 +118,14 @@ pub(crate) fn refused<W: Tables>(packet: &Segment) -> Vec<u8> {
     .bytes::<W>()
 }
 
-fn expect_refused<W: Tables>(s: &mut Scene<W>, program: &str, packet: &Segment) -> Result<()> {
+fn expect_refused<W: Maps>(s: &mut Scene<W>, program: &str, packet: &Segment) -> Result<()> {
     s.send(program, packet, Expect::Answered(refused::<W>(packet)))?;
     ensure!(s.flow_counts()? == (0, 0));
     s.counted(&[(Reason::NoEndpoints, 1)])
 }
 
 /// Returns how many of the packets were answered, and how many were dropped.
-fn refused_in_flood<W: Tables>(s: &mut Scene<W>, packets: u64) -> Result<(u64, u64)> {
+fn refused_in_flood<W: Maps>(s: &mut Scene<W>, packets: u64) -> Result<(u64, u64)> {
     s.without_endpoints()?;
     let (mut answered, mut dropped) = (0, 0);
     let packet = s.first(CLIENT, CLUSTER_IP).bytes::<W>();
@@ -140,7 +140,7 @@ fn refused_in_flood<W: Tables>(s: &mut Scene<W>, packets: u64) -> Result<(u64, u
 }
 
 /// Sends the first packet of a connection after `change`, and expects it to be refused.
-fn no_endpoint<W: Tables>(s: &mut Scene<W>, program: &str, change: fn(Segment) -> Segment) -> Result<()> {
+fn no_endpoint<W: Maps>(s: &mut Scene<W>, program: &str, change: fn(Segment) -> Segment) -> Result<()> {
     s.without_endpoints()?;
     let packet = change(s.first(CLIENT, CLUSTER_IP));
     expect_refused(s, program, &packet)

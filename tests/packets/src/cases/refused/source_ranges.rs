@@ -6,14 +6,14 @@ use proxy_common::{layout::*, packet::TCP_ACK, reason::Reason};
 use crate::{
     cases::{Group, Scene, scene::*},
     wire::{Endpoint, KnownAddress},
-    world::Tables,
+    world::Maps,
 };
 
 const SERVICE: u32 = 1;
 /// Address that has source ranges.
 const LOAD_BALANCER: Endpoint = CLUSTER_IP;
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("a client in a source range is served", |s| served(s, 0));
     group.both::<W>("a client in a source range of some bits is served", |s| served(s, 7));
     group.both::<W>("a client in a source range that all are in is served", |s| served(s, W::Address::BITS));
@@ -52,18 +52,18 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
     });
 }
 
-fn serve<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn serve<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     s.service(SERVICE, &[(11, LOCAL, true)])?;
     s.frontend(LOAD_BALANCER, SERVICE, FRONTEND_EXTERNAL | FRONTEND_SOURCE_RANGES)
 }
 
 /// Allows a source range that contains `address`. Its prefix is `without` bits shorter than the
 /// whole address.
-fn allow<W: Tables>(s: &mut Scene<W>, service: u32, address: KnownAddress, without: u32) -> Result<()> {
+fn allow<W: Maps>(s: &mut Scene<W>, service: u32, address: KnownAddress, without: u32) -> Result<()> {
     W::put_source_range(&mut s.world.ebpf, service, W::address(address), W::Address::BITS - without)
 }
 
-fn served<W: Tables>(s: &mut Scene<W>, without: u32) -> Result<()> {
+fn served<W: Maps>(s: &mut Scene<W>, without: u32) -> Result<()> {
     serve(s)?;
     allow(s, SERVICE, KnownAddress::Client, without)?;
     for (program, port) in [("workload_ingress", 1_024), ("uplink_ingress", 1_025)] {
@@ -72,7 +72,7 @@ fn served<W: Tables>(s: &mut Scene<W>, without: u32) -> Result<()> {
     s.counted(&[(Reason::FlowOpened, 2)])
 }
 
-fn expect_dropped<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn expect_dropped<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     for program in ["workload_ingress", "uplink_ingress"] {
         let first = s.first(CLIENT, LOAD_BALANCER);
         s.send(program, &first, Expect::Dropped)?;

@@ -18,7 +18,7 @@ use crate::{
         scene::*,
     },
     wire::{Cut, Endpoint, KnownAddress, Link, Segment},
-    world::Tables,
+    world::Maps,
 };
 
 const OTHER_PORT: Endpoint = (CLUSTER_IP.0, 81);
@@ -27,7 +27,7 @@ const BITS: u32 = 24;
 /// Payload length of a ping for which the kernel needs more than one piece of memory.
 const LONG: usize = 1_400;
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("another port of a ClusterIP is refused", |s| {
         s.cluster_ip()?;
         let first = s.first(CLIENT, OTHER_PORT);
@@ -180,11 +180,11 @@ fn message(source: Endpoint, destination: Endpoint, length: usize) -> Segment {
     Segment { payload, ..crate::wire::udp(source, destination) }
 }
 
-fn ping<W: Tables>(source: Endpoint, destination: Endpoint, length: usize) -> Vec<u8> {
+fn ping<W: Maps>(source: Endpoint, destination: Endpoint, length: usize) -> Vec<u8> {
     W::echo(&message(source, destination, length), false)
 }
 
-fn answer<W: Tables>(request: &Segment) -> Vec<u8> {
+fn answer<W: Maps>(request: &Segment) -> Vec<u8> {
     let (source, destination) = (request.destination, request.source);
     W::echo(&Segment { source, destination, hop_limit: 64, back: true, ..request.clone() }, true)
 }

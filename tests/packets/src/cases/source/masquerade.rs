@@ -11,10 +11,10 @@ use proxy_common::{
 use crate::{
     cases::{Group, Scene, scene::*},
     wire::{Endpoint, KnownAddress, Segment},
-    world::{LOOPBACK, Tables},
+    world::{LOOPBACK, Maps},
 };
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.both::<W>("from outside to a backend elsewhere and back", |s| {
         s.node_port_elsewhere()?;
         let first = s.opens("uplink_ingress", CLIENT, NODE_PORT, REMOTE)?;
@@ -153,7 +153,7 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 }
 
 /// Sends the first packet out of the node, and returns its new source.
-fn masqueraded<W: Tables>(
+fn masqueraded<W: Maps>(
     s: &mut Scene<W>,
     egress: &str,
     packet: &Segment,
@@ -169,7 +169,7 @@ fn masqueraded<W: Tables>(
 }
 
 /// Expects a packet to a backend elsewhere to leave with this source, and its answer to come back.
-fn leaves_as<W: Tables>(s: &mut Scene<W>, source: KnownAddress) -> Result<()> {
+fn leaves_as<W: Maps>(s: &mut Scene<W>, source: KnownAddress) -> Result<()> {
     s.service(1, &[(12, REMOTE, false)])?;
     s.node_port(1)?;
     let first = s.opens("uplink_ingress", CLIENT, NODE_PORT, REMOTE)?;
@@ -184,7 +184,7 @@ fn leaves_as<W: Tables>(s: &mut Scene<W>, source: KnownAddress) -> Result<()> {
 
 /// Sends a pod's packets to itself. `port` is the client's, and `inside` is the port that the node
 /// sees instead.
-fn hairpin_from<W: Tables>(s: &mut Scene<W>, port: u16, inside: u16) -> Result<()> {
+fn hairpin_from<W: Maps>(s: &mut Scene<W>, port: u16, inside: u16) -> Result<()> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     s.cluster_ip()?;
     let client = (LOCAL.0, port);
@@ -201,6 +201,6 @@ fn hairpin_from<W: Tables>(s: &mut Scene<W>, port: u16, inside: u16) -> Result<(
 }
 
 /// Makes a packet that leaves with the node's address, but belongs to no flow that is masqueraded.
-fn of_host_connection<W: Tables>(s: &Scene<W>, port: u16, flags: u8) -> Segment {
+fn of_host_connection<W: Maps>(s: &Scene<W>, port: u16, flags: u8) -> Segment {
     s.packet((KnownAddress::Node, port), REMOTE, flags)
 }

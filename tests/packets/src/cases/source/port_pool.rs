@@ -13,7 +13,7 @@ use proxy_common::{
 use crate::{
     cases::{Group, Scene, scene::*},
     wire::{Endpoint, KnownAddress},
-    world::{Tables, Verdict, World},
+    world::{Maps, Verdict, World},
 };
 
 /// All ports but those of node ports. The first range has the reserved ports.
@@ -29,7 +29,7 @@ const FLOWS_OF_A_BACKEND: Range<u16> = 10_000..60_000;
 /// on each CPU.
 const ROOM: u32 = 700_000;
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.udp::<W>("200,000 flows to 4 backends", |s| {
         let mut world = World::with_room::<W>(&crate::object()?, ROOM)?;
         let frontends = scene::<W>(&mut world, s.protocol, &BACKENDS)?;
@@ -87,7 +87,7 @@ fn processor_time() -> Result<Duration> {
 }
 
 /// Writes one service with a node port for each backend.
-fn scene<W: Tables>(world: &mut World, protocol: u8, backends: &[Endpoint]) -> Result<Vec<Endpoint>> {
+fn scene<W: Maps>(world: &mut World, protocol: u8, backends: &[Endpoint]) -> Result<Vec<Endpoint>> {
     let mut scene = Scene::<W>::new(world, protocol);
     scene.masquerade_as(KnownAddress::Node, PORTS)?;
     let mut frontends = Vec::new();
@@ -104,7 +104,7 @@ fn scene<W: Tables>(world: &mut World, protocol: u8, backends: &[Endpoint]) -> R
 
 /// Sends a client's first packet through the node. Returns its new source port, or `None` if it is
 /// dropped.
-fn open<W: Tables>(scene: &mut Scene<W>, client: Endpoint, frontend: Endpoint) -> Result<Option<u16>> {
+fn open<W: Maps>(scene: &mut Scene<W>, client: Endpoint, frontend: Endpoint) -> Result<Option<u16>> {
     let first = scene.first(client, frontend).bytes::<W>();
     let inside = scene.world.run("uplink_ingress", &first)?;
     ensure!(inside.verdict == Verdict::GoesOn, "{client:?} was not let in");
@@ -113,7 +113,7 @@ fn open<W: Tables>(scene: &mut Scene<W>, client: Endpoint, frontend: Endpoint) -
 }
 
 /// Returns the source port of a packet with Ethernet header and without options.
-fn source_port<W: Tables>(packet: &[u8]) -> u16 {
+fn source_port<W: Maps>(packet: &[u8]) -> u16 {
     let transport = if size_of::<W::Address>() == 4 { 34 } else { 54 };
     u16::from_be_bytes([packet[transport], packet[transport + 1]])
 }

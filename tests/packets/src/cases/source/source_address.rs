@@ -12,14 +12,14 @@ use proxy_common::{
 use crate::{
     cases::{Group, Scene, scene::*},
     wire::{Endpoint, KnownAddress},
-    world::{LOOPBACK, Tables},
+    world::{LOOPBACK, Maps},
 };
 
 const SERVICE: u32 = 1;
 const LOAD_BALANCER: Endpoint = (KnownAddress::External, 80);
 const POLICY_LOCAL: u32 = FRONTEND_EXTERNAL | FRONTEND_LOCAL_POLICY;
 
-pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
+pub(crate) fn cases<W: Maps + 'static>(group: &mut Group) {
     group.masquerading::<W>("a client outside is masqueraded to a backend on this node", |s| {
         serve(s, LOAD_BALANCER, FRONTEND_EXTERNAL)?;
         goes(s, "uplink", (KnownAddress::Stranger, 40_000), LOAD_BALANCER, true)
@@ -78,11 +78,11 @@ pub(crate) fn cases<W: Tables + 'static>(group: &mut Group) {
 }
 
 /// Makes the settings say that pods have the client's address, and no other.
-fn client_is_a_pod<W: Tables>(s: &mut Scene<W>) -> Result<()> {
+fn client_is_a_pod<W: Maps>(s: &mut Scene<W>) -> Result<()> {
     s.change_settings(|settings| W::set_pod_range(settings, W::address(KnownAddress::Client)))
 }
 
-fn serve<W: Tables>(s: &mut Scene<W>, endpoint: Endpoint, flags: u32) -> Result<()> {
+fn serve<W: Maps>(s: &mut Scene<W>, endpoint: Endpoint, flags: u32) -> Result<()> {
     s.masquerade_as(KnownAddress::Node, MASQUERADE_PORTS)?;
     client_is_a_pod(s)?;
     s.service(SERVICE, &[(11, LOCAL, true)])?;
@@ -90,7 +90,7 @@ fn serve<W: Tables>(s: &mut Scene<W>, endpoint: Endpoint, flags: u32) -> Result<
 }
 
 /// Sends a first packet, which must reach this node's backend. Its answer must come back.
-fn goes<W: Tables>(
+fn goes<W: Maps>(
     s: &mut Scene<W>,
     side: &str,
     client: Endpoint,
@@ -118,7 +118,7 @@ fn goes<W: Tables>(
 }
 
 /// Sends a client's packet to a service with policy Local whose only endpoint is elsewhere.
-fn reaches<W: Tables>(s: &mut Scene<W>, program: &str, backend: Option<Endpoint>) -> Result<()> {
+fn reaches<W: Maps>(s: &mut Scene<W>, program: &str, backend: Option<Endpoint>) -> Result<()> {
     let cluster = s.set(&[(12, REMOTE, false)])?;
     let service = Service { cluster, flags: SERVICE_HAS_ENDPOINTS, ..Service::default() };
     s.world.set_service(SERVICE, service)?;

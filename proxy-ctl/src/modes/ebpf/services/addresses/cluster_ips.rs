@@ -9,14 +9,14 @@
 use proxy_common::layout::{Frontend, FrontendKey};
 
 use crate::modes::ebpf::{
-    maps::family::TableFamily,
+    maps::family::MapFamily,
     services::{
         programmed::ClusterIps,
         writer::{FamilyWriter, Writes},
     },
 };
 
-impl<F: TableFamily> FamilyWriter<F> {
+impl<F: MapFamily> FamilyWriter<F> {
     fn is_marked(&self, address: F::Address) -> bool {
         self.entries.frontends.get(&FrontendKey::of_cluster_ip(address)) == Some(&Frontend::NONE)
     }
@@ -91,7 +91,7 @@ impl<F: TableFamily> FamilyWriter<F> {
 
     fn unmark(&mut self, address: F::Address, writes: &mut Writes<F>) -> bool {
         let key = FrontendKey::of_cluster_ip(address);
-        match self.tables.frontends.remove(&key) {
+        match self.maps.frontends.remove(&key) {
             Ok(found) => {
                 writes.applied.removed += u64::from(found);
                 self.entries.frontends.remove(&key);
@@ -120,10 +120,10 @@ impl<F: TableFamily> FamilyWriter<F> {
             return;
         }
         let free =
-            (self.tables.frontends.map().capacity() as usize).saturating_sub(self.entries.frontends.len());
+            (self.maps.frontends.map().capacity() as usize).saturating_sub(self.entries.frontends.len());
         let addresses: Vec<_> = self.entries.cluster_ips.unmarked.iter().copied().take(free).collect();
         let keys: Vec<_> = addresses.iter().map(|address| FrontendKey::of_cluster_ip(*address)).collect();
-        let done = match self.tables.frontends.set_all(&keys, &vec![Frontend::NONE; keys.len()]) {
+        let done = match self.maps.frontends.set_all(&keys, &vec![Frontend::NONE; keys.len()]) {
             Ok(()) => keys.len(),
             Err((done, error)) => {
                 writes.failures.add("ClusterIPs", error);

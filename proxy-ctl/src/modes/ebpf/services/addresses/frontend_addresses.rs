@@ -12,7 +12,7 @@ use proxy_common::{
 use rustc_hash::FxHashMap;
 
 use crate::modes::ebpf::{
-    maps::{family::TableFamily, tables::FamilyTables},
+    maps::{family::MapFamily, handles::FamilyMaps},
     services::writer::FamilyWriter,
 };
 
@@ -25,7 +25,7 @@ pub(crate) struct AddressBits(FxHashMap<Place, u32>);
 
 impl AddressBits {
     /// Returns the bits of these frontends. Node ports and cluster-IP entries do not count.
-    pub(crate) fn of<'a, F: TableFamily>(keys: impl Iterator<Item = &'a FrontendKey<F::Address>>) -> Self {
+    pub(crate) fn of<'a, F: MapFamily>(keys: impl Iterator<Item = &'a FrontendKey<F::Address>>) -> Self {
         let mut bits = Self::default();
         for key in keys.filter(|key| key.is_of_address()) {
             *bits.0.entry(frontend_address_bit(&key.address)).or_default() += 1;
@@ -34,47 +34,47 @@ impl AddressBits {
     }
 
     /// Makes the map have these bits and no others.
-    pub(crate) fn write_all<F: TableFamily>(&self, tables: &FamilyTables<F>) {
+    pub(crate) fn write_all<F: MapFamily>(&self, maps: &FamilyMaps<F>) {
         let mut words: FxHashMap<u32, u64> = FxHashMap::default();
         for (word, bit) in self.0.keys() {
             *words.entry(*word).or_default() |= bit;
         }
-        for index in 0..tables.frontend_addresses.len() {
+        for index in 0..maps.frontend_addresses.len() {
             let wanted = words.get(&(index as u32)).copied().unwrap_or(0);
-            if tables.frontend_addresses.get(index) != Some(wanted) {
-                let _written = tables.frontend_addresses.set(index, &wanted);
+            if maps.frontend_addresses.get(index) != Some(wanted) {
+                let _written = maps.frontend_addresses.set(index, &wanted);
             }
         }
     }
 
-    fn add<F: TableFamily>(&mut self, tables: &FamilyTables<F>, address: &F::Address) {
+    fn add<F: MapFamily>(&mut self, maps: &FamilyMaps<F>, address: &F::Address) {
         let place @ (word, bit) = frontend_address_bit(address);
         let users = self.0.entry(place).or_default();
         *users += 1;
         if *users == 1 {
-            change(tables, word, |bits| bits | bit);
+            change(maps, word, |bits| bits | bit);
         }
     }
 
-    fn remove<F: TableFamily>(&mut self, tables: &FamilyTables<F>, address: &F::Address) {
+    fn remove<F: MapFamily>(&mut self, maps: &FamilyMaps<F>, address: &F::Address) {
         let place @ (word, bit) = frontend_address_bit(address);
         let Some(users) = self.0.get_mut(&place) else { return };
         *users -= 1;
         if *users == 0 {
             self.0.remove(&place);
-            change(tables, word, |bits| bits & !bit);
+            change(maps, word, |bits| bits & !bit);
         }
     }
 }
 
-fn change<F: TableFamily>(tables: &FamilyTables<F>, word: u32, change: impl FnOnce(u64) -> u64) {
+fn change<F: MapFamily>(maps: &FamilyMaps<F>, word: u32, change: impl FnOnce(u64) -> u64) {
     let index = word as usize;
-    if let Some(bits) = tables.frontend_addresses.get(index) {
-        let _written = tables.frontend_addresses.set(index, &change(bits));
+    if let Some(bits) = maps.frontend_addresses.get(index) {
+        let _written = maps.frontend_addresses.set(index, &change(bits));
     }
 }
 
-impl<F: TableFamily> FamilyTables<F> {
+impl<F: MapFamily> FamilyMaps<F> {
     /// Returns false if no frontend has the address, and true if one may have it.
     pub(crate) fn may_be_frontend(&self, address: &F::Address) -> bool {
         let (word, bit) = frontend_address_bit(address);
@@ -82,7 +82,7 @@ impl<F: TableFamily> FamilyTables<F> {
     }
 }
 
-impl<F: TableFamily> FamilyWriter<F> {
+impl<F: MapFamily> FamilyWriter<F> {
     /// Notes a frontend that is written, and returns the one that the key had before.
     pub(crate) fn note_frontend(
         &mut self,
@@ -91,7 +91,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     ) -> Option<Frontend> {
         let before = self.entries.frontends.insert(key, frontend);
         if before.is_none() && key.is_of_address() {
-            self.entries.address_bits.add(&self.tables, &key.address);
+            self.entries.address_bits.add(&self.maps, &key.address);
         }
         before
     }
@@ -99,7 +99,7 @@ impl<F: TableFamily> FamilyWriter<F> {
     /// Forgets a frontend that is removed.
     pub(crate) fn forget_frontend(&mut self, key: &FrontendKey<F::Address>) {
         if self.entries.frontends.remove(key).is_some() && key.is_of_address() {
-            self.entries.address_bits.remove(&self.tables, &key.address);
+            self.entries.address_bits.remove(&self.maps, &key.address);
         }
     }
 }

@@ -19,8 +19,8 @@ use crate::{
         ebpf::{
             Error,
             maps::{
-                family::TableFamily,
-                tables::{FamilyTables, Table},
+                family::MapFamily,
+                handles::{FamilyMaps, NamedMap},
             },
             services::writer::FamilyWriter,
         },
@@ -77,35 +77,35 @@ impl ServiceCidrs {
             return Ok(Applied::default());
         }
         self.written = None;
-        let mut applied = write(&v4.tables, &wanted)?;
-        applied += write(&v6.tables, &wanted)?;
+        let mut applied = write(&v4.maps, &wanted)?;
+        applied += write(&v6.maps, &wanted)?;
         self.written = Some(wanted);
         Ok(applied)
     }
 }
 
 /// Makes the map hold exactly these ranges.
-fn write<F: TableFamily>(tables: &FamilyTables<F>, cidrs: &[IpNet]) -> Result<Applied, Error> {
-    let table: &Table<PrefixKey<F::Address>, u32> = &tables.service_cidrs;
+fn write<F: MapFamily>(maps: &FamilyMaps<F>, cidrs: &[IpNet]) -> Result<Applied, Error> {
+    let map: &NamedMap<PrefixKey<F::Address>, u32> = &maps.service_cidrs;
     let key =
         |cidr: &IpNet| Some(PrefixKey { bits: cidr.prefix_len().into(), data: F::address(cidr.network())? });
     let mut wanted: BTreeSet<_> = cidrs.iter().filter_map(key).collect();
     if wanted.len() > SERVICE_CIDRS as usize {
         tracing::warn!(
-            table = F::SERVICE_CIDRS,
+            map = F::SERVICE_CIDRS,
             ranges = wanted.len(),
             room = SERVICE_CIDRS,
             "there are more ServiceCIDRs than the map has room for; traffic to some of them passes"
         );
         wanted = wanted.into_iter().take(SERVICE_CIDRS as usize).collect();
     }
-    let found: BTreeSet<_> = table.read_all()?.into_iter().map(|(key, _)| key).collect();
+    let found: BTreeSet<_> = map.read_all()?.into_iter().map(|(key, _)| key).collect();
     let mut applied = Applied::default();
     for key in found.difference(&wanted) {
-        applied.removed += u64::from(table.remove(key)?);
+        applied.removed += u64::from(map.remove(key)?);
     }
     for key in wanted.difference(&found) {
-        table.set(key, &0)?;
+        map.set(key, &0)?;
         applied.written += 1;
     }
     Ok(applied)

@@ -21,7 +21,7 @@ use crate::{
         desired::{DesiredPort, Endpoint, Endpoints, FrontendKind, ServicePortName},
         objects::{self, Algorithm, Forwarding, NodeForwarding, ObjectName, Protocol, TrafficPolicy},
     },
-    modes::ebpf::maps::{family::TableFamily, resize::end_of_slots, tables::SourceRangeKey},
+    modes::ebpf::maps::{family::MapFamily, handles::SourceRangeKey, resize::end_of_slots},
 };
 
 /// The positions of a service port's endpoint sets among its slots. Its first slot is number 0.
@@ -49,7 +49,7 @@ impl Run {
         EndpointSet::new(self.first, self.slots.len() as u32).with_table(self.table_bits)
     }
 
-    pub(crate) fn contents<F: TableFamily>(&self, port: &DesiredPort) -> impl Iterator<Item = u32> {
+    pub(crate) fn contents<F: MapFamily>(&self, port: &DesiredPort) -> impl Iterator<Item = u32> {
         contents::<F>(port, &self.slots, self.table_bits)
     }
 
@@ -60,7 +60,7 @@ impl Run {
 
 /// Returns the index in `Endpoints::all` for each slot of a set, and then for each element of its
 /// lookup table.
-pub(crate) fn contents<F: TableFamily>(
+pub(crate) fn contents<F: MapFamily>(
     port: &DesiredPort,
     slots: &[u32],
     table_bits: u32,
@@ -213,7 +213,7 @@ pub(super) fn backend_flags(endpoint: &Endpoint) -> u32 {
 }
 
 /// Returns the keys of the port's frontends with their `FRONTEND_*` flags, sorted and each once.
-pub(crate) fn frontends<F: TableFamily>(
+pub(crate) fn frontends<F: MapFamily>(
     port: &DesiredPort,
     algorithm: Algorithm,
     forwarding: Forwarding,
@@ -253,14 +253,14 @@ pub(crate) fn frontends<F: TableFamily>(
 }
 
 /// Returns the port's ClusterIPs, sorted and each once.
-pub(crate) fn cluster_ips<F: TableFamily>(port: &DesiredPort) -> Box<[F::Address]> {
+pub(crate) fn cluster_ips<F: MapFamily>(port: &DesiredPort) -> Box<[F::Address]> {
     let cluster_ips = port.frontends.iter().filter(|frontend| frontend.kind == FrontendKind::ClusterIp);
     let addresses: BTreeSet<_> = cluster_ips.filter_map(|frontend| F::address(frontend.address)).collect();
     addresses.into_iter().collect()
 }
 
 /// Returns the port's entries of `source_ranges4/6`, sorted and each once.
-pub(crate) fn source_ranges<F: TableFamily>(port: &DesiredPort, service: u32) -> Box<[SourceRangeKey<F>]> {
+pub(crate) fn source_ranges<F: MapFamily>(port: &DesiredPort, service: u32) -> Box<[SourceRangeKey<F>]> {
     if !port.frontends.iter().any(|frontend| frontend.kind == FrontendKind::LoadBalancer) {
         return Box::default();
     }

@@ -95,7 +95,7 @@ proptest! {
 
 /// Returns the slots of each set that the model makes of endpoints with these addresses, some
 /// of them on this node.
-fn chosen<F: TableFamily>(endpoints: &[(IpAddr, bool)], ports: &[u16]) -> [Vec<F::Slot>; 3] {
+fn chosen<F: MapFamily>(endpoints: &[(IpAddr, bool)], ports: &[u16]) -> [Vec<F::Slot>; 3] {
     let mut model = Model::new(HERE);
     let mut service = service(
         "default/web",

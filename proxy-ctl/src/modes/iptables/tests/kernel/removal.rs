@@ -58,7 +58,7 @@ fn as_root_cleanup_leaves_what_was_there_before(#[values(Backend::Legacy, Backen
     assert!(refused.is_taken_over(), "{refused}");
     assert_eq!(saved_of_mode(backend), programmed);
     drop(dataplane);
-    assert!(cleanup_at_rest().unwrap().tables.len() >= 4);
+    assert!(cleanup_at_rest().unwrap().objects.len() >= 4);
     assert_eq!(saved_of_mode(backend), before);
     assert!(!is_programmed());
     assert_eq!(cleanup().unwrap(), Removed::default());
@@ -89,7 +89,7 @@ fn as_root_cleanup_leaves_a_running_kube_proxys_rules(
     dataplane.resync(&ports).unwrap();
     drop(dataplane);
     assert!(is_programmed());
-    assert!(cleanup_at_rest().unwrap().tables.len() >= 2);
+    assert!(cleanup_at_rest().unwrap().objects.len() >= 2);
     assert!(saved_of_mode(backend).iter().all(|line| !line.contains("KUBE-")));
 }
 
@@ -172,7 +172,7 @@ fn as_root_cleanup_removes_the_rules_of_two_modes(
         Tools::find(family, backend).unwrap().restore(&text).unwrap();
     }
     let removed = at_rest(|| modes::cleanup(Path::new("/none"), &[])).unwrap();
-    assert!(!removed.tables.is_empty());
+    assert!(!removed.objects.is_empty());
     assert_eq!(saved_of_mode(backend), before);
 }
 

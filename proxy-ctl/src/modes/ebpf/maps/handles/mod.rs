@@ -10,7 +10,7 @@ use std::{collections::BTreeMap, io, os::fd::OwnedFd, path::Path};
 use aya::Pod;
 use aya_obj::generated::{BPF_F_MMAPABLE, BPF_F_NO_PREALLOC, BPF_F_RDONLY, BPF_F_RDONLY_PROG, BPF_F_WRONLY};
 use proxy_common::{
-    inventory::{Limit, table},
+    inventory::{Limit, map_name},
     layout::{
         Affinity, AffinityKey, Backend, Collected, Connections, DatagramOrigins, EVENT_BYTES, Event,
         EventControl, FRONTEND_ADDRESS_WORDS, FirstFragment, Flow, FlowKey, FourPorts, FragmentKey, Frontend,
@@ -21,15 +21,15 @@ use proxy_common::{
     reason::{REASONS, Reason},
 };
 
-use self::counts::ConnectionTables;
-use super::family::TableFamily;
+use self::counts::ConnectionMaps;
+use super::family::MapFamily;
 use crate::{
     config::Limits,
     modes::{
         Applied,
         ebpf::{
             Error,
-            error::{Difference, FullTable},
+            error::{Difference, FullMap},
         },
     },
     sys::{
@@ -82,12 +82,12 @@ impl Shape {
 
     /// Returns true if programs keep flows in the map.
     pub(crate) fn is_of_flows(&self) -> bool {
-        table::OF_FLOWS.contains(&self.name)
+        map_name::OF_FLOWS.contains(&self.name)
     }
 
     fn new<K, V>(name: &'static str, kind: u32, flags: u32, entries: (u32, Option<Limit>)) -> Self {
         let (key, value) = (size_of::<K>(), size_of::<V>());
-        let is_of_flows = table::OF_FLOWS.contains(&name);
+        let is_of_flows = map_name::OF_FLOWS.contains(&name);
         let expendable = matches!(kind, LRU_HASH | PER_CPU_ARRAY | DEVMAP_HASH | RING) && !is_of_flows;
         let (most, limit) = entries;
         let entries = limit.map_or(most, |limit| limit.first_entries(most));
@@ -156,7 +156,7 @@ pub(crate) fn shapes(limits: &Limits) -> Vec<Shape> {
             },)+]
         };
     }
-    proxy_common::tables!(shapes)
+    proxy_common::maps!(shapes)
 }
 
 /// Returns the first difference between a map and the expected shape. A different number of entries
@@ -189,15 +189,15 @@ pub(crate) fn open_pinned(path: &Path) -> Result<Option<OwnedFd>, CallError> {
 
 /// A hash map with its name, which errors mention.
 #[derive(Debug)]
-pub(crate) struct Table<K, V> {
+pub(crate) struct NamedMap<K, V> {
     pub(crate) name: &'static str,
     limit: Option<Limit>,
     map: Map<K, V>,
 }
 
-impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
+impl<K: Pod + Default, V: Pod + Default> NamedMap<K, V> {
     pub(crate) fn open(folder: &Path, name: &'static str, limit: Option<Limit>) -> Result<Self, Error> {
-        let map = typed(&pinned_table(folder, name)?, name)?;
+        let map = typed(&pinned_map(folder, name)?, name)?;
         Ok(Self { name, limit, map })
     }
 
@@ -209,9 +209,9 @@ impl<K: Pod + Default, V: Pod + Default> Table<K, V> {
         match self.limit {
             // A full hash map fails with E2BIG, a full LPM trie with ENOSPC.
             Some(limit) if matches!(source.errno(), libc::E2BIG | libc::ENOSPC) => {
-                Error::Full(FullTable { name: self.name, capacity: self.map.capacity(), limit })
+                Error::Full(FullMap { name: self.name, capacity: self.map.capacity(), limit })
             }
-            _ => Error::Table { table: self.name, source },
+            _ => Error::Map { name: self.name, source },
         }
     }
 
@@ -294,14 +294,14 @@ pub(crate) fn typed<K: Pod + Default, V: Pod + Default>(
     fd: &OwnedFd,
     name: &'static str,
 ) -> Result<Map<K, V>, Error> {
-    let failed = |source| Error::Table { table: name, source };
+    let failed = |source| Error::Map { name, source };
     let fd = fd.try_clone().map_err(|e| failed(CallError::new("fcntl(F_DUPFD_CLOEXEC)", e)))?;
     let is_another = |mismatch| failed(CallError::new("adopting the map", io::Error::other(mismatch)));
     Map::new(fd).map_err(failed)?.map_err(is_another)
 }
 
-pub(crate) fn pinned_table(folder: &Path, name: &'static str) -> Result<OwnedFd, Error> {
-    bpf::pinned(&folder.join(name)).map_err(|source| Error::Table { table: name, source })
+pub(crate) fn pinned_map(folder: &Path, name: &'static str) -> Result<OwnedFd, Error> {
+    bpf::pinned(&folder.join(name)).map_err(|source| Error::Map { name, source })
 }
 
 pub(crate) fn shared<T: Pod>(
@@ -309,93 +309,92 @@ pub(crate) fn shared<T: Pod>(
     name: &'static str,
     writable: bool,
 ) -> Result<SharedArray<T>, Error> {
-    SharedArray::new(&pinned_table(folder, name)?, writable)
-        .map_err(|source| Error::Table { table: name, source })
+    SharedArray::new(&pinned_map(folder, name)?, writable).map_err(|source| Error::Map { name, source })
 }
 
 fn per_cpu<V: Pod + Default>(folder: &Path, name: &'static str) -> Result<PerCpuArray<V>, Error> {
-    PerCpuArray::new(pinned_table(folder, name)?).map_err(|source| Error::Table { table: name, source })
+    PerCpuArray::new(pinned_map(folder, name)?).map_err(|source| Error::Map { name, source })
 }
 
 pub(crate) type SourceRangeKey<F> = PrefixKey<SourceRange<<F as proxy_common::family::Family>::Address>>;
 
 /// The maps of one family.
 #[derive(Debug)]
-pub(crate) struct FamilyTables<F: TableFamily> {
-    pub(crate) frontends: Table<FrontendKey<F::Address>, Frontend>,
+pub(crate) struct FamilyMaps<F: MapFamily> {
+    pub(crate) frontends: NamedMap<FrontendKey<F::Address>, Frontend>,
     pub(crate) frontend_addresses: SharedArray<u64>,
     pub(crate) slots: SharedArray<F::Slot>,
-    pub(crate) backends: Table<u32, Backend<F::Address>>,
-    pub(crate) flows: Table<FlowKey<F::Address>, Flow<F::Address>>,
-    pub(crate) opening_flows: Table<FlowKey<F::Address>, Flow<F::Address>>,
-    pub(crate) affinity: Table<AffinityKey<F::Address>, Affinity>,
-    pub(crate) source_ranges: Table<SourceRangeKey<F>, u32>,
-    pub(crate) service_cidrs: Table<PrefixKey<F::Address>, u32>,
-    pub(crate) node_addresses: Table<F::Address, NodeAddress>,
-    pub(crate) connections: ConnectionTables,
+    pub(crate) backends: NamedMap<u32, Backend<F::Address>>,
+    pub(crate) flows: NamedMap<FlowKey<F::Address>, Flow<F::Address>>,
+    pub(crate) opening_flows: NamedMap<FlowKey<F::Address>, Flow<F::Address>>,
+    pub(crate) affinity: NamedMap<AffinityKey<F::Address>, Affinity>,
+    pub(crate) source_ranges: NamedMap<SourceRangeKey<F>, u32>,
+    pub(crate) service_cidrs: NamedMap<PrefixKey<F::Address>, u32>,
+    pub(crate) node_addresses: NamedMap<F::Address, NodeAddress>,
+    pub(crate) connections: ConnectionMaps,
 }
 
-impl<F: TableFamily> FamilyTables<F> {
+impl<F: MapFamily> FamilyMaps<F> {
     /// Opens the maps that are pinned in `folder`.
     pub(crate) fn open(folder: &Path, writable: bool) -> Result<Self, Error> {
         Ok(Self {
-            frontends: Table::open(folder, F::FRONTENDS, Some(Limit::Frontends))?,
+            frontends: NamedMap::open(folder, F::FRONTENDS, Some(Limit::Frontends))?,
             frontend_addresses: shared(folder, F::FRONTEND_ADDRESSES, writable)?,
             slots: shared(folder, F::SLOTS, writable)?,
-            backends: Table::open(folder, F::BACKENDS, Some(Limit::Backends))?,
-            flows: Table::open(folder, F::FLOWS, Some(Limit::Flows))?,
-            opening_flows: Table::open(folder, F::OPENING_FLOWS, Some(Limit::OpeningFlows))?,
-            affinity: Table::open(folder, F::AFFINITY, Some(Limit::Affinity))?,
-            source_ranges: Table::open(folder, F::SOURCE_RANGES, Some(Limit::SourceRanges))?,
-            service_cidrs: Table::open(folder, F::SERVICE_CIDRS, None)?,
-            node_addresses: Table::open(folder, F::NODE_ADDRESSES, Some(Limit::NodeAddresses))?,
-            connections: ConnectionTables::open(folder)?,
+            backends: NamedMap::open(folder, F::BACKENDS, Some(Limit::Backends))?,
+            flows: NamedMap::open(folder, F::FLOWS, Some(Limit::Flows))?,
+            opening_flows: NamedMap::open(folder, F::OPENING_FLOWS, Some(Limit::OpeningFlows))?,
+            affinity: NamedMap::open(folder, F::AFFINITY, Some(Limit::Affinity))?,
+            source_ranges: NamedMap::open(folder, F::SOURCE_RANGES, Some(Limit::SourceRanges))?,
+            service_cidrs: NamedMap::open(folder, F::SERVICE_CIDRS, None)?,
+            node_addresses: NamedMap::open(folder, F::NODE_ADDRESSES, Some(Limit::NodeAddresses))?,
+            connections: ConnectionMaps::open(folder)?,
         })
     }
 }
 
 /// The maps that both families share.
 #[derive(Debug)]
-pub(crate) struct CommonTables {
+pub(crate) struct CommonMaps {
     pub(crate) services: SharedArray<Service>,
-    pub(crate) names: Table<u32, ServiceName>,
-    pub(crate) interfaces: Table<u32, InterfaceSettings>,
-    pub(crate) vlan_devices: Table<VlanTag, u32>,
-    pub(crate) pod_namespaces: Table<u32, u32>,
-    pub(crate) redirect_sources: Table<u32, LinkAddress>,
-    pub(crate) redirect_targets: Table<u32, RedirectTarget>,
+    pub(crate) names: NamedMap<u32, ServiceName>,
+    pub(crate) interfaces: NamedMap<u32, InterfaceSettings>,
+    pub(crate) vlan_devices: NamedMap<VlanTag, u32>,
+    pub(crate) pod_namespaces: NamedMap<u32, u32>,
+    pub(crate) redirect_sources: NamedMap<u32, LinkAddress>,
+    pub(crate) redirect_targets: NamedMap<u32, RedirectTarget>,
     pub(crate) masquerade_ports: SharedArray<FourPorts>,
-    pub(crate) remapped_ports: Table<u32, u32>,
-    pub(crate) settings: Table<u32, Settings>,
-    pub(crate) lease: Table<u32, Lease>,
+    pub(crate) remapped_ports: NamedMap<u32, u32>,
+    pub(crate) settings: NamedMap<u32, Settings>,
+    pub(crate) lease: NamedMap<u32, Lease>,
     pub(crate) counters: PerCpuArray<u64>,
     pub(crate) service_counters: PerCpuArray<ServiceCounters>,
 }
 
-impl CommonTables {
+impl CommonMaps {
     /// Returns how often all CPUs have counted this reason.
     pub(crate) fn counted(&self, reason: Reason) -> Result<u64, Error> {
         let values = self.counters.get(reason as u32);
-        let values = values.map_err(|source| Error::Table { table: table::counters, source })?;
+        let values = values.map_err(|source| Error::Map { name: map_name::counters, source })?;
         Ok(values.iter().copied().fold(0, u64::wrapping_add))
     }
 
     /// Opens the maps that are pinned in `folder`.
     pub(crate) fn open(folder: &Path, writable: bool) -> Result<Self, Error> {
         Ok(Self {
-            services: shared(folder, table::services, writable)?,
-            names: Table::open(folder, table::service_names, Some(Limit::Services))?,
-            interfaces: Table::open(folder, table::interfaces, Some(Limit::NodeAddresses))?,
-            vlan_devices: Table::open(folder, table::vlan_devices, Some(Limit::NodeAddresses))?,
-            pod_namespaces: Table::open(folder, table::pod_namespaces, Some(Limit::NodeAddresses))?,
-            redirect_sources: Table::open(folder, table::redirect_sources, None)?,
-            redirect_targets: Table::open(folder, table::redirect_targets, None)?,
-            masquerade_ports: shared(folder, table::masquerade_ports, writable)?,
-            remapped_ports: Table::open(folder, table::moved_ports, None)?,
-            settings: Table::open(folder, table::settings, None)?,
-            lease: Table::open(folder, table::lease, None)?,
-            counters: per_cpu(folder, table::counters)?,
-            service_counters: per_cpu(folder, table::service_counters)?,
+            services: shared(folder, map_name::services, writable)?,
+            names: NamedMap::open(folder, map_name::service_names, Some(Limit::Services))?,
+            interfaces: NamedMap::open(folder, map_name::interfaces, Some(Limit::NodeAddresses))?,
+            vlan_devices: NamedMap::open(folder, map_name::vlan_devices, Some(Limit::NodeAddresses))?,
+            pod_namespaces: NamedMap::open(folder, map_name::pod_namespaces, Some(Limit::NodeAddresses))?,
+            redirect_sources: NamedMap::open(folder, map_name::redirect_sources, None)?,
+            redirect_targets: NamedMap::open(folder, map_name::redirect_targets, None)?,
+            masquerade_ports: shared(folder, map_name::masquerade_ports, writable)?,
+            remapped_ports: NamedMap::open(folder, map_name::moved_ports, None)?,
+            settings: NamedMap::open(folder, map_name::settings, None)?,
+            lease: NamedMap::open(folder, map_name::lease, None)?,
+            counters: per_cpu(folder, map_name::counters)?,
+            service_counters: per_cpu(folder, map_name::service_counters)?,
         })
     }
 }

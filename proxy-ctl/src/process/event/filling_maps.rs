@@ -11,8 +11,8 @@ pub(in crate::process) async fn follow(mut problems: watch::Receiver<HookProblem
     let mut told = BTreeMap::new();
     loop {
         let now = problems.borrow_and_update().filling.clone();
-        for (table, rows) in now.iter().filter(|(table, _)| !told.contains_key(*table)) {
-            events.record(event::flows_filling(table, *rows));
+        for (name, rows) in now.iter().filter(|(name, _)| !told.contains_key(*name)) {
+            events.record(event::flows_filling(name, *rows));
         }
         told = now;
         if problems.changed().await.is_err() {
@@ -26,7 +26,7 @@ mod tests {
     use super::*;
 
     #[tokio::test(start_paused = true)]
-    async fn each_time_that_a_table_fills_is_told_once() {
+    async fn each_time_that_a_map_fills_is_told_once() {
         let (sender, problems) = watch::channel(HookProblems::default());
         let (events, mut taken) = Recorder::kept();
         let following = tokio::spawn(follow(problems, events));
@@ -42,6 +42,6 @@ mod tests {
         drop(sender);
         following.await.unwrap();
         let notes: Vec<_> = std::iter::from_fn(&mut taken).map(|event| event.reason).collect();
-        assert_eq!(notes, ["FlowTableFilling", "FlowTableFilling"]);
+        assert_eq!(notes, ["FlowMapFilling", "FlowMapFilling"]);
     }
 }

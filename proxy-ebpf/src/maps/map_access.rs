@@ -1,4 +1,4 @@
-//! `Tables` over the BPF maps.
+//! `Maps` over the BPF maps.
 
 use core::ptr::{addr_of, addr_of_mut, read_volatile, write_volatile};
 
@@ -11,8 +11,8 @@ use proxy_common::{
     family::{Family, V4, V6},
     flow::Clock,
     layout::*,
+    map_access::{AffinityEntry, AffinityMaps, Maps},
     reason::Reason,
-    tables::{AffinityEntry, AffinityTables, Tables},
 };
 
 use crate::{
@@ -20,8 +20,8 @@ use crate::{
     maps::{self, connections},
 };
 
-/// The tables of one family.
-pub(crate) struct Maps;
+/// The pinned maps, as the decisions see them.
+pub(crate) struct KernelMaps;
 
 /// An element of `affinity4/6`.
 #[derive(Clone, Copy)]
@@ -60,16 +60,16 @@ impl AffinityEntry for KnownClient {
 }
 
 /// Socket storage of one family.
-pub(crate) trait SocketTables: Family {
+pub(crate) trait SocketMaps: Family {
     fn socket_origin() -> &'static SkStorage<SocketOrigin<Self::Address>>;
     fn datagram_origins() -> &'static SkStorage<DatagramOrigins<Self::Address>>;
 }
 
-macro_rules! tables {
+macro_rules! maps {
     ($family:ty, $address:ty, $frontends:ident, $node_addresses:ident, $slots:ident, $backends:ident,
      $affinity:ident, $source_ranges:ident, $service_cidrs:ident, $masquerade:ident, $pods:ident, $pod_range:ident, $bits:ident,
      $socket_origin:ident, $datagram_origins:ident, $less_busy:ident) => {
-        impl Tables<$family> for Maps {
+        impl Maps<$family> for KernelMaps {
             #[inline(always)]
             fn frontend(&self, key: &FrontendKey<$address>) -> Option<Frontend> {
                 // SAFETY: copied at once; without preallocation an element is freed only after a grace period.
@@ -100,7 +100,7 @@ macro_rules! tables {
             }
         }
 
-        impl AffinityTables<$family> for Maps {
+        impl AffinityMaps<$family> for KernelMaps {
             type Affinity = KnownClient;
 
             #[inline(always)]
@@ -172,7 +172,7 @@ macro_rules! tables {
             }
         }
 
-        impl SocketTables for $family {
+        impl SocketMaps for $family {
             #[inline(always)]
             fn socket_origin() -> &'static SkStorage<SocketOrigin<$address>> {
                 &maps::$socket_origin
@@ -186,7 +186,7 @@ macro_rules! tables {
     };
 }
 
-tables!(
+maps!(
     V4,
     [u8; 4],
     frontends4,
@@ -204,7 +204,7 @@ tables!(
     datagrams4,
     less_busy4
 );
-tables!(
+maps!(
     V6,
     [u8; 16],
     frontends6,

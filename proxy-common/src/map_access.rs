@@ -8,7 +8,7 @@ use crate::{
 
 /// The lookups that find a frontend and its backends. Values are copies, because an element of a
 /// map may change meanwhile.
-pub trait Tables<F: Family> {
+pub trait Maps<F: Family> {
     fn frontend(&self, key: &FrontendKey<F::Address>) -> Option<Frontend>;
     fn node_address(&self, address: &F::Address) -> Option<NodeAddress>;
     /// Returns the service. Each endpoint set is read by one load, but two sets may be of different
@@ -31,7 +31,7 @@ pub trait AffinityEntry: Copy {
 }
 
 /// The lookups that choose a backend.
-pub trait AffinityTables<F: Family>: Tables<F> {
+pub trait AffinityMaps<F: Family>: Maps<F> {
     type Affinity: AffinityEntry;
 
     fn affinity(&self, key: &AffinityKey<F::Address>) -> Option<Self::Affinity>;
@@ -76,7 +76,7 @@ pub(crate) mod host {
     use super::*;
     use crate::layout::*;
 
-    pub(crate) struct HostTables<F: Family> {
+    pub(crate) struct HostMaps<F: Family> {
         pub(crate) frontends: HashMap<FrontendKey<F::Address>, Frontend>,
         pub(crate) node_addresses: HashMap<F::Address, NodeAddress>,
         pub(crate) services: HashMap<u32, Service>,
@@ -122,7 +122,7 @@ pub(crate) mod host {
         prefixes.iter().any(|(range, bits)| address.is_in(range, *bits))
     }
 
-    impl<F: Family> Default for HostTables<F> {
+    impl<F: Family> Default for HostMaps<F> {
         fn default() -> Self {
             Self {
                 frontends: HashMap::new(),
@@ -143,7 +143,7 @@ pub(crate) mod host {
         }
     }
 
-    impl<F: Family<Address: std::hash::Hash>> Tables<F> for HostTables<F> {
+    impl<F: Family<Address: std::hash::Hash>> Maps<F> for HostMaps<F> {
         fn frontend(&self, key: &FrontendKey<F::Address>) -> Option<Frontend> {
             self.frontends.get(key).copied()
         }
@@ -165,7 +165,7 @@ pub(crate) mod host {
         }
     }
 
-    impl<F: Family<Address: std::hash::Hash>> AffinityTables<F> for HostTables<F> {
+    impl<F: Family<Address: std::hash::Hash>> AffinityMaps<F> for HostMaps<F> {
         type Affinity = KnownClient;
 
         fn affinity(&self, key: &AffinityKey<F::Address>) -> Option<KnownClient> {

@@ -3,27 +3,27 @@
 use std::path::Path;
 
 use proxy_common::{
-    inventory::{Limit, table},
+    inventory::{Limit, map_name},
     layout::{Collected, Connections, is_backend},
 };
 use rustc_hash::{FxHashMap, FxHashSet};
 
-use super::Table;
+use super::NamedMap;
 use crate::modes::ebpf::Error;
 
 /// The maps of counts. There is one of each for both families, because backend ids are unique
 /// across families.
 #[derive(Debug)]
-pub(crate) struct ConnectionTables {
-    connections: Table<u32, Connections>,
-    collected: Table<u32, Collected>,
+pub(crate) struct ConnectionMaps {
+    connections: NamedMap<u32, Connections>,
+    collected: NamedMap<u32, Collected>,
 }
 
-impl ConnectionTables {
+impl ConnectionMaps {
     pub(crate) fn open(folder: &Path) -> Result<Self, Error> {
         Ok(Self {
-            connections: Table::open(folder, table::connections, Some(Limit::Backends))?,
-            collected: Table::open(folder, table::collected, Some(Limit::Backends))?,
+            connections: NamedMap::open(folder, map_name::connections, Some(Limit::Backends))?,
+            collected: NamedMap::open(folder, map_name::collected, Some(Limit::Backends))?,
         })
     }
 
@@ -45,7 +45,7 @@ impl ConnectionTables {
     /// Returns the number of entries of each map.
     pub(crate) fn used(&self) -> Result<[(&'static str, u64); 2], Error> {
         let used = [self.connections.read_all()?.len(), self.collected.read_all()?.len()];
-        Ok([(table::connections, used[0] as u64), (table::collected, used[1] as u64)])
+        Ok([(map_name::connections, used[0] as u64), (map_name::collected, used[1] as u64)])
     }
 
     /// Notes that `connections` more connections of the backend have ended. Nothing is noted if the

@@ -10,26 +10,25 @@ use aya::{
 use proxy_common::{
     family::{Family, Slot as _, V4, V6},
     flow::Stage,
-    inventory::table,
+    inventory::map_name,
     layout::*,
     port::Port,
 };
-use proxy_ctl::sys::bpf::map::Map as Table;
+use proxy_ctl::sys::bpf::map::Map as TypedMap;
 
 use crate::wire::{Endpoint, Wire};
 
 pub(crate) type FlowOf<W> = Flow<<W as Family>::Address>;
 pub(crate) type FlowKeyOf<W> = FlowKey<<W as Family>::Address>;
-pub(super) type FragmentTable<'a, W> =
+pub(super) type FragmentMap<'a, W> =
     HashMap<&'a mut MapData, FragmentKey<<W as Family>::Address>, FirstFragment<<W as Family>::Address>>;
-pub(super) type AffinityTable<'a, W> =
-    HashMap<&'a mut MapData, AffinityKey<<W as Family>::Address>, Affinity>;
+pub(super) type AffinityMap<'a, W> = HashMap<&'a mut MapData, AffinityKey<<W as Family>::Address>, Affinity>;
 pub(super) type SourceRanges<'a, W> = LpmTrie<&'a mut MapData, SourceRange<<W as Family>::Address>, u32>;
 pub(super) type ServiceCidrs<'a, W> = LpmTrie<&'a mut MapData, <W as Family>::Address, u32>;
-pub(super) type FlowTable<'a, W> = HashMap<&'a mut MapData, FlowKeyOf<W>, FlowOf<W>>;
+pub(super) type FlowMap<'a, W> = HashMap<&'a mut MapData, FlowKeyOf<W>, FlowOf<W>>;
 
 /// Names and accessors of the maps of one IP family.
-pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
+pub(crate) trait Maps: Wire + Family<Address: Pod, Slot: Pod> {
     const FRONTENDS: &'static str;
     const FRONTEND_ADDRESSES: &'static str;
     const SLOTS: &'static str;
@@ -78,30 +77,30 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
         Ok(hash(ebpf, Self::NODE_ADDRESSES)?.insert(address, NodeAddress { flags }, 0)?)
     }
 
-    fn flow_table_name(stage: Stage) -> &'static str {
+    fn flow_map_name(stage: Stage) -> &'static str {
         match stage {
             Stage::Established => Self::FLOWS,
             Stage::Opening => Self::OPENING_FLOWS,
         }
     }
 
-    fn flow_table(ebpf: &mut Ebpf, stage: Stage) -> Result<FlowTable<'_, Self>> {
-        hash(ebpf, Self::flow_table_name(stage))
+    fn flow_map(ebpf: &mut Ebpf, stage: Stage) -> Result<FlowMap<'_, Self>> {
+        hash(ebpf, Self::flow_map_name(stage))
     }
 
     fn put_flow(ebpf: &mut Ebpf, stage: Stage, key: FlowKeyOf<Self>, flow: FlowOf<Self>) -> Result<()> {
-        Ok(Self::flow_table(ebpf, stage)?.insert(key, flow, 0)?)
+        Ok(Self::flow_map(ebpf, stage)?.insert(key, flow, 0)?)
     }
 
     fn remove_flow(ebpf: &mut Ebpf, stage: Stage, key: FlowKeyOf<Self>) -> Result<()> {
-        Ok(Self::flow_table(ebpf, stage)?.remove(&key)?)
+        Ok(Self::flow_map(ebpf, stage)?.remove(&key)?)
     }
 
     fn flows(ebpf: &mut Ebpf, stage: Stage) -> Result<Vec<(FlowKeyOf<Self>, FlowOf<Self>)>> {
-        Ok(Self::flow_table(ebpf, stage)?.iter().collect::<Result<Vec<_>, _>>()?)
+        Ok(Self::flow_map(ebpf, stage)?.iter().collect::<Result<Vec<_>, _>>()?)
     }
 
-    fn affinity_table(ebpf: &mut Ebpf) -> Result<AffinityTable<'_, Self>> {
+    fn affinity_map(ebpf: &mut Ebpf) -> Result<AffinityMap<'_, Self>> {
         hash(ebpf, Self::AFFINITY)
     }
 
@@ -127,7 +126,7 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
         Ok(Self::service_cidrs(ebpf)?.insert(&lpm_trie::Key::new(bits, address), 0, 0)?)
     }
 
-    fn fragment_table(ebpf: &mut Ebpf) -> Result<FragmentTable<'_, Self>> {
+    fn fragment_map(ebpf: &mut Ebpf) -> Result<FragmentMap<'_, Self>> {
         hash(ebpf, Self::FRAGMENTS)
     }
 
@@ -142,20 +141,20 @@ pub(crate) trait Tables: Wire + Family<Address: Pod, Slot: Pod> {
         let mut cidrs = Self::service_cidrs(ebpf)?;
         let keys = cidrs.keys().collect::<Result<Vec<_>, _>>()?;
         keys.iter().try_for_each(|key| cidrs.remove(key))?;
-        clear(Self::fragment_table(ebpf)?)?;
-        clear(Self::affinity_table(ebpf)?)?;
+        clear(Self::fragment_map(ebpf)?)?;
+        clear(Self::affinity_map(ebpf)?)?;
         clear(hash::<FrontendKey<Self::Address>, Frontend>(ebpf, Self::FRONTENDS)?)?;
         clear(hash::<u32, Backend<Self::Address>>(ebpf, Self::BACKENDS)?)?;
         clear(hash::<Self::Address, NodeAddress>(ebpf, Self::NODE_ADDRESSES)?)?;
-        clear(Self::flow_table(ebpf, Stage::Established)?)?;
-        clear(Self::flow_table(ebpf, Stage::Opening)?)
+        clear(Self::flow_map(ebpf, Stage::Established)?)?;
+        clear(Self::flow_map(ebpf, Stage::Opening)?)
     }
 }
 
-macro_rules! tables {
-    ($family:ty, $masquerade:ident, $pods:ident, $pod_range:ident, $bits:ident, $($name:ident: $table:ident),+) => {
-        impl Tables for $family {
-            $(const $name: &'static str = table::$table;)+
+macro_rules! maps {
+    ($family:ty, $masquerade:ident, $pods:ident, $pod_range:ident, $bits:ident, $($name:ident: $map:ident),+) => {
+        impl Maps for $family {
+            $(const $name: &'static str = map_name::$map;)+
 
             fn set_masquerade(settings: &mut Settings, address: Self::Address) {
                 settings.$masquerade = address;
@@ -174,10 +173,10 @@ macro_rules! tables {
     };
 }
 
-tables!(V4, masquerade4, pods4, pod_range4, pod_range4_bits, FRONTENDS: frontends4, FRONTEND_ADDRESSES: frontend_addresses4, SLOTS: slots4, BACKENDS: backends4,
+maps!(V4, masquerade4, pods4, pod_range4, pod_range4_bits, FRONTENDS: frontends4, FRONTEND_ADDRESSES: frontend_addresses4, SLOTS: slots4, BACKENDS: backends4,
     NODE_ADDRESSES: node_addresses4, FLOWS: flows4, OPENING_FLOWS: opening_flows4, FRAGMENTS: fragments4,
     AFFINITY: affinity4, SOURCE_RANGES: source_ranges4, SERVICE_CIDRS: service_cidrs4);
-tables!(V6, masquerade6, pods6, pod_range6, pod_range6_bits, FRONTENDS: frontends6, FRONTEND_ADDRESSES: frontend_addresses6, SLOTS: slots6, BACKENDS: backends6,
+maps!(V6, masquerade6, pods6, pod_range6, pod_range6_bits, FRONTENDS: frontends6, FRONTEND_ADDRESSES: frontend_addresses6, SLOTS: slots6, BACKENDS: backends6,
     NODE_ADDRESSES: node_addresses6, FLOWS: flows6, OPENING_FLOWS: opening_flows6, FRAGMENTS: fragments6,
     AFFINITY: affinity6, SOURCE_RANGES: source_ranges6, SERVICE_CIDRS: service_cidrs6);
 
@@ -185,18 +184,18 @@ pub(super) fn hash<'a, K: Pod, V: Pod>(
     ebpf: &'a mut Ebpf,
     name: &str,
 ) -> Result<HashMap<&'a mut MapData, K, V>> {
-    let map = ebpf.map_mut(name).with_context(|| format!("no table {name}"))?;
-    HashMap::try_from(map).with_context(|| format!("table {name}"))
+    let map = ebpf.map_mut(name).with_context(|| format!("no map {name}"))?;
+    HashMap::try_from(map).with_context(|| format!("map {name}"))
 }
 
 pub(super) fn array<'a, V: Pod>(ebpf: &'a mut Ebpf, name: &str) -> Result<Array<&'a mut MapData, V>> {
-    let map = ebpf.map_mut(name).with_context(|| format!("no table {name}"))?;
-    Array::try_from(map).with_context(|| format!("table {name}"))
+    let map = ebpf.map_mut(name).with_context(|| format!("no map {name}"))?;
+    Array::try_from(map).with_context(|| format!("map {name}"))
 }
 
 pub(super) fn per_cpu<'a, V: Pod>(ebpf: &'a mut Ebpf, name: &str) -> Result<PerCpuArray<&'a mut MapData, V>> {
-    let map = ebpf.map_mut(name).with_context(|| format!("no table {name}"))?;
-    PerCpuArray::try_from(map).with_context(|| format!("table {name}"))
+    let map = ebpf.map_mut(name).with_context(|| format!("no map {name}"))?;
+    PerCpuArray::try_from(map).with_context(|| format!("map {name}"))
 }
 
 pub(super) fn clear<K: Pod, V: Pod>(mut map: HashMap<&mut MapData, K, V>) -> Result<()> {
@@ -207,13 +206,13 @@ pub(super) fn clear<K: Pod, V: Pod>(mut map: HashMap<&mut MapData, K, V>) -> Res
     Ok(())
 }
 
-pub(super) fn flow_map<'a>(ebpf: &'a Ebpf, table: &str) -> Result<&'a MapData> {
-    match ebpf.map(table) {
+pub(super) fn map_data<'a>(ebpf: &'a Ebpf, name: &str) -> Result<&'a MapData> {
+    match ebpf.map(name) {
         Some(Map::HashMap(map) | Map::LruHashMap(map)) => Ok(map),
-        other => bail!("{table} is {other:?}"),
+        other => bail!("{name} is {other:?}"),
     }
 }
 
-pub(super) fn open<K: Pod + Default, V: Pod + Default>(map: &MapData) -> Result<Table<K, V>> {
-    Ok(Table::new(map.fd().as_fd().try_clone_to_owned()?)??)
+pub(super) fn open<K: Pod + Default, V: Pod + Default>(map: &MapData) -> Result<TypedMap<K, V>> {
+    Ok(TypedMap::new(map.fd().as_fd().try_clone_to_owned()?)??)
 }

@@ -11,8 +11,8 @@ pub(in crate::process) async fn follow(mut problems: watch::Receiver<HookProblem
     let mut told = BTreeMap::new();
     loop {
         let now = problems.borrow_and_update().filling.clone();
-        for (name, rows) in now.iter().filter(|(name, _)| !told.contains_key(*name)) {
-            events.record(event::flows_filling(name, *rows));
+        for (name, capacity) in now.iter().filter(|(name, _)| !told.contains_key(*name)) {
+            events.record(event::flows_filling(name, *capacity));
         }
         told = now;
         if problems.changed().await.is_err() {

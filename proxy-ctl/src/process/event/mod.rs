@@ -110,9 +110,9 @@ pub(in crate::process) fn interface_not_attached(problem: &str) -> Event {
 }
 
 /// Returns the event for a flow map that is three quarters full. kube-proxy has no such event.
-pub(in crate::process) fn flows_filling(name: &str, rows: u64) -> Event {
+pub(in crate::process) fn flows_filling(name: &str, capacity: u64) -> Event {
     let note = format!(
-        "map {name} of established flows is three quarters full ({rows} entries): when it is full, new \
+        "map {name} of established flows is three quarters full ({capacity} entries): when it is full, new \
          connections may be forgotten while they are open; raise ebpf.limits.flows"
     );
     Event::node(Type::Warning, "FlowMapFilling", "KeepFlows", note)

@@ -195,8 +195,8 @@ fn look(maps: &PinnedMaps, extent: Extent, met: &mut [BTreeSet<End>; 2]) -> Resu
         }
         if extent.is_full {
             let Counts(counts) = maps.counts(family)?;
-            let rows = MAPS.iter().zip(counts).map(|(map, count)| format!("{map} {count}"));
-            eprintln!("soak: {family}: {}", Vec::from_iter(rows).join(", "));
+            let counted = MAPS.iter().zip(counts).map(|(map, count)| format!("{map} {count}"));
+            eprintln!("soak: {family}: {}", Vec::from_iter(counted).join(", "));
         }
     }
     Ok(())

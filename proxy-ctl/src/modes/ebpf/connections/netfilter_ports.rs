@@ -348,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_that_was_dialled_has_the_next_list_made_sooner() {
+    fn an_entry_that_was_dialled_has_the_next_list_made_sooner() {
         let at = Instant::now().checked_sub(Duration::from_secs(3)).unwrap();
         let rest = ListRest { last: Some(LastList { at, took: Duration::from_millis(100) }) };
         assert_eq!((rest.is_over(), rest.is_over_for_dialled()), (false, true));

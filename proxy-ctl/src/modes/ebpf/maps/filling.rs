@@ -10,20 +10,20 @@ pub(crate) struct Filling(BTreeMap<&'static str, u64>);
 
 impl Filling {
     /// Learns how many entries of a map are used.
-    pub(crate) fn see(&mut self, name: &'static str, used: u64, rows: u64) {
+    pub(crate) fn see(&mut self, name: &'static str, used: u64, capacity: u64) {
         let is_known = self.0.contains_key(name);
-        if used.saturating_mul(4) >= rows.saturating_mul(3) {
-            self.0.insert(name, rows);
+        if used.saturating_mul(4) >= capacity.saturating_mul(3) {
+            self.0.insert(name, capacity);
             if !is_known {
                 tracing::warn!(
                     map = name,
                     used,
-                    rows,
+                    capacity,
                     "the map of established flows is nearly full: when it is full, new connections may be \
                      forgotten while they are open; raise ebpf.limits.flows"
                 );
             }
-        } else if used.saturating_mul(2) < rows {
+        } else if used.saturating_mul(2) < capacity {
             self.0.remove(name);
         }
     }
@@ -43,7 +43,7 @@ mod tests {
         for (used, expected) in [(74, false), (75, true), (60, true), (50, true), (49, false), (74, false)] {
             filling.see("flows4", used, 100);
             filling.see("flows6", 0, 100);
-            let maps: Vec<_> = filling.maps().iter().map(|(name, rows)| (*name, *rows)).collect();
+            let maps: Vec<_> = filling.maps().iter().map(|(name, capacity)| (*name, *capacity)).collect();
             assert_eq!(maps, if expected { vec![("flows4", 100)] } else { Vec::new() }, "{used}");
         }
     }
